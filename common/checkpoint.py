@@ -1,0 +1,204 @@
+"""Saving as a commit: atomic files, checksums, a run folder that always holds a complete run, `auto_resume.json`.
+
+Write x.tmp beside x, flush, fsync, replace x, fsync the folder; first the checkpoint, then auto_resume.json. Files
+hold tensors and plain values only, and every load is `weights_only=True`.
+"""
+import contextlib
+import fcntl
+import hashlib
+import itertools
+import json
+import os
+import socket
+from pathlib import Path
+
+import numpy
+import torch
+
+from common.config import UserError
+
+
+class _Digest:
+    """A file opened for writing whose sha256 is taken on the way: the data is read once, from memory."""
+
+    def __init__(self, file):
+        self.file, self.sha256, self.error = file, hashlib.sha256(), None
+
+    def write(self, data):
+        self.sha256.update(data)
+        try:
+            return self.file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+
+    def flush(self):
+        self.file.flush()
+
+
+@contextlib.contextmanager
+def replacing(path):
+    """Context that gives a binary file; on leaving it without an error, `path` holds what was written, durably."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with open(temporary, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException as error:
+        temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise OSError(error.errno, f"{error.strerror}, writing", str(path)) from error
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    os.fsync(folder)
+    os.close(folder)
+
+
+def save(state, path):
+    """Write `state` (nested dicts and lists of tensors and plain values) to `path`; returns its sha256."""
+    with replacing(path) as file:
+        digest = _Digest(file)
+        try:
+            torch.save(state, digest)
+        except RuntimeError as error:
+            raise (digest.error or error) from None  # torch's own, about a position, hides the one of the disk
+    return digest.sha256.hexdigest()
+
+
+def load(path, sha256=None):
+    """The state saved at `path`, on the CPU. UserError when it is missing, damaged, or not a checkpoint."""
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"{path}: no such checkpoint")
+    if sha256 and checksum(path) != sha256:
+        raise UserError(f"{path}: damaged, its sha256 is not the one in auto_resume.json")
+    with open(path, "rb") as file:
+        try:
+            state = torch.load(file, map_location="cpu", weights_only=True)
+        except Exception as error:  # torch meets what it does not know with any of a dozen types
+            raise UserError(f"{path}: not a checkpoint of this program, or damaged ({type(error).__name__})") from error
+    if not isinstance(state, dict) or "model" not in state:
+        raise UserError(f"{path}: not a checkpoint of this program: expected a dict with an entry 'model'")
+    return state
+
+
+def checksum(path):
+    """sha256 of a file, as hexadecimal digits."""
+    digest = hashlib.sha256()
+    with open(path, "rb", buffering=0) as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def write_json(values, path):
+    """Write `values` as indented JSON, atomically."""
+    with replacing(path) as file:
+        file.write((json.dumps(values, indent=2) + "\n").encode())
+
+
+def versions(script):
+    """What made a run: torch, numpy, and a digest of `script` and of common/, which changes with any edit."""
+    digest = hashlib.sha256()
+    for path in [Path(script), *sorted(Path(__file__).parent.glob("*.py"))]:
+        digest.update(path.read_bytes())
+    return {"torch": str(torch.__version__), "numpy": numpy.__version__, "code": digest.hexdigest()[:12]}
+
+
+class Run:
+    """A run folder, to be used by rank 0 alone: locked against other processes, resumable at every instant."""
+
+    def __init__(self, folder):
+        self.folder, self.lock = Path(folder), None
+        self.record = {"checkpoints": [], "finished": None}  # what auto_resume.json says, newest checkpoint first
+
+    def open(self, resume):
+        """Hold the folder; with `resume` "never", an earlier run in it is first moved aside, to FOLDER.1, .2, ….
+
+        Returns the folder that it was moved to, or None.
+        """
+        self._hold()
+        moved = None
+        if resume == "never" and ((self.folder / "auto_resume.json").exists() or self._files()):
+            asides = (self.folder.with_name(f"{self.folder.name}.{i}") for i in itertools.count(1))
+            moved = next(path for path in asides if not path.exists())
+            os.rename(self.folder, moved)
+            self._hold()
+        for scrap in (self.folder / "checkpoints").glob("*.tmp"):  # of a process killed while saving
+            scrap.unlink()
+        path = self.folder / "auto_resume.json"
+        if path.exists():
+            try:
+                record = json.loads(path.read_text())
+                self.record = {**record, "checkpoints": [
+                    {"file": str(c["file"]), "step": int(c["step"]), "sha256": str(c["sha256"])}
+                    for c in record["checkpoints"]]}
+            except (ValueError, TypeError, KeyError) as error:
+                raise UserError(f"{path}: damaged ({error!r}); delete it and give one of {self.folder}/checkpoints "
+                                "with --resume and a new --run, or start over with --resume never") from error
+        elif self._files():
+            raise UserError(f"{self.folder}: has {len(self._files())} checkpoints but no auto_resume.json; go on from "
+                            "one with --resume FILE and a new --run, or start over with --resume never")
+        else:  # so that a first save that is cut off before it is recorded is known for what it is
+            write_json(self.record, path)
+        return moved
+
+    def _hold(self):
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.lock = open(self.folder / ".lock", "a+")  # noqa: SIM115 (held until the process ends)
+        try:
+            fcntl.lockf(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a record lock: forked workers do not inherit it
+        except OSError as error:
+            self.lock.seek(0)
+            raise UserError(f"{self.folder}: in use by another live process ({self.lock.read().strip()}); wait for it, "
+                            "stop it, or give another --run") from error
+        self.lock.truncate(0)
+        self.lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        self.lock.flush()
+
+    def _files(self):
+        return sorted((self.folder / "checkpoints").glob("step_*.pt"))
+
+    def newest(self):
+        """(newest intact checkpoint {"file", "step", "sha256"} or None, messages on damaged ones passed over)."""
+        notes = []
+        for entry in self.record["checkpoints"]:
+            path = self.folder / entry["file"]
+            if path.is_file() and checksum(path) == entry["sha256"]:
+                return entry, notes
+            notes.append(f"{path}: {'damaged' if path.is_file() else 'missing'}, trying the one before it")
+        if notes:
+            raise UserError(f"{self.folder}: all {len(notes)} checkpoints named by auto_resume.json are damaged or "
+                            "missing; start over with --resume never, which moves this folder aside")
+        return None, notes
+
+    def commit(self, step, state, keep, **facts):
+        """Save `state` as the checkpoint of `step`, note `facts`, drop all but the newest `keep` (0: nothing)."""
+        file = f"checkpoints/step_{step:08d}.pt"
+        entry = {"file": file, "step": step, "sha256": save(state, self.folder / file)}
+        kept = [entry] + [c for c in self.record["checkpoints"] if c["step"] < step]
+        kept = kept[:keep] if keep else kept
+        self.record = {**self.record, **facts, "checkpoints": kept, "finished": None}
+        write_json(self.record, self.folder / "auto_resume.json")
+        names = {Path(c["file"]).name for c in kept}
+        for path in self._files() if keep else []:
+            if path.name not in names and path.name < Path(file).name:
+                path.unlink()
+
+    def finish(self, results):
+        """Record that the run is complete, with its closing `results`."""
+        self.record["finished"] = results
+        write_json(self.record, self.folder / "auto_resume.json")
+
+
+def check_identity(found, expected, where):
+    """UserError unless the facts that define a run, {name: plain value}, are those of the checkpoint `where`."""
+    wrong = [f"{name} is {found.get(name)!r} there and {value!r} here" for name, value in expected.items()
+             if found.get(name) != value]
+    if wrong:
+        raise UserError(f"{where}: a run of another model or other data: {'; '.join(wrong)}. Give the same settings "
+                        "(--config RUN/config.json has them), or another --run")

@@ -1,0 +1,167 @@
+"""A flat frozen dataclass <-> command line <-> JSON file.
+
+A field's type, default and trailing comment are all there is: the comment is its line in `--help`. Values are taken
+from, weakest first: the default, `--preset NAME`, `--config FILE.json`, the flags themselves.
+"""
+import dataclasses
+import decimal
+import difflib
+import inspect
+import json
+import os
+import re
+import sys
+import types
+import typing
+from pathlib import Path
+
+NOTES = ("versions",)  # keys of a written config.json that describe the run and are not settings
+
+
+class UserError(ValueError):
+    """A mistake that the user can mend. `run` prints its message alone and exits with status 1."""
+
+
+def convert(kind, value, name):
+    """`value`, a string of the command line or a JSON value, as the type `kind`; ValueError says what was expected."""
+    text = value.strip() if isinstance(value, str) else value
+    if isinstance(kind, types.UnionType):  # `float | None`: "none" or null, or the type itself
+        if text is None or (isinstance(text, str) and text.lower() == "none"):
+            return None
+        kind = next(k for k in typing.get_args(kind) if k is not types.NoneType)
+    if typing.get_origin(kind) is typing.Literal:
+        if text not in typing.get_args(kind):
+            raise ValueError(f"{name}: {value!r} is none of {', '.join(typing.get_args(kind))}")
+        return text
+    if typing.get_origin(kind) is tuple:
+        items = [item for item in text.split(",") if item.strip()] if isinstance(text, str) else text
+        if not isinstance(items, (list, tuple)):
+            raise ValueError(f"{name}: {value!r} is not a list; give values separated by commas")
+        return tuple(convert(typing.get_args(kind)[0], item, name) for item in items)
+    if kind is bool:
+        if isinstance(text, str) and text.lower() in ("true", "false"):
+            return text.lower() == "true"
+        if not isinstance(text, bool):
+            raise ValueError(f"{name}: {value!r} is neither true nor false")
+        return text
+    if kind is str:
+        if not isinstance(value, str):
+            raise ValueError(f"{name}: {value!r} is not a text")
+        return value
+    try:
+        number = float("nan") if isinstance(text, bool) else float(text)
+    except (TypeError, ValueError, OverflowError):
+        number = float("nan")
+    if number != number or (kind is int and not number.is_integer()):
+        raise ValueError(f"{name}: {value!r} is not {'a whole number' if kind is int else 'a number'}")
+    return int(decimal.Decimal(str(text))) if kind is int else number  # a float would round beyond 2**53
+
+
+def _is_main():
+    return os.environ.get("RANK", "0") == "0"  # torchrun's: the process group may not be up yet
+
+
+def _nearest(name, names, prefix=""):
+    close = difflib.get_close_matches(name, names, 1)
+    return f"no such setting; did you mean {prefix}{close[0]}?" if close else "no such setting; see --help"
+
+
+def from_dict(cls, values, source):
+    """`values` (JSON object) checked against the fields of `cls`; returns {field: value}. Raises ValueError."""
+    kinds, checked = typing.get_type_hints(cls), {}
+    for name, value in values.items():
+        if name in NOTES:
+            continue
+        if name not in kinds:
+            raise ValueError(f"{source}: {name}: {_nearest(name, kinds)}")
+        checked[name] = convert(kinds[name], value, f"{source}: {name}")
+    return checked
+
+
+def read_json(path):
+    """The JSON object in the file `path`; ValueError or OSError names the file."""
+    try:
+        values = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: not a JSON file ({error})") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path}: expected a JSON object of settings, found {type(values).__name__}")
+    return values
+
+
+def from_flags(cls, argv, presets):
+    """`--name value`, `--name=value`, `--switch`, `--no_switch` -> {field: value}; dashes and underscores are one."""
+    kinds, flags, files = typing.get_type_hints(cls), {}, {}
+    words = [word for word in argv if word != "--"]  # which torchrun may need before the flags, or pass on
+    while words:
+        word = words.pop(0)
+        if not word.startswith("--"):
+            raise ValueError(f"{word!r}: expected a flag such as --{next(iter(kinds))} VALUE")
+        name, given, value = word[2:].partition("=")
+        name = name.replace("-", "_")
+        if name not in kinds and name.startswith("no_") and kinds.get(name[3:]) is bool and not given:
+            flags[name[3:]] = False
+            continue
+        if name not in kinds and name not in ("config", "preset"):
+            negated = [f"no_{known}" for known, kind in kinds.items() if kind is bool]
+            raise ValueError(f"--{name}: {_nearest(name, [*kinds, *negated, 'config', 'preset'], '--')}")
+        if not given:
+            if kinds.get(name) is bool and (not words or words[0].lower() not in ("true", "false")):
+                value = "true"
+            elif not words or words[0].startswith("--"):
+                raise ValueError(f"--{name}: a value is missing")
+            else:
+                value = words.pop(0)
+        if name == "preset":
+            if value not in presets:
+                raise ValueError(f"--preset: {value!r} is none of {', '.join(presets) or '(there are none)'}")
+            files = {**presets[value], **files}
+        elif name == "config":
+            files = {**files, **from_dict(cls, read_json(value), value)}
+        else:
+            flags[name] = convert(kinds[name], value, f"--{name}")
+    return {**files, **flags}
+
+
+def help_text(cls, usage, presets):
+    """Every field of `cls` with its type, default and trailing comment, under the comment lines that head sections."""
+    kinds, lines = typing.get_type_hints(cls), [usage.rstrip(), ""]
+    defaults = {field.name: field.default for field in dataclasses.fields(cls)}
+    for line in inspect.getsource(cls).splitlines():
+        if heading := re.match(r"^    # (.*)$", line):
+            lines.append(f"\n{heading[1]}:")
+        elif (field := re.match(r"^    (\w+): [^#]*#\s*(.*)$", line)) and field[1] in kinds:
+            kind, default = kinds[field[1]], defaults[field[1]]
+            choices = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
+            shown = "|".join(choices) or (kind.__name__ if isinstance(kind, type) and kind is not tuple else str(kind))
+            default = ",".join(map(str, default)) if isinstance(default, tuple) else default
+            lines.append(f"  --{field[1]} {shown} [{default}]\n        {field[2]}")
+    lines.append("\n  --config FILE.json\n        the same settings from a JSON file; flags win over it")
+    if presets:
+        lines.append(f"  --preset {'|'.join(presets)}\n        named settings; --config and flags win over them")
+    return "\n".join(lines)
+
+
+def parse(cls, argv, usage, presets=None):
+    """The config `cls` that the command line `argv` asks for. Prints help or one line of error and exits (0 or 2)."""
+    presets = presets or {}
+    if {"-h", "--help"} & set(argv):
+        if _is_main():
+            print(help_text(cls, usage, presets))
+        raise SystemExit(0)
+    try:
+        return cls(**from_flags(cls, argv, presets))
+    except (ValueError, OSError) as error:
+        if _is_main():
+            print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def run(main):
+    """Run `main()`; a user's mistake or a failing disk ends in one line on standard error and status 1."""
+    try:
+        main()
+    except (UserError, OSError) as error:
+        if not getattr(error, "relayed", False):  # by rank 0, which prints it
+            print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(1) from None

@@ -1,0 +1,456 @@
+"""Data: the order of samples, splits, embedding shards (.npy), captioned images in tars or folders.
+
+Order and splits are pure functions of numbers, in O(1) memory: two billion rows cost nothing to shuffle or to resume.
+"""
+import hashlib
+import io
+import itertools
+import json
+import mmap
+import re
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from common import checkpoint, media
+from common.config import UserError
+
+BAD_SHARE = 0.01  # more unusable rows than this are refused
+
+
+# Order and splits
+
+def _mix(x):
+    """splitmix64's finalizer (Steele et al. 2014) on a uint64 array: a good 64-bit hash."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+class Permutation:
+    """A pseudo-random permutation of range(n), computed entry by entry in O(1) memory.
+
+    A Feistel network over pairs (left, right) of range(a) × range(b), a·b >= n, with modular addition in place of
+    exclusive-or, and cycle walking for the few numbers beyond n (Black & Rogaway 2002, §4 and §5).
+    """
+
+    def __init__(self, n, *key):
+        self.n, self.a = n, max(1, int(np.ceil(np.sqrt(n))))
+        self.b = -(-n // self.a)
+        digest = hashlib.blake2b(repr(key).encode(), digest_size=48).digest()
+        self.keys = np.frombuffer(digest, np.uint64)  # one a round
+
+    def _once(self, x):
+        a, b = np.uint64(self.a), np.uint64(self.b)
+        left, right = x % a, x // a
+        for key in self.keys.reshape(-1, 2):
+            left = (left + _mix(right ^ key[0]) % a) % a
+            right = (right + _mix(left ^ key[1]) % b) % b
+        return left + a * right
+
+    def __call__(self, index):
+        """Entries at the int array `index`, each in range(n) -> int64 array."""
+        x = self._once(np.atleast_1d(np.asarray(index)).astype(np.uint64))
+        while (outside := x >= np.uint64(self.n)).any():
+            x[outside] = self._once(x[outside])
+        return x.astype(np.int64)
+
+
+class Split:
+    """One part ("train", "validation" or "test") of numbered rows, decided by a row's number alone.
+
+    In every block of 1,000 rows the same share is chosen, by a fixed shuffle turned by a hash of the block's number.
+    So the j-th row of a part is found in O(1), and rows keep their part when more are added behind them.
+    """
+
+    BLOCK = 1000
+    SHUFFLE = Permutation(BLOCK, "split")(np.arange(BLOCK))
+
+    def __init__(self, rows, part, validation, test):
+        counts = {"validation": round(validation * self.BLOCK), "test": round(test * self.BLOCK)}
+        counts["train"] = self.BLOCK - sum(counts.values())
+        start = sum(list(counts.values())[:list(counts).index(part)])
+        self.slots = self.SHUFFLE[start:start + counts[part]]
+        self.blocks = rows // self.BLOCK
+        tail = self._row(np.full(len(self.slots), self.blocks), np.arange(len(self.slots)))
+        self.tail = tail[tail < rows]  # of the last, incomplete block
+
+    def _row(self, block, slot):
+        turn = (_mix(block.astype(np.uint64) + np.uint64(1)) % np.uint64(self.BLOCK)).astype(np.int64)
+        return block * self.BLOCK + (self.slots[slot] + turn) % self.BLOCK
+
+    def __len__(self):
+        return self.blocks * len(self.slots) + len(self.tail)
+
+    def __getitem__(self, index):
+        """Rows (int64) at the places `index` (int array) of this part."""
+        index = np.asarray(index)
+        full = self.blocks * len(self.slots)
+        inside = np.minimum(index, max(0, full - 1))
+        rows = self._row(inside // max(1, len(self.slots)), inside % max(1, len(self.slots))) if full else inside
+        if len(self.tail):
+            rows = np.where(index < full, rows, self.tail[np.clip(index - full, 0, len(self.tail) - 1)])
+        return rows
+
+
+def part_of(key, validation, test):
+    """Which part a sample with the text `key` (file name, speaker) belongs to, by its hash."""
+    share = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little") / 2 ** 64
+    return "validation" if share < validation else "test" if share < validation + test else "train"
+
+
+def shuffled(positions, n, seed):
+    """Places in range(n) at the `positions` of an endless pass that is reshuffled every n positions."""
+    positions = np.asarray(positions)
+    places = np.empty(len(positions), np.int64)
+    for epoch in np.unique(positions // n):
+        here = positions // n == epoch
+        places[here] = Permutation(n, seed, int(epoch))(positions[here] % n)
+    return places
+
+
+# Batches
+
+class Chunks(torch.utils.data.Dataset):
+    """The chunks of a run's batches: item (first position, one past the last) -> dict of tensors and lists.
+
+    `source.fetch(rows) -> (dict, good (n,))` reads rows. An unusable row is replaced by the next of its split, on
+    whichever rank it falls, so the order stays a pure function of data and seed; "unusable" names such rows.
+    """
+
+    def __init__(self, source, split, seed=None):
+        self.source, self.split, self.seed = source, split, seed
+
+    def __getitem__(self, span):
+        positions = np.arange(*span)
+        places = positions if self.seed is None else shuffled(positions, len(self.split), self.seed)
+        batch, good = self.source.fetch(rows := self.split[places])
+        unusable = []
+        while not good.all():
+            unusable += [self.source.name(row) for row in rows[~good]]
+            if len(unusable) > 100 + BAD_SHARE * len(self.split):
+                raise UserError(f"more than {len(unusable) - 1} unusable rows (not finite, or all zero) where "
+                                f"{len(rows)} were to be read: {unusable[0]}, …; mend or remove them")
+            places[~good] = (places[~good] + 1) % len(self.split)
+            batch, good = self.source.fetch(rows := self.split[places])
+        return {**batch, "rows": torch.from_numpy(rows), "unusable": unusable}
+
+
+class _Told(torch.utils.data.Dataset):
+    """`chunks`, with a UserError for an item: raised in a worker, it would come with a traceback, and end 5 s late."""
+
+    def __init__(self, chunks):
+        self.chunks = chunks
+
+    def __getitem__(self, span):
+        try:
+            return self.chunks[span]
+        except UserError as error:
+            return error
+
+
+def loader(chunks, spans, workers=0, pin_memory=False):
+    """Items of `chunks` at `spans`, an iterable of (first, one past last), in order, read ahead by `workers`."""
+    for item in torch.utils.data.DataLoader(_Told(chunks), batch_size=None, sampler=spans, num_workers=workers,
+                                            pin_memory=pin_memory):
+        if isinstance(item, UserError):
+            raise item
+        yield item
+
+
+def training_spans(plan, batch_size, step):
+    """The spans of this rank's chunks, `plan`, from `step` on, without end."""
+    for start in itertools.count(step * batch_size, batch_size):
+        for chunk in plan:
+            yield start + chunk.start, start + chunk.stop
+
+
+def to_device(batch, device):
+    """`batch` with tensors and numpy arrays moved to `device`, anything else as it is."""
+    def move(value):
+        value = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+        return value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+    return {name: move(value) for name, value in batch.items()}
+
+
+# Embeddings, as clip-retrieval writes them
+
+def _shards(folder, suffix, required=True):
+    """{shard number: path} of the files NAME_N.suffix in `folder`, by number, however many zeros N is padded with."""
+    if not folder.is_dir():
+        if required:
+            raise UserError(f"{folder}: no such folder; expected {folder.name}_N{suffix} files in it")
+        return {}
+    found = {}
+    for path in sorted(folder.glob(f"*{suffix}")):
+        number = re.search(r"(\d+)$", path.name.removesuffix(suffix))
+        if not number:
+            raise UserError(f"{path}: no shard number at the end of its name; expected {folder.name}_N{suffix}")
+        if int(number[1]) in found:
+            raise UserError(f"{path}: the same shard number as {found[int(number[1])].name}; remove one of them")
+        found[int(number[1])] = path
+    if not found and required:
+        raise UserError(f"{folder}: empty; expected {folder.name}_N{suffix} files in it")
+    return dict(sorted(found.items()))
+
+
+def _open(path, ndim):
+    """Memory map of a float array of `ndim` dimensions; nothing is read but the header."""
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except Exception as error:  # numpy meets a damaged header with any of a dozen types
+        raise UserError(f"{path}: not a readable .npy array of floats ({error})") from error
+    if not isinstance(array, np.ndarray) or array.dtype not in (np.float16, np.float32) or array.ndim != ndim:
+        raise UserError(f"{path}: {getattr(array, 'dtype', 'archive')} of shape {getattr(array, 'shape', '?')}; "
+                        f"expected float16 or float32 of shape {('(rows, width)', '(rows, tokens, width)')[ndim - 2]}")
+    if hasattr(mmap, "MADV_RANDOM"):  # rows are read at random: to read ahead costs up to a thousand times as much
+        array.base.madvise(mmap.MADV_RANDOM)
+    return array
+
+
+class Embeddings:
+    """Rows of `img_emb/`, `text_emb/`, and where asked for `text_enc/` and captions, matched by shard number.
+
+    fetch(rows) -> ({"image_embed" (n, D), "text_embed" (n, D), "text_enc" (n, L, E), "caption" list}, good (n,)),
+    float32; a row is not good if an embedding of it is all zero or not finite.
+    """
+
+    def __init__(self, folder, text_encodings=False, captions=False):
+        folder = Path(folder)
+        if not folder.is_dir():
+            raise UserError(f"{folder}: no such folder; expected one with img_emb/ and text_emb/ in it")
+        self.folder, self.opened = folder, (folder, text_encodings, captions)
+        self.files = {"image_embed": _shards(folder / "img_emb", ".npy"),
+                      "text_embed": _shards(folder / "text_emb", ".npy")}
+        if text_encodings:
+            self.files["text_enc"] = _shards(folder / "text_enc", ".npy")
+        self.arrays = {name: [_open(path, 3 if name == "text_enc" else 2) for path in files.values()]
+                       for name, files in self.files.items()}
+        self.sizes = np.array([len(array) for array in self.arrays["image_embed"]], np.int64)
+        self.ends = np.cumsum(self.sizes)
+        for name in self.files:
+            self._check(name)
+        if not len(self):
+            raise UserError(f"{folder / 'img_emb'}: no rows in any of its {len(self.sizes)} shard(s)")
+        self.captions = Captions(folder, list(self.files["image_embed"]), self.sizes) if captions else None
+        self.width = self.arrays["image_embed"][0].shape[1]
+        if self.arrays["text_embed"][0].shape[1] != self.width:
+            raise UserError(f"{folder}: img_emb is {self.width} wide and text_emb "
+                            f"{self.arrays['text_embed'][0].shape[1]}; both must come from one CLIP")
+
+    def __reduce__(self):
+        """A worker that is not forked opens the files anew, rather than be sent what is in them."""
+        return Embeddings, self.opened
+
+    def _check(self, name):
+        images, files = self.files["image_embed"], self.files[name]
+        if missing := sorted(set(images) ^ set(files)):
+            has, lacks = (images, name) if missing[0] in images else (files, "image_embed")
+            raise UserError(f"{has[missing[0]]}: shard {missing[0]} has no counterpart in "
+                            f"{self.folder / _FOLDERS[lacks]}")
+        for path, array, size in zip(files.values(), self.arrays[name], self.sizes):
+            if len(array) != size:
+                raise UserError(f"{path}: {len(array)} rows, but {size} in the image shard of the same number")
+            if array.shape[1:] != self.arrays[name][0].shape[1:]:
+                raise UserError(f"{path}: rows of shape {array.shape[1:]}, but {self.arrays[name][0].shape[1:]} in "
+                                f"{next(iter(files.values())).name}")
+
+    def __len__(self):
+        return int(self.ends[-1])
+
+    def name(self, row):
+        """The shard and the row in it of the row number `row`, for messages."""
+        shard = int(np.searchsorted(self.ends, row, side="right"))
+        path = list(self.files["image_embed"].values())[shard]
+        return f"{path.name} row {row - self.ends[shard] + self.sizes[shard]}"
+
+    def fetch(self, rows):
+        """Read `rows` (n,) in any order."""
+        shards = np.searchsorted(self.ends, rows, side="right")
+        batch, good = {}, np.ones(len(rows), bool)
+        for name, arrays in self.arrays.items():
+            values = np.empty((len(rows), *arrays[0].shape[1:]), np.float32)
+            for shard in np.unique(shards):
+                here = shards == shard
+                values[here] = arrays[shard][rows[here] - (self.ends[shard] - self.sizes[shard])]
+            with np.errstate(over="ignore", invalid="ignore"):
+                energy = np.square(values).reshape(len(rows), -1).sum(1)
+            good &= np.isfinite(energy) & ((energy > 0) | (name == "text_enc"))
+            batch[name] = torch.from_numpy(values)
+        if self.captions:
+            batch["caption"] = [record["caption"] for record in self.captions.records(rows)]
+        return batch, good
+
+    def check_rows(self, most=100_000):
+        """(unusable, read, names of the first): looks at all rows, or `most` evenly spaced ones. UserError if many."""
+        rows = np.unique(np.linspace(0, len(self) - 1, min(len(self), most)).astype(np.int64))
+        bad = np.concatenate([part[~self.fetch(part)[1]] for part in np.array_split(rows, -(-len(rows) // 4096))])
+        names = [self.name(row) for row in bad[:5]]
+        if len(bad) > BAD_SHARE * len(rows):
+            raise UserError(f"{self.folder}: {len(bad)} of {len(rows)} rows are not finite or all zero, more than "
+                            f"1 in 100: {', '.join(names)}, …; mend or remove them")
+        return len(bad), len(rows), names
+
+    def fingerprint(self):
+        """Plain facts that change when the data does: rows, width, shards, and a digest of sizes and first rows."""
+        digest = hashlib.sha256(self.sizes.tobytes())
+        for array in self.arrays["image_embed"][:100]:
+            digest.update(np.ascontiguousarray(array[:1]).tobytes())
+        return {"rows": len(self), "width": self.width, "shards": len(self.sizes), "digest": digest.hexdigest()[:16]}
+
+
+_FOLDERS = {"image_embed": "img_emb", "text_embed": "text_emb", "text_enc": "text_enc"}
+
+
+class Captions:
+    """Records {"caption": …} of `captions/captions_N.jsonl` or `metadata/metadata_N.parquet`, read at random.
+
+    A jsonl shard is indexed (8 bytes a row) when it is first read.
+    """
+
+    def __init__(self, folder, numbers, sizes):
+        files = _shards(folder / "captions", ".jsonl", False) or _shards(folder / "metadata", ".parquet", False)
+        if missing := [n for n in numbers if n not in files]:
+            raise UserError(f"{folder}: no captions for shard {missing[0]}; expected captions/captions_N.jsonl or "
+                            "metadata/metadata_N.parquet beside img_emb/")
+        self.files, self.sizes, self.ends, self.index = [files[n] for n in numbers], sizes, np.cumsum(sizes), {}
+
+    def _open(self, shard):
+        path = self.files[shard]
+        if path.suffix == ".parquet":
+            try:
+                from pyarrow import parquet
+            except ImportError:
+                raise UserError(f"{path}: reading parquet needs pyarrow: pip install pyarrow") from None
+            try:
+                table = parquet.read_table(path, memory_map=True)
+            except (ValueError, OSError) as error:
+                raise UserError(f"{path}: not a readable parquet file ({error})") from error
+            if "caption" not in table.column_names:
+                raise UserError(f"{path}: no column 'caption' among {', '.join(table.column_names)}")
+            entry = table.column("caption")
+        else:
+            with open(path, "rb") as file:
+                lengths = np.fromiter((len(line) for line in file), np.int64)
+            entry = np.concatenate([[0], np.cumsum(lengths)])
+        rows = len(entry) - (path.suffix == ".jsonl")
+        if rows != self.sizes[shard]:
+            raise UserError(f"{path}: {rows} captions, but {self.sizes[shard]} rows in the image shard")
+        self.index[shard] = entry
+        return entry
+
+    def records(self, rows):
+        """The records, at the least {"caption": str}, of `rows` (n,)."""
+        found = []
+        for row in map(int, rows):
+            shard = int(np.searchsorted(self.ends, row, side="right"))
+            entry, place = self.index.get(shard), row - int(self.ends[shard] - self.sizes[shard])
+            entry = self._open(shard) if entry is None else entry
+            if isinstance(entry, np.ndarray):
+                with open(self.files[shard], "rb") as file:
+                    file.seek(entry[place])
+                    line = file.read(entry[place + 1] - entry[place])
+                try:
+                    record = json.loads(line)
+                    found.append({**record, "caption": str(record["caption"] or "")})
+                except (ValueError, KeyError, TypeError) as error:
+                    raise UserError(f"{self.files[shard]} line {place + 1}: expected a JSON object with an entry "
+                                    f"'caption' ({error!r})") from error
+            else:
+                found.append({"caption": str(entry[place].as_py() or "")})
+        return found
+
+
+def write_shards(folder, image_embeddings, text_embeddings, records, encodings=None, rows_per_shard=100_000):
+    """Write embeddings (N, D), records [{"caption": …}] and maybe encodings (N, L, E) as shards, in float16."""
+    folder = Path(folder)
+    for number, start in enumerate(range(0, len(records), rows_per_shard)):
+        part = slice(start, start + rows_per_shard)
+        for name, values in (("img_emb", image_embeddings), ("text_emb", text_embeddings), ("text_enc", encodings)):
+            if values is not None:
+                with checkpoint.replacing(folder / name / f"{name}_{number}.npy") as file:
+                    np.save(file, np.asarray(values[part], np.float16))
+        with checkpoint.replacing(folder / "captions" / f"captions_{number}.jsonl") as file:
+            file.writelines(json.dumps(record).encode() + b"\n" for record in records[part])
+
+
+# Captioned images, as img2dataset writes them
+
+IMAGES = (".jpg", ".jpeg", ".png", ".webp")
+
+
+def decode_image(data, name):
+    """The image file `data` (bytes) as uint8 RGB (H, W, 3). PNG needs nothing; the rest Pillow."""
+    try:
+        if name.lower().endswith(".png"):
+            image = media.read_png(io.BytesIO(data))
+            image = image.reshape(*image.shape[:2], -1)  # gray, gray and alpha, RGB or RGBA
+            return np.ascontiguousarray(image[..., :3] if image.shape[2] > 2 else image[..., :1].repeat(3, -1))
+        from PIL import Image
+        return np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
+    except ImportError:
+        raise UserError(f"{name}: reading {Path(name).suffix} images needs Pillow: pip install pillow") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{name}: not a readable image ({error})") from error
+
+
+class CaptionedImages:
+    """Images with captions: a tar, a folder of tars (KEY.jpg|png|webp + KEY.txt or KEY.json), or a folder of images.
+
+    Tars are indexed once and then read at random. [i] -> (image uint8 (H, W, 3), caption, key); images without a
+    caption are left out and counted in `uncaptioned`.
+    """
+
+    def __init__(self, path):
+        self.path = Path(path)
+        if not self.path.exists():
+            raise UserError(f"{path}: no such file or folder; expected .tar files or images in it")
+        tars = [self.path] if self.path.is_file() else sorted(self.path.glob("*.tar"))
+        self.entries, self.uncaptioned = [], 0  # (key, (file, offset, size, name) of image, the same of the caption)
+        for tar in tars:
+            try:
+                with tarfile.open(tar, "r:") as archive:
+                    members = {m.name: (tar, m.offset_data, m.size, m.name) for m in archive if m.isfile()}
+                    archive.fileobj.seek(archive.offset)
+                    if archive.fileobj.read(512) != bytes(512):  # tarfile ends without a word at a damaged member
+                        raise tarfile.ReadError(f"no member and no end at byte {archive.offset}")
+            except (tarfile.TarError, OSError) as error:
+                raise UserError(f"{tar}: corrupt or truncated tar ({error}); fetch or write it again") from error
+            self._add(members)
+        if not tars:
+            files = (p for p in sorted(self.path.rglob("*")) if p.suffix.lower() in (*IMAGES, ".txt", ".json"))
+            self._add({str(p.relative_to(self.path)): (p, 0, None, str(p)) for p in files})
+        if not self.entries:
+            raise UserError(f"{path}: no captioned images found ({self.uncaptioned} without a caption); expected "
+                            "KEY.jpg, .png or .webp with KEY.txt beside it, in .tar files or loose")
+
+    def _add(self, members):
+        stems = {name.rpartition(".")[0]: name for name in members if Path(name).suffix.lower() in IMAGES}
+        for stem, name in stems.items():
+            caption = members.get(stem + ".txt") or members.get(stem + ".json")
+            if caption is None:
+                self.uncaptioned += 1
+            else:
+                self.entries.append((stem, members[name], caption))
+
+    def __len__(self):
+        return len(self.entries)
+
+    def __getitem__(self, i):
+        key, image, caption = self.entries[i]
+        text = _read(caption).decode("utf-8", errors="replace").strip()
+        if caption[3].endswith(".json"):
+            try:
+                text = str(json.loads(text)["caption"] or "")
+            except (ValueError, KeyError, TypeError) as error:
+                raise UserError(f"{caption[0]}: {caption[3]}: no entry 'caption' in it") from error
+        return decode_image(_read(image), image[3] if image[2] is None else f"{image[0]}: {image[3]}"), text, key
+
+
+def _read(location):
+    path, offset, size, _ = location
+    with open(path, "rb") as file:
+        file.seek(offset)
+        return file.read(size if size is not None else -1)

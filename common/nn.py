@@ -1,0 +1,199 @@
+"""Transformer parts on torch's scaled_dot_product_attention: rotary positions, causal masks, cached prefixes."""
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+def rotary_table(positions, width, theta=10000.0):
+    """(cos, sin), each (N, width), for `positions` (N,) (RoFormer, Su et al. 2021, Eq. 34)."""
+    frequencies = theta ** (-torch.arange(0, width, 2, device=positions.device, dtype=torch.float32) / width)
+    angles = positions.float()[:, None] * frequencies  # (N, width/2)
+    angles = torch.cat([angles, angles], dim=-1)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x, table):
+    """Turn the pairs (i, i + d/2) of x (..., N, d) by their position's angles, in fp32."""
+    cos, sin = table
+    first, second = x.float().chunk(2, dim=-1)
+    return (x.float() * cos + torch.cat([-second, first], dim=-1) * sin).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Multi-head attention; fewer `kv_heads` than `heads` share keys and values (multi-query, Shazeer 2019)."""
+
+    def __init__(self, width, heads, kv_heads=None, context_width=None, qk_norm=False, normformer=False, dropout=0.0):
+        super().__init__()
+        self.heads, self.kv_heads, self.dropout = heads, kv_heads or heads, dropout
+        assert width % heads == 0 and heads % self.kv_heads == 0, (width, heads, self.kv_heads)
+        self.head_width = width // heads
+        self.query = nn.Linear(width, width, bias=False)
+        self.key_value = nn.Linear(context_width or width, 2 * self.kv_heads * self.head_width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        # cosine-similarity attention (Henry et al. 2020): unit queries and keys, a learned temperature a head
+        self.temperature = nn.Parameter(torch.full((heads,), 16.0)) if qk_norm else None
+        self.out_norm = nn.LayerNorm(width, bias=False) if normformer else None
+
+    def keys_values(self, context, table=None):
+        """Keys and values (B, kv_heads, N, d) of `context` (B, N, W)."""
+        k, v = self.key_value(context).unflatten(-1, (2 * self.kv_heads, self.head_width)).transpose(1, 2).chunk(2, 1)
+        if self.temperature is not None:
+            k = F.normalize(k.float(), dim=-1).to(v.dtype)
+        return (k if table is None else rotate(k, table)), v
+
+    def forward(self, x, keys, values, mask=None, causal=False, table=None):
+        """From x (B, M, W) attend to `keys` and `values` (B, kv_heads, N, d); mask (M, N) or (B, 1, M, N), True: seen."""
+        q = self.query(x).unflatten(-1, (self.heads, self.head_width)).transpose(1, 2)  # (B, heads, M, d)
+        scale = None
+        if self.temperature is not None:
+            q, scale = (F.normalize(q.float(), dim=-1) * self.temperature[:, None, None]).to(q.dtype), 1.0
+        if table is not None:
+            q = rotate(q, table)
+        if self.kv_heads != self.heads:
+            keys, values = (t.repeat_interleave(self.heads // self.kv_heads, 1) if self.kv_heads > 1 else
+                            t.expand(-1, self.heads, -1, -1) for t in (keys, values))
+        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, is_causal=causal, scale=scale,
+                                             dropout_p=self.dropout if self.training else 0.0)
+        out = self.out(out.transpose(1, 2).flatten(2))
+        return out if self.out_norm is None else self.out_norm(out)
+
+
+class _GatedProduct(torch.autograd.Function):
+    """(silu(gate)·up) @ weightᵀ for gate_up (…, 2H), which alone is kept for the backward pass, the rest recomputed.
+
+    The two products that autograd would keep are most of what a block remembers, and cost next to nothing to make.
+    """
+
+    @staticmethod
+    def forward(ctx, gate_up, weight):
+        gate, up = gate_up.chunk(2, dim=-1)
+        ctx.save_for_backward(gate_up, weight)
+        return F.linear(F.silu(gate) * up, weight.to(gate_up.dtype))
+
+    @staticmethod
+    def backward(ctx, grad):
+        gate_up, weight = ctx.saved_tensors
+        gate, up = gate_up.chunk(2, dim=-1)
+        silu = F.silu(gate)
+        hidden = silu * up
+        grad_weight = (grad.flatten(0, -2).T @ hidden.flatten(0, -2)).to(weight.dtype)
+        grad_hidden = grad @ weight.to(grad.dtype)
+        grad_up = grad_hidden * silu
+        torch.mul(grad_hidden, up, out=hidden)  # these tensors are large: no more of them than needed
+        del silu, grad_hidden
+        return torch.cat([torch.ops.aten.silu_backward(hidden, gate), grad_up], dim=-1), grad_weight
+
+
+class FeedForward(nn.Module):
+    """SwiGLU feed-forward (Shazeer 2020) of `mult` times the width; normformer adds a norm before the last product."""
+
+    def __init__(self, width, mult=4, normformer=False, dropout=0.0):
+        super().__init__()
+        hidden = int(width * mult)
+        self.gate_up = nn.Linear(width, 2 * hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+        self.norm = nn.LayerNorm(hidden, bias=False) if normformer else nn.Identity()
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x):
+        gate_up = self.gate_up(x)
+        if isinstance(self.norm, nn.Identity) and not (self.dropout.p and self.training):
+            return _GatedProduct.apply(gate_up, self.down.weight)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self.down(self.dropout(self.norm(F.silu(gate) * up)))
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block."""
+
+    def __init__(self, width, heads, kv_heads, qk_norm, normformer, dropout, ff_mult):
+        super().__init__()
+        self.attention_norm, self.ff_norm = nn.LayerNorm(width, bias=False), nn.LayerNorm(width, bias=False)
+        self.attention = Attention(width, heads, kv_heads, None, qk_norm, normformer, dropout)
+        self.ff = FeedForward(width, ff_mult, normformer, dropout)
+        nn.init.zeros_(self.attention.out.weight)  # a block starts as the identity
+        nn.init.zeros_(self.ff.down.weight)
+
+    def forward(self, x, mask, causal, table, cache=None, keep=None):
+        """x (B, N, W) -> (B, keep or N, W); also returns the keys and values of x, before which `cache` is put.
+
+        Only the last `keep` tokens are computed, and attended from: what comes before them serves as keys alone.
+        """
+        h = self.attention_norm(x)
+        keys, values = fresh = self.attention.keys_values(h, table)
+        if cache is not None:
+            keys, values = torch.cat([cache[0], keys], 2), torch.cat([cache[1], values], 2)
+        if keep is not None and keep < x.shape[1]:
+            x, h = x[:, -keep:], h[:, -keep:]
+            table = None if table is None else (table[0][-keep:], table[1][-keep:])
+            if mask is not None:
+                mask = mask[..., -keep:, :]
+            elif causal:
+                # is_causal is aligned to the top left; the last `keep` rows need the bottom right
+                causal, total = False, keys.shape[2]
+                if keep > 1:
+                    mask = torch.ones(keep, total, dtype=torch.bool, device=x.device).tril(total - keep)
+        x = x + self.attention(h, keys, values, mask, causal, table)
+        return x + self.ff(self.ff_norm(x)), fresh
+
+
+class Transformer(nn.Module):
+    """A stack of pre-norm blocks with a final norm."""
+
+    def __init__(self, width, depth, heads, kv_heads=None, causal=True, rotary=True, qk_norm=False, normformer=False,
+                 dropout=0.0, ff_mult=4):
+        super().__init__()
+        self.causal, self.rotary, self.head_width = causal, rotary, width // heads
+        self.blocks = nn.ModuleList(Block(width, heads, kv_heads, qk_norm, normformer, dropout, ff_mult)
+                                    for _ in range(depth))
+        self.norm = nn.LayerNorm(width, bias=False)
+
+    def forward(self, x, mask=None, positions=None, cache=None, keep=None, return_cache=False):
+        """x (B, N, W) -> (B, keep or N, W), or (that, cache) with `return_cache`.
+
+        mask: (N, P + N) or (B, 1, N, P + N), True = seen; without one, attention is causal if the model is.
+        positions: (N,) of the tokens for the rotary table, by default P, P + 1, …, after the P tokens of `cache`.
+        cache: keys and values of P earlier tokens, one pair a block, each (B, kv_heads, P, d).
+        keep: compute only the last `keep` tokens of the last block, the earlier ones being wanted as keys alone.
+        """
+        prefix = cache[0][0].shape[2] if cache is not None else 0
+        table = None
+        if self.rotary:
+            if positions is None:
+                positions = torch.arange(prefix, prefix + x.shape[1], device=x.device)
+            table = rotary_table(positions, self.head_width)
+        causal = self.causal and mask is None
+        if causal and prefix:
+            causal, n = False, x.shape[1]
+            mask = torch.ones(n, prefix + n, dtype=torch.bool, device=x.device).tril(prefix)
+        made = []
+        for i, block in enumerate(self.blocks):
+            last = i == len(self.blocks) - 1
+            x, fresh = block(x, mask, causal, table, None if cache is None else cache[i], keep if last else None)
+            made.append(fresh)
+        x = self.norm(x)
+        return (x, made) if return_cache else x
+
+
+class TimeEmbedding(nn.Module):
+    """A timestep in [0, timesteps) -> (B, width), from a learned table or from a continuous sinusoid and two layers."""
+
+    def __init__(self, width, timesteps, kind="continuous"):
+        super().__init__()
+        self.timesteps, self.kind = timesteps, kind
+        if kind == "table":
+            self.table = nn.Embedding(timesteps, width)
+        else:
+            self.layers = nn.Sequential(nn.Linear(256, width), nn.SiLU(), nn.Linear(width, width))
+
+    def forward(self, timestep):
+        if self.kind == "table":
+            return self.table(timestep)
+        return self.layers(sinusoid(timestep * (1000.0 / self.timesteps), 256))
+
+
+def sinusoid(t, width, period=10000.0):
+    """Sines and cosines of t (B,) at `width`/2 geometrically spaced frequencies -> (B, width) (Vaswani 2017, §3.5)."""
+    frequencies = period ** (-torch.arange(width // 2, device=t.device, dtype=torch.float32) / (width // 2))
+    angles = t.float()[:, None] * frequencies
+    return torch.cat([angles.sin(), angles.cos()], dim=-1)

@@ -1,0 +1,45 @@
+"""Parameter groups and the choice of optimizer."""
+import torch
+from torch import nn
+
+
+def groups(model):
+    """(decayed, not decayed) trainable parameters of `model`, without duplicates, in the model's order.
+
+    Weight decay is for tensors of two or more dimensions that multiply activations: norms, biases, learned tokens
+    and embedding tables are left alone, and frozen parameters are in neither list.
+    """
+    spared = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
+    spared |= {id(p) for name, p in model.named_parameters() if name.rpartition(".")[2].endswith("tokens")}
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    decayed = [p for p in trainable if p.ndim >= 2 and id(p) not in spared]
+    chosen = {id(p) for p in decayed}
+    return decayed, [p for p in trainable if id(p) not in chosen]
+
+
+def make(model, name, lr, weight_decay, betas=(0.9, 0.99), eps=1e-8):
+    """The list of optimizers for `model`: "adamw" gives [AdamW], "muon" [Muon for matrices, AdamW for the rest].
+
+    AdamW without decay is Adam. Muon (Jordan 2024) orthogonalizes the update of each matrix; its rate is scaled so
+    that AdamW's learning rate can be kept (Liu et al. 2025, §2.2).
+    """
+    decayed, rest = groups(model)
+    optimizers = []
+    if name == "muon":
+        matrices = [p for p in decayed if p.ndim == 2]
+        optimizers.append(torch.optim.Muon(matrices, lr=lr, weight_decay=weight_decay,
+                                           adjust_lr_fn="match_rms_adamw"))
+        decayed = [p for p in decayed if p.ndim != 2]
+    adam = [{"params": decayed, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    adam = [group for group in adam if group["params"]]
+    optimizers.append(torch.optim.AdamW(adam, lr=lr, betas=betas, eps=eps, fused=True))
+    return optimizers
+
+
+def load(optimizers, states):
+    """Restore the optimizers' states; rates, decay and betas stay as the current command line gives them."""
+    for optimizer, state in zip(optimizers, states, strict=True):
+        current = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        optimizer.load_state_dict(state)
+        for group, settings in zip(optimizer.param_groups, current):
+            group.update(settings)

@@ -1,0 +1,23 @@
+"""The learning rate, as a pure function of the step: nothing to save, nothing to resume."""
+import math
+
+
+def learning_rate(step, lr, warmup_steps, steps, cosine):
+    """Rate of the optimizer step number `step` (0 is the first): linear warm-up, then half a cosine or constant.
+
+    The warm-up rises lr/warmup_steps, 2·lr/warmup_steps, …, and the cosine (SGDR, Loshchilov & Hutter 2017, Eq. 5,
+    one period, down to 0) begins where it ends, as torch's SequentialLR of LinearLR and CosineAnnealingLR does.
+    """
+    if step < warmup_steps:
+        return lr * (step + 1) / warmup_steps
+    if not cosine:
+        return lr
+    progress = (step - warmup_steps) / max(1, steps - warmup_steps)
+    return lr * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+
+def set_learning_rate(optimizers, lr):
+    """Give every parameter group of the `optimizers` the rate `lr`."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = lr

@@ -1,0 +1,177 @@
+"""Time the prior's parts, one JSON line a case: python tests/benchmarks/bench_prior.py [--device cuda] [CASE ...]
+
+Cases: train, sample (with text encodings), train_embedding, sample_embedding (text embedding alone), ema, checkpoint,
+order, all by default. Model sizes are those at which public priors over CLIP embeddings are trained. Peak memory is of the process,
+so give one case a call when it is to be compared.
+"""
+import argparse
+import json
+import os
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+import train_prior
+from common import amp, checkpoint, data, ema, optim
+
+CASES = ("train", "sample", "train_embedding", "sample_embedding", "ema", "checkpoint", "order")
+
+
+def timed(function, device, repeats, warmup=2):
+    """Milliseconds of each of `repeats` calls after `warmup`."""
+    def wait():
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+    for _ in range(warmup):
+        function()
+    wait()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        function()
+        wait()
+        times.append((time.perf_counter() - start) * 1e3)
+    return times
+
+
+def emit(case, args, times, **facts):
+    """One line of JSON: the median and least milliseconds, the peak memory, and `facts`."""
+    cuda = args.device.type == "cuda"
+    peak = torch.cuda.max_memory_allocated() / 2 ** 20 if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    print(json.dumps({"case": case, "device": args.device.type, "threads": torch.get_num_threads(),
+                      "precision": args.precision, "compile": args.compile, "ms": round(statistics.median(times), 3),
+                      "ms_min": round(min(times), 3), "peak_mb": round(peak, 1), **facts}), flush=True)
+
+
+def make(args, encodings):
+    """(prior, optimizers, average, batch, condition) at the benchmark's size, or a preset's."""
+    preset = dict(train_prior.PRESETS[args.preset]) if args.preset else dict(
+        width=512, depth=6, heads=8, kv_heads=1, max_text_len=77)
+    sizes = {k: v for k, v in preset.items() if k in ("width", "depth", "heads", "kv_heads", "max_text_len")}
+    width = preset["width"]
+    cfg = train_prior.Config(**sizes, noise_draws=args.draws, text_encodings="shards" if encodings else "none",
+                             precision=args.precision, lr=3e-4)
+    torch.manual_seed(0)
+    prior = train_prior.Prior(cfg, width, width).to(args.device)
+    if args.compile:
+        prior.compile()
+    optimizers = optim.make(prior, "adamw", cfg.lr, cfg.weight_decay)
+    batch = {"text_embed": torch.randn(args.batch, width), "image_embed": torch.randn(args.batch, width)}
+    if encodings:
+        batch["text_enc"] = torch.randn(args.batch, cfg.max_text_len, width)
+    batch = data.to_device(batch, args.device)
+    return cfg, prior, optimizers, ema.EMA(prior, decay=0.9999), batch
+
+
+def bench_train(args, encodings):
+    """A whole training step: forward, backward, clip, AdamW, EMA."""
+    cfg, prior, optimizers, average, batch = make(args, encodings)
+    scaler, count = amp.scaler(args.device, args.precision), 0
+
+    def step():
+        nonlocal count
+        with amp.autocast(args.device, args.precision):
+            loss = train_prior.diffusion_loss(prior, prior, batch, train_prior.conditioning(batch, cfg, None))
+        scaler.scale(loss).backward()
+        amp.step(scaler, optimizers, 0.5)
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        average.update(count := count + 1)
+    times = timed(step, args.device, args.repeats, 3)
+    tokens = prior.transformer.blocks[0], (cfg.max_text_len if encodings else 0) + 1 + 3 * cfg.noise_draws
+    weights = sum(p.numel() for p in tokens[0].parameters() if p.ndim == 2) * cfg.depth
+    flops = 6 * weights * tokens[1] * args.batch + 12 * cfg.depth * args.batch * tokens[1] ** 2 * cfg.width / 2
+    seconds = statistics.median(times) / 1e3
+    emit("train" if encodings else "train_embedding", args, times, batch=args.batch, draws=cfg.noise_draws,
+         samples_per_s=round(args.batch / seconds, 2), parameters=sum(p.numel() for p in prior.parameters()),
+         model_tflops_per_s=round(flops / seconds / 1e12, 3))
+
+
+def bench_sample(args, encodings):
+    """64 steps of ancestral sampling without guidance."""
+    cfg, prior, _, _, batch = make(args, encodings)
+    prior.eval()
+
+    def draw():
+        with torch.no_grad(), amp.autocast(args.device, args.precision):
+            train_prior.sample_embeddings(prior, train_prior.conditioning(batch, cfg, None), 64)
+    times = timed(draw, args.device, max(3, args.repeats // 4), 1)
+    emit("sample" if encodings else "sample_embedding", args, times, batch=args.batch, steps=64,
+         samples_per_s=round(args.batch / statistics.median(times) * 1e3, 2))
+
+
+def bench_ema(args):
+    """An update of 29M parameters in 300 tensors, beside the one call that it cannot do without."""
+    layers = [layer for _ in range(75) for layer in (torch.nn.Linear(312, 624), torch.nn.Linear(624, 312))]
+    model = torch.nn.Sequential(*layers).to(args.device)
+    average = ema.EMA(model, decay=0.9999)
+    with torch.no_grad():
+        source = [p.detach() for p in model.parameters()]
+        shadow = [p.clone() for p in source]
+    ratios, times = [], []
+    for _ in range(5):  # in turns, since machines drift
+        floor = timed(lambda: torch._foreach_lerp_(shadow, source, 1e-4), args.device, args.repeats)
+        times += timed(lambda: average.update(1000), args.device, args.repeats)
+        ratios.append(statistics.median(times[-args.repeats:]) / statistics.median(floor))
+    emit("ema", args, times, tensors=len(source), parameters=sum(p.numel() for p in source),
+         times_bare_lerp=round(statistics.median(ratios), 3))
+
+
+def bench_checkpoint(args):
+    """Commit of a checkpoint (checksum, fsync, rename) and verified load."""
+    _, prior, optimizers, average, batch = make(args, True)
+    for p in prior.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizers[0].step()
+    state = {"model": prior.state_dict(), "ema": average.state_dict(), "optimizers": [optimizers[0].state_dict()]}
+    with tempfile.TemporaryDirectory(dir=args.folder or None) as folder:
+        path, digest = os.path.join(folder, "x.pt"), []
+        times = timed(lambda: digest.append(checkpoint.save(state, path)), args.device, 5, 1)
+        emit("checkpoint_save", args, times, mb=round(os.path.getsize(path) / 1e6, 1))
+        times = timed(lambda: checkpoint.load(path, digest[-1]), args.device, 5, 1)
+        emit("checkpoint_load", args, times, mb=round(os.path.getsize(path) / 1e6, 1))
+
+
+def bench_order(args):
+    """Rows of a batch of two billion: microseconds a row, in batches of 4096 and one at a time."""
+    split = data.Split(2 * 10 ** 9, "train", 0.01, 0.01)
+    for size in (4096, 1):
+        positions = np.arange(10 ** 9, 10 ** 9 + size)
+        times = timed(lambda p=positions: split[data.shuffled(p, len(split), 0)], args.device, args.repeats)
+        emit("order", args, times, rows=2 * 10 ** 9, batch=size, us_per_row=round(statistics.median(times) / size * 1e3, 3))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", metavar="CASE", help="of: " + " ".join(CASES))
+    parser.add_argument("--device", default="cpu", type=torch.device)
+    parser.add_argument("--precision", default="fp32", choices=amp.DTYPES)
+    parser.add_argument("--preset", default="", choices=["", *train_prior.PRESETS], help="size of the model")
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--draws", type=int, default=1, help="noise draws a sample")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=12)
+    parser.add_argument("--folder", default="", help="where to write checkpoints")
+    parser.add_argument("--compile", action="store_true")
+    args = parser.parse_args()
+    if unknown := set(args.cases) - set(CASES):
+        parser.error(f"no such case: {', '.join(unknown)}")
+    torch.set_num_threads(args.threads)
+    for case in args.cases or CASES:
+        if case in ("train", "train_embedding"):
+            bench_train(args, case == "train")
+        elif case in ("sample", "sample_embedding"):
+            bench_sample(args, case == "sample")
+        else:
+            {"ema": bench_ema, "checkpoint": bench_checkpoint, "order": bench_order}[case](args)
+
+
+if __name__ == "__main__":
+    main()

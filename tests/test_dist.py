@@ -1,0 +1,110 @@
+"""Processes: exact sums, one decision for all, ranks kept in step; with real gloo processes."""
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from common import dist
+from common.config import UserError
+
+
+def uneven_means():
+    here = [[1.0, 0.0, 5.0], [7.0]][dist.rank()]  # three samples on one rank, one on the other, and a true zero
+    total, count, zeros = dist.total([sum(here), len(here), 0.0])
+    tiny, = dist.total([2.0 ** -30 if dist.rank() else 2.0 ** 20])
+    return total / count, zeros, tiny, dist.gather({"rank": dist.rank()}), dist.broadcast(("first", dist.rank()))
+
+
+def test_means_over_unevenly_filled_ranks_are_exact_and_values_reach_every_rank(on_ranks):
+    for result in on_ranks(2, uneven_means):
+        mean, zeros, tiny, gathered, told = result
+        assert mean == 13 / 4
+        assert zeros == 0.0
+        assert tiny == 2.0 ** 20 + 2.0 ** -30  # float32 would lose it
+        assert gathered == [{"rank": 0}, {"rank": 1}]
+        assert told == ("first", 0)
+
+
+def decide():
+    done = []
+    assert dist.on_main(lambda: done.append(dist.rank()) or "made") == "made"
+    messages = []
+    for error in (UserError("no such data"), OSError(28, "No space left on device", "x.pt")):
+        def fail(error=error):
+            raise error
+        with pytest.raises(UserError) as caught:
+            dist.on_main(fail)
+        messages.append(str(caught.value))
+    return done, messages, dist.total([1.0])  # the ranks still work together after the errors
+
+
+def test_work_for_rank_0_is_done_once_and_its_errors_reach_every_rank(on_ranks):
+    results = on_ranks(2, decide)
+    assert [done for done, *_ in results] == [[0], []]
+    for _, messages, total in results:
+        assert messages == ["no such data", "[Errno 28] No space left on device: 'x.pt'"]
+        assert total == [2.0]
+
+
+def drift(kind):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64))
+    weight = model[0].weight.data.view(-1)
+    weight[:2] = torch.tensor([1e-20, 0.5])  # a drift of the first does not show in the sum of all
+    dist.check_in_step(model, 3)
+    if dist.rank() == 1 and kind == "ulp":
+        weight[0] = torch.nextafter(weight[0], torch.tensor(1.0))
+    if dist.rank() == 1 and kind == "swap":
+        weight[:2] = weight[:2].flip(0)
+    with pytest.raises(RuntimeError, match="drifted apart") as caught:
+        dist.check_in_step(model, 4 + (kind == "step") * dist.rank())
+    return str(caught.value).partition(":")[0]
+
+
+@pytest.mark.parametrize("kind", ["ulp", "swap", "step"])
+def test_ranks_that_differ_in_one_bit_or_in_the_step_are_found_out(on_ranks, kind):
+    messages = on_ranks(2, drift, kind)
+    assert messages == [f"the ranks have drifted apart at step {4 + (kind == 'step') * rank}" for rank in range(2)]
+
+
+def average():
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = dist.wrap(nn.Linear(3, 1, bias=False), torch.device("cpu"))
+    inputs = torch.arange(12.0).reshape(4, 3)
+    for i, x in enumerate(inputs[2 * dist.rank():2 * dist.rank() + 2]):
+        with dist.sync_if(model, i == 1):
+            model(x[None]).sum().backward()
+        if i == 0:
+            alone = model.module.weight.grad.clone()
+    return alone.numpy(), model.module.weight.grad.numpy()
+
+
+def test_gradients_are_averaged_on_the_last_backward_pass_and_only_then(on_ranks):
+    inputs = np.arange(12.0).reshape(4, 3)
+    for rank, (alone, together) in enumerate(on_ranks(2, average)):
+        np.testing.assert_array_equal(alone[0], inputs[2 * rank])
+        np.testing.assert_array_equal(together[0], inputs.sum(0) / 2)
+
+
+def alone():
+    model = nn.Linear(2, 2)
+    dist.check_in_step(model, 1)
+    return (dist.wrap(model, torch.device("cpu")) is model, dist.is_main(), dist.world_size(), dist.total([1, 2.5]),
+            dist.gather("x"), dist.broadcast("y"), dist.on_main(lambda: "z"), torch.distributed.is_initialized())
+
+
+def test_a_single_process_needs_no_group_and_is_left_as_it_is(on_ranks):
+    assert on_ranks(1, alone) == [(True, True, 1, [1.0, 2.5], ["x"], "y", "z", False)]
+
+
+def test_a_device_that_is_not_there_is_refused_with_a_way_out():
+    if not torch.cuda.is_available():
+        with pytest.raises(UserError, match="--device cpu"):
+            dist.setup("cuda")
+    if not torch.backends.mps.is_available():
+        with pytest.raises(UserError, match="--device cpu"):
+            dist.setup("mps")
