@@ -39,11 +39,11 @@ class Config:
     test: float = 0.1  # share of the rows held out for the test at the end
     init_from: str = ""  # model.pt or checkpoint whose weights to start from (all else starts anew)
     # Model
-    width: int = 256  # width of the transformer
+    width: int = 192  # width of the transformer
     depth: int = 4  # blocks
-    heads: int = 4  # attention heads
+    heads: int = 3  # attention heads
     kv_heads: int = 0  # heads of keys and values, 0 for as many as heads, 1 for multi-query attention
-    ff_mult: float = 4.0  # hidden width of the feed-forward, in widths
+    ff_mult: float = 2.0  # hidden width of the feed-forward, in widths
     rotary: bool = True  # rotary position embedding
     qk_norm: bool = False  # cosine-similarity attention
     normformer: bool = False  # extra norms after attention and inside the feed-forward
@@ -67,11 +67,11 @@ class Config:
     clamp_sampling: bool = False  # normalize the estimate at each sampling step
     clamp_final: bool = True  # normalize the sampled embedding
     # Optimization
-    steps: int = 2000  # optimizer steps
-    batch_size: int = 256  # samples a step, over all ranks
-    chunk_size: int = 128  # samples in one forward pass; part of what defines a run
+    steps: int = 700  # optimizer steps
+    batch_size: int = 128  # samples a step, over all ranks
+    chunk_size: int = 64  # samples in one forward pass; part of what defines a run
     lr: float = 2e-3  # peak learning rate
-    warmup_steps: int = 100  # steps of linear warm-up
+    warmup_steps: int = 50  # steps of linear warm-up
     cosine: bool = True  # after the warm-up, decay to 0 at `steps` along half a cosine, else stay constant
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for matrices, and AdamW for the rest
     weight_decay: float = 0.01  # decoupled, on matrices only; 0 makes AdamW Adam
@@ -88,15 +88,15 @@ class Config:
     ema_update_after: int = 0  # steps at first in which the average is a copy
     ema_update_every: int = 1  # steps between updates of the average
     # Evaluation and saving; both happen at the first log line at or after they are due
-    log_every: int = 50  # steps between log lines
-    eval_every: int = 1000  # steps between evaluations, 0 for none but the last
+    log_every: int = 25  # steps between log lines
+    eval_every: int = 350  # steps between evaluations, 0 for none but the last
     eval_minutes: float = 0.0  # minutes between evaluations, besides, 0 for none
-    eval_samples: int = 2048  # most rows an evaluation takes, 0 for all
+    eval_samples: int = 1024  # most rows an evaluation takes, 0 for all
     eval_timesteps: tuple[int, ...] = (8, 64)  # sampling steps at which the cosine figures are taken
     eval_captions: int = 128  # captions of the built-in data to score, with 16 samples each
     guidance_scale: float = 1.0  # of the samples in evaluation, 1 for none
     eta: float = 1.0  # noise of sampling: 1 as DDPM, 0 for DDIM
-    save_every: int = 500  # steps between checkpoints
+    save_every: int = 100  # steps between checkpoints
     save_minutes: float = 0.0  # minutes between checkpoints, besides, 0 for none
     keep: int = 3  # newest checkpoints that are kept, 0 for all
     resume: str = "auto"  # auto, never (an earlier run in the folder is moved aside), or a checkpoint of another run
@@ -132,8 +132,8 @@ class Config:
 
 
 PRESETS = {  # DALL-E 2's Table 3 for the optimizer; the size at which priors over ViT-L/14 are trained in public
-    "vit-l-14": dict(clip="open_clip:ViT-L-14/openai", width=768, depth=12, heads=12, text_encodings="clip",
-                     max_text_len=77, batch_size=4096, chunk_size=256, steps=600_000, warmup_steps=10_000, lr=1.1e-4,
+    "vit-l-14": dict(clip="open_clip:ViT-L-14/openai", width=768, depth=12, heads=12, ff_mult=4.0,
+                     text_encodings="clip", max_text_len=77, batch_size=4096, chunk_size=256, steps=600_000, warmup_steps=10_000, lr=1.1e-4,
                      beta2=0.96, weight_decay=0.06, text_drop=0.1, noise_draws=1, precision="bf16",
                      validation=0.01, test=0.01, eval_every=10_000, save_every=2_000, log_every=100, workers=4),
 }
@@ -491,8 +491,14 @@ def prepare(cfg, run, device):
     resume_from = cfg.resume if cfg.resume not in ("auto", "never") else None
     if newest:
         resume_from = str(run.folder / newest["file"])
+        checkpoint.check_identity(run.record.get("identity", {}), identity(cfg, source), run.folder)
     finished = run.record["finished"] if newest and newest["step"] >= cfg.steps else None
     return cfg, resume_from, finished, notes + passed_over
+
+
+def identity(cfg, source):
+    """The facts by which a run is known again: what must not change while it goes on."""
+    return {name: getattr(cfg, name) for name in FIXED} | {f"data {k}": v for k, v in source.fingerprint().items()}
 
 
 class Training:
@@ -511,8 +517,7 @@ class Training:
                                power=cfg.ema_power, inv_gamma=cfg.ema_inv_gamma, min_decay=cfg.ema_min_decay,
                                update_after=cfg.ema_update_after)
         self.step, self.best_val_loss = 0, float("inf")
-        self.identity = {name: getattr(cfg, name) for name in FIXED}
-        self.identity |= {f"data {name}": value for name, value in source.fingerprint().items()}
+        self.identity = identity(cfg, source)
 
     def state(self):
         return {"model": self.prior.state_dict(), "ema": self.average.state_dict(), "scaler": self.scaler.state_dict(),
@@ -662,7 +667,7 @@ def train(cfg):
             if dist.is_main():
                 log.sync()
                 run.commit(step, {**training.state(), "versions": versions}, cfg.keep, world_size=dist.world_size(),
-                           logger={"kind": "jsonl"})
+                           identity=training.identity, logger={"kind": "jsonl"})
             saved = time.monotonic()
         if stop:
             log.say(f"stopped by signal {stop[0]} at step {step}, all saved; the same command goes on")

@@ -130,17 +130,17 @@ class Tokenizer:
         """Tokens of `text`, without start and end."""
         tokens = []
         for piece in PIECES.findall(text):
-            if piece not in self.known:
+            word = self.known.get(piece)
+            if word is None:
                 word = [BYTES + b for b in _utf8(piece)]
                 while len(word) > 1:
                     best = min(itertools.pairwise(word), key=lambda pair: self.ranks.get(pair, math.inf))
                     if best not in self.ranks:
                         break
                     word = _merge(word, best, BYTES + 256 + self.ranks[best])
-                if len(self.known) > 100_000:  # texts without end must not fill the memory
-                    self.known.clear()
-                self.known[piece] = word
-            tokens += self.known[piece]
+                if len(self.known) < 100_000:  # texts without end must not fill the memory
+                    self.known[piece] = word
+            tokens += word
         return tokens
 
     def decode(self, tokens: list[int]) -> str:
@@ -161,14 +161,12 @@ def _utf8(text):
 
 
 def _merge(word, pair, token):
-    merged, i = [], 0
-    while i < len(word):
-        if tuple(word[i:i + 2]) == pair:
-            merged.append(token)
-            i += 2
+    merged = []
+    for last in word:
+        if merged and (merged[-1], last) == pair:
+            merged[-1] = token
         else:
-            merged.append(word[i])
-            i += 1
+            merged.append(last)
     return merged
 
 
@@ -186,8 +184,7 @@ class CLIP(nn.Module):
         self.transformer = layers.Transformer(cfg.text_width, cfg.text_depth, max(1, cfg.text_width // 32), ff_mult=2)
         self.text_projection = nn.Linear(cfg.text_width, cfg.embed_width, bias=False)
         convolutions, inputs = [], 3
-        for i, outputs in enumerate(cfg.channels):
-            kernel = 5 if i == 0 else 3
+        for outputs, kernel in zip(cfg.channels, (5, *[3] * len(cfg.channels))):
             conv = nn.Conv2d(inputs, outputs, kernel, stride=2, padding=kernel // 2)
             nn.init.kaiming_normal_(conv.weight)  # for ReLU (He et al. 2015); torch's own is too small by sqrt(6)
             convolutions += [conv, nn.ReLU()]
@@ -255,11 +252,11 @@ class OpenCLIP(nn.Module):
 
     def __init__(self, spec: str, device: torch.device | str):
         super().__init__()
-        name, _, weights = spec.removeprefix("open_clip:").partition("/")
         try:
             import open_clip
         except ImportError:
             raise UserError(f"{spec}: needs open_clip: pip install open_clip_torch") from None
+        name, _, weights = spec.removeprefix("open_clip:").partition("/")
         if name not in open_clip.list_models():
             raise UserError(f"{spec}: open_clip has no model {name!r}; expected open_clip:MODEL/WEIGHTS, such as "
                             "open_clip:ViT-L-14/openai")
@@ -272,8 +269,8 @@ class OpenCLIP(nn.Module):
             raise UserError(f"{spec}: its text encoder (of Hugging Face, or CoCa's) gives no encodings of the tokens; "
                             "take a model whose text encoder is open_clip's plain one, such as ViT-L-14/openai")
         self.tokenizer, self.norm = open_clip.get_tokenizer(name), text.ln_final
-        self.end = next((t for t in (getattr(self.tokenizer, "eot_token_id", None), getattr(getattr(
-            self.tokenizer, "tokenizer", None), "eos_token_id", None)) if t is not None), None)
+        inner = getattr(self.tokenizer, "tokenizer", None)  # of one from Hugging Face
+        self.end = inner.eos_token_id if inner else self.tokenizer.eot_token_id
         size = self.model.visual.image_size
         self.image_size, self.context = size if isinstance(size, int) else size[0], self.model.context_length
         for key in ("mean", "std"):
@@ -342,16 +339,15 @@ def train(images: np.ndarray, captions: list[str], cfg: Config, device: torch.de
     scaler = amp.scaler(torch.device(device), cfg.precision)
     bar = tqdm(range(cfg.steps), desc="small CLIP", unit="step", dynamic_ncols=True)
     for step in bar:
-        places = data.shuffled(np.arange(step * cfg.batch_size, (step + 1) * cfg.batch_size), len(images), cfg.seed)
-        rows = torch.from_numpy(places).to(device)
+        positions = np.arange(step * cfg.batch_size, (step + 1) * cfg.batch_size)
+        rows = torch.from_numpy(data.shuffled(positions, len(images), cfg.seed)).to(device)
         schedule.set_learning_rate(optimizers, schedule.learning_rate(step, cfg.lr, cfg.warmup_steps, cfg.steps, True))
         with amp.autocast(torch.device(device), cfg.precision):
             image, (text, _, _) = model.embed_image(images[rows]), model.embed_text(tokens[rows])
         loss = contrastive_loss(image, text, model.log_scale.clamp(max=math.log(100)).exp())
         scaler.scale(loss).backward()
         amp.step(scaler, optimizers, 0.0)
-        for optimizer in optimizers:
-            optimizer.zero_grad(set_to_none=True)
+        model.zero_grad(set_to_none=True)
         if step % 25 == 0 or step == cfg.steps - 1:
             bar.set_postfix(loss=f"{loss.item():.3f}")
     return model.eval().requires_grad_(False)
@@ -360,17 +356,15 @@ def train(images: np.ndarray, captions: list[str], cfg: Config, device: torch.de
 def embed(model: CLIP | OpenCLIP, images: np.ndarray, captions: list[str], batch_size: int = 256,
           encodings: bool = False) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     """Image embeddings (N, D), text embeddings (N, D) and maybe text encodings (N, L, W), in float32."""
-    device, found = next(model.parameters()).device, ([], [], [])
+    device, found = next(model.parameters()).device, []
     with torch.no_grad():
         for start in range(0, len(captions), batch_size):
             part = slice(start, start + batch_size)
             text, encoded, _ = model.embed_text(model.tokenize(captions[part]).to(device))
-            found[0].append(model.embed_image(torch.from_numpy(images[part]).to(device)).float().cpu().numpy())
-            found[1].append(text.float().cpu().numpy())
-            if encodings:
-                found[2].append(encoded.float().cpu().numpy())
-    image, text = (np.concatenate(part or [np.zeros((0, model.embed_width), np.float32)]) for part in found[:2])
-    return image, text, np.concatenate(found[2]) if encodings else None
+            image = model.embed_image(torch.from_numpy(images[part]).to(device))
+            found.append([t.float().cpu().numpy() for t in (image, text, encoded)[:3 if encodings else 2]])
+    image, text, *rest = (np.concatenate(parts) for parts in zip(*found))
+    return image, text, rest[0] if rest else None
 
 
 class Images:
@@ -406,8 +400,7 @@ def held_out(records: list[dict], holdout: float) -> np.ndarray:
 def retrieval(image: np.ndarray, text: np.ndarray, captions: list[str]) -> dict[str, float]:
     """Share of texts whose nearest image has that very caption, and the other way round, with what chance gives."""
     similarity = torch.from_numpy(text) @ torch.from_numpy(image).T  # (texts, images)
-    number = {caption: i for i, caption in enumerate(dict.fromkeys(captions))}
-    which = torch.tensor([number[caption] for caption in captions])
+    which = torch.from_numpy(np.unique(captions, return_inverse=True)[1])
     return {"text_to_image": (which[similarity.argmax(1)] == which).float().mean().item(),
             "image_to_text": (which[similarity.argmax(0)] == which).float().mean().item(),
             "chance": float(((torch.bincount(which) / len(which)) ** 2).sum())}
@@ -422,8 +415,7 @@ def matches(image: np.ndarray, text: np.ndarray, records: list[dict]) -> dict[st
     names = list(synthetic.ATTRIBUTES)
     values = torch.tensor([[synthetic.ATTRIBUTES[k].index(v) for k, v in r["attributes"].items()] for r in records])
     named = torch.tensor([[name in r["named"] for name in names] for r in records])  # (N, attributes)
-    nearest = (image @ image.T).fill_diagonal_(-2.0).argmax(1)
-    same = (values[nearest] == values).float().mean(0)
+    same = (values[(image @ image.T).fill_diagonal_(-2.0).argmax(1)] == values).float().mean(0)
     fits = (values[(text @ image.T).argmax(1)] == values) | ~named
     return {**{f"same_{name}": share for name, share in zip(names, same.tolist())},
             "caption_match": fits.all(1).float().mean().item()}
@@ -460,14 +452,12 @@ def builtin_data(folder: str | Path, device: torch.device) -> str:
     cfg = Config(run=str(run))
     images, records = synthetic.shapes(range(64))
     digest = hashlib.sha256(images.tobytes() + json.dumps([records, BUILTIN_ROWS, dataclasses.asdict(cfg)]).encode())
-    note = {"clip": str(run), "made_from": digest.hexdigest()[:16]}
-    notes = [path / "made.json" for path in (run, out)]
-    threads = torch.get_num_threads()
+    note, threads = {"made_from": digest.hexdigest()}, torch.get_num_threads()
     torch.set_num_threads(max(threads, min(8, dist.cores())))  # beyond eight, layers as small as these gain nothing
     try:
-        for path, made, make in ((notes[0], run / "model.pt", lambda: train_run(cfg, device)),
-                                 (notes[1], out / "clip.json",
-                                  lambda: embed_run(EmbedConfig(run=str(run), out=str(out)), device))):
+        for made, make in ((run / "model.pt", lambda: train_run(cfg, device)),
+                           (out / "clip.json", lambda: embed_run(EmbedConfig(run=str(run), out=str(out)), device))):
+            path = made.parent / "made.json"
             if not (made.is_file() and path.is_file() and config.read_json(path) == note):
                 path.unlink(missing_ok=True)
                 make()
@@ -480,31 +470,29 @@ def builtin_data(folder: str | Path, device: torch.device) -> str:
 def embed_run(cfg: EmbedConfig, device: torch.device) -> None:
     """Write the embedding shards of all images of `data`, and which CLIP they are of."""
     model = load(cfg.run, device)
-    source, found, records = Images(cfg.data, model.image_size), ([], [], []), []
+    source, found, records = Images(cfg.data, model.image_size), [], []
     for start in tqdm(range(0, len(source), cfg.batch_size), desc="embedding", unit="batch", dynamic_ncols=True):
         images, part = source.read(range(start, min(start + cfg.batch_size, len(source))))
-        captions = [record["caption"] for record in part]
-        for kept, values in zip(found, embed(model, images, captions, cfg.batch_size, cfg.encodings)):
-            kept += [] if values is None else [values.astype(np.float16)]  # images stream by, embeddings are kept
+        arrays = embed(model, images, [record["caption"] for record in part], cfg.batch_size, cfg.encodings)
+        found.append([a.astype(np.float16) for a in arrays if a is not None])  # images stream by, embeddings are kept
         records += part
-    data.write_shards(cfg.out, *(np.concatenate(kept) for kept in found[:2]), records,
-                      np.concatenate(found[2]) if cfg.encodings else None)
-    spec = cfg.run if cfg.run.startswith("open_clip:") else str(Path(cfg.run))
-    checkpoint.write_json({"clip": spec}, Path(cfg.out) / "clip.json")
+    image, text, *rest = (np.concatenate(parts) for parts in zip(*found))
+    data.write_shards(cfg.out, image, text, records, *rest)
+    checkpoint.write_json({"clip": cfg.run}, Path(cfg.out) / "clip.json")
 
 
 COMMANDS = {"train": (train_run, Config), "embed": (embed_run, EmbedConfig)}
 
 
 def main():
-    command, argv = (sys.argv[1:2] or [""])[0], sys.argv[2:]
+    command = "".join(sys.argv[1:2])
     if command not in COMMANDS:
-        helped = command in ("-h", "--help")
-        print(__doc__ if helped else f"clip.py: error: expected train or embed, found {command!r}\n\n{__doc__}",
-              file=sys.stdout if helped else sys.stderr)
-        raise SystemExit(0 if helped else 2)
+        wrong = command not in ("-h", "--help")
+        print(f"clip.py: error: expected train or embed, found {command!r}\n\n" * wrong + __doc__,
+              file=sys.stderr if wrong else sys.stdout)
+        raise SystemExit(2 * wrong)
     function, cls = COMMANDS[command]
-    cfg = config.parse(cls, argv, f"usage: python -m common.clip {command} [--flag VALUE ...]\n\n{__doc__}")
+    cfg = config.parse(cls, sys.argv[2:], f"usage: python -m common.clip {command} [--flag VALUE ...]\n\n{__doc__}")
     function(cfg, dist.setup(cfg.device))
 
 

@@ -87,6 +87,8 @@ class Split:
     def __getitem__(self, index):
         """Rows (int64) at the places `index` (int array) of this part."""
         index = np.asarray(index)
+        if index.size and not 0 <= index.min() <= index.max() < len(self):
+            raise IndexError(f"place {index.min()} or {index.max()} is not within a split of {len(self)}")
         full = self.blocks * len(self.slots)
         inside = np.minimum(index, max(0, full - 1))
         rows = self._row(inside // max(1, len(self.slots)), inside % max(1, len(self.slots))) if full else inside

@@ -42,7 +42,7 @@ class Attention(nn.Module):
         return (k if table is None else rotate(k, table)), v
 
     def forward(self, x, keys, values, mask=None, causal=False, table=None):
-        """From x (B, M, W) attend to `keys` and `values` (B, kv_heads, N, d); mask (M, N) or (B, 1, M, N), True: seen."""
+        """Attend from x (B, M, W) to `keys`, `values` (B, kv_heads, N, d); mask (M, N) or (B, 1, M, N), True = seen."""
         q = self.query(x).unflatten(-1, (self.heads, self.head_width)).transpose(1, 2)  # (B, heads, M, d)
         scale = None
         if self.temperature is not None:
@@ -111,8 +111,9 @@ class Block(nn.Module):
         self.attention_norm, self.ff_norm = nn.LayerNorm(width, bias=False), nn.LayerNorm(width, bias=False)
         self.attention = Attention(width, heads, kv_heads, None, qk_norm, normformer, dropout)
         self.ff = FeedForward(width, ff_mult, normformer, dropout)
-        nn.init.zeros_(self.attention.out.weight)  # a block starts as the identity
-        nn.init.zeros_(self.ff.down.weight)
+        if not normformer:  # a block starts as the identity; a norm behind a zero would blow up the first steps
+            nn.init.zeros_(self.attention.out.weight)
+            nn.init.zeros_(self.ff.down.weight)
 
     def forward(self, x, mask, causal, table, cache=None, keep=None):
         """x (B, N, W) -> (B, keep or N, W); also returns the keys and values of x, before which `cache` is put.

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import tarfile
+import typing
 from pathlib import Path
 
 import numpy as np
@@ -237,7 +238,7 @@ def test_train_and_embed_from_tars(tmp_path):
 
 def test_builtin_data_is_made_once_and_remade_when_settings_change(tmp_path, monkeypatch):
     def with_defaults(**settings):
-        fields = [(name, clip.Config.__annotations__[name], value) for name, value in settings.items()]
+        fields = [(name, typing.get_type_hints(clip.Config)[name], value) for name, value in settings.items()]
         monkeypatch.setattr(clip, "Config", dataclasses.make_dataclass("C", fields, bases=(clip.Config,), frozen=True))
 
     monkeypatch.setattr(clip, "BUILTIN_ROWS", 300)
@@ -251,7 +252,8 @@ def test_builtin_data_is_made_once_and_remade_when_settings_change(tmp_path, mon
     assert [path.stat().st_mtime_ns for path in files] == stamps
     (folder / "clip.json").unlink()
     clip.builtin_data(tmp_path, torch.device("cpu"))  # only the embeddings are made again
-    assert [path.stat().st_mtime_ns > stamp for path, stamp in zip(files, stamps)] == [folder in p.parents for p in files]
+    assert [path.stat().st_mtime_ns > stamp for path, stamp in zip(files, stamps)] == [folder in path.parents
+                                                                                       for path in files]
     with_defaults(seed=5)
     stamps = [path.stat().st_mtime_ns for path in files]
     clip.builtin_data(tmp_path, torch.device("cpu"))

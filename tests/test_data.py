@@ -245,6 +245,18 @@ def stream(folder, world_size, first_step, steps=7, batch_size=10, chunk_size=3,
     return rows, embeds, sorted(unusable)
 
 
+def slow_order(split, unusable, seed, positions):
+    """The row at each position, one at a time: the place that the permutation gives, or the next usable one behind."""
+    order = []
+    for position in positions:
+        epoch, place = divmod(position, len(split))
+        place = data.Permutation(len(split), seed, epoch)(place)[0]
+        while split[[place]][0] in unusable:
+            place = (place + 1) % len(split)
+        order.append(split[[place]][0])
+    return order
+
+
 def spoil(folder):
     """Make three rows of the training part unusable, one way each; returns their names."""
     assert all((data.Split(75, "train", 0.1, 0.1)[np.arange(60)] == row).any() for row in (4, 26, 67))
@@ -263,6 +275,8 @@ def test_samples_come_in_one_order_on_any_number_of_ranks_and_from_any_step_on(b
     whole = stream(tmp_path, 1, 0, steps=20)
     np.testing.assert_array_equal(whole[1], images[whole[0]])
     assert set(whole[2]) == set(names)
+    split = data.Split(75, "train", 0.1, 0.1)
+    assert whole[0].ravel().tolist() == slow_order(split, {4, 26, 67} if bad else {}, 4, range(200))
     assert len(np.unique(whole[0])) == len(data.Split(75, "train", 0.1, 0.1)) - len(names)
     for world_size, first in itertools.product((1, 2, 3), (0, 6, 13)):
         rows, embeds, _ = stream(tmp_path, world_size, first)

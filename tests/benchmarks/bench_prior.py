@@ -1,8 +1,8 @@
 """Time the prior's parts, one JSON line a case: python tests/benchmarks/bench_prior.py [--device cuda] [CASE ...]
 
 Cases: train, sample (with text encodings), train_embedding, sample_embedding (text embedding alone), ema, checkpoint,
-order, all by default. Model sizes are those at which public priors over CLIP embeddings are trained. Peak memory is of the process,
-so give one case a call when it is to be compared.
+order, all by default. Model sizes are those at which public priors over CLIP embeddings are trained. Peak memory is
+that of the process, so give one case a call when it is to be compared.
 """
 import argparse
 import json
@@ -19,7 +19,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import train_prior
-from common import amp, checkpoint, data, ema, optim
+from common import amp, checkpoint, data, dist, ema, optim
 
 CASES = ("train", "sample", "train_embedding", "sample_embedding", "ema", "checkpoint", "order")
 
@@ -43,8 +43,9 @@ def timed(function, device, repeats, warmup=2):
 
 def emit(case, args, times, **facts):
     """One line of JSON: the median and least milliseconds, the peak memory, and `facts`."""
-    cuda = args.device.type == "cuda"
-    peak = torch.cuda.max_memory_allocated() / 2 ** 20 if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    if args.device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated() / 2 ** 20
     print(json.dumps({"case": case, "device": args.device.type, "threads": torch.get_num_threads(),
                       "precision": args.precision, "compile": args.compile, "ms": round(statistics.median(times), 3),
                       "ms_min": round(min(times), 3), "peak_mb": round(peak, 1), **facts}), flush=True)
@@ -53,8 +54,9 @@ def emit(case, args, times, **facts):
 def make(args, encodings):
     """(prior, optimizers, average, batch, condition) at the benchmark's size, or a preset's."""
     preset = dict(train_prior.PRESETS[args.preset]) if args.preset else dict(
-        width=512, depth=6, heads=8, kv_heads=1, max_text_len=77)
-    sizes = {k: v for k, v in preset.items() if k in ("width", "depth", "heads", "kv_heads", "max_text_len")}
+        width=512, depth=6, heads=8, kv_heads=1, ff_mult=4.0, max_text_len=77)
+    names = ("width", "depth", "heads", "kv_heads", "ff_mult", "max_text_len")
+    sizes = {k: v for k, v in preset.items() if k in names}
     width = preset["width"]
     cfg = train_prior.Config(**sizes, noise_draws=args.draws, text_encodings="shards" if encodings else "none",
                              precision=args.precision, lr=3e-4)
@@ -126,7 +128,7 @@ def bench_ema(args):
 
 def bench_checkpoint(args):
     """Commit of a checkpoint (checksum, fsync, rename) and verified load."""
-    _, prior, optimizers, average, batch = make(args, True)
+    _, prior, optimizers, average, _ = make(args, True)
     for p in prior.parameters():
         p.grad = torch.zeros_like(p)
     optimizers[0].step()
@@ -145,7 +147,8 @@ def bench_order(args):
     for size in (4096, 1):
         positions = np.arange(10 ** 9, 10 ** 9 + size)
         times = timed(lambda p=positions: split[data.shuffled(p, len(split), 0)], args.device, args.repeats)
-        emit("order", args, times, rows=2 * 10 ** 9, batch=size, us_per_row=round(statistics.median(times) / size * 1e3, 3))
+        per_row = statistics.median(times) / size * 1e3
+        emit("order", args, times, rows=2 * 10 ** 9, batch=size, us_per_row=round(per_row, 3))
 
 
 def main():
@@ -164,6 +167,7 @@ def main():
     if unknown := set(args.cases) - set(CASES):
         parser.error(f"no such case: {', '.join(unknown)}")
     torch.set_num_threads(args.threads)
+    dist.keep_memory()
     for case in args.cases or CASES:
         if case in ("train", "train_embedding"):
             bench_train(args, case == "train")
