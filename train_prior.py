@@ -20,7 +20,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
-from tqdm import tqdm
 
 from common import accumulate, amp, checkpoint, clip, config, data, diffusion, dist, ema, optim, schedule, tracker
 from common.config import UserError
@@ -133,8 +132,8 @@ class Config:
 
 PRESETS = {  # DALL-E 2's Table 3 for the optimizer; the size at which priors over ViT-L/14 are trained in public
     "vit-l-14": dict(clip="open_clip:ViT-L-14/openai", width=768, depth=12, heads=12, ff_mult=4.0,
-                     text_encodings="clip", max_text_len=77, batch_size=4096, chunk_size=256, steps=600_000, warmup_steps=10_000, lr=1.1e-4,
-                     beta2=0.96, weight_decay=0.06, text_drop=0.1, noise_draws=1, precision="bf16",
+                     text_encodings="clip", max_text_len=77, noise_draws=1, batch_size=4096, chunk_size=256,
+                     steps=600_000, warmup_steps=10_000, lr=1.1e-4, beta2=0.96, weight_decay=0.06, precision="bf16",
                      validation=0.01, test=0.01, eval_every=10_000, save_every=2_000, log_every=100, workers=4),
 }
 
@@ -309,7 +308,8 @@ class Evaluator:
 
     def __init__(self, cfg, source, text_encoder, device):
         self.cfg, self.source, self.text_encoder, self.device = cfg, source, text_encoder, device
-        self.world = World(source, cfg) if source.captions and "attributes" in source.captions.records([0])[0] else None
+        built_in = source.captions and source.captions.built_in()
+        self.world = World(source, cfg) if built_in else None
 
     def chunks(self, part, unrelated=False):
         """This rank's (number, batch) of the part; `unrelated` adds the text of the row half a part further on."""
@@ -443,8 +443,7 @@ def open_data(cfg):
     if spec == "auto":
         noted = Path(cfg.data) / "clip.json"
         spec = config.read_json(noted).get("clip") if noted.exists() else None
-    captions = cfg.text_encodings == "clip" or (Path(cfg.data) / "captions").is_dir()
-    source = data.Embeddings(cfg.data, cfg.text_encodings == "shards", captions)
+    source = data.Embeddings(cfg.data, cfg.text_encodings == "shards", captions=cfg.text_encodings == "clip")
     encoder = None
     if cfg.text_encodings == "clip":
         if spec is None:
@@ -615,8 +614,8 @@ def train(cfg):
     saved = evaluated = logged = time.monotonic()
     logged_step, batch, taken = training.step, [], True
     loss_sum, unusable, overflows = torch.zeros((), device=device), [], 0
-    bar = tqdm(total=cfg.steps, initial=training.step, desc="prior", unit="step", disable=not dist.is_main(),
-               dynamic_ncols=True, mininterval=0.5 if sys.stderr.isatty() else 15)
+    bar = tracker.progress(total=cfg.steps, initial=training.step, desc="prior", unit="step",
+                           disable=not dist.is_main())
     prior.train()
     while training.step < cfg.steps:
         if taken:  # a step that overflowed did not happen: it is tried again, on the same samples
@@ -645,7 +644,7 @@ def train(cfg):
                 grad_norm=norm.item(), ema_decay=average.decay_at(step), overflows=overflows,
                 unusable_rows=int(bad_rows), samples_per_s=samples / (now - logged),
                 **({"scale": training.scaler.get_scale()} if training.scaler.is_enabled() else {}))
-        bar.set_postfix_str(f"loss {loss:.4f}, {samples / (now - logged):.0f} samples/s")
+        bar.set_postfix_str(f"loss {loss:.4f}, {samples / (now - logged):.0f} samples/s", refresh=False)
 
         # Evaluate and save, when the steps, rank 0's clock or a signal say so.
         eval_due, save_due, stop = dist.broadcast((
@@ -658,7 +657,8 @@ def train(cfg):
                 figures = evaluator.figures(prior, "validation") if step < cfg.steps else {}
             evaluated = time.monotonic()
             log.log(step, **losses, **figures, evaluation_s=evaluated - now)
-            log.say(f"step {step}: " + tracker.show({"loss": loss, **losses, **figures}))
+            log.say(f"step {step}: " + tracker.show({"loss": loss, **losses}))
+            log.say("\n".join(f"    {line}" for line in tracker.table(figures)))
             if losses["val_loss"] < training.best_val_loss:
                 training.best_val_loss = losses["val_loss"]
                 save_model("best.pt", val_loss=training.best_val_loss)
@@ -704,8 +704,7 @@ def report(cfg, headline, results):
     """The closing table, and what to do next."""
     if dist.is_main():
         print(f"\n{headline}\n")
-        print("\n".join(f"  {name:<36} {value:.4f}" if isinstance(value, float) else f"  {name:<36} {value}"
-                        for name, value in results.items()))
+        print("\n".join(f"  {line}" for line in tracker.table(results)))
         print(f'\nTo sample: python train_prior.py sample --run {cfg.run} --text "a small red star" --num 4 '
               "--out embeddings.npy", flush=True)
 
@@ -765,7 +764,7 @@ def evaluate(asked):
     evaluator = Evaluator(cfg, source, encoder and encoder.to(device), device)
     results = {"loss": evaluator.loss(prior, asked.part), **evaluator.figures(prior, asked.part)}
     if dist.is_main():
-        print("\n".join(f"{name:<36} {value:.4f}" for name, value in results.items()))
+        print("\n".join(tracker.table(results)))
         if asked.out:
             checkpoint.write_json(results, asked.out)
 

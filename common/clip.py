@@ -21,9 +21,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
-from tqdm import tqdm
 
-from common import accumulate, amp, checkpoint, config, data, dist, optim, schedule, synthetic
+from common import accumulate, amp, checkpoint, config, data, dist, optim, schedule, synthetic, tracker
 from common import nn as layers
 from common.config import UserError
 
@@ -48,7 +47,7 @@ class Config:
     lr: float = 2e-3  # highest learning rate
     weight_decay: float = 0.1  # of AdamW, on matrices only
     warmup_steps: int = 50  # of linear rise to lr; half a cosine follows
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"  # of the matrix products in training
+    precision: Literal["fp32", "bf16"] = "fp32"  # of the matrix products in training
     seed: int = 0  # of weights and order
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # auto takes the first that is there
 
@@ -337,7 +336,7 @@ def train(images: np.ndarray, captions: list[str], cfg: Config, device: torch.de
     tokens = tokens[:, :int((tokens != PAD).sum(1).max())].to(device)  # no position that is padding in every row
     optimizers = optim.make(model, "adamw", cfg.lr, cfg.weight_decay, betas=(0.9, 0.98), eps=1e-6)
     scaler = amp.scaler(torch.device(device), cfg.precision)
-    bar = tqdm(range(cfg.steps), desc="small CLIP", unit="step", dynamic_ncols=True)
+    bar = tracker.progress(range(cfg.steps), desc="small CLIP", unit="step")
     for step in bar:
         positions = np.arange(step * cfg.batch_size, (step + 1) * cfg.batch_size)
         rows = torch.from_numpy(data.shuffled(positions, len(images), cfg.seed)).to(device)
@@ -349,7 +348,7 @@ def train(images: np.ndarray, captions: list[str], cfg: Config, device: torch.de
         amp.step(scaler, optimizers, 0.0)
         model.zero_grad(set_to_none=True)
         if step % 25 == 0 or step == cfg.steps - 1:
-            bar.set_postfix(loss=f"{loss.item():.3f}")
+            bar.set_postfix_str(f"loss {loss.item():.3f}", refresh=False)
     return model.eval().requires_grad_(False)
 
 
@@ -381,7 +380,7 @@ class Images:
         if self.source is None:
             return synthetic.shapes(rows, size=self.image_size)
         images, records = np.empty((len(rows), self.image_size, self.image_size, 3), np.uint8), []
-        for i, row in enumerate(tqdm(rows, desc="reading", unit="image", dynamic_ncols=True, disable=not progress)):
+        for i, row in enumerate(tracker.progress(rows, desc="reading", unit="image", disable=not progress)):
             image, caption, key = self.source[row]
             pixels = resized(as_float(torch.tensor(image)[None]), self.image_size)[0].permute(1, 2, 0)
             images[i] = (pixels * 255).round().numpy()
@@ -471,7 +470,7 @@ def embed_run(cfg: EmbedConfig, device: torch.device) -> None:
     """Write the embedding shards of all images of `data`, and which CLIP they are of."""
     model = load(cfg.run, device)
     source, found, records = Images(cfg.data, model.image_size), [], []
-    for start in tqdm(range(0, len(source), cfg.batch_size), desc="embedding", unit="batch", dynamic_ncols=True):
+    for start in tracker.progress(range(0, len(source), cfg.batch_size), desc="embedding", unit="batch"):
         images, part = source.read(range(start, min(start + cfg.batch_size, len(source))))
         arrays = embed(model, images, [record["caption"] for record in part], cfg.batch_size, cfg.encodings)
         found.append([a.astype(np.float16) for a in arrays if a is not None])  # images stream by, embeddings are kept

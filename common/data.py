@@ -215,6 +215,9 @@ def _open(path, ndim):
 class Embeddings:
     """Rows of `img_emb/`, `text_emb/`, and where asked for `text_enc/` and captions, matched by shard number.
 
+    `captions` are there to be looked up wherever the folder has them, and None where it has none; fetch reads them if
+    asked to in the beginning.
+
     fetch(rows) -> ({"image_embed" (n, D), "text_embed" (n, D), "text_enc" (n, L, E), "caption" list}, good (n,)),
     float32; a row is not good if an embedding of it is all zero or not finite.
     """
@@ -236,7 +239,12 @@ class Embeddings:
             self._check(name)
         if not len(self):
             raise UserError(f"{folder / 'img_emb'}: no rows in any of its {len(self.sizes)} shard(s)")
-        self.captions = Captions(folder, list(self.files["image_embed"]), self.sizes) if captions else None
+        self.with_captions, self.captions = captions, None
+        try:
+            self.captions = Captions(folder, list(self.files["image_embed"]), self.sizes)
+        except UserError:
+            if captions:
+                raise
         self.width = self.arrays["image_embed"][0].shape[1]
         if self.arrays["text_embed"][0].shape[1] != self.width:
             raise UserError(f"{folder}: img_emb is {self.width} wide and text_emb "
@@ -281,7 +289,7 @@ class Embeddings:
                 energy = np.square(values).reshape(len(rows), -1).sum(1)
             good &= np.isfinite(energy) & ((energy > 0) | (name == "text_enc"))
             batch[name] = torch.from_numpy(values)
-        if self.captions:
+        if self.with_captions:
             batch["caption"] = [record["caption"] for record in self.captions.records(rows)]
         return batch, good
 
@@ -342,6 +350,10 @@ class Captions:
             raise UserError(f"{path}: {rows} captions, but {self.sizes[shard]} rows in the image shard")
         self.index[shard] = entry
         return entry
+
+    def built_in(self):
+        """Whether they come with the attributes that the built-in data has."""
+        return self.files[0].suffix == ".jsonl" and "attributes" in self.records([0])[0]
 
     def records(self, rows):
         """The records, at the least {"caption": str}, of `rows` (n,)."""

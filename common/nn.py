@@ -59,29 +59,40 @@ class Attention(nn.Module):
 
 
 class _GatedProduct(torch.autograd.Function):
-    """(silu(gate)·up) @ weightᵀ for gate_up (…, 2H), which alone is kept for the backward pass, the rest recomputed.
+    """(silu(gate)·up) @ weightᵀ for gate_up (N, 2H), which alone is kept for the backward pass, the rest recomputed.
 
     The two products that autograd would keep are most of what a block remembers, and cost next to nothing to make.
+    The gradient takes the place of gate_up, so that may be used nowhere else, and one backward pass is all there is.
+    On a CPU the rows go through in pieces that fit its cache.
     """
 
     @staticmethod
+    def pieces(*tensors):
+        rows = 512 if tensors[0].device.type == "cpu" else max(1, len(tensors[0]))
+        return zip(*(tensor.split(rows) for tensor in tensors))
+
+    @staticmethod
     def forward(ctx, gate_up, weight):
-        gate, up = gate_up.chunk(2, dim=-1)
         ctx.save_for_backward(gate_up, weight)
-        return F.linear(F.silu(gate) * up, weight.to(gate_up.dtype))
+        weight, out = weight.to(gate_up.dtype), []
+        for (piece,) in _GatedProduct.pieces(gate_up):
+            gate, up = piece.chunk(2, dim=-1)
+            out.append(F.linear(F.silu(gate).mul_(up), weight))
+        return torch.cat(out) if len(out) > 1 else out[0]
 
     @staticmethod
     def backward(ctx, grad):
         gate_up, weight = ctx.saved_tensors
-        gate, up = gate_up.chunk(2, dim=-1)
-        silu = F.silu(gate)
-        hidden = silu * up
-        grad_weight = (grad.flatten(0, -2).T @ hidden.flatten(0, -2)).to(weight.dtype)
-        grad_hidden = grad @ weight.to(grad.dtype)
-        grad_up = grad_hidden * silu
-        torch.mul(grad_hidden, up, out=hidden)  # these tensors are large: no more of them than needed
-        del silu, grad_hidden
-        return torch.cat([torch.ops.aten.silu_backward(hidden, gate), grad_up], dim=-1), grad_weight
+        cast = weight.to(grad.dtype)
+        grad_weight = torch.zeros_like(cast)
+        for grad_piece, piece in _GatedProduct.pieces(grad, gate_up):
+            gate, up = piece.chunk(2, dim=-1)
+            silu, grad_hidden = F.silu(gate), grad_piece @ cast
+            grad_weight.addmm_(grad_piece.T, silu * up)
+            grad_gate = torch.ops.aten.silu_backward(grad_hidden * up, gate)
+            torch.mul(grad_hidden, silu, out=up)
+            gate.copy_(grad_gate)
+        return gate_up, grad_weight.to(weight.dtype)
 
 
 class FeedForward(nn.Module):
@@ -97,8 +108,9 @@ class FeedForward(nn.Module):
 
     def forward(self, x):
         gate_up = self.gate_up(x)
-        if isinstance(self.norm, nn.Identity) and not (self.dropout.p and self.training):
-            return _GatedProduct.apply(gate_up, self.down.weight)
+        plain = isinstance(self.norm, nn.Identity) and not (self.dropout.p and self.training)
+        if plain and not torch.compiler.is_compiling():  # which recomputes by itself
+            return _GatedProduct.apply(gate_up.flatten(0, -2), self.down.weight).unflatten(0, gate_up.shape[:-1])
         gate, up = gate_up.chunk(2, dim=-1)
         return self.down(self.dropout(self.norm(F.silu(gate) * up)))
 

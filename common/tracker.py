@@ -2,6 +2,7 @@
 import json
 import math
 import os
+import sys
 from pathlib import Path
 
 from tqdm import tqdm
@@ -47,6 +48,21 @@ def _step(line):
         return json.loads(line)["step"] if line.endswith(b"\n") else math.inf
     except (ValueError, KeyError, TypeError):
         return math.inf
+
+
+def progress(steps=None, **settings):
+    """tqdm's progress bar in the house's settings: where nobody watches it move, a line every ten seconds."""
+    return tqdm(steps, dynamic_ncols=True, mininterval=0.2 if sys.stderr.isatty() else 10, **settings)
+
+
+def table(metrics):
+    """`metrics` as aligned lines, one a name; those of several numbers of sampling steps T, name@T, share a line."""
+    rows = {}
+    for name, value in metrics.items():
+        shown = f"{value:.4f}" if isinstance(value, float) else str(value)
+        name, at, steps = name.partition("@")
+        rows.setdefault(name, []).append(f"{shown} {at}{steps}".rstrip())
+    return [f"{name:<30} {'   '.join(values)}" for name, values in rows.items()]
 
 
 def show(metrics):
