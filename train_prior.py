@@ -10,7 +10,6 @@ The same command again resumes. `python train_prior.py [train|evaluate|sample] -
 import dataclasses
 import random
 import signal
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -503,10 +502,11 @@ def identity(cfg, source):
 class Training:
     """What a run is made of and a checkpoint holds: model, average, optimizers, scaler, step, best validation loss."""
 
-    def __init__(self, cfg, source, encoder, device):
+    def __init__(self, cfg, source, encoder, spec, device):
         accumulate.seed(cfg.seed, "weights")
-        self.cfg, self.encoder, self.device = cfg, encoder, device
-        self.prior = Prior(cfg, source.width, encoding_width(cfg, source, encoder)).to(device)
+        self.cfg, self.encoder, self.spec, self.device = cfg, encoder, spec, device
+        self.widths, self.versions = [source.width, encoding_width(cfg, source, encoder)], checkpoint.versions(__file__)
+        self.prior = Prior(cfg, *self.widths).to(device)
         if cfg.init_from:
             load_weights(self.prior, checkpoint.load(cfg.init_from), cfg.init_from)
         self.optimizers = optim.make(self.prior, cfg.optimizer, cfg.lr, cfg.weight_decay, (cfg.beta1, cfg.beta2),
@@ -521,7 +521,15 @@ class Training:
     def state(self):
         return {"model": self.prior.state_dict(), "ema": self.average.state_dict(), "scaler": self.scaler.state_dict(),
                 "optimizers": [optimizer.state_dict() for optimizer in self.optimizers], "step": self.step,
-                "best_val_loss": self.best_val_loss, "identity": self.identity, "config": as_json(self.cfg)}
+                "best_val_loss": self.best_val_loss, "identity": self.identity, "config": as_json(self.cfg),
+                "versions": self.versions}
+
+    def export(self, name, **facts):
+        """Rank 0 writes the averaged weights, and what is needed to use them, to the run folder."""
+        if dist.is_main():
+            checkpoint.save({"model": self.average.state_dict(), "config": as_json(self.cfg), "widths": self.widths,
+                             "clip": self.spec, "step": self.step, "versions": self.versions, **facts},
+                            Path(self.cfg.run) / name)
 
     def restore(self, path):
         """Load the checkpoint `path`; returns notes on what has changed. The rate and the rest follow from the step."""
@@ -579,13 +587,13 @@ def train(cfg):
     source, encoder, spec = open_data(cfg)
 
     # Make the model, or take it up where it was.
-    training = Training(cfg, source, encoder and encoder.to(device), device)
+    training = Training(cfg, source, encoder and encoder.to(device), spec, device)
     if resume_from:
         notes += training.restore(resume_from)
     dist.check_in_step(training.prior, training.step)
-    prior, average, versions = training.prior, training.average, checkpoint.versions(__file__)
+    prior, average = training.prior, training.average
     if dist.is_main():
-        checkpoint.write_json({**as_json(asked), "versions": versions}, run.folder / "config.json")
+        checkpoint.write_json({**as_json(asked), "versions": training.versions}, run.folder / "config.json")
     log = tracker.Tracker(cfg.run, training.step, dist.is_main())
     log.say(f"{sum(p.numel() for p in prior.parameters()):,} parameters, {len(source):,} rows of width {source.width}, "
             f"{dist.world_size()} rank(s) on {device.type}")
@@ -601,12 +609,6 @@ def train(cfg):
     spans = data.training_spans(plan, cfg.batch_size, training.step)
     batches = data.loader(data.Chunks(source, split, cfg.seed), spans, cfg.workers, device.type == "cuda")
     evaluator = Evaluator(cfg, source, encoder, device)
-
-    def save_model(name, **facts):
-        if dist.is_main():
-            checkpoint.save({"model": average.state_dict(), "config": as_json(cfg), "clip": spec, "step": training.step,
-                             "widths": [source.width, encoding_width(cfg, source, encoder)], "versions": versions,
-                             **facts}, run.folder / name)
 
     # Train. Signals and clocks are read by rank 0, at log lines, where the ranks meet anyway.
     signals = []
@@ -661,13 +663,13 @@ def train(cfg):
             log.say("\n".join(f"    {line}" for line in tracker.table(figures)))
             if losses["val_loss"] < training.best_val_loss:
                 training.best_val_loss = losses["val_loss"]
-                save_model("best.pt", val_loss=training.best_val_loss)
+                training.export("best.pt", val_loss=training.best_val_loss)
         if save_due or stop:
             dist.check_in_step(prior, step)
             if dist.is_main():
                 log.sync()
-                run.commit(step, {**training.state(), "versions": versions}, cfg.keep, world_size=dist.world_size(),
-                           identity=training.identity, logger={"kind": "jsonl"})
+                run.commit(step, training.state(), cfg.keep, world_size=dist.world_size(), identity=training.identity,
+                           logger={"kind": "jsonl"})
             saved = time.monotonic()
         if stop:
             log.say(f"stopped by signal {stop[0]} at step {step}, all saved; the same command goes on")
@@ -682,7 +684,7 @@ def train(cfg):
     # Test the averaged weights, and save them last of all.
     with average.applied(prior):
         results = {"test_loss": evaluator.loss(prior, "test"), **evaluator.figures(prior, "test")}
-    save_model("model.pt", **results)
+    training.export("model.pt", **results)
     log.log(training.step, **results)
     results = {"step": training.step, "best_val_loss": training.best_val_loss, **results}
     if dist.is_main():
@@ -856,16 +858,12 @@ def nearest_captions(folder, embedding, count, most=100_000):
     return [(cosine, record["caption"]) for cosine, record in zip(top.values.tolist(), records)]
 
 
-COMMANDS = {"train": (train, Config, PRESETS), "evaluate": (evaluate, EvaluateConfig, None),
-            "sample": (sample, SampleConfig, None)}
+COMMANDS = {"train": (train, Config), "evaluate": (evaluate, EvaluateConfig), "sample": (sample, SampleConfig)}
 
 
 def main():
-    argv = sys.argv[1:]
-    command = argv.pop(0) if argv and argv[0] in COMMANDS else "train"
-    function, cls, presets = COMMANDS[command]
     try:
-        function(config.parse(cls, argv, f"usage: train_prior.py {command} [--flag VALUE ...]\n{__doc__}", presets))
+        config.dispatch(COMMANDS, __doc__, "train", PRESETS)
     finally:
         dist.teardown()
 

@@ -13,7 +13,6 @@ import itertools
 import json
 import math
 import re
-import sys
 from pathlib import Path
 from typing import Literal
 
@@ -480,19 +479,12 @@ def embed_run(cfg: EmbedConfig, device: torch.device) -> None:
     checkpoint.write_json({"clip": cfg.run}, Path(cfg.out) / "clip.json")
 
 
-COMMANDS = {"train": (train_run, Config), "embed": (embed_run, EmbedConfig)}
+COMMANDS = {"train": (lambda cfg: train_run(cfg, dist.setup(cfg.device)), Config),
+            "embed": (lambda cfg: embed_run(cfg, dist.setup(cfg.device)), EmbedConfig)}
 
 
 def main():
-    command = "".join(sys.argv[1:2])
-    if command not in COMMANDS:
-        wrong = command not in ("-h", "--help")
-        print(f"clip.py: error: expected train or embed, found {command!r}\n\n" * wrong + __doc__,
-              file=sys.stderr if wrong else sys.stdout)
-        raise SystemExit(2 * wrong)
-    function, cls = COMMANDS[command]
-    cfg = config.parse(cls, sys.argv[2:], f"usage: python -m common.clip {command} [--flag VALUE ...]\n\n{__doc__}")
-    function(cfg, dist.setup(cfg.device))
+    config.dispatch(COMMANDS, __doc__)
 
 
 if __name__ == "__main__":

@@ -92,7 +92,7 @@ def read_json(path):
 def from_flags(cls, argv, presets):
     """`--name value`, `--name=value`, `--switch`, `--no_switch` -> {field: value}; dashes and underscores are one."""
     kinds, flags, files = typing.get_type_hints(cls), {}, {}
-    words = [word for word in argv if word != "--"]  # which torchrun may need before the flags, or pass on
+    words = list(argv)
     while words:
         word = words.pop(0)
         if not word.startswith("--"):
@@ -140,6 +140,25 @@ def help_text(cls, usage, presets):
     if presets:
         lines.append(f"  --preset {'|'.join(presets)}\n        named settings; --config and flags win over them")
     return "\n".join(lines)
+
+
+def dispatch(commands, usage, default=None, presets=None):
+    """Run the command that the first word of the command line names, or else `default`, on its own config.
+
+    commands: {name: (function of a config, config class)}. `presets` are the default command's.
+    """
+    argv = [word for word in sys.argv[1:] if word != "--"]  # which torchrun may need before the flags, or pass on
+    command = argv.pop(0) if argv and (not argv[0].startswith("-") or default is None) else default
+    if command not in commands:
+        close = difflib.get_close_matches(command or "", commands, 1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        asked = command in ("-h", "--help")
+        error = f"{Path(sys.argv[0]).name}: error: {command!r}: expected one of {', '.join(commands)}{hint}"
+        if _is_main():
+            print(usage if asked else error, file=sys.stdout if asked else sys.stderr)
+        raise SystemExit(0 if asked else 2)
+    function, cls = commands[command]
+    function(parse(cls, argv, f"{usage}\nSettings of {command}:", presets if command == default else None))
 
 
 def parse(cls, argv, usage, presets=None):

@@ -219,3 +219,28 @@ def test_of_several_ranks_only_the_first_speaks(words, status, monkeypatch, caps
         parse(*words)
     assert caught.value.code == status
     assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("words, command, steps", [
+    ("", "train", 100), ("--steps 3", "train", 3), ("-- --steps 3", "train", 3), ("train --steps 3", "train", 3),
+    ("sample --steps 4", "sample", 4), ("-- sample --steps 4", "sample", 4), ("--preset large", "train", 7)])
+def test_the_first_word_chooses_the_command(words, command, steps, monkeypatch):
+    called = []
+    commands = {name: (lambda cfg, name=name: called.append((name, cfg.steps)), Config) for name in ("train", "sample")}
+    monkeypatch.setattr("sys.argv", ["x.py", *words.split()])
+    config.dispatch(commands, "usage", "train", PRESETS)
+    assert called == [(command, steps)]
+
+
+@pytest.mark.parametrize("words, default, status, message", [
+    ("smaple", "train", 2, "x.py: error: 'smaple': expected one of train, sample; did you mean sample?"),
+    ("", None, 2, "x.py: error: None: expected one of train, sample"), ("--help", None, 0, "the usage"),
+    ("sample --preset large", "train", 2, "'large' is none of (there are none)"),
+    ("sample --help", "train", 0, "Settings of sample:")])
+def test_a_word_that_is_no_command_is_told_what_there_is(words, default, status, message, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["x.py", *words.split()])
+    commands = {name: (lambda cfg: None, Config) for name in ("train", "sample")}
+    with pytest.raises(SystemExit) as end:
+        config.dispatch(commands, "the usage", default, PRESETS)
+    out, err = capsys.readouterr()
+    assert end.value.code == status and message in (err if status else out)

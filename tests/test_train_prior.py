@@ -461,7 +461,7 @@ results = []
 device = dist.setup("cpu")
 cfg = train_prior.Config(**{settings!r})
 source = data.Embeddings({emb!r})
-training = train_prior.Training(cfg, source, None, device)
+training = train_prior.Training(cfg, source, None, None, device)
 model = dist.wrap(training.prior, device)
 plan = accumulate.plan(cfg.batch_size, cfg.chunk_size, dist.rank(), dist.world_size())
 reader = data.Chunks(source, data.Split(len(source), "train", 0.1, 0.1), cfg.seed)
@@ -559,6 +559,7 @@ def test_mistakes_on_the_command_line_end_in_one_line_and_a_status(emb, finished
     bad.write_text('{"witdh": 3}')
     for words, status, message in [
         (["--widht", "3"], 2, "--widht: no such setting; did you mean --width?"),
+        (["smaple", "--width", "3"], 2, "'smaple': expected one of train, evaluate, sample; did you mean sample?"),
         (["--width", "wide"], 2, "--width: 'wide' is not a whole number"),
         (["--config", bad], 2, "witdh: no such setting; did you mean width?"),
         (["--objective", "eps"], 2, "'eps' is none of x0, v, epsilon"),
