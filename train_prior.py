@@ -59,13 +59,13 @@ class Config:
     timesteps: int = 1000  # levels of noise
     loss: Literal["l2", "l1", "huber"] = "l2"  # distance between prediction and target
     min_snr_gamma: float = 0.0  # min-SNR loss weight (Hang et al. 2023), 0 for none
-    noise_draws: int = 4  # (timestep, noise) draws a sample and step, which share one pass over its text
+    noise_draws: int = 2  # (timestep, noise) draws a sample and step, which share one pass over its text
     text_drop: float = 0.1  # probability of training a sample without its text, for guidance
     clamp_training: bool = False  # normalize the predicted embedding before the loss (objective x0)
     clamp_sampling: bool = False  # normalize the estimate at each sampling step
     clamp_final: bool = True  # normalize the sampled embedding
     # Optimization
-    steps: int = 700  # optimizer steps
+    steps: int = 1200  # optimizer steps
     batch_size: int = 128  # samples a step, over all ranks
     chunk_size: int = 64  # samples in one forward pass; part of what defines a run
     lr: float = 2e-3  # peak learning rate
@@ -85,16 +85,17 @@ class Config:
     ema_min_decay: float = 0.0  # least decay
     ema_update_after: int = 0  # steps at first in which the average is a copy
     ema_update_every: int = 1  # steps between updates of the average
+    ema_on_host: bool = False  # keep the average in pinned host memory, where the GPU is too small for it
     # Evaluation and saving; both happen at the first log line at or after they are due
     log_every: int = 25  # steps between log lines
-    eval_every: int = 350  # steps between evaluations, 0 for none but the last
+    eval_every: int = 600  # steps between evaluations, 0 for none but the last
     eval_minutes: float = 0.0  # minutes between evaluations, besides, 0 for none
     eval_samples: int = 1024  # most rows an evaluation takes, 0 for all
     eval_timesteps: tuple[int, ...] = (8, 64)  # sampling steps at which the cosine figures are taken
     eval_captions: int = 128  # captions of the built-in data to score, with 16 samples each
     guidance_scale: float = 1.0  # of the samples in evaluation, 1 for none
     eta: float = 1.0  # noise of sampling: 1 as DDPM, 0 for DDIM
-    save_every: int = 100  # steps between checkpoints
+    save_every: int = 200  # steps between checkpoints
     save_minutes: float = 0.0  # minutes between checkpoints, besides, 0 for none
     keep: int = 3  # newest checkpoints that are kept, 0 for all
     resume: str = "auto"  # auto, never (an earlier run in the folder is moved aside), or a checkpoint of another run
@@ -235,7 +236,7 @@ def conditioning(batch, cfg, text_encoder):
     condition = {"text_embed": batch["text_embed"]}
     if cfg.text_encodings == "clip":
         with torch.no_grad():
-            tokens = text_encoder.tokenize(batch["caption"]).to(batch["text_embed"].device)
+            tokens = text_encoder.tokenize(batch["caption"]).to(batch["text_embed"].device, non_blocking=True)
             embed, encodings, mask = text_encoder.embed_text(tokens)
         condition["text_embed"] = embed
     elif cfg.text_encodings == "shards":
@@ -320,7 +321,8 @@ class Evaluator:
             span = number * self.cfg.chunk_size, min(rows, (number + 1) * self.cfg.chunk_size)
             batch = data.to_device(reader[span], self.device)
             if unrelated:
-                other, _ = self.source.fetch(split[(np.arange(*span) + rows // 2) % rows])
+                other, good = self.source.fetch(split[(np.arange(*span) + rows // 2) % rows])
+                other["text_embed"][~good] = 0  # an unusable row is similar to nothing
                 batch["unrelated"] = other["text_embed"].to(self.device)
             yield number, batch
 
@@ -515,6 +517,8 @@ class Training:
         self.average = ema.EMA(self.prior, cfg.ema_update_every, decay=cfg.ema_decay, warmup=cfg.ema_warmup,
                                power=cfg.ema_power, inv_gamma=cfg.ema_inv_gamma, min_decay=cfg.ema_min_decay,
                                update_after=cfg.ema_update_after)
+        if cfg.ema_on_host:
+            self.average.to("cpu", pin_memory=True)
         self.step, self.best_val_loss = 0, float("inf")
         self.identity = identity(cfg, source)
 
@@ -760,7 +764,8 @@ def evaluate(asked):
                                   data=asked.data or cfg.data)
     except ValueError as error:
         raise UserError(str(error)) from error
-    source, encoder, _ = dist.on_main(lambda: open_data(cfg) and None) or open_data(cfg)
+    dist.on_main(lambda: open_data(cfg)[2])  # so that one rank speaks of what is wrong
+    source, encoder, _ = open_data(cfg)
     if source.width != prior.embed_width:
         raise UserError(f"{cfg.data}: its embeddings are {source.width} wide, the prior's {prior.embed_width}")
     evaluator = Evaluator(cfg, source, encoder and encoder.to(device), device)

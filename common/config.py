@@ -135,7 +135,8 @@ def help_text(cls, usage, presets):
             choices = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
             shown = "|".join(choices) or (kind.__name__ if isinstance(kind, type) and kind is not tuple else str(kind))
             default = ",".join(map(str, default)) if isinstance(default, tuple) else default
-            lines.append(f"  --{field[1]} {shown} [{default}]\n        {field[2]}")
+            default = f" [{default}]" if default not in ("", None) else ""
+            lines.append(f"  --{field[1]} {shown}{default}\n        {field[2]}")
     lines.append("\n  --config FILE.json\n        the same settings from a JSON file; flags win over it")
     if presets:
         lines.append(f"  --preset {'|'.join(presets)}\n        named settings; --config and flags win over them")
@@ -184,3 +185,5 @@ def run(main):
         if not getattr(error, "relayed", False):  # by rank 0, which prints it
             print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr, flush=True)
         raise SystemExit(1) from None
+    except KeyboardInterrupt:  # before training, which saves first
+        raise SystemExit(130) from None

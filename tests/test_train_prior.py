@@ -444,7 +444,8 @@ def test_a_run_can_start_from_another_ones_checkpoint_or_weights(emb, finished, 
     dict(objective="v", min_snr_gamma=5, loss="huber", noise_schedule="linear", optimizer="muon", ema_warmup="ratio",
          guidance_scale=2, eta=0, kv_heads=1, noise_draws=1, compile="false"),
     dict(objective="epsilon", loss="l1", noise_schedule="sigmoid", clamp_sampling="true", qk_norm="true",
-         normformer="true", precision="bf16", eval_minutes=0.001, save_minutes=0.001, ema_update_every=2),
+         normformer="true", precision="bf16", eval_minutes=0.001, save_minutes=0.001,
+         ema_update_every=2, ema_on_host="true"),
 ])
 def test_options_train_on_two_ranks(settings, emb, tmp_path):
     run(*flags(data=emb, run=tmp_path / "run", **{**SMALL, "steps": 40, "lr": 3e-3, **settings}), ranks=2)
