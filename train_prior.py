@@ -663,8 +663,8 @@ def train(cfg):
                 figures = evaluator.figures(prior, "validation") if step < cfg.steps else {}
             evaluated = time.monotonic()
             log.log(step, **losses, **figures, evaluation_s=evaluated - now)
-            log.say(f"step {step}: " + tracker.show({"loss": loss, **losses}))
-            log.say("\n".join(f"    {line}" for line in tracker.table(figures)))
+            lines = [f"step {step}: " + tracker.show({"loss": loss, **losses}), *tracker.table(figures)]
+            log.say("\n    ".join(lines))
             if losses["val_loss"] < training.best_val_loss:
                 training.best_val_loss = losses["val_loss"]
                 training.export("best.pt", val_loss=training.best_val_loss)

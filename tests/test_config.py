@@ -165,7 +165,7 @@ def test_help_prints_every_field_with_type_default_and_comment(word, capsys):
                           ("--clip float | None [1.0]", "bound of the norm"),
                           ("--precision fp32|bf16|fp16 [fp32]", "of matrix products"),
                           ("--widths tuple[int, ...] [64,128]", "of the levels"), ("--seed int [0]", "of everything"),
-                          ("--scales tuple[float, ...] []", "none at all")):
+                          ("--scales tuple[float, ...]", "none at all")):
         assert f"  {flag}\n        {comment}\n" in out
     assert out.index("Training:") < out.index("--steps") < out.index("Data:") < out.index("--data")
     assert "--config" in out and "--preset large" in out
