@@ -26,7 +26,6 @@ from common.nn import TimeEmbedding, Transformer
 
 # Config
 
-
 @dataclass(frozen=True)
 class Config:
     # Run and data
@@ -36,6 +35,7 @@ class Config:
     validation: float = 0.1  # share of the rows held out for validation, chosen by row number
     test: float = 0.1  # share of the rows held out for the test at the end
     init_from: str = ""  # model.pt or checkpoint whose weights to start from (all else starts anew)
+    init_strict: bool = True  # refuse weights that do not all fit, else take those that do
     # Model
     width: int = 192  # width of the transformer
     depth: int = 4  # blocks
@@ -62,7 +62,7 @@ class Config:
     noise_draws: int = 2  # (timestep, noise) draws a sample and step, which share one pass over its text
     text_drop: float = 0.1  # probability of training a sample without its text, for guidance
     clamp_training: bool = False  # normalize the predicted embedding before the loss (objective x0)
-    clamp_sampling: bool = False  # normalize the estimate at each sampling step
+    clamp_sampling: bool = False  # normalize the estimate at each sampling step (epsilon: always)
     clamp_final: bool = True  # normalize the sampled embedding
     # Optimization
     steps: int = 1200  # optimizer steps
@@ -85,7 +85,7 @@ class Config:
     ema_min_decay: float = 0.0  # least decay
     ema_update_after: int = 0  # steps at first in which the average is a copy
     ema_update_every: int = 1  # steps between updates of the average
-    ema_on_host: bool = False  # keep the average in pinned host memory, where the GPU is too small for it
+    ema_on_host: bool = False  # keep the average in host memory, for a GPU that is too small; waits for it every step
     # Evaluation and saving; both happen at the first log line at or after they are due
     log_every: int = 25  # steps between log lines
     eval_every: int = 600  # steps between evaluations, 0 for none but the last
@@ -124,8 +124,11 @@ class Config:
         if self.validation + self.test >= 1 or not self.validation or not self.test:
             raise UserError(f"--validation {self.validation} and --test {self.test}: expected two shares above 0 that "
                             "add up to less than 1")
-        if wrong := [t for t in self.eval_timesteps if not 1 <= t <= self.timesteps]:
+        if wrong := [t for t in self.eval_timesteps or (0,) if not 1 <= t <= self.timesteps]:
             raise UserError(f"--eval_timesteps: {wrong[0]} is not within 1 and {self.timesteps}, the --timesteps")
+        for name in ("beta1", "beta2", "dropout", "text_drop", "ema_decay", "ema_min_decay"):
+            if getattr(self, name) > 1 or (name.startswith("beta") and getattr(self, name) == 1):
+                raise UserError(f"--{name}: {getattr(self, name)} is above what a share may be")
         if self.clamp_training and self.objective != "x0":
             raise UserError("--clamp_training: only an embedding can be normalized; it needs --objective x0")
 
@@ -144,7 +147,6 @@ FIXED = ("width", "depth", "heads", "kv_heads", "ff_mult", "rotary", "qk_norm", 
          "optimizer")
 
 # Model
-
 
 class Prior(nn.Module):
     """A causal transformer over [text encodings, text embedding | time, (last estimate,) noised embedding, query].
@@ -233,17 +235,15 @@ def conditioning(batch, cfg, text_encoder):
     Text encodings come from the batch or, where cfg says so, from its captions by `text_encoder`, which then gives the
     text embeddings too. They are cut or padded to max_text_len.
     """
-    condition = {"text_embed": batch["text_embed"]}
+    embed = batch["text_embed"]
     if cfg.text_encodings == "clip":
         with torch.no_grad():
-            tokens = text_encoder.tokenize(batch["caption"]).to(batch["text_embed"].device, non_blocking=True)
+            tokens = text_encoder.tokenize(batch["caption"]).to(embed.device, non_blocking=True)
             embed, encodings, mask = text_encoder.embed_text(tokens)
-        condition["text_embed"] = embed
     elif cfg.text_encodings == "shards":
         encodings = batch["text_enc"]
         mask = encodings.abs().amax(-1) > 0  # zero rows are padding
-    embed = F.normalize(condition["text_embed"].float(), dim=-1)
-    condition["text_embed"] = embed * embed.shape[-1] ** 0.5
+    condition = {"text_embed": F.normalize(embed.float(), dim=-1) * embed.shape[-1] ** 0.5}
     if cfg.text_encodings != "none":
         missing = cfg.max_text_len - encodings.shape[1]
         condition["text_enc"] = F.pad(encodings.float(), (0, 0, 0, missing))
@@ -263,6 +263,7 @@ def diffusion_loss(model, prior, batch, condition):
         with torch.no_grad():
             estimate = prior(x_t, timestep, estimate, condition, drop).float()
             estimate = diffusion.to_x0(cfg.objective, estimate, x_t, alpha, sigma)
+        torch.clear_autocast_cache()  # older torch keeps weights cast without gradients for the pass that needs them
     prediction = model(x_t, timestep, estimate, condition, drop).float()
     if cfg.clamp_training:
         prediction = prior.normalize(prediction)
@@ -271,7 +272,6 @@ def diffusion_loss(model, prior, batch, condition):
 
 
 # Sampling
-
 
 @torch.no_grad()
 def sample_embeddings(prior, condition, steps, guidance_scale=1.0, eta=1.0, noise=torch.randn_like):
@@ -293,7 +293,8 @@ def sample_embeddings(prior, condition, steps, guidance_scale=1.0, eta=1.0, nois
             prediction = prior.denoise(x, timestep, before, memory).float()
         alpha, sigma = (diffusion.at(table, timestep, x) for table in (prior.alpha, prior.sigma))
         x0 = diffusion.to_x0(cfg.objective, prediction, x, alpha, sigma)
-        return prior.normalize(x0) if cfg.clamp_sampling else x0
+        # What noise stands for is divided by a tiny α at first: without bounds, an estimate of it runs away.
+        return prior.normalize(x0) if cfg.clamp_sampling or cfg.objective == "epsilon" else x0
 
     start = noise(torch.empty(size, prior.embed_width, device=prior.alpha.device))
     x0 = diffusion.sample(denoise, start, prior.alpha, prior.sigma, steps, eta, noise)
@@ -302,14 +303,12 @@ def sample_embeddings(prior, condition, steps, guidance_scale=1.0, eta=1.0, nois
 
 # Evaluation
 
-
 class Evaluator:
     """Everything that is measured on held-out rows, equal for any number of ranks and any model precision."""
 
     def __init__(self, cfg, source, text_encoder, device):
         self.cfg, self.source, self.text_encoder, self.device = cfg, source, text_encoder, device
-        built_in = source.captions and source.captions.built_in()
-        self.world = World(source, cfg) if built_in else None
+        self.world = World(source, cfg) if source.captions and source.captions.built_in() else None
 
     def chunks(self, part, unrelated=False):
         """This rank's (number, batch) of the part; `unrelated` adds the text of the row half a part further on."""
@@ -355,7 +354,7 @@ class Evaluator:
                     condition = conditioning(batch, self.cfg, self.text_encoder)
                     out = sample_embeddings(prior, condition, t, self.cfg.guidance_scale, self.cfg.eta)
                 figures += [F.cosine_similarity(out, other) for other in (text, image, unrelated)]
-            totals += [figure.double().sum().item() for figure in figures]
+            totals += [figure.sum().item() for figure in figures]
         prior.train(mode)
         count, baseline, *rest = dist.total(totals.tolist())
         result = {"baseline_similarity": baseline / count}
@@ -368,7 +367,7 @@ class Evaluator:
     def figures(self, prior, part):
         """All figures that need sampling: similarities and, on the built-in data, whether captions are satisfied."""
         figures = self.similarities(prior, part)
-        return figures | (self.world.scores(self, prior, part) if self.world else {})
+        return figures | (self.world.scores(self, prior, part) if self.world and self.cfg.eval_captions else {})
 
 
 class World:
@@ -378,14 +377,12 @@ class World:
 
     def __init__(self, source, cfg):
         records = source.captions.records(range(len(source)))
-        self.names = list(records[0]["attributes"])
-        table = np.array([[record["attributes"][name] for name in self.names] for record in records])
-        codes = [np.unique(column, return_inverse=True)[1] for column in table.T]
-        self.values = np.stack(codes, 1)  # (rows, attributes)
-        self.named = np.array([[name in record["named"] for name in self.names] for record in records])
-        parts = ("train", "validation", "test")
-        splits = {part: data.Split(len(source), part, cfg.validation, cfg.test) for part in parts}
-        self.rows = {part: split[np.arange(len(split))] for part, split in splits.items()}
+        names = list(records[0]["attributes"])
+        table = np.array([[record["attributes"][name] for name in names] for record in records])
+        self.values = np.stack([np.unique(c, return_inverse=True)[1] for c in table.T], 1)  # (rows, attributes)
+        self.named = np.array([[name in record["named"] for name in names] for record in records])
+        self.rows = {part: (split := data.Split(len(source), part, cfg.validation, cfg.test))[np.arange(len(split))]
+                     for part in ("train", "validation", "test")}
         self.trained = np.isin(np.arange(len(source)), self.rows["train"])  # (rows,)
         self.held_out = np.flatnonzero(~self.trained)
         self.neighbors = F.normalize(source.fetch(self.held_out)[0]["image_embed"], dim=-1)  # (held out, D)
@@ -406,6 +403,8 @@ class World:
             accumulate.seed(cfg.seed, "scores", number)
             fitting = [np.flatnonzero((self.values == self.values[row])[:, self.named[row]].all(1)) for row in rows]
             fitting = {row: fit for row, fit in zip(rows, fitting) if self.trained[fit].any()}
+            if not fitting:
+                continue
             rows = np.array(list(fitting))
             real = [np.random.choice(fit[self.trained[fit]], self.SAMPLES) for fit in fitting.values()]
             batch = data.to_device(source.fetch(np.repeat(rows, self.SAMPLES))[0], device)
@@ -424,26 +423,24 @@ class World:
                         totals[[0, 5]] += self.SAMPLES, sum(map(entropy, self.values[fit][:, ~named].T))
         prior.train(mode)
         count, match, real_match, spread, real_spread, whole = dist.total(totals.tolist())
-        t, whole = max(cfg.eval_timesteps), whole or 1.0
+        t, count, whole = max(cfg.eval_timesteps), count or 1.0, whole or 1.0
         return {f"caption_match@{t}": match / count, "caption_match_ceiling": real_match / count,
                 f"coverage@{t}": spread / whole, "coverage_ceiling": real_spread / whole}
 
 
 def entropy(values):
     """Entropy in nats of the distribution of the integers `values` (n,)."""
-    share = np.bincount(values) / len(values)
-    return float(-(share * np.log(share, where=share > 0, out=np.zeros_like(share))).sum())
+    share = np.unique(values, return_counts=True)[1] / len(values)
+    return float(-(share * np.log(share)).sum())
 
 
 # Training
-
 
 def open_data(cfg):
     """(source, text encoder or None, spec of the CLIP or None) for a config whose `data` is a folder."""
     spec = cfg.clip
     if spec == "auto":
-        noted = Path(cfg.data) / "clip.json"
-        spec = config.read_json(noted).get("clip") if noted.exists() else None
+        spec = config.read_json(noted).get("clip") if (noted := Path(cfg.data) / "clip.json").exists() else None
     source = data.Embeddings(cfg.data, cfg.text_encodings == "shards", captions=cfg.text_encodings == "clip")
     encoder = None
     if cfg.text_encodings == "clip":
@@ -469,6 +466,15 @@ def prepare(cfg, run, device):
     Returns (the config with `data` as a folder, the checkpoint to resume from or None, the results of a run that is
     finished or None, messages).
     """
+    try:
+        accumulate.plan(cfg.batch_size, cfg.chunk_size, 0, dist.world_size())
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    for path in (cfg.init_from, cfg.resume if cfg.resume not in ("auto", "never") else ""):
+        if path and not Path(path).is_file():
+            raise UserError(f"{path}: no such checkpoint")
+    if cfg.data != "shapes":
+        open_data(cfg)  # before an earlier run is moved aside
     moved = run.open(cfg.resume)
     notes = [f"the earlier run is now in {moved}"] if moved else []
     if cfg.data == "shapes":
@@ -483,10 +489,6 @@ def prepare(cfg, run, device):
     for part in ("validation", "test"):
         if not len(data.Split(len(source), part, cfg.validation, cfg.test)):
             raise UserError(f"{cfg.data}: {len(source)} rows leave none for {part}; raise --{part}")
-    try:
-        accumulate.plan(cfg.batch_size, cfg.chunk_size, 0, dist.world_size())
-    except ValueError as error:
-        raise UserError(str(error)) from error
     newest, passed_over = run.newest()
     resume_from = cfg.resume if cfg.resume not in ("auto", "never") else None
     if newest:
@@ -509,16 +511,13 @@ class Training:
         self.cfg, self.encoder, self.spec, self.device = cfg, encoder, spec, device
         self.widths, self.versions = [source.width, encoding_width(cfg, source, encoder)], checkpoint.versions(__file__)
         self.prior = Prior(cfg, *self.widths).to(device)
-        if cfg.init_from:
-            load_weights(self.prior, checkpoint.load(cfg.init_from), cfg.init_from)
         self.optimizers = optim.make(self.prior, cfg.optimizer, cfg.lr, cfg.weight_decay, (cfg.beta1, cfg.beta2),
                                      cfg.eps)
         self.scaler = amp.scaler(device, cfg.precision)
         self.average = ema.EMA(self.prior, cfg.ema_update_every, decay=cfg.ema_decay, warmup=cfg.ema_warmup,
                                power=cfg.ema_power, inv_gamma=cfg.ema_inv_gamma, min_decay=cfg.ema_min_decay,
                                update_after=cfg.ema_update_after)
-        if cfg.ema_on_host:
-            self.average.to("cpu", pin_memory=True)
+        self.average.to("cpu" if cfg.ema_on_host else device)
         self.step, self.best_val_loss = 0, float("inf")
         self.identity = identity(cfg, source)
 
@@ -526,7 +525,7 @@ class Training:
         return {"model": self.prior.state_dict(), "ema": self.average.state_dict(), "scaler": self.scaler.state_dict(),
                 "optimizers": [optimizer.state_dict() for optimizer in self.optimizers], "step": self.step,
                 "best_val_loss": self.best_val_loss, "identity": self.identity, "config": as_json(self.cfg),
-                "versions": self.versions}
+                "versions": self.versions, "widths": self.widths, "clip": self.spec}
 
     def export(self, name, **facts):
         """Rank 0 writes the averaged weights, and what is needed to use them, to the run folder."""
@@ -534,6 +533,11 @@ class Training:
             checkpoint.save({"model": self.average.state_dict(), "config": as_json(self.cfg), "widths": self.widths,
                              "clip": self.spec, "step": self.step, "versions": self.versions, **facts},
                             Path(self.cfg.run) / name)
+
+    def start_from(self, path):
+        """Take the weights, and nothing else, of a model.pt or a checkpoint."""
+        load_weights(self.prior, checkpoint.load(path), path, self.cfg.init_strict)
+        self.average.load_state_dict(self.prior.state_dict())
 
     def restore(self, path):
         """Load the checkpoint `path`; returns notes on what has changed. The rate and the rest follow from the step."""
@@ -544,7 +548,9 @@ class Training:
         load_weights(self.prior, state, path)
         self.average.load_state_dict(state["ema"])
         optim.load(self.optimizers, state["optimizers"])
-        self.step, self.best_val_loss = state["step"], state["best_val_loss"]
+        self.step = state["step"]
+        if Path(path).parent.parent == Path(self.cfg.run):  # the best of another run is not in this one's folder
+            self.best_val_loss = state["best_val_loss"]
         now = as_json(self.cfg)
         notes = [f"resuming {path} at step {self.step} of {self.cfg.steps}",
                  amp.load_scaler(self.scaler, state["scaler"])]
@@ -576,7 +582,7 @@ class Training:
         elif self.scaler.get_scale() < 2 ** -20:
             raise UserError(f"step {self.step}: gradients overflow fp16 at any scale; use --precision bf16 or a lower "
                             "--lr")
-        return step_loss, norms[0], taken
+        return step_loss, norms.square().sum().sqrt(), taken
 
 
 def train(cfg):
@@ -594,6 +600,8 @@ def train(cfg):
     training = Training(cfg, source, encoder and encoder.to(device), spec, device)
     if resume_from:
         notes += training.restore(resume_from)
+    elif cfg.init_from:
+        training.start_from(cfg.init_from)
     dist.check_in_step(training.prior, training.step)
     prior, average = training.prior, training.average
     if dist.is_main():
@@ -619,7 +627,7 @@ def train(cfg):
     handlers = {s: signal.signal(s, lambda number, _: signals.append(number)) for s in (signal.SIGTERM, signal.SIGINT)}
     saved = evaluated = logged = time.monotonic()
     logged_step, batch, taken = training.step, [], True
-    loss_sum, unusable, overflows = torch.zeros((), device=device), [], 0
+    loss_sum, unusable, named, overflows = torch.zeros((), device=device), [], set(), 0
     bar = tracker.progress(total=cfg.steps, initial=training.step, desc="prior", unit="step",
                            disable=not dist.is_main())
     prior.train()
@@ -640,12 +648,14 @@ def train(cfg):
         step, samples = training.step, (training.step - logged_step) * cfg.batch_size
         loss, bad_rows = dist.total([loss_sum.item(), len(unusable)])
         loss, now = loss / samples, time.monotonic()
-        if not np.isfinite(loss):
-            raise UserError(f"the loss is not finite at step {step}; lower --lr or --max_grad_norm. The checkpoints of "
-                            f"{cfg.run} are from before")
+        if not np.isfinite([loss, norm.item()]).all():
+            raise UserError(f"loss {loss:.4g} and gradient norm {norm.item():.4g} are not both finite at step {step}; "
+                            f"lower --lr or --max_grad_norm. The checkpoints of {cfg.run} are from before")
         if bad_rows:
-            names = [name for names in dist.gather(unusable[:3]) for name in names]
-            log.say(f"{int(bad_rows)} unusable rows were replaced by the next: {', '.join(names)}")
+            fresh = [name for names in dist.gather(unusable[:10]) for name in names if name not in named]
+            named.update(fresh)
+            if fresh:
+                log.say(f"unusable, and replaced by the next row: {', '.join(fresh)}")
         log.log(step, samples_seen=step * cfg.batch_size, loss=loss, lr=training.optimizers[0].param_groups[0]["lr"],
                 grad_norm=norm.item(), ema_decay=average.decay_at(step), overflows=overflows,
                 unusable_rows=int(bad_rows), samples_per_s=samples / (now - logged),
@@ -717,22 +727,28 @@ def report(cfg, headline, results):
 
 # Commands
 
-
-def load_weights(prior, state, path):
-    """Load `state["model"]` into the prior; UserError when it is of another model."""
+def load_weights(prior, state, path, strict=True):
+    """Load `state["model"]` into the prior; if it does not fit, UserError, or, not `strict`, what does fit of it."""
     own, found = prior.state_dict(), state["model"]
-    wrong = sorted(own.keys() ^ found.keys()) or [n for n in own if own[n].shape != found[n].shape]
-    if wrong:
+    fits = {name: value for name, value in found.items() if name in own and own[name].shape == value.shape}
+    wrong = sorted((own.keys() | found.keys()) - fits.keys())
+    if wrong and (strict or not fits):
         raise UserError(f"{path}: weights of another model: {len(wrong)} entries differ, the first is {wrong[0]}; give "
                         "the settings it was trained with")
-    prior.load_state_dict(found)
+    prior.load_state_dict(fits, strict=False)
 
 
-def load_prior(path, device):
-    """(prior in eval mode, its training config, the file's contents) from a model.pt."""
+def load_prior(path, weights, device):
+    """(prior in eval mode, its training config, the file's contents) from a model.pt or a checkpoint.
+
+    A checkpoint has "ema" and "online" weights; model.pt and best.pt have the average alone.
+    """
     state = checkpoint.load(path)
     if "widths" not in state:
-        raise UserError(f"{path}: not a prior's model.pt or best.pt")
+        raise UserError(f"{path}: not a prior's model.pt, best.pt or checkpoint")
+    if "ema" not in state and weights == "online":
+        raise UserError(f"{path}: has the averaged weights alone; --weights online needs one of RUN/checkpoints")
+    state["model"] = state["ema"] if "ema" in state and weights == "ema" else state["model"]
     cfg = Config(**config.from_dict(Config, state["config"], path))
     prior = Prior(cfg, *state["widths"]).to(device).eval()
     load_weights(prior, state, path)
@@ -742,7 +758,8 @@ def load_prior(path, device):
 @dataclass(frozen=True)
 class EvaluateConfig:
     run: str = "runs/prior"  # run folder of the prior
-    model: str = "model.pt"  # file in it: model.pt (newest) or best.pt (lowest validation loss)
+    model: str = "model.pt"  # file in it: model.pt (newest), best.pt (lowest validation loss) or checkpoints/step_N.pt
+    weights: Literal["ema", "online"] = "ema"  # of a checkpoint: averaged, or as the optimizer left them
     data: str = ""  # embeddings to evaluate on, by default those of the training
     part: Literal["train", "validation", "test"] = "test"  # which rows
     eval_samples: int = 0  # most rows to take, 0 for all
@@ -757,29 +774,29 @@ class EvaluateConfig:
 
 def evaluate(asked):
     device = dist.setup(asked.device)
-    prior, cfg, _ = load_prior(Path(asked.run) / asked.model, device)
-    try:
-        cfg = dataclasses.replace(cfg, **{k: v for k, v in dataclasses.asdict(asked).items() if k in
-                                  ("eval_samples", "eval_timesteps", "eval_captions", "guidance_scale", "eta", "seed")},
-                                  data=asked.data or cfg.data)
-    except ValueError as error:
-        raise UserError(str(error)) from error
-    dist.on_main(lambda: open_data(cfg)[2])  # so that one rank speaks of what is wrong
+    dist.on_main(lambda: load_prior(Path(asked.run) / asked.model, asked.weights, device)[3:])  # one rank speaks
+    prior, cfg, state = load_prior(Path(asked.run) / asked.model, asked.weights, device)
+    cfg = dataclasses.replace(cfg, **{k: v for k, v in dataclasses.asdict(asked).items() if k in
+                              ("eval_samples", "eval_timesteps", "eval_captions", "guidance_scale", "eta", "seed")},
+                              data=asked.data or cfg.data)
+    dist.on_main(lambda: open_data(cfg)[2])
     source, encoder, _ = open_data(cfg)
-    if source.width != prior.embed_width:
-        raise UserError(f"{cfg.data}: its embeddings are {source.width} wide, the prior's {prior.embed_width}")
+    widths = [source.width, encoding_width(cfg, source, encoder)]
+    if widths != state["widths"]:
+        raise UserError(f"{cfg.data}: its embeddings and encodings are {widths} wide, the prior's {state['widths']}")
     evaluator = Evaluator(cfg, source, encoder and encoder.to(device), device)
     results = {"loss": evaluator.loss(prior, asked.part), **evaluator.figures(prior, asked.part)}
     if dist.is_main():
         print("\n".join(tracker.table(results)))
-        if asked.out:
-            checkpoint.write_json(results, asked.out)
+    if dist.is_main() and asked.out:
+        checkpoint.write_json(results, asked.out)
 
 
 @dataclass(frozen=True)
 class SampleConfig:
     run: str = "runs/prior"  # run folder of the prior
-    model: str = "model.pt"  # file in it: model.pt (newest) or best.pt (lowest validation loss)
+    model: str = "model.pt"  # file in it: model.pt (newest), best.pt (lowest validation loss) or checkpoints/step_N.pt
+    weights: Literal["ema", "online"] = "ema"  # of a checkpoint: averaged, or as the optimizer left them
     text: str = ""  # what to imagine
     texts: str = ""  # or a file with one text a line
     num: int = 4  # embeddings a text
@@ -804,11 +821,13 @@ class SampleConfig:
 
 def sample(asked):
     device = dist.setup(asked.device)
-    prior, cfg, state = load_prior(Path(asked.run) / asked.model, device)
+    if not dist.is_main():
+        return
+    prior, cfg, state = load_prior(Path(asked.run) / asked.model, asked.weights, device)
     if asked.steps > cfg.timesteps:
         raise UserError(f"--steps: {asked.steps} is more than the {cfg.timesteps} timesteps of the prior")
-    texts = [asked.text] if asked.text.strip() else Path(asked.texts).read_text(encoding="utf-8").splitlines()
-    texts = [text.strip() for text in texts if text.strip()]
+    texts = asked.text if asked.text.strip() else Path(asked.texts).read_text(errors="replace")
+    texts = [text.strip() for text in texts.splitlines() if text.strip()]
     spec = asked.clip or state["clip"]
     if not texts or spec is None:
         raise UserError(f"{asked.texts}: no text in it" if not texts else
@@ -817,10 +836,13 @@ def sample(asked):
     if encoder.embed_width != prior.embed_width:
         raise UserError(f"--clip {spec}: embeddings {encoder.embed_width} wide, the prior's are {prior.embed_width}")
 
+    if cfg.text_encodings != "none" and encoder.encoding_width != state["widths"][1]:
+        raise UserError(f"--clip {spec}: encodings {encoder.encoding_width} wide, the prior's {state['widths'][1]}")
+
     # One row a candidate; each has its own noise, so it is the same in any batch.
     candidates = asked.num * asked.best_of
     captions = [text for text in texts for _ in range(candidates)]
-    seeds = [(asked.seed * 2 ** 20 + t) * 2 ** 20 + k for t in range(len(texts)) for k in range(candidates)]
+    seeds = [accumulate.number(asked.seed, t, k) for t in range(len(texts)) for k in range(candidates)]
     with torch.no_grad():
         tokens = encoder.tokenize(texts).to(device)
         text_embed = F.normalize(encoder.embed_text(tokens)[0].float(), dim=-1)
@@ -841,26 +863,29 @@ def sample(asked):
         with checkpoint.replacing(asked.out) as file:
             np.save(file, out.flatten(0, 1).numpy())
         print(f"wrote {asked.out}: float32 ({len(texts) * asked.num}, {prior.embed_width})")
+    neighbors = [[] for _ in range(len(texts) * asked.num)]
+    if asked.neighbors:
+        try:
+            neighbors = nearest_captions(cfg.data, out.flatten(0, 1), asked.neighbors)
+        except UserError as error:
+            print(f"no neighbors to name: {error}")
     for t, text in enumerate(texts):
         for k, value in enumerate(similarity[t].amax(-1).tolist()):
             print(f"{text!r} {k}: similarity with the text {value:.3f}")
-            if asked.neighbors:
-                print("\n".join(f"    {cosine:.3f}  {caption}" for cosine, caption in
-                                nearest_captions(cfg.data, out[t, k], asked.neighbors)))
+            print("\n".join(f"    {cosine:.3f}  {caption}" for cosine, caption in neighbors[t * asked.num + k]))
 
 
-def nearest_captions(folder, embedding, count, most=100_000):
-    """[(cosine, caption)] of the `count` images nearest to `embedding` (D,) among the first `most` rows of the data."""
-    try:
-        source = data.Embeddings(folder, captions=True)
-    except UserError as error:
-        return [(float("nan"), f"(no neighbors: {error})")]
+def nearest_captions(folder, embeddings, count, most=100_000):
+    """For each embedding of (n, D), [(cosine, caption)] of the `count` nearest of the data's first `most` images."""
+    source = data.Embeddings(folder)
+    if source.captions is None:
+        raise UserError(f"{folder}: it has no captions")
     rows = np.arange(min(len(source), most))
     images = torch.cat([source.fetch(part)[0]["image_embed"] for part in np.array_split(rows, -(-len(rows) // 4096))])
-    cosines = F.cosine_similarity(images, embedding[None]).nan_to_num(-1)
+    cosines = F.normalize(embeddings, dim=-1) @ F.normalize(images, dim=-1).nan_to_num(-1).T
     top = cosines.topk(min(count, len(rows)))
-    records = source.captions.records(rows[top.indices.numpy()])
-    return [(cosine, record["caption"]) for cosine, record in zip(top.values.tolist(), records)]
+    return [[(cosine, record["caption"]) for cosine, record in zip(values, source.captions.records(rows[places]))]
+            for values, places in zip(top.values.tolist(), top.indices.numpy())]
 
 
 COMMANDS = {"train": (train, Config), "evaluate": (evaluate, EvaluateConfig), "sample": (sample, SampleConfig)}

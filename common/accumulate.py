@@ -35,13 +35,18 @@ def plan(batch_size, chunk_size, rank=0, world_size=1):
     return chunks
 
 
+def number(*key):
+    """A seed, below 2^63, made of all the parts of `key`."""
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") % 2 ** 63
+
+
 def seed(*key):
     """Seed Python's, numpy's and torch's generators (all devices) from `key`, e.g. (seed, step, chunk)."""
-    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
-    number = int.from_bytes(digest, "little")
-    random.seed(number)
-    np.random.seed(number % 2 ** 32)
-    torch.manual_seed(number % 2 ** 63)
+    value = number(*key)
+    random.seed(value)
+    np.random.seed(value % 2 ** 32)
+    torch.manual_seed(value)
 
 
 def split(fields, chunk_size):

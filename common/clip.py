@@ -8,6 +8,7 @@ Visual Models From Natural Language Supervision".
 """
 import collections
 import dataclasses
+import fcntl
 import hashlib
 import itertools
 import json
@@ -421,6 +422,7 @@ def matches(image: np.ndarray, text: np.ndarray, records: list[dict]) -> dict[st
 
 def train_run(cfg: Config, device: torch.device) -> CLIP:
     """Read the images, train, say how well held-out ones are told apart, and write RUN/model.pt and config.json."""
+    (Path(cfg.run) / "made.json").unlink(missing_ok=True)  # it may have vouched for another CLIP
     source = Images(cfg.data, cfg.image_size)
     images, records = source.read(range(len(source)), progress=True)
     captions, out = [record["caption"] for record in records], held_out(records, cfg.holdout)
@@ -444,12 +446,19 @@ def builtin_data(folder: str | Path, device: torch.device) -> str:
     """Make what is missing of FOLDER/clip, the small CLIP, and FOLDER/shapes, the embeddings; returns the latter.
 
     What was made of other images or by other settings is made anew. The CLIP does not see the rows that
-    data.Split(…, 0.1, 0.1) holds out. To be called by one process at a time; it may use all cores, as the others wait.
+    data.Split(…, 0.1, 0.1) holds out. It may use all cores, as other ranks wait; so do other runs that need the same.
     """
-    run, out = Path(folder) / "clip", Path(folder) / "shapes"
-    cfg = Config(run=str(run))
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    with open(Path(folder) / ".builtin.lock", "a") as lock:
+        fcntl.lockf(lock, fcntl.LOCK_EX)
+        return _builtin_data(folder, device)
+
+
+def _builtin_data(folder, device):
+    run, out, cfg = Path(folder) / "clip", Path(folder) / "shapes", Config(run=str(Path(folder) / "clip"))
     images, records = synthetic.shapes(range(64))
-    digest = hashlib.sha256(images.tobytes() + json.dumps([records, BUILTIN_ROWS, dataclasses.asdict(cfg)]).encode())
+    settings = [records, BUILTIN_ROWS, {**dataclasses.asdict(cfg), "run": ""}]
+    digest = hashlib.sha256(images.tobytes() + json.dumps(settings).encode())
     note, threads = {"made_from": digest.hexdigest()}, torch.get_num_threads()
     torch.set_num_threads(max(threads, min(8, dist.cores())))  # beyond eight, layers as small as these gain nothing
     try:
@@ -457,7 +466,7 @@ def builtin_data(folder: str | Path, device: torch.device) -> str:
                            (out / "clip.json", lambda: embed_run(EmbedConfig(run=str(run), out=str(out)), device))):
             path = made.parent / "made.json"
             if not (made.is_file() and path.is_file() and config.read_json(path) == note):
-                path.unlink(missing_ok=True)
+                (out / "made.json").unlink(missing_ok=True)  # the embeddings of a CLIP go with it
                 make()
                 checkpoint.write_json(note, path)
     finally:
@@ -467,6 +476,7 @@ def builtin_data(folder: str | Path, device: torch.device) -> str:
 
 def embed_run(cfg: EmbedConfig, device: torch.device) -> None:
     """Write the embedding shards of all images of `data`, and which CLIP they are of."""
+    (Path(cfg.out) / "made.json").unlink(missing_ok=True)
     model = load(cfg.run, device)
     source, found, records = Images(cfg.data, model.image_size), [], []
     for start in tracker.progress(range(0, len(source), cfg.batch_size), desc="embedding", unit="batch"):
@@ -476,7 +486,8 @@ def embed_run(cfg: EmbedConfig, device: torch.device) -> None:
         records += part
     image, text, *rest = (np.concatenate(parts) for parts in zip(*found))
     data.write_shards(cfg.out, image, text, records, *rest)
-    checkpoint.write_json({"clip": cfg.run}, Path(cfg.out) / "clip.json")
+    spec = cfg.run if cfg.run.startswith("open_clip:") else str(Path(cfg.run).resolve())
+    checkpoint.write_json({"clip": spec}, Path(cfg.out) / "clip.json")
 
 
 COMMANDS = {"train": (lambda cfg: train_run(cfg, dist.setup(cfg.device)), Config),

@@ -23,7 +23,7 @@ class UserError(ValueError):
 
 
 def convert(kind, value, name):
-    """`value`, a string of the command line or a JSON value, as the type `kind`; ValueError says what was expected."""
+    """`value`, a string of the command line or a JSON value, as the type `kind`; UserError says what was expected."""
     text = value.strip() if isinstance(value, str) else value
     if isinstance(kind, types.UnionType):  # `float | None`: "none" or null, or the type itself
         if text is None or (isinstance(text, str) and text.lower() == "none"):
@@ -31,29 +31,29 @@ def convert(kind, value, name):
         kind = next(k for k in typing.get_args(kind) if k is not types.NoneType)
     if typing.get_origin(kind) is typing.Literal:
         if text not in typing.get_args(kind):
-            raise ValueError(f"{name}: {value!r} is none of {', '.join(typing.get_args(kind))}")
+            raise UserError(f"{name}: {value!r} is none of {', '.join(typing.get_args(kind))}")
         return text
     if typing.get_origin(kind) is tuple:
         items = [item for item in text.split(",") if item.strip()] if isinstance(text, str) else text
         if not isinstance(items, (list, tuple)):
-            raise ValueError(f"{name}: {value!r} is not a list; give values separated by commas")
+            raise UserError(f"{name}: {value!r} is not a list; give values separated by commas")
         return tuple(convert(typing.get_args(kind)[0], item, name) for item in items)
     if kind is bool:
         if isinstance(text, str) and text.lower() in ("true", "false"):
             return text.lower() == "true"
         if not isinstance(text, bool):
-            raise ValueError(f"{name}: {value!r} is neither true nor false")
+            raise UserError(f"{name}: {value!r} is neither true nor false")
         return text
     if kind is str:
         if not isinstance(value, str):
-            raise ValueError(f"{name}: {value!r} is not a text")
+            raise UserError(f"{name}: {value!r} is not a text")
         return value
     try:
         number = float("nan") if isinstance(text, bool) else float(text)
     except (TypeError, ValueError, OverflowError):
         number = float("nan")
     if number != number or (kind is int and not number.is_integer()):
-        raise ValueError(f"{name}: {value!r} is not {'a whole number' if kind is int else 'a number'}")
+        raise UserError(f"{name}: {value!r} is not {'a whole number' if kind is int else 'a number'}")
     return int(decimal.Decimal(str(text))) if kind is int else number  # a float would round beyond 2**53
 
 
@@ -67,25 +67,25 @@ def _nearest(name, names, prefix=""):
 
 
 def from_dict(cls, values, source):
-    """`values` (JSON object) checked against the fields of `cls`; returns {field: value}. Raises ValueError."""
+    """`values` (JSON object) checked against the fields of `cls`; returns {field: value}. Raises UserError."""
     kinds, checked = typing.get_type_hints(cls), {}
     for name, value in values.items():
         if name in NOTES:
             continue
         if name not in kinds:
-            raise ValueError(f"{source}: {name}: {_nearest(name, kinds)}")
+            raise UserError(f"{source}: {name}: {_nearest(name, kinds)}")
         checked[name] = convert(kinds[name], value, f"{source}: {name}")
     return checked
 
 
 def read_json(path):
-    """The JSON object in the file `path`; ValueError or OSError names the file."""
+    """The JSON object in the file `path`; UserError or OSError names the file."""
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path}: not a JSON file ({error})") from error
+        raise UserError(f"{path}: not a JSON file ({error})") from error
     if not isinstance(values, dict):
-        raise ValueError(f"{path}: expected a JSON object of settings, found {type(values).__name__}")
+        raise UserError(f"{path}: expected a JSON object of settings, found {type(values).__name__}")
     return values
 
 

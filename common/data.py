@@ -3,6 +3,7 @@
 Order and splits are pure functions of numbers, in O(1) memory: two billion rows cost nothing to shuffle or to resume.
 """
 import hashlib
+import importlib.util
 import io
 import itertools
 import json
@@ -276,7 +277,7 @@ class Embeddings:
         path = list(self.files["image_embed"].values())[shard]
         return f"{path.name} row {row - self.ends[shard] + self.sizes[shard]}"
 
-    def fetch(self, rows):
+    def fetch(self, rows, captions=True):
         """Read `rows` (n,) in any order."""
         shards = np.searchsorted(self.ends, rows, side="right")
         batch, good = {}, np.ones(len(rows), bool)
@@ -289,14 +290,15 @@ class Embeddings:
                 energy = np.square(values).reshape(len(rows), -1).sum(1)
             good &= np.isfinite(energy) & ((energy > 0) | (name == "text_enc"))
             batch[name] = torch.from_numpy(values)
-        if self.with_captions:
+        if self.with_captions and captions:
             batch["caption"] = [record["caption"] for record in self.captions.records(rows)]
         return batch, good
 
     def check_rows(self, most=100_000):
         """(unusable, read, names of the first): looks at all rows, or `most` evenly spaced ones. UserError if many."""
         rows = np.unique(np.linspace(0, len(self) - 1, min(len(self), most)).astype(np.int64))
-        bad = np.concatenate([part[~self.fetch(part)[1]] for part in np.array_split(rows, -(-len(rows) // 4096))])
+        parts = np.array_split(rows, -(-len(rows) // 256))
+        bad = np.concatenate([part[~self.fetch(part, captions=False)[1]] for part in parts])
         names = [self.name(row) for row in bad[:5]]
         if len(bad) > BAD_SHARE * len(rows):
             raise UserError(f"{self.folder}: {len(bad)} of {len(rows)} rows are not finite or all zero, more than "
@@ -335,12 +337,14 @@ class Captions:
             except ImportError:
                 raise UserError(f"{path}: reading parquet needs pyarrow: pip install pyarrow") from None
             try:
-                table = parquet.read_table(path, memory_map=True)
+                names = parquet.read_schema(path).names
+                if "caption" not in names:
+                    raise UserError(f"{path}: no column 'caption' among {', '.join(names)}")
+                entry = parquet.read_table(path, columns=["caption"], memory_map=True).column("caption")
+            except UserError:
+                raise
             except (ValueError, OSError) as error:
                 raise UserError(f"{path}: not a readable parquet file ({error})") from error
-            if "caption" not in table.column_names:
-                raise UserError(f"{path}: no column 'caption' among {', '.join(table.column_names)}")
-            entry = table.column("caption")
         else:
             with open(path, "rb") as file:
                 lengths = np.fromiter((len(line) for line in file), np.int64)
@@ -378,8 +382,14 @@ class Captions:
 
 
 def write_shards(folder, image_embeddings, text_embeddings, records, encodings=None, rows_per_shard=100_000):
-    """Write embeddings (N, D), records [{"caption": …}] and maybe encodings (N, L, E) as shards, in float16."""
+    """Write embeddings (N, D), records [{"caption": …}] and maybe encodings (N, L, E) as shards, in float16.
+
+    Shards that are there already are removed: two sets of embeddings must not be mixed.
+    """
     folder = Path(folder)
+    for name in ("img_emb", "text_emb", "text_enc", "captions"):
+        for path in (folder / name).glob(f"{name}_*"):
+            path.unlink()
     for number, start in enumerate(range(0, len(records), rows_per_shard)):
         part = slice(start, start + rows_per_shard)
         for name, values in (("img_emb", image_embeddings), ("text_emb", text_embeddings), ("text_enc", encodings)):
@@ -399,9 +409,13 @@ def decode_image(data, name):
     """The image file `data` (bytes) as uint8 RGB (H, W, 3). PNG needs nothing; the rest Pillow."""
     try:
         if name.lower().endswith(".png"):
-            image = media.read_png(io.BytesIO(data))
-            image = image.reshape(*image.shape[:2], -1)  # gray, gray and alpha, RGB or RGBA
-            return np.ascontiguousarray(image[..., :3] if image.shape[2] > 2 else image[..., :1].repeat(3, -1))
+            try:
+                image = media.read_png(io.BytesIO(data))
+                image = image.reshape(*image.shape[:2], -1)  # gray, gray and alpha, RGB or RGBA
+                return np.ascontiguousarray(image[..., :3] if image.shape[2] > 2 else image[..., :1].repeat(3, -1))
+            except ValueError:
+                if importlib.util.find_spec("PIL") is None:
+                    raise  # else Pillow may know: palettes, 16 bits, interlacing
         from PIL import Image
         return np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
     except ImportError:

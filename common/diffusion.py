@@ -104,7 +104,7 @@ def sample(denoise, x, alpha, sigma, steps, eta=1.0, draw=torch.randn_like):
     step ends at x₀ itself. alpha, sigma: (T,). `draw(x)` gives the fresh noise. No wait for the device in between.
     """
     schedule = respaced(len(alpha), steps)
-    alphas, sigmas = alpha.double().cpu().tolist(), sigma.double().cpu().tolist()
+    alphas, sigmas = alpha.cpu().double().tolist(), sigma.cpu().double().tolist()
     x0 = torch.zeros_like(x)
     for t, before in zip(schedule, [*schedule[1:], None]):
         x0 = denoise(x, torch.full((len(x),), t, device=x.device), x0)

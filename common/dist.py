@@ -39,11 +39,13 @@ def cores():
 def setup(device="auto", timeout_minutes=30):
     """Join the process group that torchrun describes and return this rank's torch.device.
 
-    `device` is auto, cuda, mps or cpu; auto takes the first of these that is there. On the CPU each of the machine's
-    ranks takes its share of the cores, where torchrun would give it one.
+    `device` is auto, cuda, mps or cpu; auto takes the first of these that is there (mps for a single process only). On
+    the CPU each of the machine's ranks takes its share of the cores, where torchrun would give it one.
     """
     if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        if device == "cpu" and torch.backends.mps.is_available() and world_size() == 1:
+            device = "mps"
     local_rank, local_size = (int(os.environ.get(f"LOCAL_{name}", default)) for name, default in
                               (("RANK", 0), ("WORLD_SIZE", 1)))
     if device == "cuda":
@@ -53,8 +55,8 @@ def setup(device="auto", timeout_minutes=30):
         torch.cuda.set_device(local_rank)
         torch.set_float32_matmul_precision("high")
         device = torch.device("cuda", local_rank)
-    elif device == "mps" and not torch.backends.mps.is_available():
-        raise UserError("--device mps: there is none on this machine; use --device cpu")
+    elif device == "mps" and (world_size() > 1 or not torch.backends.mps.is_available()):
+        raise UserError("--device mps: there is none on this machine, or more than one process; use --device cpu")
     else:
         device = torch.device(device)
         if local_size > 1 and os.environ.get("OMP_NUM_THREADS") == "1":  # torchrun's default, not a wish

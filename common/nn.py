@@ -83,16 +83,15 @@ class _GatedProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         gate_up, weight = ctx.saved_tensors
-        cast = weight.to(grad.dtype)
-        grad_weight = torch.zeros_like(cast)
+        cast, grad_weight = weight.to(grad.dtype), torch.zeros_like(weight)
         for grad_piece, piece in _GatedProduct.pieces(grad, gate_up):
             gate, up = piece.chunk(2, dim=-1)
             silu, grad_hidden = F.silu(gate), grad_piece @ cast
-            grad_weight.addmm_(grad_piece.T, silu * up)
+            grad_weight += grad_piece.T @ (silu * up)  # summed in the weight's precision
             grad_gate = torch.ops.aten.silu_backward(grad_hidden * up, gate)
             torch.mul(grad_hidden, silu, out=up)
             gate.copy_(grad_gate)
-        return gate_up, grad_weight.to(weight.dtype)
+        return gate_up, grad_weight
 
 
 class FeedForward(nn.Module):

@@ -11,7 +11,9 @@ from common import checkpoint
 
 
 class Tracker:
-    """Logger of a run folder. Lines of an earlier try beyond the step resumed from are dropped: they come again."""
+    """Logger of a run folder. Lines that come again after resuming at `step` are dropped: all of later steps, and the
+    closing test, which follows the last checkpoint.
+    """
 
     def __init__(self, folder, step, enabled=True):
         self.enabled, self.file = enabled, None
@@ -19,7 +21,8 @@ class Tracker:
             return
         path = Path(folder) / "metrics.jsonl"
         if path.exists():
-            kept = [line for line in path.read_bytes().splitlines(keepends=True) if _step(line) <= step]
+            kept = [line for line in path.read_bytes().splitlines(keepends=True)
+                    if _step(line) <= step and b'"test_loss"' not in line]
             with checkpoint.replacing(path) as file:
                 file.writelines(kept)
         self.file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (open for the whole run)

@@ -227,7 +227,7 @@ def test_train_and_embed_from_tars(tmp_path):
 
     embedded = run("embed", "--data", "tars", "--run", "runs/clip", "--out", "emb", "--encodings", cwd=tmp_path)
     assert embedded.returncode == 0, embedded.stderr
-    assert json.loads((tmp_path / "emb/clip.json").read_text()) == {"clip": "runs/clip"}
+    assert json.loads((tmp_path / "emb/clip.json").read_text()) == {"clip": str(tmp_path / "runs/clip")}
     _, text, encodings = clip.embed(model, images[:, :16, :16], captions, encodings=True)
     np.testing.assert_allclose(np.load(tmp_path / "emb/text_emb/text_emb_0.npy"), text, atol=2e-3)
     np.testing.assert_allclose(np.load(tmp_path / "emb/text_enc/text_enc_0.npy"), encodings, atol=1e-2)

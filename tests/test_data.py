@@ -449,3 +449,13 @@ def test_captions_in_parquet_read_at_random(tmp_path):
         path.write_bytes(b"hello") if table is None else parquet.write_table(table, path)
         with pytest.raises(UserError, match=f"metadata_001.parquet: {message}"):
             data.Embeddings(tmp_path, captions=True).fetch(np.array([5]))
+
+
+def test_shards_written_anew_do_not_mix_with_those_that_were_there(tmp_path):
+    rng = np.random.default_rng(0)
+    for rows, encodings in ((300, rng.standard_normal((300, 2, 3))), (100, None)):
+        values = rng.standard_normal((rows, 4))
+        data.write_shards(tmp_path, values, values, [{"caption": str(k)} for k in range(rows)], encodings, 100)
+    source = data.Embeddings(tmp_path, captions=True)
+    assert len(source) == 100 and not list((tmp_path / "text_enc").iterdir())
+    np.testing.assert_allclose(source.fetch(np.arange(100))[0]["image_embed"], values, rtol=1e-2, atol=1e-3)

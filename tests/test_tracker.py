@@ -51,3 +51,15 @@ def test_a_rank_that_does_not_log_writes_and_prints_nothing(tmp_path, capsys):
                          [(0.123456, "a 0.1235"), (1e-7, "a 1e-07"), (12345678, "a 12345678"), ("x", "a x")])
 def test_figures_are_shown_at_a_readable_precision(value, shown):
     assert tracker.show({"a": value, "b": 1}) == f"{shown}  b 1"
+
+
+def test_the_table_puts_figures_of_several_sampling_steps_on_one_line():
+    lines = tracker.table({"step": 3, "match@8": 0.5, "match@64": 0.25, "loss": 0.125})
+    assert [" ".join(line.split()) for line in lines] == ["step 3", "match 0.5000 @8 0.2500 @64", "loss 0.1250"]
+
+
+def test_the_closing_test_is_logged_once_however_often_the_end_is_reached(tmp_path):
+    for _ in range(3):
+        log = tracker.Tracker(tmp_path, 8)
+        log.log(8, test_loss=0.5)
+    assert (tmp_path / "metrics.jsonl").read_text().count("test_loss") == 1

@@ -61,6 +61,14 @@ def run(*words, ranks=0, expect=0):
     return out
 
 
+def wait_for(word, process):
+    """Read the output of `process` up to the line that has `word` in it."""
+    for line in process.stdout:
+        if word in line:
+            return
+    pytest.fail(f"ended without a word of {word!r}: {process.stderr.read()}")
+
+
 def kill_all(word):
     """kill -9 every process that has `word` on its command line: torchrun's workers too, which have their own group."""
     for process in Path("/proc").glob("[0-9]*"):
@@ -249,7 +257,7 @@ def test_bf16_stays_close_to_fp32():
         with amp.autocast(torch.device("cpu"), precision):
             condition = train_prior.conditioning(batch, prior.cfg, None)
             losses.append(train_prior.diffusion_loss(prior, prior, batch, condition))
-    assert losses[1].dtype == torch.float32
+    assert losses[1].dtype == torch.float32 and losses[0] != losses[1]
     torch.testing.assert_close(losses[0], losses[1], rtol=0.02, atol=0)
 
 
@@ -378,8 +386,7 @@ def test_ranks_see_the_same_samples_and_lose_the_same(emb, finished, tmp_path):
 def test_another_number_of_ranks_goes_on_with_the_same_samples(emb, finished, tmp_path):
     words = flags(data=emb, run=tmp_path / "run", **SMALL)
     process = start(*words, ranks=2)
-    while "step 12" not in process.stdout.readline():
-        pass
+    wait_for("step 12", process)
     process.send_signal(signal.SIGTERM)
     process.communicate()
     assert "resuming" in run(*words)
@@ -390,8 +397,7 @@ def test_another_number_of_ranks_goes_on_with_the_same_samples(emb, finished, tm
 def test_a_signal_saves_and_the_same_command_goes_on_bit_for_bit(emb, finished, tmp_path):
     words = flags(data=emb, run=tmp_path / "run", **SMALL)
     process = start(*words)
-    while "parameters" not in process.stdout.readline():
-        pass
+    wait_for("parameters", process)
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate()
     if process.returncode == 128 + signal.SIGTERM:  # else the signal came before the loop took charge of it
@@ -437,14 +443,19 @@ def test_a_run_can_start_from_another_ones_checkpoint_or_weights(emb, finished, 
     assert [line for line in metrics(finished) if line["step"] > 16] == metrics(tmp_path / "branch")
     out = run(*flags(data=emb, run=tmp_path / "tuned", **{**SMALL, "steps": 4}), "--init_from", finished / "model.pt")
     assert "step 4" in out
+    shutil.copy(finished / "model.pt", tmp_path / "weights.pt")
+    words = flags(data=emb, run=tmp_path / "gone", **{**SMALL, "steps": 4})
+    run(*words, "--init_from", tmp_path / "weights.pt")
+    run(*flags(data=emb, run=tmp_path / "gone", **{**SMALL, "steps": 8}), "--resume", "auto")
+    assert metrics(tmp_path / "gone")[0]["loss"] == metrics(tmp_path / "tuned")[0]["loss"]
     tuned, fresh = (metrics(folder)[0]["loss"] for folder in (tmp_path / "tuned", finished))
     assert tuned < 0.7 * fresh
 
 
 @pytest.mark.parametrize("settings", [
-    dict(text_encodings="shards", max_text_len=4, self_condition="true", dropout=0.1, workers=2, noise_draws=2),
+    dict(text_encodings="shards", max_text_len=4, self_condition="true", dropout=0.1, workers=2, precision="bf16"),
     dict(objective="v", min_snr_gamma=5, loss="huber", noise_schedule="linear", optimizer="muon", ema_warmup="ratio",
-         guidance_scale=2, eta=0, kv_heads=1, noise_draws=1, compile="false"),
+         guidance_scale=2, eta=0, kv_heads=1, noise_draws=1, eval_captions=0),
     dict(objective="epsilon", loss="l1", noise_schedule="sigmoid", clamp_sampling="true", qk_norm="true",
          normformer="true", precision="bf16", eval_minutes=0.001, save_minutes=0.001,
          ema_update_every=2, ema_on_host="true"),
@@ -571,6 +582,11 @@ def test_mistakes_on_the_command_line_end_in_one_line_and_a_status(emb, finished
         (["sample"], 2, "--text: give a text"),
         (["sample", "--text", "x", "--run", tmp_path / "nothing"], 1, "no such checkpoint"),
         (["sample", "--text", "x", "--run", finished], 1, "name it with --clip"),
+        (["evaluate", "--run", finished, "--weights", "online"], 1, "needs one of RUN/checkpoints"),
+        (["--beta2", "1.5"], 2, "--beta2: 1.5 is above what a share may be"),
+        (["--init_from", tmp_path / "nothing"], 1, "nothing: no such checkpoint"),
+        (["--data", broken(emb, tmp_path / "odd", lambda f: (f / "clip.json").write_text("?")), "--run", folder], 1,
+         "clip.json: not a JSON file"),
         (["evaluate", "--run", finished, "--model", "metrics.jsonl"], 1, "not a checkpoint of this program"),
         (["--data", tmp_path / "nothing", "--run", folder], 1, "nothing: no such folder"),
         (["--data", emb, "--run", finished, *flags(**{**SMALL, "width": 64})], 1, "width is 32 there and 64 here"),
@@ -597,8 +613,7 @@ def test_other_data_and_too_few_chunks_are_refused(emb, finished, tmp_path):
 def test_a_folder_in_use_is_refused(emb, tmp_path):
     words = flags(data=emb, run=tmp_path / "run", **{**SMALL, "steps": 100_000})
     process = start(*words)
-    while "parameters" not in process.stdout.readline():
-        pass
+    wait_for("parameters", process)
     out = run(*words, expect=1)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
@@ -638,6 +653,9 @@ def test_sampling_names_neighbors_and_does_not_depend_on_the_batch(encodings, wo
     assert a.shape == (3, 16) and b.shape == (6, 16)
     np.testing.assert_allclose(a, b[:3], atol=1e-5)
     assert np.abs(a[0] - a[1]).max() > 1e-3
+    run(*words, *flags(text="a small red star", seed=2 ** 62, model="checkpoints/step_00000008.pt", weights="online",
+                       out=tmp_path / "c.npy"))
+    assert np.abs(a - np.load(tmp_path / "c.npy")).max() > 1e-3
 
 
 def test_evaluate_gives_the_figures_of_the_end_of_training(world, tmp_path):
