@@ -1,7 +1,7 @@
 """Train a diffusion prior: CLIP text embedding -> CLIP image embedding (DALL-E 2, Ramesh et al. 2022, §2.2).
 
     torchrun --nproc_per_node=2 train_prior.py                              # on captioned shapes that it makes itself
-    torchrun --nproc_per_node=8 train_prior.py --data emb --preset vit-l-14 # on embeddings of your own
+    torchrun --nproc_per_node=8 -- train_prior.py --data emb --run runs/emb --preset vit-l-14   # on your embeddings
     python train_prior.py evaluate --run runs/prior
     python train_prior.py sample --text "a small red star" --num 4 --out embeddings.npy
 
@@ -90,9 +90,9 @@ class Config:
     log_every: int = 25  # steps between log lines
     eval_every: int = 600  # steps between evaluations, 0 for none but the last
     eval_minutes: float = 0.0  # minutes between evaluations, besides, 0 for none
-    eval_samples: int = 1024  # most rows an evaluation takes, 0 for all
+    eval_samples: int = 512  # most rows an evaluation takes, 0 for all
     eval_timesteps: tuple[int, ...] = (8, 64)  # sampling steps at which the cosine figures are taken
-    eval_captions: int = 128  # captions of the built-in data to score, with 16 samples each
+    eval_captions: int = 96  # captions of the built-in data to score, with 16 samples each
     guidance_scale: float = 1.0  # of the samples in evaluation, 1 for none
     eta: float = 1.0  # noise of sampling: 1 as DDPM, 0 for DDIM
     save_every: int = 200  # steps between checkpoints
