@@ -304,7 +304,7 @@ def sample_embeddings(prior, condition, steps, guidance_scale=1.0, eta=1.0, nois
 # Evaluation
 
 class Evaluator:
-    """Everything that is measured on held-out rows, equal for any number of ranks and any model precision."""
+    """Everything that is measured on held-out rows; the same, to rounding, on any number of ranks."""
 
     def __init__(self, cfg, source, text_encoder, device):
         self.cfg, self.source, self.text_encoder, self.device = cfg, source, text_encoder, device
