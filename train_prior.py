@@ -280,8 +280,7 @@ def sample_embeddings(prior, condition, steps, guidance_scale=1.0, eta=1.0, nois
     Guidance runs every text a second time, as "no text"; the noised input is the same for both. `noise(x)` draws.
     """
     cfg, size = prior.cfg, len(condition["text_embed"])
-    guided = guidance_scale != 1
-    if guided:
+    if guided := guidance_scale != 1:
         condition = {name: torch.cat([value, value]) for name, value in condition.items()}
     memory = prior.remember(condition, torch.arange(len(condition["text_embed"]), device=prior.alpha.device) >= size)
 
@@ -296,8 +295,8 @@ def sample_embeddings(prior, condition, steps, guidance_scale=1.0, eta=1.0, nois
         # What noise stands for is divided by a tiny α at first: without bounds, an estimate of it runs away.
         return prior.normalize(x0) if cfg.clamp_sampling or cfg.objective == "epsilon" else x0
 
-    start = noise(torch.empty(size, prior.embed_width, device=prior.alpha.device))
-    x0 = diffusion.sample(denoise, start, prior.alpha, prior.sigma, steps, eta, noise)
+    x_t = noise(torch.empty(size, prior.embed_width, device=prior.alpha.device))
+    x0 = diffusion.sample(denoise, x_t, prior.alpha, prior.sigma, steps, eta, noise)
     return F.normalize(x0, dim=-1) if cfg.clamp_final else x0 / prior.embed_width ** 0.5
 
 
@@ -606,7 +605,7 @@ def train(cfg):
     prior, average = training.prior, training.average
     if dist.is_main():
         checkpoint.write_json({**as_json(asked), "versions": training.versions}, run.folder / "config.json")
-    log = tracker.Tracker(cfg.run, training.step, dist.is_main())
+    log = tracker.Tracker(cfg.run, training.step, dist.is_main(), at_end=training.step >= cfg.steps)
     log.say(f"{sum(p.numel() for p in prior.parameters()):,} parameters, {len(source):,} rows of width {source.width}, "
             f"{dist.world_size()} rank(s) on {device.type}")
     for note in filter(None, notes):
@@ -863,16 +862,15 @@ def sample(asked):
         with checkpoint.replacing(asked.out) as file:
             np.save(file, out.flatten(0, 1).numpy())
         print(f"wrote {asked.out}: float32 ({len(texts) * asked.num}, {prior.embed_width})")
-    neighbors = [[] for _ in range(len(texts) * asked.num)]
-    if asked.neighbors:
-        try:
-            neighbors = nearest_captions(cfg.data, out.flatten(0, 1), asked.neighbors)
-        except UserError as error:
-            print(f"no neighbors to name: {error}")
+    neighbors = [[]] * len(texts) * asked.num
+    try:
+        neighbors = nearest_captions(cfg.data, out.flatten(0, 1), asked.neighbors)
+    except UserError as error:
+        print(f"no neighbors to name: {error}")
     for t, text in enumerate(texts):
         for k, value in enumerate(similarity[t].amax(-1).tolist()):
-            print(f"{text!r} {k}: similarity with the text {value:.3f}")
-            print("\n".join(f"    {cosine:.3f}  {caption}" for cosine, caption in neighbors[t * asked.num + k]))
+            print(f"{text!r} {k}: similarity with the text {value:.3f}", *(
+                f"    {cosine:.3f}  {caption}" for cosine, caption in neighbors[t * asked.num + k]), sep="\n")
 
 
 def nearest_captions(folder, embeddings, count, most=100_000):

@@ -11,18 +11,18 @@ from common import checkpoint
 
 
 class Tracker:
-    """Logger of a run folder. Lines that come again after resuming at `step` are dropped: all of later steps, and the
-    closing test, which follows the last checkpoint.
+    """Logger of a run folder. Lines that come again after resuming at `step` are dropped: those of later steps and, if
+    `at_end`, when all that is left to do is to test, those of an earlier test.
     """
 
-    def __init__(self, folder, step, enabled=True):
+    def __init__(self, folder, step, enabled=True, at_end=False):
         self.enabled, self.file = enabled, None
         if not enabled:
             return
         path = Path(folder) / "metrics.jsonl"
         if path.exists():
             kept = [line for line in path.read_bytes().splitlines(keepends=True)
-                    if _step(line) <= step and b'"test_loss"' not in line]
+                    if _step(line) <= step and not (at_end and b'"test_loss"' in line)]
             with checkpoint.replacing(path) as file:
                 file.writelines(kept)
         self.file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (open for the whole run)

@@ -60,6 +60,7 @@ def test_the_table_puts_figures_of_several_sampling_steps_on_one_line():
 
 def test_the_closing_test_is_logged_once_however_often_the_end_is_reached(tmp_path):
     for _ in range(3):
-        log = tracker.Tracker(tmp_path, 8)
+        log = tracker.Tracker(tmp_path, 8, at_end=True)
         log.log(8, test_loss=0.5)
+    tracker.Tracker(tmp_path, 8)  # a run that is given more steps keeps it
     assert (tmp_path / "metrics.jsonl").read_text().count("test_loss") == 1
