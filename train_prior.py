@@ -59,7 +59,7 @@ class Config:
     timesteps: int = 1000  # levels of noise
     loss: Literal["l2", "l1", "huber"] = "l2"  # distance between prediction and target
     min_snr_gamma: float = 0.0  # min-SNR loss weight (Hang et al. 2023), 0 for none
-    noise_draws: int = 2  # (timestep, noise) draws a sample and step, which share one pass over its text
+    noise_draws: int = 2  # (timestep, noise) draws a sample and step that share one pass over its text; 4 for encodings
     text_drop: float = 0.1  # probability of training a sample without its text, for guidance
     clamp_training: bool = False  # normalize the predicted embedding before the loss (objective x0)
     clamp_sampling: bool = False  # normalize the estimate at each sampling step (epsilon: always)
@@ -135,7 +135,7 @@ class Config:
 
 PRESETS = {  # DALL-E 2's Table 3 for the optimizer; the size at which priors over ViT-L/14 are trained in public
     "vit-l-14": dict(clip="open_clip:ViT-L-14/openai", width=768, depth=12, heads=12, ff_mult=4.0,
-                     text_encodings="clip", max_text_len=77, noise_draws=1, batch_size=4096, chunk_size=256,
+                     text_encodings="clip", max_text_len=77, noise_draws=4, batch_size=4096, chunk_size=256,
                      steps=600_000, warmup_steps=10_000, lr=1.1e-4, beta2=0.96, weight_decay=0.06, precision="bf16",
                      validation=0.01, test=0.01, eval_every=10_000, save_every=2_000, log_every=100, workers=4),
 }
