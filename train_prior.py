@@ -472,13 +472,12 @@ def prepare(cfg, run, device):
     for path in (cfg.init_from, cfg.resume if cfg.resume not in ("auto", "never") else ""):
         if path and not Path(path).is_file():
             raise UserError(f"{path}: no such checkpoint")
-    if cfg.data != "shapes":
-        open_data(cfg)  # before an earlier run is moved aside
+    opened = None if cfg.data == "shapes" else open_data(cfg)  # checked before an earlier run is moved aside
     moved = run.open(cfg.resume)
     notes = [f"the earlier run is now in {moved}"] if moved else []
     if cfg.data == "shapes":
         cfg = dataclasses.replace(cfg, data=clip.builtin_data(Path(cfg.run).parent, device))
-    source, _, _ = open_data(cfg)
+    source, _, _ = opened or open_data(cfg)
     bad, read, names = source.check_rows()
     if bad:
         notes.append(f"{bad} of {read} rows looked at are not finite or all zero and are left out: {', '.join(names)}")
@@ -516,7 +515,7 @@ class Training:
         self.average = ema.EMA(self.prior, cfg.ema_update_every, decay=cfg.ema_decay, warmup=cfg.ema_warmup,
                                power=cfg.ema_power, inv_gamma=cfg.ema_inv_gamma, min_decay=cfg.ema_min_decay,
                                update_after=cfg.ema_update_after)
-        self.average.to("cpu" if cfg.ema_on_host else device)
+        self.average.to("cpu" if cfg.ema_on_host else device, pin_memory=cfg.ema_on_host)
         self.step, self.best_val_loss = 0, float("inf")
         self.identity = identity(cfg, source)
 
@@ -773,12 +772,12 @@ class EvaluateConfig:
 
 def evaluate(asked):
     device = dist.setup(asked.device)
-    dist.on_main(lambda: load_prior(Path(asked.run) / asked.model, asked.weights, device)[3:])  # one rank speaks
+    dist.on_main(lambda: load_prior(Path(asked.run) / asked.model, asked.weights, device) and None)  # one rank speaks
     prior, cfg, state = load_prior(Path(asked.run) / asked.model, asked.weights, device)
     cfg = dataclasses.replace(cfg, **{k: v for k, v in dataclasses.asdict(asked).items() if k in
                               ("eval_samples", "eval_timesteps", "eval_captions", "guidance_scale", "eta", "seed")},
                               data=asked.data or cfg.data)
-    dist.on_main(lambda: open_data(cfg)[2])
+    dist.on_main(lambda: open_data(cfg) and None)
     source, encoder, _ = open_data(cfg)
     widths = [source.width, encoding_width(cfg, source, encoder)]
     if widths != state["widths"]:
