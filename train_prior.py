@@ -2,6 +2,7 @@
 
     torchrun --nproc_per_node=2 train_prior.py                              # on captioned shapes that it makes itself
     torchrun --nproc_per_node=8 -- train_prior.py --data emb --run runs/emb --preset vit-l-14   # on your embeddings
+    python train_prior.py --init_from runs/prior/model.pt --lora_rank 8 --run runs/lora   # adapters alone, for --lora
     python train_prior.py evaluate --run runs/prior
     python train_prior.py sample --text "a small red star" --num 4 --out embeddings.npy
 
@@ -20,9 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from common import accumulate, amp, checkpoint, clip, config, data, diffusion, dist, ema, optim, schedule, tracker
+from common import accumulate, amp, checkpoint, clip, config, data, diffusion, dist, lora, schedule, tracker
 from common.config import UserError
 from common.nn import TimeEmbedding, Transformer
+from common.state import State, check_identity, load_weights
 
 # Config
 
@@ -54,16 +56,30 @@ class Config:
     text_encodings: Literal["none", "shards", "clip"] = "none"  # condition on tokens: of DATA/text_enc, or by CLIP
     max_text_len: int = 77  # text encodings: longer texts are cut, shorter ones padded with learned tokens
     # Diffusion
-    objective: Literal["x0", "v", "epsilon"] = "x0"  # what the network predicts
+    objective: Literal["x0", "v", "epsilon", "flow"] = "x0"  # what the network predicts; flow has levels of its own
     noise_schedule: Literal["cosine", "linear", "quadratic", "sigmoid", "jsd"] = "cosine"  # levels of noise
     timesteps: int = 1000  # levels of noise
     loss: Literal["l2", "l1", "huber"] = "l2"  # distance between prediction and target
     min_snr_gamma: float = 0.0  # min-SNR loss weight (Hang et al. 2023), 0 for none
+    p2_gamma: float = 0.0  # P2 loss weight (k + SNR)^-gamma (Choi et al. 2022), 0 for none
+    p2_k: float = 1.0  # its k
+    flow_weight: Literal["none", "sigma_sqrt", "cosmap"] = "none"  # loss weight of objective flow (SD3)
+    timestep_density: Literal["uniform", "logit_normal", "mode"] = "uniform"  # timesteps in training (SD3 §3.1)
+    density_mean: float = 0.0  # of logit_normal; above 0 for more noise
+    density_std: float = 1.0  # of logit_normal
+    mode_scale: float = 1.29  # of mode, -1 to 1.75; above 0 for more of the middle
+    dream: bool = False  # train on the inputs its own error leads to (DREAM, Zhou et al. 2023); objective epsilon
+    dream_power: float = 1.0  # of σ, the share of its error that is added
     noise_draws: int = 2  # (timestep, noise) draws a sample and step that share one pass over its text; 4 for encodings
     text_drop: float = 0.1  # probability of training a sample without its text, for guidance
     clamp_training: bool = False  # normalize the predicted embedding before the loss (objective x0)
     clamp_sampling: bool = False  # normalize the estimate at each sampling step (epsilon: always)
     clamp_final: bool = True  # normalize the sampled embedding
+    # Low-rank adapters (LoRA), trained and saved alone, on the frozen weights of --init_from
+    lora_rank: int = 0  # rank of the adapters, 0 for none: all weights are trained
+    lora_alpha: float = 0.0  # the adapters are scaled by lora_alpha / lora_rank, 0 for lora_rank
+    lora_targets: Literal["attention", "all"] = "attention"  # layers that get one: those of attention, or all
+    lora_base: Literal["fp32", "bf16"] = "fp32"  # precision in which the frozen weights are kept; adapters are fp32
     # Optimization
     steps: int = 1200  # optimizer steps
     batch_size: int = 128  # samples a step, over all ranks
@@ -109,12 +125,13 @@ class Config:
     def __post_init__(self):
         positive = ("width", "depth", "heads", "time_tokens", "image_tokens", "text_tokens", "max_text_len",
                     "timesteps", "noise_draws", "steps", "batch_size", "chunk_size", "ema_update_every", "log_every",
-                    "ff_mult", "lr", "timeout_minutes")
+                    "ff_mult", "lr", "timeout_minutes", "density_std", "p2_k")
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.name in positive and value <= 0:
                 raise UserError(f"--{field.name}: {value} is not above 0")
-            if field.name != "seed" and isinstance(value, (int, float)) and value < 0:
+            signed = field.name in ("seed", "density_mean", "mode_scale")
+            if not signed and isinstance(value, (int, float)) and value < 0:
                 raise UserError(f"--{field.name}: {value} is below 0")
         if self.width % self.heads or (self.kv_heads and self.heads % self.kv_heads):
             raise UserError(f"--heads: width {self.width} must be a multiple of heads {self.heads}, and heads of "
@@ -131,6 +148,8 @@ class Config:
                 raise UserError(f"--{name}: {getattr(self, name)} is above what a share may be")
         if self.clamp_training and self.objective != "x0":
             raise UserError("--clamp_training: only an embedding can be normalized; it needs --objective x0")
+        lora.check(self)
+        diffusion.check(self)
 
 
 PRESETS = {  # DALL-E 2's Table 3 for the optimizer; the size at which priors over ViT-L/14 are trained in public
@@ -144,7 +163,7 @@ PRESETS = {  # DALL-E 2's Table 3 for the optimizer; the size at which priors ov
 FIXED = ("width", "depth", "heads", "kv_heads", "ff_mult", "rotary", "qk_norm", "normformer", "time_embedding",
          "time_tokens", "image_tokens", "text_tokens", "self_condition", "text_encodings", "max_text_len", "objective",
          "noise_schedule", "timesteps", "noise_draws", "batch_size", "chunk_size", "seed", "validation", "test",
-         "optimizer")
+         "optimizer", "lora_rank", "lora_alpha", "lora_targets", "lora_base")
 
 # Model
 
@@ -173,7 +192,7 @@ class Prior(nn.Module):
         self.transformer = Transformer(width, cfg.depth, cfg.heads, cfg.kv_heads or None, True, cfg.rotary, cfg.qk_norm,
                                        cfg.normformer, cfg.dropout, cfg.ff_mult)
         self.out = nn.Linear(width, embed_width, bias=False)
-        alpha, sigma = diffusion.levels(cfg.noise_schedule, cfg.timesteps)
+        alpha, sigma = diffusion.tables(cfg.objective, cfg.noise_schedule, cfg.timesteps)
         self.register_buffer("alpha", alpha, persistent=False)
         self.register_buffer("sigma", sigma, persistent=False)
 
@@ -255,7 +274,8 @@ def diffusion_loss(model, prior, batch, condition):
     """Mean loss over a chunk: one pass of `model`, which is `prior` or its DDP wrapper."""
     cfg, draws = prior.cfg, prior.cfg.noise_draws
     x0 = prior.normalize(batch["image_embed"])[:, None].expand(-1, draws, -1)  # (B, K, D)
-    timestep = torch.randint(cfg.timesteps, x0.shape[:2], device=x0.device)
+    timestep = diffusion.draw_timesteps(cfg.timestep_density, x0.shape[:2], cfg.timesteps, x0.device, cfg.density_mean,
+                                        cfg.density_std, cfg.mode_scale)
     noise, drop = torch.randn_like(x0), torch.rand(len(x0), device=x0.device) < cfg.text_drop
     alpha, sigma = (diffusion.at(table, timestep, x0) for table in (prior.alpha, prior.sigma))
     x_t, estimate = diffusion.add_noise(x0, noise, alpha, sigma), torch.zeros_like(x0)
@@ -264,11 +284,17 @@ def diffusion_loss(model, prior, batch, condition):
             estimate = prior(x_t, timestep, estimate, condition, drop).float()
             estimate = diffusion.to_x0(cfg.objective, estimate, x_t, alpha, sigma)
         torch.clear_autocast_cache()  # older torch keeps weights cast without gradients for the pass that needs them
+    target = diffusion.target(cfg.objective, x0, noise, alpha, sigma)
+    if cfg.dream:
+        with torch.no_grad():
+            predicted = prior(x_t, timestep, estimate, condition, drop).float()
+        torch.clear_autocast_cache()
+        x_t, target = diffusion.dream(x_t, noise, predicted, sigma, cfg.dream_power)
     prediction = model(x_t, timestep, estimate, condition, drop).float()
     if cfg.clamp_training:
         prediction = prior.normalize(prediction)
-    loss = diffusion.distance(cfg.loss, prediction, diffusion.target(cfg.objective, x0, noise, alpha, sigma))
-    return (loss * diffusion.min_snr_weight(cfg.objective, alpha, sigma, cfg.min_snr_gamma)).mean()
+    loss = diffusion.distance(cfg.loss, prediction, target)
+    return (loss * diffusion.loss_weight(cfg, alpha, sigma)).mean()
 
 
 # Sampling
@@ -491,96 +517,44 @@ def prepare(cfg, run, device):
     resume_from = cfg.resume if cfg.resume not in ("auto", "never") else None
     if newest:
         resume_from = str(run.folder / newest["file"])
-        checkpoint.check_identity(run.record.get("identity", {}), identity(cfg, source), run.folder)
+        check_identity(cfg, run.record.get("identity", {}), identity(cfg, source), run.folder)
     finished = run.record["finished"] if newest and newest["step"] >= cfg.steps else None
     return cfg, resume_from, finished, notes + passed_over
 
 
 def identity(cfg, source):
     """The facts by which a run is known again: what must not change while it goes on."""
-    return {name: getattr(cfg, name) for name in FIXED} | {f"data {k}": v for k, v in source.fingerprint().items()}
+    about_data = {f"data {name}": value for name, value in source.fingerprint().items()}
+    return {name: getattr(cfg, name) for name in FIXED} | about_data | lora.identity(cfg)
 
 
-class Training:
-    """What a run is made of and a checkpoint holds: model, average, optimizers, scaler, step, best validation loss."""
+def make(cfg, source, encoder, spec, device):
+    """The State of a new run: of a prior or, with lora_rank, of adapters on the one of init_from."""
+    accumulate.seed(cfg.seed, "weights")
+    widths = [source.width, encoding_width(cfg, source, encoder)]
+    prior, adapters, facts = Prior(cfg, *widths).to(device), None, {"kind": "prior", "widths": widths, "clip": spec}
+    if cfg.lora_rank:
+        adapters, facts["lora"] = lora.start(prior, cfg)
+    return State(cfg, prior, device, identity(cfg, source), facts, adapters)
 
-    def __init__(self, cfg, source, encoder, spec, device):
-        accumulate.seed(cfg.seed, "weights")
-        self.cfg, self.encoder, self.spec, self.device = cfg, encoder, spec, device
-        self.widths, self.versions = [source.width, encoding_width(cfg, source, encoder)], checkpoint.versions(__file__)
-        self.prior = Prior(cfg, *self.widths).to(device)
-        self.optimizers = optim.make(self.prior, cfg.optimizer, cfg.lr, cfg.weight_decay, (cfg.beta1, cfg.beta2),
-                                     cfg.eps)
-        self.scaler = amp.scaler(device, cfg.precision)
-        self.average = ema.EMA(self.prior, cfg.ema_update_every, decay=cfg.ema_decay, warmup=cfg.ema_warmup,
-                               power=cfg.ema_power, inv_gamma=cfg.ema_inv_gamma, min_decay=cfg.ema_min_decay,
-                               update_after=cfg.ema_update_after)
-        self.average.to("cpu" if cfg.ema_on_host else device, pin_memory=cfg.ema_on_host)
-        self.step, self.best_val_loss = 0, float("inf")
-        self.identity = identity(cfg, source)
 
-    def state(self):
-        return {"model": self.prior.state_dict(), "ema": self.average.state_dict(), "scaler": self.scaler.state_dict(),
-                "optimizers": [optimizer.state_dict() for optimizer in self.optimizers], "step": self.step,
-                "best_val_loss": self.best_val_loss, "identity": self.identity, "config": as_json(self.cfg),
-                "versions": self.versions, "widths": self.widths, "clip": self.spec}
+def update(state, model, encoder, plan, batch):
+    """One optimizer step of `model`, the state's prior or its DDP wrapper, on this rank's chunks `batch`.
 
-    def export(self, name, **facts):
-        """Rank 0 writes the averaged weights, and what is needed to use them, to the run folder."""
-        if dist.is_main():
-            checkpoint.save({"model": self.average.state_dict(), "config": as_json(self.cfg), "widths": self.widths,
-                             "clip": self.spec, "step": self.step, "versions": self.versions, **facts},
-                            Path(self.cfg.run) / name)
-
-    def start_from(self, path):
-        """Take the weights, and nothing else, of a model.pt or a checkpoint."""
-        load_weights(self.prior, checkpoint.load(path), path, self.cfg.init_strict)
-        self.average.load_state_dict(self.prior.state_dict())
-
-    def restore(self, path):
-        """Load the checkpoint `path`; returns notes on what has changed. The rate and the rest follow from the step."""
-        state = checkpoint.load(path)
-        if "identity" not in state:
-            raise UserError(f"{path}: weights without the state of a run; start from them with --init_from")
-        checkpoint.check_identity(state["identity"], self.identity, path)
-        load_weights(self.prior, state, path)
-        self.average.load_state_dict(state["ema"])
-        optim.load(self.optimizers, state["optimizers"])
-        self.step = state["step"]
-        if Path(path).parent.parent == Path(self.cfg.run):  # the best of another run is not in this one's folder
-            self.best_val_loss = state["best_val_loss"]
-        now = as_json(self.cfg)
-        notes = [f"resuming {path} at step {self.step} of {self.cfg.steps}",
-                 amp.load_scaler(self.scaler, state["scaler"])]
-        return notes + [f"{name} changed from {then} to {now[name]}" for name, then in state["config"].items()
-                        if name in now and now[name] != then]
-
-    def update(self, model, plan, batch):
-        """One optimizer step of `model`, the prior or its DDP wrapper.
-
-        Returns (this rank's loss summed over its samples, gradient norm, whether the step was taken).
-        """
-        cfg, step_loss = self.cfg, torch.zeros((), device=self.device)
-        lr = schedule.learning_rate(self.step, cfg.lr, cfg.warmup_steps, cfg.steps, cfg.cosine)
-        schedule.set_learning_rate(self.optimizers, lr)
-        for chunk, part in zip(plan, batch):
-            accumulate.seed(cfg.seed, self.step, chunk.index)
-            part = data.to_device(part, self.device)
-            with dist.sync_if(model, chunk.last):
-                with amp.autocast(self.device, cfg.precision):
-                    loss = diffusion_loss(model, self.prior, part, conditioning(part, cfg, self.encoder))
-                self.scaler.scale(loss * chunk.weight).backward()
-            step_loss += loss.detach() * (chunk.stop - chunk.start)
-        norms, taken = amp.step(self.scaler, self.optimizers, cfg.max_grad_norm)
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=True)
-        if taken:
-            self.step += 1
-            self.average.update(self.step)
-        elif self.scaler.get_scale() < 2 ** -20:
-            raise UserError(f"step {self.step}: gradients overflow fp16 at any scale; use --precision bf16 or a lower "
-                            "--lr")
-        return step_loss, norms.square().sum().sqrt(), taken
+    Returns (this rank's loss summed over its samples, gradient norm, whether the step was taken).
+    """
+    cfg, step_loss = state.cfg, torch.zeros((), device=state.device)
+    state.set_rate()
+    for chunk, part in zip(plan, batch):
+        accumulate.seed(cfg.seed, state.step, chunk.index)
+        part = data.to_device(part, state.device)
+        with dist.sync_if(model, chunk.last):
+            with amp.autocast(state.device, cfg.precision):
+                loss = diffusion_loss(model, state.model, part, conditioning(part, cfg, encoder))
+            state.scaler.scale(loss * chunk.weight).backward()
+        step_loss += loss.detach() * (chunk.stop - chunk.start)
+    norms, taken = state.advance()
+    return step_loss, norms.square().sum().sqrt(), taken
 
 
 def train(cfg):
@@ -595,18 +569,19 @@ def train(cfg):
     source, encoder, spec = open_data(cfg)
 
     # Make the model, or take it up where it was.
-    training = Training(cfg, source, encoder and encoder.to(device), spec, device)
+    encoder = encoder and encoder.to(device)
+    state = make(cfg, source, encoder, spec, device)
     if resume_from:
-        notes += training.restore(resume_from)
-    elif cfg.init_from:
-        training.start_from(cfg.init_from)
-    dist.check_in_step(training.prior, training.step)
-    prior, average = training.prior, training.average
+        notes += state.restore(resume_from)
+    elif cfg.init_from and not cfg.lora_rank:
+        state.start_from(cfg.init_from, cfg.init_strict)
+    prior, average = state.model, state.average
+    dist.check_in_step(prior, state.step)
     if dist.is_main():
-        checkpoint.write_json({**as_json(asked), "versions": training.versions}, run.folder / "config.json")
-    log = tracker.Tracker(cfg.run, training.step, dist.is_main(), at_end=training.step >= cfg.steps)
-    log.say(f"{sum(p.numel() for p in prior.parameters()):,} parameters, {len(source):,} rows of width {source.width}, "
-            f"{dist.world_size()} rank(s) on {device.type}")
+        checkpoint.write_json({**config.as_json(asked), "versions": state.versions}, run.folder / "config.json")
+    log = tracker.Tracker(cfg.run, state.step, dist.is_main(), at_end=state.step >= cfg.steps)
+    log.say(f"{sum(p.numel() for p in state.trained.parameters()):,} parameters{' of adapters' * bool(cfg.lora_rank)}, "
+            f"{len(source):,} rows of width {source.width}, {dist.world_size()} rank(s) on {device.type}")
     for note in filter(None, notes):
         log.say(note)
     if cfg.compile:
@@ -616,7 +591,7 @@ def train(cfg):
     # Ask for the data in the order that seed and step give.
     plan = accumulate.plan(cfg.batch_size, cfg.chunk_size, dist.rank(), dist.world_size())
     split = data.Split(len(source), "train", cfg.validation, cfg.test)
-    spans = data.training_spans(plan, cfg.batch_size, training.step)
+    spans = data.training_spans(plan, cfg.batch_size, state.step)
     batches = data.loader(data.Chunks(source, split, cfg.seed), spans, cfg.workers, device.type == "cuda")
     evaluator = Evaluator(cfg, source, encoder, device)
 
@@ -624,26 +599,26 @@ def train(cfg):
     signals = []
     handlers = {s: signal.signal(s, lambda number, _: signals.append(number)) for s in (signal.SIGTERM, signal.SIGINT)}
     saved = evaluated = logged = time.monotonic()
-    logged_step, batch, taken = training.step, [], True
+    logged_step, batch, taken = state.step, [], True
     loss_sum, unusable, named, overflows = torch.zeros((), device=device), [], set(), 0
-    bar = tracker.progress(total=cfg.steps, initial=training.step, desc="prior", unit="step",
+    bar = tracker.progress(total=cfg.steps, initial=state.step, desc="prior", unit="step",
                            disable=not dist.is_main())
     prior.train()
-    while training.step < cfg.steps:
+    while state.step < cfg.steps:
         if taken:  # a step that overflowed did not happen: it is tried again, on the same samples
             batch = [next(batches) for _ in plan]
-        step_loss, norm, taken = training.update(model, plan, batch)
+        step_loss, norm, taken = update(state, model, encoder, plan, batch)
         if not taken:
             overflows += 1
             continue
         bar.update()
         loss_sum += step_loss
         unusable += [name for part in batch for name in part["unusable"]]
-        if training.step % cfg.log_every and training.step < cfg.steps:
+        if state.step % cfg.log_every and state.step < cfg.steps:
             continue
 
         # Log: the one place where the host waits for the device.
-        step, samples = training.step, (training.step - logged_step) * cfg.batch_size
+        step, samples = state.step, (state.step - logged_step) * cfg.batch_size
         loss, bad_rows = dist.total([loss_sum.item(), len(unusable)])
         loss, now = loss / samples, time.monotonic()
         if not np.isfinite([loss, norm.item()]).all():
@@ -654,33 +629,34 @@ def train(cfg):
             named.update(fresh)
             if fresh:
                 log.say(f"unusable, and replaced by the next row: {', '.join(fresh)}")
-        log.log(step, samples_seen=step * cfg.batch_size, loss=loss, lr=training.optimizers[0].param_groups[0]["lr"],
+        log.log(step, samples_seen=step * cfg.batch_size, loss=loss, lr=state.optimizers[0].param_groups[0]["lr"],
                 grad_norm=norm.item(), ema_decay=average.decay_at(step), overflows=overflows,
                 unusable_rows=int(bad_rows), samples_per_s=samples / (now - logged),
-                **({"scale": training.scaler.get_scale()} if training.scaler.is_enabled() else {}))
+                **({"scale": state.scaler.get_scale()} if state.scaler.is_enabled() else {}))
         bar.set_postfix_str(f"loss {loss:.4f}, {samples / (now - logged):.0f} samples/s", refresh=False)
 
         # Evaluate and save, when the steps, rank 0's clock or a signal say so.
         eval_due, save_due, stop = dist.broadcast((
-            step == cfg.steps or due(step, logged_step, cfg.eval_every, now - evaluated, cfg.eval_minutes),
-            step == cfg.steps or due(step, logged_step, cfg.save_every, now - saved, cfg.save_minutes), signals[:1]))
+            step == cfg.steps or schedule.due(step, logged_step, cfg.eval_every, now - evaluated, cfg.eval_minutes),
+            step == cfg.steps or schedule.due(step, logged_step, cfg.save_every, now - saved, cfg.save_minutes),
+            signals[:1]))
         if eval_due:
             losses = {"val_loss_online": evaluator.loss(prior, "validation")}
-            with average.applied(prior):
+            with average.applied(state.trained):
                 losses["val_loss"] = evaluator.loss(prior, "validation")
                 figures = evaluator.figures(prior, "validation") if step < cfg.steps else {}
             evaluated = time.monotonic()
             log.log(step, **losses, **figures, evaluation_s=evaluated - now)
             lines = [f"step {step}: " + tracker.show({"loss": loss, **losses}), *tracker.table(figures)]
             log.say("\n    ".join(lines))
-            if losses["val_loss"] < training.best_val_loss:
-                training.best_val_loss = losses["val_loss"]
-                training.export("best.pt", val_loss=training.best_val_loss)
+            if losses["val_loss"] < state.best_val_loss:
+                state.best_val_loss = losses["val_loss"]
+                state.export("best.pt", val_loss=state.best_val_loss)
         if save_due or stop:
             dist.check_in_step(prior, step)
             if dist.is_main():
                 log.sync()
-                run.commit(step, training.state(), cfg.keep, world_size=dist.world_size(), identity=training.identity,
+                run.commit(step, state.state(), cfg.keep, world_size=dist.world_size(), identity=state.identity,
                            logger={"kind": "jsonl"})
             saved = time.monotonic()
         if stop:
@@ -694,24 +670,14 @@ def train(cfg):
         signal.signal(number, handler)
 
     # Test the averaged weights, and save them last of all.
-    with average.applied(prior):
+    with average.applied(state.trained):
         results = {"test_loss": evaluator.loss(prior, "test"), **evaluator.figures(prior, "test")}
-    training.export("model.pt", **results)
-    log.log(training.step, **results)
-    results = {"step": training.step, "best_val_loss": training.best_val_loss, **results}
+    state.export("model.pt", **results)
+    log.log(state.step, **results)
+    results = {"step": state.step, "best_val_loss": state.best_val_loss, **results}
     if dist.is_main():
         run.finish(results)
     report(cfg, f"Trained {cfg.run}; this start took {time.monotonic() - started:.0f} s.", results)
-
-
-def due(step, before, every, seconds, minutes):
-    """Whether a multiple of `every` steps lies in (before, step], or `minutes` have passed; 0 is never."""
-    return (every > 0 and step // every != before // every) or (minutes > 0 and seconds >= minutes * 60)
-
-
-def as_json(cfg):
-    """The config as plain JSON values, as they come back from a file."""
-    return {name: list(v) if isinstance(v, tuple) else v for name, v in dataclasses.asdict(cfg).items()}
 
 
 def report(cfg, headline, results):
@@ -719,34 +685,29 @@ def report(cfg, headline, results):
     if dist.is_main():
         print(f"\n{headline}\n")
         print("\n".join(f"  {line}" for line in tracker.table(results)))
-        print(f'\nTo sample: python train_prior.py sample --run {cfg.run} --text "a small red star" --num 4 '
-              "--out embeddings.npy", flush=True)
+        base, use = Path(cfg.init_from), f"--run {cfg.run}"
+        if cfg.lora_rank:
+            use = f"--run {base.parent} --model {base.name} --lora {cfg.run}/model.pt"
+        print(f'\nTo sample: python train_prior.py sample {use} --text "a small red star" --num 4 --out embeddings.npy',
+              flush=True)
 
 
 # Commands
 
-def load_weights(prior, state, path, strict=True):
-    """Load `state["model"]` into the prior; if it does not fit, UserError, or, not `strict`, what does fit of it."""
-    own, found = prior.state_dict(), state["model"]
-    fits = {name: value for name, value in found.items() if name in own and own[name].shape == value.shape}
-    wrong = sorted((own.keys() | found.keys()) - fits.keys())
-    if wrong and (strict or not fits):
-        raise UserError(f"{path}: weights of another model: {len(wrong)} entries differ, the first is {wrong[0]}; give "
-                        "the settings it was trained with")
-    prior.load_state_dict(fits, strict=False)
-
-
-def load_prior(path, weights, device):
-    """(prior in eval mode, its training config, the file's contents) from a model.pt or a checkpoint.
+def load_prior(asked, device):
+    """(prior in eval mode, its training config, the file's contents) from a model.pt or a checkpoint, and adapters.
 
     A checkpoint has "ema" and "online" weights; model.pt and best.pt have the average alone.
     """
+    path, weights = Path(asked.run) / asked.model, asked.weights
     state = checkpoint.load(path)
-    if "widths" not in state:
+    if state.get("kind", "prior") != "prior" or "widths" not in state:
         raise UserError(f"{path}: not a prior's model.pt, best.pt or checkpoint")
     if "ema" not in state and weights == "online":
         raise UserError(f"{path}: has the averaged weights alone; --weights online needs one of RUN/checkpoints")
     state["model"] = state["ema"] if "ema" in state and weights == "ema" else state["model"]
+    if asked.lora:
+        state = lora.merged(state, path, asked.lora, asked.lora_scale)
     cfg = Config(**config.from_dict(Config, state["config"], path))
     prior = Prior(cfg, *state["widths"]).to(device).eval()
     load_weights(prior, state, path)
@@ -758,6 +719,8 @@ class EvaluateConfig:
     run: str = "runs/prior"  # run folder of the prior
     model: str = "model.pt"  # file in it: model.pt (newest), best.pt (lowest validation loss) or checkpoints/step_N.pt
     weights: Literal["ema", "online"] = "ema"  # of a checkpoint: averaged, or as the optimizer left them
+    lora: str = ""  # LoRA adapters for it: a model.pt, best.pt, checkpoint or run folder of a training with --lora_rank
+    lora_scale: float = 1.0  # how much they count: 0 not at all, 1 as they were trained
     data: str = ""  # embeddings to evaluate on, by default those of the training
     part: Literal["train", "validation", "test"] = "test"  # which rows
     eval_samples: int = 0  # most rows to take, 0 for all
@@ -772,8 +735,8 @@ class EvaluateConfig:
 
 def evaluate(asked):
     device = dist.setup(asked.device)
-    dist.on_main(lambda: load_prior(Path(asked.run) / asked.model, asked.weights, device) and None)  # one rank speaks
-    prior, cfg, state = load_prior(Path(asked.run) / asked.model, asked.weights, device)
+    dist.on_main(lambda: load_prior(asked, device) and None)  # one rank speaks
+    prior, cfg, state = load_prior(asked, device)
     cfg = dataclasses.replace(cfg, **{k: v for k, v in dataclasses.asdict(asked).items() if k in
                               ("eval_samples", "eval_timesteps", "eval_captions", "guidance_scale", "eta", "seed")},
                               data=asked.data or cfg.data)
@@ -795,6 +758,8 @@ class SampleConfig:
     run: str = "runs/prior"  # run folder of the prior
     model: str = "model.pt"  # file in it: model.pt (newest), best.pt (lowest validation loss) or checkpoints/step_N.pt
     weights: Literal["ema", "online"] = "ema"  # of a checkpoint: averaged, or as the optimizer left them
+    lora: str = ""  # LoRA adapters for it: a model.pt, best.pt, checkpoint or run folder of a training with --lora_rank
+    lora_scale: float = 1.0  # how much they count: 0 not at all, 1 as they were trained
     text: str = ""  # what to imagine
     texts: str = ""  # or a file with one text a line
     num: int = 4  # embeddings a text
@@ -821,7 +786,7 @@ def sample(asked):
     device = dist.setup(asked.device)
     if not dist.is_main():
         return
-    prior, cfg, state = load_prior(Path(asked.run) / asked.model, asked.weights, device)
+    prior, cfg, state = load_prior(asked, device)
     if asked.steps > cfg.timesteps:
         raise UserError(f"--steps: {asked.steps} is more than the {cfg.timesteps} timesteps of the prior")
     texts = asked.text if asked.text.strip() else Path(asked.texts).read_text(errors="replace")
@@ -837,26 +802,8 @@ def sample(asked):
     if cfg.text_encodings != "none" and encoder.encoding_width != state["widths"][1]:
         raise UserError(f"--clip {spec}: encodings {encoder.encoding_width} wide, the prior's {state['widths'][1]}")
 
-    # One row a candidate; each has its own noise, so it is the same in any batch.
-    candidates = asked.num * asked.best_of
-    captions = [text for text in texts for _ in range(candidates)]
-    seeds = [accumulate.number(asked.seed, t, k) for t in range(len(texts)) for k in range(candidates)]
-    with torch.no_grad():
-        tokens = encoder.tokenize(texts).to(device)
-        text_embed = F.normalize(encoder.embed_text(tokens)[0].float(), dim=-1)
-    if cfg.text_encodings != "none":
-        cfg = dataclasses.replace(cfg, text_encodings="clip")  # whatever they were in training, here they are made
-    fields = {"caption": captions, "seeds": seeds, "text_embed": text_embed.repeat_interleave(candidates, 0)}
-    out = []
-    for part in accumulate.split(fields, asked.max_batch):
-        with torch.no_grad(), amp.autocast(device, cfg.precision):
-            noise = diffusion.noise_source(part["seeds"], device)
-            out.append(sample_embeddings(prior, conditioning(part, cfg, encoder), asked.steps, asked.guidance_scale,
-                                         asked.eta, noise).float())
-    out = torch.cat(out).unflatten(0, (len(texts), asked.num, asked.best_of))  # (texts, num, best_of, D)
-    similarity = F.cosine_similarity(out, text_embed[:, None, None], dim=-1)
-    best = similarity.argmax(-1)
-    out = out.gather(2, best[..., None, None].expand(-1, -1, 1, out.shape[-1])).squeeze(2).cpu()
+    out, similarity = imagine(prior, cfg, encoder, texts, range(len(texts)), asked)
+    out = out.cpu()
     if asked.out:
         with checkpoint.replacing(asked.out) as file:
             np.save(file, out.flatten(0, 1).numpy())
@@ -867,9 +814,34 @@ def sample(asked):
     except UserError as error:
         print(f"no neighbors to name: {error}")
     for t, text in enumerate(texts):
-        for k, value in enumerate(similarity[t].amax(-1).tolist()):
+        for k, value in enumerate(similarity[t].tolist()):
             print(f"{text!r} {k}: similarity with the text {value:.3f}", *(
                 f"    {cosine:.3f}  {caption}" for cosine, caption in neighbors[t * asked.num + k]), sep="\n")
+
+
+@torch.no_grad()
+def imagine(prior, cfg, encoder, texts, keys, asked):
+    """(embeddings (texts, num, D), similarities with their texts (texts, num)), each the best of best_of.
+
+    keys: one a text, from which with asked.seed the noise is made; every candidate has its own, so it is the same in
+    any batch.
+    """
+    candidates, device = asked.num * asked.best_of, prior.alpha.device
+    text_embed = F.normalize(encoder.embed_text(encoder.tokenize(texts).to(device))[0].float(), dim=-1)
+    if cfg.text_encodings != "none":
+        cfg = dataclasses.replace(cfg, text_encodings="clip")  # whatever they were in training, here they are made
+    fields = {"caption": [text for text in texts for _ in range(candidates)],
+              "seeds": [accumulate.number(asked.seed, key, k) for key in keys for k in range(candidates)],
+              "text_embed": text_embed.repeat_interleave(candidates, 0)}
+    out = []
+    for part in accumulate.split(fields, asked.max_batch):
+        with amp.autocast(device, cfg.precision):
+            noise = diffusion.noise_source(part["seeds"], device)
+            out.append(sample_embeddings(prior, conditioning(part, cfg, encoder), asked.steps, asked.guidance_scale,
+                                         asked.eta, noise).float())
+    out = torch.cat(out).unflatten(0, (len(texts), asked.num, asked.best_of))  # (texts, num, best_of, D)
+    similarity, best = F.cosine_similarity(out, text_embed[:, None, None], dim=-1).max(-1)
+    return out.gather(2, best[..., None, None].expand(-1, -1, 1, out.shape[-1])).squeeze(2), similarity
 
 
 def nearest_captions(folder, embeddings, count, most=100_000):

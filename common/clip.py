@@ -2,6 +2,9 @@
 
     python -m common.clip train --data PATH|shapes --run runs/clip      # on any captioned images -> runs/clip/model.pt
     python -m common.clip embed --data PATH --run runs/clip --out emb   # embedding shards, and emb/clip.json
+    python -m common.clip train --data PATH --init_from runs/clip/model.pt --lora_rank 4 --run runs/clip_lora
+
+The third trains low-rank adapters of the text encoder alone: lora.pt, and model.pt with them merged in.
 
 PATH is a folder of img2dataset tars or of images with .txt beside them. Radford et al. 2021, "Learning Transferable
 Visual Models From Natural Language Supervision".
@@ -22,10 +25,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from common import accumulate, amp, checkpoint, config, data, dist, optim, schedule, synthetic, tracker
+from common import accumulate, amp, checkpoint, config, data, dist, images, lora, optim, schedule, synthetic, tracker
 from common import nn as layers
 from common.config import UserError
 
+SIZES = ("image_size", "context", "vocabulary", "embed_width", "text_width", "text_depth", "channels")
 BUILTIN_ROWS = 25_000  # of the captioned shapes
 PAD, START, END, BYTES = 0, 1, 2, 3  # token BYTES + b is the byte b; what was merged follows
 
@@ -34,6 +38,9 @@ PAD, START, END, BYTES = 0, 1, 2, 3  # token BYTES + b is the byte b; what was m
 class Config:
     run: str = "runs/clip"  # folder for model.pt and config.json
     data: str = "shapes"  # captioned images: folder of tars or of images; "shapes": the built-in ones
+    init_from: str = ""  # with lora_rank: model.pt of the CLIP to adapt, whose tokenizer and sizes are taken
+    lora_rank: int = 0  # train adapters of this rank on the text encoder's attention alone; images keep their embedding
+    lora_alpha: float = 0.0  # the adapters are scaled by lora_alpha / lora_rank, 0 for lora_rank
     holdout: float = 0.2  # share of the images kept out of training, chosen by a hash of the key
     image_size: int = 32  # width and height in pixels that images are brought to, a multiple of 8
     context: int = 24  # longest text in tokens, start and end included; longer ones are cut
@@ -60,7 +67,9 @@ class Config:
                 (self.vocabulary < BYTES + 256, f"vocabulary must be at least {BYTES + 256}, a token for every byte"),
                 (self.batch_size < 2, "batch_size must be at least 2, for there to be pairs to tell apart"),
                 (not 0 <= self.holdout < 1, "holdout must be at least 0 and below 1"),
-                (self.steps < 1, "steps must be above 0")):
+                (self.steps < 1, "steps must be above 0"),
+                (self.init_from and self.lora_rank < 1, "lora_rank with --init_from must be above 0"),
+                (self.lora_rank and not self.init_from, "lora_rank without --init_from must be 0")):
             if wrong:
                 raise UserError(f"--{message}, not {getattr(self, message.split()[0])}")
 
@@ -321,7 +330,7 @@ def load(spec: str | Path, device: torch.device | str) -> CLIP | OpenCLIP:
 # Training and embedding
 
 def train(images: np.ndarray, captions: list[str], cfg: Config, device: torch.device | str) -> CLIP:
-    """A CLIP trained on uint8 images (N, H, W, 3) with a caption each.
+    """A CLIP trained on uint8 images (N, H, W, 3) with a caption each; with lora_rank, one with adapters on it.
 
     Repeats bit for bit on the same device and number of threads: the order is a function of (seed, step), and
     nothing else in a step is random. No flips and no crops, as captions may name places.
@@ -330,8 +339,12 @@ def train(images: np.ndarray, captions: list[str], cfg: Config, device: torch.de
         raise UserError(f"{cfg.data}: {len(images)} training images, fewer than a batch of {cfg.batch_size}; give more "
                         "images or a lower --batch_size")
     accumulate.seed(cfg.seed, "clip")
-    merges = Tokenizer.learn([_plain(caption) for caption in captions], cfg.vocabulary).merges
-    model = CLIP(cfg, merges).to(device).train()
+    if cfg.lora_rank:
+        model = load(cfg.init_from, device).train()
+        lora.inject(model, cfg.lora_rank, cfg.lora_alpha)
+    else:
+        merges = Tokenizer.learn([_plain(caption) for caption in captions], cfg.vocabulary).merges
+        model = CLIP(cfg, merges).to(device).train()
     images, tokens = torch.from_numpy(images).to(device), model.tokenize(captions)
     tokens = tokens[:, :int((tokens != PAD).sum(1).max())].to(device)  # no position that is padding in every row
     optimizers = optim.make(model, "adamw", cfg.lr, cfg.weight_decay, betas=(0.9, 0.98), eps=1e-6)
@@ -370,7 +383,7 @@ class Images:
     """The captioned images of `path`, or the built-in ones, all brought to one size."""
 
     def __init__(self, path: str, image_size: int):
-        self.image_size, self.source = image_size, None if path == "shapes" else data.CaptionedImages(path)
+        self.image_size, self.source = image_size, None if path == "shapes" else images.CaptionedImages(path)
 
     def __len__(self):
         return BUILTIN_ROWS if self.source is None else len(self.source)
@@ -423,13 +436,24 @@ def matches(image: np.ndarray, text: np.ndarray, records: list[dict]) -> dict[st
 def train_run(cfg: Config, device: torch.device) -> CLIP:
     """Read the images, train, say how well held-out ones are told apart, and write RUN/model.pt and config.json."""
     (Path(cfg.run) / "made.json").unlink(missing_ok=True)  # it may have vouched for another CLIP
+    if cfg.lora_rank:
+        base = getattr(load(cfg.init_from, "cpu"), "cfg", None)
+        if base is None or Path(cfg.init_from).is_dir():
+            raise UserError(f"--init_from {cfg.init_from}: expected the model.pt of a CLIP trained here")
+        if Path(cfg.init_from).resolve().parent == Path(cfg.run).resolve():
+            raise UserError(f"--run {cfg.run}: has the CLIP to adapt, {cfg.init_from}; give another folder")
+        cfg = dataclasses.replace(cfg, **{name: getattr(base, name) for name in SIZES})
     source = Images(cfg.data, cfg.image_size)
     images, records = source.read(range(len(source)), progress=True)
     captions, out = [record["caption"] for record in records], held_out(records, cfg.holdout)
     model = train(images[~out], [captions[i] for i in np.flatnonzero(~out)], cfg, device)
-    state = {"model": {name: value.cpu() for name, value in model.state_dict().items()},
-             "config": dataclasses.asdict(cfg), "merges": model.tokenizer.merges}
-    checkpoint.save(state, Path(cfg.run) / "model.pt")
+    facts = {"config": dataclasses.asdict(cfg), "merges": model.tokenizer.merges}
+    if cfg.lora_rank:
+        about = lora.facts(cfg.lora_rank, cfg.lora_alpha, "attention", cfg.init_from)
+        checkpoint.save({"model": lora.extract(model), **facts, "lora": about}, Path(cfg.run) / "lora.pt")
+        lora.merge(model)
+    weights = {name: value.cpu() for name, value in model.state_dict().items()}
+    checkpoint.save({"model": weights, **facts}, Path(cfg.run) / "model.pt")
     checkpoint.write_json({**dataclasses.asdict(cfg), "versions": checkpoint.versions(__file__)},
                           Path(cfg.run) / "config.json")
     rows = np.flatnonzero(out)[:5000]
@@ -457,7 +481,8 @@ def builtin_data(folder: str | Path, device: torch.device) -> str:
 def _builtin_data(folder, device):
     run, out, cfg = Path(folder) / "clip", Path(folder) / "shapes", Config(run=str(Path(folder) / "clip"))
     images, records = synthetic.shapes(range(64))
-    settings = [records, BUILTIN_ROWS, {**dataclasses.asdict(cfg), "run": ""}]
+    used = {name: value for name, value in dataclasses.asdict(cfg).items() if not re.match("lora_|init_from", name)}
+    settings = [records, BUILTIN_ROWS, {**used, "run": ""}]
     digest = hashlib.sha256(images.tobytes() + json.dumps(settings).encode())
     note, threads = {"made_from": digest.hexdigest()}, torch.get_num_threads()
     torch.set_num_threads(max(threads, min(8, dist.cores())))  # beyond eight, layers as small as these gain nothing

@@ -78,6 +78,11 @@ def from_dict(cls, values, source):
     return checked
 
 
+def as_json(cfg):
+    """The config as plain JSON values, as they come back from a file."""
+    return {name: list(v) if isinstance(v, tuple) else v for name, v in dataclasses.asdict(cfg).items()}
+
+
 def read_json(path):
     """The JSON object in the file `path`; UserError or OSError names the file."""
     try:
@@ -123,7 +128,7 @@ def from_flags(cls, argv, presets):
     return {**files, **flags}
 
 
-def help_text(cls, usage, presets):
+def help_text(cls, usage, presets, stages):
     """Every field of `cls` with its type, default and trailing comment, under the comment lines that head sections."""
     kinds, lines = typing.get_type_hints(cls), [usage.rstrip(), ""]
     defaults = {field.name: field.default for field in dataclasses.fields(cls)}
@@ -138,15 +143,19 @@ def help_text(cls, usage, presets):
             default = f" [{default}]" if default not in ("", None) else ""
             lines.append(f"  --{field[1]} {shown}{default}\n        {field[2]}")
     lines.append("\n  --config FILE.json\n        the same settings from a JSON file; flags win over it")
+    for stage, settings in stages.items():
+        if settings:
+            defaults = ", ".join(f"{name} {value}" for name, value in settings.items())
+            lines.append(f"\nDefaults of --stage {stage}: {defaults}")
     if presets:
         lines.append(f"  --preset {'|'.join(presets)}\n        named settings; --config and flags win over them")
     return "\n".join(lines)
 
 
-def dispatch(commands, usage, default=None, presets=None):
+def dispatch(commands, usage, default=None, presets=None, stages=None):
     """Run the command that the first word of the command line names, or else `default`, on its own config.
 
-    commands: {name: (function of a config, config class)}. `presets` are the default command's.
+    commands: {name: (function of a config, config class)}. `presets` and `stages` are the default command's.
     """
     argv = [word for word in sys.argv[1:] if word != "--"]  # which torchrun may need before the flags, or pass on
     command = argv.pop(0) if argv and (not argv[0].startswith("-") or default is None) else default
@@ -159,18 +168,27 @@ def dispatch(commands, usage, default=None, presets=None):
             print(usage if asked else error, file=sys.stdout if asked else sys.stderr)
         raise SystemExit(0 if asked else 2)
     function, cls = commands[command]
-    function(parse(cls, argv, f"{usage}\nSettings of {command}:", presets if command == default else None))
+    mine = (presets, stages) if command == default else (None, None)
+    function(parse(cls, argv, f"{usage}\nSettings of {command}:", *mine))
 
 
-def parse(cls, argv, usage, presets=None):
-    """The config `cls` that the command line `argv` asks for. Prints help or one line of error and exits (0 or 2)."""
-    presets = presets or {}
+def parse(cls, argv, usage, presets=None, stages=None):
+    """The config `cls` that the command line `argv` asks for. Prints help or one line of error and exits (0 or 2).
+
+    stages: {name: {field: default of that stage}}. With these it is a list of configs, of the stage that the field
+    `stage` names or, if that is "all", of each.
+    """
+    presets, stages = presets or {}, stages or {}
     if {"-h", "--help"} & set(argv):
         if _is_main():
-            print(help_text(cls, usage, presets))
+            print(help_text(cls, usage, presets, stages))
         raise SystemExit(0)
     try:
-        return cls(**from_flags(cls, argv, presets))
+        given = from_flags(cls, argv, presets)
+        if not stages:
+            return cls(**given)
+        asked = given.get("stage", cls.stage)
+        return [cls(**{**stages[name], **given, "stage": name}) for name in (stages if asked == "all" else [asked])]
     except (ValueError, OSError) as error:
         if _is_main():
             print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)

@@ -1,24 +1,22 @@
-"""Data: the order of samples, splits, embedding shards (.npy), captioned images in tars or folders.
+"""Data: the order of samples, splits, batches, embedding shards (.npy).
 
 Order and splits are pure functions of numbers, in O(1) memory: two billion rows cost nothing to shuffle or to resume.
 """
 import hashlib
-import importlib.util
-import io
 import itertools
 import json
 import mmap
 import re
-import tarfile
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from common import checkpoint, media
+from common import checkpoint
 from common.config import UserError
 
 BAD_SHARE = 0.01  # more unusable rows than this are refused
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # splitmix64's step
 
 
 # Order and splits
@@ -100,7 +98,8 @@ class Split:
 
 def part_of(key, validation, test):
     """Which part a sample with the text `key` (file name, speaker) belongs to, by its hash."""
-    share = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little") / 2 ** 64
+    encoded = key.encode(errors="surrogateescape")  # a file's name need not be valid UTF-8
+    share = int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "little") / 2 ** 64
     return "validation" if share < validation else "test" if share < validation + test else "train"
 
 
@@ -114,30 +113,49 @@ def shuffled(positions, n, seed):
     return places
 
 
+def draws(positions, seed):
+    """A hash (uint64) of each of the `positions` (n,) and the seed: what the augmentation of a sample is made from."""
+    key = np.frombuffer(hashlib.blake2b(repr(("draws", seed)).encode(), digest_size=8).digest(), np.uint64)
+    return _mix(key + np.asarray(positions).astype(np.uint64) * GOLDEN)
+
+
+def uniform(draws, count):
+    """Numbers in [0, 1) of shape (n, count), made from the `draws` (n,) (splitmix64, Steele et al. 2014)."""
+    x = _mix(np.asarray(draws).astype(np.uint64)[:, None] + np.arange(1, count + 1).astype(np.uint64) * GOLDEN)
+    return (x >> np.uint64(11)) * 2.0 ** -53
+
+
 # Batches
 
 class Chunks(torch.utils.data.Dataset):
     """The chunks of a run's batches: item (first position, one past the last) -> dict of tensors and lists.
 
     `source.fetch(rows) -> (dict, good (n,))` reads rows. An unusable row is replaced by the next of its split, on
-    whichever rank it falls, so the order stays a pure function of data and seed; "unusable" names such rows.
+    whichever rank it falls, so the order stays a pure function of data and seed; "unusable" names such rows, by
+    `source.fault(row)`, which says what is wrong with it, where the source has it, else by `source.name(row)`.
+
+    A source that augments (`source.augments` is true) is called as `fetch(rows, draws)`, with a number a sample that
+    depends on the seed and the sample's position alone; without a seed (evaluation), and others, as `fetch(rows)`.
     """
 
     def __init__(self, source, split, seed=None):
         self.source, self.split, self.seed = source, split, seed
+        self.describe = getattr(source, "fault", source.name)
 
     def __getitem__(self, span):
         positions = np.arange(*span)
         places = positions if self.seed is None else shuffled(positions, len(self.split), self.seed)
-        batch, good = self.source.fetch(rows := self.split[places])
+        augments = self.seed is not None and getattr(self.source, "augments", False)
+        drawn = (draws(positions, self.seed),) if augments else ()
+        batch, good = self.source.fetch(rows := self.split[places], *drawn)
         unusable = []
         while not good.all():
-            unusable += [self.source.name(row) for row in rows[~good]]
+            unusable += [self.describe(row) for row in rows[~good]]
             if len(unusable) > 100 + BAD_SHARE * len(self.split):
-                raise UserError(f"more than {len(unusable) - 1} unusable rows (not finite, or all zero) where "
-                                f"{len(rows)} were to be read: {unusable[0]}, …; mend or remove them")
+                raise UserError(f"more than {len(unusable) - 1} unusable rows (not finite, all zero or unreadable) "
+                                f"where {len(rows)} were to be read: {unusable[0]}, …; mend or remove them")
             places[~good] = (places[~good] + 1) % len(self.split)
-            batch, good = self.source.fetch(rows := self.split[places])
+            batch, good = self.source.fetch(rows := self.split[places], *drawn)
         return {**batch, "rows": torch.from_numpy(rows), "unusable": unusable}
 
 
@@ -180,26 +198,31 @@ def to_device(batch, device):
 
 # Embeddings, as clip-retrieval writes them
 
-def _shards(folder, suffix, required=True):
-    """{shard number: path} of the files NAME_N.suffix in `folder`, by number, however many zeros N is padded with."""
+def shard_files(folder, suffix, required=True, prefix=""):
+    """{shard number: path} of the files NAME_N.suffix in `folder`, by number, however many zeros N is padded with.
+
+    With a `prefix`, only of those whose name begins with it.
+    """
+    expected = f"{prefix or f'{folder.name}_'}N{suffix}"
     if not folder.is_dir():
         if required:
-            raise UserError(f"{folder}: no such folder; expected {folder.name}_N{suffix} files in it")
+            raise UserError(f"{folder}: no such folder; expected {expected} files in it")
         return {}
     found = {}
-    for path in sorted(folder.glob(f"*{suffix}")):
+    for path in sorted(folder.glob(f"{prefix}*{suffix}")):
         number = re.search(r"(\d+)$", path.name.removesuffix(suffix))
         if not number:
-            raise UserError(f"{path}: no shard number at the end of its name; expected {folder.name}_N{suffix}")
+            raise UserError(f"{path}: no shard number at the end of its name; expected {expected}")
         if int(number[1]) in found:
             raise UserError(f"{path}: the same shard number as {found[int(number[1])].name}; remove one of them")
         found[int(number[1])] = path
     if not found and required:
-        raise UserError(f"{folder}: empty; expected {folder.name}_N{suffix} files in it")
+        raise UserError(f"{folder}: no such files in it; expected {expected}" if prefix else
+                        f"{folder}: empty; expected {expected} files in it")
     return dict(sorted(found.items()))
 
 
-def _open(path, ndim):
+def open_array(path, ndim):
     """Memory map of a float array of `ndim` dimensions; nothing is read but the header."""
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
@@ -228,11 +251,11 @@ class Embeddings:
         if not folder.is_dir():
             raise UserError(f"{folder}: no such folder; expected one with img_emb/ and text_emb/ in it")
         self.folder, self.opened = folder, (folder, text_encodings, captions)
-        self.files = {"image_embed": _shards(folder / "img_emb", ".npy"),
-                      "text_embed": _shards(folder / "text_emb", ".npy")}
+        self.files = {"image_embed": shard_files(folder / "img_emb", ".npy"),
+                      "text_embed": shard_files(folder / "text_emb", ".npy")}
         if text_encodings:
-            self.files["text_enc"] = _shards(folder / "text_enc", ".npy")
-        self.arrays = {name: [_open(path, 3 if name == "text_enc" else 2) for path in files.values()]
+            self.files["text_enc"] = shard_files(folder / "text_enc", ".npy")
+        self.arrays = {name: [open_array(path, 3 if name == "text_enc" else 2) for path in files.values()]
                        for name, files in self.files.items()}
         self.sizes = np.array([len(array) for array in self.arrays["image_embed"]], np.int64)
         self.ends = np.cumsum(self.sizes)
@@ -323,7 +346,7 @@ class Captions:
     """
 
     def __init__(self, folder, numbers, sizes):
-        files = _shards(folder / "captions", ".jsonl", False) or _shards(folder / "metadata", ".parquet", False)
+        files = shard_files(folder / "captions", ".jsonl", False) or shard_files(folder / "metadata", ".parquet", False)
         if missing := [n for n in numbers if n not in files]:
             raise UserError(f"{folder}: no captions for shard {missing[0]}; expected captions/captions_N.jsonl or "
                             "metadata/metadata_N.parquet beside img_emb/")
@@ -398,87 +421,3 @@ def write_shards(folder, image_embeddings, text_embeddings, records, encodings=N
                     np.save(file, np.asarray(values[part], np.float16))
         with checkpoint.replacing(folder / "captions" / f"captions_{number}.jsonl") as file:
             file.writelines(json.dumps(record).encode() + b"\n" for record in records[part])
-
-
-# Captioned images, as img2dataset writes them
-
-IMAGES = (".jpg", ".jpeg", ".png", ".webp")
-
-
-def decode_image(data, name):
-    """The image file `data` (bytes) as uint8 RGB (H, W, 3). PNG needs nothing; the rest Pillow."""
-    try:
-        if name.lower().endswith(".png"):
-            try:
-                image = media.read_png(io.BytesIO(data))
-                image = image.reshape(*image.shape[:2], -1)  # gray, gray and alpha, RGB or RGBA
-                return np.ascontiguousarray(image[..., :3] if image.shape[2] > 2 else image[..., :1].repeat(3, -1))
-            except ValueError:
-                if importlib.util.find_spec("PIL") is None:
-                    raise  # else Pillow may know: palettes, 16 bits, interlacing
-        from PIL import Image
-        return np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
-    except ImportError:
-        raise UserError(f"{name}: reading {Path(name).suffix} images needs Pillow: pip install pillow") from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{name}: not a readable image ({error})") from error
-
-
-class CaptionedImages:
-    """Images with captions: a tar, a folder of tars (KEY.jpg|png|webp + KEY.txt or KEY.json), or a folder of images.
-
-    Tars are indexed once and then read at random. [i] -> (image uint8 (H, W, 3), caption, key); images without a
-    caption are left out and counted in `uncaptioned`.
-    """
-
-    def __init__(self, path):
-        self.path = Path(path)
-        if not self.path.exists():
-            raise UserError(f"{path}: no such file or folder; expected .tar files or images in it")
-        tars = [self.path] if self.path.is_file() else sorted(self.path.glob("*.tar"))
-        self.entries, self.uncaptioned = [], 0  # (key, (file, offset, size, name) of image, the same of the caption)
-        for tar in tars:
-            try:
-                with tarfile.open(tar, "r:") as archive:
-                    members = {m.name: (tar, m.offset_data, m.size, m.name) for m in archive if m.isfile()}
-                    archive.fileobj.seek(archive.offset)
-                    if archive.fileobj.read(512) != bytes(512):  # tarfile ends without a word at a damaged member
-                        raise tarfile.ReadError(f"no member and no end at byte {archive.offset}")
-            except (tarfile.TarError, OSError) as error:
-                raise UserError(f"{tar}: corrupt or truncated tar ({error}); fetch or write it again") from error
-            self._add(members)
-        if not tars:
-            files = (p for p in sorted(self.path.rglob("*")) if p.suffix.lower() in (*IMAGES, ".txt", ".json"))
-            self._add({str(p.relative_to(self.path)): (p, 0, None, str(p)) for p in files})
-        if not self.entries:
-            raise UserError(f"{path}: no captioned images found ({self.uncaptioned} without a caption); expected "
-                            "KEY.jpg, .png or .webp with KEY.txt beside it, in .tar files or loose")
-
-    def _add(self, members):
-        stems = {name.rpartition(".")[0]: name for name in members if Path(name).suffix.lower() in IMAGES}
-        for stem, name in stems.items():
-            caption = members.get(stem + ".txt") or members.get(stem + ".json")
-            if caption is None:
-                self.uncaptioned += 1
-            else:
-                self.entries.append((stem, members[name], caption))
-
-    def __len__(self):
-        return len(self.entries)
-
-    def __getitem__(self, i):
-        key, image, caption = self.entries[i]
-        text = _read(caption).decode("utf-8", errors="replace").strip()
-        if caption[3].endswith(".json"):
-            try:
-                text = str(json.loads(text)["caption"] or "")
-            except (ValueError, KeyError, TypeError) as error:
-                raise UserError(f"{caption[0]}: {caption[3]}: no entry 'caption' in it") from error
-        return decode_image(_read(image), image[3] if image[2] is None else f"{image[0]}: {image[3]}"), text, key
-
-
-def _read(location):
-    path, offset, size, _ = location
-    with open(path, "rb") as file:
-        file.seek(offset)
-        return file.read(size if size is not None else -1)

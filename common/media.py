@@ -1,12 +1,28 @@
-"""PNG in and out with numpy and zlib alone (PNG specification, W3C 2003; section numbers below are its own)."""
+"""Images: PNG in and out with numpy and zlib alone, and resizing.
+
+PNG specification, W3C 2003; section numbers below are its own.
+"""
 import contextlib
 import struct
 import zlib
 
 import numpy as np
+import torch
+import torch.nn.functional as F
 
+RESIZE_MODES = ("nearest", "nearest-exact", "bilinear", "bicubic", "area")
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
 CHANNELS = {0: 1, 2: 3, 4: 2, 6: 4}  # color type -> channels: gray, RGB, gray and alpha, RGBA
+CHARACTERS = " abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,;:'\"!?-+()/&%#=@_"
+FONT = (  # nine rows a character, the last two below the base line; the bits of a base-32 digit are a row's pixels
+    "00000000000c2eie00ggsiiis0000eggge0022eiiie0000ciuge00cggoggg0000eiiie2cggsiiii000g0gggg0008088888gggikoki00"
+    "ggggggg0000qllll0000siiii0000ciiic0000siiisgg00eiiie2200koggg0000egc2s000gsgggc0000iiiie0000hhaa40000hllla00"
+    "00ha4ah0000iiiie2c00u2cgu00ciiuiii00siisiis00cigggic00siiiiis00uggsggu00uggsggg00cigmiie00iiiuiii00s88888s00"
+    "22222ic00iikokii00ggggggu00hrllhhh00hpllljh00ehhhhhe00siisggg00ehhhlid00siiskii00eggc22s00v44444400iiiiiic00"
+    "hhhhaa400hhhllla00hha4ahh00hha444400u24c8gu00cimiqic008o8888s00ci248gu00ci2c2ic004ckku4400ugs22ic00cggsiic00"
+    "u22448800ciiciic00ciie22c00000000g0000000088g00080088g000g00g00gg0000000kk0000000ggggg0g00ci24808000000s0000"
+    "0044v44008ggggg800g88888g0044488gg00ciiclid00pq248bj000avaava00000u0u000ehnlnge000000000u0uiiiiiu00"
+)  # one glyph more than characters: the box that stands for all others
 
 
 def read_png(file) -> np.ndarray:
@@ -79,12 +95,14 @@ def write_png(file, image: np.ndarray) -> None:
     """Write uint8 (H, W, 3) to a path or an open binary file."""
     assert image.dtype == np.uint8 and image.ndim == 3 and image.shape[2] == 3, (image.dtype, image.shape)
     height, width, _ = image.shape
-    lines = np.zeros((height, 1 + width * 3), np.uint8)  # filter 0 before each line
-    lines[:, 1:] = image.reshape(height, -1)
+    padded = np.pad(image, ((1, 0), (1, 0), (0, 0)))
+    guesses = (0, padded[1:, :-1], padded[:-1, 1:])  # filters 0, 1 and 2 (§9.2): nothing, the pixel left, the one above
+    lines = (np.insert((image - guess).reshape(height, -1), 0, kind, axis=1) for kind, guess in enumerate(guesses))
+    smallest = min((zlib.compress(line.tobytes(), 9) for line in lines), key=len)
     with contextlib.nullcontext(file) if hasattr(file, "write") else open(file, "wb") as opened:
         opened.write(SIGNATURE)
         header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-        for kind, contents in ((b"IHDR", header), (b"IDAT", zlib.compress(lines.tobytes())), (b"IEND", b"")):
+        for kind, contents in ((b"IHDR", header), (b"IDAT", smallest), (b"IEND", b"")):
             opened.write(struct.pack(">I", len(contents)) + kind + contents)
             opened.write(struct.pack(">I", zlib.crc32(kind + contents)))
 
@@ -98,3 +116,69 @@ def grid(images: np.ndarray, columns: int, gap: int = 2) -> np.ndarray:
     sheet = sheet.reshape(rows, columns, height + gap, width + gap, channels).swapaxes(1, 2)
     sheet = sheet.reshape(rows * (height + gap), columns * (width + gap), channels)
     return np.pad(sheet, ((0, gap), (0, gap), (0, 0)), constant_values=255)
+
+
+def captioned_grid(images: np.ndarray, captions: list[str], columns: int, scale: int = 0, gap: int = 4,
+                   lines: int = 4) -> np.ndarray:
+    """Lay images (N, H, W, 3) out as `grid` does, each enlarged `scale` times with its caption below it.
+
+    A scale of 0 is the least that makes pictures 96 pixels wide; captions are cut after `lines` >= 1 lines. Returns
+    uint8 (rows * (tile height + gap) + gap, columns * (W * scale + gap) + gap, 3).
+    """
+    assert len(images) == len(captions), (len(images), len(captions))
+    scale = scale or -(-96 // images.shape[2])
+    images = images.repeat(scale, axis=1).repeat(scale, axis=2)
+    _, height, width, _ = images.shape
+    wrapped = [_wrap(caption, width, lines) for caption in captions]
+    below = 11 * max(map(len, wrapped), default=0)  # a line takes nine rows and two of white above it
+    tiles = np.pad(images, ((0, 0), (0, below), (0, 0), (0, 0)), constant_values=255)
+    for tile, rows in zip(tiles, wrapped):
+        for top, row in zip(range(height + 2, height + below, 11), rows):
+            ink = _draw(row)[:, :width]  # cut only where not even one character fits
+            tile[top:top + 9, :ink.shape[1]][ink] = 0
+    return grid(tiles, columns, gap)
+
+
+def _draw(text: str) -> np.ndarray:
+    """The ink of one line of text: bool (9, W), with a column of white between characters."""
+    glyphs = []
+    for at in map(CHARACTERS.find, text):  # -1, the last glyph, for what is not there
+        pixels = np.array([[int(digit, 32)] for digit in FONT[9 * at:][:9]]) << 1 >> np.arange(5, -1, -1) & 1  # (9, 6)
+        glyphs.append(pixels[:, :np.flatnonzero(pixels.any(0)).max(initial=0) + 2])
+    return np.concatenate(glyphs, axis=1)[:, :-1] == 1
+
+
+def _wrap(text: str, width: int, lines: int) -> list[str]:
+    """Break text into at most `lines` lines, drawn at most `width` pixels wide; "..." tells that more follows."""
+    rows = []
+    for word in text.split():
+        if rows and _draw(f"{rows[-1]} {word}").shape[1] <= width:
+            rows[-1] += " " + word
+            continue
+        rows.append("")
+        for char in word:  # a word wider than a line is broken
+            if rows[-1] and _draw(rows[-1] + char).shape[1] > width:
+                rows.append("")
+            rows[-1] += char
+    if len(rows) > lines:
+        last = rows[lines - 1]
+        while last and _draw(last + "...").shape[1] > width:
+            last = last[:-1].rstrip()
+        rows[lines - 1:] = [last + "..."]
+    return rows
+
+
+def resize(images: torch.Tensor, size: int, mode: str = "bicubic") -> torch.Tensor:
+    """Bring float images (B, C, H, W) to (B, C, size, size), whatever their values range over.
+
+    bilinear and bicubic are antialiased; area takes the mean of each box, and boxes overlap where `size` does not
+    divide H or W. All are linear and keep constants. Only bicubic can leave the range that the pixels had, by a tenth
+    of it at sharp edges; nothing is clamped here, as only the caller knows what range is allowed.
+    """
+    if mode not in RESIZE_MODES:
+        raise ValueError(f"resize mode {mode!r} is none of {', '.join(RESIZE_MODES)}")
+    if images.shape[2:] == (size, size):
+        return images
+    wide = images if images.dtype == torch.float64 else images.float()  # sums of many pixels
+    smooth = mode in ("bilinear", "bicubic")
+    return F.interpolate(wide, (size, size), mode=mode, antialias=smooth).to(images.dtype)

@@ -83,11 +83,12 @@ class _GatedProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         gate_up, weight = ctx.saved_tensors
-        cast, grad_weight = weight.to(grad.dtype), torch.zeros_like(weight)
+        cast, grad_weight = weight.to(grad.dtype), torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         for grad_piece, piece in _GatedProduct.pieces(grad, gate_up):
             gate, up = piece.chunk(2, dim=-1)
             silu, grad_hidden = F.silu(gate), grad_piece @ cast
-            grad_weight += grad_piece.T @ (silu * up)  # summed in the weight's precision
+            if grad_weight is not None:  # not frozen under an adapter; summed in the weight's precision
+                grad_weight += grad_piece.T @ (silu * up)
             grad_gate = torch.ops.aten.silu_backward(grad_hidden * up, gate)
             torch.mul(grad_hidden, silu, out=up)
             gate.copy_(grad_gate)

@@ -21,3 +21,8 @@ def set_learning_rate(optimizers, lr):
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = lr
+
+
+def due(step, before, every, seconds, minutes):
+    """Whether a multiple of `every` steps lies in (before, step], or `minutes` have passed; 0 is never."""
+    return (every > 0 and step // every != before // every) or (minutes > 0 and seconds >= minutes * 60)

@@ -63,3 +63,14 @@ def test_a_rate_changed_on_the_command_line_takes_effect_on_resume():
     after = train(second, resumed, 0.5, range(6, 10))
     whole = train(torch.nn.Linear(4, 4), optim.make(first, "adamw", 1.0, 0.1), 1.0, range(10))
     assert before + [2 * rate for rate in after] == whole
+
+
+def test_due_counts_every_multiple_passed_and_the_minutes():
+    last, found = 0, []
+    for step in range(7, 100, 7):  # log lines fall where they fall
+        if schedule.due(step, last, 20, 0, 0):
+            found.append(step)
+        last = step
+    assert found == [21, 42, 63, 84]
+    assert not schedule.due(5, 0, 0, 1e9, 0)
+    assert schedule.due(5, 0, 0, 60, 1) and not schedule.due(5, 0, 0, 59, 1)

@@ -3,6 +3,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import math
 import os
 import random
 import re
@@ -227,7 +228,7 @@ def test_embeddings_are_scaled_inside_and_come_out_unit_length_and_unclamped():
     torch.testing.assert_close(unit, F.normalize(raw, dim=-1))
 
 
-@pytest.mark.parametrize("objective", ["x0", "v", "epsilon"])
+@pytest.mark.parametrize("objective", ["x0", "v", "epsilon", "flow"])
 def test_sampling_with_guidance_equals_a_slow_uncached_loop(objective):
     prior = make(objective=objective, self_condition=True, clamp_sampling=True).eval()
     _, _, _, condition, _ = inputs()
@@ -241,11 +242,46 @@ def test_sampling_with_guidance_equals_a_slow_uncached_loop(objective):
                 answers.append(prior(x[:, None], level, estimate[:, None], condition, drop)[:, 0])
             answer = answers[1] + scale * (answers[0] - answers[1])
             a, s = prior.alpha[t], prior.sigma[t]
-            estimate = {"x0": answer, "v": a * x - s * answer, "epsilon": (x - s * answer) / a}[objective]
+            estimate = {"x0": answer, "v": a * x - s * answer, "epsilon": (x - s * answer) / a,
+                        "flow": x - s * answer}[objective]
             estimate = estimate / estimate.norm(dim=-1, keepdim=True) * 4
             if after is not None:
                 x = prior.alpha[after] * estimate + prior.sigma[after] * (x - a * estimate) / s
     torch.testing.assert_close(out, estimate / 4, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("settings", [
+    dict(objective="v", p2_gamma=0.5, p2_k=2.0, timestep_density="mode", mode_scale=0.8),
+    dict(objective="flow", flow_weight="cosmap", timestep_density="logit_normal", density_mean=1.0, density_std=0.5),
+    dict(objective="epsilon", dream=True, dream_power=2.0, min_snr_gamma=5.0)])
+def test_loss_equals_a_slow_one_over_samples_and_draws(settings):
+    cfg = train_prior.Config(**settings)
+    prior = make(text_encodings="none", noise_draws=3, text_drop=0.0, **settings).eval()
+    batch = {"image_embed": torch.randn(8, 16), "text_embed": torch.randn(8, 16)}
+    condition = train_prior.conditioning(batch, prior.cfg, None)
+    torch.manual_seed(5)
+    loss = train_prior.diffusion_loss(prior, prior, batch, condition)
+    torch.manual_seed(5)
+    timestep = diffusion.draw_timesteps(cfg.timestep_density, (8, 3), 1000, "cpu", cfg.density_mean, cfg.density_std,
+                                        cfg.mode_scale)
+    noise, total = torch.randn(8, 3, 16), 0.0
+    for i in range(8):
+        for k in range(3):
+            a, s = prior.alpha[timestep[i, k]], prior.sigma[timestep[i, k]]
+            x0, text = 4 * F.normalize(batch["image_embed"][i], dim=0), {"text_embed": condition["text_embed"][i, None]}
+
+            def say(x, i=i, k=k, text=text):
+                return prior(x[None, None], timestep[i, k].reshape(1, 1), torch.zeros(1, 1, 16), text,
+                             torch.zeros(1, dtype=torch.bool))[0, 0]
+
+            e, ratio = noise[i, k], (a / s) ** 2
+            if cfg.objective == "epsilon":
+                e = e + s ** 2 * (e - say(a * x0 + s * e))
+            wanted, weight = {"v": (a * e - s * x0, ratio * (2 + ratio) ** -0.5 / (ratio + 1)),
+                              "flow": (e - x0, 2 / math.pi / (1 - 2 * s + 2 * s ** 2)),
+                              "epsilon": (e, ratio.clamp(max=5) / ratio)}[cfg.objective]
+            total = total + weight * ((say(a * x0 + s * e) - wanted) ** 2).mean() / 24
+    torch.testing.assert_close(loss, total, rtol=1e-4, atol=1e-5)
 
 
 def test_bf16_stays_close_to_fp32():
@@ -475,28 +511,28 @@ results = []
 device = dist.setup("cpu")
 cfg = train_prior.Config(**{settings!r})
 source = data.Embeddings({emb!r})
-training = train_prior.Training(cfg, source, None, None, device)
-model = dist.wrap(training.prior, device)
+state = train_prior.make(cfg, source, None, None, device)
+model = dist.wrap(state.model, device)
 plan = accumulate.plan(cfg.batch_size, cfg.chunk_size, dist.rank(), dist.world_size())
 reader = data.Chunks(source, data.Split(len(source), "train", 0.1, 0.1), cfg.seed)
 inject = [False]
-next(training.prior.parameters()).register_hook(lambda g: g * float("inf") if inject[0] and dist.rank() == 1 else g)
+next(state.model.parameters()).register_hook(lambda g: g * float("inf") if inject[0] and dist.rank() == 1 else g)
 def attempt():
-    step = training.step
-    return training.update(model, plan, [reader[step * cfg.batch_size + c.start, step * cfg.batch_size + c.stop]
-                                         for c in plan])[2]
+    start = state.step * cfg.batch_size
+    batch = [reader[start + chunk.start, start + chunk.stop] for chunk in plan]
+    return train_prior.update(state, model, None, plan, batch)[2]
 while not attempt():  # the first scale is a guess
     pass
 for number in range(4):
-    before = [t.clone() for t in [*training.prior.state_dict().values(), *training.average.state_dict().values()]]
-    step, scale = training.step, training.scaler.get_scale()
+    before = [t.clone() for t in [*state.model.state_dict().values(), *state.average.state_dict().values()]]
+    step, scale = state.step, state.scaler.get_scale()
     inject[0] = number == 2
     taken = attempt()
-    after = [*training.prior.state_dict().values(), *training.average.state_dict().values()]
+    after = [*state.model.state_dict().values(), *state.average.state_dict().values()]
     same = all(torch.equal(a, b) for a, b in zip(before, after))
-    scale = training.scaler.get_scale() / scale
-    results.append([number, taken, training.step - step, same, scale])
-    dist.check_in_step(training.prior, training.step)
+    scale = state.scaler.get_scale() / scale
+    results.append([number, taken, state.step - step, same, scale])
+    dist.check_in_step(state.model, state.step)
 everyone = dist.gather(results)
 if dist.is_main():
     print(json.dumps(everyone))
@@ -514,7 +550,38 @@ def test_fp16_overflow_on_one_rank_of_two_is_a_step_that_did_not_happen(emb, tmp
     assert json.loads(out) == [[[number, *(skipped if number == 2 else usual)] for number in range(4)]] * 2
 
 
+@pytest.mark.parametrize("settings", [
+    dict(objective="flow", flow_weight="cosmap", timestep_density="logit_normal", self_condition="true"),
+    dict(objective="flow", eta=0, timestep_density="mode", mode_scale=-0.5, p2_gamma=1),
+    dict(objective="epsilon", dream="true", dream_power=3)])
+def test_flow_densities_and_dream_train_and_sample(settings, emb, tmp_path):
+    run(*flags(data=emb, run=tmp_path / "run", **{**SMALL, "steps": 40, "lr": 3e-3, **settings}))
+    lines = metrics(tmp_path / "run")
+    losses = [line["loss"] for line in lines if "loss" in line]
+    assert losses[-1] < losses[0] and all(np.isfinite(losses))
+    assert lines[-1]["similarity_with_text@4"] > lines[-1]["similarity_with_unrelated_text@4"] + 0.05
+
+
 # Mistakes
+
+
+@pytest.mark.parametrize("settings, message", [
+    (dict(dream=True), "--dream: it needs --objective epsilon"),
+    (dict(objective="epsilon", dream_power=2.0), "--dream_power: it needs --dream true"),
+    (dict(flow_weight="cosmap"), "--flow_weight: it needs --objective flow"),
+    (dict(objective="flow", noise_schedule="linear"), "--noise_schedule: it needs an objective other than flow"),
+    (dict(p2_k=2.0), "--p2_k: it needs --p2_gamma above 0"),
+    (dict(p2_gamma=1.0, p2_k=0.0), "--p2_k: 0.0 is not above 0"),
+    (dict(p2_gamma=1.0, min_snr_gamma=5.0), "each is a loss weight; give one of them"),
+    (dict(objective="flow", p2_gamma=1.0, flow_weight="cosmap"), "each is a loss weight; give one of them"),
+    (dict(density_mean=1.0), "--density_mean: it needs --timestep_density logit_normal"),
+    (dict(timestep_density="mode", density_std=2.0), "--density_std: it needs --timestep_density logit_normal"),
+    (dict(timestep_density="logit_normal", mode_scale=1.0), "--mode_scale: it needs --timestep_density mode"),
+    (dict(timestep_density="mode", mode_scale=2.0), "--mode_scale: 2.0 is not within -1 and 1.7519"),
+    (dict(objective="flow", clamp_training=True), "it needs --objective x0")])
+def test_settings_that_make_no_sense_together_are_refused(settings, message):
+    with pytest.raises(train_prior.UserError, match=re.escape(message)):
+        train_prior.Config(**settings)
 
 
 def broken(emb, folder, change):

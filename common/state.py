@@ -1,0 +1,120 @@
+"""What a training run is made of and how it goes to disk and back: the part that is the same in every script."""
+import dataclasses
+import inspect
+from pathlib import Path
+
+from common import amp, checkpoint, config, dist, ema, optim, schedule
+from common.config import UserError
+
+
+class State:
+    """What a run is made of and a checkpoint holds: weights, average, optimizers, scaler, step, best validation loss.
+
+    `trained` is the module whose parameters are trained, averaged and saved: the model itself, or its LoRA adapters.
+    The forward and backward passes stay in the script:
+
+        state.set_rate()
+        ...  # state.scaler.scale(loss * chunk.weight).backward() for each chunk
+        norms, taken = state.advance()
+    """
+
+    def __init__(self, cfg, model, device, identity, facts, trained=None):
+        """cfg: the script's Config, with the common fields; model: on `device` already.
+
+        identity: facts by which the run is known again, {name: plain value}; what must not change while it goes on.
+        facts: plain values for every file the run writes, what it takes to make the model besides the config.
+        """
+        self.cfg, self.model, self.trained, self.device = cfg, model, model if trained is None else trained, device
+        self.identity, self.facts = identity, facts
+        self.versions = checkpoint.versions(inspect.getfile(type(cfg)))  # the script is the file that has the Config
+        self.optimizers = optim.make(self.trained, cfg.optimizer, cfg.lr, cfg.weight_decay, (cfg.beta1, cfg.beta2),
+                                     cfg.eps)
+        self.scaler = amp.scaler(device, cfg.precision)
+        self.average = ema.EMA(self.trained, cfg.ema_update_every, decay=cfg.ema_decay, warmup=cfg.ema_warmup,
+                               power=cfg.ema_power, inv_gamma=cfg.ema_inv_gamma, min_decay=cfg.ema_min_decay,
+                               update_after=cfg.ema_update_after)
+        self.average.to("cpu" if cfg.ema_on_host else device, pin_memory=cfg.ema_on_host)
+        self.step, self.best_val_loss = 0, float("inf")
+
+    def state(self):
+        """The contents of a checkpoint, with the tensors themselves, not copies."""
+        return {"model": self.trained.state_dict(), "ema": self.average.state_dict(),
+                "scaler": self.scaler.state_dict(), "optimizers": [opt.state_dict() for opt in self.optimizers],
+                "step": self.step, "best_val_loss": self.best_val_loss, "identity": self.identity,
+                "config": config.as_json(self.cfg), "versions": self.versions, **self.facts}
+
+    def export(self, name, **extra):
+        """Rank 0 writes the averaged weights, and what is needed to use them, to the run folder as `name`."""
+        if dist.is_main():
+            checkpoint.save({"model": self.average.state_dict(), "config": config.as_json(self.cfg), "step": self.step,
+                             "versions": self.versions, **self.facts, **extra}, Path(self.cfg.run) / name)
+
+    def start_from(self, path, strict=True):
+        """Take the weights, and nothing else, of a model.pt or a checkpoint; not `strict`: those that fit."""
+        load_weights(self.trained, checkpoint.load(path), path, strict)
+        self.average.load_state_dict(self.trained.state_dict())
+
+    def restore(self, path):
+        """Load the checkpoint `path`; returns notes on what has changed. The rate and the rest follow from the step."""
+        state = checkpoint.load(path)
+        if "identity" not in state:
+            raise UserError(f"{path}: weights without the state of a run; start from them with --init_from")
+        check_identity(self.cfg, state["identity"], self.identity, path)
+        load_weights(self.trained, state, path)
+        self.average.load_state_dict(state["ema"])
+        optim.load(self.optimizers, state["optimizers"])
+        self.step = state["step"]
+        if Path(path).parent.parent == Path(self.cfg.run):  # the best of another run is not in this one's folder
+            self.best_val_loss = state["best_val_loss"]
+        now = config.as_json(self.cfg)
+        notes = [f"resuming {path} at step {self.step} of {self.cfg.steps}",
+                 amp.load_scaler(self.scaler, state["scaler"])]
+        return notes + [f"{name} changed from {then} to {now[name]}" for name, then in state["config"].items()
+                        if name in now and now[name] != then]
+
+    def set_rate(self):
+        """Give the optimizers the learning rate of the step to come."""
+        cfg = self.cfg
+        lr = schedule.learning_rate(self.step, cfg.lr, cfg.warmup_steps, cfg.steps, cfg.cosine)
+        schedule.set_learning_rate(self.optimizers, lr)
+
+    def advance(self):
+        """One step with the gradients at hand, which are then gone; a step that overflowed did not happen.
+
+        Returns (gradient norms (n,) of the n optimizers, whether the step was taken).
+        """
+        norms, taken = amp.step(self.scaler, self.optimizers, self.cfg.max_grad_norm)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        if taken:
+            self.step += 1
+            self.average.update(self.step)
+        elif self.scaler.get_scale() < 2 ** -20:
+            raise UserError(f"step {self.step}: gradients overflow fp16 at any scale; use --precision bf16 or a lower "
+                            "--lr")
+        return norms, taken
+
+
+def check_identity(cfg, found, expected, where):
+    """UserError unless the run `found` is the one `expected`; a setting younger than that run counts as its default."""
+    found = {field.name: field.default for field in dataclasses.fields(cfg)} | found
+
+    def plain(facts):  # what has been through JSON has lists for tuples
+        return {name: list(v) if isinstance(v, tuple) else v for name, v in facts.items()}
+    checkpoint.check_identity(plain(found), plain(expected), where)
+
+
+def load_weights(module, state, path, strict=True):
+    """Load `state["model"]` into `module`; if it does not fit, UserError, or, not `strict`, what does fit of it."""
+    own, found = module.state_dict(), state["model"]
+    fits = {name: value for name, value in found.items() if name in own and own[name].shape == value.shape}
+    wrong = sorted((own.keys() | found.keys()) - fits.keys())
+    if wrong and "lora" in state:
+        base = Path(state["lora"]["base"])
+        raise UserError(f"{path}: LoRA adapters, not a model; use them with their base: --run {base.parent} --model "
+                        f"{base.name} --lora {path}, or merge the two: python -m common.lora merge --model {base} "
+                        f"--lora {path} --out FILE")
+    if wrong and (strict or not fits):
+        raise UserError(f"{path}: weights of another model: {len(wrong)} entries differ, the first is {wrong[0]}; give "
+                        "the settings it was trained with")
+    module.load_state_dict(fits, strict=False)

@@ -1,0 +1,145 @@
+"""What the tests of the scripts share: scripts run as a user runs them, and their runs compared bit for bit."""
+import contextlib
+import importlib
+import io
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import FORKS, ROOT
+
+from common import checkpoint, config
+
+TIMINGS = ("samples_per_s", "evaluation_s")
+
+
+def flags(**settings):
+    """Words of a command line; a tuple becomes values separated by commas."""
+    return [word for name, value in settings.items() for word in
+            (f"--{name}", ",".join(map(str, value)) if isinstance(value, tuple) else str(value))]
+
+
+def start(script, *words, ranks=0):
+    """The process of SCRIPT.py: by plain python, or by torchrun on `ranks` processes."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "--"] if ranks else []
+    return subprocess.Popen([sys.executable, *torchrun, str(ROOT / f"{script}.py"), *map(str, words)],
+                            env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                            text=True, start_new_session=True)
+
+
+def run(script, *words, ranks=0, expect=0):
+    """Output of SCRIPT.py, which must end with the status `expect`; without torchrun it runs in this process."""
+    if ranks:
+        process = start(script, *words, ranks=ranks)
+        out, err = process.communicate()
+        status, out = process.returncode, out + err
+    else:
+        status, argv, out = 0, sys.argv, io.StringIO()
+        try:
+            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+                _main(script, words)
+        except SystemExit as end:
+            status = end.code
+        finally:
+            sys.argv, out = argv, out.getvalue()
+    assert status == expect, out
+    return out
+
+
+def _main(script, words):
+    sys.argv = [f"{script}.py", *map(str, words)]
+    config.run(importlib.import_module(script).main)
+
+
+class Forked:
+    """SCRIPT.py on `ranks` processes that are forked, in a tenth of the time that torchrun takes to start them.
+
+    `out` is a file to read what all of them print, line by line as it comes.
+    """
+
+    def __init__(self, script, *words, ranks=1):
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        reader, writer = FORKS.Pipe(duplex=False)
+        self.processes = [FORKS.Process(target=_forked, args=(r, ranks, port, writer, script, [*map(str, words)]))
+                          for r in range(ranks)]
+        for process in self.processes:
+            process.start()
+        writer.close()
+        self.out = open(os.dup(reader.fileno()), errors="replace")  # noqa: SIM115 (read as long as they run)
+
+    def kill(self):
+        """kill -9; returns whether they were all still running."""
+        running = all(process.is_alive() for process in self.processes)
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+        return running
+
+    def finish(self, expect=0):
+        """Output; every process must end with the status `expect`."""
+        out = self.out.read()
+        for process in self.processes:
+            process.join()
+        self.out.close()
+        assert [process.exitcode for process in self.processes] == [expect] * len(self.processes), out
+        return out
+
+
+def _forked(rank, ranks, port, writer, script, words):
+    for stream in (1, 2):
+        os.dup2(writer.fileno(), stream)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+                      WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks), PYTHONUNBUFFERED="1", OMP_NUM_THREADS="2")
+    torch.set_num_threads(1)
+    sys.stdout.reconfigure(line_buffering=True)
+    _main(script, words)
+
+
+def wait_for(word, process):
+    """Read the output of `process` up to the line that has `word` in it."""
+    for line in process.stdout:
+        if word in line:
+            return
+    pytest.fail(f"ended without a word of {word!r}: {process.stderr.read()}")
+
+
+def kill_all(word):
+    """kill -9 every process that has `word` on its command line: torchrun's workers too, which have their own group."""
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if word in (process / "cmdline").read_text() and int(process.name) != os.getpid():
+                os.kill(int(process.name), signal.SIGKILL)
+        except (OSError, UnicodeDecodeError):
+            continue  # it has ended by itself
+
+
+def metrics(folder):
+    """The lines of metrics.jsonl without what a clock has measured."""
+    lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k not in TIMINGS} for line in lines]
+
+
+def tensors(value):
+    """All tensors and plain values in nested dicts and lists, in order."""
+    if isinstance(value, dict):
+        return [leaf for key in value for leaf in tensors(value[key])]
+    return [leaf for item in value for leaf in tensors(item)] if isinstance(value, (list, tuple)) else [value]
+
+
+def differences(one, other, steps):
+    """What is not the same bit for bit in two runs' metrics, weights, average, optimizer, scaler and step."""
+    found = [] if metrics(one) == metrics(other) else ["metrics"]
+    for name in ("model.pt", "best.pt", f"checkpoints/step_{steps:08d}.pt"):
+        a, b = (checkpoint.load(Path(folder) / name) for folder in (one, other))
+        for left, right in zip(tensors({**a, "config": 0}), tensors({**b, "config": 0}), strict=True):
+            if not (torch.equal(left, right) if isinstance(left, torch.Tensor) else left == right):
+                found.append(name)
+    return found

@@ -1,0 +1,149 @@
+"""The state of a run: what a checkpoint brings back, what it refuses, and steps that did not happen."""
+import copy
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import train_prior
+from common import checkpoint, config, schedule, state
+from common.config import UserError
+
+CPU = torch.device("cpu")
+
+
+def make(folder, width=8, seed=0, trained=None, **settings):
+    """A State of a model with a matrix, a bias, a buffer that steps change, and a part that takes nothing."""
+    torch.manual_seed(seed)
+    cfg = train_prior.Config(run=str(folder), lr=0.01, ema_power=0.5, **settings)
+    model = nn.Sequential(nn.Linear(4, width), nn.BatchNorm1d(width), nn.SiLU(), nn.Linear(width, 1))
+    return state.State(cfg, model, CPU, {"width": width, "steps apart": (1, 2)}, {"kind": "test", "widths": [4, width]},
+                       trained and trained(model))
+
+
+def step(run, poison=1.0):
+    """One step on data that the step gives."""
+    run.set_rate()
+    data = torch.randn(16, 4, generator=torch.Generator().manual_seed(run.step))
+    run.scaler.scale(run.model(data).square().mean() * poison).backward()
+    return run.advance()
+
+
+def leaves(value):
+    if isinstance(value, dict):
+        return [leaf for key in value for leaf in leaves(value[key])]
+    return [leaf for item in value for leaf in leaves(item)] if isinstance(value, (list, tuple)) else [value]
+
+
+def same(one, other):
+    pairs = zip(leaves(one), leaves(other), strict=True)
+    return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs)
+
+
+def saved(run, name="checkpoints/step_1.pt"):
+    path = Path(run.cfg.run) / name
+    checkpoint.save(run.state(), path)
+    return path
+
+
+@pytest.mark.parametrize("settings", [{}, dict(optimizer="muon"), dict(precision="fp16", ema_on_host=True)])
+def test_a_restored_state_goes_on_bit_for_bit(settings, tmp_path):
+    run = make(tmp_path, **settings)
+    for _ in range(4):
+        step(run)
+    run.best_val_loss = 0.25
+    path = saved(run)
+    other = make(tmp_path, seed=1, **settings)
+    assert not same(other.state(), run.state())
+    notes = other.restore(path)
+    run.set_rate()  # which the step gives, and no file
+    other.set_rate()
+    assert same(other.state(), run.state()) and notes[0] == f"resuming {path} at step {run.step} of {run.cfg.steps}"
+    for _ in range(3):
+        step(run)
+        step(other)
+    assert same(other.state(), run.state()) and other.best_val_loss == 0.25
+
+
+def test_a_changed_rate_holds_and_is_told(tmp_path):
+    run = make(tmp_path)
+    step(run)
+    other = make(tmp_path)
+    other.cfg = dataclasses.replace(other.cfg, lr=0.5, run=str(tmp_path / "elsewhere"))
+    notes = other.restore(saved(run))
+    assert "lr changed from 0.01 to 0.5" in notes
+    other.set_rate()
+    assert other.optimizers[0].param_groups[0]["lr"] == schedule.learning_rate(1, 0.5, 50, 1200, True)
+    assert other.best_val_loss == float("inf")  # the file best.pt is in the other folder
+
+
+def test_another_model_is_refused_by_name_and_not_strict_takes_what_fits(tmp_path):
+    run = make(tmp_path)
+    path = saved(run, "model.pt")
+    other = make(tmp_path, width=12, seed=1)
+    with pytest.raises(UserError, match=rf"{path}: a run of another model.*width is 8 there and 12 here"):
+        other.restore(path)
+    before = {name: tensor.clone() for name, tensor in other.model.state_dict().items()}
+    with pytest.raises(UserError, match=rf"{path}: weights of another model: 7 entries differ, the first is 0.bias"):
+        other.start_from(path)
+    assert same(before, other.model.state_dict())
+    other.start_from(path, strict=False)
+    assert [n for n, t in other.model.state_dict().items() if not torch.equal(t, before[n])] == ["3.bias"]
+    assert same(other.average.state_dict(), other.model.state_dict())  # the average starts where the weights do
+
+
+def test_a_file_of_weights_alone_cannot_be_resumed(tmp_path):
+    run = make(tmp_path)
+    run.export("model.pt")
+    with pytest.raises(UserError, match="weights without the state of a run; start from them with --init_from"):
+        run.restore(tmp_path / "model.pt")
+
+
+def test_identity_knows_lists_as_tuples_and_younger_settings_by_their_defaults(tmp_path):
+    run = make(tmp_path)
+    expected = {"width": 8, "timesteps": 1000, "steps apart": (1, 2)}
+    state.check_identity(run.cfg, json.loads(json.dumps({"width": 8, "steps apart": (1, 2)})), expected, "there")
+    with pytest.raises(UserError, match=r"there: .*timesteps is 1000 there and 8 here"):
+        state.check_identity(run.cfg, {"width": 8, "steps apart": [1, 2]}, {**expected, "timesteps": 8}, "there")
+    with pytest.raises(UserError, match="steps apart is None there"):
+        state.check_identity(run.cfg, {"width": 8}, expected, "there")
+
+
+def test_a_step_that_overflowed_advances_nothing_but_the_scale(tmp_path):
+    run = make(tmp_path, precision="fp16")
+    while not step(run)[1]:  # the first scale is a guess
+        pass
+    run.model.eval()  # the buffer belongs to the forward pass, not to the step
+    def contents():
+        return [run.model.state_dict(), run.average.state_dict(), run.optimizers[0].state_dict()["state"], run.step]
+    before = copy.deepcopy(contents())
+    norms, taken = step(run, poison=float("inf"))
+    assert not taken and not norms.isfinite().all() and same(before, contents())
+    assert all(p.grad is None for p in run.model.parameters())
+    with pytest.raises(UserError, match="step 1: gradients overflow fp16 at any scale; use --precision bf16"):
+        for _ in range(60):
+            step(run, poison=float("inf"))
+
+
+def test_export_has_the_averaged_weights_and_what_it_takes_to_use_them(tmp_path):
+    run = make(tmp_path)
+    for _ in range(5):
+        step(run)
+    run.export("best.pt", val_loss=0.5)
+    found = checkpoint.load(tmp_path / "best.pt")
+    assert same(found["model"], run.average.state_dict()) and not same(found["model"], run.model.state_dict())
+    assert found["config"] == config.as_json(run.cfg) and found["versions"] == checkpoint.versions(train_prior.__file__)
+    assert (found["kind"], found["widths"], found["step"], found["val_loss"]) == ("test", [4, 8], 5, 0.5)
+    assert not found.keys() & {"ema", "optimizers", "scaler", "identity"}
+
+
+def test_a_part_of_the_model_can_be_all_that_is_trained_and_saved(tmp_path):
+    run = make(tmp_path, trained=lambda model: model[3])
+    before = {name: tensor.clone() for name, tensor in run.model[0].state_dict().items()}
+    last = run.model[3].weight.clone()
+    step(run)
+    assert same(before, run.model[0].state_dict()) and not torch.equal(last, run.model[3].weight)
+    assert list(run.state()["model"]) == list(run.state()["ema"]) == ["weight", "bias"]
