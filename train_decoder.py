@@ -68,6 +68,7 @@ class Config:
     attention_levels: tuple[int, ...] = ()  # levels with self-attention, 0 the finest
     linear_levels: tuple[int, ...] = ()  # levels with linear attention
     middle_attention: bool = True  # self-attention at the smallest size
+    coordinates: bool = True  # give the first convolution each pixel's place, too (CoordConv, Liu et al. 2018)
     cross_embed: bool = True  # first convolution with kernels of 3, 7 and 15, else 7
     pixel_shuffle: bool = True  # upsample by sub-pixel convolution, else by nearest neighbor and convolution
     memory_efficient: bool = False  # halve the size before a level's blocks, not after (Imagen §2.4)
@@ -190,7 +191,7 @@ class Config:
 STAGES = {
     "base": {},
     "upsample": dict(image_size=32, low_res_size=16, width=32, mults=(1, 2), random_crop=16, steps=800, blocks=1,
-                     image_condition=False, middle_attention=False, eval_steps=10),
+                     image_condition=False, middle_attention=False, coordinates=False, eval_steps=10),
 }
 PRESETS = {  # the base U-Net of DALLE2-pytorch's published config, over ViT-L/14
     "dalle2-64": dict(stage="base", clip="open_clip:ViT-L-14/openai", image_size=64, width=128, mults=(1, 2, 4, 8),
@@ -203,11 +204,11 @@ PRESETS = {  # the base U-Net of DALLE2-pytorch's published config, over ViT-L/1
 
 # What must not change when a run goes on; all else may.
 FIXED = ("stage", "image_size", "low_res_size", "width", "mults", "blocks", "groups", "cond_width", "heads",
-         "head_width", "attention_levels", "linear_levels", "middle_attention", "cross_embed", "pixel_shuffle",
-         "memory_efficient", "final_block", "self_condition", "image_condition", "image_tokens", "text_encodings",
-         "max_text_len", "objective", "noise_schedule", "timesteps", "learned_variance", "low_res_noise", "random_crop",
-         "crop_scale", "flip", "resize", "batch_size", "chunk_size", "seed", "validation", "test", "optimizer",
-         "lora_rank", "lora_alpha", "lora_targets")
+         "head_width", "attention_levels", "linear_levels", "middle_attention", "coordinates", "cross_embed",
+         "pixel_shuffle", "memory_efficient", "final_block", "self_condition", "image_condition", "image_tokens",
+         "text_encodings", "max_text_len", "objective", "noise_schedule", "timesteps", "learned_variance",
+         "low_res_noise", "random_crop", "crop_scale", "flip", "resize", "batch_size", "chunk_size", "seed",
+         "validation", "test", "optimizer", "lora_rank", "lora_alpha", "lora_targets")
 
 
 # Model
@@ -219,12 +220,19 @@ class _NormSiLU(torch.autograd.Function):
     """
 
     @staticmethod
+    def ordered(x, like):
+        """x in the order in memory of `like`, which torch's kernels expect without a check; NHWC on a CPU alone."""
+        nhwc = like.device.type == "cpu" and like.is_contiguous(memory_format=torch.channels_last)
+        return x.contiguous(memory_format=torch.channels_last if nhwc else torch.contiguous_format)
+
+    @staticmethod
     def normalize(x, groups):
         batch, width, height, _ = x.shape
         return torch.native_group_norm(x, None, None, batch, width, height * x.shape[3], groups, 1e-5)
 
     @staticmethod
     def forward(ctx, x, scale, shift, groups):
+        x = _NormSiLU.ordered(x, x)
         normed, mean, rstd = _NormSiLU.normalize(x, groups)
         ctx.save_for_backward(x, scale, shift, mean, rstd)
         ctx.groups = groups
@@ -237,8 +245,8 @@ class _NormSiLU(torch.autograd.Function):
         grad = torch.ops.aten.silu_backward(grad, torch.addcmul(shift.to(x.dtype), normed, scale.to(x.dtype)))
         grad_scale, grad_shift = ((g.sum((2, 3), keepdim=True)).to(scale.dtype) for g in (grad * normed, grad))
         grad = torch.ops.aten.native_group_norm_backward(
-            grad * scale.to(x.dtype), x, mean, rstd, None, *x.shape[:2], x.shape[2] * x.shape[3], ctx.groups,
-            [True, False, False])[0]
+            _NormSiLU.ordered(grad * scale.to(x.dtype), x), x, mean, rstd, None, *x.shape[:2],
+            x.shape[2] * x.shape[3], ctx.groups, [True, False, False])[0]
         return grad, grad_scale, grad_shift, None
 
 
@@ -297,13 +305,18 @@ class CrossAttention(nn.Module):
         return (x + self.out_norm(h)).transpose(1, 2).unflatten(2, size)
 
 
+def heads_of(width, head_width):
+    """How many heads of about `head_width` divide `width`."""
+    return next(heads for heads in range(max(1, width // head_width), 0, -1) if width % heads == 0)
+
+
 class SelfAttention(nn.Module):
     """Attention of the pixels to each other, with one key-value head (Shazeer 2019); x (B, W, H, H) plus that."""
 
     def __init__(self, width, head_width):
         super().__init__()
         self.norm = nn.LayerNorm(width, bias=False)
-        self.attention = Attention(width, max(1, width // head_width), 1, normformer=True)
+        self.attention = Attention(width, heads_of(width, head_width), 1, normformer=True)
 
     def forward(self, x):
         tokens = x.flatten(2).transpose(1, 2)  # (B, N, W)
@@ -317,7 +330,7 @@ class LinearAttention(nn.Module):
 
     def __init__(self, width, head_width):
         super().__init__()
-        self.heads = max(1, width // head_width)
+        self.heads = heads_of(width, head_width)
         self.norm, self.out_norm = nn.LayerNorm(width, bias=False), nn.LayerNorm(width, bias=False)
         self.query, self.out = nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False)
         self.key_value = nn.Linear(width, 2 * width, bias=False)
@@ -381,6 +394,14 @@ class Upsample(nn.Module):
         return self.conv(F.interpolate(x, scale_factor=2.0, mode="nearest"))
 
 
+def coordinates(x):
+    """Places of the pixels of x (B, C, H, H) in [-1, 1], with sines and cosines of one and two turns: (B, 10, H, H)."""
+    line = torch.linspace(-1, 1, x.shape[2], device=x.device, dtype=x.dtype)
+    line = torch.stack([line, *(f(n * torch.pi * line) for n in (1, 2) for f in (torch.sin, torch.cos))])  # (5, H)
+    both = torch.cat([line[:, :, None].expand(-1, -1, x.shape[3]), line[:, None, :].expand(-1, x.shape[2], -1)])
+    return both.expand(len(x), -1, -1, -1)
+
+
 class UNet(nn.Module):
     """The denoiser of one stage, on the plan of DALL-E 2's decoder (§2.1, after GLIDE and ADM).
 
@@ -395,7 +416,7 @@ class UNet(nn.Module):
         widths = [cfg.width, *(cfg.width * mult for mult in cfg.mults)]
         levels = list(itertools.pairwise(widths))  # (width in, width out), the finest first
         self.low_res = cfg.low_res_size > 0
-        channels = 3 * (1 + self.low_res + cfg.self_condition)
+        channels = 3 * (1 + self.low_res + cfg.self_condition) + 10 * cfg.coordinates
 
         # Conditioning
         self.time_in = TimeEmbedding(hidden, cfg.timesteps)
@@ -501,7 +522,8 @@ class UNet(nn.Module):
                 return torch.utils.checkpoint.checkpoint(block, x, modulation, memory, use_reentrant=False)
             return block(x, modulation, memory)
 
-        x = torch.cat([part for part in (x_t, estimate, low_res) if part is not None], dim=1)
+        place = coordinates(x_t) if self.cfg.coordinates else None
+        x = torch.cat([part for part in (x_t, estimate, low_res, place) if part is not None], dim=1)
         x = stem = self.stem(x.contiguous(memory_format=torch.channels_last))
         if self.first is not None:
             x = through(self.first, x)
@@ -647,6 +669,7 @@ def sample_pictures(unet, condition, steps, guidance_scale=1.0, eta=0.0, noise=t
     denoise = denoiser(unet, condition, guidance_scale, low_res, low_res_share, noise)
     if x_t is None:
         x_t = noise(torch.empty(size, 3, cfg.image_size, cfg.image_size, device=device))
+    resample = 1 if known is None else resample
     return diffusion.sample(denoise, x_t, unet.alpha, unet.sigma, steps, eta, noise, known, mask, resample).clamp(-1, 1)
 
 
@@ -1165,8 +1188,8 @@ def load_stage(path, weights, device, adapters="", scale=1.0):
 def load_cascade(asked, device):
     """The stages that `asked` names, from --start to --stop, checked to fit each other."""
     if len(asked.lora) > len(asked.runs):
-        raise UserError(f"--lora: {len(asked.lora)} files for {len(asked.runs)} --runs; give one a run, empty for none")
-    adapters = [*asked.lora, *[""] * (len(asked.runs) - len(asked.lora))]
+        raise UserError(f"--lora: {len(asked.lora)} files for {len(asked.runs)} --runs; give one a run, or none")
+    adapters = ["" if file == "none" else file for file in asked.lora] + [""] * (len(asked.runs) - len(asked.lora))
     stages = [load_stage(Path(run) / asked.model, asked.weights, device, file, asked.lora_scale)
               for run, file in zip(asked.runs, adapters)]
     for i, (one, two) in enumerate(itertools.pairwise(stages), 2):
@@ -1221,7 +1244,7 @@ class EvaluateConfig:
     runs: tuple[str, ...] = ("runs/decoder/base", "runs/decoder/upsample")  # run folders of the stages, in order
     model: str = "model.pt"  # file in each: model.pt (newest), best.pt (lowest validation loss), checkpoints/step_N.pt
     weights: Literal["ema", "online"] = "ema"  # of a checkpoint: averaged, or as the optimizer left them
-    lora: tuple[str, ...] = ()  # LoRA adapters for each run, empty for none
+    lora: tuple[str, ...] = ()  # LoRA adapters for each run, none for those that have none
     lora_scale: float = 1.0  # how much they count
     start: int = 1  # first stage to run; beyond 1, from real low-resolution pictures
     stop: int = 0  # last stage to run, 0 for the last there is
@@ -1246,6 +1269,8 @@ class EvaluateConfig:
 
     def __post_init__(self):
         check_sampling(self)
+        if wrong := set(self.torchmetrics) - set(TorchMetric.NAMES):
+            raise UserError(f"--torchmetrics: {min(wrong)!r} is none of {', '.join(TorchMetric.NAMES)}")
 
 
 def check_sampling(asked):
@@ -1268,22 +1293,32 @@ def evaluate(asked):
         print("\n".join(tracker.table(scores)))
 
 
-def evaluate_cascade(asked, device):
-    """Scores of the pictures that a cascade makes for held-out rows; rank 0 writes them and a grid, if asked."""
-    dist.on_main(lambda: load_cascade(asked, device) and None)  # one rank speaks
+def plan_evaluation(asked, device):
+    """(stages, Evaluator, function of the prior or None, torchmetrics) for what `asked` wants, all of it checked."""
     stages = load_cascade(asked, device)
     last = stages[-1]
-    cfg = dataclasses.replace(last.cfg, data=asked.data or last.cfg.data, eval_samples=asked.eval_samples,
-                              seed=asked.seed, clip=last.clip or "auto", crop_scale=1.0, flip=False)
-    dist.on_main(lambda: open_data(cfg) and None)
+    cfg = dataclasses.replace(last.cfg, eval_samples=asked.eval_samples, seed=asked.seed, clip=last.clip or "auto",
+                              crop_scale=1.0, flip=False)
+    if asked.data:  # what was said of where the training's lay is not true of these
+        cfg = dataclasses.replace(cfg, data=asked.data, embeddings="", shards="")
     source, encoder, _ = open_data(cfg)
     encoder = encoder and encoder.to(device)
     width = source.width or encoder.embed_width
     if width != last.unet.embed_width:
         raise UserError(f"{cfg.data}: image embeddings {width} wide, the decoder's are {last.unet.embed_width}")
-    imagine = load_imagination(asked, encoder, device) if asked.prior else None
-    evaluator = Evaluator(cfg, source, encoder, device)
-    extra = [TorchMetric(name, device) for name in asked.torchmetrics]
+    if not len(source.split(asked.part, cfg.validation, cfg.test)):
+        raise UserError(f"{cfg.data}: none of its {len(source)} pictures is in the part {asked.part}; give another "
+                        "--part")
+    return (stages, Evaluator(cfg, source, encoder, device),
+            load_imagination(asked, encoder, device) if asked.prior else None,
+            [TorchMetric(name, device) for name in asked.torchmetrics])
+
+
+def evaluate_cascade(asked, device):
+    """Scores of the pictures that a cascade makes for held-out rows; rank 0 writes them and a grid, if asked."""
+    dist.on_main(lambda: plan_evaluation(asked, device) and None)  # one rank speaks
+    stages, evaluator, imagine, extra = plan_evaluation(asked, device)
+    cfg, encoder = evaluator.cfg, evaluator.encoder
 
     def draw(batch, noise):
         low_res = None
@@ -1310,8 +1345,6 @@ class TorchMetric:
     NAMES = ("fid", "kid", "is", "lpips")
 
     def __init__(self, name, device):
-        if name not in self.NAMES:
-            raise UserError(f"--torchmetrics: {name!r} is none of {', '.join(self.NAMES)}")
         try:
             from torchmetrics.image.fid import FrechetInceptionDistance
             from torchmetrics.image.inception import InceptionScore
@@ -1390,7 +1423,7 @@ class SampleConfig:
     runs: tuple[str, ...] = ("runs/decoder/base", "runs/decoder/upsample")  # run folders of the stages, in order
     model: str = "model.pt"  # file in each: model.pt (newest), best.pt (lowest validation loss), checkpoints/step_N.pt
     weights: Literal["ema", "online"] = "ema"  # of a checkpoint: averaged, or as the optimizer left them
-    lora: tuple[str, ...] = ()  # LoRA adapters for each run, empty for none
+    lora: tuple[str, ...] = ()  # LoRA adapters for each run, none for those that have none
     lora_scale: float = 1.0  # how much they count
     start: int = 1  # first stage to run; beyond 1, from --low_res
     stop: int = 0  # last stage to run, 0 for the last there is
@@ -1427,6 +1460,8 @@ class SampleConfig:
                 raise UserError(f"--{name}: needs --{needed}")
         if (self.start > 1) != bool(self.low_res):
             raise UserError("--low_res: an image to enlarge goes with --start 2 or beyond, and these need one")
+        if self.image and (self.text.strip() or self.texts) and not (self.mask or self.to or self.invert):
+            raise UserError("--text with --image: it needs --mask, which says where to draw; an image alone is varied")
         if self.to and (self.mask or self.text or self.texts):
             raise UserError("--to: the way between two images takes no --text, --texts or --mask")
         if self.invert and (self.mask or self.text or self.texts or self.start > 1):
@@ -1453,7 +1488,7 @@ def slerp(one, other, share):
 
 
 def plan_pictures(asked, device):
-    """(stages, CLIP, texts, pictures (1, 3, H, H) in [-1, 1] by name) for what `asked` wants, all of it checked.
+    """(stages, CLIP, texts, function of the prior, pictures (1, 3, H, H) in [-1, 1] by name), all of it checked.
 
     Pictures: "image" and "to" as the CLIP takes them, "low_res", "known" and "mask", "start" and "end" for --invert.
     """
@@ -1487,15 +1522,15 @@ def plan_pictures(asked, device):
     if asked.invert:
         found |= {name: pixels(open_image(path, first.cfg.image_size))
                   for name, path in (("start", asked.image), ("end", asked.to)) if path}
-    return stages, encoder, texts, {name: value.to(device) for name, value in found.items()}
+    imagine = load_imagination(asked, encoder, device) if texts else None
+    return stages, encoder, texts, imagine, {name: value.to(device) for name, value in found.items()}
 
 
 @torch.no_grad()
 def sample(asked):
     device = dist.setup(asked.device)
     dist.on_main(lambda: plan_pictures(asked, device) and None)  # one rank speaks
-    stages, encoder, texts, found = plan_pictures(asked, device)
-    imagine = load_imagination(asked, encoder, device) if texts else None
+    stages, encoder, texts, imagine, found = plan_pictures(asked, device)
 
     # Embeddings, for texts by the prior, for images by the CLIP. Rows (text, number) are dealt to the ranks.
     rows = [(t, k) for t in range(len(texts) or 1) for k in range(asked.num)]

@@ -453,3 +453,41 @@ class Shapes:
     def fingerprint(self):
         """Plain facts that change when the data does."""
         return self.embeddings.fingerprint()
+
+
+class Recolored:
+    """The built-in shapes all in one of synthetic.NEW_COLORS, to be embedded by a CLIP that takes `clip_size` pixels."""
+
+    augments, width, rows = False, None, 25_000
+
+    def __init__(self, color, size, clip_size):
+        if color not in synthetic.NEW_COLORS:
+            raise UserError(f"--data shapes:{color}: no such new color; expected one of "
+                            f"{', '.join(synthetic.NEW_COLORS)}")
+        self.color, self.size, self.clip_size = color, size, clip_size
+
+    def __len__(self):
+        return self.rows
+
+    def split(self, part, validation, test):
+        """The rows of "train", "validation" or "test"."""
+        return data.Split(len(self), part, validation, test)
+
+    def fetch(self, rows, draws=None):
+        """({"image": uint8 (n, size, size, 3), "clip_image": uint8 (n, C, C, 3), "caption"}, good (n,))."""
+        pictures, records = synthetic.shapes(rows, size=max(self.size, self.clip_size, 32), color=self.color)
+        pictures = torch.from_numpy(pictures)
+        return {"image": _resized(pictures, self.size, "area"), "clip_image": _resized(pictures, self.clip_size, "area"),
+                "caption": [record["caption"] for record in records]}, np.ones(len(rows), bool)
+
+    def records(self, rows):
+        return synthetic.shapes(rows, color=self.color)[1]
+
+    def name(self, row):
+        return f"{self.color} shape {row}"
+
+    def check(self):
+        return 0, 0, []
+
+    def fingerprint(self):
+        return {"rows": len(self), "color": self.color}

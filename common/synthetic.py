@@ -6,6 +6,7 @@
 A caption names only some attributes, so one caption fits many images and a model of images given
 captions has something left to decide. Row k is a pure function of (seed, k).
 """
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -24,6 +25,7 @@ COLORS = {
     "blue": (35, 60, 215), "pink": (250, 110, 205), "white": (245, 245, 245), "gray": (128, 128, 128),
     "black": (18, 18, 18),
 }
+NEW_COLORS = {"purple": (135, 40, 175), "orange": (240, 125, 15), "brown": (115, 70, 30)}  # none of the data's own
 HALF_WIDTH = {"small": 0.21, "large": 0.33}  # of the picture's width
 CENTERS = {"top left": (0.31, 0.31), "top right": (0.69, 0.31), "center": (0.5, 0.5),
            "bottom left": (0.31, 0.69), "bottom right": (0.69, 0.69)}  # x to the right, y down
@@ -31,8 +33,8 @@ NAMED = {"shape": 0.85, "color": 0.8, "size": 0.5, "place": 0.55, "background": 
 DRAWS = 24  # uniform numbers a row is made from: 5 attributes, 6 for drawing, 13 for the caption
 
 
-def shapes(rows: Sequence[int], seed: int = 0, size: int = 32) -> tuple[np.ndarray, list[dict]]:
-    """Draw the given rows of the endless data set `seed`.
+def shapes(rows: Sequence[int], seed: int = 0, size: int = 32, color: str = "") -> tuple[np.ndarray, list[dict]]:
+    """Draw the given rows of the endless data set `seed`, all in one `color`, which may be a new one, if it is given.
 
     Returns uint8 images (N, H, W, 3) with H = W = `size` and a record for each: its "caption", all five "attributes"
     and the names of those that the caption mentions, "named".
@@ -41,6 +43,7 @@ def shapes(rows: Sequence[int], seed: int = 0, size: int = 32) -> tuple[np.ndarr
     records = []
     for u in uniform:
         attributes = {name: values[int(x * len(values))] for x, (name, values) in zip(u, ATTRIBUTES.items())}
+        attributes["color"] = color or attributes["color"]
         named = [name for x, name in zip(u[11:], ATTRIBUTES) if x < NAMED[name]]
         named = named or [list(ATTRIBUTES)[int(u[16] * len(ATTRIBUTES))]]
         said = {name: attributes[name] for name in named}
@@ -88,7 +91,7 @@ def _render(attributes: Sequence[dict[str, str]], varied: np.ndarray, size: int)
             cos, sin = np.cos(0.2 * vary[2]), np.sin(0.2 * vary[2])  # a turn of at most 11 degrees
             distance = _signed_distance(shape, cos * x + sin * y, cos * y - sin * x) * scale  # (n, H, W)
             inside = np.clip(0.5 - distance * size, 0, 1)[..., None]  # the edge is one pixel wide
-            front = np.array([COLORS[a["color"]] for a in those], np.float32).reshape(-1, 1, 1, 3)
+            front = np.array([{**COLORS, **NEW_COLORS}[a["color"]] for a in those], np.float32).reshape(-1, 1, 1, 3)
             back = np.array([COLORS[a["background"]] for a in those], np.float32).reshape(-1, 1, 1, 3)
             front, back = front * (1 + 0.12 * vary[4])[..., None], back + 14 * vary[5][..., None]
             images[part] = np.clip(back + inside * (front - back) + 0.5, 0, 255)
@@ -143,3 +146,37 @@ def _caption(said: dict[str, str], u: np.ndarray) -> str:
     if after and u[5] < 0.12:  # sometimes the surroundings come first
         return f"{' '.join(after)}, {text}"
     return " ".join([text, *after])
+
+
+class Judge:
+    """Tells the attributes of a picture, in pixels: those of the nearest of many drawn ones.
+
+    The drawn ones are all combinations of attributes, VARIED times each. So a named attribute is right if the right
+    value wins against its alternatives. No network has a say in it; real pictures pass at 0.96, which is the ceiling.
+    `color` is one more alternative.
+    """
+
+    SIZE, VARIED = 16, 8
+
+    def __init__(self, color: str = ""):
+        self.alternatives = ATTRIBUTES | {"color": ATTRIBUTES["color"] + ((color,) if color else ())}
+        combined = [dict(zip(ATTRIBUTES, values)) for values in itertools.product(*self.alternatives.values())]
+        drawn = [self._features(draw(combined, seed=seed)) for seed in range(self.VARIED)]
+        self.drawn, self.values = np.concatenate(drawn), np.tile(self._numbers(combined), (self.VARIED, 1))
+        self.squares = np.square(self.drawn).sum(1)
+
+    def _features(self, pictures: np.ndarray) -> np.ndarray:
+        """uint8 (N, H, H, 3), H a multiple of 16, averaged over boxes -> float (N, 768)."""
+        count, height, box = len(pictures), pictures.shape[1], pictures.shape[1] // self.SIZE
+        assert box * self.SIZE == height, f"{height} pixels are not a multiple of {self.SIZE}"
+        boxes = pictures.reshape(count, self.SIZE, box, self.SIZE, box, 3).astype(np.float32)
+        return boxes.mean((2, 4)).reshape(count, -1) / 255
+
+    def _numbers(self, attributes: Sequence[dict[str, str]]) -> np.ndarray:
+        return np.array([[values.index(a[name]) for name, values in self.alternatives.items()] for a in attributes])
+
+    def right(self, pictures: np.ndarray, records: Sequence[dict]) -> tuple[np.ndarray, np.ndarray]:
+        """(which attributes of the records uint8 pictures (N, H, H, 3) have, which are named), each (N, attributes)."""
+        nearest = (self.squares - 2 * self._features(pictures) @ self.drawn.T).argmin(1)
+        named = np.array([[name in record["named"] for name in ATTRIBUTES] for record in records])
+        return self.values[nearest] == self._numbers([record["attributes"] for record in records]), named

@@ -113,12 +113,16 @@ def wait_for(word, process):
 
 def kill_all(word):
     """kill -9 every process that has `word` on its command line: torchrun's workers too, which have their own group."""
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if word in (process / "cmdline").read_text() and int(process.name) != os.getpid():
-                os.kill(int(process.name), signal.SIGKILL)
-        except (OSError, UnicodeDecodeError):
-            continue  # it has ended by itself
+    found = True
+    while found:  # torchrun may be starting one right now
+        found = False
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                if word in (process / "cmdline").read_text() and int(process.name) != os.getpid():
+                    os.kill(int(process.name), signal.SIGKILL)
+                    found = True
+            except (OSError, UnicodeDecodeError):
+                continue  # it has ended by itself
 
 
 def metrics(folder):
@@ -134,10 +138,11 @@ def tensors(value):
     return [leaf for item in value for leaf in tensors(item)] if isinstance(value, (list, tuple)) else [value]
 
 
-def differences(one, other, steps):
+def differences(one, other):
     """What is not the same bit for bit in two runs' metrics, weights, average, optimizer, scaler and step."""
     found = [] if metrics(one) == metrics(other) else ["metrics"]
-    for name in ("model.pt", "best.pt", f"checkpoints/step_{steps:08d}.pt"):
+    newest = json.loads((Path(one) / "auto_resume.json").read_text())["checkpoints"][0]["file"]
+    for name in ("model.pt", "best.pt", newest):
         a, b = (checkpoint.load(Path(folder) / name) for folder in (one, other))
         for left, right in zip(tensors({**a, "config": 0}), tensors({**b, "config": 0}), strict=True):
             if not (torch.equal(left, right) if isinstance(left, torch.Tensor) else left == right):

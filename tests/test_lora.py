@@ -5,7 +5,8 @@ import json
 import numpy as np
 import pytest
 import torch
-from test_train_prior import SMALL, differences, flags, metrics, run
+from helpers import differences, flags, metrics
+from test_train_prior import SMALL, run
 from torch import nn
 from torch.nn.utils import parametrize
 

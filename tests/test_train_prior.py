@@ -1,7 +1,5 @@
 """The prior: its model against itself computed another way, and the script as a user runs it."""
-import contextlib
 import dataclasses
-import io
 import json
 import math
 import os
@@ -11,97 +9,28 @@ import shutil
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
+import helpers
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import ROOT
+from helpers import differences, flags, kill_all, metrics, wait_for
 
 import train_prior
-from common import amp, checkpoint, clip, config, data, diffusion, synthetic
+from common import amp, checkpoint, clip, data, diffusion, synthetic
 
-ROOT = Path(__file__).parents[1]
 SMALL = dict(steps=24, width=32, depth=2, heads=2, batch_size=48, chunk_size=10, log_every=4, eval_every=12,
              save_every=8, eval_timesteps="4", eval_samples=100, device="cpu", warmup_steps=5)
-TIMINGS = ("samples_per_s", "evaluation_s")
-
-
-def flags(**settings):
-    return [word for name, value in settings.items() for word in (f"--{name}", str(value))]
-
-
-def command(*words, ranks=0):
-    """The command line of the script: by plain python, or by torchrun on `ranks` processes."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "--"] if ranks else []
-    return [sys.executable, *torchrun, str(ROOT / "train_prior.py"), *map(str, words)]
 
 
 def start(*words, ranks=0):
-    return subprocess.Popen(command(*words, ranks=ranks), env={**os.environ, "OMP_NUM_THREADS": "1"},
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    return helpers.start("train_prior", *words, ranks=ranks)
 
 
 def run(*words, ranks=0, expect=0):
-    """Output of the script, which must end with the status `expect`; without torchrun it runs in this process."""
-    if ranks:
-        process = start(*words, ranks=ranks)
-        out, err = process.communicate()
-        status, out = process.returncode, out + err
-    else:
-        status, words, argv, out = 0, [str(word) for word in words], sys.argv, io.StringIO()
-        try:
-            sys.argv = ["train_prior.py", *words]
-            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
-                config.run(train_prior.main)
-        except SystemExit as end:
-            status = end.code
-        finally:
-            sys.argv, out = argv, out.getvalue()
-    assert status == expect, out
-    return out
-
-
-def wait_for(word, process):
-    """Read the output of `process` up to the line that has `word` in it."""
-    for line in process.stdout:
-        if word in line:
-            return
-    pytest.fail(f"ended without a word of {word!r}: {process.stderr.read()}")
-
-
-def kill_all(word):
-    """kill -9 every process that has `word` on its command line: torchrun's workers too, which have their own group."""
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if word in (process / "cmdline").read_text() and int(process.name) != os.getpid():
-                os.kill(int(process.name), signal.SIGKILL)
-        except (OSError, UnicodeDecodeError):
-            continue  # it has ended by itself
-
-
-def metrics(folder):
-    """The lines of metrics.jsonl without what a clock has measured."""
-    lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k not in TIMINGS} for line in lines]
-
-
-def tensors(value):
-    """All tensors and plain values in nested dicts and lists, in order."""
-    if isinstance(value, dict):
-        return [leaf for key in value for leaf in tensors(value[key])]
-    return [leaf for item in value for leaf in tensors(item)] if isinstance(value, (list, tuple)) else [value]
-
-
-def differences(one, other, steps=24):
-    """What is not the same bit for bit in two runs' metrics, weights, average, optimizer, scaler and step."""
-    found = [] if metrics(one) == metrics(other) else ["metrics"]
-    for name in ("model.pt", "best.pt", f"checkpoints/step_{steps:08d}.pt"):
-        a, b = (checkpoint.load(Path(folder) / name) for folder in (one, other))
-        for left, right in zip(tensors({**a, "config": 0}), tensors({**b, "config": 0}), strict=True):
-            if not (torch.equal(left, right) if isinstance(left, torch.Tensor) else left == right):
-                found.append(name)
-    return found
+    return helpers.run("train_prior", *words, ranks=ranks, expect=expect)
 
 
 @pytest.fixture(scope="session")
@@ -409,7 +338,7 @@ def test_killed_at_random_moments_and_started_again_ends_in_the_same_bits(ranks,
         kill_all(str(tmp_path / "killed"))
         process.communicate()
     run(*words, *flags(run=tmp_path / "killed"), ranks=ranks)
-    assert running > kills / 2 and not differences(reference, tmp_path / "killed", steps)
+    assert running > kills / 2 and not differences(reference, tmp_path / "killed")
 
 
 def test_ranks_see_the_same_samples_and_lose_the_same(emb, finished, tmp_path):
