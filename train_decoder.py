@@ -12,6 +12,7 @@ such folders. `python train_decoder.py [train|evaluate|sample] --help` lists the
 import contextlib
 import dataclasses
 import itertools
+import math
 import random
 import signal
 import time
@@ -27,10 +28,10 @@ from torch import nn
 
 from common import accumulate, amp, checkpoint, clip, config, data, diffusion, dist, lora, media, synthetic, tracker
 from common.config import UserError
-from common.images import Pictures, Shapes, decode_image
-from common.nn import Attention, TimeEmbedding
+from common.images import Pictures, Recolored, Shapes, decode_image
+from common.nn import CrossAttention, LinearAttention, NormSiLU, SelfAttention, TimeEmbedding
 from common.schedule import due
-from common.state import State, check_identity, load_weights
+from common.state import State, check_start, load_weights, resume_point
 
 # Config
 
@@ -39,7 +40,7 @@ class Config:
     # Run and data
     stage: Literal["all", "base", "upsample"] = "all"  # which stage to train; all: one after the other
     run: str = "runs/decoder"  # folder of the runs: the stage's own is RUN/STAGE; started again, it resumes
-    data: str = "shapes"  # img2dataset tars, a folder of images with .txt beside them, or "shapes": the built-in data
+    data: str = "shapes"  # img2dataset tars, images with .txt beside them, or built-in: "shapes", "shapes:purple"
     embeddings: str = ""  # folder of img_emb_N.npy, by default those in or beside the tars, else by CLIP on the fly
     index_width: int = 4  # digits at the end of a key that number its row in img_emb_N.npy
     shards: str = ""  # numbers of the tars to use, such as 0-99,120; by default all
@@ -68,7 +69,6 @@ class Config:
     attention_levels: tuple[int, ...] = ()  # levels with self-attention, 0 the finest
     linear_levels: tuple[int, ...] = ()  # levels with linear attention
     middle_attention: bool = True  # self-attention at the smallest size
-    coordinates: bool = True  # give the first convolution each pixel's place, too (CoordConv, Liu et al. 2018)
     cross_embed: bool = True  # first convolution with kernels of 3, 7 and 15, else 7
     pixel_shuffle: bool = True  # upsample by sub-pixel convolution, else by nearest neighbor and convolution
     memory_efficient: bool = False  # halve the size before a level's blocks, not after (Imagen §2.4)
@@ -77,6 +77,7 @@ class Config:
     self_condition: bool = False  # feed the network's last estimate back in (Chen et al. 2022)
     image_condition: bool = True  # condition on the image embedding
     image_tokens: int = 4  # tokens that it becomes, beside being added to the timestep's
+    image_map: bool = True  # and as a map at the smallest size, from which shapes are learned in far fewer steps
     text_encodings: Literal["none", "clip"] = "none"  # condition on the tokens of the caption, by CLIP
     max_text_len: int = 24  # text encodings: longer texts are cut, shorter ones padded with learned tokens
     # Diffusion
@@ -177,6 +178,10 @@ class Config:
         if max(self.random_crop, self.low_res_size + 1 if self.low_res_size else 0) > self.image_size:
             raise UserError(f"--low_res_size {self.low_res_size} and --random_crop {self.random_crop}: the first must "
                             f"be below image_size {self.image_size}, the second no higher")
+        if self.random_crop and not self.low_res_size:
+            raise UserError("--random_crop: it is for upsamplers, which have a --low_res_size")
+        if self.random_crop and self.image_map and self.image_condition:
+            raise UserError("--image_map: a map of the whole picture does not fit --random_crop; give --no_image_map")
         if not 1 <= self.eval_steps <= self.timesteps:
             raise UserError(f"--eval_steps: {self.eval_steps} is more than the {self.timesteps} timesteps")
         if len(self.blur_sigma) != 2 or not 0 < self.blur_sigma[0] <= self.blur_sigma[1]:
@@ -191,159 +196,27 @@ class Config:
 STAGES = {
     "base": {},
     "upsample": dict(image_size=32, low_res_size=16, width=32, mults=(1, 2), random_crop=16, steps=800, blocks=1,
-                     image_condition=False, middle_attention=False, coordinates=False, eval_steps=10),
+                     image_condition=False, image_map=False, middle_attention=False, eval_steps=10),
 }
 PRESETS = {  # the base U-Net of DALLE2-pytorch's published config, over ViT-L/14
     "dalle2-64": dict(stage="base", clip="open_clip:ViT-L-14/openai", image_size=64, width=128, mults=(1, 2, 4, 8),
-                      blocks=2, cond_width=512, heads=8, head_width=64, attention_levels=(1, 2, 3), batch_size=2048,
-                      chunk_size=64, lr=1.2e-4, beta2=0.999, ema_decay=0.9999, steps=800_000, warmup_steps=10_000,
-                      cosine=False, precision="bf16", validation=0.005, test=0.005, crop_scale=0.75, log_every=100,
-                      eval_every=10_000, save_every=2_000, eval_samples=2048, eval_steps=50, guidance_scale=2.0,
-                      workers=8),
+                      blocks=2, cond_width=512, heads=8, head_width=64, attention_levels=(1, 2, 3), image_map=False,
+                      batch_size=2048, chunk_size=64, lr=1.2e-4, beta2=0.999, ema_decay=0.9999, steps=800_000,
+                      warmup_steps=10_000, cosine=False, precision="bf16", validation=0.005, test=0.005,
+                      crop_scale=0.75, log_every=100, eval_every=10_000, save_every=2_000, eval_samples=2048,
+                      eval_steps=50, guidance_scale=2.0, workers=8),
 }
 
 # What must not change when a run goes on; all else may.
 FIXED = ("stage", "image_size", "low_res_size", "width", "mults", "blocks", "groups", "cond_width", "heads",
-         "head_width", "attention_levels", "linear_levels", "middle_attention", "coordinates", "cross_embed",
-         "pixel_shuffle", "memory_efficient", "final_block", "self_condition", "image_condition", "image_tokens",
+         "head_width", "attention_levels", "linear_levels", "middle_attention", "cross_embed", "pixel_shuffle",
+         "memory_efficient", "final_block", "self_condition", "image_condition", "image_tokens", "image_map",
          "text_encodings", "max_text_len", "objective", "noise_schedule", "timesteps", "learned_variance",
          "low_res_noise", "random_crop", "crop_scale", "flip", "resize", "batch_size", "chunk_size", "seed",
          "validation", "test", "optimizer", "lora_rank", "lora_alpha", "lora_targets")
 
 
 # Model
-
-class _NormSiLU(torch.autograd.Function):
-    """silu(groupnorm(x)·scale + shift), of which x alone is kept for the backward pass, the rest recomputed.
-
-    What autograd would keep (the normalized and the scaled x) is most of what a U-Net remembers, and cheap to remake.
-    """
-
-    @staticmethod
-    def ordered(x, like):
-        """x in the order in memory of `like`, which torch's kernels expect without a check; NHWC on a CPU alone."""
-        nhwc = like.device.type == "cpu" and like.is_contiguous(memory_format=torch.channels_last)
-        return x.contiguous(memory_format=torch.channels_last if nhwc else torch.contiguous_format)
-
-    @staticmethod
-    def normalize(x, groups):
-        batch, width, height, _ = x.shape
-        return torch.native_group_norm(x, None, None, batch, width, height * x.shape[3], groups, 1e-5)
-
-    @staticmethod
-    def forward(ctx, x, scale, shift, groups):
-        x = _NormSiLU.ordered(x, x)
-        normed, mean, rstd = _NormSiLU.normalize(x, groups)
-        ctx.save_for_backward(x, scale, shift, mean, rstd)
-        ctx.groups = groups
-        return F.silu(torch.addcmul(shift.to(x.dtype), normed, scale.to(x.dtype)), inplace=True)
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, scale, shift, mean, rstd = ctx.saved_tensors
-        normed = _NormSiLU.normalize(x, ctx.groups)[0]
-        grad = torch.ops.aten.silu_backward(grad, torch.addcmul(shift.to(x.dtype), normed, scale.to(x.dtype)))
-        grad_scale, grad_shift = ((g.sum((2, 3), keepdim=True)).to(scale.dtype) for g in (grad * normed, grad))
-        grad = torch.ops.aten.native_group_norm_backward(
-            _NormSiLU.ordered(grad * scale.to(x.dtype), x), x, mean, rstd, None, *x.shape[:2],
-            x.shape[2] * x.shape[3], ctx.groups, [True, False, False])[0]
-        return grad, grad_scale, grad_shift, None
-
-
-class NormSiLU(nn.Module):
-    """Group norm, scale and shift by the conditioning (ADM, Dhariwal & Nichol 2021, §4.1), SiLU."""
-
-    def __init__(self, width, groups):
-        super().__init__()
-        self.groups = groups
-        self.weight, self.bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
-
-    def forward(self, x, modulation=None):
-        """x (B, W, H, H), modulation (B, 2W): scale beyond 1, and shift."""
-        scale, shift = self.weight.expand(len(x), -1), self.bias.expand(len(x), -1)
-        if modulation is not None:
-            more, add = modulation.float().chunk(2, dim=1)
-            scale, shift = scale * (1 + more), torch.addcmul(add, shift, 1 + more)
-        return _NormSiLU.apply(x, scale[:, :, None, None], shift[:, :, None, None], self.groups)
-
-
-class CrossAttention(nn.Module):
-    """Attention of the pixels, W wide, to J conditioning tokens, E wide, by `heads` heads of width d."""
-
-    def __init__(self, width, context_width, heads, head_width):
-        super().__init__()
-        self.heads, self.head_width = heads, head_width
-        self.norm, self.out_norm = nn.LayerNorm(width, bias=False), nn.LayerNorm(width, bias=False)
-        self.query = nn.Linear(width, heads * head_width, bias=False)
-        self.key_value = nn.Linear(context_width, 2 * heads * head_width, bias=False)
-        self.out = nn.Linear(heads * head_width, width, bias=False)
-
-    def keys_values(self, context):
-        """What attention needs to know of `context` (B, J, E): keys and values, each (B, heads, J, d).
-
-        A few tokens are folded into the projections, q·k = x·(Wqᵀk) and out = attention·(Wo·v), each (B, J·heads, W),
-        which spares the product of every pixel with Wq and Wo.
-        """
-        k, v = self.key_value(context).unflatten(-1, (2 * self.heads, self.head_width)).chunk(2, dim=2)  # (B, J, h, d)
-        if context.shape[1] * 2 > self.head_width:
-            return k.transpose(1, 2), v.transpose(1, 2)
-        query, out = self.query.weight.to(k.dtype), self.out.weight.to(k.dtype)
-        keys = torch.einsum("bjhd,hdw->bjhw", k, query.unflatten(0, (self.heads, -1))) * self.head_width ** -0.5
-        return keys.flatten(1, 2), torch.einsum("bjhd,whd->bjhw", v, out.unflatten(1, (self.heads, -1))).flatten(1, 2)
-
-    def forward(self, x, keys, values):
-        """x (B, W, H, H) plus what it attends to."""
-        size = x.shape[2:]
-        x = x.flatten(2).transpose(1, 2)  # (B, N, W)
-        h = self.norm(x)
-        if keys.ndim == 3:
-            scores = (h @ keys.transpose(1, 2)).unflatten(-1, (-1, self.heads))  # (B, N, J, heads)
-            h = scores.softmax(dim=2, dtype=torch.float32).to(values.dtype).flatten(2) @ values
-        else:
-            query = self.query(h).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            h = self.out(F.scaled_dot_product_attention(query, keys, values).transpose(1, 2).flatten(2))
-        return (x + self.out_norm(h)).transpose(1, 2).unflatten(2, size)
-
-
-def heads_of(width, head_width):
-    """How many heads of about `head_width` divide `width`."""
-    return next(heads for heads in range(max(1, width // head_width), 0, -1) if width % heads == 0)
-
-
-class SelfAttention(nn.Module):
-    """Attention of the pixels to each other, with one key-value head (Shazeer 2019); x (B, W, H, H) plus that."""
-
-    def __init__(self, width, head_width):
-        super().__init__()
-        self.norm = nn.LayerNorm(width, bias=False)
-        self.attention = Attention(width, heads_of(width, head_width), 1, normformer=True)
-
-    def forward(self, x):
-        tokens = x.flatten(2).transpose(1, 2)  # (B, N, W)
-        h = self.norm(tokens)
-        tokens = tokens + self.attention(h, *self.attention.keys_values(h))
-        return tokens.transpose(1, 2).unflatten(2, x.shape[2:])
-
-
-class LinearAttention(nn.Module):
-    """Attention of the pixels to each other at a cost linear in their number (Shen et al. 2018, §3.2)."""
-
-    def __init__(self, width, head_width):
-        super().__init__()
-        self.heads = heads_of(width, head_width)
-        self.norm, self.out_norm = nn.LayerNorm(width, bias=False), nn.LayerNorm(width, bias=False)
-        self.query, self.out = nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False)
-        self.key_value = nn.Linear(width, 2 * width, bias=False)
-
-    def forward(self, x):
-        tokens = x.flatten(2).transpose(1, 2)  # (B, N, W)
-        h = self.norm(tokens)
-        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2).float()  # (B, heads, N, d)
-                   for t in (self.query(h), *self.key_value(h).chunk(2, dim=-1)))
-        found = (q.softmax(-1) @ (k.softmax(-2).transpose(-2, -1) @ v)).to(h.dtype)
-        tokens = tokens + self.out_norm(self.out(found.transpose(1, 2).flatten(2)))
-        return tokens.transpose(1, 2).unflatten(2, x.shape[2:])
-
 
 class ResBlock(nn.Module):
     """Two convolutions, each with norm, modulation and SiLU, cross-attention between them, and a way around."""
@@ -394,14 +267,6 @@ class Upsample(nn.Module):
         return self.conv(F.interpolate(x, scale_factor=2.0, mode="nearest"))
 
 
-def coordinates(x):
-    """Places of the pixels of x (B, C, H, H) in [-1, 1], with sines and cosines of one and two turns: (B, 10, H, H)."""
-    line = torch.linspace(-1, 1, x.shape[2], device=x.device, dtype=x.dtype)
-    line = torch.stack([line, *(f(n * torch.pi * line) for n in (1, 2) for f in (torch.sin, torch.cos))])  # (5, H)
-    both = torch.cat([line[:, :, None].expand(-1, -1, x.shape[3]), line[:, None, :].expand(-1, x.shape[2], -1)])
-    return both.expand(len(x), -1, -1, -1)
-
-
 class UNet(nn.Module):
     """The denoiser of one stage, on the plan of DALL-E 2's decoder (§2.1, after GLIDE and ADM).
 
@@ -416,7 +281,7 @@ class UNet(nn.Module):
         widths = [cfg.width, *(cfg.width * mult for mult in cfg.mults)]
         levels = list(itertools.pairwise(widths))  # (width in, width out), the finest first
         self.low_res = cfg.low_res_size > 0
-        channels = 3 * (1 + self.low_res + cfg.self_condition) + 10 * cfg.coordinates
+        channels = 3 * (1 + self.low_res + cfg.self_condition)
 
         # Conditioning
         self.time_in = TimeEmbedding(hidden, cfg.timesteps)
@@ -426,6 +291,10 @@ class UNet(nn.Module):
             self.null_hidden_tokens = nn.Parameter(torch.randn(hidden) * 0.02)
             self.image_tokens_in = nn.Linear(embed_width, cfg.cond_width * cfg.image_tokens)
             self.null_image_tokens = nn.Parameter(torch.randn(cfg.image_tokens, cfg.cond_width) * 0.02)
+            if cfg.image_map:
+                shape = widths[-1], *[cfg.image_size // 2 ** (len(levels) - (not cfg.memory_efficient))] * 2
+                self.image_map_in = nn.Sequential(nn.Linear(embed_width, math.prod(shape)), nn.Unflatten(1, shape))
+                self.null_map_tokens = nn.Parameter(torch.randn(shape) * 0.02)
         if encoding_width:
             self.encoding_in = nn.Linear(encoding_width, cfg.cond_width)
             self.padding_tokens = nn.Parameter(torch.randn(cfg.max_text_len, cfg.cond_width) * 0.02)
@@ -483,8 +352,11 @@ class UNet(nn.Module):
         self.to(memory_format=torch.channels_last)
 
     def remember(self, condition, drop_image, drop_text):
-        """(hidden (B, 4W), keys and values of each cross-attention) of `condition`; where drop (B,), of nothing."""
-        hidden, parts = 0.0, []
+        """What `denoise` needs to know of `condition` or, where drop (B,) is true, of nothing.
+
+        (hidden (B, 4W), map (B, W, H, H) at the smallest size, keys and values of each cross-attention).
+        """
+        hidden, image_map, parts = 0.0, 0.0, []
         if self.cfg.image_condition:
             embed = condition["image_embed"]
             hidden = self.image_in(embed)
@@ -492,16 +364,21 @@ class UNet(nn.Module):
             tokens = self.image_tokens_in(embed).unflatten(-1, (self.cfg.image_tokens, self.cfg.cond_width))
             null = self.null_image_tokens.to(tokens.dtype)
             parts.append(torch.where(drop_image[:, None, None], null, tokens))
+            if self.cfg.image_map:
+                image_map = self.image_map_in(embed)
+                null = self.null_map_tokens.to(image_map.dtype)
+                image_map = torch.where(drop_image[:, None, None, None], null, image_map)
+                image_map = image_map.contiguous(memory_format=torch.channels_last)
         if "text_enc" in condition:
             tokens = self.encoding_in(condition["text_enc"])  # (B, L, E)
             padding, null = (t.to(tokens.dtype) for t in (self.padding_tokens, self.null_encoding_tokens))
             tokens = torch.where(condition["text_mask"][..., None], tokens, padding)
             parts.append(torch.where((drop_text | condition["no_text"])[:, None, None], null, tokens))
         if not parts:
-            return hidden, [None] * len(self.blocks)
+            return hidden, image_map, [None] * len(self.blocks)
         nothing = self.nothing_tokens.to(parts[0].dtype).expand(len(parts[0]), -1, -1)
         context = self.condition_norm(torch.cat([nothing, *parts], dim=1))  # (B, J, E)
-        return hidden, [block.attention and block.attention.keys_values(context) for block in self.blocks]
+        return hidden, image_map, [block.attention and block.attention.keys_values(context) for block in self.blocks]
 
     def denoise(self, x_t, timestep, memory, estimate=None, low_res=None, low_res_level=None):
         """The prediction (B, 3 or 6, H, H) for x_t (B, 3, H, H) at `timestep` (B,), given what `remember` returned.
@@ -509,7 +386,7 @@ class UNet(nn.Module):
         estimate: the last x₀, for self-conditioning; low_res: the low-resolution image, brought to H, with the level
         (B,) of the noise added to it.
         """
-        hidden, memories = memory
+        hidden, image_map, memories = memory
         hidden = hidden + self.time_in(timestep)
         if self.low_res_level_in is not None:
             hidden = hidden + self.low_res_level_in(low_res_level)
@@ -522,8 +399,7 @@ class UNet(nn.Module):
                 return torch.utils.checkpoint.checkpoint(block, x, modulation, memory, use_reentrant=False)
             return block(x, modulation, memory)
 
-        place = coordinates(x_t) if self.cfg.coordinates else None
-        x = torch.cat([part for part in (x_t, estimate, low_res, place) if part is not None], dim=1)
+        x = torch.cat([part for part in (x_t, estimate, low_res) if part is not None], dim=1)
         x = stem = self.stem(x.contiguous(memory_format=torch.channels_last))
         if self.first is not None:
             x = through(self.first, x)
@@ -539,7 +415,7 @@ class UNet(nn.Module):
             skips.append(x)
             if not self.cfg.memory_efficient:
                 x = level["shrink"](x)
-        x = through(self.middle2, self.middle_attention(through(self.middle1, x)))
+        x = through(self.middle2, self.middle_attention(through(self.middle1, x + image_map)))
         for level in self.ups:
             for block in level["blocks"]:
                 x = through(block, torch.cat([x, skips.pop()], dim=1))
@@ -705,41 +581,6 @@ def denoiser(unet, condition, guidance_scale=1.0, low_res=None, low_res_share=0.
 
 # Evaluation
 
-class Judge:
-    """Tells the attributes of a picture of the built-in data, in pixels: those of the nearest of many drawn ones.
-
-    The drawn ones are all combinations of attributes, VARIED times each. So a named attribute is right if the right
-    value wins against its alternatives. No network has a say in it; real pictures pass at 0.96 (that is the ceiling).
-    """
-
-    SIZE, VARIED = 16, 8
-
-    def __init__(self, device):
-        names = list(synthetic.ATTRIBUTES)
-        combinations = [dict(zip(names, values)) for values in itertools.product(*synthetic.ATTRIBUTES.values())]
-        drawn = [synthetic.draw(combinations, seed=seed) for seed in range(self.VARIED)]
-        self.device = device
-        self.drawn = torch.cat([self.features(torch.from_numpy(part).to(device)) for part in drawn])  # (N, 3·16·16)
-        self.squares = self.drawn.square().sum(1)
-        self.values = self.table(combinations).repeat(self.VARIED, 1)  # (N, attributes)
-
-    def table(self, attributes):
-        """The attributes' numbers, (N, attributes), of dicts."""
-        return torch.tensor([[values.index(a[name]) for name, values in synthetic.ATTRIBUTES.items()]
-                             for a in attributes], device=self.device)
-
-    def features(self, pictures):
-        return media.resize(pixels(pictures), self.SIZE, "area").flatten(1)
-
-    def right(self, pictures, records):
-        """Which of the named attributes are right: (B, attributes) for uint8 (B, H, H, 3), and which are named."""
-        nearest = (self.squares - 2 * self.features(pictures) @ self.drawn.T).argmin(1)
-        right = self.values[nearest] == self.table([record["attributes"] for record in records])
-        named = torch.tensor([[name in record["named"] for name in synthetic.ATTRIBUTES] for record in records],
-                             device=self.device)
-        return right, named
-
-
 class Moments:
     """Sums by which means and covariances of features are exact over any number of batches and ranks."""
 
@@ -823,9 +664,8 @@ class Evaluator:
 
         extra: torchmetrics that are fed with both. The grid is rank 0's first pictures, real above drawn.
         """
-        known = isinstance(self.source, Shapes)
-        if known and self.judge is None:
-            self.judge = Judge(self.device)
+        if self.judge is None and isinstance(self.source, (Shapes, Recolored)):
+            self.judge = synthetic.Judge(getattr(self.source, "color", ""))
         names = list(synthetic.ATTRIBUTES)
         right, totals, grid = {kind: np.zeros((2, 1 + len(names))) for kind in ("drawn", "real")}, np.zeros(3), None
         moments = {kind: Moments(self.encoder.embed_width) for kind in right} if self.encoder else {}
@@ -844,19 +684,18 @@ class Evaluator:
             totals[2] += len(drawn)
             for metric in extra:
                 metric.add(real, drawn)
-            if known:
-                records = self.source.records(batch["rows"].numpy())
+            if self.judge:
+                records = self.source.records(batch["rows"].cpu().numpy())
                 for kind, pictures in (("drawn", drawn), ("real", real)):
-                    good, named = self.judge.right(pictures, records)
-                    right[kind] += torch.stack([
-                        torch.cat([(good | ~named).all(1, keepdim=True), good & named], 1).sum(0),
-                        torch.cat([torch.ones_like(named[:, :1]), named], 1).sum(0)]).cpu().numpy()
+                    good, named = self.judge.right(pictures.cpu().numpy(), records)
+                    right[kind] += [[(good | ~named).all(1).sum(), *(good & named).sum(0)],
+                                    [len(named), *named.sum(0)]]
         drawn_score, real_score, count = dist.total(totals.tolist())
         result = {}
         if self.encoder:
             result |= {"clip_score": drawn_score / count, "clip_score_real": real_score / count, "frechet_distance":
                        frechet_distance(moments["drawn"].reduce(), moments["real"].reduce())}
-        if known:
+        if self.judge:
             (good, of), (real_good, _) = (np.reshape(dist.total(right[kind].ravel().tolist()), (2, -1))
                                           for kind in ("drawn", "real"))
             shares = good / of.clip(1)
@@ -885,24 +724,26 @@ def write_grid(path, grid):
 def open_data(cfg):
     """(source, CLIP or None, spec of the CLIP or None) for a config whose `data` is a path, or a folder of shapes.
 
-    The CLIP is needed for evaluation, and to embed images or text that have no embeddings yet.
+    The CLIP is needed for evaluation, and to embed images or text that have no embeddings yet. A folder of the
+    built-in shapes may be followed by a colon and a new color.
     """
-    builtin = (Path(cfg.data) / "made.json").exists()
+    folder, _, color = cfg.data.partition(":") if Path(cfg.data.partition(":")[0], "made.json").is_file() else \
+        (cfg.data, "", "")
     spec = cfg.clip
     if spec == "auto":
-        spec = config.read_json(noted).get("clip") if (noted := Path(cfg.data) / "clip.json").is_file() else None
+        spec = config.read_json(noted).get("clip") if (noted := Path(folder) / "clip.json").is_file() else None
     encoder = clip.load(spec, "cpu") if spec else None
-    if builtin:
-        source = Shapes(cfg.data, cfg.image_size)
+    if color:
+        source = Recolored(color, cfg.image_size, encoder.image_size)
+    elif Path(folder, "made.json").is_file():
+        source = Shapes(folder, cfg.image_size)
     else:
-        source = Pictures(cfg.data, cfg.image_size, cfg.embeddings, cfg.index_width, cfg.shards, 0,
-                                 cfg.crop_scale, cfg.flip, cfg.resize)
+        settings = (cfg.data, cfg.image_size, cfg.embeddings, cfg.index_width, cfg.shards)
+        source = Pictures(*settings, 0, cfg.crop_scale, cfg.flip, cfg.resize)
+        if source.width is None and encoder is None:
+            raise UserError(f"{cfg.data}: no embeddings in or beside it, so a CLIP must make them; name it with --clip")
         if source.width is None:
-            if encoder is None:
-                raise UserError(f"{cfg.data}: no embeddings in or beside it, so a CLIP must make them; name it with "
-                                "--clip")
-            source = Pictures(cfg.data, cfg.image_size, cfg.embeddings, cfg.index_width, cfg.shards,
-                                     encoder.image_size, cfg.crop_scale, cfg.flip, cfg.resize)
+            source = Pictures(*settings, encoder.image_size, cfg.crop_scale, cfg.flip, cfg.resize)
     if encoder and source.width and encoder.embed_width != source.width:
         raise UserError(f"--clip {spec}: its embeddings are {encoder.embed_width} wide, those of {cfg.data} "
                         f"{source.width}")
@@ -917,18 +758,14 @@ def prepare(cfg, run, device):
     Returns (the config with `data` as a path, the checkpoint to resume from or None, the results of a run that is
     finished or None, messages).
     """
-    try:
-        accumulate.plan(cfg.batch_size, cfg.chunk_size, 0, dist.world_size())
-    except ValueError as error:
-        raise UserError(str(error)) from error
-    for path in (cfg.init_from, cfg.resume if cfg.resume not in ("auto", "never") else ""):
-        if path and not Path(path).is_file():
-            raise UserError(f"{path}: no such checkpoint")
-    opened = None if cfg.data == "shapes" else open_data(cfg)  # checked before an earlier run is moved aside
+    check_start(cfg)
+    own, _, color = cfg.data.partition(":")  # "shapes", or "shapes:COLOR"
+    opened = None if own == "shapes" else open_data(cfg)  # checked before an earlier run is moved aside
     moved = run.open(cfg.resume)
     notes = [f"the earlier run is now in {moved}"] if moved else []
-    if cfg.data == "shapes":
-        cfg = dataclasses.replace(cfg, data=clip.builtin_data(run.folder.parent.parent, device))
+    if own == "shapes":
+        made = clip.builtin_data(run.folder.parent.parent, device)
+        cfg = dataclasses.replace(cfg, data=f"{made}:{color}" if color else made)
     source, _, _ = opened or open_data(cfg)
     bad, read, names = source.check()
     if bad:
@@ -939,13 +776,8 @@ def prepare(cfg, run, device):
             raise UserError(f"{cfg.data}: {rows} {part} pictures, fewer than --batch_size {cfg.batch_size}; lower it"
                             if part == "train" else f"{cfg.data}: none of its {len(source)} pictures is left for "
                             f"{part}; raise --{part}")
-    newest, passed_over = run.newest()
-    resume_from = cfg.resume if cfg.resume not in ("auto", "never") else None
-    if newest:
-        resume_from = str(run.folder / newest["file"])
-        check_identity(cfg, run.record.get("identity", {}), identity(cfg, source), run.folder)
-    finished = run.record["finished"] if newest and newest["step"] >= cfg.steps else None
-    return cfg, resume_from, finished, notes + passed_over
+    resume_from, finished, more = resume_point(cfg, run, identity(cfg, source))
+    return cfg, resume_from, finished, notes + more
 
 
 def identity(cfg, source):
@@ -986,6 +818,10 @@ def update(run, model, encoder, plan, batch):
 
 def train(cfgs):
     device = dist.setup(cfgs[0].device, cfgs[0].timeout_minutes)
+    for one, two in itertools.pairwise(cfgs):
+        if one.image_size != two.low_res_size:
+            raise UserError(f"--stage all: {one.stage} makes pictures of {one.image_size} pixels, {two.stage} starts "
+                            f"from {two.low_res_size}; flags hold for both, so train them one by one: --stage base …")
     before = [train_stage(cfg, device) for cfg in cfgs]
     if len(cfgs) > 1:  # the stages together, from real image embeddings to pictures
         run = Path(cfgs[0].run)
@@ -1219,7 +1055,7 @@ def per_stage(values, count):
     return [values[min(i, len(values) - 1)] for i in range(count)]
 
 
-def draw_cascade(stages, batch, encoder, asked, noise, low_res=None, known=None, mask=None, x_t=None):
+def draw_cascade(stages, batch, encoder, asked, noise, low_res=None, known=None, mask=None, resample=1, x_t=None):
     """Pictures (B, 3, H, H) of the last of `stages` for the `batch`'s embeddings and captions.
 
     low_res: what the first starts from, if it is no base; known, mask: (B, 3, H, H) and (1, 1, H, H) at the last
@@ -1235,7 +1071,7 @@ def draw_cascade(stages, batch, encoder, asked, noise, low_res=None, known=None,
             hole = (media.resize(mask, cfg.image_size, "area") > 0.999).float()  # known: all of it is known
         with amp.autocast(unet.alpha.device, cfg.precision):
             low_res = sample_pictures(unet, conditioning(batch, cfg, encoder), steps[i], scales[i], etas[i], noise,
-                                      low_res, asked.low_res_share, keep, hole, asked.resample, x_t if not i else None)
+                                      low_res, asked.low_res_share, keep, hole, resample, x_t if not i else None)
     return low_res
 
 
@@ -1260,7 +1096,6 @@ class EvaluateConfig:
     guidance_scale: tuple[float, ...] = (1.0,)  # of each stage, 1 for none
     eta: tuple[float, ...] = (0.0,)  # of each stage: 1 as DDPM, 0 for DDIM
     low_res_share: float = 0.0  # noise added between stages, as a share of the most in training
-    resample: int = 1  # not used without a mask
     torchmetrics: tuple[str, ...] = ()  # fid, kid, is, lpips: also these, by the package of that name
     grid: str = ""  # PNG file for the first eight, real above drawn
     out: str = ""  # JSON file to write the figures to
@@ -1278,7 +1113,7 @@ def check_sampling(asked):
     for name in ("runs", "steps", "guidance_scale", "eta"):
         if not getattr(asked, name):
             raise UserError(f"--{name}: expected at least one value")
-    for name in ("steps", "prior_steps", "best_of", "resample"):
+    for name in ("steps", "prior_steps", "best_of"):
         value = getattr(asked, name)
         if min(value if isinstance(value, tuple) else (value,)) < 1:
             raise UserError(f"--{name}: {value} is not above 0")
@@ -1448,7 +1283,7 @@ class SampleConfig:
 
     def __post_init__(self):
         check_sampling(self)
-        for name in ("num", "max_batch"):
+        for name in ("num", "max_batch", "resample"):
             if getattr(self, name) < 1:
                 raise UserError(f"--{name}: {getattr(self, name)} is not above 0")
         if self.text and self.texts:
@@ -1563,7 +1398,7 @@ def sample(asked):
                           for name in ("low_res", "known"))
         x_t = torch.stack([starts[k] for _, k in pairs]) if asked.invert else None
         out = draw_cascade(stages, batch, encoder, asked, diffusion.noise_source(seeds, device), low_res, known,
-                           found.get("mask"), x_t)
+                           found.get("mask"), asked.resample, x_t)
         drawn |= dict(zip(part, as_bytes(out.float()).cpu().numpy()))
     together = {row: picture for part in dist.gather(drawn) for row, picture in part.items()}
     if dist.is_main():

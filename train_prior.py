@@ -24,7 +24,7 @@ from torch import nn
 from common import accumulate, amp, checkpoint, clip, config, data, diffusion, dist, lora, schedule, tracker
 from common.config import UserError
 from common.nn import TimeEmbedding, Transformer
-from common.state import State, check_identity, load_weights
+from common.state import State, check_start, load_weights, resume_point
 
 # Config
 
@@ -491,13 +491,7 @@ def prepare(cfg, run, device):
     Returns (the config with `data` as a folder, the checkpoint to resume from or None, the results of a run that is
     finished or None, messages).
     """
-    try:
-        accumulate.plan(cfg.batch_size, cfg.chunk_size, 0, dist.world_size())
-    except ValueError as error:
-        raise UserError(str(error)) from error
-    for path in (cfg.init_from, cfg.resume if cfg.resume not in ("auto", "never") else ""):
-        if path and not Path(path).is_file():
-            raise UserError(f"{path}: no such checkpoint")
+    check_start(cfg)
     opened = None if cfg.data == "shapes" else open_data(cfg)  # checked before an earlier run is moved aside
     moved = run.open(cfg.resume)
     notes = [f"the earlier run is now in {moved}"] if moved else []
@@ -513,13 +507,8 @@ def prepare(cfg, run, device):
     for part in ("validation", "test"):
         if not len(data.Split(len(source), part, cfg.validation, cfg.test)):
             raise UserError(f"{cfg.data}: {len(source)} rows leave none for {part}; raise --{part}")
-    newest, passed_over = run.newest()
-    resume_from = cfg.resume if cfg.resume not in ("auto", "never") else None
-    if newest:
-        resume_from = str(run.folder / newest["file"])
-        check_identity(cfg, run.record.get("identity", {}), identity(cfg, source), run.folder)
-    finished = run.record["finished"] if newest and newest["step"] >= cfg.steps else None
-    return cfg, resume_from, finished, notes + passed_over
+    resume_from, finished, more = resume_point(cfg, run, identity(cfg, source))
+    return cfg, resume_from, finished, notes + more
 
 
 def identity(cfg, source):

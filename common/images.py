@@ -456,7 +456,7 @@ class Shapes:
 
 
 class Recolored:
-    """The built-in shapes all in one of synthetic.NEW_COLORS, to be embedded by a CLIP that takes `clip_size` pixels."""
+    """The built-in shapes all in one of synthetic.NEW_COLORS, for a CLIP that takes `clip_size` pixels to embed."""
 
     augments, width, rows = False, None, 25_000
 
@@ -476,9 +476,9 @@ class Recolored:
     def fetch(self, rows, draws=None):
         """({"image": uint8 (n, size, size, 3), "clip_image": uint8 (n, C, C, 3), "caption"}, good (n,))."""
         pictures, records = synthetic.shapes(rows, size=max(self.size, self.clip_size, 32), color=self.color)
-        pictures = torch.from_numpy(pictures)
-        return {"image": _resized(pictures, self.size, "area"), "clip_image": _resized(pictures, self.clip_size, "area"),
-                "caption": [record["caption"] for record in records]}, np.ones(len(rows), bool)
+        image, clip_image = (_resized(torch.from_numpy(pictures), size, "area") for size in (self.size, self.clip_size))
+        captions = [record["caption"] for record in records]
+        return {"image": image, "clip_image": clip_image, "caption": captions}, np.ones(len(rows), bool)
 
     def records(self, rows):
         return synthetic.shapes(rows, color=self.color)[1]

@@ -1,4 +1,4 @@
-"""Transformer parts on torch's scaled_dot_product_attention: rotary positions, causal masks, cached prefixes."""
+"""Parts of transformers and U-Nets: attention by torch's scaled_dot_product_attention, rotary positions, norms."""
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -210,3 +210,137 @@ def sinusoid(t, width, period=10000.0):
     frequencies = period ** (-torch.arange(width // 2, device=t.device, dtype=torch.float32) / (width // 2))
     angles = t.float()[:, None] * frequencies
     return torch.cat([angles.sin(), angles.cos()], dim=-1)
+
+
+# Parts that work on pictures, (B, W, H, H)
+
+class _NormSiLU(torch.autograd.Function):
+    """silu(groupnorm(x)·scale + shift), of which x alone is kept for the backward pass, the rest recomputed.
+
+    What autograd would keep (the normalized and the scaled x) is most of what a U-Net remembers, and cheap to remake.
+    """
+
+    @staticmethod
+    def ordered(x, like):
+        """x in the order in memory of `like`, which torch's kernels expect without a check; NHWC on a CPU alone."""
+        nhwc = like.device.type == "cpu" and like.is_contiguous(memory_format=torch.channels_last)
+        return x.contiguous(memory_format=torch.channels_last if nhwc else torch.contiguous_format)
+
+    @staticmethod
+    def normalize(x, groups):
+        batch, width, height, _ = x.shape
+        return torch.native_group_norm(x, None, None, batch, width, height * x.shape[3], groups, 1e-5)
+
+    @staticmethod
+    def forward(ctx, x, scale, shift, groups):
+        x = _NormSiLU.ordered(x, x)
+        normed, mean, rstd = _NormSiLU.normalize(x, groups)
+        ctx.save_for_backward(x, scale, shift, mean, rstd)
+        ctx.groups = groups
+        return F.silu(torch.addcmul(shift.to(x.dtype), normed, scale.to(x.dtype)), inplace=True)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, scale, shift, mean, rstd = ctx.saved_tensors
+        normed = _NormSiLU.normalize(x, ctx.groups)[0]
+        grad = torch.ops.aten.silu_backward(grad, torch.addcmul(shift.to(x.dtype), normed, scale.to(x.dtype)))
+        grad_scale, grad_shift = ((g.sum((2, 3), keepdim=True)).to(scale.dtype) for g in (grad * normed, grad))
+        grad = torch.ops.aten.native_group_norm_backward(
+            _NormSiLU.ordered(grad * scale.to(x.dtype), x), x, mean, rstd, None, *x.shape[:2],
+            x.shape[2] * x.shape[3], ctx.groups, [True, False, False])[0]
+        return grad, grad_scale, grad_shift, None
+
+
+class NormSiLU(nn.Module):
+    """Group norm, scale and shift by the conditioning (ADM, Dhariwal & Nichol 2021, §4.1), SiLU."""
+
+    def __init__(self, width, groups):
+        super().__init__()
+        self.groups = groups
+        self.weight, self.bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
+
+    def forward(self, x, modulation=None):
+        """x (B, W, H, H), modulation (B, 2W): scale beyond 1, and shift."""
+        scale, shift = self.weight.expand(len(x), -1), self.bias.expand(len(x), -1)
+        if modulation is not None:
+            more, add = modulation.float().chunk(2, dim=1)
+            scale, shift = scale * (1 + more), torch.addcmul(add, shift, 1 + more)
+        return _NormSiLU.apply(x, scale[:, :, None, None], shift[:, :, None, None], self.groups)
+
+
+class CrossAttention(nn.Module):
+    """Attention of the pixels, W wide, to J conditioning tokens, E wide, by `heads` heads of width d."""
+
+    def __init__(self, width, context_width, heads, head_width):
+        super().__init__()
+        self.heads, self.head_width = heads, head_width
+        self.norm, self.out_norm = nn.LayerNorm(width, bias=False), nn.LayerNorm(width, bias=False)
+        self.query = nn.Linear(width, heads * head_width, bias=False)
+        self.key_value = nn.Linear(context_width, 2 * heads * head_width, bias=False)
+        self.out = nn.Linear(heads * head_width, width, bias=False)
+
+    def keys_values(self, context):
+        """What attention needs to know of `context` (B, J, E): keys and values, each (B, heads, J, d).
+
+        A few tokens are folded into the projections, q·k = x·(Wqᵀk) and out = attention·(Wo·v), each (B, J·heads, W),
+        which spares the product of every pixel with Wq and Wo.
+        """
+        k, v = self.key_value(context).unflatten(-1, (2 * self.heads, self.head_width)).chunk(2, dim=2)  # (B, J, h, d)
+        if context.shape[1] * 2 > self.head_width:
+            return k.transpose(1, 2), v.transpose(1, 2)
+        query, out = self.query.weight.to(k.dtype), self.out.weight.to(k.dtype)
+        keys = torch.einsum("bjhd,hdw->bjhw", k, query.unflatten(0, (self.heads, -1))) * self.head_width ** -0.5
+        return keys.flatten(1, 2), torch.einsum("bjhd,whd->bjhw", v, out.unflatten(1, (self.heads, -1))).flatten(1, 2)
+
+    def forward(self, x, keys, values):
+        """x (B, W, H, H) plus what it attends to."""
+        size = x.shape[2:]
+        x = x.flatten(2).transpose(1, 2)  # (B, N, W)
+        h = self.norm(x)
+        if keys.ndim == 3:
+            scores = (h @ keys.transpose(1, 2)).unflatten(-1, (-1, self.heads))  # (B, N, J, heads)
+            h = scores.softmax(dim=2, dtype=torch.float32).to(values.dtype).flatten(2) @ values
+        else:
+            query = self.query(h).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            h = self.out(F.scaled_dot_product_attention(query, keys, values).transpose(1, 2).flatten(2))
+        return (x + self.out_norm(h)).transpose(1, 2).unflatten(2, size)
+
+
+def heads_of(width, head_width):
+    """How many heads of about `head_width` divide `width`."""
+    return next(heads for heads in range(max(1, width // head_width), 0, -1) if width % heads == 0)
+
+
+class SelfAttention(nn.Module):
+    """Attention of the pixels to each other, with one key-value head (Shazeer 2019); x (B, W, H, H) plus that."""
+
+    def __init__(self, width, head_width):
+        super().__init__()
+        self.norm = nn.LayerNorm(width, bias=False)
+        self.attention = Attention(width, heads_of(width, head_width), 1, normformer=True)
+
+    def forward(self, x):
+        tokens = x.flatten(2).transpose(1, 2)  # (B, N, W)
+        h = self.norm(tokens)
+        tokens = tokens + self.attention(h, *self.attention.keys_values(h))
+        return tokens.transpose(1, 2).unflatten(2, x.shape[2:])
+
+
+class LinearAttention(nn.Module):
+    """Attention of the pixels to each other at a cost linear in their number (Shen et al. 2018, §3.2)."""
+
+    def __init__(self, width, head_width):
+        super().__init__()
+        self.heads = heads_of(width, head_width)
+        self.norm, self.out_norm = nn.LayerNorm(width, bias=False), nn.LayerNorm(width, bias=False)
+        self.query, self.out = nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False)
+        self.key_value = nn.Linear(width, 2 * width, bias=False)
+
+    def forward(self, x):
+        tokens = x.flatten(2).transpose(1, 2)  # (B, N, W)
+        h = self.norm(tokens)
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2).float()  # (B, heads, N, d)
+                   for t in (self.query(h), *self.key_value(h).chunk(2, dim=-1)))
+        found = (q.softmax(-1) @ (k.softmax(-2).transpose(-2, -1) @ v)).to(h.dtype)
+        tokens = tokens + self.out_norm(self.out(found.transpose(1, 2).flatten(2)))
+        return tokens.transpose(1, 2).unflatten(2, x.shape[2:])

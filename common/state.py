@@ -3,7 +3,7 @@ import dataclasses
 import inspect
 from pathlib import Path
 
-from common import amp, checkpoint, config, dist, ema, optim, schedule
+from common import accumulate, amp, checkpoint, config, dist, ema, optim, schedule
 from common.config import UserError
 
 
@@ -93,6 +93,28 @@ class State:
             raise UserError(f"step {self.step}: gradients overflow fp16 at any scale; use --precision bf16 or a lower "
                             "--lr")
         return norms, taken
+
+
+def check_start(cfg):
+    """UserError if the batch cannot be cut for the ranks, or a file to start from is missing."""
+    try:
+        accumulate.plan(cfg.batch_size, cfg.chunk_size, 0, dist.world_size())
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    for path in (cfg.init_from, cfg.resume if cfg.resume not in ("auto", "never") else ""):
+        if path and not Path(path).is_file():
+            raise UserError(f"{path}: no such checkpoint")
+
+
+def resume_point(cfg, run, identity):
+    """(checkpoint to go on from or None, results of a run that is finished or None, notes) of the open `run`."""
+    newest, passed_over = run.newest()
+    resume_from = cfg.resume if cfg.resume not in ("auto", "never") else None
+    if newest:
+        resume_from = str(run.folder / newest["file"])
+        check_identity(cfg, run.record.get("identity", {}), identity, run.folder)
+    finished = run.record["finished"] if newest and newest["step"] >= cfg.steps else None
+    return resume_from, finished, passed_over
 
 
 def check_identity(cfg, found, expected, where):

@@ -20,6 +20,7 @@ from helpers import run as run_script
 import train_decoder
 import train_prior
 from common import accumulate, checkpoint, clip, config, data, dist, media, synthetic
+from common import nn as layers
 from train_decoder import pixels
 
 CPU = torch.device("cpu")
@@ -131,7 +132,7 @@ def undisturbed(world):
 
 @pytest.fixture(scope="session")
 def judge():
-    return train_decoder.Judge(CPU)
+    return synthetic.Judge()
 
 
 def make(embed_width=16, encoding_width=12, **settings):
@@ -244,7 +245,7 @@ def test_checkpointing_changes_the_gradients_not_at_all():
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 def test_norm_and_silu_in_one_equal_the_plain_ones_in_value_and_gradient(layout, modulated):
     torch.manual_seed(0)
-    norm = train_decoder.NormSiLU(8, 4)
+    norm = layers.NormSiLU(8, 4)
     torch.nn.init.normal_(norm.weight)
     torch.nn.init.normal_(norm.bias)
     x = (torch.randn(2, 8, 5, 5) * 3 + 1).to(memory_format=layout).requires_grad_()
@@ -260,13 +261,13 @@ def test_norm_and_silu_in_one_equal_the_plain_ones_in_value_and_gradient(layout,
         torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-5)
     some = x[:1, :, :2, :2], *modulation[:1, :, None, None].chunk(2, 1)  # memory with gaps, and gradients in any order
     exact = [t.detach().double().requires_grad_() for t in some]
-    assert torch.autograd.gradcheck(lambda *t: train_decoder._NormSiLU.apply(*t, 4), exact)
+    assert torch.autograd.gradcheck(lambda *t: layers._NormSiLU.apply(*t, 4), exact)
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 5, 12])
 def test_attention_with_tokens_folded_into_the_projections_equals_the_plain_one(tokens):
     torch.manual_seed(0)
-    attention = train_decoder.CrossAttention(12, 10, heads=3, head_width=8).double()
+    attention = layers.CrossAttention(12, 10, heads=3, head_width=8).double()
     x, context = (torch.randn(2, *shape, dtype=torch.float64, requires_grad=True)
                   for shape in ((12, 3, 3), (tokens, 10)))
     keys, values = attention.keys_values(context)
@@ -285,7 +286,7 @@ def test_attention_with_tokens_folded_into_the_projections_equals_the_plain_one(
 
 def test_linear_attention_equals_the_one_with_all_pairs_of_pixels():
     torch.manual_seed(0)
-    attention, x = train_decoder.LinearAttention(16, head_width=8), torch.randn(2, 16, 3, 3)
+    attention, x = layers.LinearAttention(16, head_width=8), torch.randn(2, 16, 3, 3)
     tokens = x.flatten(2).transpose(1, 2)
     h = attention.norm(tokens)
     q, k, v = (t.view(2, 9, 2, 8) for t in (attention.query(h), *attention.key_value(h).chunk(2, -1)))
@@ -376,13 +377,13 @@ def test_the_judge_passes_real_pictures_and_notices_each_attribute_that_is_wrong
     records = [{**record, "named": list(synthetic.ATTRIBUTES)} for record in records]
     for size in (16, 32):
         pictures = train_decoder.as_bytes(media.resize(pixels(torch.from_numpy(images)), size, "area"))
-        right, named = judge.right(pictures, records)
-        assert named.all() and right.all(1).float().mean() >= 0.93
+        right, named = judge.right(pictures.numpy(), records)
+        assert named.all() and right.all(1).mean() >= 0.93
     for place, (name, values) in enumerate(synthetic.ATTRIBUTES.items()):
         swapped = [{**record["attributes"], name: values[values.index(record["attributes"][name]) - 1]}
                    for record in records[:100]]
-        right, _ = judge.right(torch.from_numpy(synthetic.draw(swapped, seed=9)), records[:100])
-        assert right[:, place].float().mean() < 0.05 and np.delete(right.numpy(), place, 1).mean() > 0.9, name
+        right, _ = judge.right(synthetic.draw(swapped, seed=9), records[:100])
+        assert right[:, place].mean() < 0.05 and np.delete(right, place, 1).mean() > 0.9, name
 
 
 # Loss and sampling
