@@ -60,7 +60,7 @@ class Config:
     image_size: int = 16  # width and height of the pictures of this stage
     low_res_size: int = 0  # of the pictures it starts from, those of the stage before; 0 for none
     width: int = 32  # channels of the first level
-    mults: tuple[int, ...] = (1, 2, 4)  # channels of each level in widths; each but the last halves the size
+    mults: tuple[int, ...] = (1, 2, 4)  # channels of each level, in widths; between two levels the size is halved
     blocks: int = 1  # residual blocks with cross-attention and skip connection a level, after one without
     groups: int = 8  # of the group norms
     cond_width: int = 64  # width of the conditioning tokens
@@ -71,7 +71,7 @@ class Config:
     middle_attention: bool = True  # self-attention at the smallest size
     cross_embed: bool = True  # first convolution with kernels of 3, 7 and 15, else 7
     pixel_shuffle: bool = True  # upsample by sub-pixel convolution, else by nearest neighbor and convolution
-    memory_efficient: bool = False  # halve the size before a level's blocks, not after (Imagen §2.4)
+    memory_efficient: bool = True  # halve the size before a level's blocks, not after, once more in all (Imagen §B.1)
     final_block: bool = True  # a last residual block over the output and that of the first convolution
     checkpointing: bool = False  # recompute blocks in the backward pass: less memory, a third more time
     self_condition: bool = False  # feed the network's last estimate back in (Chen et al. 2022)
@@ -84,8 +84,8 @@ class Config:
     objective: Literal["x0", "v", "epsilon", "flow"] = "v"  # what the network predicts
     noise_schedule: Literal["cosine", "linear", "quadratic", "sigmoid", "jsd"] = "cosine"  # levels (flow: its own)
     timesteps: int = 1000  # levels of noise
-    timestep_density: Literal["uniform", "logit_normal", "mode"] = "uniform"  # of training (SD3, Esser et al. 2024)
-    density_mean: float = 0.0  # of logit_normal
+    timestep_density: Literal["uniform", "logit_normal", "mode"] = "logit_normal"  # of training (SD3 §3.1)
+    density_mean: float = 1.0  # of logit_normal; above 0 for more noise, where it is decided what is drawn
     density_std: float = 1.0  # of logit_normal
     mode_scale: float = 1.29  # of mode
     loss: Literal["l2", "l1", "huber"] = "l2"  # distance between prediction and target
@@ -105,7 +105,7 @@ class Config:
     blur_sigma: tuple[float, ...] = (0.4, 0.8)  # range of the blur's sigma, in pixels of the low resolution
     random_crop: int = 0  # train on random crops of this size, 0 for whole pictures
     # Optimization
-    steps: int = 1500  # optimizer steps
+    steps: int = 1700  # optimizer steps
     batch_size: int = 64  # samples a step, over all ranks
     chunk_size: int = 32  # samples in one forward pass; part of what defines a run
     lr: float = 2e-3  # peak learning rate
@@ -195,16 +195,18 @@ class Config:
 # What is different by default for a stage, and named settings for all of it.
 STAGES = {
     "base": {},
-    "upsample": dict(image_size=32, low_res_size=16, width=32, mults=(1, 2), random_crop=16, steps=800, blocks=1,
-                     image_condition=False, image_map=False, middle_attention=False, eval_steps=10),
+    "upsample": dict(image_size=32, low_res_size=16, mults=(1, 2), memory_efficient=False, middle_attention=False,
+                     image_condition=False, image_map=False, random_crop=16, timestep_density="uniform", steps=500,
+                     eval_every=250, eval_steps=10),
 }
 PRESETS = {  # the base U-Net of DALLE2-pytorch's published config, over ViT-L/14
     "dalle2-64": dict(stage="base", clip="open_clip:ViT-L-14/openai", image_size=64, width=128, mults=(1, 2, 4, 8),
                       blocks=2, cond_width=512, heads=8, head_width=64, attention_levels=(1, 2, 3), image_map=False,
-                      batch_size=2048, chunk_size=64, lr=1.2e-4, beta2=0.999, ema_decay=0.9999, steps=800_000,
-                      warmup_steps=10_000, cosine=False, precision="bf16", validation=0.005, test=0.005,
-                      crop_scale=0.75, log_every=100, eval_every=10_000, save_every=2_000, eval_samples=2048,
-                      eval_steps=50, guidance_scale=2.0, workers=8),
+                      memory_efficient=False, timestep_density="uniform", batch_size=2048, chunk_size=64, lr=1.2e-4,
+                      beta2=0.999, ema_decay=0.9999, steps=800_000, warmup_steps=10_000, cosine=False,
+                      precision="bf16", validation=0.005, test=0.005, crop_scale=0.75, log_every=100,
+                      eval_every=10_000, save_every=2_000, eval_samples=2048, eval_steps=50, guidance_scale=2.0,
+                      workers=8),
 }
 
 # What must not change when a run goes on; all else may.

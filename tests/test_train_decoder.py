@@ -138,7 +138,7 @@ def judge():
 def make(embed_width=16, encoding_width=12, **settings):
     """A U-Net of random weights, its last layer included."""
     small = dict(image_size=16, width=8, mults=(1, 2), groups=4, cond_width=16, heads=2, head_width=8, image_tokens=2,
-                 max_text_len=5, random_crop=0, timesteps=50)
+                 max_text_len=5, random_crop=0, timesteps=50, memory_efficient=False)
     cfg = train_decoder.Config(**{**small, **settings})
     torch.manual_seed(0)
     unet = train_decoder.UNet(cfg, embed_width, encoding_width if cfg.text_encodings == "clip" else 0)
@@ -174,7 +174,7 @@ VARIANTS = [
     dict(), dict(blocks=2, learned_variance=True, self_condition=True), dict(mults=(1, 2, 3), image_tokens=6),
     dict(memory_efficient=True, final_block=False), dict(memory_efficient=True, blocks=2, cross_embed=False),
     dict(attention_levels=(0,), linear_levels=(1,), middle_attention=False), dict(pixel_shuffle=False),
-    dict(coordinates=False), dict(text_encodings="clip"), dict(image_condition=False),
+    dict(image_map=False), dict(text_encodings="clip"), dict(image_condition=False),
     dict(image_condition=False, text_encodings="clip"),
     dict(low_res_size=8), dict(low_res_size=8, low_res_noise=0.0, self_condition=True), dict(mults=(3,)),
     dict(width=28, mults=(1, 2), attention_levels=(1,), linear_levels=(0,)),  # heads 8 wide do not divide 28

@@ -18,7 +18,8 @@ import train_decoder
 from common import amp, dist, ema, optim
 
 CASES = ("train", "sample", "train_upsample", "sample_upsample")
-MODEL = dict(width=64, mults=(1, 2, 4), blocks=2, cond_width=128, heads=8, head_width=64, objective="epsilon")
+MODEL = dict(width=64, mults=(1, 2, 4), blocks=2, cond_width=128, heads=8, head_width=64, objective="epsilon",
+             memory_efficient=False, image_map=False, timestep_density="uniform")
 BASE = dict(image_size=32, learned_variance=True)
 UPSAMPLE = dict(image_size=64, low_res_size=32, image_condition=False, low_res_noise=0.0, low_res_blur=0.5)
 
