@@ -599,7 +599,8 @@ class Moments:
         width = len(self.sum)
         count, *rest = dist.total([self.count, *self.sum, *self.outer.ravel()])
         mean = np.array(rest[:width]) / count
-        return mean, np.reshape(rest[width:], (width, width)) / count - np.outer(mean, mean)
+        scatter = np.reshape(rest[width:], (width, width)) - count * np.outer(mean, mean)
+        return mean, scatter / max(1, count - 1)
 
 
 def frechet_distance(one, other):
@@ -886,9 +887,8 @@ def train_stage(cfg, device):
     # Train. Signals and clocks are read by rank 0, at log lines, where the ranks meet anyway.
     signals = []
     handlers = {s: signal.signal(s, lambda number, _: signals.append(number)) for s in (signal.SIGTERM, signal.SIGINT)}
-    saved = evaluated = logged = time.monotonic()
-    logged_step, batch, taken = run.step, [], True
-    loss_sum, unusable, named, overflows = torch.zeros((), device=device), [], set(), 0
+    saved = evaluated = time.monotonic()
+    meter, batch, taken = tracker.Meter(log, run), [], True
     bar = tracker.progress(total=cfg.steps, initial=run.step, desc=cfg.stage, unit="step", disable=not dist.is_main())
     unet.train()
     while run.step < cfg.steps:
@@ -896,36 +896,21 @@ def train_stage(cfg, device):
             batch = [next(batches) for _ in plan]
         step_loss, norm, taken = update(run, model, encoder, plan, batch)
         if not taken:
-            overflows += 1
+            meter.overflows += 1
             continue
         bar.update()
-        loss_sum += step_loss
-        unusable += [name for part in batch for name in part["unusable"]]
+        meter.add(step_loss, batch)
         if run.step % cfg.log_every and run.step < cfg.steps:
             continue
 
         # Log: the one place where the host waits for the device.
-        step, samples = run.step, (run.step - logged_step) * cfg.batch_size
-        loss, bad_rows = dist.total([loss_sum.item(), len(unusable)])
-        loss, now = loss / samples, time.monotonic()
-        if not np.isfinite([loss, norm.item()]).all():
-            raise UserError(f"loss {loss:.4g} and gradient norm {norm.item():.4g} are not both finite at step {step}; "
-                            f"lower --lr or --max_grad_norm. The checkpoints of {cfg.run} are from before")
-        if bad_rows:
-            fresh = [name for names in dist.gather(unusable[:10]) for name in names if name not in named]
-            named.update(fresh)
-            if fresh:
-                log.say(f"unusable, and replaced by the next row: {', '.join(fresh)}")
-        log.log(step, samples_seen=step * cfg.batch_size, loss=loss, lr=run.optimizers[0].param_groups[0]["lr"],
-                grad_norm=norm.item(), ema_decay=average.decay_at(step), overflows=overflows,
-                unusable_rows=int(bad_rows), samples_per_s=samples / (now - logged),
-                **({"scale": run.scaler.get_scale()} if run.scaler.is_enabled() else {}))
-        bar.set_postfix_str(f"loss {loss:.4f}, {samples / (now - logged):.0f} samples/s", refresh=False)
+        (loss, rate), step, now = meter.line(norm), run.step, time.monotonic()
+        bar.set_postfix_str(f"loss {loss:.4f}, {rate:.0f} samples/s", refresh=False)
 
         # Evaluate and save, when the steps, rank 0's clock or a signal say so.
         eval_due, save_due, stop = dist.broadcast((
-            step == cfg.steps or due(step, logged_step, cfg.eval_every, now - evaluated, cfg.eval_minutes),
-            step == cfg.steps or due(step, logged_step, cfg.save_every, now - saved, cfg.save_minutes),
+            step == cfg.steps or due(step, meter.step, cfg.eval_every, now - evaluated, cfg.eval_minutes),
+            step == cfg.steps or due(step, meter.step, cfg.save_every, now - saved, cfg.save_minutes),
             signals[:1]))
         if eval_due:
             figures = evaluate_stage(evaluator, run, step)
@@ -947,9 +932,7 @@ def train_stage(cfg, device):
         if stop:
             log.say(f"stopped by signal {stop[0]} at step {step}, all saved; the same command goes on")
             raise SystemExit(128 + stop[0])
-        logged, logged_step = time.monotonic(), step
-        loss_sum.zero_()
-        unusable, overflows = [], 0
+        meter.restart()
     bar.close()
     for number, handler in handlers.items():
         signal.signal(number, handler)
@@ -1078,49 +1061,53 @@ def draw_cascade(stages, batch, encoder, asked, noise, low_res=None, known=None,
 
 
 @dataclass(frozen=True)
-class EvaluateConfig:
+class CascadeConfig:
+    # The cascade
     runs: tuple[str, ...] = ("runs/decoder/base", "runs/decoder/upsample")  # run folders of the stages, in order
     model: str = "model.pt"  # file in each: model.pt (newest), best.pt (lowest validation loss), checkpoints/step_N.pt
     weights: Literal["ema", "online"] = "ema"  # of a checkpoint: averaged, or as the optimizer left them
     lora: tuple[str, ...] = ()  # LoRA adapters for each run, none for those that have none
     lora_scale: float = 1.0  # how much they count
-    start: int = 1  # first stage to run; beyond 1, from real low-resolution pictures
+    start: int = 1  # first stage to run; beyond 1, from low-resolution pictures: real ones, or --low_res
     stop: int = 0  # last stage to run, 0 for the last there is
-    prior: str = ""  # prior that makes the embeddings from captions: run folder or model.pt; by default they are real
+    steps: tuple[int, ...] = (25, 10)  # sampling steps of each stage; the last counts for all that follow
+    guidance_scale: tuple[float, ...] = (1.0,)  # of each stage, 1 for none
+    eta: tuple[float, ...] = (0.0,)  # of each stage: 1 as DDPM, 0 for DDIM
+    low_res_share: float = 0.0  # noise added between stages, as a share of the most in training
     prior_lora: str = ""  # LoRA adapters for the prior
     prior_steps: int = 64  # sampling steps of the prior
     prior_guidance: float = 1.0  # its guidance scale
     best_of: int = 2  # embeddings of which the prior takes the most similar to the text
-    data: str = ""  # pictures to evaluate on, by default those that the last stage was trained on
-    part: Literal["train", "validation", "test"] = "test"  # which of them
-    eval_samples: int = 512  # most pictures to take, 0 for all
-    steps: tuple[int, ...] = (25, 10)  # sampling steps of each stage
-    guidance_scale: tuple[float, ...] = (1.0,)  # of each stage, 1 for none
-    eta: tuple[float, ...] = (0.0,)  # of each stage: 1 as DDPM, 0 for DDIM
-    low_res_share: float = 0.0  # noise added between stages, as a share of the most in training
-    torchmetrics: tuple[str, ...] = ()  # fid, kid, is, lpips: also these, by the package of that name
-    grid: str = ""  # PNG file for the first eight, real above drawn
-    out: str = ""  # JSON file to write the figures to
     seed: int = 0  # of the noise
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # where to compute
 
     def __post_init__(self):
-        check_sampling(self)
+        for name in ("runs", "steps", "guidance_scale", "eta"):
+            if not getattr(self, name):
+                raise UserError(f"--{name}: expected at least one value")
+        for name in ("steps", "prior_steps", "best_of"):
+            value = getattr(self, name)
+            if min(value if isinstance(value, tuple) else (value,)) < 1:
+                raise UserError(f"--{name}: {value} is not above 0")
+        if not 0 <= self.low_res_share <= 1:
+            raise UserError(f"--low_res_share: {self.low_res_share} is not within 0 and 1")
+
+
+@dataclass(frozen=True)
+class EvaluateConfig(CascadeConfig):
+    # What to evaluate
+    prior: str = ""  # prior that makes the embeddings from captions: run folder or model.pt; by default they are real
+    data: str = ""  # pictures to evaluate on, by default those that the last stage was trained on
+    part: Literal["train", "validation", "test"] = "test"  # which of them
+    eval_samples: int = 512  # most pictures to take, 0 for all
+    torchmetrics: tuple[str, ...] = ()  # fid, kid, is, lpips: also these, by the package of that name
+    grid: str = ""  # PNG file for the first eight, real above drawn
+    out: str = ""  # JSON file to write the figures to
+
+    def __post_init__(self):
+        super().__post_init__()
         if wrong := set(self.torchmetrics) - set(TorchMetric.NAMES):
             raise UserError(f"--torchmetrics: {min(wrong)!r} is none of {', '.join(TorchMetric.NAMES)}")
-
-
-def check_sampling(asked):
-    """UserError for what is wrong in the fields that `evaluate` and `sample` share."""
-    for name in ("runs", "steps", "guidance_scale", "eta"):
-        if not getattr(asked, name):
-            raise UserError(f"--{name}: expected at least one value")
-    for name in ("steps", "prior_steps", "best_of"):
-        value = getattr(asked, name)
-        if min(value if isinstance(value, tuple) else (value,)) < 1:
-            raise UserError(f"--{name}: {value} is not above 0")
-    if not 0 <= asked.low_res_share <= 1:
-        raise UserError(f"--low_res_share: {asked.low_res_share} is not within 0 and 1")
 
 
 def evaluate(asked):
@@ -1246,7 +1233,7 @@ def load_imagination(asked, encoder, device):
 
 
 @dataclass(frozen=True)
-class SampleConfig:
+class SampleConfig(CascadeConfig):
     # What to draw
     text: str = ""  # a caption
     texts: str = ""  # or a file with one caption a line
@@ -1256,35 +1243,15 @@ class SampleConfig:
     low_res: str = ""  # an image to enlarge, for --start 2 and beyond
     invert: bool = False  # start from the noise that --image (and --to) come from, by DDIM backwards
     num: int = 8  # pictures a caption or image, or on the way from one image to the other
-    # By what
-    runs: tuple[str, ...] = ("runs/decoder/base", "runs/decoder/upsample")  # run folders of the stages, in order
-    model: str = "model.pt"  # file in each: model.pt (newest), best.pt (lowest validation loss), checkpoints/step_N.pt
-    weights: Literal["ema", "online"] = "ema"  # of a checkpoint: averaged, or as the optimizer left them
-    lora: tuple[str, ...] = ()  # LoRA adapters for each run, none for those that have none
-    lora_scale: float = 1.0  # how much they count
-    start: int = 1  # first stage to run; beyond 1, from --low_res
-    stop: int = 0  # last stage to run, 0 for the last there is
     prior: str = "runs/prior"  # the prior: run folder or model.pt; none: take the text's embedding for an image's
-    prior_lora: str = ""  # LoRA adapters for the prior
     clip: str = ""  # CLIP of texts and images, by default that of the training
-    # How
-    steps: tuple[int, ...] = (50, 20)  # sampling steps of each stage; the last counts for all that follow
-    guidance_scale: tuple[float, ...] = (1.0,)  # of each stage, 1 for none
-    eta: tuple[float, ...] = (0.0,)  # of each stage: 1 as DDPM, 0 for DDIM
-    prior_steps: int = 64  # sampling steps of the prior
-    prior_guidance: float = 1.0  # its guidance scale
-    best_of: int = 2  # embeddings of which the prior takes the most similar to the text
-    low_res_share: float = 0.0  # noise added between stages, as a share of the most in training
     resample: int = 5  # with --mask: rounds a step, so that what is drawn fits what is kept (RePaint)
     max_batch: int = 64  # most pictures computed at once
-    seed: int = 0  # of the noise
-    # Where to
     out: str = "grid.png"  # PNG with all pictures and their captions
     pictures: str = ""  # folder for a PNG of each, TEXT_NUMBER.png
-    device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # where to compute
 
     def __post_init__(self):
-        check_sampling(self)
+        super().__post_init__()
         for name in ("num", "max_batch", "resample"):
             if getattr(self, name) < 1:
                 raise UserError(f"--{name}: {getattr(self, name)} is not above 0")

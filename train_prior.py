@@ -587,9 +587,8 @@ def train(cfg):
     # Train. Signals and clocks are read by rank 0, at log lines, where the ranks meet anyway.
     signals = []
     handlers = {s: signal.signal(s, lambda number, _: signals.append(number)) for s in (signal.SIGTERM, signal.SIGINT)}
-    saved = evaluated = logged = time.monotonic()
-    logged_step, batch, taken = state.step, [], True
-    loss_sum, unusable, named, overflows = torch.zeros((), device=device), [], set(), 0
+    saved = evaluated = time.monotonic()
+    meter, batch, taken = tracker.Meter(log, state), [], True
     bar = tracker.progress(total=cfg.steps, initial=state.step, desc="prior", unit="step",
                            disable=not dist.is_main())
     prior.train()
@@ -598,36 +597,21 @@ def train(cfg):
             batch = [next(batches) for _ in plan]
         step_loss, norm, taken = update(state, model, encoder, plan, batch)
         if not taken:
-            overflows += 1
+            meter.overflows += 1
             continue
         bar.update()
-        loss_sum += step_loss
-        unusable += [name for part in batch for name in part["unusable"]]
+        meter.add(step_loss, batch)
         if state.step % cfg.log_every and state.step < cfg.steps:
             continue
 
         # Log: the one place where the host waits for the device.
-        step, samples = state.step, (state.step - logged_step) * cfg.batch_size
-        loss, bad_rows = dist.total([loss_sum.item(), len(unusable)])
-        loss, now = loss / samples, time.monotonic()
-        if not np.isfinite([loss, norm.item()]).all():
-            raise UserError(f"loss {loss:.4g} and gradient norm {norm.item():.4g} are not both finite at step {step}; "
-                            f"lower --lr or --max_grad_norm. The checkpoints of {cfg.run} are from before")
-        if bad_rows:
-            fresh = [name for names in dist.gather(unusable[:10]) for name in names if name not in named]
-            named.update(fresh)
-            if fresh:
-                log.say(f"unusable, and replaced by the next row: {', '.join(fresh)}")
-        log.log(step, samples_seen=step * cfg.batch_size, loss=loss, lr=state.optimizers[0].param_groups[0]["lr"],
-                grad_norm=norm.item(), ema_decay=average.decay_at(step), overflows=overflows,
-                unusable_rows=int(bad_rows), samples_per_s=samples / (now - logged),
-                **({"scale": state.scaler.get_scale()} if state.scaler.is_enabled() else {}))
-        bar.set_postfix_str(f"loss {loss:.4f}, {samples / (now - logged):.0f} samples/s", refresh=False)
+        (loss, rate), step, now = meter.line(norm), state.step, time.monotonic()
+        bar.set_postfix_str(f"loss {loss:.4f}, {rate:.0f} samples/s", refresh=False)
 
         # Evaluate and save, when the steps, rank 0's clock or a signal say so.
         eval_due, save_due, stop = dist.broadcast((
-            step == cfg.steps or schedule.due(step, logged_step, cfg.eval_every, now - evaluated, cfg.eval_minutes),
-            step == cfg.steps or schedule.due(step, logged_step, cfg.save_every, now - saved, cfg.save_minutes),
+            step == cfg.steps or schedule.due(step, meter.step, cfg.eval_every, now - evaluated, cfg.eval_minutes),
+            step == cfg.steps or schedule.due(step, meter.step, cfg.save_every, now - saved, cfg.save_minutes),
             signals[:1]))
         if eval_due:
             losses = {"val_loss_online": evaluator.loss(prior, "validation")}
@@ -651,9 +635,7 @@ def train(cfg):
         if stop:
             log.say(f"stopped by signal {stop[0]} at step {step}, all saved; the same command goes on")
             raise SystemExit(128 + stop[0])
-        logged, logged_step = time.monotonic(), step
-        loss_sum.zero_()
-        unusable, overflows = [], 0
+        meter.restart()
     bar.close()
     for number, handler in handlers.items():
         signal.signal(number, handler)

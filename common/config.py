@@ -132,7 +132,8 @@ def help_text(cls, usage, presets, stages):
     """Every field of `cls` with its type, default and trailing comment, under the comment lines that head sections."""
     kinds, lines = typing.get_type_hints(cls), [usage.rstrip(), ""]
     defaults = {field.name: field.default for field in dataclasses.fields(cls)}
-    for line in inspect.getsource(cls).splitlines():
+    sources = [inspect.getsource(base) for base in cls.__mro__ if dataclasses.is_dataclass(base)]
+    for line in "".join(sources).splitlines():
         if heading := re.match(r"^    # (.*)$", line):
             lines.append(f"\n{heading[1]}:")
         elif (field := re.match(r"^    (\w+): [^#]*#\s*(.*)$", line)) and field[1] in kinds:

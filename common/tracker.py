@@ -3,11 +3,14 @@ import json
 import math
 import os
 import sys
+import time
 from pathlib import Path
 
+import torch
 from tqdm import tqdm
 
-from common import checkpoint
+from common import checkpoint, dist
+from common.config import UserError
 
 
 class Tracker:
@@ -43,6 +46,44 @@ class Tracker:
         """Make the lines so far durable: before a checkpoint is committed, which will not make them again."""
         if self.enabled:
             os.fsync(self.file.fileno())
+
+
+class Meter:
+    """What has happened since the last log line, summed without waiting for the device."""
+
+    def __init__(self, log, state):
+        self.log, self.state, self.named = log, state, set()
+        self.restart()
+
+    def restart(self):
+        """Count from here on; the clock, too, which is not to include evaluating and saving."""
+        self.step, self.start, self.losses = self.state.step, time.monotonic(), []
+        self.unusable, self.overflows = [], 0
+
+    def add(self, loss_sum, batch):
+        """Take in a step: this rank's loss summed over its samples, and its chunks, for the unusable rows in them."""
+        self.losses.append(loss_sum)
+        self.unusable += [name for part in batch for name in part["unusable"]]
+
+    def line(self, norm):
+        """Log the steps since the last line; returns (loss, samples per second). All ranks call it, and wait here."""
+        state, cfg, step = self.state, self.state.cfg, self.state.step
+        samples = (step - self.step) * cfg.batch_size
+        loss, bad_rows = dist.total([torch.stack(self.losses).sum().item(), len(self.unusable)])
+        loss, rate = loss / samples, samples / (time.monotonic() - self.start)
+        if not (math.isfinite(loss) and math.isfinite(norm.item())):
+            raise UserError(f"loss {loss:.4g} and gradient norm {norm.item():.4g} are not both finite at step {step}; "
+                            f"lower --lr or --max_grad_norm. The checkpoints of {cfg.run} are from before")
+        if bad_rows:
+            names = [name for part in dist.gather(self.unusable[:10]) for name in part]
+            if fresh := [name for name in dict.fromkeys(names) if name not in self.named]:
+                self.named.update(fresh)
+                self.log.say(f"unusable, and replaced by the next row: {', '.join(fresh)}")
+        self.log.log(step, samples_seen=step * cfg.batch_size, loss=loss,
+                     lr=state.optimizers[0].param_groups[0]["lr"], grad_norm=norm.item(),
+                     ema_decay=state.average.decay_at(step), overflows=self.overflows, unusable_rows=int(bad_rows),
+                     samples_per_s=rate, **({"scale": state.scaler.get_scale()} if state.scaler.is_enabled() else {}))
+        return loss, rate
 
 
 def _step(line):

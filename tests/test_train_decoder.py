@@ -369,7 +369,31 @@ def test_moments_over_ranks_are_those_of_all_samples_at_once(on_ranks):
     features = (np.random.default_rng(0).standard_normal((23, 4)) * 2 + 1).astype(np.float32)
     for mean, covariance in on_ranks(2, moments_of_rank, features):
         np.testing.assert_allclose(mean, features.astype(np.float64).mean(0), atol=1e-12)
-        np.testing.assert_allclose(covariance, np.cov(features.astype(np.float64).T, bias=True), atol=1e-12)
+        np.testing.assert_allclose(covariance, np.cov(features.astype(np.float64).T), atol=1e-12)
+
+
+def test_frechet_distance_is_that_of_torchmetrics_for_the_same_features():
+    fid = pytest.importorskip("torchmetrics.image.fid")
+
+    class Features(torch.nn.Module):
+        num_features = 12
+
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(3 * 8 * 8, 12)
+
+        def forward(self, pictures):
+            return self.layer(pictures.flatten(1).float() / 255)
+
+    features = Features().requires_grad_(False)
+    theirs, ours = fid.FrechetInceptionDistance(feature=features, input_img_size=(3, 8, 8)), []
+    for real, low in ((True, 0), (False, 60)):
+        pictures = torch.randint(low, 200, (150, 3, 8, 8), dtype=torch.uint8)
+        theirs.update(pictures, real=real)
+        moments = train_decoder.Moments(12)
+        moments.add(features(pictures))
+        ours.append(moments.reduce())
+    assert train_decoder.frechet_distance(*ours) == pytest.approx(theirs.compute().item(), rel=1e-3)
 
 
 def test_the_judge_passes_real_pictures_and_notices_each_attribute_that_is_wrong(judge):
