@@ -840,6 +840,8 @@ def train(cfgs):
                   + "\n  ".join(tracker.table(scores)), flush=True)
     if dist.is_main():
         folders = ",".join(str(Path(cfg.run) / cfg.stage) for cfg in cfgs)
+        if cfgs[0].lora_rank:
+            folders = f"{Path(cfgs[0].init_from).parent} --lora {folders}/model.pt"
         print(f'\nTo draw: python train_decoder.py sample --runs {folders} --text "a large green triangle at the top '
               'left" --num 8 --out grid.png', flush=True)
 
