@@ -29,6 +29,7 @@ from torch import nn
 from common import accumulate, amp, checkpoint, clip, config, data, diffusion, dist, lora, media, synthetic, tracker
 from common.config import UserError
 from common.images import Pictures, Recolored, Shapes, decode_image
+from common.media import as_bytes, blurred, cropped, pixels
 from common.nn import CrossAttention, LinearAttention, NormSiLU, SelfAttention, TimeEmbedding
 from common.schedule import due
 from common.state import State, check_start, load_weights, resume_point
@@ -142,7 +143,7 @@ class Config:
     # Machine
     seed: int = 0  # of everything random
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # where to compute
-    compile: bool = False  # torch.compile the model
+    compile: bool = False  # torch.compile the training step
     workers: int = 0  # processes that read data ahead, a rank
     timeout_minutes: float = 30.0  # how long a rank waits for another before it gives up
 
@@ -158,7 +159,7 @@ class Config:
             if field.name not in may_be_negative and isinstance(value, (int, float)) and value < 0:
                 raise UserError(f"--{field.name}: {value} is below 0")
         for name in ("beta1", "beta2", "image_drop", "text_drop", "ema_decay", "ema_min_decay", "crop_scale",
-                     "threshold", "low_res_noise", "low_res_blur"):
+                     "threshold", "low_res_noise", "low_res_blur", "eta"):
             if getattr(self, name) > 1 or (name.startswith("beta") and getattr(self, name) == 1):
                 raise UserError(f"--{name}: {getattr(self, name)} is above what a share may be")
         if self.validation + self.test >= 1 or not self.validation or not self.test:
@@ -178,8 +179,6 @@ class Config:
         if max(self.random_crop, self.low_res_size + 1 if self.low_res_size else 0) > self.image_size:
             raise UserError(f"--low_res_size {self.low_res_size} and --random_crop {self.random_crop}: the first must "
                             f"be below image_size {self.image_size}, the second no higher")
-        if self.random_crop and not self.low_res_size:
-            raise UserError("--random_crop: it is for upsamplers, which have a --low_res_size")
         if self.random_crop and self.image_map and self.image_condition:
             raise UserError("--image_map: a map of the whole picture does not fit --random_crop; give --no_image_map")
         if not 1 <= self.eval_steps <= self.timesteps:
@@ -187,6 +186,17 @@ class Config:
         if len(self.blur_sigma) != 2 or not 0 < self.blur_sigma[0] <= self.blur_sigma[1]:
             raise UserError(f"--blur_sigma: expected two values above 0 in order, not {self.blur_sigma}")
         diffusion.check(self)
+        config.refuse_unused(self, (
+            ("low_res_noise", self.low_res_size, "a --low_res_size"), ("low_res_blur", self.low_res_size, "the same"),
+            ("blur_sigma", self.low_res_size and self.low_res_blur, "a --low_res_size and --low_res_blur"),
+            ("vlb_weight", self.learned_variance, "--learned_variance"),
+            ("text_drop", self.text_encodings != "none", "--text_encodings clip"),
+            ("max_text_len", self.text_encodings != "none", "--text_encodings clip"),
+            ("random_crop", self.low_res_size, "a --low_res_size, as upsamplers have"),
+            ("learned_variance", self.timestep_density == "uniform",
+             "--timestep_density uniform: the bound is a sum over all timesteps")))
+        if both := set(self.attention_levels) & set(self.linear_levels):
+            raise UserError(f"--attention_levels, --linear_levels: level {min(both)} is in both; choose one")
         if self.learned_variance and self.objective == "flow":
             raise UserError("--learned_variance: the steps of flow have no variance to learn; take another --objective")
         lora.check(self)
@@ -440,7 +450,10 @@ def conditioning(batch, cfg, encoder):
     The image embeddings are the batch's, or `encoder`'s of its "clip_image"; text encodings are `encoder`'s.
     """
     with torch.no_grad():
-        embed = encoder.embed_image(batch["clip_image"]) if "clip_image" in batch else batch["image_embed"]
+        if "clip_image" in batch and not cfg.image_condition:
+            embed = torch.zeros(len(batch["caption"]), 1, device=batch["clip_image"].device)  # nobody looks at it
+        else:
+            embed = encoder.embed_image(batch["clip_image"]) if "clip_image" in batch else batch["image_embed"]
         condition = {"image_embed": F.normalize(embed.float(), dim=-1) * embed.shape[-1] ** 0.5}
         if cfg.text_encodings == "clip":
             _, encodings, mask = encoder.embed_text(encoder.tokenize(batch["caption"]).to(embed.device))
@@ -451,30 +464,6 @@ def conditioning(batch, cfg, encoder):
     return condition
 
 
-def pixels(pictures):
-    """uint8 (B, H, H, 3) -> float (B, 3, H, H) in [-1, 1]."""
-    return pictures.permute(0, 3, 1, 2).float() / 127.5 - 1
-
-
-def blurred(pictures, sigma):
-    """Gaussian blur of (B, C, H, H) with a sigma in pixels for each, (B,), by two passes; edges are repeated."""
-    offset = torch.arange(-3, 4, device=pictures.device)
-    kernel = torch.exp(-0.5 * (offset / sigma[:, None]) ** 2)
-    kernel = (kernel / kernel.sum(1, keepdim=True)).repeat_interleave(pictures.shape[1], 0)  # (B·C, 7)
-    x = F.pad(pictures, (3, 3, 3, 3), mode="replicate").flatten(0, 1)[None]  # one group a channel of a picture
-    x = F.conv2d(x, kernel[:, None, None, :], groups=len(kernel))
-    x = F.conv2d(x, kernel[:, None, :, None], groups=len(kernel))
-    return x[0].unflatten(0, pictures.shape[:2])
-
-
-def cropped(pictures, size, corners):
-    """The squares of `size` of (B, C, H, H) that begin at `corners` (B, 2), in pixels down and right."""
-    places = torch.arange(size, device=pictures.device)
-    rows, columns = (corner[:, None] + places for corner in corners.unbind(1))  # (B, size)
-    batch = torch.arange(len(pictures), device=pictures.device)[:, None, None]
-    return pictures.permute(0, 2, 3, 1)[batch, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
-
-
 def diffusion_loss(model, unet, batch, condition):
     """Mean loss over a chunk: one pass of `model`, which is `unet` or its DDP wrapper."""
     cfg, x0 = unet.cfg, pixels(batch["image"])
@@ -483,9 +472,9 @@ def diffusion_loss(model, unet, batch, condition):
         # What the stage before gives is not perfect: blur and noise of a known level (Imagen, DALL-E 2 §2.1).
         low_res = media.resize(x0, cfg.low_res_size, cfg.resize)
         if cfg.low_res_blur:
-            sigma = torch.empty(size, device=device).uniform_(*cfg.blur_sigma)
+            sigma, radius = torch.empty(size, device=device).uniform_(*cfg.blur_sigma), math.ceil(3 * cfg.blur_sigma[1])
             chosen = torch.rand(size, device=device) < cfg.low_res_blur
-            low_res = torch.where(chosen[:, None, None, None], blurred(low_res, sigma), low_res)
+            low_res = torch.where(chosen[:, None, None, None], blurred(low_res, sigma, radius), low_res)
         low_res = media.resize(low_res, cfg.image_size, "bicubic")
         if cfg.random_crop:
             corners = torch.randint(cfg.image_size - cfg.random_crop + 1, (size, 2), device=device)
@@ -591,7 +580,7 @@ class Moments:
 
     def add(self, features):
         """Take in features (B, D)."""
-        x = features.double().cpu().numpy()
+        x = features.cpu().double().numpy()
         self.count, self.sum, self.outer = self.count + len(x), self.sum + x.sum(0), self.outer + x.T @ x
 
     def reduce(self):
@@ -612,17 +601,14 @@ def frechet_distance(one, other):
     return float(((mean1 - mean2) ** 2).sum() + np.trace(cov1) + np.trace(cov2) - 2 * np.sqrt(values.clip(0)).sum())
 
 
-def as_bytes(pictures):
-    """float (B, 3, H, H) in [-1, 1] -> uint8 (B, H, H, 3)."""
-    return ((pictures.permute(0, 2, 3, 1) + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
-
-
 class Evaluator:
     """Everything that is measured on held-out pictures; the same, to rounding, on any number of ranks."""
 
     def __init__(self, cfg, source, encoder, device):
         self.cfg, self.source, self.encoder, self.device = cfg, source, encoder, device
-        self.judge = None
+        self.judge, known = None, isinstance(source, (Shapes, Recolored))
+        if known and cfg.image_size % synthetic.Judge.SIZE == 0:
+            self.judge = synthetic.Judge(getattr(source, "color", ""))
 
     def chunks(self, part):
         """This rank's (number, batch) of the part."""
@@ -667,15 +653,13 @@ class Evaluator:
 
         extra: torchmetrics that are fed with both. The grid is rank 0's first pictures, real above drawn.
         """
-        if self.judge is None and isinstance(self.source, (Shapes, Recolored)):
-            self.judge = synthetic.Judge(getattr(self.source, "color", ""))
         names = list(synthetic.ATTRIBUTES)
         right, totals, grid = {kind: np.zeros((2, 1 + len(names))) for kind in ("drawn", "real")}, np.zeros(3), None
         moments = {kind: Moments(self.encoder.embed_width) for kind in right} if self.encoder else {}
         for _, batch in self.chunks(part):
             seeds = [accumulate.number(self.cfg.seed, "picture", row) for row in batch["rows"].tolist()]
             drawn = as_bytes(draw(batch, diffusion.noise_source(seeds, self.device)).float())
-            real = self.at_size(batch["image"], drawn.shape[1])
+            real = as_bytes(media.resize(pixels(batch["image"]), drawn.shape[1], self.cfg.resize))
             grid = grid or (real[:8].cpu().numpy(), drawn[:8].cpu().numpy(), batch["caption"][:8])
             if self.encoder:
                 text, _, _ = self.encoder.embed_text(self.encoder.tokenize(batch["caption"]).to(self.device))
@@ -708,12 +692,6 @@ class Evaluator:
             result |= metric.result()
         return {name: float(value) for name, value in result.items()}, grid
 
-    def at_size(self, pictures, size):
-        """uint8 (B, H, H, 3) brought to `size`, as training would."""
-        if pictures.shape[1] == size:
-            return pictures
-        return as_bytes(media.resize(pixels(pictures), size, self.cfg.resize))
-
 
 def write_grid(path, grid):
     """Real pictures, each with its caption, and below them what was drawn for it."""
@@ -736,6 +714,9 @@ def open_data(cfg):
     if spec == "auto":
         spec = config.read_json(noted).get("clip") if (noted := Path(folder) / "clip.json").is_file() else None
     encoder = clip.load(spec, "cpu") if spec else None
+    if Path(folder, "made.json").is_file():
+        config.refuse_unused(cfg, [(name, False, "pictures of your own, not built-in shapes")
+                                   for name in ("flip", "crop_scale", "shards", "embeddings")])
     if color:
         source = Recolored(color, cfg.image_size, encoder.image_size)
     elif Path(folder, "made.json").is_file():
@@ -769,7 +750,7 @@ def prepare(cfg, run, device):
     if own == "shapes":
         made = clip.builtin_data(run.folder.parent.parent, device)
         cfg = dataclasses.replace(cfg, data=f"{made}:{color}" if color else made)
-    source, _, _ = opened or open_data(cfg)
+    source, _, spec = opened or open_data(cfg)
     bad, read, names = source.check()
     if bad:
         notes.append(f"{bad} of {read} pictures looked at cannot be used and are left out: {', '.join(names)}")
@@ -779,14 +760,15 @@ def prepare(cfg, run, device):
             raise UserError(f"{cfg.data}: {rows} {part} pictures, fewer than --batch_size {cfg.batch_size}; lower it"
                             if part == "train" else f"{cfg.data}: none of its {len(source)} pictures is left for "
                             f"{part}; raise --{part}")
-    resume_from, finished, more = resume_point(cfg, run, identity(cfg, source))
+    resume_from, finished, more = resume_point(cfg, run, identity(cfg, source, spec))
     return cfg, resume_from, finished, notes + more
 
 
-def identity(cfg, source):
+def identity(cfg, source, spec):
     """The facts by which a run is known again: what must not change while it goes on."""
+    used = source.width is None or cfg.text_encodings == "clip"
     return {name: getattr(cfg, name) for name in FIXED} | lora.identity(cfg) | {
-        f"data {k}": v for k, v in source.fingerprint().items()}
+        f"data {k}": v for k, v in source.fingerprint().items()} | ({"clip": spec} if used else {})
 
 
 def make(cfg, source, encoder, spec, device):
@@ -797,7 +779,7 @@ def make(cfg, source, encoder, spec, device):
     unet, trained = UNet(cfg, *widths).to(device), None
     if cfg.lora_rank:
         trained, facts["lora"] = lora.start(unet, cfg)
-    return State(cfg, unet, device, identity(cfg, source), facts, trained)
+    return State(cfg, unet, device, identity(cfg, source, spec), facts, trained)
 
 
 def update(run, model, encoder, plan, batch):
@@ -825,25 +807,29 @@ def train(cfgs):
         if one.image_size != two.low_res_size:
             raise UserError(f"--stage all: {one.stage} makes pictures of {one.image_size} pixels, {two.stage} starts "
                             f"from {two.low_res_size}; flags hold for both, so train them one by one: --stage base …")
+    if len(cfgs) > 1 and (cfgs[0].init_from or cfgs[0].resume not in ("auto", "never")):
+        raise UserError("--init_from, --resume FILE: a file is of one stage; give that with --stage, too")
     before = [train_stage(cfg, device) for cfg in cfgs]
     if len(cfgs) > 1:  # the stages together, from real image embeddings to pictures
         run = Path(cfgs[0].run)
         asked = EvaluateConfig(runs=tuple(str(run / cfg.stage) for cfg in cfgs), prior="", steps=tuple(
             cfg.eval_steps for cfg in cfgs), eval_samples=2 * cfgs[0].eval_samples, grid=str(run / "cascade.png"),
-            out=str(run / "cascade.json"), seed=cfgs[0].seed, device=cfgs[0].device)
+            out=str(run / "cascade.json"), seed=cfgs[0].seed, device=cfgs[0].device, eta=tuple(cfg.eta for cfg in cfgs),
+            guidance_scale=tuple(cfg.guidance_scale for cfg in cfgs))
         if all(before) and (run / "cascade.json").is_file():
             scores = config.read_json(run / "cascade.json")
         else:
             scores = evaluate_cascade(asked, device)
-        if dist.is_main():
-            print(f"\nThe stages together, on {asked.part} pictures ({asked.grid}):\n\n  "
-                  + "\n  ".join(tracker.table(scores)), flush=True)
+        report(f"The stages together, on {asked.part} pictures ({asked.grid}):", scores)
     if dist.is_main():
-        folders = ",".join(str(Path(cfg.run) / cfg.stage) for cfg in cfgs)
-        if cfgs[0].lora_rank:
-            folders = f"{Path(cfgs[0].init_from).parent} --lora {folders}/model.pt"
-        print(f'\nTo draw: python train_decoder.py sample --runs {folders} --text "a large green triangle at the top '
-              'left" --num 8 --out grid.png', flush=True)
+        folders, last = ",".join(str(Path(cfg.run) / cfg.stage) for cfg in cfgs), cfgs[-1]
+        if last.lora_rank:
+            base = Path(last.init_from)
+            folders = f"{base.parent} --model {base.name} --lora {folders}/model.pt"
+        start = " --start 2 --low_res small.png" if cfgs[0].low_res_size else ""
+        folders = f"RUN_BEFORE,{folders}" if start else folders
+        print(f'\nTo draw: python train_decoder.py sample --runs {folders}{start} --text "a large green triangle at '
+              'the top left" --num 8 --out grid.png', flush=True)
 
 
 def train_stage(cfg, device):
@@ -973,8 +959,7 @@ def evaluate_stage(evaluator, run, step):
 def report(headline, results):
     """A headline, and the results as a table."""
     if dist.is_main():
-        print(f"\n{headline}\n")
-        print("\n".join(f"  {line}" for line in tracker.table(results)), flush=True)
+        print("\n".join([f"\n{headline}\n", *(f"  {line}" for line in tracker.table(results))]), flush=True)
 
 
 # Commands
@@ -1076,6 +1061,7 @@ class CascadeConfig:
     guidance_scale: tuple[float, ...] = (1.0,)  # of each stage, 1 for none
     eta: tuple[float, ...] = (0.0,)  # of each stage: 1 as DDPM, 0 for DDIM
     low_res_share: float = 0.0  # noise added between stages, as a share of the most in training
+    clip: str = ""  # CLIP of texts and images, by default that of the training
     prior_lora: str = ""  # LoRA adapters for the prior
     prior_steps: int = 64  # sampling steps of the prior
     prior_guidance: float = 1.0  # its guidance scale
@@ -1091,8 +1077,10 @@ class CascadeConfig:
             value = getattr(self, name)
             if min(value if isinstance(value, tuple) else (value,)) < 1:
                 raise UserError(f"--{name}: {value} is not above 0")
-        if not 0 <= self.low_res_share <= 1:
-            raise UserError(f"--low_res_share: {self.low_res_share} is not within 0 and 1")
+        for name in ("low_res_share", "eta"):
+            value = getattr(self, name)
+            if any(not 0 <= v <= 1 for v in (value if isinstance(value, tuple) else (value,))):
+                raise UserError(f"--{name}: {value} is not within 0 and 1")
 
 
 @dataclass(frozen=True)
@@ -1108,6 +1096,8 @@ class EvaluateConfig(CascadeConfig):
 
     def __post_init__(self):
         super().__post_init__()
+        if self.eval_samples < 0:
+            raise UserError(f"--eval_samples: {self.eval_samples} is below 0")
         if wrong := set(self.torchmetrics) - set(TorchMetric.NAMES):
             raise UserError(f"--torchmetrics: {min(wrong)!r} is none of {', '.join(TorchMetric.NAMES)}")
 
@@ -1123,8 +1113,8 @@ def plan_evaluation(asked, device):
     """(stages, Evaluator, function of the prior or None, torchmetrics) for what `asked` wants, all of it checked."""
     stages = load_cascade(asked, device)
     last = stages[-1]
-    cfg = dataclasses.replace(last.cfg, eval_samples=asked.eval_samples, seed=asked.seed, clip=last.clip or "auto",
-                              crop_scale=1.0, flip=False)
+    cfg = dataclasses.replace(last.cfg, eval_samples=asked.eval_samples, seed=asked.seed, crop_scale=1.0, flip=False,
+                              clip=asked.clip or last.clip or "auto")
     if asked.data:  # what was said of where the training's lay is not true of these
         cfg = dataclasses.replace(cfg, data=asked.data, embeddings="", shards="")
     source, encoder, _ = open_data(cfg)
@@ -1195,7 +1185,10 @@ class TorchMetric:
             self.metric.update(drawn, real=False)
 
     def result(self):
-        value = self.metric.compute()
+        try:
+            value = self.metric.compute()
+        except ValueError as error:  # too few pictures, for one
+            raise UserError(f"--torchmetrics {self.name}: {error}") from error
         return {self.name: (value[0] if isinstance(value, tuple) else value).item()}
 
 
@@ -1222,7 +1215,10 @@ def load_imagination(asked, encoder, device):
     wish = train_prior.SampleConfig(run=str(path.parent), model=path.name, text="-", best_of=asked.best_of,
                                     steps=asked.prior_steps, guidance_scale=asked.prior_guidance, seed=asked.seed,
                                     lora=asked.prior_lora)
-    prior, cfg, _ = train_prior.load_prior(wish, device)
+    prior, cfg, found = train_prior.load_prior(wish, device)
+    if cfg.text_encodings != "none" and encoder.encoding_width != found["widths"][1]:
+        raise UserError(f"--prior {path}: text encodings {found['widths'][1]} wide, the decoder's CLIP has "
+                        f"{encoder.encoding_width}; train both on the same CLIP")
     if asked.prior_steps > cfg.timesteps:
         raise UserError(f"--prior_steps: {asked.prior_steps} is more than the {cfg.timesteps} timesteps of the prior")
     if prior.embed_width != encoder.embed_width:
@@ -1246,7 +1242,6 @@ class SampleConfig(CascadeConfig):
     invert: bool = False  # start from the noise that --image (and --to) come from, by DDIM backwards
     num: int = 8  # pictures a caption or image, or on the way from one image to the other
     prior: str = "runs/prior"  # the prior: run folder or model.pt; none: take the text's embedding for an image's
-    clip: str = ""  # CLIP of texts and images, by default that of the training
     resample: int = 5  # with --mask: rounds a step, so that what is drawn fits what is kept (RePaint)
     max_batch: int = 64  # most pictures computed at once
     out: str = "grid.png"  # PNG with all pictures and their captions
@@ -1270,8 +1265,8 @@ class SampleConfig(CascadeConfig):
             raise UserError("--text with --image: it needs --mask, which says where to draw; an image alone is varied")
         if self.to and (self.mask or self.text or self.texts):
             raise UserError("--to: the way between two images takes no --text, --texts or --mask")
-        if self.invert and (self.mask or self.text or self.texts or self.start > 1):
-            raise UserError("--invert: goes with --image alone or --image and --to")
+        if self.invert and (self.mask or self.text or self.texts or self.start > 1 or any(self.eta)):
+            raise UserError("--invert: goes with --image alone or --image and --to, and with --eta 0")
 
 
 def open_image(path, size=0):
@@ -1344,7 +1339,8 @@ def sample(asked):
     share = torch.linspace(0, 1, asked.num, device=device)[:, None]  # of the way from --image to --to
     if texts:
         needed = sorted({rows[row][0] for row in mine})
-        embeddings = dict(zip(needed, imagine([texts[t] for t in needed], asked.num, needed) if needed else []))
+        wanted = [texts[t] for t in needed]
+        embeddings = dict(zip(needed, imagine(wanted, asked.num, wanted) if needed else []))
     else:
         ends = [encoder.embed_image((found[name] + 1) / 2).float() for name in ("image", "to") if name in found]
         embeddings = {0: slerp(*ends, share) if asked.to else ends[0].expand(asked.num, -1)}
@@ -1364,7 +1360,8 @@ def sample(asked):
         pairs = [rows[row] for row in part]
         batch = {"image_embed": torch.stack([embeddings[t][k] for t, k in pairs]),
                  "caption": [texts[t] if texts else "" for t, _ in pairs]}
-        seeds = [accumulate.number(asked.seed, "picture", t, 0 if asked.to else k) for t, k in pairs]
+        seeds = [accumulate.number(asked.seed, "picture", texts[t] if texts else "", 0 if asked.to else k)
+                 for t, k in pairs]
         low_res, known = (found[name].expand(len(part), -1, -1, -1) if name in found else None
                           for name in ("low_res", "known"))
         x_t = torch.stack([starts[k] for _, k in pairs]) if asked.invert else None
@@ -1379,9 +1376,10 @@ def sample(asked):
 
 
 def write_pictures(asked, pictures, captions):
-    """The grid, a row for each text of up to eight pictures, and, if asked for, each picture on its own."""
+    """The grid, a row for each text or, of one alone, rows of eight, and, if asked for, each picture on its own."""
+    columns = asked.num if len(pictures) > asked.num else min(asked.num, 8)
     with checkpoint.replacing(asked.out) as file:
-        media.write_png(file, media.captioned_grid(np.stack(pictures), captions, min(asked.num, 8)))
+        media.write_png(file, media.captioned_grid(np.stack(pictures), captions, columns))
     print(f"wrote {asked.out}: {len(pictures)} pictures of {pictures[0].shape[1]}x{pictures[0].shape[0]}")
     if asked.pictures:
         for i, picture in enumerate(pictures):

@@ -83,6 +83,13 @@ def as_json(cfg):
     return {name: list(v) if isinstance(v, tuple) else v for name, v in dataclasses.asdict(cfg).items()}
 
 
+def refuse_unused(cfg, table):
+    """UserError for a setting that was given, but has no effect: (name, whether it is used, what it needs) each."""
+    for name, used, needed in table:
+        if getattr(cfg, name) != getattr(type(cfg), name) and not used:
+            raise UserError(f"--{name}: it needs {needed}")
+
+
 def read_json(path):
     """The JSON object in the file `path`; UserError or OSError names the file."""
     try:

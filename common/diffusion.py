@@ -8,6 +8,7 @@ import math
 import torch
 from torch.special import log_ndtr
 
+from common import config
 from common.config import UserError
 
 SCHEDULES = ("cosine", "linear", "quadratic", "sigmoid", "jsd")
@@ -295,17 +296,15 @@ def noise_source(seeds, device):
 
 def check(cfg):
     """UserError if a script's settings of diffusion contradict each other, or one would have no effect."""
-    for name, used, needed in (
-            ("noise_schedule", cfg.objective != "flow", "an objective other than flow, which has its own levels"),
-            ("flow_weight", cfg.objective == "flow", "--objective flow"),
-            ("dream", cfg.objective == "epsilon", "--objective epsilon"),
-            ("dream_power", cfg.dream, "--dream true"),
-            ("p2_k", cfg.p2_gamma, "--p2_gamma above 0"),
-            ("density_mean", cfg.timestep_density == "logit_normal", "--timestep_density logit_normal"),
-            ("density_std", cfg.timestep_density == "logit_normal", "--timestep_density logit_normal"),
-            ("mode_scale", cfg.timestep_density == "mode", "--timestep_density mode")):
-        if getattr(cfg, name) != getattr(type(cfg), name) and not used:
-            raise UserError(f"--{name}: it needs {needed}")
+    config.refuse_unused(cfg, (
+        ("noise_schedule", cfg.objective != "flow", "an objective other than flow, which has its own levels"),
+        ("flow_weight", cfg.objective == "flow", "--objective flow"),
+        ("dream", cfg.objective == "epsilon", "--objective epsilon"),
+        ("dream_power", cfg.dream, "--dream true"),
+        ("p2_k", cfg.p2_gamma, "--p2_gamma above 0"),
+        ("density_mean", cfg.timestep_density == "logit_normal", "--timestep_density logit_normal"),
+        ("density_std", cfg.timestep_density == "logit_normal", "--timestep_density logit_normal"),
+        ("mode_scale", cfg.timestep_density == "mode", "--timestep_density mode")))
     if not -1 <= cfg.mode_scale <= 2 / (math.pi - 2):
         raise UserError(f"--mode_scale: {cfg.mode_scale} is not within -1 and {2 / (math.pi - 2):.4f}")
     if bool(cfg.min_snr_gamma) + bool(cfg.p2_gamma) + (cfg.flow_weight != "none") > 1:

@@ -315,7 +315,7 @@ class Pictures:
                            "--image_size or remove it")
         top, left = (height - side) // 2, (width - side) // 2
         if uniform is not None and self.crop_scale < 1:
-            side = max(1, round(side * (self.crop_scale + (1 - self.crop_scale) * uniform[0]) ** 0.5))
+            side = max(self.size, round(side * (self.crop_scale + (1 - self.crop_scale) * uniform[0]) ** 0.5))
             top, left = int(uniform[1] * (height - side + 1)), int(uniform[2] * (width - side + 1))
         crop = image[top:top + side, left:left + side]
         if uniform is not None and self.flip and uniform[3] < 0.5:

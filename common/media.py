@@ -182,3 +182,36 @@ def resize(images: torch.Tensor, size: int, mode: str = "bicubic") -> torch.Tens
     wide = images if images.dtype == torch.float64 else images.float()  # sums of many pixels
     smooth = mode in ("bilinear", "bicubic")
     return F.interpolate(wide, (size, size), mode=mode, antialias=smooth).to(images.dtype)
+
+
+def pixels(pictures):
+    """uint8 (B, H, H, 3) -> float (B, 3, H, H) in [-1, 1]."""
+    return pictures.permute(0, 3, 1, 2).float() / 127.5 - 1
+
+
+def as_bytes(pictures):
+    """float (B, 3, H, H) in [-1, 1] -> uint8 (B, H, H, 3)."""
+    return ((pictures.permute(0, 2, 3, 1) + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
+
+
+def blurred(pictures, sigma, radius=3):
+    """Gaussian blur of (B, C, H, H) with a sigma in pixels for each, (B,), by two passes; edges are repeated.
+
+    radius: where the kernel is cut off, three times the largest sigma or more.
+    """
+    offset = torch.arange(-radius, radius + 1, device=pictures.device)
+    kernel = torch.exp(-0.5 * (offset / sigma[:, None]) ** 2)
+    kernel = (kernel / kernel.sum(1, keepdim=True)).repeat_interleave(pictures.shape[1], 0)  # (B·C, 2·radius + 1)
+    x = F.pad(pictures, (radius,) * 4, mode="replicate").flatten(0, 1)[None]  # one group a channel of a picture
+    with torch.autocast(pictures.device.type, enabled=False):
+        x = F.conv2d(x, kernel[:, None, None, :], groups=len(kernel))
+        x = F.conv2d(x, kernel[:, None, :, None], groups=len(kernel))
+    return x[0].unflatten(0, pictures.shape[:2])
+
+
+def cropped(pictures, size, corners):
+    """The squares of `size` of (B, C, H, H) that begin at `corners` (B, 2), in pixels down and right."""
+    places = torch.arange(size, device=pictures.device)
+    rows, columns = (corner[:, None] + places for corner in corners.unbind(1))  # (B, size)
+    batch = torch.arange(len(pictures), device=pictures.device)[:, None, None]
+    return pictures.permute(0, 2, 3, 1)[batch, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)

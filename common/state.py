@@ -133,9 +133,8 @@ def load_weights(module, state, path, strict=True):
     wrong = sorted((own.keys() | found.keys()) - fits.keys())
     if wrong and "lora" in state:
         base = Path(state["lora"]["base"])
-        raise UserError(f"{path}: LoRA adapters, not a model; use them with their base: --run {base.parent} --model "
-                        f"{base.name} --lora {path}, or merge the two: python -m common.lora merge --model {base} "
-                        f"--lora {path} --out FILE")
+        raise UserError(f"{path}: LoRA adapters, not a model; give their base, {base}, and these with --lora, or merge "
+                        f"the two: python -m common.lora merge --model {base} --lora {path} --out FILE")
     if wrong and (strict or not fits):
         raise UserError(f"{path}: weights of another model: {len(wrong)} entries differ, the first is {wrong[0]}; give "
                         "the settings it was trained with")

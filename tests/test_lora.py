@@ -315,8 +315,8 @@ def test_mistakes_with_adapters_are_named(emb, runs, tmp_path):
     assert "--lora_base bf16: frozen weights of this precision need --precision bf16, not fp32" in out
     out = run(*flags(**settings, **adapters_of(runs, width=64)), expect=1)
     assert f"{runs}/base/model.pt: weights of another model" in out
-    advice = (f"{runs}/lora/model.pt: LoRA adapters, not a model; use them with their base: --run {runs}/base --model "
-              f"model.pt --lora {runs}/lora/model.pt, or merge the two: python -m common.lora merge")
+    advice = (f"{runs}/lora/model.pt: LoRA adapters, not a model; give their base, {runs}/base/model.pt, and these "
+              "with --lora, or merge the two: python -m common.lora merge")
     out = run("evaluate", *flags(run=runs / "lora", device="cpu"), expect=1)
     assert advice in out
     out = run(*flags(**settings, **{**SMALL, "init_from": runs / "lora/model.pt"}), expect=1)

@@ -138,7 +138,8 @@ def judge():
 def make(embed_width=16, encoding_width=12, **settings):
     """A U-Net of random weights, its last layer included."""
     small = dict(image_size=16, width=8, mults=(1, 2), groups=4, cond_width=16, heads=2, head_width=8, image_tokens=2,
-                 max_text_len=5, random_crop=0, timesteps=50, memory_efficient=False)
+                 max_text_len=5, random_crop=0, timesteps=50, memory_efficient=False,
+                 timestep_density="uniform")
     cfg = train_decoder.Config(**{**small, **settings})
     torch.manual_seed(0)
     unet = train_decoder.UNet(cfg, embed_width, encoding_width if cfg.text_encodings == "clip" else 0)
@@ -188,7 +189,8 @@ def test_every_option_gives_pictures_and_a_gradient_to_every_parameter(settings)
     assert unet(x_t, timestep, condition, NOBODY, NOBODY, estimate, low_res, level).shape == (
         3, 6 if unet.cfg.learned_variance else 3, 16, 16)
     for drop in (0.0, 1.0):
-        unet.cfg = dataclasses.replace(unet.cfg, image_drop=drop, text_drop=drop)
+        unet.cfg = dataclasses.replace(unet.cfg, image_drop=drop, **(
+            {"text_drop": drop} if unet.cfg.text_encodings != "none" else {}))
         unet.zero_grad(set_to_none=True)
         train_decoder.diffusion_loss(unet, unet, batch_of(3), condition).backward()
         assert not [name for name, p in unet.named_parameters() if p.grad is None]
@@ -562,12 +564,13 @@ def state_of(world, **settings):
 
 @pytest.mark.parametrize("settings", [
     dict(objective="x0"), dict(objective="v", p2_gamma=0.5, loss="huber"), dict(objective="epsilon", min_snr_gamma=5.0),
-    dict(objective="epsilon", dream=True), dict(objective="epsilon", learned_variance=True, noise_schedule="linear"),
+    dict(objective="epsilon", dream=True),
+    dict(objective="epsilon", learned_variance=True, noise_schedule="linear", timestep_density="uniform"),
     dict(objective="flow", flow_weight="cosmap", timestep_density="logit_normal"),
     dict(objective="flow", timestep_density="mode", self_condition=True, optimizer="muon"),
     dict(objective="v", self_condition=True, text_encodings="clip", precision="bf16", loss="l1"),
     dict(STAGES["upsample"], objective="x0", learned_variance=True, image_condition=True, image_map=False,
-         threshold=0.95)], ids=str)
+         threshold=0.95, timestep_density="uniform")], ids=str)
 def test_every_objective_trains_and_samples(settings, world):
     state, source, encoder = state_of(world, lr=5e-3, cosine=False, **settings)
     cfg, unet = state.cfg, state.model
@@ -939,7 +942,12 @@ def mistake(*words, status=1, **settings):
     (["--stage", "middle"], "'middle' is none of all, base, upsample"), (["--eval_steps", "2000"], "2000 is more than"),
     (["--dream"], "--dream: it needs --objective epsilon"), (["--blur_sigma", "1"], "--blur_sigma: expected two"),
     (["--p2_gamma", "1", "--min_snr_gamma", "5"], "each is a loss weight; give one of them"),
-    (["--objective", "flow", "--learned_variance"], "--learned_variance: the steps of flow have no variance"),
+    (["--objective", "flow", "--learned_variance", "--timestep_density", "uniform"], "steps of flow have no variance"),
+    (["--learned_variance"], "--learned_variance: it needs --timestep_density uniform"),
+    (["--low_res_noise", "0.1"], "--low_res_noise: it needs a --low_res_size"),
+    (["--attention_levels", "1", "--linear_levels", "1,2"], "level 1 is in both"),
+    (["evaluate", "--eval_samples", "-5"], "--eval_samples: -5 is below 0"),
+    (["sample", "--text", "a", "--eta", "5"], "--eta: (5.0,) is not within 0 and 1"),
     (["--lora_rank", "4"], "--lora_rank 4: adapters need a trained model; name its file with --init_from"),
     (["sample"], "--text: give a text that is not empty"), (["sample", "--text", " "], "a text that is not empty"),
     (["sample", "--text", "x", "--texts", "y"], "--text and --texts: give one of them"),

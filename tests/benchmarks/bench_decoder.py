@@ -35,6 +35,7 @@ def make(args, upsample, batch):
     unet = train_decoder.UNet(cfg, args.embed).to(args.device)
     if args.compile:
         unet.compile()
+        unet.denoise = torch.compile(unet.denoise)  # which sampling calls by itself
     size = cfg.image_size
     fields = {"image": torch.randint(256, (batch, size, size, 3), dtype=torch.uint8).to(args.device),
               "image_embed": torch.randn(batch, args.embed, device=args.device)}
@@ -90,11 +91,12 @@ def main():
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--checkpointing", action="store_true")
     args = parser.parse_args()
-    if unknown := set(args.cases) - set(CASES):
-        parser.error(f"no such case: {', '.join(unknown)}")
+    cases = args.cases or (CASES[:2] if args.preset else CASES)
+    if unknown := set(cases) - set(CASES[:2] if args.preset else CASES):
+        parser.error(f"no such case{' of a preset' * bool(args.preset)}: {', '.join(unknown)}")
     torch.set_num_threads(args.threads)
     dist.keep_memory()
-    for case in args.cases or CASES:
+    for case in cases:
         (bench_train if case.startswith("train") else bench_sample)(args, case.endswith("upsample"))
 
 
