@@ -187,8 +187,7 @@ class Config:
             raise UserError(f"--blur_sigma: expected two values above 0 in order, not {self.blur_sigma}")
         diffusion.check(self)
         config.refuse_unused(self, (
-            ("low_res_noise", self.low_res_size, "a --low_res_size"), ("low_res_blur", self.low_res_size, "the same"),
-            ("blur_sigma", self.low_res_size and self.low_res_blur, "a --low_res_size and --low_res_blur"),
+            *((name, self.low_res_size, "a --low_res_size") for name in ("low_res_noise", "low_res_blur", "blur_sigma")),
             ("vlb_weight", self.learned_variance, "--learned_variance"),
             ("text_drop", self.text_encodings != "none", "--text_encodings clip"),
             ("max_text_len", self.text_encodings != "none", "--text_encodings clip"),

@@ -138,8 +138,10 @@ def judge():
 def make(embed_width=16, encoding_width=12, **settings):
     """A U-Net of random weights, its last layer included."""
     small = dict(image_size=16, width=8, mults=(1, 2), groups=4, cond_width=16, heads=2, head_width=8, image_tokens=2,
-                 max_text_len=5, random_crop=0, timesteps=50, memory_efficient=False,
+                 random_crop=0, timesteps=50, memory_efficient=False,
                  timestep_density="uniform")
+    if settings.get("text_encodings") == "clip":
+        small["max_text_len"] = 5
     cfg = train_decoder.Config(**{**small, **settings})
     torch.manual_seed(0)
     unet = train_decoder.UNet(cfg, embed_width, encoding_width if cfg.text_encodings == "clip" else 0)
