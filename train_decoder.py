@@ -187,11 +187,10 @@ class Config:
             raise UserError(f"--blur_sigma: expected two values above 0 in order, not {self.blur_sigma}")
         diffusion.check(self)
         config.refuse_unused(self, (
-            *((name, self.low_res_size, "a --low_res_size") for name in ("low_res_noise", "low_res_blur", "blur_sigma")),
+            *((name, self.low_res_size, "a --low_res_size, as upsamplers have")
+              for name in ("low_res_noise", "low_res_blur", "blur_sigma", "random_crop")),
+            *((name, self.text_encodings != "none", "--text_encodings clip") for name in ("text_drop", "max_text_len")),
             ("vlb_weight", self.learned_variance, "--learned_variance"),
-            ("text_drop", self.text_encodings != "none", "--text_encodings clip"),
-            ("max_text_len", self.text_encodings != "none", "--text_encodings clip"),
-            ("random_crop", self.low_res_size, "a --low_res_size, as upsamplers have"),
             ("learned_variance", self.timestep_density == "uniform",
              "--timestep_density uniform: the bound is a sum over all timesteps")))
         if both := set(self.attention_levels) & set(self.linear_levels):

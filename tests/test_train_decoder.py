@@ -980,6 +980,7 @@ def other_stage(folder, **settings):
 def test_stages_that_do_not_fit_and_files_that_are_no_stages_are_refused(cascade, adapted, world, tmp_path):
     base, upsample = cascade
     (tmp_path / "empty.txt").write_text("\n \n")
+    (tmp_path / "empty.png").write_bytes(b"")
     (tmp_path / "wide.png").write_bytes(png(np.zeros((32, 40, 3), np.uint8)))
     (tmp_path / "tiny.png").write_bytes(png(np.zeros((9, 9, 3), np.uint8)))
     wide = other_stage(tmp_path / "wide", low_res_size=16, image_size=32, random_crop=0)
@@ -1001,7 +1002,7 @@ def test_stages_that_do_not_fit_and_files_that_are_no_stages_are_refused(cascade
         (dict(texts=tmp_path / "empty.txt", runs=cascade), "empty.txt: no text in it"),
         (dict(texts=tmp_path / "nothing.txt", runs=cascade), "nothing.txt"),
         (dict(image=tmp_path / "nothing.png", runs=cascade), "nothing.png"),
-        (dict(image=tmp_path / "empty.txt", runs=cascade), "empty.txt: not a readable image"),
+        (dict(image=tmp_path / "empty.png", runs=cascade), "empty.png: not a readable image"),
         (dict(image, runs=cascade, mask=tmp_path / "wide.png"), "40x32 pixels, but --image has 32x32"),
         (dict(image=tmp_path / "tiny.png", runs=base, invert=True), "9x9 pixels, smaller than the 16 needed"),
         (dict(low_res=tmp_path / "tiny.png", start=2, runs=cascade), "9x9 pixels, smaller than the 16 needed"),
