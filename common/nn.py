@@ -227,9 +227,16 @@ class _NormSiLU(torch.autograd.Function):
         return x.contiguous(memory_format=torch.channels_last if nhwc else torch.contiguous_format)
 
     @staticmethod
+    def unit(x):
+        """Weights of one for a half-precision x: torch keeps the statistics in the precision of the weights."""
+        return None if x.dtype in (torch.float32, torch.float64) else x.new_ones(x.shape[1], dtype=torch.float32)
+
+    @staticmethod
     def normalize(x, groups):
-        batch, width, height, _ = x.shape
-        return torch.native_group_norm(x, None, None, batch, width, height * x.shape[3], groups, 1e-5)
+        """(x normalized, mean, 1/std), the latter two in fp32 at the least."""
+        (batch, width, height, _), unit = x.shape, _NormSiLU.unit(x)
+        bias = None if unit is None else torch.zeros_like(unit)
+        return torch.native_group_norm(x, unit, bias, batch, width, height * x.shape[3], groups, 1e-5)
 
     @staticmethod
     def forward(ctx, x, scale, shift, groups):
@@ -246,7 +253,7 @@ class _NormSiLU(torch.autograd.Function):
         grad = torch.ops.aten.silu_backward(grad, torch.addcmul(shift.to(x.dtype), normed, scale.to(x.dtype)))
         grad_scale, grad_shift = ((g.sum((2, 3), keepdim=True)).to(scale.dtype) for g in (grad * normed, grad))
         grad = torch.ops.aten.native_group_norm_backward(
-            _NormSiLU.ordered(grad * scale.to(x.dtype), x), x, mean, rstd, None, *x.shape[:2],
+            _NormSiLU.ordered(grad * scale.to(x.dtype), x), x, mean, rstd, _NormSiLU.unit(x), *x.shape[:2],
             x.shape[2] * x.shape[3], ctx.groups, [True, False, False])[0]
         return grad, grad_scale, grad_shift, None
 

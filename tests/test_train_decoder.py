@@ -268,6 +268,15 @@ def test_norm_and_silu_in_one_equal_the_plain_ones_in_value_and_gradient(layout,
     assert torch.autograd.gradcheck(lambda *t: layers._NormSiLU.apply(*t, 4), exact)
 
 
+def test_statistics_of_a_norm_are_in_fp32_under_autocast_too():
+    x = (torch.randn(4, 16, 8, 8) * 2 + 5).bfloat16().requires_grad_()
+    exact = x.detach().double().requires_grad_()
+    assert [t.dtype for t in layers._NormSiLU.normalize(x, 4)] == [torch.bfloat16, torch.float32, torch.float32]
+    one, weight = torch.ones(1, 1, 1, 1), torch.randn(4, 16, 8, 8)
+    grads = [torch.autograd.grad((layers._NormSiLU.apply(t, one, 0 * one, 4) * weight).sum(), t)[0] for t in (x, exact)]
+    assert (grads[0].double() - grads[1]).abs().mean() < 4e-3 * grads[1].abs().mean()
+
+
 @pytest.mark.parametrize("tokens", [1, 4, 5, 12])
 def test_attention_with_tokens_folded_into_the_projections_equals_the_plain_one(tokens):
     torch.manual_seed(0)
