@@ -1390,10 +1390,7 @@ COMMANDS = {"train": (train, Config), "evaluate": (evaluate, EvaluateConfig), "s
 
 
 def main():
-    try:
-        config.dispatch(COMMANDS, __doc__, "train", PRESETS, STAGES)
-    finally:
-        dist.teardown()
+    config.dispatch(COMMANDS, __doc__, "train", PRESETS, STAGES)
 
 
 if __name__ == "__main__":

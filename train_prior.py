@@ -832,10 +832,7 @@ COMMANDS = {"train": (train, Config), "evaluate": (evaluate, EvaluateConfig), "s
 
 
 def main():
-    try:
-        config.dispatch(COMMANDS, __doc__, "train", PRESETS)
-    finally:
-        dist.teardown()
+    config.dispatch(COMMANDS, __doc__, "train", PRESETS)
 
 
 if __name__ == "__main__":

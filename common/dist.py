@@ -2,15 +2,18 @@
 
 Everything here also works in a single process started with plain `python`, where it does nothing.
 """
+import atexit
 import contextlib
 import ctypes
 import datetime
+import gc
 import hashlib
 import os
 import warnings
 
 import torch
 import torch.distributed as td
+import torch.distributed.nn  # its default arguments would keep alive a group that is there before it
 from torch.nn.parallel import DistributedDataParallel
 
 from common.config import UserError
@@ -37,7 +40,7 @@ def cores():
 
 
 def setup(device="auto", timeout_minutes=30):
-    """Join the process group that torchrun describes and return this rank's torch.device.
+    """Join the process group that torchrun describes, until the process ends; returns this rank's torch.device.
 
     `device` is auto, cuda, mps or cpu; auto takes the first of these that is there (mps for a single process only). On
     the CPU each of the machine's ranks takes its share of the cores, where torchrun would give it one.
@@ -65,6 +68,7 @@ def setup(device="auto", timeout_minutes=30):
     if world_size() > 1:
         td.init_process_group("nccl" if device.type == "cuda" else "gloo",
                               timeout=datetime.timedelta(minutes=timeout_minutes))
+        atexit.register(teardown)
     return device
 
 
@@ -81,9 +85,10 @@ def keep_memory():
 
 
 def teardown():
-    """Leave the process group."""
+    """Leave the process group, and wait for its threads: one that still holds a tensor when Python ends aborts it."""
     if td.is_initialized():
         td.destroy_process_group()
+        gc.collect()  # wrapped models and what they refer to; the last reference to the group joins the threads
 
 
 def wrap(model, device):

@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import FORKS, ROOT
 
-from common import checkpoint, config
+from common import checkpoint, config, dist
 
 TIMINGS = ("samples_per_s", "evaluation_s")
 
@@ -100,7 +100,10 @@ def _forked(rank, ranks, port, writer, script, words):
                       WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks), PYTHONUNBUFFERED="1", OMP_NUM_THREADS="2")
     torch.set_num_threads(1)
     sys.stdout.reconfigure(line_buffering=True)
-    _main(script, words)
+    try:
+        _main(script, words)
+    finally:
+        dist.teardown()  # a forked process ends without what is registered for its exit
 
 
 def wait_for(word, process):

@@ -1,5 +1,7 @@
 """Processes: exact sums, one decision for all, ranks kept in step; with real gloo processes."""
+import socket
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -95,6 +97,35 @@ def alone():
     dist.check_in_step(model, 1)
     return (dist.wrap(model, torch.device("cpu")) is model, dist.is_main(), dist.world_size(), dist.total([1, 2.5]),
             dist.gather("x"), dist.broadcast("y"), dist.on_main(lambda: "z"), torch.distributed.is_initialized())
+
+
+LEAVE = """
+import os, sys
+os.environ.update(RANK=sys.argv[1], LOCAL_RANK=sys.argv[1], MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[2],
+                  WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+import torch
+from common import dist
+device = dist.setup("cpu")
+def work():
+    model = dist.wrap(torch.nn.Linear(2, 2), device)
+    model(torch.ones(1, 2)).sum().backward()
+def threads():
+    return {open(f"/proc/self/task/{t}/comm").read().strip() for t in os.listdir("/proc/self/task")} - {"python"}
+work()
+print(any("gloo" in name for name in threads()))
+dist.teardown()
+print(any("gloo" in name for name in threads()))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks at the threads of Linux")
+def test_no_thread_of_the_group_outlives_it_and_aborts_the_process_at_its_end(script):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    processes = [script(LEAVE, rank, port, wait=False) for rank in range(2)]
+    for process in processes:
+        out, err = process.communicate(timeout=60)
+        assert (process.returncode, out) == (0, "True\nFalse\n"), err
 
 
 def test_a_single_process_needs_no_group_and_is_left_as_it_is(on_ranks):
