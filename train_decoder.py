@@ -11,6 +11,7 @@ such folders. `python train_decoder.py [train|evaluate|sample] --help` lists the
 """
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 import random
@@ -223,7 +224,7 @@ FIXED = ("stage", "image_size", "low_res_size", "width", "mults", "blocks", "gro
          "memory_efficient", "final_block", "self_condition", "image_condition", "image_tokens", "image_map",
          "text_encodings", "max_text_len", "objective", "noise_schedule", "timesteps", "learned_variance",
          "low_res_noise", "random_crop", "crop_scale", "flip", "resize", "batch_size", "chunk_size", "seed",
-         "validation", "test", "optimizer", "lora_rank", "lora_alpha", "lora_targets")
+         "validation", "test", "optimizer", "lora_rank", "lora_alpha", "lora_targets", "lora_base")
 
 
 # Model
@@ -534,7 +535,6 @@ def sample_pictures(unet, condition, steps, guidance_scale=1.0, eta=0.0, noise=t
     denoise = denoiser(unet, condition, guidance_scale, low_res, low_res_share, noise)
     if x_t is None:
         x_t = noise(torch.empty(size, 3, cfg.image_size, cfg.image_size, device=device))
-    resample = 1 if known is None else resample
     return diffusion.sample(denoise, x_t, unet.alpha, unet.sigma, steps, eta, noise, known, mask, resample).clamp(-1, 1)
 
 
@@ -599,6 +599,9 @@ def frechet_distance(one, other):
     return float(((mean1 - mean2) ** 2).sum() + np.trace(cov1) + np.trace(cov2) - 2 * np.sqrt(values.clip(0)).sum())
 
 
+judge = functools.cache(synthetic.Judge)  # by new color; it takes seconds to make
+
+
 class Evaluator:
     """Everything that is measured on held-out pictures; the same, to rounding, on any number of ranks."""
 
@@ -606,7 +609,7 @@ class Evaluator:
         self.cfg, self.source, self.encoder, self.device = cfg, source, encoder, device
         self.judge, known = None, isinstance(source, (Shapes, Recolored))
         if known and cfg.image_size % synthetic.Judge.SIZE == 0:
-            self.judge = synthetic.Judge(getattr(source, "color", ""))
+            self.judge = judge(getattr(source, "color", ""))
 
     def chunks(self, part):
         """This rank's (number, batch) of the part."""
@@ -657,7 +660,7 @@ class Evaluator:
         for _, batch in self.chunks(part):
             seeds = [accumulate.number(self.cfg.seed, "picture", row) for row in batch["rows"].tolist()]
             drawn = as_bytes(draw(batch, diffusion.noise_source(seeds, self.device)).float())
-            real = as_bytes(media.resize(pixels(batch["image"]), drawn.shape[1], self.cfg.resize))
+            real = media.resize_bytes(batch["image"], drawn.shape[1], self.cfg.resize)
             grid = grid or (real[:8].cpu().numpy(), drawn[:8].cpu().numpy(), batch["caption"][:8])
             if self.encoder:
                 text, _, _ = self.encoder.embed_text(self.encoder.tokenize(batch["caption"]).to(self.device))
@@ -698,6 +701,7 @@ def write_grid(path, grid):
     with checkpoint.replacing(path) as file:
         media.write_png(file, rows)
 
+
 # Training
 
 def open_data(cfg):
@@ -706,26 +710,26 @@ def open_data(cfg):
     The CLIP is needed for evaluation, and to embed images or text that have no embeddings yet. A folder of the
     built-in shapes may be followed by a colon and a new color.
     """
-    folder, _, color = cfg.data.partition(":") if Path(cfg.data.partition(":")[0], "made.json").is_file() else \
-        (cfg.data, "", "")
+    folder, _, color = cfg.data.partition(":")
+    if not (built_in := Path(folder, "made.json").is_file()):
+        folder, color = cfg.data, ""  # a colon is part of the path
     spec = cfg.clip
     if spec == "auto":
         spec = config.read_json(noted).get("clip") if (noted := Path(folder) / "clip.json").is_file() else None
     encoder = clip.load(spec, "cpu") if spec else None
-    if Path(folder, "made.json").is_file():
+    if built_in:
         config.refuse_unused(cfg, [(name, False, "pictures of your own, not built-in shapes")
                                    for name in ("flip", "crop_scale", "shards", "embeddings")])
     if color:
         source = Recolored(color, cfg.image_size, encoder.image_size)
-    elif Path(folder, "made.json").is_file():
+    elif built_in:
         source = Shapes(folder, cfg.image_size)
     else:
-        settings = (cfg.data, cfg.image_size, cfg.embeddings, cfg.index_width, cfg.shards)
-        source = Pictures(*settings, 0, cfg.crop_scale, cfg.flip, cfg.resize)
+        source = Pictures(cfg.data, cfg.image_size, cfg.embeddings, cfg.index_width, cfg.shards,
+                          crop_scale=cfg.crop_scale, flip=cfg.flip, resize=cfg.resize)
         if source.width is None and encoder is None:
             raise UserError(f"{cfg.data}: no embeddings in or beside it, so a CLIP must make them; name it with --clip")
-        if source.width is None:
-            source = Pictures(*settings, encoder.image_size, cfg.crop_scale, cfg.flip, cfg.resize)
+        source.clip_size = encoder.image_size if source.width is None else 0
     if encoder and source.width and encoder.embed_width != source.width:
         raise UserError(f"--clip {spec}: its embeddings are {encoder.embed_width} wide, those of {cfg.data} "
                         f"{source.width}")
@@ -748,7 +752,7 @@ def prepare(cfg, run, device):
     if own == "shapes":
         made = clip.builtin_data(run.folder.parent.parent, device)
         cfg = dataclasses.replace(cfg, data=f"{made}:{color}" if color else made)
-    source, _, spec = opened or open_data(cfg)
+    source, encoder, _ = opened or open_data(cfg)
     bad, read, names = source.check()
     if bad:
         notes.append(f"{bad} of {read} pictures looked at cannot be used and are left out: {', '.join(names)}")
@@ -758,15 +762,15 @@ def prepare(cfg, run, device):
             raise UserError(f"{cfg.data}: {rows} {part} pictures, fewer than --batch_size {cfg.batch_size}; lower it"
                             if part == "train" else f"{cfg.data}: none of its {len(source)} pictures is left for "
                             f"{part}; raise --{part}")
-    resume_from, finished, more = resume_point(cfg, run, identity(cfg, source, spec))
+    resume_from, finished, more = resume_point(cfg, run, identity(cfg, source, encoder))
     return cfg, resume_from, finished, notes + more
 
 
-def identity(cfg, source, spec):
+def identity(cfg, source, encoder):
     """The facts by which a run is known again: what must not change while it goes on."""
     used = source.width is None or cfg.text_encodings == "clip"
     return {name: getattr(cfg, name) for name in FIXED} | lora.identity(cfg) | {
-        f"data {k}": v for k, v in source.fingerprint().items()} | ({"clip": spec} if used else {})
+        f"data {k}": v for k, v in source.fingerprint().items()} | ({"clip": encoder.fingerprint()} if used else {})
 
 
 def make(cfg, source, encoder, spec, device):
@@ -777,7 +781,7 @@ def make(cfg, source, encoder, spec, device):
     unet, trained = UNet(cfg, *widths).to(device), None
     if cfg.lora_rank:
         trained, facts["lora"] = lora.start(unet, cfg)
-    return State(cfg, unet, device, identity(cfg, source, spec), facts, trained)
+    return State(cfg, unet, device, identity(cfg, source, encoder), facts, trained)
 
 
 def update(run, model, encoder, plan, batch):
@@ -810,7 +814,7 @@ def train(cfgs):
     before = [train_stage(cfg, device) for cfg in cfgs]
     if len(cfgs) > 1:  # the stages together, from real image embeddings to pictures
         run = Path(cfgs[0].run)
-        asked = EvaluateConfig(runs=tuple(str(run / cfg.stage) for cfg in cfgs), prior="", steps=tuple(
+        asked = EvaluateConfig(runs=tuple(str(run / cfg.stage) for cfg in cfgs), steps=tuple(
             cfg.eval_steps for cfg in cfgs), eval_samples=2 * cfgs[0].eval_samples, grid=str(run / "cascade.png"),
             out=str(run / "cascade.json"), seed=cfgs[0].seed, device=cfgs[0].device, eta=tuple(cfg.eta for cfg in cfgs),
             guidance_scale=tuple(cfg.guidance_scale for cfg in cfgs))
@@ -909,11 +913,7 @@ def train_stage(cfg, device):
                 run.best_val_loss = losses["val_loss"]
                 run.export("best.pt", val_loss=run.best_val_loss)
         if save_due or stop:
-            dist.check_in_step(unet, step)
-            if dist.is_main():
-                log.sync()
-                folder.commit(step, run.state(), cfg.keep, world_size=dist.world_size(), identity=run.identity,
-                              logger={"kind": "jsonl"})
+            run.commit(folder, log)
             saved = time.monotonic()
         if stop:
             log.say(f"stopped by signal {stop[0]} at step {step}, all saved; the same command goes on")
@@ -970,22 +970,8 @@ class Stage(NamedTuple):
 
 
 def load_stage(path, weights, device, adapters="", scale=1.0):
-    """The stage in `path`, a model.pt or a checkpoint, with the `adapters` of another run merged in at `scale`.
-
-    A checkpoint has "ema" and "online" weights; model.pt and best.pt have the average alone.
-    """
-    found = checkpoint.load(path)
-    if found.get("kind") != "decoder":
-        raise UserError(f"{path}: not a decoder's model.pt, best.pt or checkpoint")
-    if "lora" in found:
-        raise UserError(f"{path}: LoRA adapters for {found['lora']['base']}; give that run with --runs, and this file "
-                        "with --lora")
-    if "ema" not in found and weights == "online":
-        raise UserError(f"{path}: has the averaged weights alone; --weights online needs one of RUN/checkpoints")
-    found["model"] = found["ema"] if "ema" in found and weights == "ema" else found["model"]
-    if adapters:
-        found = lora.merged(found, path, adapters, scale)
-    cfg = Config(**config.from_dict(Config, found["config"], path))
+    """The stage in `path`, a model.pt or a checkpoint, with the `adapters` of another run merged in at `scale`."""
+    cfg, found = lora.read_model("decoder", Config, path, weights, adapters, scale)
     unet = UNet(cfg, *found["widths"]).to(device).eval()
     load_weights(unet, found, path)
     return Stage(unet, cfg, found["clip"], Path(path))
@@ -1130,8 +1116,7 @@ def plan_evaluation(asked, device):
 
 def evaluate_cascade(asked, device):
     """Scores of the pictures that a cascade makes for held-out rows; rank 0 writes them and a grid, if asked."""
-    dist.on_main(lambda: plan_evaluation(asked, device) and None)  # one rank speaks
-    stages, evaluator, imagine, extra = plan_evaluation(asked, device)
+    stages, evaluator, imagine, extra = dist.on_each(lambda: plan_evaluation(asked, device))
     cfg, encoder = evaluator.cfg, evaluator.encoder
 
     def draw(batch, noise):
@@ -1328,8 +1313,7 @@ def plan_pictures(asked, device):
 @torch.no_grad()
 def sample(asked):
     device = dist.setup(asked.device)
-    dist.on_main(lambda: plan_pictures(asked, device) and None)  # one rank speaks
-    stages, encoder, texts, imagine, found = plan_pictures(asked, device)
+    stages, encoder, texts, imagine, found = dist.on_each(lambda: plan_pictures(asked, device))
 
     # Embeddings, for texts by the prior, for images by the CLIP. Rows (text, number) are dealt to the ranks.
     rows = [(t, k) for t in range(len(texts) or 1) for k in range(asked.num)]

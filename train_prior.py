@@ -497,7 +497,7 @@ def prepare(cfg, run, device):
     notes = [f"the earlier run is now in {moved}"] if moved else []
     if cfg.data == "shapes":
         cfg = dataclasses.replace(cfg, data=clip.builtin_data(Path(cfg.run).parent, device))
-    source, _, _ = opened or open_data(cfg)
+    source, encoder, _ = opened or open_data(cfg)
     bad, read, names = source.check_rows()
     if bad:
         notes.append(f"{bad} of {read} rows looked at are not finite or all zero and are left out: {', '.join(names)}")
@@ -507,14 +507,14 @@ def prepare(cfg, run, device):
     for part in ("validation", "test"):
         if not len(data.Split(len(source), part, cfg.validation, cfg.test)):
             raise UserError(f"{cfg.data}: {len(source)} rows leave none for {part}; raise --{part}")
-    resume_from, finished, more = resume_point(cfg, run, identity(cfg, source))
+    resume_from, finished, more = resume_point(cfg, run, identity(cfg, source, encoder))
     return cfg, resume_from, finished, notes + more
 
 
-def identity(cfg, source):
+def identity(cfg, source, encoder):
     """The facts by which a run is known again: what must not change while it goes on."""
-    about_data = {f"data {name}": value for name, value in source.fingerprint().items()}
-    return {name: getattr(cfg, name) for name in FIXED} | about_data | lora.identity(cfg)
+    return {name: getattr(cfg, name) for name in FIXED} | lora.identity(cfg) | {
+        f"data {k}": v for k, v in source.fingerprint().items()} | ({"clip": encoder.fingerprint()} if encoder else {})
 
 
 def make(cfg, source, encoder, spec, device):
@@ -524,7 +524,7 @@ def make(cfg, source, encoder, spec, device):
     prior, adapters, facts = Prior(cfg, *widths).to(device), None, {"kind": "prior", "widths": widths, "clip": spec}
     if cfg.lora_rank:
         adapters, facts["lora"] = lora.start(prior, cfg)
-    return State(cfg, prior, device, identity(cfg, source), facts, adapters)
+    return State(cfg, prior, device, identity(cfg, source, encoder), facts, adapters)
 
 
 def update(state, model, encoder, plan, batch):
@@ -626,11 +626,7 @@ def train(cfg):
                 state.best_val_loss = losses["val_loss"]
                 state.export("best.pt", val_loss=state.best_val_loss)
         if save_due or stop:
-            dist.check_in_step(prior, step)
-            if dist.is_main():
-                log.sync()
-                run.commit(step, state.state(), cfg.keep, world_size=dist.world_size(), identity=state.identity,
-                           logger={"kind": "jsonl"})
+            state.commit(run, log)
             saved = time.monotonic()
         if stop:
             log.say(f"stopped by signal {stop[0]} at step {step}, all saved; the same command goes on")
@@ -666,57 +662,55 @@ def report(cfg, headline, results):
 # Commands
 
 def load_prior(asked, device):
-    """(prior in eval mode, its training config, the file's contents) from a model.pt or a checkpoint, and adapters.
-
-    A checkpoint has "ema" and "online" weights; model.pt and best.pt have the average alone.
-    """
-    path, weights = Path(asked.run) / asked.model, asked.weights
-    state = checkpoint.load(path)
-    if state.get("kind", "prior") != "prior" or "widths" not in state:
-        raise UserError(f"{path}: not a prior's model.pt, best.pt or checkpoint")
-    if "ema" not in state and weights == "online":
-        raise UserError(f"{path}: has the averaged weights alone; --weights online needs one of RUN/checkpoints")
-    state["model"] = state["ema"] if "ema" in state and weights == "ema" else state["model"]
-    if asked.lora:
-        state = lora.merged(state, path, asked.lora, asked.lora_scale)
-    cfg = Config(**config.from_dict(Config, state["config"], path))
+    """(prior in eval mode, its training config, the file's contents) for what a PriorConfig names."""
+    path = Path(asked.run) / asked.model
+    cfg, state = lora.read_model("prior", Config, path, asked.weights, asked.lora, asked.lora_scale)
     prior = Prior(cfg, *state["widths"]).to(device).eval()
     load_weights(prior, state, path)
     return prior, cfg, state
 
 
 @dataclass(frozen=True)
-class EvaluateConfig:
+class PriorConfig:
+    # The prior
     run: str = "runs/prior"  # run folder of the prior
     model: str = "model.pt"  # file in it: model.pt (newest), best.pt (lowest validation loss) or checkpoints/step_N.pt
     weights: Literal["ema", "online"] = "ema"  # of a checkpoint: averaged, or as the optimizer left them
     lora: str = ""  # LoRA adapters for it: a model.pt, best.pt, checkpoint or run folder of a training with --lora_rank
     lora_scale: float = 1.0  # how much they count: 0 not at all, 1 as they were trained
+    guidance_scale: float = 1.0  # 1 for none
+    eta: float = 1.0  # 1 as DDPM, 0 for DDIM
+    seed: int = 0  # of the noise
+    device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # where to compute
+
+
+@dataclass(frozen=True)
+class EvaluateConfig(PriorConfig):
+    # What to evaluate
     data: str = ""  # embeddings to evaluate on, by default those of the training
     part: Literal["train", "validation", "test"] = "test"  # which rows
     eval_samples: int = 0  # most rows to take, 0 for all
     eval_timesteps: tuple[int, ...] = (8, 64)  # sampling steps
     eval_captions: int = 256  # captions of the built-in data to score
-    guidance_scale: float = 1.0  # 1 for none
-    eta: float = 1.0  # 1 as DDPM, 0 for DDIM
-    seed: int = 0  # of the noise
-    device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # where to compute
     out: str = ""  # JSON file to write the figures to
 
 
-def evaluate(asked):
-    device = dist.setup(asked.device)
-    dist.on_main(lambda: load_prior(asked, device) and None)  # one rank speaks
+def plan_evaluation(asked, device):
+    """(prior, Evaluator) for what `asked` wants, all of it checked."""
     prior, cfg, state = load_prior(asked, device)
     cfg = dataclasses.replace(cfg, **{k: v for k, v in dataclasses.asdict(asked).items() if k in
                               ("eval_samples", "eval_timesteps", "eval_captions", "guidance_scale", "eta", "seed")},
                               data=asked.data or cfg.data)
-    dist.on_main(lambda: open_data(cfg) and None)
     source, encoder, _ = open_data(cfg)
     widths = [source.width, encoding_width(cfg, source, encoder)]
     if widths != state["widths"]:
         raise UserError(f"{cfg.data}: its embeddings and encodings are {widths} wide, the prior's {state['widths']}")
-    evaluator = Evaluator(cfg, source, encoder and encoder.to(device), device)
+    return prior, Evaluator(cfg, source, encoder and encoder.to(device), device)
+
+
+def evaluate(asked):
+    device = dist.setup(asked.device)
+    prior, evaluator = dist.on_each(lambda: plan_evaluation(asked, device))
     results = {"loss": evaluator.loss(prior, asked.part), **evaluator.figures(prior, asked.part)}
     if dist.is_main():
         print("\n".join(tracker.table(results)))
@@ -725,25 +719,17 @@ def evaluate(asked):
 
 
 @dataclass(frozen=True)
-class SampleConfig:
-    run: str = "runs/prior"  # run folder of the prior
-    model: str = "model.pt"  # file in it: model.pt (newest), best.pt (lowest validation loss) or checkpoints/step_N.pt
-    weights: Literal["ema", "online"] = "ema"  # of a checkpoint: averaged, or as the optimizer left them
-    lora: str = ""  # LoRA adapters for it: a model.pt, best.pt, checkpoint or run folder of a training with --lora_rank
-    lora_scale: float = 1.0  # how much they count: 0 not at all, 1 as they were trained
+class SampleConfig(PriorConfig):
+    # What to imagine
     text: str = ""  # what to imagine
     texts: str = ""  # or a file with one text a line
     num: int = 4  # embeddings a text
     best_of: int = 2  # candidates an embedding, of which the most similar to the text is kept (DALL-E 2 §2.2)
     steps: int = 64  # sampling steps
-    guidance_scale: float = 1.0  # 1 for none
-    eta: float = 1.0  # 1 as DDPM, 0 for DDIM
     max_batch: int = 256  # most embeddings computed at once
     clip: str = ""  # CLIP for the text, by default that of the training
     neighbors: int = 3  # nearest captions of the data to name, 0 for none
-    seed: int = 0  # of the noise
     out: str = ""  # .npy file to write the (texts x num, D) embeddings to
-    device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # where to compute
 
     def __post_init__(self):
         for name in ("num", "best_of", "steps", "max_batch"):

@@ -28,9 +28,10 @@ from torch import nn
 from common import accumulate, amp, checkpoint, config, data, dist, images, lora, optim, schedule, synthetic, tracker
 from common import nn as layers
 from common.config import UserError
+from common.images import BUILTIN_ROWS
+from common.media import resize
 
 SIZES = ("image_size", "context", "vocabulary", "embed_width", "text_width", "text_depth", "channels")
-BUILTIN_ROWS = 25_000  # of the captioned shapes
 PAD, START, END, BYTES = 0, 1, 2, 3  # token BYTES + b is the byte b; what was merged follows
 
 
@@ -205,6 +206,13 @@ class CLIP(nn.Module):
         nn.init.normal_(self.token_embedding.weight, std=0.02)
         self.log_scale = nn.Parameter(torch.tensor(math.log(1 / 0.07)))  # of the logits, learned (Radford 2021 §2.3)
 
+    def fingerprint(self) -> str:
+        """A digest of weights and tokenizer, by which a CLIP is known wherever it lies."""
+        digest = hashlib.sha256(repr(self.tokenizer.merges).encode())
+        for name, value in self.state_dict().items():
+            digest.update(name.encode() + value.cpu().contiguous().numpy().tobytes())
+        return digest.hexdigest()[:16]
+
     def tokenize(self, texts: list[str]) -> torch.Tensor:
         """int64 (B, L), padded with PAD: START, at most L - 2 tokens, END. Case and runs of spaces do not matter."""
         tokens = torch.full((len(texts), self.context), PAD)
@@ -243,7 +251,7 @@ def resized(images: torch.Tensor, size: int) -> torch.Tensor:
     side = min(images.shape[2:])
     top, left = (images.shape[2] - side) // 2, (images.shape[3] - side) // 2
     square = images[:, :, top:top + side, left:left + side]
-    return F.interpolate(square, (size, size), mode="bicubic", antialias=True).clamp(0, 1)
+    return resize(square, size).clamp(0, 1)
 
 
 def contrastive_loss(image: torch.Tensor, text: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -260,6 +268,7 @@ class OpenCLIP(nn.Module):
 
     def __init__(self, spec: str, device: torch.device | str):
         super().__init__()
+        self.spec = spec
         try:
             import open_clip
         except ImportError:
@@ -287,6 +296,9 @@ class OpenCLIP(nn.Module):
         with torch.no_grad():
             embedding, encodings, _ = self.embed_text(self.tokenize([""]).to(device))
         self.embed_width, self.encoding_width = embedding.shape[-1], encodings.shape[-1]
+
+    def fingerprint(self) -> str:
+        return self.spec
 
     def tokenize(self, texts: list[str]) -> torch.Tensor:
         return self.tokenizer(list(texts), context_length=self.context)

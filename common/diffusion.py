@@ -243,6 +243,7 @@ def sample(denoise, x, alpha, sigma, steps, eta=1.0, draw=torch.randn_like, know
     schedule = respaced(len(alpha), steps)
     alphas, sigmas = alpha.cpu().double().tolist(), sigma.cpu().double().tolist()
     x0, mask = torch.zeros_like(x), None if known is None else mask.bool()
+    resample = 1 if known is None else resample  # else there is nothing to fit in
     for t, before in zip(schedule, [*schedule[1:], None]):
         for repeat in range(resample if before is not None else 1):
             answer = denoise(x, torch.full((len(x),), t, device=x.device), x0)

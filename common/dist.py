@@ -117,17 +117,31 @@ def broadcast(value):
 
 def on_main(work):
     """Run `work()` on rank 0 while the others wait; its plain result, or its UserError, comes to every rank."""
+    return broadcast(_agreed(work, is_main()))
+
+
+def on_each(work):
+    """Run `work()` on every rank and return its own result, which need not be plain; no collectives in it.
+
+    Rank 0 goes first: what it downloads the others find. The first rank's UserError comes to every rank, told once.
+    """
+    first, later = _agreed(work, is_main()), _agreed(work, not is_main())
+    return first if is_main() else later
+
+
+def _agreed(work, mine):
+    """The result of `work()` if it is `mine`, else None; if it fails on any rank, UserError on every rank."""
     result, error = None, None
-    if is_main():
+    if mine:
         try:
             result = work()
         except (UserError, OSError) as caught:
             error = caught
-    result, message = broadcast((result, None if error is None else str(error)))
-    if message is not None:
-        failure = UserError(message)
-        failure.relayed = not is_main()  # rank 0 prints it
-        raise failure from error
+    for number, message in enumerate(gather(None if error is None else str(error))):
+        if message is not None:
+            failure = UserError(message)
+            failure.relayed = rank() != number  # that rank prints it
+            raise failure from error
     return result
 
 

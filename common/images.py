@@ -19,6 +19,8 @@ from common.config import UserError
 IMAGES = (".jpg", ".jpeg", ".png", ".webp")
 ENTRY = np.dtype([("file", np.int32), ("suffix", np.uint8), ("in_json", bool), ("image", np.int64, 2),
                   ("caption", np.int64, 2), ("embedding", np.int64, 2)])  # the last three: offset and size, -1 if none
+PARTS = ("train", "validation", "test")
+BUILTIN_ROWS = 25_000  # of the captioned shapes
 CACHED = 2 ** 27  # bytes of drawn shapes that are kept
 
 
@@ -205,7 +207,7 @@ class Pictures:
             raise UserError(f"--resize {resize}: expected one of {', '.join(media.RESIZE_MODES)}")
         self.images, self.size, self.clip_size = CaptionedImages(path, shards), size, clip_size
         self.crop_scale, self.flip, self.resize, self.augments = crop_scale, flip, resize, crop_scale < 1 or flip
-        self.tables, self.width = None, None
+        self.tables, self.width, self.parts = None, None, {}
         inside = np.flatnonzero(self.images.entries["embedding"][:, 1] >= 0)
         tars = self.images.tars
         if embeddings and not tars:
@@ -285,9 +287,11 @@ class Pictures:
         return self.images.name(row)
 
     def split(self, part, validation, test):
-        """The rows (int64, ascending) of "train", "validation" or "test", by a hash of their keys."""
-        parts = (data.part_of(self.images.key(row), validation, test) for row in range(len(self)))
-        return np.flatnonzero(np.fromiter((found == part for found in parts), bool, len(self)))
+        """The rows (int64, ascending) of "train", "validation" or "test", by a hash of their keys, taken once."""
+        if (validation, test) not in self.parts:
+            parts = (data.part_of(self.images.key(row), validation, test) for row in range(len(self)))
+            self.parts[validation, test] = np.fromiter(map(PARTS.index, parts), np.uint8, len(self))
+        return np.flatnonzero(self.parts[validation, test] == PARTS.index(part))
 
     def fetch(self, rows, draws=None):
         """Read `rows` (n,) in any order, augmented by `draws` (n,), if given."""
@@ -321,9 +325,9 @@ class Pictures:
         if uniform is not None and self.flip and uniform[3] < 0.5:
             crop = crop[:, ::-1]
         crop = torch.from_numpy(crop.copy())
-        sample["image"] = _resized(crop[None], self.size, self.resize)[0]
+        sample["image"] = media.resize_bytes(crop[None], self.size, self.resize)[0]
         if self.clip_size:
-            sample["clip_image"] = _resized(crop[None], self.clip_size, "bicubic")[0]  # as CLIP was trained
+            sample["clip_image"] = media.resize_bytes(crop[None], self.clip_size)[0]  # bicubic, as CLIP was trained
         return sample
 
     def fault(self, row):
@@ -386,14 +390,6 @@ def _tables(images, folder):
     return tables
 
 
-def _resized(pixels, size, mode):
-    """uint8 (n, H, W, 3) -> uint8 (n, size, size, 3)."""
-    if pixels.shape[1:3] == (size, size):
-        return pixels
-    resized = media.resize(pixels.permute(0, 3, 1, 2).float(), size, mode)
-    return resized.round().clamp(0, 255).byte().permute(0, 2, 3, 1)
-
-
 # The built-in ones
 
 class Shapes:
@@ -422,7 +418,7 @@ class Shapes:
 
     def _draw(self, rows):
         pixels = torch.from_numpy(synthetic.shapes(rows, size=max(self.size, 32))[0])
-        return _resized(pixels, self.size, "area").numpy()
+        return media.resize_bytes(pixels, self.size, "area").numpy()
 
     def pictures(self, rows):
         """uint8 (n, size, size, 3); small ones are kept once they are drawn, which takes 40 us each."""
@@ -458,7 +454,7 @@ class Shapes:
 class Recolored:
     """The built-in shapes all in one of synthetic.NEW_COLORS, for a CLIP that takes `clip_size` pixels to embed."""
 
-    augments, width, rows = False, None, 25_000
+    augments, width = False, None
 
     def __init__(self, color, size, clip_size):
         if color not in synthetic.NEW_COLORS:
@@ -467,7 +463,7 @@ class Recolored:
         self.color, self.size, self.clip_size = color, size, clip_size
 
     def __len__(self):
-        return self.rows
+        return BUILTIN_ROWS
 
     def split(self, part, validation, test):
         """The rows of "train", "validation" or "test"."""
@@ -476,7 +472,8 @@ class Recolored:
     def fetch(self, rows, draws=None):
         """({"image": uint8 (n, size, size, 3), "clip_image": uint8 (n, C, C, 3), "caption"}, good (n,))."""
         pictures, records = synthetic.shapes(rows, size=max(self.size, self.clip_size, 32), color=self.color)
-        image, clip_image = (_resized(torch.from_numpy(pictures), size, "area") for size in (self.size, self.clip_size))
+        image, clip_image = (media.resize_bytes(torch.from_numpy(pictures), size, "area")
+                             for size in (self.size, self.clip_size))
         captions = [record["caption"] for record in records]
         return {"image": image, "clip_image": clip_image, "caption": captions}, np.ones(len(rows), bool)
 

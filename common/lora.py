@@ -6,7 +6,6 @@ An adapted layer computes with weight + scale · alpha/rank · B A. Adapters are
 {layer.A, layer.B} by the layer's name in the model.
 """
 import dataclasses
-import functools
 from pathlib import Path
 
 import torch
@@ -153,6 +152,22 @@ def identity(cfg):
     return {"lora_base_digest": checkpoint.checksum(cfg.init_from)[:16]} if cfg.lora_rank else {}
 
 
+def read_model(kind, cls, path, weights="ema", adapters="", scale=1.0):
+    """(config of the class `cls`, contents) of the file `path` of a `kind` of model; "model" has the weights to load.
+
+    weights: "ema", those averaged, or "online", which only checkpoints have, not model.pt and best.pt. The `adapters`
+    of another run, a file or its folder, are merged in at `scale`, if they are given.
+    """
+    state = checkpoint.load(path)
+    if state.get("kind", "prior" if "widths" in state else None) != kind:  # the oldest priors do not name theirs
+        raise UserError(f"{path}: not a {kind}'s model.pt, best.pt or checkpoint")
+    if "ema" not in state and weights == "online":
+        raise UserError(f"{path}: has the averaged weights alone; --weights online needs one of RUN/checkpoints")
+    state = averaged(state) if weights == "ema" else state
+    state = merged(state, path, adapters, scale) if adapters else state
+    return cls(**config.from_dict(cls, state["config"], path)), state
+
+
 def averaged(state):
     """The contents of a file with the averaged weights as "model", which those of a checkpoint have as "ema"."""
     return {**state, "model": state.get("ema", state["model"])}
@@ -170,8 +185,8 @@ def merged(state, base, path, scale=1.0):
         raise UserError(f"{path}: not LoRA adapters, but a whole model; give it as the model, without --lora"
                         if "lora" not in lora else f"{base}: LoRA adapters, not the model that they adapt, which is "
                         f"{state['lora']['base']}")
-    if checkpoint.checksum(base)[:16] != lora["lora"]["base_digest"]:
-        _say_once(f"note: {path} was trained on {lora['lora']['base']}, which {base} is not, or no longer")
+    if dist.is_main() and checkpoint.checksum(base)[:16] != lora["lora"]["base_digest"]:
+        print(f"note: {path} was trained on {lora['lora']['base']}, which {base} is not, or no longer")
     factor = scale * lora["lora"]["alpha"] / lora["lora"]["rank"]
     for name in [name.removesuffix(".A") for name in lora["model"] if name.endswith(".A")]:
         weight, a, b = weights.get(f"{name}.weight"), lora["model"][f"{name}.A"], lora["model"][f"{name}.B"]
@@ -181,12 +196,6 @@ def merged(state, base, path, scale=1.0):
         weights[f"{name}.weight"] = adapted(weight, a, b, factor)
     settings = {k: v for k, v in lora["config"].items() if not k.startswith(("lora_", "init_"))}
     return {**{k: v for k, v in lora.items() if k not in TRAINING}, "model": weights, "config": settings}
-
-
-@functools.cache
-def _say_once(text):
-    if dist.is_main():
-        print(text)
 
 
 @dataclasses.dataclass(frozen=True)

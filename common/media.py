@@ -184,6 +184,14 @@ def resize(images: torch.Tensor, size: int, mode: str = "bicubic") -> torch.Tens
     return F.interpolate(wide, (size, size), mode=mode, antialias=smooth).to(images.dtype)
 
 
+def resize_bytes(pictures, size, mode="bicubic"):
+    """uint8 (B, H, W, 3) -> uint8 (B, size, size, 3), as `resize` does."""
+    if pictures.shape[1:3] == (size, size):
+        return pictures
+    resized = resize(pictures.permute(0, 3, 1, 2).float(), size, mode)
+    return resized.round().clamp(0, 255).byte().permute(0, 2, 3, 1)
+
+
 def pixels(pictures):
     """uint8 (B, H, H, 3) -> float (B, 3, H, H) in [-1, 1]."""
     return pictures.permute(0, 3, 1, 2).float() / 127.5 - 1

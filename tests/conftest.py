@@ -7,10 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from common import dist
+from common import data, dist
 
 torch.set_num_threads(1)  # the models are tiny, and other processes run beside this one
 ROOT = Path(__file__).parent.parent
@@ -59,3 +60,17 @@ def script(tmp_path):
         out, err = process.communicate(timeout=60)
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
     return start
+
+
+@pytest.fixture(scope="session")
+def emb(tmp_path_factory):
+    """A folder of embeddings in three shards, with text encodings."""
+    folder, rng = tmp_path_factory.mktemp("emb"), np.random.default_rng(0)
+    text = rng.standard_normal((1500, 16)).astype(np.float32)
+    text /= np.linalg.norm(text, axis=1, keepdims=True)
+    image = 0.8 * text + 0.2 * rng.standard_normal((1500, 16)).astype(np.float32) / 4
+    image /= np.linalg.norm(image, axis=1, keepdims=True)
+    encodings = rng.standard_normal((1500, 5, 12)).astype(np.float32)
+    encodings[np.arange(5) >= rng.integers(2, 6, 1500)[:, None]] = 0
+    data.write_shards(folder, image, text, [{"caption": f"number {i}"} for i in range(1500)], encodings, 600)
+    return folder

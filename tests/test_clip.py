@@ -131,6 +131,15 @@ def test_larger_images_are_brought_to_size(model, shapes):
     torch.testing.assert_close(model.embed_image(wide), model.embed_image(large))  # the central square
 
 
+def test_a_fingerprint_is_of_weights_and_tokenizer_and_of_nothing_else(model):
+    twin = clip.CLIP(dataclasses.replace(model.cfg, run="elsewhere", steps=7), model.tokenizer.merges)
+    assert twin.fingerprint() != model.fingerprint()
+    twin.load_state_dict(model.state_dict())
+    assert twin.fingerprint() == model.fingerprint()
+    twin.tokenizer.merges.reverse()
+    assert twin.fingerprint() != model.fingerprint()
+
+
 def test_the_image_encoder_knows_where_a_thing_is(model):
     plain = {"shape": "circle", "color": "red", "size": "small", "background": "white"}
     images = synthetic.draw([{**plain, "place": p} for p in synthetic.ATTRIBUTES["place"]], size=16)
@@ -326,6 +335,7 @@ def test_open_clip_gives_what_it_gives_itself(tmp_path, name):
     theirs, tokenizer = open_clip.create_model(name).eval(), open_clip.get_tokenizer(name)
     torch.save(theirs.state_dict(), tmp_path / "weights.pt")
     ours = clip.load(f"open_clip:{name}/{tmp_path / 'weights.pt'}", "cpu")
+    assert ours.fingerprint() == f"open_clip:{name}/{tmp_path / 'weights.pt'}"
     texts = ["a small red star", "a cat " * 200]
     tokens = ours.tokenize(texts)
     assert torch.equal(tokens, tokenizer(texts))

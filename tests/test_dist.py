@@ -1,5 +1,6 @@
 """Processes: exact sums, one decision for all, ranks kept in step; with real gloo processes."""
 import socket
+import time
 import warnings
 from pathlib import Path
 
@@ -50,6 +51,33 @@ def test_work_for_rank_0_is_done_once_and_its_errors_reach_every_rank(on_ranks):
         assert total == [2.0]
 
 
+def each(folder, failing):
+    done = []
+
+    def work():
+        if dist.is_main():
+            time.sleep(0.2)
+            Path(folder, "downloaded").touch()
+        done.append(Path(folder, "downloaded").exists())
+        if dist.rank() in failing:
+            raise (UserError if dist.rank() % 2 else OSError)(f"rank {dist.rank()}")
+        return dist.rank  # which could not be sent to another
+
+    try:
+        result, relayed = dist.on_each(work)(), None
+    except UserError as error:
+        result, relayed = str(error), error.relayed
+    return done, result, relayed, dist.total([1.0])  # the ranks still work together after the errors
+
+
+@pytest.mark.parametrize("failing", [(), (1, 2), (0, 2)])
+def test_work_for_each_rank_is_done_by_rank_0_first_and_the_first_error_is_told_once(on_ranks, failing, tmp_path):
+    for rank, (done, result, relayed, total) in enumerate(on_ranks(3, each, str(tmp_path), failing)):
+        assert done == ([True] if rank == 0 or 0 not in failing else [])
+        assert (result, relayed) == ((f"rank {failing[0]}", rank != failing[0]) if failing else (rank, None))
+        assert total == [3.0]
+
+
 def drift(kind):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64))
@@ -96,7 +124,8 @@ def alone():
     model = nn.Linear(2, 2)
     dist.check_in_step(model, 1)
     return (dist.wrap(model, torch.device("cpu")) is model, dist.is_main(), dist.world_size(), dist.total([1, 2.5]),
-            dist.gather("x"), dist.broadcast("y"), dist.on_main(lambda: "z"), torch.distributed.is_initialized())
+            dist.gather("x"), dist.broadcast("y"), dist.on_main(lambda: "z"), dist.on_each(lambda: "e"),
+            torch.distributed.is_initialized())
 
 
 LEAVE = """
@@ -129,7 +158,7 @@ def test_no_thread_of_the_group_outlives_it_and_aborts_the_process_at_its_end(sc
 
 
 def test_a_single_process_needs_no_group_and_is_left_as_it_is(on_ranks):
-    assert on_ranks(1, alone) == [(True, True, 1, [1.0, 2.5], ["x"], "y", "z", False)]
+    assert on_ranks(1, alone) == [(True, True, 1, [1.0, 2.5], ["x"], "y", "z", "e", False)]
 
 
 def test_a_device_that_is_not_there_is_refused_with_a_way_out():

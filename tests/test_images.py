@@ -405,13 +405,17 @@ def test_what_is_random_in_a_picture_depends_on_seed_and_position_alone(tmp_path
     assert torch.equal(plain["image"], source.fetch(plain["rows"].numpy())[0]["image"])
 
 
-def test_parts_are_chosen_by_key_hold_each_row_once_and_keep_it_when_data_is_added(tmp_path):
+def test_parts_are_chosen_by_key_hold_each_row_once_and_keep_it_when_data_is_added(tmp_path, monkeypatch):
     write_tar(tmp_path / "0.tar", members(range(300)))
     source = images.Pictures(tmp_path, 8)
     parts = {part: source.split(part, 0.2, 0.1) for part in ("train", "validation", "test")}
     assert sorted(np.concatenate(list(parts.values())).tolist()) == list(range(300))
     assert all(rows.dtype == np.int64 and (np.diff(rows) > 0).all() for rows in parts.values())
     assert 40 <= len(parts["validation"]) <= 80 and 15 <= len(parts["test"]) <= 45
+    assert 120 <= len(source.split("test", 0.2, 0.5)) <= 180
+    with monkeypatch.context() as patch:
+        patch.delattr(data, "part_of")  # the keys are hashed once
+        assert all(np.array_equal(source.split(part, 0.2, 0.1), rows) for part, rows in parts.items())
     write_tar(tmp_path / "00.tar", members(range(300, 400)))  # listed first
     more = images.Pictures(tmp_path, 8)
     for part, rows in parts.items():

@@ -5,13 +5,13 @@ import json
 import numpy as np
 import pytest
 import torch
-from helpers import differences, flags, metrics
-from test_train_prior import SMALL, run
+from helpers import SMALL, differences, flags, metrics
+from helpers import run as run_script
 from torch import nn
 from torch.nn.utils import parametrize
 
 import train_prior
-from common import checkpoint, clip, config, data, ema, lora, optim, synthetic
+from common import checkpoint, clip, config, ema, lora, optim, synthetic
 from common import nn as layers
 from common.config import UserError
 
@@ -209,15 +209,8 @@ def test_rank_8_is_less_than_a_twentieth_of_a_prior():
 # The prior, as a user trains it
 
 
-@pytest.fixture(scope="module")
-def emb(tmp_path_factory):
-    folder, rng = tmp_path_factory.mktemp("emb"), np.random.default_rng(0)
-    text = rng.standard_normal((1200, 16)).astype(np.float32)
-    text /= np.linalg.norm(text, axis=1, keepdims=True)
-    image = 0.8 * text + 0.05 * rng.standard_normal((1200, 16)).astype(np.float32)
-    image /= np.linalg.norm(image, axis=1, keepdims=True)
-    data.write_shards(folder, image, text, [{"caption": f"number {i}"} for i in range(1200)], None, 600)
-    return folder
+def run(*words, **settings):
+    return run_script("train_prior", *words, **settings)
 
 
 @pytest.fixture(scope="module")
@@ -290,6 +283,23 @@ def test_adapters_are_used_with_their_base_at_any_scale_or_merged_with_it(runs, 
     recorded = [line["test_loss"] for line in metrics(runs / "lora") if "test_loss" in line][-1]
     same = loss(runs / "base", tmp_path, "--lora", str(runs / "lora"), "--eval_samples", "100")
     assert same == pytest.approx(recorded, abs=1e-5)  # training measured the same by adapters in place
+
+
+def test_a_model_is_read_by_its_kind_with_the_weights_asked_for(runs, tmp_path):
+    path = runs / "base/checkpoints/step_00000024.pt"
+    whole = checkpoint.load(path)
+    for weights, entry in (("ema", "ema"), ("online", "model")):
+        cfg, found = lora.read_model("prior", train_prior.Config, path, weights)
+        assert cfg.width == 32 and all(torch.equal(t, whole[entry][name]) for name, t in found["model"].items())
+    with pytest.raises(UserError, match="has the averaged weights alone; --weights online needs one of RUN/checkpoint"):
+        lora.read_model("prior", train_prior.Config, runs / "base/model.pt", "online")
+    whole.pop("kind")  # as in the oldest files
+    checkpoint.save(whole, tmp_path / "old.pt")
+    assert lora.read_model("prior", train_prior.Config, tmp_path / "old.pt")[0] == cfg
+    checkpoint.save({"model": {}, "config": {}, "merges": []}, tmp_path / "clip.pt")
+    for kind, file in (("decoder", tmp_path / "old.pt"), ("decoder", path), ("prior", tmp_path / "clip.pt")):
+        with pytest.raises(UserError, match=f"{file}: not a {kind}'s model.pt, best.pt or checkpoint"):
+            lora.read_model(kind, train_prior.Config, file)
 
 
 def test_samples_with_adapters_are_those_of_the_merged_model(emb, runs, tmp_path):

@@ -230,6 +230,15 @@ def test_area_is_the_mean_of_boxes_and_nearest_takes_pixels():
     np.testing.assert_array_equal(larger, nearest.repeat(2, 2).repeat(2, 3))
 
 
+@pytest.mark.parametrize("mode", media.RESIZE_MODES)
+def test_bytes_are_resized_as_floats_are_rounded_and_kept_within_their_range(mode):
+    image = torch.from_numpy(np.random.default_rng(0).integers(0, 2, (2, 12, 9, 3), np.uint8) * 255)
+    exact = media.resize(image.permute(0, 3, 1, 2).double(), 5, mode).permute(0, 2, 3, 1).clamp(0, 255)
+    found = media.resize_bytes(image, 5, mode)
+    assert found.dtype == torch.uint8 and (found - exact).abs().max() < 0.501
+    assert media.resize_bytes(found, 5, mode) is found
+
+
 def test_an_unknown_way_to_resize_is_refused_with_those_there_are():
     with pytest.raises(ValueError, match="resize mode 'lanczos' is none of nearest, nearest-exact, bilinear, "):
         media.resize(torch.zeros(1, 3, 4, 4), 4, "lanczos")

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import train_prior
-from common import checkpoint, config, schedule, state
+from common import checkpoint, config, schedule, state, tracker
 from common.config import UserError
 
 CPU = torch.device("cpu")
@@ -66,6 +66,24 @@ def test_a_restored_state_goes_on_bit_for_bit(settings, tmp_path):
         step(run)
         step(other)
     assert same(other.state(), run.state()) and other.best_val_loss == 0.25
+
+
+def test_a_commit_is_what_a_run_goes_on_from(tmp_path):
+    run, folder = make(tmp_path, keep=1), checkpoint.Run(tmp_path)
+    folder.open("auto")
+    log = tracker.Tracker(tmp_path, 0)
+    for number in range(2):
+        step(run)
+        log.log(run.step, number=number)
+        run.commit(folder, log)
+    again = checkpoint.Run(tmp_path)
+    again.open("auto")
+    newest, _ = again.newest()
+    other = make(tmp_path, seed=1)
+    other.restore(tmp_path / newest["file"])
+    assert same(other.state()["model"], run.state()["model"]) and other.step == newest["step"] == 2
+    assert again.record["world_size"] == 1 and again.record["identity"] == {"width": 8, "steps apart": [1, 2]}
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 1
 
 
 def test_a_changed_rate_holds_and_is_told(tmp_path):

@@ -761,6 +761,18 @@ def test_crops_mirror_images_text_encodings_and_bad_pictures_on_two_ranks(world,
         assert ours == pytest.approx(theirs, rel=1e-3)
 
 
+def test_a_run_knows_its_clip_by_its_weights_wherever_it_lies(world, tmp_path):
+    settings = {**TINY, **STAGES["base"], "run": tmp_path / "run", "data": world / "plain"}
+    run(*flags(**{**settings, "steps": 2}))
+    shutil.copytree(world / "clip", tmp_path / "clip")
+    assert "at step 2 of 4" in run(*flags(**{**settings, "steps": 4, "clip": tmp_path / "clip"}))
+    state = checkpoint.load(tmp_path / "clip/model.pt")
+    state["model"]["text_projection.weight"][0, 0] += 1
+    checkpoint.save(state, tmp_path / "clip/model.pt")
+    out = run(*flags(**{**settings, "clip": tmp_path / "clip"}), expect=1)
+    assert "a run of another model or other data: clip is" in out and "Traceback" not in out
+
+
 def test_a_learned_step_needs_no_clip_where_embeddings_are_at_hand(world, tmp_path):
     shutil.copytree(world / "tars", tmp_path / "tars", ignore=shutil.ignore_patterns("*.json"))
     out = run(*flags(data=tmp_path / "tars", run=tmp_path, **{**TINY, **STAGES["base"], "steps": 2}))
@@ -1000,7 +1012,8 @@ def test_stages_that_do_not_fit_and_files_that_are_no_stages_are_refused(cascade
         (dict(text, runs=(base, wide)), "takes image embeddings 16 wide"),
         (dict(text, runs=upsample), "--runs: the first"), (dict(text, runs=tmp_path), "no such checkpoint"),
         (dict(text, runs=(world / "prior", upsample)), "model.pt: not a decoder's model.pt, best.pt or checkpoint"),
-        (dict(text, runs=adapted[1]), "LoRA adapters for"), (dict(text, runs=cascade, stop=3), "--start 1 --stop 3"),
+        (dict(text, runs=adapted[1]), "LoRA adapters, not a model; give their base"),
+        (dict(text, runs=cascade, stop=3), "--start 1 --stop 3"),
         (dict(text, runs=cascade, lora=("none", base)), "not LoRA adapters, but a whole model"),
         (dict(text, runs=cascade, steps=1001), "--steps: 1001 is more than the 1000 timesteps of"),
         (dict(text, runs=cascade, weights="online"), "--weights online needs one of RUN/checkpoints"),

@@ -16,13 +16,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ROOT
-from helpers import differences, flags, kill_all, metrics, wait_for
+from helpers import SMALL, Forked, differences, flags, kill_all, metrics, wait_for
 
 import train_prior
 from common import amp, checkpoint, clip, data, diffusion, synthetic
-
-SMALL = dict(steps=24, width=32, depth=2, heads=2, batch_size=48, chunk_size=10, log_every=4, eval_every=12,
-             save_every=8, eval_timesteps="4", eval_samples=100, device="cpu", warmup_steps=5)
 
 
 def start(*words, ranks=0):
@@ -31,20 +28,6 @@ def start(*words, ranks=0):
 
 def run(*words, ranks=0, expect=0):
     return helpers.run("train_prior", *words, ranks=ranks, expect=expect)
-
-
-@pytest.fixture(scope="session")
-def emb(tmp_path_factory):
-    """A folder of embeddings in three shards, with text encodings."""
-    folder, rng = tmp_path_factory.mktemp("emb"), np.random.default_rng(0)
-    text = rng.standard_normal((1500, 16)).astype(np.float32)
-    text /= np.linalg.norm(text, axis=1, keepdims=True)
-    image = 0.8 * text + 0.2 * rng.standard_normal((1500, 16)).astype(np.float32) / 4
-    image /= np.linalg.norm(image, axis=1, keepdims=True)
-    encodings = rng.standard_normal((1500, 5, 12)).astype(np.float32)
-    encodings[np.arange(5) >= rng.integers(2, 6, 1500)[:, None]] = 0
-    data.write_shards(folder, image, text, [{"caption": f"number {i}"} for i in range(1500)], encodings, 600)
-    return folder
 
 
 @pytest.fixture(scope="session")
@@ -665,6 +648,24 @@ def test_evaluate_gives_the_figures_of_the_end_of_training(world, tmp_path):
         assert figures.pop("loss") == pytest.approx(last["test_loss"], rel=1e-5)
         assert figures == pytest.approx({k: v for k, v in last.items() if k in figures}, rel=1e-4)
         assert {"caption_match@4", "coverage@4", "similarity_with_image@4"} <= figures.keys()
+
+
+def test_a_run_with_encodings_goes_on_with_the_clip_of_its_start_and_no_other(world, tmp_path):
+    words = flags(data=world / "emb", run=tmp_path / "run", **{**SMALL, "text_encodings": "clip", "eval_captions": 0,
+                                                               "max_text_len": 20})
+    run(*words, "--steps", 4)
+    shutil.copytree(world / "clip", tmp_path / "clip")
+    assert "at step 4 of 8" in run(*words, "--steps", 8, "--clip", tmp_path / "clip")
+    state = checkpoint.load(tmp_path / "clip/model.pt")
+    state["model"]["text_projection.weight"][0, 0] += 1
+    checkpoint.save(state, tmp_path / "clip/model.pt")
+    assert "other data: clip is" in run(*words, "--steps", 12, "--clip", tmp_path / "clip", expect=1)
+
+
+def test_a_mistake_that_only_the_data_shows_is_told_once_by_two_ranks(finished, tmp_path):
+    data.write_shards(tmp_path, np.ones((9, 8)), np.ones((9, 8)), [{}] * 9)
+    out = Forked("train_prior", "evaluate", *flags(run=finished, data=tmp_path, device="cpu"), ranks=2).finish(expect=1)
+    assert out.count("error: ") == out.count("are [8, 0] wide, the prior's [16, 0]") == 1 and "Traceback" not in out
 
 
 def test_presets_are_valid_settings():
