@@ -4,7 +4,6 @@ Cases: train, sample (base U-Net, 32x32), train_upsample, sample_upsample (secon
 levels and blocks are those of DALLE2-pytorch's Unet(dim=64, cond_dim=128, dim_mults=(1, 2, 4)). Peak memory is that of
 the process, so give one case a call when it is to be compared.
 """
-import argparse
 import statistics
 import sys
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from bench_prior import emit, timed
+from bench_prior import emit, flags, timed
 
 import train_decoder
 from common import amp, dist, ema, optim
@@ -78,17 +77,9 @@ def bench_sample(args, upsample):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", metavar="CASE", help="of: " + " ".join(CASES))
-    parser.add_argument("--device", default="cpu", type=torch.device)
-    parser.add_argument("--precision", default="fp32", choices=amp.DTYPES)
-    parser.add_argument("--preset", default="", choices=["", *train_decoder.PRESETS], help="size of the base U-Net")
+    parser = flags(__doc__, CASES, train_decoder.PRESETS, batch=16, repeats=5)
     parser.add_argument("--embed", type=int, default=512, help="width of the image embeddings")
-    parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--sample_batch", type=int, default=8)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--compile", action="store_true")
     parser.add_argument("--checkpointing", action="store_true")
     args = parser.parse_args()
     cases = args.cases or (CASES[:2] if args.preset else CASES)

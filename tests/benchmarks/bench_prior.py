@@ -51,6 +51,20 @@ def emit(case, args, times, **facts):
                       "ms_min": round(min(times), 3), "peak_mb": round(peak, 1), **facts}), flush=True)
 
 
+def flags(usage, cases, presets, batch, repeats):
+    """A parser of what every benchmark can be told."""
+    parser = argparse.ArgumentParser(description=usage, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", metavar="CASE", help="of: " + " ".join(cases))
+    parser.add_argument("--device", default="cpu", type=torch.device)
+    parser.add_argument("--precision", default="fp32", choices=amp.DTYPES)
+    parser.add_argument("--preset", default="", choices=["", *presets], help="size of the model")
+    parser.add_argument("--batch", type=int, default=batch)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=repeats)
+    parser.add_argument("--compile", action="store_true")
+    return parser
+
+
 def make(args, encodings):
     """(prior, optimizers, average, batch, condition) at the benchmark's size, or a preset's."""
     preset = dict(train_prior.PRESETS[args.preset]) if args.preset else dict(
@@ -152,17 +166,9 @@ def bench_order(args):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", metavar="CASE", help="of: " + " ".join(CASES))
-    parser.add_argument("--device", default="cpu", type=torch.device)
-    parser.add_argument("--precision", default="fp32", choices=amp.DTYPES)
-    parser.add_argument("--preset", default="", choices=["", *train_prior.PRESETS], help="size of the model")
-    parser.add_argument("--batch", type=int, default=64)
+    parser = flags(__doc__, CASES, train_prior.PRESETS, batch=64, repeats=12)
     parser.add_argument("--draws", type=int, default=1, help="noise draws a sample")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=12)
     parser.add_argument("--folder", default="", help="where to write checkpoints")
-    parser.add_argument("--compile", action="store_true")
     args = parser.parse_args()
     if unknown := set(args.cases) - set(CASES):
         parser.error(f"no such case: {', '.join(unknown)}")
