@@ -17,18 +17,19 @@ def scaler(device, precision):
 def step(scaler, optimizers, max_grad_norm):
     """Unscale, clip, step and update, once an iteration; returns (gradient norms (n,), whether the step was taken).
 
-    Each optimizer's gradients are clipped to `max_grad_norm` (0: not at all) by the norm over its own parameters.
+    Each optimizer's gradients are clipped to `max_grad_norm` (0: not at all), a number or one for each, by the norm
+    over its own parameters.
     When any gradient overflowed, no optimizer steps and the scale is lowered: the caller must then treat the step
     as not having happened. Only fp16 waits for the device here. The ranks agree because DDP has summed the gradients:
     an inf on one is an inf on all.
     """
-    norms = []
-    for optimizer in optimizers:
+    norms, limits = [], max_grad_norm if isinstance(max_grad_norm, list) else [max_grad_norm] * len(optimizers)
+    for optimizer, limit in zip(optimizers, limits, strict=True):
         scaler.unscale_(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
-        if max_grad_norm:
-            torch.nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, norm)
+        if limit:
+            torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
         norms.append(norm)
     norms = torch.stack(norms)
     taken = not scaler.is_enabled() or bool(norms.isfinite().all())

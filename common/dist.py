@@ -95,6 +95,8 @@ def wrap(model, device):
     """`model` with gradients averaged over the ranks. Buffers are not broadcast: who changes one keeps ranks alike."""
     if world_size() == 1:
         return model
+    # of a convolution of one channel, whose memory order is any: raised in the first backward pass
+    warnings.filterwarnings("ignore", "Grad strides do not match", UserWarning)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`broadcast_buffers`", FutureWarning)  # its successor is not in torch 2.10
         return DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None,

@@ -1,4 +1,6 @@
 """Parts of transformers and U-Nets: attention by torch's scaled_dot_product_attention, rotary positions, norms."""
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -115,26 +117,78 @@ class FeedForward(nn.Module):
         return self.down(self.dropout(self.norm(F.silu(gate) * up)))
 
 
-class Block(nn.Module):
-    """Pre-norm transformer block."""
+class Memory:
+    """Keys and values of all blocks for generation token by token, in place, so that a step copies no past.
 
-    def __init__(self, width, heads, kv_heads, qk_norm, normformer, dropout, ff_mult):
+    `length` (B,): how many tokens a sample has, the place of its next one; no sample has more than `top`.
+    """
+
+    def __init__(self, cache, length, size):
+        """Room for `size` tokens a sample, filled with `cache`, a pair a block, of which `length` (B,) are real."""
+        self.length, self.top = length, int(length.max())
+        self.even = bool((length == self.top).all())  # all samples have equally many
+        self.rows, self.layers = torch.arange(len(length), device=length.device), []
+        for pair in cache:
+            room = tuple(part.new_zeros(*part.shape[:2], size, part.shape[3]) for part in pair)
+            for slots, part in zip(room, pair):
+                slots[:, :, :part.shape[2]] = part
+            self.layers.append(MemoryLayer(self, *room))
+
+    def seen(self):
+        """Which of the first `top` + 1 places a sample's next token sees, (B, 1, 1, top + 1); None: all of them."""
+        if self.even:
+            return None
+        return (torch.arange(self.top + 1, device=self.length.device) <= self.length[:, None])[:, None, None]
+
+    def advance(self):
+        self.length, self.top = self.length + 1, self.top + 1
+
+
+class MemoryLayer(NamedTuple):
+    memory: Memory
+    keys: torch.Tensor  # (B, kv_heads, size, d)
+    values: torch.Tensor
+
+    def put(self, *fresh):
+        """Take in keys and values of one token a sample, each (B, kv_heads, 1, d); returns all there are so far."""
+        top = self.memory.top
+        for slots, part in zip((self.keys, self.values), fresh):
+            if self.memory.even:
+                slots[:, :, top] = part[:, :, 0]
+            else:
+                slots[self.memory.rows, :, self.memory.length] = part[:, :, 0]
+        return self.keys[:, :, :top + 1], self.values[:, :, :top + 1]
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block; with a `context_width`, attention to a context stands between its two halves."""
+
+    def __init__(self, width, heads, kv_heads, qk_norm, normformer, dropout, ff_mult, context_width=None):
         super().__init__()
         self.attention_norm, self.ff_norm = nn.LayerNorm(width, bias=False), nn.LayerNorm(width, bias=False)
         self.attention = Attention(width, heads, kv_heads, None, qk_norm, normformer, dropout)
+        self.cross = None
+        if context_width:
+            self.cross_norm = nn.LayerNorm(width, bias=False)
+            self.cross = Attention(width, heads, kv_heads, context_width, qk_norm, normformer, dropout)
         self.ff = FeedForward(width, ff_mult, normformer, dropout)
         if not normformer:  # a block starts as the identity; a norm behind a zero would blow up the first steps
             nn.init.zeros_(self.attention.out.weight)
             nn.init.zeros_(self.ff.down.weight)
+            if context_width:
+                nn.init.zeros_(self.cross.out.weight)
 
-    def forward(self, x, mask, causal, table, cache=None, keep=None):
+    def forward(self, x, mask, causal, table, cache=None, keep=None, context=None):
         """x (B, N, W) -> (B, keep or N, W); also returns the keys and values of x, before which `cache` is put.
 
         Only the last `keep` tokens are computed, and attended from: what comes before them serves as keys alone.
+        context: keys and values of what `cross` attends to.
         """
         h = self.attention_norm(x)
         keys, values = fresh = self.attention.keys_values(h, table)
-        if cache is not None:
+        if isinstance(cache, MemoryLayer):
+            keys, values = cache.put(keys, values)
+        elif cache is not None:
             keys, values = torch.cat([cache[0], keys], 2), torch.cat([cache[1], values], 2)
         if keep is not None and keep < x.shape[1]:
             x, h = x[:, -keep:], h[:, -keep:]
@@ -147,6 +201,8 @@ class Block(nn.Module):
                 if keep > 1:
                     mask = torch.ones(keep, total, dtype=torch.bool, device=x.device).tril(total - keep)
         x = x + self.attention(h, keys, values, mask, causal, table)
+        if self.cross is not None:
+            x = x + self.cross(self.cross_norm(x), *context)
         return x + self.ff(self.ff_norm(x)), fresh
 
 
@@ -154,20 +210,42 @@ class Transformer(nn.Module):
     """A stack of pre-norm blocks with a final norm."""
 
     def __init__(self, width, depth, heads, kv_heads=None, causal=True, rotary=True, qk_norm=False, normformer=False,
-                 dropout=0.0, ff_mult=4):
+                 dropout=0.0, ff_mult=4, context_width=None):
         super().__init__()
         self.causal, self.rotary, self.head_width = causal, rotary, width // heads
-        self.blocks = nn.ModuleList(Block(width, heads, kv_heads, qk_norm, normformer, dropout, ff_mult)
+        self.blocks = nn.ModuleList(Block(width, heads, kv_heads, qk_norm, normformer, dropout, ff_mult, context_width)
                                     for _ in range(depth))
         self.norm = nn.LayerNorm(width, bias=False)
 
-    def forward(self, x, mask=None, positions=None, cache=None, keep=None, return_cache=False):
+    def contexts(self, context):
+        """Keys and values, a pair a block, of the `context` (B, J, E) that blocks attend to."""
+        return [block.cross.keys_values(context) for block in self.blocks]
+
+    def step(self, x, memory, bias=None, context=None):
+        """The next token x (B, W) of every sample -> (B, W); `memory` takes it in.
+
+        bias: added to the scores of the first `top` + 1 places, (B or 1, heads, 1, top + 1).
+        """
+        table, mask = None, memory.seen()
+        if self.rotary:
+            table = rotary_table(memory.length[:1] if memory.even else memory.length, self.head_width)
+            table = tuple(part[:, None, None] for part in table)
+        if bias is not None:
+            mask = bias if mask is None else bias.masked_fill(~mask, -torch.inf)
+        x = x[:, None]
+        for i, (block, layer) in enumerate(zip(self.blocks, memory.layers)):
+            x, _ = block(x, mask, False, table, layer, context=None if context is None else context[i])
+        memory.advance()
+        return self.norm(x)[:, 0]
+
+    def forward(self, x, mask=None, positions=None, cache=None, keep=None, return_cache=False, context=None):
         """x (B, N, W) -> (B, keep or N, W), or (that, cache) with `return_cache`.
 
-        mask: (N, P + N) or (B, 1, N, P + N), True = seen; without one, attention is causal if the model is.
+        mask: (N, P + N) or (B, 1, N, P + N), True = seen, or a bias; without one, attention is causal if the model is.
         positions: (N,) of the tokens for the rotary table, by default P, P + 1, …, after the P tokens of `cache`.
         cache: keys and values of P earlier tokens, one pair a block, each (B, kv_heads, P, d).
         keep: compute only the last `keep` tokens of the last block, the earlier ones being wanted as keys alone.
+        context: keys and values of a context, one pair a block, as `contexts` makes them.
         """
         prefix = cache[0][0].shape[2] if cache is not None else 0
         table = None
@@ -182,7 +260,8 @@ class Transformer(nn.Module):
         made = []
         for i, block in enumerate(self.blocks):
             last = i == len(self.blocks) - 1
-            x, fresh = block(x, mask, causal, table, None if cache is None else cache[i], keep if last else None)
+            x, fresh = block(x, mask, causal, table, None if cache is None else cache[i], keep if last else None,
+                             None if context is None else context[i])
             made.append(fresh)
         x = self.norm(x)
         return (x, made) if return_cache else x

@@ -54,16 +54,20 @@ class State:
         load_weights(self.trained, checkpoint.load(path), path, strict)
         self.average.load_state_dict(self.trained.state_dict())
 
+    def load(self, state, path):
+        """Take up the tensors and the step of the checkpoint `state`, which is of the file `path`."""
+        load_weights(self.trained, state, path)
+        self.average.load_state_dict(state["ema"])
+        optim.load(self.optimizers, state["optimizers"])
+        self.step = state["step"]
+
     def restore(self, path):
         """Load the checkpoint `path`; returns notes on what has changed. The rate and the rest follow from the step."""
         state = checkpoint.load(path)
         if "identity" not in state:
             raise UserError(f"{path}: weights without the state of a run; start from them with --init_from")
         check_identity(self.cfg, state["identity"], self.identity, path)
-        load_weights(self.trained, state, path)
-        self.average.load_state_dict(state["ema"])
-        optim.load(self.optimizers, state["optimizers"])
-        self.step = state["step"]
+        self.load(state, path)
         if Path(path).parent.parent == Path(self.cfg.run):  # the best of another run is not in this one's folder
             self.best_val_loss = state["best_val_loss"]
         now = config.as_json(self.cfg)
@@ -91,16 +95,25 @@ class State:
 
         Returns (gradient norms (n,) of the n optimizers, whether the step was taken).
         """
-        norms, taken = amp.step(self.scaler, self.optimizers, self.cfg.max_grad_norm)
+        norms, taken = self.try_step(self.optimizers, self.cfg.max_grad_norm)
+        if taken:
+            self.follow()
+        return norms, taken
+
+    def try_step(self, optimizers, max_grad_norm):
+        """The part of `advance` that may overflow, for some `optimizers`, with a norm for all or one for each."""
+        norms, taken = amp.step(self.scaler, optimizers, max_grad_norm)
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
-        if taken:
-            self.step += 1
-            self.average.update(self.step)
-        elif self.scaler.get_scale() < 2 ** -20:
+        if not taken and self.scaler.get_scale() < 2 ** -20:
             raise UserError(f"step {self.step}: gradients overflow fp16 at any scale; use --precision bf16 or a lower "
                             "--lr")
         return norms, taken
+
+    def follow(self):
+        """The part of `advance` that follows a step taken: the count and the average."""
+        self.step += 1
+        self.average.update(self.step)
 
 
 def check_start(cfg):

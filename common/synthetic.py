@@ -1,15 +1,19 @@
-"""Built-in data, made from a seed: captioned shapes whose attributes are known exactly.
+"""Built-in data, made from a seed: captioned shapes and spoken syllables, of which all is known exactly.
 
     images, records = synthetic.shapes(range(20_000))          # uint8 (20000, 32, 32, 3), one record each
     pictures = synthetic.draw([record["attributes"] for record in records], size=64, seed=1)
+    waves, records = synthetic.syllables(range(1_000))         # float32 (T_i,) at 16 kHz, one record each
 
 A caption names only some attributes, so one caption fits many images and a model of images given
-captions has something left to decide. Row k is a pure function of (seed, k).
+captions has something left to decide. What a recording says and whose voice says it are drawn
+independently. Row k is a pure function of (seed, k).
 """
 import itertools
 from collections.abc import Sequence
 
 import numpy as np
+
+from common.config import UserError
 
 # Five places of which no two lie on a line with the picture's edges, and shapes that turning by a few degrees does not
 # make alike (no hexagon beside a circle, no diamond beside a square): each value can be told at 16x16 pixels.
@@ -60,8 +64,8 @@ def draw(attributes: Sequence[dict[str, str]], size: int = 32, seed: int | None 
     return _render(attributes, varied, size)
 
 
-def _uniform(seed: int, rows: Sequence[int]) -> np.ndarray:
-    """Numbers in [0, 1) of shape (N, DRAWS), each a hash of (seed, row, column): splitmix64 (Steele et al. 2014)."""
+def _uniform(seed: int, rows: Sequence[int], draws: int = DRAWS) -> np.ndarray:
+    """Numbers in [0, 1) of shape (N, draws), each a hash of (seed, row, column): splitmix64 (Steele et al. 2014)."""
     rows = np.asarray(rows, dtype=np.int64).astype(np.uint64).reshape(-1, 1)
 
     def mix(x: np.ndarray) -> np.ndarray:
@@ -71,7 +75,7 @@ def _uniform(seed: int, rows: Sequence[int]) -> np.ndarray:
 
     step = np.uint64(0x9E3779B97F4A7C15)
     x = mix(np.full((1, 1), seed % 2**64, np.uint64) + step)
-    x = mix(mix(x + rows * step) + np.arange(1, DRAWS + 1, dtype=np.uint64) * step)
+    x = mix(mix(x + rows * step) + np.arange(1, draws + 1, dtype=np.uint64) * step)
     return (x >> np.uint64(11)) * 2.0**-53
 
 
@@ -180,3 +184,143 @@ class Judge:
         nearest = (self.squares - 2 * self._features(pictures) @ self.drawn.T).argmin(1)
         named = np.array([[name in record["named"] for name in ATTRIBUTES] for record in records])
         return self.values[nearest] == self._numbers([record["attributes"] for record in records]), named
+
+
+# F1 to F4 in Hz of vowels that differ in the ratios of their formants, which the length of a vocal tract leaves alone.
+# i ae a u er: men's means of Peterson & Barney 1952, table II; e lies between its [ɪ] and [ɛ]. o y w: near Catford's
+# (1988) [ɔ], [y] and [ɯ]. F4, which neither gives, is near that of Hillenbrand et al. 1995.
+SYLLABLES: dict[str, tuple[int, int, int, int]] = {
+    "i": (270, 2290, 3010, 3650), "y": (250, 1850, 2150, 3350), "e": (460, 2000, 2600, 3650),
+    "ae": (660, 1720, 2410, 3600), "a": (730, 1090, 2440, 3650), "o": (500, 760, 2400, 3450),
+    "u": (300, 870, 2240, 3350), "w": (300, 1390, 2300, 3400), "er": (490, 1350, 1690, 3350),
+}
+RATE = 16_000  # samples a second
+SPEAKERS = 400
+BANDWIDTHS = (60, 80, 120, 180, 250)  # of F1 to F5 in Hz
+SPREAD, EFFORT = 0.12, 0.16  # ranges of each formant's logarithm and of the tilt, from one syllable to the next
+GLIDE = 0.03  # seconds in which one vowel turns into the next
+HOP, FFT = 160, 800  # samples between frames, each with one filter, and samples of a frame with its filter's ringing
+
+
+def voice_of(speaker: int, seed: int = 0) -> dict[str, float]:
+    """A speaker's "pitch" in Hz, "formant" (a factor of all of them), "tilt" (a pole) and "breath" (level of noise)."""
+    u = _uniform(seed ^ 0x5EA4E5, [speaker], 4)[0]
+    return {"pitch": float(90 * (280 / 90) ** u[0]), "formant": float(0.87 * (1.15 / 0.87) ** u[1]),
+            "tilt": float(0.7 + 0.18 * u[2]), "breath": float(0.01 * 8 ** u[3])}
+
+
+def speaker_of(row: int, seed: int = 0) -> int:
+    """Who speaks row `row` of the endless data set `seed`: a number below SPEAKERS."""
+    return int(_uniform(seed, [row], 1)[0, 0] * SPEAKERS)
+
+
+def syllables(rows: Sequence[int], seed: int = 0) -> tuple[list[np.ndarray], list[dict]]:
+    """Speak the given rows: waves, float32 (T_i,) within [-1, 1] at RATE, of 6 to 12 syllables, and a record for each.
+
+    A record has the "text" (names of syllables, no two alike in a row), the "speaker", whose "pitch" in Hz the wave's
+    moves about, the "formant" scale, and "syllables": [(start and stop in seconds, name), ...].
+    """
+    spoken = []
+    for row, u in zip(rows, _uniform(seed, rows, 14)):
+        names, number = list(SYLLABLES), -1
+        text = []
+        for x in u[2:8 + int(7 * u[1])]:  # each other than the one before
+            number = (number + 1 + int(x * (len(names) - (number >= 0)))) % len(names)
+            text.append(names[number])
+        spoken.append(_speak(text, int(u[0] * SPEAKERS), seed, int(row)))
+    return [wave for wave, _ in spoken], [record for _, record in spoken]
+
+
+def speak(text: str, speaker: int, seed: int = 0, take: int = 0) -> tuple[np.ndarray, dict]:
+    """Let a speaker of the data set `seed` say `text`, names of SYLLABLES: its wave and record, as from `syllables`.
+
+    Another `take` varies lengths, pauses and intonation.
+    """
+    names = text.split()
+    if not names or not set(names) <= set(SYLLABLES):
+        raise UserError(f"text {text!r}: expected syllables, of {' '.join(SYLLABLES)}")
+    return _speak(names, speaker, seed, -1 - take)
+
+
+def _speak(names: list[str], speaker: int, seed: int, row: int) -> tuple[np.ndarray, dict]:
+    """The wave and record of `names`, from a source and a filter (Fant 1960) that do not depend on each other."""
+    voice, count = voice_of(speaker, seed), len(names)
+    u = _uniform(seed ^ 0x50D1A, [row], 12 * count)[0].reshape(12, count)
+    length = 0.15 + 0.17 * u[0]
+    pause = np.where(u[1] < 0.35, 0.03 + 0.06 * u[2], 0)  # after it
+    stop = 0.02 + np.cumsum(length + pause) - pause
+    start = stop - length
+    time = np.arange(int((stop[-1] + 0.02) * RATE)) / RATE
+    random = np.random.default_rng([seed % 2**63, row % 2**63])
+
+    tune = 2 * u[3] + np.linspace(0.5, -0.5, count)  # semitones: intonation, and a fall toward the end
+    tune = np.interp(time, (start + stop) / 2, tune - np.average(tune, weights=length))
+    source = _pulses(voice["pitch"] * 2 ** (tune / 12), random)
+    source += voice["breath"] * random.standard_normal(len(time), np.float32)
+    level = 0.7 + 0.6 * u[4]
+    dip = np.where(pause > 0, 0, 0.25 + 0.6 * u[5])  # between two syllables; silence in a pause and at the end
+    dip[-1] = 0
+    source *= np.interp(time, np.stack((start, start + 0.03, stop - 0.04, stop)).T.ravel(),
+                        np.stack((np.append(0, dip[:-1]), level, level, dip)).T.ravel())
+
+    frames = np.arange(-(-len(time) // HOP) + 1) * HOP / RATE
+    knots = np.stack((start + GLIDE / 2, stop - GLIDE / 2)).T.ravel()
+    said = np.log([SYLLABLES[name] for name in names]).T + SPREAD * (u[8:] - 0.5)  # never twice quite the same
+    formants = np.exp([np.interp(frames, knots, f.repeat(2)) for f in said])  # (4, frames)
+    formants = np.vstack((formants, np.full(len(frames), 4500))) * voice["formant"]
+    wave = _filtered(source, formants, voice["tilt"] + np.interp(frames, knots, EFFORT * (u[6] - 0.5).repeat(2)))
+    wave *= np.minimum(1, (len(time) - np.arange(len(time))) / (0.02 * RATE))  # the ringing fades, too: a true end
+    wave *= (0.08 + 0.06 * u[7, 0]) / np.sqrt(np.mean(np.square(wave)))
+    wave *= min(1, 0.98 / np.abs(wave).max())
+    times = [(float(a), float(b), name) for a, b, name in zip(start, stop, names)]
+    return wave.astype(np.float32), {"text": " ".join(names), "speaker": speaker, "pitch": voice["pitch"],
+                                     "formant": voice["formant"], "syllables": times}
+
+
+def _pulses(pitch: np.ndarray, random: np.random.Generator) -> np.ndarray:
+    """A pulse train of mean power 1 and `pitch` (T,) in Hz at each sample, with a jitter of 0.6 % of a period.
+
+    A pulse stands where the phase passes a whole number, which is between samples: a sinc under a window.
+    """
+    phase = np.cumsum(pitch) / RATE
+    before = np.flatnonzero(np.diff(np.floor(phase)) > 0)
+    at = before + (np.ceil(phase[before]) - phase[before]) / (phase[before + 1] - phase[before])
+    at += 0.006 * random.standard_normal(len(at)) * RATE / pitch[before]
+    taps = np.floor(at).astype(int)[:, None] + np.arange(-7, 9)  # (pulses, 16)
+    offset = taps - at[:, None]
+    shape = np.sinc(offset) * np.cos(np.pi * offset / 18) ** 2 * np.sqrt(RATE / pitch[before])[:, None]
+    return np.bincount((taps + 16).clip(0).ravel(), shape.ravel(), len(pitch) + 64)[16:len(pitch) + 16]
+
+
+def _filtered(source: np.ndarray, formants: np.ndarray, tilt: np.ndarray) -> np.ndarray:
+    """Let `source` (T,) ring in `resonances` at `formants` (5, frames) in Hz and `tilt` (frames,).
+
+    As the filter moves, overlapping frames of two hops each are filtered in the frequency domain and added up. Vowels
+    come out about equally loud.
+    """
+    frames = formants.shape[1]
+    padded = np.pad(source.astype(np.float32), (HOP, frames * HOP - len(source)))
+    windows = np.lib.stride_tricks.sliding_window_view(padded, 2 * HOP)[::HOP]
+    spectra = np.fft.rfft(windows * np.hanning(2 * HOP + 1)[:-1].astype(np.float32), FFT)  # (frames, FFT / 2 + 1)
+    response = resonances(formants, tilt, np.arange(FFT // 2 + 1) * RATE / FFT)
+    response /= np.sqrt(np.mean(response.real ** 2 + response.imag ** 2, 1, keepdims=True))
+    parts = np.fft.irfft(spectra * response, FFT).reshape(frames, FFT // HOP, HOP)
+    out = np.zeros((frames + FFT // HOP, HOP), np.float32)
+    for i in range(FFT // HOP):
+        out[i:i + frames] += parts[:, i]
+    return out.ravel()[HOP:HOP + len(source)]
+
+
+def resonances(formants: np.ndarray, tilt: np.ndarray | float, frequencies: np.ndarray) -> np.ndarray:
+    """Complex gains (N, F) at `frequencies` (F,) of filters with resonances at `formants` (5, N), all in Hz.
+
+    They stand in series, each of two poles (Klatt 1980), after a pole `tilt` that stands for the glottis and the lips.
+    """
+    radius = np.exp(-np.pi * np.array(BANDWIDTHS) / RATE)
+    angle = np.minimum(2 * np.pi * formants / RATE, 0.97 * np.pi)
+    poles = np.zeros((2 * len(radius) + 2, formants.shape[1]))  # their product, a polynomial in 1/z
+    poles[0], poles[1] = 1, -tilt
+    for r, a in zip(radius, angle):
+        poles = poles - 2 * r * np.cos(a) * np.roll(poles, 1, 0) + r ** 2 * np.roll(poles, 2, 0)
+    turn = np.exp(-2j * np.pi / RATE * np.outer(np.arange(len(poles)), frequencies))
+    return 1 / (poles.T.astype(np.complex64) @ turn.astype(np.complex64))

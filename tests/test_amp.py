@@ -78,6 +78,20 @@ def test_clipping_is_torchs_for_each_optimizer_by_its_own_norm(precision):
             torch.testing.assert_close(ours.grad, theirs.grad)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_each_optimizer_is_clipped_to_a_norm_of_its_own_if_there_is_one_for_each(precision):
+    pairs, scaler, limits = [make(0), make(1), make(2)], amp.scaler(CPU, precision), [0.5, 0.0, 1e-3]
+    for number, (model, _) in enumerate(pairs):
+        scaler.scale(loss_of(model, number, 50.0)).backward()
+    norms, taken = amp.step(scaler, [optimizer for _, (optimizer,) in pairs], limits)
+    clipped = torch.stack([torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]) for model, _ in pairs])
+    assert taken and norms.min() > 0.5
+    torch.testing.assert_close(clipped, torch.stack([torch.tensor(0.5), norms[1], torch.tensor(1e-3)]), rtol=1e-3,
+                               atol=1e-6)
+    with pytest.raises(ValueError, match="shorter"):
+        amp.step(scaler, [optimizer for _, (optimizer,) in pairs], limits[:2])
+
+
 @pytest.mark.parametrize("bad", [0, 1, None])
 def test_an_overflow_in_one_of_two_optimizers_stops_both_once_and_the_next_step_goes_on(bad):
     pairs = [make(0), make(1)]

@@ -228,3 +228,69 @@ def test_a_table_of_timesteps_gives_its_rows_and_a_continuous_embedding_the_time
     torch.testing.assert_close(coarse(torch.tensor([0, 3, 9])), fine(torch.tensor([0, 300, 900])))
     out = coarse(torch.arange(10))
     assert out.shape == (10, WIDTH) and torch.cdist(out, out).add(torch.eye(10)).min() > 1e-3  # all different
+
+
+# Contexts, and generation token by token
+
+CROSSED = [{"context_width": 12}, {"context_width": 12, "kv_heads": 1, "qk_norm": True},
+           {"context_width": 12, "normformer": True, "rotary": False}]
+
+
+def context_of(model):
+    """Keys and values of a context, if the model attends to one."""
+    if model.blocks[0].cross is None:
+        return None
+    return model.contexts(torch.randn(2, 5, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(3)))
+
+
+@pytest.mark.parametrize("kind", CROSSED, ids=str)
+def test_a_block_attends_to_itself_then_to_its_context_then_feeds_forward(kind):
+    model = make(depth=1, **kind)
+    block, x, context = model.blocks[0], tokens(6), torch.randn(2, 5, 12, dtype=torch.float64)
+    table = nn.rotary_table(torch.arange(6), model.head_width) if model.rotary else None
+    h = block.attention_norm(x)
+    slow = x + slow_attention(block.attention, h, h, torch.ones(6, 6).tril(), table)
+    slow = slow + slow_attention(block.cross, block.cross_norm(slow), context, torch.ones(6, 5))
+    slow = model.norm(slow + block.ff(block.ff_norm(slow)))
+    torch.testing.assert_close(model(x, context=model.contexts(context)), slow, rtol=1e-5, atol=1e-5)
+    other = model(x, context=model.contexts(context.flip(0)))
+    assert (other - slow).abs().amax((1, 2)).min() > 1e-2
+
+
+def test_a_new_block_with_a_context_is_the_identity_too():
+    torch.manual_seed(0)
+    fresh = nn.Transformer(WIDTH, 2, HEADS, context_width=12).double()
+    torch.testing.assert_close(fresh(tokens(4), context=context_of(fresh)), F.layer_norm(tokens(4), (WIDTH,)))
+
+
+@pytest.mark.parametrize("lengths", [(4, 4), (4, 2), (1, 4)], ids=str)
+@pytest.mark.parametrize("kind", KINDS + CROSSED, ids=str)
+def test_token_by_token_gives_what_one_run_does_for_samples_of_any_lengths(kind, lengths):
+    model, x = make(**kind), tokens(9)
+    context = context_of(model)
+    whole = model(x, context=context)
+    _, cache = model(x[:, :4], return_cache=True, context=context)  # behind its length, a sample's is of no account
+    memory = nn.Memory(cache, torch.tensor(lengths), 9)
+    for i in range(5):
+        here = torch.tensor(lengths) + i
+        out = model.step(x[[0, 1], here], memory, context=context)
+        torch.testing.assert_close(out, whole[[0, 1], here], rtol=1e-6, atol=1e-6)
+    assert memory.length.tolist() == [n + 5 for n in lengths] and memory.top == max(lengths) + 5
+    for (keys, values), layer in zip(cache, memory.layers):  # which were copied, and are as they were
+        assert keys.shape[2] == values.shape[2] == 4 and layer.keys.shape[2] == 9
+
+
+@pytest.mark.parametrize("lengths", [(3, 3), (3, 1)], ids=str)
+def test_a_bias_is_added_to_the_scores_of_steps_as_to_those_of_one_run(lengths):
+    model, x = make(rotary=False), tokens(7)
+    bias = torch.randn(1, HEADS, 7, 7, dtype=torch.float64)
+    whole = model(x, mask=bias.masked_fill(~torch.ones(7, 7, dtype=torch.bool).tril(), -torch.inf))
+    _, cache = model(x[:, :3], mask=bias[..., :3, :3].masked_fill(~torch.ones(3, 3, dtype=torch.bool).tril(),
+                                                                 -torch.inf), return_cache=True)
+    memory = nn.Memory(cache, torch.tensor(lengths), 7)
+    for i in range(4):
+        here = torch.tensor(lengths) + i
+        given = bias[0][:, here, :memory.top + 1].transpose(0, 1)[:, :, None]  # (B, heads, 1, top + 1)
+        torch.testing.assert_close(model.step(x[[0, 1], here], memory, given), whole[[0, 1], here], rtol=1e-6,
+                                   atol=1e-6)
+    assert not torch.allclose(whole, model(x))

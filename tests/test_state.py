@@ -165,3 +165,79 @@ def test_a_part_of_the_model_can_be_all_that_is_trained_and_saved(tmp_path):
     step(run)
     assert same(before, run.model[0].state_dict()) and not torch.equal(last, run.model[3].weight)
     assert list(run.state()["model"]) == list(run.state()["ema"]) == ["weight", "bias"]
+
+
+class Pair(state.State):
+    """A State with a second model and its optimizer, which has a part in every other step only."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        torch.manual_seed(9)
+        self.other = nn.Linear(4, 1)
+        self.optimizers = [*self.optimizers, torch.optim.AdamW(self.other.parameters(), lr=0.1)]
+
+    def state(self):
+        return {**super().state(), "other": self.other.state_dict()}
+
+    def load(self, state, path):
+        super().load(state, path)
+        self.other.load_state_dict(state["other"])
+
+
+def pair_of(folder, **settings):
+    torch.manual_seed(0)
+    cfg = train_prior.Config(run=str(folder), lr=0.01, max_grad_norm=0.0, **settings)
+    return Pair(cfg, nn.Sequential(nn.Linear(4, 8), nn.SiLU(), nn.Linear(8, 1)), CPU, {}, {"kind": "test"})
+
+
+def backward(run, poison=1.0):
+    data = torch.randn(16, 4, generator=torch.Generator().manual_seed(run.step))
+    loss = run.model(data).square().mean() * 100 + run.other(data).square().mean() * poison
+    run.scaler.scale(loss).backward()
+
+
+def test_some_of_the_optimizers_step_with_norms_of_their_own_and_all_gradients_are_gone(tmp_path):
+    run = pair_of(tmp_path)
+    first, second = (copy.deepcopy([*module.parameters()]) for module in (run.model, run.other))
+    backward(run)
+    norms, taken = run.try_step(run.optimizers[:1], [1e-3])
+    assert taken and norms.shape == (1,) and norms[0] > 1e-3 and run.step == 0  # which is for `follow`
+    assert not same(first, [*run.model.parameters()]) and same(second, [*run.other.parameters()])
+    assert all(p.grad is None for module in (run.model, run.other) for p in module.parameters())
+    average = copy.deepcopy(run.average.state_dict())
+    run.follow()
+    assert run.step == 1 and not same(average, run.average.state_dict())
+    assert same(run.average.state_dict(), run.model.state_dict())  # the first average is a copy
+    backward(run)
+    norms, taken = run.try_step(run.optimizers, [0.0, 1e-3])
+    assert taken and norms.shape == (2,) and not same(second, [*run.other.parameters()])
+
+
+def test_an_overflow_of_one_optimizer_stops_the_others_and_nothing_follows(tmp_path):
+    run = pair_of(tmp_path, precision="fp16")
+    while not (backward(run), run.try_step(run.optimizers, [0.0, 0.0])[1])[1]:  # the first scale is a guess
+        pass
+    before, scale = copy.deepcopy([run.model.state_dict(), run.other.state_dict()]), run.scaler.get_scale()
+    backward(run, poison=float("inf"))
+    norms, taken = run.try_step(run.optimizers, [0.0, 0.0])
+    assert not taken and norms.isfinite().tolist() == [True, False] and run.scaler.get_scale() == scale / 2
+    assert same(before, [run.model.state_dict(), run.other.state_dict()]) and run.step == 0
+
+
+def test_what_a_script_adds_to_a_state_is_saved_and_taken_up_with_it(tmp_path):
+    run, other = pair_of(tmp_path), pair_of(tmp_path)
+    for _ in range(3):
+        run.set_rate()
+        backward(run)
+        run.advance()
+    path = saved(run)
+    assert not same(run.state(), other.state())
+    other.load(checkpoint.load(path), path)
+    assert other.step == 3 and same(run.state()["other"], other.state()["other"])
+    for part in ("model", "ema"):
+        assert same(run.state()[part], other.state()[part])
+    for one in (run, other):
+        one.set_rate()
+        backward(one)
+        one.advance()
+    assert same(run.state(), other.state())

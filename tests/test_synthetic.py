@@ -1,10 +1,12 @@
 """The built-in shapes: what is said is drawn, what is drawn can be told apart, rows do not depend on each other."""
 import collections
+import itertools
 
 import numpy as np
 import pytest
 
 from common import synthetic
+from common.config import UserError
 
 
 @pytest.fixture(scope="module")
@@ -109,3 +111,92 @@ def test_drawing_varies_with_a_seed_and_repeats():
     plain = synthetic.draw(attributes)
     assert len(np.unique(plain.reshape(6, -1), axis=0)) == 1
     np.testing.assert_array_equal(plain[0], plain[0][:, ::-1])  # a plain circle in the center is symmetric
+
+
+@pytest.fixture(scope="module")
+def spoken():
+    return synthetic.syllables(range(120))
+
+
+def test_a_recording_is_the_same_whatever_other_rows_are_asked_for(spoken):
+    waves, records = spoken
+    some, theirs = synthetic.syllables([70, 3, 119])
+    for row, wave, record in zip([70, 3, 119], some, theirs):
+        np.testing.assert_array_equal(wave, waves[row])
+        assert record == records[row]
+        assert synthetic.speaker_of(row) == record["speaker"]
+    assert synthetic.syllables([10 ** 12])[0][0].dtype == np.float32  # the data set has no end
+    other = synthetic.syllables([3], seed=1)[1][0]
+    assert other["text"] != records[3]["text"] and other["pitch"] != records[3]["pitch"]
+
+
+def test_recordings_are_what_their_records_say(spoken):
+    for wave, record in zip(*spoken):
+        names, times = record["text"].split(), record["syllables"]
+        assert 6 <= len(names) <= 12 and set(names) <= set(synthetic.SYLLABLES)
+        assert all(a != b for a, b in itertools.pairwise(names))
+        assert [name for *_, name in times] == names
+        assert all(0.15 <= stop - start <= 0.32 for start, stop, _ in times)
+        assert all(stop <= start + 1e-9 for (_, stop, _), (start, *_) in itertools.pairwise(times))
+        assert 0 < len(wave) / synthetic.RATE - times[-1][1] < 0.05
+        assert np.isfinite(wave).all() and np.abs(wave).max() <= 1
+        voice = synthetic.voice_of(record["speaker"])
+        assert (voice["pitch"], voice["formant"]) == (record["pitch"], record["formant"])
+        loudness = np.sqrt(np.mean(np.square(wave)))
+        assert 0.05 < loudness < 0.2
+        assert np.abs(wave[-16:]).max() < 0.1 * loudness  # it ends in silence, not in the middle of a sound
+
+
+def test_speakers_and_syllables_are_uniform_and_independent():
+    rows = range(300)
+    records = synthetic.syllables(rows)[1]
+    pitch, formant = (np.array([record[name] for record in records]) for name in ("pitch", "formant"))
+    assert pitch.min() > 90 and pitch.max() < 280 and abs(np.log(pitch).mean() - np.log(np.sqrt(90 * 280))) < 0.07
+    assert formant.min() > 0.82 and formant.max() < 1.22 and abs(np.corrcoef(pitch, formant)[0, 1]) < 0.2
+    counts = collections.Counter(name for record in records for name in record["text"].split())
+    share = np.array([counts[name] for name in synthetic.SYLLABLES]) / sum(counts.values()) * len(synthetic.SYLLABLES)
+    assert np.abs(share - 1).max() < 0.2
+    assert len({synthetic.speaker_of(row) for row in range(6000)}) == synthetic.SPEAKERS
+    lengths = [record["syllables"][-1][1] for record in records]
+    assert min(lengths) > 1 and max(lengths) < 4 and 1.5 < np.mean(lengths) < 3
+
+
+def test_a_vowel_has_its_peaks_at_its_formants():
+    """The spectrum of syllables said by a low voice, smoothed over a harmonic, peaks where the table says."""
+    speaker = min(range(synthetic.SPEAKERS), key=lambda number: synthetic.voice_of(number)["pitch"])
+    voice = synthetic.voice_of(speaker)
+    for name, (f1, f2, *_) in synthetic.SYLLABLES.items():
+        places = []
+        for take in range(6):  # each syllable is a little different
+            wave, record = synthetic.speak(name, speaker, take=take)
+            start, stop, _ = record["syllables"][0]
+            part = wave[int((start + 0.03) * synthetic.RATE):int((stop - 0.04) * synthetic.RATE)]
+            power = np.abs(np.fft.rfft(part * np.hanning(len(part)), 16_000)) ** 2  # a bin is 1 Hz
+            smooth = np.convolve(power, np.hanning(int(2 * voice["pitch"])), "same")
+            for formant in (f1, f2):
+                center = formant * voice["formant"]
+                near = np.arange(int(0.8 * center), int(1.25 * center))
+                places.append(np.log(near[(smooth[near] * near).argmax()] / center))  # a fall of 3 dB an octave undone
+        assert np.abs(np.mean(places)) < 0.08, name
+
+
+def test_harmonics_stand_at_multiples_of_the_pitch(spoken):
+    for wave, record in list(zip(*spoken))[:40]:
+        window = np.hanning(4096)
+        frames = np.lib.stride_tricks.sliding_window_view(wave, 4096)[::1024] * window
+        spectrum = np.log(np.abs(np.fft.rfft(frames, 16_384)).mean(0) + 1e-6)
+        spectrum -= np.convolve(spectrum, np.ones(301) / 301, "same")
+        candidates = record["pitch"] * 2 ** (np.arange(-16, 17) / 24)  # around it by quarter tones
+        bins = (candidates[:, None] * np.arange(1, 7) * 16_384 / synthetic.RATE).round().astype(int)
+        best = candidates[spectrum[bins].sum(1).argmax()]
+        assert abs(12 * np.log2(best / record["pitch"])) < 2.5  # semitones: intonation moves about it
+
+
+def test_a_text_can_be_spoken_by_a_voice_of_choice():
+    wave, record = synthetic.speak("a i er", 7)
+    assert record["text"] == "a i er" and record["speaker"] == 7
+    np.testing.assert_array_equal(wave, synthetic.speak("a i er", 7)[0])
+    assert not np.array_equal(wave[:5000], synthetic.speak("a i er", 7, take=1)[0][:5000])
+    for text in ("a ix", ""):
+        with pytest.raises(UserError, match="i y e ae"):
+            synthetic.speak(text, 7)

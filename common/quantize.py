@@ -1,0 +1,380 @@
+"""Residual quantizers of a neural codec: vector, finite-scalar and lookup-free, whole or in groups of channels.
+
+A frame is described by one code of each quantizer in turn, each quantizing what the ones before it left over
+(SoundStream, Zeghidour et al. 2021, Section III-C, Algorithm 1). The bitrate is chosen at use: the first n suffice.
+"""
+import math
+
+import torch
+import torch.distributed as td
+import torch.nn.functional as F
+from torch import nn
+
+from common import dist
+
+SMOOTHING = 1e-5  # pseudo-count of a code, so that none is divided by zero
+
+
+def perplexity(codes, codebook_size):
+    """How many codes are in use, as exp(entropy in nats): codes (N, Q) int64 -> (Q,), from 1 to `codebook_size`."""
+    offsets = codebook_size * torch.arange(codes.shape[1], device=codes.device)
+    counts = torch.bincount((codes + offsets).flatten(), minlength=codebook_size * codes.shape[1])
+    shares = counts.view(-1, codebook_size).float() / len(codes)
+    return torch.special.entr(shares).sum(-1).exp()
+
+
+def _half_distances(x, codebook):
+    """|c|²/2 - x·c, half the squared distance less |x|²/2: x (G, N, d), codebook (G, K, d) -> (G, N, K).
+
+    In full fp32, though autocast or `dist.setup` may have products' factors rounded: near ties would go wrong.
+    """
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.autocast(x.device.type, enabled=False):
+            return torch.baddbmm(codebook.square().sum(-1)[:, None] / 2, x, codebook.transpose(1, 2), alpha=-1)
+    finally:
+        torch.set_float32_matmul_precision(precision)
+
+
+def nearest(x, codebook):
+    """The code of each vector: x (G, N, d), codebook (G, K, d) -> (G, N) int64."""
+    return _half_distances(x, codebook).argmin(-1)
+
+
+def _add_by_code(counts, sums, x, codes, weight):
+    """Add the weights (N,) of the vectors x (G, N, d) to counts (G, K), and the weighted x to sums (G, K, d)."""
+    groups, size = counts.shape[:2]
+    index = (codes + size * torch.arange(groups, device=codes.device)[:, None]).flatten()  # (G*N,)
+    counts.view(-1).index_add_(0, index, weight.repeat(groups))
+    sums.view(groups * size, -1).index_add_(0, index, (x * weight[:, None]).flatten(0, 1))
+
+
+@torch.no_grad()
+def kmeans(x, size, generator, rounds=10):
+    """`size` centers of x (G, N, d), each group by itself -> centers (G, K, d), how many each is the mean of (G, K).
+
+    k-means++ (Arthur & Vassilvitskii 2007): each center is drawn with probability proportional to the squared distance
+    to the nearest one so far. Then `rounds` of Lloyd's, at least one. `generator` is the CPU's: all devices draw alike.
+    """
+    groups, n, width = x.shape
+    draws = torch.rand(size, groups, 1, generator=generator).to(x.device)
+    centers, distances = x.new_empty(groups, size, width), x.new_ones(groups, n)  # at first, any will do
+    for k in range(size):
+        cumulative = distances.cumsum(-1)
+        chosen = torch.searchsorted(cumulative, draws[k] * cumulative[:, -1:], right=True).clamp_(max=n - 1)
+        centers[:, k] = x.gather(1, chosen[..., None].expand(-1, -1, width))[:, 0]
+        from_it = (x - centers[:, k, None]).square_().sum(-1)
+        distances = torch.minimum(distances, from_it) if k else from_it
+    for _ in range(rounds):
+        counts, sums = x.new_zeros(groups, size, 1), torch.zeros_like(centers)
+        _add_by_code(counts, sums, x, nearest(x, centers), x.new_ones(n))
+        centers = torch.where(counts > 0, sums / counts.clamp(min=1), centers)
+    return centers, counts[..., 0]
+
+
+def rotate_to(e, q):
+    """q (..., d), with the gradient to e that turning and stretching e onto q has (Fifty et al. 2024, Eq. 3-4).
+
+    q = (|q|/|e|) R e, R = I - 2 r rᵀ + 2 q̂ êᵀ, r = (ê + q̂)/|ê + q̂|, with |q|/|e| and R held constant.
+    """
+    with torch.no_grad():
+        unit_e, unit_q = F.normalize(e, dim=-1), F.normalize(q, dim=-1)
+        r = F.normalize(unit_e + unit_q, dim=-1)
+        stretch = q.norm(dim=-1, keepdim=True) / e.norm(dim=-1, keepdim=True).clamp(min=1e-6)
+    turned = e - 2 * r * (r * e).sum(-1, keepdim=True) + 2 * unit_q * (unit_e * e).sum(-1, keepdim=True)
+    turned = stretch * turned
+    return q.detach() + (turned - turned.detach())  # q to the last bit
+
+
+def fsq_levels(size, dimensions=None):
+    """Numbers of levels, one a dimension, whose product is `size`, each from 3 to 16: 1000 -> (8, 5, 5, 5).
+
+    As even as can be, about 6 each unless `dimensions` says how many there are; for the sizes of Mentzer et al. 2023,
+    Table 1 (240, 1000, 4375, 15360, 64000), its levels. ValueError names the nearest possible sizes.
+    """
+    def factorizations(size, largest=16):
+        if size == 1:
+            yield ()
+        for first in range(min(size, largest), 2, -1):
+            if size % first == 0:
+                for rest in factorizations(size // first, first):
+                    yield first, *rest
+
+    def best(size):
+        found = [levels for levels in factorizations(size) if levels and dimensions in (None, len(levels))]
+        return min(found, key=lambda levels: (abs(len(levels) - math.log(size, 6)), sum(levels), levels), default=None)
+
+    levels = best(size)
+    if levels is None:
+        near = [next(filter(best, sizes), None) for sizes in (range(size - 1, 2, -1), range(size + 1, 2 * size + 4))]
+        raise ValueError(f"codebook_size {size} is no product of {dimensions or 'some'} numbers of levels from 3 to "
+                         f"16; the nearest possible: {' and '.join(str(n) for n in near if n) or 'none'}")
+    return levels
+
+
+class ResidualQuantizer(nn.Module):
+    """Q quantizers in a row, each of the residual of those before it; with groups, one such row for each G-th of width.
+
+    kind "rvq": learned codebooks, moving averages of the vectors they stand for (van den Oord et al. 2017, Appendix
+    A.1), zero and not `ready` until `initialize` was called: so long `forward` returns its input. "fsq": finite scalar
+    quantization (Mentzer et al. 2023), each dimension, brought into [-1, 1] by a tanh, rounded to one of a few levels;
+    quantizer q's grid is (levels - 1)^-q times as wide. The grid is symmetric for even numbers of levels too, where
+    the paper shifts it by half a step. "lfq": lookup-free, the sign of each dimension (MAGVIT-v2, Yu et al. 2023),
+    times 2^-q. Both quantize a projection to as many dimensions as the codebook size asks for.
+
+    groups > 1: grouped residual quantization (HiFi-Codec, Yang et al. 2023). Codes are laid out quantizer by
+    quantizer: that of group g and quantizer q is number q*G + g, so the first n*G are the first n quantizers of all
+    groups. A code is an integer in [0, codebook_size), also for fsq and lfq.
+
+    A step of training: `forward` for each chunk, in training mode and with gradients enabled, adds to the statistics;
+    then once, on all ranks, `update` if the step counts, else `discard`. A pass in evaluation mode or under no_grad,
+    such as the discriminator's, leaves no trace.
+    """
+
+    def __init__(self, width, quantizers=8, codebook_size=1024, kind="rvq", groups=1, codebook_width=0, decay=0.95,
+                 dead_below=2.0, dropout=0.0, rotation=False, temperature=0.0, entropy_weight=0.1):
+        """`width` is the D of z; the rest applies to rvq unless said otherwise.
+
+        codebook_width: dimensions, of all groups together, that are quantized; projected to and from unless 0 or D.
+            fsq and lfq: 0 is as many as needed; fsq takes any number for which `fsq_levels` knows levels.
+        decay: of the moving averages, a step. dead_below: a code that gets fewer vectors a step, on a moving average,
+            is replaced, but never one with a quarter of the average code's; 0 replaces none.
+        dropout (all kinds): probability that a sample uses, in training, only its first n quantizers, n uniform from
+            1 to Q. rotation: gradients by `rotate_to`, else straight through. temperature: if not 0, codes are drawn
+            in training from softmax(-squared distance / temperature). entropy_weight (lfq): of the entropy penalty.
+        Raises ValueError for what does not fit together.
+        """
+        super().__init__()
+        if kind not in ("rvq", "fsq", "lfq"):
+            raise ValueError(f"kind {kind!r}: expected rvq, fsq or lfq")
+        if min(width, quantizers, groups) < 1 or codebook_size < 2 or min(codebook_width, dead_below, temperature) < 0:
+            raise ValueError(f"width {width}, quantizers {quantizers}, groups {groups}: expected at least 1; codebook_"
+                             f"size {codebook_size}: 2; codebook_width {codebook_width}, dead_below {dead_below}, "
+                             f"temperature {temperature}: 0")
+        if not (0 <= decay < 1 and 0 <= dropout <= 1):
+            raise ValueError(f"decay {decay}: expected in [0, 1); dropout {dropout}: expected in [0, 1]")
+        if kind != "rvq" and (rotation or temperature):
+            raise ValueError(f"rotation and temperature are for kind rvq, which has a learned codebook, not for {kind}")
+        self.quantizers, self.codebook_size, self.kind, self.groups = quantizers, codebook_size, kind, groups
+        self.decay, self.dead_below, self.dropout, self.rotation = decay, dead_below, dropout, rotation
+        self.temperature, self.entropy_weight = temperature, entropy_weight
+        inner = codebook_width or width
+        if codebook_width % groups or (kind == "rvq" and inner % groups):
+            raise ValueError(f"width {width} or codebook_width {codebook_width} does not divide into {groups} groups")
+        if kind != "rvq":
+            bits = codebook_size.bit_length() - 1
+            levels = fsq_levels(codebook_size, codebook_width // groups or None) if kind == "fsq" else (2,) * bits
+            inner = len(levels) * groups
+            if kind == "lfq" and codebook_size != 2 ** bits:
+                raise ValueError(f"codebook_size {codebook_size} of lfq: no power of two; the nearest possible: "
+                                 f"{2 ** bits} and {2 ** (bits + 1)}")
+            if codebook_width not in (0, inner):
+                raise ValueError(f"codebook_width {codebook_width}: lfq with {groups} group(s) of {codebook_size} "
+                                 f"codes needs {inner}, or 0")
+        self.project_in = nn.Linear(width, inner) if inner != width else nn.Identity()
+        self.project_out = nn.Linear(inner, width) if inner != width else nn.Identity()
+
+        shape = quantizers, groups, codebook_size, inner // groups  # (Q, G, K, d)
+        # a tensor, not a Python value, so that checkpoints and EMA copies carry it along
+        self.register_buffer("initialized", torch.tensor(kind != "rvq"))
+        if kind == "rvq":
+            for name, size in ("codebook", shape), ("ema_count", shape[:-1]), ("ema_sum", shape):
+                self.register_buffer(name, torch.zeros(size))
+            for name, size in ("pending_count", shape[:-1]), ("pending_sum", shape):
+                self.register_buffer(name, torch.zeros(size), persistent=False)
+        else:
+            basis = [math.prod(levels[:i]) for i in range(len(levels))]  # a code's digits: the first counts ones
+            shrink = [1 / (n - 1) if kind == "fsq" else 0.5 for n in levels]  # of the grid, a quantizer
+            for name, values in ("levels", levels), ("basis", basis), ("shrink", shrink):
+                self.register_buffer(name, torch.tensor(values), persistent=False)
+        self._candidates = None  # (Q, G, M, d): residuals of the first chunk after an update, M <= K
+
+    @property
+    def ready(self):
+        """Whether there are codebooks. On a GPU this waits for the device, so ask once, not in every step."""
+        return bool(self.initialized)
+
+    def forward(self, z, count=None):
+        """z (B, T, D), `count` quantizers or all -> (quantized (B, T, D), codes (B, T, count*G), loss).
+
+        loss: for rvq and lfq the commitment, the mean squared difference of what each quantizer was given and its
+        code (held constant), averaged over a sample's quantizers, then over samples, so that a batch's is the mean of
+        its chunks'; for lfq also the entropy penalty, whose second half is a chunk's own; for fsq 0.
+        The codes are all quantizers', also those that dropout left out of a sample. Not `ready`: z, zeros and 0.
+        """
+        x = self._enter(z)  # (G, B*T, d)
+        total, codes, loss = self._quantize(x, self._used(z, count, self.training), self.training)
+        if x.requires_grad:
+            total = rotate_to(x, total) if self.rotation else total.detach() + (x - x.detach())
+        quantized = torch.where(self.initialized, self._leave(total, z).to(z.dtype), z)
+        return quantized, codes[..., :(count or self.quantizers) * self.groups], loss
+
+    @torch.no_grad()
+    def encode(self, z, count=None):
+        """z (B, T, D) -> codes (B, T, count*G) int64 of the first `count` quantizers, by default all; nearest codes."""
+        return self._quantize(self._enter(z), self._used(z, count, False), False)[1]
+
+    def decode(self, codes):
+        """codes (B, T, n*G) of the first n quantizers -> (B, T, D); ValueError unless 1 <= n <= Q."""
+        n, rest = divmod(codes.shape[-1], self.groups)
+        if rest or not 1 <= n <= self.quantizers:
+            raise ValueError(f"{codes.shape[-1]} codes a frame: expected 1 to {self.quantizers} times {self.groups}")
+        by_quantizer = codes.flatten(0, 1).unflatten(-1, (n, self.groups)).permute(1, 2, 0)  # (n, G, N)
+        return self._leave(sum(self._lookup(one, q) for q, one in enumerate(by_quantizer)), codes)
+
+    @torch.no_grad()
+    def initialize(self, z, seed, rounds=10):
+        """Fit the codebooks by k-means to z (N, D), quantizer after quantizer to the residuals; call it on all ranks.
+
+        Rank 0's z decides, and its codebooks go to all. Raises ValueError for fewer vectors than codes.
+        """
+        if self.kind != "rvq":
+            return
+        if (n := dist.broadcast(len(z))) < self.codebook_size:
+            raise ValueError(f"{n} vectors to start {self.codebook_size} codes: at least as many are needed")
+        if dist.is_main():
+            generator = torch.Generator().manual_seed(seed)
+            residual = self._enter(z[None])
+            for q in range(self.quantizers):
+                self.codebook[q], self.ema_count[q] = kmeans(residual, self.codebook_size, generator, rounds)
+                residual = residual - self._lookup(nearest(residual, self.codebook[q]), q)
+            self.ema_sum.copy_(self.codebook * self.ema_count[..., None])
+        for tensor in (self.codebook, self.ema_count, self.ema_sum) if td.is_initialized() else ():
+            td.broadcast(tensor, 0)
+        self.initialized.fill_(True)
+        self.discard()
+
+    @torch.no_grad()
+    def update(self, seed):
+        """Move the codebooks by what `forward` gathered on all ranks since the last time, once a step, on all ranks.
+
+        Dead codes become residuals of rank 0's first chunk, drawn by `seed`, a function of the step: codebooks are
+        equal bit for bit on all ranks, and up to rounding for any number of them. Quantizers that none used stay.
+        """
+        if self.kind != "rvq":
+            return
+        if td.is_initialized():
+            td.all_reduce(self.pending_count)
+            td.all_reduce(self.pending_sum)
+        fresh = self.pending_count.sum(-1, keepdim=True) > 0  # (Q, G, 1)
+        rate = (1 - self.decay) * fresh
+        self.ema_count.lerp_(self.pending_count, rate.expand_as(self.ema_count))
+        self.ema_sum.lerp_(self.pending_sum, rate[..., None].expand_as(self.ema_sum))
+        mass = self.ema_count.sum(-1, keepdim=True)
+        smoothed = (self.ema_count + SMOOTHING) / (mass + self.codebook_size * SMOOTHING) * mass  # Laplace's rule
+        self.codebook.copy_(torch.where(fresh[..., None], self.ema_sum / smoothed[..., None], self.codebook))
+        self._replace_dead(fresh, mass / self.codebook_size, seed)
+        self.discard()
+
+    def discard(self):
+        """Forget what `forward` gathered: the step overflowed, or the passes were not to count."""
+        if self.kind == "rvq":
+            self.pending_count.zero_()
+            self.pending_sum.zero_()
+            self._candidates = None
+
+    def _used(self, z, count, training):
+        """Which quantizers each sample of z uses: (B, passes) bool; in training `passes` is Q."""
+        if count is not None and not 1 <= count <= self.quantizers:
+            raise ValueError(f"count {count}: expected from 1 to {self.quantizers}")
+        limit = torch.full((len(z),), count or self.quantizers, device=z.device)
+        if training and self.dropout and count is None:
+            fewer = torch.randint(1, self.quantizers + 1, limit.shape, device=z.device)
+            limit = torch.where(torch.rand(limit.shape, device=z.device) < self.dropout, fewer, limit)
+        # in training those not used are computed too: they supply candidates to replace dead codes
+        passes = self.quantizers if training else count or self.quantizers
+        return torch.arange(passes, device=z.device) < limit[:, None]
+
+    def _enter(self, z):
+        """z (B, T, D) -> (G, B*T, d), in fp32 also under autocast."""
+        x = self.project_in(z).float().flatten(0, 1).unflatten(-1, (self.groups, -1)).transpose(0, 1)
+        return x.tanh() if self.kind == "fsq" else x
+
+    def _leave(self, x, like):
+        """x (G, B*T, d) -> (B, T, D), B and T those of `like`."""
+        return self.project_out(x.transpose(0, 1).flatten(1).unflatten(0, like.shape[:2]))
+
+    @torch.compiler.disable  # it changes buffers and the precision of products, which a compiled graph cannot
+    def _quantize(self, x, used, training):
+        """x (G, B*T, d), used (B, passes) bool -> (sum of used codes (G, B*T, d), codes (B, T, passes*G), loss)."""
+        batch, passes = used.shape
+        frames = x.shape[1] // max(1, batch)
+        learns = training and torch.is_grad_enabled() and self.kind == "rvq"
+        residual, total, codes, losses, candidates = x, torch.zeros_like(x), [], [], []
+        for q in range(passes):
+            given, weight = residual.detach(), used[:, q].repeat_interleave(frames)  # (G, N, d), (N,)
+            code = self._choose(given, q, self.temperature if training else 0.0)
+            value = self._lookup(code, q)
+            if learns:
+                counted = (weight & self.initialized).float()
+                _add_by_code(self.pending_count[q], self.pending_sum[q], given, code, counted)
+                candidates.append(given)
+            if self.kind == "lfq":
+                losses.append(self.entropy_weight * self._entropy_penalty(residual, weight, q) / passes)
+            residual = residual - value
+            total = total + value * weight[:, None]
+            codes.append(code)
+            if self.kind != "fsq":
+                error = residual.square().unflatten(1, (batch, frames)).mean((0, 2, 3))  # (B,)
+                losses.append((error * used[:, q] / used.sum(1)).mean())
+        if learns and self._candidates is None and dist.is_main():
+            # evenly spaced, so that nothing is drawn: on other ranks there would be no such draw
+            n, m = x.shape[1], min(x.shape[1], self.codebook_size)
+            self._candidates = torch.stack(candidates)[:, :, torch.arange(m, device=x.device) * n // m]
+        loss = torch.stack(losses).sum() if losses else x.new_zeros(())
+        codes = torch.stack(codes).permute(2, 0, 1).flatten(1).unflatten(0, (batch, frames))
+        return total, codes * self.initialized, loss * self.initialized
+
+    def _choose(self, x, q, temperature):
+        """Codes (G, N) of quantizer q for x (G, N, d); all decisions are on the device, none waits for it."""
+        if self.kind == "rvq":
+            scores = _half_distances(x, self.codebook[q])
+            if temperature:  # Gumbel's trick: the largest of logits + noise is a draw from their softmax
+                scores = scores * (2 / temperature) + torch.empty_like(scores).exponential_().log_()
+            return scores.argmin(-1)
+        digits = ((x / self.shrink ** q).clamp(-1, 1) + 1) / 2 * (self.levels - 1)
+        return (digits.round().long() * self.basis).sum(-1)
+
+    def _lookup(self, codes, q):
+        """The vectors (G, N, d) that codes (G, N) of quantizer q stand for."""
+        if self.kind == "rvq":
+            offsets = self.codebook_size * torch.arange(self.groups, device=codes.device)[:, None]
+            return F.embedding(codes + offsets, self.codebook[q].flatten(0, 1))
+        digits = codes[..., None] // self.basis % self.levels
+        return (2 * digits / (self.levels - 1) - 1) * self.shrink ** q
+
+    def _entropy_penalty(self, x, weight, q):
+        """E[H(code given x)] - H(code), in nats: codes are to be sure, and all in use (Yu et al. 2023, Eq. 5).
+
+        Codes are drawn by softmax(-squared distance), x in units of the grid. Their bits are then independent given x,
+        so the first term is exact; the second, taken bit by bit too, is an upper bound that spares a (N, K) table.
+        """
+        logits = 4 * x / self.shrink ** q  # of each bit: (x + 1)² - (x - 1)²
+        sure = F.softplus(logits) - logits * logits.sigmoid()  # entropy of a bit
+        rows = weight.sum()
+        weight = weight[:, None] / rows.clamp(min=1)  # (N, 1)
+        mean = (logits.sigmoid() * weight).sum(1).clamp(1e-6, 1 - 1e-6)  # (G, d)
+        spread = torch.special.entr(mean) + torch.special.entr(1 - mean)
+        return ((sure * weight).sum(1) - spread).sum(-1).mean() * (rows > 0)
+
+    def _replace_dead(self, fresh, average, seed):
+        """Give dead codes new vectors, and the `average` (Q, G, 1) count, so that they are not dead at once again."""
+        # small batches leave all codes below any fixed number: a quarter of the average is still alive
+        dead = fresh & (self.ema_count < (average / 4).clamp(max=self.dead_below))  # (Q, G, K)
+        if not dead.any():  # all ranks find the same
+            return
+        picks, replaced = torch.zeros_like(self.codebook), torch.zeros_like(self.ema_count)
+        if dist.is_main() and self._candidates is not None:
+            m, generator = self._candidates.shape[2], torch.Generator().manual_seed(seed)
+            order = torch.rand(*dead.shape[:2], m, generator=generator).argsort(-1).to(dead.device)  # (Q, G, M)
+            place = dead.cumsum(-1) - 1  # a dead code's number among the dead, who get one candidate each
+            rows = order.gather(-1, place.clamp(0, m - 1))[..., None]  # (Q, G, K, 1)
+            picks = self._candidates.gather(2, rows.expand_as(picks))
+            replaced = (dead & (place < m)).to(replaced.dtype)
+        for tensor in (picks, replaced) if td.is_initialized() else ():
+            td.broadcast(tensor, 0)
+        replaced = replaced > 0
+        self.codebook.copy_(torch.where(replaced[..., None], picks, self.codebook))
+        self.ema_count.copy_(torch.where(replaced, average, self.ema_count))
+        self.ema_sum.copy_(torch.where(replaced[..., None], picks * average[..., None], self.ema_sum))

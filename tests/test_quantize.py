@@ -1,0 +1,511 @@
+"""Residual quantizers: against brute force and formulas by hand, for any cutting into chunks and number of ranks."""
+import copy
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from common import dist
+from common.quantize import ResidualQuantizer, fsq_levels, kmeans, perplexity, rotate_to
+
+
+def make(kind="rvq", width=6, quantizers=3, codebook_size=16, seed=0, ready=True, **more):
+    torch.manual_seed(seed)
+    quantizer = ResidualQuantizer(width, quantizers, codebook_size, kind, **more)
+    if ready:
+        quantizer.initialize(torch.randn(400, width), seed)
+    return quantizer
+
+
+def samples(batch=8, frames=20, width=6, seed=1):
+    return torch.randn(batch, frames, width, generator=torch.Generator().manual_seed(seed))
+
+
+def state(quantizer):
+    """Everything that could change, pending statistics and candidates included."""
+    held = {name: tensor.clone() for name, tensor in quantizer.named_buffers()}
+    return {**held, "candidates": quantizer._candidates}
+
+
+def same(one, other):
+    return all(a is b if a is None or b is None else torch.equal(a, b) for a, b in zip(one.values(), other.values()))
+
+
+KINDS = [dict(kind="rvq"), dict(kind="rvq", groups=2), dict(kind="rvq", codebook_width=4, groups=2),
+         dict(kind="fsq", codebook_size=240), dict(kind="fsq", codebook_size=64, groups=2),
+         dict(kind="lfq"), dict(kind="lfq", groups=3)]
+
+
+@pytest.mark.parametrize("more", KINDS, ids=str)
+def test_decoded_codes_equal_the_forward_pass_with_as_many_quantizers(more):
+    quantizer, z = make(**more).eval(), samples()
+    groups, size = quantizer.groups, quantizer.codebook_size
+    every = quantizer.encode(z)
+    assert every.shape == (8, 20, 3 * groups) and every.dtype == torch.int64
+    assert every.min() >= 0 and every.max() < size
+    for count in (1, 2, 3):
+        quantized, codes, _ = quantizer(z, count)
+        torch.testing.assert_close(quantizer.encode(z, count), codes, rtol=0, atol=0)
+        torch.testing.assert_close(every[..., :count * groups], codes, rtol=0, atol=0)  # any prefix is a description
+        torch.testing.assert_close(quantizer.decode(codes), quantized, rtol=0, atol=0)
+
+
+def test_codes_are_the_nearest_of_each_residual():
+    quantizer, z = make(groups=2), samples()
+    codes = quantizer.encode(z)
+    for g in range(2):
+        residual = z[..., 3 * g:3 * g + 3]
+        for q in range(3):
+            book = quantizer.codebook[q, g]
+            expected = (residual[..., None, :] - book).square().sum(-1).argmin(-1)
+            torch.testing.assert_close(codes[..., 2 * q + g], expected, rtol=0, atol=0)
+            residual = residual - book[expected]
+
+
+@pytest.mark.parametrize("more", KINDS, ids=str)
+def test_error_falls_with_every_further_quantizer(more):
+    quantizer = make(**more, quantizers=4)
+    z = samples()
+    if quantizer.kind != "rvq":  # their range is bounded: look at what is quantized, not at its projection
+        quantizer.project_in = quantizer.project_out = nn.Identity()
+        z = samples(width=len(quantizer.levels) * quantizer.groups).clamp(-1.9, 1.9)
+    if quantizer.kind == "rvq" and isinstance(quantizer.project_out, nn.Linear):
+        quantizer.project_in = quantizer.project_out = nn.Identity()
+        quantizer.initialize(torch.randn(400, 4), 0)
+        z = samples(width=4)
+    target = z.tanh() if quantizer.kind == "fsq" else z
+    codes = quantizer.encode(z)
+    errors = [target.square().mean()] + [(quantizer.decode(codes[..., :n * quantizer.groups]) - target).square().mean()
+                                         for n in (1, 2, 3, 4)]
+    assert all(after < 0.8 * before for before, after in itertools.pairwise(errors))
+    assert errors[-1] < 0.12 * errors[0]
+
+
+def test_kmeans_finds_clusters_that_random_picks_miss_and_uses_every_code():
+    generator = torch.Generator().manual_seed(0)
+    places = 10 * torch.randn(32, 4, generator=generator)
+    x = (places[:, None] + 0.05 * torch.randn(32, 20, 4, generator=generator)).flatten(0, 1)[None]  # (1, 640, 4)
+    centers, counts = kmeans(x, 32, generator)
+    assert counts.tolist() == [[20.0] * 32]
+    error = torch.cdist(x, centers).amin(-1).square().mean()
+    picks = x[:, torch.randperm(640, generator=generator)[:32]]
+    assert error < 0.01 * torch.cdist(x, picks).amin(-1).square().mean()
+    # 32 clusters found as they are: the nearest place of each center is another one
+    assert torch.cdist(centers, places[None]).argmin(-1).unique().numel() == 32
+
+
+def test_initialization_repeats_bit_for_bit_counts_what_it_saw_and_asks_for_enough_vectors():
+    first, second = make(), make()
+    assert same(state(first), state(second))
+    assert first.ema_count.sum(-1).tolist() == [[400.0]] * 3
+    torch.testing.assert_close(first.ema_sum, first.codebook * first.ema_count[..., None])
+    with pytest.raises(ValueError, match="15 vectors to start 16 codes"):
+        first.initialize(torch.randn(15, 6), 0)
+
+
+def test_codebooks_move_as_the_formula_by_hand_says():
+    quantizer, z = make(quantizers=1, decay=0.9, dead_below=0), samples()
+    counts, sums = quantizer.ema_count[0, 0].clone(), quantizer.ema_sum[0, 0].clone()
+    for step in range(3):
+        x = z + step
+        codes = quantizer.encode(x).flatten()
+        quantizer(x)
+        quantizer.update(step)
+        for k in range(16):
+            mine = x.flatten(0, 1)[codes == k]
+            counts[k] = 0.9 * counts[k] + 0.1 * len(mine)
+            sums[k] = 0.9 * sums[k] + 0.1 * mine.sum(0)
+        smoothed = (counts + 1e-5) / (counts.sum() + 16e-5) * counts.sum()
+        torch.testing.assert_close(quantizer.ema_count[0, 0], counts)
+        torch.testing.assert_close(quantizer.codebook[0, 0], sums / smoothed[:, None], rtol=1e-5, atol=1e-5)
+
+
+def kill(quantizer):
+    """Move some codes where no vector is, and let them have none on average either."""
+    with torch.no_grad():
+        for q in range(quantizer.quantizers):
+            quantizer.codebook[q, :, q:q + 5] = 100.0
+            quantizer.ema_count[q, :, q:q + 5] = 0.01
+            quantizer.ema_sum[q, :, q:q + 5] = 1.0
+
+
+def train(world_size, chunk, killed, steps=3):
+    """The persistent state after `steps` steps on a batch of 8, cut into chunks given to ranks in turn."""
+    quantizer = make(groups=2, dead_below=2.0 if killed else 0.0)
+    if killed:
+        kill(quantizer)
+    for step in range(steps):
+        chunks = samples(seed=step).split(chunk)
+        for mine in chunks[dist.rank()::world_size]:
+            quantizer(mine)
+        quantizer.update(seed=step)
+    return {name: tensor.numpy() for name, tensor in quantizer.state_dict().items()}
+
+
+@pytest.mark.parametrize("killed, chunk", [(False, 3), (True, 2)])  # 3 chunks, uneven; 4: rank 0's last is not the last
+def test_codebooks_do_not_depend_on_the_number_of_ranks_and_are_equal_on_all(on_ranks, killed, chunk):
+    alone = train(1, chunk, killed)
+    first, second = on_ranks(2, train, 2, chunk, killed)
+    for name in alone:
+        np.testing.assert_array_equal(first[name], second[name], err_msg=name)
+        np.testing.assert_allclose(first[name], alone[name], rtol=1e-6, atol=1e-6, err_msg=name)
+    if not killed:  # what dead codes become is the first chunk's; all else is the batch's
+        for name, whole in train(1, 8, killed).items():
+            np.testing.assert_allclose(whole, alone[name], rtol=1e-6, atol=1e-6, err_msg=name)
+    else:
+        assert abs(first["codebook"]).max() < 10
+
+
+def start(rank_matters):
+    quantizer = make(ready=False)
+    z = torch.randn(400 - 390 * dist.rank() * rank_matters, 6,
+                    generator=torch.Generator().manual_seed(dist.rank() * rank_matters))
+    quantizer.initialize(z, seed=0)
+    return {name: tensor.numpy() for name, tensor in quantizer.state_dict().items()}
+
+
+def test_all_ranks_start_from_rank_0s_codebooks(on_ranks):
+    alone = start(0)
+    for one in on_ranks(2, start, 1):
+        for name in alone:
+            np.testing.assert_array_equal(one[name], alone[name])
+
+
+def test_dead_codes_become_vectors_of_the_batch_and_are_not_dead_at_once_again():
+    quantizer, z = make(), samples()
+    kill(quantizer)
+    alive = quantizer.codebook.clone()
+    quantizer(z)
+    quantizer.update(seed=0)
+    residual, codes = z.flatten(0, 1), quantizer.encode(z)
+    after = quantizer.codebook.clone()
+    replaced = (alive == 100).all(-1)
+    assert replaced.sum() == 15
+    firsts = after[0, 0][replaced[0, 0]]
+    distances = (firsts[:, None] - residual).abs().amax(-1).amin(-1)  # to the nearest vector of the batch
+    assert distances.max() == 0 and len(firsts.unique(dim=0)) == 5
+    assert (quantizer.ema_count[replaced] > 10).all()  # as many as the average code, 400 vectors to 16
+    assert torch.isin(torch.arange(5), codes[..., 0]).all()  # and they are in use
+    other = make()
+    kill(other)
+    other(z)
+    other.update(seed=1)
+    assert not torch.equal(other.codebook, after)  # the seed draws
+    quantizer(1e-3 * z)  # one step in which they get little or nothing
+    quantizer.update(seed=1)
+    assert (quantizer.ema_count[replaced] > 10).all()
+
+
+def test_codes_are_not_dead_for_being_many_more_than_the_vectors_of_a_step():
+    quantizer = make(quantizers=1, codebook_size=64)
+    for step in range(60):
+        quantizer(samples(2, 16, seed=step))  # half a vector a code: all averages fall below 2
+        before = quantizer.codebook.clone()
+        quantizer.update(step)
+    assert quantizer.ema_count.mean() < 1
+    assert ((quantizer.codebook - before).abs().amax(-1) > 1).float().mean() < 0.1
+
+
+@pytest.mark.parametrize("kind", ["rvq", "fsq", "lfq"])
+def test_evaluation_changes_nothing_and_repeats(kind):
+    quantizer, z = make(kind, codebook_size=64, dropout=1.0, temperature=float(kind == "rvq")), samples()
+    quantizer(z)
+    before = state(quantizer)
+    quantizer.eval()
+    first, second = quantizer(z), quantizer(z)
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
+    quantizer.train()
+    quantizer.encode(z)
+    assert same(before, state(quantizer))
+
+
+def test_the_discriminators_pass_does_not_move_the_codebooks():
+    def step(with_discriminator):
+        quantizer, z = make(), samples()
+        if with_discriminator:
+            with torch.no_grad():
+                quantizer(z + 1)
+        quantizer(z)
+        if with_discriminator:
+            quantizer.eval()
+            quantizer(z + 1)
+            quantizer.train()
+        quantizer.update(0)
+        return state(quantizer)
+    assert same(step(True), step(False))
+
+
+def test_a_discarded_step_did_not_happen():
+    quantizer, z = make(), samples()
+    before = state(quantizer)
+    quantizer(torch.full_like(z, float("inf")))
+    quantizer.discard()
+    assert same(before, state(quantizer))
+    quantizer.update(0)  # and nothing pending is no step
+    assert same(before, state(quantizer))
+
+
+def test_dropout_leaves_out_the_last_quantizers_of_some_samples():
+    quantizer, z = make(quantizers=4, dropout=0.5), samples(batch=400, frames=2)
+    before = quantizer.codebook.clone()
+    torch.manual_seed(0)
+    quantized, codes, loss = quantizer(z)
+    whole = quantizer.encode(z)
+    torch.testing.assert_close(codes, whole, rtol=0, atol=0)
+    parts = torch.stack([quantizer.decode(whole[..., :n]) for n in (1, 2, 3, 4)])  # (4, B, T, D)
+    hits = (parts == quantized).flatten(2).all(-1)
+    assert (hits.sum(0) == 1).all()  # each sample is the sum of its first n codes, all its frames alike
+    n = hits.int().argmax(0) + 1
+    shares = torch.bincount(n, minlength=5)[1:] / 400  # half have all; n of the others is uniform
+    torch.testing.assert_close(shares, torch.tensor([0.125, 0.125, 0.125, 0.625]), rtol=0, atol=0.06)
+    errors = (parts - z).square().mean((2, 3))  # (4, B): those of the residuals
+    used = torch.arange(4)[:, None] < n
+    torch.testing.assert_close(loss, ((errors * used).sum(0) / n).mean())
+    assert quantizer.pending_count.sum(-1)[:, 0].tolist() == [2 * (n > q).sum() for q in range(4)]
+    quantizer.discard()
+    quantizer(z, 2)  # the caller's wish goes before dropout
+    assert quantizer.pending_count.sum(-1)[:, 0].tolist() == [800, 800, 0, 0]
+    quantizer.update(0)
+    changed = (quantizer.codebook != before).flatten(1).any(1)
+    assert changed.tolist() == [True, True, False, False]
+
+
+def test_the_loss_of_a_batch_is_the_mean_of_its_chunks():
+    quantizer, z = make(groups=2), samples()
+    whole = quantizer(z)[2]
+    chunks = z.split(3)
+    torch.testing.assert_close(whole, sum(quantizer(c)[2] * len(c) for c in chunks) / len(z))
+    errors = [(quantizer.decode(quantizer.encode(z, n)) - z).square().mean() for n in (1, 2, 3)]
+    torch.testing.assert_close(whole, torch.stack(errors).mean())
+
+
+def test_the_loss_pulls_the_input_to_its_codes_and_leaves_the_codebooks():
+    quantizer, z = make(quantizers=1), samples().requires_grad_()
+    loss = quantizer(z)[2]
+    gradient, = torch.autograd.grad(loss, z)
+    torch.testing.assert_close(gradient, 2 * (z - quantizer.decode(quantizer.encode(z))).detach() / z.numel())
+    assert not list(quantizer.parameters())
+
+
+def test_the_gradient_goes_straight_through():
+    quantizer, z, towards = make(groups=2), samples().requires_grad_(), samples(seed=2)
+    quantized, codes, _ = quantizer(z)
+    torch.testing.assert_close(quantized, quantizer.decode(codes), rtol=0, atol=0)
+    torch.testing.assert_close(torch.autograd.grad(quantized, z, towards)[0], towards, rtol=0, atol=0)
+
+
+def test_the_rotated_gradient_is_the_rotation_matrix_times_the_lengths_ratio():
+    quantizer, z, towards = make(rotation=True), samples().requires_grad_(), samples(seed=2)
+    quantized, codes, _ = quantizer(z)
+    torch.testing.assert_close(quantized, quantizer.decode(codes), rtol=0, atol=0)
+    gradient, = torch.autograd.grad(quantized, z, towards)
+    for b, t in itertools.product(range(8), range(20)):
+        e, q = z[b, t].detach().double(), quantized[b, t].detach().double()
+        # the rotation in the plane of e and q by their angle, written with an orthonormal basis of that plane
+        u = e / e.norm()
+        v = q - (q @ u) * u
+        v, angle = v / v.norm(), torch.atan2((q - (q @ u) * u).norm(), q @ u)
+        plane = torch.stack([u, v], 1)  # (D, 2)
+        turn = torch.tensor([[angle.cos(), -angle.sin()], [angle.sin(), angle.cos()]], dtype=torch.float64)
+        matrix = q.norm() / e.norm() * (torch.eye(6, dtype=torch.float64) + plane @ (turn - torch.eye(2)) @ plane.T)
+        torch.testing.assert_close(matrix @ e, q)
+        torch.testing.assert_close(gradient[b, t].double(), matrix.T @ towards[b, t].double(), rtol=1e-3, atol=1e-4)
+
+
+def test_rotation_stays_finite_where_it_is_not_defined():
+    e = torch.tensor([[1.0, 0, 0], [0, 0, 0], [1, 2, 3]], requires_grad=True)
+    q = torch.tensor([[-2.0, 0, 0], [1, 0, 0], [0, 0, 0]])  # opposite; from nothing; to nothing
+    out = rotate_to(e, q)
+    out.sum().backward()
+    assert torch.equal(out, q) and e.grad.isfinite().all()
+
+
+def test_stochastic_codes_are_drawn_from_the_softmax_of_distances():
+    quantizer = make(width=2, quantizers=1, codebook_size=4, temperature=0.7)
+    point = torch.tensor([0.3, -0.2])
+    expected = (-(point - quantizer.codebook[0, 0]).square().sum(-1) / 0.7).softmax(-1)
+    z = point.expand(40, 500, 2)
+    codes = quantizer(z)[1]
+    shares = torch.bincount(codes.flatten(), minlength=4) / codes.numel()
+    torch.testing.assert_close(shares, expected, rtol=0, atol=0.015)
+    assert quantizer.eval()(z)[1].unique().numel() == 1 and quantizer.train().encode(z).unique().numel() == 1
+
+
+@pytest.mark.parametrize("kind, size, levels", [("fsq", 240, (8, 6, 5)), ("fsq", 16, (4, 4)), ("lfq", 16, (2,) * 4)])
+def test_every_code_of_a_fixed_grid_has_a_value_of_its_own_and_comes_back(kind, size, levels):
+    width = len(levels)
+    quantizer = make(kind, width=width, quantizers=2, codebook_size=size)
+    assert quantizer.ready and isinstance(quantizer.project_in, nn.Identity) and not list(quantizer.parameters())
+    codes = torch.arange(size)[None, :, None]
+    values = quantizer.decode(codes)
+    assert len(values[0].unique(dim=0)) == size
+    assert [len(values[0, :, i].unique()) for i in range(width)] == list(levels)
+    z = (0.999 * values).atanh() if kind == "fsq" else values
+    torch.testing.assert_close(quantizer.encode(z, 1), codes, rtol=0, atol=0)
+    pairs = torch.cartesian_prod(torch.arange(size), torch.arange(0, size, 3))[None]  # of two quantizers
+    values = quantizer.decode(pairs)
+    if kind == "fsq":  # a point of the fine grid may have two descriptions, of one value; those outside have no use
+        values = values[:, (values[0].abs() < 1).all(-1)]
+        torch.testing.assert_close(quantizer.decode(quantizer.encode(values.atanh())), values)
+    else:
+        torch.testing.assert_close(quantizer.encode(values), pairs, rtol=0, atol=0)
+
+
+def test_fsq_rounds_each_dimension_to_the_nearest_level_of_its_own_grid():
+    quantizer, z = make("fsq", width=3, quantizers=1, codebook_size=240), samples(width=3)
+    quantized, _, loss = quantizer(z.requires_grad_())
+    for i, n in enumerate((8, 6, 5)):
+        grid = torch.linspace(-1, 1, n)
+        nearest = grid[(z[..., i, None].tanh() - grid).abs().argmin(-1)]
+        torch.testing.assert_close(quantized[..., i], nearest, rtol=0, atol=1e-6)
+    assert loss == 0
+    gradient, = torch.autograd.grad(quantized.sum(), z)
+    torch.testing.assert_close(gradient, 1 - z.detach().tanh().square())  # through the tanh, straight by the rounding
+
+
+def test_fsq_levels_are_the_papers_and_other_sizes_are_refused_with_the_nearest():
+    table = {240: (8, 6, 5), 1000: (8, 5, 5, 5), 4375: (7, 5, 5, 5, 5), 15360: (8, 8, 8, 6, 5),
+             64000: (8, 8, 8, 5, 5, 5)}  # Mentzer et al. 2023, Table 1
+    for size, levels in table.items():
+        assert fsq_levels(size) == levels
+    assert fsq_levels(1024) == (8, 8, 4, 4) and fsq_levels(1024, 5) == (4,) * 5
+    with pytest.raises(ValueError, match=r"1021 .* nearest possible: 1014 and 1024"):
+        fsq_levels(1021)
+    with pytest.raises(ValueError, match=r"2 numbers .* nearest possible: 256"):
+        fsq_levels(1024, 2)
+    possible = {size for size in range(3, 200) if any(np.prod(levels) == size for n in range(1, 5) for levels in
+                                                      itertools.combinations_with_replacement(range(3, 17), n))}
+    for size in range(3, 200):
+        if size in possible:
+            assert np.prod(fsq_levels(size)) == size
+        else:
+            with pytest.raises(ValueError, match=f"{max(n for n in possible if n < size)}"):
+                fsq_levels(size)
+
+
+def test_the_entropy_penalty_of_lfq_is_the_one_over_all_codes_and_is_low_for_sure_and_varied_codes():
+    quantizer = make("lfq", width=3, quantizers=1, codebook_size=8, entropy_weight=1.0)
+    quantizer.project_in = quantizer.project_out = nn.Identity()
+    every = 2.0 * torch.cartesian_prod(*[torch.arange(2)] * 3) - 1  # (8, 3)
+
+    def penalty(z):
+        return quantizer(z)[2] - (z - z.sign()).square().mean()
+    # bits independent of one another, so that the bound on the entropy of the mean is exact
+    z = torch.cartesian_prod(*torch.tensor([[0.1, -0.3], [0.5, 0.2], [-0.4, 0.05]]))[None]  # (1, 8, 3)
+    p = (-(z[0, :, None] - every).square().sum(-1)).softmax(-1)  # (N, K)
+    expected = torch.special.entr(p).sum(-1).mean() - torch.special.entr(p.mean(0)).sum()
+    torch.testing.assert_close(penalty(z), expected)
+    torch.testing.assert_close(penalty(5 * every[None]), torch.tensor(-np.log(8), dtype=torch.float32))
+    assert penalty(every[None] * 5) < penalty(every[None] * 0.1) and penalty(every[None] * 5) < penalty(z.abs() + 1)
+
+
+def test_groups_are_quantizers_of_their_own_laid_out_one_level_after_the_other():
+    together, z = make(groups=2), samples()
+    codes = together.encode(z)
+    for g in range(2):
+        alone = make(width=3, ready=False)
+        alone.load_state_dict({name: t[:, g:g + 1] if t.ndim else t for name, t in together.state_dict().items()})
+        part = z[..., 3 * g:3 * g + 3]
+        torch.testing.assert_close(alone.encode(part), codes[..., g::2], rtol=0, atol=0)
+        torch.testing.assert_close(alone.decode(codes[..., g::2]), together.decode(codes)[..., 3 * g:3 * g + 3])
+
+
+def test_a_narrower_codebook_is_reached_by_projections_that_learn():
+    quantizer, z = make(codebook_width=2), samples()
+    assert quantizer.codebook.shape == (3, 1, 16, 2)
+    quantized, codes, loss = quantizer(z)
+    inner = quantizer.project_in(z)
+    books = quantizer.codebook[:, 0]
+    expected = quantizer.project_out(sum(books[q][codes[..., q]] for q in range(3)))
+    torch.testing.assert_close(quantized, expected)
+    (quantized.square().mean() + loss).backward()
+    assert all(p.grad.abs().sum() > 0 for p in quantizer.parameters())
+    torch.testing.assert_close(codes[..., 0], torch.cdist(inner, books[0]).argmin(-1), rtol=0, atol=0)
+
+
+def test_autocast_does_not_change_the_codes():
+    generator = torch.Generator().manual_seed(0)
+    quantizer = make(quantizers=2, codebook_size=8)
+    with torch.no_grad():  # far from zero and close to one another: bfloat16 distances would be all alike
+        quantizer.codebook.copy_(torch.randn(quantizer.codebook.shape, generator=generator))
+        quantizer.codebook[0] += 100
+    z = quantizer.decode(torch.randint(8, (4, 30, 2), generator=generator))
+    expected = quantizer(z)
+    pending = quantizer.pending_sum.clone()
+    quantizer.discard()
+    with torch.autocast("cpu", torch.bfloat16):
+        result = quantizer(z)
+        torch.testing.assert_close(quantizer.encode(z), expected[1], rtol=0, atol=0)
+    for one, other in zip(result, expected):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    assert torch.equal(quantizer.pending_sum, pending)
+    narrow = z.sub(100).bfloat16()
+    assert quantizer(narrow)[0].dtype == torch.bfloat16
+
+
+def test_before_initialization_the_input_passes_and_nothing_is_counted():
+    quantizer, z = make(ready=False, codebook_width=4), samples().requires_grad_()
+    assert not quantizer.ready
+    quantized, codes, loss = quantizer(z)
+    assert torch.equal(quantized, z) and not codes.any() and codes.shape == (8, 20, 3) and loss == 0
+    gradient, = torch.autograd.grad(quantized.sum() + loss, z)
+    assert torch.equal(gradient, torch.ones_like(z))
+    before = state(quantizer)
+    quantizer.update(0)
+    quantizer(z)
+    assert not quantizer.codebook.any() and not quantizer.ema_count.any() and not quantizer.pending_count.any()
+    quantizer.discard()
+    assert same({**before, "candidates": None}, state(quantizer))
+
+
+def test_being_initialized_survives_state_dicts_and_copies_and_training_goes_on_bit_for_bit():
+    quantizer = make()
+    quantizer(samples())
+    quantizer.update(0)
+    saved = {name: tensor.clone() for name, tensor in quantizer.state_dict().items()}
+    assert set(saved) == {"initialized", "codebook", "ema_count", "ema_sum"}
+    loaded = make(ready=False)
+    assert not loaded.ready
+    loaded.load_state_dict(saved)
+    others = [loaded, copy.deepcopy(quantizer)]
+    for one in (quantizer, *others):
+        assert one.ready
+        one(samples(seed=5))
+        one.update(1)
+    assert all(same(state(quantizer), state(one)) for one in others)
+
+
+def test_perplexity_is_the_number_of_codes_in_even_use():
+    codes = torch.stack([torch.arange(12) % 4, torch.zeros(12, dtype=torch.int64), torch.arange(12)], 1)
+    torch.testing.assert_close(perplexity(codes, 16), torch.tensor([4.0, 1.0, 12.0]))
+    halves = torch.tensor([[0], [0], [1], [2]])
+    torch.testing.assert_close(perplexity(halves, 3), torch.tensor([2 ** 1.5]))
+
+
+@pytest.mark.parametrize("more, message", [
+    (dict(kind="vq"), "expected rvq, fsq or lfq"), (dict(quantizers=0), "quantizers 0"),
+    (dict(codebook_size=1), "codebook_size 1"), (dict(groups=4), "width 6 .* 4 groups"),
+    (dict(codebook_width=5, groups=2), "codebook_width 5 .* 2 groups"), (dict(decay=1.0), "decay 1.0"),
+    (dict(dropout=1.5), "dropout 1.5"), (dict(temperature=-1.0), "temperature -1.0"),
+    (dict(dead_below=-1), "dead_below -1"), (dict(kind="fsq", rotation=True), "rotation .* not for fsq"),
+    (dict(kind="lfq", temperature=1.0), "temperature .* not for lfq"),
+    (dict(kind="lfq", codebook_size=1000), "nearest possible: 512 and 1024"),
+    (dict(kind="lfq", codebook_width=6), "needs 4"), (dict(kind="fsq", codebook_size=31), "30 and 32"),
+    (dict(kind="fsq", codebook_size=1024, codebook_width=2), "nearest possible: 256")])
+def test_what_does_not_fit_is_refused_with_its_values(more, message):
+    with pytest.raises(ValueError, match=message):
+        make(ready=False, **more)
+
+
+def test_more_quantizers_than_there_are_is_refused():
+    quantizer, z = make(groups=2), samples()
+    for count in (0, 4):
+        with pytest.raises(ValueError, match=f"count {count}: expected from 1 to 3"):
+            quantizer.encode(z, count)
+        with pytest.raises(ValueError, match="from 1 to 3"):
+            quantizer(z, count)
+    for number in (0, 3, 8):
+        with pytest.raises(ValueError, match=f"{number} codes a frame: expected 1 to 3 times 2"):
+            quantizer.decode(torch.zeros(1, 1, number, dtype=torch.int64))

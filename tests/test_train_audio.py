@@ -1,0 +1,1331 @@
+"""Codec and token transformers against themselves computed another way, and the script as a user runs it."""
+import dataclasses
+import itertools
+import json
+import math
+import os
+import random
+import shutil
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import Forked, differences, flags, metrics, start
+from helpers import run as run_script
+
+import train_audio
+from common import accumulate, audio, checkpoint, config, data, dist, media, synthetic
+from train_audio import Config, Drawing, Stream, lay_out
+
+CPU = torch.device("cpu")
+CODEC = dict(channels=2, strides=(4, 5, 16), codec_width=16, quantizers=4, codebook_size=16, wave_channels=4,
+             stft_channels=2, stft_window=256)
+TINY = dict(CODEC, steps=6, batch_size=4, chunk_size=2, seconds=0.5, eval_seconds=0.5, prompt_seconds=0.2,
+            quantize_after=2, discriminate_after=0.5, penalty_every=2, width=16, depth=2, heads=2, coarse_quantizers=2,
+            clusters=20, text_depth=1, text_vocabulary=270, eval_samples=4, eval_sounds=1, log_every=2, eval_every=4,
+            save_every=2, warmup_steps=2, device="cpu")
+STAGES = list(train_audio.STAGES)
+COARSE, FINE = ([Stream("semantic", 1, 7), Stream("coarse", 2, 5)], [Stream("coarse", 2, 5), Stream("fine", 3, 5)])
+
+
+def run(*words, **settings):
+    return run_script("train_audio", *words, **settings)
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+# Data and runs that several tests look at
+
+def write_voices(folder, rows=range(40), rate=16_000, text=True):
+    """Recordings of a second by four speakers, SPEAKER/NUMBER.wav, with transcripts beside."""
+    for row in rows:
+        syllables = list(synthetic.SYLLABLES)
+        words = " ".join(syllables[(7 * row + 3 * i) % len(syllables)] for i in range(4))
+        wave, _ = synthetic.speak(words, speaker=row % 4, take=row)
+        path = folder / f"voice_{row % 4}/{row:03d}.wav"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        audio.write_wav(path, audio.resample(torch.from_numpy(wave), 16_000, rate), rate)
+        if text:
+            path.with_suffix(".txt").write_text(words)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def voices(tmp_path_factory):
+    return write_voices(tmp_path_factory.mktemp("data") / "voices")
+
+
+@pytest.fixture(scope="module")
+def whole(voices):
+    """The folder of a run of all four stages, by one command of torchrun on two ranks, and what it printed."""
+    folder = voices.parent / "whole"
+    process = start("train_audio", *flags(data=voices, run=folder, **TINY), ranks=2)
+    out, err = process.communicate()
+    assert process.returncode == 0, out + err
+    (folder / "out.txt").write_text(out)
+    return folder
+
+
+def moved(whole, folder, *leave_out):
+    """A copy of the run of all stages, whose files name one another in their new place."""
+    shutil.copytree(whole, folder, ignore=shutil.ignore_patterns("checkpoints", "samples", *leave_out))
+    for path in folder.glob("*/model.pt"):
+        state = checkpoint.load(path)
+        if state["kind"] == "soundstream":
+            continue  # its checksum is what tells it from others
+        for name in ("run", "soundstream", "semantic"):
+            state["config"][name] = state["config"][name].replace(str(whole), str(folder))
+        checkpoint.save(state, path)
+    return folder
+
+
+def settings_of(stage, **settings):
+    """The Config of a stage as the command line makes it."""
+    return Config(**{**train_audio.STAGES[stage], **TINY, **settings, "stage": stage})
+
+
+def codec_of(seed=0, **settings):
+    """A codec of random weights and codebooks, that fit its frames."""
+    torch.manual_seed(seed)
+    codec = train_audio.SoundStream(Config(**{**CODEC, "stage": "soundstream", **settings})).eval()
+    with torch.no_grad():
+        codec.quantizer.initialize(codec.latents(noise(20, 20 * codec.hop)).flatten(0, 1), 0)
+    return codec
+
+
+def noise(batch, samples, seed=1):
+    return 0.3 * torch.randn(batch, samples, generator=torch.Generator().manual_seed(seed))
+
+
+def codec_task(monkeypatch, **settings):
+    """(task, its plan, a batch of chunks) of a codec in training on built-in syllables."""
+    monkeypatch.setattr(train_audio, "BUILTIN_ROWS", 24)
+    cfg = settings_of("soundstream", **{**dict(split_by="file", validation=0.2, test=0.2, seconds=0.2), **settings})
+    task = train_audio.CodecTask(cfg, train_audio.open_source(cfg, cfg.seconds), CPU)
+    task.wrap()
+    plan = accumulate.plan(cfg.batch_size, cfg.chunk_size, dist.rank(), dist.world_size())
+    return task, plan, [task.source.fetch(np.arange(c.start, c.stop))[0] for c in plan]
+
+
+def token_task(whole, stage, **settings):
+    """A stage's task on the data and the earlier stages of the run `whole`, whose token caches serve it."""
+    cfg = json.loads((whole / stage / "config.json").read_text())
+    del cfg["versions"]
+    cfg = config.from_dict(Config, cfg, stage)
+    decided = checkpoint.load(whole / stage / "model.pt")["config"]
+    given = dict(run=str(whole / stage), soundstream=decided["soundstream"], semantic=decided["semantic"],
+                 text=decided["text"])
+    cfg = dataclasses.replace(Config(**cfg), **{**given, **settings})
+    task = train_audio.TokenTask(cfg, train_audio.open_source(cfg, cfg.seconds), CPU)
+    task.wrap()
+    return task
+
+
+def transformer(streams, vocabulary=0, embed_width=0, seed=0, **settings):
+    """A token transformer whose weights are all drawn anew: at their start its blocks are the identity."""
+    stage = {"semantic": "semantic", "coarse": "coarse", "fine": "fine"}[streams[-1].name]
+    cfg = Config(**{**dict(stage=stage, width=16, depth=2, heads=2, text="none", max_text_len=4, text_depth=1,
+                           mask_past=0.0), **settings})
+    torch.manual_seed(seed)
+    model = train_audio.TokenTransformer(cfg, streams, vocabulary, embed_width)
+    for name, p in model.named_parameters():
+        torch.nn.init.normal_(p, *((1.0, 0.2) if p.ndim == 1 else (0.0, 1.0 if "bias" in name else 0.3)))
+    with torch.no_grad():
+        model.embed.weight[0] = 0
+    return model.eval()
+
+
+def tokens_of(streams, lengths, seed=0):
+    """(codes, lengths) as `lay_out` takes them, of random codes; `lengths` (S, B)."""
+    random_ = np.random.default_rng(seed)
+    made = [[torch.from_numpy(random_.integers(stream.size, size=(length, stream.quantizers))) for length in row]
+            for stream, row in zip(streams, lengths)]
+    return tuple(zip(*map(train_audio.pad, made)))
+
+
+# Codec
+
+@pytest.mark.parametrize("settings", [dict(), dict(attention_window=3), dict(residual_units=3, strides=(2, 3)),
+                                      dict(attention_window=50, residual_units=2, strides=(4, 5))], ids=str)
+def test_chunk_by_chunk_gives_what_the_whole_does(settings):
+    codec = codec_of(**settings)
+    wave = noise(2, 13 * codec.hop - 3)
+    whole_frames, whole_codes = codec.latents(wave), codec.encode(wave)
+    whole_wave = codec.decode(whole_codes)
+    assert whole_wave.std() > 0.01
+    for frames in (1, 3, 5):
+        hear, speak, encode = {}, {}, {}
+        parts = wave.split(frames * codec.hop, 1)
+        latents = torch.cat([codec.latents(part, hear) for part in parts], 1)
+        codes = torch.cat([codec.encode(part, memory=encode) for part in parts], 1)
+        waves = torch.cat([codec.decode(part, speak) for part in whole_codes.split(frames, 1)], 1)
+        torch.testing.assert_close(latents, whole_frames, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(waves, whole_wave, rtol=1e-5, atol=1e-5)
+        assert torch.equal(codes, whole_codes)
+
+
+@pytest.mark.parametrize("window", [0, 4])
+def test_nothing_depends_on_what_comes_later_and_attention_on_nothing_too_long_ago(window):
+    codec = codec_of(attention_window=window)
+    wave = noise(1, 12 * codec.hop)
+    other = wave.clone()
+    other[:, 5 * codec.hop:] += 0.1
+    frames, others = codec.latents(wave), codec.latents(other)
+    torch.testing.assert_close(frames[:, :5], others[:, :5], rtol=1e-5, atol=1e-6)
+    assert (frames - others)[:, 5:].abs().amax(2).min() > 1e-4
+    there, back = codec.waves(frames), codec.waves(torch.cat([frames[:, :5], others[:, 5:] + 1], 1))
+    torch.testing.assert_close(there[:, :5 * codec.hop], back[:, :5 * codec.hop], rtol=1e-5, atol=1e-6)
+    assert (there - back)[:, 5 * codec.hop:].abs().max() > 1e-3
+    if window:
+        layer, x = codec.decoder[0], torch.randn(1, 9, 16)
+        torch.nn.init.normal_(layer.attention.out.weight)
+        moved_ = x.clone()
+        moved_[:, 2, ::2] += 3
+        changed = (layer(x) - layer(moved_)).abs().amax(2)[0] > 1e-6
+        assert changed.nonzero().flatten().tolist() == [2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("stride", [2, 5])
+def test_upsampling_is_a_transposed_convolution_cut_to_the_past(stride):
+    layer, x = train_audio.CausalUpsample(3, 4, stride), torch.randn(2, 7, 3)
+    torch.nn.init.normal_(layer.bias)
+    now, before = layer.taps.weight.view(stride, 4, 2, 3).unbind(2)  # (stride, out, in)
+    taps = torch.cat([now, before]).permute(2, 1, 0)  # (in, out, 2 * stride)
+    wanted = F.conv_transpose1d(x.transpose(1, 2), taps, layer.bias, stride)[..., :7 * stride].transpose(1, 2)
+    torch.testing.assert_close(layer(x), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("strides", [(2, 4, 5), (3,), (2, 2)])
+def test_every_begun_hop_is_a_frame_and_the_wave_keeps_its_length(strides):
+    codec = codec_of(strides=strides)
+    for samples in (1, codec.hop - 1, codec.hop, codec.hop + 1, 4 * codec.hop + 2):
+        wave, frames = noise(2, samples), math.ceil(samples / codec.hop)
+        assert codec.encode(wave).shape == (2, frames, 4) and codec(wave)[0].shape == wave.shape
+        assert codec.decode(codec.encode(wave)).shape == (2, frames * codec.hop)
+
+
+@pytest.mark.parametrize("settings", [dict(), dict(groups=2), dict(quantizer="fsq"), dict(quantizer="lfq"),
+                                      dict(codebook_width=8)], ids=str)
+def test_the_first_codes_decode_to_the_pass_with_as_many_quantizers(settings):
+    codec, groups = codec_of(**settings), settings.get("groups", 1)
+    wave = noise(2, 5 * codec.hop)
+    codes, waves = codec.encode(wave), []
+    assert codes.shape == (2, 5, codec.columns)
+    for count in (1, 2, 4):
+        made, found, _ = codec(wave, count)
+        assert torch.equal(found, codes[..., :count * groups]) and torch.equal(found, codec.encode(wave, count))
+        torch.testing.assert_close(codec.decode(found), made, rtol=1e-5, atol=1e-6)
+        waves.append(made)
+    assert not torch.allclose(waves[0], waves[1]) and not torch.allclose(waves[1], waves[2])
+
+
+def test_complex_convolution_is_torchs():
+    layer, x = train_audio.ComplexConv2d(3, 5, (3, 4), (2, 1), 1), torch.randn(2, 6, 8, 9)
+    torch.nn.init.normal_(layer.bias)
+    wanted = F.conv2d(torch.complex(*x.chunk(2, 1)), torch.complex(layer.real, layer.imaginary),
+                      torch.complex(*layer.bias.chunk(2)), (2, 1), 1)
+    torch.testing.assert_close(layer(x), torch.cat([wanted.real, wanted.imag], 1), rtol=1e-5, atol=1e-5)
+
+
+def test_mod_relu_moves_the_magnitude_and_keeps_the_phase():
+    act, x = train_audio.ModReLU(), torch.randn(2, 6, 4, 4)
+    act.bias.data.fill_(-0.8)
+    before, after = (torch.complex(*y.chunk(2, 1)) for y in (x, act(x)))
+    torch.testing.assert_close(after.abs(), (before.abs() - 0.8).clamp(min=0), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(after, torch.polar(after.abs(), before.angle()), rtol=1e-4, atol=1e-5)
+
+
+def test_spectral_loss_is_the_formula_frame_by_frame():
+    fake, real = noise(2, 5000, 1), noise(2, 5000, 2)
+    real[1, 2000:] = 0
+    for b in range(2):
+        total = 0.0
+        for window in (64, 128, 256, 512, 1024, 2048):
+            filters = audio.mel_filters(16_000, window, 64)
+            ours, theirs = (audio.stft_magnitude(wave[b:b + 1], window, window // 4)[0] @ filters
+                            for wave in (fake, real))
+            frames = [(s - t).abs().sum() + math.sqrt(window / 2) * (s.clamp(min=1e-3).log()
+                                                                     - t.clamp(min=1e-3).log()).norm()
+                      for s, t in zip(ours, theirs)]
+            total += sum(frames).item() / len(frames) / 64 / 6
+        assert train_audio.spectral_loss(fake, real, 16_000)[b].item() == pytest.approx(total, rel=1e-3)
+    assert train_audio.spectral_loss(real, real, 16_000).max() < 1e-2
+
+
+def test_mod_relu_is_finite_in_fp16_too_for_silence_and_for_loud_sounds():
+    x = torch.tensor([0.0, 1e-4, 1.0, 300.0], dtype=torch.float16).view(1, 4, 1, 1).repeat(1, 2, 1, 1).requires_grad_()
+    out = train_audio.ModReLU()(x)
+    out.float().sum().backward()
+    assert out.dtype == torch.float16 and torch.equal(out, x) and x.grad.isfinite().all()
+
+
+def test_losses_of_waves_are_in_fp32_under_autocast_and_finite_for_silence():
+    cfg = settings_of("soundstream")
+    fake, silence = noise(2, 3000).requires_grad_(), torch.zeros(2, 3000)
+    plain = train_audio.reconstruction_loss(cfg, fake, silence, torch.tensor(0.5))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert train_audio.reconstruction_loss(cfg, fake, silence, torch.tensor(0.5)).item() == plain.item()
+    plain.backward()
+    assert plain.isfinite() and fake.grad.isfinite().all() and fake.grad.any()
+
+
+# Discriminators
+
+def critics_of():
+    return train_audio.Discriminators(Config(**CODEC, stage="soundstream"))
+
+
+def test_losses_of_the_discriminators_are_the_hinge_ones_and_the_penalty_is_that_of_each_sample():
+    critics, real, fake = critics_of(), noise(3, 2000, 1), noise(3, 2000, 2)
+    own, adversarial, feature = critics(real, fake, 10.0)
+    wanted = torch.zeros(3)
+    for one in critics.each:
+        leaf = real.clone().requires_grad_()
+        (score, features), (fake_score, fakes) = one(leaf), one(fake)
+        penalty = 0.0
+        for b in range(3):  # by itself: a sample's score depends on that sample alone
+            alone = real[b:b + 1].clone().requires_grad_()
+            gradient, = torch.autograd.grad(one(alone)[0].sum(), alone)
+            penalty += gradient.square().sum() / 3
+        wanted += torch.stack([(1 - score).relu().mean() + (1 + fake_score).relu().mean() + 10 * penalty,
+                               (1 - fake_score).relu().mean(),
+                               sum((a - b).abs().mean() for a, b in zip(features, fakes)) / len(fakes)]).detach() / 4
+    torch.testing.assert_close(torch.stack([own, adversarial, feature]).detach(), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_batch_that_is_doubled_with_copies_has_the_same_losses_and_penalty():
+    critics, real, fake = critics_of(), noise(2, 2000, 1), noise(2, 2000, 2)
+    for weight in (0.0, 10.0):
+        for one, two in zip(critics(real, fake, weight), critics(real.repeat(2, 1), fake.repeat(2, 1), weight)):
+            torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-6)
+    assert critics(real, fake, 10.0)[0] > critics(real, fake)[0] + 1e-4
+
+
+READY = dict(quantize_after=0, discriminate_after=0.0, quantizer_dropout=0.0, warmup_steps=0,
+             discriminator_warmup_steps=0)
+
+
+def gradients(task, plan, batch):
+    """What a step's backward passes leave to each optimizer, before it is taken."""
+    found, advance = [], task.run.advance
+
+    def look():
+        found.extend([p.grad.clone() for group in optimizer.param_groups for p in group["params"]]
+                     for optimizer in task.run.optimizers)
+        for optimizer in task.run.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        return torch.zeros(1), True
+    task.run.advance = look
+    loss, _, _ = task.update(plan, batch)
+    task.run.advance = advance
+    return found, loss
+
+
+def close(one, other, rtol=1e-4):
+    """Whether two lists of gradients agree, to a share of their length: some entries of it are sums that cancel."""
+    one, other = (torch.cat([gradient.flatten() for gradient in found]) for found in (one, other))
+    return (one - other).norm() <= rtol * other.norm()
+
+
+def test_codec_and_discriminators_get_the_gradients_of_their_own_losses_alone(monkeypatch):
+    """One pass serves both, but it must be as if each had its own, by the formula, with the other held constant."""
+    task, plan, batch = codec_task(monkeypatch, chunk_size=4, **READY)
+    task.make_codebooks()
+    real, codec, critics, cfg = batch[0]["wave"], task.run.model, task.run.critics, task.cfg
+    task.run.set_rate()
+    (ours, critics_ours), _ = gradients(task, plan, batch)
+    fake, _, commitment = codec(real)
+    own, adversarial, feature = critics(real, fake, 0.0)
+    loss = train_audio.reconstruction_loss(cfg, fake, real, commitment)
+    loss = loss + cfg.adversarial_weight * adversarial + cfg.feature_weight * feature
+    parameters = [[p for group in opt.param_groups for p in group["params"]] for opt in task.run.optimizers]
+    assert close(ours, torch.autograd.grad(loss, parameters[0], retain_graph=True))
+    own = critics(real, fake.detach(), cfg.penalty_weight)[0]  # step 0 has a penalty
+    assert close(critics_ours, torch.autograd.grad(own, parameters[1]))
+
+
+def test_the_discriminators_pass_leaves_codec_and_codebooks_alone_and_the_codecs_the_discriminators(monkeypatch):
+    task, plan, batch = codec_task(monkeypatch, **READY)
+    task.make_codebooks()
+    codec, critics = task.run.model.train(), task.run.critics
+    fake, _, _ = codec(batch[0]["wave"])
+    counted, book = codec.quantizer.pending_count.clone(), codec.quantizer.codebook.clone()
+    gradient = task.criticize(batch[0]["wave"], fake, plan[0], True)
+    assert all(p.grad is None for p in codec.parameters()) and gradient.shape == fake.shape and gradient.any()
+    assert torch.equal(codec.quantizer.pending_count, counted) and torch.equal(codec.quantizer.codebook, book)
+    theirs = [p.grad.clone() for p in critics.parameters()]
+    (fake * gradient).sum().backward()
+    assert all(torch.equal(p.grad, before) for p, before in zip(critics.parameters(), theirs))
+    assert all(p.grad is not None for name, p in codec.named_parameters())
+
+
+def test_each_optimizer_is_clipped_by_the_norm_of_its_own_and_no_gradient_is_left_over(monkeypatch):
+    task, plan, batch = codec_task(monkeypatch, max_grad_norm=1e-3, discriminator_max_grad_norm=2e-3, **READY)
+    found, _ = gradients(task, plan, batch)
+    seen = {}
+    for optimizer, name in zip(task.run.optimizers, ("codec", "critics")):
+        optimizer.register_step_pre_hook(lambda opt, *_, name=name: seen.update({name: torch.stack([
+            p.grad.norm() for group in opt.param_groups for p in group["params"]]).norm().item()}))
+    norms = []
+    advance = task.run.advance
+    task.run.advance = lambda: norms.append(result := advance()) or result
+    task.update(plan, batch)
+    wanted = [torch.stack([g.norm() for g in group]).norm() for group in found]
+    torch.testing.assert_close(norms[0][0], torch.stack(wanted), rtol=1e-4, atol=1e-6)
+    assert seen == pytest.approx({"codec": 1e-3, "critics": 2e-3}, rel=1e-3)
+    assert not [p for module in (task.run.model, task.run.critics) for p in module.parameters() if p.grad is not None]
+
+
+def test_discriminators_wait_for_their_turn_and_have_a_schedule_of_their_own(monkeypatch):
+    task, plan, batch = codec_task(monkeypatch, steps=8, discriminate_after=0.5, discriminator_lr=1e-3,
+                                   discriminator_warmup_steps=2, cosine=False)
+    rates, moves = [], []
+    for _ in range(7):
+        before = [p.clone() for p in task.run.critics.parameters()]
+        task.update(plan, batch)
+        rates.append(task.run.critic_optimizers[0].param_groups[0]["lr"])
+        moves.append(any(not torch.equal(a, b) for a, b in zip(before, task.run.critics.parameters())))
+    assert moves == [False] * 4 + [True] * 3 and rates[4:] == pytest.approx([5e-4, 1e-3, 1e-3])
+
+
+@pytest.mark.parametrize("chunk_size", [2, 3])
+def test_chunking_leaves_the_codecs_gradients_and_codebooks_as_they_are(chunk_size, monkeypatch):
+    found, state = [], None
+    for size in (4, chunk_size):
+        task, plan, batch = codec_task(monkeypatch, chunk_size=size, **READY)
+        if not state:
+            task.make_codebooks()
+            state = task.run.model.state_dict()
+        task.run.model.load_state_dict(state)
+        parts, loss = gradients(task, plan, batch)
+        found.append((*parts, [task.run.model.quantizer.pending_sum], [loss]))
+    assert all(close(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_the_codebooks_begin_by_kmeans_at_their_step_and_every_code_is_in_use(monkeypatch):
+    task, plan, batch = codec_task(monkeypatch)
+    ready, frames = [], torch.zeros(0)
+    for _ in range(4):
+        task.update(plan, batch)
+        ready.append(task.run.model.quantizer.ready)
+        if len(ready) == 2:
+            frames = task.run.model.latents(batch[0]["wave"]).flatten(0, 1)
+            assert torch.equal(task.run.model(batch[0]["wave"])[0], task.run.model.waves(
+                task.run.model.latents(batch[0]["wave"]))[:, :3200])  # so far the plain autoencoder
+    assert ready == [False, False, True, True] and task.run.model.quantizer.ema_count[0].gt(0).all()
+    assert len(frames) and task.run.average.state_dict()["quantizer.initialized"]
+
+
+def test_figures_and_sounds_leave_the_codec_in_the_mode_they_found_it_in(monkeypatch, tmp_path):
+    task, _, _ = codec_task(monkeypatch, **READY, eval_samples=3)
+    task.make_codebooks()
+    for mode in (True, False):
+        task.run.model.train(mode)
+        before = {name: value.clone() for name, value in task.run.model.state_dict().items()}
+        figures = task.figures("validation")
+        task.write_sounds("validation", tmp_path / f"{mode}")
+        assert task.run.model.training == mode and all(p.grad is None for p in task.run.model.parameters())
+        assert all(torch.equal(value, before[name]) for name, value in task.run.model.state_dict().items())
+        assert not task.run.model.quantizer.pending_count.any()
+    assert [name for name in figures if "@" in name and "si_sdr" in name] == [f"si_sdr_db@{n}" for n in (1, 2, 4)]
+    assert {f"codebook_perplexity@{n}" for n in (1, 2, 3, 4)} < figures.keys()
+    wave = task.heard.wave(int(task.heard.split("validation", 0.2, 0.2, "file")[0]))
+    sound, rate = audio.read(tmp_path / "True_0.wav")
+    assert rate == 16_000 and sound.shape == (1, len(wave)) and media.read_png(tmp_path / "True_0.png").shape[2] == 3
+
+
+def test_figures_of_the_codec_are_means_over_recordings(monkeypatch):
+    task, _, _ = codec_task(monkeypatch, **READY, eval_samples=0, chunk_size=3)
+    task.make_codebooks()
+    rows = task.heard.split("validation", 0.2, 0.2, "file")
+    assert len(rows) % 3
+    values, codec = [], task.run.model.eval()
+    for row in rows:
+        wave = task.heard.fetch([row])[0]["wave"]
+        values.append(audio.si_sdr(codec.decode(codec.encode(wave, 2))[:, :wave.shape[1]], wave).item())
+    assert task.figures("validation")["si_sdr_db@2"] == pytest.approx(np.mean(values), rel=1e-4)
+
+
+# Codec on several ranks
+
+def trained_codebooks(precision="fp32", poison=None):
+    """Four steps of a tiny codec, k-means and discriminators included: codebooks, weights, what became of the steps."""
+    with pytest.MonkeyPatch.context() as patch:
+        task, plan, batch = codec_task(patch, precision=precision, **(
+            dict(READY, seconds=0.1, penalty_weight=0.0) if poison else dict(discriminate_after=0.5)))
+    inject, taken, run = [False], [], task.run
+    next(run.model.parameters()).register_hook(lambda g: g * torch.inf if inject[0] and dist.rank() == 1 else g)
+
+    def everything():
+        return [value.clone() for part in (run.model, run.average, run.critics) for value in part.state_dict().values()]
+    if poison:
+        run.scaler.scale(torch.ones(()))  # so that it has a scale, which is then one that does not overflow
+        run.scaler.update(8.0)
+    for number in range(4):
+        inject[0], before, step, scale = number == poison, everything(), run.step, run.scaler.get_scale()
+        took = task.update(plan, batch)[2]
+        same = all(torch.equal(a, b) for a, b in zip(before, everything()))
+        taken.append((took, run.step - step, same, run.scaler.get_scale() / scale))
+        dist.check_in_step(run.model, run.step)
+        dist.check_in_step(run.critics, run.step)
+        assert not run.model.quantizer.pending_count.any()
+    weights = torch.cat([p.detach().flatten() for p in run.model.parameters()])
+    return run.model.quantizer.codebook.numpy(), run.model.quantizer.ema_count.numpy(), weights.numpy(), taken
+
+
+def test_codebooks_are_the_same_on_all_ranks_and_up_to_rounding_on_any_number_of_them(on_ranks):
+    one, (two, other) = trained_codebooks(), on_ranks(2, trained_codebooks)
+    for alone, first, second in zip(one[:3], two[:3], other[:3]):
+        assert first.tobytes() == second.tobytes()
+        np.testing.assert_allclose(first, alone, rtol=1e-3, atol=1e-5)
+    assert [took for took, *_ in one[3]] == [True] * 4
+
+
+def test_fp16_overflow_on_one_rank_of_two_is_a_step_that_did_not_happen(on_ranks):
+    usual, skipped = (True, 1, False, 1.0), (False, 0, True, 0.5)
+    for _, _, _, taken in on_ranks(2, trained_codebooks, "fp16", 2):
+        assert taken == [usual, usual, skipped, usual]
+
+
+# Layout
+
+def slow_layout(streams, codes, lengths, ended, layout):
+    """(rows, predictions) of one sample: rows of each step, and {(stream, frame, quantizer): (target, step)}."""
+    steps, predictions, row = [], {}, 1
+    for s, (stream, code, length) in enumerate(zip(streams, codes, lengths)):
+        begin = len(steps)
+        steps.append([row])
+        Q, K = stream.quantizers, stream.size
+        if layout == "flattened":
+            steps += [[row + 1 + q * K + code[t][q]] for t in range(length) for q in range(Q)]
+        else:
+            steps += [[row + 1 + q * K + code[i - q][q] if 0 <= i - q < length else 0 for q in range(Q)]
+                      for i in range(length + Q - 1)]
+        for t, q in itertools.product(range(length), range(Q)):
+            predictions[s, t, q] = code[t][q], begin + (t * Q + q if layout == "flattened" else t + q)
+        if ended:
+            predictions[s, length, 0] = K, begin + (length * Q if layout == "flattened" else length)
+        row += 1 + Q * K
+    return steps, predictions
+
+
+@pytest.mark.parametrize("layout", ["flattened", "delay"])
+@pytest.mark.parametrize("streams", [[Stream("semantic", 1, 4)], COARSE, FINE], ids=len)
+def test_streams_are_laid_out_as_a_slow_loop_does_and_every_code_is_predicted_once_from_what_is_before(streams, layout):
+    lengths = [[5, 1, 3, 4], [2, 6, 3, 1]][:len(streams)]
+    codes, lengths = tokens_of(streams, lengths)
+    ended = torch.tensor([True, False, True, False])
+    inputs, predicted, begins = lay_out(streams, codes, lengths, ended, layout)
+    for b in range(4):
+        rows, wanted = slow_layout(streams, [c[b].tolist() for c in codes], [n[b].item() for n in lengths], ended[b],
+                                   layout)
+        found = [[row for row in step if row] for step in inputs[b].tolist()]
+        assert found == [[row for row in step if row] for step in rows] + [[]] * (len(found) - len(rows))
+        assert all(inputs[b, i, q] == row for i, step in enumerate(rows) for q, row in enumerate(step))
+        assert begins[-1][b] == len(rows)
+        made, at = {}, {}
+        for s, (target, step) in enumerate(predicted):
+            for t, q in (target[b] >= 0).nonzero().tolist():
+                made[s, t, q] = target[b, t, q].item(), step[b, t, q].item()
+        assert made == wanted
+        for (s, t, q), (_, step) in made.items():  # the step that takes a code in is later than the one predicting it
+            at.setdefault((s, step), []).append((t, q))
+        assert all(len(pairs) == len({q for _, q in pairs}) for pairs in at.values())
+        assert layout == "delay" or all(len(pairs) == 1 for pairs in at.values())
+
+
+@pytest.mark.parametrize("layout", ["flattened", "delay"])
+def test_no_code_reaches_the_step_that_predicts_it_or_one_before(layout):
+    """By changing it, in what lay_out makes and a transformer hears: what comes before its own step stays."""
+    model = transformer(FINE, layout=layout)
+    codes, lengths = tokens_of(FINE, [[3], [3]])
+    ended = torch.tensor([False])
+    inputs, predicted, _ = lay_out(FINE, codes, lengths, ended, layout)
+    before = model.run(inputs, None)
+    for s, t, q in itertools.product(range(2), range(3), range(FINE[0].quantizers)):
+        other = [code.clone() for code in codes]
+        other[s][0, t, q] = (other[s][0, t, q] + 1) % 5
+        changed = (model.run(lay_out(FINE, other, lengths, ended, layout)[0], None) - before).abs().amax(2)[0]
+        step = predicted[s][1][0, t, q]
+        assert changed[:step + 1].max() < 1e-5 < changed[step + 1]
+
+
+@pytest.mark.parametrize("layout", ["flattened", "delay"])
+@pytest.mark.parametrize("streams", [COARSE, FINE], ids=["coarse", "fine"])
+def test_every_code_of_every_quantizer_and_every_start_has_a_row_of_its_own(streams, layout):
+    model, owner = transformer(streams, layout=layout), {}
+    for s, stream in enumerate(streams):
+        for code in range(stream.size):
+            codes = [torch.full((1, 1, one.quantizers), code if i == s else 0) for i, one in enumerate(streams)]
+            inputs, predicted, begins = lay_out(streams, codes, [torch.ones(1, dtype=torch.long)] * len(streams),
+                                                torch.tensor([True]), layout)
+            owner.setdefault(("start", s), set()).add(inputs[0, begins[s], 0].item())
+            for q in range(stream.quantizers):
+                step = predicted[s][1][0, 0, q]
+                column = q if layout == "delay" else 0
+                owner.setdefault((s, q, code), set()).add(inputs[0, step + 1, column].item())
+    rows = [row for rows in owner.values() for row in rows]
+    assert all(len(rows) == 1 for rows in owner.values()) and len(set(rows)) == len(rows) and 0 not in rows
+    assert set(rows) == set(range(1, model.embed.num_embeddings)) and model.starts[-1] == model.embed.num_embeddings
+    assert not any(model.embed.weight[0]) and model.heads[-1].shape[1] == streams[-1].size + 1
+
+
+@pytest.mark.parametrize("layout", ["flattened", "delay"])
+def test_every_code_can_be_produced_and_eos_ends_each_sample_and_is_no_code(layout):
+    model = transformer(FINE, layout=layout)
+    codes, lengths = tokens_of(FINE, [[2] * 60, [0] * 60])
+    drawing = dict(temperature=1e3)  # as good as uniform
+    out, ended = train_audio.generate(model, codes, lengths, 12, range(60), **drawing)
+    lengths_made = torch.tensor([len(one) for one in out])
+    assert torch.equal(lengths_made < 12, torch.tensor(ended)) and len(set(lengths_made.tolist())) > 6
+    assert abs((torch.tensor(ended).float().mean() - (1 - (5 / 6) ** 12)).item()) < 0.12
+    for q in range(3):
+        assert set(torch.cat(out)[:, q].tolist()) == set(range(5))
+    out, ended = train_audio.generate(model, codes, lengths, 12, range(60), ends=False, **drawing)
+    assert not any(ended) and {len(one) for one in out} == {12} and torch.cat(out).unique().tolist() == [*range(5)]
+
+
+@pytest.mark.parametrize("layout", ["flattened", "delay"])
+def test_a_sample_that_is_padded_in_a_batch_loses_what_it_does_alone(layout):
+    model = transformer(COARSE, layout=layout, given_weight=0.5)
+    codes, lengths = tokens_of(COARSE, [[5, 1, 3], [2, 6, 4]])
+    ended = torch.tensor([True, False, True])
+    together = model(*lay_out(COARSE, codes, lengths, ended, layout)[:2])
+    for b in range(3):
+        alone = model(*lay_out(COARSE, [c[b:b + 1, :n[b]] for c, n in zip(codes, lengths)],
+                               [n[b:b + 1] for n in lengths], ended[b:b + 1], layout)[:2])
+        for one, other in zip(together, alone):
+            torch.testing.assert_close(one[b:b + 1], other, rtol=1e-4, atol=1e-4)
+    assert together[1].tolist() == [[6, 5], [1, 12], [4, 9]]  # codes and, at true ends, EOS
+
+
+class Tokens(list):
+    """Tokens of recordings as a TokenCache has them."""
+
+    def frames(self, row):
+        return len(self[row])
+
+
+def crops_of(frames, window, rate=25, other=50.0, **settings):
+    """TokenCrops of recordings of so many frames, in which each token is the number of its frame."""
+    codes = Tokens([np.arange(n)[:, None].repeat(4, 1) for n in frames])
+    meaning = Tokens([np.arange(math.ceil(n * other / rate))[:, None] for n in frames])
+    cfg = settings_of("coarse", seconds=window / rate, unique=False, text="none", **settings)
+    streams = [Stream("semantic", 1, 10_000), Stream("coarse", 2, 10_000)]
+    return train_audio.TokenCrops(cfg, range(len(frames)), streams, {"semantic": meaning, "codes": codes},
+                                  {"semantic": other, "codes": rate}, None)
+
+
+@pytest.mark.parametrize("rate", [25, 50, 80, 62.5])
+def test_codes_and_semantic_tokens_of_a_crop_are_of_the_same_time(rate):
+    crops = crops_of([200, 40, 31], 40, rate)
+    for row, place in itertools.product(range(3), (0.0, 0.21, 0.5, 0.77, 0.999)):
+        found, ended = crops.crop(row, place)
+        codes, meaning = found["codes"][:, 0], found["semantic"][:, 0]
+        assert abs(codes[0] / rate - meaning[0] / 50) <= 0.5 / 50 + 1e-9
+        assert abs((codes[-1] + 1) / rate - (meaning[-1] + 1) / 50) <= 1 / 50 + 1e-9
+        assert ended == (codes[-1] == crops.caches["codes"].frames(row) - 1)
+        assert not ended or meaning[-1] == len(crops.caches["semantic"][row]) - 1
+
+
+@pytest.mark.parametrize("layout", ["flattened", "delay"])
+def test_eos_is_a_target_at_the_true_end_of_a_recording_and_nowhere_else(layout):
+    crops = crops_of([100, 40, 30, 41], 40, layout=layout)
+    assert [crops.crop(0, place)[1] for place in (0.0, 0.5, 0.98, 0.999)] == [False, False, False, True]
+    assert [crops.crop(1, place)[1] for place in (0.0, 0.999)] == [True, True]  # it fits exactly
+    assert [crops.crop(3, place)[1] for place in (0.0, 0.499, 0.5, 0.999)] == [False, False, True, True]
+    batch, good = crops.fetch([0, 1, 2, 3])
+    eos = [(batch[f"target{s}"] == stream.size).sum((1, 2)).tolist() for s, stream in enumerate(crops.streams)]
+    assert good.all() and eos == [[0, 1, 1, 0]] * 2
+    assert (batch["target1"] == 10_000).nonzero().tolist() == [[1, 40, 0], [2, 30, 0]]
+    drawn = [crops.crop(0, place)[1] for place in data.uniform(data.draws(np.arange(500), 0), 1)[:, 0]]
+    assert 0 < sum(drawn) < 40  # one in 61, as any other place
+
+
+# Transformer
+
+TEXTS = {"tokens": torch.tensor([[5, 3, 0, 0], [2, 2, 7, 1], [9, 0, 0, 0]]),
+         "embeds": torch.randn(3, 4, 6, generator=torch.Generator().manual_seed(3)) * torch.tensor(
+             [[1, 1, 0, 0], [1, 1, 1, 1], [1, 0, 0, 0]])[..., None]}
+
+
+def spoken(model, kind):
+    return None if model.cfg.text == "none" else TEXTS[kind]
+
+
+def slow_generate(model, codes, lengths, frames, text, scale=1.0, ends=True):
+    """Greedily, one sample, every step from the whole sequence anew: (codes (T, Q), outputs of each step)."""
+    stream, layout, begun = model.streams[-1], model.cfg.layout, lengths[-1].item()
+    Q, K = stream[1:]
+    out = torch.cat([codes[-1][0, :begun], torch.zeros(frames, Q, dtype=torch.long)])
+    pairs = [(t, q) for t in range(frames) for q in range(Q)]
+    steps = [[pair] for pair in pairs] if layout == "flattened" else [
+        [(t, q) for t, q in pairs if t + q == i] for i in range(frames + Q - 1)]
+    end, heard = frames, []
+    for step in steps:
+        now = [*codes[:-1], out[None]], [*lengths[:-1], torch.tensor([begun + frames])]
+        inputs, _, begins = lay_out(model.streams, *now, torch.tensor([False]), layout)
+        place = begins[-2] + train_audio.step_of(begun + step[0][0], step[0][1], Q, layout)
+        x = [model.run(inputs, model.condition(text, torch.tensor([drop])))[0, place[0]]
+             for drop in ([False, True] if scale != 1 and text is not None else [False])]
+        heard.append(torch.stack(x))
+        for t, q in step:
+            scores = [model.heads[-1][q] @ one for one in x]
+            score = scores[0] if len(scores) == 1 else scores[1] + scale * (scores[0] - scores[1])
+            best = score[:K + (ends and q == 0)].argmax().item()
+            if best == K:
+                end = min(end, t)
+            out[begun + t, q] = min(best, K - 1)
+        if end <= step[-1][0]:
+            break
+    return out[:begun + end], heard
+
+
+VARIANTS = [*itertools.product(["flattened", "delay"], ["rotary", "relative"], ["none", "prefix", "cross"], [0, 1])]
+
+
+@pytest.mark.parametrize("layout, position, text, kv_heads", VARIANTS)
+@torch.no_grad()
+def test_cached_generation_in_an_uneven_batch_is_the_one_without_a_cache_alone(layout, position, text, kv_heads,
+                                                                               monkeypatch):
+    kind = "embeds" if kv_heads else "tokens"
+    model = transformer(COARSE, 10, 6 if kind == "embeds" else 0, seed=kv_heads, layout=layout, position=position,
+                        text=text, kv_heads=kv_heads, text_embeds=kind == "embeds" and text != "none")
+    codes, lengths = tokens_of(COARSE, [[5, 2, 4], [3, 0, 1]])
+    scale, seen, step = 1.0 if text == "none" else 2.5, [], model.transformer.step
+    monkeypatch.setattr(model.transformer, "step", lambda *args: seen.append(step(*args)) or seen[-1])
+    texts = spoken(model, kind)
+    out, ended = train_audio.generate(model, codes, lengths, 5, [0, 1, 2], texts, 0.0, guidance_scale=scale)
+    for b in range(3):
+        given = [c[b:b + 1, :n[b]] for c, n in zip(codes, lengths)], [n[b:b + 1] for n in lengths]
+        wanted, heard = slow_generate(model, *given, 5, None if texts is None else texts[b:b + 1], scale)
+        assert torch.equal(out[b], wanted) and ended[b] == (len(wanted) < lengths[-1][b] + 5)
+        for ours, theirs in zip(seen, heard[1:]):  # the first is of the prompt's own pass
+            torch.testing.assert_close(ours[b::3], theirs, rtol=1e-3, atol=1e-4)
+    assert len(seen) > 4
+
+
+@pytest.mark.parametrize("kind", TEXTS)
+@pytest.mark.parametrize("text", ["prefix", "cross"])
+@torch.no_grad()
+def test_guidance_and_texts_change_what_is_made_and_no_text_is_the_null_one(text, kind):
+    model = transformer(COARSE, 10, 6 if kind == "embeds" else 0, text=text, text_embeds=kind == "embeds")
+    codes, lengths = tokens_of(COARSE, [[3, 3, 3], [1, 1, 1]])
+
+    def make(text, scale):
+        return torch.cat(train_audio.generate(model, codes, lengths, 12, [0, 1, 2], text, 0.0, 1.0, scale, False)[0])
+    plain, none = make(TEXTS[kind], 1.0), make(None, 1.0)
+    assert not torch.equal(make(TEXTS[kind], 4.0), plain)
+    assert torch.equal(make(TEXTS[kind], 0.0), none)  # all the way to the scores without text
+    assert not torch.equal(none, plain) and torch.equal(make(None, 3.0), none)
+
+
+@pytest.mark.parametrize("layout", ["flattened", "delay"])
+@torch.no_grad()
+def test_a_sample_is_decided_by_its_seed_whatever_the_batch(layout):
+    model = transformer(COARSE, 10, layout=layout, text="prefix")
+    codes, lengths = tokens_of(COARSE, [[5, 2, 4], [3, 0, 1]])
+    drawing = dict(temperature=1.0, top_k=0.8, guidance_scale=1.5)
+    together, ended = train_audio.generate(model, codes, lengths, 9, [5, 6, 7], TEXTS["tokens"], **drawing)
+    for b in range(3):
+        alone, end = train_audio.generate(model, [c[b:b + 1] for c in codes], [n[b:b + 1] for n in lengths], 9,
+                                          [5 + b], TEXTS["tokens"][b:b + 1], **drawing)
+        assert torch.equal(alone[0], together[b]) and end == ended[b:b + 1]
+    other, _ = train_audio.generate(model, codes, lengths, 9, [8, 9, 10], TEXTS["tokens"], **drawing)
+    assert not torch.equal(torch.cat(other), torch.cat(together))
+
+
+def test_codes_are_drawn_from_the_softmax_of_the_best():
+    scores = torch.tensor([0.0, 2.0, 1.0, -1.0, -torch.inf]).expand(20_000, 1, 5)
+    uniform = torch.rand(20_000, 1)
+
+    def shares(temperature, top_k):
+        drawn = train_audio.draw(scores, uniform, temperature, top_k)
+        return torch.bincount(drawn.flatten(), minlength=5) / 20_000
+    torch.testing.assert_close(shares(0.7, 1.0), (scores[0, 0] / 0.7).softmax(0), atol=0.015, rtol=0)
+    best = torch.tensor([-torch.inf, 2.0, 1.0, -torch.inf, -torch.inf])
+    torch.testing.assert_close(shares(1.0, 0.4), best.softmax(0), atol=0.015, rtol=0)
+    assert shares(0.0, 1.0)[1] == shares(1.0, 0.01)[1] == 1
+
+
+@pytest.mark.parametrize("position", ["rotary", "relative"])
+@pytest.mark.parametrize("text", ["none", "prefix", "cross"])
+def test_masking_hides_some_of_the_past_in_training_only_and_never_the_text_or_a_token_from_itself(text, position):
+    model, prefix = transformer(COARSE, 10, text=text, position=position, mask_past=0.3), 4 if text == "prefix" else 0
+    codes, lengths = tokens_of(COARSE, [[20] * 64, [9] * 64])
+    inputs, predicted, _ = lay_out(COARSE, codes, lengths, torch.zeros(64, dtype=torch.bool), "delay")
+    masks, inside = [], model.transformer.forward
+    model.transformer.forward = lambda x, mask=None, **more: masks.append(mask) or inside(x, mask, **more)
+    drop, texts = torch.zeros(64, dtype=torch.bool), TEXTS["tokens"][:1].expand(64, -1)
+    with torch.no_grad():
+        quiet = model(inputs, predicted, texts, drop)
+        assert torch.equal(quiet[0], model(inputs, predicted, texts, drop)[0])
+        loud = [model.train()(inputs, predicted, texts, drop)[0] for _ in range(2)]
+    assert not torch.equal(*loud) and not torch.equal(loud[0], quiet[0])
+    rest, mask = masks[0], masks[-1]
+    size = inputs.shape[1] + prefix
+    causal = torch.ones(size, size, dtype=torch.bool).tril()
+    assert rest is None if position == "rotary" else torch.equal(rest[0, 0] > -torch.inf, causal)
+    seen = (mask if mask.dtype == torch.bool else mask > -torch.inf)[:, 0]
+    past = causal & ~torch.eye(size, dtype=torch.bool)
+    past[:, :prefix] = False
+    assert not (seen & ~causal).any() and seen[:, causal & ~past].all()  # text and self always, the future never
+    assert abs(1 - seen[:, past].float().mean() - 0.3) < 0.03
+    hidden = ~seen[:, -1, prefix:-1]
+    assert torch.equal(hidden[:, :-1], ~seen[:, -2, prefix:-2])  # one choice for a sample, at every step
+    assert not torch.equal(hidden[0], hidden[1])
+
+
+def test_the_gradient_into_the_text_encoder_is_scaled_and_no_other():
+    found = []
+    for share in (1.0, 0.25):
+        model = transformer(COARSE, 10, text="prefix", text_gradient=share)
+        codes, lengths = tokens_of(COARSE, [[3, 3, 3], [4, 4, 4]])
+        loss = model(*lay_out(COARSE, codes, lengths, torch.ones(3, dtype=torch.bool), "delay")[:2], TEXTS["tokens"],
+                     torch.tensor([False, True, False]))[0].sum()
+        loss.backward()
+        found.append((loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}))
+    (loss, whole_), (other, less) = found
+    assert loss == pytest.approx(other, rel=1e-6)
+    for name, gradient in whole_.items():
+        factor = 0.25 if name.startswith("text.") else 1.0
+        torch.testing.assert_close(less[name], gradient * factor, rtol=1e-3, atol=1e-5)
+
+
+def test_every_parameter_gets_a_gradient_whatever_is_dropped():
+    for text, given, drop in itertools.product(("prefix", "cross"), (0.0, 0.5), (False, True)):
+        model = transformer(COARSE, 10, text=text, given_weight=given, position="relative").train()
+        codes, lengths = tokens_of(COARSE, [[3, 3, 3], [4, 4, 4]])
+        model(*lay_out(COARSE, codes, lengths, torch.ones(3, dtype=torch.bool), "delay")[:2], TEXTS["tokens"],
+              torch.full((3,), drop))[0].sum().backward()
+        assert not [name for name, p in model.named_parameters() if p.grad is None]
+
+
+@torch.no_grad()
+def test_going_on_past_the_length_of_training_is_by_windows_that_begin_with_the_half_before(monkeypatch):
+    model, generate, calls = transformer(COARSE), train_audio.generate, []
+
+    def spy(model, codes, lengths, frames, *rest):
+        calls.append((codes, lengths, frames))
+        return generate(model, codes, lengths, frames, *rest)
+    monkeypatch.setattr(train_audio, "generate", spy)
+    prompts = [torch.randint(5, (n, 2)) for n in (3, 0, 11)]
+    meaning, pasts = [torch.randint(7, (n, 1)) for n in (4, 5, 6)], []
+
+    def given(b, past):
+        pasts.append((b, past))
+        return [meaning[b][len(past) // 4:]]
+    drawing = Drawing(1.0, 0.9)
+    made, over = train_audio.go_on(model, 8, given, prompts, [30, 21, 25], [1, 2, 3], drawing, ends=False)
+    assert [len(one) for one in made] == [30, 21, 25] and over == [False] * 3
+    assert all(torch.equal(one[:len(prompt)], prompt) for one, prompt in zip(made, prompts))
+    assert all((lengths[-1] + 1 <= 8).all() and frames <= 8 for _, lengths, frames in calls) and len(calls) > 4
+    for b, past in pasts:
+        assert torch.equal(past, made[b][:len(past)]) and (len(past) == 0 or len(past) % 4 == 0 or b == 2)
+    first = generate(model, [one[None] for one in (meaning[0], prompts[0])], [torch.tensor([4]), torch.tensor([3])], 5,
+                     [accumulate.number(1, 0)], None, *drawing, False)[0][0]
+    assert torch.equal(made[0][:8], first)
+    for b, goal in enumerate((30, 21, 25)):
+        alone, _ = train_audio.go_on(model, 8, lambda _, past, b=b: given(b, past), [prompts[b]], [goal], [b + 1],
+                                     drawing, ends=False)
+        assert torch.equal(alone[0], made[b])
+
+
+@torch.no_grad()
+def test_going_on_stops_at_the_end_of_each(monkeypatch):
+    model = transformer(COARSE)
+    prompts, meaning = [torch.zeros(0, 2, dtype=torch.long)] * 16, torch.randint(7, (16, 4, 1))
+    made, over = train_audio.go_on(model, 6, lambda b, past: [meaning[b]], prompts, [20] * 16, range(16),
+                                   Drawing(10.0))
+    assert {len(one) < 20 for one in made} == {True, False} or all(over)
+    assert [len(one) < 20 for one in made] == over and len({len(one) for one in made}) > 3
+
+
+def test_chunking_leaves_a_transformers_gradients_as_they_are(whole):
+    for stage, given_weight in (("coarse", 0.0), ("coarse", 0.7), ("semantic", 0.0), ("fine", 0.3)):
+        found = []
+        for size in (6, 4, 1):
+            task = token_task(whole, stage, batch_size=6, chunk_size=size, given_weight=given_weight, mask_past=0.0,
+                              text_drop=0.0, dropout=0.0)
+            for name, p in task.run.model.named_parameters():
+                accumulate.seed(name)
+                torch.nn.init.normal_(p, std=0.2)
+            task.run.model.train()
+            plan = accumulate.plan(6, size)
+            parts, loss = gradients(task, plan, [task.source.fetch(np.arange(c.start, c.stop), np.arange(
+                c.start, c.stop, dtype=np.uint64) * 2 ** 59)[0] for c in plan])
+            found.append((parts[0], loss))
+        for parts, loss in found[1:]:
+            assert close(parts, found[0][0])
+            torch.testing.assert_close(loss, found[0][1], rtol=1e-5, atol=1e-5)
+
+
+# Learning by heart
+
+def test_a_codec_learns_eight_clips_by_heart(monkeypatch):
+    task, _, _ = codec_task(monkeypatch, steps=120, batch_size=8, chunk_size=8, channels=4, strides=(2, 4, 5), lr=8e-3,
+                            codec_width=32, quantize_after=50, quantizers=6, codebook_size=32, discriminate_after=0.95,
+                            seconds=0.06, dead_below=0.0)
+    batch = [task.source.fetch(np.arange(8))[0]]
+    for _ in range(task.cfg.steps):
+        _, _, taken = task.update(accumulate.plan(8, 8), batch)
+    codec, wave = task.run.model.eval(), batch[0]["wave"]
+    quality = [audio.si_sdr(codec.decode(codec.encode(wave, n)), wave).mean().item() for n in (1, 2, 6)]
+    assert taken and quality[2] > 10 and quality == sorted(quality), quality
+
+
+@pytest.mark.parametrize("stage, layout", [("semantic", "delay"), ("coarse", "flattened"), ("coarse", "delay"),
+                                           ("fine", "delay")])
+def test_a_transformer_learns_eight_clips_by_heart_and_says_them_again(stage, layout, whole):
+    task = token_task(whole, stage, steps=80, lr=1e-2, batch_size=8, chunk_size=8, width=48, layout=layout, seconds=3.0,
+                      mask_past=0.0, text_drop=0.0, weight_decay=0.0, dropout=0.0)
+    batch, good = task.source.fetch(np.arange(8))
+    task.run.model.train()
+    for _ in range(task.cfg.steps):
+        loss, _, _ = task.update(accumulate.plan(8, 8), [batch])
+    model = task.run.model.eval()
+    assert good.all() and loss.item() / 8 < 0.15
+    with torch.no_grad():
+        _, count, right = model(batch["inputs"], train_audio.predicted(batch), batch.get("text"),
+                                torch.zeros(8, dtype=torch.bool))
+    assert right[:, -1].sum() > 0.98 * count[:, -1].sum()
+    made = [task.source.streams_of(task.source.crop(row)[0]) for row in range(8)]
+    again, over = train_audio.go_on(model, task.source.window, lambda b, past: made[b][:-1], [one[-1][:0] for one in
+                                    made], [len(one[-1]) + 5 * (stage != "fine") for one in made], range(8),
+                                    Drawing(0.0), batch.get("text"), ends=stage != "fine")
+    same = [torch.equal(one[-1], other) for one, other in zip(made, again)]
+    assert sum(same) >= 7 and over == [stage != "fine"] * 8, (same, over)
+
+
+# Training, as a user runs it
+
+def test_one_command_trains_all_stages_and_started_again_says_they_are_finished(whole, voices):
+    out = (whole / "out.txt").read_text()
+    assert f"To generate: python train_audio.py sample --run {whole}" in out and "The stages together" in out
+    assert "seconds_added" in json.loads((whole / "voices.json").read_text())
+    for stage in STAGES:
+        for name in ("config.json", "auto_resume.json", "model.pt", "best.pt", "metrics.jsonl"):
+            assert (whole / stage / name).is_file(), name
+        lines = metrics(whole / stage)
+        assert [line["step"] for line in lines if "loss" in line] == [2, 4, 6]
+        assert [line["step"] for line in lines if "val_loss" in line] == [4, 6]
+        wanted = {"si_sdr_db@4", "mel_distance@1", "codebook_perplexity@3"} if stage == "soundstream" else {
+            "val_accuracy", "unigram_entropy"}
+        assert {"test_loss"} | wanted <= lines[-1].keys()
+        for name in ("step_00000004_0", "test_0") if stage != "semantic" else ():
+            sound, rate = audio.read(whole / stage / f"samples/{name}.wav")
+            assert rate == 16_000 and sound.any()
+            assert media.read_png(whole / stage / f"samples/{name}.png").shape[2] == 3
+    assert audio.read(whole / "sounds/0_goes_on.wav")[0].any() and (whole / "sounds/0_goes_on.png").is_file()
+    before = {path: path.read_bytes() for path in whole.rglob("*.pt")}
+    out = run(*flags(data=voices, run=whole, **TINY))
+    assert out.count("is finished, at step 6; to train on, give more --steps") == 4 and "The stages together" in out
+    assert {path: path.read_bytes() for path in before} == before
+    assert "is finished, at step 6" in run("--config", whole / "fine/config.json")
+
+
+def words_of(whole, stage, folder, **settings):
+    """The command line that trains one stage in `folder`, on the earlier stages and token caches of `whole`."""
+    if stage != "soundstream" and not (folder / "tokens").exists():
+        shutil.copytree(whole / "tokens", folder / "tokens")
+    if stage == "semantic" and not (folder / stage).exists():
+        (folder / stage).mkdir(parents=True)
+        shutil.copy(whole / stage / "kmeans.pt", folder / stage)
+    return flags(**{**TINY, **dict(stage=stage, data=whole.parent / "voices", run=folder,
+                                   soundstream=whole / "soundstream", semantic=whole / "semantic"), **settings})
+
+
+@pytest.fixture(scope="module")
+def undisturbed(whole):
+    """undisturbed(stage, ranks) -> the folder of a run that nothing disturbed."""
+    def folder(stage, ranks):
+        path = whole.parent / f"{stage}_{ranks}"
+        if not path.exists():
+            Forked("train_audio", *words_of(whole, stage, path), ranks=ranks).finish()
+        return path / stage
+    return folder
+
+
+@pytest.mark.parametrize("stage, ranks", [(stage, ranks) for stage in STAGES for ranks in (1, 2)]
+                         if "KILLS" in os.environ else [("soundstream", 1), ("coarse", 2)])
+def test_killed_at_random_moments_and_started_again_ends_in_the_same_bits(stage, ranks, undisturbed, whole, tmp_path):
+    """Among them, of the codec, moments before and after k-means and with discriminators."""
+    kills, rng, running = int(os.environ.get("KILLS", 2)), random.Random(f"{stage} {ranks}"), 0
+    words = words_of(whole, stage, tmp_path)
+    for number in range(kills):
+        process = Forked("train_audio", *words, ranks=ranks)
+        word = ("parameters", "step ")[number % 2]  # as it begins, and after its first evaluation
+        next((line for line in process.out if word in line), None)
+        sum(i * i for i in range(rng.randint(0, 500_000)))
+        running += process.kill()
+    out = Forked("train_audio", *words, ranks=ranks).finish()
+    assert running >= kills / 2 and "resuming" in out
+    assert not differences(undisturbed(stage, ranks), tmp_path / stage)
+
+
+def test_a_signal_saves_and_the_same_command_goes_on_to_the_same_bits(whole, tmp_path):
+    more = dict(steps=40, log_every=1, save_every=100, eval_every=10)
+    words = words_of(whole, "coarse", tmp_path / "stopped", **more)
+    process = Forked("train_audio", *words)
+    while "step 10:" not in (line := process.out.readline()):
+        assert line
+    process.processes[0].terminate()
+    assert "stopped by signal 15 at step" in process.finish(expect=143)
+    out = run(*words)
+    assert "resuming" in out and "at step 40 of" not in out
+    run(*words_of(whole, "coarse", tmp_path / "whole", **more))
+    assert not differences(tmp_path / "whole/coarse", tmp_path / "stopped/coarse")
+
+
+def test_checkpoints_before_kmeans_have_no_codebooks_and_later_ones_do(undisturbed):
+    for step, ready in ((2, False), (4, True), (6, True)):
+        state = checkpoint.load(undisturbed("soundstream", 1) / f"checkpoints/step_{step:08d}.pt")
+        assert all(state[name]["quantizer.initialized"] == ready for name in ("model", "ema"))
+        assert state["model"]["quantizer.codebook"].any() == ready and state["critics"]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_any_number_of_ranks_learns_the_same(stage, undisturbed):
+    for ours, theirs in zip(metrics(undisturbed(stage, 2)), metrics(undisturbed(stage, 1)), strict=True):
+        losses = {name for name in theirs if "loss" in name or name == "grad_norm"}
+        assert {k: ours[k] for k in losses} == pytest.approx({k: theirs[k] for k in losses}, rel=1e-4)
+        assert ours.keys() == theirs.keys()
+
+
+def test_recordings_are_split_by_speaker_if_asked(voices):
+    cfg = settings_of("soundstream", data=str(voices), split_by="speaker", validation=0.4, test=0.2)
+    source = train_audio.open_source(cfg, 0.1)
+    who = [{source.speaker(row) for row in source.split(part, 0.4, 0.2, "speaker")}
+           for part in ("train", "validation", "test")]
+    assert sum(map(len, who)) == len(set().union(*who)) == 4
+
+
+def test_tokens_are_cached_and_made_anew_for_another_codec(voices, tmp_path):
+    source, codec, calls = train_audio.open_source(settings_of("coarse", data=str(voices))), codec_of(), []
+    encode = codec.encode
+    codec.encode = lambda wave: calls.append(len(wave)) or encode(wave)
+    for checksum, asked in (("one", 40), ("one", 0), ("other", 40), ("one", 0)):
+        codec.checksum = checksum
+        cache = train_audio.code_cache(tmp_path, source, codec, CPU)
+        assert len(calls) == asked
+        calls.clear()
+    for row in (0, 17):
+        assert np.array_equal(cache[row], encode(source.wave(row)[None])[0].numpy())
+
+
+def test_figures_of_the_transformers_are_means_over_tokens_and_leave_the_mode(whole, tmp_path):
+    task = token_task(whole, "coarse", eval_samples=0, chunk_size=3)
+    for mode in (True, False):
+        task.run.model.train(mode)
+        figures = task.figures("train")
+        task.write_sounds("test", tmp_path / "sound")
+        assert task.run.model.training == mode
+    model, sums = task.run.model, np.zeros(3)
+    for row in task.recordings.split("train", 0.1, 0.1):
+        batch = task.source.fetch([row])[0]
+        with torch.no_grad():
+            sums += [value[:, -1].sum().item() for value in
+                     model(batch["inputs"], train_audio.predicted(batch), None, torch.zeros(1, dtype=torch.bool))]
+    assert figures["loss"] == pytest.approx(sums[0] / sums[1], rel=1e-4)
+    assert figures["val_accuracy"] == pytest.approx(sums[2] / sums[1], rel=1e-6)
+
+
+@pytest.mark.parametrize("settings", [
+    dict(layout="flattened", text="cross", kv_heads=1, position="relative", unique=False, given_weight=0.5,
+         qk_norm=True, dropout=0.1),
+    dict(groups=2, rotation=True, attention_window=8, codec_width=64, text="prefix", precision="bf16", deltas=True,
+         optimizer="muon")], ids=["flattened", "delay"])
+def test_built_in_syllables_with_every_other_setting_are_trained_on_and_judged(settings, tmp_path, monkeypatch):
+    monkeypatch.setattr(train_audio, "BUILTIN_ROWS", 40)
+    words = flags(run=tmp_path, **{**TINY, **settings, "steps": 4, "seconds": 0.4, "eval_samples": 2})
+    out = run(*words)
+    assert '--text "a i u o"' in out
+    scores = json.loads((tmp_path / "voices.json").read_text())
+    assert {"voice_kept", "voice_kept_real", "syllables_of_text_real", "semantic_syllable_accuracy"} < scores.keys()
+    assert scores["semantic_syllable_accuracy"] > 0.5 and scores["seconds_added"] >= 0
+    out = run("sample", *flags(run=tmp_path, text="a i u", seconds=0.8, guidance_scale=(2.0,), device="cpu",
+                               out=tmp_path / "out.wav"))
+    assert "1 sound(s)" in out and audio.read(tmp_path / "out.wav")[0].shape[1] <= 0.8 * 16_000
+
+
+def test_embeddings_beside_the_recordings_condition_as_texts_do(voices, tmp_path):
+    shutil.copytree(voices, tmp_path / "voices", ignore=shutil.ignore_patterns("*.txt"))
+    for path in (tmp_path / "voices").rglob("*.wav"):
+        np.save(path.with_suffix(".npy"), np.random.default_rng(len(path.name)).standard_normal((3, 6)).astype("f2"))
+    out = run(*flags(**{**TINY, **dict(stage="semantic", data=tmp_path / "voices", run=tmp_path / "run", text="cross",
+                                       text_embeds="true", steps=2)}))
+    assert "Trained" in out and checkpoint.load(tmp_path / "run/semantic/model.pt")["embed_width"] == 6
+
+
+def test_recordings_with_bad_samples_are_left_out_and_named_in_every_stage(tmp_path):
+    write_voices(tmp_path / "data", range(101))
+    source = train_audio.open_source(settings_of("soundstream", data=str(tmp_path / "data")))
+    row = int(source.split("test", 0.1, 0.1)[0])  # the first to be listened to
+    bad = Path(source.name(row))
+    samples = np.zeros(9000, "<f4")
+    samples[100:] = np.nan
+    header = struct.pack("<4sIHHIIHH", b"fmt ", 16, 3, 1, 16_000, 64_000, 4, 32)
+    bad.write_bytes(struct.pack("<4sI4s", b"RIFF", 36 + samples.nbytes, b"WAVE") + header
+                    + struct.pack("<4sI", b"data", samples.nbytes) + samples.tobytes())
+    (tmp_path / "data/empty.wav").write_bytes(b"")
+    (tmp_path / "data/cut.wav").write_bytes(bad.read_bytes()[:30])
+    out = run(*flags(data=tmp_path / "data", run=tmp_path / "run", **{**TINY, "steps": 2, "eval_samples": 0}))
+    assert f"{bad}: sample 100 is not finite" in out and out.count("3 recordings cannot be used and are left out") == 4
+    assert "empty.wav" in out and "cut.wav" in out and "The stages together" in out
+    assert len(list((tmp_path / "run/tokens").iterdir())) == 2
+
+
+# Evaluation and sampling
+
+def sampled(folder, *words, out="out.wav", **settings):
+    """(what a `sample` printed, its sound (T,), codes) for one sound."""
+    given = dict(seconds=0.5, device="cpu", out=folder / out, codes=folder / "codes.npy")
+    said = run("sample", *flags(**{**given, **settings}), *words)
+    found = folder / out
+    return said, audio.read(found)[0][0] if found.exists() else None, (
+        np.load(folder / "codes.npy") if (folder / "codes.npy").exists() else None)
+
+
+def test_evaluate_gives_the_figures_of_training_and_of_any_weights(whole, tmp_path):
+    out = run("evaluate", *flags(run=whole, samples=4, seconds=0.3, device="cpu"))
+    for stage in STAGES:
+        trained = metrics(whole / stage)[-1]
+        assert f"{whole / stage}, on test recordings:" in out
+        assert f"{trained['test_loss']:.4f}" in out
+    assert "The stages together" in out
+    online = run("evaluate", *flags(run=whole, samples=4, seconds=0.3, device="cpu", weights="online", part="train"))
+    assert "on train recordings:" in online and "seconds_added" in online
+
+
+def test_evaluate_on_other_recordings_reads_texts_as_the_model_learned_them(whole, tmp_path):
+    data_ = write_voices(tmp_path / "voices", range(100, 140))
+    for path in data_.rglob("*.txt"):
+        path.write_text("entirely other words " + path.read_text())
+    task, figures = token_task(whole, "semantic"), run("evaluate", *flags(run=whole, data=data_, samples=0, seconds=0.3,
+                                                                         device="cpu"))
+    assert "semantic, on test recordings" in figures and task.text.tokenizer.merges
+
+
+def test_reconstruction_by_any_number_of_quantizers_and_codes_written_and_read(whole, voices, tmp_path):
+    voice = next(voices.rglob("*.wav"))
+    wave = torch.from_numpy(audio.read(voice)[0][0])
+    codec = train_audio.load_soundstream(whole / "soundstream", CPU)
+    for quantizers in (0, 1, 3):
+        out, sound, codes = sampled(tmp_path, run=whole, reconstruct=voice, quantizers=quantizers,
+                                    picture=tmp_path / "out.png")
+        assert codes.shape == (math.ceil(len(wave) / 320), quantizers or 4) and len(sound) == len(wave)
+        assert f"{codes.shape[1]} codes a frame, {codes.shape[1] * 200} bits a second, si_sdr_db" in out
+        wanted = codec.decode(codec.encode(wave[None], quantizers or None))[0, :len(wave)]
+        np.testing.assert_allclose(sound, wanted.clamp(-1, 1), atol=1e-4)
+        shutil.copy(tmp_path / "codes.npy", tmp_path / "kept.npy")
+        _, again, _ = sampled(tmp_path, run=whole, decode=tmp_path / "kept.npy")
+        np.testing.assert_array_equal(again[:len(wave)], sound)
+    _, fewer, codes = sampled(tmp_path, run=whole, decode=tmp_path / "kept.npy", quantizers=1)
+    assert codes.shape[1] == 1 and not np.array_equal(fewer, again)
+    assert media.read_png(tmp_path / "out.png").std() > 5
+    online, _, _ = sampled(tmp_path, run=whole, reconstruct=voice, weights="online")
+    assert "si_sdr_db" in online
+
+
+def test_sounds_go_on_from_a_recording_from_its_codes_or_from_a_text(whole, voices, tmp_path):
+    voice = next(voices.rglob("*.wav"))
+    wave = torch.from_numpy(audio.read(voice)[0][0])
+    codec = train_audio.load_soundstream(whole / "soundstream", CPU)
+    prompt = codec.encode(wave[None, -4800:])[0].numpy()
+    asked = dict(run=whole, prompt=voice, prompt_seconds=0.3)
+    _, sound, codes = sampled(tmp_path, **asked)
+    assert np.array_equal(codes[:15], prompt) and 15 <= len(codes) <= 15 + 25 and len(sound) == 320 * len(codes)
+    _, _, again = sampled(tmp_path, **asked)
+    _, _, other = sampled(tmp_path, **asked, seed=1)
+    assert np.array_equal(codes, again) and not np.array_equal(codes, other)
+    np.save(tmp_path / "prompt.npy", prompt)
+    _, _, of_codes = sampled(tmp_path, run=whole, prompt_codes=tmp_path / "prompt.npy")
+    assert np.array_equal(of_codes[:15], prompt)
+    _, _, coarse = sampled(tmp_path, "--no_fine", **asked)
+    assert np.array_equal(coarse, codes[:, :2])
+    _, sound, codes = sampled(tmp_path, run=whole, text="a i u o", picture=tmp_path / "out.png", weights="online",
+                              temperature=(0.0, 1.0, 0.5), top_k=(0.1, 1.0, 1.0), guidance_scale=(3.0, 1.0, 1.0))
+    assert codes.shape[1] == 4 and len(codes) <= 25 and (tmp_path / "out.png").is_file()
+    _, _, with_text = sampled(tmp_path, **asked, text="a i u o", guidance_scale=4.0)
+    assert np.array_equal(with_text[:15], prompt)
+
+
+def test_sounds_are_the_same_on_any_number_of_ranks(whole, tmp_path):
+    (tmp_path / "texts.txt").write_text("a i u\n\n o e\n")
+    words = ["sample", *flags(run=whole, file=tmp_path / "texts.txt", num=3, seconds=0.6, device="cpu")]
+
+    def to(name):
+        (tmp_path / name).mkdir()
+        return flags(out=tmp_path / name / "out.wav", codes=tmp_path / name / "codes.npy")
+    assert "6 sound(s)" in run(*words, *to("1"))
+    out = Forked("train_audio", *words, *to("2"), ranks=2).finish()
+    assert out.count("6 sound(s)") == 1
+    for number in range(6):
+        one, two = (np.load(tmp_path / ranks / f"codes_{number}.npy") for ranks in "12")
+        assert np.array_equal(one, two)
+        assert (tmp_path / f"2/out_{number}.wav").read_bytes() == (tmp_path / f"1/out_{number}.wav").read_bytes()
+    assert len(list((tmp_path / "2").iterdir())) == 12
+
+
+def test_recordings_of_another_rate_are_resampled_and_that_is_said(whole, voices, tmp_path):
+    write_voices(tmp_path / "low", range(20), rate=8000)
+    low = next((tmp_path / "low").rglob("*.wav"))
+    out, sound, _ = sampled(tmp_path, run=whole, reconstruct=low)
+    assert f"{low}: 8000 Hz, resampled to the codec's 16000" in out and len(sound) == 2 * len(audio.read(low)[0][0])
+    out, _, _ = sampled(tmp_path, run=whole, prompt=low, prompt_seconds=0.2)
+    assert f"{low}: 8000 Hz, resampled to the codec's 16000" in out
+    out = run(*flags(**{**TINY, **dict(stage="soundstream", data=tmp_path / "low", run=tmp_path / "run", steps=2)}))
+    assert "20 of 20 recordings at 8000 Hz are resampled to 16000" in out
+
+
+# Mistakes
+
+def mistake(*words, status=1, **settings):
+    """The one line in which a command must end, with the exit status."""
+    out = run(*words, *flags(**settings), expect=status)
+    lines = [line for line in out.strip().splitlines() if "error:" in line]
+    assert len(lines) == 1 and lines[0].startswith("train_audio.py: error: ") and "Traceback" not in out, out
+    assert out.strip().splitlines()[-1] == lines[0], out
+    return lines[0]
+
+
+@pytest.mark.parametrize("words, message", [
+    (["--stridse", "2"], "--stridse: no such setting; did you mean --strides?"),
+    (["--strides", "1,4"], "--strides: (1, 4); expected numbers of 2 or more"), (["--strides", ""], "--strides"),
+    (["--strides", "two"], "--strides: 'two' is not a whole number"),
+    (["--coarse_quantizers", "8"], "--coarse_quantizers: 8 is not within 1 and 7"),
+    (["--coarse_quantizers", "0"], "--coarse_quantizers: 0 is not above 0"),
+    (["--stft_window", "100"], "--stft_window: 100 is not a multiple of 128"), (["--seconds", "-1"], "--seconds: -1"),
+    (["--heads", "5"], "--heads: width 192 must be a multiple of heads 5"), (["--lr", "0"], "--lr: 0 is not above 0"),
+    (["--kv_heads", "3"], "--heads: width 192 must be a multiple of heads 4, and heads of kv_heads 3"),
+    (["--mask_past", "1"], "--mask_past: 1.0 is above"), (["--validation", "0.6", "--test", "0.5"], "--validation 0.6"),
+    (["--text_embeds"], "--text_embeds: it needs --text prefix or --text cross"),
+    (["--stage", "coarse", "--tokenizer", "hubert:x:9"], "--tokenizer: it belongs to the semantic run"),
+    (["--stage", "middle"], "'middle' is none of all, soundstream"), (["smaple"], "did you mean sample?"),
+    (["--attention_window", "4", "--codec_width", "100", "--steps", "x"], "--steps"),
+], ids=lambda value: " ".join(value) if isinstance(value, list) else "")
+def test_mistakes_on_the_command_line_are_one_line_and_status_2(words, message):
+    assert message in mistake(*words, status=2)
+
+
+def test_samples_that_cannot_be_made_are_refused_in_one_line(whole, voices, tmp_path):
+    voice, files = next(voices.rglob("*.wav")), {}
+    whole_file = voice.read_bytes()
+    for name, content in dict(empty=b"", truncated=whole_file[:2000], header=b"RIFX" + whole_file[4:]).items():
+        files[name] = tmp_path / f"{name}.wav"
+        files[name].write_bytes(content)
+    audio.write_wav(tmp_path / "short.wav", np.zeros(319), 16_000)
+    audio.write_wav(tmp_path / "long.wav", np.random.default_rng(0).uniform(-0.5, 0.5, 16_000), 16_000)
+    (tmp_path / "empty.txt").write_text(" \n")
+    for name, codes in dict(high=[[16] * 4], negative=[[-1] * 4], wide=[[1] * 5], flat=[1, 2, 3, 4], none=[[]],
+                            real=[[0.5] * 4], few=[[1] * 3]).items():
+        np.save(tmp_path / f"{name}.npy", np.array(codes))
+    (tmp_path / "text.npy").write_text("hello")
+    for settings, message in [
+        (dict(), "nothing to say: give --text"), (dict(reconstruct=files["empty"]), "empty.wav"),
+        (dict(prompt=files["truncated"]), "truncated.wav: "), (dict(reconstruct=files["header"]), "header.wav: "),
+        (dict(prompt=tmp_path / "missing.wav"), "missing.wav"),
+        (dict(prompt=tmp_path / "short.wav"), "319 samples at 16000 Hz, shorter than a frame of 320"),
+        (dict(prompt=tmp_path / "long.wav"), "--prompt: 1.00 s, longer than the 0.48 s that the coarse stage was"),
+        (dict(reconstruct=voice, text="a"), "--text, --reconstruct: the codec alone takes"),
+        (dict(prompt=voice, prompt_codes=tmp_path / "few.npy"), "--prompt, --prompt_codes: give one of them"),
+        (dict(text="a", file=tmp_path / "empty.txt"), "--text, --file: give one of them"),
+        (dict(file=tmp_path / "empty.txt"), "empty.txt: no text in it"),
+        (dict(reconstruct=voice, quantizers=5), "--quantizers: 5, but the codec has 4"),
+        (dict(text="a", temperature=(1.0, 2.0)), "--temperature: 2 values; expected one, or one for each of semantic"),
+        *((dict(decode=tmp_path / f"{name}.npy"), "expected whole numbers (frames, 1 to 4) below 16")
+          for name in ("high", "negative", "wide", "flat", "none", "real")),
+        (dict(decode=tmp_path / "text.npy"), "not a readable .npy array"),
+        (dict(prompt_codes=tmp_path / "few.npy"), "3 quantizers, but to go on takes 4"),
+        (dict(text="a", run=tmp_path / "nothing"), "missing; train it first: --stage semantic"),
+        (dict(reconstruct=voice, run=tmp_path / "nothing"), "missing; train it first: --stage soundstream"),
+    ]:
+        found = mistake("sample", **{**dict(run=whole, device="cpu", out=tmp_path / "x.wav"), **settings})
+        assert message in found, (settings, found)
+    assert not (tmp_path / "x.wav").exists()
+
+
+def test_stages_that_were_not_trained_together_are_refused(whole, tmp_path):
+    folder = moved(whole, tmp_path / "run")
+    words = dict(run=folder, text="a", seconds=0.2, device="cpu", out=tmp_path / "x.wav")
+    assert "1 sound(s)" in run("sample", *flags(**words))
+    state = checkpoint.load(folder / "soundstream/model.pt")
+    state["model"]["quantizer.codebook"] += 1e-3  # as by more training
+    checkpoint.save(state, folder / "soundstream/model.pt")
+    assert f"coarse: it was trained on the tokens of another codec than {folder / 'soundstream'}; train it anew" in \
+        mistake("sample", **words)
+    shutil.copytree(whole / "coarse/checkpoints", folder / "coarse/checkpoints")
+    found = mistake(**{**TINY, **dict(stage="coarse", run=folder, data=whole.parent / "voices", steps=8)})
+    assert "a run of another model or other data: codec is" in found
+    shutil.copy(whole / "soundstream/model.pt", folder / "soundstream/model.pt")
+    state = checkpoint.load(folder / "semantic/kmeans.pt")
+    state["model"]["centers"] += 1
+    checkpoint.save(state, folder / "semantic/kmeans.pt")
+    assert "it was trained on the tokens of another tokenizer than" in mistake("sample", **words)
+    shutil.copy(whole / "semantic/kmeans.pt", folder / "semantic/kmeans.pt")
+    run(*words_of(whole, "semantic", tmp_path / "silent", steps=2, text="none"))
+    shutil.copy(tmp_path / "silent/semantic/model.pt", folder / "semantic/model.pt")
+    assert f"--text: {folder} was trained without texts; give --prompt alone" in mistake("sample", **words)
+
+
+def test_data_and_stages_that_training_cannot_use_are_refused_in_one_line(whole, voices, tmp_path):
+    (tmp_path / "nothing").mkdir()
+    (tmp_path / "nothing/note.txt").write_text("hello")
+    content = next(voices.rglob("*.wav")).read_bytes()
+    bad = {"empty": b"", "truncated": content[:40], "header": b"JUNK" + content[4:]}
+    for name, content in bad.items():
+        for number in range(12):
+            path = tmp_path / name / f"{number}.wav"
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(content)
+    for number in range(12):
+        (tmp_path / "short").mkdir(exist_ok=True)
+        audio.write_wav(tmp_path / f"short/{number}.wav", np.zeros(100), 16_000)
+    silent = write_voices(tmp_path / "silent", range(20), text=False)
+    stages = dict(soundstream=whole / "soundstream", semantic=whole / "semantic")
+    caches = tmp_path / "stale/tokens"
+    shutil.copytree(whole / "tokens", caches)
+    for path in caches.glob("*/key.json"):
+        path.write_text(json.dumps({name: "other" if name == "encoder codec" else value
+                                    for name, value in json.loads(path.read_text()).items()}))
+    for settings, message in [
+        *((dict(data=tmp_path / name), message) for name, message in [
+            ("missing", "no such folder"), ("nothing", "no audio files below it, 1 others"), ("empty", "0.wav"),
+            ("truncated", "12 of 12 recordings cannot be used"), ("header", "12 of 12 recordings cannot be used"),
+            ("short", "100 samples at 16000 Hz, 100 at 16000, shorter than a frame of 320")]),
+        (dict(batch_size=50), "training recordings, fewer than --batch_size 50; lower it"),
+        (dict(validation=0.001), "is left for validation; raise --validation, or --split_by file"),
+        (dict(speaker_pattern="("), "--speaker_pattern (: expected a regular expression"),
+        (dict(stage="semantic", data=silent, text="prefix"), "has no transcripts; expected NAME.txt beside"),
+        (dict(stage="semantic", text="cross", text_embeds="true"), "--text_embeds: no NAME.npy beside the recordings"),
+        (dict(stage="coarse"), "soundstream/model.pt: missing; train it first: --stage soundstream, or give its run"),
+        (dict(stage="fine"), "soundstream/model.pt: missing; train it first: --stage soundstream, or give its run"),
+        (dict(stage="coarse", soundstream=stages["soundstream"]),
+         "semantic/kmeans.pt: missing; train it first: --stage semantic, or give its run with --semantic"),
+        (dict(stage="coarse", **stages, quantizers=9, coarse_quantizers=4), "--coarse_quantizers: 4, but"),
+        (dict(stage="coarse", **{**stages, "soundstream": whole / "fine"}), "not a soundstream's model.pt"),
+        (dict(stage="fine", **stages, run=tmp_path / "stale"), "token cache of another codec or of other data"),
+        (dict(init_from=tmp_path / "nothing.pt"), "nothing.pt: no such checkpoint"),
+        (dict(init_from=whole / "fine/model.pt"), "weights of another model"),
+        (dict(run=whole, channels=3), "channels is 2 there and 3 here"),
+        (dict(stage="fine", run=whole, width=32, **stages), "width is 16 there and 32 here"),
+    ]:
+        given = {**TINY, **dict(stage="soundstream", data=voices, run=tmp_path / f"run {message[:9]}"), **settings}
+        found = mistake(**given)
+        assert message in found, found
+    out = Forked("train_audio", *flags(data=voices, run=tmp_path / "ranks", **{**TINY, "chunk_size": 4}),
+                 ranks=2).finish(expect=1)
+    assert "too few for 2 ranks; lower chunk_size to 2 or less" in out and "Traceback" not in out
+
+
+def test_presets_and_defaults_of_the_stages_are_valid_settings():
+    for settings in (*train_audio.PRESETS.values(), *train_audio.STAGES.values()):
+        assert Config(**settings).sample_rate > 0
+    codec = train_audio.SoundStream(Config(**train_audio.PRESETS["soundstream-24khz"]))
+    assert (codec.hop, codec.rate, codec.columns) == (320, 24_000, 8)

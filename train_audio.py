@@ -1,0 +1,1904 @@
+"""Train a SoundStream codec, then semantic, coarse and fine token transformers: (text, prompt) -> sound (AudioLM).
+
+    torchrun --nproc_per_node=2 train_audio.py                             # all four, on syllables that it makes itself
+    torchrun --nproc_per_node=2 -- train_audio.py --stage soundstream --data speech --run runs/mine     # one, on yours
+    python train_audio.py evaluate
+    python train_audio.py sample --text "a i u o" --seconds 3 --out out.wav
+    python train_audio.py sample --prompt voice.wav --seconds 4 --out out.wav        # goes on in the prompt's own voice
+    python train_audio.py sample --reconstruct in.wav --quantizers 4 --out out.wav   # through the codec
+
+The same command again resumes. Each stage is a run of its own, RUN/soundstream, RUN/semantic, RUN/coarse and RUN/fine;
+later stages read the folders of earlier ones. `python train_audio.py [train|evaluate|sample] --help`: the settings.
+
+SoundStream: Zeghidour et al. 2021. AudioLM: Borsos et al. 2022.
+"""
+import collections
+import dataclasses
+import functools
+import itertools
+import math
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from common import (
+    accumulate,
+    amp,
+    audio,
+    checkpoint,
+    clip,
+    config,
+    data,
+    dist,
+    lora,
+    media,
+    optim,
+    schedule,
+    semantic,
+    tracker,
+)
+from common.config import UserError
+from common.nn import Attention, Memory, Transformer, rotary_table
+from common.quantize import ResidualQuantizer
+from common.recordings import Recordings, Syllables, token_cache
+from common.schedule import due
+from common.state import State, check_start, load_weights, resume_point
+
+LONGEST = 6.0  # seconds of a text of the built-in data, at most
+FRAME_RATE = semantic.RATE / semantic.HOP  # semantic tokens a second
+BUILTIN_ROWS = 3_000  # recordings of the built-in syllables
+
+# Config
+
+@dataclass(frozen=True)
+class Config:
+    # Run and data
+    stage: Literal["all", "soundstream", "semantic", "coarse", "fine"] = "all"  # what to train; all: each in turn
+    run: str = "runs/audio"  # folder of the runs, one a stage: config, checkpoints, metrics; started again, it resumes
+    data: str = "syllables"  # folder of recordings (wav; flac, ogg, mp3 by soundfile), or "syllables": built in
+    sample_rate: int = 16_000  # samples a second of the codec; recordings of other rates are resampled
+    seconds: float = 0.5  # length of a training crop
+    speaker_pattern: str = ""  # regular expression, group 1 of which in a file's name is the speaker; "": its folder
+    split_by: Literal["auto", "speaker", "file"] = "auto"  # what is held out; auto: speakers, if there are 20 or more
+    validation: float = 0.1  # share of speakers or files held out for validation
+    test: float = 0.1  # share of speakers or files held out for the test at the end
+    soundstream: str = ""  # codec of coarse and fine: run, model.pt or encodec:MODEL; "": RUN/soundstream
+    semantic: str = ""  # run whose semantic tokens coarse takes; "": RUN/semantic
+    init_from: str = ""  # model.pt or checkpoint whose weights to start from (all else starts anew)
+    init_strict: bool = True  # refuse weights that do not all fit, else take those that do
+    # Codec
+    channels: int = 12  # of the first layer; each stride doubles them
+    strides: tuple[int, ...] = (2, 4, 5, 8)  # their product is the hop, samples a frame
+    residual_units: int = 1  # a stride, with dilations 1, 3, 9
+    codec_width: int = 128  # width of a frame
+    attention_window: int = 0  # frames that attention at the bottleneck looks back, 0 for none
+    quantizer: Literal["rvq", "fsq", "lfq"] = "rvq"  # learned codebooks, finite scalar, or lookup-free
+    quantizers: int = 8  # codes a frame and group
+    codebook_size: int = 256  # codes of a quantizer
+    groups: int = 1  # groups of channels, quantized each by itself
+    codebook_width: int = 0  # frames are projected to this width to be quantized, 0 for not at all
+    codebook_decay: float = 0.98  # of the codebooks' moving averages
+    dead_below: float = 0.1  # codes of fewer frames a step, on average, are replaced
+    quantizer_dropout: float = 0.25  # share of samples that are cut to a random number of quantizers
+    rotation: bool = False  # gradients through quantization by the rotation trick (Fifty et al. 2024), not straight
+    code_temperature: float = 0.0  # codes are drawn at this temperature in training, 0 for the nearest
+    quantize_after: int = 250  # steps of the plain autoencoder before k-means makes the codebooks
+    mel_weight: float = 0.3  # of the distance of log-mel spectra at six scales
+    l1_weight: float = 10.0  # of the L1 distance of waves
+    sdr_weight: float = 0.1  # of the signal-to-distortion ratio, in dB; scale-invariant, it would blow up silence
+    commitment_weight: float = 0.25  # of the distance of frames to their codes
+    # Discriminators of the codec
+    discriminate_after: float = 0.88  # share of the steps without them; 1 for none at all
+    adversarial_weight: float = 1.0  # of the hinge loss
+    feature_weight: float = 100.0  # of the distance of features
+    penalty_weight: float = 10.0  # of the gradient penalty, 0 for none
+    penalty_every: int = 4  # steps between gradient penalties
+    wave_channels: int = 4  # of the first layer of the three that hear waves
+    stft_channels: int = 4  # of the first layer of the one that sees spectra
+    stft_window: int = 1024  # its window in samples
+    discriminator_lr: float = 3e-4  # peak learning rate
+    discriminator_warmup_steps: int = 20  # steps of linear warm-up, from when they begin
+    discriminator_max_grad_norm: float = 5.0  # gradients are clipped to this norm, 0 for not at all
+    # Semantic tokens
+    tokenizer: str = "kmeans"  # kmeans on mel-cepstra, or hubert:MODEL:LAYER
+    clusters: int = 100  # semantic tokens
+    deltas: bool = False  # kmeans: with c0 and first and second differences, as HuBERT's first iteration
+    unique: bool = True  # consecutive equal semantic tokens are one
+    # Token transformers
+    width: int = 192  # width of the transformer
+    depth: int = 4  # blocks
+    heads: int = 4  # attention heads
+    kv_heads: int = 0  # heads of keys and values, 0 for as many as heads, 1 for multi-query attention
+    ff_mult: float = 2.0  # hidden width of the feed-forward, in widths
+    position: Literal["rotary", "relative"] = "rotary"  # embedding of positions
+    qk_norm: bool = False  # cosine-similarity attention
+    dropout: float = 0.0  # in attention and feed-forward
+    mask_past: float = 0.15  # share of the past that is hidden from a sample in training
+    layout: Literal["delay", "flattened"] = "delay"  # a frame a step, quantizers each a step late, or a code a step
+    coarse_quantizers: int = 3  # quantizers of the coarse stage, the fine one predicts the rest
+    given_weight: float = 0.0  # loss weight of the tokens that a stage is given, 0 to predict its own alone
+    text: Literal["auto", "none", "prefix", "cross"] = "auto"  # how text conditions; auto: a prefix of semantic, if any
+    text_embeds: bool = False  # texts are embeddings in NAME.npy beside the recordings, not transcripts
+    max_text_len: int = 24  # longer texts are cut, shorter ones padded
+    text_vocabulary: int = 320  # byte pairs of the text encoder, which is learned with the rest
+    text_depth: int = 2  # its blocks
+    text_drop: float = 0.1  # probability of training a sample without its text, for guidance
+    text_gradient: float = 1.0  # factor of the gradient that reaches the text encoder
+    # Optimization
+    steps: int = 1200  # optimizer steps
+    batch_size: int = 4  # samples a step, over all ranks
+    chunk_size: int = 2  # samples in one forward pass; part of what defines a run
+    lr: float = 2e-3  # peak learning rate
+    warmup_steps: int = 50  # steps of linear warm-up
+    cosine: bool = True  # after the warm-up, decay to 0 at `steps` along half a cosine, else stay constant
+    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for matrices, and AdamW for the rest
+    weight_decay: float = 0.0  # decoupled, on matrices only; 0 makes AdamW Adam
+    beta1: float = 0.8  # Adam's decay of the mean
+    beta2: float = 0.99  # Adam's decay of the square
+    eps: float = 1e-8  # Adam's epsilon
+    max_grad_norm: float = 5.0  # gradients are clipped to this norm, 0 for not at all
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"  # of matrix products and convolutions, by autocast
+    ema_decay: float = 0.99  # decay of the averaged weights
+    ema_warmup: Literal["power", "ratio", "none"] = "power"  # 1-(1+s/inv_gamma)^-power, (1+s)/(10+s), or at once
+    ema_inv_gamma: float = 1.0  # of the power warm-up
+    ema_power: float = 0.75  # of the power warm-up
+    ema_min_decay: float = 0.0  # least decay
+    ema_update_after: int = 0  # steps at first in which the average is a copy
+    ema_update_every: int = 1  # steps between updates of the average
+    ema_on_host: bool = False  # keep the average in host memory, for a GPU that is too small; waits for it every step
+    # Evaluation and saving; both happen at the first log line at or after they are due
+    log_every: int = 25  # steps between log lines
+    eval_every: int = 600  # steps between evaluations, 0 for none but the last
+    eval_minutes: float = 0.0  # minutes between evaluations, besides, 0 for none
+    eval_samples: int = 48  # most recordings an evaluation takes, 0 for all
+    eval_seconds: float = 2.0  # length of the codec's crops in evaluation
+    eval_sounds: int = 2  # recordings that an evaluation writes as WAV and PNG, 0 for none
+    prompt_seconds: float = 1.0  # how much of them the continuations of coarse and fine are given
+    temperature: float = 0.9  # of the codes drawn in evaluation, 0 for the most probable
+    top_k: float = 0.2  # share of the codes that is drawn from, the most probable
+    save_every: int = 200  # steps between checkpoints
+    save_minutes: float = 0.0  # minutes between checkpoints, besides, 0 for none
+    keep: int = 3  # newest checkpoints that are kept, 0 for all
+    resume: str = "auto"  # auto, never (an earlier run in the folder is moved aside), or a checkpoint of another run
+    # Machine
+    seed: int = 0  # of everything random
+    device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # where to compute
+    compile: bool = False  # torch.compile the model
+    workers: int = 0  # processes that read data ahead, a rank
+    timeout_minutes: float = 30.0  # how long a rank waits for another before it gives up
+
+    def __post_init__(self):
+        may_be_0 = ("attention_window", "codebook_width", "quantize_after", "kv_heads", "warmup_steps", "dead_below",
+                    "discriminator_warmup_steps", "eval_every", "eval_samples", "eval_sounds", "save_every", "keep",
+                    "seed", "workers", "ema_update_after")
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if number and value <= 0 and isinstance(value, int) and field.name not in may_be_0:
+                raise UserError(f"--{field.name}: {value} is not above 0")
+            if number and value < 0 and field.name != "seed":
+                raise UserError(f"--{field.name}: {value} is below 0")
+        for name in ("seconds", "eval_seconds", "prompt_seconds", "lr", "discriminator_lr", "ff_mult", "top_k",
+                     "timeout_minutes"):
+            if not getattr(self, name):
+                raise UserError(f"--{name}: 0 is not above 0")
+        for name in ("beta1", "beta2", "dropout", "mask_past", "text_drop", "ema_decay", "ema_min_decay",
+                     "codebook_decay", "quantizer_dropout", "discriminate_after", "top_k", "text_gradient"):
+            share = getattr(self, name)
+            if share > 1 or (share == 1 and name in ("beta1", "beta2", "mask_past", "codebook_decay")):
+                raise UserError(f"--{name}: {share} is above what a share may be")
+        if not self.strides or min(self.strides) < 2:
+            raise UserError(f"--strides: {self.strides or 'none'}; expected numbers of 2 or more")
+        if self.attention_window and self.codec_width % max(1, self.codec_width // 64) + self.codec_width % 2:
+            raise UserError(f"--codec_width: attention needs heads of about 64, so a multiple of 64, not "
+                            f"{self.codec_width}")
+        if self.stft_window % 128:
+            raise UserError(f"--stft_window: {self.stft_window} is not a multiple of 128")
+        if self.width % self.heads or (self.kv_heads and self.heads % self.kv_heads):
+            raise UserError(f"--heads: width {self.width} must be a multiple of heads {self.heads}, and heads of "
+                            f"kv_heads {self.kv_heads}")
+        if self.width // self.heads % 2:
+            raise UserError(f"--heads: rotary positions need an even width a head, not {self.width // self.heads}")
+        if self.validation + self.test >= 1 or not self.validation or not self.test:
+            raise UserError(f"--validation {self.validation} and --test {self.test}: expected two shares above 0 that "
+                            "add up to less than 1")
+        if not 0 < self.coarse_quantizers < self.quantizers:
+            raise UserError(f"--coarse_quantizers: {self.coarse_quantizers} is not within 1 and {self.quantizers - 1}, "
+                            "one less than --quantizers")
+        if self.stage not in ("all", "semantic") and self.tokenizer != type(self).tokenizer:
+            raise UserError("--tokenizer: it belongs to the semantic run; train that, then give it with --semantic")
+        if self.text_embeds and self.text in ("none", "auto"):
+            raise UserError("--text_embeds: it needs --text prefix or --text cross")
+
+
+# What is different by default for a stage, and named settings for all of it.
+TRANSFORMER = dict(seconds=3.5, batch_size=16, chunk_size=8, lr=2e-3, weight_decay=0.01, beta1=0.9, max_grad_norm=1.0,
+                   eval_samples=160, ema_decay=0.995, dropout=0.1, eval_every=150)
+STAGES = {
+    "soundstream": dict(steps=4500),
+    "semantic": dict(TRANSFORMER, steps=350),
+    "coarse": dict(TRANSFORMER, steps=500),
+    "fine": dict(TRANSFORMER, steps=250),
+}
+PRESETS = {  # the codec of SoundStream §III at 24 kHz; transformers of AudioLM §IV-A
+    "soundstream-24khz": dict(
+        stage="soundstream", sample_rate=24_000, channels=32, residual_units=3, codec_width=512, codebook_size=1024,
+        codebook_decay=0.99, wave_channels=16, stft_channels=32, seconds=1.0, batch_size=64, chunk_size=16, lr=1e-4,
+        beta1=0.5, beta2=0.9, steps=1_000_000, cosine=False, warmup_steps=1_000, mel_weight=1.0, l1_weight=0.0,
+        sdr_weight=0.0, commitment_weight=1.0, discriminate_after=0.0, discriminator_lr=1e-4, quantize_after=0,
+        ema_decay=0.9999, validation=0.01, test=0.01, log_every=100, eval_every=10_000, save_every=2_000, workers=4),
+    "audiolm": dict(
+        sample_rate=24_000, width=1024, depth=12, heads=16, ff_mult=4.0, position="relative", dropout=0.1,
+        clusters=1024, layout="flattened", seconds=10.0, batch_size=256, chunk_size=8, lr=3e-4, warmup_steps=4_000,
+        steps=1_000_000, beta1=0.9, max_grad_norm=1.0, precision="bf16", ema_decay=0.9999, validation=0.01, test=0.01,
+        log_every=100, eval_every=10_000, save_every=2_000, workers=4),
+}
+
+# What must not change when a run goes on; all else may.
+SHARED = ("stage", "sample_rate", "seconds", "split_by", "validation", "test", "batch_size", "chunk_size", "seed",
+          "optimizer")
+FIXED_CODEC = (*SHARED, "channels", "strides", "residual_units", "codec_width", "attention_window", "quantizer",
+               "quantizers", "codebook_size", "groups", "codebook_width", "quantize_after", "wave_channels",
+               "stft_channels", "stft_window")
+FIXED_TOKENS = (*SHARED, "unique", "width", "depth", "heads", "kv_heads", "ff_mult", "position", "qk_norm", "layout",
+                "coarse_quantizers", "given_weight", "text", "text_embeds", "max_text_len", "text_vocabulary",
+                "text_depth")
+
+# Codec
+
+class CausalConv(nn.Conv2d):
+    """Convolution over time whose output depends on nothing later, (B, T, C) -> (B, ceil(T / stride), C').
+
+    `memory`, a dict, holds what a stream of chunks must remember of its past; without one, the past is silence. Time
+    is the width of a picture of height 1 with its channels last, which is what CPUs convolve fastest.
+    """
+
+    def __init__(self, width_in, width_out, kernel, stride=1, dilation=1):
+        super().__init__(width_in, width_out, (1, kernel), (1, stride), dilation=(1, dilation))
+        self.left = dilation * (kernel - 1) + 1 - stride
+
+    def forward(self, x, memory=None):
+        past = None if memory is None else memory.get(self)
+        x = F.pad(x, (0, 0, self.left, 0)) if past is None else torch.cat([past, x], dim=1)
+        if memory is not None:
+            memory[self] = x[:, x.shape[1] - self.left:]
+        return super().forward(x[:, None].permute(0, 3, 1, 2)).permute(0, 2, 3, 1)[:, 0]
+
+
+class CausalUpsample(nn.Module):
+    """Transposed convolution, kernel twice the stride, cut to what does not need the future, (B, T, C) -> (B, T·s, C').
+
+    As each output lies under two taps, it is one product of neighboring frames.
+    """
+
+    def __init__(self, width_in, width_out, stride):
+        super().__init__()
+        self.width_out = width_out
+        self.taps = nn.Linear(2 * width_in, stride * width_out, bias=False)
+        self.bias = nn.Parameter(torch.zeros(width_out))
+
+    def forward(self, x, memory=None):
+        past = None if memory is None else memory.get(self)
+        before = torch.cat([torch.zeros_like(x[:, :1]) if past is None else past, x[:, :-1]], dim=1)
+        if memory is not None:
+            memory[self] = x[:, -1:]
+        return self.taps(torch.cat([x, before], dim=2)).unflatten(2, (-1, self.width_out)).flatten(1, 2) + self.bias
+
+
+class ResidualUnit(nn.Module):
+    """Dilated convolution of 7, then one of 1 (SoundStream, Fig. 3)."""
+
+    def __init__(self, width, dilation):
+        super().__init__()
+        self.wide, self.narrow = CausalConv(width, width, 7, dilation=dilation), nn.Linear(width, width)
+
+    def forward(self, x, memory=None):
+        return x + self.narrow(F.elu(self.wide(F.elu(x), memory)))
+
+
+class LocalAttention(nn.Module):
+    """Every frame attends to itself and the `window` - 1 before it; x (B, T, D) plus that."""
+
+    def __init__(self, width, window):
+        super().__init__()
+        self.window, self.norm = window, nn.LayerNorm(width, bias=False)
+        self.attention = Attention(width, max(1, width // 64))
+
+    def forward(self, x, memory=None):
+        h, past, start = self.norm(x), None, 0
+        if memory is not None:
+            past, start = memory.get(self, (None, 0))
+            context = h if past is None else torch.cat([past, h], dim=1)
+            memory[self] = context[:, max(0, context.shape[1] - self.window + 1):], start + h.shape[1]
+        else:
+            context = h
+        before = context.shape[1] - h.shape[1]
+        place = torch.arange(start - before, start + h.shape[1], device=x.device)
+        table = rotary_table(place, self.attention.head_width)
+        distance = place[before:, None] - place
+        keys, values = self.attention.keys_values(context, table)
+        here = tuple(part[before:] for part in table)
+        return x + self.attention(h, keys, values, (distance >= 0) & (distance < self.window), table=here)
+
+
+class SoundStream(nn.Module):
+    """Waves -> codes -> waves (SoundStream §III). T samples make ceil(T / hop) frames of Q codes.
+
+    Everything is causal at the grain of a frame: chunk by chunk, with a `memory`, gives what the whole would.
+    """
+
+    def __init__(self, cfg):
+        super().__init__()
+        self.cfg, self.hop, self.rate = cfg, math.prod(cfg.strides), cfg.sample_rate
+        self.groups, self.columns, self.codebook_size = cfg.groups, cfg.groups * cfg.quantizers, cfg.codebook_size
+        widths = [cfg.channels * 2 ** i for i in range(len(cfg.strides) + 1)]
+        dilations = [3 ** i for i in range(cfg.residual_units)]
+        encoder, decoder = [CausalConv(1, widths[0], 7)], []
+        for narrow, wide, stride in zip(widths, widths[1:], cfg.strides):
+            encoder += [*(ResidualUnit(narrow, d) for d in dilations), nn.ELU(),
+                        CausalConv(narrow, wide, 2 * stride, stride)]
+            decoder = [nn.ELU(), CausalUpsample(wide, narrow, stride), *(ResidualUnit(narrow, d) for d in dilations),
+                       *decoder]
+        attention = [[LocalAttention(cfg.codec_width, cfg.attention_window)] if cfg.attention_window else []
+                     for _ in range(2)]
+        self.encoder = nn.ModuleList([*encoder, nn.ELU(), CausalConv(widths[-1], cfg.codec_width, 3), *attention[0]])
+        self.decoder = nn.ModuleList([*attention[1], CausalConv(cfg.codec_width, widths[-1], 7), *decoder, nn.ELU(),
+                                      CausalConv(widths[0], 1, 7)])
+        self.quantizer = ResidualQuantizer(
+            cfg.codec_width, cfg.quantizers, cfg.codebook_size, cfg.quantizer, cfg.groups, cfg.codebook_width,
+            cfg.codebook_decay, cfg.dead_below, cfg.quantizer_dropout, cfg.rotation, cfg.code_temperature)
+        initialize(self)
+
+    @staticmethod
+    def _through(layers, x, memory):
+        for layer in layers:
+            x = layer(x) if isinstance(layer, nn.ELU) else layer(x, memory)
+        return x
+
+    def latents(self, wave, memory=None):
+        """Frames (B, ceil(T / hop), D) of waves (B, T)."""
+        return self._through(self.encoder, F.pad(wave, (0, -wave.shape[1] % self.hop))[..., None], memory)
+
+    def waves(self, latents, memory=None):
+        """Waves (B, T·hop) of frames (B, T, D)."""
+        return self._through(self.decoder, latents, memory)[..., 0].float()
+
+    def forward(self, wave, count=None):
+        """(reconstruction (B, T), codes (B, frames, Q), commitment loss) of waves (B, T)."""
+        quantized, codes, commitment = self.quantizer(self.latents(wave), count)
+        return self.waves(quantized)[:, :wave.shape[1]], codes, commitment
+
+    @torch.no_grad()
+    def encode(self, wave, count=None, memory=None):
+        """Codes (B, frames, Q) of waves (B, T): those of the first `count` quantizers, or of all."""
+        return self.quantizer.encode(self.latents(wave, memory), count)
+
+    @torch.no_grad()
+    def decode(self, codes, memory=None):
+        """Waves (B, frames·hop) of codes (B, frames, Q), of any number of quantizers."""
+        return self.waves(self.quantizer.decode(codes), memory)
+
+
+def initialize(codec):
+    """Standard deviation 1.2/√fan_in, no biases, residual branches × 0.3: torch's own start stays silent for long."""
+    for module in codec.modules():
+        if isinstance(module, (CausalConv, CausalUpsample, ResidualUnit)):
+            branch = isinstance(module, ResidualUnit)
+            layer = module.narrow if branch else module
+            weight = layer.taps.weight if isinstance(layer, CausalUpsample) else layer.weight
+            nn.init.normal_(weight, std=1.2 / weight[0].numel() ** 0.5 * (0.3 if branch else 1))
+            nn.init.zeros_(layer.bias)
+
+
+# Discriminators
+
+class WaveDiscriminator(nn.Module):
+    """Strided, grouped convolutions over a wave (MelGAN, Kumar et al. 2019, Table 1b; SoundStream §III-D)."""
+
+    def __init__(self, channels, scale):
+        super().__init__()
+        self.scale, widths = scale, [channels * min(64, 4 ** i) for i in range(5)]
+        pairs = itertools.pairwise(widths)
+        self.layers = nn.ModuleList([nn.Conv1d(1, channels, 15, padding=7), *(
+            nn.Conv1d(narrow, wide, 41, 4, 20, groups=max(1, narrow // 4)) for narrow, wide in pairs),
+            nn.Conv1d(widths[-1], widths[-1], 5, padding=2)])
+        self.out = nn.Conv1d(widths[-1], 1, 3, padding=1)
+
+    def forward(self, wave):
+        """Scores (B, T') of waves (B, T), higher for real ones, and the features of every layer."""
+        x, features = wave[:, None], []
+        if self.scale > 1:
+            x = F.avg_pool1d(x, 2 * self.scale, self.scale, self.scale // 2, count_include_pad=False)
+        for layer in self.layers:
+            x = F.leaky_relu(layer(x), 0.1)
+            features.append(x)
+        return self.out(x)[:, 0], features
+
+
+class ComplexConv2d(nn.Module):
+    """Complex convolution as one real convolution over stacked real and imaginary parts, (B, 2C, H, W)."""
+
+    def __init__(self, width_in, width_out, kernel, stride=1, padding=0):
+        super().__init__()
+        self.stride, self.padding = stride, padding
+        fan_in = 2 * width_in * kernel[0] * kernel[1]
+        self.real, self.imaginary = (nn.Parameter(torch.randn(width_out, width_in, *kernel) * fan_in ** -0.5)
+                                     for _ in range(2))
+        self.bias = nn.Parameter(torch.zeros(2 * width_out))
+
+    def forward(self, x):
+        weight = torch.cat([torch.cat([self.real, -self.imaginary], 1), torch.cat([self.imaginary, self.real], 1)])
+        return F.conv2d(x, weight, self.bias, self.stride, self.padding)
+
+
+class ModReLU(nn.Module):
+    """ReLU of the magnitude plus a learned bias, the phase kept (Arjovsky et al. 2016, Eq. 8); x (B, 2C, H, W)."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x):
+        real, imaginary = x.chunk(2, dim=1)
+        size = (real.float().square() + imaginary.float().square() + 1e-12).sqrt()  # in fp16 that would be 0, or inf
+        factor = (F.relu(size + self.bias) / size).to(x.dtype)
+        return torch.cat([real * factor, imaginary * factor], dim=1)
+
+
+class STFTDiscriminator(nn.Module):
+    """Complex residual units over the short-time Fourier transform (SoundStream §III-D, Fig. 4)."""
+
+    MULTS, STRIDES = (1, 2, 4, 4, 8, 8), ((2, 1), (2, 2)) * 3  # strides over frequency, time
+
+    def __init__(self, channels, window):
+        super().__init__()
+        self.window = window
+        self.stem = ComplexConv2d(1, channels, (7, 7), padding=3)
+        widths = [channels, *(channels * mult for mult in self.MULTS)]
+        self.units = nn.ModuleList(nn.ModuleList([
+            ComplexConv2d(narrow, narrow, (3, 3), padding=1), ModReLU(),
+            ComplexConv2d(narrow, wide, (stride[0] + 2, stride[1] + 2), stride, 1),
+            ComplexConv2d(narrow, wide, (1, 1), stride), ModReLU(),
+        ]) for narrow, wide, stride in zip(widths, widths[1:], self.STRIDES))
+        self.out = ComplexConv2d(widths[-1], 1, (window // 2 // 2 ** len(self.STRIDES), 1))
+        self.register_buffer("hann", torch.hann_window(window), persistent=False)
+
+    def forward(self, wave):
+        """Scores (B, T') of waves (B, T), higher for real ones, and the features of every unit."""
+        with torch.autocast(wave.device.type, enabled=False):
+            x = torch.stft(wave.float(), self.window, self.window // 4, window=self.hann, return_complex=True)
+            x = torch.view_as_real(x[:, :-1]).permute(0, 3, 1, 2)  # (B, 2, F, T), without the highest frequency
+        x, features = self.stem(x), []
+        features.append(x)
+        for narrow, act, wide, skip, out in self.units:
+            h = wide(act(narrow(x)))
+            x = out(h + skip(x)[:, :, :h.shape[2], :h.shape[3]])
+            features.append(x)
+        return self.out(x)[:, 0].flatten(1), features  # the real part
+
+
+class Discriminators(nn.Module):
+    """Three of waves, at full, half and quarter rate, and one of spectra."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        self.each = nn.ModuleList([*(WaveDiscriminator(cfg.wave_channels, scale) for scale in (1, 2, 4)),
+                                   STFTDiscriminator(cfg.stft_channels, cfg.stft_window)])
+
+    def forward(self, real, fake, penalty_weight=0.0):
+        """(their loss, adversarial loss, feature loss) for waves (B, T): what they learn from, and what `fake` does.
+
+        Hinge losses (SoundStream Eq. 1, 2), L1 between features (Eq. 3), averaged over the discriminators; with a
+        weight, beside their loss the squared norm of a sample's gradient at real waves (Mescheder et al. 2018, Eq. 9).
+        """
+        own, adversarial, feature = [], [], []
+        real = real.detach().requires_grad_(penalty_weight > 0)
+        for one in self.each:
+            score, wanted = one(real)
+            fake_score, found = one(fake)
+            score, fake_score = score.float(), fake_score.float()
+            own.append(F.relu(1 - score).mean() + F.relu(1 + fake_score).mean())
+            if penalty_weight:
+                gradient, = torch.autograd.grad(score.sum(), real, create_graph=True)
+                own[-1] = own[-1] + penalty_weight * gradient.square().sum(1).mean()
+            adversarial.append(F.relu(1 - fake_score).mean())
+            feature.append(torch.stack([(f.float() - w.detach().float()).abs().mean()
+                                        for f, w in zip(found, wanted)]).mean())
+        return tuple(torch.stack(values).mean() for values in (own, adversarial, feature))
+
+
+# Token transformers
+
+class Stream(NamedTuple):
+    """A kind of tokens: frames of Q codes below K. A model of several predicts each after all those before it."""
+    name: str
+    quantizers: int
+    size: int
+
+
+def step_of(frame, quantizer, quantizers, layout):
+    """Step of a stream's part of the sequence that predicts the code (frame, quantizer).
+
+    Flattened: one code a step (AudioLM §III-C). Delay: a frame a step, quantizer q being q steps late (MusicGen §2.1).
+    """
+    return frame * quantizers + quantizer if layout == "flattened" else frame + quantizer
+
+
+def lay_out(streams, codes, lengths, ended, layout):
+    """Lay streams out, one after the other and without gaps, so that plain causal attention is all it takes.
+
+    streams: S of `Stream`; codes: S of (B, T_s, Q_s); lengths: S of (B,) frames; ended (B,): whether the last stream's
+    last frame is the end of its recording. A stream begins with a start token of its own; step i + 1 takes in the codes
+    that step i predicts. Behind the true end comes the class `size`, EOS, in place of the first quantizer's code.
+
+    Returns inputs (B, N, J), rows of the embedding table, 0 for none; for each stream, targets (B, T_s + 1, Q_s), -100
+    for none, and the steps (B, T_s + 1, Q_s) that predict them; and where each stream begins, (B,), and the last ends.
+    """
+    batch, begins, predicted, row = len(ended), [torch.zeros(len(ended), dtype=torch.long)], [], 1
+    for stream, length in zip(streams, lengths):
+        begins.append(begins[-1] + step_of(length - 1, stream.quantizers - 1, stream.quantizers, layout) + 2)
+    total, several = int(begins[-1].max()), layout == "delay"
+    width = max(stream.quantizers for stream in streams) if several else 1
+    inputs, samples = torch.zeros(batch, total + 1, width, dtype=torch.long), torch.arange(batch)
+    for stream, code, length, begin in zip(streams, codes, lengths, begins):
+        frame = torch.arange(code.shape[1] + 1)[:, None]  # (T + 1, 1)
+        quantizer = torch.arange(stream.quantizers)
+        step = begin[:, None, None] + step_of(frame, quantizer, stream.quantizers, layout)  # (B, T + 1, Q)
+        code, real = F.pad(code, (0, 0, 0, 1)), (frame < length[:, None, None]).expand_as(step)
+        inputs[samples, begin, 0] = row
+        at = torch.where(real, step + 1, total)  # what is not there goes to a column that is cut off
+        inputs[samples[:, None, None], at, (quantizer * several).expand_as(at)] = \
+            row + 1 + quantizer * stream.size + code
+        eos = (frame == length[:, None, None]) & (quantizer == 0) & ended[:, None, None]
+        target = torch.where(real, code, torch.where(eos, stream.size, -100))
+        predicted.append((target, torch.where(target >= 0, step, 0)))
+        row += 1 + stream.quantizers * stream.size
+    return inputs[:, :total], predicted, begins
+
+
+class TextEncoder(nn.Module):
+    """Texts -> tokens (B, L, W): a small transformer over byte pairs, learned with the rest, or a projection."""
+
+    def __init__(self, cfg, vocabulary, embed_width):
+        super().__init__()
+        width = cfg.width
+        if embed_width:
+            self.embed = nn.Linear(embed_width, width)
+            self.padding_tokens = nn.Parameter(torch.randn(cfg.max_text_len, width) * 0.02)
+        else:
+            self.embed = nn.Embedding(vocabulary, width)
+            self.transformer = Transformer(width, cfg.text_depth, cfg.heads, causal=False, ff_mult=cfg.ff_mult)
+
+    def forward(self, text):
+        """text: byte pairs (B, L), 0 being padding, or embeddings (B, L, E), zero rows being padding."""
+        if text.ndim == 2:
+            return self.transformer(self.embed(text))
+        x = self.embed(text)
+        return torch.where((text != 0).any(-1, keepdim=True), x, self.padding_tokens.to(x.dtype))
+
+
+class TokenTransformer(nn.Module):
+    """A causal transformer over streams of tokens (AudioLM §III-C): semantic, coarse and fine are all made of it.
+
+    Each quantizer has embeddings of its own, and a head of its own over its codes and EOS.
+    """
+
+    def __init__(self, cfg, streams, vocabulary=0, embed_width=0):
+        super().__init__()
+        self.cfg, self.streams, width = cfg, streams, cfg.width
+        # rows of the table, as lay_out counts them
+        self.starts = list(itertools.accumulate([1, *(1 + s.quantizers * s.size for s in streams)]))
+        self.embed = nn.Embedding(self.starts[-1], width, padding_idx=0)
+        nn.init.normal_(self.embed.weight[1:], std=0.5 * width ** -0.5 if cfg.layout == "delay" else width ** -0.5)
+        self.heads = nn.ParameterList(
+            nn.Parameter(torch.randn(s.quantizers, s.size + 1, width) * width ** -0.5 * 0.5)
+            if s is streams[-1] or cfg.given_weight else None for s in streams)
+        crossed = cfg.text == "cross"
+        self.transformer = Transformer(width, cfg.depth, cfg.heads, cfg.kv_heads or None, True,
+                                       cfg.position == "rotary", cfg.qk_norm, False, cfg.dropout, cfg.ff_mult,
+                                       width if crossed else None)
+        self.bias = nn.Embedding(32, cfg.heads) if cfg.position == "relative" else None
+        if cfg.text != "none":
+            self.text = TextEncoder(cfg, vocabulary, embed_width)
+            self.null_text_tokens = nn.Parameter(torch.randn(cfg.max_text_len, width) * 0.02)
+
+    def condition(self, text, drop):
+        """Tokens (B, L, W) of texts, of "no text" where `drop` (B,) is true or if it is None; None without."""
+        if self.cfg.text == "none":
+            return None
+        if text is None:
+            return self.null_text_tokens.expand(len(drop), -1, -1)
+        tokens, share = self.text(text), self.cfg.text_gradient
+        tokens = tokens * share + tokens.detach() * (1 - share) if share < 1 else tokens
+        return torch.where(drop[:, None, None], self.null_text_tokens.to(tokens.dtype), tokens)
+
+    def relative(self, distance):
+        """Bias (heads, …) for keys `distance` tokens back: 16 buckets of one, 16 up to 1,024 (T5, Raffel 2020)."""
+        far = 16 + (distance.clamp(min=16).float() / 16).log() * (16 / math.log(64))
+        bucket = torch.where(distance < 16, distance.clamp(min=0), far.long().clamp(max=31))
+        return self.bias(bucket).movedim(-1, 0)
+
+    def mask(self, batch, size, prefix, device):
+        """What attends to what: None (causal), True where it does, or, with relative positions, a bias.
+
+        In training a share of the past is hidden from a sample (forgetful causal masking, Liu et al. 2022), never the
+        text and never a token from itself.
+        """
+        hidden, place = self.cfg.mask_past if self.training else 0.0, torch.arange(size, device=device)
+        if not hidden and self.bias is None:
+            return None
+        distance = place[:, None] - place
+        seen = (distance >= 0)[None, None]
+        if hidden:
+            kept = (torch.rand(batch, 1, 1, size, device=device) >= hidden) | (place < prefix)
+            seen = seen & (kept | (distance == 0))
+        return seen if self.bias is None else self.relative(distance)[None].masked_fill(~seen, -torch.inf)
+
+    def run(self, inputs, condition, cache=False):
+        """Outputs (B, N, W) at the inputs (B, N, J), given what `condition` gives; with `cache`, keys and values, too.
+
+        The text, as a prefix, comes first in the cache.
+        """
+        x, prefix = self.embed(inputs).sum(2), 0
+        if condition is not None and self.cfg.text == "prefix":
+            x, prefix = torch.cat([condition.to(x.dtype), x], dim=1), condition.shape[1]
+        context = self.transformer.contexts(condition) if self.cfg.text == "cross" else None
+        mask = self.mask(len(x), x.shape[1], prefix, x.device)
+        x, made = self.transformer(x, mask, return_cache=True, context=context)
+        return (x[:, prefix:], made, context) if cache else x[:, prefix:]
+
+    def logits(self, x, stream):
+        """Scores (…, Q, K + 1) of the codes of a stream, and of EOS, from x (…, Q, W)."""
+        return torch.einsum("...qw,qkw->...qk", x, self.heads[stream].to(x.dtype))
+
+    def forward(self, inputs, predicted, text=None, drop=None):
+        """(cross-entropy summed, number, number of right guesses) a sample, each (B, S) over the S streams."""
+        x = self.run(inputs, self.condition(text, drop))
+        samples, result = torch.arange(len(x), device=x.device)[:, None, None], []
+        for i, (target, step) in enumerate(predicted):
+            if self.heads[i] is None:
+                result.append(torch.zeros(3, len(x), device=x.device))
+                continue
+            logits = self.logits(x[samples, step], i).float()  # (B, T + 1, Q, K + 1)
+            loss = F.cross_entropy(logits.flatten(0, 2), target.flatten(), ignore_index=-100, reduction="none")
+            result.append(torch.stack([part.unflatten(0, target.shape).sum((1, 2)) for part in (
+                loss, (target >= 0).flatten().float(), (logits.detach().argmax(-1) == target).flatten().float())]))
+        return torch.stack(result, dim=-1).unbind(0)
+
+
+# Generation
+
+@torch.no_grad()
+def generate(model, codes, lengths, frames, seeds, text=None, temperature=1.0, top_k=1.0, guidance_scale=1.0,
+             ends=True):
+    """Go on with the last of the streams for up to `frames` frames, or to EOS if it `ends`.
+
+    codes, lengths: of all streams, as `lay_out` takes them; of the last stream, what there is already. seeds: a number
+    a sample, which alone decides it. Codes are drawn from the most probable share `top_k` at the `temperature`, 0 for
+    the first alone. Guidance: the scores with text, moved away from those without by the scale.
+    Returns B of (T, Q), what there was included, and for each whether it came to its end.
+    """
+    cfg, stream, device, batch = model.cfg, model.streams[-1], model.embed.weight.device, len(seeds)
+    (Q, K), several = stream[1:], cfg.layout == "delay"
+    begun = lengths[-1]
+    inputs, _, begins = lay_out(model.streams, codes, lengths, torch.zeros(batch, dtype=torch.bool), cfg.layout)
+    place = begins[-2] + step_of(begun, 0, Q, cfg.layout)  # of the first step that predicts something new
+    inputs = inputs[:, :int(place.max()) + 1].to(device)
+
+    guided = guidance_scale != 1 and cfg.text != "none"
+    drop = torch.arange(batch * (1 + guided), device=device) >= batch
+    if text is not None:
+        text = text.to(device).repeat(1 + guided, *[1] * (text.ndim - 1))
+    condition = model.condition(text, drop)
+    x, cache, context = model.run(inputs.repeat(1 + guided, 1, 1), condition, cache=True)
+    place = place.to(device).repeat(1 + guided)
+    x, prefix = x[torch.arange(len(x), device=device), place], cache[0][0].shape[2] - inputs.shape[1]
+    steps = frames + Q - 1 if several else frames * Q
+    memory = Memory(cache, place + prefix + 1, prefix + inputs.shape[1] + steps)
+
+    uniform = torch.stack([torch.rand(frames, Q, generator=torch.Generator().manual_seed(seed)) for seed in seeds])
+    uniform = uniform.to(device)
+    out = torch.zeros(batch, int(begun.max()) + frames, Q, dtype=torch.long, device=device)
+    out[:, :codes[-1].shape[1]] = codes[-1].to(device)[:, :out.shape[1]]
+    begun = begun.to(device)
+    end, rows = begun + frames, torch.arange(batch, device=device)
+    first = model.starts[len(model.streams) - 1] + 1
+    for i in range(steps):
+        # The codes of this step: quantizer q of the frame that is new - th after what there was.
+        pairs = [(i - q, q) for q in range(Q)] if several else [(i // Q, i % Q)]
+        new = [(t, q) for t, q in pairs if 0 <= t < frames]
+        quantizers = slice(new[0][1], new[-1][1] + 1)
+        scores = torch.einsum("bw,qkw->bqk", x, model.heads[-1][quantizers].to(x.dtype)).float()
+        if guided:
+            scores = scores[batch:] + guidance_scale * (scores[:batch] - scores[batch:])
+        if not ends or new[0][1] > 0:
+            scores[..., K] = -torch.inf
+        elif len(new) > 1:
+            scores[:, 1:, K] = -torch.inf
+        drawn = draw(scores, torch.stack([uniform[:, t, q] for t, q in new], 1), temperature, top_k)
+        if ends and new[0][1] == 0:
+            over = (drawn[:, 0] == K) & (end == begun + frames)
+            end = torch.where(over, begun + new[0][0], end)
+            drawn = drawn.clamp(max=K - 1)
+        for j, (t, q) in enumerate(new):
+            out[rows, begun + t, q] = drawn[:, j]
+        late = new[-1][0]  # no frame before this one is still open
+        if i == steps - 1 or (ends and i % 8 == 7 and bool((end <= begun + late).all())):
+            break
+        taken = [(begun + t, q) for t, q in pairs if t < frames]
+        row = torch.stack([torch.where(t >= 0, first + q * K + out[rows, t.clamp(min=0), q], 0) for t, q in taken], 1)
+        x = model.embed(row).sum(1).repeat(1 + guided, 1)
+        bias = None
+        if model.bias is not None:
+            places = torch.arange(memory.top + 1, device=device)
+            bias = model.relative(memory.length[:, None] - places).transpose(0, 1)[:, :, None]
+        x = model.transformer.step(x, memory, bias, context)
+    return [out[b, :end[b]] for b in range(batch)], (end < begun + frames).tolist()
+
+
+def draw(scores, uniform, temperature, top_k):
+    """Codes (B, Q) from scores (B, Q, K), by inverting the cumulative distribution at `uniform` (B, Q)."""
+    if temperature == 0:
+        return scores.argmax(-1)
+    best, codes = scores.topk(max(1, math.ceil(top_k * scores.shape[-1])), dim=-1)
+    shares = (best / temperature).softmax(-1).cumsum(-1)
+    chosen = (shares < uniform[..., None] * shares[..., -1:]).sum(-1, keepdim=True).clamp(max=shares.shape[-1] - 1)
+    return codes.gather(-1, chosen)[..., 0]
+
+
+# Generation by all stages
+
+class Drawing(NamedTuple):
+    """How codes are drawn."""
+    temperature: float = 1.0
+    top_k: float = 1.0
+    guidance_scale: float = 1.0
+
+
+def go_on(model, window, given, tokens, goals, seeds, drawing, text=None, ends=True):
+    """Go on with the last stream of B samples, up to `goals` frames each or EOS if it `ends`, in windows of training.
+
+    tokens: B of (T_b, Q), what there is. given(b, past): the earlier streams of sample b, for a window that begins
+    after `past` (T, Q). When a window is full, its later half is what the next one begins with.
+    Returns B of (T_b, Q) and whether each came to its end.
+    """
+    tokens, over = [one.cpu() for one in tokens], [False] * len(tokens)
+    for part in itertools.count():
+        todo = [b for b, one in enumerate(tokens) if not over[b] and len(one) < goals[b]]
+        if not todo:
+            return tokens, over
+        begins = [len(tokens[b]) - window // 2 if len(tokens[b]) >= window else 0 for b in todo]
+        rooms = [min(window - len(tokens[b]) + begin, goals[b] - len(tokens[b])) for b, begin in zip(todo, begins)]
+        columns = zip(*([*given(b, tokens[b][:begin]), tokens[b][begin:]] for b, begin in zip(todo, begins)))
+        codes, lengths = zip(*(pad(column) for column in columns))
+        made, ended = generate(model, codes, lengths, max(rooms), [accumulate.number(seeds[b], part) for b in todo],
+                               None if text is None else text[todo], *drawing, ends)
+        for b, begin, room, one, end in zip(todo, begins, rooms, made, ended):
+            fresh = one.cpu()[len(tokens[b]) - begin:]
+            over[b] = end and len(fresh) < room
+            tokens[b] = torch.cat([tokens[b], fresh[:room]])
+
+
+class Stack:
+    """The stages together: codec, semantic tokenizer and three transformers, as text or a prompt goes through them."""
+
+    def __init__(self, run, device, weights="ema"):
+        """run: the folder of the runs, RUN/soundstream and so on."""
+        self.device, self.models, self.facts, self.cfgs = device, {}, {}, {}
+        for stage in ("semantic", "coarse", "fine"):
+            self.cfgs[stage], self.models[stage], self.facts[stage] = load_transformer(Path(run) / stage, stage, device,
+                                                                                       weights)
+        cfg, beside = self.cfgs["coarse"], Path(run)  # a folder that has moved has them in it still
+        codec, tokens = (str(beside / name) if (beside / name).is_dir() else given for name, given in
+                         (("soundstream", cfg.soundstream), ("semantic", cfg.semantic)))
+        self.codec = load_soundstream(codec, device)
+        self.tokenizer = load_tokenizer(model_file(tokens, "semantic", TOKENIZER), device)
+        for stage, name, thing in (("semantic", "tokenizer", self.tokenizer), ("coarse", "tokenizer", self.tokenizer),
+                                   ("coarse", "codec", self.codec), ("fine", "codec", self.codec)):
+            if self.facts[stage]["made_of"][name] != thing.checksum:
+                raise UserError(f"{Path(run) / stage}: it was trained on the tokens of another {name} than "
+                                f"{codec if name == 'codec' else tokens}; train it anew")
+
+    def text(self, stage, texts):
+        """What the model of a stage takes for texts, or None if it takes none."""
+        cfg, facts = self.cfgs[stage], self.facts[stage]
+        if cfg.text == "none" or texts is None:
+            return None
+        tokens = TextTokens(cfg, facts["merges"], facts["embed_width"])
+        return tokens.embeds(texts) if cfg.text_embeds else tokens.tokens(texts)
+
+    def heard(self, waves):
+        """(semantic tokens (T, 1), codes (T, Q)) of each of the waves (T,), which are at the codec's rate."""
+        tokens = [self.tokenizer.encode(wave, self.codec.rate) for wave in waves]
+        if self.cfgs["semantic"].unique:
+            tokens = [semantic.unique(one)[0] for one in tokens]
+        with torch.inference_mode():
+            codes = [self.codec.encode(wave[None].to(self.device))[0].cpu() for wave in waves]
+        return [torch.from_numpy(one)[:, None] for one in tokens], codes
+
+    def frames(self, seconds):
+        return round(seconds * self.codec.rate / self.codec.hop)
+
+    def speak(self, prompts, seconds, seeds, drawings, texts=None, fine=True):
+        """Codes of B sounds, each (T, Q): the prompts' own, (semantic (T, 1), codes (T, Q)), and `seconds` after them.
+
+        drawings: {stage: Drawing}. Not `fine`: of the coarse quantizers alone.
+        """
+        cfgs, models = self.cfgs, self.models
+        width = cfgs["coarse"].coarse_quantizers
+        window = {stage: facts["window"] for stage, facts in self.facts.items()}
+        rate = window["semantic"] / cfgs["semantic"].seconds if cfgs["semantic"].unique else FRAME_RATE
+        meaning, _ = go_on(models["semantic"], window["semantic"], lambda b, past: [], [one for one, _ in prompts],
+                           [len(one) + math.ceil(seconds * rate) for one, _ in prompts],
+                           [accumulate.number(seed, "semantic") for seed in seeds], drawings["semantic"],
+                           self.text("semantic", texts))
+        spoken = [codes[:, :width] for _, codes in prompts]
+        goals = [len(codes) + self.frames(seconds) for codes in spoken]
+
+        def behind(b, past):
+            """Semantic tokens of sample b that come after the frames `past`: those in them are heard, and counted."""
+            said = len(self.heard([self.wave(past)])[0][0]) if len(past) else 0
+            return [meaning[b][min(len(meaning[b]) - 1, said):]]
+        coarse, _ = go_on(models["coarse"], window["coarse"], behind, spoken, goals,
+                          [accumulate.number(seed, "coarse") for seed in seeds], drawings["coarse"],
+                          self.text("coarse", texts))
+        if not fine:
+            return coarse
+        rest, _ = go_on(models["fine"], window["fine"], lambda b, past: [coarse[b][len(past):][:window["fine"]]],
+                        [codes[:, width:] for _, codes in prompts], [len(codes) for codes in coarse],
+                        [accumulate.number(seed, "fine") for seed in seeds], drawings["fine"],
+                        self.text("fine", texts), ends=False)
+        return [torch.cat(pair, dim=1) for pair in zip(coarse, rest)]
+
+    def wave(self, codes):
+        """The wave (T,) of codes (T, Q), on the CPU."""
+        with torch.inference_mode():
+            return self.codec.decode(codes[None].to(self.device))[0].cpu()
+
+
+# Losses of the codec
+
+def spectral_loss(fake, real, rate):
+    """Distance of mel spectra of waves (B, T) at six scales -> (B,) (SoundStream Eq. 4, 5).
+
+    The L1 distance of magnitudes plus √(window/2) times the L2 distance of logarithms, a frame; over the bins, frames
+    and scales it is averaged, not summed, so that it does not grow with their number.
+    """
+    total = 0
+    for window in (2 ** i for i in range(6, 12)):
+        filters = audio.mel_filters(rate, window, 64, device=real.device)
+        one, other = (audio.stft_magnitude(wave, window, window // 4) @ filters for wave in (fake, real))
+        logs = one.clamp(min=1e-3).log() - other.clamp(min=1e-3).log()
+        distance = (one - other).abs().sum(-1) + (window / 2) ** 0.5 * (logs.square().sum(-1) + 1e-8).sqrt()
+        total = total + distance.mean(1) / (6 * 64)
+    return total
+
+
+def mel_distance(fake, real, rate):
+    """Mean absolute difference of natural log-mel spectra, 64 bins, windows of 1,024, of waves (B, T) -> (B,)."""
+    one, other = (audio.log_mel(wave, rate, 1024, 256, 64) for wave in (fake, real))
+    return (one - other).abs().mean((1, 2))
+
+
+def reconstruction_loss(cfg, fake, real, commitment):
+    """What the codec learns from besides the discriminators, for waves (B, T), in fp32."""
+    with torch.autocast(real.device.type, enabled=False):
+        fake, loss = fake.float(), cfg.commitment_weight * commitment.float()
+        if cfg.mel_weight:
+            loss = loss + cfg.mel_weight * spectral_loss(fake, real, cfg.sample_rate).mean()
+        if cfg.l1_weight:
+            loss = loss + cfg.l1_weight * (fake - real).abs().mean()
+        if cfg.sdr_weight:
+            noise, power = ((x.square().mean(1) + 1e-6) for x in (fake - real, real))  # silence is not all that counts
+            loss = loss + cfg.sdr_weight * 10 * (noise / power).log10().mean()
+        return loss
+
+
+# Training
+
+class CodecState(State):
+    """A State with discriminators beside the codec, which have an optimizer, a schedule and clipping of their own."""
+
+    def __init__(self, cfg, model, device, identity, facts):
+        super().__init__(cfg, model, device, identity, facts)
+        self.begin = math.ceil(cfg.discriminate_after * cfg.steps)  # the first step with discriminators
+        self.critics, self.codec_optimizers, self.critic_optimizers = None, self.optimizers, []
+        if self.begin < cfg.steps:
+            self.critics = Discriminators(cfg).to(device)
+            self.critic_optimizers = optim.make(self.critics, "adamw", cfg.discriminator_lr, 0.0,
+                                                (cfg.beta1, cfg.beta2), cfg.eps)
+        self.optimizers = [*self.codec_optimizers, *self.critic_optimizers]
+
+    def state(self):
+        return {**super().state(), "critics": self.critics.state_dict() if self.critics else {}}
+
+    def load(self, state, path):
+        super().load(state, path)
+        if self.critics:
+            load_weights(self.critics, {"model": state["critics"]}, path)
+
+    @property
+    def fighting(self):
+        """Whether the step to come has discriminators."""
+        return self.critics is not None and self.step >= self.begin
+
+    def set_rate(self):
+        cfg = self.cfg
+        super().set_rate()
+        if self.fighting:
+            schedule.set_learning_rate(self.critic_optimizers, schedule.learning_rate(
+                self.step - self.begin, cfg.discriminator_lr, cfg.discriminator_warmup_steps, cfg.steps - self.begin,
+                cfg.cosine))
+
+    def advance(self):
+        """As State's, for the optimizers that have a part in this step, and the codebooks, which follow the step."""
+        cfg = self.cfg
+        limits = [cfg.max_grad_norm] * len(self.codec_optimizers)
+        limits += [cfg.discriminator_max_grad_norm] * len(self.critic_optimizers) * self.fighting
+        norms, taken = self.try_step(self.optimizers[:len(limits)], limits)
+        if taken:
+            self.model.quantizer.update(accumulate.number(cfg.seed, "codes", self.step))
+            self.follow()
+        else:
+            self.model.quantizer.discard()
+        return norms, taken
+
+
+class CodecTask:
+    """Training and evaluation of the codec."""
+
+    def __init__(self, cfg, source, device):
+        self.cfg, self.device, self.source, self.recordings = cfg, device, source, source
+        self.heard = open_source(cfg, cfg.eval_seconds)
+        accumulate.seed(cfg.seed, "weights")
+        self.run = CodecState(cfg, SoundStream(cfg).to(device), device, identity(cfg, source),
+                              {"kind": "soundstream"})
+        self.size = f"{sum(p.numel() for p in self.run.model.parameters()):,} parameters"
+
+    def wrap(self):
+        """Wrap the models for the ranks."""
+        self.model = dist.wrap(self.run.model, self.device)
+        self.critics = dist.wrap(self.run.critics, self.device) if self.run.critics else None
+
+    def update(self, plan, batch):
+        """One step on this rank's chunks `batch`: (loss summed over its samples, gradient norm, whether it was taken).
+
+        The discriminators learn from a reconstruction cut off from the codec, and the codec gets from them a gradient
+        at that reconstruction alone: neither's backward pass goes through the other, and the two share a forward pass.
+        """
+        cfg, run, step_loss = self.cfg, self.run, torch.zeros((), device=self.device)
+        if run.step == cfg.quantize_after and not run.model.quantizer.ready:
+            self.make_codebooks()
+        run.set_rate()
+        punished = cfg.penalty_weight > 0 and run.step % cfg.penalty_every == 0
+        for chunk, part in zip(plan, batch):
+            accumulate.seed(cfg.seed, run.step, chunk.index)
+            real, scale = part["wave"].to(self.device, non_blocking=True), run.scaler.scale
+            with dist.sync_if(self.model, chunk.last):
+                with amp.autocast(self.device, cfg.precision):
+                    fake, _, commitment = self.model(real)
+                loss = reconstruction_loss(cfg, fake, real, commitment)
+                total = scale(loss * chunk.weight)
+                if run.fighting:
+                    total = total + (fake * self.criticize(real, fake, chunk, punished)).sum()
+                total.backward()
+            step_loss += loss.detach() * (chunk.stop - chunk.start)
+        norms, taken = run.advance()
+        return step_loss, norms[0], taken
+
+    def criticize(self, real, fake, chunk, punished):
+        """Gradients of the discriminators' loss to themselves; returns the one of what they make of `fake`, to that."""
+        cfg, scale, fake = self.cfg, self.run.scaler.scale, fake.detach().requires_grad_()
+        with dist.sync_if(self.critics, chunk.last):
+            with amp.autocast(self.device, cfg.precision):
+                own, adversarial, feature = self.critics(real, fake, cfg.penalty_weight * punished)
+            loss = cfg.adversarial_weight * adversarial + cfg.feature_weight * feature
+            gradient, = torch.autograd.grad(scale(loss * chunk.weight), fake, retain_graph=True)
+            scale(own * chunk.weight).backward(inputs=list(self.run.critics.parameters()))
+        return gradient
+
+    def make_codebooks(self):
+        """K-means on frames of the first training crops, by rank 0 for all: the same on any number of ranks."""
+        cfg, run = self.cfg, self.run
+        split = self.source.split("train", cfg.validation, cfg.test, cfg.split_by)
+        reader, frames, mode = data.Chunks(self.source, split, accumulate.number(cfg.seed, "codebooks")), [], None
+        mode = run.model.training
+        run.model.eval()
+        wanted = 32 * cfg.codebook_size
+        with torch.no_grad():
+            for start in itertools.count(0, cfg.chunk_size):
+                if sum(len(part) for part in frames) >= wanted:
+                    break
+                wave = reader[start, start + cfg.chunk_size]["wave"].to(self.device)
+                frames.append(run.model.latents(wave).flatten(0, 1).float())
+        run.model.quantizer.initialize(torch.cat(frames), accumulate.number(cfg.seed, "kmeans"))
+        run.model.train(mode)
+    @torch.no_grad()
+    def figures(self, part):
+        """Mean loss over a part, the quality of sound at each number of quantizers, and the codebooks' use."""
+        cfg, codec, sums, count = self.cfg, self.run.model, None, 0
+        mode, ready = codec.training, codec.quantizer.ready
+        codec.eval()
+        numbers = sorted({2 ** i for i in range(cfg.quantizers.bit_length()) if 2 ** i < cfg.quantizers}
+                         | {cfg.quantizers}) if ready else []
+        used = torch.zeros(cfg.quantizers * cfg.groups, cfg.codebook_size)
+        sums = np.zeros(3 + 2 * len(numbers))
+        for batch in share_of(self.heard, part, cfg):
+            wave = batch["wave"].to(self.device)
+            with amp.autocast(self.device, cfg.precision):
+                z = codec.latents(wave)
+                codes = codec.quantizer.encode(z)
+                plain = codec.waves(z)[:, :wave.shape[1]]
+                made = [codec.decode(codes[..., :n * cfg.groups])[:, :wave.shape[1]] for n in numbers]
+            for line, column in zip(used, codes.flatten(0, 1).T.cpu()):
+                line += torch.bincount(column, minlength=cfg.codebook_size)
+            best = made[-1] if made else plain
+            loss = reconstruction_loss(cfg, best, wave, torch.zeros((), device=self.device))
+            values = [loss.expand(len(wave)), audio.si_sdr(plain, wave),
+                      *(audio.si_sdr(one, wave) for one in made), *(mel_distance(one, wave, cfg.sample_rate)
+                                                                    for one in [plain, *made])]
+            sums += [value.sum().item() for value in values]
+            count += len(wave)
+        codec.train(mode)
+        *sums, count = dist.total([*sums, count])
+        loss, plain, *rest = [value / count for value in sums]
+        used = torch.tensor(dist.total(used.flatten().tolist())).view(used.shape)
+        entropy = torch.special.entr(used / used.sum(1, keepdim=True)).sum(1)
+        result = {"loss": loss} | {f"si_sdr_db@{n}": value for n, value in zip(numbers, rest)}
+        result |= {"si_sdr_db_unquantized": plain}
+        result |= {f"mel_distance@{n}": value for n, value in zip(numbers, rest[len(numbers) + 1:])}
+        uses = entropy.exp().tolist() if ready else []
+        return result | {f"codebook_perplexity@{q}": value for q, value in enumerate(uses, 1)}
+
+    @torch.no_grad()
+    def write_sounds(self, part, path):
+        """Rank 0 writes reconstructions of a part's first recordings, and these."""
+        cfg, codec = self.cfg, self.run.model
+        mode = codec.training
+        codec.eval()
+        rows = self.heard.split(part, cfg.validation, cfg.test, cfg.split_by)[:cfg.eval_sounds]
+        for number, wave in enumerate(self.heard.readable(rows)[1] if dist.is_main() else []):
+            write_sound(f"{path}_{number}_real", wave, codec.rate)
+            write_sound(f"{path}_{number}", codec(wave[None].to(self.device))[0][0].cpu(), codec.rate)
+        codec.train(mode)
+
+class TokenCrops:
+    """A source for data.Chunks: crops of recordings as tokens, laid out for the transformer of a stage.
+
+    fetch(rows, draws) -> ({"inputs", "target0", "step0", …, "text"}, good (n,)); `ended` crops reach the true end of
+    their recording. Streams are cut at the same time, whatever their frame rates.
+    """
+
+    augments = True
+
+    def __init__(self, cfg, source, streams, caches, rates, encoder):
+        """caches, rates: of each kind of tokens in `streams`, {name: TokenCache} and {name: frames a second}."""
+        self.cfg, self.source, self.streams, self.caches, self.rates = cfg, source, streams, caches, rates
+        self.encoder, self.main = encoder, "codes" if "codes" in caches else "semantic"
+        self.window = max(1, round(cfg.seconds * rates[self.main]))
+
+    def __len__(self):
+        return len(self.source)
+
+    def name(self, row):
+        return self.source.name(row)
+
+    def crop(self, row, place=0.0):
+        """({kind: (T, Q) int64}, whether the end is reached) of the crop at `place`, in [0, 1), of a row."""
+        frames, rate = self.caches[self.main].frames(row), self.rates[self.main]
+        begin = int(place * (max(0, frames - self.window) + 1))
+        end, found = min(frames, begin + self.window), {}
+        for kind, cache in self.caches.items():
+            first, last = (round(edge * self.rates[kind] / rate) for edge in (begin, end))
+            found[kind] = cache[row][first:last if end < frames else None]
+        return found, end == frames
+
+    def streams_of(self, found):
+        """The crop's tokens, stream by stream, (T, Q) int64 tensors."""
+        made = []
+        for stream in self.streams:
+            if stream.name == "semantic":
+                tokens = found["semantic"][:, 0]
+                made.append((semantic.unique(tokens)[0] if self.cfg.unique else tokens)[:, None])
+            else:
+                coarse = self.streams[-1].name == "coarse" or stream.name == "coarse"
+                made.append(found["codes"][:, :stream.quantizers] if coarse else
+                            found["codes"][:, -stream.quantizers:])
+        return [torch.from_numpy(np.ascontiguousarray(tokens)) for tokens in made]
+
+    def fetch(self, rows, draws=None):
+        places = np.zeros(len(rows)) if draws is None else data.uniform(draws, 1)[:, 0]
+        crops = [self.crop(int(row), place) for row, place in zip(rows, places)]
+        made = [self.streams_of(found) for found, _ in crops]
+        good = np.array([all(len(tokens) for tokens in each) for each in made])
+        batch = self.batch(made, torch.tensor([ended for _, ended in crops]))
+        if self.cfg.text != "none":
+            batch["text"] = self.encoder.encode([int(row) for row in rows], self.source)
+        return batch, good
+
+    def batch(self, made, ended):
+        """What `lay_out` makes of samples, each a list of its streams' tokens, as one flat dict."""
+        codes, lengths = zip(*(pad(column) for column in zip(*made)))
+        inputs, predicted, _ = lay_out(self.streams, codes, lengths, ended, self.cfg.layout)
+        batch = {"inputs": inputs}
+        for i, (target, step) in enumerate(predicted):
+            batch |= {f"target{i}": target, f"step{i}": step}
+        return batch
+
+
+def pad(tokens):
+    """B of (T_b, Q) -> (codes (B, max T, Q), lengths (B,))."""
+    lengths = torch.tensor([len(one) for one in tokens])
+    return nn.utils.rnn.pad_sequence(list(tokens), batch_first=True), lengths
+
+
+class TextTokens:
+    """Texts as TokenTransformer takes them: byte pairs learned from transcripts, or embeddings beside recordings."""
+
+    def __init__(self, cfg, merges, embed_width=0):
+        self.cfg, self.embed_width = cfg, embed_width
+        self.tokenizer = clip.Tokenizer(merges)
+        self.vocabulary = len(self.tokenizer)
+
+    @classmethod
+    def learn(cls, cfg, source):
+        """Of the training split's transcripts, by rank 0 for all."""
+        if cfg.text == "none" or cfg.text_embeds:
+            return cls(cfg, [], source.embed_width if cfg.text_embeds else 0)
+
+        def merges():
+            rows = source.split("train", cfg.validation, cfg.test, cfg.split_by)[:20_000]
+            texts = [spelled(source.text(int(row))) for row in rows]
+            return clip.Tokenizer.learn(texts, cfg.text_vocabulary).merges
+        return cls(cfg, dist.on_main(merges))
+
+    def tokens(self, texts):
+        """Byte pairs (B, L) of texts, 0 where there are none."""
+        out = torch.zeros(len(texts), self.cfg.max_text_len, dtype=torch.long)
+        for line, text in zip(out, texts):
+            found = self.tokenizer.encode(spelled(text))[:self.cfg.max_text_len]
+            line[:len(found)] = torch.tensor(found, dtype=torch.long)
+        return out
+
+    def embeds(self, found):
+        """Embeddings (B, L, E) of B of (L_b, E) or None, padded with zeros."""
+        out = torch.zeros(len(found), self.cfg.max_text_len, self.embed_width)
+        for line, one in zip(out, found):
+            if one is not None:
+                line[:len(one)] = torch.from_numpy(one[:self.cfg.max_text_len])
+        return out
+
+    def encode(self, rows, source):
+        if self.cfg.text_embeds:
+            return self.embeds([source.text_embed(row) for row in rows])
+        return self.tokens([source.text(row) for row in rows])
+
+
+def spelled(text):
+    """Lower case, one space before each word: so a word is the same token wherever it stands."""
+    return "".join(f" {word}" for word in text.lower().split())
+
+
+def streams_of(cfg, vocabularies, quantizers):
+    """The streams of a stage's transformer; vocabularies: sizes of "semantic" tokens and of a quantizer's "codes"."""
+    codes = vocabularies.get("codes")
+    if cfg.stage == "semantic":
+        return [Stream("semantic", 1, vocabularies["semantic"])]
+    if cfg.stage == "coarse":
+        return [Stream("semantic", 1, vocabularies["semantic"]), Stream("coarse", cfg.coarse_quantizers, codes)]
+    return [Stream("coarse", cfg.coarse_quantizers, codes),
+            Stream("fine", quantizers - cfg.coarse_quantizers, codes)]
+
+
+class TokenTask:
+    """Training and evaluation of a token transformer; of one that was trained, `state` is what its file holds."""
+
+    def __init__(self, cfg, source, device, state=None):
+        self.cfg, self.device, self.recordings = cfg, device, source
+        self.tokenizer = open_tokenizer(cfg, source, device) if cfg.stage in ("semantic", "coarse") else None
+        self.codec = load_soundstream(cfg.soundstream, device) if cfg.stage in ("coarse", "fine") else None
+        vocabularies, rates, caches, quantizers = {}, {}, {}, 0
+        folder = Path(cfg.run).parent / "tokens"
+        if self.tokenizer:
+            vocabularies["semantic"], rates["semantic"] = self.tokenizer.clusters, FRAME_RATE
+            caches["semantic"] = semantic_cache(folder, source, self.tokenizer)
+        if self.codec:
+            quantizers = self.codec.columns
+            vocabularies["codes"], rates["codes"] = self.codec.codebook_size, self.codec.rate / self.codec.hop
+            if cfg.coarse_quantizers >= quantizers:
+                raise UserError(f"--coarse_quantizers: {cfg.coarse_quantizers}, but {cfg.soundstream} has {quantizers}")
+            caches["codes"] = code_cache(folder, source, self.codec, device)
+        self.streams = streams_of(cfg, vocabularies, quantizers)
+        self.text = TextTokens(cfg, state["merges"], state["embed_width"]) if state else TextTokens.learn(cfg, source)
+        self.source = TokenCrops(cfg, source, self.streams, caches, rates, self.text)
+        accumulate.seed(cfg.seed, "weights")
+        model = TokenTransformer(cfg, self.streams, self.text.vocabulary, self.text.embed_width).to(device)
+        made_of = {name: thing.checksum for name, thing in (("tokenizer", self.tokenizer), ("codec", self.codec))
+                   if thing}
+        facts = {"kind": cfg.stage, "streams": [list(stream) for stream in self.streams], "made_of": made_of,
+                 "merges": [list(pair) for pair in self.text.tokenizer.merges], "embed_width": self.text.embed_width,
+                 "window": self.typical_window()}
+        self.run = State(cfg, model, device, {**identity(cfg, source), **made_of}, facts)
+        self.size = f"{sum(p.numel() for p in model.parameters()):,} parameters"
+
+    def typical_window(self):
+        """Frames of the last stream that a training crop has at most; of `unique` tokens, that most crops have."""
+        if self.streams[-1].name != "semantic" or not self.cfg.unique:
+            return self.source.window
+        rows = self.source.source.split("train", self.cfg.validation, self.cfg.test, self.cfg.split_by)[:200]
+        return int(np.quantile([len(self.source.streams_of(self.source.crop(int(row))[0])[0]) for row in rows], 0.95))
+
+    def wrap(self):
+        self.model = dist.wrap(self.run.model, self.device)
+
+    def update(self, plan, batch):
+        """One step on this rank's chunks `batch`: (loss summed over its samples, gradient norm, whether it was taken).
+
+        A sample's loss is the mean over its tokens, so that a batch's is the mean of its chunks'.
+        """
+        cfg, run, step_loss = self.cfg, self.run, torch.zeros((), device=self.device)
+        run.set_rate()
+        for chunk, part in zip(plan, batch):
+            accumulate.seed(cfg.seed, run.step, chunk.index)
+            part = data.to_device(part, self.device)
+            with dist.sync_if(self.model, chunk.last):
+                with amp.autocast(self.device, cfg.precision):
+                    drop = torch.rand(len(part["inputs"]), device=self.device) < cfg.text_drop
+                    sums, counts, _ = self.model(part["inputs"], predicted(part), part.get("text"), drop)
+                weight = torch.full((sums.shape[1],), cfg.given_weight, device=self.device)
+                weight[-1] = 1.0
+                loss = ((sums @ weight) / (counts @ weight).clamp(min=1)).mean()
+                run.scaler.scale(loss * chunk.weight).backward()
+            step_loss += loss.detach() * (chunk.stop - chunk.start)
+        norms, taken = run.advance()
+        return step_loss, norms.square().sum().sqrt(), taken
+
+    @torch.no_grad()
+    def figures(self, part):
+        """Mean loss a token of the stage's own stream, share guessed right, and what the tokens' frequencies give."""
+        cfg, model, stream = self.cfg, self.run.model, self.streams[-1]
+        mode, sums = model.training, np.zeros(3)
+        model.eval()
+        used = torch.zeros(stream.quantizers, stream.size + 1)
+        for batch in share_of(self.source, part, cfg, self.recordings):
+            batch = data.to_device(batch, self.device)
+            with amp.autocast(self.device, cfg.precision):
+                found = model(batch["inputs"], predicted(batch), batch.get("text"),
+                              torch.zeros(len(batch["inputs"]), dtype=torch.bool, device=self.device))
+            sums += [value[:, -1].sum().item() for value in found]
+            for q, target in enumerate(predicted(batch)[-1][0].unbind(-1)):
+                used[q] += torch.bincount(target[target >= 0].cpu(), minlength=stream.size + 1)
+        model.train(mode)
+        loss, count, right, *used = dist.total([*sums, *used.flatten().tolist()])
+        used = torch.tensor(used).view(stream.quantizers, -1)
+        entropy = torch.special.entr(used / used.sum(1, keepdim=True)).sum(1) @ used.sum(1) / used.sum()
+        return {"loss": loss / count, "val_accuracy": right / count, "unigram_entropy": entropy.item()}
+
+    def write_sounds(self, part, path):
+        """Rank 0 writes continuations of a part's first recordings, by the codes that the stage makes.
+
+        Coarse makes them of real semantic tokens, and fine of real coarse ones; semantic tokens alone have no sound.
+        """
+        cfg, stream = self.cfg, self.streams[-1]
+        rows = np.setdiff1d(self.recordings.split(part, cfg.validation, cfg.test, cfg.split_by),
+                            self.source.caches[self.source.main].empty)[:cfg.eval_sounds]
+        if stream.name == "semantic" or not dist.is_main() or not len(rows):
+            return
+        mode = self.run.model.training
+        self.run.model.eval()
+        made = [self.source.streams_of(self.source.crop(int(row))[0]) for row in rows]
+        begun = round(cfg.prompt_seconds * self.source.rates["codes"]) if stream.name == "coarse" else 0
+        window = self.source.window
+        tokens, _ = go_on(self.run.model, window, lambda b, past: [part[len(past):][:window] if stream.name == "fine"
+                                                                   else part for part in made[b][:-1]],
+                          [one[-1][:begun] for one in made],
+                          [len(one[-1]) if stream.name == "fine" else window for one in made],
+                          [accumulate.number(cfg.seed, "sound", int(row)) for row in rows],
+                          Drawing(cfg.temperature, cfg.top_k), self.text.encode(list(map(int, rows)), self.recordings)
+                          if cfg.text != "none" else None, ends=stream.name == "coarse")
+        for number, (one, own) in enumerate(zip(made, tokens)):
+            codes = torch.cat([one[0][:len(own)], own], dim=1) if stream.name == "fine" else own
+            wave = self.codec.decode(codes[None].to(self.device))[0].cpu()
+            write_sound(f"{path}_{number}", wave, self.codec.rate)
+        self.run.model.train(mode)
+
+
+def predicted(batch):
+    """The pairs (targets, steps) of the streams in a batch."""
+    return [(batch[name], batch[name.replace("target", "step")]) for name in batch if name.startswith("target")]
+
+
+# Data and what earlier stages made
+
+def share_of(source, part, cfg, recordings=None):
+    """This rank's batches of the first samples of a part, without draws."""
+    split = (recordings or source).split(part, cfg.validation, cfg.test, cfg.split_by)
+    rows, reader = min(len(split), cfg.eval_samples or len(split)), data.Chunks(source, split)
+    for start in range(dist.rank() * cfg.chunk_size, rows, dist.world_size() * cfg.chunk_size):
+        yield reader[start, min(rows, start + cfg.chunk_size)]
+
+
+def open_source(cfg, seconds=0.0):
+    """The recordings of a config, whose fetch gives crops of so many seconds, at the codec's rate."""
+    crop = round(seconds * cfg.sample_rate)
+    if cfg.data == "syllables":
+        return Syllables(BUILTIN_ROWS, crop, cfg.sample_rate)
+    return Recordings(cfg.data, cfg.sample_rate, crop, cfg.speaker_pattern, math.prod(cfg.strides))
+
+
+def identity(cfg, source):
+    """What must not change while a run goes on."""
+    names = FIXED_CODEC if cfg.stage == "soundstream" else FIXED_TOKENS
+    return {**{name: getattr(cfg, name) for name in names}, **{f"data_{k}": v for k, v in source.fingerprint().items()}}
+
+
+def code_cache(folder, source, codec, device):
+    """The codes of all recordings by a codec."""
+    def encode(row):
+        with torch.inference_mode():
+            return codec.encode(source.wave(row)[None].to(device))[0].cpu().numpy()
+    return token_cache(folder, source, {"codec": codec.checksum}, encode, "codes")
+
+
+def semantic_cache(folder, source, tokenizer):
+    """The semantic tokens of all recordings, their speaker's mean and variance removed."""
+    rows = {}
+    for row in range(len(source)):
+        rows.setdefault(source.speaker(row), []).append(row)
+
+    @functools.cache
+    def stats(speaker):
+        return tokenizer.speaker_stats(source.readable(rows[speaker][:semantic.TOGETHER])[1], source.rate)
+
+    def encode(row):
+        return tokenizer.encode(source.wave(row), source.rate, stats(source.speaker(row)))[:, None]
+    return token_cache(folder, source, {"tokenizer": tokenizer.checksum}, encode, "semantic tokens")
+
+
+def prepare(cfg, run):
+    """What rank 0 does before anyone trains: check the config and the data, hold the run folder.
+
+    Returns (the config with all that was "auto" or left to the run's place decided, messages).
+    """
+    check_start(cfg)
+    source = open_source(cfg)  # checked before an earlier run is moved aside
+    if cfg.text == "auto":
+        use = "prefix" if cfg.stage == "semantic" and source.texts else "none"
+        cfg = dataclasses.replace(cfg, text=use)
+    if cfg.stage != "soundstream" and cfg.text != "none" and not cfg.text_embeds and not source.texts:
+        raise UserError(f"--text {cfg.text}: {cfg.data} has no transcripts; expected NAME.txt beside recordings, or "
+                        "*.trans.txt")
+    if cfg.text_embeds and not source.embed_width:
+        raise UserError(f"--text_embeds: no NAME.npy beside the recordings of {cfg.data}")
+    whole = Path(cfg.run).parent
+    cfg = dataclasses.replace(cfg, soundstream=cfg.soundstream or str(whole / "soundstream"),
+                              semantic=cfg.semantic or str(whole / "semantic"))
+    if cfg.stage in ("coarse", "fine") and not cfg.soundstream.startswith("encodec:"):
+        model_file(cfg.soundstream, "soundstream")
+    if cfg.stage == "coarse":
+        model_file(cfg.semantic, "semantic", TOKENIZER)
+    moved = run.open(cfg.resume)
+    notes = [f"the earlier run is now in {moved}"] if moved else []
+    bad, _, names = source.check()
+    if bad or source.bad:
+        names = [*source.bad, *names]
+        notes.append(f"{len(names)} recordings cannot be used and are left out: {', '.join(names[:5])}"
+                     f"{', …' if len(names) > 5 else ''}")
+    if source.resampled:
+        notes.append(source.resampled)
+    for part in ("train", "validation", "test"):
+        rows = len(source.split(part, cfg.validation, cfg.test, cfg.split_by))
+        if rows < (cfg.batch_size if part == "train" else 1):
+            raise UserError(f"{cfg.data}: {rows} training recordings, fewer than --batch_size {cfg.batch_size}; lower "
+                            f"it" if part == "train" else f"{cfg.data}: none of its {len(source)} recordings is left "
+                            f"for {part}; raise --{part}, or --split_by file")
+    return cfg, notes
+
+
+def train(cfgs):
+    device = dist.setup(cfgs[0].device, cfgs[0].timeout_minutes)
+    if len(cfgs) > 1 and (cfgs[0].init_from or cfgs[0].resume not in ("auto", "never")):
+        raise UserError("--init_from, --resume FILE: a file is of one stage; give that with --stage, too")
+    before = [train_stage(cfg, device) for cfg in cfgs]
+    dist.gather(None)  # rank 0 has written the last model
+    run = Path(cfgs[0].run)
+    if len(cfgs) > 1:
+        asked = EvaluateConfig(run=str(run), data=cfgs[0].data, seed=cfgs[0].seed, device=cfgs[0].device,
+                               samples=cfgs[-1].eval_samples, sounds=cfgs[0].eval_sounds)
+        if all(before) and (run / "voices.json").is_file():
+            scores = config.read_json(run / "voices.json")
+        else:
+            scores = evaluate_together(asked, device)
+        report(f"The stages together, on {asked.part} recordings ({run}/sounds):", scores)
+    if dist.is_main():
+        print(f"\nTo generate: python train_audio.py sample --run {run} "
+              + ('--text "a i u o" ' if cfgs[0].data == "syllables" else "--prompt voice.wav ")
+              + "--seconds 3 --out out.wav", flush=True)
+
+
+def train_stage(cfg, device):
+    """Train one stage; returns whether it was finished before."""
+    # Let rank 0 hold the run folder and check all there is to check; make what earlier stages give.
+    started, asked = time.monotonic(), cfg
+    cfg = dataclasses.replace(cfg, run=str(Path(cfg.run) / cfg.stage))
+    folder = checkpoint.Run(cfg.run)
+    cfg, notes = dist.on_main(lambda: prepare(cfg, folder))
+    task = (CodecTask if cfg.stage == "soundstream" else TokenTask)(cfg, open_source(cfg, cfg.seconds), device)
+    run = task.run
+    resume_from, finished, more = dist.on_main(lambda: resume_point(cfg, folder, run.identity))
+    if finished:
+        report(f"{cfg.run} is finished, at step {finished['step']}; to train on, give more --steps.", finished)
+        return True
+
+    # Take the run up where it was.
+    notes += more
+    if resume_from:
+        notes += run.restore(resume_from)
+    elif cfg.init_from:
+        run.start_from(cfg.init_from, cfg.init_strict)
+    dist.check_in_step(run.model, run.step)
+    if dist.is_main():
+        checkpoint.write_json({**config.as_json(asked), "versions": run.versions}, folder.folder / "config.json")
+    log = tracker.Tracker(cfg.run, run.step, dist.is_main(), at_end=run.step >= cfg.steps)
+    log.say(f"{cfg.stage}: {task.size}, {len(task.source):,} recordings of {len(task.recordings.speakers):,} "
+            f"speaker(s), {dist.world_size()} rank(s) on {device.type}")
+    for note in filter(None, notes):
+        log.say(note)
+    if cfg.compile:
+        run.model.compile()
+    task.wrap()
+
+    # Ask for the data in the order that seed and step give.
+    plan = accumulate.plan(cfg.batch_size, cfg.chunk_size, dist.rank(), dist.world_size())
+    split = task.recordings.split("train", cfg.validation, cfg.test, cfg.split_by)
+    spans = data.training_spans(plan, cfg.batch_size, run.step)
+    batches = data.loader(data.Chunks(task.source, split, cfg.seed), spans, cfg.workers, device.type == "cuda")
+
+    # Train. Signals and clocks are read by rank 0, at log lines, where the ranks meet anyway.
+    signals = []
+    handlers = {s: signal.signal(s, lambda number, _: signals.append(number)) for s in (signal.SIGTERM, signal.SIGINT)}
+    saved = evaluated = time.monotonic()
+    meter, batch, taken = tracker.Meter(log, run), [], True
+    bar = tracker.progress(total=cfg.steps, initial=run.step, desc=cfg.stage, unit="step", disable=not dist.is_main())
+    run.model.train()
+    while run.step < cfg.steps:
+        if taken:  # a step that overflowed did not happen: it is tried again, on the same samples
+            batch = [next(batches) for _ in plan]
+        step_loss, norm, taken = task.update(plan, batch)
+        if not taken:
+            meter.overflows += 1
+            continue
+        bar.update()
+        meter.add(step_loss, batch)
+        if run.step % cfg.log_every and run.step < cfg.steps:
+            continue
+
+        # Log: the one place where the host waits for the device.
+        (loss, rate), step, now = meter.line(norm), run.step, time.monotonic()
+        bar.set_postfix_str(f"loss {loss:.4f}, {rate:.0f} samples/s", refresh=False)
+
+        # Evaluate and save, when the steps, rank 0's clock or a signal say so.
+        eval_due, save_due, stop = dist.broadcast((
+            step == cfg.steps or due(step, meter.step, cfg.eval_every, now - evaluated, cfg.eval_minutes),
+            step == cfg.steps or due(step, meter.step, cfg.save_every, now - saved, cfg.save_minutes),
+            signals[:1]))
+        if eval_due:
+            figures = evaluate_stage(task, step)
+            evaluated = time.monotonic()
+            log.log(step, **figures, evaluation_s=evaluated - now)
+            losses = {name: figures.pop(name) for name in ("val_loss", "val_loss_online")}
+            log.say("\n    ".join([f"step {step}: " + tracker.show({"loss": loss, **losses}), *tracker.table(figures)]))
+            if losses["val_loss"] < run.best_val_loss:
+                run.best_val_loss = losses["val_loss"]
+                run.export("best.pt", val_loss=run.best_val_loss)
+        if save_due or stop:
+            run.commit(folder, log)
+            saved = time.monotonic()
+        if stop:
+            log.say(f"stopped by signal {stop[0]} at step {step}, all saved; the same command goes on")
+            raise SystemExit(128 + stop[0])
+        meter.restart()
+    bar.close()
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+    # Test the averaged weights, and save them last of all.
+    with run.average.applied(run.model):
+        figures = task.figures("test")
+        results = {"test_loss": figures.pop("loss"), **figures}
+        task.write_sounds("test", Path(cfg.run) / "samples" / "test")
+    run.export("model.pt", **results)
+    log.log(run.step, **results)
+    results = {"step": run.step, "best_val_loss": run.best_val_loss, **results}
+    dist.on_main(lambda: folder.finish(results))  # the others wait: what comes next reads these files
+    report(f"Trained {cfg.run}; this start took {time.monotonic() - started:.0f} s.", results)
+    return False
+
+
+def evaluate_stage(task, step):
+    """Losses of both kinds of weights, and the figures of the averaged ones, which also write sounds."""
+    run, result = task.run, {}
+    result["val_loss_online"] = task.figures("validation")["loss"]
+    with run.average.applied(run.model):
+        figures = task.figures("validation")
+        if step < run.cfg.steps:  # else the test is next
+            task.write_sounds("validation", Path(run.cfg.run) / "samples" / f"step_{step:08d}")
+    return {"val_loss": figures.pop("loss"), **result, **figures}
+
+
+def report(headline, results):
+    """A headline, and the results as a table."""
+    if dist.is_main():
+        print("\n".join([f"\n{headline}\n", *(f"  {line}" for line in tracker.table(results))]), flush=True)
+
+
+def write_sound(path, wave, rate):
+    """A wave (T,) as WAV, and its spectrogram as PNG beside."""
+    for suffix, write in ((".wav", lambda file: audio.write_wav(file, wave, rate)),
+                          (".png", lambda file: media.write_png(file, audio.spectrogram(wave, rate)))):
+        with checkpoint.replacing(Path(f"{path}{suffix}")) as file:
+            write(file)
+
+
+# What earlier stages made
+
+TOKENIZER = "kmeans.pt"  # in the folder of the semantic run
+
+
+def model_file(path, kind, name="model.pt"):
+    """The file `name` of a run that a stage needs, given its folder or the file itself; UserError if it is missing."""
+    path = Path(path)
+    file = path / name if path.is_dir() or not path.suffix else path
+    if not file.is_file():
+        raise UserError(f"{file}: missing; train it first: --stage {kind}, or give its run with --{kind}")
+    return file
+
+
+def load_soundstream(path, device, weights="ema"):
+    """The codec of a run folder or file, in eval mode, with what tells it from others in `checksum`."""
+    if str(path).startswith("encodec:"):
+        return EnCodec(path, device)
+    file = model_file(path, "soundstream")
+    cfg, state = lora.read_model("soundstream", Config, file, weights)
+    codec = SoundStream(cfg)
+    load_weights(codec, state, file)
+    codec.checksum = checkpoint.checksum(file)[:16]
+    return codec.to(device).eval().requires_grad_(False)
+
+
+class EnCodec:
+    """A published EnCodec (Défossez et al. 2022) in the place of a SoundStream: encodec:MODEL, through transformers."""
+
+    def __init__(self, spec, device):
+        try:
+            from transformers import EncodecModel
+        except ImportError:
+            raise UserError(f"--soundstream {spec}: needs transformers: pip install transformers") from None
+        name = spec.removeprefix("encodec:")
+        try:
+            self.model = EncodecModel.from_pretrained(name).to(device).eval().requires_grad_(False)
+        except OSError as error:  # no such model, or no way to it
+            raise UserError(f"--soundstream {spec}: {str(error).splitlines()[0]}") from error
+        settings = self.model.config
+        if settings.audio_channels != 1:
+            raise UserError(f"--soundstream {spec}: a model of {settings.audio_channels} channels; expected one")
+        self.rate, self.hop, self.codebook_size = settings.sampling_rate, settings.hop_length, settings.codebook_size
+        self.bandwidth, self.checksum, self.groups = max(settings.target_bandwidths), name, 1
+        self.columns = settings.num_quantizers
+
+    @torch.no_grad()
+    def encode(self, wave, count=None):
+        """Codes (B, frames, Q) of waves (B, T)."""
+        wave = F.pad(wave, (0, -wave.shape[1] % self.hop))
+        codes = self.model.encode(wave[:, None], bandwidth=self.bandwidth, return_dict=True).audio_codes
+        return codes[0].transpose(1, 2)[..., :count]
+
+    @torch.no_grad()
+    def decode(self, codes):
+        """Waves (B, frames·hop) of codes (B, frames, Q)."""
+        return self.model.decode(codes.transpose(1, 2)[None], [None], return_dict=True).audio_values[:, 0]
+
+
+def open_tokenizer(cfg, source, device):
+    """The tokenizer of semantic tokens: of the run that the stage is of, or, for the semantic stage, its own.
+
+    That is fitted to the training recordings when the run has none yet, and saved with it.
+    """
+    folder = Path(cfg.run if cfg.stage == "semantic" else cfg.semantic)
+    path = folder / TOKENIZER
+    if not dist.on_main(path.exists):
+        rows = source.split("train", cfg.validation, cfg.test, cfg.split_by)
+        features = "mfcc" if cfg.tokenizer == "kmeans" else cfg.tokenizer
+        made = semantic.fit(source, rows, cfg.clusters, cfg.seed, features=features, deltas=cfg.deltas)
+        dist.on_main(lambda: checkpoint.save(made.state(), path) and None)
+    return load_tokenizer(path, device)
+
+
+def load_tokenizer(path, device):
+    tokenizer = semantic.load(checkpoint.load(path)).to(device)
+    tokenizer.checksum = checkpoint.checksum(path)[:16]
+    return tokenizer
+
+
+def load_transformer(path, stage, device, weights="ema"):
+    """(config, model in eval mode, contents of the file) of a stage's run folder."""
+    file = model_file(path, stage) if weights == "ema" else newest_checkpoint(path)
+    cfg, state = lora.read_model(stage, Config, file, weights)
+    streams = [Stream(*stream) for stream in state["streams"]]
+    text = TextTokens(cfg, state["merges"], state["embed_width"])
+    model = TokenTransformer(cfg, streams, text.vocabulary, text.embed_width)
+    load_weights(model, state, file)
+    return cfg, model.to(device).eval().requires_grad_(False), state
+
+
+# Commands
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    run: str = "runs/audio"  # folder of the runs, one a stage
+    data: str = ""  # recordings; "": those the coarse stage was trained on
+    part: Literal["train", "validation", "test"] = "test"  # which of them
+    weights: Literal["ema", "online"] = "ema"  # averaged weights, or those of the newest checkpoint
+    samples: int = 160  # most recordings to go on with, 0 for all
+    sounds: int = 4  # recordings that are written as WAV and PNG to RUN/sounds
+    prompt_seconds: float = 1.0  # how much of each the model is given
+    seconds: float = 1.5  # how much it adds
+    temperature: float = 0.9  # of the codes drawn, 0 for the most probable
+    top_k: float = 0.2  # share of the codes that is drawn from, the most probable
+    batch_size: int = 16  # recordings at a time
+    seed: int = 0  # of everything random
+    device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # where to compute
+
+
+@dataclass(frozen=True)
+class SampleConfig:
+    run: str = "runs/audio"  # folder of the runs, one a stage
+    # What to say
+    text: str = ""  # text to say
+    file: str = ""  # file with a text to say a line, instead
+    prompt: str = ""  # recording to go on with, in its voice
+    prompt_seconds: float = 0.0  # how much of its end to take, 0 for all
+    prompt_codes: str = ""  # codes to go on with, .npy (T, Q), as --codes writes them, instead of a recording
+    seconds: float = 3.0  # length at most, after the prompt
+    num: int = 1  # sounds a text or prompt
+    # How
+    temperature: tuple[float, ...] = (0.9,)  # of the codes drawn, 0 for the most probable; one, or one a stage
+    top_k: tuple[float, ...] = (0.2,)  # share of the codes that is drawn from; one, or one a stage
+    guidance_scale: tuple[float, ...] = (1.0,)  # how far to lean toward the text, 1 for not; one, or one a stage
+    fine: bool = True  # let the fine stage add its codes, else the coarse ones alone are heard
+    # The codec alone
+    reconstruct: str = ""  # recording to send through the codec
+    decode: str = ""  # codes to turn into sound, .npy (T, Q)
+    quantizers: int = 0  # how many the codec uses, 0 for all
+    # Out
+    out: str = "out.wav"  # the sound; several are out_0.wav, out_1.wav, …
+    codes: str = ""  # also write the codes, .npy (T, Q), to this file
+    picture: str = ""  # also write the spectrogram, PNG, to this file
+    weights: Literal["ema", "online"] = "ema"  # averaged weights, or those of the newest checkpoint
+    seed: int = 0  # of everything random
+    device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # where to compute
+
+
+def evaluate(asked):
+    """Every stage that there is, on held-out recordings, and what they make together."""
+    device, ready = dist.setup(asked.device), []
+    for stage in STAGES:
+        path = Path(asked.run) / stage / "model.pt"
+        if not path.is_file():
+            continue
+        file = path if asked.weights == "ema" else newest_checkpoint(path.parent)
+        cfg, state = lora.read_model(stage, Config, file, asked.weights)
+        cfg = dataclasses.replace(cfg, data=asked.data or cfg.data, eval_samples=asked.samples, resume="never")
+        source = open_source(cfg, cfg.seconds)
+        task = CodecTask(cfg, source, device) if stage == "soundstream" else TokenTask(cfg, source, device, state)
+        load_weights(task.run.model, state, file)
+        report(f"{path.parent}, on {asked.part} recordings:", task.figures(asked.part))
+        ready.append(stage)
+    if not ready:
+        raise UserError(f"{asked.run}: no model.pt in {', '.join(f'{stage}/' for stage in STAGES)}; train first")
+    if len(ready) == len(STAGES):
+        report(f"The stages together ({asked.run}/sounds):", evaluate_together(asked, device))
+
+
+def newest_checkpoint(folder):
+    """The newest checkpoint of a run folder."""
+    if found := sorted((folder / "checkpoints").glob("step_*.pt")):
+        return found[-1]
+    raise UserError(f"{folder}/checkpoints: empty; --weights online needs a checkpoint")
+
+
+def evaluate_together(asked, device):
+    """Go on with held-out recordings and, on the built-in ones, listen to who speaks and what is said."""
+    stack = Stack(asked.run, device, asked.weights)
+    cfg = dataclasses.replace(stack.cfgs["coarse"], **({"data": asked.data} if asked.data else {}))
+    source, ranks, added, count = open_source(cfg), dist.world_size(), 0.0, 0
+    rows = source.split(asked.part, cfg.validation, cfg.test, cfg.split_by)
+    rows = rows[:asked.samples or len(rows)]
+    mine, begin = rows[dist.rank()::ranks], round(asked.prompt_seconds * source.rate)
+    drawings = dict.fromkeys(STAGES, Drawing(asked.temperature, asked.top_k))
+    hearing = semantic.Hearing() if isinstance(source, Syllables) else None
+    bar = tracker.progress(total=len(mine), desc="continuations", unit=" recordings", disable=not dist.is_main())
+    for at in range(0, len(mine), asked.batch_size):
+        part, waves = source.readable(mine[at:at + asked.batch_size])
+        prompts = [wave[:min(begin, len(wave) // 2)] for wave in waves]
+        seeds = [accumulate.number(asked.seed, "voice", row) for row in part]
+        codes = stack.speak(list(zip(*stack.heard(prompts))), asked.seconds, seeds, drawings)
+        made = [stack.wave(one) for one in codes]
+        for number, sound in enumerate(made, at):
+            if (place := number * ranks + dist.rank()) < asked.sounds:
+                write_sound(Path(asked.run) / "sounds" / f"{place}_goes_on", sound, source.rate)
+        count += len(part)
+        added += sum((len(sound) - len(prompt)) / source.rate for sound, prompt in zip(made, prompts))
+        if hearing:  # all of it through the codec, which is scored by itself
+            waves = [stack.wave(one) for one in stack.heard(waves)[1]]
+            prompts = [one[:len(prompt)] for one, prompt in zip(waves, prompts)]
+            hearing.voices(prompts, *([one[len(prompt):] for one, prompt in zip(sounds, prompts)]
+                                      for sounds in (waves, made)), source.rate)
+        if hearing and stack.cfgs["semantic"].text != "none":
+            silence = [(torch.zeros(0, 1, dtype=torch.long), codes[0][:0].cpu())] * len(part)
+            records = source.records(part)
+            spoken = stack.speak(silence, LONGEST, seeds, drawings, [record["text"] for record in records])
+            hearing.texts([stack.wave(one) for one in spoken], waves, records, source.rate)
+        bar.update(len(part))
+    bar.close()
+    added, count = dist.total([added, count])
+    result = {"seconds_added": added / count}
+    if hearing:
+        result |= hearing.result() | semantic_scores(stack.tokenizer, source, cfg, rows)
+    if dist.is_main():
+        checkpoint.write_json(result, Path(asked.run) / "voices.json")
+    return result
+
+
+def semantic_scores(tokenizer, source, cfg, rows):
+    """Whether semantic tokens tell the syllables, by a map fitted on other speakers, and the speakers."""
+    cache = semantic_cache(Path(cfg.run).parent / "tokens", source, tokenizer)
+    train = source.split("train", cfg.validation, cfg.test, cfg.split_by)[:400]
+    pairs = [(np.concatenate([cache[int(row)][:, 0] for row in those]), np.concatenate([
+        semantic.syllable_labels(record, cache.frames(int(row))) for row, record in zip(those, source.records(those))]))
+        for those in (train, rows)]
+    seen, halves = collections.Counter(), ([], [])
+    for row in map(int, rows):
+        seen[who := source.speaker(row)] += 1
+        halves[seen[who] % 2].append((cache[row][:, 0], who))
+    result = {"semantic_syllable_accuracy": semantic.many_to_one(*pairs[0], *pairs[1])}
+    if all(halves):  # someone is heard twice
+        result["semantic_speaker_accuracy"], result["semantic_speaker_chance"] = semantic.speaker_accuracy(
+            *zip(*halves[1]), *zip(*halves[0]))
+    return result
+
+
+def per_stage(name, values):
+    """{stage: value} of one value for all of semantic, coarse and fine, or of one for each."""
+    stages = list(STAGES)[1:]
+    if len(values) not in (1, len(stages)):
+        raise UserError(f"--{name}: {len(values)} values; expected one, or one for each of {', '.join(stages)}")
+    return dict(zip(stages, values * (len(stages) if len(values) == 1 else 1)))
+
+
+def open_wave(path, rate, hop):
+    """(wave (T,) of a recording at `rate`, a note if it was resampled)."""
+    channels, own = audio.read(path)
+    if channels.shape[1] * rate < hop * own:
+        raise UserError(f"{path}: {channels.shape[1]} samples at {own} Hz, shorter than a frame of {hop} at {rate} Hz")
+    note = f"{path}: {own} Hz, resampled to the codec's {rate}" if own != rate else None
+    return audio.resample(torch.from_numpy(channels).mean(0), own, rate), note
+
+
+def open_codes(path, codec):
+    """Codes (T, Q) of a .npy file, checked against the codec."""
+    try:
+        codes = np.load(path, allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: not a readable .npy array ({error})") from error
+    if codes.ndim != 2 or codes.dtype.kind not in "iu" or not 1 <= codes.shape[1] <= codec.columns or \
+            codes.shape[1] % codec.groups or not codes.size or not 0 <= codes.min() <= codes.max() < codec.codebook_size:
+        raise UserError(f"{path}: {codes.dtype} {codes.shape}; expected whole numbers (frames, 1 to {codec.columns}) "
+                        f"below {codec.codebook_size}")
+    return torch.from_numpy(codes.astype(np.int64))
+
+
+def sample(asked):
+    device = dist.setup(asked.device)
+    chosen = [name for name in ("text", "file", "prompt", "prompt_codes", "reconstruct", "decode")
+              if getattr(asked, name)]
+    if {"reconstruct", "decode"} & set(chosen):
+        if len(chosen) > 1:
+            raise UserError(f"--{chosen[0]}, --{chosen[1]}: the codec alone takes one recording or one file of codes")
+        return dist.on_main(lambda: through_codec(asked, device))
+    for one, other in (("text", "file"), ("prompt", "prompt_codes")):
+        if one in chosen and other in chosen:
+            raise UserError(f"--{one}, --{other}: give one of them")
+    if not chosen:
+        raise UserError("nothing to say: give --text, --file, --prompt, --prompt_codes, --reconstruct or --decode")
+    drawings = {name: per_stage(name, getattr(asked, name)) for name in Drawing._fields}
+    drawings = {stage: Drawing(*(drawings[name][stage] for name in Drawing._fields)) for stage in list(STAGES)[1:]}
+    stack, note = Stack(asked.run, device, asked.weights), None
+    texts = [asked.text]
+    if asked.file:
+        texts = [line.strip() for line in Path(asked.file).read_text(encoding="utf-8").splitlines() if line.strip()]
+    if asked.file and not texts:
+        raise UserError(f"{asked.file}: no text in it")
+    if any(texts) and all(cfg.text == "none" or cfg.text_embeds for cfg in stack.cfgs.values()):
+        raise UserError(f"--{'file' if asked.file else 'text'}: {asked.run} was trained without texts; give --prompt "
+                        "alone, or train with --text prefix")
+    codec, prompt = stack.codec, None
+    if asked.prompt:
+        wave, note = open_wave(asked.prompt, codec.rate, codec.hop)
+        if asked.prompt_seconds:
+            wave = wave[-round(asked.prompt_seconds * codec.rate):]
+        prompt = tuple(part[0] for part in stack.heard([wave]))
+    elif asked.prompt_codes:
+        codes = open_codes(asked.prompt_codes, codec)
+        if codes.shape[1] < codec.columns:
+            raise UserError(f"{asked.prompt_codes}: {codes.shape[1]} quantizers, but to go on takes {codec.columns}")
+        prompt = stack.heard([stack.wave(codes)])[0][0], codes
+    if prompt and len(prompt[1]) >= stack.facts["coarse"]["window"]:
+        own, most = (n * codec.hop / codec.rate for n in (len(prompt[1]), stack.facts["coarse"]["window"] - 1))
+        raise UserError(f"--{'prompt' if asked.prompt else 'prompt_codes'}: {own:.2f} s, longer than the {most:.2f} s "
+                        f"that the coarse stage was trained on; give --prompt_seconds {most:.2f} or less")
+    prompt = prompt or (torch.zeros(0, 1, dtype=torch.long), torch.zeros(0, codec.columns, dtype=torch.long))
+    wanted = [(text, number) for text in texts for number in range(asked.num)]
+    mine = wanted[dist.rank()::dist.world_size()]
+    if mine:
+        seeds = [accumulate.number(asked.seed, text, number) for text, number in mine]
+        given = [text for text, _ in mine] if any(texts) else None
+        made = stack.speak([prompt] * len(mine), asked.seconds, seeds, drawings, given, asked.fine)
+        for (text, number), codes in zip(mine, made):
+            place = texts.index(text) * asked.num + number
+            write_out(asked, stack.wave(codes), codes, codec.rate, f"_{place}" if len(wanted) > 1 else "")
+    if dist.is_main():
+        print("\n".join(filter(None, [note, f"{len(wanted)} sound(s): {asked.out}"])), flush=True)
+    return None
+
+
+def through_codec(asked, device):
+    """Send a recording through the codec of a run, or turn codes into sound."""
+    path, note, wave = Path(asked.run) / "soundstream", None, None
+    codec = load_soundstream(path if asked.weights == "ema" else newest_checkpoint(path), device, asked.weights)
+    most = codec.columns // getattr(codec, "groups", 1)
+    if asked.quantizers > most:
+        raise UserError(f"--quantizers: {asked.quantizers}, but the codec has {most}")
+    if asked.reconstruct:
+        wave, note = open_wave(asked.reconstruct, codec.rate, codec.hop)
+        codes = codec.encode(wave[None].to(device), asked.quantizers or None)
+    else:
+        codes = open_codes(asked.decode, codec)[None, :, :asked.quantizers * codec.groups or None].to(device)
+    sound = codec.decode(codes)[0].cpu()
+    write_out(asked, sound[:len(wave)] if wave is not None else sound, codes[0], codec.rate)
+    quality = f", si_sdr_db {audio.si_sdr(sound[None, :len(wave)], wave[None]).item():.2f}" if wave is not None else ""
+    bits = codes.shape[2] * math.log2(codec.codebook_size) * codec.rate / codec.hop
+    print("\n".join(filter(None, [note, f"{asked.out}: {codes.shape[2]} codes a frame, {bits:.0f} bits a second"
+                                  f"{quality}"])), flush=True)
+
+
+def write_out(asked, wave, codes, rate, suffix=""):
+    """Write a sound and what else is asked for; several get a `suffix` before the ending."""
+    def to(path):
+        return Path(path).with_stem(Path(path).stem + suffix)
+    with checkpoint.replacing(to(asked.out)) as file:
+        audio.write_wav(file, wave, rate)
+    if asked.codes:
+        with checkpoint.replacing(to(asked.codes)) as file:
+            np.save(file, codes.cpu().numpy().astype(np.uint16))
+    if asked.picture:
+        with checkpoint.replacing(to(asked.picture)) as file:
+            media.write_png(file, audio.spectrogram(wave, rate))
+
+
+COMMANDS = {"train": (train, Config), "evaluate": (evaluate, EvaluateConfig), "sample": (sample, SampleConfig)}
+
+
+def main():
+    config.dispatch(COMMANDS, __doc__, "train", PRESETS, STAGES)
+
+
+if __name__ == "__main__":
+    config.run(main)
