@@ -823,9 +823,6 @@ class Stack:
             codes = [self.codec.encode(wave[None].to(self.device))[0].cpu() for wave in waves]
         return [torch.from_numpy(one)[:, None] for one in tokens], codes
 
-    def frames(self, seconds):
-        return round(seconds * self.codec.rate / self.codec.hop)
-
     def speak(self, prompts, seconds, seeds, drawings, texts=None, fine=True):
         """Codes of B sounds, each (T, Q): the prompts' own, (semantic (T, 1), codes (T, Q)), and `seconds` after them.
 
@@ -840,7 +837,7 @@ class Stack:
                            [accumulate.number(seed, "semantic") for seed in seeds], drawings["semantic"],
                            self.text("semantic", texts))
         spoken = [codes[:, :width] for _, codes in prompts]
-        goals = [len(codes) + self.frames(seconds) for codes in spoken]
+        goals = [len(codes) + round(seconds * self.codec.rate / self.codec.hop) for codes in spoken]
 
         def behind(b, past):
             """Semantic tokens of sample b that come after the frames `past`: those in them are heard, and counted."""
@@ -1155,7 +1152,7 @@ class TextTokens:
 
         def merges():
             rows = source.split("train", cfg.validation, cfg.test, cfg.split_by)[:20_000]
-            texts = [spelled(source.text(int(row))) for row in rows]
+            texts = [clip.plain(source.text(int(row))) for row in rows]
             return clip.Tokenizer.learn(texts, cfg.text_vocabulary).merges
         return cls(cfg, dist.on_main(merges))
 
@@ -1163,7 +1160,7 @@ class TextTokens:
         """Byte pairs (B, L) of texts, 0 where there are none."""
         out = torch.zeros(len(texts), self.cfg.max_text_len, dtype=torch.long)
         for line, text in zip(out, texts):
-            found = self.tokenizer.encode(spelled(text))[:self.cfg.max_text_len]
+            found = self.tokenizer.encode(clip.plain(text))[:self.cfg.max_text_len]
             line[:len(found)] = torch.tensor(found, dtype=torch.long)
         return out
 
@@ -1179,11 +1176,6 @@ class TextTokens:
         if self.cfg.text_embeds:
             return self.embeds([source.text_embed(row) for row in rows])
         return self.tokens([source.text(row) for row in rows])
-
-
-def spelled(text):
-    """Lower case, one space before each word: so a word is the same token wherever it stands."""
-    return "".join(f" {word}" for word in text.lower().split())
 
 
 def streams_of(cfg, vocabularies, quantizers):
@@ -1622,6 +1614,7 @@ def open_tokenizer(cfg, source, device):
 
 
 def load_tokenizer(path, device):
+    """The tokenizer of a file, with what tells it from others in `checksum`."""
     tokenizer = semantic.load(checkpoint.load(path)).to(device)
     tokenizer.checksum = checkpoint.checksum(path)[:16]
     return tokenizer
@@ -1798,8 +1791,8 @@ def open_codes(path, codec):
         codes = np.load(path, allow_pickle=False)
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: not a readable .npy array ({error})") from error
-    if codes.ndim != 2 or codes.dtype.kind not in "iu" or not 1 <= codes.shape[1] <= codec.columns or \
-            codes.shape[1] % codec.groups or not codes.size or not 0 <= codes.min() <= codes.max() < codec.codebook_size:
+    fits = codes.ndim == 2 and codes.dtype.kind in "iu" and codes.size and codes.shape[1] <= codec.columns
+    if not fits or codes.shape[1] % codec.groups or not 0 <= codes.min() <= codes.max() < codec.codebook_size:
         raise UserError(f"{path}: {codes.dtype} {codes.shape}; expected whole numbers (frames, 1 to {codec.columns}) "
                         f"below {codec.codebook_size}")
     return torch.from_numpy(codes.astype(np.int64))

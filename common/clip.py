@@ -160,7 +160,7 @@ class Tokenizer:
         return len(self.spelling)
 
 
-def _plain(text):
+def plain(text):
     """Lower case, one space before each word: so a word is the same token wherever it stands."""
     return "".join(f" {word}" for word in text.lower().split())
 
@@ -217,7 +217,7 @@ class CLIP(nn.Module):
         """int64 (B, L), padded with PAD: START, at most L - 2 tokens, END. Case and runs of spaces do not matter."""
         tokens = torch.full((len(texts), self.context), PAD)
         for i, text in enumerate(texts):
-            row = [START, *self.tokenizer.encode(_plain(text))[:self.context - 2], END]
+            row = [START, *self.tokenizer.encode(plain(text))[:self.context - 2], END]
             tokens[i, :len(row)] = torch.tensor(row)
         return tokens
 
@@ -355,7 +355,7 @@ def train(images: np.ndarray, captions: list[str], cfg: Config, device: torch.de
         model = load(cfg.init_from, device).train()
         lora.inject(model, cfg.lora_rank, cfg.lora_alpha)
     else:
-        merges = Tokenizer.learn([_plain(caption) for caption in captions], cfg.vocabulary).merges
+        merges = Tokenizer.learn([plain(caption) for caption in captions], cfg.vocabulary).merges
         model = CLIP(cfg, merges).to(device).train()
     images, tokens = torch.from_numpy(images).to(device), model.tokenize(captions)
     tokens = tokens[:, :int((tokens != PAD).sum(1).max())].to(device)  # no position that is padding in every row

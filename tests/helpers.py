@@ -37,20 +37,17 @@ def start(script, *words, ranks=0):
 
 
 def run(script, *words, ranks=0, expect=0):
-    """Output of SCRIPT.py, which must end with the status `expect`; without torchrun it runs in this process."""
+    """Output of SCRIPT.py on forked `ranks` or in this process, which must end with the status `expect`."""
     if ranks:
-        process = start(script, *words, ranks=ranks)
-        out, err = process.communicate()
-        status, out = process.returncode, out + err
-    else:
-        status, argv, out = 0, sys.argv, io.StringIO()
-        try:
-            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
-                _main(script, words)
-        except SystemExit as end:
-            status = end.code
-        finally:
-            sys.argv, out = argv, out.getvalue()
+        return Forked(script, *words, ranks=ranks).finish(expect)
+    status, argv, out = 0, sys.argv, io.StringIO()
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+            _main(script, words)
+    except SystemExit as end:
+        status = end.code
+    finally:
+        sys.argv, out = argv, out.getvalue()
     assert status == expect, out
     return out
 

@@ -25,7 +25,7 @@ STRANGE = ["", " ", "a small red star", "two  spaces\tand\nlines\r\n", "naïve f
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return clip.Tokenizer.learn([clip._plain(r["caption"]) for r in synthetic.shapes(range(500), size=1)[1]], 1024)
+    return clip.Tokenizer.learn([clip.plain(r["caption"]) for r in synthetic.shapes(range(500), size=1)[1]], 1024)
 
 
 @pytest.fixture(scope="module")
