@@ -446,10 +446,9 @@ class ModReLU(nn.Module):
         self.bias = nn.Parameter(torch.zeros(1))
 
     def forward(self, x):
-        real, imaginary = x.chunk(2, dim=1)
-        size = (real.float().square() + imaginary.float().square() + 1e-12).sqrt()  # in fp16 that would be 0, or inf
-        factor = (F.relu(size + self.bias) / size).to(x.dtype)
-        return torch.cat([real * factor, imaginary * factor], dim=1)
+        parts = x.unflatten(1, (2, -1))
+        inverse = (parts.float().square().sum(1, keepdim=True) + 1e-12).rsqrt()  # in fp16 that would be inf, or 0
+        return (parts * F.relu(1 + self.bias * inverse).to(x.dtype)).flatten(1, 2)
 
 
 class STFTDiscriminator(nn.Module):
