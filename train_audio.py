@@ -74,7 +74,7 @@ class Config:
     init_from: str = ""  # model.pt or checkpoint whose weights to start from (all else starts anew)
     init_strict: bool = True  # refuse weights that do not all fit, else take those that do
     # Codec
-    channels: int = 12  # of the first layer; each stride doubles them
+    channels: int = 8  # of the first layer; each stride doubles them
     strides: tuple[int, ...] = (2, 4, 5, 8)  # their product is the hop, samples a frame
     residual_units: int = 1  # a stride, with dilations 1, 3, 9
     codec_width: int = 128  # width of a frame
@@ -86,16 +86,16 @@ class Config:
     codebook_width: int = 0  # frames are projected to this width to be quantized, 0 for not at all
     codebook_decay: float = 0.98  # of the codebooks' moving averages
     dead_below: float = 0.1  # codes of fewer frames a step, on average, are replaced
-    quantizer_dropout: float = 0.25  # share of samples that are cut to a random number of quantizers
+    quantizer_dropout: float = 0.1  # share of samples that are cut to a random number of quantizers
     rotation: bool = False  # gradients through quantization by the rotation trick (Fifty et al. 2024), not straight
     code_temperature: float = 0.0  # codes are drawn at this temperature in training, 0 for the nearest
-    quantize_after: int = 250  # steps of the plain autoencoder before k-means makes the codebooks
+    quantize_after: int = 100  # steps of the plain autoencoder before k-means makes the codebooks
     mel_weight: float = 0.3  # of the distance of log-mel spectra at six scales
     l1_weight: float = 10.0  # of the L1 distance of waves
     sdr_weight: float = 0.1  # of the signal-to-distortion ratio, in dB; scale-invariant, it would blow up silence
     commitment_weight: float = 0.25  # of the distance of frames to their codes
     # Discriminators of the codec
-    discriminate_after: float = 0.88  # share of the steps without them; 1 for none at all
+    discriminate_after: float = 0.9  # share of the steps without them; 1 for none at all
     adversarial_weight: float = 1.0  # of the hinge loss
     feature_weight: float = 100.0  # of the distance of features
     penalty_weight: float = 10.0  # of the gradient penalty, 0 for none
@@ -135,7 +135,7 @@ class Config:
     steps: int = 1200  # optimizer steps
     batch_size: int = 4  # samples a step, over all ranks
     chunk_size: int = 2  # samples in one forward pass; part of what defines a run
-    lr: float = 2e-3  # peak learning rate
+    lr: float = 1e-3  # peak learning rate
     warmup_steps: int = 50  # steps of linear warm-up
     cosine: bool = True  # after the warm-up, decay to 0 at `steps` along half a cosine, else stay constant
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for matrices, and AdamW for the rest
@@ -222,7 +222,7 @@ class Config:
 TRANSFORMER = dict(seconds=3.5, batch_size=16, chunk_size=8, lr=2e-3, weight_decay=0.01, beta1=0.9, max_grad_norm=1.0,
                    eval_samples=160, ema_decay=0.995, dropout=0.1, eval_every=150)
 STAGES = {
-    "soundstream": dict(steps=4500),
+    "soundstream": dict(steps=3500),
     "semantic": dict(TRANSFORMER, steps=350),
     "coarse": dict(TRANSFORMER, steps=500),
     "fine": dict(TRANSFORMER, steps=250),
@@ -266,22 +266,37 @@ class CausalConv(nn.Conv2d):
 
     def forward(self, x, memory=None):
         past = None if memory is None else memory.get(self)
-        x = F.pad(x, (0, 0, self.left, 0)) if past is None else torch.cat([past, x], dim=1)
+        x = torch.cat([x.new_zeros(len(x), self.left, x.shape[2]) if past is None else past, x], dim=1)
         if memory is not None:
             memory[self] = x[:, x.shape[1] - self.left:]
-        return super().forward(x[:, None].permute(0, 3, 1, 2)).permute(0, 2, 3, 1)[:, 0]
+        return super().forward(x[:, None].permute(0, 3, 1, 2)).permute(0, 2, 3, 1).squeeze(1)
+
+    def pair_with(self, inverse, x):
+        """Take the principal components of x (B, T, C), in blocks of the stride, and let `inverse` undo it."""
+        width, narrow, taps = self.out_channels, self.in_channels, self.stride[1]
+        if taps == narrow == 1:  # a wave: all taps, so that the channels differ
+            taps = self.kernel_size[1]
+            x = F.pad(x, (0, 0, taps - 1, 0)).unfold(1, taps, 1)
+        blocks = x.reshape(-1, taps * narrow).double()  # each (taps, C)
+        best = torch.linalg.eigh(blocks.T @ blocks).eigenvectors.flip(1)[:, :width].T.float()
+        turned = torch.linalg.qr(torch.randn(width, width)).Q[:, :len(best)] @ best  # (C', taps * C)
+        self.weight[..., 0, -taps:] = 0.8 * turned.unflatten(1, (taps, narrow)).transpose(1, 2)
+        if isinstance(inverse, CausalUpsample):
+            inverse.own.weight.copy_(turned.T / 0.8)
+        else:
+            inverse.weight[..., 0, -1] = turned.T[-narrow:] / 0.8
 
 
 class CausalUpsample(nn.Module):
     """Transposed convolution, kernel twice the stride, cut to what does not need the future, (B, T, C) -> (B, T·s, C').
 
-    As each output lies under two taps, it is one product of neighboring frames.
+    As each output lies under two taps, it is a product of its own frame and one of the frame before.
     """
 
     def __init__(self, width_in, width_out, stride):
         super().__init__()
         self.width_out = width_out
-        self.taps = nn.Linear(2 * width_in, stride * width_out, bias=False)
+        self.own, self.earlier = (nn.Linear(width_in, stride * width_out, bias=False) for _ in range(2))
         self.bias = nn.Parameter(torch.zeros(width_out))
 
     def forward(self, x, memory=None):
@@ -289,7 +304,7 @@ class CausalUpsample(nn.Module):
         before = torch.cat([torch.zeros_like(x[:, :1]) if past is None else past, x[:, :-1]], dim=1)
         if memory is not None:
             memory[self] = x[:, -1:]
-        return self.taps(torch.cat([x, before], dim=2)).unflatten(2, (-1, self.width_out)).flatten(1, 2) + self.bias
+        return (self.own(x) + self.earlier(before)).unflatten(2, (-1, self.width_out)).flatten(1, 2) + self.bias
 
 
 class ResidualUnit(nn.Module):
@@ -334,6 +349,8 @@ class SoundStream(nn.Module):
     Everything is causal at the grain of a frame: chunk by chunk, with a `memory`, gives what the whole would.
     """
 
+    SCALE = 10.0  # of frames: layers work near 0, where ELU is near linear, but commitment is of variances near 1
+
     def __init__(self, cfg):
         super().__init__()
         self.cfg, self.hop, self.rate = cfg, math.prod(cfg.strides), cfg.sample_rate
@@ -354,7 +371,6 @@ class SoundStream(nn.Module):
         self.quantizer = ResidualQuantizer(
             cfg.codec_width, cfg.quantizers, cfg.codebook_size, cfg.quantizer, cfg.groups, cfg.codebook_width,
             cfg.codebook_decay, cfg.dead_below, cfg.quantizer_dropout, cfg.rotation, cfg.code_temperature)
-        initialize(self)
 
     @staticmethod
     def _through(layers, x, memory):
@@ -364,11 +380,12 @@ class SoundStream(nn.Module):
 
     def latents(self, wave, memory=None):
         """Frames (B, ceil(T / hop), D) of waves (B, T)."""
-        return self._through(self.encoder, F.pad(wave, (0, -wave.shape[1] % self.hop))[..., None], memory)
+        wave = F.pad(wave, (0, -wave.shape[1] % self.hop))
+        return self.SCALE * self._through(self.encoder, wave[..., None], memory)
 
     def waves(self, latents, memory=None):
         """Waves (B, T·hop) of frames (B, T, D)."""
-        return self._through(self.decoder, latents, memory)[..., 0].float()
+        return self._through(self.decoder, latents / self.SCALE, memory).squeeze(-1).float()
 
     def forward(self, wave, count=None):
         """(reconstruction (B, T), codes (B, frames, Q), commitment loss) of waves (B, T)."""
@@ -386,15 +403,29 @@ class SoundStream(nn.Module):
         return self.waves(self.quantizer.decode(codes), memory)
 
 
+@torch.no_grad()
 def initialize(codec):
-    """Standard deviation 1.2/√fan_in, no biases, residual branches × 0.3: torch's own start stays silent for long."""
-    for module in codec.modules():
-        if isinstance(module, (CausalConv, CausalUpsample, ResidualUnit)):
-            branch = isinstance(module, ResidualUnit)
-            layer = module.narrow if branch else module
-            weight = layer.taps.weight if isinstance(layer, CausalUpsample) else layer.weight
-            nn.init.normal_(weight, std=1.2 / weight[0].numel() ** 0.5 * (0.3 if branch else 1))
-            nn.init.zeros_(layer.bias)
+    """Start as a linear transform coder, which passes low frequencies from the first step; returns the codec.
+
+    Each of the encoder's convolutions takes the principal components of what it gets of low-pass noise, turned at
+    random, and its counterpart in the decoder is the transpose. Latents are kept small, as ELU is near linear at 0;
+    residual branches and taps on the past start near 0. Random weights stay silent for thousands of steps.
+    """
+    x = torch.fft.rfft(torch.randn(16, 64 * codec.hop))
+    x = torch.fft.irfft(x / (1 + (torch.fft.rfftfreq(64 * codec.hop, 1 / codec.rate) / 500).square()))
+    x = (0.1 / x.std() * x)[..., None]
+    decoders = [layer for layer in codec.decoder if isinstance(layer, (CausalConv, CausalUpsample))]
+    for name, parameter in [*codec.encoder.named_parameters(), *codec.decoder.named_parameters()]:
+        if name.endswith("bias"):
+            nn.init.zeros_(parameter)
+        elif parameter.ndim > 1 and not name.endswith(("query.weight", "key_value.weight")):
+            scale = 1.2 if "wide" in name else 0.05 if name.endswith(("narrow.weight", "out.weight")) else 0.1
+            nn.init.normal_(parameter, std=scale / parameter[0].numel() ** 0.5)
+    for layer in codec.encoder:
+        if isinstance(layer, CausalConv):
+            layer.pair_with(decoders.pop(), x)
+        x = codec._through([layer], x, None)
+    return codec
 
 
 # Discriminators
@@ -861,34 +892,12 @@ class Stack:
 
 # Losses of the codec
 
-def spectral_loss(fake, real, rate):
-    """Distance of mel spectra of waves (B, T) at six scales -> (B,) (SoundStream Eq. 4, 5).
-
-    The L1 distance of magnitudes plus √(window/2) times the L2 distance of logarithms, a frame; over the bins, frames
-    and scales it is averaged, not summed, so that it does not grow with their number.
-    """
-    total = 0
-    for window in (2 ** i for i in range(6, 12)):
-        filters = audio.mel_filters(rate, window, 64, device=real.device)
-        one, other = (audio.stft_magnitude(wave, window, window // 4) @ filters for wave in (fake, real))
-        logs = one.clamp(min=1e-3).log() - other.clamp(min=1e-3).log()
-        distance = (one - other).abs().sum(-1) + (window / 2) ** 0.5 * (logs.square().sum(-1) + 1e-8).sqrt()
-        total = total + distance.mean(1) / (6 * 64)
-    return total
-
-
-def mel_distance(fake, real, rate):
-    """Mean absolute difference of natural log-mel spectra, 64 bins, windows of 1,024, of waves (B, T) -> (B,)."""
-    one, other = (audio.log_mel(wave, rate, 1024, 256, 64) for wave in (fake, real))
-    return (one - other).abs().mean((1, 2))
-
-
 def reconstruction_loss(cfg, fake, real, commitment):
     """What the codec learns from besides the discriminators, for waves (B, T), in fp32."""
     with torch.autocast(real.device.type, enabled=False):
         fake, loss = fake.float(), cfg.commitment_weight * commitment.float()
         if cfg.mel_weight:
-            loss = loss + cfg.mel_weight * spectral_loss(fake, real, cfg.sample_rate).mean()
+            loss = loss + cfg.mel_weight * audio.spectral_loss(fake, real, cfg.sample_rate).mean()
         if cfg.l1_weight:
             loss = loss + cfg.l1_weight * (fake - real).abs().mean()
         if cfg.sdr_weight:
@@ -954,7 +963,9 @@ class CodecTask:
         self.cfg, self.device, self.source, self.recordings = cfg, device, source, source
         self.heard = open_source(cfg, cfg.eval_seconds)
         accumulate.seed(cfg.seed, "weights")
-        self.run = CodecState(cfg, SoundStream(cfg).to(device), device, identity(cfg, source),
+        codec = SoundStream(cfg)
+        codec.load_state_dict(dist.on_main(lambda: initialize(codec).state_dict()))  # other processors round otherwise
+        self.run = CodecState(cfg, codec.to(device), device, identity(cfg, source),
                               {"kind": "soundstream"})
         self.size = f"{sum(p.numel() for p in self.run.model.parameters()):,} parameters"
 
@@ -1004,7 +1015,7 @@ class CodecTask:
         """K-means on frames of the first training crops, by rank 0 for all: the same on any number of ranks."""
         cfg, run = self.cfg, self.run
         split = self.source.split("train", cfg.validation, cfg.test, cfg.split_by)
-        reader, frames, mode = data.Chunks(self.source, split, accumulate.number(cfg.seed, "codebooks")), [], None
+        reader, frames = data.Chunks(self.source, split, accumulate.number(cfg.seed, "codebooks")), []
         mode = run.model.training
         run.model.eval()
         wanted = 32 * cfg.codebook_size
@@ -1016,6 +1027,7 @@ class CodecTask:
                 frames.append(run.model.latents(wave).flatten(0, 1).float())
         run.model.quantizer.initialize(torch.cat(frames), accumulate.number(cfg.seed, "kmeans"))
         run.model.train(mode)
+
     @torch.no_grad()
     def figures(self, part):
         """Mean loss over a part, the quality of sound at each number of quantizers, and the codebooks' use."""
@@ -1038,8 +1050,8 @@ class CodecTask:
             best = made[-1] if made else plain
             loss = reconstruction_loss(cfg, best, wave, torch.zeros((), device=self.device))
             values = [loss.expand(len(wave)), audio.si_sdr(plain, wave),
-                      *(audio.si_sdr(one, wave) for one in made), *(mel_distance(one, wave, cfg.sample_rate)
-                                                                    for one in [plain, *made])]
+                      *(audio.si_sdr(one, wave) for one in made), *(audio.mel_distance(one, wave, cfg.sample_rate)
+                                                                          for one in [plain, *made])]
             sums += [value.sum().item() for value in values]
             count += len(wave)
         codec.train(mode)
@@ -1064,6 +1076,7 @@ class CodecTask:
             write_sound(f"{path}_{number}_real", wave, codec.rate)
             write_sound(f"{path}_{number}", codec(wave[None].to(self.device))[0][0].cpu(), codec.rate)
         codec.train(mode)
+
 
 class TokenCrops:
     """A source for data.Chunks: crops of recordings as tokens, laid out for the transformer of a stage.

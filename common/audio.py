@@ -344,6 +344,28 @@ def si_sdr(estimate, target):
     return 10 * torch.log10((wanted.square().sum(1) + tiny) / (error.square().sum(1) + tiny))
 
 
+def spectral_loss(fake, real, rate):
+    """Distance of mel spectra of waves (B, T) at six scales -> (B,) (SoundStream Eq. 4, 5).
+
+    The L1 distance of magnitudes plus √(window/2) times the L2 distance of logarithms, a frame; over the bins, frames
+    and scales it is averaged, not summed, so that it does not grow with their number.
+    """
+    total = 0
+    for window in (2 ** i for i in range(6, 12)):
+        filters = mel_filters(rate, window, 64, device=real.device)
+        one, other = (stft_magnitude(wave, window, window // 4) @ filters for wave in (fake, real))
+        logs = one.clamp(min=1e-3).log() - other.clamp(min=1e-3).log()
+        distance = (one - other).abs().sum(-1) + (window / 2) ** 0.5 * (logs.square().sum(-1) + 1e-8).sqrt()
+        total = total + distance.mean(1) / (6 * 64)
+    return total
+
+
+def mel_distance(fake, real, rate):
+    """Mean absolute difference of natural log-mel spectra, 64 bins, windows of 1,024, of waves (B, T) -> (B,)."""
+    one, other = (log_mel(wave, rate, 1024, 256, 64) for wave in (fake, real))
+    return (one - other).abs().mean((1, 2))
+
+
 def spectrogram(wave, rate, height=160):
     """A picture uint8 (height, frames, 3) of a wave (T,): time to the right, mel upward, the louder the brighter.
 

@@ -346,6 +346,23 @@ def test_deltas_are_the_slopes_of_fitted_lines():
 
 # Measures and pictures
 
+def test_spectral_loss_is_the_formula_frame_by_frame():
+    fake, real = (0.3 * torch.randn(2, 5000, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
+    real[1, 2000:] = 0
+    for b in range(2):
+        total = 0.0
+        for window in (64, 128, 256, 512, 1024, 2048):
+            filters = audio.mel_filters(16_000, window, 64)
+            ours, theirs = (audio.stft_magnitude(wave[b:b + 1], window, window // 4)[0] @ filters
+                            for wave in (fake, real))
+            frames = [(s - t).abs().sum() + math.sqrt(window / 2) * (s.clamp(min=1e-3).log()
+                                                                     - t.clamp(min=1e-3).log()).norm()
+                      for s, t in zip(ours, theirs)]
+            total += sum(frames).item() / len(frames) / 64 / 6
+        assert audio.spectral_loss(fake, real, 16_000)[b].item() == pytest.approx(total, rel=1e-3)
+    assert audio.spectral_loss(real, real, 16_000).max() < 1e-2
+
+
 def test_si_sdr_knows_no_scale_and_no_offset_and_is_the_ratio_of_energies():
     target = sine(440, 16000)[None].repeat(3, 1)
     error = torch.cos(2 * math.pi * 440 * torch.arange(8000, dtype=torch.float64) / 16000)[None]  # at a right angle
