@@ -86,7 +86,7 @@ class Config:
     codebook_width: int = 0  # frames are projected to this width to be quantized, 0 for not at all
     codebook_decay: float = 0.98  # of the codebooks' moving averages
     dead_below: float = 0.1  # codes of fewer frames a step, on average, are replaced
-    quantizer_dropout: float = 0.1  # share of samples that are cut to a random number of quantizers
+    quantizer_dropout: float = 0.0  # share of samples that are cut to a random number of quantizers
     rotation: bool = False  # gradients through quantization by the rotation trick (Fifty et al. 2024), not straight
     code_temperature: float = 0.0  # codes are drawn at this temperature in training, 0 for the nearest
     quantize_after: int = 100  # steps of the plain autoencoder before k-means makes the codebooks
@@ -95,9 +95,9 @@ class Config:
     sdr_weight: float = 0.1  # of the signal-to-distortion ratio, in dB; scale-invariant, it would blow up silence
     commitment_weight: float = 0.25  # of the distance of frames to their codes
     # Discriminators of the codec
-    discriminate_after: float = 0.9  # share of the steps without them; 1 for none at all
-    adversarial_weight: float = 1.0  # of the hinge loss
-    feature_weight: float = 100.0  # of the distance of features
+    discriminate_after: float = 0.92  # share of the steps without them; 1 for none at all
+    adversarial_weight: float = 0.1  # of the hinge loss
+    feature_weight: float = 10.0  # of the distance of features
     penalty_weight: float = 10.0  # of the gradient penalty, 0 for none
     penalty_every: int = 4  # steps between gradient penalties
     wave_channels: int = 4  # of the first layer of the three that hear waves
@@ -122,7 +122,7 @@ class Config:
     dropout: float = 0.0  # in attention and feed-forward
     mask_past: float = 0.15  # share of the past that is hidden from a sample in training
     layout: Literal["delay", "flattened"] = "delay"  # a frame a step, quantizers each a step late, or a code a step
-    coarse_quantizers: int = 3  # quantizers of the coarse stage, the fine one predicts the rest
+    coarse_quantizers: int = 4  # quantizers of the coarse stage, the fine one predicts the rest
     given_weight: float = 0.0  # loss weight of the tokens that a stage is given, 0 to predict its own alone
     text: Literal["auto", "none", "prefix", "cross"] = "auto"  # how text conditions; auto: a prefix of semantic, if any
     text_embeds: bool = False  # texts are embeddings in NAME.npy beside the recordings, not transcripts
@@ -161,7 +161,7 @@ class Config:
     eval_seconds: float = 2.0  # length of the codec's crops in evaluation
     eval_sounds: int = 2  # recordings that an evaluation writes as WAV and PNG, 0 for none
     prompt_seconds: float = 1.0  # how much of them the continuations of coarse and fine are given
-    temperature: float = 0.9  # of the codes drawn in evaluation, 0 for the most probable
+    temperature: float = 0.7  # of the codes drawn in evaluation, 0 for the most probable
     top_k: float = 0.2  # share of the codes that is drawn from, the most probable
     save_every: int = 200  # steps between checkpoints
     save_minutes: float = 0.0  # minutes between checkpoints, besides, 0 for none
@@ -220,20 +220,21 @@ class Config:
 
 # What is different by default for a stage, and named settings for all of it.
 TRANSFORMER = dict(seconds=3.5, batch_size=16, chunk_size=8, lr=2e-3, weight_decay=0.01, beta1=0.9, max_grad_norm=1.0,
-                   eval_samples=160, ema_decay=0.995, dropout=0.1, eval_every=150)
+                   eval_samples=160, ema_decay=0.995, eval_every=200)
 STAGES = {
-    "soundstream": dict(steps=3500),
+    "soundstream": dict(steps=2200),
     "semantic": dict(TRANSFORMER, steps=350),
-    "coarse": dict(TRANSFORMER, steps=500),
-    "fine": dict(TRANSFORMER, steps=250),
+    "coarse": dict(TRANSFORMER, steps=800),
+    "fine": dict(TRANSFORMER, seconds=1.75, steps=200),
 }
 PRESETS = {  # the codec of SoundStream §III at 24 kHz; transformers of AudioLM §IV-A
     "soundstream-24khz": dict(
         stage="soundstream", sample_rate=24_000, channels=32, residual_units=3, codec_width=512, codebook_size=1024,
-        codebook_decay=0.99, wave_channels=16, stft_channels=32, seconds=1.0, batch_size=64, chunk_size=16, lr=1e-4,
-        beta1=0.5, beta2=0.9, steps=1_000_000, cosine=False, warmup_steps=1_000, mel_weight=1.0, l1_weight=0.0,
-        sdr_weight=0.0, commitment_weight=1.0, discriminate_after=0.0, discriminator_lr=1e-4, quantize_after=0,
-        ema_decay=0.9999, validation=0.01, test=0.01, log_every=100, eval_every=10_000, save_every=2_000, workers=4),
+        codebook_decay=0.99, quantizer_dropout=1.0, wave_channels=16, stft_channels=32, seconds=1.0, batch_size=64,
+        chunk_size=16, lr=1e-4, beta1=0.5, beta2=0.9, steps=1_000_000, cosine=False, warmup_steps=1_000, mel_weight=1.0,
+        l1_weight=0.0, sdr_weight=0.0, commitment_weight=1.0, adversarial_weight=1.0, feature_weight=100.0,
+        discriminate_after=0.0, discriminator_lr=1e-4, quantize_after=0, ema_decay=0.9999, validation=0.01, test=0.01,
+        log_every=100, eval_every=10_000, save_every=2_000, workers=4),
     "audiolm": dict(
         sample_rate=24_000, width=1024, depth=12, heads=16, ff_mult=4.0, position="relative", dropout=0.1,
         clusters=1024, layout="flattened", seconds=10.0, batch_size=256, chunk_size=8, lr=3e-4, warmup_steps=4_000,
@@ -1655,7 +1656,7 @@ class EvaluateConfig:
     sounds: int = 4  # recordings that are written as WAV and PNG to RUN/sounds
     prompt_seconds: float = 1.0  # how much of each the model is given
     seconds: float = 1.5  # how much it adds
-    temperature: float = 0.9  # of the codes drawn, 0 for the most probable
+    temperature: float = 0.7  # of the codes drawn, 0 for the most probable
     top_k: float = 0.2  # share of the codes that is drawn from, the most probable
     batch_size: int = 16  # recordings at a time
     seed: int = 0  # of everything random

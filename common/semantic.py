@@ -260,7 +260,7 @@ class Listener:
     HOP, WINDOW, FFT = 160, 800, 2048  # samples between frames, of a frame, of its transform
     LOWEST, HIGHEST, TOP = 70, 340, 4200  # pitches looked for; the highest harmonic compared, all in Hz
     SCALES = np.exp(np.arange(-0.28, 0.28, 0.01))
-    TILTS = (0.7, 0.79, 0.88)
+    TILTS = (0.74, 0.83, 0.92)
     POWER = 0.5  # of energies: what a codec adds in the valleys counts less than with the 0.3 of loudness
     APART = np.array([0.1, 0.08])  # log pitch, log formant: where errors of both kinds are equal on half a second, 4 %
 
