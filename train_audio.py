@@ -209,7 +209,7 @@ class Config:
         if self.validation + self.test >= 1 or not self.validation or not self.test:
             raise UserError(f"--validation {self.validation} and --test {self.test}: expected two shares above 0 that "
                             "add up to less than 1")
-        if not 0 < self.coarse_quantizers < self.quantizers:
+        if self.stage not in ("soundstream", "semantic") and not self.coarse_quantizers < self.quantizers:
             raise UserError(f"--coarse_quantizers: {self.coarse_quantizers} is not within 1 and {self.quantizers - 1}, "
                             "one less than --quantizers")
         if self.stage not in ("all", "semantic") and self.tokenizer != type(self).tokenizer:
