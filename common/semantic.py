@@ -253,16 +253,16 @@ class Listener:
     """Tells voice and syllables of a wave alone, by comparing it with what the synthesizer would make of each.
 
     Analysis by synthesis (Bell et al. 1961): the loudness of the harmonics of each frame is set beside that of every
-    vowel at every formant scale and tilt. Of pairs of recordings by one speaker 99 % pass `same_speaker`, also with
-    noise at 8 dB; of pairs by two speakers 5 %, as some voices are that much alike.
+    vowel at every formant scale and tilt. Of 60 pairs of recordings by one speaker all pass `same_speaker`, also with
+    noise at 8 dB or cut to half a second; of pairs by two speakers 7 %, as some voices are that much alike.
     """
 
     HOP, WINDOW, FFT = 160, 800, 2048  # samples between frames, of a frame, of its transform
     LOWEST, HIGHEST, TOP = 70, 340, 4200  # pitches looked for; the highest harmonic compared, all in Hz
     SCALES = np.exp(np.arange(-0.28, 0.28, 0.01))
-    TILTS = (0.74, 0.83, 0.92)
+    TILTS = synthetic.TILT + synthetic.TILTED * np.array([0, 0.5, 1])
     POWER = 0.5  # of energies: what a codec adds in the valleys counts less than with the 0.3 of loudness
-    APART = np.array([0.1, 0.08])  # log pitch, log formant: where errors of both kinds are equal on half a second, 4 %
+    APART = np.array([0.1, 0.08])  # log pitch, log formant; half seconds of a voice are 0.01 and 0.03 apart
 
     def hear(self, wave: np.ndarray, rate: int = RATE) -> dict:
         """Hear a wave (T,): its "pitch" in Hz (median), "formant" scale and "syllables" [(start_s, stop_s, name), ...].
