@@ -110,7 +110,7 @@ class Config:
     tokenizer: str = "kmeans"  # kmeans on mel-cepstra, or hubert:MODEL:LAYER
     clusters: int = 100  # semantic tokens
     deltas: bool = False  # kmeans: with c0 and first and second differences, as HuBERT's first iteration
-    unique: bool = True  # consecutive equal semantic tokens are one
+    unique: bool = False  # consecutive equal semantic tokens are one, as in the paper, which forgets how long they last
     # Token transformers
     width: int = 192  # width of the transformer
     depth: int = 4  # blocks
@@ -237,9 +237,9 @@ PRESETS = {  # the codec of SoundStream §III at 24 kHz; transformers of AudioLM
         log_every=100, eval_every=10_000, save_every=2_000, workers=4),
     "audiolm": dict(
         sample_rate=24_000, width=1024, depth=12, heads=16, ff_mult=4.0, position="relative", dropout=0.1,
-        clusters=1024, layout="flattened", seconds=10.0, batch_size=256, chunk_size=8, lr=3e-4, warmup_steps=4_000,
-        steps=1_000_000, beta1=0.9, max_grad_norm=1.0, precision="bf16", ema_decay=0.9999, validation=0.01, test=0.01,
-        log_every=100, eval_every=10_000, save_every=2_000, workers=4),
+        clusters=1024, unique=True, layout="flattened", seconds=10.0, batch_size=256, chunk_size=8, lr=3e-4,
+        warmup_steps=4_000, steps=1_000_000, beta1=0.9, max_grad_norm=1.0, precision="bf16", ema_decay=0.9999,
+        validation=0.01, test=0.01, log_every=100, eval_every=10_000, save_every=2_000, workers=4),
 }
 
 # What must not change when a run goes on; all else may.
@@ -273,7 +273,10 @@ class CausalConv(nn.Conv2d):
         return super().forward(x[:, None].permute(0, 3, 1, 2)).permute(0, 2, 3, 1).squeeze(1)
 
     def pair_with(self, inverse, x):
-        """Take the principal components of x (B, T, C), in blocks of the stride, and let `inverse` undo it."""
+        """Take the principal components of x (B, T, C), in blocks of the stride, and let `inverse` undo it.
+
+        Times 0.8, as otherwise the energy that fewer and fewer numbers share would leave ELU's near-linear range.
+        """
         width, narrow, taps = self.out_channels, self.in_channels, self.stride[1]
         if taps == narrow == 1:  # a wave: all taps, so that the channels differ
             taps = self.kernel_size[1]
@@ -552,6 +555,7 @@ class Stream(NamedTuple):
     name: str
     quantizers: int
     size: int
+    rate: float  # frames a second
 
 
 def step_of(frame, quantizer, quantizers, layout):
@@ -631,6 +635,9 @@ class TokenTransformer(nn.Module):
         self.heads = nn.ParameterList(
             nn.Parameter(torch.randn(s.quantizers, s.size + 1, width) * width ** -0.5 * 0.5)
             if s is streams[-1] or cfg.given_weight else None for s in streams)
+        steps = [s.rate * (s.quantizers if cfg.layout == "flattened" else 1) for s in streams]  # a second
+        self.register_buffer("pace", torch.tensor([steps[-1] / own for own in steps]), persistent=False)
+        self.register_buffer("begin_rows", torch.tensor(self.starts[:-1]), persistent=False)
         crossed = cfg.text == "cross"
         self.transformer = Transformer(width, cfg.depth, cfg.heads, cfg.kv_heads or None, True,
                                        cfg.position == "rotary", cfg.qk_norm, False, cfg.dropout, cfg.ff_mult,
@@ -672,6 +679,16 @@ class TokenTransformer(nn.Module):
             seen = seen & (kept | (distance == 0))
         return seen if self.bias is None else self.relative(distance)[None].masked_fill(~seen, -torch.inf)
 
+    def positions(self, inputs, prefix):
+        """Positions (B, prefix + N) for the rotary table: the time since a stream began, in steps of the last stream.
+
+        What sounds at the same time is thus near each other, however long the streams are. The text comes before 0.
+        """
+        begin = torch.isin(inputs[..., 0], self.begin_rows)  # (B, N)
+        place = torch.arange(inputs.shape[1], device=inputs.device)
+        time = (place - torch.where(begin, place, 0).cummax(1).values) * self.pace[begin.cumsum(1) - 1]
+        return F.pad(time, (prefix, 0)) + F.pad(torch.arange(-prefix, 0, device=inputs.device), (0, len(place)))
+
     def run(self, inputs, condition, cache=False):
         """Outputs (B, N, W) at the inputs (B, N, J), given what `condition` gives; with `cache`, keys and values, too.
 
@@ -682,7 +699,8 @@ class TokenTransformer(nn.Module):
             x, prefix = torch.cat([condition.to(x.dtype), x], dim=1), condition.shape[1]
         context = self.transformer.contexts(condition) if self.cfg.text == "cross" else None
         mask = self.mask(len(x), x.shape[1], prefix, x.device)
-        x, made = self.transformer(x, mask, return_cache=True, context=context)
+        positions = self.positions(inputs, prefix) if self.bias is None else None
+        x, made = self.transformer(x, mask, positions, return_cache=True, context=context)
         return (x[:, prefix:], made, context) if cache else x[:, prefix:]
 
     def logits(self, x, stream):
@@ -717,10 +735,11 @@ def generate(model, codes, lengths, frames, seeds, text=None, temperature=1.0, t
     Returns B of (T, Q), what there was included, and for each whether it came to its end.
     """
     cfg, stream, device, batch = model.cfg, model.streams[-1], model.embed.weight.device, len(seeds)
-    (Q, K), several = stream[1:], cfg.layout == "delay"
+    Q, K, several = stream.quantizers, stream.size, cfg.layout == "delay"
     begun = lengths[-1]
     inputs, _, begins = lay_out(model.streams, codes, lengths, torch.zeros(batch, dtype=torch.bool), cfg.layout)
-    place = begins[-2] + step_of(begun, 0, Q, cfg.layout)  # of the first step that predicts something new
+    position = step_of(begun, 0, Q, cfg.layout)  # in the stream, of the first step that predicts something new
+    place = begins[-2] + position
     inputs = inputs[:, :int(place.max()) + 1].to(device)
 
     guided = guidance_scale != 1 and cfg.text != "none"
@@ -729,7 +748,7 @@ def generate(model, codes, lengths, frames, seeds, text=None, temperature=1.0, t
         text = text.to(device).repeat(1 + guided, *[1] * (text.ndim - 1))
     condition = model.condition(text, drop)
     x, cache, context = model.run(inputs.repeat(1 + guided, 1, 1), condition, cache=True)
-    place = place.to(device).repeat(1 + guided)
+    place, position = (steps.to(device).repeat(1 + guided) for steps in (place, position))
     x, prefix = x[torch.arange(len(x), device=device), place], cache[0][0].shape[2] - inputs.shape[1]
     steps = frames + Q - 1 if several else frames * Q
     memory = Memory(cache, place + prefix + 1, prefix + inputs.shape[1] + steps)
@@ -770,7 +789,7 @@ def generate(model, codes, lengths, frames, seeds, text=None, temperature=1.0, t
         if model.bias is not None:
             places = torch.arange(memory.top + 1, device=device)
             bias = model.relative(memory.length[:, None] - places).transpose(0, 1)[:, :, None]
-        x = model.transformer.step(x, memory, bias, context)
+        x = model.transformer.step(x, memory, bias, context, position + i + 1)
     return [out[b, :end[b]] for b in range(batch)], (end < begun + frames).tolist()
 
 
@@ -1191,15 +1210,16 @@ class TextTokens:
         return self.tokens([source.text(row) for row in rows])
 
 
-def streams_of(cfg, vocabularies, quantizers):
-    """The streams of a stage's transformer; vocabularies: sizes of "semantic" tokens and of a quantizer's "codes"."""
-    codes = vocabularies.get("codes")
+def streams_of(cfg, vocabularies, rates, quantizers):
+    """The streams of a stage's transformer, of vocabularies and rates {kind of tokens: size or frames a second}."""
+    def stream(name, quantizers, kind):
+        return Stream(name, quantizers, vocabularies[kind], rates[kind])
     if cfg.stage == "semantic":
-        return [Stream("semantic", 1, vocabularies["semantic"])]
+        return [stream("semantic", 1, "semantic")]
     if cfg.stage == "coarse":
-        return [Stream("semantic", 1, vocabularies["semantic"]), Stream("coarse", cfg.coarse_quantizers, codes)]
-    return [Stream("coarse", cfg.coarse_quantizers, codes),
-            Stream("fine", quantizers - cfg.coarse_quantizers, codes)]
+        return [stream("semantic", 1, "semantic"), stream("coarse", cfg.coarse_quantizers, "codes")]
+    return [stream("coarse", cfg.coarse_quantizers, "codes"),
+            stream("fine", quantizers - cfg.coarse_quantizers, "codes")]
 
 
 class TokenTask:
@@ -1220,7 +1240,7 @@ class TokenTask:
             if cfg.coarse_quantizers >= quantizers:
                 raise UserError(f"--coarse_quantizers: {cfg.coarse_quantizers}, but {cfg.soundstream} has {quantizers}")
             caches["codes"] = code_cache(folder, source, self.codec, device)
-        self.streams = streams_of(cfg, vocabularies, quantizers)
+        self.streams = streams_of(cfg, vocabularies, rates, quantizers)
         self.text = TextTokens(cfg, state["merges"], state["embed_width"]) if state else TextTokens.learn(cfg, source)
         self.source = TokenCrops(cfg, source, self.streams, caches, rates, self.text)
         accumulate.seed(cfg.seed, "weights")

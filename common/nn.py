@@ -7,9 +7,9 @@ from torch import nn
 
 
 def rotary_table(positions, width, theta=10000.0):
-    """(cos, sin), each (N, width), for `positions` (N,) (RoFormer, Su et al. 2021, Eq. 34)."""
+    """(cos, sin), each (..., N, width), for `positions` (..., N) (RoFormer, Su et al. 2021, Eq. 34)."""
     frequencies = theta ** (-torch.arange(0, width, 2, device=positions.device, dtype=torch.float32) / width)
-    angles = positions.float()[:, None] * frequencies  # (N, width/2)
+    angles = positions.float()[..., None] * frequencies  # (..., N, width/2)
     angles = torch.cat([angles, angles], dim=-1)
     return angles.cos(), angles.sin()
 
@@ -192,7 +192,7 @@ class Block(nn.Module):
             keys, values = torch.cat([cache[0], keys], 2), torch.cat([cache[1], values], 2)
         if keep is not None and keep < x.shape[1]:
             x, h = x[:, -keep:], h[:, -keep:]
-            table = None if table is None else (table[0][-keep:], table[1][-keep:])
+            table = None if table is None else (table[0][..., -keep:, :], table[1][..., -keep:, :])
             if mask is not None:
                 mask = mask[..., -keep:, :]
             elif causal:
@@ -221,15 +221,17 @@ class Transformer(nn.Module):
         """Keys and values, a pair a block, of the `context` (B, J, E) that blocks attend to."""
         return [block.cross.keys_values(context) for block in self.blocks]
 
-    def step(self, x, memory, bias=None, context=None):
+    def step(self, x, memory, bias=None, context=None, positions=None):
         """The next token x (B, W) of every sample -> (B, W); `memory` takes it in.
 
         bias: added to the scores of the first `top` + 1 places, (B or 1, heads, 1, top + 1).
+        positions: (B,) of the tokens for the rotary table, by default their places in the memory.
         """
         table, mask = None, memory.seen()
         if self.rotary:
-            table = rotary_table(memory.length[:1] if memory.even else memory.length, self.head_width)
-            table = tuple(part[:, None, None] for part in table)
+            if positions is None:
+                positions = memory.length[:1] if memory.even else memory.length
+            table = tuple(part[:, None, None] for part in rotary_table(positions, self.head_width))
         if bias is not None:
             mask = bias if mask is None else bias.masked_fill(~mask, -torch.inf)
         x = x[:, None]
@@ -242,7 +244,7 @@ class Transformer(nn.Module):
         """x (B, N, W) -> (B, keep or N, W), or (that, cache) with `return_cache`.
 
         mask: (N, P + N) or (B, 1, N, P + N), True = seen, or a bias; without one, attention is causal if the model is.
-        positions: (N,) of the tokens for the rotary table, by default P, P + 1, …, after the P tokens of `cache`.
+        positions: (N,) or (B, N) of the tokens for the rotary table, by default P, P + 1, …, after the P of `cache`.
         cache: keys and values of P earlier tokens, one pair a block, each (B, kv_heads, P, d).
         keep: compute only the last `keep` tokens of the last block, the earlier ones being wanted as keys alone.
         context: keys and values of a context, one pair a block, as `contexts` makes them.
@@ -253,6 +255,8 @@ class Transformer(nn.Module):
             if positions is None:
                 positions = torch.arange(prefix, prefix + x.shape[1], device=x.device)
             table = rotary_table(positions, self.head_width)
+            if positions.ndim == 2:
+                table = tuple(part[:, None] for part in table)  # (B, 1, N, d): for all heads
         causal = self.causal and mask is None
         if causal and prefix:
             causal, n = False, x.shape[1]

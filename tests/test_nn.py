@@ -141,6 +141,16 @@ def test_a_shift_of_all_positions_changes_nothing_and_of_some_does():
     assert (model(x, positions=positions * 2) - first).abs().max() > 1e-2
 
 
+def test_samples_with_positions_of_their_own_come_out_as_each_by_itself_also_token_by_token():
+    model, x, positions = make(), tokens(6), torch.tensor([[-2, -1, 0, 1, 0, 1], [0, 0.5, 1, 1.5, 2, 2.5]])
+    together, cache = model(x, positions=positions, return_cache=True)
+    torch.testing.assert_close(together, torch.cat([model(x[b:b + 1], positions=positions[b]) for b in range(2)]))
+    torch.testing.assert_close(model(x, positions=positions, keep=2), together[:, -2:])
+    memory = nn.Memory([tuple(part[:, :, :3] for part in pair) for pair in cache], torch.full((2,), 3), 6)
+    for i in range(3, 6):
+        torch.testing.assert_close(model.step(x[:, i], memory, positions=positions[:, i]), together[:, i])
+
+
 @pytest.mark.parametrize("per_sample", [False, True])
 def test_tokens_that_a_mask_hides_have_no_influence(per_sample):
     model, x = make(), tokens(7)

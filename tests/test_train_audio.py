@@ -28,7 +28,8 @@ TINY = dict(CODEC, steps=6, batch_size=4, chunk_size=2, seconds=0.5, eval_second
             clusters=20, text_depth=1, text_vocabulary=270, eval_samples=4, eval_sounds=1, log_every=2, eval_every=4,
             save_every=2, warmup_steps=2, device="cpu")
 STAGES = list(train_audio.STAGES)
-COARSE, FINE = ([Stream("semantic", 1, 7), Stream("coarse", 2, 5)], [Stream("coarse", 2, 5), Stream("fine", 3, 5)])
+COARSE = [Stream("semantic", 1, 7, 50), Stream("coarse", 2, 5, 50)]
+FINE = [Stream("coarse", 2, 5, 50), Stream("fine", 3, 5, 50)]
 
 
 def run(*words, **settings):
@@ -514,7 +515,7 @@ def slow_layout(streams, codes, lengths, ended, layout):
 
 
 @pytest.mark.parametrize("layout", ["flattened", "delay"])
-@pytest.mark.parametrize("streams", [[Stream("semantic", 1, 4)], COARSE, FINE], ids=len)
+@pytest.mark.parametrize("streams", [[Stream("semantic", 1, 4, 50)], COARSE, FINE], ids=len)
 def test_streams_are_laid_out_as_a_slow_loop_does_and_every_code_is_predicted_once_from_what_is_before(streams, layout):
     lengths = [[5, 1, 3, 4], [2, 6, 3, 1]][:len(streams)]
     codes, lengths = tokens_of(streams, lengths)
@@ -603,6 +604,20 @@ def test_a_sample_that_is_padded_in_a_batch_loses_what_it_does_alone(layout):
     assert together[1].tolist() == [[6, 5], [1, 12], [4, 9]]  # codes and, at true ends, EOS
 
 
+@pytest.mark.parametrize("layout, rate, wanted", [
+    ("delay", 50, [[-2, -1, 0, 1, 2, 3, 0, 1, 2, 3], [-2, -1, 0, 1, 0, 1, 2, 3, 4, 5]]),
+    ("delay", 25, [[-2, -1, 0, 2, 4, 6, 0, 1, 2, 3], [-2, -1, 0, 2, 0, 1, 2, 3, 4, 5]]),
+    ("flattened", 50, [[-2, -1, 0, 2, 4, 6, 0, 1, 2, 3, 4], [-2, -1, 0, 2, 0, 1, 2, 3, 4, 5, 6]]),
+])
+def test_positions_are_times_so_that_what_sounds_together_is_near(layout, rate, wanted):
+    streams = [Stream("semantic", 1, 7, rate), COARSE[1]]
+    codes, lengths = tokens_of(streams, [[3, 1], [2, 3]])
+    inputs = lay_out(streams, codes, lengths, torch.ones(2, dtype=torch.bool), layout)[0]
+    found = transformer(streams, layout=layout).positions(inputs, 2)
+    for line, begin in zip(found.tolist(), wanted):
+        assert line[:len(begin)] == begin
+
+
 class Tokens(list):
     """Tokens of recordings as a TokenCache has them."""
 
@@ -615,7 +630,7 @@ def crops_of(frames, window, rate=25, other=50.0, **settings):
     codes = Tokens([np.arange(n)[:, None].repeat(4, 1) for n in frames])
     meaning = Tokens([np.arange(math.ceil(n * other / rate))[:, None] for n in frames])
     cfg = settings_of("coarse", seconds=window / rate, unique=False, text="none", **settings)
-    streams = [Stream("semantic", 1, 10_000), Stream("coarse", 2, 10_000)]
+    streams = [Stream("semantic", 1, 10_000, 50), Stream("coarse", 2, 10_000, 50)]
     return train_audio.TokenCrops(cfg, range(len(frames)), streams, {"semantic": meaning, "codes": codes},
                                   {"semantic": other, "codes": rate}, None)
 
@@ -660,7 +675,7 @@ def spoken(model, kind):
 def slow_generate(model, codes, lengths, frames, text, scale=1.0, ends=True):
     """Greedily, one sample, every step from the whole sequence anew: (codes (T, Q), outputs of each step)."""
     stream, layout, begun = model.streams[-1], model.cfg.layout, lengths[-1].item()
-    Q, K = stream[1:]
+    Q, K = stream[1:3]
     out = torch.cat([codes[-1][0, :begun], torch.zeros(frames, Q, dtype=torch.long)])
     pairs = [(t, q) for t in range(frames) for q in range(Q)]
     steps = [[pair] for pair in pairs] if layout == "flattened" else [
@@ -1035,7 +1050,7 @@ def test_figures_of_the_transformers_are_means_over_tokens_and_leave_the_mode(wh
 
 
 @pytest.mark.parametrize("settings", [
-    dict(layout="flattened", text="cross", kv_heads=1, position="relative", unique=False, given_weight=0.5,
+    dict(layout="flattened", text="cross", kv_heads=1, position="relative", unique=True, given_weight=0.5,
          qk_norm=True, dropout=0.1),
     dict(groups=2, rotation=True, attention_window=8, codec_width=64, text="prefix", precision="bf16", deltas=True,
          optimizer="muon")], ids=["flattened", "delay"])
