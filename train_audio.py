@@ -108,7 +108,7 @@ class Config:
     discriminator_max_grad_norm: float = 5.0  # gradients are clipped to this norm, 0 for not at all
     # Semantic tokens
     tokenizer: str = "kmeans"  # kmeans on mel-cepstra, or hubert:MODEL:LAYER
-    clusters: int = 100  # semantic tokens
+    clusters: int = 32  # semantic tokens
     deltas: bool = False  # kmeans: with c0 and first and second differences, as HuBERT's first iteration
     unique: bool = False  # consecutive equal semantic tokens are one, as in the paper, which forgets how long they last
     # Token transformers
@@ -121,8 +121,9 @@ class Config:
     qk_norm: bool = False  # cosine-similarity attention
     dropout: float = 0.0  # in attention and feed-forward
     mask_past: float = 0.15  # share of the past that is hidden from a sample in training
-    layout: Literal["delay", "flattened"] = "delay"  # a frame a step, quantizers each a step late, or a code a step
-    coarse_quantizers: int = 4  # quantizers of the coarse stage, the fine one predicts the rest
+    layout: Literal["aligned", "delay", "flattened"] = "aligned"  # streams side by side, quantizers each a step late;
+    # delay: that, but one stream after the other; flattened: one after the other, a code a step
+    coarse_quantizers: int = 6  # quantizers of the coarse stage, the fine one predicts the rest
     given_weight: float = 0.0  # loss weight of the tokens that a stage is given, 0 to predict its own alone
     text: Literal["auto", "none", "prefix", "cross"] = "auto"  # how text conditions; auto: a prefix of semantic, if any
     text_embeds: bool = False  # texts are embeddings in NAME.npy beside the recordings, not transcripts
@@ -161,7 +162,7 @@ class Config:
     eval_seconds: float = 2.0  # length of the codec's crops in evaluation
     eval_sounds: int = 2  # recordings that an evaluation writes as WAV and PNG, 0 for none
     prompt_seconds: float = 1.0  # how much of them the continuations of coarse and fine are given
-    temperature: float = 0.7  # of the codes drawn in evaluation, 0 for the most probable
+    temperature: float = 0.3  # of the codes drawn in evaluation, 0 for the most probable
     top_k: float = 0.2  # share of the codes that is drawn from, the most probable
     save_every: int = 200  # steps between checkpoints
     save_minutes: float = 0.0  # minutes between checkpoints, besides, 0 for none
@@ -212,6 +213,10 @@ class Config:
         if self.stage not in ("soundstream", "semantic") and not self.coarse_quantizers < self.quantizers:
             raise UserError(f"--coarse_quantizers: {self.coarse_quantizers} is not within 1 and {self.quantizers - 1}, "
                             "one less than --quantizers")
+        if self.layout == "aligned" and self.stage not in ("soundstream", "semantic") and (
+                self.given_weight or (self.unique and self.stage != "fine")):
+            raise UserError("--layout aligned: it predicts no tokens that are given (--given_weight), and needs tokens "
+                            "that last (--unique false); for those there are --layout delay and --layout flattened")
         if self.stage not in ("all", "semantic") and self.tokenizer != type(self).tokenizer:
             raise UserError("--tokenizer: it belongs to the semantic run; train that, then give it with --semantic")
         if self.text_embeds and self.text in ("none", "auto"):
@@ -558,33 +563,48 @@ class Stream(NamedTuple):
     rate: float  # frames a second
 
 
+AHEAD = 4  # frames of the earlier streams that the last one knows before its first, where they are aligned
+
+
 def step_of(frame, quantizer, quantizers, layout):
     """Step of a stream's part of the sequence that predicts the code (frame, quantizer).
 
-    Flattened: one code a step (AudioLM §III-C). Delay: a frame a step, quantizer q being q steps late (MusicGen §2.1).
+    Flattened: one code a step (AudioLM §III-C). Else a frame a step, quantizer q being q steps late (MusicGen §2.1).
     """
     return frame * quantizers + quantizer if layout == "flattened" else frame + quantizer
 
 
 def lay_out(streams, codes, lengths, ended, layout):
-    """Lay streams out, one after the other and without gaps, so that plain causal attention is all it takes.
+    """Lay streams out so that plain causal attention is all it takes: one after the other and without gaps, or aligned.
 
     streams: S of `Stream`; codes: S of (B, T_s, Q_s); lengths: S of (B,) frames; ended (B,): whether the last stream's
     last frame is the end of its recording. A stream begins with a start token of its own; step i + 1 takes in the codes
     that step i predicts. Behind the true end comes the class `size`, EOS, in place of the first quantizer's code.
 
+    Aligned, a step takes in a frame of each stream (as Moshi does, Défossez et al. 2024, §3.4), the earlier ones' being
+    AHEAD later in time. That makes a short sequence, but needs tokens with times, and only the last is predicted.
+
     Returns inputs (B, N, J), rows of the embedding table, 0 for none; for each stream, targets (B, T_s + 1, Q_s), -100
     for none, and the steps (B, T_s + 1, Q_s) that predict them; and where each stream begins, (B,), and the last ends.
     """
     batch, begins, predicted, row = len(ended), [torch.zeros(len(ended), dtype=torch.long)], [], 1
+    several, aligned, last = layout != "flattened", layout == "aligned", streams[-1]
     for stream, length in zip(streams, lengths):
-        begins.append(begins[-1] + step_of(length - 1, stream.quantizers - 1, stream.quantizers, layout) + 2)
-    total, several = int(begins[-1].max()), layout == "delay"
-    width = max(stream.quantizers for stream in streams) if several else 1
-    inputs, samples = torch.zeros(batch, total + 1, width, dtype=torch.long), torch.arange(batch)
+        steps = step_of(length - 1, stream.quantizers - 1, stream.quantizers, layout) + 2
+        begins.append(begins[-1] + steps if stream is last or not aligned else torch.full_like(begins[0], AHEAD))
+    total, widths = int(begins[-1].max()), [stream.quantizers for stream in streams]
+    width = sum(widths) if aligned else max(widths) if several else 1
+    inputs, samples, column = torch.zeros(batch, total + 1, width, dtype=torch.long), torch.arange(batch), widths[-1]
     for stream, code, length, begin in zip(streams, codes, lengths, begins):
         frame = torch.arange(code.shape[1] + 1)[:, None]  # (T + 1, 1)
         quantizer = torch.arange(stream.quantizers)
+        if aligned and stream is not last:  # behind the columns of the last
+            now = (torch.arange(total) * stream.rate / last.rate).long()  # its frame that each step takes in
+            rows = row + 1 + quantizer * stream.size + F.pad(code, (0, 0, 0, 1))[:, now.clamp(max=code.shape[1])]
+            inputs[:, :total, column:column + stream.quantizers] = rows.where((now < length[:, None])[..., None], 0)
+            predicted.append((torch.full((batch, 1, 1), -100), torch.zeros(batch, 1, 1, dtype=torch.long)))
+            row, column = row + 1 + stream.quantizers * stream.size, column + stream.quantizers
+            continue
         step = begin[:, None, None] + step_of(frame, quantizer, stream.quantizers, layout)  # (B, T + 1, Q)
         code, real = F.pad(code, (0, 0, 0, 1)), (frame < length[:, None, None]).expand_as(step)
         inputs[samples, begin, 0] = row
@@ -631,7 +651,7 @@ class TokenTransformer(nn.Module):
         # rows of the table, as lay_out counts them
         self.starts = list(itertools.accumulate([1, *(1 + s.quantizers * s.size for s in streams)]))
         self.embed = nn.Embedding(self.starts[-1], width, padding_idx=0)
-        nn.init.normal_(self.embed.weight[1:], std=0.5 * width ** -0.5 if cfg.layout == "delay" else width ** -0.5)
+        nn.init.normal_(self.embed.weight[1:], std=width ** -0.5 if cfg.layout == "flattened" else 0.5 * width ** -0.5)
         self.heads = nn.ParameterList(
             nn.Parameter(torch.randn(s.quantizers, s.size + 1, width) * width ** -0.5 * 0.5)
             if s is streams[-1] or cfg.given_weight else None for s in streams)
@@ -643,6 +663,7 @@ class TokenTransformer(nn.Module):
                                        cfg.position == "rotary", cfg.qk_norm, False, cfg.dropout, cfg.ff_mult,
                                        width if crossed else None)
         self.bias = nn.Embedding(32, cfg.heads) if cfg.position == "relative" else None
+        self.timed = cfg.position == "rotary" and cfg.layout != "aligned"  # positions are not those in the sequence
         if cfg.text != "none":
             self.text = TextEncoder(cfg, vocabulary, embed_width)
             self.null_text_tokens = nn.Parameter(torch.randn(cfg.max_text_len, width) * 0.02)
@@ -699,7 +720,7 @@ class TokenTransformer(nn.Module):
             x, prefix = torch.cat([condition.to(x.dtype), x], dim=1), condition.shape[1]
         context = self.transformer.contexts(condition) if self.cfg.text == "cross" else None
         mask = self.mask(len(x), x.shape[1], prefix, x.device)
-        positions = self.positions(inputs, prefix) if self.bias is None else None
+        positions = self.positions(inputs, prefix) if self.timed else None
         x, made = self.transformer(x, mask, positions, return_cache=True, context=context)
         return (x[:, prefix:], made, context) if cache else x[:, prefix:]
 
@@ -735,12 +756,15 @@ def generate(model, codes, lengths, frames, seeds, text=None, temperature=1.0, t
     Returns B of (T, Q), what there was included, and for each whether it came to its end.
     """
     cfg, stream, device, batch = model.cfg, model.streams[-1], model.embed.weight.device, len(seeds)
-    Q, K, several = stream.quantizers, stream.size, cfg.layout == "delay"
-    begun = lengths[-1]
-    inputs, _, begins = lay_out(model.streams, codes, lengths, torch.zeros(batch, dtype=torch.bool), cfg.layout)
+    Q, K, several, begun = stream.quantizers, stream.size, cfg.layout != "flattened", lengths[-1]
+    out = torch.zeros(batch, int(begun.max()) + frames, Q, dtype=torch.long)
+    out[:, :codes[-1].shape[1]] = codes[-1][:, :out.shape[1]]
+    inputs, _, begins = lay_out(model.streams, [*codes[:-1], out], [*lengths[:-1], begun + frames],
+                                torch.zeros(batch, dtype=torch.bool), cfg.layout)
     position = step_of(begun, 0, Q, cfg.layout)  # in the stream, of the first step that predicts something new
     place = begins[-2] + position
-    inputs = inputs[:, :int(place.max()) + 1].to(device)
+    given = inputs[..., Q if cfg.layout == "aligned" else inputs.shape[2]:].to(device)
+    inputs = inputs[:, :int(place.max()) + 1].to(device)  # no step up to its own `place` takes in what is not there yet
 
     guided = guidance_scale != 1 and cfg.text != "none"
     drop = torch.arange(batch * (1 + guided), device=device) >= batch
@@ -755,9 +779,7 @@ def generate(model, codes, lengths, frames, seeds, text=None, temperature=1.0, t
 
     uniform = torch.stack([torch.rand(frames, Q, generator=torch.Generator().manual_seed(seed)) for seed in seeds])
     uniform = uniform.to(device)
-    out = torch.zeros(batch, int(begun.max()) + frames, Q, dtype=torch.long, device=device)
-    out[:, :codes[-1].shape[1]] = codes[-1].to(device)[:, :out.shape[1]]
-    begun = begun.to(device)
+    out, begun = out.to(device), begun.to(device)
     end, rows = begun + frames, torch.arange(batch, device=device)
     first = model.starts[len(model.streams) - 1] + 1
     for i in range(steps):
@@ -784,12 +806,13 @@ def generate(model, codes, lengths, frames, seeds, text=None, temperature=1.0, t
             break
         taken = [(begun + t, q) for t, q in pairs if t < frames]
         row = torch.stack([torch.where(t >= 0, first + q * K + out[rows, t.clamp(min=0), q], 0) for t, q in taken], 1)
+        row = torch.cat([row, given[rows, place[:batch] + i + 1]], 1)
         x = model.embed(row).sum(1).repeat(1 + guided, 1)
         bias = None
         if model.bias is not None:
             places = torch.arange(memory.top + 1, device=device)
             bias = model.relative(memory.length[:, None] - places).transpose(0, 1)[:, :, None]
-        x = model.transformer.step(x, memory, bias, context, position + i + 1)
+        x = model.transformer.step(x, memory, bias, context, position + i + 1 if model.timed else None)
     return [out[b, :end[b]] for b in range(batch)], (end < begun + frames).tolist()
 
 
@@ -890,8 +913,10 @@ class Stack:
         goals = [len(codes) + round(seconds * self.codec.rate / self.codec.hop) for codes in spoken]
 
         def behind(b, past):
-            """Semantic tokens of sample b that come after the frames `past`: those in them are heard, and counted."""
-            said = len(self.heard([self.wave(past)])[0][0]) if len(past) else 0
+            """Semantic tokens of sample b after the frames `past`, in which, of those without times, some are heard."""
+            said = round(len(past) * self.codec.hop / self.codec.rate * FRAME_RATE)
+            if len(past) and cfgs["coarse"].unique:
+                said = len(self.heard([self.wave(past)])[0][0])
             return [meaning[b][min(len(meaning[b]) - 1, said):]]
         coarse, _ = go_on(models["coarse"], window["coarse"], behind, spoken, goals,
                           [accumulate.number(seed, "coarse") for seed in seeds], drawings["coarse"],
@@ -1676,8 +1701,8 @@ class EvaluateConfig:
     sounds: int = 4  # recordings that are written as WAV and PNG to RUN/sounds
     prompt_seconds: float = 1.0  # how much of each the model is given
     seconds: float = 1.5  # how much it adds
-    temperature: float = 0.7  # of the codes drawn, 0 for the most probable
-    top_k: float = 0.2  # share of the codes that is drawn from, the most probable
+    temperature: tuple[float, ...] = (0.7, 0.3, 0.3)  # of the codes drawn, 0 for the most probable; one, or one a stage
+    top_k: tuple[float, ...] = (0.2,)  # share of the codes that is drawn from; one, or one a stage
     batch_size: int = 16  # recordings at a time
     seed: int = 0  # of everything random
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # where to compute
@@ -1695,7 +1720,7 @@ class SampleConfig:
     seconds: float = 3.0  # length at most, after the prompt
     num: int = 1  # sounds a text or prompt
     # How
-    temperature: tuple[float, ...] = (0.9,)  # of the codes drawn, 0 for the most probable; one, or one a stage
+    temperature: tuple[float, ...] = (0.7, 0.3, 0.3)  # of the codes drawn, 0 for the most probable; one, or one a stage
     top_k: tuple[float, ...] = (0.2,)  # share of the codes that is drawn from; one, or one a stage
     guidance_scale: tuple[float, ...] = (1.0,)  # how far to lean toward the text, 1 for not; one, or one a stage
     fine: bool = True  # let the fine stage add its codes, else the coarse ones alone are heard
@@ -1742,13 +1767,12 @@ def newest_checkpoint(folder):
 
 def evaluate_together(asked, device):
     """Go on with held-out recordings and, on the built-in ones, listen to who speaks and what is said."""
-    stack = Stack(asked.run, device, asked.weights)
+    drawings, stack = drawings_of(asked), Stack(asked.run, device, asked.weights)
     cfg = dataclasses.replace(stack.cfgs["coarse"], **({"data": asked.data} if asked.data else {}))
     source, ranks, added, count = open_source(cfg), dist.world_size(), 0.0, 0
     rows = source.split(asked.part, cfg.validation, cfg.test, cfg.split_by)
     rows = rows[:asked.samples or len(rows)]
     mine, begin = rows[dist.rank()::ranks], round(asked.prompt_seconds * source.rate)
-    drawings = dict.fromkeys(STAGES, Drawing(asked.temperature, asked.top_k))
     hearing = semantic.Hearing() if isinstance(source, Syllables) else None
     bar = tracker.progress(total=len(mine), desc="continuations", unit=" recordings", disable=not dist.is_main())
     for at in range(0, len(mine), asked.batch_size):
@@ -1762,9 +1786,8 @@ def evaluate_together(asked, device):
                 write_sound(Path(asked.run) / "sounds" / f"{place}_goes_on", sound, source.rate)
         count += len(part)
         added += sum((len(sound) - len(prompt)) / source.rate for sound, prompt in zip(made, prompts))
-        if hearing:  # all of it through the codec, which is scored by itself
+        if hearing:  # what followed in reality goes through the codec, too, which is scored by itself
             waves = [stack.wave(one) for one in stack.heard(waves)[1]]
-            prompts = [one[:len(prompt)] for one, prompt in zip(waves, prompts)]
             hearing.voices(prompts, *([one[len(prompt):] for one, prompt in zip(sounds, prompts)]
                                       for sounds in (waves, made)), source.rate)
         if hearing and stack.cfgs["semantic"].text != "none":
@@ -1801,12 +1824,15 @@ def semantic_scores(tokenizer, source, cfg, rows):
     return result
 
 
-def per_stage(name, values):
-    """{stage: value} of one value for all of semantic, coarse and fine, or of one for each."""
-    stages = list(STAGES)[1:]
-    if len(values) not in (1, len(stages)):
-        raise UserError(f"--{name}: {len(values)} values; expected one, or one for each of {', '.join(stages)}")
-    return dict(zip(stages, values * (len(stages) if len(values) == 1 else 1)))
+def drawings_of(asked):
+    """{stage: Drawing} by the settings asked for, each of them one value for semantic, coarse and fine, or three."""
+    stages, columns = list(STAGES)[1:], []
+    for name, usual in Drawing._field_defaults.items():
+        values = getattr(asked, name, (usual,))
+        if len(values) not in (1, len(stages)):
+            raise UserError(f"--{name}: {len(values)} values; expected one, or one for each of {', '.join(stages)}")
+        columns.append(values * (len(stages) if len(values) == 1 else 1))
+    return {stage: Drawing(*values) for stage, *values in zip(stages, *columns)}
 
 
 def open_wave(path, rate, hop):
@@ -1844,9 +1870,7 @@ def sample(asked):
             raise UserError(f"--{one}, --{other}: give one of them")
     if not chosen:
         raise UserError("nothing to say: give --text, --file, --prompt, --prompt_codes, --reconstruct or --decode")
-    drawings = {name: per_stage(name, getattr(asked, name)) for name in Drawing._fields}
-    drawings = {stage: Drawing(*(drawings[name][stage] for name in Drawing._fields)) for stage in list(STAGES)[1:]}
-    stack, note = Stack(asked.run, device, asked.weights), None
+    drawings, stack, note = drawings_of(asked), Stack(asked.run, device, asked.weights), None
     texts = [asked.text]
     if asked.file:
         texts = [line.strip() for line in Path(asked.file).read_text(encoding="utf-8").splitlines() if line.strip()]

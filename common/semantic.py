@@ -261,7 +261,7 @@ class Listener:
     LOWEST, HIGHEST, TOP = 70, 340, 4200  # pitches looked for; the highest harmonic compared, all in Hz
     SCALES = np.exp(np.arange(-0.28, 0.28, 0.01))
     TILTS = synthetic.TILT + synthetic.TILTED * np.array([0, 0.5, 1])
-    POWER = 0.5  # of energies: what a codec adds in the valleys counts less than with the 0.3 of loudness
+    POWER = 0.7  # of energies: what a codec adds in the valleys counts less than with the 0.3 of loudness
     APART = np.array([0.1, 0.08])  # log pitch, log formant; half seconds of a voice are 0.01 and 0.03 apart
 
     def hear(self, wave: np.ndarray, rate: int = RATE) -> dict:

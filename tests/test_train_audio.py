@@ -30,6 +30,8 @@ TINY = dict(CODEC, steps=6, batch_size=4, chunk_size=2, seconds=0.5, eval_second
 STAGES = list(train_audio.STAGES)
 COARSE = [Stream("semantic", 1, 7, 50), Stream("coarse", 2, 5, 50)]
 FINE = [Stream("coarse", 2, 5, 50), Stream("fine", 3, 5, 50)]
+RATES = [Stream("semantic", 1, 7, 40), Stream("coarse", 2, 5, 75)]
+LAYOUTS = ["flattened", "delay", "aligned"]
 
 
 def run(*words, **settings):
@@ -132,7 +134,7 @@ def transformer(streams, vocabulary=0, embed_width=0, seed=0, **settings):
     """A token transformer whose weights are all drawn anew: at their start its blocks are the identity."""
     stage = {"semantic": "semantic", "coarse": "coarse", "fine": "fine"}[streams[-1].name]
     cfg = Config(**{**dict(stage=stage, width=16, depth=2, heads=2, text="none", max_text_len=4, text_depth=1,
-                           mask_past=0.0), **settings})
+                           mask_past=0.0, layout="delay"), **settings})
     torch.manual_seed(seed)
     model = train_audio.TokenTransformer(cfg, streams, vocabulary, embed_width)
     for name, p in model.named_parameters():
@@ -496,6 +498,21 @@ def test_fp16_overflow_on_one_rank_of_two_is_a_step_that_did_not_happen(on_ranks
 
 def slow_layout(streams, codes, lengths, ended, layout):
     """(rows, predictions) of one sample: rows of each step, and {(stream, frame, quantizer): (target, step)}."""
+    if layout == "aligned":
+        *given, last = range(len(streams))
+        starts = list(itertools.accumulate([1, *(1 + one.quantizers * one.size for one in streams)]))
+        own, wanted = slow_layout([streams[last]], [codes[last]], [lengths[last]], ended, "delay")
+        own = [[one and one + starts[last] - 1 for one in rows] for rows in own]
+        ahead = train_audio.AHEAD if given else 0
+        steps = [[]] * ahead + own
+        for s in given:
+            Q, K = streams[s].quantizers, streams[s].size
+            frames = [int(i * streams[s].rate / streams[last].rate) for i in range(len(steps))]
+            more = [[starts[s] + 1 + q * K + codes[s][t][q] for q in range(Q)] if t < lengths[s] else [0] * Q
+                    for t in frames]
+            wide = streams[last].quantizers + sum(streams[other].quantizers for other in given[:s])
+            steps = [rows + [0] * (wide - len(rows)) + new for rows, new in zip(steps, more)]
+        return steps, {(last, t, q): (target, step + ahead) for (_, t, q), (target, step) in wanted.items()}
     steps, predictions, row = [], {}, 1
     for s, (stream, code, length) in enumerate(zip(streams, codes, lengths)):
         begin = len(steps)
@@ -514,8 +531,9 @@ def slow_layout(streams, codes, lengths, ended, layout):
     return steps, predictions
 
 
-@pytest.mark.parametrize("layout", ["flattened", "delay"])
-@pytest.mark.parametrize("streams", [[Stream("semantic", 1, 4, 50)], COARSE, FINE], ids=len)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("streams", [[Stream("semantic", 1, 4, 50)], COARSE, FINE, RATES],
+                         ids=["semantic", "coarse", "fine", "rates"])
 def test_streams_are_laid_out_as_a_slow_loop_does_and_every_code_is_predicted_once_from_what_is_before(streams, layout):
     lengths = [[5, 1, 3, 4], [2, 6, 3, 1]][:len(streams)]
     codes, lengths = tokens_of(streams, lengths)
@@ -525,7 +543,8 @@ def test_streams_are_laid_out_as_a_slow_loop_does_and_every_code_is_predicted_on
         rows, wanted = slow_layout(streams, [c[b].tolist() for c in codes], [n[b].item() for n in lengths], ended[b],
                                    layout)
         found = [[row for row in step if row] for step in inputs[b].tolist()]
-        assert found == [[row for row in step if row] for step in rows] + [[]] * (len(found) - len(rows))
+        assert found[:len(rows)] == [[row for row in step if row] for step in rows]
+        assert not any(found[len(rows):]) or layout == "aligned"  # whose given tokens may last longer
         assert all(inputs[b, i, q] == row for i, step in enumerate(rows) for q, row in enumerate(step))
         assert begins[-1][b] == len(rows)
         made, at = {}, {}
@@ -536,10 +555,10 @@ def test_streams_are_laid_out_as_a_slow_loop_does_and_every_code_is_predicted_on
         for (s, t, q), (_, step) in made.items():  # the step that takes a code in is later than the one predicting it
             at.setdefault((s, step), []).append((t, q))
         assert all(len(pairs) == len({q for _, q in pairs}) for pairs in at.values())
-        assert layout == "delay" or all(len(pairs) == 1 for pairs in at.values())
+        assert layout != "flattened" or all(len(pairs) == 1 for pairs in at.values())
 
 
-@pytest.mark.parametrize("layout", ["flattened", "delay"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_no_code_reaches_the_step_that_predicts_it_or_one_before(layout):
     """By changing it, in what lay_out makes and a transformer hears: what comes before its own step stays."""
     model = transformer(FINE, layout=layout)
@@ -551,8 +570,8 @@ def test_no_code_reaches_the_step_that_predicts_it_or_one_before(layout):
         other = [code.clone() for code in codes]
         other[s][0, t, q] = (other[s][0, t, q] + 1) % 5
         changed = (model.run(lay_out(FINE, other, lengths, ended, layout)[0], None) - before).abs().amax(2)[0]
-        step = predicted[s][1][0, t, q]
-        assert changed[:step + 1].max() < 1e-5 < changed[step + 1]
+        step = predicted[s][1][0, t, q] if s or layout != "aligned" else t - 1  # given codes are there from the start
+        assert changed[:step + 1].abs().sum() < 1e-4 < changed[step + 1]
 
 
 @pytest.mark.parametrize("layout", ["flattened", "delay"])
@@ -575,7 +594,7 @@ def test_every_code_of_every_quantizer_and_every_start_has_a_row_of_its_own(stre
     assert not any(model.embed.weight[0]) and model.heads[-1].shape[1] == streams[-1].size + 1
 
 
-@pytest.mark.parametrize("layout", ["flattened", "delay"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_code_can_be_produced_and_eos_ends_each_sample_and_is_no_code(layout):
     model = transformer(FINE, layout=layout)
     codes, lengths = tokens_of(FINE, [[2] * 60, [0] * 60])
@@ -590,9 +609,9 @@ def test_every_code_can_be_produced_and_eos_ends_each_sample_and_is_no_code(layo
     assert not any(ended) and {len(one) for one in out} == {12} and torch.cat(out).unique().tolist() == [*range(5)]
 
 
-@pytest.mark.parametrize("layout", ["flattened", "delay"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_sample_that_is_padded_in_a_batch_loses_what_it_does_alone(layout):
-    model = transformer(COARSE, layout=layout, given_weight=0.5)
+    model = transformer(COARSE, layout=layout, given_weight=0.5 * (layout != "aligned"))
     codes, lengths = tokens_of(COARSE, [[5, 1, 3], [2, 6, 4]])
     ended = torch.tensor([True, False, True])
     together = model(*lay_out(COARSE, codes, lengths, ended, layout)[:2])
@@ -601,7 +620,8 @@ def test_a_sample_that_is_padded_in_a_batch_loses_what_it_does_alone(layout):
                                [n[b:b + 1] for n in lengths], ended[b:b + 1], layout)[:2])
         for one, other in zip(together, alone):
             torch.testing.assert_close(one[b:b + 1], other, rtol=1e-4, atol=1e-4)
-    assert together[1].tolist() == [[6, 5], [1, 12], [4, 9]]  # codes and, at true ends, EOS
+    counts = [[6, 5], [1, 12], [4, 9]]  # codes and, at true ends, EOS
+    assert together[1].tolist() == ([[0, own] for _, own in counts] if layout == "aligned" else counts)
 
 
 @pytest.mark.parametrize("layout, rate, wanted", [
@@ -647,7 +667,7 @@ def test_codes_and_semantic_tokens_of_a_crop_are_of_the_same_time(rate):
         assert not ended or meaning[-1] == len(crops.caches["semantic"][row]) - 1
 
 
-@pytest.mark.parametrize("layout", ["flattened", "delay"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_eos_is_a_target_at_the_true_end_of_a_recording_and_nowhere_else(layout):
     crops = crops_of([100, 40, 30, 41], 40, layout=layout)
     assert [crops.crop(0, place)[1] for place in (0.0, 0.5, 0.98, 0.999)] == [False, False, False, True]
@@ -655,7 +675,7 @@ def test_eos_is_a_target_at_the_true_end_of_a_recording_and_nowhere_else(layout)
     assert [crops.crop(3, place)[1] for place in (0.0, 0.499, 0.5, 0.999)] == [False, False, True, True]
     batch, good = crops.fetch([0, 1, 2, 3])
     eos = [(batch[f"target{s}"] == stream.size).sum((1, 2)).tolist() for s, stream in enumerate(crops.streams)]
-    assert good.all() and eos == [[0, 1, 1, 0]] * 2
+    assert good.all() and eos == [[0] * 4 if layout == "aligned" else [0, 1, 1, 0], [0, 1, 1, 0]]
     assert (batch["target1"] == 10_000).nonzero().tolist() == [[1, 40, 0], [2, 30, 0]]
     drawn = [crops.crop(0, place)[1] for place in data.uniform(data.draws(np.arange(500), 0), 1)[:, 0]]
     assert 0 < sum(drawn) < 40  # one in 61, as any other place
@@ -700,7 +720,7 @@ def slow_generate(model, codes, lengths, frames, text, scale=1.0, ends=True):
     return out[:begun + end], heard
 
 
-VARIANTS = [*itertools.product(["flattened", "delay"], ["rotary", "relative"], ["none", "prefix", "cross"], [0, 1])]
+VARIANTS = [*itertools.product(LAYOUTS, ["rotary", "relative"], ["none", "prefix", "cross"], [0, 1])]
 
 
 @pytest.mark.parametrize("layout, position, text, kv_heads", VARIANTS)
@@ -739,7 +759,7 @@ def test_guidance_and_texts_change_what_is_made_and_no_text_is_the_null_one(text
     assert not torch.equal(none, plain) and torch.equal(make(None, 3.0), none)
 
 
-@pytest.mark.parametrize("layout", ["flattened", "delay"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @torch.no_grad()
 def test_a_sample_is_decided_by_its_seed_whatever_the_batch(layout):
     model = transformer(COARSE, 10, layout=layout, text="prefix")
@@ -774,7 +794,7 @@ def test_masking_hides_some_of_the_past_in_training_only_and_never_the_text_or_a
     codes, lengths = tokens_of(COARSE, [[20] * 64, [9] * 64])
     inputs, predicted, _ = lay_out(COARSE, codes, lengths, torch.zeros(64, dtype=torch.bool), "delay")
     masks, inside = [], model.transformer.forward
-    model.transformer.forward = lambda x, mask=None, **more: masks.append(mask) or inside(x, mask, **more)
+    model.transformer.forward = lambda x, mask=None, *more, **rest: masks.append(mask) or inside(x, mask, *more, **rest)
     drop, texts = torch.zeros(64, dtype=torch.bool), TEXTS["tokens"][:1].expand(64, -1)
     with torch.no_grad():
         quiet = model(inputs, predicted, texts, drop)
@@ -865,6 +885,7 @@ def test_chunking_leaves_a_transformers_gradients_as_they_are(whole):
         found = []
         for size in (6, 4, 1):
             task = token_task(whole, stage, batch_size=6, chunk_size=size, given_weight=given_weight, mask_past=0.0,
+                              layout="delay" if given_weight else "aligned",
                               text_drop=0.0, dropout=0.0)
             for name, p in task.run.model.named_parameters():
                 accumulate.seed(name)
@@ -894,7 +915,7 @@ def test_a_codec_learns_eight_clips_by_heart(monkeypatch):
 
 
 @pytest.mark.parametrize("stage, layout", [("semantic", "delay"), ("coarse", "flattened"), ("coarse", "delay"),
-                                           ("fine", "delay")])
+                                           ("coarse", "aligned"), ("fine", "aligned")])
 def test_a_transformer_learns_eight_clips_by_heart_and_says_them_again(stage, layout, whole):
     task = token_task(whole, stage, steps=80, lr=1e-2, batch_size=8, chunk_size=8, width=48, layout=layout, seconds=3.0,
                       mask_past=0.0, text_drop=0.0, weight_decay=0.0, dropout=0.0)
@@ -1053,7 +1074,7 @@ def test_figures_of_the_transformers_are_means_over_tokens_and_leave_the_mode(wh
     dict(layout="flattened", text="cross", kv_heads=1, position="relative", unique=True, given_weight=0.5,
          qk_norm=True, dropout=0.1),
     dict(groups=2, rotation=True, attention_window=8, codec_width=64, text="prefix", precision="bf16", deltas=True,
-         optimizer="muon")], ids=["flattened", "delay"])
+         optimizer="muon")], ids=["flattened", "aligned"])
 def test_built_in_syllables_with_every_other_setting_are_trained_on_and_judged(settings, tmp_path, monkeypatch):
     monkeypatch.setattr(train_audio, "BUILTIN_ROWS", 40)
     words = flags(run=tmp_path, **{**TINY, **settings, "steps": 4, "seconds": 0.4, "eval_samples": 2})
@@ -1220,6 +1241,7 @@ def mistake(*words, status=1, **settings):
     (["--mask_past", "1"], "--mask_past: 1.0 is above"), (["--validation", "0.6", "--test", "0.5"], "--validation 0.6"),
     (["--text_embeds"], "--text_embeds: it needs --text prefix or --text cross"),
     (["--stage", "coarse", "--tokenizer", "hubert:x:9"], "--tokenizer: it belongs to the semantic run"),
+    (["--unique"], "--layout aligned: it predicts no tokens that are given"), (["--given_weight", "1"], "--layout al"),
     (["--stage", "middle"], "'middle' is none of all, soundstream"), (["smaple"], "did you mean sample?"),
     (["--attention_window", "4", "--codec_width", "100", "--steps", "x"], "--steps"),
 ], ids=lambda value: " ".join(value) if isinstance(value, list) else "")
