@@ -53,7 +53,7 @@ from common.state import State, check_start, load_weights, resume_point
 
 LONGEST = 6.0  # seconds of a text of the built-in data, at most
 FRAME_RATE = semantic.RATE / semantic.HOP  # semantic tokens a second
-BUILTIN_ROWS = 3_000  # recordings of the built-in syllables
+BUILTIN_ROWS = 4_500  # recordings of the built-in syllables
 
 # Config
 
@@ -120,7 +120,7 @@ class Config:
     position: Literal["rotary", "relative"] = "rotary"  # embedding of positions
     qk_norm: bool = False  # cosine-similarity attention
     dropout: float = 0.0  # in attention and feed-forward
-    mask_past: float = 0.15  # share of the past that is hidden from a sample in training
+    mask_past: float = 0.05  # share of the past that is hidden from a sample in training
     layout: Literal["aligned", "delay", "flattened"] = "aligned"  # streams side by side, quantizers each a step late;
     # delay: that, but one stream after the other; flattened: one after the other, a code a step
     coarse_quantizers: int = 6  # quantizers of the coarse stage, the fine one predicts the rest
@@ -227,10 +227,10 @@ class Config:
 TRANSFORMER = dict(seconds=3.5, batch_size=16, chunk_size=8, lr=2e-3, weight_decay=0.01, beta1=0.9, max_grad_norm=1.0,
                    eval_samples=160, ema_decay=0.995, eval_every=200)
 STAGES = {
-    "soundstream": dict(steps=2200),
-    "semantic": dict(TRANSFORMER, steps=350),
-    "coarse": dict(TRANSFORMER, steps=800),
-    "fine": dict(TRANSFORMER, seconds=1.75, steps=200),
+    "soundstream": dict(steps=1600),
+    "semantic": dict(TRANSFORMER, steps=250),
+    "coarse": dict(TRANSFORMER, steps=1100),
+    "fine": dict(TRANSFORMER, seconds=1.75, steps=300),
 }
 PRESETS = {  # the codec of SoundStream §III at 24 kHz; transformers of AudioLM §IV-A
     "soundstream-24khz": dict(

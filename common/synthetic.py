@@ -196,6 +196,7 @@ SYLLABLES: dict[str, tuple[int, int, int, int]] = {
 }
 RATE = 16_000  # samples a second
 SPEAKERS = 400
+PITCHES = (130, 290)  # in Hz, of the lowest and the highest speaker
 BANDWIDTHS = (60, 80, 120, 180, 250)  # of F1 to F5 in Hz
 TILT, TILTED = 0.74, 0.18  # the mildest speaker's tilt, a pole, and by how much more the steepest one's tilts
 SPREAD, EFFORT = 0.06, 0.06  # ranges of each formant's logarithm and of the tilt, from one syllable to the next
@@ -206,7 +207,7 @@ HOP, FFT = 160, 800  # samples between frames, each with one filter, and samples
 def voice_of(speaker: int, seed: int = 0) -> dict[str, float]:
     """A speaker's "pitch" in Hz, "formant" (a factor of all of them), "tilt" (a pole) and "breath" (level of noise)."""
     u = _uniform(seed ^ 0x5EA4E5, [speaker], 4)[0]
-    return {"pitch": float(90 * (280 / 90) ** u[0]), "formant": float(0.87 * (1.15 / 0.87) ** u[1]),
+    return {"pitch": float(PITCHES[0] * (PITCHES[1] / PITCHES[0]) ** u[0]), "formant": float(0.87 * (1.15 / 0.87) ** u[1]),
             "tilt": float(TILT + TILTED * u[2]), "breath": float(0.01 * 8 ** u[3])}
 
 

@@ -151,7 +151,8 @@ def test_speakers_and_syllables_are_uniform_and_independent():
     rows = range(300)
     records = synthetic.syllables(rows)[1]
     pitch, formant = (np.array([record[name] for record in records]) for name in ("pitch", "formant"))
-    assert pitch.min() > 90 and pitch.max() < 280 and abs(np.log(pitch).mean() - np.log(np.sqrt(90 * 280))) < 0.07
+    low, high = synthetic.PITCHES
+    assert pitch.min() > low and pitch.max() < high and abs(np.log(pitch).mean() - np.log(low * high) / 2) < 0.07
     assert formant.min() > 0.82 and formant.max() < 1.22 and abs(np.corrcoef(pitch, formant)[0, 1]) < 0.2
     counts = collections.Counter(name for record in records for name in record["text"].split())
     share = np.array([counts[name] for name in synthetic.SYLLABLES]) / sum(counts.values()) * len(synthetic.SYLLABLES)

@@ -37,6 +37,8 @@ def settings(args, stage):
                       attention_window=args.window)
     else:
         sizes |= dict(layout=args.layout, text="none", warmup_steps=0, **({"depth": args.depth} if args.depth else {}))
+        if args.layout == "aligned":
+            sizes |= dict(unique=False, given_weight=0.0)
     return train_audio.Config(**sizes)
 
 
@@ -85,7 +87,7 @@ def make(args, stage):
 
 
 def bench_step(args, stage):
-    """A whole training step of a transformer; all its streams are predicted."""
+    """A whole training step of a transformer; all its streams are predicted, or the last if they are aligned."""
     cfg, model, codes = make(args, stage)
     lengths, ended = [torch.full((args.batch,), FRAMES[stage])] * len(codes), torch.ones(args.batch, dtype=torch.bool)
     inputs, predicted, _ = train_audio.lay_out(model.streams, codes, lengths, ended, cfg.layout)
@@ -128,7 +130,7 @@ def bench_generate(args, stage):
 
 def main():
     parser = flags(__doc__, CASES, train_audio.PRESETS, batch=4, repeats=3)
-    parser.add_argument("--layout", default="flattened", choices=["flattened", "delay"])
+    parser.add_argument("--layout", default="flattened", choices=["flattened", "delay", "aligned"])
     parser.add_argument("--window", type=int, default=128, help="of the codec's attention, 0 for none")
     parser.add_argument("--tokens", type=int, default=256, help="to generate, a sample")
     parser.add_argument("--depth", type=int, default=0, help="blocks of the transformer, if not the usual")
