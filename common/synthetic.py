@@ -207,7 +207,8 @@ HOP, FFT = 160, 800  # samples between frames, each with one filter, and samples
 def voice_of(speaker: int, seed: int = 0) -> dict[str, float]:
     """A speaker's "pitch" in Hz, "formant" (a factor of all of them), "tilt" (a pole) and "breath" (level of noise)."""
     u = _uniform(seed ^ 0x5EA4E5, [speaker], 4)[0]
-    return {"pitch": float(PITCHES[0] * (PITCHES[1] / PITCHES[0]) ** u[0]), "formant": float(0.87 * (1.15 / 0.87) ** u[1]),
+    low, high = PITCHES
+    return {"pitch": float(low * (high / low) ** u[0]), "formant": float(0.87 * (1.15 / 0.87) ** u[1]),
             "tilt": float(TILT + TILTED * u[2]), "breath": float(0.01 * 8 ** u[3])}
 
 
