@@ -1548,6 +1548,7 @@ def train_stage(cfg, device):
             if losses["val_loss"] < run.best_val_loss:
                 run.best_val_loss = losses["val_loss"]
                 run.export("best.pt", val_loss=run.best_val_loss)
+            log.report()
         if save_due or stop:
             run.commit(folder, log)
             saved = time.monotonic()
@@ -1568,6 +1569,7 @@ def train_stage(cfg, device):
     log.log(run.step, **results)
     results = {"step": run.step, "best_val_loss": run.best_val_loss, **results}
     dist.on_main(lambda: folder.finish(results))  # the others wait: what comes next reads these files
+    log.report()
     report(f"Trained {cfg.run}; this start took {time.monotonic() - started:.0f} s.", results)
     return False
 

@@ -912,6 +912,7 @@ def train_stage(cfg, device):
             if losses["val_loss"] < run.best_val_loss:
                 run.best_val_loss = losses["val_loss"]
                 run.export("best.pt", val_loss=run.best_val_loss)
+            log.report()
         if save_due or stop:
             run.commit(folder, log)
             saved = time.monotonic()
@@ -933,6 +934,7 @@ def train_stage(cfg, device):
     if dist.is_main():
         write_grid(Path(cfg.run) / "samples" / "test.png", grid)
         folder.finish(results)
+    log.report()
     report(f"Trained {cfg.run}; this start took {time.monotonic() - started:.0f} s. Pictures: {cfg.run}/samples",
            results)
     return False

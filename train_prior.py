@@ -625,6 +625,7 @@ def train(cfg):
             if losses["val_loss"] < state.best_val_loss:
                 state.best_val_loss = losses["val_loss"]
                 state.export("best.pt", val_loss=state.best_val_loss)
+            log.report()
         if save_due or stop:
             state.commit(run, log)
             saved = time.monotonic()
@@ -644,6 +645,7 @@ def train(cfg):
     results = {"step": state.step, "best_val_loss": state.best_val_loss, **results}
     if dist.is_main():
         run.finish(results)
+    log.report()
     report(cfg, f"Trained {cfg.run}; this start took {time.monotonic() - started:.0f} s.", results)
 
 

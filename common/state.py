@@ -134,6 +134,8 @@ def resume_point(cfg, run, identity):
     if newest:
         resume_from = str(run.folder / newest["file"])
         check_identity(cfg, run.record.get("identity", {}), identity, run.folder)
+        earlier = (step for step in run.record.get("resumed", ()) if step < newest["step"])
+        run.record["resumed"] = [*earlier, newest["step"]] if newest["step"] < cfg.steps else [*earlier]
     finished = run.record["finished"] if newest and newest["step"] >= cfg.steps else None
     return resume_from, finished, passed_over
 

@@ -1,4 +1,8 @@
-"""Where figures go: the console, and metrics.jsonl, one JSON object a line. Rank 0 alone writes."""
+"""Where figures go: the console, metrics.jsonl, one JSON object a line, and report.html. Rank 0 alone writes.
+
+    python -m common.tracker report RUN [RUN ...] [--out FILE]      # the page of a run, or one that compares runs
+"""
+import argparse
 import json
 import math
 import os
@@ -9,7 +13,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from common import checkpoint, dist
+from common import checkpoint, config, dist, report
 from common.config import UserError
 
 
@@ -29,6 +33,7 @@ class Tracker:
             with checkpoint.replacing(path) as file:
                 file.writelines(kept)
         self.file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (open for the whole run)
+        self.page = report.Report(folder)
 
     def log(self, step, **metrics):
         """Append {"step": step, **metrics}; what is not finite is written as null, as JSON has no word for it."""
@@ -41,6 +46,11 @@ class Tracker:
         """Print a line above the progress bar."""
         if self.enabled:
             tqdm.write(text)
+
+    def report(self):
+        """Write the folder's report.html anew, with what was logged and sampled so far."""
+        if self.enabled:
+            self.page.write()
 
     def sync(self):
         """Make the lines so far durable: before a checkpoint is committed, which will not make them again."""
@@ -112,3 +122,21 @@ def table(metrics):
 def show(metrics):
     """`metrics` on one line, numbers at a readable precision."""
     return "  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in metrics.items())
+
+
+def main():
+    parser = argparse.ArgumentParser(prog="python -m common.tracker", description="Pages to look at runs.")
+    command = parser.add_subparsers(required=True, metavar="COMMAND").add_parser(
+        "report", help="write RUN/report.html, or a page that compares several runs")
+    command.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run")
+    command.add_argument("--out", help="file to write (default: RUN/report.html, or report.html)")
+    asked = parser.parse_args()
+    out = Path(asked.out or (Path(asked.runs[0]) / "report.html" if len(asked.runs) == 1 else "report.html"))
+    text = report.compare(asked.runs) if len(asked.runs) > 1 else report.Report(asked.runs[0]).page()
+    with checkpoint.replacing(out) as file:
+        file.write(text.encode())
+    print(f"wrote {out}")
+
+
+if __name__ == "__main__":
+    config.run(main)

@@ -52,6 +52,20 @@ def run(script, *words, ranks=0, expect=0):
     return out
 
 
+def run_module(name, *words, expect=0):
+    """Output of `python -m NAME`, in this process, which must end with the status `expect`."""
+    status, argv, out, sys.argv = 0, sys.argv, io.StringIO(), [name, *map(str, words)]
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+            config.run(importlib.import_module(name).main)
+    except SystemExit as end:
+        status = end.code
+    finally:
+        sys.argv = argv
+    assert status == expect, out.getvalue()
+    return out.getvalue()
+
+
 def _main(script, words):
     sys.argv = [f"{script}.py", *map(str, words)]
     config.run(importlib.import_module(script).main)
