@@ -917,6 +917,7 @@ def train_stage(cfg, device):
             run.commit(folder, log)
             saved = time.monotonic()
         if stop:
+            folder.wait()
             log.say(f"stopped by signal {stop[0]} at step {step}, all saved; the same command goes on")
             raise SystemExit(128 + stop[0])
         meter.restart()

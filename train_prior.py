@@ -630,6 +630,7 @@ def train(cfg):
             state.commit(run, log)
             saved = time.monotonic()
         if stop:
+            run.wait()
             log.say(f"stopped by signal {stop[0]} at step {step}, all saved; the same command goes on")
             raise SystemExit(128 + stop[0])
         meter.restart()

@@ -3,6 +3,7 @@
 Write x.tmp beside x, flush, fsync, replace x, fsync the folder; first the checkpoint, then auto_resume.json. Files
 hold tensors and plain values only, and every load is `weights_only=True`.
 """
+import concurrent.futures
 import contextlib
 import fcntl
 import hashlib
@@ -69,6 +70,15 @@ def save(state, path):
     return digest.sha256.hexdigest()
 
 
+def copied(state):
+    """A copy in host memory of `state`, nested dicts and lists of tensors and plain values."""
+    if isinstance(state, torch.Tensor):
+        return state.detach().to("cpu", copy=True)
+    if isinstance(state, dict):
+        return {name: copied(value) for name, value in state.items()}
+    return type(state)(map(copied, state)) if type(state) in (list, tuple) else state
+
+
 def load(path, sha256=None):
     """The state saved at `path`, on the CPU. UserError when it is missing, damaged, or not a checkpoint."""
     path = Path(path)
@@ -114,6 +124,7 @@ class Run:
 
     def __init__(self, folder):
         self.folder, self.lock = Path(folder), None
+        self.writer, self.saving = None, None  # a thread, and the save that it is at
         self.record = {"checkpoints": [], "finished": None}  # what auto_resume.json says, newest checkpoint first
 
     def open(self, resume):
@@ -189,8 +200,21 @@ class Run:
             if path.name not in names and path.name < Path(file).name:
                 path.unlink()
 
+    def begin(self, step, state, keep, **facts):
+        """`commit` a copy of `state` from a thread, while training goes on; waits for the save before this one."""
+        self.wait()
+        self.writer = self.writer or concurrent.futures.ThreadPoolExecutor(1, "save")  # joined when the process ends
+        self.saving = self.writer.submit(self.commit, step, copied(state), keep, **facts)
+
+    def wait(self):
+        """Wait for the save in flight, if there is one; an error that it met is raised here."""
+        saving, self.saving = self.saving, None
+        if saving:
+            saving.result()
+
     def finish(self, results):
         """Record that the run is complete, with its closing `results`."""
+        self.wait()
         self.record["finished"] = results
         write_json(self.record, self.folder / "auto_resume.json")
 

@@ -77,11 +77,14 @@ class State:
                         if name in now and now[name] != then]
 
     def commit(self, run, log):
-        """Rank 0 commits a checkpoint to the open `run`, after the lines of `log`; RuntimeError if the ranks differ."""
+        """Rank 0 begins to commit a checkpoint to the open `run`, after the lines of `log`, which `run.wait` awaits.
+
+        RuntimeError if the ranks differ.
+        """
         dist.check_in_step(self.model, self.step)
         if dist.is_main():
             log.sync()
-            run.commit(self.step, self.state(), self.cfg.keep, world_size=dist.world_size(), identity=self.identity,
+            run.begin(self.step, self.state(), self.cfg.keep, world_size=dist.world_size(), identity=self.identity,
                        logger={"kind": "jsonl"})
 
     def set_rate(self):

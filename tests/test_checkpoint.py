@@ -7,12 +7,14 @@ import pickle
 import random
 import resource
 import sys
+import threading
 import zipfile
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import FORKS
+from helpers import tensors
 
 from common import checkpoint
 from common.config import UserError
@@ -250,6 +252,38 @@ def test_a_damaged_record_is_told_with_ways_out(text, tmp_path):
         opened(tmp_path / "run")
     assert opened(tmp_path / "run", "never").newest() == (None, [])  # the way out
     assert (tmp_path / "run.1" / "checkpoints" / "step_00000010.pt").exists()
+
+
+def test_a_save_that_has_begun_is_of_the_state_as_it_was_and_one_at_a_time(tmp_path, monkeypatch):
+    run, state, going, save = opened(tmp_path), state_of(10), threading.Event(), checkpoint.save
+    monkeypatch.setattr(checkpoint, "save", lambda *args: going.wait(60) and save(*args))
+    before = checkpoint.copied(state)
+    run.begin(10, state, 0, world_size=3)
+    for tensor in tensors(state):
+        if isinstance(tensor, torch.Tensor):
+            tensor.zero_()  # as training goes on
+    assert same(before, state_of(10)) and not same(state, before) and not run.record["checkpoints"]
+    second = threading.Thread(target=run.begin, args=(20, state_of(20), 0))
+    second.start()
+    second.join(0.1)
+    assert second.is_alive()  # it waits for the first
+    going.set()
+    second.join()
+    run.wait()
+    assert [entry["step"] for entry in run.record["checkpoints"]] == [20, 10] and run.record["world_size"] == 3
+    assert same(checkpoint.load(tmp_path / "checkpoints/step_00000010.pt"), before)
+
+
+def test_an_error_of_a_save_is_raised_where_it_is_awaited_and_the_run_stays_whole(tmp_path, monkeypatch):
+    run = opened(tmp_path)
+    commit(run, 10)
+    monkeypatch.setattr(checkpoint.torch, "save", lambda *args: (_ for _ in ()).throw(OSError(28, "No space left")))
+    run.begin(20, state_of(20), 0)
+    with pytest.raises(OSError, match="No space left, writing"):
+        run.finish({})
+    run.wait()  # it is told once
+    assert [entry["step"] for entry in run.record["checkpoints"]] == [10] and not run.record["finished"]
+    assert os.listdir(tmp_path / "checkpoints") == ["step_00000010.pt"]
 
 
 @pytest.mark.parametrize("steps", [[10], [10, 20]])

@@ -76,6 +76,7 @@ def test_a_commit_is_what_a_run_goes_on_from(tmp_path):
         step(run)
         log.log(run.step, number=number)
         run.commit(folder, log)
+    folder.wait()
     again = checkpoint.Run(tmp_path)
     again.open("auto")
     newest, _ = again.newest()
