@@ -25,7 +25,8 @@ STYLE = """
 *{box-sizing:border-box}
 body{margin:0 auto;max-width:1320px;padding:16px;background:var(--page);color:var(--ink);
 font:15px/1.45 system-ui,sans-serif}
-h1{font-size:22px;margin:0 0 4px}h2{font-size:17px;margin:28px 0 10px}p{margin:0 0 8px;color:var(--faint)}
+h1{font-size:22px;margin:0 0 4px;overflow-wrap:anywhere}
+h2{font-size:17px;margin:28px 0 10px}p{margin:0 0 8px;color:var(--faint)}
 .grid{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,340px),1fr));gap:14px}
 figure{margin:0;padding:10px;background:var(--card);border:1px solid var(--line);border-radius:8px;min-width:0}
 figcaption{font-weight:600;margin-bottom:4px;overflow-wrap:anywhere}
@@ -90,12 +91,18 @@ class Report:
             self.record = read_json(self.folder / "auto_resume.json")
 
     def _take(self, line):
-        step = line.pop("step")
+        step, tested = line.pop("step"), "test_loss" in line  # the closing test is of other samples than the curves
         for name, value in line.items():
             if isinstance(value, (int, float)):
                 self.last[name] = value
-                self.curves.setdefault(name, Curve()).add(step, value)
+                if not tested:
+                    self.curves.setdefault(name, Curve()).add(step, value)
         self.last["step"] = step
+
+    def drawn(self):
+        """Names of the metrics that are worth a chart: not the count of samples, and no counts of what never was."""
+        return [name for name, curve in self.curves.items() if name != "samples_seen" and (
+            name not in ("overflows", "unusable_rows") or any(value for _, value in curve.points()))]
 
     def write(self):
         """Write report.html into the run folder."""
@@ -109,7 +116,7 @@ class Report:
 
     def _body(self):
         charts = [chart(title, {label: self.curves[name].points() for name, label in names.items()},
-                        self.record.get("resumed", ())) for title, names in together(self.curves).items()]
+                        self.record.get("resumed", ())) for title, names in together(self.drawn()).items()]
         settings = {name: value for name, value in self.config.items() if name != "versions"}
         parts = [self._state(), f'<h2>Curves</h2><div class="grid">{"".join(charts)}</div>', samples(self.folder),
                  f"<h2>Newest figures</h2>{table(self.last)}",
@@ -139,8 +146,6 @@ def together(names):
     """{title: {name: label}} of the charts in which metrics are drawn: losses in one, and all T of a name@T."""
     charts = {}
     for name in names:
-        if name in ("samples_seen", "unusable_rows"):
-            continue
         base, at, steps = name.partition("@")
         title = "loss" if base.endswith("loss") or base in ("loss", "val_loss_online") else base
         label = {"val_loss": "val_loss (EMA)", "val_loss_online": "val_loss (online)"}.get(name, f"@{steps}" if at else
@@ -151,10 +156,9 @@ def together(names):
 
 def unit(name):
     """The unit of a metric, by its name."""
-    for ending, word in (("_per_s", "/s"), ("_s", "s"), ("_db", "dB")):
-        if name.endswith(ending):
-            return word
-    return ""
+    if "_db" in name:
+        return "dB"
+    return "/s" if name.endswith("_per_s") else "s" if name.endswith("_s") else ""
 
 
 def ticks(low, high, count=5):
@@ -177,8 +181,7 @@ def short(value):
 def chart(title, series, resumed=(), legend=True):
     """An SVG of curves {label: [(step, value), ...]} with axes; dashed lines where a run was `resumed`."""
     points = [point for curve in series.values() for point in curve]
-    right = max(step for step, _ in points) or 1
-    left = min(min(step for step, _ in points), right - 1)
+    left, right = 0, max(step for step, _ in points) or 1
     # of many, the first steps' values, often far above the others, may leave the frame
     settled = [value for step, value in points if len(points) < 20 or step >= left + 0.05 * (right - left)]
     low, high = min(settled), max(settled)
@@ -276,9 +279,7 @@ def compare(folders):
     for folder in folders:
         runs[str(folder)] = run = Report(folder)
         run.read()
-    names = dict.fromkeys(name for run in runs.values() for name in together(run.curves).get("loss", ()))
-    names |= dict.fromkeys(name for run in runs.values() for name in run.curves if name not in names and name not in (
-        "samples_seen", "unusable_rows"))
+    names = dict.fromkeys(name for run in runs.values() for names in together(run.drawn()).values() for name in names)
     charts = [chart(name, {label: run.curves[name].points() for label, run in runs.items() if name in run.curves})
               for name in names]
     differing = {name: " · ".join(f"{label}: {run.config.get(name)}" for label, run in runs.items())

@@ -53,7 +53,8 @@ def page_of(folder):
 
 
 LINES = [{"step": step, "loss": 10 / step, "samples_per_s": 4.0, "grad_norm": None} for step in range(2, 41, 2)]
-LINES += [{"step": 40, "val_loss": 0.5, "val_loss_online": 0.625, "match@8": 0.25, "match@64": 0.75, "name": "x"}]
+LINES += [{"step": 40, "val_loss": 0.5, "val_loss_online": 0.625, "match@8": 0.25, "match@64": 0.75, "name": "x"},
+          {"step": 40, "test_loss": 0.75, "match@8": 0.125}]
 
 
 def test_curves_stand_where_their_figures_are():
@@ -93,13 +94,14 @@ def test_ticks_are_few_round_and_inside(low, high):
 
 
 def test_losses_share_a_chart_with_both_kinds_of_weights_and_numbers_of_steps_another(tmp_path):
-    found = report.together([name for line in LINES for name in line if name != "step"])
+    found = report.together([name for line in LINES[:-1] for name in line if name != "step"])
     assert found["loss"] == {"loss": "loss", "val_loss": "val_loss (EMA)", "val_loss_online": "val_loss (online)"}
     assert found["match"] == {"match@8": "@8", "match@64": "@64"} and next(iter(found)) == "loss"
     page = page_of(folder_of(tmp_path / "run", LINES))
     captions = [attrs["aria-label"] for attrs in page.all("svg")]
     assert captions[0] == "loss" and "samples_per_s (/s)" in captions and "grad_norm" not in captions
     assert "step 40 of 100" in page.text and "4 samples per second" in page.text
+    assert "0.125" in page.text and "0.25" not in captions and not [name for name in captions if "test" in name]
     assert "2 min 0 s left" in page.text  # 60 steps of 8 samples at 4 a second
     assert "<b>" in page.text  # as text, not as a tag
     assert not page.all("b") and "2.x" in page.text
