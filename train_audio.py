@@ -53,7 +53,7 @@ from common.state import State, check_start, load_weights, resume_point
 
 LONGEST = 6.0  # seconds of a text of the built-in data, at most
 FRAME_RATE = semantic.RATE / semantic.HOP  # semantic tokens a second
-BUILTIN_ROWS = 4_500  # recordings of the built-in syllables
+BUILTIN_ROWS = 4_000  # recordings of the built-in syllables
 
 # Config
 
@@ -95,7 +95,7 @@ class Config:
     sdr_weight: float = 0.1  # of the signal-to-distortion ratio, in dB; scale-invariant, it would blow up silence
     commitment_weight: float = 0.25  # of the distance of frames to their codes
     # Discriminators of the codec
-    discriminate_after: float = 0.92  # share of the steps without them; 1 for none at all
+    discriminate_after: float = 0.95  # share of the steps without them; 1 for none at all
     adversarial_weight: float = 0.1  # of the hinge loss
     feature_weight: float = 10.0  # of the distance of features
     penalty_weight: float = 10.0  # of the gradient penalty, 0 for none
@@ -227,10 +227,10 @@ class Config:
 TRANSFORMER = dict(seconds=3.5, batch_size=16, chunk_size=8, lr=2e-3, weight_decay=0.01, beta1=0.9, max_grad_norm=1.0,
                    eval_samples=160, ema_decay=0.995, eval_every=200)
 STAGES = {
-    "soundstream": dict(steps=1600),
-    "semantic": dict(TRANSFORMER, steps=250),
-    "coarse": dict(TRANSFORMER, steps=1100),
-    "fine": dict(TRANSFORMER, seconds=1.75, steps=300),
+    "soundstream": dict(steps=1500),
+    "semantic": dict(TRANSFORMER, steps=500),
+    "coarse": dict(TRANSFORMER, steps=1000),
+    "fine": dict(TRANSFORMER, seconds=1.75, steps=150),
 }
 PRESETS = {  # the codec of SoundStream §III at 24 kHz; transformers of AudioLM §IV-A
     "soundstream-24khz": dict(
@@ -766,7 +766,7 @@ def generate(model, codes, lengths, frames, seeds, text=None, temperature=1.0, t
     given = inputs[..., Q if cfg.layout == "aligned" else inputs.shape[2]:].to(device)
     inputs = inputs[:, :int(place.max()) + 1].to(device)  # no step up to its own `place` takes in what is not there yet
 
-    guided = guidance_scale != 1 and cfg.text != "none"
+    guided = guidance_scale != 1 and text is not None
     drop = torch.arange(batch * (1 + guided), device=device) >= batch
     if text is not None:
         text = text.to(device).repeat(1 + guided, *[1] * (text.ndim - 1))
@@ -1706,6 +1706,7 @@ class EvaluateConfig:
     seconds: float = 1.5  # how much it adds
     temperature: tuple[float, ...] = (0.7, 0.3, 0.3)  # of the codes drawn, 0 for the most probable; one, or one a stage
     top_k: tuple[float, ...] = (0.2,)  # share of the codes that is drawn from; one, or one a stage
+    guidance_scale: tuple[float, ...] = (2.0, 1.0, 1.0)  # lean toward the text, 1 for not; one, or one a stage
     batch_size: int = 16  # recordings at a time
     seed: int = 0  # of everything random
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # where to compute
@@ -1725,7 +1726,7 @@ class SampleConfig:
     # How
     temperature: tuple[float, ...] = (0.7, 0.3, 0.3)  # of the codes drawn, 0 for the most probable; one, or one a stage
     top_k: tuple[float, ...] = (0.2,)  # share of the codes that is drawn from; one, or one a stage
-    guidance_scale: tuple[float, ...] = (1.0,)  # how far to lean toward the text, 1 for not; one, or one a stage
+    guidance_scale: tuple[float, ...] = (2.0, 1.0, 1.0)  # lean toward the text, 1 for not; one, or one a stage
     fine: bool = True  # let the fine stage add its codes, else the coarse ones alone are heard
     # The codec alone
     reconstruct: str = ""  # recording to send through the codec
@@ -1830,8 +1831,8 @@ def semantic_scores(tokenizer, source, cfg, rows):
 def drawings_of(asked):
     """{stage: Drawing} by the settings asked for, each of them one value for semantic, coarse and fine, or three."""
     stages, columns = list(STAGES)[1:], []
-    for name, usual in Drawing._field_defaults.items():
-        values = getattr(asked, name, (usual,))
+    for name in Drawing._fields:
+        values = getattr(asked, name)
         if len(values) not in (1, len(stages)):
             raise UserError(f"--{name}: {len(values)} values; expected one, or one for each of {', '.join(stages)}")
         columns.append(values * (len(stages) if len(values) == 1 else 1))
