@@ -575,36 +575,26 @@ def step_of(frame, quantizer, quantizers, layout):
 
 
 def lay_out(streams, codes, lengths, ended, layout):
-    """Lay streams out so that plain causal attention is all it takes: one after the other and without gaps, or aligned.
+    """Lay streams out, one after the other and without gaps, so that plain causal attention is all it takes.
 
     streams: S of `Stream`; codes: S of (B, T_s, Q_s); lengths: S of (B,) frames; ended (B,): whether the last stream's
     last frame is the end of its recording. A stream begins with a start token of its own; step i + 1 takes in the codes
     that step i predicts. Behind the true end comes the class `size`, EOS, in place of the first quantizer's code.
 
-    Aligned, a step takes in a frame of each stream (as Moshi does, Défossez et al. 2024, §3.4), the earlier ones' being
-    AHEAD later in time. That makes a short sequence, but needs tokens with times, and only the last is predicted.
-
     Returns inputs (B, N, J), rows of the embedding table, 0 for none; for each stream, targets (B, T_s + 1, Q_s), -100
     for none, and the steps (B, T_s + 1, Q_s) that predict them; and where each stream begins, (B,), and the last ends.
     """
+    if layout == "aligned" and len(streams) > 1:
+        return align(streams, codes, lengths, ended)
     batch, begins, predicted, row = len(ended), [torch.zeros(len(ended), dtype=torch.long)], [], 1
-    several, aligned, last = layout != "flattened", layout == "aligned", streams[-1]
     for stream, length in zip(streams, lengths):
-        steps = step_of(length - 1, stream.quantizers - 1, stream.quantizers, layout) + 2
-        begins.append(begins[-1] + steps if stream is last or not aligned else torch.full_like(begins[0], AHEAD))
-    total, widths = int(begins[-1].max()), [stream.quantizers for stream in streams]
-    width = sum(widths) if aligned else max(widths) if several else 1
-    inputs, samples, column = torch.zeros(batch, total + 1, width, dtype=torch.long), torch.arange(batch), widths[-1]
+        begins.append(begins[-1] + step_of(length - 1, stream.quantizers - 1, stream.quantizers, layout) + 2)
+    total, several = int(begins[-1].max()), layout != "flattened"
+    width = max(stream.quantizers for stream in streams) if several else 1
+    inputs, samples = torch.zeros(batch, total + 1, width, dtype=torch.long), torch.arange(batch)
     for stream, code, length, begin in zip(streams, codes, lengths, begins):
         frame = torch.arange(code.shape[1] + 1)[:, None]  # (T + 1, 1)
         quantizer = torch.arange(stream.quantizers)
-        if aligned and stream is not last:  # behind the columns of the last
-            now = (torch.arange(total) * stream.rate / last.rate).long()  # its frame that each step takes in
-            rows = row + 1 + quantizer * stream.size + F.pad(code, (0, 0, 0, 1))[:, now.clamp(max=code.shape[1])]
-            inputs[:, :total, column:column + stream.quantizers] = rows.where((now < length[:, None])[..., None], 0)
-            predicted.append((torch.full((batch, 1, 1), -100), torch.zeros(batch, 1, 1, dtype=torch.long)))
-            row, column = row + 1 + stream.quantizers * stream.size, column + stream.quantizers
-            continue
         step = begin[:, None, None] + step_of(frame, quantizer, stream.quantizers, layout)  # (B, T + 1, Q)
         code, real = F.pad(code, (0, 0, 0, 1)), (frame < length[:, None, None]).expand_as(step)
         inputs[samples, begin, 0] = row
@@ -616,6 +606,27 @@ def lay_out(streams, codes, lengths, ended, layout):
         predicted.append((target, torch.where(target >= 0, step, 0)))
         row += 1 + stream.quantizers * stream.size
     return inputs[:, :total], predicted, begins
+
+
+def align(streams, codes, lengths, ended):
+    """`lay_out`, but side by side: a step takes in a frame of each stream (Moshi, Défossez et al. 2024, §3.4).
+
+    Those of the earlier streams are AHEAD later in time. The sequence is short, but tokens must have times, and only
+    the last stream is predicted. Inputs have its columns first, then those of the others.
+    """
+    *given, last = streams
+    own, ((target, step),), (begin, end) = lay_out([last], codes[-1:], lengths[-1:], ended, "delay")
+    total, columns, predicted, row = own.shape[1] + AHEAD, [], [], 1
+    for stream, code, length in zip(given, codes, lengths):
+        now = (torch.arange(total) * stream.rate / last.rate).long()  # its frame that each step takes in
+        code = F.pad(code, (0, 0, 0, 1))[:, now.clamp(max=code.shape[1])]
+        rows = row + 1 + torch.arange(stream.quantizers) * stream.size + code
+        columns.append(torch.where((now < length[:, None])[..., None], rows, 0))
+        predicted.append((torch.full_like(rows[:, :1], -100), torch.zeros_like(rows[:, :1])))
+        row += 1 + stream.quantizers * stream.size
+    inputs = torch.cat([F.pad(torch.where(own > 0, own + row - 1, 0), (0, 0, AHEAD, 0)), *columns], dim=2)
+    predicted.append((target, torch.where(target >= 0, step + AHEAD, 0)))
+    return inputs, predicted, [begin] * len(given) + [begin + AHEAD, end + AHEAD]
 
 
 class TextEncoder(nn.Module):
@@ -763,7 +774,7 @@ def generate(model, codes, lengths, frames, seeds, text=None, temperature=1.0, t
                                 torch.zeros(batch, dtype=torch.bool), cfg.layout)
     position = step_of(begun, 0, Q, cfg.layout)  # in the stream, of the first step that predicts something new
     place = begins[-2] + position
-    given = inputs[..., Q if cfg.layout == "aligned" else inputs.shape[2]:].to(device)
+    given = inputs[..., Q if cfg.layout == "aligned" else inputs.shape[2]:].to(device)  # what is known of later steps
     inputs = inputs[:, :int(place.max()) + 1].to(device)  # no step up to its own `place` takes in what is not there yet
 
     guided = guidance_scale != 1 and text is not None
