@@ -95,7 +95,7 @@ class Config:
     sdr_weight: float = 0.1  # of the signal-to-distortion ratio, in dB; scale-invariant, it would blow up silence
     commitment_weight: float = 0.25  # of the distance of frames to their codes
     # Discriminators of the codec
-    discriminate_after: float = 0.95  # share of the steps without them; 1 for none at all
+    discriminate_after: float = 0.97  # share of the steps without them; 1 for none at all
     adversarial_weight: float = 0.1  # of the hinge loss
     feature_weight: float = 10.0  # of the distance of features
     penalty_weight: float = 10.0  # of the gradient penalty, 0 for none
@@ -227,8 +227,8 @@ class Config:
 TRANSFORMER = dict(seconds=3.5, batch_size=16, chunk_size=8, lr=2e-3, weight_decay=0.01, beta1=0.9, max_grad_norm=1.0,
                    eval_samples=160, ema_decay=0.995, eval_every=200)
 STAGES = {
-    "soundstream": dict(steps=1500),
-    "semantic": dict(TRANSFORMER, steps=500),
+    "soundstream": dict(steps=1400),
+    "semantic": dict(TRANSFORMER, steps=450),
     "coarse": dict(TRANSFORMER, steps=1000),
     "fine": dict(TRANSFORMER, seconds=1.75, steps=150),
 }
