@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from common import checkpoint, tracker
+from common import checkpoint, dist, tracker
 
 
 def steps_of(milliseconds):
@@ -105,6 +105,7 @@ def main():
     parser.add_argument("--megabytes", type=int, default=1000)
     parser.add_argument("--folder", help="where to save, by default the system's folder of temporary files")
     args = parser.parse_args()
+    dist.keep_memory()  # as the scripts do
     for case in args.cases or ("log", "save"):
         {"log": bench_log, "save": bench_save}[case](args, steps_of(args.step_ms))
 
