@@ -242,9 +242,10 @@ PRESETS = {  # the codec of SoundStream §III at 24 kHz; transformers of AudioLM
         log_every=100, eval_every=10_000, save_every=2_000, workers=4),
     "audiolm": dict(
         sample_rate=24_000, width=1024, depth=12, heads=16, ff_mult=4.0, position="relative", dropout=0.1,
-        clusters=1024, unique=True, layout="flattened", seconds=10.0, batch_size=256, chunk_size=8, lr=3e-4,
-        warmup_steps=4_000, steps=1_000_000, beta1=0.9, max_grad_norm=1.0, precision="bf16", ema_decay=0.9999,
-        validation=0.01, test=0.01, log_every=100, eval_every=10_000, save_every=2_000, workers=4),
+        clusters=1024, unique=True, layout="flattened", coarse_quantizers=4, mask_past=0.15, seconds=10.0,
+        batch_size=256, chunk_size=8, lr=3e-4, warmup_steps=4_000, steps=1_000_000, beta1=0.9, max_grad_norm=1.0,
+        precision="bf16", ema_decay=0.9999, validation=0.01, test=0.01, log_every=100, eval_every=10_000,
+        save_every=2_000, workers=4),
 }
 
 # What must not change when a run goes on; all else may.
@@ -924,7 +925,7 @@ class Stack:
         goals = [len(codes) + round(seconds * self.codec.rate / self.codec.hop) for codes in spoken]
 
         def behind(b, past):
-            """Semantic tokens of sample b after the frames `past`, in which, of those without times, some are heard."""
+            """Semantic tokens of sample b after the frames `past`; without times, those in these are heard, counted."""
             said = round(len(past) * self.codec.hop / self.codec.rate * FRAME_RATE)
             if len(past) and cfgs["coarse"].unique:
                 said = len(self.heard([self.wave(past)])[0][0])

@@ -178,7 +178,7 @@ def short(value):
     return f"{value:.3g}"
 
 
-def chart(title, series, resumed=(), legend=True):
+def chart(title, series, resumed=()):
     """An SVG of curves {label: [(step, value), ...]} with axes; dashed lines where a run was `resumed`."""
     points = [point for curve in series.values() for point in curve]
     left, right = 0, max(step for step, _ in points) or 1

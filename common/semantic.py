@@ -253,8 +253,8 @@ class Listener:
     """Tells voice and syllables of a wave alone, by comparing it with what the synthesizer would make of each.
 
     Analysis by synthesis (Bell et al. 1961): the loudness of the harmonics of each frame is set beside that of every
-    vowel at every formant scale and tilt. Of 60 pairs of recordings by one speaker all pass `same_speaker`, also with
-    noise at 8 dB or cut to half a second; of pairs by two speakers 7 %, as some voices are that much alike.
+    vowel at every formant scale and tilt. Of 120 recordings cut in two after a second, 98 % pass `same_speaker`; of
+    pieces by two speakers 10 %, as some voices are that much alike.
     """
 
     HOP, WINDOW, FFT = 160, 800, 2048  # samples between frames, of a frame, of its transform
@@ -262,7 +262,7 @@ class Listener:
     SCALES = np.exp(np.arange(-0.28, 0.28, 0.01))
     TILTS = synthetic.TILT + synthetic.TILTED * np.array([0, 0.5, 1])
     POWER = 0.7  # of energies: what a codec adds in the valleys counts less than with the 0.3 of loudness
-    APART = np.array([0.1, 0.08])  # log pitch, log formant; half seconds of a voice are 0.01 and 0.03 apart
+    APART = np.array([0.1, 0.08])  # log pitch, log formant; the pieces are mostly 0.02 and 0.01 apart
 
     def hear(self, wave: np.ndarray, rate: int = RATE) -> dict:
         """Hear a wave (T,): its "pitch" in Hz (median), "formant" scale and "syllables" [(start_s, stop_s, name), ...].

@@ -24,7 +24,7 @@ CASES = (*STAGES, "tokenize", *(f"generate-{stage}" for stage in STAGES[1:]))
 CODEC = dict(channels=16, residual_units=3, codec_width=512, codebook_size=1024, quantizer_dropout=1.0,
              wave_channels=16, stft_channels=32, seconds=1.0, lr=1e-4)
 TOKENS = dict(width=512, depth=6, heads=8, kv_heads=1, ff_mult=8 / 3, clusters=500, coarse_quantizers=3,
-              given_weight=1.0, lr=3e-4)
+              given_weight=1.0, mask_past=0.15, lr=3e-4)
 FRAMES = {"semantic": 256, "coarse": 128, "fine": 128}  # of the last stream; the semantic tokens of coarse are as many
 
 
