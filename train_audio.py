@@ -42,6 +42,7 @@ from common import (
     optim,
     schedule,
     semantic,
+    store,
     tracker,
 )
 from common.config import UserError
@@ -50,6 +51,7 @@ from common.quantize import ResidualQuantizer
 from common.recordings import Recordings, Syllables, token_cache
 from common.schedule import due
 from common.state import State, check_start, load_weights, resume_point
+from common.store import Settings
 
 LONGEST = 6.0  # seconds of a text of the built-in data, at most
 FRAME_RATE = semantic.RATE / semantic.HOP  # semantic tokens a second
@@ -58,7 +60,7 @@ BUILTIN_ROWS = 4_000  # recordings of the built-in syllables
 # Config
 
 @dataclass(frozen=True)
-class Config:
+class Config(Settings):
     # Run and data
     stage: Literal["all", "soundstream", "semantic", "coarse", "fine"] = "all"  # what to train; all: each in turn
     run: str = "runs/audio"  # folder of the runs, one a stage: config, checkpoints, metrics; started again, it resumes
@@ -71,7 +73,7 @@ class Config:
     test: float = 0.1  # share of speakers or files held out for the test at the end
     soundstream: str = ""  # codec of coarse and fine: run, model.pt or encodec:MODEL; "": RUN/soundstream
     semantic: str = ""  # run whose semantic tokens coarse takes; "": RUN/semantic
-    init_from: str = ""  # model.pt or checkpoint whose weights to start from (all else starts anew)
+    init_from: str = ""  # model.pt or checkpoint to take the weights of, nothing else: a file, URL or wandb:RUN/FILE
     init_strict: bool = True  # refuse weights that do not all fit, else take those that do
     # Codec
     channels: int = 8  # of the first layer; each stride doubles them
@@ -167,7 +169,7 @@ class Config:
     save_every: int = 200  # steps between checkpoints
     save_minutes: float = 0.0  # minutes between checkpoints, besides, 0 for none
     keep: int = 3  # newest checkpoints that are kept, 0 for all
-    resume: str = "auto"  # auto, never (an earlier run in the folder is moved aside), or a checkpoint of another run
+    resume: Literal["auto", "never"] = "auto"  # never: an earlier run in the folder is moved aside
     # Machine
     seed: int = 0  # of everything random
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # where to compute
@@ -221,6 +223,7 @@ class Config:
             raise UserError("--tokenizer: it belongs to the semantic run; train that, then give it with --semantic")
         if self.text_embeds and self.text in ("none", "auto"):
             raise UserError("--text_embeds: it needs --text prefix or --text cross")
+        store.check(self)
 
 
 # What is different by default for a stage, and named settings for all of it.
@@ -1102,7 +1105,9 @@ class CodecTask:
                 codes = codec.quantizer.encode(z)
                 plain = codec.waves(z)[:, :wave.shape[1]]
                 made = [codec.decode(codes[..., :n * cfg.groups])[:, :wave.shape[1]] for n in numbers]
-            for line, column in zip(used, codes.flatten(0, 1).T.cpu()):
+            frames = -(-batch["length"][:, None] // codec.hop)  # the padding of a short recording tells nothing
+            codes = codes.cpu()[torch.arange(codes.shape[1]) < frames]
+            for line, column in zip(used, codes.T):
                 line += torch.bincount(column, minlength=cfg.codebook_size)
             best = made[-1] if made else plain
             loss = reconstruction_loss(cfg, best, wave, torch.zeros((), device=self.device))
@@ -1123,16 +1128,19 @@ class CodecTask:
         return result | {f"codebook_perplexity@{q}": value for q, value in enumerate(uses, 1)}
 
     @torch.no_grad()
-    def write_sounds(self, part, path):
-        """Rank 0 writes reconstructions of a part's first recordings, and these."""
-        cfg, codec = self.cfg, self.run.model
+    def write_sounds(self, part, name):
+        """Rank 0 writes reconstructions of a part's first recordings, and these, as samples/NAME_*: {file: caption}."""
+        cfg, codec, made = self.cfg, self.run.model, {}
         mode = codec.training
         codec.eval()
         rows = self.heard.split(part, cfg.validation, cfg.test, cfg.split_by)[:cfg.eval_sounds]
-        for number, wave in enumerate(self.heard.readable(rows)[1] if dist.is_main() else []):
-            write_sound(f"{path}_{number}_real", wave, codec.rate)
-            write_sound(f"{path}_{number}", codec(wave[None].to(self.device))[0][0].cpu(), codec.rate)
+        for number, (row, wave) in enumerate(zip(*self.heard.readable(rows)) if dist.is_main() else []):
+            caption = self.heard.name(row)
+            made |= write_sound(cfg.run, f"samples/{name}_{number}_real", wave, codec.rate, caption)
+            made |= write_sound(cfg.run, f"samples/{name}_{number}", codec(wave[None].to(self.device))[0][0].cpu(),
+                                codec.rate, caption)
         codec.train(mode)
+        return made
 
 
 class TokenCrops:
@@ -1343,8 +1351,8 @@ class TokenTask:
         entropy = torch.special.entr(used / used.sum(1, keepdim=True)).sum(1) @ used.sum(1) / used.sum()
         return {"loss": loss / count, "val_accuracy": right / count, "unigram_entropy": entropy.item()}
 
-    def write_sounds(self, part, path):
-        """Rank 0 writes continuations of a part's first recordings, by the codes that the stage makes.
+    def write_sounds(self, part, name):
+        """Rank 0 writes continuations of a part's first recordings, by the codes that the stage makes: {file: caption}.
 
         Coarse makes them of real semantic tokens, and fine of real coarse ones; semantic tokens alone have no sound.
         """
@@ -1352,7 +1360,7 @@ class TokenTask:
         rows = np.setdiff1d(self.recordings.split(part, cfg.validation, cfg.test, cfg.split_by),
                             self.source.caches[self.source.main].empty)[:cfg.eval_sounds]
         if stream.name == "semantic" or not dist.is_main() or not len(rows):
-            return
+            return {}
         mode = self.run.model.training
         self.run.model.eval()
         made = [self.source.streams_of(self.source.crop(int(row))[0]) for row in rows]
@@ -1365,11 +1373,14 @@ class TokenTask:
                           [accumulate.number(cfg.seed, "sound", int(row)) for row in rows],
                           Drawing(cfg.temperature, cfg.top_k), self.text.encode(list(map(int, rows)), self.recordings)
                           if cfg.text != "none" else None, ends=stream.name == "coarse")
+        files = {}
         for number, (one, own) in enumerate(zip(made, tokens)):
             codes = torch.cat([one[0][:len(own)], own], dim=1) if stream.name == "fine" else own
             wave = self.codec.decode(codes[None].to(self.device))[0].cpu()
-            write_sound(f"{path}_{number}", wave, self.codec.rate)
+            files |= write_sound(cfg.run, f"samples/{name}_{number}", wave, self.codec.rate,
+                                 self.recordings.name(int(rows[number])))
         self.run.model.train(mode)
+        return files
 
 
 def predicted(batch):
@@ -1429,7 +1440,7 @@ def prepare(cfg, run):
 
     Returns (the config with all that was "auto" or left to the run's place decided, messages).
     """
-    check_start(cfg)
+    cfg = check_start(cfg)
     source = open_source(cfg)  # checked before an earlier run is moved aside
     if cfg.text == "auto":
         use = "prefix" if cfg.stage == "semantic" and source.texts else "none"
@@ -1466,8 +1477,7 @@ def prepare(cfg, run):
 
 def train(cfgs):
     device = dist.setup(cfgs[0].device, cfgs[0].timeout_minutes)
-    if len(cfgs) > 1 and (cfgs[0].init_from or cfgs[0].resume not in ("auto", "never")):
-        raise UserError("--init_from, --resume FILE: a file is of one stage; give that with --stage, too")
+    store.check_stages(cfgs)
     before = [train_stage(cfg, device) for cfg in cfgs]
     dist.gather(None)  # rank 0 has written the last model
     run = Path(cfgs[0].run)
@@ -1508,7 +1518,8 @@ def train_stage(cfg, device):
     dist.check_in_step(run.model, run.step)
     if dist.is_main():
         checkpoint.write_json({**config.as_json(asked), "versions": run.versions}, folder.folder / "config.json")
-    log = tracker.Tracker(cfg.run, run.step, dist.is_main(), at_end=run.step >= cfg.steps)
+    split = task.recordings.split("train", cfg.validation, cfg.test, cfg.split_by)
+    log = tracker.Tracker(folder, run, len(split))
     log.say(f"{cfg.stage}: {task.size}, {len(task.source):,} recordings of {len(task.recordings.speakers):,} "
             f"speaker(s), {dist.world_size()} rank(s) on {device.type}")
     for note in filter(None, notes):
@@ -1519,83 +1530,84 @@ def train_stage(cfg, device):
 
     # Ask for the data in the order that seed and step give.
     plan = accumulate.plan(cfg.batch_size, cfg.chunk_size, dist.rank(), dist.world_size())
-    split = task.recordings.split("train", cfg.validation, cfg.test, cfg.split_by)
     spans = data.training_spans(plan, cfg.batch_size, run.step)
     batches = data.loader(data.Chunks(task.source, split, cfg.seed), spans, cfg.workers, device.type == "cuda")
 
-    # Train. Signals and clocks are read by rank 0, at log lines, where the ranks meet anyway.
-    signals = []
-    handlers = {s: signal.signal(s, lambda number, _: signals.append(number)) for s in (signal.SIGTERM, signal.SIGINT)}
-    saved = evaluated = time.monotonic()
-    meter, batch, taken = tracker.Meter(log, run), [], True
-    bar = tracker.progress(total=cfg.steps, initial=run.step, desc=cfg.stage, unit="step", disable=not dist.is_main())
-    run.model.train()
-    while run.step < cfg.steps:
-        if taken:  # a step that overflowed did not happen: it is tried again, on the same samples
-            batch = [next(batches) for _ in plan]
-        step_loss, norm, taken = task.update(plan, batch)
-        if not taken:
-            meter.overflows += 1
-            continue
-        bar.update()
-        meter.add(step_loss, batch)
-        if run.step % cfg.log_every and run.step < cfg.steps:
-            continue
+    with log:  # which hears how it ends
+        # Train. Signals and clocks are read by rank 0, at log lines, where the ranks meet anyway.
+        signals = []
+        handlers = {s: signal.signal(s, lambda number, _: signals.append(number))
+                    for s in (signal.SIGTERM, signal.SIGINT)}
+        saved = evaluated = time.monotonic()
+        meter, batch, taken = tracker.Meter(log, run), [], True
+        bar = tracker.progress(total=cfg.steps, initial=run.step, desc=cfg.stage, unit="step",
+                               disable=not dist.is_main())
+        run.model.train()
+        while run.step < cfg.steps:
+            if taken:  # a step that overflowed did not happen: it is tried again, on the same samples
+                batch = [next(batches) for _ in plan]
+            step_loss, norm, taken = task.update(plan, batch)
+            if not taken:
+                meter.overflows += 1
+                continue
+            bar.update()
+            meter.add(step_loss, batch)
+            if run.step % cfg.log_every and run.step < cfg.steps:
+                continue
 
-        # Log: the one place where the host waits for the device.
-        (loss, rate), step, now = meter.line(norm), run.step, time.monotonic()
-        bar.set_postfix_str(f"loss {loss:.4f}, {rate:.0f} samples/s", refresh=False)
+            # Log: the one place where the host waits for the device.
+            (loss, rate), step, now = meter.line(norm), run.step, time.monotonic()
+            bar.set_postfix_str(f"loss {loss:.4f}, {rate:.0f} samples/s", refresh=False)
 
-        # Evaluate and save, when the steps, rank 0's clock or a signal say so.
-        eval_due, save_due, stop = dist.broadcast((
-            step == cfg.steps or due(step, meter.step, cfg.eval_every, now - evaluated, cfg.eval_minutes),
-            step == cfg.steps or due(step, meter.step, cfg.save_every, now - saved, cfg.save_minutes),
-            signals[:1]))
-        if eval_due:
-            figures = evaluate_stage(task, step)
-            evaluated = time.monotonic()
-            log.log(step, **figures, evaluation_s=evaluated - now)
-            losses = {name: figures.pop(name) for name in ("val_loss", "val_loss_online")}
-            log.say("\n    ".join([f"step {step}: " + tracker.show({"loss": loss, **losses}), *tracker.table(figures)]))
-            if losses["val_loss"] < run.best_val_loss:
-                run.best_val_loss = losses["val_loss"]
-                run.export("best.pt", val_loss=run.best_val_loss)
-            log.report()
-        if save_due or stop:
-            run.commit(folder, log)
-            saved = time.monotonic()
-        if stop:
-            folder.wait()
-            log.say(f"stopped by signal {stop[0]} at step {step}, all saved; the same command goes on")
-            raise SystemExit(128 + stop[0])
-        meter.restart()
-    bar.close()
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+            # Evaluate and save, when the steps, rank 0's clock or a signal say so.
+            eval_due, save_due, stop = dist.broadcast((
+                step == cfg.steps or due(step, meter.step, cfg.eval_every, now - evaluated, cfg.eval_minutes),
+                step == cfg.steps or due(step, meter.step, cfg.save_every, now - saved, cfg.save_minutes),
+                signals[:1]))
+            if eval_due:
+                figures, samples = evaluate_stage(task, step)
+                evaluated = time.monotonic()
+                log.log(step, samples, **figures, evaluation_s=evaluated - now)
+                losses = {name: figures.pop(name) for name in ("val_loss", "val_loss_online")}
+                lines = [f"step {step}: " + tracker.show({"loss": loss, **losses}), *tracker.table(figures)]
+                log.say("\n    ".join(lines))
+                run.keep_best(losses["val_loss"], folder, log)
+                log.report()
+            if save_due or stop:
+                run.commit(folder, log)
+                saved = time.monotonic()
+            if stop:
+                folder.wait()
+                log.say(f"stopped by signal {stop[0]} at step {step}, all saved; the same command goes on")
+                raise SystemExit(128 + stop[0])
+            meter.restart()
+        bar.close()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
-    # Test the averaged weights, and save them last of all.
-    with run.average.applied(run.model):
-        figures = task.figures("test")
-        results = {"test_loss": figures.pop("loss"), **figures}
-        task.write_sounds("test", Path(cfg.run) / "samples" / "test")
-    run.export("model.pt", **results)
-    log.log(run.step, **results)
-    results = {"step": run.step, "best_val_loss": run.best_val_loss, **results}
-    dist.on_main(lambda: folder.finish(results))  # the others wait: what comes next reads these files
-    log.report()
+        # Test the averaged weights, and save them last of all.
+        with run.average.applied(run.model):
+            figures = task.figures("test")
+            results = {"test_loss": figures.pop("loss"), **figures}
+            samples = task.write_sounds("test", "test")
+        run.export(folder, "model.pt", **results)
+        log.log(run.step, samples, **results)
+        results = {"step": run.step, "best_val_loss": run.best_val_loss, **results}
+        dist.on_main(lambda: folder.finish(results))  # the others wait: what comes next reads these files
+        log.report()
     report(f"Trained {cfg.run}; this start took {time.monotonic() - started:.0f} s.", results)
     return False
 
 
 def evaluate_stage(task, step):
-    """Losses of both kinds of weights, and the figures of the averaged ones, which also write sounds."""
-    run, result = task.run, {}
+    """(figures, files of sounds): losses of both kinds of weights, and what else the averaged ones give."""
+    run, result, samples = task.run, {}, {}
     result["val_loss_online"] = task.figures("validation")["loss"]
     with run.average.applied(run.model):
         figures = task.figures("validation")
         if step < run.cfg.steps:  # else the test is next
-            task.write_sounds("validation", Path(run.cfg.run) / "samples" / f"step_{step:08d}")
-    return {"val_loss": figures.pop("loss"), **result, **figures}
+            samples = task.write_sounds("validation", f"step_{step:08d}")
+    return {"val_loss": figures.pop("loss"), **result, **figures}, samples
 
 
 def report(headline, results):
@@ -1604,12 +1616,14 @@ def report(headline, results):
         print("\n".join([f"\n{headline}\n", *(f"  {line}" for line in tracker.table(results))]), flush=True)
 
 
-def write_sound(path, wave, rate):
-    """A wave (T,) as WAV, and its spectrogram as PNG beside."""
-    for suffix, write in ((".wav", lambda file: audio.write_wav(file, wave, rate)),
-                          (".png", lambda file: media.write_png(file, audio.spectrogram(wave, rate)))):
-        with checkpoint.replacing(Path(f"{path}{suffix}")) as file:
+def write_sound(run, name, wave, rate, caption=""):
+    """RUN/NAME.wav of a wave (T,), and NAME.png, its spectrogram. Returns {file: caption} of the two."""
+    files = {f"{name}.wav": lambda file: audio.write_wav(file, wave, rate),
+             f"{name}.png": lambda file: media.write_png(file, audio.spectrogram(wave, rate))}
+    for name, write in files.items():
+        with checkpoint.replacing(Path(run) / name) as file:
             write(file)
+    return dict.fromkeys(files, caption)
 
 
 # What earlier stages made
@@ -1799,7 +1813,7 @@ def evaluate_together(asked, device):
         made = [stack.wave(one) for one in codes]
         for number, sound in enumerate(made, at):
             if (place := number * ranks + dist.rank()) < asked.sounds:
-                write_sound(Path(asked.run) / "sounds" / f"{place}_goes_on", sound, source.rate)
+                write_sound(asked.run, f"sounds/{place}_goes_on", sound, source.rate)
         count += len(part)
         added += sum((len(sound) - len(prompt)) / source.rate for sound, prompt in zip(made, prompts))
         if hearing:  # what followed in reality goes through the codec, too, which is scored by itself

@@ -27,18 +27,33 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import nn
 
-from common import accumulate, amp, checkpoint, clip, config, data, diffusion, dist, lora, media, synthetic, tracker
+from common import (
+    accumulate,
+    amp,
+    checkpoint,
+    clip,
+    config,
+    data,
+    diffusion,
+    dist,
+    lora,
+    media,
+    store,
+    synthetic,
+    tracker,
+)
 from common.config import UserError
 from common.images import Pictures, Recolored, Shapes, decode_image
 from common.media import as_bytes, blurred, cropped, pixels
 from common.nn import CrossAttention, LinearAttention, NormSiLU, SelfAttention, TimeEmbedding
 from common.schedule import due
 from common.state import State, check_start, load_weights, resume_point
+from common.store import Settings
 
 # Config
 
 @dataclass(frozen=True)
-class Config:
+class Config(Settings):
     # Run and data
     stage: Literal["all", "base", "upsample"] = "all"  # which stage to train; all: one after the other
     run: str = "runs/decoder"  # folder of the runs: the stage's own is RUN/STAGE; started again, it resumes
@@ -52,7 +67,7 @@ class Config:
     resize: Literal["area", "bicubic", "bilinear", "nearest", "nearest-exact"] = "area"  # how pictures are made smaller
     crop_scale: float = 1.0  # random square crops of at least this share of the picture's area, 1 for none
     flip: bool = False  # mirror half of the pictures; not for captions that tell left from right
-    init_from: str = ""  # model.pt or checkpoint whose weights to start from (all else starts anew)
+    init_from: str = ""  # model.pt or checkpoint to take the weights of, nothing else: a file, URL or wandb:RUN/FILE
     init_strict: bool = True  # refuse weights that do not all fit, else take those that do
     lora_rank: int = 0  # train adapters of this rank and nothing else, on the frozen --init_from; 0 for all weights
     lora_alpha: float = 0.0  # their scale is alpha/rank, 0 for 1
@@ -140,7 +155,7 @@ class Config:
     save_every: int = 250  # steps between checkpoints
     save_minutes: float = 0.0  # minutes between checkpoints, besides, 0 for none
     keep: int = 3  # newest checkpoints that are kept, 0 for all
-    resume: str = "auto"  # auto, never (an earlier run in the folder is moved aside), or a checkpoint of another run
+    resume: Literal["auto", "never"] = "auto"  # never: an earlier run in the folder is moved aside
     # Machine
     seed: int = 0  # of everything random
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # where to compute
@@ -199,6 +214,7 @@ class Config:
         if self.learned_variance and self.objective == "flow":
             raise UserError("--learned_variance: the steps of flow have no variance to learn; take another --objective")
         lora.check(self)
+        store.check(self)
 
 
 # What is different by default for a stage, and named settings for all of it.
@@ -695,11 +711,12 @@ class Evaluator:
 
 
 def write_grid(path, grid):
-    """Real pictures, each with its caption, and below them what was drawn for it."""
+    """Real pictures, each with its caption, and below them what was drawn for it. Returns the captions in one line."""
     real, drawn, captions = grid
     rows = media.captioned_grid(np.concatenate([real, drawn]), [*captions, *[""] * len(drawn)], len(real))
     with checkpoint.replacing(path) as file:
         media.write_png(file, rows)
+    return " | ".join(captions)
 
 
 # Training
@@ -744,7 +761,7 @@ def prepare(cfg, run, device):
     Returns (the config with `data` as a path, the checkpoint to resume from or None, the results of a run that is
     finished or None, messages).
     """
-    check_start(cfg)
+    cfg = check_start(cfg)
     own, _, color = cfg.data.partition(":")  # "shapes", or "shapes:COLOR"
     opened = None if own == "shapes" else open_data(cfg)  # checked before an earlier run is moved aside
     moved = run.open(cfg.resume)
@@ -809,8 +826,7 @@ def train(cfgs):
         if one.image_size != two.low_res_size:
             raise UserError(f"--stage all: {one.stage} makes pictures of {one.image_size} pixels, {two.stage} starts "
                             f"from {two.low_res_size}; flags hold for both, so train them one by one: --stage base …")
-    if len(cfgs) > 1 and (cfgs[0].init_from or cfgs[0].resume not in ("auto", "never")):
-        raise UserError("--init_from, --resume FILE: a file is of one stage; give that with --stage, too")
+    store.check_stages(cfgs)
     before = [train_stage(cfg, device) for cfg in cfgs]
     if len(cfgs) > 1:  # the stages together, from real image embeddings to pictures
         run = Path(cfgs[0].run)
@@ -857,7 +873,8 @@ def train_stage(cfg, device):
     dist.check_in_step(unet, run.step)
     if dist.is_main():
         checkpoint.write_json({**config.as_json(asked), "versions": run.versions}, folder.folder / "config.json")
-    log = tracker.Tracker(cfg.run, run.step, dist.is_main(), at_end=run.step >= cfg.steps)
+    split = source.split("train", cfg.validation, cfg.test)
+    log = tracker.Tracker(folder, run, len(split))
     log.say(f"{cfg.stage}: {sum(p.numel() for p in run.trained.parameters()):,} "
             f"{'parameters' if not cfg.lora_rank else 'in LoRA'}, {len(source):,} pictures of {cfg.image_size}x"
             f"{cfg.image_size}, {dist.world_size()} rank(s) on {device.type}")
@@ -869,81 +886,81 @@ def train_stage(cfg, device):
 
     # Ask for the data in the order that seed and step give.
     plan = accumulate.plan(cfg.batch_size, cfg.chunk_size, dist.rank(), dist.world_size())
-    split = source.split("train", cfg.validation, cfg.test)
     spans = data.training_spans(plan, cfg.batch_size, run.step)
     batches = data.loader(data.Chunks(source, split, cfg.seed), spans, cfg.workers, device.type == "cuda")
     evaluator = Evaluator(cfg, source, encoder, device)
 
-    # Train. Signals and clocks are read by rank 0, at log lines, where the ranks meet anyway.
-    signals = []
-    handlers = {s: signal.signal(s, lambda number, _: signals.append(number)) for s in (signal.SIGTERM, signal.SIGINT)}
-    saved = evaluated = time.monotonic()
-    meter, batch, taken = tracker.Meter(log, run), [], True
-    bar = tracker.progress(total=cfg.steps, initial=run.step, desc=cfg.stage, unit="step", disable=not dist.is_main())
-    unet.train()
-    while run.step < cfg.steps:
-        if taken:  # a step that overflowed did not happen: it is tried again, on the same samples
-            batch = [next(batches) for _ in plan]
-        step_loss, norm, taken = update(run, model, encoder, plan, batch)
-        if not taken:
-            meter.overflows += 1
-            continue
-        bar.update()
-        meter.add(step_loss, batch)
-        if run.step % cfg.log_every and run.step < cfg.steps:
-            continue
+    with log:  # which hears how it ends
+        # Train. Signals and clocks are read by rank 0, at log lines, where the ranks meet anyway.
+        signals = []
+        handlers = {s: signal.signal(s, lambda number, _: signals.append(number))
+                    for s in (signal.SIGTERM, signal.SIGINT)}
+        saved = evaluated = time.monotonic()
+        meter, batch, taken = tracker.Meter(log, run), [], True
+        bar = tracker.progress(total=cfg.steps, initial=run.step, desc=cfg.stage, unit="step",
+                               disable=not dist.is_main())
+        unet.train()
+        while run.step < cfg.steps:
+            if taken:  # a step that overflowed did not happen: it is tried again, on the same samples
+                batch = [next(batches) for _ in plan]
+            step_loss, norm, taken = update(run, model, encoder, plan, batch)
+            if not taken:
+                meter.overflows += 1
+                continue
+            bar.update()
+            meter.add(step_loss, batch)
+            if run.step % cfg.log_every and run.step < cfg.steps:
+                continue
 
-        # Log: the one place where the host waits for the device.
-        (loss, rate), step, now = meter.line(norm), run.step, time.monotonic()
-        bar.set_postfix_str(f"loss {loss:.4f}, {rate:.0f} samples/s", refresh=False)
+            # Log: the one place where the host waits for the device.
+            (loss, rate), step, now = meter.line(norm), run.step, time.monotonic()
+            bar.set_postfix_str(f"loss {loss:.4f}, {rate:.0f} samples/s", refresh=False)
 
-        # Evaluate and save, when the steps, rank 0's clock or a signal say so.
-        eval_due, save_due, stop = dist.broadcast((
-            step == cfg.steps or due(step, meter.step, cfg.eval_every, now - evaluated, cfg.eval_minutes),
-            step == cfg.steps or due(step, meter.step, cfg.save_every, now - saved, cfg.save_minutes),
-            signals[:1]))
-        if eval_due:
-            figures = evaluate_stage(evaluator, run, step)
-            evaluated = time.monotonic()
-            log.log(step, **figures, evaluation_s=evaluated - now)
-            losses = {name: figures.pop(name) for name in ("val_loss", "val_loss_online")}
-            lines = [f"step {step}: " + tracker.show({"loss": loss, **losses}), *tracker.table(figures)]
-            log.say("\n    ".join(lines))
-            if losses["val_loss"] < run.best_val_loss:
-                run.best_val_loss = losses["val_loss"]
-                run.export("best.pt", val_loss=run.best_val_loss)
-            log.report()
-        if save_due or stop:
-            run.commit(folder, log)
-            saved = time.monotonic()
-        if stop:
-            folder.wait()
-            log.say(f"stopped by signal {stop[0]} at step {step}, all saved; the same command goes on")
-            raise SystemExit(128 + stop[0])
-        meter.restart()
-    bar.close()
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+            # Evaluate and save, when the steps, rank 0's clock or a signal say so.
+            eval_due, save_due, stop = dist.broadcast((
+                step == cfg.steps or due(step, meter.step, cfg.eval_every, now - evaluated, cfg.eval_minutes),
+                step == cfg.steps or due(step, meter.step, cfg.save_every, now - saved, cfg.save_minutes),
+                signals[:1]))
+            if eval_due:
+                figures, samples = evaluate_stage(evaluator, run, step)
+                evaluated = time.monotonic()
+                log.log(step, samples, **figures, evaluation_s=evaluated - now)
+                losses = {name: figures.pop(name) for name in ("val_loss", "val_loss_online")}
+                lines = [f"step {step}: " + tracker.show({"loss": loss, **losses}), *tracker.table(figures)]
+                log.say("\n    ".join(lines))
+                run.keep_best(losses["val_loss"], folder, log)
+                log.report()
+            if save_due or stop:
+                run.commit(folder, log)
+                saved = time.monotonic()
+            if stop:
+                folder.wait()
+                log.say(f"stopped by signal {stop[0]} at step {step}, all saved; the same command goes on")
+                raise SystemExit(128 + stop[0])
+            meter.restart()
+        bar.close()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
-    # Test the averaged weights, and save them last of all.
-    with average.applied(run.trained):
-        scores, grid = evaluator.figures(unet, "test")
-        results = {"test_loss": evaluator.loss(unet, "test"), **scores}
-    run.export("model.pt", **results)
-    log.log(run.step, **results)
-    results = {"step": run.step, "best_val_loss": run.best_val_loss, **results}
-    if dist.is_main():
-        write_grid(Path(cfg.run) / "samples" / "test.png", grid)
-        folder.finish(results)
-    log.report()
+        # Test the averaged weights, and save them last of all.
+        with average.applied(run.trained):
+            scores, grid = evaluator.figures(unet, "test")
+            results = {"test_loss": evaluator.loss(unet, "test"), **scores}
+        run.export(folder, "model.pt", **results)
+        if dist.is_main():
+            log.log(run.step, {"samples/test.png": write_grid(Path(cfg.run) / "samples" / "test.png", grid)}, **results)
+        results = {"step": run.step, "best_val_loss": run.best_val_loss, **results}
+        if dist.is_main():
+            folder.finish(results)
+        log.report()
     report(f"Trained {cfg.run}; this start took {time.monotonic() - started:.0f} s. Pictures: {cfg.run}/samples",
            results)
     return False
 
 
 def evaluate_stage(evaluator, run, step):
-    """Losses of both kinds of weights and the scores of the pictures that eval_weights asks for, with their grids."""
-    cfg, unet, losses, figures = run.cfg, run.model, {}, {}
+    """(figures, {file: caption} of grids): losses of both kinds of weights, scores of those that eval_weights names."""
+    cfg, unet, losses, figures, samples = run.cfg, run.model, {}, {}, {}
     for kind in ("online", "ema"):
         with run.average.applied(run.trained) if kind == "ema" else contextlib.nullcontext():
             suffix = "" if kind == "ema" else "_online"
@@ -953,8 +970,9 @@ def evaluate_stage(evaluator, run, step):
             scores, grid = evaluator.figures(unet, "validation")
             figures |= {name + suffix: value for name, value in scores.items()}
             if dist.is_main():
-                write_grid(Path(cfg.run) / "samples" / f"step_{step:08d}{suffix}.png", grid)
-    return {**losses, **figures}
+                file = f"samples/step_{step:08d}{suffix}.png"
+                samples[file] = write_grid(Path(cfg.run) / file, grid)
+    return {**losses, **figures}, samples
 
 
 def report(headline, results):

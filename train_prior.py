@@ -21,22 +21,23 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from common import accumulate, amp, checkpoint, clip, config, data, diffusion, dist, lora, schedule, tracker
+from common import accumulate, amp, checkpoint, clip, config, data, diffusion, dist, lora, schedule, store, tracker
 from common.config import UserError
 from common.nn import TimeEmbedding, Transformer
 from common.state import State, check_start, load_weights, resume_point
+from common.store import Settings
 
 # Config
 
 @dataclass(frozen=True)
-class Config:
+class Config(Settings):
     # Run and data
     run: str = "runs/prior"  # folder of this run: config, checkpoints, metrics; started again, it resumes
     data: str = "shapes"  # folder with img_emb/ and text_emb/ (and captions), or "shapes": the built-in data
     clip: str = "auto"  # CLIP of the embeddings: folder, model.pt, open_clip:MODEL/WEIGHTS; auto: see DATA/clip.json
     validation: float = 0.1  # share of the rows held out for validation, chosen by row number
     test: float = 0.1  # share of the rows held out for the test at the end
-    init_from: str = ""  # model.pt or checkpoint whose weights to start from (all else starts anew)
+    init_from: str = ""  # model.pt or checkpoint to take the weights of, nothing else: a file, URL or wandb:RUN/FILE
     init_strict: bool = True  # refuse weights that do not all fit, else take those that do
     # Model
     width: int = 192  # width of the transformer
@@ -114,7 +115,7 @@ class Config:
     save_every: int = 200  # steps between checkpoints
     save_minutes: float = 0.0  # minutes between checkpoints, besides, 0 for none
     keep: int = 3  # newest checkpoints that are kept, 0 for all
-    resume: str = "auto"  # auto, never (an earlier run in the folder is moved aside), or a checkpoint of another run
+    resume: Literal["auto", "never"] = "auto"  # never: an earlier run in the folder is moved aside
     # Machine
     seed: int = 0  # of everything random
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # where to compute
@@ -150,6 +151,7 @@ class Config:
             raise UserError("--clamp_training: only an embedding can be normalized; it needs --objective x0")
         lora.check(self)
         diffusion.check(self)
+        store.check(self)
 
 
 PRESETS = {  # DALL-E 2's Table 3 for the optimizer; the size at which priors over ViT-L/14 are trained in public
@@ -491,7 +493,7 @@ def prepare(cfg, run, device):
     Returns (the config with `data` as a folder, the checkpoint to resume from or None, the results of a run that is
     finished or None, messages).
     """
-    check_start(cfg)
+    cfg = check_start(cfg)
     opened = None if cfg.data == "shapes" else open_data(cfg)  # checked before an earlier run is moved aside
     moved = run.open(cfg.resume)
     notes = [f"the earlier run is now in {moved}"] if moved else []
@@ -568,7 +570,8 @@ def train(cfg):
     dist.check_in_step(prior, state.step)
     if dist.is_main():
         checkpoint.write_json({**config.as_json(asked), "versions": state.versions}, run.folder / "config.json")
-    log = tracker.Tracker(cfg.run, state.step, dist.is_main(), at_end=state.step >= cfg.steps)
+    split = data.Split(len(source), "train", cfg.validation, cfg.test)
+    log = tracker.Tracker(run, state, len(split))
     log.say(f"{sum(p.numel() for p in state.trained.parameters()):,} parameters{' of adapters' * bool(cfg.lora_rank)}, "
             f"{len(source):,} rows of width {source.width}, {dist.world_size()} rank(s) on {device.type}")
     for note in filter(None, notes):
@@ -579,74 +582,73 @@ def train(cfg):
 
     # Ask for the data in the order that seed and step give.
     plan = accumulate.plan(cfg.batch_size, cfg.chunk_size, dist.rank(), dist.world_size())
-    split = data.Split(len(source), "train", cfg.validation, cfg.test)
     spans = data.training_spans(plan, cfg.batch_size, state.step)
     batches = data.loader(data.Chunks(source, split, cfg.seed), spans, cfg.workers, device.type == "cuda")
     evaluator = Evaluator(cfg, source, encoder, device)
 
-    # Train. Signals and clocks are read by rank 0, at log lines, where the ranks meet anyway.
-    signals = []
-    handlers = {s: signal.signal(s, lambda number, _: signals.append(number)) for s in (signal.SIGTERM, signal.SIGINT)}
-    saved = evaluated = time.monotonic()
-    meter, batch, taken = tracker.Meter(log, state), [], True
-    bar = tracker.progress(total=cfg.steps, initial=state.step, desc="prior", unit="step",
-                           disable=not dist.is_main())
-    prior.train()
-    while state.step < cfg.steps:
-        if taken:  # a step that overflowed did not happen: it is tried again, on the same samples
-            batch = [next(batches) for _ in plan]
-        step_loss, norm, taken = update(state, model, encoder, plan, batch)
-        if not taken:
-            meter.overflows += 1
-            continue
-        bar.update()
-        meter.add(step_loss, batch)
-        if state.step % cfg.log_every and state.step < cfg.steps:
-            continue
+    with log:  # which hears how it ends
+        # Train. Signals and clocks are read by rank 0, at log lines, where the ranks meet anyway.
+        signals = []
+        handlers = {s: signal.signal(s, lambda number, _: signals.append(number))
+                    for s in (signal.SIGTERM, signal.SIGINT)}
+        saved = evaluated = time.monotonic()
+        meter, batch, taken = tracker.Meter(log, state), [], True
+        bar = tracker.progress(total=cfg.steps, initial=state.step, desc="prior", unit="step",
+                               disable=not dist.is_main())
+        prior.train()
+        while state.step < cfg.steps:
+            if taken:  # a step that overflowed did not happen: it is tried again, on the same samples
+                batch = [next(batches) for _ in plan]
+            step_loss, norm, taken = update(state, model, encoder, plan, batch)
+            if not taken:
+                meter.overflows += 1
+                continue
+            bar.update()
+            meter.add(step_loss, batch)
+            if state.step % cfg.log_every and state.step < cfg.steps:
+                continue
 
-        # Log: the one place where the host waits for the device.
-        (loss, rate), step, now = meter.line(norm), state.step, time.monotonic()
-        bar.set_postfix_str(f"loss {loss:.4f}, {rate:.0f} samples/s", refresh=False)
+            # Log: the one place where the host waits for the device.
+            (loss, rate), step, now = meter.line(norm), state.step, time.monotonic()
+            bar.set_postfix_str(f"loss {loss:.4f}, {rate:.0f} samples/s", refresh=False)
 
-        # Evaluate and save, when the steps, rank 0's clock or a signal say so.
-        eval_due, save_due, stop = dist.broadcast((
-            step == cfg.steps or schedule.due(step, meter.step, cfg.eval_every, now - evaluated, cfg.eval_minutes),
-            step == cfg.steps or schedule.due(step, meter.step, cfg.save_every, now - saved, cfg.save_minutes),
-            signals[:1]))
-        if eval_due:
-            losses = {"val_loss_online": evaluator.loss(prior, "validation")}
-            with average.applied(state.trained):
-                losses["val_loss"] = evaluator.loss(prior, "validation")
-                figures = evaluator.figures(prior, "validation") if step < cfg.steps else {}
-            evaluated = time.monotonic()
-            log.log(step, **losses, **figures, evaluation_s=evaluated - now)
-            lines = [f"step {step}: " + tracker.show({"loss": loss, **losses}), *tracker.table(figures)]
-            log.say("\n    ".join(lines))
-            if losses["val_loss"] < state.best_val_loss:
-                state.best_val_loss = losses["val_loss"]
-                state.export("best.pt", val_loss=state.best_val_loss)
-            log.report()
-        if save_due or stop:
-            state.commit(run, log)
-            saved = time.monotonic()
-        if stop:
-            run.wait()
-            log.say(f"stopped by signal {stop[0]} at step {step}, all saved; the same command goes on")
-            raise SystemExit(128 + stop[0])
-        meter.restart()
-    bar.close()
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+            # Evaluate and save, when the steps, rank 0's clock or a signal say so.
+            eval_due, save_due, stop = dist.broadcast((
+                step == cfg.steps or schedule.due(step, meter.step, cfg.eval_every, now - evaluated, cfg.eval_minutes),
+                step == cfg.steps or schedule.due(step, meter.step, cfg.save_every, now - saved, cfg.save_minutes),
+                signals[:1]))
+            if eval_due:
+                losses = {"val_loss_online": evaluator.loss(prior, "validation")}
+                with average.applied(state.trained):
+                    losses["val_loss"] = evaluator.loss(prior, "validation")
+                    figures = evaluator.figures(prior, "validation") if step < cfg.steps else {}
+                evaluated = time.monotonic()
+                log.log(step, **losses, **figures, evaluation_s=evaluated - now)
+                lines = [f"step {step}: " + tracker.show({"loss": loss, **losses}), *tracker.table(figures)]
+                log.say("\n    ".join(lines))
+                state.keep_best(losses["val_loss"], run, log)
+                log.report()
+            if save_due or stop:
+                state.commit(run, log)
+                saved = time.monotonic()
+            if stop:
+                run.wait()
+                log.say(f"stopped by signal {stop[0]} at step {step}, all saved; the same command goes on")
+                raise SystemExit(128 + stop[0])
+            meter.restart()
+        bar.close()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
-    # Test the averaged weights, and save them last of all.
-    with average.applied(state.trained):
-        results = {"test_loss": evaluator.loss(prior, "test"), **evaluator.figures(prior, "test")}
-    state.export("model.pt", **results)
-    log.log(state.step, **results)
-    results = {"step": state.step, "best_val_loss": state.best_val_loss, **results}
-    if dist.is_main():
-        run.finish(results)
-    log.report()
+        # Test the averaged weights, and save them last of all.
+        with average.applied(state.trained):
+            results = {"test_loss": evaluator.loss(prior, "test"), **evaluator.figures(prior, "test")}
+        state.export(run, "model.pt", **results)
+        log.log(state.step, **results)
+        results = {"step": state.step, "best_val_loss": state.best_val_loss, **results}
+        if dist.is_main():
+            run.finish(results)
+        log.report()
     report(cfg, f"Trained {cfg.run}; this start took {time.monotonic() - started:.0f} s.", results)
 
 

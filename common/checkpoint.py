@@ -7,6 +7,7 @@ import concurrent.futures
 import contextlib
 import fcntl
 import hashlib
+import importlib
 import itertools
 import json
 import os
@@ -17,6 +18,8 @@ import numpy
 import torch
 
 from common.config import UserError
+
+ABOUT = "about"  # what the metadata of a safetensors file has besides weights, as JSON
 
 
 class _Digest:
@@ -86,6 +89,8 @@ def load(path, sha256=None):
         raise UserError(f"{path}: no such checkpoint")
     if sha256 and checksum(path) != sha256:
         raise UserError(f"{path}: damaged, its sha256 is not the one in auto_resume.json")
+    if path.suffix == ".safetensors":
+        return load_safetensors(path)
     with open(path, "rb") as file:
         try:
             state = torch.load(file, map_location="cpu", weights_only=True)
@@ -94,6 +99,35 @@ def load(path, sha256=None):
     if not isinstance(state, dict) or "model" not in state:
         raise UserError(f"{path}: not a checkpoint of this program: expected a dict with an entry 'model'")
     return state
+
+
+def save_safetensors(state, path):
+    """Write the weights of `state` in the format of the safetensors package, all else as JSON in its metadata."""
+    weights = {name: tensor.contiguous() for name, tensor in state["model"].items()}
+    rest = json.dumps({name: value for name, value in state.items() if name != "model"})
+    with replacing(path) as file:
+        file.write(need("safetensors.torch", f"{path}").save(weights, {"format": "pt", ABOUT: rest}))
+
+
+def load_safetensors(path):
+    """The state that `save_safetensors` wrote; UserError when it is damaged or of another program."""
+    package = need("safetensors", f"{path}")
+    try:
+        with package.safe_open(path, framework="pt") as file:
+            about = json.loads((file.metadata() or {})[ABOUT])
+            return {"model": {name: file.get_tensor(name) for name in file.keys()}, **about}  # noqa: SIM118 (no dict)
+    except KeyError:
+        raise UserError(f"{path}: no model of this program: its metadata lacks {ABOUT!r}") from None
+    except Exception as error:  # the package's own types, which are not imported here
+        raise UserError(f"{path}: not a safetensors file, or damaged ({error})") from error
+
+
+def need(package, wanted_by):
+    """The optional `package`, imported; UserError says how to install it when it is missing."""
+    try:
+        return importlib.import_module(package)
+    except ImportError:
+        raise UserError(f"{wanted_by}: needs a package: pip install {package.split('.')[0]}") from None
 
 
 def checksum(path):
@@ -119,12 +153,17 @@ def versions(script):
     return {"torch": str(torch.__version__), "numpy": numpy.__version__, "code": digest.hexdigest()[:12]}
 
 
+def file_of(step):
+    """The checkpoint of a step, within its run folder."""
+    return f"checkpoints/step_{step:08d}.pt"
+
+
 class Run:
     """A run folder, to be used by rank 0 alone: locked against other processes, resumable at every instant."""
 
     def __init__(self, folder):
         self.folder, self.lock = Path(folder), None
-        self.writer, self.saving = None, None  # a thread, and the save that it is at
+        self.writer, self.writing = None, {}  # a thread, and the newest work of each kind that it was given
         self.record = {"checkpoints": [], "finished": None}  # what auto_resume.json says, newest checkpoint first
 
     def open(self, resume):
@@ -150,10 +189,10 @@ class Run:
                     for c in record["checkpoints"]]}
             except (ValueError, TypeError, KeyError) as error:
                 raise UserError(f"{path}: damaged ({error!r}); delete it and give one of {self.folder}/checkpoints "
-                                "with --resume and a new --run, or start over with --resume never") from error
+                                "with --load and a new --run, or start over with --resume never") from error
         elif self._files():
             raise UserError(f"{self.folder}: has {len(self._files())} checkpoints but no auto_resume.json; go on from "
-                            "one with --resume FILE and a new --run, or start over with --resume never")
+                            "one with --load FILE and a new --run, or start over with --resume never")
         else:  # so that a first save that is cut off before it is recorded is known for what it is
             write_json(self.record, path)
         return moved
@@ -174,22 +213,26 @@ class Run:
     def _files(self):
         return sorted((self.folder / "checkpoints").glob("step_*.pt"))
 
-    def newest(self):
-        """(newest intact checkpoint {"file", "step", "sha256"} or None, messages on damaged ones passed over)."""
+    def newest(self, another=False):
+        """(newest intact checkpoint {"file", "step", "sha256"} or None, messages on damaged ones passed over).
+
+        UserError if there were some and none is intact, unless there is `another` to go on from.
+        """
         notes = []
         for entry in self.record["checkpoints"]:
             path = self.folder / entry["file"]
             if path.is_file() and checksum(path) == entry["sha256"]:
                 return entry, notes
             notes.append(f"{path}: {'damaged' if path.is_file() else 'missing'}, trying the one before it")
-        if notes:
+        if notes and not another:
             raise UserError(f"{self.folder}: all {len(notes)} checkpoints named by auto_resume.json are damaged or "
-                            "missing; start over with --resume never, which moves this folder aside")
+                            "missing; go on from a copy with --load, or start over with --resume never, which moves "
+                            "this folder aside")
         return None, notes
 
     def commit(self, step, state, keep, **facts):
         """Save `state` as the checkpoint of `step`, note `facts`, drop all but the newest `keep` (0: nothing)."""
-        file = f"checkpoints/step_{step:08d}.pt"
+        file = file_of(step)
         entry = {"file": file, "step": step, "sha256": save(state, self.folder / file)}
         kept = [entry] + [c for c in self.record["checkpoints"] if c["step"] < step]
         kept = kept[:keep] if keep else kept
@@ -201,16 +244,25 @@ class Run:
                 path.unlink()
 
     def begin(self, step, state, keep, **facts):
-        """`commit` a copy of `state` from a thread, while training goes on; waits for the save before this one."""
-        self.wait()
-        self.writer = self.writer or concurrent.futures.ThreadPoolExecutor(1, "save")  # joined when the process ends
-        self.saving = self.writer.submit(self.commit, step, copied(state), keep, **facts)
+        """`commit` a copy of `state` from a thread, while training goes on; waits for the commit before this one."""
+        self.wait("commit")
+        self.later("commit", self.commit, step, copied(state), keep, **facts)
 
-    def wait(self):
-        """Wait for the save in flight, if there is one; an error that it met is raised here."""
-        saving, self.saving = self.saving, None
-        if saving:
-            saving.result()
+    def write(self, state, path):
+        """`save` a copy of `state` to `path` from that thread; waits for the one before it to the same path."""
+        self.wait(str(path))
+        self.later(str(path), save, copied(state), path)
+
+    def later(self, kind, work, *arguments, **named):
+        """Have the thread call `work(...)`, after all that it was given before."""
+        self.writer = self.writer or concurrent.futures.ThreadPoolExecutor(1, "save")  # joined when the process ends
+        self.writing[kind] = self.writer.submit(work, *arguments, **named)
+
+    def wait(self, kind=None):
+        """Wait for the work under way of a `kind`, or for all of it; an error that it met is raised here."""
+        for name in [kind] if kind else [*self.writing]:
+            if work := self.writing.pop(name, None):
+                work.result()
 
     def finish(self, results):
         """Record that the run is complete, with its closing `results`."""

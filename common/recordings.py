@@ -69,7 +69,7 @@ class _Source:
 
     def fetch(self, rows, draws=None):
         """Read crops of `rows` (n,) in any order, at places made of `draws` (n,), if given."""
-        waves, good = torch.zeros(len(rows), self.crop), np.ones(len(rows), bool)
+        waves, good, lengths = torch.zeros(len(rows), self.crop), np.ones(len(rows), bool), [0] * len(rows)
         places = np.full(len(rows), 0.5) if draws is None else data.uniform(draws, 1)[:, 0]
         for i, row in enumerate(map(int, rows)):
             spare = max(0, self.frames(row) - self.crop)
@@ -78,8 +78,8 @@ class _Source:
             except Unusable:
                 good[i] = False
             else:
-                waves[i, :len(wave)] = wave
-        return {"wave": waves}, good
+                waves[i, :len(wave)], lengths[i] = wave, len(wave)
+        return {"wave": waves, "length": torch.tensor(lengths)}, good
 
     def fault(self, row):
         """What is wrong with an unusable row, after its name; just its name if nothing is."""

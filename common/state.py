@@ -1,9 +1,10 @@
 """What a training run is made of and how it goes to disk and back: the part that is the same in every script."""
 import dataclasses
 import inspect
+import json
 from pathlib import Path
 
-from common import accumulate, amp, checkpoint, config, dist, ema, optim, schedule
+from common import accumulate, amp, checkpoint, config, dist, ema, optim, schedule, store, tracker
 from common.config import UserError
 
 
@@ -25,7 +26,7 @@ class State:
         facts: plain values for every file the run writes, what it takes to make the model besides the config.
         """
         self.cfg, self.model, self.trained, self.device = cfg, model, model if trained is None else trained, device
-        self.identity, self.facts = identity, facts
+        self.identity, self.facts = identity, {**facts, "metadata": store.metadata(cfg)}
         self.versions = checkpoint.versions(inspect.getfile(type(cfg)))  # the script is the file that has the Config
         self.optimizers = optim.make(self.trained, cfg.optimizer, cfg.lr, cfg.weight_decay, (cfg.beta1, cfg.beta2),
                                      cfg.eps)
@@ -43,11 +44,39 @@ class State:
                 "step": self.step, "best_val_loss": self.best_val_loss, "identity": self.identity,
                 "config": config.as_json(self.cfg), "versions": self.versions, **self.facts}
 
-    def export(self, name, **extra):
-        """Rank 0 writes the averaged weights, and what is needed to use them, to the run folder as `name`."""
+    def averaged(self, **extra):
+        """The contents of model.pt and best.pt: the averaged weights, and what is needed to use them."""
+        return {"model": self.average.state_dict(), "config": config.as_json(self.cfg), "step": self.step,
+                "versions": self.versions, **self.facts, **extra}
+
+    def export(self, run, name, **extra):
+        """Rank 0 begins to write `averaged` to the open `run` as `name`, which `run.wait` awaits."""
         if dist.is_main():
-            checkpoint.save({"model": self.average.state_dict(), "config": config.as_json(self.cfg), "step": self.step,
-                             "versions": self.versions, **self.facts, **extra}, Path(self.cfg.run) / name)
+            run.write(self.averaged(**extra), run.folder / name)
+
+    def keep_best(self, val_loss, run, log):
+        """Export best.pt, and send the copies asked for, if `val_loss` is the lowest so far."""
+        if val_loss < self.best_val_loss:
+            self.best_val_loss = val_loss
+            self.export(run, "best.pt", val_loss=val_loss)
+            self.share("best", run, log)
+
+    def share(self, event, run, log):
+        """Rank 0 has the savers of `log` send what they want of an `event`, "latest" or "best", once it is written."""
+        if not dist.is_main():
+            return
+        known = {("latest", "checkpoint"): run.folder / checkpoint.file_of(self.step),
+                 ("best", "model"): run.folder / "best.pt"}
+        values = log.values(self)
+        about = {"config.json": config.as_json(self.cfg), "metadata.json": {
+            **self.facts["metadata"], **tracker.finite(values), "versions": self.versions}}
+        about = {name: (json.dumps(part, indent=2) + "\n").encode() for name, part in about.items()}
+        for kind in sorted(log.outbox.kinds(event)):
+            file = made = known.get((event, kind))
+            if not made:
+                file = log.outbox.folder / f"{event}_{kind}.pt"
+                run.write(self.averaged() if kind == "model" else self.state(), file)
+            run.later(f"{event} {kind}", log.outbox.post, event, kind, file, values, about, passing=not made)
 
     def start_from(self, path, strict=True):
         """Take the weights, and nothing else, of a model.pt or a checkpoint; not `strict`: those that fit."""
@@ -65,7 +94,7 @@ class State:
         """Load the checkpoint `path`; returns notes on what has changed. The rate and the rest follow from the step."""
         state = checkpoint.load(path)
         if "identity" not in state:
-            raise UserError(f"{path}: weights without the state of a run; start from them with --init_from")
+            raise UserError(f"{path}: weights without the state of a run; start from them with --init_from, not --load")
         check_identity(self.cfg, state["identity"], self.identity, path)
         self.load(state, path)
         if Path(path).parent.parent == Path(self.cfg.run):  # the best of another run is not in this one's folder
@@ -84,8 +113,8 @@ class State:
         dist.check_in_step(self.model, self.step)
         if dist.is_main():
             log.sync()
-            run.begin(self.step, self.state(), self.cfg.keep, world_size=dist.world_size(), identity=self.identity,
-                       logger={"kind": "jsonl"})
+            run.begin(self.step, self.state(), self.cfg.keep, world_size=dist.world_size(), identity=self.identity)
+            self.share("latest", run, log)
 
     def set_rate(self):
         """Give the optimizers the learning rate of the step to come."""
@@ -120,27 +149,42 @@ class State:
 
 
 def check_start(cfg):
-    """UserError if the batch cannot be cut for the ranks, or a file to start from is missing."""
+    """What can be checked before anything is read; returns the config with a local path as init_from.
+
+    UserError if the batch cannot be cut for the ranks, a package is missing, or a file to start from cannot be had.
+    """
     try:
         accumulate.plan(cfg.batch_size, cfg.chunk_size, 0, dist.world_size())
     except ValueError as error:
         raise UserError(str(error)) from error
-    for path in (cfg.init_from, cfg.resume if cfg.resume not in ("auto", "never") else ""):
-        if path and not Path(path).is_file():
-            raise UserError(f"{path}: no such checkpoint")
+    if cfg.logger != "console":
+        checkpoint.need(cfg.logger, f"--logger {cfg.logger}")
+    for saver in store.savers(cfg):
+        saver.ready(None)
+    if not store.is_remote(cfg.load) and not cfg.load_only_auto_resume:
+        store.fetch(cfg.load, cfg)
+    return dataclasses.replace(cfg, init_from=store.fetch(cfg.init_from, cfg))
 
 
 def resume_point(cfg, run, identity):
     """(checkpoint to go on from or None, results of a run that is finished or None, notes) of the open `run`."""
-    newest, passed_over = run.newest()
-    resume_from = cfg.resume if cfg.resume not in ("auto", "never") else None
+    tracker.check_logger(cfg, run.record)
+    newest, notes = run.newest(another=bool(cfg.load))
+    resume_from = None
     if newest:
         resume_from = str(run.folder / newest["file"])
         check_identity(cfg, run.record.get("identity", {}), identity, run.folder)
         earlier = (step for step in run.record.get("resumed", ()) if step < newest["step"])
         run.record["resumed"] = [*earlier, newest["step"]] if newest["step"] < cfg.steps else [*earlier]
+    elif cfg.load and (run.record["checkpoints"] or not cfg.load_only_auto_resume):
+        try:
+            resume_from = store.fetch(cfg.load, cfg)
+        except store.Absent as error:
+            if not cfg.load_only_auto_resume:
+                raise
+            notes.append(f"{error}; starting anew")
     finished = run.record["finished"] if newest and newest["step"] >= cfg.steps else None
-    return resume_from, finished, passed_over
+    return resume_from, finished, notes
 
 
 def check_identity(cfg, found, expected, where):

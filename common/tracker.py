@@ -1,4 +1,4 @@
-"""Where figures go: the console, metrics.jsonl, one JSON object a line, and report.html. Rank 0 alone writes.
+"""Where figures go: the console, metrics.jsonl, report.html, and TensorBoard or Weights & Biases. Rank 0 alone writes.
 
     python -m common.tracker report RUN [RUN ...] [--out FILE]      # the page of a run, or one that compares runs
 """
@@ -6,6 +6,9 @@ import argparse
 import json
 import math
 import os
+import re
+import shutil
+import struct
 import sys
 import time
 from pathlib import Path
@@ -13,34 +16,243 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from common import checkpoint, config, dist, report
+from common import checkpoint, config, dist, report, store
 from common.config import UserError
+
+# Loggers: where lines go besides metrics.jsonl. `rows` is how many of its lines a logger has from earlier starts: what
+# it lacks it is sent again, and what a resumed run makes anew it is not sent twice.
+
+class Console:
+    """Nowhere; with --verbose, lines are printed."""
+
+    def __init__(self, cfg, known, lines, step, at_end):
+        self.identity, self.rows, self.verbose = {"kind": "console"}, len(lines), cfg.verbose
+
+    def log(self, index, line, samples):
+        """Take line number `index`; samples: [(section, path, caption), ...], pictures (.png) and sounds (.wav)."""
+        if self.verbose:
+            tqdm.write(show({name: value for name, value in line.items() if name != "samples"}))
+            for section, path, caption in samples:
+                tqdm.write(f"    {section}: {path}  {caption}".rstrip())
+
+    def file(self, path):
+        """Take a file of the run, such as its config."""
+
+    def error(self, text):
+        """Take the error that ended the run."""
+
+    def sync(self):
+        """Make all so far durable, which a run that goes on from here will not make again."""
+
+    def finish(self, status):
+        """End with an exit status."""
+
+
+class TensorBoard(Console):
+    """Event files in RUN/tensorboard. What a resumed run makes anew is marked as void by the package's own means."""
+
+    def __init__(self, cfg, known, lines, step, at_end):
+        from torch.utils.tensorboard import SummaryWriter
+        super().__init__(cfg, known, lines, step, at_end)
+        folder = Path(cfg.run) / "tensorboard"
+        purge_step = step if at_end else step + 1  # at the end only the test is made anew, at the last step
+        self.identity = {"kind": "tensorboard"}
+        begun = any(folder.glob("events.*"))
+        self.rows = sum(line["step"] < purge_step for line in lines) if begun else 0
+        self.writer = SummaryWriter(folder, purge_step=purge_step if begun else None)
+
+    def log(self, index, line, samples):
+        from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+        super().log(index, line, samples)
+        for name, value in line.items():
+            if isinstance(value, (int, float)) and name != "step":
+                self.writer.add_scalar(name, value, line["step"])
+        for section, path, caption in samples:  # as they are: add_image would need Pillow to encode them again
+            content, about = path.read_bytes(), SummaryMetadata(summary_description=caption)
+            if path.suffix == ".png":
+                height, width = struct.unpack(">II", content[20:24] + content[16:20])
+                content = {"image": Summary.Image(height=height, width=width, colorspace=3,
+                                                  encoded_image_string=content)}
+            else:
+                rate, = struct.unpack("<I", content[24:28])
+                content = {"audio": Summary.Audio(sample_rate=rate, num_channels=1, encoded_audio_string=content,
+                                                  length_frames=(len(content) - 44) // 2, content_type="audio/wav")}
+            value = Summary.Value(tag=f"{section}/{series(path)}", metadata=about, **content)
+            self.writer.file_writer.add_summary(Summary(value=[value]), line["step"])
+
+    def file(self, path):
+        self.writer.add_text(path.name, f"```\n{path.read_text()}\n```")
+
+    def error(self, text):
+        self.writer.add_text("error", text)
+
+    def sync(self):
+        self.writer.flush()
+
+    def finish(self, status):
+        self.writer.close()
+
+
+class WandB(Console):
+    """A run of Weights & Biases, whose steps are the lines' numbers: WANDB_MODE and the like are the package's."""
+
+    def __init__(self, cfg, known, lines, step, at_end):
+        import wandb
+        super().__init__(cfg, known, lines, step, at_end)
+        self.wandb, resumed = wandb, bool(step)
+        self.identity = {"kind": "wandb", "project": cfg.wandb_project, "entity": cfg.wandb_entity,
+                         "id": known.get("id") or os.urandom(4).hex()}
+        try:
+            self.run = wandb.init(project=cfg.wandb_project, entity=cfg.wandb_entity or None, id=self.identity["id"],
+                                  name=cfg.wandb_name or cfg.run, dir=cfg.run, config=config.as_json(cfg),
+                                  resume="must" if resumed and known.get("id") else "allow",
+                                  settings=wandb.Settings(console="off", silent=True))
+        except Exception as error:  # no account, no network: the package's own types
+            raise UserError(f"--logger wandb: {str(error).splitlines()[0]}; log in with `wandb login`, or set "
+                            "WANDB_MODE=offline") from error
+        self.run.define_metric("*", step_metric="step")
+        offline = self.run.settings.mode in ("offline", "dryrun")
+        self.rows = recorded(Path(cfg.run) / "wandb", self.run.id) if offline else self.run.starting_step
+        tqdm.write(f"wandb: run {self.run.id}, {self.run.dir if offline else self.run.url}")
+
+    def log(self, index, line, samples):
+        super().log(index, line, samples)
+        media = {".png": self.wandb.Image, ".wav": self.wandb.Audio}
+        shown = {f"{section}/{series(path)}": media[path.suffix](str(path), caption=caption or None)
+                 for section, path, caption in samples}
+        self.run.log({**{k: v for k, v in line.items() if k != "samples"}, **shown}, step=index, commit=True)
+
+    def file(self, path):
+        own = Path(self.run.dir) / path.name
+        shutil.copyfile(path, own)  # as it is now: of a path elsewhere, it would be a link
+        self.run.save(str(own), base_path=self.run.dir, policy="now")
+
+    def error(self, text):
+        self.run.alert(title="training ended with an error", text=text, level=self.wandb.AlertLevel.ERROR)
+
+    def finish(self, status):
+        self.run.finish(exit_code=status)
+
+
+LOGGERS = {"console": Console, "tensorboard": TensorBoard, "wandb": WandB}
+
+
+def series(path):
+    """The name of a picture or sound that it shares with those of other steps."""
+    return (re.sub(r"^(step_\d+|test)_?", "", path.stem) or "samples") + path.suffix
+
+
+def recorded(folder, run_id):
+    """How many lines of a run the files of earlier starts of wandb offline hold, of which a kill may leave little.
+
+    They are logs in the format of LevelDB (blocks of 32 KiB, in which a record may be cut) of protobuf records.
+    """
+    from wandb.proto.wandb_internal_pb2 import Record
+    rows = 0
+    for path in folder.glob(f"offline-run-*-{run_id}*/*.wandb"):
+        data, at, record = path.read_bytes(), 7, b""
+        while at + 7 <= len(data):
+            size, kind = struct.unpack_from("<HB", data, at + 4)  # after a checksum; 1 whole, 2 first, 3 middle, 4 last
+            left = 32768 - at % 32768  # of the block, whose end is padded with zeros
+            if left < 7 or not kind:
+                at += left
+                continue
+            if at + 7 + size > len(data):  # cut off
+                break
+            record += data[at + 7:at + 7 + size]
+            at += 7 + size
+            if kind in (1, 4):
+                found, record = Record.FromString(record), b""
+                if found.WhichOneof("record_type") == "history":
+                    rows = max(rows, found.history.step.num + 1)
+    return rows
+
+
+def check_logger(cfg, record):
+    """UserError if a run, of the auto_resume.json `record`, was logged elsewhere than `cfg` says."""
+    known = record.get("logger") or {}
+    kind = known.get("kind", "console").replace("jsonl", "console")
+    if record["checkpoints"] and kind != cfg.logger:
+        raise UserError(f"{cfg.run}: was logged with {kind}, --logger {cfg.logger} would tear its curves; go on with "
+                        f"--logger {kind}, branch off with --load {cfg.run}/{record['checkpoints'][0]['file']} and a "
+                        "new --run, or start over with --resume never")
+    for name in ("project", "entity") if record["checkpoints"] and kind == "wandb" else ():
+        if known.get(name, "") != getattr(cfg, f"wandb_{name}"):
+            raise UserError(f"{cfg.run}: is run {known['id']} of {name} {known.get(name)!r} there, not of "
+                            f"--wandb_{name} {getattr(cfg, f'wandb_{name}')!r}; give the same, or a new --run")
 
 
 class Tracker:
-    """Logger of a run folder. Lines that come again after resuming at `step` are dropped: those of later steps and, if
-    `at_end`, when all that is left to do is to test, those of an earlier test.
+    """What a run tells: lines and samples to its folder and its logger, copies of what it saves to its savers.
+
+    A context, which tells the logger how the run ended and waits for copies on their way. Rank 0 alone acts. Lines that
+    come again after resuming are dropped: those of later steps and, when all that is left to do is to test, those of an
+    earlier test.
     """
 
-    def __init__(self, folder, step, enabled=True, at_end=False):
-        self.enabled, self.file = enabled, None
-        if not enabled:
-            return
-        path = Path(folder) / "metrics.jsonl"
-        if path.exists():
-            kept = [line for line in path.read_bytes().splitlines(keepends=True)
-                    if _step(line) <= step and not (at_end and b'"test_loss"' in line)]
-            with checkpoint.replacing(path) as file:
-                file.writelines(kept)
-        self.file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (open for the whole run)
-        self.page = report.Report(folder)
+    def __init__(self, run, state, rows=1):
+        """run: the open checkpoint.Run; state: the State, at the step it goes on from; rows: samples of an epoch."""
+        self.enabled, self.rows, self.val_loss = dist.is_main(), rows, math.nan
+        dist.on_main(lambda: self._open(run, state))
 
-    def log(self, step, **metrics):
-        """Append {"step": step, **metrics}; what is not finite is written as null, as JSON has no word for it."""
+    def _open(self, run, state):
+        cfg, step = state.cfg, state.step
+        self.folder, at_end = run.folder, step >= cfg.steps
+        path = self.folder / "metrics.jsonl"
+        raw = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+        raw = [line for line in raw if _step(line) <= step and not (at_end and b'"test_loss"' in line)]
+        with checkpoint.replacing(path) as file:
+            file.writelines(raw)
+        self.file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (open for the whole run)
+        self.page = report.Report(self.folder)
+        lines = [json.loads(line) for line in raw]
+        self.count, self.failed = len(lines), False
+        self.logger = LOGGERS[cfg.logger](cfg, run.record.get("logger") or {}, lines, step, at_end)
+        run.record["logger"] = self.logger.identity
+        checkpoint.write_json(run.record, self.folder / "auto_resume.json")
+        self._tell("file", self.folder / "config.json")
+        for index, line in enumerate(lines):
+            self.val_loss = line.get("val_loss", self.val_loss)
+            self._tell_line(index, line)
+        self.outbox = store.Outbox(self.folder, store.savers(cfg), self.say)
+        for saver in self.outbox.savers:
+            saver.ready(self)
+
+    def log(self, step, samples=None, **metrics):
+        """Append {"step": step, **metrics}; what is not finite is written as null, as JSON has no word for it.
+
+        samples: {file in the run folder, PNG or WAV: caption}.
+        """
         if self.enabled:
-            line = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in metrics.items()}
-            self.file.write(json.dumps({"step": step, **line}) + "\n")
+            line = {"step": step, **finite(metrics), **({"samples": samples} if samples else {})}
+            self.val_loss = line.get("val_loss", self.val_loss)
+            self.file.write(json.dumps(line) + "\n")
             self.file.flush()
+            self._tell_line(self.count, line)
+            self.count += 1
+
+    def _tell_line(self, index, line):
+        if index >= self.logger.rows:
+            section = "test" if "test_loss" in line else "validation"
+            self._tell("log", index, line, [(section, self.folder / name, caption) for name, caption
+                                            in line.get("samples", {}).items() if (self.folder / name).is_file()])
+
+    def _tell(self, what, *arguments):
+        """Have the logger do `what`. An error of it is told once, and the logger left alone: training goes on."""
+        if self.failed:
+            return
+        try:
+            getattr(self.logger, what)(*arguments)
+        except Exception as error:  # of a network, a disk, a package
+            self.failed = True
+            self.say(f"logger {self.logger.identity['kind']} failed: {type(error).__name__}: {store.one_line(error)}; "
+                     "metrics.jsonl goes on alone, and the next start sends the logger what it lacks")
+
+    def values(self, state):
+        """What the paths of copies may have in braces, {name: value}."""
+        seen = state.step * state.cfg.batch_size
+        return {"run": self.folder.name, "step": state.step, "epoch": seen // self.rows, "samples_seen": seen,
+                "val_loss": self.val_loss, "best_val_loss": state.best_val_loss}
 
     def say(self, text):
         """Print a line above the progress bar."""
@@ -56,6 +268,20 @@ class Tracker:
         """Make the lines so far durable: before a checkpoint is committed, which will not make them again."""
         if self.enabled:
             os.fsync(self.file.fileno())
+            self._tell("sync")
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace):
+        if not self.enabled:
+            return
+        stopped = isinstance(error, SystemExit)
+        if error and not stopped:
+            self._tell("error", f"{kind.__name__}: {error}")
+        self.outbox.finish()
+        self._tell("finish", int(error.code or 0) if stopped else int(bool(error)))
+        self.file.close()
 
 
 class Meter:
@@ -94,6 +320,11 @@ class Meter:
                      ema_decay=state.average.decay_at(step), overflows=self.overflows, unusable_rows=int(bad_rows),
                      samples_per_s=rate, **({"scale": state.scaler.get_scale()} if state.scaler.is_enabled() else {}))
         return loss, rate
+
+
+def finite(values):
+    """`values` with None for numbers that JSON has no word for."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
 
 
 def _step(line):

@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from servers import Server
 
-from common import data, dist
+from common import data, dist, store
 
 torch.set_num_threads(1)  # the models are tiny, and other processes run beside this one
 ROOT = Path(__file__).parent.parent
@@ -74,3 +75,13 @@ def emb(tmp_path_factory):
     encodings[np.arange(5) >= rng.integers(2, 6, 1500)[:, None]] = 0
     data.write_shards(folder, image, text, [{"caption": f"number {i}"} for i in range(1500)], encodings, 600)
     return folder
+
+
+@pytest.fixture
+def server(monkeypatch):
+    """An HTTP server on loopback; retries do not wait."""
+    made = Server()
+    monkeypatch.setattr(store.time, "sleep", lambda seconds: None)
+    yield made
+    made.http.shutdown()
+    made.http.server_close()

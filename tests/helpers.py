@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -161,7 +162,74 @@ def differences(one, other):
     newest = json.loads((Path(one) / "auto_resume.json").read_text())["checkpoints"][0]["file"]
     for name in ("model.pt", "best.pt", newest):
         a, b = (checkpoint.load(Path(folder) / name) for folder in (one, other))
-        for left, right in zip(tensors({**a, "config": 0}), tensors({**b, "config": 0}), strict=True):
+        for left, right in zip(*(tensors({**state, "config": 0, "metadata": 0}) for state in (a, b)), strict=True):
             if not (torch.equal(left, right) if isinstance(left, torch.Tensor) else left == right):
                 found.append(name)
     return found
+
+
+def records_of(folder):
+    """Scalars that a logger has of a run, read back: {name: [(step, value), ...]}, and the number of samples."""
+    if (folder / "tensorboard").exists():
+        from tensorboard.backend.event_processing.event_accumulator import AUDIO, IMAGES, SCALARS, EventAccumulator
+        found = EventAccumulator(str(folder / "tensorboard"), {SCALARS: 0, IMAGES: 0, AUDIO: 0}).Reload()
+        tags = found.Tags()
+        media = {name: len(found.Images(name)) for name in tags["images"]} | {
+            name: len(found.Audio(name)) for name in tags["audio"]}
+        return {name: [(e.step, e.value) for e in found.Scalars(name)] for name in tags["scalars"]}, media
+    import wandb
+    from wandb.proto.wandb_internal_pb2 import Record
+    wandb.teardown()  # its process is at it a little longer than `finish` waits
+    curves, media, rows = {}, {}, []
+    for path in sorted((folder / "wandb").glob("offline-run-*/*.wandb")):
+        data, at, text = path.read_bytes(), 7, b""
+        while at + 7 <= len(data):
+            size, kind = struct.unpack_from("<HB", data, at + 4)
+            if 32768 - at % 32768 < 7 or not kind:
+                at += 32768 - at % 32768
+                continue
+            text, at = text + data[at + 7:at + 7 + size], at + 7 + size
+            if kind in (1, 4) and at <= len(data):
+                record, text = Record.FromString(text), b""
+                if record.WhichOneof("record_type") == "history":
+                    rows.append(record.history.step.num)
+                    line = {tuple(item.nested_key) or (item.key,): json.loads(item.value_json)
+                            for item in record.history.item}
+                    for (name, *part), value in line.items():
+                        if part == ["_type"]:
+                            media[name] = media.get(name, 0) + 1
+                        elif not part:
+                            curves.setdefault(name, []).append((line["step",], value))
+    assert rows == sorted(set(rows))
+    return curves, media
+
+
+def check_loading(script, words, folder, stage, server, new):
+    """The checkpoints of a finished run in `folder` load from a file and from a URL, whole and weights alone.
+
+    words: the command line that trained it, but for --run; stage: the folder's name in a run of stages, or "";
+    new: a folder for the runs that go on from it.
+    """
+    record = json.loads((folder / "auto_resume.json").read_text())
+    whole, end = record["checkpoints"][1], record["checkpoints"][0]["step"]
+    server.files = {"/whole.pt": (folder / whole["file"]).read_bytes(), "/model.pt": (folder / "model.pt").read_bytes()}
+    expected = [line for line in metrics(folder) if line["step"] > whole["step"]]
+    for name, address in (("file", folder / whole["file"]), ("url", f"{server.url}/whole.pt#sha256={whole['sha256']}")):
+        out = run(script, *words, "--run", new / name, "--load", address)
+        assert f"at step {whole['step']} of {end}" in out and metrics(new / name / stage) == expected, out
+    out = run(script, *words, "--run", new / "rate", "--load", f"{server.url}/whole.pt", "--lr", "1e-5", "--no_cosine")
+    assert "lr changed from" in out and {line["lr"] for line in metrics(new / "rate" / stage) if "lr" in line} == {1e-5}
+    weights = checkpoint.load(folder / "model.pt")
+    checkpoint.save({**weights, "model": dict(list(weights["model"].items())[1:])}, new / "part.pt")
+    for name, address in (("model_file", folder / "model.pt"), ("model_url", f"{server.url}/model.pt")):
+        run(script, *words, "--run", new / name, "--init_from", address)
+    assert not differences(new / "model_file" / stage, new / "model_url" / stage)
+    assert metrics(new / "model_url" / stage)[0]["step"] == metrics(folder)[0]["step"]
+    assert metrics(new / "model_url" / stage)[0]["loss"] != metrics(folder)[0]["loss"]
+    out = run(script, *words, "--run", new / "strict", "--init_from", new / "part.pt", expect=1)
+    assert f"part.pt: weights of another model: 1 entries differ, the first is {next(iter(weights['model']))}" in out
+    run(script, *words, "--run", new / "loose", "--init_from", new / "part.pt", "--no_init_strict")
+    out = run(script, *words, "--run", new / "none", "--load", f"{server.url}/model.pt", expect=1)
+    assert "weights without the state of a run; start from them with --init_from" in out and "Traceback" not in out
+    out = run(script, *words, "--run", new / "none", "--load", f"{server.url}/other.pt", expect=1)
+    assert f"{server.url}/other.pt: 404" in out and len(out.strip().splitlines()) == 1

@@ -71,7 +71,7 @@ def test_a_restored_state_goes_on_bit_for_bit(settings, tmp_path):
 def test_a_commit_is_what_a_run_goes_on_from(tmp_path):
     run, folder = make(tmp_path, keep=1), checkpoint.Run(tmp_path)
     folder.open("auto")
-    log = tracker.Tracker(tmp_path, 0)
+    log = tracker.Tracker(folder, run)
     for number in range(2):
         step(run)
         log.log(run.step, number=number)
@@ -115,8 +115,9 @@ def test_another_model_is_refused_by_name_and_not_strict_takes_what_fits(tmp_pat
 
 
 def test_a_file_of_weights_alone_cannot_be_resumed(tmp_path):
-    run = make(tmp_path)
-    run.export("model.pt")
+    run, folder = make(tmp_path), checkpoint.Run(tmp_path)
+    run.export(folder, "model.pt")
+    folder.wait()
     with pytest.raises(UserError, match="weights without the state of a run; start from them with --init_from"):
         run.restore(tmp_path / "model.pt")
 
@@ -148,10 +149,11 @@ def test_a_step_that_overflowed_advances_nothing_but_the_scale(tmp_path):
 
 
 def test_export_has_the_averaged_weights_and_what_it_takes_to_use_them(tmp_path):
-    run = make(tmp_path)
+    run, folder = make(tmp_path), checkpoint.Run(tmp_path)
     for _ in range(5):
         step(run)
-    run.export("best.pt", val_loss=0.5)
+    run.export(folder, "best.pt", val_loss=0.5)
+    folder.wait()
     found = checkpoint.load(tmp_path / "best.pt")
     assert same(found["model"], run.average.state_dict()) and not same(found["model"], run.model.state_dict())
     assert found["config"] == config.as_json(run.cfg) and found["versions"] == checkpoint.versions(train_prior.__file__)

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Forked, differences, flags, metrics, start
+from helpers import Forked, check_loading, differences, flags, metrics, records_of, start
 from helpers import run as run_script
+from servers import needs
 
 import train_audio
 from common import accumulate, audio, checkpoint, config, data, dist, media, synthetic
@@ -984,6 +985,24 @@ def undisturbed(whole):
             Forked("train_audio", *words_of(whole, stage, path), ranks=ranks).finish()
         return path / stage
     return folder
+
+
+@pytest.mark.parametrize("stage", ["soundstream", "coarse"])
+def test_checkpoints_load_from_files_and_urls(stage, undisturbed, whole, server, tmp_path):
+    for name in ("file", "url", "rate", "model_file", "model_url", "strict", "loose", "none"):
+        words = words_of(whole, stage, tmp_path / name)  # with the caches of tokens
+    check_loading("train_audio", words, undisturbed(stage, 1), stage, server, tmp_path)
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=needs(kind)) for kind in ("tensorboard", "wandb")])
+def test_a_logger_gets_the_sounds_and_their_spectrograms(kind, whole, tmp_path, monkeypatch):
+    pytest.importorskip("PIL", reason="pillow is not installed")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    run(*words_of(whole, "soundstream", tmp_path, logger=kind))
+    curves, media = records_of(tmp_path / "soundstream")
+    assert media == {f"{part}/0{name}": 1 for part in ("validation", "test") for name in (".png", ".wav", "_real.png",
+                                                                                         "_real.wav")}
+    assert [step for step, _ in curves["loss"]] == [2, 4, 6]
 
 
 @pytest.mark.parametrize("stage, ranks", [(stage, ranks) for stage in STAGES for ranks in (1, 2)]

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Forked, differences, flags, metrics, start
+from helpers import Forked, check_loading, differences, flags, metrics, start
 from helpers import run as run_script
 
 import train_decoder
@@ -687,6 +687,19 @@ def test_more_steps_go_on_and_a_damaged_checkpoint_is_passed_over(undisturbed, w
     assert "the earlier run is now in" in out and metrics(folder)[0]["step"] == 2
 
 
+def test_checkpoints_load_from_files_and_urls(world, undisturbed, server, tmp_path):
+    check_loading("train_decoder", flags(data=world / "tars", **{**TINY, **STAGES["base"]}), undisturbed("base", 1),
+                  "base", server, tmp_path)
+
+
+def test_copies_of_the_stages_go_to_places_of_their_own(world, tmp_path):
+    words = flags(data=world / "tars", run=tmp_path / "run", **{**TINY, "stage": "base", "image_size": 8})
+    run(*words, "--save", f"local save_latest_to={tmp_path}/{{run}}_latest.pt kind=model")
+    assert checkpoint.load(tmp_path / "base_latest.pt")["kind"] == "decoder"
+    out = run("--data", world / "tars", "--save", f"local save_latest_to={tmp_path}/latest.pt", expect=1)
+    assert "each stage would write to the same path" in out and "Traceback" not in out
+
+
 @pytest.mark.parametrize("stage, ranks", [(stage, ranks) for stage in STAGES for ranks in (1, 2)]
                          if "KILLS" in os.environ else [("base", 2), ("upsample", 1)])
 def test_killed_at_random_moments_and_started_again_ends_in_the_same_bits(stage, ranks, undisturbed, world, tmp_path):
@@ -1071,7 +1084,7 @@ def test_data_that_training_cannot_use_are_refused_in_one_line(cascade, world, t
         (dict(data=world / "tars", init_from=tmp_path / "nothing.pt"), "nothing.pt: no such checkpoint"),
         (dict(data=world / "tars", init_from=world / "prior/model.pt"), "weights of another model"),
         (dict(data=world / "tars", init_from=world / "prior/model.pt", lora_rank=2), "weights of another model"),
-        (dict(data=world / "tars", resume=Path(cascade[0]) / "model.pt"), "start from them with --init_from"),
+        (dict(data=world / "tars", load=Path(cascade[0]) / "model.pt"), "start from them with --init_from"),
         (dict(data=world / "tars", run=world / "cascade", groups=2), "groups is 4 there and 2 here"),
         (dict(changed("other", keep), run=world / "cascade", image_size=16), "a run of another model or other data"),
     ]:

@@ -16,7 +16,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ROOT
-from helpers import SMALL, Forked, differences, flags, kill_all, metrics, wait_for
+from helpers import (
+    SMALL,
+    Forked,
+    check_loading,
+    differences,
+    flags,
+    kill_all,
+    metrics,
+    records_of,
+    tensors,
+    wait_for,
+)
+from servers import needs
 
 import train_prior
 from common import amp, checkpoint, clip, data, diffusion, synthetic
@@ -324,6 +336,59 @@ def test_killed_at_random_moments_and_started_again_ends_in_the_same_bits(ranks,
     assert running > kills / 2 and not differences(reference, tmp_path / "killed")
 
 
+@pytest.mark.parametrize("logger", [pytest.param(kind, marks=needs(kind)) for kind in ("tensorboard", "wandb")])
+def test_killed_and_resumed_under_a_logger_its_curves_have_each_step_once(logger, emb, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    words = flags(data=emb, run=tmp_path, logger=logger, **{**SMALL, "eval_every": 4, "steps": 16})
+    for word in ("step 4:", "step 12:"):
+        process = Forked("train_prior", *words, ranks=2)
+        next((line for line in process.out if word in line), None)
+        assert process.kill()
+    out = Forked("train_prior", *words, ranks=2).finish()
+    lines, (curves, _) = metrics(tmp_path), records_of(tmp_path)
+    assert "resuming" in out and json.loads((tmp_path / "auto_resume.json").read_text())["resumed"]
+    assert [line["step"] for line in lines if "loss" in line] == [4, 8, 12, 16]
+    for name in ("loss", "lr", "val_loss", "val_loss_online", "test_loss"):
+        found = [(line["step"], pytest.approx(line[name])) for line in lines if name in line]
+        assert curves[name] == found and found, name
+    record = json.loads((tmp_path / "auto_resume.json").read_text())["logger"]
+    assert record["kind"] == logger and (logger != "wandb" or list(tmp_path.glob(f"wandb/*{record['id']}*")))
+    out = run(*flags(data=emb, run=tmp_path, **{**SMALL, "steps": 20}), expect=1)
+    assert f"was logged with {logger}, --logger console would tear its curves; go on with --logger {logger}" in out
+    assert len(out.strip().splitlines()) == 1
+
+
+def test_checkpoints_load_from_files_and_urls(emb, finished, server, tmp_path):
+    check_loading("train_prior", flags(data=emb, **SMALL), finished, "", server, tmp_path)
+
+
+@needs("safetensors")
+def test_a_run_sends_what_it_saves_and_goes_on_from_it_where_its_own_is_lost(emb, finished, tmp_path):
+    words = flags(data=emb, run=tmp_path / "run", load=tmp_path / "there/latest.pt", **SMALL)
+    words += ["--load_only_auto_resume", "--metadata", "note=a test, of=3", "--save",
+              f"local save_latest_to={tmp_path}/there/latest.pt save_meta_to={tmp_path}/there,"
+              f"local kind=model save_best_to={tmp_path}/there/{{run}}.safetensors save_latest_to={tmp_path}/there/"
+              "{step:04d}_{epoch}_{samples_seen}.pt,"
+              f"local save_best_to={tmp_path}/there/best_{{val_loss:.0f}}.pt"]
+    run(*words)  # whose --load is not there yet
+    assert not differences(finished, tmp_path / "run")
+    found = sorted(path.name for path in (tmp_path / "there").iterdir())
+    assert {"0024_0_1152.pt", "best_0.pt", "config.json", "latest.pt", "metadata.json", "run.safetensors"} <= {*found}
+    latest, best = (checkpoint.load(tmp_path / "there" / name) for name in ("latest.pt", "best_0.pt"))
+    newest = checkpoint.load(tmp_path / "run/checkpoints/step_00000024.pt")
+    assert all(a is b or torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+               for a, b in zip(tensors(latest), tensors(newest), strict=True))
+    assert latest["metadata"] == {"note": "a test", "of": 3} and "optimizers" in best
+    about = json.loads((tmp_path / "there/metadata.json").read_text())
+    assert (about["note"], about["step"], about["samples_seen"]) == ("a test", 24, 1152)
+    out = run("evaluate", "--run", tmp_path / "there", "--model", "run.safetensors", "--eval_timesteps", "4")
+    assert out == run("evaluate", "--run", tmp_path / "run", "--model", "best.pt", "--eval_timesteps", "4")
+    assert not (tmp_path / "run/outbox").exists()
+    shutil.rmtree(tmp_path / "run/checkpoints")  # a disk that was lost, but for the record
+    out = run(*words, "--steps", 28)
+    assert f"resuming {tmp_path}/there/latest.pt at step 24 of 28" in out
+
+
 def test_ranks_see_the_same_samples_and_lose_the_same(emb, finished, tmp_path):
     for ranks in (2, 3):
         run(*flags(data=emb, run=tmp_path / str(ranks), **SMALL), ranks=ranks)
@@ -387,7 +452,7 @@ def test_resume_never_moves_the_old_run_aside(emb, finished, tmp_path):
 
 def test_a_run_can_start_from_another_ones_checkpoint_or_weights(emb, finished, tmp_path):
     old = finished / "checkpoints/step_00000016.pt"
-    run(*flags(data=emb, run=tmp_path / "branch", **SMALL), "--resume", old)
+    run(*flags(data=emb, run=tmp_path / "branch", **SMALL), "--load", old)
     assert [line for line in metrics(finished) if line["step"] > 16] == metrics(tmp_path / "branch")
     out = run(*flags(data=emb, run=tmp_path / "tuned", **{**SMALL, "steps": 4}), "--init_from", finished / "model.pt")
     assert "step 4" in out
@@ -569,7 +634,13 @@ def test_mistakes_on_the_command_line_end_in_one_line_and_a_status(emb, finished
         (["evaluate", "--run", finished, "--model", "metrics.jsonl"], 1, "not a checkpoint of this program"),
         (["--data", tmp_path / "nothing", "--run", folder], 1, "nothing: no such folder"),
         (["--data", emb, "--run", finished, *flags(**{**SMALL, "width": 64})], 1, "width is 32 there and 64 here"),
-        (["--data", emb, "--run", folder, *flags(**SMALL), "--resume", finished / "model.pt"], 1, "--init_from"),
+        (["--data", emb, "--run", folder, *flags(**SMALL), "--load", finished / "model.pt"], 1, "--init_from"),
+        (["--resume", finished / "model.pt"], 2, "is none of auto, never"),
+        (["--load", "ftp://host/model.pt"], 2, "is not a URL that can be read"),
+        (["--save", "local save_latest_to={stp}.pt"], 2, "in braces may stand run, step"),
+        (["--save", "local"], 2, "no target"), (["--metadata", "step=1"], 2, "'step' is reserved"),
+        (["--save", "wandb save_latest_to=x.pt"], 2, "it needs --logger wandb"),
+        (["--load_only_auto_resume"], 2, "it needs --load"),
         (["--data", emb, "--run", folder, *flags(**SMALL), "--text_encodings", "clip"], 1, "name it with --clip"),
     ]:
         out = run(*words, expect=status)
