@@ -17,18 +17,66 @@ def groups(model):
     return decayed, [p for p in trainable if id(p) not in chosen]
 
 
+class Muon(torch.optim.Optimizer):
+    """Muon (Jordan 2024): momentum whose singular values are brought near 1, for matrices.
+
+    The rate is scaled so that AdamW's can be kept (Liu et al. 2025, §2.2). As torch.optim.Muon, which computes in
+    bfloat16 wherever it is; that takes 50 times as long on a CPU without instructions for it, where this is exact. And
+    matrices of one shape are computed together.
+    """
+
+    def __init__(self, params, lr, weight_decay=0.0, momentum=0.95):
+        super().__init__(params, dict(lr=lr, weight_decay=weight_decay, momentum=momentum))
+
+    @torch.no_grad()
+    def step(self):
+        """Update the matrices by their gradients."""
+        for group in self.param_groups:
+            shapes = {}
+            for p in group["params"]:
+                if p.grad is not None:
+                    shapes.setdefault((p.shape, p.device), []).append(p)
+            for alike in shapes.values():
+                self._step(alike, **{name: group[name] for name in ("lr", "weight_decay", "momentum")})
+
+    def _step(self, matrices, lr, weight_decay, momentum):
+        """Update matrices of one shape (n, m)."""
+        grads = [p.grad for p in matrices]
+        for p in matrices:
+            if not self.state[p]:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        buffers = [self.state[p]["momentum_buffer"] for p in matrices]
+        torch._foreach_lerp_(buffers, grads, 1 - momentum)
+        updates = orthogonal(torch.stack(torch._foreach_lerp(grads, buffers, momentum)))  # Nesterov's
+        torch._foreach_mul_(matrices, 1 - lr * weight_decay)
+        rate = 0.2 * lr * max(updates.shape[1:]) ** 0.5
+        torch._foreach_add_(matrices, [*updates.to(matrices[0].dtype)], alpha=-rate)
+
+
+def orthogonal(x, steps=5):
+    """U·Vᵀ, nearly, of matrices x (B, n, m) = U·S·Vᵀ: five steps of a quintic Newton-Schulz iteration (Jordan 2024).
+
+    Singular values come out within 0.7 and 1.2, which is near enough, and with the fewest steps.
+    """
+    x = x.bfloat16() if x.is_cuda else x.float()
+    wide = x if x.shape[1] <= x.shape[2] else x.mT
+    wide = wide / torch.linalg.matrix_norm(wide, keepdim=True).clamp(min=1e-7)
+    for _ in range(steps):
+        gram = wide @ wide.mT
+        wide = 3.4445 * wide + (2.0315 * gram @ gram - 4.7750 * gram) @ wide
+    return wide if x.shape[1] <= x.shape[2] else wide.mT
+
+
 def make(model, name, lr, weight_decay, betas=(0.9, 0.99), eps=1e-8):
     """The list of optimizers for `model`: "adamw" gives [AdamW], "muon" [Muon for matrices, AdamW for the rest].
 
-    AdamW without decay is Adam. Muon (Jordan 2024) orthogonalizes the update of each matrix; its rate is scaled so
-    that AdamW's learning rate can be kept (Liu et al. 2025, §2.2).
+    AdamW without decay is Adam.
     """
     decayed, rest = groups(model)
     optimizers = []
     if name == "muon":
         matrices = [p for p in decayed if p.ndim == 2]
-        optimizers.append(torch.optim.Muon(matrices, lr=lr, weight_decay=weight_decay,
-                                           adjust_lr_fn="match_rms_adamw"))
+        optimizers.append(Muon(matrices, lr, weight_decay))
         decayed = [p for p in decayed if p.ndim != 2]
     adam = [{"params": decayed, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
     adam = [group for group in adam if group["params"]]

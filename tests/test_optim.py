@@ -88,6 +88,37 @@ def test_muon_turns_matrices_by_orthogonal_updates_and_leaves_the_rest_to_adamw(
         torch.testing.assert_close(change, torch.full_like(change, 0.02))  # Adam's first step is lr · sign
 
 
+def test_muon_is_torchs_but_for_the_rounding_of_bfloat16():
+    shapes = [(6, 4), (4, 6), (4, 6), (5, 5), (1, 7)]
+    torch.manual_seed(0)
+    ours, theirs = ([nn.Parameter(torch.ones(shape)) for shape in shapes] for _ in range(2))
+    muon = optim.Muon(ours, lr=0.05, weight_decay=0.1)
+    other = torch.optim.Muon(theirs, lr=0.05, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    for _ in range(4):
+        before = [p.detach().clone() for p in theirs]
+        for a, b in zip(ours, theirs):
+            a.grad = torch.randn(a.shape)
+            b.grad = a.grad.clone()
+        muon.step()
+        other.step()
+        for a, b, old in zip(ours, theirs, before):
+            assert (a - b).norm() < 0.05 * (b - old).norm()
+            with torch.no_grad():
+                b.copy_(a)
+    assert muon.state_dict()["state"].keys() == other.state_dict()["state"].keys()
+
+
+def test_newton_schulz_brings_singular_values_near_1_and_keeps_the_vectors():
+    x = torch.randn(3, 8, 5, generator=torch.Generator().manual_seed(0))
+    u, _, v = torch.linalg.svd(x, full_matrices=False)
+    for given, left, right in ((x, u, v), (x.mT, v.mT, u.mT)):
+        inner = left.mT @ optim.orthogonal(given) @ right.mT
+        values = inner.diagonal(dim1=1, dim2=2)
+        assert values.min() > 0.65 and values.max() < 1.25
+        torch.testing.assert_close(inner, torch.diag_embed(values), atol=1e-4, rtol=0)
+    assert optim.orthogonal(torch.zeros(1, 3, 2)).abs().max() == 0
+
+
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_a_restored_optimizer_goes_on_bit_for_bit(name):
     def run(model, optimizers, steps):

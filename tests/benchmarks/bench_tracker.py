@@ -15,7 +15,8 @@ from types import SimpleNamespace
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from common import checkpoint, dist, tracker
+import train_prior
+from common import checkpoint, config, dist, tracker
 
 
 def steps_of(milliseconds):
@@ -36,12 +37,13 @@ def steps_of(milliseconds):
 def bench_log(args, step):
     """A log line every 25 steps and a page every 500, as often as in the defaults; --rounds of 500 steps each."""
     with tempfile.TemporaryDirectory() as folder:
-        checkpoint.write_json({"steps": 10 ** 6, "batch_size": 32}, Path(folder) / "config.json")
-        cfg = SimpleNamespace(batch_size=32, run=folder)
+        cfg = train_prior.Config(run=folder, steps=10 ** 6, batch_size=32)
+        checkpoint.write_json(config.as_json(cfg), Path(folder) / "config.json")
         state = SimpleNamespace(step=0, cfg=cfg, optimizers=[SimpleNamespace(param_groups=[{"lr": 1e-3}])],
                                 average=SimpleNamespace(decay_at=lambda step: 0.99),
                                 scaler=SimpleNamespace(is_enabled=lambda: False))
-        log, loss = tracker.Tracker(folder, 0), torch.tensor(1.0)
+        log = tracker.Tracker(SimpleNamespace(folder=Path(folder), record={"checkpoints": []}), state)
+        loss = torch.tensor(1.0)
         meter, bar = tracker.Meter(log, state), tracker.progress(total=10 ** 6, desc="bench", unit="step")
 
         def plain():
