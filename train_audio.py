@@ -227,12 +227,12 @@ class Config(Settings):
 
 
 # What is different by default for a stage, and named settings for all of it.
-TRANSFORMER = dict(seconds=3.5, batch_size=16, chunk_size=8, lr=2e-3, weight_decay=0.01, beta1=0.9, max_grad_norm=1.0,
-                   eval_samples=160, ema_decay=0.995, eval_every=200)
+TRANSFORMER = dict(seconds=3.5, batch_size=16, chunk_size=8, optimizer="muon", lr=6e-3, weight_decay=0.01, beta1=0.9,
+                   max_grad_norm=1.0, eval_samples=160, ema_decay=0.995, eval_every=200)
 STAGES = {
     "soundstream": dict(steps=1400),
-    "semantic": dict(TRANSFORMER, steps=450),
-    "coarse": dict(TRANSFORMER, steps=1000),
+    "semantic": dict(TRANSFORMER, steps=400),
+    "coarse": dict(TRANSFORMER, steps=900),
     "fine": dict(TRANSFORMER, seconds=1.75, steps=150),
 }
 PRESETS = {  # the codec of SoundStream §III at 24 kHz; transformers of AudioLM §IV-A
@@ -246,9 +246,9 @@ PRESETS = {  # the codec of SoundStream §III at 24 kHz; transformers of AudioLM
     "audiolm": dict(
         sample_rate=24_000, width=1024, depth=12, heads=16, ff_mult=4.0, position="relative", dropout=0.1,
         clusters=1024, unique=True, layout="flattened", coarse_quantizers=4, mask_past=0.15, seconds=10.0,
-        batch_size=256, chunk_size=8, lr=3e-4, warmup_steps=4_000, steps=1_000_000, beta1=0.9, max_grad_norm=1.0,
-        precision="bf16", ema_decay=0.9999, validation=0.01, test=0.01, log_every=100, eval_every=10_000,
-        save_every=2_000, workers=4),
+        batch_size=256, chunk_size=8, optimizer="adamw", lr=3e-4, warmup_steps=4_000, steps=1_000_000, beta1=0.9,
+        max_grad_norm=1.0, precision="bf16", ema_decay=0.9999, validation=0.01, test=0.01, log_every=100,
+        eval_every=10_000, save_every=2_000, workers=4),
 }
 
 # What must not change when a run goes on; all else may.

@@ -1,6 +1,9 @@
 """Parameter groups and the choice of optimizer."""
 import torch
+import torch.distributed as td
 from torch import nn
+
+from common import dist
 
 
 def groups(model):
@@ -30,27 +33,39 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self):
-        """Update the matrices by their gradients."""
+        """Update the matrices by their gradients, which are those of all ranks: each rank computes its share."""
         for group in self.param_groups:
-            shapes = {}
-            for p in group["params"]:
-                if p.grad is not None:
-                    shapes.setdefault((p.shape, p.device), []).append(p)
-            for alike in shapes.values():
-                self._step(alike, **{name: group[name] for name in ("lr", "weight_decay", "momentum")})
+            matrices = [p for p in group["params"] if p.grad is not None]
+            for p in matrices:
+                if not self.state[p]:
+                    self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+            grads, buffers = [p.grad for p in matrices], [self.state[p]["momentum_buffer"] for p in matrices]
+            torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
+            updates = torch._foreach_lerp(grads, buffers, group["momentum"])  # Nesterov's
+            share(updates)
+            torch._foreach_mul_(matrices, 1 - group["lr"] * group["weight_decay"])
+            for p, update in zip(matrices, updates):
+                p.add_(update, alpha=-0.2 * group["lr"] * max(p.shape) ** 0.5)
 
-    def _step(self, matrices, lr, weight_decay, momentum):
-        """Update matrices of one shape (n, m)."""
-        grads = [p.grad for p in matrices]
-        for p in matrices:
-            if not self.state[p]:
-                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-        buffers = [self.state[p]["momentum_buffer"] for p in matrices]
-        torch._foreach_lerp_(buffers, grads, 1 - momentum)
-        updates = orthogonal(torch.stack(torch._foreach_lerp(grads, buffers, momentum)))  # Nesterov's
-        torch._foreach_mul_(matrices, 1 - lr * weight_decay)
-        rate = 0.2 * lr * max(updates.shape[1:]) ** 0.5
-        torch._foreach_add_(matrices, [*updates.to(matrices[0].dtype)], alpha=-rate)
+
+def share(matrices):
+    """Make each of `matrices`, the same on all ranks, orthogonal in place; a rank computes every n-th of each shape."""
+    shapes, ranks = {}, dist.world_size()
+    for x in matrices:
+        shapes.setdefault(x.shape, []).append(x)
+    for alike in shapes.values():
+        for owner in range(ranks):
+            mine = alike[owner::ranks]
+            if owner != dist.rank():
+                for x in mine:
+                    x.zero_()
+            elif mine:
+                torch._foreach_copy_(mine, [*orthogonal(torch.stack(mine)).to(mine[0].dtype)])
+    if ranks > 1:
+        whole = torch.cat([x.flatten() for x in matrices])
+        td.all_reduce(whole)  # sums of one term and zeros: exact
+        torch._foreach_copy_(matrices, [part.view_as(x) for part, x in zip(
+            whole.split([x.numel() for x in matrices]), matrices)])
 
 
 def orthogonal(x, steps=5):
@@ -63,7 +78,8 @@ def orthogonal(x, steps=5):
     wide = wide / torch.linalg.matrix_norm(wide, keepdim=True).clamp(min=1e-7)
     for _ in range(steps):
         gram = wide @ wide.mT
-        wide = 3.4445 * wide + (2.0315 * gram @ gram - 4.7750 * gram) @ wide
+        update = torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)
+        wide = torch.baddbmm(wide, update, wide, beta=3.4445)
     return wide if x.shape[1] <= x.shape[2] else wide.mT
 
 

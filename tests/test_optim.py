@@ -108,6 +108,28 @@ def test_muon_is_torchs_but_for_the_rounding_of_bfloat16():
     assert muon.state_dict()["state"].keys() == other.state_dict()["state"].keys()
 
 
+def muon_steps(shapes):
+    """What three steps make of matrices of these shapes, on each rank."""
+    matrices = [nn.Parameter(torch.ones(shape)) for shape in shapes]
+    muon, generator = optim.Muon(matrices, lr=0.05), torch.Generator().manual_seed(0)
+    for _ in range(3):
+        for p in matrices:
+            p.grad = torch.randn(p.shape, generator=generator)
+        muon.step()
+    return [p.detach().numpy() for p in matrices]
+
+
+def test_ranks_share_muons_work_and_come_to_the_same(on_ranks):
+    shapes = [(6, 4), (4, 6), (4, 6), (4, 6), (5, 5)]  # one of most: a rank has none of a shape
+    alone = muon_steps(shapes)
+    for ranks in (2, 3):
+        first, *others = on_ranks(ranks, muon_steps, shapes)
+        for other in others:
+            assert all((a == b).all() for a, b in zip(first, other))
+        for a, b in zip(first, alone):
+            torch.testing.assert_close(torch.tensor(a), torch.tensor(b))
+
+
 def test_newton_schulz_brings_singular_values_near_1_and_keeps_the_vectors():
     x = torch.randn(3, 8, 5, generator=torch.Generator().manual_seed(0))
     u, _, v = torch.linalg.svd(x, full_matrices=False)

@@ -426,20 +426,25 @@ def test_the_codebooks_begin_by_kmeans_at_their_step_and_every_code_is_in_use(mo
 
 def test_figures_and_sounds_leave_the_codec_in_the_mode_they_found_it_in(monkeypatch, tmp_path):
     task, _, _ = codec_task(monkeypatch, **READY, eval_samples=3)
+    task.cfg = dataclasses.replace(task.cfg, run=str(tmp_path))
     task.make_codebooks()
     for mode in (True, False):
         task.run.model.train(mode)
         before = {name: value.clone() for name, value in task.run.model.state_dict().items()}
         figures = task.figures("validation")
-        task.write_sounds("validation", tmp_path / f"{mode}")
+        made = task.write_sounds("validation", f"{mode}")
         assert task.run.model.training == mode and all(p.grad is None for p in task.run.model.parameters())
         assert all(torch.equal(value, before[name]) for name, value in task.run.model.state_dict().items())
         assert not task.run.model.quantizer.pending_count.any()
     assert [name for name in figures if "@" in name and "si_sdr" in name] == [f"si_sdr_db@{n}" for n in (1, 2, 4)]
     assert {f"codebook_perplexity@{n}" for n in (1, 2, 3, 4)} < figures.keys()
     wave = task.heard.wave(int(task.heard.split("validation", 0.2, 0.2, "file")[0]))
-    sound, rate = audio.read(tmp_path / "True_0.wav")
-    assert rate == 16_000 and sound.shape == (1, len(wave)) and media.read_png(tmp_path / "True_0.png").shape[2] == 3
+    sound, rate = audio.read(tmp_path / "samples/True_0.wav")
+    assert rate == 16_000 and sound.shape == (1, len(wave))
+    assert media.read_png(tmp_path / "samples/True_0.png").shape[2] == 3
+    assert {name for name in made if name.startswith("samples/False_0")} == {
+        f"samples/False_0{name}" for name in (".wav", ".png", "_real.wav", "_real.png")}
+    assert all((tmp_path / name).is_file() and caption.startswith("syllables ") for name, caption in made.items())
 
 
 def test_figures_of_the_codec_are_means_over_recordings(monkeypatch):
@@ -452,6 +457,19 @@ def test_figures_of_the_codec_are_means_over_recordings(monkeypatch):
         wave = task.heard.fetch([row])[0]["wave"]
         values.append(audio.si_sdr(codec.decode(codec.encode(wave, 2))[:, :wave.shape[1]], wave).item())
     assert task.figures("validation")["si_sdr_db@2"] == pytest.approx(np.mean(values), rel=1e-4)
+
+
+def test_perplexity_counts_the_frames_of_recordings_and_not_their_padding(monkeypatch):
+    task, _, _ = codec_task(monkeypatch, **READY, eval_samples=0, chunk_size=3, eval_seconds=20.0)
+    task.make_codebooks()
+    codec, used = task.run.model.eval(), torch.zeros(4, task.cfg.codebook_size)
+    for row in map(int, task.heard.split("validation", 0.2, 0.2, "file")):
+        for q, column in enumerate(codec.encode(task.heard.wave(row)[None])[0].T):
+            used[q] += torch.bincount(column, minlength=task.cfg.codebook_size)
+    share = used / used.sum(1, keepdim=True)
+    figures = task.figures("validation")
+    for q, entropy in enumerate(torch.special.entr(share).sum(1), 1):
+        assert figures[f"codebook_perplexity@{q}"] == pytest.approx(entropy.exp().item(), rel=0.02)
 
 
 # Codec on several ranks
@@ -1077,7 +1095,7 @@ def test_figures_of_the_transformers_are_means_over_tokens_and_leave_the_mode(wh
     for mode in (True, False):
         task.run.model.train(mode)
         figures = task.figures("train")
-        task.write_sounds("test", tmp_path / "sound")
+        task.write_sounds("test", "sound")
         assert task.run.model.training == mode
     model, sums = task.run.model, np.zeros(3)
     for row in task.recordings.split("train", 0.1, 0.1):
