@@ -17,7 +17,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -1533,11 +1532,8 @@ def train_stage(cfg, device):
     spans = data.training_spans(plan, cfg.batch_size, run.step)
     batches = data.loader(data.Chunks(task.source, split, cfg.seed), spans, cfg.workers, device.type == "cuda")
 
-    with log:  # which hears how it ends
+    with log, tracker.signals() as signals:  # the log hears how it ends
         # Train. Signals and clocks are read by rank 0, at log lines, where the ranks meet anyway.
-        signals = []
-        handlers = {s: signal.signal(s, lambda number, _: signals.append(number))
-                    for s in (signal.SIGTERM, signal.SIGINT)}
         saved = evaluated = time.monotonic()
         meter, batch, taken = tracker.Meter(log, run), [], True
         bar = tracker.progress(total=cfg.steps, initial=run.step, desc=cfg.stage, unit="step",
@@ -1582,8 +1578,6 @@ def train_stage(cfg, device):
                 raise SystemExit(128 + stop[0])
             meter.restart()
         bar.close()
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
 
         # Test the averaged weights, and save them last of all.
         with run.average.applied(run.model):
@@ -1593,6 +1587,7 @@ def train_stage(cfg, device):
         run.export(folder, "model.pt", **results)
         log.log(run.step, samples, **results)
         results = {"step": run.step, "best_val_loss": run.best_val_loss, **results}
+        log.deliver()
         dist.on_main(lambda: folder.finish(results))  # the others wait: what comes next reads these files
         log.report()
     report(f"Trained {cfg.run}; this start took {time.monotonic() - started:.0f} s.", results)

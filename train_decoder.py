@@ -15,7 +15,6 @@ import functools
 import itertools
 import math
 import random
-import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -842,7 +841,7 @@ def train(cfgs):
     if dist.is_main():
         folders, last = ",".join(str(Path(cfg.run) / cfg.stage) for cfg in cfgs), cfgs[-1]
         if last.lora_rank:
-            base = Path(last.init_from)
+            base = Path(checkpoint.load(Path(last.run) / last.stage / "model.pt")["lora"]["base"])
             folders = f"{base.parent} --model {base.name} --lora {folders}/model.pt"
         start = " --start 2 --low_res small.png" if cfgs[0].low_res_size else ""
         folders = f"RUN_BEFORE,{folders}" if start else folders
@@ -890,11 +889,8 @@ def train_stage(cfg, device):
     batches = data.loader(data.Chunks(source, split, cfg.seed), spans, cfg.workers, device.type == "cuda")
     evaluator = Evaluator(cfg, source, encoder, device)
 
-    with log:  # which hears how it ends
+    with log, tracker.signals() as signals:  # the log hears how it ends
         # Train. Signals and clocks are read by rank 0, at log lines, where the ranks meet anyway.
-        signals = []
-        handlers = {s: signal.signal(s, lambda number, _: signals.append(number))
-                    for s in (signal.SIGTERM, signal.SIGINT)}
         saved = evaluated = time.monotonic()
         meter, batch, taken = tracker.Meter(log, run), [], True
         bar = tracker.progress(total=cfg.steps, initial=run.step, desc=cfg.stage, unit="step",
@@ -939,8 +935,6 @@ def train_stage(cfg, device):
                 raise SystemExit(128 + stop[0])
             meter.restart()
         bar.close()
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
 
         # Test the averaged weights, and save them last of all.
         with average.applied(run.trained):
@@ -950,6 +944,7 @@ def train_stage(cfg, device):
         if dist.is_main():
             log.log(run.step, {"samples/test.png": write_grid(Path(cfg.run) / "samples" / "test.png", grid)}, **results)
         results = {"step": run.step, "best_val_loss": run.best_val_loss, **results}
+        log.deliver()
         if dist.is_main():
             folder.finish(results)
         log.report()

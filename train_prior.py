@@ -10,7 +10,6 @@ The same command again resumes. `python train_prior.py [train|evaluate|sample] -
 """
 import dataclasses
 import random
-import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -586,11 +585,8 @@ def train(cfg):
     batches = data.loader(data.Chunks(source, split, cfg.seed), spans, cfg.workers, device.type == "cuda")
     evaluator = Evaluator(cfg, source, encoder, device)
 
-    with log:  # which hears how it ends
+    with log, tracker.signals() as signals:  # the log hears how it ends
         # Train. Signals and clocks are read by rank 0, at log lines, where the ranks meet anyway.
-        signals = []
-        handlers = {s: signal.signal(s, lambda number, _: signals.append(number))
-                    for s in (signal.SIGTERM, signal.SIGINT)}
         saved = evaluated = time.monotonic()
         meter, batch, taken = tracker.Meter(log, state), [], True
         bar = tracker.progress(total=cfg.steps, initial=state.step, desc="prior", unit="step",
@@ -637,8 +633,6 @@ def train(cfg):
                 raise SystemExit(128 + stop[0])
             meter.restart()
         bar.close()
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
 
         # Test the averaged weights, and save them last of all.
         with average.applied(state.trained):
@@ -646,6 +640,7 @@ def train(cfg):
         state.export(run, "model.pt", **results)
         log.log(state.step, **results)
         results = {"step": state.step, "best_val_loss": state.best_val_loss, **results}
+        log.deliver()
         if dist.is_main():
             run.finish(results)
         log.report()

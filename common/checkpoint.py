@@ -41,8 +41,11 @@ class _Digest:
 
 
 @contextlib.contextmanager
-def replacing(path):
-    """Context that gives a binary file; on leaving it without an error, `path` holds what was written, durably."""
+def replacing(path, durably=True):
+    """Context that gives a binary file; on leaving it without an error, `path` holds what was written.
+
+    durably: also after a loss of power, for which a disk may take a tenth of a second.
+    """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
@@ -50,16 +53,18 @@ def replacing(path):
         with open(temporary, "wb") as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())
+            if durably:
+                os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
         if isinstance(error, OSError):
             raise OSError(error.errno, f"{error.strerror}, writing", str(path)) from error
         raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    os.fsync(folder)
-    os.close(folder)
+    if durably:
+        folder = os.open(path.parent, os.O_RDONLY)
+        os.fsync(folder)
+        os.close(folder)
 
 
 def save(state, path):
@@ -158,13 +163,28 @@ def file_of(step):
     return f"checkpoints/step_{step:08d}.pt"
 
 
+def record_of(folder):
+    """What auto_resume.json of a run folder says, newest checkpoint first; of a run that is not there, nothing."""
+    path = Path(folder) / "auto_resume.json"
+    if not path.exists():
+        return {"checkpoints": [], "finished": None}
+    try:
+        record = json.loads(path.read_text())
+        return {**record, "checkpoints": [
+            {"file": str(c["file"]), "step": int(c["step"]), "sha256": str(c["sha256"])}
+            for c in record["checkpoints"]]}
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{path}: damaged ({error!r}); delete it and give one of {folder}/checkpoints with --load and "
+                        "a new --run, or start over with --resume never") from error
+
+
 class Run:
     """A run folder, to be used by rank 0 alone: locked against other processes, resumable at every instant."""
 
     def __init__(self, folder):
         self.folder, self.lock = Path(folder), None
         self.writer, self.writing = None, {}  # a thread, and the newest work of each kind that it was given
-        self.record = {"checkpoints": [], "finished": None}  # what auto_resume.json says, newest checkpoint first
+        self.record = {"checkpoints": [], "finished": None}  # as of `record_of`
 
     def open(self, resume):
         """Hold the folder; with `resume` "never", an earlier run in it is first moved aside, to FOLDER.1, .2, ….
@@ -182,14 +202,7 @@ class Run:
             scrap.unlink()
         path = self.folder / "auto_resume.json"
         if path.exists():
-            try:
-                record = json.loads(path.read_text())
-                self.record = {**record, "checkpoints": [
-                    {"file": str(c["file"]), "step": int(c["step"]), "sha256": str(c["sha256"])}
-                    for c in record["checkpoints"]]}
-            except (ValueError, TypeError, KeyError) as error:
-                raise UserError(f"{path}: damaged ({error!r}); delete it and give one of {self.folder}/checkpoints "
-                                "with --load and a new --run, or start over with --resume never") from error
+            self.record = record_of(self.folder)
         elif self._files():
             raise UserError(f"{self.folder}: has {len(self._files())} checkpoints but no auto_resume.json; go on from "
                             "one with --load FILE and a new --run, or start over with --resume never")
@@ -246,17 +259,18 @@ class Run:
     def begin(self, step, state, keep, **facts):
         """`commit` a copy of `state` from a thread, while training goes on; waits for the commit before this one."""
         self.wait("commit")
-        self.later("commit", self.commit, step, copied(state), keep, **facts)
+        return self.later("commit", self.commit, step, copied(state), keep, **facts)
 
     def write(self, state, path):
         """`save` a copy of `state` to `path` from that thread; waits for the one before it to the same path."""
         self.wait(str(path))
-        self.later(str(path), save, copied(state), path)
+        return self.later(str(path), save, copied(state), path)
 
     def later(self, kind, work, *arguments, **named):
-        """Have the thread call `work(...)`, after all that it was given before."""
+        """Have the thread call `work(...)`, after all that it was given before; returns its future."""
         self.writer = self.writer or concurrent.futures.ThreadPoolExecutor(1, "save")  # joined when the process ends
         self.writing[kind] = self.writer.submit(work, *arguments, **named)
+        return self.writing[kind]
 
     def wait(self, kind=None):
         """Wait for the work under way of a `kind`, or for all of it; an error that it met is raised here."""

@@ -106,7 +106,7 @@ class Report:
 
     def write(self):
         """Write report.html into the run folder."""
-        with checkpoint.replacing(self.folder / "report.html") as file:
+        with checkpoint.replacing(self.folder / "report.html", durably=False) as file:  # it can be made again
             file.write(self.page().encode())
 
     def page(self):

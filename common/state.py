@@ -50,33 +50,34 @@ class State:
                 "versions": self.versions, **self.facts, **extra}
 
     def export(self, run, name, **extra):
-        """Rank 0 begins to write `averaged` to the open `run` as `name`, which `run.wait` awaits."""
-        if dist.is_main():
-            run.write(self.averaged(**extra), run.folder / name)
+        """Rank 0 begins to write `averaged` to the open `run` as `name`, which `run.wait` awaits; its future."""
+        return run.write(self.averaged(**extra), run.folder / name) if dist.is_main() else None
 
     def keep_best(self, val_loss, run, log):
         """Export best.pt, and send the copies asked for, if `val_loss` is the lowest so far."""
         if val_loss < self.best_val_loss:
             self.best_val_loss = val_loss
-            self.export(run, "best.pt", val_loss=val_loss)
-            self.share("best", run, log)
+            written = self.export(run, "best.pt", val_loss=val_loss)
+            if dist.is_main():
+                self.share("best", {"model": (written, run.folder / "best.pt")}, run, log)
 
-    def share(self, event, run, log):
-        """Rank 0 has the savers of `log` send what they want of an `event`, "latest" or "best", once it is written."""
-        if not dist.is_main():
-            return
-        known = {("latest", "checkpoint"): run.folder / checkpoint.file_of(self.step),
-                 ("best", "model"): run.folder / "best.pt"}
+    def share(self, event, files, run, log):
+        """Have the savers of `log` send what they want of an `event`, "latest" or "best", once it is written.
+
+        files: {kind: (future that writes it, file)} of what is written anyway; other kinds are written for this alone.
+        """
         values = log.values(self)
         about = {"config.json": config.as_json(self.cfg), "metadata.json": {
             **self.facts["metadata"], **tracker.finite(values), "versions": self.versions}}
-        about = {name: (json.dumps(part, indent=2) + "\n").encode() for name, part in about.items()}
+        about = {name: json.dumps(part, indent=2) + "\n" for name, part in about.items()}
         for kind in sorted(log.outbox.kinds(event)):
-            file = made = known.get((event, kind))
-            if not made:
+            if kind in files:
+                written, file = files[kind]
+            else:
                 file = log.outbox.folder / f"{event}_{kind}.pt"
-                run.write(self.averaged() if kind == "model" else self.state(), file)
-            run.later(f"{event} {kind}", log.outbox.post, event, kind, file, values, about, passing=not made)
+                written = run.write(self.averaged() if kind == "model" else self.state(), file)
+            run.later(f"{event} {kind}", log.outbox.post, written, event, kind, file, tracker.finite(values), about,
+                      passing=kind not in files)
 
     def start_from(self, path, strict=True):
         """Take the weights, and nothing else, of a model.pt or a checkpoint; not `strict`: those that fit."""
@@ -97,8 +98,11 @@ class State:
             raise UserError(f"{path}: weights without the state of a run; start from them with --init_from, not --load")
         check_identity(self.cfg, state["identity"], self.identity, path)
         self.load(state, path)
-        if Path(path).parent.parent == Path(self.cfg.run):  # the best of another run is not in this one's folder
+        best = Path(self.cfg.run) / "best.pt"  # another run's best is not in this one's folder
+        if Path(path).parent.parent == Path(self.cfg.run):
             self.best_val_loss = state["best_val_loss"]
+        elif best.is_file():
+            self.best_val_loss = checkpoint.load(best)["val_loss"]
         now = config.as_json(self.cfg)
         notes = [f"resuming {path} at step {self.step} of {self.cfg.steps}",
                  amp.load_scaler(self.scaler, state["scaler"])]
@@ -113,8 +117,9 @@ class State:
         dist.check_in_step(self.model, self.step)
         if dist.is_main():
             log.sync()
-            run.begin(self.step, self.state(), self.cfg.keep, world_size=dist.world_size(), identity=self.identity)
-            self.share("latest", run, log)
+            written = run.begin(self.step, self.state(), self.cfg.keep, world_size=dist.world_size(),
+                                identity=self.identity)
+            self.share("latest", {"checkpoint": (written, run.folder / checkpoint.file_of(self.step))}, run, log)
 
     def set_rate(self):
         """Give the optimizers the learning rate of the step to come."""
@@ -161,9 +166,12 @@ def check_start(cfg):
         checkpoint.need(cfg.logger, f"--logger {cfg.logger}")
     for saver in store.savers(cfg):
         saver.ready(None)
-    if not store.is_remote(cfg.load) and not cfg.load_only_auto_resume:
+    begun = bool(cfg.resume == "auto" and checkpoint.record_of(cfg.run)["checkpoints"])
+    if not begun and not cfg.load_only_auto_resume:
         store.fetch(cfg.load, cfg)
-    return dataclasses.replace(cfg, init_from=store.fetch(cfg.init_from, cfg))
+    if not begun or getattr(cfg, "lora_rank", 0):  # else the weights to start from are not needed any more
+        cfg = dataclasses.replace(cfg, init_from=store.fetch(cfg.init_from, cfg, again=not begun))
+    return cfg
 
 
 def resume_point(cfg, run, identity):
@@ -177,12 +185,9 @@ def resume_point(cfg, run, identity):
         earlier = (step for step in run.record.get("resumed", ()) if step < newest["step"])
         run.record["resumed"] = [*earlier, newest["step"]] if newest["step"] < cfg.steps else [*earlier]
     elif cfg.load and (run.record["checkpoints"] or not cfg.load_only_auto_resume):
-        try:
-            resume_from = store.fetch(cfg.load, cfg)
-        except store.Absent as error:
-            if not cfg.load_only_auto_resume:
-                raise
-            notes.append(f"{error}; starting anew")
+        resume_from = store.fetch(cfg.load, cfg)
+    elif cfg.load:
+        notes.append(f"a new run, for which --load {cfg.load} is not used, with --load_only_auto_resume")
     finished = run.record["finished"] if newest and newest["step"] >= cfg.steps else None
     return resume_from, finished, notes
 

@@ -8,6 +8,7 @@
 import concurrent.futures
 import contextlib
 import difflib
+import errno
 import fcntl
 import hashlib
 import http.client
@@ -16,6 +17,7 @@ import os
 import re
 import shlex
 import shutil
+import tempfile
 import time
 import urllib.error
 import urllib.parse
@@ -56,9 +58,12 @@ def check(cfg):
         check_address(f"--{name}", getattr(cfg, name))
     if cfg.load_only_auto_resume and not cfg.load:
         raise UserError("--load_only_auto_resume: it needs --load")
-    names = [saver.target(event, examples(cfg)) for saver in savers(cfg) for event in saver.events]
+    if cfg.load_only_auto_resume and cfg.resume == "never":
+        raise UserError("--load_only_auto_resume: with --resume never there is nothing to go on with")
+    names = [(type(saver), str(saver.settings), saver.target(event, examples(cfg)))
+             for saver in savers(cfg) for event in saver.events]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise UserError(f"--save: {twice} would be written twice; give each copy a path of its own")
+        raise UserError(f"--save: {twice[-1]} would be written twice; give each copy a path of its own")
     if cfg.logger != "wandb":
         if any(isinstance(saver, WandB) for saver in savers(cfg)):
             raise UserError("--save wandb: the copies are files of the run there; it needs --logger wandb")
@@ -70,11 +75,10 @@ def check_stages(cfgs):
     if len(cfgs) > 1 and (cfgs[0].init_from or cfgs[0].load):
         raise UserError("--init_from, --load: a file is of one stage; give that with --stage, too")
     for saver in savers(cfgs[0]) if len(cfgs) > 1 else []:
-        for event in saver.events:
-            name = saver.targets[f"save_{event}_to"]
-            if "{run" not in name and not isinstance(saver, WandB):
-                raise UserError(f"--save save_{event}_to={name}: each stage would write to the same path; put {{run}} "
-                                "into it, which is the stage")
+        for target, name in saver.targets.items():
+            if "{run" not in name and not isinstance(saver, WandB):  # of which each stage has a run of its own
+                raise UserError(f"--save {target}={name}: each stage would write to the same path; put {{run}} into "
+                                "it, which is the stage")
 
 
 def metadata(cfg):
@@ -97,7 +101,7 @@ def metadata(cfg):
 
 def check_address(flag, address):
     """UserError unless `address` has the form of a path, an http(s) URL or wandb:RUN/FILE."""
-    if re.match(r"https?:|[A-Za-z][\w+.-]*://", address):
+    if re.match(r"(?i)https?:|[a-z][\w+.-]*://", address):
         parts = urllib.parse.urlsplit(address)
         digest = re.fullmatch(r"(sha256=[0-9a-f]{64})?", parts.fragment)
         if parts.scheme not in ("http", "https") or not parts.hostname or not digest:
@@ -109,35 +113,44 @@ def check_address(flag, address):
 
 def is_remote(address):
     """Whether `address` has to be fetched."""
-    return address.startswith(("http://", "https://", "wandb:"))
+    return address.lower().startswith(("http://", "https://", "wandb:"))
 
 
-def fetch(address, cfg):
+def fetch(address, cfg, again=True):
     """Path of a local copy of the file that `address` names, "" for no address; UserError if it cannot be had.
 
-    Copies are kept in the folder downloads beside the run's; a URL is asked again whether its file has changed.
+    Copies are kept in the folder downloads beside the run's. A URL is asked whether its file has changed since, unless
+    `again` is false and there is a copy.
     """
     folder = Path(cfg.run).parent / "downloads"
+    if not is_remote(address):
+        if address and not Path(address).is_file():
+            raise UserError(f"{address}: no such checkpoint")
+        return address
+    file = copy_of(address, folder)
+    if again or not file.is_file():
+        if address.startswith("wandb:"):
+            from_wandb(address, cfg, folder)
+        else:
+            download(address, folder, cfg.load_max_gb * 1e9)
+    return str(file)
+
+
+def copy_of(address, folder):
+    """Where in `folder` the copy of a remote file is."""
     if address.startswith("wandb:"):
-        return str(from_wandb(address, cfg, folder))
-    if is_remote(address):
-        return str(download(address, folder, cfg.load_max_gb * 1e9))
-    if address and not Path(address).is_file():
-        raise Absent(f"{address}: no such checkpoint")
-    return address
-
-
-class Absent(UserError):
-    """There is no such file."""
+        return folder / address.removeprefix("wandb:")
+    url = address.partition("#")[0]
+    name = Path(urllib.parse.urlsplit(url).path).name or "file"
+    return folder / f"{hashlib.sha256(url.encode()).hexdigest()[:12]}_{name}"
 
 
 def download(address, folder, most):
-    """Path of a copy in `folder` of the file at a URL of at most `most` bytes, with the sha256 in the URL, if any."""
+    """Bring the copy in `folder` of the file at a URL up to date: at most `most` bytes, of the sha256 it names."""
     url, _, digest = address.partition("#sha256=")
-    name = Path(urllib.parse.urlsplit(url).path).name or "file"
-    file, reason = folder / f"{hashlib.sha256(url.encode()).hexdigest()[:12]}_{name}", None
+    file, reason = copy_of(address, folder), None
     if digest and file.is_file() and checkpoint.checksum(file) == digest:
-        return file
+        return
     folder.mkdir(parents=True, exist_ok=True)
     with open(file.with_name(f".{file.name}.lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # another process may fetch it right now
@@ -146,11 +159,12 @@ def download(address, folder, most):
                 transfer(url, file, most)
                 break
             except urllib.error.HTTPError as error:
-                if error.code < 500:
-                    raise (Absent if error.code in (404, 410) else UserError)(
-                        f"{url}: {error.code} {error.reason}") from error
                 reason = f"{error.code} {error.reason}"
+                if error.code < 500 and error.code not in (408, 416, 429):
+                    raise UserError(f"{url}: {reason}") from error
             except (OSError, http.client.HTTPException) as error:
+                if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
+                    raise
                 reason = getattr(error, "reason", error)
             time.sleep(min(attempt, 3))
         else:
@@ -160,7 +174,6 @@ def download(address, folder, most):
     if digest and (found := checkpoint.checksum(file)) != digest:
         file.unlink()
         raise UserError(f"{url}: its sha256 is {found}, not {digest}")
-    return file
 
 
 def transfer(url, file, most):
@@ -179,7 +192,10 @@ def transfer(url, file, most):
     except urllib.error.HTTPError as error:
         if error.code == 304:
             return
-        if error.code == 416:  # there is no more of it than there is here, so it is not the same file
+        if error.code == 416:  # there is no more of it than there is here: it is whole, or another file
+            if error.headers["Content-Range"] == f"bytes */{begun}":
+                os.replace(part, file)
+                return
             part.unlink()
             mark.unlink()
         raise
@@ -188,13 +204,15 @@ def transfer(url, file, most):
         length = response.headers["Content-Length"]
         whole = size + int(length) if length else None
         etag = response.headers["ETag"] or ""
-        mark.write_text(etag if etag.startswith('"') else response.headers["Last-Modified"] or "")
         with open(part, "ab" if size else "wb") as out, tqdm(
                 total=whole, initial=size, desc=file.name, unit="B", unit_scale=True, delay=2, leave=False) as bar:
+            mark.write_text(etag if etag.startswith('"') else response.headers["Last-Modified"] or "")
             while (whole or size) <= most and (block := response.read(1 << 20)):
                 out.write(block)
                 size += len(block)
                 bar.update(len(block))
+            out.flush()
+            os.fsync(out.fileno())
     if (whole or size) > most:
         part.unlink()
         mark.unlink()  # it is not that of `file`
@@ -206,7 +224,7 @@ def transfer(url, file, most):
 
 
 def from_wandb(address, cfg, folder):
-    """Path of a copy in `folder` of a file of a run, wandb:RUN/FILE."""
+    """Copy a file of a run, wandb:RUN/FILE, to its place in `folder`."""
     wandb = checkpoint.need("wandb", address)
     run, _, name = address.removeprefix("wandb:").partition("/")
     where = "/".join(filter(None, (cfg.wandb_entity, cfg.wandb_project, run)))
@@ -215,22 +233,28 @@ def from_wandb(address, cfg, folder):
         if file.size > cfg.load_max_gb * 1e9:
             raise UserError(f"{address}: {file.size / 1e9:.3g} GB; raise --load_max_gb, which is {cfg.load_max_gb:g}, "
                             "if that is meant")
-        file.download(root=str(folder / run), replace=True).close()
-    except UserError:
+        with tempfile.TemporaryDirectory(dir=made_folder(folder)) as fresh:  # so that what is there stays whole
+            file.download(root=fresh).close()
+            copy_of(address, folder).parent.mkdir(parents=True, exist_ok=True)
+            os.replace(Path(fresh) / name, copy_of(address, folder))
+    except (UserError, OSError):
         raise
     except Exception as error:  # the package's own types, and those of what it uses
-        gone = isinstance(getattr(error, "exc", error), (IndexError, ValueError)) or re.search(
-            "404|not find|not found", str(error), re.I)
-        raise (Absent if gone else UserError)(
-            f"{address}: no such file in {where}, or no way to it: {one_line(error)}") from error
-    return folder / run / name
+        raise UserError(f"{address}: no such file in {where}, or no way to it: {one_line(error)}") from error
+
+
+def made_folder(path):
+    """`path`, which is there afterwards."""
+    path.mkdir(parents=True, exist_ok=True)
+    return path
 
 
 # Savers
 
 def examples(cfg):
     """What may stand in braces in the path of a copy, with values like those that it will have."""
-    return dict(zip(RESERVED[3:], (Path(cfg.run).name, 1200, 3, 153_600, 0.125, 0.125)))
+    return {"run": Path(cfg.run).name, "step": 1200, "epoch": 3, "samples_seen": 153_600, "val_loss": 0.125,
+            "best_val_loss": 0.125}
 
 
 class Saver:
@@ -258,6 +282,8 @@ class Saver:
             raise UserError(f"--save {text}: no target; give save_latest_to=PATH, save_best_to=PATH or both")
         for name, path in self.targets.items():
             self.fill(name, path, examples(cfg))
+            if not isinstance(self, Local) and (path.startswith("/") or ".." in path.split("/")):
+                raise UserError(f"--save {text}: {name}={path}: expected a name within the run or repository there")
             if path.endswith(".safetensors") and self.kind != "model":
                 raise UserError(f"--save {text}: {name}: safetensors files hold weights alone; give kind=model")
 
@@ -274,20 +300,23 @@ class Saver:
 
     def ready(self, log):
         """Check what can be before training; UserError. log: the run's Tracker, or None."""
+        if any(path.endswith(".safetensors") for path in self.targets.values()):
+            checkpoint.need("safetensors.torch", f"--save {self.text}")
 
     def send(self, file, event, values, about):
-        """Copy `file` to its place, and `about`, {file name: bytes}, to the one for metadata, if there is one."""
-        name = self.target(event, values)
-        if name.endswith(".safetensors"):
-            converted = file.with_suffix(".safetensors")
-            checkpoint.save_safetensors(checkpoint.load(file), converted)
-            file.unlink()
-            file = converted.rename(file)
-        self.put(file, name)
+        """Copy `file` to its place, and `about`, {file name: text}, to the one for metadata, if there is one."""
+        name, converted = self.target(event, values), file.with_suffix(".safetensors")
+        try:
+            if name.endswith(".safetensors"):
+                checkpoint.save_safetensors(checkpoint.load(file), converted)
+                file = converted
+            self.put(file, name)
+        finally:
+            converted.unlink(missing_ok=True)
         if "save_meta_to" in self.targets:
             folder = self.fill("save_meta_to", self.targets["save_meta_to"], values)
-            for part, content in about.items():
-                self.put(content, f"{folder.rstrip('/')}/{part}")
+            for part, text in about.items():
+                self.put(text.encode(), f"{folder.rstrip('/')}/{part}")
 
 
 class Local(Saver):
@@ -306,6 +335,7 @@ class WandB(Saver):
     """Files of the run of logger wandb."""
 
     def ready(self, log):
+        super().ready(log)
         checkpoint.need("wandb", "--save wandb")
         self.run = log and log.logger.run
 
@@ -326,6 +356,7 @@ class HuggingFace(Saver):
             raise UserError(f"--save {text}: private={self.settings['private']}: expected true or false")
 
     def ready(self, log):
+        super().ready(log)
         hub, token = checkpoint.need("huggingface_hub", "--save huggingface"), None
         if path := self.settings.get("token_file"):
             try:
@@ -340,7 +371,7 @@ class HuggingFace(Saver):
             self.api.create_repo(**where, private=self.settings.get("private", "true") == "true", exist_ok=True)
             self.made = True
         self.api.upload_file(path_or_fileobj=content if isinstance(content, bytes) else str(content),
-                             path_in_repo=name.lstrip("/"), revision=self.settings.get("revision"), **where)
+                             path_in_repo=name, revision=self.settings.get("revision"), **where)
 
 
 SAVERS = {"local": Local, "wandb": WandB, "huggingface": HuggingFace}
@@ -361,41 +392,66 @@ def savers(cfg):
 
 
 class Outbox:
-    """Copies on their way: taken to their savers by a thread. No error of theirs reaches the training."""
+    """Copies on their way: taken to their savers by a thread. No error of theirs reaches the training.
+
+    What waits lies in the folder `outbox` of the run, with a note of where it is to go, so that the next start of a run
+    that was killed sends it.
+    """
 
     def __init__(self, folder, savers, say):
         """folder: the run's; say: a function that prints a line."""
         self.folder, self.savers, self.say = Path(folder) / "outbox", savers, say
         self.waiting, self.told, self.number = {}, set(), 0
         self.thread, self.jobs = None, []
-        shutil.rmtree(self.folder, ignore_errors=True)  # of an earlier start: newer ones will come
+        for note in sorted(self.folder.glob("*.json")):
+            to, event, values, about = json.loads(note.read_text())
+            number = next((n for n, saver in enumerate(savers) if saver.text == to and event in saver.events), None)
+            if number is not None:
+                self.waiting[number, event] = note.with_suffix(".pt"), values, about
+            self.number = max(self.number, int(note.name.partition("_")[0]))
+        for file in self.folder.glob("*"):
+            if file.with_suffix(".pt") not in [item[0] for item in self.waiting.values()]:
+                file.unlink()  # of a saver that is no more, or cut off in the middle
+        if self.waiting:
+            self._begin()
+
+    def _begin(self):
+        self.thread = self.thread or concurrent.futures.ThreadPoolExecutor(1, "outbox")
+        self.jobs = [job for job in self.jobs if not job.done()] + [self.thread.submit(self.deliver)]
 
     def kinds(self, event):
         """The kinds of files that are wanted at an `event`."""
         return {saver.kind for saver in self.savers if event in saver.events}
 
-    def post(self, event, kind, file, values, about, passing=False):
+    def post(self, written, event, kind, file, values, about, passing=False):
         """Send a copy of `file` as it is now to all that want that kind at that `event`, in place of ones that wait.
 
-        passing: `file` itself is not wanted any longer.
+        written: the finished future that wrote it. passing: `file` itself is not wanted any longer.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
-        for number, saver in enumerate(self.savers):
-            if event not in saver.events or saver.kind != kind:
-                continue
-            self.number += 1
-            own = self.folder / f"{self.number}_{event}.pt"
-            try:
-                os.link(file, own)  # a second name: what writes `file` anew replaces it, and leaves this one alone
-            except OSError:
-                shutil.copyfile(file, own)
-            if before := self.waiting.pop((number, event), None):
-                before[0].unlink(missing_ok=True)
-            self.waiting[number, event] = own, values, about
-        if passing:
-            file.unlink()
-        self.thread = self.thread or concurrent.futures.ThreadPoolExecutor(1, "outbox")
-        self.jobs = [job for job in self.jobs if not job.done()] + [self.thread.submit(self.deliver)]
+        if written.exception():  # which the training hears of
+            return
+        try:
+            for number, saver in enumerate(self.savers):
+                if event in saver.events and saver.kind == kind:
+                    self.number += 1
+                    own = made_folder(self.folder) / f"{self.number:06d}_{event}.pt"
+                    try:
+                        os.link(file, own)  # a second name: what writes `file` anew replaces it, and leaves this alone
+                    except OSError:
+                        shutil.copyfile(file, own)
+                    checkpoint.write_json([saver.text, event, values, about], own.with_suffix(".json"))
+                    if before := self.waiting.pop((number, event), None):
+                        self._drop(before[0])
+                    self.waiting[number, event] = own, values, about
+            if passing:
+                file.unlink()
+        except OSError as error:
+            self.say(f"--save: {error}; training goes on")
+        self._begin()
+
+    def _drop(self, file):
+        file.with_suffix(".json").unlink(missing_ok=True)
+        file.unlink(missing_ok=True)
 
     def deliver(self):
         """Send all that waits, also what failed before."""
@@ -407,25 +463,27 @@ class Outbox:
                 self.savers[number].send(file, event, values, about)
             except Exception as error:  # of a network, a quota, a token: whatever it is, training goes on
                 if self.waiting.setdefault(key, item) is not item:
-                    file.unlink(missing_ok=True)
-                reason = f"--save {self.savers[number].text}: the copy of step {values['step']} failed: " \
-                         f"{type(error).__name__}: {one_line(error)}"
+                    self._drop(file)
                 if (kind := (number, type(error))) not in self.told:
                     self.told.add(kind)
-                    self.say(f"{reason}; training goes on, the next save tries again")
+                    self.say(f"--save {self.savers[number].text}: the copy of step {values['step']} failed: "
+                             f"{type(error).__name__}: {one_line(error)}; training goes on, the next save tries again")
             else:
-                file.unlink(missing_ok=True)
+                self._drop(file)
 
-    def finish(self):
-        """Wait for what is on its way, and try once more what has failed."""
-        if self.waiting or not all(job.done() for job in self.jobs):
-            if self.waiting:
-                self.jobs.append(self.thread.submit(self.deliver))
-            for job in tqdm(self.jobs, desc="waiting for copies on their way", unit="save", leave=False):
-                job.result()
-        for (number, event), (file, _, _) in self.waiting.items():
-            self.say(f"--save {self.savers[number].text}: the {event} copy could not be sent; it is still there, as "
-                     f"{file}")
+    def finish(self, seconds=None):
+        """Wait for what is on its way, and try once more what has failed; no longer than so many seconds."""
+        end = None if seconds is None else time.monotonic() + seconds
+        for once_more in (True, False):
+            jobs, self.jobs = self.jobs, []
+            for job in tqdm(jobs, desc="waiting for copies on their way", unit="save", leave=False, disable=not jobs):
+                with contextlib.suppress(concurrent.futures.TimeoutError):
+                    job.result(end and max(0, end - time.monotonic()))
+            if self.waiting and once_more:
+                self._begin()
+        for (number, event), (file, _, _) in [*self.waiting.items()]:
+            self.say(f"--save {self.savers[number].text}: the {event} copy could not be sent; the next start of this "
+                     f"run tries again, with {file}")
         if not self.waiting:
             with contextlib.suppress(OSError):
                 self.folder.rmdir()

@@ -3,14 +3,18 @@
     python -m common.tracker report RUN [RUN ...] [--out FILE]      # the page of a run, or one that compares runs
 """
 import argparse
+import contextlib
+import importlib.util
 import json
 import math
 import os
 import re
 import shutil
+import signal
 import struct
 import sys
 import time
+import zlib
 from pathlib import Path
 
 import torch
@@ -23,17 +27,17 @@ from common.config import UserError
 # it lacks it is sent again, and what a resumed run makes anew it is not sent twice.
 
 class Console:
-    """Nowhere; with --verbose, lines are printed."""
+    """Nowhere."""
 
     def __init__(self, cfg, known, lines, step, at_end):
-        self.identity, self.rows, self.verbose = {"kind": "console"}, len(lines), cfg.verbose
+        """known: `identity` of an earlier start, {} for none; lines: of metrics.jsonl, up to the `step` to go on from.
+
+        at_end: all that is left to do is to test.
+        """
+        self.identity, self.rows = {"kind": "console"}, len(lines)
 
     def log(self, index, line, samples):
         """Take line number `index`; samples: [(section, path, caption), ...], pictures (.png) and sounds (.wav)."""
-        if self.verbose:
-            tqdm.write(show({name: value for name, value in line.items() if name != "samples"}))
-            for section, path, caption in samples:
-                tqdm.write(f"    {section}: {path}  {caption}".rstrip())
 
     def file(self, path):
         """Take a file of the run, such as its config."""
@@ -63,7 +67,6 @@ class TensorBoard(Console):
 
     def log(self, index, line, samples):
         from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
-        super().log(index, line, samples)
         for name, value in line.items():
             if isinstance(value, (int, float)) and name != "step":
                 self.writer.add_scalar(name, value, line["step"])
@@ -94,33 +97,43 @@ class TensorBoard(Console):
 
 
 class WandB(Console):
-    """A run of Weights & Biases, whose steps are the lines' numbers: WANDB_MODE and the like are the package's."""
+    """A run of Weights & Biases, whose steps are the lines' numbers: WANDB_MODE and the like are the package's.
+
+    What a run makes anew after a kill is the same, so it is not sent again; unless its settings have changed, when it
+    is sent behind what is there, which cannot be taken back.
+    """
 
     def __init__(self, cfg, known, lines, step, at_end):
         import wandb
         super().__init__(cfg, known, lines, step, at_end)
         self.wandb, resumed = wandb, bool(step)
+        settings = zlib.crc32(json.dumps(config.as_json(cfg)).encode())
         self.identity = {"kind": "wandb", "project": cfg.wandb_project, "entity": cfg.wandb_entity,
-                         "id": known.get("id") or os.urandom(4).hex()}
+                         "id": known.get("id") or os.urandom(4).hex(), "settings": settings}
         try:
             self.run = wandb.init(project=cfg.wandb_project, entity=cfg.wandb_entity or None, id=self.identity["id"],
                                   name=cfg.wandb_name or cfg.run, dir=cfg.run, config=config.as_json(cfg),
                                   resume="must" if resumed and known.get("id") else "allow",
                                   settings=wandb.Settings(console="off", silent=True))
         except Exception as error:  # no account, no network: the package's own types
-            raise UserError(f"--logger wandb: {str(error).splitlines()[0]}; log in with `wandb login`, or set "
-                            "WANDB_MODE=offline") from error
+            raise UserError(f"--logger wandb: {store.one_line(error)}; is there an account (`wandb login`), a network, "
+                            "the run of before? WANDB_MODE=offline needs none") from error
         self.run.define_metric("*", step_metric="step")
         offline = self.run.settings.mode in ("offline", "dryrun")
         self.rows = recorded(Path(cfg.run) / "wandb", self.run.id) if offline else self.run.starting_step
-        tqdm.write(f"wandb: run {self.run.id}, {self.run.dir if offline else self.run.url}")
+        self.ahead = 0  # of the lines' numbers
+        if known.get("settings", settings) != settings:
+            self.ahead, self.rows = max(0, self.rows - len(lines)), min(self.rows, len(lines))
+        self.pictures = importlib.util.find_spec("PIL") is not None
+        tqdm.write(f"wandb: run {self.run.id}, {self.run.dir if offline else self.run.url}"
+                   + ("" if self.pictures else "; pictures need Pillow: pip install pillow"))
 
     def log(self, index, line, samples):
-        super().log(index, line, samples)
         media = {".png": self.wandb.Image, ".wav": self.wandb.Audio}
         shown = {f"{section}/{series(path)}": media[path.suffix](str(path), caption=caption or None)
-                 for section, path, caption in samples}
-        self.run.log({**{k: v for k, v in line.items() if k != "samples"}, **shown}, step=index, commit=True)
+                 for section, path, caption in samples if path.suffix != ".png" or self.pictures}
+        line = {name: value for name, value in line.items() if name != "samples"}
+        self.run.log({**line, **shown}, step=index + self.ahead, commit=True)
 
     def file(self, path):
         own = Path(self.run.dir) / path.name
@@ -190,9 +203,10 @@ class Tracker:
     earlier test.
     """
 
-    def __init__(self, run, state, rows=1):
-        """run: the open checkpoint.Run; state: the State, at the step it goes on from; rows: samples of an epoch."""
-        self.enabled, self.rows, self.val_loss = dist.is_main(), rows, math.nan
+    def __init__(self, run, state, epoch_size=1):
+        """run: the open checkpoint.Run; state: the State, at the step it goes on from; epoch_size: in samples."""
+        self.enabled, self.epoch_size, self.val_loss, self.run = dist.is_main(), epoch_size, math.nan, run
+        self.patience = state.cfg.timeout_minutes * 30 if dist.world_size() > 1 else None  # others wait for this rank
         dist.on_main(lambda: self._open(run, state))
 
     def _open(self, run, state):
@@ -206,7 +220,7 @@ class Tracker:
         self.file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (open for the whole run)
         self.page = report.Report(self.folder)
         lines = [json.loads(line) for line in raw]
-        self.count, self.failed = len(lines), False
+        self.count, self.failed, self.verbose = len(lines), False, cfg.verbose
         self.logger = LOGGERS[cfg.logger](cfg, run.record.get("logger") or {}, lines, step, at_end)
         run.record["logger"] = self.logger.identity
         checkpoint.write_json(run.record, self.folder / "auto_resume.json")
@@ -228,6 +242,10 @@ class Tracker:
             self.val_loss = line.get("val_loss", self.val_loss)
             self.file.write(json.dumps(line) + "\n")
             self.file.flush()
+            if self.verbose:
+                self.say(show({name: value for name, value in line.items() if name != "samples"}))
+                for name, caption in (samples or {}).items():
+                    self.say(f"    {self.folder / name}  {caption}".rstrip())
             self._tell_line(self.count, line)
             self.count += 1
 
@@ -251,7 +269,7 @@ class Tracker:
     def values(self, state):
         """What the paths of copies may have in braces, {name: value}."""
         seen = state.step * state.cfg.batch_size
-        return {"run": self.folder.name, "step": state.step, "epoch": seen // self.rows, "samples_seen": seen,
+        return {"run": self.folder.name, "step": state.step, "epoch": seen // self.epoch_size, "samples_seen": seen,
                 "val_loss": self.val_loss, "best_val_loss": state.best_val_loss}
 
     def say(self, text):
@@ -263,6 +281,12 @@ class Tracker:
         """Write the folder's report.html anew, with what was logged and sampled so far."""
         if self.enabled:
             self.page.write()
+
+    def deliver(self):
+        """Wait for all that is saved, here and elsewhere: before a run counts as finished, which sends nothing more."""
+        if self.enabled:
+            self.run.wait()
+            self.outbox.finish(self.patience)
 
     def sync(self):
         """Make the lines so far durable: before a checkpoint is committed, which will not make them again."""
@@ -279,7 +303,13 @@ class Tracker:
         stopped = isinstance(error, SystemExit)
         if error and not stopped:
             self._tell("error", f"{kind.__name__}: {error}")
-        self.outbox.finish()
+        try:
+            self.run.wait()
+        except OSError as failed:
+            if not error:
+                raise
+            self.say(f"{failed}")
+        self.outbox.finish(self.patience)
         self._tell("finish", int(error.code or 0) if stopped else int(bool(error)))
         self.file.close()
 
@@ -333,6 +363,19 @@ def _step(line):
         return json.loads(line)["step"] if line.endswith(b"\n") else math.inf
     except (ValueError, KeyError, TypeError):
         return math.inf
+
+
+@contextlib.contextmanager
+def signals():
+    """Context in which SIGTERM and Ctrl-C are gathered in a list, which it gives, for the loop to stop when it can."""
+    gathered = []
+    handlers = {number: signal.signal(number, lambda number, _: gathered.append(number))
+                for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield gathered
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def progress(steps=None, **settings):

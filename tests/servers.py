@@ -55,7 +55,8 @@ class Server:
                     return self.answer(304)
                 if begin and self.headers.get("If-Range") == version:
                     at = int(begin.removeprefix("bytes=").rstrip("-"))
-                    return self.answer(206, body[at:], ETag=version) if at < len(body) else self.answer(416)
+                    return self.answer(206, body[at:], ETag=version) if at < len(body) else self.answer(
+                        416, Content_Range=f"bytes */{len(body)}")
                 return self.answer(200, body, ETag=version)
 
             def do_POST(self):

@@ -410,3 +410,39 @@ def test_a_kill_at_every_moment_of_saving_leaves_a_complete_run_that_goes_on(tmp
     left, newest = contents(tmp_path / "run"), f"checkpoints/step_{STEPS:08d}.pt"
     assert left[newest] == contents(tmp_path / "straight")[newest]
     assert [name for name in left if name.endswith(".tmp")] == []  # nor is a scrap of a cut-off save left
+
+
+def test_files_are_written_beside_from_copies_and_in_the_order_asked_for(tmp_path):
+    run, state, order = opened(tmp_path), {"model": {"w": torch.zeros(3)}}, []
+    run.later("first", order.append, 1)
+    for number in (1, 2):
+        state["model"]["w"].fill_(number)
+        run.write(state, tmp_path / f"{number}.pt")
+        run.write(state, tmp_path / "both.pt")
+        state["model"]["w"].fill_(-1)
+    run.later("last", lambda: order.append(sorted(path.name for path in tmp_path.glob("*.pt"))))
+    run.wait()
+    assert order == [1, ["1.pt", "2.pt", "both.pt"]]
+    found = [checkpoint.load(tmp_path / name)["model"]["w"][0].item() for name in ("1.pt", "2.pt", "both.pt")]
+    assert found == [1, 2, 2]
+
+
+def test_an_error_of_a_file_written_beside_is_told_when_it_is_waited_for(tmp_path):
+    run = opened(tmp_path)
+    (tmp_path / "wall").touch()
+    run.write({"model": {}}, tmp_path / "wall/model.pt")
+    with pytest.raises(OSError, match="wall"):
+        run.wait()
+    run.wait()  # once
+
+
+def test_what_can_be_made_again_is_replaced_whole_without_waiting_for_the_disk(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint.os, "fsync", lambda file: pytest.fail("waited for the disk"))
+    (tmp_path / "x").write_bytes(b"old")
+    with pytest.raises(ZeroDivisionError), checkpoint.replacing(tmp_path / "x", durably=False) as file:
+        file.write(b"ne")
+        1 / 0  # noqa: B018 (in the middle of it)
+    assert (tmp_path / "x").read_bytes() == b"old"
+    with checkpoint.replacing(tmp_path / "x", durably=False) as file:
+        file.write(b"new")
+    assert (tmp_path / "x").read_bytes() == b"new" and len(list(tmp_path.iterdir())) == 1

@@ -161,6 +161,29 @@ def test_export_has_the_averaged_weights_and_what_it_takes_to_use_them(tmp_path)
     assert not found.keys() & {"ema", "optimizers", "scaler", "identity"}
 
 
+def test_the_best_is_kept_and_sent_only_while_it_is_the_best(tmp_path):
+    run, folder = make(tmp_path, save=(f"local save_best_to={tmp_path}/{{step}}_{{best_val_loss}}.pt",
+                                       f"local kind=model save_latest_to={tmp_path}/latest.pt"),
+                       metadata=("of=3",)), checkpoint.Run(tmp_path)
+    folder.open("auto")
+    with tracker.Tracker(folder, run) as log:
+        for loss in (0.5, 0.75, 0.25):
+            step(run)
+            run.keep_best(loss, folder, log)
+            folder.wait()
+            for job in log.outbox.jobs:
+                job.result()
+            assert checkpoint.load(tmp_path / "best.pt")["step"] == (3 if loss == 0.25 else 1)
+        run.commit(folder, log)
+        folder.wait()
+    assert sorted(path.name for path in tmp_path.glob("?_*.pt")) == ["1_0.5.pt", "3_0.25.pt"]
+    best, latest, newest = (checkpoint.load(tmp_path / name) for name in (
+        "3_0.25.pt", "latest.pt", "checkpoints/step_00000003.pt"))
+    assert best.keys() == newest.keys() and same(best["optimizers"], newest["optimizers"])
+    assert same(latest["model"], newest["ema"]) and "optimizers" not in latest and latest["metadata"] == {"of": 3}
+    assert not (tmp_path / "outbox").exists()
+
+
 def test_a_part_of_the_model_can_be_all_that_is_trained_and_saved(tmp_path):
     run = make(tmp_path, trained=lambda model: model[3])
     before = {name: tensor.clone() for name, tensor in run.model[0].state_dict().items()}

@@ -1,8 +1,10 @@
 """Loaders and savers: the real clients against a server on loopback, and what happens when it fails them."""
+import concurrent.futures
 import hashlib
 import json
 import pickle
 import socket
+import sys
 import threading
 from pathlib import Path
 
@@ -44,7 +46,7 @@ def test_what_is_not_an_address_is_refused_with_the_command_line(address):
 def test_a_path_is_itself_and_a_missing_one_is_told(tmp_path):
     cfg, path = settings(tmp_path), model(tmp_path, "with:colon.pt")
     assert store.fetch(str(path), cfg) == str(path) and store.fetch("", cfg) == ""
-    with pytest.raises(store.Absent, match=r"nothing.pt: no such checkpoint"):
+    with pytest.raises(UserError, match=r"nothing.pt: no such checkpoint"):
         store.fetch(str(tmp_path / "nothing.pt"), cfg)
 
 
@@ -105,12 +107,23 @@ def test_a_file_above_the_limit_is_refused_and_not_kept(tmp_path, server):
     assert [path.suffix for path in (tmp_path / "downloads").iterdir()] == [".lock"]
 
 
-@pytest.mark.parametrize("status, error", [(404, store.Absent), (403, UserError), (500, UserError)])
-def test_what_a_server_refuses_is_told_with_its_reason(status, error, tmp_path, server):
+@pytest.mark.parametrize("status, asked", [(404, 1), (403, 1), (500, store.ATTEMPTS), (429, store.ATTEMPTS)])
+def test_what_a_server_refuses_is_told_with_its_reason(status, asked, tmp_path, server):
     server.fail = status
-    with pytest.raises(error, match=f"/x.pt: {status}") as caught:
+    with pytest.raises(UserError, match=f"/x.pt: {status}"):
         store.fetch(f"{server.url}/x.pt", settings(tmp_path))
-    assert type(caught.value) is error and len(server.asked) == (store.ATTEMPTS if status == 500 else 1)
+    assert len(server.asked) == asked
+
+
+def test_a_download_killed_before_its_last_move_is_whole(tmp_path, server):
+    cfg, url = settings(tmp_path), f"{server.url}/x.pt"
+    server.files["/x.pt"] = content()
+    path = Path(store.fetch(url, cfg))
+    path.rename(f"{path}.part")
+    assert store.fetch(url, cfg) == str(path) and path.read_bytes() == content()
+    count = len(server.asked)
+    assert server.asked[-1][2]["Range"] == "bytes=200000-"
+    assert store.fetch(url, cfg, again=False) == str(path) and len(server.asked) == count
 
 
 def test_no_server_is_told_and_a_copy_of_before_does(tmp_path, server, capsys):
@@ -157,7 +170,7 @@ def test_a_file_of_a_wandb_run_is_fetched_by_the_real_client(tmp_path, server, m
              in body]
     assert asked and asked[0]["project"] == "shapes" and asked[0]["entity"] == "me" and asked[0]["name"] == "abc"
     for address in ("wandb:abc/other.pt", "wandb:none/latest.pt"):
-        with pytest.raises(store.Absent, match=f"{address}: no such file in me/shapes"):
+        with pytest.raises(UserError, match=f"{address}: no such file in me/shapes"):
             store.fetch(address, cfg)
     with pytest.raises(UserError, match="raise --load_max_gb"):
         store.fetch("wandb:abc/latest.pt", settings(tmp_path, wandb_entity="me", load_max_gb=1e-9))
@@ -178,7 +191,9 @@ def test_a_file_of_a_wandb_run_is_fetched_by_the_real_client(tmp_path, server, m
     ("huggingface save_latest_to=x.pt", "repo=OWNER/NAME"), ("huggingface repo=x save_latest_to=x.pt", "repo=OWNER"),
     ("huggingface repo=a/b save_latest_to=x.pt private=maybe", "true or false"),
     ("wandb save_latest_to=x.pt", "it needs --logger wandb"),
-    ("local save_latest_to=x.pt save_best_to=x.pt", "x.pt would be written twice")])
+    ("local save_latest_to=x.pt save_best_to=x.pt", "x.pt would be written twice"),
+    ("huggingface repo=a/b save_latest_to=/x.pt", "expected a name within"),
+    ("huggingface repo=a/b save_latest_to=a/../../x.pt", "expected a name within")])
 def test_a_saver_that_cannot_be_meant_is_refused_with_the_command_line(text, message):
     with pytest.raises(UserError, match=rf"--save.*{message}"):
         train_prior.Config(save=(text,))
@@ -201,14 +216,21 @@ def test_stages_trained_in_turn_must_not_share_a_path_or_a_start():
         store.check_stages(cfgs(save=("local save_latest_to=/x/latest.pt",)))
     with pytest.raises(UserError, match="--init_from, --load: a file is of one stage"):
         store.check_stages(cfgs(load="x.pt"))
-    store.check_stages(cfgs(save=("local save_latest_to=/x/{run}_latest.pt",)))
+    with pytest.raises(UserError, match=r"save_meta_to=/x: each stage"):
+        store.check_stages(cfgs(save=("local save_latest_to=/x/{run}_latest.pt save_meta_to=/x",)))
+    store.check_stages(cfgs(save=("local save_latest_to=/x/{run}_latest.pt save_meta_to=/x/{run}",)))
+    same_name = ("local save_best_to=x.pt", "huggingface repo=a/b save_best_to=x.pt",
+                 "huggingface repo=a/c save_best_to=x.pt")
+    assert len(store.savers(train_prior.Config(save=same_name))) == 3
     store.check_stages(cfgs(save=("local save_latest_to=/x/latest.pt",))[:1])
 
 
 @pytest.mark.parametrize("saver, package", [("huggingface repo=a/b save_latest_to=x.pt", "huggingface_hub"),
-                                            ("wandb save_latest_to=x.pt", "wandb")])
+                                            ("wandb save_latest_to=x.pt", "wandb"),
+                                            ("local kind=model save_best_to=x.safetensors", "safetensors")])
 def test_a_missing_package_is_told_with_the_line_that_installs_it(saver, package, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, package, None)
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setitem(sys.modules, f"{package}.torch", None)
     with pytest.raises(UserError, match=f"needs a package: pip install {package}"):
         store.savers(train_prior.Config(save=(saver,), logger="wandb"))[0].ready(None)
 
@@ -223,7 +245,9 @@ def test_a_missing_token_file_is_told(tmp_path):
 # Savers: copies
 
 VALUES = {"run": "run", "step": 12, "epoch": 1, "samples_seen": 96, "val_loss": 0.25, "best_val_loss": 0.125}
-ABOUT = {"config.json": b"{}\n", "metadata.json": b'{"step": 12}\n'}
+ABOUT = {"config.json": "{}\n", "metadata.json": '{"step": 12}\n'}
+WRITTEN = concurrent.futures.Future()
+WRITTEN.set_result(None)
 
 
 def outbox(folder, *save, **given):
@@ -240,14 +264,14 @@ def test_local_copies_are_of_the_kind_and_at_the_place_asked_for(tmp_path):
     box, said = outbox(tmp_path, latest, best)
     assert box.kinds("latest") == {"checkpoint"} and box.kinds("best") == {"model"}
     file = model(tmp_path, "state.pt")
-    box.post("latest", "checkpoint", file, VALUES, ABOUT)
-    box.post("best", "model", file, VALUES, ABOUT)
-    box.post("best", "checkpoint", file, VALUES, ABOUT)  # which nobody wants
+    box.post(WRITTEN, "latest", "checkpoint", file, VALUES, ABOUT)
+    box.post(WRITTEN, "best", "model", file, VALUES, ABOUT)
+    box.post(WRITTEN, "best", "checkpoint", file, VALUES, ABOUT)  # which nobody wants
     box.finish()
     assert said == [] and file.exists() and not box.folder.exists()
     found = {str(path.relative_to(tmp_path)): path.read_bytes() for d in "ab" for path in (tmp_path / d).iterdir()}
     assert found == {"a/run_0012_1.pt": file.read_bytes(), "b/0.125.pt": file.read_bytes(),
-                     **{f"a/{name}": text for name, text in ABOUT.items()}}
+                     **{f"a/{name}": text.encode() for name, text in ABOUT.items()}}
 
 
 @needs("safetensors")
@@ -255,7 +279,7 @@ def test_a_model_as_safetensors_reads_back_with_the_package_and_without_pickle(t
     from safetensors.torch import load_file
     box, said = outbox(tmp_path, f"local kind=model save_latest_to={tmp_path}/x.safetensors")
     file = model(tmp_path)
-    box.post("latest", "model", file, VALUES, ABOUT, passing=True)
+    box.post(WRITTEN, "latest", "model", file, VALUES, ABOUT, passing=True)
     box.finish()
     assert said == [] and not file.exists()
     assert torch.equal(load_file(tmp_path / "x.safetensors")["w"], torch.arange(6.).view(2, 3))
@@ -274,7 +298,7 @@ def test_a_file_that_changes_or_goes_after_it_was_posted_is_sent_as_it_was(tmp_p
     for step in (1, 2, 3):  # the first is under way while the second waits, in whose place the third comes
         file = model(tmp_path, "state.pt")
         checkpoint.save({"model": {}, "step": step}, file)
-        box.post("latest", "checkpoint", file, {**VALUES, "step": step}, ABOUT)
+        box.post(WRITTEN, "latest", "checkpoint", file, {**VALUES, "step": step}, ABOUT)
         while step == 1 and box.waiting:
             pass
     file.unlink()
@@ -289,13 +313,13 @@ def test_a_failure_is_told_once_and_tried_again_at_the_next_save(tmp_path):
     box, said = outbox(tmp_path, f"local save_latest_to={tmp_path}/wall/{{step}}.pt save_best_to={tmp_path}/wall/b.pt")
     file = model(tmp_path, "state.pt")
     for step in (1, 2):
-        box.post("latest", "checkpoint", file, {**VALUES, "step": step}, ABOUT)
+        box.post(WRITTEN, "latest", "checkpoint", file, {**VALUES, "step": step}, ABOUT)
         box.jobs[-1].result()
-    box.post("best", "checkpoint", file, VALUES, ABOUT)
+    box.post(WRITTEN, "best", "checkpoint", file, VALUES, ABOUT)
     box.jobs[-1].result()
     assert len(said) == 1 and "wall" in said[0] and said[0].endswith("training goes on, the next save tries again")
     (tmp_path / "wall").unlink()
-    box.post("latest", "checkpoint", file, {**VALUES, "step": 3}, ABOUT)
+    box.post(WRITTEN, "latest", "checkpoint", file, {**VALUES, "step": 3}, ABOUT)
     box.finish()
     assert {path.name for path in (tmp_path / "wall").iterdir()} == {"3.pt", "b.pt"}  # 2 was superseded
     assert len(said) == 1 and not box.folder.exists()
@@ -304,10 +328,65 @@ def test_a_failure_is_told_once_and_tried_again_at_the_next_save(tmp_path):
 def test_what_could_not_be_sent_at_the_end_is_told_and_kept(tmp_path):
     (tmp_path / "wall").write_text("")
     box, said = outbox(tmp_path, f"local save_latest_to={tmp_path}/wall/x.pt")
-    box.post("latest", "checkpoint", model(tmp_path), VALUES, ABOUT)
+    box.post(WRITTEN, "latest", "checkpoint", model(tmp_path), VALUES, ABOUT)
     box.finish()
     kept = Path(said[-1].rsplit(" ", 1)[1])
-    assert "could not be sent; it is still there" in said[-1] and checkpoint.load(kept)["step"] == 3
+    assert "could not be sent; the next start of this run tries again" in said[-1]
+    assert checkpoint.load(kept)["step"] == 3
+    (tmp_path / "wall").unlink()
+    box, said = outbox(tmp_path, f"local save_latest_to={tmp_path}/wall/x.pt")
+    box.finish()
+    assert said == [] and checkpoint.load(tmp_path / "wall/x.pt")["step"] == 3 and not box.folder.exists()
+
+
+def test_what_waited_when_a_run_was_killed_is_sent_at_its_next_start(tmp_path):
+    there = f"local save_latest_to={tmp_path}/copies/{{step}}.pt save_best_to={tmp_path}/copies/best.pt"
+    box, _ = outbox(tmp_path, there)
+    gate = threading.Event()
+    box.savers[0].put = lambda *a: gate.wait(20) and 1 / 0  # hangs, and then comes to nothing
+    for step in (1, 2):
+        box.post(WRITTEN, "latest", "checkpoint", model(tmp_path), {**VALUES, "step": step}, ABOUT)
+        box.post(WRITTEN, "best", "checkpoint", model(tmp_path), VALUES, ABOUT)
+    (box.folder / "000009_latest.pt").write_bytes(b"cut off before its note was written")
+    other, said = outbox(tmp_path, there, "local save_best_to=/x.pt")  # while the process that was killed does no more
+    other.finish()
+    gate.set()
+    assert {"2.pt", "best.pt"} <= {path.name for path in (tmp_path / "copies").iterdir()} and said == []
+    gone, said = outbox(tmp_path)  # with no savers any more
+    assert not [*gone.folder.glob("*")] and gone.waiting == {}
+
+
+def test_what_was_not_written_is_not_sent(tmp_path):
+    box, said = outbox(tmp_path, f"local save_best_to={tmp_path}/best_copy.pt")
+    failed = concurrent.futures.Future()
+    failed.set_exception(OSError(28, "No space left on device"))
+    box.post(failed, "best", "checkpoint", model(tmp_path), VALUES, ABOUT)  # the best of before is still there
+    box.post(WRITTEN, "best", "checkpoint", tmp_path / "nothing.pt", VALUES, ABOUT)
+    box.finish()
+    assert not (tmp_path / "best_copy.pt").exists() and len(said) == 1 and "nothing.pt" in said[0]
+
+
+def test_a_converted_copy_that_fails_is_converted_again(tmp_path):
+    pytest.importorskip("safetensors", reason="safetensors is not installed")
+    (tmp_path / "wall").write_text("")
+    box, said = outbox(tmp_path, f"local kind=model save_best_to={tmp_path}/wall/x.safetensors")
+    box.post(WRITTEN, "best", "model", model(tmp_path), VALUES, ABOUT)
+    box.jobs[-1].result()
+    (tmp_path / "wall").unlink()
+    box.finish()
+    assert checkpoint.load(tmp_path / "wall/x.safetensors")["step"] == 3 and len(said) == 1
+
+
+def test_waiting_for_copies_ends_in_time(tmp_path):
+    box, _ = outbox(tmp_path, f"local save_latest_to={tmp_path}/x.pt")
+    gate = threading.Event()
+    put, box.savers[0].put = box.savers[0].put, lambda *a: (gate.wait(20), put(*a))
+    box.post(WRITTEN, "latest", "checkpoint", model(tmp_path), VALUES, ABOUT)
+    box.finish(0.01)
+    assert not (tmp_path / "x.pt").exists()
+    gate.set()
+    box.thread.shutdown()
+    assert (tmp_path / "x.pt").exists()
 
 
 def test_without_savers_there_is_nothing(tmp_path):
@@ -332,11 +411,11 @@ def test_hugging_face_copies_are_sent_by_the_real_client(tmp_path, hub):
     box, said = outbox(tmp_path, f"huggingface repo=me/prior token_file={tmp_path}/token save_latest_to=ck/{{step}}.pt "
                                  "save_meta_to=about")
     file = model(tmp_path)
-    box.post("latest", "checkpoint", file, VALUES, ABOUT)
+    box.post(WRITTEN, "latest", "checkpoint", file, VALUES, ABOUT)
     box.finish()
     assert said == []
     assert hub.stored["ck/12.pt"] == file.read_bytes()
-    assert {name: hub.stored[f"about/{name}"] for name in ABOUT} == ABOUT
+    assert {name: hub.stored[f"about/{name}"].decode() for name in ABOUT} == ABOUT
     made, headers = next((json.loads(body), headers) for _, path, headers, body in hub.asked
                          if path == "/api/repos/create")
     assert made["name"] == "prior" and made["organization"] == "me"
@@ -348,10 +427,10 @@ def test_a_wrong_token_and_a_full_quota_leave_training_alone(tmp_path, hub):
     box, said = outbox(tmp_path, "huggingface repo=me/prior save_latest_to=latest.pt")
     for number, status in enumerate((401, 413)):
         hub.fail = status
-        box.post("latest", "checkpoint", model(tmp_path), {**VALUES, "step": number}, ABOUT)
+        box.post(WRITTEN, "latest", "checkpoint", model(tmp_path), {**VALUES, "step": number}, ABOUT)
         box.jobs[-1].result()
     assert "401" in said[0] and "the copy of step 0 failed" in said[0]
     hub.fail = None
-    box.post("latest", "checkpoint", model(tmp_path), VALUES, ABOUT)
+    box.post(WRITTEN, "latest", "checkpoint", model(tmp_path), VALUES, ABOUT)
     box.finish()
     assert hub.stored["latest.pt"] == model(tmp_path).read_bytes() and len(said) <= 2

@@ -3,7 +3,9 @@ import importlib.util
 import itertools
 import json
 import math
+import os
 import shutil
+import signal
 import time
 from types import SimpleNamespace
 
@@ -31,15 +33,15 @@ def offline(monkeypatch):
         monkeypatch.setattr(event_file_writer, "time", SimpleNamespace(time=lambda: next(clock)))
 
 
-def tracker_of(folder, step=0, at_end=False, logger="console", **given):
-    """A Tracker of a run in `folder` that goes on from `step`; `keep_record` between starts is auto_resume.json's."""
-    cfg = train_prior.Config(run=str(folder), steps=step if at_end else step + 100, logger=logger, **given)
+def tracker_of(folder, step=0, logger="console", steps=100, **given):
+    """A Tracker of a run in `folder` that goes on from `step`."""
+    cfg = train_prior.Config(run=str(folder), steps=steps, logger=logger, **given)
     folder.mkdir(parents=True, exist_ok=True)
     checkpoint.write_json({"logger": logger}, folder / "config.json")
-    run = SimpleNamespace(folder=folder, record={"checkpoints": []})
+    run = SimpleNamespace(folder=folder, record={"checkpoints": []}, wait=lambda: None)
     if (folder / "auto_resume.json").exists():
         run.record = json.loads((folder / "auto_resume.json").read_text())
-    return tracker.Tracker(run, SimpleNamespace(cfg=cfg, step=step, best_val_loss=math.inf), rows=64)
+    return tracker.Tracker(run, SimpleNamespace(cfg=cfg, step=step, best_val_loss=math.inf), epoch_size=64)
 
 
 def lines(folder):
@@ -100,7 +102,7 @@ def test_the_table_puts_figures_of_several_sampling_steps_on_one_line():
 
 def test_the_closing_test_is_logged_once_however_often_the_end_is_reached(tmp_path):
     for _ in range(3):
-        log = tracker_of(tmp_path, 8, at_end=True)
+        log = tracker_of(tmp_path, 8, steps=8)
         log.log(8, test_loss=0.5)
     tracker_of(tmp_path, 8)  # a run that is given more steps keeps it
     assert (tmp_path / "metrics.jsonl").read_text().count("test_loss") == 1
@@ -178,20 +180,42 @@ def test_what_a_logger_has_lost_it_is_sent_again(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", EACH[1:])
 def test_a_closing_test_that_comes_again_is_in_a_logger_once(kind, tmp_path):
-    with tracker_of(tmp_path, logger=kind) as log:
+    with tracker_of(tmp_path, logger=kind, steps=8) as log:
         log_steps(log, range(1, 9), tmp_path)
     for _ in range(2):
-        with tracker_of(tmp_path, 8, at_end=True, logger=kind) as log:
+        with tracker_of(tmp_path, 8, logger=kind, steps=8) as log:
             log.log(8, test_loss=0.5)
         curves, _ = records_of(tmp_path)
     assert curves["test_loss"] == [(8, 0.5)] and [step for step, _ in curves["loss"]] == [*range(1, 9)]
+
+
+def test_a_changed_setting_sends_wandb_what_is_made_anew_behind_what_it_has(tmp_path):
+    pytest.importorskip("wandb", reason="wandb is not installed")
+    with tracker_of(tmp_path, logger="wandb") as log:
+        log_steps(log, range(1, 13), tmp_path)
+    log.logger.wandb.teardown()
+    with tracker_of(tmp_path, 8, logger="wandb", log_every=2) as log:
+        log_steps(log, range(10, 21, 2), tmp_path)
+    curves, _ = records_of(tmp_path)
+    assert [step for step, _ in curves["loss"]] == [*range(1, 13), *range(10, 21, 2)]
+
+
+def test_signals_are_gathered_and_then_are_what_they_were():
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt):
+        with tracker.signals() as gathered:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGINT)
+            assert gathered == [signal.SIGTERM, signal.SIGINT]
+        assert signal.getsignal(signal.SIGTERM) == before
+        os.kill(os.getpid(), signal.SIGINT)
 
 
 def test_verbose_prints_each_line(tmp_path, capsys):
     log = tracker_of(tmp_path, verbose=True)
     (tmp_path / "x.png").touch()
     log.log(3, {"x.png": "a red star"}, loss=0.5, test_loss=0.25)
-    assert f"step 3  loss 0.5  test_loss 0.25\n    test: {tmp_path}/x.png  a red star" in capsys.readouterr().out
+    assert f"step 3  loss 0.5  test_loss 0.25\n    {tmp_path}/x.png  a red star" in capsys.readouterr().out
     tracker_of(tmp_path, 3, verbose=True)
     assert capsys.readouterr().out == ""
 
