@@ -76,7 +76,7 @@ class State:
             else:
                 file = log.outbox.folder / f"{event}_{kind}.pt"
                 written = run.write(self.averaged() if kind == "model" else self.state(), file)
-            run.later(f"{event} {kind}", log.outbox.post, written, event, kind, file, tracker.finite(values), about,
+            run.later(f"{event} {kind}", log.outbox.post, written, event, kind, file, values, about,
                       passing=kind not in files)
 
     def start_from(self, path, strict=True):

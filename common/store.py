@@ -399,7 +399,7 @@ class Outbox:
     """
 
     def __init__(self, folder, savers, say):
-        """folder: the run's; say: a function that prints a line."""
+        """folder: the run's; savers: ready; say: a function that prints a line."""
         self.folder, self.savers, self.say = Path(folder) / "outbox", savers, say
         self.waiting, self.told, self.number = {}, set(), 0
         self.thread, self.jobs = None, []

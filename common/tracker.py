@@ -228,9 +228,10 @@ class Tracker:
         for index, line in enumerate(lines):
             self.val_loss = line.get("val_loss", self.val_loss)
             self._tell_line(index, line)
-        self.outbox = store.Outbox(self.folder, store.savers(cfg), self.say)
-        for saver in self.outbox.savers:
+        savers = store.savers(cfg)
+        for saver in savers:
             saver.ready(self)
+        self.outbox = store.Outbox(self.folder, savers, self.say)  # which may have something to send at once
 
     def log(self, step, samples=None, **metrics):
         """Append {"step": step, **metrics}; what is not finite is written as null, as JSON has no word for it.

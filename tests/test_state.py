@@ -163,12 +163,15 @@ def test_export_has_the_averaged_weights_and_what_it_takes_to_use_them(tmp_path)
 
 def test_the_best_is_kept_and_sent_only_while_it_is_the_best(tmp_path):
     run, folder = make(tmp_path, save=(f"local save_best_to={tmp_path}/{{step}}_{{best_val_loss}}.pt",
-                                       f"local kind=model save_latest_to={tmp_path}/latest.pt"),
+                                       f"local kind=model save_latest_to={tmp_path}/latest.pt",
+                                       f"local save_latest_to={tmp_path}/at_{{val_loss:.2f}}.pt"),
                        metadata=("of=3",)), checkpoint.Run(tmp_path)
     folder.open("auto")
     with tracker.Tracker(folder, run) as log:
+        run.commit(folder, log)  # before there is a loss
         for loss in (0.5, 0.75, 0.25):
             step(run)
+            log.log(run.step, val_loss=loss)
             run.keep_best(loss, folder, log)
             folder.wait()
             for job in log.outbox.jobs:
@@ -182,6 +185,7 @@ def test_the_best_is_kept_and_sent_only_while_it_is_the_best(tmp_path):
     assert best.keys() == newest.keys() and same(best["optimizers"], newest["optimizers"])
     assert same(latest["model"], newest["ema"]) and "optimizers" not in latest and latest["metadata"] == {"of": 3}
     assert not (tmp_path / "outbox").exists()
+    assert sorted(path.name for path in tmp_path.glob("at_*.pt")) == ["at_0.25.pt", "at_nan.pt"]
 
 
 def test_a_part_of_the_model_can_be_all_that_is_trained_and_saved(tmp_path):

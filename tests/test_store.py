@@ -252,10 +252,10 @@ WRITTEN.set_result(None)
 
 def outbox(folder, *save, **given):
     said = []
-    box = store.Outbox(folder / "run", store.savers(settings(folder, save=save, **given)), said.append)
-    for saver in box.savers:
+    savers = store.savers(settings(folder, save=save, **given))
+    for saver in savers:
         saver.ready(None)
-    return box, said
+    return store.Outbox(folder / "run", savers, said.append), said
 
 
 def test_local_copies_are_of_the_kind_and_at_the_place_asked_for(tmp_path):
