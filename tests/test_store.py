@@ -159,7 +159,9 @@ def test_nothing_in_a_download_is_executed(tmp_path, server, monkeypatch):
 # Weights & Biases
 
 @needs("wandb")
-def test_a_file_of_a_wandb_run_is_fetched_by_the_real_client(tmp_path, server, monkeypatch):
+def test_a_file_of_a_wandb_run_is_fetched_by_the_real_client(tmp_path, server, monkeypatch, request):
+    import wandb
+    request.addfinalizer(wandb.teardown)  # the package keeps what it finds in the environment until then
     monkeypatch.setenv("WANDB_BASE_URL", server.url)
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     server.files["/latest.pt"] = model(tmp_path).read_bytes()
