@@ -82,7 +82,8 @@ class Forked:
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
         reader, writer = FORKS.Pipe(duplex=False)
-        self.processes = [FORKS.Process(target=_forked, args=(r, ranks, port, writer, script, [*map(str, words)]))
+        given = (port, writer, script, [*map(str, words)], dict(os.environ))  # the server's may be an older one
+        self.processes = [FORKS.Process(target=_forked, args=(r, ranks, *given))
                           for r in range(ranks)]
         for process in self.processes:
             process.start()
@@ -108,9 +109,10 @@ class Forked:
         return out
 
 
-def _forked(rank, ranks, port, writer, script, words):
+def _forked(rank, ranks, port, writer, script, words, environment):
     for stream in (1, 2):
         os.dup2(writer.fileno(), stream)
+    os.environ.update(environment)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
                       WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks), PYTHONUNBUFFERED="1", OMP_NUM_THREADS="2")
     torch.set_num_threads(1)
@@ -144,9 +146,9 @@ def kill_all(word):
 
 
 def metrics(folder):
-    """The lines of metrics.jsonl without what a clock has measured."""
+    """The lines of metrics.jsonl without what a clock has measured and the names of samples."""
     lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k not in TIMINGS} for line in lines]
+    return [{k: v for k, v in line.items() if k not in (*TIMINGS, "samples")} for line in lines]
 
 
 def tensors(value):

@@ -201,14 +201,13 @@ def test_a_changed_setting_sends_wandb_what_is_made_anew_behind_what_it_has(tmp_
 
 
 def test_signals_are_gathered_and_then_are_what_they_were():
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(KeyboardInterrupt):
-        with tracker.signals() as gathered:
-            os.kill(os.getpid(), signal.SIGTERM)
-            os.kill(os.getpid(), signal.SIGINT)
-            assert gathered == [signal.SIGTERM, signal.SIGINT]
-        assert signal.getsignal(signal.SIGTERM) == before
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    with pytest.raises(ZeroDivisionError), tracker.signals() as gathered:
+        os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGINT)
+        assert gathered == [signal.SIGTERM, signal.SIGINT]
+        1 / 0  # noqa: B018 (however it ends)
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
 
 
 def test_verbose_prints_each_line(tmp_path, capsys):
