@@ -35,6 +35,7 @@ svg{display:block;width:100%;height:auto}svg text{fill:var(--faint);font:12px sy
 .legend{display:flex;flex-wrap:wrap;gap:2px 14px;font-size:13px;color:var(--faint)}
 .legend i{display:inline-block;width:14px;height:3px;margin:0 5px 3px 0;vertical-align:middle}
 .samples img{width:100%;height:auto;border-radius:4px;image-rendering:pixelated}audio{width:100%}
+.samples .wide{grid-column:1/-1;overflow-x:auto}.samples .wide img{width:auto}
 .bar{height:6px;background:var(--line);border-radius:3px;margin:8px 0}
 .bar div{height:6px;background:#2563eb;border-radius:3px}
 table{border-collapse:collapse;font-size:13px}td{padding:2px 14px 2px 0;vertical-align:top;overflow-wrap:anywhere}
@@ -233,18 +234,20 @@ def samples(folder):
     def batch(path):
         return re.match(r"step_\d+|[^_]*", path.stem)[0]
     newest = batch(max(found, key=lambda path: (path.stat().st_mtime, path.name)))
-    shown, room, left_out = {}, EMBEDDED, 0
+    shown, wide, room, left_out = {}, set(), EMBEDDED, 0
     for path in sorted(path for path in found if batch(path) == newest):
         if path.stat().st_size > room:
             left_out += 1
             continue
         room -= path.stat().st_size
         data = base64.b64encode(path.read_bytes()).decode()
+        if path.suffix == ".png" and int.from_bytes(path.read_bytes()[16:20], "big") > WIDTH:
+            wide.add(path.stem)  # a grid with captions: at its own size, over the whole width
         shown.setdefault(path.stem, []).append(
             f'<img alt="{html.escape(path.name)}" src="data:image/png;base64,{data}">' if path.suffix == ".png" else
             f'<audio controls preload="none" src="data:audio/wav;base64,{data}"></audio>')
-    figures = "".join(f"<figure><figcaption>{html.escape(name)}</figcaption>{''.join(parts)}</figure>"
-                      for name, parts in shown.items())
+    figures = "".join(f"<figure{' class=wide' * (name in wide)}><figcaption>{html.escape(name)}</figcaption>"
+                      f"{''.join(parts)}</figure>" for name, parts in shown.items())
     note = f"<p>{left_out} more in {html.escape(str(folder / 'samples'))}</p>" if left_out else ""
     return f'<h2>Newest samples</h2><div class="grid samples">{figures}</div>{note}'
 

@@ -167,6 +167,14 @@ def test_the_newest_samples_are_in_the_page_byte_for_byte_as_far_as_they_fit(tmp
     assert len(page.all("img")) == 2 and not page.all("audio") and "1 more in" in page.text
 
 
+def test_a_grid_with_captions_has_the_whole_width(tmp_path):
+    folder = folder_of(tmp_path / "run", LINES)
+    for name, width in (("0_small", 345), ("1_grid", 804)):
+        media.write_png(folder / f"samples/step_00000010_{name}.png", np.zeros((4, width, 3), np.uint8))
+    page = page_of(folder)
+    assert [one.get("class") for one in page.all("figure")][-2:] == [None, "wide"]
+
+
 def test_runs_are_compared_curve_by_curve_and_by_the_settings_that_differ(tmp_path):
     one, other = folder_of(tmp_path / "one", LINES), folder_of(tmp_path / "other", LINES[:5], lr=0.25)
     out = tmp_path / "both.html"
