@@ -9,6 +9,7 @@ import datetime
 import gc
 import hashlib
 import os
+import threading
 import warnings
 
 import torch
@@ -82,6 +83,11 @@ def keep_memory():
         libc = ctypes.CDLL("libc.so.6")
         libc.mallopt(-4, 0)  # M_MMAP_MAX: no block of its own for a large request
         libc.mallopt(-1, 2 ** 31 - 1)  # M_TRIM_THRESHOLD: do not hand the top of the heap back
+
+
+def touch_memory(size):
+    """Have a thread touch `size` bytes, for `keep_memory` to keep: later, new memory would take many times as long."""
+    threading.Thread(target=lambda: torch.empty(size, dtype=torch.uint8).zero_(), daemon=True).start()
 
 
 def teardown():

@@ -36,6 +36,8 @@ class State:
                                update_after=cfg.ema_update_after)
         self.average.to("cpu" if cfg.ema_on_host else device, pin_memory=cfg.ema_on_host)
         self.step, self.best_val_loss = 0, float("inf")
+        if dist.is_main() and device.type == "cpu":  # for the first save: weights, average and Adam's two moments
+            dist.touch_memory(4 * sum(p.numel() * p.element_size() for p in self.trained.parameters()))
 
     def state(self):
         """The contents of a checkpoint, with the tensors themselves, not copies."""
@@ -211,6 +213,7 @@ def load_weights(module, state, path, strict=True):
         raise UserError(f"{path}: LoRA adapters, not a model; give their base, {base}, and these with --lora, or merge "
                         f"the two: python -m common.lora merge --model {base} --lora {path} --out FILE")
     if wrong and (strict or not fits):
-        raise UserError(f"{path}: weights of another model: {len(wrong)} entries differ, the first is {wrong[0]}; give "
-                        "the settings it was trained with")
+        names = ", ".join(wrong[1:5]) + ", …" * (len(wrong) > 5)
+        raise UserError(f"{path}: weights of another model: {len(wrong)} entries differ, the first is {wrong[0]}"
+                        f"{', then ' * (len(wrong) > 1)}{names}; give the settings it was trained with")
     module.load_state_dict(fits, strict=False)

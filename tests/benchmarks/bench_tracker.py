@@ -68,6 +68,9 @@ def bench_log(args, step):
 
 def bench_save(args, step):
     state = {"model": {str(i): torch.randn(250_000) for i in range(args.megabytes)}}
+    dist.touch_memory(args.megabytes * 10 ** 6)  # as a State does
+    for _ in range(200):  # until there is a checkpoint to write
+        step()
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         run = checkpoint.Run(folder)
         run.open("auto")
