@@ -44,7 +44,7 @@ from common import (
     store,
     tracker,
 )
-from common.config import UserError
+from common.config import UserError, need
 from common.nn import Attention, Memory, Transformer, rotary_table
 from common.quantize import ResidualQuantizer
 from common.recordings import Recordings, Syllables, token_cache
@@ -1651,13 +1651,9 @@ class EnCodec:
     """A published EnCodec (Défossez et al. 2022) in the place of a SoundStream: encodec:MODEL, through transformers."""
 
     def __init__(self, spec, device):
+        transformers, name = need("transformers", f"--soundstream {spec}"), spec.removeprefix("encodec:")
         try:
-            from transformers import EncodecModel
-        except ImportError:
-            raise UserError(f"--soundstream {spec}: needs transformers: pip install transformers") from None
-        name = spec.removeprefix("encodec:")
-        try:
-            self.model = EncodecModel.from_pretrained(name).to(device).eval().requires_grad_(False)
+            self.model = transformers.EncodecModel.from_pretrained(name).to(device).eval().requires_grad_(False)
         except OSError as error:  # no such model, or no way to it
             raise UserError(f"--soundstream {spec}: {str(error).splitlines()[0]}") from error
         settings = self.model.config

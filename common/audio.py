@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from common.config import UserError
+from common.config import UserError, need
 
 SAMPLES = {(1, 1): "u1", (1, 2): "<i2", (1, 3): "u1", (1, 4): "<i4", (3, 4): "<f4", (3, 8): "<f8"}  # (tag, bytes)
 TAGS = {1: "PCM", 2: "Microsoft ADPCM", 3: "float", 6: "A-law", 7: "mu-law", 17: "IMA ADPCM", 49: "GSM 6.10",
@@ -156,10 +156,7 @@ def _decoded(content, kind):
 @contextlib.contextmanager
 def _soundfile(path):
     """An open soundfile.SoundFile."""
-    try:
-        import soundfile
-    except ImportError:
-        raise UserError(f"{path}: reading {Path(path).suffix} needs soundfile: pip install soundfile") from None
+    soundfile = need("soundfile", f"{path}: reading {Path(path).suffix}")
     with _opened(path) as file:
         if not file.read(1):
             raise Unusable(f"{path}: empty file")

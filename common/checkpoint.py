@@ -7,7 +7,6 @@ import concurrent.futures
 import contextlib
 import fcntl
 import hashlib
-import importlib
 import itertools
 import json
 import os
@@ -17,7 +16,7 @@ from pathlib import Path
 import numpy
 import torch
 
-from common.config import UserError
+from common.config import UserError, need
 
 ABOUT = "about"  # what the metadata of a safetensors file has besides weights, as JSON
 
@@ -125,14 +124,6 @@ def load_safetensors(path):
         raise UserError(f"{path}: no model of this program: its metadata lacks {ABOUT!r}") from None
     except Exception as error:  # the package's own types, which are not imported here
         raise UserError(f"{path}: not a safetensors file, or damaged ({error})") from error
-
-
-def need(package, wanted_by):
-    """The optional `package`, imported; UserError says how to install it when it is missing."""
-    try:
-        return importlib.import_module(package)
-    except ImportError:
-        raise UserError(f"{wanted_by}: needs a package: pip install {package.split('.')[0]}") from None
 
 
 def checksum(path):

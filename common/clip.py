@@ -27,7 +27,7 @@ from torch import nn
 
 from common import accumulate, amp, checkpoint, config, data, dist, images, lora, optim, schedule, synthetic, tracker
 from common import nn as layers
-from common.config import UserError
+from common.config import UserError, need
 from common.images import BUILTIN_ROWS
 from common.media import resize
 
@@ -269,10 +269,7 @@ class OpenCLIP(nn.Module):
     def __init__(self, spec: str, device: torch.device | str):
         super().__init__()
         self.spec = spec
-        try:
-            import open_clip
-        except ImportError:
-            raise UserError(f"{spec}: needs open_clip: pip install open_clip_torch") from None
+        open_clip = need("open_clip", spec, "open_clip_torch")
         name, _, weights = spec.removeprefix("open_clip:").partition("/")
         if name not in open_clip.list_models():
             raise UserError(f"{spec}: open_clip has no model {name!r}; expected open_clip:MODEL/WEIGHTS, such as "

@@ -6,6 +6,7 @@ from, weakest first: the default, `--preset NAME`, `--config FILE.json`, the fla
 import dataclasses
 import decimal
 import difflib
+import importlib
 import inspect
 import json
 import os
@@ -20,6 +21,15 @@ NOTES = ("versions",)  # keys of a written config.json that describe the run and
 
 class UserError(ValueError):
     """A mistake that the user can mend. `run` prints its message alone and exits with status 1."""
+
+
+def need(module, wanted_by, package=None):
+    """`module` of an optional package, imported; UserError says how to install the package when it is missing."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        package = package or module.partition(".")[0]
+        raise UserError(f"{wanted_by} needs {package}: pip install {package}") from None
 
 
 def convert(kind, value, name):

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from common import checkpoint
-from common.config import UserError
+from common.config import UserError, need
 
 BAD_SHARE = 0.01  # more unusable rows than this are refused
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # splitmix64's step
@@ -355,10 +355,7 @@ class Captions:
     def _open(self, shard):
         path = self.files[shard]
         if path.suffix == ".parquet":
-            try:
-                from pyarrow import parquet
-            except ImportError:
-                raise UserError(f"{path}: reading parquet needs pyarrow: pip install pyarrow") from None
+            parquet = need("pyarrow.parquet", f"{path}: reading parquet")
             try:
                 names = parquet.read_schema(path).names
                 if "caption" not in names:

@@ -83,11 +83,12 @@ def keep_memory():
         libc = ctypes.CDLL("libc.so.6")
         libc.mallopt(-4, 0)  # M_MMAP_MAX: no block of its own for a large request
         libc.mallopt(-1, 2 ** 31 - 1)  # M_TRIM_THRESHOLD: do not hand the top of the heap back
+        libc.mallopt(-8, 1)  # M_ARENA_MAX: what one thread has freed is there for the others
 
 
 def touch_memory(size):
     """Have a thread touch `size` bytes, for `keep_memory` to keep: later, new memory would take many times as long."""
-    threading.Thread(target=lambda: torch.empty(size, dtype=torch.uint8).zero_(), daemon=True).start()
+    threading.Thread(target=lambda: torch.empty(size, dtype=torch.uint8).zero_()).start()
 
 
 def teardown():

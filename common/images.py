@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from common import data, media, synthetic
-from common.config import UserError
+from common.config import UserError, need
 
 IMAGES = (".jpg", ".jpeg", ".png", ".webp")
 ENTRY = np.dtype([("file", np.int32), ("suffix", np.uint8), ("in_json", bool), ("image", np.int64, 2),
@@ -39,10 +39,10 @@ def decode_image(content, name):
             except ValueError:
                 if importlib.util.find_spec("PIL") is None:
                     raise  # else Pillow may know: palettes, 16 bits, interlacing
-        from PIL import Image
+        Image = need("PIL.Image", f"{name}: reading {Path(name).suffix} images", "pillow")
         return np.asarray(Image.open(io.BytesIO(content)).convert("RGB"))
-    except ImportError:
-        raise UserError(f"{name}: reading {Path(name).suffix} images needs Pillow: pip install pillow") from None
+    except UserError:
+        raise
     except Exception as error:  # Pillow meets a damaged file with any of a dozen types
         reason = str(error).partition(" <")[0]  # without the address of an object
         raise Unusable(f"{name}: not a readable image ({reason})") from error

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from common import accumulate, audio, dist, synthetic, tracker
-from common.config import UserError
+from common.config import UserError, need
 
 RATE, HOP, WINDOW = 16_000, 320, 640  # Hz, samples between frames (20 ms), samples of a frame
 FIELD = 400  # samples that HuBERT sees for a frame
@@ -94,12 +94,9 @@ def _hubert(spec: str) -> tuple[list, int]:
     name, _, layer = spec.removeprefix("hubert:").rpartition(":")
     if not name or not layer.isdigit():
         raise UserError(f"{spec}: expected hubert:MODEL:LAYER, such as hubert:facebook/hubert-base-ls960:9")
+    transformers = need("transformers", spec)
     try:
-        from transformers import HubertModel
-    except ImportError:
-        raise UserError(f"{spec}: needs transformers: pip install transformers") from None
-    try:
-        model = HubertModel.from_pretrained(name).eval().requires_grad_(False)
+        model = transformers.HubertModel.from_pretrained(name).eval().requires_grad_(False)
     except OSError as error:  # no such model, or no way to it
         raise UserError(f"{spec}: {str(error).splitlines()[0]}") from error
     if int(layer) > model.config.num_hidden_layers:

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 from common import accumulate, amp, checkpoint, config, dist, ema, optim, schedule, store, tracker
-from common.config import UserError
+from common.config import UserError, need
 
 
 class State:
@@ -36,8 +36,8 @@ class State:
                                update_after=cfg.ema_update_after)
         self.average.to("cpu" if cfg.ema_on_host else device, pin_memory=cfg.ema_on_host)
         self.step, self.best_val_loss = 0, float("inf")
-        if dist.is_main() and device.type == "cpu":  # for the first save: weights, average and Adam's two moments
-            dist.touch_memory(4 * sum(p.numel() * p.element_size() for p in self.trained.parameters()))
+        if dist.is_main() and device.type == "cpu":  # two moments to come, and the first copy of weights, average, both
+            dist.touch_memory(6 * sum(p.numel() * p.element_size() for p in self.trained.parameters()))
 
     def state(self):
         """The contents of a checkpoint, with the tensors themselves, not copies."""
@@ -165,7 +165,7 @@ def check_start(cfg):
     except ValueError as error:
         raise UserError(str(error)) from error
     if cfg.logger != "console":
-        checkpoint.need(cfg.logger, f"--logger {cfg.logger}")
+        need(cfg.logger, f"--logger {cfg.logger}")
     for saver in store.savers(cfg):
         saver.ready(None)
     begun = bool(cfg.resume == "auto" and checkpoint.record_of(cfg.run)["checkpoints"])

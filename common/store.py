@@ -29,7 +29,7 @@ from typing import Literal
 from tqdm import tqdm
 
 from common import checkpoint, config
-from common.config import UserError
+from common.config import UserError, need
 
 RESERVED = ("model", "config", "versions", "run", "step", "epoch", "samples_seen", "val_loss", "best_val_loss")
 ATTEMPTS = 5  # at a download that breaks off, each of which goes on where the one before it ended
@@ -225,7 +225,7 @@ def transfer(url, file, most):
 
 def from_wandb(address, cfg, folder):
     """Copy a file of a run, wandb:RUN/FILE, to its place in `folder`."""
-    wandb = checkpoint.need("wandb", address)
+    wandb = need("wandb", address)
     run, _, name = address.removeprefix("wandb:").partition("/")
     where = "/".join(filter(None, (cfg.wandb_entity, cfg.wandb_project, run)))
     try:
@@ -301,7 +301,7 @@ class Saver:
     def ready(self, log):
         """Check what can be before training; UserError. log: the run's Tracker, or None."""
         if any(path.endswith(".safetensors") for path in self.targets.values()):
-            checkpoint.need("safetensors.torch", f"--save {self.text}")
+            need("safetensors.torch", f"--save {self.text}")
 
     def send(self, file, event, values, about):
         """Copy `file` to its place, and `about`, {file name: text}, to the one for metadata, if there is one."""
@@ -336,7 +336,7 @@ class WandB(Saver):
 
     def ready(self, log):
         super().ready(log)
-        checkpoint.need("wandb", "--save wandb")
+        need("wandb", "--save wandb")
         self.run = log and log.logger.run
 
     def put(self, content, name):
@@ -357,7 +357,7 @@ class HuggingFace(Saver):
 
     def ready(self, log):
         super().ready(log)
-        hub, token = checkpoint.need("huggingface_hub", "--save huggingface"), None
+        hub, token = need("huggingface_hub", "--save huggingface"), None
         if path := self.settings.get("token_file"):
             try:
                 token = Path(path).read_text().strip()

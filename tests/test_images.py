@@ -484,7 +484,8 @@ def test_one_bad_picture_is_skipped_and_named_and_nothing_but_bad_ones_is_refuse
 def test_jpegs_without_pillow_end_in_the_line_that_installs_it_not_in_skipping_them_all(tmp_path, monkeypatch):
     files = {name.replace("png", "jpg"): content for name, content in members(range(4)).items()}
     write_tar(tmp_path / "0.tar", files)
-    monkeypatch.setitem(sys.modules, "PIL", None)  # makes its import fail
+    for module in ("PIL", "PIL.Image"):
+        monkeypatch.setitem(sys.modules, module, None)  # makes its import fail
     source = images.Pictures(tmp_path, 8)
     for read in (source.check, lambda: source.fetch(np.arange(2))):
         with pytest.raises(UserError, match=r"0\.tar: 000000000\.jpg: .*pip install pillow"):

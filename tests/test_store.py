@@ -233,7 +233,7 @@ def test_stages_trained_in_turn_must_not_share_a_path_or_a_start():
 def test_a_missing_package_is_told_with_the_line_that_installs_it(saver, package, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.setitem(sys.modules, f"{package}.torch", None)
-    with pytest.raises(UserError, match=f"needs a package: pip install {package}"):
+    with pytest.raises(UserError, match=f"needs {package}: pip install {package}"):
         store.savers(train_prior.Config(save=(saver,), logger="wandb"))[0].ready(None)
 
 

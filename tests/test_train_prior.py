@@ -7,15 +7,12 @@ import random
 import re
 import shutil
 import signal
-import subprocess
-import sys
 
 import helpers
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT
 from helpers import (
     SMALL,
     Forked,
@@ -31,7 +28,7 @@ from helpers import (
 from servers import needs
 
 import train_prior
-from common import amp, checkpoint, clip, data, diffusion, synthetic
+from common import accumulate, amp, checkpoint, clip, data, diffusion, dist, synthetic
 
 
 def start(*words, ranks=0):
@@ -479,52 +476,40 @@ def test_options_train_on_two_ranks(settings, emb, tmp_path):
     assert losses[-1] < losses[0] and all(np.isfinite(losses))
 
 
-OVERFLOW = """
-import sys
-sys.path.insert(0, {root!r})
-import json, torch, train_prior
-from common import accumulate, data, dist
-results = []
-device = dist.setup("cpu")
-cfg = train_prior.Config(**{settings!r})
-source = data.Embeddings({emb!r})
-state = train_prior.make(cfg, source, None, None, device)
-model = dist.wrap(state.model, device)
-plan = accumulate.plan(cfg.batch_size, cfg.chunk_size, dist.rank(), dist.world_size())
-reader = data.Chunks(source, data.Split(len(source), "train", 0.1, 0.1), cfg.seed)
-inject = [False]
-next(state.model.parameters()).register_hook(lambda g: g * float("inf") if inject[0] and dist.rank() == 1 else g)
-def attempt():
-    start = state.step * cfg.batch_size
-    batch = [reader[start + chunk.start, start + chunk.stop] for chunk in plan]
-    return train_prior.update(state, model, None, plan, batch)[2]
-while not attempt():  # the first scale is a guess
-    pass
-for number in range(4):
-    before = [t.clone() for t in [*state.model.state_dict().values(), *state.average.state_dict().values()]]
-    step, scale = state.step, state.scaler.get_scale()
-    inject[0] = number == 2
-    taken = attempt()
-    after = [*state.model.state_dict().values(), *state.average.state_dict().values()]
-    same = all(torch.equal(a, b) for a, b in zip(before, after))
-    scale = state.scaler.get_scale() / scale
-    results.append([number, taken, state.step - step, same, scale])
-    dist.check_in_step(state.model, state.step)
-everyone = dist.gather(results)
-if dist.is_main():
-    print(json.dumps(everyone))
-dist.teardown()
-"""
+def overflow_on_rank_1(emb):
+    """[update, whether it was taken, steps counted, whether nothing changed, ratio of scales]: the third overflows."""
+    cfg = train_prior.Config(**{**SMALL, "eval_timesteps": (4,), "precision": "fp16"})
+    device, source = torch.device("cpu"), data.Embeddings(emb)
+    state = train_prior.make(cfg, source, None, None, device)
+    model = dist.wrap(state.model, device)
+    plan = accumulate.plan(cfg.batch_size, cfg.chunk_size, dist.rank(), dist.world_size())
+    reader = data.Chunks(source, data.Split(len(source), "train", 0.1, 0.1), cfg.seed)
+    overflow, results = dist.rank() == 1, []
+    next(state.model.parameters()).register_hook(
+        lambda g: g * float("inf") if overflow and len(results) == 2 else g)
+
+    def attempt():
+        start = state.step * cfg.batch_size
+        batch = [reader[start + chunk.start, start + chunk.stop] for chunk in plan]
+        return train_prior.update(state, model, None, plan, batch)[2]
+
+    while not attempt():  # the first scale is a guess
+        pass
+    for number in range(4):
+        before = [t.clone() for t in [*state.model.state_dict().values(), *state.average.state_dict().values()]]
+        step, scale = state.step, state.scaler.get_scale()
+        taken = attempt()
+        after = [*state.model.state_dict().values(), *state.average.state_dict().values()]
+        same = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        results.append([number, taken, state.step - step, same, state.scaler.get_scale() / scale])
+        dist.check_in_step(state.model, state.step)
+    return results
 
 
-def test_fp16_overflow_on_one_rank_of_two_is_a_step_that_did_not_happen(emb, tmp_path):
-    settings = {**SMALL, "eval_timesteps": (4,), "precision": "fp16"}
-    script = tmp_path / "overflow.py"
-    script.write_text(OVERFLOW.format(root=str(ROOT), settings=settings, emb=str(emb)))
-    out = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", script],
-                         capture_output=True, text=True, check=True).stdout
+def test_fp16_overflow_on_one_rank_of_two_is_a_step_that_did_not_happen(emb, on_ranks):
     usual, skipped = [True, 1, False, 1.0], [False, 0, True, 0.5]  # taken, steps, unchanged, ratio of scales
-    assert json.loads(out) == [[[number, *(skipped if number == 2 else usual)] for number in range(4)]] * 2
+    expected = [[number, *(skipped if number == 2 else usual)] for number in range(4)]
+    assert on_ranks(2, overflow_on_rank_1, emb) == [expected] * 2
 
 
 @pytest.mark.parametrize("settings", [
