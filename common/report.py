@@ -240,8 +240,9 @@ def samples(folder):
             left_out += 1
             continue
         room -= path.stat().st_size
-        data = base64.b64encode(path.read_bytes()).decode()
-        if path.suffix == ".png" and int.from_bytes(path.read_bytes()[16:20], "big") > WIDTH:
+        content = path.read_bytes()
+        data = base64.b64encode(content).decode()
+        if path.suffix == ".png" and int.from_bytes(content[16:20], "big") > WIDTH:
             wide.add(path.stem)  # a grid with captions: at its own size, over the whole width
         shown.setdefault(path.stem, []).append(
             f'<img alt="{html.escape(path.name)}" src="data:image/png;base64,{data}">' if path.suffix == ".png" else

@@ -68,11 +68,13 @@ class State:
 
         files: {kind: (future that writes it, file)} of what is written anyway; other kinds are written for this alone.
         """
+        if not (kinds := log.outbox.kinds(event)):
+            return
         values = log.values(self)
         about = {"config.json": config.as_json(self.cfg), "metadata.json": {
             **self.facts["metadata"], **tracker.finite(values), "versions": self.versions}}
         about = {name: json.dumps(part, indent=2) + "\n" for name, part in about.items()}
-        for kind in sorted(log.outbox.kinds(event)):
+        for kind in sorted(kinds):
             if kind in files:
                 written, file = files[kind]
             else:
@@ -187,7 +189,7 @@ def resume_point(cfg, run, identity):
         earlier = (step for step in run.record.get("resumed", ()) if step < newest["step"])
         run.record["resumed"] = [*earlier, newest["step"]] if newest["step"] < cfg.steps else [*earlier]
     elif cfg.load and (run.record["checkpoints"] or not cfg.load_only_auto_resume):
-        resume_from = store.fetch(cfg.load, cfg)
+        resume_from = store.fetch(cfg.load, cfg, again=bool(run.record["checkpoints"]))  # else `check_start` has it
     elif cfg.load:
         notes.append(f"a new run, for which --load {cfg.load} is not used, with --load_only_auto_resume")
     finished = run.record["finished"] if newest and newest["step"] >= cfg.steps else None

@@ -233,20 +233,14 @@ def from_wandb(address, cfg, folder):
         if file.size > cfg.load_max_gb * 1e9:
             raise UserError(f"{address}: {file.size / 1e9:.3g} GB; raise --load_max_gb, which is {cfg.load_max_gb:g}, "
                             "if that is meant")
-        with tempfile.TemporaryDirectory(dir=made_folder(folder)) as fresh:  # so that what is there stays whole
+        copy_of(address, folder).parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as fresh:  # so that what is there stays whole
             file.download(root=fresh).close()
-            copy_of(address, folder).parent.mkdir(parents=True, exist_ok=True)
             os.replace(Path(fresh) / name, copy_of(address, folder))
     except (UserError, OSError):
         raise
     except Exception as error:  # the package's own types, and those of what it uses
         raise UserError(f"{address}: no such file in {where}, or no way to it: {one_line(error)}") from error
-
-
-def made_folder(path):
-    """`path`, which is there afterwards."""
-    path.mkdir(parents=True, exist_ok=True)
-    return path
 
 
 # Savers
@@ -431,10 +425,11 @@ class Outbox:
         if written.exception():  # which the training hears of
             return
         try:
+            self.folder.mkdir(parents=True, exist_ok=True)
             for number, saver in enumerate(self.savers):
                 if event in saver.events and saver.kind == kind:
                     self.number += 1
-                    own = made_folder(self.folder) / f"{self.number:06d}_{event}.pt"
+                    own = self.folder / f"{self.number:06d}_{event}.pt"
                     try:
                         os.link(file, own)  # a second name: what writes `file` anew replaces it, and leaves this alone
                     except OSError:

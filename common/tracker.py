@@ -156,29 +156,32 @@ def series(path):
 
 
 def recorded(folder, run_id):
-    """How many lines of a run the files of earlier starts of wandb offline hold, of which a kill may leave little.
+    """How many lines of a run the files of earlier starts of wandb offline hold, of which a kill may leave little."""
+    return max((history.step.num + 1 for path in folder.glob(f"offline-run-*-{run_id}*/*.wandb")
+                for history in histories(path)), default=0)
 
-    They are logs in the format of LevelDB (blocks of 32 KiB, in which a record may be cut) of protobuf records.
+
+def histories(path):
+    """The logged lines, as the package's own records, in a file of wandb offline.
+
+    It is a log in the format of LevelDB (blocks of 32 KiB, in which a record may be cut) of protobuf records.
     """
     from wandb.proto.wandb_internal_pb2 import Record
-    rows = 0
-    for path in folder.glob(f"offline-run-*-{run_id}*/*.wandb"):
-        data, at, record = path.read_bytes(), 7, b""
-        while at + 7 <= len(data):
-            size, kind = struct.unpack_from("<HB", data, at + 4)  # after a checksum; 1 whole, 2 first, 3 middle, 4 last
-            left = 32768 - at % 32768  # of the block, whose end is padded with zeros
-            if left < 7 or not kind:
-                at += left
-                continue
-            if at + 7 + size > len(data):  # cut off
-                break
-            record += data[at + 7:at + 7 + size]
-            at += 7 + size
-            if kind in (1, 4):
-                found, record = Record.FromString(record), b""
-                if found.WhichOneof("record_type") == "history":
-                    rows = max(rows, found.history.step.num + 1)
-    return rows
+    data, at, record = path.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        size, kind = struct.unpack_from("<HB", data, at + 4)  # after a checksum; 1 whole, 2 first, 3 middle, 4 last
+        left = 32768 - at % 32768  # of the block, whose end is padded with zeros
+        if left < 7 or not kind:
+            at += left
+            continue
+        if at + 7 + size > len(data):  # cut off
+            break
+        record += data[at + 7:at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):
+            found, record = Record.FromString(record), b""
+            if found.WhichOneof("record_type") == "history":
+                yield found.history
 
 
 def check_logger(cfg, record):

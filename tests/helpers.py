@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import socket
-import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +14,7 @@ import pytest
 import torch
 from conftest import FORKS, ROOT
 
-from common import checkpoint, config, dist
+from common import checkpoint, config, dist, tracker
 
 # Of a prior that trains in seconds.
 SMALL = dict(steps=24, width=32, depth=2, heads=2, batch_size=48, chunk_size=10, log_every=4, eval_every=12,
@@ -180,28 +179,17 @@ def records_of(folder):
             name: len(found.Audio(name)) for name in tags["audio"]}
         return {name: [(e.step, e.value) for e in found.Scalars(name)] for name in tags["scalars"]}, media
     import wandb
-    from wandb.proto.wandb_internal_pb2 import Record
     wandb.teardown()  # its process is at it a little longer than `finish` waits
     curves, media, rows = {}, {}, []
     for path in sorted((folder / "wandb").glob("offline-run-*/*.wandb")):
-        data, at, text = path.read_bytes(), 7, b""
-        while at + 7 <= len(data):
-            size, kind = struct.unpack_from("<HB", data, at + 4)
-            if 32768 - at % 32768 < 7 or not kind:
-                at += 32768 - at % 32768
-                continue
-            text, at = text + data[at + 7:at + 7 + size], at + 7 + size
-            if kind in (1, 4) and at <= len(data):
-                record, text = Record.FromString(text), b""
-                if record.WhichOneof("record_type") == "history":
-                    rows.append(record.history.step.num)
-                    line = {tuple(item.nested_key) or (item.key,): json.loads(item.value_json)
-                            for item in record.history.item}
-                    for (name, *part), value in line.items():
-                        if part == ["_type"]:
-                            media[name] = media.get(name, 0) + 1
-                        elif not part:
-                            curves.setdefault(name, []).append((line["step",], value))
+        for history in tracker.histories(path):
+            rows.append(history.step.num)
+            line = {tuple(item.nested_key) or (item.key,): json.loads(item.value_json) for item in history.item}
+            for (name, *part), value in line.items():
+                if part == ["_type"]:
+                    media[name] = media.get(name, 0) + 1
+                elif not part:
+                    curves.setdefault(name, []).append((line["step",], value))
     assert rows == sorted(set(rows))
     return curves, media
 
