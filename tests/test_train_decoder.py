@@ -1067,11 +1067,12 @@ def test_data_that_training_cannot_use_are_refused_in_one_line(cascade, world, t
 
     whole = changed("truncated", keep)["data"] / "00001.tar"
     whole.write_bytes(whole.read_bytes()[:50_000])
-    monkeypatch.setitem(sys.modules, "PIL", None)
+    for module in ("PIL", "PIL.Image"):
+        monkeypatch.setitem(sys.modules, module, None)
     for settings, message in [
         (dict(data=tmp_path / "nothing"), "nothing: no such file or folder"),
         (dict(data=tmp_path / "truncated"), "00001.tar: corrupt or truncated tar"),
-        (changed("jpg", lambda k, v: [(k.replace(".png", ".jpg"), v)]), "reading .jpg images needs Pillow: pip"),
+        (changed("jpg", lambda k, v: [(k.replace(".png", ".jpg"), v)]), "reading .jpg images needs pillow: pip"),
         (changed("text", lambda k, v: [(k, b"hello" if k.endswith("png") else v)]), "not a readable image"),
         (dict(changed("whole", keep), image_size=64), "32x32 pixels, smaller than the 64 asked for"),
         (changed("gaps", lambda k, v: [] if k > "00140" and k.endswith("npy") else [(k, v)]),
