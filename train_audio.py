@@ -882,9 +882,8 @@ class Stack:
         for stage in ("semantic", "coarse", "fine"):
             self.cfgs[stage], self.models[stage], self.facts[stage] = load_transformer(Path(run) / stage, stage, device,
                                                                                        weights)
-        cfg, beside = self.cfgs["coarse"], Path(run)  # a folder that has moved has them in it still
-        codec, tokens = (str(beside / name) if (beside / name).is_dir() else given for name, given in
-                         (("soundstream", cfg.soundstream), ("semantic", cfg.semantic)))
+        cfg = where_it_is(self.cfgs["coarse"], run)
+        codec, tokens = cfg.soundstream, cfg.semantic
         self.codec = load_soundstream(codec, device)
         self.tokenizer = load_tokenizer(model_file(tokens, "semantic", TOKENIZER), device)
         for stage, name, thing in (("semantic", "tokenizer", self.tokenizer), ("coarse", "tokenizer", self.tokenizer),
@@ -1698,6 +1697,13 @@ def load_tokenizer(path, device):
     return tokenizer
 
 
+def where_it_is(cfg, run):
+    """A trained stage's config with its folder, and those it needs as far as they are beside it, in `run`: it may have
+    moved, or been trained from another working directory."""
+    there = {name: str(Path(run) / name) for name in ("soundstream", "semantic") if (Path(run) / name).is_dir()}
+    return dataclasses.replace(cfg, run=str(Path(run) / cfg.stage), **there)
+
+
 def load_transformer(path, stage, device, weights="ema"):
     """(config, model in eval mode, contents of the file) of a stage's run folder."""
     file = model_file(path, stage) if weights == "ema" else newest_checkpoint(path)
@@ -1767,7 +1773,8 @@ def evaluate(asked):
             continue
         file = path if asked.weights == "ema" else newest_checkpoint(path.parent)
         cfg, state = lora.read_model(stage, Config, file, asked.weights)
-        cfg = dataclasses.replace(cfg, data=asked.data or cfg.data, eval_samples=asked.samples, resume="never")
+        cfg = dataclasses.replace(where_it_is(cfg, asked.run), data=asked.data or cfg.data,
+                                  eval_samples=asked.samples, resume="never")
         source = open_source(cfg, cfg.seconds)
         task = CodecTask(cfg, source, device) if stage == "soundstream" else TokenTask(cfg, source, device, state)
         load_weights(task.run.model, state, file)

@@ -76,15 +76,15 @@ def whole(voices):
     return folder
 
 
-def moved(whole, folder, *leave_out):
-    """A copy of the run of all stages, whose files name one another in their new place."""
+def moved(whole, folder, *leave_out, to=None):
+    """A copy of the run of all stages, whose files name one another in their new place, or in another, `to`."""
     shutil.copytree(whole, folder, ignore=shutil.ignore_patterns("checkpoints", "samples", *leave_out))
     for path in folder.glob("*/model.pt"):
         state = checkpoint.load(path)
         if state["kind"] == "soundstream":
             continue  # its checksum is what tells it from others
         for name in ("run", "soundstream", "semantic"):
-            state["config"][name] = state["config"][name].replace(str(whole), str(folder))
+            state["config"][name] = state["config"][name].replace(str(whole), str(to or folder))
         checkpoint.save(state, path)
     return folder
 
@@ -1164,10 +1164,11 @@ def sampled(folder, *words, out="out.wav", **settings):
 
 
 def test_evaluate_gives_the_figures_of_training_and_of_any_weights(whole, tmp_path):
-    out = run("evaluate", *flags(run=whole, samples=4, seconds=0.3, device="cpu"))
+    folder = moved(whole, tmp_path / "run", to="seen/from/elsewhere")
+    out = run("evaluate", *flags(run=folder, samples=4, seconds=0.3, device="cpu"))
     for stage in STAGES:
         trained = metrics(whole / stage)[-1]
-        assert f"{whole / stage}, on test recordings:" in out
+        assert f"{folder / stage}, on test recordings:" in out
         assert f"{trained['test_loss']:.4f}" in out
     assert "The stages together" in out
     online = run("evaluate", *flags(run=whole, samples=4, seconds=0.3, device="cpu", weights="online", part="train"))
