@@ -1164,7 +1164,7 @@ def sampled(folder, *words, out="out.wav", **settings):
 
 
 def test_evaluate_gives_the_figures_of_training_and_of_any_weights(whole, tmp_path):
-    folder = moved(whole, tmp_path / "run", to="seen/from/elsewhere")
+    folder = moved(whole, tmp_path / "run", to=tmp_path / "elsewhere")
     out = run("evaluate", *flags(run=folder, samples=4, seconds=0.3, device="cpu"))
     for stage in STAGES:
         trained = metrics(whole / stage)[-1]
