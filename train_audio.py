@@ -882,15 +882,14 @@ class Stack:
         for stage in ("semantic", "coarse", "fine"):
             self.cfgs[stage], self.models[stage], self.facts[stage] = load_transformer(Path(run) / stage, stage, device,
                                                                                        weights)
-        cfg = where_it_is(self.cfgs["coarse"], run)
-        codec, tokens = cfg.soundstream, cfg.semantic
-        self.codec = load_soundstream(codec, device)
-        self.tokenizer = load_tokenizer(model_file(tokens, "semantic", TOKENIZER), device)
+        cfg = self.cfgs["coarse"]
+        self.codec = load_soundstream(cfg.soundstream, device)
+        self.tokenizer = load_tokenizer(model_file(cfg.semantic, "semantic", TOKENIZER), device)
         for stage, name, thing in (("semantic", "tokenizer", self.tokenizer), ("coarse", "tokenizer", self.tokenizer),
                                    ("coarse", "codec", self.codec), ("fine", "codec", self.codec)):
             if self.facts[stage]["made_of"][name] != thing.checksum:
                 raise UserError(f"{Path(run) / stage}: it was trained on the tokens of another {name} than "
-                                f"{codec if name == 'codec' else tokens}; train it anew")
+                                f"{cfg.soundstream if name == 'codec' else cfg.semantic}; train it anew")
 
     def text(self, stage, texts):
         """What the model of a stage takes for texts, or None if it takes none."""
@@ -1712,7 +1711,7 @@ def load_transformer(path, stage, device, weights="ema"):
     text = TextTokens(cfg, state["merges"], state["embed_width"])
     model = TokenTransformer(cfg, streams, text.vocabulary, text.embed_width)
     load_weights(model, state, file)
-    return cfg, model.to(device).eval().requires_grad_(False), state
+    return where_it_is(cfg, Path(path).parent), model.to(device).eval().requires_grad_(False), state
 
 
 # Commands

@@ -233,10 +233,11 @@ def from_wandb(address, cfg, folder):
         if file.size > cfg.load_max_gb * 1e9:
             raise UserError(f"{address}: {file.size / 1e9:.3g} GB; raise --load_max_gb, which is {cfg.load_max_gb:g}, "
                             "if that is meant")
-        copy_of(address, folder).parent.mkdir(parents=True, exist_ok=True)
+        place = copy_of(address, folder)
+        place.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as fresh:  # so that what is there stays whole
             file.download(root=fresh).close()
-            os.replace(Path(fresh) / name, copy_of(address, folder))
+            os.replace(Path(fresh) / name, place)
     except (UserError, OSError):
         raise
     except Exception as error:  # the package's own types, and those of what it uses

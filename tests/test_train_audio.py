@@ -1171,6 +1171,9 @@ def test_evaluate_gives_the_figures_of_training_and_of_any_weights(whole, tmp_pa
         assert f"{folder / stage}, on test recordings:" in out
         assert f"{trained['test_loss']:.4f}" in out
     assert "The stages together" in out
+    told = train_audio.Stack(folder, torch.device("cpu")).cfgs["coarse"]
+    assert [told.run, told.soundstream, told.semantic] == [str(folder / name) for name in (
+        "coarse", "soundstream", "semantic")] and not (tmp_path / "elsewhere").exists()  # nor are tokens put there
     online = run("evaluate", *flags(run=whole, samples=4, seconds=0.3, device="cpu", weights="online", part="train"))
     assert "on train recordings:" in online and "seconds_added" in online
 
