@@ -801,7 +801,7 @@ def generate(model, codes, lengths, frames, seeds, text=None, temperature=1.0, t
         pairs = [(i - q, q) for q in range(Q)] if several else [(i // Q, i % Q)]
         new = [(t, q) for t, q in pairs if 0 <= t < frames]
         quantizers = slice(new[0][1], new[-1][1] + 1)
-        scores = torch.einsum("bw,qkw->bqk", x, model.heads[-1][quantizers].to(x.dtype)).float()
+        scores = F.linear(x, model.heads[-1][quantizers].flatten(0, 1).to(x.dtype)).unflatten(1, (-1, K + 1)).float()
         if guided:
             scores = scores[batch:] + guidance_scale * (scores[:batch] - scores[batch:])
         if not ends or new[0][1] > 0:

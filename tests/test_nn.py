@@ -109,7 +109,20 @@ def test_attention_is_softmax_attention_written_slowly(options, mode):
     table = nn.rotary_table(torch.arange(count), layer.head_width) if mode == "rotary" else None
     ours = layer(x, *layer.keys_values(x, table), mask=seen if mode == "mask" else None, causal=mode == "causal",
                  table=table)
-    torch.testing.assert_close(ours, slow_attention(layer, x, x, seen, table), rtol=1e-5, atol=1e-6)
+    slow = slow_attention(layer, x, x, seen, table)
+    torch.testing.assert_close(ours, slow, rtol=1e-5, atol=1e-6)
+    here = None if table is None else tuple(part[3:4] for part in table)
+    row = seen[3:4].bool()
+    for mask in row, row[None, None], torch.zeros(1, HEADS, 1, count).double().masked_fill(~row, -torch.inf):
+        ours = layer(x[:, 3:4], *layer.keys_values(x, table), mask=mask, table=here)  # a query alone
+        torch.testing.assert_close(ours, slow[:, 3:4], rtol=1e-5, atol=1e-6)
+
+
+def test_a_single_query_takes_the_bias_of_each_head():
+    torch.manual_seed(0)
+    layer, x, bias = nn.Attention(WIDTH, HEADS, kv_heads=2).double(), tokens(6), torch.randn(2, HEADS, 6, 6).double()
+    ours = layer(x[:, 5:], *layer.keys_values(x), mask=bias[:, :, 5:])
+    torch.testing.assert_close(ours, layer(x, *layer.keys_values(x), mask=bias)[:, 5:], rtol=1e-5, atol=1e-6)
 
 
 def test_attention_to_a_context_of_another_width_is_softmax_attention():
@@ -202,6 +215,8 @@ def test_the_feed_forward_and_its_gradients_are_those_of_swiglu(normformer):
     hidden = (x @ gate.T) / (1 + torch.exp(-(x @ gate.T))) * (x @ up.T)
     slow = (F.layer_norm(hidden, (2 * WIDTH,), layer.norm.weight) if normformer else hidden) @ down.T
     torch.testing.assert_close(layer(x), slow)
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x), slow)
     weight = tokens(5, seed=2)
     for ours, theirs in zip(torch.autograd.grad((layer(x) * weight).sum(), given),
                             torch.autograd.grad((slow * weight).sum(), given)):
