@@ -14,7 +14,6 @@ SoundStream: Zeghidour et al. 2021. AudioLM: Borsos et al. 2022.
 """
 import collections
 import dataclasses
-import functools
 import itertools
 import math
 import time
@@ -91,7 +90,8 @@ class Config(Settings):
     rotation: bool = False  # gradients through quantization by the rotation trick (Fifty et al. 2024), not straight
     code_temperature: float = 0.0  # codes are drawn at this temperature in training, 0 for the nearest
     quantize_after: int = 100  # steps of the plain autoencoder before k-means makes the codebooks
-    mel_weight: float = 0.3  # of the distance of log-mel spectra at six scales
+    mel_weight: float = 0.1  # of the distance of log-mel spectra at six scales
+    pre_emphasis: float = 0.5  # of waves in the two losses below, 0 for none: it lifts the faint upper formants
     l1_weight: float = 10.0  # of the L1 distance of waves
     sdr_weight: float = 0.1  # of the signal-to-distortion ratio, in dB; scale-invariant, it would blow up silence
     commitment_weight: float = 0.25  # of the distance of frames to their codes
@@ -191,7 +191,7 @@ class Config(Settings):
                      "timeout_minutes"):
             if not getattr(self, name):
                 raise UserError(f"--{name}: 0 is not above 0")
-        for name in ("beta1", "beta2", "dropout", "mask_past", "text_drop", "ema_decay", "ema_min_decay",
+        for name in ("beta1", "beta2", "dropout", "mask_past", "text_drop", "ema_decay", "ema_min_decay", "pre_emphasis",
                      "codebook_decay", "quantizer_dropout", "discriminate_after", "top_k", "text_gradient"):
             share = getattr(self, name)
             if share > 1 or (share == 1 and name in ("beta1", "beta2", "mask_past", "codebook_decay")):
@@ -231,7 +231,7 @@ TRANSFORMER = dict(seconds=3.5, batch_size=16, chunk_size=8, optimizer="muon", l
 STAGES = {
     "soundstream": dict(steps=1400),
     "semantic": dict(TRANSFORMER, steps=400),
-    "coarse": dict(TRANSFORMER, steps=900),
+    "coarse": dict(TRANSFORMER, seconds=2.5, steps=1000),
     "fine": dict(TRANSFORMER, seconds=1.75, steps=150),
 }
 PRESETS = {  # the codec of SoundStream §III at 24 kHz; transformers of AudioLM §IV-A
@@ -955,6 +955,8 @@ def reconstruction_loss(cfg, fake, real, commitment):
         fake, loss = fake.float(), cfg.commitment_weight * commitment.float()
         if cfg.mel_weight:
             loss = loss + cfg.mel_weight * audio.spectral_loss(fake, real, cfg.sample_rate).mean()
+        if cfg.pre_emphasis:
+            fake, real = (x[:, 1:] - cfg.pre_emphasis * x[:, :-1] for x in (fake, real))
         if cfg.l1_weight:
             loss = loss + cfg.l1_weight * (fake - real).abs().mean()
         if cfg.sdr_weight:
@@ -1414,22 +1416,21 @@ def code_cache(folder, source, codec, device):
     def encode(row):
         with torch.inference_mode():
             return codec.encode(source.wave(row)[None].to(device))[0].cpu().numpy()
-    return token_cache(folder, source, {"codec": codec.checksum}, encode, "codes")
+    return token_cache(folder, source, {"codec": codec.checksum}, lambda: encode, "codes")
 
 
 def semantic_cache(folder, source, tokenizer):
     """The semantic tokens of all recordings, their speaker's mean and variance removed."""
-    rows = {}
-    for row in range(len(source)):
-        rows.setdefault(source.speaker(row), []).append(row)
-
-    @functools.cache
-    def stats(speaker):
-        return tokenizer.speaker_stats(source.readable(rows[speaker][:semantic.TOGETHER])[1], source.rate)
-
-    def encode(row):
-        return tokenizer.encode(source.wave(row), source.rate, stats(source.speaker(row)))[:, None]
-    return token_cache(folder, source, {"tokenizer": tokenizer.checksum}, encode, "semantic tokens")
+    def start():
+        rows, mine = {}, {}
+        for row in range(len(source)):
+            rows.setdefault(source.speaker(row), []).append(row)
+        for speaker in [*rows][dist.rank()::dist.world_size()]:
+            if waves := source.readable(rows[speaker][:semantic.TOGETHER])[1]:
+                mine[speaker] = tokenizer.speaker_stats(waves, source.rate)
+        stats = {speaker: pair for part in dist.gather(mine) for speaker, pair in part.items()}
+        return lambda row: tokenizer.encode(source.wave(row), source.rate, stats.get(source.speaker(row)))[:, None]
+    return token_cache(folder, source, {"tokenizer": tokenizer.checksum}, start, "semantic tokens")
 
 
 def prepare(cfg, run):

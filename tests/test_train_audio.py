@@ -267,6 +267,23 @@ def test_mod_relu_is_finite_in_fp16_too_for_silence_and_for_loud_sounds():
     assert out.dtype == torch.float16 and torch.equal(out, x) and x.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("emphasis", [0.0, 0.5])
+def test_losses_of_waves_are_those_of_the_formulas_after_pre_emphasis(emphasis):
+    cfg = settings_of("soundstream", pre_emphasis=emphasis, mel_weight=0.7, l1_weight=3.0, sdr_weight=0.2)
+    fake, real = noise(2, 3000), noise(2, 3000, seed=1)
+    given = fake.clone(), real.clone()
+    ours = train_audio.reconstruction_loss(cfg, fake, real, torch.tensor(0.5))
+    assert torch.equal(fake, given[0]) and torch.equal(real, given[1])  # the caller's stay
+    one, other = (np.array([[wave[t] - emphasis * wave[t - 1] for t in range(1, 3000)] for wave in waves.tolist()])
+                  for waves in given)
+    if not emphasis:
+        one, other = (waves.double().numpy() for waves in given)
+    decibels = 10 * np.log10(((one - other) ** 2).mean(1) / (other ** 2).mean(1)).mean()
+    expected = (0.7 * audio.spectral_loss(*given, cfg.sample_rate).mean().item() + 3 * np.abs(one - other).mean()
+                + 0.2 * decibels + cfg.commitment_weight * 0.5)
+    assert ours.item() == pytest.approx(expected, rel=1e-4)
+
+
 def test_losses_of_waves_are_in_fp32_under_autocast_and_finite_for_silence():
     cfg = settings_of("soundstream")
     fake, silence = noise(2, 3000).requires_grad_(), torch.zeros(2, 3000)
@@ -505,6 +522,55 @@ def test_codebooks_are_the_same_on_all_ranks_and_up_to_rounding_on_any_number_of
         assert first.tobytes() == second.tobytes()
         np.testing.assert_allclose(first, alone, rtol=1e-3, atol=1e-5)
     assert [took for took, *_ in one[3]] == [True] * 4
+
+
+class Spoken:
+    """Recordings that are numbers, the first of every speaker's unreadable; also a tokenizer that counts."""
+
+    rate, checksum, who = 16_000, "abc", [*"aabbbbcccb"]
+
+    def __init__(self):
+        self.asked = []
+
+    def __len__(self):
+        return len(self.who)
+
+    def fingerprint(self):
+        return {}
+
+    def name(self, row):
+        return f"row {row}"
+
+    def speaker(self, row):
+        return self.who[row]
+
+    def wave(self, row):
+        return torch.full((row + 1,), float(row))
+
+    def readable(self, rows):
+        rows = [row for row in rows if row not in (0, 2, 6)]
+        return rows, [self.wave(row) for row in rows]
+
+    def speaker_stats(self, waves, rate):
+        self.asked.append(sum(len(wave) for wave in waves))
+        return self.asked[-1], rate
+
+    def encode(self, wave, rate, stats):
+        return np.array([len(wave), stats[0]])
+
+
+def spoken_tokens(folder):
+    both = Spoken()
+    cache = train_audio.semantic_cache(folder, both, both)
+    return [cache[row][:, 0].tolist() for row in range(len(both))], both.asked
+
+
+def test_the_ranks_share_out_the_speakers_whose_statistics_semantic_tokens_need(tmp_path, on_ranks):
+    (tokens, asked), others = spoken_tokens(tmp_path / "one"), on_ranks(2, spoken_tokens, tmp_path / "two")
+    of = dict(zip("abc", asked))
+    assert tokens == [[row + 1, of[who]] for row, who in enumerate(Spoken.who)]
+    assert [found for found, _ in others] == [tokens, tokens]
+    assert [own for _, own in others] == [asked[::2], asked[1::2]] and asked == [2, 4 + 5 + 6 + 10, 8 + 9]
 
 
 def test_fp16_overflow_on_one_rank_of_two_is_a_step_that_did_not_happen(on_ranks):
