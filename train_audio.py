@@ -191,8 +191,9 @@ class Config(Settings):
                      "timeout_minutes"):
             if not getattr(self, name):
                 raise UserError(f"--{name}: 0 is not above 0")
-        for name in ("beta1", "beta2", "dropout", "mask_past", "text_drop", "ema_decay", "ema_min_decay", "pre_emphasis",
-                     "codebook_decay", "quantizer_dropout", "discriminate_after", "top_k", "text_gradient"):
+        for name in ("beta1", "beta2", "dropout", "mask_past", "text_drop", "ema_decay", "ema_min_decay",
+                     "codebook_decay", "quantizer_dropout", "pre_emphasis", "discriminate_after", "top_k",
+                     "text_gradient"):
             share = getattr(self, name)
             if share > 1 or (share == 1 and name in ("beta1", "beta2", "mask_past", "codebook_decay")):
                 raise UserError(f"--{name}: {share} is above what a share may be")
