@@ -91,7 +91,7 @@ class Config(Settings):
     code_temperature: float = 0.0  # codes are drawn at this temperature in training, 0 for the nearest
     quantize_after: int = 100  # steps of the plain autoencoder before k-means makes the codebooks
     mel_weight: float = 0.1  # of the distance of log-mel spectra at six scales
-    pre_emphasis: float = 0.5  # of waves in the two losses below, 0 for none: it lifts the faint upper formants
+    pre_emphasis: float = 0.3  # of waves in the two losses below, 0 for none: it lifts the faint upper formants
     l1_weight: float = 10.0  # of the L1 distance of waves
     sdr_weight: float = 0.1  # of the signal-to-distortion ratio, in dB; scale-invariant, it would blow up silence
     commitment_weight: float = 0.25  # of the distance of frames to their codes
@@ -233,7 +233,7 @@ STAGES = {
     "soundstream": dict(steps=1400),
     "semantic": dict(TRANSFORMER, steps=400),
     "coarse": dict(TRANSFORMER, seconds=2.5, steps=1000),
-    "fine": dict(TRANSFORMER, seconds=1.75, steps=150),
+    "fine": dict(TRANSFORMER, seconds=1.75, steps=200),
 }
 PRESETS = {  # the codec of SoundStream §III at 24 kHz; transformers of AudioLM §IV-A
     "soundstream-24khz": dict(
