@@ -270,7 +270,7 @@ def test_mod_relu_is_finite_in_fp16_too_for_silence_and_for_loud_sounds():
 @pytest.mark.parametrize("emphasis", [0.0, 0.5])
 def test_losses_of_waves_are_those_of_the_formulas_after_pre_emphasis(emphasis):
     cfg = settings_of("soundstream", pre_emphasis=emphasis, mel_weight=0.7, l1_weight=3.0, sdr_weight=0.2)
-    fake, real = noise(2, 3000), noise(2, 3000, seed=1)
+    fake, real = noise(2, 3000), noise(2, 3000, seed=2)
     given = fake.clone(), real.clone()
     ours = train_audio.reconstruction_loss(cfg, fake, real, torch.tensor(0.5))
     assert torch.equal(fake, given[0]) and torch.equal(real, given[1])  # the caller's stay
@@ -1002,8 +1002,8 @@ def test_a_codec_learns_eight_clips_by_heart(monkeypatch):
 @pytest.mark.parametrize("stage, layout", [("semantic", "delay"), ("coarse", "flattened"), ("coarse", "delay"),
                                            ("coarse", "aligned"), ("fine", "aligned")])
 def test_a_transformer_learns_eight_clips_by_heart_and_says_them_again(stage, layout, whole):
-    task = token_task(whole, stage, steps=80, lr=1e-2, batch_size=8, chunk_size=8, width=48, layout=layout, seconds=3.0,
-                      mask_past=0.0, text_drop=0.0, weight_decay=0.0, dropout=0.0)
+    task = token_task(whole, stage, steps=120, lr=1e-2, batch_size=8, chunk_size=8, width=48, layout=layout,
+                      seconds=3.0, mask_past=0.0, text_drop=0.0, weight_decay=0.0, dropout=0.0)
     batch, good = task.source.fetch(np.arange(8))
     task.run.model.train()
     for _ in range(task.cfg.steps):
