@@ -1426,9 +1426,10 @@ def semantic_cache(folder, source, tokenizer):
         rows, mine = {}, {}
         for row in range(len(source)):
             rows.setdefault(source.speaker(row), []).append(row)
-        for speaker in [*rows][dist.rank()::dist.world_size()]:
+        share = [*rows][dist.rank()::dist.world_size()]
+        for speaker in tracker.progress(share, desc="speakers", delay=3, leave=False, disable=not dist.is_main()):
             if waves := source.readable(rows[speaker][:semantic.TOGETHER])[1]:
-                mine[speaker] = tokenizer.speaker_stats(waves, source.rate)
+                mine[speaker] = [part.cpu() for part in tokenizer.speaker_stats(waves, source.rate)]
         stats = {speaker: pair for part in dist.gather(mine) for speaker, pair in part.items()}
         return lambda row: tokenizer.encode(source.wave(row), source.rate, stats.get(source.speaker(row)))[:, None]
     return token_cache(folder, source, {"tokenizer": tokenizer.checksum}, start, "semantic tokens")

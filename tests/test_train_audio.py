@@ -553,10 +553,10 @@ class Spoken:
 
     def speaker_stats(self, waves, rate):
         self.asked.append(sum(len(wave) for wave in waves))
-        return self.asked[-1], rate
+        return torch.tensor([self.asked[-1]]), torch.tensor([rate])
 
     def encode(self, wave, rate, stats):
-        return np.array([len(wave), stats[0]])
+        return np.array([len(wave), stats[0].item()])
 
 
 def spoken_tokens(folder):
