@@ -1422,15 +1422,19 @@ def code_cache(folder, source, codec, device):
 
 def semantic_cache(folder, source, tokenizer):
     """The semantic tokens of all recordings, their speaker's mean and variance removed."""
-    def start():
-        rows, mine = {}, {}
+    def share():
+        """The mean and variance of this rank's speakers."""
+        rows, stats = {}, {}
         for row in range(len(source)):
             rows.setdefault(source.speaker(row), []).append(row)
-        share = [*rows][dist.rank()::dist.world_size()]
-        for speaker in tracker.progress(share, desc="speakers", delay=3, leave=False, disable=not dist.is_main()):
+        mine = [*rows][dist.rank()::dist.world_size()]
+        for speaker in tracker.progress(mine, desc="speakers", delay=3, leave=False, disable=not dist.is_main()):
             if waves := source.readable(rows[speaker][:semantic.TOGETHER])[1]:
-                mine[speaker] = [part.cpu() for part in tokenizer.speaker_stats(waves, source.rate)]
-        stats = {speaker: pair for part in dist.gather(mine) for speaker, pair in part.items()}
+                stats[speaker] = [part.cpu() for part in tokenizer.speaker_stats(waves, source.rate)]
+        return stats
+
+    def start():
+        stats = collections.ChainMap(*dist.gather(dist.at_once(share)))
         return lambda row: tokenizer.encode(source.wave(row), source.rate, stats.get(source.speaker(row)))[:, None]
     return token_cache(folder, source, {"tokenizer": tokenizer.checksum}, start, "semantic tokens")
 

@@ -141,6 +141,11 @@ def on_each(work):
     return first if is_main() else later
 
 
+def at_once(work):
+    """As `on_each`, but on all ranks at the same time."""
+    return _agreed(work, True)
+
+
 def _agreed(work, mine):
     """The result of `work()` if it is `mine`, else None; if it fails on any rank, UserError on every rank."""
     result, error = None, None

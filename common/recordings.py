@@ -330,13 +330,9 @@ def token_cache(folder, source, key, start, desc):
     if not dist.on_main(lambda: _complete(place, facts)):
         blocks = np.array_split(np.arange(len(source)), min(BLOCKS, len(source)))
         parts = [(place / f"part_{number:03d}.npz", rows.tolist()) for number, rows in enumerate(blocks)]
-        encode, failure = start(), ""
-        try:
-            _encode_parts(parts[dist.rank()::dist.world_size()], encode, desc)
-        except (UserError, OSError) as error:
-            failure = str(error)
-        failures = [message for message in dist.gather(failure) if message]  # one is told by rank 0, to all
-        dist.on_main(lambda: _join(place, facts, source, [path for path, _ in parts], failures))
+        encode = start()
+        dist.at_once(lambda: _encode_parts(parts[dist.rank()::dist.world_size()], encode, desc))
+        dist.on_main(lambda: _join(place, facts, source, [path for path, _ in parts]))
     return dist.on_each(lambda: TokenCache(place))
 
 
@@ -373,10 +369,8 @@ def _encode_parts(parts, encode, desc):
                 np.savez(file, tokens=np.concatenate(tokens).astype("<u2"), lengths=[len(t) for t in encoded])
 
 
-def _join(place, facts, source, parts, failures):
-    """Make one array of the files `parts`, or raise the first of the `failures`; key.json commits it."""
-    if failures:
-        raise UserError(failures[0])
+def _join(place, facts, source, parts):
+    """Make one array of the files `parts`; key.json commits it."""
     if _complete(place, facts):
         return  # by another run, at the same time
     arrays = [np.load(path) for path in parts]  # opened, and read one at a time

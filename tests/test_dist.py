@@ -78,6 +78,25 @@ def test_work_for_each_rank_is_done_by_rank_0_first_and_the_first_error_is_told_
         assert total == [3.0]
 
 
+def meet(failing):
+    def work():
+        assert dist.gather(dist.rank()) == [0, 1]  # done in turns, the first would wait in vain for the other
+        if dist.rank() == failing:
+            raise OSError(f"rank {failing}")
+        return dist.rank
+
+    try:
+        return dist.at_once(work)(), None
+    except UserError as error:
+        return str(error), error.relayed
+
+
+@pytest.mark.parametrize("failing", [None, 0, 1])
+def test_work_done_at_once_is_done_at_the_same_time_and_an_error_is_told_once(on_ranks, failing):
+    results = on_ranks(2, meet, failing)
+    assert results == [(rank, None) if failing is None else (f"rank {failing}", rank != failing) for rank in (0, 1)]
+
+
 def drift(kind):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64))
