@@ -30,6 +30,12 @@ def _as_rank(rank, world_size, port, work, arguments):
         dist.teardown()
 
 
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path_factory, monkeypatch):
+    """A test works in a folder of its own: the scripts' default ones, `runs/prior` and so on, may be somebody's."""
+    monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
+
+
 @pytest.fixture
 def on_ranks():
     """on_ranks(n, work, *arguments) -> what `work`, a function of the test's module, returned in each of n processes.
