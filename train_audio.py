@@ -44,7 +44,7 @@ from common import (
     tracker,
 )
 from common.config import UserError, need
-from common.nn import Attention, Memory, Transformer, rotary_table
+from common.nn import Attention, FeedForward, Memory, Transformer, rotary_table
 from common.quantize import ResidualQuantizer
 from common.recordings import Recordings, Syllables, token_cache
 from common.schedule import due
@@ -122,8 +122,11 @@ class Config(Settings):
     qk_norm: bool = False  # cosine-similarity attention
     dropout: float = 0.0  # in attention and feed-forward
     mask_past: float = 0.05  # share of the past that is hidden from a sample in training
-    layout: Literal["aligned", "delay", "flattened"] = "aligned"  # streams side by side, quantizers each a step late;
-    # delay: that, but one stream after the other; flattened: one after the other, a code a step
+    noise_past: float = 0.0  # share of the stage's own past codes, at most, that training swaps for any others: what a
+    # model has made itself is not all right either, and it had better hold on to the prompt
+    layout: Literal["aligned", "delay", "flattened"] = "aligned"  # streams side by side, a frame a step; delay: one
+    # after the other, each quantizer a step later than the one before; flattened: one after the other, a code a step
+    frame_depth: int = 1  # aligned: feed-forwards between a frame's codes, each of which is told those before it
     coarse_quantizers: int = 6  # quantizers of the coarse stage, the fine one predicts the rest
     given_weight: float = 0.0  # loss weight of the tokens that a stage is given, 0 to predict its own alone
     text: Literal["auto", "none", "prefix", "cross"] = "auto"  # how text conditions; auto: a prefix of semantic, if any
@@ -191,7 +194,7 @@ class Config(Settings):
                      "timeout_minutes"):
             if not getattr(self, name):
                 raise UserError(f"--{name}: 0 is not above 0")
-        for name in ("beta1", "beta2", "dropout", "mask_past", "text_drop", "ema_decay", "ema_min_decay",
+        for name in ("beta1", "beta2", "dropout", "mask_past", "noise_past", "text_drop", "ema_decay", "ema_min_decay",
                      "codebook_decay", "quantizer_dropout", "pre_emphasis", "discriminate_after", "top_k",
                      "text_gradient"):
             share = getattr(self, name)
@@ -232,8 +235,8 @@ TRANSFORMER = dict(seconds=3.5, batch_size=16, chunk_size=8, optimizer="muon", l
 STAGES = {
     "soundstream": dict(steps=1400),
     "semantic": dict(TRANSFORMER, steps=400),
-    "coarse": dict(TRANSFORMER, seconds=2.5, steps=1000),
-    "fine": dict(TRANSFORMER, seconds=1.75, steps=200),
+    "coarse": dict(TRANSFORMER, seconds=2.5, steps=1000, noise_past=0.2),
+    "fine": dict(TRANSFORMER, seconds=1.75, steps=200, noise_past=0.2),
 }
 PRESETS = {  # the codec of SoundStream §III at 24 kHz; transformers of AudioLM §IV-A
     "soundstream-24khz": dict(
@@ -258,8 +261,8 @@ FIXED_CODEC = (*SHARED, "channels", "strides", "residual_units", "codec_width", 
                "quantizers", "codebook_size", "groups", "codebook_width", "quantize_after", "wave_channels",
                "stft_channels", "stft_window")
 FIXED_TOKENS = (*SHARED, "unique", "width", "depth", "heads", "kv_heads", "ff_mult", "position", "qk_norm", "layout",
-                "coarse_quantizers", "given_weight", "text", "text_embeds", "max_text_len", "text_vocabulary",
-                "text_depth")
+                "frame_depth", "coarse_quantizers", "given_weight", "text", "text_embeds", "max_text_len",
+                "text_vocabulary", "text_depth")
 
 # Codec
 
@@ -573,9 +576,11 @@ AHEAD = 4  # frames of the earlier streams that the last one knows before its fi
 def step_of(frame, quantizer, quantizers, layout):
     """Step of a stream's part of the sequence that predicts the code (frame, quantizer).
 
-    Flattened: one code a step (AudioLM §III-C). Else a frame a step, quantizer q being q steps late (MusicGen §2.1).
+    Flattened: a code a step (AudioLM §III-C). Else a frame a step; delay: quantizer q is q steps late (MusicGen §2.1).
     """
-    return frame * quantizers + quantizer if layout == "flattened" else frame + quantizer
+    if layout == "flattened":
+        return frame * quantizers + quantizer
+    return frame + quantizer * (layout == "delay")
 
 
 def lay_out(streams, codes, lengths, ended, layout):
@@ -619,7 +624,7 @@ def align(streams, codes, lengths, ended):
     the last stream is predicted. Inputs have its columns first, then those of the others.
     """
     *given, last = streams
-    own, ((target, step),), (begin, end) = lay_out([last], codes[-1:], lengths[-1:], ended, "delay")
+    own, ((target, step),), (begin, end) = lay_out([last], codes[-1:], lengths[-1:], ended, "aligned")
     total, columns, predicted, row = own.shape[1] + AHEAD, [], [], 1
     for stream, code, length in zip(given, codes, lengths):
         now = (torch.arange(total) * stream.rate / last.rate).long()  # its frame that each step takes in
@@ -654,6 +659,35 @@ class TextEncoder(nn.Module):
         return torch.where((text != 0).any(-1, keepdim=True), x, self.padding_tokens.to(x.dtype))
 
 
+class WithinFrame(nn.Module):
+    """Predicts the codes of a frame one after the other, from what the transformer makes of the frames before it.
+
+    As RQ-Transformer (Lee et al. 2022, §3.2.2), with feed-forwards: each is told the sum of the embeddings of those
+    before it, as their vectors, too, add up to what is known of the frame.
+    """
+
+    def __init__(self, stream, width, depth, dropout):
+        super().__init__()
+        self.size, self.embed = stream.size, nn.Embedding((stream.quantizers - 1) * stream.size, width)
+        nn.init.normal_(self.embed.weight, std=0.5 * width ** -0.5)
+        self.norms = nn.ModuleList(nn.LayerNorm(width, bias=False) for _ in range(depth + 1))
+        self.layers = nn.ModuleList(FeedForward(width, 1, dropout=dropout) for _ in range(depth))
+        for layer in self.layers:
+            nn.init.zeros_(layer.down.weight)
+
+    def forward(self, x):
+        """Outputs (…, W) of a frame's x (…, W) to which the `told` codes are added."""
+        for norm, layer in zip(self.norms, self.layers):
+            x = x + layer(norm(x))
+        return self.norms[-1](x)
+
+    def told(self, codes):
+        """Sums (…, Q, W) of the embeddings of the codes before each of `codes` (…, Q); what is none counts as any."""
+        codes = codes[..., :-1].clamp(0, self.size - 1)
+        rows = codes + torch.arange(codes.shape[-1], device=codes.device) * self.size
+        return F.pad(self.embed(rows).cumsum(-2), (0, 0, 1, 0))
+
+
 class TokenTransformer(nn.Module):
     """A causal transformer over streams of tokens (AudioLM §III-C): semantic, coarse and fine are all made of it.
 
@@ -670,6 +704,8 @@ class TokenTransformer(nn.Module):
         self.heads = nn.ParameterList(
             nn.Parameter(torch.randn(s.quantizers, s.size + 1, width) * width ** -0.5 * 0.5)
             if s is streams[-1] or cfg.given_weight else None for s in streams)
+        whole = cfg.layout == "aligned" and streams[-1].quantizers > 1  # a step predicts the codes of a frame
+        self.within = WithinFrame(streams[-1], width, cfg.frame_depth, cfg.dropout) if whole else None
         steps = [s.rate * (s.quantizers if cfg.layout == "flattened" else 1) for s in streams]  # a second
         self.register_buffer("pace", torch.tensor([steps[-1] / own for own in steps]), persistent=False)
         self.register_buffer("begin_rows", torch.tensor(self.starts[:-1]), persistent=False)
@@ -745,13 +781,21 @@ class TokenTransformer(nn.Module):
 
     def forward(self, inputs, predicted, text=None, drop=None):
         """(cross-entropy summed, number, number of right guesses) a sample, each (B, S) over the S streams."""
+        if self.cfg.noise_past and self.training:
+            first, size = self.starts[-2] + 1, self.streams[-1].size  # the last stream's codes are the last rows
+            share = self.cfg.noise_past * torch.rand(len(inputs), 1, 1, device=inputs.device)  # another a sample
+            chosen = (torch.rand(inputs.shape, device=inputs.device) < share) & (inputs >= first)
+            other = inputs - (inputs - first) % size + torch.randint(size, inputs.shape, device=inputs.device)
+            inputs = torch.where(chosen, other, inputs)
         x = self.run(inputs, self.condition(text, drop))
         samples, result = torch.arange(len(x), device=x.device)[:, None, None], []
         for i, (target, step) in enumerate(predicted):
             if self.heads[i] is None:
                 result.append(torch.zeros(3, len(x), device=x.device))
                 continue
-            logits = self.logits(x[samples, step], i).float()  # (B, T + 1, Q, K + 1)
+            h = x[samples, step[..., :1] if self.within else step]  # a frame's codes are of one step
+            h = self.within(h + self.within.told(target).to(h.dtype)) if self.within else h
+            logits = self.logits(h, i).float()  # (B, T + 1, Q, K + 1)
             loss = F.cross_entropy(logits.flatten(0, 2), target.flatten(), ignore_index=-100, reduction="none")
             result.append(torch.stack([part.unflatten(0, target.shape).sum((1, 2)) for part in (
                 loss, (target >= 0).flatten().float(), (logits.detach().argmax(-1) == target).flatten().float())]))
@@ -762,73 +806,78 @@ class TokenTransformer(nn.Module):
 
 @torch.no_grad()
 def generate(model, codes, lengths, frames, seeds, text=None, temperature=1.0, top_k=1.0, guidance_scale=1.0,
-             ends=True):
+             prompt_scale=1.0, ends=True):
     """Go on with the last of the streams for up to `frames` frames, or to EOS if it `ends`.
 
     codes, lengths: of all streams, as `lay_out` takes them; of the last stream, what there is already. seeds: a number
     a sample, which alone decides it. Codes are drawn from the most probable share `top_k` at the `temperature`, 0 for
-    the first alone. Guidance: the scores with text, moved away from those without by the scale.
+    the first alone. Guidance: by its scale, scores are moved away from those without the text; likewise from those
+    without the prompt, if codes and lengths go on with the same samples without it.
     Returns B of (T, Q), what there was included, and for each whether it came to its end.
     """
     cfg, stream, device, batch = model.cfg, model.streams[-1], model.embed.weight.device, len(seeds)
-    Q, K, several, begun = stream.quantizers, stream.size, cfg.layout != "flattened", lengths[-1]
-    out = torch.zeros(batch, int(begun.max()) + frames, Q, dtype=torch.long)
+    Q, K, several = stream.quantizers, stream.size, cfg.layout != "flattened"
+    guided, spoken = guidance_scale != 1 and text is not None, len(lengths[-1])  # samples whose text is heard
+    scales = [prompt_scale] * (spoken > batch) + [guidance_scale] * guided  # one for each rival of a sample
+    rows = torch.cat([torch.arange(spoken), torch.arange(batch * guided)])
+    codes, lengths = ([part[rows] for part in parts] for parts in (codes, lengths))
+    begun, rows = lengths[-1], torch.arange(len(rows), device=device)
+    out = torch.zeros(len(rows), int(begun.max()) + frames, Q, dtype=torch.long)
     out[:, :codes[-1].shape[1]] = codes[-1][:, :out.shape[1]]
     inputs, _, begins = lay_out(model.streams, [*codes[:-1], out], [*lengths[:-1], begun + frames],
-                                torch.zeros(batch, dtype=torch.bool), cfg.layout)
+                                torch.zeros(len(rows), dtype=torch.bool), cfg.layout)
     position = step_of(begun, 0, Q, cfg.layout)  # in the stream, of the first step that predicts something new
     place = begins[-2] + position
     given = inputs[..., Q if cfg.layout == "aligned" else inputs.shape[2]:].to(device)  # what is known of later steps
     inputs = inputs[:, :int(place.max()) + 1].to(device)  # no step up to its own `place` takes in what is not there yet
 
-    guided = guidance_scale != 1 and text is not None
-    drop = torch.arange(batch * (1 + guided), device=device) >= batch
     if text is not None:
-        text = text.to(device).repeat(1 + guided, *[1] * (text.ndim - 1))
-    condition = model.condition(text, drop)
-    x, cache, context = model.run(inputs.repeat(1 + guided, 1, 1), condition, cache=True)
-    place, position = (steps.to(device).repeat(1 + guided) for steps in (place, position))
-    x, prefix = x[torch.arange(len(x), device=device), place], cache[0][0].shape[2] - inputs.shape[1]
-    steps = frames + Q - 1 if several else frames * Q
+        text = text.to(device).repeat(1 + len(scales), *[1] * (text.ndim - 1))
+    x, cache, context = model.run(inputs, model.condition(text, rows >= spoken), cache=True)
+    place, position = place.to(device), position.to(device)
+    x, prefix = x[rows, place], cache[0][0].shape[2] - inputs.shape[1]
+    steps = step_of(frames - 1, Q - 1, Q, cfg.layout) + 1
     memory = Memory(cache, place + prefix + 1, prefix + inputs.shape[1] + steps)
 
     uniform = torch.stack([torch.rand(frames, Q, generator=torch.Generator().manual_seed(seed)) for seed in seeds])
     uniform = uniform.to(device)
     out, begun = out.to(device), begun.to(device)
-    end, rows = begun + frames, torch.arange(batch, device=device)
+    end = begun[:batch] + frames
     first = model.starts[len(model.streams) - 1] + 1
     for i in range(steps):
-        # The codes of this step: quantizer q of the frame that is new - th after what there was.
-        pairs = [(i - q, q) for q in range(Q)] if several else [(i // Q, i % Q)]
+        # The codes of this step, quantizer q of frame t behind what there was: all at once, or each told those before.
+        pairs = [(i - q * (cfg.layout == "delay"), q) for q in range(Q)] if several else [(i // Q, i % Q)]
         new = [(t, q) for t, q in pairs if 0 <= t < frames]
-        quantizers = slice(new[0][1], new[-1][1] + 1)
-        scores = F.linear(x, model.heads[-1][quantizers].flatten(0, 1).to(x.dtype)).unflatten(1, (-1, K + 1)).float()
-        if guided:
-            scores = scores[batch:] + guidance_scale * (scores[:batch] - scores[batch:])
-        if not ends or new[0][1] > 0:
-            scores[..., K] = -torch.inf
-        elif len(new) > 1:
-            scores[:, 1:, K] = -torch.inf
-        drawn = draw(scores, torch.stack([uniform[:, t, q] for t, q in new], 1), temperature, top_k)
-        if ends and new[0][1] == 0:
-            over = (drawn[:, 0] == K) & (end == begun + frames)
-            end = torch.where(over, begun + new[0][0], end)
-            drawn = drawn.clamp(max=K - 1)
-        for j, (t, q) in enumerate(new):
-            out[rows, begun + t, q] = drawn[:, j]
+        for part in [[pair] for pair in new] if model.within else [new]:
+            quantizers = slice(part[0][1], part[-1][1] + 1)
+            heads = model.heads[-1][quantizers].flatten(0, 1).to(x.dtype)
+            scores = F.linear(model.within(x) if model.within else x, heads).unflatten(1, (-1, K + 1)).float()
+            own, *others = scores.split(batch)
+            scores = own + sum((scale - 1) * (own - other) for scale, other in zip(scales, others))
+            first_too = ends and part[0][1] == 0  # the quantizer that may say EOS
+            scores[:, first_too:, K] = -torch.inf
+            drawn = draw(scores, torch.stack([uniform[:, t, q] for t, q in part], 1), temperature, top_k)
+            if first_too:
+                over = (drawn[:, 0] == K) & (end == begun[:batch] + frames)
+                end = torch.where(over, begun[:batch] + part[0][0], end)
+                drawn = drawn.clamp(max=K - 1)
+            drawn = drawn.repeat(1 + len(scales), 1)
+            for j, (t, q) in enumerate(part):
+                out[rows, begun + t, q] = drawn[:, j]
+            if model.within and part[0][1] < Q - 1:
+                x = x + model.within.embed(part[0][1] * K + drawn[:, 0])
         late = new[-1][0]  # no frame before this one is still open
-        if i == steps - 1 or (ends and i % 8 == 7 and bool((end <= begun + late).all())):
+        if i == steps - 1 or (ends and i % 8 == 7 and bool((end <= begun[:batch] + late).all())):
             break
         taken = [(begun + t, q) for t, q in pairs if t < frames]
         row = torch.stack([torch.where(t >= 0, first + q * K + out[rows, t.clamp(min=0), q], 0) for t, q in taken], 1)
-        row = torch.cat([row, given[rows, place[:batch] + i + 1]], 1)
-        x = model.embed(row).sum(1).repeat(1 + guided, 1)
+        x = model.embed(torch.cat([row, given[rows, place + i + 1]], 1)).sum(1)
         bias = None
         if model.bias is not None:
             places = torch.arange(memory.top + 1, device=device)
             bias = model.relative(memory.length[:, None] - places).transpose(0, 1)[:, :, None]
         x = model.transformer.step(x, memory, bias, context, position + i + 1 if model.timed else None)
-    return [out[b, :end[b]] for b in range(batch)], (end < begun + frames).tolist()
+    return [out[b, :end[b]] for b in range(batch)], (end < begun[:batch] + frames).tolist()
 
 
 def draw(scores, uniform, temperature, top_k):
@@ -848,6 +897,7 @@ class Drawing(NamedTuple):
     temperature: float = 1.0
     top_k: float = 1.0
     guidance_scale: float = 1.0
+    prompt_scale: float = 1.0
 
 
 def go_on(model, window, given, tokens, goals, seeds, drawing, text=None, ends=True):
@@ -864,8 +914,10 @@ def go_on(model, window, given, tokens, goals, seeds, drawing, text=None, ends=T
             return tokens, over
         begins = [len(tokens[b]) - window // 2 if len(tokens[b]) >= window else 0 for b in todo]
         rooms = [min(window - len(tokens[b]) + begin, goals[b] - len(tokens[b])) for b, begin in zip(todo, begins)]
-        columns = zip(*([*given(b, tokens[b][:begin]), tokens[b][begin:]] for b, begin in zip(todo, begins)))
-        codes, lengths = zip(*(pad(column) for column in columns))
+        samples = [[*given(b, tokens[b][:begin]), tokens[b][begin:]] for b, begin in zip(todo, begins)]
+        if drawing.prompt_scale != 1 and any(len(tokens[b]) for b in todo):
+            samples += [[*given(b, tokens[b]), tokens[b][:0]] for b in todo]
+        codes, lengths = zip(*(pad(column) for column in zip(*samples)))
         made, ended = generate(model, codes, lengths, max(rooms), [accumulate.number(seeds[b], part) for b in todo],
                                None if text is None else text[todo], *drawing, ends)
         for b, begin, room, one, end in zip(todo, begins, rooms, made, ended):
@@ -1736,6 +1788,7 @@ class EvaluateConfig:
     temperature: tuple[float, ...] = (0.7, 0.3, 0.3)  # of the codes drawn, 0 for the most probable; one, or one a stage
     top_k: tuple[float, ...] = (0.2,)  # share of the codes that is drawn from; one, or one a stage
     guidance_scale: tuple[float, ...] = (2.0, 1.0, 1.0)  # lean toward the text, 1 for not; one, or one a stage
+    prompt_scale: tuple[float, ...] = (1.0, 1.5, 1.0)  # lean toward the prompt, 1 for not; one, or one a stage
     batch_size: int = 16  # recordings at a time
     seed: int = 0  # of everything random
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # where to compute
@@ -1756,6 +1809,7 @@ class SampleConfig:
     temperature: tuple[float, ...] = (0.7, 0.3, 0.3)  # of the codes drawn, 0 for the most probable; one, or one a stage
     top_k: tuple[float, ...] = (0.2,)  # share of the codes that is drawn from; one, or one a stage
     guidance_scale: tuple[float, ...] = (2.0, 1.0, 1.0)  # lean toward the text, 1 for not; one, or one a stage
+    prompt_scale: tuple[float, ...] = (1.0, 1.5, 1.0)  # lean toward the prompt, 1 for not; one, or one a stage
     fine: bool = True  # let the fine stage add its codes, else the coarse ones alone are heard
     # The codec alone
     reconstruct: str = ""  # recording to send through the codec

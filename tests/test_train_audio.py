@@ -583,13 +583,12 @@ def test_fp16_overflow_on_one_rank_of_two_is_a_step_that_did_not_happen(on_ranks
 
 def slow_layout(streams, codes, lengths, ended, layout):
     """(rows, predictions) of one sample: rows of each step, and {(stream, frame, quantizer): (target, step)}."""
-    if layout == "aligned":
+    if layout == "aligned" and len(streams) > 1:
         *given, last = range(len(streams))
         starts = list(itertools.accumulate([1, *(1 + one.quantizers * one.size for one in streams)]))
-        own, wanted = slow_layout([streams[last]], [codes[last]], [lengths[last]], ended, "delay")
+        own, wanted = slow_layout([streams[last]], [codes[last]], [lengths[last]], ended, layout)
         own = [[one and one + starts[last] - 1 for one in rows] for rows in own]
-        ahead = train_audio.AHEAD if given else 0
-        steps = [[]] * ahead + own
+        steps = [[]] * train_audio.AHEAD + own
         for s in given:
             Q, K = streams[s].quantizers, streams[s].size
             frames = [int(i * streams[s].rate / streams[last].rate) for i in range(len(steps))]
@@ -597,8 +596,8 @@ def slow_layout(streams, codes, lengths, ended, layout):
                     for t in frames]
             wide = streams[last].quantizers + sum(streams[other].quantizers for other in given[:s])
             steps = [rows + [0] * (wide - len(rows)) + new for rows, new in zip(steps, more)]
-        return steps, {(last, t, q): (target, step + ahead) for (_, t, q), (target, step) in wanted.items()}
-    steps, predictions, row = [], {}, 1
+        return steps, {(last, t, q): (target, step + train_audio.AHEAD) for (_, t, q), (target, step) in wanted.items()}
+    steps, predictions, row, late = [], {}, 1, layout == "delay"
     for s, (stream, code, length) in enumerate(zip(streams, codes, lengths)):
         begin = len(steps)
         steps.append([row])
@@ -606,10 +605,10 @@ def slow_layout(streams, codes, lengths, ended, layout):
         if layout == "flattened":
             steps += [[row + 1 + q * K + code[t][q]] for t in range(length) for q in range(Q)]
         else:
-            steps += [[row + 1 + q * K + code[i - q][q] if 0 <= i - q < length else 0 for q in range(Q)]
-                      for i in range(length + Q - 1)]
+            steps += [[row + 1 + q * K + code[i - q * late][q] if 0 <= i - q * late < length else 0 for q in range(Q)]
+                      for i in range(length + (Q - 1) * late)]
         for t, q in itertools.product(range(length), range(Q)):
-            predictions[s, t, q] = code[t][q], begin + (t * Q + q if layout == "flattened" else t + q)
+            predictions[s, t, q] = code[t][q], begin + (t * Q + q if layout == "flattened" else t + q * late)
         if ended:
             predictions[s, length, 0] = K, begin + (length * Q if layout == "flattened" else length)
         row += 1 + Q * K
@@ -657,6 +656,38 @@ def test_no_code_reaches_the_step_that_predicts_it_or_one_before(layout):
         changed = (model.run(lay_out(FINE, other, lengths, ended, layout)[0], None) - before).abs().amax(2)[0]
         step = predicted[s][1][0, t, q] if s or layout != "aligned" else t - 1  # given codes are there from the start
         assert (changed[:step + 1] < 1e-5).all() and changed[step + 1] > 1e-5
+
+
+@torch.no_grad()
+def test_a_code_of_a_frame_is_told_those_before_it_and_no_other():
+    within = train_audio.WithinFrame(FINE[1], 8, 2, 0.0)
+    for layer in within.layers:
+        torch.nn.init.normal_(layer.down.weight)
+    x, codes = torch.randn(4, 1, 8), torch.randint(5, (4, 3))
+    before = within(x + within.told(codes))
+    for q in range(3):
+        other = codes.clone()
+        other[:, q] = (other[:, q] + 1) % 5
+        changed = (within(x + within.told(other)) - before).abs().amax(2) > 1e-5
+        assert changed.tolist() == [[place > q for place in range(3)]] * 4
+
+
+@pytest.mark.parametrize("layout, least", [("aligned", 0.5), ("delay", 1.0), ("flattened", 0.5)])
+def test_a_frame_is_predicted_from_the_whole_frame_before_it_unless_it_is_delayed(layout, least):
+    """The first code of a frame is the second of the frame before, which is any: half of the bits can be known."""
+    streams = [Stream("coarse", 2, 4, 50)]
+    model = transformer(streams, layout=layout).train()
+    optimizer, lengths = torch.optim.Adam(model.parameters(), 1e-2), [torch.full((64,), 6)]
+    for _ in range(150):
+        second = torch.randint(4, (64, 7))
+        codes = [torch.stack([second[:, :-1], second[:, 1:]], dim=-1)]
+        sums, counts, _ = model(*lay_out(streams, codes, lengths, torch.zeros(64, dtype=torch.bool), layout)[:2])
+        loss = sums.sum() / counts.sum() / math.log(4)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    least += (1 - least) / 6  # of the first frame nothing can be known
+    assert least - 0.03 < loss.item() < least + 0.08
 
 
 @pytest.mark.parametrize("layout", ["flattened", "delay"])
@@ -777,32 +808,39 @@ def spoken(model, kind):
     return None if model.cfg.text == "none" else TEXTS[kind]
 
 
-def slow_generate(model, codes, lengths, frames, text, scale=1.0, ends=True):
+def slow_generate(model, codes, lengths, frames, text, scale=1.0, ends=True, without=None, prompt_scale=1.0):
     """Greedily, one sample, every step from the whole sequence anew: (codes (T, Q), outputs of each step)."""
-    stream, layout, begun = model.streams[-1], model.cfg.layout, lengths[-1].item()
-    Q, K = stream[1:3]
-    out = torch.cat([codes[-1][0, :begun], torch.zeros(frames, Q, dtype=torch.long)])
+    stream, layout = model.streams[-1], model.cfg.layout
+    (Q, K), late = stream[1:3], layout == "delay"
+    rivals = [(codes, lengths, False, 1.0)] + ([(*without, False, prompt_scale)] if without else [])
+    rivals += [(codes, lengths, True, scale)] if scale != 1 and text is not None else []
+    fresh = torch.zeros(frames, Q, dtype=torch.long)
     pairs = [(t, q) for t in range(frames) for q in range(Q)]
     steps = [[pair] for pair in pairs] if layout == "flattened" else [
-        [(t, q) for t, q in pairs if t + q == i] for i in range(frames + Q - 1)]
+        [(t, q) for t, q in pairs if t + q * late == i] for i in range(frames + (Q - 1) * late)]
     end, heard = frames, []
     for step in steps:
-        now = [*codes[:-1], out[None]], [*lengths[:-1], torch.tensor([begun + frames])]
-        inputs, _, begins = lay_out(model.streams, *now, torch.tensor([False]), layout)
-        place = begins[-2] + train_audio.step_of(begun + step[0][0], step[0][1], Q, layout)
-        x = [model.run(inputs, model.condition(text, torch.tensor([drop])))[0, place[0]]
-             for drop in ([False, True] if scale != 1 and text is not None else [False])]
+        x = []
+        for own, n, drop, _ in rivals:
+            begun = n[-1].item()
+            now = torch.cat([own[-1][0, :begun], fresh])[None]
+            inputs, _, begins = lay_out(model.streams, [*own[:-1], now], [*n[:-1], torch.tensor([begun + frames])],
+                                        torch.tensor([False]), layout)
+            place = begins[-2] + train_audio.step_of(begun + step[0][0], step[0][1], Q, layout)
+            x.append(model.run(inputs, model.condition(text, torch.tensor([drop])))[0, place[0]])
         heard.append(torch.stack(x))
         for t, q in step:
-            scores = [model.heads[-1][q] @ one for one in x]
-            score = scores[0] if len(scores) == 1 else scores[1] + scale * (scores[0] - scores[1])
+            if model.within:
+                told = sum(model.within.embed.weight[before * K + fresh[t, before]] for before in range(q))
+            scores = [model.heads[-1][q] @ (model.within(one + told) if model.within else one) for one in x]
+            score = scores[0] + sum((away - 1) * (scores[0] - other) for other, (*_, away) in zip(scores, rivals))
             best = score[:K + (ends and q == 0)].argmax().item()
             if best == K:
                 end = min(end, t)
-            out[begun + t, q] = min(best, K - 1)
+            fresh[t, q] = min(best, K - 1)
         if end <= step[-1][0]:
             break
-    return out[:begun + end], heard
+    return torch.cat([codes[-1][0, :lengths[-1].item()], fresh[:end]]), heard
 
 
 VARIANTS = [*itertools.product(LAYOUTS, ["rotary", "relative"], ["none", "prefix", "cross"], [0, 1])]
@@ -826,7 +864,36 @@ def test_cached_generation_in_an_uneven_batch_is_the_one_without_a_cache_alone(l
         assert torch.equal(out[b], wanted) and ended[b] == (len(wanted) < lengths[-1][b] + 5)
         for ours, theirs in zip(seen, heard[1:]):  # the first is of the prompt's own pass
             torch.testing.assert_close(ours[b::3], theirs, rtol=1e-3, atol=1e-4)
-    assert len(seen) > 4
+    assert len(seen) > 3
+
+
+@pytest.mark.parametrize("text", ["none", "prefix"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@torch.no_grad()
+def test_guidance_toward_the_prompt_moves_scores_away_from_those_of_who_has_not_heard_it(layout, text):
+    model = transformer(COARSE, 10, layout=layout, text=text)
+    texts, drawing = None if text == "none" else TEXTS["tokens"], Drawing(0.0, 1.0, 1.0 if text == "none" else 1.5, 4.0)
+    prompts, meaning = [torch.randint(5, (n, 2)) for n in (3, 0, 2)], [torch.randint(7, (n, 1)) for n in (9, 8, 7)]
+    calls, rates = [], []
+
+    def given(b, past):
+        calls.append((b, len(past)))
+        return [meaning[b][len(past):]]
+    seen, step = [], model.transformer.step
+    model.transformer.step = lambda *args: seen.append(step(*args)) or seen[-1]
+    made, _ = train_audio.go_on(model, 8, given, prompts, [len(one) + 5 for one in prompts], [0, 1, 2], drawing, texts)
+    assert calls == [(0, 0), (1, 0), (2, 0), (0, 3), (1, 0), (2, 2)] and len(seen) > 3
+    for b, (prompt, tokens) in enumerate(zip(prompts, meaning)):
+        pair, alone = ([[tokens[n:][None], prompt[:len(prompt) - n][None]],
+                        [torch.tensor([len(tokens) - n]), torch.tensor([len(prompt) - n])]] for n in (0, len(prompt)))
+        wanted, heard = slow_generate(model, *pair, 5, None if texts is None else texts[b:b + 1], drawing[2], True,
+                                      alone, drawing[3])
+        assert torch.equal(made[b], wanted)
+        for ours, theirs in zip(seen, heard[1:]):
+            torch.testing.assert_close(ours[b::3], theirs, rtol=1e-3, atol=1e-4)
+        rates.append(torch.equal(wanted, slow_generate(model, *pair, 5, None if texts is None else texts[b:b + 1],
+                                                       drawing[2])[0]))
+    assert rates[1] and not all(rates)  # who has no prompt is guided by nothing
 
 
 @pytest.mark.parametrize("kind", TEXTS)
@@ -898,6 +965,25 @@ def test_masking_hides_some_of_the_past_in_training_only_and_never_the_text_or_a
     hidden = ~seen[:, -1, prefix:-1]
     assert torch.equal(hidden[:, :-1], ~seen[:, -2, prefix:-2])  # one choice for a sample, at every step
     assert not torch.equal(hidden[0], hidden[1])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@torch.no_grad()
+def test_noise_swaps_codes_of_the_past_that_the_stage_makes_in_training_alone(layout):
+    model, heard = transformer(COARSE, layout=layout, noise_past=0.6), []
+    codes, lengths = tokens_of(COARSE, [[20] * 128, [20] * 128])
+    inputs, predicted, _ = lay_out(COARSE, codes, lengths, torch.ones(128, dtype=torch.bool), layout)
+    model.run = lambda inputs, condition, run=model.run: heard.append(inputs) or run(inputs, condition)
+    quiet = model(inputs, predicted)
+    assert heard[0] is inputs
+    loud = model.train()(inputs, predicted)
+    own, changed = inputs > model.starts[-2], heard[1] != inputs
+    assert torch.equal(heard[1][~own], inputs[~own])  # semantic tokens, and where a stream begins
+    rows = torch.stack([inputs, heard[1]])[:, own] - model.starts[-2] - 1
+    assert torch.equal(*(rows // 5))  # a code of the same quantizer
+    shares = changed.flatten(1).sum(1) / own.flatten(1).sum(1)
+    assert abs(shares.mean() - 0.3 * 4 / 5) < 0.03 and shares.min() < 0.05 and shares.max() > 0.4
+    assert torch.equal(loud[1], quiet[1]) and not torch.equal(loud[0], quiet[0])
 
 
 def test_the_gradient_into_the_text_encoder_is_scaled_and_no_other():
