@@ -1003,10 +1003,11 @@ def test_the_gradient_into_the_text_encoder_is_scaled_and_no_other():
 
 
 def test_every_parameter_gets_a_gradient_whatever_is_dropped():
-    for text, given, drop in itertools.product(("prefix", "cross"), (0.0, 0.5), (False, True)):
-        model = transformer(COARSE, 10, text=text, given_weight=given, position="relative").train()
+    for text, (given, layout), drop in itertools.product(
+            ("prefix", "cross"), ((0.0, "delay"), (0.5, "delay"), (0.0, "aligned")), (False, True)):
+        model = transformer(COARSE, 10, text=text, given_weight=given, position="relative", layout=layout).train()
         codes, lengths = tokens_of(COARSE, [[3, 3, 3], [4, 4, 4]])
-        model(*lay_out(COARSE, codes, lengths, torch.ones(3, dtype=torch.bool), "delay")[:2], TEXTS["tokens"],
+        model(*lay_out(COARSE, codes, lengths, torch.ones(3, dtype=torch.bool), layout)[:2], TEXTS["tokens"],
               torch.full((3,), drop))[0].sum().backward()
         assert not [name for name, p in model.named_parameters() if p.grad is None]
 
@@ -1055,7 +1056,7 @@ def test_chunking_leaves_a_transformers_gradients_as_they_are(whole):
     for stage, given_weight in (("coarse", 0.0), ("coarse", 0.7), ("semantic", 0.0), ("fine", 0.3)):
         found = []
         for size in (6, 4, 1):
-            task = token_task(whole, stage, batch_size=6, chunk_size=size, given_weight=given_weight, mask_past=0.0,
+            task = token_task(whole, stage, batch_size=6, chunk_size=size, given_weight=given_weight, mask_past=0.0, noise_past=0.0,
                               layout="delay" if given_weight else "aligned",
                               text_drop=0.0, dropout=0.0)
             for name, p in task.run.model.named_parameters():
@@ -1089,7 +1090,7 @@ def test_a_codec_learns_eight_clips_by_heart(monkeypatch):
                                            ("coarse", "aligned"), ("fine", "aligned")])
 def test_a_transformer_learns_eight_clips_by_heart_and_says_them_again(stage, layout, whole):
     task = token_task(whole, stage, steps=120, lr=1e-2, batch_size=8, chunk_size=8, width=48, layout=layout,
-                      seconds=3.0, mask_past=0.0, text_drop=0.0, weight_decay=0.0, dropout=0.0)
+                      seconds=3.0, mask_past=0.0, noise_past=0.0, text_drop=0.0, weight_decay=0.0, dropout=0.0)
     batch, good = task.source.fetch(np.arange(8))
     task.run.model.train()
     for _ in range(task.cfg.steps):
