@@ -122,8 +122,8 @@ class Config(Settings):
     qk_norm: bool = False  # cosine-similarity attention
     dropout: float = 0.0  # in attention and feed-forward
     mask_past: float = 0.05  # share of the past that is hidden from a sample in training
-    noise_past: float = 0.0  # share of the stage's own past codes, at most, that training swaps for any others: what a
-    # model has made itself is not all right either, and it had better hold on to the prompt
+    noise_past: float = 0.0  # share of the stage's own past codes, at most, that training swaps for any others, so that
+    # it holds on to the prompt when the past is what it made itself
     layout: Literal["aligned", "delay", "flattened"] = "aligned"  # streams side by side, a frame a step; delay: one
     # after the other, each quantizer a step later than the one before; flattened: one after the other, a code a step
     frame_depth: int = 1  # aligned: feed-forwards between a frame's codes, each of which is told those before it
@@ -817,9 +817,9 @@ def generate(model, codes, lengths, frames, seeds, text=None, temperature=1.0, t
     """
     cfg, stream, device, batch = model.cfg, model.streams[-1], model.embed.weight.device, len(seeds)
     Q, K, several = stream.quantizers, stream.size, cfg.layout != "flattened"
-    guided, spoken = guidance_scale != 1 and text is not None, len(lengths[-1])  # samples whose text is heard
-    scales = [prompt_scale] * (spoken > batch) + [guidance_scale] * guided  # one for each rival of a sample
-    rows = torch.cat([torch.arange(spoken), torch.arange(batch * guided)])
+    guided, told = guidance_scale != 1 and text is not None, len(lengths[-1])  # as many rows know the text
+    scales = [prompt_scale] * (told > batch) + [guidance_scale] * guided  # one for each rival of a sample
+    rows = torch.cat([torch.arange(told), torch.arange(batch * guided)])
     codes, lengths = ([part[rows] for part in parts] for parts in (codes, lengths))
     begun, rows = lengths[-1], torch.arange(len(rows), device=device)
     out = torch.zeros(len(rows), int(begun.max()) + frames, Q, dtype=torch.long)
@@ -833,7 +833,7 @@ def generate(model, codes, lengths, frames, seeds, text=None, temperature=1.0, t
 
     if text is not None:
         text = text.to(device).repeat(1 + len(scales), *[1] * (text.ndim - 1))
-    x, cache, context = model.run(inputs, model.condition(text, rows >= spoken), cache=True)
+    x, cache, context = model.run(inputs, model.condition(text, rows >= told), cache=True)
     place, position = place.to(device), position.to(device)
     x, prefix = x[rows, place], cache[0][0].shape[2] - inputs.shape[1]
     steps = step_of(frames - 1, Q - 1, Q, cfg.layout) + 1
@@ -854,10 +854,10 @@ def generate(model, codes, lengths, frames, seeds, text=None, temperature=1.0, t
             scores = F.linear(model.within(x) if model.within else x, heads).unflatten(1, (-1, K + 1)).float()
             own, *others = scores.split(batch)
             scores = own + sum((scale - 1) * (own - other) for scale, other in zip(scales, others))
-            first_too = ends and part[0][1] == 0  # the quantizer that may say EOS
-            scores[:, first_too:, K] = -torch.inf
+            may_end = ends and part[0][1] == 0  # only the first quantizer's code can be EOS
+            scores[:, int(may_end):, K] = -torch.inf
             drawn = draw(scores, torch.stack([uniform[:, t, q] for t, q in part], 1), temperature, top_k)
-            if first_too:
+            if may_end:
                 over = (drawn[:, 0] == K) & (end == begun[:batch] + frames)
                 end = torch.where(over, begun[:batch] + part[0][0], end)
                 drawn = drawn.clamp(max=K - 1)

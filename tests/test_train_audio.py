@@ -1056,9 +1056,8 @@ def test_chunking_leaves_a_transformers_gradients_as_they_are(whole):
     for stage, given_weight in (("coarse", 0.0), ("coarse", 0.7), ("semantic", 0.0), ("fine", 0.3)):
         found = []
         for size in (6, 4, 1):
-            task = token_task(whole, stage, batch_size=6, chunk_size=size, given_weight=given_weight, mask_past=0.0, noise_past=0.0,
-                              layout="delay" if given_weight else "aligned",
-                              text_drop=0.0, dropout=0.0)
+            task = token_task(whole, stage, batch_size=6, chunk_size=size, given_weight=given_weight, mask_past=0.0,
+                              noise_past=0.0, layout="delay" if given_weight else "aligned", text_drop=0.0, dropout=0.0)
             for name, p in task.run.model.named_parameters():
                 accumulate.seed(name)
                 torch.nn.init.normal_(p, std=0.2)
