@@ -235,7 +235,7 @@ TRANSFORMER = dict(seconds=3.5, batch_size=16, chunk_size=8, optimizer="muon", l
 STAGES = {
     "soundstream": dict(steps=1400),
     "semantic": dict(TRANSFORMER, steps=400),
-    "coarse": dict(TRANSFORMER, seconds=2.5, steps=900, mask_past=0.0, noise_past=0.2),
+    "coarse": dict(TRANSFORMER, seconds=2.5, steps=1000, mask_past=0.0, noise_past=0.2),
     "fine": dict(TRANSFORMER, seconds=1.75, steps=200),
 }
 PRESETS = {  # the codec of SoundStream §III at 24 kHz; transformers of AudioLM §IV-A
