@@ -122,10 +122,8 @@ class Config(Settings):
     qk_norm: bool = False  # cosine-similarity attention
     dropout: float = 0.0  # in attention and feed-forward
     mask_past: float = 0.05  # share of the past that is hidden from a sample in training
-    noise_past: float = 0.0  # share of the stage's own past codes, at most, that training swaps for any others, so that
-    # it holds on to the prompt when the past is what it made itself
-    layout: Literal["aligned", "delay", "flattened"] = "aligned"  # streams side by side, a frame a step; delay: one
-    # after the other, each quantizer a step later than the one before; flattened: one after the other, a code a step
+    noise_past: float = 0.0  # share of its own past codes, at most, that training swaps, so that the prompt counts more
+    layout: Literal["aligned", "delay", "flattened"] = "aligned"  # streams side by side, in a row, or in a row by codes
     frame_depth: int = 1  # aligned: feed-forwards between a frame's codes, each of which is told those before it
     coarse_quantizers: int = 6  # quantizers of the coarse stage, the fine one predicts the rest
     given_weight: float = 0.0  # loss weight of the tokens that a stage is given, 0 to predict its own alone

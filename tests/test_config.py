@@ -1,7 +1,9 @@
 """The command line: what a user types or writes into a JSON file becomes a config, or one clear line and status 2."""
 import dataclasses
+import importlib
 import json
 import math
+import re
 from typing import Literal
 
 import pytest
@@ -169,6 +171,13 @@ def test_help_prints_every_field_with_type_default_and_comment(word, capsys):
         assert f"  {flag}\n        {comment}\n" in out
     assert out.index("Training:") < out.index("--steps") < out.index("Data:") < out.index("--data")
     assert "--config" in out and "--preset large" in out
+
+
+@pytest.mark.parametrize("script", ["train_prior", "train_decoder", "train_audio"])
+def test_what_heads_a_section_of_help_is_a_title_and_not_the_rest_of_a_comment(script):
+    for word, (_, cls) in importlib.import_module(script).COMMANDS.items():
+        headings = re.findall(r"^(\S.*):$", config.help_text(cls, "", {}, {}), re.MULTILINE)
+        assert all(heading[0].isupper() for heading in headings) and (headings or word != "train")
 
 
 PROGRAM = """
