@@ -749,6 +749,16 @@ class TokenTransformer(nn.Module):
             seen = seen & (kept | (distance == 0))
         return seen if self.bias is None else self.relative(distance)[None].masked_fill(~seen, -torch.inf)
 
+    def noisy(self, inputs):
+        """Inputs (B, N, J), of which training swaps a share of the last stream's codes, another a sample, for any."""
+        if not (self.cfg.noise_past and self.training):
+            return inputs
+        first, size = self.starts[-2] + 1, self.streams[-1].size
+        share = self.cfg.noise_past * torch.rand(len(inputs), 1, 1, device=inputs.device)
+        chosen = (inputs >= first) & (torch.rand(inputs.shape, device=inputs.device) < share)
+        other = inputs - (inputs - first) % size + torch.randint(size, inputs.shape, device=inputs.device)
+        return torch.where(chosen, other, inputs)
+
     def positions(self, inputs, prefix):
         """Positions (B, prefix + N) for the rotary table: the time since a stream began, in steps of the last stream.
 
@@ -779,20 +789,13 @@ class TokenTransformer(nn.Module):
 
     def forward(self, inputs, predicted, text=None, drop=None):
         """(cross-entropy summed, number, number of right guesses) a sample, each (B, S) over the S streams."""
-        if self.cfg.noise_past and self.training:
-            first, size = self.starts[-2] + 1, self.streams[-1].size  # the last stream's codes are the last rows
-            share = self.cfg.noise_past * torch.rand(len(inputs), 1, 1, device=inputs.device)  # another a sample
-            chosen = (torch.rand(inputs.shape, device=inputs.device) < share) & (inputs >= first)
-            other = inputs - (inputs - first) % size + torch.randint(size, inputs.shape, device=inputs.device)
-            inputs = torch.where(chosen, other, inputs)
-        x = self.run(inputs, self.condition(text, drop))
+        x = self.run(self.noisy(inputs), self.condition(text, drop))
         samples, result = torch.arange(len(x), device=x.device)[:, None, None], []
         for i, (target, step) in enumerate(predicted):
             if self.heads[i] is None:
                 result.append(torch.zeros(3, len(x), device=x.device))
                 continue
-            h = x[samples, step[..., :1] if self.within else step]  # a frame's codes are of one step
-            h = self.within(h + self.within.told(target).to(h.dtype)) if self.within else h
+            h = self.within(x[samples, step[..., :1]] + self.within.told(target)) if self.within else x[samples, step]
             logits = self.logits(h, i).float()  # (B, T + 1, Q, K + 1)
             loss = F.cross_entropy(logits.flatten(0, 2), target.flatten(), ignore_index=-100, reduction="none")
             result.append(torch.stack([part.unflatten(0, target.shape).sum((1, 2)) for part in (
@@ -815,11 +818,11 @@ def generate(model, codes, lengths, frames, seeds, text=None, temperature=1.0, t
     """
     cfg, stream, device, batch = model.cfg, model.streams[-1], model.embed.weight.device, len(seeds)
     Q, K, several = stream.quantizers, stream.size, cfg.layout != "flattened"
-    guided, told = guidance_scale != 1 and text is not None, len(lengths[-1])  # as many rows know the text
-    scales = [prompt_scale] * (told > batch) + [guidance_scale] * guided  # one for each rival of a sample
-    rows = torch.cat([torch.arange(told), torch.arange(batch * guided)])
-    codes, lengths = ([part[rows] for part in parts] for parts in (codes, lengths))
-    begun, rows = lengths[-1], torch.arange(len(rows), device=device)
+    guided, known = guidance_scale != 1 and text is not None, len(lengths[-1])  # rows below that one know the text
+    scales = [prompt_scale] * (known > batch) + [guidance_scale] * guided  # one for each rival of a sample
+    order = torch.cat([torch.arange(known), torch.arange(batch * guided)])
+    codes, lengths = ([part[order] for part in parts] for parts in (codes, lengths))
+    begun, rows = lengths[-1], torch.arange(len(order), device=device)
     out = torch.zeros(len(rows), int(begun.max()) + frames, Q, dtype=torch.long)
     out[:, :codes[-1].shape[1]] = codes[-1][:, :out.shape[1]]
     inputs, _, begins = lay_out(model.streams, [*codes[:-1], out], [*lengths[:-1], begun + frames],
@@ -831,7 +834,7 @@ def generate(model, codes, lengths, frames, seeds, text=None, temperature=1.0, t
 
     if text is not None:
         text = text.to(device).repeat(1 + len(scales), *[1] * (text.ndim - 1))
-    x, cache, context = model.run(inputs, model.condition(text, rows >= told), cache=True)
+    x, cache, context = model.run(inputs, model.condition(text, rows >= known), cache=True)
     place, position = place.to(device), position.to(device)
     x, prefix = x[rows, place], cache[0][0].shape[2] - inputs.shape[1]
     steps = step_of(frames - 1, Q - 1, Q, cfg.layout) + 1
@@ -840,8 +843,8 @@ def generate(model, codes, lengths, frames, seeds, text=None, temperature=1.0, t
     uniform = torch.stack([torch.rand(frames, Q, generator=torch.Generator().manual_seed(seed)) for seed in seeds])
     uniform = uniform.to(device)
     out, begun = out.to(device), begun.to(device)
-    end = begun[:batch] + frames
-    first = model.starts[len(model.streams) - 1] + 1
+    end = torch.full((batch,), frames, device=device)  # behind what there was
+    first = model.starts[-2] + 1
     for i in range(steps):
         # The codes of this step, quantizer q of frame t behind what there was: all at once, or each told those before.
         pairs = [(i - q * (cfg.layout == "delay"), q) for q in range(Q)] if several else [(i // Q, i % Q)]
@@ -856,16 +859,13 @@ def generate(model, codes, lengths, frames, seeds, text=None, temperature=1.0, t
             scores[:, int(may_end):, K] = -torch.inf
             drawn = draw(scores, torch.stack([uniform[:, t, q] for t, q in part], 1), temperature, top_k)
             if may_end:
-                over = (drawn[:, 0] == K) & (end == begun[:batch] + frames)
-                end = torch.where(over, begun[:batch] + part[0][0], end)
-                drawn = drawn.clamp(max=K - 1)
-            drawn = drawn.repeat(1 + len(scales), 1)
+                end = torch.where((drawn[:, 0] == K) & (end == frames), part[0][0], end)
+            drawn = drawn.clamp(max=K - 1).repeat(1 + len(scales), 1)
             for j, (t, q) in enumerate(part):
                 out[rows, begun + t, q] = drawn[:, j]
             if model.within and part[0][1] < Q - 1:
                 x = x + model.within.embed(part[0][1] * K + drawn[:, 0])
-        late = new[-1][0]  # no frame before this one is still open
-        if i == steps - 1 or (ends and i % 8 == 7 and bool((end <= begun[:batch] + late).all())):
+        if i == steps - 1 or (ends and i % 8 == 7 and bool((end <= new[-1][0]).all())):  # none before is still open
             break
         taken = [(begun + t, q) for t, q in pairs if t < frames]
         row = torch.stack([torch.where(t >= 0, first + q * K + out[rows, t.clamp(min=0), q], 0) for t, q in taken], 1)
@@ -875,7 +875,7 @@ def generate(model, codes, lengths, frames, seeds, text=None, temperature=1.0, t
             places = torch.arange(memory.top + 1, device=device)
             bias = model.relative(memory.length[:, None] - places).transpose(0, 1)[:, :, None]
         x = model.transformer.step(x, memory, bias, context, position + i + 1 if model.timed else None)
-    return [out[b, :end[b]] for b in range(batch)], (end < begun[:batch] + frames).tolist()
+    return [out[b, :begun[b] + end[b]] for b in range(batch)], (end < frames).tolist()
 
 
 def draw(scores, uniform, temperature, top_k):

@@ -660,6 +660,7 @@ def test_no_code_reaches_the_step_that_predicts_it_or_one_before(layout):
 
 @torch.no_grad()
 def test_a_code_of_a_frame_is_told_those_before_it_and_no_other():
+    torch.manual_seed(0)
     within = train_audio.WithinFrame(FINE[1], 8, 2, 0.0)
     for layer in within.layers:
         torch.nn.init.normal_(layer.down.weight)
@@ -857,14 +858,14 @@ def test_cached_generation_in_an_uneven_batch_is_the_one_without_a_cache_alone(l
     scale, seen, step = 1.0 if text == "none" else 2.5, [], model.transformer.step
     monkeypatch.setattr(model.transformer, "step", lambda *args: seen.append(step(*args)) or seen[-1])
     texts = spoken(model, kind)
-    out, ended = train_audio.generate(model, codes, lengths, 5, [0, 1, 2], texts, 0.0, guidance_scale=scale)
+    out, ended = train_audio.generate(model, codes, lengths, 6, [0, 1, 2], texts, 0.0, guidance_scale=scale)
     for b in range(3):
         given = [c[b:b + 1, :n[b]] for c, n in zip(codes, lengths)], [n[b:b + 1] for n in lengths]
-        wanted, heard = slow_generate(model, *given, 5, None if texts is None else texts[b:b + 1], scale)
-        assert torch.equal(out[b], wanted) and ended[b] == (len(wanted) < lengths[-1][b] + 5)
+        wanted, heard = slow_generate(model, *given, 6, None if texts is None else texts[b:b + 1], scale)
+        assert torch.equal(out[b], wanted) and ended[b] == (len(wanted) < lengths[-1][b] + 6)
         for ours, theirs in zip(seen, heard[1:]):  # the first is of the prompt's own pass
             torch.testing.assert_close(ours[b::3], theirs, rtol=1e-3, atol=1e-4)
-    assert len(seen) > 3
+    assert len(seen) > 4
 
 
 @pytest.mark.parametrize("text", ["none", "prefix"])
@@ -1085,10 +1086,11 @@ def test_a_codec_learns_eight_clips_by_heart(monkeypatch):
     assert taken and quality[2] > 10 and quality == sorted(quality), quality
 
 
-@pytest.mark.parametrize("stage, layout", [("semantic", "delay"), ("coarse", "flattened"), ("coarse", "delay"),
-                                           ("coarse", "aligned"), ("fine", "aligned")])
-def test_a_transformer_learns_eight_clips_by_heart_and_says_them_again(stage, layout, whole):
-    task = token_task(whole, stage, steps=120, lr=1e-2, batch_size=8, chunk_size=8, width=48, layout=layout,
+@pytest.mark.parametrize("stage, layout, steps", [
+    ("semantic", "delay", 80), ("coarse", "flattened", 120), ("coarse", "delay", 80), ("coarse", "aligned", 80),
+    ("fine", "aligned", 80)])  # flattened: the longest sequences by far
+def test_a_transformer_learns_eight_clips_by_heart_and_says_them_again(stage, layout, steps, whole):
+    task = token_task(whole, stage, steps=steps, lr=1e-2, batch_size=8, chunk_size=8, width=48, layout=layout,
                       seconds=3.0, mask_past=0.0, noise_past=0.0, text_drop=0.0, weight_decay=0.0, dropout=0.0)
     batch, good = task.source.fetch(np.arange(8))
     task.run.model.train()
