@@ -1467,26 +1467,13 @@ def code_cache(folder, source, codec, device):
     def encode(row):
         with torch.inference_mode():
             return codec.encode(source.wave(row)[None].to(device))[0].cpu().numpy()
-    return token_cache(folder, source, {"codec": codec.checksum}, lambda: encode, "codes")
+    return token_cache(folder, source, {"codec": codec.checksum}, encode, "codes")
 
 
 def semantic_cache(folder, source, tokenizer):
-    """The semantic tokens of all recordings, their speaker's mean and variance removed."""
-    def share():
-        """The mean and variance of this rank's speakers."""
-        rows, stats = {}, {}
-        for row in range(len(source)):
-            rows.setdefault(source.speaker(row), []).append(row)
-        mine = [*rows][dist.rank()::dist.world_size()]
-        for speaker in tracker.progress(mine, desc="speakers", delay=3, leave=False, disable=not dist.is_main()):
-            if waves := source.readable(rows[speaker][:semantic.TOGETHER])[1]:
-                stats[speaker] = [part.cpu() for part in tokenizer.speaker_stats(waves, source.rate)]
-        return stats
-
-    def start():
-        stats = collections.ChainMap(*dist.gather(dist.at_once(share)))
-        return lambda row: tokenizer.encode(source.wave(row), source.rate, stats.get(source.speaker(row)))[:, None]
-    return token_cache(folder, source, {"tokenizer": tokenizer.checksum}, start, "semantic tokens")
+    """The semantic tokens of all recordings."""
+    return token_cache(folder, source, {"tokenizer": tokenizer.checksum},
+                       lambda row: tokenizer.encode(source.wave(row), source.rate)[:, None], "semantic tokens")
 
 
 def prepare(cfg, run):

@@ -313,13 +313,12 @@ class TokenCache:
         return self.tokens[self.starts[row]:self.ends[row]].astype(np.int64)
 
 
-def token_cache(folder, source, key, start, desc):
+def token_cache(folder, source, key, encode, desc):
     """The TokenCache of a `source`, made below `folder` if it is not there; all ranks call it, and encode their share.
 
-    key:   plain facts of what encodes, which with those of the source name the cache's own folder
-    start: called on every rank if there is anything to encode; returns encode(row) -> int numpy (frames, streams), 0 to
-           65535; where that raises Unusable, the row gets no frames
-    desc:  what the progress bar says
+    key:    plain facts of what encodes, which with those of the source name the cache's own folder
+    encode: encode(row) -> int numpy (frames, streams), 0 to 65535; where it raises Unusable, the row gets no frames
+    desc:   what the progress bar says
 
     key.json is written last: without it there is no cache, only parts, which the next call goes on from. Raises
     UserError if more than 1 in 100 rows are unusable, or the folder holds a cache of something else.
@@ -330,7 +329,6 @@ def token_cache(folder, source, key, start, desc):
     if not dist.on_main(lambda: _complete(place, facts)):
         blocks = np.array_split(np.arange(len(source)), min(BLOCKS, len(source)))
         parts = [(place / f"part_{number:03d}.npz", rows.tolist()) for number, rows in enumerate(blocks)]
-        encode = start()
         dist.at_once(lambda: _encode_parts(parts[dist.rank()::dist.world_size()], encode, desc))
         dist.on_main(lambda: _join(place, facts, source, [path for path, _ in parts]))
     return dist.on_each(lambda: TokenCache(place))

@@ -1,7 +1,7 @@
 """Semantic tokens, 50 a second, that tell what is said rather than who says it, and measures of that.
 
     tokenizer = semantic.fit(source, rows, clusters=100)       # the same on every rank
-    tokens = tokenizer.encode(wave, rate, tokenizer.speaker_stats(waves_of_the_same_speaker, rate))
+    tokens = tokenizer.encode(wave, rate)
 
 k-means on MFCC, or on a layer of HuBERT (the package transformers). `Listener` hears the built-in syllables and voices
 in a wave alone, so that what a model generates can be scored.
@@ -19,22 +19,24 @@ from common.config import UserError, need
 
 RATE, HOP, WINDOW = 16_000, 320, 640  # Hz, samples between frames (20 ms), samples of a frame
 FIELD = 400  # samples that HuBERT sees for a frame
-TOGETHER = 10  # recordings of a speaker that are normalized together when clusters are fitted
+TOGETHER = 10  # recordings of a speaker whose mean is taken away together when clusters are fitted
+FEW_FRAMES, ROUNDS = 50, 5  # a mean of fewer frames is drawn toward all speakers'; turns that the voice's offset takes
 BATCH, STEPS = 4096, 300  # of mini-batch k-means; batches in frames
 FEW = 0.05  # a cluster with less than this share of a mean cluster's frames is moved
 NAMES = list(synthetic.SYLLABLES)
 
 
 class KMeans(nn.Module):
-    """Gives each 20 ms of a wave the number of the nearest of `clusters` centers, among features normalized by speaker.
+    """Gives each 20 ms of a wave the number of the nearest of `clusters` centers, among features without the voice.
 
     features: "mfcc", which is c1 to c12, without the loudness, or "hubert:MODEL:LAYER", such as
               "hubert:facebook/hubert-base-ls960:9": the output of that layer (0: of the convolutions) of a HuBERT model
     deltas:   take c0 to c12 and their first and second differences, as the first iteration of HuBERT has it (Hsu et al.
               2021, section IV-A); they tell less about a syllable where speech is as slow as the built-in one
 
-    Features are brought to mean 0 and variance 1 by the speaker or, where unknown, by the recording, which takes away
-    much of what is the speaker's (van Niekerk et al. 2021). Make one with `fit` or `load`.
+    The voice is taken to be an offset that all features of a recording have. It is found in turns with the tokens
+    (signal bias removal, Rahim & Juang 1996), as a mean would depend on what is said: so a second of a prompt gets the
+    tokens that it has in training. Make one with `fit` or `load`.
     """
 
     def __init__(self, clusters: int, features: str = "mfcc", deltas: bool = False):
@@ -46,6 +48,8 @@ class KMeans(nn.Module):
             raise UserError(f"features {features!r}: expected mfcc or hubert:MODEL:LAYER")
         width = self.hubert[0].config.hidden_size if self.hubert else 39 if deltas else 12
         self.register_buffer("centers", torch.zeros(clusters, width))
+        self.register_buffer("mean", torch.zeros(width))  # of all speakers' features
+        self.register_buffer("deviation", torch.ones(width))  # of features from their speaker's mean
 
     def state(self) -> dict:
         """Tensors and plain values for checkpoint.save; `load` makes the tokenizer of it."""
@@ -69,15 +73,13 @@ class KMeans(nn.Module):
         model = self.hubert[0].to(wave.device)
         return model(padded, output_hidden_states=True).hidden_states[self.layer][0]
 
-    def speaker_stats(self, waves: Sequence[torch.Tensor], rate: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(mean, deviation), each (D,), of the features of recordings of one speaker, for `encode`."""
-        return _statistics(torch.cat([self.features(wave, rate) for wave in waves]))
-
-    def encode(self, wave: torch.Tensor, rate: int, stats: Sequence[torch.Tensor] | None = None) -> np.ndarray:
-        """Tokens int64 (ceil(T16 / 320),) of a wave (T,); without the speaker's `stats` the recording's are taken."""
-        features = self.features(wave, rate)
-        mean, deviation = _statistics(features) if stats is None else stats
-        return nearest((features - mean.to(features)) / deviation.to(features), self.centers)[0].cpu().numpy()
+    def encode(self, wave: torch.Tensor, rate: int) -> np.ndarray:
+        """Tokens int64 (ceil(T16 / 320),) of a wave (T,) at `rate`."""
+        features = (self.features(wave, rate) - self.mean) / self.deviation
+        voice = features.sum(0) / (len(features) + FEW_FRAMES)
+        for _ in range(ROUNDS):
+            voice = (features - self.centers[nearest(features - voice, self.centers)[0]]).mean(0)
+        return nearest(features - voice, self.centers)[0].cpu().numpy()
 
 
 def load(state: dict) -> KMeans:
@@ -114,11 +116,12 @@ def fit(source, rows: np.ndarray, clusters: int = 100, seed: int = 0, minutes: f
     not known. Recordings that raise audio.Unusable are passed over. Collective: rank 0 fits, the others wait.
     """
     tokenizer = dist.on_each(lambda: KMeans(clusters, features, deltas)).to(device)
-    tokenizer.centers.copy_(dist.on_main(lambda: _centers(tokenizer, source, rows, seed, minutes)))
+    tokenizer.load_state_dict(dist.on_main(lambda: _fitted(tokenizer, source, rows, seed, minutes)))
     return tokenizer
 
 
-def _centers(tokenizer: KMeans, source, rows: np.ndarray, seed: int, minutes: float) -> torch.Tensor:
+def _fitted(tokenizer: KMeans, source, rows: np.ndarray, seed: int, minutes: float) -> dict[str, torch.Tensor]:
+    """The buffers of a tokenizer, fitted."""
     start, order = time.monotonic(), np.random.default_rng(accumulate.number("kmeans", seed)).permutation(rows).tolist()
     speakers: dict[Hashable, list[int]] = {}
     for row in order:
@@ -126,7 +129,7 @@ def _centers(tokenizer: KMeans, source, rows: np.ndarray, seed: int, minutes: fl
         speakers.setdefault(("row", row) if who is None else who, []).append(row)
     longest = max(map(len, speakers.values()), default=0)
     groups = [those[i:i + TOGETHER] for i in range(0, longest, TOGETHER) for those in speakers.values() if those[i:]]
-    parts, frames, most = [], 0, int(minutes * 60 * RATE / HOP)
+    parts, means, frames, most = [], [], 0, int(minutes * 60 * RATE / HOP)
     for group in tracker.progress(groups, desc="k-means: features", delay=3, leave=False):
         found = []
         for row in group:
@@ -135,22 +138,19 @@ def _centers(tokenizer: KMeans, source, rows: np.ndarray, seed: int, minutes: fl
             except audio.Unusable:
                 continue
         if found:
-            mean, deviation = _statistics(torch.cat(found))
-            parts.append((torch.cat(found) - mean) / deviation)
+            means.append(torch.cat(found).mean(0))
+            parts.append(torch.cat(found) - means[-1])
             frames += len(parts[-1])
         if frames >= most:
             break
     if min(frames, most) < tokenizer.clusters:
         raise UserError(f"k-means: {min(frames, most)} frames of 20 ms are too few for {tokenizer.clusters} clusters")
     points = torch.cat(parts)[:most]
-    centers = minibatch_kmeans(points, tokenizer.clusters, seed)
+    deviation = points.std(0, correction=0).clamp(min=1e-5)
+    centers = minibatch_kmeans(points / deviation, tokenizer.clusters, seed)
     print(f"{tokenizer.clusters} clusters of {tokenizer.kind}, fitted to {len(points) * HOP / RATE / 60:.1f} minutes "
           f"in {time.monotonic() - start:.0f} s", flush=True)
-    return centers
-
-
-def _statistics(features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return features.mean(0), features.std(0, correction=0).clamp(min=1e-5)
+    return {"centers": centers, "mean": torch.stack(means).mean(0), "deviation": deviation}
 
 
 def nearest(points: torch.Tensor, centers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -302,7 +302,7 @@ def made(path, rows, key, bad=(), fails=None):
         return tokens_of(row)
 
     try:
-        cache = recordings.token_cache(path, Numbers(rows), key, lambda: encode, "tokens")
+        cache = recordings.token_cache(path, Numbers(rows), key, encode, "tokens")
     except UserError as error:
         return str(error), encoded, getattr(error, "relayed", False)
     return [cache[row] for row in range(len(cache))], encoded, cache.empty.tolist()
@@ -408,7 +408,7 @@ def test_a_row_that_cannot_be_encoded_is_empty_and_many_are_refused_until_mended
 
 def test_a_cache_of_real_recordings(tmp_path):
     source = recordings.Recordings(folder(tmp_path / "data"), 16000)
-    cache = recordings.token_cache(tmp_path / "cache", source, {"hop": 320}, lambda: lambda row: source.wave(row)
+    cache = recordings.token_cache(tmp_path / "cache", source, {"hop": 320}, lambda row: source.wave(row)
                                    .mul(100).abs().long().numpy()[::320, None], "tokens")
     assert dist.world_size() == 1 and len(cache) == len(source)
     assert [cache.frames(row) for row in range(12)] == [-(-source.frames(row) // 320) for row in range(12)]

@@ -524,55 +524,6 @@ def test_codebooks_are_the_same_on_all_ranks_and_up_to_rounding_on_any_number_of
     assert [took for took, *_ in one[3]] == [True] * 4
 
 
-class Spoken:
-    """Recordings that are numbers, the first of every speaker's unreadable; also a tokenizer that counts."""
-
-    rate, checksum, who = 16_000, "abc", [*"aabbbbcccb"]
-
-    def __init__(self):
-        self.asked = []
-
-    def __len__(self):
-        return len(self.who)
-
-    def fingerprint(self):
-        return {}
-
-    def name(self, row):
-        return f"row {row}"
-
-    def speaker(self, row):
-        return self.who[row]
-
-    def wave(self, row):
-        return torch.full((row + 1,), float(row))
-
-    def readable(self, rows):
-        rows = [row for row in rows if row not in (0, 2, 6)]
-        return rows, [self.wave(row) for row in rows]
-
-    def speaker_stats(self, waves, rate):
-        self.asked.append(sum(len(wave) for wave in waves))
-        return torch.tensor([self.asked[-1]]), torch.tensor([rate])
-
-    def encode(self, wave, rate, stats):
-        return np.array([len(wave), stats[0].item()])
-
-
-def spoken_tokens(folder):
-    both = Spoken()
-    cache = train_audio.semantic_cache(folder, both, both)
-    return [cache[row][:, 0].tolist() for row in range(len(both))], both.asked
-
-
-def test_the_ranks_share_out_the_speakers_whose_statistics_semantic_tokens_need(tmp_path, on_ranks):
-    (tokens, asked), others = spoken_tokens(tmp_path / "one"), on_ranks(2, spoken_tokens, tmp_path / "two")
-    of = dict(zip("abc", asked))
-    assert tokens == [[row + 1, of[who]] for row, who in enumerate(Spoken.who)]
-    assert [found for found, _ in others] == [tokens, tokens]
-    assert [own for _, own in others] == [asked[::2], asked[1::2]] and asked == [2, 4 + 5 + 6 + 10, 8 + 9]
-
-
 def test_fp16_overflow_on_one_rank_of_two_is_a_step_that_did_not_happen(on_ranks):
     usual, skipped = (True, 1, False, 1.0), (False, 0, True, 0.5)
     for _, _, _, taken in on_ranks(2, trained_codebooks, "fp16", 2):
