@@ -122,7 +122,7 @@ class Config(Settings):
     qk_norm: bool = False  # cosine-similarity attention
     dropout: float = 0.0  # in attention and feed-forward
     mask_past: float = 0.05  # share of the past that is hidden from a sample in training
-    noise_past: float = 0.0  # share of its own past codes, at most, that training swaps, so that the prompt counts more
+    noise_past: float = 0.0  # share of a stage's past behind a prompt, at most, that training takes from another sample
     layout: Literal["aligned", "delay", "flattened"] = "aligned"  # streams side by side, in a row, or in a row by codes
     frame_depth: int = 1  # aligned: feed-forwards between a frame's codes, each of which is told those before it
     coarse_quantizers: int = 6  # quantizers of the coarse stage, the fine one predicts the rest
@@ -233,7 +233,7 @@ TRANSFORMER = dict(seconds=3.5, batch_size=16, chunk_size=8, optimizer="muon", l
 STAGES = {
     "soundstream": dict(steps=1400),
     "semantic": dict(TRANSFORMER, steps=400),
-    "coarse": dict(TRANSFORMER, seconds=2.5, steps=1000, mask_past=0.0, noise_past=0.2),
+    "coarse": dict(TRANSFORMER, seconds=2.5, steps=1000, mask_past=0.0, noise_past=0.6),
     "fine": dict(TRANSFORMER, seconds=1.75, steps=200),
 }
 PRESETS = {  # the codec of SoundStream §III at 24 kHz; transformers of AudioLM §IV-A
@@ -702,6 +702,7 @@ class TokenTransformer(nn.Module):
         self.heads = nn.ParameterList(
             nn.Parameter(torch.randn(s.quantizers, s.size + 1, width) * width ** -0.5 * 0.5)
             if s is streams[-1] or cfg.given_weight else None for s in streams)
+        self.prompted = nn.Parameter(torch.zeros(width))  # added to the codes of a prompt, which are sure to be its own
         whole = cfg.layout == "aligned" and streams[-1].quantizers > 1  # a step predicts the codes of a frame
         self.within = WithinFrame(streams[-1], width, cfg.frame_depth, cfg.dropout) if whole else None
         steps = [s.rate * (s.quantizers if cfg.layout == "flattened" else 1) for s in streams]  # a second
@@ -749,15 +750,27 @@ class TokenTransformer(nn.Module):
             seen = seen & (kept | (distance == 0))
         return seen if self.bias is None else self.relative(distance)[None].masked_fill(~seen, -torch.inf)
 
+    def own(self, inputs):
+        """Which of the inputs (B, N, J) are codes of the last stream."""
+        return inputs > self.starts[-2]
+
     def noisy(self, inputs):
-        """Inputs (B, N, J), of which training swaps a share of the last stream's codes, another a sample, for any."""
+        """(inputs (B, N, J) as training has them, which steps (B, N) are a prompt).
+
+        What a model has said itself is not quite in the voice of its prompt and, where trusted, leads further away. So
+        the first of a sample's steps, any share of them, in a fifth of the samples none, are marked as a prompt, and of
+        those behind it a share, another for each sample, takes in frames of another sample.
+        """
+        own = self.own(inputs).any(-1)
         if not (self.cfg.noise_past and self.training):
-            return inputs
-        first, size = self.starts[-2] + 1, self.streams[-1].size
-        share = self.cfg.noise_past * torch.rand(len(inputs), 1, 1, device=inputs.device)
-        chosen = (inputs >= first) & (torch.rand(inputs.shape, device=inputs.device) < share)
-        other = inputs - (inputs - first) % size + torch.randint(size, inputs.shape, device=inputs.device)
-        return torch.where(chosen, other, inputs)
+            return inputs, torch.zeros_like(own)
+        place, count, draws = own.cumsum(1) - 1, own.sum(1), torch.rand(len(inputs), 2, 1, device=inputs.device)
+        prompt = own & (place < (1.25 * draws[:, 0] - 0.25) * count[:, None])
+        shift = self.streams[-1].quantizers * torch.randint(inputs.shape[1], (), device=inputs.device)
+        there = (place + shift) % count.roll(1)[:, None].clamp(min=1) + own.int().argmax(1).roll(1)[:, None]
+        other = inputs.roll(1, 0).gather(1, there[..., None].expand_as(inputs))
+        chosen = (torch.rand(own.shape, device=inputs.device) < self.cfg.noise_past * draws[:, 1]) & ~prompt
+        return torch.where(chosen[..., None] & self.own(inputs) & self.own(other), other, inputs), prompt
 
     def positions(self, inputs, prefix):
         """Positions (B, prefix + N) for the rotary table: the time since a stream began, in steps of the last stream.
@@ -769,12 +782,12 @@ class TokenTransformer(nn.Module):
         time = (place - torch.where(begin, place, 0).cummax(1).values) * self.pace[begin.cumsum(1) - 1]
         return F.pad(time, (prefix, 0)) + F.pad(torch.arange(-prefix, 0, device=inputs.device), (0, len(place)))
 
-    def run(self, inputs, condition, cache=False):
+    def run(self, inputs, prompt, condition, cache=False):
         """Outputs (B, N, W) at the inputs (B, N, J), given what `condition` gives; with `cache`, keys and values, too.
 
-        The text, as a prefix, comes first in the cache.
+        prompt: which steps (B, N) are one. The text, as a prefix, comes first in the cache.
         """
-        x, prefix = self.embed(inputs).sum(2), 0
+        x, prefix = self.embed(inputs).sum(2) + prompt[..., None] * self.prompted, 0
         if condition is not None and self.cfg.text == "prefix":
             x, prefix = torch.cat([condition.to(x.dtype), x], dim=1), condition.shape[1]
         context = self.transformer.contexts(condition) if self.cfg.text == "cross" else None
@@ -789,7 +802,7 @@ class TokenTransformer(nn.Module):
 
     def forward(self, inputs, predicted, text=None, drop=None):
         """(cross-entropy summed, number, number of right guesses) a sample, each (B, S) over the S streams."""
-        x = self.run(self.noisy(inputs), self.condition(text, drop))
+        x = self.run(*self.noisy(inputs), self.condition(text, drop))
         samples, result = torch.arange(len(x), device=x.device)[:, None, None], []
         for i, (target, step) in enumerate(predicted):
             if self.heads[i] is None:
@@ -834,7 +847,7 @@ def generate(model, codes, lengths, frames, seeds, text=None, temperature=1.0, t
 
     if text is not None:
         text = text.to(device).repeat(1 + len(scales), *[1] * (text.ndim - 1))
-    x, cache, context = model.run(inputs, model.condition(text, rows >= known), cache=True)
+    x, cache, context = model.run(inputs, model.own(inputs).any(-1), model.condition(text, rows >= known), cache=True)
     place, position = place.to(device), position.to(device)
     x, prefix = x[rows, place], cache[0][0].shape[2] - inputs.shape[1]
     steps = step_of(frames - 1, Q - 1, Q, cfg.layout) + 1

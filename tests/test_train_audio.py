@@ -600,11 +600,12 @@ def test_no_code_reaches_the_step_that_predicts_it_or_one_before(layout):
     codes, lengths = tokens_of(FINE, [[3], [3]])
     ended = torch.tensor([False])
     inputs, predicted, _ = lay_out(FINE, codes, lengths, ended, layout)
-    before = model.run(inputs, None)
+    prompt = torch.arange(inputs.shape[1])[None] < 4
+    before = model.run(inputs, prompt, None)
     for s, t, q in itertools.product(range(2), range(3), range(FINE[0].quantizers)):
         other = [code.clone() for code in codes]
         other[s][0, t, q] = (other[s][0, t, q] + 1) % 5
-        changed = (model.run(lay_out(FINE, other, lengths, ended, layout)[0], None) - before).abs().amax(2)[0]
+        changed = (model.run(lay_out(FINE, other, lengths, ended, layout)[0], prompt, None) - before).abs().amax(2)[0]
         step = predicted[s][1][0, t, q] if s or layout != "aligned" else t - 1  # given codes are there from the start
         assert (changed[:step + 1] < 1e-5).all() and changed[step + 1] > 1e-5
 
@@ -779,7 +780,9 @@ def slow_generate(model, codes, lengths, frames, text, scale=1.0, ends=True, wit
             inputs, _, begins = lay_out(model.streams, [*own[:-1], now], [*n[:-1], torch.tensor([begun + frames])],
                                         torch.tensor([False]), layout)
             place = begins[-2] + train_audio.step_of(begun + step[0][0], step[0][1], Q, layout)
-            x.append(model.run(inputs, model.condition(text, torch.tensor([drop])))[0, place[0]])
+            known = torch.arange(inputs.shape[1]) <= begins[-2] + train_audio.step_of(begun, 0, Q, layout)
+            prompt = ((inputs > model.starts[-2]).any(2) & known)
+            x.append(model.run(inputs, prompt, model.condition(text, torch.tensor([drop])))[0, place[0]])
         heard.append(torch.stack(x))
         for t, q in step:
             if model.within:
@@ -921,20 +924,28 @@ def test_masking_hides_some_of_the_past_in_training_only_and_never_the_text_or_a
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @torch.no_grad()
-def test_noise_swaps_codes_of_the_past_that_the_stage_makes_in_training_alone(layout):
-    model, heard = transformer(COARSE, layout=layout, noise_past=0.6), []
-    codes, lengths = tokens_of(COARSE, [[20] * 128, [20] * 128])
-    inputs, predicted, _ = lay_out(COARSE, codes, lengths, torch.ones(128, dtype=torch.bool), layout)
-    model.run = lambda inputs, condition, run=model.run: heard.append(inputs) or run(inputs, condition)
+def test_frames_behind_a_marked_prompt_are_in_part_those_of_another_sample_in_training_alone(layout):
+    model, heard, samples = transformer(COARSE, layout=layout, noise_past=0.6), [], torch.arange(500)
+    (meaning, codes), lengths = tokens_of(COARSE, [[20] * 500, [20 + b % 5 for b in range(500)]])
+    codes = (samples[:, None, None] + torch.tensor([0, 1])).expand_as(codes) % 5  # they tell the sample
+    inputs, predicted, _ = lay_out(COARSE, [meaning, codes], lengths, torch.ones(500, dtype=torch.bool), layout)
+    model.run = lambda *args, run=model.run: heard.append(args) or run(*args)
     quiet = model(inputs, predicted)
-    assert heard[0] is inputs
+    assert torch.equal(heard[0][0], inputs) and not heard[0][1].any()
     loud = model.train()(inputs, predicted)
-    own, changed = inputs > model.starts[-2], heard[1] != inputs
-    assert torch.equal(heard[1][~own], inputs[~own])  # semantic tokens, and where a stream begins
-    rows = torch.stack([inputs, heard[1]])[:, own] - model.starts[-2] - 1
-    assert torch.equal(*(rows // 5))  # a code of the same quantizer
-    shares = changed.flatten(1).sum(1) / own.flatten(1).sum(1)
-    assert abs(shares.mean() - 0.3 * 4 / 5) < 0.03 and shares.min() < 0.05 and shares.max() > 0.4
+    (made, prompt, _), own = heard[1], inputs > model.starts[-2]
+    changed, steps = made != inputs, own.any(2)
+    assert not changed[~own].any() and not changed[prompt].any()  # semantic tokens, where a stream begins, the prompt
+    rows = made - model.starts[-2] - 1
+    swapped = (samples[:, None, None] - 1 + rows // 5) % 5 == rows % 5  # quantizer q of sample b has the code b + q
+    assert swapped[changed].all() and torch.equal((rows // 5)[own], ((inputs - model.starts[-2] - 1) // 5)[own])
+    assert layout != "aligned" or torch.equal(changed[..., 0], changed[..., 1])  # whole frames
+    share = prompt.sum(1) / steps.sum(1)
+    assert (prompt <= steps).all() and torch.equal(prompt, steps & (steps.cumsum(1) <= prompt.sum(1, keepdim=True)))
+    assert abs((share == 0).float().mean() - 0.2) < 0.08 and abs(share[share > 0].mean() - 0.5) < 0.05
+    behind = own & ~prompt[..., None]
+    shares = (changed.flatten(1).sum(1) / behind.flatten(1).sum(1))[share < 0.5]
+    assert abs(shares.mean() - 0.3) < 0.03 and shares.min() < 0.05 and shares.max() > 0.5
     assert torch.equal(loud[1], quiet[1]) and not torch.equal(loud[0], quiet[0])
 
 
