@@ -702,7 +702,7 @@ class TokenTransformer(nn.Module):
         self.heads = nn.ParameterList(
             nn.Parameter(torch.randn(s.quantizers, s.size + 1, width) * width ** -0.5 * 0.5)
             if s is streams[-1] or cfg.given_weight else None for s in streams)
-        self.prompted = nn.Parameter(torch.zeros(width))  # added to the codes of a prompt, which are sure to be its own
+        self.prompted = nn.Parameter(torch.zeros(width))  # added to what the steps of a prompt take in
         whole = cfg.layout == "aligned" and streams[-1].quantizers > 1  # a step predicts the codes of a frame
         self.within = WithinFrame(streams[-1], width, cfg.frame_depth, cfg.dropout) if whole else None
         steps = [s.rate * (s.quantizers if cfg.layout == "flattened" else 1) for s in streams]  # a second
@@ -1748,7 +1748,7 @@ def open_tokenizer(cfg, source, device):
 
 def load_tokenizer(path, device):
     """The tokenizer of a file, with what tells it from others in `checksum`."""
-    tokenizer = semantic.load(checkpoint.load(path)).to(device)
+    tokenizer = semantic.load(checkpoint.load(path), path).to(device)
     tokenizer.checksum = checkpoint.checksum(path)[:16]
     return tokenizer
 

@@ -9,6 +9,7 @@ in a wave alone, so that what a model generates can be scored.
 import functools
 import time
 from collections.abc import Hashable, Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 
 from common import accumulate, audio, dist, synthetic, tracker
 from common.config import UserError, need
+from common.state import load_weights
 
 RATE, HOP, WINDOW = 16_000, 320, 640  # Hz, samples between frames (20 ms), samples of a frame
 FIELD = 400  # samples that HuBERT sees for a frame
@@ -82,12 +84,12 @@ class KMeans(nn.Module):
         return nearest(features - voice, self.centers)[0].cpu().numpy()
 
 
-def load(state: dict) -> KMeans:
-    """The tokenizer of a `state`. UserError if it is of something else."""
+def load(state: dict, path: str | Path) -> KMeans:
+    """The tokenizer of a `state`, which a file at `path` held. UserError if it is of something else."""
     if state.get("kind") != "kmeans":
-        raise UserError(f"not a tokenizer: its kind is {state.get('kind')!r}, expected 'kmeans'")
+        raise UserError(f"{path}: not a tokenizer: its kind is {state.get('kind')!r}, expected 'kmeans'")
     tokenizer = KMeans(**state["settings"])
-    tokenizer.load_state_dict(state["model"])
+    load_weights(tokenizer, state, path)
     return tokenizer
 
 

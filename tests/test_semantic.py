@@ -108,22 +108,27 @@ def test_there_is_a_token_for_each_20_ms_begun_at_any_rate(tokenizer):
 
 def test_a_tokenizer_survives_being_saved(tokenizer, tmp_path):
     checkpoint.save(tokenizer.state(), tmp_path / "kmeans.pt")
-    again = semantic.load(checkpoint.load(tmp_path / "kmeans.pt"))
+    again = semantic.load(checkpoint.load(tmp_path / "kmeans.pt"), "kmeans.pt")
     wave = torch.from_numpy(synthetic.speak("o er y", 3)[0])
     np.testing.assert_array_equal(again.encode(wave, 16_000), tokenizer.encode(wave, 16_000))
-    with pytest.raises(UserError, match="'codec'"):
-        semantic.load({"kind": "codec", "model": {}})
+    with pytest.raises(UserError, match=r"a\.pt: not a tokenizer: its kind is 'codec'"):
+        semantic.load({"kind": "codec", "model": {}}, "a.pt")
+    older = tokenizer.state() | {"model": {"centers": tokenizer.centers}}
+    with pytest.raises(UserError, match=r"a\.pt: weights of another model: 2 entries differ"):
+        semantic.load(older, "a.pt")
 
 
 def _fitted(count):
-    return semantic.fit(Source(count), np.arange(count), clusters=20, deltas=True).centers.numpy()
+    return {name: value.numpy() for name, value in
+            semantic.fit(Source(count), np.arange(count), clusters=20, deltas=True).state_dict().items()}
 
 
 def test_a_fit_is_the_same_on_every_rank_and_in_one_process(on_ranks):
     alone = _fitted(12)
-    assert alone.shape == (20, 39)
-    for centers in on_ranks(2, _fitted, 12):
-        np.testing.assert_array_equal(centers, alone)
+    assert {name: value.shape for name, value in alone.items()} == {"centers": (20, 39), "mean": (39,),
+                                                                    "deviation": (39,)}
+    for found, (name, value) in itertools.product(on_ranks(2, _fitted, 12), alone.items()):
+        np.testing.assert_array_equal(found[name], value)
 
 
 class Faulty(Source):
