@@ -759,7 +759,7 @@ class TokenTransformer(nn.Module):
 
         What a model has said itself is not quite in the voice of its prompt and, where trusted, leads further away. So
         the first of a sample's steps, any share of them, in a fifth of the samples none, are marked as a prompt, and of
-        those behind it a share, another for each sample, takes in frames of another sample.
+        those behind it a share, another for each sample, takes in frames of another sample (or time, if it is alone).
         """
         own = self.own(inputs).any(-1)
         if not (self.cfg.noise_past and self.training):
