@@ -1783,7 +1783,7 @@ class EvaluateConfig:
     sounds: int = 4  # recordings that are written as WAV and PNG to RUN/sounds
     prompt_seconds: float = 1.0  # how much of each the model is given
     seconds: float = 1.5  # how much it adds
-    temperature: tuple[float, ...] = (0.85, 0.3, 0.3)  # of the codes drawn, 0 for the most probable; one, or one a stage
+    temperature: tuple[float, ...] = (0.85, 0.3, 0.3)  # of the codes drawn, 0: the most probable; one, or one a stage
     top_k: tuple[float, ...] = (1.0, 0.2, 0.2)  # share of the codes that is drawn from; one, or one a stage
     guidance_scale: tuple[float, ...] = (2.0, 1.0, 1.0)  # lean toward the text, 1 for not; one, or one a stage
     prompt_scale: tuple[float, ...] = (1.0, 1.5, 1.0)  # lean toward the prompt, 1 for not; one, or one a stage
@@ -1804,7 +1804,7 @@ class SampleConfig:
     seconds: float = 3.0  # length at most, after the prompt
     num: int = 1  # sounds a text or prompt
     # How
-    temperature: tuple[float, ...] = (0.85, 0.3, 0.3)  # of the codes drawn, 0 for the most probable; one, or one a stage
+    temperature: tuple[float, ...] = (0.85, 0.3, 0.3)  # of the codes drawn, 0: the most probable; one, or one a stage
     top_k: tuple[float, ...] = (1.0, 0.2, 0.2)  # share of the codes that is drawn from; one, or one a stage
     guidance_scale: tuple[float, ...] = (2.0, 1.0, 1.0)  # lean toward the text, 1 for not; one, or one a stage
     prompt_scale: tuple[float, ...] = (1.0, 1.5, 1.0)  # lean toward the prompt, 1 for not; one, or one a stage
