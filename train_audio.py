@@ -761,7 +761,8 @@ class TokenTransformer(nn.Module):
         the first of a sample's steps, any share of them, in a fifth of the samples none, are marked as a prompt, and of
         those behind it a share, another for each sample, takes in frames of another sample (or time, if it is alone).
         """
-        own = self.own(inputs).any(-1)
+        codes = self.own(inputs)
+        own = codes.any(-1)
         if not (self.cfg.noise_past and self.training):
             return inputs, torch.zeros_like(own)
         place, count, draws = own.cumsum(1) - 1, own.sum(1), torch.rand(len(inputs), 2, 1, device=inputs.device)
@@ -770,7 +771,7 @@ class TokenTransformer(nn.Module):
         there = (place + shift) % count.roll(1)[:, None].clamp(min=1) + own.int().argmax(1).roll(1)[:, None]
         other = inputs.roll(1, 0).gather(1, there[..., None].expand_as(inputs))
         chosen = (torch.rand(own.shape, device=inputs.device) < self.cfg.noise_past * draws[:, 1]) & ~prompt
-        return torch.where(chosen[..., None] & self.own(inputs) & self.own(other), other, inputs), prompt
+        return torch.where(chosen[..., None] & codes & self.own(other), other, inputs), prompt
 
     def positions(self, inputs, prefix):
         """Positions (B, prefix + N) for the rotary table: the time since a stream began, in steps of the last stream.

@@ -781,7 +781,7 @@ def slow_generate(model, codes, lengths, frames, text, scale=1.0, ends=True, wit
                                         torch.tensor([False]), layout)
             place = begins[-2] + train_audio.step_of(begun + step[0][0], step[0][1], Q, layout)
             known = torch.arange(inputs.shape[1]) <= begins[-2] + train_audio.step_of(begun, 0, Q, layout)
-            prompt = ((inputs > model.starts[-2]).any(2) & known)
+            prompt = (inputs > model.starts[-2]).any(2) & known
             x.append(model.run(inputs, prompt, model.condition(text, torch.tensor([drop])))[0, place[0]])
         heard.append(torch.stack(x))
         for t, q in step:
@@ -931,7 +931,7 @@ def test_frames_behind_a_marked_prompt_are_in_part_those_of_another_sample_in_tr
     inputs, predicted, _ = lay_out(COARSE, [meaning, codes], lengths, torch.ones(500, dtype=torch.bool), layout)
     model.run = lambda *args, run=model.run: heard.append(args) or run(*args)
     quiet = model(inputs, predicted)
-    assert torch.equal(heard[0][0], inputs) and not heard[0][1].any()
+    assert heard[0][0] is inputs and not heard[0][1].any()
     loud = model.train()(inputs, predicted)
     (made, prompt, _), own = heard[1], inputs > model.starts[-2]
     changed, steps = made != inputs, own.any(2)
@@ -941,7 +941,7 @@ def test_frames_behind_a_marked_prompt_are_in_part_those_of_another_sample_in_tr
     assert swapped[changed].all() and torch.equal((rows // 5)[own], ((inputs - model.starts[-2] - 1) // 5)[own])
     assert layout != "aligned" or torch.equal(changed[..., 0], changed[..., 1])  # whole frames
     share = prompt.sum(1) / steps.sum(1)
-    assert (prompt <= steps).all() and torch.equal(prompt, steps & (steps.cumsum(1) <= prompt.sum(1, keepdim=True)))
+    assert torch.equal(prompt, steps & (steps.cumsum(1) <= prompt.sum(1, keepdim=True)))
     assert abs((share == 0).float().mean() - 0.2) < 0.08 and abs(share[share > 0].mean() - 0.5) < 0.05
     behind = own & ~prompt[..., None]
     shares = (changed.flatten(1).sum(1) / behind.flatten(1).sum(1))[share < 0.5]
