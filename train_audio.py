@@ -44,7 +44,7 @@ from common import (
     tracker,
 )
 from common.config import UserError, need
-from common.nn import Attention, FeedForward, Memory, Transformer, rotary_table
+from common.nn import ELU, Attention, FeedForward, Memory, Transformer, elu, rotary_table
 from common.quantize import ResidualQuantizer
 from common.recordings import Recordings, Syllables, token_cache
 from common.schedule import due
@@ -109,7 +109,7 @@ class Config(Settings):
     discriminator_max_grad_norm: float = 5.0  # gradients are clipped to this norm, 0 for not at all
     # Semantic tokens
     tokenizer: str = "kmeans"  # kmeans on mel-cepstra, or hubert:MODEL:LAYER
-    clusters: int = 32  # semantic tokens
+    clusters: int = 12  # semantic tokens
     deltas: bool = False  # kmeans: with c0 and first and second differences, as HuBERT's first iteration
     unique: bool = False  # consecutive equal semantic tokens are one, as in the paper, which forgets how long they last
     # Token transformers
@@ -329,7 +329,7 @@ class ResidualUnit(nn.Module):
         self.wide, self.narrow = CausalConv(width, width, 7, dilation=dilation), nn.Linear(width, width)
 
     def forward(self, x, memory=None):
-        return x + self.narrow(F.elu(self.wide(F.elu(x), memory)))
+        return x + self.narrow(elu(self.wide(elu(x), memory)))
 
 
 class LocalAttention(nn.Module):
@@ -373,14 +373,14 @@ class SoundStream(nn.Module):
         dilations = [3 ** i for i in range(cfg.residual_units)]
         encoder, decoder = [CausalConv(1, widths[0], 7)], []
         for narrow, wide, stride in zip(widths, widths[1:], cfg.strides):
-            encoder += [*(ResidualUnit(narrow, d) for d in dilations), nn.ELU(),
+            encoder += [*(ResidualUnit(narrow, d) for d in dilations), ELU(),
                         CausalConv(narrow, wide, 2 * stride, stride)]
-            decoder = [nn.ELU(), CausalUpsample(wide, narrow, stride), *(ResidualUnit(narrow, d) for d in dilations),
+            decoder = [ELU(), CausalUpsample(wide, narrow, stride), *(ResidualUnit(narrow, d) for d in dilations),
                        *decoder]
         attention = [[LocalAttention(cfg.codec_width, cfg.attention_window)] if cfg.attention_window else []
                      for _ in range(2)]
-        self.encoder = nn.ModuleList([*encoder, nn.ELU(), CausalConv(widths[-1], cfg.codec_width, 3), *attention[0]])
-        self.decoder = nn.ModuleList([*attention[1], CausalConv(cfg.codec_width, widths[-1], 7), *decoder, nn.ELU(),
+        self.encoder = nn.ModuleList([*encoder, ELU(), CausalConv(widths[-1], cfg.codec_width, 3), *attention[0]])
+        self.decoder = nn.ModuleList([*attention[1], CausalConv(cfg.codec_width, widths[-1], 7), *decoder, ELU(),
                                       CausalConv(widths[0], 1, 7)])
         self.quantizer = ResidualQuantizer(
             cfg.codec_width, cfg.quantizers, cfg.codebook_size, cfg.quantizer, cfg.groups, cfg.codebook_width,
@@ -389,7 +389,7 @@ class SoundStream(nn.Module):
     @staticmethod
     def _through(layers, x, memory):
         for layer in layers:
-            x = layer(x) if isinstance(layer, nn.ELU) else layer(x, memory)
+            x = layer(x, memory)
         return x
 
     def latents(self, wave, memory=None):
@@ -827,7 +827,7 @@ def generate(model, codes, lengths, frames, seeds, text=None, temperature=1.0, t
     codes, lengths: of all streams, as `lay_out` takes them; of the last stream, what there is already. seeds: a number
     a sample, which alone decides it. Codes are drawn from the most probable share `top_k` at the `temperature`, 0 for
     the first alone. Guidance: by its scale, scores are moved away from those without the text; likewise from those
-    without the prompt, if codes and lengths go on with the same samples without it.
+    without the prompt, if codes and lengths go on with the same samples without it, but not how likely EOS is.
     Returns B of (T, Q), what there was included, and for each whether it came to its end.
     """
     cfg, stream, device, batch = model.cfg, model.streams[-1], model.embed.weight.device, len(seeds)
@@ -867,8 +867,12 @@ def generate(model, codes, lengths, frames, seeds, text=None, temperature=1.0, t
             quantizers = slice(part[0][1], part[-1][1] + 1)
             heads = model.heads[-1][quantizers].flatten(0, 1).to(x.dtype)
             scores = F.linear(model.within(x) if model.within else x, heads).unflatten(1, (-1, K + 1)).float()
-            own, *others = scores.split(batch)
-            scores = own + sum((scale - 1) * (own - other) for scale, other in zip(scales, others))
+            own, *others = scores.log_softmax(-1).split(batch)
+            away = [(scale - 1) * (own - other) for scale, other in zip(scales, others)]
+            if known > batch:  # whether it ends is for the one with the prompt to say: the other knows less of the past
+                led = (own + away.pop(0))[..., :K].log_softmax(-1) + own[..., :K].logsumexp(-1, keepdim=True)
+                own = torch.cat([led, own[..., K:]], dim=-1)
+            scores = own + sum(away)
             may_end = ends and part[0][1] == 0  # only the first quantizer's code can be EOS
             scores[:, int(may_end):, K] = -torch.inf
             drawn = draw(scores, torch.stack([uniform[:, t, q] for t, q in part], 1), temperature, top_k)

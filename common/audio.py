@@ -310,14 +310,31 @@ def mfcc(wave, rate, hop, window, count=13):
     """
     features = log_mel(wave, rate, window, hop, CEPSTRUM_BINS)
     with torch.autocast(wave.device.type, enabled=False):
-        return features @ _dct(CEPSTRUM_BINS, count, wave.device)
+        return features @ _dct(count, wave.device)
+
+
+def _cosines(places, count):
+    """The first functions of the orthonormal DCT-II of all bins at `places` (…), even between bins: (…, count)."""
+    cosines = np.cos(np.pi / CEPSTRUM_BINS * (places[..., None] + 0.5) * np.arange(count))
+    return cosines * np.where(np.arange(count) == 0, 1, 2 ** 0.5) / CEPSTRUM_BINS ** 0.5
 
 
 @functools.lru_cache(maxsize=16)
-def _dct(bins, count, device):
-    """The orthonormal DCT-II as a matrix (bins, count)."""
-    cosines = np.cos(np.pi / bins * (np.arange(bins)[:, None] + 0.5) * np.arange(count))
-    return _constant(cosines * np.where(np.arange(count) == 0, 1, 2 ** 0.5) / bins ** 0.5, device)
+def _dct(count, device):
+    return _constant(_cosines(np.arange(CEPSTRUM_BINS), count), device)
+
+
+def cepstral_warps(factors, rate, count=13):
+    """Matrices (N, count, count) by which cepstra (…, count) of a spectrum S(f) become those of S(factor · f).
+
+    So they undo that all formants of a voice are higher by a factor, as those of a shorter vocal tract are: VTLN by the
+    filters of `mfcc`, which is linear in cepstra (Pitz & Ney 2005). What would come from above rate / 2 is as there.
+    """
+    top, bins = 2595 * np.log10(1 + rate / 2 / 700), np.arange(CEPSTRUM_BINS)
+    hertz = 700 * (10 ** (top * (bins + 1) / (CEPSTRUM_BINS + 1) / 2595) - 1)  # of the filters' centers
+    mels = 2595 * np.log10(1 + np.multiply.outer(np.asarray(factors), hertz) / 700)
+    places = (mels / top * (CEPSTRUM_BINS + 1) - 1).clip(max=CEPSTRUM_BINS - 0.5)  # (N, bins)
+    return torch.from_numpy(_cosines(places, count).swapaxes(1, 2) @ _cosines(bins, count)).float()
 
 
 def deltas(features):

@@ -66,6 +66,34 @@ class Attention(nn.Module):
         return out if self.out_norm is None else self.out_norm(out)
 
 
+class _ELU(torch.autograd.Function):
+    """F.elu on a CPU, which torch computes by expm1, twice as slow as exp and 1e-7 more exact, also to go back."""
+
+    @staticmethod
+    def forward(ctx, x):
+        y = x.clamp(max=0).exp_().sub_(1)
+        torch.maximum(x, y, out=y)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        return torch.ops.aten.elu_backward(grad, 1.0, 1.0, 1.0, True, *ctx.saved_tensors)
+
+
+def elu(x):
+    """max(x, eˣ - 1) (Clevert et al. 2015)."""
+    plain = x.device.type != "cpu" or x.dtype != torch.float32 or torch.compiler.is_compiling()
+    return F.elu(x) if plain else _ELU.apply(x)
+
+
+class ELU(nn.Module):
+    """`elu` as a layer; it has no memory."""
+
+    def forward(self, x, memory=None):
+        return elu(x)
+
+
 class _GatedProduct(torch.autograd.Function):
     """(silu(gate)·up) @ weightᵀ for gate_up (N, 2H), which alone is kept for the backward pass, the rest recomputed.
 

@@ -22,8 +22,10 @@ from common.state import load_weights
 RATE, HOP, WINDOW = 16_000, 320, 640  # Hz, samples between frames (20 ms), samples of a frame
 FIELD = 400  # samples that HuBERT sees for a frame
 TOGETHER = 10  # recordings of a speaker whose mean is taken away together when clusters are fitted
-FEW_FRAMES, ROUNDS = 50, 5  # a mean of fewer frames is drawn toward all speakers'; turns that the voice's offset takes
-BATCH, STEPS = 4096, 300  # of mini-batch k-means; batches in frames
+FEW_FRAMES, ROUNDS = 20, 5  # an offset of fewer frames is drawn toward all speakers'; turns that it takes to find it
+LENGTHS = np.exp(0.02 * np.arange(-8, 9))  # factors of formants, and so of vocal tracts, that are looked among
+BROAD, REFITS, MOST_FRAMES = 12, 3, 600  # classes by which a voice is found, turns to fit them, frames that do for it
+BATCH, STEPS, STARTS = 4096, 300, 4  # of mini-batch k-means; batches in frames
 FEW = 0.05  # a cluster with less than this share of a mean cluster's frames is moved
 NAMES = list(synthetic.SYLLABLES)
 
@@ -36,9 +38,10 @@ class KMeans(nn.Module):
     deltas:   take c0 to c12 and their first and second differences, as the first iteration of HuBERT has it (Hsu et al.
               2021, section IV-A); they tell less about a syllable where speech is as slow as the built-in one
 
-    The voice is taken to be an offset that all features of a recording have. It is found in turns with the tokens
-    (signal bias removal, Rahim & Juang 1996), as a mean would depend on what is said: so a second of a prompt gets the
-    tokens that it has in training. Make one with `fit` or `load`.
+    The voice of a recording is taken to be the length of a vocal tract, which scales all formants (VTLN, Lee & Rose
+    1996; not for HuBERT), and an offset of all features, found in turns with the class of each frame (signal bias
+    removal, Rahim & Juang 1996), as a mean would depend on what is said: so a second of a prompt gets the tokens that
+    it has in training. The classes are few, as many would be told apart by the voice. Make one with `fit` or `load`.
     """
 
     def __init__(self, clusters: int, features: str = "mfcc", deltas: bool = False):
@@ -49,7 +52,13 @@ class KMeans(nn.Module):
         elif features != "mfcc":
             raise UserError(f"features {features!r}: expected mfcc or hubert:MODEL:LAYER")
         width = self.hubert[0].config.hidden_size if self.hubert else 39 if deltas else 12
+        warps = torch.eye(width)[None]
+        if not self.hubert:
+            one = audio.cepstral_warps(LENGTHS, RATE)[:, not deltas:, not deltas:]
+            warps = torch.stack([torch.block_diag(*[warp] * (width // len(warp))) for warp in one])
+        self.register_buffer("warps", warps, persistent=False)
         self.register_buffer("centers", torch.zeros(clusters, width))
+        self.register_buffer("broad", torch.zeros(min(BROAD, clusters), width))  # centers of the classes
         self.register_buffer("mean", torch.zeros(width))  # of all speakers' features
         self.register_buffer("deviation", torch.ones(width))  # of features from their speaker's mean
 
@@ -75,13 +84,23 @@ class KMeans(nn.Module):
         model = self.hubert[0].to(wave.device)
         return model(padded, output_hidden_states=True).hidden_states[self.layer][0]
 
+    def voice(self, features: torch.Tensor) -> tuple[int, torch.Tensor]:
+        """(number of the warp, offset (D,)) with which features (T, D) are nearest to the broad centers."""
+        x = (features[:MOST_FRAMES] @ self.warps - self.mean) / self.deviation  # (warps, T, D)
+        offset = x.sum(1, keepdim=True) / (x.shape[1] + FEW_FRAMES)
+        for _ in range(ROUNDS):
+            said = self.broad[nearest((x - offset).flatten(0, 1), self.broad)[0]].view(x.shape)
+            offset = (x - said).sum(1, keepdim=True) / (x.shape[1] + FEW_FRAMES)
+        distance = nearest((x - offset).flatten(0, 1), self.broad)[1]
+        best = int(distance.view(len(x), -1).mean(1).argmin())
+        return best, offset[best, 0]
+
     def encode(self, wave: torch.Tensor, rate: int) -> np.ndarray:
         """Tokens int64 (ceil(T16 / 320),) of a wave (T,) at `rate`."""
-        features = (self.features(wave, rate) - self.mean) / self.deviation
-        voice = features.sum(0) / (len(features) + FEW_FRAMES)
-        for _ in range(ROUNDS):
-            voice = (features - self.centers[nearest(features - voice, self.centers)[0]]).mean(0)
-        return nearest(features - voice, self.centers)[0].cpu().numpy()
+        features = self.features(wave, rate)
+        warp, offset = self.voice(features)
+        normal = (features @ self.warps[warp] - self.mean) / self.deviation - offset
+        return nearest(normal, self.centers)[0].cpu().numpy()
 
 
 def load(state: dict, path: str | Path) -> KMeans:
@@ -131,28 +150,38 @@ def _fitted(tokenizer: KMeans, source, rows: np.ndarray, seed: int, minutes: flo
         speakers.setdefault(("row", row) if who is None else who, []).append(row)
     longest = max(map(len, speakers.values()), default=0)
     groups = [those[i:i + TOGETHER] for i in range(0, longest, TOGETHER) for those in speakers.values() if those[i:]]
-    parts, means, frames, most = [], [], 0, int(minutes * 60 * RATE / HOP)
+    voices, frames, most = [], 0, int(minutes * 60 * RATE / HOP)
     for group in tracker.progress(groups, desc="k-means: features", delay=3, leave=False):
         found = []
         for row in group:
             try:
-                found.append(tokenizer.features(source.wave(row), source.rate).cpu())
+                found.append(tokenizer.features(source.wave(row), source.rate))
             except audio.Unusable:
                 continue
         if found:
-            means.append(torch.cat(found).mean(0))
-            parts.append(torch.cat(found) - means[-1])
-            frames += len(parts[-1])
+            voices.append(torch.cat(found)[:most - frames])
+            frames += len(voices[-1])
         if frames >= most:
             break
-    if min(frames, most) < tokenizer.clusters:
-        raise UserError(f"k-means: {min(frames, most)} frames of 20 ms are too few for {tokenizer.clusters} clusters")
-    points = torch.cat(parts)[:most]
-    deviation = points.std(0, correction=0).clamp(min=1e-5)
-    centers = minibatch_kmeans(points / deviation, tokenizer.clusters, seed)
+    if frames < tokenizer.clusters:
+        raise UserError(f"k-means: {frames} frames of 20 ms are too few for {tokenizer.clusters} clusters")
+    warps = np.full(len(voices), len(tokenizer.warps) // 2)
+    for turn in range(1 + REFITS):
+        if turn:
+            warps = np.array([tokenizer.voice(features)[0] for features in voices])
+            warps = (warps - round(warps.mean()) + len(tokenizer.warps) // 2).clip(0, len(tokenizer.warps) - 1)
+        warped = [features @ tokenizer.warps[warp] for features, warp in zip(voices, warps)]
+        means = [one.mean(0) for one in warped]
+        points = torch.cat([one - mean for one, mean in zip(warped, means)])
+        tokenizer.mean.copy_(torch.stack(means).mean(0))
+        tokenizer.deviation.copy_(points.std(0, correction=0).clamp(min=1e-5))
+        points = (points / tokenizer.deviation).cpu()
+        tokenizer.broad.copy_(minibatch_kmeans(points, len(tokenizer.broad), seed))
+    tokenizer.centers.copy_(tokenizer.broad if tokenizer.clusters <= BROAD else
+                            minibatch_kmeans(points, tokenizer.clusters, seed))
     print(f"{tokenizer.clusters} clusters of {tokenizer.kind}, fitted to {len(points) * HOP / RATE / 60:.1f} minutes "
           f"in {time.monotonic() - start:.0f} s", flush=True)
-    return {"centers": centers, "mean": torch.stack(means).mean(0), "deviation": deviation}
+    return tokenizer.state_dict()
 
 
 def nearest(points: torch.Tensor, centers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -178,22 +207,34 @@ def plus_plus(points: torch.Tensor, count: int, generator: torch.Generator) -> t
 
 
 def minibatch_kmeans(points: torch.Tensor, clusters: int, seed: int = 0) -> torch.Tensor:
-    """Centers (clusters, D) of points (N, D): mini-batch k-means, Sculley 2010, from a start by k-means++.
+    """Centers (clusters, D) of points (N, D): mini-batch k-means, Sculley 2010, from the best of a few starts.
 
-    A center is the mean of the points it has had in the last steps; one that gets next to none is put elsewhere, far
-    from the others.
+    The starts are by k-means++, and compared after a third of the steps.
     """
     generator = torch.Generator().manual_seed(accumulate.number("centers", seed))
     few = points[torch.randperm(len(points), generator=generator)[:max(20 * clusters, BATCH)]]
-    centers, counts = plus_plus(few, clusters, generator), torch.zeros(clusters)
-    for step in range(STEPS):
+    starts = [_descended(points, few, plus_plus(few, clusters, generator), STEPS // 3, generator)
+              for _ in range(STARTS)]
+    best = min(starts, key=lambda centers: nearest(few, centers)[1].sum().item())
+    return _descended(points, few, best, STEPS - STEPS // 3, generator)
+
+
+def _descended(points: torch.Tensor, few: torch.Tensor, centers: torch.Tensor, steps: int,
+               generator: torch.Generator) -> torch.Tensor:
+    """The centers after so many steps.
+
+    A center is the mean of the points it has had in the last steps; one that gets next to none is put elsewhere, far
+    from the others: upon one of `few` points.
+    """
+    counts = torch.zeros(len(centers))
+    for step in range(steps):
         batch = points[torch.randint(len(points), (BATCH,), generator=generator)]
         token, _ = nearest(batch, centers)
-        got = torch.bincount(token, minlength=clusters).float()
+        got = torch.bincount(token, minlength=len(centers)).float()
         counts += got
         pull = torch.zeros_like(centers).index_add_(0, token, batch) - got[:, None] * centers
         centers = centers + pull / counts.clamp(min=1)[:, None]
-        if step % 50 == 49 and step < STEPS - 50:
+        if step % 50 == 49 and step < steps - 50:
             if (dead := counts < FEW * counts.mean()).any():
                 far = nearest(few, centers[~dead])[1] + 1e-9
                 centers[dead] = few[torch.multinomial(far, int(dead.sum()), generator=generator)]

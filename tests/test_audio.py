@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from common import audio
+from common import audio, synthetic
 from common.config import UserError
 
 KINDS = {"u8": (1, 8), "s16": (1, 16), "s24": (1, 24), "s32": (1, 32), "f32": (3, 32), "f64": (3, 64)}
@@ -331,6 +331,41 @@ def test_cepstral_coefficients_are_cosine_sums_that_keep_energy():
         np.testing.assert_allclose(found[..., k], expected / (math.sqrt(2) if k == 0 else 1), atol=1e-4)
     every = audio.mfcc(wave, 16000, 160, 512, count=40).double()
     np.testing.assert_allclose(every.square().sum(-1), np.square(mel).sum(-1), rtol=1e-5)
+
+
+def test_warped_cepstra_are_those_of_the_spectrum_read_elsewhere():
+    torch.manual_seed(0)
+    rate, bins, factors = 16_000, audio.CEPSTRUM_BINS, (0.8, 1.0, 1.25)
+    cepstra = torch.randn(5, 13).double()
+    order, at = torch.arange(13), (torch.arange(bins) + 0.5)[:, None]
+    scale = torch.where(order == 0, 1, 2 ** 0.5) / bins ** 0.5
+    dct = torch.cos(torch.pi / bins * at * order).double() * scale
+    top = 2595 * np.log10(1 + rate / 2 / 700)
+    for factor, warp in zip(factors, audio.cepstral_warps(factors, rate).double()):
+        hertz = 700 * (10 ** (top * (np.arange(bins) + 1) / (bins + 1) / 2595) - 1)  # of the filters
+        place = 2595 * np.log10(1 + factor * hertz / 700) / top * (bins + 1) - 1
+        inside = torch.from_numpy(place <= bins - 0.5)
+        spectrum = cepstra @ (torch.cos(torch.pi / bins * (torch.from_numpy(place)[:, None] + 0.5) * order) * scale).T
+        edge = cepstra @ (torch.cos(torch.pi * order.double()) * scale)
+        wanted = torch.where(inside, spectrum, edge[:, None]) @ dct
+        torch.testing.assert_close(cepstra @ warp, wanted, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(warp[:1], torch.eye(13, dtype=torch.float64)[:1], atol=1e-5, rtol=0)  # loudness stays
+    torch.testing.assert_close(audio.cepstral_warps([1.0], rate)[0], torch.eye(13), atol=1e-5, rtol=0)
+
+
+def test_a_warp_undoes_that_formants_are_higher():
+    """A vowel of a short vocal tract, warped by how much shorter it is, has nearly the cepstra of the long one's."""
+    time = np.arange(16_000) / 16_000
+    means = {}
+    for factor in (0.9, 1.1):
+        formants = factor * np.array([500, 1500, 2500, 3500, 4500.0])
+        frequencies = np.arange(1, 60) * 120.0
+        gains = np.abs(synthetic.resonances(formants[:, None], 0.8, frequencies))[0]
+        wave = sum(g * np.sin(2 * np.pi * f * time + i * i) for i, (f, g) in enumerate(zip(frequencies, gains)))
+        means[factor] = audio.mfcc(torch.from_numpy(wave[None].astype(np.float32)), 16_000, 320, 640)[0, 5:-5].mean(0)
+    warp, = audio.cepstral_warps([1.1 / 0.9], 16_000)
+    apart = [(one - means[0.9])[1:].norm() for one in (means[1.1], means[1.1] @ warp)]
+    assert apart[1] < 0.6 * apart[0], apart
 
 
 def test_deltas_are_the_slopes_of_fitted_lines():

@@ -23,6 +23,15 @@ def tokens(count, seed=1):
     return torch.randn(2, count, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
+def test_elu_and_its_gradient_are_torchs():
+    x, grad = torch.linspace(-20, 20, 4001, requires_grad=True), torch.linspace(1, 2, 4001)
+    torch.testing.assert_close(nn.elu(x), F.elu(x), atol=1e-6, rtol=0)
+    ours, theirs = (torch.autograd.grad(function(x), x, grad)[0] for function in (nn.elu, F.elu))
+    torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=0)
+    half = x.detach().bfloat16()
+    assert torch.equal(nn.elu(half), F.elu(half))  # in fp32 within, where eˣ - 1 would be coarse
+
+
 KINDS = [{"rotary": True}, {"rotary": False}, {"kv_heads": 1}, {"kv_heads": 2}, {"qk_norm": True},
          {"normformer": True}, {"qk_norm": True, "normformer": True, "kv_heads": 2, "rotary": False}]
 

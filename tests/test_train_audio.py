@@ -788,7 +788,13 @@ def slow_generate(model, codes, lengths, frames, text, scale=1.0, ends=True, wit
             if model.within:
                 told = sum(model.within.embed.weight[before * K + fresh[t, before]] for before in range(q))
             scores = [model.heads[-1][q] @ (model.within(one + told) if model.within else one) for one in x]
-            score = scores[0] + sum((away - 1) * (scores[0] - other) for other, (*_, away) in zip(scores, rivals))
+            logs = [one.softmax(-1).log() for one in scores]
+            score = logs[0].clone()
+            if without:
+                shares = (logs[0] + (prompt_scale - 1) * (logs[0] - logs[1]))[:K].softmax(-1)
+                score[:K] = (shares * (1 - logs[0][K].exp())).log()
+            if len(rivals) > 1 + bool(without):
+                score = score + (scale - 1) * (logs[0] - logs[-1])
             best = score[:K + (ends and q == 0)].argmax().item()
             if best == K:
                 end = min(end, t)
