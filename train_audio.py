@@ -109,7 +109,7 @@ class Config(Settings):
     discriminator_max_grad_norm: float = 5.0  # gradients are clipped to this norm, 0 for not at all
     # Semantic tokens
     tokenizer: str = "kmeans"  # kmeans on mel-cepstra, or hubert:MODEL:LAYER
-    clusters: int = 12  # semantic tokens
+    clusters: int = 12  # semantic tokens; speech has more sounds than the built-in syllables: 100, say
     deltas: bool = False  # kmeans: with c0 and first and second differences, as HuBERT's first iteration
     unique: bool = False  # consecutive equal semantic tokens are one, as in the paper, which forgets how long they last
     # Token transformers

@@ -86,7 +86,8 @@ class KMeans(nn.Module):
 
     def voice(self, features: torch.Tensor) -> tuple[int, torch.Tensor]:
         """(number of the warp, offset (D,)) with which features (T, D) are nearest to the broad centers."""
-        x = (features[:MOST_FRAMES] @ self.warps - self.mean) / self.deviation  # (warps, T, D)
+        some = features[::max(1, -(-len(features) // MOST_FRAMES))]
+        x = (some @ self.warps - self.mean) / self.deviation  # (warps, T, D)
         offset = x.sum(1, keepdim=True) / (x.shape[1] + FEW_FRAMES)
         for _ in range(ROUNDS):
             said = self.broad[nearest((x - offset).flatten(0, 1), self.broad)[0]].view(x.shape)
@@ -165,10 +166,10 @@ def _fitted(tokenizer: KMeans, source, rows: np.ndarray, seed: int, minutes: flo
             break
     if frames < tokenizer.clusters:
         raise UserError(f"k-means: {frames} frames of 20 ms are too few for {tokenizer.clusters} clusters")
-    warps = np.full(len(voices), len(tokenizer.warps) // 2)
-    for turn in range(1 + REFITS):
+    warps = np.full(len(voices), len(tokenizer.warps) // 2)  # none; it stays the mean, as lengths are relative
+    for turn in range(1 + REFITS * (len(tokenizer.warps) > 1)):
         if turn:
-            warps = np.array([tokenizer.voice(features)[0] for features in voices])
+            warps = np.array([tokenizer.voice(features[:MOST_FRAMES])[0] for features in voices])
             warps = (warps - round(warps.mean()) + len(tokenizer.warps) // 2).clip(0, len(tokenizer.warps) - 1)
         warped = [features @ tokenizer.warps[warp] for features, warp in zip(voices, warps)]
         means = [one.mean(0) for one in warped]

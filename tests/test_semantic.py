@@ -80,8 +80,12 @@ def test_the_warp_and_offset_of_a_voice_are_found_whatever_is_said(warp):
     voice = 0.3 * torch.randn(12)
     normal = (tokenizer.broad[said] + voice) * tokenizer.deviation + tokenizer.mean
     tokenizer.features = lambda wave, rate: normal @ tokenizer.warps[warp].inverse()
-    assert tokenizer.voice(tokenizer.features(None, 16_000))[0] == warp
     np.testing.assert_array_equal(tokenizer.encode(None, 16_000), said)
+    for frames in (tokenizer.features(None, 16_000), tokenizer.features(None, 16_000).repeat_interleave(40, 0)):
+        found, offset = tokenizer.voice(frames)  # of a long recording, frames from all over it
+        used = min(len(frames), 534)
+        torch.testing.assert_close(offset, voice * used / (used + semantic.FEW_FRAMES), atol=1e-3, rtol=0)
+        assert found == warp
 
 
 def test_tokens_are_what_is_said_not_the_length_of_a_vocal_tract(source, split):
