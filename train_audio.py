@@ -867,7 +867,7 @@ def generate(model, codes, lengths, frames, seeds, text=None, temperature=1.0, t
             quantizers = slice(part[0][1], part[-1][1] + 1)
             heads = model.heads[-1][quantizers].flatten(0, 1).to(x.dtype)
             scores = F.linear(model.within(x) if model.within else x, heads).unflatten(1, (-1, K + 1)).float()
-            own, *others = scores.log_softmax(-1).split(batch)
+            own, *others = scores.split(batch)
             away = [(scale - 1) * (own - other) for scale, other in zip(scales, others)]
             if known > batch:  # whether it ends is for the one with the prompt to say: the other knows less of the past
                 led = (own + away.pop(0))[..., :K].log_softmax(-1) + own[..., :K].logsumexp(-1, keepdim=True)

@@ -263,6 +263,14 @@ def _hann(window, device):
     return _constant(np.hanning(window + 1)[:-1], device)  # periodic
 
 
+def _mels(hertz):
+    return 2595 * np.log10(1 + hertz / 700)  # HTK's
+
+
+def _hertz(mels):
+    return 700 * (10 ** (mels / 2595) - 1)
+
+
 @functools.lru_cache(maxsize=64)
 def mel_filters(rate, window, bins, low=0.0, high=None, device=torch.device("cpu")):  # noqa: B008 (is immutable)
     """Triangular filters (window // 2 + 1, bins) of height 1, evenly spaced in mel from `low` to `high` Hz (rate / 2).
@@ -272,8 +280,8 @@ def mel_filters(rate, window, bins, low=0.0, high=None, device=torch.device("cpu
     """
     high = high or rate / 2
     assert 0 <= low < high <= rate / 2, (low, high, rate)
-    mels = np.linspace(*(2595 * np.log10(1 + np.array([low, high]) / 700)), bins + 2)
-    left, center, right = (edges := 700 * (10 ** (mels / 2595) - 1))[:-2], edges[1:-1], edges[2:]
+    edges = _hertz(np.linspace(*_mels(np.array([low, high])), bins + 2))
+    left, center, right = edges[:-2], edges[1:-1], edges[2:]
     step = rate / window
     rising, falling = np.maximum(center - left, step), np.maximum(right - center, step)
     f = np.arange(window // 2 + 1)[:, None] * step
@@ -330,9 +338,9 @@ def cepstral_warps(factors, rate, count=13):
     So they undo that all formants of a voice are higher by a factor, as those of a shorter vocal tract are: VTLN by the
     filters of `mfcc`, which is linear in cepstra (Pitz & Ney 2005). What would come from above rate / 2 is as there.
     """
-    top, bins = 2595 * np.log10(1 + rate / 2 / 700), np.arange(CEPSTRUM_BINS)
-    hertz = 700 * (10 ** (top * (bins + 1) / (CEPSTRUM_BINS + 1) / 2595) - 1)  # of the filters' centers
-    mels = 2595 * np.log10(1 + np.multiply.outer(np.asarray(factors), hertz) / 700)
+    top, bins = _mels(rate / 2), np.arange(CEPSTRUM_BINS)
+    centers = _hertz(top * (bins + 1) / (CEPSTRUM_BINS + 1))  # of the filters
+    mels = _mels(np.multiply.outer(factors, centers))
     places = (mels / top * (CEPSTRUM_BINS + 1) - 1).clip(max=CEPSTRUM_BINS - 0.5)  # (N, bins)
     return torch.from_numpy(_cosines(places, count).swapaxes(1, 2) @ _cosines(bins, count)).float()
 
