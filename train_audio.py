@@ -126,6 +126,8 @@ class Config(Settings):
     layout: Literal["aligned", "delay", "flattened"] = "aligned"  # streams side by side, in a row, or in a row by codes
     frame_depth: int = 1  # aligned: feed-forwards between a frame's codes, each of which is told those before it
     coarse_quantizers: int = 6  # quantizers of the coarse stage, the fine one predicts the rest
+    voice: bool = True  # coarse is told the voice that the tokenizer finds
+    given_drop: float = 0.0  # probability of training without the tokens that a stage is given, each kind by itself
     given_weight: float = 0.0  # loss weight of the tokens that a stage is given, 0 to predict its own alone
     text: Literal["auto", "none", "prefix", "cross"] = "auto"  # how text conditions; auto: a prefix of semantic, if any
     text_embeds: bool = False  # texts are embeddings in NAME.npy beside the recordings, not transcripts
@@ -192,9 +194,9 @@ class Config(Settings):
                      "timeout_minutes"):
             if not getattr(self, name):
                 raise UserError(f"--{name}: 0 is not above 0")
-        for name in ("beta1", "beta2", "dropout", "mask_past", "noise_past", "text_drop", "ema_decay", "ema_min_decay",
-                     "codebook_decay", "quantizer_dropout", "pre_emphasis", "discriminate_after", "top_k",
-                     "text_gradient"):
+        for name in ("beta1", "beta2", "dropout", "mask_past", "noise_past", "given_drop", "text_drop", "ema_decay",
+                     "ema_min_decay", "codebook_decay", "quantizer_dropout", "pre_emphasis", "discriminate_after",
+                     "top_k", "text_gradient"):
             share = getattr(self, name)
             if share > 1 or (share == 1 and name in ("beta1", "beta2", "mask_past", "codebook_decay")):
                 raise UserError(f"--{name}: {share} is above what a share may be")
@@ -233,7 +235,7 @@ TRANSFORMER = dict(seconds=3.5, batch_size=16, chunk_size=8, optimizer="muon", l
 STAGES = {
     "soundstream": dict(steps=1400),
     "semantic": dict(TRANSFORMER, steps=400),
-    "coarse": dict(TRANSFORMER, seconds=2.5, steps=1000, mask_past=0.0, noise_past=0.6),
+    "coarse": dict(TRANSFORMER, seconds=2.5, steps=1000, mask_past=0.0, noise_past=0.6, given_drop=0.1),
     "fine": dict(TRANSFORMER, seconds=1.75, steps=200),
 }
 PRESETS = {  # the codec of SoundStream §III at 24 kHz; transformers of AudioLM §IV-A
@@ -246,9 +248,9 @@ PRESETS = {  # the codec of SoundStream §III at 24 kHz; transformers of AudioLM
         log_every=100, eval_every=10_000, save_every=2_000, workers=4),
     "audiolm": dict(
         sample_rate=24_000, width=1024, depth=12, heads=16, ff_mult=4.0, position="relative", dropout=0.1,
-        clusters=1024, unique=True, layout="flattened", coarse_quantizers=4, mask_past=0.15, seconds=10.0,
-        batch_size=256, chunk_size=8, optimizer="adamw", lr=3e-4, warmup_steps=4_000, steps=1_000_000, beta1=0.9,
-        max_grad_norm=1.0, precision="bf16", ema_decay=0.9999, validation=0.01, test=0.01, log_every=100,
+        clusters=1024, unique=True, layout="flattened", coarse_quantizers=4, voice=False, mask_past=0.15,
+        seconds=10.0, batch_size=256, chunk_size=8, optimizer="adamw", lr=3e-4, warmup_steps=4_000, steps=1_000_000,
+        beta1=0.9, max_grad_norm=1.0, precision="bf16", ema_decay=0.9999, validation=0.01, test=0.01, log_every=100,
         eval_every=10_000, save_every=2_000, workers=4),
 }
 
@@ -259,7 +261,7 @@ FIXED_CODEC = (*SHARED, "channels", "strides", "residual_units", "codec_width", 
                "quantizers", "codebook_size", "groups", "codebook_width", "quantize_after", "wave_channels",
                "stft_channels", "stft_window")
 FIXED_TOKENS = (*SHARED, "unique", "width", "depth", "heads", "kv_heads", "ff_mult", "position", "qk_norm", "layout",
-                "frame_depth", "coarse_quantizers", "given_weight", "text", "text_embeds", "max_text_len",
+                "frame_depth", "coarse_quantizers", "voice", "given_weight", "text", "text_embeds", "max_text_len",
                 "text_vocabulary", "text_depth")
 
 # Codec
@@ -565,7 +567,7 @@ class Stream(NamedTuple):
     name: str
     quantizers: int
     size: int
-    rate: float  # frames a second
+    rate: float  # frames a second; 0: one frame for all times
 
 
 AHEAD = 4  # frames of the earlier streams that the last one knows before its first, where they are aligned
@@ -586,7 +588,8 @@ def lay_out(streams, codes, lengths, ended, layout):
 
     streams: S of `Stream`; codes: S of (B, T_s, Q_s); lengths: S of (B,) frames; ended (B,): whether the last stream's
     last frame is the end of its recording. A stream begins with a start token of its own; step i + 1 takes in the codes
-    that step i predicts. Behind the true end comes the class `size`, EOS, in place of the first quantizer's code.
+    that step i predicts. Behind the true end comes the class `size`, EOS, in place of the first quantizer's code. A
+    stream without frames is one that is not told.
 
     Returns inputs (B, N, J), rows of the embedding table, 0 for none; for each stream, targets (B, T_s + 1, Q_s), -100
     for none, and the steps (B, T_s + 1, Q_s) that predict them; and where each stream begins, (B,), and the last ends.
@@ -608,7 +611,7 @@ def lay_out(streams, codes, lengths, ended, layout):
         at = torch.where(real, step + 1, total)  # what is not there goes to a column that is cut off
         inputs[samples[:, None, None], at, (quantizer * several).expand_as(at)] = \
             row + 1 + quantizer * stream.size + code
-        eos = (frame == length[:, None, None]) & (quantizer == 0) & ended[:, None, None]
+        eos = (frame == length[:, None, None]) & (quantizer == 0) & (ended & (length > 0))[:, None, None]
         target = torch.where(real, code, torch.where(eos, stream.size, -100))
         predicted.append((target, torch.where(target >= 0, step, 0)))
         row += 1 + stream.quantizers * stream.size
@@ -706,7 +709,7 @@ class TokenTransformer(nn.Module):
         whole = cfg.layout == "aligned" and streams[-1].quantizers > 1  # a step predicts the codes of a frame
         self.within = WithinFrame(streams[-1], width, cfg.frame_depth, cfg.dropout) if whole else None
         steps = [s.rate * (s.quantizers if cfg.layout == "flattened" else 1) for s in streams]  # a second
-        self.register_buffer("pace", torch.tensor([steps[-1] / own for own in steps]), persistent=False)
+        self.register_buffer("pace", torch.tensor([steps[-1] / (own or steps[-1]) for own in steps]), persistent=False)
         self.register_buffer("begin_rows", torch.tensor(self.starts[:-1]), persistent=False)
         crossed = cfg.text == "cross"
         self.transformer = Transformer(width, cfg.depth, cfg.heads, cfg.kv_heads or None, True,
@@ -821,19 +824,20 @@ class TokenTransformer(nn.Module):
 
 @torch.no_grad()
 def generate(model, codes, lengths, frames, seeds, text=None, temperature=1.0, top_k=1.0, guidance_scale=1.0,
-             prompt_scale=1.0, ends=True):
+             rival_scales=(), ends=True):
     """Go on with the last of the streams for up to `frames` frames, or to EOS if it `ends`.
 
     codes, lengths: of all streams, as `lay_out` takes them; of the last stream, what there is already. seeds: a number
     a sample, which alone decides it. Codes are drawn from the most probable share `top_k` at the `temperature`, 0 for
-    the first alone. Guidance: by its scale, scores are moved away from those without the text; likewise from those
-    without the prompt, if codes and lengths go on with the same samples without it, but not how likely EOS is.
+    the first alone. Guidance: by its scale, scores are moved away from those without the text; likewise, but for how
+    likely EOS is, from those of rivals: codes and lengths go on with the same samples as each of them has heard them.
     Returns B of (T, Q), what there was included, and for each whether it came to its end.
     """
     cfg, stream, device, batch = model.cfg, model.streams[-1], model.embed.weight.device, len(seeds)
     Q, K, several = stream.quantizers, stream.size, cfg.layout != "flattened"
     guided, known = guidance_scale != 1 and text is not None, len(lengths[-1])  # rows below that one know the text
-    scales = [prompt_scale] * (known > batch) + [guidance_scale] * guided  # one for each rival of a sample
+    assert known == batch * (1 + len(rival_scales)), (known, batch, rival_scales)
+    scales = [*rival_scales, *[guidance_scale] * guided]
     order = torch.cat([torch.arange(known), torch.arange(batch * guided)])
     codes, lengths = ([part[order] for part in parts] for parts in (codes, lengths))
     begun, rows = lengths[-1], torch.arange(len(order), device=device)
@@ -869,10 +873,10 @@ def generate(model, codes, lengths, frames, seeds, text=None, temperature=1.0, t
             scores = F.linear(model.within(x) if model.within else x, heads).unflatten(1, (-1, K + 1)).float()
             own, *others = scores.split(batch)
             away = [(scale - 1) * (own - other) for scale, other in zip(scales, others)]
-            if known > batch:  # whether it ends is for the one with the prompt to say: the other knows less of the past
-                led = (own + away.pop(0))[..., :K].log_softmax(-1) + own[..., :K].logsumexp(-1, keepdim=True)
-                own = torch.cat([led, own[..., K:]], dim=-1)
-            scores = own + sum(away)
+            if rival_scales:  # whether it ends is for the one that knows most to say
+                led = (own + sum(away[:len(rival_scales)]))[..., :K].log_softmax(-1)
+                own = torch.cat([led + own[..., :K].logsumexp(-1, keepdim=True), own[..., K:]], dim=-1)
+            scores = own + sum(away[len(rival_scales):])
             may_end = ends and part[0][1] == 0  # only the first quantizer's code can be EOS
             scores[:, int(may_end):, K] = -torch.inf
             drawn = draw(scores, torch.stack([uniform[:, t, q] for t, q in part], 1), temperature, top_k)
@@ -914,13 +918,15 @@ class Drawing(NamedTuple):
     top_k: float = 1.0
     guidance_scale: float = 1.0
     prompt_scale: float = 1.0
+    given_scale: float = 1.0
 
 
 def go_on(model, window, given, tokens, goals, seeds, drawing, text=None, ends=True):
     """Go on with the last stream of B samples, up to `goals` frames each or EOS if it `ends`, in windows of training.
 
     tokens: B of (T_b, Q), what there is. given(b, past): the earlier streams of sample b, for a window that begins
-    after `past` (T, Q). When a window is full, its later half is what the next one begins with.
+    after `past` (T, Q). When a window is full, its later half is what the next one begins with. Guidance away from what
+    a sample would be without its prompt, and, in a model that was trained so, without the stream before the last.
     Returns B of (T_b, Q) and whether each came to its end.
     """
     tokens, over = [one.cpu() for one in tokens], [False] * len(tokens)
@@ -930,12 +936,16 @@ def go_on(model, window, given, tokens, goals, seeds, drawing, text=None, ends=T
             return tokens, over
         begins = [len(tokens[b]) - window // 2 if len(tokens[b]) >= window else 0 for b in todo]
         rooms = [min(window - len(tokens[b]) + begin, goals[b] - len(tokens[b])) for b, begin in zip(todo, begins)]
-        samples = [[*given(b, tokens[b][:begin]), tokens[b][begin:]] for b, begin in zip(todo, begins)]
+        samples, scales = [[*given(b, tokens[b][:begin]), tokens[b][begin:]] for b, begin in zip(todo, begins)], []
+        if drawing.given_scale != 1 and model.cfg.given_drop and len(model.streams) > 1:
+            samples += [[*others, last[:0], own] for *others, last, own in samples]
+            scales.append(drawing.given_scale)
         if drawing.prompt_scale != 1 and any(len(tokens[b]) for b in todo):
             samples += [[*given(b, tokens[b]), tokens[b][:0]] for b in todo]
+            scales.append(drawing.prompt_scale)
         codes, lengths = zip(*(pad(column) for column in zip(*samples)))
         made, ended = generate(model, codes, lengths, max(rooms), [accumulate.number(seeds[b], part) for b in todo],
-                               None if text is None else text[todo], *drawing, ends)
+                               None if text is None else text[todo], *drawing[:3], scales, ends)
         for b, begin, room, one, end in zip(todo, begins, rooms, made, ended):
             fresh = one.cpu()[len(tokens[b]) - begin:]
             over[b] = end and len(fresh) < room
@@ -951,7 +961,7 @@ class Stack:
         for stage in ("semantic", "coarse", "fine"):
             self.cfgs[stage], self.models[stage], self.facts[stage] = load_transformer(Path(run) / stage, stage, device,
                                                                                        weights)
-        cfg = self.cfgs["coarse"]
+        cfg, self.told = self.cfgs["coarse"], self.models["coarse"].streams[0].name == "voice"
         self.codec = load_soundstream(cfg.soundstream, device)
         self.tokenizer = load_tokenizer(model_file(cfg.semantic, "semantic", TOKENIZER), device)
         for stage, name, thing in (("semantic", "tokenizer", self.tokenizer), ("coarse", "tokenizer", self.tokenizer),
@@ -969,43 +979,54 @@ class Stack:
         return tokens.embeds(texts) if cfg.text_embeds else tokens.tokens(texts)
 
     def heard(self, waves):
-        """(semantic tokens (T, 1), codes (T, Q)) of each of the waves (T,), which are at the codec's rate."""
-        tokens = [self.tokenizer.encode(wave, self.codec.rate) for wave in waves]
+        """Semantic tokens (T, 1), codes (T, Q) and voice (1, 1) of each of the waves (T,), at the codec's rate."""
+        tokens, voices = zip(*(self.tokenizer.encode(wave, self.codec.rate) for wave in waves))
         if self.cfgs["semantic"].unique:
             tokens = [semantic.unique(one)[0] for one in tokens]
         with torch.inference_mode():
             codes = [self.codec.encode(wave[None].to(self.device))[0].cpu() for wave in waves]
-        return [torch.from_numpy(one)[:, None] for one in tokens], codes
+        return [torch.from_numpy(one)[:, None] for one in tokens], codes, list(torch.tensor(voices).view(-1, 1, 1))
+
+    def silence(self, seeds):
+        """What goes before sounds without a prompt: a voice drawn, unless coarse has texts, which may name one."""
+        nothing = torch.zeros(0, 1, dtype=torch.long)
+        voices = [nothing] * len(seeds)
+        if self.told and self.cfgs["coarse"].text == "none":
+            shares = torch.tensor(self.facts["coarse"]["voices"]).float()
+            draws = [torch.Generator().manual_seed(accumulate.number(seed, "voice")) for seed in seeds]
+            voices = [torch.multinomial(shares, 1, generator=draw)[None] for draw in draws]
+        return [(nothing, nothing.expand(-1, self.codec.columns), voice) for voice in voices]
 
     def speak(self, prompts, seconds, seeds, drawings, texts=None, fine=True):
-        """Codes of B sounds, each (T, Q): the prompts' own, (semantic (T, 1), codes (T, Q)), and `seconds` after them.
+        """Codes of B sounds, each (T, Q): the prompts' own, and `seconds` after them.
 
-        drawings: {stage: Drawing}. Not `fine`: of the coarse quantizers alone.
+        prompts: (semantic (T, 1), codes (T, Q), voice (1, 1), or (0, 1) if it is not known) of each. drawings: {stage:
+        Drawing}. Not `fine`: of the coarse quantizers alone.
         """
-        cfgs, models = self.cfgs, self.models
+        cfgs, models, (meant, begun, voices) = self.cfgs, self.models, zip(*prompts)
         width = cfgs["coarse"].coarse_quantizers
         window = {stage: facts["window"] for stage, facts in self.facts.items()}
         rate = window["semantic"] / cfgs["semantic"].seconds if cfgs["semantic"].unique else FRAME_RATE
-        meaning, _ = go_on(models["semantic"], window["semantic"], lambda b, past: [], [one for one, _ in prompts],
-                           [len(one) + math.ceil(seconds * rate) for one, _ in prompts],
+        meaning, _ = go_on(models["semantic"], window["semantic"], lambda b, past: [], meant,
+                           [len(one) + math.ceil(seconds * rate) for one in meant],
                            [accumulate.number(seed, "semantic") for seed in seeds], drawings["semantic"],
                            self.text("semantic", texts))
-        spoken = [codes[:, :width] for _, codes in prompts]
+        spoken = [codes[:, :width] for codes in begun]
         goals = [len(codes) + round(seconds * self.codec.rate / self.codec.hop) for codes in spoken]
 
         def behind(b, past):
-            """Semantic tokens of sample b after the frames `past`; without times, those in these are heard, counted."""
+            """Voice and semantic tokens of b after the frames `past`; without times, those in these are heard."""
             said = round(len(past) * self.codec.hop / self.codec.rate * FRAME_RATE)
             if len(past) and cfgs["coarse"].unique:
                 said = len(self.heard([self.wave(past)])[0][0])
-            return [meaning[b][min(len(meaning[b]) - 1, said):]]
+            return [*[voices[b]] * self.told, meaning[b][min(len(meaning[b]) - 1, said):]]
         coarse, _ = go_on(models["coarse"], window["coarse"], behind, spoken, goals,
                           [accumulate.number(seed, "coarse") for seed in seeds], drawings["coarse"],
                           self.text("coarse", texts))
         if not fine:
             return coarse
         rest, _ = go_on(models["fine"], window["fine"], lambda b, past: [coarse[b][len(past):][:window["fine"]]],
-                        [codes[:, width:] for _, codes in prompts], [len(codes) for codes in coarse],
+                        [codes[:, width:] for codes in begun], [len(codes) for codes in coarse],
                         [accumulate.number(seed, "fine") for seed in seeds], drawings["fine"],
                         self.text("fine", texts), ends=False)
         return [torch.cat(pair, dim=1) for pair in zip(coarse, rest)]
@@ -1233,20 +1254,27 @@ class TokenCrops:
         return self.source.name(row)
 
     def crop(self, row, place=0.0):
-        """({kind: (T, Q) int64}, whether the end is reached) of the crop at `place`, in [0, 1), of a row."""
+        """({kind: (T, Q) int64}, whether the end is reached) of the crop at `place`, in [0, 1), of a row.
+
+        "semantic" has a column of tokens and one of the voice of the whole recording, "voice" (1, 1) the latter.
+        """
         frames, rate = self.caches[self.main].frames(row), self.rates[self.main]
         begin = int(place * (max(0, frames - self.window) + 1))
         end, found = min(frames, begin + self.window), {}
         for kind, cache in self.caches.items():
             first, last = (round(edge * self.rates[kind] / rate) for edge in (begin, end))
             found[kind] = cache[row][first:last if end < frames else None]
+        if "semantic" in self.caches:
+            found["voice"] = self.caches["semantic"][row][:1, 1:]
         return found, end == frames
 
     def streams_of(self, found):
         """The crop's tokens, stream by stream, (T, Q) int64 tensors."""
         made = []
         for stream in self.streams:
-            if stream.name == "semantic":
+            if stream.name == "voice":
+                made.append(found["voice"])
+            elif stream.name == "semantic":
                 tokens = found["semantic"][:, 0]
                 made.append((semantic.unique(tokens)[0] if self.cfg.unique else tokens)[:, None])
             else:
@@ -1256,10 +1284,14 @@ class TokenCrops:
         return [torch.from_numpy(np.ascontiguousarray(tokens)) for tokens in made]
 
     def fetch(self, rows, draws=None):
-        places = np.zeros(len(rows)) if draws is None else data.uniform(draws, 1)[:, 0]
+        draws = None if draws is None else data.uniform(draws, len(self.streams))
+        places = np.zeros(len(rows)) if draws is None else draws[:, 0]
         crops = [self.crop(int(row), place) for row, place in zip(rows, places)]
         made = [self.streams_of(found) for found, _ in crops]
         good = np.array([all(len(tokens) for tokens in each) for each in made])
+        if draws is not None and self.cfg.given_drop:
+            made = [[*(one[:0] if drop < self.cfg.given_drop else one for one, drop in zip(each, drops)), each[-1]]
+                    for each, drops in zip(made, draws[:, 1:])]
         batch = self.batch(made, torch.tensor([ended for _, ended in crops]))
         if self.cfg.text != "none":
             batch["text"] = self.encoder.encode([int(row) for row in rows], self.source)
@@ -1330,7 +1362,8 @@ def streams_of(cfg, vocabularies, rates, quantizers):
     if cfg.stage == "semantic":
         return [stream("semantic", 1, "semantic")]
     if cfg.stage == "coarse":
-        return [stream("semantic", 1, "semantic"), stream("coarse", cfg.coarse_quantizers, "codes")]
+        return [*[stream("voice", 1, "voice")] * cfg.voice, stream("semantic", 1, "semantic"),
+                stream("coarse", cfg.coarse_quantizers, "codes")]
     return [stream("coarse", cfg.coarse_quantizers, "codes"),
             stream("fine", quantizers - cfg.coarse_quantizers, "codes")]
 
@@ -1342,11 +1375,14 @@ class TokenTask:
         self.cfg, self.device, self.recordings = cfg, device, source
         self.tokenizer = open_tokenizer(cfg, source, device) if cfg.stage in ("semantic", "coarse") else None
         self.codec = load_soundstream(cfg.soundstream, device) if cfg.stage in ("coarse", "fine") else None
-        vocabularies, rates, caches, quantizers = {}, {}, {}, 0
+        vocabularies, rates, caches, quantizers, voices = {}, {"voice": 0.0}, {}, 0, []
         folder = Path(cfg.run).parent / "tokens"
         if self.tokenizer:
             vocabularies["semantic"], rates["semantic"] = self.tokenizer.clusters, FRAME_RATE
-            caches["semantic"] = semantic_cache(folder, source, self.tokenizer)
+            vocabularies["voice"] = len(self.tokenizer.warps)
+            cache = caches["semantic"] = semantic_cache(folder, source, self.tokenizer)
+            rows = np.setdiff1d(source.split("train", cfg.validation, cfg.test, cfg.split_by)[:10_000], cache.empty)
+            voices = np.bincount(cache.tokens[cache.starts[rows], 1], minlength=vocabularies["voice"]).tolist()
         if self.codec:
             quantizers = self.codec.columns
             vocabularies["codes"], rates["codes"] = self.codec.codebook_size, self.codec.rate / self.codec.hop
@@ -1362,7 +1398,7 @@ class TokenTask:
                    if thing}
         facts = {"kind": cfg.stage, "streams": [list(stream) for stream in self.streams], "made_of": made_of,
                  "merges": [list(pair) for pair in self.text.tokenizer.merges], "embed_width": self.text.embed_width,
-                 "window": self.typical_window()}
+                 "window": self.typical_window(), "voices": voices}
         self.run = State(cfg, model, device, {**identity(cfg, source), **made_of}, facts)
         self.size = f"{sum(p.numel() for p in model.parameters()):,} parameters"
 
@@ -1489,9 +1525,11 @@ def code_cache(folder, source, codec, device):
 
 
 def semantic_cache(folder, source, tokenizer):
-    """The semantic tokens of all recordings."""
-    return token_cache(folder, source, {"tokenizer": tokenizer.checksum},
-                       lambda row: tokenizer.encode(source.wave(row), source.rate)[:, None], "semantic tokens")
+    """The semantic tokens of all recordings, and in a second column the voice of each."""
+    def encode(row):
+        tokens, voice = tokenizer.encode(source.wave(row), source.rate)
+        return np.stack([tokens, np.full_like(tokens, voice)], axis=1)
+    return token_cache(folder, source, {"tokenizer": tokenizer.checksum, "columns": 2}, encode, "semantic tokens")
 
 
 def prepare(cfg, run):
@@ -1791,7 +1829,8 @@ class EvaluateConfig:
     temperature: tuple[float, ...] = (0.85, 0.3, 0.3)  # of the codes drawn, 0: the most probable; one, or one a stage
     top_k: tuple[float, ...] = (1.0, 0.2, 0.2)  # share of the codes that is drawn from; one, or one a stage
     guidance_scale: tuple[float, ...] = (2.0, 1.0, 1.0)  # lean toward the text, 1 for not; one, or one a stage
-    prompt_scale: tuple[float, ...] = (1.0, 2.5, 1.0)  # lean toward the prompt, 1 for not; one, or one a stage
+    prompt_scale: tuple[float, ...] = (1.0, 2.0, 1.0)  # lean toward the prompt, 1 for not; one, or one a stage
+    given_scale: tuple[float, ...] = (1.0, 2.0, 1.0)  # lean toward the stage before, if trained with --given_drop
     batch_size: int = 16  # recordings at a time
     seed: int = 0  # of everything random
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # where to compute
@@ -1812,7 +1851,8 @@ class SampleConfig:
     temperature: tuple[float, ...] = (0.85, 0.3, 0.3)  # of the codes drawn, 0: the most probable; one, or one a stage
     top_k: tuple[float, ...] = (1.0, 0.2, 0.2)  # share of the codes that is drawn from; one, or one a stage
     guidance_scale: tuple[float, ...] = (2.0, 1.0, 1.0)  # lean toward the text, 1 for not; one, or one a stage
-    prompt_scale: tuple[float, ...] = (1.0, 2.5, 1.0)  # lean toward the prompt, 1 for not; one, or one a stage
+    prompt_scale: tuple[float, ...] = (1.0, 2.0, 1.0)  # lean toward the prompt, 1 for not; one, or one a stage
+    given_scale: tuple[float, ...] = (1.0, 2.0, 1.0)  # lean toward the stage before, if trained with --given_drop
     fine: bool = True  # let the fine stage add its codes, else the coarse ones alone are heard
     # The codec alone
     reconstruct: str = ""  # recording to send through the codec
@@ -1882,9 +1922,8 @@ def evaluate_together(asked, device):
             hearing.voices(prompts, *([one[len(prompt):] for one, prompt in zip(sounds, prompts)]
                                       for sounds in (waves, made)), source.rate)
         if hearing and stack.cfgs["semantic"].text != "none":
-            silence = [(torch.zeros(0, 1, dtype=torch.long), codes[0][:0].cpu())] * len(part)
             records = source.records(part)
-            spoken = stack.speak(silence, LONGEST, seeds, drawings, [record["text"] for record in records])
+            spoken = stack.speak(stack.silence(seeds), LONGEST, seeds, drawings, [record["text"] for record in records])
             hearing.texts([stack.wave(one) for one in spoken], waves, records, source.rate)
         bar.update(len(part))
     bar.close()
@@ -1975,23 +2014,24 @@ def sample(asked):
         wave, note = open_wave(asked.prompt, codec.rate, codec.hop)
         if asked.prompt_seconds:
             wave = wave[-round(asked.prompt_seconds * codec.rate):]
-        prompt = tuple(part[0] for part in stack.heard([wave]))
+        prompt, = zip(*stack.heard([wave]))
     elif asked.prompt_codes:
         codes = open_codes(asked.prompt_codes, codec)
         if codes.shape[1] < codec.columns:
             raise UserError(f"{asked.prompt_codes}: {codes.shape[1]} quantizers, but to go on takes {codec.columns}")
-        prompt = stack.heard([stack.wave(codes)])[0][0], codes
+        meant, _, voice = stack.heard([stack.wave(codes)])
+        prompt = meant[0], codes, voice[0][:0]  # what the codec adds would be taken for another voice
     if prompt and len(prompt[1]) >= stack.facts["coarse"]["window"]:
         own, most = (n * codec.hop / codec.rate for n in (len(prompt[1]), stack.facts["coarse"]["window"] - 1))
         raise UserError(f"--{'prompt' if asked.prompt else 'prompt_codes'}: {own:.2f} s, longer than the {most:.2f} s "
                         f"that the coarse stage was trained on; give --prompt_seconds {most:.2f} or less")
-    prompt = prompt or (torch.zeros(0, 1, dtype=torch.long), torch.zeros(0, codec.columns, dtype=torch.long))
     wanted = [(text, number) for text in texts for number in range(asked.num)]
     mine = wanted[dist.rank()::dist.world_size()]
     if mine:
         seeds = [accumulate.number(asked.seed, text, number) for text, number in mine]
         given = [text for text, _ in mine] if any(texts) else None
-        made = stack.speak([prompt] * len(mine), asked.seconds, seeds, drawings, given, asked.fine)
+        prompts = [prompt] * len(mine) if prompt else stack.silence(seeds)
+        made = stack.speak(prompts, asked.seconds, seeds, drawings, given, asked.fine)
         for (text, number), codes in zip(mine, made):
             place = texts.index(text) * asked.num + number
             write_out(asked, stack.wave(codes), codes, codec.rate, f"_{place}" if len(wanted) > 1 else "")

@@ -1,7 +1,7 @@
 """Semantic tokens, 50 a second, that tell what is said rather than who says it, and measures of that.
 
     tokenizer = semantic.fit(source, rows, clusters=100)       # the same on every rank
-    tokens = tokenizer.encode(wave, rate)
+    tokens, voice = tokenizer.encode(wave, rate)
 
 k-means on MFCC, or on a layer of HuBERT (the package transformers). `Listener` hears the built-in syllables and voices
 in a wave alone, so that what a model generates can be scored.
@@ -96,12 +96,12 @@ class KMeans(nn.Module):
         best = int(distance.view(len(x), -1).mean(1).argmin())
         return best, offset[best, 0]
 
-    def encode(self, wave: torch.Tensor, rate: int) -> np.ndarray:
-        """Tokens int64 (ceil(T16 / 320),) of a wave (T,) at `rate`."""
+    def encode(self, wave: torch.Tensor, rate: int) -> tuple[np.ndarray, int]:
+        """(tokens int64 (ceil(T16 / 320),), number of the warp of its voice) of a wave (T,) at `rate`."""
         features = self.features(wave, rate)
         warp, offset = self.voice(features)
         normal = (features @ self.warps[warp] - self.mean) / self.deviation - offset
-        return nearest(normal, self.centers)[0].cpu().numpy()
+        return nearest(normal, self.centers)[0].cpu().numpy(), warp
 
 
 def load(state: dict, path: str | Path) -> KMeans:

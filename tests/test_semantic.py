@@ -47,7 +47,7 @@ def tokenizer(source, split):
 
 def encoded(tokenizer, source, rows, seconds=60):
     """(tokens of each row's first seconds, syllable labels of these)."""
-    tokens = [tokenizer.encode(source.wave(row)[:int(seconds * source.rate)], source.rate) for row in rows]
+    tokens = [tokenizer.encode(source.wave(row)[:int(seconds * source.rate)], source.rate)[0] for row in rows]
     return tokens, [semantic.syllable_labels(source.records[row], len(t)) for row, t in zip(rows, tokens)]
 
 
@@ -80,7 +80,9 @@ def test_the_warp_and_offset_of_a_voice_are_found_whatever_is_said(warp):
     voice = 0.3 * torch.randn(12)
     normal = (tokenizer.broad[said] + voice) * tokenizer.deviation + tokenizer.mean
     tokenizer.features = lambda wave, rate: normal @ tokenizer.warps[warp].inverse()
-    np.testing.assert_array_equal(tokenizer.encode(None, 16_000), said)
+    tokens, heard = tokenizer.encode(None, 16_000)
+    np.testing.assert_array_equal(tokens, said)
+    assert heard == warp
     for frames in (tokenizer.features(None, 16_000), tokenizer.features(None, 16_000).repeat_interleave(40, 0)):
         found, offset = tokenizer.voice(frames)  # of a long recording, frames from all over it
         used = min(len(frames), 534)
@@ -100,7 +102,7 @@ def test_tokens_are_what_is_said_not_the_length_of_a_vocal_tract(source, split):
     for take, (one, other) in enumerate(zip(low, high)):
         for name, found in (("warped", tokenizer), ("plain", plain)):
             waves = [synthetic.speak("i ae o u er a e", who, take=take)[0] for who in (one, other)]  # at the same times
-            tokens = [found.encode(wave, source.rate) for wave in waves]
+            tokens = [found.encode(wave, source.rate)[0] for wave in waves]
             alike[name].append(np.mean(tokens[0] == tokens[1]))
     assert np.mean(alike["warped"]) > 0.9 and np.mean(alike["plain"]) < 0.8, alike
 
@@ -116,7 +118,7 @@ def test_tokens_tell_less_of_the_speaker_than_features_do(tokenizer, source):
     centers = semantic.minibatch_kmeans(torch.cat(features[0]), 100)
     accuracy = {}
     for name, tokens in (
-            ("normalized", [[tokenizer.encode(source.wave(row), 16_000) for row in rows] for rows in (first, second)]),
+            ("normalized", [encoded(tokenizer, source, rows)[0] for rows in (first, second)]),
             ("raw", [[semantic.nearest(one, centers)[0].numpy() for one in each] for each in features])):
         accuracy[name], chance = semantic.speaker_accuracy(tokens[0], speakers, tokens[1], speakers)
     assert chance < 2 / len(pairs)
@@ -126,10 +128,10 @@ def test_tokens_tell_less_of_the_speaker_than_features_do(tokenizer, source):
 def test_there_is_a_token_for_each_20_ms_begun_at_any_rate(tokenizer):
     wave = torch.from_numpy(synthetic.speak("a i u", 0)[0])
     for length in (320, 321, 640, 6399, 6400, 6401):
-        assert len(tokenizer.encode(wave[:length], 16_000)) == -(-length // 320)
-    tokens = tokenizer.encode(wave, 16_000)
+        assert len(tokenizer.encode(wave[:length], 16_000)[0]) == -(-length // 320)
+    tokens, _ = tokenizer.encode(wave, 16_000)
     assert tokens.dtype == np.int64 and tokens.min() >= 0 and tokens.max() < 100
-    slower = tokenizer.encode(audio.resample(wave, 16_000, 24_000), 24_000)
+    slower, _ = tokenizer.encode(audio.resample(wave, 16_000, 24_000), 24_000)
     assert len(slower) == len(tokens) and np.mean(slower == tokens) > 0.5  # the band above 8 kHz is empty either way
 
 
@@ -137,7 +139,7 @@ def test_a_tokenizer_survives_being_saved(tokenizer, tmp_path):
     checkpoint.save(tokenizer.state(), tmp_path / "kmeans.pt")
     again = semantic.load(checkpoint.load(tmp_path / "kmeans.pt"), "kmeans.pt")
     wave = torch.from_numpy(synthetic.speak("o er y", 3)[0])
-    np.testing.assert_array_equal(again.encode(wave, 16_000), tokenizer.encode(wave, 16_000))
+    np.testing.assert_array_equal(again.encode(wave, 16_000)[0], tokenizer.encode(wave, 16_000)[0])
     with pytest.raises(UserError, match=r"a\.pt: not a tokenizer: its kind is 'codec'"):
         semantic.load({"kind": "codec", "model": {}}, "a.pt")
     older = tokenizer.state() | {"model": {"centers": tokenizer.centers}}
@@ -204,7 +206,7 @@ def test_tokens_of_hubert_have_the_same_interface(tmp_path):
         "centers", "broad", "mean", "deviation"]
     wave = torch.from_numpy(synthetic.speak("a i u", 0)[0])
     for length in (320, 321, 6400, 6401):
-        assert len(tokenizer.encode(wave[:length], 16_000)) == -(-length // 320)
+        assert len(tokenizer.encode(wave[:length], 16_000)[0]) == -(-length // 320)
     with pytest.raises(UserError, match="layers 0 to 2"):
         semantic.KMeans(8, f"hubert:{tmp_path}:3")
     with pytest.raises(UserError, match="hubert:"):

@@ -30,6 +30,7 @@ TINY = dict(CODEC, steps=6, batch_size=4, chunk_size=2, seconds=0.5, eval_second
             save_every=2, warmup_steps=2, device="cpu")
 STAGES = list(train_audio.STAGES)
 COARSE = [Stream("semantic", 1, 7, 50), Stream("coarse", 2, 5, 50)]
+VOICED = [Stream("voice", 1, 3, 0), *COARSE]
 FINE = [Stream("coarse", 2, 5, 50), Stream("fine", 3, 5, 50)]
 RATES = [Stream("semantic", 1, 7, 40), Stream("coarse", 2, 5, 75)]
 LAYOUTS = ["flattened", "delay", "aligned"]
@@ -560,17 +561,17 @@ def slow_layout(streams, codes, lengths, ended, layout):
                       for i in range(length + (Q - 1) * late)]
         for t, q in itertools.product(range(length), range(Q)):
             predictions[s, t, q] = code[t][q], begin + (t * Q + q if layout == "flattened" else t + q * late)
-        if ended:
+        if ended and length:
             predictions[s, length, 0] = K, begin + (length * Q if layout == "flattened" else length)
         row += 1 + Q * K
     return steps, predictions
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("streams", [[Stream("semantic", 1, 4, 50)], COARSE, FINE, RATES],
-                         ids=["semantic", "coarse", "fine", "rates"])
+@pytest.mark.parametrize("streams", [[Stream("semantic", 1, 4, 50)], COARSE, VOICED, FINE, RATES],
+                         ids=["semantic", "coarse", "voiced", "fine", "rates"])
 def test_streams_are_laid_out_as_a_slow_loop_does_and_every_code_is_predicted_once_from_what_is_before(streams, layout):
-    lengths = [[5, 1, 3, 4], [2, 6, 3, 1]][:len(streams)]
+    lengths = [*[[1, 0, 1, 1]] * (streams is VOICED), [5, 1, 3, 4], [2, 6, 3, 1]][:len(streams)]
     codes, lengths = tokens_of(streams, lengths)
     ended = torch.tensor([True, False, True, False])
     inputs, predicted, begins = lay_out(streams, codes, lengths, ended, layout)
@@ -644,7 +645,7 @@ def test_a_frame_is_predicted_from_the_whole_frame_before_it_unless_it_is_delaye
 
 
 @pytest.mark.parametrize("layout", ["flattened", "delay"])
-@pytest.mark.parametrize("streams", [COARSE, FINE], ids=["coarse", "fine"])
+@pytest.mark.parametrize("streams", [COARSE, VOICED, FINE], ids=["coarse", "voiced", "fine"])
 def test_every_code_of_every_quantizer_and_every_start_has_a_row_of_its_own(streams, layout):
     model, owner = transformer(streams, layout=layout), {}
     for s, stream in enumerate(streams):
@@ -750,6 +751,30 @@ def test_eos_is_a_target_at_the_true_end_of_a_recording_and_nowhere_else(layout)
     assert 0 < sum(drawn) < 40  # one in 61, as any other place
 
 
+@pytest.mark.parametrize("voice, given_drop", [(True, 0.0), (True, 0.3), (False, 0.3)])
+def test_the_voice_of_the_whole_recording_is_told_in_any_crop_and_what_is_told_left_out_in_training(voice, given_drop):
+    crops = crops_of([100, 40, 90], 40, voice=voice, given_drop=given_drop)
+    for row, tokens in enumerate(crops.caches["semantic"]):
+        crops.caches["semantic"][row] = np.hstack([tokens, np.full_like(tokens, 5 + row)])
+    assert [crops.crop(row, 0.9)[0]["voice"].tolist() for row in range(3)] == [[[5]], [[6]], [[7]]]
+    crops.streams = train_audio.streams_of(crops.cfg, dict(voice=9, semantic=10_000, codes=10_000),
+                                           dict(voice=0, semantic=50, codes=25), 4)
+    assert [stream.name for stream in crops.streams] == ["voice"] * voice + ["semantic", "coarse"]
+    column = crops.streams[-1].quantizers  # of the aligned layout: codes, then voice and semantic tokens
+    rows = np.arange(600) % 3
+    plain, drawn = (crops.fetch(rows, draws) for draws in (None, data.draws(np.arange(600), 0)))
+    assert plain[1].all() and drawn[1].all() and plain[0]["inputs"].shape[2] == column + 1 + voice
+    told = (drawn[0]["inputs"][..., column:] != 0).any(1).float().mean(0)
+    assert (abs(told - (1 - given_drop)) < 0.06).all() and (drawn[0]["inputs"][..., 0] != 0).any(1).all()
+    if voice:
+        all_told, told = (batch["inputs"][:, :, column] for batch, _ in (plain, drawn))
+        assert (all_told == torch.from_numpy(2 + 5 + rows)[:, None]).all()  # behind "none" and where the stream begins
+        assert torch.equal((told != 0).all(1), (told != 0).any(1))
+        assert torch.equal(told[told != 0], all_told[:, :1].expand_as(told)[told != 0])
+        semantic = drawn[0]["inputs"][:, 0, column + 1] != 0
+        assert not given_drop or 0 < (semantic & (told[:, 0] == 0)).float().mean() < 0.3  # each kind by itself
+
+
 # Transformer
 
 TEXTS = {"tokens": torch.tensor([[5, 3, 0, 0], [2, 2, 7, 1], [9, 0, 0, 0]]),
@@ -761,11 +786,11 @@ def spoken(model, kind):
     return None if model.cfg.text == "none" else TEXTS[kind]
 
 
-def slow_generate(model, codes, lengths, frames, text, scale=1.0, ends=True, without=None, prompt_scale=1.0):
+def slow_generate(model, codes, lengths, frames, text, scale=1.0, ends=True, others=()):
     """Greedily, one sample, every step from the whole sequence anew: (codes (T, Q), outputs of each step)."""
     stream, layout = model.streams[-1], model.cfg.layout
     (Q, K), late = stream[1:3], layout == "delay"
-    rivals = [(codes, lengths, False, 1.0)] + ([(*without, False, prompt_scale)] if without else [])
+    rivals = [(codes, lengths, False, 1.0), *((*told, False, other_scale) for *told, other_scale in others)]
     rivals += [(codes, lengths, True, scale)] if scale != 1 and text is not None else []
     fresh = torch.zeros(frames, Q, dtype=torch.long)
     pairs = [(t, q) for t in range(frames) for q in range(Q)]
@@ -790,10 +815,10 @@ def slow_generate(model, codes, lengths, frames, text, scale=1.0, ends=True, wit
             scores = [model.heads[-1][q] @ (model.within(one + told) if model.within else one) for one in x]
             logs = [one.softmax(-1).log() for one in scores]
             score = logs[0].clone()
-            if without:
-                shares = (logs[0] + (prompt_scale - 1) * (logs[0] - logs[1]))[:K].softmax(-1)
-                score[:K] = (shares * (1 - logs[0][K].exp())).log()
-            if len(rivals) > 1 + bool(without):
+            if others:
+                away = sum((other[2] - 1) * (logs[0] - log) for other, log in zip(others, logs[1:]))
+                score[:K] = ((logs[0] + away)[:K].softmax(-1) * (1 - logs[0][K].exp())).log()
+            if len(rivals) > 1 + len(others):
                 score = score + (scale - 1) * (logs[0] - logs[-1])
             best = score[:K + (ends and q == 0)].argmax().item()
             if best == K:
@@ -812,9 +837,9 @@ VARIANTS = [*itertools.product(LAYOUTS, ["rotary", "relative"], ["none", "prefix
 def test_cached_generation_in_an_uneven_batch_is_the_one_without_a_cache_alone(layout, position, text, kv_heads,
                                                                                monkeypatch):
     kind = "embeds" if kv_heads else "tokens"
-    model = transformer(COARSE, 10, 6 if kind == "embeds" else 0, seed=kv_heads, layout=layout, position=position,
+    model = transformer(VOICED, 10, 6 if kind == "embeds" else 0, seed=kv_heads, layout=layout, position=position,
                         text=text, kv_heads=kv_heads, text_embeds=kind == "embeds" and text != "none")
-    codes, lengths = tokens_of(COARSE, [[5, 2, 4], [3, 0, 1]])
+    codes, lengths = tokens_of(VOICED, [[1, 0, 1], [5, 2, 4], [3, 0, 1]])
     scale, seen, step = 1.0 if text == "none" else 2.5, [], model.transformer.step
     monkeypatch.setattr(model.transformer, "step", lambda *args: seen.append(step(*args)) or seen[-1])
     texts = spoken(model, kind)
@@ -829,32 +854,37 @@ def test_cached_generation_in_an_uneven_batch_is_the_one_without_a_cache_alone(l
 
 
 @pytest.mark.parametrize("text", ["none", "prefix"])
+@pytest.mark.parametrize("given_drop", [0.0, 0.1])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @torch.no_grad()
-def test_guidance_toward_the_prompt_moves_scores_away_from_those_of_who_has_not_heard_it(layout, text):
-    model = transformer(COARSE, 10, layout=layout, text=text)
-    texts, drawing = None if text == "none" else TEXTS["tokens"], Drawing(0.0, 1.0, 1.0 if text == "none" else 1.5, 4.0)
+def test_guidance_toward_the_prompt_moves_scores_away_from_those_of_who_has_not_heard_it(layout, given_drop, text):
+    """And, in a model that was trained for it, from those of who has not heard what is to be said."""
+    model = transformer(VOICED, 10, layout=layout, text=text, given_drop=given_drop)
+    scale = 1.0 if text == "none" else 1.5
+    texts, drawing = None if text == "none" else TEXTS["tokens"], Drawing(0.0, 1.0, scale, 4.0, 2.0)
     prompts, meaning = [torch.randint(5, (n, 2)) for n in (3, 0, 2)], [torch.randint(7, (n, 1)) for n in (9, 8, 7)]
-    calls, rates = [], []
+    calls, rates, voice = [], [], torch.tensor([[2]])
 
     def given(b, past):
         calls.append((b, len(past)))
-        return [meaning[b][len(past):]]
+        return [voice, meaning[b][len(past):]]
     seen, step = [], model.transformer.step
     model.transformer.step = lambda *args: seen.append(step(*args)) or seen[-1]
     made, _ = train_audio.go_on(model, 8, given, prompts, [len(one) + 5 for one in prompts], [0, 1, 2], drawing, texts)
     assert calls == [(0, 0), (1, 0), (2, 0), (0, 3), (1, 0), (2, 2)] and len(seen) > 3
     for b, (prompt, tokens) in enumerate(zip(prompts, meaning)):
-        pair, alone = ([[tokens[n:][None], prompt[:len(prompt) - n][None]],
-                        [torch.tensor([len(tokens) - n]), torch.tensor([len(prompt) - n])]] for n in (0, len(prompt)))
-        wanted, heard = slow_generate(model, *pair, 5, None if texts is None else texts[b:b + 1], drawing[2], True,
-                                      alone, drawing[3])
+        pair, alone = ([[voice[None], tokens[n:][None], prompt[:len(prompt) - n][None]],
+                        [torch.tensor([k]) for k in (1, len(tokens) - n, len(prompt) - n)]] for n in (0, len(prompt)))
+        less = [pair[0][0], pair[0][1][:, :0], pair[0][2]], [pair[1][0], torch.tensor([0]), pair[1][2]]
+        rest = [(*less, 2.0)] * bool(given_drop)
+        wanted, heard = slow_generate(model, *pair, 5, None if texts is None else texts[b:b + 1], scale, True,
+                                      [*rest, (*alone, 4.0)])
         assert torch.equal(made[b], wanted)
         for ours, theirs in zip(seen, heard[1:]):
             torch.testing.assert_close(ours[b::3], theirs, rtol=1e-3, atol=1e-4)
         rates.append(torch.equal(wanted, slow_generate(model, *pair, 5, None if texts is None else texts[b:b + 1],
-                                                       drawing[2])[0]))
-    assert rates[1] and not all(rates)  # who has no prompt is guided by nothing
+                                                       scale, True, rest)[0]))
+    assert rates[1] and not all(rates)  # who has no prompt is not guided by it
 
 
 @pytest.mark.parametrize("kind", TEXTS)
@@ -865,7 +895,8 @@ def test_guidance_and_texts_change_what_is_made_and_no_text_is_the_null_one(text
     codes, lengths = tokens_of(COARSE, [[3, 3, 3], [1, 1, 1]])
 
     def make(text, scale):
-        return torch.cat(train_audio.generate(model, codes, lengths, 12, [0, 1, 2], text, 0.0, 1.0, scale, False)[0])
+        return torch.cat(train_audio.generate(model, codes, lengths, 12, [0, 1, 2], text, 0.0, 1.0, scale,
+                                             ends=False)[0])
     plain, none = make(TEXTS[kind], 1.0), make(None, 1.0)
     assert not torch.equal(make(TEXTS[kind], 4.0), plain)
     assert torch.equal(make(TEXTS[kind], 0.0), none)  # all the way to the scores without text
@@ -1003,7 +1034,7 @@ def test_going_on_past_the_length_of_training_is_by_windows_that_begin_with_the_
     for b, past in pasts:
         assert torch.equal(past, made[b][:len(past)]) and (len(past) == 0 or len(past) % 4 == 0 or b == 2)
     first = generate(model, [one[None] for one in (meaning[0], prompts[0])], [torch.tensor([4]), torch.tensor([3])], 5,
-                     [accumulate.number(1, 0)], None, *drawing, False)[0][0]
+                     [accumulate.number(1, 0)], None, *drawing[:3], ends=False)[0][0]
     assert torch.equal(made[0][:8], first)
     for b, goal in enumerate((30, 21, 25)):
         alone, _ = train_audio.go_on(model, 8, lambda _, past, b=b: given(b, past), [prompts[b]], [goal], [b + 1],
@@ -1351,6 +1382,39 @@ def test_sounds_go_on_from_a_recording_from_its_codes_or_from_a_text(whole, voic
     assert codes.shape[1] == 4 and len(codes) <= 25 and (tmp_path / "out.png").is_file()
     _, _, with_text = sampled(tmp_path, **asked, text="a i u o", guidance_scale=4.0)
     assert np.array_equal(with_text[:15], prompt)
+
+
+@torch.no_grad()
+def test_coarse_is_told_the_voice_of_the_prompt_or_one_as_frequent_as_in_training(whole, monkeypatch):
+    stack, generate, told = train_audio.Stack(whole, CPU), train_audio.generate, []
+    cfg = stack.cfgs["coarse"]
+    source = train_audio.open_source(cfg)
+    rows = source.split("train", cfg.validation, cfg.test, cfg.split_by)
+    counts = np.bincount([stack.tokenizer.encode(source.wave(row), source.rate)[1] for row in rows], minlength=17)
+    assert stack.facts["coarse"]["voices"] == counts.tolist() and (counts > 0).sum() > 2
+    drawn = torch.cat([voice[0] for *_, voice in stack.silence(range(2000))])
+    np.testing.assert_allclose(np.bincount(drawn, minlength=17) / 2000, counts / len(rows), atol=0.04)
+    assert torch.equal(stack.silence([7])[0][2][0], drawn[7:8])
+    monkeypatch.setitem(stack.cfgs, "coarse", dataclasses.replace(cfg, text="prefix"))  # which may name who speaks
+    assert not len(stack.silence([7])[0][2])
+    monkeypatch.setitem(stack.cfgs, "coarse", cfg)
+
+    def spy(model, codes, lengths, *rest):
+        if model.streams[-1].name == "coarse":
+            told.append((codes[0][..., 0].tolist(), lengths[0].tolist()))
+        return generate(model, codes, lengths, *rest)
+    monkeypatch.setattr(train_audio, "generate", spy)
+    prompts = list(zip(*stack.heard([source.wave(row)[:3200] for row in rows[:2]])))
+    prompts = [prompts[0], (*prompts[1][:2], prompts[1][2][:0]), *stack.silence([7])]
+    drawings = train_audio.drawings_of(train_audio.EvaluateConfig())
+    stack.speak(prompts, 0.8, [0, 1, 2], drawings, fine=False)
+    voice = stack.tokenizer.encode(source.wave(rows[0])[:3200], source.rate)[1]
+    assert len(told) > 1  # also in the second window
+    for voices, lengths in told:
+        for line, count in zip(voices, lengths):
+            assert count in (0, 1) and (not count or line[0] in (voice, drawn[7]))
+    first, lengths = told[0]
+    assert lengths == [1, 0, 1] * 3 and first[0] == first[3] == first[6] == [voice]  # the rivals of guidance, too
 
 
 def test_sounds_are_the_same_on_any_number_of_ranks(whole, tmp_path):
