@@ -980,12 +980,13 @@ class Stack:
 
     def heard(self, waves):
         """Semantic tokens (T, 1), codes (T, Q) and voice (1, 1) of each of the waves (T,), at the codec's rate."""
-        tokens, voices = zip(*(self.tokenizer.encode(wave, self.codec.rate) for wave in waves))
+        said = [self.tokenizer.encode(wave, self.codec.rate) for wave in waves]
+        tokens, voices = [tokens for tokens, _ in said], [torch.tensor([[voice]]) for _, voice in said]
         if self.cfgs["semantic"].unique:
             tokens = [semantic.unique(one)[0] for one in tokens]
         with torch.inference_mode():
             codes = [self.codec.encode(wave[None].to(self.device))[0].cpu() for wave in waves]
-        return [torch.from_numpy(one)[:, None] for one in tokens], codes, list(torch.tensor(voices).view(-1, 1, 1))
+        return [torch.from_numpy(one)[:, None] for one in tokens], codes, voices
 
     def silence(self, seeds):
         """What goes before sounds without a prompt: a voice drawn, unless coarse has texts, which may name one."""
@@ -1003,7 +1004,8 @@ class Stack:
         prompts: (semantic (T, 1), codes (T, Q), voice (1, 1), or (0, 1) if it is not known) of each. drawings: {stage:
         Drawing}. Not `fine`: of the coarse quantizers alone.
         """
-        cfgs, models, (meant, begun, voices) = self.cfgs, self.models, zip(*prompts)
+        cfgs, models = self.cfgs, self.models
+        meant, begun, voices = ([prompt[part] for prompt in prompts] for part in range(3))
         width = cfgs["coarse"].coarse_quantizers
         window = {stage: facts["window"] for stage, facts in self.facts.items()}
         rate = window["semantic"] / cfgs["semantic"].seconds if cfgs["semantic"].unique else FRAME_RATE
