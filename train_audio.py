@@ -126,7 +126,7 @@ class Config(Settings):
     layout: Literal["aligned", "delay", "flattened"] = "aligned"  # streams side by side, in a row, or in a row by codes
     frame_depth: int = 1  # aligned: feed-forwards between a frame's codes, each of which is told those before it
     coarse_quantizers: int = 6  # quantizers of the coarse stage, the fine one predicts the rest
-    voice: bool = True  # coarse is told the voice that the tokenizer finds
+    voice: bool = False  # coarse is told the voice that the tokenizer finds; hubert finds none
     given_drop: float = 0.0  # probability of training without the tokens that a stage is given, each kind by itself
     given_weight: float = 0.0  # loss weight of the tokens that a stage is given, 0 to predict its own alone
     text: Literal["auto", "none", "prefix", "cross"] = "auto"  # how text conditions; auto: a prefix of semantic, if any
@@ -235,7 +235,7 @@ TRANSFORMER = dict(seconds=3.5, batch_size=16, chunk_size=8, optimizer="muon", l
 STAGES = {
     "soundstream": dict(steps=1400),
     "semantic": dict(TRANSFORMER, steps=400),
-    "coarse": dict(TRANSFORMER, seconds=2.5, steps=1000, mask_past=0.0, noise_past=0.6, given_drop=0.1),
+    "coarse": dict(TRANSFORMER, seconds=2.5, steps=1000, mask_past=0.0, noise_past=0.6, given_drop=0.1, voice=True),
     "fine": dict(TRANSFORMER, seconds=1.75, steps=200),
 }
 PRESETS = {  # the codec of SoundStream §III at 24 kHz; transformers of AudioLM §IV-A
@@ -249,9 +249,9 @@ PRESETS = {  # the codec of SoundStream §III at 24 kHz; transformers of AudioLM
     "audiolm": dict(
         sample_rate=24_000, width=1024, depth=12, heads=16, ff_mult=4.0, position="relative", dropout=0.1,
         clusters=1024, unique=True, layout="flattened", coarse_quantizers=4, voice=False, mask_past=0.15,
-        seconds=10.0, batch_size=256, chunk_size=8, optimizer="adamw", lr=3e-4, warmup_steps=4_000, steps=1_000_000,
-        beta1=0.9, max_grad_norm=1.0, precision="bf16", ema_decay=0.9999, validation=0.01, test=0.01, log_every=100,
-        eval_every=10_000, save_every=2_000, workers=4),
+        noise_past=0.0, given_drop=0.0, seconds=10.0, batch_size=256, chunk_size=8, optimizer="adamw", lr=3e-4,
+        warmup_steps=4_000, steps=1_000_000, beta1=0.9, max_grad_norm=1.0, precision="bf16", ema_decay=0.9999,
+        validation=0.01, test=0.01, log_every=100, eval_every=10_000, save_every=2_000, workers=4),
 }
 
 # What must not change when a run goes on; all else may.
@@ -944,8 +944,10 @@ def go_on(model, window, given, tokens, goals, seeds, drawing, text=None, ends=T
             samples += [[*given(b, tokens[b]), tokens[b][:0]] for b in todo]
             scales.append(drawing.prompt_scale)
         codes, lengths = zip(*(pad(column) for column in zip(*samples)))
-        made, ended = generate(model, codes, lengths, max(rooms), [accumulate.number(seeds[b], part) for b in todo],
-                               None if text is None else text[todo], *drawing[:3], scales, ends)
+        made, ended = generate(
+            model, codes, lengths, max(rooms), [accumulate.number(seeds[b], part) for b in todo],
+            None if text is None else text[todo], drawing.temperature, drawing.top_k, drawing.guidance_scale, scales,
+            ends)
         for b, begin, room, one, end in zip(todo, begins, rooms, made, ended):
             fresh = one.cpu()[len(tokens[b]) - begin:]
             over[b] = end and len(fresh) < room
@@ -962,6 +964,7 @@ class Stack:
             self.cfgs[stage], self.models[stage], self.facts[stage] = load_transformer(Path(run) / stage, stage, device,
                                                                                        weights)
         cfg, self.told = self.cfgs["coarse"], self.models["coarse"].streams[0].name == "voice"
+        self.may_lack_voice = cfg.given_drop > 0  # has been trained without it, too
         self.codec = load_soundstream(cfg.soundstream, device)
         self.tokenizer = load_tokenizer(model_file(cfg.semantic, "semantic", TOKENIZER), device)
         for stage, name, thing in (("semantic", "tokenizer", self.tokenizer), ("coarse", "tokenizer", self.tokenizer),
@@ -989,10 +992,10 @@ class Stack:
         return [torch.from_numpy(one)[:, None] for one in tokens], codes, voices
 
     def silence(self, seeds):
-        """What goes before sounds without a prompt: a voice drawn, unless coarse has texts, which may name one."""
+        """What goes before sounds without a prompt: a voice drawn, or none for texts of coarse, which may name one."""
         nothing = torch.zeros(0, 1, dtype=torch.long)
         voices = [nothing] * len(seeds)
-        if self.told and self.cfgs["coarse"].text == "none":
+        if self.told and not (self.may_lack_voice and self.cfgs["coarse"].text != "none"):
             shares = torch.tensor(self.facts["coarse"]["voices"]).float()
             draws = [torch.Generator().manual_seed(accumulate.number(seed, "voice")) for seed in seeds]
             voices = [torch.multinomial(shares, 1, generator=draw)[None] for draw in draws]
@@ -1383,6 +1386,7 @@ class TokenTask:
             vocabularies["semantic"], rates["semantic"] = self.tokenizer.clusters, FRAME_RATE
             vocabularies["voice"] = len(self.tokenizer.warps)
             cache = caches["semantic"] = semantic_cache(folder, source, self.tokenizer)
+        if cfg.stage == "coarse" and cfg.voice:
             rows = np.setdiff1d(source.split("train", cfg.validation, cfg.test, cfg.split_by)[:10_000], cache.empty)
             voices = np.bincount(cache.tokens[cache.starts[rows], 1], minlength=vocabularies["voice"]).tolist()
         if self.codec:
@@ -1460,7 +1464,7 @@ class TokenTask:
     def write_sounds(self, part, name):
         """Rank 0 writes continuations of a part's first recordings, by the codes that the stage makes: {file: caption}.
 
-        Coarse makes them of real semantic tokens, and fine of real coarse ones; semantic tokens alone have no sound.
+        Coarse makes them of the real voice and semantic tokens, fine of real coarse ones; semantic alone has no sound.
         """
         cfg, stream = self.cfg, self.streams[-1]
         rows = np.setdiff1d(self.recordings.split(part, cfg.validation, cfg.test, cfg.split_by),
@@ -2022,7 +2026,8 @@ def sample(asked):
         if codes.shape[1] < codec.columns:
             raise UserError(f"{asked.prompt_codes}: {codes.shape[1]} quantizers, but to go on takes {codec.columns}")
         meant, _, voice = stack.heard([stack.wave(codes)])
-        prompt = meant[0], codes, voice[0][:0]  # what the codec adds would be taken for another voice
+        # What the codec adds would be taken for another voice, so coarse is told none, if it has been trained so, too.
+        prompt = meant[0], codes, voice[0][:0] if stack.may_lack_voice else voice[0]
     if prompt and len(prompt[1]) >= stack.facts["coarse"]["window"]:
         own, most = (n * codec.hop / codec.rate for n in (len(prompt[1]), stack.facts["coarse"]["window"] - 1))
         raise UserError(f"--{'prompt' if asked.prompt else 'prompt_codes'}: {own:.2f} s, longer than the {most:.2f} s "

@@ -19,6 +19,8 @@ from servers import needs
 
 import train_audio
 from common import accumulate, audio, checkpoint, config, data, dist, media, synthetic
+from common.config import UserError
+from common.state import check_identity
 from train_audio import Config, Drawing, Stream, lay_out
 
 CPU = torch.device("cpu")
@@ -571,7 +573,7 @@ def slow_layout(streams, codes, lengths, ended, layout):
 @pytest.mark.parametrize("streams", [[Stream("semantic", 1, 4, 50)], COARSE, VOICED, FINE, RATES],
                          ids=["semantic", "coarse", "voiced", "fine", "rates"])
 def test_streams_are_laid_out_as_a_slow_loop_does_and_every_code_is_predicted_once_from_what_is_before(streams, layout):
-    lengths = [*[[1, 0, 1, 1]] * (streams is VOICED), [5, 1, 3, 4], [2, 6, 3, 1]][:len(streams)]
+    lengths = [*[[1, 0, 0, 1]] * (streams is VOICED), [5, 1, 3, 4], [2, 6, 3, 1]][:len(streams)]
     codes, lengths = tokens_of(streams, lengths)
     ended = torch.tensor([True, False, True, False])
     inputs, predicted, begins = lay_out(streams, codes, lengths, ended, layout)
@@ -1243,6 +1245,33 @@ def test_tokens_are_cached_and_made_anew_for_another_codec(voices, tmp_path):
         assert np.array_equal(cache[row], encode(source.wave(row)[None])[0].numpy())
 
 
+def test_a_semantic_cache_from_before_there_were_voices_is_not_taken_for_one_of_now(whole, tmp_path):
+    cfg = settings_of("coarse", data=str(whole.parent / "voices"))
+    source, tokenizer = train_audio.open_source(cfg), train_audio.load_tokenizer(whole / "semantic/kmeans.pt", CPU)
+    older = train_audio.token_cache(tmp_path, source, {"tokenizer": tokenizer.checksum}, lambda row: tokenizer.encode(
+        source.wave(row), source.rate)[0][:, None], "semantic tokens")
+    cache = train_audio.semantic_cache(tmp_path, source, tokenizer)
+    for row in (0, 17):
+        tokens, voice = tokenizer.encode(source.wave(row), source.rate)
+        assert np.array_equal(older[row], tokens[:, None])
+        assert np.array_equal(cache[row], np.stack([tokens, np.full_like(tokens, voice)], axis=1))
+
+
+def test_a_run_from_before_there_were_voices_goes_on_without(whole):
+    for stage in ("semantic", "coarse", "fine"):
+        cfg = settings_of(stage)
+        facts = {name: getattr(cfg, name) for name in train_audio.FIXED_TOKENS}
+        older = {name: value for name, value in facts.items() if name != "voice"}
+        if stage == "coarse":
+            with pytest.raises(UserError, match="voice is False there and True here"):
+                check_identity(cfg, older, facts, "a run")
+        check_identity(cfg, older, facts | {"voice": False}, "a run")
+        state = checkpoint.load(whole / stage / "model.pt")
+        assert Config(**state["config"]).voice == (stage == "coarse")
+        del state["config"]["voice"]
+        assert not Config(**state["config"]).voice
+
+
 def test_figures_of_the_transformers_are_means_over_tokens_and_leave_the_mode(whole, tmp_path):
     task = token_task(whole, "coarse", eval_samples=0, chunk_size=3)
     for mode in (True, False):
@@ -1397,7 +1426,9 @@ def test_coarse_is_told_the_voice_of_the_prompt_or_one_as_frequent_as_in_trainin
     assert torch.equal(stack.silence([7])[0][2][0], drawn[7:8])
     monkeypatch.setitem(stack.cfgs, "coarse", dataclasses.replace(cfg, text="prefix"))  # which may name who speaks
     assert not len(stack.silence([7])[0][2])
-    monkeypatch.setitem(stack.cfgs, "coarse", cfg)
+    monkeypatch.setattr(stack, "may_lack_voice", False)
+    assert torch.equal(stack.silence([7])[0][2][0], drawn[7:8])
+    monkeypatch.undo()
 
     def spy(model, codes, lengths, *rest):
         if model.streams[-1].name == "coarse":
@@ -1415,6 +1446,30 @@ def test_coarse_is_told_the_voice_of_the_prompt_or_one_as_frequent_as_in_trainin
             assert count in (0, 1) and (not count or line[0] in (voice, drawn[7]))
     first, lengths = told[0]
     assert lengths == [1, 0, 1] * 3 and first[0] == first[3] == first[6] == [voice]  # the rivals of guidance, too
+
+
+@pytest.mark.parametrize("given_drop", [0.0, 0.1])
+def test_without_a_prompt_to_hear_coarse_is_told_a_voice_unless_it_was_trained_without(given_drop, whole, tmp_path,
+                                                                                       monkeypatch):
+    folder, told = moved(whole, tmp_path / "run"), []
+    state = checkpoint.load(folder / "coarse/model.pt")
+    state["config"]["given_drop"] = given_drop
+    checkpoint.save(state, folder / "coarse/model.pt")
+    np.save(tmp_path / "prompt.npy", np.random.default_rng(0).integers(8, size=(15, 4)))
+
+    class Spy(train_audio.Stack):
+        def speak(self, prompts, *rest):
+            told.append([voice for *_, voice in prompts])
+            return super().speak(prompts, *rest)
+    monkeypatch.setattr(train_audio, "Stack", Spy)
+    asked = dict(run=str(folder), seconds=0.1, device="cpu", out=str(tmp_path / "out.wav"))
+    train_audio.sample(train_audio.SampleConfig(**asked, prompt_codes=str(tmp_path / "prompt.npy")))
+    train_audio.sample(train_audio.SampleConfig(**asked, text="a i u", num=3))
+    stack = train_audio.Stack(folder, CPU)
+    [voice] = stack.heard([stack.wave(torch.from_numpy(np.load(tmp_path / "prompt.npy")))])[2]
+    assert [one.tolist() for one in told[0]] == ([[]] if given_drop else [voice.tolist()])
+    drawn = stack.silence([accumulate.number(0, "a i u", number) for number in range(3)])
+    assert [len(one) for one in told[1]] == [1] * 3 and all(map(torch.equal, told[1], [one for *_, one in drawn]))
 
 
 def test_sounds_are_the_same_on_any_number_of_ranks(whole, tmp_path):

@@ -36,8 +36,7 @@ def settings(args, stage):
         sizes |= dict(quantize_after=0, discriminate_after=0.0, discriminator_warmup_steps=0, warmup_steps=0,
                       attention_window=args.window)
     else:
-        sizes |= dict(layout=args.layout, text="none", voice=False, warmup_steps=0,
-                      **({"depth": args.depth} if args.depth else {}))
+        sizes |= dict(layout=args.layout, text="none", warmup_steps=0, **({"depth": args.depth} if args.depth else {}))
         if args.layout == "aligned":
             sizes |= dict(unique=False, given_weight=0.0)
     return train_audio.Config(**sizes)
