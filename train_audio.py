@@ -14,6 +14,7 @@ SoundStream: Zeghidour et al. 2021. AudioLM: Borsos et al. 2022.
 """
 import collections
 import dataclasses
+import hashlib
 import itertools
 import math
 import time
@@ -65,6 +66,7 @@ class Config(Settings):
     data: str = "syllables"  # folder of recordings (wav; flac, ogg, mp3 by soundfile), or "syllables": built in
     sample_rate: int = 16_000  # samples a second of the codec; recordings of other rates are resampled
     seconds: float = 0.5  # length of a training crop
+    crop_samples: int = 0  # the same in samples of the wave, instead of --seconds, if not 0
     speaker_pattern: str = ""  # regular expression, group 1 of which in a file's name is the speaker; "": its folder
     split_by: Literal["auto", "speaker", "file"] = "auto"  # what is held out; auto: speakers, if there are 20 or more
     validation: float = 0.1  # share of speakers or files held out for validation
@@ -180,9 +182,11 @@ class Config(Settings):
     timeout_minutes: float = 30.0  # how long a rank waits for another before it gives up
 
     def __post_init__(self):
-        may_be_0 = ("attention_window", "codebook_width", "quantize_after", "kv_heads", "warmup_steps", "dead_below",
-                    "discriminator_warmup_steps", "eval_every", "eval_samples", "eval_sounds", "save_every", "keep",
-                    "seed", "workers", "ema_update_after")
+        if self.crop_samples > 0:
+            object.__setattr__(self, "seconds", self.crop_samples / self.sample_rate)
+        may_be_0 = ("crop_samples", "attention_window", "codebook_width", "quantize_after", "kv_heads", "warmup_steps",
+                    "dead_below", "discriminator_warmup_steps", "eval_every", "eval_samples", "eval_sounds",
+                    "save_every", "keep", "seed", "workers", "ema_update_after")
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -202,7 +206,20 @@ class Config(Settings):
                 raise UserError(f"--{name}: {share} is above what a share may be")
         if not self.strides or min(self.strides) < 2:
             raise UserError(f"--strides: {self.strides or 'none'}; expected numbers of 2 or more")
-        if self.attention_window and self.codec_width % max(1, self.codec_width // 64) + self.codec_width % 2:
+        for name in ("seconds", "eval_seconds"):
+            if round(getattr(self, name) * self.sample_rate) < math.prod(self.strides):
+                raise UserError(f"--{name}: {getattr(self, name)}, shorter than a frame of {math.prod(self.strides)} "
+                                f"samples at {self.sample_rate} Hz")
+        if self.stage in ("all", "soundstream") and self.discriminate_after < 1 and \
+                round(self.seconds * self.sample_rate) < 1.75 * self.stft_window:
+            raise UserError(f"--seconds: {self.seconds}, too short for the discriminator of spectra, which takes 1.75 "
+                            f"windows of --stft_window {self.stft_window} samples")
+        with torch.device("meta"):
+            try:
+                quantizer_of(self)
+            except ValueError as error:
+                raise UserError(f"--quantizer {self.quantizer}: {error}") from error
+        if self.attention_window and self.codec_width % (2 * max(1, self.codec_width // 64)):
             raise UserError(f"--codec_width: attention needs heads of about 64, so a multiple of 64, not "
                             f"{self.codec_width}")
         if self.stft_window % 128:
@@ -359,6 +376,13 @@ class LocalAttention(nn.Module):
         return x + self.attention(h, keys, values, (distance >= 0) & (distance < self.window), table=here)
 
 
+def quantizer_of(cfg):
+    """The quantizer of a codec; ValueError if its settings do not fit together."""
+    return ResidualQuantizer(
+        cfg.codec_width, cfg.quantizers, cfg.codebook_size, cfg.quantizer, cfg.groups, cfg.codebook_width,
+        cfg.codebook_decay, cfg.dead_below, cfg.quantizer_dropout, cfg.rotation, cfg.code_temperature)
+
+
 class SoundStream(nn.Module):
     """Waves -> codes -> waves (SoundStream §III). T samples make ceil(T / hop) frames of Q codes.
 
@@ -384,9 +408,7 @@ class SoundStream(nn.Module):
         self.encoder = nn.ModuleList([*encoder, ELU(), CausalConv(widths[-1], cfg.codec_width, 3), *attention[0]])
         self.decoder = nn.ModuleList([*attention[1], CausalConv(cfg.codec_width, widths[-1], 7), *decoder, ELU(),
                                       CausalConv(widths[0], 1, 7)])
-        self.quantizer = ResidualQuantizer(
-            cfg.codec_width, cfg.quantizers, cfg.codebook_size, cfg.quantizer, cfg.groups, cfg.codebook_width,
-            cfg.codebook_decay, cfg.dead_below, cfg.quantizer_dropout, cfg.rotation, cfg.code_temperature)
+        self.quantizer = quantizer_of(cfg)
 
     @staticmethod
     def _through(layers, x, memory):
@@ -831,7 +853,7 @@ def generate(model, codes, lengths, frames, seeds, text=None, temperature=1.0, t
     a sample, which alone decides it. Codes are drawn from the most probable share `top_k` at the `temperature`, 0 for
     the first alone. Guidance: by its scale, scores are moved away from those without the text; likewise, but for how
     likely EOS is, from those of rivals: codes and lengths go on with the same samples as each of them has heard them.
-    Returns B of (T, Q), what there was included, and for each whether it came to its end.
+    Returns B of (T, Q), what there was included, and for each whether it came to its end; at least one frame.
     """
     cfg, stream, device, batch = model.cfg, model.streams[-1], model.embed.weight.device, len(seeds)
     Q, K, several = stream.quantizers, stream.size, cfg.layout != "flattened"
@@ -879,6 +901,8 @@ def generate(model, codes, lengths, frames, seeds, text=None, temperature=1.0, t
             scores = own + sum(away[len(rival_scales):])
             may_end = ends and part[0][1] == 0  # only the first quantizer's code can be EOS
             scores[:, int(may_end):, K] = -torch.inf
+            if may_end and i == 0:
+                scores[:, 0, K].masked_fill_(begun[:batch] == 0, -torch.inf)  # no recording is empty
             drawn = draw(scores, torch.stack([uniform[:, t, q] for t, q in part], 1), temperature, top_k)
             if may_end:
                 end = torch.where((drawn[:, 0] == K) & (end == frames), part[0][0], end)
@@ -972,14 +996,20 @@ class Stack:
             if self.facts[stage]["made_of"][name] != thing.checksum:
                 raise UserError(f"{Path(run) / stage}: it was trained on the tokens of another {name} than "
                                 f"{cfg.soundstream if name == 'codec' else cfg.semantic}; train it anew")
+        for stage, name in (("semantic", "unique"), ("fine", "coarse_quantizers")):
+            here, there = getattr(cfg, name), getattr(self.cfgs[stage], name)
+            if here != there:
+                raise UserError(f"{Path(run) / stage}: it was trained with --{name} {there}, and coarse with {here}; "
+                                "train one of them anew")
 
-    def text(self, stage, texts):
-        """What the model of a stage takes for texts, or None if it takes none."""
+    def text(self, stage, texts, embeds=None):
+        """What the model of a stage takes of B texts or of their embeddings (L, E), or None if it takes neither."""
         cfg, facts = self.cfgs[stage], self.facts[stage]
-        if cfg.text == "none" or texts is None:
+        given = embeds if cfg.text_embeds else texts
+        if cfg.text == "none" or given is None:
             return None
         tokens = TextTokens(cfg, facts["merges"], facts["embed_width"])
-        return tokens.embeds(texts) if cfg.text_embeds else tokens.tokens(texts)
+        return tokens.embeds(given) if cfg.text_embeds else tokens.tokens(given)
 
     def heard(self, waves):
         """Semantic tokens (T, 1), codes (T, Q) and voice (1, 1) of each of the waves (T,), at the codec's rate."""
@@ -1001,11 +1031,11 @@ class Stack:
             voices = [torch.multinomial(shares, 1, generator=draw)[None] for draw in draws]
         return [(nothing, nothing.expand(-1, self.codec.columns), voice) for voice in voices]
 
-    def speak(self, prompts, seconds, seeds, drawings, texts=None, fine=True):
+    def speak(self, prompts, seconds, seeds, drawings, texts=None, embeds=None, fine=True):
         """Codes of B sounds, each (T, Q): the prompts' own, and `seconds` after them.
 
         prompts: (semantic (T, 1), codes (T, Q), voice (1, 1), or (0, 1) if it is not known) of each. drawings: {stage:
-        Drawing}. Not `fine`: of the coarse quantizers alone.
+        Drawing}. texts, embeds: as `text` takes them. Not `fine`: of the coarse quantizers alone.
         """
         cfgs, models = self.cfgs, self.models
         meant, begun, voices = ([prompt[part] for prompt in prompts] for part in range(3))
@@ -1015,9 +1045,9 @@ class Stack:
         meaning, _ = go_on(models["semantic"], window["semantic"], lambda b, past: [], meant,
                            [len(one) + math.ceil(seconds * rate) for one in meant],
                            [accumulate.number(seed, "semantic") for seed in seeds], drawings["semantic"],
-                           self.text("semantic", texts))
+                           self.text("semantic", texts, embeds))
         spoken = [codes[:, :width] for codes in begun]
-        goals = [len(codes) + round(seconds * self.codec.rate / self.codec.hop) for codes in spoken]
+        goals = [len(codes) + max(1, round(seconds * self.codec.rate / self.codec.hop)) for codes in spoken]
 
         def behind(b, past):
             """Voice and semantic tokens of b after the frames `past`; without times, those in these are heard."""
@@ -1027,13 +1057,13 @@ class Stack:
             return [*[voices[b]] * self.told, meaning[b][min(len(meaning[b]) - 1, said):]]
         coarse, _ = go_on(models["coarse"], window["coarse"], behind, spoken, goals,
                           [accumulate.number(seed, "coarse") for seed in seeds], drawings["coarse"],
-                          self.text("coarse", texts))
+                          self.text("coarse", texts, embeds))
         if not fine:
             return coarse
         rest, _ = go_on(models["fine"], window["fine"], lambda b, past: [coarse[b][len(past):][:window["fine"]]],
                         [codes[:, width:] for codes in begun], [len(codes) for codes in coarse],
                         [accumulate.number(seed, "fine") for seed in seeds], drawings["fine"],
-                        self.text("fine", texts), ends=False)
+                        self.text("fine", texts, embeds), ends=False)
         return [torch.cat(pair, dim=1) for pair in zip(coarse, rest)]
 
     def wave(self, codes):
@@ -1378,8 +1408,11 @@ class TokenTask:
 
     def __init__(self, cfg, source, device, state=None):
         self.cfg, self.device, self.recordings = cfg, device, source
-        self.tokenizer = open_tokenizer(cfg, source, device) if cfg.stage in ("semantic", "coarse") else None
         self.codec = load_soundstream(cfg.soundstream, device) if cfg.stage in ("coarse", "fine") else None
+        if self.codec and self.codec.rate != cfg.sample_rate:
+            raise UserError(f"--sample_rate: {cfg.sample_rate}, but {cfg.soundstream} was trained at "
+                            f"{self.codec.rate}; give that")
+        self.tokenizer = open_tokenizer(cfg, source, device) if cfg.stage in ("semantic", "coarse") else None
         vocabularies, rates, caches, quantizers, voices = {}, {"voice": 0.0}, {}, 0, []
         folder = Path(cfg.run).parent / "tokens"
         if self.tokenizer:
@@ -1766,6 +1799,11 @@ class EnCodec:
         self.rate, self.hop, self.codebook_size = settings.sampling_rate, settings.hop_length, settings.codebook_size
         self.bandwidth, self.checksum, self.groups = max(settings.target_bandwidths), name, 1
         self.columns = settings.num_quantizers
+        if Path(name).is_dir():  # what is in a folder may change, what is published under a name does not
+            digest = hashlib.sha256()
+            for weight in self.model.state_dict().values():
+                digest.update(weight.cpu().numpy().tobytes())
+            self.checksum = digest.hexdigest()[:16]
 
     @torch.no_grad()
     def encode(self, wave, count=None):
@@ -1841,6 +1879,9 @@ class EvaluateConfig:
     seed: int = 0  # of everything random
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # where to compute
 
+    def __post_init__(self):
+        check_asked(self, above_0=("prompt_seconds", "seconds", "batch_size"), from_0=("samples", "sounds"))
+
 
 @dataclass(frozen=True)
 class SampleConfig:
@@ -1848,6 +1889,7 @@ class SampleConfig:
     # What to say
     text: str = ""  # text to say
     file: str = ""  # file with a text to say a line, instead
+    text_embeds: str = ""  # embedding of a text, .npy (L, E), for stages that were trained with --text_embeds
     prompt: str = ""  # recording to go on with, in its voice
     prompt_seconds: float = 0.0  # how much of its end to take, 0 for all
     prompt_codes: str = ""  # codes to go on with, .npy (T, Q), as --codes writes them, instead of a recording
@@ -1864,6 +1906,7 @@ class SampleConfig:
     reconstruct: str = ""  # recording to send through the codec
     decode: str = ""  # codes to turn into sound, .npy (T, Q)
     quantizers: int = 0  # how many the codec uses, 0 for all
+    soundstream: str = ""  # codec: run, model.pt or encodec:MODEL; "": RUN/soundstream
     # Out
     out: str = "out.wav"  # the sound; several are out_0.wav, out_1.wav, …
     codes: str = ""  # also write the codes, .npy (T, Q), to this file
@@ -1871,6 +1914,20 @@ class SampleConfig:
     weights: Literal["ema", "online"] = "ema"  # averaged weights, or those of the newest checkpoint
     seed: int = 0  # of everything random
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # where to compute
+
+    def __post_init__(self):
+        check_asked(self, above_0=("seconds", "num"), from_0=("prompt_seconds", "quantizers"))
+
+
+def check_asked(asked, above_0, from_0):
+    """UserError unless the settings of these names are above 0, or not below it, and codes can be drawn as asked."""
+    for name in (*above_0, *from_0, "temperature", "top_k"):
+        value = getattr(asked, name)
+        for one in value if isinstance(value, tuple) else [value]:
+            if one < 0 or (one == 0 and name in (*above_0, "top_k")):
+                raise UserError(f"--{name}: {one} is {'below' if one < 0 else 'not above'} 0")
+            if name == "top_k" and one > 1:
+                raise UserError(f"--top_k: {one} is above what a share may be")
 
 
 def evaluate(asked):
@@ -1927,7 +1984,7 @@ def evaluate_together(asked, device):
             waves = [stack.wave(one) for one in stack.heard(waves)[1]]
             hearing.voices(prompts, *([one[len(prompt):] for one, prompt in zip(sounds, prompts)]
                                       for sounds in (waves, made)), source.rate)
-        if hearing and stack.cfgs["semantic"].text != "none":
+        if hearing and stack.cfgs["semantic"].text != "none" and not stack.cfgs["semantic"].text_embeds:
             records = source.records(part)
             spoken = stack.speak(stack.silence(seeds), LONGEST, seeds, drawings, [record["text"] for record in records])
             hearing.texts([stack.wave(one) for one in spoken], waves, records, source.rate)
@@ -1980,6 +2037,15 @@ def open_wave(path, rate, hop):
     return audio.resample(torch.from_numpy(channels).mean(0), own, rate), note
 
 
+def open_text_embed(path, stack):
+    """The embedding of a text (L, E) in a .npy file, checked against the stages that were trained on such."""
+    embed = np.array(data.open_array(path, 2), np.float32)
+    for facts in stack.facts.values():
+        if facts["embed_width"] not in (0, embed.shape[1]) or not np.isfinite(embed).all():
+            raise UserError(f"{path}: of shape {embed.shape}, or not finite; expected (length, {facts['embed_width']})")
+    return embed
+
+
 def open_codes(path, codec):
     """Codes (T, Q) of a .npy file, checked against the codec."""
     try:
@@ -1995,7 +2061,7 @@ def open_codes(path, codec):
 
 def sample(asked):
     device = dist.setup(asked.device)
-    chosen = [name for name in ("text", "file", "prompt", "prompt_codes", "reconstruct", "decode")
+    chosen = [name for name in ("text", "file", "text_embeds", "prompt", "prompt_codes", "reconstruct", "decode")
               if getattr(asked, name)]
     if {"reconstruct", "decode"} & set(chosen):
         if len(chosen) > 1:
@@ -2005,16 +2071,24 @@ def sample(asked):
         if one in chosen and other in chosen:
             raise UserError(f"--{one}, --{other}: give one of them")
     if not chosen:
-        raise UserError("nothing to say: give --text, --file, --prompt, --prompt_codes, --reconstruct or --decode")
+        raise UserError("nothing to say: give --text, --file, --text_embeds, --prompt, --prompt_codes, --reconstruct "
+                        "or --decode")
+    if asked.soundstream:
+        raise UserError("--soundstream: only --reconstruct and --decode take another codec than that of the stages")
     drawings, stack, note = drawings_of(asked), Stack(asked.run, device, asked.weights), None
     texts = [asked.text]
     if asked.file:
         texts = [line.strip() for line in Path(asked.file).read_text(encoding="utf-8").splitlines() if line.strip()]
     if asked.file and not texts:
         raise UserError(f"{asked.file}: no text in it")
-    if any(texts) and all(cfg.text == "none" or cfg.text_embeds for cfg in stack.cfgs.values()):
-        raise UserError(f"--{'file' if asked.file else 'text'}: {asked.run} was trained without texts; give --prompt "
-                        "alone, or train with --text prefix")
+    takes = {cfg.text_embeds for cfg in stack.cfgs.values() if cfg.text != "none"}  # embeddings, texts or both
+    if any(texts) and False not in takes:
+        raise UserError(f"--{'file' if asked.file else 'text'}: {asked.run} was trained " + (
+            "on embeddings of texts; give one by --text_embeds" if takes else
+            "without texts; give --prompt alone, or train with --text prefix"))
+    if asked.text_embeds and True not in takes:
+        raise UserError(f"--text_embeds: {asked.run} was not trained on embeddings of texts")
+    embed = open_text_embed(asked.text_embeds, stack) if asked.text_embeds else None
     codec, prompt = stack.codec, None
     if asked.prompt:
         wave, note = open_wave(asked.prompt, codec.rate, codec.hop)
@@ -2038,7 +2112,8 @@ def sample(asked):
         seeds = [accumulate.number(asked.seed, text, number) for text, number in mine]
         given = [text for text, _ in mine] if any(texts) else None
         prompts = [prompt] * len(mine) if prompt else stack.silence(seeds)
-        made = stack.speak(prompts, asked.seconds, seeds, drawings, given, asked.fine)
+        embeds = None if embed is None else [embed] * len(mine)
+        made = stack.speak(prompts, asked.seconds, seeds, drawings, given, embeds, asked.fine)
         for (text, number), codes in zip(mine, made):
             place = texts.index(text) * asked.num + number
             write_out(asked, stack.wave(codes), codes, codec.rate, f"_{place}" if len(wanted) > 1 else "")
@@ -2049,9 +2124,11 @@ def sample(asked):
 
 def through_codec(asked, device):
     """Send a recording through the codec of a run, or turn codes into sound."""
-    path, note, wave = Path(asked.run) / "soundstream", None, None
-    codec = load_soundstream(path if asked.weights == "ema" else newest_checkpoint(path), device, asked.weights)
-    most = codec.columns // getattr(codec, "groups", 1)
+    path, note, wave = asked.soundstream or Path(asked.run) / "soundstream", None, None
+    if asked.weights == "online" and Path(path).is_dir():
+        path = newest_checkpoint(Path(path))
+    codec = load_soundstream(path, device, asked.weights)
+    most = codec.columns // codec.groups
     if asked.quantizers > most:
         raise UserError(f"--quantizers: {asked.quantizers}, but the codec has {most}")
     if asked.reconstruct:

@@ -23,6 +23,9 @@ STREAMED = 0x7FFFF000  # what sox gives for a length it does not know, rounded d
 LOBES, ATTENUATION = 32, 70  # of the resampling filter: zero crossings a side at the lower rate, dB beyond its Nyquist
 MOST_TAPS = 2 ** 26  # a filter takes 256 MiB then
 CEPSTRUM_BINS = 40  # mel bins under mfcc
+# Seconds that are decoded before what is asked for, in milliseconds. The bits of a frame of mp3 may be in earlier ones,
+# and libsndfile is off where it enters the last page of Vorbis, which can last half a minute.
+LEAD = {"MP3": 2, "OGG": 30}
 COLORS = ((0, 0, 0), (45, 20, 105), (130, 30, 125), (208, 58, 90), (242, 126, 45), (244, 198, 80), (255, 255, 230))
 LOUDEST_DB = 80  # the darkest color lies this far below the loudest point of a picture
 
@@ -50,10 +53,10 @@ def info(path):
 
 
 def read(path, start=0, frames=-1):
-    """(float32 numpy (channels, frames), samples a second) from sample `start` on, -1: all; nothing else is decoded.
+    """(float32 numpy (channels, frames), samples a second) from sample `start` on, -1: all.
 
-    Past the end of the file there is nothing: fewer samples come back. Raises as `info` does, and Unusable for
-    samples that are not finite.
+    Nothing else is decoded, but for the LEAD of some formats. Past the end of the file there is nothing: fewer samples
+    come back. Raises as `info` does, and Unusable for samples that are not finite.
     """
     assert start >= 0, start
     if _is_wav(path):
@@ -68,8 +71,10 @@ def read(path, start=0, frames=-1):
         wave, rate = _decoded(content, kind).reshape(-1, header.channels).T, header.rate
     else:
         with _soundfile(path) as file:
-            file.seek(min(start, file.frames))
-            wave, rate = file.read(frames, dtype="float32", always_2d=True).T, file.samplerate
+            begin, rate = min(start, file.frames), file.samplerate
+            lead = min(begin, LEAD.get(file.format, 0) * rate)
+            file.seek(begin - lead)
+            wave = file.read(frames + lead if frames >= 0 else -1, dtype="float32", always_2d=True).T[:, lead:]
     if not (finite := np.isfinite(wave).all(0)).all():
         raise Unusable(f"{path}: sample {start + int(finite.argmin())} is not finite")
     return np.ascontiguousarray(wave), rate

@@ -162,17 +162,19 @@ def test_a_missing_soundfile_is_reported_with_the_line_that_installs_it(tmp_path
     assert not isinstance(error.value, audio.Unusable)
 
 
-@pytest.mark.parametrize("suffix, near", [("flac", 2 ** -15), ("ogg", 0.1)])
+@pytest.mark.parametrize("suffix, near", [("flac", 2 ** -15), ("ogg", 0.1), ("opus", 0.1), ("mp3", 0.1)])
 def test_other_formats_are_read_by_soundfile_also_in_part(suffix, near, tmp_path):
     soundfile = pytest.importorskip("soundfile", reason="soundfile is not installed")
     wave = 0.5 * np.sin(np.arange(20_000)[None] * np.array([[0.05], [0.08]])).astype(np.float32)
     path = tmp_path / f"a.{suffix}"
-    soundfile.write(path, wave.T, 16000)
+    soundfile.write(path, wave.T, 16000, **(dict(format="OGG", subtype="OPUS") if suffix == "opus" else {}))
     assert audio.info(path) == (20_000, 16000, 2)
     whole, rate = audio.read(path)
     assert whole.dtype == np.float32 and rate == 16000
     np.testing.assert_allclose(whole, wave, atol=near)
-    np.testing.assert_allclose(audio.read(path, 7000, 500)[0], whole[:, 7000:7500], atol=1e-5)
+    for start in (*range(0, 20_000, 1500), 19_900):
+        np.testing.assert_allclose(audio.read(path, start, 500)[0], whole[:, start:start + 500], atol=1e-5)
+    np.testing.assert_allclose(audio.read(path, 19_000)[0], whole[:, 19_000:], atol=1e-5)
     assert audio.read(path, 30_000, 5)[0].shape == (2, 0)
     for content, message in ((b"", "empty file"), (b"nonsense" * 9, "not a readable audio file")):
         with pytest.raises(audio.Unusable, match=message):

@@ -75,6 +75,22 @@ def test_crops_are_slices_of_the_whole(rate, tmp_path):
             torch.testing.assert_close(found, whole[start:start + length], atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("rate", [16000, 24000])
+def test_of_a_long_recording_only_the_crop_is_decoded(rate, tmp_path, monkeypatch):
+    audio.write_wav(tmp_path / "long.wav", 0.1 * np.random.default_rng(0).standard_normal(200_000), 16_000)
+    source, decoded, read = recordings.Recordings(tmp_path, rate, crop=500), [], audio.read
+
+    def spy(*args):
+        found = read(*args)
+        decoded.append(found[0].shape[1])
+        return found
+    monkeypatch.setattr(audio, "read", spy)
+    for draws in (None, data.draws(np.arange(1), 0)):
+        source.fetch(np.array([0]), draws)
+    source.crop_wave(0, 100_000, 500)
+    assert len(decoded) == 3 and 300 < min(decoded) <= max(decoded) < 1000
+
+
 def test_fetch_crops_the_middle_or_where_the_draw_says_and_fills_short_ones_with_silence(tmp_path):
     source = recordings.Recordings(folder(tmp_path), 16000, crop=2500)
     rows = np.array([3, 0, 6, 3])

@@ -597,6 +597,16 @@ def test_streams_are_laid_out_as_a_slow_loop_does_and_every_code_is_predicted_on
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+def test_only_what_goes_on_can_end_at_once(layout):
+    model = transformer(FINE, layout=layout)
+    codes, lengths = tokens_of(FINE, [[2] * 60, [0] * 30 + [1] * 30])
+    out, ended = train_audio.generate(model, codes, lengths, 1, range(60), temperature=1e3)
+    added = torch.tensor([len(one) for one in out]) - lengths[-1]
+    assert added[:30].tolist() == [1] * 30 and not any(ended[:30])
+    assert added[30:].unique().tolist() == [0, 1] and torch.equal(added[30:] == 0, torch.tensor(ended[30:]))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_no_code_reaches_the_step_that_predicts_it_or_one_before(layout):
     """By changing it, in what lay_out makes and a transformer hears: what comes before its own step stays."""
     model = transformer(FINE, layout=layout)
@@ -674,7 +684,8 @@ def test_every_code_can_be_produced_and_eos_ends_each_sample_and_is_no_code(layo
     out, ended = train_audio.generate(model, codes, lengths, 12, range(60), **drawing)
     lengths_made = torch.tensor([len(one) for one in out])
     assert torch.equal(lengths_made < 12, torch.tensor(ended)) and len(set(lengths_made.tolist())) > 6
-    assert abs((torch.tensor(ended).float().mean() - (1 - (5 / 6) ** 12)).item()) < 0.12
+    assert lengths_made.min() == 1  # no recording is empty
+    assert abs((torch.tensor(ended).float().mean() - (1 - (5 / 6) ** 11)).item()) < 0.12
     for q in range(3):
         assert set(torch.cat(out)[:, q].tolist()) == set(range(5))
     out, ended = train_audio.generate(model, codes, lengths, 12, range(60), ends=False, **drawing)
@@ -822,7 +833,8 @@ def slow_generate(model, codes, lengths, frames, text, scale=1.0, ends=True, oth
                 score[:K] = ((logs[0] + away)[:K].softmax(-1) * (1 - logs[0][K].exp())).log()
             if len(rivals) > 1 + len(others):
                 score = score + (scale - 1) * (logs[0] - logs[-1])
-            best = score[:K + (ends and q == 0)].argmax().item()
+            empty = t == 0 and not lengths[-1].item()  # which no recording is
+            best = score[:K + (ends and q == 0 and not empty)].argmax().item()
             if best == K:
                 end = min(end, t)
             fresh[t, q] = min(best, K - 1)
@@ -1316,16 +1328,136 @@ def test_embeddings_beside_the_recordings_condition_as_texts_do(voices, tmp_path
     assert "Trained" in out and checkpoint.load(tmp_path / "run/semantic/model.pt")["embed_width"] == 6
 
 
+def test_a_sound_is_made_of_the_embedding_of_a_text_by_stages_that_were_trained_on_such(whole, voices, tmp_path):
+    shutil.copytree(voices, tmp_path / "voices")
+    for path in (tmp_path / "voices").rglob("*.wav"):
+        np.save(path.with_suffix(".npy"), np.random.default_rng(len(path.name)).standard_normal((3, 6)).astype("f2"))
+    folder, made, both = moved(whole, tmp_path / "run"), {}, dict(run=tmp_path / "run", num=2, temperature=1.0)
+    run(*words_of(whole, "semantic", tmp_path / "other", data=tmp_path / "voices", text="cross", text_embeds="true"))
+    shutil.copy(tmp_path / "other/semantic/model.pt", folder / "semantic/model.pt")
+    for name, shape in (("one", (3, 6)), ("two", (30, 6)), ("wide", (3, 7)), ("flat", (6,))):
+        np.save(tmp_path / f"{name}.npy", 9 * np.random.default_rng(0).standard_normal(shape).astype("f4"))
+    np.save(tmp_path / "bad.npy", np.full((3, 6), np.nan, "f4"))
+    for name, scale in (("one", 1.0), ("two", 1.0), ("one", 9.0)):  # the longer one is cut
+        sampled(tmp_path, **both, text_embeds=tmp_path / f"{name}.npy", guidance_scale=(scale, 1.0, 1.0))
+        made[name, scale] = [np.load(tmp_path / f"codes_{number}.npy") for number in range(2)]
+    assert len({tuple(one.tobytes() for one in each) for each in made.values()}) == 3
+    _, _, codes = sampled(tmp_path, run=folder, text_embeds=tmp_path / "one.npy", prompt=next(voices.rglob("*.wav")),
+                          prompt_seconds=0.2)
+    assert len(codes) >= 10
+    asked = dict(device="cpu", out=tmp_path / "x.wav")
+    for settings, message in (
+            (dict(run=folder, text="a i u"), "was trained on embeddings of texts; give one by --text_embeds"),
+            (dict(run=whole, text_embeds=tmp_path / "one.npy"), "was not trained on embeddings of texts"),
+            (dict(run=folder, text_embeds=tmp_path / "wide.npy"), "(3, 7), or not finite; expected (length, 6)"),
+            (dict(run=folder, text_embeds=tmp_path / "bad.npy"), "(3, 6), or not finite; expected (length, 6)"),
+            (dict(run=folder, text_embeds=tmp_path / "flat.npy"), "shape (6,); expected float16 or float32"),
+            (dict(run=folder, text_embeds=tmp_path / "none.npy"), "none.npy: not a readable .npy array")):
+        assert message in mistake("sample", **asked, **settings)
+
+
+def test_a_published_codec_takes_the_place_of_one_trained_here(voices, tmp_path):
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
+    model = transformers.EncodecModel(transformers.EncodecConfig(
+        target_bandwidths=[1.5, 3.0], sampling_rate=16_000, num_filters=2, hidden_size=8, codebook_size=16,
+        codebook_dim=8, upsampling_ratios=[8, 5, 4, 2], num_lstm_layers=1))
+    for layer in model.quantizer.layers:
+        torch.nn.init.normal_(layer.codebook.embed)
+    model.save_pretrained(tmp_path / "encodec")
+    spec, voice = f"encodec:{tmp_path / 'encodec'}", next(voices.rglob("*.wav"))
+    codec = train_audio.load_soundstream(spec, CPU)
+    wave = torch.from_numpy(audio.read(voice)[0][0])
+    out, sound, codes = sampled(tmp_path, soundstream=spec, reconstruct=voice, quantizers=3)
+    assert codes.shape == (math.ceil(len(wave) / 320), 3) and codec.columns > 4 and "si_sdr_db" in out
+    np.testing.assert_allclose(sound, codec.decode(codec.encode(wave[None], 3))[0, :len(wave)].clamp(-1, 1), atol=1e-4)
+    for stage in ("semantic", "coarse", "fine"):
+        run(*flags(**{**TINY, **dict(stage=stage, data=voices, run=tmp_path / "run", soundstream=spec, steps=2,
+                                     quantizers=codec.columns)}))
+    _, sound, codes = sampled(tmp_path, run=tmp_path / "run", text="a i u")
+    assert codes.shape[1] == codec.columns and len(sound) == 320 * len(codes) > 0
+    with torch.no_grad():
+        model.quantizer.layers[0].codebook.embed += 1
+    model.save_pretrained(tmp_path / "encodec")
+    assert train_audio.load_soundstream(spec, CPU).checksum != codec.checksum
+    found = mistake(**{**TINY, **dict(stage="fine", data=voices, run=tmp_path / "low", soundstream=spec, quantizers=9,
+                                      sample_rate=24_000)})
+    assert f"--sample_rate: 24000, but {spec} was trained at 16000; give that" in found
+
+
+@pytest.mark.parametrize("kind, size", [("fsq", 15), ("lfq", 16)])
+def test_codecs_of_other_quantizers_are_trained_and_used(kind, size, voices, tmp_path):
+    run(*flags(**{**TINY, **dict(stage="soundstream", data=voices, run=tmp_path, quantizer=kind, codebook_size=size)}))
+    last = metrics(tmp_path / "soundstream")[-1]
+    assert np.isfinite(last["test_loss"]) and min(v for k, v in last.items() if "perplexity" in k) > 1
+    _, sound, codes = sampled(tmp_path, run=tmp_path, reconstruct=next(voices.rglob("*.wav")))
+    assert codes.shape[1] == 4 and codes.max() < size and len(np.unique(codes)) > 2 and np.abs(sound).max() > 0
+
+
+def test_settings_of_the_quantizer_reach_it():
+    found = vars(codec_of(quantizer_dropout=0.3, rotation=True, code_temperature=0.7, codebook_decay=0.9,
+                          dead_below=1.5, groups=2).quantizer)
+    wanted = dict(dropout=0.3, rotation=True, temperature=0.7, decay=0.9, dead_below=1.5, groups=2, quantizers=4)
+    assert {name: found[name] for name in wanted} == wanted
+
+
+@pytest.mark.parametrize("every, weight, wanted", [(3, 10.0, [10.0, 0, 0, 10.0, 0]), (1, 2.0, [2.0] * 5),
+                                                   (1, 0.0, [0.0] * 5)])
+def test_the_gradient_penalty_is_of_one_step_in_so_many(every, weight, wanted, monkeypatch):
+    task, plan, batch = codec_task(monkeypatch, penalty_every=every, penalty_weight=weight, discriminate_after=0.0)
+    heard, forward = [], train_audio.Discriminators.forward
+    monkeypatch.setattr(train_audio.Discriminators, "forward",
+                        lambda self, *args: heard.append(args[2:]) or forward(self, *args))
+    for _ in wanted:
+        task.update(plan, batch)
+    assert [args[0] for args in heard if args][::len(plan)] == wanted
+
+
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+def test_texts_are_dropped_in_training_as_often_as_asked(share, whole, monkeypatch):
+    task, dropped = token_task(whole, "semantic", text_drop=share, dropout=0.0), []
+    forward = train_audio.TokenTransformer.forward
+    monkeypatch.setattr(train_audio.TokenTransformer, "forward",
+                        lambda self, *args: dropped.extend(args[3].tolist()) or forward(self, *args))
+    batch = [task.source.fetch([0, 1])[0]] * 40
+    task.update(accumulate.plan(80, 2, 0, 1), batch)
+    assert len(dropped) == 80 and abs(np.mean(dropped) - share) < 0.15 * (0 < share < 1) + 1e-9
+    task.figures("validation")
+    assert not any(dropped[80:]) and len(dropped) > 80
+
+
+def test_ranks_wait_for_each_other_as_long_as_asked(monkeypatch):
+    class Asked(Exception):
+        pass
+
+    def setup(device, minutes):
+        raise Asked(device, minutes)
+    monkeypatch.setattr(dist, "setup", setup)
+    with pytest.raises(Asked, match=r"\('cpu', 7.5\)"):
+        train_audio.train([settings_of("coarse", timeout_minutes=7.5)])
+
+
+def test_the_length_of_a_crop_is_given_in_seconds_or_samples(tmp_path, voices):
+    assert settings_of("coarse", crop_samples=4000) == settings_of("coarse", crop_samples=4000, seconds=9.0)
+    assert settings_of("coarse", crop_samples=4000).seconds == 0.25
+    cfg = settings_of("soundstream", data=str(voices), crop_samples=5_001, sample_rate=24_000)
+    assert train_audio.open_source(cfg, cfg.seconds).fetch([0])[0]["wave"].shape == (1, 5_001)
+
+
+def write_bad(path):
+    """A WAV file of float samples, of which those from the hundredth on are not finite."""
+    samples = np.zeros(9000, "<f4")
+    samples[100:] = np.nan
+    header = struct.pack("<4sIHHIIHH", b"fmt ", 16, 3, 1, 16_000, 64_000, 4, 32)
+    path.write_bytes(struct.pack("<4sI4s", b"RIFF", 36 + samples.nbytes, b"WAVE") + header
+                     + struct.pack("<4sI", b"data", samples.nbytes) + samples.tobytes())
+
+
 def test_recordings_with_bad_samples_are_left_out_and_named_in_every_stage(tmp_path):
     write_voices(tmp_path / "data", range(101))
     source = train_audio.open_source(settings_of("soundstream", data=str(tmp_path / "data")))
     row = int(source.split("test", 0.1, 0.1)[0])  # the first to be listened to
     bad = Path(source.name(row))
-    samples = np.zeros(9000, "<f4")
-    samples[100:] = np.nan
-    header = struct.pack("<4sIHHIIHH", b"fmt ", 16, 3, 1, 16_000, 64_000, 4, 32)
-    bad.write_bytes(struct.pack("<4sI4s", b"RIFF", 36 + samples.nbytes, b"WAVE") + header
-                    + struct.pack("<4sI", b"data", samples.nbytes) + samples.tobytes())
+    write_bad(bad)
     (tmp_path / "data/empty.wav").write_bytes(b"")
     (tmp_path / "data/cut.wav").write_bytes(bad.read_bytes()[:30])
     out = run(*flags(data=tmp_path / "data", run=tmp_path / "run", **{**TINY, "steps": 2, "eval_samples": 0}))
@@ -1524,6 +1656,21 @@ def mistake(*words, status=1, **settings):
     (["--text_embeds"], "--text_embeds: it needs --text prefix or --text cross"),
     (["--stage", "coarse", "--tokenizer", "hubert:x:9"], "--tokenizer: it belongs to the semantic run"),
     (["--unique"], "--layout aligned: it predicts no tokens that are given"), (["--given_weight", "1"], "--layout al"),
+    (["--quantizer", "fsq", "--codebook_size", "1021"], "--quantizer fsq: codebook_size 1021 is no product"),
+    (["--quantizer", "lfq", "--codebook_size", "1000"], "lfq: no power of two; the nearest possible: 512 and 1024"),
+    (["--quantizer", "lfq", "--rotation"], "--quantizer lfq: rotation and temperature are for kind rvq"),
+    (["--groups", "3"], "width 128 or codebook_width 0 does not divide into 3 groups"),
+    (["--attention_window", "4", "--codec_width", "130"], "--codec_width: attention needs heads of about 64"),
+    (["--seconds", "0.01"], "--seconds: 0.01, shorter than a frame of 320 samples at 16000 Hz"),
+    (["--crop_samples", "1700"], "too short for the discriminator of spectra, which takes 1.75 windows"),
+    (["--crop_samples", "-1"], "--crop_samples: -1 is below 0"),
+    (["sample", "--top_k", "0.5,0,1"], "--top_k: 0.0 is not above 0"),
+    (["sample", "--top_k", "2"], "--top_k: 2.0 is above what a share may be"),
+    (["sample", "--temperature", "-1"], "--temperature: -1.0 is below 0"),
+    (["sample", "--num", "0"], "--num: 0 is not above 0"), (["sample", "--seconds", "0"], "--seconds: 0.0 is not"),
+    (["sample", "--quantizers", "-1"], "--quantizers: -1 is below 0"),
+    (["evaluate", "--prompt_seconds", "0"], "--prompt_seconds: 0.0 is not above 0"),
+    (["evaluate", "--samples", "-3"], "--samples: -3 is below 0"),
     (["--stage", "middle"], "'middle' is none of all, soundstream"), (["smaple"], "did you mean sample?"),
     (["--attention_window", "4", "--codec_width", "100", "--steps", "x"], "--steps"),
 ], ids=lambda value: " ".join(value) if isinstance(value, list) else "")
@@ -1537,6 +1684,7 @@ def test_samples_that_cannot_be_made_are_refused_in_one_line(whole, voices, tmp_
     for name, content in dict(empty=b"", truncated=whole_file[:2000], header=b"RIFX" + whole_file[4:]).items():
         files[name] = tmp_path / f"{name}.wav"
         files[name].write_bytes(content)
+    write_bad(tmp_path / "nan.wav")
     audio.write_wav(tmp_path / "short.wav", np.zeros(319), 16_000)
     audio.write_wav(tmp_path / "long.wav", np.random.default_rng(0).uniform(-0.5, 0.5, 16_000), 16_000)
     (tmp_path / "empty.txt").write_text(" \n")
@@ -1548,6 +1696,9 @@ def test_samples_that_cannot_be_made_are_refused_in_one_line(whole, voices, tmp_
         (dict(), "nothing to say: give --text"), (dict(reconstruct=files["empty"]), "empty.wav"),
         (dict(prompt=files["truncated"]), "truncated.wav: "), (dict(reconstruct=files["header"]), "header.wav: "),
         (dict(prompt=tmp_path / "missing.wav"), "missing.wav"),
+        (dict(prompt=tmp_path / "nan.wav"), "nan.wav: sample 100 is not finite"),
+        (dict(reconstruct=tmp_path / "nan.wav"), "nan.wav: sample 100 is not finite"),
+        (dict(prompt=voice, soundstream=whole / "soundstream"), "--soundstream: only --reconstruct and --decode take"),
         (dict(prompt=tmp_path / "short.wav"), "319 samples at 16000 Hz, shorter than a frame of 320"),
         (dict(prompt=tmp_path / "long.wav"), "--prompt: 1.00 s, longer than the 0.48 s that the coarse stage was"),
         (dict(reconstruct=voice, text="a"), "--text, --reconstruct: the codec alone takes"),
@@ -1586,6 +1737,18 @@ def test_stages_that_were_not_trained_together_are_refused(whole, tmp_path):
     checkpoint.save(state, folder / "semantic/kmeans.pt")
     assert "it was trained on the tokens of another tokenizer than" in mistake("sample", **words)
     shutil.copy(whole / "semantic/kmeans.pt", folder / "semantic/kmeans.pt")
+    for stage, name, other, told in (("fine", "coarse_quantizers", 3, "3, and coarse with 2"),
+                                     ("semantic", "unique", True, "True, and coarse with False")):
+        state = checkpoint.load(folder / stage / "model.pt")
+        state["config"][name] = other
+        if stage == "fine":
+            run(*words_of(whole, "fine", tmp_path / "three", steps=2, coarse_quantizers=3))
+            shutil.copy(tmp_path / "three/fine/model.pt", folder / "fine/model.pt")
+        else:
+            checkpoint.save(state, folder / stage / "model.pt")
+        assert f"{folder / stage}: it was trained with --{name} {told}; train one of them anew" in mistake(
+            "sample", **words)
+        shutil.copy(whole / stage / "model.pt", folder / stage / "model.pt")
     run(*words_of(whole, "semantic", tmp_path / "silent", steps=2, text="none"))
     shutil.copy(tmp_path / "silent/semantic/model.pt", folder / "semantic/model.pt")
     assert f"--text: {folder} was trained without texts; give --prompt alone" in mistake("sample", **words)
@@ -1627,6 +1790,9 @@ def test_data_and_stages_that_training_cannot_use_are_refused_in_one_line(whole,
          "semantic/kmeans.pt: missing; train it first: --stage semantic, or give its run with --semantic"),
         (dict(stage="coarse", **stages, quantizers=9, coarse_quantizers=4), "--coarse_quantizers: 4, but"),
         (dict(stage="coarse", **{**stages, "soundstream": whole / "fine"}), "not a soundstream's model.pt"),
+        *((dict(stage=stage, **stages, sample_rate=8000, run=tmp_path / "low"),
+           f"--sample_rate: 8000, but {stages['soundstream']} was trained at 16000; give that")
+          for stage in ("coarse", "fine")),
         (dict(stage="fine", **stages, run=tmp_path / "stale"), "token cache of another codec or of other data"),
         (dict(init_from=tmp_path / "nothing.pt"), "nothing.pt: no such checkpoint"),
         (dict(init_from=whole / "fine/model.pt"), "weights of another model"),
