@@ -2040,9 +2040,9 @@ def open_wave(path, rate, hop):
 def open_text_embed(path, stack):
     """The embedding of a text (L, E) in a .npy file, checked against the stages that were trained on such."""
     embed = np.array(data.open_array(path, 2), np.float32)
-    for facts in stack.facts.values():
-        if facts["embed_width"] not in (0, embed.shape[1]) or not np.isfinite(embed).all():
-            raise UserError(f"{path}: of shape {embed.shape}, or not finite; expected (length, {facts['embed_width']})")
+    for width in {facts["embed_width"] for facts in stack.facts.values()} - {0}:
+        if embed.shape[1] != width or not np.isfinite(embed).all():
+            raise UserError(f"{path}: of shape {embed.shape}, or not finite; expected (length, {width})")
     return embed
 
 
