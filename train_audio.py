@@ -182,18 +182,21 @@ class Config(Settings):
     timeout_minutes: float = 30.0  # how long a rank waits for another before it gives up
 
     def __post_init__(self):
-        if self.crop_samples > 0:
-            object.__setattr__(self, "seconds", self.crop_samples / self.sample_rate)
         may_be_0 = ("crop_samples", "attention_window", "codebook_width", "quantize_after", "kv_heads", "warmup_steps",
                     "dead_below", "discriminator_warmup_steps", "eval_every", "eval_samples", "eval_sounds",
                     "save_every", "keep", "seed", "workers", "ema_update_after")
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if number and not math.isfinite(value):
+                raise UserError(f"--{field.name}: {value} is not finite")
             if number and value <= 0 and isinstance(value, int) and field.name not in may_be_0:
                 raise UserError(f"--{field.name}: {value} is not above 0")
             if number and value < 0 and field.name != "seed":
                 raise UserError(f"--{field.name}: {value} is below 0")
+        if self.crop_samples:  # only seconds are kept, so that those of a command line win over a file's
+            object.__setattr__(self, "seconds", self.crop_samples / self.sample_rate)
+            object.__setattr__(self, "crop_samples", 0)
         for name in ("seconds", "eval_seconds", "prompt_seconds", "lr", "discriminator_lr", "ff_mult", "top_k",
                      "timeout_minutes"):
             if not getattr(self, name):
@@ -1790,7 +1793,10 @@ class EnCodec:
     def __init__(self, spec, device):
         transformers, name = need("transformers", f"--soundstream {spec}"), spec.removeprefix("encodec:")
         try:
-            self.model = transformers.EncodecModel.from_pretrained(name).to(device).eval().requires_grad_(False)
+            kind = transformers.AutoConfig.from_pretrained(name).model_type
+            if kind != "encodec":
+                raise UserError(f"--soundstream {spec}: a model of the kind {kind}; expected encodec")
+            self.model = transformers.EncodecModel.from_pretrained(name).float().to(device).eval().requires_grad_(False)
         except OSError as error:  # no such model, or no way to it
             raise UserError(f"--soundstream {spec}: {str(error).splitlines()[0]}") from error
         settings = self.model.config
@@ -1921,10 +1927,12 @@ class SampleConfig:
 
 def check_asked(asked, above_0, from_0):
     """UserError unless the settings of these names are above 0, or not below it, and codes can be drawn as asked."""
-    for name in (*above_0, *from_0, "temperature", "top_k"):
-        value = getattr(asked, name)
+    for name in (*above_0, *from_0, *Drawing._fields):
+        value, least = getattr(asked, name), -math.inf if name.endswith("_scale") else 0
         for one in value if isinstance(value, tuple) else [value]:
-            if one < 0 or (one == 0 and name in (*above_0, "top_k")):
+            if not math.isfinite(one):
+                raise UserError(f"--{name}: {one} is not finite")
+            if one < least or (one == 0 and name in (*above_0, "top_k")):
                 raise UserError(f"--{name}: {one} is {'below' if one < 0 else 'not above'} 0")
             if name == "top_k" and one > 1:
                 raise UserError(f"--top_k: {one} is above what a share may be")

@@ -23,9 +23,8 @@ STREAMED = 0x7FFFF000  # what sox gives for a length it does not know, rounded d
 LOBES, ATTENUATION = 32, 70  # of the resampling filter: zero crossings a side at the lower rate, dB beyond its Nyquist
 MOST_TAPS = 2 ** 26  # a filter takes 256 MiB then
 CEPSTRUM_BINS = 40  # mel bins under mfcc
-# Seconds that are decoded before what is asked for, in milliseconds. The bits of a frame of mp3 may be in earlier ones,
-# and libsndfile is off where it enters the last page of Vorbis, which can last half a minute.
-LEAD = {"MP3": 2, "OGG": 30}
+MP3_LEAD = 2  # seconds to decode before what is asked for, as the bits of a frame may be in earlier ones
+LAST_PAGE = 30  # seconds of the last page of Vorbis, at most: libsndfile is off where it enters that
 COLORS = ((0, 0, 0), (45, 20, 105), (130, 30, 125), (208, 58, 90), (242, 126, 45), (244, 198, 80), (255, 255, 230))
 LOUDEST_DB = 80  # the darkest color lies this far below the loudest point of a picture
 
@@ -55,8 +54,8 @@ def info(path):
 def read(path, start=0, frames=-1):
     """(float32 numpy (channels, frames), samples a second) from sample `start` on, -1: all.
 
-    Nothing else is decoded, but for the LEAD of some formats. Past the end of the file there is nothing: fewer samples
-    come back. Raises as `info` does, and Unusable for samples that are not finite.
+    Nothing else is decoded, but for a lead to what is mp3, or at the end of an ogg. Past the end of the file there is
+    nothing: fewer samples come back. Raises as `info` does, and Unusable for samples that are not finite.
     """
     assert start >= 0, start
     if _is_wav(path):
@@ -72,7 +71,9 @@ def read(path, start=0, frames=-1):
     else:
         with _soundfile(path) as file:
             begin, rate = min(start, file.frames), file.samplerate
-            lead = min(begin, LEAD.get(file.format, 0) * rate)
+            last = begin + LAST_PAGE * rate > file.frames
+            lead = MP3_LEAD if file.format == "MP3" else LAST_PAGE if file.format == "OGG" and last else 0
+            lead = min(begin, lead * rate)
             file.seek(begin - lead)
             wave = file.read(frames + lead if frames >= 0 else -1, dtype="float32", always_2d=True).T[:, lead:]
     if not (finite := np.isfinite(wave).all(0)).all():

@@ -176,9 +176,35 @@ def test_other_formats_are_read_by_soundfile_also_in_part(suffix, near, tmp_path
         np.testing.assert_allclose(audio.read(path, start, 500)[0], whole[:, start:start + 500], atol=1e-5)
     np.testing.assert_allclose(audio.read(path, 19_000)[0], whole[:, 19_000:], atol=1e-5)
     assert audio.read(path, 30_000, 5)[0].shape == (2, 0)
+    assert audio.read(path, 7000, 0)[0].shape == (2, 0)
     for content, message in ((b"", "empty file"), (b"nonsense" * 9, "not a readable audio file")):
         with pytest.raises(audio.Unusable, match=message):
             audio.info(saved(tmp_path, content, f"bad.{suffix}"))
+
+
+@pytest.mark.parametrize("suffix, seconds, most", [("mp3", 20, 2), ("ogg", 45, 30)])
+def test_a_part_late_in_a_file_is_that_of_the_whole_and_little_before_it_is_decoded(suffix, seconds, most, tmp_path,
+                                                                                    monkeypatch):
+    soundfile = pytest.importorskip("soundfile", reason="soundfile is not installed")
+    rate = 8000
+    wave = 1e-4 * np.random.default_rng(0).standard_normal(seconds * rate)  # so faint that a page of ogg lasts long
+    wave[-8000:] += 0.5 * np.sin(0.05 * np.arange(8000))
+    path, decoded, read = tmp_path / f"a.{suffix}", [], soundfile.SoundFile.read
+    soundfile.write(path, wave, rate)
+    whole = audio.read(path)[0]
+
+    def spy(self, *args, **settings):
+        found = read(self, *args, **settings)
+        decoded.append(len(found) / rate)
+        return found
+    monkeypatch.setattr(soundfile.SoundFile, "read", spy)
+    last = whole.shape[1]
+    for start in (*range(last - 32_000, last - 600, 1700), last - 100):
+        np.testing.assert_allclose(audio.read(path, start, 500)[0], whole[:, start:start + 500], atol=1e-5)
+    assert max(decoded) < most + 0.2
+    decoded.clear()
+    np.testing.assert_allclose(audio.read(path, 4 * rate, 500)[0], whole[:, 4 * rate:4 * rate + 500], atol=1e-5)
+    assert max(decoded) < 2.2  # far from the end ogg needs no lead
 
 
 @pytest.mark.parametrize("shape", [(50,), (1, 50), (2, 50)])

@@ -1377,11 +1377,14 @@ def test_a_published_codec_takes_the_place_of_one_trained_here(voices, tmp_path)
     assert codes.shape[1] == codec.columns and len(sound) == 320 * len(codes) > 0
     with torch.no_grad():
         model.quantizer.layers[0].codebook.embed += 1
-    model.save_pretrained(tmp_path / "encodec")
+    model.bfloat16().save_pretrained(tmp_path / "encodec")
     assert train_audio.load_soundstream(spec, CPU).checksum != codec.checksum
     found = mistake(**{**TINY, **dict(stage="fine", data=voices, run=tmp_path / "low", soundstream=spec, quantizers=9,
                                       sample_rate=24_000)})
     assert f"--sample_rate: 24000, but {spec} was trained at 16000; give that" in found
+    transformers.HubertConfig().save_pretrained(tmp_path / "hubert")
+    with pytest.raises(UserError, match="a model of the kind hubert; expected encodec"):
+        train_audio.load_soundstream(f"encodec:{tmp_path / 'hubert'}", CPU)
 
 
 @pytest.mark.parametrize("kind, size", [("fsq", 15), ("lfq", 16)])
@@ -1436,9 +1439,16 @@ def test_ranks_wait_for_each_other_as_long_as_asked(monkeypatch):
         train_audio.train([settings_of("coarse", timeout_minutes=7.5)])
 
 
-def test_the_length_of_a_crop_is_given_in_seconds_or_samples(tmp_path, voices):
+def test_the_length_of_a_crop_is_given_in_seconds_or_samples(whole, tmp_path, voices):
     assert settings_of("coarse", crop_samples=4000) == settings_of("coarse", crop_samples=4000, seconds=9.0)
     assert settings_of("coarse", crop_samples=4000).seconds == 0.25
+    path = tmp_path / "config.json"
+    run(*words_of(whole, "semantic", tmp_path / "run", crop_samples=8000, steps=2))
+    shutil.copy(tmp_path / "run/semantic/config.json", path)
+    asked = dict(data=voices, run=tmp_path / "other", semantic=whole / "semantic", seconds=0.4)
+    run("--config", path, *flags(**asked))
+    assert [json.loads((tmp_path / one / "semantic/config.json").read_text())["seconds"] for one in ("run", "other")] \
+        == [0.5, 0.4]  # what the command line says wins
     cfg = settings_of("soundstream", data=str(voices), crop_samples=5_001, sample_rate=24_000)
     assert train_audio.open_source(cfg, cfg.seconds).fetch([0])[0]["wave"].shape == (1, 5_001)
 
@@ -1665,6 +1675,10 @@ def mistake(*words, status=1, **settings):
     (["--crop_samples", "1700"], "too short for the discriminator of spectra, which takes 1.75 windows"),
     (["--crop_samples", "-1"], "--crop_samples: -1 is below 0"),
     (["sample", "--top_k", "0.5,0,1"], "--top_k: 0.0 is not above 0"),
+    (["--crop_samples", "4000", "--sample_rate", "0"], "--sample_rate: 0 is not above 0"),
+    (["--seconds", "inf"], "--seconds: inf is not finite"), (["--eval_seconds", "inf"], "--eval_seconds: inf is not"),
+    (["sample", "--seconds", "inf"], "--seconds: inf is not finite"),
+    (["sample", "--given_scale", "1,inf,1"], "--given_scale: inf is not finite"),
     (["sample", "--top_k", "2"], "--top_k: 2.0 is above what a share may be"),
     (["sample", "--temperature", "-1"], "--temperature: -1.0 is below 0"),
     (["sample", "--num", "0"], "--num: 0 is not above 0"), (["sample", "--seconds", "0"], "--seconds: 0.0 is not"),
@@ -1739,13 +1753,8 @@ def test_stages_that_were_not_trained_together_are_refused(whole, tmp_path):
     shutil.copy(whole / "semantic/kmeans.pt", folder / "semantic/kmeans.pt")
     for stage, name, other, told in (("fine", "coarse_quantizers", 3, "3, and coarse with 2"),
                                      ("semantic", "unique", True, "True, and coarse with False")):
-        state = checkpoint.load(folder / stage / "model.pt")
-        state["config"][name] = other
-        if stage == "fine":
-            run(*words_of(whole, "fine", tmp_path / "three", steps=2, coarse_quantizers=3))
-            shutil.copy(tmp_path / "three/fine/model.pt", folder / "fine/model.pt")
-        else:
-            checkpoint.save(state, folder / stage / "model.pt")
+        run(*words_of(whole, stage, tmp_path / name, steps=2, layout="delay", **{name: other}))
+        shutil.copy(tmp_path / name / stage / "model.pt", folder / stage / "model.pt")
         assert f"{folder / stage}: it was trained with --{name} {told}; train one of them anew" in mistake(
             "sample", **words)
         shutil.copy(whole / stage / "model.pt", folder / stage / "model.pt")
