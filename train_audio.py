@@ -14,7 +14,6 @@ SoundStream: Zeghidour et al. 2021. AudioLM: Borsos et al. 2022.
 """
 import collections
 import dataclasses
-import hashlib
 import itertools
 import math
 import time
@@ -991,7 +990,6 @@ class Stack:
             self.cfgs[stage], self.models[stage], self.facts[stage] = load_transformer(Path(run) / stage, stage, device,
                                                                                        weights)
         cfg, self.told = self.cfgs["coarse"], self.models["coarse"].streams[0].name == "voice"
-        self.may_lack_voice = cfg.given_drop > 0  # has been trained without it, too
         self.codec = load_soundstream(cfg.soundstream, device)
         self.tokenizer = load_tokenizer(model_file(cfg.semantic, "semantic", TOKENIZER), device)
         for stage, name, thing in (("semantic", "tokenizer", self.tokenizer), ("coarse", "tokenizer", self.tokenizer),
@@ -1025,10 +1023,14 @@ class Stack:
         return [torch.from_numpy(one)[:, None] for one in tokens], codes, voices
 
     def silence(self, seeds):
-        """What goes before sounds without a prompt: a voice drawn, or none for texts of coarse, which may name one."""
+        """What goes before sounds without a prompt: a voice drawn, or none for texts of coarse, which may name one.
+
+        None only if coarse has been trained without it, too (--given_drop).
+        """
+        cfg = self.cfgs["coarse"]
         nothing = torch.zeros(0, 1, dtype=torch.long)
         voices = [nothing] * len(seeds)
-        if self.told and not (self.may_lack_voice and self.cfgs["coarse"].text != "none"):
+        if self.told and not (cfg.given_drop and cfg.text != "none"):
             shares = torch.tensor(self.facts["coarse"]["voices"]).float()
             draws = [torch.Generator().manual_seed(accumulate.number(seed, "voice")) for seed in seeds]
             voices = [torch.multinomial(shares, 1, generator=draw)[None] for draw in draws]
@@ -1806,10 +1808,8 @@ class EnCodec:
         self.bandwidth, self.checksum, self.groups = max(settings.target_bandwidths), name, 1
         self.columns = settings.num_quantizers
         if Path(name).is_dir():  # what is in a folder may change, what is published under a name does not
-            digest = hashlib.sha256()
-            for weight in self.model.state_dict().values():
-                digest.update(weight.cpu().numpy().tobytes())
-            self.checksum = digest.hexdigest()[:16]
+            files = sorted(path for path in Path(name).iterdir() if path.suffix in (".safetensors", ".bin"))
+            self.checksum = " ".join(checkpoint.checksum(path)[:16] for path in files)
 
     @torch.no_grad()
     def encode(self, wave, count=None):
@@ -2109,7 +2109,7 @@ def sample(asked):
             raise UserError(f"{asked.prompt_codes}: {codes.shape[1]} quantizers, but to go on takes {codec.columns}")
         meant, _, voice = stack.heard([stack.wave(codes)])
         # What the codec adds would be taken for another voice, so coarse is told none, if it has been trained so, too.
-        prompt = meant[0], codes, voice[0][:0] if stack.may_lack_voice else voice[0]
+        prompt = meant[0], codes, voice[0][:0] if stack.cfgs["coarse"].given_drop else voice[0]
     if prompt and len(prompt[1]) >= stack.facts["coarse"]["window"]:
         own, most = (n * codec.hop / codec.rate for n in (len(prompt[1]), stack.facts["coarse"]["window"] - 1))
         raise UserError(f"--{'prompt' if asked.prompt else 'prompt_codes'}: {own:.2f} s, longer than the {most:.2f} s "

@@ -71,9 +71,8 @@ def read(path, start=0, frames=-1):
     else:
         with _soundfile(path) as file:
             begin, rate = min(start, file.frames), file.samplerate
-            last = begin + LAST_PAGE * rate > file.frames
-            lead = MP3_LEAD if file.format == "MP3" else LAST_PAGE if file.format == "OGG" and last else 0
-            lead = min(begin, lead * rate)
+            late = file.format == "OGG" and begin > file.frames - LAST_PAGE * rate
+            lead = min(begin, (MP3_LEAD if file.format == "MP3" else LAST_PAGE if late else 0) * rate)
             file.seek(begin - lead)
             wave = file.read(frames + lead if frames >= 0 else -1, dtype="float32", always_2d=True).T[:, lead:]
     if not (finite := np.isfinite(wave).all(0)).all():

@@ -1568,7 +1568,7 @@ def test_coarse_is_told_the_voice_of_the_prompt_or_one_as_frequent_as_in_trainin
     assert torch.equal(stack.silence([7])[0][2][0], drawn[7:8])
     monkeypatch.setitem(stack.cfgs, "coarse", dataclasses.replace(cfg, text="prefix"))  # which may name who speaks
     assert not len(stack.silence([7])[0][2])
-    monkeypatch.setattr(stack, "may_lack_voice", False)
+    monkeypatch.setitem(stack.cfgs, "coarse", dataclasses.replace(cfg, text="prefix", given_drop=0.0))
     assert torch.equal(stack.silence([7])[0][2][0], drawn[7:8])
     monkeypatch.undo()
 
