@@ -1402,8 +1402,8 @@ def streams_of(cfg, vocabularies, rates, quantizers):
     if cfg.stage == "semantic":
         return [stream("semantic", 1, "semantic")]
     if cfg.stage == "coarse":
-        return [*[stream("voice", 1, "voice")] * cfg.voice, stream("semantic", 1, "semantic"),
-                stream("coarse", cfg.coarse_quantizers, "codes")]
+        voice = [stream("voice", 1, "voice")] if cfg.voice else []
+        return [*voice, stream("semantic", 1, "semantic"), stream("coarse", cfg.coarse_quantizers, "codes")]
     return [stream("coarse", cfg.coarse_quantizers, "codes"),
             stream("fine", quantizers - cfg.coarse_quantizers, "codes")]
 
