@@ -24,7 +24,7 @@ from common.state import check_identity
 from train_audio import Config, Drawing, Stream, lay_out
 
 CPU = torch.device("cpu")
-CODEC = dict(channels=2, strides=(4, 5, 16), codec_width=16, quantizers=4, codebook_size=16, wave_channels=4,
+CODEC = dict(channels=2, strides=(4, 5, 16), codec_width=16, quantizers=4, codebook_size=16, wave_channels=1,
              stft_channels=2, stft_window=256)
 TINY = dict(CODEC, steps=6, batch_size=4, chunk_size=2, seconds=0.5, eval_seconds=0.5, prompt_seconds=0.2,
             quantize_after=2, discriminate_after=0.5, penalty_every=2, width=16, depth=2, heads=2, coarse_quantizers=2,
