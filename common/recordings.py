@@ -227,12 +227,16 @@ def _speakers(files, pattern):
 # The built-in ones
 
 class Syllables(_Source):
-    """The first `rows` of the built-in syllables, with the interface of Recordings; drawn when needed, and kept."""
+    """The first `rows` of the built-in syllables, with the interface of Recordings.
+
+    They are drawn when needed, and kept for all of a process: every stage opens the same ones anew.
+    """
 
     bad, resampled, embed_width = (), "", 0
+    kept, bytes = {}, 0
 
     def __init__(self, rows, crop=0, rate=synthetic.RATE):
-        self.crop, self.rate, self.parts, self.texts, self.kept, self.bytes = crop, rate, {}, rows, {}, 0
+        self.crop, self.rate, self.parts, self.texts = crop, rate, {}, rows
         self.keys, self.who = [[str(f(row)) for row in range(rows)] for f in (int, synthetic.speaker_of)]
         self.speakers = sorted(set(self.who))
 
@@ -242,14 +246,15 @@ class Syllables(_Source):
 
     def _drawn(self, row):
         """(int16 wave (T,) at `rate`, record) of a row."""
-        if row not in self.kept:
-            (wave,), (record,) = synthetic.syllables([int(row)])
+        key = int(row), self.rate
+        if key not in self.kept:
+            (wave,), (record,) = synthetic.syllables([key[0]])
             wave = audio.resample(torch.from_numpy(wave), synthetic.RATE, self.rate).numpy()
-            self.kept[row] = np.clip(np.round(wave * 32768), -32768, 32767).astype(np.int16), record
-            self.bytes += self.kept[row][0].nbytes
+            self.kept[key] = np.clip(np.round(wave * 32768), -32768, 32767).astype(np.int16), record
+            Syllables.bytes += self.kept[key][0].nbytes
             while self.bytes > CACHED and len(self.kept) > 1:
-                self.bytes -= self.kept.pop(next(iter(self.kept)))[0].nbytes  # the oldest
-        return self.kept[row]
+                Syllables.bytes -= self.kept.pop(next(iter(self.kept)))[0].nbytes  # the oldest
+        return self.kept[key]
 
     def records(self, rows):
         """A record for each of `rows` (n,): its "text", "speaker" and the rest that synthetic.syllables tells."""

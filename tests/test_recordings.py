@@ -272,12 +272,16 @@ def test_syllables_at_another_rate_are_resampled():
 def test_syllables_are_drawn_once_and_the_oldest_are_dropped_where_memory_ends(monkeypatch):
     drawn, draw = [], synthetic.syllables
     monkeypatch.setattr(synthetic, "syllables", lambda rows: drawn.extend(rows) or draw(rows))
-    source = recordings.Syllables(10, crop=100)
+    monkeypatch.setattr(recordings.Syllables, "kept", {})
+    monkeypatch.setattr(recordings.Syllables, "bytes", 0)
+    source, again = recordings.Syllables(10, crop=100), recordings.Syllables(12, crop=50)
     first = source.fetch(np.arange(6))[0]["wave"]
     assert torch.equal(source.fetch(np.arange(6))[0]["wave"], first) and drawn == [*range(6)]
+    assert torch.equal(again.wave(5), source.wave(5)) and drawn == [*range(6)]  # by another stage
+    assert recordings.Syllables(6, rate=8000).frames(0) < source.frames(0) and drawn == [*range(6), 0]
     monkeypatch.setattr(recordings, "CACHED", source.bytes - 1)
     source.fetch(np.array([6]))
-    assert 0 not in source.kept and {5, 6} <= set(source.kept)
+    assert (0, 16000) not in source.kept and {(5, 16000), (0, 8000), (6, 16000)} <= set(source.kept)
     assert source.bytes == sum(wave.nbytes for wave, _ in source.kept.values()) <= recordings.CACHED
     assert torch.equal(source.fetch(np.arange(6))[0]["wave"], first)
     assert len(pickle.dumps(source)) < 200
