@@ -1881,7 +1881,7 @@ class EvaluateConfig:
     guidance_scale: tuple[float, ...] = (2.0, 1.0, 1.0)  # lean toward the text, 1 for not; one, or one a stage
     prompt_scale: tuple[float, ...] = (1.0, 2.0, 1.0)  # lean toward the prompt, 1 for not; one, or one a stage
     given_scale: tuple[float, ...] = (1.0, 2.0, 1.0)  # lean toward the stage before, if trained with --given_drop
-    batch_size: int = 16  # recordings at a time
+    batch_size: int = 40  # recordings at a time
     seed: int = 0  # of everything random
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # where to compute
 
