@@ -233,7 +233,7 @@ class Syllables(_Source):
     """
 
     bad, resampled, embed_width = (), "", 0
-    kept, bytes = {}, 0
+    kept, bytes = {}, 0  # {(row, rate): (wave, record)}, and the size of the waves
 
     def __init__(self, rows, crop=0, rate=synthetic.RATE):
         self.crop, self.rate, self.parts, self.texts = crop, rate, {}, rows
