@@ -144,7 +144,7 @@ class FeedForward(nn.Module):
 
     def forward(self, x):
         plain = isinstance(self.norm, nn.Identity) and not (self.dropout.p and self.training)
-        if plain and x.device.type == "cpu" and not torch.is_grad_enabled():  # weight first is faster
+        if plain and x.device.type == "cpu" and not torch.is_grad_enabled():  # large weights are faster first
             gate, up = (self.gate_up.weight @ x.reshape(-1, x.shape[-1]).T).T.chunk(2, dim=-1)
             return self.down(F.silu(gate).mul_(up)).view_as(x)
         gate_up = self.gate_up(x)
