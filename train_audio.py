@@ -91,8 +91,9 @@ class Config(Settings):
     rotation: bool = False  # gradients through quantization by the rotation trick (Fifty et al. 2024), not straight
     code_temperature: float = 0.0  # codes are drawn at this temperature in training, 0 for the nearest
     quantize_after: int = 100  # steps of the plain autoencoder before k-means makes the codebooks
-    mel_weight: float = 0.1  # of the distance of log-mel spectra at six scales
-    pre_emphasis: float = 0.3  # of waves in the two losses below, 0 for none: it lifts the faint upper formants
+    mel_weight: float = 1.0  # of the distance of log-mel spectra at six scales
+    mel_floor: float = 0.1  # share of a sample's loudest mel magnitude below which that distance is deaf
+    pre_emphasis: float = 0.4  # of waves in the two losses below, 0 for none: it lifts the faint upper formants
     l1_weight: float = 10.0  # of the L1 distance of waves
     sdr_weight: float = 0.1  # of the signal-to-distortion ratio, in dB; scale-invariant, it would blow up silence
     commitment_weight: float = 0.25  # of the distance of frames to their codes
@@ -201,8 +202,8 @@ class Config(Settings):
             if not getattr(self, name):
                 raise UserError(f"--{name}: 0 is not above 0")
         for name in ("beta1", "beta2", "dropout", "mask_past", "noise_past", "given_drop", "text_drop", "ema_decay",
-                     "ema_min_decay", "codebook_decay", "quantizer_dropout", "pre_emphasis", "discriminate_after",
-                     "top_k", "text_gradient"):
+                     "ema_min_decay", "codebook_decay", "quantizer_dropout", "mel_floor", "pre_emphasis",
+                     "discriminate_after", "top_k", "text_gradient"):
             share = getattr(self, name)
             if share > 1 or (share == 1 and name in ("beta1", "beta2", "mask_past", "codebook_decay")):
                 raise UserError(f"--{name}: {share} is above what a share may be")
@@ -261,7 +262,7 @@ PRESETS = {  # the codec of SoundStream §III at 24 kHz; transformers of AudioLM
     "soundstream-24khz": dict(
         stage="soundstream", sample_rate=24_000, channels=32, residual_units=3, codec_width=512, codebook_size=1024,
         codebook_decay=0.99, quantizer_dropout=1.0, wave_channels=16, stft_channels=32, seconds=1.0, batch_size=64,
-        chunk_size=16, lr=1e-4, beta1=0.5, beta2=0.9, steps=1_000_000, cosine=False, warmup_steps=1_000, mel_weight=1.0,
+        chunk_size=16, lr=1e-4, beta1=0.5, beta2=0.9, steps=1_000_000, cosine=False, warmup_steps=1_000, mel_floor=0.0,
         l1_weight=0.0, sdr_weight=0.0, commitment_weight=1.0, adversarial_weight=1.0, feature_weight=100.0,
         discriminate_after=0.0, discriminator_lr=1e-4, quantize_after=0, ema_decay=0.9999, validation=0.01, test=0.01,
         log_every=100, eval_every=10_000, save_every=2_000, workers=4),
@@ -1084,7 +1085,7 @@ def reconstruction_loss(cfg, fake, real, commitment):
     with torch.autocast(real.device.type, enabled=False):
         fake, loss = fake.float(), cfg.commitment_weight * commitment.float()
         if cfg.mel_weight:
-            loss = loss + cfg.mel_weight * audio.spectral_loss(fake, real, cfg.sample_rate).mean()
+            loss = loss + cfg.mel_weight * audio.spectral_loss(fake, real, cfg.sample_rate, cfg.mel_floor).mean()
         if cfg.pre_emphasis:
             fake, real = (x[:, 1:] - cfg.pre_emphasis * x[:, :-1] for x in (fake, real))
         if cfg.l1_weight:
