@@ -127,7 +127,7 @@ class Config(Settings):
     noise_past: float = 0.0  # share of a stage's past behind a prompt, at most, that training takes from another sample
     layout: Literal["aligned", "delay", "flattened"] = "aligned"  # streams side by side, in a row, or in a row by codes
     frame_depth: int = 1  # aligned: feed-forwards between a frame's codes, each of which is told those before it
-    coarse_quantizers: int = 6  # quantizers of the coarse stage, the fine one predicts the rest
+    coarse_quantizers: int = 6  # codes a frame of the coarse stage, of all groups; the fine one predicts the rest
     voice: bool = False  # coarse is told the voice that the tokenizer finds; hubert finds none
     given_drop: float = 0.0  # probability of training without the tokens that a stage is given, each kind by itself
     given_weight: float = 0.0  # loss weight of the tokens that a stage is given, 0 to predict its own alone
@@ -235,9 +235,10 @@ class Config(Settings):
         if self.validation + self.test >= 1 or not self.validation or not self.test:
             raise UserError(f"--validation {self.validation} and --test {self.test}: expected two shares above 0 that "
                             "add up to less than 1")
-        if self.stage not in ("soundstream", "semantic") and not self.coarse_quantizers < self.quantizers:
-            raise UserError(f"--coarse_quantizers: {self.coarse_quantizers} is not within 1 and {self.quantizers - 1}, "
-                            "one less than --quantizers")
+        codes = self.quantizers * self.groups
+        if self.stage == "all" and not self.coarse_quantizers < codes:
+            raise UserError(f"--coarse_quantizers: {self.coarse_quantizers} is not within 1 and {codes - 1}, one less "
+                            f"than --quantizers{' times --groups' if self.groups > 1 else ''}")
         if self.layout == "aligned" and self.stage not in ("soundstream", "semantic") and (
                 self.given_weight or (self.unique and self.stage != "fine")):
             raise UserError("--layout aligned: it predicts no tokens that are given (--given_weight), and needs tokens "
@@ -393,6 +394,7 @@ class SoundStream(nn.Module):
     """
 
     SCALE = 10.0  # of frames: layers work near 0, where ELU is near linear, but commitment is of variances near 1
+    ROUND = 32  # frames, to a multiple of which sounds are lengthened: CPUs plan a convolution anew for every length
 
     def __init__(self, cfg):
         super().__init__()
@@ -436,12 +438,18 @@ class SoundStream(nn.Module):
     @torch.no_grad()
     def encode(self, wave, count=None, memory=None):
         """Codes (B, frames, Q) of waves (B, T): those of the first `count` quantizers, or of all."""
-        return self.quantizer.encode(self.latents(wave, memory), count)
+        frames = -(-wave.shape[1] // self.hop)
+        if memory is None:  # what follows changes nothing before it
+            wave = F.pad(wave, (0, -wave.shape[1] % (self.ROUND * self.hop)))
+        return self.quantizer.encode(self.latents(wave, memory)[:, :frames], count)
 
     @torch.no_grad()
     def decode(self, codes, memory=None):
         """Waves (B, frames·hop) of codes (B, frames, Q), of any number of quantizers."""
-        return self.waves(self.quantizer.decode(codes), memory)
+        latents = self.quantizer.decode(codes)
+        if memory is None:
+            latents = F.pad(latents, (0, 0, 0, -latents.shape[1] % self.ROUND))
+        return self.waves(latents, memory)[:, :codes.shape[1] * self.hop]
 
 
 @torch.no_grad()
