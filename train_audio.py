@@ -1888,7 +1888,7 @@ class EvaluateConfig:
     temperature: tuple[float, ...] = (0.85, 0.3, 0.3)  # of the codes drawn, 0: the most probable; one, or one a stage
     top_k: tuple[float, ...] = (1.0, 0.2, 0.2)  # share of the codes that is drawn from; one, or one a stage
     guidance_scale: tuple[float, ...] = (2.0, 1.0, 1.0)  # lean toward the text, 1 for not; one, or one a stage
-    prompt_scale: tuple[float, ...] = (1.0, 2.0, 1.0)  # lean toward the prompt, 1 for not; one, or one a stage
+    prompt_scale: tuple[float, ...] = (1.0, 2.5, 1.0)  # lean toward the prompt, 1 for not; one, or one a stage
     given_scale: tuple[float, ...] = (1.0, 2.0, 1.0)  # lean toward the stage before, if trained with --given_drop
     batch_size: int = 40  # recordings at a time
     seed: int = 0  # of everything random
@@ -1914,7 +1914,7 @@ class SampleConfig:
     temperature: tuple[float, ...] = (0.85, 0.3, 0.3)  # of the codes drawn, 0: the most probable; one, or one a stage
     top_k: tuple[float, ...] = (1.0, 0.2, 0.2)  # share of the codes that is drawn from; one, or one a stage
     guidance_scale: tuple[float, ...] = (2.0, 1.0, 1.0)  # lean toward the text, 1 for not; one, or one a stage
-    prompt_scale: tuple[float, ...] = (1.0, 2.0, 1.0)  # lean toward the prompt, 1 for not; one, or one a stage
+    prompt_scale: tuple[float, ...] = (1.0, 2.5, 1.0)  # lean toward the prompt, 1 for not; one, or one a stage
     given_scale: tuple[float, ...] = (1.0, 2.0, 1.0)  # lean toward the stage before, if trained with --given_drop
     fine: bool = True  # let the fine stage add its codes, else the coarse ones alone are heard
     # The codec alone
