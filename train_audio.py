@@ -236,9 +236,9 @@ class Config(Settings):
             raise UserError(f"--validation {self.validation} and --test {self.test}: expected two shares above 0 that "
                             "add up to less than 1")
         codes = self.quantizers * self.groups
-        if self.stage == "all" and not self.coarse_quantizers < codes:
+        if self.stage not in ("soundstream", "semantic") and not self.coarse_quantizers < codes:
             raise UserError(f"--coarse_quantizers: {self.coarse_quantizers} is not within 1 and {codes - 1}, one less "
-                            f"than --quantizers{' times --groups' if self.groups > 1 else ''}")
+                            "than --quantizers times --groups")
         if self.layout == "aligned" and self.stage not in ("soundstream", "semantic") and (
                 self.given_weight or (self.unique and self.stage != "fine")):
             raise UserError("--layout aligned: it predicts no tokens that are given (--given_weight), and needs tokens "
