@@ -740,7 +740,8 @@ def test_embeddings_are_found_inside_beside_and_elsewhere_or_made_on_the_fly(wor
     (tmp_path / "codes").mkdir()
     (tmp_path / "codes.npy").rename(tmp_path / "codes/img_emb_0.npy")
     with tarfile.open(tmp_path / "loose/00000.tar") as archive:
-        archive.extractall(tmp_path / "loose", filter="data")
+        safely = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # not in Python before 3.11.4
+        archive.extractall(tmp_path / "loose", **safely)
     (tmp_path / "loose/00000.tar").unlink()
     for i, row in enumerate(table):
         (tmp_path / f"loose/{i:05d}.npy").write_bytes(npy(row))
