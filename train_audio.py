@@ -263,10 +263,10 @@ PRESETS = {  # the codec of SoundStream §III at 24 kHz; transformers of AudioLM
     "soundstream-24khz": dict(
         stage="soundstream", sample_rate=24_000, channels=32, residual_units=3, codec_width=512, codebook_size=1024,
         codebook_decay=0.99, quantizer_dropout=1.0, wave_channels=16, stft_channels=32, seconds=1.0, batch_size=64,
-        chunk_size=16, lr=1e-4, beta1=0.5, beta2=0.9, steps=1_000_000, cosine=False, warmup_steps=1_000, mel_floor=0.0,
-        l1_weight=0.0, sdr_weight=0.0, commitment_weight=1.0, adversarial_weight=1.0, feature_weight=100.0,
-        discriminate_after=0.0, discriminator_lr=1e-4, quantize_after=0, ema_decay=0.9999, validation=0.01, test=0.01,
-        log_every=100, eval_every=10_000, save_every=2_000, workers=4),
+        chunk_size=16, lr=1e-4, beta1=0.5, beta2=0.9, steps=1_000_000, cosine=False, warmup_steps=1_000, mel_weight=1.0,
+        mel_floor=0.0, l1_weight=0.0, sdr_weight=0.0, commitment_weight=1.0, adversarial_weight=1.0,
+        feature_weight=100.0, discriminate_after=0.0, discriminator_lr=1e-4, quantize_after=0, ema_decay=0.9999,
+        validation=0.01, test=0.01, log_every=100, eval_every=10_000, save_every=2_000, workers=4),
     "audiolm": dict(
         sample_rate=24_000, width=1024, depth=12, heads=16, ff_mult=4.0, position="relative", dropout=0.1,
         clusters=1024, unique=True, layout="flattened", coarse_quantizers=4, voice=False, mask_past=0.15,
