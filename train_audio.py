@@ -92,7 +92,7 @@ class Config(Settings):
     code_temperature: float = 0.0  # codes are drawn at this temperature in training, 0 for the nearest
     quantize_after: int = 100  # steps of the plain autoencoder before k-means makes the codebooks
     mel_weight: float = 1.0  # of the distance of log-mel spectra at six scales
-    mel_floor: float = 0.1  # share of a sample's loudest mel magnitude below which that is deaf; for speech rather 0
+    mel_floor: float = 0.1  # share of a frame's loudest mel magnitude below which that is deaf, as ears are
     pre_emphasis: float = 0.4  # of waves in the two losses below, 0 for none: it lifts the faint upper formants
     l1_weight: float = 10.0  # of the L1 distance of waves
     sdr_weight: float = 0.1  # of the signal-to-distortion ratio, in dB; scale-invariant, it would blow up silence

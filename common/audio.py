@@ -376,13 +376,13 @@ def spectral_loss(fake, real, rate, floor=0.0):
 
     The L1 distance of magnitudes plus √(window/2) times the L2 distance of logarithms, a frame; over the bins, frames
     and scales it is averaged, not summed, so that it does not grow with their number. Logarithms are of 0.001 or
-    more, and of `floor` times the loudest magnitude of the real wave at that scale: they are deaf to what lies below.
+    more, and of `floor` times the loudest of the real frame: as ears, they miss the faint beside the loud (masking).
     """
     total = 0
     for window in (2 ** i for i in range(6, 12)):
         filters = mel_filters(rate, window, 64, device=real.device)
         one, other = (stft_magnitude(wave, window, window // 4) @ filters for wave in (fake, real))
-        least = (floor * other.amax((1, 2), keepdim=True)).clamp(min=1e-3)
+        least = (floor * other.amax(2, keepdim=True)).clamp(min=1e-3)
         logs = torch.maximum(one, least).log() - torch.maximum(other, least).log()
         distance = (one - other).abs().sum(-1) + (window / 2) ** 0.5 * (logs.square().sum(-1) + 1e-8).sqrt()
         total = total + distance.mean(1) / (6 * 64)
