@@ -255,8 +255,8 @@ TRANSFORMER = dict(seconds=3.5, batch_size=16, chunk_size=8, optimizer="muon", l
                    max_grad_norm=1.0, eval_samples=160, ema_decay=0.995, eval_every=200)
 STAGES = {
     "soundstream": dict(steps=1400),
-    "semantic": dict(TRANSFORMER, steps=400),
-    "coarse": dict(TRANSFORMER, seconds=2.5, steps=1000, mask_past=0.0, noise_past=0.6, given_drop=0.1, voice=True),
+    "semantic": dict(TRANSFORMER, steps=320),
+    "coarse": dict(TRANSFORMER, seconds=2.5, steps=920, mask_past=0.0, noise_past=0.6, given_drop=0.1, voice=True),
     "fine": dict(TRANSFORMER, seconds=1.75, steps=200),
 }
 PRESETS = {  # the codec of SoundStream §III at 24 kHz; transformers of AudioLM §IV-A
