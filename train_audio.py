@@ -81,13 +81,15 @@ class Config(Settings):
     codec_width: int = 128  # width of a frame
     attention_window: int = 0  # frames that attention at the bottleneck looks back, 0 for none
     quantizer: Literal["rvq", "fsq", "lfq"] = "rvq"  # learned codebooks, finite scalar, or lookup-free
-    quantizers: int = 8  # codes a frame and group
+    quantizers: int = 8  # each quantizes what those before it have left over; the first few alone are a lower bitrate
     codebook_size: int = 256  # codes of a quantizer
-    groups: int = 1  # groups of channels, quantized each by itself
+    grouped_quantizers: int = 0  # the last so many have a code for each of --groups, those before one for the frame
+    groups: int = 0  # of the channels of a frame; 0: pairs of channels
     codebook_width: int = 0  # frames are projected to this width to be quantized, 0 for not at all
     codebook_decay: float = 0.98  # of the codebooks' moving averages
     dead_below: float = 0.1  # codes of fewer frames a step, on average, are replaced
     quantizer_dropout: float = 0.0  # share of samples that are cut to a random number of quantizers
+    least_quantizers: int = 1  # the smallest such number
     rotation: bool = False  # gradients through quantization by the rotation trick (Fifty et al. 2024), not straight
     code_temperature: float = 0.0  # codes are drawn at this temperature in training, 0 for the nearest
     quantize_after: int = 100  # steps of the plain autoencoder before k-means makes the codebooks
@@ -127,7 +129,7 @@ class Config(Settings):
     noise_past: float = 0.0  # share of a stage's past behind a prompt, at most, that training takes from another sample
     layout: Literal["aligned", "delay", "flattened"] = "aligned"  # streams side by side, in a row, or in a row by codes
     frame_depth: int = 1  # aligned: feed-forwards between a frame's codes, each of which is told those before it
-    coarse_quantizers: int = 6  # codes a frame of the coarse stage, of all groups; the fine one predicts the rest
+    coarse_quantizers: int = 6  # of which the coarse stage predicts the codes; the fine one predicts the rest
     voice: bool = False  # coarse is told the voice that the tokenizer finds; hubert finds none
     given_drop: float = 0.0  # probability of training without the tokens that a stage is given, each kind by itself
     given_weight: float = 0.0  # loss weight of the tokens that a stage is given, 0 to predict its own alone
@@ -184,7 +186,7 @@ class Config(Settings):
     def __post_init__(self):
         may_be_0 = ("crop_samples", "attention_window", "codebook_width", "quantize_after", "kv_heads", "warmup_steps",
                     "dead_below", "discriminator_warmup_steps", "eval_every", "eval_samples", "eval_sounds",
-                    "save_every", "keep", "seed", "workers", "ema_update_after")
+                    "save_every", "keep", "seed", "workers", "ema_update_after", "grouped_quantizers", "groups")
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -221,7 +223,8 @@ class Config(Settings):
             try:
                 quantizer_of(self)
             except ValueError as error:
-                raise UserError(f"--quantizer {self.quantizer}: {error}") from error
+                way = "; --grouped_quantizers 0 is none" if "groups" in str(error) else ""
+                raise UserError(f"--quantizer {self.quantizer}: {error}{way}") from error
         if self.attention_window and self.codec_width % (2 * max(1, self.codec_width // 64)):
             raise UserError(f"--codec_width: attention needs heads of about 64, so a multiple of 64, not "
                             f"{self.codec_width}")
@@ -235,10 +238,9 @@ class Config(Settings):
         if self.validation + self.test >= 1 or not self.validation or not self.test:
             raise UserError(f"--validation {self.validation} and --test {self.test}: expected two shares above 0 that "
                             "add up to less than 1")
-        codes = self.quantizers * self.groups
-        if self.stage not in ("soundstream", "semantic") and not self.coarse_quantizers < codes:
-            raise UserError(f"--coarse_quantizers: {self.coarse_quantizers} is not within 1 and {codes - 1}, one less "
-                            "than --quantizers times --groups")
+        if self.stage not in ("soundstream", "semantic") and not self.coarse_quantizers < self.quantizers:
+            raise UserError(f"--coarse_quantizers: {self.coarse_quantizers} is not within 1 and {self.quantizers - 1}, "
+                            "one less than --quantizers")
         if self.layout == "aligned" and self.stage not in ("soundstream", "semantic") and (
                 self.given_weight or (self.unique and self.stage != "fine")):
             raise UserError("--layout aligned: it predicts no tokens that are given (--given_weight), and needs tokens "
@@ -262,11 +264,12 @@ STAGES = {
 PRESETS = {  # the codec of SoundStream §III at 24 kHz; transformers of AudioLM §IV-A
     "soundstream-24khz": dict(
         stage="soundstream", sample_rate=24_000, channels=32, residual_units=3, codec_width=512, codebook_size=1024,
-        codebook_decay=0.99, quantizer_dropout=1.0, wave_channels=16, stft_channels=32, seconds=1.0, batch_size=64,
-        chunk_size=16, lr=1e-4, beta1=0.5, beta2=0.9, steps=1_000_000, cosine=False, warmup_steps=1_000, mel_weight=1.0,
-        mel_floor=0.0, l1_weight=0.0, sdr_weight=0.0, commitment_weight=1.0, adversarial_weight=1.0,
-        feature_weight=100.0, discriminate_after=0.0, discriminator_lr=1e-4, quantize_after=0, ema_decay=0.9999,
-        validation=0.01, test=0.01, log_every=100, eval_every=10_000, save_every=2_000, workers=4),
+        grouped_quantizers=0, codebook_decay=0.99, quantizer_dropout=1.0, least_quantizers=1, wave_channels=16,
+        stft_channels=32, seconds=1.0, batch_size=64, chunk_size=16, lr=1e-4, beta1=0.5, beta2=0.9, steps=1_000_000,
+        cosine=False, warmup_steps=1_000, mel_weight=1.0, mel_floor=0.0, l1_weight=0.0, sdr_weight=0.0,
+        commitment_weight=1.0, adversarial_weight=1.0, feature_weight=100.0, discriminate_after=0.0,
+        discriminator_lr=1e-4, quantize_after=0, ema_decay=0.9999, validation=0.01, test=0.01, log_every=100,
+        eval_every=10_000, save_every=2_000, workers=4),
     "audiolm": dict(
         sample_rate=24_000, width=1024, depth=12, heads=16, ff_mult=4.0, position="relative", dropout=0.1,
         clusters=1024, unique=True, layout="flattened", coarse_quantizers=4, voice=False, mask_past=0.15,
@@ -279,8 +282,8 @@ PRESETS = {  # the codec of SoundStream §III at 24 kHz; transformers of AudioLM
 SHARED = ("stage", "sample_rate", "seconds", "split_by", "validation", "test", "batch_size", "chunk_size", "seed",
           "optimizer")
 FIXED_CODEC = (*SHARED, "channels", "strides", "residual_units", "codec_width", "attention_window", "quantizer",
-               "quantizers", "codebook_size", "groups", "codebook_width", "quantize_after", "wave_channels",
-               "stft_channels", "stft_window")
+               "quantizers", "codebook_size", "grouped_quantizers", "groups", "codebook_width", "quantize_after",
+               "wave_channels", "stft_channels", "stft_window")
 FIXED_TOKENS = (*SHARED, "unique", "width", "depth", "heads", "kv_heads", "ff_mult", "position", "qk_norm", "layout",
                 "frame_depth", "coarse_quantizers", "voice", "given_weight", "text", "text_embeds", "max_text_len",
                 "text_vocabulary", "text_depth")
@@ -380,11 +383,18 @@ class LocalAttention(nn.Module):
         return x + self.attention(h, keys, values, (distance >= 0) & (distance < self.window), table=here)
 
 
+def groups_of(cfg):
+    """How many codes a frame has of each quantizer."""
+    groups = cfg.groups or max(1, (cfg.codebook_width or cfg.codec_width) // 2)
+    return [groups if left <= cfg.grouped_quantizers else 1 for left in range(cfg.quantizers, 0, -1)]
+
+
 def quantizer_of(cfg):
     """The quantizer of a codec; ValueError if its settings do not fit together."""
     return ResidualQuantizer(
-        cfg.codec_width, cfg.quantizers, cfg.codebook_size, cfg.quantizer, cfg.groups, cfg.codebook_width,
-        cfg.codebook_decay, cfg.dead_below, cfg.quantizer_dropout, cfg.rotation, cfg.code_temperature)
+        cfg.codec_width, cfg.quantizers, cfg.codebook_size, cfg.quantizer, groups_of(cfg), cfg.codebook_width,
+        cfg.codebook_decay, cfg.dead_below, cfg.quantizer_dropout, cfg.least_quantizers, cfg.rotation,
+        cfg.code_temperature)
 
 
 class SoundStream(nn.Module):
@@ -399,7 +409,7 @@ class SoundStream(nn.Module):
     def __init__(self, cfg):
         super().__init__()
         self.cfg, self.hop, self.rate = cfg, math.prod(cfg.strides), cfg.sample_rate
-        self.groups, self.columns, self.codebook_size = cfg.groups, cfg.groups * cfg.quantizers, cfg.codebook_size
+        self.codebook_size = cfg.codebook_size
         widths = [cfg.channels * 2 ** i for i in range(len(cfg.strides) + 1)]
         dilations = [3 ** i for i in range(cfg.residual_units)]
         encoder, decoder = [CausalConv(1, widths[0], 7)], []
@@ -414,6 +424,7 @@ class SoundStream(nn.Module):
         self.decoder = nn.ModuleList([*attention[1], CausalConv(cfg.codec_width, widths[-1], 7), *decoder, ELU(),
                                       CausalConv(widths[0], 1, 7)])
         self.quantizer = quantizer_of(cfg)
+        self.ends = self.quantizer.ends  # codes a frame of the first quantizer, of the first two, …
 
     @staticmethod
     def _through(layers, x, memory):
@@ -1043,7 +1054,7 @@ class Stack:
             shares = torch.tensor(self.facts["coarse"]["voices"]).float()
             draws = [torch.Generator().manual_seed(accumulate.number(seed, "voice")) for seed in seeds]
             voices = [torch.multinomial(shares, 1, generator=draw)[None] for draw in draws]
-        return [(nothing, nothing.expand(-1, self.codec.columns), voice) for voice in voices]
+        return [(nothing, nothing.expand(-1, self.codec.ends[-1]), voice) for voice in voices]
 
     def speak(self, prompts, seconds, seeds, drawings, texts=None, embeds=None, fine=True):
         """Codes of B sounds, each (T, Q): the prompts' own, and `seconds` after them.
@@ -1053,7 +1064,7 @@ class Stack:
         """
         cfgs, models = self.cfgs, self.models
         meant, begun, voices = ([prompt[part] for prompt in prompts] for part in range(3))
-        width = cfgs["coarse"].coarse_quantizers
+        width = self.codec.ends[cfgs["coarse"].coarse_quantizers - 1]
         window = {stage: facts["window"] for stage, facts in self.facts.items()}
         rate = window["semantic"] / cfgs["semantic"].seconds if cfgs["semantic"].unique else FRAME_RATE
         meaning, _ = go_on(models["semantic"], window["semantic"], lambda b, past: [], meant,
@@ -1234,7 +1245,7 @@ class CodecTask:
         codec.eval()
         numbers = sorted({2 ** i for i in range(cfg.quantizers.bit_length()) if 2 ** i < cfg.quantizers}
                          | {cfg.quantizers}) if ready else []
-        used = torch.zeros(cfg.quantizers * cfg.groups, cfg.codebook_size)
+        used = torch.zeros(codec.ends[-1], cfg.codebook_size)
         sums = np.zeros(3 + 2 * len(numbers))
         for batch in share_of(self.heard, part, cfg):
             wave = batch["wave"].to(self.device)
@@ -1242,7 +1253,7 @@ class CodecTask:
                 z = codec.latents(wave)
                 codes = codec.quantizer.encode(z)
                 plain = codec.waves(z)[:, :wave.shape[1]]
-                made = [codec.decode(codes[..., :n * cfg.groups])[:, :wave.shape[1]] for n in numbers]
+                made = [codec.decode(codes[..., :codec.ends[n - 1]])[:, :wave.shape[1]] for n in numbers]
             frames = -(-batch["length"][:, None] // codec.hop)  # the padding of a short recording tells nothing
             codes = codes.cpu()[torch.arange(codes.shape[1]) < frames]
             for line, column in zip(used, codes.T):
@@ -1262,8 +1273,8 @@ class CodecTask:
         result = {"loss": loss} | {f"si_sdr_db@{n}": value for n, value in zip(numbers, rest)}
         result |= {"si_sdr_db_unquantized": plain}
         result |= {f"mel_distance@{n}": value for n, value in zip(numbers, rest[len(numbers) + 1:])}
-        uses = entropy.exp().tolist() if ready else []
-        return result | {f"codebook_perplexity@{q}": value for q, value in enumerate(uses, 1)}
+        uses = entropy.exp().split(codec.quantizer.groups) if ready else []  # of groups, the codebook least in use
+        return result | {f"codebook_perplexity@{q}": value.min().item() for q, value in enumerate(uses, 1)}
 
     @torch.no_grad()
     def write_sounds(self, part, name):
@@ -1404,17 +1415,20 @@ class TextTokens:
         return self.tokens([source.text(row) for row in rows])
 
 
-def streams_of(cfg, vocabularies, rates, quantizers):
-    """The streams of a stage's transformer, of vocabularies and rates {kind of tokens: size or frames a second}."""
-    def stream(name, quantizers, kind):
-        return Stream(name, quantizers, vocabularies[kind], rates[kind])
+def streams_of(cfg, vocabularies, rates, ends):
+    """The streams of a stage's transformer, of vocabularies and rates {kind of tokens: size or frames a second}.
+
+    ends: how many codes a frame has up to each of the codec's quantizers; of groups of channels, there is one each.
+    """
+    def stream(name, codes, kind):
+        return Stream(name, codes, vocabularies[kind], rates[kind])
     if cfg.stage == "semantic":
         return [stream("semantic", 1, "semantic")]
     if cfg.stage == "coarse":
         voice = [stream("voice", 1, "voice")] if cfg.voice else []
-        return [*voice, stream("semantic", 1, "semantic"), stream("coarse", cfg.coarse_quantizers, "codes")]
-    return [stream("coarse", cfg.coarse_quantizers, "codes"),
-            stream("fine", quantizers - cfg.coarse_quantizers, "codes")]
+        return [*voice, stream("semantic", 1, "semantic"), stream("coarse", ends[cfg.coarse_quantizers - 1], "codes")]
+    coarse = ends[cfg.coarse_quantizers - 1]
+    return [stream("coarse", coarse, "codes"), stream("fine", ends[-1] - coarse, "codes")]
 
 
 class TokenTask:
@@ -1427,7 +1441,7 @@ class TokenTask:
             raise UserError(f"--sample_rate: {cfg.sample_rate}, but {cfg.soundstream} was trained at "
                             f"{self.codec.rate}; give that")
         self.tokenizer = open_tokenizer(cfg, source, device) if cfg.stage in ("semantic", "coarse") else None
-        vocabularies, rates, caches, quantizers, voices = {}, {"voice": 0.0}, {}, 0, []
+        vocabularies, rates, caches, ends, voices = {}, {"voice": 0.0}, {}, [], []
         folder = Path(cfg.run).parent / "tokens"
         if self.tokenizer:
             vocabularies["semantic"], rates["semantic"] = self.tokenizer.clusters, FRAME_RATE
@@ -1437,12 +1451,12 @@ class TokenTask:
             rows = np.setdiff1d(source.split("train", cfg.validation, cfg.test, cfg.split_by)[:10_000], cache.empty)
             voices = np.bincount(cache.tokens[cache.starts[rows], 1], minlength=vocabularies["voice"]).tolist()
         if self.codec:
-            quantizers = self.codec.columns
+            ends = self.codec.ends
             vocabularies["codes"], rates["codes"] = self.codec.codebook_size, self.codec.rate / self.codec.hop
-            if cfg.coarse_quantizers >= quantizers:
-                raise UserError(f"--coarse_quantizers: {cfg.coarse_quantizers}, but {cfg.soundstream} has {quantizers}")
+            if cfg.coarse_quantizers >= len(ends):
+                raise UserError(f"--coarse_quantizers: {cfg.coarse_quantizers}, but {cfg.soundstream} has {len(ends)}")
             caches["codes"] = code_cache(folder, source, self.codec, device)
-        self.streams = streams_of(cfg, vocabularies, rates, quantizers)
+        self.streams = streams_of(cfg, vocabularies, rates, ends)
         self.text = TextTokens(cfg, state["merges"], state["embed_width"]) if state else TextTokens.learn(cfg, source)
         self.source = TokenCrops(cfg, source, self.streams, caches, rates, self.text)
         accumulate.seed(cfg.seed, "weights")
@@ -1814,8 +1828,8 @@ class EnCodec:
         if settings.audio_channels != 1:
             raise UserError(f"--soundstream {spec}: a model of {settings.audio_channels} channels; expected one")
         self.rate, self.hop, self.codebook_size = settings.sampling_rate, settings.hop_length, settings.codebook_size
-        self.bandwidth, self.checksum, self.groups = max(settings.target_bandwidths), name, 1
-        self.columns = settings.num_quantizers
+        self.bandwidth, self.checksum = max(settings.target_bandwidths), name
+        self.ends = list(range(1, settings.num_quantizers + 1))
         if Path(name).is_dir():  # what is in a folder may change, what is published under a name does not
             files = sorted(path for path in Path(name).iterdir() if path.suffix in (".safetensors", ".bin"))
             self.checksum = " ".join(checkpoint.checksum(path)[:16] for path in files)
@@ -2069,10 +2083,10 @@ def open_codes(path, codec):
         codes = np.load(path, allow_pickle=False)
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: not a readable .npy array ({error})") from error
-    fits = codes.ndim == 2 and codes.dtype.kind in "iu" and codes.size and codes.shape[1] <= codec.columns
-    if not fits or codes.shape[1] % codec.groups or not 0 <= codes.min() <= codes.max() < codec.codebook_size:
-        raise UserError(f"{path}: {codes.dtype} {codes.shape}; expected whole numbers (frames, 1 to {codec.columns}) "
-                        f"below {codec.codebook_size}")
+    fits = codes.ndim == 2 and codes.dtype.kind in "iu" and codes.size and codes.shape[1] in codec.ends
+    if not fits or not 0 <= codes.min() <= codes.max() < codec.codebook_size:
+        raise UserError(f"{path}: {codes.dtype} {codes.shape}; expected whole numbers (frames, codes) below "
+                        f"{codec.codebook_size}, of {', '.join(map(str, codec.ends))} codes a frame")
     return torch.from_numpy(codes.astype(np.int64))
 
 
@@ -2114,8 +2128,9 @@ def sample(asked):
         prompt, = zip(*stack.heard([wave]))
     elif asked.prompt_codes:
         codes = open_codes(asked.prompt_codes, codec)
-        if codes.shape[1] < codec.columns:
-            raise UserError(f"{asked.prompt_codes}: {codes.shape[1]} quantizers, but to go on takes {codec.columns}")
+        if codes.shape[1] < codec.ends[-1]:
+            raise UserError(f"{asked.prompt_codes}: {codes.shape[1]} codes a frame, but to go on takes "
+                            f"{codec.ends[-1]}")
         meant, _, voice = stack.heard([stack.wave(codes)])
         # What the codec adds would be taken for another voice, so coarse is told none, if it has been trained so, too.
         prompt = meant[0], codes, voice[0][:0] if stack.cfgs["coarse"].given_drop else voice[0]
@@ -2145,14 +2160,13 @@ def through_codec(asked, device):
     if asked.weights == "online" and Path(path).is_dir():
         path = newest_checkpoint(Path(path))
     codec = load_soundstream(path, device, asked.weights)
-    most = codec.columns // codec.groups
-    if asked.quantizers > most:
-        raise UserError(f"--quantizers: {asked.quantizers}, but the codec has {most}")
+    if asked.quantizers > len(codec.ends):
+        raise UserError(f"--quantizers: {asked.quantizers}, but the codec has {len(codec.ends)}")
     if asked.reconstruct:
         wave, note = open_wave(asked.reconstruct, codec.rate, codec.hop)
         codes = codec.encode(wave[None].to(device), asked.quantizers or None)
     else:
-        codes = open_codes(asked.decode, codec)[None, :, :asked.quantizers * codec.groups or None].to(device)
+        codes = open_codes(asked.decode, codec)[None, :, :codec.ends[asked.quantizers - 1]].to(device)
     sound = codec.decode(codes)[0].cpu()
     write_out(asked, sound[:len(wave)] if wave is not None else sound, codes[0], codec.rate)
     quality = f", si_sdr_db {audio.si_sdr(sound[None, :len(wave)], wave[None]).item():.2f}" if wave is not None else ""

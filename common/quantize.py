@@ -3,6 +3,7 @@
 A frame is described by one code of each quantizer in turn, each quantizing what the ones before it left over
 (SoundStream, Zeghidour et al. 2021, Section III-C, Algorithm 1). The bitrate is chosen at use: the first n suffice.
 """
+import itertools
 import math
 
 import torch
@@ -114,7 +115,7 @@ def fsq_levels(size, dimensions=None):
 
 
 class ResidualQuantizer(nn.Module):
-    """Q quantizers in a row, each of the residual of those before it; with groups, one such row for each G-th of width.
+    """Q quantizers in a row, each of the residual of those before it, as a whole or in groups of channels.
 
     kind "rvq": learned codebooks, moving averages of the vectors they stand for (van den Oord et al. 2017, Appendix
     A.1), zero and not `ready` until `initialize` was called: so long `forward` returns its input. "fsq": finite scalar
@@ -123,9 +124,9 @@ class ResidualQuantizer(nn.Module):
     the paper shifts it by half a step. "lfq": lookup-free, the sign of each dimension (MAGVIT-v2, Yu et al. 2023),
     times 2^-q. Both quantize a projection to as many dimensions as the codebook size asks for.
 
-    groups > 1: grouped residual quantization (HiFi-Codec, Yang et al. 2023). Codes are laid out quantizer by
-    quantizer: that of group g and quantizer q is number q*G + g, so the first n*G are the first n quantizers of all
-    groups. A code is an integer in [0, codebook_size), also for fsq and lfq.
+    groups: a quantizer of G > 1 has a code for each G-th of the width (HiFi-Codec, Yang et al. 2023). Few codes say
+    most as codes of whole frames; many, as codes of parts. The C codes of a frame are laid out quantizer by quantizer,
+    `ends[q]` is behind those of quantizer q. A code is an integer in [0, codebook_size), also for fsq and lfq.
 
     A step of training: `forward` for each chunk, in training mode and with gradients enabled, adds to the statistics;
     then once, on all ranks, `update` if the step counts, else `discard`. A pass in evaluation mode or under no_grad,
@@ -133,37 +134,48 @@ class ResidualQuantizer(nn.Module):
     """
 
     def __init__(self, width, quantizers=8, codebook_size=1024, kind="rvq", groups=1, codebook_width=0, decay=0.95,
-                 dead_below=2.0, dropout=0.0, rotation=False, temperature=0.0, entropy_weight=0.1):
+                 dead_below=2.0, dropout=0.0, least=1, rotation=False, temperature=0.0, entropy_weight=0.1):
         """`width` is the D of z; the rest applies to rvq unless said otherwise.
 
+        groups (all kinds): of every quantizer, or a sequence of one number each, which only rvq takes.
         codebook_width: dimensions, of all groups together, that are quantized; projected to and from unless 0 or D.
             fsq and lfq: 0 is as many as needed; fsq takes any number for which `fsq_levels` knows levels.
         decay: of the moving averages, a step. dead_below: a code that gets fewer vectors a step, on a moving average,
             is replaced, but never one with a quarter of the average code's; 0 replaces none.
         dropout (all kinds): probability that a sample uses, in training, only its first n quantizers, n uniform from
-            1 to Q. rotation: gradients by `rotate_to`, else straight through. temperature: if not 0, codes are drawn
-            in training from softmax(-squared distance / temperature). entropy_weight (lfq): of the entropy penalty.
+            `least`, or Q if that is less, to Q. rotation: gradients by `rotate_to`, else straight through.
+        temperature: if not 0, codes are drawn in training from softmax(-squared distance / temperature).
+        entropy_weight (lfq): of the entropy penalty.
         Raises ValueError for what does not fit together.
         """
         super().__init__()
         if kind not in ("rvq", "fsq", "lfq"):
             raise ValueError(f"kind {kind!r}: expected rvq, fsq or lfq")
-        if min(width, quantizers, groups) < 1 or codebook_size < 2 or min(codebook_width, dead_below, temperature) < 0:
-            raise ValueError(f"width {width}, quantizers {quantizers}, groups {groups}: expected at least 1; codebook_"
-                             f"size {codebook_size}: 2; codebook_width {codebook_width}, dead_below {dead_below}, "
-                             f"temperature {temperature}: 0")
+        groups = (groups,) * quantizers if isinstance(groups, int) else tuple(groups)
+        if len(groups) != quantizers:
+            raise ValueError(f"groups {groups}: expected one number, or one for each of {quantizers} quantizers")
+        if min(width, quantizers, least, *groups) < 1 or codebook_size < 2 or \
+                min(codebook_width, dead_below, temperature) < 0:
+            raise ValueError(f"width {width}, quantizers {quantizers}, least {least}, groups {groups}: expected at "
+                             f"least 1; codebook_size {codebook_size}: 2; codebook_width {codebook_width}, dead_below "
+                             f"{dead_below}, temperature {temperature}: 0")
         if not (0 <= decay < 1 and 0 <= dropout <= 1):
             raise ValueError(f"decay {decay}: expected in [0, 1); dropout {dropout}: expected in [0, 1]")
         if kind != "rvq" and (rotation or temperature):
             raise ValueError(f"rotation and temperature are for kind rvq, which has a learned codebook, not for {kind}")
-        self.quantizers, self.codebook_size, self.kind, self.groups = quantizers, codebook_size, kind, groups
-        self.decay, self.dead_below, self.dropout, self.rotation = decay, dead_below, dropout, rotation
-        self.temperature, self.entropy_weight = temperature, entropy_weight
+        self.quantizers, self.codebook_size, self.kind = quantizers, codebook_size, kind
+        self.groups, self.ends = groups, list(itertools.accumulate(groups))
+        self.decay, self.dead_below, self.dropout, self.least = decay, dead_below, dropout, min(least, quantizers)
+        self.rotation, self.temperature, self.entropy_weight = rotation, temperature, entropy_weight
         inner = codebook_width or width
-        if codebook_width % groups or (kind == "rvq" and inner % groups):
-            raise ValueError(f"width {width} or codebook_width {codebook_width} does not divide into {groups} groups")
+        for number in groups:
+            if codebook_width % number or (kind == "rvq" and inner % number):
+                raise ValueError(f"width {width} or codebook_width {codebook_width} does not divide into {number} "
+                                 "groups")
         if kind != "rvq":
-            bits = codebook_size.bit_length() - 1
+            if len({*groups}) > 1:
+                raise ValueError(f"groups {groups}: {kind} takes the same number for all quantizers")
+            bits, groups = codebook_size.bit_length() - 1, groups[0]
             levels = fsq_levels(codebook_size, codebook_width // groups or None) if kind == "fsq" else (2,) * bits
             inner = len(levels) * groups
             if kind == "lfq" and codebook_size != 2 ** bits:
@@ -175,20 +187,21 @@ class ResidualQuantizer(nn.Module):
         self.project_in = nn.Linear(width, inner) if inner != width else nn.Identity()
         self.project_out = nn.Linear(inner, width) if inner != width else nn.Identity()
 
-        shape = quantizers, groups, codebook_size, inner // groups  # (Q, G, K, d)
         # a tensor, not a Python value, so that checkpoints and EMA copies carry it along
         self.register_buffer("initialized", torch.tensor(kind != "rvq"))
         if kind == "rvq":
-            for name, size in ("codebook", shape), ("ema_count", shape[:-1]), ("ema_sum", shape):
+            # a quantizer's vectors are (G, K, d), laid out flat, as G·d is the same for all
+            vectors, counts = (quantizers, codebook_size * inner), (self.ends[-1], codebook_size)
+            for name, size in ("codebook", vectors), ("ema_count", counts), ("ema_sum", vectors):
                 self.register_buffer(name, torch.zeros(size))
-            for name, size in ("pending_count", shape[:-1]), ("pending_sum", shape):
+            for name, size in ("pending_count", counts), ("pending_sum", vectors):
                 self.register_buffer(name, torch.zeros(size), persistent=False)
         else:
             basis = [math.prod(levels[:i]) for i in range(len(levels))]  # a code's digits: the first counts ones
             shrink = [1 / (n - 1) if kind == "fsq" else 0.5 for n in levels]  # of the grid, a quantizer
             for name, values in ("levels", levels), ("basis", basis), ("shrink", shrink):
                 self.register_buffer(name, torch.tensor(values), persistent=False)
-        self._candidates = None  # (Q, G, M, d): residuals of the first chunk after an update, M <= K
+        self._candidates = None  # (Q, M, G·d): residuals of the first chunk after an update, M <= K
 
     @property
     def ready(self):
@@ -196,31 +209,32 @@ class ResidualQuantizer(nn.Module):
         return bool(self.initialized)
 
     def forward(self, z, count=None):
-        """z (B, T, D), `count` quantizers or all -> (quantized (B, T, D), codes (B, T, count*G), loss).
+        """z (B, T, D), `count` quantizers or all -> (quantized (B, T, D), codes (B, T, ends[count - 1]), loss).
 
         loss: for rvq and lfq the commitment, the mean squared difference of what each quantizer was given and its
         code (held constant), averaged over a sample's quantizers, then over samples, so that a batch's is the mean of
         its chunks'; for lfq also the entropy penalty, whose second half is a chunk's own; for fsq 0.
         The codes are all quantizers', also those that dropout left out of a sample. Not `ready`: z, zeros and 0.
         """
-        x = self._enter(z)  # (G, B*T, d)
+        x = self._enter(z)  # (B*T, d)
         total, codes, loss = self._quantize(x, self._used(z, count, self.training), self.training)
-        if x.requires_grad:
-            total = rotate_to(x, total) if self.rotation else total.detach() + (x - x.detach())
+        if x.requires_grad and self.rotation:  # each of the groups that the first quantizer has by itself
+            total = rotate_to(*(part.unflatten(-1, (self.groups[0], -1)) for part in (x, total))).flatten(-2)
+        elif x.requires_grad:
+            total = total.detach() + (x - x.detach())
         quantized = torch.where(self.initialized, self._leave(total, z).to(z.dtype), z)
-        return quantized, codes[..., :(count or self.quantizers) * self.groups], loss
+        return quantized, codes[..., :self.ends[(count or self.quantizers) - 1]], loss
 
     @torch.no_grad()
     def encode(self, z, count=None):
-        """z (B, T, D) -> codes (B, T, count*G) int64 of the first `count` quantizers, by default all; nearest codes."""
+        """z (B, T, D) -> codes (B, T, ends[count - 1]) int64 of the first `count` quantizers, or all; nearest codes."""
         return self._quantize(self._enter(z), self._used(z, count, False), False)[1]
 
     def decode(self, codes):
-        """codes (B, T, n*G) of the first n quantizers -> (B, T, D); ValueError unless 1 <= n <= Q."""
-        n, rest = divmod(codes.shape[-1], self.groups)
-        if rest or not 1 <= n <= self.quantizers:
-            raise ValueError(f"{codes.shape[-1]} codes a frame: expected 1 to {self.quantizers} times {self.groups}")
-        by_quantizer = codes.flatten(0, 1).unflatten(-1, (n, self.groups)).permute(1, 2, 0)  # (n, G, N)
+        """codes (B, T, ends[n - 1]) of the first n quantizers -> (B, T, D); ValueError if that is not what they are."""
+        if codes.shape[-1] not in self.ends:
+            raise ValueError(f"{codes.shape[-1]} codes a frame: expected {', '.join(map(str, self.ends))}")
+        by_quantizer = codes.flatten(0, 1).T.split(self.groups[:self.ends.index(codes.shape[-1]) + 1])  # n of (G, N)
         return self._leave(sum(self._lookup(one, q) for q, one in enumerate(by_quantizer)), codes)
 
     @torch.no_grad()
@@ -237,9 +251,12 @@ class ResidualQuantizer(nn.Module):
             generator = torch.Generator().manual_seed(seed)
             residual = self._enter(z[None])
             for q in range(self.quantizers):
-                self.codebook[q], self.ema_count[q] = kmeans(residual, self.codebook_size, generator, rounds)
-                residual = residual - self._lookup(nearest(residual, self.codebook[q]), q)
-            self.ema_sum.copy_(self.codebook * self.ema_count[..., None])
+                x = self._grouped(residual, q)
+                centers, counts = kmeans(x, self.codebook_size, generator, rounds)
+                self._vectors(self.codebook, q).copy_(centers)
+                self._vectors(self.ema_sum, q).copy_(centers * counts[..., None])
+                self._counts(self.ema_count, q).copy_(counts)
+                residual = residual - self._lookup(nearest(x, centers), q)
         for tensor in (self.codebook, self.ema_count, self.ema_sum) if td.is_initialized() else ():
             td.broadcast(tensor, 0)
         self.initialized.fill_(True)
@@ -257,13 +274,16 @@ class ResidualQuantizer(nn.Module):
         if td.is_initialized():
             td.all_reduce(self.pending_count)
             td.all_reduce(self.pending_sum)
-        fresh = self.pending_count.sum(-1, keepdim=True) > 0  # (Q, G, 1)
+        fresh = self.pending_count.sum(-1, keepdim=True) > 0  # (C, 1)
         rate = (1 - self.decay) * fresh
         self.ema_count.lerp_(self.pending_count, rate.expand_as(self.ema_count))
-        self.ema_sum.lerp_(self.pending_sum, rate[..., None].expand_as(self.ema_sum))
         mass = self.ema_count.sum(-1, keepdim=True)
         smoothed = (self.ema_count + SMOOTHING) / (mass + self.codebook_size * SMOOTHING) * mass  # Laplace's rule
-        self.codebook.copy_(torch.where(fresh[..., None], self.ema_sum / smoothed[..., None], self.codebook))
+        for q in range(self.quantizers):
+            codebook, total, new = (self._vectors(x, q) for x in (self.codebook, self.ema_sum, self.pending_sum))
+            own_rate, own_fresh, count = (self._counts(x, q)[..., None] for x in (rate, fresh, smoothed))
+            total.lerp_(new, own_rate.expand_as(total))
+            codebook.copy_(torch.where(own_fresh, total / count, codebook))
         self._replace_dead(fresh, mass / self.codebook_size, seed)
         self.discard()
 
@@ -280,56 +300,70 @@ class ResidualQuantizer(nn.Module):
             raise ValueError(f"count {count}: expected from 1 to {self.quantizers}")
         limit = torch.full((len(z),), count or self.quantizers, device=z.device)
         if training and self.dropout and count is None:
-            fewer = torch.randint(1, self.quantizers + 1, limit.shape, device=z.device)
+            fewer = torch.randint(self.least, self.quantizers + 1, limit.shape, device=z.device)
             limit = torch.where(torch.rand(limit.shape, device=z.device) < self.dropout, fewer, limit)
         # in training those not used are computed too: they supply candidates to replace dead codes
         passes = self.quantizers if training else count or self.quantizers
         return torch.arange(passes, device=z.device) < limit[:, None]
 
+    def _vectors(self, x, q):
+        """Those of quantizer q in x (Q, G·K·d), a view (G, K, d)."""
+        return x[q].view(self.groups[q], self.codebook_size, -1)
+
+    def _counts(self, x, q):
+        """Those of quantizer q in x (C, …), a view (G, …)."""
+        return x[self.ends[q] - self.groups[q]:self.ends[q]]
+
     def _enter(self, z):
-        """z (B, T, D) -> (G, B*T, d), in fp32 also under autocast."""
-        x = self.project_in(z).float().flatten(0, 1).unflatten(-1, (self.groups, -1)).transpose(0, 1)
+        """z (B, T, D) -> (B*T, d), in fp32 also under autocast."""
+        x = self.project_in(z).float().flatten(0, 1)
         return x.tanh() if self.kind == "fsq" else x
 
     def _leave(self, x, like):
-        """x (G, B*T, d) -> (B, T, D), B and T those of `like`."""
-        return self.project_out(x.transpose(0, 1).flatten(1).unflatten(0, like.shape[:2]))
+        """x (B*T, d) -> (B, T, D), B and T those of `like`."""
+        return self.project_out(x.unflatten(0, like.shape[:2]))
+
+    def _grouped(self, x, q):
+        """x (N, G·d) as quantizer q takes it, (G, N, d)."""
+        return x.unflatten(-1, (self.groups[q], -1)).transpose(0, 1)
 
     @torch.compiler.disable  # it changes buffers and the precision of products, which a compiled graph cannot
     def _quantize(self, x, used, training):
-        """x (G, B*T, d), used (B, passes) bool -> (sum of used codes (G, B*T, d), codes (B, T, passes*G), loss)."""
+        """x (B*T, d), used (B, passes) bool -> (sum of used codes (B*T, d), codes (B, T, ends[passes - 1]), loss)."""
         batch, passes = used.shape
-        frames = x.shape[1] // max(1, batch)
+        frames = len(x) // max(1, batch)
         learns = training and torch.is_grad_enabled() and self.kind == "rvq"
         residual, total, codes, losses, candidates = x, torch.zeros_like(x), [], [], []
         for q in range(passes):
-            given, weight = residual.detach(), used[:, q].repeat_interleave(frames)  # (G, N, d), (N,)
+            given, weight = self._grouped(residual.detach(), q), used[:, q].repeat_interleave(frames)  # (G, N, d), (N,)
             code = self._choose(given, q, self.temperature if training else 0.0)
             value = self._lookup(code, q)
             if learns:
                 counted = (weight & self.initialized).float()
-                _add_by_code(self.pending_count[q], self.pending_sum[q], given, code, counted)
-                candidates.append(given)
+                _add_by_code(self._counts(self.pending_count, q), self._vectors(self.pending_sum, q), given, code,
+                             counted)
+                candidates.append(residual.detach())
             if self.kind == "lfq":
-                losses.append(self.entropy_weight * self._entropy_penalty(residual, weight, q) / passes)
+                losses.append(self.entropy_weight * self._entropy_penalty(self._grouped(residual, q), weight, q)
+                              / passes)
             residual = residual - value
             total = total + value * weight[:, None]
             codes.append(code)
             if self.kind != "fsq":
-                error = residual.square().unflatten(1, (batch, frames)).mean((0, 2, 3))  # (B,)
+                error = residual.square().unflatten(0, (batch, frames)).mean((1, 2))  # (B,)
                 losses.append((error * used[:, q] / used.sum(1)).mean())
         if learns and self._candidates is None and dist.is_main():
             # evenly spaced, so that nothing is drawn: on other ranks there would be no such draw
-            n, m = x.shape[1], min(x.shape[1], self.codebook_size)
-            self._candidates = torch.stack(candidates)[:, :, torch.arange(m, device=x.device) * n // m]
+            n, m = len(x), min(len(x), self.codebook_size)
+            self._candidates = torch.stack(candidates)[:, torch.arange(m, device=x.device) * n // m]
         loss = torch.stack(losses).sum() if losses else x.new_zeros(())
-        codes = torch.stack(codes).permute(2, 0, 1).flatten(1).unflatten(0, (batch, frames))
+        codes = torch.cat(codes).T.unflatten(0, (batch, frames))
         return total, codes * self.initialized, loss * self.initialized
 
     def _choose(self, x, q, temperature):
         """Codes (G, N) of quantizer q for x (G, N, d); all decisions are on the device, none waits for it."""
         if self.kind == "rvq":
-            scores = _half_distances(x, self.codebook[q])
+            scores = _half_distances(x, self._vectors(self.codebook, q))
             if temperature:  # Gumbel's trick: the largest of logits + noise is a draw from their softmax
                 scores = scores * (2 / temperature) + torch.empty_like(scores).exponential_().log_()
             return scores.argmin(-1)
@@ -337,12 +371,14 @@ class ResidualQuantizer(nn.Module):
         return (digits.round().long() * self.basis).sum(-1)
 
     def _lookup(self, codes, q):
-        """The vectors (G, N, d) that codes (G, N) of quantizer q stand for."""
+        """The vectors (N, G·d) that codes (G, N) of quantizer q stand for."""
         if self.kind == "rvq":
-            offsets = self.codebook_size * torch.arange(self.groups, device=codes.device)[:, None]
-            return F.embedding(codes + offsets, self.codebook[q].flatten(0, 1))
-        digits = codes[..., None] // self.basis % self.levels
-        return (2 * digits / (self.levels - 1) - 1) * self.shrink ** q
+            offsets = self.codebook_size * torch.arange(len(codes), device=codes.device)[:, None]
+            found = F.embedding(codes + offsets, self._vectors(self.codebook, q).flatten(0, 1))  # (G, N, d)
+        else:
+            digits = codes[..., None] // self.basis % self.levels
+            found = (2 * digits / (self.levels - 1) - 1) * self.shrink ** q
+        return found.transpose(0, 1).flatten(1)
 
     def _entropy_penalty(self, x, weight, q):
         """E[H(code given x)] - H(code), in nats: codes are to be sure, and all in use (Yu et al. 2023, Eq. 5).
@@ -359,22 +395,27 @@ class ResidualQuantizer(nn.Module):
         return ((sure * weight).sum(1) - spread).sum(-1).mean() * (rows > 0)
 
     def _replace_dead(self, fresh, average, seed):
-        """Give dead codes new vectors, and the `average` (Q, G, 1) count, so that they are not dead at once again."""
+        """Give dead codes new vectors, and the `average` (C, 1) count, so that they are not dead at once again."""
         # small batches leave all codes below any fixed number: a quarter of the average is still alive
-        dead = fresh & (self.ema_count < (average / 4).clamp(max=self.dead_below))  # (Q, G, K)
+        dead = fresh & (self.ema_count < (average / 4).clamp(max=self.dead_below))  # (C, K)
         if not dead.any():  # all ranks find the same
             return
         picks, replaced = torch.zeros_like(self.codebook), torch.zeros_like(self.ema_count)
         if dist.is_main() and self._candidates is not None:
-            m, generator = self._candidates.shape[2], torch.Generator().manual_seed(seed)
-            order = torch.rand(*dead.shape[:2], m, generator=generator).argsort(-1).to(dead.device)  # (Q, G, M)
+            m, generator = self._candidates.shape[1], torch.Generator().manual_seed(seed)
+            order = torch.rand(len(dead), m, generator=generator).argsort(-1).to(dead.device)  # (C, M)
             place = dead.cumsum(-1) - 1  # a dead code's number among the dead, who get one candidate each
-            rows = order.gather(-1, place.clamp(0, m - 1))[..., None]  # (Q, G, K, 1)
-            picks = self._candidates.gather(2, rows.expand_as(picks))
+            rows = order.gather(-1, place.clamp(0, m - 1))[..., None]  # (C, K, 1)
+            for q, candidates in enumerate(self._candidates):
+                own = self._vectors(picks, q)
+                own.copy_(self._grouped(candidates, q).gather(1, self._counts(rows, q).expand_as(own)))
             replaced = (dead & (place < m)).to(replaced.dtype)
         for tensor in (picks, replaced) if td.is_initialized() else ():
             td.broadcast(tensor, 0)
         replaced = replaced > 0
-        self.codebook.copy_(torch.where(replaced[..., None], picks, self.codebook))
         self.ema_count.copy_(torch.where(replaced, average, self.ema_count))
-        self.ema_sum.copy_(torch.where(replaced[..., None], picks * average[..., None], self.ema_sum))
+        for q in range(self.quantizers):
+            codebook, total, new = (self._vectors(x, q) for x in (self.codebook, self.ema_sum, picks))
+            own_replaced, count = (self._counts(x, q)[..., None] for x in (replaced, average))
+            codebook.copy_(torch.where(own_replaced, new, codebook))
+            total.copy_(torch.where(own_replaced, new * count, total))

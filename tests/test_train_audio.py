@@ -24,12 +24,12 @@ from common.state import check_identity
 from train_audio import Config, Drawing, Stream, lay_out
 
 CPU = torch.device("cpu")
-CODEC = dict(channels=2, strides=(4, 5, 16), codec_width=16, quantizers=4, codebook_size=16, wave_channels=1,
-             stft_channels=2, stft_window=256)
-TINY = dict(CODEC, steps=6, batch_size=4, chunk_size=2, seconds=0.5, eval_seconds=0.5, prompt_seconds=0.2,
-            quantize_after=2, discriminate_after=0.5, penalty_every=2, width=16, depth=2, heads=2, coarse_quantizers=2,
-            clusters=20, text_depth=1, text_vocabulary=270, eval_samples=4, eval_sounds=1, log_every=2, eval_every=4,
-            save_every=2, warmup_steps=2, device="cpu")
+CODEC = dict(channels=2, strides=(4, 5, 16), codec_width=16, quantizers=4, codebook_size=16, grouped_quantizers=0,
+             groups=2, wave_channels=1, stft_channels=2, stft_window=256)
+TINY = dict(CODEC, grouped_quantizers=1, steps=6, batch_size=4, chunk_size=2, seconds=0.5, eval_seconds=0.5,
+            prompt_seconds=0.2, quantize_after=2, discriminate_after=0.5, penalty_every=2, width=16, depth=2, heads=2,
+            coarse_quantizers=2, clusters=20, text_depth=1, text_vocabulary=270, eval_samples=4, eval_sounds=1,
+            log_every=2, eval_every=4, save_every=2, warmup_steps=2, device="cpu")
 STAGES = list(train_audio.STAGES)
 COARSE = [Stream("semantic", 1, 7, 50), Stream("coarse", 2, 5, 50)]
 VOICED = [Stream("voice", 1, 3, 0), *COARSE]
@@ -246,16 +246,18 @@ def test_every_begun_hop_is_a_frame_and_the_wave_keeps_its_length(strides):
         assert codec.decode(codec.encode(wave)).shape == (2, frames * codec.hop)
 
 
-@pytest.mark.parametrize("settings", [dict(), dict(groups=2), dict(quantizer="fsq"), dict(quantizer="lfq"),
-                                      dict(codebook_width=8)], ids=str)
+@pytest.mark.parametrize("settings", [
+    dict(), dict(grouped_quantizers=4), dict(grouped_quantizers=2), dict(quantizer="fsq"), dict(quantizer="lfq"),
+    dict(codebook_width=8)], ids=str)
 def test_the_first_codes_decode_to_the_pass_with_as_many_quantizers(settings):
-    codec, groups = codec_of(**settings), settings.get("groups", 1)
+    codec, grouped = codec_of(**settings), settings.get("grouped_quantizers", 0)
     wave = noise(2, 5 * codec.hop)
     codes, waves = codec.encode(wave), []
-    assert codes.shape == (2, 5, codec.columns)
+    assert codes.shape == (2, 5, 4 + grouped)  # two of each
     for count in (1, 2, 4):
         made, found, _ = codec(wave, count)
-        assert torch.equal(found, codes[..., :count * groups]) and torch.equal(found, codec.encode(wave, count))
+        assert torch.equal(found, codes[..., :count + max(0, count - 4 + grouped)])
+        assert torch.equal(found, codec.encode(wave, count))
         torch.testing.assert_close(codec.decode(found), made, rtol=1e-5, atol=1e-6)
         waves.append(made)
     assert not torch.allclose(waves[0], waves[1]) and not torch.allclose(waves[1], waves[2])
@@ -497,14 +499,16 @@ def test_figures_of_the_codec_are_means_over_recordings(monkeypatch):
 def test_perplexity_counts_the_frames_of_recordings_and_not_their_padding(monkeypatch):
     task, _, _ = codec_task(monkeypatch, **READY, eval_samples=0, chunk_size=3, eval_seconds=20.0)
     task.make_codebooks()
-    codec, used = task.run.model.eval(), torch.zeros(4, task.cfg.codebook_size)
+    codec, used = task.run.model.eval(), torch.zeros(5, task.cfg.codebook_size)
     for row in map(int, task.heard.split("validation", 0.2, 0.2, "file")):
         for q, column in enumerate(codec.encode(task.heard.wave(row)[None])[0].T):
             used[q] += torch.bincount(column, minlength=task.cfg.codebook_size)
     share = used / used.sum(1, keepdim=True)
     figures = task.figures("validation")
-    for q, entropy in enumerate(torch.special.entr(share).sum(1), 1):
-        assert figures[f"codebook_perplexity@{q}"] == pytest.approx(entropy.exp().item(), rel=0.02)
+    *plain, one, other = torch.special.entr(share).sum(1).exp().tolist()
+    assert one != other  # of the two groups of the last quantizer, the one less in use
+    for q, value in enumerate([*plain, min(one, other)], 1):
+        assert figures[f"codebook_perplexity@{q}"] == pytest.approx(value, rel=0.02)
 
 
 # Codec on several ranks
@@ -786,7 +790,7 @@ def test_the_voice_of_the_whole_recording_is_told_in_any_crop_and_what_is_told_l
         crops.caches["semantic"][row] = np.hstack([tokens, np.full_like(tokens, 5 + row)])
     assert [crops.crop(row, 0.9)[0]["voice"].tolist() for row in range(3)] == [[[5]], [[6]], [[7]]]
     crops.streams = train_audio.streams_of(crops.cfg, dict(voice=9, semantic=10_000, codes=10_000),
-                                           dict(voice=0, semantic=50, codes=25), 4)
+                                           dict(voice=0, semantic=50, codes=25), range(1, 5))
     assert [stream.name for stream in crops.streams] == ["voice"] * voice + ["semantic", "coarse"]
     column = crops.streams[-1].quantizers  # of the aligned layout: codes, then voice and semantic tokens
     rows = np.arange(600) % 3
@@ -1319,8 +1323,8 @@ def test_figures_of_the_transformers_are_means_over_tokens_and_leave_the_mode(wh
 @pytest.mark.parametrize("settings", [
     dict(layout="flattened", text="cross", kv_heads=1, position="relative", unique=True, given_weight=0.5,
          qk_norm=True, dropout=0.1),
-    dict(groups=2, rotation=True, attention_window=8, codec_width=64, text="prefix", precision="bf16", deltas=True,
-         optimizer="muon")], ids=["flattened", "aligned"])
+    dict(grouped_quantizers=4, rotation=True, attention_window=8, codec_width=64, text="prefix", precision="bf16",
+         deltas=True, optimizer="muon")], ids=["flattened", "aligned"])
 def test_built_in_syllables_with_every_other_setting_are_trained_on_and_judged(settings, tmp_path, monkeypatch):
     monkeypatch.setattr(train_audio, "BUILTIN_ROWS", 40)
     words = flags(run=tmp_path, **{**TINY, **settings, "steps": 4, "seconds": 0.4, "eval_samples": 2})
@@ -1383,13 +1387,13 @@ def test_a_published_codec_takes_the_place_of_one_trained_here(voices, tmp_path)
     codec = train_audio.load_soundstream(spec, CPU)
     wave = torch.from_numpy(audio.read(voice)[0][0])
     out, sound, codes = sampled(tmp_path, soundstream=spec, reconstruct=voice, quantizers=3)
-    assert codes.shape == (math.ceil(len(wave) / 320), 3) and codec.columns > 4 and "si_sdr_db" in out
+    assert codes.shape == (math.ceil(len(wave) / 320), 3) and codec.ends[-1] > 4 and "si_sdr_db" in out
     np.testing.assert_allclose(sound, codec.decode(codec.encode(wave[None], 3))[0, :len(wave)].clamp(-1, 1), atol=1e-4)
     for stage in ("semantic", "coarse", "fine"):
         run(*flags(**{**TINY, **dict(stage=stage, data=voices, run=tmp_path / "run", soundstream=spec, steps=2,
-                                     quantizers=codec.columns)}))
+                                     quantizers=codec.ends[-1])}))
     _, sound, codes = sampled(tmp_path, run=tmp_path / "run", text="a i u")
-    assert codes.shape[1] == codec.columns and len(sound) == 320 * len(codes) > 0
+    assert codes.shape[1] == codec.ends[-1] and len(sound) == 320 * len(codes) > 0
     with torch.no_grad():
         model.quantizer.layers[0].codebook.embed += 1
     model.bfloat16().save_pretrained(tmp_path / "encodec")
@@ -1404,17 +1408,19 @@ def test_a_published_codec_takes_the_place_of_one_trained_here(voices, tmp_path)
 
 @pytest.mark.parametrize("kind, size", [("fsq", 15), ("lfq", 16)])
 def test_codecs_of_other_quantizers_are_trained_and_used(kind, size, voices, tmp_path):
-    run(*flags(**{**TINY, **dict(stage="soundstream", data=voices, run=tmp_path, quantizer=kind, codebook_size=size)}))
+    run(*flags(**{**TINY, **dict(stage="soundstream", data=voices, run=tmp_path, quantizer=kind, codebook_size=size,
+                                     grouped_quantizers=4)}))
     last = metrics(tmp_path / "soundstream")[-1]
     assert np.isfinite(last["test_loss"]) and min(v for k, v in last.items() if "perplexity" in k) > 1
     _, sound, codes = sampled(tmp_path, run=tmp_path, reconstruct=next(voices.rglob("*.wav")))
-    assert codes.shape[1] == 4 and codes.max() < size and len(np.unique(codes)) > 2 and np.abs(sound).max() > 0
+    assert codes.shape[1] == 8 and codes.max() < size and len(np.unique(codes)) > 2 and np.abs(sound).max() > 0
 
 
 def test_settings_of_the_quantizer_reach_it():
-    found = vars(codec_of(quantizer_dropout=0.3, rotation=True, code_temperature=0.7, codebook_decay=0.9,
-                          dead_below=1.5, groups=2).quantizer)
-    wanted = dict(dropout=0.3, rotation=True, temperature=0.7, decay=0.9, dead_below=1.5, groups=2, quantizers=4)
+    found = vars(codec_of(quantizer_dropout=0.3, least_quantizers=2, rotation=True, code_temperature=0.7,
+                          codebook_decay=0.9, dead_below=1.5, grouped_quantizers=2, groups=8).quantizer)
+    wanted = dict(dropout=0.3, least=2, rotation=True, temperature=0.7, decay=0.9, dead_below=1.5, groups=(1, 1, 8, 8),
+                  quantizers=4)
     assert {name: found[name] for name in wanted} == wanted
 
 
@@ -1530,10 +1536,10 @@ def test_reconstruction_by_any_number_of_quantizers_and_codes_written_and_read(w
     voice = next(voices.rglob("*.wav"))
     wave = torch.from_numpy(audio.read(voice)[0][0])
     codec = train_audio.load_soundstream(whole / "soundstream", CPU)
-    for quantizers in (0, 1, 3):
+    for quantizers, width in ((0, 5), (1, 1), (3, 3), (4, 5)):  # the last has two groups
         out, sound, codes = sampled(tmp_path, run=whole, reconstruct=voice, quantizers=quantizers,
                                     picture=tmp_path / "out.png")
-        assert codes.shape == (math.ceil(len(wave) / 320), quantizers or 4) and len(sound) == len(wave)
+        assert codes.shape == (math.ceil(len(wave) / 320), width) and len(sound) == len(wave)
         assert f"{codes.shape[1]} codes a frame, {codes.shape[1] * 200} bits a second, si_sdr_db" in out
         wanted = codec.decode(codec.encode(wave[None], quantizers or None))[0, :len(wave)]
         np.testing.assert_allclose(sound, wanted.clamp(-1, 1), atol=1e-4)
@@ -1565,7 +1571,7 @@ def test_sounds_go_on_from_a_recording_from_its_codes_or_from_a_text(whole, voic
     assert np.array_equal(coarse, codes[:, :2])
     _, sound, codes = sampled(tmp_path, run=whole, text="a i u o", picture=tmp_path / "out.png", weights="online",
                               temperature=(0.0, 1.0, 0.5), top_k=(0.1, 1.0, 1.0), guidance_scale=(3.0, 1.0, 1.0))
-    assert codes.shape[1] == 4 and len(codes) <= 25 and (tmp_path / "out.png").is_file()
+    assert codes.shape[1] == 5 and len(codes) <= 25 and (tmp_path / "out.png").is_file()
     _, _, with_text = sampled(tmp_path, **asked, text="a i u o", guidance_scale=4.0)
     assert np.array_equal(with_text[:15], prompt)
 
@@ -1612,7 +1618,7 @@ def test_without_a_prompt_to_hear_coarse_is_told_a_voice_unless_it_was_trained_w
     state = checkpoint.load(folder / "coarse/model.pt")
     state["config"]["given_drop"] = given_drop
     checkpoint.save(state, folder / "coarse/model.pt")
-    np.save(tmp_path / "prompt.npy", np.random.default_rng(0).integers(8, size=(15, 4)))
+    np.save(tmp_path / "prompt.npy", np.random.default_rng(0).integers(8, size=(15, 5)))
 
     class Spy(train_audio.Stack):
         def speak(self, prompts, *rest):
@@ -1673,7 +1679,6 @@ def mistake(*words, status=1, **settings):
     (["--strides", "1,4"], "--strides: (1, 4); expected numbers of 2 or more"), (["--strides", ""], "--strides"),
     (["--strides", "two"], "--strides: 'two' is not a whole number"),
     (["--coarse_quantizers", "8"], "--coarse_quantizers: 8 is not within 1 and 7"),
-    (["--coarse_quantizers", "16", "--groups", "2"], "--coarse_quantizers: 16 is not within 1 and 15"),
     (["--mel_floor", "1.5"], "--mel_floor: 1.5 is above"),
     (["--coarse_quantizers", "0"], "--coarse_quantizers: 0 is not above 0"),
     (["--stft_window", "100"], "--stft_window: 100 is not a multiple of 128"), (["--seconds", "-1"], "--seconds: -1"),
@@ -1683,10 +1688,16 @@ def mistake(*words, status=1, **settings):
     (["--text_embeds"], "--text_embeds: it needs --text prefix or --text cross"),
     (["--stage", "coarse", "--tokenizer", "hubert:x:9"], "--tokenizer: it belongs to the semantic run"),
     (["--unique"], "--layout aligned: it predicts no tokens that are given"), (["--given_weight", "1"], "--layout al"),
-    (["--quantizer", "fsq", "--codebook_size", "1021"], "--quantizer fsq: codebook_size 1021 is no product"),
-    (["--quantizer", "lfq", "--codebook_size", "1000"], "lfq: no power of two; the nearest possible: 512 and 1024"),
+    (["--quantizer", "fsq", "--grouped_quantizers", "0", "--codebook_size", "1021"],
+     "--quantizer fsq: codebook_size 1021 is no product"),
+    (["--quantizer", "lfq", "--grouped_quantizers", "0", "--codebook_size", "1000"],
+     "lfq: no power of two; the nearest possible: 512 and 1024"),
     (["--quantizer", "lfq", "--rotation"], "--quantizer lfq: rotation and temperature are for kind rvq"),
-    (["--groups", "3"], "width 128 or codebook_width 0 does not divide into 3 groups"),
+    (["--codec_width", "80", "--grouped_quantizers", "1", "--groups", "3"],
+     "width 80 or codebook_width 0 does not divide into 3 groups"),
+    (["--quantizer", "fsq", "--grouped_quantizers", "1"],
+     "fsq takes the same number for all quantizers; --grouped_quantizers 0 is none"),
+    (["--grouped_quantizers", "-1"], "--grouped_quantizers: -1 is below 0"),
     (["--attention_window", "4", "--codec_width", "130"], "--codec_width: attention needs heads of about 64"),
     (["--seconds", "0.01"], "--seconds: 0.01, shorter than a frame of 320 samples at 16000 Hz"),
     (["--crop_samples", "1700"], "too short for the discriminator of spectra, which takes 1.75 windows"),
@@ -1719,8 +1730,8 @@ def test_samples_that_cannot_be_made_are_refused_in_one_line(whole, voices, tmp_
     audio.write_wav(tmp_path / "short.wav", np.zeros(319), 16_000)
     audio.write_wav(tmp_path / "long.wav", np.random.default_rng(0).uniform(-0.5, 0.5, 16_000), 16_000)
     (tmp_path / "empty.txt").write_text(" \n")
-    for name, codes in dict(high=[[16] * 4], negative=[[-1] * 4], wide=[[1] * 5], flat=[1, 2, 3, 4], none=[[]],
-                            real=[[0.5] * 4], few=[[1] * 3]).items():
+    for name, codes in dict(high=[[16] * 5], negative=[[-1] * 5], wide=[[1] * 6], between=[[1] * 4],
+                            flat=[1, 2, 3, 4], none=[[]], real=[[0.5] * 5], few=[[1] * 3]).items():
         np.save(tmp_path / f"{name}.npy", np.array(codes))
     (tmp_path / "text.npy").write_text("hello")
     for settings, message in [
@@ -1738,10 +1749,11 @@ def test_samples_that_cannot_be_made_are_refused_in_one_line(whole, voices, tmp_
         (dict(file=tmp_path / "empty.txt"), "empty.txt: no text in it"),
         (dict(reconstruct=voice, quantizers=5), "--quantizers: 5, but the codec has 4"),
         (dict(text="a", temperature=(1.0, 2.0)), "--temperature: 2 values; expected one, or one for each of semantic"),
-        *((dict(decode=tmp_path / f"{name}.npy"), "expected whole numbers (frames, 1 to 4) below 16")
-          for name in ("high", "negative", "wide", "flat", "none", "real")),
+        *((dict(decode=tmp_path / f"{name}.npy"),
+           "expected whole numbers (frames, codes) below 16, of 1, 2, 3, 5 codes a frame")
+          for name in ("high", "negative", "wide", "between", "flat", "none", "real")),
         (dict(decode=tmp_path / "text.npy"), "not a readable .npy array"),
-        (dict(prompt_codes=tmp_path / "few.npy"), "3 quantizers, but to go on takes 4"),
+        (dict(prompt_codes=tmp_path / "few.npy"), "3 codes a frame, but to go on takes 5"),
         (dict(text="a", run=tmp_path / "nothing"), "missing; train it first: --stage semantic"),
         (dict(reconstruct=voice, run=tmp_path / "nothing"), "missing; train it first: --stage soundstream"),
     ]:
@@ -1837,4 +1849,4 @@ def test_presets_and_defaults_of_the_stages_are_valid_settings():
     for settings in (*train_audio.PRESETS.values(), *train_audio.STAGES.values()):
         assert Config(**settings).sample_rate > 0
     codec = train_audio.SoundStream(Config(**train_audio.PRESETS["soundstream-24khz"]))
-    assert (codec.hop, codec.rate, codec.columns) == (320, 24_000, 8)
+    assert (codec.hop, codec.rate, codec.ends) == (320, 24_000, [*range(1, 9)])

@@ -21,8 +21,8 @@ from common.state import State
 
 STAGES = ("soundstream", "semantic", "coarse", "fine")
 CASES = (*STAGES, "tokenize", *(f"generate-{stage}" for stage in STAGES[1:]))
-CODEC = dict(channels=16, residual_units=3, codec_width=512, codebook_size=1024, quantizer_dropout=1.0,
-             wave_channels=16, stft_channels=32, seconds=1.0, lr=1e-4)
+CODEC = dict(channels=16, residual_units=3, codec_width=512, codebook_size=1024, grouped_quantizers=0,
+             quantizer_dropout=1.0, least_quantizers=1, wave_channels=16, stft_channels=32, seconds=1.0, lr=1e-4)
 TOKENS = dict(width=512, depth=6, heads=8, kv_heads=1, ff_mult=8 / 3, clusters=500, coarse_quantizers=3,
               given_weight=1.0, mask_past=0.15, lr=3e-4)
 FRAMES = {"semantic": 256, "coarse": 128, "fine": 128}  # of the last stream; the semantic tokens of coarse are as many
@@ -79,7 +79,8 @@ def bench_tokenize(args):
 def make(args, stage):
     """(config, transformer, codes (B, T, Q) of each of its streams)."""
     cfg = settings(args, stage)
-    streams = train_audio.streams_of(cfg, {"semantic": cfg.clusters, "codes": 1024}, {"semantic": 50, "codes": 50}, 8)
+    streams = train_audio.streams_of(cfg, {"semantic": cfg.clusters, "codes": 1024}, {"semantic": 50, "codes": 50},
+                                     range(1, 9))
     torch.manual_seed(0)
     model = train_audio.TokenTransformer(cfg, streams).to(args.device)
     codes = [torch.randint(s.size, (args.batch, FRAMES[stage], s.quantizers)) for s in streams]
