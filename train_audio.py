@@ -78,24 +78,25 @@ class Config(Settings):
     channels: int = 8  # of the first layer; each stride doubles them
     strides: tuple[int, ...] = (2, 4, 5, 8)  # their product is the hop, samples a frame
     residual_units: int = 1  # a stride, with dilations 1, 3, 9
-    codec_width: int = 128  # width of a frame
+    codec_width: int = 78  # width of a frame
     attention_window: int = 0  # frames that attention at the bottleneck looks back, 0 for none
     quantizer: Literal["rvq", "fsq", "lfq"] = "rvq"  # learned codebooks, finite scalar, or lookup-free
     quantizers: int = 8  # each quantizes what those before it have left over; the first few alone are a lower bitrate
     codebook_size: int = 256  # codes of a quantizer
-    grouped_quantizers: int = 0  # the last so many have a code for each of --groups, those before one for the frame
+    grouped_quantizers: int = 1  # the last so many have a code for each of --groups, those before one for the frame
     groups: int = 0  # of the channels of a frame; 0: pairs of channels
+    group_codebooks: Literal["uniform", "learned"] = "uniform"  # grids as wide as what is left over, or like the others
     codebook_width: int = 0  # frames are projected to this width to be quantized, 0 for not at all
     codebook_decay: float = 0.98  # of the codebooks' moving averages
     dead_below: float = 0.1  # codes of fewer frames a step, on average, are replaced
-    quantizer_dropout: float = 0.0  # share of samples that are cut to a random number of quantizers
-    least_quantizers: int = 1  # the smallest such number
+    quantizer_dropout: float = 0.75  # share of samples that are cut to a random number of quantizers
+    least_quantizers: int = 6  # the smallest such number
     rotation: bool = False  # gradients through quantization by the rotation trick (Fifty et al. 2024), not straight
     code_temperature: float = 0.0  # codes are drawn at this temperature in training, 0 for the nearest
     quantize_after: int = 100  # steps of the plain autoencoder before k-means makes the codebooks
     mel_weight: float = 1.0  # of the distance of log-mel spectra at six scales
     mel_floor: float = 0.1  # share of a frame's loudest mel magnitude below which that is deaf, as ears are
-    pre_emphasis: float = 0.4  # of waves in the two losses below, 0 for none: it lifts the faint upper formants
+    pre_emphasis: float = 0.6  # of waves in the two losses below, 0 for none: it lifts the faint upper formants
     l1_weight: float = 10.0  # of the L1 distance of waves
     sdr_weight: float = 0.1  # of the signal-to-distortion ratio, in dB; scale-invariant, it would blow up silence
     commitment_weight: float = 0.25  # of the distance of frames to their codes
@@ -256,10 +257,10 @@ class Config(Settings):
 TRANSFORMER = dict(seconds=3.5, batch_size=16, chunk_size=8, optimizer="muon", lr=6e-3, weight_decay=0.01, beta1=0.9,
                    max_grad_norm=1.0, eval_samples=160, ema_decay=0.995, eval_every=200)
 STAGES = {
-    "soundstream": dict(steps=1400),
+    "soundstream": dict(steps=1000),
     "semantic": dict(TRANSFORMER, steps=320),
-    "coarse": dict(TRANSFORMER, seconds=2.5, steps=920, mask_past=0.0, noise_past=0.6, given_drop=0.1, voice=True),
-    "fine": dict(TRANSFORMER, seconds=1.75, steps=200),
+    "coarse": dict(TRANSFORMER, seconds=2.5, steps=1100, mask_past=0.0, noise_past=0.6, given_drop=0.1, voice=True),
+    "fine": dict(TRANSFORMER, seconds=0.9, steps=100),
 }
 PRESETS = {  # the codec of SoundStream §III at 24 kHz; transformers of AudioLM §IV-A
     "soundstream-24khz": dict(
@@ -282,8 +283,8 @@ PRESETS = {  # the codec of SoundStream §III at 24 kHz; transformers of AudioLM
 SHARED = ("stage", "sample_rate", "seconds", "split_by", "validation", "test", "batch_size", "chunk_size", "seed",
           "optimizer")
 FIXED_CODEC = (*SHARED, "channels", "strides", "residual_units", "codec_width", "attention_window", "quantizer",
-               "quantizers", "codebook_size", "grouped_quantizers", "groups", "codebook_width", "quantize_after",
-               "wave_channels", "stft_channels", "stft_window")
+               "quantizers", "codebook_size", "grouped_quantizers", "groups", "group_codebooks", "codebook_width",
+               "quantize_after", "wave_channels", "stft_channels", "stft_window")
 FIXED_TOKENS = (*SHARED, "unique", "width", "depth", "heads", "kv_heads", "ff_mult", "position", "qk_norm", "layout",
                 "frame_depth", "coarse_quantizers", "voice", "given_weight", "text", "text_embeds", "max_text_len",
                 "text_vocabulary", "text_depth")
@@ -392,9 +393,9 @@ def groups_of(cfg):
 def quantizer_of(cfg):
     """The quantizer of a codec; ValueError if its settings do not fit together."""
     return ResidualQuantizer(
-        cfg.codec_width, cfg.quantizers, cfg.codebook_size, cfg.quantizer, groups_of(cfg), cfg.codebook_width,
-        cfg.codebook_decay, cfg.dead_below, cfg.quantizer_dropout, cfg.least_quantizers, cfg.rotation,
-        cfg.code_temperature)
+        cfg.codec_width, cfg.quantizers, cfg.codebook_size, cfg.quantizer, groups_of(cfg),
+        cfg.group_codebooks == "uniform", cfg.codebook_width, cfg.codebook_decay, cfg.dead_below, cfg.quantizer_dropout,
+        cfg.least_quantizers, cfg.rotation, cfg.code_temperature)
 
 
 class SoundStream(nn.Module):

@@ -114,6 +114,23 @@ def fsq_levels(size, dimensions=None):
     return levels
 
 
+def uniform_grid(size, dimensions):
+    """At most `size` points of a grid for numbers of variance 1, (size, d): 256 of two dimensions are 17 * 15 and one.
+
+    Odd numbers of levels, as even as can be, so that 0 is one; as wide as is best for each number of them (Max 1960,
+    Table II, to 5 %). The first point stands for what is left of `size`. ValueError for fewer than three levels each.
+    """
+    levels = [1] * dimensions
+    while math.prod(levels) // min(levels) * (min(levels) + 2) <= size:
+        levels[levels.index(min(levels))] += 2
+    if min(levels) < 3:
+        raise ValueError(f"codebook_size {size}: grids of groups of {dimensions} channels have {3 ** dimensions} "
+                         "points or more; take more groups")
+    lines = [(torch.arange(n) - n // 2) * ((0.77 * math.log(n) + 0.37) / (n // 2)) for n in levels]
+    points = torch.stack(torch.meshgrid(*lines, indexing="ij"), dim=-1).reshape(-1, dimensions)
+    return torch.cat([points, points[:1].expand(size - len(points), -1)])
+
+
 class ResidualQuantizer(nn.Module):
     """Q quantizers in a row, each of the residual of those before it, as a whole or in groups of channels.
 
@@ -127,17 +144,20 @@ class ResidualQuantizer(nn.Module):
     groups: a quantizer of G > 1 has a code for each G-th of the width (HiFi-Codec, Yang et al. 2023). Few codes say
     most as codes of whole frames; many, as codes of parts. The C codes of a frame are laid out quantizer by quantizer,
     `ends[q]` is behind those of quantizer q. A code is an integer in [0, codebook_size), also for fsq and lfq.
+    uniform: codebooks of groups are grids, as wide as what is left for them. Learned codes lie the closer, the more
+    vectors there are, so the most probable code of a loud frame is a loud one; of a grid it is the middle.
 
     A step of training: `forward` for each chunk, in training mode and with gradients enabled, adds to the statistics;
     then once, on all ranks, `update` if the step counts, else `discard`. A pass in evaluation mode or under no_grad,
     such as the discriminator's, leaves no trace.
     """
 
-    def __init__(self, width, quantizers=8, codebook_size=1024, kind="rvq", groups=1, codebook_width=0, decay=0.95,
-                 dead_below=2.0, dropout=0.0, least=1, rotation=False, temperature=0.0, entropy_weight=0.1):
+    def __init__(self, width, quantizers=8, codebook_size=1024, kind="rvq", groups=1, uniform=False, codebook_width=0,
+                 decay=0.95, dead_below=2.0, dropout=0.0, least=1, rotation=False, temperature=0.0, entropy_weight=0.1):
         """`width` is the D of z; the rest applies to rvq unless said otherwise.
 
         groups (all kinds): of every quantizer, or a sequence of one number each, which only rvq takes.
+        uniform: codebooks of quantizers of several groups are grids, by `uniform_grid`, else learned as the others.
         codebook_width: dimensions, of all groups together, that are quantized; projected to and from unless 0 or D.
             fsq and lfq: 0 is as many as needed; fsq takes any number for which `fsq_levels` knows levels.
         decay: of the moving averages, a step. dead_below: a code that gets fewer vectors a step, on a moving average,
@@ -196,6 +216,8 @@ class ResidualQuantizer(nn.Module):
                 self.register_buffer(name, torch.zeros(size))
             for name, size in ("pending_count", counts), ("pending_sum", vectors):
                 self.register_buffer(name, torch.zeros(size), persistent=False)
+            for number in {*groups} - {1} if uniform else ():
+                self.register_buffer(f"grid{number}", uniform_grid(codebook_size, inner // number), persistent=False)
         else:
             basis = [math.prod(levels[:i]) for i in range(len(levels))]  # a code's digits: the first counts ones
             shrink = [1 / (n - 1) if kind == "fsq" else 0.5 for n in levels]  # of the grid, a quantizer
@@ -251,10 +273,16 @@ class ResidualQuantizer(nn.Module):
             generator = torch.Generator().manual_seed(seed)
             residual = self._enter(z[None])
             for q in range(self.quantizers):
-                x = self._grouped(residual, q)
-                centers, counts = kmeans(x, self.codebook_size, generator, rounds)
+                x, grid = self._grouped(residual, q), self._grid(q)
+                if grid is None:
+                    centers, counts = kmeans(x, self.codebook_size, generator, rounds)
+                    sums = centers * counts[..., None]
+                else:
+                    centers = grid * x.square().mean(1, keepdim=True).sqrt()
+                    counts, sums = torch.zeros_like(centers[..., 0]), torch.zeros_like(centers)
+                    _add_by_code(counts, sums, x.square(), nearest(x, centers), x.new_ones(x.shape[1]))
                 self._vectors(self.codebook, q).copy_(centers)
-                self._vectors(self.ema_sum, q).copy_(centers * counts[..., None])
+                self._vectors(self.ema_sum, q).copy_(sums)
                 self._counts(self.ema_count, q).copy_(counts)
                 residual = residual - self._lookup(nearest(x, centers), q)
         for tensor in (self.codebook, self.ema_count, self.ema_sum) if td.is_initialized() else ():
@@ -283,7 +311,12 @@ class ResidualQuantizer(nn.Module):
             codebook, total, new = (self._vectors(x, q) for x in (self.codebook, self.ema_sum, self.pending_sum))
             own_rate, own_fresh, count = (self._counts(x, q)[..., None] for x in (rate, fresh, smoothed))
             total.lerp_(new, own_rate.expand_as(total))
-            codebook.copy_(torch.where(own_fresh, total / count, codebook))
+            if (grid := self._grid(q)) is None:
+                found = total / count
+            else:
+                found = grid * (total.sum(1, keepdim=True) / count.sum(1, keepdim=True)).sqrt()
+            codebook.copy_(torch.where(own_fresh, found, codebook))
+            own_fresh &= grid is None  # codes of a grid do not die
         self._replace_dead(fresh, mass / self.codebook_size, seed)
         self.discard()
 
@@ -309,6 +342,10 @@ class ResidualQuantizer(nn.Module):
     def _vectors(self, x, q):
         """Those of quantizer q in x (Q, G·K·d), a view (G, K, d)."""
         return x[q].view(self.groups[q], self.codebook_size, -1)
+
+    def _grid(self, q):
+        """The grid (K, d) that quantizer q's codebooks are, but for their widths, or None if they are learned."""
+        return getattr(self, f"grid{self.groups[q]}", None)
 
     def _counts(self, x, q):
         """Those of quantizer q in x (C, …), a view (G, …)."""
@@ -340,7 +377,8 @@ class ResidualQuantizer(nn.Module):
             value = self._lookup(code, q)
             if learns:
                 counted = (weight & self.initialized).float()
-                _add_by_code(self._counts(self.pending_count, q), self._vectors(self.pending_sum, q), given, code,
+                seen = given if self._grid(q) is None else given.square()  # all there is to know for a grid
+                _add_by_code(self._counts(self.pending_count, q), self._vectors(self.pending_sum, q), seen, code,
                              counted)
                 candidates.append(residual.detach())
             if self.kind == "lfq":

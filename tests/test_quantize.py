@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from common import dist
-from common.quantize import ResidualQuantizer, fsq_levels, kmeans, perplexity, rotate_to
+from common.quantize import ResidualQuantizer, fsq_levels, kmeans, nearest, perplexity, rotate_to, uniform_grid
 
 
 def make(kind="rvq", width=6, quantizers=3, codebook_size=16, seed=0, ready=True, **more):
@@ -44,6 +44,7 @@ def same(one, other):
 
 
 KINDS = [dict(kind="rvq"), dict(kind="rvq", groups=2), dict(kind="rvq", groups=(1, 3, 2)),
+         dict(kind="rvq", groups=(1, 3, 6), uniform=True),
          dict(kind="rvq", codebook_width=4, groups=2),
          dict(kind="fsq", codebook_size=240), dict(kind="fsq", codebook_size=64, groups=2),
          dict(kind="lfq"), dict(kind="lfq", groups=3)]
@@ -81,7 +82,7 @@ def test_codes_are_the_nearest_of_each_residual(groups):
 @pytest.mark.parametrize("more", KINDS, ids=str)
 def test_error_falls_with_every_further_quantizer(more):
     if isinstance(more.get("groups"), tuple):
-        more = dict(more, groups=(1, 3, 2, 6))
+        more = dict(more, groups=(*more["groups"], 6))
     quantizer = make(**more, quantizers=4)
     z = samples()
     if quantizer.kind != "rvq":  # their range is bounded: look at what is quantized, not at its projection
@@ -138,6 +139,44 @@ def test_codebooks_move_as_the_formula_by_hand_says():
         torch.testing.assert_close(vectors(quantizer)[0, 0], sums / smoothed[:, None], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("levels, step", [(3, 1.2240), (5, 0.8430), (9, 0.5338), (17, 0.3164)])  # Max 1960, Table II
+def test_a_grid_is_as_wide_as_is_best_for_its_levels(levels, step):
+    grid = uniform_grid(levels, 1)
+    x = torch.randn(1, 100_000, 1, generator=torch.Generator().manual_seed(0))
+
+    def error(points):
+        return (x - points[nearest(x, points[None])[0]]).square().mean()
+    places = torch.arange(levels) - levels // 2
+    torch.testing.assert_close(grid[:, 0], step * places, rtol=0.06, atol=1e-6)
+    assert error(grid) < 1.02 * error(step * places[:, None])
+    assert error(grid) < min(error(0.7 * grid), error(1.4 * grid))
+
+
+def test_grids_have_as_many_points_as_fit_and_one_in_the_middle():
+    for size, width, levels in ((256, 2, [17, 15]), (256, 1, [255]), (16, 2, [5, 3]), (27, 3, [3, 3, 3])):
+        grid = uniform_grid(size, width)
+        assert grid.shape == (size, width) and (grid == 0).all(1).sum() == 1
+        assert [len(column.unique()) for column in grid.T] == levels
+        assert len(grid.unique(dim=0)) == np.prod(levels) and (grid[np.prod(levels):] == grid[0]).all()
+    with pytest.raises(ValueError, match="codebook_size 16: grids of groups of 3 channels have 27 points or more"):
+        make(groups=2, uniform=True)
+
+
+def test_grids_follow_the_width_of_what_is_left_and_their_codes_do_not_die():
+    quantizer, z = make(quantizers=1, groups=3, uniform=True, decay=0.9, dead_below=1e9), samples()
+    power, mass = 400 * torch.randn(400, 6, generator=torch.Generator().manual_seed(0)).square().mean(0), 400.0
+    torch.testing.assert_close(vectors(quantizer, "ema_sum").sum(2).flatten(), power)  # what `make` started it with
+    for step in range(3):
+        x = (1 + step) * z * torch.tensor([0.1, 1, 2, 3, 4, 5])
+        codes, parts = quantizer.encode(x).flatten(0, 1), x.reshape(-1, 3, 2)
+        torch.testing.assert_close(codes, torch.cdist(parts.transpose(0, 1), vectors(quantizer)[0]).argmin(-1).T)
+        quantizer(x)
+        quantizer.update(step)
+        power, mass = 0.9 * power + 0.1 * x.square().sum((0, 1)), 0.9 * mass + 0.1 * 160
+        wanted = uniform_grid(16, 2) * (power / mass).sqrt().view(3, 1, 2)
+        torch.testing.assert_close(vectors(quantizer)[0], wanted)
+
+
 def kill(quantizer):
     """Move some codes where no vector is, and let them have none on average either."""
     with torch.no_grad():
@@ -147,9 +186,9 @@ def kill(quantizer):
             quantizer.ema_sum[q].view(number, quantizer.codebook_size, -1)[:, q:q + 5] = 1.0
 
 
-def train(world_size, chunk, killed, groups=2, steps=3):
+def train(world_size, chunk, killed, groups=2, uniform=False, steps=3):
     """The persistent state after `steps` steps on a batch of 8, cut into chunks given to ranks in turn."""
-    quantizer = make(groups=groups, dead_below=2.0 if killed else 0.0)
+    quantizer = make(groups=groups, uniform=uniform, dead_below=2.0 if killed else 0.0)
     if killed:
         kill(quantizer)
     for step in range(steps):
@@ -160,16 +199,17 @@ def train(world_size, chunk, killed, groups=2, steps=3):
     return {name: tensor.numpy() for name, tensor in quantizer.state_dict().items()}
 
 
-@pytest.mark.parametrize("killed, chunk, groups", [  # 3 chunks, uneven; 4: rank 0's last is not the last
-    (False, 3, 2), (True, 2, 2), (False, 3, (1, 3, 2)), (True, 2, (1, 3, 2))])
-def test_codebooks_do_not_depend_on_the_number_of_ranks_and_are_equal_on_all(on_ranks, killed, chunk, groups):
-    alone = train(1, chunk, killed, groups)
-    first, second = on_ranks(2, train, 2, chunk, killed, groups)
+@pytest.mark.parametrize("killed, chunk, groups, uniform", [  # 3 chunks, uneven; 4: rank 0's last is not the last
+    (False, 3, 2, False), (True, 2, 2, False), (False, 3, (1, 3, 2), False), (True, 2, (1, 3, 2), False),
+    (False, 3, (1, 3, 6), True)])
+def test_codebooks_do_not_depend_on_the_number_of_ranks_and_are_equal_on_all(on_ranks, killed, chunk, groups, uniform):
+    alone = train(1, chunk, killed, groups, uniform)
+    first, second = on_ranks(2, train, 2, chunk, killed, groups, uniform)
     for name in alone:
         np.testing.assert_array_equal(first[name], second[name], err_msg=name)
         np.testing.assert_allclose(first[name], alone[name], rtol=1e-6, atol=1e-6, err_msg=name)
     if not killed:  # what dead codes become is the first chunk's; all else is the batch's
-        for name, whole in train(1, 8, killed, groups).items():
+        for name, whole in train(1, 8, killed, groups, uniform).items():
             np.testing.assert_allclose(whole, alone[name], rtol=1e-6, atol=1e-6, err_msg=name)
     else:
         assert abs(first["codebook"]).max() < 10

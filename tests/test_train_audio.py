@@ -25,7 +25,7 @@ from train_audio import Config, Drawing, Stream, lay_out
 
 CPU = torch.device("cpu")
 CODEC = dict(channels=2, strides=(4, 5, 16), codec_width=16, quantizers=4, codebook_size=16, grouped_quantizers=0,
-             groups=2, wave_channels=1, stft_channels=2, stft_window=256)
+             wave_channels=1, stft_channels=2, stft_window=256)
 TINY = dict(CODEC, grouped_quantizers=1, steps=6, batch_size=4, chunk_size=2, seconds=0.5, eval_seconds=0.5,
             prompt_seconds=0.2, quantize_after=2, discriminate_after=0.5, penalty_every=2, width=16, depth=2, heads=2,
             coarse_quantizers=2, clusters=20, text_depth=1, text_vocabulary=270, eval_samples=4, eval_sounds=1,
@@ -247,16 +247,16 @@ def test_every_begun_hop_is_a_frame_and_the_wave_keeps_its_length(strides):
 
 
 @pytest.mark.parametrize("settings", [
-    dict(), dict(grouped_quantizers=4), dict(grouped_quantizers=2), dict(quantizer="fsq"), dict(quantizer="lfq"),
-    dict(codebook_width=8)], ids=str)
+    dict(), dict(grouped_quantizers=4, group_codebooks="learned"), dict(grouped_quantizers=2), dict(quantizer="fsq"),
+    dict(quantizer="lfq"), dict(codebook_width=8)], ids=str)
 def test_the_first_codes_decode_to_the_pass_with_as_many_quantizers(settings):
     codec, grouped = codec_of(**settings), settings.get("grouped_quantizers", 0)
     wave = noise(2, 5 * codec.hop)
     codes, waves = codec.encode(wave), []
-    assert codes.shape == (2, 5, 4 + grouped)  # two of each
+    assert codes.shape == (2, 5, 4 + 7 * grouped)  # eight pairs of channels
     for count in (1, 2, 4):
         made, found, _ = codec(wave, count)
-        assert torch.equal(found, codes[..., :count + max(0, count - 4 + grouped)])
+        assert torch.equal(found, codes[..., :count + 7 * max(0, count - 4 + grouped)])
         assert torch.equal(found, codec.encode(wave, count))
         torch.testing.assert_close(codec.decode(found), made, rtol=1e-5, atol=1e-6)
         waves.append(made)
@@ -499,15 +499,15 @@ def test_figures_of_the_codec_are_means_over_recordings(monkeypatch):
 def test_perplexity_counts_the_frames_of_recordings_and_not_their_padding(monkeypatch):
     task, _, _ = codec_task(monkeypatch, **READY, eval_samples=0, chunk_size=3, eval_seconds=20.0)
     task.make_codebooks()
-    codec, used = task.run.model.eval(), torch.zeros(5, task.cfg.codebook_size)
+    codec, used = task.run.model.eval(), torch.zeros(11, task.cfg.codebook_size)
     for row in map(int, task.heard.split("validation", 0.2, 0.2, "file")):
         for q, column in enumerate(codec.encode(task.heard.wave(row)[None])[0].T):
             used[q] += torch.bincount(column, minlength=task.cfg.codebook_size)
     share = used / used.sum(1, keepdim=True)
     figures = task.figures("validation")
-    *plain, one, other = torch.special.entr(share).sum(1).exp().tolist()
-    assert one != other  # of the two groups of the last quantizer, the one less in use
-    for q, value in enumerate([*plain, min(one, other)], 1):
+    used = torch.special.entr(share).sum(1).exp()
+    assert len(used[3:].unique()) > 1  # of the groups of the last quantizer, the one least in use
+    for q, value in enumerate([*used[:3].tolist(), used[3:].min().item()], 1):
         assert figures[f"codebook_perplexity@{q}"] == pytest.approx(value, rel=0.02)
 
 
@@ -1323,8 +1323,8 @@ def test_figures_of_the_transformers_are_means_over_tokens_and_leave_the_mode(wh
 @pytest.mark.parametrize("settings", [
     dict(layout="flattened", text="cross", kv_heads=1, position="relative", unique=True, given_weight=0.5,
          qk_norm=True, dropout=0.1),
-    dict(grouped_quantizers=4, rotation=True, attention_window=8, codec_width=64, text="prefix", precision="bf16",
-         deltas=True, optimizer="muon")], ids=["flattened", "aligned"])
+    dict(grouped_quantizers=4, groups=2, group_codebooks="learned", rotation=True, attention_window=8, codec_width=64,
+         text="prefix", precision="bf16", deltas=True, optimizer="muon")], ids=["flattened", "aligned"])
 def test_built_in_syllables_with_every_other_setting_are_trained_on_and_judged(settings, tmp_path, monkeypatch):
     monkeypatch.setattr(train_audio, "BUILTIN_ROWS", 40)
     words = flags(run=tmp_path, **{**TINY, **settings, "steps": 4, "seconds": 0.4, "eval_samples": 2})
@@ -1409,7 +1409,7 @@ def test_a_published_codec_takes_the_place_of_one_trained_here(voices, tmp_path)
 @pytest.mark.parametrize("kind, size", [("fsq", 15), ("lfq", 16)])
 def test_codecs_of_other_quantizers_are_trained_and_used(kind, size, voices, tmp_path):
     run(*flags(**{**TINY, **dict(stage="soundstream", data=voices, run=tmp_path, quantizer=kind, codebook_size=size,
-                                     grouped_quantizers=4)}))
+                                     grouped_quantizers=4, groups=2)}))
     last = metrics(tmp_path / "soundstream")[-1]
     assert np.isfinite(last["test_loss"]) and min(v for k, v in last.items() if "perplexity" in k) > 1
     _, sound, codes = sampled(tmp_path, run=tmp_path, reconstruct=next(voices.rglob("*.wav")))
@@ -1418,10 +1418,14 @@ def test_codecs_of_other_quantizers_are_trained_and_used(kind, size, voices, tmp
 
 def test_settings_of_the_quantizer_reach_it():
     found = vars(codec_of(quantizer_dropout=0.3, least_quantizers=2, rotation=True, code_temperature=0.7,
-                          codebook_decay=0.9, dead_below=1.5, grouped_quantizers=2, groups=8).quantizer)
-    wanted = dict(dropout=0.3, least=2, rotation=True, temperature=0.7, decay=0.9, dead_below=1.5, groups=(1, 1, 8, 8),
+                          codebook_decay=0.9, dead_below=1.5, grouped_quantizers=2, groups=4,
+                          group_codebooks="learned").quantizer)
+    wanted = dict(dropout=0.3, least=2, rotation=True, temperature=0.7, decay=0.9, dead_below=1.5, groups=(1, 1, 4, 4),
                   quantizers=4)
     assert {name: found[name] for name in wanted} == wanted
+    pairs = [codec_of(grouped_quantizers=2, group_codebooks=kind).quantizer for kind in ("uniform", "learned")]
+    assert pairs[0].groups == pairs[1].groups == (1, 1, 8, 8)
+    assert [len(one.codebook[2].view(8, 16, 2)[0].unique(dim=0)) for one in pairs] == [15, 16]  # a grid of 5 * 3
 
 
 @pytest.mark.parametrize("every, weight, wanted", [(3, 10.0, [10.0, 0, 0, 10.0, 0]), (1, 2.0, [2.0] * 5),
@@ -1536,7 +1540,7 @@ def test_reconstruction_by_any_number_of_quantizers_and_codes_written_and_read(w
     voice = next(voices.rglob("*.wav"))
     wave = torch.from_numpy(audio.read(voice)[0][0])
     codec = train_audio.load_soundstream(whole / "soundstream", CPU)
-    for quantizers, width in ((0, 5), (1, 1), (3, 3), (4, 5)):  # the last has two groups
+    for quantizers, width in ((0, 11), (1, 1), (3, 3), (4, 11)):  # the last has eight pairs
         out, sound, codes = sampled(tmp_path, run=whole, reconstruct=voice, quantizers=quantizers,
                                     picture=tmp_path / "out.png")
         assert codes.shape == (math.ceil(len(wave) / 320), width) and len(sound) == len(wave)
@@ -1571,7 +1575,7 @@ def test_sounds_go_on_from_a_recording_from_its_codes_or_from_a_text(whole, voic
     assert np.array_equal(coarse, codes[:, :2])
     _, sound, codes = sampled(tmp_path, run=whole, text="a i u o", picture=tmp_path / "out.png", weights="online",
                               temperature=(0.0, 1.0, 0.5), top_k=(0.1, 1.0, 1.0), guidance_scale=(3.0, 1.0, 1.0))
-    assert codes.shape[1] == 5 and len(codes) <= 25 and (tmp_path / "out.png").is_file()
+    assert codes.shape[1] == 11 and len(codes) <= 25 and (tmp_path / "out.png").is_file()
     _, _, with_text = sampled(tmp_path, **asked, text="a i u o", guidance_scale=4.0)
     assert np.array_equal(with_text[:15], prompt)
 
@@ -1618,7 +1622,7 @@ def test_without_a_prompt_to_hear_coarse_is_told_a_voice_unless_it_was_trained_w
     state = checkpoint.load(folder / "coarse/model.pt")
     state["config"]["given_drop"] = given_drop
     checkpoint.save(state, folder / "coarse/model.pt")
-    np.save(tmp_path / "prompt.npy", np.random.default_rng(0).integers(8, size=(15, 5)))
+    np.save(tmp_path / "prompt.npy", np.random.default_rng(0).integers(8, size=(15, 11)))
 
     class Spy(train_audio.Stack):
         def speak(self, prompts, *rest):
@@ -1730,8 +1734,8 @@ def test_samples_that_cannot_be_made_are_refused_in_one_line(whole, voices, tmp_
     audio.write_wav(tmp_path / "short.wav", np.zeros(319), 16_000)
     audio.write_wav(tmp_path / "long.wav", np.random.default_rng(0).uniform(-0.5, 0.5, 16_000), 16_000)
     (tmp_path / "empty.txt").write_text(" \n")
-    for name, codes in dict(high=[[16] * 5], negative=[[-1] * 5], wide=[[1] * 6], between=[[1] * 4],
-                            flat=[1, 2, 3, 4], none=[[]], real=[[0.5] * 5], few=[[1] * 3]).items():
+    for name, codes in dict(high=[[16] * 11], negative=[[-1] * 11], wide=[[1] * 12], between=[[1] * 4],
+                            flat=[1, 2, 3], none=[[]], real=[[0.5] * 11], few=[[1] * 3]).items():
         np.save(tmp_path / f"{name}.npy", np.array(codes))
     (tmp_path / "text.npy").write_text("hello")
     for settings, message in [
@@ -1750,10 +1754,10 @@ def test_samples_that_cannot_be_made_are_refused_in_one_line(whole, voices, tmp_
         (dict(reconstruct=voice, quantizers=5), "--quantizers: 5, but the codec has 4"),
         (dict(text="a", temperature=(1.0, 2.0)), "--temperature: 2 values; expected one, or one for each of semantic"),
         *((dict(decode=tmp_path / f"{name}.npy"),
-           "expected whole numbers (frames, codes) below 16, of 1, 2, 3, 5 codes a frame")
+           "expected whole numbers (frames, codes) below 16, of 1, 2, 3, 11 codes a frame")
           for name in ("high", "negative", "wide", "between", "flat", "none", "real")),
         (dict(decode=tmp_path / "text.npy"), "not a readable .npy array"),
-        (dict(prompt_codes=tmp_path / "few.npy"), "3 codes a frame, but to go on takes 5"),
+        (dict(prompt_codes=tmp_path / "few.npy"), "3 codes a frame, but to go on takes 11"),
         (dict(text="a", run=tmp_path / "nothing"), "missing; train it first: --stage semantic"),
         (dict(reconstruct=voice, run=tmp_path / "nothing"), "missing; train it first: --stage soundstream"),
     ]:
