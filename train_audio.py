@@ -257,9 +257,9 @@ class Config(Settings):
 TRANSFORMER = dict(seconds=3.5, batch_size=16, chunk_size=8, optimizer="muon", lr=6e-3, weight_decay=0.01, beta1=0.9,
                    max_grad_norm=1.0, eval_samples=160, ema_decay=0.995, eval_every=200)
 STAGES = {
-    "soundstream": dict(steps=1000),
+    "soundstream": dict(steps=1400),
     "semantic": dict(TRANSFORMER, steps=320),
-    "coarse": dict(TRANSFORMER, seconds=2.5, steps=1100, mask_past=0.0, noise_past=0.6, given_drop=0.1, voice=True),
+    "coarse": dict(TRANSFORMER, seconds=2.5, steps=1200, mask_past=0.0, noise_past=0.6, given_drop=0.1, voice=True),
     "fine": dict(TRANSFORMER, seconds=0.9, steps=100),
 }
 PRESETS = {  # the codec of SoundStream §III at 24 kHz; transformers of AudioLM §IV-A
