@@ -80,7 +80,7 @@ class Config(Settings):
     residual_units: int = 1  # a stride, with dilations 1, 3, 9
     codec_width: int = 78  # width of a frame
     attention_window: int = 0  # frames that attention at the bottleneck looks back, 0 for none
-    quantizer: Literal["rvq", "fsq", "lfq"] = "rvq"  # learned codebooks, finite scalar, or lookup-free
+    quantizer: Literal["rvq", "fsq", "lfq"] = "rvq"  # learned; finite scalar, lookup-free: ungrouped
     quantizers: int = 8  # each quantizes what those before it have left over; the first few alone are a lower bitrate
     codebook_size: int = 256  # codes of a quantizer
     grouped_quantizers: int = 1  # the last so many have a code for each of --groups, those before one for the frame

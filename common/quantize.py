@@ -210,7 +210,7 @@ class ResidualQuantizer(nn.Module):
         # a tensor, not a Python value, so that checkpoints and EMA copies carry it along
         self.register_buffer("initialized", torch.tensor(kind != "rvq"))
         if kind == "rvq":
-            # a quantizer's vectors are (G, K, d), laid out flat, as G·d is the same for all
+            # a quantizer's vectors are (G, K, d), laid out flat, as G·d is the same for all; a grid sums squares
             vectors, counts = (quantizers, codebook_size * inner), (self.ends[-1], codebook_size)
             for name, size in ("codebook", vectors), ("ema_count", counts), ("ema_sum", vectors):
                 self.register_buffer(name, torch.zeros(size))

@@ -28,9 +28,9 @@ def vectors(quantizer, name="codebook"):
     return getattr(quantizer, name).view(quantizer.quantizers, quantizer.groups[0], quantizer.codebook_size, -1)
 
 
-def counts_of(quantizer, name="ema_count"):
+def counts_of(quantizer):
     """A view (Q, G, K) of their counts."""
-    return vectors(quantizer, name)[..., 0]
+    return vectors(quantizer, "ema_count")[..., 0]
 
 
 def state(quantizer):
