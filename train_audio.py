@@ -78,7 +78,7 @@ class Config(Settings):
     channels: int = 8  # of the first layer; each stride doubles them
     strides: tuple[int, ...] = (2, 4, 5, 8)  # their product is the hop, samples a frame
     residual_units: int = 1  # a stride, with dilations 1, 3, 9
-    codec_width: int = 78  # width of a frame
+    codec_width: int = 90  # width of a frame
     attention_window: int = 0  # frames that attention at the bottleneck looks back, 0 for none
     quantizer: Literal["rvq", "fsq", "lfq"] = "rvq"  # learned; finite scalar, lookup-free: ungrouped
     quantizers: int = 8  # each quantizes what those before it have left over; the first few alone are a lower bitrate
@@ -89,14 +89,14 @@ class Config(Settings):
     codebook_width: int = 0  # frames are projected to this width to be quantized, 0 for not at all
     codebook_decay: float = 0.98  # of the codebooks' moving averages
     dead_below: float = 0.1  # codes of fewer frames a step, on average, are replaced
-    quantizer_dropout: float = 0.75  # share of samples that are cut to a random number of quantizers
+    quantizer_dropout: float = 1.0  # share of samples that are cut to a random number of quantizers
     least_quantizers: int = 6  # the smallest such number
     rotation: bool = False  # gradients through quantization by the rotation trick (Fifty et al. 2024), not straight
     code_temperature: float = 0.0  # codes are drawn at this temperature in training, 0 for the nearest
     quantize_after: int = 100  # steps of the plain autoencoder before k-means makes the codebooks
     mel_weight: float = 1.0  # of the distance of log-mel spectra at six scales
     mel_floor: float = 0.1  # share of a frame's loudest mel magnitude below which that is deaf, as ears are
-    pre_emphasis: float = 0.6  # of waves in the two losses below, 0 for none: it lifts the faint upper formants
+    pre_emphasis: float = 0.4  # of waves in the two losses below, 0 for none: it lifts the faint upper formants
     l1_weight: float = 10.0  # of the L1 distance of waves
     sdr_weight: float = 0.1  # of the signal-to-distortion ratio, in dB; scale-invariant, it would blow up silence
     commitment_weight: float = 0.25  # of the distance of frames to their codes
