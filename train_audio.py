@@ -259,7 +259,7 @@ TRANSFORMER = dict(seconds=3.5, batch_size=16, chunk_size=8, optimizer="muon", l
 STAGES = {
     "soundstream": dict(steps=1400),
     "semantic": dict(TRANSFORMER, steps=320),
-    "coarse": dict(TRANSFORMER, seconds=2.5, steps=1200, mask_past=0.0, noise_past=0.6, given_drop=0.1, voice=True),
+    "coarse": dict(TRANSFORMER, seconds=2.5, steps=1400, mask_past=0.0, noise_past=0.6, given_drop=0.1, voice=True),
     "fine": dict(TRANSFORMER, seconds=0.9, steps=100),
 }
 PRESETS = {  # the codec of SoundStream §III at 24 kHz; transformers of AudioLM §IV-A
