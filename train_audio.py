@@ -1606,6 +1606,9 @@ def prepare(cfg, run):
     Returns (the config with all that was "auto" or left to the run's place decided, messages).
     """
     cfg = check_start(cfg)
+    if cfg.stage == "soundstream" and cfg.quantizer == "rvq" and cfg.steps <= cfg.quantize_after and not cfg.init_from:
+        raise UserError(f"--steps {cfg.steps}: there are no codebooks before --quantize_after {cfg.quantize_after}; "
+                        "give more steps, or lower that")
     source = open_source(cfg)  # checked before an earlier run is moved aside
     if cfg.text == "auto":
         use = "prefix" if cfg.stage == "semantic" and source.texts else "none"

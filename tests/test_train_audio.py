@@ -1495,7 +1495,7 @@ def test_recordings_with_bad_samples_are_left_out_and_named_in_every_stage(tmp_p
     write_bad(bad)
     (tmp_path / "data/empty.wav").write_bytes(b"")
     (tmp_path / "data/cut.wav").write_bytes(bad.read_bytes()[:30])
-    out = run(*flags(data=tmp_path / "data", run=tmp_path / "run", **{**TINY, "steps": 2, "eval_samples": 0}))
+    out = run(*flags(data=tmp_path / "data", run=tmp_path / "run", **{**TINY, "steps": 3, "eval_samples": 0}))
     assert f"{bad}: sample 100 is not finite" in out and out.count("3 recordings cannot be used and are left out") == 4
     assert "empty.wav" in out and "cut.wav" in out and "The stages together" in out
     assert len(list((tmp_path / "run/tokens").iterdir())) == 2
@@ -1663,7 +1663,7 @@ def test_recordings_of_another_rate_are_resampled_and_that_is_said(whole, voices
     assert f"{low}: 8000 Hz, resampled to the codec's 16000" in out and len(sound) == 2 * len(audio.read(low)[0][0])
     out, _, _ = sampled(tmp_path, run=whole, prompt=low, prompt_seconds=0.2)
     assert f"{low}: 8000 Hz, resampled to the codec's 16000" in out
-    out = run(*flags(**{**TINY, **dict(stage="soundstream", data=tmp_path / "low", run=tmp_path / "run", steps=2)}))
+    out = run(*flags(**{**TINY, **dict(stage="soundstream", data=tmp_path / "low", run=tmp_path / "run", steps=3)}))
     assert "20 of 20 recordings at 8000 Hz are resampled to 16000" in out
 
 
@@ -1822,6 +1822,7 @@ def test_data_and_stages_that_training_cannot_use_are_refused_in_one_line(whole,
             ("truncated", "12 of 12 recordings cannot be used"), ("header", "12 of 12 recordings cannot be used"),
             ("short", "100 samples at 16000 Hz, 100 at 16000, shorter than a frame of 320")]),
         (dict(batch_size=50), "training recordings, fewer than --batch_size 50; lower it"),
+        (dict(steps=2), "--steps 2: there are no codebooks before --quantize_after 2; give more steps, or lower that"),
         (dict(validation=0.001), "is left for validation; raise --validation, or --split_by file"),
         (dict(speaker_pattern="("), "--speaker_pattern (: expected a regular expression"),
         (dict(stage="semantic", data=silent, text="prefix"), "has no transcripts; expected NAME.txt beside"),
