@@ -80,17 +80,17 @@ class Config(Settings):
     residual_units: int = 1  # a stride, with dilations 1, 3, 9
     codec_width: int = 90  # width of a frame
     attention_window: int = 0  # frames that attention at the bottleneck looks back, 0 for none
-    quantizer: Literal["rvq", "fsq", "lfq"] = "rvq"  # learned; finite scalar, lookup-free: ungrouped
+    quantizer: Literal["rvq", "fsq", "lfq"] = "rvq"  # learned; finite scalar, lookup-free: all grouped, or none
     quantizers: int = 8  # each quantizes what those before it have left over; the first few alone are a lower bitrate
     codebook_size: int = 256  # codes of a quantizer
     grouped_quantizers: int = 1  # the last so many have a code for each of --groups, those before one for the frame
     groups: int = 0  # of the channels of a frame; 0: pairs of channels
-    group_codebooks: Literal["uniform", "learned"] = "uniform"  # grids as wide as what is left over, or like the others
+    group_codebooks: Literal["uniform", "learned"] = "uniform"  # of rvq: grids as wide as what is left, or as others
     codebook_width: int = 0  # frames are projected to this width to be quantized, 0 for not at all
     codebook_decay: float = 0.98  # of the codebooks' moving averages
     dead_below: float = 0.1  # codes of fewer frames a step, on average, are replaced
     quantizer_dropout: float = 1.0  # share of samples that are cut to a random number of quantizers
-    least_quantizers: int = 6  # the smallest such number
+    least_quantizers: int = 6  # the smallest such number; of no more quantizers than that, none is cut
     rotation: bool = False  # gradients through quantization by the rotation trick (Fifty et al. 2024), not straight
     code_temperature: float = 0.0  # codes are drawn at this temperature in training, 0 for the nearest
     quantize_after: int = 100  # steps of the plain autoencoder before k-means makes the codebooks
@@ -130,7 +130,7 @@ class Config(Settings):
     noise_past: float = 0.0  # share of a stage's past behind a prompt, at most, that training takes from another sample
     layout: Literal["aligned", "delay", "flattened"] = "aligned"  # streams side by side, in a row, or in a row by codes
     frame_depth: int = 1  # aligned: feed-forwards between a frame's codes, each of which is told those before it
-    coarse_quantizers: int = 6  # of which the coarse stage predicts the codes; the fine one predicts the rest
+    coarse_quantizers: int = 6  # the coarse stage predicts the codes of the codec's first so many, fine the others'
     voice: bool = False  # coarse is told the voice that the tokenizer finds; hubert finds none
     given_drop: float = 0.0  # probability of training without the tokens that a stage is given, each kind by itself
     given_weight: float = 0.0  # loss weight of the tokens that a stage is given, 0 to predict its own alone
@@ -220,6 +220,13 @@ class Config(Settings):
                 round(self.seconds * self.sample_rate) < 1.75 * self.stft_window:
             raise UserError(f"--seconds: {self.seconds}, too short for the discriminator of spectra, which takes 1.75 "
                             f"windows of --stft_window {self.stft_window} samples")
+        if self.grouped_quantizers > self.quantizers:
+            raise UserError(f"--grouped_quantizers: {self.grouped_quantizers}, but there are {self.quantizers}")
+        if self.groups and not self.grouped_quantizers:
+            raise UserError(f"--groups: {self.groups}, but --grouped_quantizers is 0")
+        if self.grouped_quantizers and not self.groups and (self.codebook_width or self.codec_width) % 2:
+            raise UserError(f"--groups: pairs of channels, by default, need an even number of them, not "
+                            f"{self.codebook_width or self.codec_width}")
         with torch.device("meta"):
             try:
                 quantizer_of(self)
@@ -386,7 +393,7 @@ class LocalAttention(nn.Module):
 
 def groups_of(cfg):
     """How many codes a frame has of each quantizer."""
-    groups = cfg.groups or max(1, (cfg.codebook_width or cfg.codec_width) // 2)
+    groups = cfg.groups or (cfg.codebook_width or cfg.codec_width) // 2
     return [groups if left <= cfg.grouped_quantizers else 1 for left in range(cfg.quantizers, 0, -1)]
 
 
@@ -399,7 +406,7 @@ def quantizer_of(cfg):
 
 
 class SoundStream(nn.Module):
-    """Waves -> codes -> waves (SoundStream §III). T samples make ceil(T / hop) frames of Q codes.
+    """Waves -> codes -> waves (SoundStream §III). T samples make ceil(T / hop) frames of C codes, `ends[q]` up to q.
 
     Everything is causal at the grain of a frame: chunk by chunk, with a `memory`, gives what the whole would.
     """
@@ -443,13 +450,13 @@ class SoundStream(nn.Module):
         return self._through(self.decoder, latents / self.SCALE, memory).squeeze(-1).float()
 
     def forward(self, wave, count=None):
-        """(reconstruction (B, T), codes (B, frames, Q), commitment loss) of waves (B, T)."""
+        """(reconstruction (B, T), codes (B, frames, C), commitment loss) of waves (B, T)."""
         quantized, codes, commitment = self.quantizer(self.latents(wave), count)
         return self.waves(quantized)[:, :wave.shape[1]], codes, commitment
 
     @torch.no_grad()
     def encode(self, wave, count=None, memory=None):
-        """Codes (B, frames, Q) of waves (B, T): those of the first `count` quantizers, or of all."""
+        """Codes (B, frames, C) of waves (B, T): those of the first `count` quantizers, or of all."""
         frames = -(-wave.shape[1] // self.hop)
         if memory is None:  # what follows changes nothing before it
             wave = F.pad(wave, (0, -wave.shape[1] % (self.ROUND * self.hop)))
@@ -457,7 +464,7 @@ class SoundStream(nn.Module):
 
     @torch.no_grad()
     def decode(self, codes, memory=None):
-        """Waves (B, frames·hop) of codes (B, frames, Q), of any number of quantizers."""
+        """Waves (B, frames·hop) of codes (B, frames, C), of any number of quantizers."""
         latents = self.quantizer.decode(codes)
         if memory is None:
             latents = F.pad(latents, (0, 0, 0, -latents.shape[1] % self.ROUND))
@@ -610,7 +617,7 @@ class Discriminators(nn.Module):
 class Stream(NamedTuple):
     """A kind of tokens: frames of Q codes below K. A model of several predicts each after all those before it."""
     name: str
-    quantizers: int
+    codes: int
     size: int
     rate: float  # frames a second; 0: one frame for all times
 
@@ -643,14 +650,14 @@ def lay_out(streams, codes, lengths, ended, layout):
         return align(streams, codes, lengths, ended)
     batch, begins, predicted, row = len(ended), [torch.zeros(len(ended), dtype=torch.long)], [], 1
     for stream, length in zip(streams, lengths):
-        begins.append(begins[-1] + step_of(length - 1, stream.quantizers - 1, stream.quantizers, layout) + 2)
+        begins.append(begins[-1] + step_of(length - 1, stream.codes - 1, stream.codes, layout) + 2)
     total, several = int(begins[-1].max()), layout != "flattened"
-    width = max(stream.quantizers for stream in streams) if several else 1
+    width = max(stream.codes for stream in streams) if several else 1
     inputs, samples = torch.zeros(batch, total + 1, width, dtype=torch.long), torch.arange(batch)
     for stream, code, length, begin in zip(streams, codes, lengths, begins):
         frame = torch.arange(code.shape[1] + 1)[:, None]  # (T + 1, 1)
-        quantizer = torch.arange(stream.quantizers)
-        step = begin[:, None, None] + step_of(frame, quantizer, stream.quantizers, layout)  # (B, T + 1, Q)
+        quantizer = torch.arange(stream.codes)
+        step = begin[:, None, None] + step_of(frame, quantizer, stream.codes, layout)  # (B, T + 1, Q)
         code, real = F.pad(code, (0, 0, 0, 1)), (frame < length[:, None, None]).expand_as(step)
         inputs[samples, begin, 0] = row
         at = torch.where(real, step + 1, total)  # what is not there goes to a column that is cut off
@@ -659,7 +666,7 @@ def lay_out(streams, codes, lengths, ended, layout):
         eos = (frame == length[:, None, None]) & (quantizer == 0) & (ended & (length > 0))[:, None, None]
         target = torch.where(real, code, torch.where(eos, stream.size, -100))
         predicted.append((target, torch.where(target >= 0, step, 0)))
-        row += 1 + stream.quantizers * stream.size
+        row += 1 + stream.codes * stream.size
     return inputs[:, :total], predicted, begins
 
 
@@ -675,10 +682,10 @@ def align(streams, codes, lengths, ended):
     for stream, code, length in zip(given, codes, lengths):
         now = (torch.arange(total) * stream.rate / last.rate).long()  # its frame that each step takes in
         code = F.pad(code, (0, 0, 0, 1))[:, now.clamp(max=code.shape[1])]
-        rows = row + 1 + torch.arange(stream.quantizers) * stream.size + code
+        rows = row + 1 + torch.arange(stream.codes) * stream.size + code
         columns.append(torch.where((now < length[:, None])[..., None], rows, 0))
         predicted.append((torch.full_like(rows[:, :1], -100), torch.zeros_like(rows[:, :1])))
-        row += 1 + stream.quantizers * stream.size
+        row += 1 + stream.codes * stream.size
     inputs = torch.cat([F.pad(torch.where(own > 0, own + row - 1, 0), (0, 0, AHEAD, 0)), *columns], dim=2)
     predicted.append((target, torch.where(target >= 0, step + AHEAD, 0)))
     return inputs, predicted, [begin] * len(given) + [begin + AHEAD, end + AHEAD]
@@ -714,7 +721,7 @@ class WithinFrame(nn.Module):
 
     def __init__(self, stream, width, depth, dropout):
         super().__init__()
-        self.size, self.embed = stream.size, nn.Embedding((stream.quantizers - 1) * stream.size, width)
+        self.size, self.embed = stream.size, nn.Embedding((stream.codes - 1) * stream.size, width)
         nn.init.normal_(self.embed.weight, std=0.5 * width ** -0.5)
         self.norms = nn.ModuleList(nn.LayerNorm(width, bias=False) for _ in range(depth + 1))
         self.layers = nn.ModuleList(FeedForward(width, 1, dropout=dropout) for _ in range(depth))
@@ -737,23 +744,23 @@ class WithinFrame(nn.Module):
 class TokenTransformer(nn.Module):
     """A causal transformer over streams of tokens (AudioLM §III-C): semantic, coarse and fine are all made of it.
 
-    Each quantizer has embeddings of its own, and a head of its own over its codes and EOS.
+    Each code of a frame has embeddings of its own, and a head of its own over its values and EOS.
     """
 
     def __init__(self, cfg, streams, vocabulary=0, embed_width=0):
         super().__init__()
         self.cfg, self.streams, width = cfg, streams, cfg.width
         # rows of the table, as lay_out counts them
-        self.starts = list(itertools.accumulate([1, *(1 + s.quantizers * s.size for s in streams)]))
+        self.starts = list(itertools.accumulate([1, *(1 + s.codes * s.size for s in streams)]))
         self.embed = nn.Embedding(self.starts[-1], width, padding_idx=0)
         nn.init.normal_(self.embed.weight[1:], std=width ** -0.5 if cfg.layout == "flattened" else 0.5 * width ** -0.5)
         self.heads = nn.ParameterList(
-            nn.Parameter(torch.randn(s.quantizers, s.size + 1, width) * width ** -0.5 * 0.5)
+            nn.Parameter(torch.randn(s.codes, s.size + 1, width) * width ** -0.5 * 0.5)
             if s is streams[-1] or cfg.given_weight else None for s in streams)
         self.prompted = nn.Parameter(torch.zeros(width))  # added to what the steps of a prompt take in
-        whole = cfg.layout == "aligned" and streams[-1].quantizers > 1  # a step predicts the codes of a frame
+        whole = cfg.layout == "aligned" and streams[-1].codes > 1  # a step predicts the codes of a frame
         self.within = WithinFrame(streams[-1], width, cfg.frame_depth, cfg.dropout) if whole else None
-        steps = [s.rate * (s.quantizers if cfg.layout == "flattened" else 1) for s in streams]  # a second
+        steps = [s.rate * (s.codes if cfg.layout == "flattened" else 1) for s in streams]  # a second
         self.register_buffer("pace", torch.tensor([steps[-1] / (own or steps[-1]) for own in steps]), persistent=False)
         self.register_buffer("begin_rows", torch.tensor(self.starts[:-1]), persistent=False)
         crossed = cfg.text == "cross"
@@ -815,7 +822,7 @@ class TokenTransformer(nn.Module):
             return inputs, torch.zeros_like(own)
         place, count, draws = own.cumsum(1) - 1, own.sum(1), torch.rand(len(inputs), 2, 1, device=inputs.device)
         prompt = own & (place < (1.25 * draws[:, 0] - 0.25) * count[:, None])
-        shift = self.streams[-1].quantizers * torch.randint(inputs.shape[1], (), device=inputs.device)
+        shift = self.streams[-1].codes * torch.randint(inputs.shape[1], (), device=inputs.device)
         there = (place + shift) % count.roll(1)[:, None].clamp(min=1) + own.int().argmax(1).roll(1)[:, None]
         other = inputs.roll(1, 0).gather(1, there[..., None].expand_as(inputs))
         chosen = (torch.rand(own.shape, device=inputs.device) < self.cfg.noise_past * draws[:, 1]) & ~prompt
@@ -879,7 +886,7 @@ def generate(model, codes, lengths, frames, seeds, text=None, temperature=1.0, t
     Returns B of (T, Q), what there was included, and for each whether it came to its end; at least one frame.
     """
     cfg, stream, device, batch = model.cfg, model.streams[-1], model.embed.weight.device, len(seeds)
-    Q, K, several = stream.quantizers, stream.size, cfg.layout != "flattened"
+    Q, K, several = stream.codes, stream.size, cfg.layout != "flattened"
     guided, known = guidance_scale != 1 and text is not None, len(lengths[-1])  # rows below that one know the text
     assert known == batch * (1 + len(rival_scales)), (known, batch, rival_scales)
     scales = [*rival_scales, *[guidance_scale] * guided]
@@ -1340,8 +1347,8 @@ class TokenCrops:
                 made.append((semantic.unique(tokens)[0] if self.cfg.unique else tokens)[:, None])
             else:
                 coarse = self.streams[-1].name == "coarse" or stream.name == "coarse"
-                made.append(found["codes"][:, :stream.quantizers] if coarse else
-                            found["codes"][:, -stream.quantizers:])
+                made.append(found["codes"][:, :stream.codes] if coarse else
+                            found["codes"][:, -stream.codes:])
         return [torch.from_numpy(np.ascontiguousarray(tokens)) for tokens in made]
 
     def fetch(self, rows, draws=None):
@@ -1419,7 +1426,7 @@ class TextTokens:
 def streams_of(cfg, vocabularies, rates, ends):
     """The streams of a stage's transformer, of vocabularies and rates {kind of tokens: size or frames a second}.
 
-    ends: how many codes a frame has up to each of the codec's quantizers; of groups of channels, there is one each.
+    ends: how many codes a frame has up to each of the codec's quantizers: one more, or one more a group of channels.
     """
     def stream(name, codes, kind):
         return Stream(name, codes, vocabularies[kind], rates[kind])
@@ -1508,7 +1515,7 @@ class TokenTask:
         cfg, model, stream = self.cfg, self.run.model, self.streams[-1]
         mode, sums = model.training, np.zeros(3)
         model.eval()
-        used = torch.zeros(stream.quantizers, stream.size + 1)
+        used = torch.zeros(stream.codes, stream.size + 1)
         for batch in share_of(self.source, part, cfg, self.recordings):
             batch = data.to_device(batch, self.device)
             with amp.autocast(self.device, cfg.precision):
@@ -1519,7 +1526,7 @@ class TokenTask:
                 used[q] += torch.bincount(target[target >= 0].cpu(), minlength=stream.size + 1)
         model.train(mode)
         loss, count, right, *used = dist.total([*sums, *used.flatten().tolist()])
-        used = torch.tensor(used).view(stream.quantizers, -1)
+        used = torch.tensor(used).view(stream.codes, -1)
         entropy = torch.special.entr(used / used.sum(1, keepdim=True)).sum(1) @ used.sum(1) / used.sum()
         return {"loss": loss / count, "val_accuracy": right / count, "unigram_entropy": entropy.item()}
 

@@ -40,7 +40,8 @@ def _half_distances(x, codebook):
 
 def nearest(x, codebook):
     """The code of each vector: x (G, N, d), codebook (G, K, d) -> (G, N) int64."""
-    return _half_distances(x, codebook).argmin(-1)
+    slab = max(1, 2 ** 24 // codebook[..., 0].numel())  # vectors at a time: long sounds would need gigabytes
+    return torch.cat([_half_distances(part, codebook).argmin(-1) for part in x.split(slab, 1)], 1)
 
 
 def _add_by_code(counts, sums, x, codes, weight):
@@ -118,17 +119,18 @@ def uniform_grid(size, dimensions):
     """At most `size` points of a grid for numbers of variance 1, (size, d): 256 of two dimensions are 17 * 15 and one.
 
     Odd numbers of levels, as even as can be, so that 0 is one; as wide as is best for each number of them (Max 1960,
-    Table II, to 5 %). The first point stands for what is left of `size`. ValueError for fewer than three levels each.
+    Table II, to 5 % for the numbers that it has, up to 36). What is left of `size` is in the middle, behind the point
+    that is. ValueError for fewer than three levels each.
     """
     levels = [1] * dimensions
     while math.prod(levels) // min(levels) * (min(levels) + 2) <= size:
         levels[levels.index(min(levels))] += 2
     if min(levels) < 3:
-        raise ValueError(f"codebook_size {size}: grids of groups of {dimensions} channels have {3 ** dimensions} "
-                         "points or more; take more groups")
+        raise ValueError(f"codebook_size {size}: grids of groups of {dimensions} channels have 3^{dimensions} points "
+                         "or more; take more groups, or learned codebooks")
     lines = [(torch.arange(n) - n // 2) * ((0.77 * math.log(n) + 0.37) / (n // 2)) for n in levels]
     points = torch.stack(torch.meshgrid(*lines, indexing="ij"), dim=-1).reshape(-1, dimensions)
-    return torch.cat([points, points[:1].expand(size - len(points), -1)])
+    return F.pad(points, (0, 0, 0, size - len(points)))
 
 
 class ResidualQuantizer(nn.Module):
@@ -144,8 +146,9 @@ class ResidualQuantizer(nn.Module):
     groups: a quantizer of G > 1 has a code for each G-th of the width (HiFi-Codec, Yang et al. 2023). Few codes say
     most as codes of whole frames; many, as codes of parts. The C codes of a frame are laid out quantizer by quantizer,
     `ends[q]` is behind those of quantizer q. A code is an integer in [0, codebook_size), also for fsq and lfq.
-    uniform: codebooks of groups are grids, as wide as what is left for them. Learned codes lie the closer, the more
-    vectors there are, so the most probable code of a loud frame is a loud one; of a grid it is the middle.
+    uniform: codebooks of groups are grids, each channel as wide as the root mean square of what is left over in it,
+    and do not die. Learned codes lie the closer, the more vectors there are, so the most probable code of a loud frame
+    is a loud one; of a grid it is the middle.
 
     A step of training: `forward` for each chunk, in training mode and with gradients enabled, adds to the statistics;
     then once, on all ranks, `update` if the step counts, else `discard`. A pass in evaluation mode or under no_grad,
@@ -216,8 +219,8 @@ class ResidualQuantizer(nn.Module):
                 self.register_buffer(name, torch.zeros(size))
             for name, size in ("pending_count", counts), ("pending_sum", vectors):
                 self.register_buffer(name, torch.zeros(size), persistent=False)
-            for number in {*groups} - {1} if uniform else ():
-                self.register_buffer(f"grid{number}", uniform_grid(codebook_size, inner // number), persistent=False)
+            for number in {*groups} - {1} if uniform else ():  # saved, so that learned codebooks do not pass for these
+                self.register_buffer(f"grid{number}", uniform_grid(codebook_size, inner // number))
         else:
             basis = [math.prod(levels[:i]) for i in range(len(levels))]  # a code's digits: the first counts ones
             shrink = [1 / (n - 1) if kind == "fsq" else 0.5 for n in levels]  # of the grid, a quantizer
@@ -276,15 +279,16 @@ class ResidualQuantizer(nn.Module):
                 x, grid = self._grouped(residual, q), self._grid(q)
                 if grid is None:
                     centers, counts = kmeans(x, self.codebook_size, generator, rounds)
-                    sums = centers * counts[..., None]
+                    sums, codes = centers * counts[..., None], nearest(x, centers)
                 else:
                     centers = grid * x.square().mean(1, keepdim=True).sqrt()
                     counts, sums = torch.zeros_like(centers[..., 0]), torch.zeros_like(centers)
-                    _add_by_code(counts, sums, x.square(), nearest(x, centers), x.new_ones(x.shape[1]))
+                    codes = nearest(x, centers)
+                    _add_by_code(counts, sums, x.square(), codes, x.new_ones(x.shape[1]))
                 self._vectors(self.codebook, q).copy_(centers)
                 self._vectors(self.ema_sum, q).copy_(sums)
                 self._counts(self.ema_count, q).copy_(counts)
-                residual = residual - self._lookup(nearest(x, centers), q)
+                residual = residual - self._lookup(codes, q)
         for tensor in (self.codebook, self.ema_count, self.ema_sum) if td.is_initialized() else ():
             td.broadcast(tensor, 0)
         self.initialized.fill_(True)
@@ -316,7 +320,8 @@ class ResidualQuantizer(nn.Module):
             else:
                 found = grid * (total.sum(1, keepdim=True) / count.sum(1, keepdim=True)).sqrt()
             codebook.copy_(torch.where(own_fresh, found, codebook))
-            own_fresh &= grid is None  # codes of a grid do not die
+            if grid is not None:  # its codes do not die
+                own_fresh.zero_()
         self._replace_dead(fresh, mass / self.codebook_size, seed)
         self.discard()
 
@@ -401,10 +406,11 @@ class ResidualQuantizer(nn.Module):
     def _choose(self, x, q, temperature):
         """Codes (G, N) of quantizer q for x (G, N, d); all decisions are on the device, none waits for it."""
         if self.kind == "rvq":
-            scores = _half_distances(x, self._vectors(self.codebook, q))
-            if temperature:  # Gumbel's trick: the largest of logits + noise is a draw from their softmax
-                scores = scores * (2 / temperature) + torch.empty_like(scores).exponential_().log_()
-            return scores.argmin(-1)
+            codebook = self._vectors(self.codebook, q)
+            if not temperature:
+                return nearest(x, codebook)
+            scores = _half_distances(x, codebook) * (2 / temperature)  # Gumbel's trick: the largest of logits + noise
+            return (scores + torch.empty_like(scores).exponential_().log_()).argmin(-1)  # is a draw from their softmax
         digits = ((x / self.shrink ** q).clamp(-1, 1) + 1) / 2 * (self.levels - 1)
         return (digits.round().long() * self.basis).sum(-1)
 

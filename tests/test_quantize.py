@@ -7,8 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from common import dist
+from common import dist, quantize
+from common.config import UserError
 from common.quantize import ResidualQuantizer, fsq_levels, kmeans, nearest, perplexity, rotate_to, uniform_grid
+from common.state import load_weights
 
 
 def make(kind="rvq", width=6, quantizers=3, codebook_size=16, seed=0, ready=True, **more):
@@ -155,15 +157,20 @@ def test_a_grid_is_as_wide_as_is_best_for_its_levels(levels, step):
 def test_grids_have_as_many_points_as_fit_and_one_in_the_middle():
     for size, width, levels in ((256, 2, [17, 15]), (256, 1, [255]), (16, 2, [5, 3]), (27, 3, [3, 3, 3])):
         grid = uniform_grid(size, width)
-        assert grid.shape == (size, width) and (grid == 0).all(1).sum() == 1
+        assert grid.shape == (size, width) and (grid[:np.prod(levels)] == 0).all(1).sum() == 1
         assert [len(column.unique()) for column in grid.T] == levels
-        assert len(grid.unique(dim=0)) == np.prod(levels) and (grid[np.prod(levels):] == grid[0]).all()
-    with pytest.raises(ValueError, match="codebook_size 16: grids of groups of 3 channels have 27 points or more"):
+        assert len(grid.unique(dim=0)) == np.prod(levels) and (grid[np.prod(levels):] == 0).all()
+        assert nearest(torch.zeros(1, 1, width), grid[None]) < np.prod(levels)  # those to spare are never found
+    with pytest.raises(ValueError, match=r"codebook_size 16: grids of groups of 3 channels have 3\^3 points or more"):
         make(groups=2, uniform=True)
 
 
 def test_grids_follow_the_width_of_what_is_left_and_their_codes_do_not_die():
     quantizer, z = make(quantizers=1, groups=3, uniform=True, decay=0.9, dead_below=1e9), samples()
+    started = make(quantizers=1, groups=3, uniform=True, ready=False)
+    uneven = samples(1, 400)[0] * torch.tensor([0.1, 1, 2, 3, 4, 5])
+    started.initialize(uneven, seed=0)
+    torch.testing.assert_close(vectors(started)[0], uniform_grid(16, 2) * uneven.square().mean(0).sqrt().view(3, 1, 2))
     power, mass = 400 * torch.randn(400, 6, generator=torch.Generator().manual_seed(0)).square().mean(0), 400.0
     torch.testing.assert_close(vectors(quantizer, "ema_sum").sum(2).flatten(), power)  # what `make` started it with
     for step in range(3):
@@ -230,6 +237,22 @@ def test_all_ranks_start_from_rank_0s_codebooks(on_ranks):
             np.testing.assert_array_equal(one[name], alone[name])
 
 
+def assert_from_residuals(quantizer, z):
+    """Dead codes of each quantizer, of all of its groups, become parts of what the quantizers before it left over."""
+    for q in range(quantizer.quantizers):
+        quantizer._vectors(quantizer.codebook, q)[:, :5] = 100
+        quantizer._counts(quantizer.ema_count, q)[:, :5] = 0
+    residual, left = z.flatten(0, 1), []
+    for q, end in enumerate(quantizer.ends):
+        left.append(residual.unflatten(-1, (quantizer.groups[q], -1)).transpose(0, 1))  # (G, N, d)
+        residual = z.flatten(0, 1) - quantizer.decode(quantizer.encode(z)[..., :end]).flatten(0, 1)
+    quantizer(z)
+    quantizer.update(seed=0)
+    for q, parts in enumerate(left):
+        for codes, part in zip(quantizer._vectors(quantizer.codebook, q)[:, :5], parts):
+            assert torch.cdist(codes, part, compute_mode="donot_use_mm_for_euclid_dist").amin(1).max() < 1e-5
+
+
 def test_dead_codes_become_vectors_of_the_batch_and_are_not_dead_at_once_again():
     quantizer, z = make(), samples()
     kill(quantizer)
@@ -243,6 +266,7 @@ def test_dead_codes_become_vectors_of_the_batch_and_are_not_dead_at_once_again()
     firsts = after[0, 0][replaced[0, 0]]
     distances = (firsts[:, None] - residual).abs().amax(-1).amin(-1)  # to the nearest vector of the batch
     assert distances.max() == 0 and len(firsts.unique(dim=0)) == 5
+    assert_from_residuals(make(groups=(1, 3, 2)), z)
     assert (counts_of(quantizer)[replaced] > 10).all()  # as many as the average code, 400 vectors to 16
     assert torch.isin(torch.arange(5), codes[..., 0]).all()  # and they are in use
     other = make()
@@ -356,20 +380,23 @@ def test_the_gradient_goes_straight_through():
     torch.testing.assert_close(torch.autograd.grad(quantized, z, towards)[0], towards, rtol=0, atol=0)
 
 
-def test_the_rotated_gradient_is_the_rotation_matrix_times_the_lengths_ratio():
-    quantizer, z, towards = make(rotation=True), samples().requires_grad_(), samples(seed=2)
+@pytest.mark.parametrize("groups", [1, (3, 1, 1)])
+def test_the_rotated_gradient_is_the_rotation_matrix_times_the_lengths_ratio(groups):
+    quantizer, z, towards = make(rotation=True, groups=groups), samples().requires_grad_(), samples(seed=2)
     quantized, codes, _ = quantizer(z)
     torch.testing.assert_close(quantized, quantizer.decode(codes), rtol=0, atol=0)
     gradient, = torch.autograd.grad(quantized, z, towards)
-    for b, t in itertools.product(range(8), range(20)):
-        e, q = z[b, t].detach().double(), quantized[b, t].detach().double()
+    width = 6 // quantizer.groups[0]  # each group that the first quantizer has is turned by itself
+    z, quantized, gradient, towards = (x.detach().reshape(8, -1, width) for x in (z, quantized, gradient, towards))
+    for b, t in itertools.product(range(8), range(z.shape[1])):
+        e, q = z[b, t].double(), quantized[b, t].double()
         # the rotation in the plane of e and q by their angle, written with an orthonormal basis of that plane
         u = e / e.norm()
         v = q - (q @ u) * u
         v, angle = v / v.norm(), torch.atan2((q - (q @ u) * u).norm(), q @ u)
         plane = torch.stack([u, v], 1)  # (D, 2)
         turn = torch.tensor([[angle.cos(), -angle.sin()], [angle.sin(), angle.cos()]], dtype=torch.float64)
-        matrix = q.norm() / e.norm() * (torch.eye(6, dtype=torch.float64) + plane @ (turn - torch.eye(2)) @ plane.T)
+        matrix = q.norm() / e.norm() * (torch.eye(width, dtype=torch.float64) + plane @ (turn - torch.eye(2)) @ plane.T)
         torch.testing.assert_close(matrix @ e, q)
         torch.testing.assert_close(gradient[b, t].double(), matrix.T @ towards[b, t].double(), rtol=1e-3, atol=1e-4)
 
@@ -536,6 +563,27 @@ def test_being_initialized_survives_state_dicts_and_copies_and_training_goes_on_
         one(samples(seed=5))
         one.update(1)
     assert all(same(state(quantizer), state(one)) for one in others)
+
+
+@pytest.mark.parametrize("there, here", [(False, True), (True, False)])
+def test_learned_codebooks_and_grids_do_not_pass_for_each_other(there, here):
+    saved = {"model": make(groups=(1, 1, 3), uniform=there).state_dict()}
+    with pytest.raises(UserError, match=r"a\.pt: weights of another model: 1 entries differ, the first is grid3"):
+        load_weights(make(groups=(1, 1, 3), uniform=here, ready=False), saved, "a.pt")
+    again = make(groups=(1, 1, 3), uniform=there, ready=False)
+    load_weights(again, saved, "a.pt")
+    assert again.ready
+
+
+def test_the_nearest_of_many_vectors_are_found_slab_by_slab(monkeypatch):
+    x, codebook, most = torch.randn(2, 70_000, 3), torch.randn(2, 200, 3), []
+    monkeypatch.setattr(quantize, "_half_distances", lambda x, c, whole=quantize._half_distances:
+                        most.append(x.shape[0] * x.shape[1] * c.shape[1]) or whole(x, c))
+    found = nearest(x, codebook)
+    assert len(most) == 2 and max(most) <= 2 ** 24
+    torch.testing.assert_close((x - codebook.gather(1, found[..., None].expand(-1, -1, 3))).norm(dim=-1),
+                               torch.cat([torch.cdist(part, codebook).amin(-1) for part in x.split(10_000, 1)], 1),
+                               rtol=1e-3, atol=1e-3)
 
 
 def test_perplexity_is_the_number_of_codes_in_even_use():

@@ -26,10 +26,10 @@ from train_audio import Config, Drawing, Stream, lay_out
 CPU = torch.device("cpu")
 CODEC = dict(channels=2, strides=(4, 5, 16), codec_width=16, quantizers=4, codebook_size=16, grouped_quantizers=0,
              wave_channels=1, stft_channels=2, stft_window=256)
-TINY = dict(CODEC, grouped_quantizers=1, steps=6, batch_size=4, chunk_size=2, seconds=0.5, eval_seconds=0.5,
-            prompt_seconds=0.2, quantize_after=2, discriminate_after=0.5, penalty_every=2, width=16, depth=2, heads=2,
-            coarse_quantizers=2, clusters=20, text_depth=1, text_vocabulary=270, eval_samples=4, eval_sounds=1,
-            log_every=2, eval_every=4, save_every=2, warmup_steps=2, device="cpu")
+TINY = dict(CODEC, grouped_quantizers=1, least_quantizers=2, steps=6, batch_size=4, chunk_size=2, seconds=0.5,
+            eval_seconds=0.5, prompt_seconds=0.2, quantize_after=2, discriminate_after=0.5, penalty_every=2, width=16,
+            depth=2, heads=2, coarse_quantizers=2, clusters=20, text_depth=1, text_vocabulary=270, eval_samples=4,
+            eval_sounds=1, log_every=2, eval_every=4, save_every=2, warmup_steps=2, device="cpu")
 STAGES = list(train_audio.STAGES)
 COARSE = [Stream("semantic", 1, 7, 50), Stream("coarse", 2, 5, 50)]
 VOICED = [Stream("voice", 1, 3, 0), *COARSE]
@@ -151,7 +151,7 @@ def transformer(streams, vocabulary=0, embed_width=0, seed=0, **settings):
 def tokens_of(streams, lengths, seed=0):
     """(codes, lengths) as `lay_out` takes them, of random codes; `lengths` (S, B)."""
     random_ = np.random.default_rng(seed)
-    made = [[torch.from_numpy(random_.integers(stream.size, size=(length, stream.quantizers))) for length in row]
+    made = [[torch.from_numpy(random_.integers(stream.size, size=(length, stream.codes))) for length in row]
             for stream, row in zip(streams, lengths)]
     return tuple(zip(*map(train_audio.pad, made)))
 
@@ -489,11 +489,14 @@ def test_figures_of_the_codec_are_means_over_recordings(monkeypatch):
     task.make_codebooks()
     rows = task.heard.split("validation", 0.2, 0.2, "file")
     assert len(rows) % 3
-    values, codec = [], task.run.model.eval()
-    for row in rows:
-        wave = task.heard.fetch([row])[0]["wave"]
-        values.append(audio.si_sdr(codec.decode(codec.encode(wave, 2))[:, :wave.shape[1]], wave).item())
-    assert task.figures("validation")["si_sdr_db@2"] == pytest.approx(np.mean(values), rel=1e-4)
+    codec, figures = task.run.model.eval(), task.figures("validation")
+    for count in (2, 4):  # of 4, the last of which has groups
+        values = []
+        for row in rows:
+            wave = task.heard.fetch([row])[0]["wave"]
+            values.append(audio.si_sdr(codec.decode(codec.encode(wave, count))[:, :wave.shape[1]], wave).item())
+        assert figures[f"si_sdr_db@{count}"] == pytest.approx(np.mean(values), rel=1e-4)
+    assert figures["si_sdr_db@2"] != figures["si_sdr_db@4"]
 
 
 def test_perplexity_counts_the_frames_of_recordings_and_not_their_padding(monkeypatch):
@@ -558,23 +561,23 @@ def slow_layout(streams, codes, lengths, ended, layout):
     """(rows, predictions) of one sample: rows of each step, and {(stream, frame, quantizer): (target, step)}."""
     if layout == "aligned" and len(streams) > 1:
         *given, last = range(len(streams))
-        starts = list(itertools.accumulate([1, *(1 + one.quantizers * one.size for one in streams)]))
+        starts = list(itertools.accumulate([1, *(1 + one.codes * one.size for one in streams)]))
         own, wanted = slow_layout([streams[last]], [codes[last]], [lengths[last]], ended, layout)
         own = [[one and one + starts[last] - 1 for one in rows] for rows in own]
         steps = [[]] * train_audio.AHEAD + own
         for s in given:
-            Q, K = streams[s].quantizers, streams[s].size
+            Q, K = streams[s].codes, streams[s].size
             frames = [int(i * streams[s].rate / streams[last].rate) for i in range(len(steps))]
             more = [[starts[s] + 1 + q * K + codes[s][t][q] for q in range(Q)] if t < lengths[s] else [0] * Q
                     for t in frames]
-            wide = streams[last].quantizers + sum(streams[other].quantizers for other in given[:s])
+            wide = streams[last].codes + sum(streams[other].codes for other in given[:s])
             steps = [rows + [0] * (wide - len(rows)) + new for rows, new in zip(steps, more)]
         return steps, {(last, t, q): (target, step + train_audio.AHEAD) for (_, t, q), (target, step) in wanted.items()}
     steps, predictions, row, late = [], {}, 1, layout == "delay"
     for s, (stream, code, length) in enumerate(zip(streams, codes, lengths)):
         begin = len(steps)
         steps.append([row])
-        Q, K = stream.quantizers, stream.size
+        Q, K = stream.codes, stream.size
         if layout == "flattened":
             steps += [[row + 1 + q * K + code[t][q]] for t in range(length) for q in range(Q)]
         else:
@@ -634,7 +637,7 @@ def test_no_code_reaches_the_step_that_predicts_it_or_one_before(layout):
     inputs, predicted, _ = lay_out(FINE, codes, lengths, ended, layout)
     prompt = torch.arange(inputs.shape[1])[None] < 4
     before = model.run(inputs, prompt, None)
-    for s, t, q in itertools.product(range(2), range(3), range(FINE[0].quantizers)):
+    for s, t, q in itertools.product(range(2), range(3), range(FINE[0].codes)):
         other = [code.clone() for code in codes]
         other[s][0, t, q] = (other[s][0, t, q] + 1) % 5
         changed = (model.run(lay_out(FINE, other, lengths, ended, layout)[0], prompt, None) - before).abs().amax(2)[0]
@@ -681,11 +684,11 @@ def test_every_code_of_every_quantizer_and_every_start_has_a_row_of_its_own(stre
     model, owner = transformer(streams, layout=layout), {}
     for s, stream in enumerate(streams):
         for code in range(stream.size):
-            codes = [torch.full((1, 1, one.quantizers), code if i == s else 0) for i, one in enumerate(streams)]
+            codes = [torch.full((1, 1, one.codes), code if i == s else 0) for i, one in enumerate(streams)]
             inputs, predicted, begins = lay_out(streams, codes, [torch.ones(1, dtype=torch.long)] * len(streams),
                                                 torch.tensor([True]), layout)
             owner.setdefault(("start", s), set()).add(inputs[0, begins[s], 0].item())
-            for q in range(stream.quantizers):
+            for q in range(stream.codes):
                 step = predicted[s][1][0, 0, q]
                 column = q if layout == "delay" else 0
                 owner.setdefault((s, q, code), set()).add(inputs[0, step + 1, column].item())
@@ -792,7 +795,7 @@ def test_the_voice_of_the_whole_recording_is_told_in_any_crop_and_what_is_told_l
     crops.streams = train_audio.streams_of(crops.cfg, dict(voice=9, semantic=10_000, codes=10_000),
                                            dict(voice=0, semantic=50, codes=25), range(1, 5))
     assert [stream.name for stream in crops.streams] == ["voice"] * voice + ["semantic", "coarse"]
-    column = crops.streams[-1].quantizers  # of the aligned layout: codes, then voice and semantic tokens
+    column = crops.streams[-1].codes  # of the aligned layout: codes, then voice and semantic tokens
     rows = np.arange(600) % 3
     plain, drawn = (crops.fetch(rows, draws) for draws in (None, data.draws(np.arange(600), 0)))
     assert plain[1].all() and drawn[1].all() and plain[0]["inputs"].shape[2] == column + 1 + voice
@@ -1702,6 +1705,10 @@ def mistake(*words, status=1, **settings):
     (["--quantizer", "fsq", "--grouped_quantizers", "1"],
      "fsq takes the same number for all quantizers; --grouped_quantizers 0 is none"),
     (["--grouped_quantizers", "-1"], "--grouped_quantizers: -1 is below 0"),
+    (["--grouped_quantizers", "9"], "--grouped_quantizers: 9, but there are 8"),
+    (["--grouped_quantizers", "0", "--groups", "3"], "--groups: 3, but --grouped_quantizers is 0"),
+    (["--codec_width", "91"], "--groups: pairs of channels, by default, need an even number of them, not 91"),
+    (["--codebook_width", "3"], "need an even number of them, not 3"),
     (["--attention_window", "4", "--codec_width", "130"], "--codec_width: attention needs heads of about 64"),
     (["--seconds", "0.01"], "--seconds: 0.01, shorter than a frame of 320 samples at 16000 Hz"),
     (["--crop_samples", "1700"], "too short for the discriminator of spectra, which takes 1.75 windows"),
@@ -1840,6 +1847,9 @@ def test_data_and_stages_that_training_cannot_use_are_refused_in_one_line(whole,
         (dict(init_from=tmp_path / "nothing.pt"), "nothing.pt: no such checkpoint"),
         (dict(init_from=whole / "fine/model.pt"), "weights of another model"),
         (dict(run=whole, channels=3), "channels is 2 there and 3 here"),
+        (dict(run=whole, grouped_quantizers=2), "grouped_quantizers is 1 there and 2 here"),
+        (dict(run=whole, groups=16), "groups is 0 there and 16 here"),
+        (dict(run=whole, group_codebooks="learned"), "group_codebooks is 'uniform' there and 'learned' here"),
         (dict(stage="fine", run=whole, width=32, **stages), "width is 16 there and 32 here"),
     ]:
         given = {**TINY, **dict(stage="soundstream", data=voices, run=tmp_path / f"run {message[:9]}"), **settings}

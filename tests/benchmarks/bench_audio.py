@@ -83,7 +83,7 @@ def make(args, stage):
                                      range(1, 9))
     torch.manual_seed(0)
     model = train_audio.TokenTransformer(cfg, streams).to(args.device)
-    codes = [torch.randint(s.size, (args.batch, FRAMES[stage], s.quantizers)) for s in streams]
+    codes = [torch.randint(s.size, (args.batch, FRAMES[stage], s.codes)) for s in streams]
     return cfg, model, codes
 
 
@@ -111,7 +111,7 @@ def bench_generate(args, stage):
     """About --tokens codes of the last stream, after the streams before it, which are as long for fine."""
     _, model, codes = make(args, stage)
     model.eval().requires_grad_(False)
-    frames = -(-args.tokens // model.streams[-1].quantizers)
+    frames = -(-args.tokens // model.streams[-1].codes)
     if stage == "fine":
         codes[0] = codes[0][:, :frames]
     codes[-1] = codes[-1][:, :0]
@@ -123,7 +123,7 @@ def bench_generate(args, stage):
         with amp.autocast(args.device, args.precision):
             train_audio.generate(model, codes, lengths, frames, seeds, top_k=0.1, ends=False)
     times = timed(work, args.device, args.repeats, 1)
-    count = args.batch * frames * model.streams[-1].quantizers
+    count = args.batch * frames * model.streams[-1].codes
     emit(f"generate-{stage}", args, times, batch=args.batch, layout=args.layout, frames=frames,
          tokens_per_s=round(count / statistics.median(times) * 1e3, 2),
          parameters=sum(p.numel() for p in model.parameters()))
