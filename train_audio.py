@@ -1347,8 +1347,7 @@ class TokenCrops:
                 made.append((semantic.unique(tokens)[0] if self.cfg.unique else tokens)[:, None])
             else:
                 coarse = self.streams[-1].name == "coarse" or stream.name == "coarse"
-                made.append(found["codes"][:, :stream.codes] if coarse else
-                            found["codes"][:, -stream.codes:])
+                made.append(found["codes"][:, :stream.codes] if coarse else found["codes"][:, -stream.codes:])
         return [torch.from_numpy(np.ascontiguousarray(tokens)) for tokens in made]
 
     def fetch(self, rows, draws=None):

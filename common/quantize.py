@@ -409,8 +409,9 @@ class ResidualQuantizer(nn.Module):
             codebook = self._vectors(self.codebook, q)
             if not temperature:
                 return nearest(x, codebook)
-            scores = _half_distances(x, codebook) * (2 / temperature)  # Gumbel's trick: the largest of logits + noise
-            return (scores + torch.empty_like(scores).exponential_().log_()).argmin(-1)  # is a draw from their softmax
+            # Gumbel's trick: the largest of logits + noise is a draw from their softmax
+            scores = _half_distances(x, codebook) * (2 / temperature)
+            return (scores + torch.empty_like(scores).exponential_().log_()).argmin(-1)
         digits = ((x / self.shrink ** q).clamp(-1, 1) + 1) / 2 * (self.levels - 1)
         return (digits.round().long() * self.basis).sum(-1)
 
