@@ -449,6 +449,10 @@ class SoundStream(nn.Module):
         """Waves (B, T·hop) of frames (B, T, D)."""
         return self._through(self.decoder, latents / self.SCALE, memory).squeeze(-1).float()
 
+    def vectors(self):
+        """What each code adds to a frame, (C, K, D')."""
+        return self.quantizer.vectors()
+
     def forward(self, wave, count=None):
         """(reconstruction (B, T), codes (B, frames, C), commitment loss) of waves (B, T)."""
         quantized, codes, commitment = self.quantizer(self.latents(wave), count)
@@ -620,6 +624,7 @@ class Stream(NamedTuple):
     codes: int
     size: int
     rate: float  # frames a second; 0: one frame for all times
+    width: int = 0  # of the vectors that a codec's codes stand for; 0: tokens of another kind, which have none
 
 
 AHEAD = 4  # frames of the earlier streams that the last one knows before its first, where they are aligned
@@ -712,17 +717,27 @@ class TextEncoder(nn.Module):
         return torch.where((text != 0).any(-1, keepdim=True), x, self.padding_tokens.to(x.dtype))
 
 
+def entrance(vectors, width, scale):
+    """A linear map of a codec's vectors to the transformer's `width`; None if there are no vectors."""
+    if not vectors:
+        return None
+    layer = nn.Linear(vectors, width, bias=False)
+    nn.init.normal_(layer.weight, std=scale * vectors ** -0.5)
+    return layer
+
+
 class WithinFrame(nn.Module):
     """Predicts the codes of a frame one after the other, from what the transformer makes of the frames before it.
 
     As RQ-Transformer (Lee et al. 2022, §3.2.2), with feed-forwards: each is told the sum of the embeddings of those
-    before it, as their vectors, too, add up to what is known of the frame.
+    before it, and of their vectors, which is what is known of the frame.
     """
 
     def __init__(self, stream, width, depth, dropout):
         super().__init__()
         self.size, self.embed = stream.size, nn.Embedding((stream.codes - 1) * stream.size, width)
         nn.init.normal_(self.embed.weight, std=0.5 * width ** -0.5)
+        self.enter = entrance(stream.width, width, 0.5)
         self.norms = nn.ModuleList(nn.LayerNorm(width, bias=False) for _ in range(depth + 1))
         self.layers = nn.ModuleList(FeedForward(width, 1, dropout=dropout) for _ in range(depth))
         for layer in self.layers:
@@ -734,17 +749,23 @@ class WithinFrame(nn.Module):
             x = x + layer(norm(x))
         return self.norms[-1](x)
 
-    def told(self, codes):
-        """Sums (…, Q, W) of the embeddings of the codes before each of `codes` (…, Q); what is none counts as any."""
+    def tell(self, rows, vectors):
+        """What (…, W) each code tells those after it; rows: code k of quantizer q is q·K + k; vectors: (Q·K, D)."""
+        x = self.embed(rows)
+        return x if self.enter is None else x + self.enter(F.embedding(rows, vectors))
+
+    def told(self, codes, vectors=None):
+        """Sums (…, Q, W) of what those before each of `codes` (…, Q) tell; what is none counts as any."""
         codes = codes[..., :-1].clamp(0, self.size - 1)
         rows = codes + torch.arange(codes.shape[-1], device=codes.device) * self.size
-        return F.pad(self.embed(rows).cumsum(-2), (0, 0, 1, 0))
+        return F.pad(self.tell(rows, vectors).cumsum(-2), (0, 0, 1, 0))
 
 
 class TokenTransformer(nn.Module):
     """A causal transformer over streams of tokens (AudioLM §III-C): semantic, coarse and fine are all made of it.
 
-    Each code of a frame has embeddings of its own, and a head of its own over its values and EOS.
+    Each code of a frame has embeddings of its own, and a head of its own over its values and EOS. A codec's codes are
+    also taken in as the vectors that they add up to: what is learned of one holds for those that sound like it.
     """
 
     def __init__(self, cfg, streams, vocabulary=0, embed_width=0):
@@ -753,7 +774,11 @@ class TokenTransformer(nn.Module):
         # rows of the table, as lay_out counts them
         self.starts = list(itertools.accumulate([1, *(1 + s.codes * s.size for s in streams)]))
         self.embed = nn.Embedding(self.starts[-1], width, padding_idx=0)
-        nn.init.normal_(self.embed.weight[1:], std=width ** -0.5 if cfg.layout == "flattened" else 0.5 * width ** -0.5)
+        scale = 1.0 if cfg.layout == "flattened" else 0.5
+        nn.init.normal_(self.embed.weight[1:], std=scale * width ** -0.5)
+        vectors = torch.zeros(self.starts[-1], sum(s.width for s in streams))  # columns of their own for each stream
+        self.register_buffer("vectors", vectors, persistent=False)  # they are the codec's, which is always at hand
+        self.enter = entrance(vectors.shape[1], width, scale)
         self.heads = nn.ParameterList(
             nn.Parameter(torch.randn(s.codes, s.size + 1, width) * width ** -0.5 * 0.5)
             if s is streams[-1] or cfg.given_weight else None for s in streams)
@@ -772,6 +797,27 @@ class TokenTransformer(nn.Module):
         if cfg.text != "none":
             self.text = TextEncoder(cfg, vocabulary, embed_width)
             self.null_text_tokens = nn.Parameter(torch.randn(cfg.max_text_len, width) * 0.02)
+
+    def stand_for(self, vectors):
+        """Let the codes of the streams, from the codec's first on, stand for its `vectors` (C, K, D); returns self."""
+        vectors, column = vectors / vectors[0].std(), 0
+        for stream, start in zip(self.streams, self.starts):
+            if stream.width:
+                own, vectors = vectors[:stream.codes].flatten(0, 1), vectors[stream.codes:]
+                self.vectors[start + 1:start + 1 + len(own), column:column + stream.width] = own
+                column += stream.width
+        return self
+
+    @property
+    def own_vectors(self):
+        """The vectors (Q·K, D) of the last stream's codes, None if they have none."""
+        width = self.streams[-1].width
+        return self.vectors[self.starts[-2] + 1:, -width:] if width else None
+
+    def take_in(self, inputs):
+        """What the transformer is given (…, W) for `inputs` (…, J), rows of the table that count together."""
+        x = self.embed(inputs).sum(-2)
+        return x if self.enter is None else x + self.enter(F.embedding(inputs, self.vectors).sum(-2))
 
     def condition(self, text, drop):
         """Tokens (B, L, W) of texts, of "no text" where `drop` (B,) is true or if it is None; None without."""
@@ -843,7 +889,7 @@ class TokenTransformer(nn.Module):
 
         prompt: which steps (B, N) are one. The text, as a prefix, comes first in the cache.
         """
-        x, prefix = self.embed(inputs).sum(2) + prompt[..., None] * self.prompted, 0
+        x, prefix = self.take_in(inputs) + prompt[..., None] * self.prompted, 0
         if condition is not None and self.cfg.text == "prefix":
             x, prefix = torch.cat([condition.to(x.dtype), x], dim=1), condition.shape[1]
         context = self.transformer.contexts(condition) if self.cfg.text == "cross" else None
@@ -864,7 +910,9 @@ class TokenTransformer(nn.Module):
             if self.heads[i] is None:
                 result.append(torch.zeros(3, len(x), device=x.device))
                 continue
-            h = self.within(x[samples, step[..., :1]] + self.within.told(target)) if self.within else x[samples, step]
+            h = x[samples, step[..., :1] if self.within else step]
+            if self.within:
+                h = self.within(h + self.within.told(target, self.own_vectors))
             logits = self.logits(h, i).float()  # (B, T + 1, Q, K + 1)
             loss = F.cross_entropy(logits.flatten(0, 2), target.flatten(), ignore_index=-100, reduction="none")
             result.append(torch.stack([part.unflatten(0, target.shape).sum((1, 2)) for part in (
@@ -940,12 +988,12 @@ def generate(model, codes, lengths, frames, seeds, text=None, temperature=1.0, t
             for j, (t, q) in enumerate(part):
                 out[rows, begun + t, q] = drawn[:, j]
             if model.within and part[0][1] < Q - 1:
-                x = x + model.within.embed(part[0][1] * K + drawn[:, 0])
+                x = x + model.within.tell(part[0][1] * K + drawn[:, 0], model.own_vectors)
         if i == steps - 1 or (ends and i % 8 == 7 and bool((end <= new[-1][0]).all())):  # none before is still open
             break
         taken = [(begun + t, q) for t, q in pairs if t < frames]
         row = torch.stack([torch.where(t >= 0, first + q * K + out[rows, t.clamp(min=0), q], 0) for t, q in taken], 1)
-        x = model.embed(torch.cat([row, given[rows, place + i + 1]], 1)).sum(1)
+        x = model.take_in(torch.cat([row, given[rows, place + i + 1]], 1))
         bias = None
         if model.bias is not None:
             places = torch.arange(memory.top + 1, device=device)
@@ -1025,6 +1073,8 @@ class Stack:
             if self.facts[stage]["made_of"][name] != thing.checksum:
                 raise UserError(f"{Path(run) / stage}: it was trained on the tokens of another {name} than "
                                 f"{cfg.soundstream if name == 'codec' else cfg.semantic}; train it anew")
+            if name == "codec":
+                self.models[stage].stand_for(self.codec.vectors())
         for stage, name in (("semantic", "unique"), ("fine", "coarse_quantizers")):
             here, there = getattr(cfg, name), getattr(self.cfgs[stage], name)
             if here != there:
@@ -1422,13 +1472,14 @@ class TextTokens:
         return self.tokens([source.text(row) for row in rows])
 
 
-def streams_of(cfg, vocabularies, rates, ends):
+def streams_of(cfg, vocabularies, rates, ends, width):
     """The streams of a stage's transformer, of vocabularies and rates {kind of tokens: size or frames a second}.
 
     ends: how many codes a frame has up to each of the codec's quantizers: one more, or one more a group of channels.
+    width: of the vectors that they stand for.
     """
     def stream(name, codes, kind):
-        return Stream(name, codes, vocabularies[kind], rates[kind])
+        return Stream(name, codes, vocabularies[kind], rates[kind], width if kind == "codes" else 0)
     if cfg.stage == "semantic":
         return [stream("semantic", 1, "semantic")]
     if cfg.stage == "coarse":
@@ -1448,7 +1499,7 @@ class TokenTask:
             raise UserError(f"--sample_rate: {cfg.sample_rate}, but {cfg.soundstream} was trained at "
                             f"{self.codec.rate}; give that")
         self.tokenizer = open_tokenizer(cfg, source, device) if cfg.stage in ("semantic", "coarse") else None
-        vocabularies, rates, caches, ends, voices = {}, {"voice": 0.0}, {}, [], []
+        vocabularies, rates, caches, ends, width, voices = {}, {"voice": 0.0}, {}, [], 0, []
         folder = Path(cfg.run).parent / "tokens"
         if self.tokenizer:
             vocabularies["semantic"], rates["semantic"] = self.tokenizer.clusters, FRAME_RATE
@@ -1462,12 +1513,15 @@ class TokenTask:
             vocabularies["codes"], rates["codes"] = self.codec.codebook_size, self.codec.rate / self.codec.hop
             if cfg.coarse_quantizers >= len(ends):
                 raise UserError(f"--coarse_quantizers: {cfg.coarse_quantizers}, but {cfg.soundstream} has {len(ends)}")
-            caches["codes"] = code_cache(folder, source, self.codec, device)
-        self.streams = streams_of(cfg, vocabularies, rates, ends)
+            caches["codes"], vectors = code_cache(folder, source, self.codec, device), self.codec.vectors()
+            width = vectors.shape[2]
+        self.streams = streams_of(cfg, vocabularies, rates, ends, width)
         self.text = TextTokens(cfg, state["merges"], state["embed_width"]) if state else TextTokens.learn(cfg, source)
         self.source = TokenCrops(cfg, source, self.streams, caches, rates, self.text)
         accumulate.seed(cfg.seed, "weights")
         model = TokenTransformer(cfg, self.streams, self.text.vocabulary, self.text.embed_width).to(device)
+        if self.codec:
+            model.stand_for(vectors)
         made_of = {name: thing.checksum for name, thing in (("tokenizer", self.tokenizer), ("codec", self.codec))
                    if thing}
         facts = {"kind": cfg.stage, "streams": [list(stream) for stream in self.streams], "made_of": made_of,
@@ -1843,6 +1897,10 @@ class EnCodec:
         if Path(name).is_dir():  # what is in a folder may change, what is published under a name does not
             files = sorted(path for path in Path(name).iterdir() if path.suffix in (".safetensors", ".bin"))
             self.checksum = " ".join(checkpoint.checksum(path)[:16] for path in files)
+
+    def vectors(self):
+        """What each code adds to a frame, (Q, K, D)."""
+        return torch.stack([layer.codebook.embed for layer in self.model.quantizer.layers])
 
     @torch.no_grad()
     def encode(self, wave, count=None):

@@ -263,6 +263,16 @@ class ResidualQuantizer(nn.Module):
         return self._leave(sum(self._lookup(one, q) for q, one in enumerate(by_quantizer)), codes)
 
     @torch.no_grad()
+    def vectors(self):
+        """What each code adds to a frame before `project_out`, (C, K, d): `decode` is their sum, sent through that."""
+        codes, made = torch.arange(self.codebook_size, device=self.initialized.device), []
+        for q, groups in enumerate(self.groups):
+            parts = self._grouped(self._lookup(codes.expand(groups, -1), q), q)  # (G, K, d / G)
+            width = parts.shape[2]
+            made += [F.pad(part, (g * width, (groups - 1 - g) * width)) for g, part in enumerate(parts)]
+        return torch.stack(made)
+
+    @torch.no_grad()
     def initialize(self, z, seed, rounds=10):
         """Fit the codebooks by k-means to z (N, D), quantizer after quantizer to the residuals; call it on all ranks.
 

@@ -63,6 +63,9 @@ def test_decoded_codes_equal_the_forward_pass_with_as_many_quantizers(more):
         torch.testing.assert_close(quantizer.encode(z, count), codes, rtol=0, atol=0)
         torch.testing.assert_close(every[..., :ends[count - 1]], codes, rtol=0, atol=0)  # any prefix is a description
         torch.testing.assert_close(quantizer.decode(codes), quantized, rtol=0, atol=0)
+        added = sum(part[codes[..., c]] for c, part in zip(range(ends[count - 1]), quantizer.vectors()))
+        torch.testing.assert_close(quantizer.project_out(added), quantized, rtol=1e-5, atol=1e-5)
+    assert quantizer.vectors().shape[:2] == (ends[-1], quantizer.codebook_size)
 
 
 @pytest.mark.parametrize("groups", [(1, 1, 1), (2, 2, 2), (1, 3, 2)])

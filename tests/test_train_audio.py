@@ -31,10 +31,10 @@ TINY = dict(CODEC, grouped_quantizers=1, least_quantizers=2, steps=6, batch_size
             depth=2, heads=2, coarse_quantizers=2, clusters=20, text_depth=1, text_vocabulary=270, eval_samples=4,
             eval_sounds=1, log_every=2, eval_every=4, save_every=2, warmup_steps=2, device="cpu")
 STAGES = list(train_audio.STAGES)
-COARSE = [Stream("semantic", 1, 7, 50), Stream("coarse", 2, 5, 50)]
+COARSE = [Stream("semantic", 1, 7, 50), Stream("coarse", 2, 5, 50, 3)]
 VOICED = [Stream("voice", 1, 3, 0), *COARSE]
-FINE = [Stream("coarse", 2, 5, 50), Stream("fine", 3, 5, 50)]
-RATES = [Stream("semantic", 1, 7, 40), Stream("coarse", 2, 5, 75)]
+FINE = [Stream("coarse", 2, 5, 50, 3), Stream("fine", 3, 5, 50, 3)]
+RATES = [Stream("semantic", 1, 7, 40), Stream("coarse", 2, 5, 75, 3)]
 LAYOUTS = ["flattened", "delay", "aligned"]
 
 
@@ -145,6 +145,8 @@ def transformer(streams, vocabulary=0, embed_width=0, seed=0, **settings):
         torch.nn.init.normal_(p, *((1.0, 0.2) if p.ndim == 1 else (0.0, 1.0 if "bias" in name else 0.3)))
     with torch.no_grad():
         model.embed.weight[0] = 0
+    if codes := sum(stream.codes for stream in streams if stream.width):
+        model.stand_for(torch.randn(codes, streams[-1].size, streams[-1].width))
     return model.eval()
 
 
@@ -651,13 +653,60 @@ def test_a_code_of_a_frame_is_told_those_before_it_and_no_other():
     within = train_audio.WithinFrame(FINE[1], 8, 2, 0.0)
     for layer in within.layers:
         torch.nn.init.normal_(layer.down.weight)
-    x, codes = torch.randn(4, 1, 8), torch.randint(5, (4, 3))
-    before = within(x + within.told(codes))
+    x, codes, vectors = torch.randn(4, 1, 8), torch.randint(5, (4, 3)), torch.randn(15, 3)
+    before = within(x + within.told(codes, vectors))
     for q in range(3):
         other = codes.clone()
         other[:, q] = (other[:, q] + 1) % 5
-        changed = (within(x + within.told(other)) - before).abs().amax(2) > 1e-5
+        changed = (within(x + within.told(other, vectors)) - before).abs().amax(2) > 1e-5
         assert changed.tolist() == [[place > q for place in range(3)]] * 4
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_codes_are_taken_in_as_what_they_add_up_to_too_each_stream_by_a_map_of_its_own(layout):
+    model, (codes, lengths) = transformer(FINE, layout=layout), tokens_of(FINE, [[4], [4]])
+    vectors = torch.randn(5, 5, 3)
+    model.stand_for(vectors)
+    inputs, _, _ = lay_out(FINE, codes, lengths, torch.tensor([False]), layout)
+    maps, wanted = model.enter.weight.split(3, 1), []
+    for step in inputs[0].tolist():
+        x = torch.zeros(16)
+        for row in step:
+            x += model.embed.weight[row]
+            for s, (stream, begin) in enumerate(zip(FINE, model.starts)):
+                if 0 <= (code := row - begin - 1) < stream.codes * stream.size:
+                    x += maps[s] @ (vectors.flatten(0, 1)[code + 10 * s] / vectors[0].std())
+        wanted.append(x)
+    torch.testing.assert_close(model.take_in(inputs)[0], torch.stack(wanted), rtol=1e-4, atol=1e-5)
+    told = model.within.told(codes[1], model.own_vectors) if model.within else None
+    for q in range(3) if model.within else ():
+        frame = sum((vectors[2 + before][codes[1][0, :, before]] for before in range(q)), torch.zeros(4, 3))
+        told[0, :, q] -= frame / vectors[0].std() @ model.within.enter.weight.T
+        for before in range(q):
+            told[0, :, q] -= model.within.embed.weight[before * 5 + codes[1][0, :, before]]
+        torch.testing.assert_close(told[0, :, q], torch.zeros(4, 16), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("stage", ["coarse", "fine"])
+def test_codes_stand_for_the_codecs_vectors_in_training_and_in_use(whole, stage):
+    task = token_task(whole, stage)
+    model, quantizer = task.run.model, task.codec.quantizer
+    codes = torch.randint(16, (1, 6, quantizer.ends[-1]))
+    first = 0
+    for s, (stream, begin) in enumerate(zip(model.streams, model.starts)):
+        if stream.width:
+            rows = begin + 1 + torch.arange(stream.codes) * 16 + codes[..., first:first + stream.codes]
+            frames = model.vectors[rows].sum(-2) * task.codec.vectors()[0].std()
+            first += stream.codes
+            known = quantizer.decode(codes[..., :first])
+            if first > stream.codes:
+                known = known - quantizer.decode(codes[..., :first - stream.codes])
+            column = sum(one.width for one in model.streams[:s])
+            torch.testing.assert_close(frames[..., column:column + stream.width], known, rtol=1e-4, atol=1e-5)
+            assert not frames[..., :column].any() and not frames[..., column + stream.width:].any()
+    assert first == quantizer.ends[-1] or stage == "coarse"
+    assert torch.equal(train_audio.Stack(whole, CPU).models[stage].vectors, model.vectors) and model.vectors.any()
 
 
 @pytest.mark.parametrize("layout, least", [("aligned", 0.5), ("delay", 1.0), ("flattened", 0.5)])
@@ -793,7 +842,7 @@ def test_the_voice_of_the_whole_recording_is_told_in_any_crop_and_what_is_told_l
         crops.caches["semantic"][row] = np.hstack([tokens, np.full_like(tokens, 5 + row)])
     assert [crops.crop(row, 0.9)[0]["voice"].tolist() for row in range(3)] == [[[5]], [[6]], [[7]]]
     crops.streams = train_audio.streams_of(crops.cfg, dict(voice=9, semantic=10_000, codes=10_000),
-                                           dict(voice=0, semantic=50, codes=25), range(1, 5))
+                                           dict(voice=0, semantic=50, codes=25), range(1, 5), 3)
     assert [stream.name for stream in crops.streams] == ["voice"] * voice + ["semantic", "coarse"]
     column = crops.streams[-1].codes  # of the aligned layout: codes, then voice and semantic tokens
     rows = np.arange(600) % 3
@@ -846,7 +895,9 @@ def slow_generate(model, codes, lengths, frames, text, scale=1.0, ends=True, oth
         heard.append(torch.stack(x))
         for t, q in step:
             if model.within:
-                told = sum(model.within.embed.weight[before * K + fresh[t, before]] for before in range(q))
+                rows = [before * K + fresh[t, before] for before in range(q)]
+                told = sum(model.within.embed.weight[row] + model.within.enter.weight @ model.own_vectors[row]
+                           for row in rows)
             scores = [model.heads[-1][q] @ (model.within(one + told) if model.within else one) for one in x]
             logs = [one.softmax(-1).log() for one in scores]
             score = logs[0].clone()
@@ -1389,6 +1440,9 @@ def test_a_published_codec_takes_the_place_of_one_trained_here(voices, tmp_path)
     spec, voice = f"encodec:{tmp_path / 'encodec'}", next(voices.rglob("*.wav"))
     codec = train_audio.load_soundstream(spec, CPU)
     wave = torch.from_numpy(audio.read(voice)[0][0])
+    codes = codec.encode(wave[None])[0]
+    frames = sum(part[codes[:, q]] for q, part in enumerate(codec.vectors()))
+    torch.testing.assert_close(frames, codec.model.quantizer.decode(codes.T[:, None])[0].T, rtol=1e-4, atol=1e-4)
     out, sound, codes = sampled(tmp_path, soundstream=spec, reconstruct=voice, quantizers=3)
     assert codes.shape == (math.ceil(len(wave) / 320), 3) and codec.ends[-1] > 4 and "si_sdr_db" in out
     np.testing.assert_allclose(sound, codec.decode(codec.encode(wave[None], 3))[0, :len(wave)].clamp(-1, 1), atol=1e-4)
