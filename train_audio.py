@@ -266,7 +266,7 @@ TRANSFORMER = dict(seconds=3.5, batch_size=16, chunk_size=8, optimizer="muon", l
 STAGES = {
     "soundstream": dict(steps=1400),
     "semantic": dict(TRANSFORMER, steps=320),
-    "coarse": dict(TRANSFORMER, seconds=2.5, steps=1400, mask_past=0.0, noise_past=0.6, given_drop=0.1, voice=True),
+    "coarse": dict(TRANSFORMER, seconds=2.5, steps=1000, mask_past=0.0, noise_past=0.6, given_drop=0.1, voice=True),
     "fine": dict(TRANSFORMER, seconds=0.9, steps=100),
 }
 PRESETS = {  # the codec of SoundStream §III at 24 kHz; transformers of AudioLM §IV-A
@@ -624,7 +624,7 @@ class Stream(NamedTuple):
     codes: int
     size: int
     rate: float  # frames a second; 0: one frame for all times
-    width: int = 0  # of the vectors that a codec's codes stand for; 0: tokens of another kind, which have none
+    width: int = 0  # of the vectors that a codec's codes stand for; tokens of other kinds have none
 
 
 AHEAD = 4  # frames of the earlier streams that the last one knows before its first, where they are aligned
@@ -717,27 +717,22 @@ class TextEncoder(nn.Module):
         return torch.where((text != 0).any(-1, keepdim=True), x, self.padding_tokens.to(x.dtype))
 
 
-def entrance(vectors, width, scale):
-    """A linear map of a codec's vectors to the transformer's `width`; None if there are no vectors."""
-    if not vectors:
-        return None
-    layer = nn.Linear(vectors, width, bias=False)
-    nn.init.normal_(layer.weight, std=scale * vectors ** -0.5)
-    return layer
-
-
 class WithinFrame(nn.Module):
     """Predicts the codes of a frame one after the other, from what the transformer makes of the frames before it.
 
     As RQ-Transformer (Lee et al. 2022, §3.2.2), with feed-forwards: each is told the sum of the embeddings of those
-    before it, and of their vectors, which is what is known of the frame.
+    before it, and, by a linear map, of the vectors that they stand for: what is known of the frame. What is learned of
+    one code so holds for those that sound like it.
     """
 
     def __init__(self, stream, width, depth, dropout):
         super().__init__()
         self.size, self.embed = stream.size, nn.Embedding((stream.codes - 1) * stream.size, width)
         nn.init.normal_(self.embed.weight, std=0.5 * width ** -0.5)
-        self.enter = entrance(stream.width, width, 0.5)
+        self.enter = nn.Linear(stream.width, width, bias=False) if stream.width else None
+        self.register_buffer("vectors", torch.zeros(self.embed.num_embeddings, stream.width), persistent=False)
+        if self.enter:
+            nn.init.normal_(self.enter.weight, std=0.5 * stream.width ** -0.5)
         self.norms = nn.ModuleList(nn.LayerNorm(width, bias=False) for _ in range(depth + 1))
         self.layers = nn.ModuleList(FeedForward(width, 1, dropout=dropout) for _ in range(depth))
         for layer in self.layers:
@@ -749,23 +744,26 @@ class WithinFrame(nn.Module):
             x = x + layer(norm(x))
         return self.norms[-1](x)
 
-    def tell(self, rows, vectors):
-        """What (…, W) each code tells those after it; rows: code k of quantizer q is q·K + k; vectors: (Q·K, D)."""
-        x = self.embed(rows)
-        return x if self.enter is None else x + self.enter(F.embedding(rows, vectors))
+    def stand_for(self, vectors):
+        """Let the codes stand for `vectors` (Q, K, D), the codec's, which are not saved here."""
+        self.vectors.copy_((vectors / vectors[0].std())[:-1].flatten(0, 1))
 
-    def told(self, codes, vectors=None):
+    def tell(self, rows):
+        """What (…, W) each code tells those after it; rows: code k of quantizer q is q·K + k."""
+        x = self.embed(rows)
+        return x + self.enter(F.embedding(rows, self.vectors)) if self.enter else x
+
+    def told(self, codes):
         """Sums (…, Q, W) of what those before each of `codes` (…, Q) tell; what is none counts as any."""
         codes = codes[..., :-1].clamp(0, self.size - 1)
         rows = codes + torch.arange(codes.shape[-1], device=codes.device) * self.size
-        return F.pad(self.tell(rows, vectors).cumsum(-2), (0, 0, 1, 0))
+        return F.pad(self.tell(rows).cumsum(-2), (0, 0, 1, 0))
 
 
 class TokenTransformer(nn.Module):
     """A causal transformer over streams of tokens (AudioLM §III-C): semantic, coarse and fine are all made of it.
 
-    Each code of a frame has embeddings of its own, and a head of its own over its values and EOS. A codec's codes are
-    also taken in as the vectors that they add up to: what is learned of one holds for those that sound like it.
+    Each code of a frame has embeddings of its own, and a head of its own over its values and EOS.
     """
 
     def __init__(self, cfg, streams, vocabulary=0, embed_width=0):
@@ -774,11 +772,7 @@ class TokenTransformer(nn.Module):
         # rows of the table, as lay_out counts them
         self.starts = list(itertools.accumulate([1, *(1 + s.codes * s.size for s in streams)]))
         self.embed = nn.Embedding(self.starts[-1], width, padding_idx=0)
-        scale = 1.0 if cfg.layout == "flattened" else 0.5
-        nn.init.normal_(self.embed.weight[1:], std=scale * width ** -0.5)
-        vectors = torch.zeros(self.starts[-1], sum(s.width for s in streams))  # columns of their own for each stream
-        self.register_buffer("vectors", vectors, persistent=False)  # they are the codec's, which is always at hand
-        self.enter = entrance(vectors.shape[1], width, scale)
+        nn.init.normal_(self.embed.weight[1:], std=width ** -0.5 if cfg.layout == "flattened" else 0.5 * width ** -0.5)
         self.heads = nn.ParameterList(
             nn.Parameter(torch.randn(s.codes, s.size + 1, width) * width ** -0.5 * 0.5)
             if s is streams[-1] or cfg.given_weight else None for s in streams)
@@ -799,25 +793,10 @@ class TokenTransformer(nn.Module):
             self.null_text_tokens = nn.Parameter(torch.randn(cfg.max_text_len, width) * 0.02)
 
     def stand_for(self, vectors):
-        """Let the codes of the streams, from the codec's first on, stand for its `vectors` (C, K, D); returns self."""
-        vectors, column = vectors / vectors[0].std(), 0
-        for stream, start in zip(self.streams, self.starts):
-            if stream.width:
-                own, vectors = vectors[:stream.codes].flatten(0, 1), vectors[stream.codes:]
-                self.vectors[start + 1:start + 1 + len(own), column:column + stream.width] = own
-                column += stream.width
-        return self
-
-    @property
-    def own_vectors(self):
-        """The vectors (Q·K, D) of the last stream's codes, None if they have none."""
-        width = self.streams[-1].width
-        return self.vectors[self.starts[-2] + 1:, -width:] if width else None
-
-    def take_in(self, inputs):
-        """What the transformer is given (…, W) for `inputs` (…, J), rows of the table that count together."""
-        x = self.embed(inputs).sum(-2)
-        return x if self.enter is None else x + self.enter(F.embedding(inputs, self.vectors).sum(-2))
+        """Let the last stream's codes, the codec's first or last ones, stand for its `vectors` (C, K, D)."""
+        stream = self.streams[-1]
+        if self.within and stream.width:  # runs of before there was a width know of none
+            self.within.stand_for(vectors[:stream.codes] if stream.name == "coarse" else vectors[-stream.codes:])
 
     def condition(self, text, drop):
         """Tokens (B, L, W) of texts, of "no text" where `drop` (B,) is true or if it is None; None without."""
@@ -889,7 +868,7 @@ class TokenTransformer(nn.Module):
 
         prompt: which steps (B, N) are one. The text, as a prefix, comes first in the cache.
         """
-        x, prefix = self.take_in(inputs) + prompt[..., None] * self.prompted, 0
+        x, prefix = self.embed(inputs).sum(2) + prompt[..., None] * self.prompted, 0
         if condition is not None and self.cfg.text == "prefix":
             x, prefix = torch.cat([condition.to(x.dtype), x], dim=1), condition.shape[1]
         context = self.transformer.contexts(condition) if self.cfg.text == "cross" else None
@@ -910,9 +889,7 @@ class TokenTransformer(nn.Module):
             if self.heads[i] is None:
                 result.append(torch.zeros(3, len(x), device=x.device))
                 continue
-            h = x[samples, step[..., :1] if self.within else step]
-            if self.within:
-                h = self.within(h + self.within.told(target, self.own_vectors))
+            h = self.within(x[samples, step[..., :1]] + self.within.told(target)) if self.within else x[samples, step]
             logits = self.logits(h, i).float()  # (B, T + 1, Q, K + 1)
             loss = F.cross_entropy(logits.flatten(0, 2), target.flatten(), ignore_index=-100, reduction="none")
             result.append(torch.stack([part.unflatten(0, target.shape).sum((1, 2)) for part in (
@@ -988,12 +965,12 @@ def generate(model, codes, lengths, frames, seeds, text=None, temperature=1.0, t
             for j, (t, q) in enumerate(part):
                 out[rows, begun + t, q] = drawn[:, j]
             if model.within and part[0][1] < Q - 1:
-                x = x + model.within.tell(part[0][1] * K + drawn[:, 0], model.own_vectors)
+                x = x + model.within.tell(part[0][1] * K + drawn[:, 0])
         if i == steps - 1 or (ends and i % 8 == 7 and bool((end <= new[-1][0]).all())):  # none before is still open
             break
         taken = [(begun + t, q) for t, q in pairs if t < frames]
         row = torch.stack([torch.where(t >= 0, first + q * K + out[rows, t.clamp(min=0), q], 0) for t, q in taken], 1)
-        x = model.take_in(torch.cat([row, given[rows, place + i + 1]], 1))
+        x = model.embed(torch.cat([row, given[rows, place + i + 1]], 1)).sum(1)
         bias = None
         if model.bias is not None:
             places = torch.arange(memory.top + 1, device=device)

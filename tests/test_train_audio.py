@@ -145,8 +145,8 @@ def transformer(streams, vocabulary=0, embed_width=0, seed=0, **settings):
         torch.nn.init.normal_(p, *((1.0, 0.2) if p.ndim == 1 else (0.0, 1.0 if "bias" in name else 0.3)))
     with torch.no_grad():
         model.embed.weight[0] = 0
-    if codes := sum(stream.codes for stream in streams if stream.width):
-        model.stand_for(torch.randn(codes, streams[-1].size, streams[-1].width))
+    if model.within and streams[-1].width:
+        model.stand_for(torch.randn(streams[-1].codes, streams[-1].size, streams[-1].width))
     return model.eval()
 
 
@@ -653,60 +653,43 @@ def test_a_code_of_a_frame_is_told_those_before_it_and_no_other():
     within = train_audio.WithinFrame(FINE[1], 8, 2, 0.0)
     for layer in within.layers:
         torch.nn.init.normal_(layer.down.weight)
-    x, codes, vectors = torch.randn(4, 1, 8), torch.randint(5, (4, 3)), torch.randn(15, 3)
-    before = within(x + within.told(codes, vectors))
+    within.stand_for(torch.randn(3, 5, 3))
+    x, codes = torch.randn(4, 1, 8), torch.randint(5, (4, 3))
+    before = within(x + within.told(codes))
     for q in range(3):
         other = codes.clone()
         other[:, q] = (other[:, q] + 1) % 5
-        changed = (within(x + within.told(other, vectors)) - before).abs().amax(2) > 1e-5
+        changed = (within(x + within.told(other)) - before).abs().amax(2) > 1e-5
         assert changed.tolist() == [[place > q for place in range(3)]] * 4
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_codes_are_taken_in_as_what_they_add_up_to_too_each_stream_by_a_map_of_its_own(layout):
-    model, (codes, lengths) = transformer(FINE, layout=layout), tokens_of(FINE, [[4], [4]])
-    vectors = torch.randn(5, 5, 3)
+def test_what_is_told_of_a_frame_is_also_what_its_codes_add_up_to():
+    model, codes, vectors = transformer(FINE, layout="aligned").within, torch.randint(5, (4, 3)), torch.randn(3, 5, 3)
     model.stand_for(vectors)
-    inputs, _, _ = lay_out(FINE, codes, lengths, torch.tensor([False]), layout)
-    maps, wanted = model.enter.weight.split(3, 1), []
-    for step in inputs[0].tolist():
-        x = torch.zeros(16)
-        for row in step:
-            x += model.embed.weight[row]
-            for s, (stream, begin) in enumerate(zip(FINE, model.starts)):
-                if 0 <= (code := row - begin - 1) < stream.codes * stream.size:
-                    x += maps[s] @ (vectors.flatten(0, 1)[code + 10 * s] / vectors[0].std())
-        wanted.append(x)
-    torch.testing.assert_close(model.take_in(inputs)[0], torch.stack(wanted), rtol=1e-4, atol=1e-5)
-    told = model.within.told(codes[1], model.own_vectors) if model.within else None
-    for q in range(3) if model.within else ():
-        frame = sum((vectors[2 + before][codes[1][0, :, before]] for before in range(q)), torch.zeros(4, 3))
-        told[0, :, q] -= frame / vectors[0].std() @ model.within.enter.weight.T
-        for before in range(q):
-            told[0, :, q] -= model.within.embed.weight[before * 5 + codes[1][0, :, before]]
-        torch.testing.assert_close(told[0, :, q], torch.zeros(4, 16), rtol=0, atol=1e-5)
+    told = model.told(codes)
+    for q in range(3):
+        frame = sum((vectors[before][codes[:, before]] for before in range(q)), torch.zeros(4, 3)) / vectors[0].std()
+        embeds = sum((model.embed.weight[before * 5 + codes[:, before]] for before in range(q)), torch.zeros(4, 16))
+        torch.testing.assert_close(told[:, q], embeds + frame @ model.enter.weight.T, rtol=1e-4, atol=1e-5)
+    before = transformer([stream._replace(width=0) for stream in FINE], layout="aligned")  # a run without
+    before.stand_for(torch.randn(5, 5, 3))
+    assert before.within.enter is None and torch.equal(before.within.tell(codes), before.within.embed(codes))
 
 
 @pytest.mark.parametrize("stage", ["coarse", "fine"])
 def test_codes_stand_for_the_codecs_vectors_in_training_and_in_use(whole, stage):
     task = token_task(whole, stage)
-    model, quantizer = task.run.model, task.codec.quantizer
-    codes = torch.randint(16, (1, 6, quantizer.ends[-1]))
-    first = 0
-    for s, (stream, begin) in enumerate(zip(model.streams, model.starts)):
-        if stream.width:
-            rows = begin + 1 + torch.arange(stream.codes) * 16 + codes[..., first:first + stream.codes]
-            frames = model.vectors[rows].sum(-2) * task.codec.vectors()[0].std()
-            first += stream.codes
-            known = quantizer.decode(codes[..., :first])
-            if first > stream.codes:
-                known = known - quantizer.decode(codes[..., :first - stream.codes])
-            column = sum(one.width for one in model.streams[:s])
-            torch.testing.assert_close(frames[..., column:column + stream.width], known, rtol=1e-4, atol=1e-5)
-            assert not frames[..., :column].any() and not frames[..., column + stream.width:].any()
-    assert first == quantizer.ends[-1] or stage == "coarse"
-    assert torch.equal(train_audio.Stack(whole, CPU).models[stage].vectors, model.vectors) and model.vectors.any()
+    quantizer, held, own = task.codec.quantizer, task.run.model.within.vectors, task.source.streams[-1].codes
+    codes, first = torch.randint(16, (1, 6, quantizer.ends[-1])), 0 if stage == "coarse" else quantizer.ends[-1] - own
+    wanted = quantizer.decode(codes[..., :first + own])
+    if first:
+        wanted = wanted - quantizer.decode(codes[..., :first])
+    vectors = task.codec.vectors()[first:first + own]
+    frames = held[torch.arange(own - 1) * 16 + codes[..., first:first + own - 1]].sum(-2) * vectors[0].std()
+    last = vectors[-1][codes[..., first + own - 1]]  # of which no other is told
+    torch.testing.assert_close(frames + last, wanted, rtol=1e-4, atol=1e-5)
+    assert torch.equal(train_audio.Stack(whole, CPU).models[stage].within.vectors, held) and held.any()
 
 
 @pytest.mark.parametrize("layout, least", [("aligned", 0.5), ("delay", 1.0), ("flattened", 0.5)])
@@ -895,9 +878,7 @@ def slow_generate(model, codes, lengths, frames, text, scale=1.0, ends=True, oth
         heard.append(torch.stack(x))
         for t, q in step:
             if model.within:
-                rows = [before * K + fresh[t, before] for before in range(q)]
-                told = sum(model.within.embed.weight[row] + model.within.enter.weight @ model.own_vectors[row]
-                           for row in rows)
+                told = sum(model.within.tell(before * K + fresh[t, before]) for before in range(q))
             scores = [model.heads[-1][q] @ (model.within(one + told) if model.within else one) for one in x]
             logs = [one.softmax(-1).log() for one in scores]
             score = logs[0].clone()
