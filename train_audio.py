@@ -1946,7 +1946,7 @@ class EvaluateConfig:
     seconds: float = 1.5  # how much it adds
     temperature: tuple[float, ...] = (0.85, 0.3, 0.3)  # of the codes drawn, 0: the most probable; one, or one a stage
     top_k: tuple[float, ...] = (1.0, 0.2, 0.2)  # share of the codes that is drawn from; one, or one a stage
-    guidance_scale: tuple[float, ...] = (2.0, 1.0, 1.0)  # lean toward the text, 1 for not; one, or one a stage
+    guidance_scale: tuple[float, ...] = (1.5, 1.0, 1.0)  # lean toward the text, 1 for not; one, or one a stage
     prompt_scale: tuple[float, ...] = (1.0, 2.5, 1.0)  # lean toward the prompt, 1 for not; one, or one a stage
     given_scale: tuple[float, ...] = (1.0, 2.0, 1.0)  # lean toward the stage before, if trained with --given_drop
     batch_size: int = 40  # recordings at a time
@@ -1972,7 +1972,7 @@ class SampleConfig:
     # How
     temperature: tuple[float, ...] = (0.85, 0.3, 0.3)  # of the codes drawn, 0: the most probable; one, or one a stage
     top_k: tuple[float, ...] = (1.0, 0.2, 0.2)  # share of the codes that is drawn from; one, or one a stage
-    guidance_scale: tuple[float, ...] = (2.0, 1.0, 1.0)  # lean toward the text, 1 for not; one, or one a stage
+    guidance_scale: tuple[float, ...] = (1.5, 1.0, 1.0)  # lean toward the text, 1 for not; one, or one a stage
     prompt_scale: tuple[float, ...] = (1.0, 2.5, 1.0)  # lean toward the prompt, 1 for not; one, or one a stage
     given_scale: tuple[float, ...] = (1.0, 2.0, 1.0)  # lean toward the stage before, if trained with --given_drop
     fine: bool = True  # let the fine stage add its codes, else the coarse ones alone are heard
