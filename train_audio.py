@@ -626,6 +626,10 @@ class Stream(NamedTuple):
     rate: float  # frames a second; 0: one frame for all times
     width: int = 0  # of the vectors that a codec's codes stand for; tokens of other kinds have none
 
+    def own(self, codes):
+        """Its part of what there is for each code of a codec's frame, (C, …): coarse has the first, fine the last."""
+        return codes[:self.codes] if self.name == "coarse" else codes[-self.codes:]
+
 
 AHEAD = 4  # frames of the earlier streams that the last one knows before its first, where they are aligned
 
@@ -793,10 +797,10 @@ class TokenTransformer(nn.Module):
             self.null_text_tokens = nn.Parameter(torch.randn(cfg.max_text_len, width) * 0.02)
 
     def stand_for(self, vectors):
-        """Let the last stream's codes, the codec's first or last ones, stand for its `vectors` (C, K, D)."""
+        """Let the last stream's codes stand for the codec's `vectors` (C, K, D)."""
         stream = self.streams[-1]
         if self.within and stream.width:  # runs of before there was a width know of none
-            self.within.stand_for(vectors[:stream.codes] if stream.name == "coarse" else vectors[-stream.codes:])
+            self.within.stand_for(stream.own(vectors))
 
     def condition(self, text, drop):
         """Tokens (B, L, W) of texts, of "no text" where `drop` (B,) is true or if it is None; None without."""
@@ -1373,8 +1377,7 @@ class TokenCrops:
                 tokens = found["semantic"][:, 0]
                 made.append((semantic.unique(tokens)[0] if self.cfg.unique else tokens)[:, None])
             else:
-                coarse = self.streams[-1].name == "coarse" or stream.name == "coarse"
-                made.append(found["codes"][:, :stream.codes] if coarse else found["codes"][:, -stream.codes:])
+                made.append(stream.own(found["codes"].T).T)
         return [torch.from_numpy(np.ascontiguousarray(tokens)) for tokens in made]
 
     def fetch(self, rows, draws=None):

@@ -80,7 +80,7 @@ def make(args, stage):
     """(config, transformer, codes (B, T, Q) of each of its streams)."""
     cfg = settings(args, stage)
     streams = train_audio.streams_of(cfg, {"semantic": cfg.clusters, "codes": 1024}, {"semantic": 50, "codes": 50},
-                                     range(1, 9), 512)
+                                     range(1, 9), CODEC["codec_width"])
     torch.manual_seed(0)
     model = train_audio.TokenTransformer(cfg, streams).to(args.device)
     codes = [torch.randint(s.size, (args.batch, FRAMES[stage], s.codes)) for s in streams]
