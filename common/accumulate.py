@@ -10,6 +10,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from common.config import UserError
+
 
 class Chunk(NamedTuple):
     index: int  # number of the chunk in its batch
@@ -20,14 +22,11 @@ class Chunk(NamedTuple):
 
 
 def plan(batch_size, chunk_size, rank=0, world_size=1):
-    """The chunks that `rank` of `world_size` takes from each batch: numbers rank, rank + world_size, …
-
-    Raises ValueError when the batch has too few chunks to give every rank one.
-    """
+    """The chunks that `rank` of `world_size` takes from each batch, rank, rank + world_size, …; UserError if none."""
     count = -(-batch_size // chunk_size)
     if count < world_size:
-        raise ValueError(f"batch_size {batch_size} in chunks of {chunk_size} makes {count} chunk(s), too few for "
-                         f"{world_size} ranks; lower chunk_size to {max(1, batch_size // world_size)} or less")
+        raise UserError(f"batch_size {batch_size} in chunks of {chunk_size} makes {count} chunk(s), too few for "
+                        f"{world_size} ranks; lower chunk_size to {max(1, batch_size // world_size)} or less")
     chunks = []
     for index in range(rank, count, world_size):
         start, stop = index * chunk_size, min((index + 1) * chunk_size, batch_size)

@@ -1,6 +1,8 @@
 """Mixed precision: autocast, the gradient scaler, and the one order of steps that is right."""
 import torch
 
+from common.config import UserError
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -15,38 +17,33 @@ def scaler(device, precision):
 
 
 def step(scaler, optimizers, max_grad_norm):
-    """Unscale, clip, step and update, once an iteration; returns (gradient norms (n,), whether the step was taken).
+    """Unscale, clip, step and update, once an iteration; returns (gradient norm before clipping, whether it stepped).
 
-    Each optimizer's gradients are clipped to `max_grad_norm` (0: not at all), a number or one for each, by the norm
-    over its own parameters.
-    When any gradient overflowed, no optimizer steps and the scale is lowered: the caller must then treat the step
-    as not having happened. Only fp16 waits for the device here. The ranks agree because DDP has summed the gradients:
-    an inf on one is an inf on all.
+    The gradients of one model's `optimizers` are clipped together to the norm `max_grad_norm` (0: not at all). For n
+    models, lists of optimizers and n limits, the norms (n,) are separate. After an overflow nothing steps and the scale
+    is lowered: to the caller the step has not happened. The ranks agree, as DDP has summed the gradients.
     """
-    norms, limits = [], max_grad_norm if isinstance(max_grad_norm, list) else [max_grad_norm] * len(optimizers)
-    for optimizer, limit in zip(optimizers, limits, strict=True):
-        scaler.unscale_(optimizer)
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
+    several = isinstance(max_grad_norm, list)
+    models, limits, norms = (optimizers, max_grad_norm, []) if several else ([optimizers], [max_grad_norm], [])
+    for model, limit in zip(models, limits, strict=True):
+        for optimizer in model:
+            scaler.unscale_(optimizer)
+        parameters = [p for o in model for group in o.param_groups for p in group["params"] if p.grad is not None]
+        norms.append(torch.nn.utils.get_total_norm([p.grad for p in parameters]))
         if limit:
-            torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
-        norms.append(norm)
+            torch.nn.utils.clip_grads_with_norm_(parameters, limit, norms[-1])
     norms = torch.stack(norms)
-    taken = not scaler.is_enabled() or bool(norms.isfinite().all())
-    if taken:
-        for optimizer in optimizers:
-            scaler.step(optimizer)
+    taken = not scaler.is_enabled() or bool(norms.isfinite().all())  # only fp16 waits for the device here
+    for optimizer in [o for model in models for o in model if taken]:
+        scaler.step(optimizer)
     scaler.update()
-    return norms, taken
+    if not taken and scaler.get_scale() < 2 ** -20:
+        raise UserError("gradients overflow fp16 at any scale; use --precision bf16 or a lower --lr")
+    return norms if several else norms[0], taken
 
 
 def load_scaler(scaler, state):
-    """Restore `state`; returns a note for the user when the precision was changed since it was saved.
-
-    A disabled scaler's state is {} and an enabled one refuses it, so a run that moves to fp16 starts with a fresh
-    scale, and one that leaves fp16 drops the old.
-    """
+    """Restore `state` ({} without fp16); returns a note for the user if the precision was changed, else None."""
     if bool(state) != scaler.is_enabled():
         return "gradient scale started anew" if scaler.is_enabled() else "gradient scale of the fp16 run dropped"
-    scaler.load_state_dict(state)
-    return None
+    return scaler.load_state_dict(state)

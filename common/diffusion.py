@@ -4,14 +4,54 @@ Throughout x_t = α_t·x₀ + σ_t·ε with timesteps t = 0 … T-1 from little 
 The named schedules preserve the variance, α_t² + σ_t² = 1, with ᾱ_t = α_t²; rectified flow has α_t = 1 - σ_t.
 """
 import math
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch.special import log_ndtr
 
 from common import config
-from common.config import UserError
+from common.config import Count, Natural, NonNegative, Positive, Share, UserError
 
 SCHEDULES = ("cosine", "linear", "quadratic", "sigmoid", "jsd")
+
+
+@dataclass(frozen=True)
+class Training(config.Training):
+    """What the training of every diffusion model can be told; a script names the defaults that differ for it."""
+    # Run and data
+    lora_rank: Natural = 0  # train low-rank adapters of the attention on the frozen --init_from; 0: all weights
+    # Model
+    checkpointing: bool = False  # recompute blocks in the backward pass: less memory, a third more time
+    # Diffusion
+    objective: Literal["x0", "v", "epsilon", "flow"] = "v"  # what the network predicts; flow has levels of its own
+    noise_schedule: Literal[SCHEDULES] = "cosine"  # levels of noise
+    timesteps: Count = 1000  # levels of noise
+    timestep_density: Literal["uniform", "logit_normal", "mode"] = "uniform"  # timesteps in training (SD3 §3.1)
+    density_mean: float = 0.0  # of logit_normal; above 0 for more noise
+    density_std: Positive = 1.0  # of logit_normal
+    loss: Literal["l2", "l1", "huber"] = "l2"  # distance between prediction and target
+    loss_weight: Literal["none", "min_snr", "p2", "sigma_sqrt", "cosmap"] = "none"  # by timestep; the last two: flow
+    loss_gamma: Positive = 5.0  # of min_snr (Hang et al. 2023) and p2 (Choi et al. 2022)
+    dream: bool = False  # train on the inputs its own error leads to (DREAM, Zhou et al. 2023); objective epsilon
+    text_drop: Share = 0.1  # probability of training a sample without its text, for guidance
+    # Evaluation and saving; both happen at the first log line at or after they are due
+    guidance_scale: NonNegative = 1.0  # of the samples in evaluation, 1 for none
+    eta: Share = 0.0  # noise of sampling: 1 as DDPM, 0 for DDIM
+
+    def __post_init__(self):
+        super().__post_init__()
+        config.refuse_unused(self, (
+            ("noise_schedule", self.objective != "flow", "an objective other than flow, which has its own levels"),
+            ("loss_gamma", self.loss_weight in ("min_snr", "p2"), "--loss_weight min_snr or p2"),
+            ("dream", self.objective == "epsilon", "--objective epsilon"),
+            ("density_mean", self.timestep_density == "logit_normal", "--timestep_density logit_normal"),
+            ("density_std", self.timestep_density == "logit_normal", "--timestep_density logit_normal")))
+        if self.loss_weight in ("sigma_sqrt", "cosmap") and self.objective != "flow":
+            raise UserError(f"--loss_weight {self.loss_weight}: it needs --objective flow")
+        if self.lora_rank and not self.init_from:
+            raise UserError(f"--lora_rank {self.lora_rank}: adapters need a trained model; name its file with "
+                            "--init_from")
 
 
 def betas(name, timesteps):
@@ -47,11 +87,10 @@ def tables(objective, noise_schedule, timesteps):
     return levels("flow" if objective == "flow" else noise_schedule, timesteps)
 
 
-def draw_timesteps(density, shape, timesteps, device, mean=0.0, std=1.0, mode_scale=1.29):
+def draw_timesteps(density, shape, timesteps, device, mean=0.0, std=1.0):
     """int64 timesteps of `shape`: "uniform", or by a density of SD3 (Esser et al. 2024, §3.1) on (0, 1), times T.
 
-    "logit_normal" (Eq. 19): the sigmoid of a normal of that mean and std. "mode" (Eq. 20): more in the middle for
-    mode_scale > 0, at the ends for < 0; it must lie in [-1, 2/(π-2)].
+    "logit_normal" (Eq. 19): the sigmoid of a normal of that mean and std. "mode" (Eq. 20, s = 1.29): mostly the middle.
     """
     if density == "uniform":
         return torch.randint(timesteps, shape, device=device)
@@ -60,7 +99,7 @@ def draw_timesteps(density, shape, timesteps, device, mean=0.0, std=1.0, mode_sc
     else:
         assert density == "mode", density
         u = torch.rand(shape, device=device)
-        time = 1 - u - mode_scale * (torch.cos(math.pi / 2 * u) ** 2 - 1 + u)
+        time = 1 - u - 1.29 * (torch.cos(math.pi / 2 * u) ** 2 - 1 + u)
     return (time * timesteps).long().clamp(0, timesteps - 1)
 
 
@@ -76,7 +115,7 @@ def add_noise(x0, noise, alpha, sigma):
 
 
 def target(objective, x0, noise, alpha, sigma):
-    """What the network learns to say.
+    """What the network learns to predict.
 
     "x0", "epsilon", "v" = α·ε - σ·x₀ (Salimans & Ho 2022, App. D), or "flow" = ε - x₀ (Liu et al. 2022, Eq. 1).
     """
@@ -96,13 +135,13 @@ def to_x0(objective, prediction, x_t, alpha, sigma):
     return (x_t - sigma * prediction) / alpha if objective == "epsilon" else alpha * x_t - sigma * prediction
 
 
-def dream(x_t, noise, predicted, sigma, power):
-    """DREAM (Zhou et al. 2023, Alg. 1): the x_t that the network's own error leads to, and its target in epsilon.
+def dream(x_t, noise, predicted, sigma):
+    """DREAM (Zhou et al. 2023, Alg. 1, p = 1): the x_t that the network's own error leads to, and its target epsilon.
 
-    `predicted` is the network's epsilon at the given x_t, without gradients. λ = σ^power of its error is added to the
-    noise of both, so that training meets the inputs that sampling will.
+    `predicted` is the network's epsilon at the given x_t, without gradients. λ = σ of its error is added to the noise
+    of both, so that training meets the inputs that sampling will.
     """
-    error = sigma ** power * (noise - predicted)
+    error = sigma * (noise - predicted)
     return x_t + sigma * error, noise + error
 
 
@@ -111,50 +150,22 @@ def snr(alpha, sigma):
     return ((alpha / sigma) ** 2).clamp(min=1e-20)
 
 
-def of_target(objective, weight, alpha, sigma):
-    """The weight of a squared error in x₀ as the weight of the same error where the network makes it.
+def loss_weight(kind, objective, alpha, sigma, gamma):
+    """Weight of a squared error of the `objective`, at each level (α, σ).
 
-    An error e in x₀ is e·α/σ in epsilon, and e/σ in v and in flow; for v, σ² = 1/(SNR + 1).
-    """
-    ratio = snr(alpha, sigma)
-    return weight / {"x0": 1, "epsilon": ratio, "v": ratio + 1, "flow": sigma ** -2}[objective]
-
-
-def min_snr_weight(objective, alpha, sigma, gamma):
-    """Loss weight min(SNR, γ), as it stands for each target (Hang et al. 2023, §3.4); γ = 0: no weighting.
-
-    x0: min(SNR, γ); epsilon: that / SNR; v: that / (SNR + 1); flow: that · σ².
-    """
-    ratio = snr(alpha, sigma)
-    return of_target(objective, ratio.clamp(max=gamma), alpha, sigma) if gamma else torch.ones_like(ratio)
-
-
-def p2_weight(objective, alpha, sigma, gamma, k=1.0):
-    """Loss weight (k + SNR)^-γ on epsilon (Choi et al. 2022, Eq. 8), as it stands for each target; γ = 0: none.
-
-    epsilon: w = (k + SNR)^-γ; x0: w · SNR; v: w · SNR / (SNR + 1); flow: w · α².
-    """
-    ratio = snr(alpha, sigma)
-    return of_target(objective, ratio * (k + ratio) ** -gamma, alpha, sigma) if gamma else torch.ones_like(ratio)
-
-
-def flow_weight(kind, sigma):
-    """Loss weight on flow: "none", "cosmap" = 2/(π(1 - 2σ + 2σ²)) (Esser et al. 2024, Eq. 21), or "sigma_sqrt" = σ^-2.
-
-    The last is common in public training of SD3; σ is never below 1/T, so it is at most T².
+    "min_snr": min(SNR, γ) on x₀ (Hang et al. 2023, §3.4). "p2": (1 + SNR)^-γ on epsilon (Choi et al. 2022, Eq. 8). Both
+    as they stand for the objective: an error e in x₀ is e·α/σ in epsilon, and e/σ in v (σ² = 1/(SNR + 1)) and in flow.
+    Of flow alone: "cosmap" = 2/(π(1 - 2σ + 2σ²)) (Esser et al. 2024, Eq. 21), "sigma_sqrt" = σ^-2, at most T².
     """
     if kind == "none":
         return torch.ones_like(sigma)
+    if kind == "cosmap":
+        return 2 / (math.pi * (1 - 2 * sigma + 2 * sigma ** 2))
     if kind == "sigma_sqrt":
         return sigma ** -2
-    assert kind == "cosmap", kind
-    return 2 / (math.pi * (1 - 2 * sigma + 2 * sigma ** 2))
-
-
-def loss_weight(cfg, alpha, sigma):
-    """The weight that a script's settings ask for; at most one of the three is not 1."""
-    return (min_snr_weight(cfg.objective, alpha, sigma, cfg.min_snr_gamma)
-            * p2_weight(cfg.objective, alpha, sigma, cfg.p2_gamma, cfg.p2_k) * flow_weight(cfg.flow_weight, sigma))
+    ratio = snr(alpha, sigma)
+    weight = {"min_snr": ratio.clamp(max=gamma), "p2": ratio * (1 + ratio) ** -gamma}[kind]  # on x0
+    return weight / {"x0": 1, "epsilon": ratio, "v": ratio + 1, "flow": sigma ** -2}[objective]
 
 
 def distance(kind, prediction, target):
@@ -218,40 +229,34 @@ def respaced(timesteps, steps):
     return [timesteps - 1 - round(i * (timesteps - 1) / max(1, steps - 1)) for i in range(steps)]
 
 
-def added_variance(alpha, sigma, alpha_less, sigma_less):
-    """Variance β of x at level (α, σ) given x at a less noisy level: σ² - (α/α')²·σ'²."""
-    ratio = (alpha / alpha_less) ** 2
-    if max(abs(alpha ** 2 + sigma ** 2 - 1), abs(alpha_less ** 2 + sigma_less ** 2 - 1)) < 1e-6:
-        return max(0.0, 1 - ratio)  # the same, as DDPM and DDIM have it
-    return max(0.0, sigma ** 2 - ratio * sigma_less ** 2)
+def solver(alpha, sigma, steps):
+    """(timesteps from T-1 down to 0, α and σ of all T as float64 numbers: no wait for the device at each step)."""
+    return respaced(len(alpha), steps), alpha.cpu().double().tolist(), sigma.cpu().double().tolist()
 
 
 @torch.no_grad()
 def sample(denoise, x, alpha, sigma, steps, eta=1.0, draw=torch.randn_like, known=None, mask=None, resample=1):
-    """Integrate from noise x at level T-1 to x₀ in `steps` steps, by `denoise(x_t, t (B,), x0_before) -> x₀`.
+    """Integrate from noise x at level T-1 to x₀ in `steps` steps, by `denoise(x_t, t (B,)) -> x₀`.
 
     eta = 0 is DDIM (for flow: Euler's method), eta = 1 is ancestral sampling: the posterior of the respaced chain
-    (DDIM, Song et al. 2021, Eq. 12 and 16). `denoise` is told the level that x_t is at, and its own last answer (zeros
-    at first). The last step ends at x₀ itself. alpha, sigma: (T,). `draw(x)` gives the fresh noise. No wait for the
-    device in between. Where `denoise` gives (x₀, fraction), the fresh noise has the variance
+    (DDIM, Song et al. 2021, Eq. 12 and 16). `denoise` is given the level that x_t is at. The last step ends at x₀
+    itself. alpha, sigma: (T,). `draw(x)` gives the fresh noise. If `denoise` returns (x₀, f), the variance of that is
     exp(f·log β + (1-f)·log β̃) of the respaced chain, times eta² (Nichol & Dhariwal 2021, Eq. 15 and §4).
 
     Inpainting (RePaint, Lugmayr et al. 2022, Alg. 1): `known` holds x₀ where `mask` (broadcast) is 1 or true, and the
     result is exactly that there. Every step is taken `resample` times, noised again in between, so that what is filled
     in fits what is known: 1 is fast and fits badly, 5 to 10 is usual.
     """
-    schedule = respaced(len(alpha), steps)
-    alphas, sigmas = alpha.cpu().double().tolist(), sigma.cpu().double().tolist()
-    x0, mask = torch.zeros_like(x), None if known is None else mask.bool()
-    resample = 1 if known is None else resample  # else there is nothing to fit in
+    schedule, alphas, sigmas = solver(alpha, sigma, steps)
+    mask, resample = (None, 1) if known is None else (mask.bool(), resample)  # nothing known: nothing to fit in
     for t, before in zip(schedule, [*schedule[1:], None]):
-        for repeat in range(resample if before is not None else 1):
-            answer = denoise(x, torch.full((len(x),), t, device=x.device), x0)
+        for repeat in range(resample):
+            answer = denoise(x, torch.full((len(x),), t, device=x.device))
             x0, fraction = answer if isinstance(answer, tuple) else (answer, None)
             if before is None:
                 return x0 if known is None else torch.where(mask, known, x0)
             a, s, a_next, s_next = alphas[t], sigmas[t], alphas[before], sigmas[before]
-            beta = added_variance(a, s, a_next, s_next)
+            beta = max(0.0, s ** 2 - (a / a_next * s_next) ** 2)  # the variance of x_t given the next x
             fresh = eta * (s_next / s) * math.sqrt(beta)  # Eq. 16
             noise = (x - a * x0) / s
             x = a_next * x0 + math.sqrt(max(0.0, s_next ** 2 - fresh ** 2)) * noise
@@ -272,11 +277,10 @@ def invert(denoise, x0, alpha, sigma, steps):
     DDIM's equation integrated backwards, from data to noise, along the same levels (Song et al. 2021, §4.3; DALL-E 2,
     Ramesh et al. 2022, §3). `denoise` as for `sample`.
     """
-    schedule = respaced(len(alpha), steps)[::-1]
-    alphas, sigmas = alpha.cpu().double().tolist(), sigma.cpu().double().tolist()
-    x, t, estimate = alphas[schedule[0]] * x0, schedule[0], torch.zeros_like(x0)  # x0 is at no level: start beside it
-    for i, after in enumerate(schedule):  # the first of them corrects x at the least noisy level, given x0 itself
-        answer = denoise(x, torch.full((len(x),), t, device=x.device), estimate)
+    schedule, alphas, sigmas = solver(alpha, sigma, steps)
+    x, t = alphas[schedule[-1]] * x0, schedule[-1]  # x0 is at no level: start beside it
+    for i, after in enumerate(reversed(schedule)):  # the first of them corrects x at the least noisy level, given x0
+        answer = denoise(x, torch.full((len(x),), t, device=x.device))
         estimate = answer[0] if isinstance(answer, tuple) else answer
         noise = (x - alphas[t] * estimate) / sigmas[t]
         x, t = alphas[after] * (estimate if i else x0) + sigmas[after] * noise, after
@@ -293,20 +297,3 @@ def noise_source(seeds, device):
     def draw(x):
         return torch.stack([torch.randn(x.shape[1:], generator=g) for g in generators]).to(device, x.dtype)
     return draw
-
-
-def check(cfg):
-    """UserError if a script's settings of diffusion contradict each other, or one would have no effect."""
-    config.refuse_unused(cfg, (
-        ("noise_schedule", cfg.objective != "flow", "an objective other than flow, which has its own levels"),
-        ("flow_weight", cfg.objective == "flow", "--objective flow"),
-        ("dream", cfg.objective == "epsilon", "--objective epsilon"),
-        ("dream_power", cfg.dream, "--dream true"),
-        ("p2_k", cfg.p2_gamma, "--p2_gamma above 0"),
-        ("density_mean", cfg.timestep_density == "logit_normal", "--timestep_density logit_normal"),
-        ("density_std", cfg.timestep_density == "logit_normal", "--timestep_density logit_normal"),
-        ("mode_scale", cfg.timestep_density == "mode", "--timestep_density mode")))
-    if not -1 <= cfg.mode_scale <= 2 / (math.pi - 2):
-        raise UserError(f"--mode_scale: {cfg.mode_scale} is not within -1 and {2 / (math.pi - 2):.4f}")
-    if bool(cfg.min_snr_gamma) + bool(cfg.p2_gamma) + (cfg.flow_weight != "none") > 1:
-        raise UserError("--min_snr_gamma, --p2_gamma and --flow_weight: each is a loss weight; give one of them")

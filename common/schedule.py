@@ -5,8 +5,9 @@ import math
 def learning_rate(step, lr, warmup_steps, steps, cosine):
     """Rate of the optimizer step number `step` (0 is the first): linear warm-up, then half a cosine or constant.
 
-    The warm-up rises lr/warmup_steps, 2·lr/warmup_steps, …, and the cosine (SGDR, Loshchilov & Hutter 2017, Eq. 5,
-    one period, down to 0) begins where it ends, as torch's SequentialLR of LinearLR and CosineAnnealingLR does.
+    The warm-up rises lr/warmup_steps, 2·lr/warmup_steps, …; the cosine (SGDR, Loshchilov & Hutter 2017, Eq. 5) begins
+    where it ends and is at 0 from `steps` on. One follows the other, as in torch's SequentialLR of LinearLR and
+    CosineAnnealingLR, where the package pytorch_warmup multiplies them.
     """
     if step < warmup_steps:
         return lr * (step + 1) / warmup_steps

@@ -7,13 +7,14 @@ import torch
 from torch import nn
 
 from common import accumulate, dist
+from common.config import UserError
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7])
 @pytest.mark.parametrize("batch_size, chunk_size", [(7, 1), (8, 1), (10, 3), (64, 8), (100, 13), (100, 14)])
 def test_the_ranks_chunks_cover_the_batch_once(batch_size, chunk_size, world_size):
     if -(-batch_size // chunk_size) < world_size:
-        with pytest.raises(ValueError, match=f"too few for {world_size} ranks"):
+        with pytest.raises(UserError, match=f"too few for {world_size} ranks"):
             accumulate.plan(batch_size, chunk_size, 0, world_size)
         return
     plans = [accumulate.plan(batch_size, chunk_size, rank, world_size) for rank in range(world_size)]
@@ -28,7 +29,7 @@ def test_the_ranks_chunks_cover_the_batch_once(batch_size, chunk_size, world_siz
 
 @pytest.mark.parametrize("batch_size, chunk_size, world_size", [(8, 8, 2), (100, 60, 3), (10, 6, 10)])
 def test_the_chunk_size_that_the_message_proposes_works(batch_size, chunk_size, world_size):
-    with pytest.raises(ValueError, match=f"batch_size {batch_size} in chunks of {chunk_size}") as caught:
+    with pytest.raises(UserError, match=f"batch_size {batch_size} in chunks of {chunk_size}") as caught:
         accumulate.plan(batch_size, chunk_size, 0, world_size)
     proposed = int(str(caught.value).split(" to ")[-1].split()[0])
     assert all(accumulate.plan(batch_size, proposed, rank, world_size) for rank in range(world_size))
@@ -86,6 +87,7 @@ def test_one_key_gives_one_stream_and_other_keys_give_others():
     others = [draws(*key) for key in keys]
     for generator in range(4):
         assert len({str(draw[generator]) for draw in [first, *others]}) == 8
+    assert all(0 <= accumulate.number(key) < 2 ** 63 for key in range(99))  # what every generator takes
 
 
 def test_splitting_mixed_fields_and_joining_them_again_gives_them_back():

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from common import amp, dist, optim
+from common.config import UserError
 
 CPU = torch.device("cpu")
 
@@ -44,7 +45,7 @@ def test_without_fp16_the_step_is_the_plain_one_bit_for_bit(precision):
         norms, taken = amp.step(scaler, ours[1], 0.0)
         loss_of(theirs[0], step).backward()
         norm = torch.cat([p.grad.flatten() for p in theirs[0].parameters()]).norm()
-        torch.testing.assert_close(norms, norm[None])
+        torch.testing.assert_close(norms, norm)
         theirs[1][0].step()
         assert taken is True
         ours[0].zero_grad()
@@ -63,39 +64,38 @@ def test_autocast_runs_products_in_the_precision_and_says_nothing(precision, ena
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_clipping_is_torchs_for_each_optimizer_by_its_own_norm(precision):
-    pairs, references = [make(0), make(1)], [make(0), make(1)]
-    scaler, factors = amp.scaler(CPU, precision), (100.0, 0.01)  # the first is clipped, the second is not
-    for (model, _), factor in zip(pairs, factors):
-        scaler.scale(loss_of(model, 0, factor)).backward()
-    norms, taken = amp.step(scaler, [optimizer for _, (optimizer,) in pairs], 0.5)
-    assert taken
-    for (model, _), (reference, _), factor, norm in zip(pairs, references, factors, norms):
-        loss_of(reference, 0, factor).backward()
-        expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
-        torch.testing.assert_close(norm, expected)
-        for ours, theirs in zip(model.parameters(), reference.parameters()):
-            torch.testing.assert_close(ours.grad, theirs.grad)
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("limit", [0.5, 1000.0, 0.0])
+def test_the_gradients_of_one_model_are_clipped_together_as_torch_does_it(precision, optimizer, limit):
+    model, reference, scaler = make()[0], make()[0], amp.scaler(CPU, precision)
+    scaler.scale(loss_of(model, 0, 50.0)).backward()
+    loss_of(reference, 0, 50.0).backward()
+    norm, taken = amp.step(scaler, optim.make(model, optimizer, 0.1, 0.01), limit)
+    expected = nn.utils.clip_grad_norm_(reference.parameters(), limit or torch.inf)
+    assert taken and norm > 0.5
+    torch.testing.assert_close(norm, expected)
+    for ours, theirs in zip(model.parameters(), reference.parameters()):
+        torch.testing.assert_close(ours.grad, theirs.grad)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_each_optimizer_is_clipped_to_a_norm_of_its_own_if_there_is_one_for_each(precision):
-    pairs, scaler, limits = [make(0), make(1), make(2)], amp.scaler(CPU, precision), [0.5, 0.0, 1e-3]
-    for number, (model, _) in enumerate(pairs):
+def test_models_that_step_together_are_clipped_each_to_its_own_norm(precision):
+    models, scaler, limits = [make(seed)[0] for seed in range(3)], amp.scaler(CPU, precision), [0.5, 0.0, 1e-3]
+    optimizers = [optim.make(model, "muon", 0.1, 0.01) for model in models]
+    for number, model in enumerate(models):
         scaler.scale(loss_of(model, number, 50.0)).backward()
-    norms, taken = amp.step(scaler, [optimizer for _, (optimizer,) in pairs], limits)
-    clipped = torch.stack([torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]) for model, _ in pairs])
+    norms, taken = amp.step(scaler, optimizers, limits)
+    clipped = torch.stack([nn.utils.get_total_norm([p.grad for p in model.parameters()]) for model in models])
     assert taken and norms.min() > 0.5
     torch.testing.assert_close(clipped, torch.stack([torch.tensor(0.5), norms[1], torch.tensor(1e-3)]), rtol=1e-3,
                                atol=1e-6)
     with pytest.raises(ValueError, match="shorter"):
-        amp.step(scaler, [optimizer for _, (optimizer,) in pairs], limits[:2])
+        amp.step(scaler, optimizers, limits[:2])
 
 
 @pytest.mark.parametrize("bad", [0, 1, None])
 def test_an_overflow_in_one_of_two_optimizers_stops_both_once_and_the_next_step_goes_on(bad):
     pairs = [make(0), make(1)]
-    optimizers = [optimizer for _, (optimizer,) in pairs]
     scaler = amp.scaler(CPU, "fp16")
 
     def step(number, spoil):
@@ -104,7 +104,7 @@ def test_an_overflow_in_one_of_two_optimizers_stops_both_once_and_the_next_step_
             scaler.scale(loss_of(model, number)).backward()
             if spoil and i == bad:
                 model[2].weight.grad[0, 0] = torch.inf
-        return amp.step(scaler, optimizers, 1.0)
+        return amp.step(scaler, [optimizers for _, optimizers in pairs], [1.0, 1.0])
 
     step(0, False)
     before, scale = [snapshot(*pair) for pair in pairs], scaler.get_scale()
@@ -131,7 +131,7 @@ def overflow_on_one_rank():
         taken.append(amp.step(scaler, optimizers, 1.0)[1])
         scales.append(scaler.get_scale())
         weights.append(model[0].weight.detach().numpy().tobytes())
-        dist.check_in_step(model, step)
+        dist.check_in_step({"model": model}, step)
     return taken, scales, weights
 
 
@@ -142,6 +142,24 @@ def test_an_overflow_on_one_rank_skips_the_step_on_both(on_ranks):
     assert taken == [True, False, True]
     assert scales[1] == scales[2] == scales[0] / 2
     assert weights[0] == weights[1] != weights[2]
+
+
+def test_a_run_whose_gradients_overflow_at_any_scale_ends_with_a_way_out():
+    model, optimizers = make()
+    scaler = amp.scaler(CPU, "fp16")
+    for k in range(16, -20, -1):  # the scales 2^k that are tried
+        scaler.scale(loss_of(model, 0)).backward()
+        assert scaler.get_scale() == 2.0 ** k
+        model[0].weight.grad[0, 0] = torch.nan
+        assert amp.step(scaler, optimizers, 1.0)[1] is False
+        model.zero_grad()
+    for _ in range(2):  # the scale that is the last to be tried, 2^-20, is still good for a step
+        scaler.scale(loss_of(model, 0)).backward()
+        assert amp.step(scaler, optimizers, 1.0)[1] or scaler.get_scale() == 2.0 ** -20
+        model.zero_grad()
+    scaler.scale(loss_of(model, 0) * torch.nan).backward()
+    with pytest.raises(UserError, match="gradients overflow fp16 at any scale; use --precision bf16 or a lower --lr"):
+        amp.step(scaler, optimizers, 1.0)
 
 
 def test_a_scale_survives_a_round_trip_and_a_change_of_precision_is_told():

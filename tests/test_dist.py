@@ -1,4 +1,5 @@
 """Processes: exact sums, one decision for all, ranks kept in step; with real gloo processes."""
+import os
 import socket
 import time
 import warnings
@@ -11,6 +12,8 @@ from torch import nn
 
 from common import dist
 from common.config import UserError
+
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def uneven_means():
@@ -80,7 +83,7 @@ def test_work_for_each_rank_is_done_by_rank_0_first_and_the_first_error_is_told_
 
 def meet(failing):
     def work():
-        assert dist.gather(dist.rank()) == [0, 1]  # done in turns, the first would wait in vain for the other
+        assert dist.gather(dist.rank()) == [0, 1]  # one after the other, the first would wait in vain
         if dist.rank() == failing:
             raise OSError(f"rank {failing}")
         return dist.rank
@@ -91,57 +94,69 @@ def meet(failing):
         return str(error), error.relayed
 
 
-@pytest.mark.parametrize("failing", [None, 0, 1])
-def test_work_done_at_once_is_done_at_the_same_time_and_an_error_is_told_once(on_ranks, failing):
+@pytest.mark.parametrize("failing", [None, 1])
+def test_work_done_at_once_is_done_at_the_same_time_and_an_error_is_reported_once(on_ranks, failing):
     results = on_ranks(2, meet, failing)
     assert results == [(rank, None) if failing is None else (f"rank {failing}", rank != failing) for rank in (0, 1)]
 
 
 def drift(kind):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64))
-    weight = model[0].weight.data.view(-1)
+    modules = {"model": nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64)), "codec": nn.Linear(2, 2).bfloat16()}
+    modules["codec"].register_buffer("usage", torch.zeros(3), persistent=False)
+    weight = modules["model"][0].weight.data.view(-1)
     weight[:2] = torch.tensor([1e-20, 0.5])  # a drift of the first does not show in the sum of all
-    dist.check_in_step(model, 3)
-    if dist.rank() == 1 and kind == "ulp":
-        weight[0] = torch.nextafter(weight[0], torch.tensor(1.0))
-    if dist.rank() == 1 and kind == "swap":
-        weight[:2] = weight[:2].flip(0)
-    with pytest.raises(RuntimeError, match="drifted apart") as caught:
-        dist.check_in_step(model, 4 + (kind == "step") * dist.rank())
-    return str(caught.value).partition(":")[0]
+    dist.check_in_step(modules, 3)
+    if dist.rank() == 1:
+        if kind == "ulp":
+            weight[0] = torch.nextafter(weight[0], torch.tensor(1.0))
+        if kind == "swap":
+            weight[:2] = weight[:2].flip(0)
+        if kind == "buffers":
+            modules["model"][1].num_batches_tracked += 1
+            modules["codec"].usage[2] = 1
+    with pytest.raises(RuntimeError) as caught:
+        dist.check_in_step(modules, 4 + (kind == "step") * dist.rank())
+    return str(caught.value)
 
 
-@pytest.mark.parametrize("kind", ["ulp", "swap", "step"])
-def test_ranks_that_differ_in_one_bit_or_in_the_step_are_found_out(on_ranks, kind):
-    messages = on_ranks(2, drift, kind)
-    assert messages == [f"the ranks have drifted apart at step {4 + (kind == 'step') * rank}" for rank in range(2)]
+@pytest.mark.parametrize("kind, differing", [
+    ("ulp", "model of rank 1"), ("swap", "model of rank 1"), ("step", "step of rank 1, step of rank 2"),
+    ("buffers", "model of rank 1, codec of rank 1")])
+def test_ranks_that_differ_in_one_bit_of_a_module_or_in_the_step_are_found_out(on_ranks, kind, differing):
+    for rank, message in enumerate(on_ranks(3, drift, kind)):
+        step = 4 + (kind == "step") * rank
+        assert message == f"the ranks have drifted apart by step {step}: {differing} not as on rank 0"
 
 
 def average():
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        model = dist.wrap(nn.Linear(3, 1, bias=False), torch.device("cpu"))
+        model = nn.Linear(3, 1, bias=False)
+        model.register_buffer("usage", torch.zeros(()))
+        model = dist.wrap(model, torch.device("cpu"))
+    model.module.usage += dist.rank()
     inputs = torch.arange(12.0).reshape(4, 3)
     for i, x in enumerate(inputs[2 * dist.rank():2 * dist.rank() + 2]):
         with dist.sync_if(model, i == 1):
             model(x[None]).sum().backward()
         if i == 0:
             alone = model.module.weight.grad.clone()
-    return alone.numpy(), model.module.weight.grad.numpy()
+    return alone.numpy(), model.module.weight.grad.numpy(), float(model.module.usage)
 
 
-def test_gradients_are_averaged_on_the_last_backward_pass_and_only_then(on_ranks):
+def test_gradients_are_averaged_on_the_last_backward_pass_and_only_then_and_buffers_are_not(on_ranks):
     inputs = np.arange(12.0).reshape(4, 3)
-    for rank, (alone, together) in enumerate(on_ranks(2, average)):
+    for rank, (alone, together, usage) in enumerate(on_ranks(2, average)):
+        assert usage == rank
         np.testing.assert_array_equal(alone[0], inputs[2 * rank])
         np.testing.assert_array_equal(together[0], inputs.sum(0) / 2)
 
 
 def alone():
     model = nn.Linear(2, 2)
-    dist.check_in_step(model, 1)
+    dist.check_in_step({"model": model}, 1)
     return (dist.wrap(model, torch.device("cpu")) is model, dist.is_main(), dist.world_size(), dist.total([1, 2.5]),
             dist.gather("x"), dist.broadcast("y"), dist.on_main(lambda: "z"), dist.on_each(lambda: "e"),
             torch.distributed.is_initialized())
@@ -157,6 +172,7 @@ device = dist.setup("cpu")
 def work():
     model = dist.wrap(torch.nn.Linear(2, 2), device)
     model(torch.ones(1, 2)).sum().backward()
+    model.around = [model]  # the group is held in a circle, which only the garbage collector finds
 def threads():
     return {open(f"/proc/self/task/{t}/comm").read().strip() for t in os.listdir("/proc/self/task")} - {"python"}
 work()
@@ -177,13 +193,41 @@ def test_no_thread_of_the_group_outlives_it_and_aborts_the_process_at_its_end(sc
 
 
 def test_a_single_process_needs_no_group_and_is_left_as_it_is(on_ranks):
-    assert on_ranks(1, alone) == [(True, True, 1, [1.0, 2.5], ["x"], "y", "z", "e", False)]
+    expected = (True, True, 1, [1.0, 2.5], ["x"], "y", "z", "e", False)
+    assert on_ranks(1, alone) == [expected] and alone() == expected  # by torchrun, and by plain python
 
 
-def test_a_device_that_is_not_there_is_refused_with_a_way_out():
-    if not torch.cuda.is_available():
-        with pytest.raises(UserError, match="--device cpu"):
-            dist.setup("cuda")
-    if not torch.backends.mps.is_available():
-        with pytest.raises(UserError, match="--device cpu"):
-            dist.setup("mps")
+@pytest.mark.parametrize("ranks, threads, expected", [(2, "1", max(1, CORES // 2)), (3 * CORES, "1", 1), ("", "1", 7),
+                                                      (2, "3", 7)])
+def test_ranks_of_a_machine_share_its_cores_unless_their_number_was_chosen(monkeypatch, ranks, threads, expected):
+    if ranks:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(7)
+        dist.setup("cpu")
+        assert torch.get_num_threads() == expected
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_the_device_is_the_one_named_or_the_best_there_is(monkeypatch):
+    assert dist.setup("cpu") == torch.device("cpu")
+    assert dist.setup("auto").type == ("cuda" if torch.cuda.is_available() else
+                                       "mps" if torch.backends.mps.is_available() else "cpu")
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert dist.setup("mps") == torch.device("mps")
+
+
+@pytest.mark.parametrize("device, there, message", [
+    ("cuda", True, r"rank {0} of this machine has no GPU, {0} found; lower --nproc_per_node or use --device cpu"),
+    ("mps", True, "there is none on this machine, or more than one process; use --device cpu"),
+    ("mps", False, "there is none on this machine, or more than one process; use --device cpu")])
+def test_a_device_that_is_not_there_is_refused_with_a_way_out(monkeypatch, device, there, message):
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: there)
+    monkeypatch.setenv("WORLD_SIZE", "2" if there else "1")
+    if torch.cuda.device_count():
+        monkeypatch.setenv("LOCAL_RANK", str(torch.cuda.device_count()))
+    with pytest.raises(UserError, match=f"--device {device}: " + message.format(torch.cuda.device_count())):
+        dist.setup(device)
