@@ -1,13 +1,13 @@
 """Built-in data, made from a seed: captioned shapes and spoken syllables, of which all is known exactly.
 
     images, records = synthetic.shapes(range(20_000))          # uint8 (20000, 32, 32, 3), one record each
-    pictures = synthetic.draw([record["attributes"] for record in records], size=64, seed=1)
     waves, records = synthetic.syllables(range(1_000))         # float32 (T_i,) at 16 kHz, one record each
 
-A caption names only some attributes, so one caption fits many images and a model of images given
-captions has something left to decide. What a recording says and whose voice says it are drawn
-independently. Row k is a pure function of (seed, k).
+A caption names only some attributes, so one caption fits many images and a model of images given captions has something
+left to decide. What a recording says and whose voice says it are drawn independently. Row k is a pure function of
+(seed, k).
 """
+import functools
 import itertools
 from collections.abc import Sequence
 
@@ -15,30 +15,44 @@ import numpy as np
 
 from common.config import UserError
 
-# Five places of which no two lie on a line with the picture's edges, and shapes that turning by a few degrees does not
-# make alike (no hexagon beside a circle, no diamond beside a square): each value can be told at 16x16 pixels.
-ATTRIBUTES: dict[str, tuple[str, ...]] = {
-    "shape": ("circle", "square", "triangle", "star", "ring", "cross", "heart", "moon"),
-    "color": ("red", "yellow", "green", "cyan", "blue", "pink"),
-    "size": ("small", "large"),
-    "place": ("top left", "top right", "center", "bottom left", "bottom right"),
-    "background": ("white", "gray", "black"),
+
+def _star(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    angle = np.arctan2(x, y) % (0.4 * np.pi)  # fold the five points onto half a point
+    angle = np.minimum(angle, 0.4 * np.pi - angle)
+    edge = np.array([0.5 * np.cos(0.2 * np.pi) - 1.12, 0.5 * np.sin(0.2 * np.pi)])  # from the tip to the inner corner
+    normal = np.array([edge[1], -edge[0]], np.float32) / np.float32(np.hypot(*edge))
+    radius = np.hypot(x, y)
+    return (radius * np.cos(angle) - 1.12) * normal[0] + radius * np.sin(angle) * normal[1]
+
+
+# Distance to the outline of a shape that fills about [-1, 1], negative inside, y upward; near the outline it is exact.
+# Shapes that turning by a few degrees does not make alike (no hexagon beside a circle, no diamond beside a square).
+SHAPES = {
+    "circle": lambda x, y: np.hypot(x, y) - 0.97,
+    "square": lambda x, y: np.maximum(abs(x), abs(y)) - 0.85,
+    "triangle": lambda x, y: np.maximum(-y, abs(x) * 0.8660254 + y * 0.5) - 0.58,
+    "star": _star,
+    "ring": lambda x, y: abs(np.hypot(x, y) - 0.75) - 0.27,
+    "cross": lambda x, y: np.minimum(np.maximum(abs(x) - 1, abs(y) - 0.33), np.maximum(abs(x) - 0.33, abs(y) - 1)),
+    "heart": lambda x, y: np.minimum(  # a square on its corner, with a disc on each of the upper sides
+        (abs(x) + abs(y + 0.05)) * 0.7071068, np.hypot(abs(x) - 0.44, y - 0.39)) - 0.62,
+    "moon": lambda x, y: np.maximum(  # a disc with another taken out
+        np.hypot(x, y) - 1, 0.85 - np.hypot(x - 0.55, y - 0.1)),
 }
-COLORS = {
-    "red": (215, 30, 30), "yellow": (245, 205, 20), "green": (25, 150, 50), "cyan": (30, 205, 225),
-    "blue": (35, 60, 215), "pink": (250, 110, 205), "white": (245, 245, 245), "gray": (128, 128, 128),
-    "black": (18, 18, 18),
-}
-NEW_COLORS = {"purple": (135, 40, 175), "orange": (240, 125, 15), "brown": (115, 70, 30)}  # none of the data's own
-HALF_WIDTH = {"small": 0.21, "large": 0.33}  # of the picture's width
-CENTERS = {"top left": (0.31, 0.31), "top right": (0.69, 0.31), "center": (0.5, 0.5),
-           "bottom left": (0.31, 0.69), "bottom right": (0.69, 0.69)}  # x to the right, y down
+COLORS = {"red": (215, 30, 30), "yellow": (245, 205, 20), "green": (25, 150, 50), "cyan": (30, 205, 225),
+          "blue": (35, 60, 215), "pink": (250, 110, 205)}
+BACKGROUNDS = {"white": (245, 245, 245), "gray": (128, 128, 128), "black": (18, 18, 18)}
+SIZES = {"small": 0.21, "large": 0.33}  # half the width, in widths of the picture
+PLACES = {"top left": (0.31, 0.31), "top right": (0.69, 0.31), "center": (0.5, 0.5),
+          "bottom left": (0.31, 0.69), "bottom right": (0.69, 0.69)}  # of the center, x to the right, y down
+ATTRIBUTES: dict[str, tuple[str, ...]] = {"shape": tuple(SHAPES), "color": tuple(COLORS), "size": tuple(SIZES),
+                                          "place": tuple(PLACES), "background": tuple(BACKGROUNDS)}
 NAMED = {"shape": 0.85, "color": 0.8, "size": 0.5, "place": 0.55, "background": 0.4}  # chance of being in a caption
-DRAWS = 24  # uniform numbers a row is made from: 5 attributes, 6 for drawing, 13 for the caption
+DRAWS = 17  # uniform numbers a row is made from: 5 attributes, 6 for drawing, 6 for which of them the caption names
 
 
-def shapes(rows: Sequence[int], seed: int = 0, size: int = 32, color: str = "") -> tuple[np.ndarray, list[dict]]:
-    """Draw the given rows of the endless data set `seed`, all in one `color`, which may be a new one, if it is given.
+def shapes(rows: Sequence[int], seed: int = 0, size: int = 32) -> tuple[np.ndarray, list[dict]]:
+    """Draw the given rows of the endless data set `seed`.
 
     Returns uint8 images (N, H, W, 3) with H = W = `size` and a record for each: its "caption", all five "attributes"
     and the names of those that the caption mentions, "named".
@@ -47,12 +61,21 @@ def shapes(rows: Sequence[int], seed: int = 0, size: int = 32, color: str = "") 
     records = []
     for u in uniform:
         attributes = {name: values[int(x * len(values))] for x, (name, values) in zip(u, ATTRIBUTES.items())}
-        attributes["color"] = color or attributes["color"]
         named = [name for x, name in zip(u[11:], ATTRIBUTES) if x < NAMED[name]]
         named = named or [list(ATTRIBUTES)[int(u[16] * len(ATTRIBUTES))]]
-        said = {name: attributes[name] for name in named}
-        records.append({"caption": _caption(said, u[17:]), "attributes": attributes, "named": named})
+        records.append({"caption": _caption(attributes, named), "attributes": attributes, "named": named})
     return _render([record["attributes"] for record in records], uniform[:, 5:11], size), records
+
+
+def _caption(attributes: dict[str, str], named: Sequence[str]) -> str:
+    """A caption that mentions the `named` attributes, such as "a small shape at the top left on a gray background"."""
+    words = ["a", *(attributes[name] for name in ("size", "color", "shape") if name in named)]
+    words += ["shape"] * ("shape" not in named)
+    if "place" in named:
+        words += ["in the center" if attributes["place"] == "center" else f"at the {attributes['place']}"]
+    if "background" in named:
+        words += [f"on a {attributes['background']} background"]
+    return " ".join(words)
 
 
 def draw(attributes: Sequence[dict[str, str]], size: int = 32, seed: int | None = None) -> np.ndarray:
@@ -67,15 +90,12 @@ def draw(attributes: Sequence[dict[str, str]], size: int = 32, seed: int | None 
 def _uniform(seed: int, rows: Sequence[int], draws: int = DRAWS) -> np.ndarray:
     """Numbers in [0, 1) of shape (N, draws), each a hash of (seed, row, column): splitmix64 (Steele et al. 2014)."""
     rows = np.asarray(rows, dtype=np.int64).astype(np.uint64).reshape(-1, 1)
-
-    def mix(x: np.ndarray) -> np.ndarray:
+    x = np.full((1, 1), seed % 2**64, np.uint64)
+    for numbers in (np.uint64(1), rows, np.arange(1, draws + 1, dtype=np.uint64)):
+        x = x + numbers * np.uint64(0x9E3779B97F4A7C15)
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return x ^ (x >> np.uint64(31))
-
-    step = np.uint64(0x9E3779B97F4A7C15)
-    x = mix(np.full((1, 1), seed % 2**64, np.uint64) + step)
-    x = mix(mix(x + rows * step) + np.arange(1, draws + 1, dtype=np.uint64) * step)
+        x = x ^ (x >> np.uint64(31))
     return (x >> np.uint64(11)) * 2.0**-53
 
 
@@ -84,106 +104,70 @@ def _render(attributes: Sequence[dict[str, str]], varied: np.ndarray, size: int)
     images = np.empty((len(attributes), size, size, 3), np.uint8)
     grid = ((np.arange(size) + 0.5) / size).astype(np.float32)  # centers of the pixels
     varied = varied.astype(np.float32) * 2 - 1
-    for shape in ATTRIBUTES["shape"]:
-        rows = np.array([i for i, a in enumerate(attributes) if a["shape"] == shape], dtype=np.int64)
+    numbers = values([{"attributes": a} for a in attributes]).reshape(-1, len(ATTRIBUTES))
+    colors, scales, centers, backgrounds = (
+        np.array(list(table.values()), np.float32)[column]
+        for table, column in zip((COLORS, SIZES, PLACES, BACKGROUNDS), numbers.T[1:]))
+    for number, distance_to in enumerate(SHAPES.values()):
+        rows = np.flatnonzero(numbers[:, 0] == number)
         for part in np.array_split(rows, len(rows) // 256 + 1):  # so few that the arrays below stay in the cache
-            those, vary = [attributes[i] for i in part], varied[part].T[:, :, None, None]  # (6, n, 1, 1)
-            center = np.array([CENTERS[a["place"]] for a in those], np.float32).reshape(-1, 2).T[:, :, None, None]
-            scale = np.array([HALF_WIDTH[a["size"]] for a in those], np.float32)[:, None, None] * (1 + 0.06 * vary[3])
-            x = (grid[None, None, :] - center[0] - 0.03 * vary[0]) / scale  # (n, 1, W)
-            y = (center[1] + 0.03 * vary[1] - grid[None, :, None]) / scale  # (n, H, 1), upward
+            vary = varied[part].T[:, :, None, None]  # (6, n, 1, 1)
+            scale = scales[part, None, None] * (1 + 0.06 * vary[3])
+            x = (grid[None, None, :] - centers[part, 0, None, None] - 0.03 * vary[0]) / scale  # (n, 1, W)
+            y = (centers[part, 1, None, None] + 0.03 * vary[1] - grid[None, :, None]) / scale  # (n, H, 1), upward
             cos, sin = np.cos(0.2 * vary[2]), np.sin(0.2 * vary[2])  # a turn of at most 11 degrees
-            distance = _signed_distance(shape, cos * x + sin * y, cos * y - sin * x) * scale  # (n, H, W)
+            distance = distance_to(cos * x + sin * y, cos * y - sin * x) * scale  # (n, H, W)
             inside = np.clip(0.5 - distance * size, 0, 1)[..., None]  # the edge is one pixel wide
-            front = np.array([{**COLORS, **NEW_COLORS}[a["color"]] for a in those], np.float32).reshape(-1, 1, 1, 3)
-            back = np.array([COLORS[a["background"]] for a in those], np.float32).reshape(-1, 1, 1, 3)
-            front, back = front * (1 + 0.12 * vary[4])[..., None], back + 14 * vary[5][..., None]
+            front = colors[part, None, None] * (1 + 0.12 * vary[4])[..., None]
+            back = backgrounds[part, None, None] + 14 * vary[5][..., None]
             images[part] = np.clip(back + inside * (front - back) + 0.5, 0, 255)
     return images
 
 
-def _signed_distance(shape: str, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Distance to the outline of a shape that fills about [-1, 1], negative inside; near the outline it is exact."""
-    radius = np.hypot(x, y)
-    if shape == "circle":
-        return radius - 0.97
-    if shape == "ring":
-        return np.abs(radius - 0.75) - 0.27
-    if shape == "square":
-        return np.maximum(np.abs(x), np.abs(y)) - 0.85
-    if shape == "triangle":
-        return np.maximum(-y, np.abs(x) * 0.8660254 + y * 0.5) - 0.58
-    if shape == "cross":
-        x, y = np.abs(x), np.abs(y)
-        return np.minimum(np.maximum(x - 1, y - 0.33), np.maximum(x - 0.33, y - 1))
-    if shape == "moon":  # a disc with another taken out
-        return np.maximum(radius - 1, 0.85 - np.hypot(x - 0.55, y - 0.1))
-    if shape == "heart":  # a square on its corner, with a disc on each of the upper sides
-        x, y = np.abs(x), y + 0.05
-        return np.minimum(np.maximum(x + y, x - y) * 0.7071068 - 0.62, np.hypot(x - 0.44, y - 0.44) - 0.62)
-    assert shape == "star", shape
-    angle = np.arctan2(x, y) % (0.4 * np.pi)  # fold the five points onto half a point
-    angle = np.minimum(angle, 0.4 * np.pi - angle)
-    edge = np.array([0.5 * np.cos(0.2 * np.pi) - 1.12, 0.5 * np.sin(0.2 * np.pi)])  # from the tip to the inner corner
-    normal = np.array([edge[1], -edge[0]], np.float32) / np.float32(np.hypot(*edge))
-    return (radius * np.cos(angle) - 1.12) * normal[0] + radius * np.sin(angle) * normal[1]
+def values(records: Sequence[dict]) -> np.ndarray:
+    """The attributes of records as numbers: int (N, A), in the order of ATTRIBUTES."""
+    return np.array([[options.index(record["attributes"][name]) for name, options in ATTRIBUTES.items()]
+                     for record in records])
 
 
-def _caption(said: dict[str, str], u: np.ndarray) -> str:
-    """A caption that mentions what is in `said`, worded by the numbers `u` in [0, 1)."""
-    size, color, shape = said.get("size"), said.get("color"), said.get("shape")
-    adjectives = [word for word in (size, color) if word]
-    if shape and adjectives and u[0] < 0.15:
-        text = f"a {shape} that is {' and '.join(adjectives)}"
-    elif shape or (adjectives and u[0] < 0.5):
-        text = " ".join(["a", *adjectives, shape or "shape"])
-    else:
-        text = " ".join(["something", " and ".join(adjectives)]).strip()
-    place, background = said.get("place"), said.get("background")
-    if background:
-        article = f"{'on' if u[1] < 0.8 else 'against'} a {background} background"
-        background = article if u[2] < 0.7 else f"on {background}"
-    if place:
-        corner = place != "center" and u[3] < 0.25
-        place = f"in the {place} corner" if corner else f"{'in' if place == 'center' else 'at'} the {place}"
-    after = [part for part in ((place, background) if u[4] < 0.7 else (background, place)) if part]
-    if after and u[5] < 0.12:  # sometimes the surroundings come first
-        return f"{' '.join(after)}, {text}"
-    return " ".join([text, *after])
+def named(records: Sequence[dict]) -> np.ndarray:
+    """Which of its attributes a record's caption names: bool (N, A)."""
+    return np.array([[name in record["named"] for name in ATTRIBUTES] for record in records])
 
 
 class Judge:
-    """Tells the attributes of a picture, in pixels: those of the nearest of many drawn ones.
+    """Tells the attributes of what is generated: those of the nearest of references, of which they are known."""
 
-    The drawn ones are all combinations of attributes, VARIED times each. So a named attribute is right if the right
-    value wins against its alternatives. No network has a say in it; real pictures pass at 0.96, which is the ceiling.
-    `color` is one more alternative.
+    def __init__(self, features: np.ndarray, values: np.ndarray):
+        """features: float32 (N, D), of the references; values: int (N, A), their attributes."""
+        self.features, self.values, self.squares = features, values, np.square(features).sum(1)
+
+    def attributes(self, features: np.ndarray) -> np.ndarray:
+        """features (n, D) -> int (n, A)."""
+        return self.values[(self.squares - 2 * features @ self.features.T).argmin(1)]
+
+
+def picture_features(pictures: np.ndarray) -> np.ndarray:
+    """uint8 (N, H, H, 3), H a multiple of 16, averaged over 16 by 16 boxes -> float32 (N, 768) in [0, 1]."""
+    count, box = len(pictures), pictures.shape[1] // 16
+    return pictures.reshape(count, 16, box, 16, box, 3).mean((2, 4), np.float32).reshape(count, -1) / 255
+
+
+@functools.cache
+def picture_judge() -> Judge:
+    """A judge of `picture_features` by all combinations of attributes, eight varied drawings each.
+
+    Real pictures have what their captions name at 0.96 by it, which is the ceiling of generated ones.
     """
+    drawn = [dict(zip(ATTRIBUTES, combined)) for combined in itertools.product(*ATTRIBUTES.values())]
+    features = [picture_features(draw(drawn, seed=seed)) for seed in range(8)]
+    return Judge(np.concatenate(features), np.tile(values([{"attributes": one} for one in drawn]), (8, 1)))
 
-    SIZE, VARIED = 16, 8
 
-    def __init__(self, color: str = ""):
-        self.alternatives = ATTRIBUTES | {"color": ATTRIBUTES["color"] + ((color,) if color else ())}
-        combined = [dict(zip(ATTRIBUTES, values)) for values in itertools.product(*self.alternatives.values())]
-        drawn = [self._features(draw(combined, seed=seed)) for seed in range(self.VARIED)]
-        self.drawn, self.values = np.concatenate(drawn), np.tile(self._numbers(combined), (self.VARIED, 1))
-        self.squares = np.square(self.drawn).sum(1)
-
-    def _features(self, pictures: np.ndarray) -> np.ndarray:
-        """uint8 (N, H, H, 3), H a multiple of 16, averaged over boxes -> float (N, 768)."""
-        count, height, box = len(pictures), pictures.shape[1], pictures.shape[1] // self.SIZE
-        assert box * self.SIZE == height, f"{height} pixels are not a multiple of {self.SIZE}"
-        boxes = pictures.reshape(count, self.SIZE, box, self.SIZE, box, 3).astype(np.float32)
-        return boxes.mean((2, 4)).reshape(count, -1) / 255
-
-    def _numbers(self, attributes: Sequence[dict[str, str]]) -> np.ndarray:
-        return np.array([[values.index(a[name]) for name, values in self.alternatives.items()] for a in attributes])
-
-    def right(self, pictures: np.ndarray, records: Sequence[dict]) -> tuple[np.ndarray, np.ndarray]:
-        """(which attributes of the records uint8 pictures (N, H, H, 3) have, which are named), each (N, attributes)."""
-        nearest = (self.squares - 2 * self._features(pictures) @ self.drawn.T).argmin(1)
-        named = np.array([[name in record["named"] for name in ATTRIBUTES] for record in records])
-        return self.values[nearest] == self._numbers([record["attributes"] for record in records]), named
+def entropy(values: np.ndarray) -> float:
+    """Entropy in nats of the frequencies of integer `values` (n,)."""
+    shares = np.unique(values, return_counts=True)[1] / len(values)
+    return float(-(shares * np.log(shares)).sum())
 
 
 # F1 to F4 in Hz of vowels that differ in the ratios of their formants, which the length of a vocal tract leaves alone.
