@@ -7,44 +7,22 @@ import concurrent.futures
 import contextlib
 import fcntl
 import hashlib
+import inspect
 import itertools
 import json
 import os
-import socket
 from pathlib import Path
 
-import numpy
 import torch
 
-from common.config import UserError, need
+from common import amp, config, dist, optim
+from common.config import UserError
 
-ABOUT = "about"  # what the metadata of a safetensors file has besides weights, as JSON
-
-
-class _Digest:
-    """A file opened for writing whose sha256 is taken on the way: the data is read once, from memory."""
-
-    def __init__(self, file):
-        self.file, self.sha256, self.error = file, hashlib.sha256(), None
-
-    def write(self, data):
-        self.sha256.update(data)
-        try:
-            return self.file.write(data)
-        except OSError as error:
-            self.error = error
-            raise
-
-    def flush(self):
-        self.file.flush()
-
+# Files
 
 @contextlib.contextmanager
 def replacing(path, durably=True):
-    """Context that gives a binary file; on leaving it without an error, `path` holds what was written.
-
-    durably: also after a loss of power, for which a disk may take a tenth of a second.
-    """
+    """Context that gives a binary file; left without an error, `path` holds what was written, `durably` on the disk."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
@@ -57,8 +35,9 @@ def replacing(path, durably=True):
         os.replace(temporary, path)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise OSError(error.errno, f"{error.strerror}, writing", str(path)) from error
+        cause = error.__context__ if isinstance(error, RuntimeError) else error  # torch's own hides that of the disk
+        if isinstance(cause, OSError):
+            raise OSError(cause.errno, f"{cause.strerror}, writing", str(path)) from error
         raise
     if durably:
         folder = os.open(path.parent, os.O_RDONLY)
@@ -69,67 +48,30 @@ def replacing(path, durably=True):
 def save(state, path):
     """Write `state` (nested dicts and lists of tensors and plain values) to `path`; returns its sha256."""
     with replacing(path) as file:
-        digest = _Digest(file)
-        try:
-            torch.save(state, digest)
-        except RuntimeError as error:
-            raise (digest.error or error) from None  # torch's own, about a position, hides the one of the disk
-    return digest.sha256.hexdigest()
-
-
-def copied(state):
-    """A copy in host memory of `state`, nested dicts and lists of tensors and plain values."""
-    if isinstance(state, torch.Tensor):
-        return state.detach().to("cpu", copy=True)
-    if isinstance(state, dict):
-        return {name: copied(value) for name, value in state.items()}
-    return type(state)(map(copied, state)) if type(state) in (list, tuple) else state
+        torch.save(state, file)
+        file.flush()
+        return checksum(file.name)
 
 
 def load(path, sha256=None):
     """The state saved at `path`, on the CPU. UserError when it is missing, damaged, or not a checkpoint."""
-    path = Path(path)
-    if not path.is_file():
+    if not Path(path).is_file():
         raise UserError(f"{path}: no such checkpoint")
     if sha256 and checksum(path) != sha256:
         raise UserError(f"{path}: damaged, its sha256 is not the one in auto_resume.json")
-    if path.suffix == ".safetensors":
-        return load_safetensors(path)
-    with open(path, "rb") as file:
-        try:
-            state = torch.load(file, map_location="cpu", weights_only=True)
-        except Exception as error:  # torch meets what it does not know with any of a dozen types
-            raise UserError(f"{path}: not a checkpoint of this program, or damaged ({type(error).__name__})") from error
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch meets what it does not know with any of a dozen types
+        raise UserError(f"{path}: not a checkpoint of this program, or damaged ({type(error).__name__})") from error
     if not isinstance(state, dict) or "model" not in state:
         raise UserError(f"{path}: not a checkpoint of this program: expected a dict with an entry 'model'")
     return state
 
 
-def save_safetensors(state, path):
-    """Write the weights of `state` in the format of the safetensors package, all else as JSON in its metadata."""
-    weights = {name: tensor.contiguous() for name, tensor in state["model"].items()}
-    rest = json.dumps({name: value for name, value in state.items() if name != "model"})
-    with replacing(path) as file:
-        file.write(need("safetensors.torch", f"{path}").save(weights, {"format": "pt", ABOUT: rest}))
-
-
-def load_safetensors(path):
-    """The state that `save_safetensors` wrote; UserError when it is damaged or of another program."""
-    package = need("safetensors", f"{path}")
-    try:
-        with package.safe_open(path, framework="pt") as file:
-            about = json.loads((file.metadata() or {})[ABOUT])
-            return {"model": {name: file.get_tensor(name) for name in file.keys()}, **about}  # noqa: SIM118 (no dict)
-    except KeyError:
-        raise UserError(f"{path}: no model of this program: its metadata lacks {ABOUT!r}") from None
-    except Exception as error:  # the package's own types, which are not imported here
-        raise UserError(f"{path}: not a safetensors file, or damaged ({error})") from error
-
-
 def checksum(path):
     """sha256 of a file, as hexadecimal digits."""
-    digest = hashlib.sha256()
-    with open(path, "rb", buffering=0) as file:
+    with open(path, "rb") as file:
+        digest = hashlib.sha256()
         while block := file.read(1 << 22):
             digest.update(block)
     return digest.hexdigest()
@@ -141,65 +83,145 @@ def write_json(values, path):
         file.write((json.dumps(values, indent=2) + "\n").encode())
 
 
+def copied(state):
+    """A copy in host memory of `state`, nested dicts and lists of tensors and plain values."""
+    if isinstance(state, torch.Tensor):
+        return state.detach().to("cpu", copy=True)
+    if isinstance(state, dict):
+        return {name: copied(value) for name, value in state.items()}
+    return type(state)(map(copied, state)) if type(state) in (list, tuple) else state
+
+
+# What a run is made of
+
 def versions(script):
-    """What made a run: torch, numpy, and a digest of `script` and of common/, which changes with any edit."""
+    """What made a run: torch's version, and a digest of `script` and of common/, which changes with any edit."""
     digest = hashlib.sha256()
     for path in [Path(script), *sorted(Path(__file__).parent.glob("*.py"))]:
         digest.update(path.read_bytes())
-    return {"torch": str(torch.__version__), "numpy": numpy.__version__, "code": digest.hexdigest()[:12]}
+    return {"torch": str(torch.__version__), "code": digest.hexdigest()[:12]}
 
 
-def file_of(step):
-    """The checkpoint of a step, within its run folder."""
-    return f"checkpoints/step_{step:08d}.pt"
+class State:
+    """What a checkpoint holds: weights, average, optimizers, gradient scaler, step, best validation loss."""
 
+    def __init__(self, cfg, modules, average, optimizers, scaler, identity, facts):
+        """modules: {"model": the module that is trained and averaged, NAME: others that are trained}.
+
+        identity: {name: plain value} of what must not change while the run goes on. facts: {name: plain value} for
+        every file that it writes, of what it takes to make the model besides the config.
+        """
+        self.cfg, self.modules, self.average = cfg, modules, average
+        self.optimizers, self.scaler, self.identity, self.facts = optimizers, scaler, identity, facts
+        self.versions = versions(inspect.getfile(type(cfg)))  # the script is the file that has the Config
+        self.step, self.best_val_loss = 0, float("inf")
+
+    def contents(self):
+        """The contents of a checkpoint, with the tensors themselves, not copies."""
+        return {**{name: module.state_dict() for name, module in self.modules.items()},
+                "ema": self.average.state_dict(), "optimizers": [opt.state_dict() for opt in self.optimizers],
+                "scaler": self.scaler.state_dict(), "step": self.step, "best_val_loss": self.best_val_loss,
+                "identity": self.identity, "config": config.as_json(self.cfg), "versions": self.versions, **self.facts}
+
+    def start_from(self, path, strict=True):
+        """Take the weights, and nothing else, of a model.pt or a checkpoint; not `strict`: those that fit."""
+        load_weights(self.modules["model"], load(path), path, strict)
+        self.average.load_state_dict(self.modules["model"].state_dict())
+
+    def restore(self, path):
+        """Go on from the checkpoint `path`; returns notes on what has changed since. Rates follow from the step."""
+        state, now = load(path), config.as_json(self.cfg)
+        if "identity" not in state:
+            raise UserError(f"{path}: weights without the state of a run; start from them with --init_from, not --load")
+        check_identity(state["identity"], self.identity, path)
+        for name, module in self.modules.items():
+            load_weights(module, {"model": state[name]}, path)
+        self.average.load_state_dict(state["ema"])
+        optim.load(self.optimizers, state["optimizers"])
+        self.step, best = state["step"], Path(self.cfg.run) / "best.pt"
+        if Path(path).parent.parent == best.parent:  # another run's best is not in this one's folder
+            self.best_val_loss = state["best_val_loss"]
+        elif best.is_file():
+            self.best_val_loss = load(best)["val_loss"]
+        notes = [f"resuming {path} at step {self.step} of {self.cfg.steps}"]
+        notes.append(amp.load_scaler(self.scaler, state["scaler"]))
+        notes += [f"{path} is of another {name}: {then}, this is {self.versions[name]}"
+                  for name, then in state["versions"].items() if self.versions[name] != then]
+        return notes + [f"{name} changed from {then} to {now[name]}" for name, then in state["config"].items()
+                        if name in now and now[name] != then]
+
+
+def averaged(state):
+    """The contents of model.pt from those of a checkpoint: averaged weights, and what it takes to use them."""
+    resuming = ("ema", "optimizers", "scaler", "identity", "best_val_loss", "discriminators")
+    rest = {name: value for name, value in state.items() if name not in resuming}
+    return {**rest, "model": state.get("ema", state["model"])}
+
+
+def load_weights(module, state, path, strict=True):
+    """Load `state["model"]` into `module`; if it does not fit, UserError, or, not `strict`, what does fit of it."""
+    expected, found = module.state_dict(), state["model"]
+    fits = {name: value for name, value in found.items() if name in expected and value.shape == expected[name].shape}
+    wrong = sorted((expected.keys() | found.keys()) - fits.keys())
+    if wrong and "lora" in state:
+        raise UserError(f"{path}: LoRA adapters, not a model; give their base, {state['lora']['base']}, as the model "
+                        "and these with --lora")
+    if wrong and (strict or not fits):
+        names = ", ".join(wrong[:5]) + ", …" * (len(wrong) > 5)
+        raise UserError(f"{path}: weights of another model: {len(wrong)} entries differ: {names}; give the settings "
+                        "it was trained with")
+    module.load_state_dict(fits, strict=False)
+
+
+def check_identity(found, expected, where):
+    """UserError unless the facts that define a run, {name: plain value}, are those of the checkpoint `where`."""
+    found, expected = (json.loads(json.dumps(facts)) for facts in (found, expected))  # lists for tuples in both
+    wrong = [f"{name} is {found.get(name)!r} there and {value!r} here" for name, value in expected.items()
+             if found.get(name) != value]
+    if wrong:
+        raise UserError(f"{where}: a run of another model or other data: {'; '.join(wrong)}. Give the same settings "
+                        "(--config RUN/config.json has them), or another --run")
+
+
+# The run folder
 
 def record_of(folder):
     """What auto_resume.json of a run folder says, newest checkpoint first; of a run that is not there, nothing."""
     path = Path(folder) / "auto_resume.json"
     if not path.exists():
         return {"checkpoints": [], "finished": None}
-    try:
+    with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
         record = json.loads(path.read_text())
-        return {**record, "checkpoints": [
-            {"file": str(c["file"]), "step": int(c["step"]), "sha256": str(c["sha256"])}
-            for c in record["checkpoints"]]}
-    except (ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{path}: damaged ({error!r}); delete it and give one of {folder}/checkpoints with --load and "
-                        "a new --run, or start over with --resume never") from error
+        if all({"file", "step", "sha256"} <= entry.keys() for entry in record["checkpoints"]):
+            return record
+    raise UserError(f"{path}: damaged; delete it and give one of {folder}/checkpoints with --load and a new --run, or "
+                    "start over with --resume never")
 
 
 class Run:
     """A run folder, to be used by rank 0 alone: locked against other processes, resumable at every instant."""
 
     def __init__(self, folder):
-        self.folder, self.lock = Path(folder), None
-        self.writer, self.writing = None, {}  # a thread, and the newest work of each kind that it was given
-        self.record = {"checkpoints": [], "finished": None}  # as of `record_of`
+        self.folder, self.record = Path(folder), {"checkpoints": [], "finished": None}  # as of `record_of`
+        self.writer, self.writing = concurrent.futures.ThreadPoolExecutor(1), None  # a thread, and its last work
 
     def open(self, resume):
-        """Hold the folder; with `resume` "never", an earlier run in it is first moved aside, to FOLDER.1, .2, ….
-
-        Returns the folder that it was moved to, or None.
-        """
+        """Hold the folder; returns notes. With `resume` "never" an earlier run in it is moved to FOLDER.1, .2, …."""
         self._hold()
-        moved = None
-        if resume == "never" and ((self.folder / "auto_resume.json").exists() or self._files()):
-            asides = (self.folder.with_name(f"{self.folder.name}.{i}") for i in itertools.count(1))
-            moved = next(path for path in asides if not path.exists())
-            os.rename(self.folder, moved)
+        notes, record, files = [], self.folder / "auto_resume.json", [*self.folder.glob("checkpoints/step_*.pt")]
+        if resume == "never" and (files or record.exists()):
+            number = next(i for i in itertools.count(1) if not Path(f"{self.folder}.{i}").exists())
+            os.rename(self.folder, f"{self.folder}.{number}")
+            notes.append(f"the earlier run is now in {self.folder}.{number}")
             self._hold()
-        for scrap in (self.folder / "checkpoints").glob("*.tmp"):  # of a process killed while saving
+        elif files and not record.exists():
+            raise UserError(f"{self.folder}: has {len(files)} checkpoints but no auto_resume.json; go on from one with "
+                            "--load FILE and a new --run, or start over with --resume never")
+        for scrap in self.folder.glob("checkpoints/*.tmp"):  # of a process killed while saving
             scrap.unlink()
-        path = self.folder / "auto_resume.json"
-        if path.exists():
-            self.record = record_of(self.folder)
-        elif self._files():
-            raise UserError(f"{self.folder}: has {len(self._files())} checkpoints but no auto_resume.json; go on from "
-                            "one with --load FILE and a new --run, or start over with --resume never")
-        else:  # so that a first save that is cut off before it is recorded is known for what it is
-            write_json(self.record, path)
-        return moved
+        self.record = record_of(self.folder)
+        self._note()  # so that a first save that is cut off before it is recorded is known for what it is
+        return notes
 
     def _hold(self):
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -211,75 +233,87 @@ class Run:
             raise UserError(f"{self.folder}: in use by another live process ({self.lock.read().strip()}); wait for it, "
                             "stop it, or give another --run") from error
         self.lock.truncate(0)
-        self.lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        self.lock.write(f"process {os.getpid()} on {os.uname().nodename}\n")
         self.lock.flush()
 
-    def _files(self):
-        return sorted((self.folder / "checkpoints").glob("step_*.pt"))
+    def _note(self):
+        write_json(self.record, self.folder / "auto_resume.json")
 
-    def newest(self, another=False):
-        """(newest intact checkpoint {"file", "step", "sha256"} or None, messages on damaged ones passed over).
+    def resume_point(self, cfg, identity):
+        """(checkpoint to go on from or None, results of a run that is finished or None, notes).
 
-        UserError if there were some and none is intact, unless there is `another` to go on from.
+        It is the newest intact one of the folder, else cfg.load, a local file. UserError if the run is another one, or
+        if there were checkpoints, none is intact, and there is no cfg.load.
         """
         notes = []
         for entry in self.record["checkpoints"]:
             path = self.folder / entry["file"]
             if path.is_file() and checksum(path) == entry["sha256"]:
-                return entry, notes
+                check_identity(self.record.get("identity", {}), identity, self.folder)
+                return str(path), self.record["finished"] if entry["step"] >= cfg.steps else None, notes
             notes.append(f"{path}: {'damaged' if path.is_file() else 'missing'}, trying the one before it")
-        if notes and not another:
-            raise UserError(f"{self.folder}: all {len(notes)} checkpoints named by auto_resume.json are damaged or "
-                            "missing; go on from a copy with --load, or start over with --resume never, which moves "
-                            "this folder aside")
-        return None, notes
+        if notes and not cfg.load:
+            raise UserError(f"{self.folder}: all {len(notes)} checkpoints are damaged or missing; go on from a copy "
+                            "with --load, or start over with --resume never")
+        if cfg.load and cfg.load_only_auto_resume and not notes:
+            return None, None, [f"a new run, for which --load {cfg.load} is not used, with --load_only_auto_resume"]
+        return cfg.load or None, None, notes
 
-    def commit(self, step, state, keep, **facts):
-        """Save `state` as the checkpoint of `step`, note `facts`, drop all but the newest `keep` (0: nothing)."""
-        file = file_of(step)
-        entry = {"file": file, "step": step, "sha256": save(state, self.folder / file)}
-        kept = [entry] + [c for c in self.record["checkpoints"] if c["step"] < step]
-        kept = kept[:keep] if keep else kept
-        self.record = {**self.record, **facts, "checkpoints": kept, "finished": None}
-        write_json(self.record, self.folder / "auto_resume.json")
-        names = {Path(c["file"]).name for c in kept}
-        for path in self._files() if keep else []:
-            if path.name not in names and path.name < Path(file).name:
-                path.unlink()
+    def commit(self, state, log):
+        """Begin to save `state` as the checkpoint of its step, and to drop the oldest; every rank calls it.
 
-    def begin(self, step, state, keep, **facts):
-        """`commit` a copy of `state` from a thread, while training goes on; waits for the commit before this one."""
-        self.wait("commit")
-        return self.later("commit", self.commit, step, copied(state), keep, **facts)
+        log: the Tracker, whose lines are made durable first, and which then copies. RuntimeError if the ranks differ.
+        """
+        dist.check_in_step(state.modules, state.step)
+        if not dist.is_main():
+            return
+        log.sync()
+        file, keep, step = f"checkpoints/step_{state.step:08d}.pt", state.cfg.keep, state.step
+        values, contents = log.values(state), copied(state.contents())
 
-    def write(self, state, path):
-        """`save` a copy of `state` to `path` from that thread; waits for the one before it to the same path."""
-        self.wait(str(path))
-        return self.later(str(path), save, copied(state), path)
+        def work():
+            entry = {"file": file, "step": step, "sha256": save(contents, self.folder / file), "values": values}
+            kept = [entry, *(older for older in self.record["checkpoints"] if older["step"] < step)][:keep or None]
+            self.record |= {"world_size": dist.world_size(), "identity": state.identity, "finished": None,
+                            "checkpoints": kept}
+            self._note()
+            names = {older["file"] for older in kept}
+            for path in self.folder.glob("checkpoints/step_*.pt") if keep else ():
+                if f"checkpoints/{path.name}" not in names and path.name < Path(file).name:
+                    path.unlink()
+            log.send()
+        self._later(work)
 
-    def later(self, kind, work, *arguments, **named):
-        """Have the thread call `work(...)`, after all that it was given before; returns its future."""
-        self.writer = self.writer or concurrent.futures.ThreadPoolExecutor(1, "save")  # joined when the process ends
-        self.writing[kind] = self.writer.submit(work, *arguments, **named)
-        return self.writing[kind]
+    def save_best(self, state, val_loss, log):
+        """Begin to write best.pt if `val_loss` is the lowest so far; every rank calls it. Returns whether it is."""
+        if not val_loss < state.best_val_loss:
+            return False
+        state.best_val_loss = val_loss
+        if dist.is_main():
+            values, contents = log.values(state), copied({**averaged(state.contents()), "val_loss": val_loss})
 
-    def wait(self, kind=None):
-        """Wait for the work under way of a `kind`, or for all of it; an error that it met is raised here."""
-        for name in [kind] if kind else [*self.writing]:
-            if work := self.writing.pop(name, None):
-                work.result()
+            def work():
+                save(contents, self.folder / "best.pt")
+                self.record["best"] = {"file": "best.pt", "step": contents["step"], "values": values}
+                self._note()
+                log.send()
+            self._later(work)
+        return True
 
-    def finish(self, results):
-        """Record that the run is complete, with its closing `results`."""
+    def _later(self, work):
+        """Have a thread do `work` while training goes on; waits for the work before it."""
         self.wait()
+        self.writing = self.writer.submit(work)
+
+    def wait(self):
+        """Wait for what is being written; an error that it met is raised here."""
+        writing, self.writing = self.writing, None
+        if writing:
+            writing.result()
+
+    def finish(self, state, results):
+        """Write model.pt, and record that the run is complete, with its closing `results`."""
+        self.wait()
+        save({**averaged(state.contents()), **results}, self.folder / "model.pt")
         self.record["finished"] = results
-        write_json(self.record, self.folder / "auto_resume.json")
-
-
-def check_identity(found, expected, where):
-    """UserError unless the facts that define a run, {name: plain value}, are those of the checkpoint `where`."""
-    wrong = [f"{name} is {found.get(name)!r} there and {value!r} here" for name, value in expected.items()
-             if found.get(name) != value]
-    if wrong:
-        raise UserError(f"{where}: a run of another model or other data: {'; '.join(wrong)}. Give the same settings "
-                        "(--config RUN/config.json has them), or another --run")
+        self._note()

@@ -1,26 +1,114 @@
-"""A flat frozen dataclass <-> command line <-> JSON file.
+"""A flat frozen dataclass <-> command line (argparse) <-> JSON file, and the fields that all training scripts share.
 
-A field's type, default and trailing comment are all there is: the comment is its line in `--help`. Values are taken
-from, weakest first: the default, `--preset NAME`, `--config FILE.json`, the flags themselves.
+A field's type, default and trailing comment are all there is: the type holds its bounds, the comment is its line in
+`--help`. Values are taken from, weakest first: the default, `--preset NAME`, `--config FILE.json`, the flags.
 """
+import argparse
 import dataclasses
-import decimal
 import difflib
+import functools
 import importlib
 import inspect
 import json
+import math
 import os
 import re
 import sys
-import types
 import typing
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Literal
 
-NOTES = ("versions",)  # keys of a written config.json that describe the run and are not settings
+# Bounds of numbers, in words and as a test, which stand in the types of fields.
+Count = Annotated[int, ("above 0", lambda value: value > 0)]
+Natural = Annotated[int, ("0 or more", lambda value: value >= 0)]
+Positive = Annotated[float, ("above 0", lambda value: value > 0)]
+NonNegative = Annotated[float, ("0 or more", lambda value: value >= 0)]
+Share = Annotated[float, ("within 0 and 1", lambda value: 0 <= value <= 1)]
+Decay = Annotated[float, ("0 or more and below 1", lambda value: 0 <= value < 1)]
+FINITE = "a finite number", lambda value: not isinstance(value, float) or math.isfinite(value)
 
 
 class UserError(ValueError):
     """A mistake that the user can mend. `run` prints its message alone and exits with status 1."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A config whose numbers are finite and within the bounds of their types; UserError otherwise."""
+
+    def __post_init__(self):
+        for name, kind in typing.get_type_hints(type(self), include_extras=True).items():
+            value = getattr(self, name)
+            values, kind = (value, typing.get_args(kind)[0]) if isinstance(value, tuple) else ((value,), kind)
+            for words, holds in (FINITE, *getattr(kind, "__metadata__", ())):
+                if not all(map(holds, values)):
+                    raise UserError(f"--{name}: {value} is not {words}")
+
+
+@dataclass(frozen=True)
+class Training(Settings):
+    """What every script's training can be told; a script names the defaults that differ for it."""
+    # Run and data
+    run: str = "runs/run"  # folder of this run: config, checkpoints, metrics; started again, it resumes
+    data: str = ""  # folder of the data
+    val_data: str = ""  # folder of the same kind that is the validation set; "": a share of --data
+    validation: Share = 0.1  # share of the data held out for validation
+    test: Share = 0.1  # share of the data held out for the test at the end
+    split_seed: int = 0  # of which samples are held out
+    init_from: str = ""  # model.pt or checkpoint to take the weights of, nothing else: a file, URL or wandb:RUN/FILE
+    init_strict: bool = True  # refuse weights that do not all fit, else take those that do
+    # Optimization
+    steps: Count = 1000  # optimizer steps
+    batch_size: Count = 64  # samples a step, over all ranks
+    chunk_size: Count = 32  # samples in one forward pass; part of what defines a run
+    lr: Positive = 1e-3  # peak learning rate
+    warmup_steps: Natural = 50  # steps of linear warm-up
+    cosine: bool = True  # after the warm-up, decay to 0 along half a cosine, else stay constant
+    cosine_steps: Natural = 0  # step at which the cosine reaches 0; 0: the last
+    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for matrices, and AdamW for the rest
+    weight_decay: NonNegative = 0.01  # decoupled, on matrices and kernels only; 0 makes AdamW Adam
+    betas: tuple[Decay, ...] = (0.9, 0.99)  # Adam's decays of the mean and of the square
+    eps: Positive = 1e-8  # Adam's epsilon
+    max_grad_norm: NonNegative = 1.0  # gradients are clipped to this norm, 0 for not at all
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"  # of matrix products and convolutions, by autocast
+    ema_decay: Share = 0.9999  # decay of the averaged weights, 0 for no averaging
+    ema_update_after: Natural = 0  # steps at first in which the average is a copy
+    ema_update_every: Count = 1  # steps between updates of the average
+    # Evaluation and saving; both happen at the first log line at or after they are due
+    log_every: Count = 25  # steps between log lines
+    eval_every: Natural = 500  # steps between evaluations, 0 for none but the last
+    eval_minutes: NonNegative = 0.0  # minutes between evaluations, besides, 0 for none
+    eval_samples: Natural = 192  # most held-out samples an evaluation takes, 0 for all
+    save_every: Natural = 200  # steps between checkpoints, 0 for none but the last
+    save_minutes: NonNegative = 0.0  # minutes between checkpoints, besides, 0 for none
+    keep: Natural = 3  # newest checkpoints that are kept, 0 for all
+    resume: Literal["auto", "never"] = "auto"  # never: an earlier run in the folder is moved aside
+    # Watching and sharing
+    logger: str = "console"  # "console", "tensorboard" or "wandb project=NAME [entity=NAME] [name=NAME] [id=ID]"
+    load: str = ""  # checkpoint to go on from if RUN has none: a file, URL[#sha256=HEX] or wandb:RUN/FILE
+    load_only_auto_resume: bool = False  # use --load only for a run begun before, whose own are lost; it may be absent
+    save: tuple[str, ...] = ()  # copies: "local|wandb|huggingface [kind=model] [repo=NAME] save_latest_to=PATH …", …
+    metadata: tuple[str, ...] = ()  # NAME=VALUE pairs for every file that the run writes
+    # Machine
+    seed: int = 0  # of everything random
+    device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # where to compute
+    compile: bool = False  # torch.compile the model
+    workers: Natural = 0  # processes that read data ahead, a rank
+    timeout_minutes: Positive = 30.0  # how long a rank waits for another before it gives up
+
+    def __post_init__(self):
+        super().__post_init__()
+        shares = (self.test,) if self.val_data else (self.validation, self.test)
+        if sum(shares) >= 1 or not all(shares):
+            raise UserError(f"--validation {self.validation} and --test {self.test}: expected two shares above 0 that "
+                            "add up to less than 1")
+        if len(self.betas) != 2:
+            raise UserError(f"--betas: expected two decays, not {len(self.betas)}")
+
+
+# What must not change when a run goes on, of the fields that all scripts share; a script adds its own.
+FIXED = ("validation", "test", "split_seed", "batch_size", "chunk_size", "optimizer", "seed")
 
 
 def need(module, wanted_by, package=None):
@@ -30,74 +118,6 @@ def need(module, wanted_by, package=None):
     except ImportError:
         package = package or module.partition(".")[0]
         raise UserError(f"{wanted_by} needs {package}: pip install {package}") from None
-
-
-def convert(kind, value, name):
-    """`value`, a string of the command line or a JSON value, as the type `kind`; UserError says what was expected."""
-    text = value.strip() if isinstance(value, str) else value
-    if isinstance(kind, types.UnionType):  # `float | None`: "none" or null, or the type itself
-        if text is None or (isinstance(text, str) and text.lower() == "none"):
-            return None
-        kind = next(k for k in typing.get_args(kind) if k is not types.NoneType)
-    if typing.get_origin(kind) is typing.Literal:
-        if text not in typing.get_args(kind):
-            raise UserError(f"{name}: {value!r} is none of {', '.join(typing.get_args(kind))}")
-        return text
-    if typing.get_origin(kind) is tuple:
-        items = [item for item in text.split(",") if item.strip()] if isinstance(text, str) else text
-        if not isinstance(items, (list, tuple)):
-            raise UserError(f"{name}: {value!r} is not a list; give values separated by commas")
-        return tuple(convert(typing.get_args(kind)[0], item, name) for item in items)
-    if kind is bool:
-        if isinstance(text, str) and text.lower() in ("true", "false"):
-            return text.lower() == "true"
-        if not isinstance(text, bool):
-            raise UserError(f"{name}: {value!r} is neither true nor false")
-        return text
-    if kind is str:
-        if not isinstance(value, str):
-            raise UserError(f"{name}: {value!r} is not a text")
-        return value
-    try:
-        number = float("nan") if isinstance(text, bool) else float(text)
-    except (TypeError, ValueError, OverflowError):
-        number = float("nan")
-    if number != number or (kind is int and not number.is_integer()):
-        raise UserError(f"{name}: {value!r} is not {'a whole number' if kind is int else 'a number'}")
-    return int(decimal.Decimal(str(text))) if kind is int else number  # a float would round beyond 2**53
-
-
-def _is_main():
-    return os.environ.get("RANK", "0") == "0"  # torchrun's: the process group may not be up yet
-
-
-def _nearest(name, names, prefix=""):
-    close = difflib.get_close_matches(name, names, 1)
-    return f"no such setting; did you mean {prefix}{close[0]}?" if close else "no such setting; see --help"
-
-
-def from_dict(cls, values, source):
-    """`values` (JSON object) checked against the fields of `cls`; returns {field: value}. Raises UserError."""
-    kinds, checked = typing.get_type_hints(cls), {}
-    for name, value in values.items():
-        if name in NOTES:
-            continue
-        if name not in kinds:
-            raise UserError(f"{source}: {name}: {_nearest(name, kinds)}")
-        checked[name] = convert(kinds[name], value, f"{source}: {name}")
-    return checked
-
-
-def as_json(cfg):
-    """The config as plain JSON values, as they come back from a file."""
-    return {name: list(v) if isinstance(v, tuple) else v for name, v in dataclasses.asdict(cfg).items()}
-
-
-def refuse_unused(cfg, table):
-    """UserError for a setting that was given, but has no effect: (name, whether it is used, what it needs) each."""
-    for name, used, needed in table:
-        if getattr(cfg, name) != getattr(type(cfg), name) and not used:
-            raise UserError(f"--{name}: it needs {needed}")
 
 
 def read_json(path):
@@ -111,115 +131,129 @@ def read_json(path):
     return values
 
 
-def from_flags(cls, argv, presets):
-    """`--name value`, `--name=value`, `--switch`, `--no_switch` -> {field: value}; dashes and underscores are one."""
-    kinds, flags, files = typing.get_type_hints(cls), {}, {}
-    words = list(argv)
-    while words:
-        word = words.pop(0)
-        if not word.startswith("--"):
-            raise ValueError(f"{word!r}: expected a flag such as --{next(iter(kinds))} VALUE")
-        name, given, value = word[2:].partition("=")
-        name = name.replace("-", "_")
-        if name not in kinds and name.startswith("no_") and kinds.get(name[3:]) is bool and not given:
-            flags[name[3:]] = False
-            continue
-        if name not in kinds and name not in ("config", "preset"):
-            negated = [f"no_{known}" for known, kind in kinds.items() if kind is bool]
-            raise ValueError(f"--{name}: {_nearest(name, [*kinds, *negated, 'config', 'preset'], '--')}")
-        if not given:
-            if kinds.get(name) is bool and (not words or words[0].lower() not in ("true", "false")):
-                value = "true"
-            elif not words or words[0].startswith("--"):
-                raise ValueError(f"--{name}: a value is missing")
-            else:
-                value = words.pop(0)
-        if name == "preset":
-            if value not in presets:
-                raise ValueError(f"--preset: {value!r} is none of {', '.join(presets) or '(there are none)'}")
-            files = {**presets[value], **files}
-        elif name == "config":
-            files = {**files, **from_dict(cls, read_json(value), value)}
+def as_json(cfg):
+    """The config as plain JSON values, as they come back from a file."""
+    return {name: list(v) if isinstance(v, tuple) else v for name, v in dataclasses.asdict(cfg).items()}
+
+
+def from_dict(cls, values, source):
+    """`values` (JSON object) checked against the fields of `cls`; returns {field: value}. UserError names `source`."""
+    words = [f"--{name}={','.join(map(str, value)) if isinstance(value, (list, tuple)) else value}"
+             for name, value in values.items() if name != "versions"]  # which describe the run
+    try:
+        return Parser(cls).read(words)
+    except UserError as error:
+        raise UserError(f"{source}: {error}") from None
+
+
+def refuse_unused(cfg, table):
+    """UserError for a setting that was given, but has no effect: (name, whether it is used, what it needs) each."""
+    for name, used, needed in table:
+        if getattr(cfg, name) != getattr(type(cfg), name) and not used:
+            raise UserError(f"--{name}: it needs {needed}")
+
+
+# The command line
+
+def convert(kind, text):
+    """A word of a command line or a file as the type `kind`; ValueError if it is none."""
+    if typing.get_origin(kind) is tuple:
+        return tuple(convert(typing.get_args(kind)[0], item.strip()) for item in text.split(",") if item.strip())
+    if kind is bool:
+        return ("false", "true").index(text.lower()) == 1
+    if kind is int and re.search("[.eE]", text) and float(text).is_integer():
+        return int(float(text))  # such as 1e6
+    return kind(text)
+
+
+class Parser(argparse.ArgumentParser):
+    """Flags for the fields of a config class, with their comments and defaults, in groups by its comment lines."""
+
+    def __init__(self, cls, description=None):
+        super().__init__(usage=argparse.SUPPRESS, description=description, argument_default=argparse.SUPPRESS,
+                         allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+        kinds, defaults = typing.get_type_hints(cls), {field.name: field.default for field in dataclasses.fields(cls)}
+        group, groups = self, {}
+        source = "".join(inspect.getsource(base) for base in cls.__mro__ if dataclasses.is_dataclass(base))
+        for line in source.splitlines():
+            if heading := re.match(r"    # (.*)", line):
+                group = groups.setdefault(heading[1], self.add_argument_group(heading[1]))  # an empty one is not shown
+            elif (field := re.match(r"    (\w+): [^#]*# (.*)", line)) and field[1] in defaults:
+                self.add_field(group, field[1], kinds[field[1]], defaults.pop(field[1]), field[2])
+
+    def add_field(self, group, name, kind, default, comment):
+        shown = ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
+        about = {"help": comment.replace("%", "%%") + f" [{shown}]" * bool(shown)}
+        if typing.get_origin(kind) is Literal:
+            about["choices"] = typing.get_args(kind)
         else:
-            flags[name] = convert(kinds[name], value, f"--{name}")
-    return {**files, **flags}
+            about |= {"type": functools.partial(convert, kind), "metavar": name.upper()}
+            about["type"].__name__ = inspect.formatannotation(kind)  # for argparse's messages
+        if kind is bool:
+            about |= {"nargs": "?", "const": True, "help": about["help"] + f"; --no_{name} for false"}
+            group.add_argument(f"--no_{name}", dest=name, action="store_false", help=argparse.SUPPRESS)
+        group.add_argument(f"--{name}", **about)
+
+    def read(self, words):
+        """{field: value} of the words of a command line; UserError says what is wrong with the first that is."""
+        words = [re.sub(r"^--[\w-]+", lambda flag: "--" + flag[0][2:].replace("-", "_"), word) for word in words]
+        given, unknown = self.parse_known_args(words)
+        if unknown:
+            name = unknown[0].partition("=")[0]
+            close = difflib.get_close_matches(name, self._option_string_actions)
+            raise UserError(f"{name}: no such setting; " + (f"did you mean {close[0]}?" if close else "see --help"))
+        return vars(given)
+
+    def error(self, message):
+        raise UserError(message.removeprefix("argument "))
+
+    def print_help(self, file=None):
+        if os.environ.get("RANK", "0") == "0":  # the other ranks are silent
+            super().print_help(file)
 
 
-def help_text(cls, usage, presets, stages):
-    """Every field of `cls` with its type, default and trailing comment, under the comment lines that head sections."""
-    kinds, lines = typing.get_type_hints(cls), [usage.rstrip(), ""]
-    defaults = {field.name: field.default for field in dataclasses.fields(cls)}
-    sources = [inspect.getsource(base) for base in cls.__mro__ if dataclasses.is_dataclass(base)]
-    for line in "".join(sources).splitlines():
-        if heading := re.match(r"^    # (.*)$", line):
-            lines.append(f"\n{heading[1]}:")
-        elif (field := re.match(r"^    (\w+): [^#]*#\s*(.*)$", line)) and field[1] in kinds:
-            kind, default = kinds[field[1]], defaults[field[1]]
-            choices = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
-            shown = "|".join(choices) or (kind.__name__ if isinstance(kind, type) and kind is not tuple else str(kind))
-            default = ",".join(map(str, default)) if isinstance(default, tuple) else default
-            default = f" [{default}]" if default not in ("", None) else ""
-            lines.append(f"  --{field[1]} {shown}{default}\n        {field[2]}")
-    lines.append("\n  --config FILE.json\n        the same settings from a JSON file; flags win over it")
-    for stage, settings in stages.items():
-        if settings:
-            defaults = ", ".join(f"{name} {value}" for name, value in settings.items())
-            lines.append(f"\nDefaults of --stage {stage}: {defaults}")
-    if presets:
-        lines.append(f"  --preset {'|'.join(presets)}\n        named settings; --config and flags win over them")
-    return "\n".join(lines)
-
-
-def dispatch(commands, usage, default=None, presets=None, stages=None):
-    """Run the command that the first word of the command line names, or else `default`, on its own config.
-
-    commands: {name: (function of a config, config class)}. `presets` and `stages` are the default command's.
-    """
-    argv = [word for word in sys.argv[1:] if word != "--"]  # which torchrun may need before the flags, or pass on
-    command = argv.pop(0) if argv and (not argv[0].startswith("-") or default is None) else default
-    if command not in commands:
-        close = difflib.get_close_matches(command or "", commands, 1)
-        hint = f"; did you mean {close[0]}?" if close else ""
-        asked = command in ("-h", "--help")
-        error = f"{Path(sys.argv[0]).name}: error: {command!r}: expected one of {', '.join(commands)}{hint}"
-        if _is_main():
-            print(usage if asked else error, file=sys.stdout if asked else sys.stderr)
-        raise SystemExit(0 if asked else 2)
-    function, cls = commands[command]
-    mine = (presets, stages) if command == default else (None, None)
-    function(parse(cls, argv, f"{usage}\nSettings of {command}:", *mine))
-
-
-def parse(cls, argv, usage, presets=None, stages=None):
-    """The config `cls` that the command line `argv` asks for. Prints help or one line of error and exits (0 or 2).
+def parse(cls, words, usage="", presets=None, stages=None):
+    """The config `cls` that the words of a command line ask for; UserError, or SystemExit(0) after --help.
 
     stages: {name: {field: default of that stage}}. With these it is a list of configs, of the stage that the field
     `stage` names or, if that is "all", of each.
     """
     presets, stages = presets or {}, stages or {}
-    if {"-h", "--help"} & set(argv):
-        if _is_main():
-            print(help_text(cls, usage, presets, stages))
-        raise SystemExit(0)
-    try:
-        given = from_flags(cls, argv, presets)
-        if not stages:
-            return cls(**given)
-        asked = given.get("stage", cls.stage)
-        return [cls(**{**stages[name], **given, "stage": name}) for name in (stages if asked == "all" else [asked])]
-    except (ValueError, OSError) as error:
-        if _is_main():
-            print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+    notes = [f"Defaults of --stage {name}: " + ", ".join(f"{k} {v}" for k, v in stage.items())
+             for name, stage in stages.items() if stage]
+    parser = Parser(cls, "\n".join([usage, *notes]))
+    parser.add_argument("--config", metavar="FILE.json", help="the same settings from a file; flags win over them")
+    parser.add_argument("--preset", choices=presets, help="named settings; --config and flags win over them")
+    given = parser.read(words)
+    preset, file = presets.get(given.pop("preset", None), {}), given.pop("config", None)
+    given = preset | (from_dict(cls, read_json(file), file) if file else {}) | given
+    if "stage" in preset and given["stage"] != preset["stage"]:
+        raise UserError(f"--stage {given['stage']}: this preset is for --stage {preset['stage']} alone")
+    if not stages:
+        return cls(**given)
+    stage = given.get("stage", cls.stage)
+    return [cls(**{**stages[name], **given, "stage": name}) for name in (stages if stage == "all" else [stage])]
 
 
-def run(main):
-    """Run `main()`; a user's mistake or a failing disk ends in one line on standard error and status 1."""
+def run(commands, usage, default=None, presets=None, stages=None):
+    """Run the command that the first word of the command line names, or else `default`, on its config.
+
+    commands: {name: (function of a config, config class)}. `presets` and `stages` are the default command's. A mistake
+    on the command line ends in one line and status 2, one met later, or a failing disk, in one line and status 1.
+    """
+    words, status = [word for word in sys.argv[1:] if word != "--"], 2  # torchrun may need it before the flags
     try:
-        main()
+        name = words.pop(0) if words and (words[0] in commands or not words[0].startswith("-")) else default
+        if name not in commands:
+            raise UserError(f"{name or 'command'}: expected one of {', '.join(commands)}")
+        function, cls = commands[name]
+        cfg = parse(cls, words, f"{usage}\nSettings of {name}:", *((presets, stages) if name == default else ()))
+        status = 1
+        function(cfg)
     except (UserError, OSError) as error:
-        if not getattr(error, "relayed", False):  # by rank 0, which prints it
+        elsewhere = os.environ.get("RANK", "0") != "0" if status == 2 else getattr(error, "relayed", False)
+        if not elsewhere:  # else another rank prints it
             print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr, flush=True)
-        raise SystemExit(1) from None
+        raise SystemExit(status) from None
     except KeyboardInterrupt:  # before training, which saves first
         raise SystemExit(130) from None

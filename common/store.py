@@ -1,84 +1,40 @@
-"""Checkpoints from elsewhere and to elsewhere: what --load and --init_from name, and the copies that --save asks for.
+"""Files from elsewhere, which --load and --init_from name, and copies to elsewhere, which --save names.
 
     --load runs/old/checkpoints/step_00001200.pt                      # a file
     --init_from https://example.org/model.pt#sha256=9f86d081884c...   # a URL, of which the checksum may be given
-    --load wandb:RUN/latest.pt                                        # a file of a run, with --wandb_project
+    --load wandb:RUN/latest.pt                                        # a file of a run
     --save "local save_latest_to=/backup/{run}_{step:08d}.pt, huggingface repo=me/prior kind=model save_best_to=best.pt"
 """
 import concurrent.futures
-import contextlib
-import difflib
-import errno
-import fcntl
-import hashlib
-import http.client
+import dataclasses
 import json
 import os
 import re
 import shlex
 import shutil
-import tempfile
-import time
-import urllib.error
-import urllib.parse
-import urllib.request
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
+import torch
 from tqdm import tqdm
 
-from common import checkpoint, config
+from common import checkpoint, config, dist
 from common.config import UserError, need
 
 RESERVED = ("model", "config", "versions", "run", "step", "epoch", "samples_seen", "val_loss", "best_val_loss")
-ATTEMPTS = 5  # at a download that breaks off, each of which goes on where the one before it ended
+ADDRESS = r"(?i)https?://[^/#]+/[^#]*(#sha256=[0-9a-f]{64})?|wandb:[^/]+/.+|(?!https?:|wandb:|[a-z][\w+.-]*://).*"
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The fields that watching, keeping and sharing add to each script's Config."""
-    # Watching and sharing
-    logger: Literal["console", "tensorboard", "wandb"] = "console"  # where figures and samples go, besides RUN
-    verbose: bool = False  # print each line of metrics.jsonl
-    wandb_project: str = "dalle2-audiolm"  # project of logger wandb, and of wandb:RUN/FILE
-    wandb_entity: str = ""  # its owner, by default the account's
-    wandb_name: str = ""  # name of the run there, by default its folder
-    load: str = ""  # checkpoint to go on from if RUN has none: a file, URL[#sha256=HEX] or wandb:RUN/FILE
-    load_only_auto_resume: bool = False  # use --load only for a run begun before, whose own are lost; it may be absent
-    load_max_gb: float = 20.0  # larger downloads are refused
-    save: tuple[str, ...] = ()  # copies: "local|wandb|huggingface [kind=model] [repo=NAME] save_latest_to=PATH …", …
-    metadata: tuple[str, ...] = ()  # NAME=VALUE pairs for every file that the run writes
-
-
-def check(cfg):
-    """UserError for a setting of `Settings` that cannot be meant; asks nothing of the machine or the network."""
-    metadata(cfg)
-    for name in ("load", "init_from"):
-        check_address(f"--{name}", getattr(cfg, name))
-    if cfg.load_only_auto_resume and not cfg.load:
-        raise UserError("--load_only_auto_resume: it needs --load")
-    if cfg.load_only_auto_resume and cfg.resume == "never":
-        raise UserError("--load_only_auto_resume: with --resume never there is nothing to go on with")
-    names = [(type(saver), str(saver.settings), saver.target(event, examples(cfg)))
-             for saver in savers(cfg) for event in saver.events]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise UserError(f"--save: {twice[-1]} would be written twice; give each copy a path of its own")
-    if cfg.logger != "wandb":
-        if any(isinstance(saver, WandB) for saver in savers(cfg)):
-            raise UserError("--save wandb: the copies are files of the run there; it needs --logger wandb")
-        config.refuse_unused(cfg, [("wandb_name", False, "--logger wandb")])
-
-
-def check_stages(cfgs):
-    """UserError if several stages, trained in turn, would start from one file or overwrite each other's copies."""
-    if len(cfgs) > 1 and (cfgs[0].init_from or cfgs[0].load):
-        raise UserError("--init_from, --load: a file is of one stage; give that with --stage, too")
-    for saver in savers(cfgs[0]) if len(cfgs) > 1 else []:
-        for target, name in saver.targets.items():
-            if "{run" not in name and not isinstance(saver, WandB):  # of which each stage has a run of its own
-                raise UserError(f"--save {target}={name}: each stage would write to the same path; put {{run}} into "
-                                "it, which is the stage")
+def parse(flag, text, kinds):
+    """(name, {option: value}) of `text`, "NAME OPTION=VALUE ...", of a class in `kinds` {name: class}; UserError."""
+    try:
+        name, *words = shlex.split(text)
+        options = kinds[name].options
+    except (ValueError, KeyError) as error:
+        raise UserError(f"--{flag} {text!r}: {error}: expected one of {', '.join(kinds)}, then NAME=VALUE …") from None
+    given = dict(word.partition("=")[::2] for word in words)
+    if wrong := [option for option, value in given.items() if option not in options or not value]:
+        raise UserError(f"--{flag} {text}: {wrong[0]!r}: expected NAME=VALUE with a name of {', '.join(options)}")
+    return name, given
 
 
 def metadata(cfg):
@@ -86,10 +42,8 @@ def metadata(cfg):
     found = {}
     for pair in cfg.metadata:
         name, given, value = (part.strip() for part in pair.partition("="))
-        if not given or not re.fullmatch(r"\w+", name):
-            raise UserError(f"--metadata: {pair!r}: expected NAME=VALUE")
-        if name in RESERVED:
-            raise UserError(f"--metadata: {name!r} is reserved, as are {', '.join(RESERVED)}; give it another name")
+        if not given or not re.fullmatch(r"\w+", name) or name in RESERVED:
+            raise UserError(f"--metadata: {pair!r}: expected NAME=VALUE; reserved names are {', '.join(RESERVED)}")
         try:
             found[name] = json.loads(value)
         except ValueError:
@@ -97,392 +51,230 @@ def metadata(cfg):
     return found
 
 
+def check(cfg):
+    """UserError for a load, init_from, save or metadata that cannot be meant, on whatever machine."""
+    metadata(cfg)
+    copies = [(type(saver), saver.given.get("repo"), path) for saver in savers(cfg)
+              for event, path in saver.targets.items() if event != "meta"]  # metadata may go where others do
+    for wrong, message in [
+            *((not re.fullmatch(ADDRESS, getattr(cfg, name)),
+               f"--{name}: {getattr(cfg, name)!r}: expected a file, http(s)://HOST/FILE, optionally with #sha256= and "
+               "64 hexadecimal digits, or wandb:RUN/FILE") for name in ("load", "init_from")),
+            (cfg.load_only_auto_resume and not cfg.load, "--load_only_auto_resume: it needs --load"),
+            (cfg.load_only_auto_resume and cfg.resume == "never",
+             "--load_only_auto_resume: with --resume never there is nothing to go on with"),
+            (len({*copies}) < len(copies), "--save: a path would be written twice; give each copy a path of its own"),
+            (any(isinstance(saver, WandBFiles) for saver in savers(cfg)) and cfg.logger.split()[0] != "wandb",
+             "--save wandb: the copies are files of the run there; it needs --logger wandb")]:
+        if wrong:
+            raise UserError(message)
+
+
+def check_stages(cfgs):
+    """UserError if several stages, trained in turn, would start from one file or overwrite each other's copies."""
+    if len(cfgs) > 1 and (cfgs[0].init_from or cfgs[0].load or " id=" in cfgs[0].logger):
+        raise UserError("--init_from, --load, id in --logger: each is of one stage; give that with --stage, too")
+    for saver in savers(cfgs[0]) if len(cfgs) > 1 else ():
+        for event, path in saver.targets.items():
+            if "{run" not in path and not isinstance(saver, WandBFiles):  # of which each stage has a run
+                raise UserError(f"--save save_{event}_to={path}: each stage would write to the same path; put {{run}} "
+                                "into it, which is the stage")
+
+
 # Loaders
 
-def check_address(flag, address):
-    """UserError unless `address` has the form of a path, an http(s) URL or wandb:RUN/FILE."""
-    if re.match(r"(?i)https?:|[a-z][\w+.-]*://", address):
-        parts = urllib.parse.urlsplit(address)
-        digest = re.fullmatch(r"(sha256=[0-9a-f]{64})?", parts.fragment)
-        if parts.scheme not in ("http", "https") or not parts.hostname or not digest:
-            raise UserError(f"{flag}: {address!r} is not a URL that can be read; expected http(s)://HOST/FILE, "
-                            "optionally with #sha256= and 64 hexadecimal digits, a file, or wandb:RUN/FILE")
-    elif address.startswith("wandb:") and not re.fullmatch(r"wandb:[^/]+/.+", address):
-        raise UserError(f"{flag}: {address!r}: expected wandb:RUN/FILE, with the run's id")
-
-
-def is_remote(address):
-    """Whether `address` has to be fetched."""
-    return address.lower().startswith(("http://", "https://", "wandb:"))
-
-
-def fetch(address, cfg, again=True):
-    """Path of a local copy of the file that `address` names, "" for no address; UserError if it cannot be had.
-
-    Copies are kept in the folder downloads beside the run's. A URL is asked whether its file has changed since, unless
-    `again` is false and there is a copy.
-    """
+def prepare(cfg, project):
+    """`cfg` with local files as load and init_from where the run needs them; UserError if one is not to be had."""
     folder = Path(cfg.run).parent / "downloads"
-    if not is_remote(address):
+    begun = checkpoint.record_of(cfg.run)["checkpoints"] if cfg.resume == "auto" else []
+    lost = not any((Path(cfg.run) / entry["file"]).is_file() for entry in begun)
+    if lost and (begun or not cfg.load_only_auto_resume):
+        cfg = dataclasses.replace(cfg, load=fetch(cfg.load, folder, True, project))
+    if not begun or getattr(cfg, "lora_rank", 0):  # else the weights to start from are not needed any more
+        cfg = dataclasses.replace(cfg, init_from=fetch(cfg.init_from, folder, not begun, project))
+    return cfg
+
+
+def fetch(address, folder, again=True, project=""):
+    """Path of the file at `address`: a path, URL[#sha256=HEX] or wandb:RUN/FILE of a `project`; UserError.
+
+    What is fetched is kept in `folder`. It serves again if it has the sha256 that is given or, not `again`, as it is.
+    """
+    url, _, sha256 = address.partition("#sha256=")
+    if not re.match(r"(?i)https?://|wandb:", address):
         if address and not Path(address).is_file():
             raise UserError(f"{address}: no such checkpoint")
         return address
-    file = copy_of(address, folder)
-    if again or not file.is_file():
-        if address.startswith("wandb:"):
-            from_wandb(address, cfg, folder)
-        else:
-            download(address, folder, cfg.load_max_gb * 1e9)
-    return str(file)
-
-
-def copy_of(address, folder):
-    """Where in `folder` the copy of a remote file is."""
-    if address.startswith("wandb:"):
-        return folder / address.removeprefix("wandb:")
-    url = address.partition("#")[0]
-    name = Path(urllib.parse.urlsplit(url).path).name or "file"
-    return folder / f"{hashlib.sha256(url.encode()).hexdigest()[:12]}_{name}"
-
-
-def download(address, folder, most):
-    """Bring the copy in `folder` of the file at a URL up to date: at most `most` bytes, of the sha256 it names."""
-    url, _, digest = address.partition("#sha256=")
-    file, reason = copy_of(address, folder), None
-    if digest and file.is_file() and checkpoint.checksum(file) == digest:
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(file.with_name(f".{file.name}.lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # another process may fetch it right now
-        for attempt in range(ATTEMPTS):
-            try:
-                transfer(url, file, most)
-                break
-            except urllib.error.HTTPError as error:
-                reason = f"{error.code} {error.reason}"
-                if error.code < 500 and error.code not in (408, 416, 429):
-                    raise UserError(f"{url}: {reason}") from error
-            except (OSError, http.client.HTTPException) as error:
-                if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
-                    raise
-                reason = getattr(error, "reason", error)
-            time.sleep(min(attempt, 3))
-        else:
-            if not file.is_file():
-                raise UserError(f"{url}: {reason}; what has come is kept, the same command goes on from there")
-            print(f"{url}: {reason}; using the copy {file}")
-    if digest and (found := checkpoint.checksum(file)) != digest:
-        file.unlink()
-        raise UserError(f"{url}: its sha256 is {found}, not {digest}")
-
-
-def transfer(url, file, most):
-    """Bring `file` up to date with what the server has: whole, the rest of it, or not at all if it is the same."""
-    part, mark = file.with_name(f"{file.name}.part"), file.with_name(f"{file.name}.version")
-    version = mark.read_text() if mark.is_file() else ""  # of `part` if there is one, else of `file`: ETag or date
-    request, begun = urllib.request.Request(url), 0
-    if part.is_file() and version:
-        begun = part.stat().st_size
-        request.add_header("Range", f"bytes={begun}-")
-        request.add_header("If-Range", version)
-    elif file.is_file() and version:
-        request.add_header("If-None-Match" if version.startswith('"') else "If-Modified-Since", version)
+    run, name = "", re.sub(r"[^\w.-]+", "_", url)[-200:]
+    if url.startswith("wandb:"):
+        run, _, name = url.removeprefix("wandb:").partition("/")
+    path = Path(folder) / run / name
+    if path.is_file() and (checkpoint.checksum(path) == sha256.lower() if sha256 else not again):
+        return str(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        response = urllib.request.urlopen(request, timeout=30)
-    except urllib.error.HTTPError as error:
-        if error.code == 304:
-            return
-        if error.code == 416:  # there is no more of it than there is here: it is whole, or another file
-            if error.headers["Content-Range"] == f"bytes */{begun}":
-                os.replace(part, file)
-                return
-            part.unlink()
-            mark.unlink()
-        raise
-    with response:
-        size = begun if response.status == 206 else 0
-        length = response.headers["Content-Length"]
-        whole = size + int(length) if length else None
-        etag = response.headers["ETag"] or ""
-        with open(part, "ab" if size else "wb") as out, tqdm(
-                total=whole, initial=size, desc=file.name, unit="B", unit_scale=True, delay=2, leave=False) as bar:
-            mark.write_text(etag if etag.startswith('"') else response.headers["Last-Modified"] or "")
-            while (whole or size) <= most and (block := response.read(1 << 20)):
-                out.write(block)
-                size += len(block)
-                bar.update(len(block))
-            out.flush()
-            os.fsync(out.fileno())
-    if (whole or size) > most:
-        part.unlink()
-        mark.unlink()  # it is not that of `file`
-        raise UserError(f"{url}: {(whole or size) / 1e9:.3g} GB{'' if whole else ' and more'}; raise --load_max_gb, "
-                        f"which is {most / 1e9:.3g}, if that is meant")
-    if whole and size < whole:
-        raise ConnectionError(f"broke off after {size:,} of {whole:,} bytes")
-    os.replace(part, file)
-
-
-def from_wandb(address, cfg, folder):
-    """Copy a file of a run, wandb:RUN/FILE, to its place in `folder`."""
-    wandb = need("wandb", address)
-    run, _, name = address.removeprefix("wandb:").partition("/")
-    where = "/".join(filter(None, (cfg.wandb_entity, cfg.wandb_project, run)))
-    try:
-        file = wandb.Api(timeout=30).run(where).file(name)
-        if file.size > cfg.load_max_gb * 1e9:
-            raise UserError(f"{address}: {file.size / 1e9:.3g} GB; raise --load_max_gb, which is {cfg.load_max_gb:g}, "
-                            "if that is meant")
-        place = copy_of(address, folder)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as fresh:  # so that what is there stays whole
-            file.download(root=fresh).close()
-            os.replace(Path(fresh) / name, place)
-    except (UserError, OSError):
-        raise
-    except Exception as error:  # the package's own types, and those of what it uses
-        raise UserError(f"{address}: no such file in {where}, or no way to it: {one_line(error)}") from error
+        if run:
+            file = need("wandb", url).Api(timeout=30).run(f"{project}/{run}").file(name)
+            file.download(root=str(Path(folder) / run), replace=True).close()
+        else:
+            torch.hub.download_url_to_file(url, str(path), sha256.lower() or None)
+    except Exception as error:  # of a network, a disk, a package
+        raise UserError(f"{url}: {one_line(error)}") from error
+    return str(path)
 
 
 # Savers
 
-def examples(cfg):
-    """What may stand in braces in the path of a copy, with values like those that it will have."""
-    return {"run": Path(cfg.run).name, "step": 1200, "epoch": 3, "samples_seen": 153_600, "val_loss": 0.125,
-            "best_val_loss": 0.125}
-
-
 class Saver:
-    """A place for copies. `targets`: {"save_latest_to": PATH, "save_best_to": …, "save_meta_to": …} as given.
+    """A place for copies; this one is a folder. Another place is a subclass with its `put`, and an entry in SAVERS.
 
-    kind: "checkpoint", the whole state, or "model", averaged weights and settings. Paths are format strings.
+    kind=checkpoint: the whole state; kind=model: averaged weights and settings. Paths are format strings.
     """
-    options = ()  # names of settings besides those of all savers
+    needs, options = (), ("kind", "save_latest_to", "save_best_to", "save_meta_to")  # (module, package) pairs, names
 
-    def __init__(self, text, words, cfg):
-        self.text, self.kind, self.targets, self.settings = text, "checkpoint", {}, {}
-        known = ("save_latest_to", "save_best_to", "save_meta_to", "kind", *self.options)
-        for word in words:
-            name, given, value = word.partition("=")
-            if name not in known or not given or not value:
-                close = difflib.get_close_matches(name, known, 1)
-                raise UserError(f"--save {text}: {word!r}: expected NAME=VALUE with a name of {', '.join(known)}"
-                                + (f"; did you mean {close[0]}?" if close and name not in known else ""))
-            (self.targets if name.startswith("save_") else self.settings)[name] = value
-        self.kind = self.settings.pop("kind", "checkpoint")
-        if self.kind not in ("checkpoint", "model"):
-            raise UserError(f"--save {text}: kind={self.kind}: expected checkpoint or model")
-        self.events = [event for event in ("latest", "best") if f"save_{event}_to" in self.targets]
-        if not self.events:
-            raise UserError(f"--save {text}: no target; give save_latest_to=PATH, save_best_to=PATH or both")
-        for name, path in self.targets.items():
-            self.fill(name, path, examples(cfg))
-            if not isinstance(self, Local) and (path.startswith("/") or ".." in path.split("/")):
-                raise UserError(f"--save {text}: {name}={path}: expected a name within the run or repository there")
-            if path.endswith(".safetensors") and self.kind != "model":
-                raise UserError(f"--save {text}: {name}: safetensors files hold weights alone; give kind=model")
+    def __init__(self, cfg, text, given):
+        self.cfg, self.text, self.given, self.kind = cfg, text, given, given.get("kind", "checkpoint")
+        self.targets = {name[5:-3]: path for name, path in given.items() if name.startswith("save_")}
+        for wrong, message in [
+                (not self.targets, "no target; give save_latest_to=PATH, save_best_to=PATH or save_meta_to=FOLDER"),
+                (self.kind not in ("checkpoint", "model"), f"kind={self.kind}: expected checkpoint or model"),
+                ("repo" in self.options and not re.fullmatch(r"[\w.-]+/[\w.-]+", given.get("repo", "")),
+                 "give the repository as repo=OWNER/NAME"),
+                (given.get("private", "true") not in ("true", "false"), "private: expected true or false")]:
+            if wrong:
+                raise UserError(f"--save {text}: {message}")
+        values = {**metadata(cfg), **dict.fromkeys(RESERVED[4:], 1200), "val_loss": 0.5, "best_val_loss": 0.5}
+        for event in self.targets:
+            self.path(event, {"run": Path(cfg.run).name, **values})
 
-    def fill(self, name, path, values):
+    def path(self, event, values):
+        """Where the copy at an `event`, latest, best or meta, goes, with `values` for what is in braces."""
         try:
-            return path.format(**values)
+            return self.targets[event].format(**values)
         except (KeyError, ValueError, IndexError, AttributeError, TypeError) as error:
-            raise UserError(f"--save {self.text}: {name}={path}: {error!r}; in braces may stand {', '.join(values)}, "
-                            "with a format such as {step:08d}") from None
+            raise UserError(f"--save {self.text}: {error!r}; in braces may stand {', '.join(values)}, with a format "
+                            "such as {step:08d}") from None
 
-    def target(self, event, values):
-        """The path for a copy at an `event`, "latest" or "best"."""
-        return self.fill(f"save_{event}_to", self.targets[f"save_{event}_to"], values)
-
-    def ready(self, log):
-        """Check what can be before training; UserError. log: the run's Tracker, or None."""
-        if any(path.endswith(".safetensors") for path in self.targets.values()):
-            need("safetensors.torch", f"--save {self.text}")
-
-    def send(self, file, event, values, about):
-        """Copy `file` to its place, and `about`, {file name: text}, to the one for metadata, if there is one."""
-        name, converted = self.target(event, values), file.with_suffix(".safetensors")
-        try:
-            if name.endswith(".safetensors"):
-                checkpoint.save_safetensors(checkpoint.load(file), converted)
-                file = converted
-            self.put(file, name)
-        finally:
-            converted.unlink(missing_ok=True)
-        if "save_meta_to" in self.targets:
-            folder = self.fill("save_meta_to", self.targets["save_meta_to"], values)
-            for part, text in about.items():
-                self.put(text.encode(), f"{folder.rstrip('/')}/{part}")
+    def put(self, file, name):
+        """Copy `file` there as `name`."""
+        with checkpoint.replacing(name) as out, open(file, "rb") as content:
+            shutil.copyfileobj(content, out, 1 << 22)
 
 
-class Local(Saver):
-    """Another folder: another disk, a share."""
+class WandBFiles(Saver):
+    """Files of the run of logger wandb, which is opened again for what a finished run still has to send."""
 
-    def put(self, content, name):
-        with checkpoint.replacing(name) as out:
-            if isinstance(content, bytes):
-                out.write(content)
-            else:
-                with open(content, "rb") as file:
-                    shutil.copyfileobj(file, out, 1 << 22)
-
-
-class WandB(Saver):
-    """Files of the run of logger wandb."""
-
-    def ready(self, log):
-        super().ready(log)
-        need("wandb", "--save wandb")
-        self.run = log and log.logger.run
-
-    def put(self, content, name):
-        Local.put(self, content, Path(self.run.dir) / name)  # of its own: given a path elsewhere, it would be a link
-        self.run.save(str(Path(self.run.dir) / name), base_path=self.run.dir, policy="now")
+    def put(self, file, name):
+        import wandb
+        known = checkpoint.record_of(self.cfg.run)["logger"]
+        run = wandb.run or wandb.init(id=known["id"], project=known["project"], entity=known["entity"], resume="must",
+                                      dir=self.cfg.run, settings=wandb.Settings(console="off", silent=True))
+        super().put(file, Path(run.dir) / name)  # given a path elsewhere, the package would make a link
+        run.save(f"{run.dir}/{name}", base_path=run.dir, policy="now")
 
 
 class HuggingFace(Saver):
     """A repository of models on the Hugging Face Hub: repo=OWNER/NAME; the token is HF_TOKEN's, or in a file."""
-    options = ("repo", "token_file", "revision", "private")
+    needs = (("huggingface_hub", "huggingface_hub"),)
+    options = (*Saver.options, "repo", "token_file", "revision", "private")
 
-    def __init__(self, text, words, cfg):
-        super().__init__(text, words, cfg)
-        if not re.fullmatch(r"[\w.-]+/[\w.-]+", self.settings.get("repo", "")):
-            raise UserError(f"--save {text}: give the repository as repo=OWNER/NAME")
-        if self.settings.get("private", "true") not in ("true", "false"):
-            raise UserError(f"--save {text}: private={self.settings['private']}: expected true or false")
-
-    def ready(self, log):
-        super().ready(log)
-        hub, token = need("huggingface_hub", "--save huggingface"), None
-        if path := self.settings.get("token_file"):
-            try:
-                token = Path(path).read_text().strip()
-            except OSError as error:
-                raise UserError(f"--save {self.text}: {path}: {error.strerror}") from error
-        self.api, self.made = hub.HfApi(token=token), False
-
-    def put(self, content, name):
-        where = {"repo_id": self.settings["repo"]}
-        if not self.made:
-            self.api.create_repo(**where, private=self.settings.get("private", "true") == "true", exist_ok=True)
-            self.made = True
-        self.api.upload_file(path_or_fileobj=content if isinstance(content, bytes) else str(content),
-                             path_in_repo=name, revision=self.settings.get("revision"), **where)
+    def put(self, file, name):
+        from huggingface_hub import HfApi
+        given, repo = self.given, self.given["repo"]
+        api = HfApi(token=Path(given["token_file"]).read_text().strip() if "token_file" in given else None)
+        api.create_repo(repo, private=given.get("private", "true") == "true", exist_ok=True)
+        api.upload_file(path_or_fileobj=file, path_in_repo=name, repo_id=repo, revision=given.get("revision"))
 
 
-SAVERS = {"local": Local, "wandb": WandB, "huggingface": HuggingFace}
+SAVERS = {"local": Saver, "wandb": WandBFiles, "huggingface": HuggingFace}
 
 
 def savers(cfg):
     """The savers that cfg.save names."""
-    made = []
-    for text in cfg.save:
-        try:
-            kind, *words = shlex.split(text)
-        except ValueError as error:
-            raise UserError(f"--save {text!r}: {error}") from None
-        if kind not in SAVERS:
-            raise UserError(f"--save {text}: {kind!r}: expected one of {', '.join(SAVERS)}")
-        made.append(SAVERS[kind](text, words, cfg))
-    return made
+    found = [(text, *parse("save", text, SAVERS)) for text in cfg.save]
+    return [SAVERS[name](cfg, text, given) for text, name, given in found]
 
 
-class Outbox:
-    """Copies on their way: taken to their savers by a thread. No error of theirs reaches the training.
+class Copies:
+    """Sends what a run has saved to its savers, from a thread. RUN/sent.json, {saver: {event: step}}, tells what went.
 
-    What waits lies in the folder `outbox` of the run, with a note of where it is to go, so that the next start of a run
-    that was killed sends it.
+    So every start knows what is still to be sent, be it that a copy failed or that the process was killed.
     """
 
-    def __init__(self, folder, savers, say):
-        """folder: the run's; savers: ready; say: a function that prints a line."""
-        self.folder, self.savers, self.say = Path(folder) / "outbox", savers, say
-        self.waiting, self.told, self.number = {}, set(), 0
-        self.thread, self.jobs = None, []
-        for note in sorted(self.folder.glob("*.json")):
-            to, event, values, about = json.loads(note.read_text())
-            number = next((n for n, saver in enumerate(savers) if saver.text == to and event in saver.events), None)
-            if number is not None:
-                self.waiting[number, event] = note.with_suffix(".pt"), values, about
-            self.number = max(self.number, int(note.name.partition("_")[0]))
-        for file in self.folder.glob("*"):
-            if file.with_suffix(".pt") not in [item[0] for item in self.waiting.values()]:
-                file.unlink()  # of a saver that is no more, or cut off in the middle
-        if self.waiting:
-            self._begin()
+    def __init__(self, run, cfg, start=None):
+        """run: the open checkpoint.Run; start: {"step", "values"} of what save_meta_to gets before any checkpoint."""
+        self.run, self.start, self.savers, self.failures = run, start, savers(cfg), set()
+        self.thread, self.job = concurrent.futures.ThreadPoolExecutor(1, "copies"), None
+        path = run.folder / "sent.json"
+        self.sent = config.read_json(path) if path.exists() else {}
 
-    def _begin(self):
-        self.thread = self.thread or concurrent.futures.ThreadPoolExecutor(1, "outbox")
-        self.jobs = [job for job in self.jobs if not job.done()] + [self.thread.submit(self.deliver)]
+    def entry(self, saver, event):
+        """What auto_resume.json has for a saver at an `event`: {"file", "step", "values"}, or None."""
+        saved, best = self.run.record["checkpoints"], self.run.record.get("best")
+        if event == "best":
+            return best if saver.kind == "model" or not best else next(
+                (entry for entry in saved if entry["step"] == best["step"]), None)
+        return saved[0] if saved else self.start if event == "meta" else None
 
-    def kinds(self, event):
-        """The kinds of files that are wanted at an `event`."""
-        return {saver.kind for saver in self.savers if event in saver.events}
+    def rest(self):
+        """Yield what is still to be sent, as (saver, event, entry)."""
+        for saver in self.savers:
+            for event in saver.targets:
+                entry = self.entry(saver, event)
+                if entry and self.sent.get(saver.text, {}).get(event) != entry["step"]:
+                    yield saver, event, entry
 
-    def post(self, written, event, kind, file, values, about, passing=False):
-        """Send a copy of `file` as it is now to all that want that kind at that `event`, in place of ones that wait.
+    def send(self):
+        """Begin to send the rest."""
+        if self.savers:
+            self.job = self.thread.submit(self._send)
 
-        written: the finished future that wrote it. passing: `file` itself is not wanted any longer.
-        """
-        if written.exception():  # which the training hears of
-            return
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            for number, saver in enumerate(self.savers):
-                if event in saver.events and saver.kind == kind:
-                    self.number += 1
-                    own = self.folder / f"{self.number:06d}_{event}.pt"
-                    try:
-                        os.link(file, own)  # a second name: what writes `file` anew replaces it, and leaves this alone
-                    except OSError:
-                        shutil.copyfile(file, own)
-                    checkpoint.write_json([saver.text, event, values, about], own.with_suffix(".json"))
-                    if before := self.waiting.pop((number, event), None):
-                        self._drop(before[0])
-                    self.waiting[number, event] = own, values, about
-            if passing:
-                file.unlink()
-        except OSError as error:
-            self.say(f"--save: {error}; training goes on")
-        self._begin()
-
-    def _drop(self, file):
-        file.with_suffix(".json").unlink(missing_ok=True)
-        file.unlink(missing_ok=True)
-
-    def deliver(self):
-        """Send all that waits, also what failed before."""
-        for key in [*self.waiting]:
-            if not (item := self.waiting.pop(key, None)):
-                continue
-            (file, values, about), (number, event) = item, key
+    def _send(self):
+        for saver, event, entry in self.rest():
             try:
-                self.savers[number].send(file, event, values, about)
+                self._copy(saver, event, entry)
+                self.sent.setdefault(saver.text, {})[event] = entry["step"]
+                checkpoint.write_json(self.sent, self.run.folder / "sent.json")
             except Exception as error:  # of a network, a quota, a token: whatever it is, training goes on
-                if self.waiting.setdefault(key, item) is not item:
-                    self._drop(file)
-                if (kind := (number, type(error))) not in self.told:
-                    self.told.add(kind)
-                    self.say(f"--save {self.savers[number].text}: the copy of step {values['step']} failed: "
-                             f"{type(error).__name__}: {one_line(error)}; training goes on, the next save tries again")
-            else:
-                self._drop(file)
+                if (saver, type(error)) not in self.failures:
+                    tqdm.write(f"--save {saver.text}: the copy of step {entry['step']} failed: {type(error).__name__}: "
+                               f"{one_line(error)}; training goes on, the next save tries again")
+                self.failures.add((saver, type(error)))
 
-    def finish(self, seconds=None):
-        """Wait for what is on its way, and try once more what has failed; no longer than so many seconds."""
-        end = None if seconds is None else time.monotonic() + seconds
-        for once_more in (True, False):
-            jobs, self.jobs = self.jobs, []
-            for job in tqdm(jobs, desc="waiting for copies on their way", unit="save", leave=False, disable=not jobs):
-                with contextlib.suppress(concurrent.futures.TimeoutError):
-                    job.result(end and max(0, end - time.monotonic()))
-            if self.waiting and once_more:
-                self._begin()
-        for (number, event), (file, _, _) in [*self.waiting.items()]:
-            self.say(f"--save {self.savers[number].text}: the {event} copy could not be sent; the next start of this "
-                     f"run tries again, with {file}")
-        if not self.waiting:
-            with contextlib.suppress(OSError):
-                self.folder.rmdir()
+    def _copy(self, saver, event, entry):
+        name, folder = saver.path(event, entry["values"]), self.run.folder
+        if event == "meta":
+            checkpoint.write_json(finite(entry["values"]), folder / "metadata.json")
+            for file in ("config.json", "metadata.json"):
+                saver.put(folder / file, f"{name}/{file}")
+            return
+        sending = folder / "sending.pt"  # which stays as it is when the run replaces or drops the file
+        sending.unlink(missing_ok=True)
+        if event == "latest" and saver.kind == "model":
+            checkpoint.save(checkpoint.averaged(checkpoint.load(folder / entry["file"])), sending)
+        else:
+            os.link(folder / entry["file"], sending)
+        saver.put(sending, name)
+        sending.unlink()
+
+    def deliver(self, seconds=None):
+        """Send the rest, and wait until it is there, at most so many seconds: before a run counts as finished."""
+        self.send()
+        if self.job:
+            concurrent.futures.wait([self.job], seconds)
+        for saver, event, _ in self.rest():
+            tqdm.write(f"--save {saver.text}: the {event} copy is not sent; the next start of this run tries again")
+
+
+def resend(cfg, run):
+    """Send what the finished `run` still has to send."""
+    if dist.is_main():
+        Copies(run, cfg).deliver()
+
+
+def finite(values):
+    """`values` with None for numbers that JSON has no word for."""
+    return {k: None if isinstance(v, float) and not abs(v) < float("inf") else v for k, v in values.items()}
 
 
 def one_line(error):

@@ -1,87 +1,69 @@
-"""Where figures go: the console, metrics.jsonl, report.html, and TensorBoard or Weights & Biases. Rank 0 alone writes.
+"""Where figures and samples go: metrics.jsonl, report.html, the console and a logger. Rank 0 alone writes.
 
-    python -m common.tracker report RUN [RUN ...] [--out FILE]      # the page of a run, or one that compares runs
+    --logger console | tensorboard | "wandb project=shapes [entity=NAME] [name=NAME] [id=ID]"
 """
-import argparse
 import contextlib
-import importlib.util
 import json
 import math
 import os
 import re
 import shutil
 import signal
-import struct
 import sys
 import time
-import zlib
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
-from common import checkpoint, config, dist, report, store
-from common.config import UserError
+from common import checkpoint, config, dist, report, schedule, store
+from common.config import UserError, need
 
-# Loggers: where lines go besides metrics.jsonl. `rows` is how many of its lines a logger has from earlier starts: what
-# it lacks it is sent again, and what a resumed run makes anew it is not sent twice.
+# Loggers
 
-class Console:
-    """Nowhere."""
+class Logger:
+    """Where a run's lines go besides metrics.jsonl. This one is the console, which needs nothing more.
 
-    def __init__(self, cfg, known, lines, step, at_end):
-        """known: `identity` of an earlier start, {} for none; lines: of metrics.jsonl, up to the `step` to go on from.
+    Another one is a subclass with what it needs of the following, and an entry in LOGGERS, whose key --logger names.
+    An error of any method is printed once, and training goes on without the logger.
 
-        at_end: all that is left to do is to test.
-        """
-        self.identity, self.rows = {"kind": "console"}, len(lines)
+    needs: (module, package) pairs. options: names that may follow in --logger, as NAME=VALUE.
+    __init__(cfg, given, known, step, lines): given: {option: value}. known: `identity` at an earlier start of the run,
+        or {}. step: of the run, to go on from. lines: how many were logged up to it.
+    identity: {name: plain value} by which the run is known there; a later start with another value is refused.
+    log(step, metrics, samples): {name: number} and [("SECTION/NAME", PNG or WAV file, caption), ...].
+    file(path): a file of the run: its config, at every start. error(text): what ended it. finish(status): exit status.
+    """
+    needs, options, identity = (), (), {}
 
-    def log(self, index, line, samples):
-        """Take line number `index`; samples: [(section, path, caption), ...], pictures (.png) and sounds (.wav)."""
+    def __init__(self, *settings):
+        pass
 
-    def file(self, path):
-        """Take a file of the run, such as its config."""
-
-    def error(self, text):
-        """Take the error that ended the run."""
-
-    def sync(self):
-        """Make all so far durable, which a run that goes on from here will not make again."""
-
-    def finish(self, status):
-        """End with an exit status."""
+    log = file = error = finish = __init__
 
 
-class TensorBoard(Console):
-    """Event files in RUN/tensorboard. What a resumed run makes anew is marked as void by the package's own means."""
+class TensorBoard(Logger):
+    """Event files in RUN/tensorboard; of steps that a resumed run repeats, the package shows the later ones alone."""
+    needs = (("tensorboard", "tensorboard"),)
 
-    def __init__(self, cfg, known, lines, step, at_end):
+    def __init__(self, cfg, given, known, step, lines):
         from torch.utils.tensorboard import SummaryWriter
-        super().__init__(cfg, known, lines, step, at_end)
-        folder = Path(cfg.run) / "tensorboard"
-        purge_step = step if at_end else step + 1  # at the end only the test is made anew, at the last step
-        self.identity = {"kind": "tensorboard"}
-        begun = any(folder.glob("events.*"))
-        self.rows = sum(line["step"] < purge_step for line in lines) if begun else 0
-        self.writer = SummaryWriter(folder, purge_step=purge_step if begun else None)
+        self.writer = SummaryWriter(Path(cfg.run) / "tensorboard", purge_step=step + 1)
 
-    def log(self, index, line, samples):
+    def log(self, step, metrics, samples):
         from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
-        for name, value in line.items():
-            if isinstance(value, (int, float)) and name != "step":
-                self.writer.add_scalar(name, value, line["step"])
-        for section, path, caption in samples:  # as they are: add_image would need Pillow to encode them again
+        for name, value in metrics.items():
+            self.writer.add_scalar(name, value, step)
+        for name, path, caption in samples:  # as they are: add_image would encode them again, and has no captions
             content, about = path.read_bytes(), SummaryMetadata(summary_description=caption)
             if path.suffix == ".png":
-                height, width = struct.unpack(">II", content[20:24] + content[16:20])
-                content = {"image": Summary.Image(height=height, width=width, colorspace=3,
-                                                  encoded_image_string=content)}
+                width, height = (int.from_bytes(content[i:i + 4], "big") for i in (16, 20))
+                media = {"image": Summary.Image(width=width, height=height, encoded_image_string=content)}
             else:
-                rate, = struct.unpack("<I", content[24:28])
-                content = {"audio": Summary.Audio(sample_rate=rate, num_channels=1, encoded_audio_string=content,
-                                                  length_frames=(len(content) - 44) // 2, content_type="audio/wav")}
-            value = Summary.Value(tag=f"{section}/{series(path)}", metadata=about, **content)
-            self.writer.file_writer.add_summary(Summary(value=[value]), line["step"])
+                media = {"audio": Summary.Audio(encoded_audio_string=content, content_type="audio/wav")}
+            value = Summary.Value(tag=name, metadata=about, **media)
+            self.writer.file_writer.add_summary(Summary(value=[value]), step)
+        self.writer.flush()  # a checkpoint may follow, and lines up to it are not made again
 
     def file(self, path):
         self.writer.add_text(path.name, f"```\n{path.read_text()}\n```")
@@ -89,152 +71,108 @@ class TensorBoard(Console):
     def error(self, text):
         self.writer.add_text("error", text)
 
-    def sync(self):
-        self.writer.flush()
-
     def finish(self, status):
         self.writer.close()
 
 
-class WandB(Console):
-    """A run of Weights & Biases, whose steps are the lines' numbers: WANDB_MODE and the like are the package's.
+class WandB(Logger):
+    """A run of Weights & Biases. Its steps are numbers of lines: it drops those that a resumed run makes again."""
+    needs, options = (("wandb", "wandb"), ("PIL", "pillow")), ("project", "entity", "name", "id")
 
-    What a run makes anew after a kill is the same, so it is not sent again; unless its settings have changed, when it
-    is sent behind what is there, which cannot be taken back.
-    """
-
-    def __init__(self, cfg, known, lines, step, at_end):
+    def __init__(self, cfg, given, known, step, lines):
         import wandb
-        super().__init__(cfg, known, lines, step, at_end)
-        self.wandb, resumed = wandb, bool(step)
-        settings = zlib.crc32(json.dumps(config.as_json(cfg)).encode())
-        self.identity = {"kind": "wandb", "project": cfg.wandb_project, "entity": cfg.wandb_entity,
-                         "id": known.get("id") or os.urandom(4).hex(), "settings": settings}
+        names = {"name": cfg.run, **known, **given}
         try:
-            self.run = wandb.init(project=cfg.wandb_project, entity=cfg.wandb_entity or None, id=self.identity["id"],
-                                  name=cfg.wandb_name or cfg.run, dir=cfg.run, config=config.as_json(cfg),
-                                  resume="must" if resumed and known.get("id") else "allow",
+            self.run = wandb.init(**{name: names.get(name) for name in self.options}, config=config.as_json(cfg),
+                                  dir=cfg.run, resume="must" if known else "allow",
                                   settings=wandb.Settings(console="off", silent=True))
         except Exception as error:  # no account, no network: the package's own types
             raise UserError(f"--logger wandb: {store.one_line(error)}; is there an account (`wandb login`), a network, "
                             "the run of before? WANDB_MODE=offline needs none") from error
         self.run.define_metric("*", step_metric="step")
-        offline = self.run.settings.mode in ("offline", "dryrun")
-        self.rows = recorded(Path(cfg.run) / "wandb", self.run.id) if offline else self.run.starting_step
-        self.ahead = 0  # of the lines' numbers
-        if known.get("settings", settings) != settings:
-            self.ahead, self.rows = max(0, self.rows - len(lines)), min(self.rows, len(lines))
-        self.pictures = importlib.util.find_spec("PIL") is not None
-        tqdm.write(f"wandb: run {self.run.id}, {self.run.dir if offline else self.run.url}"
-                   + ("" if self.pictures else "; pictures need Pillow: pip install pillow"))
+        ahead = known.get("ahead", self.run.starting_step)  # lines of a run with a given id that was begun elsewhere
+        self.identity = {"project": self.run.project, "entity": self.run.entity, "id": self.run.id, "ahead": ahead}
+        self.line, self.media = ahead + lines, {".png": wandb.Image, ".wav": wandb.Audio}
 
-    def log(self, index, line, samples):
-        media = {".png": self.wandb.Image, ".wav": self.wandb.Audio}
-        shown = {f"{section}/{series(path)}": media[path.suffix](str(path), caption=caption or None)
-                 for section, path, caption in samples if path.suffix != ".png" or self.pictures}
-        line = {name: value for name, value in line.items() if name != "samples"}
-        self.run.log({**line, **shown}, step=index + self.ahead, commit=True)
+    def log(self, step, metrics, samples):
+        shown = {name: self.media[path.suffix](str(path), caption=caption or None) for name, path, caption in samples}
+        self.run.log({"step": step, **metrics, **shown}, step=self.line, commit=True)
+        self.line += 1
 
     def file(self, path):
-        own = Path(self.run.dir) / path.name
-        shutil.copyfile(path, own)  # as it is now: of a path elsewhere, it would be a link
-        self.run.save(str(own), base_path=self.run.dir, policy="now")
+        self.run.save(shutil.copy(path, self.run.dir), base_path=self.run.dir, policy="now")  # else it makes a link
 
     def error(self, text):
-        self.run.alert(title="training ended with an error", text=text, level=self.wandb.AlertLevel.ERROR)
+        self.run.alert(title="training ended with an error", text=text)
 
     def finish(self, status):
         self.run.finish(exit_code=status)
 
 
-LOGGERS = {"console": Console, "tensorboard": TensorBoard, "wandb": WandB}
+LOGGERS = {"console": Logger, "tensorboard": TensorBoard, "wandb": WandB}
+metadata, check_stages, resend = store.metadata, store.check_stages, store.resend  # by this name, too, for scripts
 
 
-def series(path):
-    """The name of a picture or sound that it shares with those of other steps."""
-    return (re.sub(r"^(step_\d+|test)_?", "", path.stem) or "samples") + path.suffix
-
-
-def recorded(folder, run_id):
-    """How many lines of a run the files of earlier starts of wandb offline hold, of which a kill may leave little."""
-    return max((history.step.num + 1 for path in folder.glob(f"offline-run-*-{run_id}*/*.wandb")
-                for history in histories(path)), default=0)
-
-
-def histories(path):
-    """The logged lines, as the package's own records, in a file of wandb offline.
-
-    It is a log in the format of LevelDB (blocks of 32 KiB, in which a record may be cut) of protobuf records.
-    """
-    from wandb.proto.wandb_internal_pb2 import Record
-    data, at, record = path.read_bytes(), 7, b""
-    while at + 7 <= len(data):
-        size, kind = struct.unpack_from("<HB", data, at + 4)  # after a checksum; 1 whole, 2 first, 3 middle, 4 last
-        left = 32768 - at % 32768  # of the block, whose end is padded with zeros
-        if left < 7 or not kind:
-            at += left
-            continue
-        if at + 7 + size > len(data):  # cut off
-            break
-        record += data[at + 7:at + 7 + size]
-        at += 7 + size
-        if kind in (1, 4):
-            found, record = Record.FromString(record), b""
-            if found.WhichOneof("record_type") == "history":
-                yield found.history
+def check(cfg):
+    """UserError for a logger, load, init_from, save or metadata that cannot be meant, on whatever machine."""
+    store.parse("logger", cfg.logger, LOGGERS)
+    store.check(cfg)
 
 
 def check_logger(cfg, record):
-    """UserError if a run, of the auto_resume.json `record`, was logged elsewhere than `cfg` says."""
-    known = record.get("logger") or {}
-    kind = known.get("kind", "console").replace("jsonl", "console")
-    if record["checkpoints"] and kind != cfg.logger:
-        raise UserError(f"{cfg.run}: was logged with {kind}, --logger {cfg.logger} would tear its curves; go on with "
-                        f"--logger {kind}, branch off with --load {cfg.run}/{record['checkpoints'][0]['file']} and a "
-                        "new --run, or start over with --resume never")
-    for name in ("project", "entity") if record["checkpoints"] and kind == "wandb" else ():
-        if known.get(name, "") != getattr(cfg, f"wandb_{name}"):
-            raise UserError(f"{cfg.run}: is run {known['id']} of {name} {known.get(name)!r} there, not of "
-                            f"--wandb_{name} {getattr(cfg, f'wandb_{name}')!r}; give the same, or a new --run")
+    """`identity` of the logger of the run with the auto_resume.json `record`; UserError if cfg.logger is another."""
+    kind, given = store.parse("logger", cfg.logger, LOGGERS)
+    known = record.get("logger", {"kind": "console"})
+    if not record["checkpoints"]:  # nothing to go on from: it starts anew
+        return {}
+    if known["kind"] != kind or any(known.get(name, value) != value for name, value in given.items()):
+        raise UserError(f"{cfg.run}: was logged with {known}, --logger {cfg.logger} would tear its curves; go on with "
+                        f"that, branch off with --load {cfg.run}/{record['checkpoints'][0]['file']} and a new --run, "
+                        "or start over with --resume never")
+    return known
+
+
+def prepare(cfg):
+    """`cfg` with local files as load and init_from where the run needs them; UserError if anything is missing."""
+    kind, given = store.parse("logger", cfg.logger, LOGGERS)
+    for module, package in [*LOGGERS[kind].needs, *(pair for saver in store.savers(cfg) for pair in saver.needs)]:
+        need(module, f"--logger {cfg.logger}, --save {', '.join(cfg.save)}".removesuffix(", --save "), package)
+    return store.prepare(cfg, f"{given.get('entity', '')}/{given.get('project', '')}")
 
 
 class Tracker:
     """What a run tells: lines and samples to its folder and its logger, copies of what it saves to its savers.
 
-    A context, which tells the logger how the run ended and waits for copies on their way. Rank 0 alone acts. Lines that
-    come again after resuming are dropped: those of later steps and, when all that is left to do is to test, those of an
-    earlier test.
+    A context, which tells the logger how the run ended and waits for copies on their way. Rank 0 alone acts. On resume
+    lines that will come again are dropped: of later steps, and of an earlier test if nothing else is left to do.
     """
 
     def __init__(self, run, state, epoch_size=1):
         """run: the open checkpoint.Run; state: the State, at the step it goes on from; epoch_size: in samples."""
-        self.enabled, self.epoch_size, self.val_loss, self.run = dist.is_main(), epoch_size, math.nan, run
-        self.patience = state.cfg.timeout_minutes * 30 if dist.world_size() > 1 else None  # others wait for this rank
-        dist.on_main(lambda: self._open(run, state))
+        self.enabled, self.run, self.epoch_size, self.cfg = dist.is_main(), run, epoch_size, state.cfg
+        self.val_loss, self.failed = math.nan, False
+        self.copies_best_checkpoint = any(saver.kind == "checkpoint" and "best" in saver.targets
+                                          for saver in store.savers(state.cfg))
+        dist.on_main(lambda: self._open(state))
 
-    def _open(self, run, state):
-        cfg, step = state.cfg, state.step
-        self.folder, at_end = run.folder, step >= cfg.steps
-        path = self.folder / "metrics.jsonl"
-        raw = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-        raw = [line for line in raw if _step(line) <= step and not (at_end and b'"test_loss"' in line)]
+    def _open(self, state):
+        cfg, folder = self.cfg, self.run.folder
+        kind, given = store.parse("logger", cfg.logger, LOGGERS)
+        path, last = folder / "metrics.jsonl", state.step >= cfg.steps
+        content = path.read_bytes() if path.exists() else b""
+        lines = [line[0] for line in re.finditer(rb'(?m)^\{"step": (\d+)\b.*\}\n', content)
+                 if int(line[1]) <= state.step and not (last and b'"test_loss"' in line[0])]
         with checkpoint.replacing(path) as file:
-            file.writelines(raw)
+            file.writelines(lines)
+        for line in lines:
+            self.val_loss = json.loads(line).get("val_loss", self.val_loss)
         self.file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (open for the whole run)
-        self.page = report.Report(self.folder)
-        lines = [json.loads(line) for line in raw]
-        self.count, self.failed, self.verbose = len(lines), False, cfg.verbose
-        self.logger = LOGGERS[cfg.logger](cfg, run.record.get("logger") or {}, lines, step, at_end)
-        run.record["logger"] = self.logger.identity
-        checkpoint.write_json(run.record, self.folder / "auto_resume.json")
-        self._tell("file", self.folder / "config.json")
-        for index, line in enumerate(lines):
-            self.val_loss = line.get("val_loss", self.val_loss)
-            self._tell_line(index, line)
-        savers = store.savers(cfg)
-        for saver in savers:
-            saver.ready(self)
-        self.outbox = store.Outbox(self.folder, savers, self.say)  # which may have something to send at once
+        self.logger = LOGGERS[kind](cfg, given, check_logger(cfg, self.run.record), state.step, len(lines))
+        self.run.record["logger"] = {**self.logger.identity, "kind": kind}
+        checkpoint.write_json(self.run.record, folder / "auto_resume.json")
+        self._tell("file", folder / "config.json")
+        self.copies = store.Copies(self.run, cfg, {"step": state.step, "values": self.values(state)})
+        self.copies.send()
 
     def log(self, step, samples=None, **metrics):
         """Append {"step": step, **metrics}; what is not finite is written as null, as JSON has no word for it.
@@ -242,39 +180,30 @@ class Tracker:
         samples: {file in the run folder, PNG or WAV: caption}.
         """
         if self.enabled:
-            line = {"step": step, **finite(metrics), **({"samples": samples} if samples else {})}
-            self.val_loss = line.get("val_loss", self.val_loss)
-            self.file.write(json.dumps(line) + "\n")
+            samples, metrics = {"samples": samples} if samples else {}, store.finite(metrics)
+            self.val_loss = metrics.get("val_loss", self.val_loss)
+            self.file.write(json.dumps({"step": step, **metrics, **samples}) + "\n")
             self.file.flush()
-            if self.verbose:
-                self.say(show({name: value for name, value in line.items() if name != "samples"}))
-                for name, caption in (samples or {}).items():
-                    self.say(f"    {self.folder / name}  {caption}".rstrip())
-            self._tell_line(self.count, line)
-            self.count += 1
-
-    def _tell_line(self, index, line):
-        if index >= self.logger.rows:
-            section = "test" if "test_loss" in line else "validation"
-            self._tell("log", index, line, [(section, self.folder / name, caption) for name, caption
-                                            in line.get("samples", {}).items() if (self.folder / name).is_file()])
+            section = "test/" if "test_loss" in metrics else "validation/"
+            shown = [(section + re.sub(r"^.*/((step_\d+|test)_?)?", "", name), self.run.folder / name, caption)
+                     for name, caption in samples.get("samples", {}).items()]  # the same name at every step
+            self._tell("log", step, {name: v for name, v in metrics.items() if isinstance(v, (int, float))}, shown)
 
     def _tell(self, what, *arguments):
-        """Have the logger do `what`. An error of it is told once, and the logger left alone: training goes on."""
-        if self.failed:
-            return
         try:
-            getattr(self.logger, what)(*arguments)
-        except Exception as error:  # of a network, a disk, a package
+            if not self.failed:
+                getattr(self.logger, what)(*arguments)
+        except Exception as error:  # of a network, a disk, a package: whatever it is, training goes on
             self.failed = True
-            self.say(f"logger {self.logger.identity['kind']} failed: {type(error).__name__}: {store.one_line(error)}; "
-                     "metrics.jsonl goes on alone, and the next start sends the logger what it lacks")
+            self.say(f"logger {self.cfg.logger} failed: {type(error).__name__}: {store.one_line(error)}; metrics.jsonl "
+                     "goes on alone")
 
     def values(self, state):
         """What the paths of copies may have in braces, {name: value}."""
-        seen = state.step * state.cfg.batch_size
-        return {"run": self.folder.name, "step": state.step, "epoch": seen // self.epoch_size, "samples_seen": seen,
-                "val_loss": self.val_loss, "best_val_loss": state.best_val_loss}
+        seen = state.step * self.cfg.batch_size
+        return {**store.metadata(self.cfg), "run": self.run.folder.name, "step": state.step,
+                "epoch": seen // self.epoch_size, "samples_seen": seen, "val_loss": self.val_loss,
+                "best_val_loss": state.best_val_loss}
 
     def say(self, text):
         """Print a line above the progress bar."""
@@ -284,101 +213,92 @@ class Tracker:
     def report(self):
         """Write the folder's report.html anew, with what was logged and sampled so far."""
         if self.enabled:
-            self.page.write()
-
-    def deliver(self):
-        """Wait for all that is saved, here and elsewhere: before a run counts as finished, which sends nothing more."""
-        if self.enabled:
-            self.run.wait()
-            self.outbox.finish(self.patience)
+            report.write(self.run.folder)
 
     def sync(self):
         """Make the lines so far durable: before a checkpoint is committed, which will not make them again."""
-        if self.enabled:
-            os.fsync(self.file.fileno())
-            self._tell("sync")
+        os.fsync(self.file.fileno())
+
+    def send(self):
+        """Begin to send copies of what is new: after each save."""
+        self.copies.send()
 
     def __enter__(self):
         return self
 
     def __exit__(self, kind, error, trace):
-        if not self.enabled:
-            return
-        stopped = isinstance(error, SystemExit)
-        if error and not stopped:
-            self._tell("error", f"{kind.__name__}: {error}")
-        try:
-            self.run.wait()
-        except OSError as failed:
-            if not error:
-                raise
-            self.say(f"{failed}")
-        self.outbox.finish(self.patience)
-        self._tell("finish", int(error.code or 0) if stopped else int(bool(error)))
-        self.file.close()
+        if self.enabled:
+            status = error.code if isinstance(error, SystemExit) else int(bool(error))
+            if error and not isinstance(error, SystemExit):
+                self._tell("error", f"{kind.__name__}: {error}")
+            else:
+                self.run.wait()
+            self.copies.deliver(self.cfg.timeout_minutes * 30 if dist.world_size() > 1 else None)  # ranks wait for it
+            self._tell("finish", status)
+            self.file.close()
 
 
 class Meter:
-    """What has happened since the last log line, summed without waiting for the device."""
+    """The progress bar, and what has happened since the last log line, summed without waiting for the device."""
 
-    def __init__(self, log, state):
-        self.log, self.state, self.named = log, state, set()
+    def __init__(self, log, state, desc):
+        self.log, self.state, self.named, self.begun = log, state, set(), {}
+        self.bar = progress(total=state.cfg.steps, initial=state.step, desc=desc, unit="step", disable=not log.enabled)
         self.restart()
 
     def restart(self):
         """Count from here on; the clock, too, which is not to include evaluating and saving."""
-        self.step, self.start, self.losses = self.state.step, time.monotonic(), []
-        self.unusable, self.overflows = [], 0
+        self.step, self.start, self.losses, self.unusable, self.overflows = self.state.step, time.monotonic(), [], [], 0
+
+    def due(self, signals):
+        """(whether to evaluate, whether to save, the signal to stop at or None), as rank 0 decides; all ranks call it.
+
+        Due are multiples of cfg.eval_every and cfg.save_every steps since the last line, so many minutes since the last
+        time, and the end.
+        """
+        cfg, step, now, due = self.state.cfg, self.state.step, time.monotonic(), []
+        for name in ("eval", "save"):
+            every, minutes = getattr(cfg, f"{name}_every"), getattr(cfg, f"{name}_minutes")
+            passed = now - self.begun.setdefault(name, now)
+            due.append(step == cfg.steps or schedule.due(step, self.step, every, passed, minutes))
+            self.begun[name] = now if due[-1] else self.begun[name]
+        return dist.broadcast((*due, signals[0] if signals else None))
 
     def add(self, loss_sum, batch):
         """Take in a step: this rank's loss summed over its samples, and its chunks, for the unusable rows in them."""
+        self.bar.update()
         self.losses.append(loss_sum)
-        self.unusable += [name for part in batch for name in part["unusable"]]
+        self.unusable += [name for chunk in batch for name in chunk["unusable"]]
 
-    def line(self, norm):
-        """Log the steps since the last line; returns (loss, samples per second). All ranks call it, and wait here."""
-        state, cfg, step = self.state, self.state.cfg, self.state.step
+    def line(self, norm, lr):
+        """Log the steps since the last line; returns their mean loss. All ranks call it, and wait for the device."""
+        cfg, scaler, step = self.state.cfg, self.state.scaler, self.state.step
         samples = (step - self.step) * cfg.batch_size
-        loss, bad_rows = dist.total([torch.stack(self.losses).sum().item(), len(self.unusable)])
+        loss, unusable = dist.total([torch.stack(self.losses).sum().item(), len(self.unusable)])
         loss, rate = loss / samples, samples / (time.monotonic() - self.start)
         if not (math.isfinite(loss) and math.isfinite(norm.item())):
             raise UserError(f"loss {loss:.4g} and gradient norm {norm.item():.4g} are not both finite at step {step}; "
                             f"lower --lr or --max_grad_norm. The checkpoints of {cfg.run} are from before")
-        if bad_rows:
-            names = [name for part in dist.gather(self.unusable[:10]) for name in part]
-            if fresh := [name for name in dict.fromkeys(names) if name not in self.named]:
-                self.named.update(fresh)
-                self.log.say(f"unusable, and replaced by the next row: {', '.join(fresh)}")
-        self.log.log(step, samples_seen=step * cfg.batch_size, loss=loss,
-                     lr=state.optimizers[0].param_groups[0]["lr"], grad_norm=norm.item(),
-                     ema_decay=state.average.decay_at(step), overflows=self.overflows, unusable_rows=int(bad_rows),
-                     samples_per_s=rate, **({"scale": state.scaler.get_scale()} if state.scaler.is_enabled() else {}))
-        return loss, rate
-
-
-def finite(values):
-    """`values` with None for numbers that JSON has no word for."""
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
-
-
-def _step(line):
-    """The step of a line of metrics.jsonl, infinite for one that was cut off in the middle."""
-    try:
-        return json.loads(line)["step"] if line.endswith(b"\n") else math.inf
-    except (ValueError, KeyError, TypeError):
-        return math.inf
+        names = {name for names in dist.gather(self.unusable[:10]) for name in names} if unusable else set()
+        if fresh := sorted(names - self.named):
+            self.log.say(f"unusable, and replaced by the next row: {', '.join(fresh)}")
+        self.named |= names
+        scale = {"scale": scaler.get_scale()} if scaler.is_enabled() else {}
+        self.log.log(step, samples_seen=step * cfg.batch_size, loss=loss, lr=lr, grad_norm=norm.item(),
+                     overflows=self.overflows, unusable_rows=int(unusable), samples_per_s=rate, **scale)
+        self.bar.set_postfix_str(f"loss {loss:.4f}, {rate:.0f} samples/s", refresh=False)
+        return loss
 
 
 @contextlib.contextmanager
 def signals():
     """Context in which SIGTERM and Ctrl-C are gathered in a list, which it gives, for the loop to stop when it can."""
-    gathered = []
-    handlers = {number: signal.signal(number, lambda number, _: gathered.append(number))
-                for number in (signal.SIGTERM, signal.SIGINT)}
+    gathered, numbers = [], (signal.SIGTERM, signal.SIGINT)
+    handlers = [signal.signal(number, lambda number, _: gathered.append(number)) for number in numbers]
     try:
         yield gathered
     finally:
-        for number, handler in handlers.items():
+        for number, handler in zip(numbers, handlers):
             signal.signal(number, handler)
 
 
@@ -387,34 +307,11 @@ def progress(steps=None, **settings):
     return tqdm(steps, dynamic_ncols=True, mininterval=0.2 if sys.stderr.isatty() else 10, **settings)
 
 
-def table(metrics):
-    """`metrics` as aligned lines, one a name; those of several numbers of sampling steps T, name@T, share a line."""
-    rows = {}
-    for name, value in metrics.items():
-        shown = f"{value:.4f}" if isinstance(value, float) else str(value)
-        name, at, steps = name.partition("@")
-        rows.setdefault(name, []).append(f"{shown} {at}{steps}".rstrip())
-    return [f"{name:<30} {'   '.join(values)}" for name, values in rows.items()]
-
-
 def show(metrics):
     """`metrics` on one line, numbers at a readable precision."""
     return "  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in metrics.items())
 
 
-def main():
-    parser = argparse.ArgumentParser(prog="python -m common.tracker", description="Pages to look at runs.")
-    command = parser.add_subparsers(required=True, metavar="COMMAND").add_parser(
-        "report", help="write RUN/report.html, or a page that compares several runs")
-    command.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run")
-    command.add_argument("--out", help="file to write (default: RUN/report.html, or report.html)")
-    asked = parser.parse_args()
-    out = Path(asked.out or (Path(asked.runs[0]) / "report.html" if len(asked.runs) == 1 else "report.html"))
-    text = report.compare(asked.runs) if len(asked.runs) > 1 else report.Report(asked.runs[0]).page()
-    with checkpoint.replacing(out) as file:
-        file.write(text.encode())
-    print(f"wrote {out}")
-
-
-if __name__ == "__main__":
-    config.run(main)
+def table(metrics):
+    """`metrics` as aligned lines, one a name."""
+    return [f"{name:<40} {f'{value:.4f}' if isinstance(value, float) else value}" for name, value in metrics.items()]

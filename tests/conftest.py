@@ -12,7 +12,7 @@ import pytest
 import torch
 from servers import Server
 
-from common import data, dist, store
+from common import data, dist
 
 torch.set_num_threads(1)  # the models are tiny, and other processes run beside this one
 ROOT = Path(__file__).parent.parent
@@ -84,10 +84,9 @@ def emb(tmp_path_factory):
 
 
 @pytest.fixture
-def server(monkeypatch):
-    """An HTTP server on loopback; retries do not wait."""
+def server():
+    """An HTTP server on loopback."""
     made = Server()
-    monkeypatch.setattr(store.time, "sleep", lambda seconds: None)
     yield made
     made.http.shutdown()
     made.http.server_close()

@@ -1,39 +1,65 @@
-"""Saving as a commit: whatever is cut off, killed, full or damaged, the run folder holds a complete run."""
+"""Saving as a commit: whatever is cut off, killed, full or damaged, the folder holds a complete run that goes on."""
 import hashlib
 import io
-import json
+import math
 import os
 import pickle
 import random
-import resource
-import sys
+import shutil
 import threading
-import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import FORKS
-from helpers import tensors
+from torch import nn
 
-from common import checkpoint
+from common import amp, checkpoint, config, dist, ema, optim
 from common.config import UserError
 
 
-def state_of(step, size=1000):
-    generator = torch.Generator().manual_seed(step)
-    return {"model": {"w": torch.randn(size, generator=generator), "half": torch.ones(3, dtype=torch.bfloat16) * step,
-                      "count": torch.tensor(step)}, "step": step, "best": 0.1, "plan": [1, (2, "a"), None, True]}
+def log_to(events):
+    """What a Run needs of a Tracker; it tells the list `events` what was called."""
+    return SimpleNamespace(sync=lambda: events.append("sync"), send=lambda: events.append("send"),
+                           values=lambda state: {"step": state.step, "best": state.best_val_loss})
+
+
+def state_of(folder, width=8, seed=0, other=False, **settings):
+    """A State of a model with matrices, biases and buffers that steps change; `other`: and of a second model."""
+    torch.manual_seed(seed)
+    cfg = config.Training(**{"run": str(folder), "lr": 0.01, "ema_decay": 0.5, **settings})
+    model = nn.Sequential(nn.Linear(4, width), nn.BatchNorm1d(width), nn.SiLU(), nn.Linear(width, 1))
+    modules = {"model": model, "discriminators": nn.Linear(4, 1)} if other else {"model": model}
+    optimizers = [o for m in modules.values() for o in optim.make(m, cfg.optimizer, cfg.lr, cfg.weight_decay)]
+    return checkpoint.State(cfg, modules, ema.EMA(model, decay=cfg.ema_decay), optimizers,
+                            amp.scaler(torch.device("cpu"), cfg.precision), {"width": width, "sizes": (1, 2)},
+                            {"kind": "test", "widths": (4, width)})
+
+
+def take_steps(state, count=1):
+    """As the scripts do; the data follow from the step."""
+    models = nn.ModuleList(state.modules.values())
+    for _ in range(count):
+        data = torch.randn(16, 4, generator=torch.Generator().manual_seed(state.step))
+        state.scaler.scale(sum(model(data).square().mean() for model in models)).backward()
+        assert amp.step(state.scaler, state.optimizers, 1.0)[1]
+        models.zero_grad()
+        state.step += 1
+        state.average.update(state.step)
 
 
 def same(a, b):
     if isinstance(a, torch.Tensor):
         return a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
     if isinstance(a, (list, tuple)):
-        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
-    return type(a) is type(b) and a == b
+        a, b = ({"type": type(value), **dict(enumerate(value))} for value in (a, b))
+    return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a) if isinstance(a, dict) else a == b
+
+
+def saved(state, path):
+    checkpoint.save(state.contents(), path)
+    return path
 
 
 def opened(folder, resume="auto"):
@@ -42,9 +68,20 @@ def opened(folder, resume="auto"):
     return run
 
 
-def commit(run, *steps, keep=0, **facts):
-    for step in steps:
-        run.commit(step, state_of(step), keep, **facts)
+def commit(run, *steps, **settings):
+    """Commit a State at each of `steps`; returns it."""
+    state = state_of(run.folder, **settings)
+    for state.step in steps:
+        run.commit(state, log_to([]))
+    run.wait()
+    return state
+
+
+def resume_point(run, **settings):
+    """(step or None, results, notes): where the run goes on."""
+    state = state_of(run.folder, **settings)
+    path, finished, notes = run.resume_point(state.cfg, state.identity)
+    return checkpoint.load(path)["step"] if path else None, finished, notes
 
 
 def contents(folder):
@@ -53,33 +90,21 @@ def contents(folder):
 
 # Files
 
-def test_a_state_survives_a_round_trip_bit_for_bit_and_the_checksum_is_the_files(tmp_path):
-    path = tmp_path / "deep" / "state.pt"
-    for step in (1, 2):  # also over an older one
-        digest = checkpoint.save(state_of(step), path)
-        assert same(checkpoint.load(path, digest), state_of(step))
-        assert digest == checkpoint.checksum(path) == hashlib.sha256(path.read_bytes()).hexdigest()
-    assert [p.name for p in path.parent.iterdir()] == ["state.pt"]
-
-
-def test_every_flipped_bit_is_refused_when_the_checksum_is_known(tmp_path):
-    path = tmp_path / "state.pt"
-    digest = checkpoint.save(state_of(1, 10), path)
-    good, generator = path.read_bytes(), random.Random(0)
-    silent = 0
+def test_every_flipped_bit_of_a_saved_state_is_refused_and_without_one_it_is_the_same(tmp_path):
+    path, generator = tmp_path / "deep" / "state.pt", random.Random(0)
+    state = {"model": {"w": torch.randn(9), "half": torch.ones(3, dtype=torch.bfloat16)}, "plan": [1, (2, "a"), None]}
+    for _ in range(2):  # also over an older one
+        digest = checkpoint.save(state, path)
+    good = path.read_bytes()
+    assert digest == checkpoint.checksum(path) == hashlib.sha256(good).hexdigest() and len(contents(tmp_path)) == 1
     for _ in range(50):
         bad = bytearray(good)
         bad[generator.randrange(len(bad))] ^= 1 << generator.randrange(8)
         path.write_bytes(bad)
-        with pytest.raises(UserError, match="damaged"):
+        with pytest.raises(UserError, match="damaged, its sha256"):
             checkpoint.load(path, digest)
-        try:
-            silent += checkpoint.load(path) is not None
-        except UserError:
-            silent += 0
-    assert silent > 10  # what the checksum is for
     path.write_bytes(good)
-    assert same(checkpoint.load(path, digest), state_of(1, 10))
+    assert same(checkpoint.load(path, digest), state)
 
 
 class Secret:
@@ -89,360 +114,316 @@ class Secret:
         return Path("executed").touch, ()
 
 
-def foreign_files():
-    """(kind, bytes) of files that hold anything but a state."""
-    stream, tensor = io.BytesIO(), io.BytesIO()
-    with zipfile.ZipFile(stream, "w") as archive:
-        archive.writestr("hello.txt", "hello")
-    torch.save(torch.zeros(3), tensor)
-    whole = io.BytesIO()
-    torch.save(state_of(1), whole)
-    secret = io.BytesIO()
-    torch.save({"model": Secret()}, secret)
-    return {"empty": b"", "text": b"hello", "zip": stream.getvalue(), "tensor": tensor.getvalue(),
-                "object": secret.getvalue(), "pickle": pickle.dumps({"model": Secret()}),
-                "no model": pickle.dumps({"step": 1}), "cut": whole.getvalue()[:-700]}
-
-
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
-@pytest.mark.parametrize("kind", foreign_files())
-def test_a_file_that_is_no_checkpoint_is_refused_by_name(kind, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    path = tmp_path / "state.pt"
-    path.write_bytes(foreign_files()[kind])
-    with pytest.raises(UserError, match="not a checkpoint of this program") as caught:
-        checkpoint.load(path)
-    assert str(caught.value).startswith(str(path)) and "\n" not in str(caught.value)
+def test_a_file_that_is_no_checkpoint_is_refused_by_name_and_nothing_in_it_is_executed(tmp_path):
+    path, generator, files = tmp_path / "state.pt", random.Random(0), [pickle.dumps({"model": Secret()})]
+    for value in ({"model": Secret()}, torch.zeros(3), ["model"], {"step": 1}, {"model": {"w": torch.zeros(9)}}):
+        stream = io.BytesIO()
+        torch.save(value, stream)
+        files.append(stream.getvalue())
+    whole = files.pop()
+    files += [whole[:length] for length in range(0, len(whole), 67)]
+    files += [start + generator.randbytes(generator.randrange(80)) for start in (b"", b"\x80\x02", b"PK\x03\x04") * 50]
+    for content in files:
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=f"^{path}: not a checkpoint of this program[^\n]*$"):
+            checkpoint.load(path)
     assert not Path("executed").exists()
-
-
-@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
-def test_random_and_truncated_bytes_are_refused_and_never_crash(tmp_path):
-    path, generator = tmp_path / "state.pt", random.Random(0)
-    checkpoint.save(state_of(1, 10), path)
-    whole = path.read_bytes()
-    prefixes = [b"", b"\x80\x02", b"\x80\x04", b"PK\x03\x04"]
-    files = [prefix + generator.randbytes(generator.randrange(80)) for prefix in prefixes for _ in range(150)]
-    for data in files + [whole[:length] for length in range(0, len(whole), 37)]:
-        path.write_bytes(data)
-        with pytest.raises(UserError, match="not a checkpoint"):
-            checkpoint.load(path)
-
-
-def test_a_missing_file_or_a_folder_is_refused_by_name(tmp_path):
-    for path in (tmp_path / "no.pt", tmp_path):
-        with pytest.raises(UserError, match=f"{path}: no such checkpoint"):
-            checkpoint.load(path)
-
-
-def fill_the_disk(path, limit):
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))  # of this process alone
-    try:
-        checkpoint.save(state_of(2, 100_000), path)
-    except OSError as error:
-        return str(error), error.errno, error.filename
-    return None
-
-
-@pytest.mark.parametrize("limit", [0, 100, 5_000, 200_000])
-def test_a_write_that_fails_is_reported_as_what_it_is_and_leaves_the_old_file(limit, tmp_path, on_ranks):
-    path = tmp_path / "state.pt"
-    digest = checkpoint.save(state_of(1), path)
-    message, number, filename = on_ranks(1, fill_the_disk, path, limit)[0]
-    assert number == 27 and filename == str(path) and "File too large, writing" in message and str(path) in message
-    assert [p.name for p in tmp_path.iterdir()] == ["state.pt"]
-    assert same(checkpoint.load(path, digest), state_of(1))
+    path.unlink()
+    for missing in (path, tmp_path):
+        with pytest.raises(UserError, match=f"{missing}: no such checkpoint"):
+            checkpoint.load(missing)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 @pytest.mark.parametrize("size", [10, 100_000])  # an error on closing, an error in the middle
-def test_a_full_disk_is_reported_as_one(size, tmp_path):
+def test_a_full_disk_is_reported_as_one_and_leaves_the_old_file(size, tmp_path):
     path = tmp_path / "state.pt"
-    checkpoint.save(state_of(1), path)
+    checkpoint.save({"model": {}}, path)
     (tmp_path / "state.pt.tmp").symlink_to("/dev/full")
-    with pytest.raises(OSError, match="No space left on device") as caught:
-        checkpoint.save(state_of(2, size), path)
-    assert caught.value.errno == 28 and caught.value.filename == str(path)
-    assert [p.name for p in tmp_path.iterdir()] == ["state.pt"] and same(checkpoint.load(path), state_of(1))
+    with pytest.raises(OSError, match=rf"\[Errno 28\] No space left on device, writing: '{path}'"):
+        checkpoint.save({"model": {"w": torch.zeros(size)}}, path)
+    assert list(contents(tmp_path)) == ["state.pt"] and checkpoint.load(path) == {"model": {}}
 
 
-def test_an_error_in_the_middle_of_writing_leaves_the_old_file_and_nothing_else(tmp_path):
-    path = tmp_path / "values.json"
-    checkpoint.write_json({"a": [1, 2.5, None]}, path)
-    with pytest.raises(TypeError):
-        checkpoint.write_json({"a": {1, 2}}, path)
-    with pytest.raises(KeyboardInterrupt), checkpoint.replacing(path) as file:
+@pytest.mark.parametrize("durably", [True, False])
+def test_an_error_in_the_middle_of_writing_leaves_the_old_file_and_nothing_else(durably, tmp_path, monkeypatch):
+    path, waits = tmp_path / "values.json", []
+    checkpoint.write_json({"a": None}, path)
+    monkeypatch.setattr(checkpoint.os, "fsync", waits.append)
+    with pytest.raises(KeyboardInterrupt), checkpoint.replacing(path, durably) as file:
         file.write(b"half a li")
         raise KeyboardInterrupt
-    assert contents(tmp_path) == {"values.json": b'{\n  "a": [\n    1,\n    2.5,\n    null\n  ]\n}\n'}
+    assert contents(tmp_path) == {"values.json": b'{\n  "a": null\n}\n'} and not waits
+    with checkpoint.replacing(path, durably) as file:
+        file.write(b"whole")
+    assert contents(tmp_path) == {"values.json": b"whole"} and len(waits) == 2 * durably  # the file and its folder
+
+
+# What a run is made of
+
+@pytest.mark.parametrize("settings", [{}, dict(optimizer="muon"), dict(precision="fp16"), dict(other=True)])
+def test_a_restored_state_goes_on_bit_for_bit(settings, tmp_path):
+    straight, restored = (state_of(tmp_path, seed=seed, **settings) for seed in (0, 1))
+    take_steps(straight, 4)
+    straight.best_val_loss = 0.25
+    path = saved(straight, tmp_path / "checkpoints/4.pt")
+    assert restored.restore(path) == [f"resuming {path} at step 4 of 1000", None] and restored.step == 4
+    for _ in range(2):
+        assert same(restored.contents(), straight.contents()) and restored.best_val_loss == 0.25
+        take_steps(straight, 3)
+        take_steps(restored, 3)
+
+
+def test_a_changed_learning_rate_holds_and_what_has_changed_is_told(tmp_path):
+    state, other = state_of(tmp_path / "a", precision="fp16"), state_of(tmp_path / "b", lr=0.5)
+    path, state.best_val_loss, state.versions["code"] = tmp_path / "a/checkpoints/0.pt", 0.25, "abc"
+    saved(state, path)
+    assert other.restore(path)[1:] == [
+        "gradient scale of the fp16 run dropped", f"{path} is of another code: abc, this is {other.versions['code']}",
+        f"run changed from {tmp_path}/a to {tmp_path}/b", "lr changed from 0.01 to 0.5",
+        "precision changed from fp16 to fp32"]
+    assert other.optimizers[0].param_groups[0]["lr"] == 0.5
+    assert other.best_val_loss == math.inf  # the file of the best is in the other folder
+    checkpoint.save({"model": {}, "val_loss": 0.5}, tmp_path / "b/best.pt")
+    other.restore(path)
+    assert other.best_val_loss == 0.5
+    found = []
+    for text in ("a = 1", "a = 2", "a = 1"):  # the version of the code changes with an edit, and only then
+        (tmp_path / "script.py").write_text(text)
+        found.append(checkpoint.versions(tmp_path / "script.py"))
+    assert found[0] == found[2] != found[1] and found[0]["torch"] == torch.__version__
+
+
+def test_weights_that_do_not_fit_are_refused_by_name_and_not_strict_takes_what_fits(tmp_path):
+    path, other = saved(state_of(tmp_path, width=12), tmp_path / "12.pt"), state_of(tmp_path, seed=1)
+    before = checkpoint.copied(other.contents())
+    with pytest.raises(UserError, match=rf"{path}: a run of another model.*width is 12 there and 8 here.*--config"):
+        other.restore(path)
+    with pytest.raises(UserError, match=rf"{path}: weights of another model: 7 entries .*: 0\.bias, 0\.weight, .*, …;"):
+        other.start_from(path)
+    with pytest.raises(UserError, match="2 entries differ: bias, weight;"):  # nothing fits
+        checkpoint.load_weights(nn.Linear(1, 1), {"model": {}}, path, strict=False)
+    with pytest.raises(UserError, match="LoRA adapters, not a model; give their base, BASE, as the model"):
+        checkpoint.load_weights(nn.Linear(1, 1), {"model": {}, "lora": {"base": "BASE"}}, path)
+    assert same(other.contents(), before)
+    other.start_from(path, strict=False)
+    after = other.modules["model"].state_dict()
+    assert [name for name in after if not torch.equal(after[name], before["model"][name])] == ["3.bias"]
+    assert same(other.average.state_dict(), after)  # it starts where the weights do
+
+
+def test_the_weights_for_use_are_the_average_with_what_it_takes_to_make_the_model(tmp_path):
+    state, run = state_of(tmp_path, other=True), opened(tmp_path)
+    take_steps(state, 3)
+    run.finish(state, {"test_loss": 0.5})
+    found = checkpoint.load(tmp_path / "model.pt")
+    assert same(found["model"], state.average.state_dict()) and not same(found["model"], state.contents()["model"])
+    about = {"config": config.as_json(state.cfg), "versions": checkpoint.versions(config.__file__), "step": 3,
+             "kind": "test", "widths": (4, 8), "test_loss": 0.5}
+    assert {name: value for name, value in found.items() if name != "model"} == about
+    assert same(checkpoint.averaged(found), found)
+    with pytest.raises(UserError, match="weights without the state of a run; start from them with --init_from"):
+        state.restore(tmp_path / "model.pt")
 
 
 # Run folders
 
 def test_a_run_is_found_again_as_it_was_left(tmp_path):
-    run = opened(tmp_path / "run")
-    assert run.newest() == (None, []) and run.record["finished"] is None
-    commit(run, 10, 20, world_size=2)
-    run.lock.close()
-    again = opened(tmp_path / "run")
-    entry, notes = again.newest()
-    assert (entry["step"], notes, again.record["world_size"]) == (20, [], 2)
-    assert same(checkpoint.load(again.folder / entry["file"], entry["sha256"]), state_of(20))
-    again.finish({"loss": 0.5})
-    again.lock.close()
-    assert opened(tmp_path / "run").record["finished"] == {"loss": 0.5}
-
-
-@pytest.mark.parametrize("keep, left", [(1, [50]), (2, [40, 50]), (3, [30, 40, 50]), (9, [10, 20, 30, 40, 50]),
-                                        (0, [10, 20, 30, 40, 50])])
-def test_the_newest_few_are_kept(keep, left, tmp_path):
     run = opened(tmp_path)
+    assert resume_point(run) == (None, None, []) and checkpoint.record_of(tmp_path / "none") == run.record
+    state = commit(run, 10, 20)
+    run.lock.close()
+    again = opened(tmp_path)
+    newest = again.record["checkpoints"][0]
+    assert newest["values"] == {"step": 20, "best": math.inf} and again.record["world_size"] == 1
+    assert same(checkpoint.load(tmp_path / newest["file"], newest["sha256"]), state.contents())
+    again.finish(state, {"step": 20})
+    assert resume_point(again, steps=20) == (20, {"step": 20}, []) and checkpoint.record_of(tmp_path)["finished"]
+    assert resume_point(again, steps=21) == (20, None, [])  # there is more to train
+    commit(again, 21)
+    assert resume_point(again, steps=21) == (21, None, [])  # the test is still to come
+    with pytest.raises(UserError, match=rf"{tmp_path}: a run of another.*width is 8 there and 9 here"):
+        resume_point(again, width=9)
+
+
+@pytest.mark.parametrize("keep, left", [(1, [50, 90]), (2, [40, 50, 90]), (0, [5, 10, 20, 30, 40, 50, 90])])
+def test_the_newest_few_are_kept_of_those_recorded(keep, left, tmp_path):
+    opened(tmp_path).lock.close()
+    for name in ("05.pt", "50.pt.tmp", "90.pt"):  # of a save that was cut off; of a later one, which was damaged
+        checkpoint.save({"model": {}}, tmp_path / f"checkpoints/step_000000{name}")
+    run = opened(tmp_path)
+    assert resume_point(run) == (None, None, [])
     commit(run, 10, 20, 30, 40, 50, keep=keep)
     assert sorted(os.listdir(tmp_path / "checkpoints")) == [f"step_{step:08d}.pt" for step in left]
-    recorded = json.loads((tmp_path / "auto_resume.json").read_text())["checkpoints"]
-    assert [entry["step"] for entry in recorded] == left[::-1]
+    assert [entry["step"] for entry in run.record["checkpoints"]] == [step for step in left[-2::-1] if step != 5]
 
 
 def test_a_damaged_or_missing_newest_is_reported_and_the_one_before_it_used(tmp_path):
     run = opened(tmp_path)
-    commit(run, 10, 20, 30, keep=3)
-    path = tmp_path / "checkpoints" / "step_00000030.pt"
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-    entry, notes = run.newest()
-    assert entry["step"] == 20 and len(notes) == 1 and f"{path}: damaged" in notes[0]
-    (tmp_path / "checkpoints" / "step_00000020.pt").unlink()
-    entry, notes = run.newest()
-    assert entry["step"] == 10 and [note.split(": ")[1].split(",")[0] for note in notes] == ["damaged", "missing"]
-    commit(run, 15, keep=3)  # gone on from there: the damaged one is no longer the newest
-    assert run.newest()[0]["step"] == 15 and run.newest()[1] == []
+    commit(run, 10, 20, 30)
+    second, third = (tmp_path / "checkpoints" / f"step_000000{step}.pt" for step in (20, 30))
+    third.write_bytes(third.read_bytes()[:-1] + b"\1")
+    assert resume_point(run) == (20, None, [f"{third}: damaged, trying the one before it"])
+    second.unlink()
+    step, _, notes = resume_point(run)
+    assert step == 10 and notes[1] == f"{second}: missing, trying the one before it"
+    commit(run, 15)  # gone on from there: the damaged one is no longer the newest
+    assert resume_point(run) == (15, None, []) and third.exists()
     assert [entry["step"] for entry in run.record["checkpoints"]] == [15, 10]
-    commit(run, 30, keep=3)
-    assert run.newest()[0]["step"] == 30 and run.newest()[1] == []
-    for path in (tmp_path / "checkpoints").iterdir():
+
+
+def test_a_checkpoint_to_load_is_used_if_the_run_has_none_but_not_if_it_is_for_resuming_alone(tmp_path):
+    run, load = opened(tmp_path / "run"), str(saved(state_of(tmp_path), tmp_path / "other.pt"))
+    assert resume_point(run, load=load) == (0, None, [])
+    note = f"a new run, for which --load {load} is not used, with --load_only_auto_resume"
+    assert resume_point(run, load=load, load_only_auto_resume=True) == (None, None, [note])
+    commit(run, 10, 20)
+    assert resume_point(run, load=load) == resume_point(run, load=load, load_only_auto_resume=True) == (20, None, [])
+    for path in run.folder.glob("checkpoints/*"):
         path.write_bytes(b"gone")
-    with pytest.raises(UserError, match="all 3 checkpoints"):
-        run.newest()
+    for rule in (False, True):
+        step, _, notes = resume_point(run, load=load, load_only_auto_resume=rule)
+        assert step == 0 and len(notes) == 2
+    with pytest.raises(UserError, match=r"all 2 checkpoints are damaged or missing; .* --load, or .* --resume never"):
+        resume_point(run)
 
 
 def test_starting_anew_moves_the_old_run_aside_and_loses_nothing(tmp_path):
     folder, kept = tmp_path / "run", []
-    for number in range(1, 4):
+    for number in range(3):
         run = checkpoint.Run(folder)
-        moved = run.open("never")
-        assert moved == (None if number == 1 else tmp_path / f"run.{number - 1}")
-        assert run.newest() == (None, []) and list(contents(folder)) == ["auto_resume.json"]
-        commit(run, number)
-        (folder / "config.json").write_text(f"{{}} {number}")
+        assert run.open("never") == [f"the earlier run is now in {folder}.{number}"] * bool(number)
+        assert resume_point(run) == (None, None, []) and list(contents(folder)) == ["auto_resume.json"]
+        commit(run, 1 + number)
         kept.append(contents(folder))
         run.lock.close()
     assert [contents(tmp_path / name) for name in ("run.1", "run.2", "run")] == kept
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "3", "null", "\xff", '{"checkpoints": 3}',
-                                  '{"checkpoints": [{"step": 1}]}'])
-def test_a_damaged_record_is_told_with_ways_out(text, tmp_path):
-    run = opened(tmp_path / "run")
-    commit(run, 10)
+@pytest.mark.parametrize("text", [None, "", "{", "[]", "3", "{}", "\xff", '{"checkpoints": 3}', '{"checkpoints": [3]}',
+                                  '{"checkpoints": [{"step": 1, "file": "x"}]}'])
+def test_a_missing_or_damaged_record_is_told_with_ways_out(text, tmp_path):
+    run, path = opened(tmp_path / "run"), tmp_path / "run/auto_resume.json"
+    commit(run, 10, 20)
     run.lock.close()
-    path = tmp_path / "run" / "auto_resume.json"
-    path.write_bytes(text.encode("latin-1"))
-    with pytest.raises(UserError, match=f"{path}: damaged .*--resume never"):
+    path.unlink()
+    if text is not None:
+        path.write_bytes(text.encode("latin-1"))
+    what = "run: has 2 checkpoints but no auto_resume.json" if text is None else f"{path}: damaged"
+    with pytest.raises(UserError, match=f"{what}; .*--load.*--resume never"):
         opened(tmp_path / "run")
-    assert opened(tmp_path / "run", "never").newest() == (None, [])  # the way out
-    assert (tmp_path / "run.1" / "checkpoints" / "step_00000010.pt").exists()
+    assert resume_point(opened(tmp_path / "run", "never")) == (None, None, [])  # a way out
+    assert len(os.listdir(tmp_path / "run.1/checkpoints")) == 2
 
 
-def test_a_save_that_has_begun_is_of_the_state_as_it_was_and_one_at_a_time(tmp_path, monkeypatch):
-    run, state, going, save = opened(tmp_path), state_of(10), threading.Event(), checkpoint.save
+def test_a_save_that_has_begun_is_of_the_state_as_it_was(tmp_path, monkeypatch):
+    run, state, events, going, save = opened(tmp_path), state_of(tmp_path), [], threading.Event(), checkpoint.save
     monkeypatch.setattr(checkpoint, "save", lambda *args: going.wait(60) and save(*args))
-    before = checkpoint.copied(state)
-    run.begin(10, state, 0, world_size=3)
-    for tensor in tensors(state):
-        if isinstance(tensor, torch.Tensor):
-            tensor.zero_()  # as training goes on
-    assert same(before, state_of(10)) and not same(state, before) and not run.record["checkpoints"]
-    second = threading.Thread(target=run.begin, args=(20, state_of(20), 0))
-    second.start()
-    second.join(0.1)
-    assert second.is_alive()  # it waits for the first
+    take_steps(state, 2)
+    before = checkpoint.copied(state.contents())
+    run.commit(state, log_to(events))
+    take_steps(state)  # as training goes on
+    assert events == ["sync"] and not run.record["checkpoints"]  # lines are durable before the checkpoint
     going.set()
-    second.join()
     run.wait()
-    assert [entry["step"] for entry in run.record["checkpoints"]] == [20, 10] and run.record["world_size"] == 3
-    assert same(checkpoint.load(tmp_path / "checkpoints/step_00000010.pt"), before)
+    assert events == ["sync", "send"] and resume_point(run)[0] == 2
+    assert same(checkpoint.load(tmp_path / "checkpoints/step_00000002.pt"), before)
 
 
-def test_an_error_of_a_save_is_raised_where_it_is_awaited_and_the_run_stays_whole(tmp_path, monkeypatch):
-    run = opened(tmp_path)
-    commit(run, 10)
+def test_an_error_of_a_save_is_raised_once_by_what_comes_next_and_the_run_stays_whole(tmp_path, monkeypatch):
+    run, events = opened(tmp_path), []
+    state, log = commit(run, 10), log_to(events)
     monkeypatch.setattr(checkpoint.torch, "save", lambda *args: (_ for _ in ()).throw(OSError(28, "No space left")))
-    run.begin(20, state_of(20), 0)
-    with pytest.raises(OSError, match="No space left, writing"):
-        run.finish({})
-    run.wait()  # it is told once
-    assert [entry["step"] for entry in run.record["checkpoints"]] == [10] and not run.record["finished"]
-    assert os.listdir(tmp_path / "checkpoints") == ["step_00000010.pt"]
+    for later in (lambda: run.commit(state, log), lambda: run.finish(state, {}), run.wait):
+        run.commit(state, log)
+        with pytest.raises(OSError, match="No space left, writing"):
+            later()
+        run.wait()
+    assert resume_point(run, steps=10) == (10, None, []) and "send" not in events
 
 
-@pytest.mark.parametrize("steps", [[10], [10, 20]])
-def test_checkpoints_without_a_record_are_not_silently_started_over(steps, tmp_path):
-    run = opened(tmp_path)
-    commit(run, *steps)
-    run.lock.close()
-    (tmp_path / "auto_resume.json").unlink()
-    with pytest.raises(UserError, match=rf"has {len(steps)} checkpoints but no auto_resume\.json.*--resume"):
-        opened(tmp_path)
-
-
-def test_first_saves_cut_off_before_they_were_recorded_do_not_stand_in_the_way(tmp_path):
-    run = opened(tmp_path)
-    for step in (4, 5):
-        checkpoint.save(state_of(step), tmp_path / "checkpoints" / f"step_{step:08d}.pt")
-    run.lock.close()
-    again = opened(tmp_path)
-    assert again.newest() == (None, [])
-    commit(again, 6, keep=2)
-    assert os.listdir(tmp_path / "checkpoints") == ["step_00000006.pt"]
-
-
-def test_a_run_of_another_model_or_other_data_is_refused_with_both_values():
-    expected = {"width": 64, "data": "abc", "objective": None}
-    checkpoint.check_identity({**expected, "torch": "2.13"}, expected, "run")  # says nothing
-    with pytest.raises(UserError, match=r"runs/x.*width is 32 there and 64 here.*data is None there and 'abc' here"):
-        checkpoint.check_identity({"width": 32, "objective": None}, expected, "runs/x")
-
-
-def test_the_version_of_the_code_changes_with_an_edit_and_only_then(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text("a = 1\n")
-    first = checkpoint.versions(script)
-    assert checkpoint.versions(script) == first and first["torch"] == torch.__version__
-    script.write_text("a = 2\n")
-    assert checkpoint.versions(script)["code"] != first["code"]
+def test_the_best_is_kept_only_while_it_is_the_best(tmp_path):
+    run, state, events = opened(tmp_path), state_of(tmp_path), []
+    for loss, best in ((0.5, 1), (0.75, 1), (0.5, 1), (math.nan, 1), (0.25, 5)):
+        take_steps(state)
+        assert run.save_best(state, loss, log_to(events)) == (state.step == best)
+        run.wait()
+        found, values = checkpoint.load(tmp_path / "best.pt"), {"step": best, "best": 0.5 if best == 1 else 0.25}
+        assert (found["step"], found["val_loss"]) == (best, values["best"])
+        assert checkpoint.record_of(tmp_path)["best"] == {"file": "best.pt", "step": best, "values": values}
+    assert same(found["model"], state.average.state_dict()) and events == ["send", "send"]
 
 
 # Processes
 
-def hold(folder, pipe, fork):
+def hold(folder, pipe):
     run = opened(folder)
-    child = 0
-    if fork and not (child := os.fork()):
-        pipe.recv()  # a worker, which lives on when its parent is killed
-        os._exit(0)
-    pipe.send(child)
+    if child := os.fork():  # as a worker, which lives on when its parent is killed
+        pipe.send(child)
     pipe.recv()
     run.lock.close()
 
 
-@pytest.mark.parametrize("fork", [False, True])
-def test_a_folder_in_use_is_refused_naming_the_process_until_that_is_killed(fork, tmp_path):
+def test_a_folder_in_use_is_refused_naming_the_process_until_that_is_killed(tmp_path):
     pipe, other = FORKS.Pipe()
-    process = FORKS.Process(target=hold, args=(tmp_path / "run", other, fork))
+    process = FORKS.Process(target=hold, args=(tmp_path, other))
     process.start()
     child = pipe.recv()
-    for _ in range(2):  # a refused attempt takes nothing away from the holder
-        with pytest.raises(UserError, match=rf"/run: in use by another live process \(process {process.pid} on "):
-            opened(tmp_path / "run")
+    for resume in ("auto", "never"):  # a refused attempt takes nothing away from the holder
+        with pytest.raises(UserError, match=rf"in use by another live process \(process {process.pid} on \S+\)"):
+            opened(tmp_path, resume)
     process.kill()
     process.join()
-    assert opened(tmp_path / "run").newest() == (None, [])
-    if child:
-        os.kill(child, 9)
+    assert resume_point(opened(tmp_path)) == (None, None, [])
+    os.kill(child, 9)
 
 
-STEPS = 120
 MOMENTS = {"mkdir", "open", "flush", "fsync", "replace", "__exit__", "close", "unlink"}  # calls that change a folder
 
 
-def train(folder, results, stride, die_at):
-    """Resume and commit up to STEPS; the process kills itself before call number `die_at` of MOMENTS."""
-    calls = 0
+def test_what_a_kill_at_any_moment_of_saving_leaves_is_a_complete_run_that_goes_on_bit_for_bit(tmp_path):
+    """It leaves what the system has been given until then, which is what a copy of the folder at that moment holds."""
+    run, state = opened(tmp_path / "run"), state_of("run", keep=1)  # the same config wherever the folder is
+    left = [shutil.copytree(run.folder, tmp_path / "0")]
 
-    def count(frame, event, argument):
-        nonlocal calls
+    def copy(frame, event, argument):
         if event == "c_call" and argument.__name__ in MOMENTS:
-            calls += 1
-            if calls == die_at:
-                os.kill(os.getpid(), 9)
+            left.append(shutil.copytree(run.folder, tmp_path / str(len(left))))
 
-    run = opened(folder)
-    entry, notes = run.newest()
-    step = entry["step"] if entry else 0
-    intact = not entry or same(checkpoint.load(run.folder / entry["file"], entry["sha256"]), state_of(step, 200))
-    results.send((step, notes, intact))
-    sys.setprofile(count)
-    while step < STEPS:
-        step = min(STEPS, step + stride)
-        run.commit(step, state_of(step, 200), 2)
-    sys.setprofile(None)
-    results.send(calls)
-
-
-def start(folder, stride, die_at):
-    """(exit code, what was sent before the end) of `train` in a process of its own."""
-    pipe, other = FORKS.Pipe(duplex=False)
-    process = FORKS.Process(target=train, args=(folder, other, stride, die_at))
-    process.start()
-    other.close()
-    received = []
-    while pipe.poll(None):
-        try:
-            received.append(pipe.recv())
-        except EOFError:
-            break
-    process.join()
-    return process.exitcode, received
-
-
-def test_a_kill_at_every_moment_of_saving_leaves_a_complete_run_that_goes_on(tmp_path):
-    code, (_, calls) = start(tmp_path / "straight", 1, None)
-    moments, generator, reached = calls // STEPS + 3, random.Random(0), 0  # those of a save and of its unlink
-    assert code == 0 and moments > 15
-    for die_at in range(1, moments):
-        code, received = start(tmp_path / "run", generator.randint(1, 3), die_at)
-        assert code == -9
-        (step, notes, intact), = received
-        assert intact and notes == [] and reached <= step < STEPS - 6
-        reached = step
-    assert start(tmp_path / "run", 1, None)[0] == 0
-    left, newest = contents(tmp_path / "run"), f"checkpoints/step_{STEPS:08d}.pt"
-    assert left[newest] == contents(tmp_path / "straight")[newest]
-    assert [name for name in left if name.endswith(".tmp")] == []  # nor is a scrap of a cut-off save left
-
-
-def test_files_are_written_beside_from_copies_and_in_the_order_asked_for(tmp_path):
-    run, state, order = opened(tmp_path), {"model": {"w": torch.zeros(3)}}, []
-    run.later("first", order.append, 1)
-    for number in (1, 2):
-        state["model"]["w"].fill_(number)
-        run.write(state, tmp_path / f"{number}.pt")
-        run.write(state, tmp_path / "both.pt")
-        state["model"]["w"].fill_(-1)
-    run.later("last", lambda: order.append(sorted(path.name for path in tmp_path.glob("*.pt"))))
-    run.wait()
-    assert order == [1, ["1.pt", "2.pt", "both.pt"]]
-    found = [checkpoint.load(tmp_path / name)["model"]["w"][0].item() for name in ("1.pt", "2.pt", "both.pt")]
-    assert found == [1, 2, 2]
-
-
-def test_an_error_of_a_file_written_beside_is_told_when_it_is_waited_for(tmp_path):
-    run = opened(tmp_path)
-    (tmp_path / "wall").touch()
-    run.write({"model": {}}, tmp_path / "wall/model.pt")
-    with pytest.raises(OSError, match="wall"):
+    threading.setprofile(copy)  # of the thread that writes
+    for _ in range(3):
+        take_steps(state)
+        run.commit(state, log_to([]))
         run.wait()
-    run.wait()  # once
+    threading.setprofile(None)
+    run.writer.shutdown()
+    take_steps(state)
+    reached = 0
+    for folder in left:
+        run, again = opened(folder), state_of("run", keep=1)
+        path, _, notes = run.resume_point(again.cfg, again.identity)
+        if path:
+            again.restore(path)
+        assert notes == [] and reached <= again.step
+        reached = again.step
+        take_steps(again, 4 - again.step)
+        run.commit(again, log_to([]))
+        run.wait()
+        assert os.listdir(folder / "checkpoints") == ["step_00000004.pt"]  # nor is a scrap of a cut-off save left
+        assert same(checkpoint.load(folder / "checkpoints/step_00000004.pt"), state.contents())
+    assert reached == 3
 
 
-def test_what_can_be_made_again_is_replaced_whole_without_waiting_for_the_disk(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint.os, "fsync", lambda file: pytest.fail("waited for the disk"))
-    (tmp_path / "x").write_bytes(b"old")
-    with pytest.raises(ZeroDivisionError), checkpoint.replacing(tmp_path / "x", durably=False) as file:
-        file.write(b"ne")
-        1 / 0  # noqa: B018 (in the middle of it)
-    assert (tmp_path / "x").read_bytes() == b"old"
-    with checkpoint.replacing(tmp_path / "x", durably=False) as file:
-        file.write(b"new")
-    assert (tmp_path / "x").read_bytes() == b"new" and len(list(tmp_path.iterdir())) == 1
+def commit_on_ranks(folder):
+    state = state_of(folder, other=True)
+    if not dist.is_main():
+        state.modules["model"][1].running_mean.add_(1)
+        state.modules["discriminators"].bias.data.add_(1)
+    with pytest.raises(RuntimeError, match="by step 0: model of rank 1, discriminators of rank 1 not as on rank 0"):
+        checkpoint.Run(folder).commit(state, log_to([]))
+
+
+def test_a_commit_is_refused_when_weights_or_buffers_of_the_ranks_have_drifted_apart(tmp_path, on_ranks):
+    on_ranks(2, commit_on_ranks, tmp_path)
+    assert not contents(tmp_path)

@@ -1,66 +1,71 @@
-"""The command line: what a user types or writes into a JSON file becomes a config, or one clear line and status 2."""
+"""The command line: what a user types or writes into a JSON file becomes a config, or one clear line and a status."""
 import dataclasses
 import importlib
 import json
-import math
 import re
-from typing import Literal
+from typing import Annotated, Literal
 
 import pytest
 
 from common import config
+from common.config import Count, Decay, Natural, NonNegative, Positive, Share, UserError
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Base(config.Settings):
     # Training
-    steps: int = 100  # optimizer steps
-    lr: float = 1e-3  # learning rate
+    steps: Count = 10  # overridden below
+    lr: Positive = 1e-3  # learning rate, 100 % of it
     cosine: bool = True  # whether the rate falls
-    compile: bool = False  # use torch.compile
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"  # of matrix products
     # Data
     data: str = "shapes"  # folder
-    widths: tuple[int, ...] = (64, 128)  # of the levels
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(Base):
+    # Data
+    stage: Literal["all", "low", "high"] = "all"  # which to train
+    # Training
+    steps: Count = 100  # optimizer steps
+    compile: bool = False  # use torch.compile
+    widths: tuple[Count, ...] = (64, 128)  # of the levels
     scales: tuple[float, ...] = ()  # none at all
-    clip: float | None = 1.0  # bound of the norm
     seed: int = 0  # of everything
+    workers: Natural = 0  # processes
+    share: Share = 0.5  # of the data
+    decay: Decay = 0.9  # of the average
+    weight: NonNegative = 0.0  # of the loss
+    even: Annotated[int, ("even", lambda value: value % 2 == 0)] = 2  # any bound
+    mean: float = 0.0  # without bounds
 
-    def __post_init__(self):
-        if self.steps < 1:
-            raise config.UserError(f"--steps {self.steps}: expected at least 1")
+
+PRESETS = {"large": {"steps": 7, "lr": 0.5, "widths": (1, 2, 3)}, "tall": {"stage": "high", "steps": 5}}
+STAGES = {"low": {}, "high": {"steps": 50, "lr": 0.25}}
 
 
-PRESETS = {"large": {"steps": 7, "lr": 0.5, "widths": (1, 2, 3)}}
-
-
-def parse(*words):
-    return config.parse(Config, words, "usage: try", PRESETS)
+def parse(*words, **more):
+    return config.parse(Config, words, "how to use it", PRESETS, **more)
 
 
 @pytest.mark.parametrize("words, expected", [
-    ("--steps 5", {"steps": 5}),
-    ("--steps=5", {"steps": 5}),
+    ("", {}),
+    ("--steps=5 --lr=3", {"steps": 5, "lr": 3.0}),
     ("--steps 1e3", {"steps": 1000}),
+    ("--steps 2.0E3", {"steps": 2000}),
     ("--seed 9007199254740993", {"seed": 2 ** 53 + 1}),
-    ("--seed -3", {"seed": -3}),
-    ("--lr 3", {"lr": 3.0}),
     ("--lr 2.5e-4", {"lr": 0.00025}),
     ("--compile", {"compile": True}),
-    ("--compile --steps 4", {"compile": True, "steps": 4}),
-    ("--compile false", {"compile": False}),
-    ("--cosine=false", {"cosine": False}),
-    ("--no_cosine", {"cosine": False}),
+    ("--compile FALSE --no_cosine", {"compile": False, "cosine": False}),
     ("--no-cosine", {"cosine": False}),
-    ("--precision bf16", {"precision": "bf16"}),
     ("--widths 1,2,3", {"widths": (1, 2, 3)}),
-    ("--widths=8", {"widths": (8,)}),
+    ("--widths=8,", {"widths": (8,)}),
     ("--scales 1,.5", {"scales": (1.0, 0.5)}),
-    ("--clip none", {"clip": None}),
-    ("--clip 0.5", {"clip": 0.5}),
-    ("--data=--odd", {"data": "--odd"}),
+    ("--data=--odd-one", {"data": "--odd-one"}),
     ("--steps 5 --steps 6", {"steps": 6}),
+    ("--share 0 --decay 0 --weight 0 --workers 0 --seed -3", {"share": 0.0, "decay": 0.0, "seed": -3}),
+    ("--share 1 --widths 1 --steps 1 --even -4", {"share": 1.0, "widths": (1,), "steps": 1, "even": -4}),
     ("--preset large", {"steps": 7, "lr": 0.5, "widths": (1, 2, 3)}),
+    ("--preset tall --stage high", {"stage": "high", "steps": 5}),
 ])
 def test_flags_become_values_of_the_fields_types(words, expected):
     found = parse(*words.split())
@@ -78,156 +83,139 @@ def test_each_source_wins_over_the_weaker_ones_in_any_order(tmp_path):
 
 def test_a_written_config_reads_back_as_it_was(tmp_path):
     path = tmp_path / "config.json"
-    made = parse("--widths", "3,4", "--clip", "none", "--no_cosine", "--scales", "0.1", "--data", "größe, x",
-                 "--lr", "0.1", "--seed", str(2 ** 60 + 1), "--precision", "fp16")
-    path.write_text(json.dumps({**dataclasses.asdict(made), "versions": {"torch": "2.13"}}), encoding="utf-8")
-    assert parse("--config", str(path)) == made
+    given = parse("--widths", "3,4", "--no_cosine", "--scales", "0.1", "--data", "größe, x", "--lr", "0.1", "--compile",
+                  "--seed", str(2 ** 60 + 1), "--stage", "low")
+    path.write_text(json.dumps({**config.as_json(given), "versions": {"torch": "2.13"}}), encoding="utf-8")
+    assert config.as_json(given)["widths"] == [3, 4] and json.loads(path.read_text())["seed"] == 2 ** 60 + 1
+    assert parse("--config", str(path)) == given == Config(**config.from_dict(Config, config.as_json(given), path))
 
 
 @pytest.mark.parametrize("words, message", [
     ("--step 5", "--step: no such setting; did you mean --steps?"),
-    ("--precison fp16", "did you mean --precision?"),
-    ("--no_cosin", "did you mean --no_cosine?"),
-    ("--confg x", "did you mean --config?"),
+    ("--no-cosin", "--no_cosin: no such setting; did you mean --no_cosine?"),
     ("--qqqqqq 1", "--qqqqqq: no such setting; see --help"),
-    ("--no_steps", "--no_steps: no such setting"),
-    ("--steps five", "--steps: 'five' is not a whole number"),
-    ("--steps 1.5", "--steps: '1.5' is not a whole number"),
-    ("--steps inf", "--steps: 'inf' is not a whole number"),
-    ("--steps nan", "--steps: 'nan' is not a whole number"),
-    ("--steps=", "--steps: '' is not a whole number"),
-    ("--lr fast", "--lr: 'fast' is not a number"),
-    ("--lr nan", "--lr: 'nan' is not a number"),
-    ("--lr", "--lr: a value is missing"),
-    ("--lr --steps 5", "--lr: a value is missing"),
-    ("--cosine=maybe", "--cosine: 'maybe' is neither true nor false"),
-    ("--precision fp8", "'fp8' is none of fp32, bf16, fp16"),
-    ("--widths 1,x", "--widths: 'x' is not a whole number"),
-    ("--clip high", "--clip: 'high' is not a number"),
-    ("--preset small", "--preset: 'small' is none of large"),
-    ("steps 5", "'steps': expected a flag"),
-    ("--compile yes", "'yes': expected a flag"),
-    ("--config nowhere.json", "nowhere.json"),
-    ("--steps 0", "--steps 0: expected at least 1"),
+    ("--steps five", "--steps: invalid int value: 'five'"),
+    ("--steps 1.5", "--steps: invalid int value: '1.5'"),
+    ("--lr --steps 5", "--lr: expected one argument"), ("--lr fast", "--lr: invalid float value: 'fast'"),
+    ("--stage middle", "--stage: invalid choice: 'middle' (choose from 'all', 'low', 'high')"),
+    ("--widths 1,x", "--widths: invalid tuple[int, ...] value: '1,x'"),
+    ("--preset tall --stage low", "--stage low: this preset is for --stage high alone"),
+    ("--config nowhere.json", "No such file or directory: 'nowhere.json'"),
+    ("--steps 0", "--steps: 0 is not above 0"),
+    ("--workers=-1", "--workers: -1 is not 0 or more"),
+    ("--weight=-0.5", "--weight: -0.5 is not 0 or more"),
+    ("--share 1.5", "--share: 1.5 is not within 0 and 1"),
+    ("--decay 1", "--decay: 1.0 is not 0 or more and below 1"),
+    ("--widths 3,0", "--widths: (3, 0) is not above 0"),
+    ("--even 3", "--even: 3 is not even"),
+    ("--mean nan", "--mean: nan is not a finite number"),
+    ("--scales 1,inf", "--scales: (1.0, inf) is not a finite number"),
 ])
-def test_a_mistake_ends_with_status_2_and_one_line_that_names_it(words, message, capsys):
-    with pytest.raises(SystemExit) as caught:
-        parse(*words.split())
-    out, err = capsys.readouterr()
-    assert caught.value.code == 2
-    assert message in err and err.count("\n") == 1 and out == ""
+def test_a_mistake_on_the_command_line_ends_in_one_line_of_rank_0_and_status_2(words, message, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["x.py", *words.split()])
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit) as caught:
+            config.run({"train": (lambda cfg: None, Config)}, "usage", "train", PRESETS)
+        out, err = capsys.readouterr()
+        assert caught.value.code == 2 and out == ""
+        assert err == "" if rank == "1" else err.startswith("x.py: error: ") and message in err and err.count("\n") == 1
 
 
 @pytest.mark.parametrize("text, message", [
-    ('{"step": 5}', "step: no such setting; did you mean steps?"),
-    ('{"steps": "five"}', "steps: 'five' is not a whole number"),
-    ('{"steps": true}', "steps: True is not a whole number"),
-    ('{"steps": 1.5}', "steps: 1.5 is not a whole number"),
-    ('{"steps": Infinity}', "steps: inf is not a whole number"),
-    ('{"steps": null}', "steps: None is not a whole number"),
-    ('{"lr": [1]}', "lr: [1] is not a number"),
-    pytest.param('{"lr": 1' + "0" * 400 + "}", "is not a number", id="a number beyond all"),
-    ('{"cosine": 1}', "cosine: 1 is neither true nor false"),
-    ('{"data": 3}', "data: 3 is not a text"),
-    ('{"widths": 3}', "widths: 3 is not a list"),
-    ('{"widths": [3, "a"]}', "widths: 'a' is not a whole number"),
-    ('{"precision": ["fp32"]}', "is none of fp32, bf16, fp16"),
-    ("[1, 2]", "expected a JSON object of settings, found list"),
-    ('{"steps": 5', "not a JSON file"),
-    ("\x00\xff", "not a JSON file"),
+    ('{"step": 5}', "--step: no such setting; did you mean --steps?"),
+    ('{"steps": true}', "--steps: invalid int value: 'True'"),
+    ('{"cosine": 1}', "--cosine: invalid bool value: '1'"),
+    ("[1, 2]", "expected a JSON object of settings, found list"), ('{"steps": 5', "not a JSON file"),
 ])
-def test_a_bad_json_file_ends_with_status_2_and_one_line_that_names_file_and_key(text, message, tmp_path, capsys):
+def test_a_bad_json_file_is_refused_by_its_name_and_the_key(text, message, tmp_path):
     path = tmp_path / "settings.json"
     path.write_bytes(text.encode("latin-1"))
-    with pytest.raises(SystemExit) as caught:
+    with pytest.raises(UserError) as caught:
         parse("--config", str(path))
-    err = capsys.readouterr().err
-    assert caught.value.code == 2
-    assert str(path) in err and message in err and err.count("\n") == 1
+    assert str(caught.value).startswith(f"{path}: ") and message in str(caught.value)
 
 
-def test_json_keeps_whole_numbers_and_infinities_exact(tmp_path):
-    path = tmp_path / "settings.json"
-    path.write_text('{"seed": 9007199254740993, "clip": Infinity, "lr": 1}')
-    found = parse("--config", str(path))
-    assert (found.seed, found.clip, found.lr) == (2 ** 53 + 1, math.inf, 1.0)
-    assert type(found.lr) is float
+def test_stages_have_defaults_of_their_own_and_all_gives_each_in_turn():
+    low, high = parse(stages=STAGES)
+    assert (low, high) == (Config(stage="low"), Config(stage="high", steps=50, lr=0.25))
+    assert parse("--stage", "high", "--lr", "0.5", stages=STAGES) == [Config(stage="high", steps=50, lr=0.5)]
+    assert parse("--preset", "tall", stages=STAGES) == [Config(stage="high", steps=5, lr=0.25)]
+    assert [cfg.steps for cfg in parse("--preset", "large", stages=STAGES)] == [7, 7]
 
 
-@pytest.mark.parametrize("word", ["-h", "--help"])
-def test_help_prints_every_field_with_type_default_and_comment(word, capsys):
-    with pytest.raises(SystemExit) as caught:
-        parse("--steps", "3", word)
-    out, err = capsys.readouterr()
-    assert caught.value.code == 0 and err == ""
-    assert out.startswith("usage: try\n")
-    for flag, comment in (("--steps int [100]", "optimizer steps"), ("--lr float [0.001]", "learning rate"),
-                          ("--cosine bool [True]", "whether the rate falls"), ("--data str [shapes]", "folder"),
-                          ("--compile bool [False]", "use torch.compile"),
-                          ("--clip float | None [1.0]", "bound of the norm"),
-                          ("--precision fp32|bf16|fp16 [fp32]", "of matrix products"),
-                          ("--widths tuple[int, ...] [64,128]", "of the levels"), ("--seed int [0]", "of everything"),
-                          ("--scales tuple[float, ...]", "none at all")):
-        assert f"  {flag}\n        {comment}\n" in out
-    assert out.index("Training:") < out.index("--steps") < out.index("Data:") < out.index("--data")
-    assert "--config" in out and "--preset large" in out
+def test_help_of_rank_0_has_each_field_once_at_the_start_of_a_line_with_default_and_comment(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "120")
+    printed = []
+    for rank in ("1", "0"):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit) as caught:
+            parse("--steps", "3", "--help", stages=STAGES)
+        printed += capsys.readouterr()
+        assert caught.value.code == 0
+    out = printed[2]
+    assert [bool(text) for text in printed] == [False, False, True, False]
+    names = re.findall(r"^ *(?:-\w, )?--([\w-]+)", out, re.MULTILINE)
+    assert sorted(names) == sorted([*(field.name for field in dataclasses.fields(Config)), "config", "preset", "help"])
+    assert out.startswith("how to use it\nDefaults of --stage high: steps 50, lr 0.25\n")
+    words = " ".join(out.split())
+    for text in ("--steps STEPS optimizer steps [100]", "--lr LR learning rate, 100 % of it [0.001]",
+                 "--cosine [COSINE] whether the rate falls [True]; --no_cosine for false",
+                 "--stage {all,low,high} which to train [all]", "--widths WIDTHS of the levels [64,128]",
+                 "--scales SCALES none at all --seed", "--preset {large,tall}"):
+        assert text in words
+    places = [out.index(text) for text in ("Data:", "--stage {", "--data", "Training:", "--lr LR")]
+    assert places == sorted(places) and out.count("Data:") == out.count("Training:") == 1  # as the subclass has them
 
 
-@pytest.mark.parametrize("script", ["train_prior", "train_decoder", "train_audio"])
-def test_what_heads_a_section_of_help_is_a_title_and_not_the_rest_of_a_comment(script):
-    for word, (_, cls) in importlib.import_module(script).COMMANDS.items():
-        headings = re.findall(r"^(\S.*):$", config.help_text(cls, "", {}, {}), re.MULTILINE)
-        assert all(heading[0].isupper() for heading in headings) and (headings or word != "train")
-
-
-PROGRAM = """
-import dataclasses, sys
-from common import config
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    steps: int = 1  # optimizer steps
-    fail: str = ""  # how to end
-
-def main():
-    given = config.parse(Config, sys.argv[1:], "usage")
-    if given.fail == "user":
-        raise config.UserError("no such data")
-    if given.fail == "disk":
-        raise OSError(28, "No space left on device", "x.pt")
-    assert given.fail == "", "a mistake in the program"
-    print(given.steps)
-
-config.run(main)
-"""
-
-
-@pytest.mark.parametrize("words, status, last", [
-    (["--steps", "3"], 0, ""),
-    (["--stesp", "3"], 2, "error: --stesp: no such setting; did you mean --steps?"),
-    (["--fail", "user"], 1, "error: no such data"),
-    (["--fail", "disk"], 1, "error: [Errno 28] No space left on device: 'x.pt'"),
+@pytest.mark.parametrize("given, message", [
+    (dict(validation=0.5, test=0.5), "--validation 0.5 and --test 0.5: expected two shares above 0"),
+    (dict(validation=0.0), "expected two"), (dict(test=0.0), "two"), (dict(test=0.0, val_data="x"), "two shares"),
+    (dict(betas=(0.9,)), "--betas: expected two decays, not 1"), (dict(ema_decay=1.5), "--ema_decay: 1.5 is not with"),
 ])
-def test_a_program_tells_the_users_mistake_in_one_line_without_a_traceback(words, status, last, script):
-    done = script(PROGRAM, *words)
-    assert done.returncode == status
-    assert done.stderr.count("\n") == (status != 0) and done.stderr.rstrip("\n").endswith(last)
-    assert done.stdout == ("3\n" if status == 0 else "")
+def test_settings_of_training_that_contradict_each_other_are_refused(given, message):
+    with pytest.raises(UserError, match=message):
+        config.Training(**given)
+    config.Training(validation=0.0, val_data="x")  # which then holds the validation set
 
 
-def test_a_mistake_in_the_program_itself_keeps_its_traceback(script):
-    done = script(PROGRAM, "--fail", "else")
-    assert done.returncode == 1
-    assert "Traceback" in done.stderr and "AssertionError: a mistake in the program" in done.stderr
+def test_unless_told_otherwise_training_is_by_adamw_with_an_average_three_checkpoints_and_a_tenth_held_out():
+    cfg = config.Training()
+    assert (cfg.optimizer, cfg.weight_decay, cfg.betas, cfg.eps) == ("adamw", 0.01, (0.9, 0.99), 1e-8)
+    assert (cfg.warmup_steps, cfg.cosine, cfg.cosine_steps, cfg.max_grad_norm) == (50, True, 0, 1.0)
+    assert (cfg.ema_decay, cfg.ema_update_every, cfg.keep, cfg.validation, cfg.test) == (0.9999, 1, 3, 0.1, 0.1)
 
 
-@pytest.mark.parametrize("words, status", [(["--stesp", "3"], 2), (["--help"], 0)])
-def test_of_several_ranks_only_the_first_speaks(words, status, monkeypatch, capsys):
-    monkeypatch.setenv("RANK", "1")
+def test_a_setting_that_has_no_effect_is_refused_if_it_was_given():
+    table = (("lr", False, "--cosine"), ("steps", True, "nothing"))
+    config.refuse_unused(Config(steps=5), table)
+    with pytest.raises(UserError, match="--lr: it needs --cosine"):
+        config.refuse_unused(Config(lr=0.5), table)
+
+
+def test_a_package_that_is_missing_is_named_with_the_way_to_install_it():
+    assert config.need("json", "reading") is json
+    with pytest.raises(UserError, match="reading x needs no_such_package: pip install no_such_package"):
+        config.need("no_such_package.part", "reading x")
+    with pytest.raises(UserError, match="y needs other: pip install other"):
+        config.need("no_such_package", "y", "other")
+
+
+@pytest.mark.parametrize("error, relayed, status, printed", [
+    (UserError("no such data"), False, 1, "x.py: error: no such data\n"), (UserError("of rank 1"), True, 1, ""),
+    (OSError(28, "No space left", "x.pt"), False, 1, "x.py: error: [Errno 28] No space left: 'x.pt'\n"),
+    (KeyboardInterrupt(), False, 130, "")])
+def test_an_error_while_running_ends_in_one_line_and_a_status(error, relayed, status, printed, monkeypatch, capsys):
+    def fail(cfg):
+        raise error
+    error.relayed = relayed
+    monkeypatch.setattr("sys.argv", ["there/x.py"])
+    monkeypatch.setenv("RANK", "1")  # whichever rank meets it
     with pytest.raises(SystemExit) as caught:
-        parse(*words)
-    assert caught.value.code == status
-    assert capsys.readouterr() == ("", "")
+        config.run({"train": (fail, Config)}, "usage", "train")
+    assert caught.value.code == status and capsys.readouterr() == ("", printed)
+    with pytest.raises(ZeroDivisionError):  # a mistake in the program keeps its traceback
+        config.run({"train": (lambda cfg: 1 / 0, Config)}, "usage", "train")
 
 
 @pytest.mark.parametrize("words, command, steps", [
@@ -237,19 +225,26 @@ def test_the_first_word_chooses_the_command(words, command, steps, monkeypatch):
     called = []
     commands = {name: (lambda cfg, name=name: called.append((name, cfg.steps)), Config) for name in ("train", "sample")}
     monkeypatch.setattr("sys.argv", ["x.py", *words.split()])
-    config.dispatch(commands, "usage", "train", PRESETS)
+    config.run(commands, "usage", "train", PRESETS)
     assert called == [(command, steps)]
 
 
 @pytest.mark.parametrize("words, default, status, message", [
-    ("smaple", "train", 2, "x.py: error: 'smaple': expected one of train, sample; did you mean sample?"),
-    ("", None, 2, "x.py: error: None: expected one of train, sample"), ("--help", None, 0, "the usage"),
-    ("sample --preset large", "train", 2, "'large' is none of (there are none)"),
-    ("sample --help", "train", 0, "Settings of sample:")])
+    ("smaple", "train", 2, "x.py: error: smaple: expected one of train, sample"),
+    ("", None, 2, "x.py: error: command: expected one of train, sample"),
+    ("sample --preset large", "train", 2, "--preset: invalid choice: 'large'"),
+    ("sample --help", "train", 0, "the usage\nSettings of sample:"), ("--help", "train", 0, "Settings of train:")])
 def test_a_word_that_is_no_command_is_told_what_there_is(words, default, status, message, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["x.py", *words.split()])
-    commands = {name: (lambda cfg: None, Config) for name in ("train", "sample")}
     with pytest.raises(SystemExit) as end:
-        config.dispatch(commands, "the usage", default, PRESETS)
+        config.run({name: (lambda cfg: None, Config) for name in ("train", "sample")}, "the usage", default, PRESETS)
     out, err = capsys.readouterr()
     assert end.value.code == status and message in (err if status else out)
+
+
+@pytest.mark.parametrize("script", ["train_prior", "train_decoder", "train_audio"])
+def test_what_heads_a_section_of_a_scripts_help_is_a_title_and_not_the_rest_of_a_comment(script, capsys):
+    for _, cls in importlib.import_module(script).COMMANDS.values():
+        config.Parser(cls).print_help()
+        headings = re.findall(r"^(\w.*):$", capsys.readouterr().out, re.MULTILINE)
+        assert headings and all(heading[0].isupper() or heading == "options" for heading in headings)

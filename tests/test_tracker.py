@@ -1,46 +1,48 @@
 """Where figures go: what is logged can be read back, by each logger, and a resumed run leaves no line twice."""
-import importlib.util
+import contextlib
 import itertools
 import json
 import math
 import os
-import shutil
 import signal
+import sys
 import time
+import wave
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from helpers import records_of
+from servers import needs, records_of
 
-import train_prior
-from common import audio, checkpoint, dist, media, tracker
+from common import checkpoint, config, dist, media, store, tracker
 from common.config import UserError
 
-EACH = ["console", *(pytest.param(kind, marks=pytest.mark.skipif(
-    not importlib.util.find_spec(kind), reason=f"{kind} is not installed")) for kind in ("tensorboard", "wandb"))]
+REAL = [pytest.param(kind, marks=needs(kind)) for kind in ("tensorboard", "wandb")]
 
 
 @pytest.fixture(autouse=True)
 def offline(monkeypatch):
-    """No network; and starts of a run in one second, whose event files TensorBoard would read in any order, in several.
-    """
+    """No network; and TensorBoard's files of starts within one second are named in the order of the starts."""
     monkeypatch.setenv("WANDB_MODE", "offline")
-    if importlib.util.find_spec("tensorboard"):
+    try:
         from tensorboard.summary.writer import event_file_writer
-        clock = itertools.count(time.time())
-        monkeypatch.setattr(event_file_writer, "time", SimpleNamespace(time=lambda: next(clock)))
+    except ImportError:
+        return
+    clock = itertools.count(time.time())
+    monkeypatch.setattr(event_file_writer, "time", SimpleNamespace(time=lambda: next(clock)))
 
 
-def tracker_of(folder, step=0, logger="console", steps=100, **given):
-    """A Tracker of a run in `folder` that goes on from `step`."""
-    cfg = train_prior.Config(run=str(folder), steps=steps, logger=logger, **given)
+def tracker_of(folder, step=0, steps=100, **given):
+    """A Tracker of a run in `folder` that goes on from `step`, where it has a checkpoint."""
+    cfg = config.Training(run=str(folder), steps=steps, batch_size=8, **given)
     folder.mkdir(parents=True, exist_ok=True)
-    checkpoint.write_json({"logger": logger}, folder / "config.json")
-    run = SimpleNamespace(folder=folder, record={"checkpoints": []}, wait=lambda: None)
-    if (folder / "auto_resume.json").exists():
-        run.record = json.loads((folder / "auto_resume.json").read_text())
+    checkpoint.write_json({"marker": "config of the run", "steps": steps}, folder / "config.json")
+    run = checkpoint.Run(folder)
+    run.record = checkpoint.record_of(folder)
+    if step:
+        values = {"run": "run", "step": step, "epoch": 0, "samples_seen": 0, "val_loss": 0.5, "best_val_loss": 0.5}
+        run.record["checkpoints"] = [{"file": "checkpoints/x.pt", "step": step, "sha256": "", "values": values}]
     return tracker.Tracker(run, SimpleNamespace(cfg=cfg, step=step, best_val_loss=math.inf), epoch_size=64)
 
 
@@ -51,10 +53,11 @@ def lines(folder):
 def test_what_is_logged_reads_back_and_what_is_not_finite_is_null(tmp_path):
     log = tracker_of(tmp_path)
     log.log(1, loss=0.1 + 0.2, samples_seen=64, name="größe", rows=["a", 1])
-    log.log(2, loss=float("nan"), best=float("inf"), low=float("-inf"), zero=0.0)
+    log.log(2, {"samples/x.png": "a star"}, loss=float("nan"), best=float("inf"), low=float("-inf"), zero=0.0)
     log.sync()
-    assert lines(tmp_path) == [{"step": 1, "loss": 0.1 + 0.2, "samples_seen": 64, "name": "größe", "rows": ["a", 1]},
-                               {"step": 2, "loss": None, "best": None, "low": None, "zero": 0.0}]
+    assert lines(tmp_path) == [
+        {"step": 1, "loss": 0.1 + 0.2, "samples_seen": 64, "name": "größe", "rows": ["a", 1]},
+        {"step": 2, "loss": None, "best": None, "low": None, "zero": 0.0, "samples": {"samples/x.png": "a star"}}]
     assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
 
 
@@ -68,36 +71,11 @@ def test_on_resume_lines_beyond_the_step_and_torn_ones_are_dropped_and_come_agai
     for torn in (b"", b'{"step": 3, "lo', b'{"step": 3}', b"\xff\xfe\n", b"[1, 2]\n", b'"step"\n', b"{}\n"):
         (tmp_path / "metrics.jsonl").write_bytes(expected + torn)
         resumed = tracker_of(tmp_path, 5)
-        assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4, 5, 5]
+        assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4, 5, 5] and resumed.val_loss == 0.4
         for step in range(6, 11):
             resumed.log(step, loss=1 / step)
         resumed.log(10, val_loss=2 / 10)
         assert (tmp_path / "metrics.jsonl").read_bytes() == expected
-
-
-def test_a_rank_that_does_not_log_writes_and_prints_nothing(tmp_path, capsys, monkeypatch):
-    cfg = train_prior.Config(run=str(tmp_path / "not there"), logger="wandb", verbose=True)
-    with monkeypatch.context() as patch:
-        patch.setattr(dist, "is_main", lambda: False)
-        with tracker.Tracker(SimpleNamespace(folder=tmp_path, record={}), SimpleNamespace(cfg=cfg, step=0)) as log:
-            log.log(1, {"samples/x.png": ""}, loss=1.0)
-            log.say("hello")
-            log.sync()
-            log.report()
-    assert list(tmp_path.iterdir()) == [] and capsys.readouterr() == ("", "")
-    tracker_of(tmp_path).say("hello")
-    assert "hello" in "".join(capsys.readouterr())
-
-
-@pytest.mark.parametrize("value, shown",
-                         [(0.123456, "a 0.1235"), (1e-7, "a 1e-07"), (12345678, "a 12345678"), ("x", "a x")])
-def test_figures_are_shown_at_a_readable_precision(value, shown):
-    assert tracker.show({"a": value, "b": 1}) == f"{shown}  b 1"
-
-
-def test_the_table_puts_figures_of_several_sampling_steps_on_one_line():
-    lines = tracker.table({"step": 3, "match@8": 0.5, "match@64": 0.25, "loss": 0.125})
-    assert [" ".join(line.split()) for line in lines] == ["step 3", "match 0.5000 @8 0.2500 @64", "loss 0.1250"]
 
 
 def test_the_closing_test_is_logged_once_however_often_the_end_is_reached(tmp_path):
@@ -108,136 +86,118 @@ def test_the_closing_test_is_logged_once_however_often_the_end_is_reached(tmp_pa
     assert (tmp_path / "metrics.jsonl").read_text().count("test_loss") == 1
 
 
+def test_a_rank_that_does_not_log_writes_and_prints_nothing(tmp_path, capsys, monkeypatch):
+    cfg = config.Training(run=str(tmp_path / "not there"), logger="wandb", save=("local save_best_to=x.pt",))
+    with monkeypatch.context() as patch:
+        patch.setattr(dist, "is_main", lambda: False)
+        with tracker.Tracker(checkpoint.Run(cfg.run), SimpleNamespace(cfg=cfg, step=0)) as log:
+            log.log(1, {"samples/x.png": ""}, loss=1.0)
+            log.say("hello")
+            log.report()
+        tracker.resend(cfg, None)
+    assert list(tmp_path.iterdir()) == [] and capsys.readouterr() == ("", "") and log.copies_best_checkpoint
+    tracker_of(tmp_path).say("hello")
+    assert "hello" in "".join(capsys.readouterr())
+
+
+def test_figures_are_shown_at_a_readable_precision():
+    metrics = {"a": 0.123456, "b": 1e-7, "c": 12345678, "d": "x"}
+    assert tracker.show(metrics) == "a 0.1235  b 1e-07  c 12345678  d x"
+
+
+def test_the_table_has_a_line_for_each_figure():
+    rows = [line.split() for line in tracker.table({"step": 3, "match@8": 0.5, "loss": 0.123456})]
+    assert rows == [["step", "3"], ["match@8", "0.5000"], ["loss", "0.1235"]]
+
+
 # Loggers
 
 def log_steps(log, steps, folder, samples=()):
     """Lines and samples such as a script logs, the same whenever a step is logged."""
+    (folder / "samples").mkdir(exist_ok=True)
     for step in steps:
-        log.log(step, loss=1 / step, lr=0.1)
+        log.log(step, loss=1 / step, note="text", broken=math.nan)
+        for name in samples if step % 5 == 0 else ():
+            path = str(folder / f"samples/step_{step:08d}_0{name}")
+            if name == ".png":
+                media.write_png(path, np.full((4, 6, 3), 200, np.uint8))
+            else:
+                with wave.open(path, "wb") as file:
+                    file.setparams((1, 2, 8000, 0, "NONE", ""))
+                    file.writeframes(bytes(800))
         if step % 5 == 0:
-            (folder / "samples").mkdir(exist_ok=True)
-            for name in samples:
-                name = f"step_{step:08d}_0{name}"
-                with open(folder / "samples" / name, "wb") as file:
-                    if name.endswith("png"):
-                        media.write_png(file, np.full((4, 6, 3), 200, np.uint8))
-                    else:
-                        audio.write_wav(file, torch.linspace(-0.5, 0.5, 400), 8000)
-            log.log(step, {f"samples/step_{step:08d}_0{name}": f"caption {step}" for name in samples},
-                    val_loss=2 / step)
+            captions = {f"samples/step_{step:08d}_0{name}": f"caption {step}" for name in samples}
+            log.log(step, captions, val_loss=2 / step)
 
 
-@pytest.mark.parametrize("kind", EACH[1:])
-def test_a_logger_has_scalars_samples_files_and_errors_read_back_from_it(kind, tmp_path):
+@pytest.mark.parametrize("kind", REAL)
+def test_a_logger_has_scalars_samples_files_and_errors_read_back_from_it(kind, tmp_path, capsys):
     pytest.importorskip("PIL", reason="pillow is not installed")
     with pytest.raises(ZeroDivisionError), tracker_of(tmp_path, logger=kind) as log:
         log_steps(log, range(1, 11), tmp_path, (".png", ".wav"))
         1 / 0  # noqa: B018 (the error is meant)
-    curves, media = records_of(tmp_path)
-    assert [step for step, _ in curves["loss"]] == [*range(1, 11)]
+    curves, samples = records_of(tmp_path)
+    assert [step for step, _ in curves["loss"]] == [*range(1, 11)] and "failed" not in capsys.readouterr().out
     assert [value for _, value in curves["loss"]] == pytest.approx([1 / step for step in range(1, 11)])
     assert curves["val_loss"] == [(5, pytest.approx(0.4)), (10, pytest.approx(0.2))]
-    assert media == {"validation/0.png": 2, "validation/0.wav": 2}
+    assert samples == {"validation/0.png": 2, "validation/0.wav": 2} and "broken" not in curves
     everything = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.suffix == ".wandb"
                           or path.name.startswith("events"))
     assert b"division by zero" in everything and b"caption 10" in everything
+    assert {"wandb": b"batch_size", "tensorboard": b"config of the run"}[kind] in everything
     if kind == "wandb":
-        assert list(tmp_path.glob("wandb/offline-run-*/files/config.json"))
+        assert [path.read_text() for path in tmp_path.glob("wandb/offline-run-*/files/config.json")] == [
+            (tmp_path / "config.json").read_text()]
     else:
-        assert b'"logger": "tensorboard"' in everything
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+        found = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Images("validation/0.png")[-1]
+        assert (found.width, found.height) == (6, 4)
+        assert found.encoded_image_string == (tmp_path / "samples/step_00000010_0.png").read_bytes()
 
 
-@pytest.mark.parametrize("kind", EACH[1:])
+@pytest.mark.parametrize("kind", REAL)
 def test_resumed_under_a_logger_no_step_comes_twice_and_none_is_missing(kind, tmp_path):
     log = tracker_of(tmp_path, logger=kind)
-    log_steps(log, range(1, 9), tmp_path)
-    log.sync()  # a checkpoint of step 8
-    log_steps(log, range(9, 13), tmp_path)
-    log.logger.sync()
-    if kind == "wandb":
-        log.logger.run.finish()  # all 12 have got there, and 9 to 12 come again
-        log.logger.wandb.teardown()
-    log = tracker_of(tmp_path, 8, logger=kind)
-    log_steps(log, range(9, 16), tmp_path)
-    with log:
-        pass
-    curves, _ = records_of(tmp_path)
-    assert curves["loss"] == [(step, pytest.approx(1 / step)) for step in range(1, 16)]
-    assert curves["val_loss"] == [(step, pytest.approx(2 / step)) for step in (5, 10, 15)]
-    assert [line["step"] for line in lines(tmp_path)] == sorted([*range(1, 16), 5, 10, 15])
-
-
-@pytest.mark.parametrize("kind", EACH[1:])
-def test_what_a_logger_has_lost_it_is_sent_again(kind, tmp_path):
-    with tracker_of(tmp_path, logger=kind) as log:
-        log_steps(log, range(1, 9), tmp_path, (".png",))
-    shutil.rmtree(tmp_path / kind)
+    log_steps(log, range(1, 13), tmp_path)  # of which a checkpoint has the first 8
+    log.logger.finish(1)
+    first = json.loads((tmp_path / "auto_resume.json").read_text())["logger"]
     with tracker_of(tmp_path, 8, logger=kind) as log:
-        log_steps(log, range(9, 11), tmp_path, (".png",))
-    curves, media = records_of(tmp_path)
-    assert [step for step, _ in curves["loss"]] == [*range(1, 11)] and list(media.values()) == [2]
-
-
-@pytest.mark.parametrize("kind", EACH[1:])
-def test_a_closing_test_that_comes_again_is_in_a_logger_once(kind, tmp_path):
-    with tracker_of(tmp_path, logger=kind, steps=8) as log:
-        log_steps(log, range(1, 9), tmp_path)
-    for _ in range(2):
-        with tracker_of(tmp_path, 8, logger=kind, steps=8) as log:
-            log.log(8, test_loss=0.5)
-        curves, _ = records_of(tmp_path)
-    assert curves["test_loss"] == [(8, 0.5)] and [step for step, _ in curves["loss"]] == [*range(1, 9)]
-
-
-def test_a_changed_setting_sends_wandb_what_is_made_anew_behind_what_it_has(tmp_path):
-    pytest.importorskip("wandb", reason="wandb is not installed")
-    with tracker_of(tmp_path, logger="wandb") as log:
-        log_steps(log, range(1, 13), tmp_path)
-    log.logger.wandb.teardown()
-    with tracker_of(tmp_path, 8, logger="wandb", log_every=2) as log:
-        log_steps(log, range(10, 21, 2), tmp_path)
+        log_steps(log, range(9, 16), tmp_path)
     curves, _ = records_of(tmp_path)
-    assert [step for step, _ in curves["loss"]] == [*range(1, 13), *range(10, 21, 2)]
+    for name, steps, top in (("loss", range(1, 16), 1), ("val_loss", (5, 10, 15), 2)):
+        assert curves[name] == [(step, pytest.approx(top / step)) for step in steps]
+    assert json.loads((tmp_path / "auto_resume.json").read_text())["logger"] == first and first["kind"] == kind
 
 
-def test_signals_are_gathered_and_then_are_what_they_were():
-    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
-    with pytest.raises(ZeroDivisionError), tracker.signals() as gathered:
-        os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGINT)
-        assert gathered == [signal.SIGTERM, signal.SIGINT]
-        1 / 0  # noqa: B018 (however it ends)
-    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+@needs("wandb")
+@needs("PIL")
+def test_a_wandb_run_has_the_id_and_names_that_are_given_and_is_resumed_by_the_package(tmp_path, monkeypatch):
+    import wandb
+    init, calls = wandb.init, []
+    monkeypatch.setattr(wandb, "init", lambda **given: calls.append(given) or init(**given))
+    given = "wandb project=shapes entity=me id=mine"
+    with tracker_of(tmp_path, logger=given) as log:
+        assert (log.logger.run.id, log.logger.run.project, log.logger.run.entity) == ("mine", "shapes", "me")
+        assert log.logger.run.name == str(tmp_path)
+    with tracker_of(tmp_path, 8, logger="wandb name=again") as log:
+        assert (log.logger.run.id, log.logger.run.project, log.logger.run.name) == ("mine", "shapes", "again")
+    assert [call["resume"] for call in calls] == ["allow", "must"]
+    assert all(call["config"]["batch_size"] == 8 and call["dir"] == str(tmp_path) for call in calls)
 
 
-def test_verbose_prints_each_line(tmp_path, capsys):
-    log = tracker_of(tmp_path, verbose=True)
-    (tmp_path / "x.png").touch()
-    log.log(3, {"x.png": "a red star"}, loss=0.5, test_loss=0.25)
-    assert f"step 3  loss 0.5  test_loss 0.25\n    {tmp_path}/x.png  a red star" in capsys.readouterr().out
-    tracker_of(tmp_path, 3, verbose=True)
-    assert capsys.readouterr().out == ""
-
-
-def test_a_logger_that_fails_is_told_once_and_training_goes_on(tmp_path, capsys, monkeypatch):
-    log = tracker_of(tmp_path)
-    monkeypatch.setattr(log.logger, "log", lambda *a: 1 / 0)
-    log.logger.rows = 0
-    for step in (1, 2, 3):
-        log.log(step, loss=0.5)
-    assert capsys.readouterr().out.count("logger console failed: ZeroDivisionError") == 1 and len(lines(tmp_path)) == 3
-
-
-@pytest.mark.parametrize("known, logger, message", [
-    ({"kind": "wandb", "id": "x", "project": "dalle2-audiolm", "entity": ""}, "console", "--logger wandb"),
-    ({"kind": "jsonl"}, "tensorboard", "was logged with console"), ({"kind": "tensorboard"}, "wandb", "--resume never"),
-    ({"kind": "wandb", "id": "x", "project": "other", "entity": ""}, "wandb", "project 'other' there")])
-def test_another_logger_than_that_of_the_run_is_refused_with_the_ways_out(known, logger, message, tmp_path):
-    cfg = train_prior.Config(run=str(tmp_path), logger=logger)
-    record = {"checkpoints": [{"file": "checkpoints/step_00000008.pt"}], "logger": known}
-    with pytest.raises(UserError, match=message):
-        tracker.check_logger(cfg, record)
-    tracker.check_logger(cfg, {**record, "checkpoints": []})  # nothing to go on from: it starts anew
+def test_lines_go_behind_those_of_a_wandb_run_that_was_begun_elsewhere(tmp_path, monkeypatch):
+    rows, known, cfg = [], {}, config.Training(run=str(tmp_path))
+    run = SimpleNamespace(project="p", entity="e", id="i", starting_step=500, define_metric=lambda *a, **k: None,
+                          log=lambda line, step, commit: rows.append((step, line["step"])))
+    fake = SimpleNamespace(init=lambda **given: run, Settings=lambda **given: None, Image=None, Audio=None)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    for lines in (0, 2):  # at the second start, two lines of the first are there for good
+        run.starting_step = 500 + 3 * bool(known)
+        log = tracker.WandB(cfg, {"id": "i"}, known, lines, lines)
+        for step in (1, 2, 3):
+            log.log(lines + step, {}, [])
+        known = log.identity
+    assert rows == [(500, 1), (501, 2), (502, 3), (502, 3), (503, 4), (504, 5)]
 
 
 def test_a_wandb_that_cannot_start_is_told_before_training(tmp_path, monkeypatch):
@@ -250,10 +210,191 @@ def test_a_wandb_that_cannot_start_is_told_before_training(tmp_path, monkeypatch
         tracker_of(tmp_path, logger="wandb")
 
 
+def test_another_logger_is_one_class_and_one_entry(tmp_path, monkeypatch, capsys):
+    told = []
+
+    class Mine(tracker.Logger):
+        options = ("color",)
+
+        def __init__(self, cfg, given, known, step, lines):
+            self.identity = {"color": given.get("color"), "starts": known.get("starts", 0) + 1}
+            told.append((step, lines))
+
+        def log(self, *arguments):
+            told.append(arguments)
+    monkeypatch.setitem(tracker.LOGGERS, "no module", Mine)
+    with tracker_of(tmp_path, logger="'no module' color=red") as log:
+        log.log(3, {"samples/test_0.png": "a star"}, test_loss=0.5, note="x")
+        log.log(4, {"samples/step_00000004.png": ""}, val_loss=0.5)
+    assert told == [(0, 0), (3, {"test_loss": 0.5}, [("test/0.png", tmp_path / "samples/test_0.png", "a star")]),
+                    (4, {"val_loss": 0.5}, [("validation/.png", tmp_path / "samples/step_00000004.png", "")])]
+    with tracker_of(tmp_path, 3, logger="'no module'"):
+        assert told[-1] == (3, 1)
+    record = json.loads((tmp_path / "auto_resume.json").read_text())
+    assert record["logger"] == {"kind": "no module", "color": None, "starts": 2}
+    assert "failed" not in capsys.readouterr().out
+
+
+def test_a_logger_that_fails_is_told_once_and_training_goes_on(tmp_path, capsys, monkeypatch):
+    log = tracker_of(tmp_path)
+    monkeypatch.setattr(log.logger, "log", lambda *a: 1 / 0)
+    for step in (1, 2, 3):
+        log.log(step, loss=0.5)
+    assert capsys.readouterr().out.count("logger console failed: ZeroDivisionError: division by zero") == 1
+    assert len(lines(tmp_path)) == 3
+
+
+@pytest.mark.parametrize("ranks, seconds", [(1, None), (2, 900.0)])
+def test_the_end_waits_for_copies_no_longer_than_other_ranks_wait_for_it(ranks, seconds, tmp_path, monkeypatch):
+    log, waited = tracker_of(tmp_path, timeout_minutes=30.0), []
+    monkeypatch.setattr(dist, "world_size", lambda: ranks)
+    log.copies.deliver = waited.append
+    with log:
+        pass
+    assert waited == [seconds]
+
+
+@pytest.mark.parametrize("error, status", [(None, 0), (SystemExit(143), 143), (ValueError("bad"), 1)])
+def test_the_logger_hears_how_a_run_ended(error, status, tmp_path):
+    told, log = [], tracker_of(tmp_path)
+    log.logger.error, log.logger.finish = told.append, told.append
+    with contextlib.suppress(SystemExit, ValueError), log:
+        if error:
+            raise error
+    assert told == ["ValueError: bad"] * isinstance(error, ValueError) + [status] and log.file.closed
+
+
+@pytest.mark.parametrize("known, logger, message", [
+    ({"kind": "wandb", "id": "x"}, "console", "--logger console would tear.*--load .*x.pt.*--resume never"),
+    (None, "tensorboard", "was logged with {'kind': 'console'}"),
+    ({"kind": "wandb", "id": "x", "project": "other"}, "wandb project=mine", "'project': 'other'"),
+    ({"kind": "wandb", "id": "x"}, "wandb id=y", "'id': 'x'")])
+def test_another_logger_than_that_of_the_run_is_refused_with_the_ways_out(known, logger, message, tmp_path):
+    cfg = config.Training(run=str(tmp_path), logger=logger)
+    record = {"checkpoints": [{"file": "x.pt"}], **({"logger": known} if known else {})}
+    with pytest.raises(UserError, match=message):
+        tracker.check_logger(cfg, record)
+    assert tracker.check_logger(cfg, {**record, "checkpoints": []}) == {}  # nothing to go on from: it starts anew
+
+
+def test_the_same_logger_goes_on_with_what_it_is_known_by(tmp_path):
+    record = {"checkpoints": [{"file": "x.pt"}], "logger": {"kind": "wandb", "id": "x", "project": "p"}}
+    for logger in ("wandb", "wandb project=p", "wandb project=p id=x name=new"):
+        assert tracker.check_logger(config.Training(logger=logger), record) == record["logger"]
+
+
+@pytest.mark.parametrize("logger, message", [
+    ("disk", "expected one of console, tensorboard, wandb"), ("", "not enough"), ("wandb id", "expected NAME=VALUE"),
+    ("wandb projekt=x", "NAME=VALUE with a name of project, entity, name, id"),
+    ("wandb 'id=x", "No closing quotation")])
+def test_a_logger_that_cannot_be_meant_is_refused(logger, message):
+    with pytest.raises(UserError, match=f"--logger.*{message}"):
+        tracker.check(config.Training(logger=logger))
+
+
+@pytest.mark.parametrize("given, module, package", [
+    ({"logger": "wandb"}, "wandb", "wandb"), ({"logger": "wandb"}, "PIL", "pillow"),
+    ({"logger": "tensorboard"}, "tensorboard", "tensorboard"),
+    ({"save": ("huggingface repo=a/b save_latest_to=x.pt",)}, "huggingface_hub", "huggingface_hub")])
+def test_a_missing_package_is_told_with_the_line_that_installs_it(given, module, package, tmp_path, monkeypatch):
+    for name in ("wandb", "PIL", "tensorboard", "huggingface_hub"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace())
+    cfg = config.Training(run=str(tmp_path / "run"), **given)
+    assert tracker.prepare(cfg) == cfg
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(UserError, match=f"--.* needs .*: pip install {package}"):
+        tracker.prepare(cfg)
+
+
+# The console and the meter
+
+def test_signals_are_gathered_and_then_are_what_they_were():
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    with pytest.raises(ZeroDivisionError), tracker.signals() as gathered:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert gathered == [signal.SIGTERM, signal.SIGINT]
+        1 / 0  # noqa: B018 (however it ends)
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+
+
 def test_the_paths_of_copies_know_the_run(tmp_path):
-    log = tracker_of(tmp_path / "prior")
+    log = tracker_of(tmp_path / "prior", metadata=("fold=3",))
     log.log(10, val_loss=0.5)
-    state = SimpleNamespace(step=12, best_val_loss=0.25, cfg=SimpleNamespace(batch_size=8))
+    state = SimpleNamespace(step=12, best_val_loss=0.25)
     assert log.values(state) == {"run": "prior", "step": 12, "epoch": 1, "samples_seen": 96, "val_loss": 0.5,
-                                 "best_val_loss": 0.25}
+                                 "best_val_loss": 0.25, "fold": 3}
     assert tracker_of(tmp_path / "prior", 12).val_loss == 0.5
+
+
+class Lines:
+    """What a Meter logs and says."""
+    enabled = False
+
+    def __init__(self):
+        self.lines, self.said = [], []
+
+    def log(self, step, **metrics):
+        self.lines.append({"step": step, **metrics})
+
+    say = property(lambda self: self.said.append)
+
+
+def metered(rank, losses, rows=((), ())):
+    """The lines that a Meter logs of two steps of 8 samples, and what it says, on one of the ranks."""
+    scaler = SimpleNamespace(is_enabled=lambda: True, get_scale=lambda: 4.0)
+    state, log = SimpleNamespace(cfg=config.Training(batch_size=8), step=3, scaler=scaler), Lines()
+    meter = tracker.Meter(log, state, "test")
+    meter.restart()
+    for loss, unusable in zip(losses[rank], rows[rank] or ((), ())):
+        state.step += 1
+        meter.add(torch.tensor(float(loss)), [{"unusable": list(unusable)}, {"unusable": []}])
+    meter.overflows += 1
+    loss, line = meter.line(torch.tensor(2.0), 0.5), log.lines[0]
+    assert loss == line["loss"] and line.pop("samples_per_s") > 0
+    meter.restart()
+    state.step += 1
+    meter.add(torch.tensor(8.0), [{"unusable": ["a"]}])
+    meter.line(torch.tensor(2.0), 0.5)
+    return line, log.lines[1]["loss"], log.lines[1]["overflows"], log.said
+
+
+def rank_metered(losses, rows):
+    return metered(dist.rank(), losses, rows)
+
+
+def test_a_line_is_the_mean_loss_of_the_steps_since_the_last_over_all_ranks(on_ranks):
+    expected = {"step": 5, "samples_seen": 40, "loss": 2.5, "lr": 0.5, "grad_norm": 2.0, "overflows": 1,
+                "unusable_rows": 0, "scale": 4.0}
+    assert metered(0, [(24, 16)]) == (expected, 1.0, 0, ["unusable, and replaced by the next row: a"])
+    two = on_ranks(2, rank_metered, [(10, 6), (14, 10)], [(("b",), ("a",)), (("b",), ())])
+    assert [line for line, *_ in two] == [{**expected, "unusable_rows": 3}] * 2
+    assert two[0][1:] == (2.0, 0, ["unusable, and replaced by the next row: a, b"])  # each row once
+
+
+@pytest.mark.parametrize("loss, norm", [(math.nan, 1.0), (1.0, math.inf)])
+def test_a_loss_or_norm_that_is_not_finite_ends_the_run_with_its_step(loss, norm):
+    state = SimpleNamespace(cfg=config.Training(run="runs/x"), step=7, scaler=None)
+    meter, state.step = tracker.Meter(Lines(), state, "test"), 8
+    meter.add(torch.tensor(loss), [])
+    with pytest.raises(UserError, match=r"not both finite at step 8; lower --lr.*runs/x are from before"):
+        meter.line(torch.tensor(norm), 0.5)
+
+
+def test_evaluating_and_saving_are_due_by_steps_by_minutes_and_at_the_end():
+    cfg = config.Training(steps=20, eval_every=5, eval_minutes=1e-9, save_every=0)
+    state = SimpleNamespace(cfg=cfg, step=0)
+    meter, due = tracker.Meter(Lines(), state, "test"), []
+    for state.step in (4, 5, 6, 20):
+        due.append(meter.due([15] if state.step == 6 else []))
+        meter.restart()
+    assert due == [(False, False, None), (True, False, None), (True, False, 15), (True, True, None)]
+
+
+def test_the_page_is_written_and_copies_go_where_savers_say(tmp_path):
+    with tracker_of(tmp_path / "run", save=(f"local save_meta_to={tmp_path}/about",), metadata=("fold=3",)) as log:
+        log.log(1, loss=0.5)
+        log.report()
+    assert "fold" in (tmp_path / "about/metadata.json").read_text() and (tmp_path / "run/report.html").is_file()
+    assert (tmp_path / "about/config.json").read_bytes() == (tmp_path / "run/config.json").read_bytes()
+    assert store.finite({"a": -math.inf, "b": math.nan, "c": 1.5}) == {"a": None, "b": None, "c": 1.5}
