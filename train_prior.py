@@ -9,7 +9,6 @@
 The same command again resumes. `python train_prior.py [train|evaluate|sample] --help` lists the settings.
 """
 import dataclasses
-import random
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,156 +19,80 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from common import accumulate, amp, checkpoint, clip, config, data, diffusion, dist, lora, schedule, store, tracker
-from common.config import UserError
+from common import accumulate, amp, checkpoint, config, data, diffusion, dist, ema, optim, schedule, tracker
+from common.config import Count, Natural, NonNegative, Positive, Share, UserError
 from common.nn import TimeEmbedding, Transformer
-from common.state import State, check_start, load_weights, resume_point
-from common.store import Settings
 
 # Config
 
 @dataclass(frozen=True)
-class Config(Settings):
+class Config(diffusion.Training):
     # Run and data
     run: str = "runs/prior"  # folder of this run: config, checkpoints, metrics; started again, it resumes
     data: str = "shapes"  # folder with img_emb/ and text_emb/ (and captions), or "shapes": the built-in data
     clip: str = "auto"  # CLIP of the embeddings: folder, model.pt, open_clip:MODEL/WEIGHTS; auto: see DATA/clip.json
-    validation: float = 0.1  # share of the rows held out for validation, chosen by row number
-    test: float = 0.1  # share of the rows held out for the test at the end
-    init_from: str = ""  # model.pt or checkpoint to take the weights of, nothing else: a file, URL or wandb:RUN/FILE
-    init_strict: bool = True  # refuse weights that do not all fit, else take those that do
     # Model
-    width: int = 192  # width of the transformer
-    depth: int = 4  # blocks
-    heads: int = 3  # attention heads
-    kv_heads: int = 0  # heads of keys and values, 0 for as many as heads, 1 for multi-query attention
-    ff_mult: float = 2.0  # hidden width of the feed-forward, in widths
-    rotary: bool = True  # rotary position embedding
-    qk_norm: bool = False  # cosine-similarity attention
-    normformer: bool = False  # extra norms after attention and inside the feed-forward
-    dropout: float = 0.0  # in attention and feed-forward
-    time_embedding: Literal["continuous", "table"] = "continuous"  # how the timestep becomes tokens
-    time_tokens: int = 1  # tokens for the timestep
-    image_tokens: int = 1  # tokens for the noised image embedding
-    text_tokens: int = 1  # tokens for the text embedding
-    self_condition: bool = False  # feed the network's last estimate back in (Chen et al. 2022)
+    width: Count = 192  # width of the transformer
+    depth: Count = 4  # blocks
+    heads: Count = 3  # attention heads
+    ff_mult: Positive = 2.0  # hidden width of the feed-forward, in widths
+    dropout: Share = 0.0  # in attention and feed-forward
     text_encodings: Literal["none", "shards", "clip"] = "none"  # condition on tokens: of DATA/text_enc, or by CLIP
-    max_text_len: int = 77  # text encodings: longer texts are cut, shorter ones padded with learned tokens
+    max_text_len: Count = 77  # text encodings: longer texts are cut, shorter ones padded with learned tokens
     # Diffusion
     objective: Literal["x0", "v", "epsilon", "flow"] = "x0"  # what the network predicts; flow has levels of its own
-    noise_schedule: Literal["cosine", "linear", "quadratic", "sigmoid", "jsd"] = "cosine"  # levels of noise
-    timesteps: int = 1000  # levels of noise
-    loss: Literal["l2", "l1", "huber"] = "l2"  # distance between prediction and target
-    min_snr_gamma: float = 0.0  # min-SNR loss weight (Hang et al. 2023), 0 for none
-    p2_gamma: float = 0.0  # P2 loss weight (k + SNR)^-gamma (Choi et al. 2022), 0 for none
-    p2_k: float = 1.0  # its k
-    flow_weight: Literal["none", "sigma_sqrt", "cosmap"] = "none"  # loss weight of objective flow (SD3)
-    timestep_density: Literal["uniform", "logit_normal", "mode"] = "uniform"  # timesteps in training (SD3 §3.1)
-    density_mean: float = 0.0  # of logit_normal; above 0 for more noise
-    density_std: float = 1.0  # of logit_normal
-    mode_scale: float = 1.29  # of mode, -1 to 1.75; above 0 for more of the middle
-    dream: bool = False  # train on the inputs its own error leads to (DREAM, Zhou et al. 2023); objective epsilon
-    dream_power: float = 1.0  # of σ, the share of its error that is added
-    noise_draws: int = 2  # (timestep, noise) draws a sample and step that share one pass over its text; 4 for encodings
-    text_drop: float = 0.1  # probability of training a sample without its text, for guidance
-    clamp_training: bool = False  # normalize the predicted embedding before the loss (objective x0)
-    clamp_sampling: bool = False  # normalize the estimate at each sampling step (epsilon: always)
-    clamp_final: bool = True  # normalize the sampled embedding
-    # Low-rank adapters (LoRA), trained and saved alone, on the frozen weights of --init_from
-    lora_rank: int = 0  # rank of the adapters, 0 for none: all weights are trained
-    lora_alpha: float = 0.0  # the adapters are scaled by lora_alpha / lora_rank, 0 for lora_rank
-    lora_targets: Literal["attention", "all"] = "attention"  # layers that get one: those of attention, or all
-    lora_base: Literal["fp32", "bf16"] = "fp32"  # precision in which the frozen weights are kept; adapters are fp32
+    noise_draws: Count = 2  # (timestep, noise) draws a sample and step, which share one pass over its text
+    clamp: tuple[str, ...] = ("final",)  # embeddings to normalize: training (x0), sampling (each step), final
     # Optimization
-    steps: int = 1200  # optimizer steps
-    batch_size: int = 128  # samples a step, over all ranks
-    chunk_size: int = 64  # samples in one forward pass; part of what defines a run
-    lr: float = 2e-3  # peak learning rate
-    warmup_steps: int = 50  # steps of linear warm-up
-    cosine: bool = True  # after the warm-up, decay to 0 at `steps` along half a cosine, else stay constant
-    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for matrices, and AdamW for the rest
-    weight_decay: float = 0.01  # decoupled, on matrices only; 0 makes AdamW Adam
-    beta1: float = 0.9  # Adam's decay of the mean
-    beta2: float = 0.99  # Adam's decay of the square
-    eps: float = 1e-8  # Adam's epsilon
-    max_grad_norm: float = 1.0  # gradients are clipped to this norm, 0 for not at all
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"  # of matrix products, by autocast
-    ema_decay: float = 0.9999  # decay of the averaged weights
-    ema_warmup: Literal["power", "ratio", "none"] = "power"  # 1-(1+s/inv_gamma)^-power, (1+s)/(10+s), or at once
-    ema_inv_gamma: float = 1.0  # of the power warm-up
-    ema_power: float = 0.75  # of the power warm-up
-    ema_min_decay: float = 0.0  # least decay
-    ema_update_after: int = 0  # steps at first in which the average is a copy
-    ema_update_every: int = 1  # steps between updates of the average
-    ema_on_host: bool = False  # keep the average in host memory, for a GPU that is too small; waits for it every step
+    steps: Count = 1200  # optimizer steps
+    batch_size: Count = 128  # samples a step, over all ranks
+    chunk_size: Count = 64  # samples in one forward pass; part of what defines a run
+    lr: Positive = 2e-3  # peak learning rate
     # Evaluation and saving; both happen at the first log line at or after they are due
-    log_every: int = 25  # steps between log lines
-    eval_every: int = 600  # steps between evaluations, 0 for none but the last
-    eval_minutes: float = 0.0  # minutes between evaluations, besides, 0 for none
-    eval_samples: int = 512  # most rows an evaluation takes, 0 for all
-    eval_timesteps: tuple[int, ...] = (8, 64)  # sampling steps at which the cosine figures are taken
-    eval_captions: int = 96  # captions of the built-in data to score, with 16 samples each
-    guidance_scale: float = 1.0  # of the samples in evaluation, 1 for none
-    eta: float = 1.0  # noise of sampling: 1 as DDPM, 0 for DDIM
-    save_every: int = 200  # steps between checkpoints
-    save_minutes: float = 0.0  # minutes between checkpoints, besides, 0 for none
-    keep: int = 3  # newest checkpoints that are kept, 0 for all
-    resume: Literal["auto", "never"] = "auto"  # never: an earlier run in the folder is moved aside
-    # Machine
-    seed: int = 0  # of everything random
-    device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # where to compute
-    compile: bool = False  # torch.compile the model
-    workers: int = 0  # processes that read data ahead, a rank
-    timeout_minutes: float = 30.0  # how long a rank waits for another before it gives up
+    eval_every: Natural = 600  # steps between evaluations, 0 for none but the last
+    eval_samples: Natural = 512  # most rows an evaluation takes, 0 for all
+    eval_timesteps: tuple[Count, ...] = (8, 64)  # sampling steps at which the cosine figures are taken
+    eta: Share = 1.0  # noise of sampling: 1 as DDPM, 0 for DDIM
 
     def __post_init__(self):
-        positive = ("width", "depth", "heads", "time_tokens", "image_tokens", "text_tokens", "max_text_len",
-                    "timesteps", "noise_draws", "steps", "batch_size", "chunk_size", "ema_update_every", "log_every",
-                    "ff_mult", "lr", "timeout_minutes", "density_std", "p2_k")
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.name in positive and value <= 0:
-                raise UserError(f"--{field.name}: {value} is not above 0")
-            signed = field.name in ("seed", "density_mean", "mode_scale")
-            if not signed and isinstance(value, (int, float)) and value < 0:
-                raise UserError(f"--{field.name}: {value} is below 0")
-        if self.width % self.heads or (self.kv_heads and self.heads % self.kv_heads):
-            raise UserError(f"--heads: width {self.width} must be a multiple of heads {self.heads}, and heads of "
-                            f"kv_heads {self.kv_heads}")
-        if self.rotary and self.width // self.heads % 2:
-            raise UserError(f"--heads: rotary positions need an even width a head, not {self.width // self.heads}")
-        if self.validation + self.test >= 1 or not self.validation or not self.test:
-            raise UserError(f"--validation {self.validation} and --test {self.test}: expected two shares above 0 that "
-                            "add up to less than 1")
+        super().__post_init__()
+        if self.width % self.heads or self.width // self.heads % 2:
+            raise UserError(f"--heads: width {self.width} over heads {self.heads} must be a whole, even number, as "
+                            "rotary positions need")
         if wrong := [t for t in self.eval_timesteps or (0,) if not 1 <= t <= self.timesteps]:
             raise UserError(f"--eval_timesteps: {wrong[0]} is not within 1 and {self.timesteps}, the --timesteps")
-        for name in ("beta1", "beta2", "dropout", "text_drop", "ema_decay", "ema_min_decay"):
-            if getattr(self, name) > 1 or (name.startswith("beta") and getattr(self, name) == 1):
-                raise UserError(f"--{name}: {getattr(self, name)} is above what a share may be")
-        if self.clamp_training and self.objective != "x0":
-            raise UserError("--clamp_training: only an embedding can be normalized; it needs --objective x0")
-        lora.check(self)
-        diffusion.check(self)
-        store.check(self)
+        if wrong := set(self.clamp) - {"training", "sampling", "final"}:
+            raise UserError(f"--clamp: {min(wrong)!r} is none of training, sampling, final")
+        if "training" in self.clamp and self.objective != "x0":
+            raise UserError("--clamp training: only an embedding can be normalized; it needs --objective x0")
+        check_guidance(self, self.guidance_scale)
+        tracker.check(self)
 
 
 PRESETS = {  # DALL-E 2's Table 3 for the optimizer; the size at which priors over ViT-L/14 are trained in public
     "vit-l-14": dict(clip="open_clip:ViT-L-14/openai", width=768, depth=12, heads=12, ff_mult=4.0,
                      text_encodings="clip", max_text_len=77, noise_draws=4, batch_size=4096, chunk_size=256,
-                     steps=600_000, warmup_steps=10_000, lr=1.1e-4, beta2=0.96, weight_decay=0.06, precision="bf16",
-                     validation=0.01, test=0.01, eval_every=10_000, save_every=2_000, log_every=100, workers=4),
+                     steps=600_000, warmup_steps=10_000, lr=1.1e-4, betas=(0.9, 0.96), weight_decay=0.06,
+                     precision="bf16", validation=0.01, test=0.01, eval_every=10_000, save_every=2_000, log_every=100,
+                     workers=4),
 }
 
 # What must not change when a run goes on; all else may.
-FIXED = ("width", "depth", "heads", "kv_heads", "ff_mult", "rotary", "qk_norm", "normformer", "time_embedding",
-         "time_tokens", "image_tokens", "text_tokens", "self_condition", "text_encodings", "max_text_len", "objective",
-         "noise_schedule", "timesteps", "noise_draws", "batch_size", "chunk_size", "seed", "validation", "test",
-         "optimizer", "lora_rank", "lora_alpha", "lora_targets", "lora_base")
+FIXED = (*config.FIXED, "width", "depth", "heads", "ff_mult", "text_encodings", "max_text_len", "objective",
+         "noise_schedule", "timesteps", "noise_draws", "lora_rank")
+
+
+def check_guidance(cfg, guidance_scale):
+    """UserError for guidance of a model that never trained without its text."""
+    if guidance_scale != 1 and not cfg.text_drop:
+        raise UserError(f"--guidance_scale {guidance_scale}: the prior is trained with --text_drop 0, so it knows no "
+                        "'no text' to be guided away from; give 1, or train with --text_drop 0.1")
+
 
 # Model
 
 class Prior(nn.Module):
-    """A causal transformer over [text encodings, text embedding | time, (last estimate,) noised embedding, query].
+    """A causal transformer over [text encodings, text embedding | time, noised image embedding, query] (§2.2).
 
     The output at the learned query is the prediction. What stands before the bar does not depend on the noise: it is
     run once for all `noise_draws` of a sample in training, and once for all steps in sampling. D is the width of the
@@ -178,29 +101,26 @@ class Prior(nn.Module):
 
     def __init__(self, cfg, embed_width, encoding_width=0):
         super().__init__()
-        self.cfg, self.embed_width = cfg, embed_width
-        width = cfg.width
-        self.text_in = nn.Linear(embed_width, width * cfg.text_tokens)
-        self.image_in = nn.Linear(embed_width, width * cfg.image_tokens)
-        self.estimate_in = nn.Linear(embed_width, width * cfg.image_tokens) if cfg.self_condition else None
-        self.time_in = TimeEmbedding(width * cfg.time_tokens, cfg.timesteps, cfg.time_embedding)
+        self.cfg, self.embed_width, width = cfg, embed_width, cfg.width
+        self.text_in, self.image_in = nn.Linear(embed_width, width), nn.Linear(embed_width, width)
+        self.time_in = TimeEmbedding(width, cfg.timesteps)
         self.query_tokens = nn.Parameter(torch.randn(1, width) * 0.02)
-        self.null_text_tokens = nn.Parameter(torch.randn(cfg.text_tokens, width) * 0.02)
+        self.null_text_tokens = nn.Parameter(torch.randn(1, width) * 0.02)
         if cfg.text_encodings != "none":
             self.encoding_in = nn.Linear(encoding_width, width)
             self.padding_tokens = nn.Parameter(torch.randn(cfg.max_text_len, width) * 0.02)
             self.null_encoding_tokens = nn.Parameter(torch.randn(cfg.max_text_len, width) * 0.02)
-        self.transformer = Transformer(width, cfg.depth, cfg.heads, cfg.kv_heads or None, True, cfg.rotary, cfg.qk_norm,
-                                       cfg.normformer, cfg.dropout, cfg.ff_mult)
+        self.transformer = Transformer(width, cfg.depth, cfg.heads, dropout=cfg.dropout, ff_mult=cfg.ff_mult,
+                                       checkpointing=cfg.checkpointing)
         self.out = nn.Linear(width, embed_width, bias=False)
         alpha, sigma = diffusion.tables(cfg.objective, cfg.noise_schedule, cfg.timesteps)
         self.register_buffer("alpha", alpha, persistent=False)
         self.register_buffer("sigma", sigma, persistent=False)
 
-    def text(self, condition, drop):
+    def text_tokens(self, condition, drop):
         """Tokens (B, P, W) of `condition`; those of the samples where `drop` (B,) is true say "no text"."""
         drop = drop[:, None, None]
-        tokens = self.text_in(condition["text_embed"]).unflatten(-1, (self.cfg.text_tokens, self.cfg.width))
+        tokens = self.text_in(condition["text_embed"])[:, None]  # (B, 1, W)
         tokens = torch.where(drop, self.null_text_tokens.to(tokens.dtype), tokens)
         if self.cfg.text_encodings == "none":
             return tokens
@@ -209,60 +129,54 @@ class Prior(nn.Module):
         encodings = torch.where(drop, self.null_encoding_tokens.to(encodings.dtype), encodings)
         return torch.cat([encodings, tokens], dim=1)
 
-    def noised(self, x_t, timestep, estimate):
-        """Tokens (B, K, S, W) of the noised embeddings x_t (B, K, D) at `timestep` (B, K), without the query."""
-        parts = [self.time_in(timestep.flatten()).unflatten(0, timestep.shape), self.image_in(x_t)]
-        if self.cfg.self_condition:
-            parts.insert(1, self.estimate_in(estimate))
-        return torch.cat([part.unflatten(-1, (-1, self.cfg.width)) for part in parts], dim=2)
+    def noised_tokens(self, x_t, timestep):
+        """Tokens (B, K, 2, W), time and noised embedding, of x_t (B, K, D) at `timestep` (B, K)."""
+        time = self.time_in(timestep.flatten()).unflatten(0, timestep.shape)
+        return torch.stack([time, self.image_in(x_t)], dim=2)
 
-    def forward(self, x_t, timestep, estimate, condition, drop):
+    def forward(self, x_t, timestep, condition, drop):
         """Predictions (B, K, D) for K noise draws a sample, from one pass over its text."""
-        text, noised = self.text(condition, drop), self.noised(x_t, timestep, estimate)
-        batch, draws, size, _ = noised.shape
+        text, noised = self.text_tokens(condition, drop), self.noised_tokens(x_t, timestep)
+        batch, draws = timestep.shape
+        prefix, device = text.shape[1], text.device
         queries = self.query_tokens.to(text.dtype).expand(batch, draws, -1)
-        tokens = torch.cat([text, noised.flatten(1, 2), queries], dim=1)
-        if draws == 1:
-            return self.out(self.transformer(tokens, keep=1))
+        tokens = torch.cat([text, noised.flatten(1, 2), queries], dim=1)  # (B, P + 2K + K, W)
         # Every draw sees the text and itself: token i of draw d sees token j if j comes no later and is text or of d.
-        prefix, device = text.shape[1], tokens.device
         draw = torch.arange(draws, device=device)
-        draw = torch.cat([torch.full((prefix,), -1, device=device), draw.repeat_interleave(size), draw])
-        place = torch.cat([torch.arange(prefix, device=device),
-                           torch.arange(prefix, prefix + size, device=device).repeat(draws),
-                           torch.full((draws,), prefix + size, device=device)])
-        mask = ((draw[:, None] == draw) | (draw == -1)) & (place[:, None] >= place)
-        return self.out(self.transformer(tokens, mask, place, keep=draws))
+        draw = torch.cat([torch.full((prefix,), -1, device=device), draw.repeat_interleave(2), draw])
+        position = torch.cat([torch.arange(prefix, device=device),
+                              torch.tensor([prefix, prefix + 1], device=device).repeat(draws),
+                              torch.full((draws,), prefix + 2, device=device)])
+        mask = ((draw[:, None] == draw) | (draw == -1)) & (position[:, None] >= position)
+        return self.out(self.transformer(tokens, mask, position, keep=draws))
 
-    def remember(self, condition, drop):
+    def text_cache(self, condition, drop):
         """Keys and values of the text, to be given to `denoise` at every step of sampling."""
-        return self.transformer(self.text(condition, drop), keep=1, return_cache=True)[1]
+        return self.transformer(self.text_tokens(condition, drop), keep=1, return_cache=True)[1]
 
-    def denoise(self, x_t, timestep, estimate, memory):
-        """The prediction (B, D) for x_t (B, D) at `timestep` (B,), given the text's `memory`."""
-        tokens = self.noised(x_t[:, None], timestep[:, None], estimate[:, None])[:, 0]
+    def denoise(self, x_t, timestep, cache):
+        """The prediction (B, D) for x_t (B, D) at `timestep` (B,), given the text's `cache`."""
+        tokens = self.noised_tokens(x_t[:, None], timestep[:, None])[:, 0]  # (B, 2, W)
         tokens = torch.cat([tokens, self.query_tokens.to(tokens.dtype).expand(len(tokens), -1, -1)], dim=1)
-        return self.out(self.transformer(tokens, cache=memory, keep=1))[:, 0]
+        return self.out(self.transformer(tokens, cache=cache, keep=1))[:, 0]
 
     def normalize(self, embedding):
         """Embeddings of length √D: the scale of unit noise."""
         return F.normalize(embedding.float(), dim=-1) * self.embed_width ** 0.5
 
 
-def conditioning(batch, cfg, text_encoder):
+@torch.no_grad()
+def conditioning(batch, cfg, encoder):
     """{"text_embed" (B, D) of length √D, "text_enc" (B, L, E), "text_mask" (B, L)} as the model takes them.
 
-    Text encodings come from the batch or, where cfg says so, from its captions by `text_encoder`, which then gives the
-    text embeddings too. They are cut or padded to max_text_len.
+    Text encodings come from the batch or, where cfg says so, from its captions by the CLIP `encoder`, which then gives
+    the text embeddings too. They are cut or padded to max_text_len.
     """
-    embed = batch["text_embed"]
     if cfg.text_encodings == "clip":
-        with torch.no_grad():
-            tokens = text_encoder.tokenize(batch["caption"]).to(embed.device, non_blocking=True)
-            embed, encodings, mask = text_encoder.embed_text(tokens)
-    elif cfg.text_encodings == "shards":
-        encodings = batch["text_enc"]
-        mask = encodings.abs().amax(-1) > 0  # zero rows are padding
+        embed, encodings, mask = encoder.embed_text(encoder.tokenize(batch["caption"]).to(batch["image_embed"].device))
+    else:
+        embed, encodings = batch["text_embed"], batch.get("text_enc")
+        mask = None if encodings is None else encodings.abs().amax(-1) > 0  # zero rows are padding
     condition = {"text_embed": F.normalize(embed.float(), dim=-1) * embed.shape[-1] ** 0.5}
     if cfg.text_encodings != "none":
         missing = cfg.max_text_len - encodings.shape[1]
@@ -271,60 +185,88 @@ def conditioning(batch, cfg, text_encoder):
     return condition
 
 
-def diffusion_loss(model, prior, batch, condition):
-    """Mean loss over a chunk: one pass of `model`, which is `prior` or its DDP wrapper."""
+# Loss
+
+def diffusion_loss(model, prior, batch, condition, plain=False):
+    """Mean loss over a chunk: one pass of `model`, which is `prior` or its DDP wrapper.
+
+    plain: without loss weights and DREAM, as in evaluation, so that it compares across settings.
+    """
     cfg, draws = prior.cfg, prior.cfg.noise_draws
     x0 = prior.normalize(batch["image_embed"])[:, None].expand(-1, draws, -1)  # (B, K, D)
     timestep = diffusion.draw_timesteps(cfg.timestep_density, x0.shape[:2], cfg.timesteps, x0.device, cfg.density_mean,
-                                        cfg.density_std, cfg.mode_scale)
+                                        cfg.density_std)
     noise, drop = torch.randn_like(x0), torch.rand(len(x0), device=x0.device) < cfg.text_drop
     alpha, sigma = (diffusion.at(table, timestep, x0) for table in (prior.alpha, prior.sigma))
-    x_t, estimate = diffusion.add_noise(x0, noise, alpha, sigma), torch.zeros_like(x0)
-    if cfg.self_condition and random.random() < 0.5:
+    x_t, target = diffusion.add_noise(x0, noise, alpha, sigma), diffusion.target(cfg.objective, x0, noise, alpha, sigma)
+    if cfg.dream and not plain:
         with torch.no_grad():
-            estimate = prior(x_t, timestep, estimate, condition, drop).float()
-            estimate = diffusion.to_x0(cfg.objective, estimate, x_t, alpha, sigma)
-        torch.clear_autocast_cache()  # older torch keeps weights cast without gradients for the pass that needs them
-    target = diffusion.target(cfg.objective, x0, noise, alpha, sigma)
-    if cfg.dream:
-        with torch.no_grad():
-            predicted = prior(x_t, timestep, estimate, condition, drop).float()
-        torch.clear_autocast_cache()
-        x_t, target = diffusion.dream(x_t, noise, predicted, sigma, cfg.dream_power)
-    prediction = model(x_t, timestep, estimate, condition, drop).float()
-    if cfg.clamp_training:
+            predicted = prior(x_t, timestep, condition, drop).float()
+        torch.clear_autocast_cache()  # torch keeps weights cast without gradients for the pass that needs them
+        x_t, target = diffusion.dream(x_t, noise, predicted, sigma)
+    prediction = model(x_t, timestep, condition, drop).float()
+    if "training" in cfg.clamp:
         prediction = prior.normalize(prediction)
     loss = diffusion.distance(cfg.loss, prediction, target)
-    return (loss * diffusion.loss_weight(cfg, alpha, sigma)).mean()
+    if not plain:
+        loss = loss * diffusion.loss_weight(cfg.loss_weight, cfg.objective, alpha, sigma, cfg.loss_gamma)
+    return loss.mean()
 
 
 # Sampling
 
 @torch.no_grad()
 def sample_embeddings(prior, condition, steps, guidance_scale=1.0, eta=1.0, noise=torch.randn_like):
-    """Image embeddings (B, D), of unit length unless clamp_final is off, for a `conditioning` of B texts.
+    """Image embeddings (B, D), of unit length unless `clamp` lacks "final", for a `conditioning` of B texts.
 
     Guidance runs every text a second time, as "no text"; the noised input is the same for both. `noise(x)` draws.
     """
-    cfg, size = prior.cfg, len(condition["text_embed"])
-    if guided := guidance_scale != 1:
+    cfg, size, device = prior.cfg, len(condition["text_embed"]), prior.alpha.device
+    guided = guidance_scale != 1
+    if guided:
         condition = {name: torch.cat([value, value]) for name, value in condition.items()}
-    memory = prior.remember(condition, torch.arange(len(condition["text_embed"]), device=prior.alpha.device) >= size)
+    cache = prior.text_cache(condition, torch.arange(size * (1 + guided), device=device) >= size)
 
-    def denoise(x, timestep, before):
+    def denoise(x_t, timestep):
         if guided:
-            both = prior.denoise(x.repeat(2, 1), timestep.repeat(2), before.repeat(2, 1), memory).float()
+            both = prior.denoise(x_t.repeat(2, 1), timestep.repeat(2), cache).float()
             prediction = diffusion.guide(both[:size], both[size:], guidance_scale)
         else:
-            prediction = prior.denoise(x, timestep, before, memory).float()
-        alpha, sigma = (diffusion.at(table, timestep, x) for table in (prior.alpha, prior.sigma))
-        x0 = diffusion.to_x0(cfg.objective, prediction, x, alpha, sigma)
-        # What noise stands for is divided by a tiny α at first: without bounds, an estimate of it runs away.
-        return prior.normalize(x0) if cfg.clamp_sampling or cfg.objective == "epsilon" else x0
+            prediction = prior.denoise(x_t, timestep, cache).float()
+        alpha, sigma = (diffusion.at(table, timestep, x_t) for table in (prior.alpha, prior.sigma))
+        x0 = diffusion.to_x0(cfg.objective, prediction, x_t, alpha, sigma)
+        # epsilon is divided by a tiny α at first: without bounds, an estimate of x₀ runs away.
+        return prior.normalize(x0) if "sampling" in cfg.clamp or cfg.objective == "epsilon" else x0
 
-    x_t = noise(torch.empty(size, prior.embed_width, device=prior.alpha.device))
+    x_t = noise(torch.empty(size, prior.embed_width, device=device))
     x0 = diffusion.sample(denoise, x_t, prior.alpha, prior.sigma, steps, eta, noise)
-    return F.normalize(x0, dim=-1) if cfg.clamp_final else x0 / prior.embed_width ** 0.5
+    return F.normalize(x0, dim=-1) if "final" in cfg.clamp else x0 / prior.embed_width ** 0.5
+
+
+@torch.no_grad()
+def embeddings_of_texts(prior, encoder, texts, keys, num, steps, guidance_scale=1.0, eta=1.0, best_of=1, seed=0,
+                        max_batch=256):
+    """(embeddings (texts, num, D), similarities with their texts (texts, num)), each the best of best_of (§2.2).
+
+    keys: one a text, from which with `seed` the noise is made; every candidate has its own, so it is the same in any
+    batch. The text encodings are the CLIP `encoder`'s, wherever they came from in training.
+    """
+    cfg, device, candidates = prior.cfg, prior.alpha.device, num * best_of
+    if cfg.text_encodings != "none":
+        cfg = dataclasses.replace(cfg, text_encodings="clip")
+    text_embed = F.normalize(encoder.embed_text(encoder.tokenize(texts).to(device))[0].float(), dim=-1)
+    fields = {"caption": [text for text in texts for _ in range(candidates)],
+              "seeds": [accumulate.number(seed, key, k) for key in keys for k in range(candidates)],
+              "text_embed": text_embed.repeat_interleave(candidates, 0)}
+    fields["image_embed"] = fields["text_embed"]  # of which `conditioning` takes the device
+    out = []
+    for batch in accumulate.split(fields, max_batch):
+        with amp.autocast(device, cfg.precision):
+            out.append(sample_embeddings(prior, conditioning(batch, cfg, encoder), steps, guidance_scale, eta,
+                                         diffusion.noise_source(batch["seeds"], device)).float())
+    out = torch.cat(out).unflatten(0, (len(texts), num, best_of))  # (texts, num, best_of, D)
+    similarity, best = F.cosine_similarity(out, text_embed[:, None, None], dim=-1).max(-1)
+    return out.gather(2, best[..., None, None].expand(-1, -1, 1, out.shape[-1])).squeeze(2), similarity
 
 
 # Evaluation
@@ -332,317 +274,273 @@ def sample_embeddings(prior, condition, steps, guidance_scale=1.0, eta=1.0, nois
 class Evaluator:
     """Everything that is measured on held-out rows; the same, to rounding, on any number of ranks."""
 
-    def __init__(self, cfg, source, text_encoder, device):
-        self.cfg, self.source, self.text_encoder, self.device = cfg, source, text_encoder, device
-        self.world = World(source, cfg) if source.captions and source.captions.built_in() else None
+    def __init__(self, cfg, parts, encoder, device):
+        """parts: {"train" | "validation" | "test": (source, rows)}, as of `data.parts`."""
+        self.cfg, self.parts, self.encoder, self.device = cfg, parts, encoder, device
 
-    def chunks(self, part, unrelated=False):
-        """This rank's (number, batch) of the part; `unrelated` adds the text of the row half a part further on."""
-        split = data.Split(len(self.source), part, self.cfg.validation, self.cfg.test)
-        rows = min(len(split), self.cfg.eval_samples or len(split))
-        plan = range(dist.rank(), -(-rows // self.cfg.chunk_size), dist.world_size())
-        reader = data.Chunks(self.source, split)
-        for number in plan:
-            span = number * self.cfg.chunk_size, min(rows, (number + 1) * self.cfg.chunk_size)
-            batch = data.to_device(reader[span], self.device)
-            if unrelated:
-                other, good = self.source.fetch(split[(np.arange(*span) + rows // 2) % rows])
-                other["text_embed"][~good] = 0  # an unusable row is similar to nothing
-                batch["unrelated"] = other["text_embed"].to(self.device)
-            yield number, batch
+    def batches(self, part):
+        """This rank's (number, batch) of a part, on the device."""
+        for number, batch in data.batches(*self.parts[part], self.cfg.eval_samples, self.cfg.chunk_size):
+            yield number, data.to_device(batch, self.device)
 
     @torch.no_grad()
     def loss(self, prior, part):
         """Mean diffusion loss over a part, with the same noise every time; leaves the model's mode as it was."""
-        mode, total = prior.training, [0.0, 0]
+        mode, total = prior.training, np.zeros(2)
         prior.eval()
-        for number, batch in self.chunks(part):
+        for number, batch in self.batches(part):
             accumulate.seed(self.cfg.seed, "loss", number)
             with amp.autocast(self.device, self.cfg.precision):
-                loss = diffusion_loss(prior, prior, batch, conditioning(batch, self.cfg, self.text_encoder))
-            total = [total[0] + loss.item() * len(batch["rows"]), total[1] + len(batch["rows"])]
+                loss = diffusion_loss(prior, prior, batch, conditioning(batch, self.cfg, self.encoder), plain=True)
+            total += loss.item() * len(batch["rows"]), len(batch["rows"])
         prior.train(mode)
-        loss_sum, count = dist.total(total)
+        loss_sum, count = dist.total(total.tolist())
         return loss_sum / count
 
     @torch.no_grad()
-    def similarities(self, prior, part):
-        """The cosine figures of embeddings sampled in each of eval_timesteps steps."""
-        mode, steps = prior.training, self.cfg.eval_timesteps
-        totals = np.zeros(2 + 3 * len(steps))
+    def figures(self, prior, part):
+        """The cosine figures of embeddings sampled in each of eval_timesteps steps; on the built-in data, scores too.
+
+        The unrelated text of a row is that of the row half a part further on.
+        """
+        cfg, mode, (source, rows) = self.cfg, prior.training, self.parts[part]
+        count = min(len(rows), cfg.eval_samples or len(rows))
+        totals = np.zeros(2 + 3 * len(cfg.eval_timesteps))
         prior.eval()
-        for number, batch in self.chunks(part, unrelated=True):
-            text, image, unrelated = batch["text_embed"], batch["image_embed"], batch["unrelated"]
-            figures = [torch.ones(len(text)), F.cosine_similarity(text, image)]
-            for t in steps:
-                accumulate.seed(self.cfg.seed, "similarities", number, t)
-                with amp.autocast(self.device, self.cfg.precision):
-                    condition = conditioning(batch, self.cfg, self.text_encoder)
-                    out = sample_embeddings(prior, condition, t, self.cfg.guidance_scale, self.cfg.eta)
-                figures += [F.cosine_similarity(out, other) for other in (text, image, unrelated)]
-            totals += [figure.sum().item() for figure in figures]
+        for number, batch in self.batches(part):
+            places = (number * cfg.chunk_size + np.arange(len(batch["rows"])) + count // 2) % count
+            other, good = source.fetch(rows[places])
+            other = conditioning(data.to_device(other, self.device), cfg, self.encoder)
+            condition = conditioning(batch, cfg, self.encoder)
+            text, image, unrelated = condition["text_embed"], batch["image_embed"], other["text_embed"]
+            unrelated[~torch.from_numpy(good)] = 0  # an unusable row is similar to nothing
+            values = [torch.ones(len(text)), F.cosine_similarity(text, image)]
+            for steps in cfg.eval_timesteps:
+                accumulate.seed(cfg.seed, "similarities", number, steps)
+                with amp.autocast(self.device, cfg.precision):
+                    out = sample_embeddings(prior, condition, steps, cfg.guidance_scale, cfg.eta)
+                values += [F.cosine_similarity(out, embed) for embed in (text, image, unrelated)]
+            totals += [value.sum().item() for value in values]
+        samples, baseline, *rest = dist.total(totals.tolist())
+        result = {"baseline_similarity": baseline / samples}
+        for steps, (text, image, unrelated) in zip(cfg.eval_timesteps, np.reshape(rest, (-1, 3)) / samples):
+            result |= {f"similarity_with_text@{steps}": text, f"similarity_with_image@{steps}": image,
+                       f"similarity_with_unrelated_text@{steps}": unrelated,
+                       f"difference_from_baseline@{steps}": text - baseline / samples}
+        if source.captions and source.captions.built_in():
+            result |= self.built_in_scores(prior, part)
         prior.train(mode)
-        count, baseline, *rest = dist.total(totals.tolist())
-        result = {"baseline_similarity": baseline / count}
-        for t, (text, image, unrelated) in zip(steps, np.reshape(rest, (-1, 3)) / count):
-            result |= {f"similarity_with_text@{t}": text, f"similarity_with_image@{t}": image,
-                       f"similarity_with_unrelated_text@{t}": unrelated,
-                       f"difference_from_baseline@{t}": text - baseline / count}
         return {name: float(value) for name, value in result.items()}
 
-    def figures(self, prior, part):
-        """All figures that need sampling: similarities and, on the built-in data, whether captions are satisfied."""
-        figures = self.similarities(prior, part)
-        return figures | (self.world.scores(self, prior, part) if self.world and self.cfg.eval_captions else {})
-
-
-class World:
-    """What is known exactly of the built-in data: the attributes of every image and those its caption names."""
-
-    SAMPLES = 16  # a caption
-
-    def __init__(self, source, cfg):
-        records = source.captions.records(range(len(source)))
-        names = list(records[0]["attributes"])
-        table = np.array([[record["attributes"][name] for name in names] for record in records])
-        self.values = np.stack([np.unique(c, return_inverse=True)[1] for c in table.T], 1)  # (rows, attributes)
-        self.named = np.array([[name in record["named"] for name in names] for record in records])
-        self.rows = {part: (split := data.Split(len(source), part, cfg.validation, cfg.test))[np.arange(len(split))]
-                     for part in ("train", "validation", "test")}
-        self.trained = np.isin(np.arange(len(source)), self.rows["train"])  # (rows,)
-        self.held_out = np.flatnonzero(~self.trained)
-        self.neighbors = F.normalize(source.fetch(self.held_out)[0]["image_embed"], dim=-1)  # (held out, D)
-
-    def scores(self, evaluator, prior, part):
+    def built_in_scores(self, prior, part, captions=96, draws=16):
         """caption_match and coverage of samples at the most of eval_timesteps, and their ceilings.
 
         caption_match: share of the embeddings whose nearest neighbor among held-out images has what the caption names.
-        coverage: entropy of the attributes it leaves open, among the neighbors of a caption's samples, over the same
+        coverage: entropy of the attributes it leaves open, among the neighbors of a caption's draws, over the same
         among all images that fit the caption. The ceiling takes as many embeddings of fitting training images instead.
         """
-        cfg, source, device = evaluator.cfg, evaluator.source, evaluator.device
-        mode, totals = prior.training, np.zeros(6)  # samples, matches, real matches; entropy of samples, real, all
-        prior.eval()
-        captions, group = self.rows[part][:cfg.eval_captions], 16
-        for number in range(dist.rank(), -(-len(captions) // group), dist.world_size()):
-            rows = captions[number * group:(number + 1) * group]
+        from common import synthetic
+        cfg, source, steps = self.cfg, self.parts[part][0], max(self.cfg.eval_timesteps)
+        records = source.captions.records(range(len(source)))
+        values, named = synthetic.values(records), synthetic.named(records)  # (rows, attributes)
+        rows = {name: rows[np.arange(len(rows))] for name, (_, rows) in self.parts.items()}
+        held_out = np.concatenate([rows["validation"], rows["test"]])
+        judge = synthetic.Judge(F.normalize(source.fetch(held_out)[0]["image_embed"], dim=-1).numpy(), values[held_out])
+        totals = np.zeros(6)  # draws, matches, real matches; entropy of draws, of real ones, of all that fits
+        for number, row in list(enumerate(rows[part][:captions]))[dist.rank()::dist.world_size()]:
             accumulate.seed(cfg.seed, "scores", number)
-            fitting = [np.flatnonzero((self.values == self.values[row])[:, self.named[row]].all(1)) for row in rows]
-            fitting = {row: fit for row, fit in zip(rows, fitting) if self.trained[fit].any()}
-            if not fitting:
+            names = named[row]
+            fitting = np.flatnonzero((values == values[row])[:, names].all(1))
+            known = np.intersect1d(fitting, rows["train"])
+            if not len(known):
                 continue
-            rows = np.array(list(fitting))
-            real = [np.random.choice(fit[self.trained[fit]], self.SAMPLES) for fit in fitting.values()]
-            batch = data.to_device(source.fetch(np.repeat(rows, self.SAMPLES))[0], device)
-            with amp.autocast(device, cfg.precision):
-                condition = conditioning(batch, cfg, evaluator.text_encoder)
-                out = sample_embeddings(prior, condition, max(cfg.eval_timesteps), cfg.guidance_scale, cfg.eta)
-            for kind, embeddings in (("sampled", out.float().cpu()),
-                                     ("real", source.fetch(np.concatenate(real))[0]["image_embed"])):
-                nearest = self.values[self.held_out[(embeddings @ self.neighbors.T).argmax(1).numpy()]]
-                nearest = nearest.reshape(len(rows), self.SAMPLES, -1)  # (captions, samples, attributes)
-                for (row, fit), found in zip(fitting.items(), nearest):
-                    named, kind_at = self.named[row], ("sampled", "real").index(kind)
-                    totals[1 + kind_at] += (found == self.values[row])[:, named].all(1).sum()
-                    totals[3 + kind_at] += sum(map(entropy, found[:, ~named].T))
-                    if kind == "real":
-                        totals[[0, 5]] += self.SAMPLES, sum(map(entropy, self.values[fit][:, ~named].T))
-        prior.train(mode)
+            batch = data.to_device(source.fetch(np.repeat(row, draws))[0], self.device)
+            with amp.autocast(self.device, cfg.precision):
+                drawn = sample_embeddings(prior, conditioning(batch, cfg, self.encoder), steps, cfg.guidance_scale,
+                                          cfg.eta)
+            real = F.normalize(source.fetch(np.random.choice(known, draws))[0]["image_embed"], dim=-1)
+            found = [judge.attributes(embed.float().cpu().numpy()) for embed in (drawn, real)]  # (draws, attributes)
+            totals += [draws, *((f == values[row])[:, names].all(1).sum() for f in found),
+                       *(sum(map(synthetic.entropy, f[:, ~names].T)) for f in (*found, values[fitting]))]
         count, match, real_match, spread, real_spread, whole = dist.total(totals.tolist())
-        t, count, whole = max(cfg.eval_timesteps), count or 1.0, whole or 1.0
-        return {f"caption_match@{t}": match / count, "caption_match_ceiling": real_match / count,
-                f"coverage@{t}": spread / whole, "coverage_ceiling": real_spread / whole}
-
-
-def entropy(values):
-    """Entropy in nats of the distribution of the integers `values` (n,)."""
-    share = np.unique(values, return_counts=True)[1] / len(values)
-    return float(-(share * np.log(share)).sum())
+        return {f"caption_match@{steps}": match / count, "caption_match_ceiling": real_match / count,
+                f"coverage@{steps}": spread / whole, "coverage_ceiling": real_spread / whole}
 
 
 # Training
 
 def open_data(cfg):
-    """(source, text encoder or None, spec of the CLIP or None) for a config whose `data` is a folder."""
+    """(source, source of --val_data or None, text encoder or None, spec of the CLIP or None), on the CPU."""
     spec = cfg.clip
     if spec == "auto":
-        spec = config.read_json(noted).get("clip") if (noted := Path(cfg.data) / "clip.json").exists() else None
-    source = data.Embeddings(cfg.data, cfg.text_encodings == "shards", captions=cfg.text_encodings == "clip")
+        noted = Path(cfg.data) / "clip.json"
+        spec = config.read_json(noted).get("clip") if noted.exists() else None
+    shards, captions = cfg.text_encodings == "shards", cfg.text_encodings == "clip"
+    source, val_source = (folder and data.Embeddings(folder, shards, captions) for folder in (cfg.data, cfg.val_data))
+    if val_source and val_source.width != source.width:
+        raise UserError(f"--val_data {cfg.val_data}: embeddings {val_source.width} wide, those of {cfg.data} "
+                        f"{source.width}")
     encoder = None
     if cfg.text_encodings == "clip":
+        from common import clip
         if spec is None:
             raise UserError("--text_encodings clip: which CLIP made the embeddings is not known; name it with --clip")
         encoder = clip.load(spec, "cpu")
         if encoder.embed_width != source.width:
             raise UserError(f"--clip {spec}: its embeddings are {encoder.embed_width} wide, those of {cfg.data} "
                             f"{source.width}")
-    return source, encoder, spec
+    return source, val_source or None, encoder, spec
 
 
-def encoding_width(cfg, source, encoder):
-    """Width of the text encodings, 0 where there are none."""
+def widths_of(cfg, source, encoder):
+    """[width of the embeddings, width of the text encodings or 0]."""
     if cfg.text_encodings == "shards":
-        return source.arrays["text_enc"][0].shape[2]
-    return encoder.encoding_width if encoder else 0
-
-
-def prepare(cfg, run, device):
-    """What rank 0 does before anyone trains: hold the run folder, make the built-in data, check everything.
-
-    Returns (the config with `data` as a folder, the checkpoint to resume from or None, the results of a run that is
-    finished or None, messages).
-    """
-    cfg = check_start(cfg)
-    opened = None if cfg.data == "shapes" else open_data(cfg)  # checked before an earlier run is moved aside
-    moved = run.open(cfg.resume)
-    notes = [f"the earlier run is now in {moved}"] if moved else []
-    if cfg.data == "shapes":
-        cfg = dataclasses.replace(cfg, data=clip.builtin_data(Path(cfg.run).parent, device))
-    source, encoder, _ = opened or open_data(cfg)
-    bad, read, names = source.check_rows()
-    if bad:
-        notes.append(f"{bad} of {read} rows looked at are not finite or all zero and are left out: {', '.join(names)}")
-    train = len(data.Split(len(source), "train", cfg.validation, cfg.test))
-    if train < cfg.batch_size:
-        raise UserError(f"{cfg.data}: {train} training rows, fewer than --batch_size {cfg.batch_size}; lower it")
-    for part in ("validation", "test"):
-        if not len(data.Split(len(source), part, cfg.validation, cfg.test)):
-            raise UserError(f"{cfg.data}: {len(source)} rows leave none for {part}; raise --{part}")
-    resume_from, finished, more = resume_point(cfg, run, identity(cfg, source, encoder))
-    return cfg, resume_from, finished, notes + more
+        return [source.width, source.tables["text_enc"].shape[1]]
+    return [source.width, encoder.encoding_width if encoder else 0]
 
 
 def identity(cfg, source, encoder):
     """The facts by which a run is known again: what must not change while it goes on."""
-    return {name: getattr(cfg, name) for name in FIXED} | lora.identity(cfg) | {
-        f"data {k}": v for k, v in source.fingerprint().items()} | ({"clip": encoder.fingerprint()} if encoder else {})
-
-
-def make(cfg, source, encoder, spec, device):
-    """The State of a new run: of a prior or, with lora_rank, of adapters on the one of init_from."""
-    accumulate.seed(cfg.seed, "weights")
-    widths = [source.width, encoding_width(cfg, source, encoder)]
-    prior, adapters, facts = Prior(cfg, *widths).to(device), None, {"kind": "prior", "widths": widths, "clip": spec}
+    facts = {name: getattr(cfg, name) for name in FIXED}
+    facts |= {f"data {name}": value for name, value in source.fingerprint().items()}
+    if encoder:
+        facts["clip"] = encoder.fingerprint()
     if cfg.lora_rank:
-        adapters, facts["lora"] = lora.start(prior, cfg)
-    return State(cfg, prior, device, identity(cfg, source, encoder), facts, adapters)
+        facts["lora_base"] = checkpoint.checksum(cfg.init_from)
+    return facts
 
 
-def update(state, model, encoder, plan, batch):
-    """One optimizer step of `model`, the state's prior or its DDP wrapper, on this rank's chunks `batch`.
+def prepare(cfg, run, device):
+    """What rank 0 does before anyone trains: check everything, hold the run folder, make the built-in data.
 
-    Returns (this rank's loss summed over its samples, gradient norm, whether the step was taken).
+    Returns (the config with `data` as a folder, the checkpoint to resume from or None, the results of a run that is
+    finished or None, messages).
     """
-    cfg, step_loss = state.cfg, torch.zeros((), device=state.device)
-    state.set_rate()
-    for chunk, part in zip(plan, batch):
-        accumulate.seed(cfg.seed, state.step, chunk.index)
-        part = data.to_device(part, state.device)
-        with dist.sync_if(model, chunk.last):
-            with amp.autocast(state.device, cfg.precision):
-                loss = diffusion_loss(model, state.model, part, conditioning(part, cfg, encoder))
-            state.scaler.scale(loss * chunk.weight).backward()
-        step_loss += loss.detach() * (chunk.stop - chunk.start)
-    norms, taken = state.advance()
-    return step_loss, norms.square().sum().sqrt(), taken
+    accumulate.plan(cfg.batch_size, cfg.chunk_size, 0, dist.world_size())  # there are enough chunks
+    cfg = tracker.prepare(cfg)
+    if cfg.data != "shapes":
+        open_data(cfg)  # checked before an earlier run is moved aside
+    notes = run.open(cfg.resume)
+    if cfg.data == "shapes":
+        from common import clip
+        cfg = dataclasses.replace(cfg, data=clip.builtin_data(run.folder.parent, device))
+    source, val_source, encoder, _ = open_data(cfg)
+    bad, read, names = source.check()
+    if bad:
+        notes.append(f"{bad} of {read} rows looked at are not finite or all zero and are left out: {', '.join(names)}")
+    data.parts(source, cfg, val_source)
+    resume_from, finished, more = run.resume_point(cfg, identity(cfg, source, encoder))
+    return cfg, resume_from, finished, notes + more
 
 
 def train(cfg):
     # Join the other ranks; let rank 0 hold the run folder, make data and check all there is to check.
-    started = time.monotonic()
+    started, run, given = time.monotonic(), checkpoint.Run(cfg.run), cfg
     device = dist.setup(cfg.device, cfg.timeout_minutes)
-    run, asked = checkpoint.Run(cfg.run), cfg
     cfg, resume_from, finished, notes = dist.on_main(lambda: prepare(cfg, run, device))
     if finished:
+        tracker.resend(cfg, run)
         report(cfg, f"{cfg.run} is finished, at step {finished['step']}; to train on, give more --steps.", finished)
         return
-    source, encoder, spec = open_data(cfg)
 
-    # Make the model, or take it up where it was.
+    # Make the model and what trains it, or take them up where they were.
+    source, val_source, encoder, spec = open_data(cfg)
     encoder = encoder and encoder.to(device)
-    state = make(cfg, source, encoder, spec, device)
+    accumulate.seed(cfg.seed, "weights")
+    facts = {"kind": "prior", "widths": widths_of(cfg, source, encoder), "clip": spec,
+             "metadata": tracker.metadata(cfg)}
+    prior = trained = Prior(cfg, *facts["widths"]).to(device)
+    if cfg.lora_rank:
+        from common import lora
+        trained, facts["lora"] = lora.start(prior, cfg)
+    optimizers = optim.make(trained, cfg.optimizer, cfg.lr, cfg.weight_decay, cfg.betas, cfg.eps)
+    scaler = amp.scaler(device, cfg.precision)
+    average = ema.EMA(trained, cfg.ema_update_every, decay=cfg.ema_decay, update_after=cfg.ema_update_after)
+    state = checkpoint.State(cfg, {"model": trained}, average, optimizers, scaler,
+                             identity(cfg, source, encoder), facts)
     if resume_from:
         notes += state.restore(resume_from)
     elif cfg.init_from and not cfg.lora_rank:
         state.start_from(cfg.init_from, cfg.init_strict)
-    prior, average = state.model, state.average
-    dist.check_in_step(prior, state.step)
-    if dist.is_main():
-        checkpoint.write_json({**config.as_json(asked), "versions": state.versions}, run.folder / "config.json")
-    split = data.Split(len(source), "train", cfg.validation, cfg.test)
-    log = tracker.Tracker(run, state, len(split))
-    log.say(f"{sum(p.numel() for p in state.trained.parameters()):,} parameters{' of adapters' * bool(cfg.lora_rank)}, "
-            f"{len(source):,} rows of width {source.width}, {dist.world_size()} rank(s) on {device.type}")
-    for note in filter(None, notes):
-        log.say(note)
+    dist.check_in_step({**state.modules, "prior": prior}, state.step)
     if cfg.compile:
         prior.compile()
     model = dist.wrap(prior, device)
 
     # Ask for the data in the order that seed and step give.
+    parts = data.parts(source, cfg, val_source)
     plan = accumulate.plan(cfg.batch_size, cfg.chunk_size, dist.rank(), dist.world_size())
     spans = data.training_spans(plan, cfg.batch_size, state.step)
-    batches = data.loader(data.Chunks(source, split, cfg.seed), spans, cfg.workers, device.type == "cuda")
-    evaluator = Evaluator(cfg, source, encoder, device)
+    batches = data.loader(data.Chunks(*parts["train"], cfg.seed), spans, cfg.workers, device.type == "cuda")
+    evaluator = Evaluator(cfg, parts, encoder, device)
+
+    # Say what is to come, and where the figures go.
+    if dist.is_main():
+        checkpoint.write_json({**config.as_json(given), "versions": state.versions}, run.folder / "config.json")
+    log = tracker.Tracker(run, state, len(parts["train"][1]))
+    log.say(f"{sum(p.numel() for p in trained.parameters()):,} parameters{' of adapters' * bool(cfg.lora_rank)}, "
+            f"{len(source):,} rows of width {source.width}, {dist.world_size()} rank(s) on {device.type}")
+    for note in filter(None, notes):
+        log.say(note)
 
     with log, tracker.signals() as signals:  # the log hears how it ends
-        # Train. Signals and clocks are read by rank 0, at log lines, where the ranks meet anyway.
-        saved = evaluated = time.monotonic()
-        meter, batch, taken = tracker.Meter(log, state), [], True
-        bar = tracker.progress(total=cfg.steps, initial=state.step, desc="prior", unit="step",
-                               disable=not dist.is_main())
+        meter, chunks, taken = tracker.Meter(log, state, "prior"), [], True
         prior.train()
         while state.step < cfg.steps:
-            if taken:  # a step that overflowed did not happen: it is tried again, on the same samples
-                batch = [next(batches) for _ in plan]
-            step_loss, norm, taken = update(state, model, encoder, plan, batch)
+            # Take one optimizer step. One that overflowed did not happen: it is tried again, on the same samples.
+            lr = schedule.learning_rate(state.step, cfg.lr, cfg.warmup_steps, cfg.cosine_steps or cfg.steps, cfg.cosine)
+            schedule.set_learning_rate(optimizers, lr)
+            chunks, step_loss = [next(batches) for _ in plan] if taken else chunks, torch.zeros((), device=device)
+            for chunk, batch in zip(plan, chunks):
+                accumulate.seed(cfg.seed, state.step, chunk.index)
+                batch = data.to_device(batch, device)
+                with dist.sync_if(model, chunk.last):
+                    with amp.autocast(device, cfg.precision):
+                        loss = diffusion_loss(model, prior, batch, conditioning(batch, cfg, encoder))
+                    scaler.scale(loss * chunk.weight).backward()
+                step_loss += loss.detach() * (chunk.stop - chunk.start)
+            norm, taken = amp.step(scaler, optimizers, cfg.max_grad_norm)
+            model.zero_grad(set_to_none=True)
             if not taken:
                 meter.overflows += 1
                 continue
-            bar.update()
-            meter.add(step_loss, batch)
+            state.step += 1
+            average.update(state.step)
+            meter.add(step_loss, chunks)
             if state.step % cfg.log_every and state.step < cfg.steps:
                 continue
 
-            # Log: the one place where the host waits for the device.
-            (loss, rate), step, now = meter.line(norm), state.step, time.monotonic()
-            bar.set_postfix_str(f"loss {loss:.4f}, {rate:.0f} samples/s", refresh=False)
-
-            # Evaluate and save, when the steps, rank 0's clock or a signal say so.
-            eval_due, save_due, stop = dist.broadcast((
-                step == cfg.steps or schedule.due(step, meter.step, cfg.eval_every, now - evaluated, cfg.eval_minutes),
-                step == cfg.steps or schedule.due(step, meter.step, cfg.save_every, now - saved, cfg.save_minutes),
-                signals[:1]))
+            # Log; evaluate and save when they are due. Here the ranks meet, and the host waits for the device.
+            loss, step, begun = meter.line(norm, lr), state.step, time.monotonic()
+            eval_due, save_due, stop = meter.due(signals)
             if eval_due:
-                losses = {"val_loss_online": evaluator.loss(prior, "validation")}
-                with average.applied(state.trained):
+                losses, figures = {"val_loss_online": evaluator.loss(prior, "validation")}, {}
+                with average.applied(trained):
                     losses["val_loss"] = evaluator.loss(prior, "validation")
-                    figures = evaluator.figures(prior, "validation") if step < cfg.steps else {}
-                evaluated = time.monotonic()
-                log.log(step, **losses, **figures, evaluation_s=evaluated - now)
-                lines = [f"step {step}: " + tracker.show({"loss": loss, **losses}), *tracker.table(figures)]
-                log.say("\n    ".join(lines))
-                state.keep_best(losses["val_loss"], run, log)
+                    if step < cfg.steps:  # else the test is next
+                        figures = evaluator.figures(prior, "validation")
+                log.log(step, **losses, **figures, evaluation_s=time.monotonic() - begun)
+                log.say("\n    ".join([f"step {step}: " + tracker.show({"loss": loss, **losses}),
+                                       *tracker.table(figures)]))
+                best = run.save_best(state, losses["val_loss"], log)
+                save_due = save_due or (best and log.copies_best_checkpoint)
                 log.report()
             if save_due or stop:
-                state.commit(run, log)
-                saved = time.monotonic()
+                run.commit(state, log)
             if stop:
                 run.wait()
-                log.say(f"stopped by signal {stop[0]} at step {step}, all saved; the same command goes on")
-                raise SystemExit(128 + stop[0])
+                log.say(f"stopped by signal {stop} at step {step}, all saved; the same command goes on")
+                raise SystemExit(128 + stop)
             meter.restart()
-        bar.close()
+        meter.bar.close()
 
         # Test the averaged weights, and save them last of all.
-        with average.applied(state.trained):
+        with average.applied(trained):
             results = {"test_loss": evaluator.loss(prior, "test"), **evaluator.figures(prior, "test")}
-        state.export(run, "model.pt", **results)
         log.log(state.step, **results)
         results = {"step": state.step, "best_val_loss": state.best_val_loss, **results}
-        log.deliver()
         if dist.is_main():
-            run.finish(results)
+            run.finish(state, results)
         log.report()
     report(cfg, f"Trained {cfg.run}; this start took {time.monotonic() - started:.0f} s.", results)
 
@@ -661,27 +559,27 @@ def report(cfg, headline, results):
 
 # Commands
 
-def load_prior(asked, device):
-    """(prior in eval mode, its training config, the file's contents) for what a PriorConfig names."""
-    path = Path(asked.run) / asked.model
-    cfg, state = lora.read_model("prior", Config, path, asked.weights, asked.lora, asked.lora_scale)
-    prior = Prior(cfg, *state["widths"]).to(device).eval()
-    load_weights(prior, state, path)
-    return prior, cfg, state
-
-
 @dataclass(frozen=True)
-class PriorConfig:
+class PriorConfig(config.Settings):
     # The prior
     run: str = "runs/prior"  # run folder of the prior
     model: str = "model.pt"  # file in it: model.pt (newest), best.pt (lowest validation loss) or checkpoints/step_N.pt
     weights: Literal["ema", "online"] = "ema"  # of a checkpoint: averaged, or as the optimizer left them
     lora: str = ""  # LoRA adapters for it: a model.pt, best.pt, checkpoint or run folder of a training with --lora_rank
     lora_scale: float = 1.0  # how much they count: 0 not at all, 1 as they were trained
-    guidance_scale: float = 1.0  # 1 for none
-    eta: float = 1.0  # 1 as DDPM, 0 for DDIM
+    guidance_scale: NonNegative = 1.0  # 1 for none
+    eta: Share = 1.0  # 1 as DDPM, 0 for DDIM
     seed: int = 0  # of the noise
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # where to compute
+
+
+def load_prior(path, device, weights="ema", adapters="", scale=1.0):
+    """(prior in eval mode, the file's contents) of a model.pt or checkpoint, LoRA adapters merged in at `scale`."""
+    from common import lora
+    cfg, state = lora.read_model("prior", Config, path, weights, adapters, scale)
+    prior = Prior(cfg, *state["widths"]).to(device).eval()
+    checkpoint.load_weights(prior, state, path)
+    return prior, state
 
 
 @dataclass(frozen=True)
@@ -689,33 +587,32 @@ class EvaluateConfig(PriorConfig):
     # What to evaluate
     data: str = ""  # embeddings to evaluate on, by default those of the training
     part: Literal["train", "validation", "test"] = "test"  # which rows
-    eval_samples: int = 0  # most rows to take, 0 for all
-    eval_timesteps: tuple[int, ...] = (8, 64)  # sampling steps
-    eval_captions: int = 256  # captions of the built-in data to score
+    eval_samples: Natural = 0  # most rows to take, 0 for all
+    eval_timesteps: tuple[Count, ...] = (8, 64)  # sampling steps
     out: str = ""  # JSON file to write the figures to
 
 
-def plan_evaluation(asked, device):
-    """(prior, Evaluator) for what `asked` wants, all of it checked."""
-    prior, cfg, state = load_prior(asked, device)
-    cfg = dataclasses.replace(cfg, **{k: v for k, v in dataclasses.asdict(asked).items() if k in
-                              ("eval_samples", "eval_timesteps", "eval_captions", "guidance_scale", "eta", "seed")},
-                              data=asked.data or cfg.data)
-    source, encoder, _ = open_data(cfg)
-    widths = [source.width, encoding_width(cfg, source, encoder)]
-    if widths != state["widths"]:
+def plan_evaluation(args, device):
+    """(prior, Evaluator) for what `args` wants, all of it checked."""
+    prior, state = load_prior(Path(args.run) / args.model, device, args.weights, args.lora, args.lora_scale)
+    check_guidance(prior.cfg, args.guidance_scale)
+    same = ("eval_samples", "eval_timesteps", "guidance_scale", "eta", "seed")
+    cfg = dataclasses.replace(prior.cfg, **{name: getattr(args, name) for name in same}, batch_size=1,
+                              data=args.data or prior.cfg.data)
+    source, val_source, encoder, _ = open_data(cfg)
+    if (widths := widths_of(cfg, source, encoder)) != state["widths"]:
         raise UserError(f"{cfg.data}: its embeddings and encodings are {widths} wide, the prior's {state['widths']}")
-    return prior, Evaluator(cfg, source, encoder and encoder.to(device), device)
+    return prior, Evaluator(cfg, data.parts(source, cfg, val_source), encoder and encoder.to(device), device)
 
 
-def evaluate(asked):
-    device = dist.setup(asked.device)
-    prior, evaluator = dist.on_each(lambda: plan_evaluation(asked, device))
-    results = {"loss": evaluator.loss(prior, asked.part), **evaluator.figures(prior, asked.part)}
+def evaluate(args):
+    device = dist.setup(args.device)
+    prior, evaluator = dist.on_each(lambda: plan_evaluation(args, device))
+    results = {"loss": evaluator.loss(prior, args.part), **evaluator.figures(prior, args.part)}
     if dist.is_main():
         print("\n".join(tracker.table(results)))
-    if dist.is_main() and asked.out:
-        checkpoint.write_json(results, asked.out)
+    if dist.is_main() and args.out:
+        checkpoint.write_json(results, args.out)
 
 
 @dataclass(frozen=True)
@@ -723,103 +620,61 @@ class SampleConfig(PriorConfig):
     # What to imagine
     text: str = ""  # what to imagine
     texts: str = ""  # or a file with one text a line
-    num: int = 4  # embeddings a text
-    best_of: int = 2  # candidates an embedding, of which the most similar to the text is kept (DALL-E 2 §2.2)
-    steps: int = 64  # sampling steps
-    max_batch: int = 256  # most embeddings computed at once
+    num: Count = 4  # embeddings a text
+    best_of: Count = 2  # candidates an embedding, of which the most similar to the text is kept (DALL-E 2 §2.2)
+    steps: Count = 64  # sampling steps
+    max_batch: Count = 256  # most embeddings computed at once
     clip: str = ""  # CLIP for the text, by default that of the training
-    neighbors: int = 3  # nearest captions of the data to name, 0 for none
     out: str = ""  # .npy file to write the (texts x num, D) embeddings to
 
     def __post_init__(self):
-        for name in ("num", "best_of", "steps", "max_batch"):
-            if getattr(self, name) < 1:
-                raise UserError(f"--{name}: {getattr(self, name)} is not above 0")
+        super().__post_init__()
         if bool(self.text.strip()) == bool(self.texts):
             raise UserError("--text: give a text that is not empty, or a file of them with --texts")
 
 
-def sample(asked):
-    device = dist.setup(asked.device)
+def check_encoder(encoder, prior, flag):
+    """UserError unless the CLIP `encoder`, which `flag` names, is as wide as the one that the prior was trained on."""
+    if encoder.embed_width != prior.embed_width:
+        raise UserError(f"{flag}: embeddings {encoder.embed_width} wide, the prior's are {prior.embed_width}")
+    if prior.cfg.text_encodings != "none" and encoder.encoding_width != prior.encoding_in.in_features:
+        raise UserError(f"{flag}: text encodings {encoder.encoding_width} wide, the prior's "
+                        f"{prior.encoding_in.in_features}")
+
+
+def sample(args):
+    device = dist.setup(args.device)
     if not dist.is_main():
         return
-    prior, cfg, state = load_prior(asked, device)
-    if asked.steps > cfg.timesteps:
-        raise UserError(f"--steps: {asked.steps} is more than the {cfg.timesteps} timesteps of the prior")
-    texts = asked.text if asked.text.strip() else Path(asked.texts).read_text(errors="replace")
+    prior, state = load_prior(Path(args.run) / args.model, device, args.weights, args.lora, args.lora_scale)
+    check_guidance(prior.cfg, args.guidance_scale)
+    if args.steps > prior.cfg.timesteps:
+        raise UserError(f"--steps: {args.steps} is more than the {prior.cfg.timesteps} timesteps of the prior")
+    texts = args.text if args.text.strip() else Path(args.texts).read_text(errors="replace")
     texts = [text.strip() for text in texts.splitlines() if text.strip()]
-    spec = asked.clip or state["clip"]
-    if not texts or spec is None:
-        raise UserError(f"{asked.texts}: no text in it" if not texts else
-                        f"{asked.run}: which CLIP made its embeddings is not known; name it with --clip")
+    if not texts:
+        raise UserError(f"{args.texts}: no text in it")
+    if not (spec := args.clip or state["clip"]):
+        raise UserError(f"{args.run}: which CLIP made its embeddings is not known; name it with --clip")
+    from common import clip
     encoder = clip.load(spec, device)
-    if encoder.embed_width != prior.embed_width:
-        raise UserError(f"--clip {spec}: embeddings {encoder.embed_width} wide, the prior's are {prior.embed_width}")
-
-    if cfg.text_encodings != "none" and encoder.encoding_width != state["widths"][1]:
-        raise UserError(f"--clip {spec}: encodings {encoder.encoding_width} wide, the prior's {state['widths'][1]}")
-
-    out, similarity = imagine(prior, cfg, encoder, texts, range(len(texts)), asked)
-    out = out.cpu()
-    if asked.out:
-        with checkpoint.replacing(asked.out) as file:
-            np.save(file, out.flatten(0, 1).numpy())
-        print(f"wrote {asked.out}: float32 ({len(texts) * asked.num}, {prior.embed_width})")
-    neighbors = [[]] * len(texts) * asked.num
-    try:
-        neighbors = nearest_captions(cfg.data, out.flatten(0, 1), asked.neighbors)
-    except UserError as error:
-        print(f"no neighbors to name: {error}")
-    for t, text in enumerate(texts):
-        for k, value in enumerate(similarity[t].tolist()):
-            print(f"{text!r} {k}: similarity with the text {value:.3f}", *(
-                f"    {cosine:.3f}  {caption}" for cosine, caption in neighbors[t * asked.num + k]), sep="\n")
-
-
-@torch.no_grad()
-def imagine(prior, cfg, encoder, texts, keys, asked):
-    """(embeddings (texts, num, D), similarities with their texts (texts, num)), each the best of best_of.
-
-    keys: one a text, from which with asked.seed the noise is made; every candidate has its own, so it is the same in
-    any batch.
-    """
-    candidates, device = asked.num * asked.best_of, prior.alpha.device
-    text_embed = F.normalize(encoder.embed_text(encoder.tokenize(texts).to(device))[0].float(), dim=-1)
-    if cfg.text_encodings != "none":
-        cfg = dataclasses.replace(cfg, text_encodings="clip")  # whatever they were in training, here they are made
-    fields = {"caption": [text for text in texts for _ in range(candidates)],
-              "seeds": [accumulate.number(asked.seed, key, k) for key in keys for k in range(candidates)],
-              "text_embed": text_embed.repeat_interleave(candidates, 0)}
-    out = []
-    for part in accumulate.split(fields, asked.max_batch):
-        with amp.autocast(device, cfg.precision):
-            noise = diffusion.noise_source(part["seeds"], device)
-            out.append(sample_embeddings(prior, conditioning(part, cfg, encoder), asked.steps, asked.guidance_scale,
-                                         asked.eta, noise).float())
-    out = torch.cat(out).unflatten(0, (len(texts), asked.num, asked.best_of))  # (texts, num, best_of, D)
-    similarity, best = F.cosine_similarity(out, text_embed[:, None, None], dim=-1).max(-1)
-    return out.gather(2, best[..., None, None].expand(-1, -1, 1, out.shape[-1])).squeeze(2), similarity
-
-
-def nearest_captions(folder, embeddings, count, most=100_000):
-    """For each embedding of (n, D), [(cosine, caption)] of the `count` nearest of the data's first `most` images."""
-    source = data.Embeddings(folder)
-    if source.captions is None:
-        raise UserError(f"{folder}: it has no captions")
-    rows = np.arange(min(len(source), most))
-    images = torch.cat([source.fetch(part)[0]["image_embed"] for part in np.array_split(rows, -(-len(rows) // 4096))])
-    cosines = F.normalize(embeddings, dim=-1) @ F.normalize(images, dim=-1).nan_to_num(-1).T
-    top = cosines.topk(min(count, len(rows)))
-    return [[(cosine, record["caption"]) for cosine, record in zip(values, source.captions.records(rows[places]))]
-            for values, places in zip(top.values.tolist(), top.indices.numpy())]
+    check_encoder(encoder, prior, f"--clip {spec}")
+    out, similarity = embeddings_of_texts(prior, encoder, texts, range(len(texts)), args.num, args.steps,
+                                          args.guidance_scale, args.eta, args.best_of, args.seed, args.max_batch)
+    for text, cosines in zip(texts, similarity.tolist()):
+        print(f"{text!r}: similarity with the text {', '.join(f'{cosine:.3f}' for cosine in cosines)}")
+    if args.out:
+        with checkpoint.replacing(args.out) as file:
+            np.save(file, out.flatten(0, 1).cpu().numpy())
+        print(f"wrote {args.out}: float32 ({len(texts) * args.num}, {prior.embed_width})")
 
 
 COMMANDS = {"train": (train, Config), "evaluate": (evaluate, EvaluateConfig), "sample": (sample, SampleConfig)}
 
 
 def main():
-    config.dispatch(COMMANDS, __doc__, "train", PRESETS)
+    config.run(COMMANDS, __doc__, "train", PRESETS)
 
 
 if __name__ == "__main__":
-    config.run(main)
+    main()
