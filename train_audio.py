@@ -19,7 +19,7 @@ import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -35,183 +35,122 @@ from common import (
     config,
     data,
     dist,
+    ema,
     lora,
     media,
     optim,
     schedule,
     semantic,
-    store,
     tracker,
 )
-from common.config import UserError, need
-from common.nn import ELU, Attention, FeedForward, Memory, Transformer, elu, rotary_table
+from common.config import Count, Decay, Natural, NonNegative, Positive, Share, UserError, need
+from common.nn import FeedForward, Memory, Transformer
 from common.quantize import ResidualQuantizer
 from common.recordings import Recordings, Syllables, token_cache
-from common.schedule import due
-from common.state import State, check_start, load_weights, resume_point
-from common.store import Settings
 
 LONGEST = 6.0  # seconds of a text of the built-in data, at most
 FRAME_RATE = semantic.RATE / semantic.HOP  # semantic tokens a second
 BUILTIN_ROWS = 4_000  # recordings of the built-in syllables
+TopK = Annotated[float, ("above 0 and at most 1", lambda share: 0 < share <= 1)]
 
 # Config
 
 @dataclass(frozen=True)
-class Config(Settings):
+class Config(config.Training):
     # Run and data
     stage: Literal["all", "soundstream", "semantic", "coarse", "fine"] = "all"  # what to train; all: each in turn
     run: str = "runs/audio"  # folder of the runs, one a stage: config, checkpoints, metrics; started again, it resumes
     data: str = "syllables"  # folder of recordings (wav; flac, ogg, mp3 by soundfile), or "syllables": built in
-    sample_rate: int = 16_000  # samples a second of the codec; recordings of other rates are resampled
-    seconds: float = 0.5  # length of a training crop
-    crop_samples: int = 0  # the same in samples of the wave, instead of --seconds, if not 0
+    sample_rate: Count = 16_000  # samples a second of the codec; recordings of other rates are resampled
+    seconds: Positive = 0.5  # length of a training crop
+    crop_samples: Natural = 0  # the same in samples of the wave, instead of --seconds, if not 0
     speaker_pattern: str = ""  # regular expression, group 1 of which in a file's name is the speaker; "": its folder
     split_by: Literal["auto", "speaker", "file"] = "auto"  # what is held out; auto: speakers, if there are 20 or more
-    validation: float = 0.1  # share of speakers or files held out for validation
-    test: float = 0.1  # share of speakers or files held out for the test at the end
     soundstream: str = ""  # codec of coarse and fine: run, model.pt or encodec:MODEL; "": RUN/soundstream
     semantic: str = ""  # run whose semantic tokens coarse takes; "": RUN/semantic
-    init_from: str = ""  # model.pt or checkpoint to take the weights of, nothing else: a file, URL or wandb:RUN/FILE
-    init_strict: bool = True  # refuse weights that do not all fit, else take those that do
     # Codec
-    channels: int = 8  # of the first layer; each stride doubles them
-    strides: tuple[int, ...] = (2, 4, 5, 8)  # their product is the hop, samples a frame
-    residual_units: int = 1  # a stride, with dilations 1, 3, 9
-    codec_width: int = 90  # width of a frame
-    attention_window: int = 0  # frames that attention at the bottleneck looks back, 0 for none
-    quantizer: Literal["rvq", "fsq", "lfq"] = "rvq"  # learned; finite scalar, lookup-free: all grouped, or none
-    quantizers: int = 8  # each quantizes what those before it have left over; the first few alone are a lower bitrate
-    codebook_size: int = 256  # codes of a quantizer
-    grouped_quantizers: int = 1  # the last so many have a code for each of --groups, those before one for the frame
-    groups: int = 0  # of the channels of a frame; 0: pairs of channels
-    group_codebooks: Literal["uniform", "learned"] = "uniform"  # of rvq: grids as wide as what is left, or as others
-    codebook_width: int = 0  # frames are projected to this width to be quantized, 0 for not at all
-    codebook_decay: float = 0.98  # of the codebooks' moving averages
-    dead_below: float = 0.1  # codes of fewer frames a step, on average, are replaced
-    quantizer_dropout: float = 1.0  # share of samples that are cut to a random number of quantizers
-    least_quantizers: int = 6  # the smallest such number; of no more quantizers than that, none is cut
-    rotation: bool = False  # gradients through quantization by the rotation trick (Fifty et al. 2024), not straight
-    code_temperature: float = 0.0  # codes are drawn at this temperature in training, 0 for the nearest
-    quantize_after: int = 100  # steps of the plain autoencoder before k-means makes the codebooks
-    mel_weight: float = 1.0  # of the distance of log-mel spectra at six scales
-    mel_floor: float = 0.1  # share of a frame's loudest mel magnitude below which that is deaf, as ears are
-    pre_emphasis: float = 0.4  # of waves in the two losses below, 0 for none: it lifts the faint upper formants
-    l1_weight: float = 10.0  # of the L1 distance of waves
-    sdr_weight: float = 0.1  # of the signal-to-distortion ratio, in dB; scale-invariant, it would blow up silence
-    commitment_weight: float = 0.25  # of the distance of frames to their codes
+    channels: Count = 8  # of the first layer; each stride doubles them
+    strides: tuple[Annotated[int, ("2 or more", lambda stride: stride > 1)], ...] = (2, 4, 5, 8)  # product: the hop
+    residual_units: Count = 1  # a stride, with dilations 1, 3, 9
+    codec_width: Count = 90  # width of a frame
+    quantizers: Count = 8  # each quantizes what those before it have left over; the first few alone are a lower bitrate
+    codebook_size: Count = 256  # codes of a quantizer
+    grouped_quantizers: Natural = 1  # the last so many have a code for each of --groups, those before one for the frame
+    groups: Natural = 0  # of the channels of a frame; 0: pairs of channels
+    group_codebooks: Literal["uniform", "learned"] = "uniform"  # grids as wide as what is left, or as others
+    codebook_decay: Decay = 0.98  # of the codebooks' moving averages
+    dead_below: NonNegative = 0.1  # codes of fewer frames a step, on average, are replaced
+    quantizer_dropout: Share = 1.0  # share of samples that are cut to a random number of quantizers
+    least_quantizers: Count = 6  # the smallest such number; of no more quantizers than that, none is cut
+    quantize_after: Natural = 100  # steps of the plain autoencoder before k-means makes the codebooks
+    mel_weight: NonNegative = 1.0  # of the distance of log-mel spectra at six scales
+    mel_floor: Share = 0.1  # share of a frame's loudest mel magnitude below which that is deaf, as ears are
+    pre_emphasis: Share = 0.4  # of waves in the two losses below, 0 for none: it lifts the faint upper formants
+    l1_weight: NonNegative = 10.0  # of the L1 distance of waves
+    sdr_weight: NonNegative = 0.1  # of the signal-to-distortion ratio, in dB; scale-invariant, it would blow up silence
+    commitment_weight: NonNegative = 0.25  # of the distance of frames to their codes
     # Discriminators of the codec
-    discriminate_after: float = 0.97  # share of the steps without them; 1 for none at all
-    adversarial_weight: float = 0.1  # of the hinge loss
-    feature_weight: float = 10.0  # of the distance of features
-    penalty_weight: float = 10.0  # of the gradient penalty, 0 for none
-    penalty_every: int = 4  # steps between gradient penalties
-    wave_channels: int = 4  # of the first layer of the three that hear waves
-    stft_channels: int = 4  # of the first layer of the one that sees spectra
-    stft_window: int = 1024  # its window in samples
-    discriminator_lr: float = 3e-4  # peak learning rate
-    discriminator_warmup_steps: int = 20  # steps of linear warm-up, from when they begin
-    discriminator_max_grad_norm: float = 5.0  # gradients are clipped to this norm, 0 for not at all
+    discriminate_after: Share = 0.97  # share of the steps without them; 1 for none at all
+    adversarial_weight: NonNegative = 0.1  # of the hinge loss
+    feature_weight: NonNegative = 10.0  # of the distance of features
+    penalty_weight: NonNegative = 10.0  # of the gradient penalty, 0 for none
+    penalty_every: Count = 4  # steps between gradient penalties
+    wave_channels: Count = 4  # of the first layer of the three that hear waves
+    stft_channels: Count = 4  # of the first layer of the one that sees spectra
+    stft_window: Annotated[int, ("a multiple of 128", lambda size: size > 0 and size % 128 == 0)] = 1024  # in samples
+    discriminator_lr: Positive = 3e-4  # peak learning rate
+    discriminator_warmup_steps: Natural = 20  # steps of linear warm-up, from when they begin
+    discriminator_max_grad_norm: NonNegative = 5.0  # gradients are clipped to this norm, 0 for not at all
     # Semantic tokens
     tokenizer: str = "kmeans"  # kmeans on mel-cepstra, or hubert:MODEL:LAYER
-    clusters: int = 12  # semantic tokens; speech has more sounds than the built-in syllables: 100, say
+    clusters: Count = 12  # semantic tokens; speech has more sounds than the built-in syllables: 100, say
     deltas: bool = False  # kmeans: with c0 and first and second differences, as HuBERT's first iteration
     unique: bool = False  # consecutive equal semantic tokens are one, as in the paper, which forgets how long they last
     # Token transformers
-    width: int = 192  # width of the transformer
-    depth: int = 4  # blocks
-    heads: int = 4  # attention heads
-    kv_heads: int = 0  # heads of keys and values, 0 for as many as heads, 1 for multi-query attention
-    ff_mult: float = 2.0  # hidden width of the feed-forward, in widths
+    width: Count = 192  # width of the transformer
+    depth: Count = 4  # blocks
+    heads: Count = 4  # attention heads
+    ff_mult: Positive = 2.0  # hidden width of the feed-forward, in widths
     position: Literal["rotary", "relative"] = "rotary"  # embedding of positions
-    qk_norm: bool = False  # cosine-similarity attention
-    dropout: float = 0.0  # in attention and feed-forward
-    mask_past: float = 0.05  # share of the past that is hidden from a sample in training
-    noise_past: float = 0.0  # share of a stage's past behind a prompt, at most, that training takes from another sample
+    dropout: Share = 0.0  # in attention and feed-forward
+    mask_past: Decay = 0.05  # share of the past that is hidden from a sample in training
+    noise_past: Share = 0.0  # share of a stage's past behind a prompt, at most, that training takes from another sample
     layout: Literal["aligned", "delay", "flattened"] = "aligned"  # streams side by side, in a row, or in a row by codes
-    frame_depth: int = 1  # aligned: feed-forwards between a frame's codes, each of which is told those before it
-    coarse_quantizers: int = 6  # the coarse stage predicts the codes of the codec's first so many, fine the others'
+    frame_depth: Count = 1  # aligned: feed-forwards between a frame's codes, each of which is told those before it
+    coarse_quantizers: Count = 6  # the coarse stage predicts the codes of the codec's first so many, fine the others'
     voice: bool = False  # coarse is told the voice that the tokenizer finds; hubert finds none
-    given_drop: float = 0.0  # probability of training without the tokens that a stage is given, each kind by itself
-    given_weight: float = 0.0  # loss weight of the tokens that a stage is given, 0 to predict its own alone
+    given_drop: Share = 0.0  # probability of training without the tokens that a stage is given, each kind by itself
+    given_weight: NonNegative = 0.0  # loss weight of the tokens that a stage is given, 0 to predict its own alone
     text: Literal["auto", "none", "prefix", "cross"] = "auto"  # how text conditions; auto: a prefix of semantic, if any
     text_embeds: bool = False  # texts are embeddings in NAME.npy beside the recordings, not transcripts
-    max_text_len: int = 24  # longer texts are cut, shorter ones padded
-    text_vocabulary: int = 320  # byte pairs of the text encoder, which is learned with the rest
-    text_depth: int = 2  # its blocks
-    text_drop: float = 0.1  # probability of training a sample without its text, for guidance
-    text_gradient: float = 1.0  # factor of the gradient that reaches the text encoder
+    max_text_len: Count = 24  # longer texts are cut, shorter ones padded
+    text_vocabulary: Natural = 320  # most words with a token of their own; others are spelled by their bytes
+    text_depth: Count = 2  # blocks of the text encoder, which is learned with the rest
+    text_drop: Share = 0.1  # probability of training a sample without its text, for guidance
     # Optimization
-    steps: int = 1200  # optimizer steps
-    batch_size: int = 4  # samples a step, over all ranks
-    chunk_size: int = 2  # samples in one forward pass; part of what defines a run
-    lr: float = 1e-3  # peak learning rate
-    warmup_steps: int = 50  # steps of linear warm-up
-    cosine: bool = True  # after the warm-up, decay to 0 at `steps` along half a cosine, else stay constant
-    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for matrices, and AdamW for the rest
-    weight_decay: float = 0.0  # decoupled, on matrices only; 0 makes AdamW Adam
-    beta1: float = 0.8  # Adam's decay of the mean
-    beta2: float = 0.99  # Adam's decay of the square
-    eps: float = 1e-8  # Adam's epsilon
-    max_grad_norm: float = 5.0  # gradients are clipped to this norm, 0 for not at all
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"  # of matrix products and convolutions, by autocast
-    ema_decay: float = 0.99  # decay of the averaged weights
-    ema_warmup: Literal["power", "ratio", "none"] = "power"  # 1-(1+s/inv_gamma)^-power, (1+s)/(10+s), or at once
-    ema_inv_gamma: float = 1.0  # of the power warm-up
-    ema_power: float = 0.75  # of the power warm-up
-    ema_min_decay: float = 0.0  # least decay
-    ema_update_after: int = 0  # steps at first in which the average is a copy
-    ema_update_every: int = 1  # steps between updates of the average
-    ema_on_host: bool = False  # keep the average in host memory, for a GPU that is too small; waits for it every step
+    steps: Count = 1200  # optimizer steps
+    batch_size: Count = 4  # samples a step, over all ranks
+    chunk_size: Count = 2  # samples in one forward pass; part of what defines a run
+    weight_decay: NonNegative = 0.0  # decoupled, on matrices only; 0 makes AdamW Adam
+    betas: tuple[Decay, ...] = (0.8, 0.99)  # Adam's decays of the mean and of the square
+    max_grad_norm: NonNegative = 5.0  # gradients are clipped to this norm, 0 for not at all
+    ema_decay: Share = 0.99  # decay of the averaged weights, 0 for no averaging
     # Evaluation and saving; both happen at the first log line at or after they are due
-    log_every: int = 25  # steps between log lines
-    eval_every: int = 600  # steps between evaluations, 0 for none but the last
-    eval_minutes: float = 0.0  # minutes between evaluations, besides, 0 for none
-    eval_samples: int = 48  # most recordings an evaluation takes, 0 for all
-    eval_seconds: float = 2.0  # length of the codec's crops in evaluation
-    eval_sounds: int = 2  # recordings that an evaluation writes as WAV and PNG, 0 for none
-    prompt_seconds: float = 1.0  # how much of them the continuations of coarse and fine are given
-    temperature: float = 0.3  # of the codes drawn in evaluation, 0 for the most probable
-    top_k: float = 0.2  # share of the codes that is drawn from, the most probable
-    save_every: int = 200  # steps between checkpoints
-    save_minutes: float = 0.0  # minutes between checkpoints, besides, 0 for none
-    keep: int = 3  # newest checkpoints that are kept, 0 for all
-    resume: Literal["auto", "never"] = "auto"  # never: an earlier run in the folder is moved aside
-    # Machine
-    seed: int = 0  # of everything random
-    device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # where to compute
-    compile: bool = False  # torch.compile the model
-    workers: int = 0  # processes that read data ahead, a rank
-    timeout_minutes: float = 30.0  # how long a rank waits for another before it gives up
+    eval_every: Natural = 600  # steps between evaluations, 0 for none but the last
+    eval_samples: Natural = 48  # most recordings an evaluation takes, 0 for all
+    eval_seconds: Positive = 2.0  # length of the codec's crops in evaluation
+    eval_sounds: Natural = 2  # recordings that an evaluation writes as WAV and PNG, 0 for none
+    prompt_seconds: Positive = 1.0  # how much of them the continuations of coarse and fine are given
+    temperature: NonNegative = 0.3  # of the codes drawn in evaluation, 0 for the most probable
+    top_k: TopK = 0.2  # share of the codes that is drawn from, the most probable
 
     def __post_init__(self):
-        may_be_0 = ("crop_samples", "attention_window", "codebook_width", "quantize_after", "kv_heads", "warmup_steps",
-                    "dead_below", "discriminator_warmup_steps", "eval_every", "eval_samples", "eval_sounds",
-                    "save_every", "keep", "seed", "workers", "ema_update_after", "grouped_quantizers", "groups")
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if number and not math.isfinite(value):
-                raise UserError(f"--{field.name}: {value} is not finite")
-            if number and value <= 0 and isinstance(value, int) and field.name not in may_be_0:
-                raise UserError(f"--{field.name}: {value} is not above 0")
-            if number and value < 0 and field.name != "seed":
-                raise UserError(f"--{field.name}: {value} is below 0")
+        super().__post_init__()
         if self.crop_samples:  # only seconds are kept, so that those of a command line win over a file's
             object.__setattr__(self, "seconds", self.crop_samples / self.sample_rate)
             object.__setattr__(self, "crop_samples", 0)
-        for name in ("seconds", "eval_seconds", "prompt_seconds", "lr", "discriminator_lr", "ff_mult", "top_k",
-                     "timeout_minutes"):
-            if not getattr(self, name):
-                raise UserError(f"--{name}: 0 is not above 0")
-        for name in ("beta1", "beta2", "dropout", "mask_past", "noise_past", "given_drop", "text_drop", "ema_decay",
-                     "ema_min_decay", "codebook_decay", "quantizer_dropout", "mel_floor", "pre_emphasis",
-                     "discriminate_after", "top_k", "text_gradient"):
-            share = getattr(self, name)
-            if share > 1 or (share == 1 and name in ("beta1", "beta2", "mask_past", "codebook_decay")):
-                raise UserError(f"--{name}: {share} is above what a share may be")
-        if not self.strides or min(self.strides) < 2:
-            raise UserError(f"--strides: {self.strides or 'none'}; expected numbers of 2 or more")
+        if not self.strides:
+            raise UserError("--strides: expected at least one")
         for name in ("seconds", "eval_seconds"):
             if round(getattr(self, name) * self.sample_rate) < math.prod(self.strides):
                 raise UserError(f"--{name}: {getattr(self, name)}, shorter than a frame of {math.prod(self.strides)} "
@@ -224,28 +163,18 @@ class Config(Settings):
             raise UserError(f"--grouped_quantizers: {self.grouped_quantizers}, but there are {self.quantizers}")
         if self.groups and not self.grouped_quantizers:
             raise UserError(f"--groups: {self.groups}, but --grouped_quantizers is 0")
-        if self.grouped_quantizers and not self.groups and (self.codebook_width or self.codec_width) % 2:
+        if self.grouped_quantizers and not self.groups and self.codec_width % 2:
             raise UserError(f"--groups: pairs of channels, by default, need an even number of them, not "
-                            f"{self.codebook_width or self.codec_width}")
+                            f"{self.codec_width}")
         with torch.device("meta"):
             try:
                 quantizer_of(self)
             except ValueError as error:
-                way = "; --grouped_quantizers 0 is none" if "groups" in str(error) else ""
-                raise UserError(f"--quantizer {self.quantizer}: {error}{way}") from error
-        if self.attention_window and self.codec_width % (2 * max(1, self.codec_width // 64)):
-            raise UserError(f"--codec_width: attention needs heads of about 64, so a multiple of 64, not "
-                            f"{self.codec_width}")
-        if self.stft_window % 128:
-            raise UserError(f"--stft_window: {self.stft_window} is not a multiple of 128")
-        if self.width % self.heads or (self.kv_heads and self.heads % self.kv_heads):
-            raise UserError(f"--heads: width {self.width} must be a multiple of heads {self.heads}, and heads of "
-                            f"kv_heads {self.kv_heads}")
+                raise UserError(f"--codebook_size, --groups: {error}") from error
+        if self.width % self.heads:
+            raise UserError(f"--heads: width {self.width} must be a multiple of heads {self.heads}")
         if self.width // self.heads % 2:
             raise UserError(f"--heads: rotary positions need an even width a head, not {self.width // self.heads}")
-        if self.validation + self.test >= 1 or not self.validation or not self.test:
-            raise UserError(f"--validation {self.validation} and --test {self.test}: expected two shares above 0 that "
-                            "add up to less than 1")
         if self.stage not in ("soundstream", "semantic") and not self.coarse_quantizers < self.quantizers:
             raise UserError(f"--coarse_quantizers: {self.coarse_quantizers} is not within 1 and {self.quantizers - 1}, "
                             "one less than --quantizers")
@@ -257,12 +186,12 @@ class Config(Settings):
             raise UserError("--tokenizer: it belongs to the semantic run; train that, then give it with --semantic")
         if self.text_embeds and self.text in ("none", "auto"):
             raise UserError("--text_embeds: it needs --text prefix or --text cross")
-        store.check(self)
+        tracker.check(self)
 
 
 # What is different by default for a stage, and named settings for all of it.
-TRANSFORMER = dict(seconds=3.5, batch_size=16, chunk_size=8, optimizer="muon", lr=6e-3, weight_decay=0.01, beta1=0.9,
-                   max_grad_norm=1.0, eval_samples=160, ema_decay=0.995, eval_every=200)
+TRANSFORMER = dict(seconds=3.5, batch_size=16, chunk_size=8, optimizer="muon", lr=6e-3, weight_decay=0.01,
+                   betas=(0.9, 0.99), max_grad_norm=1.0, eval_samples=160, ema_decay=0.995, eval_every=200)
 STAGES = {
     "soundstream": dict(steps=1400),
     "semantic": dict(TRANSFORMER, steps=320),
@@ -273,7 +202,7 @@ PRESETS = {  # the codec of SoundStream §III at 24 kHz; transformers of AudioLM
     "soundstream-24khz": dict(
         stage="soundstream", sample_rate=24_000, channels=32, residual_units=3, codec_width=512, codebook_size=1024,
         grouped_quantizers=0, codebook_decay=0.99, quantizer_dropout=1.0, least_quantizers=1, wave_channels=16,
-        stft_channels=32, seconds=1.0, batch_size=64, chunk_size=16, lr=1e-4, beta1=0.5, beta2=0.9, steps=1_000_000,
+        stft_channels=32, seconds=1.0, batch_size=64, chunk_size=16, lr=1e-4, betas=(0.5, 0.9), steps=1_000_000,
         cosine=False, warmup_steps=1_000, mel_weight=1.0, mel_floor=0.0, l1_weight=0.0, sdr_weight=0.0,
         commitment_weight=1.0, adversarial_weight=1.0, feature_weight=100.0, discriminate_after=0.0,
         discriminator_lr=1e-4, quantize_after=0, ema_decay=0.9999, validation=0.01, test=0.01, log_every=100,
@@ -282,19 +211,18 @@ PRESETS = {  # the codec of SoundStream §III at 24 kHz; transformers of AudioLM
         sample_rate=24_000, width=1024, depth=12, heads=16, ff_mult=4.0, position="relative", dropout=0.1,
         clusters=1024, unique=True, layout="flattened", coarse_quantizers=4, voice=False, mask_past=0.15,
         noise_past=0.0, given_drop=0.0, seconds=10.0, batch_size=256, chunk_size=8, optimizer="adamw", lr=3e-4,
-        warmup_steps=4_000, steps=1_000_000, beta1=0.9, max_grad_norm=1.0, precision="bf16", ema_decay=0.9999,
+        warmup_steps=4_000, steps=1_000_000, betas=(0.9, 0.99), max_grad_norm=1.0, precision="bf16", ema_decay=0.9999,
         validation=0.01, test=0.01, log_every=100, eval_every=10_000, save_every=2_000, workers=4),
 }
 
 # What must not change when a run goes on; all else may.
-SHARED = ("stage", "sample_rate", "seconds", "split_by", "validation", "test", "batch_size", "chunk_size", "seed",
-          "optimizer")
-FIXED_CODEC = (*SHARED, "channels", "strides", "residual_units", "codec_width", "attention_window", "quantizer",
-               "quantizers", "codebook_size", "grouped_quantizers", "groups", "group_codebooks", "codebook_width",
-               "quantize_after", "wave_channels", "stft_channels", "stft_window")
-FIXED_TOKENS = (*SHARED, "unique", "width", "depth", "heads", "kv_heads", "ff_mult", "position", "qk_norm", "layout",
-                "frame_depth", "coarse_quantizers", "voice", "given_weight", "text", "text_embeds", "max_text_len",
-                "text_vocabulary", "text_depth")
+SHARED = (*config.FIXED, "stage", "sample_rate", "seconds", "split_by")
+FIXED_CODEC = (*SHARED, "channels", "strides", "residual_units", "codec_width", "quantizers", "codebook_size",
+               "grouped_quantizers", "groups", "group_codebooks", "quantize_after", "wave_channels", "stft_channels",
+               "stft_window")
+FIXED_TOKENS = (*SHARED, "unique", "width", "depth", "heads", "ff_mult", "position", "layout", "frame_depth",
+                "coarse_quantizers", "voice", "given_weight", "text", "text_embeds", "max_text_len", "text_vocabulary",
+                "text_depth")
 
 # Codec
 
@@ -355,6 +283,13 @@ class CausalUpsample(nn.Module):
         return (self.own(x) + self.earlier(before)).unflatten(2, (-1, self.width_out)).flatten(1, 2) + self.bias
 
 
+class ELU(nn.ELU):
+    """torch's, as a layer among those with a `memory`."""
+
+    def forward(self, x, memory=None):
+        return super().forward(x)
+
+
 class ResidualUnit(nn.Module):
     """Dilated convolution of 7, then one of 1 (SoundStream, Fig. 3)."""
 
@@ -363,46 +298,20 @@ class ResidualUnit(nn.Module):
         self.wide, self.narrow = CausalConv(width, width, 7, dilation=dilation), nn.Linear(width, width)
 
     def forward(self, x, memory=None):
-        return x + self.narrow(elu(self.wide(elu(x), memory)))
-
-
-class LocalAttention(nn.Module):
-    """Every frame attends to itself and the `window` - 1 before it; x (B, T, D) plus that."""
-
-    def __init__(self, width, window):
-        super().__init__()
-        self.window, self.norm = window, nn.LayerNorm(width, bias=False)
-        self.attention = Attention(width, max(1, width // 64))
-
-    def forward(self, x, memory=None):
-        h, past, start = self.norm(x), None, 0
-        if memory is not None:
-            past, start = memory.get(self, (None, 0))
-            context = h if past is None else torch.cat([past, h], dim=1)
-            memory[self] = context[:, max(0, context.shape[1] - self.window + 1):], start + h.shape[1]
-        else:
-            context = h
-        before = context.shape[1] - h.shape[1]
-        place = torch.arange(start - before, start + h.shape[1], device=x.device)
-        table = rotary_table(place, self.attention.head_width)
-        distance = place[before:, None] - place
-        keys, values = self.attention.keys_values(context, table)
-        here = tuple(part[before:] for part in table)
-        return x + self.attention(h, keys, values, (distance >= 0) & (distance < self.window), table=here)
+        return x + self.narrow(F.elu(self.wide(F.elu(x), memory)))
 
 
 def groups_of(cfg):
     """How many codes a frame has of each quantizer."""
-    groups = cfg.groups or (cfg.codebook_width or cfg.codec_width) // 2
+    groups = cfg.groups or cfg.codec_width // 2
     return [groups if left <= cfg.grouped_quantizers else 1 for left in range(cfg.quantizers, 0, -1)]
 
 
 def quantizer_of(cfg):
     """The quantizer of a codec; ValueError if its settings do not fit together."""
-    return ResidualQuantizer(
-        cfg.codec_width, cfg.quantizers, cfg.codebook_size, cfg.quantizer, groups_of(cfg),
-        cfg.group_codebooks == "uniform", cfg.codebook_width, cfg.codebook_decay, cfg.dead_below, cfg.quantizer_dropout,
-        cfg.least_quantizers, cfg.rotation, cfg.code_temperature)
+    return ResidualQuantizer(cfg.codec_width, cfg.quantizers, cfg.codebook_size, groups_of(cfg),
+                             cfg.group_codebooks == "uniform", cfg.codebook_decay, cfg.dead_below,
+                             cfg.quantizer_dropout, cfg.least_quantizers)
 
 
 class SoundStream(nn.Module):
@@ -426,10 +335,8 @@ class SoundStream(nn.Module):
                         CausalConv(narrow, wide, 2 * stride, stride)]
             decoder = [ELU(), CausalUpsample(wide, narrow, stride), *(ResidualUnit(narrow, d) for d in dilations),
                        *decoder]
-        attention = [[LocalAttention(cfg.codec_width, cfg.attention_window)] if cfg.attention_window else []
-                     for _ in range(2)]
-        self.encoder = nn.ModuleList([*encoder, ELU(), CausalConv(widths[-1], cfg.codec_width, 3), *attention[0]])
-        self.decoder = nn.ModuleList([*attention[1], CausalConv(cfg.codec_width, widths[-1], 7), *decoder, ELU(),
+        self.encoder = nn.ModuleList([*encoder, ELU(), CausalConv(widths[-1], cfg.codec_width, 3)])
+        self.decoder = nn.ModuleList([CausalConv(cfg.codec_width, widths[-1], 7), *decoder, ELU(),
                                       CausalConv(widths[0], 1, 7)])
         self.quantizer = quantizer_of(cfg)
         self.ends = self.quantizer.ends  # codes a frame of the first quantizer, of the first two, …
@@ -490,8 +397,8 @@ def initialize(codec):
     for name, parameter in [*codec.encoder.named_parameters(), *codec.decoder.named_parameters()]:
         if name.endswith("bias"):
             nn.init.zeros_(parameter)
-        elif parameter.ndim > 1 and not name.endswith(("query.weight", "key_value.weight")):
-            scale = 1.2 if "wide" in name else 0.05 if name.endswith(("narrow.weight", "out.weight")) else 0.1
+        elif parameter.ndim > 1:
+            scale = 1.2 if "wide" in name else 0.05 if name.endswith("narrow.weight") else 0.1
             nn.init.normal_(parameter, std=scale / parameter[0].numel() ** 0.5)
     for layer in codec.encoder:
         if isinstance(layer, CausalConv):
@@ -701,7 +608,7 @@ def align(streams, codes, lengths, ended):
 
 
 class TextEncoder(nn.Module):
-    """Texts -> tokens (B, L, W): a small transformer over byte pairs, learned with the rest, or a projection."""
+    """Texts -> tokens (B, L, W): a small transformer over words, learned with the rest, or a projection."""
 
     def __init__(self, cfg, vocabulary, embed_width):
         super().__init__()
@@ -714,7 +621,7 @@ class TextEncoder(nn.Module):
             self.transformer = Transformer(width, cfg.text_depth, cfg.heads, causal=False, ff_mult=cfg.ff_mult)
 
     def forward(self, text):
-        """text: byte pairs (B, L), 0 being padding, or embeddings (B, L, E), zero rows being padding."""
+        """text: words (B, L), 0 being padding, or embeddings (B, L, E), zero rows being padding."""
         if text.ndim == 2:
             return self.transformer(self.embed(text))
         x = self.embed(text)
@@ -787,9 +694,9 @@ class TokenTransformer(nn.Module):
         self.register_buffer("pace", torch.tensor([steps[-1] / (own or steps[-1]) for own in steps]), persistent=False)
         self.register_buffer("begin_rows", torch.tensor(self.starts[:-1]), persistent=False)
         crossed = cfg.text == "cross"
-        self.transformer = Transformer(width, cfg.depth, cfg.heads, cfg.kv_heads or None, True,
-                                       cfg.position == "rotary", cfg.qk_norm, False, cfg.dropout, cfg.ff_mult,
-                                       width if crossed else None)
+        self.transformer = Transformer(width, cfg.depth, cfg.heads, rotary=cfg.position == "rotary",
+                                       dropout=cfg.dropout, ff_mult=cfg.ff_mult,
+                                       context_width=width if crossed else None)
         self.bias = nn.Embedding(32, cfg.heads) if cfg.position == "relative" else None
         self.timed = cfg.position == "rotary" and cfg.layout != "aligned"  # positions are not those in the sequence
         if cfg.text != "none":
@@ -808,8 +715,7 @@ class TokenTransformer(nn.Module):
             return None
         if text is None:
             return self.null_text_tokens.expand(len(drop), -1, -1)
-        tokens, share = self.text(text), self.cfg.text_gradient
-        tokens = tokens * share + tokens.detach() * (1 - share) if share < 1 else tokens
+        tokens = self.text(text)
         return torch.where(drop[:, None, None], self.null_text_tokens.to(tokens.dtype), tokens)
 
     def relative(self, distance):
@@ -1068,7 +974,7 @@ class Stack:
         given = embeds if cfg.text_embeds else texts
         if cfg.text == "none" or given is None:
             return None
-        tokens = TextTokens(cfg, facts["merges"], facts["embed_width"])
+        tokens = TextTokens(cfg, facts["vocabulary"], facts["embed_width"])
         return tokens.embeds(given) if cfg.text_embeds else tokens.tokens(given)
 
     def heard(self, waves):
@@ -1156,137 +1062,120 @@ def reconstruction_loss(cfg, fake, real, commitment):
 
 # Training
 
-class CodecState(State):
-    """A State with discriminators beside the codec, which have an optimizer, a schedule and clipping of their own."""
-
-    def __init__(self, cfg, model, device, identity, facts):
-        super().__init__(cfg, model, device, identity, facts)
-        self.begin = math.ceil(cfg.discriminate_after * cfg.steps)  # the first step with discriminators
-        self.critics, self.codec_optimizers, self.critic_optimizers = None, self.optimizers, []
-        if self.begin < cfg.steps:
-            self.critics = Discriminators(cfg).to(device)
-            self.critic_optimizers = optim.make(self.critics, "adamw", cfg.discriminator_lr, 0.0,
-                                                (cfg.beta1, cfg.beta2), cfg.eps)
-        self.optimizers = [*self.codec_optimizers, *self.critic_optimizers]
-
-    def state(self):
-        return {**super().state(), "critics": self.critics.state_dict() if self.critics else {}}
-
-    def load(self, state, path):
-        super().load(state, path)
-        if self.critics:
-            load_weights(self.critics, {"model": state["critics"]}, path)
-
-    @property
-    def fighting(self):
-        """Whether the step to come has discriminators."""
-        return self.critics is not None and self.step >= self.begin
-
-    def set_rate(self):
-        cfg = self.cfg
-        super().set_rate()
-        if self.fighting:
-            schedule.set_learning_rate(self.critic_optimizers, schedule.learning_rate(
-                self.step - self.begin, cfg.discriminator_lr, cfg.discriminator_warmup_steps, cfg.steps - self.begin,
-                cfg.cosine))
-
-    def advance(self):
-        """As State's, for the optimizers that have a part in this step, and the codebooks, which follow the step."""
-        cfg = self.cfg
-        limits = [cfg.max_grad_norm] * len(self.codec_optimizers)
-        limits += [cfg.discriminator_max_grad_norm] * len(self.critic_optimizers) * self.fighting
-        norms, taken = self.try_step(self.optimizers[:len(limits)], limits)
-        if taken:
-            self.model.quantizer.update(accumulate.number(cfg.seed, "codes", self.step))
-            self.follow()
-        else:
-            self.model.quantizer.discard()
-        return norms, taken
-
-
 class CodecTask:
     """Training and evaluation of the codec."""
 
-    def __init__(self, cfg, source, device):
-        self.cfg, self.device, self.source, self.recordings = cfg, device, source, source
-        self.heard = open_source(cfg, cfg.eval_seconds)
+    def __init__(self, cfg, device):
+        self.cfg, self.device = cfg, device
+        self.recordings = open_sources(cfg, cfg.seconds)[0]
+        heard, *val_heard = open_sources(cfg, cfg.eval_seconds)
+        self.parts = data.parts(heard, cfg, *val_heard)
+        self.training = self.recordings, self.parts["train"][1]
         accumulate.seed(cfg.seed, "weights")
-        codec = SoundStream(cfg)
-        codec.load_state_dict(dist.on_main(lambda: initialize(codec).state_dict()))  # other processors round otherwise
-        self.run = CodecState(cfg, codec.to(device), device, identity(cfg, source),
-                              {"kind": "soundstream"})
-        self.size = f"{sum(p.numel() for p in self.run.model.parameters()):,} parameters"
+        self.model = SoundStream(cfg)
+        self.model.load_state_dict(dist.on_main(lambda: initialize(self.model).state_dict()))  # others round otherwise
+        modules, self.discriminators = {"model": self.model.to(device)}, None
+        self.optimizers = optim.make(self.model, cfg.optimizer, cfg.lr, cfg.weight_decay, cfg.betas, cfg.eps)
+        self.discriminator_optimizers = []
+        if cfg.discriminate_after < 1:
+            accumulate.seed(cfg.seed, "discriminators")  # anew, as rank 0 alone has drawn in `initialize`
+            self.discriminators = modules["discriminators"] = Discriminators(cfg).to(device)
+            self.discriminator_optimizers = optim.make(self.discriminators, "adamw", cfg.discriminator_lr, 0.0,
+                                                       cfg.betas, cfg.eps)
+        average = ema.EMA(self.model, cfg.ema_update_every, decay=cfg.ema_decay, update_after=cfg.ema_update_after)
+        facts = {"kind": "soundstream", "metadata": tracker.metadata(cfg)}
+        self.state = checkpoint.State(
+            cfg, modules, average, [*self.optimizers, *self.discriminator_optimizers],
+            amp.scaler(device, cfg.precision), {**identity(cfg, self.recordings), "discriminators": len(modules) > 1},
+            facts)
 
     def wrap(self):
         """Wrap the models for the ranks."""
-        self.model = dist.wrap(self.run.model, self.device)
-        self.critics = dist.wrap(self.run.critics, self.device) if self.run.critics else None
+        self.wrapped = dist.wrap(self.model, self.device)
+        self.wrapped_discriminators = self.discriminators and dist.wrap(self.discriminators, self.device)
 
-    def update(self, plan, batch):
-        """One step on this rank's chunks `batch`: (loss summed over its samples, gradient norm, whether it was taken).
+    def update(self, plan, chunks):
+        """A step on this rank's `chunks`: (loss summed over its samples, gradient norm, learning rate, whether taken).
 
         The discriminators learn from a reconstruction cut off from the codec, and the codec gets from them a gradient
         at that reconstruction alone: neither's backward pass goes through the other, and the two share a forward pass.
         """
-        cfg, run, step_loss = self.cfg, self.run, torch.zeros((), device=self.device)
-        if run.step == cfg.quantize_after and not run.model.quantizer.ready:
+        cfg, state, step_loss = self.cfg, self.state, torch.zeros((), device=self.device)
+        if state.step == cfg.quantize_after and not self.model.quantizer.ready:
             self.make_codebooks()
-        run.set_rate()
-        punished = cfg.penalty_weight > 0 and run.step % cfg.penalty_every == 0
-        for chunk, part in zip(plan, batch):
-            accumulate.seed(cfg.seed, run.step, chunk.index)
-            real, scale = part["wave"].to(self.device, non_blocking=True), run.scaler.scale
-            with dist.sync_if(self.model, chunk.last):
+        begin = math.ceil(cfg.discriminate_after * cfg.steps)  # the first step with discriminators
+        adversarial = self.discriminators is not None and state.step >= begin
+        lr = schedule.learning_rate(state.step, cfg.lr, cfg.warmup_steps, cfg.cosine_steps or cfg.steps, cfg.cosine)
+        schedule.set_learning_rate(self.optimizers, lr)
+        if adversarial:
+            schedule.set_learning_rate(self.discriminator_optimizers, schedule.learning_rate(
+                state.step - begin, cfg.discriminator_lr, cfg.discriminator_warmup_steps, cfg.steps - begin,
+                cfg.cosine))
+        penalty = cfg.penalty_weight if state.step % cfg.penalty_every == 0 else 0.0
+        for chunk, batch in zip(plan, chunks):
+            accumulate.seed(cfg.seed, state.step, chunk.index)
+            real = batch["wave"].to(self.device, non_blocking=True)
+            with dist.sync_if(self.wrapped, chunk.last):
                 with amp.autocast(self.device, cfg.precision):
-                    fake, _, commitment = self.model(real)
+                    fake, _, commitment = self.wrapped(real)
                 loss = reconstruction_loss(cfg, fake, real, commitment)
-                total = scale(loss * chunk.weight)
-                if run.fighting:
-                    total = total + (fake * self.criticize(real, fake, chunk, punished)).sum()
+                total = state.scaler.scale(loss * chunk.weight)
+                if adversarial:  # a product whose gradient at `fake` is the discriminators'
+                    total = total + (fake * self.discriminate(real, fake, chunk, penalty)).sum()
                 total.backward()
             step_loss += loss.detach() * (chunk.stop - chunk.start)
-        norms, taken = run.advance()
-        return step_loss, norms[0], taken
+        models, limits = [self.optimizers], [cfg.max_grad_norm]
+        if adversarial:
+            models, limits = [*models, self.discriminator_optimizers], [*limits, cfg.discriminator_max_grad_norm]
+        norms, taken = amp.step(state.scaler, models, limits)
+        for module in state.modules.values():
+            module.zero_grad(set_to_none=True)
+        if taken:
+            self.model.quantizer.update(accumulate.number(cfg.seed, "codes", state.step))
+            state.step += 1
+            state.average.update(state.step)
+        else:
+            self.model.quantizer.discard()
+        return step_loss, norms[0], lr, taken
 
-    def criticize(self, real, fake, chunk, punished):
+    def discriminate(self, real, fake, chunk, penalty_weight):
         """Gradients of the discriminators' loss to themselves; returns the one of what they make of `fake`, to that."""
-        cfg, scale, fake = self.cfg, self.run.scaler.scale, fake.detach().requires_grad_()
-        with dist.sync_if(self.critics, chunk.last):
+        cfg, scale, fake = self.cfg, self.state.scaler.scale, fake.detach().requires_grad_()
+        with dist.sync_if(self.wrapped_discriminators, chunk.last):
             with amp.autocast(self.device, cfg.precision):
-                own, adversarial, feature = self.critics(real, fake, cfg.penalty_weight * punished)
-            loss = cfg.adversarial_weight * adversarial + cfg.feature_weight * feature
-            gradient, = torch.autograd.grad(scale(loss * chunk.weight), fake, retain_graph=True)
-            scale(own * chunk.weight).backward(inputs=list(self.run.critics.parameters()))
+                loss, adversarial, feature = self.wrapped_discriminators(real, fake, penalty_weight)
+            codec_loss = cfg.adversarial_weight * adversarial + cfg.feature_weight * feature
+            gradient, = torch.autograd.grad(scale(codec_loss * chunk.weight), fake, retain_graph=True)
+            scale(loss * chunk.weight).backward(inputs=list(self.discriminators.parameters()))
         return gradient
 
     def make_codebooks(self):
         """K-means on frames of the first training crops, by rank 0 for all: the same on any number of ranks."""
-        cfg, run = self.cfg, self.run
-        split = self.source.split("train", cfg.validation, cfg.test, cfg.split_by)
-        reader, frames = data.Chunks(self.source, split, accumulate.number(cfg.seed, "codebooks")), []
-        mode = run.model.training
-        run.model.eval()
+        cfg, codec, frames = self.cfg, self.model, []
+        reader = data.Chunks(*self.training, accumulate.number(cfg.seed, "codebooks"))
+        mode = codec.training
+        codec.eval()
         wanted = 32 * cfg.codebook_size
         with torch.no_grad():
             for start in itertools.count(0, cfg.chunk_size):
                 if sum(len(part) for part in frames) >= wanted:
                     break
                 wave = reader[start, start + cfg.chunk_size]["wave"].to(self.device)
-                frames.append(run.model.latents(wave).flatten(0, 1).float())
-        run.model.quantizer.initialize(torch.cat(frames), accumulate.number(cfg.seed, "kmeans"))
-        run.model.train(mode)
+                frames.append(codec.latents(wave).flatten(0, 1).float())
+        codec.quantizer.initialize(torch.cat(frames), accumulate.number(cfg.seed, "kmeans"))
+        codec.train(mode)
 
     @torch.no_grad()
     def figures(self, part):
         """Mean loss over a part, the quality of sound at each number of quantizers, and the codebooks' use."""
-        cfg, codec, sums, count = self.cfg, self.run.model, None, 0
+        cfg, codec, count = self.cfg, self.model, 0
         mode, ready = codec.training, codec.quantizer.ready
         codec.eval()
         numbers = sorted({2 ** i for i in range(cfg.quantizers.bit_length()) if 2 ** i < cfg.quantizers}
                          | {cfg.quantizers}) if ready else []
         used = torch.zeros(codec.ends[-1], cfg.codebook_size)
         sums = np.zeros(3 + 2 * len(numbers))
-        for batch in share_of(self.heard, part, cfg):
+        for _, batch in data.batches(*self.parts[part], cfg.eval_samples, cfg.chunk_size):
             wave = batch["wave"].to(self.device)
             with amp.autocast(self.device, cfg.precision):
                 z = codec.latents(wave)
@@ -1318,12 +1207,11 @@ class CodecTask:
     @torch.no_grad()
     def write_sounds(self, part, name):
         """Rank 0 writes reconstructions of a part's first recordings, and these, as samples/NAME_*: {file: caption}."""
-        cfg, codec, made = self.cfg, self.run.model, {}
+        cfg, codec, made, (source, rows) = self.cfg, self.model, {}, self.parts[part]
         mode = codec.training
         codec.eval()
-        rows = self.heard.split(part, cfg.validation, cfg.test, cfg.split_by)[:cfg.eval_sounds]
-        for number, (row, wave) in enumerate(zip(*self.heard.readable(rows)) if dist.is_main() else []):
-            caption = self.heard.name(row)
+        for number, (row, wave) in enumerate(zip(*source.readable(rows[:cfg.eval_sounds])) if dist.is_main() else []):
+            caption = source.name(row)
             made |= write_sound(cfg.run, f"samples/{name}_{number}_real", wave, codec.rate, caption)
             made |= write_sound(cfg.run, f"samples/{name}_{number}", codec(wave[None].to(self.device))[0][0].cpu(),
                                 codec.rate, caption)
@@ -1411,30 +1299,24 @@ def pad(tokens):
 
 
 class TextTokens:
-    """Texts as TokenTransformer takes them: byte pairs learned from transcripts, or embeddings beside recordings."""
+    """Texts as TokenTransformer takes them: words of the transcripts, or embeddings beside recordings."""
 
-    def __init__(self, cfg, merges, embed_width=0):
-        self.cfg, self.embed_width = cfg, embed_width
-        self.tokenizer = clip.Tokenizer(merges)
-        self.vocabulary = len(self.tokenizer)
+    def __init__(self, cfg, vocabulary, embed_width=0):
+        self.cfg, self.embed_width, self.tokenizer = cfg, embed_width, clip.Tokenizer(vocabulary)
 
     @classmethod
-    def learn(cls, cfg, source):
-        """Of the training split's transcripts, by rank 0 for all."""
+    def learn(cls, cfg, source, rows):
+        """Of the transcripts of the training `rows`, by rank 0 for all."""
         if cfg.text == "none" or cfg.text_embeds:
             return cls(cfg, [], source.embed_width if cfg.text_embeds else 0)
-
-        def merges():
-            rows = source.split("train", cfg.validation, cfg.test, cfg.split_by)[:20_000]
-            texts = [clip.plain(source.text(int(row))) for row in rows]
-            return clip.Tokenizer.learn(texts, cfg.text_vocabulary).merges
-        return cls(cfg, dist.on_main(merges))
+        return cls(cfg, dist.on_main(lambda: clip.Tokenizer.learn(
+            (source.text(int(row)) for row in rows[:20_000]), cfg.text_vocabulary).vocabulary))
 
     def tokens(self, texts):
-        """Byte pairs (B, L) of texts, 0 where there are none."""
+        """Tokens (B, L) of texts, 0 where there are none."""
         out = torch.zeros(len(texts), self.cfg.max_text_len, dtype=torch.long)
         for line, text in zip(out, texts):
-            found = self.tokenizer.encode(clip.plain(text))[:self.cfg.max_text_len]
+            found = self.tokenizer.encode(text)[:self.cfg.max_text_len]
             line[:len(found)] = torch.tensor(found, dtype=torch.long)
         return out
 
@@ -1472,84 +1354,104 @@ def streams_of(cfg, vocabularies, rates, ends, width):
 class TokenTask:
     """Training and evaluation of a token transformer; of one that was trained, `state` is what its file holds."""
 
-    def __init__(self, cfg, source, device, state=None):
-        self.cfg, self.device, self.recordings = cfg, device, source
+    def __init__(self, cfg, device, contents=None):
+        self.cfg, self.device = cfg, device
+        sources = open_sources(cfg, cfg.seconds)
+        self.recordings, parts = sources[0], data.parts(sources[0], cfg, *sources[1:])
+        rows, folder = parts["train"][1], Path(cfg.run).parent / "tokens"
         self.codec = load_soundstream(cfg.soundstream, device) if cfg.stage in ("coarse", "fine") else None
         if self.codec and self.codec.rate != cfg.sample_rate:
             raise UserError(f"--sample_rate: {cfg.sample_rate}, but {cfg.soundstream} was trained at "
                             f"{self.codec.rate}; give that")
-        self.tokenizer = open_tokenizer(cfg, source, device) if cfg.stage in ("semantic", "coarse") else None
-        vocabularies, rates, caches, ends, width, voices = {}, {"voice": 0.0}, {}, [], 0, []
-        folder = Path(cfg.run).parent / "tokens"
+        self.tokenizer = open_tokenizer(cfg, self.recordings, rows, device) if cfg.stage in ("semantic", "coarse") \
+            else None
+        vocabularies, rates, ends, width, voices = {}, {"voice": 0.0}, [], 0, []
+        caches = {source: {} for source in sources}
         if self.tokenizer:
             vocabularies["semantic"], rates["semantic"] = self.tokenizer.clusters, FRAME_RATE
             vocabularies["voice"] = len(self.tokenizer.warps)
-            cache = caches["semantic"] = semantic_cache(folder, source, self.tokenizer)
+            for source, found in caches.items():
+                found["semantic"] = semantic_cache(folder, source, self.tokenizer)
         if cfg.stage == "coarse" and cfg.voice:
-            rows = np.setdiff1d(source.split("train", cfg.validation, cfg.test, cfg.split_by)[:10_000], cache.empty)
-            voices = np.bincount(cache.tokens[cache.starts[rows], 1], minlength=vocabularies["voice"]).tolist()
+            cache = caches[self.recordings]["semantic"]
+            voices = np.bincount(cache.tokens[cache.starts[np.setdiff1d(rows[:10_000], cache.empty)], 1],
+                                 minlength=vocabularies["voice"]).tolist()
         if self.codec:
             ends = self.codec.ends
             vocabularies["codes"], rates["codes"] = self.codec.codebook_size, self.codec.rate / self.codec.hop
             if cfg.coarse_quantizers >= len(ends):
                 raise UserError(f"--coarse_quantizers: {cfg.coarse_quantizers}, but {cfg.soundstream} has {len(ends)}")
-            caches["codes"], vectors = code_cache(folder, source, self.codec, device), self.codec.vectors()
-            width = vectors.shape[2]
+            for source, found in caches.items():
+                found["codes"] = code_cache(folder, source, self.codec, device)
+            width = self.codec.vectors().shape[2]
         self.streams = streams_of(cfg, vocabularies, rates, ends, width)
-        self.text = TextTokens(cfg, state["merges"], state["embed_width"]) if state else TextTokens.learn(cfg, source)
-        self.source = TokenCrops(cfg, source, self.streams, caches, rates, self.text)
+        self.text = TextTokens(cfg, contents["vocabulary"], contents["embed_width"]) if contents else \
+            TextTokens.learn(cfg, self.recordings, rows)
+        crops = {source: TokenCrops(cfg, source, self.streams, found, rates, self.text)
+                 for source, found in caches.items()}
+        self.parts = {part: (crops[source], those) for part, (source, those) in parts.items()}
+        self.training = self.parts["train"]
+        self.crops = self.training[0]
         accumulate.seed(cfg.seed, "weights")
-        model = TokenTransformer(cfg, self.streams, self.text.vocabulary, self.text.embed_width).to(device)
+        self.model = TokenTransformer(cfg, self.streams, len(self.text.tokenizer), self.text.embed_width).to(device)
         if self.codec:
-            model.stand_for(vectors)
+            self.model.stand_for(self.codec.vectors())
         made_of = {name: thing.checksum for name, thing in (("tokenizer", self.tokenizer), ("codec", self.codec))
                    if thing}
         facts = {"kind": cfg.stage, "streams": [list(stream) for stream in self.streams], "made_of": made_of,
-                 "merges": [list(pair) for pair in self.text.tokenizer.merges], "embed_width": self.text.embed_width,
-                 "window": self.typical_window(), "voices": voices}
-        self.run = State(cfg, model, device, {**identity(cfg, source), **made_of}, facts)
-        self.size = f"{sum(p.numel() for p in model.parameters()):,} parameters"
+                 "vocabulary": self.text.tokenizer.vocabulary, "embed_width": self.text.embed_width,
+                 "window": self.typical_window(), "voices": voices, "metadata": tracker.metadata(cfg)}
+        self.optimizers = optim.make(self.model, cfg.optimizer, cfg.lr, cfg.weight_decay, cfg.betas, cfg.eps)
+        average = ema.EMA(self.model, cfg.ema_update_every, decay=cfg.ema_decay, update_after=cfg.ema_update_after)
+        self.state = checkpoint.State(cfg, {"model": self.model}, average, self.optimizers,
+                                      amp.scaler(device, cfg.precision),
+                                      {**identity(cfg, self.recordings), **made_of}, facts)
 
     def typical_window(self):
         """Frames of the last stream that a training crop has at most; of `unique` tokens, that most crops have."""
         if self.streams[-1].name != "semantic" or not self.cfg.unique:
-            return self.source.window
-        rows = self.source.source.split("train", self.cfg.validation, self.cfg.test, self.cfg.split_by)[:200]
-        return int(np.quantile([len(self.source.streams_of(self.source.crop(int(row))[0])[0]) for row in rows], 0.95))
+            return self.crops.window
+        return int(np.quantile([len(self.crops.streams_of(self.crops.crop(int(row))[0])[0])
+                                for row in self.training[1][:200]], 0.95))
 
     def wrap(self):
-        self.model = dist.wrap(self.run.model, self.device)
+        self.wrapped = dist.wrap(self.model, self.device)
 
-    def update(self, plan, batch):
-        """One step on this rank's chunks `batch`: (loss summed over its samples, gradient norm, whether it was taken).
+    def update(self, plan, chunks):
+        """A step on this rank's `chunks`: (loss summed over its samples, gradient norm, learning rate, whether taken).
 
         A sample's loss is the mean over its tokens, so that a batch's is the mean of its chunks'.
         """
-        cfg, run, step_loss = self.cfg, self.run, torch.zeros((), device=self.device)
-        run.set_rate()
-        for chunk, part in zip(plan, batch):
-            accumulate.seed(cfg.seed, run.step, chunk.index)
-            part = data.to_device(part, self.device)
-            with dist.sync_if(self.model, chunk.last):
+        cfg, state, step_loss = self.cfg, self.state, torch.zeros((), device=self.device)
+        lr = schedule.learning_rate(state.step, cfg.lr, cfg.warmup_steps, cfg.cosine_steps or cfg.steps, cfg.cosine)
+        schedule.set_learning_rate(self.optimizers, lr)
+        for chunk, batch in zip(plan, chunks):
+            accumulate.seed(cfg.seed, state.step, chunk.index)
+            batch = data.to_device(batch, self.device)
+            with dist.sync_if(self.wrapped, chunk.last):
                 with amp.autocast(self.device, cfg.precision):
-                    drop = torch.rand(len(part["inputs"]), device=self.device) < cfg.text_drop
-                    sums, counts, _ = self.model(part["inputs"], predicted(part), part.get("text"), drop)
+                    drop = torch.rand(len(batch["inputs"]), device=self.device) < cfg.text_drop
+                    sums, counts, _ = self.wrapped(batch["inputs"], predicted(batch), batch.get("text"), drop)
                 weight = torch.full((sums.shape[1],), cfg.given_weight, device=self.device)
                 weight[-1] = 1.0
                 loss = ((sums @ weight) / (counts @ weight).clamp(min=1)).mean()
-                run.scaler.scale(loss * chunk.weight).backward()
+                state.scaler.scale(loss * chunk.weight).backward()
             step_loss += loss.detach() * (chunk.stop - chunk.start)
-        norms, taken = run.advance()
-        return step_loss, norms.square().sum().sqrt(), taken
+        norm, taken = amp.step(state.scaler, self.optimizers, cfg.max_grad_norm)
+        self.model.zero_grad(set_to_none=True)
+        if taken:
+            state.step += 1
+            state.average.update(state.step)
+        return step_loss, norm, lr, taken
 
     @torch.no_grad()
     def figures(self, part):
         """Mean loss a token of the stage's own stream, share guessed right, and what the tokens' frequencies give."""
-        cfg, model, stream = self.cfg, self.run.model, self.streams[-1]
+        cfg, model, stream = self.cfg, self.model, self.streams[-1]
         mode, sums = model.training, np.zeros(3)
         model.eval()
         used = torch.zeros(stream.codes, stream.size + 1)
-        for batch in share_of(self.source, part, cfg, self.recordings):
+        for _, batch in data.batches(*self.parts[part], cfg.eval_samples, cfg.chunk_size):
             batch = data.to_device(batch, self.device)
             with amp.autocast(self.device, cfg.precision):
                 found = model(batch["inputs"], predicted(batch), batch.get("text"),
@@ -1568,30 +1470,29 @@ class TokenTask:
 
         Coarse makes them of the real voice and semantic tokens, fine of real coarse ones; semantic alone has no sound.
         """
-        cfg, stream = self.cfg, self.streams[-1]
-        rows = np.setdiff1d(self.recordings.split(part, cfg.validation, cfg.test, cfg.split_by),
-                            self.source.caches[self.source.main].empty)[:cfg.eval_sounds]
+        cfg, stream, (crops, rows) = self.cfg, self.streams[-1], self.parts[part]
+        rows = np.setdiff1d(rows, crops.caches[crops.main].empty)[:cfg.eval_sounds]
         if stream.name == "semantic" or not dist.is_main() or not len(rows):
             return {}
-        mode = self.run.model.training
-        self.run.model.eval()
-        made = [self.source.streams_of(self.source.crop(int(row))[0]) for row in rows]
-        begun = round(cfg.prompt_seconds * self.source.rates["codes"]) if stream.name == "coarse" else 0
-        window = self.source.window
-        tokens, _ = go_on(self.run.model, window, lambda b, past: [part[len(past):][:window] if stream.name == "fine"
+        mode = self.model.training
+        self.model.eval()
+        made = [crops.streams_of(crops.crop(int(row))[0]) for row in rows]
+        begun = round(cfg.prompt_seconds * crops.rates["codes"]) if stream.name == "coarse" else 0
+        window = crops.window
+        tokens, _ = go_on(self.model, window, lambda b, past: [part[len(past):][:window] if stream.name == "fine"
                                                                    else part for part in made[b][:-1]],
                           [one[-1][:begun] for one in made],
                           [len(one[-1]) if stream.name == "fine" else window for one in made],
                           [accumulate.number(cfg.seed, "sound", int(row)) for row in rows],
-                          Drawing(cfg.temperature, cfg.top_k), self.text.encode(list(map(int, rows)), self.recordings)
+                          Drawing(cfg.temperature, cfg.top_k), self.text.encode(list(map(int, rows)), crops.source)
                           if cfg.text != "none" else None, ends=stream.name == "coarse")
         files = {}
         for number, (one, own) in enumerate(zip(made, tokens)):
             codes = torch.cat([one[0][:len(own)], own], dim=1) if stream.name == "fine" else own
             wave = self.codec.decode(codes[None].to(self.device))[0].cpu()
             files |= write_sound(cfg.run, f"samples/{name}_{number}", wave, self.codec.rate,
-                                 self.recordings.name(int(rows[number])))
-        self.run.model.train(mode)
+                                 crops.name(int(rows[number])))
+        self.model.train(mode)
         return files
 
 
@@ -1602,20 +1503,12 @@ def predicted(batch):
 
 # Data and what earlier stages made
 
-def share_of(source, part, cfg, recordings=None):
-    """This rank's batches of the first samples of a part, without draws."""
-    split = (recordings or source).split(part, cfg.validation, cfg.test, cfg.split_by)
-    rows, reader = min(len(split), cfg.eval_samples or len(split)), data.Chunks(source, split)
-    for start in range(dist.rank() * cfg.chunk_size, rows, dist.world_size() * cfg.chunk_size):
-        yield reader[start, min(rows, start + cfg.chunk_size)]
-
-
-def open_source(cfg, seconds=0.0):
-    """The recordings of a config, whose fetch gives crops of so many seconds, at the codec's rate."""
+def open_sources(cfg, seconds=0.0):
+    """[recordings of cfg.data, those of cfg.val_data if there are], whose fetch gives crops of so many seconds."""
     crop = round(seconds * cfg.sample_rate)
-    if cfg.data == "syllables":
-        return Syllables(BUILTIN_ROWS, crop, cfg.sample_rate)
-    return Recordings(cfg.data, cfg.sample_rate, crop, cfg.speaker_pattern, math.prod(cfg.strides))
+    return [Syllables(BUILTIN_ROWS, crop, cfg.sample_rate, cfg.split_by) if path == "syllables" else
+            Recordings(path, cfg.sample_rate, crop, cfg.speaker_pattern, math.prod(cfg.strides), cfg.split_by)
+            for path in (cfg.data, cfg.val_data) if path]
 
 
 def identity(cfg, source):
@@ -1645,19 +1538,24 @@ def prepare(cfg, run):
 
     Returns (the config with all that was "auto" or left to the run's place decided, messages).
     """
-    cfg = check_start(cfg)
-    if cfg.stage == "soundstream" and cfg.quantizer == "rvq" and cfg.steps <= cfg.quantize_after and not cfg.init_from:
+    cfg = tracker.prepare(cfg)
+    accumulate.plan(cfg.batch_size, cfg.chunk_size, 0, dist.world_size())
+    if cfg.stage == "soundstream" and cfg.steps <= cfg.quantize_after and not cfg.init_from:
         raise UserError(f"--steps {cfg.steps}: there are no codebooks before --quantize_after {cfg.quantize_after}; "
                         "give more steps, or lower that")
-    source = open_source(cfg)  # checked before an earlier run is moved aside
+    sources = open_sources(cfg)  # checked before an earlier run is moved aside
     if cfg.text == "auto":
-        use = "prefix" if cfg.stage == "semantic" and source.texts else "none"
+        use = "prefix" if cfg.stage == "semantic" and sources[0].texts else "none"
         cfg = dataclasses.replace(cfg, text=use)
-    if cfg.stage != "soundstream" and cfg.text != "none" and not cfg.text_embeds and not source.texts:
-        raise UserError(f"--text {cfg.text}: {cfg.data} has no transcripts; expected NAME.txt beside recordings, or "
-                        "*.trans.txt")
-    if cfg.text_embeds and not source.embed_width:
-        raise UserError(f"--text_embeds: no NAME.npy beside the recordings of {cfg.data}")
+    for path, source in zip((cfg.data, cfg.val_data), sources):
+        if cfg.stage != "soundstream" and cfg.text != "none" and not cfg.text_embeds and not source.texts:
+            raise UserError(f"--text {cfg.text}: {path} has no transcripts; expected NAME.txt beside recordings, or "
+                            "*.trans.txt")
+        if cfg.text_embeds and not source.embed_width:
+            raise UserError(f"--text_embeds: no NAME.npy beside the recordings of {path}")
+    if cfg.text_embeds and len({source.embed_width for source in sources}) > 1:
+        raise UserError(f"--val_data {cfg.val_data}: embeddings of texts {sources[1].embed_width} wide, those of "
+                        f"{cfg.data} are {sources[0].embed_width}")
     whole = Path(cfg.run).parent
     cfg = dataclasses.replace(cfg, soundstream=cfg.soundstream or str(whole / "soundstream"),
                               semantic=cfg.semantic or str(whole / "semantic"))
@@ -1665,153 +1563,131 @@ def prepare(cfg, run):
         model_file(cfg.soundstream, "soundstream")
     if cfg.stage == "coarse":
         model_file(cfg.semantic, "semantic", TOKENIZER)
-    moved = run.open(cfg.resume)
-    notes = [f"the earlier run is now in {moved}"] if moved else []
-    bad, _, names = source.check()
-    if bad or source.bad:
-        names = [*source.bad, *names]
-        notes.append(f"{len(names)} recordings cannot be used and are left out: {', '.join(names[:5])}"
-                     f"{', …' if len(names) > 5 else ''}")
-    if source.resampled:
-        notes.append(source.resampled)
-    for part in ("train", "validation", "test"):
-        rows = len(source.split(part, cfg.validation, cfg.test, cfg.split_by))
-        if rows < (cfg.batch_size if part == "train" else 1):
-            raise UserError(f"{cfg.data}: {rows} training recordings, fewer than --batch_size {cfg.batch_size}; lower "
-                            f"it" if part == "train" else f"{cfg.data}: none of its {len(source)} recordings is left "
-                            f"for {part}; raise --{part}, or --split_by file")
+    notes = run.open(cfg.resume)
+    for source in sources:
+        bad, _, names = source.check()
+        if bad or source.bad:
+            names = [*source.bad, *names]
+            notes.append(f"{len(names)} recordings cannot be used and are left out: {', '.join(names[:5])}"
+                         f"{', …' if len(names) > 5 else ''}")
+        if source.resampled:
+            notes.append(source.resampled)
+    data.parts(sources[0], cfg, *sources[1:])
     return cfg, notes
 
 
 def train(cfgs):
-    device = dist.setup(cfgs[0].device, cfgs[0].timeout_minutes)
-    store.check_stages(cfgs)
+    first, last = cfgs[0], cfgs[-1]
+    device = dist.setup(first.device, first.timeout_minutes)
+    tracker.check_stages(cfgs)
     before = [train_stage(cfg, device) for cfg in cfgs]
-    dist.gather(None)  # rank 0 has written the last model
-    run = Path(cfgs[0].run)
+    run = Path(first.run)
     if len(cfgs) > 1:
-        asked = EvaluateConfig(run=str(run), data=cfgs[0].data, seed=cfgs[0].seed, device=cfgs[0].device,
-                               samples=cfgs[-1].eval_samples, sounds=cfgs[0].eval_sounds)
+        args = EvaluateConfig(run=str(run), data=first.data, seed=first.seed, device=first.device,
+                              samples=last.eval_samples, sounds=first.eval_sounds)
         if all(before) and (run / "voices.json").is_file():
             scores = config.read_json(run / "voices.json")
         else:
-            scores = evaluate_together(asked, device)
-        report(f"The stages together, on {asked.part} recordings ({run}/sounds):", scores)
+            scores = evaluate_together(args, device)
+        report(f"The stages together, on {args.part} recordings ({run}/sounds):", scores)
     if dist.is_main():
         print(f"\nTo generate: python train_audio.py sample --run {run} "
-              + ('--text "a i u o" ' if cfgs[0].data == "syllables" else "--prompt voice.wav ")
+              + ('--text "a i u o" ' if first.data == "syllables" else "--prompt voice.wav ")
               + "--seconds 3 --out out.wav", flush=True)
 
 
 def train_stage(cfg, device):
     """Train one stage; returns whether it was finished before."""
     # Let rank 0 hold the run folder and check all there is to check; make what earlier stages give.
-    started, asked = time.monotonic(), cfg
+    started, given = time.monotonic(), cfg
     cfg = dataclasses.replace(cfg, run=str(Path(cfg.run) / cfg.stage))
-    folder = checkpoint.Run(cfg.run)
-    cfg, notes = dist.on_main(lambda: prepare(cfg, folder))
-    task = (CodecTask if cfg.stage == "soundstream" else TokenTask)(cfg, open_source(cfg, cfg.seconds), device)
-    run = task.run
-    resume_from, finished, more = dist.on_main(lambda: resume_point(cfg, folder, run.identity))
+    run = checkpoint.Run(cfg.run)
+    cfg, notes = dist.on_main(lambda: prepare(cfg, run))
+    task = (CodecTask if cfg.stage == "soundstream" else TokenTask)(cfg, device)
+    state = task.state
+    resume_from, finished, more = dist.on_main(lambda: run.resume_point(cfg, state.identity))
     if finished:
+        tracker.resend(cfg, run)
         report(f"{cfg.run} is finished, at step {finished['step']}; to train on, give more --steps.", finished)
         return True
 
     # Take the run up where it was.
     notes += more
     if resume_from:
-        notes += run.restore(resume_from)
+        notes += state.restore(resume_from)
     elif cfg.init_from:
-        run.start_from(cfg.init_from, cfg.init_strict)
-    dist.check_in_step(run.model, run.step)
-    if dist.is_main():
-        checkpoint.write_json({**config.as_json(asked), "versions": run.versions}, folder.folder / "config.json")
-    split = task.recordings.split("train", cfg.validation, cfg.test, cfg.split_by)
-    log = tracker.Tracker(folder, run, len(split))
-    log.say(f"{cfg.stage}: {task.size}, {len(task.source):,} recordings of {len(task.recordings.speakers):,} "
-            f"speaker(s), {dist.world_size()} rank(s) on {device.type}")
-    for note in filter(None, notes):
-        log.say(note)
+        state.start_from(cfg.init_from, cfg.init_strict)
+    dist.check_in_step(state.modules, state.step)
     if cfg.compile:
-        run.model.compile()
+        task.model.compile()
     task.wrap()
 
     # Ask for the data in the order that seed and step give.
     plan = accumulate.plan(cfg.batch_size, cfg.chunk_size, dist.rank(), dist.world_size())
-    spans = data.training_spans(plan, cfg.batch_size, run.step)
-    batches = data.loader(data.Chunks(task.source, split, cfg.seed), spans, cfg.workers, device.type == "cuda")
+    spans = data.training_spans(plan, cfg.batch_size, state.step)
+    batches = data.loader(data.Chunks(*task.training, cfg.seed), spans, cfg.workers, device.type == "cuda")
+
+    # Say what is to come, and where the figures go.
+    if dist.is_main():
+        checkpoint.write_json({**config.as_json(given), "versions": state.versions}, run.folder / "config.json")
+    log = tracker.Tracker(run, state, len(task.training[1]))
+    log.say(f"{cfg.stage}: {sum(p.numel() for p in task.model.parameters()):,} parameters, {len(task.recordings):,} "
+            f"recordings of {len(task.recordings.speakers):,} speaker(s), {dist.world_size()} rank(s) on {device.type}")
+    for note in filter(None, notes):
+        log.say(note)
 
     with log, tracker.signals() as signals:  # the log hears how it ends
-        # Train. Signals and clocks are read by rank 0, at log lines, where the ranks meet anyway.
-        saved = evaluated = time.monotonic()
-        meter, batch, taken = tracker.Meter(log, run), [], True
-        bar = tracker.progress(total=cfg.steps, initial=run.step, desc=cfg.stage, unit="step",
-                               disable=not dist.is_main())
-        run.model.train()
-        while run.step < cfg.steps:
-            if taken:  # a step that overflowed did not happen: it is tried again, on the same samples
-                batch = [next(batches) for _ in plan]
-            step_loss, norm, taken = task.update(plan, batch)
+        meter, chunks, taken = tracker.Meter(log, state, cfg.stage), [], True
+        task.model.train()
+        while state.step < cfg.steps:
+            # Take one optimizer step. One that overflowed did not happen: it is tried again, on the same samples.
+            chunks = [next(batches) for _ in plan] if taken else chunks
+            step_loss, norm, lr, taken = task.update(plan, chunks)
             if not taken:
                 meter.overflows += 1
                 continue
-            bar.update()
-            meter.add(step_loss, batch)
-            if run.step % cfg.log_every and run.step < cfg.steps:
+            meter.add(step_loss, chunks)
+            if state.step % cfg.log_every and state.step < cfg.steps:
                 continue
 
-            # Log: the one place where the host waits for the device.
-            (loss, rate), step, now = meter.line(norm), run.step, time.monotonic()
-            bar.set_postfix_str(f"loss {loss:.4f}, {rate:.0f} samples/s", refresh=False)
-
-            # Evaluate and save, when the steps, rank 0's clock or a signal say so.
-            eval_due, save_due, stop = dist.broadcast((
-                step == cfg.steps or due(step, meter.step, cfg.eval_every, now - evaluated, cfg.eval_minutes),
-                step == cfg.steps or due(step, meter.step, cfg.save_every, now - saved, cfg.save_minutes),
-                signals[:1]))
+            # Log; evaluate and save when they are due. Here the ranks meet, and the host waits for the device.
+            loss, step, begun = meter.line(norm, lr), state.step, time.monotonic()
+            eval_due, save_due, stop = meter.due(signals)
             if eval_due:
-                figures, samples = evaluate_stage(task, step)
-                evaluated = time.monotonic()
-                log.log(step, samples, **figures, evaluation_s=evaluated - now)
-                losses = {name: figures.pop(name) for name in ("val_loss", "val_loss_online")}
-                lines = [f"step {step}: " + tracker.show({"loss": loss, **losses}), *tracker.table(figures)]
-                log.say("\n    ".join(lines))
-                run.keep_best(losses["val_loss"], folder, log)
+                losses, samples = {"val_loss_online": task.figures("validation")["loss"]}, {}
+                with state.average.applied(task.model):
+                    figures = task.figures("validation")
+                    losses["val_loss"] = figures.pop("loss")
+                    if step < cfg.steps:  # else the test is next
+                        samples = task.write_sounds("validation", f"step_{step:08d}")
+                log.log(step, samples, **losses, **figures, evaluation_s=time.monotonic() - begun)
+                log.say("\n    ".join([f"step {step}: " + tracker.show({"loss": loss, **losses}),
+                                       *tracker.table(figures)]))
+                best = run.save_best(state, losses["val_loss"], log)
+                save_due = save_due or (best and log.copies_best_checkpoint)
                 log.report()
             if save_due or stop:
-                run.commit(folder, log)
-                saved = time.monotonic()
+                run.commit(state, log)
             if stop:
-                folder.wait()
-                log.say(f"stopped by signal {stop[0]} at step {step}, all saved; the same command goes on")
-                raise SystemExit(128 + stop[0])
+                run.wait()
+                log.say(f"stopped by signal {stop} at step {step}, all saved; the same command goes on")
+                raise SystemExit(128 + stop)
             meter.restart()
-        bar.close()
+        meter.bar.close()
 
         # Test the averaged weights, and save them last of all.
-        with run.average.applied(run.model):
+        with state.average.applied(task.model):
             figures = task.figures("test")
             results = {"test_loss": figures.pop("loss"), **figures}
             samples = task.write_sounds("test", "test")
-        run.export(folder, "model.pt", **results)
-        log.log(run.step, samples, **results)
-        results = {"step": run.step, "best_val_loss": run.best_val_loss, **results}
-        log.deliver()
-        dist.on_main(lambda: folder.finish(results))  # the others wait: what comes next reads these files
+        log.log(state.step, samples, **results)
+        results = {"step": state.step, "best_val_loss": state.best_val_loss, **results}
+        if dist.is_main():
+            run.finish(state, results)
         log.report()
+    dist.gather(None)  # rank 0 has written model.pt, which the next stage or the evaluation of all reads
     report(f"Trained {cfg.run}; this start took {time.monotonic() - started:.0f} s.", results)
     return False
-
-
-def evaluate_stage(task, step):
-    """(figures, files of sounds): losses of both kinds of weights, and what else the averaged ones give."""
-    run, result, samples = task.run, {}, {}
-    result["val_loss_online"] = task.figures("validation")["loss"]
-    with run.average.applied(run.model):
-        figures = task.figures("validation")
-        if step < run.cfg.steps:  # else the test is next
-            samples = task.write_sounds("validation", f"step_{step:08d}")
-    return {"val_loss": figures.pop("loss"), **result, **figures}, samples
 
 
 def report(headline, results):
@@ -1851,7 +1727,7 @@ def load_soundstream(path, device, weights="ema"):
     file = model_file(path, "soundstream")
     cfg, state = lora.read_model("soundstream", Config, file, weights)
     codec = SoundStream(cfg)
-    load_weights(codec, state, file)
+    checkpoint.load_weights(codec, state, file)
     codec.checksum = checkpoint.checksum(file)[:16]
     return codec.to(device).eval().requires_grad_(False)
 
@@ -1895,15 +1771,14 @@ class EnCodec:
         return self.model.decode(codes.transpose(1, 2)[None], [None], return_dict=True).audio_values[:, 0]
 
 
-def open_tokenizer(cfg, source, device):
+def open_tokenizer(cfg, source, rows, device):
     """The tokenizer of semantic tokens: of the run that the stage is of, or, for the semantic stage, its own.
 
-    That is fitted to the training recordings when the run has none yet, and saved with it.
+    That is fitted to the training `rows` when the run has none yet, and saved with it.
     """
     folder = Path(cfg.run if cfg.stage == "semantic" else cfg.semantic)
     path = folder / TOKENIZER
     if not dist.on_main(path.exists):
-        rows = source.split("train", cfg.validation, cfg.test, cfg.split_by)
         features = "mfcc" if cfg.tokenizer == "kmeans" else cfg.tokenizer
         made = semantic.fit(source, rows, cfg.clusters, cfg.seed, features=features, deltas=cfg.deltas)
         dist.on_main(lambda: checkpoint.save(made.state(), path) and None)
@@ -1929,106 +1804,86 @@ def load_transformer(path, stage, device, weights="ema"):
     file = model_file(path, stage) if weights == "ema" else newest_checkpoint(path)
     cfg, state = lora.read_model(stage, Config, file, weights)
     streams = [Stream(*stream) for stream in state["streams"]]
-    text = TextTokens(cfg, state["merges"], state["embed_width"])
-    model = TokenTransformer(cfg, streams, text.vocabulary, text.embed_width)
-    load_weights(model, state, file)
+    text = TextTokens(cfg, state["vocabulary"], state["embed_width"])
+    model = TokenTransformer(cfg, streams, len(text.tokenizer), text.embed_width)
+    checkpoint.load_weights(model, state, file)
     return where_it_is(cfg, Path(path).parent), model.to(device).eval().requires_grad_(False), state
 
 
 # Commands
 
 @dataclass(frozen=True)
-class EvaluateConfig:
+class DrawingConfig(config.Settings):
+    # How
     run: str = "runs/audio"  # folder of the runs, one a stage
-    data: str = ""  # recordings; "": those the coarse stage was trained on
-    part: Literal["train", "validation", "test"] = "test"  # which of them
+    temperature: tuple[NonNegative, ...] = (0.85, 0.3, 0.3)  # of codes drawn, 0: the most probable; one, or one a stage
+    top_k: tuple[TopK, ...] = (1.0, 0.2, 0.2)  # share of the codes that is drawn from; one, or one a stage
+    guidance_scale: tuple[NonNegative, ...] = (1.5, 1.0, 1.0)  # lean toward the text, 1 for not; one, or one a stage
+    prompt_scale: tuple[NonNegative, ...] = (1.0, 2.5, 1.0)  # lean toward the prompt, 1 for not; one, or one a stage
+    given_scale: tuple[NonNegative, ...] = (1.0, 2.0, 1.0)  # lean toward the stage before, if trained with --given_drop
     weights: Literal["ema", "online"] = "ema"  # averaged weights, or those of the newest checkpoint
-    samples: int = 160  # most recordings to go on with, 0 for all
-    sounds: int = 4  # recordings that are written as WAV and PNG to RUN/sounds
-    prompt_seconds: float = 1.0  # how much of each the model is given
-    seconds: float = 1.5  # how much it adds
-    temperature: tuple[float, ...] = (0.85, 0.3, 0.3)  # of the codes drawn, 0: the most probable; one, or one a stage
-    top_k: tuple[float, ...] = (1.0, 0.2, 0.2)  # share of the codes that is drawn from; one, or one a stage
-    guidance_scale: tuple[float, ...] = (1.5, 1.0, 1.0)  # lean toward the text, 1 for not; one, or one a stage
-    prompt_scale: tuple[float, ...] = (1.0, 2.5, 1.0)  # lean toward the prompt, 1 for not; one, or one a stage
-    given_scale: tuple[float, ...] = (1.0, 2.0, 1.0)  # lean toward the stage before, if trained with --given_drop
-    batch_size: int = 40  # recordings at a time
     seed: int = 0  # of everything random
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # where to compute
 
-    def __post_init__(self):
-        check_asked(self, above_0=("prompt_seconds", "seconds", "batch_size"), from_0=("samples", "sounds"))
+
+@dataclass(frozen=True)
+class EvaluateConfig(DrawingConfig):
+    # What to evaluate
+    data: str = ""  # recordings; "": those the coarse stage was trained on
+    part: Literal["train", "validation", "test"] = "test"  # which of them
+    samples: Natural = 160  # most recordings to go on with, 0 for all
+    sounds: Natural = 4  # recordings that are written as WAV and PNG to RUN/sounds
+    prompt_seconds: Positive = 1.0  # how much of each the model is given
+    seconds: Positive = 1.5  # how much it adds
+    batch_size: Count = 40  # recordings at a time
 
 
 @dataclass(frozen=True)
-class SampleConfig:
-    run: str = "runs/audio"  # folder of the runs, one a stage
+class SampleConfig(DrawingConfig):
     # What to say
     text: str = ""  # text to say
     file: str = ""  # file with a text to say a line, instead
     text_embeds: str = ""  # embedding of a text, .npy (L, E), for stages that were trained with --text_embeds
     prompt: str = ""  # recording to go on with, in its voice
-    prompt_seconds: float = 0.0  # how much of its end to take, 0 for all
+    prompt_seconds: NonNegative = 0.0  # how much of its end to take, 0 for all
     prompt_codes: str = ""  # codes to go on with, .npy (T, Q), as --codes writes them, instead of a recording
-    seconds: float = 3.0  # length at most, after the prompt
-    num: int = 1  # sounds a text or prompt
-    # How
-    temperature: tuple[float, ...] = (0.85, 0.3, 0.3)  # of the codes drawn, 0: the most probable; one, or one a stage
-    top_k: tuple[float, ...] = (1.0, 0.2, 0.2)  # share of the codes that is drawn from; one, or one a stage
-    guidance_scale: tuple[float, ...] = (1.5, 1.0, 1.0)  # lean toward the text, 1 for not; one, or one a stage
-    prompt_scale: tuple[float, ...] = (1.0, 2.5, 1.0)  # lean toward the prompt, 1 for not; one, or one a stage
-    given_scale: tuple[float, ...] = (1.0, 2.0, 1.0)  # lean toward the stage before, if trained with --given_drop
+    seconds: Positive = 3.0  # length at most, after the prompt
+    num: Count = 1  # sounds a text or prompt
     fine: bool = True  # let the fine stage add its codes, else the coarse ones alone are heard
     # The codec alone
     reconstruct: str = ""  # recording to send through the codec
     decode: str = ""  # codes to turn into sound, .npy (T, Q)
-    quantizers: int = 0  # how many the codec uses, 0 for all
+    quantizers: Natural = 0  # how many the codec uses, 0 for all
     soundstream: str = ""  # codec: run, model.pt or encodec:MODEL; "": RUN/soundstream
     # Out
     out: str = "out.wav"  # the sound; several are out_0.wav, out_1.wav, …
     codes: str = ""  # also write the codes, .npy (T, Q), to this file
     picture: str = ""  # also write the spectrogram, PNG, to this file
-    weights: Literal["ema", "online"] = "ema"  # averaged weights, or those of the newest checkpoint
-    seed: int = 0  # of everything random
-    device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # where to compute
-
-    def __post_init__(self):
-        check_asked(self, above_0=("seconds", "num"), from_0=("prompt_seconds", "quantizers"))
 
 
-def check_asked(asked, above_0, from_0):
-    """UserError unless the settings of these names are above 0, or not below it, and codes can be drawn as asked."""
-    for name in (*above_0, *from_0, *Drawing._fields):
-        value, least = getattr(asked, name), -math.inf if name.endswith("_scale") else 0
-        for one in value if isinstance(value, tuple) else [value]:
-            if not math.isfinite(one):
-                raise UserError(f"--{name}: {one} is not finite")
-            if one < least or (one == 0 and name in (*above_0, "top_k")):
-                raise UserError(f"--{name}: {one} is {'below' if one < 0 else 'not above'} 0")
-            if name == "top_k" and one > 1:
-                raise UserError(f"--top_k: {one} is above what a share may be")
-
-
-def evaluate(asked):
+def evaluate(args):
     """Every stage that there is, on held-out recordings, and what they make together."""
-    device, ready = dist.setup(asked.device), []
+    device, ready = dist.setup(args.device), []
     for stage in STAGES:
-        path = Path(asked.run) / stage / "model.pt"
+        path = Path(args.run) / stage / "model.pt"
         if not path.is_file():
             continue
-        file = path if asked.weights == "ema" else newest_checkpoint(path.parent)
-        cfg, state = lora.read_model(stage, Config, file, asked.weights)
-        cfg = dataclasses.replace(where_it_is(cfg, asked.run), data=asked.data or cfg.data,
-                                  eval_samples=asked.samples, resume="never")
-        source = open_source(cfg, cfg.seconds)
-        task = CodecTask(cfg, source, device) if stage == "soundstream" else TokenTask(cfg, source, device, state)
-        load_weights(task.run.model, state, file)
-        report(f"{path.parent}, on {asked.part} recordings:", task.figures(asked.part))
+        file = path if args.weights == "ema" else newest_checkpoint(path.parent)
+        cfg, state = lora.read_model(stage, Config, file, args.weights)
+        cfg = dataclasses.replace(where_it_is(cfg, args.run), eval_samples=args.samples, **of_data(args))
+        task = CodecTask(cfg, device) if stage == "soundstream" else TokenTask(cfg, device, state)
+        checkpoint.load_weights(task.model, state, file)
+        report(f"{path.parent}, on {args.part} recordings:", task.figures(args.part))
         ready.append(stage)
     if not ready:
-        raise UserError(f"{asked.run}: no model.pt in {', '.join(f'{stage}/' for stage in STAGES)}; train first")
+        raise UserError(f"{args.run}: no model.pt in {', '.join(f'{stage}/' for stage in STAGES)}; train first")
     if len(ready) == len(STAGES):
-        report(f"The stages together ({asked.run}/sounds):", evaluate_together(asked, device))
+        report(f"The stages together ({args.run}/sounds):", evaluate_together(args, device))
+
+
+def of_data(args):
+    """What is other in a trained stage's config to evaluate it on the data of `args`."""
+    return {"batch_size": 1, **({"data": args.data, "val_data": ""} if args.data else {})}
 
 
 def newest_checkpoint(folder):
@@ -2038,25 +1893,26 @@ def newest_checkpoint(folder):
     raise UserError(f"{folder}/checkpoints: empty; --weights online needs a checkpoint")
 
 
-def evaluate_together(asked, device):
+def evaluate_together(args, device):
     """Go on with held-out recordings and, on the built-in ones, listen to who speaks and what is said."""
-    drawings, stack = drawings_of(asked), Stack(asked.run, device, asked.weights)
-    cfg = dataclasses.replace(stack.cfgs["coarse"], **({"data": asked.data} if asked.data else {}))
-    source, ranks, added, count = open_source(cfg), dist.world_size(), 0.0, 0
-    rows = source.split(asked.part, cfg.validation, cfg.test, cfg.split_by)
-    rows = rows[:asked.samples or len(rows)]
-    mine, begin = rows[dist.rank()::ranks], round(asked.prompt_seconds * source.rate)
+    drawings, stack = drawings_of(args), Stack(args.run, device, args.weights)
+    cfg = dataclasses.replace(stack.cfgs["coarse"], **of_data(args))
+    sources, ranks, added, count = open_sources(cfg), dist.world_size(), 0.0, 0
+    parts = data.parts(sources[0], cfg, *sources[1:])
+    source, rows = parts[args.part]
+    rows = rows[:args.samples or len(rows)]
+    mine, begin = rows[dist.rank()::ranks], round(args.prompt_seconds * source.rate)
     hearing = semantic.Hearing() if isinstance(source, Syllables) else None
     bar = tracker.progress(total=len(mine), desc="continuations", unit=" recordings", disable=not dist.is_main())
-    for at in range(0, len(mine), asked.batch_size):
-        part, waves = source.readable(mine[at:at + asked.batch_size])
+    for at in range(0, len(mine), args.batch_size):
+        part, waves = source.readable(mine[at:at + args.batch_size])
         prompts = [wave[:min(begin, len(wave) // 2)] for wave in waves]
-        seeds = [accumulate.number(asked.seed, "voice", row) for row in part]
-        codes = stack.speak(list(zip(*stack.heard(prompts))), asked.seconds, seeds, drawings)
+        seeds = [accumulate.number(args.seed, "voice", row) for row in part]
+        codes = stack.speak(list(zip(*stack.heard(prompts))), args.seconds, seeds, drawings)
         made = [stack.wave(one) for one in codes]
         for number, sound in enumerate(made, at):
-            if (place := number * ranks + dist.rank()) < asked.sounds:
-                write_sound(asked.run, f"sounds/{place}_goes_on", sound, source.rate)
+            if (place := number * ranks + dist.rank()) < args.sounds:
+                write_sound(args.run, f"sounds/{place}_goes_on", sound, source.rate)
         count += len(part)
         added += sum((len(sound) - len(prompt)) / source.rate for sound, prompt in zip(made, prompts))
         if hearing:  # what followed in reality goes through the codec, too, which is scored by itself
@@ -2072,19 +1928,22 @@ def evaluate_together(asked, device):
     added, count = dist.total([added, count])
     result = {"seconds_added": added / count}
     if hearing:
-        result |= hearing.result() | semantic_scores(stack.tokenizer, source, cfg, rows)
+        result |= hearing.result() | semantic_scores(stack.tokenizer, cfg, parts["train"], (source, rows))
     if dist.is_main():
-        checkpoint.write_json(result, Path(asked.run) / "voices.json")
+        checkpoint.write_json(result, Path(args.run) / "voices.json")
     return result
 
 
-def semantic_scores(tokenizer, source, cfg, rows):
-    """Whether semantic tokens tell the syllables, by a map fitted on other speakers, and the speakers."""
-    cache = semantic_cache(Path(cfg.run).parent / "tokens", source, tokenizer)
-    train = source.split("train", cfg.validation, cfg.test, cfg.split_by)[:400]
-    pairs = [(np.concatenate([cache[int(row)][:, 0] for row in those]), np.concatenate([
-        semantic.syllable_labels(record, cache.frames(int(row))) for row, record in zip(those, source.records(those))]))
-        for those in (train, rows)]
+def semantic_scores(tokenizer, cfg, train, held_out):
+    """Whether semantic tokens tell the syllables, by a map fitted on other speakers, and the speakers.
+
+    train, held_out: (source, rows) each.
+    """
+    pairs, folder = [], Path(cfg.run).parent / "tokens"
+    for source, rows in ((train[0], train[1][:400]), held_out):
+        cache, records = semantic_cache(folder, source, tokenizer), source.records(rows)
+        pairs.append((np.concatenate([cache[int(row)][:, 0] for row in rows]), np.concatenate([
+            semantic.syllable_labels(record, cache.frames(int(row))) for row, record in zip(rows, records)])))
     seen, halves = collections.Counter(), ([], [])
     for row in map(int, rows):
         seen[who := source.speaker(row)] += 1
@@ -2096,11 +1955,11 @@ def semantic_scores(tokenizer, source, cfg, rows):
     return result
 
 
-def drawings_of(asked):
+def drawings_of(args):
     """{stage: Drawing} by the settings asked for, each of them one value for semantic, coarse and fine, or three."""
     stages, columns = list(STAGES)[1:], []
     for name in Drawing._fields:
-        values = getattr(asked, name)
+        values = getattr(args, name)
         if len(values) not in (1, len(stages)):
             raise UserError(f"--{name}: {len(values)} values; expected one, or one for each of {', '.join(stages)}")
         columns.append(values * (len(stages) if len(values) == 1 else 1))
@@ -2138,102 +1997,102 @@ def open_codes(path, codec):
     return torch.from_numpy(codes.astype(np.int64))
 
 
-def sample(asked):
-    device = dist.setup(asked.device)
+def sample(args):
+    device = dist.setup(args.device)
     chosen = [name for name in ("text", "file", "text_embeds", "prompt", "prompt_codes", "reconstruct", "decode")
-              if getattr(asked, name)]
+              if getattr(args, name)]
     if {"reconstruct", "decode"} & set(chosen):
         if len(chosen) > 1:
             raise UserError(f"--{chosen[0]}, --{chosen[1]}: the codec alone takes one recording or one file of codes")
-        return dist.on_main(lambda: through_codec(asked, device))
+        return dist.on_main(lambda: through_codec(args, device))
     for one, other in (("text", "file"), ("prompt", "prompt_codes")):
         if one in chosen and other in chosen:
             raise UserError(f"--{one}, --{other}: give one of them")
     if not chosen:
         raise UserError("nothing to say: give --text, --file, --text_embeds, --prompt, --prompt_codes, --reconstruct "
                         "or --decode")
-    if asked.soundstream:
+    if args.soundstream:
         raise UserError("--soundstream: only --reconstruct and --decode take another codec than that of the stages")
-    drawings, stack, note = drawings_of(asked), Stack(asked.run, device, asked.weights), None
-    texts = [asked.text]
-    if asked.file:
-        texts = [line.strip() for line in Path(asked.file).read_text(encoding="utf-8").splitlines() if line.strip()]
-    if asked.file and not texts:
-        raise UserError(f"{asked.file}: no text in it")
+    drawings, stack, note = drawings_of(args), Stack(args.run, device, args.weights), None
+    texts = [args.text]
+    if args.file:
+        texts = [line.strip() for line in Path(args.file).read_text(encoding="utf-8").splitlines() if line.strip()]
+    if args.file and not texts:
+        raise UserError(f"{args.file}: no text in it")
     takes = {cfg.text_embeds for cfg in stack.cfgs.values() if cfg.text != "none"}  # embeddings, texts or both
     if any(texts) and False not in takes:
-        raise UserError(f"--{'file' if asked.file else 'text'}: {asked.run} was trained " + (
+        raise UserError(f"--{'file' if args.file else 'text'}: {args.run} was trained " + (
             "on embeddings of texts; give one by --text_embeds" if takes else
             "without texts; give --prompt alone, or train with --text prefix"))
-    if asked.text_embeds and True not in takes:
-        raise UserError(f"--text_embeds: {asked.run} was not trained on embeddings of texts")
-    embed = open_text_embed(asked.text_embeds, stack) if asked.text_embeds else None
+    if args.text_embeds and True not in takes:
+        raise UserError(f"--text_embeds: {args.run} was not trained on embeddings of texts")
+    embed = open_text_embed(args.text_embeds, stack) if args.text_embeds else None
     codec, prompt = stack.codec, None
-    if asked.prompt:
-        wave, note = open_wave(asked.prompt, codec.rate, codec.hop)
-        if asked.prompt_seconds:
-            wave = wave[-round(asked.prompt_seconds * codec.rate):]
+    if args.prompt:
+        wave, note = open_wave(args.prompt, codec.rate, codec.hop)
+        if args.prompt_seconds:
+            wave = wave[-round(args.prompt_seconds * codec.rate):]
         prompt, = zip(*stack.heard([wave]))
-    elif asked.prompt_codes:
-        codes = open_codes(asked.prompt_codes, codec)
+    elif args.prompt_codes:
+        codes = open_codes(args.prompt_codes, codec)
         if codes.shape[1] < codec.ends[-1]:
-            raise UserError(f"{asked.prompt_codes}: {codes.shape[1]} codes a frame, but to go on takes "
+            raise UserError(f"{args.prompt_codes}: {codes.shape[1]} codes a frame, but to go on takes "
                             f"{codec.ends[-1]}")
         meant, _, voice = stack.heard([stack.wave(codes)])
         # What the codec adds would be taken for another voice, so coarse is told none, if it has been trained so, too.
         prompt = meant[0], codes, voice[0][:0] if stack.cfgs["coarse"].given_drop else voice[0]
     if prompt and len(prompt[1]) >= stack.facts["coarse"]["window"]:
         own, most = (n * codec.hop / codec.rate for n in (len(prompt[1]), stack.facts["coarse"]["window"] - 1))
-        raise UserError(f"--{'prompt' if asked.prompt else 'prompt_codes'}: {own:.2f} s, longer than the {most:.2f} s "
+        raise UserError(f"--{'prompt' if args.prompt else 'prompt_codes'}: {own:.2f} s, longer than the {most:.2f} s "
                         f"that the coarse stage was trained on; give --prompt_seconds {most:.2f} or less")
-    wanted = [(text, number) for text in texts for number in range(asked.num)]
+    wanted = [(text, number) for text in texts for number in range(args.num)]
     mine = wanted[dist.rank()::dist.world_size()]
     if mine:
-        seeds = [accumulate.number(asked.seed, text, number) for text, number in mine]
+        seeds = [accumulate.number(args.seed, text, number) for text, number in mine]
         given = [text for text, _ in mine] if any(texts) else None
         prompts = [prompt] * len(mine) if prompt else stack.silence(seeds)
         embeds = None if embed is None else [embed] * len(mine)
-        made = stack.speak(prompts, asked.seconds, seeds, drawings, given, embeds, asked.fine)
+        made = stack.speak(prompts, args.seconds, seeds, drawings, given, embeds, args.fine)
         for (text, number), codes in zip(mine, made):
-            place = texts.index(text) * asked.num + number
-            write_out(asked, stack.wave(codes), codes, codec.rate, f"_{place}" if len(wanted) > 1 else "")
+            place = texts.index(text) * args.num + number
+            write_out(args, stack.wave(codes), codes, codec.rate, f"_{place}" if len(wanted) > 1 else "")
     if dist.is_main():
-        print("\n".join(filter(None, [note, f"{len(wanted)} sound(s): {asked.out}"])), flush=True)
+        print("\n".join(filter(None, [note, f"{len(wanted)} sound(s): {args.out}"])), flush=True)
     return None
 
 
-def through_codec(asked, device):
+def through_codec(args, device):
     """Send a recording through the codec of a run, or turn codes into sound."""
-    path, note, wave = asked.soundstream or Path(asked.run) / "soundstream", None, None
-    if asked.weights == "online" and Path(path).is_dir():
+    path, note, wave = args.soundstream or Path(args.run) / "soundstream", None, None
+    if args.weights == "online" and Path(path).is_dir():
         path = newest_checkpoint(Path(path))
-    codec = load_soundstream(path, device, asked.weights)
-    if asked.quantizers > len(codec.ends):
-        raise UserError(f"--quantizers: {asked.quantizers}, but the codec has {len(codec.ends)}")
-    if asked.reconstruct:
-        wave, note = open_wave(asked.reconstruct, codec.rate, codec.hop)
-        codes = codec.encode(wave[None].to(device), asked.quantizers or None)
+    codec = load_soundstream(path, device, args.weights)
+    if args.quantizers > len(codec.ends):
+        raise UserError(f"--quantizers: {args.quantizers}, but the codec has {len(codec.ends)}")
+    if args.reconstruct:
+        wave, note = open_wave(args.reconstruct, codec.rate, codec.hop)
+        codes = codec.encode(wave[None].to(device), args.quantizers or None)
     else:
-        codes = open_codes(asked.decode, codec)[None, :, :codec.ends[asked.quantizers - 1]].to(device)
+        codes = open_codes(args.decode, codec)[None, :, :codec.ends[args.quantizers - 1]].to(device)
     sound = codec.decode(codes)[0].cpu()
-    write_out(asked, sound[:len(wave)] if wave is not None else sound, codes[0], codec.rate)
+    write_out(args, sound[:len(wave)] if wave is not None else sound, codes[0], codec.rate)
     quality = f", si_sdr_db {audio.si_sdr(sound[None, :len(wave)], wave[None]).item():.2f}" if wave is not None else ""
     bits = codes.shape[2] * math.log2(codec.codebook_size) * codec.rate / codec.hop
-    print("\n".join(filter(None, [note, f"{asked.out}: {codes.shape[2]} codes a frame, {bits:.0f} bits a second"
+    print("\n".join(filter(None, [note, f"{args.out}: {codes.shape[2]} codes a frame, {bits:.0f} bits a second"
                                   f"{quality}"])), flush=True)
 
 
-def write_out(asked, wave, codes, rate, suffix=""):
+def write_out(args, wave, codes, rate, suffix=""):
     """Write a sound and what else is asked for; several get a `suffix` before the ending."""
     def to(path):
         return Path(path).with_stem(Path(path).stem + suffix)
-    with checkpoint.replacing(to(asked.out)) as file:
+    with checkpoint.replacing(to(args.out)) as file:
         audio.write_wav(file, wave, rate)
-    if asked.codes:
-        with checkpoint.replacing(to(asked.codes)) as file:
+    if args.codes:
+        with checkpoint.replacing(to(args.codes)) as file:
             np.save(file, codes.cpu().numpy().astype(np.uint16))
-    if asked.picture:
-        with checkpoint.replacing(to(asked.picture)) as file:
+    if args.picture:
+        with checkpoint.replacing(to(args.picture)) as file:
             media.write_png(file, audio.spectrogram(wave, rate))
 
 
@@ -2241,8 +2100,8 @@ COMMANDS = {"train": (train, Config), "evaluate": (evaluate, EvaluateConfig), "s
 
 
 def main():
-    config.dispatch(COMMANDS, __doc__, "train", PRESETS, STAGES)
+    config.run(COMMANDS, __doc__, "train", PRESETS, STAGES)
 
 
 if __name__ == "__main__":
-    config.run(main)
+    main()

@@ -1,4 +1,4 @@
-"""Residual quantizers of a neural codec: vector, finite-scalar and lookup-free, whole or in groups of channels.
+"""The residual vector quantizer of a neural codec, whole or in groups of channels.
 
 A frame is described by one code of each quantizer in turn, each quantizing what the ones before it left over
 (SoundStream, Zeghidour et al. 2021, Section III-C, Algorithm 1). The bitrate is chosen at use: the first n suffice.
@@ -16,32 +16,21 @@ from common import dist
 SMOOTHING = 1e-5  # pseudo-count of a code, so that none is divided by zero
 
 
-def perplexity(codes, codebook_size):
-    """How many codes are in use, as exp(entropy in nats): codes (N, Q) int64 -> (Q,), from 1 to `codebook_size`."""
-    offsets = codebook_size * torch.arange(codes.shape[1], device=codes.device)
-    counts = torch.bincount((codes + offsets).flatten(), minlength=codebook_size * codes.shape[1])
-    shares = counts.view(-1, codebook_size).float() / len(codes)
-    return torch.special.entr(shares).sum(-1).exp()
-
-
-def _half_distances(x, codebook):
-    """|c|²/2 - x·c, half the squared distance less |x|²/2: x (G, N, d), codebook (G, K, d) -> (G, N, K).
+def nearest(x, codebook):
+    """The code of each vector: x (G, N, d), codebook (G, K, d) -> (G, N) int64.
 
     In full fp32, though autocast or `dist.setup` may have products' factors rounded: near ties would go wrong.
     """
+    slab = max(1, 2 ** 24 // codebook[..., 0].numel())  # vectors at a time: long sounds would need gigabytes
+    half_squares, turned = codebook.square().sum(-1)[:, None] / 2, codebook.transpose(1, 2)
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
-        with torch.autocast(x.device.type, enabled=False):
-            return torch.baddbmm(codebook.square().sum(-1)[:, None] / 2, x, codebook.transpose(1, 2), alpha=-1)
+        with torch.autocast(x.device.type, enabled=False):  # half the squared distance, less |x|²/2
+            return torch.cat([torch.baddbmm(half_squares, part, turned, alpha=-1).argmin(-1)
+                              for part in x.split(slab, 1)], 1)
     finally:
         torch.set_float32_matmul_precision(precision)
-
-
-def nearest(x, codebook):
-    """The code of each vector: x (G, N, d), codebook (G, K, d) -> (G, N) int64."""
-    slab = max(1, 2 ** 24 // codebook[..., 0].numel())  # vectors at a time: long sounds would need gigabytes
-    return torch.cat([_half_distances(part, codebook).argmin(-1) for part in x.split(slab, 1)], 1)
 
 
 def _add_by_code(counts, sums, x, codes, weight):
@@ -75,46 +64,6 @@ def kmeans(x, size, generator, rounds=10):
     return centers, counts[..., 0]
 
 
-def rotate_to(e, q):
-    """q (..., d), with the gradient to e that turning and stretching e onto q has (Fifty et al. 2024, Eq. 3-4).
-
-    q = (|q|/|e|) R e, R = I - 2 r rᵀ + 2 q̂ êᵀ, r = (ê + q̂)/|ê + q̂|, with |q|/|e| and R held constant.
-    """
-    with torch.no_grad():
-        unit_e, unit_q = F.normalize(e, dim=-1), F.normalize(q, dim=-1)
-        r = F.normalize(unit_e + unit_q, dim=-1)
-        stretch = q.norm(dim=-1, keepdim=True) / e.norm(dim=-1, keepdim=True).clamp(min=1e-6)
-    turned = e - 2 * r * (r * e).sum(-1, keepdim=True) + 2 * unit_q * (unit_e * e).sum(-1, keepdim=True)
-    turned = stretch * turned
-    return q.detach() + (turned - turned.detach())  # q to the last bit
-
-
-def fsq_levels(size, dimensions=None):
-    """Numbers of levels, one a dimension, whose product is `size`, each from 3 to 16: 1000 -> (8, 5, 5, 5).
-
-    As even as can be, about 6 each unless `dimensions` says how many there are; for the sizes of Mentzer et al. 2023,
-    Table 1 (240, 1000, 4375, 15360, 64000), its levels. ValueError names the nearest possible sizes.
-    """
-    def factorizations(size, largest=16):
-        if size == 1:
-            yield ()
-        for first in range(min(size, largest), 2, -1):
-            if size % first == 0:
-                for rest in factorizations(size // first, first):
-                    yield first, *rest
-
-    def best(size):
-        found = [levels for levels in factorizations(size) if levels and dimensions in (None, len(levels))]
-        return min(found, key=lambda levels: (abs(len(levels) - math.log(size, 6)), sum(levels), levels), default=None)
-
-    levels = best(size)
-    if levels is None:
-        near = [next(filter(best, sizes), None) for sizes in (range(size - 1, 2, -1), range(size + 1, 2 * size + 4))]
-        raise ValueError(f"codebook_size {size} is no product of {dimensions or 'some'} numbers of levels from 3 to "
-                         f"16; the nearest possible: {' and '.join(str(n) for n in near if n) or 'none'}")
-    return levels
-
-
 def uniform_grid(size, dimensions):
     """At most `size` points of a grid for numbers of variance 1, (size, d): 256 of two dimensions are 17 * 15 and one.
 
@@ -136,16 +85,12 @@ def uniform_grid(size, dimensions):
 class ResidualQuantizer(nn.Module):
     """Q quantizers in a row, each of the residual of those before it, as a whole or in groups of channels.
 
-    kind "rvq": learned codebooks, moving averages of the vectors they stand for (van den Oord et al. 2017, Appendix
-    A.1), zero and not `ready` until `initialize` was called: so long `forward` returns its input. "fsq": finite scalar
-    quantization (Mentzer et al. 2023), each dimension, brought into [-1, 1] by a tanh, rounded to one of a few levels;
-    quantizer q's grid is (levels - 1)^-q times as wide. The grid is symmetric for even numbers of levels too, where
-    the paper shifts it by half a step. "lfq": lookup-free, the sign of each dimension (MAGVIT-v2, Yu et al. 2023),
-    times 2^-q. Both quantize a projection to as many dimensions as the codebook size asks for.
+    Codebooks are learned: moving averages of the vectors they stand for (van den Oord et al. 2017, Appendix A.1), zero
+    and not `ready` until `initialize` was called: so long `forward` returns its input.
 
     groups: a quantizer of G > 1 has a code for each G-th of the width (HiFi-Codec, Yang et al. 2023). Few codes say
     most as codes of whole frames; many, as codes of parts. The C codes of a frame are laid out quantizer by quantizer,
-    `ends[q]` is behind those of quantizer q. A code is an integer in [0, codebook_size), also for fsq and lfq.
+    `ends[q]` is behind those of quantizer q. A code is an integer in [0, codebook_size).
     uniform: codebooks of groups are grids, each channel as wide as the root mean square of what is left over in it,
     and do not die. Learned codes lie the closer, the more vectors there are, so the most probable code of a loud frame
     is a loud one; of a grid it is the middle.
@@ -155,78 +100,44 @@ class ResidualQuantizer(nn.Module):
     such as the discriminator's, leaves no trace.
     """
 
-    def __init__(self, width, quantizers=8, codebook_size=1024, kind="rvq", groups=1, uniform=False, codebook_width=0,
-                 decay=0.95, dead_below=2.0, dropout=0.0, least=1, rotation=False, temperature=0.0, entropy_weight=0.1):
-        """`width` is the D of z; the rest applies to rvq unless said otherwise.
+    def __init__(self, width, quantizers=8, codebook_size=1024, groups=1, uniform=False, decay=0.95, dead_below=2.0,
+                 dropout=0.0, least=1):
+        """`width` is the D of z.
 
-        groups (all kinds): of every quantizer, or a sequence of one number each, which only rvq takes.
+        groups: of every quantizer, or a sequence of one number each.
         uniform: codebooks of quantizers of several groups are grids, by `uniform_grid`, else learned as the others.
-        codebook_width: dimensions, of all groups together, that are quantized; projected to and from unless 0 or D.
-            fsq and lfq: 0 is as many as needed; fsq takes any number for which `fsq_levels` knows levels.
         decay: of the moving averages, a step. dead_below: a code that gets fewer vectors a step, on a moving average,
             is replaced, but never one with a quarter of the average code's; 0 replaces none.
-        dropout (all kinds): probability that a sample uses, in training, only its first n quantizers, n uniform from
-            `least`, or Q if that is less, to Q. rotation: gradients by `rotate_to`, else straight through.
-        temperature: if not 0, codes are drawn in training from softmax(-squared distance / temperature).
-        entropy_weight (lfq): of the entropy penalty.
+        dropout: probability that a sample uses, in training, only its first n quantizers, n uniform from `least`, or Q
+            if that is less, to Q.
         Raises ValueError for what does not fit together.
         """
         super().__init__()
-        if kind not in ("rvq", "fsq", "lfq"):
-            raise ValueError(f"kind {kind!r}: expected rvq, fsq or lfq")
         groups = (groups,) * quantizers if isinstance(groups, int) else tuple(groups)
         if len(groups) != quantizers:
             raise ValueError(f"groups {groups}: expected one number, or one for each of {quantizers} quantizers")
-        if min(width, quantizers, least, *groups) < 1 or codebook_size < 2 or \
-                min(codebook_width, dead_below, temperature) < 0:
+        if min(width, quantizers, least, *groups) < 1 or codebook_size < 2 or dead_below < 0:
             raise ValueError(f"width {width}, quantizers {quantizers}, least {least}, groups {groups}: expected at "
-                             f"least 1; codebook_size {codebook_size}: 2; codebook_width {codebook_width}, dead_below "
-                             f"{dead_below}, temperature {temperature}: 0")
+                             f"least 1; codebook_size {codebook_size}: 2; dead_below {dead_below}: 0")
         if not (0 <= decay < 1 and 0 <= dropout <= 1):
             raise ValueError(f"decay {decay}: expected in [0, 1); dropout {dropout}: expected in [0, 1]")
-        if kind != "rvq" and (rotation or temperature):
-            raise ValueError(f"rotation and temperature are for kind rvq, which has a learned codebook, not for {kind}")
-        self.quantizers, self.codebook_size, self.kind = quantizers, codebook_size, kind
+        if wrong := [number for number in groups if width % number]:
+            raise ValueError(f"width {width} does not divide into {wrong[0]} groups")
+        self.quantizers, self.codebook_size = quantizers, codebook_size
         self.groups, self.ends = groups, list(itertools.accumulate(groups))
         self.decay, self.dead_below, self.dropout, self.least = decay, dead_below, dropout, min(least, quantizers)
-        self.rotation, self.temperature, self.entropy_weight = rotation, temperature, entropy_weight
-        inner = codebook_width or width
-        for number in groups:
-            if codebook_width % number or (kind == "rvq" and inner % number):
-                raise ValueError(f"width {width} or codebook_width {codebook_width} does not divide into {number} "
-                                 "groups")
-        if kind != "rvq":
-            if len({*groups}) > 1:
-                raise ValueError(f"groups {groups}: {kind} takes the same number for all quantizers")
-            bits, groups = codebook_size.bit_length() - 1, groups[0]
-            levels = fsq_levels(codebook_size, codebook_width // groups or None) if kind == "fsq" else (2,) * bits
-            inner = len(levels) * groups
-            if kind == "lfq" and codebook_size != 2 ** bits:
-                raise ValueError(f"codebook_size {codebook_size} of lfq: no power of two; the nearest possible: "
-                                 f"{2 ** bits} and {2 ** (bits + 1)}")
-            if codebook_width not in (0, inner):
-                raise ValueError(f"codebook_width {codebook_width}: lfq with {groups} group(s) of {codebook_size} "
-                                 f"codes needs {inner}, or 0")
-        self.project_in = nn.Linear(width, inner) if inner != width else nn.Identity()
-        self.project_out = nn.Linear(inner, width) if inner != width else nn.Identity()
 
         # a tensor, not a Python value, so that checkpoints and EMA copies carry it along
-        self.register_buffer("initialized", torch.tensor(kind != "rvq"))
-        if kind == "rvq":
-            # a quantizer's vectors are (G, K, d), laid out flat, as G·d is the same for all; a grid sums squares
-            vectors, counts = (quantizers, codebook_size * inner), (self.ends[-1], codebook_size)
-            for name, size in ("codebook", vectors), ("ema_count", counts), ("ema_sum", vectors):
-                self.register_buffer(name, torch.zeros(size))
-            for name, size in ("pending_count", counts), ("pending_sum", vectors):
-                self.register_buffer(name, torch.zeros(size), persistent=False)
-            for number in {*groups} - {1} if uniform else ():  # saved, so that learned codebooks do not pass for these
-                self.register_buffer(f"grid{number}", uniform_grid(codebook_size, inner // number))
-        else:
-            basis = [math.prod(levels[:i]) for i in range(len(levels))]  # a code's digits: the first counts ones
-            shrink = [1 / (n - 1) if kind == "fsq" else 0.5 for n in levels]  # of the grid, a quantizer
-            for name, values in ("levels", levels), ("basis", basis), ("shrink", shrink):
-                self.register_buffer(name, torch.tensor(values), persistent=False)
-        self._candidates = None  # (Q, M, G·d): residuals of the first chunk after an update, M <= K
+        self.register_buffer("initialized", torch.tensor(False))
+        # a quantizer's vectors are (G, K, d), laid out flat, as G·d is the same for all; a grid sums squares
+        vectors, counts = (quantizers, codebook_size * width), (self.ends[-1], codebook_size)
+        for name, size in ("codebook", vectors), ("ema_count", counts), ("ema_sum", vectors):
+            self.register_buffer(name, torch.zeros(size))
+        for name, size in ("pending_count", counts), ("pending_sum", vectors):
+            self.register_buffer(name, torch.zeros(size), persistent=False)
+        for number in {*groups} - {1} if uniform else ():  # saved, so that learned codebooks do not pass for these
+            self.register_buffer(f"grid{number}", uniform_grid(codebook_size, width // number))
+        self._candidates = None  # (Q, M, D): residuals of the first chunk after an update, M <= K
 
     @property
     def ready(self):
@@ -236,35 +147,32 @@ class ResidualQuantizer(nn.Module):
     def forward(self, z, count=None):
         """z (B, T, D), `count` quantizers or all -> (quantized (B, T, D), codes (B, T, ends[count - 1]), loss).
 
-        loss: for rvq and lfq the commitment, the mean squared difference of what each quantizer was given and its
-        code (held constant), averaged over a sample's quantizers, then over samples, so that a batch's is the mean of
-        its chunks'; for lfq also the entropy penalty, whose second half is a chunk's own; for fsq 0.
+        loss: the commitment, the mean squared difference of what each quantizer was given and its code (held constant),
+        averaged over a sample's quantizers, then over samples, so that a batch's is the mean of its chunks'.
         The codes are all quantizers', also those that dropout left out of a sample. Not `ready`: z, zeros and 0.
         """
-        x = self._enter(z)  # (B*T, d)
+        x = z.float().flatten(0, 1)  # (B*T, D), in fp32 also under autocast
         total, codes, loss = self._quantize(x, self._used(z, count, self.training), self.training)
-        if x.requires_grad and self.rotation:  # each of the groups that the first quantizer has by itself
-            total = rotate_to(*(part.unflatten(-1, (self.groups[0], -1)) for part in (x, total))).flatten(-2)
-        elif x.requires_grad:
+        if x.requires_grad:  # straight through
             total = total.detach() + (x - x.detach())
-        quantized = torch.where(self.initialized, self._leave(total, z).to(z.dtype), z)
+        quantized = torch.where(self.initialized, total.view(z.shape).to(z.dtype), z)
         return quantized, codes[..., :self.ends[(count or self.quantizers) - 1]], loss
 
     @torch.no_grad()
     def encode(self, z, count=None):
         """z (B, T, D) -> codes (B, T, ends[count - 1]) int64 of the first `count` quantizers, or all; nearest codes."""
-        return self._quantize(self._enter(z), self._used(z, count, False), False)[1]
+        return self._quantize(z.float().flatten(0, 1), self._used(z, count, False), False)[1]
 
     def decode(self, codes):
         """codes (B, T, ends[n - 1]) of the first n quantizers -> (B, T, D); ValueError if that is not what they are."""
         if codes.shape[-1] not in self.ends:
             raise ValueError(f"{codes.shape[-1]} codes a frame: expected {', '.join(map(str, self.ends))}")
         by_quantizer = codes.flatten(0, 1).T.split(self.groups[:self.ends.index(codes.shape[-1]) + 1])  # n of (G, N)
-        return self._leave(sum(self._lookup(one, q) for q, one in enumerate(by_quantizer)), codes)
+        return sum(self._lookup(one, q) for q, one in enumerate(by_quantizer)).unflatten(0, codes.shape[:2])
 
     @torch.no_grad()
     def vectors(self):
-        """What each code adds to a frame before `project_out`, (C, K, d): `decode` is their sum, sent through that."""
+        """What each code adds to a frame, (C, K, D): `decode` is their sum."""
         codes, made = torch.arange(self.codebook_size, device=self.initialized.device), []
         for q, groups in enumerate(self.groups):
             parts = self._grouped(self._lookup(codes.expand(groups, -1), q), q)  # (G, K, d / G)
@@ -278,13 +186,11 @@ class ResidualQuantizer(nn.Module):
 
         Rank 0's z decides, and its codebooks go to all. Raises ValueError for fewer vectors than codes.
         """
-        if self.kind != "rvq":
-            return
         if (n := dist.broadcast(len(z))) < self.codebook_size:
             raise ValueError(f"{n} vectors to start {self.codebook_size} codes: at least as many are needed")
         if dist.is_main():
             generator = torch.Generator().manual_seed(seed)
-            residual = self._enter(z[None])
+            residual = z.float()
             for q in range(self.quantizers):
                 x, grid = self._grouped(residual, q), self._grid(q)
                 if grid is None:
@@ -311,8 +217,6 @@ class ResidualQuantizer(nn.Module):
         Dead codes become residuals of rank 0's first chunk, drawn by `seed`, a function of the step: codebooks are
         equal bit for bit on all ranks, and up to rounding for any number of them. Quantizers that none used stay.
         """
-        if self.kind != "rvq":
-            return
         if td.is_initialized():
             td.all_reduce(self.pending_count)
             td.all_reduce(self.pending_sum)
@@ -337,10 +241,9 @@ class ResidualQuantizer(nn.Module):
 
     def discard(self):
         """Forget what `forward` gathered: the step overflowed, or the passes were not to count."""
-        if self.kind == "rvq":
-            self.pending_count.zero_()
-            self.pending_sum.zero_()
-            self._candidates = None
+        self.pending_count.zero_()
+        self.pending_sum.zero_()
+        self._candidates = None
 
     def _used(self, z, count, training):
         """Which quantizers each sample of z uses: (B, passes) bool; in training `passes` is Q."""
@@ -366,29 +269,20 @@ class ResidualQuantizer(nn.Module):
         """Those of quantizer q in x (C, …), a view (G, …)."""
         return x[self.ends[q] - self.groups[q]:self.ends[q]]
 
-    def _enter(self, z):
-        """z (B, T, D) -> (B*T, d), in fp32 also under autocast."""
-        x = self.project_in(z).float().flatten(0, 1)
-        return x.tanh() if self.kind == "fsq" else x
-
-    def _leave(self, x, like):
-        """x (B*T, d) -> (B, T, D), B and T those of `like`."""
-        return self.project_out(x.unflatten(0, like.shape[:2]))
-
     def _grouped(self, x, q):
         """x (N, G·d) as quantizer q takes it, (G, N, d)."""
         return x.unflatten(-1, (self.groups[q], -1)).transpose(0, 1)
 
     @torch.compiler.disable  # it changes buffers and the precision of products, which a compiled graph cannot
     def _quantize(self, x, used, training):
-        """x (B*T, d), used (B, passes) bool -> (sum of used codes (B*T, d), codes (B, T, ends[passes - 1]), loss)."""
+        """x (B*T, D), used (B, passes) bool -> (sum of used codes (B*T, D), codes (B, T, ends[passes - 1]), loss)."""
         batch, passes = used.shape
         frames = len(x) // max(1, batch)
-        learns = training and torch.is_grad_enabled() and self.kind == "rvq"
+        learns = training and torch.is_grad_enabled()
         residual, total, codes, losses, candidates = x, torch.zeros_like(x), [], [], []
         for q in range(passes):
             given, weight = self._grouped(residual.detach(), q), used[:, q].repeat_interleave(frames)  # (G, N, d), (N,)
-            code = self._choose(given, q, self.temperature if training else 0.0)
+            code = nearest(given, self._vectors(self.codebook, q))
             value = self._lookup(code, q)
             if learns:
                 counted = (weight & self.initialized).float()
@@ -396,58 +290,23 @@ class ResidualQuantizer(nn.Module):
                 _add_by_code(self._counts(self.pending_count, q), self._vectors(self.pending_sum, q), seen, code,
                              counted)
                 candidates.append(residual.detach())
-            if self.kind == "lfq":
-                losses.append(self.entropy_weight * self._entropy_penalty(self._grouped(residual, q), weight, q)
-                              / passes)
             residual = residual - value
             total = total + value * weight[:, None]
             codes.append(code)
-            if self.kind != "fsq":
-                error = residual.square().unflatten(0, (batch, frames)).mean((1, 2))  # (B,)
-                losses.append((error * used[:, q] / used.sum(1)).mean())
+            error = residual.square().unflatten(0, (batch, frames)).mean((1, 2))  # (B,)
+            losses.append((error * used[:, q] / used.sum(1)).mean())
         if learns and self._candidates is None and dist.is_main():
             # evenly spaced, so that nothing is drawn: on other ranks there would be no such draw
             n, m = len(x), min(len(x), self.codebook_size)
             self._candidates = torch.stack(candidates)[:, torch.arange(m, device=x.device) * n // m]
-        loss = torch.stack(losses).sum() if losses else x.new_zeros(())
         codes = torch.cat(codes).T.unflatten(0, (batch, frames))
-        return total, codes * self.initialized, loss * self.initialized
-
-    def _choose(self, x, q, temperature):
-        """Codes (G, N) of quantizer q for x (G, N, d); all decisions are on the device, none waits for it."""
-        if self.kind == "rvq":
-            codebook = self._vectors(self.codebook, q)
-            if not temperature:
-                return nearest(x, codebook)
-            # Gumbel's trick: the largest of logits + noise is a draw from their softmax
-            scores = _half_distances(x, codebook) * (2 / temperature)
-            return (scores + torch.empty_like(scores).exponential_().log_()).argmin(-1)
-        digits = ((x / self.shrink ** q).clamp(-1, 1) + 1) / 2 * (self.levels - 1)
-        return (digits.round().long() * self.basis).sum(-1)
+        return total, codes * self.initialized, torch.stack(losses).sum() * self.initialized
 
     def _lookup(self, codes, q):
         """The vectors (N, G·d) that codes (G, N) of quantizer q stand for."""
-        if self.kind == "rvq":
-            offsets = self.codebook_size * torch.arange(len(codes), device=codes.device)[:, None]
-            found = F.embedding(codes + offsets, self._vectors(self.codebook, q).flatten(0, 1))  # (G, N, d)
-        else:
-            digits = codes[..., None] // self.basis % self.levels
-            found = (2 * digits / (self.levels - 1) - 1) * self.shrink ** q
+        offsets = self.codebook_size * torch.arange(len(codes), device=codes.device)[:, None]
+        found = F.embedding(codes + offsets, self._vectors(self.codebook, q).flatten(0, 1))  # (G, N, d)
         return found.transpose(0, 1).flatten(1)
-
-    def _entropy_penalty(self, x, weight, q):
-        """E[H(code given x)] - H(code), in nats: codes are to be sure, and all in use (Yu et al. 2023, Eq. 5).
-
-        Codes are drawn by softmax(-squared distance), x in units of the grid. Their bits are then independent given x,
-        so the first term is exact; the second, taken bit by bit too, is an upper bound that spares a (N, K) table.
-        """
-        logits = 4 * x / self.shrink ** q  # of each bit: (x + 1)² - (x - 1)²
-        sure = F.softplus(logits) - logits * logits.sigmoid()  # entropy of a bit
-        rows = weight.sum()
-        weight = weight[:, None] / rows.clamp(min=1)  # (N, 1)
-        mean = (logits.sigmoid() * weight).sum(1).clamp(1e-6, 1 - 1e-6)  # (G, d)
-        spread = torch.special.entr(mean) + torch.special.entr(1 - mean)
-        return ((sure * weight).sum(1) - spread).sum(-1).mean() * (rows > 0)
 
     def _replace_dead(self, fresh, average, seed):
         """Give dead codes new vectors, and the `average` (C, 1) count, so that they are not dead at once again."""

@@ -26,7 +26,8 @@ BLOCKS = 128  # parts in which tokens are cached, whatever the number of ranks: 
 
 
 class _Source:
-    """What both have in common, given `rate`, `crop`, `keys`, `who` (the speakers), frames (of a row), crop_wave, name.
+    """What both have in common, given `rate`, `crop`, `keys`, `who` (the speakers), `by` ("auto", "speaker" or "file",
+    which is what `split` keeps together), frames (of a row), crop_wave, name.
 
     fetch(rows, draws) -> ({"wave": float32 (n, crop)}, good (n,)): with draws, a number a sample, from a random place;
     without, from the middle; shorter recordings have silence behind them. A row whose samples cannot be read or are
@@ -41,19 +42,17 @@ class _Source:
     def speaker(self, row):
         return self.who[row]
 
-    def split(self, part, validation, test, by="auto"):
-        """The rows (int64, ascending) of "train", "validation" or "test", by a hash taken once.
+    def split(self, part, validation, test, seed=0):
+        """The rows (int64, ascending) of "train", "validation" or "test", by a hash of the seed and a key, taken once.
 
-        The hash is of the "speaker" or of the "file" (its path below the folder, without suffix), so rows keep their
+        The key is the speaker or the file (its path below the folder, without suffix), as `by` says, so rows keep their
         part when others are added; "auto" is by speaker from 20 of them on, with fewer of which a part may get none.
         """
-        assert by in ("auto", "speaker", "file"), by
-        if by == "auto":
-            by = "speaker" if len(self.speakers) >= ENOUGH_SPEAKERS else "file"
-        if (by, validation, test) not in self.parts:
-            keys = self.who if by == "speaker" else self.keys
-            self.parts[by, validation, test] = np.array([data.part_of(key, validation, test) for key in keys])
-        return np.flatnonzero(self.parts[by, validation, test] == part)
+        by_speaker = self.by == "speaker" or (self.by == "auto" and len(self.speakers) >= ENOUGH_SPEAKERS)
+        if (validation, test, seed) not in self.parts:
+            keys = self.who if by_speaker else self.keys
+            self.parts[validation, test, seed] = np.array([data.part_of(key, validation, test, seed) for key in keys])
+        return np.flatnonzero(self.parts[validation, test, seed] == part)
 
     def wave(self, row):
         """The whole recording, float32 (T,), mixed down to one channel, at `rate`; raises Unusable."""
@@ -105,8 +104,8 @@ class Recordings(_Source):
     are read once, here; `bad` says what is wrong with the recordings left out, `resampled` which are of other rates.
     """
 
-    def __init__(self, path, rate, crop=0, pattern="", least=1):
-        self.path, self.rate, self.crop, self.parts = Path(path), rate, crop, {}
+    def __init__(self, path, rate, crop=0, pattern="", least=1, by="auto"):
+        self.path, self.rate, self.crop, self.by, self.parts = Path(path), rate, crop, by, {}
         found = sorted((Path(folder) / name).relative_to(self.path).as_posix()
                        for folder, _, names in os.walk(self.path) for name in names if not name.startswith("."))
         files = [name for name in found if name.lower().endswith(SUFFIXES)]
@@ -235,14 +234,14 @@ class Syllables(_Source):
     bad, resampled, embed_width = (), "", 0
     kept, bytes = {}, 0  # {(row, rate): (wave, record)}, and the size of the waves
 
-    def __init__(self, rows, crop=0, rate=synthetic.RATE):
-        self.crop, self.rate, self.parts, self.texts = crop, rate, {}, rows
+    def __init__(self, rows, crop=0, rate=synthetic.RATE, by="auto"):
+        self.crop, self.rate, self.by, self.parts, self.texts = crop, rate, by, {}, rows
         self.keys, self.who = [[str(f(row)) for row in range(rows)] for f in (int, synthetic.speaker_of)]
         self.speakers = sorted(set(self.who))
 
     def __reduce__(self):
         """Draws anew in a worker that is not forked, rather than be sent all waves."""
-        return Syllables, (len(self), self.crop, self.rate)
+        return Syllables, (len(self), self.crop, self.rate, self.by)
 
     def _drawn(self, row):
         """(int16 wave (T,) at `rate`, record) of a row."""

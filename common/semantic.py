@@ -15,9 +15,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from common import accumulate, audio, dist, synthetic, tracker
+from common import accumulate, audio, checkpoint, dist, synthetic, tracker
 from common.config import UserError, need
-from common.state import load_weights
 
 RATE, HOP, WINDOW = 16_000, 320, 640  # Hz, samples between frames (20 ms), samples of a frame
 FIELD = 400  # samples that HuBERT sees for a frame
@@ -109,7 +108,7 @@ def load(state: dict, path: str | Path) -> KMeans:
     if state.get("kind") != "kmeans":
         raise UserError(f"{path}: not a tokenizer: its kind is {state.get('kind')!r}, expected 'kmeans'")
     tokenizer = KMeans(**state["settings"])
-    load_weights(tokenizer, state, path)
+    checkpoint.load_weights(tokenizer, state, path)
     return tokenizer
 
 

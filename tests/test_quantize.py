@@ -1,21 +1,19 @@
-"""Residual quantizers: against brute force and formulas by hand, for any cutting into chunks and number of ranks."""
+"""The residual quantizer: against brute force and formulas by hand, for any cutting into chunks and number of ranks."""
 import copy
 import itertools
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
-from common import dist, quantize
+from common import checkpoint, dist
 from common.config import UserError
-from common.quantize import ResidualQuantizer, fsq_levels, kmeans, nearest, perplexity, rotate_to, uniform_grid
-from common.state import load_weights
+from common.quantize import ResidualQuantizer, kmeans, nearest, uniform_grid
 
 
-def make(kind="rvq", width=6, quantizers=3, codebook_size=16, seed=0, ready=True, **more):
+def make(width=6, quantizers=3, codebook_size=16, seed=0, ready=True, **more):
     torch.manual_seed(seed)
-    quantizer = ResidualQuantizer(width, quantizers, codebook_size, kind, **more)
+    quantizer = ResidualQuantizer(width, quantizers, codebook_size, **more)
     if ready:
         quantizer.initialize(torch.randn(400, width), seed)
     return quantizer
@@ -45,11 +43,7 @@ def same(one, other):
     return all(a is b if a is None or b is None else torch.equal(a, b) for a, b in zip(one.values(), other.values()))
 
 
-KINDS = [dict(kind="rvq"), dict(kind="rvq", groups=2), dict(kind="rvq", groups=(1, 3, 2)),
-         dict(kind="rvq", groups=(1, 3, 6), uniform=True),
-         dict(kind="rvq", codebook_width=4, groups=2),
-         dict(kind="fsq", codebook_size=240), dict(kind="fsq", codebook_size=64, groups=2),
-         dict(kind="lfq"), dict(kind="lfq", groups=3)]
+KINDS = [dict(), dict(groups=2), dict(groups=(1, 3, 2)), dict(groups=(1, 3, 6), uniform=True)]
 
 
 @pytest.mark.parametrize("more", KINDS, ids=str)
@@ -64,7 +58,7 @@ def test_decoded_codes_equal_the_forward_pass_with_as_many_quantizers(more):
         torch.testing.assert_close(every[..., :ends[count - 1]], codes, rtol=0, atol=0)  # any prefix is a description
         torch.testing.assert_close(quantizer.decode(codes), quantized, rtol=0, atol=0)
         added = sum(part[codes[..., c]] for c, part in zip(range(ends[count - 1]), quantizer.vectors()))
-        torch.testing.assert_close(quantizer.project_out(added), quantized, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(added, quantized, rtol=1e-5, atol=1e-5)
     assert quantizer.vectors().shape[:2] == (ends[-1], quantizer.codebook_size)
 
 
@@ -88,19 +82,10 @@ def test_codes_are_the_nearest_of_each_residual(groups):
 def test_error_falls_with_every_further_quantizer(more):
     if isinstance(more.get("groups"), tuple):
         more = dict(more, groups=(*more["groups"], 6))
-    quantizer = make(**more, quantizers=4)
-    z = samples()
-    if quantizer.kind != "rvq":  # their range is bounded: look at what is quantized, not at its projection
-        quantizer.project_in = quantizer.project_out = nn.Identity()
-        z = samples(width=len(quantizer.levels) * quantizer.groups[0]).clamp(-1.9, 1.9)
-    if quantizer.kind == "rvq" and isinstance(quantizer.project_out, nn.Linear):
-        quantizer.project_in = quantizer.project_out = nn.Identity()
-        quantizer.initialize(torch.randn(400, 4), 0)
-        z = samples(width=4)
-    target = z.tanh() if quantizer.kind == "fsq" else z
+    quantizer, z = make(**more, quantizers=4), samples()
     codes = quantizer.encode(z)
-    errors = [target.square().mean()] + [(quantizer.decode(codes[..., :n]) - target).square().mean()
-                                         for n in quantizer.ends]
+    errors = [z.square().mean()] + [(quantizer.decode(codes[..., :n]) - z).square().mean()
+                                    for n in quantizer.ends]
     assert all(after < 0.8 * before for before, after in itertools.pairwise(errors))
     assert errors[-1] < 0.12 * errors[0]
 
@@ -292,9 +277,8 @@ def test_codes_are_not_dead_for_being_many_more_than_the_vectors_of_a_step():
     assert ((vectors(quantizer) - before).abs().amax(-1) > 1).float().mean() < 0.1
 
 
-@pytest.mark.parametrize("kind", ["rvq", "fsq", "lfq"])
-def test_evaluation_changes_nothing_and_repeats(kind):
-    quantizer, z = make(kind, codebook_size=64, dropout=1.0, temperature=float(kind == "rvq")), samples()
+def test_evaluation_changes_nothing_and_repeats():
+    quantizer, z = make(codebook_size=64, dropout=1.0), samples()
     quantizer(z)
     before = state(quantizer)
     quantizer.eval()
@@ -383,114 +367,6 @@ def test_the_gradient_goes_straight_through():
     torch.testing.assert_close(torch.autograd.grad(quantized, z, towards)[0], towards, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("groups", [1, (3, 1, 1)])
-def test_the_rotated_gradient_is_the_rotation_matrix_times_the_lengths_ratio(groups):
-    quantizer, z, towards = make(rotation=True, groups=groups), samples().requires_grad_(), samples(seed=2)
-    quantized, codes, _ = quantizer(z)
-    torch.testing.assert_close(quantized, quantizer.decode(codes), rtol=0, atol=0)
-    gradient, = torch.autograd.grad(quantized, z, towards)
-    width = 6 // quantizer.groups[0]  # each group that the first quantizer has is turned by itself
-    z, quantized, gradient, towards = (x.detach().reshape(8, -1, width) for x in (z, quantized, gradient, towards))
-    for b, t in itertools.product(range(8), range(z.shape[1])):
-        e, q = z[b, t].double(), quantized[b, t].double()
-        # the rotation in the plane of e and q by their angle, written with an orthonormal basis of that plane
-        u = e / e.norm()
-        v = q - (q @ u) * u
-        v, angle = v / v.norm(), torch.atan2((q - (q @ u) * u).norm(), q @ u)
-        plane = torch.stack([u, v], 1)  # (D, 2)
-        turn = torch.tensor([[angle.cos(), -angle.sin()], [angle.sin(), angle.cos()]], dtype=torch.float64)
-        matrix = q.norm() / e.norm() * (torch.eye(width, dtype=torch.float64) + plane @ (turn - torch.eye(2)) @ plane.T)
-        torch.testing.assert_close(matrix @ e, q)
-        torch.testing.assert_close(gradient[b, t].double(), matrix.T @ towards[b, t].double(), rtol=1e-3, atol=1e-4)
-
-
-def test_rotation_stays_finite_where_it_is_not_defined():
-    e = torch.tensor([[1.0, 0, 0], [0, 0, 0], [1, 2, 3]], requires_grad=True)
-    q = torch.tensor([[-2.0, 0, 0], [1, 0, 0], [0, 0, 0]])  # opposite; from nothing; to nothing
-    out = rotate_to(e, q)
-    out.sum().backward()
-    assert torch.equal(out, q) and e.grad.isfinite().all()
-
-
-def test_stochastic_codes_are_drawn_from_the_softmax_of_distances():
-    quantizer = make(width=2, quantizers=1, codebook_size=4, temperature=0.7)
-    point = torch.tensor([0.3, -0.2])
-    expected = (-(point - vectors(quantizer)[0, 0]).square().sum(-1) / 0.7).softmax(-1)
-    z = point.expand(40, 500, 2)
-    codes = quantizer(z)[1]
-    shares = torch.bincount(codes.flatten(), minlength=4) / codes.numel()
-    torch.testing.assert_close(shares, expected, rtol=0, atol=0.015)
-    assert quantizer.eval()(z)[1].unique().numel() == 1 and quantizer.train().encode(z).unique().numel() == 1
-
-
-@pytest.mark.parametrize("kind, size, levels", [("fsq", 240, (8, 6, 5)), ("fsq", 16, (4, 4)), ("lfq", 16, (2,) * 4)])
-def test_every_code_of_a_fixed_grid_has_a_value_of_its_own_and_comes_back(kind, size, levels):
-    width = len(levels)
-    quantizer = make(kind, width=width, quantizers=2, codebook_size=size)
-    assert quantizer.ready and isinstance(quantizer.project_in, nn.Identity) and not list(quantizer.parameters())
-    codes = torch.arange(size)[None, :, None]
-    values = quantizer.decode(codes)
-    assert len(values[0].unique(dim=0)) == size
-    assert [len(values[0, :, i].unique()) for i in range(width)] == list(levels)
-    z = (0.999 * values).atanh() if kind == "fsq" else values
-    torch.testing.assert_close(quantizer.encode(z, 1), codes, rtol=0, atol=0)
-    pairs = torch.cartesian_prod(torch.arange(size), torch.arange(0, size, 3))[None]  # of two quantizers
-    values = quantizer.decode(pairs)
-    if kind == "fsq":  # a point of the fine grid may have two descriptions, of one value; those outside have no use
-        values = values[:, (values[0].abs() < 1).all(-1)]
-        torch.testing.assert_close(quantizer.decode(quantizer.encode(values.atanh())), values)
-    else:
-        torch.testing.assert_close(quantizer.encode(values), pairs, rtol=0, atol=0)
-
-
-def test_fsq_rounds_each_dimension_to_the_nearest_level_of_its_own_grid():
-    quantizer, z = make("fsq", width=3, quantizers=1, codebook_size=240), samples(width=3)
-    quantized, _, loss = quantizer(z.requires_grad_())
-    for i, n in enumerate((8, 6, 5)):
-        grid = torch.linspace(-1, 1, n)
-        nearest = grid[(z[..., i, None].tanh() - grid).abs().argmin(-1)]
-        torch.testing.assert_close(quantized[..., i], nearest, rtol=0, atol=1e-6)
-    assert loss == 0
-    gradient, = torch.autograd.grad(quantized.sum(), z)
-    torch.testing.assert_close(gradient, 1 - z.detach().tanh().square())  # through the tanh, straight by the rounding
-
-
-def test_fsq_levels_are_the_papers_and_other_sizes_are_refused_with_the_nearest():
-    table = {240: (8, 6, 5), 1000: (8, 5, 5, 5), 4375: (7, 5, 5, 5, 5), 15360: (8, 8, 8, 6, 5),
-             64000: (8, 8, 8, 5, 5, 5)}  # Mentzer et al. 2023, Table 1
-    for size, levels in table.items():
-        assert fsq_levels(size) == levels
-    assert fsq_levels(1024) == (8, 8, 4, 4) and fsq_levels(1024, 5) == (4,) * 5
-    with pytest.raises(ValueError, match=r"1021 .* nearest possible: 1014 and 1024"):
-        fsq_levels(1021)
-    with pytest.raises(ValueError, match=r"2 numbers .* nearest possible: 256"):
-        fsq_levels(1024, 2)
-    possible = {size for size in range(3, 200) if any(np.prod(levels) == size for n in range(1, 5) for levels in
-                                                      itertools.combinations_with_replacement(range(3, 17), n))}
-    for size in range(3, 200):
-        if size in possible:
-            assert np.prod(fsq_levels(size)) == size
-        else:
-            with pytest.raises(ValueError, match=f"{max(n for n in possible if n < size)}"):
-                fsq_levels(size)
-
-
-def test_the_entropy_penalty_of_lfq_is_the_one_over_all_codes_and_is_low_for_sure_and_varied_codes():
-    quantizer = make("lfq", width=3, quantizers=1, codebook_size=8, entropy_weight=1.0)
-    quantizer.project_in = quantizer.project_out = nn.Identity()
-    every = 2.0 * torch.cartesian_prod(*[torch.arange(2)] * 3) - 1  # (8, 3)
-
-    def penalty(z):
-        return quantizer(z)[2] - (z - z.sign()).square().mean()
-    # bits independent of one another, so that the bound on the entropy of the mean is exact
-    z = torch.cartesian_prod(*torch.tensor([[0.1, -0.3], [0.5, 0.2], [-0.4, 0.05]]))[None]  # (1, 8, 3)
-    p = (-(z[0, :, None] - every).square().sum(-1)).softmax(-1)  # (N, K)
-    expected = torch.special.entr(p).sum(-1).mean() - torch.special.entr(p.mean(0)).sum()
-    torch.testing.assert_close(penalty(z), expected)
-    torch.testing.assert_close(penalty(5 * every[None]), torch.tensor(-np.log(8), dtype=torch.float32))
-    assert penalty(every[None] * 5) < penalty(every[None] * 0.1) and penalty(every[None] * 5) < penalty(z.abs() + 1)
-
-
 def test_groups_are_quantizers_of_their_own_laid_out_one_level_after_the_other():
     together, z = make(groups=2), samples()
     codes = together.encode(z)
@@ -501,19 +377,6 @@ def test_groups_are_quantizers_of_their_own_laid_out_one_level_after_the_other()
         part = z[..., 3 * g:3 * g + 3]
         torch.testing.assert_close(alone.encode(part), codes[..., g::2], rtol=0, atol=0)
         torch.testing.assert_close(alone.decode(codes[..., g::2]), together.decode(codes)[..., 3 * g:3 * g + 3])
-
-
-def test_a_narrower_codebook_is_reached_by_projections_that_learn():
-    quantizer, z = make(codebook_width=2), samples()
-    assert vectors(quantizer).shape == (3, 1, 16, 2)
-    quantized, codes, loss = quantizer(z)
-    inner = quantizer.project_in(z)
-    books = vectors(quantizer)[:, 0]
-    expected = quantizer.project_out(sum(books[q][codes[..., q]] for q in range(3)))
-    torch.testing.assert_close(quantized, expected)
-    (quantized.square().mean() + loss).backward()
-    assert all(p.grad.abs().sum() > 0 for p in quantizer.parameters())
-    torch.testing.assert_close(codes[..., 0], torch.cdist(inner, books[0]).argmin(-1), rtol=0, atol=0)
 
 
 def test_autocast_does_not_change_the_codes():
@@ -537,7 +400,7 @@ def test_autocast_does_not_change_the_codes():
 
 
 def test_before_initialization_the_input_passes_and_nothing_is_counted():
-    quantizer, z = make(ready=False, codebook_width=4), samples().requires_grad_()
+    quantizer, z = make(ready=False), samples().requires_grad_()
     assert not quantizer.ready
     quantized, codes, loss = quantizer(z)
     assert torch.equal(quantized, z) and not codes.any() and codes.shape == (8, 20, 3) and loss == 0
@@ -571,17 +434,17 @@ def test_being_initialized_survives_state_dicts_and_copies_and_training_goes_on_
 @pytest.mark.parametrize("there, here", [(False, True), (True, False)])
 def test_learned_codebooks_and_grids_do_not_pass_for_each_other(there, here):
     saved = {"model": make(groups=(1, 1, 3), uniform=there).state_dict()}
-    with pytest.raises(UserError, match=r"a\.pt: weights of another model: 1 entries differ, the first is grid3"):
-        load_weights(make(groups=(1, 1, 3), uniform=here, ready=False), saved, "a.pt")
+    with pytest.raises(UserError, match=r"a\.pt: weights of another model: 1 entries differ: grid3"):
+        checkpoint.load_weights(make(groups=(1, 1, 3), uniform=here, ready=False), saved, "a.pt")
     again = make(groups=(1, 1, 3), uniform=there, ready=False)
-    load_weights(again, saved, "a.pt")
+    checkpoint.load_weights(again, saved, "a.pt")
     assert again.ready
 
 
 def test_the_nearest_of_many_vectors_are_found_slab_by_slab(monkeypatch):
     x, codebook, most = torch.randn(2, 70_000, 3), torch.randn(2, 200, 3), []
-    monkeypatch.setattr(quantize, "_half_distances", lambda x, c, whole=quantize._half_distances:
-                        most.append(x.shape[0] * x.shape[1] * c.shape[1]) or whole(x, c))
+    monkeypatch.setattr(torch, "baddbmm", lambda *args, whole=torch.baddbmm, **more: (
+        found := whole(*args, **more), most.append(found.numel()))[0])
     found = nearest(x, codebook)
     assert len(most) == 2 and max(most) <= 2 ** 24
     torch.testing.assert_close((x - codebook.gather(1, found[..., None].expand(-1, -1, 3))).norm(dim=-1),
@@ -589,25 +452,12 @@ def test_the_nearest_of_many_vectors_are_found_slab_by_slab(monkeypatch):
                                rtol=1e-3, atol=1e-3)
 
 
-def test_perplexity_is_the_number_of_codes_in_even_use():
-    codes = torch.stack([torch.arange(12) % 4, torch.zeros(12, dtype=torch.int64), torch.arange(12)], 1)
-    torch.testing.assert_close(perplexity(codes, 16), torch.tensor([4.0, 1.0, 12.0]))
-    halves = torch.tensor([[0], [0], [1], [2]])
-    torch.testing.assert_close(perplexity(halves, 3), torch.tensor([2 ** 1.5]))
-
-
 @pytest.mark.parametrize("more, message", [
-    (dict(kind="vq"), "expected rvq, fsq or lfq"), (dict(quantizers=0), "quantizers 0"),
+    (dict(quantizers=0), "quantizers 0"), (dict(width=0), "width 0"),
     (dict(codebook_size=1), "codebook_size 1"), (dict(groups=4), "width 6 .* 4 groups"),
     (dict(groups=(1, 2)), r"groups \(1, 2\): .* each of 3 quantizers"), (dict(groups=(1, 2, 4)), "width 6 .* 4 groups"),
-    (dict(kind="fsq", codebook_size=240, groups=(1, 1, 2)), "fsq takes the same number"),
-    (dict(codebook_width=5, groups=2), "codebook_width 5 .* 2 groups"), (dict(decay=1.0), "decay 1.0"),
-    (dict(dropout=1.5), "dropout 1.5"), (dict(least=0), "least 0"), (dict(temperature=-1.0), "temperature -1.0"),
-    (dict(dead_below=-1), "dead_below -1"), (dict(kind="fsq", rotation=True), "rotation .* not for fsq"),
-    (dict(kind="lfq", temperature=1.0), "temperature .* not for lfq"),
-    (dict(kind="lfq", codebook_size=1000), "nearest possible: 512 and 1024"),
-    (dict(kind="lfq", codebook_width=6), "needs 4"), (dict(kind="fsq", codebook_size=31), "30 and 32"),
-    (dict(kind="fsq", codebook_size=1024, codebook_width=2), "nearest possible: 256")])
+    (dict(decay=1.0), "decay 1.0"), (dict(dropout=1.5), "dropout 1.5"), (dict(least=0), "least 0"),
+    (dict(dead_below=-1), "dead_below -1")])
 def test_what_does_not_fit_is_refused_with_its_values(more, message):
     with pytest.raises(ValueError, match=message):
         make(ready=False, **more)

@@ -109,18 +109,26 @@ def test_fetch_crops_the_middle_or_where_the_draw_says_and_fills_short_ones_with
 
 
 def test_splits_keep_old_files_where_they_were_and_go_by_speaker_from_20_on(tmp_path):
+    parts, kinds = ("train", "validation", "test"), ("file", "speaker", "auto")
     folder(tmp_path / "a", speakers=19, each=3)
-    parts, sources = ("train", "validation", "test"), [recordings.Recordings(tmp_path / "a", 16000)]
+    old, new = {by: recordings.Recordings(tmp_path / "a", 16000, by=by) for by in kinds}, {}
     folder(tmp_path / "a", speakers=25, each=4)
-    sources.append(recordings.Recordings(tmp_path / "a", 16000))
-    for by in ("file", "speaker"):
-        before, after = ([{source.keys[row] for row in source.split(part, 0.3, 0.2, by)} for part in parts]
-                         for source in sources)
-        assert all(before) and sum(map(len, after)) == len(sources[1])
-        assert all(a & set(sources[0].keys) == b for b, a in zip(before, after))
-    assert [*sources[0].split("test", 0.3, 0.2)] == [*sources[0].split("test", 0.3, 0.2, "file")]
-    voices = [{sources[1].speaker(row) for row in sources[1].split(part, 0.3, 0.2)} for part in parts]
+    for by in kinds:
+        new[by] = recordings.Recordings(tmp_path / "a", 16000, by=by)
+        before, after = ([{source[by].keys[row] for row in source[by].split(part, 0.3, 0.2)} for part in parts]
+                         for source in (old, new))
+        assert all(before) and sum(map(len, after)) == len(new[by])
+        assert by == "auto" or all(a & set(old[by].keys) == b for b, a in zip(before, after))
+    for source, like in ((old, "file"), (new, "speaker")):
+        assert [*source["auto"].split("test", 0.3, 0.2)] == [*source[like].split("test", 0.3, 0.2)]
+    voices = [{new["auto"].speaker(row) for row in new["auto"].split(part, 0.3, 0.2)} for part in parts]
     assert sum(map(len, voices)) == 25 == len(set.union(*voices))
+
+
+def test_the_seed_turns_the_split(tmp_path):
+    source = recordings.Recordings(folder(tmp_path, speakers=10, each=4), 16000)
+    splits = [[*source.split("test", 0.3, 0.2, seed)] for seed in (0, 1, 0)]
+    assert splits[0] == splits[2] != splits[1]
 
 
 def test_a_pattern_finds_the_speaker_in_a_files_name(tmp_path):
@@ -168,12 +176,17 @@ def test_a_few_broken_or_short_recordings_are_left_out_and_many_are_refused(tmp_
     assert len(source) == 5 and source.files[2] == "005.wav" and len(source.bad) == 3
     for message, expected in zip(source.bad, ("002.wav: empty", "003.wav: truncated", "shorter than a frame of 320")):
         assert expected in message
-    write(tmp_path, {f"{i:03d}.wav": b"" for i in range(5, 8)})
+    write(tmp_path, {f"{i:03d}.wav": b"" for i in range(5, 7)})
+    assert len(recordings.Recordings(tmp_path, 16000, least=320)) == 3
+    write(tmp_path, {"007.wav": b""})
     with pytest.raises(UserError, match=r"6 of 8 recordings cannot be used: .*002.wav: empty file, …; mend or remove"):
         recordings.Recordings(tmp_path, 16000, least=320)
     one = write(tmp_path / "one", {"a.wav": b"nonsense of no use"})
     with pytest.raises(UserError, match=r"1 of 1 recordings cannot be used: .*a.wav: not a WAV file.*'WAVE'; mend"):
         recordings.Recordings(one, 16000)
+    odd = write(tmp_path / "odd", {"a.wav": wav(noise(0, 9000), 44_101)})
+    with pytest.raises(UserError, match="44101 to 16000 Hz: too odd a ratio"):
+        recordings.Recordings(odd, 16000)
 
 
 def test_folders_without_audio_are_refused(tmp_path, monkeypatch):
