@@ -7,20 +7,19 @@ from pathlib import Path
 import pytest
 
 import train_prior
-from common import dist
 
 FOLDER = Path(__file__).parent / "benchmarks"
 SMALL = {"CODEC": dict(channels=2, strides=(4, 5, 16), codec_width=16, codebook_size=16, stft_window=256, seconds=0.1),
          "TOKENS": dict(width=16, depth=1, heads=2, clusters=8, coarse_quantizers=3),
          "FRAMES": {"semantic": 8, "coarse": 4, "fine": 4},
-         "MODEL": dict(width=8, mults=(1, 2), blocks=1, cond_width=16, heads=1, head_width=8, objective="epsilon",
-                       memory_efficient=False, image_map=False, timestep_density="uniform"),
+         "MODEL": dict(width=8, mults=(1, 2), blocks=1, cond_width=16, head_width=8, attention_levels=(1,),
+                       objective="epsilon", timestep_density="uniform"),
          "BASE": dict(image_size=8, learned_variance=True),
-         "UPSAMPLE": dict(image_size=16, low_res_size=8, image_condition=False)}
+         "UPSAMPLE": dict(image_size=16, low_res_size=8, image_condition=False, attention_levels=())}
 
 
 @pytest.mark.parametrize("name, cases, words", [
-    ("bench_audio", None, ["--layout", "flattened", "--window", "4", "--tokens", "6", "--batch", "1"]),
+    ("bench_audio", None, ["--layout", "flattened", "--tokens", "6", "--batch", "1"]),
     ("bench_audio", ["semantic", "coarse", "fine", "generate-coarse", "generate-fine"],
      ["--layout", "aligned", "--tokens", "6", "--batch", "2"]),
     ("bench_prior", None, ["--preset", "small", "--batch", "2"]),
@@ -31,9 +30,7 @@ def test_every_case_gives_a_line_with_what_it_found(name, cases, words, monkeypa
     bench = importlib.import_module(name)
     for constant in SMALL.keys() & vars(bench).keys():
         monkeypatch.setattr(bench, constant, SMALL[constant])
-    monkeypatch.setitem(train_prior.PRESETS, "small", dict(width=16, depth=1, heads=2, kv_heads=1, ff_mult=2.0,
-                                                           max_text_len=4))
-    monkeypatch.setattr(dist, "keep_memory", lambda: None)  # a setting of the process, which goes on after this
+    monkeypatch.setitem(train_prior.PRESETS, "small", dict(width=16, depth=1, heads=2, ff_mult=2.0, max_text_len=4))
     monkeypatch.setattr("sys.argv", [name, *(cases or []), *words, "--repeats", "1", "--threads", "1"])
     bench.main()
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]

@@ -16,14 +16,13 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from bench_prior import emit, flags, timed
 
 import train_audio
-from common import accumulate, amp, dist
-from common.state import State
+from common import accumulate, amp, checkpoint, dist, ema, optim
 
 STAGES = ("soundstream", "semantic", "coarse", "fine")
 CASES = (*STAGES, "tokenize", *(f"generate-{stage}" for stage in STAGES[1:]))
 CODEC = dict(channels=16, residual_units=3, codec_width=512, codebook_size=1024, grouped_quantizers=0,
              quantizer_dropout=1.0, least_quantizers=1, wave_channels=16, stft_channels=32, seconds=1.0, lr=1e-4)
-TOKENS = dict(width=512, depth=6, heads=8, kv_heads=1, ff_mult=8 / 3, clusters=500, coarse_quantizers=3,
+TOKENS = dict(width=512, depth=6, heads=8, ff_mult=8 / 3, clusters=500, coarse_quantizers=3,
               given_weight=1.0, mask_past=0.15, lr=3e-4)
 FRAMES = {"semantic": 256, "coarse": 128, "fine": 128}  # of the last stream; the semantic tokens of coarse are as many
 
@@ -33,8 +32,7 @@ def settings(args, stage):
     sizes = dict(train_audio.PRESETS[args.preset]) if args.preset else CODEC if stage == "soundstream" else TOKENS
     sizes |= dict(stage=stage, precision=args.precision, batch_size=args.batch, chunk_size=args.batch)
     if stage == "soundstream":
-        sizes |= dict(quantize_after=0, discriminate_after=0.0, discriminator_warmup_steps=0, warmup_steps=0,
-                      attention_window=args.window)
+        sizes |= dict(quantize_after=0, discriminate_after=0.0, discriminator_warmup_steps=0, warmup_steps=0)
     else:
         sizes |= dict(layout=args.layout, text="none", warmup_steps=0, **({"depth": args.depth} if args.depth else {}))
         if args.layout == "aligned":
@@ -45,8 +43,8 @@ def settings(args, stage):
 def bench_soundstream(args):
     """A whole training step with discriminators, every fourth of them with gradient penalties."""
     cfg = settings(args, "soundstream")
-    task = train_audio.CodecTask(cfg, train_audio.open_source(cfg, cfg.seconds), args.device)
-    codec = task.run.model
+    task = train_audio.CodecTask(cfg, args.device)
+    codec = task.model
     codec.quantizer.initialize(torch.randn(2 * cfg.codebook_size, cfg.codec_width, device=args.device), 0, rounds=1)
     if args.compile:
         codec.compile()
@@ -55,10 +53,10 @@ def bench_soundstream(args):
     plan = accumulate.plan(cfg.batch_size, cfg.chunk_size, 0, 1)
     times = timed(lambda: losses.append(task.update(plan, [{"wave": wave}])[0]), args.device, 4 * args.repeats, 4)
     mean = statistics.mean(times)  # steps differ: one in four has penalties
-    emit("soundstream", args, times, batch=args.batch, window=args.window, ms_mean=round(mean, 1),
+    emit("soundstream", args, times, batch=args.batch, ms_mean=round(mean, 1),
          audio_s_per_s=round(args.batch * cfg.seconds / mean * 1e3, 3),
          parameters=sum(p.numel() for p in codec.parameters()),
-         critics=sum(p.numel() for p in task.run.critics.parameters()), first_loss=round(losses[0].item(), 4))
+         discriminators=sum(p.numel() for p in task.discriminators.parameters()), first_loss=round(losses[0].item(), 4))
 
 
 def bench_tokenize(args):
@@ -72,7 +70,7 @@ def bench_tokenize(args):
     with amp.autocast(args.device, args.precision):
         for name, work in ("tokenize", lambda: codec.encode(wave)), ("decode", lambda: codec.decode(codes)):
             times = timed(work, args.device, 4 * args.repeats)
-            emit(name, args, times, batch=args.batch, window=args.window,
+            emit(name, args, times, batch=args.batch,
                  audio_s_per_s=round(args.batch * cfg.seconds / statistics.median(times) * 1e3, 2))
 
 
@@ -97,8 +95,11 @@ def bench_step(args, stage):
         batch |= {f"target{i}": target, f"step{i}": step}
     if args.compile:
         model.compile()
-    run = State(cfg, model, args.device, {}, {})
-    task = SimpleNamespace(cfg=cfg, device=args.device, run=run, model=model)  # a TokenTask, but for its data
+    optimizers = optim.make(model, cfg.optimizer, cfg.lr, cfg.weight_decay, cfg.betas, cfg.eps)
+    average = ema.EMA(model, cfg.ema_update_every, decay=cfg.ema_decay, update_after=cfg.ema_update_after)
+    state = checkpoint.State(cfg, {"model": model}, average, optimizers, amp.scaler(args.device, cfg.precision), {}, {})
+    task = SimpleNamespace(cfg=cfg, device=args.device, state=state, model=model, wrapped=model,
+                           optimizers=optimizers)  # a TokenTask, but for its data
     plan, losses = accumulate.plan(cfg.batch_size, cfg.chunk_size, 0, 1), []
     times = timed(lambda: losses.append(train_audio.TokenTask.update(task, plan, [batch])[0]), args.device,
                   4 * args.repeats, 3)
@@ -132,7 +133,6 @@ def bench_generate(args, stage):
 def main():
     parser = flags(__doc__, CASES, train_audio.PRESETS, batch=4, repeats=3)
     parser.add_argument("--layout", default="flattened", choices=["flattened", "delay", "aligned"])
-    parser.add_argument("--window", type=int, default=128, help="of the codec's attention, 0 for none")
     parser.add_argument("--tokens", type=int, default=256, help="to generate, a sample")
     parser.add_argument("--depth", type=int, default=0, help="blocks of the transformer, if not the usual")
     args = parser.parse_args()

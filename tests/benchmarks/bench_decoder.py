@@ -14,13 +14,13 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from bench_prior import emit, flags, timed
 
 import train_decoder
-from common import amp, dist, ema, optim
+from common import amp, ema, media, optim
 
 CASES = ("train", "sample", "train_upsample", "sample_upsample")
-MODEL = dict(width=64, mults=(1, 2, 4), blocks=2, cond_width=128, heads=8, head_width=64, objective="epsilon",
-             memory_efficient=False, image_map=False, timestep_density="uniform")
+MODEL = dict(width=64, mults=(1, 2, 4), blocks=2, cond_width=128, head_width=64, attention_levels=(2,),
+             objective="epsilon", timestep_density="uniform")
 BASE = dict(image_size=32, learned_variance=True)
-UPSAMPLE = dict(image_size=64, low_res_size=32, image_condition=False, low_res_noise=0.0, low_res_blur=0.5)
+UPSAMPLE = dict(image_size=64, low_res_size=32, image_condition=False, attention_levels=(), low_res_noise=0.0)
 
 
 def make(args, upsample, batch):
@@ -34,7 +34,6 @@ def make(args, upsample, batch):
     unet = train_decoder.UNet(cfg, args.embed).to(args.device)
     if args.compile:
         unet.compile()
-        unet.denoise = torch.compile(unet.denoise)  # which sampling calls by itself
     size = cfg.image_size
     fields = {"image": torch.randint(256, (batch, size, size, 3), dtype=torch.uint8).to(args.device),
               "image_embed": torch.randn(batch, args.embed, device=args.device)}
@@ -66,11 +65,11 @@ def bench_sample(args, upsample):
     """50 DDIM steps without guidance."""
     cfg, unet, batch, condition = make(args, upsample, args.sample_batch)
     unet.eval()
-    low_res = train_decoder.pixels(batch["image"])[:, :, ::2, ::2] if upsample else None
+    low_res = media.pixels(batch["image"])[:, :, ::2, ::2] if upsample else None
 
     def draw():
         with amp.autocast(args.device, args.precision):
-            train_decoder.sample_pictures(unet, condition, 50, low_res=low_res)
+            train_decoder.sample_pictures(unet, condition, args.sample_batch, 50, low_res=low_res)
     times = timed(draw, args.device, 3, 1)
     emit("sample_upsample" if upsample else "sample", args, times, batch=args.sample_batch, steps=50,
          image_size=cfg.image_size, samples_per_s=round(args.sample_batch / statistics.median(times) * 1e3, 3))
@@ -86,7 +85,6 @@ def main():
     if unknown := set(cases) - set(CASES[:2] if args.preset else CASES):
         parser.error(f"no such case{' of a preset' * bool(args.preset)}: {', '.join(unknown)}")
     torch.set_num_threads(args.threads)
-    dist.keep_memory()
     for case in cases:
         (bench_train if case.startswith("train") else bench_sample)(args, case.endswith("upsample"))
 

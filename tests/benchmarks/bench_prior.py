@@ -19,7 +19,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import train_prior
-from common import amp, checkpoint, data, dist, ema, optim
+from common import amp, checkpoint, data, ema, optim, order
 
 CASES = ("train", "sample", "train_embedding", "sample_embedding", "ema", "checkpoint", "order")
 
@@ -68,12 +68,12 @@ def flags(usage, cases, presets, batch, repeats):
 def make(args, encodings):
     """(prior, optimizers, average, batch, condition) at the benchmark's size, or a preset's."""
     preset = dict(train_prior.PRESETS[args.preset]) if args.preset else dict(
-        width=512, depth=6, heads=8, kv_heads=1, ff_mult=4.0, max_text_len=77)
-    names = ("width", "depth", "heads", "kv_heads", "ff_mult", "max_text_len")
+        width=512, depth=6, heads=8, ff_mult=4.0, max_text_len=77)
+    names = ("width", "depth", "heads", "ff_mult", "max_text_len")
     sizes = {k: v for k, v in preset.items() if k in names}
     width = preset["width"]
     cfg = train_prior.Config(**sizes, noise_draws=args.draws, text_encodings="shards" if encodings else "none",
-                             precision=args.precision, lr=3e-4)
+                             precision=args.precision, lr=3e-4, checkpointing=args.checkpointing)
     torch.manual_seed(0)
     prior = train_prior.Prior(cfg, width, width).to(args.device)
     if args.compile:
@@ -157,10 +157,10 @@ def bench_checkpoint(args):
 
 def bench_order(args):
     """Rows of a batch of two billion: microseconds a row, in batches of 4096 and one at a time."""
-    split = data.Split(2 * 10 ** 9, "train", 0.01, 0.01)
+    split = order.Split(2 * 10 ** 9, "train", 0.01, 0.01)
     for size in (4096, 1):
         positions = np.arange(10 ** 9, 10 ** 9 + size)
-        times = timed(lambda p=positions: split[data.shuffled(p, len(split), 0)], args.device, args.repeats)
+        times = timed(lambda p=positions: split[order.shuffled(p, len(split), 0)], args.device, args.repeats)
         per_row = statistics.median(times) / size * 1e3
         emit("order", args, times, rows=2 * 10 ** 9, batch=size, us_per_row=round(per_row, 3))
 
@@ -168,12 +168,12 @@ def bench_order(args):
 def main():
     parser = flags(__doc__, CASES, train_prior.PRESETS, batch=64, repeats=12)
     parser.add_argument("--draws", type=int, default=1, help="noise draws a sample")
+    parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--folder", default="", help="where to write checkpoints")
     args = parser.parse_args()
     if unknown := set(args.cases) - set(CASES):
         parser.error(f"no such case: {', '.join(unknown)}")
     torch.set_num_threads(args.threads)
-    dist.keep_memory()
     for case in args.cases or CASES:
         if case in ("train", "train_embedding"):
             bench_train(args, case == "train")
