@@ -153,7 +153,7 @@ class OpenCLIP(nn.Module):
             raise UserError(f"{spec}: its text encoder is not that of the original CLIP; take a model such as "
                             "ViT-L-14/openai")
         visual, self.context = self.model.visual, self.model.context_length
-        self.image_size = visual.image_size if isinstance(visual.image_size, int) else visual.image_size[0]
+        self.image_size = int(np.max(visual.image_size))  # a number, or height and width
         self.register_buffer("mean", torch.tensor(visual.image_mean).view(3, 1, 1))
         self.register_buffer("std", torch.tensor(visual.image_std).view(3, 1, 1))
         self.embed_width, self.encoding_width = (t.shape[-1] for t in self.embed_text(self.tokenize([""]))[:2])

@@ -229,11 +229,6 @@ def respaced(timesteps, steps):
     return [timesteps - 1 - round(i * (timesteps - 1) / max(1, steps - 1)) for i in range(steps)]
 
 
-def solver(alpha, sigma, steps):
-    """(timesteps from T-1 down to 0, α and σ of all T as float64 numbers: no wait for the device at each step)."""
-    return respaced(len(alpha), steps), alpha.cpu().double().tolist(), sigma.cpu().double().tolist()
-
-
 @torch.no_grad()
 def sample(denoise, x, alpha, sigma, steps, eta=1.0, draw=torch.randn_like, known=None, mask=None, resample=1):
     """Integrate from noise x at level T-1 to x₀ in `steps` steps, by `denoise(x_t, t (B,)) -> x₀`.
@@ -247,7 +242,7 @@ def sample(denoise, x, alpha, sigma, steps, eta=1.0, draw=torch.randn_like, know
     result is exactly that there. Every step is taken `resample` times, noised again in between, so that what is filled
     in fits what is known: 1 is fast and fits badly, 5 to 10 is usual.
     """
-    schedule, alphas, sigmas = solver(alpha, sigma, steps)
+    schedule, alphas, sigmas = respaced(len(alpha), steps), alpha.cpu().double().tolist(), sigma.cpu().double().tolist()
     mask, resample = (None, 1) if known is None else (mask.bool(), resample)  # nothing known: nothing to fit in
     for t, before in zip(schedule, [*schedule[1:], None]):
         for repeat in range(resample):
@@ -268,23 +263,6 @@ def sample(denoise, x, alpha, sigma, steps, eta=1.0, draw=torch.randn_like, know
                 x = torch.where(mask, add_noise(known, draw(x), a_next, s_next), x)
             if repeat < resample - 1:
                 x = a / a_next * x + math.sqrt(beta) * draw(x)
-
-
-@torch.no_grad()
-def invert(denoise, x0, alpha, sigma, steps):
-    """The noise at level T-1 from which `sample` with eta = 0 comes back to x0, up to the error of `steps` steps.
-
-    DDIM's equation integrated backwards, from data to noise, along the same levels (Song et al. 2021, §4.3; DALL-E 2,
-    Ramesh et al. 2022, §3). `denoise` as for `sample`.
-    """
-    schedule, alphas, sigmas = solver(alpha, sigma, steps)
-    x, t = alphas[schedule[-1]] * x0, schedule[-1]  # x0 is at no level: start beside it
-    for i, after in enumerate(reversed(schedule)):  # the first of them corrects x at the least noisy level, given x0
-        answer = denoise(x, torch.full((len(x),), t, device=x.device))
-        estimate = answer[0] if isinstance(answer, tuple) else answer
-        noise = (x - alphas[t] * estimate) / sigmas[t]
-        x, t = alphas[after] * (estimate if i else x0) + sigmas[after] * noise, after
-    return x
 
 
 def noise_source(seeds, device):

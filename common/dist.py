@@ -1,7 +1,6 @@
 """Processes: torchrun's group, gradient averaging, sums over ranks. In a single process all of it does nothing."""
 import atexit
 import contextlib
-import ctypes
 import gc
 import hashlib
 import os
@@ -51,19 +50,10 @@ def setup(device="auto", timeout_minutes=30):
         if local_size > 1 and os.environ.get("OMP_NUM_THREADS") == "1":  # torchrun's default: share the cores instead
             cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
             torch.set_num_threads(max(1, cores // local_size))
-        keep_memory()
     if world_size() > 1:
         td.init_process_group("nccl" if device[:4] == "cuda" else "gloo", timeout=timedelta(minutes=timeout_minutes))
         atexit.register(teardown)
     return torch.device(device)
-
-
-def keep_memory():
-    """Let glibc keep freed memory for the next tensor: a tenth to a fifth of a training step on the CPU."""
-    with contextlib.suppress(OSError, AttributeError):  # another C library: nothing to tune
-        libc = ctypes.CDLL("libc.so.6")
-        libc.mallopt(-4, 0)  # M_MMAP_MAX: no block outside the heap for a large request
-        libc.mallopt(-1, 2 ** 31 - 1)  # M_TRIM_THRESHOLD: do not hand the top of the heap back
 
 
 def teardown():

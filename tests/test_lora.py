@@ -283,7 +283,7 @@ def saved(tmp_path, width=32):
 @pytest.mark.parametrize("scale", [1.0, 0.5])
 def test_a_file_with_adapters_merged_in_equals_the_adapted_model(tmp_path, capsys, scale):
     base, path, adapted = saved(tmp_path)
-    cfg, state = lora.read_model("small", Config, base, "ema", path, scale)
+    cfg, state = lora.read_model("small", Config, base, "ema", path, *([] if scale == 1 else [scale]))
     model = small()
     model.load_state_dict(state["model"])
     lora.set_scale(adapted, scale)

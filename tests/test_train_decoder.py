@@ -322,15 +322,18 @@ def test_scores_are_those_of_all_pictures_at_once_however_they_are_chunked(world
 
 def test_evaluate_gives_the_figures_of_training_on_any_number_of_ranks_and_takes_embeddings_of_a_prior(
         trained, world, tmp_path):
-    words = ["evaluate", *flags(steps=2, eval_samples=12, device="cpu", out=tmp_path / "scores.json")]
-    expected, scores = json.loads((world / "trained/cascade.json").read_text()), []
-    run(*words, *flags(runs=trained, grid=tmp_path / "grid.png"), ranks=2)
+    words = ["evaluate", *flags(steps=2, eval_samples=12, device="cpu")]
+    run(*words, *flags(runs=trained, grid=tmp_path / "grid.png", out=tmp_path / "scores.json"))
+    expected = json.loads((world / "trained/cascade.json").read_text())
     assert json.loads((tmp_path / "scores.json").read_text()) == pytest.approx(expected, rel=1e-4)
     assert media.read_png(tmp_path / "grid.png").shape == media.read_png(world / "trained/cascade.png").shape
-    for settings in (dict(), dict(prior="none"), dict(prior=world / "prior"), dict(runs=trained[1])):
-        run(*words, *flags(**{"runs": trained, "data": world / "plain", "part": "train", **settings}))
-        scores.append(json.loads((tmp_path / "scores.json").read_text())["clip_score"])
-    assert len({*scores}) == 4
+    words += flags(data=world / "plain", part="train")
+    for name, ranks, settings in (("real", 0, {}), ("ranks", 2, {}), ("none", 0, dict(prior="none")),
+                                  ("prior", 0, dict(prior=world / "prior")), ("upsample", 0, dict(runs=trained[1]))):
+        run(*words, *flags(**{"runs": trained, "out": tmp_path / name, **settings}), ranks=ranks)
+    real, ranks, *others = (json.loads((tmp_path / name).read_text())
+                            for name in ("real", "ranks", "none", "prior", "upsample"))
+    assert real == pytest.approx(ranks, rel=1e-4) and len({scores["clip_score"] for scores in (real, *others)}) == 4
 
 
 # Training, as a user runs it

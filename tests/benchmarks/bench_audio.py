@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from bench_prior import emit, flags, timed
 
 import train_audio
-from common import accumulate, amp, checkpoint, dist, ema, optim
+from common import accumulate, amp, checkpoint, ema, optim
 
 STAGES = ("soundstream", "semantic", "coarse", "fine")
 CASES = (*STAGES, "tokenize", *(f"generate-{stage}" for stage in STAGES[1:]))
@@ -139,7 +139,6 @@ def main():
     if unknown := set(args.cases) - set(CASES):
         parser.error(f"no such case: {', '.join(unknown)}")
     torch.set_num_threads(args.threads)
-    dist.keep_memory()
     for case in args.cases or CASES:
         if case.startswith("generate-"):
             bench_generate(args, case.removeprefix("generate-"))
