@@ -84,10 +84,10 @@ def test_the_vocabulary_is_the_most_frequent_words_and_signs():
 
 
 def test_long_texts_are_cut_and_keep_their_end(model):
-    tokens = model.tokenize(["a star", "a star " * 50, "", "🦊" * 40])
-    assert tokens.dtype == torch.int64 and tokens.shape == (4, 24)
-    assert (tokens[:, 0] == clip.START).all() and ((tokens == clip.END).sum(1) == 1).all()
-    assert tokens[1, -1] == clip.END and tokens[3, -1] == clip.END and tokens[2, 1] == clip.END
+    tokens = model.tokenize(["a star", "a star " * 50, "", "🦊" * 40])  # (4, L)
+    assert tokens.shape == (4, 24)
+    assert (tokens[:, 0] == clip.START).all()
+    assert (tokens == clip.END).int().argmax(1).tolist() == [3, 23, 1, 23]
     assert tokens[0, :5].tolist() == [clip.START, *model.tokenizer.encode("a star"), clip.END, clip.PAD]
     assert tokens[1, 1:23].tolist() == model.tokenizer.encode("a star " * 11)
 
@@ -238,7 +238,8 @@ def test_builtin_data_is_made_once_and_anew_for_other_settings_or_another_clip(t
     assert folder == tmp_path / "shapes" and config.read_json(folder / "clip.json")["clip"] == str(tmp_path / "clip")
     assert torch.get_num_threads() == 9
     torch.set_num_threads(1)
-    assert len(source := data.Embeddings(folder, False, True)) == 300 and source.captions.records([7])[0] == synthetic.shapes([7])[1][0]
+    source = data.Embeddings(folder, False, True)
+    assert len(source) == 300 and source.captions.records([7])[0] == synthetic.shapes([7])[1][0]
 
     made = [tmp_path / "clip/model.pt", folder / "img_emb/img_emb_0.npy", folder / "clip.json"]
     for change, anew in (

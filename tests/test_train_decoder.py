@@ -568,3 +568,6 @@ def test_the_preset_is_valid_and_the_defaults_of_the_stages_fit_each_other():
                               for cfg in config.parse(train_decoder.Config, words, "", *both))
     assert base.image_size == upsample.low_res_size and base.image_condition and not upsample.image_condition
     assert (preset.stage, preset.width, preset.mults, preset.batch_size) == ("base", 128, (1, 2, 4, 8), 2048)
+    with torch.device("meta"):
+        sizes = [sum(p.numel() for p in train_decoder.UNet(cfg, 64).parameters()) for cfg in (preset, base, upsample)]
+    assert sizes == [270_153_411, 3_047_235, 768_035]  # parameters, by all that the defaults say of the U-Net
