@@ -71,8 +71,6 @@ class Config(diffusion.Training):
     text_encodings: Literal["none", "clip"] = "none"  # condition on the tokens of the caption, by CLIP
     max_text_len: Count = 77  # text encodings: longer texts are cut, shorter ones padded with learned tokens
     # Diffusion
-    timestep_density: Literal["uniform", "logit_normal", "mode"] = "logit_normal"  # of training (SD3 §3.1)
-    density_mean: float = 1.0  # of logit_normal; above 0 for more noise, where it is decided what is drawn
     learned_variance: bool = False  # also learn the variance of DDPM's steps (Nichol & Dhariwal 2021)
     image_drop: Share = 0.1  # probability of training a sample without its image embedding, for guidance
     text_drop: Share = 0.5  # probability of training a sample without its text
@@ -120,11 +118,11 @@ class Config(diffusion.Training):
 STAGES = {
     "base": {},  # an upsampler has no attention and no condition but its low resolution (DALL-E 2 §2.1)
     "upsample": dict(image_size=32, low_res_size=16, mults=(1, 2), attention_levels=(), image_condition=False,
-                     random_crop=16, timestep_density="uniform", steps=500, eval_every=250, eval_steps=10),
+                     random_crop=16, steps=500, eval_every=250, eval_steps=10),
 }
 PRESETS = {  # the base U-Net of DALLE2-pytorch's published config, over ViT-L/14
     "dalle2-64": dict(stage="base", clip="open_clip:ViT-L-14/openai", image_size=64, width=128, mults=(1, 2, 4, 8),
-                      blocks=2, cond_width=512, head_width=64, attention_levels=(1, 2, 3), timestep_density="uniform",
+                      blocks=2, cond_width=512, head_width=64, attention_levels=(1, 2, 3),
                       batch_size=2048, chunk_size=64, lr=1.2e-4, betas=(0.9, 0.999), steps=800_000,
                       warmup_steps=10_000, cosine=False, precision="bf16", validation=0.005, test=0.005,
                       crop_scale=0.75, log_every=100, eval_every=10_000, save_every=2_000, eval_samples=2048,
