@@ -175,7 +175,6 @@ def test_embeddings_do_not_depend_on_the_batch_size(model, shapes):
     for a, b in zip(whole, parts, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
     assert [a.shape for a in whole] == [(40, 16), (40, 16), (40, 24, 32)] and again == records
-    assert len(clip.embed(model, [(images, records)])[0]) == 2
 
 
 # The commands, as a user runs them
@@ -198,10 +197,10 @@ def test_train_and_embed_captioned_images(tmp_path, monkeypatch, run):
     monkeypatch.chdir(tmp_path)
     images, records = synthetic.shapes(range(80), size=24)
     captions = [record["caption"] for record in records]
-    (tmp_path / "images").mkdir()
+    Path("images").mkdir()
     for i, (image, caption) in enumerate(zip(images, captions)):
-        media.write_png(tmp_path / f"images/{i:09d}.png", image)
-        (tmp_path / f"images/{i:09d}.txt").write_text(caption)
+        media.write_png(f"images/{i:09d}.png", image)
+        Path(f"images/{i:09d}.txt").write_text(caption)
     settings = {**TINY, "data": "images", "run": "runs/clip", "steps": 3, "batch_size": 32}
     status, out, error = run("train", *flags(**settings))
     assert status == 0, error
