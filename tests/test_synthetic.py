@@ -101,6 +101,35 @@ def test_shapes_can_be_told_apart_at_any_turn(size):
     assert (shape[similarity.argmax(1)] == shape).mean() > 0.95
 
 
+def test_each_shape_has_the_area_of_its_geometry():
+    def segment(radius, distance):  # of a disc, cut off at a distance from its center
+        return radius ** 2 * np.arccos(distance / radius) - distance * np.sqrt(radius ** 2 - distance ** 2)
+
+    apart = np.hypot(0.55, 0.1)  # of the moon's two discs
+    chord = (apart ** 2 + 1 - 0.85 ** 2) / 2 / apart
+    areas = {"circle": np.pi * 0.97 ** 2, "square": 1.7 ** 2, "triangle": 3 * np.sqrt(3) * 0.58 ** 2,
+             "star": 5 * 1.12 * 0.5 * np.sin(0.2 * np.pi), "ring": np.pi * (1.02 ** 2 - 0.48 ** 2),
+             "cross": 2 * 2 * 0.66 - 0.66 ** 2, "heart": 1.24 ** 2 + np.pi * 0.62 ** 2,
+             "moon": np.pi - segment(1, chord) - segment(0.85, apart - chord)}
+    x, y = np.meshgrid(np.linspace(-1.3, 1.3, 521), np.linspace(-1.3, 1.3, 521))  # 200 points a unit
+    for shape, distance in synthetic.SHAPES.items():
+        inside = distance(x, y) < 0
+        assert inside.sum() / 200 ** 2 == pytest.approx(areas[shape], rel=0.01), shape
+        assert shape == "moon" or (inside == inside[:, ::-1]).mean() > 0.99  # left is as right
+
+
+def test_the_built_in_data_are_what_they_were():
+    """A change of them would go unnoticed otherwise, and what was trained on them is no longer what it says."""
+    images = synthetic.shapes(range(512))[0].astype(float)
+    np.testing.assert_allclose(images.mean((0, 1, 2)), [135.304453, 134.629026, 133.695710], rtol=1e-6)
+    expected = (29129, 34.6074, -22.5205), (52091, -9.2272, -4.6463), (41744, 67.047, 27.4494)
+    for wave, (length, chirp, level) in zip(synthetic.syllables(range(3))[0], expected):
+        time = np.arange(len(wave))
+        found = np.cos(2e-5 * time ** 2) @ wave, np.cos(1e-3 * time) @ np.square(wave)
+        assert len(wave) == length
+        np.testing.assert_allclose(found, (chirp, level), atol=1e-3)
+
+
 def test_drawing_varies_with_a_seed_and_repeats():
     attributes = [grown()] * 6
     varied, again = synthetic.draw(attributes, seed=5), synthetic.draw(attributes, seed=5)
