@@ -242,7 +242,8 @@ class Meter:
     """The progress bar, and what has happened since the last log line, summed without waiting for the device."""
 
     def __init__(self, log, state, desc):
-        self.log, self.state, self.named, self.begun = log, state, set(), {}
+        self.log, self.state, self.named = log, state, set()
+        self.begun = dict.fromkeys(("eval", "save"), time.monotonic())  # when each was last due, or training began
         self.bar = progress(total=state.cfg.steps, initial=state.step, desc=desc, unit="step", disable=not log.enabled)
         self.restart()
 
@@ -259,7 +260,7 @@ class Meter:
         cfg, step, now, due = self.state.cfg, self.state.step, time.monotonic(), []
         for name in ("eval", "save"):
             every, minutes = getattr(cfg, f"{name}_every"), getattr(cfg, f"{name}_minutes")
-            passed = now - self.begun.setdefault(name, now)
+            passed = now - self.begun[name]
             due.append(step == cfg.steps or schedule.due(step, self.step, every, passed, minutes))
             self.begun[name] = now if due[-1] else self.begun[name]
         return dist.broadcast((*due, signals[0] if signals else None))
