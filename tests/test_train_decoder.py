@@ -513,7 +513,7 @@ def mistake(*words, status=1, ranks=0):
     ("--stage upsample --random_crop 64", "--random_crop 64: the first must be below image_size 32"),
     ("--stage upsample --low_res_size 32", "--low_res_size 32 and --random_crop 16: the first must be"),
     ("--low_res_noise 0.1", "it needs a --low_res_size"), ("--text_drop 0.1", "it needs --text_encodings clip"),
-    ("--learned_variance", "it needs --timestep_density uniform"), ("--lora_rank 4", "--init_from"),
+    ("--learned_variance --timestep_density mode", "--timestep_density uniform"), ("--lora_rank 4", "--init_from"),
     ("--text_encodings clip --attention_levels=", "it needs --attention_levels"), ("--dream", "--objective epsilon"),
     ("--guidance_scale 2 --image_drop 0", "--guidance_scale 2.0: the decoder is trained with --image_drop 0"),
     ("--preset dalle2-64 --stage upsample", "this preset is for --stage base alone"),
