@@ -1,7 +1,7 @@
 """A flat frozen dataclass <-> command line (argparse) <-> JSON file, and the fields that all training scripts share.
 
-A field's type, default and trailing comment are all there is: the type holds its bounds, the comment is its line in
-`--help`. Values are taken from, weakest first: the default, `--preset NAME`, `--config FILE.json`, the flags.
+A field's type holds its bounds, and its trailing comment is its line in `--help`. Flags win over `--config FILE.json`,
+which wins over `--preset NAME`, which wins over the defaults.
 """
 import argparse
 import dataclasses
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-# Bounds of numbers, in words and as a test, which stand in the types of fields.
+# Bounds of numbers, in words and as a test. They stand in the types of fields.
 Count = Annotated[int, ("above 0", lambda value: value > 0)]
 Natural = Annotated[int, ("0 or more", lambda value: value >= 0)]
 Positive = Annotated[float, ("above 0", lambda value: value > 0)]
@@ -30,7 +30,7 @@ FINITE = "a finite number", lambda value: not isinstance(value, float) or math.i
 
 
 class UserError(ValueError):
-    """A mistake that the user can mend. `run` prints its message alone and exits with status 1."""
+    """A mistake that the user can correct. `run` prints its message without a traceback."""
 
 
 @dataclass(frozen=True)
@@ -138,16 +138,12 @@ def as_json(cfg):
 
 def from_dict(cls, values, source):
     """`values` (JSON object) checked against the fields of `cls`; returns {field: value}. UserError names `source`."""
-    words = [f"--{name}={','.join(map(str, value)) if isinstance(value, (list, tuple)) else value}"
-             for name, value in values.items() if name != "versions"]  # which describe the run
-    try:
-        return Parser(cls).read(words)
-    except UserError as error:
-        raise UserError(f"{source}: {error}") from None
+    words = [f"--{name}={as_word(value)}" for name, value in values.items() if name != "versions"]  # of torch and code
+    return Parser(cls, source=f"{source}: ").read(words)
 
 
 def refuse_unused(cfg, table):
-    """UserError for a setting that was given, but has no effect: (name, whether it is used, what it needs) each."""
+    """UserError for a setting that is given but has no effect. table: [(name, whether it is used, what it needs)]."""
     for name, used, needed in table:
         if getattr(cfg, name) != getattr(type(cfg), name) and not used:
             raise UserError(f"--{name}: it needs {needed}")
@@ -155,57 +151,60 @@ def refuse_unused(cfg, table):
 
 # The command line
 
+def as_word(value):
+    """A value as a flag takes it."""
+    return ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+
+
 def convert(kind, text):
-    """A word of a command line or a file as the type `kind`; ValueError if it is none."""
+    """A word of a command line as the type `kind`; ValueError if it is none."""
     if typing.get_origin(kind) is tuple:
         return tuple(convert(typing.get_args(kind)[0], item.strip()) for item in text.split(",") if item.strip())
     if kind is bool:
         return ("false", "true").index(text.lower()) == 1
-    if kind is int and re.search("[.eE]", text) and float(text).is_integer():
+    if kind is int and re.fullmatch(r"[\d.]+e\d+", text) and float(text).is_integer():
         return int(float(text))  # such as 1e6
     return kind(text)
 
 
 class Parser(argparse.ArgumentParser):
-    """Flags for the fields of a config class, with their comments and defaults, in groups by its comment lines."""
+    """Flags for the fields of a config class, with types, comments and defaults, in groups by its comment lines."""
 
-    def __init__(self, cls, description=None):
+    def __init__(self, cls, description=None, source=""):
         super().__init__(usage=argparse.SUPPRESS, description=description, argument_default=argparse.SUPPRESS,
                          allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
         kinds, defaults = typing.get_type_hints(cls), {field.name: field.default for field in dataclasses.fields(cls)}
-        group, groups = self, {}
-        source = "".join(inspect.getsource(base) for base in cls.__mro__ if dataclasses.is_dataclass(base))
-        for line in source.splitlines():
-            if heading := re.match(r"    # (.*)", line):
-                group = groups.setdefault(heading[1], self.add_argument_group(heading[1]))  # an empty one is not shown
-            elif (field := re.match(r"    (\w+): [^#]*# (.*)", line)) and field[1] in defaults:
-                self.add_field(group, field[1], kinds[field[1]], defaults.pop(field[1]), field[2])
+        self.source, group, groups = source, self, {}  # each message starts with `source`
+        for base in filter(dataclasses.is_dataclass, cls.__mro__):
+            for line in inspect.getsource(base).splitlines():
+                if heading := re.match(r"    # (.*)", line):
+                    group = groups.setdefault(heading[1], self.add_argument_group(heading[1]))
+                elif (field := re.match(r"    (\w+): [^#]*# (.*)", line)) and field[1] in defaults:
+                    self.add_field(group, field[1], kinds[field[1]], field[2], defaults.pop(field[1]))
 
-    def add_field(self, group, name, kind, default, comment):
-        shown = ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
-        about = {"help": comment.replace("%", "%%") + f" [{shown}]" * bool(shown)}
+    def add_field(self, group, name, kind, comment, default):
+        about = {"help": f"{comment} [{as_word(default)}]".replace("%", "%%")}
         if typing.get_origin(kind) is Literal:
             about["choices"] = typing.get_args(kind)
         else:
-            about |= {"type": functools.partial(convert, kind), "metavar": name.upper()}
-            about["type"].__name__ = inspect.formatannotation(kind)  # for argparse's messages
+            about |= {"type": functools.partial(convert, kind), "metavar": inspect.formatannotation(kind)}
+            about["type"].__name__ = about["metavar"]  # for argparse's messages
         if kind is bool:
-            about |= {"nargs": "?", "const": True, "help": about["help"] + f"; --no_{name} for false"}
+            about |= {"nargs": "?", "const": True}
             group.add_argument(f"--no_{name}", dest=name, action="store_false", help=argparse.SUPPRESS)
         group.add_argument(f"--{name}", **about)
 
     def read(self, words):
         """{field: value} of the words of a command line; UserError says what is wrong with the first that is."""
-        words = [re.sub(r"^--[\w-]+", lambda flag: "--" + flag[0][2:].replace("-", "_"), word) for word in words]
         given, unknown = self.parse_known_args(words)
         if unknown:
             name = unknown[0].partition("=")[0]
             close = difflib.get_close_matches(name, self._option_string_actions)
-            raise UserError(f"{name}: no such setting; " + (f"did you mean {close[0]}?" if close else "see --help"))
+            self.error(f"{name}: no such setting; " + (f"did you mean {close[0]}?" if close else "see --help"))
         return vars(given)
 
     def error(self, message):
-        raise UserError(message.removeprefix("argument "))
+        raise UserError(self.source + message.removeprefix("argument "))
 
     def print_help(self, file=None):
         if os.environ.get("RANK", "0") == "0":  # the other ranks are silent
@@ -219,9 +218,9 @@ def parse(cls, words, usage="", presets=None, stages=None):
     `stage` names or, if that is "all", of each.
     """
     presets, stages = presets or {}, stages or {}
-    notes = [f"Defaults of --stage {name}: " + ", ".join(f"{k} {v}" for k, v in stage.items())
-             for name, stage in stages.items() if stage]
-    parser = Parser(cls, "\n".join([usage, *notes]))
+    for name, defaults in stages.items():
+        usage += f"\nDefaults of --stage {name}: " + (", ".join(f"{k} {v}" for k, v in defaults.items()) or "as below")
+    parser = Parser(cls, usage)
     parser.add_argument("--config", metavar="FILE.json", help="the same settings from a file; flags win over them")
     parser.add_argument("--preset", choices=presets, help="named settings; --config and flags win over them")
     given = parser.read(words)
@@ -238,12 +237,12 @@ def parse(cls, words, usage="", presets=None, stages=None):
 def run(commands, usage, default=None, presets=None, stages=None):
     """Run the command that the first word of the command line names, or else `default`, on its config.
 
-    commands: {name: (function of a config, config class)}. `presets` and `stages` are the default command's. A mistake
-    on the command line ends in one line and status 2, one met later, or a failing disk, in one line and status 1.
+    commands: {name: (function of a config, config class)}. `presets` and `stages` are the default command's. An error
+    on the command line ends with one line and status 2. A later UserError or OSError ends with one line and status 1.
     """
     words, status = [word for word in sys.argv[1:] if word != "--"], 2  # torchrun may need it before the flags
     try:
-        name = words.pop(0) if words and (words[0] in commands or not words[0].startswith("-")) else default
+        name = words.pop(0) if words and not words[0].startswith("-") else default
         if name not in commands:
             raise UserError(f"{name or 'command'}: expected one of {', '.join(commands)}")
         function, cls = commands[name]
@@ -251,8 +250,7 @@ def run(commands, usage, default=None, presets=None, stages=None):
         status = 1
         function(cfg)
     except (UserError, OSError) as error:
-        elsewhere = os.environ.get("RANK", "0") != "0" if status == 2 else getattr(error, "relayed", False)
-        if not elsewhere:  # else another rank prints it
+        if not getattr(error, "relayed", status == 2 and os.environ.get("RANK", "0") != "0"):  # else another rank does
             print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr, flush=True)
         raise SystemExit(status) from None
     except KeyboardInterrupt:  # before training, which saves first

@@ -1,4 +1,4 @@
-"""A page to look at: `report.html` in a run folder, one file that needs no other and runs nothing."""
+"""`report.html` in a run folder: a page to look at, one file that needs no other and runs no script."""
 import base64
 import html
 import json
@@ -15,7 +15,7 @@ svg{width:400px}text{font-size:12px}td{padding:1px 14px 1px 0;vertical-align:top
 
 
 def write(folder):
-    """Write report.html into a run folder: newest samples, curves of metrics.jsonl, newest figures, settings."""
+    """Write report.html into a run folder: newest samples, curves, newest figures, settings."""
     folder, curves, newest = Path(folder), {}, {}
     for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
         metrics = json.loads(line)
@@ -37,7 +37,7 @@ def write(folder):
 
 
 def samples(folder):
-    """The pictures and sounds of the newest step that has some, as far as they fit into the page."""
+    """The pictures and sounds of the newest step that has some, up to EMBEDDED bytes."""
     found = sorted((folder / "samples").glob("*.*"), key=lambda path: (path.stat().st_mtime, path.name))
     steps = [re.match(r"step_\d+|[^_]*", path.stem)[0] for path in found]
     figures, room = "", EMBEDDED
@@ -51,7 +51,7 @@ def samples(folder):
 
 
 def chart(name, points):
-    """An SVG of the curve [(step, value), ...], of which it draws every n-th point, so that they are few."""
+    """An SVG of the curve [(step, value), ...]. It draws every n-th point, POINTS at most."""
     points = points[::-(-len(points) // POINTS)]
     (left, right), (low, high) = ((min(values), max(values)) for values in zip(*points))
 

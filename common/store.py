@@ -1,14 +1,13 @@
 """Files from elsewhere, which --load and --init_from name, and copies to elsewhere, which --save names.
 
     --load runs/old/checkpoints/step_00001200.pt                      # a file
-    --init_from https://example.org/model.pt#sha256=9f86d081884c...   # a URL, of which the checksum may be given
+    --init_from https://example.org/model.pt#sha256=9f86d081884c...   # a URL, whose sha256 may be given
     --load wandb:RUN/latest.pt                                        # a file of a run
     --save "local save_latest_to=/backup/{run}_{step:08d}.pt, huggingface repo=me/prior kind=model save_best_to=best.pt"
 """
-import concurrent.futures
 import dataclasses
+import io
 import json
-import os
 import re
 import shlex
 import shutil
@@ -21,7 +20,6 @@ from common import checkpoint, config, dist
 from common.config import UserError, need
 
 RESERVED = ("model", "config", "versions", "run", "step", "epoch", "samples_seen", "val_loss", "best_val_loss")
-ADDRESS = r"(?i)https?://[^/#]+/[^#]*(#sha256=[0-9a-f]{64})?|wandb:[^/]+/.+|(?!https?:|wandb:|[a-z][\w+.-]*://).*"
 
 
 def parse(flag, text, kinds):
@@ -38,88 +36,72 @@ def parse(flag, text, kinds):
 
 
 def metadata(cfg):
-    """{name: value} of the pairs in cfg.metadata; what reads as JSON is a number, true or false."""
-    found = {}
+    """{name: text} of the pairs in cfg.metadata; UserError."""
     for pair in cfg.metadata:
-        name, given, value = (part.strip() for part in pair.partition("="))
-        if not given or not re.fullmatch(r"\w+", name) or name in RESERVED:
+        name = re.match(r"(\w+)=", pair)
+        if not name or name[1] in RESERVED:
             raise UserError(f"--metadata: {pair!r}: expected NAME=VALUE; reserved names are {', '.join(RESERVED)}")
-        try:
-            found[name] = json.loads(value)
-        except ValueError:
-            found[name] = value
-    return found
+    return dict(pair.split("=", 1) for pair in cfg.metadata)
 
 
 def check(cfg):
-    """UserError for a load, init_from, save or metadata that cannot be meant, on whatever machine."""
+    """UserError for a save or metadata that is wrong on every machine."""
     metadata(cfg)
-    copies = [(type(saver), saver.given.get("repo"), path) for saver in savers(cfg)
-              for event, path in saver.targets.items() if event != "meta"]  # metadata may go where others do
-    for wrong, message in [
-            *((not re.fullmatch(ADDRESS, getattr(cfg, name)),
-               f"--{name}: {getattr(cfg, name)!r}: expected a file, http(s)://HOST/FILE, optionally with #sha256= and "
-               "64 hexadecimal digits, or wandb:RUN/FILE") for name in ("load", "init_from")),
-            (cfg.load_only_auto_resume and not cfg.load, "--load_only_auto_resume: it needs --load"),
-            (cfg.load_only_auto_resume and cfg.resume == "never",
-             "--load_only_auto_resume: with --resume never there is nothing to go on with"),
-            (len({*copies}) < len(copies), "--save: a path would be written twice; give each copy a path of its own"),
-            (any(isinstance(saver, WandBFiles) for saver in savers(cfg)) and cfg.logger.split()[0] != "wandb",
-             "--save wandb: the copies are files of the run there; it needs --logger wandb")]:
-        if wrong:
-            raise UserError(message)
+    if any(isinstance(saver, WandBFiles) for saver in savers(cfg)) and cfg.logger.split()[0] != "wandb":
+        raise UserError("--save wandb: the copies are files of the run there; it needs --logger wandb")
+    config.refuse_unused(cfg, [
+        ("load_only_auto_resume", cfg.load and cfg.resume == "auto", "--load, and a --resume that is not never")])
 
 
 def check_stages(cfgs):
     """UserError if several stages, trained in turn, would start from one file or overwrite each other's copies."""
-    if len(cfgs) > 1 and (cfgs[0].init_from or cfgs[0].load or " id=" in cfgs[0].logger):
+    if len(cfgs) == 1:
+        return
+    if cfgs[0].init_from or cfgs[0].load or " id=" in cfgs[0].logger:
         raise UserError("--init_from, --load, id in --logger: each is of one stage; give that with --stage, too")
-    for saver in savers(cfgs[0]) if len(cfgs) > 1 else ():
-        for event, path in saver.targets.items():
-            if "{run" not in path and not isinstance(saver, WandBFiles):  # of which each stage has a run
-                raise UserError(f"--save save_{event}_to={path}: each stage would write to the same path; put {{run}} "
-                                "into it, which is the stage")
+    for path in (path for saver in savers(cfgs[0]) for path in saver.targets.values()):
+        if "{run" not in path:
+            raise UserError(f"--save: each stage would write to {path}; put {{run}} into it, which is the stage")
 
 
 # Loaders
 
 def prepare(cfg, project):
-    """`cfg` with local files as load and init_from where the run needs them; UserError if one is not to be had."""
+    """`cfg` with local files as load and init_from where the run needs them; UserError if one is not available."""
     folder = Path(cfg.run).parent / "downloads"
     begun = checkpoint.record_of(cfg.run)["checkpoints"] if cfg.resume == "auto" else []
     lost = not any((Path(cfg.run) / entry["file"]).is_file() for entry in begun)
     if lost and (begun or not cfg.load_only_auto_resume):
-        cfg = dataclasses.replace(cfg, load=fetch(cfg.load, folder, True, project))
-    if not begun or getattr(cfg, "lora_rank", 0):  # else the weights to start from are not needed any more
-        cfg = dataclasses.replace(cfg, init_from=fetch(cfg.init_from, folder, not begun, project))
+        cfg = dataclasses.replace(cfg, load=fetch(cfg.load, folder, project))
+    if not begun or getattr(cfg, "lora_rank", 0):  # adapters need their base at every start
+        cfg = dataclasses.replace(cfg, init_from=fetch(cfg.init_from, folder, project))
     return cfg
 
 
-def fetch(address, folder, again=True, project=""):
+def fetch(address, folder, project=""):
     """Path of the file at `address`: a path, URL[#sha256=HEX] or wandb:RUN/FILE of a `project`; UserError.
 
-    What is fetched is kept in `folder`. It serves again if it has the sha256 that is given or, not `again`, as it is.
+    A download is kept in `folder`. It is not fetched again if its sha256 is the one that is given.
     """
     url, _, sha256 = address.partition("#sha256=")
-    if not re.match(r"(?i)https?://|wandb:", address):
+    of_run = re.fullmatch(r"wandb:([^/]+)/(.+)", url)
+    if not of_run and not re.match(r"https?://", url):
         if address and not Path(address).is_file():
-            raise UserError(f"{address}: no such checkpoint")
+            raise UserError(f"{address}: no such checkpoint; expected a file, http(s)://HOST/FILE, optionally with "
+                            "#sha256=HEX, or wandb:RUN/FILE")
         return address
-    run, name = "", re.sub(r"[^\w.-]+", "_", url)[-200:]
-    if url.startswith("wandb:"):
-        run, _, name = url.removeprefix("wandb:").partition("/")
-    path = Path(folder) / run / name
-    if path.is_file() and (checkpoint.checksum(path) == sha256.lower() if sha256 else not again):
+    path = Path(folder, *(of_run.groups() if of_run else [re.sub(r"[^\w.-]+", "_", url)[-200:]]))
+    if sha256 and path.is_file() and checkpoint.checksum(path) == sha256:
         return str(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        if run:
-            file = need("wandb", url).Api(timeout=30).run(f"{project}/{run}").file(name)
-            file.download(root=str(Path(folder) / run), replace=True).close()
+        if of_run:
+            file = need("wandb", url).Api(timeout=30).run(f"{project}/{of_run[1]}").file(of_run[2])
+            file.download(root=str(Path(folder, of_run[1])), replace=True).close()
         else:
-            torch.hub.download_url_to_file(url, str(path), sha256.lower() or None)
+            torch.hub.download_url_to_file(url, str(path), sha256 or None)
     except Exception as error:  # of a network, a disk, a package
-        raise UserError(f"{url}: {one_line(error)}") from error
+        raise UserError(f"{url}: {error}") from error
     return str(path)
 
 
@@ -134,31 +116,53 @@ class Saver:
 
     def __init__(self, cfg, text, given):
         self.cfg, self.text, self.given, self.kind = cfg, text, given, given.get("kind", "checkpoint")
-        self.targets = {name[5:-3]: path for name, path in given.items() if name.startswith("save_")}
+        self.targets = {name[5:-3]: path for name, path in given.items() if name.startswith("save_")}  # {event: path}
         for wrong, message in [
                 (not self.targets, "no target; give save_latest_to=PATH, save_best_to=PATH or save_meta_to=FOLDER"),
+                (len(set(self.targets.values())) < len(self.targets), "a path would be written twice"),
                 (self.kind not in ("checkpoint", "model"), f"kind={self.kind}: expected checkpoint or model"),
                 ("repo" in self.options and not re.fullmatch(r"[\w.-]+/[\w.-]+", given.get("repo", "")),
-                 "give the repository as repo=OWNER/NAME"),
-                (given.get("private", "true") not in ("true", "false"), "private: expected true or false")]:
+                 "give the repository as repo=OWNER/NAME")]:
             if wrong:
                 raise UserError(f"--save {text}: {message}")
-        values = {**metadata(cfg), **dict.fromkeys(RESERVED[4:], 1200), "val_loss": 0.5, "best_val_loss": 0.5}
-        for event in self.targets:
-            self.path(event, {"run": Path(cfg.run).name, **values})
-
-    def path(self, event, values):
-        """Where the copy at an `event`, latest, best or meta, goes, with `values` for what is in braces."""
+        values = {**metadata(cfg), "run": "", "step": 1, "epoch": 1, "samples_seen": 1, "best_val_loss": 0.5}
         try:
-            return self.targets[event].format(**values)
+            for path in self.targets.values():
+                path.format(**values)
         except (KeyError, ValueError, IndexError, AttributeError, TypeError) as error:
-            raise UserError(f"--save {self.text}: {error!r}; in braces may stand {', '.join(values)}, with a format "
-                            "such as {step:08d}") from None
+            raise UserError(f"--save {text}: {error!r}; in braces may stand {', '.join(values)}, with a format such as "
+                            "{step:08d}") from None
+
+    def entry(self, event, record):
+        """What to copy at an `event`: an entry, {"file", "step", "values"}, of auto_resume.json's `record`, or None."""
+        saved, best = record["checkpoints"], record.get("best")
+        if event == "meta":  # the config is there from the start on
+            return saved[0] if saved else record.get("start")
+        if event == "latest":
+            return saved[0] if saved else None
+        if self.kind == "model" or not best:
+            return best
+        return next((entry for entry in saved if entry["step"] == best["step"]), None)
+
+    def copy(self, folder, event, entry):
+        """Copy what the run in `folder` has saved as `entry`."""
+        name, path = self.targets[event].format(**entry["values"]), folder / entry["file"]
+        if event == "meta":
+            self.put(io.BytesIO((folder / "config.json").read_bytes()), f"{name}/config.json")
+            self.put(io.BytesIO(json.dumps(finite(entry["values"]), indent=2).encode()), f"{name}/metadata.json")
+        elif self.kind == "model":
+            content = io.BytesIO()
+            torch.save(checkpoint.averaged(checkpoint.load(path)), content)
+            content.seek(0)
+            self.put(content, name)
+        else:
+            with open(path, "rb") as file:  # it stays whole when the run drops or replaces it
+                self.put(file, name)
 
     def put(self, file, name):
-        """Copy `file` there as `name`."""
-        with checkpoint.replacing(name) as out, open(file, "rb") as content:
-            shutil.copyfileobj(content, out, 1 << 22)
+        """Write the binary `file` there as `name`."""
+        with checkpoint.replacing(name) as out:
+            shutil.copyfileobj(file, out, 1 << 22)
 
 
 class WandBFiles(Saver):
@@ -175,15 +179,13 @@ class WandBFiles(Saver):
 
 class HuggingFace(Saver):
     """A repository of models on the Hugging Face Hub: repo=OWNER/NAME; the token is HF_TOKEN's, or in a file."""
-    needs = (("huggingface_hub", "huggingface_hub"),)
-    options = (*Saver.options, "repo", "token_file", "revision", "private")
+    needs, options = (("huggingface_hub", "huggingface_hub"),), (*Saver.options, "repo", "token_file")
 
     def put(self, file, name):
         from huggingface_hub import HfApi
-        given, repo = self.given, self.given["repo"]
-        api = HfApi(token=Path(given["token_file"]).read_text().strip() if "token_file" in given else None)
-        api.create_repo(repo, private=given.get("private", "true") == "true", exist_ok=True)
-        api.upload_file(path_or_fileobj=file, path_in_repo=name, repo_id=repo, revision=given.get("revision"))
+        api = HfApi(token=Path(self.given["token_file"]).read_text().strip() if "token_file" in self.given else None)
+        api.create_repo(self.given["repo"], private=True, exist_ok=True)
+        api.upload_file(path_or_fileobj=file, path_in_repo=name, repo_id=self.given["repo"])
 
 
 SAVERS = {"local": Saver, "wandb": WandBFiles, "huggingface": HuggingFace}
@@ -195,88 +197,33 @@ def savers(cfg):
     return [SAVERS[name](cfg, text, given) for text, name, given in found]
 
 
-class Copies:
-    """Sends what a run has saved to its savers, from a thread. RUN/sent.json, {saver: {event: step}}, tells what went.
+def send(savers, run):
+    """Send what the checkpoint.Run `run` has saved, unless RUN/sent.json, {"SAVER EVENT": step}, says that it went.
 
-    So every start knows what is still to be sent, be it that a copy failed or that the process was killed.
+    So the next save, or the next start, sends again what failed or what a killed process did not send.
     """
-
-    def __init__(self, run, cfg, start=None):
-        """run: the open checkpoint.Run; start: {"step", "values"} of what save_meta_to gets before any checkpoint."""
-        self.run, self.start, self.savers, self.failures = run, start, savers(cfg), set()
-        self.thread, self.job = concurrent.futures.ThreadPoolExecutor(1, "copies"), None
-        path = run.folder / "sent.json"
-        self.sent = config.read_json(path) if path.exists() else {}
-
-    def entry(self, saver, event):
-        """What auto_resume.json has for a saver at an `event`: {"file", "step", "values"}, or None."""
-        saved, best = self.run.record["checkpoints"], self.run.record.get("best")
-        if event == "best":
-            return best if saver.kind == "model" or not best else next(
-                (entry for entry in saved if entry["step"] == best["step"]), None)
-        return saved[0] if saved else self.start if event == "meta" else None
-
-    def rest(self):
-        """Yield what is still to be sent, as (saver, event, entry)."""
-        for saver in self.savers:
-            for event in saver.targets:
-                entry = self.entry(saver, event)
-                if entry and self.sent.get(saver.text, {}).get(event) != entry["step"]:
-                    yield saver, event, entry
-
-    def send(self):
-        """Begin to send the rest."""
-        if self.savers:
-            self.job = self.thread.submit(self._send)
-
-    def _send(self):
-        for saver, event, entry in self.rest():
+    path = run.folder / "sent.json"
+    sent = config.read_json(path) if path.exists() else {}
+    for saver in savers:
+        for event in saver.targets:
+            entry, key = saver.entry(event, run.record), f"{saver.text} {event}"
+            if not entry or sent.get(key) == entry["step"]:
+                continue
             try:
-                self._copy(saver, event, entry)
-                self.sent.setdefault(saver.text, {})[event] = entry["step"]
-                checkpoint.write_json(self.sent, self.run.folder / "sent.json")
+                saver.copy(run.folder, event, entry)
+                sent[key] = entry["step"]
+                checkpoint.write_json(sent, path)
             except Exception as error:  # of a network, a quota, a token: whatever it is, training goes on
-                if (saver, type(error)) not in self.failures:
-                    tqdm.write(f"--save {saver.text}: the copy of step {entry['step']} failed: {type(error).__name__}: "
-                               f"{one_line(error)}; training goes on, the next save tries again")
-                self.failures.add((saver, type(error)))
-
-    def _copy(self, saver, event, entry):
-        name, folder = saver.path(event, entry["values"]), self.run.folder
-        if event == "meta":
-            checkpoint.write_json(finite(entry["values"]), folder / "metadata.json")
-            for file in ("config.json", "metadata.json"):
-                saver.put(folder / file, f"{name}/{file}")
-            return
-        sending = folder / "sending.pt"  # which stays as it is when the run replaces or drops the file
-        sending.unlink(missing_ok=True)
-        if event == "latest" and saver.kind == "model":
-            checkpoint.save(checkpoint.averaged(checkpoint.load(folder / entry["file"])), sending)
-        else:
-            os.link(folder / entry["file"], sending)
-        saver.put(sending, name)
-        sending.unlink()
-
-    def deliver(self, seconds=None):
-        """Send the rest, and wait until it is there, at most so many seconds: before a run counts as finished."""
-        self.send()
-        if self.job:
-            concurrent.futures.wait([self.job], seconds)
-        for saver, event, _ in self.rest():
-            tqdm.write(f"--save {saver.text}: the {event} copy is not sent; the next start of this run tries again")
+                tqdm.write(f"--save {saver.text}: the {event} copy of step {entry['step']} failed: "
+                           f"{type(error).__name__}: {error}; the next save or start of this run tries again")
 
 
 def resend(cfg, run):
     """Send what the finished `run` still has to send."""
     if dist.is_main():
-        Copies(run, cfg).deliver()
+        send(savers(cfg), run)
 
 
 def finite(values):
     """`values` with None for numbers that JSON has no word for."""
     return {k: None if isinstance(v, float) and not abs(v) < float("inf") else v for k, v in values.items()}
-
-
-def one_line(error):
-    """The first line of an error's text, or its type."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -2,6 +2,7 @@
 
     --logger console | tensorboard | "wandb project=shapes [entity=NAME] [name=NAME] [id=ID]"
 """
+import concurrent.futures
 import contextlib
 import json
 import math
@@ -9,6 +10,7 @@ import os
 import re
 import shutil
 import signal
+import struct
 import sys
 import time
 from pathlib import Path
@@ -30,20 +32,20 @@ class Logger:
     needs: (module, package) pairs. options: names that may follow in --logger, as NAME=VALUE.
     __init__(cfg, given, known, step, lines): given: {option: value}. known: `identity` at an earlier start of the run,
         or {}. step: of the run, to go on from. lines: how many were logged up to it.
-    identity: {name: plain value} by which the run is known there; a later start with another value is refused.
+    identity: {name: plain value} by which the run is known there. A later start with another value is refused.
     log(step, metrics, samples): {name: number} and [("SECTION/NAME", PNG or WAV file, caption), ...].
-    file(path): a file of the run: its config, at every start. error(text): what ended it. finish(status): exit status.
+    file(path): a file of the run: its config, at every start. finish(status, error): exit status, and what ended it.
     """
     needs, options, identity = (), (), {}
 
     def __init__(self, *settings):
         pass
 
-    log = file = error = finish = __init__
+    log = file = finish = __init__
 
 
 class TensorBoard(Logger):
-    """Event files in RUN/tensorboard; of steps that a resumed run repeats, the package shows the later ones alone."""
+    """Event files in RUN/tensorboard. Of steps that a resumed run repeats, the package shows the later ones."""
     needs = (("tensorboard", "tensorboard"),)
 
     def __init__(self, cfg, given, known, step, lines):
@@ -51,27 +53,26 @@ class TensorBoard(Logger):
         self.writer = SummaryWriter(Path(cfg.run) / "tensorboard", purge_step=step + 1)
 
     def log(self, step, metrics, samples):
-        from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+        from tensorboard.compat.proto.summary_pb2 import Summary
         for name, value in metrics.items():
             self.writer.add_scalar(name, value, step)
-        for name, path, caption in samples:  # as they are: add_image would encode them again, and has no captions
-            content, about = path.read_bytes(), SummaryMetadata(summary_description=caption)
+        for name, path, caption in samples:  # add_image and add_audio have no captions, and would encode them again
+            value, content = Summary.Value(tag=name), path.read_bytes()
+            value.metadata.summary_description = caption
             if path.suffix == ".png":
-                width, height = (int.from_bytes(content[i:i + 4], "big") for i in (16, 20))
-                media = {"image": Summary.Image(width=width, height=height, encoded_image_string=content)}
+                value.image.encoded_image_string = content
+                value.image.width, value.image.height = struct.unpack(">II", content[16:24])
             else:
-                media = {"audio": Summary.Audio(encoded_audio_string=content, content_type="audio/wav")}
-            value = Summary.Value(tag=name, metadata=about, **media)
+                value.audio.encoded_audio_string, value.audio.content_type = content, "audio/wav"
             self.writer.file_writer.add_summary(Summary(value=[value]), step)
         self.writer.flush()  # a checkpoint may follow, and lines up to it are not made again
 
     def file(self, path):
         self.writer.add_text(path.name, f"```\n{path.read_text()}\n```")
 
-    def error(self, text):
-        self.writer.add_text("error", text)
-
-    def finish(self, status):
+    def finish(self, status, error):
+        if error:
+            self.writer.add_text("error", error)
         self.writer.close()
 
 
@@ -87,12 +88,11 @@ class WandB(Logger):
                                   dir=cfg.run, resume="must" if known else "allow",
                                   settings=wandb.Settings(console="off", silent=True))
         except Exception as error:  # no account, no network: the package's own types
-            raise UserError(f"--logger wandb: {store.one_line(error)}; is there an account (`wandb login`), a network, "
+            raise UserError(f"--logger wandb: {error}; is there an account (`wandb login`), a network, "
                             "the run of before? WANDB_MODE=offline needs none") from error
         self.run.define_metric("*", step_metric="step")
-        ahead = known.get("ahead", self.run.starting_step)  # lines of a run with a given id that was begun elsewhere
-        self.identity = {"project": self.run.project, "entity": self.run.entity, "id": self.run.id, "ahead": ahead}
-        self.line, self.media = ahead + lines, {".png": wandb.Image, ".wav": wandb.Audio}
+        self.identity = {"project": self.run.project, "entity": self.run.entity, "id": self.run.id}
+        self.line, self.media = lines, {".png": wandb.Image, ".wav": wandb.Audio}
 
     def log(self, step, metrics, samples):
         shown = {name: self.media[path.suffix](str(path), caption=caption or None) for name, path, caption in samples}
@@ -102,10 +102,9 @@ class WandB(Logger):
     def file(self, path):
         self.run.save(shutil.copy(path, self.run.dir), base_path=self.run.dir, policy="now")  # else it makes a link
 
-    def error(self, text):
-        self.run.alert(title="training ended with an error", text=text)
-
-    def finish(self, status):
+    def finish(self, status, error):
+        if error:
+            self.run.alert(title="training ended with an error", text=error)
         self.run.finish(exit_code=status)
 
 
@@ -114,16 +113,16 @@ metadata, check_stages, resend = store.metadata, store.check_stages, store.resen
 
 
 def check(cfg):
-    """UserError for a logger, load, init_from, save or metadata that cannot be meant, on whatever machine."""
+    """UserError for a logger, save or metadata that is wrong on every machine."""
     store.parse("logger", cfg.logger, LOGGERS)
     store.check(cfg)
 
 
 def check_logger(cfg, record):
-    """`identity` of the logger of the run with the auto_resume.json `record`; UserError if cfg.logger is another."""
+    """Identity of the logger in auto_resume.json's `record`, {} for a new run; UserError if cfg.logger is another."""
     kind, given = store.parse("logger", cfg.logger, LOGGERS)
     known = record.get("logger", {"kind": "console"})
-    if not record["checkpoints"]:  # nothing to go on from: it starts anew
+    if not record["checkpoints"]:
         return {}
     if known["kind"] != kind or any(known.get(name, value) != value for name, value in given.items()):
         raise UserError(f"{cfg.run}: was logged with {known}, --logger {cfg.logger} would tear its curves; go on with "
@@ -135,24 +134,25 @@ def check_logger(cfg, record):
 def prepare(cfg):
     """`cfg` with local files as load and init_from where the run needs them; UserError if anything is missing."""
     kind, given = store.parse("logger", cfg.logger, LOGGERS)
-    for module, package in [*LOGGERS[kind].needs, *(pair for saver in store.savers(cfg) for pair in saver.needs)]:
-        need(module, f"--logger {cfg.logger}, --save {', '.join(cfg.save)}".removesuffix(", --save "), package)
+    for flag, place in (("logger", LOGGERS[kind]), *(("save", saver) for saver in store.savers(cfg))):
+        for module, package in place.needs:
+            need(module, f"--{flag}", package)
     return store.prepare(cfg, f"{given.get('entity', '')}/{given.get('project', '')}")
 
 
 class Tracker:
-    """What a run tells: lines and samples to its folder and its logger, copies of what it saves to its savers.
+    """Sends lines and samples to the run's folder and its logger, and copies of what it saves to its savers.
 
-    A context, which tells the logger how the run ended and waits for copies on their way. Rank 0 alone acts. On resume
-    lines that will come again are dropped: of later steps, and of an earlier test if nothing else is left to do.
+    Rank 0 alone acts. As a context it tells the logger how the run ended, and waits for copies on their way. On resume
+    it drops lines that will come again: of later steps, and of an earlier test if only the test is left to do.
     """
 
     def __init__(self, run, state, epoch_size=1):
         """run: the open checkpoint.Run; state: the State, at the step it goes on from; epoch_size: in samples."""
         self.enabled, self.run, self.epoch_size, self.cfg = dist.is_main(), run, epoch_size, state.cfg
-        self.val_loss, self.failed = math.nan, False
-        self.copies_best_checkpoint = any(saver.kind == "checkpoint" and "best" in saver.targets
-                                          for saver in store.savers(state.cfg))
+        self.failed, self.savers = False, store.savers(state.cfg)
+        self.copies_best_checkpoint = any(s.kind == "checkpoint" and "best" in s.targets for s in self.savers)
+        self.thread = concurrent.futures.ThreadPoolExecutor(1)  # sends copies
         dist.on_main(lambda: self._open(state))
 
     def _open(self, state):
@@ -164,24 +164,21 @@ class Tracker:
                  if int(line[1]) <= state.step and not (last and b'"test_loss"' in line[0])]
         with checkpoint.replacing(path) as file:
             file.writelines(lines)
-        for line in lines:
-            self.val_loss = json.loads(line).get("val_loss", self.val_loss)
         self.file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (open for the whole run)
         self.logger = LOGGERS[kind](cfg, given, check_logger(cfg, self.run.record), state.step, len(lines))
         self.run.record["logger"] = {**self.logger.identity, "kind": kind}
+        self.run.record["start"] = {"file": "config.json", "step": state.step, "values": self.values(state)}
         checkpoint.write_json(self.run.record, folder / "auto_resume.json")
         self._tell("file", folder / "config.json")
-        self.copies = store.Copies(self.run, cfg, {"step": state.step, "values": self.values(state)})
-        self.copies.send()
+        self.send()
 
     def log(self, step, samples=None, **metrics):
-        """Append {"step": step, **metrics}; what is not finite is written as null, as JSON has no word for it.
+        """Append {"step": step, **metrics} to metrics.jsonl. What is not finite becomes null.
 
         samples: {file in the run folder, PNG or WAV: caption}.
         """
         if self.enabled:
             samples, metrics = {"samples": samples} if samples else {}, store.finite(metrics)
-            self.val_loss = metrics.get("val_loss", self.val_loss)
             self.file.write(json.dumps({"step": step, **metrics, **samples}) + "\n")
             self.file.flush()
             section = "test/" if "test_loss" in metrics else "validation/"
@@ -195,15 +192,13 @@ class Tracker:
                 getattr(self.logger, what)(*arguments)
         except Exception as error:  # of a network, a disk, a package: whatever it is, training goes on
             self.failed = True
-            self.say(f"logger {self.cfg.logger} failed: {type(error).__name__}: {store.one_line(error)}; metrics.jsonl "
-                     "goes on alone")
+            self.say(f"logger {self.cfg.logger} failed: {type(error).__name__}: {error}; metrics.jsonl goes on alone")
 
     def values(self, state):
-        """What the paths of copies may have in braces, {name: value}."""
+        """{name: value} of what may stand in braces in the paths of copies."""
         seen = state.step * self.cfg.batch_size
         return {**store.metadata(self.cfg), "run": self.run.folder.name, "step": state.step,
-                "epoch": seen // self.epoch_size, "samples_seen": seen, "val_loss": self.val_loss,
-                "best_val_loss": state.best_val_loss}
+                "epoch": seen // self.epoch_size, "samples_seen": seen, "best_val_loss": state.best_val_loss}
 
     def say(self, text):
         """Print a line above the progress bar."""
@@ -216,30 +211,30 @@ class Tracker:
             report.write(self.run.folder)
 
     def sync(self):
-        """Make the lines so far durable: before a checkpoint is committed, which will not make them again."""
+        """Make the lines so far durable. A checkpoint is committed next, and after it they do not come again."""
         os.fsync(self.file.fileno())
 
     def send(self):
-        """Begin to send copies of what is new: after each save."""
-        self.copies.send()
+        """Begin to send copies of what is new, after each save; returns a Future."""
+        return self.thread.submit(store.send, self.savers, self.run)
 
     def __enter__(self):
         return self
 
     def __exit__(self, kind, error, trace):
         if self.enabled:
-            status = error.code if isinstance(error, SystemExit) else int(bool(error))
+            status, text = getattr(error, "code", 0), ""
             if error and not isinstance(error, SystemExit):
-                self._tell("error", f"{kind.__name__}: {error}")
+                status, text = 1, f"{kind.__name__}: {error}"
             else:
                 self.run.wait()
-            self.copies.deliver(self.cfg.timeout_minutes * 30 if dist.world_size() > 1 else None)  # ranks wait for it
-            self._tell("finish", status)
+            self.send().result()
+            self._tell("finish", status, text)
             self.file.close()
 
 
 class Meter:
-    """The progress bar, and what has happened since the last log line, summed without waiting for the device."""
+    """The progress bar, and sums since the last log line, taken without waiting for the device."""
 
     def __init__(self, log, state, desc):
         self.log, self.state, self.named = log, state, set()
@@ -248,14 +243,14 @@ class Meter:
         self.restart()
 
     def restart(self):
-        """Count from here on; the clock, too, which is not to include evaluating and saving."""
+        """Count from here on. The clock starts anew, too: it leaves out evaluating and saving."""
         self.step, self.start, self.losses, self.unusable, self.overflows = self.state.step, time.monotonic(), [], [], 0
 
     def due(self, signals):
         """(whether to evaluate, whether to save, the signal to stop at or None), as rank 0 decides; all ranks call it.
 
-        Due are multiples of cfg.eval_every and cfg.save_every steps since the last line, so many minutes since the last
-        time, and the end.
+        Each is due at multiples of cfg.eval_every or cfg.save_every steps since the last line, when its minutes have
+        passed since it was last due, and at the end.
         """
         cfg, step, now, due = self.state.cfg, self.state.step, time.monotonic(), []
         for name in ("eval", "save"):
@@ -266,7 +261,7 @@ class Meter:
         return dist.broadcast((*due, signals[0] if signals else None))
 
     def add(self, loss_sum, batch):
-        """Take in a step: this rank's loss summed over its samples, and its chunks, for the unusable rows in them."""
+        """Count a step. loss_sum: this rank's loss, summed over its samples; batch: its chunks, with unusable rows."""
         self.bar.update()
         self.losses.append(loss_sum)
         self.unusable += [name for chunk in batch for name in chunk["unusable"]]
@@ -293,7 +288,7 @@ class Meter:
 
 @contextlib.contextmanager
 def signals():
-    """Context in which SIGTERM and Ctrl-C are gathered in a list, which it gives, for the loop to stop when it can."""
+    """Context that gives a list, in which SIGTERM and Ctrl-C are noted: the loop stops when it can."""
     gathered, numbers = [], (signal.SIGTERM, signal.SIGINT)
     handlers = [signal.signal(number, lambda number, _: gathered.append(number)) for number in numbers]
     try:
@@ -304,7 +299,7 @@ def signals():
 
 
 def progress(steps=None, **settings):
-    """tqdm's progress bar in the house's settings: where nobody watches it move, a line every ten seconds."""
+    """tqdm's progress bar. Where stderr is no terminal it is a line every ten seconds."""
     return tqdm(steps, dynamic_ncols=True, mininterval=0.2 if sys.stderr.isatty() else 10, **settings)
 
 

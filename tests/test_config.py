@@ -36,7 +36,6 @@ class Config(Base):
     decay: Decay = 0.9  # of the average
     weight: NonNegative = 0.0  # of the loss
     even: Annotated[int, ("even", lambda value: value % 2 == 0)] = 2  # any bound
-    mean: float = 0.0  # without bounds
 
 
 PRESETS = {"large": {"steps": 7, "lr": 0.5, "widths": (1, 2, 3)}, "tall": {"stage": "high", "steps": 5}}
@@ -50,13 +49,10 @@ def parse(*words, **more):
 @pytest.mark.parametrize("words, expected", [
     ("", {}),
     ("--steps=5 --lr=3", {"steps": 5, "lr": 3.0}),
-    ("--steps 1e3", {"steps": 1000}),
-    ("--steps 2.0E3", {"steps": 2000}),
     ("--seed 9007199254740993", {"seed": 2 ** 53 + 1}),
     ("--lr 2.5e-4", {"lr": 0.00025}),
     ("--compile", {"compile": True}),
     ("--compile FALSE --no_cosine", {"compile": False, "cosine": False}),
-    ("--no-cosine", {"cosine": False}),
     ("--widths 1,2,3", {"widths": (1, 2, 3)}),
     ("--widths=8,", {"widths": (8,)}),
     ("--scales 1,.5", {"scales": (1.0, 0.5)}),
@@ -92,7 +88,7 @@ def test_a_written_config_reads_back_as_it_was(tmp_path):
 
 @pytest.mark.parametrize("words, message", [
     ("--step 5", "--step: no such setting; did you mean --steps?"),
-    ("--no-cosin", "--no_cosin: no such setting; did you mean --no_cosine?"),
+    ("--no_cosin", "--no_cosin: no such setting; did you mean --no_cosine?"),
     ("--qqqqqq 1", "--qqqqqq: no such setting; see --help"),
     ("--steps five", "--steps: invalid int value: 'five'"),
     ("--steps 1.5", "--steps: invalid int value: '1.5'"),
@@ -108,8 +104,9 @@ def test_a_written_config_reads_back_as_it_was(tmp_path):
     ("--decay 1", "--decay: 1.0 is not 0 or more and below 1"),
     ("--widths 3,0", "--widths: (3, 0) is not above 0"),
     ("--even 3", "--even: 3 is not even"),
-    ("--mean nan", "--mean: nan is not a finite number"),
-    ("--scales 1,inf", "--scales: (1.0, inf) is not a finite number"),
+    ("--lr nan", "--lr: nan is not a finite number"),
+    ("--lr inf", "--lr: inf is not a finite number"),
+    ("--steps 1.5e0", "--steps: invalid int value: '1.5e0'"),
 ])
 def test_a_mistake_on_the_command_line_ends_in_one_line_of_rank_0_and_status_2(words, message, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["x.py", *words.split()])
@@ -144,27 +141,21 @@ def test_stages_have_defaults_of_their_own_and_all_gives_each_in_turn():
     assert [cfg.steps for cfg in parse("--preset", "large", stages=STAGES)] == [7, 7]
 
 
-def test_help_of_rank_0_has_each_field_once_at_the_start_of_a_line_with_default_and_comment(monkeypatch, capsys):
+def test_help_has_each_field_once_at_the_start_of_a_line_with_type_default_and_comment(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "120")
-    printed = []
-    for rank in ("1", "0"):
-        monkeypatch.setenv("RANK", rank)
-        with pytest.raises(SystemExit) as caught:
-            parse("--steps", "3", "--help", stages=STAGES)
-        printed += capsys.readouterr()
-        assert caught.value.code == 0
-    out = printed[2]
-    assert [bool(text) for text in printed] == [False, False, True, False]
+    with pytest.raises(SystemExit) as caught:
+        parse("--steps", "3", "--help", stages=STAGES)
+    out, err = capsys.readouterr()
     names = re.findall(r"^ *(?:-\w, )?--([\w-]+)", out, re.MULTILINE)
     assert sorted(names) == sorted([*(field.name for field in dataclasses.fields(Config)), "config", "preset", "help"])
-    assert out.startswith("how to use it\nDefaults of --stage high: steps 50, lr 0.25\n")
+    assert caught.value.code == 0 and err == ""
     words = " ".join(out.split())
-    for text in ("--steps STEPS optimizer steps [100]", "--lr LR learning rate, 100 % of it [0.001]",
-                 "--cosine [COSINE] whether the rate falls [True]; --no_cosine for false",
-                 "--stage {all,low,high} which to train [all]", "--widths WIDTHS of the levels [64,128]",
-                 "--scales SCALES none at all --seed", "--preset {large,tall}"):
+    for text in ("how to use it Defaults of --stage low: as below Defaults of --stage high: steps 50, lr 0.25",
+                 "--steps int optimizer steps [100]", "--lr float learning rate, 100 % of it [0.001]",
+                 "--cosine [bool] whether the rate falls [True]", "--stage {all,low,high} which to train [all]",
+                 "--widths tuple[int, ...] of the levels [64,128]", "--preset {large,tall}"):
         assert text in words
-    places = [out.index(text) for text in ("Data:", "--stage {", "--data", "Training:", "--lr LR")]
+    places = [out.index(text) for text in ("Data:", "--stage {", "--data", "Training:", "--lr float")]
     assert places == sorted(places) and out.count("Data:") == out.count("Training:") == 1  # as the subclass has them
 
 
@@ -177,13 +168,6 @@ def test_settings_of_training_that_contradict_each_other_are_refused(given, mess
     with pytest.raises(UserError, match=message):
         config.Training(**given)
     config.Training(validation=0.0, val_data="x")  # which then holds the validation set
-
-
-def test_unless_told_otherwise_training_is_by_adamw_with_an_average_three_checkpoints_and_a_tenth_held_out():
-    cfg = config.Training()
-    assert (cfg.optimizer, cfg.weight_decay, cfg.betas, cfg.eps) == ("adamw", 0.01, (0.9, 0.99), 1e-8)
-    assert (cfg.warmup_steps, cfg.cosine, cfg.cosine_steps, cfg.max_grad_norm) == (50, True, 0, 1.0)
-    assert (cfg.ema_decay, cfg.ema_update_every, cfg.keep, cfg.validation, cfg.test) == (0.9999, 1, 3, 0.1, 0.1)
 
 
 def test_a_setting_that_has_no_effect_is_refused_if_it_was_given():
@@ -203,8 +187,7 @@ def test_a_package_that_is_missing_is_named_with_the_way_to_install_it():
 
 @pytest.mark.parametrize("error, relayed, status, printed", [
     (UserError("no such data"), False, 1, "x.py: error: no such data\n"), (UserError("of rank 1"), True, 1, ""),
-    (OSError(28, "No space left", "x.pt"), False, 1, "x.py: error: [Errno 28] No space left: 'x.pt'\n"),
-    (KeyboardInterrupt(), False, 130, "")])
+    (OSError(28, "No space left", "x.pt"), False, 1, "x.py: error: [Errno 28] No space left: 'x.pt'\n")])
 def test_an_error_while_running_ends_in_one_line_and_a_status(error, relayed, status, printed, monkeypatch, capsys):
     def fail(cfg):
         raise error

@@ -6,6 +6,7 @@ import math
 import os
 import signal
 import sys
+import threading
 import time
 import wave
 from types import SimpleNamespace
@@ -41,7 +42,7 @@ def tracker_of(folder, step=0, steps=100, **given):
     run = checkpoint.Run(folder)
     run.record = checkpoint.record_of(folder)
     if step:
-        values = {"run": "run", "step": step, "epoch": 0, "samples_seen": 0, "val_loss": 0.5, "best_val_loss": 0.5}
+        values = {"run": folder.name, "step": step, "epoch": 0, "samples_seen": 0, "best_val_loss": 0.5}
         run.record["checkpoints"] = [{"file": "checkpoints/x.pt", "step": step, "sha256": "", "values": values}]
     return tracker.Tracker(run, SimpleNamespace(cfg=cfg, step=step, best_val_loss=math.inf), epoch_size=64)
 
@@ -71,7 +72,7 @@ def test_on_resume_lines_beyond_the_step_and_torn_ones_are_dropped_and_come_agai
     for torn in (b"", b'{"step": 3, "lo', b'{"step": 3}', b"\xff\xfe\n", b"[1, 2]\n", b'"step"\n', b"{}\n"):
         (tmp_path / "metrics.jsonl").write_bytes(expected + torn)
         resumed = tracker_of(tmp_path, 5)
-        assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4, 5, 5] and resumed.val_loss == 0.4
+        assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4, 5, 5]
         for step in range(6, 11):
             resumed.log(step, loss=1 / step)
         resumed.log(10, val_loss=2 / 10)
@@ -96,8 +97,10 @@ def test_a_rank_that_does_not_log_writes_and_prints_nothing(tmp_path, capsys, mo
             log.report()
         tracker.resend(cfg, None)
     assert list(tmp_path.iterdir()) == [] and capsys.readouterr() == ("", "") and log.copies_best_checkpoint
-    tracker_of(tmp_path).say("hello")
-    assert "hello" in "".join(capsys.readouterr())
+    log = tracker_of(tmp_path)
+    log.say("hello")
+    log.report()
+    assert "hello" in "".join(capsys.readouterr()) and (tmp_path / "report.html").is_file()
 
 
 def test_figures_are_shown_at_a_readable_precision():
@@ -146,6 +149,7 @@ def test_a_logger_has_scalars_samples_files_and_errors_read_back_from_it(kind, t
     assert b"division by zero" in everything and b"caption 10" in everything
     assert {"wandb": b"batch_size", "tensorboard": b"config of the run"}[kind] in everything
     if kind == "wandb":
+        assert not any(path.is_symlink() for path in tmp_path.glob("wandb/offline-run-*/files/*"))
         assert [path.read_text() for path in tmp_path.glob("wandb/offline-run-*/files/config.json")] == [
             (tmp_path / "config.json").read_text()]
     else:
@@ -159,7 +163,7 @@ def test_a_logger_has_scalars_samples_files_and_errors_read_back_from_it(kind, t
 def test_resumed_under_a_logger_no_step_comes_twice_and_none_is_missing(kind, tmp_path):
     log = tracker_of(tmp_path, logger=kind)
     log_steps(log, range(1, 13), tmp_path)  # of which a checkpoint has the first 8
-    log.logger.finish(1)
+    log.logger.finish(1, "")
     first = json.loads((tmp_path / "auto_resume.json").read_text())["logger"]
     with tracker_of(tmp_path, 8, logger=kind) as log:
         log_steps(log, range(9, 16), tmp_path)
@@ -185,21 +189,6 @@ def test_a_wandb_run_has_the_id_and_names_that_are_given_and_is_resumed_by_the_p
     assert all(call["config"]["batch_size"] == 8 and call["dir"] == str(tmp_path) for call in calls)
 
 
-def test_lines_go_behind_those_of_a_wandb_run_that_was_begun_elsewhere(tmp_path, monkeypatch):
-    rows, known, cfg = [], {}, config.Training(run=str(tmp_path))
-    run = SimpleNamespace(project="p", entity="e", id="i", starting_step=500, define_metric=lambda *a, **k: None,
-                          log=lambda line, step, commit: rows.append((step, line["step"])))
-    fake = SimpleNamespace(init=lambda **given: run, Settings=lambda **given: None, Image=None, Audio=None)
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    for lines in (0, 2):  # at the second start, two lines of the first are there for good
-        run.starting_step = 500 + 3 * bool(known)
-        log = tracker.WandB(cfg, {"id": "i"}, known, lines, lines)
-        for step in (1, 2, 3):
-            log.log(lines + step, {}, [])
-        known = log.identity
-    assert rows == [(500, 1), (501, 2), (502, 3), (502, 3), (503, 4), (504, 5)]
-
-
 def test_a_wandb_that_cannot_start_is_told_before_training(tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb", reason="wandb is not installed")
 
@@ -210,29 +199,14 @@ def test_a_wandb_that_cannot_start_is_told_before_training(tmp_path, monkeypatch
         tracker_of(tmp_path, logger="wandb")
 
 
-def test_another_logger_is_one_class_and_one_entry(tmp_path, monkeypatch, capsys):
-    told = []
-
-    class Mine(tracker.Logger):
-        options = ("color",)
-
-        def __init__(self, cfg, given, known, step, lines):
-            self.identity = {"color": given.get("color"), "starts": known.get("starts", 0) + 1}
-            told.append((step, lines))
-
-        def log(self, *arguments):
-            told.append(arguments)
-    monkeypatch.setitem(tracker.LOGGERS, "no module", Mine)
-    with tracker_of(tmp_path, logger="'no module' color=red") as log:
-        log.log(3, {"samples/test_0.png": "a star"}, test_loss=0.5, note="x")
-        log.log(4, {"samples/step_00000004.png": ""}, val_loss=0.5)
-    assert told == [(0, 0), (3, {"test_loss": 0.5}, [("test/0.png", tmp_path / "samples/test_0.png", "a star")]),
-                    (4, {"val_loss": 0.5}, [("validation/.png", tmp_path / "samples/step_00000004.png", "")])]
-    with tracker_of(tmp_path, 3, logger="'no module'"):
-        assert told[-1] == (3, 1)
-    record = json.loads((tmp_path / "auto_resume.json").read_text())
-    assert record["logger"] == {"kind": "no module", "color": None, "starts": 2}
-    assert "failed" not in capsys.readouterr().out
+def test_samples_have_a_section_and_the_same_name_at_every_step(tmp_path):
+    told, log = [], tracker_of(tmp_path)
+    log.logger.log = lambda *given: told.append(given)
+    log.log(3, {"samples/step_00000003_0.png": "a star"}, val_loss=0.5, note="x")
+    log.log(4, {"samples/test_0.png": ""}, test_loss=0.5)
+    assert told == [
+        (3, {"val_loss": 0.5}, [("validation/0.png", tmp_path / "samples/step_00000003_0.png", "a star")]),
+        (4, {"test_loss": 0.5}, [("test/0.png", tmp_path / "samples/test_0.png", "")])]
 
 
 def test_a_logger_that_fails_is_told_once_and_training_goes_on(tmp_path, capsys, monkeypatch):
@@ -244,24 +218,14 @@ def test_a_logger_that_fails_is_told_once_and_training_goes_on(tmp_path, capsys,
     assert len(lines(tmp_path)) == 3
 
 
-@pytest.mark.parametrize("ranks, seconds", [(1, None), (2, 900.0)])
-def test_the_end_waits_for_copies_no_longer_than_other_ranks_wait_for_it(ranks, seconds, tmp_path, monkeypatch):
-    log, waited = tracker_of(tmp_path, timeout_minutes=30.0), []
-    monkeypatch.setattr(dist, "world_size", lambda: ranks)
-    log.copies.deliver = waited.append
-    with log:
-        pass
-    assert waited == [seconds]
-
-
 @pytest.mark.parametrize("error, status", [(None, 0), (SystemExit(143), 143), (ValueError("bad"), 1)])
 def test_the_logger_hears_how_a_run_ended(error, status, tmp_path):
     told, log = [], tracker_of(tmp_path)
-    log.logger.error, log.logger.finish = told.append, told.append
+    log.logger.finish, log.run.wait = lambda *given: told.append(given), lambda: told.append("all is written")
     with contextlib.suppress(SystemExit, ValueError), log:
         if error:
             raise error
-    assert told == ["ValueError: bad"] * isinstance(error, ValueError) + [status] and log.file.closed
+    assert told == ([(1, "ValueError: bad")] if status == 1 else ["all is written", (status, "")]) and log.file.closed
 
 
 @pytest.mark.parametrize("known, logger, message", [
@@ -318,13 +282,27 @@ def test_signals_are_gathered_and_then_are_what_they_were():
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
 
 
+def test_copies_are_sent_beside_training_which_waits_for_them_at_the_end(tmp_path, monkeypatch):
+    gate, put, about = threading.Event(), store.Saver.put, tmp_path / "about/prior"
+    monkeypatch.setattr(store.Saver, "put", lambda *given: gate.wait(20) and put(*given))
+    with tracker_of(tmp_path / "prior", 8, save=(f"local save_meta_to={tmp_path}/about/{{run}}",)) as log:
+        assert not log.send().done() and not about.exists()
+        gate.set()
+    assert json.loads((about / "metadata.json").read_text())["step"] == 8
+    assert (about / "config.json").read_bytes() == (tmp_path / "prior/config.json").read_bytes()
+
+
+def test_the_config_is_copied_at_the_start_before_there_is_a_checkpoint(tmp_path):
+    with tracker_of(tmp_path / "prior", save=(f"local save_meta_to={tmp_path}/about",)) as log:
+        log.send().result()
+        assert (tmp_path / "about/config.json").read_bytes() == (tmp_path / "prior/config.json").read_bytes()
+        assert json.loads((tmp_path / "about/metadata.json").read_text())["step"] == 0
+
+
 def test_the_paths_of_copies_know_the_run(tmp_path):
     log = tracker_of(tmp_path / "prior", metadata=("fold=3",))
-    log.log(10, val_loss=0.5)
-    state = SimpleNamespace(step=12, best_val_loss=0.25)
-    assert log.values(state) == {"run": "prior", "step": 12, "epoch": 1, "samples_seen": 96, "val_loss": 0.5,
-                                 "best_val_loss": 0.25, "fold": 3}
-    assert tracker_of(tmp_path / "prior", 12).val_loss == 0.5
+    assert log.values(SimpleNamespace(step=12, best_val_loss=0.25)) == {
+        "run": "prior", "step": 12, "epoch": 1, "samples_seen": 96, "best_val_loss": 0.25, "fold": "3"}
 
 
 class Lines:
@@ -389,12 +367,3 @@ def test_evaluating_and_saving_are_due_by_steps_by_minutes_and_at_the_end():
         due.append(meter.due([15] if state.step == 6 else []))
         meter.restart()
     assert due == [(True, False, None), (True, False, None), (True, False, 15), (True, True, None)]  # from the start on
-
-
-def test_the_page_is_written_and_copies_go_where_savers_say(tmp_path):
-    with tracker_of(tmp_path / "run", save=(f"local save_meta_to={tmp_path}/about",), metadata=("fold=3",)) as log:
-        log.log(1, loss=0.5)
-        log.report()
-    assert "fold" in (tmp_path / "about/metadata.json").read_text() and (tmp_path / "run/report.html").is_file()
-    assert (tmp_path / "about/config.json").read_bytes() == (tmp_path / "run/config.json").read_bytes()
-    assert store.finite({"a": -math.inf, "b": math.nan, "c": 1.5}) == {"a": None, "b": None, "c": 1.5}
