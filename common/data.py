@@ -1,8 +1,8 @@
-"""Data: the parts of a data set, batches, embedding shards (.npy).
+"""Data: splits of a data set, batches, embedding shards (.npy).
 
-A source gives rows by number: `len`, `fetch(rows, draws=None) -> (batch, good)`, `split(part, validation, test, seed)
--> rows`, `name(row)` for messages, `check()` before training, `fingerprint()`. A script takes the `parts` of a source,
-reads the training part without end by `loader(Chunks(…), training_spans(…))`, and the others by `batches`.
+A source has `len`, `fetch(rows, draws=None) -> (batch, good)`, `split(part, validation, test, seed) -> rows`,
+`name(row)` for messages, `check()` before training and `fingerprint()`. A script reads the training part without end
+by `loader(Chunks(…), training_spans(…))`, and the others by `batches`.
 """
 import hashlib
 import itertools
@@ -18,12 +18,12 @@ from common import checkpoint, dist
 from common.config import UserError, need
 from common.order import Split, draws, part_of, shuffled, uniform  # noqa: F401 (sources need them)
 
-BAD_SHARE = 0.01  # more unusable rows than this are refused
+BAD_SHARE = 0.01  # a larger share of unusable rows is refused
 FOLDERS = {"image_embed": "img_emb", "text_embed": "text_emb", "text_enc": "text_enc"}
 
 
 def parts(source, cfg, val_source=None):
-    """{"train", "validation", "test": (source, rows)}; with a `val_source`, validation is all of that instead."""
+    """{"train", "validation", "test": (source, rows)}. With a `val_source`, validation is all of that."""
     share = 0.0 if val_source else cfg.validation
     found = {part: (source, source.split(part, share, cfg.test, cfg.split_seed))
              for part in ("train", "validation", "test")}
@@ -40,10 +40,9 @@ def parts(source, cfg, val_source=None):
 class Chunks(torch.utils.data.Dataset):
     """The chunks of a run's batches: item (first position, one past the last) -> dict of tensors and lists.
 
-    With a seed, `rows` are shuffled anew each epoch, and `source.fetch` gets draws of seed and position, to make what
-    is random in a sample from. Without (evaluation), rows come in order and nothing is random. An unusable row gives
-    way to the next of `rows`, on whichever rank it falls, so the order depends on data and seed only; "unusable" has
-    what is wrong with it, by `source.fault(row)`, or else its `source.name(row)`.
+    With a seed, `rows` are shuffled anew each epoch, and `source.fetch` gets draws of seed and position for what is
+    random in a sample. Without (evaluation), rows come in order and nothing is random. An unusable row is replaced by
+    the next of `rows` on any rank; "unusable" has its `source.fault(row)` or else `source.name(row)`.
     """
 
     def __init__(self, source, rows, seed=None):
@@ -89,7 +88,7 @@ def batches(source, rows, most, chunk_size):
 
 
 def to_device(batch, device):
-    """`batch` with tensors and numpy arrays moved to `device`, anything else as it is."""
+    """`batch` with tensors and numpy arrays moved to `device`, other values unchanged."""
     return {name: torch.as_tensor(value).to(device, non_blocking=True)
             if isinstance(value, (np.ndarray, torch.Tensor)) else value for name, value in batch.items()}
 
@@ -97,21 +96,21 @@ def to_device(batch, device):
 # Embeddings, as clip-retrieval writes them
 
 def open_array(path, ndim):
-    """Memory map of a float16 or float32 array of `ndim` dimensions; nothing is read but the header."""
+    """Memory map of a float16 or float32 array of `ndim` dimensions; only the header is read."""
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
-        found = f"{array.dtype} of shape {array.shape}"
-    except Exception as error:  # numpy meets a damaged header with any of a dozen types
-        raise UserError(f"{path}: not a readable .npy array of floats ({error})") from error
-    if array.dtype not in (np.float16, np.float32) or array.ndim != ndim:
-        raise UserError(f"{path}: {found}; expected float16 or float32 of {ndim} dimensions")
-    if hasattr(mmap, "MADV_RANDOM"):  # rows are read at random: to read ahead costs up to a thousand times as much
+        if array.dtype not in (np.float16, np.float32) or array.ndim != ndim:
+            raise ValueError(f"{array.dtype} of shape {array.shape}")
+    except Exception as error:  # numpy raises a dozen types for a damaged header
+        raise UserError(f"{path}: not a readable .npy array: {error}; expected float16 or float32 of {ndim} "
+                        "dimensions") from error
+    if hasattr(mmap, "MADV_RANDOM"):  # reading ahead costs up to a thousand times as much for rows at random
         array.base.madvise(mmap.MADV_RANDOM)
     return array
 
 
 def shard_files(folder, name, suffix):
-    """{shard number: path} of the files NAME_N.suffix in `folder`, by number, however many zeros N is padded with."""
+    """{N: path} of the files NAME_N.suffix in `folder`, by number, however many zeros N is padded with."""
     names = {path: re.fullmatch(rf"{name}_(\d+){re.escape(suffix)}", path.name) for path in folder.glob("*")}
     return dict(sorted((int(match[1]), path) for path, match in names.items() if match))
 
@@ -119,9 +118,10 @@ def shard_files(folder, name, suffix):
 class Shards:
     """The rows of all arrays `FOLDER/NAME_N.npy`, in the order of N: item (rows (n,)) -> float32 (n, …)."""
 
-    def __init__(self, folder, name, ndim=2):
-        self.folder, self.name, self.ndim = folder, name, ndim
-        self.arrays = {number: open_array(path, ndim) for number, path in shard_files(folder, name, ".npy").items()}
+    def __init__(self, folder, name):
+        self.folder, self.name = folder, name
+        self.arrays = {number: open_array(path, 3 if name == "text_enc" else 2)
+                       for number, path in shard_files(folder, name, ".npy").items()}
         self.numbers, self.sizes = list(self.arrays), [len(array) for array in self.arrays.values()]
         if not sum(self.sizes):
             raise UserError(f"{folder}: no such folder, or no {name}_N.npy files with rows in it")
@@ -132,8 +132,8 @@ class Shards:
                                 "first; all must come from one model")
 
     def __reduce__(self):
-        """A worker that is not forked opens the files anew, rather than be sent what is in them."""
-        return Shards, (self.folder, self.name, self.ndim)
+        """A worker that is not forked opens the files; their contents are not sent to it."""
+        return Shards, (self.folder, self.name)
 
     def place(self, rows):
         """(number of the shard, place in it) of each of the `rows` (n,), as two int arrays (n,)."""
@@ -150,30 +150,28 @@ class Shards:
 
 
 class Embeddings:
-    """Rows of `img_emb/`, `text_emb/`, and where asked for `text_enc/` and captions, matched by shard number.
+    """Rows of `img_emb/`, `text_emb/`, and optionally `text_enc/` and captions, matched by shard number.
 
-    With `captions`, which a CLIP can embed, there need not be `text_emb/`. `self.captions` are there to be looked up
-    wherever the folder has them, else None.
+    With `captions`, `text_emb/` may be missing. `self.captions` is None if the folder has none.
 
     fetch(rows) -> ({"image_embed" (n, D), "text_embed" (n, D), "text_enc" (n, L, E), "caption" list}, good (n,)),
-    float32; a row is not good if an embedding of it is all zero or not finite.
+    float32; a row is not good if one of its embeddings is all zero or not finite.
     """
 
     def __init__(self, folder, text_encodings=False, captions=False):
         self.folder, self.with_captions = Path(folder), captions
         wanted = {"image_embed": True, "text_embed": not captions or (self.folder / "text_emb").is_dir(),
                   "text_enc": text_encodings}
-        self.tables = {name: Shards(self.folder / FOLDERS[name], FOLDERS[name], 3 if name == "text_enc" else 2)
-                       for name in FOLDERS if wanted[name]}
+        self.tables = {name: Shards(self.folder / FOLDERS[name], FOLDERS[name]) for name in FOLDERS if wanted[name]}
         self.images = self.tables["image_embed"]
         self.width = self.images.shape[0]
         for name, table in self.tables.items():
             of_images, found = ({number: array.shape[:1 if name == "text_enc" else 2] for number, array
                                  in shards.arrays.items()} for shards in (self.images, table))
-            for number in sorted(of_images.keys() | found.keys()):
-                if of_images.get(number) != found.get(number):
-                    raise UserError(f"{self.folder}: shard {number} is {of_images.get(number, 'missing')} in img_emb "
-                                    f"and {found.get(number, 'missing')} in {FOLDERS[name]}; they must match")
+            if differ := of_images.items() ^ found.items():
+                number = min(differ)[0]
+                raise UserError(f"{self.folder}: shard {number} is {of_images.get(number, 'missing')} in img_emb "
+                                f"and {found.get(number, 'missing')} in {FOLDERS[name]}; they must match")
         files = (shard_files(self.folder / "captions", "captions", ".jsonl")
                  or shard_files(self.folder / "metadata", "metadata", ".parquet"))
         self.captions = Captions(self.folder, files, self.images) if files or captions else None
@@ -186,16 +184,16 @@ class Embeddings:
         return Split(len(self), part, validation, test, seed)
 
     def name(self, row):
-        """The shard and the row in it of the row number `row`, for messages."""
+        """The shard of a row and its place in it, for messages."""
         shard, place = self.images.place(row)
         return f"img_emb_{shard}.npy row {place}"
 
     def _embeddings(self, rows):
-        """What `fetch` gives of `rows`, but for captions."""
+        """`fetch` without captions."""
         batch, good = {}, np.ones(len(rows), bool)
         for name, table in self.tables.items():
             flat = (values := table[rows]).reshape(len(rows), -1)
-            good &= np.isfinite(flat).all(1) & (flat.any(1) | (name == "text_enc"))  # of which padding is all zero
+            good &= np.isfinite(flat).all(1) & (flat.any(1) | (name == "text_enc"))  # padding is all zero
             batch[name] = torch.from_numpy(values)
         return batch, good
 
@@ -207,10 +205,9 @@ class Embeddings:
         return batch, good
 
     def check(self, most=100_000):
-        """(unusable, read, names of the first): looks at all rows, or `most` evenly spaced ones. UserError if many."""
-        rows = np.unique(np.linspace(0, len(self) - 1, min(len(self), most)).astype(np.int64))
-        pieces = np.array_split(rows, -(-len(rows) // 256))
-        bad = np.concatenate([piece[~self._embeddings(piece)[1]] for piece in pieces])
+        """(unusable, checked, names of the first) of `most` evenly spaced rows; UserError if many are unusable."""
+        rows = np.linspace(0, len(self) - 1, min(len(self), most)).astype(np.int64)
+        bad = np.concatenate([some[~self._embeddings(some)[1]] for some in np.array_split(rows, -(-len(rows) // 256))])
         names = [self.name(row) for row in bad[:5]]
         if len(bad) > BAD_SHARE * len(rows):
             raise UserError(f"{self.folder}: {len(bad)} of {len(rows)} rows are not finite or all zero, more than "
@@ -218,17 +215,14 @@ class Embeddings:
         return len(bad), len(rows), names
 
     def fingerprint(self):
-        """Plain facts that change when the data does: rows, width, and a digest of sizes and first rows."""
+        """Facts that change when the data does: rows, width, and a digest of sizes and first rows."""
         first = [array[:1].tobytes() for array in list(self.images.arrays.values())[:100]]
         digest = hashlib.sha256(repr((self.images.numbers, self.images.sizes, first)).encode())
         return {"rows": len(self), "width": self.width, "digest": digest.hexdigest()[:16]}
 
 
 class Captions:
-    """Records {"caption": …} of `captions/captions_N.jsonl` or `metadata/metadata_N.parquet`, for rows of `images`.
-
-    A shard is read when a row of it is first wanted, and kept.
-    """
+    """Records {"caption": …} of captions_N.jsonl or metadata_N.parquet; a shard is read at its first use, and kept."""
 
     def __init__(self, folder, files, images):
         if missing := [number for number in images.numbers if number not in files]:
@@ -237,44 +231,43 @@ class Captions:
         self.files, self.images, self.shards = files, images, {}
 
     def _read(self, number):
-        path = self.files[number]
+        path, rows = self.files[number], len(self.images.arrays[number])
         parquet = need("pyarrow.parquet", f"{path}: reading parquet") if path.suffix == ".parquet" else None
         try:
             records = (parquet.read_table(path, columns=["caption"]).to_pylist() if parquet else
                        [json.loads(line) for line in path.read_bytes().splitlines()])
-            records = [{**record, "caption": str(record["caption"] or "")} for record in records]
+            if len(records) != rows:
+                raise ValueError(f"{len(records)} captions")
+            return [{**record, "caption": str(record["caption"] or "")} for record in records]
         except (ValueError, OSError, KeyError, TypeError) as error:
-            raise UserError(f"{path}: expected a 'caption' in every line or row ({error!r})") from error
-        if len(records) != (rows := len(self.images.arrays[number])):
-            raise UserError(f"{path}: {len(records)} captions, but {rows} rows in the image shard")
-        return records
+            raise UserError(f"{path}: expected a 'caption' for each of {rows} rows of the shard ({error!r})") from error
 
     def records(self, rows):
-        """The records, at the least {"caption": str}, of `rows` (n,)."""
+        """The records, at least {"caption": str}, of `rows` (n,)."""
         shards, places = (found.tolist() for found in self.images.place(np.asarray(rows)))
         for number in set(shards) - self.shards.keys():
             self.shards[number] = self._read(number)
         return [self.shards[number][place] for number, place in zip(shards, places)]
 
     def built_in(self):
-        """Whether they come with the attributes that the built-in data has."""
+        """Whether they come with the attributes of the built-in data."""
         return "attributes" in self.records([0])[0]
 
 
 def write_shards(folder, image_embeddings, text_embeddings, records, encodings=None, rows_per_shard=100_000):
     """Write embeddings (N, D), records [{"caption": …}] and maybe encodings (N, L, E) as shards, in float16.
 
-    Shards that are there already are removed: two sets of embeddings must not be mixed.
+    Earlier shards in `folder` are removed: two sets of embeddings must not be mixed.
     """
     folder = Path(folder)
     for name in (*FOLDERS.values(), "captions"):
         for path in (folder / name).glob(f"{name}_*"):
             path.unlink()
     for number, start in enumerate(range(0, len(records), rows_per_shard)):
-        part = slice(start, start + rows_per_shard)
+        rows = slice(start, start + rows_per_shard)
         for name, values in zip(FOLDERS.values(), (image_embeddings, text_embeddings, encodings)):
             if values is not None:
                 with checkpoint.replacing(folder / name / f"{name}_{number}.npy") as file:
-                    np.save(file, np.asarray(values[part], np.float16))
+                    np.save(file, np.asarray(values[rows], np.float16))
         with checkpoint.replacing(folder / "captions" / f"captions_{number}.jsonl") as file:
-            file.writelines(json.dumps(record).encode() + b"\n" for record in records[part])
+            file.writelines(json.dumps(record).encode() + b"\n" for record in records[rows])

@@ -1,6 +1,6 @@
-"""Captioned images: of the user, in tars or folders, with embeddings inside or beside, and the built-in shapes.
+"""Captioned images: the user's, in tars or folders, with embeddings inside or beside, and the built-in shapes.
 
-`Pictures` and `Shapes` are sources for data.Chunks: `fetch` gives the pixels of rows with embeddings and captions.
+`Pictures` and `Shapes` are sources for data.Chunks: `fetch` returns pixels, embeddings and captions.
 """
 import hashlib
 import importlib.util
@@ -23,105 +23,97 @@ BUILTIN_ROWS = 25_000  # of the captioned shapes
 
 
 class Unusable(UserError):
-    """A sample that cannot be used, with the reason; training goes on with the next one."""
+    """A sample that cannot be used, with the reason."""
 
 
 def decode_image(content, name):
-    """The image file `content` (bytes) as uint8 RGB (H, W, 3), read by Pillow or, if PNG, without; raises Unusable."""
-    own = name.lower().endswith(".png") and importlib.util.find_spec("PIL") is None
-    Image = None if own else need("PIL.Image", f"{name}: reading {Path(name).suffix} images", "pillow")
+    """Decode the image file `content` (bytes): uint8 RGB (H, W, 3). Raises Unusable if it is damaged.
+
+    Pillow reads it; without Pillow only PNG files of media.write_png can be read.
+    """
+    ours = name.lower().endswith(".png") and importlib.util.find_spec("PIL") is None
+    Image = None if ours else need("PIL.Image", f"{name}: reading {Path(name).suffix} images", "pillow")
     try:
-        if Image:
-            return np.asarray(Image.open(io.BytesIO(content)).convert("RGB"))
-        image = media.read_png(io.BytesIO(content))
-        image = image.reshape(*image.shape[:2], -1)  # gray, gray and alpha, RGB or RGBA
-        return image[..., :3] if image.shape[2] > 2 else image[..., :1].repeat(3, -1)
-    except Exception as error:  # Pillow meets a damaged file with any of a dozen types
-        reason = str(error).partition(" <")[0]  # without the address of an object
-        raise Unusable(f"{name}: not a readable image ({reason})") from error
+        stream = io.BytesIO(content)
+        return media.read_png(stream) if ours else np.asarray(Image.open(stream).convert("RGB"))
+    except Exception as error:  # Pillow raises a dozen types for a damaged file
+        raise Unusable(f"{name}: not a readable image" + ", or it needs `pip install pillow`" * ours) from error
 
 
 class CaptionedImages:
     """Images with captions: a tar, a folder of tars (KEY.jpg|png|webp + KEY.txt or KEY.json), or a folder of images.
 
-    Tars are indexed once, in 53 bytes and a name an image, and then read at random: [i] -> (image uint8 (H, W, 3),
-    caption, key). Images without a caption are left out and counted in `uncaptioned`. `shards` ("0-99,120") takes only
-    the tars of these numbers.
+    [i] -> (image uint8 (H, W, 3), caption, key). Images without a caption are left out. `shards` ("0-99,120") takes
+    only the tars of these numbers. Tars are indexed once, in 53 bytes and a name per image, then read at random.
     """
 
     def __init__(self, path, shards=""):
-        self.path, self.uncaptioned = Path(path), 0
+        self.path = Path(path)
         self.tars = [self.path] if self.path.is_file() else sorted(self.path.glob("*.tar"))
         if shards:
             self.tars = _chosen(self.tars, shards)
-        found = [_members(tar) for tar in self.tars] or [
+        listings = [_members(tar) for tar in self.tars] or [
             {str(file.relative_to(path)): (0, file.stat().st_size) for file in sorted(self.path.rglob("*.*"))}]
-        names, entries = zip(*(self._index(tar, members) for tar, members in enumerate(found)))
+        names, entries = zip(*(_index(tar, members) for tar, members in enumerate(listings)))
         self.names, self.entries = np.concatenate(names), np.concatenate(entries)
         if not len(self):
-            raise UserError(f"{path}: no captioned images found ({self.uncaptioned} without a caption); expected "
-                            "KEY.jpg, .png or .webp and KEY.txt, in .tar files or loose")
-
-    def _index(self, tar, members):
-        """Names (n,) and entries (n,) of the captioned images among {name: (offset, size)}."""
-        names, entries = [], []
-        for name in members:
-            stem, _, suffix = name.rpartition(".")
-            if f".{suffix.lower()}" not in IMAGES or Path(name).name.startswith("."):
-                continue
-            text, embedding = members.get(f"{stem}.txt"), members.get(f"{stem}.npy", (-1, -1))
-            if caption := text or members.get(f"{stem}.json"):
-                names.append(name.encode(errors="surrogateescape"))  # as Python reads names that are no UTF-8
-                entries.append((tar, text is None, members[name], caption, embedding))
-            else:
-                self.uncaptioned += 1
-        return np.array(names, np.bytes_), np.array(entries, ENTRY)
+            raise UserError(f"{path}: no captioned images found; expected KEY.jpg, .png or .webp with KEY.txt or .json")
 
     def __len__(self):
         return len(self.entries)
 
     def key(self, i):
-        """The name without suffix of image `i`, with folders within the tar or below `path`."""
+        """The name without suffix of image `i`; it includes folders in the tar or below `path`."""
         return self.names[i].decode(errors="surrogateescape").rpartition(".")[0]
 
-    def name(self, i, part="image"):
-        """Tar and member, or file, of one part of image `i`: "image", "caption" or "embedding"."""
-        suffix = {"image": self.names[i].decode(errors="surrogateescape")[len(self.key(i)):], "embedding": ".npy",
-                  "caption": ".json" if self.entries[i]["in_json"] else ".txt"}[part]
-        where = f"{self.tars[self.entries[i]['tar']]}: " if self.tars else f"{self.path}/"
-        return where + self.key(i) + suffix
+    def name(self, i, suffix=""):
+        """Path of image `i`, or of the file with another `suffix` beside it; in a tar: tar and member."""
+        member = self.key(i) + suffix if suffix else self.names[i].decode(errors="surrogateescape")
+        return f"{self.tars[self.entries[i]['tar']]}: {member}" if self.tars else f"{self.path}/{member}"
 
-    def read(self, i, part):
-        """The bytes of one part of image `i`."""
+    def read(self, i, part, suffix=""):
+        """The bytes of "image", "caption" or "embedding" of image `i`, in the file with this `suffix`."""
         offset, size = self.entries[i][part].tolist()
-        with open(self.tars[self.entries[i]["tar"]] if self.tars else self.name(i, part), "rb") as file:
+        with open(self.tars[self.entries[i]["tar"]] if self.tars else self.name(i, suffix), "rb") as file:
             file.seek(offset)
             return file.read(size)
 
     def caption(self, i):
-        text = self.read(i, "caption").decode("utf-8", errors="replace").strip()
-        if self.entries[i]["in_json"]:
-            try:
-                text = str(json.loads(text)["caption"] or "")
-            except (ValueError, KeyError, TypeError) as error:
-                raise Unusable(f"{self.name(i, 'caption')}: no entry 'caption' in it") from error
-        return text
+        in_json = self.entries[i]["in_json"]
+        text = self.read(i, "caption", ".json" if in_json else ".txt").decode("utf-8", errors="replace").strip()
+        try:
+            return str(json.loads(text)["caption"] or "") if in_json else text
+        except (ValueError, KeyError, TypeError) as error:
+            raise Unusable(f"{self.name(i, '.json')}: no entry 'caption' in it") from error
 
     def __getitem__(self, i):
         return decode_image(self.read(i, "image"), self.name(i)), self.caption(i), self.key(i)
 
 
 def _members(tar):
-    """{name: (offset, size)} of the files in a tar; UserError unless it is whole."""
+    """{name: (offset, size)} of the files in a tar. Raises UserError for a damaged one."""
     try:
         with tarfile.open(tar, "r:") as archive:
             members = {m.name: (m.offset_data, m.size) for m in archive if m.isfile()}
             archive.fileobj.seek(archive.offset)
-            if archive.fileobj.read(512) != bytes(512):  # tarfile ends without a word at a damaged member
+            if archive.fileobj.read(512) != bytes(512):  # tarfile stops silently at a damaged member
                 raise tarfile.ReadError(f"no member and no end at byte {archive.offset}")
     except (tarfile.TarError, OSError) as error:
         raise UserError(f"{tar}: corrupt or truncated tar ({error}); fetch or write it again") from error
     return members
+
+
+def _index(tar, members):
+    """Names (n,) and entries (n,) of the captioned images among `members`, the files of tar number `tar`."""
+    names, entries = [], []
+    for name in members:
+        stem, _, suffix = name.rpartition(".")
+        text = members.get(f"{stem}.txt")
+        caption = text or members.get(f"{stem}.json")
+        if f".{suffix.lower()}" in IMAGES and caption and not Path(name).name.startswith("."):
+            names.append(name.encode(errors="surrogateescape"))  # a name need not be valid UTF-8
+            entries.append((tar, text is None, members[name], caption, members.get(f"{stem}.npy", (-1, -1))))
+    return np.array(names, np.bytes_), np.array(entries, ENTRY)
 
 
 def _number(tar):
@@ -132,7 +124,7 @@ def _number(tar):
 
 
 def _chosen(tars, shards):
-    """Those of the `tars` whose numbers are in `shards`: numbers and ranges, such as "0-99,120"."""
+    """The `tars` whose numbers are in `shards`, a list of numbers and ranges such as "0-99,120"."""
     pieces = [re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", piece) for piece in shards.split(",")]
     if not all(pieces):
         raise UserError(f"--shards {shards}: expected numbers and ranges of numbers such as 0-99,120")
@@ -143,100 +135,79 @@ def _chosen(tars, shards):
     return chosen
 
 
-class Pictures:
-    """Captioned images as square pictures, with the embeddings that lie with them.
+class Pictures(CaptionedImages):
+    """Captioned images as square pictures with their embeddings, which are of the whole image, however it is cropped.
 
-    Embeddings are looked for in the folder `embeddings` (img_emb_NNNNN.npy for NNNNN.tar; the row is the last
-    `index_width` digits of a key), else inside the tars or beside loose images (KEY.npy), else beside the tars as in
-    `embeddings`; where there are none, `width` is None. They are of the whole picture, however it is cropped.
+    The embeddings are in the folder `embeddings` (img_emb_NNNNN.npy for NNNNN.tar; a key is the number of its tar and
+    `index_width` digits for the row, as img2dataset writes it), else inside the tars or beside loose images (KEY.npy),
+    else beside the tars. Without any, `width` is None.
 
     fetch(rows, draws) -> ({"image": uint8 (n, size, size, 3), "image_embed": float32 (n, D), "clip_image": uint8
-    (n, C, C, 3) if C = `clip_size` is given, "caption": list}, good (n,)). It is the central square or, with draws, one
-    of `crop_scale` to 1 of that area at a random place, half of them mirrored if `flip`. A row is not good if its
+    (n, C, C, 3) if C = `clip_size` is given, "caption": list}, good (n,)). An image is the central square or, with
+    draws, a random square of `crop_scale` to 1 of its area, half of them mirrored if `flip`. A row is not good if its
     embedding is missing, all zero or not finite, or its image damaged or smaller than `size`; `fault` says which.
     """
 
     def __init__(self, path, size, embeddings="", index_width=4, shards="", clip_size=0, crop_scale=1.0, flip=False,
                  resize="bicubic"):
-        self.images, self.size, self.clip_size = CaptionedImages(path, shards), size, clip_size
-        self.crop_scale, self.flip, self.resize = crop_scale, flip, resize
-        self.table, self.width, tars = None, None, self.images.tars
-        self.places = self.images.entries["embedding"][:, 0]  # of each embedding within its file, -1 for none
-        inside = np.flatnonzero(self.places >= 0)
-        if embeddings and not tars:
-            raise UserError(f"--embeddings {embeddings}: matched by the numbers of tars, but {path} holds loose "
-                            "images; put KEY.npy beside each image")
-        if not embeddings and not len(inside) and tars and any(tars[0].parent.glob("img_emb_*.npy")):
-            embeddings = tars[0].parent
+        super().__init__(path, shards)
+        self.size, self.clip_size, self.crop_scale, self.flip, self.resize = size, clip_size, crop_scale, flip, resize
+        self.index_width, self.table, self.width = index_width, None, None
+        inside = np.flatnonzero(self.entries["embedding"][:, 0] >= 0)
+        if embeddings and not self.tars:
+            raise UserError(f"--embeddings {embeddings}: only for tars; put KEY.npy beside each image in {path}")
+        if not embeddings and not len(inside) and self.tars and any(self.tars[0].parent.glob("img_emb_*.npy")):
+            embeddings = self.tars[0].parent
         if embeddings:
             self.table = data.Shards(Path(embeddings), "img_emb")
-            self.width, self.places = self.table.shape[0], self._rows_of_table(index_width)
+            self.width = self.table.shape[0]
+            if missing := {_number(tar) for tar in self.tars} - self.table.arrays.keys():
+                raise UserError(f"{embeddings}: no img_emb_{min(missing):05d}.npy for the tar of this number")
         elif len(inside):
             self.width = len(self._embedding(inside[0]))
 
-    def _rows_of_table(self, index_width):
-        """The row (n,) of the table that is each image's embedding, -1 where there is none."""
-        starts = dict(zip(self.table.numbers, np.cumsum([0, *self.table.sizes])))
-        numbers = [_number(tar) for tar in self.images.tars]
-        places = np.full(len(self), -1)
-        for row, tar in enumerate(self.images.entries["tar"]):
-            number, digits = numbers[tar], re.search(rf"\d{{{index_width}}}$", self.images.key(row))
-            if number not in starts:
-                raise UserError(f"{self.images.tars[tar]}: no embeddings for it; expected img_emb_{number:05d}.npy in "
-                                f"{self.table.folder}")
-            if digits and int(digits[0]) < len(self.table.arrays[number]):
-                places[row] = starts[number] + int(digits[0])
-        found, counts = np.unique(places[places >= 0], return_counts=True)
-        if (counts > 1).any():
-            first, second = np.flatnonzero(places == found[counts > 1][0])[:2]
-            raise UserError(f"{self.name(first)} and {self.name(second)}: the same embedding; --index_width "
-                            f"{index_width} is not how many digits count within a tar")
-        return places
-
     def _embedding(self, row):
-        """The embedding (D,) of one row in float32; raises Unusable."""
-        what = f"{self.images.name(row, 'embedding')}: this embedding is"
-        if self.places[row] < 0:
-            raise Unusable(f"{what} missing" + ", if the last --index_width digits are its row" * bool(self.table))
-        try:
-            values = self.table[self.places[row:row + 1]] if self.table else np.load(
-                io.BytesIO(self.images.read(row, "embedding")), allow_pickle=False)
-            values = values.astype(np.float32).ravel()
-        except Exception as error:  # numpy meets a damaged file with any of a dozen types
-            raise Unusable(f"{what} not a readable .npy file ({error})") from error
-        if len(values) != (self.width or len(values)):
-            raise Unusable(f"{what} {len(values)} wide; expected {self.width}")
-        if not np.isfinite(values).all() or not values.any():
-            raise Unusable(f"{what} all zero or not finite")
-        return values
-
-    def __len__(self):
-        return len(self.images)
-
-    def name(self, row):
-        return self.images.name(row)
+        """The embedding (D,) of a row in float32; raises Unusable."""
+        if self.table:
+            number, key = _number(self.tars[self.entries[row]["tar"]]), self.key(row).rpartition("/")[2]
+            index = int(key) - number * 10 ** self.index_width if key.isdecimal() else -1
+            what = f"{self.name(row)}: its embedding, row {index} of img_emb_{number}.npy, is"
+            values = self.table.arrays[number][max(index, 0):max(index + 1, 0)].astype(np.float32)
+        else:
+            what = f"{self.name(row, '.npy')}: this embedding is"
+            try:
+                file = io.BytesIO(self.read(row, "embedding", ".npy"))
+                values = np.load(file, allow_pickle=False).astype(np.float32)
+            except Exception as error:  # numpy raises a dozen types for a damaged file
+                raise Unusable(f"{what} missing or not a readable .npy file ({error})") from error
+        if values.size != (self.width or values.size) or not np.isfinite(values).all() or not values.any():
+            raise Unusable(f"{what} {values.size} numbers, expected {self.width}, or all zero or not finite")
+        return values.ravel()
 
     def split(self, part, validation, test, seed=0):
         """The rows (int64, ascending) of "train", "validation" or "test", by a hash of their keys."""
-        parts = [data.part_of(self.images.key(row), validation, test, seed) for row in range(len(self))]
+        parts = [data.part_of(self.key(row), validation, test, seed) for row in range(len(self))]
         return np.flatnonzero(np.array(parts) == part)
 
     def fetch(self, rows, draws=None):
         """Read `rows` (n,) in any order, augmented by `draws` (n,), if given."""
         uniform = [None] * len(rows) if draws is None else data.uniform(draws, 4)
-        samples, good = [], np.ones(len(rows), bool)
-        for i, row in enumerate(rows):
-            try:
-                samples.append(self._sample(row, uniform[i]))
-            except Unusable:
-                good[i] = False
+        samples, faults = zip(*map(self._sample_or_fault, rows, uniform))
+        good = np.array([not fault for fault in faults])
         batch = {name: [sample[name] for sample in samples] for name in (samples[0] if good.all() else ())}
         return {name: values if name == "caption" else torch.stack(values) for name, values in batch.items()}, good
 
+    def _sample_or_fault(self, row, uniform=None):
+        """(the sample of a row, "") or (None, what is wrong with it, after its name)."""
+        try:
+            return self._sample(row, uniform), ""
+        except Unusable as error:
+            return None, str(error)
+
     def _sample(self, row, uniform=None):
-        """What `fetch` gives of one row, from four numbers in [0, 1) or None; raises Unusable."""
+        """The entries of `fetch` for a row, cropped by four numbers in [0, 1) or None; raises Unusable."""
         sample = {"image_embed": torch.from_numpy(self._embedding(row))} if self.width else {}
-        image, sample["caption"], _ = self.images[row]
+        image, sample["caption"], _ = self[row]
         height, width, _ = image.shape
         if (side := min(height, width)) < self.size:
             raise Unusable(f"{self.name(row)}: {width}x{height} pixels, smaller than the {self.size} asked for; lower "
@@ -258,24 +229,20 @@ class Pictures:
 
     def fault(self, row):
         """What is wrong with a row, after its name; "" if it can be used."""
-        try:
-            self._sample(row)
-        except Unusable as error:
-            return str(error)
-        return ""
+        return self._sample_or_fault(row)[1]
 
     def check(self, most=256):
-        """(unusable, looked at, what is wrong with the first) of evenly spaced rows; UserError if most are unusable."""
-        rows = np.unique(np.linspace(0, len(self) - 1, min(len(self), most)).astype(np.int64))
+        """(unusable, checked, first faults) of `most` evenly spaced rows; UserError if most of them are unusable."""
+        rows = np.linspace(0, len(self) - 1, min(len(self), most)).astype(np.int64)
         faults = [fault for row in rows if (fault := self.fault(row))]
         if len(faults) > len(rows) / 2:
-            raise UserError(f"{self.images.path}: {len(faults)} of {len(rows)} pictures cannot be used: {faults[0]}")
+            raise UserError(f"{self.path}: {len(faults)} of {len(rows)} pictures cannot be used: {faults[0]}")
         return len(faults), len(rows), faults[:5]
 
     def fingerprint(self):
-        """Plain facts that change when the data does: rows, width, and a digest of names and of places and sizes."""
+        """Facts that change when the data does: rows, width, and a digest of names, places and sizes."""
         table = repr(self.table and (self.table.numbers, self.table.sizes)).encode()
-        digest = hashlib.sha256(self.images.names.tobytes() + self.images.entries.tobytes() + table)
+        digest = hashlib.sha256(self.names.tobytes() + self.entries.tobytes() + table)
         return {"rows": len(self), "width": self.width, "digest": digest.hexdigest()[:16]}
 
 
@@ -283,18 +250,15 @@ class Shapes(data.Embeddings):
     """The built-in captioned shapes, with their embeddings in `folder`, as clip.builtin_data writes them.
 
     fetch(rows) -> ({"image": uint8 (n, size, size, 3), "image_embed" (n, D), "text_embed" (n, D), "caption"}, good).
-    Below 32 pixels they are averages of the 32-pixel ones. No crops, no mirror images, as captions name places.
+    Below 32 pixels they are averages of the 32-pixel ones. No crops and flips, because captions name places.
+    records(rows) -> their "caption", all "attributes", and which of these the caption "named".
     """
 
     def __init__(self, folder, size):
         super().__init__(folder, captions=True)
-        self.size = size
+        self.size, self.records = size, self.captions.records
 
     def fetch(self, rows, draws=None):
         batch, good = super().fetch(rows)
         pictures = torch.from_numpy(synthetic.shapes(rows, size=max(self.size, 32))[0])
         return {"image": media.resize_bytes(pictures, self.size, "box"), **batch}, good
-
-    def records(self, rows):
-        """A record for each of `rows` (n,): its "caption", all "attributes", and those that the caption "named"."""
-        return self.captions.records(rows)

@@ -1,6 +1,6 @@
-"""Images: PNG in and out with numpy and zlib alone, grids with captions, resizing.
+"""Images: PNG files by numpy and zlib alone, grids with captions, resizing.
 
-PNG specification, W3C 2003; section numbers below are its own.
+The section numbers are those of the PNG specification, W3C 2003.
 """
 import functools
 import struct
@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
-CHANNELS = {0: 1, 2: 3, 4: 2, 6: 4}  # color type -> channels: gray, RGB, gray and alpha, RGBA
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 .,:'!?-+()/"
 FONT = (  # five bytes a character, one for each column, the lowest bit on top; last the box that stands for all others
     "20545454787f444444383844444428384444447f385454541800087e090218a4a4a47c7f0404047800447d40004080847d007f10284400"
@@ -34,75 +33,44 @@ RESIZE_MODES = (*KERNELS, "nearest", "nearest_exact")
 
 
 def read_png(file):
-    """Read a PNG file (a path or an open binary file) of 8 bits a channel.
+    """Read a PNG file (a path or an open binary file) that `write_png` wrote: uint8 (H, W, 3).
 
-    Returns uint8 (H, W) for gray, (H, W, 2) with alpha, (H, W, 3) for RGB, (H, W, 4) for RGBA. Raises ValueError for
-    a file that is damaged, is no PNG, or has a palette, 16 bits or interlacing.
+    Raises ValueError for any other file.
     """
     data = file.read() if hasattr(file, "read") else Path(file).read_bytes()
-    if data[:8] != SIGNATURE:
-        raise ValueError("not a PNG file: it does not begin with the PNG signature")
-    chunks, position = {b"IHDR": b"", b"IDAT": b""}, 8
-    while position < len(data):  # a chunk: length, kind, contents, checksum (§5.3)
-        length, kind = struct.unpack_from(">I4s", data.ljust(position + 8), position)
-        contents = data[position + 8:position + 8 + length]
-        if data[position:position + 12 + length] != _chunk(kind, contents):
-            raise ValueError(f"damaged PNG file: wrong checksum or cut off at byte {position} of {len(data)}")
-        chunks[kind] = chunks.get(kind, b"") + contents
-        position += 12 + length
-    width, height, depth, color, _, _, interlaced = struct.unpack(">IIBBBBB", chunks[b"IHDR"].ljust(13, b"\0")[:13])
-    if depth != 8 or color not in CHANNELS or interlaced:
-        raise ValueError(f"PNG of {depth} bits, color type {color}{', interlaced' if interlaced else ''}: expected 8 "
-                         "bits, gray or RGB, without palette and interlacing; convert it first")
-    channels = CHANNELS[color]
+    width, height = struct.unpack_from(">II", data.ljust(24), 16)
     try:
-        raw = zlib.decompress(chunks[b"IDAT"])
-        lines = np.frombuffer(raw, np.uint8).reshape(height, 1 + width * channels)
+        lines = np.frombuffer(zlib.decompress(data[41:-16]), np.uint8).reshape(height, 1 + 3 * width)
     except (zlib.error, ValueError) as error:
-        raise ValueError(f"damaged PNG file: {error}") from error
-    image = np.zeros((height + 1, width * channels), np.uint8)  # with a line of zeros above
-    for row, line in enumerate(lines):
-        image[row + 1] = _unfilter(line[0], line[1:], image[row], channels)
-    return image[1:].reshape((height, width, channels) if channels > 1 else (height, width))
-
-
-def _unfilter(kind, line, above, step):
-    """Undo one of the five filters (§9.2) on a line of W*C bytes; `step` bytes to the left lies the same channel."""
-    if kind == 0:
-        return line
-    if kind == 2:
-        return line + above
-    out, up = bytearray(step) + bytes(line), bytes(step) + bytes(above)  # both with a pixel of zeros in front
-    for i in range(step, len(out)):  # byte by byte, as each needs the one before it
-        a, b, c = out[i - step], up[i], up[i - step]
-        if kind == 1:
-            guess = a
-        elif kind == 3:
-            guess = (a + b) // 2
-        else:  # 4, Paeth: whichever of a, b and c, in this order, is nearest to a + b - c
-            guess = min((a, b, c), key=lambda value: abs(a + b - c - value))
-        out[i] = (out[i] + guess) % 256
-    return np.frombuffer(out, np.uint8)[step:]
+        raise ValueError(f"damaged, or a PNG file of another program: {error}") from error
+    if not data.startswith(_header(width, height)) or (lines[:, 0] != 2).any():
+        raise ValueError("damaged, or a PNG file of another program: expected 8 bits RGB with filter 2 in each line")
+    return np.cumsum(lines[:, 1:], axis=0, dtype=np.uint8).reshape(height, width, 3)
 
 
 def _chunk(kind, contents):
+    """Length, kind, contents and checksum (§5.3)."""
     return struct.pack(">I", len(contents)) + kind + contents + struct.pack(">I", zlib.crc32(kind + contents))
+
+
+def _header(width, height):
+    """The signature and the header (§11.2.2) of an RGB image with 8 bits a channel: 33 bytes."""
+    return SIGNATURE + _chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
 
 
 def write_png(file, image):
     """Write uint8 (H, W, 3) to a path or an open binary file."""
     height, width, _ = image.shape
-    lines = np.diff(image, axis=0, prepend=np.uint8(0)).reshape(height, -1)  # filter 2: less the line above
+    lines = np.diff(image, axis=0, prepend=np.uint8(0)).reshape(height, -1)  # filter 2 (§9.2): minus the line above
     pixels = zlib.compress(np.insert(lines, 0, 2, axis=1).tobytes(), 9)
-    header = _chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
-    data = SIGNATURE + header + _chunk(b"IDAT", pixels) + _chunk(b"IEND", b"")
+    data = _header(width, height) + _chunk(b"IDAT", pixels) + _chunk(b"IEND", b"")
     file.write(data) if hasattr(file, "write") else Path(file).write_bytes(data)
 
 
 def captioned_grid(images, captions, columns, gap=4, lines=4):
-    """Lay images (N, H, W, 3) out in rows of `columns`, with captions below and white between and around them.
+    """Arrange images, uint8 (N, H, W, 3), in rows of `columns` on white, with captions below -> uint8 (H', W', 3).
 
-    Images are enlarged to 96 pixels at the least; a caption is cut after `lines` lines of ten pixels each.
+    Images are enlarged to at least 96 pixels. A caption is cut after `lines` lines of ten pixels each.
     """
     scale = -(-96 // images.shape[2])
     height, width = scale * images.shape[1], scale * images.shape[2]
@@ -121,30 +89,27 @@ def captioned_grid(images, captions, columns, gap=4, lines=4):
 
 
 @functools.lru_cache(maxsize=64)
-def _weights(length, size, mode, dtype, device):
-    """The matrix (size, length) that resizes a line as Pillow does."""
+def _weights(length, size, mode, device):
+    """The matrix (size, length) that resizes a line as Pillow does, in float32."""
     scale = max(1.0, length / size)  # kernels are widened to shrink an image, so that no pixel is left out
     centers = (torch.arange(size, dtype=torch.float64) + 0.5) * (length / size)
     table = KERNELS[mode]((torch.arange(length) - centers[:, None] + 0.5) * (1 / scale))
-    return (table / table.sum(1, keepdim=True)).to(device, dtype)
+    return (table / table.sum(1, keepdim=True)).to(device, torch.float32)
 
 
 def resize(images, size, mode="bicubic"):
-    """Bring float images (B, C, H, W) to (B, C, size, size), whatever their values range over.
+    """Resize float images (B, C, H, W) to (B, C, size, size).
 
-    nearest and nearest_exact take pixels as torch does; all else is as Pillow has it, antialiased. bicubic and
-    lanczos overshoot at sharp edges: nothing is clamped, as only the caller knows what range is allowed.
+    nearest and nearest_exact take pixels as torch does, the other modes are Pillow's, antialiased. bicubic and lanczos
+    overshoot at sharp edges; nothing is clamped, because only the caller knows the range.
     """
-    if mode not in RESIZE_MODES:
-        raise ValueError(f"resize mode {mode!r} is none of {', '.join(RESIZE_MODES)}")
     if images.shape[2:] == (size, size):
         return images
     if mode not in KERNELS:
         return F.interpolate(images, (size, size), mode=mode.replace("_", "-"))
-    wide = images if images.dtype == torch.float64 else images.float()  # sums of many pixels
-    with torch.autocast(images.device.type, enabled=False):
-        rows, columns = (_weights(length, size, mode, wide.dtype, wide.device) for length in images.shape[2:])
-        return (rows @ (wide @ columns.T)).to(images.dtype)
+    with torch.autocast(images.device.type, enabled=False):  # sums of many pixels
+        rows, columns = (_weights(length, size, mode, images.device) for length in images.shape[2:])
+        return (rows @ (images.float() @ columns.T)).to(images.dtype)
 
 
 def resize_bytes(pictures, size, mode="bicubic"):

@@ -1,7 +1,4 @@
-"""The order of samples and their splits: pure functions of numbers and a seed, in O(1) memory.
-
-Two billion rows cost nothing to shuffle, to split or to resume in.
-"""
+"""The order of samples and their splits: pure functions of numbers and a seed, in O(1) memory."""
 import hashlib
 import math
 
@@ -45,7 +42,7 @@ def permuted(index, n, *key):
 
 
 def shuffled(positions, n, seed):
-    """Places in range(n) at the `positions` of an endless pass that is reshuffled every n positions."""
+    """Places in range(n) at the `positions` (int array) of an endless pass that is reshuffled every n positions."""
     places = np.empty(len(positions), np.int64)
     for epoch in np.unique(positions // n):
         here = positions // n == epoch
@@ -54,7 +51,7 @@ def shuffled(positions, n, seed):
 
 
 class Picks:
-    """`count` of every `total` whole numbers: these are cut into cells of total / count, a hash picks one in each."""
+    """Picks `count` of every `total` whole numbers: a hash picks one in each cell of total / count numbers."""
 
     def __init__(self, count, total, *key):
         self.count, self.total, self.key = count, total, key
@@ -63,40 +60,39 @@ class Picks:
         """How many of the numbers below `limit` are picked."""
         if not self.count:
             return 0
-        cells = ((limit + 1) * self.count - 1) // self.total  # that end there or before
+        cells = ((limit + 1) * self.count - 1) // self.total  # complete ones
         return cells + int(self.picked(np.array([cells]))[0] < limit)
 
     def picked(self, index):
-        """The number picked in each of the cells `index` (int array)."""
+        """The number picked in each cell `index` (int array)."""
         start, stop = index * self.total // self.count, (index + 1) * self.total // self.count
         return start + (draws(index, *self.key) % (stop - start).astype(np.uint64)).astype(np.int64)
 
     def others(self, index):
-        """The numbers that are not picked, in ascending order, at `index` (int array)."""
+        """The numbers not picked, in ascending order, at `index` (int array)."""
         if not self.count:
             return index
         cell = ((index + 1) * self.count - 1) // (self.total - self.count)
-        number = index + cell  # as one is picked in each of the cells before
+        number = index + cell  # one is picked in each cell before
         return number + (number >= self.picked(cell))
 
 
 class Split:
     """The rows of one part ("train", "validation" or "test") of numbered rows: item (int array of places) -> rows.
 
-    Of all rows some, evenly spread, are held out, and of these some for validation. So shares are exact to two rows,
-    rows keep their part when more are added behind them, and the j-th row of a part is found in O(1).
+    Evenly spread rows are held out, some of them for validation. Shares are exact to two rows, rows keep their part
+    when rows are appended, and the j-th row of a part is found in O(1).
     """
 
-    UNIT = 10 ** 9  # what shares are counted in: with 64 bits good for 9 billion rows
+    UNIT = 10 ** 9  # the unit of shares; 64 bits then suffice for 9 billion rows
 
     def __init__(self, rows, part, validation, test, seed=0):
         validation, test = round(validation * self.UNIT), round(test * self.UNIT)
         self.held_out = Picks(validation + test, self.UNIT, "held out", seed)
         self.validation = Picks(validation, validation + test, "validation", seed)
         held_out = self.held_out.below(rows)
-        in_validation = self.validation.below(held_out)
-        sizes = {"train": rows - held_out, "validation": in_validation, "test": held_out - in_validation}
-        self.part, self.size = part, sizes[part]
+        sizes = {"train": rows - held_out, "validation": self.validation.below(held_out)}
+        self.part, self.size = part, sizes.get(part, held_out - sizes["validation"])
 
     def __len__(self):
         return self.size
@@ -109,7 +105,7 @@ class Split:
 
 
 def part_of(key, validation, test, seed=0):
-    """Which part a sample with the text `key` (file name, speaker) belongs to, by its hash."""
+    """The part ("train", "validation" or "test") of a sample, by a hash of its text `key` (file name, speaker)."""
     encoded = f"{seed} {key}".encode(errors="surrogateescape")  # a file's name need not be valid UTF-8
     share = int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "little") / 2 ** 64
     return "validation" if share < validation else "test" if share < validation + test else "train"

@@ -48,7 +48,7 @@ PLACES = {"top left": (0.31, 0.31), "top right": (0.69, 0.31), "center": (0.5, 0
 ATTRIBUTES: dict[str, tuple[str, ...]] = {"shape": tuple(SHAPES), "color": tuple(COLORS), "size": tuple(SIZES),
                                           "place": tuple(PLACES), "background": tuple(BACKGROUNDS)}
 NAMED = {"shape": 0.85, "color": 0.8, "size": 0.5, "place": 0.55, "background": 0.4}  # chance of being in a caption
-DRAWS = 17  # uniform numbers a row is made from: 5 attributes, 6 for drawing, 6 for which of them the caption names
+DRAWS = 17  # uniform numbers per row: 5 for attributes, 6 for drawing, 6 for which attributes the caption names
 
 
 def shapes(rows: Sequence[int], seed: int = 0, size: int = 32) -> tuple[np.ndarray, list[dict]]:
@@ -58,13 +58,14 @@ def shapes(rows: Sequence[int], seed: int = 0, size: int = 32) -> tuple[np.ndarr
     and the names of those that the caption mentions, "named".
     """
     uniform = _uniform(seed, rows)  # (N, DRAWS)
+    numbers = (uniform[:, :5] * [len(options) for options in ATTRIBUTES.values()]).astype(int)
     records = []
-    for u in uniform:
-        attributes = {name: values[int(x * len(values))] for x, (name, values) in zip(u, ATTRIBUTES.items())}
+    for u, row in zip(uniform, numbers):
+        attributes = {name: options[number] for (name, options), number in zip(ATTRIBUTES.items(), row)}
         named = [name for x, name in zip(u[11:], ATTRIBUTES) if x < NAMED[name]]
         named = named or [list(ATTRIBUTES)[int(u[16] * len(ATTRIBUTES))]]
         records.append({"caption": _caption(attributes, named), "attributes": attributes, "named": named})
-    return _render([record["attributes"] for record in records], uniform[:, 5:11], size), records
+    return draw(numbers, uniform[:, 5:11], size), records
 
 
 def _caption(attributes: dict[str, str], named: Sequence[str]) -> str:
@@ -76,15 +77,6 @@ def _caption(attributes: dict[str, str], named: Sequence[str]) -> str:
     if "background" in named:
         words += [f"on a {attributes['background']} background"]
     return " ".join(words)
-
-
-def draw(attributes: Sequence[dict[str, str]], size: int = 32, seed: int | None = None) -> np.ndarray:
-    """Draw pictures of given attributes (all five each): uint8 (N, H, W, 3).
-
-    Without a seed each is the plain one; with a seed, shifts, turns and shades vary as in `shapes`.
-    """
-    varied = np.full((len(attributes), 6), 0.5) if seed is None else _uniform(seed, range(len(attributes)))[:, 5:11]
-    return _render(attributes, varied, size)
 
 
 def _uniform(seed: int, rows: Sequence[int], draws: int = DRAWS) -> np.ndarray:
@@ -99,28 +91,29 @@ def _uniform(seed: int, rows: Sequence[int], draws: int = DRAWS) -> np.ndarray:
     return (x >> np.uint64(11)) * 2.0**-53
 
 
-def _render(attributes: Sequence[dict[str, str]], varied: np.ndarray, size: int) -> np.ndarray:
-    """Pictures (N, H, W, 3) from attributes and six numbers in [0, 1) each: shift x and y, turn, scale, two shades."""
-    images = np.empty((len(attributes), size, size, 3), np.uint8)
+def draw(numbers: np.ndarray, variation: np.ndarray, size: int = 32) -> np.ndarray:
+    """Pictures uint8 (N, size, size, 3) of attributes (N, 5), as from `values`.
+
+    variation: (N, 6) in [0, 1]: shift x and y, turn, scale, and shades of shape and background; 0.5 for none.
+    """
+    images = np.empty((len(numbers), size, size, 3), np.uint8)
     grid = ((np.arange(size) + 0.5) / size).astype(np.float32)  # centers of the pixels
-    varied = varied.astype(np.float32) * 2 - 1
-    numbers = values([{"attributes": a} for a in attributes]).reshape(-1, len(ATTRIBUTES))
+    variation = variation.astype(np.float32) * 2 - 1
     colors, scales, centers, backgrounds = (
         np.array(list(table.values()), np.float32)[column]
         for table, column in zip((COLORS, SIZES, PLACES, BACKGROUNDS), numbers.T[1:]))
     for number, distance_to in enumerate(SHAPES.values()):
         rows = np.flatnonzero(numbers[:, 0] == number)
-        for part in np.array_split(rows, len(rows) // 256 + 1):  # so few that the arrays below stay in the cache
-            vary = varied[part].T[:, :, None, None]  # (6, n, 1, 1)
-            scale = scales[part, None, None] * (1 + 0.06 * vary[3])
-            x = (grid[None, None, :] - centers[part, 0, None, None] - 0.03 * vary[0]) / scale  # (n, 1, W)
-            y = (centers[part, 1, None, None] + 0.03 * vary[1] - grid[None, :, None]) / scale  # (n, H, 1), upward
-            cos, sin = np.cos(0.2 * vary[2]), np.sin(0.2 * vary[2])  # a turn of at most 11 degrees
-            distance = distance_to(cos * x + sin * y, cos * y - sin * x) * scale  # (n, H, W)
-            inside = np.clip(0.5 - distance * size, 0, 1)[..., None]  # the edge is one pixel wide
-            front = colors[part, None, None] * (1 + 0.12 * vary[4])[..., None]
-            back = backgrounds[part, None, None] + 14 * vary[5][..., None]
-            images[part] = np.clip(back + inside * (front - back) + 0.5, 0, 255)
+        vary = variation[rows].T[:, :, None, None]  # (6, n, 1, 1)
+        scale = scales[rows, None, None] * (1 + 0.06 * vary[3])
+        x = (grid[None, None, :] - centers[rows, 0, None, None] - 0.03 * vary[0]) / scale  # (n, 1, W)
+        y = (centers[rows, 1, None, None] + 0.03 * vary[1] - grid[None, :, None]) / scale  # (n, H, 1), upward
+        cos, sin = np.cos(0.2 * vary[2]), np.sin(0.2 * vary[2])  # a turn of at most 11 degrees
+        distance = distance_to(cos * x + sin * y, cos * y - sin * x) * scale  # (n, H, W)
+        inside = np.clip(0.5 - distance * size, 0, 1)[..., None]  # the edge is one pixel wide
+        front = colors[rows, None, None] * (1 + 0.12 * vary[4])[..., None]
+        back = backgrounds[rows, None, None] + 14 * vary[5][..., None]
+        images[rows] = np.clip(back + inside * (front - back) + 0.5, 0, 255)
     return images
 
 
@@ -136,10 +129,9 @@ def named(records: Sequence[dict]) -> np.ndarray:
 
 
 class Judge:
-    """Tells the attributes of what is generated: those of the nearest of references, of which they are known."""
+    """Recognizes attributes by the nearest of references: features float32 (N, D), values int (N, A)."""
 
     def __init__(self, features: np.ndarray, values: np.ndarray):
-        """features: float32 (N, D), of the references; values: int (N, A), their attributes."""
         self.features, self.values, self.squares = features, values, np.square(features).sum(1)
 
     def attributes(self, features: np.ndarray) -> np.ndarray:
@@ -155,13 +147,13 @@ def picture_features(pictures: np.ndarray) -> np.ndarray:
 
 @functools.cache
 def picture_judge() -> Judge:
-    """A judge of `picture_features` by all combinations of attributes, eight varied drawings each.
+    """A judge of `picture_features`: eight varied drawings of each combination of attributes.
 
-    Real pictures have what their captions name at 0.96 by it, which is the ceiling of generated ones.
+    By it 0.96 of the real pictures match their captions, which is the ceiling for generated ones.
     """
-    drawn = [dict(zip(ATTRIBUTES, combined)) for combined in itertools.product(*ATTRIBUTES.values())]
-    features = [picture_features(draw(drawn, seed=seed)) for seed in range(8)]
-    return Judge(np.concatenate(features), np.tile(values([{"attributes": one} for one in drawn]), (8, 1)))
+    numbers = np.array(list(itertools.product(*(range(len(options)) for options in ATTRIBUTES.values()))))
+    features = [picture_features(draw(numbers, _uniform(seed, range(len(numbers)))[:, 5:11])) for seed in range(8)]
+    return Judge(np.concatenate(features), np.tile(numbers, (8, 1)))
 
 
 def entropy(values: np.ndarray) -> float:

@@ -54,7 +54,7 @@ def test_rows_read_in_any_order_are_those_of_the_shards_in_order_of_their_number
     assert "caption" not in data.Embeddings(tmp_path).fetch(rows)[0]
 
 
-def test_written_shards_read_back(tmp_path):
+def test_written_shards_read_back_and_do_not_mix_with_those_that_were_there(tmp_path):
     generator = np.random.default_rng(0)
     images, texts = generator.standard_normal((2, 23, 4)).astype(np.float16)
     encodings = generator.standard_normal((23, 3, 5)).astype(np.float16)
@@ -66,16 +66,9 @@ def test_written_shards_read_back(tmp_path):
     assert good.all() and source.captions.records(range(23)) == records
     for name, table in (("image_embed", images), ("text_embed", texts), ("text_enc", encodings)):
         np.testing.assert_array_equal(batch[name], table.astype(np.float32))
-
-
-def test_shards_written_anew_do_not_mix_with_those_that_were_there(tmp_path):
-    rng = np.random.default_rng(0)
-    for rows, encodings in ((300, rng.standard_normal((300, 2, 3))), (100, None)):
-        values = rng.standard_normal((rows, 4))
-        data.write_shards(tmp_path, values, values, [{"caption": str(k)} for k in range(rows)], encodings, 100)
+    data.write_shards(tmp_path, images[:9], texts[:9], [{"caption": "a"}] * 9)
     source = data.Embeddings(tmp_path, captions=True)
-    assert len(source) == 100 and not list((tmp_path / "text_enc").iterdir()) and not source.captions.built_in()
-    np.testing.assert_allclose(source.fetch(np.arange(100))[0]["image_embed"], values, rtol=1e-2, atol=1e-3)
+    assert len(source) == 9 and not list((tmp_path / "text_enc").iterdir()) and not source.captions.built_in()
 
 
 def test_with_captions_there_need_be_no_text_embeddings_and_without_either_can_be_told(tmp_path):
@@ -330,7 +323,7 @@ def replace(name, value):
      r"shard 0 is \(5, 6\) in img_emb and \(5, 5\) in text_emb"),
     (replace("img_emb/img_emb_0.npy", np.array([[1, "a"]] * 5, object)), "img_emb_0.npy: not a readable .npy array"),
     (replace("img_emb/img_emb_0.npy", np.ones((5, 6), np.int64)),
-     r"img_emb_0.npy: int64 of shape \(5, 6\); expected float16 or float32 of 2 dimensions"),
+     r"img_emb_0.npy: .*int64 of shape \(5, 6\); expected float16 or float32 of 2 dimensions"),
     (replace("img_emb/img_emb_0.npy", np.ones((5, 1, 6), np.float16)), r"float16 of shape \(5, 1, 6\); expected"),
     (lambda f: [np.save(f / n / f"{n}_{i}.npy", np.ones((0, 6), np.float16)) for i in range(3) for n in FOLDERS],
      "img_emb: no such folder, or no img_emb_N.npy files with rows in it"),
@@ -364,10 +357,8 @@ def test_encodings_that_do_not_match_are_named(tmp_path):
 
 
 @pytest.mark.parametrize("line, message", [
-    ("hello", "captions_1.jsonl: expected a 'caption' in every line or row"),
-    ("[1]", "captions_1.jsonl: expected"), ('{"text": "a"}', r"captions_1.jsonl: expected .*KeyError\('caption'\)"),
-    (None, "captions_1.jsonl: 7 captions, but 8 rows"),
-    ('{"caption": "a"}\n{"caption": "b"}', "captions_1.jsonl: 9 captions, but 8 rows"),
+    ("hello", "JSONDecodeError"), ("[1]", "TypeError"), ('{"text": "a"}', r"KeyError\('caption'\)"),
+    (None, "7 captions"), ('{"caption": "a"}\n{"caption": "b"}', "9 captions"),
 ])
 def test_a_fault_of_a_caption_is_named_by_its_file(line, message, tmp_path):
     write(tmp_path)
@@ -376,7 +367,7 @@ def test_a_fault_of_a_caption_is_named_by_its_file(line, message, tmp_path):
     lines[3:4] = [line] if line else []
     path.write_text("\n".join(lines), encoding="utf-8")
     source = data.Embeddings(tmp_path, captions=True)
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=f"captions_1.jsonl: expected a 'caption' for each of 8 rows .*{message}"):
         source.fetch(np.array([2, 8]))
 
 
@@ -391,9 +382,7 @@ def test_captions_in_parquet_read_at_random(tmp_path):
     source, rows = data.Embeddings(tmp_path, captions=True), np.array([16, 0, 6, 12, 5])
     assert source.fetch(rows)[0]["caption"] == [captions[row] or "" for row in rows] and not source.captions.built_in()
     path = tmp_path / "metadata" / "metadata_001.parquet"
-    for table, message in ((pyarrow.table({"text": ["a"] * 8}), "expected a 'caption' in every line or row"),
-                           (pyarrow.table({"caption": ["a"] * 7}), "7 captions, but 8 rows"),
-                           (None, "expected a 'caption' in every line or row")):
+    for table in (pyarrow.table({"text": ["a"] * 8}), pyarrow.table({"caption": ["a"] * 7}), None):
         path.write_bytes(b"hello") if table is None else parquet.write_table(table, path)
-        with pytest.raises(UserError, match=f"metadata_001.parquet: {message}"):
+        with pytest.raises(UserError, match=r"metadata_001\.parquet: expected a 'caption' for each of 8 rows"):
             data.Embeddings(tmp_path, captions=True).fetch(np.array([5]))

@@ -1,9 +1,6 @@
 """PNG: what is written is read back, by us and by Pillow. Grids: all is in its place. Resizing: as Pillow does it."""
 import io
-import itertools
-import struct
 import textwrap
-import zlib
 
 import numpy as np
 import pytest
@@ -12,92 +9,29 @@ import torch
 from common import media, synthetic
 
 
-def chunk(kind, contents):
-    return struct.pack(">I", len(contents)) + kind + contents + struct.pack(">I", zlib.crc32(kind + contents))
-
-
-def slow_png(image, filters, depth=8, color=None, pieces=1):
-    """A PNG file written byte by byte from the specification's formulas; line y is filtered with filters[y]."""
-    image = image.reshape(*image.shape[:2], -1)
-    height, width, channels = image.shape
-    color = {1: 0, 2: 4, 3: 2, 4: 6}[channels] if color is None else color
-    raw = bytearray()
-    for y in range(height):
-        raw.append(filters[y])
-        for x in range(width):
-            for c in range(channels):
-                left = int(image[y, x - 1, c]) if x else 0
-                up = int(image[y - 1, x, c]) if y else 0
-                corner = int(image[y - 1, x - 1, c]) if x and y else 0
-                nearest = min((left, up, corner), key=lambda value: abs(left + up - corner - value))  # first wins ties
-                guess = [0, left, up, (left + up) // 2, nearest][filters[y]]
-                raw.append((int(image[y, x, c]) - guess) % 256)
-    header = struct.pack(">IIBBBBB", width, height, depth, color, 0, 0, 0)
-    data = zlib.compress(bytes(raw))
-    cuts = np.linspace(0, len(data), pieces + 1).astype(int)
-    body = b"".join(chunk(b"IDAT", data[a:b]) for a, b in itertools.pairwise(cuts))
-    return media.SIGNATURE + chunk(b"IHDR", header) + chunk(b"tEXt", b"note\0text") + body + chunk(b"IEND", b"")
-
-
-def picture(rng, *shape):
-    """Smooth enough that left, up and corner are the nearest in turn, with sharp edges too."""
-    image = rng.integers(0, 256, shape, dtype=np.uint8)
-    image[: shape[0] // 2] = image[: shape[0] // 2] // 16 + 100
-    return image
-
-
-@pytest.mark.parametrize("channels", [1, 2, 3, 4])
-@pytest.mark.parametrize("kind", [0, 1, 2, 3, 4, None])
-def test_reading_undoes_every_filter(channels, kind):
-    rng = np.random.default_rng(channels)
-    image = picture(rng, 11, 7) if channels == 1 else picture(rng, 11, 7, channels)
-    filters = rng.integers(0, 5, 11).tolist() if kind is None else [kind] * 11
-    read = media.read_png(io.BytesIO(slow_png(image, filters, pieces=3)))
-    np.testing.assert_array_equal(read, image)
-
-
 @pytest.mark.parametrize("shape", [(1, 1, 3), (5, 3, 3), (64, 33, 3)])
-def test_what_is_written_is_read_back(tmp_path, shape):
+def test_what_is_written_is_read_back_by_us_and_by_pillow(tmp_path, shape):
     image = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
     media.write_png(tmp_path / "a.png", image)
     np.testing.assert_array_equal(media.read_png(tmp_path / "a.png"), image)
-
-
-@pytest.mark.parametrize("mode", ["L", "LA", "RGB", "RGBA"])
-def test_agrees_with_pillow_both_ways(tmp_path, mode):
     Image = pytest.importorskip("PIL.Image")
-    channels = {"L": 1, "LA": 2, "RGB": 3, "RGBA": 4}[mode]
-    gradient = np.add.outer(np.arange(40), np.arange(50))[..., None] * np.arange(1, channels + 1)
-    image = (gradient % 256).astype(np.uint8)  # smooth: Pillow chooses among all filters
-    Image.fromarray(image[..., 0] if mode == "L" else image, mode=mode).save(tmp_path / "theirs.png")
-    np.testing.assert_array_equal(media.read_png(tmp_path / "theirs.png").reshape(image.shape), image)
-    if mode == "RGB":
-        media.write_png(tmp_path / "ours.png", image)
-        np.testing.assert_array_equal(np.asarray(Image.open(tmp_path / "ours.png")), image)
+    np.testing.assert_array_equal(np.asarray(Image.open(tmp_path / "a.png")), image)
 
 
 def test_damaged_and_foreign_files_are_refused():
-    image = picture(np.random.default_rng(0), 6, 5, 3)
-    good = slow_png(image, [4] * 6)
-    for cut in range(0, len(good) - 12, 7):  # beyond that only the empty end chunk is missing
-        with pytest.raises(ValueError, match=r"damaged PNG file|not a PNG file|expected 8 bits"):
-            media.read_png(io.BytesIO(good[:cut]))
-    for at in range(8, len(good) - 12, 5):  # one flipped bit anywhere
-        bad = bytearray(good)
-        bad[at] ^= 4
-        with pytest.raises(ValueError, match="damaged PNG file"):
-            media.read_png(io.BytesIO(bytes(bad)))
-    short = media.SIGNATURE + chunk(b"IHDR", struct.pack(">IIBBBBB", 5, 7, 8, 2, 0, 0, 0)) + good[33:]
-    with pytest.raises(ValueError, match="damaged PNG file: cannot reshape"):
-        media.read_png(io.BytesIO(short))
-    with pytest.raises(ValueError, match="not a PNG file"):
-        media.read_png(io.BytesIO(b"hello"))
-    interlaced = media.SIGNATURE + chunk(b"IHDR", struct.pack(">IIBBBBB", 5, 6, 8, 2, 0, 0, 1)) + good[33:]
-    with pytest.raises(ValueError, match="color type 2, interlaced: expected 8 bits"):
-        media.read_png(io.BytesIO(interlaced))
-    for strange in (slow_png(image, [0] * 6, depth=16), slow_png(image[..., :1], [0] * 6, color=3)):
-        with pytest.raises(ValueError, match="expected 8 bits"):
-            media.read_png(io.BytesIO(strange))
+    image = np.random.default_rng(0).integers(0, 256, (6, 5, 3), dtype=np.uint8)
+    stream = io.BytesIO()
+    media.write_png(stream, image)
+    good = stream.getvalue()
+    for bad in [b"hello", *(good[:cut] for cut in range(0, len(good), 7)),
+                *(good[:at] + bytes([good[at] ^ 4]) + good[at + 1:] for at in (*range(0, 33), *range(41, 57, 3)))]:
+        with pytest.raises(ValueError, match="damaged, or a PNG file of another program"):
+            media.read_png(io.BytesIO(bad))
+    Image = pytest.importorskip("PIL.Image")
+    for mode in ("L", "RGB", "RGBA"):  # other color types and filters
+        Image.fromarray(image).convert(mode).save(stream := io.BytesIO(), "PNG")
+        with pytest.raises(ValueError, match="damaged, or a PNG file of another program"):
+            media.read_png(io.BytesIO(stream.getvalue()))
 
 
 def drawn(lines, width):
@@ -161,8 +95,6 @@ def test_resizing_is_pillows(mode, height, width, size):
                 for picture in image]
     expected = np.array([[np.asarray(channel) for channel in picture] for picture in expected])
     np.testing.assert_allclose(media.resize(torch.from_numpy(image), size, mode), expected, atol=2e-6)
-    double = media.resize(torch.from_numpy(image).double(), size, mode)
-    assert double.dtype == torch.float64 and np.abs(double.numpy() - expected).max() < 2e-6
 
 
 @pytest.mark.parametrize("mode", media.RESIZE_MODES)
@@ -184,9 +116,9 @@ def test_every_way_to_resize_keeps_constants_shape_and_dtype_and_is_linear(mode)
 
 
 def test_box_is_the_mean_of_boxes_and_nearest_takes_pixels():
-    image = np.random.default_rng(0).normal(size=(2, 3, 12, 24))
+    image = np.random.default_rng(0).normal(size=(2, 3, 12, 24)).astype(np.float32)
     means = image.reshape(2, 3, 4, 3, 4, 6).mean((3, 5))
-    np.testing.assert_allclose(media.resize(torch.from_numpy(image), 4, "box").numpy(), means, atol=1e-12)
+    np.testing.assert_allclose(media.resize(torch.from_numpy(image), 4, "box").numpy(), means, atol=1e-6)
     nearest = media.resize(torch.from_numpy(image), 4, "nearest").numpy()
     np.testing.assert_array_equal(nearest, image[:, :, ::3, ::6])
     exact = media.resize(torch.from_numpy(image), 4, "nearest_exact").numpy()
@@ -206,15 +138,10 @@ def test_resizing_and_blurring_are_done_in_full_precision_under_autocast():
 @pytest.mark.parametrize("mode", media.RESIZE_MODES)
 def test_bytes_are_resized_as_floats_are_rounded_and_kept_within_their_range(mode):
     image = torch.from_numpy(np.random.default_rng(0).integers(0, 2, (2, 12, 9, 3), np.uint8) * 255)
-    exact = media.resize(image.permute(0, 3, 1, 2).double(), 5, mode).permute(0, 2, 3, 1).clamp(0, 255)
+    exact = media.resize(image.permute(0, 3, 1, 2).float(), 5, mode).permute(0, 2, 3, 1).clamp(0, 255)
     found = media.resize_bytes(image, 5, mode)
     assert found.dtype == torch.uint8 and (found - exact).abs().max() < 0.501
     assert torch.equal(media.resize_bytes(found, 5, mode), found)
-
-
-def test_an_unknown_way_to_resize_is_refused_with_those_there_are():
-    with pytest.raises(ValueError, match="resize mode 'area' is none of bilinear, bicubic, lanczos, box, hamming, "):
-        media.resize(torch.zeros(1, 3, 4, 4), 4, "area")
 
 
 def test_bytes_become_numbers_within_1_and_come_back():

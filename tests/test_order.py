@@ -12,7 +12,7 @@ HUGE = 2 * 10 ** 9
 PARTS = ("train", "validation", "test")
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 7, 10, 97, 100, 101, 1000, 4096, 99_999])
+@pytest.mark.parametrize("n", [1, 2, 3, 7, 97, 100, 101, 99_999])
 def test_a_permutation_takes_every_number_once_in_an_order_of_its_key(n):
     table = order.permuted(np.arange(n), n, 0, 1)
     assert table.dtype == np.int64
@@ -33,17 +33,6 @@ def test_every_place_of_a_permutation_is_as_likely_as_any_other():
         assert ((counts - keys / n) ** 2 / (keys / n)).sum() < 40  # chi-square, 9 degrees of freedom: 1 in 100,000
     pairs = np.bincount(tables[:, 0] * n + tables[:, 1], minlength=n * n).reshape(n, n)[~np.eye(n, dtype=bool)]
     assert ((pairs - keys / 90) ** 2 / (keys / 90)).sum() < 160  # 89 degrees of freedom
-
-
-def test_a_permutation_is_spread_like_a_random_one():
-    n = 100_000
-    table = order.permuted(np.arange(n), n, 3)
-    assert (table == np.arange(n)).sum() <= 6  # fixed points: one on average
-    assert abs(np.corrcoef(table, np.arange(n))[0, 1]) < 0.015
-    assert abs(np.corrcoef(table[1:], table[:-1])[0, 1]) < 0.015
-    assert np.abs(np.bincount(table[:1000] * 10 // n, minlength=10) - 100).max() < 45  # of its first hundredth
-    assert abs((np.abs(np.diff(table)) / n).mean() - 1 / 3) < 0.01
-    assert (np.diff(table) == table[1] - table[0]).sum() <= 6  # no steps that repeat
 
 
 def test_a_draw_is_splitmix64_of_the_number_and_a_hash_of_the_key():
@@ -93,11 +82,6 @@ def test_the_three_parts_hold_every_row_once_in_the_shares_given(rows, validatio
         assert share or not len(part)
 
 
-def test_a_share_is_not_rounded_even_where_it_is_of_a_billion():
-    sizes = [len(order.Split(HUGE, part, 1.5e-6, 0.123456789)) for part in PARTS]
-    assert abs(sizes[1] - 3000) <= 2 and abs(sizes[2] - 246_913_578) <= 2 and sum(sizes) == HUGE
-
-
 def test_rows_keep_their_part_when_the_data_grows():
     for small, large in itertools.pairwise([0, 150, 151, 999, 1730, 5000]):
         for before, after in zip(rows_of(small), rows_of(large)):
@@ -134,6 +118,8 @@ def test_two_billion_rows_are_shuffled_and_split_without_memory_that_grows():
     assert len(np.unique(rows)) == len(np.unique(chosen)) == 20_000
     assert rows.min() >= 0 and chosen.min() >= 0 and 0.99 * HUGE < rows.max() < HUGE and chosen.max() < HUGE
     assert abs(len(split) - HUGE * 98 // 100) <= 1
+    sizes = [len(order.Split(HUGE, part, 1.5e-6, 0.123456789)) for part in PARTS]  # shares are not rounded
+    assert abs(sizes[1] - 3000) <= 2 and abs(sizes[2] - 246_913_578) <= 2 and sum(sizes) == HUGE
 
 
 def test_samples_with_names_are_parted_by_name_and_seed_alone_in_their_shares():
