@@ -14,7 +14,7 @@ import itertools
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
@@ -56,7 +56,7 @@ class Config(diffusion.Training):
     shards: str = ""  # numbers of the tars to use, such as 0-99,120; by default all
     clip: str = "auto"  # CLIP of the embeddings: folder, model.pt, open_clip:MODEL/WEIGHTS; auto: DATA/clip.json's
     resize: Literal[media.RESIZE_MODES] = "box"  # how pictures are made smaller
-    crop_scale: Share = 1.0  # random square crops of at least this share of the picture's area, 1 for none
+    crop_scale: Annotated[Share, ("above 0", bool)] = 1.0  # random square crops of at least this share of the area
     flip: bool = False  # mirror half of the pictures; not for captions that tell left from right
     # Model
     image_size: Count = 16  # width and height of the pictures of this stage
@@ -101,8 +101,6 @@ class Config(diffusion.Training):
                             f"be below image_size {self.image_size}, the second no higher")
         if self.eval_steps > self.timesteps:
             raise UserError(f"--eval_steps: {self.eval_steps} is more than the {self.timesteps} timesteps")
-        if not self.crop_scale:
-            raise UserError("--crop_scale: 0.0 is not above 0")
         config.refuse_unused(self, (
             *((name, self.low_res_size, "a --low_res_size, as upsamplers have")
               for name in ("low_res_noise", "low_res_blur", "random_crop")),
@@ -110,7 +108,6 @@ class Config(diffusion.Training):
             ("text_encodings", self.attention_levels, "--attention_levels, as blocks there attend to the text"),
             ("learned_variance", self.timestep_density == "uniform" and self.objective != "flow",
              "--timestep_density uniform, as the bound is a sum over all timesteps, and another objective than flow")))
-        check_guidance(self, self.guidance_scale)
         tracker.check(self)
 
 
@@ -137,14 +134,6 @@ FIXED = (*config.FIXED, "stage", "image_size", "low_res_size", "width", "mults",
 IMAGE_TOKENS = 4  # "four extra tokens of context" (DALL-E 2 §2.1)
 VLB_WEIGHT = 1e-3  # of the variational bound in the loss, λ of Nichol & Dhariwal 2021, §3.1
 BLUR_SIGMA = (0.4, 0.8)  # range of the blur's sigma in pixels of the low resolution
-
-
-def check_guidance(cfg, guidance_scale):
-    """UserError for guidance of a stage that never trained without its condition."""
-    drops = {"image_drop": cfg.image_condition, "text_drop": cfg.text_encodings != "none"}
-    for name in (name for name, used in drops.items() if used and guidance_scale != 1 and not getattr(cfg, name)):
-        raise UserError(f"--guidance_scale {guidance_scale}: the decoder is trained with --{name} 0, so it knows "
-                        f"nothing to be guided away from; give 1, or train with --{name} 0.1")
 
 
 # Model
@@ -208,7 +197,7 @@ class UNet(nn.Module):
 
     def __init__(self, cfg, embed_width, encoding_width=0):
         super().__init__()
-        self.cfg, self.embed_width, hidden = cfg, embed_width, 4 * cfg.width
+        self.cfg, self.widths, hidden = cfg, [embed_width * cfg.image_condition, encoding_width], 4 * cfg.width
         cond_width = cfg.cond_width if cfg.attention_levels and (cfg.image_condition or encoding_width) else 0
         self.time_in = TimeEmbedding(hidden, cfg.timesteps)
         if cfg.low_res_size and cfg.low_res_noise:
@@ -313,9 +302,8 @@ def conditioning(batch, cfg, encoder):
     if cfg.text_encodings == "clip":
         device = next(encoder.parameters()).device
         _, encodings, mask = encoder.embed_text(encoder.tokenize(batch["caption"]).to(device))
-        encodings, mask = encodings[:, :cfg.max_text_len].float(), mask[:, :cfg.max_text_len]
-        missing = cfg.max_text_len - encodings.shape[1]
-        condition |= {"text_enc": F.pad(encodings, (0, 0, 0, missing)), "text_mask": F.pad(mask, (0, missing)),
+        missing = cfg.max_text_len - encodings.shape[1]  # below 0, longer texts are cut
+        condition |= {"text_enc": F.pad(encodings.float(), (0, 0, 0, missing)), "text_mask": F.pad(mask, (0, missing)),
                       "no_text": torch.tensor([not text.strip() for text in batch["caption"]], device=device)}
     return condition
 
@@ -408,27 +396,13 @@ def sample_pictures(unet, condition, size, steps, guidance_scale=1.0, eta=0.0, n
 
 # Evaluation
 
-class Moments:
-    """Sums by which means and covariances of features are exact over any number of batches and ranks."""
+def frechet_distance(features, others):
+    """Fréchet distance of Gaussians that fit features (N, D) and (M, D): |m₁-m₂|² + tr(C₁ + C₂ - 2(C₁C₂)^½).
 
-    def __init__(self, width):
-        self.count, self.sum, self.outer = 0, np.zeros(width), np.zeros((width, width))
-
-    def add(self, features):
-        """Take in features (B, D)."""
-        x = features.cpu().double().numpy()
-        self.count, self.sum, self.outer = self.count + len(x), self.sum + x.sum(0), self.outer + x.T @ x
-
-    def reduce(self):
-        """(mean (D,), covariance (D, D)) over all ranks; all call it."""
-        count, *rest = dist.total([self.count, *self.sum, *self.outer.ravel()])
-        mean, outer = np.array(rest[:len(self.sum)]) / count, np.reshape(rest[len(self.sum):], self.outer.shape)
-        return mean, (outer - count * np.outer(mean, mean)) / max(1, count - 1)
-
-
-def frechet_distance(moments, others):
-    """Fréchet distance of two Gaussians (mean, covariance): |m₁-m₂|² + tr(C₁ + C₂ - 2(C₁C₂)^½) (Heusel et al. 2017)."""
-    (mean1, cov1), (mean2, cov2) = moments, others
+    Heusel et al. 2017, Eq. 6, here in the space of a CLIP.
+    """
+    mean1, mean2 = features.mean(0), others.mean(0)
+    cov1, cov2 = ((x - x.mean(0)).T @ (x - x.mean(0)) / max(1, len(x) - 1) for x in (features, others))
     values, vectors = np.linalg.eigh(cov1)
     root = (vectors * np.sqrt(values.clip(0))) @ vectors.T  # (C₁C₂)^½ has the trace of (C₁^½ C₂ C₁^½)^½
     values = np.linalg.eigvalsh(root @ cov2 @ root)
@@ -447,71 +421,62 @@ class Evaluator:
         for number, batch in data.batches(*self.parts[part], self.cfg.eval_samples, self.cfg.chunk_size):
             yield number, data.to_device(batch, self.device)
 
-    @torch.no_grad()
     def loss(self, unet, part):
-        """Mean diffusion loss over a part, with the same noise every time; leaves the model's mode as it was."""
-        mode, total = unet.training, np.zeros(2)
-        unet.eval()
-        for number, batch in self.batches(part):
-            accumulate.seed(self.cfg.seed, "loss", number)
-            with amp.autocast(self.device, self.cfg.precision):
-                loss = diffusion_loss(unet, unet, batch, conditioning(batch, self.cfg, self.encoder), plain=True)
-            total += loss.item() * len(batch["rows"]), len(batch["rows"])
-        unet.train(mode)
-        loss_sum, count = dist.total(total.tolist())
-        return loss_sum / count
+        """Mean diffusion loss over a part, without loss weights."""
+        def loss_of(batch):
+            return diffusion_loss(unet, unet, batch, conditioning(batch, self.cfg, self.encoder), plain=True)
+        return diffusion.mean_loss(unet, self.batches(part), loss_of, self.cfg, self.device)
 
     def figures(self, unet, part):
         """(scores, grid) of one stage, as of `scores`, given real low-resolution pictures."""
         cfg, mode = self.cfg, unet.training
 
-        def draw(batch, noise):
-            low_res = media.resize(media.pixels(batch["image"]), cfg.low_res_size, cfg.resize) if cfg.low_res_size \
-                else None
+        def draw(batch, low_res, noise):
             return sample_pictures(unet, conditioning(batch, cfg, self.encoder), len(batch["rows"]), cfg.eval_steps,
                                    cfg.guidance_scale, cfg.eta, noise, low_res)
         unet.eval()
-        result = self.scores(draw, part)
+        result = self.scores(draw, part, cfg.low_res_size)
         unet.train(mode)
         return result
 
     @torch.no_grad()
-    def scores(self, draw, part):
-        """(scores, grid) of the pictures that `draw(batch, noise)` makes for the part's rows, beside the real ones.
+    def scores(self, draw, part, low_res_size=0):
+        """(scores, grid) of what `draw(batch, low_res, noise)` makes for the part's rows, beside the real pictures.
 
-        The grid, of rank 0's first pictures: (real, drawn, captions).
+        low_res: the real ones at low_res_size, None for 0. The grid, of rank 0's first: (real, drawn, captions).
         """
-        cfg, (source, _), kinds, grid = self.cfg, self.parts[part], ("drawn", "real"), None
-        built_in, names = isinstance(source, images.Shapes) and cfg.image_size % 16 == 0, list(synthetic.ATTRIBUTES)
-        right, totals = {kind: np.zeros((2, 1 + len(names))) for kind in kinds}, {kind: np.zeros(2) for kind in kinds}
-        moments = {kind: Moments(self.encoder.embed_width) for kind in kinds} if self.encoder else {}
+        cfg, (source, _), grid = self.cfg, self.parts[part], None
+        built_in = isinstance(source, images.Shapes) and cfg.image_size % 16 == 0
+        totals = {kind: np.zeros(3) for kind in ("drawn", "real")}  # rows, CLIP scores, rows with all that is named
+        embeds = {kind: [] for kind in totals}
         for _, batch in self.batches(part):
             seeds = [accumulate.number(cfg.seed, "picture", row) for row in batch["rows"].tolist()]
+            low_res = media.resize(media.pixels(batch["image"]), low_res_size, cfg.resize) if low_res_size else None
             with amp.autocast(self.device, cfg.precision):
-                drawn = media.as_bytes(draw(batch, diffusion.noise_source(seeds, self.device)).float())
+                drawn = media.as_bytes(draw(batch, low_res, diffusion.noise_source(seeds, self.device)).float())
             pictures = {"drawn": drawn, "real": media.resize_bytes(batch["image"], drawn.shape[1], cfg.resize)}
             grid = grid or (*(pictures[kind][:8].cpu().numpy() for kind in ("real", "drawn")), batch["caption"][:8])
-            for kind in kinds if self.encoder else ():
-                embed = self.encoder.embed_image(pictures[kind])
-                text, _, _ = self.encoder.embed_text(self.encoder.tokenize(batch["caption"]).to(self.device))
-                moments[kind].add(embed)
-                totals[kind] += 100 * F.cosine_similarity(embed, text).clamp(min=0).sum().item(), len(embed)
-            for kind in kinds if built_in else ():
-                records = source.records(batch["rows"].cpu().numpy())
-                found = synthetic.picture_judge().attributes(synthetic.picture_features(pictures[kind].cpu().numpy()))
-                good, named = found == synthetic.values(records), synthetic.named(records)  # (B, attributes)
-                right[kind] += [[(good | ~named).all(1).sum(), *(good & named).sum(0)], [len(named), *named.sum(0)]]
+            for kind, total in totals.items():
+                total[0] += len(drawn)
+                if self.encoder:
+                    embed = self.encoder.embed_image(pictures[kind])  # (B, D)
+                    text, _, _ = self.encoder.embed_text(self.encoder.tokenize(batch["caption"]).to(self.device))
+                    total[1] += 100 * F.cosine_similarity(embed, text).clamp(min=0).sum().item()
+                    embeds[kind].append(embed.double().cpu().numpy())
+                if built_in:
+                    records = source.records(batch["rows"].cpu().numpy())
+                    features = synthetic.picture_features(pictures[kind].cpu().numpy())
+                    good = synthetic.picture_judge().attributes(features) == synthetic.values(records)
+                    total[2] += (good | ~synthetic.named(records)).all(1).sum()
+        (count, score, right), (_, real_score, real_right) = (dist.total(total.tolist()) for total in totals.values())
         result = {}
         if self.encoder:
-            score, real_score = (np.divide(*dist.total(totals[kind].tolist())) for kind in kinds)
-            result |= {"clip_score": score, "clip_score_real": real_score,
-                       "frechet_distance": frechet_distance(*(moments[kind].reduce() for kind in kinds))}
+            features = ([x for rank in dist.gather(found) for x in rank] for found in embeds.values())
+            result |= {"clip_score": score / count, "clip_score_real": real_score / count,
+                       "frechet_distance": frechet_distance(*map(np.concatenate, features))}
         if built_in:
-            good, real = (np.reshape(dist.total(right[kind].ravel().tolist()), (2, -1)) for kind in kinds)
-            shares = good[0] / good[1].clip(1)
-            result |= {"caption_accuracy": shares[0], "caption_accuracy_ceiling": real[0, 0] / max(1, real[1, 0]),
-                       **{f"accuracy_{name}": share for name, share in zip(names, shares[1:])}}
-        return {name: float(value) for name, value in result.items()}, grid
+            result |= {"caption_accuracy": right / count, "caption_accuracy_ceiling": real_right / count}
+        return result, grid
 
 
 def write_grid(path, grid):
@@ -533,9 +498,7 @@ def open_data(cfg):
     notes = {path: config.read_json(note) if (note := Path(path, "clip.json")).is_file() else {}
              for path in filter(None, (cfg.data, cfg.val_data))}
     spec = notes[cfg.data].get("clip") if cfg.clip == "auto" else cfg.clip
-    encoder = clip.load(spec, "cpu") if spec else None
-    if cfg.text_encodings == "clip" and encoder is None:
-        raise UserError("--text_encodings clip: name the CLIP with --clip")
+    encoder = clip.load(spec, "cpu") if spec or cfg.text_encodings == "clip" else None
     sources = []
     for path, note in notes.items():
         if "made_from" in note:  # as clip.builtin_data writes it
@@ -550,65 +513,52 @@ def open_data(cfg):
             if source.width is None and encoder is None and cfg.image_condition:
                 raise UserError(f"{path}: no embeddings in or beside it, so a CLIP must make them; name it with --clip")
             source.clip_size = encoder.image_size if source.width is None and cfg.image_condition else 0
-        if encoder and source.width and encoder.embed_width != source.width:
-            raise UserError(f"--clip {spec}: its embeddings are {encoder.embed_width} wide, those of {path} "
-                            f"{source.width}")
+        if encoder:
+            clip.check_widths(encoder, f"--clip {spec} for {path}", source.width)
         sources.append(source)
     return sources[0], sources[-1] if cfg.val_data else None, encoder, spec
 
 
 def widths_of(cfg, source, encoder):
-    """[width of the image embeddings, width of the text encodings or 0]."""
-    return [source.width or (encoder.embed_width if encoder else 0),
+    """[width of the image embeddings, width of the text encodings] on which cfg conditions, 0 for none."""
+    return [(source.width or encoder.embed_width) if cfg.image_condition else 0,
             encoder.encoding_width if cfg.text_encodings == "clip" else 0]
 
 
-def identity(cfg, source, encoder):
-    """The facts by which a run is known again: what must not change while it goes on."""
-    facts = {name: getattr(cfg, name) for name in FIXED}
-    facts |= {f"data {name}": value for name, value in source.fingerprint().items()}
-    if encoder and (source.width is None or cfg.text_encodings == "clip"):
-        facts["clip"] = encoder.fingerprint()
-    if cfg.lora_rank:
-        facts["lora_base"] = checkpoint.checksum(cfg.init_from)
-    return facts
-
-
 def prepare(cfg, run, device):
-    """What rank 0 does before anyone trains: check everything, hold the run folder, make the built-in data.
+    """What rank 0 does before anyone trains: make the built-in data, check everything, hold the run folder.
 
-    Returns (the config with `data` as a path, the checkpoint to resume from or None, the results of a run that is
-    finished or None, messages).
+    Returns (the config with `data` as a path, what must not change, the checkpoint to resume from or None, the
+    results of a run that is finished or None, messages).
     """
     accumulate.plan(cfg.batch_size, cfg.chunk_size, 0, dist.world_size())  # there are enough chunks
     cfg = tracker.prepare(cfg)
-    if cfg.data != "shapes":
-        open_data(cfg)  # checked before an earlier run is moved aside
-    notes = run.open(cfg.resume)
     if cfg.data == "shapes":
         cfg = dataclasses.replace(cfg, data=clip.builtin_data(run.folder.parent.parent, device))
     source, val_source, encoder, _ = open_data(cfg)
+    data.parts(source, cfg, val_source)
     bad, read, names = source.check()
+    notes = run.open(cfg.resume)  # which may move an earlier run aside, so all is checked before
     if bad:
         notes.append(f"{bad} of {read} pictures looked at cannot be used and are left out: {', '.join(names)}")
-    data.parts(source, cfg, val_source)
-    resume_from, finished, more = run.resume_point(cfg, identity(cfg, source, encoder))
-    return cfg, resume_from, finished, notes + more
+    identity = checkpoint.identity(cfg, FIXED, source, encoder)
+    resume_from, finished, more = run.resume_point(cfg, identity)
+    return cfg, identity, resume_from, finished, notes + more
 
 
-def check_stages(cfgs):
-    """UserError if stages that are trained in turn do not fit each other."""
-    for cfg, above in itertools.pairwise(cfgs):
-        if cfg.image_size != above.low_res_size:
-            raise UserError(f"--stage all: {cfg.stage} makes pictures of {cfg.image_size} pixels, {above.stage} starts "
-                            f"from {above.low_res_size}; flags hold for both, so train them one by one: --stage base …")
-    tracker.check_stages(cfgs)
+def check_cascade(cfgs):
+    """UserError unless each stage starts from pictures of the size that the one before it makes."""
+    for below, above in itertools.pairwise(cfgs):
+        if below.image_size != above.low_res_size:
+            raise UserError(f"stage {above.stage} starts from pictures of {above.low_res_size} pixels (0: none), but "
+                            f"{below.stage} before it makes {below.image_size}; give --runs in order, and train stages "
+                            "of other sizes one by one, as flags of --stage all hold for each")
 
 
 def train(cfgs):
-    first, last = cfgs[0], cfgs[-1]
+    first = cfgs[0]
     device = dist.setup(first.device, first.timeout_minutes)
-    dist.on_main(lambda: check_stages(cfgs))
+    dist.on_main(lambda: (check_cascade(cfgs), tracker.check_stages(cfgs)))
     for cfg in cfgs:
         train_stage(cfg, device)
     folders = [str(Path(cfg.run) / cfg.stage) for cfg in cfgs]
@@ -620,9 +570,6 @@ def train(cfgs):
         report(f"The stages together, on {args.part} pictures ({args.grid}):", evaluate_cascade(args, device))
     if dist.is_main():
         use = ",".join(folders) + " --low_res small.png" * bool(first.low_res_size)
-        if last.lora_rank:
-            base = Path(last.init_from)
-            use = f"{base.parent} --model {base.name} --lora {folders[-1]}/model.pt"
         print(f'\nTo draw: python train_decoder.py sample --runs {use} --text "a large green triangle at the top '
               'left" --num 8 --out grid.png', flush=True)
 
@@ -632,7 +579,7 @@ def train_stage(cfg, device):
     started, given = time.monotonic(), cfg
     cfg = dataclasses.replace(cfg, run=str(Path(cfg.run) / cfg.stage))
     run = checkpoint.Run(cfg.run)
-    cfg, resume_from, finished, notes = dist.on_main(lambda: prepare(cfg, run, device))
+    cfg, identity, resume_from, finished, notes = dist.on_main(lambda: prepare(cfg, run, device))
     if finished:
         tracker.resend(cfg, run)
         report(f"{cfg.run} is finished, at step {finished['step']}; to train on, give more --steps.", finished)
@@ -650,8 +597,7 @@ def train_stage(cfg, device):
     optimizers = optim.make(trained, cfg.optimizer, cfg.lr, cfg.weight_decay, cfg.betas, cfg.eps)
     scaler = amp.scaler(device, cfg.precision)
     average = ema.EMA(trained, cfg.ema_update_every, decay=cfg.ema_decay, update_after=cfg.ema_update_after)
-    state = checkpoint.State(cfg, {"model": trained}, average, optimizers, scaler,
-                             identity(cfg, source, encoder), facts)
+    state = checkpoint.State(cfg, {"model": trained}, average, optimizers, scaler, identity, facts)
     if resume_from:
         notes += state.restore(resume_from)
     elif cfg.init_from and not cfg.lora_rank:
@@ -755,20 +701,14 @@ def report(headline, results):
 # Commands
 
 @dataclass(frozen=True)
-class CascadeConfig(config.Settings):
-    # The cascade
+class CascadeConfig(diffusion.Inference):
+    # The model
     runs: tuple[str, ...] = ("runs/decoder/base", "runs/decoder/upsample")  # run folders of the stages, in order
-    model: str = "model.pt"  # file in each: model.pt (newest), best.pt (lowest validation loss), checkpoints/step_N.pt
-    weights: Literal["ema", "online"] = "ema"  # of a checkpoint: averaged, or as the optimizer left them
-    lora: tuple[str, ...] = ()  # LoRA adapters for each run, none for those that have none
-    lora_scale: float = 1.0  # how much they count
     steps: tuple[Count, ...] = (25, 10)  # sampling steps of each stage; the last counts for all that follow
     guidance_scale: tuple[NonNegative, ...] = (1.0,)  # of each stage, 1 for none
     eta: tuple[Share, ...] = (0.0,)  # of each stage: 1 as DDPM, 0 for DDIM
     clip: str = ""  # CLIP of texts and images, by default that of the training
     prior_guidance: NonNegative = 1.0  # guidance scale of the prior
-    seed: int = 0  # of the noise
-    device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # where to compute
 
     def __post_init__(self):
         super().__post_init__()
@@ -782,33 +722,19 @@ def per_stage(values, count):
     return [values[min(i, len(values) - 1)] for i in range(count)]
 
 
-def load_unet(path, device, weights="ema", adapters="", scale=1.0):
-    """(U-Net in eval mode, the file's contents) of a model.pt or checkpoint, LoRA adapters merged in at `scale`."""
-    cfg, state = lora.read_model("decoder", Config, path, weights, adapters, scale)
-    unet = UNet(cfg, *state["widths"]).to(device).eval()
-    checkpoint.load_weights(unet, state, path)
-    return unet, state
-
-
 def load_cascade(args, device):
-    """([U-Net], spec of the CLIP or None) of the stages of --runs, checked to fit each other."""
-    count = len(args.runs)
-    if len(args.lora) > count:
-        raise UserError(f"--lora: {len(args.lora)} files for {count} --runs; give one a run, or none")
-    adapters = ["" if file == "none" else file for file in args.lora] + [""] * (count - len(args.lora))
-    unets, states = zip(*(load_unet(Path(run) / args.model, device, args.weights, file, args.lora_scale)
-                          for run, file in zip(args.runs, adapters)))
-    for i, (run, unet, above) in enumerate(zip(args.runs, unets, unets[1:]), 2):
-        if unet.cfg.image_size != above.cfg.low_res_size:
-            raise UserError(f"--runs: stage {i} starts from pictures of {above.cfg.low_res_size} pixels (0: none), but "
-                            f"{run} makes {unet.cfg.image_size}; give the runs in order, each the low_res_size of "
-                            "which is the image_size of the one before")
-    for run, unet, steps, scale in zip(args.runs, unets, per_stage(args.steps, count),
-                                       per_stage(args.guidance_scale, count)):
-        if steps > unet.cfg.timesteps:
-            raise UserError(f"--steps: {steps} is more than the {unet.cfg.timesteps} timesteps of {run}")
-        check_guidance(unet.cfg, scale)
-    return unets, args.clip or states[0]["clip"]
+    """([U-Net in eval mode], spec of the CLIP or None) of the stages of --runs, checked to fit each other."""
+    unets, specs, count = [], [], len(args.runs)
+    for run, steps, scale in zip(args.runs, per_stage(args.steps, count), per_stage(args.guidance_scale, count)):
+        cfg, state = lora.read_model("decoder", Config, Path(run) / args.model, args.weights, args.lora_scale)
+        unets.append(UNet(cfg, *state["widths"]).to(device).eval())
+        checkpoint.load_weights(unets[-1], state, run)
+        specs.append(state["clip"])
+        if steps > cfg.timesteps:
+            raise UserError(f"--steps: {steps} is more than the {cfg.timesteps} timesteps of {run}")
+        diffusion.check_guidance(cfg, scale)
+    check_cascade([unet.cfg for unet in unets])
+    return unets, args.clip or specs[0]
 
 
 @torch.no_grad()
@@ -830,29 +756,16 @@ def draw_cascade(unets, batch, encoder, args, noise, low_res=None, known=None, m
     return low_res
 
 
-def load_imagination(path, args, encoder, device):
-    """The function (texts, num, keys) -> image embeddings (texts, num, D) by the prior `path`; `keys` make the seeds.
-
-    path "none": the text's own embedding is taken for an image's (DALL-E 2 §5.1).
-    """
+def load_prior(args, encoder, device):
+    """The function (texts, num, keys) -> image embeddings (texts, num, D) by args.prior; `keys` make the seeds."""
     import train_prior  # the one place where a script needs another
-    if encoder is None:
-        raise UserError("--prior: which CLIP the decoder was trained on is not known; name it with --clip")
-
-    def embedded(texts, num, keys):
-        with torch.no_grad():
-            embed, _, _ = encoder.embed_text(encoder.tokenize(texts).to(device))
-        return F.normalize(embed.float(), dim=-1)[:, None].expand(-1, num, -1)
-
-    if path == "none":
-        return embedded
-    file = Path(path) / "model.pt" if Path(path).is_dir() else Path(path)
+    file = Path(args.prior) / "model.pt" if Path(args.prior).is_dir() else Path(args.prior)
     if not file.is_file():
-        raise UserError(f"--prior {path}: there is no prior's model.pt; train one (torchrun --nproc_per_node=2 "
-                        "train_prior.py), or name its run folder, or none to decode the text's own embedding")
-    prior, _ = train_prior.load_prior(file, device)
-    train_prior.check_encoder(encoder, prior, f"--prior {file}: the CLIP of the decoder")
-    train_prior.check_guidance(prior.cfg, args.prior_guidance)
+        raise UserError(f"--prior {args.prior}: there is no prior's model.pt; train one (torchrun --nproc_per_node=2 "
+                        "train_prior.py), or name its run folder")
+    prior, state = train_prior.load_prior(file, device)
+    clip.check_widths(encoder, f"--prior {file}", *state["widths"])
+    diffusion.check_guidance(prior.cfg, args.prior_guidance)
     return lambda texts, num, keys: train_prior.embeddings_of_texts(
         prior, encoder, texts, keys, num, min(64, prior.cfg.timesteps), args.prior_guidance, best_of=2,
         seed=args.seed)[0]
@@ -880,26 +793,23 @@ def plan_evaluation(args, device):
         cfg = dataclasses.replace(cfg, data=args.data, val_data="", embeddings="", shards="")
     source, val_source, encoder, _ = open_data(cfg)
     for unet in unets:
-        if unet.cfg.image_condition and (width := widths_of(cfg, source, encoder)[0]) != unet.embed_width:
-            raise UserError(f"{cfg.data}: image embeddings {width} wide, the decoder's are {unet.embed_width}")
+        if unet.widths[0] and (width := widths_of(cfg, source, encoder)[0]) != unet.widths[0]:
+            raise UserError(f"{cfg.data}: image embeddings {width} wide, the decoder's are {unet.widths[0]}")
     encoder = encoder and encoder.to(device)
     return (unets, Evaluator(cfg, data.parts(source, cfg, val_source), encoder, device),
-            load_imagination(args.prior, args, encoder, device) if args.prior else None)
+            load_prior(args, encoder or clip.load(spec, device), device) if args.prior else None)
 
 
 def evaluate_cascade(args, device):
     """Scores of the pictures that a cascade makes for held-out rows; rank 0 writes them and a grid, if wanted."""
     unets, evaluator, imagine = dist.on_each(lambda: plan_evaluation(args, device))
 
-    def draw(batch, noise):
-        low_res = None
-        if size := unets[0].cfg.low_res_size:
-            low_res = media.resize(media.pixels(batch["image"]), size, evaluator.cfg.resize)
+    def draw(batch, low_res, noise):
         if imagine:
             batch = {**batch, "image_embed": imagine(batch["caption"], 1, batch["rows"].tolist())[:, 0]}
             batch.pop("clip_image", None)
         return draw_cascade(unets, batch, evaluator.encoder, args, noise, low_res)
-    scores, grid = evaluator.scores(draw, args.part)
+    scores, grid = evaluator.scores(draw, args.part, unets[0].cfg.low_res_size)
     if dist.is_main() and args.grid:
         write_grid(args.grid, grid)
     if dist.is_main() and args.out:
@@ -920,10 +830,10 @@ class SampleConfig(CascadeConfig):
     texts: str = ""  # or a file with one caption a line
     image: str = ""  # or an image: draw variations of it (or of --text within it, with --mask)
     to: str = ""  # a second image: draw what lies between the two (DALL-E 2 §3.2)
-    mask: str = ""  # an image as large as --image, black where it is to be kept, white where to be drawn anew
+    mask: str = ""  # an image of the shape of --image, black where it is to be kept, white where to be drawn anew
     low_res: str = ""  # an image to enlarge, for --runs that begin with an upsampler
     num: Count = 8  # pictures a caption or image, or on the way from one image to the other
-    prior: str = "runs/prior"  # the prior: run folder or model.pt; none: take the text's embedding for an image's
+    prior: str = "runs/prior"  # the prior, which makes image embeddings of texts: run folder or model.pt
     resample: Count = 5  # with --mask: rounds a step, so that what is drawn fits what is kept (RePaint)
     max_batch: Count = 64  # most pictures computed at once
     out: str = "grid.png"  # PNG with all pictures and their captions
@@ -932,17 +842,13 @@ class SampleConfig(CascadeConfig):
     def __post_init__(self):
         super().__post_init__()
         text = self.text.strip() or self.texts
-        if self.text and self.texts:
-            raise UserError("--text and --texts: give one of them")
-        if not (text or self.image or self.low_res):
-            raise UserError("--text: give a text that is not empty, a file of them with --texts, or an --image")
+        if (self.text and self.texts) or not (text or self.image or self.low_res):
+            raise UserError("--text: give a text that is not empty, or a file of them with --texts, or an --image")
         for name in ("to", "mask"):
             if getattr(self, name) and not self.image:
                 raise UserError(f"--{name}: needs --image")
         if self.image and text and not self.mask:
             raise UserError("--text with --image: it needs --mask, which says where to draw; an image alone is varied")
-        if self.to and self.mask:
-            raise UserError("--to: the way between two images takes no --mask")
 
 
 def open_image(path, size=0):
@@ -957,25 +863,17 @@ def open_image(path, size=0):
 
 def slerp(start, end, share):
     """From `start` to `end` (…, D) along a great circle at share (N, 1): spherical interpolation (Shoemake 1985)."""
-    angle = torch.acos(F.cosine_similarity(start, end, dim=-1).clamp(-1, 1))[..., None]
-    if (angle.abs() < 1e-4).all():
-        return start + share * (end - start)
+    angle = torch.acos(F.cosine_similarity(start, end, dim=-1).clamp(-1, 1)).clamp(min=1e-4)[..., None]
     return (torch.sin((1 - share) * angle) * start + torch.sin(share * angle) * end) / torch.sin(angle)
 
 
 def plan_pictures(args, device):
     """(U-Nets, CLIP, texts, embeddings (texts or 1, num, D), {name: picture}) for what `args` wants, all checked."""
-    unets, spec = load_cascade(args, device)
-    if not spec:
-        raise UserError(f"{args.runs[0]}: which CLIP it was trained on is not known; name it with --clip")
-    encoder, size = clip.load(spec, device), unets[-1].cfg.image_size
-    for unet in unets:
-        if unet.cfg.image_condition and encoder.embed_width != unet.embed_width:
-            raise UserError(f"--clip {spec}: embeddings {encoder.embed_width} wide, the decoder's are "
-                            f"{unet.embed_width}")
-        if unet.cfg.text_encodings == "clip" and encoder.encoding_width != unet.encoding_in.in_features:
-            raise UserError(f"--clip {spec}: text encodings {encoder.encoding_width} wide, the decoder's are "
-                            f"{unet.encoding_in.in_features}")
+    (unets, spec), encoder = load_cascade(args, device), None
+    if any(sum(unet.widths) for unet in unets):  # an upsampler alone needs no CLIP
+        encoder = clip.load(spec, device)
+        for unet in unets:
+            clip.check_widths(encoder, f"--clip {spec}", *unet.widths)
     texts = args.text if args.text.strip() else Path(args.texts).read_text(errors="replace") if args.texts else ""
     texts = [text.strip() for text in texts.splitlines() if text.strip()]
     if args.texts and not texts:
@@ -985,15 +883,14 @@ def plan_pictures(args, device):
                         f"one; {args.runs[0]} starts from pictures of {unets[0].cfg.low_res_size} pixels (0: none)")
     pictures = {"low_res": open_image(args.low_res, unets[0].cfg.low_res_size)} if args.low_res else {}
     if args.mask:
-        shape, hole = (open_image(path).shape for path in (args.image, args.mask))
-        if shape != hole:
-            raise UserError(f"--mask {args.mask}: {hole[3]}x{hole[2]} pixels, but --image has {shape[3]}x{shape[2]}; "
-                            "make them equal")
+        size = unets[-1].cfg.image_size
         pictures["known"] = open_image(args.image, size)
         pictures["mask"] = (open_image(args.mask, size)[:, :1] < 0).float()  # black is kept
     pictures = {name: picture.to(device) for name, picture in pictures.items()}
-    if texts:
-        embeddings = load_imagination(args.prior, args, encoder, device)(texts, args.num, texts)
+    if not any(unet.cfg.image_condition for unet in unets):
+        embeddings = torch.zeros(max(1, len(texts)), args.num, 1)  # which none of them looks at
+    elif texts:
+        embeddings = load_prior(args, encoder, device)(texts, args.num, texts)
     else:
         with torch.no_grad():
             ends = [encoder.embed_image(((open_image(path) + 1) / 2).to(device)).float()
@@ -1006,27 +903,24 @@ def plan_pictures(args, device):
 def sample(args):
     device = dist.setup(args.device)
     unets, encoder, texts, embeddings, pictures = dist.on_each(lambda: plan_pictures(args, device))
-    rows = list(itertools.product(range(len(texts)), range(args.num)))  # (text, number), dealt to the ranks
-    mine, drawn = range(dist.rank(), len(rows), dist.world_size()), {}
-    for start in range(0, len(mine), args.max_batch):
-        some = mine[start:start + args.max_batch]
-        batch = {"image_embed": torch.stack([embeddings[rows[row]] for row in some]),
-                 "caption": [texts[rows[row][0]] for row in some]}
-        # Each has its own noise, so it is the same in any batch and on any rank; between two images all share it.
-        seeds = [accumulate.number(args.seed, "picture", texts[t], 0 if args.to else k)
-                 for t, k in (rows[row] for row in some)]
-        low_res = pictures["low_res"].expand(len(some), -1, -1, -1) if args.low_res else None
-        out = draw_cascade(unets, batch, encoder, args, diffusion.noise_source(seeds, device), low_res,
+    rows = [(text, k) for text in texts for k in range(args.num)]  # dealt to the ranks
+    # Each has its own noise, so it is the same in any batch and on any rank; between two images all share it.
+    fields = {"image_embed": embeddings.flatten(0, 1), "caption": [text for text, _ in rows],
+              "seeds": [accumulate.number(args.seed, "picture", text, 0 if args.to else k) for text, k in rows]}
+    mine, drawn = {name: values[dist.rank()::dist.world_size()] for name, values in fields.items()}, []
+    for batch in accumulate.split(mine, args.max_batch):
+        low_res = pictures["low_res"].expand(len(batch["caption"]), -1, -1, -1) if args.low_res else None
+        out = draw_cascade(unets, batch, encoder, args, diffusion.noise_source(batch["seeds"], device), low_res,
                            pictures.get("known"), pictures.get("mask"), args.resample)
-        drawn |= dict(zip(some, media.as_bytes(out.float()).cpu().numpy()))
-    drawn = {row: picture for part in dist.gather(drawn) for row, picture in part.items()}
+        drawn += [*media.as_bytes(out.float()).cpu().numpy()]
+    parts = dist.gather(drawn)
     if dist.is_main():
-        captions = [f"{k / max(1, args.num - 1):.2f}" if args.to else texts[t] for t, k in rows]
-        columns = args.num if len(texts) > 1 else min(args.num, 8)
-        grid = media.captioned_grid(np.stack([drawn[row] for row in range(len(rows))]), captions, columns)
-        files = {args.out: grid} | ({f"{args.pictures}/{t:04d}_{k:04d}.png": drawn[row]
-                                     for row, (t, k) in enumerate(rows)} if args.pictures else {})
-        for path, picture in files.items():
+        drawn = [parts[row % len(parts)][row // len(parts)] for row in range(len(rows))]
+        captions = [f"{k / max(1, args.num - 1):.2f}" if args.to else text for text, k in rows]
+        grid = media.captioned_grid(np.stack(drawn), captions, args.num if len(texts) > 1 else min(args.num, 8))
+        files = {f"{args.pictures}/{row // args.num:04d}_{row % args.num:04d}.png": picture
+                 for row, picture in enumerate(drawn)} if args.pictures else {}
+        for path, picture in {args.out: grid, **files}.items():
             with checkpoint.replacing(path) as file:
                 media.write_png(file, picture)
         print(f"wrote {args.out}: {len(rows)} pictures of {drawn[0].shape[1]}x{drawn[0].shape[0]}"

@@ -2,7 +2,7 @@
 
     torchrun --nproc_per_node=2 train_prior.py                              # on captioned shapes that it makes itself
     torchrun --nproc_per_node=8 -- train_prior.py --data emb --run runs/emb --preset vit-l-14   # on your embeddings
-    python train_prior.py --init_from runs/prior/model.pt --lora_rank 8 --run runs/lora   # adapters alone, for --lora
+    python train_prior.py --init_from runs/prior/model.pt --lora_rank 8 --run runs/lora   # adapters alone
     python train_prior.py evaluate --run runs/prior
     python train_prior.py sample --text "a small red star" --num 4 --out embeddings.npy
 
@@ -65,7 +65,6 @@ class Config(diffusion.Training):
             raise UserError(f"--clamp: {min(wrong)!r} is none of training, sampling, final")
         if "training" in self.clamp and self.objective != "x0":
             raise UserError("--clamp training: only an embedding can be normalized; it needs --objective x0")
-        check_guidance(self, self.guidance_scale)
         tracker.check(self)
 
 
@@ -80,13 +79,6 @@ PRESETS = {  # DALL-E 2's Table 3 for the optimizer; the size at which priors ov
 # What must not change when a run goes on; all else may.
 FIXED = (*config.FIXED, "width", "depth", "heads", "ff_mult", "text_encodings", "max_text_len", "objective",
          "noise_schedule", "timesteps", "noise_draws", "lora_rank")
-
-
-def check_guidance(cfg, guidance_scale):
-    """UserError for guidance of a model that never trained without its text."""
-    if guidance_scale != 1 and not cfg.text_drop:
-        raise UserError(f"--guidance_scale {guidance_scale}: the prior is trained with --text_drop 0, so it knows no "
-                        "'no text' to be guided away from; give 1, or train with --text_drop 0.1")
 
 
 # Model
@@ -283,19 +275,11 @@ class Evaluator:
         for number, batch in data.batches(*self.parts[part], self.cfg.eval_samples, self.cfg.chunk_size):
             yield number, data.to_device(batch, self.device)
 
-    @torch.no_grad()
     def loss(self, prior, part):
-        """Mean diffusion loss over a part, with the same noise every time; leaves the model's mode as it was."""
-        mode, total = prior.training, np.zeros(2)
-        prior.eval()
-        for number, batch in self.batches(part):
-            accumulate.seed(self.cfg.seed, "loss", number)
-            with amp.autocast(self.device, self.cfg.precision):
-                loss = diffusion_loss(prior, prior, batch, conditioning(batch, self.cfg, self.encoder), plain=True)
-            total += loss.item() * len(batch["rows"]), len(batch["rows"])
-        prior.train(mode)
-        loss_sum, count = dist.total(total.tolist())
-        return loss_sum / count
+        """Mean diffusion loss over a part, without loss weights."""
+        def loss_of(batch):
+            return diffusion_loss(prior, prior, batch, conditioning(batch, self.cfg, self.encoder), plain=True)
+        return diffusion.mean_loss(prior, self.batches(part), loss_of, self.cfg, self.device)
 
     @torch.no_grad()
     def figures(self, prior, part):
@@ -371,10 +355,8 @@ class Evaluator:
 
 def open_data(cfg):
     """(source, source of --val_data or None, text encoder or None, spec of the CLIP or None), on the CPU."""
-    spec = cfg.clip
-    if spec == "auto":
-        noted = Path(cfg.data) / "clip.json"
-        spec = config.read_json(noted).get("clip") if noted.exists() else None
+    note = Path(cfg.data) / "clip.json"
+    spec = cfg.clip if cfg.clip != "auto" else config.read_json(note).get("clip") if note.exists() else None
     shards, captions = cfg.text_encodings == "shards", cfg.text_encodings == "clip"
     source, val_source = (folder and data.Embeddings(folder, shards, captions) for folder in (cfg.data, cfg.val_data))
     if val_source and val_source.width != source.width:
@@ -383,12 +365,8 @@ def open_data(cfg):
     encoder = None
     if cfg.text_encodings == "clip":
         from common import clip
-        if spec is None:
-            raise UserError("--text_encodings clip: which CLIP made the embeddings is not known; name it with --clip")
         encoder = clip.load(spec, "cpu")
-        if encoder.embed_width != source.width:
-            raise UserError(f"--clip {spec}: its embeddings are {encoder.embed_width} wide, those of {cfg.data} "
-                            f"{source.width}")
+        clip.check_widths(encoder, f"--clip {spec} for {cfg.data}", source.width)
     return source, val_source or None, encoder, spec
 
 
@@ -399,45 +377,33 @@ def widths_of(cfg, source, encoder):
     return [source.width, encoder.encoding_width if encoder else 0]
 
 
-def identity(cfg, source, encoder):
-    """The facts by which a run is known again: what must not change while it goes on."""
-    facts = {name: getattr(cfg, name) for name in FIXED}
-    facts |= {f"data {name}": value for name, value in source.fingerprint().items()}
-    if encoder:
-        facts["clip"] = encoder.fingerprint()
-    if cfg.lora_rank:
-        facts["lora_base"] = checkpoint.checksum(cfg.init_from)
-    return facts
-
-
 def prepare(cfg, run, device):
-    """What rank 0 does before anyone trains: check everything, hold the run folder, make the built-in data.
+    """What rank 0 does before anyone trains: make the built-in data, check everything, hold the run folder.
 
-    Returns (the config with `data` as a folder, the checkpoint to resume from or None, the results of a run that is
-    finished or None, messages).
+    Returns (the config with `data` as a folder, what must not change, the checkpoint to resume from or None, the
+    results of a run that is finished or None, messages).
     """
     accumulate.plan(cfg.batch_size, cfg.chunk_size, 0, dist.world_size())  # there are enough chunks
     cfg = tracker.prepare(cfg)
-    if cfg.data != "shapes":
-        open_data(cfg)  # checked before an earlier run is moved aside
-    notes = run.open(cfg.resume)
     if cfg.data == "shapes":
         from common import clip
         cfg = dataclasses.replace(cfg, data=clip.builtin_data(run.folder.parent, device))
     source, val_source, encoder, _ = open_data(cfg)
+    data.parts(source, cfg, val_source)
     bad, read, names = source.check()
+    notes = run.open(cfg.resume)  # which may move an earlier run aside, so all is checked before
     if bad:
         notes.append(f"{bad} of {read} rows looked at are not finite or all zero and are left out: {', '.join(names)}")
-    data.parts(source, cfg, val_source)
-    resume_from, finished, more = run.resume_point(cfg, identity(cfg, source, encoder))
-    return cfg, resume_from, finished, notes + more
+    identity = checkpoint.identity(cfg, FIXED, source, encoder)
+    resume_from, finished, more = run.resume_point(cfg, identity)
+    return cfg, identity, resume_from, finished, notes + more
 
 
 def train(cfg):
     # Join the other ranks; let rank 0 hold the run folder, make data and check all there is to check.
     started, run, given = time.monotonic(), checkpoint.Run(cfg.run), cfg
     device = dist.setup(cfg.device, cfg.timeout_minutes)
-    cfg, resume_from, finished, notes = dist.on_main(lambda: prepare(cfg, run, device))
+    cfg, identity, resume_from, finished, notes = dist.on_main(lambda: prepare(cfg, run, device))
     if finished:
         tracker.resend(cfg, run)
         report(cfg, f"{cfg.run} is finished, at step {finished['step']}; to train on, give more --steps.", finished)
@@ -456,8 +422,7 @@ def train(cfg):
     optimizers = optim.make(trained, cfg.optimizer, cfg.lr, cfg.weight_decay, cfg.betas, cfg.eps)
     scaler = amp.scaler(device, cfg.precision)
     average = ema.EMA(trained, cfg.ema_update_every, decay=cfg.ema_decay, update_after=cfg.ema_update_after)
-    state = checkpoint.State(cfg, {"model": trained}, average, optimizers, scaler,
-                             identity(cfg, source, encoder), facts)
+    state = checkpoint.State(cfg, {"model": trained}, average, optimizers, scaler, identity, facts)
     if resume_from:
         notes += state.restore(resume_from)
     elif cfg.init_from and not cfg.lora_rank:
@@ -550,33 +515,24 @@ def report(cfg, headline, results):
     if dist.is_main():
         print(f"\n{headline}\n")
         print("\n".join(f"  {line}" for line in tracker.table(results)))
-        base, use = Path(cfg.init_from), f"--run {cfg.run}"
-        if cfg.lora_rank:
-            use = f"--run {base.parent} --model {base.name} --lora {cfg.run}/model.pt"
-        print(f'\nTo sample: python train_prior.py sample {use} --text "a small red star" --num 4 --out embeddings.npy',
-              flush=True)
+        print(f'\nTo sample: python train_prior.py sample --run {cfg.run} --text "a small red star" --num 4 --out '
+              "embeddings.npy", flush=True)
 
 
 # Commands
 
 @dataclass(frozen=True)
-class PriorConfig(config.Settings):
-    # The prior
+class PriorConfig(diffusion.Inference):
+    # The model
     run: str = "runs/prior"  # run folder of the prior
-    model: str = "model.pt"  # file in it: model.pt (newest), best.pt (lowest validation loss) or checkpoints/step_N.pt
-    weights: Literal["ema", "online"] = "ema"  # of a checkpoint: averaged, or as the optimizer left them
-    lora: str = ""  # LoRA adapters for it: a model.pt, best.pt, checkpoint or run folder of a training with --lora_rank
-    lora_scale: float = 1.0  # how much they count: 0 not at all, 1 as they were trained
     guidance_scale: NonNegative = 1.0  # 1 for none
     eta: Share = 1.0  # 1 as DDPM, 0 for DDIM
-    seed: int = 0  # of the noise
-    device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # where to compute
 
 
-def load_prior(path, device, weights="ema", adapters="", scale=1.0):
-    """(prior in eval mode, the file's contents) of a model.pt or checkpoint, LoRA adapters merged in at `scale`."""
+def load_prior(path, device, weights="ema", lora_scale=1.0):
+    """(prior in eval mode, the file's contents) of a model.pt or checkpoint, LoRA adapters merged in."""
     from common import lora
-    cfg, state = lora.read_model("prior", Config, path, weights, adapters, scale)
+    cfg, state = lora.read_model("prior", Config, path, weights, lora_scale)
     prior = Prior(cfg, *state["widths"]).to(device).eval()
     checkpoint.load_weights(prior, state, path)
     return prior, state
@@ -594,8 +550,8 @@ class EvaluateConfig(PriorConfig):
 
 def plan_evaluation(args, device):
     """(prior, Evaluator) for what `args` wants, all of it checked."""
-    prior, state = load_prior(Path(args.run) / args.model, device, args.weights, args.lora, args.lora_scale)
-    check_guidance(prior.cfg, args.guidance_scale)
+    prior, state = load_prior(Path(args.run) / args.model, device, args.weights, args.lora_scale)
+    diffusion.check_guidance(prior.cfg, args.guidance_scale)
     same = ("eval_samples", "eval_timesteps", "guidance_scale", "eta", "seed")
     cfg = dataclasses.replace(prior.cfg, **{name: getattr(args, name) for name in same}, batch_size=1,
                               data=args.data or prior.cfg.data)
@@ -618,8 +574,7 @@ def evaluate(args):
 @dataclass(frozen=True)
 class SampleConfig(PriorConfig):
     # What to imagine
-    text: str = ""  # what to imagine
-    texts: str = ""  # or a file with one text a line
+    text: str = ""  # what to imagine; several texts one a line
     num: Count = 4  # embeddings a text
     best_of: Count = 2  # candidates an embedding, of which the most similar to the text is kept (DALL-E 2 §2.2)
     steps: Count = 64  # sampling steps
@@ -629,36 +584,23 @@ class SampleConfig(PriorConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        if bool(self.text.strip()) == bool(self.texts):
-            raise UserError("--text: give a text that is not empty, or a file of them with --texts")
-
-
-def check_encoder(encoder, prior, flag):
-    """UserError unless the CLIP `encoder`, which `flag` names, is as wide as the one that the prior was trained on."""
-    if encoder.embed_width != prior.embed_width:
-        raise UserError(f"{flag}: embeddings {encoder.embed_width} wide, the prior's are {prior.embed_width}")
-    if prior.cfg.text_encodings != "none" and encoder.encoding_width != prior.encoding_in.in_features:
-        raise UserError(f"{flag}: text encodings {encoder.encoding_width} wide, the prior's "
-                        f"{prior.encoding_in.in_features}")
+        if not self.text.strip():
+            raise UserError("--text: give a text that is not empty")
 
 
 def sample(args):
     device = dist.setup(args.device)
     if not dist.is_main():
         return
-    prior, state = load_prior(Path(args.run) / args.model, device, args.weights, args.lora, args.lora_scale)
-    check_guidance(prior.cfg, args.guidance_scale)
+    from common import clip
+    prior, state = load_prior(Path(args.run) / args.model, device, args.weights, args.lora_scale)
+    diffusion.check_guidance(prior.cfg, args.guidance_scale)
     if args.steps > prior.cfg.timesteps:
         raise UserError(f"--steps: {args.steps} is more than the {prior.cfg.timesteps} timesteps of the prior")
-    texts = args.text if args.text.strip() else Path(args.texts).read_text(errors="replace")
-    texts = [text.strip() for text in texts.splitlines() if text.strip()]
-    if not texts:
-        raise UserError(f"{args.texts}: no text in it")
-    if not (spec := args.clip or state["clip"]):
-        raise UserError(f"{args.run}: which CLIP made its embeddings is not known; name it with --clip")
-    from common import clip
+    texts = [text.strip() for text in args.text.splitlines() if text.strip()]
+    spec = args.clip or state["clip"]
     encoder = clip.load(spec, device)
-    check_encoder(encoder, prior, f"--clip {spec}")
+    clip.check_widths(encoder, f"--clip {spec}", *state["widths"])
     out, similarity = embeddings_of_texts(prior, encoder, texts, range(len(texts)), args.num, args.steps,
                                           args.guidance_scale, args.eta, args.best_of, args.seed, args.max_batch)
     for text, cosines in zip(texts, similarity.tolist()):

@@ -53,12 +53,10 @@ def save(state, path):
         return checksum(file.name)
 
 
-def load(path, sha256=None):
+def load(path):
     """The state saved at `path`, on the CPU. UserError when it is missing, damaged, or not a checkpoint."""
     if not Path(path).is_file():
         raise UserError(f"{path}: no such checkpoint")
-    if sha256 and checksum(path) != sha256:
-        raise UserError(f"{path}: damaged, its sha256 is not the one in auto_resume.json")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch meets what it does not know with any of a dozen types
@@ -164,13 +162,23 @@ def load_weights(module, state, path, strict=True):
     fits = {name: value for name, value in found.items() if name in expected and value.shape == expected[name].shape}
     wrong = sorted((expected.keys() | found.keys()) - fits.keys())
     if wrong and "lora" in state:
-        raise UserError(f"{path}: LoRA adapters, not a model; give their base, {state['lora']['base']}, as the model "
-                        "and these with --lora")
+        raise UserError(f"{path}: LoRA adapters, not a model; give their base, {state['lora']['base']}")
     if wrong and (strict or not fits):
         names = ", ".join(wrong[:5]) + ", …" * (len(wrong) > 5)
         raise UserError(f"{path}: weights of another model: {len(wrong)} entries differ: {names}; give the settings "
                         "it was trained with")
     module.load_state_dict(fits, strict=False)
+
+
+def identity(cfg, fixed, source, clip=None):
+    """What must not change while a run goes on: {name: plain value} of the fields `fixed`, the data and the base.
+
+    source: the training data. clip: the CLIP that the model is conditioned by, or None.
+    """
+    facts = {name: getattr(cfg, name) for name in fixed}
+    facts |= {f"data {name}": value for name, value in source.fingerprint().items()}
+    facts |= {"clip": clip.fingerprint()} if clip else {}
+    return facts | ({"lora_base": checksum(cfg.init_from)} if getattr(cfg, "lora_rank", 0) else {})
 
 
 def check_identity(found, expected, where):
@@ -188,14 +196,14 @@ def check_identity(found, expected, where):
 def record_of(folder):
     """What auto_resume.json of a run folder says, newest checkpoint first; of a run that is not there, nothing."""
     path = Path(folder) / "auto_resume.json"
-    if not path.exists():
+    if not path.exists() and not [*Path(folder).glob("checkpoints/step_*.pt")]:
         return {"checkpoints": [], "finished": None}
-    with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+    with contextlib.suppress(FileNotFoundError, ValueError, TypeError, KeyError, AttributeError):
         record = json.loads(path.read_text())
         if all({"file", "step", "sha256"} <= entry.keys() for entry in record["checkpoints"]):
             return record
-    raise UserError(f"{path}: damaged; delete it and give one of {folder}/checkpoints with --load and a new --run, or "
-                    "start over with --resume never")
+    raise UserError(f"{path}: damaged or missing; go on from one of {folder}/checkpoints with --load FILE and a new "
+                    "--run, or start over with --resume never")
 
 
 class Run:
@@ -208,19 +216,17 @@ class Run:
     def open(self, resume):
         """Hold the folder; returns notes. With `resume` "never" an earlier run in it is moved to FOLDER.1, .2, …."""
         self._hold()
-        notes, record, files = [], self.folder / "auto_resume.json", [*self.folder.glob("checkpoints/step_*.pt")]
-        if resume == "never" and (files or record.exists()):
+        notes = []
+        if resume == "never" and [*self.folder.glob("auto_resume.json"), *self.folder.glob("checkpoints/step_*.pt")]:
             number = next(i for i in itertools.count(1) if not Path(f"{self.folder}.{i}").exists())
             os.rename(self.folder, f"{self.folder}.{number}")
             notes.append(f"the earlier run is now in {self.folder}.{number}")
             self._hold()
-        elif files and not record.exists():
-            raise UserError(f"{self.folder}: has {len(files)} checkpoints but no auto_resume.json; go on from one with "
-                            "--load FILE and a new --run, or start over with --resume never")
         for scrap in self.folder.glob("checkpoints/*.tmp"):  # of a process killed while saving
             scrap.unlink()
         self.record = record_of(self.folder)
-        self._note()  # so that a first save that is cut off before it is recorded is known for what it is
+        # Written at once, so that a first save that is cut off before it is recorded is known for what it is.
+        write_json(self.record, self.folder / "auto_resume.json")
         return notes
 
     def _hold(self):
@@ -235,9 +241,6 @@ class Run:
         self.lock.truncate(0)
         self.lock.write(f"process {os.getpid()} on {os.uname().nodename}\n")
         self.lock.flush()
-
-    def _note(self):
-        write_json(self.record, self.folder / "auto_resume.json")
 
     def resume_point(self, cfg, identity):
         """(checkpoint to go on from or None, results of a run that is finished or None, notes).
@@ -276,13 +279,14 @@ class Run:
             kept = [entry, *(older for older in self.record["checkpoints"] if older["step"] < step)][:keep or None]
             self.record |= {"world_size": dist.world_size(), "identity": state.identity, "finished": None,
                             "checkpoints": kept}
-            self._note()
+            write_json(self.record, self.folder / "auto_resume.json")
             names = {older["file"] for older in kept}
             for path in self.folder.glob("checkpoints/step_*.pt") if keep else ():
                 if f"checkpoints/{path.name}" not in names and path.name < Path(file).name:
                     path.unlink()
             log.send()
-        self._later(work)
+        self.wait()
+        self.writing = self.writer.submit(work)
 
     def save_best(self, state, val_loss, log):
         """Begin to write best.pt if `val_loss` is the lowest so far; every rank calls it. Returns whether it is."""
@@ -295,15 +299,11 @@ class Run:
             def work():
                 save(contents, self.folder / "best.pt")
                 self.record["best"] = {"file": "best.pt", "step": contents["step"], "values": values}
-                self._note()
+                write_json(self.record, self.folder / "auto_resume.json")
                 log.send()
-            self._later(work)
+            self.wait()
+            self.writing = self.writer.submit(work)
         return True
-
-    def _later(self, work):
-        """Have a thread do `work` while training goes on; waits for the work before it."""
-        self.wait()
-        self.writing = self.writer.submit(work)
 
     def wait(self):
         """Wait for what is being written; an error that it met is raised here."""
@@ -316,4 +316,4 @@ class Run:
         self.wait()
         save({**averaged(state.contents()), **results}, self.folder / "model.pt")
         self.record["finished"] = results
-        self._note()
+        write_json(self.record, self.folder / "auto_resume.json")

@@ -179,17 +179,26 @@ class OpenCLIP(nn.Module):
 
 def load(spec: str | Path, device: torch.device | str) -> CLIP | OpenCLIP:
     """The frozen CLIP that `spec` names: a run folder, a model.pt, or open_clip:MODEL/WEIGHTS."""
+    if not spec:
+        raise UserError("which CLIP made the embeddings is not known; name it with --clip")
     if str(spec).startswith("open_clip:"):
         model = OpenCLIP(str(spec))
     else:
         path = Path(spec) / "model.pt" if Path(spec).is_dir() else Path(spec)
         state = checkpoint.load(path) if path.is_file() else {}
         if "vocabulary" not in state:
-            raise UserError(f"{path}: there is no CLIP here; train one (python -m common.clip train --data PATH --run "
-                            "RUN), or name a run folder, a model.pt or open_clip:MODEL/WEIGHTS")
+            raise UserError(f"{path}: there is no CLIP here; train one by python -m common.clip train, or name another")
         model = CLIP(Config(**config.from_dict(Config, state["config"], path)), state["vocabulary"])
         checkpoint.load_weights(model, state, path)
     return model.to(device).eval().requires_grad_(False)
+
+
+def check_widths(model, where, embed_width, encoding_width=0):
+    """UserError, which says `where`, unless the CLIP has these widths of embeddings and text encodings; 0 is any."""
+    for name, found, needed in (("embeddings", model.embed_width, embed_width),
+                                ("text encodings", model.encoding_width, encoding_width)):
+        if needed and found != needed:
+            raise UserError(f"{where}: the CLIP's {name} are {found} wide, but {needed} are needed")
 
 
 def read(path, image_size, training=None, batch_size=256):
@@ -225,21 +234,20 @@ def train(cfg: Config, device: torch.device) -> CLIP:
                         "more images or a lower --batch_size")
     accumulate.seed(cfg.seed, "clip")
     model = CLIP(cfg, Tokenizer.learn(captions, cfg.vocabulary).vocabulary).to(device).train()
-    optimizers = optim.make(model, "adamw", cfg.lr, 0.1, (0.9, 0.98), 1e-6)  # betas, eps: Radford 2021, Table 18
+    [optimizer] = optim.make(model, "adamw", cfg.lr, 0.1, (0.9, 0.98), 1e-6)  # betas, eps: Radford 2021, Table 18
     pixels, tokens = torch.from_numpy(np.concatenate([p for p, _ in batches])).to(device), model.tokenize(captions)
     tokens = tokens[:, (tokens != PAD).any(0)].to(device)  # (N, L) without what is padding in every row
     labels = torch.arange(cfg.batch_size, device=device)  # caption i is that of image i
     for step in tracker.progress(range(cfg.steps), desc="small CLIP", unit="step"):
         lr = schedule.learning_rate(step, cfg.lr, cfg.steps // 10, cfg.steps, cosine=True)
-        schedule.set_learning_rate(optimizers, lr)
+        schedule.set_learning_rate([optimizer], lr)
         rows = data.shuffled(step * cfg.batch_size + np.arange(cfg.batch_size), len(captions), cfg.seed)
         image, (text, _, _) = model.embed_image(pixels[rows]), model.embed_text(tokens[rows])
         logits = model.log_scale.clamp(max=math.log(100)).exp() * image @ text.T  # (B images, B texts)
         loss = (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2  # Radford 2021, Figure 3
         loss.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
     model.eval().requires_grad_(False)
     checkpoint.save({"model": model.state_dict(), "vocabulary": model.tokenizer.vocabulary,
                      "config": config.as_json(cfg)}, Path(cfg.run) / "model.pt")

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch.special import log_ndtr
 
-from common import config
+from common import accumulate, amp, config, dist
 from common.config import Count, Natural, NonNegative, Positive, Share, UserError
 
 SCHEDULES = ("cosine", "linear", "quadratic", "sigmoid", "jsd")
@@ -46,12 +46,30 @@ class Training(config.Training):
             ("loss_gamma", self.loss_weight in ("min_snr", "p2"), "--loss_weight min_snr or p2"),
             ("dream", self.objective == "epsilon", "--objective epsilon"),
             ("density_mean", self.timestep_density == "logit_normal", "--timestep_density logit_normal"),
-            ("density_std", self.timestep_density == "logit_normal", "--timestep_density logit_normal")))
-        if self.loss_weight in ("sigma_sqrt", "cosmap") and self.objective != "flow":
-            raise UserError(f"--loss_weight {self.loss_weight}: it needs --objective flow")
-        if self.lora_rank and not self.init_from:
-            raise UserError(f"--lora_rank {self.lora_rank}: adapters need a trained model; name its file with "
-                            "--init_from")
+            ("density_std", self.timestep_density == "logit_normal", "--timestep_density logit_normal"),
+            ("loss_weight", self.loss_weight not in ("sigma_sqrt", "cosmap") or self.objective == "flow",
+             "--objective flow"),
+            ("lora_rank", self.init_from, "a trained model, whose file is named with --init_from")))
+        check_guidance(self, self.guidance_scale)
+
+
+@dataclass(frozen=True)
+class Inference(config.Settings):
+    """What every command that uses a trained diffusion model can be told."""
+    # The model
+    model: str = "model.pt"  # file of the run: model.pt (last), best.pt (lowest validation loss), checkpoints/step_N.pt
+    weights: Literal["ema", "online"] = "ema"  # of a checkpoint: averaged, or as the optimizer left them
+    lora_scale: float = 1.0  # how much LoRA adapters count, of a run that trained some: 0 not at all
+    seed: int = 0  # of the noise
+    device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # where to compute
+
+
+def check_guidance(cfg, guidance_scale):
+    """UserError for guidance of a model that never trained without its condition, the image embedding or the text."""
+    for name in ("image_drop", "text_drop"):
+        if guidance_scale != 1 and getattr(cfg, name, 1) == 0:
+            raise UserError(f"--guidance_scale {guidance_scale}: the model is trained with --{name} 0, so it knows "
+                            f"nothing to be guided away from; give 1, or train with --{name} 0.1")
 
 
 def betas(name, timesteps):
@@ -263,6 +281,24 @@ def sample(denoise, x, alpha, sigma, steps, eta=1.0, draw=torch.randn_like, know
                 x = torch.where(mask, add_noise(known, draw(x), a_next, s_next), x)
             if repeat < resample - 1:
                 x = a / a_next * x + math.sqrt(beta) * draw(x)
+
+
+@torch.no_grad()
+def mean_loss(model, batches, loss_of, cfg, device):
+    """Mean of `loss_of(batch)` over all rows of all ranks' `batches`, (number, batch), with the same noise every time.
+
+    `model` is in eval mode meanwhile, and afterwards in the mode that it was in.
+    """
+    mode, loss_sum, count = model.training, 0.0, 0
+    model.eval()
+    for number, batch in batches:
+        accumulate.seed(cfg.seed, "loss", number)
+        with amp.autocast(device, cfg.precision):
+            loss_sum += loss_of(batch).item() * len(batch["rows"])
+        count += len(batch["rows"])
+    model.train(mode)
+    loss_sum, count = dist.total([loss_sum, count])
+    return loss_sum / count
 
 
 def noise_source(seeds, device):

@@ -69,37 +69,34 @@ def merge(model):
 def start(model, cfg):
     """Adapt the model with the (averaged) weights of cfg.init_from; (adapters, entry "lora" of the run's files)."""
     checkpoint.load_weights(model, checkpoint.averaged(checkpoint.load(cfg.init_from)), cfg.init_from)
-    about = {"rank": cfg.lora_rank, "base": cfg.init_from, "base_sha256": checkpoint.checksum(cfg.init_from)}
+    base = str(Path(cfg.init_from).absolute())
+    about = {"rank": cfg.lora_rank, "base": base, "base_sha256": checkpoint.checksum(base)}
     return inject(model, cfg.lora_rank), about
 
 
-def merged(state, base, path, scale=1.0):
-    """The contents `state` of a model's file `base` with the adapters of the file or run folder `path` merged in.
+def merged(adapted, path, scale=1.0):
+    """The contents `adapted` of the file `path` of a run of adapters, with these merged into the weights of their base.
 
     Config and all other facts are those of the adapters' run, the last that the model went through.
     """
-    path = Path(path) / "model.pt" if Path(path).is_dir() else Path(path)
-    adapted = checkpoint.averaged(checkpoint.load(path))
-    if "lora" not in adapted:
-        raise UserError(f"{path}: not LoRA adapters, but a whole model; give it as the model, without --lora")
-    if "lora" in state:
-        raise UserError(f"{base}: LoRA adapters, not the model that they adapt, which is {state['lora']['base']}")
-    about, weights = adapted.pop("lora"), dict(state["model"])
+    about, adapters = adapted["lora"], adapted["model"]
+    base, rest = about["base"], {name: value for name, value in adapted.items() if name != "lora"}
+    weights = dict(checkpoint.averaged(checkpoint.load(base))["model"])
     if dist.is_main() and checkpoint.checksum(base) != about["base_sha256"]:
-        print(f"note: {path} was trained on {about['base']}, which {base} is not, or no longer")
-    for name in sorted({name[:-2] for name in adapted["model"]}):
-        a, b = adapted["model"][f"{name}.A"], adapted["model"][f"{name}.B"]
+        print(f"note: {path} was trained on {base}, which has changed since")
+    for name in sorted({name[:-2] for name in adapters}):
+        a, b = adapters[f"{name}.A"], adapters[f"{name}.B"]
         layer = name.replace("/", ".") + ".weight"
         if layer not in weights or weights[layer].shape != (len(b), a.shape[1]):
             raise UserError(f"{path}: adapters of another model than {base}: {layer} is not {len(b)} x {a.shape[1]}")
         weights[layer] = weights[layer] + scale * (b @ a)
-    return {**adapted, "model": weights}
+    return {**rest, "model": weights}
 
 
-def read_model(kind, cls, path, weights="ema", adapters="", scale=1.0):
+def read_model(kind, cls, path, weights="ema", scale=1.0):
     """(config of the class `cls`, contents) of the file `path` of a `kind` of model; "model" has the weights to load.
 
-    weights: "ema", those averaged, or "online", which only checkpoints have. adapters: `merged` in if given.
+    weights: "ema", those averaged, or "online", which only checkpoints have. Adapters are `merged` into their base.
     """
     state = checkpoint.load(path)
     if state.get("kind") != kind:
@@ -107,5 +104,5 @@ def read_model(kind, cls, path, weights="ema", adapters="", scale=1.0):
     if "ema" not in state and weights == "online":
         raise UserError(f"{path}: has the averaged weights alone; --weights online needs one of RUN/checkpoints")
     state = checkpoint.averaged(state) if weights == "ema" else state
-    state = merged(state, path, adapters, scale) if adapters else state
+    state = merged(state, path, scale) if "lora" in state else state
     return cls(**config.from_dict(cls, state["config"], path)), state

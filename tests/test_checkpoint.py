@@ -15,7 +15,7 @@ import torch
 from conftest import FORKS
 from torch import nn
 
-from common import amp, checkpoint, config, dist, ema, optim
+from common import amp, checkpoint, config, diffusion, dist, ema, optim
 from common.config import UserError
 
 
@@ -90,7 +90,7 @@ def contents(folder):
 
 # Files
 
-def test_every_flipped_bit_of_a_saved_state_is_refused_and_without_one_it_is_the_same(tmp_path):
+def test_every_flipped_bit_of_a_saved_state_is_noticed_and_without_one_it_is_the_same(tmp_path):
     path, generator = tmp_path / "deep" / "state.pt", random.Random(0)
     state = {"model": {"w": torch.randn(9), "half": torch.ones(3, dtype=torch.bfloat16)}, "plan": [1, (2, "a"), None]}
     for _ in range(2):  # also over an older one
@@ -101,10 +101,9 @@ def test_every_flipped_bit_of_a_saved_state_is_refused_and_without_one_it_is_the
         bad = bytearray(good)
         bad[generator.randrange(len(bad))] ^= 1 << generator.randrange(8)
         path.write_bytes(bad)
-        with pytest.raises(UserError, match="damaged, its sha256"):
-            checkpoint.load(path, digest)
+        assert checkpoint.checksum(path) != digest
     path.write_bytes(good)
-    assert same(checkpoint.load(path, digest), state)
+    assert same(checkpoint.load(path), state)
 
 
 class Secret:
@@ -204,13 +203,23 @@ def test_weights_that_do_not_fit_are_refused_by_name_and_not_strict_takes_what_f
         other.start_from(path)
     with pytest.raises(UserError, match="2 entries differ: bias, weight;"):  # nothing fits
         checkpoint.load_weights(nn.Linear(1, 1), {"model": {}}, path, strict=False)
-    with pytest.raises(UserError, match="LoRA adapters, not a model; give their base, BASE, as the model"):
+    with pytest.raises(UserError, match=r"LoRA adapters, not a model; give their base, BASE$"):
         checkpoint.load_weights(nn.Linear(1, 1), {"model": {}, "lora": {"base": "BASE"}}, path)
     assert same(other.contents(), before)
     other.start_from(path, strict=False)
     after = other.modules["model"].state_dict()
     assert [name for name in after if not torch.equal(after[name], before["model"][name])] == ["3.bias"]
     assert same(other.average.state_dict(), after)  # it starts where the weights do
+
+
+def test_a_run_is_known_by_its_settings_its_data_its_clip_and_the_base_of_its_adapters(tmp_path):
+    (tmp_path / "base.pt").write_bytes(b"base")
+    source, encoder = (SimpleNamespace(fingerprint=lambda facts=facts: facts) for facts in ({"rows": 5}, "abc"))
+    cfg = diffusion.Training(seed=3, lora_rank=2, init_from=str(tmp_path / "base.pt"))
+    expected = {"seed": 3, "lr": 1e-3, "data rows": 5}
+    assert checkpoint.identity(config.Training(seed=3), ("seed", "lr"), source) == expected
+    expected |= {"clip": "abc", "lora_base": hashlib.sha256(b"base").hexdigest()}
+    assert checkpoint.identity(cfg, ("seed", "lr"), source, encoder) == expected
 
 
 def test_the_weights_for_use_are_the_average_with_what_it_takes_to_make_the_model(tmp_path):
@@ -237,7 +246,7 @@ def test_a_run_is_found_again_as_it_was_left(tmp_path):
     again = opened(tmp_path)
     newest = again.record["checkpoints"][0]
     assert newest["values"] == {"step": 20, "best": math.inf} and again.record["world_size"] == 1
-    assert same(checkpoint.load(tmp_path / newest["file"], newest["sha256"]), state.contents())
+    assert same(checkpoint.load(tmp_path / newest["file"]), state.contents())
     again.finish(state, {"step": 20})
     assert resume_point(again, steps=20) == (20, {"step": 20}, []) and checkpoint.record_of(tmp_path)["finished"]
     assert resume_point(again, steps=21) == (20, None, [])  # there is more to train
@@ -310,8 +319,7 @@ def test_a_missing_or_damaged_record_is_told_with_ways_out(text, tmp_path):
     path.unlink()
     if text is not None:
         path.write_bytes(text.encode("latin-1"))
-    what = "run: has 2 checkpoints but no auto_resume.json" if text is None else f"{path}: damaged"
-    with pytest.raises(UserError, match=f"{what}; .*--load.*--resume never"):
+    with pytest.raises(UserError, match=f"{path}: damaged or missing; .*--load.*--resume never"):
         opened(tmp_path / "run")
     assert resume_point(opened(tmp_path / "run", "never")) == (None, None, [])  # a way out
     assert len(os.listdir(tmp_path / "run.1/checkpoints")) == 2

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from common import diffusion
+from common import accumulate, diffusion, dist
 from common.config import UserError
 
 T = 200
@@ -379,3 +379,22 @@ def test_a_setting_without_effect_is_refused_with_what_it_needs(settings, needed
     others = {"objective": "flow"} if "noise_schedule" in settings else {}
     with pytest.raises(UserError, match=f"--{next(iter(settings))}.*: .*{message}"):
         diffusion.Training(**settings, **others)
+
+
+def mean_loss(training):
+    """What a rank finds of 11 rows in batches of 3; the loss of a batch is the mean of its rows, and some noise."""
+    model, rows = torch.nn.Dropout().train(training), torch.arange(11.0).split(3)
+    batches = [(number, {"rows": rows[number]}) for number in range(dist.rank(), 4, dist.world_size())]
+    def loss_of(batch):
+        assert not model.training and not torch.is_grad_enabled()
+        return batch["rows"].mean() + torch.rand(())
+    return diffusion.mean_loss(model, batches, loss_of, diffusion.Training(seed=3), torch.device("cpu")), model.training
+
+
+def test_the_mean_loss_is_that_of_all_rows_on_any_number_of_ranks_and_the_mode_is_as_before(on_ranks):
+    total = 55.0
+    for number, size in enumerate((3, 3, 3, 2)):
+        accumulate.seed(3, "loss", number)
+        total += torch.rand(()).item() * size
+    expected = pytest.approx(total / 11, rel=1e-6)
+    assert [mean_loss(True), *on_ranks(2, mean_loss, False)] == [(expected, True), *[(expected, False)] * 2]
