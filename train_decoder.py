@@ -79,7 +79,7 @@ class Config(diffusion.Training):
     low_res_blur: Share = 0.5  # probability of blurring it
     random_crop: Natural = 0  # train on random crops of this size, 0 for whole pictures
     # Optimization
-    steps: Count = 1400  # optimizer steps
+    steps: Count = 1600  # optimizer steps
     lr: Positive = 2e-3  # peak learning rate
     # Evaluation and saving; both happen at the first log line at or after they are due
     eval_steps: Count = 25  # sampling steps of its pictures
@@ -447,7 +447,9 @@ class Evaluator:
         """
         cfg, (source, _), grid = self.cfg, self.parts[part], None
         built_in = isinstance(source, images.Shapes) and cfg.image_size % 16 == 0
-        totals = {kind: np.zeros(3) for kind in ("drawn", "real")}  # rows, CLIP scores, rows with all that is named
+        names = list(synthetic.ATTRIBUTES)
+        # rows, CLIP scores, rows with all that is named; by attribute: how often it is right, and named
+        totals = {kind: np.zeros(3 + 2 * len(names)) for kind in ("drawn", "real")}
         embeds = {kind: [] for kind in totals}
         for _, batch in self.batches(part):
             seeds = [accumulate.number(cfg.seed, "picture", row) for row in batch["rows"].tolist()]
@@ -467,8 +469,10 @@ class Evaluator:
                     records = source.records(batch["rows"].cpu().numpy())
                     features = synthetic.picture_features(pictures[kind].cpu().numpy())
                     good = synthetic.picture_judge().attributes(features) == synthetic.values(records)
-                    total[2] += (good | ~synthetic.named(records)).all(1).sum()
-        (count, score, right), (_, real_score, real_right) = (dist.total(total.tolist()) for total in totals.values())
+                    named = synthetic.named(records)  # (B, attributes)
+                    total[2:] += [(good | ~named).all(1).sum(), *(good & named).sum(0), *named.sum(0)]
+        (count, score, right, *by_name), (_, real_score, real_right, *_) = (dist.total(total.tolist())
+                                                                            for total in totals.values())
         result = {}
         if self.encoder:
             features = ([x for rank in dist.gather(found) for x in rank] for found in embeds.values())
@@ -476,6 +480,8 @@ class Evaluator:
                        "frechet_distance": frechet_distance(*map(np.concatenate, features))}
         if built_in:
             result |= {"caption_accuracy": right / count, "caption_accuracy_ceiling": real_right / count}
+            result |= {f"accuracy_{name}": good / max(1, all_named)
+                       for name, good, all_named in zip(names, by_name, by_name[len(names):])}
         return result, grid
 
 

@@ -574,7 +574,8 @@ def evaluate(args):
 @dataclass(frozen=True)
 class SampleConfig(PriorConfig):
     # What to imagine
-    text: str = ""  # what to imagine; several texts one a line
+    text: str = ""  # what to imagine
+    texts: str = ""  # or a file with one text a line
     num: Count = 4  # embeddings a text
     best_of: Count = 2  # candidates an embedding, of which the most similar to the text is kept (DALL-E 2 §2.2)
     steps: Count = 64  # sampling steps
@@ -584,8 +585,8 @@ class SampleConfig(PriorConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        if not self.text.strip():
-            raise UserError("--text: give a text that is not empty")
+        if bool(self.text.strip()) == bool(self.texts):
+            raise UserError("--text: give a text that is not empty, or a file of them with --texts")
 
 
 def sample(args):
@@ -597,7 +598,10 @@ def sample(args):
     diffusion.check_guidance(prior.cfg, args.guidance_scale)
     if args.steps > prior.cfg.timesteps:
         raise UserError(f"--steps: {args.steps} is more than the {prior.cfg.timesteps} timesteps of the prior")
-    texts = [text.strip() for text in args.text.splitlines() if text.strip()]
+    texts = args.text if args.text.strip() else Path(args.texts).read_text(errors="replace")
+    texts = [text.strip() for text in texts.splitlines() if text.strip()]
+    if not texts:
+        raise UserError(f"{args.texts}: no text in it")
     spec = args.clip or state["clip"]
     encoder = clip.load(spec, device)
     clip.check_widths(encoder, f"--clip {spec}", *state["widths"])

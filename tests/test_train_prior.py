@@ -320,7 +320,8 @@ def test_mistakes_end_in_one_line_and_a_status(emb, finished, tmp_path):
         (["--eval_timesteps", "1,2000"], 2, "2000 is not within 1 and 1000"), (["--lora_rank", "4"], 2, "--init_from"),
         (["--clamp", "training", "--objective", "v"], 2, "needs --objective x0"), (["--clamp", "a"], 2, "'a' is none"),
         (["--guidance_scale", "2", "--text_drop", "0"], 2, "is trained with --text_drop 0"),
-        (["sample"], 2, "give a text"), ([*train, "--data", "no"], 1, "no such folder"),
+        (["sample", "--text", "x", "--texts", "y"], 2, "give a text"), (["sample"], 2, "give a text"),
+        (["sample", "--texts", os.devnull, *used], 1, "no text in it"), ([*train, "--data", "no"], 1, "no such folder"),
         (["sample", "--text", "x", "--steps", "1001", *used], 1, "--steps: 1001 is more than the 1000"),
         (["sample", "--text", "x", "--steps", "1000", *used], 1, "name it with --clip"),
         (["evaluate", *used, "--data", narrow], 1, "are [8, 0] wide"), ([*train, *used], 1, "width is 32 there"),
@@ -357,7 +358,8 @@ def test_samples_do_not_depend_on_the_batch_and_are_the_best_of_several(encoding
     model = clip.load(world / "clip", CPU)
     cosines = several @ model.embed_text(model.tokenize(["a small red star"]))[0][0].numpy()
     assert f"similarity with the text {', '.join(f'{cosine:.3f}' for cosine in cosines)}" in out
-    best = sampled(tmp_path / "run", text="a small red star\n\nsomething blue", num=2, best_of=3, max_batch=4)[1]
+    (tmp_path / "texts").write_text("a small red star\n\nsomething blue\n")
+    best = sampled(tmp_path / "run", text="", texts=tmp_path / "texts", num=2, best_of=3, max_batch=4)[1]
     np.testing.assert_allclose(best[:2], several[[cosines[:3].argmax(), 3 + cosines[3:].argmax()]], atol=1e-5)
     assert best.shape == (4, 16) and np.abs(several[0] - several[1]).max() > 1e-3
 
