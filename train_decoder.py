@@ -115,7 +115,7 @@ class Config(diffusion.Training):
 STAGES = {
     "base": {},  # an upsampler has no attention and no condition but its low resolution (DALL-E 2 §2.1)
     "upsample": dict(image_size=32, low_res_size=16, mults=(1, 2), attention_levels=(), image_condition=False,
-                     random_crop=16, steps=500, eval_every=250, eval_steps=10),
+                     random_crop=16, steps=900, eval_every=450, eval_steps=10),
 }
 PRESETS = {  # the base U-Net of DALLE2-pytorch's published config, over ViT-L/14
     "dalle2-64": dict(stage="base", clip="open_clip:ViT-L-14/openai", image_size=64, width=128, mults=(1, 2, 4, 8),
