@@ -211,11 +211,11 @@ class Parser(argparse.ArgumentParser):
             super().print_help(file)
 
 
-def parse(cls, words, usage="", presets=None, stages=None):
+def parse(cls, words, usage="", presets=None, stages=None, only=None):
     """The config `cls` that the words of a command line ask for; UserError, or SystemExit(0) after --help.
 
     stages: {name: {field: default of that stage}}. With these it is a list of configs, of the stage that the field
-    `stage` names or, if that is "all", of each.
+    `stage` names or, if that is "all", of each. only: {field: stages that it is for}; a flag of others is refused.
     """
     presets, stages = presets or {}, stages or {}
     for name, defaults in stages.items():
@@ -225,20 +225,23 @@ def parse(cls, words, usage="", presets=None, stages=None):
     parser.add_argument("--preset", choices=presets, help="named settings; --config and flags win over them")
     given = parser.read(words)
     preset, file = presets.get(given.pop("preset", None), {}), given.pop("config", None)
-    given = preset | (from_dict(cls, read_json(file), file) if file else {}) | given
+    flags, given = given, preset | (from_dict(cls, read_json(file), file) if file else {}) | given
     if "stage" in preset and given["stage"] != preset["stage"]:
         raise UserError(f"--stage {given['stage']}: this preset is for --stage {preset['stage']} alone")
     if not stages:
         return cls(**given)
     stage = given.get("stage", cls.stage)
+    for name in flags:
+        if stage != "all" and stage not in (only or {}).get(name, stage):
+            raise UserError(f"--{name}: it has no effect on --stage {stage}, only on {', '.join(only[name])}")
     return [cls(**{**stages[name], **given, "stage": name}) for name in (stages if stage == "all" else [stage])]
 
 
-def run(commands, usage, default=None, presets=None, stages=None):
+def run(commands, usage, default=None, presets=None, stages=None, only=None):
     """Run the command that the first word of the command line names, or else `default`, on its config.
 
-    commands: {name: (function of a config, config class)}. `presets` and `stages` are the default command's. An error
-    on the command line ends with one line and status 2. A later UserError or OSError ends with one line and status 1.
+    commands: {name: (function of a config, config class)}. `presets`, `stages` and `only` are the default command's.
+    An error on the command line ends with one line and status 2, a later UserError or OSError with status 1.
     """
     words, status = [word for word in sys.argv[1:] if word != "--"], 2  # torchrun may need it before the flags
     try:
@@ -246,7 +249,7 @@ def run(commands, usage, default=None, presets=None, stages=None):
         if name not in commands:
             raise UserError(f"{name or 'command'}: expected one of {', '.join(commands)}")
         function, cls = commands[name]
-        cfg = parse(cls, words, f"{usage}\nSettings of {name}:", *((presets, stages) if name == default else ()))
+        cfg = parse(cls, words, f"{usage}\nSettings of {name}:", *((presets, stages, only) if name == default else ()))
         status = 1
         function(cfg)
     except (UserError, OSError) as error:
