@@ -1,395 +1,368 @@
-"""Recordings: folders of audio files of the user, the built-in syllables, and caches of the tokens made of either.
+"""Recordings: audio files, resampling, spectra; folders of recordings, the built-in syllables, caches of their tokens.
 
-`Recordings` and `Syllables` are sources for data.Chunks: `fetch` gives crops of waves.
+WAV needs numpy alone; flac, ogg, opus and mp3 are read by soundfile. A wave is float in [-1, 1], time last.
 """
-import collections
 import contextlib
+import functools
 import hashlib
-import json
-import os
+import math
 import re
+import shutil
+import struct
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from common import audio, checkpoint, data, dist, synthetic, tracker
-from common.audio import Unusable
-from common.config import UserError
+from common import checkpoint, data, dist, synthetic, tracker
+from common.config import UserError, need
 
 SUFFIXES = (".wav", ".flac", ".ogg", ".mp3", ".opus")
-FEW = 5  # broken files that are left out however few there are in all; of many, data.BAD_SHARE
-ENOUGH_SPEAKERS = 20  # from as many on they are what is split, so that validation is by voices never heard
-LOOKED_AT = 60  # seconds of a recording that `check` reads
-CACHED = 2 ** 29  # bytes of drawn syllables that a process keeps
-BLOCKS = 128  # parts in which tokens are cached, whatever the number of ranks: a kill costs each rank one at most
+SAMPLES = {(1, 8): ("u1", 2 ** 7), (1, 16): ("<i2", 2 ** 15), (1, 24): ("<i4", 2 ** 31), (1, 32): ("<i4", 2 ** 31),
+           (3, 32): ("<f4", 1), (3, 64): ("<f8", 1)}  # format tag and bits of a WAV file: type and full scale
+LEAD = {"MP3": 2, "OGG": 5}  # seconds to decode before a crop: MP3's bit reservoir, the last page of Vorbis
+MARGIN = 1024  # samples of silence between the ends of a wave that is resampled, and read on both sides of a crop
+
+
+class Unusable(UserError):
+    """A recording that cannot be used, with the reason; training goes on with the next one."""
+
+
+def read(path, start=0, frames=-1):
+    """(float32 numpy (C, T), samples a second) from sample `start` on, T at most `frames`, -1: to the end.
+
+    Only that is decoded. Unusable if the file is damaged or samples are not finite, UserError if soundfile is missing.
+    """
+    return _read(path, start, None if frames < 0 else start + frames)[:2]
+
+
+def _read(path, start, stop):
+    """(float32 numpy (C, T) of the samples `start` to `stop`, samples a second, samples a channel in all)."""
+    if Path(path).suffix.lower() == ".wav":
+        return _read_wav(path, start, stop)
+    soundfile = need("soundfile", f"{path}: reading {Path(path).suffix}")
+    try:
+        with soundfile.SoundFile(str(path)) as file:
+            start = min(start, file.frames)
+            lead = min(start, LEAD.get(file.format, 0) * file.samplerate)
+            file.seek(start - lead)
+            samples = file.read(-1 if stop is None else lead + stop - start, dtype="float32", always_2d=True)
+            return np.ascontiguousarray(samples[lead:].T), file.samplerate, file.frames
+    except soundfile.SoundFileError as error:
+        raise Unusable(f"{path}: not a readable audio file ({error})") from error
+
+
+def _read_wav(path, start, stop):
+    """As `_read`. Multimedia Programming Interface and Data Specifications 1.0 (IBM & Microsoft 1991), pp. 56-65."""
+    size, chunks, place = Path(path).stat().st_size, {}, 12
+    content = np.memmap(path, mode="r") if size else b""
+    if bytes(content[:4]) + bytes(content[8:12]) != b"RIFFWAVE":
+        raise Unusable(f"{path}: not a WAV file, or an empty one")
+    while place + 8 <= size and b"data" not in chunks:
+        name, length = struct.unpack_from("<4sI", content, place)
+        chunks[name] = place + 8, length
+        place += 8 + length + length % 2  # chunks begin at even bytes
+    (form, _), (place, length) = (chunks.get(name, (size, 1)) for name in (b"fmt ", b"data"))
+    if not length or length > 0x7FFF0000:  # of a stream, by sox or ffmpeg: it goes to the end of the file
+        length = min(length or size, size - place)
+    if (least := max(form + 26, place + length)) > size:
+        raise Unusable(f"{path}: truncated, {size} bytes, expected {least} or more")
+    tag, channels, rate, bits, subformat = struct.unpack_from("<HHI6xH8xH", content, form)
+    kind, scale = SAMPLES.get((subformat if tag == 0xFFFE else tag, bits), ("", 0))  # WAVE_FORMAT_EXTENSIBLE
+    if not (kind and channels and rate):
+        raise Unusable(f"{path}: unsupported, format {tag} of {bits} bits, {channels} channels, {rate} Hz; make it PCM")
+    total, width = length // (channels * bits // 8), bits // 8
+    samples = content[place:place + total * channels * width].reshape(total, channels, width)[start:stop]
+    samples = np.pad(samples, ((0, 0), (0, 0), (int(bits == 24), 0))).view(kind)[..., 0]  # 24 bits: the upper of 32
+    wave = samples.T.astype(np.float32, order="C") / scale - int(bits == 8)  # 8 bits alone are unsigned
+    if not np.isfinite(wave).all():
+        raise Unusable(f"{path}: samples that are not finite")
+    return wave, rate, total
+
+
+def write_wav(file, wave, rate):
+    """Write a wave (T,) or (C, T), numpy or tensor, as 16-bit PCM to a path or an open binary file; it is clipped."""
+    wave = np.atleast_2d(torch.as_tensor(wave).detach().cpu().float().numpy())
+    samples, align = np.clip(np.round(wave.T * 32768), -32768, 32767).astype("<i2").tobytes(), 2 * len(wave)
+    header = struct.pack("<4sI8sIHHIIHH4sI", b"RIFF", 36 + len(samples), b"WAVEfmt ", 16, 1, len(wave), rate,
+                         rate * align, align, 16, b"data", len(samples))
+    file.write(header + samples) if hasattr(file, "write") else Path(file).write_bytes(header + samples)
+
+
+def resampled_length(frames, rate, to):
+    """How many samples `frames` at `rate` are at `to`."""
+    return -(-frames * to // rate)
+
+
+def resample(wave, rate, to):
+    """Waves (..., T) at `rate` -> float32 (..., ceil(T * to / rate)) at `to` samples a second, band-limited, by FFT."""
+    if rate == to:
+        return wave
+    up, down = to // math.gcd(rate, to), rate // math.gcd(rate, to)
+    blocks = 1 << ((wave.shape[-1] + MARGIN) // down).bit_length()  # of `down` samples that become `up`; a fast number
+    spectrum = torch.fft.rfft(wave.float(), blocks * down)[..., :blocks * min(up, down) // 2 + 1]
+    share = torch.linspace(0, 1, spectrum.shape[-1], device=wave.device)  # of the lower of both Nyquist frequencies
+    fade = torch.cos((share - 0.86).clamp(min=0) / 0.14 * (math.pi / 2)).square()  # above 86 % of it
+    return torch.fft.irfft(spectrum * fade * (up / down), blocks * up)[..., :resampled_length(wave.shape[-1], rate, to)]
+
+
+def stft_magnitude(wave, window, hop):
+    """Magnitudes (B, ceil(T / hop), window // 2 + 1) of waves (B, T), in fp32: a sine of amplitude a reads a."""
+    frames, left = -(-wave.shape[1] // hop), (window - hop) // 2  # frame i is centered on i * hop to (i + 1) * hop
+    padded = torch.nn.functional.pad(wave.float(), (left, (frames - 1) * hop + window - left - wave.shape[1]))
+    taper = torch.hann_window(window, device=wave.device)
+    spectrum = torch.stft(padded, window, hop, window=taper, center=False, return_complex=True)
+    return spectrum.abs().mT * (4 / window)  # twice over the sum of the Hann window
+
+
+@functools.lru_cache(64)
+@torch.inference_mode(False)  # wherever they are first needed, they can be used in training
+def mel_filters(rate, window, bins, device="cpu"):
+    """Triangular filters (window // 2 + 1, bins) of height 1, evenly spaced in HTK's mel from 0 Hz to rate / 2."""
+    edges = 700 * (np.logspace(0, math.log10(1 + rate / 2 / 700), bins + 2) - 1)  # Hz; mel is 2595 log10(1 + f / 700)
+    f = np.linspace(0, rate / 2, window // 2 + 1)[:, None]
+    widths = np.maximum(np.diff(edges), rate / window)  # so that each triangle reaches a frequency of the spectrum
+    rising, falling = (f - edges[1:-1]) / widths[:-1], (edges[1:-1] - f) / widths[1:]
+    return torch.tensor(np.clip(1 + np.minimum(rising, falling), 0, None), dtype=torch.float32, device=device)
+
+
+def log_mel(wave, rate, window, hop, bins, floor=1e-5):
+    """Natural logarithms (B, ceil(T / hop), bins) of mel magnitudes of waves (B, T), none below `floor`'s, in fp32."""
+    with torch.autocast(wave.device.type, enabled=False):
+        mel = stft_magnitude(wave, window, hop) @ mel_filters(rate, window, bins, wave.device)
+    return mel.clamp(min=floor).log()
+
+
+def si_sdr(estimate, target):
+    """Scale-invariant signal-to-distortion ratio (B,) in dB of waves (B, T) (Le Roux et al. 2019, Eq. 3)."""
+    estimate, target = (x.float() - x.float().mean(1, keepdim=True) for x in (estimate, target))
+    tiny = 1e-10  # far below the energy of a wave of 16 bits; silence for silence is 0 dB
+    scaled = target * ((estimate * target).sum(1, keepdim=True) / (target.square().sum(1, keepdim=True) + tiny))
+    return 10 * torch.log10((scaled.square().sum(1) + tiny) / ((estimate - scaled).square().sum(1) + tiny))
+
+
+def spectrogram(wave, rate, height=160):
+    """A picture uint8 (height, frames of about 8 ms, 3) of a wave (T,): mel upward, 80 dB from black to white."""
+    window = 2 ** round(math.log2(rate * 0.032))
+    decibels = 20 / math.log(10) * log_mel(wave[None], rate, window, window // 4, height)[0].mT.flip(0).cpu().numpy()
+    level = np.clip(1 + (decibels - max(decibels.max(), -20)) / 80, 0, 1)[..., None]
+    return (255 * np.clip(3 * level - [0, 1, 2], 0, 1)).astype(np.uint8)  # by way of red and yellow
 
 
 class _Source:
-    """What both have in common, given `rate`, `crop`, `keys`, `who` (the speakers), `by` ("auto", "speaker" or "file",
-    which is what `split` keeps together), frames (of a row), crop_wave, name.
-
-    fetch(rows, draws) -> ({"wave": float32 (n, crop)}, good (n,)): with draws, a number a sample, from a random place;
-    without, from the middle; shorter recordings have silence behind them. A row whose samples cannot be read or are
-    not finite is not good; `fault` says why.
-    """
-
-    augments = True
+    """A source for data.Chunks, given `rate` (Hz), `crop` and `hop` (samples), `keys`, `who`, frames and crop_wave."""
 
     def __len__(self):
         return len(self.keys)
+
+    def name(self, row):
+        return self.keys[row]
 
     def speaker(self, row):
         return self.who[row]
 
     def split(self, part, validation, test, seed=0):
-        """The rows (int64, ascending) of "train", "validation" or "test", by a hash of the seed and a key, taken once.
-
-        The key is the speaker or the file (its path below the folder, without suffix), as `by` says, so rows keep their
-        part when others are added; "auto" is by speaker from 20 of them on, with fewer of which a part may get none.
-        """
-        by_speaker = self.by == "speaker" or (self.by == "auto" and len(self.speakers) >= ENOUGH_SPEAKERS)
-        if (validation, test, seed) not in self.parts:
-            keys = self.who if by_speaker else self.keys
-            self.parts[validation, test, seed] = np.array([data.part_of(key, validation, test, seed) for key in keys])
-        return np.flatnonzero(self.parts[validation, test, seed] == part)
+        """The rows (int64) of "train", "validation" or "test", by a hash of the seed and the speaker or the file."""
+        keys = self.who if len(self.speakers) >= 20 else self.keys  # so that validation is on unseen speakers
+        return np.flatnonzero([data.part_of(key, validation, test, seed) == part for key in keys])
 
     def wave(self, row):
         """The whole recording, float32 (T,), mixed down to one channel, at `rate`; raises Unusable."""
         return self.crop_wave(row, 0, self.frames(row))
 
-    def readable(self, rows):
-        """Those of the `rows` (n,) whose recordings can be read, as a list, and their waves."""
-        found = {}
-        for row in map(int, rows):
-            with contextlib.suppress(Unusable):
-                found[row] = self.wave(row)
-        return [*found], [*found.values()]
-
-    def fetch(self, rows, draws=None):
-        """Read crops of `rows` (n,) in any order, at places made of `draws` (n,), if given."""
-        waves, good, lengths = torch.zeros(len(rows), self.crop), np.ones(len(rows), bool), [0] * len(rows)
-        places = np.full(len(rows), 0.5) if draws is None else data.uniform(draws, 1)[:, 0]
-        for i, row in enumerate(map(int, rows)):
-            spare = max(0, self.frames(row) - self.crop)
-            try:
-                wave = self.crop_wave(row, int(places[i] * (spare + 1)), self.crop)
-            except Unusable:
-                good[i] = False
-            else:
-                waves[i, :len(wave)], lengths[i] = wave, len(wave)
-        return {"wave": waves, "length": torch.tensor(lengths)}, good
-
-    def fault(self, row):
-        """What is wrong with an unusable row, after its name; just its name if nothing is."""
+    def fault(self, row, length=None):
+        """What is wrong with a row, or with its first `length` samples, after its name; "" if it can be used."""
         try:
-            self.wave(int(row))
+            self.crop_wave(row, 0, length or self.frames(row))
         except Unusable as error:
             return str(error)
-        return self.name(row)
+        return ""
 
-
-# The user's
-
-class Recordings(_Source):
-    """A folder tree of audio files, in the order of their names: .wav, .flac, .ogg, .mp3, .opus of any rate.
-
-    rate:     samples a second that all are brought to
-    crop:     samples that `fetch` gives of each
-    pattern:  regular expression whose first group, found in a file's name, is the speaker; "": the folder it lies in
-    least:    samples at `rate` below which a recording is left out
-
-    A transcript is NAME.txt beside, or the line "NAME text" of a *.trans.txt there (LibriSpeech); `texts` counts them.
-    A text's embedding is NAME.npy beside, (L, E), float16 or float32; `embed_width` is E, 0 if there are none. Headers
-    are read once, here; `bad` says what is wrong with the recordings left out, `resampled` which are of other rates.
-    """
-
-    def __init__(self, path, rate, crop=0, pattern="", least=1, by="auto"):
-        self.path, self.rate, self.crop, self.by, self.parts = Path(path), rate, crop, by, {}
-        found = sorted((Path(folder) / name).relative_to(self.path).as_posix()
-                       for folder, _, names in os.walk(self.path) for name in names if not name.startswith("."))
-        files = [name for name in found if name.lower().endswith(SUFFIXES)]
-        if not files:
-            what = f"no audio files below it, {len(found)} others" if self.path.is_dir() else "no such folder"
-            raise UserError(f"{path}: {what}; expected a folder with {', '.join(SUFFIXES)} files below it")
-        self.files, self.bad, headers = [], [], []
-        for name in tracker.progress(files, desc="reading headers", delay=3, leave=False, disable=not dist.is_main()):
-            try:
-                header = audio.info(self.path / name)
-                audio.source_span(0, 1, header.rate, rate)  # UserError if this ratio cannot be resampled
-                if (length := audio.resampled_length(header.frames, header.rate, rate)) < least:
-                    raise Unusable(f"{self.path / name}: {header.frames} samples at {header.rate} Hz, {length} at "
-                                   f"{rate}, shorter than a frame of {least}")
-                self.files.append(name)
-                headers.append(header)
-            except Unusable as error:
-                self.bad.append(str(error))
-        if not self.files or len(self.bad) > max(FEW, data.BAD_SHARE * len(files)):
-            raise UserError(f"{path}: {len(self.bad)} of {len(files)} recordings cannot be used: {self.bad[0]}"
-                            f"{', …' if len(self.bad) > 1 else ''}; mend or remove them")
-        self.headers = np.array(headers, np.int64)  # (n, 3): samples, rate, channels
-        others = collections.Counter(self.headers[self.headers[:, 1] != rate, 1].tolist())
-        others = [f"{count} of {len(headers)} recordings at {other} Hz" for other, count in sorted(others.items())]
-        self.resampled = f"{' and '.join(others)} are resampled to {rate}" if others else ""
-        self.lengths = audio.resampled_length(self.headers[:, 0], self.headers[:, 1], rate)
-        self.keys, self.who = [name.rpartition(".")[0] for name in self.files], _speakers(self.files, pattern)
-        self.speakers, beside = sorted(set(self.who)), set(found)
-        self.has_text = np.array([f"{key}.txt" in beside for key in self.keys])
-        self.has_embed = np.array([f"{key}.npy" in beside for key in self.keys])
-        lines = dict(line for name in found if name.endswith(".trans.txt") for line in self._lines(name))
-        self.lines = {row: lines[key] for row, key in enumerate(self.keys) if key in lines and not self.has_text[row]}
-        self.texts, first = int(self.has_text.sum()) + len(self.lines), self.keys[self.has_embed.argmax()]
-        self.embed_width = data.open_array(self.path / f"{first}.npy", 2).shape[1] if self.has_embed.any() else 0
-
-    def _lines(self, name):
-        """(key, text) of each line "NAME text" of a file that lies beside the recordings it is about."""
-        for line in (self.path / name).read_text("utf-8", errors="replace").splitlines():
-            key, _, text = line.strip().partition(" ")
-            yield (Path(name).parent / key).as_posix(), text.strip()
-
-    def name(self, row):
-        return str(self.path / self.files[row])
-
-    def frames(self, row):
-        return int(self.lengths[row])
-
-    def text(self, row):
-        """The transcript of a row, "" if there is none."""
-        if self.has_text[row]:
-            return (self.path / f"{self.keys[row]}.txt").read_text("utf-8", errors="replace").strip()
-        return self.lines.get(row, "")
-
-    def text_embed(self, row):
-        """The embedding (L, E) of a row's text in float32, None if there is none; raises Unusable."""
-        if not self.has_embed[row]:
-            return None
-        path = self.path / f"{self.keys[row]}.npy"
-        try:
-            values = np.array(data.open_array(path, 2), np.float32)
-        except UserError as error:
-            raise Unusable(str(error)) from error
-        if values.shape[1] != self.embed_width or not np.isfinite(values).all():
-            raise Unusable(f"{path}: of shape {values.shape}, or not finite; expected (length, {self.embed_width})")
-        return values
-
-    def crop_wave(self, row, start, length):
-        """wave(row)[start:start + length], for which only that part of the file is decoded; raises Unusable."""
-        rate = int(self.headers[row, 1])
-        length = max(0, min(length, self.frames(row) - start))
-        first, count, skip = audio.source_span(start, length, rate, self.rate)
-        samples, _ = audio.read(self.path / self.files[row], first, count)
-        mono = torch.from_numpy(samples.mean(0, dtype=np.float32))
-        return audio.resample(mono, rate, self.rate)[skip:skip + length]
+    def readable(self, rows):
+        """Those of the `rows` (n,) whose recordings can be read, as a list, and their waves."""
+        rows = [int(row) for row in rows if not self.fault(row)]
+        return rows, [self.wave(row) for row in rows]
 
     def check(self, most=256):
-        """(unusable, looked at, what is wrong with the first): reads `most` evenly spaced ones, a minute of each.
-
-        UserError if more than 1 in 100 cannot be used.
-        """
-        rows, faults = np.unique(np.linspace(0, len(self) - 1, min(len(self), most)).astype(np.int64)).tolist(), []
-        for row in rows:
-            try:
-                self.crop_wave(row, 0, LOOKED_AT * self.rate)
-                self.text_embed(row)
-            except Unusable as error:
-                faults.append(str(error))
-        if len(faults) > data.BAD_SHARE * len(rows):
-            raise UserError(f"{self.path}: {len(faults)} of {len(rows)} recordings cannot be used, more than 1 in 100: "
-                            f"{faults[0]}; mend or remove them")
+        """(unusable, checked, first faults) of `most` evenly spaced rows, a minute of each; UserError if many are."""
+        rows = np.linspace(0, len(self) - 1, min(len(self), most)).astype(int)
+        faults = [fault for row in rows if (fault := self.fault(row, 60 * self.rate))]
+        _refuse_many(faults, len(rows))
         return len(faults), len(rows), faults[:5]
 
-    def fingerprint(self):
-        """Plain facts that change when the data does: recordings, samples, rate, digest of names and headers."""
-        digest = hashlib.sha256("\n".join(self.files).encode(errors="surrogateescape") + self.headers.tobytes())
-        return {"recordings": len(self), "samples": int(self.lengths.sum()), "rate": self.rate,
-                "digest": digest.hexdigest()[:16]}
+    def fetch(self, rows, draws=None):
+        """({"wave": float32 (n, crop), "length": int64 (n,)}, good (n,)): crops of `rows`, silence behind short ones.
 
-
-def _speakers(files, pattern):
-    """The speaker of each of the `files`, paths: the folder it lies in, or what the `pattern` finds in its name."""
-    if not pattern:
-        return [Path(name).parent.name for name in files]
-    try:
-        groups = re.compile(pattern).groups
-    except re.error:
-        groups = 0
-    if not groups:
-        raise UserError(f"--speaker_pattern {pattern}: expected a regular expression with the speaker's part of a "
-                        "file's name in parentheses")
-    found = [re.search(pattern, Path(name).name) for name in files]
-    if missing := [name for name, match in zip(files, found) if not match or not match[1]]:
-        raise UserError(f"--speaker_pattern {pattern}: finds no speaker in {len(missing)} of {len(files)} names, such "
-                        f"as {missing[0]}")
-    return [match[1] for match in found]
-
-
-# The built-in ones
-
-class Syllables(_Source):
-    """The first `rows` of the built-in syllables, with the interface of Recordings.
-
-    They are drawn when needed, and kept for all of a process: every stage opens the same ones anew.
-    """
-
-    bad, resampled, embed_width = (), "", 0
-    kept, bytes = {}, 0  # {(row, rate): (wave, record)}, and the size of the waves
-
-    def __init__(self, rows, crop=0, rate=synthetic.RATE, by="auto"):
-        self.crop, self.rate, self.by, self.parts, self.texts = crop, rate, by, {}, rows
-        self.keys, self.who = [[str(f(row)) for row in range(rows)] for f in (int, synthetic.speaker_of)]
-        self.speakers = sorted(set(self.who))
-
-    def __reduce__(self):
-        """Draws anew in a worker that is not forked, rather than be sent all waves."""
-        return Syllables, (len(self), self.crop, self.rate, self.by)
-
-    def _drawn(self, row):
-        """(int16 wave (T,) at `rate`, record) of a row."""
-        key = int(row), self.rate
-        if key not in self.kept:
-            (wave,), (record,) = synthetic.syllables([key[0]])
-            wave = audio.resample(torch.from_numpy(wave), synthetic.RATE, self.rate).numpy()
-            self.kept[key] = np.clip(np.round(wave * 32768), -32768, 32767).astype(np.int16), record
-            Syllables.bytes += self.kept[key][0].nbytes
-            while self.bytes > CACHED and len(self.kept) > 1:
-                Syllables.bytes -= self.kept.pop(next(iter(self.kept)))[0].nbytes  # the oldest
-        return self.kept[key]
-
-    def records(self, rows):
-        """A record for each of `rows` (n,): its "text", "speaker" and the rest that synthetic.syllables tells."""
-        return [self._drawn(row)[1] for row in rows]
-
-    def name(self, row):
-        return f"syllables {row}"
-
-    def frames(self, row):
-        return len(self._drawn(row)[0])
-
-    def text(self, row):
-        return self._drawn(row)[1]["text"]
-
-    def text_embed(self, row):
-        return None
-
-    def crop_wave(self, row, start, length):
-        """wave(row)[start:start + length]."""
-        return torch.from_numpy(self._drawn(row)[0][start:start + length] / np.float32(32768))
-
-    def check(self, most=256):
-        return 0, 0, []
+        They begin at multiples of `hop`, as the codec's frames do at evaluation: by `draws` (n,), else in the middle.
+        """
+        waves, lengths = torch.zeros(len(rows), self.crop), torch.zeros(len(rows), dtype=torch.int64)
+        places = np.full(len(rows), 0.5) if draws is None else data.uniform(draws, 1)[:, 0]
+        for i, row in enumerate(rows):
+            starts = max(0, self.frames(row) - self.crop) // self.hop + 1
+            with contextlib.suppress(Unusable):
+                wave = self.crop_wave(row, int(places[i] * starts) * self.hop, self.crop)
+                waves[i, :len(wave)], lengths[i] = wave, len(wave)
+        return {"wave": waves, "length": lengths}, lengths.numpy() > 0
 
     def fingerprint(self):
-        """Plain facts that change when the data does: recordings, rate, digest of the first waves."""
-        digest = hashlib.sha256(b"".join(self._drawn(row)[0].tobytes() for row in range(min(4, len(self)))))
+        """Plain facts that change when the data does: recordings, rate, digest of names, speakers and lengths."""
+        digest = hashlib.sha256(repr((self.keys, self.who, self.headers)).encode())
         return {"recordings": len(self), "rate": self.rate, "digest": digest.hexdigest()[:16]}
 
 
-# Tokens
+def _refuse_many(faults, count, few=0):
+    """UserError if more than 1 in 100 of `count` recordings, and more than `few`, have faults."""
+    if len(faults) > max(few, data.BAD_SHARE * count):
+        raise UserError(f"{len(faults)} of {count} recordings cannot be used: {faults[0]}; mend or remove them")
 
-class TokenCache:
-    """Tokens of every recording of a source, as `token_cache` writes them: [row] -> int64 numpy (frames, streams).
 
-    `empty` are the rows without any, as they could not be read.
+class Recordings(_Source):
+    """A folder tree of audio files of any rate, all brought to `rate`; those shorter than `hop` are left out.
+
+    The speaker is the folder, or what the first group of the regular expression `pattern` finds in a file's name. A
+    transcript is NAME.txt beside, or the line "NAME text" of a *.trans.txt there (LibriSpeech); `texts` counts them.
+    `bad` says what is wrong with recordings that are left out, `resampled` which have another rate.
     """
 
-    def __init__(self, folder):
-        self.folder = Path(folder)
+    def __init__(self, path, rate, crop=0, hop=1, pattern=""):
+        self.path, self.rate, self.crop, self.hop = Path(path), rate, crop, hop
+        found = sorted(file.relative_to(path).as_posix() for file in self.path.rglob("*") if file.name[0] != ".")
+        files = [name for name in found if name.lower().endswith(SUFFIXES)]
+        if not files:
+            raise UserError(f"{path}: no such folder, or no {', '.join(SUFFIXES)} among {len(found)} files below it")
+        self.keys, self.headers, self.bad = [], [], []
+        for name in tracker.progress(files, desc="reading headers", delay=3, leave=False, disable=not dist.is_main()):
+            try:
+                _, own, frames = _read(self.path / name, 0, 0)
+                if resampled_length(frames, own, rate) < hop:
+                    raise Unusable(f"{self.path / name}: {frames} samples at {own} Hz, less than a frame of {hop}")
+                self.keys.append(name)
+                self.headers.append((frames, own))
+            except Unusable as error:
+                self.bad.append(str(error))
+        _refuse_many(self.bad, len(files), min(5, len(files) - 1))  # a few are left out of a small folder, too
+        others = sorted({own for _, own in self.headers} - {rate})
+        self.resampled = f"recordings of {', '.join(map(str, others))} Hz are resampled to {rate}" if others else ""
         try:
-            self.tokens = np.load(self.folder / "tokens.npy", mmap_mode="r")
-            self.ends = np.load(self.folder / "ends.npy")
-            self.streams = self.tokens.shape[1]
-            assert len(self.tokens) == self.ends[-1], f"{len(self.tokens)} frames, expected {self.ends[-1]}"
-        except Exception as error:  # numpy meets a damaged file with any of a dozen types
-            raise UserError(f"{folder}: damaged token cache ({error}); remove the folder") from error
-        self.starts = np.append(0, self.ends[:-1])
-        self.empty = np.flatnonzero(self.ends == self.starts)
-
-    def __reduce__(self):
-        return TokenCache, (self.folder,)
-
-    def __len__(self):
-        return len(self.ends)
+            self.who = [re.search(pattern, Path(n).name)[1] if pattern else Path(n).parent.name for n in self.keys]
+            self.speakers = sorted(set(self.who))
+        except (re.error, IndexError, TypeError) as error:
+            raise UserError(f"--speaker_pattern {pattern}: finds no speaker, in (), in some file's name") from error
+        self.lines = {}  # transcripts by a file's path without suffix
+        for name in (name for name in found if name.endswith(".txt")):
+            text = (self.path / name).read_text("utf-8", errors="replace").strip()
+            self.lines[name.removesuffix(".txt")] = text
+            for line in text.splitlines() if name.endswith(".trans.txt") else ():
+                key, _, text = line.partition(" ")
+                self.lines[(Path(name).parent / key).as_posix()] = text.strip()
+        self.texts = sum(self.text(row) != "" for row in range(len(self)))
 
     def frames(self, row):
-        return int(self.ends[row] - self.starts[row])
+        """Samples of a row at `rate`."""
+        return resampled_length(*self.headers[row], self.rate)
+
+    def text(self, row):
+        """The transcript of a row, "" if there is none."""
+        return self.lines.get(self.keys[row].rpartition(".")[0], "")
+
+    def crop_wave(self, row, start, length):
+        """wave(row)[start:start + length], for which only that part of the file is decoded; raises Unusable."""
+        own, length = self.headers[row][1], min(length, self.frames(row) - start)
+        up, down = self.rate // math.gcd(own, self.rate), own // math.gcd(own, self.rate)
+        block = max(0, start // up - -(-MARGIN // down))  # whole blocks keep the phase
+        wave, *_ = _read(self.path / self.keys[row], block * down, -(-(start + length) * down // up) + MARGIN)
+        return resample(torch.from_numpy(wave.mean(0)), own, self.rate)[start - block * up:][:length]
+
+
+class Syllables(_Source):
+    """The first `rows` of the built-in syllables, with the interface of Recordings; they are drawn when needed."""
+
+    def __init__(self, rows, crop=0, hop=1, rate=synthetic.RATE):
+        self.crop, self.hop, self.rate, self.texts = crop, hop, rate, rows
+        self.bad, self.resampled, self.headers = (), "", ()
+        self.keys = [f"syllables {row}" for row in range(rows)]
+        self.who = [str(synthetic.speaker_of(row)) for row in range(rows)]
+        self.speakers = sorted(set(self.who))
+
+    def records(self, rows):
+        """A record for each of `rows` (n,): its "text", "speaker" and the rest that synthetic.syllables tells."""
+        return [_drawn(int(row), self.rate)[1] for row in rows]
+
+    def frames(self, row):
+        """Samples of a row at `rate`."""
+        return len(_drawn(int(row), self.rate)[0])
+
+    def text(self, row):
+        return self.records([row])[0]["text"]
+
+    def crop_wave(self, row, start, length):
+        """wave(row)[start:start + length]."""
+        return _drawn(int(row), self.rate)[0][start:start + length].clone()
+
+
+@functools.lru_cache(2 ** 13)  # 250 MB at 8 kHz, for all the stages of a process
+def _drawn(row, rate):
+    """(wave float32 (T,) at `rate`, record) of a row of synthetic.syllables."""
+    (wave,), (record,) = synthetic.syllables([row])
+    return resample(torch.from_numpy(wave), synthetic.RATE, rate), record
+
+
+class TokenCache:
+    """Tokens of a source's recordings, on disk: [row] -> int64 numpy (frames, Q). `empty`: rows without any."""
+
+    def __init__(self, place):
+        self.place, self.tokens = place, np.load(place / "tokens.npy", mmap_mode="r")
+        self.edges = np.load(place / "edges.npy")
+        self.empty = np.flatnonzero(np.diff(self.edges) == 0)
+
+    def __reduce__(self):
+        return TokenCache, (self.place,)
+
+    def frames(self, row):
+        return int(self.edges[row + 1] - self.edges[row])
 
     def __getitem__(self, row):
-        return self.tokens[self.starts[row]:self.ends[row]].astype(np.int64)
+        return self.tokens[self.edges[row]:self.edges[row + 1]].astype(np.int64)
 
 
 def token_cache(folder, source, key, encode, desc):
-    """The TokenCache of a `source`, made below `folder` if it is not there; all ranks call it, and encode their share.
+    """The TokenCache of a `source`, kept below `folder`; all ranks call it, and encode their share of what is missing.
 
-    key:    plain facts of what encodes, which with those of the source name the cache's own folder
-    encode: encode(row) -> int numpy (frames, streams), 0 to 65535; where it raises Unusable, the row gets no frames
-    desc:   what the progress bar says
-
-    key.json is written last: without it there is no cache, only parts, which the next call goes on from. Raises
-    UserError if more than 1 in 100 rows are unusable, or the folder holds a cache of something else.
+    The plain facts `key`, of what encodes, and those of the source name it. encode(row) gives int numpy (frames, Q),
+    below 65536, or raises Unusable: the row has no tokens then. UserError if these are more than 1 in 100.
     """
-    facts = {f"{of} {name}": value for of, those in (("encoder", key), ("data", source.fingerprint()))
-             for name, value in those.items()}
-    place = Path(folder) / hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
-    if not dist.on_main(lambda: _complete(place, facts)):
-        blocks = np.array_split(np.arange(len(source)), min(BLOCKS, len(source)))
-        parts = [(place / f"part_{number:03d}.npz", rows.tolist()) for number, rows in enumerate(blocks)]
-        dist.at_once(lambda: _encode_parts(parts[dist.rank()::dist.world_size()], encode, desc))
-        dist.on_main(lambda: _join(place, facts, source, [path for path, _ in parts]))
-    return dist.on_each(lambda: TokenCache(place))
+    place = Path(folder) / hashlib.sha256(repr((key, source.fingerprint())).encode()).hexdigest()[:16]
+    blocks = np.array_split(np.arange(len(source)), min(64, len(source)))  # a kill costs each rank one at most
+    parts = {place / f"part_{number:03d}.npz": rows.tolist() for number, rows in enumerate(blocks)}
+    if not dist.on_main((place / "edges.npy").exists):
+        dist.at_once(lambda: _encode_parts(parts, encode, desc))
+        dist.on_main(lambda: _join(place, parts, source))
+    return dist.at_once(lambda: TokenCache(place))
 
 
-def _complete(place, facts):
-    """Whether there is a whole cache at `place`; UserError if it is one of other facts."""
-    if not (place / "key.json").exists():
-        return False
-    there, facts = json.loads((place / "key.json").read_text()), json.loads(json.dumps(facts))
-    if differing := [f"{name} is {there.get(name)!r} there and {facts.get(name)!r} here"
-                     for name in sorted(there.keys() | facts.keys()) if there.get(name) != facts.get(name)]:
-        raise UserError(f"{place}: token cache of another codec or of other data: {'; '.join(differing)}; remove the "
-                        "folder")
-    for scrap in place.glob("part_*"):  # of a process killed at the very end
-        scrap.unlink(missing_ok=True)
-    return True
+def _join(place, parts, source):
+    """Make one array of all parts, which is then mapped into memory; edges.npy, written last, commits it."""
+    tokens = [tokens for path in parts for tokens in np.load(path).values()]
+    empty = [row for row, one in enumerate(tokens) if not len(one)]
+    if len(empty) > data.BAD_SHARE * len(source):
+        shutil.rmtree(place)  # to be made again when the recordings are mended
+        _refuse_many([source.fault(row) for row in empty], len(source))
+    edges = np.cumsum([0, *map(len, tokens)])
+    tokens = [one for one in tokens if len(one)]
+    for name, array in ("tokens.npy", np.concatenate(tokens)), ("edges.npy", edges):
+        with checkpoint.replacing(place / name) as file:
+            np.save(file, array)
+    for path in parts:
+        path.unlink(missing_ok=True)
 
 
 def _encode_parts(parts, encode, desc):
-    """Write what is not there of `parts` (path, rows): .npz of "tokens" uint16 (frames, streams) and "lengths"."""
-    parts = [(path, rows) for path, rows in parts if not path.exists()]
-    with tracker.progress(total=sum(len(rows) for _, rows in parts), desc=desc, unit=" recordings",
-                          disable=not dist.is_main()) as bar:
-        for path, rows in parts:
-            encoded = []
-            for row in rows:
-                try:
-                    encoded.append(np.asarray(encode(row)))
-                    assert not encoded[-1].size or 0 <= encoded[-1].min() <= encoded[-1].max() < 2 ** 16, "16 bits"
-                except Unusable:
-                    encoded.append(())
-                bar.update()
-            tokens = [tokens for tokens in encoded if len(tokens)] or [np.empty((0, 0))]
-            with checkpoint.replacing(path) as file:
-                np.savez(file, tokens=np.concatenate(tokens).astype("<u2"), lengths=[len(t) for t in encoded])
-
-
-def _join(place, facts, source, parts):
-    """Make one array of the files `parts`; key.json commits it."""
-    if _complete(place, facts):
-        return  # by another run, at the same time
-    arrays = [np.load(path) for path in parts]  # opened, and read one at a time
-    lengths = np.concatenate([part["lengths"] for part in arrays])
-    if len(empty := np.flatnonzero(lengths == 0)) > data.BAD_SHARE * len(lengths):
-        for path, part in zip(parts, arrays):
-            if not part["lengths"].all():
-                path.unlink()  # to be made again when the recordings are mended
-        raise UserError(f"{len(empty)} of {len(lengths)} recordings cannot be used, more than 1 in 100: "
-                        f"{source.fault(empty[0])}, …; mend or remove them")
-    with checkpoint.replacing(place / "tokens.npy") as file:
-        shape = int(lengths.sum()), max(part["tokens"].shape[1] for part in arrays)
-        np.lib.format.write_array_header_1_0(file, {"descr": "<u2", "fortran_order": False, "shape": shape})
-        for part in arrays:
-            file.write(part["tokens"].tobytes())
-    with checkpoint.replacing(place / "ends.npy") as file:
-        np.save(file, np.cumsum(lengths))
-    checkpoint.write_json(facts, place / "key.json")
-    for path in parts:
-        path.unlink()
+    """Write those of `parts` {path: rows} that are this rank's and missing: .npz of uint16 (frames, Q) for each row."""
+    mine = [path for path in [*parts][dist.rank()::dist.world_size()] if not path.exists()]
+    for path in tracker.progress(mine, desc=desc, disable=not dist.is_main() or not mine):
+        tokens = [np.empty((0, 0), "<u2")] * len(parts[path])
+        for i, row in enumerate(parts[path]):
+            with contextlib.suppress(Unusable):
+                tokens[i] = encode(row).astype("<u2")
+        with checkpoint.replacing(path) as file:
+            np.savez(file, *tokens)
