@@ -1,7 +1,7 @@
 """Built-in data, made from a seed: captioned shapes and spoken syllables, of which all is known exactly.
 
     images, records = synthetic.shapes(range(20_000))          # uint8 (20000, 32, 32, 3), one record each
-    waves, records = synthetic.syllables(range(1_000))         # float32 (T_i,) at 16 kHz, one record each
+    waves, records = synthetic.syllables(range(1_000))         # float32 (T_i,) at 8 kHz, one record each
 
 A caption names only some attributes, so one caption fits many images and a model of images given captions has something
 left to decide. What a recording says and whose voice says it are drawn independently. Row k is a pure function of
@@ -12,8 +12,6 @@ import itertools
 from collections.abc import Sequence
 
 import numpy as np
-
-from common.config import UserError
 
 
 def _star(x: np.ndarray, y: np.ndarray) -> np.ndarray:
@@ -162,30 +160,22 @@ def entropy(values: np.ndarray) -> float:
     return float(-(shares * np.log(shares)).sum())
 
 
-# F1 to F4 in Hz of vowels that differ in the ratios of their formants, which the length of a vocal tract leaves alone.
-# i ae a u er: men's means of Peterson & Barney 1952, table II; e lies between its [ɪ] and [ɛ]. o y w: near Catford's
-# (1988) [ɔ], [y] and [ɯ]. F4, which neither gives, is near that of Hillenbrand et al. 1995.
-SYLLABLES: dict[str, tuple[int, int, int, int]] = {
-    "i": (270, 2290, 3010, 3650), "y": (250, 1850, 2150, 3350), "e": (460, 2000, 2600, 3650),
-    "ae": (660, 1720, 2410, 3600), "a": (730, 1090, 2440, 3650), "o": (500, 760, 2400, 3450),
-    "u": (300, 870, 2240, 3350), "w": (300, 1390, 2300, 3400), "er": (490, 1350, 1690, 3350),
-}
-RATE = 16_000  # samples a second
-SPEAKERS = 400
-PITCHES = (130, 290)  # in Hz, of the lowest and the highest speaker
-BANDWIDTHS = (60, 80, 120, 180, 250)  # of F1 to F5 in Hz
-TILT, TILTED = 0.74, 0.18  # the mildest speaker's tilt, a pole, and by how much more the steepest one's tilts
-SPREAD, EFFORT = 0.06, 0.06  # ranges of each formant's logarithm and of the tilt, from one syllable to the next
-GLIDE = 0.03  # seconds in which one vowel turns into the next
-HOP, FFT = 160, 800  # samples between frames, each with one filter, and samples of a frame with its filter's ringing
+# Sounds
+
+RATE = 8_000  # samples a second
+SYLLABLES: dict[str, tuple[int, int]] = {  # F1 and F2 in Hz: vowel-like, and further apart than vowels of a language
+    "i": (250, 1500), "e": (420, 1150), "a": (700, 1000), "o": (430, 720), "u": (250, 500), "y": (250, 950)}
+BANDWIDTH, SECOND = 150, 0.5  # width of a formant in Hz, and the level of the second against the first
+LENGTH, GLIDE, FADE = 0.24, 0.04, 0.01  # seconds of a syllable, of its turning into the next, and at both ends
+PERIOD = 640  # samples after which a held sound repeats: 0.08 s, as all pitches are multiples of 12.5 Hz
+PITCHES = [100 + 12.5 * i for i in range(10)]  # of a speaker, in Hz
+TIMBRES = [0.25 * 4 ** (i / 9) for i in range(10)]  # of a speaker: level of even harmonics against odd ones
+SPEAKERS = len(PITCHES) * len(TIMBRES)
 
 
-def voice_of(speaker: int, seed: int = 0) -> dict[str, float]:
-    """A speaker's "pitch" in Hz, "formant" (a factor of all of them), "tilt" (a pole) and "breath" (level of noise)."""
-    u = _uniform(seed ^ 0x5EA4E5, [speaker], 4)[0]
-    low, high = PITCHES
-    return {"pitch": float(low * (high / low) ** u[0]), "formant": float(0.87 * (1.15 / 0.87) ** u[1]),
-            "tilt": float(TILT + TILTED * u[2]), "breath": float(0.01 * 8 ** u[3])}
+def voice_of(speaker: int) -> tuple[float, float]:
+    """(pitch in Hz, timbre) of a speaker, a number below SPEAKERS."""
+    return PITCHES[speaker % len(PITCHES)], TIMBRES[speaker // len(PITCHES)]
 
 
 def speaker_of(row: int, seed: int = 0) -> int:
@@ -194,112 +184,105 @@ def speaker_of(row: int, seed: int = 0) -> int:
 
 
 def syllables(rows: Sequence[int], seed: int = 0) -> tuple[list[np.ndarray], list[dict]]:
-    """Speak the given rows: waves, float32 (T_i,) within [-1, 1] at RATE, of 6 to 12 syllables, and a record for each.
+    """Speak the given rows: waves, float32 (T_i,) within [-1, 1] at RATE, and a record for each.
 
-    A record has the "text" (names of syllables, no two alike in a row), the "speaker", whose "pitch" in Hz the wave's
-    moves about, the "formant" scale, and "syllables": [(start and stop in seconds, name), ...].
+    A row is 3 to 5 different syllables by one speaker. A record has the "text" (names of SYLLABLES), the "speaker",
+    the speaker's "pitch" and "timbre", and the "syllables": [(start and stop in seconds, name), ...].
     """
     spoken = []
-    for row, u in zip(rows, _uniform(seed, rows, 14)):
-        names, number = list(SYLLABLES), -1
-        text = []
-        for x in u[2:8 + int(7 * u[1])]:  # each other than the one before
-            number = (number + 1 + int(x * (len(names) - (number >= 0)))) % len(names)
-            text.append(names[number])
-        spoken.append(_speak(text, int(u[0] * SPEAKERS), seed, int(row)))
+    for u in _uniform(seed, rows, 2 + len(SYLLABLES)):
+        names = [list(SYLLABLES)[number] for number in np.argsort(u[2:])[:3 + int(3 * u[1])]]
+        spoken.append(speak(names, int(u[0] * SPEAKERS)))
     return [wave for wave, _ in spoken], [record for _, record in spoken]
 
 
-def speak(text: str, speaker: int, seed: int = 0, take: int = 0) -> tuple[np.ndarray, dict]:
-    """Let a speaker of the data set `seed` say `text`, names of SYLLABLES: its wave and record, as from `syllables`.
+def speak(names: Sequence[str], speaker: int) -> tuple[np.ndarray, dict]:
+    """The wave and record, as of `syllables`, of what a speaker says. Nothing is random, as codes would spell noise."""
+    pitch, timbre = voice_of(speaker)
+    time = np.arange(int(len(names) * LENGTH * RATE)) / RATE
+    wave = np.zeros(len(time))
+    for place, name in enumerate(names):  # one sound fades into the next, in phase
+        rise = np.clip((time - place * LENGTH) / GLIDE + 0.5, 0, 1) if place else 1
+        fall = np.clip(((place + 1) * LENGTH - time) / GLIDE + 0.5, 0, 1) if place < len(names) - 1 else 1
+        wave += rise * fall * np.resize(_held(name, pitch, timbre), len(time))
+    wave *= np.clip(np.minimum(time, time[-1] - time) / FADE, 0, 1)
+    times = [(place * LENGTH, (place + 1) * LENGTH, name) for place, name in enumerate(names)]
+    return wave.astype(np.float32), {"text": " ".join(names), "speaker": speaker, "pitch": pitch, "timbre": timbre,
+                                     "syllables": times}
 
-    Another `take` varies lengths, pauses and intonation.
+
+@functools.cache
+def _held(name: str, pitch: float, timbre: float) -> np.ndarray:
+    """PERIOD samples of a held syllable: harmonics under two formants, at the same phases for all voices."""
+    harmonic = np.arange(1, int(0.48 * RATE / pitch) + 1)
+    level = sum(gain / np.hypot(1, (harmonic * pitch - formant) / (BANDWIDTH / 2))
+                for gain, formant in zip((1, SECOND), SYLLABLES[name]))
+    spectrum = np.zeros(PERIOD // 2 + 1, complex)
+    spectrum[np.round(harmonic * pitch * PERIOD / RATE).astype(int)] = (
+        level * np.where(harmonic % 2, 1, timbre) * np.exp(0.5j * harmonic ** 2))  # spread, so without high peaks
+    wave = np.fft.irfft(spectrum)
+    return wave * (0.15 / np.sqrt(np.square(wave).mean()))
+
+
+# How sounds are scored
+
+def heard_voice(wave: np.ndarray) -> tuple[float, float]:
+    """(pitch in Hz, timbre) of a wave (T,) at RATE; NaN if it is silent.
+
+    The pitch is the first peak of the autocorrelation that is nearly as high as the highest one. The timbre is how far
+    even harmonics lie below their odd neighbors, weighted by the neighbors.
     """
-    names = text.split()
-    if not names or not set(names) <= set(SYLLABLES):
-        raise UserError(f"text {text!r}: expected syllables, of {' '.join(SYLLABLES)}")
-    return _speak(names, speaker, seed, -1 - take)
+    size = 2 ** int(np.ceil(np.log2(2 * len(wave))) + 2)
+    power = np.abs(np.fft.rfft(wave * np.hanning(len(wave)), size)) ** 2
+    lags = np.arange(int(RATE / 240), int(RATE / 85) + 1)
+    alike = np.fft.irfft(power)[:lags[-1] + 2]
+    if not alike[0] > 1e-6:
+        return np.nan, np.nan
+    before, here, after = (alike[lags + side] for side in (-1, 0, 1))
+    peaks = np.flatnonzero((here >= before) & (here >= after) & (here > 0.85 * here.max()))
+    best = peaks[0] if len(peaks) else int(here.argmax())
+    shift = (before - after)[best] / (2 * min(-1e-9, (before - 2 * here + after)[best]))  # the top of a parabola
+    pitch = RATE / (lags[best] + np.clip(shift, -0.5, 0.5))
+    harmonic = np.arange(1, int(2000 / pitch))
+    near = np.round((harmonic * pitch)[:, None] * size / RATE + np.linspace(-0.2, 0.2, 21) * pitch * size / RATE)
+    level = np.sqrt(power[near.astype(int)].max(1))
+    around = np.sqrt(level[:-2] * level[2:])[::2]  # of the neighbors of harmonics 2, 4, …
+    return float(pitch), float(np.exp(np.average(np.log(level[1:-1:2] / around), weights=around)))
 
 
-def _speak(names: list[str], speaker: int, seed: int, row: int) -> tuple[np.ndarray, dict]:
-    """The wave and record of `names`, from a source and a filter (Fant 1960) that do not depend on each other."""
-    voice, count = voice_of(speaker, seed), len(names)
-    u = _uniform(seed ^ 0x50D1A, [row], 12 * count)[0].reshape(12, count)
-    length = 0.15 + 0.17 * u[0]
-    pause = np.where(u[1] < 0.35, 0.03 + 0.06 * u[2], 0)  # after it
-    stop = 0.02 + np.cumsum(length + pause) - pause
-    start = stop - length
-    time = np.arange(int((stop[-1] + 0.02) * RATE)) / RATE
-    random = np.random.default_rng([seed % 2**63, row % 2**63])
-
-    tune = 2 * u[3] + np.linspace(0.5, -0.5, count)  # semitones: intonation, and a fall toward the end
-    tune = np.interp(time, (start + stop) / 2, tune - np.average(tune, weights=length))
-    source = _pulses(voice["pitch"] * 2 ** (tune / 12), random)
-    source += voice["breath"] * random.standard_normal(len(time), np.float32)
-    level = 0.7 + 0.6 * u[4]
-    dip = np.where(pause > 0, 0, 0.25 + 0.6 * u[5])  # between two syllables; silence in a pause and at the end
-    dip[-1] = 0
-    source *= np.interp(time, np.stack((start, start + 0.03, stop - 0.04, stop)).T.ravel(),
-                        np.stack((np.append(0, dip[:-1]), level, level, dip)).T.ravel())
-
-    frames = np.arange(-(-len(time) // HOP) + 1) * HOP / RATE
-    knots = np.stack((start + GLIDE / 2, stop - GLIDE / 2)).T.ravel()
-    said = np.log([SYLLABLES[name] for name in names]).T + SPREAD * (u[8:] - 0.5)  # never twice quite the same
-    formants = np.exp([np.interp(frames, knots, f.repeat(2)) for f in said])  # (4, frames)
-    formants = np.vstack((formants, np.full(len(frames), 4500))) * voice["formant"]
-    wave = _filtered(source, formants, voice["tilt"] + np.interp(frames, knots, EFFORT * (u[6] - 0.5).repeat(2)))
-    wave *= np.minimum(1, (len(time) - np.arange(len(time))) / (0.02 * RATE))  # the ringing fades, too: a true end
-    wave *= (0.08 + 0.06 * u[7, 0]) / np.sqrt(np.mean(np.square(wave)))
-    wave *= min(1, 0.98 / np.abs(wave).max())
-    times = [(float(a), float(b), name) for a, b, name in zip(start, stop, names)]
-    return wave.astype(np.float32), {"text": " ".join(names), "speaker": speaker, "pitch": voice["pitch"],
-                                     "formant": voice["formant"], "syllables": times}
+def same_voice(one: tuple[float, float], other: tuple[float, float]) -> bool:
+    """Whether two voices, as of `heard_voice`, are one: pitches within 2 %, timbres within 0.45 in their logarithms."""
+    pitch, timbre = np.abs(np.log(np.array(one) / np.array(other)))
+    return bool(pitch < 0.02 and timbre < 0.45)
 
 
-def _pulses(pitch: np.ndarray, random: np.random.Generator) -> np.ndarray:
-    """A pulse train of mean power 1 and `pitch` (T,) in Hz at each sample, with a jitter of 0.6 % of a period.
-
-    A pulse stands where the phase passes a whole number, which is between samples: a sinc under a window.
-    """
-    phase = np.cumsum(pitch) / RATE
-    before = np.flatnonzero(np.diff(np.floor(phase)) > 0)
-    at = before + (np.ceil(phase[before]) - phase[before]) / (phase[before + 1] - phase[before])
-    at += 0.006 * random.standard_normal(len(at)) * RATE / pitch[before]
-    taps = np.floor(at).astype(int)[:, None] + np.arange(-7, 9)  # (pulses, 16)
-    offset = taps - at[:, None]
-    shape = np.sinc(offset) * np.cos(np.pi * offset / 18) ** 2 * np.sqrt(RATE / pitch[before])[:, None]
-    return np.bincount((taps + 16).clip(0).ravel(), shape.ravel(), len(pitch) + 64)[16:len(pitch) + 16]
+def syllable_labels(record: dict, frames: int, rate: float) -> np.ndarray:
+    """The number of the syllable of each of `frames` frames, `rate` a second: int (frames,)."""
+    middle = (np.arange(frames) + 0.5) / rate
+    numbers = np.array([list(SYLLABLES).index(name) for *_, name in record["syllables"]])
+    return numbers[(middle / LENGTH).astype(int).clip(max=len(numbers) - 1)]
 
 
-def _filtered(source: np.ndarray, formants: np.ndarray, tilt: np.ndarray) -> np.ndarray:
-    """Let `source` (T,) ring in `resonances` at `formants` (5, frames) in Hz and `tilt` (frames,).
-
-    As the filter moves, overlapping frames of two hops each are filtered in the frequency domain and added up. Vowels
-    come out about equally loud.
-    """
-    frames = formants.shape[1]
-    padded = np.pad(source.astype(np.float32), (HOP, frames * HOP - len(source)))
-    windows = np.lib.stride_tricks.sliding_window_view(padded, 2 * HOP)[::HOP]
-    spectra = np.fft.rfft(windows * np.hanning(2 * HOP + 1)[:-1].astype(np.float32), FFT)  # (frames, FFT / 2 + 1)
-    response = resonances(formants, tilt, np.arange(FFT // 2 + 1) * RATE / FFT)
-    response /= np.sqrt(np.mean(response.real ** 2 + response.imag ** 2, 1, keepdims=True))
-    parts = np.fft.irfft(spectra * response, FFT).reshape(frames, FFT // HOP, HOP)
-    out = np.zeros((frames + FFT // HOP, HOP), np.float32)
-    for i in range(FFT // HOP):
-        out[i:i + frames] += parts[:, i]
-    return out.ravel()[HOP:HOP + len(source)]
+def majority(tokens: np.ndarray, labels: np.ndarray, count: int) -> np.ndarray:
+    """The label (count,) that each of `count` tokens mostly has, in int arrays (N,) of tokens and labels."""
+    table = np.zeros((count, labels.max() + 1), np.int64)
+    np.add.at(table, (tokens, labels), 1)
+    return table.argmax(1)
 
 
-def resonances(formants: np.ndarray, tilt: np.ndarray | float, frequencies: np.ndarray) -> np.ndarray:
-    """Complex gains (N, F) at `frequencies` (F,) of filters with resonances at `formants` (5, N), all in Hz.
+def heard_text(labels: np.ndarray, least: int = 4) -> list[str]:
+    """Names of the syllables that stand in `labels` (frames,) for at least so many frames in a row."""
+    starts = np.flatnonzero(np.diff(labels, prepend=-1))
+    runs = [int(labels[start]) for start, length in zip(starts, np.diff(starts, append=len(labels))) if length >= least]
+    return [list(SYLLABLES)[number] for number, _ in itertools.groupby(runs)]
 
-    They stand in series, each of two poles (Klatt 1980), after a pole `tilt` that stands for the glottis and the lips.
-    """
-    radius = np.exp(-np.pi * np.array(BANDWIDTHS) / RATE)
-    angle = np.minimum(2 * np.pi * formants / RATE, 0.97 * np.pi)
-    poles = np.zeros((2 * len(radius) + 2, formants.shape[1]))  # their product, a polynomial in 1/z
-    poles[0], poles[1] = 1, -tilt
-    for r, a in zip(radius, angle):
-        poles = poles - 2 * r * np.cos(a) * np.roll(poles, 1, 0) + r ** 2 * np.roll(poles, 2, 0)
-    turn = np.exp(-2j * np.pi / RATE * np.outer(np.arange(len(poles)), frequencies))
-    return 1 / (poles.T.astype(np.complex64) @ turn.astype(np.complex64))
+
+def text_similarity(found: Sequence[str], wanted: Sequence[str]) -> float:
+    """1 - (edits that turn one text into the other) / (syllables wanted), at least 0 (Levenshtein 1966)."""
+    costs = np.arange(len(wanted) + 1)
+    for i, name in enumerate(found, 1):
+        row = [i]
+        for j, other in enumerate(wanted):
+            row.append(min(costs[j] + (name != other), costs[j + 1] + 1, row[j] + 1))
+        costs = row
+    return max(0.0, 1 - costs[-1] / len(wanted))
