@@ -2,13 +2,12 @@
 
 Cases: soundstream, semantic, coarse, fine (a training step), tokenize, generate-semantic, generate-coarse,
 generate-fine, all by default. Sizes are those at which audiolm_pytorch is timed; --preset takes one of train_audio's
-instead: soundstream-24khz for the codec, audiolm for the transformers, whose coarse stage --depth 18 makes one of 300M.
-Peak memory is that of the process, so give one case a call when it is to be compared.
+instead, for its stage. Peak memory is that of the process, so give one case a call when it is to be compared.
 """
+import math
 import statistics
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 
@@ -16,55 +15,78 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from bench_prior import emit, flags, timed
 
 import train_audio
-from common import accumulate, amp, checkpoint, ema, optim
+from common import amp, ema, optim
 
 STAGES = ("soundstream", "semantic", "coarse", "fine")
 CASES = (*STAGES, "tokenize", *(f"generate-{stage}" for stage in STAGES[1:]))
-CODEC = dict(channels=16, residual_units=3, codec_width=512, codebook_size=1024, grouped_quantizers=0,
-             quantizer_dropout=1.0, least_quantizers=1, wave_channels=16, stft_channels=32, seconds=1.0, lr=1e-4)
-TOKENS = dict(width=512, depth=6, heads=8, ff_mult=8 / 3, clusters=500, coarse_quantizers=3,
-              given_weight=1.0, mask_past=0.15, lr=3e-4)
+CODEC = dict(sample_rate=16_000, channels=16, strides=(2, 4, 5, 8), codec_width=512, quantizers=8, codebook_size=1024,
+             discriminator_channels=16, stft_window=1024, seconds=1.0, lr=1e-4)
+TOKENS = dict(width=512, depth=6, heads=8, clusters=500, coarse_quantizers=3, lr=3e-4)
 FRAMES = {"semantic": 256, "coarse": 128, "fine": 128}  # of the last stream; the semantic tokens of coarse are as many
 
 
 def settings(args, stage):
     """The config of a stage at the benchmark's size, or a preset's."""
-    sizes = dict(train_audio.PRESETS[args.preset]) if args.preset else CODEC if stage == "soundstream" else TOKENS
+    sizes = dict(train_audio.PRESETS[args.preset] if args.preset else CODEC if stage == "soundstream" else TOKENS)
+    if sizes.get("stage", stage) != stage:
+        raise SystemExit(f"--preset {args.preset} is of --stage {sizes['stage']}, not {stage}")
     sizes |= dict(stage=stage, precision=args.precision, batch_size=args.batch, chunk_size=args.batch)
-    if stage == "soundstream":
-        sizes |= dict(quantize_after=0, discriminate_after=0.0, discriminator_warmup_steps=0, warmup_steps=0)
-    else:
-        sizes |= dict(layout=args.layout, text="none", warmup_steps=0, **({"depth": args.depth} if args.depth else {}))
-        if args.layout == "aligned":
-            sizes |= dict(unique=False, given_weight=0.0)
-    return train_audio.Config(**sizes)
+    return train_audio.Config(**sizes, **(dict(quantize_after=0, discriminator_after=0) if stage == "soundstream" and
+                                          not args.preset else dict(text="none") if stage != "soundstream" else {}))
+
+
+def codec_of(cfg, device):
+    """A codec with codebooks."""
+    torch.manual_seed(0)
+    codec = train_audio.SoundStream(cfg).to(device)
+    codec.quantizer.initialize(torch.randn(2 * cfg.codebook_size, cfg.codec_width, device=device), 0, rounds=1)
+    return codec
+
+
+def training(model, cfg):
+    """(optimizers, average) of a model."""
+    return (optim.make(model, cfg.optimizer, cfg.lr, cfg.weight_decay, cfg.betas, cfg.eps),
+            ema.EMA(model, cfg.ema_update_every, decay=cfg.ema_decay))
 
 
 def bench_soundstream(args):
-    """A whole training step with discriminators, every fourth of them with gradient penalties."""
-    cfg = settings(args, "soundstream")
-    task = train_audio.CodecTask(cfg, args.device)
-    codec = task.model
-    codec.quantizer.initialize(torch.randn(2 * cfg.codebook_size, cfg.codec_width, device=args.device), 0, rounds=1)
+    """A whole training step with discriminators; where there are gradient penalties, every fourth has them."""
+    cfg, device = settings(args, "soundstream"), args.device
+    codec, discriminators = codec_of(cfg, device), train_audio.Discriminators(cfg).to(device)
+    optimizers, average = training(codec, cfg)
+    theirs = optim.make(discriminators, "adamw", cfg.discriminator_lr, 0.0, cfg.betas, cfg.eps)
+    scaler, wave, losses = amp.scaler(device, cfg.precision), None, []
+    wave = 0.3 * torch.randn(args.batch, round(cfg.seconds * cfg.sample_rate), device=device)
     if args.compile:
         codec.compile()
-    task.wrap()
-    losses, wave = [], 0.3 * torch.randn(args.batch, round(cfg.seconds * cfg.sample_rate))
-    plan = accumulate.plan(cfg.batch_size, cfg.chunk_size, 0, 1)
-    times = timed(lambda: losses.append(task.update(plan, [{"wave": wave}])[0]), args.device, 4 * args.repeats, 4)
-    mean = statistics.mean(times)  # steps differ: one in four has penalties
+
+    def step():
+        with amp.autocast(device, cfg.precision):
+            fake, _, commitment = codec(wave)
+            loss = train_audio.reconstruction_loss(cfg, fake, wave, commitment)
+            loss = loss + train_audio.adversarial_loss(cfg, discriminators, fake, wave)
+        scaler.scale(loss).backward()
+        penalty = cfg.penalty_weight if len(losses) % cfg.penalty_every == 0 else 0.0
+        with amp.autocast(device, cfg.precision):
+            scaler.scale(train_audio.discriminator_loss(discriminators, fake, wave, penalty)).backward()
+        amp.step(scaler, [optimizers, theirs], [cfg.max_grad_norm, cfg.discriminator_max_grad_norm])
+        for module in codec, discriminators:
+            module.zero_grad(set_to_none=True)
+        codec.quantizer.update(len(losses))
+        average.update(len(losses))
+        losses.append(loss.detach())
+    times = timed(step, device, 4 * args.repeats, 4)
+    mean = statistics.mean(times)  # steps differ
     emit("soundstream", args, times, batch=args.batch, ms_mean=round(mean, 1),
          audio_s_per_s=round(args.batch * cfg.seconds / mean * 1e3, 3),
          parameters=sum(p.numel() for p in codec.parameters()),
-         discriminators=sum(p.numel() for p in task.discriminators.parameters()), first_loss=round(losses[0].item(), 4))
+         discriminators=sum(p.numel() for p in discriminators.parameters()), first_loss=round(losses[0].item(), 4))
 
 
 def bench_tokenize(args):
     """Waves to codes, and codes to waves."""
     cfg = settings(args, "soundstream")
-    torch.manual_seed(0)
-    codec = train_audio.SoundStream(cfg).to(args.device).eval().requires_grad_(False)
-    codec.quantizer.initialize(torch.randn(2 * cfg.codebook_size, cfg.codec_width, device=args.device), 0, rounds=1)
+    codec = codec_of(cfg, args.device).eval().requires_grad_(False)
     wave = 0.3 * torch.randn(args.batch, round(cfg.seconds * cfg.sample_rate), device=args.device)
     codes = codec.encode(wave)
     with amp.autocast(args.device, args.precision):
@@ -75,66 +97,68 @@ def bench_tokenize(args):
 
 
 def make(args, stage):
-    """(config, transformer, codes (B, T, Q) of each of its streams)."""
+    """(config, transformer, for each sample the codes (T, Q) of its streams)."""
     cfg = settings(args, stage)
-    streams = train_audio.streams_of(cfg, {"semantic": cfg.clusters, "codes": 1024}, {"semantic": 50, "codes": 50},
-                                     range(1, 9), CODEC["codec_width"])
+    size = cfg.codebook_size if args.preset else 1024
+    streams = train_audio.streams_of(cfg, {"semantic": cfg.clusters, "codes": size}, {"semantic": 50, "codes": 50},
+                                     12 if args.preset else 8)
     torch.manual_seed(0)
     model = train_audio.TokenTransformer(cfg, streams).to(args.device)
-    codes = [torch.randint(s.size, (args.batch, FRAMES[stage], s.codes)) for s in streams]
-    return cfg, model, codes
+    return cfg, model, [[torch.randint(s.size, (FRAMES[stage], s.codes)) for s in streams] for _ in range(args.batch)]
 
 
 def bench_step(args, stage):
-    """A whole training step of a transformer; all its streams are predicted, or the last if they are aligned."""
-    cfg, model, codes = make(args, stage)
-    lengths, ended = [torch.full((args.batch,), FRAMES[stage])] * len(codes), torch.ones(args.batch, dtype=torch.bool)
-    inputs, predicted, _ = train_audio.lay_out(model.streams, codes, lengths, ended, cfg.layout)
-    batch = {"inputs": inputs}
-    for i, (target, step) in enumerate(predicted):
-        batch |= {f"target{i}": target, f"step{i}": step}
+    """A whole training step of a transformer; its last stream is predicted."""
+    cfg, model, samples = make(args, stage)
+    laid = [train_audio.lay_out(model.streams, codes) for codes in samples]
+    inputs = torch.stack([one for one, _ in laid]).to(args.device)
+    place = torch.tensor([place for _, place in laid], device=args.device)
+    target = torch.stack([train_audio.targets(model.streams[-1], codes[-1], True) for codes in samples]).to(args.device)
     if args.compile:
         model.compile()
-    optimizers = optim.make(model, cfg.optimizer, cfg.lr, cfg.weight_decay, cfg.betas, cfg.eps)
-    average = ema.EMA(model, cfg.ema_update_every, decay=cfg.ema_decay, update_after=cfg.ema_update_after)
-    state = checkpoint.State(cfg, {"model": model}, average, optimizers, amp.scaler(args.device, cfg.precision), {}, {})
-    task = SimpleNamespace(cfg=cfg, device=args.device, state=state, model=model, wrapped=model,
-                           optimizers=optimizers)  # a TokenTask, but for its data
-    plan, losses = accumulate.plan(cfg.batch_size, cfg.chunk_size, 0, 1), []
-    times = timed(lambda: losses.append(train_audio.TokenTask.update(task, plan, [batch])[0]), args.device,
-                  4 * args.repeats, 3)
-    emit(stage, args, times, batch=args.batch, layout=args.layout, steps=inputs.shape[1],
-         tokens_per_s=round(sum(one.numel() for one in codes) / statistics.median(times) * 1e3, 1),
-         parameters=sum(p.numel() for p in model.parameters()), first_loss=round(losses[0].item() / args.batch, 4))
+    optimizers, average = training(model, cfg)
+    scaler, losses = amp.scaler(args.device, cfg.precision), []
+
+    def step():
+        with amp.autocast(args.device, cfg.precision):
+            sums, counts, _ = model(inputs, place, target)
+            loss = (sums / counts).mean()
+        scaler.scale(loss).backward()
+        amp.step(scaler, optimizers, cfg.max_grad_norm)
+        model.zero_grad(set_to_none=True)
+        average.update(len(losses))
+        losses.append(loss.detach())
+    times = timed(step, args.device, 4 * args.repeats, 3)
+    tokens = args.batch * sum(codes.numel() for codes in samples[0])
+    emit(stage, args, times, batch=args.batch, steps=inputs.shape[1],
+         tokens_per_s=round(tokens / statistics.median(times) * 1e3, 1),
+         parameters=sum(p.numel() for p in model.parameters()), first_loss=round(losses[0].item(), 4))
 
 
 def bench_generate(args, stage):
     """About --tokens codes of the last stream, after the streams before it, which are as long for fine."""
-    _, model, codes = make(args, stage)
+    _, model, samples = make(args, stage)
     model.eval().requires_grad_(False)
-    frames = -(-args.tokens // model.streams[-1].codes)
-    if stage == "fine":
-        codes[0] = codes[0][:, :frames]
-    codes[-1] = codes[-1][:, :0]
-    lengths, seeds = [torch.full((args.batch,), one.shape[1]) for one in codes], list(range(args.batch))
+    frames = math.ceil(args.tokens / model.streams[-1].codes)
+    samples = [[*(given[:frames] if stage == "fine" else given for given in earlier), last[:0]]
+               for *earlier, last in samples]
     if args.compile:
         model.transformer.step = torch.compile(model.transformer.step)
 
     def work():
         with amp.autocast(args.device, args.precision):
-            train_audio.generate(model, codes, lengths, frames, seeds, top_k=0.1, ends=False)
+            train_audio.generate(model, samples, frames, list(range(args.batch)), train_audio.Drawing(1.0, 0.1),
+                                 ends=False)
     times = timed(work, args.device, args.repeats, 1)
     count = args.batch * frames * model.streams[-1].codes
-    emit(f"generate-{stage}", args, times, batch=args.batch, layout=args.layout, frames=frames,
+    emit(f"generate-{stage}", args, times, batch=args.batch, frames=frames,
          tokens_per_s=round(count / statistics.median(times) * 1e3, 2),
          parameters=sum(p.numel() for p in model.parameters()))
 
 
 def main():
     parser = flags(__doc__, CASES, train_audio.PRESETS, batch=4, repeats=3)
-    parser.add_argument("--layout", default="flattened", choices=["flattened", "delay", "aligned"])
     parser.add_argument("--tokens", type=int, default=256, help="to generate, a sample")
-    parser.add_argument("--depth", type=int, default=0, help="blocks of the transformer, if not the usual")
     args = parser.parse_args()
     if unknown := set(args.cases) - set(CASES):
         parser.error(f"no such case: {', '.join(unknown)}")
