@@ -12,6 +12,10 @@ later stages read the folders of earlier ones. `python train_audio.py [train|eva
 
 SoundStream: Zeghidour et al. 2021. AudioLM: Borsos et al. 2022.
 """
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: idle threads would spin on cores that others need
+
 import collections
 import dataclasses
 import itertools

@@ -9,6 +9,10 @@
 The same command again resumes. Each stage is a run of its own, RUN/base and RUN/upsample, and a cascade is a list of
 such folders. `python train_decoder.py [train|evaluate|sample] --help` lists the settings.
 """
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: idle threads would spin on cores that others need
+
 import dataclasses
 import itertools
 import time

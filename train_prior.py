@@ -8,6 +8,10 @@
 
 The same command again resumes. `python train_prior.py [train|evaluate|sample] --help` lists the settings.
 """
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: idle threads would spin on cores that others need
+
 import dataclasses
 import time
 from dataclasses import dataclass

@@ -3,6 +3,10 @@
     python -m common.clip train --data PATH|shapes --run runs/clip      # on any captioned images -> runs/clip/model.pt
     python -m common.clip embed --data PATH --run runs/clip --out emb   # embedding shards, and emb/clip.json
 """
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: idle threads would spin on cores that others need
+
 import collections
 import dataclasses
 import fcntl

@@ -4,6 +4,7 @@ import contextlib
 import gc
 import hashlib
 import os
+import sys
 import warnings
 from datetime import timedelta
 
@@ -33,8 +34,13 @@ def is_main():
 def setup(device="auto", timeout_minutes=30):
     """Join torchrun's process group until the process ends; returns this rank's device (auto: cuda, mps or cpu)."""
     mps = torch.backends.mps.is_available() and world_size() == 1
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # ranks of this machine
     if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
+        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        device = "cuda" if gpus >= local_size else "mps" if mps else "cpu"
+        if 0 < gpus < local_size and is_main():
+            print(f"{local_size} processes, but {gpus} GPU(s) here: computing on the CPU. To use the GPU: "
+                  f"{'python' if gpus == 1 else f'torchrun --nproc_per_node={gpus}'} {sys.argv[0]}", flush=True)
     if device == "cuda":
         local_rank = int(os.environ.get("LOCAL_RANK", 0))
         if local_rank >= torch.cuda.device_count():
@@ -46,7 +52,6 @@ def setup(device="auto", timeout_minutes=30):
     elif device == "mps" and not mps:
         raise UserError("--device mps: there is none on this machine, or more than one process; use --device cpu")
     else:
-        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # ranks of this machine
         if local_size > 1 and os.environ.get("OMP_NUM_THREADS") == "1":  # torchrun's default: share the cores instead
             cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
             torch.set_num_threads(max(1, cores // local_size))

@@ -61,7 +61,7 @@ def check_stages(cfgs):
         raise UserError("--init_from, --load, id in --logger: each is of one stage; give that with --stage, too")
     for path in (path for saver in savers(cfgs[0]) for path in saver.targets.values()):
         if "{run" not in path:
-            raise UserError(f"--save: each stage would write to {path}; put {{run}} into it, which is the stage")
+            raise UserError(f"--save: each stage would write to {path}; put {{run}} into it, which ends in the stage")
 
 
 # Loaders

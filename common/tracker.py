@@ -197,7 +197,7 @@ class Tracker:
     def values(self, state):
         """{name: value} of what may stand in braces in the paths of copies."""
         seen = state.step * self.cfg.batch_size
-        return {**store.metadata(self.cfg), "run": self.run.folder.name, "step": state.step,
+        return {**store.metadata(self.cfg), "run": self.run.folder.as_posix().lstrip("/"), "step": state.step,
                 "epoch": seen // self.epoch_size, "samples_seen": seen, "best_val_loss": state.best_val_loss}
 
     def say(self, text):

@@ -220,6 +220,17 @@ def test_the_device_is_the_one_named_or_the_best_there_is(monkeypatch):
     assert dist.setup("mps") == torch.device("mps")
 
 
+@pytest.mark.parametrize("gpus, way", [(1, "python"), (3, "torchrun --nproc_per_node=3")])
+def test_more_ranks_than_gpus_compute_on_the_cpu_and_say_how_to_use_the_gpu(monkeypatch, capsys, gpus, way):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(gpus + 1))
+    monkeypatch.setattr("sys.argv", ["train_prior.py"])
+    assert dist.setup("auto") == torch.device("cpu")
+    assert capsys.readouterr().out == (f"{gpus + 1} processes, but {gpus} GPU(s) here: computing on the CPU. "
+                                       f"To use the GPU: {way} train_prior.py\n")
+
+
 @pytest.mark.parametrize("device, there, message", [
     ("cuda", True, r"rank {0} of this machine has no GPU, {0} found; lower --nproc_per_node or use --device cpu"),
     ("mps", True, "there is none on this machine, or more than one process; use --device cpu"),

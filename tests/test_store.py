@@ -175,7 +175,7 @@ def test_metadata_that_cannot_be_is_refused(pairs, message):
 
 def test_stages_trained_in_turn_must_not_share_a_path_or_a_start():
     for given, message in [
-            ({"save": ("local save_latest_to=/x/l.pt",)}, r"write to /x/l.pt; put \{run\} into it, which is the stage"),
+            ({"save": ("local save_latest_to=/x/l.pt",)}, r"write to /x/l.pt; put \{run\} into it, which ends in"),
             ({"save": ("local save_latest_to=/x/{run}.pt save_meta_to=/x",)}, "--save: each stage would write to /x;"),
             *(({name: text}, "--init_from, --load, id in --logger: each is of one stage") for name, text in (
                 ("load", "x.pt"), ("init_from", "x.pt"), ("logger", "wandb id=x")))]:

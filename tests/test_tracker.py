@@ -299,10 +299,11 @@ def test_the_config_is_copied_at_the_start_before_there_is_a_checkpoint(tmp_path
         assert json.loads((tmp_path / "about/metadata.json").read_text())["step"] == 0
 
 
-def test_the_paths_of_copies_know_the_run(tmp_path):
-    log = tracker_of(tmp_path / "prior", metadata=("fold=3",))
+def test_the_paths_of_copies_know_the_run_as_a_whole_so_that_two_stages_do_not_write_to_one_file(tmp_path):
+    log = tracker_of(tmp_path / "prior/base", metadata=("fold=3",))
     assert log.values(SimpleNamespace(step=12, best_val_loss=0.25)) == {
-        "run": "prior", "step": 12, "epoch": 1, "samples_seen": 96, "best_val_loss": 0.25, "fold": "3"}
+        "run": f"{tmp_path}/prior/base"[1:], "step": 12, "epoch": 1, "samples_seen": 96, "best_val_loss": 0.25,
+        "fold": "3"}
 
 
 class Lines:

@@ -4,6 +4,10 @@ Cases: soundstream, semantic, coarse, fine (a training step), tokenize, generate
 generate-fine, all by default. Sizes are those at which audiolm_pytorch is timed; --preset takes one of train_audio's
 instead, for its stage. Peak memory is that of the process, so give one case a call when it is to be compared.
 """
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: idle threads would spin on cores that others need
+
 import math
 import statistics
 import sys

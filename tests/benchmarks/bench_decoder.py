@@ -4,6 +4,10 @@ Cases: train, sample (base U-Net, 32x32), train_upsample, sample_upsample (secon
 levels and blocks are those of DALLE2-pytorch's Unet(dim=64, cond_dim=128, dim_mults=(1, 2, 4)). Peak memory is that of
 the process, so give one case a call when it is to be compared.
 """
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: idle threads would spin on cores that others need
+
 import statistics
 import sys
 from pathlib import Path

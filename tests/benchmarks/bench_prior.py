@@ -4,9 +4,12 @@ Cases: train, sample (with text encodings), train_embedding, sample_embedding (t
 order, all by default. Model sizes are those at which public priors over CLIP embeddings are trained. Peak memory is
 that of the process, so give one case a call when it is to be compared.
 """
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: idle threads would spin on cores that others need
+
 import argparse
 import json
-import os
 import resource
 import statistics
 import sys
