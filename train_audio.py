@@ -67,7 +67,7 @@ class Config(config.Training):
     sample_rate: Count = 8_000  # samples a second of the codec; recordings of other rates are resampled
     seconds: Positive = 0.32  # length of a training crop
     crop_samples: Natural = 0  # the same in samples, instead of --seconds, if not 0
-    speaker_pattern: str = ""  # regular expression, group 1 of which in a file's name is the speaker; "": its folder
+    speaker_pattern: str = ""  # regular expression, group 1 of which in a file's name is the speaker; "": by folder
     soundstream: str = ""  # codec of coarse and fine: run, model.pt or encodec:MODEL; "": RUN/soundstream
     semantic: str = ""  # run whose semantic tokens coarse takes; "": RUN/semantic
     # Codec
@@ -1219,6 +1219,9 @@ def prepare(cfg, run):
             notes.append(f"{len(names)} recordings cannot be used and are left out: {', '.join(names[:5])}"
                          f"{', …' if len(names) > 5 else ''}")
         notes.append(source.resampled)
+        if len(source.speakers) == 1 and len(source) >= 100:
+            notes.append(f"all {len(source)} recordings count as one speaker's; --speaker_pattern finds speakers in the "
+                         "names of files")
     return cfg, notes
 
 

@@ -219,8 +219,9 @@ def _refuse_many(faults, count, few=0):
 class Recordings(_Source):
     """A folder tree of audio files of any rate, all brought to `rate`; those shorter than `hop` are left out.
 
-    The speaker is the folder, or what the first group of the regular expression `pattern` finds in a file's name. A
-    transcript is NAME.txt beside, or the line "NAME text" of a *.trans.txt there (LibriSpeech); `texts` counts them.
+    The speaker is the folder, beside a *.trans.txt the one above it (LibriSpeech: SPEAKER/CHAPTER), or what the first
+    group of the regular expression `pattern` finds in a file's name. A transcript is NAME.txt beside, or the line "NAME
+    text" of a *.trans.txt; `texts` counts them.
     `bad` says what is wrong with recordings that are left out, `resampled` which have another rate.
     """
 
@@ -243,8 +244,12 @@ class Recordings(_Source):
         _refuse_many(self.bad, len(files), min(5, len(files) - 1))  # a few are left out of a small folder, too
         others = sorted({own for _, own in self.headers} - {rate})
         self.resampled = f"recordings of {', '.join(map(str, others))} Hz are resampled to {rate}" if others else ""
+        chapters = {Path(name).parent for name in found if name.endswith(".trans.txt")}
+        folders = [Path(name).parent for name in self.keys]
         try:
-            self.who = [re.search(pattern, Path(n).name)[1] if pattern else Path(n).parent.name for n in self.keys]
+            self.who = [re.search(pattern, Path(name).name)[1] if pattern else
+                        (folder.parent if folder in chapters else folder).name
+                        for name, folder in zip(self.keys, folders)]
             self.speakers = sorted(set(self.who))
         except (re.error, IndexError, TypeError) as error:
             raise UserError(f"--speaker_pattern {pattern}: finds no speaker, in (), in some file's name") from error

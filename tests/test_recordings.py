@@ -209,7 +209,8 @@ def test_a_folder_tree_is_read_in_the_order_of_names_with_texts_speakers_and_a_f
     assert found[0] == found[1] != found[2] and Recordings(tmp_path, 16000).fingerprint() not in found
     libri = write(tmp_path / "libri", {name: GOOD for name in ("1/8/1-8-0.wav", "1/8/1-8-1.wav", "7/8/7-8-0.wav")})
     write(libri, {"1/8/1-8.trans.txt": b"1-8-0 NORTHANGER ABBEY\n1-8-1  THIS LITTLE WORK\n\n"})
-    source = Recordings(libri, 16000, pattern=r"^(\d+)-")
+    write(libri, {"7/8/7-8.trans.txt": b"\n"})
+    source = Recordings(libri, 16000)  # SPEAKER/CHAPTER, without a pattern
     assert [source.text(row) for row in range(3)] == ["NORTHANGER ABBEY", "THIS LITTLE WORK", ""]
     assert source.texts == 2 and source.speakers == ["1", "7"] and source.resampled == ""
 
