@@ -1234,7 +1234,7 @@ def train(cfgs):
                         f"{first.quantizers}; leave at least one to the fine stage")
     before = [train_stage(cfg, device) for cfg in cfgs]
     if len(cfgs) > 1:
-        args = EvaluateConfig(run=str(run), data=first.data, seed=first.seed, samples=cfgs[-1].eval_samples)
+        args = EvaluateConfig(run=str(run), seed=first.seed, samples=cfgs[-1].eval_samples)  # on the data of training
         scores = run / "scores.json"
         scores = config.read_json(scores) if all(before) and scores.is_file() else evaluate_together(args, device)
         report(f"The stages together, on {args.part} recordings ({run}/sounds):", scores)
@@ -1291,7 +1291,7 @@ def train_stage(cfg, device):
             # Set the learning rates; a codec makes its codebooks when they are due, and then has discriminators.
             lr = schedule.learning_rate(state.step, cfg.lr, cfg.warmup_steps, cfg.cosine_steps or cfg.steps, cfg.cosine)
             schedule.set_learning_rate(task.optimizers, lr)
-            if not task.complete and state.step >= cfg.quantize_after:
+            if state.step == cfg.quantize_after and not task.complete:
                 task.make_codebooks()
             adversarial = discriminators is not None and state.step >= cfg.discriminator_after
             if adversarial:
@@ -1587,7 +1587,7 @@ def sample(args):
     prompt = pipeline.nothing()
     if args.prompt:
         wave, note = open_wave(args.prompt, codec.rate, codec.hop)
-        wave = wave[-round(args.prompt_seconds * codec.rate):] if args.prompt_seconds else wave
+        wave = wave[-max(codec.hop, round(args.prompt_seconds * codec.rate)):] if args.prompt_seconds else wave
         prompt, = pipeline.tokens([wave])
     elif args.prompt_codes:
         codes = open_codes(args.prompt_codes, codec, codec.quantizers)

@@ -24,8 +24,8 @@ def make(model, name, lr, weight_decay, betas=(0.9, 0.99), eps=1e-8):
     """
     decayed, rest = groups(model)
     optimizers = []
-    if name == "muon":
-        matrices = [p for p in decayed if p.ndim == 2]
+    matrices = [p for p in decayed if p.ndim == 2]
+    if name == "muon" and matrices:  # a codec has none
         optimizers.append(torch.optim.Muon(matrices, lr, weight_decay, adjust_lr_fn="match_rms_adamw"))
         decayed = [p for p in decayed if p.ndim != 2]
     adam = [{"params": decayed, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
