@@ -1220,7 +1220,7 @@ def prepare(cfg, run):
                          f"{', …' if len(names) > 5 else ''}")
         notes.append(source.resampled)
         if len(source.speakers) == 1 and len(source) >= 100:
-            notes.append(f"all {len(source)} recordings count as one speaker's; --speaker_pattern finds speakers in the "
+            notes.append(f"all {len(source)} recordings count as one speaker's; --speaker_pattern finds them in the "
                          "names of files")
     return cfg, notes
 
