@@ -70,24 +70,24 @@ class Config(config.Training):
     speaker_pattern: str = ""  # regular expression, group 1 of which in a file's name is the speaker; "": by folder
     soundstream: str = ""  # codec of coarse and fine: run, model.pt or encodec:MODEL; "": RUN/soundstream
     semantic: str = ""  # run whose semantic tokens coarse takes; "": RUN/semantic
-    # Codec
+    # Codec; the paper's settings are the preset's, these are for minutes on two cores
     channels: Count = 8  # of the first layer; each stride doubles them
     strides: tuple[Annotated[int, ("2 or more", lambda stride: stride > 1)], ...] = (2, 4, 5, 8)  # product: the hop
     codec_width: Count = 128  # channels of a frame
     quantizers: Count = 4  # each quantizes what those before it have left over; the first few alone are a lower bitrate
     codebook_size: Count = 256  # codes of a quantizer
     codebook_decay: Decay = 0.95  # of the codebooks' moving averages
-    dead_below: NonNegative = 0.1  # codes of fewer frames a step, on average, are replaced
+    dead_below: NonNegative = 0.1  # codes of fewer frames a step are replaced; 2 would be all of them in small batches
     quantizer_dropout: Share = 1.0  # share of samples that are cut to a random number of quantizers
     quantize_after: Natural = 500  # steps of the plain autoencoder before k-means makes the codebooks; the paper: 0
     mel_weight: NonNegative = 2e-5  # of the distance of mel spectra, summed as in the paper; whose weight is 1
     wave_weight: NonNegative = 10.0  # of the L1 distance of waves (EnCodec Eq. 1); the paper: 0
     commitment_weight: NonNegative = 0.25  # of the distance of frames to their codes
     # Discriminators of the codec
-    discriminator_after: Natural = 1500  # steps without them; the paper: 0
+    discriminator_after: Natural = 1500  # steps without them; the paper: 0, which takes longer than minutes
     adversarial_weight: NonNegative = 0.1  # of the hinge loss; the paper: 1
     feature_weight: NonNegative = 10.0  # of the distance of features; the paper: 100
-    penalty_weight: NonNegative = 10.0  # of the gradient penalty, 0 for none, as in the paper
+    penalty_weight: NonNegative = 10.0  # of the gradient penalty; 0 for none, as in the paper
     penalty_every: Count = 4  # steps between gradient penalties
     discriminator_channels: Count = 4  # of the first layers; the one of spectra has twice as many, as in the paper
     stft_window: Annotated[int, ("a multiple of 128", lambda size: size > 0 and size % 128 == 0)] = 512  # in samples
@@ -489,13 +489,16 @@ def adversarial_loss(cfg, discriminators, fake, real):
 def discriminator_loss(discriminators, fake, real, penalty_weight=0.0):
     """Hinge loss of the discriminators (Eq. 1) for waves (B, T), a mean over them.
 
-    With a weight, plus the squared norm of a sample's gradient at real waves (Mescheder et al. 2018, Eq. 9).
+    With a weight, plus the squared norm of a sample's gradient at real waves (Mescheder et al. 2018, Eq. 9), in fp32:
+    in fp16 its own gradient would overflow at any loss scale.
     """
-    real, size = real.detach().requires_grad_(penalty_weight > 0), len(real)
     scores = [score.float() for score, _ in discriminators(torch.cat([real, fake.detach()]))]
-    loss = torch.stack([F.relu(1 - x[:size]).mean() + F.relu(1 + x[size:]).mean() for x in scores]).mean()
+    loss = torch.stack([F.relu(1 - x[:len(real)]).mean() + F.relu(1 + x[len(real):]).mean() for x in scores]).mean()
     if penalty_weight:
-        gradients = [torch.autograd.grad(x[:size].sum(), real, create_graph=True)[0] for x in scores]
+        real = real.detach().requires_grad_()
+        with torch.autocast(real.device.type, enabled=False):
+            gradients = [torch.autograd.grad(score.sum(), real, create_graph=True)[0]
+                         for score, _ in discriminators(real)]
         loss = loss + penalty_weight * torch.stack([g.square().sum(1).mean() for g in gradients]).mean()
     return loss
 
@@ -598,22 +601,27 @@ class TokenTransformer(nn.Module):
             seen = seen & (kept | (distance == 0))
         return seen if self.bias is None else self.relative(distance)[None].masked_fill(~seen, -torch.inf)
 
-    def run(self, inputs, condition):
-        """(outputs (B, N, W) at the inputs (B, N), keys and values, those of the text); a text prefix comes first."""
+    def run(self, inputs, condition, cache=False):
+        """Outputs (B, N, W) at the inputs (B, N), before which a text prefix stands.
+
+        cache: (outputs, keys and values of all blocks, those of the text) instead.
+        """
         x, prefix = self.embed(inputs), 0
         if condition is not None and self.cfg.text == "prefix":
             x, prefix = torch.cat([condition.to(x.dtype), x], dim=1), condition.shape[1]
         context = self.transformer.contexts(condition) if self.cfg.text == "cross" else None
         mask = self.mask(len(x), x.shape[1], prefix, x.device)
-        x, cache = self.transformer(x, mask, return_cache=True, context=context)
-        return x[:, prefix:], cache, context
+        if not cache:
+            return self.transformer(x, mask, context=context)[:, prefix:]
+        x, keys_values = self.transformer(x, mask, return_cache=True, context=context)
+        return x[:, prefix:], keys_values, context
 
     def forward(self, inputs, place, target, text=None, drop=None):
         """(cross-entropy summed, number of tokens, of right guesses) a sample, each (B,).
 
         inputs (B, N), place (B,), target (B, T + 1, Q): as of `lay_out` and `targets`, padded. drop (B,): without text.
         """
-        x, _, _ = self.run(inputs, self.condition(text, drop))
+        x = self.run(inputs, self.condition(text, drop))
         steps = place[:, None] + torch.arange(target[0].numel(), device=x.device)  # (B, (T + 1)·Q)
         x = x.gather(1, steps.clamp(max=x.shape[1] - 1)[..., None].expand(-1, -1, x.shape[2]))
         x = x.unflatten(1, target.shape[1:])  # (B, T + 1, Q, W)
@@ -624,7 +632,7 @@ class TokenTransformer(nn.Module):
 
     def start(self, inputs, length, text, drop, room):
         """(outputs (B, W) at the last of `length` (B,) inputs (B, N), memory for `room` tokens more, context)."""
-        x, cache, context = self.run(inputs, self.condition(text, drop))
+        x, cache, context = self.run(inputs, self.condition(text, drop), cache=True)
         prefix = cache[0][0].shape[2] - inputs.shape[1]
         memory = Memory(cache, length + prefix, cache[0][0].shape[2] + room)
         return x[torch.arange(len(x), device=x.device), length - 1], memory, context
@@ -835,12 +843,12 @@ class CodecTask:
 
     def make_codebooks(self):
         """K-means on frames of the first training crops, by rank 0 for all: the same on any number of ranks."""
-        cfg, codec, frames = self.cfg, self.model, []
+        cfg, codec, frames = self.cfg, self.model, [torch.zeros(0, self.cfg.codec_width, device=self.device)]
         reader = data.Chunks(*self.training, accumulate.number(cfg.seed, "codebooks"))
         codec.eval()
         with torch.no_grad():
             for start in itertools.count(0, cfg.chunk_size):
-                if sum(map(len, frames)) >= 32 * cfg.codebook_size:
+                if not dist.is_main() or sum(map(len, frames)) >= 32 * cfg.codebook_size:
                     break
                 wave = reader[start, start + cfg.chunk_size]["wave"].to(self.device)
                 frames.append(codec.latents(wave).flatten(0, 1).float())
@@ -936,11 +944,11 @@ class TokenCrops:
         for kind, cache in self.caches.items():
             first, last = (round(edge * self.rates[kind] / rate) for edge in (begin, end))
             found[kind] = cache[row][first:last if end < frames else None]
-        made = {"coarse": lambda: found["codes"][:, :cfg.coarse_quantizers],
-                "fine": lambda: found["codes"][:, cfg.coarse_quantizers:],
-                "semantic": lambda: semantic.unique(found["semantic"][:, 0])[:, None] if cfg.unique
-                else found["semantic"]}
-        return [torch.from_numpy(np.ascontiguousarray(made[s.name]())) for s in self.streams], end == frames
+        if "codes" in found:
+            found["coarse"], found["fine"] = np.split(found["codes"], [cfg.coarse_quantizers], axis=1)
+        if "semantic" in found and cfg.unique:
+            found["semantic"] = semantic.unique(found["semantic"][:, 0])[:, None]
+        return [torch.from_numpy(np.ascontiguousarray(found[s.name])) for s in self.streams], end == frames
 
     def fetch(self, rows, draws=None):
         places = np.zeros(len(rows)) if draws is None else data.uniform(draws, 1)[:, 0]
@@ -1116,7 +1124,9 @@ def open_tokenizer(cfg, source, rows, device):
 
     That is fitted to the training `rows` when the run has none yet, and saved with it.
     """
-    path = Path(cfg.run if cfg.stage == "semantic" else cfg.semantic) / TOKENIZER
+    if cfg.stage != "semantic":
+        return load_tokenizer(model_file(cfg.semantic, "semantic", TOKENIZER), device)
+    path = Path(cfg.run) / TOKENIZER
     if not dist.on_main(path.exists):
         features = "mfcc" if cfg.tokenizer == "kmeans" else cfg.tokenizer
         made = semantic.fit(source, rows, cfg.clusters, cfg.seed, features=features, device=device)
@@ -1229,7 +1239,7 @@ def train(cfgs):
     first, run = cfgs[0], Path(cfgs[0].run)
     device = dist.setup(first.device, first.timeout_minutes)
     tracker.check_stages(cfgs)
-    if len(cfgs) > 1 and first.coarse_quantizers >= first.quantizers:
+    if len(cfgs) > 1 and not first.soundstream and first.coarse_quantizers >= first.quantizers:
         raise UserError(f"--coarse_quantizers: {first.coarse_quantizers}, but the codec has --quantizers "
                         f"{first.quantizers}; leave at least one to the fine stage")
     before = [train_stage(cfg, device) for cfg in cfgs]
@@ -1411,7 +1421,7 @@ class EvaluateConfig(DrawingConfig):
 class SampleConfig(DrawingConfig):
     # What to say
     text: str = ""  # text to say
-    file: str = ""  # file with a text to say a line, instead
+    texts: str = ""  # or a file with one text a line
     prompt: str = ""  # recording to go on with, in its voice
     prompt_seconds: NonNegative = 0.0  # how much of its end to take, 0 for all
     prompt_codes: str = ""  # codes to go on with, .npy (T, Q), as --codes writes them, instead of a recording
@@ -1427,6 +1437,21 @@ class SampleConfig(DrawingConfig):
     out: str = "out.wav"  # the sound; several are out_0.wav, out_1.wav, …
     codes: str = ""  # also write the codes, .npy (T, Q), to this file
     picture: str = ""  # also write the spectrogram, PNG, to this file
+
+    def __post_init__(self):
+        super().__post_init__()
+        inputs = ("text", "texts", "prompt", "prompt_codes", "reconstruct", "decode")
+        given = [name for name in inputs if getattr(self, name)]
+        codec = {"reconstruct", "decode"} & set(given)
+        if not given:
+            raise UserError("nothing to say: give --text, --texts, --prompt, --prompt_codes, --reconstruct or --decode")
+        if codec and len(given) > 1:
+            raise UserError(f"--{given[0]}, --{given[1]}: the codec alone takes one recording or one file of codes")
+        for pair in (("text", "texts"), ("prompt", "prompt_codes")):
+            if set(pair) <= set(given):
+                raise UserError(f"--{pair[0]}, --{pair[1]}: give one of them")
+        if not codec and (self.soundstream or self.quantizers):
+            raise UserError("--soundstream, --quantizers: only --reconstruct and --decode take them")
 
 
 def drawings_of(args, cfgs):
@@ -1497,16 +1522,18 @@ def evaluate_together(args, device):
             if builtin and len(continued) - len(prompt) >= HEARD_SECONDS * rate:
                 same = synthetic.same_voice(voice_of(prompt), voice_of(continued[len(prompt):]))
                 scores["voice_kept"].append(same)
-        coded = [pipeline.wave(codes) for _, codes in pipeline.tokens(waves)] if builtin else []
-        records, texts = (source.records(found), [source.text(row) for row in found]) if builtin else ([], None)
-        for number, (wave, real, record) in enumerate(zip(waves, coded, records)):
-            voice, other = voice_of(real[len(prompts[number]):]), prompts[number - 1]
-            scores["voice_kept_real"].append(synthetic.same_voice(voice_of(prompts[number]), voice))
+        records = source.records(found) if builtin else []
+        for number, (wave, prompt, record) in enumerate(zip(waves, prompts, records), at):
+            real, = (pipeline.wave(codes) for _, codes in pipeline.tokens([wave]))
+            other = source.wave(rows[(number * ranks + dist.rank() + 1) % len(rows)])[:most]
+            voice, labels = voice_of(real[len(prompt):]), labels_of(wave)
+            scores["voice_kept_real"].append(synthetic.same_voice(voice_of(prompt), voice))
             scores["voice_of_others"].append(synthetic.same_voice(voice_of(other), voice))
             scores["text_heard_real"].append(synthetic.text_similarity(syllables_of(real), record["text"].split()))
-            scores["semantic_syllable_accuracy"].append(np.mean(labels_of(wave) == synthetic.syllable_labels(
-                record, len(labels_of(wave)), semantic.FRAME_RATE)))
+            scores["semantic_syllable_accuracy"].append(np.mean(
+                labels == synthetic.syllable_labels(record, len(labels), semantic.FRAME_RATE)))
         if builtin and has_text:
+            texts = [record["text"] for record in records]
             codes = pipeline.speak([pipeline.nothing()] * len(found), LONGEST, seeds, drawings, texts)
             scores["text_heard"] += [synthetic.text_similarity(syllables_of(pipeline.wave(one)), text.split())
                                      for one, text in zip(codes, texts)]
@@ -1560,31 +1587,18 @@ def open_codes(path, codec, least=1):
     return torch.from_numpy(codes.astype(np.int64))
 
 
-def sample(args):
-    device = dist.setup(args.device)
-    inputs = ("text", "file", "prompt", "prompt_codes", "reconstruct", "decode")
-    chosen = [name for name in inputs if getattr(args, name)]
-    if {"reconstruct", "decode"} & set(chosen):
-        if len(chosen) > 1:
-            raise UserError(f"--{chosen[0]}, --{chosen[1]}: the codec alone takes one recording or one file of codes")
-        return dist.on_main(lambda: through_codec(args, device))
-    for one, other in (("text", "file"), ("prompt", "prompt_codes")):
-        if one in chosen and other in chosen:
-            raise UserError(f"--{one}, --{other}: give one of them")
-    if not chosen:
-        raise UserError("nothing to say: give --text, --file, --prompt, --prompt_codes, --reconstruct or --decode")
-    if args.soundstream or args.quantizers:
-        raise UserError("--soundstream, --quantizers: only --reconstruct and --decode take them")
+def plan_sample(args, device):
+    """(pipeline, drawings, texts, prompt, note) for what `args` wants, all of it checked."""
     pipeline, note, texts = Pipeline(args.run, device, args.weights), None, [args.text]
-    drawings, codec = drawings_of(args, pipeline.cfgs), pipeline.codec
-    if args.file:
-        texts = [line.strip() for line in Path(args.file).read_text(encoding="utf-8").splitlines() if line.strip()]
-    if args.file and not texts:
-        raise UserError(f"{args.file}: no text in it")
+    drawings, codec, prompt = drawings_of(args, pipeline.cfgs), pipeline.codec, pipeline.nothing()
+    if args.texts:
+        lines = Path(args.texts).read_text(encoding="utf-8").splitlines()
+        texts = [line.strip() for line in lines if line.strip()]
+    if not texts:
+        raise UserError(f"{args.texts}: no text in it")
     if any(texts) and all(cfg.text == "none" for cfg in pipeline.cfgs.values()):
-        raise UserError(f"--{'file' if args.file else 'text'}: {args.run} was trained without texts; give --prompt "
+        raise UserError(f"--{'texts' if args.texts else 'text'}: {args.run} was trained without texts; give --prompt "
                         "alone, or train with --text prefix")
-    prompt = pipeline.nothing()
     if args.prompt:
         wave, note = open_wave(args.prompt, codec.rate, codec.hop)
         wave = wave[-max(codec.hop, round(args.prompt_seconds * codec.rate)):] if args.prompt_seconds else wave
@@ -1596,6 +1610,14 @@ def sample(args):
         own, most = (n * codec.hop / codec.rate for n in (len(prompt[1]), window - 1))
         raise UserError(f"--{'prompt' if args.prompt else 'prompt_codes'}: {own:.2f} s, longer than the {most:.2f} s "
                         f"that the coarse stage was trained on; give --prompt_seconds {most:.2f} or less")
+    return pipeline, drawings, texts, prompt, note
+
+
+def sample(args):
+    device = dist.setup(args.device)
+    if args.reconstruct or args.decode:
+        return dist.on_main(lambda: through_codec(args, device))
+    pipeline, drawings, texts, prompt, note = dist.on_each(lambda: plan_sample(args, device))
     wanted = [(place, text) for place, text in enumerate(text for text in texts for _ in range(args.num))]
     mine = wanted[dist.rank()::dist.world_size()]
     if mine:
@@ -1603,10 +1625,9 @@ def sample(args):
         made = pipeline.speak([prompt] * len(mine), args.seconds, seeds, drawings,
                               [text for _, text in mine] if any(texts) else None, args.fine)
         for (place, _), codes in zip(mine, made):
-            write_out(args, pipeline.wave(codes), codes, codec.rate, f"_{place}" if len(wanted) > 1 else "")
+            write_out(args, pipeline.wave(codes), codes, pipeline.codec.rate, f"_{place}" if len(wanted) > 1 else "")
     if dist.is_main():
         print("\n".join(filter(None, [note, f"{len(wanted)} sound(s): {args.out}"])), flush=True)
-    return None
 
 
 def through_codec(args, device):

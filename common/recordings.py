@@ -180,8 +180,11 @@ class _Source:
 
     def readable(self, rows):
         """Those of the `rows` (n,) whose recordings can be read, as a list, and their waves."""
-        rows = [int(row) for row in rows if not self.fault(row)]
-        return rows, [self.wave(row) for row in rows]
+        found = {}
+        for row in map(int, rows):
+            with contextlib.suppress(Unusable):
+                found[row] = self.wave(row)
+        return [*found], [*found.values()]
 
     def check(self, most=256):
         """(unusable, checked, first faults) of `most` evenly spaced rows, a minute of each; UserError if many are."""
@@ -221,8 +224,8 @@ class Recordings(_Source):
 
     The speaker is the folder, beside a *.trans.txt the one above it (LibriSpeech: SPEAKER/CHAPTER), or what the first
     group of the regular expression `pattern` finds in a file's name. A transcript is NAME.txt beside, or the line "NAME
-    text" of a *.trans.txt; `texts` counts them.
-    `bad` says what is wrong with recordings that are left out, `resampled` which have another rate.
+    text" of a *.trans.txt; `texts` counts them. `bad` says what is wrong with recordings that are left out, `resampled`
+    which have another rate.
     """
 
     def __init__(self, path, rate, crop=0, hop=1, pattern=""):
@@ -286,7 +289,7 @@ class Syllables(_Source):
         self.crop, self.hop, self.rate, self.texts = crop, hop, rate, rows
         self.bad, self.resampled, self.headers = (), "", ()
         self.keys = [f"syllables {row}" for row in range(rows)]
-        self.who = [str(synthetic.speaker_of(row)) for row in range(rows)]
+        self.who = [*map(str, synthetic.speakers_of(range(rows)))]
         self.speakers = sorted(set(self.who))
 
     def records(self, rows):

@@ -178,9 +178,9 @@ def voice_of(speaker: int) -> tuple[float, float]:
     return PITCHES[speaker % len(PITCHES)], TIMBRES[speaker // len(PITCHES)]
 
 
-def speaker_of(row: int, seed: int = 0) -> int:
-    """Who speaks row `row` of the endless data set `seed`: a number below SPEAKERS."""
-    return int(_uniform(seed, [row], 1)[0, 0] * SPEAKERS)
+def speakers_of(rows: Sequence[int], seed: int = 0) -> np.ndarray:
+    """Who speaks each of the `rows` (N,) of the endless data set `seed`: int (N,), below SPEAKERS."""
+    return (_uniform(seed, rows, 1)[:, 0] * SPEAKERS).astype(int)
 
 
 def syllables(rows: Sequence[int], seed: int = 0) -> tuple[list[np.ndarray], list[dict]]:

@@ -118,6 +118,7 @@ def test_codebooks_are_moving_averages_over_all_chunks_and_unused_quantizers_sta
     for name, value in dict(ema_count=count, ema_sum=total, codebook=total / smoothed[..., None]).items():
         assert_close(getattr(quantizer, name)[:2], value[:2].float(), rtol=1e-5, atol=1e-5)
         assert_close(getattr(quantizer, name)[2], before[name][2].float(), rtol=0, atol=0)
+    assert (quantizer.ema_count[:2, 0] == 0).all()
 
 
 def test_dead_codes_become_vectors_of_the_first_chunk_with_a_count_of_the_threshold():
@@ -149,6 +150,7 @@ def test_codebooks_are_equal_on_all_ranks_and_the_same_for_any_number_of_them(on
     first, second = on_ranks(2, train, 2)
     assert_close(first, second, rtol=0, atol=0)
     assert_close(first, train(1))
+    assert first["initialized"] and (first["ema_count"] >= 20.125).any()
 
 
 def test_passes_without_gradients_or_training_and_discarded_steps_leave_no_trace():
@@ -161,6 +163,7 @@ def test_passes_without_gradients_or_training_and_discarded_steps_leave_no_trace
         quantizer(z + 1)
     quantizer.eval()(z + 1)
     assert_close(buffers(quantizer), before, rtol=0, atol=0)
+    assert quantizer._candidates is None
     assert_close(after_a_step(quantizer), after_a_step(make()), rtol=0, atol=0)
 
 

@@ -194,7 +194,7 @@ def test_a_recording_is_the_same_whatever_other_rows_are_asked_for(spoken):
     some, theirs = synthetic.syllables([70, 3, 119])
     for row, wave, record in zip([70, 3, 119], some, theirs):
         np.testing.assert_array_equal(wave, waves[row])
-        assert record == records[row] and synthetic.speaker_of(row) == record["speaker"]
+        assert record == records[row] and synthetic.speakers_of([row])[0] == record["speaker"]
     assert synthetic.syllables([10 ** 12])[0][0].dtype == np.float32  # the data set has no end
     assert synthetic.syllables(range(20), seed=1)[1] != records[:20]
 

@@ -257,9 +257,9 @@ def test_an_output_is_of_its_input_and_those_before_and_a_padded_sample_loses_wh
     model, texts = transformer(WORDS, COARSE, position=position, text=text), None if text == "none" else TEXTS
     samples, ended, drop = tokens_of([WORDS, COARSE], [5, 1, 3], [2, 6, 0]), [True, False, True], torch.arange(3) == 1
     inputs, place, target = batch_of([WORDS, COARSE], samples, ended)
-    outputs, _, _ = model.run(inputs, condition := model.condition(texts, drop))
+    outputs = model.run(inputs, condition := model.condition(texts, drop))
     for i in range(1, inputs.shape[1]):
-        assert_close(model.run(inputs[:, :i], condition)[0], outputs[:, :i], rtol=1e-4, atol=1e-5)
+        assert_close(model.run(inputs[:, :i], condition), outputs[:, :i], rtol=1e-4, atol=1e-5)
     sums, counts, right = model(inputs, place, target, texts, drop)
     for b, (words, codes) in enumerate(samples):
         wanted = torch.tensor(codes.flatten().tolist() + [5] * ended[b])
@@ -282,7 +282,7 @@ def test_cached_generation_in_an_uneven_batch_is_a_naive_loop_over_each_sample(p
             for i in range(begun, begun + 6 * Q):  # a code at a time, each from the whole sequence anew
                 frames = torch.tensor(own + [0] * (-i % Q), dtype=torch.long).view(-1, Q)
                 rows, place = lay_out(streams, [*codes[:-1], frames])
-                x, null = (model.run(rows[None, :place + 1 + i], model.condition(mine, torch.tensor([drop])))[0][0, -1]
+                x, null = (model.run(rows[None, :place + 1 + i], model.condition(mine, torch.tensor([drop])))[0, -1]
                            for drop in (False, True))
                 if i > begun:  # the first is of the prompt's own pass
                     assert_close(seen[i - begun - 1][b], x, rtol=1e-3, atol=1e-4)
@@ -421,6 +421,13 @@ def test_an_fp16_overflow_on_one_rank_of_two_is_a_step_that_did_not_happen(whole
     assert found[0][0] == [pytest.approx(line, rel=5e-3) for line in found[1][0]]
 
 
+def test_gradient_penalties_do_not_drive_the_scale_of_fp16_down(whole, tmp_path):
+    run(*words_of(whole, "soundstream", tmp_path, precision="fp16", steps=14, penalty_every=1, log_every=1,
+                  quantize_after=1, eval_every=0))
+    lines = [line for line in metrics(tmp_path / "soundstream") if "scale" in line]
+    assert len(lines) == 14 and min(line["scale"] for line in lines) >= 4096
+
+
 def test_built_in_syllables_are_trained_on_and_judged_alike_on_any_number_of_ranks(tmp_path, monkeypatch):
     monkeypatch.setattr(train_audio, "BUILTIN_ROWS", 40)
     settings = dict(run=tmp_path, seconds=0.3, text="cross", position="relative", unique=False, samples_from="both",
@@ -432,8 +439,7 @@ def test_built_in_syllables_are_trained_on_and_judged_alike_on_any_number_of_ran
     out = Forked("test_train_audio", "evaluate", *words, ranks=2).finish()
     assert all(f"{metrics(tmp_path / stage)[-1]['test_loss']:.4f}" in out for stage in STAGES)
     assert one["semantic_syllable_accuracy"] > 0.4 and {"voice_kept_real", "text_heard"} < one.keys()
-    two = {**config.read_json(tmp_path / "scores.json"), "voice_of_others": one["voice_of_others"]}
-    assert one == pytest.approx(two, rel=1e-3)
+    assert one == pytest.approx(config.read_json(tmp_path / "scores.json"), rel=1e-3)
 
 
 @pytest.mark.parametrize("stage, most", [("soundstream", 0.8), ("coarse", 0.1)])
@@ -480,7 +486,7 @@ def test_sounds_of_texts_are_the_same_on_2_ranks_and_only_who_learned_texts_has_
     monkeypatch.setattr(train_audio, "generate", lambda model, *rest: given.update(  # of each stage, its first texts
         {model.streams[-1].name: rest[-2]} | given) or generate(model, *rest))
     for ranks in (0, 2):
-        words = flags(run=whole, file=tmp_path / "texts.txt", num=3, seconds=0.6, device="cpu", temperature=1.5,
+        words = flags(run=whole, texts=tmp_path / "texts.txt", num=3, seconds=0.6, device="cpu", temperature=1.5,
                       out=tmp_path / f"{ranks}/out.wav", codes=tmp_path / f"{ranks}/out.npy")
         assert run("sample", *words, ranks=ranks).count("6 sound(s)") == 1
         found.append({path.name: path.read_bytes() for path in (tmp_path / f"{ranks}").iterdir()})
@@ -522,6 +528,9 @@ def mistake(*words, status):
     ("--seconds 0.01", "0.01 is shorter than a frame of 320 samples"), ("--steps 500", "before --quantize_after 500"),
     ("--stage semantic --text none --text_drop 0.2", "--text_drop: it needs --text prefix or cross"),
     ("--stage semantic --text_drop 0 --guidance_scale 2", "--guidance_scale: it needs --text and --text_drop"),
+    ("sample --device cpu", "nothing to say: give --text"), ("sample --text a --quantizers 2", "only --reconstruct"),
+    ("sample --text a --reconstruct a.wav", "--text, --reconstruct: the codec"),
+    ("sample --prompt a.wav --prompt_codes a.npy", "give one of them"),
     ("sample --top_k 0.5,0,1", "is not above 0 and at most 1"), ("smaple", "expected one of train, evaluate, sample"),
 ], ids=str)
 def test_mistakes_on_the_command_line_are_one_line_and_status_2(words, message):
@@ -533,9 +542,7 @@ def test_mistakes_that_runs_and_files_show_are_one_line_and_status_1(whole, tmp_
     for number, codes in enumerate([[[16] * 4], [[-1] * 4], [[1] * 5], [1, 2], [[]], [[0.5] * 4], [[1] * 3]]):
         np.save(tmp_path / f"{number}.npy", np.array(codes))
     for settings, message in [
-        ({}, "nothing to say: give --text"), (dict(text="a", reconstruct=voice), "--text, --reconstruct: the codec"),
-        (dict(prompt=voice, prompt_codes=voice), "give one of them"), (dict(decode=voice), "not a readable .npy"),
-        (dict(text="a", quantizers=2), "only --reconstruct"), (dict(decode=voice, quantizers=5), "the codec has 4"),
+        (dict(decode=voice), "not a readable .npy"), (dict(decode=voice, quantizers=5), "the codec has 4"),
         (dict(prompt=voice), "longer than the 0.38 s that the coarse stage was trained on; give --prompt_seconds 0.38"),
         (dict(text="a", temperature="1,2"), "--temperature: 2 values; expected one, or one for each of semantic"),
         (dict(prompt_codes=tmp_path / "6.npy"), "(frames, quantizers) below 16, of 4 to 4 quantizers"),
@@ -556,5 +563,6 @@ def test_mistakes_that_runs_and_files_show_are_one_line_and_status_1(whole, tmp_
     for stage, settings, message in [
         ("soundstream", dict(channels=3), "channels is 2 there and 3"), ("fine", dict(sample_rate=16_000), "give that"),
         ("semantic", dict(text="prefix", data=silent), "no transcripts"), ("fine", dict(coarse_quantizers=4), "has 4"),
+        ("coarse", dict(semantic=whole / "semantic/model.pt"), "not a tokenizer: its kind is 'semantic'"),
         ("coarse", dict(soundstream=tmp_path), "train it first: --stage soundstream, or give its run with --sound")]:
         assert message in mistake(*words_of(whole, stage, whole, **settings), status=1)
