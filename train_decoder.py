@@ -11,7 +11,7 @@ such folders. `python train_decoder.py [train|evaluate|sample] --help` lists the
 """
 import os
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: idle threads would spin on cores that others need
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: a thread that waits soon leaves its core to others
 
 import dataclasses
 import itertools

@@ -10,7 +10,7 @@ The same command again resumes. `python train_prior.py [train|evaluate|sample] -
 """
 import os
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: idle threads would spin on cores that others need
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: a thread that waits soon leaves its core to others
 
 import dataclasses
 import time

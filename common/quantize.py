@@ -41,8 +41,8 @@ def kmeans(x, size, generator, rounds=10):
 class ResidualQuantizer(torch.nn.Module):
     """Q quantizers in a row; codebooks are moving averages (van den Oord et al. 2017, App. A.1), Laplace-smoothed.
 
-    In a training step `forward` gathers statistics of each chunk, in training mode with gradients enabled: not in the
-    discriminators' pass. Then all ranks call `update`, or `discard` if the step overflowed.
+    In a training step `forward` gathers statistics of each chunk, in training mode with gradients enabled, and in
+    no other pass. Then all ranks call `update`, or `discard` if the step overflowed.
     width: D. decay: of the averages, a step. dead_below: a code of fewer frames a step on average is replaced; 0: none.
     dropout: probability that a sample uses in training only its first n quantizers, n uniform in 1..Q (Section III-C).
     """

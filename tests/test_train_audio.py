@@ -186,7 +186,7 @@ def test_every_parameter_learns_and_only_the_codecs_own_pass_in_training_counts_
     assert all(map(torch.equal, before, after)) and all(tensor.any() for tensor in after) and task.model.training
     assert all(p.grad is not None for p in task.discriminators.parameters())
     assert quantizer.pending_count.sum(1).tolist() == [4 * 20] * 4  # frames
-    task.end_step(False)
+    task.update_codebooks(False)
     assert not quantizer.pending_count.any() and torch.equal(quantizer.codebook, before[1])
 
 
@@ -276,7 +276,7 @@ def test_cached_generation_in_an_uneven_batch_is_a_naive_loop_over_each_sample(p
         model, seen, texts = transformer(*streams, position=position, text=text), [], None if text == "none" else TEXTS
         samples, step, Q = tokens_of(streams, [5, 2, 4], [3, 0, 1]), model.transformer.step, streams[-1].codes
         model.transformer.step = lambda *args, step=step, seen=seen: seen.append(step(*args)) or seen[-1]
-        out, ended = train_audio.generate(model, samples, 6, [0, 1, 2], Drawing(0.0, 1.0, scale), texts)
+        out, ended = train_audio.generate(model, samples, 6, [0, 1, 2], Drawing(0.0, 0, scale), texts)
         for b, codes in enumerate(samples):
             begun, own, mine = codes[-1].numel(), codes[-1].flatten().tolist(), texts if texts is None else texts[[b]]
             for i in range(begun, begun + 6 * Q):  # a code at a time, each from the whole sequence anew
@@ -331,8 +331,8 @@ def test_masking_hides_a_share_of_the_past_in_training_only_and_never_the_text_o
 def test_codes_are_drawn_from_the_softmax_of_the_most_probable():
     scores, uniform = torch.tensor([0.0, 2.0, 1.0, -1.0, -torch.inf]).expand(20_000, 5), torch.rand(20_000)
     best = torch.tensor([-torch.inf, 2.0, 1.0, -torch.inf, -torch.inf]).softmax(0)
-    for temperature, top_k, expected in ((0.7, 1.0, (scores[0] / 0.7).softmax(0)), (1.0, 0.25, best), (1.0, 0.4, best),
-                                         (0.0, 1.0, torch.eye(5)[1]), (1.0, 0.01, torch.eye(5)[1])):  # shares round up
+    for temperature, top_k, expected in ((0.7, 0, (scores[0] / 0.7).softmax(0)), (1.0, 9, scores[0].softmax(0)),
+                                         (1.0, 2, best), (0.0, 0, torch.eye(5)[1]), (1.0, 1, torch.eye(5)[1])):
         drawn = train_audio.draw(scores, uniform, Drawing(temperature, top_k))
         assert_close(torch.bincount(drawn, minlength=5) / 20_000, expected, atol=0.015, rtol=0)
     assert train_audio.draw(scores[:2], torch.tensor([0.0, 1 - 2 ** -24]), Drawing(1.0)).tolist() == [1, 3]
@@ -344,7 +344,7 @@ def test_going_on_is_by_windows_of_the_trained_length_that_begin_with_the_half_b
     words, prompts = zip(*tokens_of([WORDS, COARSE], [4, 5, 6], [3, 0, 11]))
     monkeypatch.setattr(train_audio, "generate", lambda model, samples, frames, *rest: calls.append(
         (max(len(codes[-1]) for codes in samples), frames)) or generate(model, samples, frames, *rest))
-    for ends, goals, drawing in ((False, (30, 21, 25), Drawing(1.0, 0.9, 1.5)), (True, (40, 40, 40), Drawing(3.0))):
+    for ends, goals, drawing in ((False, (30, 21, 25), Drawing(1.0, 6, 1.5)), (True, (40, 40, 40), Drawing(3.0))):
         pasts = []
         made = train_audio.go_on(model, 8, lambda b, past, pasts=pasts: pasts.append((b, past)) or [
             words[b][len(past) // 4:]], prompts, goals, [1, 2, 3], drawing, TEXTS, ends)
@@ -473,7 +473,7 @@ def test_sounds_go_through_the_codec_and_on_from_recordings_and_codes_also_when_
     _, sound, codes = sampled(tmp_path, **asked)
     assert 15 < len(codes) <= 15 + 25 and len(sound) == 160 * len(codes) and media.read_png(tmp_path / "out.png").any()
     for settings, alike in (({}, True), (dict(run=shutil.copytree(whole, tmp_path / "moved")), True), (dict(seed=1), 0),
-                            (dict(fine="false"), True), (dict(temperature=0), False), (dict(top_k="1,.1,1"), False),
+                            (dict(fine="false"), True), (dict(temperature=0), False), (dict(top_k="0,1,0"), False),
                             (dict(weights="online"), None), (dict(prompt="", prompt_codes=kept), None)):
         made = sampled(tmp_path, **{**asked, **settings})[2]
         assert np.array_equal(made[:15], prompt[:, :made.shape[1]])
@@ -531,7 +531,7 @@ def mistake(*words, status):
     ("sample --device cpu", "nothing to say: give --text"), ("sample --text a --quantizers 2", "only --reconstruct"),
     ("sample --text a --reconstruct a.wav", "--text, --reconstruct: the codec"),
     ("sample --prompt a.wav --prompt_codes a.npy", "give one of them"),
-    ("sample --top_k 0.5,0,1", "is not above 0 and at most 1"), ("smaple", "expected one of train, evaluate, sample"),
+    ("sample --top_k 0,-1,1", "is not 0 or more"), ("smaple", "expected one of train, evaluate, sample"),
 ], ids=str)
 def test_mistakes_on_the_command_line_are_one_line_and_status_2(words, message):
     assert message in mistake(*words.split(), status=2)

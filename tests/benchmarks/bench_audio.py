@@ -6,7 +6,7 @@ instead, for its stage. Peak memory is that of the process, so give one case a c
 """
 import os
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: idle threads would spin on cores that others need
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: a thread that waits soon leaves its core to others
 
 import math
 import statistics
@@ -25,7 +25,7 @@ STAGES = ("soundstream", "semantic", "coarse", "fine")
 CASES = (*STAGES, "tokenize", *(f"generate-{stage}" for stage in STAGES[1:]))
 CODEC = dict(sample_rate=16_000, channels=16, strides=(2, 4, 5, 8), codec_width=512, quantizers=8, codebook_size=1024,
              discriminator_channels=16, stft_window=1024, seconds=1.0, lr=1e-4)
-TOKENS = dict(width=512, depth=6, heads=8, clusters=500, coarse_quantizers=3, lr=3e-4)
+TOKENS = dict(width=512, depth=6, heads=8, clusters=500, coarse_quantizers=3, dropout=0.0, lr=3e-4)
 FRAMES = {"semantic": 256, "coarse": 128, "fine": 128}  # of the last stream; the semantic tokens of coarse are as many
 
 
@@ -142,7 +142,7 @@ def bench_step(args, stage):
 def bench_generate(args, stage):
     """About --tokens codes of the last stream, after the streams before it, which are as long for fine."""
     _, model, samples = make(args, stage)
-    model.eval().requires_grad_(False)
+    train_audio.for_generation(model)
     frames = math.ceil(args.tokens / model.streams[-1].codes)
     samples = [[*(given[:frames] if stage == "fine" else given for given in earlier), last[:0]]
                for *earlier, last in samples]
@@ -151,7 +151,7 @@ def bench_generate(args, stage):
 
     def work():
         with amp.autocast(args.device, args.precision):
-            train_audio.generate(model, samples, frames, list(range(args.batch)), train_audio.Drawing(1.0, 0.1),
+            train_audio.generate(model, samples, frames, list(range(args.batch)), train_audio.Drawing(1.0, 100),
                                  ends=False)
     times = timed(work, args.device, args.repeats, 1)
     count = args.batch * frames * model.streams[-1].codes

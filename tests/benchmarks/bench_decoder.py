@@ -6,7 +6,7 @@ the process, so give one case a call when it is to be compared.
 """
 import os
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: idle threads would spin on cores that others need
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: a thread that waits soon leaves its core to others
 
 import statistics
 import sys
