@@ -1,7 +1,7 @@
 """Train a SoundStream codec, then semantic, coarse and fine token transformers: (text, prompt) -> sound (AudioLM).
 
     torchrun --nproc_per_node=2 train_audio.py                             # all four, on syllables that it makes itself
-    torchrun --nproc_per_node=2 -- train_audio.py --stage soundstream --data speech --run runs/mine     # one, on yours
+    torchrun --nproc_per_node=2 train_audio.py --stage soundstream --data speech --run_dir runs/mine     # one, on yours
     python train_audio.py evaluate
     python train_audio.py sample --text "a i u o" --out out.wav
     python train_audio.py sample --prompt voice.wav --seconds 2 --out out.wav        # goes on in the prompt's own voice
@@ -21,6 +21,7 @@ import copy
 import dataclasses
 import itertools
 import math
+import shlex
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,7 +63,7 @@ TextUse = Literal["auto", "none", "prefix", "cross"]
 class Config(config.Training):
     # Run and data
     stage: Literal["all", "soundstream", "semantic", "coarse", "fine"] = "all"  # what to train; all: each in turn
-    run: str = "runs/audio"  # folder of the runs: the stage's own is RUN/STAGE; started again, it resumes
+    run_dir: str = "runs/audio"  # folder of the runs: the stage's own is RUN/STAGE; started again, it resumes
     data: str = "syllables"  # folder of recordings (wav; flac, ogg, mp3 by soundfile), or "syllables": built in
     sample_rate: Count = 8_000  # samples a second of the codec; recordings of other rates are resampled
     seconds: Positive = 0.32  # length of a training crop; each stage has its own default, see below
@@ -742,13 +743,14 @@ def go_on(model, window, given, tokens, goals, seeds, drawing, text=None, ends=T
 class Pipeline:
     """Codec, semantic tokenizer and the three transformers, as a text or a prompt goes through them."""
 
-    def __init__(self, run, device, weights="ema"):
-        """run: the folder of the runs, RUN/semantic and so on. UserError if they were not trained on each other."""
+    def __init__(self, args, device):
+        """args: a DrawingConfig, which says where the runs are. UserError if they were not trained on each other."""
         self.device, self.models, self.facts, self.cfgs = device, {}, {}, {}
         for stage in ("semantic", "coarse", "fine"):
-            self.cfgs[stage], self.models[stage], self.facts[stage] = load_transformer(Path(run) / stage, stage, device,
-                                                                                       weights)
-        cfg = self.cfgs["coarse"]
+            cfg, self.models[stage], self.facts[stage] = load_transformer(file_of(args, stage), stage, device,
+                                                                          args.weights)
+            self.cfgs[stage] = located(cfg, args.run_dir)
+        cfg, run = self.cfgs["coarse"], args.run_dir
         self.codec = load_soundstream(cfg.soundstream, device)
         self.tokenizer = load_tokenizer(model_file(cfg.semantic, "semantic", TOKENIZER), device)
         for stage, name, thing in (("semantic", "tokenizer", self.tokenizer), ("coarse", "tokenizer", self.tokenizer),
@@ -916,7 +918,8 @@ class CodecTask:
         for number, (row, wave) in enumerate(zip(*source.readable(rows[:SOUNDS])) if dist.is_main() else []):
             fake = codec(wave[None].to(self.device))[0][0].cpu()
             for kind, sound in (("_real", wave), ("", fake)):
-                made |= write_sound(self.cfg.run, f"samples/{name}_{number}{kind}", sound, codec.rate, source.name(row))
+                made |= write_sound(self.cfg.run_dir, f"samples/{name}_{number}{kind}", sound, codec.rate,
+                                    source.name(row))
         codec.train(mode)
         return made
 
@@ -999,7 +1002,7 @@ class TokenTask:
         self.cfg, self.device = cfg, device
         sources = open_sources(cfg)
         self.recordings, parts = sources[0], data.parts(sources[0], cfg, *sources[1:])
-        rows, folder = parts["train"][1], Path(cfg.run).parent / "tokens"
+        rows, folder = parts["train"][1], Path(cfg.run_dir).parent / "tokens"
         self.codec, tokenizer, sizes, rates, quantizers = None, None, {}, {}, 0
         caches = {source: {} for source in sources}
         if cfg.stage in ("semantic", "coarse"):
@@ -1076,7 +1079,7 @@ class TokenTask:
         loss, count, right, *used = dist.total([*sums, *used.flatten().tolist()])
         used = torch.tensor(used).view(stream.codes, -1)
         entropy = torch.special.entr(used / used.sum(1, keepdim=True)).sum(1) @ used.sum(1) / used.sum()
-        return {"loss": loss / count, "val_accuracy": right / count, "unigram_entropy": entropy.item()}
+        return {"loss": loss / count, "accuracy": right / count, "unigram_entropy": entropy.item()}
 
     def write_sounds(self, part, name):
         """Rank 0 writes continuations of a part's first recordings, by the codes that the stage makes: {file: caption}.
@@ -1100,7 +1103,8 @@ class TokenTask:
         files = {}
         for number, ((given, _), own) in enumerate(zip(codes, tokens)):
             wave = self.codec.decode((torch.cat([given, own], 1) if fine else own)[None].to(self.device))[0].cpu()
-            files |= write_sound(cfg.run, f"samples/{name}_{number}", wave, self.codec.rate, crops.name(rows[number]))
+            files |= write_sound(cfg.run_dir, f"samples/{name}_{number}", wave, self.codec.rate,
+                                 crops.name(rows[number]))
         self.model.train(mode)
         return files
 
@@ -1143,7 +1147,7 @@ def open_tokenizer(cfg, source, rows, device):
     """
     if cfg.stage != "semantic":
         return load_tokenizer(model_file(cfg.semantic, "semantic", TOKENIZER), device)
-    path = Path(cfg.run) / TOKENIZER
+    path = Path(cfg.run_dir) / TOKENIZER
     if not dist.on_main(path.exists):
         features = "mfcc" if cfg.tokenizer == "kmeans" else cfg.tokenizer
         made = semantic.fit(source, rows, cfg.clusters, cfg.seed, features=features, device=device)
@@ -1167,8 +1171,11 @@ def model_file(path, kind, name="model.pt"):
     return file
 
 
-def newest_checkpoint(folder):
-    """The newest checkpoint of a run folder."""
+def file_of(args, stage):
+    """The file of a stage's run that the command `args` takes: its --model, or the newest checkpoint."""
+    folder = Path(args.run_dir) / stage
+    if args.weights == "ema" or args.model != DrawingConfig.model:
+        return model_file(folder, stage, args.model)
     if found := sorted((folder / "checkpoints").glob("step_*.pt")):
         return found[-1]
     raise UserError(f"{folder}/checkpoints: empty; --weights online needs a checkpoint")
@@ -1186,14 +1193,13 @@ def load_soundstream(path, device, weights="ema"):
     return codec.to(device).eval().requires_grad_(False)
 
 
-def load_transformer(path, stage, device, weights="ema"):
-    """(config, model in eval mode, contents of the file) of a stage's run folder."""
-    file = model_file(path, stage) if weights == "ema" else newest_checkpoint(path)
+def load_transformer(file, stage, device, weights="ema"):
+    """(config, model in eval mode, contents of the file) of a stage's model.pt, best.pt or checkpoint."""
     cfg, state = lora.read_model(stage, Config, file, weights)
     model = TokenTransformer(cfg, [Stream(*stream) for stream in state["streams"]],
                              len(clip.Tokenizer(state["vocabulary"])))
     checkpoint.load_weights(model, state, file)
-    return located(cfg, Path(path).parent), for_generation(model.to(device)), state
+    return cfg, for_generation(model.to(device)), state
 
 
 def for_generation(model):
@@ -1207,7 +1213,7 @@ def for_generation(model):
 def located(cfg, run):
     """A trained stage's config with its folder in `run`, and those it needs if they are there: a run may have moved."""
     there = {name: str(Path(run) / name) for name in ("soundstream", "semantic") if (Path(run) / name).is_dir()}
-    return dataclasses.replace(cfg, run=str(Path(run) / cfg.stage), **there)
+    return dataclasses.replace(cfg, run_dir=str(Path(run) / cfg.stage), **there)
 
 
 def write_sound(run, name, wave, rate, caption=""):
@@ -1238,7 +1244,7 @@ def prepare(cfg, run):
         if cfg.stage != "soundstream" and cfg.text != "none" and not source.texts:
             raise UserError(f"--text {cfg.text}: {path} has no transcripts; expected NAME.txt beside recordings, or "
                             "*.trans.txt")
-    whole = Path(cfg.run).parent
+    whole = Path(cfg.run_dir).parent
     cfg = dataclasses.replace(cfg, soundstream=cfg.soundstream or str(whole / "soundstream"),
                               semantic=cfg.semantic or str(whole / "semantic"))
     if cfg.stage in ("coarse", "fine") and not cfg.soundstream.startswith("encodec:"):
@@ -1253,7 +1259,7 @@ def prepare(cfg, run):
             names = [*source.bad, *names]
             notes.append(f"{len(names)} recordings cannot be used and are left out: {', '.join(names[:5])}"
                          f"{', …' if len(names) > 5 else ''}")
-        notes.append(source.resampled)
+        notes += [source.left_out, source.resampled]
         if len(source.speakers) == 1 and len(source) >= 100:
             notes.append(f"all {len(source)} recordings count as one speaker's; --speaker_pattern finds them in the "
                          "names of files")
@@ -1261,36 +1267,49 @@ def prepare(cfg, run):
 
 
 def train(cfgs):
-    first, run = cfgs[0], Path(cfgs[0].run)
+    first, run = cfgs[0], Path(cfgs[0].run_dir)
     device = dist.setup(first.device, first.timeout_minutes)
     tracker.check_stages(cfgs)
     if len(cfgs) > 1 and not first.soundstream and first.coarse_quantizers >= first.quantizers:
         raise UserError(f"--coarse_quantizers: {first.coarse_quantizers}, but the codec has --quantizers "
                         f"{first.quantizers}; leave at least one to the fine stage")
-    before = [train_stage(cfg, device) for cfg in cfgs]
+    before = [train_stage(cfg, device) for cfg in cfgs]  # whether each was finished
     if len(cfgs) > 1:
-        args = EvaluateConfig(run=str(run), seed=first.seed, samples=cfgs[-1].eval_samples)  # on the data of training
+        args = EvaluateConfig(run_dir=str(run), seed=first.seed, eval_samples=cfgs[-1].eval_samples)
         scores = run / "scores.json"
         scores = config.read_json(scores) if all(before) and scores.is_file() else evaluate_together(args, device)
         report(f"The stages together, on {args.part} recordings ({run}/sounds):", scores)
     if dist.is_main():
-        say = '--text "a i u o"' if first.data == "syllables" else "--prompt voice.wav --seconds 2"
-        print(f"\nTo generate: python train_audio.py sample --run {run} {say} --out out.wav", flush=True)
+        print(f"\nNext: python train_audio.py {next_command(first)}", flush=True)
+
+
+def next_command(cfg):
+    """A command for the stages that were trained as `cfg` says, that works as it stands."""
+    run, source = Path(cfg.run_dir), open_sources(cfg)[0]
+    command = f"sample --run_dir {shlex.quote(cfg.run_dir)} --out out.wav"
+    if all((run / stage / "model.pt").is_file() for stage in STAGES):
+        if checkpoint.load(run / "semantic" / "model.pt")["config"]["text"] != "none":
+            text = next(filter(None, map(source.text, range(len(source)))))
+            return f"{command} --text {shlex.quote(text)}"
+        return f"{command} --prompt {shlex.quote(f'{run}/soundstream/samples/test_0_real.wav')} --prompt_seconds 0.4"
+    if cfg.stage == "soundstream":
+        return f"{command} --reconstruct {shlex.quote(f'{run}/soundstream/samples/test_0_real.wav')}"
+    return f"evaluate --run_dir {shlex.quote(cfg.run_dir)}"
 
 
 def train_stage(cfg, device):
     """Train one stage; returns whether it was finished before."""
     # Let rank 0 hold the run folder and check all there is to check; make what earlier stages give.
     started, given = time.monotonic(), cfg
-    cfg = dataclasses.replace(cfg, run=str(Path(cfg.run) / cfg.stage))
-    run = checkpoint.Run(cfg.run)
+    cfg = dataclasses.replace(cfg, run_dir=str(Path(cfg.run_dir) / cfg.stage))
+    run = checkpoint.Run(cfg.run_dir)
     cfg, notes = dist.on_main(lambda: prepare(cfg, run))
     task = (CodecTask if cfg.stage == "soundstream" else TokenTask)(cfg, device)
     state, scaler, average = task.state, task.state.scaler, task.state.average
     resume_from, finished, more = dist.on_main(lambda: run.resume_point(cfg, state.identity))
     if finished:
         tracker.resend(cfg, run)
-        report(f"{cfg.run} is finished, at step {finished['step']}; to train on, give more --steps.", finished)
+        report(f"{cfg.run_dir} is finished, at step {finished['step']}; to train on, give more --steps.", finished)
         return True
 
     # Take the run up where it was.
@@ -1378,7 +1397,7 @@ def train_stage(cfg, device):
                     samples |= task.write_sounds("validation", f"{name}_online")
                 with average.applied(task.model):
                     figures = task.figures("validation")
-                    losses["val_loss"] = figures.pop("loss")
+                    losses |= {f"val_{name}": figures.pop(name) for name in ("loss", "accuracy") if name in figures}
                     if cfg.samples_from != "online" and not last:
                         samples |= task.write_sounds("validation", name)
                 log.log(step, samples, **losses, **figures, evaluation_s=time.monotonic() - begun)
@@ -1399,8 +1418,7 @@ def train_stage(cfg, device):
         # Test the averaged weights, and save them last of all.
         samples = task.write_sounds("test", "test_online") if cfg.samples_from != "ema" else {}
         with average.applied(task.model):
-            figures = task.figures("test")
-            results = {"test_loss": figures.pop("loss"), **figures}
+            results = {f"test_{name}": value for name, value in task.figures("test").items()}
             samples |= task.write_sounds("test", "test") if cfg.samples_from != "online" else {}
         log.log(state.step, samples, **results)
         results = {"step": state.step, "best_val_loss": state.best_val_loss, **results}
@@ -1408,7 +1426,7 @@ def train_stage(cfg, device):
             run.finish(state, results)
         log.report()
     dist.gather(None)  # rank 0 has written model.pt, which the next stage or the evaluation of all reads
-    report(f"Trained {cfg.run}; this start took {time.monotonic() - started:.0f} s.", results)
+    report(f"Trained {cfg.run_dir}; this start took {time.monotonic() - started:.0f} s.", results)
     return False
 
 
@@ -1423,11 +1441,12 @@ def report(headline, results):
 @dataclass(frozen=True)
 class DrawingConfig(config.Settings):
     # How
-    run: str = "runs/audio"  # folder of the runs, one a stage
+    run_dir: str = "runs/audio"  # folder of the runs, one a stage
+    model: str = "model.pt"  # file of each run: model.pt (last), best.pt (lowest validation loss), or a checkpoint
     temperature: tuple[NonNegative, ...] = ()  # of codes drawn; one, or one a stage; by default as they were trained
     top_k: tuple[Natural, ...] = ()  # draw from so many codes, 0 for all, likewise
     guidance_scale: tuple[NonNegative, ...] = ()  # lean toward the text, 1 for not, likewise
-    weights: Literal["ema", "online"] = "ema"  # averaged weights, or those of the newest checkpoint
+    weights: Literal["ema", "online"] = "ema"  # averaged, or as the optimizer left them in the newest checkpoint
     seed: int = 0  # of everything random
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # where to compute
 
@@ -1437,7 +1456,7 @@ class EvaluateConfig(DrawingConfig):
     # What to evaluate
     data: str = ""  # recordings; "": those the coarse stage was trained on
     part: Literal["train", "validation", "test"] = "test"  # which of them
-    samples: Natural = 192  # most recordings to go on with, 0 for all
+    eval_samples: Natural = 192  # most recordings to go on with, 0 for all
     sounds: Natural = 4  # recordings that are written as WAV and PNG to RUN/sounds
     prompt_seconds: Positive = PROMPT_SECONDS  # how much of each the model is given
     seconds: Positive = 1.0  # how much it adds
@@ -1447,13 +1466,13 @@ class EvaluateConfig(DrawingConfig):
 @dataclass(frozen=True)
 class SampleConfig(DrawingConfig):
     # What to say
-    text: str = ""  # text to say
+    text: str = ""  # text to say; without a text and a prompt: nothing in particular
     texts: str = ""  # or a file with one text a line
     prompt: str = ""  # recording to go on with, in its voice
     prompt_seconds: NonNegative = 0.0  # how much of its end to take, 0 for all
     prompt_codes: str = ""  # codes to go on with, .npy (T, Q), as --codes writes them, instead of a recording
     seconds: Positive = LONGEST  # length at most, after the prompt
-    num: Count = 1  # sounds a text or prompt
+    num_samples: Count = 1  # sounds a text or prompt
     fine: bool = True  # let the fine stage add its codes, else the coarse ones alone are heard
     # The codec alone
     reconstruct: str = ""  # recording to send through the codec
@@ -1470,8 +1489,7 @@ class SampleConfig(DrawingConfig):
         inputs = ("text", "texts", "prompt", "prompt_codes", "reconstruct", "decode")
         given = [name for name in inputs if getattr(self, name)]
         codec = {"reconstruct", "decode"} & set(given)
-        if not given:
-            raise UserError("nothing to say: give --text, --texts, --prompt, --prompt_codes, --reconstruct or --decode")
+        config.check_suffixes(self, out=".wav", codes=".npy", picture=".png")
         if codec and len(given) > 1:
             raise UserError(f"--{given[0]}, --{given[1]}: the codec alone takes one recording or one file of codes")
         for pair in (("text", "texts"), ("prompt", "prompt_codes")):
@@ -1490,7 +1508,7 @@ def drawings_of(args, cfgs):
             raise UserError(f"--{name}: {len(values)} values; expected one, or one for each of {', '.join(cfgs)}")
         columns.append(values * (len(cfgs) // len(values)))
     if args.guidance_scale and not any(cfg.text != "none" and cfg.text_drop for cfg in cfgs.values()):
-        raise UserError(f"--guidance_scale: no stage of {args.run} was trained with a text that was dropped at times")
+        raise UserError(f"--guidance_scale: no stage of {args.run_dir} was trained with a text that was dropped")
     return {stage: Drawing(*values) for stage, *values in zip(cfgs, *columns)}
 
 
@@ -1503,20 +1521,20 @@ def evaluate(args):
     """Every stage that there is, on held-out recordings, and what they make together."""
     device, ready = dist.setup(args.device), []
     for stage in STAGES:
-        folder = Path(args.run) / stage
+        folder = Path(args.run_dir) / stage
         if not (folder / "model.pt").is_file():
             continue
-        file = folder / "model.pt" if args.weights == "ema" else newest_checkpoint(folder)
+        file = file_of(args, stage)
         cfg, state = lora.read_model(stage, Config, file, args.weights)
-        cfg = dataclasses.replace(located(cfg, args.run), eval_samples=args.samples, **of_data(args))
+        cfg = dataclasses.replace(located(cfg, args.run_dir), eval_samples=args.eval_samples, **of_data(args))
         task = CodecTask(cfg, device) if stage == "soundstream" else TokenTask(cfg, device, state)
         checkpoint.load_weights(task.model, state, file)
         report(f"{folder}, on {args.part} recordings:", task.figures(args.part))
         ready.append(stage)
     if not ready:
-        raise UserError(f"{args.run}: no model.pt in {', '.join(f'{stage}/' for stage in STAGES)}; train first")
+        raise UserError(f"{args.run_dir}: no model.pt in {', '.join(f'{stage}/' for stage in STAGES)}; train first")
     if {"semantic", "coarse", "fine"} <= set(ready):  # the codec may be a published one
-        report(f"The stages together ({args.run}/sounds):", evaluate_together(args, device))
+        report(f"The stages together ({args.run_dir}/sounds):", evaluate_together(args, device))
 
 
 def evaluate_together(args, device):
@@ -1524,13 +1542,13 @@ def evaluate_together(args, device):
 
     Each score stands beside its value for real recordings that went through the codec.
     """
-    pipeline = Pipeline(args.run, device, args.weights)
+    pipeline = Pipeline(args, device)
     drawings, hop, rate = drawings_of(args, pipeline.cfgs), pipeline.codec.hop, pipeline.codec.rate
     cfg = dataclasses.replace(pipeline.cfgs["coarse"], **of_data(args))
     sources, ranks = open_sources(cfg), dist.world_size()
     parts = data.parts(sources[0], cfg, *sources[1:])
     source, rows = parts[args.part]
-    mine = rows[:args.samples or len(rows)][dist.rank()::ranks]
+    mine = rows[:args.eval_samples or len(rows)][dist.rank()::ranks]
     builtin = isinstance(source, recordings.Syllables)
     has_text, scores = pipeline.cfgs["semantic"].text != "none", collections.defaultdict(list)
     voice_of, syllables_of, labels_of = listener(pipeline, *parts["train"]) if builtin else [None] * 3
@@ -1545,8 +1563,8 @@ def evaluate_together(args, device):
             continued = pipeline.wave(one)
             scores["seconds_added"].append((len(continued) - len(prompt)) / rate)
             if (place := number * ranks + dist.rank()) < args.sounds:
-                write_sound(args.run, f"sounds/{place}_real", wave, rate)
-                write_sound(args.run, f"sounds/{place}_continued", continued, rate)
+                write_sound(args.run_dir, f"sounds/{place}_real", wave, rate)
+                write_sound(args.run_dir, f"sounds/{place}_continued", continued, rate)
             if builtin and len(continued) - len(prompt) >= HEARD_SECONDS * rate:
                 same = synthetic.same_voice(voice_of(prompt), voice_of(continued[len(prompt):]))
                 scores["voice_kept"].append(same)
@@ -1571,7 +1589,7 @@ def evaluate_together(args, device):
     sums = dist.total([value for name in names for value in (float(sum(scores[name])), len(scores[name]))])
     result = {name: total / count for name, total, count in zip(names, sums[::2], sums[1::2])}
     if dist.is_main():
-        checkpoint.write_json(result, Path(args.run) / "scores.json")
+        checkpoint.write_json(result, Path(args.run_dir) / "scores.json")
     return result
 
 
@@ -1617,27 +1635,28 @@ def open_codes(path, codec, least=1):
 
 def plan_sample(args, device):
     """(pipeline, drawings, texts, prompt, note) for what `args` wants, all of it checked."""
-    pipeline, note, texts = Pipeline(args.run, device, args.weights), None, [args.text]
+    pipeline, note, texts = Pipeline(args, device), None, [args.text]
     drawings, codec, prompt = drawings_of(args, pipeline.cfgs), pipeline.codec, pipeline.nothing()
     if args.texts:
-        lines = Path(args.texts).read_text(encoding="utf-8").splitlines()
-        texts = [line.strip() for line in lines if line.strip()]
-    if not texts:
-        raise UserError(f"{args.texts}: no text in it")
+        texts = config.lines_of(args.texts)
     if any(texts) and all(cfg.text == "none" for cfg in pipeline.cfgs.values()):
-        raise UserError(f"--{'texts' if args.texts else 'text'}: {args.run} was trained without texts; give --prompt "
-                        "alone, or train with --text prefix")
-    if args.prompt:
+        raise UserError(f"--{'texts' if args.texts else 'text'}: {args.run_dir} was trained without texts; give "
+                        "--prompt alone, or train with --text prefix")
+    if not any(texts) and not all(cfg.text == "none" or cfg.text_drop for cfg in pipeline.cfgs.values()):
+        raise UserError(f"--text: {args.run_dir} was trained with --text_drop 0, so it needs a text")
+    most = codec.hop * (pipeline.facts["coarse"]["window"] - 1)  # samples of the longest prompt
+    if args.prompt_codes:
+        wave = pipeline.wave(given := open_codes(args.prompt_codes, codec, codec.quantizers))
+    elif args.prompt:
         wave, note = open_wave(args.prompt, codec.rate, codec.hop)
         wave = wave[-max(codec.hop, round(args.prompt_seconds * codec.rate)):] if args.prompt_seconds else wave
-        prompt = pipeline.semantic_tokens(wave), pipeline.codes(wave)
-    elif args.prompt_codes:
-        codes = open_codes(args.prompt_codes, codec, codec.quantizers)
-        prompt = pipeline.semantic_tokens(pipeline.wave(codes)), codes
-    if len(prompt[1]) >= (window := pipeline.facts["coarse"]["window"]):
-        own, most = (n * codec.hop / codec.rate for n in (len(prompt[1]), window - 1))
-        raise UserError(f"--{'prompt' if args.prompt else 'prompt_codes'}: {own:.2f} s, longer than the {most:.2f} s "
-                        f"that the coarse stage was trained on; give --prompt_seconds {most:.2f} or less")
+    if args.prompt or args.prompt_codes:
+        if len(wave) > most:
+            note = "\n".join(filter(None, [note, f"the prompt of {len(wave) / codec.rate:.2f} s is cut to its last "
+                                           f"{most / codec.rate:.2f} s, as the coarse stage was trained on no more"]))
+            wave = wave[-most:]
+        codes = given[-most // codec.hop:] if args.prompt_codes else pipeline.codes(wave)
+        prompt = pipeline.semantic_tokens(wave), codes
     return pipeline, drawings, texts, prompt, note
 
 
@@ -1646,10 +1665,10 @@ def sample(args):
     if args.reconstruct or args.decode:
         return dist.on_main(lambda: through_codec(args, device))
     pipeline, drawings, texts, prompt, note = dist.on_each(lambda: plan_sample(args, device))
-    wanted = [(place, text) for place, text in enumerate(text for text in texts for _ in range(args.num))]
+    wanted = [(place, text) for place, text in enumerate(text for text in texts for _ in range(args.num_samples))]
     mine = wanted[dist.rank()::dist.world_size()]
     if mine:
-        seeds = [accumulate.number(args.seed, text, place % args.num) for place, text in mine]
+        seeds = [accumulate.number(args.seed, text, place % args.num_samples) for place, text in mine]
         made = pipeline.speak([prompt] * len(mine), args.seconds, seeds, drawings,
                               [text for _, text in mine] if any(texts) else None, args.fine)
         for (place, _), codes in zip(mine, made):
@@ -1660,10 +1679,8 @@ def sample(args):
 
 def through_codec(args, device):
     """Send a recording through the codec of a run, or turn codes into sound."""
-    path, note, wave = args.soundstream or Path(args.run) / "soundstream", None, None
-    if args.weights == "online" and Path(path).is_dir():
-        path = newest_checkpoint(Path(path))
-    codec = load_soundstream(path, device, args.weights)
+    note, wave = None, None
+    codec = load_soundstream(args.soundstream or file_of(args, "soundstream"), device, args.weights)
     if args.quantizers > codec.quantizers:
         raise UserError(f"--quantizers: {args.quantizers}, but the codec has {codec.quantizers}")
     if args.reconstruct:

@@ -1,10 +1,10 @@
 """Train a cascade of pixel-diffusion U-Nets: CLIP image embedding -> picture (DALL-E 2, Ramesh et al. 2022, §2.1).
 
     torchrun --nproc_per_node=2 train_decoder.py                           # both stages, on shapes that it draws itself
-    torchrun --nproc_per_node=2 -- train_decoder.py --stage upsample --data tars --run runs/mine      # one, on yours
+    torchrun --nproc_per_node=2 train_decoder.py --stage upsample --data tars --run_dir runs/mine   # one, on yours
     python train_decoder.py evaluate --prior runs/prior
-    python train_decoder.py sample --text "a large green triangle at the top left" --num 8 --out grid.png
-    python train_decoder.py sample --image a.png [--to b.png | --mask hole.png --text TEXT] --num 8 --out grid.png
+    python train_decoder.py sample --text "a large green triangle at the top left" --num_samples 8 --out grid.png
+    python train_decoder.py sample --image a.png [--to b.png | --mask hole.png --text TEXT] --out grid.png
 
 The same command again resumes. Each stage is a run of its own, RUN/base and RUN/upsample, and a cascade is a list of
 such folders. `python train_decoder.py [train|evaluate|sample] --help` lists the settings.
@@ -15,6 +15,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: a thread that w
 
 import dataclasses
 import itertools
+import shlex
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,7 +54,7 @@ from common.nn import Attention, TimeEmbedding
 class Config(diffusion.Training):
     # Run and data
     stage: Literal["all", "base", "upsample"] = "all"  # which stage to train; all: one after the other
-    run: str = "runs/decoder"  # folder of the runs: the stage's own is RUN/STAGE; started again, it resumes
+    run_dir: str = "runs/decoder"  # folder of the runs: the stage's own is RUN/STAGE; started again, it resumes
     data: str = "shapes"  # img2dataset tars, a folder of images with .txt beside them, or "shapes": built in
     embeddings: str = ""  # folder of img_emb_N.npy, by default those in or beside the tars, else by CLIP on the fly
     index_width: Count = 4  # digits at the end of a key that number its row in img_emb_N.npy
@@ -249,6 +250,7 @@ class UNet(nn.Module):
         """(embedding (B, 4W) to add to the timestep's, tokens (B, J, E) or None); without what drop (B,) says."""
         embedding, tokens = 0.0, []
         if self.cfg.image_condition:
+            drop_image = drop_image | ~condition["image_embed"].any(-1)  # an embedding of zeros is "no image"
             embed = torch.where(drop_image[:, None], self.null_image_tokens, condition["image_embed"])  # (B, D)
             embedding = self.image_in(embed)
             if self.cfg.attention_levels:
@@ -539,7 +541,7 @@ def prepare(cfg, run, device):
     """What rank 0 does before anyone trains: make the built-in data, check everything, hold the run folder.
 
     Returns (the config with `data` as a path, what must not change, the checkpoint to resume from or None, the
-    results of a run that is finished or None, messages).
+    results of a run that is finished or None, messages, a caption of the data).
     """
     accumulate.plan(cfg.batch_size, cfg.chunk_size, 0, dist.world_size())  # there are enough chunks
     cfg = tracker.prepare(cfg)
@@ -549,11 +551,13 @@ def prepare(cfg, run, device):
     data.parts(source, cfg, val_source)
     bad, read, names = source.check()
     notes = run.open(cfg.resume)  # which may move an earlier run aside, so all is checked before
+    notes += [some.left_out for some in filter(None, (source, val_source))]
     if bad:
         notes.append(f"{bad} of {read} pictures looked at cannot be used and are left out: {', '.join(names)}")
     identity = checkpoint.identity(cfg, FIXED, source, encoder)
     resume_from, finished, more = run.resume_point(cfg, identity)
-    return cfg, identity, resume_from, finished, notes + more
+    [caption] = data.Chunks(source, np.arange(len(source)))[0, 1]["caption"]
+    return cfg, identity, resume_from, finished, notes + more, caption
 
 
 def check_cascade(cfgs):
@@ -561,39 +565,47 @@ def check_cascade(cfgs):
     for below, above in itertools.pairwise(cfgs):
         if below.image_size != above.low_res_size:
             raise UserError(f"stage {above.stage} starts from pictures of {above.low_res_size} pixels (0: none), but "
-                            f"{below.stage} before it makes {below.image_size}; give --runs in order, and train stages "
-                            "of other sizes one by one, as flags of --stage all hold for each")
+                            f"{below.stage} before it makes {below.image_size}; give --run_dir in order, and train "
+                            "stages of other sizes one by one, as flags of --stage all hold for each")
 
 
 def train(cfgs):
     first = cfgs[0]
     device = dist.setup(first.device, first.timeout_minutes)
     dist.on_main(lambda: (check_cascade(cfgs), tracker.check_stages(cfgs)))
-    for cfg in cfgs:
-        train_stage(cfg, device)
-    folders = [str(Path(cfg.run) / cfg.stage) for cfg in cfgs]
+    captions = [train_stage(cfg, device) for cfg in cfgs]
+    folders = [str(Path(cfg.run_dir) / cfg.stage) for cfg in cfgs]
     if len(cfgs) > 1:  # the stages together, from real image embeddings to pictures
-        args = EvaluateConfig(runs=tuple(folders), steps=tuple(cfg.eval_steps for cfg in cfgs), seed=first.seed,
+        args = EvaluateConfig(run_dir=tuple(folders), steps=tuple(cfg.eval_steps for cfg in cfgs), seed=first.seed,
                               guidance_scale=(first.guidance_scale,), eta=(first.eta,), device=first.device,
-                              eval_samples=2 * first.eval_samples, grid=f"{first.run}/cascade.png",
-                              out=f"{first.run}/cascade.json")
+                              eval_samples=2 * first.eval_samples, grid=f"{first.run_dir}/cascade.png",
+                              out=f"{first.run_dir}/cascade.json")
         report(f"The stages together, on {args.part} pictures ({args.grid}):", evaluate_cascade(args, device))
     if dist.is_main():
-        use = ",".join(folders) + " --low_res small.png" * bool(first.low_res_size)
-        print(f'\nTo draw: python train_decoder.py sample --runs {use} --text "a large green triangle at the top '
-              'left" --num 8 --out grid.png', flush=True)
+        print(f"\nNext: python train_decoder.py {next_command(first, folders, captions[0])}", flush=True)
+
+
+def next_command(cfg, folders, caption):
+    """A command for the stages in `folders`, the first trained by `cfg`, that works as it stands."""
+    runs, prior = f"--run_dir {shlex.quote(','.join(folders))}", Path(SampleConfig.prior, "model.pt")
+    spec = checkpoint.load(Path(folders[0], "model.pt"))["clip"]
+    fits = not cfg.image_condition or (prior.is_file() and checkpoint.load(prior).get("clip") == spec)
+    if not fits or cfg.low_res_size or not (cfg.image_condition or cfg.text_encodings != "none"):
+        return f"evaluate {runs} --grid grid.png"
+    return f"sample {runs} --text {shlex.quote(caption)} --num_samples 8 --out grid.png"
 
 
 def train_stage(cfg, device):
+    """Train one stage; returns a caption of its data."""
     # Let rank 0 hold the run folder, make data and check all there is to check.
     started, given = time.monotonic(), cfg
-    cfg = dataclasses.replace(cfg, run=str(Path(cfg.run) / cfg.stage))
-    run = checkpoint.Run(cfg.run)
-    cfg, identity, resume_from, finished, notes = dist.on_main(lambda: prepare(cfg, run, device))
+    cfg = dataclasses.replace(cfg, run_dir=str(Path(cfg.run_dir) / cfg.stage))
+    run = checkpoint.Run(cfg.run_dir)
+    cfg, identity, resume_from, finished, notes, caption = dist.on_main(lambda: prepare(cfg, run, device))
     if finished:
         tracker.resend(cfg, run)
-        report(f"{cfg.run} is finished, at step {finished['step']}; to train on, give more --steps.", finished)
-        return
+        report(f"{cfg.run_dir} is finished, at step {finished['step']}; to train on, give more --steps.", finished)
+        return caption
 
     # Make the model and what trains it, or take them up where they were.
     source, val_source, encoder, spec = open_data(cfg)
@@ -690,7 +702,8 @@ def train_stage(cfg, device):
         # Test the averaged weights, and save them last of all.
         with average.applied(trained):
             figures, grid = evaluator.figures(unet, "test")
-            results = {"test_loss": evaluator.loss(unet, "test"), **figures}
+            figures = {"loss": evaluator.loss(unet, "test"), **figures}
+        results = {f"test_{name}": value for name, value in figures.items()}
         samples = {"samples/test.png": write_grid(run.folder / "samples/test.png", grid)} if dist.is_main() else {}
         log.log(state.step, samples, **results)
         results = {"step": state.step, "best_val_loss": state.best_val_loss, **results}
@@ -698,8 +711,9 @@ def train_stage(cfg, device):
             run.finish(state, results)
         log.report()
     dist.gather(None)  # rank 0 has written model.pt, which the next stage or the evaluation of both reads
-    report(f"Trained {cfg.run}; this start took {time.monotonic() - started:.0f} s. Pictures: {cfg.run}/samples",
-           results)
+    report(f"Trained {cfg.run_dir}; this start took {time.monotonic() - started:.0f} s. Pictures: "
+           f"{cfg.run_dir}/samples", results)
+    return caption
 
 
 def report(headline, results):
@@ -713,7 +727,7 @@ def report(headline, results):
 @dataclass(frozen=True)
 class CascadeConfig(diffusion.Inference):
     # The model
-    runs: tuple[str, ...] = ("runs/decoder/base", "runs/decoder/upsample")  # run folders of the stages, in order
+    run_dir: tuple[str, ...] = ("runs/decoder/base", "runs/decoder/upsample")  # run folders of the stages, in order
     steps: tuple[Count, ...] = (25, 10)  # sampling steps of each stage; the last counts for all that follow
     guidance_scale: tuple[NonNegative, ...] = (1.0,)  # of each stage, 1 for none
     eta: tuple[Share, ...] = (0.0,)  # of each stage: 1 as DDPM, 0 for DDIM
@@ -722,7 +736,7 @@ class CascadeConfig(diffusion.Inference):
 
     def __post_init__(self):
         super().__post_init__()
-        for name in ("runs", "steps", "guidance_scale", "eta"):
+        for name in ("run_dir", "steps", "guidance_scale", "eta"):
             if not getattr(self, name):
                 raise UserError(f"--{name}: expected at least one value")
 
@@ -733,9 +747,9 @@ def per_stage(values, count):
 
 
 def load_cascade(args, device):
-    """([U-Net in eval mode], spec of the CLIP or None) of the stages of --runs, checked to fit each other."""
-    unets, specs, count = [], [], len(args.runs)
-    for run, steps, scale in zip(args.runs, per_stage(args.steps, count), per_stage(args.guidance_scale, count)):
+    """([U-Net in eval mode], spec of the CLIP or None) of the stages of --run_dir, checked to fit each other."""
+    unets, specs, count = [], [], len(args.run_dir)
+    for run, steps, scale in zip(args.run_dir, per_stage(args.steps, count), per_stage(args.guidance_scale, count)):
         cfg, state = lora.read_model("decoder", Config, Path(run) / args.model, args.weights, args.lora_scale)
         unets.append(UNet(cfg, *state["widths"]).to(device).eval())
         checkpoint.load_weights(unets[-1], state, run)
@@ -776,9 +790,9 @@ def load_prior(args, encoder, device):
     prior, state = train_prior.load_prior(file, device)
     clip.check_widths(encoder, f"--prior {file}", *state["widths"])
     diffusion.check_guidance(prior.cfg, args.prior_guidance)
-    return lambda texts, num, keys: train_prior.embeddings_of_texts(
-        prior, encoder, texts, keys, num, min(64, prior.cfg.timesteps), args.prior_guidance, best_of=2,
-        seed=args.seed)[0]
+    return lambda texts, num, keys: train_prior.best_embeddings(
+        prior, train_prior.condition_on_texts(prior, encoder, texts), keys, num, min(64, prior.cfg.timesteps),
+        args.prior_guidance, best_of=2, seed=args.seed)[0]
 
 
 @dataclass(frozen=True)
@@ -836,13 +850,13 @@ def evaluate(args):
 @dataclass(frozen=True)
 class SampleConfig(CascadeConfig):
     # What to draw
-    text: str = ""  # a caption
+    text: str = ""  # a caption; without a text and an image: nothing in particular
     texts: str = ""  # or a file with one caption a line
     image: str = ""  # or an image: draw variations of it (or of --text within it, with --mask)
     to: str = ""  # a second image: draw what lies between the two (DALL-E 2 §3.2)
     mask: str = ""  # an image of the shape of --image, black where it is to be kept, white where to be drawn anew
-    low_res: str = ""  # an image to enlarge, for --runs that begin with an upsampler
-    num: Count = 8  # pictures a caption or image, or on the way from one image to the other
+    low_res: str = ""  # an image to enlarge, for a --run_dir that begins with an upsampler
+    num_samples: Count = 8  # pictures a caption or image, or on the way from one image to the other
     prior: str = "runs/prior"  # the prior, which makes image embeddings of texts: run folder or model.pt
     resample: Count = 5  # with --mask: rounds a step, so that what is drawn fits what is kept (RePaint)
     max_batch: Count = 64  # most pictures computed at once
@@ -851,13 +865,13 @@ class SampleConfig(CascadeConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        text = self.text.strip() or self.texts
-        if (self.text and self.texts) or not (text or self.image or self.low_res):
-            raise UserError("--text: give a text that is not empty, or a file of them with --texts, or an --image")
+        config.check_suffixes(self, out=".png")
+        if self.text and self.texts:
+            raise UserError("--text, --texts: give one of them")
         for name in ("to", "mask"):
             if getattr(self, name) and not self.image:
                 raise UserError(f"--{name}: needs --image")
-        if self.image and text and not self.mask:
+        if self.image and (self.text or self.texts) and not self.mask:
             raise UserError("--text with --image: it needs --mask, which says where to draw; an image alone is varied")
 
 
@@ -884,36 +898,40 @@ def plan_pictures(args, device):
         encoder = clip.load(spec, device)
         for unet in unets:
             clip.check_widths(encoder, f"--clip {spec}", *unet.widths)
-    texts = args.text if args.text.strip() else Path(args.texts).read_text(errors="replace") if args.texts else ""
-    texts = [text.strip() for text in texts.splitlines() if text.strip()]
-    if args.texts and not texts:
-        raise UserError(f"{args.texts}: no text in it")
+    texts = config.lines_of(args.texts) if args.texts else list(filter(None, [args.text.strip()]))
     if bool(unets[0].cfg.low_res_size) != bool(args.low_res):
-        raise UserError(f"--low_res: an image to enlarge goes with --runs that begin with an upsampler, and these need "
-                        f"one; {args.runs[0]} starts from pictures of {unets[0].cfg.low_res_size} pixels (0: none)")
+        raise UserError(f"--low_res: an image to enlarge goes with a --run_dir that begins with an upsampler; "
+                        f"{args.run_dir[0]} starts from pictures of {unets[0].cfg.low_res_size} pixels (0: none)")
     pictures = {"low_res": open_image(args.low_res, unets[0].cfg.low_res_size)} if args.low_res else {}
     if args.mask:
         size = unets[-1].cfg.image_size
         pictures["known"] = open_image(args.image, size)
         pictures["mask"] = (open_image(args.mask, size)[:, :1] < 0).float()  # black is kept
     pictures = {name: picture.to(device) for name, picture in pictures.items()}
+    if not (texts or args.image or args.low_res):
+        for unet, name in itertools.product(unets, ("image_drop", "text_drop")):
+            used = unet.cfg.image_condition if name == "image_drop" else unet.cfg.text_encodings != "none"
+            if used and not getattr(unet.cfg, name):
+                raise UserError(f"--text: {unet.cfg.run_dir} is trained with --{name} 0, so it needs a text or image")
     if not any(unet.cfg.image_condition for unet in unets):
-        embeddings = torch.zeros(max(1, len(texts)), args.num, 1)  # which none of them looks at
+        embeddings = torch.zeros(max(1, len(texts)), args.num_samples, 1)  # which none of them looks at
     elif texts:
-        embeddings = load_prior(args, encoder, device)(texts, args.num, texts)
+        embeddings = load_prior(args, encoder, device)(texts, args.num_samples, texts)
+    elif not args.image and not args.low_res:
+        embeddings = torch.zeros(1, args.num_samples, encoder.embed_width, device=device)  # "no image"
     else:
         with torch.no_grad():
             ends = [encoder.embed_image(((open_image(path) + 1) / 2).to(device)).float()
                     for path in filter(None, (args.image or args.low_res, args.to))]
-        share = torch.linspace(0, 1, args.num, device=device)[:, None]  # of the way from --image to --to
-        embeddings = (slerp(*ends, share) if args.to else ends[0].expand(args.num, -1))[None]
+        share = torch.linspace(0, 1, args.num_samples, device=device)[:, None]  # of the way from --image to --to
+        embeddings = (slerp(*ends, share) if args.to else ends[0].expand(args.num_samples, -1))[None]
     return unets, encoder, texts or [""], embeddings, pictures
 
 
 def sample(args):
     device = dist.setup(args.device)
     unets, encoder, texts, embeddings, pictures = dist.on_each(lambda: plan_pictures(args, device))
-    rows = [(text, k) for text in texts for k in range(args.num)]  # dealt to the ranks
+    rows = [(text, k) for text in texts for k in range(args.num_samples)]  # dealt to the ranks
     # Each has its own noise, so it is the same in any batch and on any rank; between two images all share it.
     fields = {"image_embed": embeddings.flatten(0, 1), "caption": [text for text, _ in rows],
               "seeds": [accumulate.number(args.seed, "picture", text, 0 if args.to else k) for text, k in rows]}
@@ -926,9 +944,10 @@ def sample(args):
     parts = dist.gather(drawn)
     if dist.is_main():
         drawn = [parts[row % len(parts)][row // len(parts)] for row in range(len(rows))]
-        captions = [f"{k / max(1, args.num - 1):.2f}" if args.to else text for text, k in rows]
-        grid = media.captioned_grid(np.stack(drawn), captions, args.num if len(texts) > 1 else min(args.num, 8))
-        files = {f"{args.pictures}/{row // args.num:04d}_{row % args.num:04d}.png": picture
+        captions = [f"{k / max(1, args.num_samples - 1):.2f}" if args.to else text for text, k in rows]
+        columns = args.num_samples if len(texts) > 1 else min(args.num_samples, 8)
+        grid = media.captioned_grid(np.stack(drawn), captions, columns)
+        files = {f"{args.pictures}/{row // args.num_samples:04d}_{row % args.num_samples:04d}.png": picture
                  for row, picture in enumerate(drawn)} if args.pictures else {}
         for path, picture in {args.out: grid, **files}.items():
             with checkpoint.replacing(path) as file:

@@ -1,10 +1,10 @@
 """Train a diffusion prior: CLIP text embedding -> CLIP image embedding (DALL-E 2, Ramesh et al. 2022, §2.2).
 
     torchrun --nproc_per_node=2 train_prior.py                              # on captioned shapes that it makes itself
-    torchrun --nproc_per_node=8 -- train_prior.py --data emb --run runs/emb --preset vit-l-14   # on your embeddings
-    python train_prior.py --init_from runs/prior/model.pt --lora_rank 8 --run runs/lora   # adapters alone
-    python train_prior.py evaluate --run runs/prior
-    python train_prior.py sample --text "a small red star" --num 4 --out embeddings.npy
+    torchrun --nproc_per_node=8 train_prior.py --data emb --run_dir runs/emb --preset vit-l-14   # on your embeddings
+    python train_prior.py --init_from runs/prior/model.pt --lora_rank 8 --run_dir runs/lora   # adapters alone
+    python train_prior.py evaluate --run_dir runs/prior
+    python train_prior.py sample --text "a small red star" --num_samples 4 --out embeddings.npy
 
 The same command again resumes. `python train_prior.py [train|evaluate|sample] --help` lists the settings.
 """
@@ -13,6 +13,7 @@ import os
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: a thread that waits soon leaves its core to others
 
 import dataclasses
+import shlex
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,7 @@ from common.nn import TimeEmbedding, Transformer
 @dataclass(frozen=True)
 class Config(diffusion.Training):
     # Run and data
-    run: str = "runs/prior"  # folder of this run: config, checkpoints, metrics; started again, it resumes
+    run_dir: str = "runs/prior"  # folder of this run: config, checkpoints, metrics; started again, it resumes
     data: str = "shapes"  # folder with img_emb/ and text_emb/ (and captions), or "shapes": the built-in data
     clip: str = "auto"  # CLIP of the embeddings: folder, model.pt, open_clip:MODEL/WEIGHTS; auto: see DATA/clip.json
     # Model
@@ -114,8 +115,8 @@ class Prior(nn.Module):
         self.register_buffer("sigma", sigma, persistent=False)
 
     def text_tokens(self, condition, drop):
-        """Tokens (B, P, W) of `condition`; those of the samples where `drop` (B,) is true say "no text"."""
-        drop = drop[:, None, None]
+        """Tokens (B, P, W) of `condition`; of "no text" where `drop` (B,) is true, or the text embedding is zero."""
+        drop = (drop | ~condition["text_embed"].any(-1))[:, None, None]
         tokens = self.text_in(condition["text_embed"])[:, None]  # (B, 1, W)
         tokens = torch.where(drop, self.null_text_tokens.to(tokens.dtype), tokens)
         if self.cfg.text_encodings == "none":
@@ -240,28 +241,35 @@ def sample_embeddings(prior, condition, steps, guidance_scale=1.0, eta=1.0, nois
 
 
 @torch.no_grad()
-def embeddings_of_texts(prior, encoder, texts, keys, num, steps, guidance_scale=1.0, eta=1.0, best_of=1, seed=0,
-                        max_batch=256):
-    """(embeddings (texts, num, D), similarities with their texts (texts, num)), each the best of best_of (§2.2).
-
-    keys: one a text, from which with `seed` the noise is made; every candidate has its own, so it is the same in any
-    batch. The text encodings are the CLIP `encoder`'s, wherever they came from in training.
-    """
-    cfg, device, candidates = prior.cfg, prior.alpha.device, num * best_of
+def condition_on_texts(prior, encoder, texts):
+    """The `conditioning` of texts by the CLIP `encoder`, wherever encodings came from in training; "" is no text."""
+    cfg, tokens = prior.cfg, encoder.tokenize(texts).to(prior.alpha.device)
     if cfg.text_encodings != "none":
         cfg = dataclasses.replace(cfg, text_encodings="clip")
-    text_embed = F.normalize(encoder.embed_text(encoder.tokenize(texts).to(device))[0].float(), dim=-1)
-    fields = {"caption": [text for text in texts for _ in range(candidates)],
-              "seeds": [accumulate.number(seed, key, k) for key in keys for k in range(candidates)],
-              "text_embed": text_embed.repeat_interleave(candidates, 0)}
-    fields["image_embed"] = fields["text_embed"]  # of which `conditioning` takes the device
-    out = []
-    for batch in accumulate.split(fields, max_batch):
-        with amp.autocast(device, cfg.precision):
-            out.append(sample_embeddings(prior, conditioning(batch, cfg, encoder), steps, guidance_scale, eta,
-                                         diffusion.noise_source(batch["seeds"], device)).float())
-    out = torch.cat(out).unflatten(0, (len(texts), num, best_of))  # (texts, num, best_of, D)
-    similarity, best = F.cosine_similarity(out, text_embed[:, None, None], dim=-1).max(-1)
+    blank = torch.tensor([not text.strip() for text in texts], device=tokens.device)[:, None]
+    embed = encoder.embed_text(tokens)[0].masked_fill(blank, 0)
+    condition = conditioning({"caption": texts, "text_embed": embed, "image_embed": embed}, cfg, encoder)
+    return {**condition, "text_embed": condition["text_embed"].masked_fill(blank, 0)}
+
+
+@torch.no_grad()
+def best_embeddings(prior, condition, keys, num, steps, guidance_scale=1.0, eta=1.0, best_of=1, seed=0, max_batch=256):
+    """(embeddings (texts, num, D), similarities with their texts (texts, num)), each the best of best_of (§2.2).
+
+    condition: of each text, as of `conditioning`. keys: one a text, from which with `seed` the noise is made; every
+    candidate has its own, so it is the same in any batch.
+    """
+    device, candidates, out = prior.alpha.device, num * best_of, []
+    fields = {name: value.repeat_interleave(candidates, 0) for name, value in condition.items()}
+    fields["seeds"] = [accumulate.number(seed, key, k) for key in keys for k in range(candidates)]
+    count = len(fields["seeds"])
+    for batch in tracker.progress(accumulate.split(fields, max_batch), total=-(-count // max_batch), desc="sampling",
+                                  disable=count <= max_batch):
+        noise = diffusion.noise_source(batch.pop("seeds"), device)
+        with amp.autocast(device, prior.cfg.precision):
+            out.append(sample_embeddings(prior, batch, steps, guidance_scale, eta, noise).float())
+    out = torch.cat(out).unflatten(0, (-1, num, best_of))  # (texts, num, best_of, D)
+    similarity, best = F.cosine_similarity(out, condition["text_embed"][:, None, None], dim=-1).max(-1)
     return out.gather(2, best[..., None, None].expand(-1, -1, 1, out.shape[-1])).squeeze(2), similarity
 
 
@@ -381,18 +389,31 @@ def widths_of(cfg, source, encoder):
     return [source.width, encoder.encoding_width if encoder else 0]
 
 
+def next_command(cfg, source, spec):
+    """A command for the prior that is trained on `source`, whose CLIP is `spec`, that works as it stands."""
+    run = f"--run_dir {shlex.quote(cfg.run_dir)}"
+    captions = source.captions.records(range(min(100, len(source)))) if source.captions else []
+    text = next((record["caption"] for record in captions if record["caption"].strip()), "a small red star")
+    if spec:
+        return f"sample {run} --text {shlex.quote(text)} --num_samples 4 --out embeddings.npy"
+    if cfg.text_encodings == "none":
+        path = next(iter(data.shard_files(source.folder / "text_emb", "text_emb", ".npy").values()))
+        return f"sample {run} --text_embeds {shlex.quote(str(path))} --num_samples 1 --out embeddings.npy"
+    return f"evaluate {run}"
+
+
 def prepare(cfg, run, device):
     """What rank 0 does before anyone trains: make the built-in data, check everything, hold the run folder.
 
     Returns (the config with `data` as a folder, what must not change, the checkpoint to resume from or None, the
-    results of a run that is finished or None, messages).
+    results of a run that is finished or None, messages, the command to give at the end).
     """
     accumulate.plan(cfg.batch_size, cfg.chunk_size, 0, dist.world_size())  # there are enough chunks
     cfg = tracker.prepare(cfg)
     if cfg.data == "shapes":
         from common import clip
         cfg = dataclasses.replace(cfg, data=clip.builtin_data(run.folder.parent, device))
-    source, val_source, encoder, _ = open_data(cfg)
+    source, val_source, encoder, spec = open_data(cfg)
     data.parts(source, cfg, val_source)
     bad, read, names = source.check()
     notes = run.open(cfg.resume)  # which may move an earlier run aside, so all is checked before
@@ -400,17 +421,18 @@ def prepare(cfg, run, device):
         notes.append(f"{bad} of {read} rows looked at are not finite or all zero and are left out: {', '.join(names)}")
     identity = checkpoint.identity(cfg, FIXED, source, encoder)
     resume_from, finished, more = run.resume_point(cfg, identity)
-    return cfg, identity, resume_from, finished, notes + more
+    return cfg, identity, resume_from, finished, notes + more, next_command(cfg, source, spec)
 
 
 def train(cfg):
     # Join the other ranks; let rank 0 hold the run folder, make data and check all there is to check.
-    started, run, given = time.monotonic(), checkpoint.Run(cfg.run), cfg
+    started, run, given = time.monotonic(), checkpoint.Run(cfg.run_dir), cfg
     device = dist.setup(cfg.device, cfg.timeout_minutes)
-    cfg, identity, resume_from, finished, notes = dist.on_main(lambda: prepare(cfg, run, device))
+    cfg, identity, resume_from, finished, notes, command = dist.on_main(lambda: prepare(cfg, run, device))
     if finished:
         tracker.resend(cfg, run)
-        report(cfg, f"{cfg.run} is finished, at step {finished['step']}; to train on, give more --steps.", finished)
+        report(f"{cfg.run_dir} is finished, at step {finished['step']}; to train on, give more --steps.", finished,
+               command)
         return
 
     # Make the model and what trains it, or take them up where they were.
@@ -505,22 +527,21 @@ def train(cfg):
 
         # Test the averaged weights, and save them last of all.
         with average.applied(trained):
-            results = {"test_loss": evaluator.loss(prior, "test"), **evaluator.figures(prior, "test")}
+            results = {"loss": evaluator.loss(prior, "test"), **evaluator.figures(prior, "test")}
+        results = {f"test_{name}": value for name, value in results.items()}
         log.log(state.step, **results)
         results = {"step": state.step, "best_val_loss": state.best_val_loss, **results}
         if dist.is_main():
             run.finish(state, results)
         log.report()
-    report(cfg, f"Trained {cfg.run}; this start took {time.monotonic() - started:.0f} s.", results)
+    report(f"Trained {cfg.run_dir}; this start took {time.monotonic() - started:.0f} s.", results, command)
 
 
-def report(cfg, headline, results):
-    """The closing table, and what to do next."""
+def report(headline, results, command):
+    """The closing table, and a command that goes on from here."""
     if dist.is_main():
-        print(f"\n{headline}\n")
-        print("\n".join(f"  {line}" for line in tracker.table(results)))
-        print(f'\nTo sample: python train_prior.py sample --run {cfg.run} --text "a small red star" --num 4 --out '
-              "embeddings.npy", flush=True)
+        print("\n".join([f"\n{headline}\n", *(f"  {line}" for line in tracker.table(results)),
+                         f"\nNext: python train_prior.py {command}"]), flush=True)
 
 
 # Commands
@@ -528,7 +549,7 @@ def report(cfg, headline, results):
 @dataclass(frozen=True)
 class PriorConfig(diffusion.Inference):
     # The model
-    run: str = "runs/prior"  # run folder of the prior
+    run_dir: str = "runs/prior"  # run folder of the prior
     guidance_scale: NonNegative = 1.0  # 1 for none
     eta: Share = 1.0  # 1 as DDPM, 0 for DDIM
 
@@ -554,7 +575,7 @@ class EvaluateConfig(PriorConfig):
 
 def plan_evaluation(args, device):
     """(prior, Evaluator) for what `args` wants, all of it checked."""
-    prior, state = load_prior(Path(args.run) / args.model, device, args.weights, args.lora_scale)
+    prior, state = load_prior(Path(args.run_dir) / args.model, device, args.weights, args.lora_scale)
     diffusion.check_guidance(prior.cfg, args.guidance_scale)
     same = ("eval_samples", "eval_timesteps", "guidance_scale", "eta", "seed")
     cfg = dataclasses.replace(prior.cfg, **{name: getattr(args, name) for name in same}, batch_size=1,
@@ -578,45 +599,62 @@ def evaluate(args):
 @dataclass(frozen=True)
 class SampleConfig(PriorConfig):
     # What to imagine
-    text: str = ""  # what to imagine
+    text: str = ""  # a text; without text, texts and text_embeds: no text in particular
     texts: str = ""  # or a file with one text a line
-    num: Count = 4  # embeddings a text
+    text_embeds: str = ""  # or a .npy file of text embeddings (N, D), of which no CLIP is needed
+    num_samples: Count = 4  # embeddings a text
     best_of: Count = 2  # candidates an embedding, of which the most similar to the text is kept (DALL-E 2 §2.2)
     steps: Count = 64  # sampling steps
     max_batch: Count = 256  # most embeddings computed at once
     clip: str = ""  # CLIP for the text, by default that of the training
-    out: str = ""  # .npy file to write the (texts x num, D) embeddings to
+    out: str = ""  # .npy file to write the (texts x num_samples, D) embeddings to
 
     def __post_init__(self):
         super().__post_init__()
-        if bool(self.text.strip()) == bool(self.texts):
-            raise UserError("--text: give a text that is not empty, or a file of them with --texts")
+        config.check_suffixes(self, text_embeds=".npy", out=".npy")
+        if len(given := [name for name in ("text", "texts", "text_embeds") if getattr(self, name)]) > 1:
+            raise UserError(f"--{given[0]}, --{given[1]}: give one of them")
+
+
+def plan_sample(args, device):
+    """(prior, a label for each text, if there are any, `conditioning`) for what `args` wants, all of it checked."""
+    prior, state = load_prior(Path(args.run_dir) / args.model, device, args.weights, args.lora_scale)
+    diffusion.check_guidance(prior.cfg, args.guidance_scale)
+    if args.steps > prior.cfg.timesteps:
+        raise UserError(f"--steps: {args.steps} is more than the {prior.cfg.timesteps} timesteps of the prior")
+    if args.text_embeds:
+        if prior.cfg.text_encodings != "none":
+            raise UserError("--text_embeds: this prior is trained on text encodings, too; give --text or --texts")
+        embeds = torch.from_numpy(np.array(data.open_array(args.text_embeds, 2), np.float32)).to(device)
+        if embeds.shape[1] != prior.embed_width or not embeds.isfinite().all():
+            raise UserError(f"{args.text_embeds}: {embeds.shape[1]} wide, or not all finite; expected text embeddings "
+                            f"{prior.embed_width} wide")
+        labels = [f"row {row}" for row in range(len(embeds))]
+        return prior, labels, conditioning({"text_embed": embeds}, prior.cfg, None)
+    texts = config.lines_of(args.texts) if args.texts else [args.text.strip()]
+    if not any(texts) and not prior.cfg.text_drop:
+        raise UserError(f"--text: {args.run_dir} is trained with --text_drop 0, so it needs a text")
+    if not any(texts) and prior.cfg.text_encodings == "none":  # needs no CLIP
+        return prior, [], {"text_embed": torch.zeros(1, prior.embed_width, device=device)}
+    from common import clip
+    encoder = clip.load(spec := args.clip or state["clip"], device)
+    clip.check_widths(encoder, f"--clip {spec}", *state["widths"])
+    return prior, [*map(repr, filter(None, texts))], condition_on_texts(prior, encoder, texts)
 
 
 def sample(args):
     device = dist.setup(args.device)
     if not dist.is_main():
         return
-    from common import clip
-    prior, state = load_prior(Path(args.run) / args.model, device, args.weights, args.lora_scale)
-    diffusion.check_guidance(prior.cfg, args.guidance_scale)
-    if args.steps > prior.cfg.timesteps:
-        raise UserError(f"--steps: {args.steps} is more than the {prior.cfg.timesteps} timesteps of the prior")
-    texts = args.text if args.text.strip() else Path(args.texts).read_text(errors="replace")
-    texts = [text.strip() for text in texts.splitlines() if text.strip()]
-    if not texts:
-        raise UserError(f"{args.texts}: no text in it")
-    spec = args.clip or state["clip"]
-    encoder = clip.load(spec, device)
-    clip.check_widths(encoder, f"--clip {spec}", *state["widths"])
-    out, similarity = embeddings_of_texts(prior, encoder, texts, range(len(texts)), args.num, args.steps,
-                                          args.guidance_scale, args.eta, args.best_of, args.seed, args.max_batch)
-    for text, cosines in zip(texts, similarity.tolist()):
-        print(f"{text!r}: similarity with the text {', '.join(f'{cosine:.3f}' for cosine in cosines)}")
+    prior, labels, condition = plan_sample(args, device)
+    out, similarity = best_embeddings(prior, condition, range(max(1, len(labels))), args.num_samples, args.steps,
+                                      args.guidance_scale, args.eta, args.best_of, args.seed, args.max_batch)
+    for label, cosines in zip(labels, similarity[:100].tolist()):
+        print(f"{label}: similarity with the text {', '.join(f'{cosine:.3f}' for cosine in cosines)}")
     if args.out:
         with checkpoint.replacing(args.out) as file:
             np.save(file, out.flatten(0, 1).cpu().numpy())
-        print(f"wrote {args.out}: float32 ({len(texts) * args.num}, {prior.embed_width})")
+        print(f"wrote {args.out}: float32 ({out.shape[0] * out.shape[1]}, {prior.embed_width})")
 
 
 COMMANDS = {"train": (train, Config), "evaluate": (evaluate, EvaluateConfig), "sample": (sample, SampleConfig)}

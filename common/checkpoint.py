@@ -136,7 +136,7 @@ class State:
             load_weights(module, {"model": state[name]}, path)
         self.average.load_state_dict(state["ema"])
         optim.load(self.optimizers, state["optimizers"])
-        self.step, best = state["step"], Path(self.cfg.run) / "best.pt"
+        self.step, best = state["step"], Path(self.cfg.run_dir) / "best.pt"
         if Path(path).parent.parent == best.parent:  # another run's best is not in this one's folder
             self.best_val_loss = state["best_val_loss"]
         elif best.is_file():
@@ -188,7 +188,7 @@ def check_identity(found, expected, where):
              if found.get(name) != value]
     if wrong:
         raise UserError(f"{where}: a run of another model or other data: {'; '.join(wrong)}. Give the same settings "
-                        "(--config RUN/config.json has them), or another --run")
+                        "(--config RUN/config.json has them), or another --run_dir")
 
 
 # The run folder
@@ -203,7 +203,7 @@ def record_of(folder):
         if all({"file", "step", "sha256"} <= entry.keys() for entry in record["checkpoints"]):
             return record
     raise UserError(f"{path}: damaged or missing; go on from one of {folder}/checkpoints with --load FILE and a new "
-                    "--run, or start over with --resume never")
+                    "--run_dir, or start over with --resume never")
 
 
 class Run:
@@ -237,7 +237,7 @@ class Run:
         except OSError as error:
             self.lock.seek(0)
             raise UserError(f"{self.folder}: in use by another live process ({self.lock.read().strip()}); wait for it, "
-                            "stop it, or give another --run") from error
+                            "stop it, or give another --run_dir") from error
         self.lock.truncate(0)
         self.lock.write(f"process {os.getpid()} on {os.uname().nodename}\n")
         self.lock.flush()

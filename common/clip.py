@@ -1,7 +1,7 @@
 """Text–image encoders: a small CLIP (Radford et al. 2021), trained in a minute, and open_clip's by the same calls.
 
-    python -m common.clip train --data PATH|shapes --run runs/clip      # on any captioned images -> runs/clip/model.pt
-    python -m common.clip embed --data PATH --run runs/clip --out emb   # embedding shards, and emb/clip.json
+    python -m common.clip train --data PATH|shapes --run_dir runs/clip   # on captioned images -> model.pt
+    python -m common.clip embed --data PATH --run_dir runs/clip --out emb   # embedding shards, and emb/clip.json
 """
 import os
 
@@ -25,7 +25,7 @@ from torch import nn
 from common import accumulate, checkpoint, config, data, dist, optim, schedule, synthetic, tracker
 from common import nn as layers
 from common.config import UserError, need
-from common.images import BUILTIN_ROWS, CaptionedImages
+from common.images import BUILTIN_ROWS, CaptionedImages, Unusable
 from common.media import as_bytes, resize
 
 PAD, START, END, BYTES = 0, 1, 2, 3  # token BYTES + b is the byte b; the words of the vocabulary follow
@@ -34,7 +34,7 @@ WORD = re.compile(r"\w+|[^\w\s]")  # a word, or a sign
 
 @dataclasses.dataclass(frozen=True)
 class Config(config.Settings):
-    run: str = "runs/clip"  # folder for model.pt
+    run_dir: str = "runs/clip"  # folder for model.pt
     data: str = "shapes"  # captioned images: folder of tars or of images; "shapes": the built-in ones
     image_size: config.Count = 32  # width and height in pixels that images are brought to
     context: Annotated[int, ("3 or more", lambda tokens: tokens > 2)] = 24  # longest text in tokens; others are cut
@@ -51,8 +51,9 @@ class Config(config.Settings):
 @dataclasses.dataclass(frozen=True)
 class EmbedConfig(config.Settings):
     data: str = "shapes"  # captioned images: folder of tars or of images; "shapes": the built-in ones
-    run: str = "runs/clip"  # the CLIP: folder, model.pt, or open_clip:MODEL/WEIGHTS
-    out: str = "emb"  # folder for img_emb/, text_emb/, captions/ and clip.json
+    run_dir: str = "runs/clip"  # the CLIP: folder, model.pt, or open_clip:MODEL/WEIGHTS
+    out: str = "emb"  # folder for img_emb/, text_emb/, captions/ and clip.json, and of tars for img_emb_N.npy
+    index_width: config.Count = 4  # of tars: digits at the end of a key that number its row in img_emb_N.npy
     encodings: bool = False  # also write the text encodings of every token, to text_enc/
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # auto takes the first that is there
 
@@ -149,7 +150,11 @@ class OpenCLIP(nn.Module):
         if name not in open_clip.list_models() or (weights not in tags and not Path(weights).is_file()):
             raise UserError(f"{spec}: open_clip has no such model or weights; expected open_clip:MODEL/WEIGHTS, such "
                             f"as open_clip:ViT-L-14/openai; weights of {name}: a file, {', '.join(tags)}")
-        self.spec, self.model = spec, open_clip.create_model(name, pretrained=weights)
+        try:
+            self.spec, self.model = spec, open_clip.create_model(name, pretrained=weights)
+        except Exception as error:  # a failed download has many types, a file of other weights has more
+            raise UserError(f"{spec}: {str(error).partition(chr(10))[0]}; its weights come by network or from a "
+                            f"file: open_clip:{name}/FILE") from error
         text = getattr(self.model, "text", self.model)  # CustomTextCLIP has a text tower, CLIP is one itself
         self.tokenizer, self.norm = open_clip.get_tokenizer(name), getattr(text, "ln_final", None)
         plain = isinstance(self.tokenizer, open_clip.SimpleTokenizer) and getattr(text, "cls_emb", None) is None
@@ -214,16 +219,30 @@ def read(path, image_size, training=None, batch_size=256):
         rows = range(BUILTIN_ROWS, 2 * BUILTIN_ROWS) if training else range(BUILTIN_ROWS)
     else:
         source = CaptionedImages(path)
+        if training is not False and source.left_out:
+            print(source.left_out)
         rows = [row for row in range(len(source)) if training is None or
                 training == (data.part_of(source.key(row), 0.1, 0.1) == "train")]  # as the scripts split by default
+    faults = []
     for start in tracker.progress(range(0, len(rows), batch_size), desc="reading", unit="batch"):
         batch = rows[start:start + batch_size]
         if path == "shapes":
             yield synthetic.shapes(batch, size=image_size)
-        else:
-            found = [source[row] for row in batch]
-            pixels = torch.cat([squares(torch.tensor(image)[None], image_size) for image, _, _ in found])
-            yield as_bytes(pixels * 2 - 1).numpy(), [{"caption": text, "key": key} for _, text, key in found]
+            continue
+        images, records = [], []
+        for row in batch:
+            try:
+                image, caption, key = source[row]
+            except Unusable as error:
+                faults.append(str(error))
+                continue
+            images.append(squares(torch.tensor(image)[None], image_size))
+            records.append({"caption": caption, "key": key})
+        if records:
+            yield as_bytes(torch.cat(images) * 2 - 1).numpy(), records
+    if faults:
+        print(f"{len(faults)} of {len(rows)} images cannot be used and are left out: {', '.join(faults[:5])}"
+              + ", …" * (len(faults) > 5))
 
 
 def train(cfg: Config, device: torch.device) -> CLIP:
@@ -254,7 +273,7 @@ def train(cfg: Config, device: torch.device) -> CLIP:
         optimizer.zero_grad()
     model.eval().requires_grad_(False)
     checkpoint.save({"model": model.state_dict(), "vocabulary": model.tokenizer.vocabulary,
-                     "config": config.as_json(cfg)}, Path(cfg.run) / "model.pt")
+                     "config": config.as_json(cfg)}, Path(cfg.run_dir) / "model.pt")
     if held_out := [*itertools.islice(read(cfg.data, cfg.image_size, training=False), 20)]:
         (image, text), records = embed(model, held_out)
         captions, nearest = np.array([record["caption"] for record in records]), (text @ image.T).argmax(1)
@@ -278,20 +297,43 @@ def embed(model, batches, encodings=False):
     return [np.concatenate(arrays) for arrays in zip(*found)], records
 
 
-def embed_all(cfg: EmbedConfig, device: torch.device) -> None:
-    """Write the embedding shards of all images of `data`, and to clip.json which CLIP they are of."""
-    model = load(cfg.run, device)
-    (Path(cfg.out) / "clip.json").unlink(missing_ok=True)  # it may name another CLIP
-    (image, text, *rest), records = embed(model, read(cfg.data, model.image_size), cfg.encodings)
-    data.write_shards(cfg.out, image, text, records, *rest)
-    spec = cfg.run if cfg.run.startswith("open_clip:") else str(Path(cfg.run).resolve())
-    checkpoint.write_json({"clip": spec, "fingerprint": model.fingerprint()}, Path(cfg.out) / "clip.json")
+def embed_all(cfg: EmbedConfig, device: torch.device) -> str:
+    """Write the embedding shards of all images of `data`, and to clip.json which CLIP they are of; returns a report."""
+    model, out = load(cfg.run_dir, device), Path(cfg.out)
+    (out / "clip.json").unlink(missing_ok=True)  # it may name another CLIP
+    arrays, records = embed(model, read(cfg.data, model.image_size), cfg.encodings)
+    if not records:
+        raise UserError(f"{cfg.data}: none of its images can be used")
+    data.write_shards(out, *arrays[:2], records, *arrays[2:])
+    by_tar = any(Path(cfg.data).glob("*.tar")) and all(r["key"].rpartition("/")[2].isdecimal() for r in records)
+    if by_tar:
+        write_by_tar(out, arrays[0], [r["key"].rpartition("/")[2] for r in records], cfg.index_width)
+    spec = cfg.run_dir if cfg.run_dir.startswith("open_clip:") else str(Path(cfg.run_dir).resolve())
+    checkpoint.write_json({"clip": spec, "fingerprint": model.fingerprint()}, out / "clip.json")
+    decoder = f"--data {cfg.data} --clip {spec}" + f" --embeddings {out}" * by_tar
+    return (f"wrote {out}: {len(records)} embeddings {model.embed_width} wide\n"
+            f"Next: torchrun --nproc_per_node=2 train_prior.py --data {out} --run_dir runs/my_prior\n"
+            f"      torchrun --nproc_per_node=2 train_decoder.py {decoder} --run_dir runs/my_decoder")
+
+
+def write_by_tar(folder, embeddings, keys, index_width):
+    """Write embeddings (N, D) as img_emb_NNNNN.npy for NNNNN.tar, as train_decoder.py takes them.
+
+    The last `index_width` digits of a key are its row, those before them its tar. Rows without a key are zero.
+    """
+    tars, rows = np.divmod(np.array([*map(int, keys)]), 10 ** index_width)
+    for tar in np.unique(tars):
+        here = tars == tar
+        table = np.zeros((rows[here].max() + 1, embeddings.shape[1]), np.float16)
+        table[rows[here]] = embeddings[here]
+        with checkpoint.replacing(folder / f"img_emb_{tar:05d}.npy") as file:
+            np.save(file, table)
 
 
 def builtin_data(folder: str | Path, device: torch.device) -> str:
     """Make FOLDER/clip, the small CLIP, and FOLDER/shapes, its embeddings, unless they are there; returns that."""
     run, out = Path(folder).resolve() / "clip", Path(folder) / "shapes"
-    cfg, note, drawn = Config(run=str(run)), out / "clip.json", synthetic.shapes(range(64))
+    cfg, note, drawn = Config(run_dir=str(run)), out / "clip.json", synthetic.shapes(range(64))
     made_from = hashlib.sha256(repr((drawn[0].tobytes(), drawn[1], BUILTIN_ROWS, cfg)).encode()).hexdigest()
     out.mkdir(parents=True, exist_ok=True)
     with open(out / ".lock", "a") as lock:
@@ -301,12 +343,25 @@ def builtin_data(folder: str | Path, device: torch.device) -> str:
             threads = torch.get_num_threads()
             torch.set_num_threads(min(8, threads * dist.world_size()))  # the other ranks wait; layers are small
             train(cfg, device)
-            embed_all(EmbedConfig(run=str(run), out=str(out)), device)
+            embed_all(EmbedConfig(run_dir=str(run), out=str(out)), device)
             torch.set_num_threads(threads)
             checkpoint.write_json({**config.read_json(note), "made_from": made_from}, note)
     return str(out)
 
 
+def train_command(cfg):
+    train(cfg, dist.setup(cfg.device))
+    print(f"wrote {cfg.run_dir}/model.pt\n"
+          f"Next: python -m common.clip embed --data {cfg.data} --run_dir {cfg.run_dir} --out emb")
+
+
+def embed_command(cfg):
+    print(embed_all(cfg, dist.setup(cfg.device)))
+
+
+def main():
+    config.run({"train": (train_command, Config), "embed": (embed_command, EmbedConfig)}, __doc__)
+
+
 if __name__ == "__main__":
-    config.run({"train": (lambda cfg: train(cfg, dist.setup(cfg.device)), Config),
-                "embed": (lambda cfg: embed_all(cfg, dist.setup(cfg.device)), EmbedConfig)}, __doc__)
+    main()

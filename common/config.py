@@ -14,6 +14,7 @@ import math
 import os
 import re
 import sys
+import time
 import typing
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ NonNegative = Annotated[float, ("0 or more", lambda value: value >= 0)]
 Share = Annotated[float, ("within 0 and 1", lambda value: 0 <= value <= 1)]
 Decay = Annotated[float, ("0 or more and below 1", lambda value: 0 <= value < 1)]
 FINITE = "a finite number", lambda value: not isinstance(value, float) or math.isfinite(value)
+SYNONYMS = {"--learning_rate": "--lr", "--epochs": "--steps"}  # that difflib would not find
 
 
 class UserError(ValueError):
@@ -50,7 +52,7 @@ class Settings:
 class Training(Settings):
     """What every script's training can be told; a script names the defaults that differ for it."""
     # Run and data
-    run: str = "runs/run"  # folder of this run: config, checkpoints, metrics; started again, it resumes
+    run_dir: str = "runs/run"  # folder of this run: config, checkpoints, metrics; started again, it resumes
     data: str = ""  # folder of the data
     val_data: str = ""  # folder of the same kind that is the validation set; "": a share of --data
     validation: Share = 0.1  # share of the data held out for validation
@@ -131,6 +133,14 @@ def read_json(path):
     return values
 
 
+def lines_of(path):
+    """The lines of a text file that are not blank; UserError if there are none."""
+    lines = [line.strip() for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines()]
+    if not any(lines):
+        raise UserError(f"{path}: no text in it")
+    return list(filter(None, lines))
+
+
 def as_json(cfg):
     """The config as plain JSON values, as they come back from a file."""
     return {name: list(v) if isinstance(v, tuple) else v for name, v in dataclasses.asdict(cfg).items()}
@@ -140,6 +150,13 @@ def from_dict(cls, values, source):
     """`values` (JSON object) checked against the fields of `cls`; returns {field: value}. UserError names `source`."""
     words = [f"--{name}={as_word(value)}" for name, value in values.items() if name != "versions"]  # of torch and code
     return Parser(cls, source=f"{source}: ").read(words)
+
+
+def check_suffixes(cfg, **suffixes):
+    """UserError for a file to be written whose name promises another format. suffixes: {field: its suffix}."""
+    for name, suffix in suffixes.items():
+        if (value := getattr(cfg, name)) and not value.lower().endswith(suffix):
+            raise UserError(f"--{name}: {value}: only {suffix} files are written; give a name that ends in {suffix}")
 
 
 def refuse_unused(cfg, table):
@@ -191,6 +208,7 @@ class Parser(argparse.ArgumentParser):
             about["type"].__name__ = about["metavar"]  # for argparse's messages
         if kind is bool:
             about |= {"nargs": "?", "const": True}
+            about["help"] += f" (off: --no_{name})"
             group.add_argument(f"--no_{name}", dest=name, action="store_false", help=argparse.SUPPRESS)
         group.add_argument(f"--{name}", **about)
 
@@ -199,7 +217,8 @@ class Parser(argparse.ArgumentParser):
         given, unknown = self.parse_known_args(words)
         if unknown:
             name = unknown[0].partition("=")[0]
-            close = difflib.get_close_matches(name, self._option_string_actions)
+            close = [*filter(self._option_string_actions.get, [SYNONYMS.get(name)]),
+                     *difflib.get_close_matches(name, self._option_string_actions)]
             self.error(f"{name}: no such setting; " + (f"did you mean {close[0]}?" if close else "see --help"))
         return vars(given)
 
@@ -218,8 +237,10 @@ def parse(cls, words, usage="", presets=None, stages=None, only=None):
     `stage` names or, if that is "all", of each. only: {field: stages that it is for}; a flag of others is refused.
     """
     presets, stages = presets or {}, stages or {}
-    for name, defaults in stages.items():
-        usage += f"\nDefaults of --stage {name}: " + (", ".join(f"{k} {v}" for k, v in defaults.items()) or "as below")
+    for flag, named in ("stage", stages), ("preset", presets):
+        for name, values in named.items():
+            shown = ", ".join(f"{field} {as_word(value)}" for field, value in values.items())
+            usage += f"\nDefaults of --{flag} {name}: {shown or 'as below'}"
     parser = Parser(cls, usage)
     parser.add_argument("--config", metavar="FILE.json", help="the same settings from a file; flags win over them")
     parser.add_argument("--preset", choices=presets, help="named settings; --config and flags win over them")
@@ -243,7 +264,7 @@ def run(commands, usage, default=None, presets=None, stages=None, only=None):
     commands: {name: (function of a config, config class)}. `presets`, `stages` and `only` are the default command's.
     An error on the command line ends with one line and status 2, a later UserError or OSError with status 1.
     """
-    words, status = [word for word in sys.argv[1:] if word != "--"], 2  # torchrun may need it before the flags
+    words, status = sys.argv[1:], 2
     try:
         name = words.pop(0) if words and not words[0].startswith("-") else default
         if name not in commands:
@@ -255,6 +276,9 @@ def run(commands, usage, default=None, presets=None, stages=None, only=None):
     except (UserError, OSError) as error:
         if not getattr(error, "relayed", status == 2 and os.environ.get("RANK", "0") != "0"):  # else another rank does
             print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr, flush=True)
+        if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # what torchrun repeats at the end of its report
+            about = {"message": f"{error}", "extraInfo": {"timestamp": int(time.time())}}
+            Path(file).write_text(json.dumps({"message": about}))
         raise SystemExit(status) from None
     except KeyboardInterrupt:  # before training, which saves first
         raise SystemExit(130) from None

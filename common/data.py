@@ -37,6 +37,17 @@ def parts(source, cfg, val_source=None):
     return found
 
 
+def left_out(path, bare, kinds):
+    """A line about the files below `path` that are not used, "" if there are none.
+
+    bare: names of images without a caption; kinds: {extension: number of files} of what is not read.
+    """
+    lines = [f"{len(bare)} images without a caption ({', '.join(bare[:3])}{', …' * (len(bare) > 3)})"] if bare else []
+    counts = ", ".join(f"{number} {kind}" for kind, number in sorted(kinds.items()))
+    lines += [f"files of kinds that are not read ({counts})"] if kinds else []
+    return f"{path}: left out are {' and '.join(lines)}" if lines else ""
+
+
 class Chunks(torch.utils.data.Dataset):
     """The chunks of a run's batches: item (first position, one past the last) -> dict of tensors and lists.
 

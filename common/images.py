@@ -2,9 +2,11 @@
 
 `Pictures` and `Shapes` are sources for data.Chunks: `fetch` returns pixels, embeddings and captions.
 """
+import collections
 import hashlib
 import importlib.util
 import io
+import itertools
 import json
 import re
 import tarfile
@@ -16,7 +18,7 @@ import torch
 from common import data, media, synthetic
 from common.config import UserError, need
 
-IMAGES = (".jpg", ".jpeg", ".png", ".webp")
+IMAGES = ("jpg", "jpeg", "png", "webp")
 ENTRY = np.dtype([("tar", np.int32), ("in_json", bool), ("image", np.int64, 2), ("caption", np.int64, 2),
                   ("embedding", np.int64, 2)])  # the last three: offset and size, -1 if there is none
 BUILTIN_ROWS = 25_000  # of the captioned shapes
@@ -43,8 +45,10 @@ def decode_image(content, name):
 class CaptionedImages:
     """Images with captions: a tar, a folder of tars (KEY.jpg|png|webp + KEY.txt or KEY.json), or a folder of images.
 
-    [i] -> (image uint8 (H, W, 3), caption, key). Images without a caption are left out. `shards` ("0-99,120") takes
-    only the tars of these numbers. Tars are indexed once, in 53 bytes and a name per image, then read at random.
+    [i] -> (image uint8 (H, W, 3), caption, key). KEY is what stands before the first dot of a file's name, as in
+    webdataset: KEY.image.png is no image. `left_out` tells of images without a caption and of files of other kinds.
+    `shards` ("0-99,120") takes only the tars of these numbers. Tars are indexed once, in 53 bytes and a name per image,
+    then read at random.
     """
 
     def __init__(self, path, shards=""):
@@ -53,18 +57,21 @@ class CaptionedImages:
         if shards:
             self.tars = _chosen(self.tars, shards)
         listings = [_members(tar) for tar in self.tars] or [
-            {str(file.relative_to(path)): (0, file.stat().st_size) for file in sorted(self.path.rglob("*.*"))}]
-        names, entries = zip(*(_index(tar, members) for tar, members in enumerate(listings)))
+            {file.relative_to(path).as_posix(): (0, file.stat().st_size)
+             for file in sorted(self.path.rglob("*.*")) if file.is_file()}]
+        names, entries, bare, kinds = zip(*(_index(tar, members) for tar, members in enumerate(listings)))
         self.names, self.entries = np.concatenate(names), np.concatenate(entries)
+        self.left_out = data.left_out(path, [*itertools.chain(*bare)], sum(kinds, collections.Counter()))
         if not len(self):
-            raise UserError(f"{path}: no captioned images found; expected KEY.jpg, .png or .webp with KEY.txt or .json")
+            raise UserError(f"{path}: no captioned images found; expected KEY.jpg, .png or .webp with KEY.txt or "
+                            f".json, and no other dot in their names. {self.left_out}")
 
     def __len__(self):
         return len(self.entries)
 
     def key(self, i):
-        """The name without suffix of image `i`; it includes folders in the tar or below `path`."""
-        return self.names[i].decode(errors="surrogateescape").rpartition(".")[0]
+        """KEY of image `i`; it includes folders in the tar or below `path`."""
+        return _parts(self.names[i].decode(errors="surrogateescape"))[0]
 
     def name(self, i, suffix=""):
         """Path of image `i`, or of the file with another `suffix` beside it; in a tar: tar and member."""
@@ -103,17 +110,31 @@ def _members(tar):
     return members
 
 
+def _parts(name):
+    """(folders and KEY, extension) of a file's name."""
+    folders, slash, file = name.rpartition("/")
+    key, _, extension = file.partition(".")
+    return folders + slash + key, extension.lower()
+
+
 def _index(tar, members):
-    """Names (n,) and entries (n,) of the captioned images among `members`, the files of tar number `tar`."""
-    names, entries = [], []
-    for name in members:
-        stem, _, suffix = name.rpartition(".")
-        text = members.get(f"{stem}.txt")
-        caption = text or members.get(f"{stem}.json")
-        if f".{suffix.lower()}" in IMAGES and caption and not Path(name).name.startswith("."):
+    """Of the files {name: (offset, size)} of tar number `tar`: (names (n,) of captioned images, entries (n,), names of
+    images without a caption, {extension: number of files} of other kinds)."""
+    names, entries, bare, kinds = [], [], [], collections.Counter()
+    for name, place in members.items():
+        key, extension = _parts(name)
+        text = members.get(f"{key}.txt")
+        caption = text or members.get(f"{key}.json")
+        if name.rpartition("/")[2].startswith("."):
+            continue
+        if extension not in IMAGES:
+            kinds[extension] += extension not in ("txt", "json", "npy")
+        elif not caption:
+            bare.append(name)
+        else:
             names.append(name.encode(errors="surrogateescape"))  # a name need not be valid UTF-8
-            entries.append((tar, text is None, members[name], caption, members.get(f"{stem}.npy", (-1, -1))))
-    return np.array(names, np.bytes_), np.array(entries, ENTRY)
+            entries.append((tar, text is None, place, caption, members.get(f"{key}.npy", (-1, -1))))
+    return np.array(names, np.bytes_), np.array(entries, ENTRY), bare, +kinds
 
 
 def _number(tar):
@@ -253,6 +274,8 @@ class Shapes(data.Embeddings):
     Below 32 pixels they are averages of the 32-pixel ones. No crops and flips, because captions name places.
     records(rows) -> their "caption", all "attributes", and which of these the caption "named".
     """
+
+    left_out = ""
 
     def __init__(self, folder, size):
         super().__init__(folder, captions=True)

@@ -2,6 +2,7 @@
 
 WAV needs numpy alone; flac, ogg, opus and mp3 are read by soundfile. A wave is float in [-1, 1], time last.
 """
+import collections
 import contextlib
 import functools
 import hashlib
@@ -245,6 +246,9 @@ class Recordings(_Source):
             except Unusable as error:
                 self.bad.append(str(error))
         _refuse_many(self.bad, len(files), min(5, len(files) - 1))  # a few are left out of a small folder, too
+        kinds = collections.Counter(Path(name).suffix[1:] for name in found
+                                    if not name.lower().endswith((*SUFFIXES, ".txt")) and (self.path / name).is_file())
+        self.left_out = data.left_out(path, [], kinds)
         others = sorted({own for _, own in self.headers} - {rate})
         self.resampled = f"recordings of {', '.join(map(str, others))} Hz are resampled to {rate}" if others else ""
         chapters = {Path(name).parent for name in found if name.endswith(".trans.txt")}
@@ -287,7 +291,7 @@ class Syllables(_Source):
 
     def __init__(self, rows, crop=0, hop=1, rate=synthetic.RATE):
         self.crop, self.hop, self.rate, self.texts = crop, hop, rate, rows
-        self.bad, self.resampled, self.headers = (), "", ()
+        self.bad, self.resampled, self.left_out, self.headers = (), "", "", ()
         self.keys = [f"syllables {row}" for row in range(rows)]
         self.who = [*map(str, synthetic.speakers_of(range(rows)))]
         self.speakers = sorted(set(self.who))

@@ -68,9 +68,9 @@ def check_stages(cfgs):
 
 def prepare(cfg, project):
     """`cfg` with local files as load and init_from where the run needs them; UserError if one is not available."""
-    folder = Path(cfg.run).parent / "downloads"
-    begun = checkpoint.record_of(cfg.run)["checkpoints"] if cfg.resume == "auto" else []
-    lost = not any((Path(cfg.run) / entry["file"]).is_file() for entry in begun)
+    folder = Path(cfg.run_dir).parent / "downloads"
+    begun = checkpoint.record_of(cfg.run_dir)["checkpoints"] if cfg.resume == "auto" else []
+    lost = not any((Path(cfg.run_dir) / entry["file"]).is_file() for entry in begun)
     if lost and (begun or not cfg.load_only_auto_resume):
         cfg = dataclasses.replace(cfg, load=fetch(cfg.load, folder, project))
     if not begun or getattr(cfg, "lora_rank", 0):  # adapters need their base at every start
@@ -170,9 +170,9 @@ class WandBFiles(Saver):
 
     def put(self, file, name):
         import wandb
-        known = checkpoint.record_of(self.cfg.run)["logger"]
+        known = checkpoint.record_of(self.cfg.run_dir)["logger"]
         run = wandb.run or wandb.init(id=known["id"], project=known["project"], entity=known["entity"], resume="must",
-                                      dir=self.cfg.run, settings=wandb.Settings(console="off", silent=True))
+                                      dir=self.cfg.run_dir, settings=wandb.Settings(console="off", silent=True))
         super().put(file, Path(run.dir) / name)  # given a path elsewhere, the package would make a link
         run.save(f"{run.dir}/{name}", base_path=run.dir, policy="now")
 

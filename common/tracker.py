@@ -33,7 +33,8 @@ class Logger:
     __init__(cfg, given, known, step, lines): given: {option: value}. known: `identity` at an earlier start of the run,
         or {}. step: of the run, to go on from. lines: how many were logged up to it.
     identity: {name: plain value} by which the run is known there. A later start with another value is refused.
-    log(step, metrics, samples): {name: number} and [("SECTION/NAME", PNG or WAV file, caption), ...].
+    log(step, metrics, samples): {"GROUP/NAME": number} and [("GROUP/NAME", PNG or WAV file, caption), ...]; the
+        groups are train, validation and test.
     file(path): a file of the run: its config, at every start. finish(status, error): exit status, and what ended it.
     """
     needs, options, identity = (), (), {}
@@ -50,7 +51,7 @@ class TensorBoard(Logger):
 
     def __init__(self, cfg, given, known, step, lines):
         from torch.utils.tensorboard import SummaryWriter
-        self.writer = SummaryWriter(Path(cfg.run) / "tensorboard", purge_step=step + 1)
+        self.writer = SummaryWriter(Path(cfg.run_dir) / "tensorboard", purge_step=step + 1)
 
     def log(self, step, metrics, samples):
         from tensorboard.compat.proto.summary_pb2 import Summary
@@ -82,10 +83,10 @@ class WandB(Logger):
 
     def __init__(self, cfg, given, known, step, lines):
         import wandb
-        names = {"name": cfg.run, **known, **given}
+        names = {"name": cfg.run_dir, **known, **given}
         try:
             self.run = wandb.init(**{name: names.get(name) for name in self.options}, config=config.as_json(cfg),
-                                  dir=cfg.run, resume="must" if known else "allow",
+                                  dir=cfg.run_dir, resume="must" if known else "allow",
                                   settings=wandb.Settings(console="off", silent=True))
         except Exception as error:  # no account, no network: the package's own types
             raise UserError(f"--logger wandb: {error}; is there an account (`wandb login`), a network, "
@@ -125,9 +126,9 @@ def check_logger(cfg, record):
     if not record["checkpoints"]:
         return {}
     if known["kind"] != kind or any(known.get(name, value) != value for name, value in given.items()):
-        raise UserError(f"{cfg.run}: was logged with {known}, --logger {cfg.logger} would tear its curves; go on with "
-                        f"that, branch off with --load {cfg.run}/{record['checkpoints'][0]['file']} and a new --run, "
-                        "or start over with --resume never")
+        raise UserError(f"{cfg.run_dir}: was logged with {known}, --logger {cfg.logger} would tear its curves; go on "
+                        f"with that, branch off with --load {cfg.run_dir}/{record['checkpoints'][0]['file']} and a new "
+                        "--run_dir, or start over with --resume never")
     return known
 
 
@@ -181,10 +182,12 @@ class Tracker:
             samples, metrics = {"samples": samples} if samples else {}, store.finite(metrics)
             self.file.write(json.dumps({"step": step, **metrics, **samples}) + "\n")
             self.file.flush()
-            section = "test/" if "test_loss" in metrics else "validation/"
-            shown = [(section + re.sub(r"^.*/((step_\d+|test)_?)?", "", name), self.run.folder / name, caption)
+            group = "test/" if "test_loss" in metrics else "validation/" if "val_loss" in metrics else "train/"
+            shown = [(group + re.sub(r"^.*/((step_\d+|test)_?)?", "", name), self.run.folder / name, caption)
                      for name, caption in samples.get("samples", {}).items()]  # the same name at every step
-            self._tell("log", step, {name: v for name, v in metrics.items() if isinstance(v, (int, float))}, shown)
+            numbers = {group + re.sub("^(val|test)_", "", name): value for name, value in metrics.items()
+                       if isinstance(value, (int, float))}
+            self._tell("log", step, numbers, shown)
 
     def _tell(self, what, *arguments):
         try:
@@ -274,7 +277,7 @@ class Meter:
         loss, rate = loss / samples, samples / (time.monotonic() - self.start)
         if not (math.isfinite(loss) and math.isfinite(norm.item())):
             raise UserError(f"loss {loss:.4g} and gradient norm {norm.item():.4g} are not both finite at step {step}; "
-                            f"lower --lr or --max_grad_norm. The checkpoints of {cfg.run} are from before")
+                            f"lower --lr or --max_grad_norm. The checkpoints of {cfg.run_dir} are from before")
         names = {name for names in dist.gather(self.unusable[:10]) for name in names} if unusable else set()
         if fresh := sorted(names - self.named):
             self.log.say(f"unusable, and replaced by the next row: {', '.join(fresh)}")

@@ -4,6 +4,8 @@ import importlib
 import io
 import json
 import os
+import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -30,7 +32,7 @@ def flags(**settings):
 
 def start(script, *words, ranks=0):
     """The process of SCRIPT.py: by plain python, or by torchrun on `ranks` processes."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "--"] if ranks else []
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks else []
     return subprocess.Popen([sys.executable, *torchrun, str(ROOT / f"{script}.py"), *map(str, words)],
                             env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                             text=True, start_new_session=True)
@@ -50,6 +52,13 @@ def run(script, *words, ranks=0, expect=0):
         sys.argv, out = argv, out.getvalue()
     assert status == expect, out
     return out
+
+
+def follow(out, *words):
+    """Output of the command that the output `out` of a script ends with, with more `words`; it works as it stands."""
+    python, file, *given = shlex.split(re.search(r"^Next: (.*)$", out, re.MULTILINE)[1])
+    assert python == "python" and out.count("Next: ") == 1
+    return run(Path(file).stem, *given, *words)
 
 
 def run_module(name, *words, expect=0):
@@ -172,7 +181,7 @@ def differences(one, other):
 def check_loading(script, words, folder, stage, server, new):
     """The checkpoints of a finished run in `folder` load from a file and from a URL, whole and weights alone.
 
-    words: the command line that trained it, but for --run; stage: the folder's name in a run of stages, or "";
+    words: the command line that trained it, but for --run_dir; stage: the folder's name in a run of stages, or "";
     new: a folder for the runs that go on from it.
     """
     record = json.loads((folder / "auto_resume.json").read_text())
@@ -180,21 +189,21 @@ def check_loading(script, words, folder, stage, server, new):
     server.files = {"/whole.pt": (folder / whole["file"]).read_bytes(), "/model.pt": (folder / "model.pt").read_bytes()}
     expected = [line for line in metrics(folder) if line["step"] > whole["step"]]
     for name, address in (("file", folder / whole["file"]), ("url", f"{server.url}/whole.pt#sha256={whole['sha256']}")):
-        out = run(script, *words, "--run", new / name, "--load", address)
+        out = run(script, *words, "--run_dir", new / name, "--load", address)
         assert f"at step {whole['step']} of {end}" in out and metrics(new / name / stage) == expected, out
-    out = run(script, *words, "--run", new / "rate", "--load", f"{server.url}/whole.pt", "--lr", "1e-5", "--no_cosine")
+    out = run(script, *words, "--run_dir", new / "rate", "--load", f"{server.url}/whole.pt", "--lr=1e-5", "--no_cosine")
     assert "lr changed from" in out and {line["lr"] for line in metrics(new / "rate" / stage) if "lr" in line} == {1e-5}
     weights = checkpoint.load(folder / "model.pt")
     checkpoint.save({**weights, "model": dict(list(weights["model"].items())[1:])}, new / "part.pt")
     for name, address in (("model_file", folder / "model.pt"), ("model_url", f"{server.url}/model.pt")):
-        run(script, *words, "--run", new / name, "--init_from", address)
+        run(script, *words, "--run_dir", new / name, "--init_from", address)
     assert not differences(new / "model_file" / stage, new / "model_url" / stage)
     assert metrics(new / "model_url" / stage)[0]["step"] == metrics(folder)[0]["step"]
     assert metrics(new / "model_url" / stage)[0]["loss"] != metrics(folder)[0]["loss"]
-    out = run(script, *words, "--run", new / "strict", "--init_from", new / "part.pt", expect=1)
+    out = run(script, *words, "--run_dir", new / "strict", "--init_from", new / "part.pt", expect=1)
     assert f"part.pt: weights of another model: 1 entries differ: {next(iter(weights['model']))}" in out
-    run(script, *words, "--run", new / "loose", "--init_from", new / "part.pt", "--no_init_strict")
-    out = run(script, *words, "--run", new / "none", "--load", f"{server.url}/model.pt", expect=1)
+    run(script, *words, "--run_dir", new / "loose", "--init_from", new / "part.pt", "--no_init_strict")
+    out = run(script, *words, "--run_dir", new / "none", "--load", f"{server.url}/model.pt", expect=1)
     assert "weights without the state of a run; start from them with --init_from" in out and "Traceback" not in out
-    out = run(script, *words, "--run", new / "none", "--load", f"{server.url}/other.pt", expect=1)
+    out = run(script, *words, "--run_dir", new / "none", "--load", f"{server.url}/other.pt", expect=1)
     assert f"{server.url}/other.pt: HTTP Error 404" in out and len(out.strip().splitlines()) == 1

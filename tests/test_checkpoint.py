@@ -28,7 +28,7 @@ def log_to(events):
 def state_of(folder, width=8, seed=0, other=False, **settings):
     """A State of a model with matrices, biases and buffers that steps change; `other`: and of a second model."""
     torch.manual_seed(seed)
-    cfg = config.Training(**{"run": str(folder), "lr": 0.01, "ema_decay": 0.5, **settings})
+    cfg = config.Training(**{"run_dir": str(folder), "lr": 0.01, "ema_decay": 0.5, **settings})
     model = nn.Sequential(nn.Linear(4, width), nn.BatchNorm1d(width), nn.SiLU(), nn.Linear(width, 1))
     modules = {"model": model, "discriminators": nn.Linear(4, 1)} if other else {"model": model}
     optimizers = [o for m in modules.values() for o in optim.make(m, cfg.optimizer, cfg.lr, cfg.weight_decay)]
@@ -180,7 +180,7 @@ def test_a_changed_learning_rate_holds_and_what_has_changed_is_told(tmp_path):
     saved(state, path)
     assert other.restore(path)[1:] == [
         "gradient scale of the fp16 run dropped", f"{path} is of another code: abc, this is {other.versions['code']}",
-        f"run changed from {tmp_path}/a to {tmp_path}/b", "lr changed from 0.01 to 0.5",
+        f"run_dir changed from {tmp_path}/a to {tmp_path}/b", "lr changed from 0.01 to 0.5",
         "precision changed from fp16 to fp32"]
     assert other.optimizers[0].param_groups[0]["lr"] == 0.5
     assert other.best_val_loss == math.inf  # the file of the best is in the other folder

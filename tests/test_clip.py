@@ -27,7 +27,7 @@ STRANGE = ["", " ", "a small red star", "two  spaces\tand\nlines\r\n", "naïve f
 def model(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(clip, "BUILTIN_ROWS", 320)
-        return clip.train(clip.Config(run=str(tmp_path_factory.mktemp("clip")), **TINY), CPU)
+        return clip.train(clip.Config(run_dir=str(tmp_path_factory.mktemp("clip")), **TINY), CPU)
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +136,7 @@ def test_larger_images_are_brought_to_size(model, shapes):
 
 
 def test_a_fingerprint_is_of_weights_and_vocabulary_and_of_nothing_else(model):
-    cfg = clip.Config(run="elsewhere", seed=7, **TINY)
+    cfg = clip.Config(run_dir="elsewhere", seed=7, **TINY)
     twin = clip.CLIP(cfg, model.tokenizer.vocabulary)
     assert twin.fingerprint() != model.fingerprint()
     twin.load_state_dict(model.state_dict())
@@ -149,9 +149,9 @@ def test_training_learns_and_repeats_bit_for_bit_and_prints_what_held_out_captio
         model, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(clip, "BUILTIN_ROWS", 320)
     torch.manual_seed(123)  # what was drawn before does not matter
-    again = clip.train(clip.Config(run=str(tmp_path / "clip"), **TINY), CPU)
+    again = clip.train(clip.Config(run_dir=str(tmp_path / "clip"), **TINY), CPU)
     first, second = capsys.readouterr().out.splitlines()
-    other = clip.train(clip.Config(run=str(tmp_path / "clip"), seed=1, **TINY), CPU)
+    other = clip.train(clip.Config(run_dir=str(tmp_path / "clip"), seed=1, **TINY), CPU)
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values()))
     assert not torch.equal(model.log_scale, other.log_scale)
     assert not model.training and not any(p.requires_grad for p in model.parameters())
@@ -201,7 +201,7 @@ def test_train_and_embed_captioned_images(tmp_path, monkeypatch, run):
     for i, (image, caption) in enumerate(zip(images, captions)):
         media.write_png(f"images/{i:09d}.png", image)
         Path(f"images/{i:09d}.txt").write_text(caption)
-    settings = {**TINY, "data": "images", "run": "runs/clip", "steps": 3, "batch_size": 32}
+    settings = {**TINY, "data": "images", "run_dir": "runs/clip", "steps": 3, "batch_size": 32}
     status, out, error = run("train", *flags(**settings))
     assert status == 0, error
     held_out = [row for row in range(80) if data.part_of(f"{row:09d}", 0.1, 0.1) != "train"]
@@ -210,7 +210,7 @@ def test_train_and_embed_captioned_images(tmp_path, monkeypatch, run):
     words = {word for row in set(range(80)) - set(held_out) for word in captions[row].split()}
     assert set(model.tokenizer.vocabulary) == words
 
-    status, _, error = run("embed", "--data", "images", "--run", "runs/clip", "--out", "emb", "--encodings")
+    status, _, error = run("embed", "--data", "images", "--run_dir", "runs/clip", "--out", "emb", "--encodings")
     assert status == 0, error
     assert json.loads((tmp_path / "emb/clip.json").read_text()) == {
         "clip": str(tmp_path / "runs/clip"), "fingerprint": model.fingerprint()}
@@ -243,8 +243,8 @@ def test_builtin_data_is_made_once_and_anew_for_other_settings_or_another_clip(t
     made = [tmp_path / "clip/model.pt", folder / "img_emb/img_emb_0.npy", folder / "clip.json"]
     for change, anew in (
             (lambda: None, False), (lambda: made[2].unlink(), True),
-            (lambda: clip.train(clip.Config(run=str(tmp_path / "clip"), seed=3), CPU), True),
-            (lambda: clip.embed_all(clip.EmbedConfig(run=str(tmp_path / "clip"), out=str(folder)), CPU), True),
+            (lambda: clip.train(clip.Config(run_dir=str(tmp_path / "clip"), seed=3), CPU), True),
+            (lambda: clip.embed_all(clip.EmbedConfig(run_dir=str(tmp_path / "clip"), out=str(folder)), CPU), True),
             (lambda: made[0].unlink(), True), (lambda: with_defaults(seed=5), True), (lambda: None, False)):
         change()
         stamps = [path.stat().st_mtime_ns if path.exists() else 0 for path in made]
@@ -282,13 +282,16 @@ def test_what_is_no_clip_is_named(tmp_path, model):
     ("train --data missing", 1, "missing"),
     ("train --data empty", 1, "no captioned images found"),
     ("train --data few --batch_size 4", 1, "few: 1 training images, fewer than a batch of 4"),
-    ("train --data broken", 1, "star.png: not a readable image"),
+    ("train --data broken", 1, "broken: 0 training images, fewer than a batch"),
+    ("embed --data broken --run_dir clip", 1, "broken: none of its images can be used"),
     ("train --batch_sise 4", 2, "did you mean --batch_size?"),
-    ("embed --run missing", 1, "missing: there is no CLIP here"),
+    ("embed --run_dir missing", 1, "missing: there is no CLIP here"),
     ("convert", 2, "convert: expected one of train, embed"),
 ])
-def test_bad_commands_end_in_one_line(tmp_path, monkeypatch, run, words, status, message):
+def test_bad_commands_end_in_one_line(tmp_path, monkeypatch, run, model, words, status, message):
     monkeypatch.chdir(tmp_path)
+    checkpoint.save({"model": model.state_dict(), "vocabulary": model.tokenizer.vocabulary,
+                     "config": config.as_json(clip.Config(**TINY))}, "clip/model.pt")
     for folder in ("empty", "broken", "few"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "star.txt").write_text("a star")

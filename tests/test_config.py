@@ -151,8 +151,9 @@ def test_help_has_each_field_once_at_the_start_of_a_line_with_type_default_and_c
     assert caught.value.code == 0 and err == ""
     words = " ".join(out.split())
     for text in ("how to use it Defaults of --stage low: as below Defaults of --stage high: steps 50, lr 0.25",
-                 "--steps int optimizer steps [100]", "--lr float learning rate, 100 % of it [0.001]",
-                 "--cosine [bool] whether the rate falls [True]", "--stage {all,low,high} which to train [all]",
+                 "Defaults of --preset large: steps 7", "--steps int optimizer steps [100]",
+                 "--lr float learning rate, 100 % of it [0.001]", "--stage {all,low,high} which to train [all]",
+                 "--cosine [bool] whether the rate falls [True] (off: --no_cosine)",
                  "--widths tuple[int, ...] of the levels [64,128]", "--preset {large,tall}"):
         assert text in words
     places = [out.index(text) for text in ("Data:", "--stage {", "--data", "Training:", "--lr float")]
@@ -202,8 +203,8 @@ def test_an_error_while_running_ends_in_one_line_and_a_status(error, relayed, st
 
 
 @pytest.mark.parametrize("words, command, steps", [
-    ("", "train", 100), ("--steps 3", "train", 3), ("-- --steps 3", "train", 3), ("train --steps 3", "train", 3),
-    ("sample --steps 4", "sample", 4), ("-- sample --steps 4", "sample", 4), ("--preset large", "train", 7)])
+    ("", "train", 100), ("--steps 3", "train", 3), ("train --steps 3", "train", 3),
+    ("sample --steps 4", "sample", 4), ("--preset large", "train", 7)])
 def test_the_first_word_chooses_the_command(words, command, steps, monkeypatch):
     called = []
     commands = {name: (lambda cfg, name=name: called.append((name, cfg.steps)), Config) for name in ("train", "sample")}

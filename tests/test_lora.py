@@ -198,9 +198,9 @@ def adapters_of(folder, **settings):
 def runs(emb, tmp_path_factory):
     """A folder with a run `base`, and `lora`, adapters on it."""
     folder = tmp_path_factory.mktemp("runs")
-    run(*flags(data=emb, run=folder / "base", **SMALL))
-    out = run(*flags(data=emb, run=folder / "lora", **adapters_of(folder)))
-    assert f"sample --run {folder}/lora " in out
+    run(*flags(data=emb, run_dir=folder / "base", **SMALL))
+    out = run(*flags(data=emb, run_dir=folder / "lora", **adapters_of(folder)))
+    assert f"sample --run_dir {folder}/lora " in out
     return folder
 
 
@@ -216,9 +216,9 @@ def test_a_run_of_adapters_learns_and_saves_them_alone_and_says_of_what(runs):
 
 
 def test_a_run_of_adapters_resumes_bit_for_bit_and_not_on_another_base(emb, runs, tmp_path):
-    settings = dict(data=emb, run=tmp_path / "run")
+    settings = dict(data=emb, run_dir=tmp_path / "run")
     run(*flags(**settings, **adapters_of(runs, cosine="false", steps=8)))
-    run(*flags(data=emb, run=tmp_path / "whole", **adapters_of(runs, cosine="false")))
+    run(*flags(data=emb, run_dir=tmp_path / "whole", **adapters_of(runs, cosine="false")))
     out = run(*flags(**settings, **adapters_of(runs, cosine="false")))
     assert "at step 8 of 24" in out
     assert differences(tmp_path / "whole", tmp_path / "run") == ["metrics"]  # which have the test at step 8 as well
@@ -228,14 +228,14 @@ def test_a_run_of_adapters_resumes_bit_for_bit_and_not_on_another_base(emb, runs
 
 
 def test_adapters_train_on_two_ranks(emb, runs, tmp_path):
-    run(*flags(data=emb, run=tmp_path / "run", **adapters_of(runs)), ranks=2)
+    run(*flags(data=emb, run_dir=tmp_path / "run", **adapters_of(runs)), ranks=2)
     losses = [line["val_loss"] for line in metrics(tmp_path / "run") if "val_loss" in line]
     assert losses[-1] < losses[0]
 
 
 def loss(folder, tmp_path, *words):
     """The test loss that `evaluate` finds."""
-    run("evaluate", *flags(run=folder, eval_timesteps=4, device="cpu", out=tmp_path / "figures.json"), *words)
+    run("evaluate", *flags(run_dir=folder, eval_timesteps=4, device="cpu", out=tmp_path / "figures.json"), *words)
     return json.loads((tmp_path / "figures.json").read_text())["loss"]
 
 

@@ -20,7 +20,7 @@ from common.config import UserError
 
 
 def settings(folder="runs", **given):
-    return config.Training(run=f"{folder}/run", **given)
+    return config.Training(run_dir=f"{folder}/run", **given)
 
 
 def model(path, step=3, **more):
@@ -141,7 +141,7 @@ def test_files_to_start_from_are_fetched_where_the_run_needs_them(tmp_path, serv
     model(tmp_path / "run/checkpoints/a.pt")
     assert fetched() == []
     assert fetched(resume="never") == ["/init.pt", "/load.pt"]
-    assert Path(tracker.prepare(Adapters(run=f"{tmp_path}/run", lora_rank=4, **given)).init_from).is_file()
+    assert Path(tracker.prepare(Adapters(run_dir=f"{tmp_path}/run", lora_rank=4, **given)).init_from).is_file()
 
 
 # Savers: the command line

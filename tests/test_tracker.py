@@ -36,7 +36,7 @@ def offline(monkeypatch):
 
 def tracker_of(folder, step=0, steps=100, **given):
     """A Tracker of a run in `folder` that goes on from `step`, where it has a checkpoint."""
-    cfg = config.Training(run=str(folder), steps=steps, batch_size=8, **given)
+    cfg = config.Training(run_dir=str(folder), steps=steps, batch_size=8, **given)
     folder.mkdir(parents=True, exist_ok=True)
     checkpoint.write_json({"marker": "config of the run", "steps": steps}, folder / "config.json")
     run = checkpoint.Run(folder)
@@ -88,10 +88,10 @@ def test_the_closing_test_is_logged_once_however_often_the_end_is_reached(tmp_pa
 
 
 def test_a_rank_that_does_not_log_writes_and_prints_nothing(tmp_path, capsys, monkeypatch):
-    cfg = config.Training(run=str(tmp_path / "not there"), logger="wandb", save=("local save_best_to=x.pt",))
+    cfg = config.Training(run_dir=str(tmp_path / "not there"), logger="wandb", save=("local save_best_to=x.pt",))
     with monkeypatch.context() as patch:
         patch.setattr(dist, "is_main", lambda: False)
-        with tracker.Tracker(checkpoint.Run(cfg.run), SimpleNamespace(cfg=cfg, step=0)) as log:
+        with tracker.Tracker(checkpoint.Run(cfg.run_dir), SimpleNamespace(cfg=cfg, step=0)) as log:
             log.log(1, {"samples/x.png": ""}, loss=1.0)
             log.say("hello")
             log.report()
@@ -199,14 +199,17 @@ def test_a_wandb_that_cannot_start_is_told_before_training(tmp_path, monkeypatch
         tracker_of(tmp_path, logger="wandb")
 
 
-def test_samples_have_a_section_and_the_same_name_at_every_step(tmp_path):
+def test_figures_and_samples_have_a_group_and_samples_the_same_name_at_every_step(tmp_path):
     told, log = [], tracker_of(tmp_path)
     log.logger.log = lambda *given: told.append(given)
-    log.log(3, {"samples/step_00000003_0.png": "a star"}, val_loss=0.5, note="x")
+    log.log(2, loss=0.75, lr=0.1)
+    log.log(3, {"samples/step_00000003_0.png": "a star"}, val_loss=0.5, coverage=1, note="x")
     log.log(4, {"samples/test_0.png": ""}, test_loss=0.5)
     assert told == [
-        (3, {"val_loss": 0.5}, [("validation/0.png", tmp_path / "samples/step_00000003_0.png", "a star")]),
-        (4, {"test_loss": 0.5}, [("test/0.png", tmp_path / "samples/test_0.png", "")])]
+        (2, {"train/loss": 0.75, "train/lr": 0.1}, []),
+        (3, {"validation/loss": 0.5, "validation/coverage": 1},
+         [("validation/0.png", tmp_path / "samples/step_00000003_0.png", "a star")]),
+        (4, {"test/loss": 0.5}, [("test/0.png", tmp_path / "samples/test_0.png", "")])]
 
 
 def test_a_logger_that_fails_is_told_once_and_training_goes_on(tmp_path, capsys, monkeypatch):
@@ -234,7 +237,7 @@ def test_the_logger_hears_how_a_run_ended(error, status, tmp_path):
     ({"kind": "wandb", "id": "x", "project": "other"}, "wandb project=mine", "'project': 'other'"),
     ({"kind": "wandb", "id": "x"}, "wandb id=y", "'id': 'x'")])
 def test_another_logger_than_that_of_the_run_is_refused_with_the_ways_out(known, logger, message, tmp_path):
-    cfg = config.Training(run=str(tmp_path), logger=logger)
+    cfg = config.Training(run_dir=str(tmp_path), logger=logger)
     record = {"checkpoints": [{"file": "x.pt"}], **({"logger": known} if known else {})}
     with pytest.raises(UserError, match=message):
         tracker.check_logger(cfg, record)
@@ -263,7 +266,7 @@ def test_a_logger_that_cannot_be_meant_is_refused(logger, message):
 def test_a_missing_package_is_told_with_the_line_that_installs_it(given, module, package, tmp_path, monkeypatch):
     for name in ("wandb", "PIL", "tensorboard", "huggingface_hub"):
         monkeypatch.setitem(sys.modules, name, SimpleNamespace())
-    cfg = config.Training(run=str(tmp_path / "run"), **given)
+    cfg = config.Training(run_dir=str(tmp_path / "run"), **given)
     assert tracker.prepare(cfg) == cfg
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(UserError, match=f"--.* needs .*: pip install {package}"):
@@ -353,7 +356,7 @@ def test_a_line_is_the_mean_loss_of_the_steps_since_the_last_over_all_ranks(on_r
 
 @pytest.mark.parametrize("loss, norm", [(math.nan, 1.0), (1.0, math.inf)])
 def test_a_loss_or_norm_that_is_not_finite_ends_the_run_with_its_step(loss, norm):
-    state = SimpleNamespace(cfg=config.Training(run="runs/x"), step=7, scaler=None)
+    state = SimpleNamespace(cfg=config.Training(run_dir="runs/x"), step=7, scaler=None)
     meter, state.step = tracker.Meter(Lines(), state, "test"), 8
     meter.add(torch.tensor(loss), [])
     with pytest.raises(UserError, match=r"not both finite at step 8; lower --lr.*runs/x are from before"):

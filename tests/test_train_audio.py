@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Forked, differences, flags, metrics
+from helpers import Forked, differences, flags, follow, metrics
 from torch.nn.utils.rnn import pad_sequence
 from torch.testing import assert_close
 
@@ -45,9 +45,10 @@ def whole(tmp_path_factory):
     """The folder of a run of all four stages, by one command, on the recordings in voices/ beside it."""
     folder = tmp_path_factory.mktemp("world")
     (write_voices(folder / "voices") / "z.wav").write_bytes(b"")
-    out = run(*flags(data=folder / "voices", run=folder / "whole", **TINY))
+    out = run(*flags(data=folder / "voices", run_dir=folder / "whole", **TINY))
     assert out.count("Trained") == out.count("1 recordings cannot be used and are left out") == 4
-    assert out.count("The stages together") == 1 and "To generate: python train_audio.py sample" in out
+    assert out.count("The stages together") == 1 and "train_audio.py sample" in out
+    assert "1 sound(s): out.wav" in follow(out, "--device", "cpu", "--seconds", 0.2)  # a text of the data
     return folder / "whole"
 
 
@@ -362,20 +363,20 @@ def words_of(whole, stage, folder, **settings):
     """The command line that trains one stage in `folder`, on the earlier stages of the run `whole`."""
     needs = {name: whole / name for name in ("soundstream", "semantic") if stage in train_audio.ONLY[name]}
     own = {name: value for name, value in TINY.items() if stage in train_audio.ONLY.get(name, STAGES)}
-    return flags(**{**own, **needs, **dict(stage=stage, data=whole.parent / "voices", run=folder), **settings})
+    return flags(**{**own, **needs, **dict(stage=stage, data=whole.parent / "voices", run_dir=folder), **settings})
 
 
 def test_one_command_trains_all_stages_and_goes_on_from_the_middle_and_torchrun_loses_the_same(whole, tmp_path):
     words, before = flags(data=whole.parent / "voices", **TINY), [path.read_bytes() for path in whole.glob("*/*.pt")]
-    out = run(*words, "--run", whole)
+    out = run(*words, "--run_dir", whole)
     assert out.count("is finished, at step 6; to train on, give more --steps") == 4 and "The stages together" in out
     assert [path.read_bytes() for path in whole.glob("*/*.pt")] == before
     record = checkpoint.record_of(folder := shutil.copytree(whole / "soundstream", tmp_path / "middle/soundstream"))
     checkpoint.write_json({**record, "checkpoints": record["checkpoints"][1:]}, folder / "auto_resume.json")
     assert "at step 4 of 6" in run(*words_of(whole, "soundstream", folder.parent))  # when it has discriminators
     assert not differences(folder, whole / "soundstream")
-    out, err = (process := helpers.start("train_audio", *words, "--run", tmp_path, ranks=2)).communicate()
-    assert process.returncode == 0 and out.count("2 rank(s) on cpu") == 4 and out.count("To generate") == 1, out + err
+    out, err = (process := helpers.start("train_audio", *words, "--run_dir", tmp_path, ranks=2)).communicate()
+    assert process.returncode == 0 and out.count("2 rank(s) on cpu") == 4 and out.count("Next: ") == 1, out + err
     for stage in STAGES:
         ours, theirs = metrics(tmp_path / stage), metrics(whole / stage)
         assert [line["step"] for line in ours if "loss" in line] == [2, 4, 6] and "test_loss" in ours[-1]
@@ -412,7 +413,7 @@ def test_an_fp16_overflow_on_one_rank_of_two_is_a_step_that_did_not_happen(whole
     words, found = words_of(whole, "soundstream", "", precision="fp16", steps=8, penalty_every=9, log_every=1,
                             eval_every=0, init_from=whole / "soundstream/model.pt"), []
     for name, scales in (("usual", [(0, 64)] * 8), ("disturbed", [(0, 64)] * 6 + [(1, 32), (0, 32)])):
-        Forked("test_train_audio", *words, "--run", tmp_path / name, ranks=2).finish()
+        Forked("test_train_audio", *words, "--run_dir", tmp_path / name, ranks=2).finish()
         lines, state = metrics(tmp_path / name / "soundstream"), checkpoint.load(
             tmp_path / name / "soundstream/checkpoints/step_00000008.pt")
         assert [(line.pop("overflows"), line.pop("scale")) for line in lines if "scale" in line] == scales
@@ -430,12 +431,14 @@ def test_gradient_penalties_do_not_drive_the_scale_of_fp16_down(whole, tmp_path)
 
 def test_built_in_syllables_are_trained_on_and_judged_alike_on_any_number_of_ranks(tmp_path, monkeypatch):
     monkeypatch.setattr(train_audio, "BUILTIN_ROWS", 40)
-    settings = dict(run=tmp_path, seconds=0.3, text="cross", position="relative", unique=False, samples_from="both",
+    settings = dict(run_dir=tmp_path, seconds=0.3, text="cross", position="relative", unique=False, samples_from="both",
                     precision="bf16", validation=0.2, test=0.2)
-    assert '--text "a i u o"' in run(*flags(**{**TINY, **settings}))
+    text = synthetic.syllables([0])[1][0]["text"]
+    assert f"--text '{text}'" in run(*flags(**{**TINY, **settings}))
     for name in ("step_00000004_0", "step_00000004_online_0", "test_1", "test_online_1"):
         assert recordings.read(tmp_path / f"coarse/samples/{name}.wav")[0].any()
-    one, words = config.read_json(tmp_path / "scores.json"), flags(run=tmp_path, samples=4, batch_size=3, device="cpu")
+    one = config.read_json(tmp_path / "scores.json")
+    words = flags(run_dir=tmp_path, eval_samples=4, batch_size=3, device="cpu")
     out = Forked("test_train_audio", "evaluate", *words, ranks=2).finish()
     assert all(f"{metrics(tmp_path / stage)[-1]['test_loss']:.4f}" in out for stage in STAGES)
     assert one["semantic_syllable_accuracy"] > 0.4 and {"voice_kept_real", "text_heard"} < one.keys()
@@ -462,22 +465,29 @@ def test_sounds_go_through_the_codec_and_on_from_recordings_and_codes_also_when_
     codec, voice = train_audio.load_soundstream(whole / "soundstream", CPU), min(whole.parent.glob("voices/*/*.wav"))
     wave, kept = torch.from_numpy(recordings.read(voice)[0]), tmp_path / "kept.npy"
     for n in (1, 4):
-        out, sound, codes = sampled(tmp_path, run=whole, reconstruct=voice, quantizers=n % 4)
+        out, sound, codes = sampled(tmp_path, run_dir=whole, reconstruct=voice, quantizers=n % 4)
         np.save(kept, codes)
-        again = sampled(tmp_path, run=whole, decode=kept, picture=tmp_path / "out.png")[1][:len(sound)]
+        again = sampled(tmp_path, run_dir=whole, decode=kept, picture=tmp_path / "out.png")[1][:len(sound)]
         assert np.array_equal(codes, codec.encode(wave, n)[0]) and np.array_equal(again, sound)
         assert f"{n} codes a frame, {200 * n} bits a second, si_sdr_db" in out  # 4 bits a code, 50 frames a second
     assert_close(torch.from_numpy(sound), codec(wave)[0][0], atol=1e-4, rtol=0)
-    prompt, asked = codec.encode(wave[:, -2400:])[0], dict(run=whole, prompt=voice, prompt_seconds=0.3, temperature=1)
-    np.save(kept, prompt)
+    np.save(kept, prompt := codec.encode(wave[:, -2400:])[0])
+    asked = dict(run_dir=whole, prompt=voice, prompt_seconds=0.3, temperature=1)
     _, sound, codes = sampled(tmp_path, **asked)
     assert 15 < len(codes) <= 15 + 25 and len(sound) == 160 * len(codes) and media.read_png(tmp_path / "out.png").any()
-    for settings, alike in (({}, True), (dict(run=shutil.copytree(whole, tmp_path / "moved")), True), (dict(seed=1), 0),
+    moved = shutil.copytree(whole, tmp_path / "moved")
+    for stage in ("semantic", "coarse", "fine"):
+        (moved / stage / "best.pt").write_bytes((moved / stage / "model.pt").read_bytes())
+    for settings, alike in (({}, True), (dict(run_dir=moved, model="best.pt"), True), (dict(seed=1), False),
                             (dict(fine="false"), True), (dict(temperature=0), False), (dict(top_k="0,1,0"), False),
                             (dict(weights="online"), None), (dict(prompt="", prompt_codes=kept), None)):
         made = sampled(tmp_path, **{**asked, **settings})[2]
         assert np.array_equal(made[:15], prompt[:, :made.shape[1]])
         assert alike is None or np.array_equal(made, codes[:, :made.shape[1]]) == alike
+    out, _, made = sampled(tmp_path, **{**asked, "prompt_seconds": 0})
+    longest = codec.encode(wave[:, -19 * 160:])[0]  # one frame less than the coarse stage is trained on
+    assert "is cut to its last 0.38 s" in out and np.array_equal(made[:19], longest)
+    assert len(sampled(tmp_path, run_dir=whole)[2]) > 0  # of nothing in particular
 
 
 def test_sounds_of_texts_are_the_same_on_2_ranks_and_only_who_learned_texts_has_them(whole, tmp_path, monkeypatch):
@@ -486,8 +496,8 @@ def test_sounds_of_texts_are_the_same_on_2_ranks_and_only_who_learned_texts_has_
     monkeypatch.setattr(train_audio, "generate", lambda model, *rest: given.update(  # of each stage, its first texts
         {model.streams[-1].name: rest[-2]} | given) or generate(model, *rest))
     for ranks in (0, 2):
-        words = flags(run=whole, texts=tmp_path / "texts.txt", num=3, seconds=0.6, device="cpu", temperature=1.5,
-                      out=tmp_path / f"{ranks}/out.wav", codes=tmp_path / f"{ranks}/out.npy")
+        words = flags(run_dir=whole, texts=tmp_path / "texts.txt", num_samples=3, seconds=0.6, device="cpu",
+                      temperature=1.5, out=tmp_path / f"{ranks}/out.wav", codes=tmp_path / f"{ranks}/out.npy")
         assert run("sample", *words, ranks=ranks).count("6 sound(s)") == 1
         found.append({path.name: path.read_bytes() for path in (tmp_path / f"{ranks}").iterdir()})
     assert found[0] == found[1] and len({*found[0]}) == len({*found[0].values()}) == 12
@@ -507,9 +517,9 @@ def test_published_models_take_the_place_of_codec_and_tokenizer(whole, tmp_path)
     spec, folder, voice = f"encodec:{tmp_path}/encodec", tmp_path / "run", min(whole.parent.glob("voices/*/*.wav"))
     for stage, more in zip(STAGES[1:], (dict(tokenizer=f"hubert:{tmp_path}/hubert:1"), *[dict(soundstream=spec)] * 2)):
         run(*words_of(folder, stage, folder, data=whole.parent / "voices", steps=2, **more))
-    assert "seconds_added" in run("evaluate", *flags(run=folder, samples=2, device="cpu"))
+    assert "seconds_added" in run("evaluate", *flags(run_dir=folder, eval_samples=2, device="cpu"))
     codes = train_audio.load_soundstream(spec, CPU).encode(torch.from_numpy(recordings.read(voice)[0])[:, -1600:])[0]
-    assert np.array_equal(sampled(tmp_path, run=folder, prompt=voice, prompt_seconds=0.2)[2][:10], codes)
+    assert np.array_equal(sampled(tmp_path, run_dir=folder, prompt=voice, prompt_seconds=0.2)[2][:10], codes)
 
 
 def mistake(*words, status):
@@ -528,7 +538,8 @@ def mistake(*words, status):
     ("--seconds 0.01", "0.01 is shorter than a frame of 320 samples"), ("--steps 500", "before --quantize_after 500"),
     ("--stage semantic --text none --text_drop 0.2", "--text_drop: it needs --text prefix or cross"),
     ("--stage semantic --text_drop 0 --guidance_scale 2", "--guidance_scale: it needs --text and --text_drop"),
-    ("sample --device cpu", "nothing to say: give --text"), ("sample --text a --quantizers 2", "only --reconstruct"),
+    ("sample --out a.mp3", "--out: a.mp3: only .wav files are written"),
+    ("sample --text a --quantizers 2", "only --reconstruct"),
     ("sample --text a --reconstruct a.wav", "--text, --reconstruct: the codec"),
     ("sample --prompt a.wav --prompt_codes a.npy", "give one of them"),
     ("sample --top_k 0,-1,1", "is not 0 or more"), ("smaple", "expected one of train, evaluate, sample"),
@@ -543,12 +554,13 @@ def test_mistakes_that_runs_and_files_show_are_one_line_and_status_1(whole, tmp_
         np.save(tmp_path / f"{number}.npy", np.array(codes))
     for settings, message in [
         (dict(decode=voice), "not a readable .npy"), (dict(decode=voice, quantizers=5), "the codec has 4"),
-        (dict(prompt=voice), "longer than the 0.38 s that the coarse stage was trained on; give --prompt_seconds 0.38"),
+        (dict(model="worst.pt"), "semantic/worst.pt: missing"),
+        (dict(model="best.pt", weights="online"), "averaged weights alone; --weights online needs one of RUN/check"),
         (dict(text="a", temperature="1,2"), "--temperature: 2 values; expected one, or one for each of semantic"),
         (dict(prompt_codes=tmp_path / "6.npy"), "(frames, quantizers) below 16, of 4 to 4 quantizers"),
         *((dict(decode=tmp_path / f"{number}.npy"), "below 16, of 1 to 4 quantizers") for number in range(6)),
-        (dict(text="a", run=tmp_path), "semantic/model.pt: missing; train it first: --stage semantic")]:
-        assert message in mistake("sample", *flags(**dict(dict(run=whole, device="cpu"), **settings)), status=1)
+        (dict(text="a", run_dir=tmp_path), "semantic/model.pt: missing; train it first: --stage semantic")]:
+        assert message in mistake("sample", *flags(**dict(dict(run_dir=whole, device="cpu"), **settings)), status=1)
     for file, change, message in [
         ("semantic/model.pt", dict(text="none"), "--text: "), ("semantic/kmeans.pt", {}, "of another tokenizer than"),
         ("semantic/model.pt", dict(unique=False), "--unique False, and"), ("soundstream/model.pt", dict(seed=1),
@@ -557,7 +569,7 @@ def test_mistakes_that_runs_and_files_show_are_one_line_and_status_1(whole, tmp_
         state = checkpoint.load(path := shutil.copytree(whole, moved, dirs_exist_ok=True) / file)
         weights = {name: value for name, value in state["model"].items() if not ("text" in change and "text" in name)}
         checkpoint.save({**state, "model": weights, "config": {**state.get("config", {}), **change}}, path)
-        words = flags(run=moved, text="a", device="cpu", **{} if "text" in change else {"guidance_scale": 2})
+        words = flags(run_dir=moved, text="a", device="cpu", **{} if "text" in change else {"guidance_scale": 2})
         assert message in mistake("sample", *words, status=1)
     silent = shutil.copytree(whole.parent / "voices", tmp_path / "silent", ignore=shutil.ignore_patterns("*.txt"))
     for stage, settings, message in [

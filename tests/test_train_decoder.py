@@ -10,7 +10,7 @@ import helpers
 import numpy as np
 import pytest
 import torch
-from helpers import Forked, differences, flags, metrics
+from helpers import Forked, differences, flags, follow, metrics
 
 import train_decoder
 import train_prior
@@ -39,7 +39,7 @@ def world(tmp_path_factory):
     for i, (picture, record) in enumerate(zip(pictures, records)):
         media.write_png(folder / f"plain/{i:05d}.png", picture)
         (folder / f"plain/{i:05d}.txt").write_text(record["caption"])
-    encoder = clip.train(clip.Config(run=str(folder / "clip"), data=str(folder / "plain"), steps=8, batch_size=32,
+    encoder = clip.train(clip.Config(run_dir=str(folder / "clip"), data=str(folder / "plain"), steps=8, batch_size=32,
                                      embed_width=16, text_width=32, image_size=16), CPU)
     (image, text), _ = clip.embed(encoder, [(pictures, records)])
     data.write_shards(folder / "shapes", image, text, records)
@@ -59,8 +59,10 @@ def trained(world):
     """The run folders of both stages, 16 and 32 pixels, trained on the built-in data by the bare command."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(clip, "builtin_data", lambda folder, device: str(world / "shapes"))
-        out = run(*flags(run=world / "trained", **TINY))
-    assert "To draw: python train_decoder.py sample --runs" in out and "The stages together" in out
+        out = run(*flags(run_dir=world / "trained", **TINY))
+    assert "The stages together" in out
+    follow(out, "--device", "cpu", "--steps", 2, "--eval_samples", 4)  # an evaluation, as there is no prior here
+    assert media.read_png("grid.png").any()
     return world / "trained/base", world / "trained/upsample"
 
 
@@ -248,13 +250,13 @@ def test_frechet_distance_equals_its_formula():
 def test_evaluate_gives_the_figures_of_training_on_any_number_of_ranks_and_takes_embeddings_of_a_prior(
         trained, world, tmp_path):
     words = ["evaluate", *flags(steps=2, eval_samples=12, device="cpu")]
-    run(*words, *flags(runs=trained, grid=tmp_path / "grid.png", out=tmp_path / "scores.json"))
+    run(*words, *flags(run_dir=trained, grid=tmp_path / "grid.png", out=tmp_path / "scores.json"))
     assert (tmp_path / "scores.json").read_bytes() == (world / "trained/cascade.json").read_bytes()
     assert (tmp_path / "grid.png").read_bytes() == (world / "trained/cascade.png").read_bytes()
     words += flags(data=world / "plain", part="train")
     for name, ranks, settings in (("real", 0, {}), ("two", 2, {}), ("prior", 0, dict(prior=world / "prior")),
-                                  ("upsample", 0, dict(runs=trained[1]))):
-        run(*words, *flags(**{"runs": trained, "out": tmp_path / name, **settings}), ranks=ranks)
+                                  ("upsample", 0, dict(run_dir=trained[1]))):
+        run(*words, *flags(**{"run_dir": trained, "out": tmp_path / name, **settings}), ranks=ranks)
     real, two, *others = (json.loads((tmp_path / name).read_text()) for name in ("real", "two", "prior", "upsample"))
     assert real == pytest.approx(two, rel=1e-4) and len({scores["clip_score"] for scores in (real, *others)}) == 3
 
@@ -266,14 +268,14 @@ def test_one_command_trains_both_stages_and_torchrun_on_2_ranks_loses_the_same(t
         assert {"auto_resume.json", "model.pt", "best.pt", "report.html"} <= {path.name for path in folder.iterdir()}
         lines = metrics(folder)
         assert [line["step"] for line in lines if "loss" in line] == [2, 4, 6]
-        assert [line["step"] for line in lines if "val_loss" in line] == [4, 6] and "frechet_distance" in lines[-1]
+        assert [line["step"] for line in lines if "val_loss" in line] == [4, 6] and "test_frechet_distance" in lines[-1]
         for name in ("step_00000004.png", "test.png"):  # real pictures with captions above drawn ones
             assert media.read_png(folder / "samples" / name).shape[0] > 2 * 96
         assert "is finished, at step 6; to train on, give more --steps" in run(
             "--config", folder / "config.json", "--data", world / "shapes")
-    process = helpers.start("train_decoder", *flags(data=world / "shapes", run=tmp_path, **TINY), ranks=2)
+    process = helpers.start("train_decoder", *flags(data=world / "shapes", run_dir=tmp_path, **TINY), ranks=2)
     out, err = process.communicate()
-    assert process.returncode == 0 and "2 rank(s) on cpu" in out and out.count("To draw") == 1, out + err
+    assert process.returncode == 0 and "2 rank(s) on cpu" in out and out.count("Next: ") == 1, out + err
     for folder in trained:
         for ours, theirs in zip(metrics(tmp_path / folder.name), metrics(folder), strict=True):
             assert ours == pytest.approx(theirs, rel=2e-3)
@@ -286,22 +288,22 @@ def test_killed_at_random_moments_and_started_again_ends_in_the_same_bits(stage,
     (tmp_path / "data/00003.png").write_bytes(b"hello")
     words = flags(data=tmp_path / "data", **{**TINY, **STAGES[stage], "steps": 3 * kills}, crop_scale=0.5, flip=True,
                   text_encodings="clip", max_text_len=9)
-    out = Forked("train_decoder", *words, *flags(run=tmp_path / "whole"), ranks=ranks).finish()
+    out = Forked("train_decoder", *words, *flags(run_dir=tmp_path / "whole"), ranks=ranks).finish()
     assert "1 of 160 pictures looked at" in out and out.count("00003.png: not a readable image") == 2  # and when met
     for _ in range(kills):
-        process = Forked("train_decoder", *words, *flags(run=tmp_path / "killed"), ranks=ranks)
+        process = Forked("train_decoder", *words, *flags(run_dir=tmp_path / "killed"), ranks=ranks)
         for _ in range(rng.randint(1, 4)):  # wait for so many lines of its output, then a little work more
             process.out.readline()
         sum(i * i for i in range(rng.randint(0, 1_000_000)))
         running += process.kill()
-    Forked("train_decoder", *words, *flags(run=tmp_path / "killed"), ranks=ranks).finish()
+    Forked("train_decoder", *words, *flags(run_dir=tmp_path / "killed"), ranks=ranks).finish()
     assert running >= kills / 2 and not differences(tmp_path / "whole" / stage, tmp_path / "killed" / stage)
 
 
 # Sampling
 
 def drawn(folder, **settings):
-    given = dict(steps=(3, 2), num=2, device="cpu", out=folder / "grid.png", pictures=folder / "pictures")
+    given = dict(steps=(3, 2), num_samples=2, device="cpu", out=folder / "grid.png", pictures=folder / "pictures")
     shutil.rmtree(folder / "pictures", ignore_errors=True)
     run("sample", *flags(**{**given, **settings}))
     assert media.read_png(folder / "grid.png").shape[2] == 3
@@ -309,20 +311,22 @@ def drawn(folder, **settings):
 
 
 def test_adapters_alone_are_trained_and_count_as_they_are_scaled(trained, world, tmp_path):
-    out = run(*flags(data=world / "loose", run=tmp_path, stage="base", lora_rank=1, **TINY,
+    out = run(*flags(data=world / "loose", run_dir=tmp_path, stage="base", lora_rank=1, **TINY,
                      init_from=trained[0] / "model.pt"))
-    assert "of adapters" in out and f"--runs {tmp_path}/base " in out
-    base, none, whole = (drawn(tmp_path, runs=folder, lora_scale=scale, text="a red star", prior=world / "prior")
+    assert "of adapters" in out and "frechet_distance" in follow(out, "--steps", 2, "--device", "cpu")
+    base, none, whole = (drawn(tmp_path, run_dir=folder, lora_scale=scale, text="a red star", prior=world / "prior")
                          for folder, scale in ((trained[0], 1), (tmp_path / "base", 0), (tmp_path / "base", 1)))
     assert np.array_equal(base, none) and np.abs(base - whole).max() > 1
 
 
 def test_a_picture_is_the_same_in_any_batch_and_on_any_number_of_ranks(trained, world, tmp_path):
     (tmp_path / "texts.txt").write_text("a small red star\n\n something blue \n")
-    texts = dict(runs=trained, texts=tmp_path / "texts.txt", num=3, prior=world / "prior", guidance_scale=2, eta=0.5)
+    texts = dict(run_dir=trained, texts=tmp_path / "texts.txt", num_samples=3, prior=world / "prior", guidance_scale=2,
+                 eta=0.5)
     whole = drawn(tmp_path, **texts)
     assert whole.shape == (6, 32, 32, 3) and np.abs(whole - drawn(tmp_path, **texts, seed=1)).max() > 10
-    for part, change in ((whole, dict(max_batch=1)), (whole[:2], dict(texts="", text="a small red star", num=2))):
+    first = dict(texts="", text="a small red star", num_samples=2)
+    for part, change in ((whole, dict(max_batch=1)), (whole[:2], first)):
         assert np.abs(part - drawn(tmp_path, **{**texts, **change})).max() <= 1
     out = run("sample", *flags(**texts, steps=(3, 2), device="cpu", pictures=tmp_path / "two"), ranks=2)
     assert out.count("wrote grid.png: 6 pictures of 32x32") == 1
@@ -332,24 +336,42 @@ def test_a_picture_is_the_same_in_any_batch_and_on_any_number_of_ranks(trained, 
 
 def test_images_are_varied_blended_enlarged_and_filled_in(trained, world, tmp_path):
     files = [world / f"plain/{i:05d}.png" for i in range(2)]
-    ends = [drawn(tmp_path, runs=trained, image=file, num=1)[0] for file in files]
-    way = drawn(tmp_path, runs=trained, image=files[0], to=files[1], num=3)
+    ends = [drawn(tmp_path, run_dir=trained, image=file, num_samples=1)[0] for file in files]
+    way = drawn(tmp_path, run_dir=trained, image=files[0], to=files[1], num_samples=3)
     assert np.abs(way[[0, 2]] - ends).max() <= 1 and all(np.abs(way[1] - end).max() > 1 for end in ends)
-    small, enlarged = drawn(tmp_path, runs=trained[0], image=files[0], num=2), []
+    small, enlarged = drawn(tmp_path, run_dir=trained[0], image=files[0], num_samples=2), []
     for picture in small.astype(np.uint8):
         media.write_png(tmp_path / "small.png", picture)
-        enlarged.append(drawn(tmp_path, runs=trained[1], low_res=tmp_path / "small.png", num=1))
+        enlarged.append(drawn(tmp_path, run_dir=trained[1], low_res=tmp_path / "small.png", num_samples=1))
     assert small.shape == (2, 16, 16, 3) and np.abs(enlarged[0] - enlarged[1]).max() > 1
     checkpoint.save({**checkpoint.load(trained[1] / "model.pt"), "clip": None}, tmp_path / "alone/model.pt")
-    alone = drawn(tmp_path, runs=tmp_path / "alone", low_res=tmp_path / "small.png", num=1)  # it needs no CLIP
-    assert np.array_equal(alone, enlarged[1])
+    small = dict(low_res=tmp_path / "small.png", num_samples=1)
+    assert np.array_equal(drawn(tmp_path, run_dir=tmp_path / "alone", **small), enlarged[1])  # it needs no CLIP
     mask, image = np.zeros((32, 32, 3), np.uint8), media.read_png(files[1])
     mask[8:24, 10:] = 255
     media.write_png(tmp_path / "mask.png", mask)
     for more in (dict(), dict(text="a red star", prior=world / "prior", eta=1.0)):
-        for picture in drawn(tmp_path, runs=trained, image=files[1], mask=tmp_path / "mask.png", resample=2, **more):
+        for picture in drawn(tmp_path, run_dir=trained, image=files[1], mask=tmp_path / "mask.png", resample=2, **more):
             assert np.array_equal(picture[mask == 0], image[mask == 0])  # what it keeps is kept exactly
             assert np.abs(picture[mask > 0] - image[mask > 0]).mean() > 5
+
+
+def test_with_a_prior_at_its_place_the_command_at_the_end_draws_a_caption_of_the_data(trained, world):
+    shutil.copytree(world / "prior", "runs/prior")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(clip, "builtin_data", lambda folder, device: str(world / "shapes"))
+        out = run(*flags(run_dir=world / "trained", **TINY))
+    caption = json.loads((world / "shapes/captions/captions_0.jsonl").read_text().splitlines()[0])["caption"]
+    assert f"--text '{caption}'" in out and "8 pictures of 32x32" in follow(out, "--device", "cpu", "--steps", 2)
+
+
+def test_pictures_of_nothing_in_particular_are_those_of_a_dropped_condition(trained, tmp_path):
+    unet = train_decoder.load_cascade(train_decoder.SampleConfig(run_dir=(str(trained[0]),)), CPU)[0][0]
+    condition, drop = {"image_embed": torch.randn(2, 16)}, torch.ones(2, dtype=torch.bool)
+    nothing = unet.condition({"image_embed": torch.zeros(2, 16)}, ~drop, drop)
+    assert all(map(torch.equal, nothing, unet.condition(condition, drop, drop)))
+    assert not any(map(torch.equal, nothing, unet.condition(condition, ~drop, drop)))
+    drawn(tmp_path, run_dir=trained)
 
 
 # Mistakes
@@ -367,7 +389,8 @@ def mistake(*words, status=1, ranks=0):
     ("--image_size 18", "18 is not a multiple of 4, as 3 levels need"), ("--eval_steps 2000", "2000 is more than"),
     ("--attention_levels 3", "3 is no level; there are 3"), ("--crop_scale 0", "--crop_scale: 0.0 is not above 0"),
     ("--stage upsample --random_crop 64", "--random_crop 64: the first must be below image_size 32"),
-    ("--learned_variance --timestep_density mode", "--timestep_density uniform"), ("sample", "--text: give a text"),
+    ("--learned_variance --timestep_density mode", "--timestep_density uniform"),
+    ("sample --text x --texts y", "give one of"), ("sample --out x.jpg", "--out: x.jpg: only .png files are written"),
     ("sample --text x --mask a.png", "--mask: needs --image"), ("sample --text x --image a.png", "it needs --mask"),
 ], ids=str)
 def test_mistakes_on_the_command_line_are_one_line_and_status_2(words, message):
@@ -381,12 +404,13 @@ def test_mistakes_that_models_and_files_show_are_one_line_and_status_1(trained, 
                     tmp_path / "clip.pt")
     state |= {"clip": None, "config": {**state["config"], "image_drop": 0.0}}
     checkpoint.save(state, tmp_path / "odd/model.pt")
-    text, train = dict(text="x"), dict(data=world / "loose", run=tmp_path / "run", **TINY, stage="base")
+    text, train = dict(text="x"), dict(data=world / "loose", run_dir=tmp_path / "run", **TINY, stage="base")
     for command, settings, message in [
-        ("sample", dict(text, runs=(upsample, base)), "stage base starts from pictures of 0 pixels (0: none), but"),
-        ("sample", dict(text, runs=tmp_path / "odd", guidance_scale=2), "is trained with --image_drop 0"),
-        ("sample", dict(text, runs=tmp_path / "odd"), "which CLIP made the embeddings is not known; name it"),
-        ("sample", dict(text, runs=base, clip=tmp_path / "clip.pt"), "embeddings are 8 wide, but 16 are needed"),
+        ("sample", dict(text, run_dir=(upsample, base)), "stage base starts from pictures of 0 pixels (0: none), but"),
+        ("sample", dict(text, run_dir=tmp_path / "odd", guidance_scale=2), "is trained with --image_drop 0"),
+        ("sample", dict(text, run_dir=tmp_path / "odd"), "which CLIP made the embeddings is not known; name it"),
+        ("sample", dict(text, run_dir=base, clip=tmp_path / "clip.pt"), "embeddings are 8 wide, but 16 are needed"),
+        ("sample", dict(run_dir=tmp_path / "odd", clip=world / "clip"), "with --image_drop 0, so it needs a text or"),
         ("train", dict(train, data=world / "plain", clip=""), "no embeddings in or beside it, so a CLIP must"),
     ]:
         assert message in mistake(command, *flags(**{"device": "cpu", **settings})), message

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import SMALL, Forked, check_loading, differences, flags, metrics
+from helpers import SMALL, Forked, check_loading, differences, flags, follow, metrics
 
 import train_prior
 from common import accumulate, amp, checkpoint, clip, config, data, diffusion, dist, synthetic
@@ -196,22 +196,25 @@ def test_scores_of_the_built_in_data_tell_copies_from_variety(copies, match, cov
 @pytest.fixture(scope="session")
 def finished(emb, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "whole"
-    out = run(*flags(data=emb, run=folder, **SMALL))
-    assert re.search(rf"(?s)parameters, 1,500 rows of width 16.*step 12: loss.*24/24.*sample --run {folder} ", out), out
+    out = run(*flags(data=emb, run_dir=folder, **SMALL))
+    assert re.search(r"(?s)parameters, 1,500 rows of width 16.*step 12: loss.*24/24", out), out
+    follow(out, "--steps", 2, "--device", "cpu")  # from text embeddings, as no CLIP is known
+    assert np.load("embeddings.npy").shape == (600, 16)
     return folder
 
 
 def test_a_run_writes_a_complete_folder_and_says_so_when_started_again(emb, finished, tmp_path):
     record, lines = json.loads((finished / "auto_resume.json").read_text()), metrics(finished)
     assert [c["step"] for c in record["checkpoints"]] == [24, 16, 8] and (finished / "report.html").is_file()
-    for name, steps in (("loss", [4, 8, 12, 16, 20, 24]), ("similarity_with_text@4", [12, 24]), ("test_loss", [24])):
+    for name, steps in (("loss", [4, 8, 12, 16, 20, 24]), ("similarity_with_text@4", [12]),
+                        ("test_similarity_with_text@4", [24]), ("test_loss", [24])):
         assert [line["step"] for line in lines if name in line] == steps
     first, last = (line for line in lines if "val_loss" in line)
     assert lines[0]["loss"] < 1.1 and first["val_loss"] > last["val_loss"] != last["val_loss_online"]
     state, whole = (checkpoint.load(finished / name) for name in ("model.pt", "checkpoints/step_00000024.pt"))
     assert all(torch.equal(state["model"][name], value) for name, value in whole["ema"].items())
     assert state["model"].keys() == {name for name, _ in evaluator_of(emb)[1].named_parameters()}
-    words = flags(data=emb, run=shutil.copytree(finished, tmp_path / "run"), **SMALL)
+    words = flags(data=emb, run_dir=shutil.copytree(finished, tmp_path / "run"), **SMALL)
     out = run(*words, "--save", f"local save_latest_to={tmp_path}/{{step}}.pt")  # sent by a run that is finished, too
     assert "is finished, at step 24" in out and "test_loss" in out and (tmp_path / "24.pt").is_file()
     assert not differences(finished, tmp_path / "run")
@@ -228,26 +231,26 @@ def test_the_script_alone_does_not_import_what_makes_and_reads_pictures_and_soun
 def test_killed_at_random_moments_and_started_again_ends_in_the_same_bits(ranks, settings, emb, tmp_path):
     kills, rng, running = int(os.environ.get("KILLS", 2)), random.Random(ranks), 0
     words = flags(data=emb, **{**SMALL, "eval_every": 4, "steps": 8 * kills, **settings})
-    run(*words, *flags(run=tmp_path / "whole"), ranks=ranks - 1 and ranks)
+    run(*words, *flags(run_dir=tmp_path / "whole"), ranks=ranks - 1 and ranks)
     for _ in range(kills):
-        process = Forked("train_prior", *words, *flags(run=tmp_path / "killed"), ranks=ranks)
+        process = Forked("train_prior", *words, *flags(run_dir=tmp_path / "killed"), ranks=ranks)
         for _ in range(rng.randint(1, 5)):  # wait for so many lines of its output, then a little work more
             process.out.readline()
         sum(i * i for i in range(rng.randint(0, 1_000_000)))
         running += process.kill()
-    run(*words, *flags(run=tmp_path / "killed"), ranks=ranks - 1 and ranks)
+    run(*words, *flags(run_dir=tmp_path / "killed"), ranks=ranks - 1 and ranks)
     assert running > kills / 2 and not differences(tmp_path / "whole", tmp_path / "killed")
 
 
 def test_stopped_on_3_ranks_and_started_again_by_torchrun_on_2_loses_the_same_as_on_1(emb, finished, tmp_path):
-    words = flags(data=emb, run=tmp_path / "run", **SMALL)
+    words = flags(data=emb, run_dir=tmp_path / "run", **SMALL)
     process = Forked("train_prior", *words, ranks=3)
     assert next(line for line in process.out if "step 12: " in line)
     process.processes[0].terminate()
     step = re.search(r"stopped by signal 15 at step (\d+), all saved", process.finish(expect=143))[1]
     process = helpers.start("train_prior", *words, ranks=2)
     out, err = process.communicate()
-    assert process.returncode == 0 and f"at step {step} of 24" in out and out.count("To sample") == 1, out + err
+    assert process.returncode == 0 and f"at step {step} of 24" in out and out.count("Next: ") == 1, out + err
     assert metrics(tmp_path / "run") == [pytest.approx(line, rel=1e-4) for line in metrics(finished)]
 
 
@@ -263,7 +266,7 @@ def main():
 
 def test_an_fp16_overflow_on_one_rank_of_two_is_a_step_that_did_not_happen(emb, tmp_path):
     for script in ("train_prior", "test_train_prior"):
-        Forked(script, *flags(data=emb, run=tmp_path / script, **SMALL, precision="fp16"), ranks=2).finish()
+        Forked(script, *flags(data=emb, run_dir=tmp_path / script, **SMALL, precision="fp16"), ranks=2).finish()
     usual, disturbed = (metrics(tmp_path / script) for script in ("train_prior", "test_train_prior"))
     ends = [[sum(line.pop("overflows", 0) for line in lines), [line.pop("scale", 0) for line in lines][-3]]
             for lines in (usual, disturbed)]
@@ -276,14 +279,14 @@ def test_checkpoints_load_from_files_and_urls_and_say_what_is_other_than_it_was(
     check_loading("train_prior", words, finished, "", server, tmp_path)  # with another learning rate, too
     state = checkpoint.load(finished / "checkpoints/step_00000016.pt")
     checkpoint.save({**state, "versions": {**state["versions"], "torch": "1.0"}}, tmp_path / "old.pt")
-    out = run(*words, *flags(run=tmp_path / "new", load=tmp_path / "old.pt"))
+    out = run(*words, *flags(run_dir=tmp_path / "new", load=tmp_path / "old.pt"))
     assert f"old.pt is of another torch: 1.0, this is {torch.__version__}" in out and "another code" not in out
 
 
 def test_validation_data_split_seed_clock_copies_and_lengths_of_average_and_cosine(emb, tmp_path):
     noise, folder = tmp_path / "noise", tmp_path / "run"
     data.write_shards(noise, *np.random.default_rng(1).normal(size=(2, 60, 16)), [{"caption": ""}] * 60)
-    words = flags(data=spoiled(emb, tmp_path / "bad", [603, 607], 0), run=folder, val_data=noise, split_seed=1,
+    words = flags(data=spoiled(emb, tmp_path / "bad", [603, 607], 0), run_dir=folder, val_data=noise, split_seed=1,
                   ema_decay=0, cosine_steps=10, text_drop=0, **{**SMALL, "eval_every": 0, "save_every": 0},
                   eval_minutes=1e-6, save_minutes=10, save=f"local save_best_to={tmp_path}/{{step}}.pt")
     assert "2 of 1500 rows looked at" in (out := run(*words)) and "img_emb_1.npy row 3, img_emb_1.npy row 7" in out
@@ -299,9 +302,10 @@ def test_validation_data_split_seed_clock_copies_and_lengths_of_average_and_cosi
                                 (last, emb, data.Split(1500, "test", 0, 0.1, seed=1))):
         batch = data.Embeddings(source).fetch(split[np.arange(min(len(split), 100))])[0]
         baseline = F.cosine_similarity(batch["text_embed"], batch["image_embed"]).mean().item()
-        assert line["baseline_similarity"] == pytest.approx(baseline, rel=1e-4)
+        name = "test_" * (line is last) + "baseline_similarity"
+        assert line[name] == pytest.approx(baseline, rel=1e-4)
     for words in (["evaluate"], ["sample", "--text", "x"]):
-        assert "is trained with --text_drop 0" in run(*words, "--run", folder, "--guidance_scale", 2, expect=1)
+        assert "is trained with --text_drop 0" in run(*words, "--run_dir", folder, "--guidance_scale", 2, expect=1)
 
 
 def spoiled(emb, folder, rows, value):
@@ -312,7 +316,7 @@ def spoiled(emb, folder, rows, value):
 
 
 def test_mistakes_end_in_one_line_and_a_status(emb, finished, tmp_path):
-    train, used, narrow = ["--data", emb, "--run", tmp_path / "run"], ["--run", finished], tmp_path / "narrow"
+    train, used, narrow = ["--data", emb, "--run_dir", tmp_path / "run"], ["--run_dir", finished], tmp_path / "narrow"
     data.write_shards(narrow, np.ones((9, 8)), np.ones((9, 8)), [{}] * 9)
     for words, status, message in [
         (["--widht", "3"], 2, "no such setting; did you mean --width?"), (["--dream"], 2, "needs --objective epsilon"),
@@ -320,7 +324,9 @@ def test_mistakes_end_in_one_line_and_a_status(emb, finished, tmp_path):
         (["--eval_timesteps", "1,2000"], 2, "2000 is not within 1 and 1000"), (["--lora_rank", "4"], 2, "--init_from"),
         (["--clamp", "training", "--objective", "v"], 2, "needs --objective x0"), (["--clamp", "a"], 2, "'a' is none"),
         (["--guidance_scale", "2", "--text_drop", "0"], 2, "is trained with --text_drop 0"),
-        (["sample", "--text", "x", "--texts", "y"], 2, "give a text"), (["sample"], 2, "give a text"),
+        (["sample", "--text", "x", "--texts", "y"], 2, "--text, --texts: give one"),
+        (["sample", "--out", "x.pt"], 2, "--out: x.pt: only .npy files are written"),
+        (["sample", "--text_embeds", narrow / "text_emb/text_emb_0.npy", *used], 1, "8 wide, or not all finite"),
         (["sample", "--texts", os.devnull, *used], 1, "no text in it"), ([*train, "--data", "no"], 1, "no such folder"),
         (["sample", "--text", "x", "--steps", "1001", *used], 1, "--steps: 1001 is more than the 1000"),
         (["sample", "--text", "x", "--steps", "1000", *used], 1, "name it with --clip"),
@@ -339,48 +345,69 @@ def world(tmp_path_factory):
     folder = tmp_path_factory.mktemp("world")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(clip, "BUILTIN_ROWS", 600)
-        clip.train(clip.Config(run=str(folder / "clip"), steps=30, batch_size=64, embed_width=16, text_width=32), CPU)
-        clip.embed_all(clip.EmbedConfig(run=str(folder / "clip"), out=str(folder / "emb"), encodings=True), CPU)
+        cfg = clip.Config(run_dir=str(folder / "clip"), steps=30, batch_size=64, embed_width=16, text_width=32)
+        clip.train(cfg, CPU)
+        clip.embed_all(clip.EmbedConfig(run_dir=str(folder / "clip"), out=str(folder / "emb"), encodings=True), CPU)
         patch.setattr(clip, "builtin_data", lambda *_: str(folder / "emb"))
-        run(*flags(run=folder / "run", **SHORT))
+        run(*flags(run_dir=folder / "run", **SHORT))
     return folder
 
 
 def sampled(folder, **settings):
-    words = flags(run=folder, steps=3, device="cpu", out="out.npy", **{"text": "a small red star", **settings})
+    words = flags(run_dir=folder, steps=3, device="cpu", out="out.npy", **{"text": "a small red star", **settings})
     return run("sample", *words), np.load("out.npy")
 
 
 @pytest.mark.parametrize("encodings", ["none", "clip", "shards"])
 def test_samples_do_not_depend_on_the_batch_and_are_the_best_of_several(encodings, world, tmp_path):
-    run(*flags(data=world / "emb", run=tmp_path / "run", text_encodings=encodings, objective="v", **SHORT))
-    out, several = sampled(tmp_path / "run", num=6, best_of=1)
+    out = run(*flags(data=world / "emb", run_dir=tmp_path / "run", text_encodings=encodings, objective="v", **SHORT))
+    caption = json.loads((world / "emb/captions/captions_0.jsonl").read_text().splitlines()[0])["caption"]
+    assert f"{caption!r}: similarity" in follow(out, "--steps", 2, "--device", "cpu")  # a caption of the data
+    out, several = sampled(tmp_path / "run", num_samples=6, best_of=1)
     model = clip.load(world / "clip", CPU)
     cosines = several @ model.embed_text(model.tokenize(["a small red star"]))[0][0].numpy()
     assert f"similarity with the text {', '.join(f'{cosine:.3f}' for cosine in cosines)}" in out
     (tmp_path / "texts").write_text("a small red star\n\nsomething blue\n")
-    best = sampled(tmp_path / "run", text="", texts=tmp_path / "texts", num=2, best_of=3, max_batch=4)[1]
+    best = sampled(tmp_path / "run", text="", texts=tmp_path / "texts", num_samples=2, best_of=3, max_batch=4)[1]
     np.testing.assert_allclose(best[:2], several[[cosines[:3].argmax(), 3 + cosines[3:].argmax()]], atol=1e-5)
     assert best.shape == (4, 16) and np.abs(several[0] - several[1]).max() > 1e-3
+    if encodings == "none":  # no CLIP is needed
+        embeds = model.embed_text(model.tokenize(["a small red star", "something blue"]))[0]
+        np.save(tmp_path / "texts.npy", embeds)
+        given = dict(text="", text_embeds=tmp_path / "texts.npy", clip="nowhere", num_samples=2, best_of=3)
+        np.testing.assert_allclose(sampled(tmp_path / "run", **given)[1], best, atol=1e-5)
+
+
+def test_samples_without_a_text_are_those_of_a_dropped_text(world):
+    prior, _ = train_prior.load_prior(world / "run/model.pt", CPU)
+    out, drawn = sampled(world / "run", text="", num_samples=3)
+    assert "similarity" not in out and len(drawn) == 3
+    condition, drop = {"text_embed": torch.randn(3, 16)}, torch.ones(3, dtype=torch.bool)
+    nothing = prior.text_tokens({"text_embed": torch.zeros(3, 16)}, ~drop)
+    assert torch.equal(nothing, prior.text_tokens(condition, drop))
+    assert not torch.equal(nothing, prior.text_tokens(condition, ~drop))
+    text = sampled(world / "run", num_samples=3)[1]
+    assert np.abs(text - drawn).max() > 1e-3
 
 
 def test_evaluate_gives_the_figures_of_the_end_of_training_and_adapters_count_as_they_are_scaled(world, tmp_path):
     whole, lora = world / "run", tmp_path / "lora"
-    out = run(*flags(data=world / "emb", run=lora, init_from=whole / "model.pt", lora_rank=4, **SHORT))
-    assert "parameters of adapters" in out and f"--run {lora} " in out
+    out = run(*flags(data=world / "emb", run_dir=lora, init_from=whole / "model.pt", lora_rank=4, **SHORT))
+    assert "parameters of adapters" in out and f"--run_dir {lora} " in out and "similarity" in follow(out, "--steps", 2)
     for ranks, folder in ((0, whole), (2, whole), (0, lora)):
-        words = flags(run=folder, eval_timesteps=4, eval_samples=100, device="cpu", out=tmp_path / "out")
+        words = flags(run_dir=folder, eval_timesteps=4, eval_samples=100, device="cpu", out=tmp_path / "out")
         out, last = run("evaluate", *words, ranks=ranks), metrics(folder)[-1]
         figures = json.loads((tmp_path / "out").read_text())
         assert out.count("similarity_with_text@4") == 1 and figures.pop("loss") == pytest.approx(last["test_loss"])
-        assert figures == pytest.approx({name: last[name] for name in figures}, rel=1e-4) and "coverage@4" in figures
+        assert figures == pytest.approx({name: last[f"test_{name}"] for name in figures}, rel=1e-4)
+        assert "coverage@4" in figures
     base, none, adapted = (sampled(folder, lora_scale=scale)[1] for folder, scale in ((whole, 1), (lora, 0), (lora, 1)))
     assert np.array_equal(base, none) and np.abs(base - adapted).max() > 1e-4
 
 
 def test_a_run_on_captions_needs_no_text_embeddings_and_goes_on_with_its_clip_and_no_other(world, tmp_path):
     shutil.rmtree(shutil.copytree(world, tmp_path / "world") / "emb/text_emb")
-    words = flags(text_encodings="clip", run=tmp_path / "run", clip=tmp_path / "world/clip", **SHORT)
+    words = flags(text_encodings="clip", run_dir=tmp_path / "run", clip=tmp_path / "world/clip", **SHORT)
     run(*words, "--data", world / "emb", "--steps", 4)
     assert "at step 4 of 8" in run(*words, "--data", tmp_path / "world/emb")
     train, sample = [*words, "--data", world / "emb", "--steps", 12], ["sample", "--text", "x", *words[2:6]]
