@@ -659,6 +659,11 @@ class Drawing(NamedTuple):
     guidance_scale: float = 1.0
 
 
+def drawing_of(cfg):
+    """How a stage's codes are drawn by default."""
+    return Drawing(cfg.temperature, cfg.top_k, cfg.guidance_scale)
+
+
 def draw(scores, uniform, drawing):
     """Codes (B,) of scores (B, K), by the numbers `uniform` (B,) in [0, 1), from the top_k most probable."""
     if not drawing.temperature:
@@ -743,14 +748,14 @@ def go_on(model, window, given, tokens, goals, seeds, drawing, text=None, ends=T
 class Pipeline:
     """Codec, semantic tokenizer and the three transformers, as a text or a prompt goes through them."""
 
-    def __init__(self, args, device):
-        """args: a DrawingConfig, which says where the runs are. UserError if they were not trained on each other."""
+    def __init__(self, run, device, weights="ema", model="model.pt"):
+        """run: the folder of the runs, RUN/semantic and so on. UserError if they were not trained on each other."""
         self.device, self.models, self.facts, self.cfgs = device, {}, {}, {}
         for stage in ("semantic", "coarse", "fine"):
-            cfg, self.models[stage], self.facts[stage] = load_transformer(file_of(args, stage), stage, device,
-                                                                          args.weights)
-            self.cfgs[stage] = located(cfg, args.run_dir)
-        cfg, run = self.cfgs["coarse"], args.run_dir
+            cfg, self.models[stage], self.facts[stage] = load_transformer(file_of(run, stage, weights, model), stage,
+                                                                          device, weights)
+            self.cfgs[stage] = located(cfg, run)
+        cfg = self.cfgs["coarse"]
         self.codec = load_soundstream(cfg.soundstream, device)
         self.tokenizer = load_tokenizer(model_file(cfg.semantic, "semantic", TOKENIZER), device)
         for stage, name, thing in (("semantic", "tokenizer", self.tokenizer), ("coarse", "tokenizer", self.tokenizer),
@@ -777,13 +782,14 @@ class Pipeline:
         """The semantic tokens and codes of a prompt that is not there."""
         return torch.zeros(0, 1, dtype=torch.long), torch.zeros(0, self.codec.quantizers, dtype=torch.long)
 
-    def speak(self, prompts, seconds, seeds, drawings, texts=None, fine=True):
+    def speak(self, prompts, seconds, seeds, drawings=None, texts=None, fine=True):
         """Codes of B sounds, each (T, Q): those of the prompts, and up to `seconds` after them.
 
-        prompts: (semantic tokens, codes) of each. drawings: {stage: Drawing}. texts: B, or
-        None. Not `fine`: of the coarse quantizers alone.
+        prompts: (semantic tokens, codes) of each. drawings: {stage: Drawing}, by default as they were trained. texts:
+        B, or None. Not `fine`: of the coarse quantizers alone.
         """
         cfgs, (begun, codes) = self.cfgs, ([*part] for part in zip(*prompts))
+        drawings = drawings or {stage: drawing_of(cfg) for stage, cfg in cfgs.items()}
         window = {stage: facts["window"] for stage, facts in self.facts.items()}
         width = cfgs["coarse"].coarse_quantizers
 
@@ -1099,7 +1105,7 @@ class TokenTask:
                        lambda b, past: [codes[b][0][len(past):][:window] if fine else codes[b][0]],
                        [own[:begun] for _, own in codes], [len(own) if fine else window for _, own in codes],
                        [accumulate.number(cfg.seed, "sound", row) for row in rows],
-                       Drawing(cfg.temperature, cfg.top_k, cfg.guidance_scale), text, ends=not fine)
+                       drawing_of(cfg), text, ends=not fine)
         files = {}
         for number, ((given, _), own) in enumerate(zip(codes, tokens)):
             wave = self.codec.decode((torch.cat([given, own], 1) if fine else own)[None].to(self.device))[0].cpu()
@@ -1171,11 +1177,11 @@ def model_file(path, kind, name="model.pt"):
     return file
 
 
-def file_of(args, stage):
-    """The file of a stage's run that the command `args` takes: its --model, or the newest checkpoint."""
-    folder = Path(args.run_dir) / stage
-    if args.weights == "ema" or args.model != DrawingConfig.model:
-        return model_file(folder, stage, args.model)
+def file_of(run, stage, weights, model):
+    """The file `model` of a stage's run or, for "online" weights of model.pt, which has none, the newest checkpoint."""
+    folder = Path(run) / stage
+    if weights == "ema" or model != "model.pt":
+        return model_file(folder, stage, model)
     if found := sorted((folder / "checkpoints").glob("step_*.pt")):
         return found[-1]
     raise UserError(f"{folder}/checkpoints: empty; --weights online needs a checkpoint")
@@ -1524,7 +1530,7 @@ def evaluate(args):
         folder = Path(args.run_dir) / stage
         if not (folder / "model.pt").is_file():
             continue
-        file = file_of(args, stage)
+        file = file_of(args.run_dir, stage, args.weights, args.model)
         cfg, state = lora.read_model(stage, Config, file, args.weights)
         cfg = dataclasses.replace(located(cfg, args.run_dir), eval_samples=args.eval_samples, **of_data(args))
         task = CodecTask(cfg, device) if stage == "soundstream" else TokenTask(cfg, device, state)
@@ -1542,7 +1548,7 @@ def evaluate_together(args, device):
 
     Each score stands beside its value for real recordings that went through the codec.
     """
-    pipeline = Pipeline(args, device)
+    pipeline = Pipeline(args.run_dir, device, args.weights, args.model)
     drawings, hop, rate = drawings_of(args, pipeline.cfgs), pipeline.codec.hop, pipeline.codec.rate
     cfg = dataclasses.replace(pipeline.cfgs["coarse"], **of_data(args))
     sources, ranks = open_sources(cfg), dist.world_size()
@@ -1635,7 +1641,7 @@ def open_codes(path, codec, least=1):
 
 def plan_sample(args, device):
     """(pipeline, drawings, texts, prompt, note) for what `args` wants, all of it checked."""
-    pipeline, note, texts = Pipeline(args, device), None, [args.text]
+    pipeline, note, texts = Pipeline(args.run_dir, device, args.weights, args.model), None, [args.text]
     drawings, codec, prompt = drawings_of(args, pipeline.cfgs), pipeline.codec, pipeline.nothing()
     if args.texts:
         texts = config.lines_of(args.texts)
@@ -1680,7 +1686,8 @@ def sample(args):
 def through_codec(args, device):
     """Send a recording through the codec of a run, or turn codes into sound."""
     note, wave = None, None
-    codec = load_soundstream(args.soundstream or file_of(args, "soundstream"), device, args.weights)
+    file = args.soundstream or file_of(args.run_dir, "soundstream", args.weights, args.model)
+    codec = load_soundstream(file, device, args.weights)
     if args.quantizers > codec.quantizers:
         raise UserError(f"--quantizers: {args.quantizers}, but the codec has {codec.quantizers}")
     if args.reconstruct:

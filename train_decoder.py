@@ -746,17 +746,24 @@ def per_stage(values, count):
     return [values[min(i, len(values) - 1)] for i in range(count)]
 
 
+def load_unet(path, device, weights="ema", lora_scale=1.0):
+    """(U-Net in eval mode, the file's contents) of a model.pt or checkpoint, LoRA adapters merged in."""
+    cfg, state = lora.read_model("decoder", Config, path, weights, lora_scale)
+    unet = UNet(cfg, *state["widths"]).to(device).eval()
+    checkpoint.load_weights(unet, state, path)
+    return unet, state
+
+
 def load_cascade(args, device):
     """([U-Net in eval mode], spec of the CLIP or None) of the stages of --run_dir, checked to fit each other."""
     unets, specs, count = [], [], len(args.run_dir)
     for run, steps, scale in zip(args.run_dir, per_stage(args.steps, count), per_stage(args.guidance_scale, count)):
-        cfg, state = lora.read_model("decoder", Config, Path(run) / args.model, args.weights, args.lora_scale)
-        unets.append(UNet(cfg, *state["widths"]).to(device).eval())
-        checkpoint.load_weights(unets[-1], state, run)
+        unet, state = load_unet(Path(run) / args.model, device, args.weights, args.lora_scale)
+        unets.append(unet)
         specs.append(state["clip"])
-        if steps > cfg.timesteps:
-            raise UserError(f"--steps: {steps} is more than the {cfg.timesteps} timesteps of {run}")
-        diffusion.check_guidance(cfg, scale)
+        if steps > unet.cfg.timesteps:
+            raise UserError(f"--steps: {steps} is more than the {unet.cfg.timesteps} timesteps of {run}")
+        diffusion.check_guidance(unet.cfg, scale)
     check_cascade([unet.cfg for unet in unets])
     return unets, args.clip or specs[0]
 

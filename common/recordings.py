@@ -246,7 +246,7 @@ class Recordings(_Source):
             except Unusable as error:
                 self.bad.append(str(error))
         _refuse_many(self.bad, len(files), min(5, len(files) - 1))  # a few are left out of a small folder, too
-        kinds = collections.Counter(Path(name).suffix[1:] for name in found
+        kinds = collections.Counter(Path(name).suffix[1:].lower() for name in found
                                     if not name.lower().endswith((*SUFFIXES, ".txt")) and (self.path / name).is_file())
         self.left_out = data.left_out(path, [], kinds)
         others = sorted({own for _, own in self.headers} - {rate})

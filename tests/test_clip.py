@@ -1,8 +1,10 @@
 """The small CLIP and its tokenizer: what tokens tell apart, padding, repeatability, and the commands."""
 import dataclasses
+import io
 import json
 import runpy
 import sys
+import tarfile
 import types
 import typing
 from pathlib import Path
@@ -13,7 +15,7 @@ import torch
 from helpers import flags
 from torch import nn
 
-from common import checkpoint, clip, config, data, media, synthetic
+from common import checkpoint, clip, config, data, images, media, synthetic
 from common.config import UserError
 
 CPU = torch.device("cpu")
@@ -224,6 +226,37 @@ def test_train_and_embed_captioned_images(tmp_path, monkeypatch, run):
     assert source.captions.records([3]) == [{"caption": captions[3], "key": "000000003"}]
 
 
+def test_damaged_images_are_left_out_by_name_and_tars_get_embeddings_for_the_decoder(tmp_path, monkeypatch, run, model):
+    monkeypatch.chdir(tmp_path)
+    pictures, records = synthetic.shapes(range(40), size=24)
+    for shard in (0, 7):
+        Path("tars").mkdir(exist_ok=True)
+        with tarfile.open(f"tars/{shard:05d}.tar", "w") as tar:
+            for i in range(0, 40, 2):  # as some downloads fail, img2dataset leaves numbers out
+                media.write_png("a.png", pictures[i])
+                content = b"damaged" if i == 6 else Path("a.png").read_bytes()
+                for suffix, data_of in (("png", content), ("txt", records[i]["caption"].encode()), ("gif", b"")):
+                    member = tarfile.TarInfo(f"{shard:05d}{i:04d}.{suffix}")
+                    member.size = len(data_of)
+                    tar.addfile(member, io.BytesIO(data_of))
+    settings = {**TINY, "data": "tars", "run_dir": "clip", "steps": 2, "batch_size": 8}
+    status, out, error = run("train", *flags(**settings))
+    assert status == 0 and "Next: python -m common.clip embed --data tars --run_dir clip --out emb" in out, error
+    assert out.count("left out are files of kinds that are not read (40 gif)") == 1
+    assert "images cannot be used and are left out: tars/0000" in out
+    status, out, error = run("embed", "--data", "tars", "--run_dir", "clip", "--out", "emb")
+    assert status == 0 and "2 of 40 images cannot be used and are left out: tars/00000.tar: 000000006.png" in out, error
+    assert "train_prior.py --data emb " in out and "--embeddings emb" in out
+    source = images.Pictures("tars", 16, "emb")  # as train_decoder.py reads them
+    prior = data.Embeddings("emb", captions=True)
+    found = {record["key"]: prior.fetch(np.array([row]))[0]["image_embed"][0]
+             for row, record in enumerate(prior.captions.records(range(38)))}
+    batch, good = source.fetch(np.flatnonzero([source.key(row) in found for row in range(40)]))
+    assert good.all() and len(found) == 38
+    assert torch.equal(batch["image_embed"], torch.stack([*found.values()]))
+    assert "all zero" in source.fault([source.key(row) for row in range(40)].index("000000006"))
+
+
 def test_builtin_data_is_made_once_and_anew_for_other_settings_or_another_clip(tmp_path, monkeypatch):
     def with_defaults(**settings):
         fields = [(name, typing.get_type_hints(clip.Config)[name], value) for name, value in settings.items()]
@@ -391,6 +424,14 @@ def test_open_clip_gives_what_it_gives_itself(open_clip, tmp_path, name):
 @pytest.mark.parametrize("name", ["ViT-B-32", "EVA02-B-16"])  # a CLIP and a CustomTextCLIP
 def test_the_real_open_clip_gives_what_it_gives_itself(tmp_path, name):
     assert check(pytest.importorskip("open_clip"), name, tmp_path / "weights.pt")[0].isfinite().all()
+
+
+def test_a_failed_download_of_open_clip_is_one_line(open_clip, monkeypatch):
+    def create_model(name, pretrained=None):
+        raise OSError("We couldn't connect to the hub\nand much more")
+    monkeypatch.setattr(open_clip, "create_model", create_model)
+    with pytest.raises(UserError, match="open_clip:plain/tag: We couldn't connect to the hub; its weights come by"):
+        clip.load("open_clip:plain/tag", "cpu")
 
 
 def test_open_clip_mistakes_are_named(open_clip):

@@ -6,8 +6,11 @@ import re
 from typing import Annotated, Literal
 
 import pytest
+from conftest import ROOT
+from helpers import start
+from torch.distributed.run import get_args_parser
 
-from common import config
+from common import clip, config
 from common.config import Count, Decay, Natural, NonNegative, Positive, Share, UserError
 
 
@@ -216,6 +219,7 @@ def test_the_first_word_chooses_the_command(words, command, steps, monkeypatch):
 @pytest.mark.parametrize("words, default, status, message", [
     ("smaple", "train", 2, "x.py: error: smaple: expected one of train, sample"),
     ("", None, 2, "x.py: error: command: expected one of train, sample"),
+    ("--learning_rate 1", "train", 2, "--learning_rate: no such setting; did you mean --lr?"),
     ("sample --preset large", "train", 2, "--preset: invalid choice: 'large'"),
     ("sample --help", "train", 0, "the usage\nSettings of sample:"), ("--help", "train", 0, "Settings of train:")])
 def test_a_word_that_is_no_command_is_told_what_there_is(words, default, status, message, monkeypatch, capsys):
@@ -232,3 +236,38 @@ def test_what_heads_a_section_of_a_scripts_help_is_a_title_and_not_the_rest_of_a
         config.Parser(cls).print_help()
         headings = re.findall(r"^(\w.*):$", capsys.readouterr().out, re.MULTILINE)
         assert headings and all(heading[0].isupper() or heading == "options" for heading in headings)
+
+
+# The flags of the scripts
+
+SCRIPTS = [importlib.import_module(name) for name in ("train_prior", "train_decoder", "train_audio")]
+
+
+def flags_of(script):
+    """Every flag of a script's commands."""
+    return {f"--{name}" for _, cls in script.COMMANDS.values() for field in dataclasses.fields(cls)
+            for name in (field.name, f"no_{field.name}")}
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+def test_torchrun_hands_on_every_flag_and_none_begins_one_of_its_own(script):
+    theirs = get_args_parser()
+    for flag in {*flags_of(script), "--config", "--preset"}:  # an abbreviation of theirs on Python 3.11 and older
+        assert not [name for name in theirs._option_string_actions if name.startswith(flag)], flag
+        args = theirs.parse_args(["--nproc_per_node=2", "script.py", "sample", flag, "x"])
+        assert args.training_script_args == ["sample", flag, "x"]
+
+
+def test_flags_that_messages_and_comments_name_exist():
+    known = set().union(*map(flags_of, SCRIPTS), {"--config", "--preset", "--help", "--nproc_per_node"},
+                        *[{f"--{field.name}"} for cls in (clip.Config, clip.EmbedConfig)
+                          for field in dataclasses.fields(cls)])
+    for path in [*ROOT.glob("*.py"), *ROOT.glob("common/*.py"), ROOT / "README.md"]:
+        named = set(re.findall(r"(?<![\w-])--[a-z_]\w*", path.read_text())) - known - {*config.SYNONYMS, "--no_"}
+        assert not named, (path.name, named)
+
+
+def test_torchrun_repeats_a_users_mistake_at_its_end():
+    _, err = start("train_prior", "--data", "nowhere", ranks=2).communicate()
+    lines = [line for line in err.splitlines() if line.strip("=- ")]
+    assert "nowhere/img_emb: no such folder" in lines[-1] and err.count("train_prior.py: error: nowhere/img_emb") == 1

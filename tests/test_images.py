@@ -87,6 +87,21 @@ def test_jpegs_and_gray_or_transparent_images_come_as_rgb(tmp_path):
         assert np.abs(image - (gray if "L" in mode else smooth)).mean() < (10 if i > 3 else 1e-9)
 
 
+def test_files_that_are_not_used_are_named_and_an_extension_begins_at_the_first_dot(tmp_path):
+    files = {"a.PNG": png(picture(0)), "a.txt": b"a", "b.png": png(picture(1)), "c.image.png": b"", "c.txt": b"c",
+             "d.gif": b"", "e/f.gif": b"", "e/.hidden.bmp": b"", "a.npy": b"", "g.caption.txt": b"g"}
+    write_folder(tmp_path / "folder", files)
+    write_tar(tmp_path / "0.tar", files)
+    for path in (tmp_path / "folder", tmp_path / "0.tar"):
+        source = images.CaptionedImages(path)
+        assert [source.key(i) for i in range(len(source))] == ["a"]
+        assert source.left_out == (f"{path}: left out are 1 images without a caption (b.png) and files of kinds that "
+                                   "are not read (1 caption.txt, 2 gif, 1 image.png)")
+    write_folder(tmp_path / "only", {"a.tiff": b"", "a.txt": b""})
+    with pytest.raises(UserError, match=r"no captioned images found.*not read \(1 tiff\)"):
+        images.CaptionedImages(tmp_path / "only")
+
+
 @pytest.mark.parametrize("damage", ["cut in a member", "cut between members", "flipped in a header", "empty"])
 def test_a_damaged_tar_is_refused_by_name_and_none_of_it_is_lost_in_silence(damage, tmp_path):
     path = tmp_path / "00000.tar"

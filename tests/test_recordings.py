@@ -262,7 +262,9 @@ def test_splits_keep_old_rows_where_they_were_and_go_by_speaker_from_20_on(speak
 def test_a_few_broken_or_short_recordings_are_left_out_and_many_are_refused(tmp_path):
     write(tmp_path, {f"{i:03d}.wav": wav(noise(1, 500)) for i in range(8)})
     write(tmp_path, {"002.wav": b"", "003.wav": GOOD[:-9], "004.wav": GOOD, "._5.wav": b"of a Mac"})
+    write(tmp_path, {"a.m4a": b"", "b/c.M4A": b"", "b/d.pdf": b"", "e.txt": b""})
     source = Recordings(tmp_path, 8000, hop=51)
+    assert source.left_out == f"{tmp_path}: left out are files of kinds that are not read (2 m4a, 1 pdf)"
     assert len(source) == 5 and source.name(2) == "005.wav" and len(Recordings(tmp_path, 8000, hop=50)) == 6
     assert all(map(str.__contains__, source.bad, ("002.wav: not", "003.wav: truncated", "004.wav: 100 samples")))
     write(tmp_path, {f"00{i}.wav": b"" for i in (5, 6, 7)})

@@ -1,0 +1,99 @@
+"""The README's commands and recipes, run in their order, with small settings appended to each command.
+
+Not run is what needs a network: pip, and the CLIP of the presets, whose settings are checked instead.
+"""
+import dataclasses
+import importlib
+import re
+import shlex
+import sys
+import types
+from pathlib import Path
+
+import helpers
+import numpy as np
+import pytest
+from conftest import ROOT
+from test_train_audio import write_voices
+
+from common import clip, media, synthetic
+
+TEXT = (ROOT / "README.md").read_text()
+ITEMS = re.findall(r"^    (?:pip .* && )?((?:python|torchrun) (?!-m pytest)[^\n]*)|^```python\n(.*?)^```", TEXT,
+                   re.MULTILINE | re.DOTALL)
+TRAIN = dict(batch_size=8, chunk_size=4, steps=4, warmup_steps=1, log_every=2, eval_every=0, eval_samples=8)
+SMALL = {
+    "train_prior": dict(TRAIN, width=16, depth=1, heads=1, eval_timesteps=2),
+    "train_prior sample": dict(steps=2),
+    "train_decoder": dict(TRAIN, width=8, cond_width=8, head_width=8, eval_steps=1),
+    "train_decoder sample": dict(steps=2),
+    "train_decoder evaluate": dict(steps=2, eval_samples=8),
+    "train_audio": dict(TRAIN, channels=2, codec_width=16, codebook_size=16, discriminator_channels=1, stft_window=256,
+                        quantize_after=2, discriminator_after=3, width=16, depth=1, heads=1),
+    "train_audio sample": {},
+    "common.clip train": dict(image_size=16, text_width=32, steps=3, batch_size=8),
+    "common.clip embed": {},
+}
+
+
+class Picture(np.ndarray):
+    """As much of Pillow's image as the recipe for a data set of Hugging Face needs."""
+
+    def convert(self, mode):
+        return self
+
+    def save(self, path):
+        media.write_png(path, np.asarray(self))
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """(the folder of a user with files of their own, the names that recipes find); built-in data have a few rows."""
+    folder, (pictures, records) = tmp_path_factory.mktemp("home"), synthetic.shapes(range(60))
+    captions, embeddings = [record["caption"] for record in records], np.random.default_rng(0).normal(size=(60, 64))
+    for name, picture in zip(("a", "b", "hole", "small"), (*pictures[:3], pictures[3][::2, ::2])):
+        media.write_png(folder / f"{name}.png", picture)
+    (folder / "captions.txt").write_text("a small red star\nsomething blue\n")
+    (folder / "images").mkdir()
+    write_voices(folder / "recordings", range(60))
+    datasets = types.ModuleType("datasets")  # the package, which is not needed for tests
+    datasets.load_dataset = lambda kind, data_dir, split: [
+        {"image": picture.view(Picture), "text": text} for picture, text in zip(pictures, captions)]
+
+    def builtin_data(runs, device, make=clip.builtin_data):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(clip, "train", lambda cfg, device, train=clip.train: train(
+                dataclasses.replace(cfg, steps=4, batch_size=16), device))
+            return make(runs, device)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(clip, "BUILTIN_ROWS", 120)
+        patch.setattr(clip, "builtin_data", builtin_data)
+        patch.setattr("train_audio.BUILTIN_ROWS", 60)
+        patch.setitem(sys.modules, "datasets", datasets)
+        yield folder, dict(image_embeddings=embeddings, text_embeddings=embeddings, captions=captions)
+
+
+@pytest.mark.parametrize("command, recipe", ITEMS, ids=[(command or recipe)[:70] for command, recipe in ITEMS])
+def test_readme(command, recipe, home, monkeypatch):
+    folder, names = home
+    monkeypatch.chdir(folder)
+    if recipe:
+        exec(recipe, names)
+        return
+    words = [word for word in shlex.split(command, comments=True)[1:] if word != "-m" and "--nproc" not in word]
+    name = words.pop(0).removesuffix(".py")
+    if "--preset" in words:
+        script = importlib.import_module(name)
+        assert script.Config(**script.PRESETS[words[words.index("--preset") + 1]]).clip == "open_clip:ViT-L-14/openai"
+        return
+    small = SMALL[" ".join([name, *words[:1]]) if words and not words[0].startswith("-") else name]
+    run = helpers.run_module if name.startswith("common.") else helpers.run
+    run(name, *words, *helpers.flags(**small, device="cpu"))
+
+
+def test_what_the_recipes_make_is_there(home):
+    folder, names = home
+    assert names["embeddings"].shape == (4, 64) and names["pictures"].shape == (4, 3, 16, 16) and len(names["wave"])
+    for name in ("emb/img_emb/img_emb_0.npy", "images/000059.txt", "grid.png", "folder/0001_0005.png", "out.wav",
+                 "runs/decoder_images/upsample/model.pt", "runs/mine/fine/model.pt", "runs/prior_images/model.pt"):
+        assert Path(folder, name).is_file(), name
