@@ -752,9 +752,8 @@ class Pipeline:
         """run: the folder of the runs, RUN/semantic and so on. UserError if they were not trained on each other."""
         self.device, self.models, self.facts, self.cfgs = device, {}, {}, {}
         for stage in ("semantic", "coarse", "fine"):
-            cfg, self.models[stage], self.facts[stage] = load_transformer(file_of(run, stage, weights, model), stage,
-                                                                          device, weights)
-            self.cfgs[stage] = located(cfg, run)
+            file = file_of(run, stage, weights, model)
+            self.cfgs[stage], self.models[stage], self.facts[stage] = load_transformer(file, stage, device, weights)
         cfg = self.cfgs["coarse"]
         self.codec = load_soundstream(cfg.soundstream, device)
         self.tokenizer = load_tokenizer(model_file(cfg.semantic, "semantic", TOKENIZER), device)
@@ -1193,19 +1192,18 @@ def load_soundstream(path, device, weights="ema"):
         return EnCodec(path, device)
     file = model_file(path, "soundstream")
     cfg, state = lora.read_model("soundstream", Config, file, weights)
-    codec = SoundStream(cfg)
-    checkpoint.load_weights(codec, state, file)
+    codec = checkpoint.build(lambda: SoundStream(cfg), state, file, device).requires_grad_(False)
     codec.checksum = checkpoint.checksum(file)[:16]
-    return codec.to(device).eval().requires_grad_(False)
+    return codec
 
 
 def load_transformer(file, stage, device, weights="ema"):
     """(config, model in eval mode, contents of the file) of a stage's model.pt, best.pt or checkpoint."""
     cfg, state = lora.read_model(stage, Config, file, weights)
-    model = TokenTransformer(cfg, [Stream(*stream) for stream in state["streams"]],
-                             len(clip.Tokenizer(state["vocabulary"])))
-    checkpoint.load_weights(model, state, file)
-    return cfg, for_generation(model.to(device)), state
+    with checkpoint.reading(file):
+        streams, vocabulary = [Stream(*stream) for stream in state["streams"]], clip.Tokenizer(state["vocabulary"])
+        model = checkpoint.build(lambda: TokenTransformer(cfg, streams, len(vocabulary)), state, file, device)
+    return cfg, for_generation(model), state
 
 
 def for_generation(model):
@@ -1214,12 +1212,6 @@ def for_generation(model):
         if isinstance(layer, nn.Linear):
             layer.weight.data = layer.weight.data.t().contiguous().t()
     return model.eval().requires_grad_(False)
-
-
-def located(cfg, run):
-    """A trained stage's config with its folder in `run`, and those it needs if they are there: a run may have moved."""
-    there = {name: str(Path(run) / name) for name in ("soundstream", "semantic") if (Path(run) / name).is_dir()}
-    return dataclasses.replace(cfg, run_dir=str(Path(run) / cfg.stage), **there)
 
 
 def write_sound(run, name, wave, rate, caption=""):
@@ -1409,6 +1401,7 @@ def train_stage(cfg, device):
                 log.log(step, samples, **losses, **figures, evaluation_s=time.monotonic() - begun)
                 log.say("\n    ".join([f"step {step}: " + tracker.show({"loss": loss, **losses}),
                                        *tracker.table(figures)]))
+                meter.check_finite(losses.values(), step + 1)
                 best = task.complete and run.save_best(state, losses["val_loss"], log)
                 save_due = save_due or (best and log.copies_best_checkpoint)
                 log.report()
@@ -1532,7 +1525,7 @@ def evaluate(args):
             continue
         file = file_of(args.run_dir, stage, args.weights, args.model)
         cfg, state = lora.read_model(stage, Config, file, args.weights)
-        cfg = dataclasses.replace(located(cfg, args.run_dir), eval_samples=args.eval_samples, **of_data(args))
+        cfg = dataclasses.replace(cfg, eval_samples=args.eval_samples, **of_data(args))
         task = CodecTask(cfg, device) if stage == "soundstream" else TokenTask(cfg, device, state)
         checkpoint.load_weights(task.model, state, file)
         report(f"{folder}, on {args.part} recordings:", task.figures(args.part))

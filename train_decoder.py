@@ -507,13 +507,12 @@ def open_data(cfg):
 
     The CLIP is needed for evaluation, and to embed images or text that have no embeddings yet.
     """
-    notes = {path: config.read_json(note) if (note := Path(path, "clip.json")).is_file() else {}
-             for path in filter(None, (cfg.data, cfg.val_data))}
-    spec = notes[cfg.data].get("clip") if cfg.clip == "auto" else cfg.clip
+    spec = data.clip_of(cfg.data) if cfg.clip == "auto" else cfg.clip
     encoder = clip.load(spec, "cpu") if spec or cfg.text_encodings == "clip" else None
     sources = []
-    for path, note in notes.items():
-        if "made_from" in note:  # as clip.builtin_data writes it
+    for path in filter(None, (cfg.data, cfg.val_data)):
+        note = Path(path, "clip.json")
+        if note.is_file() and "made_from" in config.read_json(note):  # as clip.builtin_data writes it
             config.refuse_unused(cfg, [(name, False, "pictures of your own, not built-in shapes")
                                        for name in ("flip", "crop_scale", "shards", "embeddings")])
             source = images.Shapes(path, cfg.image_size)
@@ -540,8 +539,8 @@ def widths_of(cfg, source, encoder):
 def prepare(cfg, run, device):
     """What rank 0 does before anyone trains: make the built-in data, check everything, hold the run folder.
 
-    Returns (the config with `data` as a path, what must not change, the checkpoint to resume from or None, the
-    results of a run that is finished or None, messages, a caption of the data).
+    Returns (the config with `data` as a path, the checkpoint to resume from or None, the results of a run that is
+    finished or None, messages, a caption of the data).
     """
     accumulate.plan(cfg.batch_size, cfg.chunk_size, 0, dist.world_size())  # there are enough chunks
     cfg = tracker.prepare(cfg)
@@ -554,10 +553,9 @@ def prepare(cfg, run, device):
     notes += [some.left_out for some in filter(None, (source, val_source))]
     if bad:
         notes.append(f"{bad} of {read} pictures looked at cannot be used and are left out: {', '.join(names)}")
-    identity = checkpoint.identity(cfg, FIXED, source, encoder)
-    resume_from, finished, more = run.resume_point(cfg, identity)
+    resume_from, finished, more = run.resume_point(cfg, checkpoint.identity(cfg, FIXED, source, encoder))
     [caption] = data.Chunks(source, np.arange(len(source)))[0, 1]["caption"]
-    return cfg, identity, resume_from, finished, notes + more, caption
+    return cfg, resume_from, finished, notes + more, caption
 
 
 def check_cascade(cfgs):
@@ -601,7 +599,7 @@ def train_stage(cfg, device):
     started, given = time.monotonic(), cfg
     cfg = dataclasses.replace(cfg, run_dir=str(Path(cfg.run_dir) / cfg.stage))
     run = checkpoint.Run(cfg.run_dir)
-    cfg, identity, resume_from, finished, notes, caption = dist.on_main(lambda: prepare(cfg, run, device))
+    cfg, resume_from, finished, notes, caption = dist.on_main(lambda: prepare(cfg, run, device))
     if finished:
         tracker.resend(cfg, run)
         report(f"{cfg.run_dir} is finished, at step {finished['step']}; to train on, give more --steps.", finished)
@@ -610,6 +608,7 @@ def train_stage(cfg, device):
     # Make the model and what trains it, or take them up where they were.
     source, val_source, encoder, spec = open_data(cfg)
     encoder = encoder and encoder.to(device)
+    identity = checkpoint.identity(cfg, FIXED, source, encoder)
     accumulate.seed(cfg.seed, "weights")
     facts = {"kind": "decoder", "widths": widths_of(cfg, source, encoder), "clip": spec,
              "metadata": tracker.metadata(cfg)}
@@ -687,6 +686,7 @@ def train_stage(cfg, device):
                 log.log(step, samples, **losses, **figures, evaluation_s=time.monotonic() - begun)
                 log.say("\n    ".join([f"step {step}: " + tracker.show({"loss": loss, **losses}),
                                        *tracker.table(figures)]))
+                meter.check_finite(losses.values(), step + 1)
                 best = run.save_best(state, losses["val_loss"], log)
                 save_due = save_due or (best and log.copies_best_checkpoint)
                 log.report()
@@ -749,9 +749,8 @@ def per_stage(values, count):
 def load_unet(path, device, weights="ema", lora_scale=1.0):
     """(U-Net in eval mode, the file's contents) of a model.pt or checkpoint, LoRA adapters merged in."""
     cfg, state = lora.read_model("decoder", Config, path, weights, lora_scale)
-    unet = UNet(cfg, *state["widths"]).to(device).eval()
-    checkpoint.load_weights(unet, state, path)
-    return unet, state
+    with checkpoint.reading(path):
+        return checkpoint.build(lambda: UNet(cfg, *state["widths"]), state, path, device), state
 
 
 def load_cascade(args, device):

@@ -367,8 +367,7 @@ class Evaluator:
 
 def open_data(cfg):
     """(source, source of --val_data or None, text encoder or None, spec of the CLIP or None), on the CPU."""
-    note = Path(cfg.data) / "clip.json"
-    spec = cfg.clip if cfg.clip != "auto" else config.read_json(note).get("clip") if note.exists() else None
+    spec = data.clip_of(cfg.data) if cfg.clip == "auto" else cfg.clip
     shards, captions = cfg.text_encodings == "shards", cfg.text_encodings == "clip"
     source, val_source = (folder and data.Embeddings(folder, shards, captions) for folder in (cfg.data, cfg.val_data))
     if val_source and val_source.width != source.width:
@@ -405,8 +404,8 @@ def next_command(cfg, source, spec):
 def prepare(cfg, run, device):
     """What rank 0 does before anyone trains: make the built-in data, check everything, hold the run folder.
 
-    Returns (the config with `data` as a folder, what must not change, the checkpoint to resume from or None, the
-    results of a run that is finished or None, messages, the command to give at the end).
+    Returns (the config with `data` as a folder, the checkpoint to resume from or None, the results of a run that is
+    finished or None, messages, the command to give at the end).
     """
     accumulate.plan(cfg.batch_size, cfg.chunk_size, 0, dist.world_size())  # there are enough chunks
     cfg = tracker.prepare(cfg)
@@ -419,16 +418,15 @@ def prepare(cfg, run, device):
     notes = run.open(cfg.resume)  # which may move an earlier run aside, so all is checked before
     if bad:
         notes.append(f"{bad} of {read} rows looked at are not finite or all zero and are left out: {', '.join(names)}")
-    identity = checkpoint.identity(cfg, FIXED, source, encoder)
-    resume_from, finished, more = run.resume_point(cfg, identity)
-    return cfg, identity, resume_from, finished, notes + more, next_command(cfg, source, spec)
+    resume_from, finished, more = run.resume_point(cfg, checkpoint.identity(cfg, FIXED, source, encoder))
+    return cfg, resume_from, finished, notes + more, next_command(cfg, source, spec)
 
 
 def train(cfg):
     # Join the other ranks; let rank 0 hold the run folder, make data and check all there is to check.
     started, run, given = time.monotonic(), checkpoint.Run(cfg.run_dir), cfg
     device = dist.setup(cfg.device, cfg.timeout_minutes)
-    cfg, identity, resume_from, finished, notes, command = dist.on_main(lambda: prepare(cfg, run, device))
+    cfg, resume_from, finished, notes, command = dist.on_main(lambda: prepare(cfg, run, device))
     if finished:
         tracker.resend(cfg, run)
         report(f"{cfg.run_dir} is finished, at step {finished['step']}; to train on, give more --steps.", finished,
@@ -438,6 +436,7 @@ def train(cfg):
     # Make the model and what trains it, or take them up where they were.
     source, val_source, encoder, spec = open_data(cfg)
     encoder = encoder and encoder.to(device)
+    identity = checkpoint.identity(cfg, FIXED, source, encoder)
     accumulate.seed(cfg.seed, "weights")
     facts = {"kind": "prior", "widths": widths_of(cfg, source, encoder), "clip": spec,
              "metadata": tracker.metadata(cfg)}
@@ -513,6 +512,7 @@ def train(cfg):
                 log.log(step, **losses, **figures, evaluation_s=time.monotonic() - begun)
                 log.say("\n    ".join([f"step {step}: " + tracker.show({"loss": loss, **losses}),
                                        *tracker.table(figures)]))
+                meter.check_finite(losses.values(), step + 1)
                 best = run.save_best(state, losses["val_loss"], log)
                 save_due = save_due or (best and log.copies_best_checkpoint)
                 log.report()
@@ -558,9 +558,8 @@ def load_prior(path, device, weights="ema", lora_scale=1.0):
     """(prior in eval mode, the file's contents) of a model.pt or checkpoint, LoRA adapters merged in."""
     from common import lora
     cfg, state = lora.read_model("prior", Config, path, weights, lora_scale)
-    prior = Prior(cfg, *state["widths"]).to(device).eval()
-    checkpoint.load_weights(prior, state, path)
-    return prior, state
+    with checkpoint.reading(path):
+        return checkpoint.build(lambda: Prior(cfg, *state["widths"]), state, path, device), state
 
 
 @dataclass(frozen=True)
@@ -625,7 +624,8 @@ def plan_sample(args, device):
     if args.text_embeds:
         if prior.cfg.text_encodings != "none":
             raise UserError("--text_embeds: this prior is trained on text encodings, too; give --text or --texts")
-        embeds = torch.from_numpy(np.array(data.open_array(args.text_embeds, 2), np.float32)).to(device)
+        rows = data.Rows(args.text_embeds, 2)
+        embeds = torch.from_numpy(rows[np.arange(len(rows))]).to(device)
         if embeds.shape[1] != prior.embed_width or not embeds.isfinite().all():
             raise UserError(f"{args.text_embeds}: {embeds.shape[1]} wide, or not all finite; expected text embeddings "
                             f"{prior.embed_width} wide")

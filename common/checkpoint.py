@@ -14,6 +14,7 @@ import os
 from pathlib import Path
 
 import torch
+from tqdm import tqdm
 
 from common import amp, config, dist, optim
 from common.config import UserError
@@ -26,8 +27,9 @@ def replacing(path, durably=True):
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
+    temporary.unlink(missing_ok=True)
     try:
-        with open(temporary, "wb") as file:
+        with open(temporary, "xb") as file:  # it must be new: a link of this name is not followed
             yield file
             file.flush()
             if durably:
@@ -45,23 +47,33 @@ def replacing(path, durably=True):
         os.close(folder)
 
 
-def save(state, path):
-    """Write `state` (nested dicts and lists of tensors and plain values) to `path`; returns its sha256."""
+def save(state, path, note=None):
+    """Write `state` (nested dicts and lists of tensors and plain values) to `path`; returns its sha256.
+
+    note: function of the sha256 that is called before the file takes its place.
+    """
     with replacing(path) as file:
         torch.save(state, file)
         file.flush()
-        return checksum(file.name)
+        digest = checksum(file.name)
+        if note:
+            note(digest)
+        return digest
 
 
 def load(path):
     """The state saved at `path`, on the CPU. UserError when it is missing, damaged, or not a checkpoint."""
     if not Path(path).is_file():
         raise UserError(f"{path}: no such checkpoint")
+    known = record_of(Path(path).parent, False).get("sha256", {}).get(Path(path).name)  # of a model.pt or best.pt
+    if known and checksum(path) not in known:
+        raise UserError(f"{path}: damaged, or not as its run wrote it: its sha256 is not that of auto_resume.json; "
+                        "start the run again, which makes it anew, or move the file out of the folder")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch meets what it does not know with any of a dozen types
         raise UserError(f"{path}: not a checkpoint of this program, or damaged ({type(error).__name__})") from error
-    if not isinstance(state, dict) or "model" not in state:
+    if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
         raise UserError(f"{path}: not a checkpoint of this program: expected a dict with an entry 'model'")
     return state
 
@@ -79,6 +91,38 @@ def write_json(values, path):
     """Write `values` as indented JSON, atomically."""
     with replacing(path) as file:
         file.write((json.dumps(values, indent=2) + "\n").encode())
+
+
+@contextlib.contextmanager
+def reading(path):
+    """Context in which what a damaged or foreign file leads to is a UserError that names it."""
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{path}: damaged, or of another program: {type(error).__name__}: {error}") from error
+
+
+def build(make, state, path, device="cpu"):
+    """The model that `make()` gives, in eval mode, with the weights of `state`, the contents of the file `path`.
+
+    It is made without memory first, as the sizes that the file claims may be larger than its weights.
+    """
+    sizes = [state["config"].get(name) for name in ("depth", "blocks", "quantizers", "coarse_quantizers")]
+    if any(isinstance(size, int) and size > len(state["model"]) for size in sizes):
+        raise UserError(f"{path}: damaged: its settings are of more layers than it has weights")
+    with torch.device("meta"):
+        check_weights(make(), state, path)
+    model = make()
+    load_weights(model, state, path)
+    return model.to(device).eval()
+
+
+def located(stored, place, folder):
+    """The path `stored`, noted in a folder `place` that is `folder` now; what has moved with it is found there."""
+    moved = os.path.normpath(os.path.join(folder, os.path.relpath(stored, place)))
+    return moved if os.path.exists(moved) else stored
 
 
 def copied(state):
@@ -113,27 +157,45 @@ class State:
         self.optimizers, self.scaler, self.identity, self.facts = optimizers, scaler, identity, facts
         self.versions = versions(inspect.getfile(type(cfg)))  # the script is the file that has the Config
         self.step, self.best_val_loss = 0, float("inf")
+        dist.check_alike({**identity, "code": self.versions["code"]})
 
     def contents(self):
         """The contents of a checkpoint, with the tensors themselves, not copies."""
         return {**{name: module.state_dict() for name, module in self.modules.items()},
                 "ema": self.average.state_dict(), "optimizers": [opt.state_dict() for opt in self.optimizers],
                 "scaler": self.scaler.state_dict(), "step": self.step, "best_val_loss": self.best_val_loss,
-                "identity": self.identity, "config": config.as_json(self.cfg), "versions": self.versions, **self.facts}
+                "identity": self.identity, "config": config.as_json(self.cfg), "versions": self.versions,
+                "cwd": os.getcwd(), **self.facts}
 
     def start_from(self, path, strict=True):
         """Take the weights, and nothing else, of a model.pt or a checkpoint; not `strict`: those that fit."""
         load_weights(self.modules["model"], load(path), path, strict)
         self.average.load_state_dict(self.modules["model"].state_dict())
 
+    def check(self, state, path):
+        """UserError unless the contents `state` of the checkpoint `path` have the types and shapes of this State's."""
+        if "identity" not in state:
+            raise UserError(f"{path}: weights without the state of a run; start from them with --init_from, not --load")
+        scale = {"scale": 1.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 1, "_growth_tracker": 0}
+        group = {"params": [0]}
+        example = {"ema": {}, "optimizers": [{"state": {}, "param_groups": [group]}], "best_val_loss": 0.0, "step": 0,
+                   "scaler": scale if state.get("scaler") else {}, "identity": {}, "config": {}, "versions": {},
+                   **{name: {} for name in self.modules}}
+        if not like(state, example):
+            raise UserError(f"{path}: damaged, or of another program: entries {', '.join(example)} are not as expected")
+        check_identity(state["identity"], self.identity, path)
+        for name, weights in (*self.modules.items(), ("ema", self.modules["model"])):
+            check_weights(weights, {"model": state[name]}, path)
+        with reading(path):
+            if not optim.fit(self.optimizers, state["optimizers"]):
+                raise UserError(f"{path}: the state of its optimizer is of another model; go on with --init_from")
+
     def restore(self, path):
         """Go on from the checkpoint `path`; returns notes on what has changed since. Rates follow from the step."""
         state, now = load(path), config.as_json(self.cfg)
-        if "identity" not in state:
-            raise UserError(f"{path}: weights without the state of a run; start from them with --init_from, not --load")
-        check_identity(state["identity"], self.identity, path)
+        self.check(state, path)
         for name, module in self.modules.items():
-            load_weights(module, {"model": state[name]}, path)
+            module.load_state_dict(state[name])
         self.average.load_state_dict(state["ema"])
         optim.load(self.optimizers, state["optimizers"])
         self.step, best = state["step"], Path(self.cfg.run_dir) / "best.pt"
@@ -143,8 +205,8 @@ class State:
             self.best_val_loss = load(best)["val_loss"]
         notes = [f"resuming {path} at step {self.step} of {self.cfg.steps}"]
         notes.append(amp.load_scaler(self.scaler, state["scaler"]))
-        notes += [f"{path} is of another {name}: {then}, this is {self.versions[name]}"
-                  for name, then in state["versions"].items() if self.versions[name] != then]
+        notes += [f"{path} is of another {name}: {then}, this is {self.versions.get(name)}"
+                  for name, then in state["versions"].items() if self.versions.get(name) != then]
         return notes + [f"{name} changed from {then} to {now[name]}" for name, then in state["config"].items()
                         if name in now and now[name] != then]
 
@@ -156,18 +218,24 @@ def averaged(state):
     return {**rest, "model": state.get("ema", state["model"])}
 
 
-def load_weights(module, state, path, strict=True):
-    """Load `state["model"]` into `module`; if it does not fit, UserError, or, not `strict`, what does fit of it."""
+def check_weights(module, state, path, strict=True):
+    """Those of `state["model"]` that fit `module`; UserError if they are not all there is in both, or none is."""
     expected, found = module.state_dict(), state["model"]
-    fits = {name: value for name, value in found.items() if name in expected and value.shape == expected[name].shape}
-    wrong = sorted((expected.keys() | found.keys()) - fits.keys())
+    fits = {name: value for name, value in found.items()
+            if name in expected and getattr(value, "shape", None) == expected[name].shape}
+    wrong = sorted((expected.keys() | found.keys()) - fits.keys(), key=str)
     if wrong and "lora" in state:
         raise UserError(f"{path}: LoRA adapters, not a model; give their base, {state['lora']['base']}")
     if wrong and (strict or not fits):
-        names = ", ".join(wrong[:5]) + ", …" * (len(wrong) > 5)
+        names = ", ".join(map(str, wrong[:5])) + ", …" * (len(wrong) > 5)
         raise UserError(f"{path}: weights of another model: {len(wrong)} entries differ: {names}; give the settings "
                         "it was trained with")
-    module.load_state_dict(fits, strict=False)
+    return fits
+
+
+def load_weights(module, state, path, strict=True):
+    """Load `state["model"]` into `module`; if it does not fit, UserError, or, not `strict`, what does fit of it."""
+    module.load_state_dict(check_weights(module, state, path, strict), strict=False)
 
 
 def identity(cfg, fixed, source, clip=None):
@@ -193,17 +261,37 @@ def check_identity(found, expected, where):
 
 # The run folder
 
-def record_of(folder):
-    """What auto_resume.json of a run folder says, newest checkpoint first; of a run that is not there, nothing."""
-    path = Path(folder) / "auto_resume.json"
+SAVED = {"file": "", "step": 0, "values": {}}
+RECORD = {"checkpoints": [{**SAVED, "sha256": ""}], "finished": (None, {}), "best": (None, SAVED),
+          "start": (None, SAVED), "identity": (None, {}), "logger": (None, {"kind": ""}), "sha256": (None, {})}
+
+
+def record_of(folder, strict=True):
+    """What auto_resume.json of a run folder says, newest checkpoint first; of a run that is not there, nothing.
+
+    A file that is damaged is a UserError or, not `strict`, says nothing.
+    """
+    path, empty = Path(folder) / "auto_resume.json", {"checkpoints": [], "finished": None}
     if not path.exists() and not [*Path(folder).glob("checkpoints/step_*.pt")]:
-        return {"checkpoints": [], "finished": None}
-    with contextlib.suppress(FileNotFoundError, ValueError, TypeError, KeyError, AttributeError):
-        record = json.loads(path.read_text())
-        if all({"file", "step", "sha256"} <= entry.keys() for entry in record["checkpoints"]):
+        return empty
+    with contextlib.suppress(OSError, ValueError):
+        if like(record := json.loads(path.read_text()), RECORD):
             return record
+    if not strict:
+        return empty
     raise UserError(f"{path}: damaged or missing; go on from one of {folder}/checkpoints with --load FILE and a new "
                     "--run_dir, or start over with --resume never")
+
+
+def like(value, example):
+    """Whether a plain value has the type of `example`, and so has all that is in it; one of several, for a tuple."""
+    if isinstance(example, tuple):
+        return any(like(value, each) for each in example)
+    if not isinstance(value, type(example)) or isinstance(value, bool) != isinstance(example, bool):
+        return False
+    if isinstance(example, dict):
+        return all(like(value.get(name), each) for name, each in example.items())
+    return not isinstance(example, list) or all(like(item, each) for each in example for item in value)
 
 
 class Run:
@@ -212,6 +300,7 @@ class Run:
     def __init__(self, folder):
         self.folder, self.record = Path(folder), {"checkpoints": [], "finished": None}  # as of `record_of`
         self.writer, self.writing = concurrent.futures.ThreadPoolExecutor(1), None  # a thread, and its last work
+        self.work, self.tried_again = None, False  # the last work, and whether another came before it that had failed
 
     def open(self, resume):
         """Hold the folder; returns notes. With `resume` "never" an earlier run in it is moved to FOLDER.1, .2, …."""
@@ -253,7 +342,12 @@ class Run:
             path = self.folder / entry["file"]
             if path.is_file() and checksum(path) == entry["sha256"]:
                 check_identity(self.record.get("identity", {}), identity, self.folder)
-                return str(path), self.record["finished"] if entry["step"] >= cfg.steps else None, notes
+                finished = self.record["finished"] if entry["step"] >= cfg.steps else None
+                model, known = self.folder / "model.pt", self.record.get("sha256", {}).get("model.pt", [])
+                if finished and not (model.is_file() and checksum(model) in known):
+                    notes.append(f"{model}: {'damaged' if model.is_file() else 'missing'}, made anew")
+                    finished = None
+                return str(path), finished, notes
             notes.append(f"{path}: {'damaged' if path.is_file() else 'missing'}, trying the one before it")
         if notes and not cfg.load:
             raise UserError(f"{self.folder}: all {len(notes)} checkpoints are damaged or missing; go on from a copy "
@@ -262,12 +356,22 @@ class Run:
             return None, None, [f"a new run, for which --load {cfg.load} is not used, with --load_only_auto_resume"]
         return cfg.load or None, None, notes
 
+    def forget(self, step):
+        """Go on from no checkpoint of `step` or later; returns the file of the newest before it, or None."""
+        self.wait()
+        self.record["checkpoints"] = [c for c in self.record["checkpoints"] if c["step"] < step]
+        write_json(self.record, self.folder / "auto_resume.json")
+        return next((f"{self.folder}/{c['file']}" for c in self.record["checkpoints"]), None)
+
     def commit(self, state, log):
         """Begin to save `state` as the checkpoint of its step, and to drop the oldest; every rank calls it.
 
         log: the Tracker, whose lines are made durable first, and which then copies. RuntimeError if the ranks differ.
         """
         dist.check_in_step(state.modules, state.step)
+        if not all(t.isfinite().all() for m in state.modules.values() for t in m.parameters()):
+            dist.on_main(lambda: self.forget(state.step) and None)
+            dist.fail(f"{self.folder}: weights are not finite at step {state.step}; lower --lr or --max_grad_norm")
         if not dist.is_main():
             return
         log.sync()
@@ -285,8 +389,7 @@ class Run:
                 if f"checkpoints/{path.name}" not in names and path.name < Path(file).name:
                     path.unlink()
             log.send()
-        self.wait()
-        self.writing = self.writer.submit(work)
+        self._submit(work)
 
     def save_best(self, state, val_loss, log):
         """Begin to write best.pt if `val_loss` is the lowest so far; every rank calls it. Returns whether it is."""
@@ -297,13 +400,25 @@ class Run:
             values, contents = log.values(state), copied({**averaged(state.contents()), "val_loss": val_loss})
 
             def work():
-                save(contents, self.folder / "best.pt")
+                save(contents, self.folder / "best.pt", lambda digest: self._note("best.pt", digest))
                 self.record["best"] = {"file": "best.pt", "step": contents["step"], "values": values}
                 write_json(self.record, self.folder / "auto_resume.json")
                 log.send()
-            self.wait()
-            self.writing = self.writer.submit(work)
+            self._submit(work)
         return True
+
+    def _submit(self, work):
+        """Begin `work`, after what failed the last time, which ends the run if it fails again."""
+        again = None
+        try:
+            self.wait()
+        except OSError as error:
+            if self.tried_again:
+                raise
+            tqdm.write(f"{error}; the next save tries again")
+            again = self.work
+        self.work, self.tried_again = work, bool(again)
+        self.writing = self.writer.submit(lambda: [each() for each in (again, work) if each])
 
     def wait(self):
         """Wait for what is being written; an error that it met is raised here."""
@@ -311,9 +426,16 @@ class Run:
         if writing:
             writing.result()
 
+    def _note(self, name, digest):
+        """Record the sha256 of the file `name` that is to be replaced, beside that of the file before it."""
+        known = self.record.setdefault("sha256", {})
+        known[name] = [*known.get(name, [])[-1:], digest]
+        write_json(self.record, self.folder / "auto_resume.json")
+
     def finish(self, state, results):
         """Write model.pt, and record that the run is complete, with its closing `results`."""
         self.wait()
-        save({**averaged(state.contents()), **results}, self.folder / "model.pt")
+        save({**averaged(state.contents()), **results}, self.folder / "model.pt",
+             lambda digest: self._note("model.pt", digest))
         self.record["finished"] = results
         write_json(self.record, self.folder / "auto_resume.json")

@@ -197,8 +197,9 @@ def load(spec: str | Path, device: torch.device | str) -> CLIP | OpenCLIP:
         state = checkpoint.load(path) if path.is_file() else {}
         if "vocabulary" not in state:
             raise UserError(f"{path}: there is no CLIP here; train one by python -m common.clip train, or name another")
-        model = CLIP(Config(**config.from_dict(Config, state["config"], path)), state["vocabulary"])
-        checkpoint.load_weights(model, state, path)
+        with checkpoint.reading(path):
+            cfg = Config(**config.from_dict(Config, state["config"], path))
+            model = checkpoint.build(lambda: CLIP(cfg, state["vocabulary"]), state, path)
     return model.to(device).eval().requires_grad_(False)
 
 
@@ -309,7 +310,8 @@ def embed_all(cfg: EmbedConfig, device: torch.device) -> str:
     if by_tar:
         write_by_tar(out, arrays[0], [r["key"].rpartition("/")[2] for r in records], cfg.index_width)
     spec = cfg.run_dir if cfg.run_dir.startswith("open_clip:") else str(Path(cfg.run_dir).resolve())
-    checkpoint.write_json({"clip": spec, "fingerprint": model.fingerprint()}, out / "clip.json")
+    note = {"clip": spec, "fingerprint": model.fingerprint(), "place": str(out.absolute())}
+    checkpoint.write_json(note, out / "clip.json")
     decoder = f"--data {cfg.data} --clip {spec}" + f" --embeddings {out}" * by_tar
     return (f"wrote {out}: {len(records)} embeddings {model.embed_width} wide\n"
             f"Next: torchrun --nproc_per_node=2 train_prior.py --data {out} --run_dir runs/my_prior\n"
@@ -330,6 +332,16 @@ def write_by_tar(folder, embeddings, keys, index_width):
             np.save(file, table)
 
 
+def _intact(run, out, made_from):
+    """Whether the built-in data in `out` and their CLIP in `run` are whole, and `made_from` what they would be now."""
+    try:
+        note = config.read_json(out / "clip.json")
+        whole = note.get("made_from") == made_from and note.get("fingerprint") == load(run, "cpu").fingerprint()
+        return whole and bool(data.Embeddings(out, captions=True).captions.records([0]))
+    except (UserError, OSError):
+        return False
+
+
 def builtin_data(folder: str | Path, device: torch.device) -> str:
     """Make FOLDER/clip, the small CLIP, and FOLDER/shapes, its embeddings, unless they are there; returns that."""
     run, out = Path(folder).resolve() / "clip", Path(folder) / "shapes"
@@ -338,8 +350,7 @@ def builtin_data(folder: str | Path, device: torch.device) -> str:
     out.mkdir(parents=True, exist_ok=True)
     with open(out / ".lock", "a") as lock:
         fcntl.lockf(lock, fcntl.LOCK_EX)  # other runs may want the same
-        found = config.read_json(note) if note.is_file() and (run / "model.pt").is_file() else {}
-        if found.get("made_from") != made_from or found["fingerprint"] != load(run, "cpu").fingerprint():
+        if not _intact(run, out, made_from):
             threads = torch.get_num_threads()
             torch.set_num_threads(min(8, threads * dist.world_size()))  # the other ranks wait; layers are small
             train(cfg, device)

@@ -4,17 +4,19 @@ A source has `len`, `fetch(rows, draws=None) -> (batch, good)`, `split(part, val
 `name(row)` for messages, `check()` before training and `fingerprint()`. A script reads the training part without end
 by `loader(Chunks(…), training_spans(…))`, and the others by `batches`.
 """
+import functools
 import hashlib
 import itertools
 import json
-import mmap
+import math
+import os
 import re
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from common import checkpoint, dist
+from common import checkpoint, config, dist
 from common.config import UserError, need
 from common.order import Split, draws, part_of, shuffled, uniform  # noqa: F401 (sources need them)
 
@@ -35,6 +37,26 @@ def parts(source, cfg, val_source=None):
         if not len(found[part][1]):
             raise UserError(f"{cfg.data}: {len(source)} rows leave none for {part}; raise --{part}")
     return found
+
+
+def clip_of(folder):
+    """The CLIP that clip.json in a folder of data names, wherever both have moved together, or None."""
+    path = Path(folder) / "clip.json"
+    note = config.read_json(path) if path.is_file() else {}
+    if not all(isinstance(value, str) for value in note.values()):
+        raise UserError(f"{path}: damaged; embed the data again, or name the CLIP with --clip")
+    return checkpoint.located(note["clip"], note["place"], folder) if "place" in note else note.get("clip")
+
+
+def digest_of(files, most=100):
+    """16 digits that change with names or sizes of `files`, or with the first or last bytes of `most` of them."""
+    digest = hashlib.sha256(repr([(Path(file).name, os.stat(file).st_size) for file in files]).encode())
+    for number in np.unique(np.linspace(0, len(files) - 1, min(len(files), most)).astype(int)):
+        with open(files[number], "rb") as file:
+            digest.update(file.read(4096))
+            file.seek(-min(4096, os.fstat(file.fileno()).st_size), os.SEEK_END)
+            digest.update(file.read())
+    return digest.hexdigest()[:16]
 
 
 def left_out(path, bare, kinds):
@@ -106,18 +128,46 @@ def to_device(batch, device):
 
 # Embeddings, as clip-retrieval writes them
 
-def open_array(path, ndim):
-    """Memory map of a float16 or float32 array of `ndim` dimensions; only the header is read."""
-    try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
-        if array.dtype not in (np.float16, np.float32) or array.ndim != ndim:
-            raise ValueError(f"{array.dtype} of shape {array.shape}")
-    except Exception as error:  # numpy raises a dozen types for a damaged header
-        raise UserError(f"{path}: not a readable .npy array: {error}; expected float16 or float32 of {ndim} "
-                        "dimensions") from error
-    if hasattr(mmap, "MADV_RANDOM"):  # reading ahead costs up to a thousand times as much for rows at random
-        array.base.madvise(mmap.MADV_RANDOM)
-    return array
+@functools.lru_cache(256)  # fewer than the files that a process may have open; those dropped are closed
+def _opened(path, stamp):
+    return open(path, "rb", buffering=0)
+
+
+class Rows:
+    """The rows of a float16 or float32 .npy file of `ndim` dimensions: [rows (n,)] -> float32 (n, …).
+
+    They are read by pread: a memory map would end the process without a word if the file is cut meanwhile.
+    """
+
+    def __init__(self, path, ndim):
+        self.path = str(path)
+        try:
+            with open(path, "rb") as file:
+                version = np.lib.format.read_magic(file)
+                header = np.lib.format.read_array_header_1_0 if version == (1, 0) else \
+                    np.lib.format.read_array_header_2_0
+                self.shape, fortran, self.dtype = header(file)
+                self.offset, stat = file.tell(), os.fstat(file.fileno())
+            size, self.stamp = stat.st_size, (stat.st_ino, stat.st_mtime_ns)  # a file written anew is another one
+            self.row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
+            if self.dtype not in (np.float16, np.float32) or len(self.shape) != ndim or fortran:
+                raise ValueError(f"{self.dtype} of shape {self.shape}{' in Fortran order' * fortran}")
+            if size < (needed := self.offset + len(self) * self.row_bytes):
+                raise ValueError(f"cut off, {size} bytes of {needed}")
+        except Exception as error:  # numpy raises a dozen types for a damaged header
+            raise UserError(f"{path}: not a readable .npy array: {error}; expected float16 or float32 of {ndim} "
+                            "dimensions") from error
+
+    def __len__(self):
+        return self.shape[0]
+
+    def __getitem__(self, rows):
+        file = _opened(self.path, self.stamp).fileno()
+        places = (self.offset + np.asarray(rows) * self.row_bytes).tolist()
+        content = b"".join([os.pread(file, self.row_bytes, place) for place in places])
+        if len(content) < len(rows) * self.row_bytes:
+            raise UserError(f"{self.path}: was cut off while it was read; write it again")
+        return np.frombuffer(content, self.dtype).reshape(len(rows), *self.shape[1:]).astype(np.float32)
 
 
 def shard_files(folder, name, suffix):
@@ -131,7 +181,7 @@ class Shards:
 
     def __init__(self, folder, name):
         self.folder, self.name = folder, name
-        self.arrays = {number: open_array(path, 3 if name == "text_enc" else 2)
+        self.arrays = {number: Rows(path, 3 if name == "text_enc" else 2)
                        for number, path in shard_files(folder, name, ".npy").items()}
         self.numbers, self.sizes = list(self.arrays), [len(array) for array in self.arrays.values()]
         if not sum(self.sizes):
@@ -141,10 +191,6 @@ class Shards:
             if array.shape[1:] != self.shape:
                 raise UserError(f"{folder}: rows of shape {array.shape[1:]} in shard {number}, but {self.shape} in the "
                                 "first; all must come from one model")
-
-    def __reduce__(self):
-        """A worker that is not forked opens the files; their contents are not sent to it."""
-        return Shards, (self.folder, self.name)
 
     def place(self, rows):
         """(number of the shard, place in it) of each of the `rows` (n,), as two int arrays (n,)."""
@@ -226,10 +272,11 @@ class Embeddings:
         return len(bad), len(rows), names
 
     def fingerprint(self):
-        """Facts that change when the data does: rows, width, and a digest of sizes and first rows."""
-        first = [array[:1].tobytes() for array in list(self.images.arrays.values())[:100]]
-        digest = hashlib.sha256(repr((self.images.numbers, self.images.sizes, first)).encode())
-        return {"rows": len(self), "width": self.width, "digest": digest.hexdigest()[:16]}
+        """Facts that change when the data does: rows, width, and a digest of files, sizes and a few contents."""
+        files = [array.path for name, table in self.tables.items() for array in table.arrays.values()
+                 if not (name == "text_embed" and self.with_captions)]  # which may be missing
+        files += map(str, self.captions.files.values() if self.captions else ())
+        return {"rows": len(self), "width": self.width, "digest": digest_of(files)}
 
 
 class Captions:

@@ -1,9 +1,11 @@
 """Processes: torchrun's group, gradient averaging, sums over ranks. In a single process all of it does nothing."""
 import atexit
 import contextlib
+import ctypes
 import gc
 import hashlib
 import os
+import signal
 import sys
 import warnings
 from datetime import timedelta
@@ -31,8 +33,23 @@ def is_main():
     return rank() == 0
 
 
+def end_with_torchrun():
+    """Let this process get SIGTERM when torchrun has been killed, which would leave it training alone."""
+    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
+PARENT = os.getppid()
+
+
+def orphaned():
+    """Whether torchrun, which started this process, has ended."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != PARENT
+
+
 def setup(device="auto", timeout_minutes=30):
     """Join torchrun's process group until the process ends; returns this rank's device (auto: cuda, mps or cpu)."""
+    end_with_torchrun()
     mps = torch.backends.mps.is_available() and world_size() == 1
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # ranks of this machine
     if device == "auto":
@@ -131,6 +148,22 @@ def at_once(work, here=True):
             error.relayed = rank() != number  # that rank prints it
             raise error
     return result
+
+
+def fail(message):
+    """Raise a UserError, as all ranks do at once; rank 0 prints it."""
+    error = UserError(message)
+    error.relayed = not is_main()
+    raise error
+
+
+def check_alike(facts):
+    """UserError on every rank, with rank and fact, unless the plain `facts` {name: value} are rank 0's on all."""
+    first, *others = gather(facts)
+    for number, theirs in enumerate(others, 1):
+        if differ := [name for name in first if theirs[name] != first[name]]:
+            fail(f"rank {number} has another {differ[0]} than rank 0, {theirs[differ[0]]!r} and {first[differ[0]]!r}; "
+                 "start all ranks with the same data and code")
 
 
 def check_in_step(modules, step):

@@ -8,6 +8,7 @@ import importlib.util
 import io
 import itertools
 import json
+import os
 import re
 import tarfile
 from pathlib import Path
@@ -31,15 +32,21 @@ class Unusable(UserError):
 def decode_image(content, name):
     """Decode the image file `content` (bytes): uint8 RGB (H, W, 3). Raises Unusable if it is damaged.
 
-    Pillow reads it; without Pillow only PNG files of media.write_png can be read.
+    Pillow reads it, as JPEG, PNG or WebP alone; without Pillow only PNG files of media.write_png can be read.
     """
     ours = name.lower().endswith(".png") and importlib.util.find_spec("PIL") is None
     Image = None if ours else need("PIL.Image", f"{name}: reading {Path(name).suffix} images", "pillow")
     try:
         stream = io.BytesIO(content)
-        return media.read_png(stream) if ours else np.asarray(Image.open(stream).convert("RGB"))
+        if ours:
+            return media.read_png(stream)
+        image = Image.open(stream, formats=("JPEG", "PNG", "WEBP"))  # it reads others by programs that need not be safe
+        if image.width * image.height > media.MOST_PIXELS:
+            raise ValueError(f"{image.width} x {image.height} pixels, more than {media.MOST_PIXELS}")
+        return np.asarray(image.convert("RGB"))
     except Exception as error:  # Pillow raises a dozen types for a damaged file
-        raise Unusable(f"{name}: not a readable image" + ", or it needs `pip install pillow`" * ours) from error
+        why = f" ({error})" if isinstance(error, ValueError) else ""
+        raise Unusable(f"{name}: not a readable image{why}" + ", or it needs `pip install pillow`" * ours) from error
 
 
 class CaptionedImages:
@@ -101,11 +108,16 @@ def _members(tar):
     """{name: (offset, size)} of the files in a tar. Raises UserError for a damaged one."""
     try:
         with tarfile.open(tar, "r:") as archive:
-            members = {m.name: (m.offset_data, m.size) for m in archive if m.isfile()}
+            members, size = {}, os.path.getsize(tar)
+            for member in archive:
+                if not 0 <= member.size <= size:  # below 0 the next member would be an earlier one, without end
+                    raise tarfile.ReadError(f"{member.name} of {member.size} bytes")
+                if member.isfile():
+                    members[member.name] = member.offset_data, member.size
             archive.fileobj.seek(archive.offset)
             if archive.fileobj.read(512) != bytes(512):  # tarfile stops silently at a damaged member
                 raise tarfile.ReadError(f"no member and no end at byte {archive.offset}")
-    except (tarfile.TarError, OSError) as error:
+    except (tarfile.TarError, OSError, ValueError) as error:
         raise UserError(f"{tar}: corrupt or truncated tar ({error}); fetch or write it again") from error
     return members
 
@@ -193,7 +205,8 @@ class Pictures(CaptionedImages):
             number, key = _number(self.tars[self.entries[row]["tar"]]), self.key(row).rpartition("/")[2]
             index = int(key) - number * 10 ** self.index_width if key.isdecimal() else -1
             what = f"{self.name(row)}: its embedding, row {index} of img_emb_{number}.npy, is"
-            values = self.table.arrays[number][max(index, 0):max(index + 1, 0)].astype(np.float32)
+            array = self.table.arrays[number]
+            values = array[np.array([index] if 0 <= index < len(array) else [], int)]
         else:
             what = f"{self.name(row, '.npy')}: this embedding is"
             try:
@@ -261,9 +274,11 @@ class Pictures(CaptionedImages):
         return len(faults), len(rows), faults[:5]
 
     def fingerprint(self):
-        """Facts that change when the data does: rows, width, and a digest of names, places and sizes."""
-        table = repr(self.table and (self.table.numbers, self.table.sizes)).encode()
-        digest = hashlib.sha256(self.names.tobytes() + self.entries.tobytes() + table)
+        """Facts that change when the data does: rows, width, and a digest of names, sizes and a few contents."""
+        files = self.tars or [self.path / self.names[i].decode(errors="surrogateescape") for i in range(len(self))]
+        files += [array.path for array in self.table.arrays.values()] if self.table else []
+        digest = hashlib.sha256(self.names.tobytes() + self.entries.tobytes())
+        digest.update(data.digest_of(files).encode())
         return {"rows": len(self), "width": self.width, "digest": digest.hexdigest()[:16]}
 
 

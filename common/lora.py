@@ -2,6 +2,7 @@
 
 An adapted layer computes with weight + scale · B A (alpha is the rank); adapters are saved by themselves.
 """
+import os
 from pathlib import Path
 
 import torch
@@ -10,6 +11,8 @@ from torch.nn.utils import parametrize
 
 from common import checkpoint, config, dist
 from common.config import UserError
+
+PATHS = ("data", "val_data", "embeddings", "clip", "soundstream", "semantic")  # settings that name files
 
 
 class Adapter(nn.Module):
@@ -97,12 +100,19 @@ def read_model(kind, cls, path, weights="ema", scale=1.0):
     """(config of the class `cls`, contents) of the file `path` of a `kind` of model; "model" has the weights to load.
 
     weights: "ema", those averaged, or "online", which only checkpoints have. Adapters are `merged` into their base.
+    Paths in it are where they are now, if the run has moved together with them.
     """
-    state = checkpoint.load(path)
+    state, path = checkpoint.load(path), Path(path)
     if state.get("kind") != kind:
         raise UserError(f"{path}: not a {kind}'s model.pt, best.pt or checkpoint")
     if "ema" not in state and weights == "online":
         raise UserError(f"{path}: has the averaged weights alone; --weights online needs one of RUN/checkpoints")
-    state = checkpoint.averaged(state) if weights == "ema" else state
-    state = merged(state, path, scale) if "lora" in state else state
-    return cls(**config.from_dict(cls, state["config"], path)), state
+    with checkpoint.reading(path):
+        folder = path.absolute().parents[path.parent.name == "checkpoints"]
+        settings, place = {**state["config"]}, os.path.join(state["cwd"], state["config"]["run_dir"])
+        for values, name in [*((settings, name) for name in PATHS), (state, "clip"), (state.get("lora", {}), "base")]:
+            if os.sep in (stored := values.get(name) or ""):
+                values[name] = checkpoint.located(os.path.join(state["cwd"], stored), place, folder)
+        state = checkpoint.averaged(state) if weights == "ema" else state
+        state = merged(state, path, scale) if "lora" in state else state
+        return cls(**config.from_dict(cls, {**settings, "run_dir": str(folder)}, path)), state

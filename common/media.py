@@ -29,6 +29,7 @@ KERNELS = {  # Pillow's, of the distance x in pixels of the coarser grid
     "box": lambda x: ((x > -0.5) & (x <= 0.5)).double(),
     "hamming": lambda x: torch.sinc(x) * (0.54 + 0.46 * torch.cos(torch.pi * x)) * (x.abs() < 1),
 }
+MOST_PIXELS = 2 ** 27  # of an image that is read, so that a small file does not take all memory
 RESIZE_MODES = (*KERNELS, "nearest", "nearest_exact")
 
 
@@ -40,11 +41,17 @@ def read_png(file):
     data = file.read() if hasattr(file, "read") else Path(file).read_bytes()
     width, height = struct.unpack_from(">II", data.ljust(24), 16)
     try:
-        lines = np.frombuffer(zlib.decompress(data[41:-16]), np.uint8).reshape(height, 1 + 3 * width)
+        if not data.startswith(_header(width, height)):
+            raise ValueError("expected 8 bits RGB")
+        if width * height > MOST_PIXELS:
+            raise ValueError(f"{width} x {height} pixels, more than {MOST_PIXELS}")
+        stream = zlib.decompressobj()
+        lines = stream.decompress(data[41:-16], height * (1 + 3 * width) + 1)
+        lines = np.frombuffer(lines, np.uint8).reshape(height, 1 + 3 * width)
+        if (lines[:, 0] != 2).any() or not stream.eof:
+            raise ValueError("cut off, or not of filter 2 in each line")
     except (zlib.error, ValueError) as error:
         raise ValueError(f"damaged, or a PNG file of another program: {error}") from error
-    if not data.startswith(_header(width, height)) or (lines[:, 0] != 2).any():
-        raise ValueError("damaged, or a PNG file of another program: expected 8 bits RGB with filter 2 in each line")
     return np.cumsum(lines[:, 1:], axis=0, dtype=np.uint8).reshape(height, width, 3)
 
 

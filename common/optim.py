@@ -1,4 +1,6 @@
 """Parameter groups and the choice of optimizer."""
+import itertools
+
 import torch
 from torch import nn
 
@@ -33,6 +35,28 @@ def make(model, name, lr, weight_decay, betas=(0.9, 0.99), eps=1e-8):
     if adam:  # low-rank adapters are matrices alone
         optimizers.append(torch.optim.AdamW(adam, lr=lr, betas=betas, eps=eps, fused=True))
     return optimizers
+
+
+MOMENTS = {"AdamW": {"step", "exp_avg", "exp_avg_sq"}, "Muon": {"momentum_buffer"}}
+
+
+def fit(optimizers, states):
+    """Whether `states` fit the optimizers: a moment of another shape would be written beyond its memory."""
+    if len(optimizers) != len(states):
+        return False
+    for optimizer, state in zip(optimizers, states):
+        groups = [group["params"] for group in optimizer.param_groups]
+        numbers = [group["params"] for group in state["param_groups"]]
+        if [*map(len, groups)] != [*map(len, numbers)]:
+            return False
+        for parameter, number in zip(itertools.chain(*groups), itertools.chain(*numbers)):
+            moments = state["state"].get(number, {})
+            if not state["state"]:  # before the first step of discriminators
+                continue
+            if moments.keys() != MOMENTS[type(optimizer).__name__] or any(
+                    value.shape != (() if name == "step" else parameter.shape) for name, value in moments.items()):
+                return False
+    return True
 
 
 def load(optimizers, states):

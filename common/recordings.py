@@ -15,13 +15,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common import checkpoint, data, dist, synthetic, tracker
+from common import checkpoint, config, data, dist, synthetic, tracker
 from common.config import UserError, need
 
 SUFFIXES = (".wav", ".flac", ".ogg", ".mp3", ".opus")
 SAMPLES = {(1, 8): ("u1", 2 ** 7), (1, 16): ("<i2", 2 ** 15), (1, 24): ("<i4", 2 ** 31), (1, 32): ("<i4", 2 ** 31),
            (3, 32): ("<f4", 1), (3, 64): ("<f8", 1)}  # format tag and bits of a WAV file: type and full scale
 LEAD = {"MP3": 2, "OGG": 5}  # seconds to decode before a crop: MP3's bit reservoir, the last page of Vorbis
+RATES, LOUDEST = range(1_000, 768_001), 100  # Hz, and how far a float sample may be beyond full scale
 MARGIN = 1024  # samples of silence between the ends of a wave that is resampled, and read on both sides of a crop
 
 
@@ -39,8 +40,19 @@ def read(path, start=0, frames=-1):
 
 def _read(path, start, stop):
     """(float32 numpy (C, T) of the samples `start` to `stop`, samples a second, samples a channel in all)."""
-    if Path(path).suffix.lower() == ".wav":
-        return _read_wav(path, start, stop)
+    if not Path(path).is_file():
+        raise Unusable(f"{path}: not a file")  # a named pipe would wait without end
+    reader = _read_wav if Path(path).suffix.lower() == ".wav" else _read_by_soundfile
+    wave, rate, total = reader(path, start, stop)
+    if rate not in RATES:
+        raise Unusable(f"{path}: {rate} Hz, expected {RATES[0]} to {RATES[-1]}")
+    if not (np.abs(wave) <= LOUDEST).all():
+        raise Unusable(f"{path}: samples that are not finite, or above {LOUDEST} times full scale")
+    return wave, rate, total
+
+
+def _read_by_soundfile(path, start, stop):
+    """As `_read`."""
     soundfile = need("soundfile", f"{path}: reading {Path(path).suffix}")
     try:
         with soundfile.SoundFile(str(path)) as file:
@@ -70,14 +82,12 @@ def _read_wav(path, start, stop):
         raise Unusable(f"{path}: truncated, {size} bytes, expected {least} or more")
     tag, channels, rate, bits, subformat = struct.unpack_from("<HHI6xH8xH", content, form)
     kind, scale = SAMPLES.get((subformat if tag == 0xFFFE else tag, bits), ("", 0))  # WAVE_FORMAT_EXTENSIBLE
-    if not (kind and channels and rate):
-        raise Unusable(f"{path}: unsupported, format {tag} of {bits} bits, {channels} channels, {rate} Hz; make it PCM")
+    if not (kind and channels):
+        raise Unusable(f"{path}: unsupported, format {tag} of {bits} bits, {channels} channels; make it PCM")
     total, width = length // (channels * bits // 8), bits // 8
     samples = content[place:place + total * channels * width].reshape(total, channels, width)[start:stop]
     samples = np.pad(samples, ((0, 0), (0, 0), (int(bits == 24), 0))).view(kind)[..., 0]  # 24 bits: the upper of 32
     wave = samples.T.astype(np.float32, order="C") / scale - int(bits == 8)  # 8 bits alone are unsigned
-    if not np.isfinite(wave).all():
-        raise Unusable(f"{path}: samples that are not finite")
     return wave, rate, total
 
 
@@ -191,7 +201,7 @@ class _Source:
         """(unusable, checked, first faults) of `most` evenly spaced rows, a minute of each; UserError if many are."""
         rows = np.linspace(0, len(self) - 1, min(len(self), most)).astype(int)
         faults = [fault for row in rows if (fault := self.fault(row, 60 * self.rate))]
-        _refuse_many(faults, len(rows))
+        _refuse_many(faults, len(rows), min(5, len(rows) // 20))  # a few are left out of a small folder, too
         return len(faults), len(rows), faults[:5]
 
     def fetch(self, rows, draws=None):
@@ -209,8 +219,10 @@ class _Source:
         return {"wave": waves, "length": lengths}, lengths.numpy() > 0
 
     def fingerprint(self):
-        """Plain facts that change when the data does: recordings, rate, digest of names, speakers and lengths."""
-        digest = hashlib.sha256(repr((self.keys, self.who, self.headers)).encode())
+        """Plain facts that change when the data does: recordings, rate, digest of names, lengths and a few contents."""
+        files = [self.path / key for key in self.keys] if self.headers else []
+        facts = self.keys, self.who, self.headers, self.lines, data.digest_of(files)
+        digest = hashlib.sha256(repr(facts).encode())
         return {"recordings": len(self), "rate": self.rate, "digest": digest.hexdigest()[:16]}
 
 
@@ -291,7 +303,7 @@ class Syllables(_Source):
 
     def __init__(self, rows, crop=0, hop=1, rate=synthetic.RATE):
         self.crop, self.hop, self.rate, self.texts = crop, hop, rate, rows
-        self.bad, self.resampled, self.left_out, self.headers = (), "", "", ()
+        self.bad, self.resampled, self.left_out, self.headers, self.lines = (), "", "", (), {}
         self.keys = [f"syllables {row}" for row in range(rows)]
         self.who = [*map(str, synthetic.speakers_of(range(rows)))]
         self.speakers = sorted(set(self.who))
@@ -346,14 +358,26 @@ def token_cache(folder, source, key, encode, desc):
     place = Path(folder) / hashlib.sha256(repr((key, source.fingerprint())).encode()).hexdigest()[:16]
     blocks = np.array_split(np.arange(len(source)), min(64, len(source)))  # a kill costs each rank one at most
     parts = {place / f"part_{number:03d}.npz": rows.tolist() for number, rows in enumerate(blocks)}
-    if not dist.on_main((place / "edges.npy").exists):
+    if not dist.on_main(lambda: _whole(place)):
         dist.at_once(lambda: _encode_parts(parts, encode, desc))
         dist.on_main(lambda: _join(place, parts, source))
     return dist.at_once(lambda: TokenCache(place))
 
 
+def _whole(place):
+    """Whether a cache is there as it was written; one that is damaged is removed, to be made anew."""
+    if not (place / "sums.json").is_file():
+        return False
+    with contextlib.suppress(UserError, OSError):
+        sums = config.read_json(place / "sums.json")
+        if all(checkpoint.checksum(place / name) == digest for name, digest in sums.items()):
+            return True
+    shutil.rmtree(place)
+    return False
+
+
 def _join(place, parts, source):
-    """Make one array of all parts, which is then mapped into memory; edges.npy, written last, commits it."""
+    """Make one array of all parts, which is then mapped into memory; sums.json, written last, commits it."""
     tokens = [tokens for path in parts for tokens in np.load(path).values()]
     empty = [row for row, one in enumerate(tokens) if not len(one)]
     if len(empty) > data.BAD_SHARE * len(source):
@@ -364,6 +388,8 @@ def _join(place, parts, source):
     for name, array in ("tokens.npy", np.concatenate(tokens)), ("edges.npy", edges):
         with checkpoint.replacing(place / name) as file:
             np.save(file, array)
+    sums = {name: checkpoint.checksum(place / name) for name in ("tokens.npy", "edges.npy")}
+    checkpoint.write_json(sums, place / "sums.json")
     for path in parts:
         path.unlink(missing_ok=True)
 

@@ -79,9 +79,8 @@ def load(state, path):
     """The tokenizer of a `state`, which a file at `path` held. UserError if it is of something else."""
     if state.get("kind") != "kmeans":
         raise UserError(f"{path}: not a tokenizer: its kind is {state.get('kind')!r}, expected 'kmeans'")
-    tokenizer = KMeans(**state["settings"])
-    checkpoint.load_weights(tokenizer, state, path)
-    return tokenizer
+    with checkpoint.reading(path):
+        return checkpoint.build(lambda: KMeans(**state["settings"]), {"config": {}, **state}, path)
 
 
 def _hubert(spec):

@@ -5,12 +5,16 @@
     --load wandb:RUN/latest.pt                                        # a file of a run
     --save "local save_latest_to=/backup/{run}_{step:08d}.pt, huggingface repo=me/prior kind=model save_best_to=best.pt"
 """
+import concurrent.futures
+import contextlib
 import dataclasses
 import io
 import json
 import re
 import shlex
 import shutil
+import threading
+import urllib.request
 from pathlib import Path
 
 import torch
@@ -19,6 +23,12 @@ from tqdm import tqdm
 from common import checkpoint, config, dist
 from common.config import UserError, need
 
+DEADLINE = 3600  # seconds that a download may take
+OPENER = urllib.request.OpenerDirector()  # http(s) alone, also for redirects: a server could name a local file
+for handler in (urllib.request.ProxyHandler, urllib.request.HTTPHandler, urllib.request.HTTPSHandler,
+                urllib.request.HTTPRedirectHandler, urllib.request.HTTPDefaultErrorHandler,
+                urllib.request.HTTPErrorProcessor, urllib.request.UnknownHandler):
+    OPENER.add_handler(handler())
 RESERVED = ("model", "config", "versions", "run", "step", "epoch", "samples_seen", "val_loss", "best_val_loss")
 
 
@@ -91,6 +101,8 @@ def fetch(address, folder, project=""):
                             "#sha256=HEX, or wandb:RUN/FILE")
         return address
     path = Path(folder, *(of_run.groups() if of_run else [re.sub(r"[^\w.-]+", "_", url)[-200:]]))
+    if ".." in path.parts[len(Path(folder).parts):]:
+        raise UserError(f"{url}: expected the name of a file of the run, without ..")
     if sha256 and path.is_file() and checkpoint.checksum(path) == sha256:
         return str(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -99,13 +111,30 @@ def fetch(address, folder, project=""):
             file = need("wandb", url).Api(timeout=30).run(f"{project}/{of_run[1]}").file(of_run[2])
             file.download(root=str(Path(folder, of_run[1])), replace=True).close()
         else:
-            torch.hub.download_url_to_file(url, str(path), sha256 or None)
+            urllib.request.install_opener(OPENER)
+            download = concurrent.futures.Future()
+            threading.Thread(target=_download, args=(url, path, sha256, download), daemon=True).start()
+            download.result(DEADLINE)
+    except concurrent.futures.TimeoutError as error:
+        raise UserError(f"{url}: not there after {DEADLINE} s; download it by hand and name the file") from error
     except Exception as error:  # of a network, a disk, a package
         raise UserError(f"{url}: {error}") from error
     return str(path)
 
 
+def _download(url, path, sha256, future):
+    """Download to `path`, and tell the `future` how it went. A thread, as a server may send a byte now and then."""
+    try:
+        torch.hub.download_url_to_file(url, str(path), sha256 or None)
+        future.set_result(None)
+    except BaseException as error:
+        future.set_exception(error)
+
+
 # Savers
+
+FIELD = re.compile(r"\{\w+(:0?\d{0,2}(\.\d{1,2})?[a-z]?)?\}")  # what may stand in a path, such as {step:08d}
+
 
 class Saver:
     """A place for copies; this one is a folder. Another place is a subclass with its `put`, and an entry in SAVERS.
@@ -128,8 +157,10 @@ class Saver:
         values = {**metadata(cfg), "run": "", "step": 1, "epoch": 1, "samples_seen": 1, "best_val_loss": 0.5}
         try:
             for path in self.targets.values():
+                if set("{}") & set(FIELD.sub("", path)):  # an attribute, or a width that takes all memory
+                    raise ValueError(path)
                 path.format(**values)
-        except (KeyError, ValueError, IndexError, AttributeError, TypeError) as error:
+        except (KeyError, ValueError, IndexError, TypeError) as error:
             raise UserError(f"--save {text}: {error!r}; in braces may stand {', '.join(values)}, with a format such as "
                             "{step:08d}") from None
 
@@ -202,8 +233,9 @@ def send(savers, run):
 
     So the next save, or the next start, sends again what failed or what a killed process did not send.
     """
-    path = run.folder / "sent.json"
-    sent = config.read_json(path) if path.exists() else {}
+    path, sent = run.folder / "sent.json", {}
+    with contextlib.suppress(UserError, OSError):  # a damaged one: all is sent again
+        sent = config.read_json(path)
     for saver in savers:
         for event in saver.targets:
             entry, key = saver.entry(event, run.record), f"{saver.text} {event}"

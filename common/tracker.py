@@ -180,8 +180,9 @@ class Tracker:
         """
         if self.enabled:
             samples, metrics = {"samples": samples} if samples else {}, store.finite(metrics)
-            self.file.write(json.dumps({"step": step, **metrics, **samples}) + "\n")
-            self.file.flush()
+            with self.tolerated():
+                self.file.write(json.dumps({"step": step, **metrics, **samples}) + "\n")
+                self.file.flush()
             group = "test/" if "test_loss" in metrics else "validation/" if "val_loss" in metrics else "train/"
             shown = [(group + re.sub(r"^.*/((step_\d+|test)_?)?", "", name), self.run.folder / name, caption)
                      for name, caption in samples.get("samples", {}).items()]  # the same name at every step
@@ -211,7 +212,16 @@ class Tracker:
     def report(self):
         """Write the folder's report.html anew, with what was logged and sampled so far."""
         if self.enabled:
-            report.write(self.run.folder)
+            with self.tolerated():
+                report.write(self.run.folder)
+
+    @contextlib.contextmanager
+    def tolerated(self):
+        """Context in which an error of the disk is printed, and training goes on."""
+        try:
+            yield
+        except OSError as error:
+            self.say(f"{error}; training goes on")
 
     def sync(self):
         """Make the lines so far durable. A checkpoint is committed next, and after it they do not come again."""
@@ -250,7 +260,9 @@ class Meter:
         self.step, self.start, self.losses, self.unusable, self.overflows = self.state.step, time.monotonic(), [], [], 0
 
     def due(self, signals):
-        """(whether to evaluate, whether to save, the signal to stop at or None), as rank 0 decides; all ranks call it.
+        """(whether to evaluate, whether to save, the signal to stop at or None), the same on all ranks; all call it.
+
+        Rank 0 decides, but for `signals`, of which any rank's counts; a torchrun that is gone counts as SIGTERM.
 
         Each is due at multiples of cfg.eval_every or cfg.save_every steps since the last line, when its minutes have
         passed since it was last due, and at the end.
@@ -261,7 +273,9 @@ class Meter:
             passed = now - self.begun[name]
             due.append(step == cfg.steps or schedule.due(step, self.step, every, passed, minutes))
             self.begun[name] = now if due[-1] else self.begun[name]
-        return dist.broadcast((*due, signals[0] if signals else None))
+        given = signals or [signal.SIGTERM] * dist.orphaned()
+        found = [number for rank in dist.gather(list(given)) for number in rank]
+        return (*dist.broadcast(due), found[0] if found else None)
 
     def add(self, loss_sum, batch):
         """Count a step. loss_sum: this rank's loss, summed over its samples; batch: its chunks, with unusable rows."""
@@ -269,15 +283,25 @@ class Meter:
         self.losses.append(loss_sum)
         self.unusable += [name for chunk in batch for name in chunk["unusable"]]
 
+    def check_finite(self, values, step):
+        """UserError on every rank unless losses or gradients of step number `step` are finite; all ranks call it.
+
+        The weights before that step are no good then, so a checkpoint of them is not gone on from.
+        """
+        if not all(map(math.isfinite, values)):
+            good = dist.on_main(lambda: self.log.run.forget(step - 1))
+            dist.fail(f"{self.state.cfg.run_dir}: loss or gradient is not finite at step {step}; lower --lr or "
+                      f"--max_grad_norm. The same command goes on from {good or 'the start: no checkpoint is good'}")
+
     def line(self, norm, lr):
         """Log the steps since the last line; returns their mean loss. All ranks call it, and wait for the device."""
         cfg, scaler, step = self.state.cfg, self.state.scaler, self.state.step
         samples = (step - self.step) * cfg.batch_size
-        loss, unusable = dist.total([torch.stack(self.losses).sum().item(), len(self.unusable)])
-        loss, rate = loss / samples, samples / (time.monotonic() - self.start)
-        if not (math.isfinite(loss) and math.isfinite(norm.item())):
-            raise UserError(f"loss {loss:.4g} and gradient norm {norm.item():.4g} are not both finite at step {step}; "
-                            f"lower --lr or --max_grad_norm. The checkpoints of {cfg.run_dir} are from before")
+        *losses, unusable = dist.total([*torch.stack(self.losses).tolist(), len(self.unusable)])
+        for number, value in enumerate(losses, self.step + 1):
+            self.check_finite([value], number)
+        self.check_finite([norm.item()], step)
+        loss, rate = sum(losses) / samples, samples / (time.monotonic() - self.start)
         names = {name for names in dist.gather(self.unusable[:10]) for name in names} if unusable else set()
         if fresh := sorted(names - self.named):
             self.log.say(f"unusable, and replaced by the next row: {', '.join(fresh)}")

@@ -172,7 +172,8 @@ def differences(one, other):
     newest = json.loads((Path(one) / "auto_resume.json").read_text())["checkpoints"][0]["file"]
     for name in ("model.pt", "best.pt", newest):
         a, b = (checkpoint.load(Path(folder) / name) for folder in (one, other))
-        for left, right in zip(*(tensors({**state, "config": 0, "metadata": 0}) for state in (a, b)), strict=True):
+        a, b = (tensors({**state, "config": 0, "metadata": 0, "cwd": 0}) for state in (a, b))
+        for left, right in zip(a, b, strict=True):
             if not (torch.equal(left, right) if isinstance(left, torch.Tensor) else left == right):
                 found.append(name)
     return found

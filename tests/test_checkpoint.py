@@ -5,7 +5,9 @@ import math
 import os
 import pickle
 import random
+import resource
 import shutil
+import signal
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -134,15 +136,25 @@ def test_a_file_that_is_no_checkpoint_is_refused_by_name_and_nothing_in_it_is_ex
             checkpoint.load(missing)
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-@pytest.mark.parametrize("size", [10, 100_000])  # an error on closing, an error in the middle
-def test_a_full_disk_is_reported_as_one_and_leaves_the_old_file(size, tmp_path):
-    path = tmp_path / "state.pt"
+def test_a_disk_that_takes_no_more_is_reported_as_one_and_leaves_the_old_file(tmp_path):
+    path, limits = tmp_path / "state.pt", resource.getrlimit(resource.RLIMIT_FSIZE)
     checkpoint.save({"model": {}}, path)
-    (tmp_path / "state.pt.tmp").symlink_to("/dev/full")
-    with pytest.raises(OSError, match=rf"\[Errno 28\] No space left on device, writing: '{path}'"):
-        checkpoint.save({"model": {"w": torch.zeros(size)}}, path)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+    try:
+        with pytest.raises(OSError, match=rf"\[Errno 27\] File too large, writing: '{path}'"):
+            checkpoint.save({"model": {"w": torch.zeros(100_000)}}, path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
     assert list(contents(tmp_path)) == ["state.pt"] and checkpoint.load(path) == {"model": {}}
+
+
+def test_a_link_with_the_name_of_a_temporary_file_is_not_followed(tmp_path):
+    (tmp_path / "other").write_text("kept")
+    (tmp_path / "state.pt.tmp").symlink_to(tmp_path / "other")
+    checkpoint.save({"model": {}}, tmp_path / "state.pt")
+    assert (tmp_path / "other").read_text() == "kept" and checkpoint.load(tmp_path / "state.pt") == {"model": {}}
 
 
 @pytest.mark.parametrize("durably", [True, False])
@@ -229,7 +241,7 @@ def test_the_weights_for_use_are_the_average_with_what_it_takes_to_make_the_mode
     found = checkpoint.load(tmp_path / "model.pt")
     assert same(found["model"], state.average.state_dict()) and not same(found["model"], state.contents()["model"])
     about = {"config": config.as_json(state.cfg), "versions": checkpoint.versions(config.__file__), "step": 3,
-             "kind": "test", "widths": (4, 8), "test_loss": 0.5}
+             "kind": "test", "widths": (4, 8), "test_loss": 0.5, "cwd": os.getcwd()}
     assert {name: value for name, value in found.items() if name != "model"} == about
     assert same(checkpoint.averaged(found), found)
     with pytest.raises(UserError, match="weights without the state of a run; start from them with --init_from"):
@@ -339,16 +351,27 @@ def test_a_save_that_has_begun_is_of_the_state_as_it_was(tmp_path, monkeypatch):
     assert same(checkpoint.load(tmp_path / "checkpoints/step_00000002.pt"), before)
 
 
-def test_an_error_of_a_save_is_raised_once_by_what_comes_next_and_the_run_stays_whole(tmp_path, monkeypatch):
-    run, events = opened(tmp_path), []
+@pytest.mark.parametrize("failures", [1, 2])
+def test_a_save_that_failed_is_tried_again_at_the_next_and_ends_the_run_if_that_fails(failures, tmp_path, monkeypatch):
+    run, events, save = opened(tmp_path), [], torch.save
     state, log = commit(run, 10), log_to(events)
-    monkeypatch.setattr(checkpoint.torch, "save", lambda *args: (_ for _ in ()).throw(OSError(28, "No space left")))
-    for later in (lambda: run.commit(state, log), lambda: run.finish(state, {}), run.wait):
-        run.commit(state, log)
-        with pytest.raises(OSError, match="No space left, writing"):
-            later()
-        run.wait()
-    assert resume_point(run, steps=10) == (10, None, []) and "send" not in events
+    left = [OSError(28, "No space left")] * failures
+
+    def failing(*args):
+        if left:
+            raise left.pop()
+        save(*args)
+    monkeypatch.setattr(checkpoint.torch, "save", failing)
+    take_steps(state)
+    assert run.save_best(state, 0.5, log)
+    run.commit(state, log)
+    if failures == 2:
+        with pytest.raises(OSError, match=r"No space left, writing.*best\.pt"):
+            run.commit(state, log)
+        return
+    run.wait()
+    assert checkpoint.load(tmp_path / "best.pt")["step"] == state.step
+    assert resume_point(run, steps=11) == (state.step, None, []) and events.count("send") == 2
 
 
 def test_the_best_is_kept_only_while_it_is_the_best(tmp_path):
@@ -358,6 +381,7 @@ def test_the_best_is_kept_only_while_it_is_the_best(tmp_path):
         assert run.save_best(state, loss, log_to(events)) == (state.step == best)
         run.wait()
         found, values = checkpoint.load(tmp_path / "best.pt"), {"step": best, "best": 0.5 if best == 1 else 0.25}
+        assert checkpoint.checksum(tmp_path / "best.pt") == checkpoint.record_of(tmp_path)["sha256"]["best.pt"][-1]
         assert (found["step"], found["val_loss"]) == (best, values["best"])
         assert checkpoint.record_of(tmp_path)["best"] == {"file": "best.pt", "step": best, "values": values}
     assert same(found["model"], state.average.state_dict()) and events == ["send", "send"]

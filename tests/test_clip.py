@@ -215,7 +215,7 @@ def test_train_and_embed_captioned_images(tmp_path, monkeypatch, run):
     status, _, error = run("embed", "--data", "images", "--run_dir", "runs/clip", "--out", "emb", "--encodings")
     assert status == 0, error
     assert json.loads((tmp_path / "emb/clip.json").read_text()) == {
-        "clip": str(tmp_path / "runs/clip"), "fingerprint": model.fingerprint()}
+        "clip": str(tmp_path / "runs/clip"), "fingerprint": model.fingerprint(), "place": str(tmp_path / "emb")}
     small = media.resize_bytes(torch.from_numpy(images), 16).numpy()
     (image, text, encodings), _ = clip.embed(model, [(small, records)], encodings=True)
     source = data.Embeddings(tmp_path / "emb", True, True)  # as train_prior.py reads them

@@ -268,12 +268,13 @@ class Config(config.Settings):
     width: int = 32  # of the model
     lora_rank: int = 0  # of adapters
     init_from: str = ""  # their base
+    run_dir: str = ""  # folder of the run
 
 
 def saved(tmp_path, width=32):
     """A model's file and one of adapters on it, of rank 4; the adapted model."""
     model, base, path = small(width), tmp_path / f"base{width}.pt", tmp_path / "adapters.pt"
-    facts = {"kind": "small", "step": 1, "config": {"width": width}}
+    facts = {"kind": "small", "step": 1, "config": {"width": width, "run_dir": str(tmp_path)}, "cwd": ""}
     checkpoint.save({"model": model.state_dict(), **facts}, base)
     adapters, about = lora.start(model, Config(width, 4, str(base)))
     checkpoint.save({"model": stir(adapters).state_dict(), **facts, "step": 2, "lora": about}, path)

@@ -282,7 +282,8 @@ def test_samples_that_are_not_finite_are_faults_of_their_row_and_many_are_refuse
     source = Recordings(tmp_path, 16000, crop=600)
     batch, good = source.fetch(np.arange(5, 10))
     assert good.tolist() == [True, True, False, True, True] and not batch["wave"][2].any()
-    assert source.fault(7) == f"{tmp_path}/007.wav: samples that are not finite" and source.fault(8) == ""
+    assert source.fault(7) == f"{tmp_path}/007.wav: samples that are not finite, or above 100 times full scale"
+    assert source.fault(8) == ""
     assert source.check() == (1, 120, [source.fault(7)]) and source.check(13) == (0, 13, [])
     (rows, waves), source.keys = source.readable(np.arange(6, 9)), source.keys[7:8]
     assert rows == [6, 8] and len(waves) == 2

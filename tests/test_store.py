@@ -182,7 +182,7 @@ def test_stages_trained_in_turn_must_not_share_a_path_or_a_start():
         store.check_stages([settings(**given)])
         with pytest.raises(UserError, match=message):
             store.check_stages([settings(**given)] * 2)
-    store.check_stages([settings(save=("local save_latest_to=/x/{run:>9}.pt",))] * 2)
+    store.check_stages([settings(save=("local save_latest_to=/x/{run:9}.pt",))] * 2)
 
 
 # Copies

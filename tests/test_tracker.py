@@ -354,12 +354,15 @@ def test_a_line_is_the_mean_loss_of_the_steps_since_the_last_over_all_ranks(on_r
     assert two[0][1:] == (2.0, 0, ["unusable, and replaced by the next row: a, b"])  # each row once
 
 
-@pytest.mark.parametrize("loss, norm", [(math.nan, 1.0), (1.0, math.inf)])
-def test_a_loss_or_norm_that_is_not_finite_ends_the_run_with_its_step(loss, norm):
-    state = SimpleNamespace(cfg=config.Training(run_dir="runs/x"), step=7, scaler=None)
-    meter, state.step = tracker.Meter(Lines(), state, "test"), 8
-    meter.add(torch.tensor(loss), [])
-    with pytest.raises(UserError, match=r"not both finite at step 8; lower --lr.*runs/x are from before"):
+@pytest.mark.parametrize("losses, norm, step", [
+    ((1.0, math.nan), 1.0, 9), ((math.nan, math.nan), 1.0, 8), ((1.0, 1.0), math.inf, 9)])
+def test_a_loss_or_norm_that_is_not_finite_ends_the_run_with_its_step_and_the_last_good_checkpoint(losses, norm, step):
+    state, log = SimpleNamespace(cfg=config.Training(run_dir="runs/x"), step=7, scaler=None), Lines()
+    log.run = SimpleNamespace(forget=lambda bad: f"the one before {bad}")  # in which the weights before that step are
+    meter, state.step = tracker.Meter(log, state, "test"), 9
+    for loss in losses:
+        meter.add(torch.tensor(loss), [])
+    with pytest.raises(UserError, match=rf"runs/x: .*at step {step}; lower --lr.*from the one before {step - 1}"):
         meter.line(torch.tensor(norm), 0.5)
 
 

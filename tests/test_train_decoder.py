@@ -50,7 +50,7 @@ def world(tmp_path_factory):
         (folder / name / "clip.json").write_text(json.dumps({"clip": str(folder / "clip"), **more}))
     cfg = train_prior.Config(width=16, depth=1, heads=2)
     checkpoint.save({"kind": "prior", "model": awake(train_prior.Prior(cfg, 16)).state_dict(), "widths": [16, 0],
-                     "config": config.as_json(cfg), "clip": str(folder / "clip")}, folder / "prior/model.pt")
+                     "config": config.as_json(cfg), "clip": str(folder / "clip"), "cwd": ""}, folder / "prior/model.pt")
     return folder
 
 
