@@ -346,7 +346,8 @@ def builtin_data(folder: str | Path, device: torch.device) -> str:
     """Make FOLDER/clip, the small CLIP, and FOLDER/shapes, its embeddings, unless they are there; returns that."""
     run, out = Path(folder).resolve() / "clip", Path(folder) / "shapes"
     cfg, note, drawn = Config(run_dir=str(run)), out / "clip.json", synthetic.shapes(range(64))
-    made_from = hashlib.sha256(repr((drawn[0].tobytes(), drawn[1], BUILTIN_ROWS, cfg)).encode()).hexdigest()
+    facts = drawn[0].tobytes(), drawn[1], BUILTIN_ROWS, dataclasses.replace(cfg, run_dir="")  # wherever it is
+    made_from = hashlib.sha256(repr(facts).encode()).hexdigest()
     out.mkdir(parents=True, exist_ok=True)
     with open(out / ".lock", "a") as lock:
         fcntl.lockf(lock, fcntl.LOCK_EX)  # other runs may want the same

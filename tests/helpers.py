@@ -83,15 +83,15 @@ def _main(script, words):
 class Forked:
     """SCRIPT.py on `ranks` processes that are forked, in a tenth of the time that torchrun takes to start them.
 
-    `out` is a file to read what all of them print, line by line as it comes.
+    `out` is a file to read what all of them print, line by line as it comes. folders: where each rank works.
     """
 
-    def __init__(self, script, *words, ranks=1):
+    def __init__(self, script, *words, ranks=1, folders=None):
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
         reader, writer = FORKS.Pipe(duplex=False)
         given = (port, writer, script, [*map(str, words)], dict(os.environ))  # the server's may be an older one
-        self.processes = [FORKS.Process(target=_forked, args=(r, ranks, *given))
+        self.processes = [FORKS.Process(target=_forked, args=(r, ranks, folders and folders[r], *given))
                           for r in range(ranks)]
         for process in self.processes:
             process.start()
@@ -117,7 +117,8 @@ class Forked:
         return out
 
 
-def _forked(rank, ranks, port, writer, script, words, environment):
+def _forked(rank, ranks, folder, port, writer, script, words, environment):
+    os.chdir(folder or ".")
     for stream in (1, 2):
         os.dup2(writer.fileno(), stream)
     os.environ.update(environment)
