@@ -22,6 +22,7 @@ import dataclasses
 import itertools
 import math
 import shlex
+import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,7 +67,7 @@ class Config(config.Training):
     run_dir: str = "runs/audio"  # folder of the runs: the stage's own is RUN/STAGE; started again, it resumes
     data: str = "syllables"  # folder of recordings (wav; flac, ogg, mp3 by soundfile), or "syllables": built in
     sample_rate: Count = 8_000  # samples a second of the codec; recordings of other rates are resampled
-    seconds: Positive = 0.32  # length of a training crop; each stage has its own default, see below
+    seconds: Positive = 0.32  # length of a training crop; the default is that of the stage
     crop_samples: Natural = 0  # the same in samples, instead of --seconds, if not 0
     speaker_pattern: str = ""  # regular expression, group 1 of which in a file's name is the speaker; "": by folder
     soundstream: str = ""  # codec of coarse and fine: run, model.pt or encodec:MODEL; "": RUN/soundstream
@@ -81,7 +82,7 @@ class Config(config.Training):
     dead_below: NonNegative = 0.1  # codes of fewer frames a step are replaced; 2 would be all of them in small batches
     quantizer_dropout: Share = 1.0  # share of samples that are cut to a random number of quantizers
     quantize_after: Natural = 500  # steps of the plain autoencoder before k-means makes the codebooks; the paper: 0
-    mel_weight: NonNegative = 2e-5  # of the distance of mel spectra, summed as in the paper; whose weight is 1
+    mel_weight: NonNegative = 2e-5  # of the distance of mel spectra, summed as in the paper; the paper: 1
     wave_weight: NonNegative = 10.0  # of the L1 distance of waves (EnCodec Eq. 1); the paper: 0
     commitment_weight: NonNegative = 0.25  # of the distance of frames to their codes
     # Discriminators of the codec
@@ -106,7 +107,7 @@ class Config(config.Training):
     position: Literal["rotary", "relative"] = "rotary"  # embedding of positions; AudioLM: relative
     dropout: Share = 0.1  # in attention and feed-forward
     mask_past: Decay = 0.0  # share of the past that is hidden from a sample in training (Liu et al. 2022)
-    coarse_quantizers: Count = 2  # the coarse stage predicts the codes of the codec's first so many, fine the others'
+    coarse_quantizers: Count = 2  # quantizers of the codec that the coarse stage predicts; fine predicts the others
     text: TextUse = "auto"  # how text conditions; auto: a prefix of semantic, if there are transcripts
     max_text_len: Count = 24  # longer texts are cut, shorter ones padded
     text_drop: Share = 0.1  # probability of training a sample without its text, for guidance
@@ -124,7 +125,7 @@ class Config(config.Training):
     samples_from: Literal["ema", "online", "both"] = "ema"  # the weights that its sounds are made with
     temperature: NonNegative = 0.7  # of the codes drawn, 0 for the most probable; also the default of `sample`
     top_k: Natural = 0  # draw from so many codes, the most probable; 0 for all
-    guidance_scale: NonNegative = 1.0  # lean toward the text, 1 for not
+    guidance_scale: NonNegative = 1.0  # guidance toward the text; 1: none
 
     def __post_init__(self):
         super().__post_init__()
@@ -828,6 +829,8 @@ class Pipeline:
 class CodecTask:
     """What training the codec needs: crops of waves, the model, its discriminators, figures and sounds."""
 
+    notes = ()
+
     def __init__(self, cfg, device):
         self.cfg, self.device = cfg, device
         longer, *val_longer = open_sources(cfg, EVAL_SECONDS)
@@ -980,6 +983,15 @@ class TokenCrops:
         return batch, np.array([all(map(len, codes)) for codes, _ in crops])
 
 
+def cut_note(cfg, vocabulary, texts):
+    """A list with a note if texts are longer than a model takes."""
+    if cfg.text == "none":
+        return []
+    longest = max((len(clip.Tokenizer(vocabulary).encode(text)) for text in texts), default=0)
+    return [f"texts of up to {longest} tokens are cut to --max_text_len {cfg.max_text_len}"] * (
+        longest > cfg.max_text_len)
+
+
 def text_tokens(cfg, vocabulary, texts):
     """Word tokens (B, L) of texts, 0 where there are none."""
     texts, tokenizer = list(texts), clip.Tokenizer(vocabulary)
@@ -1035,6 +1047,7 @@ class TokenTask:
         self.parts = {part: (crops[source], those) for part, (source, those) in parts.items()}
         self.training = self.parts["train"]
         self.crops, self.vocabulary = self.training[0], vocabulary
+        self.notes = cut_note(cfg, vocabulary, (self.recordings.text(int(row)) for row in rows[:1000]))
         accumulate.seed(cfg.seed, "weights")
         self.model = TokenTransformer(cfg, self.streams, len(clip.Tokenizer(vocabulary))).to(device)
         self.optimizers = optim.make(self.model, cfg.optimizer, cfg.lr, cfg.weight_decay, cfg.betas, cfg.eps)
@@ -1172,7 +1185,7 @@ def model_file(path, kind, name="model.pt"):
     path = Path(path)
     file = path / name if path.is_dir() or not path.suffix else path
     if not file.is_file():
-        raise UserError(f"{file}: missing; train it first: --stage {kind}, or give its run with --{kind}")
+        raise UserError(f"{file}: missing; train it first (--stage {kind}), or name a run that has it")
     return file
 
 
@@ -1311,7 +1324,7 @@ def train_stage(cfg, device):
         return True
 
     # Take the run up where it was.
-    notes += more
+    notes += [*task.notes, *more]
     if resume_from:
         notes += state.restore(resume_from)
     elif cfg.init_from:
@@ -1409,7 +1422,7 @@ def train_stage(cfg, device):
                 run.commit(state, log)
             if stop:
                 run.wait()
-                log.say(f"stopped by signal {stop} at step {step}, all saved; the same command goes on")
+                log.say(f"stopped by {signal.Signals(stop).name} at step {step}, all saved; the same command goes on")
                 raise SystemExit(128 + stop)
             meter.restart()
         meter.bar.close()
@@ -1443,8 +1456,8 @@ class DrawingConfig(config.Settings):
     run_dir: str = "runs/audio"  # folder of the runs, one a stage
     model: str = "model.pt"  # file of each run: model.pt (last), best.pt (lowest validation loss), or a checkpoint
     temperature: tuple[NonNegative, ...] = ()  # of codes drawn; one, or one a stage; by default as they were trained
-    top_k: tuple[Natural, ...] = ()  # draw from so many codes, 0 for all, likewise
-    guidance_scale: tuple[NonNegative, ...] = ()  # lean toward the text, 1 for not, likewise
+    top_k: tuple[Natural, ...] = ()  # draw from so many most probable codes, 0 for all; one, or one a stage
+    guidance_scale: tuple[NonNegative, ...] = ()  # guidance toward the text; 1: none; one, or one a stage
     weights: Literal["ema", "online"] = "ema"  # averaged, or as the optimizer left them in the newest checkpoint
     seed: int = 0  # of everything random
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # where to compute
@@ -1494,6 +1507,8 @@ class SampleConfig(DrawingConfig):
         for pair in (("text", "texts"), ("prompt", "prompt_codes")):
             if set(pair) <= set(given):
                 raise UserError(f"--{pair[0]}, --{pair[1]}: give one of them")
+        if self.prompt_seconds and not self.prompt:
+            raise UserError("--prompt_seconds: it needs --prompt")
         if not codec and (self.soundstream or self.quantizers):
             raise UserError("--soundstream, --quantizers: only --reconstruct and --decode take them")
 
@@ -1673,7 +1688,8 @@ def sample(args):
         for (place, _), codes in zip(mine, made):
             write_out(args, pipeline.wave(codes), codes, pipeline.codec.rate, f"_{place}" if len(wanted) > 1 else "")
     if dist.is_main():
-        print("\n".join(filter(None, [note, f"{len(wanted)} sound(s): {args.out}"])), flush=True)
+        names = args.out if len(wanted) == 1 else f"{named(args.out, '_0')} to {named(args.out, f'_{len(wanted) - 1}')}"
+        print("\n".join(filter(None, [note, f"{len(wanted)} sound(s): {names}"])), flush=True)
 
 
 def through_codec(args, device):
@@ -1703,8 +1719,13 @@ def write_out(args, wave, codes, rate, suffix=""):
                         (args.codes, lambda file: np.save(file, codes.cpu().numpy().astype(np.uint16))),
                         (args.picture, lambda file: media.write_png(file, recordings.spectrogram(wave, rate)))):
         if path:
-            with checkpoint.replacing(Path(path).with_stem(Path(path).stem + suffix)) as file:
+            with checkpoint.replacing(named(path, suffix)) as file:
                 write(file)
+
+
+def named(path, suffix):
+    """The path with a `suffix` before the ending."""
+    return Path(path).with_stem(Path(path).stem + suffix)
 
 
 COMMANDS = {"train": (train, Config), "evaluate": (evaluate, EvaluateConfig), "sample": (sample, SampleConfig)}

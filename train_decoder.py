@@ -16,6 +16,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: a thread that w
 import dataclasses
 import itertools
 import shlex
+import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -503,12 +504,13 @@ def write_grid(path, grid):
 # Training
 
 def open_data(cfg):
-    """(source, source of --val_data or None, CLIP or None, spec of the CLIP or None), on the CPU.
+    """(source, source of --val_data or None, CLIP or None, (spec of the CLIP or None, its fingerprint)), on the CPU.
 
     The CLIP is needed for evaluation, and to embed images or text that have no embeddings yet.
     """
-    spec = data.clip_of(cfg.data) if cfg.clip == "auto" else cfg.clip
-    encoder = clip.load(spec, "cpu") if spec or cfg.text_encodings == "clip" else None
+    spec, fingerprint = data.clip_of(cfg.embeddings or cfg.data)
+    spec = spec if cfg.clip == "auto" else cfg.clip
+    encoder = clip.load(spec, "cpu", fingerprint) if spec or cfg.text_encodings == "clip" else None
     sources = []
     for path in filter(None, (cfg.data, cfg.val_data)):
         note = Path(path, "clip.json")
@@ -527,7 +529,7 @@ def open_data(cfg):
         if encoder:
             clip.check_widths(encoder, f"--clip {spec} for {path}", source.width)
         sources.append(source)
-    return sources[0], sources[-1] if cfg.val_data else None, encoder, spec
+    return sources[0], sources[-1] if cfg.val_data else None, encoder, (spec, encoder and encoder.fingerprint())
 
 
 def widths_of(cfg, source, encoder):
@@ -552,7 +554,7 @@ def prepare(cfg, run, device):
     notes = run.open(cfg.resume)  # which may move an earlier run aside, so all is checked before
     notes += [some.left_out for some in filter(None, (source, val_source))]
     if bad:
-        notes.append(f"{bad} of {read} pictures looked at cannot be used and are left out: {', '.join(names)}")
+        notes.append(f"{bad} of {read} pictures looked at cannot be used; others take their place: {', '.join(names)}")
     resume_from, finished, more = run.resume_point(cfg, checkpoint.identity(cfg, FIXED, source, encoder))
     [caption] = data.Chunks(source, np.arange(len(source)))[0, 1]["caption"]
     return cfg, resume_from, finished, notes + more, caption
@@ -574,7 +576,7 @@ def train(cfgs):
     captions = [train_stage(cfg, device) for cfg in cfgs]
     folders = [str(Path(cfg.run_dir) / cfg.stage) for cfg in cfgs]
     if len(cfgs) > 1:  # the stages together, from real image embeddings to pictures
-        args = EvaluateConfig(run_dir=tuple(folders), steps=tuple(cfg.eval_steps for cfg in cfgs), seed=first.seed,
+        args = EvaluateConfig(run_dir=(first.run_dir,), steps=tuple(cfg.eval_steps for cfg in cfgs), seed=first.seed,
                               guidance_scale=(first.guidance_scale,), eta=(first.eta,), device=first.device,
                               eval_samples=2 * first.eval_samples, grid=f"{first.run_dir}/cascade.png",
                               out=f"{first.run_dir}/cascade.json")
@@ -585,7 +587,8 @@ def train(cfgs):
 
 def next_command(cfg, folders, caption):
     """A command for the stages in `folders`, the first trained by `cfg`, that works as it stands."""
-    runs, prior = f"--run_dir {shlex.quote(','.join(folders))}", Path(SampleConfig.prior, "model.pt")
+    run = cfg.run_dir if len(folders) == len(STAGES) else folders[0]
+    runs, prior = f"--run_dir {shlex.quote(run)}", Path(SampleConfig.prior, "model.pt")
     spec = checkpoint.load(Path(folders[0], "model.pt"))["clip"]
     fits = not cfg.image_condition or (prior.is_file() and checkpoint.load(prior).get("clip") == spec)
     if not fits or cfg.low_res_size or not (cfg.image_condition or cfg.text_encodings != "none"):
@@ -610,8 +613,8 @@ def train_stage(cfg, device):
     encoder = encoder and encoder.to(device)
     identity = checkpoint.identity(cfg, FIXED, source, encoder)
     accumulate.seed(cfg.seed, "weights")
-    facts = {"kind": "decoder", "widths": widths_of(cfg, source, encoder), "clip": spec,
-             "metadata": tracker.metadata(cfg)}
+    facts = {"kind": "decoder", "widths": widths_of(cfg, source, encoder), "clip": spec[0],
+             "clip_fingerprint": spec[1], "metadata": tracker.metadata(cfg)}
     unet = trained = UNet(cfg, *facts["widths"]).to(device)
     if cfg.lora_rank:
         trained, facts["lora"] = lora.start(unet, cfg)
@@ -694,7 +697,7 @@ def train_stage(cfg, device):
                 run.commit(state, log)
             if stop:
                 run.wait()
-                log.say(f"stopped by signal {stop} at step {step}, all saved; the same command goes on")
+                log.say(f"stopped by {signal.Signals(stop).name} at step {step}, all saved; the same command goes on")
                 raise SystemExit(128 + stop)
             meter.restart()
         meter.bar.close()
@@ -727,7 +730,7 @@ def report(headline, results):
 @dataclass(frozen=True)
 class CascadeConfig(diffusion.Inference):
     # The model
-    run_dir: tuple[str, ...] = ("runs/decoder/base", "runs/decoder/upsample")  # run folders of the stages, in order
+    run_dir: tuple[str, ...] = ("runs/decoder",)  # folder of the runs, or the run folders of the stages, in order
     steps: tuple[Count, ...] = (25, 10)  # sampling steps of each stage; the last counts for all that follow
     guidance_scale: tuple[NonNegative, ...] = (1.0,)  # of each stage, 1 for none
     eta: tuple[Share, ...] = (0.0,)  # of each stage: 1 as DDPM, 0 for DDIM
@@ -753,18 +756,25 @@ def load_unet(path, device, weights="ema", lora_scale=1.0):
         return checkpoint.build(lambda: UNet(cfg, *state["widths"]), state, path, device), state
 
 
+def stages_of(run_dir):
+    """The run folders of the stages in the folders `run_dir`, each a run or RUN with RUN/base and so on."""
+    return [folder for run in run_dir for folder in
+            ([Path(run, stage) for stage in STAGES if Path(run, stage).is_dir()] or [Path(run)])]
+
+
 def load_cascade(args, device):
-    """([U-Net in eval mode], spec of the CLIP or None) of the stages of --run_dir, checked to fit each other."""
-    unets, specs, count = [], [], len(args.run_dir)
-    for run, steps, scale in zip(args.run_dir, per_stage(args.steps, count), per_stage(args.guidance_scale, count)):
-        unet, state = load_unet(Path(run) / args.model, device, args.weights, args.lora_scale)
+    """([U-Net in eval mode], (spec of the CLIP or None, its fingerprint)) of the stages of --run_dir, which fit."""
+    unets, specs, runs = [], [], stages_of(args.run_dir)
+    count = len(runs)
+    for run, steps, scale in zip(runs, per_stage(args.steps, count), per_stage(args.guidance_scale, count)):
+        unet, state = load_unet(run / args.model, device, args.weights, args.lora_scale)
         unets.append(unet)
-        specs.append(state["clip"])
+        specs.append((state["clip"], state["clip_fingerprint"]))
         if steps > unet.cfg.timesteps:
             raise UserError(f"--steps: {steps} is more than the {unet.cfg.timesteps} timesteps of {run}")
         diffusion.check_guidance(unet.cfg, scale)
     check_cascade([unet.cfg for unet in unets])
-    return unets, args.clip or specs[0]
+    return unets, (args.clip or specs[0][0], specs[0][1])
 
 
 @torch.no_grad()
@@ -814,7 +824,7 @@ class EvaluateConfig(CascadeConfig):
 
 def plan_evaluation(args, device):
     """(U-Nets, Evaluator, function of the prior or None) for what `args` wants, all of it checked."""
-    unets, spec = load_cascade(args, device)
+    unets, (spec, fingerprint) = load_cascade(args, device)
     last = unets[-1]
     cfg = dataclasses.replace(last.cfg, eval_samples=args.eval_samples, seed=args.seed, crop_scale=1.0, flip=False,
                               clip=spec or "auto", batch_size=1,
@@ -827,7 +837,7 @@ def plan_evaluation(args, device):
             raise UserError(f"{cfg.data}: image embeddings {width} wide, the decoder's are {unet.widths[0]}")
     encoder = encoder and encoder.to(device)
     return (unets, Evaluator(cfg, data.parts(source, cfg, val_source), encoder, device),
-            load_prior(args, encoder or clip.load(spec, device), device) if args.prior else None)
+            load_prior(args, encoder or clip.load(spec, device, fingerprint), device) if args.prior else None)
 
 
 def evaluate_cascade(args, device):
@@ -850,7 +860,8 @@ def evaluate_cascade(args, device):
 def evaluate(args):
     scores = evaluate_cascade(args, dist.setup(args.device))
     if dist.is_main():
-        print("\n".join(tracker.table(scores)))
+        print("\n".join(tracker.table(scores) or ["no scores: they need a CLIP, which --clip names"]))
+        print("\n".join(f"wrote {path}" for path in (args.grid, args.out) if path))
 
 
 @dataclass(frozen=True)
@@ -899,15 +910,16 @@ def slerp(start, end, share):
 
 def plan_pictures(args, device):
     """(U-Nets, CLIP, texts, embeddings (texts or 1, num, D), {name: picture}) for what `args` wants, all checked."""
-    (unets, spec), encoder = load_cascade(args, device), None
+    (unets, (spec, fingerprint)), encoder = load_cascade(args, device), None
     if any(sum(unet.widths) for unet in unets):  # an upsampler alone needs no CLIP
-        encoder = clip.load(spec, device)
+        encoder = clip.load(spec, device, fingerprint)
         for unet in unets:
             clip.check_widths(encoder, f"--clip {spec}", *unet.widths)
     texts = config.lines_of(args.texts) if args.texts else list(filter(None, [args.text.strip()]))
-    if bool(unets[0].cfg.low_res_size) != bool(args.low_res):
-        raise UserError(f"--low_res: an image to enlarge goes with a --run_dir that begins with an upsampler; "
-                        f"{args.run_dir[0]} starts from pictures of {unets[0].cfg.low_res_size} pixels (0: none)")
+    if unets[0].cfg.low_res_size and not args.low_res:
+        raise UserError(f"{args.run_dir[0]}: an upsampler; give --low_res IMAGE, or the stage before it in --run_dir")
+    if args.low_res and not unets[0].cfg.low_res_size:
+        raise UserError(f"--low_res: {args.run_dir[0]} is no upsampler; give the --run_dir of one")
     pictures = {"low_res": open_image(args.low_res, unets[0].cfg.low_res_size)} if args.low_res else {}
     if args.mask:
         size = unets[-1].cfg.image_size

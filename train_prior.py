@@ -14,6 +14,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: a thread that w
 
 import dataclasses
 import shlex
+import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -366,19 +367,21 @@ class Evaluator:
 # Training
 
 def open_data(cfg):
-    """(source, source of --val_data or None, text encoder or None, spec of the CLIP or None), on the CPU."""
-    spec = data.clip_of(cfg.data) if cfg.clip == "auto" else cfg.clip
+    """(source, source of --val_data or None, text encoder or None, (spec of the CLIP or None, its fingerprint))."""
+    spec, fingerprint = data.clip_of(cfg.data)
+    spec = spec if cfg.clip == "auto" else cfg.clip
     shards, captions = cfg.text_encodings == "shards", cfg.text_encodings == "clip"
     source, val_source = (folder and data.Embeddings(folder, shards, captions) for folder in (cfg.data, cfg.val_data))
     if val_source and val_source.width != source.width:
         raise UserError(f"--val_data {cfg.val_data}: embeddings {val_source.width} wide, those of {cfg.data} "
                         f"{source.width}")
     encoder = None
-    if cfg.text_encodings == "clip":
+    if captions or (spec and not spec.startswith("open_clip:")):  # or it is checked alone
         from common import clip
-        encoder = clip.load(spec, "cpu")
+        encoder = clip.load(spec, "cpu", fingerprint)
         clip.check_widths(encoder, f"--clip {spec} for {cfg.data}", source.width)
-    return source, val_source or None, encoder, spec
+        fingerprint = encoder.fingerprint()
+    return source, val_source or None, encoder if captions else None, (spec, fingerprint)
 
 
 def widths_of(cfg, source, encoder):
@@ -412,12 +415,13 @@ def prepare(cfg, run, device):
     if cfg.data == "shapes":
         from common import clip
         cfg = dataclasses.replace(cfg, data=clip.builtin_data(run.folder.parent, device))
-    source, val_source, encoder, spec = open_data(cfg)
+    source, val_source, encoder, (spec, _) = open_data(cfg)
     data.parts(source, cfg, val_source)
     bad, read, names = source.check()
     notes = run.open(cfg.resume)  # which may move an earlier run aside, so all is checked before
     if bad:
-        notes.append(f"{bad} of {read} rows looked at are not finite or all zero and are left out: {', '.join(names)}")
+        notes.append(f"{bad} of {read} rows looked at are not finite or all zero; others take their place: "
+                     f"{', '.join(names)}")
     resume_from, finished, more = run.resume_point(cfg, checkpoint.identity(cfg, FIXED, source, encoder))
     return cfg, resume_from, finished, notes + more, next_command(cfg, source, spec)
 
@@ -438,7 +442,7 @@ def train(cfg):
     encoder = encoder and encoder.to(device)
     identity = checkpoint.identity(cfg, FIXED, source, encoder)
     accumulate.seed(cfg.seed, "weights")
-    facts = {"kind": "prior", "widths": widths_of(cfg, source, encoder), "clip": spec,
+    facts = {"kind": "prior", "widths": widths_of(cfg, source, encoder), "clip": spec[0], "clip_fingerprint": spec[1],
              "metadata": tracker.metadata(cfg)}
     prior = trained = Prior(cfg, *facts["widths"]).to(device)
     if cfg.lora_rank:
@@ -520,7 +524,7 @@ def train(cfg):
                 run.commit(state, log)
             if stop:
                 run.wait()
-                log.say(f"stopped by signal {stop} at step {step}, all saved; the same command goes on")
+                log.say(f"stopped by {signal.Signals(stop).name} at step {step}, all saved; the same command goes on")
                 raise SystemExit(128 + stop)
             meter.restart()
         meter.bar.close()
@@ -581,7 +585,8 @@ def plan_evaluation(args, device):
                               data=args.data or prior.cfg.data)
     source, val_source, encoder, _ = open_data(cfg)
     if (widths := widths_of(cfg, source, encoder)) != state["widths"]:
-        raise UserError(f"{cfg.data}: its embeddings and encodings are {widths} wide, the prior's {state['widths']}")
+        raise UserError(f"{cfg.data}: widths of embeddings and of text encodings (0: none) are {widths}; the prior's "
+                        f"are {state['widths']}")
     return prior, Evaluator(cfg, data.parts(source, cfg, val_source), encoder and encoder.to(device), device)
 
 
@@ -606,7 +611,7 @@ class SampleConfig(PriorConfig):
     steps: Count = 64  # sampling steps
     max_batch: Count = 256  # most embeddings computed at once
     clip: str = ""  # CLIP for the text, by default that of the training
-    out: str = ""  # .npy file to write the (texts x num_samples, D) embeddings to
+    out: str = "embeddings.npy"  # .npy file for the (texts x num_samples, D) embeddings
 
     def __post_init__(self):
         super().__post_init__()
@@ -637,7 +642,7 @@ def plan_sample(args, device):
     if not any(texts) and prior.cfg.text_encodings == "none":  # needs no CLIP
         return prior, [], {"text_embed": torch.zeros(1, prior.embed_width, device=device)}
     from common import clip
-    encoder = clip.load(spec := args.clip or state["clip"], device)
+    encoder = clip.load(spec := args.clip or state["clip"], device, state["clip_fingerprint"])
     clip.check_widths(encoder, f"--clip {spec}", *state["widths"])
     return prior, [*map(repr, filter(None, texts))], condition_on_texts(prior, encoder, texts)
 
@@ -651,10 +656,11 @@ def sample(args):
                                       args.guidance_scale, args.eta, args.best_of, args.seed, args.max_batch)
     for label, cosines in zip(labels, similarity[:100].tolist()):
         print(f"{label}: similarity with the text {', '.join(f'{cosine:.3f}' for cosine in cosines)}")
-    if args.out:
-        with checkpoint.replacing(args.out) as file:
-            np.save(file, out.flatten(0, 1).cpu().numpy())
-        print(f"wrote {args.out}: float32 ({out.shape[0] * out.shape[1]}, {prior.embed_width})")
+    if len(labels) > 100:
+        print(f"… and {len(labels) - 100} more")
+    with checkpoint.replacing(args.out) as file:
+        np.save(file, out.flatten(0, 1).cpu().numpy())
+    print(f"wrote {args.out}: float32 ({out.shape[0] * out.shape[1]}, {prior.embed_width})")
 
 
 COMMANDS = {"train": (train, Config), "evaluate": (evaluate, EvaluateConfig), "sample": (sample, SampleConfig)}

@@ -186,8 +186,11 @@ class OpenCLIP(nn.Module):
         return self.model.encode_image(pixels, normalize=True).float()
 
 
-def load(spec: str | Path, device: torch.device | str) -> CLIP | OpenCLIP:
-    """The frozen CLIP that `spec` names: a run folder, a model.pt, or open_clip:MODEL/WEIGHTS."""
+def load(spec: str | Path, device: torch.device | str, fingerprint: str | None = None) -> CLIP | OpenCLIP:
+    """The frozen CLIP that `spec` names: a run folder, a model.pt, or open_clip:MODEL/WEIGHTS.
+
+    fingerprint: of the CLIP that it must be, if that is known.
+    """
     if not spec:
         raise UserError("which CLIP made the embeddings is not known; name it with --clip")
     if str(spec).startswith("open_clip:"):
@@ -200,6 +203,10 @@ def load(spec: str | Path, device: torch.device | str) -> CLIP | OpenCLIP:
         with checkpoint.reading(path):
             cfg = Config(**config.from_dict(Config, state["config"], path))
             model = checkpoint.build(lambda: CLIP(cfg, state["vocabulary"]), state, path)
+    found = model.fingerprint()
+    if fingerprint and found != fingerprint and "open_clip:" not in found + fingerprint:
+        raise UserError(f"{spec}: not the CLIP that made the embeddings, or trained anew since: fingerprint {found}, "
+                        f"expected {fingerprint}; embed the data again, or name the right one with --clip")
     return model.to(device).eval().requires_grad_(False)
 
 
@@ -312,7 +319,9 @@ def embed_all(cfg: EmbedConfig, device: torch.device) -> str:
     spec = cfg.run_dir if cfg.run_dir.startswith("open_clip:") else str(Path(cfg.run_dir).resolve())
     note = {"clip": spec, "fingerprint": model.fingerprint(), "place": str(out.absolute())}
     checkpoint.write_json(note, out / "clip.json")
-    decoder = f"--data {cfg.data} --clip {spec}" + f" --embeddings {out}" * by_tar
+    decoder = f"--data {cfg.data} --clip {spec}"
+    if by_tar:
+        decoder += f" --embeddings {out}" + f" --index_width {cfg.index_width}" * (cfg.index_width != 4)
     return (f"wrote {out}: {len(records)} embeddings {model.embed_width} wide\n"
             f"Next: torchrun --nproc_per_node=2 train_prior.py --data {out} --run_dir runs/my_prior\n"
             f"      torchrun --nproc_per_node=2 train_decoder.py {decoder} --run_dir runs/my_decoder")
@@ -323,6 +332,8 @@ def write_by_tar(folder, embeddings, keys, index_width):
 
     The last `index_width` digits of a key are its row, those before them its tar. Rows without a key are zero.
     """
+    for path in folder.glob("img_emb_*.npy"):  # of other data
+        path.unlink()
     tars, rows = np.divmod(np.array([*map(int, keys)]), 10 ** index_width)
     for tar in np.unique(tars):
         here = tars == tar

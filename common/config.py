@@ -14,6 +14,7 @@ import math
 import os
 import re
 import sys
+import textwrap
 import time
 import typing
 from dataclasses import dataclass
@@ -89,7 +90,7 @@ class Training(Settings):
     # Watching and sharing
     logger: str = "console"  # "console", "tensorboard" or "wandb project=NAME [entity=NAME] [name=NAME] [id=ID]"
     load: str = ""  # checkpoint to go on from if RUN has none: a file, URL[#sha256=HEX] or wandb:RUN/FILE
-    load_only_auto_resume: bool = False  # use --load only for a run begun before, whose own are lost; it may be absent
+    load_only_auto_resume: bool = False  # use --load only if this run was begun before and its own checkpoints are lost
     save: tuple[str, ...] = ()  # copies: "local|wandb|huggingface [kind=model] [repo=NAME] save_latest_to=PATH …", …
     metadata: tuple[str, ...] = ()  # NAME=VALUE pairs for every file that the run writes
     # Machine
@@ -153,10 +154,10 @@ def from_dict(cls, values, source):
 
 
 def check_suffixes(cfg, **suffixes):
-    """UserError for a file to be written whose name promises another format. suffixes: {field: its suffix}."""
+    """UserError for a file whose name promises another format. suffixes: {field: its suffix}."""
     for name, suffix in suffixes.items():
         if (value := getattr(cfg, name)) and not value.lower().endswith(suffix):
-            raise UserError(f"--{name}: {value}: only {suffix} files are written; give a name that ends in {suffix}")
+            raise UserError(f"--{name}: {value}: expected a name that ends in {suffix}")
 
 
 def refuse_unused(cfg, table):
@@ -239,11 +240,12 @@ def parse(cls, words, usage="", presets=None, stages=None, only=None):
     presets, stages = presets or {}, stages or {}
     for flag, named in ("stage", stages), ("preset", presets):
         for name, values in named.items():
-            shown = ", ".join(f"{field} {as_word(value)}" for field, value in values.items())
-            usage += f"\nDefaults of --{flag} {name}: {shown or 'as below'}"
+            shown = ", ".join(f"{field} {as_word(value) or 'none'}" for field, value in values.items())
+            usage += "\n" + textwrap.fill(f"Defaults of --{flag} {name}: {shown or 'as below'}", 100)
     parser = Parser(cls, usage)
     parser.add_argument("--config", metavar="FILE.json", help="the same settings from a file; flags win over them")
-    parser.add_argument("--preset", choices=presets, help="named settings; --config and flags win over them")
+    if presets:
+        parser.add_argument("--preset", choices=presets, help="named settings; --config and flags win over them")
     given = parser.read(words)
     preset, file = presets.get(given.pop("preset", None), {}), given.pop("config", None)
     flags, given = given, preset | (from_dict(cls, read_json(file), file) if file else {}) | given
@@ -266,6 +268,9 @@ def run(commands, usage, default=None, presets=None, stages=None, only=None):
     """
     words, status = sys.argv[1:], 2
     try:
+        if not default and words[:1] in (["--help"], ["-h"]):
+            print(f"{usage}\nSettings: COMMAND --help, with a COMMAND of {', '.join(commands)}")
+            raise SystemExit(0)
         name = words.pop(0) if words and not words[0].startswith("-") else default
         if name not in commands:
             raise UserError(f"{name or 'command'}: expected one of {', '.join(commands)}")

@@ -40,12 +40,14 @@ def parts(source, cfg, val_source=None):
 
 
 def clip_of(folder):
-    """The CLIP that clip.json in a folder of data names, wherever both have moved together, or None."""
+    """(CLIP that clip.json in a folder of data names, or None, its fingerprint); both may have moved together."""
     path = Path(folder) / "clip.json"
     note = config.read_json(path) if path.is_file() else {}
     if not all(isinstance(value, str) for value in note.values()):
         raise UserError(f"{path}: damaged; embed the data again, or name the CLIP with --clip")
-    return checkpoint.located(note["clip"], note["place"], folder) if "place" in note else note.get("clip")
+    spec = note.get("clip")
+    spec = checkpoint.located(spec, note["place"], folder) if "place" in note and os.sep in spec else spec
+    return spec, note.get("fingerprint")
 
 
 def digest_of(files, most=100):

@@ -70,8 +70,8 @@ class CaptionedImages:
         self.names, self.entries = np.concatenate(names), np.concatenate(entries)
         self.left_out = data.left_out(path, [*itertools.chain(*bare)], sum(kinds, collections.Counter()))
         if not len(self):
-            raise UserError(f"{path}: no captioned images found; expected KEY.jpg, .png or .webp with KEY.txt or "
-                            f".json, and no other dot in their names. {self.left_out}")
+            raise UserError(f"{path}: no such folder, or no captioned images found; expected KEY.jpg, .png or .webp "
+                            f"with KEY.txt or .json, and no other dot in their names. {self.left_out}".strip())
 
     def __len__(self):
         return len(self.entries)

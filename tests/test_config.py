@@ -220,7 +220,8 @@ def test_the_first_word_chooses_the_command(words, command, steps, monkeypatch):
     ("smaple", "train", 2, "x.py: error: smaple: expected one of train, sample"),
     ("", None, 2, "x.py: error: command: expected one of train, sample"),
     ("--learning_rate 1", "train", 2, "--learning_rate: no such setting; did you mean --lr?"),
-    ("sample --preset large", "train", 2, "--preset: invalid choice: 'large'"),
+    ("sample --preset large", "train", 2, "--preset: no such setting"),
+    ("--help", None, 0, "a COMMAND of train, sample"),
     ("sample --help", "train", 0, "the usage\nSettings of sample:"), ("--help", "train", 0, "Settings of train:")])
 def test_a_word_that_is_no_command_is_told_what_there_is(words, default, status, message, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["x.py", *words.split()])

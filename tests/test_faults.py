@@ -82,7 +82,7 @@ def test_a_signal_to_any_rank_saves(emb, tmp_path):
     process = Forked("train_prior", *flags(data=emb, run_dir=tmp_path, **LONG), ranks=2)
     wait_for("step 2: loss", type("Process", (), {"stdout": process.out}))
     os.kill(process.processes[1].pid, signal.SIGTERM)
-    assert "stopped by signal 15" in process.finish(128 + 15)
+    assert "stopped by SIGTERM" in process.finish(128 + 15)
     assert newest(tmp_path)["step"] == metrics(tmp_path)[-1]["step"]
 
 

@@ -68,7 +68,7 @@ def test_images_and_captions_read_back_from_one_tar_and_a_caption_may_be_in_json
         source[1]
     for path in (tmp_path / "nowhere", tmp_path / "a.tar"):
         write_tar(tmp_path / "a.tar", {"a.png": png(picture(0)), "b.txt": b"alone", ".c.png": b"", ".c.txt": b""})
-        with pytest.raises(UserError, match=f"{path}: no captioned images found; expected KEY.jpg"):
+        with pytest.raises(UserError, match=f"{path}: no such folder, or no captioned images found; expected KEY.jpg"):
             images.CaptionedImages(path)
 
 

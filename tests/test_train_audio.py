@@ -480,7 +480,8 @@ def test_sounds_go_through_the_codec_and_on_from_recordings_and_codes_also_when_
         (moved / stage / "best.pt").write_bytes((moved / stage / "model.pt").read_bytes())
     for settings, alike in (({}, True), (dict(run_dir=moved, model="best.pt"), True), (dict(seed=1), False),
                             (dict(fine="false"), True), (dict(temperature=0), False), (dict(top_k="0,1,0"), False),
-                            (dict(weights="online"), None), (dict(prompt="", prompt_codes=kept), None)):
+                            (dict(weights="online"), None),
+                            (dict(prompt="", prompt_seconds=0, prompt_codes=kept), None)):
         made = sampled(tmp_path, **{**asked, **settings})[2]
         assert np.array_equal(made[:15], prompt[:, :made.shape[1]])
         assert alike is None or np.array_equal(made, codes[:, :made.shape[1]]) == alike
@@ -538,7 +539,7 @@ def mistake(*words, status):
     ("--seconds 0.01", "0.01 is shorter than a frame of 320 samples"), ("--steps 500", "before --quantize_after 500"),
     ("--stage semantic --text none --text_drop 0.2", "--text_drop: it needs --text prefix or cross"),
     ("--stage semantic --text_drop 0 --guidance_scale 2", "--guidance_scale: it needs --text and --text_drop"),
-    ("sample --out a.mp3", "--out: a.mp3: only .wav files are written"),
+    ("sample --out a.mp3", "--out: a.mp3: expected a name that ends in .wav"),
     ("sample --text a --quantizers 2", "only --reconstruct"),
     ("sample --text a --reconstruct a.wav", "--text, --reconstruct: the codec"),
     ("sample --prompt a.wav --prompt_codes a.npy", "give one of them"),
@@ -559,7 +560,7 @@ def test_mistakes_that_runs_and_files_show_are_one_line_and_status_1(whole, tmp_
         (dict(text="a", temperature="1,2"), "--temperature: 2 values; expected one, or one for each of semantic"),
         (dict(prompt_codes=tmp_path / "6.npy"), "(frames, quantizers) below 16, of 4 to 4 quantizers"),
         *((dict(decode=tmp_path / f"{number}.npy"), "below 16, of 1 to 4 quantizers") for number in range(6)),
-        (dict(text="a", run_dir=tmp_path), "semantic/model.pt: missing; train it first: --stage semantic")]:
+        (dict(text="a", run_dir=tmp_path), "semantic/model.pt: missing; train it first (--stage semantic)")]:
         assert message in mistake("sample", *flags(**dict(dict(run_dir=whole, device="cpu"), **settings)), status=1)
     for file, change, message in [
         ("semantic/model.pt", dict(text="none"), "--text: "), ("semantic/kmeans.pt", {}, "of another tokenizer than"),
@@ -577,5 +578,5 @@ def test_mistakes_that_runs_and_files_show_are_one_line_and_status_1(whole, tmp_
         ("soundstream", dict(channels=3), "channels is 2 there and 3"), ("fine", dict(sample_rate=16_000), "give that"),
         ("semantic", dict(text="prefix", data=silent), "no transcripts"), ("fine", dict(coarse_quantizers=4), "has 4"),
         ("coarse", dict(semantic=whole / "semantic/model.pt"), "not a tokenizer: its kind is 'semantic'"),
-        ("coarse", dict(soundstream=tmp_path), "train it first: --stage soundstream, or give its run with --sound")]:
+        ("coarse", dict(soundstream=tmp_path), "train it first (--stage soundstream), or name a run")]:
         assert message in mistake(*words_of(whole, stage, whole, **settings), status=1)

@@ -50,7 +50,8 @@ def world(tmp_path_factory):
         (folder / name / "clip.json").write_text(json.dumps({"clip": str(folder / "clip"), **more}))
     cfg = train_prior.Config(width=16, depth=1, heads=2)
     checkpoint.save({"kind": "prior", "model": awake(train_prior.Prior(cfg, 16)).state_dict(), "widths": [16, 0],
-                     "config": config.as_json(cfg), "clip": str(folder / "clip"), "cwd": ""}, folder / "prior/model.pt")
+                     "config": config.as_json(cfg), "clip": str(folder / "clip"), "clip_fingerprint": None, "cwd": ""},
+                    folder / "prior/model.pt")
     return folder
 
 
@@ -390,7 +391,7 @@ def mistake(*words, status=1, ranks=0):
     ("--attention_levels 3", "3 is no level; there are 3"), ("--crop_scale 0", "--crop_scale: 0.0 is not above 0"),
     ("--stage upsample --random_crop 64", "--random_crop 64: the first must be below image_size 32"),
     ("--learned_variance --timestep_density mode", "--timestep_density uniform"),
-    ("sample --text x --texts y", "give one of"), ("sample --out x.jpg", "--out: x.jpg: only .png files are written"),
+    ("sample --text x --texts y", "give one of"), ("sample --out x.jpg", "x.jpg: expected a name that ends in .png"),
     ("sample --text x --mask a.png", "--mask: needs --image"), ("sample --text x --image a.png", "it needs --mask"),
 ], ids=str)
 def test_mistakes_on_the_command_line_are_one_line_and_status_2(words, message):
@@ -409,7 +410,7 @@ def test_mistakes_that_models_and_files_show_are_one_line_and_status_1(trained, 
         ("sample", dict(text, run_dir=(upsample, base)), "stage base starts from pictures of 0 pixels (0: none), but"),
         ("sample", dict(text, run_dir=tmp_path / "odd", guidance_scale=2), "is trained with --image_drop 0"),
         ("sample", dict(text, run_dir=tmp_path / "odd"), "which CLIP made the embeddings is not known; name it"),
-        ("sample", dict(text, run_dir=base, clip=tmp_path / "clip.pt"), "embeddings are 8 wide, but 16 are needed"),
+        ("sample", dict(text, run_dir=base, clip=tmp_path / "clip.pt"), "clip.pt: not the CLIP that made the embed"),
         ("sample", dict(run_dir=tmp_path / "odd", clip=world / "clip"), "with --image_drop 0, so it needs a text or"),
         ("train", dict(train, data=world / "plain", clip=""), "no embeddings in or beside it, so a CLIP must"),
     ]:

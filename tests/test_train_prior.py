@@ -247,7 +247,7 @@ def test_stopped_on_3_ranks_and_started_again_by_torchrun_on_2_loses_the_same_as
     process = Forked("train_prior", *words, ranks=3)
     assert next(line for line in process.out if "step 12: " in line)
     process.processes[0].terminate()
-    step = re.search(r"stopped by signal 15 at step (\d+), all saved", process.finish(expect=143))[1]
+    step = re.search(r"stopped by SIGTERM at step (\d+), all saved", process.finish(expect=143))[1]
     process = helpers.start("train_prior", *words, ranks=2)
     out, err = process.communicate()
     assert process.returncode == 0 and f"at step {step} of 24" in out and out.count("Next: ") == 1, out + err
@@ -325,12 +325,12 @@ def test_mistakes_end_in_one_line_and_a_status(emb, finished, tmp_path):
         (["--clamp", "training", "--objective", "v"], 2, "needs --objective x0"), (["--clamp", "a"], 2, "'a' is none"),
         (["--guidance_scale", "2", "--text_drop", "0"], 2, "is trained with --text_drop 0"),
         (["sample", "--text", "x", "--texts", "y"], 2, "--text, --texts: give one"),
-        (["sample", "--out", "x.pt"], 2, "--out: x.pt: only .npy files are written"),
+        (["sample", "--out", "x.pt"], 2, "--out: x.pt: expected a name that ends in .npy"),
         (["sample", "--text_embeds", narrow / "text_emb/text_emb_0.npy", *used], 1, "8 wide, or not all finite"),
         (["sample", "--texts", os.devnull, *used], 1, "no text in it"), ([*train, "--data", "no"], 1, "no such folder"),
         (["sample", "--text", "x", "--steps", "1001", *used], 1, "--steps: 1001 is more than the 1000"),
         (["sample", "--text", "x", "--steps", "1000", *used], 1, "name it with --clip"),
-        (["evaluate", *used, "--data", narrow], 1, "are [8, 0] wide"), ([*train, *used], 1, "width is 32 there"),
+        (["evaluate", *used, "--data", narrow], 1, "none) are [8, 0]; the"), ([*train, *used], 1, "width is 32 there"),
         ([*train, "--data", spoiled(emb, tmp_path / "bad", range(600, 617), np.inf)], 1, "17 of 1500 rows are not"),
         ([*train, "--val_data", narrow], 1, "8 wide"), ([*train, "--text_encodings", "clip"], 1, "name it with --clip"),
     ]:
@@ -411,12 +411,17 @@ def test_a_run_on_captions_needs_no_text_embeddings_and_goes_on_with_its_clip_an
     run(*words, "--data", world / "emb", "--steps", 4)
     assert "at step 4 of 8" in run(*words, "--data", tmp_path / "world/emb")
     train, sample = [*words, "--data", world / "emb", "--steps", 12], ["sample", "--text", "x", *words[2:6]]
-    for words, sizes, message in ((train, (16, 32), "clip is"), (train, (8, 32), "embeddings are 8 wide"),
-                                  (sample, (8, 32), "but 16 are needed"), (sample, (16, 64), "encodings are 64 wide")):
-        cfg = clip.Config(embed_width=sizes[0], text_width=sizes[1])
-        other = {"model": clip.CLIP(cfg, []).state_dict(), "vocabulary": [], "config": config.as_json(cfg)}
-        checkpoint.save(other, tmp_path / "world/clip/model.pt")
-        assert message in (out := run(*words, expect=1)) and len(out.splitlines()) == 1
+    cfg = clip.Config(embed_width=16, text_width=32)
+    other = {"model": clip.CLIP(cfg, []).state_dict(), "vocabulary": [], "config": config.as_json(cfg)}
+    checkpoint.save(other, tmp_path / "world/clip/model.pt")
+    for words in (train, sample):
+        out = run(*words, expect=1)
+        assert "not the CLIP that made the embeddings, or trained anew since" in out and len(out.splitlines()) == 1
+    train += ["--run_dir", tmp_path / "other", "--data", shutil.copytree(world / "emb", tmp_path / "unknown")]
+    (tmp_path / "unknown/clip.json").unlink()  # without it the widths tell
+    checkpoint.save({**other, "model": clip.CLIP(clip.Config(embed_width=8, text_width=32), []).state_dict(),
+                     "config": {"embed_width": 8, "text_width": 32}}, tmp_path / "world/clip/model.pt")
+    assert "embeddings are 8 wide, but 16 are needed" in run(*train, expect=1)
 
 
 def test_the_default_is_the_papers_method_and_the_preset_has_its_table_3():
