@@ -1638,7 +1638,7 @@ def open_codes(path, codec, least=1):
     """Codes (T, Q) of a .npy file, checked against the codec."""
     try:
         codes = np.load(path, allow_pickle=False)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # numpy raises a dozen types for a damaged file
         raise UserError(f"{path}: not a readable .npy array ({error})") from error
     fits = codes.ndim == 2 and codes.dtype.kind in "iu" and codes.size and least <= codes.shape[1] <= codec.quantizers
     if not fits or not 0 <= codes.min() <= codes.max() < codec.codebook_size:
