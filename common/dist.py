@@ -86,13 +86,17 @@ def teardown():
 
 
 def wrap(model, device):
-    """`model` with gradients averaged over the ranks. Buffers are not broadcast: who changes one keeps ranks alike."""
+    """`model` with gradients averaged over the ranks. Buffers are not broadcast: who changes one keeps ranks alike.
+
+    find_unused_parameters is for what it turns off: DDP would lay out the gradients anew after its first step. Three
+    ranks or more would then add in another order than after a resume, and two models could wait for each other.
+    """
     if world_size() == 1:
         return model
     warnings.filterwarnings("ignore", "Grad strides do not match", UserWarning)  # convolutions of one channel
     warnings.filterwarnings("ignore", "`broadcast_buffers`", FutureWarning)  # its successor is not in torch 2.10
     return DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None,
-                                   broadcast_buffers=False, gradient_as_bucket_view=True)
+                                   broadcast_buffers=False, gradient_as_bucket_view=True, find_unused_parameters=True)
 
 
 def sync_if(model, condition):

@@ -22,6 +22,7 @@ import pytest
 import torch
 from conftest import ROOT
 from helpers import SMALL, Forked, flags, metrics, wait_for
+from test_train_audio import TINY, write_voices
 
 from common import checkpoint, clip, config, data, images, media, recordings, report, store
 from common.config import UserError
@@ -102,6 +103,16 @@ def _mentions(path, word):
         return word in path.read_text() and int(path.parent.name) != os.getpid()
     except OSError:  # it has ended
         return False
+
+
+def test_ranks_with_different_numbers_of_chunks_keep_their_order_with_discriminators(tmp_path):
+    settings = {**TINY, "batch_size": 6, "timeout_minutes": 0.3, "stage": "soundstream"}
+    words = flags(data=write_voices(tmp_path / "voices"), **{
+        name: value for name, value in settings.items() if name not in ("width", "depth", "heads", "clusters")})
+    for ranks in (1, 2):  # of two, the first takes two chunks and the second one
+        Forked("train_audio", *words, *flags(run_dir=tmp_path / f"{ranks}"), ranks=ranks).finish()
+    one, two = (metrics(tmp_path / f"{ranks}/soundstream") for ranks in (1, 2))
+    assert [line.get("loss", 0) for line in one] == pytest.approx([line.get("loss", 0) for line in two], rel=1e-3)
 
 
 # Numbers
