@@ -115,6 +115,15 @@ def test_ranks_with_different_numbers_of_chunks_keep_their_order_with_discrimina
     assert [line.get("loss", 0) for line in one] == pytest.approx([line.get("loss", 0) for line in two], rel=1e-3)
 
 
+def test_three_ranks_go_on_bit_for_bit(emb, tmp_path):
+    words = flags(data=emb, **SMALL)
+    Forked("train_prior", *words, "--run_dir", tmp_path / "whole", ranks=3).finish()
+    record = checkpoint.record_of(shutil.copytree(tmp_path / "whole", tmp_path / "cut"))
+    checkpoint.write_json({**record, "checkpoints": record["checkpoints"][1:]}, tmp_path / "cut/auto_resume.json")
+    assert "at step 16 of 24" in Forked("train_prior", *words, "--run_dir", tmp_path / "cut", ranks=3).finish()
+    assert not helpers.differences(tmp_path / "whole", tmp_path / "cut")
+
+
 # Numbers
 
 def test_a_run_that_blew_up_names_the_step_and_goes_on_from_before_at_a_lower_rate(emb, tmp_path):
