@@ -61,11 +61,10 @@ def grown(**changes):
     return {**plain, **changes}
 
 
-def draw(attributes, size=32, seed=None):
-    """Plain pictures of attributes or, with a seed, varied ones."""
-    random = np.full((len(attributes), 6), 0.5) if seed is None else np.random.default_rng(seed).random(
-        (len(attributes), 6))
-    return synthetic.draw(synthetic.values([{"attributes": values} for values in attributes]), random, size)
+def draw(attributes, size=32):
+    """Pictures of attributes without variation."""
+    numbers = synthetic.values([{"attributes": values} for values in attributes])
+    return synthetic.draw(numbers, np.full((len(attributes), 6), 0.5), size)
 
 
 def test_the_drawing_has_the_attributes():
@@ -86,19 +85,6 @@ def test_the_drawing_has_the_attributes():
         assert tuple(draw([grown(color=color)])[0, 16, 16]) == synthetic.COLORS[color]
     for background in synthetic.ATTRIBUTES["background"]:
         assert tuple(draw([grown(background=background)])[0, 0, 0]) == synthetic.BACKGROUNDS[background]
-
-
-@pytest.mark.parametrize("size", [16, 32])
-def test_shapes_can_be_told_apart_at_any_turn(size):
-    """The nearest of 8 shapes × 24 variations, others of the same seed left out, is of the same shape."""
-    one_of_each = [grown(shape=s, size="small") for s in synthetic.ATTRIBUTES["shape"]]
-    images = draw(one_of_each * 24, size=32, seed=3).astype(float)
-    images = images.reshape(len(images), size, 32 // size, size, 32 // size, 3).mean((2, 4))
-    ink = images[:, :1, :1] - images  # the shade of the background is subtracted
-    ink = ink.reshape(len(ink), -1) / np.linalg.norm(ink.reshape(len(ink), -1), axis=1, keepdims=True)
-    similarity = ink @ ink.T - 2 * np.eye(len(ink))
-    shape = np.arange(len(ink)) % 8
-    assert (shape[similarity.argmax(1)] == shape).mean() > 0.95
 
 
 def test_each_shape_has_the_area_of_its_geometry():
@@ -128,12 +114,6 @@ def test_the_built_in_data_are_what_they_were():
         found = np.cos(2e-5 * time ** 2) @ wave, np.cos(1e-3 * time) @ np.square(wave)
         assert len(wave) == length
         np.testing.assert_allclose(found, (chirp, level), atol=1e-3)
-
-
-def test_drawing_varies():
-    assert len(np.unique(draw([grown()] * 6, seed=5).reshape(6, -1), axis=0)) == 6
-    plain = draw([grown()])[0]
-    np.testing.assert_array_equal(plain, plain[:, ::-1])  # a plain circle in the center is symmetric
 
 
 # Judging
