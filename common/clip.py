@@ -107,11 +107,8 @@ class CLIP(nn.Module):
 
     def tokenize(self, texts):
         """int64 (B, L), padded with PAD: START, at most L - 2 tokens, END."""
-        tokens = torch.full((len(texts), self.context), PAD)
-        for i, text in enumerate(texts):
-            row = [START, *self.tokenizer.encode(text)[:self.context - 2], END]
-            tokens[i, :len(row)] = torch.tensor(row)
-        return tokens
+        rows = [[START, *self.tokenizer.encode(text)[:self.context - 2], END] for text in texts]
+        return torch.tensor([row + [PAD] * (self.context - len(row)) for row in rows])
 
     def embed_text(self, tokens):
         """tokens (B, L) -> embedding (B, D) of unit norm, encodings (B, L, W), zero at padding, mask (B, L)."""
@@ -179,10 +176,7 @@ class OpenCLIP(nn.Module):
 
 
 def load(spec, device, fingerprint=None):
-    """The frozen CLIP that `spec` names: a run folder, a model.pt, or open_clip:MODEL/WEIGHTS.
-
-    fingerprint: of the CLIP that it must be, if that is known.
-    """
+    """The frozen CLIP that `spec` names: a run folder, model.pt or open_clip:MODEL/WEIGHTS, with the `fingerprint`."""
     if not spec:
         raise UserError("which CLIP made the embeddings is not known; name it with --clip")
     if str(spec).startswith("open_clip:"):

@@ -196,7 +196,6 @@ class Embeddings:
     """Rows of `img_emb/`, `text_emb/`, and optionally `text_enc/` and captions, matched by shard number.
 
     With `captions`, `text_emb/` may be missing. `self.captions` is None if the folder has none.
-
     fetch(rows) -> ({"image_embed" (n, D), "text_embed" (n, D), "text_enc" (n, L, E), "caption" list}, good (n,)),
     float32; a row is not good if one of its embeddings is all zero or not finite.
     """

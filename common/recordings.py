@@ -183,25 +183,25 @@ class Recordings:
         self.keys, self.headers, self.bad = [], [], []
         for name in tracker.progress(files, desc="reading headers", delay=3, leave=False, disable=not dist.is_main()):
             try:
-                _, own, frames = read_part(self.path / name, 0, 0)
-                if resampled_length(frames, own, rate) < hop:
-                    raise Unusable(f"{self.path / name}: {frames} samples at {own} Hz, less than a frame of {hop}")
+                _, file_rate, frames = read_part(file := self.path / name, 0, 0)
+                if resampled_length(frames, file_rate, rate) < hop:
+                    raise Unusable(f"{file}: {frames} samples at {file_rate} Hz, less than a frame of {hop}")
                 self.keys.append(name)
-                self.headers.append((frames, own))
+                self.headers.append((frames, file_rate))
             except Unusable as error:
                 self.bad.append(str(error))
         _refuse_many(self.bad, len(files), min(5, len(files) - 1))  # a few are left out of a small folder, too
         kinds = collections.Counter(Path(name).suffix[1:].lower() for name in found
                                     if not name.lower().endswith((*SUFFIXES, ".txt")) and (self.path / name).is_file())
         self.left_out = data.left_out(path, [], kinds)
-        others = sorted({own for _, own in self.headers} - {rate})
+        others = sorted({file_rate for _, file_rate in self.headers} - {rate})
         self.resampled = f"recordings of {', '.join(map(str, others))} Hz are resampled to {rate}" if others else ""
         chapters = {Path(name).parent for name in found if name.endswith(".trans.txt")}
         folders = [Path(name).parent for name in self.keys]
+        self.who = [(folder.parent if folder in chapters else folder).name for folder in folders]
         try:
-            self.who = [re.search(pattern, Path(name).name)[1] if pattern else
-                        (folder.parent if folder in chapters else folder).name
-                        for name, folder in zip(self.keys, folders)]
+            if pattern:
+                self.who = [re.search(pattern, Path(name).name)[1] for name in self.keys]
             self.speakers = sorted(set(self.who))
         except (re.error, IndexError, TypeError) as error:
             raise UserError(f"--speaker_pattern {pattern}: finds no speaker, in (), in some file's name") from error
@@ -230,11 +230,11 @@ class Recordings:
 
     def crop_wave(self, row, start, length):
         """wave(row)[start:start + length], for which only that part of the file is decoded; raises Unusable."""
-        own, length = self.headers[row][1], min(length, self.frames(row) - start)
-        up, down = self.rate // math.gcd(own, self.rate), own // math.gcd(own, self.rate)
+        file_rate, length = self.headers[row][1], min(length, self.frames(row) - start)
+        up, down = self.rate // math.gcd(file_rate, self.rate), file_rate // math.gcd(file_rate, self.rate)
         block = max(0, start // up - -(-MARGIN // down))  # whole blocks keep the phase
         wave, *_ = read_part(self.path / self.keys[row], block * down, -(-(start + length) * down // up) + MARGIN)
-        return resample(torch.from_numpy(wave.mean(0)), own, self.rate)[start - block * up:][:length]
+        return resample(torch.from_numpy(wave.mean(0)), file_rate, self.rate)[start - block * up:][:length]
 
     def wave(self, row):
         """The whole recording, float32 (T,); raises Unusable."""

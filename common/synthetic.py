@@ -43,7 +43,6 @@ PLACES = {"top left": (0.31, 0.31), "top right": (0.69, 0.31), "center": (0.5, 0
 ATTRIBUTES = {"shape": tuple(SHAPES), "color": tuple(COLORS), "size": tuple(SIZES), "place": tuple(PLACES),
               "background": tuple(BACKGROUNDS)}
 NAMED = {"shape": 0.85, "color": 0.8, "size": 0.5, "place": 0.55, "background": 0.4}  # chance of being in a caption
-DRAWS = 17  # uniform numbers per row: 5 for attributes, 6 for drawing, 6 for which attributes the caption names
 
 
 def shapes(rows, size=32):
@@ -51,7 +50,7 @@ def shapes(rows, size=32):
 
     A record has the "caption", all five "attributes" and the names of those that the caption mentions, "named".
     """
-    uniform = _uniform(0, rows, DRAWS)  # (N, DRAWS)
+    uniform = _uniform(0, rows, 17)  # (N, 17): 5 for attributes, 6 for drawing, 6 for what the caption names
     numbers = (uniform[:, :5] * [len(options) for options in ATTRIBUTES.values()]).astype(int)
     records = []
     for u, row in zip(uniform, numbers):

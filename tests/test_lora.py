@@ -57,15 +57,11 @@ def fit(model, adapters):
             optimizer.zero_grad()
 
 
-def weights_of(adapters):
-    return {name: tensor.clone() for name, tensor in adapters.state_dict().items()}
-
-
 def test_a_fresh_adapter_changes_nothing_and_training_changes_adapters_alone():
     model, plain = small(), small()
     adapters = lora.inject(model, 4)
     assert torch.equal(model(inputs()), plain(inputs()))
-    before = weights_of(adapters)
+    before = {name: tensor.clone() for name, tensor in adapters.state_dict().items()}
     assert {id(p) for p in adapters.parameters()} == {id(p) for p in model.parameters() if p.requires_grad}
     fit(model, adapters)
     assert all(not torch.equal(before[name], tensor) for name, tensor in adapters.state_dict().items())
