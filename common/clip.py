@@ -294,7 +294,8 @@ def embed_all(cfg, device):
         raise UserError(f"{cfg.data}: none of its images can be used")
     data.write_shards(out, *arrays[:2], records, *arrays[2:])
     keys = [record.get("key", "").rpartition("/")[2] for record in records]
-    if any(Path(cfg.data).glob("*.tar")) and all(map(str.isdecimal, keys)):  # as train_decoder.py takes them
+    if any(Path(cfg.data).glob("*.tar")) and all(map(str.isdecimal, keys)):
+        # As train_decoder.py takes them: a key's last digits number its row, those before them its tar.
         tars, rows = np.divmod([*map(int, keys)], 10 ** cfg.index_width)
         for tar in np.unique(tars):
             table = np.zeros((rows[tars == tar].max() + 1, model.embed_width), np.float16)  # zero without a key
@@ -309,25 +310,25 @@ def embed_all(cfg, device):
 def builtin_data(folder, device):
     """Make FOLDER/clip, the small CLIP, and FOLDER/shapes, its embeddings, unless they are there; returns that."""
     run, out, drawn = Path(folder).resolve() / "clip", Path(folder) / "shapes", synthetic.shapes(range(64))
-    cfg, note = Config(run_dir=str(run)), out / "clip.json"
+    cfg, path = Config(run_dir=str(run)), out / "clip.json"
     facts = drawn[0].tobytes(), drawn[1], BUILTIN_ROWS, dataclasses.replace(cfg, run_dir="")  # wherever it is
     made_from = hashlib.sha256(repr(facts).encode()).hexdigest()
     out.mkdir(parents=True, exist_ok=True)
     with open(out / ".lock", "a") as lock:
         fcntl.lockf(lock, fcntl.LOCK_EX)  # other runs may want the same
         try:
-            there = config.read_json(note)
-            load(run, "cpu", str(there.get("fingerprint")))
+            note = config.read_json(path)
+            load(run, "cpu", str(note.get("fingerprint")))
             data.Embeddings(out, captions=True).captions.records([0])
         except (UserError, OSError):  # missing or damaged
-            there = {}
-        if there.get("made_from") != made_from:
+            note = {}
+        if note.get("made_from") != made_from:
             threads = torch.get_num_threads()
             torch.set_num_threads(min(8, threads * dist.world_size()))  # the other ranks wait; layers are small
             train(cfg, device)
             embed_all(EmbedConfig(run_dir=str(run), out=str(out)), device)
             torch.set_num_threads(threads)
-            checkpoint.write_json({**config.read_json(note), "made_from": made_from}, note)
+            checkpoint.write_json({**config.read_json(path), "made_from": made_from}, path)
     return str(out)
 
 
@@ -338,9 +339,11 @@ def train_command(cfg):
 
 def embed_command(cfg):
     embed_all(cfg, dist.setup(cfg.device))
-    decoder = f" --embeddings {cfg.out}" * any(Path(cfg.out).glob("img_emb_*.npy"))
+    decoder = f"--data {cfg.data} --clip {cfg.run_dir} --run_dir runs/my_decoder"
+    if any(Path(cfg.out).glob("img_emb_*.npy")):
+        decoder += f" --embeddings {cfg.out} --index_width {cfg.index_width}"
     print(f"Next: python train_prior.py --data {cfg.out} --run_dir runs/my_prior\n"
-          f"      python train_decoder.py --data {cfg.data} --clip {cfg.run_dir}{decoder} --run_dir runs/my_decoder")
+          f"      python train_decoder.py {decoder}")
 
 
 def main():
