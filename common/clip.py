@@ -1,12 +1,8 @@
 """Text–image encoders: a small CLIP (Radford et al. 2021), trained in a minute, and open_clip's by the same calls.
 
     python -m common.clip train --data PATH|shapes --run_dir runs/clip   # on captioned images -> model.pt
-    python -m common.clip embed --data PATH --run_dir runs/clip --out emb   # embedding shards, and emb/clip.json
+    python -m common.clip embed --data PATH --run_dir runs/clip --out emb   # for train_prior.py --data emb
 """
-import os
-
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: a thread that waits soon leaves its core to others
-
 import collections
 import dataclasses
 import fcntl
@@ -61,17 +57,17 @@ class EmbedConfig(config.Settings):
 class Tokenizer:
     """A token for each word or sign of `vocabulary`; any other is spelled by its UTF-8 bytes, after a space."""
 
-    def __init__(self, vocabulary: list[str]):
+    def __init__(self, vocabulary):
         self.vocabulary = list(vocabulary)
         self.numbers = {word: BYTES + 256 + i for i, word in enumerate(self.vocabulary)}
 
     @classmethod
-    def learn(cls, texts: list[str], size: int) -> "Tokenizer":
+    def learn(cls, texts, size):
         """With a vocabulary of the `size` most frequent words and signs of `texts`, ties by their spelling."""
         counts = collections.Counter(word for text in texts for word in WORD.findall(text.lower()))
         return cls(sorted(counts, key=lambda word: (-counts[word], word))[:size])
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text):
         """Tokens of `text`, without START and END. Case and spaces do not matter."""
         tokens = []
         for word in WORD.findall(text.lower()):
@@ -86,7 +82,7 @@ class Tokenizer:
 class CLIP(nn.Module):
     """A small convolutional image encoder and a small text transformer into one space of unit vectors."""
 
-    def __init__(self, cfg: Config, vocabulary: list[str]):
+    def __init__(self, cfg, vocabulary):
         super().__init__()
         self.tokenizer, self.image_size, self.context = Tokenizer(vocabulary), cfg.image_size, cfg.context
         self.embed_width, self.encoding_width = cfg.embed_width, cfg.text_width
@@ -104,33 +100,30 @@ class CLIP(nn.Module):
         nn.init.normal_(self.token_embedding.weight, std=0.02)
         self.log_scale = nn.Parameter(torch.tensor(math.log(1 / 0.07)))  # of the logits, learned (Radford 2021 §2.3)
 
-    def fingerprint(self) -> str:
+    def fingerprint(self):
         """A digest of weights and vocabulary, by which a CLIP is known wherever it lies."""
         weights = b"".join(value.cpu().numpy().tobytes() for value in self.state_dict().values())
         return hashlib.sha256(weights + repr(self.tokenizer.vocabulary).encode()).hexdigest()[:16]
 
-    def tokenize(self, texts: list[str]) -> torch.Tensor:
+    def tokenize(self, texts):
         """int64 (B, L), padded with PAD: START, at most L - 2 tokens, END."""
-        tokens = torch.full((len(texts), self.context), PAD)
-        for i, text in enumerate(texts):
-            row = [START, *self.tokenizer.encode(text)[:self.context - 2], END]
-            tokens[i, :len(row)] = torch.tensor(row)
-        return tokens
+        rows = [[START, *self.tokenizer.encode(text)[:self.context - 2], END] for text in texts]
+        return torch.tensor([row + [PAD] * (self.context - len(row)) for row in rows])
 
-    def embed_text(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def embed_text(self, tokens):
         """tokens (B, L) -> embedding (B, D) of unit norm, encodings (B, L, W), zero at padding, mask (B, L)."""
         mask, end = tokens != PAD, (tokens == END).int().argmax(1)
         x = self.transformer(self.token_embedding(tokens))  # (B, L, W); causal, so padding behind END changes nothing
         embedding = self.text_projection(x[torch.arange(len(x), device=x.device), end])
         return F.normalize(embedding.float(), dim=-1), x * mask[..., None], mask
 
-    def embed_image(self, images: torch.Tensor) -> torch.Tensor:
+    def embed_image(self, images):
         """uint8 (B, H, W, 3), or float (B, 3, H, W) in [0, 1] -> (B, D) of unit norm."""
         pixels = squares(images, self.image_size) * 2 - 1
         return F.normalize(self.image_encoder(pixels.contiguous(memory_format=torch.channels_last)).float(), dim=-1)
 
 
-def squares(images: torch.Tensor, size: int) -> torch.Tensor:
+def squares(images, size):
     """The central squares of uint8 (B, H, W, 3) or float (B, 3, H, W) in [0, 1], as float (B, 3, size, size)."""
     if images.dtype == torch.uint8:
         images = images.permute(0, 3, 1, 2).float() / 255
@@ -142,19 +135,15 @@ def squares(images: torch.Tensor, size: int) -> torch.Tensor:
 class OpenCLIP(nn.Module):
     """A pretrained model of the package open_clip with the calls and attributes of `CLIP`."""
 
-    def __init__(self, spec: str):
+    def __init__(self, spec):
         super().__init__()
         open_clip = need("open_clip", spec, "open_clip_torch")
         name, _, weights = spec.removeprefix("open_clip:").partition("/")
-        tags = open_clip.list_pretrained_tags_by_model(name)
-        if name not in open_clip.list_models() or (weights not in tags and not Path(weights).is_file()):
-            raise UserError(f"{spec}: open_clip has no such model or weights; expected open_clip:MODEL/WEIGHTS, such "
-                            f"as open_clip:ViT-L-14/openai; weights of {name}: a file, {', '.join(tags)}")
         try:
-            self.spec, self.model = spec, open_clip.create_model(name, pretrained=weights)
+            self.spec, self.model = spec, open_clip.create_model(name, pretrained=weights, require_pretrained=True)
         except Exception as error:  # a failed download has many types, a file of other weights has more
-            raise UserError(f"{spec}: {str(error).partition(chr(10))[0]}; its weights come by network or from a "
-                            f"file: open_clip:{name}/FILE") from error
+            raise UserError(f"{spec}: {str(error).partition(chr(10))[0]}; expected open_clip:MODEL/WEIGHTS, such as "
+                            "open_clip:ViT-L-14/openai, or a file in place of WEIGHTS") from error
         text = getattr(self.model, "text", self.model)  # CustomTextCLIP has a text tower, CLIP is one itself
         self.tokenizer, self.norm = open_clip.get_tokenizer(name), getattr(text, "ln_final", None)
         plain = isinstance(self.tokenizer, open_clip.SimpleTokenizer) and getattr(text, "cls_emb", None) is None
@@ -167,13 +156,13 @@ class OpenCLIP(nn.Module):
         self.register_buffer("std", torch.tensor(visual.image_std).view(3, 1, 1))
         self.embed_width, self.encoding_width = (t.shape[-1] for t in self.embed_text(self.tokenize([""]))[:2])
 
-    def fingerprint(self) -> str:
+    def fingerprint(self):
         return self.spec
 
-    def tokenize(self, texts: list[str]) -> torch.Tensor:
+    def tokenize(self, texts):
         return self.tokenizer(list(texts), context_length=self.context)
 
-    def embed_text(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def embed_text(self, tokens):
         normed = []  # what the last norm gives, which open_clip does not return
         hook = self.norm.register_forward_hook(lambda module, inputs, output: normed.append(output))
         embedding = self.model.encode_text(tokens, normalize=True)
@@ -181,16 +170,13 @@ class OpenCLIP(nn.Module):
         mask = torch.arange(tokens.shape[1], device=tokens.device) <= tokens.argmax(1)[:, None]  # END is the largest
         return embedding.float(), normed[0] * mask[..., None], mask
 
-    def embed_image(self, images: torch.Tensor) -> torch.Tensor:
+    def embed_image(self, images):
         pixels = (squares(images, self.image_size) - self.mean) / self.std
         return self.model.encode_image(pixels, normalize=True).float()
 
 
-def load(spec: str | Path, device: torch.device | str, fingerprint: str | None = None) -> CLIP | OpenCLIP:
-    """The frozen CLIP that `spec` names: a run folder, a model.pt, or open_clip:MODEL/WEIGHTS.
-
-    fingerprint: of the CLIP that it must be, if that is known.
-    """
+def load(spec, device, fingerprint=None):
+    """The frozen CLIP that `spec` names: a run folder, model.pt or open_clip:MODEL/WEIGHTS, with the `fingerprint`."""
     if not spec:
         raise UserError("which CLIP made the embeddings is not known; name it with --clip")
     if str(spec).startswith("open_clip:"):
@@ -218,47 +204,44 @@ def check_widths(model, where, embed_width, encoding_width=0):
             raise UserError(f"{where}: the CLIP's {name} are {found} wide, but {needed} are needed")
 
 
-def read(path, image_size, training=None, batch_size=256):
+def read(path, image_size, training=None):
     """Yield the captioned images of `path`, or the built-in ones: uint8 (B, S, S, 3), and a record for each.
 
     training: only those to train on, or, if False, only those held out, to which the scripts' built-in ones belong.
     """
+    faults = []
     if path == "shapes":
         rows = range(BUILTIN_ROWS, 2 * BUILTIN_ROWS) if training else range(BUILTIN_ROWS)
     else:
         source = CaptionedImages(path)
-        if training is not False and source.left_out:
-            print(source.left_out)
         rows = [row for row in range(len(source)) if training is None or
                 training == (data.part_of(source.key(row), 0.1, 0.1) == "train")]  # as the scripts split by default
-    faults = []
-    for start in tracker.progress(range(0, len(rows), batch_size), desc="reading", unit="batch"):
-        batch = rows[start:start + batch_size]
+        if training is not False and source.left_out:
+            print(source.left_out)
+    for start in tracker.progress(range(0, len(rows), 256), desc="reading", unit="batch"):
+        batch, images, records = rows[start:start + 256], [], []
         if path == "shapes":
             yield synthetic.shapes(batch, size=image_size)
             continue
-        images, records = [], []
         for row in batch:
             try:
                 image, caption, key = source[row]
+                images.append(squares(torch.tensor(image)[None], image_size))
+                records.append({"caption": caption, "key": key})
             except Unusable as error:
                 faults.append(str(error))
-                continue
-            images.append(squares(torch.tensor(image)[None], image_size))
-            records.append({"caption": caption, "key": key})
         if records:
             yield as_bytes(torch.cat(images) * 2 - 1).numpy(), records
     if faults:
-        print(f"{len(faults)} of {len(rows)} images cannot be used and are left out: {', '.join(faults[:5])}"
-              + ", …" * (len(faults) > 5))
+        print(f"{len(faults)} of {len(rows)} images cannot be used and are left out: {', '.join(faults[:5])}")
 
 
-def train(cfg: Config, device: torch.device) -> CLIP:
+def train(cfg, device=None):
     """Train a CLIP, write it to RUN/model.pt, and print how well its embeddings retrieve held-out images.
 
     Repeats bit for bit on the same device and number of threads. No flips and no crops, as captions may name places.
     """
-    batches = [*read(cfg.data, cfg.image_size, training=True)]
+    device, batches = device or dist.setup(cfg.device), [*read(cfg.data, cfg.image_size, training=True)]
     captions = [record["caption"] for _, records in batches for record in records]
     if len(captions) < cfg.batch_size:
         raise UserError(f"{cfg.data}: {len(captions)} training images, fewer than a batch of {cfg.batch_size}; give "
@@ -286,9 +269,6 @@ def train(cfg: Config, device: torch.device) -> CLIP:
         (image, text), records = embed(model, held_out)
         captions, nearest = np.array([record["caption"] for record in records]), (text @ image.T).argmax(1)
         print(f"{len(records)} held-out captions: text_to_image {(captions[nearest] == captions).mean():.3f}")
-        if cfg.data == "shapes":  # the nearest image has all that a caption names
-            same = synthetic.values(records)[nearest] == synthetic.values(records)
-            print(f"caption_match {(same | ~synthetic.named(records)).all(1).mean():.3f}")
     return model
 
 
@@ -305,85 +285,55 @@ def embed(model, batches, encodings=False):
     return [np.concatenate(arrays) for arrays in zip(*found)], records
 
 
-def embed_all(cfg: EmbedConfig, device: torch.device) -> str:
-    """Write the embedding shards of all images of `data`, and to clip.json which CLIP they are of; returns a report."""
-    model, out = load(cfg.run_dir, device), Path(cfg.out)
+def embed_all(cfg, device=None):
+    """Write the embeddings of all images of `data`: shards, of tars also img_emb_N.npy, and clip.json."""
+    model, out = load(cfg.run_dir, device or dist.setup(cfg.device)), Path(cfg.out)
     (out / "clip.json").unlink(missing_ok=True)  # it may name another CLIP
     arrays, records = embed(model, read(cfg.data, model.image_size), cfg.encodings)
     if not records:
         raise UserError(f"{cfg.data}: none of its images can be used")
     data.write_shards(out, *arrays[:2], records, *arrays[2:])
-    by_tar = any(Path(cfg.data).glob("*.tar")) and all(r["key"].rpartition("/")[2].isdecimal() for r in records)
-    if by_tar:
-        write_by_tar(out, arrays[0], [r["key"].rpartition("/")[2] for r in records], cfg.index_width)
+    keys = [record.get("key", "").rpartition("/")[2] for record in records]
+    if any(Path(cfg.data).glob("*.tar")) and all(map(str.isdecimal, keys)):
+        # As train_decoder.py takes them: a key's last digits number its row, those before them its tar.
+        tars, rows = np.divmod([*map(int, keys)], 10 ** cfg.index_width)
+        for tar in np.unique(tars):
+            table = np.zeros((rows[tars == tar].max() + 1, model.embed_width), np.float16)  # zero without a key
+            table[rows[tars == tar]] = arrays[0][tars == tar]
+            with checkpoint.replacing(out / f"img_emb_{tar:05d}.npy") as file:
+                np.save(file, table)
     spec = cfg.run_dir if cfg.run_dir.startswith("open_clip:") else str(Path(cfg.run_dir).resolve())
     note = {"clip": spec, "fingerprint": model.fingerprint(), "place": str(out.absolute())}
     checkpoint.write_json(note, out / "clip.json")
-    decoder = f"--data {cfg.data} --clip {spec}"
-    if by_tar:
-        decoder += f" --embeddings {out}" + f" --index_width {cfg.index_width}" * (cfg.index_width != 4)
-    return (f"wrote {out}: {len(records)} embeddings {model.embed_width} wide\n"
-            f"Next: torchrun --nproc_per_node=2 train_prior.py --data {out} --run_dir runs/my_prior\n"
-            f"      torchrun --nproc_per_node=2 train_decoder.py {decoder} --run_dir runs/my_decoder")
 
 
-def write_by_tar(folder, embeddings, keys, index_width):
-    """Write embeddings (N, D) as img_emb_NNNNN.npy for NNNNN.tar, as train_decoder.py takes them.
-
-    The last `index_width` digits of a key are its row, those before them its tar. Rows without a key are zero.
-    """
-    for path in folder.glob("img_emb_*.npy"):  # of other data
-        path.unlink()
-    tars, rows = np.divmod(np.array([*map(int, keys)]), 10 ** index_width)
-    for tar in np.unique(tars):
-        here = tars == tar
-        table = np.zeros((rows[here].max() + 1, embeddings.shape[1]), np.float16)
-        table[rows[here]] = embeddings[here]
-        with checkpoint.replacing(folder / f"img_emb_{tar:05d}.npy") as file:
-            np.save(file, table)
-
-
-def _intact(run, out, made_from):
-    """Whether the built-in data in `out` and their CLIP in `run` are whole, and `made_from` what they would be now."""
-    try:
-        note = config.read_json(out / "clip.json")
-        whole = note.get("made_from") == made_from and note.get("fingerprint") == load(run, "cpu").fingerprint()
-        return whole and bool(data.Embeddings(out, captions=True).captions.records([0]))
-    except (UserError, OSError):
-        return False
-
-
-def builtin_data(folder: str | Path, device: torch.device) -> str:
+def builtin_data(folder, device):
     """Make FOLDER/clip, the small CLIP, and FOLDER/shapes, its embeddings, unless they are there; returns that."""
-    run, out = Path(folder).resolve() / "clip", Path(folder) / "shapes"
-    cfg, note, drawn = Config(run_dir=str(run)), out / "clip.json", synthetic.shapes(range(64))
+    run, out, drawn = Path(folder).resolve() / "clip", Path(folder) / "shapes", synthetic.shapes(range(64))
+    cfg, path = Config(run_dir=str(run)), out / "clip.json"
     facts = drawn[0].tobytes(), drawn[1], BUILTIN_ROWS, dataclasses.replace(cfg, run_dir="")  # wherever it is
     made_from = hashlib.sha256(repr(facts).encode()).hexdigest()
     out.mkdir(parents=True, exist_ok=True)
     with open(out / ".lock", "a") as lock:
         fcntl.lockf(lock, fcntl.LOCK_EX)  # other runs may want the same
-        if not _intact(run, out, made_from):
+        try:
+            note = config.read_json(path)
+            load(run, "cpu", str(note.get("fingerprint")))
+            data.Embeddings(out, captions=True).captions.records([0])
+        except (UserError, OSError):  # missing or damaged
+            note = {}
+        if note.get("made_from") != made_from:
             threads = torch.get_num_threads()
             torch.set_num_threads(min(8, threads * dist.world_size()))  # the other ranks wait; layers are small
             train(cfg, device)
             embed_all(EmbedConfig(run_dir=str(run), out=str(out)), device)
             torch.set_num_threads(threads)
-            checkpoint.write_json({**config.read_json(note), "made_from": made_from}, note)
+            checkpoint.write_json({**config.read_json(path), "made_from": made_from}, path)
     return str(out)
 
 
-def train_command(cfg):
-    train(cfg, dist.setup(cfg.device))
-    print(f"wrote {cfg.run_dir}/model.pt\n"
-          f"Next: python -m common.clip embed --data {cfg.data} --run_dir {cfg.run_dir} --out emb")
-
-
-def embed_command(cfg):
-    print(embed_all(cfg, dist.setup(cfg.device)))
-
-
 def main():
-    config.run({"train": (train_command, Config), "embed": (embed_command, EmbedConfig)}, __doc__)
+    config.run({"train": (train, Config), "embed": (embed_all, EmbedConfig)}, __doc__)
 
 
 if __name__ == "__main__":

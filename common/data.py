@@ -4,7 +4,6 @@ A source has `len`, `fetch(rows, draws=None) -> (batch, good)`, `split(part, val
 `name(row)` for messages, `check()` before training and `fingerprint()`. A script reads the training part without end
 by `loader(Chunks(…), training_spans(…))`, and the others by `batches`.
 """
-import functools
 import hashlib
 import itertools
 import json
@@ -42,11 +41,9 @@ def parts(source, cfg, val_source=None):
 def clip_of(folder):
     """(CLIP that clip.json in a folder of data names, or None, its fingerprint); both may have moved together."""
     path = Path(folder) / "clip.json"
-    note = config.read_json(path) if path.is_file() else {}
-    if not all(isinstance(value, str) for value in note.values()):
-        raise UserError(f"{path}: damaged; embed the data again, or name the CLIP with --clip")
+    note = {name: str(value) for name, value in config.read_json(path).items()} if path.is_file() else {}
     spec = note.get("clip")
-    spec = checkpoint.located(spec, note["place"], folder) if "place" in note and os.sep in spec else spec
+    spec = checkpoint.located(spec, note["place"], folder) if "place" in note and os.sep in (spec or "") else spec
     return spec, note.get("fingerprint")
 
 
@@ -130,11 +127,6 @@ def to_device(batch, device):
 
 # Embeddings, as clip-retrieval writes them
 
-@functools.lru_cache(256)  # fewer than the files that a process may have open; those dropped are closed
-def _opened(path, stamp):
-    return open(path, "rb", buffering=0)
-
-
 class Rows:
     """The rows of a float16 or float32 .npy file of `ndim` dimensions: [rows (n,)] -> float32 (n, …).
 
@@ -144,18 +136,11 @@ class Rows:
     def __init__(self, path, ndim):
         self.path = str(path)
         try:
-            with open(path, "rb") as file:
-                version = np.lib.format.read_magic(file)
-                header = np.lib.format.read_array_header_1_0 if version == (1, 0) else \
-                    np.lib.format.read_array_header_2_0
-                self.shape, fortran, self.dtype = header(file)
-                self.offset, stat = file.tell(), os.fstat(file.fileno())
-            size, self.stamp = stat.st_size, (stat.st_ino, stat.st_mtime_ns)  # a file written anew is another one
+            array = np.load(path, mmap_mode="r")  # which compares the header with the size of the file
+            self.shape, self.dtype, self.offset = array.shape, array.dtype, array.offset
             self.row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
-            if self.dtype not in (np.float16, np.float32) or len(self.shape) != ndim or fortran:
-                raise ValueError(f"{self.dtype} of shape {self.shape}{' in Fortran order' * fortran}")
-            if size < (needed := self.offset + len(self) * self.row_bytes):
-                raise ValueError(f"cut off, {size} bytes of {needed}")
+            if self.dtype not in (np.float16, np.float32) or array.ndim != ndim or not array.flags.c_contiguous:
+                raise ValueError(f"{self.dtype} of shape {self.shape}")
         except Exception as error:  # numpy raises a dozen types for a damaged header
             raise UserError(f"{path}: not a readable .npy array: {error}; expected float16 or float32 of {ndim} "
                             "dimensions") from error
@@ -164,9 +149,9 @@ class Rows:
         return self.shape[0]
 
     def __getitem__(self, rows):
-        file = _opened(self.path, self.stamp).fileno()
         places = (self.offset + np.asarray(rows) * self.row_bytes).tolist()
-        content = b"".join([os.pread(file, self.row_bytes, place) for place in places])
+        with open(self.path, "rb", buffering=0) as file:
+            content = b"".join([os.pread(file.fileno(), self.row_bytes, place) for place in places])
         if len(content) < len(rows) * self.row_bytes:
             raise UserError(f"{self.path}: was cut off while it was read; write it again")
         return np.frombuffer(content, self.dtype).reshape(len(rows), *self.shape[1:]).astype(np.float32)
@@ -182,7 +167,6 @@ class Shards:
     """The rows of all arrays `FOLDER/NAME_N.npy`, in the order of N: item (rows (n,)) -> float32 (n, …)."""
 
     def __init__(self, folder, name):
-        self.folder, self.name = folder, name
         self.arrays = {number: Rows(path, 3 if name == "text_enc" else 2)
                        for number, path in shard_files(folder, name, ".npy").items()}
         self.numbers, self.sizes = list(self.arrays), [len(array) for array in self.arrays.values()]
@@ -212,7 +196,6 @@ class Embeddings:
     """Rows of `img_emb/`, `text_emb/`, and optionally `text_enc/` and captions, matched by shard number.
 
     With `captions`, `text_emb/` may be missing. `self.captions` is None if the folder has none.
-
     fetch(rows) -> ({"image_embed" (n, D), "text_embed" (n, D), "text_enc" (n, L, E), "caption" list}, good (n,)),
     float32; a row is not good if one of its embeddings is all zero or not finite.
     """

@@ -30,16 +30,16 @@ class Unusable(UserError):
     """A recording that cannot be used, with the reason; training goes on with the next one."""
 
 
-def read(path, start=0, frames=-1):
-    """(float32 numpy (C, T), samples a second) from sample `start` on, T at most `frames`, -1: to the end.
+def read(path):
+    """(float32 numpy (C, T), samples a second) of a whole file, as `read_part`."""
+    return read_part(path, 0, None)[:2]
+
+
+def read_part(path, start, stop):
+    """(float32 numpy (C, T) of the samples `start` to `stop`, samples a second, samples a channel in all).
 
     Only that is decoded. Unusable if the file is damaged or samples are not finite, UserError if soundfile is missing.
     """
-    return _read(path, start, None if frames < 0 else start + frames)[:2]
-
-
-def _read(path, start, stop):
-    """(float32 numpy (C, T) of the samples `start` to `stop`, samples a second, samples a channel in all)."""
     if not Path(path).is_file():
         raise Unusable(f"{path}: not a file")  # a named pipe would wait without end
     reader = _read_wav if Path(path).suffix.lower() == ".wav" else _read_by_soundfile
@@ -52,7 +52,6 @@ def _read(path, start, stop):
 
 
 def _read_by_soundfile(path, start, stop):
-    """As `_read`."""
     soundfile = need("soundfile", f"{path}: reading {Path(path).suffix}")
     try:
         with soundfile.SoundFile(str(path)) as file:
@@ -66,7 +65,7 @@ def _read_by_soundfile(path, start, stop):
 
 
 def _read_wav(path, start, stop):
-    """As `_read`. Multimedia Programming Interface and Data Specifications 1.0 (IBM & Microsoft 1991), pp. 56-65."""
+    """Multimedia Programming Interface and Data Specifications 1.0 (IBM & Microsoft 1991), pp. 56-65."""
     size, chunks, place = Path(path).stat().st_size, {}, 12
     content = np.memmap(path, mode="r") if size else b""
     if bytes(content[:4]) + bytes(content[8:12]) != b"RIFFWAVE":
@@ -160,8 +159,60 @@ def spectrogram(wave, rate, height=160):
     return (255 * np.clip(3 * level - [0, 1, 2], 0, 1)).astype(np.uint8)  # by way of red and yellow
 
 
-class _Source:
-    """A source for data.Chunks, given `rate` (Hz), `crop` and `hop` (samples), `keys`, `who`, frames and crop_wave."""
+def _refuse_many(faults, count, few=0):
+    """UserError if more than 1 in 100 of `count` recordings, and more than `few`, have faults."""
+    if len(faults) > max(few, data.BAD_SHARE * count):
+        raise UserError(f"{len(faults)} of {count} recordings cannot be used: {faults[0]}; mend or remove them")
+
+
+class Recordings:
+    """A source for data.Chunks: the audio files of a folder tree, brought to `rate` and mixed down to one channel.
+
+    The speaker is the folder, beside a *.trans.txt the one above it (LibriSpeech: SPEAKER/CHAPTER), or what the first
+    group of the regular expression `pattern` finds in a file's name. A transcript is NAME.txt beside, or the line "NAME
+    text" of a *.trans.txt; `texts` counts them. Recordings shorter than `hop` samples are left out; `bad` says what is
+    wrong with recordings that are left out, `resampled` which have another rate.
+    """
+
+    def __init__(self, path, rate, crop=0, hop=1, pattern=""):
+        self.path, self.rate, self.crop, self.hop = Path(path), rate, crop, hop
+        found = sorted(file.relative_to(path).as_posix() for file in self.path.rglob("*") if file.name[0] != ".")
+        files = [name for name in found if name.lower().endswith(SUFFIXES)]
+        if not files:
+            raise UserError(f"{path}: no such folder, or no {', '.join(SUFFIXES)} among {len(found)} files below it")
+        self.keys, self.headers, self.bad = [], [], []
+        for name in tracker.progress(files, desc="reading headers", delay=3, leave=False, disable=not dist.is_main()):
+            try:
+                _, file_rate, frames = read_part(file := self.path / name, 0, 0)
+                if resampled_length(frames, file_rate, rate) < hop:
+                    raise Unusable(f"{file}: {frames} samples at {file_rate} Hz, less than a frame of {hop}")
+                self.keys.append(name)
+                self.headers.append((frames, file_rate))
+            except Unusable as error:
+                self.bad.append(str(error))
+        _refuse_many(self.bad, len(files), min(5, len(files) - 1))  # a few are left out of a small folder, too
+        kinds = collections.Counter(Path(name).suffix[1:].lower() for name in found
+                                    if not name.lower().endswith((*SUFFIXES, ".txt")) and (self.path / name).is_file())
+        self.left_out = data.left_out(path, [], kinds)
+        others = sorted({file_rate for _, file_rate in self.headers} - {rate})
+        self.resampled = f"recordings of {', '.join(map(str, others))} Hz are resampled to {rate}" if others else ""
+        chapters = {Path(name).parent for name in found if name.endswith(".trans.txt")}
+        folders = [Path(name).parent for name in self.keys]
+        self.who = [(folder.parent if folder in chapters else folder).name for folder in folders]
+        try:
+            if pattern:
+                self.who = [re.search(pattern, Path(name).name)[1] for name in self.keys]
+            self.speakers = sorted(set(self.who))
+        except (re.error, IndexError, TypeError) as error:
+            raise UserError(f"--speaker_pattern {pattern}: finds no speaker, in (), in some file's name") from error
+        self.lines = {}  # transcripts by a file's path without suffix
+        for name in (name for name in found if name.endswith(".txt")):
+            text = (self.path / name).read_text("utf-8", errors="replace").strip()
+            self.lines[name.removesuffix(".txt")] = text
+            for line in text.splitlines() if name.endswith(".trans.txt") else ():
+                key, _, text = line.partition(" ")
+                self.lines[(Path(name).parent / key).as_posix()] = text.strip()
+        self.texts = sum(self.text(row) != "" for row in range(len(self)))
 
     def __len__(self):
         return len(self.keys)
@@ -169,25 +220,25 @@ class _Source:
     def name(self, row):
         return self.keys[row]
 
-    def speaker(self, row):
-        return self.who[row]
+    def text(self, row):
+        """The transcript of a row, "" if there is none."""
+        return self.lines.get(self.keys[row].rpartition(".")[0], "")
 
-    def split(self, part, validation, test, seed=0):
-        """The rows (int64) of "train", "validation" or "test", by a hash of the seed and the speaker or the file."""
-        keys = self.who if len(self.speakers) >= 20 else self.keys  # so that validation is on unseen speakers
-        return np.flatnonzero([data.part_of(key, validation, test, seed) == part for key in keys])
+    def frames(self, row):
+        """Samples of a row at `rate`."""
+        return resampled_length(*self.headers[row], self.rate)
+
+    def crop_wave(self, row, start, length):
+        """wave(row)[start:start + length], for which only that part of the file is decoded; raises Unusable."""
+        file_rate, length = self.headers[row][1], min(length, self.frames(row) - start)
+        up, down = self.rate // math.gcd(file_rate, self.rate), file_rate // math.gcd(file_rate, self.rate)
+        block = max(0, start // up - -(-MARGIN // down))  # whole blocks keep the phase
+        wave, *_ = read_part(self.path / self.keys[row], block * down, -(-(start + length) * down // up) + MARGIN)
+        return resample(torch.from_numpy(wave.mean(0)), file_rate, self.rate)[start - block * up:][:length]
 
     def wave(self, row):
-        """The whole recording, float32 (T,), mixed down to one channel, at `rate`; raises Unusable."""
+        """The whole recording, float32 (T,); raises Unusable."""
         return self.crop_wave(row, 0, self.frames(row))
-
-    def fault(self, row, length=None):
-        """What is wrong with a row, or with its first `length` samples, after its name; "" if it can be used."""
-        try:
-            self.crop_wave(row, 0, length or self.frames(row))
-        except Unusable as error:
-            return str(error)
-        return ""
 
     def readable(self, rows):
         """Those of the `rows` (n,) whose recordings can be read, as a list, and their waves."""
@@ -196,13 +247,6 @@ class _Source:
             with contextlib.suppress(Unusable):
                 found[row] = self.wave(row)
         return [*found], [*found.values()]
-
-    def check(self, most=256):
-        """(unusable, checked, first faults) of `most` evenly spaced rows, a minute of each; UserError if many are."""
-        rows = np.linspace(0, len(self) - 1, min(len(self), most)).astype(int)
-        faults = [fault for row in rows if (fault := self.fault(row, 60 * self.rate))]
-        _refuse_many(faults, len(rows), min(5, len(rows) // 20))  # a few are left out of a small folder, too
-        return len(faults), len(rows), faults[:5]
 
     def fetch(self, rows, draws=None):
         """({"wave": float32 (n, crop), "length": int64 (n,)}, good (n,)): crops of `rows`, silence behind short ones.
@@ -218,6 +262,26 @@ class _Source:
                 waves[i, :len(wave)], lengths[i] = wave, len(wave)
         return {"wave": waves, "length": lengths}, lengths.numpy() > 0
 
+    def split(self, part, validation, test, seed=0):
+        """The rows (int64) of "train", "validation" or "test", by a hash of the seed and the speaker or the file."""
+        keys = self.who if len(self.speakers) >= 20 else self.keys  # so that validation is on unseen speakers
+        return np.flatnonzero([data.part_of(key, validation, test, seed) == part for key in keys])
+
+    def fault(self, row, length=None):
+        """What is wrong with a row, or with its first `length` samples, after its name; "" if it can be used."""
+        try:
+            self.crop_wave(row, 0, length or self.frames(row))
+        except Unusable as error:
+            return str(error)
+        return ""
+
+    def check(self, most=256):
+        """(unusable, checked, first faults) of `most` evenly spaced rows, a minute of each; UserError if many are."""
+        rows = np.linspace(0, len(self) - 1, min(len(self), most)).astype(int)
+        faults = [fault for row in rows if (fault := self.fault(row, 60 * self.rate))]
+        _refuse_many(faults, len(rows), min(5, len(rows) // 20))  # a few are left out of a small folder, too
+        return len(faults), len(rows), faults[:5]
+
     def fingerprint(self):
         """Plain facts that change when the data does: recordings, rate, digest of names, lengths and a few contents."""
         files = [self.path / key for key in self.keys] if self.headers else []
@@ -226,80 +290,8 @@ class _Source:
         return {"recordings": len(self), "rate": self.rate, "digest": digest.hexdigest()[:16]}
 
 
-def _refuse_many(faults, count, few=0):
-    """UserError if more than 1 in 100 of `count` recordings, and more than `few`, have faults."""
-    if len(faults) > max(few, data.BAD_SHARE * count):
-        raise UserError(f"{len(faults)} of {count} recordings cannot be used: {faults[0]}; mend or remove them")
-
-
-class Recordings(_Source):
-    """A folder tree of audio files of any rate, all brought to `rate`; those shorter than `hop` are left out.
-
-    The speaker is the folder, beside a *.trans.txt the one above it (LibriSpeech: SPEAKER/CHAPTER), or what the first
-    group of the regular expression `pattern` finds in a file's name. A transcript is NAME.txt beside, or the line "NAME
-    text" of a *.trans.txt; `texts` counts them. `bad` says what is wrong with recordings that are left out, `resampled`
-    which have another rate.
-    """
-
-    def __init__(self, path, rate, crop=0, hop=1, pattern=""):
-        self.path, self.rate, self.crop, self.hop = Path(path), rate, crop, hop
-        found = sorted(file.relative_to(path).as_posix() for file in self.path.rglob("*") if file.name[0] != ".")
-        files = [name for name in found if name.lower().endswith(SUFFIXES)]
-        if not files:
-            raise UserError(f"{path}: no such folder, or no {', '.join(SUFFIXES)} among {len(found)} files below it")
-        self.keys, self.headers, self.bad = [], [], []
-        for name in tracker.progress(files, desc="reading headers", delay=3, leave=False, disable=not dist.is_main()):
-            try:
-                _, own, frames = _read(self.path / name, 0, 0)
-                if resampled_length(frames, own, rate) < hop:
-                    raise Unusable(f"{self.path / name}: {frames} samples at {own} Hz, less than a frame of {hop}")
-                self.keys.append(name)
-                self.headers.append((frames, own))
-            except Unusable as error:
-                self.bad.append(str(error))
-        _refuse_many(self.bad, len(files), min(5, len(files) - 1))  # a few are left out of a small folder, too
-        kinds = collections.Counter(Path(name).suffix[1:].lower() for name in found
-                                    if not name.lower().endswith((*SUFFIXES, ".txt")) and (self.path / name).is_file())
-        self.left_out = data.left_out(path, [], kinds)
-        others = sorted({own for _, own in self.headers} - {rate})
-        self.resampled = f"recordings of {', '.join(map(str, others))} Hz are resampled to {rate}" if others else ""
-        chapters = {Path(name).parent for name in found if name.endswith(".trans.txt")}
-        folders = [Path(name).parent for name in self.keys]
-        try:
-            self.who = [re.search(pattern, Path(name).name)[1] if pattern else
-                        (folder.parent if folder in chapters else folder).name
-                        for name, folder in zip(self.keys, folders)]
-            self.speakers = sorted(set(self.who))
-        except (re.error, IndexError, TypeError) as error:
-            raise UserError(f"--speaker_pattern {pattern}: finds no speaker, in (), in some file's name") from error
-        self.lines = {}  # transcripts by a file's path without suffix
-        for name in (name for name in found if name.endswith(".txt")):
-            text = (self.path / name).read_text("utf-8", errors="replace").strip()
-            self.lines[name.removesuffix(".txt")] = text
-            for line in text.splitlines() if name.endswith(".trans.txt") else ():
-                key, _, text = line.partition(" ")
-                self.lines[(Path(name).parent / key).as_posix()] = text.strip()
-        self.texts = sum(self.text(row) != "" for row in range(len(self)))
-
-    def frames(self, row):
-        """Samples of a row at `rate`."""
-        return resampled_length(*self.headers[row], self.rate)
-
-    def text(self, row):
-        """The transcript of a row, "" if there is none."""
-        return self.lines.get(self.keys[row].rpartition(".")[0], "")
-
-    def crop_wave(self, row, start, length):
-        """wave(row)[start:start + length], for which only that part of the file is decoded; raises Unusable."""
-        own, length = self.headers[row][1], min(length, self.frames(row) - start)
-        up, down = self.rate // math.gcd(own, self.rate), own // math.gcd(own, self.rate)
-        block = max(0, start // up - -(-MARGIN // down))  # whole blocks keep the phase
-        wave, *_ = _read(self.path / self.keys[row], block * down, -(-(start + length) * down // up) + MARGIN)
-        return resample(torch.from_numpy(wave.mean(0)), own, self.rate)[start - block * up:][:length]
-
-
-class Syllables(_Source):
-    """The first `rows` of the built-in syllables, with the interface of Recordings; they are drawn when needed."""
+class Syllables(Recordings):
+    """The first `rows` of the built-in syllables; they are drawn when needed."""
 
     def __init__(self, rows, crop=0, hop=1, rate=synthetic.RATE):
         self.crop, self.hop, self.rate, self.texts = crop, hop, rate, rows
@@ -312,15 +304,13 @@ class Syllables(_Source):
         """A record for each of `rows` (n,): its "text", "speaker" and the rest that synthetic.syllables tells."""
         return [_drawn(int(row), self.rate)[1] for row in rows]
 
-    def frames(self, row):
-        """Samples of a row at `rate`."""
-        return len(_drawn(int(row), self.rate)[0])
-
     def text(self, row):
         return self.records([row])[0]["text"]
 
+    def frames(self, row):
+        return len(_drawn(int(row), self.rate)[0])
+
     def crop_wave(self, row, start, length):
-        """wave(row)[start:start + length]."""
         return _drawn(int(row), self.rate)[0][start:start + length].clone()
 
 
@@ -365,33 +355,14 @@ def token_cache(folder, source, key, encode, desc):
 
 
 def _whole(place):
-    """Whether a cache is there as it was written; one that is damaged is removed, to be made anew."""
-    if not (place / "sums.json").is_file():
-        return False
-    with contextlib.suppress(UserError, OSError):
-        sums = config.read_json(place / "sums.json")
-        if all(checkpoint.checksum(place / name) == digest for name, digest in sums.items()):
-            return True
-    shutil.rmtree(place)
+    """Whether a cache is there as it was written."""
+    with contextlib.suppress(UserError, OSError):  # not there, or damaged: it is made anew
+        return config.read_json(place / "sums.json") == _sums(place)
     return False
 
 
-def _join(place, parts, source):
-    """Make one array of all parts, which is then mapped into memory; sums.json, written last, commits it."""
-    tokens = [tokens for path in parts for tokens in np.load(path).values()]
-    empty = [row for row, one in enumerate(tokens) if not len(one)]
-    if len(empty) > data.BAD_SHARE * len(source):
-        shutil.rmtree(place)  # to be made again when the recordings are mended
-        _refuse_many([source.fault(row) for row in empty], len(source))
-    edges = np.cumsum([0, *map(len, tokens)])
-    tokens = [one for one in tokens if len(one)]
-    for name, array in ("tokens.npy", np.concatenate(tokens)), ("edges.npy", edges):
-        with checkpoint.replacing(place / name) as file:
-            np.save(file, array)
-    sums = {name: checkpoint.checksum(place / name) for name in ("tokens.npy", "edges.npy")}
-    checkpoint.write_json(sums, place / "sums.json")
-    for path in parts:
-        path.unlink(missing_ok=True)
+def _sums(place):
+    return {name: checkpoint.checksum(place / name) for name in ("tokens.npy", "edges.npy")}
 
 
 def _encode_parts(parts, encode, desc):
@@ -404,3 +375,20 @@ def _encode_parts(parts, encode, desc):
                 tokens[i] = encode(row).astype("<u2")
         with checkpoint.replacing(path) as file:
             np.savez(file, *tokens)
+
+
+def _join(place, parts, source):
+    """Make one array of all parts, which is then mapped into memory; sums.json, written last, commits it."""
+    tokens = [tokens for path in parts for tokens in np.load(path).values()]
+    empty = [row for row, found in enumerate(tokens) if not len(found)]
+    if len(empty) > data.BAD_SHARE * len(source):
+        shutil.rmtree(place)  # to be made again when the recordings are mended
+        _refuse_many([source.fault(row) for row in empty], len(source))
+    arrays = {"tokens.npy": np.concatenate([found for found in tokens if len(found)]),
+              "edges.npy": np.cumsum([0, *map(len, tokens)])}
+    for name, array in arrays.items():
+        with checkpoint.replacing(place / name) as file:
+            np.save(file, array)
+    checkpoint.write_json(_sums(place), place / "sums.json")
+    for path in parts:
+        path.unlink(missing_ok=True)

@@ -152,7 +152,7 @@ def test_training_learns_and_repeats_bit_for_bit_and_prints_what_held_out_captio
     monkeypatch.setattr(clip, "BUILTIN_ROWS", 320)
     torch.manual_seed(123)  # what was drawn before does not matter
     again = clip.train(clip.Config(run_dir=str(tmp_path / "clip"), **TINY), CPU)
-    first, second = capsys.readouterr().out.splitlines()
+    printed = capsys.readouterr().out
     other = clip.train(clip.Config(run_dir=str(tmp_path / "clip"), seed=1, **TINY), CPU)
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values()))
     assert not torch.equal(model.log_scale, other.log_scale)
@@ -166,7 +166,7 @@ def test_training_learns_and_repeats_bit_for_bit_and_prints_what_held_out_captio
     same = np.mean([near["caption"] == record["caption"] for near, record in zip(found, records)])
     fits = np.mean([all(near["attributes"][name] == record["attributes"][name] for name in record["named"])
                     for near, record in zip(found, records)])
-    assert first == f"320 held-out captions: text_to_image {same:.3f}" and second == f"caption_match {fits:.3f}"
+    assert printed == f"320 held-out captions: text_to_image {same:.3f}\n"
     assert same > 0.04 and fits > 0.12  # of an untrained one 0.01 and 0.04
 
 
@@ -241,12 +241,11 @@ def test_damaged_images_are_left_out_by_name_and_tars_get_embeddings_for_the_dec
                     tar.addfile(member, io.BytesIO(data_of))
     settings = {**TINY, "data": "tars", "run_dir": "clip", "steps": 2, "batch_size": 8}
     status, out, error = run("train", *flags(**settings))
-    assert status == 0 and "Next: python -m common.clip embed --data tars --run_dir clip --out emb" in out, error
+    assert status == 0, error
     assert out.count("left out are files of kinds that are not read (40 gif)") == 1
     assert "images cannot be used and are left out: tars/0000" in out
     status, out, error = run("embed", "--data", "tars", "--run_dir", "clip", "--out", "emb")
     assert status == 0 and "2 of 40 images cannot be used and are left out: tars/00000.tar: 000000006.png" in out, error
-    assert "train_prior.py --data emb " in out and "--embeddings emb" in out
     source = images.Pictures("tars", 16, "emb")  # as train_decoder.py reads them
     prior = data.Embeddings("emb", captions=True)
     found = {record["key"]: prior.fetch(np.array([row]))[0]["image_embed"][0]
@@ -288,10 +287,8 @@ def test_builtin_data_is_made_once_and_anew_for_other_settings_or_another_clip(t
 # Mistakes of the user
 
 @pytest.mark.parametrize("setting, message", [
-    (dict(image_size=0), "--image_size: 0 is not above 0"),
     (dict(text_width=48), "--text_width: 48 is not a multiple of 32"),
     (dict(context=2), "--context: 2 is not 3 or more"),
-    (dict(vocabulary=-1), "--vocabulary: -1 is not 0 or more"),
     (dict(batch_size=1), "--batch_size: 1 is not 2 or more"),
 ])
 def test_settings_out_of_bounds_are_named(setting, message):
@@ -317,7 +314,6 @@ def test_what_is_no_clip_is_named(tmp_path, model):
     ("train --data few --batch_size 4", 1, "few: 1 training images, fewer than a batch of 4"),
     ("train --data broken", 1, "broken: 0 training images, fewer than a batch"),
     ("embed --data broken --run_dir clip", 1, "broken: none of its images can be used"),
-    ("train --batch_sise 4", 2, "did you mean --batch_size?"),
     ("embed --run_dir missing", 1, "missing: there is no CLIP here"),
     ("convert", 2, "convert: expected one of train, embed"),
 ])
@@ -379,16 +375,18 @@ class SimpleTokenizer:
 @pytest.fixture
 def open_clip(monkeypatch):
     """A package open_clip with a plain CLIP, one with a text tower, and two of which the text encoder is another."""
-    def create_model(name, pretrained=None):
+    def create_model(name, pretrained="", require_pretrained=False):
+        if name not in ("plain", "tower", "coca", "foreign"):
+            raise RuntimeError(f"Model config for {name} not found.")
         model = StandIn(name)
-        if pretrained and pretrained != "tag":
+        if pretrained.endswith(".pt"):
             model.load_state_dict(torch.load(pretrained, weights_only=True))
+        elif require_pretrained and pretrained != "tag":
+            raise RuntimeError(f"Pretrained weights ({pretrained}) not found")
         return model
 
     package = types.ModuleType("open_clip")
     package.create_model, package.SimpleTokenizer = create_model, SimpleTokenizer
-    package.list_models = lambda: ["plain", "tower", "coca", "foreign"]
-    package.list_pretrained_tags_by_model = lambda name: ["tag"] if name in package.list_models() else []
     package.get_tokenizer = lambda name: (lambda texts, **_: None) if name == "foreign" else SimpleTokenizer()
     monkeypatch.setitem(sys.modules, "open_clip", package)
     return package
@@ -426,19 +424,18 @@ def test_the_real_open_clip_gives_what_it_gives_itself(tmp_path, name):
     assert check(pytest.importorskip("open_clip"), name, tmp_path / "weights.pt")[0].isfinite().all()
 
 
-def test_a_failed_download_of_open_clip_is_one_line(open_clip, monkeypatch):
-    def create_model(name, pretrained=None):
-        raise OSError("We couldn't connect to the hub\nand much more")
-    monkeypatch.setattr(open_clip, "create_model", create_model)
-    with pytest.raises(UserError, match="open_clip:plain/tag: We couldn't connect to the hub; its weights come by"):
-        clip.load("open_clip:plain/tag", "cpu")
-
-
-def test_open_clip_mistakes_are_named(open_clip):
+def test_open_clip_mistakes_are_named_in_one_line(open_clip, monkeypatch):
     assert clip.load("open_clip:plain/tag", "cpu").image_size == 8
-    for spec in ("other/tag", "plain/other", "plain"):
-        with pytest.raises(UserError, match=f"open_clip:{spec}: open_clip has no such model or weights"):
+    for spec, message in (("other/tag", "Model config for other not found."), ("plain", r"Pretrained weights \(\) not"),
+                          ("plain/other", r"Pretrained weights \(other\) not found")):
+        with pytest.raises(UserError, match=f"open_clip:{spec}: {message}.*; expected open_clip:MODEL/WEIGHTS"):
             clip.load(f"open_clip:{spec}", "cpu")
     for name in ("coca", "foreign"):
         with pytest.raises(UserError, match=f"open_clip:{name}/tag: its text encoder is not that of the original CLIP"):
             clip.load(f"open_clip:{name}/tag", "cpu")
+
+    def offline(name, **settings):
+        raise OSError("We couldn't connect to the hub\nand much more")
+    monkeypatch.setattr(open_clip, "create_model", offline)
+    with pytest.raises(UserError, match="open_clip:plain/tag: We couldn't connect to the hub; expected"):
+        clip.load("open_clip:plain/tag", "cpu")

@@ -115,16 +115,6 @@ def test_attention_is_softmax_attention_written_slowly(mode):
         torch.testing.assert_close(ours, slow[:, 3:4], rtol=1e-5, atol=1e-6)
 
 
-def test_rotary_scores_depend_on_the_distance_alone():
-    q, k = torch.randn(2, 1, 8, generator=torch.Generator().manual_seed(0))
-    scores = torch.stack([(nn.rotate(q, nn.rotary_table(torch.tensor([m]), 8))
-                           * nn.rotate(k, nn.rotary_table(torch.tensor([n]), 8))).sum()
-                          for m, n in ((3, 0), (8, 5), (103, 100), (4, 0), (104, 100))])
-    torch.testing.assert_close(scores[:3], scores[:1].expand(3), rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(scores[3], scores[4], rtol=1e-4, atol=1e-4)
-    assert (scores[0] - scores[3]).abs() > 1e-2
-
-
 def test_samples_with_positions_of_their_own_come_out_as_each_by_itself_also_token_by_token():
     model, x, positions = make(), tokens(6), torch.tensor([[-2, -1, 0, 1, 0, 1], [0, 0.5, 1, 1.5, 2, 2.5]])
     together, cache = model(x, positions=positions, return_cache=True)
