@@ -1,7 +1,7 @@
 """Text–image encoders: a small CLIP (Radford et al. 2021), trained in a minute, and open_clip's by the same calls.
 
     python -m common.clip train --data PATH|shapes --run_dir runs/clip   # on captioned images -> model.pt
-    python -m common.clip embed --data PATH --run_dir runs/clip --out emb   # for train_prior.py --data emb
+    python -m common.clip embed --data PATH --run_dir runs/clip --out emb   # embedding shards, and emb/clip.json
 """
 import collections
 import dataclasses
@@ -236,12 +236,12 @@ def read(path, image_size, training=None):
         print(f"{len(faults)} of {len(rows)} images cannot be used and are left out: {', '.join(faults[:5])}")
 
 
-def train(cfg, device=None):
+def train(cfg, device):
     """Train a CLIP, write it to RUN/model.pt, and print how well its embeddings retrieve held-out images.
 
     Repeats bit for bit on the same device and number of threads. No flips and no crops, as captions may name places.
     """
-    device, batches = device or dist.setup(cfg.device), [*read(cfg.data, cfg.image_size, training=True)]
+    batches = [*read(cfg.data, cfg.image_size, training=True)]
     captions = [record["caption"] for _, records in batches for record in records]
     if len(captions) < cfg.batch_size:
         raise UserError(f"{cfg.data}: {len(captions)} training images, fewer than a batch of {cfg.batch_size}; give "
@@ -285,9 +285,9 @@ def embed(model, batches, encodings=False):
     return [np.concatenate(arrays) for arrays in zip(*found)], records
 
 
-def embed_all(cfg, device=None):
+def embed_all(cfg, device):
     """Write the embeddings of all images of `data`: shards, of tars also img_emb_N.npy, and clip.json."""
-    model, out = load(cfg.run_dir, device or dist.setup(cfg.device)), Path(cfg.out)
+    model, out = load(cfg.run_dir, device), Path(cfg.out)
     (out / "clip.json").unlink(missing_ok=True)  # it may name another CLIP
     arrays, records = embed(model, read(cfg.data, model.image_size), cfg.encodings)
     if not records:
@@ -332,8 +332,22 @@ def builtin_data(folder, device):
     return str(out)
 
 
+def train_command(cfg):
+    train(cfg, dist.setup(cfg.device))
+    print(f"Next: python -m common.clip embed --data {cfg.data} --run_dir {cfg.run_dir} --out emb")
+
+
+def embed_command(cfg):
+    embed_all(cfg, dist.setup(cfg.device))
+    decoder = f"--data {cfg.data} --clip {cfg.run_dir} --run_dir runs/my_decoder"
+    if any(Path(cfg.out).glob("img_emb_*.npy")):
+        decoder += f" --embeddings {cfg.out} --index_width {cfg.index_width}"
+    print(f"Next: python train_prior.py --data {cfg.out} --run_dir runs/my_prior\n"
+          f"      python train_decoder.py {decoder}")
+
+
 def main():
-    config.run({"train": (train, Config), "embed": (embed_all, EmbedConfig)}, __doc__)
+    config.run({"train": (train_command, Config), "embed": (embed_command, EmbedConfig)}, __doc__)
 
 
 if __name__ == "__main__":

@@ -241,11 +241,13 @@ def test_damaged_images_are_left_out_by_name_and_tars_get_embeddings_for_the_dec
                     tar.addfile(member, io.BytesIO(data_of))
     settings = {**TINY, "data": "tars", "run_dir": "clip", "steps": 2, "batch_size": 8}
     status, out, error = run("train", *flags(**settings))
-    assert status == 0, error
+    assert status == 0 and "Next: python -m common.clip embed --data tars --run_dir clip --out emb" in out, error
     assert out.count("left out are files of kinds that are not read (40 gif)") == 1
     assert "images cannot be used and are left out: tars/0000" in out
     status, out, error = run("embed", "--data", "tars", "--run_dir", "clip", "--out", "emb")
     assert status == 0 and "2 of 40 images cannot be used and are left out: tars/00000.tar: 000000006.png" in out, error
+    assert "train_prior.py --data emb " in out and "train_decoder.py --data tars --clip clip " in out
+    assert "--embeddings emb --index_width 4" in out
     source = images.Pictures("tars", 16, "emb")  # as train_decoder.py reads them
     prior = data.Embeddings("emb", captions=True)
     found = {record["key"]: prior.fetch(np.array([row]))[0]["image_embed"][0]
