@@ -3,6 +3,10 @@
     python -m common.clip train --data PATH|shapes --run_dir runs/clip   # on captioned images -> model.pt
     python -m common.clip embed --data PATH --run_dir runs/clip --out emb   # embedding shards, and emb/clip.json
 """
+import os
+
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: a thread that waits soon leaves its core to others
+
 import collections
 import dataclasses
 import fcntl
@@ -292,6 +296,8 @@ def embed_all(cfg, device):
     arrays, records = embed(model, read(cfg.data, model.image_size), cfg.encodings)
     if not records:
         raise UserError(f"{cfg.data}: none of its images can be used")
+    for path in out.glob("img_emb_*.npy"):  # of other data
+        path.unlink()
     data.write_shards(out, *arrays[:2], records, *arrays[2:])
     keys = [record.get("key", "").rpartition("/")[2] for record in records]
     if any(Path(cfg.data).glob("*.tar")) and all(map(str.isdecimal, keys)):
