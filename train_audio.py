@@ -542,9 +542,10 @@ class TokenTransformer(nn.Module):
     AudioGen (Kreuk et al. 2022), and dropped at times for guidance.
     """
 
-    def __init__(self, cfg, streams, vocabulary=0):
+    def __init__(self, cfg, streams, vocabulary=()):
         super().__init__()
         self.cfg, self.streams, self.offsets, width = cfg, streams, offsets_of(streams), cfg.width
+        self.tokenizer = clip.Tokenizer(vocabulary)  # of texts
         self.embed = nn.Embedding(self.offsets[-1], width, padding_idx=0)
         nn.init.normal_(self.embed.weight[1:], std=width ** -0.5)
         self.heads = nn.Parameter(torch.randn(streams[-1].codes, streams[-1].size + 1, width) * 0.5 * width ** -0.5)
@@ -552,9 +553,17 @@ class TokenTransformer(nn.Module):
                                        dropout=cfg.dropout, context_width=width if cfg.text == "cross" else None)
         self.bias = nn.Embedding(32, cfg.heads) if cfg.position == "relative" else None
         if cfg.text != "none":
-            self.text_embed = nn.Embedding(vocabulary, width)
+            self.text_embed = nn.Embedding(len(self.tokenizer), width)
             self.text_encoder = Transformer(width, TEXT_DEPTH, cfg.heads, causal=False, ff_mult=8 / 3)
             self.null_text_tokens = nn.Parameter(torch.randn(cfg.max_text_len, width) * 0.02)
+
+    def text_tokens(self, texts):
+        """Word tokens (B, L) of B texts, padded with 0; None for a model without text."""
+        if self.cfg.text == "none":
+            return None
+        tokens = [self.tokenizer.encode(text)[:self.cfg.max_text_len] for text in texts]
+        padded = [found + [0] * (self.cfg.max_text_len - len(found)) for found in tokens]
+        return torch.tensor(padded, device=self.text_embed.weight.device)
 
     def condition(self, text, drop):
         """Embeddings (B, L, W) of texts (B, L), of "no text" where `drop` (B,) or if text is None; None without."""
@@ -668,8 +677,6 @@ def generate(model, samples, frames, seeds, drawing, text=None, ends=True):
     stream, device, count = model.streams[-1], model.embed.weight.device, len(samples)
     laid = [lay_out(model.streams, codes)[0] for codes in samples]
     guided = text is not None and drawing.guidance_scale != 1
-    if text is not None:
-        text = text.to(device)
     if guided:  # the second half goes without the text
         laid, text = laid * 2, text.repeat(2, 1)
     inputs = nn.utils.rnn.pad_sequence(laid, batch_first=True).to(device)
@@ -733,14 +740,14 @@ class Pipeline:
 
     def __init__(self, run, device, weights="ema", model="model.pt"):
         """run: the folder of the runs, RUN/semantic and so on. UserError if they were not trained on each other."""
-        self.device, self.cfgs, self.models, self.facts = device, {}, {}, {}
+        self.device, self.models, self.facts = device, {}, {}
         for stage in ("semantic", "coarse", "fine"):
             file = file_of(run, stage, weights, model)
-            self.cfgs[stage], self.models[stage], self.facts[stage] = load_transformer(file, stage, device, weights)
-        self.drawings = {stage: drawing_of(cfg) for stage, cfg in self.cfgs.items()}  # to be changed at will
-        cfg = self.cfgs["coarse"]
+            self.models[stage], self.facts[stage] = load_transformer(file, stage, device, weights)
+        self.drawings = {stage: drawing_of(model.cfg) for stage, model in self.models.items()}  # to be changed at will
+        cfg = self.models["coarse"].cfg
         self.codec = load_soundstream(cfg.soundstream, device)
-        self.tokenizer = load_tokenizer(model_file(cfg.semantic, "semantic", TOKENIZER), device)
+        self.tokenizer = load_tokenizer(cfg.semantic, device)
         for stage, facts in self.facts.items():
             for name, checksum in facts["made_of"].items():
                 if checksum != getattr(self, name).checksum:
@@ -769,11 +776,10 @@ class Pipeline:
         """
         begun, codes = ([*each] for each in zip(*prompts))
         window = {stage: facts["window"] for stage, facts in self.facts.items()}
-        width = self.cfgs["coarse"].coarse_quantizers
+        width = self.models["coarse"].streams[-1].codes
 
         def by(stage, given, tokens, goals, ends=True):
-            text = None if texts is None or self.cfgs[stage].text == "none" else text_tokens(
-                self.cfgs[stage], self.facts[stage]["vocabulary"], texts)
+            text = None if texts is None else self.models[stage].text_tokens(texts)
             return go_on(self.models[stage], window[stage], given, tokens, goals,
                          [accumulate.number(seed, stage) for seed in seeds], self.drawings[stage], text, ends)
 
@@ -805,7 +811,7 @@ class Pipeline:
 class CodecTask:
     """What training the codec needs: crops of waves, the model, its discriminators, figures and sounds."""
 
-    notes, facts, fixed = (), {}, FIXED_CODEC
+    facts, fixed = {}, FIXED_CODEC
 
     def __init__(self, cfg, device):
         self.cfg, self.device = cfg, device
@@ -866,8 +872,9 @@ class CodecTask:
             loss = reconstruction_loss(cfg, best, wave, torch.zeros((), device=self.device))
             sums["loss"] += loss.expand(len(wave)).sum().item(), len(wave)
             for n, sound in sounds.items():
+                fake, real = (recordings.log_mel(x, codec.rate, window=1024, hop=256, bins=64) for x in (sound, wave))
+                sums[f"mel_distance@{n}"] += (fake - real).abs().mean((1, 2)).sum().item(), len(wave)
                 sums[f"si_sdr_db@{n}"] += recordings.si_sdr(sound, wave).sum().item(), len(wave)
-                sums[f"mel_distance@{n}"] += mel_distance(sound, wave, cfg.sample_rate).sum().item(), len(wave)
             frames = -(-batch["length"][:, None] // codec.hop)  # the padding of a short recording tells nothing
             used += counts_of(codes.cpu()[torch.arange(codes.shape[1]) < frames], cfg.codebook_size)
         entropies, _ = entropies_of(used)
@@ -882,15 +889,9 @@ class CodecTask:
             yield f"{number}", self.model(wave[None].to(self.device))[0][0].cpu(), source.name(row)
 
 
-def mel_distance(fake, real, rate):
-    """Mean absolute difference of natural log-mel spectra, 64 bins, windows of 1,024, of waves (B, T) -> (B,)."""
-    x, y = (recordings.log_mel(wave, rate, 1024, 256, 64) for wave in (fake, real))
-    return (x - y).abs().mean((1, 2))
-
-
 def counts_of(codes, size):
-    """How often each code below `size` is in each column of `codes` (N, Q): (Q, size)."""
-    return torch.stack([torch.bincount(column, minlength=size) for column in codes.T])
+    """How often each code below `size` is in each column of `codes` (N, Q), -1 and less being none: (Q, size)."""
+    return torch.stack([torch.bincount(column[column >= 0], minlength=size) for column in codes.cpu().T])
 
 
 def entropies_of(counts):
@@ -913,10 +914,10 @@ class TokenCrops:
     whatever their frame rates. A crop that reaches the true end of its recording ends in EOS.
     """
 
-    def __init__(self, cfg, source, streams, caches, rates, vocabulary):
+    def __init__(self, cfg, source, streams, caches, rates):
         """caches, rates: of each kind of tokens, {"semantic", "codes": TokenCache} and {…: frames a second}."""
         self.cfg, self.source, self.streams, self.caches, self.rates = cfg, source, streams, caches, rates
-        self.vocabulary, self.main = vocabulary, "codes" if "codes" in caches else "semantic"
+        self.main = "codes" if "codes" in caches else "semantic"
         self.window = max(1, round(cfg.seconds * rates[self.main]))
 
     def __len__(self):
@@ -947,18 +948,8 @@ class TokenCrops:
         batch = {"inputs": nn.utils.rnn.pad_sequence(list(inputs), batch_first=True), "place": torch.tensor(begins),
                  "target": nn.utils.rnn.pad_sequence(target, batch_first=True, padding_value=-100)}
         if self.cfg.text != "none":
-            batch["text"] = text_tokens(self.cfg, self.vocabulary, [self.source.text(int(row)) for row in rows])
+            batch["text"] = [self.source.text(int(row)) for row in rows]
         return batch, np.array([all(map(len, codes)) for codes, _ in crops])
-
-
-def text_tokens(cfg, vocabulary, texts):
-    """Word tokens (B, L) of texts, 0 where there are none."""
-    texts, tokenizer = list(texts), clip.Tokenizer(vocabulary)
-    out = torch.zeros(len(texts), cfg.max_text_len, dtype=torch.long)
-    for line, text in zip(out, texts):
-        found = tokenizer.encode(text)[:cfg.max_text_len]
-        line[:len(found)] = torch.tensor(found, dtype=torch.long)
-    return out
 
 
 def streams_of(cfg, sizes, rates, quantizers):
@@ -970,12 +961,12 @@ def streams_of(cfg, sizes, rates, quantizers):
 
 
 class TokenTask:
-    """What training a token transformer needs; of one that was trained, `contents` is what its file holds."""
+    """What training a token transformer needs: crops of tokens, the model, figures and sounds."""
 
     discriminators, complete, fixed = None, True, FIXED_TOKENS
 
-    def __init__(self, cfg, device, contents=None):
-        self.cfg, self.device, self.codec, self.notes, tokenizer = cfg, device, None, [], None
+    def __init__(self, cfg, device, vocabulary):
+        self.cfg, self.device, self.codec, tokenizer = cfg, device, None, None
         sources = open_sources(cfg)
         self.recordings, parts = sources[0], data.parts(sources[0], cfg, *sources[1:])
         rows, sizes, rates, made_of = parts["train"][1], {}, {}, {}
@@ -994,31 +985,24 @@ class TokenTask:
                 raise UserError(f"--coarse_quantizers: {cfg.coarse_quantizers}, but {cfg.soundstream} has "
                                 f"{self.codec.quantizers}")
         self.streams = streams_of(cfg, sizes, rates, self.codec.quantizers if self.codec else 0)
-        self.vocabulary = [] if cfg.text == "none" else contents["vocabulary"] if contents else dist.on_main(
-            lambda: clip.Tokenizer.learn((self.recordings.text(int(row)) for row in rows[:20_000]),
-                                         TEXT_WORDS).vocabulary)
         crops = {source: TokenCrops(cfg, source, self.streams, token_caches(cfg, source, tokenizer, self.codec, device),
-                                    rates, self.vocabulary) for source in sources}
+                                    rates) for source in sources}
         self.parts = {name: (crops[source], those) for name, (source, those) in parts.items()}
         self.training = self.crops, _ = self.parts["train"]
-        if cfg.text != "none":
-            longest = max(len(clip.Tokenizer(self.vocabulary).encode(self.recordings.text(int(row))))
-                          for row in rows[:1000])
-            if longest > cfg.max_text_len:
-                self.notes = [f"texts of up to {longest} tokens are cut to --max_text_len {cfg.max_text_len}"]
         accumulate.seed(cfg.seed, "weights")
-        self.model = TokenTransformer(cfg, self.streams, len(clip.Tokenizer(self.vocabulary))).to(device)
-        self.facts = {"streams": [list(stream) for stream in self.streams], "vocabulary": self.vocabulary,
+        self.model = TokenTransformer(cfg, self.streams, vocabulary).to(device)
+        self.facts = {"streams": [list(stream) for stream in self.streams], "vocabulary": vocabulary,
                       "made_of": made_of, **self.lengths()}
 
     def lengths(self):
-        """"window": frames of the last stream that a training crop has; "rate": its frames a second.
+        """Frames of the last stream that a training crop has, and how many there are a second.
 
         Semantic tokens are fewer than frames: those that 95 of 100 training crops do not exceed.
         """
-        crops, cache, rate = self.crops, self.crops.caches[self.crops.main], self.crops.rates[self.crops.main]
+        crops, rate = self.crops, self.crops.rates[self.crops.main]
         if self.cfg.stage != "semantic":
             return {"window": crops.window, "rate": rate}
+        cache = crops.caches["semantic"]
         rows = np.setdiff1d(self.training[1][:200], cache.empty).tolist()
         tokens = np.array([len(crops.crop(row)[0][0]) for row in rows])
         seconds = np.array([min(crops.window, cache.frames(row)) for row in rows]) / rate
@@ -1027,7 +1011,8 @@ class TokenTask:
     def loss(self, model, batch, adversarial=False):
         """(loss, None) of a chunk. A sample's loss is the mean over its tokens, so a batch's is that of its chunks."""
         drop = torch.rand(len(batch["inputs"]), device=self.device) < self.cfg.text_drop
-        sums, counts, _ = model(batch["inputs"], batch["place"], batch["target"], batch.get("text"), drop)
+        text = self.model.text_tokens(batch.get("text"))
+        sums, counts, _ = model(batch["inputs"], batch["place"], batch["target"], text, drop)
         return (sums / counts.clamp(min=1)).mean(), None
 
     def update_codebooks(self, taken, step):
@@ -1041,13 +1026,12 @@ class TokenTask:
         for _, batch in data.batches(*self.parts[part], cfg.eval_samples, cfg.chunk_size):
             batch = data.to_device(batch, self.device)
             with amp.autocast(self.device, cfg.precision):
-                loss, count, right = (values.sum().item() for values in self.model(
-                    batch["inputs"], batch["place"], batch["target"], batch.get("text"),
-                    torch.zeros(len(batch["inputs"]), dtype=torch.bool, device=self.device)))
+                found = self.model(batch["inputs"], batch["place"], batch["target"],
+                                   self.model.text_tokens(batch.get("text")), drop=batch["place"] < 0)  # none
+            loss, count, right = (values.sum().item() for values in found)
             sums["loss"] += loss, count
             sums["accuracy"] += right, count
-            used += torch.stack([torch.bincount(target[target >= 0].cpu(), minlength=stream.size + 1)
-                                 for target in batch["target"].unbind(2)])
+            used += counts_of(batch["target"].flatten(0, 1), stream.size + 1)
         entropies, counts = entropies_of(used)
         return means(sums) | {"unigram_entropy": (entropies @ counts / counts.sum()).item()}
 
@@ -1062,7 +1046,7 @@ class TokenTask:
             return
         codes = [crops.crop(row)[0] for row in rows]
         begun = 0 if fine else round(PROMPT_SECONDS * crops.rates["codes"])
-        text = None if cfg.text == "none" else text_tokens(cfg, self.vocabulary, map(crops.source.text, rows))
+        text = self.model.text_tokens(map(crops.source.text, rows))
         tokens = go_on(self.model, window,
                        lambda b, past: [codes[b][0][len(past):][:window] if fine else codes[b][0]],
                        [real[:begun] for _, real in codes], [len(real) if fine else window for _, real in codes],
@@ -1104,7 +1088,7 @@ def open_sources(cfg, seconds=0.0):
 
 
 def token_caches(cfg, source, tokenizer, codec, device):
-    """{"semantic", "codes": TokenCache} of all recordings, by the tokenizer and the codec, either of which may be None."""
+    """{"semantic", "codes": TokenCache} of all recordings, by a tokenizer and a codec, if there are."""
     folder, caches = Path(cfg.run_dir).parent / "tokens", {}
     if tokenizer:
         caches["semantic"] = recordings.token_cache(
@@ -1118,22 +1102,20 @@ def token_caches(cfg, source, tokenizer, codec, device):
 
 
 def open_tokenizer(cfg, source, rows, device):
-    """The tokenizer of semantic tokens: of the run that the stage is of, or, for the semantic stage, its own.
-
-    That is fitted to the training `rows` when the run has none yet, and saved with it.
-    """
+    """The tokenizer of semantic tokens; the semantic stage fits it to the training `rows` when it begins."""
     if cfg.stage != "semantic":
-        return load_tokenizer(model_file(cfg.semantic, "semantic", TOKENIZER), device)
+        return load_tokenizer(cfg.semantic, device)
     path = Path(cfg.run_dir) / TOKENIZER
     if not dist.on_main(path.exists):
         features = "mfcc" if cfg.tokenizer == "kmeans" else cfg.tokenizer
-        made = semantic.fit(source, rows, cfg.clusters, cfg.seed, features=features, device=device)
-        dist.on_main(lambda: checkpoint.save(made.state(), path) and None)
-    return load_tokenizer(path, device)
+        tokenizer = semantic.fit(source, rows, cfg.clusters, cfg.seed, features=features, device=device)
+        dist.on_main(lambda: checkpoint.save(tokenizer.state(), path) and None)
+    return load_tokenizer(cfg.run_dir, device)
 
 
-def load_tokenizer(path, device):
-    """The tokenizer of a file, with what tells it from others in `checksum`."""
+def load_tokenizer(run, device):
+    """The tokenizer of a semantic run, with what tells it from others in `checksum`."""
+    path = model_file(run, "semantic", TOKENIZER)
     tokenizer = semantic.load(checkpoint.load(path), path).to(device)
     tokenizer.checksum = checkpoint.checksum(path)[:16]
     return tokenizer
@@ -1149,13 +1131,10 @@ def model_file(path, kind, name="model.pt"):
 
 
 def file_of(run, stage, weights, model):
-    """The file `model` of a stage's run or, for "online" weights of model.pt, which has none, the newest checkpoint."""
+    """The file `model` of a stage's run or, for "online" weights, which model.pt has not, the newest checkpoint."""
     folder = Path(run) / stage
-    if weights == "ema" or model != "model.pt":
-        return model_file(folder, stage, model)
-    if found := sorted((folder / "checkpoints").glob("step_*.pt")):
-        return found[-1]
-    raise UserError(f"{folder}/checkpoints: empty; --weights online needs a checkpoint")
+    newest = sorted((folder / "checkpoints").glob("step_*.pt"))[-1:]
+    return newest[0] if newest and weights == "online" and model == "model.pt" else model_file(folder, stage, model)
 
 
 def load_soundstream(path, device, weights="ema"):
@@ -1170,12 +1149,12 @@ def load_soundstream(path, device, weights="ema"):
 
 
 def load_transformer(file, stage, device, weights="ema"):
-    """(config, model in eval mode, contents of the file) of a stage's model.pt, best.pt or checkpoint."""
+    """(model in eval mode, contents of the file) of a stage's model.pt, best.pt or checkpoint."""
     cfg, state = lora.read_model(stage, Config, file, weights)
     with checkpoint.reading(file):
-        streams, vocabulary = [Stream(*stream) for stream in state["streams"]], clip.Tokenizer(state["vocabulary"])
-        model = checkpoint.build(lambda: TokenTransformer(cfg, streams, len(vocabulary)), state, file, device)
-    return cfg, for_generation(model), state
+        streams = [Stream(*stream) for stream in state["streams"]]
+        model = checkpoint.build(lambda: TokenTransformer(cfg, streams, state["vocabulary"]), state, file, device)
+    return for_generation(model), state
 
 
 def for_generation(model):
@@ -1191,7 +1170,7 @@ def for_generation(model):
 def prepare(cfg, run):
     """What rank 0 does before anyone trains: check the config and the data, hold the run folder.
 
-    Returns (the config with all that was "auto" or left to the run's place decided, messages).
+    Returns (the config with all that was "auto" or left to the run's place decided, the words of its texts, messages).
     """
     cfg, whole = tracker.prepare(cfg), Path(cfg.run_dir).parent
     accumulate.plan(cfg.batch_size, cfg.chunk_size, 0, dist.world_size())
@@ -1207,14 +1186,20 @@ def prepare(cfg, run):
         model_file(cfg.soundstream, "soundstream")
     if cfg.stage == "coarse":
         model_file(cfg.semantic, "semantic", TOKENIZER)
-    data.parts(sources[0], cfg, *sources[1:])
+    parts, vocabulary, longest = data.parts(sources[0], cfg, *sources[1:]), [], 0
+    if cfg.text != "none":
+        texts = [sources[0].text(row) for row in parts["train"][1][:20_000].tolist()]
+        words = clip.Tokenizer.learn(texts, TEXT_WORDS)
+        vocabulary, longest = words.vocabulary, max(len(words.encode(text)) for text in texts)
     faults = [[*source.bad, *source.check()[2]] for source in sources]
     notes = run.open(cfg.resume)  # which may move an earlier run aside, so all is checked before
+    if longest > cfg.max_text_len:
+        notes.append(f"texts of up to {longest} tokens are cut to --max_text_len {cfg.max_text_len}")
     for source, names in zip(sources, faults):
         if names:
             notes.append(f"{len(names)} recordings cannot be used and are left out: {', '.join(names[:5])}")
         notes += [source.left_out, source.resampled]
-    return cfg, notes
+    return cfg, vocabulary, notes
 
 
 def train(cfgs):
@@ -1240,8 +1225,8 @@ def train_stage(cfg, device):
     started, given = time.monotonic(), cfg
     cfg = dataclasses.replace(cfg, run_dir=str(Path(cfg.run_dir) / cfg.stage))
     run = checkpoint.Run(cfg.run_dir)
-    cfg, notes = dist.on_main(lambda: prepare(cfg, run))
-    task = (CodecTask if cfg.stage == "soundstream" else TokenTask)(cfg, device)
+    cfg, vocabulary, notes = dist.on_main(lambda: prepare(cfg, run))
+    task = CodecTask(cfg, device) if cfg.stage == "soundstream" else TokenTask(cfg, device, vocabulary)
     identity = {**checkpoint.identity(cfg, task.fixed, task.recordings), **task.facts.get("made_of", {})}
     resume_from, finished, more = dist.on_main(lambda: run.resume_point(cfg, identity))
     if finished:
@@ -1259,7 +1244,7 @@ def train_stage(cfg, device):
     average = ema.EMA(task.model, cfg.ema_update_every, decay=cfg.ema_decay, update_after=cfg.ema_update_after)
     state = checkpoint.State(cfg, modules, average, [*optimizers, *discriminator_optimizers], scaler, identity,
                              {"kind": cfg.stage, "metadata": tracker.metadata(cfg), **task.facts})
-    notes += [*task.notes, *more]
+    notes += more
     if resume_from:
         notes += state.restore(resume_from)
     elif cfg.init_from:
@@ -1416,22 +1401,20 @@ class SampleConfig(DrawingConfig):
     prompt: str = ""  # recording to go on with, in its voice
     prompt_seconds: NonNegative = 0.0  # how much of its end to take; 0: as much as the coarse stage was trained on
     seconds: Positive = LONGEST  # length at most, after the prompt
-    num_samples: Count = 1  # sounds of the text or prompt
     fine: bool = True  # let the fine stage add its codes, else the coarse ones alone are heard
     # The codec alone
     reconstruct: str = ""  # recording to send through the codec
     quantizers: Natural = 0  # how many the codec uses, 0 for all
     # Out
-    out: str = "out.wav"  # the sound; several are out_0.wav, out_1.wav, …
+    out: str = "out.wav"  # the sound
     picture: str = ""  # also write the spectrogram, PNG, to this file
 
     def __post_init__(self):
         super().__post_init__()
         config.check_suffixes(self, out=".wav", picture=".png")
-        config.refuse_unused(self, (("quantizers", self.reconstruct, "--reconstruct"),
+        config.refuse_unused(self, [("quantizers", self.reconstruct, "--reconstruct"),
                                     ("prompt_seconds", self.prompt, "--prompt"),
-                                    ("text", not self.reconstruct, "no --reconstruct"),
-                                    ("prompt", not self.reconstruct, "no --reconstruct")))
+                                    *((name, not self.reconstruct, "no --reconstruct") for name in ("text", "prompt"))])
 
 
 def pipeline_of(args, device):
@@ -1440,7 +1423,8 @@ def pipeline_of(args, device):
     for i, (stage, drawing) in enumerate(pipeline.drawings.items()):
         given = {name: values[min(i, len(values) - 1)] for name in Drawing._fields if (values := getattr(args, name))}
         pipeline.drawings[stage] = drawing._replace(**given)
-    if args.guidance_scale and not any(cfg.text != "none" and cfg.text_drop for cfg in pipeline.cfgs.values()):
+    if args.guidance_scale and not any(model.cfg.text != "none" and model.cfg.text_drop
+                                       for model in pipeline.models.values()):
         raise UserError(f"--guidance_scale: no stage of {args.run_dir} was trained with a text that was dropped")
     return pipeline
 
@@ -1461,7 +1445,7 @@ def evaluate(args):
         file = file_of(args.run_dir, stage, args.weights, args.model)
         cfg, state = lora.read_model(stage, Config, file, args.weights)
         cfg = of_data(cfg, args)
-        task = CodecTask(cfg, device) if stage == "soundstream" else TokenTask(cfg, device, state)
+        task = CodecTask(cfg, device) if stage == "soundstream" else TokenTask(cfg, device, state["vocabulary"])
         checkpoint.load_weights(task.model.eval(), state, file)
         report(f"{args.run_dir}/{stage}, on {args.part} recordings:", task.figures(args.part))
     if {"semantic", "coarse", "fine"} <= {*stages}:  # the codec may be a published one
@@ -1474,7 +1458,7 @@ def evaluate_together(args, device):
     Each score stands beside its value for real recordings that went through the codec.
     """
     pipeline = pipeline_of(args, device)
-    cfg, rate, hop = of_data(pipeline.cfgs["coarse"], args), pipeline.codec.rate, pipeline.codec.hop
+    cfg, rate, hop = of_data(pipeline.models["coarse"].cfg, args), pipeline.codec.rate, pipeline.codec.hop
     sources = open_sources(cfg)
     parts = data.parts(sources[0], cfg, *sources[1:])
     source, rows = parts[args.part]
@@ -1499,7 +1483,7 @@ def evaluate_together(args, device):
             if builtin:
                 other = source.wave(rows[(place + 1) % len(rows)])[:most]
                 listener.score(sums, wave, prompt, continued[len(prompt):], other, source.records(rows[[place]])[0])
-        if builtin and pipeline.cfgs["semantic"].text != "none":
+        if builtin and pipeline.models["semantic"].cfg.text != "none":
             texts = [record["text"] for record in source.records(found)]
             spoken = pipeline.speak([pipeline.nothing()] * len(found), LONGEST, seeds, texts)
             for text, codes in zip(texts, spoken):
@@ -1559,13 +1543,15 @@ def open_wave(path, codec):
 
 def sample(args):
     device = dist.setup(args.device)
-    print(dist.on_main(lambda: (reconstruct if args.reconstruct else speak)(args, device)), flush=True)
+    message = dist.on_main(lambda: (reconstruct if args.reconstruct else speak)(args, device))
+    if dist.is_main():
+        print(message, flush=True)
 
 
 def speak(args, device):
-    """Write the sounds of a text, a prompt, or both; returns a message."""
-    pipeline, count = pipeline_of(args, device), args.num_samples
-    if args.text and all(cfg.text == "none" for cfg in pipeline.cfgs.values()):
+    """Write the sound of a text, a prompt, or both; returns a message."""
+    pipeline = pipeline_of(args, device)
+    if args.text and all(model.cfg.text == "none" for model in pipeline.models.values()):
         raise UserError(f"--text: {args.run_dir} was trained without texts; give --prompt alone, or train with "
                         "--text prefix")
     codec, prompt = pipeline.codec, pipeline.nothing()
@@ -1574,11 +1560,10 @@ def speak(args, device):
         most = min(most, round(args.prompt_seconds * codec.rate)) if args.prompt_seconds else most
         wave = open_wave(args.prompt, codec)[-max(codec.hop, most):]
         prompt = pipeline.semantic_tokens(wave), pipeline.codes(wave)
-    seeds = [accumulate.number(args.seed, args.text, k) for k in range(count)]
-    texts = [args.text] * count if args.text else None
-    for k, codes in enumerate(pipeline.speak([prompt] * count, args.seconds, seeds, texts, args.fine)):
-        write_out(args, pipeline.wave(codes), codec.rate, f"_{k}" if count > 1 else "")
-    return f"{count} sound(s): {args.out}"
+    seed, texts = accumulate.number(args.seed, args.text, 0), [args.text] if args.text else None
+    codes, = pipeline.speak([prompt], args.seconds, [seed], texts, args.fine)
+    write_sound(pipeline.wave(codes), codec.rate, *filter(None, (args.out, args.picture)))
+    return f"wrote {args.out}"
 
 
 def reconstruct(args, device):
@@ -1589,16 +1574,10 @@ def reconstruct(args, device):
     wave = open_wave(args.reconstruct, codec)
     codes = codec.encode(wave[None].to(device), args.quantizers or None)
     sound = codec.decode(codes)[0, :len(wave)].cpu()
-    write_out(args, sound, codec.rate)
+    write_sound(sound, codec.rate, *filter(None, (args.out, args.picture)))
     bits = codes.shape[2] * math.log2(codec.codebook_size) * codec.rate / codec.hop
     return (f"{args.out}: {codes.shape[2]} codes a frame, {bits:.0f} bits a second, si_sdr_db "
             f"{recordings.si_sdr(sound[None], wave[None]).item():.2f}")
-
-
-def write_out(args, wave, rate, suffix=""):
-    """Write a sound and, if asked for, its picture; of several, each has a `suffix` before the ending."""
-    paths = map(Path, filter(None, (args.out, args.picture)))
-    write_sound(wave, rate, *(path.with_stem(path.stem + suffix) for path in paths))
 
 
 COMMANDS = {"train": (train, Config), "evaluate": (evaluate, EvaluateConfig), "sample": (sample, SampleConfig)}
