@@ -133,14 +133,12 @@ class Config(config.Training):
         hop, samples = math.prod(self.strides), round(self.seconds * self.sample_rate)
         codec = self.stage == "soundstream"
         if samples < hop:
-            raise UserError(f"--seconds: {self.seconds} is shorter than a frame of {hop} samples (--strides) at "
-                            f"{self.sample_rate} Hz")
+            raise UserError(f"--seconds: {self.seconds} is shorter than a frame of {hop} samples (--strides)")
         if codec and self.discriminator_after < self.steps and samples < 1.75 * self.stft_window:
-            raise UserError(f"--seconds: {self.seconds} is too short for the discriminator of spectra, which takes "
-                            f"1.75 windows of --stft_window {self.stft_window} samples")
+            raise UserError(f"--seconds: {self.seconds} is too short for a discriminator of --stft_window "
+                            f"{self.stft_window}; expected 1.75 windows or more")
         if codec and self.steps <= self.quantize_after and not self.init_from:
-            raise UserError(f"--steps {self.steps}: there are no codebooks before --quantize_after "
-                            f"{self.quantize_after}; give more steps, or lower that")
+            raise UserError(f"--steps {self.steps}: no codebooks come before --quantize_after {self.quantize_after}")
         if self.width % self.heads or self.width // self.heads % 2:
             raise UserError(f"--heads: --width {self.width} must be an even multiple of --heads {self.heads}")
         tracker.check(self)
@@ -175,13 +173,8 @@ PRESETS = {
 }
 
 # The stages that a field is for; a flag of another stage is refused. All other fields are for all.
-CODEC = ("channels", "strides", "codec_width", "quantizers", "codebook_size", "codebook_decay", "dead_below",
-         "quantizer_dropout", "quantize_after", "mel_weight", "wave_weight", "commitment_weight",
-         "discriminator_after", "adversarial_weight", "feature_weight", "penalty_weight", "penalty_every",
-         "discriminator_channels", "stft_window", "discriminator_lr", "discriminator_warmup_steps",
-         "discriminator_max_grad_norm")
-TOKENS = ("width", "depth", "heads", "position", "dropout", "mask_past", "text", "max_text_len", "text_drop",
-          "temperature", "top_k", "guidance_scale")
+FIELDS = [field.name for field in dataclasses.fields(Config)]
+CODEC, TOKENS = FIELDS[FIELDS.index("channels"):FIELDS.index("tokenizer")], FIELDS[FIELDS.index("width"):]
 ONLY = {**dict.fromkeys(CODEC, ("soundstream",)), **dict.fromkeys(TOKENS, ("semantic", "coarse", "fine")),
         **dict.fromkeys(("tokenizer", "clusters"), ("semantic",)), "semantic": ("coarse",),
         **dict.fromkeys(("soundstream", "coarse_quantizers"), ("coarse", "fine")),
@@ -207,7 +200,7 @@ TOKENIZER = "kmeans.pt"  # in the folder of the semantic run
 class CausalConv(nn.Conv1d):
     """Convolution whose output depends on nothing later, (B, C, T) -> (B, C', T / stride).
 
-    `memory`, a dict, holds what a stream of chunks must remember of its past; without one, the past is silence.
+    `memory`: a dict of what a stream of chunks must remember of its past; without one, the past is silence.
     """
 
     def forward(self, x, memory=None):
@@ -226,13 +219,6 @@ class CausalUpsample(nn.ConvTranspose1d):
         if memory is not None:
             memory[self] = x[..., -1:]
         return super().forward(torch.cat([past, x], dim=2))[..., self.stride[0]:-self.stride[0]]
-
-
-class ELU(nn.ELU):
-    """torch's, as a layer among those with a `memory`."""
-
-    def forward(self, x, memory=None):
-        return super().forward(x)
 
 
 class ResidualUnit(nn.Module):
@@ -259,12 +245,12 @@ class SoundStream(nn.Module):
         widths = [cfg.channels * 2 ** i for i in range(len(cfg.strides) + 1)]
         encoder, decoder = [CausalConv(1, widths[0], 7)], []
         for narrow, wide, stride in zip(widths, widths[1:], cfg.strides):
-            encoder += [*(ResidualUnit(narrow, dilation) for dilation in (1, 3, 9)), ELU(),
+            encoder += [*(ResidualUnit(narrow, dilation) for dilation in (1, 3, 9)), nn.ELU(),
                         CausalConv(narrow, wide, 2 * stride, stride)]
-            decoder = [ELU(), CausalUpsample(wide, narrow, 2 * stride, stride),
+            decoder = [nn.ELU(), CausalUpsample(wide, narrow, 2 * stride, stride),
                        *(ResidualUnit(narrow, dilation) for dilation in (1, 3, 9)), *decoder]
-        self.encoder = nn.ModuleList([*encoder, ELU(), CausalConv(widths[-1], cfg.codec_width, 3)])
-        self.decoder = nn.ModuleList([CausalConv(cfg.codec_width, widths[-1], 7), *decoder, ELU(),
+        self.encoder = nn.ModuleList([*encoder, nn.ELU(), CausalConv(widths[-1], cfg.codec_width, 3)])
+        self.decoder = nn.ModuleList([CausalConv(cfg.codec_width, widths[-1], 7), *decoder, nn.ELU(),
                                       CausalConv(widths[0], 1, 7)])
         self.quantizer = ResidualQuantizer(cfg.codec_width, cfg.quantizers, cfg.codebook_size, cfg.codebook_decay,
                                            cfg.dead_below, cfg.quantizer_dropout)
@@ -283,16 +269,16 @@ class SoundStream(nn.Module):
     def latents(self, wave, memory=None):
         """Frames (B, ceil(T / hop), D) of waves (B, T)."""
         x = F.pad(wave, (0, -wave.shape[1] % self.hop))[:, None]
-        for layer in self.encoder:
-            x = layer(x, memory)
-        return x.transpose(1, 2)
+        return self.through(self.encoder, x, memory).transpose(1, 2)
 
     def waves(self, latents, memory=None):
         """Waves (B, T·hop) of frames (B, T, D)."""
-        x = latents.transpose(1, 2)
-        for layer in self.decoder:
-            x = layer(x, memory)
-        return x[:, 0].float()
+        return self.through(self.decoder, latents.transpose(1, 2), memory)[:, 0].float()
+
+    def through(self, layers, x, memory):
+        for layer in layers:
+            x = layer(x) if isinstance(layer, nn.ELU) else layer(x, memory)
+        return x
 
     def forward(self, wave):
         """(reconstruction (B, T), codes (B, frames, Q), commitment loss) of waves (B, T)."""
@@ -455,10 +441,7 @@ def reconstruction_loss(cfg, fake, real, commitment):
 
 
 def adversarial_loss(cfg, discriminators, fake, real):
-    """Hinge loss of the codec (Eq. 2) and L1 distance of features (Eq. 3), each a mean over discriminators.
-
-    The discriminators are frozen meanwhile, so their gradients are neither computed nor changed.
-    """
+    """Hinge loss of the codec (Eq. 2) and L1 distance of features (Eq. 3), by frozen discriminators, as means."""
     discriminators.requires_grad_(False)
     with torch.no_grad():
         wanted = discriminators(real)
@@ -498,10 +481,7 @@ class Stream(NamedTuple):
 
 
 def offsets_of(streams):
-    """Where each stream's rows begin in the table of embeddings, and where the last ends; row 0 is padding.
-
-    A stream has a row for its start token, then K for the codes of its first quantizer, K for its second, ….
-    """
+    """Where each stream's rows of embeddings begin, one for its start token and K a quantizer; row 0 is padding."""
     return list(itertools.accumulate([1, *(1 + stream.codes * stream.size for stream in streams)]))
 
 
@@ -546,6 +526,8 @@ class TokenTransformer(nn.Module):
         super().__init__()
         self.cfg, self.streams, self.offsets, width = cfg, streams, offsets_of(streams), cfg.width
         self.tokenizer = clip.Tokenizer(vocabulary)  # of texts
+        self.drawing = Drawing(cfg.temperature, cfg.top_k, cfg.guidance_scale)
+        self.window, self.rate = 0, 0.0  # frames of the last stream in a training crop, at most, and in a second
         self.embed = nn.Embedding(self.offsets[-1], width, padding_idx=0)
         nn.init.normal_(self.embed.weight[1:], std=width ** -0.5)
         self.heads = nn.Parameter(torch.randn(streams[-1].codes, streams[-1].size + 1, width) * 0.5 * width ** -0.5)
@@ -583,8 +565,7 @@ class TokenTransformer(nn.Module):
     def mask(self, batch, size, prefix, device):
         """What attends to what: None (causal), True where it does, or, with relative positions, a bias.
 
-        In training a share of the past is hidden from a sample (forgetful causal masking, Liu et al. 2022), never the
-        text and never a token from itself.
+        mask_past hides a share of the past in training (Liu et al. 2022), never the text or a token from itself.
         """
         hidden, place = self.cfg.mask_past if self.training else 0.0, torch.arange(size, device=device)
         if not hidden and self.bias is None:
@@ -597,10 +578,7 @@ class TokenTransformer(nn.Module):
         return seen if self.bias is None else self.relative(distance)[None].masked_fill(~seen, -torch.inf)
 
     def run(self, inputs, condition, cache=False):
-        """Outputs (B, N, W) at the inputs (B, N), before which a text prefix stands.
-
-        cache: (outputs, keys and values of all blocks, those of the text) instead.
-        """
+        """Outputs (B, N, W) at inputs (B, N) after a text prefix; `cache`: and keys and values, of blocks and text."""
         x, prefix = self.embed(inputs), 0
         if condition is not None and self.cfg.text == "prefix":
             x, prefix = torch.cat([condition.to(x.dtype), x], dim=1), condition.shape[1]
@@ -626,13 +604,6 @@ class TokenTransformer(nn.Module):
         right = logits.detach().argmax(-1) == target
         return loss.view(target.shape).sum((1, 2)), (target >= 0).sum((1, 2)), right.sum((1, 2))
 
-    def start(self, inputs, length, text, drop, room):
-        """(outputs (B, W) at the last of `length` (B,) inputs (B, N), memory for `room` tokens more, context)."""
-        x, cache, context = self.run(inputs, self.condition(text, drop), cache=True)
-        prefix = cache[0][0].shape[2] - inputs.shape[1]
-        memory = Memory(cache, length + prefix, cache[0][0].shape[2] + room)
-        return x[torch.arange(len(x), device=x.device), length - 1], memory, context
-
     def step(self, rows, memory, context):
         """Outputs (B, W) at the next input (B,) of every sample."""
         bias = None
@@ -649,11 +620,6 @@ class Drawing(NamedTuple):
     temperature: float = 1.0
     top_k: int = 0
     guidance_scale: float = 1.0
-
-
-def drawing_of(cfg):
-    """How a stage's codes are drawn by default."""
-    return Drawing(cfg.temperature, cfg.top_k, cfg.guidance_scale)
 
 
 def draw(scores, uniform, drawing):
@@ -681,7 +647,9 @@ def generate(model, samples, frames, seeds, drawing, text=None, ends=True):
         laid, text = laid * 2, text.repeat(2, 1)
     inputs = nn.utils.rnn.pad_sequence(laid, batch_first=True).to(device)
     length, unguided = torch.tensor([len(one) for one in laid], device=device), torch.arange(len(laid)) >= count
-    x, memory, context = model.start(inputs, length, text, unguided.to(device), frames * stream.codes)
+    x, cache, context = model.run(inputs, model.condition(text, unguided.to(device)), cache=True)
+    x, size = x[torch.arange(len(x), device=device), length - 1], cache[0][0].shape[2]  # with the text prefix
+    memory = Memory(cache, length + size - inputs.shape[1], size + frames * stream.codes)
 
     uniform = torch.stack([torch.rand(frames, stream.codes, generator=torch.Generator().manual_seed(seed))
                            for seed in seeds]).to(device)
@@ -711,13 +679,13 @@ def generate(model, samples, frames, seeds, drawing, text=None, ends=True):
         [length < frames for length in lengths]
 
 
-def go_on(model, window, given, tokens, goals, seeds, drawing, text=None, ends=True):
-    """`generate` past the training length: up to `goals` frames each, in windows of at most so many frames.
+def go_on(model, given, tokens, goals, seeds, text=None, ends=True):
+    """`generate` past the training length: up to `goals` frames each, in windows of at most model.window frames.
 
     tokens: B of (T_b, Q), what there is. given(b, past): the earlier streams of sample b, for a window that begins
     after `past` (T, Q). When a window is full, its later half is what the next one begins with. Returns B of (T_b, Q).
     """
-    tokens, over = [one.cpu() for one in tokens], [False] * len(tokens)
+    tokens, over, window = [one.cpu() for one in tokens], [False] * len(tokens), model.window
     for number in itertools.count():
         todo = [b for b, one in enumerate(tokens) if not over[b] and len(one) < goals[b]]
         if not todo:
@@ -725,8 +693,8 @@ def go_on(model, window, given, tokens, goals, seeds, drawing, text=None, ends=T
         begins = [len(tokens[b]) - window // 2 if len(tokens[b]) >= window else 0 for b in todo]
         rooms = [min(window - len(tokens[b]) + begin, goals[b] - len(tokens[b])) for b, begin in zip(todo, begins)]
         samples = [[*given(b, tokens[b][:begin]), tokens[b][begin:]] for b, begin in zip(todo, begins)]
-        made, ended = generate(model, samples, max(rooms), [accumulate.number(seeds[b], number) for b in todo], drawing,
-                               None if text is None else text[todo], ends)
+        made, ended = generate(model, samples, max(rooms), [accumulate.number(seeds[b], number) for b in todo],
+                               model.drawing, None if text is None else text[todo], ends)
         for b, begin, room, one, end in zip(todo, begins, rooms, made, ended):
             fresh = one[len(tokens[b]) - begin:]
             over[b] = end and len(fresh) < room
@@ -740,22 +708,19 @@ class Pipeline:
 
     def __init__(self, run, device, weights="ema", model="model.pt"):
         """run: the folder of the runs, RUN/semantic and so on. UserError if they were not trained on each other."""
-        self.device, self.models, self.facts = device, {}, {}
+        self.device, self.models, made_of = device, {}, {}
         for stage in ("semantic", "coarse", "fine"):
-            file = file_of(run, stage, weights, model)
-            self.models[stage], self.facts[stage] = load_transformer(file, stage, device, weights)
-        self.drawings = {stage: drawing_of(model.cfg) for stage, model in self.models.items()}  # to be changed at will
-        cfg = self.models["coarse"].cfg
-        self.codec = load_soundstream(cfg.soundstream, device)
-        self.tokenizer = load_tokenizer(cfg.semantic, device)
-        for stage, facts in self.facts.items():
-            for name, checksum in facts["made_of"].items():
-                if checksum != getattr(self, name).checksum:
-                    raise UserError(f"{Path(run) / stage}: it was trained on the tokens of another {name} than "
-                                    f"{cfg.soundstream if name == 'codec' else cfg.semantic}; train it anew")
-        if self.models["fine"].streams[0] != self.models["coarse"].streams[-1]:
-            raise UserError(f"{Path(run) / 'fine'}: it was trained with other --coarse_quantizers than coarse; train "
-                            "one of them anew")
+            file = model_file(Path(run) / stage, stage, model, weights)
+            self.models[stage], made_of[stage] = load_transformer(file, stage, device, weights)
+        coarse = self.models["coarse"]
+        self.codec = load_soundstream(coarse.cfg.soundstream, device)
+        self.tokenizer = load_tokenizer(coarse.cfg.semantic, device)
+        for stage, name in itertools.product(made_of, ("tokenizer", "codec")):
+            if made_of[stage].get(name) not in (None, getattr(self, name).checksum):
+                raise UserError(f"{Path(run) / stage}: trained on the tokens of another {name} than coarse; train it "
+                                "anew")
+        if self.models["fine"].streams[0] != coarse.streams[-1]:
+            raise UserError(f"{Path(run) / 'fine'}: trained with other --coarse_quantizers than coarse; train it anew")
 
     def semantic_tokens(self, wave):
         """Semantic tokens (N, 1) of a wave (T,), at the codec's rate."""
@@ -775,16 +740,14 @@ class Pipeline:
         prompts: (semantic tokens, codes) of each. texts: B, or None. Not `fine`: of the coarse quantizers alone.
         """
         begun, codes = ([*each] for each in zip(*prompts))
-        window = {stage: facts["window"] for stage, facts in self.facts.items()}
-        width = self.models["coarse"].streams[-1].codes
+        width, rate = self.models["coarse"].streams[-1].codes, self.models["semantic"].rate
 
         def by(stage, given, tokens, goals, ends=True):
-            text = None if texts is None else self.models[stage].text_tokens(texts)
-            return go_on(self.models[stage], window[stage], given, tokens, goals,
-                         [accumulate.number(seed, stage) for seed in seeds], self.drawings[stage], text, ends)
+            model = self.models[stage]
+            text = None if texts is None else model.text_tokens(texts)
+            return go_on(model, given, tokens, goals, [accumulate.number(seed, stage) for seed in seeds], text, ends)
 
         # Content: semantic tokens, from the text or the prompt (§III-C1).
-        rate = self.facts["semantic"]["rate"]
         content = by("semantic", lambda b, past: [], begun, [len(one) + math.ceil(seconds * rate) for one in begun])
 
         # Voice and sound: coarse codes, of the semantic tokens after what a window has dropped (§III-C2).
@@ -797,7 +760,7 @@ class Pipeline:
             return coarse
 
         # Detail: fine codes, of the coarse ones (§III-C3).
-        rest = by("fine", lambda b, past: [coarse[b][len(past):][:window["fine"]]],
+        rest = by("fine", lambda b, past: [coarse[b][len(past):][:self.models["fine"].window]],
                   [one[:, width:] for one in codes], [len(one) for one in coarse], ends=False)
         return [torch.cat(pair, dim=1) for pair in zip(coarse, rest)]
 
@@ -861,7 +824,7 @@ class CodecTask:
         """Mean reconstruction loss, the quality of sound at each number of quantizers, and the codebooks' use."""
         cfg, codec, ready = self.cfg, self.model, self.complete
         numbers = sorted({cfg.quantizers, *(2 ** i for i in range(cfg.quantizers.bit_length()))}) if ready else []
-        used, sums = torch.zeros(cfg.quantizers, cfg.codebook_size), collections.defaultdict(lambda: np.zeros(2))
+        sums, used = collections.defaultdict(lambda: np.zeros(2)), [torch.zeros(0, cfg.quantizers, dtype=torch.long)]
         for _, batch in data.batches(*self.parts[part], cfg.eval_samples, cfg.chunk_size):
             wave = batch["wave"].to(self.device)
             with amp.autocast(self.device, cfg.precision):
@@ -876,8 +839,8 @@ class CodecTask:
                 sums[f"mel_distance@{n}"] += (fake - real).abs().mean((1, 2)).sum().item(), len(wave)
                 sums[f"si_sdr_db@{n}"] += recordings.si_sdr(sound, wave).sum().item(), len(wave)
             frames = -(-batch["length"][:, None] // codec.hop)  # the padding of a short recording tells nothing
-            used += counts_of(codes.cpu()[torch.arange(codes.shape[1]) < frames], cfg.codebook_size)
-        entropies, _ = entropies_of(used)
+            used.append(codes.cpu()[torch.arange(codes.shape[1]) < frames])
+        entropies, _ = use_of(used, cfg.codebook_size)
         return means(sums) | {f"codebook_perplexity@{q}": entropy.exp().item()
                               for q, entropy in enumerate(entropies, 1) if ready}
 
@@ -889,14 +852,10 @@ class CodecTask:
             yield f"{number}", self.model(wave[None].to(self.device))[0][0].cpu(), source.name(row)
 
 
-def counts_of(codes, size):
-    """How often each code below `size` is in each column of `codes` (N, Q), -1 and less being none: (Q, size)."""
-    return torch.stack([torch.bincount(column[column >= 0], minlength=size) for column in codes.cpu().T])
-
-
-def entropies_of(counts):
-    """(entropies (Q,) in nats, sums (Q,)) of the counts (Q, K) of codes on all ranks."""
-    counts = torch.tensor(dist.total(counts.flatten().tolist())).view(counts.shape)
+def use_of(codes, size):
+    """(entropies (Q,) in nats, numbers (Q,)) of the codes below `size` in all ranks' `codes` [(N, Q)]; -100: none."""
+    counts = [torch.bincount(column[column >= 0], minlength=size) for column in torch.cat(codes).T]
+    counts = torch.tensor(dist.total(torch.cat(counts).tolist())).view(len(counts), size)
     return torch.special.entr(counts / counts.sum(1, keepdim=True)).sum(1), counts.sum(1)
 
 
@@ -967,23 +926,22 @@ class TokenTask:
 
     def __init__(self, cfg, device, vocabulary):
         self.cfg, self.device, self.codec, tokenizer = cfg, device, None, None
-        sources = open_sources(cfg)
+        sources, sizes, rates, made_of = open_sources(cfg), {}, {}, {}
         self.recordings, parts = sources[0], data.parts(sources[0], cfg, *sources[1:])
-        rows, sizes, rates, made_of = parts["train"][1], {}, {}, {}
+        if cfg.stage == "semantic":
+            fit_tokenizer(cfg, self.recordings, parts["train"][1], device)
         if cfg.stage != "fine":
-            tokenizer = open_tokenizer(cfg, self.recordings, rows, device)
+            tokenizer = load_tokenizer(cfg.run_dir if cfg.stage == "semantic" else cfg.semantic, device)
             made_of["tokenizer"] = tokenizer.checksum
             sizes["semantic"], rates["semantic"] = tokenizer.clusters, semantic.FRAME_RATE
         if cfg.stage != "semantic":
-            self.codec = load_soundstream(cfg.soundstream, device)
-            made_of["codec"] = self.codec.checksum
-            sizes["codes"], rates["codes"] = self.codec.codebook_size, self.codec.rate / self.codec.hop
-            if self.codec.rate != cfg.sample_rate:
-                raise UserError(f"--sample_rate: {cfg.sample_rate}, but {cfg.soundstream} was trained at "
-                                f"{self.codec.rate}; give that")
-            if cfg.coarse_quantizers >= self.codec.quantizers:
-                raise UserError(f"--coarse_quantizers: {cfg.coarse_quantizers}, but {cfg.soundstream} has "
-                                f"{self.codec.quantizers}")
+            self.codec = codec = load_soundstream(cfg.soundstream, device)
+            made_of["codec"] = codec.checksum
+            sizes["codes"], rates["codes"] = codec.codebook_size, codec.rate / codec.hop
+            if codec.rate != cfg.sample_rate:
+                raise UserError(f"--sample_rate: {cfg.sample_rate}, but the codec is of {codec.rate}; give that")
+            if cfg.coarse_quantizers >= codec.quantizers:
+                raise UserError(f"--coarse_quantizers: {cfg.coarse_quantizers}, but the codec has {codec.quantizers}")
         self.streams = streams_of(cfg, sizes, rates, self.codec.quantizers if self.codec else 0)
         crops = {source: TokenCrops(cfg, source, self.streams, token_caches(cfg, source, tokenizer, self.codec, device),
                                     rates) for source in sources}
@@ -991,22 +949,23 @@ class TokenTask:
         self.training = self.crops, _ = self.parts["train"]
         accumulate.seed(cfg.seed, "weights")
         self.model = TokenTransformer(cfg, self.streams, vocabulary).to(device)
+        self.model.window, self.model.rate = self.lengths()
         self.facts = {"streams": [list(stream) for stream in self.streams], "vocabulary": vocabulary,
-                      "made_of": made_of, **self.lengths()}
+                      "made_of": made_of, "window": self.model.window, "rate": self.model.rate}
 
     def lengths(self):
-        """Frames of the last stream that a training crop has, and how many there are a second.
+        """(frames of the last stream in a training crop, at most, frames of it in a second).
 
-        Semantic tokens are fewer than frames: those that 95 of 100 training crops do not exceed.
+        Semantic tokens are fewer than frames, as repetitions are left out: what 95 of 100 crops do not exceed.
         """
         crops, rate = self.crops, self.crops.rates[self.crops.main]
         if self.cfg.stage != "semantic":
-            return {"window": crops.window, "rate": rate}
+            return crops.window, rate
         cache = crops.caches["semantic"]
         rows = np.setdiff1d(self.training[1][:200], cache.empty).tolist()
         tokens = np.array([len(crops.crop(row)[0][0]) for row in rows])
         seconds = np.array([min(crops.window, cache.frames(row)) for row in rows]) / rate
-        return {"window": int(np.quantile(tokens, 0.95)), "rate": float(np.quantile(tokens / seconds, 0.95))}
+        return int(np.quantile(tokens, 0.95)), float(np.quantile(tokens / seconds, 0.95))
 
     def loss(self, model, batch, adversarial=False):
         """(loss, None) of a chunk. A sample's loss is the mean over its tokens, so a batch's is that of its chunks."""
@@ -1015,14 +974,11 @@ class TokenTask:
         sums, counts, _ = model(batch["inputs"], batch["place"], batch["target"], text, drop)
         return (sums / counts.clamp(min=1)).mean(), None
 
-    def update_codebooks(self, taken, step):
-        """Nothing: only a codec has codebooks."""
-
     @torch.no_grad()
     def figures(self, part):
         """Mean loss a token of the stage's own stream, share guessed right, and the loss of ignoring all context."""
         cfg, stream = self.cfg, self.streams[-1]
-        used, sums = torch.zeros(stream.codes, stream.size + 1), collections.defaultdict(lambda: np.zeros(2))
+        sums, used = collections.defaultdict(lambda: np.zeros(2)), [torch.zeros(0, stream.codes, dtype=torch.long)]
         for _, batch in data.batches(*self.parts[part], cfg.eval_samples, cfg.chunk_size):
             batch = data.to_device(batch, self.device)
             with amp.autocast(self.device, cfg.precision):
@@ -1031,26 +987,22 @@ class TokenTask:
             loss, count, right = (values.sum().item() for values in found)
             sums["loss"] += loss, count
             sums["accuracy"] += right, count
-            used += counts_of(batch["target"].flatten(0, 1), stream.size + 1)
-        entropies, counts = entropies_of(used)
+            used.append(batch["target"].flatten(0, 1).cpu())
+        entropies, counts = use_of(used, stream.size + 1)
         return means(sums) | {"unigram_entropy": (entropies @ counts / counts.sum()).item()}
 
     def sounds(self, part):
-        """(name, wave (T,), caption) of continuations of a part's first recordings, by the codes of this stage.
-
-        Coarse makes them of real semantic tokens, fine of real coarse ones; semantic alone has no sound.
-        """
-        cfg, (crops, rows), window, fine = self.cfg, self.parts[part], self.crops.window, self.cfg.stage == "fine"
+        """(name, wave (T,), caption) of coarse codes of real semantic tokens, or of fine codes of real coarse ones."""
+        model, (crops, rows), fine = self.model, self.parts[part], self.cfg.stage == "fine"
         rows = np.setdiff1d(rows, crops.caches[crops.main].empty)[:SOUNDS].tolist()
-        if cfg.stage == "semantic" or not rows:
+        if self.cfg.stage == "semantic" or not rows:
             return
         codes = [crops.crop(row)[0] for row in rows]
-        begun = 0 if fine else round(PROMPT_SECONDS * crops.rates["codes"])
-        text = self.model.text_tokens(map(crops.source.text, rows))
-        tokens = go_on(self.model, window,
-                       lambda b, past: [codes[b][0][len(past):][:window] if fine else codes[b][0]],
-                       [real[:begun] for _, real in codes], [len(real) if fine else window for _, real in codes],
-                       [accumulate.number(cfg.seed, "sound", row) for row in rows], drawing_of(cfg), text, not fine)
+        begun = 0 if fine else round(PROMPT_SECONDS * model.rate)
+        tokens = go_on(model, lambda b, past: [codes[b][0][len(past):][:model.window] if fine else codes[b][0]],
+                       [real[:begun] for _, real in codes], [len(real) if fine else model.window for _, real in codes],
+                       [accumulate.number(self.cfg.seed, "sound", row) for row in rows],
+                       model.text_tokens(map(crops.source.text, rows)), ends=not fine)
         for number, (row, (given, _), found) in enumerate(zip(rows, codes, tokens)):
             found = torch.cat([given, found], dim=1) if fine else found
             yield f"{number}", self.codec.decode(found[None].to(self.device))[0].cpu(), crops.name(row)
@@ -1069,9 +1021,9 @@ def write_sounds(task, part, name):
 
 def write_sound(wave, rate, *paths):
     """Write a wave (T,) to each of the `paths`: a .wav file, or a .png file of its spectrogram."""
-    for path in map(Path, paths):
+    for path in paths:
         with checkpoint.replacing(path) as file:
-            if path.suffix.lower() == ".wav":
+            if str(path).lower().endswith(".wav"):
                 recordings.write_wav(file, wave, rate)
             else:
                 media.write_png(file, recordings.spectrogram(wave, rate))
@@ -1101,16 +1053,13 @@ def token_caches(cfg, source, tokenizer, codec, device):
     return caches
 
 
-def open_tokenizer(cfg, source, rows, device):
-    """The tokenizer of semantic tokens; the semantic stage fits it to the training `rows` when it begins."""
-    if cfg.stage != "semantic":
-        return load_tokenizer(cfg.semantic, device)
+def fit_tokenizer(cfg, source, rows, device):
+    """Fit the tokenizer of the semantic stage to the training `rows` of its recordings, if its run has none yet."""
     path = Path(cfg.run_dir) / TOKENIZER
     if not dist.on_main(path.exists):
         features = "mfcc" if cfg.tokenizer == "kmeans" else cfg.tokenizer
         tokenizer = semantic.fit(source, rows, cfg.clusters, cfg.seed, features=features, device=device)
         dist.on_main(lambda: checkpoint.save(tokenizer.state(), path) and None)
-    return load_tokenizer(cfg.run_dir, device)
 
 
 def load_tokenizer(run, device):
@@ -1121,20 +1070,15 @@ def load_tokenizer(run, device):
     return tokenizer
 
 
-def model_file(path, kind, name="model.pt"):
-    """The file `name` of a run that a stage needs, given its folder or the file itself; UserError if it is missing."""
+def model_file(path, stage, name="model.pt", weights="ema"):
+    """The file `name` of a stage's run, given its folder or the file; with "online" weights, the newest checkpoint."""
     path = Path(path)
     file = path / name if path.is_dir() or not path.suffix else path
+    if weights == "online" and name == "model.pt":
+        file = max((path / "checkpoints").glob("step_*.pt"), default=file)
     if not file.is_file():
-        raise UserError(f"{file}: missing; train it first (--stage {kind}), or name a run that has it")
+        raise UserError(f"{file}: missing; train it first (--stage {stage}), or name a run that has it")
     return file
-
-
-def file_of(run, stage, weights, model):
-    """The file `model` of a stage's run or, for "online" weights, which model.pt has not, the newest checkpoint."""
-    folder = Path(run) / stage
-    newest = sorted((folder / "checkpoints").glob("step_*.pt"))[-1:]
-    return newest[0] if newest and weights == "online" and model == "model.pt" else model_file(folder, stage, model)
 
 
 def load_soundstream(path, device, weights="ema"):
@@ -1149,12 +1093,13 @@ def load_soundstream(path, device, weights="ema"):
 
 
 def load_transformer(file, stage, device, weights="ema"):
-    """(model in eval mode, contents of the file) of a stage's model.pt, best.pt or checkpoint."""
+    """(model in eval mode, checksums of what it was made of) of a stage's model.pt, best.pt or checkpoint."""
     cfg, state = lora.read_model(stage, Config, file, weights)
     with checkpoint.reading(file):
         streams = [Stream(*stream) for stream in state["streams"]]
         model = checkpoint.build(lambda: TokenTransformer(cfg, streams, state["vocabulary"]), state, file, device)
-    return for_generation(model), state
+        model.window, model.rate = state["window"], state["rate"]
+        return for_generation(model), state["made_of"]
 
 
 def for_generation(model):
@@ -1170,7 +1115,7 @@ def for_generation(model):
 def prepare(cfg, run):
     """What rank 0 does before anyone trains: check the config and the data, hold the run folder.
 
-    Returns (the config with all that was "auto" or left to the run's place decided, the words of its texts, messages).
+    Returns (the config with nothing left open, the vocabulary of texts, messages).
     """
     cfg, whole = tracker.prepare(cfg), Path(cfg.run_dir).parent
     accumulate.plan(cfg.batch_size, cfg.chunk_size, 0, dist.world_size())
@@ -1207,11 +1152,12 @@ def train(cfgs):
     device = dist.setup(first.device, first.timeout_minutes)
     tracker.check_stages(cfgs)
     if len(cfgs) > 1 and not first.soundstream and first.coarse_quantizers >= first.quantizers:
-        raise UserError(f"--coarse_quantizers: {first.coarse_quantizers}, but the codec has --quantizers "
-                        f"{first.quantizers}; leave at least one to the fine stage")
+        raise UserError(f"--coarse_quantizers: {first.coarse_quantizers}, expected fewer than --quantizers")
     for cfg in cfgs:
         train_stage(cfg, device)
     run, command = shlex.quote(first.run_dir), "evaluate"
+    if first.stage == "soundstream":
+        command = f"sample --reconstruct {run}/soundstream/samples/test_0_real.wav --out out.wav"
     if len(cfgs) > 1:
         args = EvaluateConfig(run_dir=first.run_dir, seed=first.seed, eval_samples=cfgs[-1].eval_samples)
         report(f"The stages together ({first.run_dir}/sounds):", evaluate_together(args, device))
@@ -1308,7 +1254,8 @@ def train_stage(cfg, device):
             norms, taken = amp.step(scaler, models, limits)
             for module in modules.values():
                 module.zero_grad(set_to_none=True)
-            task.update_codebooks(taken, state.step)
+            if cfg.stage == "soundstream":
+                task.update_codebooks(taken, state.step)
             if not taken:
                 meter.overflows += 1
                 continue
@@ -1371,20 +1318,17 @@ def report(headline, results):
 # Commands
 
 @dataclass(frozen=True)
-class DrawingConfig(config.Settings):
-    # How
+class Inference(config.Settings):
+    # The model
     run_dir: str = "runs/audio"  # folder of the runs, one a stage
     model: str = "model.pt"  # file of each run: model.pt (last), best.pt (lowest validation loss), or a checkpoint
     weights: Literal["ema", "online"] = "ema"  # averaged, or as the optimizer left them in the newest checkpoint
-    temperature: tuple[NonNegative, ...] = ()  # of each stage's codes, the last for all that follow; "": as trained
-    top_k: tuple[Natural, ...] = ()  # of each stage: draw from so many most probable codes, 0 for all
-    guidance_scale: tuple[NonNegative, ...] = ()  # of each stage: guidance toward the text; 1: none
     seed: int = 0  # of everything random
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # where to compute
 
 
 @dataclass(frozen=True)
-class EvaluateConfig(DrawingConfig):
+class EvaluateConfig(Inference):
     # What to evaluate
     data: str = ""  # recordings; "": those the coarse stage was trained on
     part: Literal["train", "validation", "test"] = "test"  # which of them
@@ -1395,12 +1339,15 @@ class EvaluateConfig(DrawingConfig):
 
 
 @dataclass(frozen=True)
-class SampleConfig(DrawingConfig):
+class SampleConfig(Inference):
     # What to say
     text: str = ""  # text to say; without a text and a prompt: nothing in particular
     prompt: str = ""  # recording to go on with, in its voice
     prompt_seconds: NonNegative = 0.0  # how much of its end to take; 0: as much as the coarse stage was trained on
     seconds: Positive = LONGEST  # length at most, after the prompt
+    temperature: tuple[NonNegative, ...] = ()  # of each stage's codes, the last for all that follow; "": as trained
+    top_k: tuple[Natural, ...] = ()  # of each stage: draw from so many most probable codes, 0 for all
+    guidance_scale: tuple[NonNegative, ...] = ()  # of each stage: guidance toward the text; 1: none
     fine: bool = True  # let the fine stage add its codes, else the coarse ones alone are heard
     # The codec alone
     reconstruct: str = ""  # recording to send through the codec
@@ -1417,39 +1364,8 @@ class SampleConfig(DrawingConfig):
                                     *((name, not self.reconstruct, "no --reconstruct") for name in ("text", "prompt"))])
 
 
-def pipeline_of(args, device):
-    """The Pipeline of a run, which draws codes as `args` asks for."""
-    pipeline = Pipeline(args.run_dir, device, args.weights, args.model)
-    for i, (stage, drawing) in enumerate(pipeline.drawings.items()):
-        given = {name: values[min(i, len(values) - 1)] for name in Drawing._fields if (values := getattr(args, name))}
-        pipeline.drawings[stage] = drawing._replace(**given)
-    if args.guidance_scale and not any(model.cfg.text != "none" and model.cfg.text_drop
-                                       for model in pipeline.models.values()):
-        raise UserError(f"--guidance_scale: no stage of {args.run_dir} was trained with a text that was dropped")
-    return pipeline
-
-
-def of_data(cfg, args):
-    """The config of a trained stage, to evaluate it on the data of `args`."""
-    cfg = dataclasses.replace(cfg, eval_samples=args.eval_samples, batch_size=1)
-    return dataclasses.replace(cfg, data=args.data, val_data="") if args.data else cfg
-
-
 def evaluate(args):
-    """Every stage that there is, on held-out recordings, and what they make together."""
-    device = dist.setup(args.device)
-    stages = [stage for stage in STAGES if (Path(args.run_dir) / stage / "model.pt").is_file()]
-    if not stages:
-        raise UserError(f"{args.run_dir}: no model.pt in {', '.join(f'{stage}/' for stage in STAGES)}; train first")
-    for stage in stages:
-        file = file_of(args.run_dir, stage, args.weights, args.model)
-        cfg, state = lora.read_model(stage, Config, file, args.weights)
-        cfg = of_data(cfg, args)
-        task = CodecTask(cfg, device) if stage == "soundstream" else TokenTask(cfg, device, state["vocabulary"])
-        checkpoint.load_weights(task.model.eval(), state, file)
-        report(f"{args.run_dir}/{stage}, on {args.part} recordings:", task.figures(args.part))
-    if {"semantic", "coarse", "fine"} <= {*stages}:  # the codec may be a published one
-        report(f"The stages together ({args.run_dir}/sounds):", evaluate_together(args, device))
+    report(f"The stages together ({args.run_dir}/sounds):", evaluate_together(args, dist.setup(args.device)))
 
 
 def evaluate_together(args, device):
@@ -1457,13 +1373,23 @@ def evaluate_together(args, device):
 
     Each score stands beside its value for real recordings that went through the codec.
     """
-    pipeline = pipeline_of(args, device)
-    cfg, rate, hop = of_data(pipeline.models["coarse"].cfg, args), pipeline.codec.rate, pipeline.codec.hop
+    pipeline = Pipeline(args.run_dir, device, args.weights, args.model)
+    cfg, rate, hop = pipeline.models["coarse"].cfg, pipeline.codec.rate, pipeline.codec.hop
+    cfg = dataclasses.replace(cfg, batch_size=1, data=args.data or cfg.data, val_data="" if args.data else cfg.val_data)
     sources = open_sources(cfg)
     parts = data.parts(sources[0], cfg, *sources[1:])
     source, rows = parts[args.part]
     builtin, most = isinstance(source, recordings.Syllables), round(args.prompt_seconds * rate)
-    listener = Listener(pipeline, *parts["train"]) if builtin else None
+    syllables = syllables_of_tokens(pipeline, *parts["train"]) if builtin else None
+
+    def voice(wave):
+        return synthetic.heard_voice(recordings.resample(wave, rate, synthetic.RATE).numpy())
+
+    def labels(wave):  # the syllable of each frame
+        return syllables[pipeline.tokenizer.encode(wave, rate)]
+
+    def text_similarity(wave, text):
+        return synthetic.text_similarity(synthetic.heard_text(labels(wave)), text.split())
     sums = collections.defaultdict(lambda: np.zeros(2))
     mine = range(len(rows))[:args.eval_samples or None][dist.rank()::dist.world_size()]
     for begin in tracker.progress(range(0, len(mine), args.batch_size), desc="continuations",
@@ -1473,63 +1399,43 @@ def evaluate_together(args, device):
         seeds = [accumulate.number(args.seed, "goes on", row) for row in found]
         prompts = [wave[:max(1, min(most, len(wave) // 2) // hop) * hop] for wave in waves]
         given = [(pipeline.semantic_tokens(prompt), pipeline.codes(prompt)) for prompt in prompts]
-        codes = pipeline.speak(given, args.seconds, seeds)
-        for place, wave, prompt, continued in zip(places, waves, prompts, map(pipeline.wave, codes)):
-            sums["seconds_added"] += (len(continued) - len(prompt)) / rate, 1
-            if place < SOUNDS:
-                for name, sound in ("real", wave), ("continued", continued):
-                    path = Path(args.run_dir) / f"sounds/{place}_{name}.wav"
-                    write_sound(sound, rate, path, path.with_suffix(".png"))
-            if builtin:
-                other = source.wave(rows[(place + 1) % len(rows)])[:most]
-                listener.score(sums, wave, prompt, continued[len(prompt):], other, source.records(rows[[place]])[0])
-        if builtin and pipeline.models["semantic"].cfg.text != "none":
-            texts = [record["text"] for record in source.records(found)]
+        continued = [pipeline.wave(codes) for codes in pipeline.speak(given, args.seconds, seeds)]
+        for place, wave, prompt, sound in zip(places, waves, prompts, continued):
+            sums["seconds_added"] += (len(sound) - len(prompt)) / rate, 1
+            for name, heard in (("real", wave), ("continued", sound)) if place < SOUNDS else ():
+                path = f"{args.run_dir}/sounds/{place}_{name}"
+                write_sound(heard, rate, f"{path}.wav", f"{path}.png")
+        if not builtin:
+            continue
+        records = source.records(found)
+        for place, wave, prompt, sound, record in zip(places, waves, prompts, continued, records):
+            real, other = pipeline.wave(pipeline.codes(wave)), source.wave(rows[(place + 1) % len(rows)])[:most]
+            begun, rest, expected = voice(prompt), voice(real[len(prompt):]), labels(wave)
+            if len(sound) - len(prompt) >= HEARD_SECONDS * rate:
+                sums["voice_kept"] += synthetic.same_voice(begun, voice(sound[len(prompt):])), 1
+            sums["voice_kept_real"] += synthetic.same_voice(begun, rest), 1
+            sums["voice_of_others"] += synthetic.same_voice(voice(other), rest), 1
+            sums["text_heard_real"] += text_similarity(real, record["text"]), 1
+            true = synthetic.syllable_labels(record, len(expected), semantic.FRAME_RATE)
+            sums["semantic_syllable_accuracy"] += np.mean(expected == true), 1
+        if pipeline.models["semantic"].cfg.text != "none":
+            texts = [record["text"] for record in records]
             spoken = pipeline.speak([pipeline.nothing()] * len(found), LONGEST, seeds, texts)
             for text, codes in zip(texts, spoken):
-                sums["text_heard"] += synthetic.text_similarity(
-                    listener.syllables(pipeline.wave(codes)), text.split()), 1
+                sums["text_heard"] += text_similarity(pipeline.wave(codes), text), 1
     result = means(sums)
     if dist.is_main():
         checkpoint.write_json(result, Path(args.run_dir) / "scores.json")
     return result
 
 
-class Listener:
-    """Hears voices and syllables in waves (T,) of the built-in world.
-
-    Syllables are the semantic tokens, by the syllable that each mostly stands for in training recordings.
-    """
-
-    def __init__(self, pipeline, source, rows):
-        self.pipeline, self.rate = pipeline, pipeline.codec.rate
-        found, waves = source.readable(rows[:200])
-        tokens = [pipeline.tokenizer.encode(wave, self.rate) for wave in waves]
-        labels = [synthetic.syllable_labels(record, len(each), semantic.FRAME_RATE)
-                  for record, each in zip(source.records(found), tokens)]
-        self.table = synthetic.majority(np.concatenate(tokens), np.concatenate(labels), pipeline.tokenizer.clusters)
-
-    def voice(self, wave):
-        return synthetic.heard_voice(recordings.resample(wave, self.rate, synthetic.RATE).numpy())
-
-    def labels(self, wave):
-        """The syllable of each frame."""
-        return self.table[self.pipeline.tokenizer.encode(wave, self.rate)]
-
-    def syllables(self, wave):
-        return synthetic.heard_text(self.labels(wave))
-
-    def score(self, sums, wave, prompt, added, other, record):
-        """Add to `sums` what is true of a recording, of what was `added` to its prompt, and of `other`'s prompt."""
-        real = self.pipeline.wave(self.pipeline.codes(wave))
-        voice, begun, labels = self.voice(real[len(prompt):]), self.voice(prompt), self.labels(wave)
-        if len(added) >= HEARD_SECONDS * self.rate:
-            sums["voice_kept"] += synthetic.same_voice(begun, self.voice(added)), 1
-        sums["voice_kept_real"] += synthetic.same_voice(begun, voice), 1
-        sums["voice_of_others"] += synthetic.same_voice(self.voice(other), voice), 1
-        sums["text_heard_real"] += synthetic.text_similarity(self.syllables(real), record["text"].split()), 1
-        sums["semantic_syllable_accuracy"] += np.mean(
-            labels == synthetic.syllable_labels(record, len(labels), semantic.FRAME_RATE)), 1
+def syllables_of_tokens(pipeline, source, rows):
+    """The syllable that each semantic token mostly stands for in recordings of the built-in world, int (clusters,)."""
+    found, waves = source.readable(rows[:200])
+    tokens = [pipeline.tokenizer.encode(wave, pipeline.codec.rate) for wave in waves]
+    labels = [synthetic.syllable_labels(record, len(each), semantic.FRAME_RATE)
+              for record, each in zip(source.records(found), tokens)]
+    return synthetic.majority(np.concatenate(tokens), np.concatenate(labels), pipeline.tokenizer.clusters)
 
 
 def open_wave(path, codec):
@@ -1550,13 +1456,19 @@ def sample(args):
 
 def speak(args, device):
     """Write the sound of a text, a prompt, or both; returns a message."""
-    pipeline = pipeline_of(args, device)
-    if args.text and all(model.cfg.text == "none" for model in pipeline.models.values()):
+    pipeline = Pipeline(args.run_dir, device, args.weights, args.model)
+    for i, model in enumerate(pipeline.models.values()):
+        given = {name: values[min(i, len(values) - 1)] for name in Drawing._fields if (values := getattr(args, name))}
+        model.drawing = model.drawing._replace(**given)
+    with_text = [model.cfg for model in pipeline.models.values() if model.cfg.text != "none"]
+    if args.text and not with_text:
         raise UserError(f"--text: {args.run_dir} was trained without texts; give --prompt alone, or train with "
                         "--text prefix")
+    if args.guidance_scale and not any(cfg.text_drop for cfg in with_text):
+        raise UserError(f"--guidance_scale: no stage of {args.run_dir} was trained with a text that was dropped")
     codec, prompt = pipeline.codec, pipeline.nothing()
     if args.prompt:
-        most = codec.hop * (pipeline.facts["coarse"]["window"] - 1)
+        most = codec.hop * (pipeline.models["coarse"].window - 1)
         most = min(most, round(args.prompt_seconds * codec.rate)) if args.prompt_seconds else most
         wave = open_wave(args.prompt, codec)[-max(codec.hop, most):]
         prompt = pipeline.semantic_tokens(wave), pipeline.codes(wave)
@@ -1568,7 +1480,8 @@ def speak(args, device):
 
 def reconstruct(args, device):
     """Send a recording through the codec of a run; returns a message."""
-    codec = load_soundstream(file_of(args.run_dir, "soundstream", args.weights, args.model), device, args.weights)
+    file = model_file(Path(args.run_dir) / "soundstream", "soundstream", args.model, args.weights)
+    codec = load_soundstream(file, device, args.weights)
     if args.quantizers > codec.quantizers:
         raise UserError(f"--quantizers: {args.quantizers}, but the codec has {codec.quantizers}")
     wave = open_wave(args.reconstruct, codec)

@@ -48,7 +48,7 @@ def whole(tmp_path_factory):
     out = run(*flags(data=folder / "voices", run_dir=folder / "whole", **TINY))
     assert out.count("Trained") == out.count("1 recordings cannot be used and are left out") == 4
     assert out.count("The stages together") == 1 and "train_audio.py sample" in out
-    assert "1 sound(s): out.wav" in follow(out, "--device", "cpu", "--seconds", 0.2)  # a text of the data
+    assert "wrote out.wav" in follow(out, "--device", "cpu", "--seconds", 0.2)  # a text of the data
     return folder / "whole"
 
 
@@ -74,7 +74,7 @@ def codec_of(**settings):
 def transformer(*streams, **settings):
     settings |= {"max_text_len": 4} if settings.get("text", "none") != "none" else {"text": "none"}
     cfg = Config(**{**dict(stage=streams[-1].name, width=16, depth=2, heads=2, mask_past=0.0, dropout=0.0), **settings})
-    model = train_audio.TokenTransformer(cfg, streams, 10)
+    model = train_audio.TokenTransformer(cfg, streams)
     model.heads.data *= 5  # so that rounding does not decide what is most probable
     return awake(model, std=0.5)
 
@@ -192,17 +192,6 @@ def test_every_parameter_learns_and_only_the_codecs_own_pass_in_training_counts_
     assert not quantizer.pending_count.any() and torch.equal(quantizer.codebook, before[1])
 
 
-def drift():
-    codec = codec_of()
-    codec.quantizer.codebook[2, 5, 1] += 1e-3 * dist.rank()
-    dist.check_in_step({"model": codec}, 3)
-
-
-def test_a_codebook_entry_that_is_other_on_one_rank_is_found(on_ranks):
-    with pytest.raises(RuntimeError, match="by step 3: model of rank 1 not as on rank 0"):
-        on_ranks(2, drift)
-
-
 def test_the_layout_is_the_one_that_its_docstring_draws_and_each_code_has_a_row_of_its_own():
     words, codes, s, c = torch.tensor([[4], [0], [6]]), torch.tensor([[4, 1], [0, 4]]), 1, 1 + 1 + 7  # rows of <s>, <c>
     inputs, place = lay_out([WORDS, COARSE], [words, codes])
@@ -230,7 +219,7 @@ def crops_of(frames, rate, **settings):
               "codes": Tokens(np.arange(n)[:, None] + np.arange(4) * 1000 for n in frames)}
     rates = {"semantic": 50, "codes": rate}
     streams = train_audio.streams_of(cfg, dict.fromkeys(rates, 10_000), rates, 4)
-    return train_audio.TokenCrops(cfg, range(len(frames)), streams, caches, rates, [])
+    return train_audio.TokenCrops(cfg, range(len(frames)), streams, caches, rates)
 
 
 @pytest.mark.parametrize("rate", [25, 50, 62.5, 80])
@@ -346,17 +335,18 @@ def test_going_on_is_by_windows_of_the_trained_length_that_begin_with_the_half_b
     words, prompts = zip(*tokens_of([WORDS, COARSE], [4, 5, 6], [3, 0, 11]))
     monkeypatch.setattr(train_audio, "generate", lambda model, samples, frames, *rest: calls.append(
         (max(len(codes[-1]) for codes in samples), frames)) or generate(model, samples, frames, *rest))
-    for ends, goals, drawing in ((False, (30, 21, 25), Drawing(1.0, 6, 1.5)), (True, (40, 40, 40), Drawing(3.0))):
+    model.window = 8
+    for ends, goals, model.drawing in ((False, (30, 21, 25), Drawing(1.0, 6, 1.5)), (True, (40, 40, 40), Drawing(3.0))):
         pasts = []
-        made = train_audio.go_on(model, 8, lambda b, past, pasts=pasts: pasts.append((b, past)) or [
-            words[b][len(past) // 4:]], prompts, goals, [1, 2, 3], drawing, TEXTS, ends)
+        made = train_audio.go_on(model, lambda b, past, pasts=pasts: pasts.append((b, past)) or [
+            words[b][len(past) // 4:]], prompts, goals, [1, 2, 3], TEXTS, ends)
         assert all(begun + 1 <= 8 and frames <= 8 for begun, frames in calls) and len(calls) > 4
         assert min(map(len, made)) < 40 >= max(map(len, made)) if ends else [*map(len, made)] == [*goals]
         for b, past in pasts:  # what a window leaves out is what was there, or made, before
             assert torch.equal(past, made[b][:len(past)]) and (len(past) % 4 == 0 or b == 2)
         for b, goal in enumerate(goals):
-            alone, = train_audio.go_on(model, 8, lambda _, past, b=b: [words[b][len(past) // 4:]], prompts[b:b + 1],
-                                       [goal], [b + 1], drawing, TEXTS[b:b + 1], ends)
+            alone, = train_audio.go_on(model, lambda _, past, b=b: [words[b][len(past) // 4:]], prompts[b:b + 1],
+                                       [goal], [b + 1], TEXTS[b:b + 1], ends)
             assert torch.equal(alone, made[b]) and torch.equal(alone[:len(prompts[b])], prompts[b])
 
 
@@ -434,13 +424,13 @@ def test_built_in_syllables_are_trained_on_and_judged_alike_on_any_number_of_ran
     monkeypatch.setattr(train_audio, "BUILTIN_ROWS", 40)
     settings = dict(run_dir=tmp_path, seconds=0.3, text="cross", position="relative", online_samples="true",
                     precision="bf16", validation=0.2, test=0.2)
-    assert "1 sound(s)" in follow(run(*flags(**{**TINY, **settings})), "--device", "cpu", "--seconds", 0.2)
+    assert "wrote out.wav" in follow(run(*flags(**{**TINY, **settings})), "--device", "cpu", "--seconds", 0.2)
     for name in ("step_00000004_0", "step_00000004_online_0", "test_1", "test_online_1"):
         assert recordings.read(tmp_path / f"coarse/samples/{name}.wav")[0].any()
     one = config.read_json(tmp_path / "scores.json")
     words = flags(run_dir=tmp_path, eval_samples=4, batch_size=3, device="cpu")
     out = Forked("test_train_audio", "evaluate", *words, ranks=2).finish()
-    assert all(f"{metrics(tmp_path / stage)[-1]['test_loss']:.4f}" in out for stage in STAGES)
+    assert out.count("The stages together") == 1
     assert one["semantic_syllable_accuracy"] > 0.4 and {"voice_kept_real", "text_heard"} < one.keys()
     assert one == pytest.approx(config.read_json(tmp_path / "scores.json"), rel=1e-3)
 
@@ -492,12 +482,11 @@ def test_sounds_of_texts_and_of_prompts_in_tokens_are_the_same_in_any_batch(whol
     given, generate = {}, train_audio.generate
     monkeypatch.setattr(train_audio, "generate", lambda model, *rest: given.update(  # of each stage, its first texts
         {model.streams[-1].name: rest[-2]} | given) or generate(model, *rest))
-    words = flags(run_dir=whole, text="a i u", num_samples=3, seconds=0.6, device="cpu", temperature=1.5)
-    assert "3 sound(s)" in run("sample", *words, "--out", tmp_path / "out.wav")
-    assert len({path.read_bytes() for path in tmp_path.glob("out_[012].wav")}) == 3
-    assert (given["semantic"] > 0).sum(1).tolist() == [3] * 3 and given["coarse"] is given["fine"] is None
+    sampled(tmp_path, run_dir=whole, text="a i u", temperature=1.5)
+    assert (given["semantic"] > 0).sum(1).tolist() == [3] and given["coarse"] is given["fine"] is None
     pipeline, texts = train_audio.Pipeline(whole, CPU), ["a i u", "o e", "y"]
-    pipeline.drawings = dict.fromkeys(pipeline.drawings, Drawing(1.5))
+    for model in pipeline.models.values():
+        model.drawing = Drawing(1.5)
     prompts = [pipeline.nothing(), *((torch.randint(8, (n, 1)), torch.randint(16, (2 * n, 4))) for n in (2, 5))]
     together = pipeline.speak(prompts, 0.6, [1, 2, 3], texts)
     for b, (prompt, text, codes) in enumerate(zip(prompts, texts, together)):
@@ -540,7 +529,7 @@ def mistake(*words, status):
       for stages, name in {stages: name for name, stages in train_audio.ONLY.items()}.items()
       for stage in STAGES if stage not in stages),
     ("--preset audiolm-fine --stage coarse", "--stage coarse: this preset is for --stage fine alone"),
-    ("--stage soundstream --crop_samples 895", "too short for the discriminator"),
+    ("--stage soundstream --crop_samples 895", "too short for a discriminator"),
     ("--seconds 0.01", "0.01 is shorter than a frame of 320 samples"), ("--steps 500", "before --quantize_after 500"),
     ("sample --out a.mp3", "--out: a.mp3: expected a name that ends in .wav"),
     ("sample --text a --quantizers 2", "--quantizers: it needs --reconstruct"),
