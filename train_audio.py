@@ -109,17 +109,7 @@ class Config(config.Training):
     text: Literal["auto", "none", "prefix", "cross"] = "auto"  # auto: a prefix of semantic, if there are transcripts
     max_text_len: Count = 24  # longer texts are cut, shorter ones padded
     text_drop: Share = 0.1  # probability of training a sample without its text, for guidance
-    # Optimization
-    steps: Count = 1600  # optimizer steps
-    batch_size: Count = 16  # samples a step, over all ranks
-    chunk_size: Count = 8  # samples in one forward pass; part of what defines a run
-    lr: Positive = 2e-3  # peak learning rate
-    weight_decay: NonNegative = 0.0  # decoupled, on matrices only; 0 makes AdamW Adam
-    betas: tuple[Decay, ...] = (0.8, 0.99)  # Adam's decays of the mean and of the square
-    max_grad_norm: NonNegative = 5.0  # gradients are clipped to this norm, 0 for not at all
-    ema_decay: Share = 0.99  # decay of the averaged weights, 0 for no averaging
     # Evaluation and saving; both happen at the first log line at or after they are due
-    eval_samples: Natural = 96  # most recordings an evaluation takes, 0 for all
     online_samples: bool = False  # sounds of the online weights, too, besides those of the averaged ones
     temperature: NonNegative = 0.7  # of the codes drawn, 0 for the most probable; also the default of `sample`
     top_k: Natural = 0  # draw from so many codes, the most probable; 0 for all
@@ -145,10 +135,10 @@ class Config(config.Training):
 
 
 # What is different by default for a stage, and named settings for all of it.
-TRANSFORMER = dict(seconds=1.2, batch_size=64, chunk_size=32, optimizer="muon", lr=6e-3, weight_decay=0.01,
-                   betas=(0.9, 0.99), max_grad_norm=1.0, eval_samples=192, ema_decay=0.98)
+TRANSFORMER = dict(seconds=1.2, batch_size=64, chunk_size=32, optimizer="muon", lr=6e-3, ema_decay=0.98)
 STAGES = {
-    "soundstream": {},
+    "soundstream": dict(steps=1600, batch_size=16, chunk_size=8, lr=2e-3, weight_decay=0.0, betas=(0.8, 0.99),
+                        max_grad_norm=5.0, ema_decay=0.99, eval_samples=96),
     "semantic": dict(TRANSFORMER, steps=250),
     "coarse": dict(TRANSFORMER, steps=500),
     "fine": dict(TRANSFORMER, seconds=0.4, steps=150),
@@ -787,11 +777,6 @@ class CodecTask:
         self.model = self.codec = SoundStream(cfg).to(device)
         self.discriminators = Discriminators(cfg).to(device) if cfg.discriminator_after < cfg.steps else None
 
-    @property
-    def complete(self):
-        """Whether there is what later stages need: before k-means there are no codes."""
-        return self.model.quantizer.ready
-
     def loss(self, model, batch, adversarial):
         """(loss, reconstruction) of a chunk; `adversarial`: with what the discriminators say."""
         fake, _, commitment = model(batch["wave"])
@@ -803,6 +788,8 @@ class CodecTask:
     @torch.no_grad()
     def make_codebooks(self):
         """K-means on frames of the first training crops, by rank 0 for all: the same on any number of ranks."""
+        if self.model.quantizer.ready:  # of --init_from
+            return
         cfg, frames = self.cfg, [torch.zeros(0, self.cfg.codec_width, device=self.device)]
         reader = data.Chunks(*self.training, accumulate.number(cfg.seed, "codebooks"))
         for start in itertools.count(0, cfg.chunk_size):
@@ -822,7 +809,7 @@ class CodecTask:
     @torch.no_grad()
     def figures(self, part):
         """Mean reconstruction loss, the quality of sound at each number of quantizers, and the codebooks' use."""
-        cfg, codec, ready = self.cfg, self.model, self.complete
+        cfg, codec, ready = self.cfg, self.model, self.model.quantizer.ready
         numbers = sorted({cfg.quantizers, *(2 ** i for i in range(cfg.quantizers.bit_length()))}) if ready else []
         sums, used = collections.defaultdict(lambda: np.zeros(2)), [torch.zeros(0, cfg.quantizers, dtype=torch.long)]
         for _, batch in data.batches(*self.parts[part], cfg.eval_samples, cfg.chunk_size):
@@ -922,7 +909,7 @@ def streams_of(cfg, sizes, rates, quantizers):
 class TokenTask:
     """What training a token transformer needs: crops of tokens, the model, figures and sounds."""
 
-    discriminators, complete, fixed = None, True, FIXED_TOKENS
+    discriminators, fixed = None, FIXED_TOKENS
 
     def __init__(self, cfg, device, vocabulary):
         self.cfg, self.device, self.codec, tokenizer = cfg, device, None, None
@@ -954,10 +941,7 @@ class TokenTask:
                       "made_of": made_of, "window": self.model.window, "rate": self.model.rate}
 
     def lengths(self):
-        """(frames of the last stream in a training crop, at most, frames of it in a second).
-
-        Semantic tokens are fewer than frames, as repetitions are left out: what 95 of 100 crops do not exceed.
-        """
+        """(frames of the last stream in a training crop, in a second); of semantic tokens, the 95th percentile."""
         crops, rate = self.crops, self.crops.rates[self.crops.main]
         if self.cfg.stage != "semantic":
             return crops.window, rate
@@ -1172,7 +1156,8 @@ def train_stage(cfg, device):
     cfg = dataclasses.replace(cfg, run_dir=str(Path(cfg.run_dir) / cfg.stage))
     run = checkpoint.Run(cfg.run_dir)
     cfg, vocabulary, notes = dist.on_main(lambda: prepare(cfg, run))
-    task = CodecTask(cfg, device) if cfg.stage == "soundstream" else TokenTask(cfg, device, vocabulary)
+    codec = cfg.stage == "soundstream"
+    task = CodecTask(cfg, device) if codec else TokenTask(cfg, device, vocabulary)
     identity = {**checkpoint.identity(cfg, task.fixed, task.recordings), **task.facts.get("made_of", {})}
     resume_from, finished, more = dist.on_main(lambda: run.resume_point(cfg, identity))
     if finished:
@@ -1222,7 +1207,7 @@ def train_stage(cfg, device):
             # Set the learning rates; a codec makes its codebooks when they are due, and then has discriminators.
             lr = schedule.learning_rate(state.step, cfg.lr, cfg.warmup_steps, cfg.cosine_steps or cfg.steps, cfg.cosine)
             schedule.set_learning_rate(optimizers, lr)
-            if state.step == cfg.quantize_after and not task.complete:
+            if codec and state.step == cfg.quantize_after:
                 task.make_codebooks()
             adversarial = discriminators is not None and state.step >= cfg.discriminator_after
             if adversarial:
@@ -1254,7 +1239,7 @@ def train_stage(cfg, device):
             norms, taken = amp.step(scaler, models, limits)
             for module in modules.values():
                 module.zero_grad(set_to_none=True)
-            if cfg.stage == "soundstream":
+            if codec:
                 task.update_codebooks(taken, state.step)
             if not taken:
                 meter.overflows += 1
@@ -1282,7 +1267,8 @@ def train_stage(cfg, device):
                 log.say("\n    ".join([f"step {step}: " + tracker.show({"loss": loss, **losses}),
                                        *tracker.table(figures)]))
                 meter.check_finite(losses.values(), step + 1)
-                best = task.complete and run.save_best(state, losses["val_loss"], log)
+                complete = not codec or task.model.quantizer.ready  # before k-means there are no codes
+                best = complete and run.save_best(state, losses["val_loss"], log)
                 save_due = save_due or (best and log.copies_best_checkpoint)
                 log.report()
             if save_due or stop:
@@ -1361,7 +1347,8 @@ class SampleConfig(Inference):
         config.check_suffixes(self, out=".wav", picture=".png")
         config.refuse_unused(self, [("quantizers", self.reconstruct, "--reconstruct"),
                                     ("prompt_seconds", self.prompt, "--prompt"),
-                                    *((name, not self.reconstruct, "no --reconstruct") for name in ("text", "prompt"))])
+                                    ("text", not self.reconstruct, "a command without --reconstruct"),
+                                    ("prompt", not self.reconstruct, "a command without --reconstruct")])
 
 
 def evaluate(args):

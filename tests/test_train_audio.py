@@ -533,7 +533,7 @@ def mistake(*words, status):
     ("--seconds 0.01", "0.01 is shorter than a frame of 320 samples"), ("--steps 500", "before --quantize_after 500"),
     ("sample --out a.mp3", "--out: a.mp3: expected a name that ends in .wav"),
     ("sample --text a --quantizers 2", "--quantizers: it needs --reconstruct"),
-    ("sample --text a --reconstruct a.wav", "--text: it needs no --reconstruct"),
+    ("sample --text a --reconstruct a.wav", "--text: it needs a command without --reconstruct"),
     ("sample --top_k 0,-1,1", "is not 0 or more"), ("smaple", "expected one of train, evaluate, sample"),
 ], ids=str)
 def test_mistakes_on_the_command_line_are_one_line_and_status_2(words, message):
