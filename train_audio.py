@@ -721,7 +721,7 @@ class Pipeline:
         return self.codec.encode(wave[None].to(self.device))[0].cpu()
 
     def nothing(self):
-        """The semantic tokens and codes of a prompt that is not there."""
+        """The semantic tokens and codes of no prompt."""
         return torch.zeros(0, 1, dtype=torch.long), torch.zeros(0, self.codec.quantizers, dtype=torch.long)
 
     def speak(self, prompts, seconds, seeds, texts=None, fine=True):
@@ -1112,7 +1112,7 @@ def prepare(cfg, run):
     cfg = dataclasses.replace(cfg, soundstream=cfg.soundstream or str(whole / "soundstream"),
                               semantic=cfg.semantic or str(whole / "semantic"))
     if cfg.stage in ("coarse", "fine") and not cfg.soundstream.startswith("encodec:"):
-        model_file(cfg.soundstream, "soundstream")
+        model_file(cfg.soundstream, "soundstream")  # it must be there before an earlier run is moved aside
     if cfg.stage == "coarse":
         model_file(cfg.semantic, "semantic", TOKENIZER)
     parts, vocabulary, longest = data.parts(sources[0], cfg, *sources[1:]), [], 0
@@ -1121,7 +1121,7 @@ def prepare(cfg, run):
         words = clip.Tokenizer.learn(texts, TEXT_WORDS)
         vocabulary, longest = words.vocabulary, max(len(words.encode(text)) for text in texts)
     faults = [[*source.bad, *source.check()[2]] for source in sources]
-    notes = run.open(cfg.resume)  # which may move an earlier run aside, so all is checked before
+    notes = run.open(cfg.resume)
     if longest > cfg.max_text_len:
         notes.append(f"texts of up to {longest} tokens are cut to --max_text_len {cfg.max_text_len}")
     for source, names in zip(sources, faults):
@@ -1356,9 +1356,9 @@ def evaluate(args):
 
 
 def evaluate_together(args, device):
-    """Go on with held-out recordings and, on the built-in ones, score who speaks and what is said; scores.json.
+    """Go on with held-out recordings and, on the built-in ones, score who speaks and what is said, into scores.json.
 
-    Each score stands beside its value for real recordings that went through the codec.
+    A score that ends in _real is that of real recordings after the codec.
     """
     pipeline = Pipeline(args.run_dir, device, args.weights, args.model)
     cfg, rate, hop = pipeline.models["coarse"].cfg, pipeline.codec.rate, pipeline.codec.hop
