@@ -56,7 +56,6 @@ from common.nn import Memory, Transformer
 from common.quantize import ResidualQuantizer
 
 BUILTIN_ROWS = 6_000  # recordings of the built-in syllables
-TextUse = Literal["auto", "none", "prefix", "cross"]
 
 # Config
 
@@ -99,7 +98,6 @@ class Config(config.Training):
     # Semantic tokens
     tokenizer: str = "kmeans"  # kmeans on MFCC, or hubert:MODEL:LAYER
     clusters: Count = 12  # semantic tokens; speech has more sounds than the built-in syllables: 100, say
-    unique: bool = True  # consecutive equal semantic tokens are one (AudioLM §III-C); the coarse stage finds durations
     # Token transformers
     width: Count = 128  # width of the transformer
     depth: Count = 4  # blocks
@@ -108,21 +106,11 @@ class Config(config.Training):
     dropout: Share = 0.1  # in attention and feed-forward
     mask_past: Decay = 0.0  # share of the past that is hidden from a sample in training (Liu et al. 2022)
     coarse_quantizers: Count = 2  # quantizers of the codec that the coarse stage predicts; fine predicts the others
-    text: TextUse = "auto"  # how text conditions; auto: a prefix of semantic, if there are transcripts
+    text: Literal["auto", "none", "prefix", "cross"] = "auto"  # auto: a prefix of semantic, if there are transcripts
     max_text_len: Count = 24  # longer texts are cut, shorter ones padded
     text_drop: Share = 0.1  # probability of training a sample without its text, for guidance
-    # Optimization
-    steps: Count = 1600  # optimizer steps
-    batch_size: Count = 16  # samples a step, over all ranks
-    chunk_size: Count = 8  # samples in one forward pass; part of what defines a run
-    lr: Positive = 2e-3  # peak learning rate
-    weight_decay: NonNegative = 0.0  # decoupled, on matrices only; 0 makes AdamW Adam
-    betas: tuple[Decay, ...] = (0.8, 0.99)  # Adam's decays of the mean and of the square
-    max_grad_norm: NonNegative = 5.0  # gradients are clipped to this norm, 0 for not at all
-    ema_decay: Share = 0.99  # decay of the averaged weights, 0 for no averaging
     # Evaluation and saving; both happen at the first log line at or after they are due
-    eval_samples: Natural = 96  # most recordings an evaluation takes, 0 for all
-    samples_from: Literal["ema", "online", "both"] = "ema"  # the weights that its sounds are made with
+    online_samples: bool = False  # sounds of the online weights, too, besides those of the averaged ones
     temperature: NonNegative = 0.7  # of the codes drawn, 0 for the most probable; also the default of `sample`
     top_k: Natural = 0  # draw from so many codes, the most probable; 0 for all
     guidance_scale: NonNegative = 1.0  # guidance toward the text; 1: none
@@ -134,33 +122,23 @@ class Config(config.Training):
             object.__setattr__(self, "crop_samples", 0)
         hop, samples = math.prod(self.strides), round(self.seconds * self.sample_rate)
         codec = self.stage == "soundstream"
-        if not self.strides or samples < hop:
-            raise UserError(f"--seconds: {self.seconds} is shorter than a frame of {hop} samples (--strides) at "
-                            f"{self.sample_rate} Hz")
+        if samples < hop:
+            raise UserError(f"--seconds: {self.seconds} is shorter than a frame of {hop} samples (--strides)")
         if codec and self.discriminator_after < self.steps and samples < 1.75 * self.stft_window:
-            raise UserError(f"--seconds: {self.seconds} is too short for the discriminator of spectra, which takes "
-                            f"1.75 windows of --stft_window {self.stft_window} samples")
-        if codec and self.codebook_size < 2:
-            raise UserError(f"--codebook_size: {self.codebook_size}, expected 2 or more")
+            raise UserError(f"--seconds: {self.seconds} is too short for a discriminator of --stft_window "
+                            f"{self.stft_window}; expected 1.75 windows or more")
         if codec and self.steps <= self.quantize_after and not self.init_from:
-            raise UserError(f"--steps {self.steps}: there are no codebooks before --quantize_after "
-                            f"{self.quantize_after}; give more steps, or lower that")
+            raise UserError(f"--steps {self.steps}: no codebooks come before --quantize_after {self.quantize_after}")
         if self.width % self.heads or self.width // self.heads % 2:
             raise UserError(f"--heads: --width {self.width} must be an even multiple of --heads {self.heads}")
-        config.refuse_unused(self, (
-            *((name, self.discriminator_after < self.steps or not codec, "--discriminator_after below --steps")
-              for name in DISCRIMINATORS),
-            ("penalty_every", self.penalty_weight, "a --penalty_weight"),
-            *((name, self.text != "none", "--text prefix or cross") for name in ("text_drop", "max_text_len")),
-            ("guidance_scale", self.text != "none" and self.text_drop, "--text and --text_drop")))
         tracker.check(self)
 
 
 # What is different by default for a stage, and named settings for all of it.
-TRANSFORMER = dict(seconds=1.2, batch_size=64, chunk_size=32, optimizer="muon", lr=6e-3, weight_decay=0.01,
-                   betas=(0.9, 0.99), max_grad_norm=1.0, eval_samples=192, ema_decay=0.98)
+TRANSFORMER = dict(seconds=1.2, batch_size=64, chunk_size=32, optimizer="muon", lr=6e-3, ema_decay=0.98)
 STAGES = {
-    "soundstream": {},
+    "soundstream": dict(steps=1600, batch_size=16, chunk_size=8, lr=2e-3, weight_decay=0.0, betas=(0.8, 0.99),
+                        max_grad_norm=5.0, ema_decay=0.99, eval_samples=96),
     "semantic": dict(TRANSFORMER, steps=250),
     "coarse": dict(TRANSFORMER, steps=500),
     "fine": dict(TRANSFORMER, seconds=0.4, steps=150),
@@ -185,22 +163,18 @@ PRESETS = {
 }
 
 # The stages that a field is for; a flag of another stage is refused. All other fields are for all.
-DISCRIMINATORS = ("adversarial_weight", "feature_weight", "penalty_weight", "penalty_every", "discriminator_channels",
-                  "stft_window", "discriminator_lr", "discriminator_warmup_steps", "discriminator_max_grad_norm")
-CODEC = ("channels", "codec_width", "codebook_size", "codebook_decay", "dead_below", "quantizer_dropout",
-         "quantize_after", "mel_weight", "wave_weight", "commitment_weight", "discriminator_after", *DISCRIMINATORS)
-TOKENS = ("width", "depth", "heads", "position", "dropout", "mask_past", "text", "max_text_len", "text_drop",
-          "temperature", "top_k", "guidance_scale")
+FIELDS = [field.name for field in dataclasses.fields(Config)]
+CODEC, TOKENS = FIELDS[FIELDS.index("channels"):FIELDS.index("tokenizer")], FIELDS[FIELDS.index("width"):]
 ONLY = {**dict.fromkeys(CODEC, ("soundstream",)), **dict.fromkeys(TOKENS, ("semantic", "coarse", "fine")),
-        "strides": ("soundstream",), "quantizers": ("soundstream",), "coarse_quantizers": ("coarse", "fine"),
-        "soundstream": ("coarse", "fine"), "semantic": ("coarse",), "tokenizer": ("semantic",),
-        "clusters": ("semantic",), "unique": ("semantic", "coarse"), "samples_from": ("soundstream", "coarse", "fine")}
+        **dict.fromkeys(("tokenizer", "clusters"), ("semantic",)), "semantic": ("coarse",),
+        **dict.fromkeys(("soundstream", "coarse_quantizers"), ("coarse", "fine")),
+        "online_samples": ("soundstream", "coarse", "fine")}
 
 # What must not change when a run goes on; all else may.
 FIXED = (*config.FIXED, "stage", "sample_rate", "seconds")
 FIXED_CODEC = (*FIXED, "channels", "strides", "codec_width", "quantizers", "codebook_size", "quantize_after",
                "discriminator_after", "discriminator_channels", "stft_window")
-FIXED_TOKENS = (*FIXED, "unique", "width", "depth", "heads", "position", "coarse_quantizers", "text", "max_text_len")
+FIXED_TOKENS = (*FIXED, "width", "depth", "heads", "position", "coarse_quantizers", "text", "max_text_len")
 
 EVAL_SECONDS = 1.0  # length of the codec's crops in evaluation
 SOUNDS = 2  # recordings that an evaluation writes as WAV and PNG
@@ -216,7 +190,7 @@ TOKENIZER = "kmeans.pt"  # in the folder of the semantic run
 class CausalConv(nn.Conv1d):
     """Convolution whose output depends on nothing later, (B, C, T) -> (B, C', T / stride).
 
-    `memory`, a dict, holds what a stream of chunks must remember of its past; without one, the past is silence.
+    `memory`: a dict of what a stream of chunks must remember of its past; without one, the past is silence.
     """
 
     def forward(self, x, memory=None):
@@ -235,13 +209,6 @@ class CausalUpsample(nn.ConvTranspose1d):
         if memory is not None:
             memory[self] = x[..., -1:]
         return super().forward(torch.cat([past, x], dim=2))[..., self.stride[0]:-self.stride[0]]
-
-
-class ELU(nn.ELU):
-    """torch's, as a layer among those with a `memory`."""
-
-    def forward(self, x, memory=None):
-        return super().forward(x)
 
 
 class ResidualUnit(nn.Module):
@@ -268,12 +235,12 @@ class SoundStream(nn.Module):
         widths = [cfg.channels * 2 ** i for i in range(len(cfg.strides) + 1)]
         encoder, decoder = [CausalConv(1, widths[0], 7)], []
         for narrow, wide, stride in zip(widths, widths[1:], cfg.strides):
-            encoder += [*(ResidualUnit(narrow, dilation) for dilation in (1, 3, 9)), ELU(),
+            encoder += [*(ResidualUnit(narrow, dilation) for dilation in (1, 3, 9)), nn.ELU(),
                         CausalConv(narrow, wide, 2 * stride, stride)]
-            decoder = [ELU(), CausalUpsample(wide, narrow, 2 * stride, stride),
+            decoder = [nn.ELU(), CausalUpsample(wide, narrow, 2 * stride, stride),
                        *(ResidualUnit(narrow, dilation) for dilation in (1, 3, 9)), *decoder]
-        self.encoder = nn.ModuleList([*encoder, ELU(), CausalConv(widths[-1], cfg.codec_width, 3)])
-        self.decoder = nn.ModuleList([CausalConv(cfg.codec_width, widths[-1], 7), *decoder, ELU(),
+        self.encoder = nn.ModuleList([*encoder, nn.ELU(), CausalConv(widths[-1], cfg.codec_width, 3)])
+        self.decoder = nn.ModuleList([CausalConv(cfg.codec_width, widths[-1], 7), *decoder, nn.ELU(),
                                       CausalConv(widths[0], 1, 7)])
         self.quantizer = ResidualQuantizer(cfg.codec_width, cfg.quantizers, cfg.codebook_size, cfg.codebook_decay,
                                            cfg.dead_below, cfg.quantizer_dropout)
@@ -292,16 +259,16 @@ class SoundStream(nn.Module):
     def latents(self, wave, memory=None):
         """Frames (B, ceil(T / hop), D) of waves (B, T)."""
         x = F.pad(wave, (0, -wave.shape[1] % self.hop))[:, None]
-        for layer in self.encoder:
-            x = layer(x, memory)
-        return x.transpose(1, 2)
+        return self.through(self.encoder, x, memory).transpose(1, 2)
 
     def waves(self, latents, memory=None):
         """Waves (B, T·hop) of frames (B, T, D)."""
-        x = latents.transpose(1, 2)
-        for layer in self.decoder:
-            x = layer(x, memory)
-        return x[:, 0].float()
+        return self.through(self.decoder, latents.transpose(1, 2), memory)[:, 0].float()
+
+    def through(self, layers, x, memory):
+        for layer in layers:
+            x = layer(x) if isinstance(layer, nn.ELU) else layer(x, memory)
+        return x
 
     def forward(self, wave):
         """(reconstruction (B, T), codes (B, frames, Q), commitment loss) of waves (B, T)."""
@@ -323,23 +290,14 @@ class EnCodec:
     """A published EnCodec (Défossez et al. 2022) in the place of a SoundStream: encodec:MODEL, through transformers."""
 
     def __init__(self, spec, device):
-        transformers, name = need("transformers", f"--soundstream {spec}"), spec.removeprefix("encodec:")
-        try:
-            kind = transformers.AutoConfig.from_pretrained(name).model_type
-            if kind != "encodec":
-                raise UserError(f"--soundstream {spec}: a model of the kind {kind}; expected encodec")
-            self.model = transformers.EncodecModel.from_pretrained(name).float().to(device).eval().requires_grad_(False)
-        except OSError as error:  # no such model, or no way to it
-            raise UserError(f"--soundstream {spec}: {str(error).splitlines()[0]}") from error
-        settings = self.model.config
+        self.checksum = spec.removeprefix("encodec:")
+        transformers = need("transformers", f"--soundstream {spec}")
+        self.model = transformers.EncodecModel.from_pretrained(self.checksum).float().to(device).eval()
+        settings = self.model.requires_grad_(False).config
         if settings.audio_channels != 1:
             raise UserError(f"--soundstream {spec}: a model of {settings.audio_channels} channels; expected one")
         self.rate, self.hop, self.codebook_size = settings.sampling_rate, settings.hop_length, settings.codebook_size
         self.quantizers, self.bandwidth = settings.num_quantizers, max(settings.target_bandwidths)
-        self.checksum = name
-        if Path(name).is_dir():  # what is in a folder may change, what is published under a name does not
-            files = sorted(path for path in Path(name).iterdir() if path.suffix in (".safetensors", ".bin"))
-            self.checksum = " ".join(checkpoint.checksum(path)[:16] for path in files)
 
     @torch.no_grad()
     def encode(self, wave, count=None):
@@ -473,10 +431,7 @@ def reconstruction_loss(cfg, fake, real, commitment):
 
 
 def adversarial_loss(cfg, discriminators, fake, real):
-    """Hinge loss of the codec (Eq. 2) and L1 distance of features (Eq. 3), each a mean over discriminators.
-
-    The discriminators are frozen meanwhile, so their gradients are neither computed nor changed.
-    """
+    """Hinge loss of the codec (Eq. 2) and L1 distance of features (Eq. 3), by frozen discriminators, as means."""
     discriminators.requires_grad_(False)
     with torch.no_grad():
         wanted = discriminators(real)
@@ -516,10 +471,7 @@ class Stream(NamedTuple):
 
 
 def offsets_of(streams):
-    """Where each stream's rows begin in the table of embeddings, and where the last ends; row 0 is padding.
-
-    A stream has a row for its start token, then K for the codes of its first quantizer, K for its second, ….
-    """
+    """Where each stream's rows of embeddings begin, one for its start token and K a quantizer; row 0 is padding."""
     return list(itertools.accumulate([1, *(1 + stream.codes * stream.size for stream in streams)]))
 
 
@@ -560,9 +512,12 @@ class TokenTransformer(nn.Module):
     AudioGen (Kreuk et al. 2022), and dropped at times for guidance.
     """
 
-    def __init__(self, cfg, streams, vocabulary=0):
+    def __init__(self, cfg, streams, vocabulary=()):
         super().__init__()
         self.cfg, self.streams, self.offsets, width = cfg, streams, offsets_of(streams), cfg.width
+        self.tokenizer = clip.Tokenizer(vocabulary)  # of texts
+        self.drawing = Drawing(cfg.temperature, cfg.top_k, cfg.guidance_scale)
+        self.window, self.rate = 0, 0.0  # frames of the last stream in a training crop, at most, and in a second
         self.embed = nn.Embedding(self.offsets[-1], width, padding_idx=0)
         nn.init.normal_(self.embed.weight[1:], std=width ** -0.5)
         self.heads = nn.Parameter(torch.randn(streams[-1].codes, streams[-1].size + 1, width) * 0.5 * width ** -0.5)
@@ -570,9 +525,17 @@ class TokenTransformer(nn.Module):
                                        dropout=cfg.dropout, context_width=width if cfg.text == "cross" else None)
         self.bias = nn.Embedding(32, cfg.heads) if cfg.position == "relative" else None
         if cfg.text != "none":
-            self.text_embed = nn.Embedding(vocabulary, width)
+            self.text_embed = nn.Embedding(len(self.tokenizer), width)
             self.text_encoder = Transformer(width, TEXT_DEPTH, cfg.heads, causal=False, ff_mult=8 / 3)
             self.null_text_tokens = nn.Parameter(torch.randn(cfg.max_text_len, width) * 0.02)
+
+    def text_tokens(self, texts):
+        """Word tokens (B, L) of B texts, padded with 0; None for a model without text."""
+        if self.cfg.text == "none":
+            return None
+        tokens = [self.tokenizer.encode(text)[:self.cfg.max_text_len] for text in texts]
+        padded = [found + [0] * (self.cfg.max_text_len - len(found)) for found in tokens]
+        return torch.tensor(padded, device=self.text_embed.weight.device)
 
     def condition(self, text, drop):
         """Embeddings (B, L, W) of texts (B, L), of "no text" where `drop` (B,) or if text is None; None without."""
@@ -592,8 +555,7 @@ class TokenTransformer(nn.Module):
     def mask(self, batch, size, prefix, device):
         """What attends to what: None (causal), True where it does, or, with relative positions, a bias.
 
-        In training a share of the past is hidden from a sample (forgetful causal masking, Liu et al. 2022), never the
-        text and never a token from itself.
+        mask_past hides a share of the past in training (Liu et al. 2022), never the text or a token from itself.
         """
         hidden, place = self.cfg.mask_past if self.training else 0.0, torch.arange(size, device=device)
         if not hidden and self.bias is None:
@@ -606,10 +568,7 @@ class TokenTransformer(nn.Module):
         return seen if self.bias is None else self.relative(distance)[None].masked_fill(~seen, -torch.inf)
 
     def run(self, inputs, condition, cache=False):
-        """Outputs (B, N, W) at the inputs (B, N), before which a text prefix stands.
-
-        cache: (outputs, keys and values of all blocks, those of the text) instead.
-        """
+        """Outputs (B, N, W) at inputs (B, N) after a text prefix; `cache`: and keys and values, of blocks and text."""
         x, prefix = self.embed(inputs), 0
         if condition is not None and self.cfg.text == "prefix":
             x, prefix = torch.cat([condition.to(x.dtype), x], dim=1), condition.shape[1]
@@ -635,13 +594,6 @@ class TokenTransformer(nn.Module):
         right = logits.detach().argmax(-1) == target
         return loss.view(target.shape).sum((1, 2)), (target >= 0).sum((1, 2)), right.sum((1, 2))
 
-    def start(self, inputs, length, text, drop, room):
-        """(outputs (B, W) at the last of `length` (B,) inputs (B, N), memory for `room` tokens more, context)."""
-        x, cache, context = self.run(inputs, self.condition(text, drop), cache=True)
-        prefix = cache[0][0].shape[2] - inputs.shape[1]
-        memory = Memory(cache, length + prefix, cache[0][0].shape[2] + room)
-        return x[torch.arange(len(x), device=x.device), length - 1], memory, context
-
     def step(self, rows, memory, context):
         """Outputs (B, W) at the next input (B,) of every sample."""
         bias = None
@@ -658,11 +610,6 @@ class Drawing(NamedTuple):
     temperature: float = 1.0
     top_k: int = 0
     guidance_scale: float = 1.0
-
-
-def drawing_of(cfg):
-    """How a stage's codes are drawn by default."""
-    return Drawing(cfg.temperature, cfg.top_k, cfg.guidance_scale)
 
 
 def draw(scores, uniform, drawing):
@@ -686,13 +633,13 @@ def generate(model, samples, frames, seeds, drawing, text=None, ends=True):
     stream, device, count = model.streams[-1], model.embed.weight.device, len(samples)
     laid = [lay_out(model.streams, codes)[0] for codes in samples]
     guided = text is not None and drawing.guidance_scale != 1
-    if text is not None:
-        text = text.to(device)
     if guided:  # the second half goes without the text
         laid, text = laid * 2, text.repeat(2, 1)
     inputs = nn.utils.rnn.pad_sequence(laid, batch_first=True).to(device)
     length, unguided = torch.tensor([len(one) for one in laid], device=device), torch.arange(len(laid)) >= count
-    x, memory, context = model.start(inputs, length, text, unguided.to(device), frames * stream.codes)
+    x, cache, context = model.run(inputs, model.condition(text, unguided.to(device)), cache=True)
+    x, size = x[torch.arange(len(x), device=device), length - 1], cache[0][0].shape[2]  # with the text prefix
+    memory = Memory(cache, length + size - inputs.shape[1], size + frames * stream.codes)
 
     uniform = torch.stack([torch.rand(frames, stream.codes, generator=torch.Generator().manual_seed(seed))
                            for seed in seeds]).to(device)
@@ -722,13 +669,13 @@ def generate(model, samples, frames, seeds, drawing, text=None, ends=True):
         [length < frames for length in lengths]
 
 
-def go_on(model, window, given, tokens, goals, seeds, drawing, text=None, ends=True):
-    """`generate` past the training length: up to `goals` frames each, in windows of at most so many frames.
+def go_on(model, given, tokens, goals, seeds, text=None, ends=True):
+    """`generate` past the training length: up to `goals` frames each, in windows of at most model.window frames.
 
     tokens: B of (T_b, Q), what there is. given(b, past): the earlier streams of sample b, for a window that begins
     after `past` (T, Q). When a window is full, its later half is what the next one begins with. Returns B of (T_b, Q).
     """
-    tokens, over = [one.cpu() for one in tokens], [False] * len(tokens)
+    tokens, over, window = [one.cpu() for one in tokens], [False] * len(tokens), model.window
     for number in itertools.count():
         todo = [b for b, one in enumerate(tokens) if not over[b] and len(one) < goals[b]]
         if not todo:
@@ -736,8 +683,8 @@ def go_on(model, window, given, tokens, goals, seeds, drawing, text=None, ends=T
         begins = [len(tokens[b]) - window // 2 if len(tokens[b]) >= window else 0 for b in todo]
         rooms = [min(window - len(tokens[b]) + begin, goals[b] - len(tokens[b])) for b, begin in zip(todo, begins)]
         samples = [[*given(b, tokens[b][:begin]), tokens[b][begin:]] for b, begin in zip(todo, begins)]
-        made, ended = generate(model, samples, max(rooms), [accumulate.number(seeds[b], number) for b in todo], drawing,
-                               None if text is None else text[todo], ends)
+        made, ended = generate(model, samples, max(rooms), [accumulate.number(seeds[b], number) for b in todo],
+                               model.drawing, None if text is None else text[todo], ends)
         for b, begin, room, one, end in zip(todo, begins, rooms, made, ended):
             fresh = one[len(tokens[b]) - begin:]
             over[b] = end and len(fresh) < room
@@ -751,63 +698,51 @@ class Pipeline:
 
     def __init__(self, run, device, weights="ema", model="model.pt"):
         """run: the folder of the runs, RUN/semantic and so on. UserError if they were not trained on each other."""
-        self.device, self.models, self.facts, self.cfgs = device, {}, {}, {}
+        self.device, self.models, made_of = device, {}, {}
         for stage in ("semantic", "coarse", "fine"):
-            file = file_of(run, stage, weights, model)
-            self.cfgs[stage], self.models[stage], self.facts[stage] = load_transformer(file, stage, device, weights)
-        cfg = self.cfgs["coarse"]
-        self.codec = load_soundstream(cfg.soundstream, device)
-        self.tokenizer = load_tokenizer(model_file(cfg.semantic, "semantic", TOKENIZER), device)
-        for stage, name, thing in (("semantic", "tokenizer", self.tokenizer), ("coarse", "tokenizer", self.tokenizer),
-                                   ("coarse", "codec", self.codec), ("fine", "codec", self.codec)):
-            if self.facts[stage]["made_of"][name] != thing.checksum:
-                raise UserError(f"{Path(run) / stage}: it was trained on the tokens of another {name} than "
-                                f"{cfg.soundstream if name == 'codec' else cfg.semantic}; train it anew")
-        for stage, name in (("semantic", "unique"), ("fine", "coarse_quantizers")):
-            here, there = getattr(cfg, name), getattr(self.cfgs[stage], name)
-            if here != there:
-                raise UserError(f"{Path(run) / stage}: it was trained with --{name} {there}, and coarse with {here}; "
-                                "train one of them anew")
+            file = model_file(Path(run) / stage, stage, model, weights)
+            self.models[stage], made_of[stage] = load_transformer(file, stage, device, weights)
+        coarse = self.models["coarse"]
+        self.codec = load_soundstream(coarse.cfg.soundstream, device)
+        self.tokenizer = load_tokenizer(coarse.cfg.semantic, device)
+        for stage, name in itertools.product(made_of, ("tokenizer", "codec")):
+            if made_of[stage].get(name) not in (None, getattr(self, name).checksum):
+                raise UserError(f"{Path(run) / stage}: trained on the tokens of another {name} than coarse; train it "
+                                "anew")
+        if self.models["fine"].streams[0] != coarse.streams[-1]:
+            raise UserError(f"{Path(run) / 'fine'}: trained with other --coarse_quantizers than coarse; train it anew")
 
     def semantic_tokens(self, wave):
         """Semantic tokens (N, 1) of a wave (T,), at the codec's rate."""
-        tokens = self.tokenizer.encode(wave, self.codec.rate)
-        return torch.from_numpy(semantic.unique(tokens) if self.cfgs["semantic"].unique else tokens)[:, None]
+        return torch.from_numpy(semantic.unique(self.tokenizer.encode(wave, self.codec.rate)))[:, None]
 
     def codes(self, wave):
         """Codes (N, Q) of a wave (T,)."""
         return self.codec.encode(wave[None].to(self.device))[0].cpu()
 
     def nothing(self):
-        """The semantic tokens and codes of a prompt that is not there."""
+        """The semantic tokens and codes of no prompt."""
         return torch.zeros(0, 1, dtype=torch.long), torch.zeros(0, self.codec.quantizers, dtype=torch.long)
 
-    def speak(self, prompts, seconds, seeds, drawings=None, texts=None, fine=True):
+    def speak(self, prompts, seconds, seeds, texts=None, fine=True):
         """Codes of B sounds, each (T, Q): those of the prompts, and up to `seconds` after them.
 
-        prompts: (semantic tokens, codes) of each. drawings: {stage: Drawing}, by default as they were trained. texts:
-        B, or None. Not `fine`: of the coarse quantizers alone.
+        prompts: (semantic tokens, codes) of each. texts: B, or None. Not `fine`: of the coarse quantizers alone.
         """
-        cfgs, (begun, codes) = self.cfgs, ([*part] for part in zip(*prompts))
-        drawings = drawings or {stage: drawing_of(cfg) for stage, cfg in cfgs.items()}
-        window = {stage: facts["window"] for stage, facts in self.facts.items()}
-        width = cfgs["coarse"].coarse_quantizers
+        begun, codes = ([*each] for each in zip(*prompts))
+        width, rate = self.models["coarse"].streams[-1].codes, self.models["semantic"].rate
 
         def by(stage, given, tokens, goals, ends=True):
-            text = None if texts is None or cfgs[stage].text == "none" else text_tokens(
-                cfgs[stage], self.facts[stage]["vocabulary"], texts)
-            return go_on(self.models[stage], window[stage], given, tokens, goals,
-                         [accumulate.number(seed, stage) for seed in seeds], drawings[stage], text, ends)
+            model = self.models[stage]
+            text = None if texts is None else model.text_tokens(texts)
+            return go_on(model, given, tokens, goals, [accumulate.number(seed, stage) for seed in seeds], text, ends)
 
         # Content: semantic tokens, from the text or the prompt (§III-C1).
-        rate = self.facts["semantic"]["rate"]
         content = by("semantic", lambda b, past: [], begun, [len(one) + math.ceil(seconds * rate) for one in begun])
 
         # Voice and sound: coarse codes, of the semantic tokens after what a window has dropped (§III-C2).
-        def after(b, past):
-            spoken = round(len(past) * self.codec.hop / self.codec.rate * semantic.FRAME_RATE)
-            if len(past) and cfgs["coarse"].unique:  # no durations are known: the dropped codes are heard, and counted
-                spoken = len(self.semantic_tokens(self.wave(past)))
+        def after(b, past):  # tokens have no durations: those of the dropped codes are counted by encoding them again
+            spoken = len(self.semantic_tokens(self.wave(past))) if len(past) else 0
             return [content[b][min(len(content[b]) - 1, spoken):]]
         goals = [len(one) + max(1, round(seconds * self.codec.rate / self.codec.hop)) for one in codes]
         coarse = by("coarse", after, [one[:, :width] for one in codes], goals)
@@ -815,7 +750,7 @@ class Pipeline:
             return coarse
 
         # Detail: fine codes, of the coarse ones (§III-C3).
-        rest = by("fine", lambda b, past: [coarse[b][len(past):][:window["fine"]]],
+        rest = by("fine", lambda b, past: [coarse[b][len(past):][:self.models["fine"].window]],
                   [one[:, width:] for one in codes], [len(one) for one in coarse], ends=False)
         return [torch.cat(pair, dim=1) for pair in zip(coarse, rest)]
 
@@ -824,12 +759,12 @@ class Pipeline:
         return self.codec.decode(codes[None].to(self.device))[0].cpu()
 
 
-# What a stage trains on
+# What a stage trains on, and how it is evaluated
 
 class CodecTask:
     """What training the codec needs: crops of waves, the model, its discriminators, figures and sounds."""
 
-    notes = ()
+    facts, fixed = {}, FIXED_CODEC
 
     def __init__(self, cfg, device):
         self.cfg, self.device = cfg, device
@@ -839,19 +774,8 @@ class CodecTask:
         self.recordings.crop = round(cfg.seconds * cfg.sample_rate)
         self.training = self.recordings, self.parts["train"][1]
         accumulate.seed(cfg.seed, "weights")
-        self.model, self.discriminators, self.discriminator_optimizers = SoundStream(cfg).to(device), None, []
-        modules = {"model": self.model}
-        self.optimizers = optim.make(self.model, cfg.optimizer, cfg.lr, cfg.weight_decay, cfg.betas, cfg.eps)
-        if cfg.discriminator_after < cfg.steps:
-            self.discriminators = modules["discriminators"] = Discriminators(cfg).to(device)
-            self.discriminator_optimizers = optim.make(self.discriminators, "adamw", cfg.discriminator_lr, 0.0,
-                                                       cfg.betas, cfg.eps)
-        self.state = state_of(self, modules, checkpoint.identity(cfg, FIXED_CODEC, self.recordings), {})
-
-    @property
-    def complete(self):
-        """Whether there is what later stages need: before k-means there are no codes."""
-        return self.model.quantizer.ready
+        self.model = self.codec = SoundStream(cfg).to(device)
+        self.discriminators = Discriminators(cfg).to(device) if cfg.discriminator_after < cfg.steps else None
 
     def loss(self, model, batch, adversarial):
         """(loss, reconstruction) of a chunk; `adversarial`: with what the discriminators say."""
@@ -861,81 +785,72 @@ class CodecTask:
             loss = loss + adversarial_loss(self.cfg, self.discriminators, fake, batch["wave"])
         return loss, fake
 
+    @torch.no_grad()
     def make_codebooks(self):
         """K-means on frames of the first training crops, by rank 0 for all: the same on any number of ranks."""
-        cfg, codec, frames = self.cfg, self.model, [torch.zeros(0, self.cfg.codec_width, device=self.device)]
+        if self.model.quantizer.ready:  # of --init_from
+            return
+        cfg, frames = self.cfg, [torch.zeros(0, self.cfg.codec_width, device=self.device)]
         reader = data.Chunks(*self.training, accumulate.number(cfg.seed, "codebooks"))
-        codec.eval()
-        with torch.no_grad():
-            for start in itertools.count(0, cfg.chunk_size):
-                if not dist.is_main() or sum(map(len, frames)) >= 32 * cfg.codebook_size:
-                    break
-                wave = reader[start, start + cfg.chunk_size]["wave"].to(self.device)
-                frames.append(codec.latents(wave).flatten(0, 1).float())
-        codec.quantizer.initialize(torch.cat(frames), accumulate.number(cfg.seed, "kmeans"))
-        codec.train()
+        for start in itertools.count(0, cfg.chunk_size):
+            if not dist.is_main() or sum(map(len, frames)) >= 32 * cfg.codebook_size:
+                break
+            wave = reader[start, start + cfg.chunk_size]["wave"].to(self.device)
+            frames.append(self.model.latents(wave).flatten(0, 1).float())
+        self.model.quantizer.initialize(torch.cat(frames), accumulate.number(cfg.seed, "kmeans"))
 
-    def update_codebooks(self, taken):
+    def update_codebooks(self, taken, step):
         """Move the codebooks by what the step's chunks gathered on all ranks, if it was taken."""
         if taken:
-            self.model.quantizer.update(accumulate.number(self.cfg.seed, "codes", self.state.step))
+            self.model.quantizer.update(accumulate.number(self.cfg.seed, "codes", step))
         else:
             self.model.quantizer.discard()
 
     @torch.no_grad()
     def figures(self, part):
         """Mean reconstruction loss, the quality of sound at each number of quantizers, and the codebooks' use."""
-        cfg, codec, count = self.cfg, self.model, 0
-        mode, ready = codec.training, codec.quantizer.ready
-        codec.eval()
-        powers = [2 ** i for i in range(cfg.quantizers.bit_length())]
-        numbers = [*(n for n in powers if n < cfg.quantizers), cfg.quantizers] if ready else []
-        used, sums = torch.zeros(cfg.quantizers, cfg.codebook_size), np.zeros(2 + 2 * len(numbers))
+        cfg, codec, ready = self.cfg, self.model, self.model.quantizer.ready
+        numbers = sorted({cfg.quantizers, *(2 ** i for i in range(cfg.quantizers.bit_length()))}) if ready else []
+        sums, used = collections.defaultdict(lambda: np.zeros(2)), [torch.zeros(0, cfg.quantizers, dtype=torch.long)]
         for _, batch in data.batches(*self.parts[part], cfg.eval_samples, cfg.chunk_size):
             wave = batch["wave"].to(self.device)
             with amp.autocast(self.device, cfg.precision):
                 z = codec.latents(wave)
                 codes = codec.quantizer.encode(z)
-                plain = codec.waves(z)[:, :wave.shape[1]]
-                made = [codec.decode(codes[..., :n])[:, :wave.shape[1]] for n in numbers]
-            frames = -(-batch["length"][:, None] // codec.hop)  # the padding of a short recording tells nothing
-            codes = codes.cpu()[torch.arange(codes.shape[1]) < frames]
-            used += torch.stack([torch.bincount(column, minlength=cfg.codebook_size) for column in codes.T])
-            best = made[-1] if made else plain
+                sounds = {n: codec.decode(codes[..., :n])[:, :wave.shape[1]] for n in numbers}
+                best = sounds[cfg.quantizers] if ready else codec.waves(z)[:, :wave.shape[1]]
             loss = reconstruction_loss(cfg, best, wave, torch.zeros((), device=self.device))
-            values = [loss.expand(len(wave)), *(recordings.si_sdr(one, wave) for one in [plain, *made]),
-                      *(mel_distance(one, wave, cfg.sample_rate) for one in made)]
-            sums += [value.sum().item() for value in values]
-            count += len(wave)
-        codec.train(mode)
-        *sums, count = dist.total([*sums, count])
-        loss, plain, *rest = [value / count for value in sums]
-        used = torch.tensor(dist.total(used.flatten().tolist())).view(used.shape)
-        entropy = torch.special.entr(used / used.sum(1, keepdim=True)).sum(1)
-        result = {"loss": loss} | {f"si_sdr_db@{n}": value for n, value in zip(numbers, rest)}
-        result |= {"si_sdr_db_unquantized": plain}
-        result |= {f"mel_distance@{n}": value for n, value in zip(numbers, rest[len(numbers):])}
-        return result | {f"codebook_perplexity@{q}": value.exp().item() for q, value in enumerate(entropy, 1) if ready}
+            sums["loss"] += loss.expand(len(wave)).sum().item(), len(wave)
+            for n, sound in sounds.items():
+                fake, real = (recordings.log_mel(x, codec.rate, window=1024, hop=256, bins=64) for x in (sound, wave))
+                sums[f"mel_distance@{n}"] += (fake - real).abs().mean((1, 2)).sum().item(), len(wave)
+                sums[f"si_sdr_db@{n}"] += recordings.si_sdr(sound, wave).sum().item(), len(wave)
+            frames = -(-batch["length"][:, None] // codec.hop)  # the padding of a short recording tells nothing
+            used.append(codes.cpu()[torch.arange(codes.shape[1]) < frames])
+        entropies, _ = use_of(used, cfg.codebook_size)
+        return means(sums) | {f"codebook_perplexity@{q}": entropy.exp().item()
+                              for q, entropy in enumerate(entropies, 1) if ready}
 
-    @torch.no_grad()
-    def write_sounds(self, part, name):
-        """Rank 0 writes reconstructions of a part's first recordings, and these, as samples/NAME_*: {file: caption}."""
-        codec, made, (source, rows) = self.model, {}, self.parts[part]
-        mode = codec.training
-        codec.eval()
-        for number, (row, wave) in enumerate(zip(*source.readable(rows[:SOUNDS])) if dist.is_main() else []):
-            fake = codec(wave[None].to(self.device))[0][0].cpu()
-            for kind, sound in (("_real", wave), ("", fake)):
-                made |= write_sound(self.cfg.run_dir, f"samples/{name}_{number}{kind}", sound, codec.rate,
-                                    source.name(row))
-        codec.train(mode)
-        return made
+    def sounds(self, part):
+        """(name, wave (T,), caption) of a part's first recordings, and of their reconstructions."""
+        source, rows = self.parts[part]
+        for number, (row, wave) in enumerate(zip(*source.readable(rows[:SOUNDS]))):
+            yield f"{number}_real", wave, source.name(row)
+            yield f"{number}", self.model(wave[None].to(self.device))[0][0].cpu(), source.name(row)
 
 
-def mel_distance(fake, real, rate):
-    """Mean absolute difference of natural log-mel spectra, 64 bins, windows of 1,024, of waves (B, T) -> (B,)."""
-    x, y = (recordings.log_mel(wave, rate, 1024, 256, 64) for wave in (fake, real))
-    return (x - y).abs().mean((1, 2))
+def use_of(codes, size):
+    """(entropies (Q,) in nats, numbers (Q,)) of the codes below `size` in all ranks' `codes` [(N, Q)]; -100: none."""
+    counts = [torch.bincount(column[column >= 0], minlength=size) for column in torch.cat(codes).T]
+    counts = torch.tensor(dist.total(torch.cat(counts).tolist())).view(len(counts), size)
+    return torch.special.entr(counts / counts.sum(1, keepdim=True)).sum(1), counts.sum(1)
+
+
+def means(sums):
+    """{name: mean over all ranks} of {name: (sum, number)}, of which a rank may have some alone."""
+    names = list(dict.fromkeys(name for names in dist.gather([*sums]) for name in names))
+    totals = dist.total([value for name in names for value in sums[name]])
+    return {name: total / number for name, total, number in zip(names, totals[::2], totals[1::2])}
 
 
 class TokenCrops:
@@ -945,10 +860,10 @@ class TokenCrops:
     whatever their frame rates. A crop that reaches the true end of its recording ends in EOS.
     """
 
-    def __init__(self, cfg, source, streams, caches, rates, vocabulary):
+    def __init__(self, cfg, source, streams, caches, rates):
         """caches, rates: of each kind of tokens, {"semantic", "codes": TokenCache} and {…: frames a second}."""
         self.cfg, self.source, self.streams, self.caches, self.rates = cfg, source, streams, caches, rates
-        self.vocabulary, self.main = vocabulary, "codes" if "codes" in caches else "semantic"
+        self.main = "codes" if "codes" in caches else "semantic"
         self.window = max(1, round(cfg.seconds * rates[self.main]))
 
     def __len__(self):
@@ -959,15 +874,15 @@ class TokenCrops:
 
     def crop(self, row, place=0.0):
         """(each stream's tokens (T, Q) int64, whether the end is reached) of a row, cropped at `place` in [0, 1)."""
-        frames, rate, cfg = self.caches[self.main].frames(row), self.rates[self.main], self.cfg
+        frames, rate = self.caches[self.main].frames(row), self.rates[self.main]
         begin = int(place * (max(0, frames - self.window) + 1))
         end, found = min(frames, begin + self.window), {}
         for kind, cache in self.caches.items():
             first, last = (round(edge * self.rates[kind] / rate) for edge in (begin, end))
             found[kind] = cache[row][first:last if end < frames else None]
         if "codes" in found:
-            found["coarse"], found["fine"] = np.split(found["codes"], [cfg.coarse_quantizers], axis=1)
-        if "semantic" in found and cfg.unique:
+            found["coarse"], found["fine"] = np.split(found["codes"], [self.cfg.coarse_quantizers], axis=1)
+        if "semantic" in found:  # without repetitions, so the coarse stage finds durations (AudioLM §III-C)
             found["semantic"] = semantic.unique(found["semantic"][:, 0])[:, None]
         return [torch.from_numpy(np.ascontiguousarray(found[s.name])) for s in self.streams], end == frames
 
@@ -979,27 +894,8 @@ class TokenCrops:
         batch = {"inputs": nn.utils.rnn.pad_sequence(list(inputs), batch_first=True), "place": torch.tensor(begins),
                  "target": nn.utils.rnn.pad_sequence(target, batch_first=True, padding_value=-100)}
         if self.cfg.text != "none":
-            batch["text"] = text_tokens(self.cfg, self.vocabulary, [self.source.text(int(row)) for row in rows])
+            batch["text"] = [self.source.text(int(row)) for row in rows]
         return batch, np.array([all(map(len, codes)) for codes, _ in crops])
-
-
-def cut_note(cfg, vocabulary, texts):
-    """A list with a note if texts are longer than a model takes."""
-    if cfg.text == "none":
-        return []
-    longest = max((len(clip.Tokenizer(vocabulary).encode(text)) for text in texts), default=0)
-    return [f"texts of up to {longest} tokens are cut to --max_text_len {cfg.max_text_len}"] * (
-        longest > cfg.max_text_len)
-
-
-def text_tokens(cfg, vocabulary, texts):
-    """Word tokens (B, L) of texts, 0 where there are none."""
-    texts, tokenizer = list(texts), clip.Tokenizer(vocabulary)
-    out = torch.zeros(len(texts), cfg.max_text_len, dtype=torch.long)
-    for line, text in zip(out, texts):
-        found = tokenizer.encode(text)[:cfg.max_text_len]
-        line[:len(found)] = torch.tensor(found, dtype=torch.long)
-    return out
 
 
 def streams_of(cfg, sizes, rates, quantizers):
@@ -1011,129 +907,110 @@ def streams_of(cfg, sizes, rates, quantizers):
 
 
 class TokenTask:
-    """What training a token transformer needs; of one that was trained, `contents` is what its file holds."""
+    """What training a token transformer needs: crops of tokens, the model, figures and sounds."""
 
-    discriminators, discriminator_optimizers, complete = None, [], True
+    discriminators, fixed = None, FIXED_TOKENS
 
-    def __init__(self, cfg, device, contents=None):
-        self.cfg, self.device = cfg, device
-        sources = open_sources(cfg)
+    def __init__(self, cfg, device, vocabulary):
+        self.cfg, self.device, self.codec, tokenizer = cfg, device, None, None
+        sources, sizes, rates, made_of = open_sources(cfg), {}, {}, {}
         self.recordings, parts = sources[0], data.parts(sources[0], cfg, *sources[1:])
-        rows, folder = parts["train"][1], Path(cfg.run_dir).parent / "tokens"
-        self.codec, tokenizer, sizes, rates, quantizers = None, None, {}, {}, 0
-        caches = {source: {} for source in sources}
-        if cfg.stage in ("semantic", "coarse"):
-            tokenizer = open_tokenizer(cfg, self.recordings, rows, device)
+        if cfg.stage == "semantic":
+            fit_tokenizer(cfg, self.recordings, parts["train"][1], device)
+        if cfg.stage != "fine":
+            tokenizer = load_tokenizer(cfg.run_dir if cfg.stage == "semantic" else cfg.semantic, device)
+            made_of["tokenizer"] = tokenizer.checksum
             sizes["semantic"], rates["semantic"] = tokenizer.clusters, semantic.FRAME_RATE
-            for source, found in caches.items():
-                found["semantic"] = semantic_cache(folder, source, tokenizer)
-        if cfg.stage in ("coarse", "fine"):
-            self.codec = load_soundstream(cfg.soundstream, device)
-            quantizers = self.codec.quantizers
-            sizes["codes"], rates["codes"] = self.codec.codebook_size, self.codec.rate / self.codec.hop
-            if self.codec.rate != cfg.sample_rate:
-                raise UserError(f"--sample_rate: {cfg.sample_rate}, but {cfg.soundstream} was trained at "
-                                f"{self.codec.rate}; give that")
-            if cfg.coarse_quantizers >= quantizers:
-                raise UserError(f"--coarse_quantizers: {cfg.coarse_quantizers}, but {cfg.soundstream} has {quantizers}")
-            for source, found in caches.items():
-                found["codes"] = code_cache(folder, source, self.codec, device)
-        self.streams = streams_of(cfg, sizes, rates, quantizers)
-        vocabulary = [] if cfg.text == "none" else contents["vocabulary"] if contents else dist.on_main(
-            lambda: clip.Tokenizer.learn((self.recordings.text(int(row)) for row in rows[:20_000]),
-                                         TEXT_WORDS).vocabulary)
-        crops = {source: TokenCrops(cfg, source, self.streams, found, rates, vocabulary)
-                 for source, found in caches.items()}
-        self.parts = {part: (crops[source], those) for part, (source, those) in parts.items()}
-        self.training = self.parts["train"]
-        self.crops, self.vocabulary = self.training[0], vocabulary
-        self.notes = cut_note(cfg, vocabulary, (self.recordings.text(int(row)) for row in rows[:1000]))
+        if cfg.stage != "semantic":
+            self.codec = codec = load_soundstream(cfg.soundstream, device)
+            made_of["codec"] = codec.checksum
+            sizes["codes"], rates["codes"] = codec.codebook_size, codec.rate / codec.hop
+            if codec.rate != cfg.sample_rate:
+                raise UserError(f"--sample_rate: {cfg.sample_rate}, but the codec is of {codec.rate}; give that")
+            if cfg.coarse_quantizers >= codec.quantizers:
+                raise UserError(f"--coarse_quantizers: {cfg.coarse_quantizers}, but the codec has {codec.quantizers}")
+        self.streams = streams_of(cfg, sizes, rates, self.codec.quantizers if self.codec else 0)
+        crops = {source: TokenCrops(cfg, source, self.streams, token_caches(cfg, source, tokenizer, self.codec, device),
+                                    rates) for source in sources}
+        self.parts = {name: (crops[source], those) for name, (source, those) in parts.items()}
+        self.training = self.crops, _ = self.parts["train"]
         accumulate.seed(cfg.seed, "weights")
-        self.model = TokenTransformer(cfg, self.streams, len(clip.Tokenizer(vocabulary))).to(device)
-        self.optimizers = optim.make(self.model, cfg.optimizer, cfg.lr, cfg.weight_decay, cfg.betas, cfg.eps)
-        made_of = {name: thing.checksum for name, thing in (("tokenizer", tokenizer), ("codec", self.codec)) if thing}
-        self.state = state_of(self, {"model": self.model},
-                              {**checkpoint.identity(cfg, FIXED_TOKENS, self.recordings), **made_of},
-                              {"streams": [list(stream) for stream in self.streams], "made_of": made_of,
-                               "vocabulary": vocabulary, **self.lengths()})
+        self.model = TokenTransformer(cfg, self.streams, vocabulary).to(device)
+        self.model.window, self.model.rate = self.lengths()
+        self.facts = {"streams": [list(stream) for stream in self.streams], "vocabulary": vocabulary,
+                      "made_of": made_of, "window": self.model.window, "rate": self.model.rate}
 
     def lengths(self):
-        """"window": frames of the last stream that a training crop has; "rate": its frames a second.
-
-        Of `unique` tokens there are fewer than frames: what 95 of 100 training crops do not exceed.
-        """
-        crops, main = self.crops, self.crops.main
-        if self.cfg.stage != "semantic" or not self.cfg.unique:
-            return {"window": crops.window, "rate": crops.rates[main]}
-        rows = np.setdiff1d(self.training[1][:200], crops.caches[main].empty).tolist()
+        """(frames of the last stream in a training crop, in a second); of semantic tokens, the 95th percentile."""
+        crops, rate = self.crops, self.crops.rates[self.crops.main]
+        if self.cfg.stage != "semantic":
+            return crops.window, rate
+        cache = crops.caches["semantic"]
+        rows = np.setdiff1d(self.training[1][:200], cache.empty).tolist()
         tokens = np.array([len(crops.crop(row)[0][0]) for row in rows])
-        seconds = np.array([min(crops.window, crops.caches[main].frames(row)) for row in rows]) / crops.rates[main]
-        return {"window": int(np.quantile(tokens, 0.95)), "rate": float(np.quantile(tokens / seconds, 0.95))}
+        seconds = np.array([min(crops.window, cache.frames(row)) for row in rows]) / rate
+        return int(np.quantile(tokens, 0.95)), float(np.quantile(tokens / seconds, 0.95))
 
     def loss(self, model, batch, adversarial=False):
         """(loss, None) of a chunk. A sample's loss is the mean over its tokens, so a batch's is that of its chunks."""
         drop = torch.rand(len(batch["inputs"]), device=self.device) < self.cfg.text_drop
-        sums, counts, _ = model(batch["inputs"], batch["place"], batch["target"], batch.get("text"), drop)
+        text = self.model.text_tokens(batch.get("text"))
+        sums, counts, _ = model(batch["inputs"], batch["place"], batch["target"], text, drop)
         return (sums / counts.clamp(min=1)).mean(), None
-
-    def update_codebooks(self, taken):
-        """Nothing: only a codec has codebooks."""
 
     @torch.no_grad()
     def figures(self, part):
         """Mean loss a token of the stage's own stream, share guessed right, and the loss of ignoring all context."""
-        cfg, model, stream = self.cfg, self.model, self.streams[-1]
-        mode, sums, used = model.training, np.zeros(3), torch.zeros(stream.codes, stream.size + 1)
-        model.eval()
+        cfg, stream = self.cfg, self.streams[-1]
+        sums, used = collections.defaultdict(lambda: np.zeros(2)), [torch.zeros(0, stream.codes, dtype=torch.long)]
         for _, batch in data.batches(*self.parts[part], cfg.eval_samples, cfg.chunk_size):
             batch = data.to_device(batch, self.device)
             with amp.autocast(self.device, cfg.precision):
-                found = model(batch["inputs"], batch["place"], batch["target"], batch.get("text"),
-                              torch.zeros(len(batch["inputs"]), dtype=torch.bool, device=self.device))
-            sums += [value.sum().item() for value in found]
-            used += torch.stack([torch.bincount(target[target >= 0].cpu(), minlength=stream.size + 1)
-                                 for target in batch["target"].unbind(2)])
-        model.train(mode)
-        loss, count, right, *used = dist.total([*sums, *used.flatten().tolist()])
-        used = torch.tensor(used).view(stream.codes, -1)
-        entropy = torch.special.entr(used / used.sum(1, keepdim=True)).sum(1) @ used.sum(1) / used.sum()
-        return {"loss": loss / count, "accuracy": right / count, "unigram_entropy": entropy.item()}
+                found = self.model(batch["inputs"], batch["place"], batch["target"],
+                                   self.model.text_tokens(batch.get("text")), drop=batch["place"] < 0)  # none
+            loss, count, right = (values.sum().item() for values in found)
+            sums["loss"] += loss, count
+            sums["accuracy"] += right, count
+            used.append(batch["target"].flatten(0, 1).cpu())
+        entropies, counts = use_of(used, stream.size + 1)
+        return means(sums) | {"unigram_entropy": (entropies @ counts / counts.sum()).item()}
 
-    def write_sounds(self, part, name):
-        """Rank 0 writes continuations of a part's first recordings, by the codes that the stage makes: {file: caption}.
-
-        Coarse makes them of real semantic tokens, fine of real coarse ones; semantic alone has no sound.
-        """
-        cfg, (crops, rows), window = self.cfg, self.parts[part], self.crops.window
+    def sounds(self, part):
+        """(name, wave (T,), caption) of coarse codes of real semantic tokens, or of fine codes of real coarse ones."""
+        model, (crops, rows), fine = self.model, self.parts[part], self.cfg.stage == "fine"
         rows = np.setdiff1d(rows, crops.caches[crops.main].empty)[:SOUNDS].tolist()
-        if cfg.stage == "semantic" or not dist.is_main() or not rows:
-            return {}
-        mode = self.model.training
-        self.model.eval()
-        fine, codes = cfg.stage == "fine", [crops.crop(row)[0] for row in rows]
-        begun = 0 if fine else round(PROMPT_SECONDS * crops.rates["codes"])
-        text = None if cfg.text == "none" else text_tokens(cfg, self.vocabulary, map(crops.source.text, rows))
-        tokens = go_on(self.model, window,
-                       lambda b, past: [codes[b][0][len(past):][:window] if fine else codes[b][0]],
-                       [own[:begun] for _, own in codes], [len(own) if fine else window for _, own in codes],
-                       [accumulate.number(cfg.seed, "sound", row) for row in rows],
-                       drawing_of(cfg), text, ends=not fine)
-        files = {}
-        for number, ((given, _), own) in enumerate(zip(codes, tokens)):
-            wave = self.codec.decode((torch.cat([given, own], 1) if fine else own)[None].to(self.device))[0].cpu()
-            files |= write_sound(cfg.run_dir, f"samples/{name}_{number}", wave, self.codec.rate,
-                                 crops.name(rows[number]))
-        self.model.train(mode)
-        return files
+        if self.cfg.stage == "semantic" or not rows:
+            return
+        codes = [crops.crop(row)[0] for row in rows]
+        begun = 0 if fine else round(PROMPT_SECONDS * model.rate)
+        tokens = go_on(model, lambda b, past: [codes[b][0][len(past):][:model.window] if fine else codes[b][0]],
+                       [real[:begun] for _, real in codes], [len(real) if fine else model.window for _, real in codes],
+                       [accumulate.number(self.cfg.seed, "sound", row) for row in rows],
+                       model.text_tokens(map(crops.source.text, rows)), ends=not fine)
+        for number, (row, (given, _), found) in enumerate(zip(rows, codes, tokens)):
+            found = torch.cat([given, found], dim=1) if fine else found
+            yield f"{number}", self.codec.decode(found[None].to(self.device))[0].cpu(), crops.name(row)
 
 
-def state_of(task, modules, identity, facts):
-    """The State of a task: what a checkpoint holds."""
-    cfg = task.cfg
-    average = ema.EMA(task.model, cfg.ema_update_every, decay=cfg.ema_decay, update_after=cfg.ema_update_after)
-    return checkpoint.State(cfg, modules, average, [*task.optimizers, *task.discriminator_optimizers],
-                            amp.scaler(task.device, cfg.precision), identity,
-                            {"kind": cfg.stage, "metadata": tracker.metadata(cfg), **facts})
+@torch.no_grad()
+def write_sounds(task, part, name):
+    """Rank 0 writes what a task makes of a part's first recordings, as samples/NAME_*: {file: caption}."""
+    files = {}
+    for kind, wave, caption in task.sounds(part) if dist.is_main() else ():
+        paths = [f"samples/{name}_{kind}{suffix}" for suffix in (".wav", ".png")]
+        write_sound(wave, task.codec.rate, *(Path(task.cfg.run_dir) / path for path in paths))
+        files |= dict.fromkeys(paths, caption)
+    return files
+
+
+def write_sound(wave, rate, *paths):
+    """Write a wave (T,) to each of the `paths`: a .wav file, or a .png file of its spectrogram."""
+    for path in paths:
+        with checkpoint.replacing(path) as file:
+            if str(path).lower().endswith(".wav"):
+                recordings.write_wav(file, wave, rate)
+            else:
+                media.write_png(file, recordings.spectrogram(wave, rate))
 
 
 # Data and what earlier stages made
@@ -1146,57 +1023,46 @@ def open_sources(cfg, seconds=0.0):
             for path in (cfg.data, cfg.val_data) if path]
 
 
-def code_cache(folder, source, codec, device):
-    """The codes of all recordings by a codec."""
-    return recordings.token_cache(folder, source, {"codec": codec.checksum}, lambda row: codec.encode(
-        source.wave(row)[None].to(device))[0].cpu().numpy(), "codes")
+def token_caches(cfg, source, tokenizer, codec, device):
+    """{"semantic", "codes": TokenCache} of all recordings, by a tokenizer and a codec, if there are."""
+    folder, caches = Path(cfg.run_dir).parent / "tokens", {}
+    if tokenizer:
+        caches["semantic"] = recordings.token_cache(
+            folder, source, {"tokenizer": tokenizer.checksum},
+            lambda row: tokenizer.encode(source.wave(row), source.rate)[:, None], "semantic tokens")
+    if codec:
+        caches["codes"] = recordings.token_cache(
+            folder, source, {"codec": codec.checksum},
+            lambda row: codec.encode(source.wave(row)[None].to(device))[0].cpu().numpy(), "codes")
+    return caches
 
 
-def semantic_cache(folder, source, tokenizer):
-    """The semantic tokens of all recordings."""
-    return recordings.token_cache(folder, source, {"tokenizer": tokenizer.checksum}, lambda row: tokenizer.encode(
-        source.wave(row), source.rate)[:, None], "semantic tokens")
-
-
-def open_tokenizer(cfg, source, rows, device):
-    """The tokenizer of semantic tokens: of the run that the stage is of, or, for the semantic stage, its own.
-
-    That is fitted to the training `rows` when the run has none yet, and saved with it.
-    """
-    if cfg.stage != "semantic":
-        return load_tokenizer(model_file(cfg.semantic, "semantic", TOKENIZER), device)
+def fit_tokenizer(cfg, source, rows, device):
+    """Fit the tokenizer of the semantic stage to the training `rows` of its recordings, if its run has none yet."""
     path = Path(cfg.run_dir) / TOKENIZER
     if not dist.on_main(path.exists):
         features = "mfcc" if cfg.tokenizer == "kmeans" else cfg.tokenizer
-        made = semantic.fit(source, rows, cfg.clusters, cfg.seed, features=features, device=device)
-        dist.on_main(lambda: checkpoint.save(made.state(), path) and None)
-    return load_tokenizer(path, device)
+        tokenizer = semantic.fit(source, rows, cfg.clusters, cfg.seed, features=features, device=device)
+        dist.on_main(lambda: checkpoint.save(tokenizer.state(), path) and None)
 
 
-def load_tokenizer(path, device):
-    """The tokenizer of a file, with what tells it from others in `checksum`."""
+def load_tokenizer(run, device):
+    """The tokenizer of a semantic run, with what tells it from others in `checksum`."""
+    path = model_file(run, "semantic", TOKENIZER)
     tokenizer = semantic.load(checkpoint.load(path), path).to(device)
     tokenizer.checksum = checkpoint.checksum(path)[:16]
     return tokenizer
 
 
-def model_file(path, kind, name="model.pt"):
-    """The file `name` of a run that a stage needs, given its folder or the file itself; UserError if it is missing."""
+def model_file(path, stage, name="model.pt", weights="ema"):
+    """The file `name` of a stage's run, given its folder or the file; with "online" weights, the newest checkpoint."""
     path = Path(path)
     file = path / name if path.is_dir() or not path.suffix else path
+    if weights == "online" and name == "model.pt":
+        file = max((path / "checkpoints").glob("step_*.pt"), default=file)
     if not file.is_file():
-        raise UserError(f"{file}: missing; train it first (--stage {kind}), or name a run that has it")
+        raise UserError(f"{file}: missing; train it first (--stage {stage}), or name a run that has it")
     return file
-
-
-def file_of(run, stage, weights, model):
-    """The file `model` of a stage's run or, for "online" weights of model.pt, which has none, the newest checkpoint."""
-    folder = Path(run) / stage
-    if weights == "ema" or model != "model.pt":
-        return model_file(folder, stage, model)
-    if found := sorted((folder / "checkpoints").glob("step_*.pt")):
-        return found[-1]
-    raise UserError(f"{folder}/checkpoints: empty; --weights online needs a checkpoint")
 
 
 def load_soundstream(path, device, weights="ema"):
@@ -1211,12 +1077,13 @@ def load_soundstream(path, device, weights="ema"):
 
 
 def load_transformer(file, stage, device, weights="ema"):
-    """(config, model in eval mode, contents of the file) of a stage's model.pt, best.pt or checkpoint."""
+    """(model in eval mode, checksums of what it was made of) of a stage's model.pt, best.pt or checkpoint."""
     cfg, state = lora.read_model(stage, Config, file, weights)
     with checkpoint.reading(file):
-        streams, vocabulary = [Stream(*stream) for stream in state["streams"]], clip.Tokenizer(state["vocabulary"])
-        model = checkpoint.build(lambda: TokenTransformer(cfg, streams, len(vocabulary)), state, file, device)
-    return cfg, for_generation(model), state
+        streams = [Stream(*stream) for stream in state["streams"]]
+        model = checkpoint.build(lambda: TokenTransformer(cfg, streams, state["vocabulary"]), state, file, device)
+        model.window, model.rate = state["window"], state["rate"]
+        return for_generation(model), state["made_of"]
 
 
 def for_generation(model):
@@ -1227,113 +1094,97 @@ def for_generation(model):
     return model.eval().requires_grad_(False)
 
 
-def write_sound(run, name, wave, rate, caption=""):
-    """RUN/NAME.wav of a wave (T,), and NAME.png, its spectrogram. Returns {file: caption} of the two."""
-    files = {f"{name}.wav": lambda file: recordings.write_wav(file, wave, rate),
-             f"{name}.png": lambda file: media.write_png(file, recordings.spectrogram(wave, rate))}
-    for name, write in files.items():
-        with checkpoint.replacing(Path(run) / name) as file:
-            write(file)
-    return dict.fromkeys(files, caption)
-
-
 # Training
 
 def prepare(cfg, run):
     """What rank 0 does before anyone trains: check the config and the data, hold the run folder.
 
-    Returns (the config with all that was "auto" or left to the run's place decided, messages).
+    Returns (the config with nothing left open, the vocabulary of texts, messages).
     """
-    cfg = tracker.prepare(cfg)
+    cfg, whole = tracker.prepare(cfg), Path(cfg.run_dir).parent
     accumulate.plan(cfg.batch_size, cfg.chunk_size, 0, dist.world_size())
-    sources = open_sources(cfg)  # checked before an earlier run is moved aside
+    sources = open_sources(cfg)
     if cfg.text == "auto":
-        use = dict(text="prefix") if cfg.stage == "semantic" and sources[0].texts else dict(
-            text="none", text_drop=Config.text_drop, max_text_len=Config.max_text_len, guidance_scale=1.0)
-        cfg = dataclasses.replace(cfg, **use)
-    for path, source in zip((cfg.data, cfg.val_data), sources):
-        if cfg.stage != "soundstream" and cfg.text != "none" and not source.texts:
-            raise UserError(f"--text {cfg.text}: {path} has no transcripts; expected NAME.txt beside recordings, or "
-                            "*.trans.txt")
-    whole = Path(cfg.run_dir).parent
+        cfg = dataclasses.replace(cfg, text="prefix" if cfg.stage == "semantic" and sources[0].texts else "none")
+    if cfg.text != "none" and not all(source.texts for source in sources):
+        raise UserError(f"--text {cfg.text}: {cfg.val_data if sources[0].texts else cfg.data} has no transcripts; "
+                        "expected NAME.txt beside recordings, or *.trans.txt")
     cfg = dataclasses.replace(cfg, soundstream=cfg.soundstream or str(whole / "soundstream"),
                               semantic=cfg.semantic or str(whole / "semantic"))
     if cfg.stage in ("coarse", "fine") and not cfg.soundstream.startswith("encodec:"):
-        model_file(cfg.soundstream, "soundstream")
+        model_file(cfg.soundstream, "soundstream")  # it must be there before an earlier run is moved aside
     if cfg.stage == "coarse":
         model_file(cfg.semantic, "semantic", TOKENIZER)
-    data.parts(sources[0], cfg, *sources[1:])
-    faults = [source.check() for source in sources]
+    parts, vocabulary, longest = data.parts(sources[0], cfg, *sources[1:]), [], 0
+    if cfg.text != "none":
+        texts = [sources[0].text(row) for row in parts["train"][1][:20_000].tolist()]
+        words = clip.Tokenizer.learn(texts, TEXT_WORDS)
+        vocabulary, longest = words.vocabulary, max(len(words.encode(text)) for text in texts)
+    faults = [[*source.bad, *source.check()[2]] for source in sources]
     notes = run.open(cfg.resume)
-    for source, (bad, _, names) in zip(sources, faults):
-        if bad or source.bad:
-            names = [*source.bad, *names]
-            notes.append(f"{len(names)} recordings cannot be used and are left out: {', '.join(names[:5])}"
-                         f"{', …' if len(names) > 5 else ''}")
+    if longest > cfg.max_text_len:
+        notes.append(f"texts of up to {longest} tokens are cut to --max_text_len {cfg.max_text_len}")
+    for source, names in zip(sources, faults):
+        if names:
+            notes.append(f"{len(names)} recordings cannot be used and are left out: {', '.join(names[:5])}")
         notes += [source.left_out, source.resampled]
-        if len(source.speakers) == 1 and len(source) >= 100:
-            notes.append(f"all {len(source)} recordings count as one speaker's; --speaker_pattern finds them in the "
-                         "names of files")
-    return cfg, notes
+    return cfg, vocabulary, notes
 
 
 def train(cfgs):
-    first, run = cfgs[0], Path(cfgs[0].run_dir)
+    first = cfgs[0]
     device = dist.setup(first.device, first.timeout_minutes)
     tracker.check_stages(cfgs)
     if len(cfgs) > 1 and not first.soundstream and first.coarse_quantizers >= first.quantizers:
-        raise UserError(f"--coarse_quantizers: {first.coarse_quantizers}, but the codec has --quantizers "
-                        f"{first.quantizers}; leave at least one to the fine stage")
-    before = [train_stage(cfg, device) for cfg in cfgs]  # whether each was finished
+        raise UserError(f"--coarse_quantizers: {first.coarse_quantizers}, expected fewer than --quantizers")
+    for cfg in cfgs:
+        train_stage(cfg, device)
+    run, command = shlex.quote(first.run_dir), "evaluate"
+    if first.stage == "soundstream":
+        command = f"sample --reconstruct {run}/soundstream/samples/test_0_real.wav --out out.wav"
     if len(cfgs) > 1:
-        args = EvaluateConfig(run_dir=str(run), seed=first.seed, eval_samples=cfgs[-1].eval_samples)
-        scores = run / "scores.json"
-        scores = config.read_json(scores) if all(before) and scores.is_file() else evaluate_together(args, device)
-        report(f"The stages together, on {args.part} recordings ({run}/sounds):", scores)
+        args = EvaluateConfig(run_dir=first.run_dir, seed=first.seed, eval_samples=cfgs[-1].eval_samples)
+        report(f"The stages together ({first.run_dir}/sounds):", evaluate_together(args, device))
+        command = f"sample --prompt {run}/sounds/0_real.wav --prompt_seconds {PROMPT_SECONDS} --out out.wav"
     if dist.is_main():
-        print(f"\nNext: python train_audio.py {next_command(first)}", flush=True)
-
-
-def next_command(cfg):
-    """A command for the stages that were trained as `cfg` says, that works as it stands."""
-    run, source = Path(cfg.run_dir), open_sources(cfg)[0]
-    command = f"sample --run_dir {shlex.quote(cfg.run_dir)} --out out.wav"
-    if all((run / stage / "model.pt").is_file() for stage in STAGES):
-        if checkpoint.load(run / "semantic" / "model.pt")["config"]["text"] != "none":
-            text = next(filter(None, map(source.text, range(len(source)))))
-            return f"{command} --text {shlex.quote(text)}"
-        return f"{command} --prompt {shlex.quote(f'{run}/soundstream/samples/test_0_real.wav')} --prompt_seconds 0.4"
-    if cfg.stage == "soundstream":
-        return f"{command} --reconstruct {shlex.quote(f'{run}/soundstream/samples/test_0_real.wav')}"
-    return f"evaluate --run_dir {shlex.quote(cfg.run_dir)}"
+        print(f"\nNext: python train_audio.py {command} --run_dir {run}", flush=True)
 
 
 def train_stage(cfg, device):
-    """Train one stage; returns whether it was finished before."""
     # Let rank 0 hold the run folder and check all there is to check; make what earlier stages give.
     started, given = time.monotonic(), cfg
     cfg = dataclasses.replace(cfg, run_dir=str(Path(cfg.run_dir) / cfg.stage))
     run = checkpoint.Run(cfg.run_dir)
-    cfg, notes = dist.on_main(lambda: prepare(cfg, run))
-    task = (CodecTask if cfg.stage == "soundstream" else TokenTask)(cfg, device)
-    state, scaler, average = task.state, task.state.scaler, task.state.average
-    resume_from, finished, more = dist.on_main(lambda: run.resume_point(cfg, state.identity))
+    cfg, vocabulary, notes = dist.on_main(lambda: prepare(cfg, run))
+    codec = cfg.stage == "soundstream"
+    task = CodecTask(cfg, device) if codec else TokenTask(cfg, device, vocabulary)
+    identity = {**checkpoint.identity(cfg, task.fixed, task.recordings), **task.facts.get("made_of", {})}
+    resume_from, finished, more = dist.on_main(lambda: run.resume_point(cfg, identity))
     if finished:
         tracker.resend(cfg, run)
         report(f"{cfg.run_dir} is finished, at step {finished['step']}; to train on, give more --steps.", finished)
-        return True
+        return
 
-    # Take the run up where it was.
-    notes += [*task.notes, *more]
+    # Make what trains the models, or take it up where it was.
+    modules, discriminators, discriminator_optimizers = {"model": task.model}, task.discriminators, []
+    optimizers = optim.make(task.model, cfg.optimizer, cfg.lr, cfg.weight_decay, cfg.betas, cfg.eps)
+    if discriminators:
+        modules["discriminators"] = discriminators
+        discriminator_optimizers = optim.make(discriminators, "adamw", cfg.discriminator_lr, 0.0, cfg.betas, cfg.eps)
+    scaler = amp.scaler(device, cfg.precision)
+    average = ema.EMA(task.model, cfg.ema_update_every, decay=cfg.ema_decay, update_after=cfg.ema_update_after)
+    state = checkpoint.State(cfg, modules, average, [*optimizers, *discriminator_optimizers], scaler, identity,
+                             {"kind": cfg.stage, "metadata": tracker.metadata(cfg), **task.facts})
+    notes += more
     if resume_from:
         notes += state.restore(resume_from)
     elif cfg.init_from:
         state.start_from(cfg.init_from, cfg.init_strict)
-    dist.check_in_step(state.modules, state.step)
+    dist.check_in_step(modules, state.step)
     if cfg.compile:
         task.model.compile()
     model = dist.wrap(task.model, device)
-    discriminators = task.discriminators and dist.wrap(task.discriminators, device)
+    discriminators = discriminators and dist.wrap(discriminators, device)
 
     # Ask for the data in the order that seed and step give.
     plan = accumulate.plan(cfg.batch_size, cfg.chunk_size, dist.rank(), dist.world_size())
@@ -1355,13 +1206,13 @@ def train_stage(cfg, device):
         while state.step < cfg.steps:
             # Set the learning rates; a codec makes its codebooks when they are due, and then has discriminators.
             lr = schedule.learning_rate(state.step, cfg.lr, cfg.warmup_steps, cfg.cosine_steps or cfg.steps, cfg.cosine)
-            schedule.set_learning_rate(task.optimizers, lr)
-            if state.step == cfg.quantize_after and not task.complete:
+            schedule.set_learning_rate(optimizers, lr)
+            if codec and state.step == cfg.quantize_after:
                 task.make_codebooks()
             adversarial = discriminators is not None and state.step >= cfg.discriminator_after
             if adversarial:
                 since, last = state.step - cfg.discriminator_after, cfg.steps - cfg.discriminator_after
-                schedule.set_learning_rate(task.discriminator_optimizers, schedule.learning_rate(
+                schedule.set_learning_rate(discriminator_optimizers, schedule.learning_rate(
                     since, cfg.discriminator_lr, cfg.discriminator_warmup_steps, last, cfg.cosine))
             penalty = cfg.penalty_weight if state.step % cfg.penalty_every == 0 else 0.0
 
@@ -1381,14 +1232,15 @@ def train_stage(cfg, device):
                             own_loss = discriminator_loss(discriminators, fake, batch["wave"], penalty)
                         scaler.scale(own_loss * chunk.weight).backward()
                 step_loss += loss.detach() * (chunk.stop - chunk.start)
-            optimizers, limits = [task.optimizers], [cfg.max_grad_norm]
+            models, limits = [optimizers], [cfg.max_grad_norm]
             if adversarial:  # both step at once; each is clipped by itself
-                optimizers += [task.discriminator_optimizers]
+                models += [discriminator_optimizers]
                 limits += [cfg.discriminator_max_grad_norm]
-            norms, taken = amp.step(scaler, optimizers, limits)
-            for module in state.modules.values():
+            norms, taken = amp.step(scaler, models, limits)
+            for module in modules.values():
                 module.zero_grad(set_to_none=True)
-            task.update_codebooks(taken)
+            if codec:
+                task.update_codebooks(taken, state.step)
             if not taken:
                 meter.overflows += 1
                 continue
@@ -1402,20 +1254,21 @@ def train_stage(cfg, device):
             loss, step, begun = meter.line(norms[0], lr), state.step, time.monotonic()
             eval_due, save_due, stop = meter.due(signals)
             if eval_due:
-                name, last = f"step_{step:08d}", step == cfg.steps  # the sounds of the test are next
+                task.model.eval()
                 losses, samples = {"val_loss_online": task.figures("validation")["loss"]}, {}
-                if cfg.samples_from != "ema" and not last:
-                    samples |= task.write_sounds("validation", f"{name}_online")
+                if cfg.online_samples:
+                    samples |= write_sounds(task, "validation", f"step_{step:08d}_online")
                 with average.applied(task.model):
                     figures = task.figures("validation")
                     losses |= {f"val_{name}": figures.pop(name) for name in ("loss", "accuracy") if name in figures}
-                    if cfg.samples_from != "online" and not last:
-                        samples |= task.write_sounds("validation", name)
+                    samples |= write_sounds(task, "validation", f"step_{step:08d}")
+                task.model.train()
                 log.log(step, samples, **losses, **figures, evaluation_s=time.monotonic() - begun)
                 log.say("\n    ".join([f"step {step}: " + tracker.show({"loss": loss, **losses}),
                                        *tracker.table(figures)]))
                 meter.check_finite(losses.values(), step + 1)
-                best = task.complete and run.save_best(state, losses["val_loss"], log)
+                complete = not codec or task.model.quantizer.ready  # before k-means there are no codes
+                best = complete and run.save_best(state, losses["val_loss"], log)
                 save_due = save_due or (best and log.copies_best_checkpoint)
                 log.report()
             if save_due or stop:
@@ -1428,10 +1281,11 @@ def train_stage(cfg, device):
         meter.bar.close()
 
         # Test the averaged weights, and save them last of all.
-        samples = task.write_sounds("test", "test_online") if cfg.samples_from != "ema" else {}
+        task.model.eval()
+        samples = write_sounds(task, "test", "test_online") if cfg.online_samples else {}
         with average.applied(task.model):
             results = {f"test_{name}": value for name, value in task.figures("test").items()}
-            samples |= task.write_sounds("test", "test") if cfg.samples_from != "online" else {}
+            samples |= write_sounds(task, "test", "test")
         log.log(state.step, samples, **results)
         results = {"step": state.step, "best_val_loss": state.best_val_loss, **results}
         if dist.is_main():
@@ -1439,7 +1293,6 @@ def train_stage(cfg, device):
         log.report()
     dist.gather(None)  # rank 0 has written model.pt, which the next stage or the evaluation of all reads
     report(f"Trained {cfg.run_dir}; this start took {time.monotonic() - started:.0f} s.", results)
-    return False
 
 
 def report(headline, results):
@@ -1451,281 +1304,180 @@ def report(headline, results):
 # Commands
 
 @dataclass(frozen=True)
-class DrawingConfig(config.Settings):
-    # How
+class Inference(config.Settings):
+    # The model
     run_dir: str = "runs/audio"  # folder of the runs, one a stage
     model: str = "model.pt"  # file of each run: model.pt (last), best.pt (lowest validation loss), or a checkpoint
-    temperature: tuple[NonNegative, ...] = ()  # of codes drawn; one, or one a stage; by default as they were trained
-    top_k: tuple[Natural, ...] = ()  # draw from so many most probable codes, 0 for all; one, or one a stage
-    guidance_scale: tuple[NonNegative, ...] = ()  # guidance toward the text; 1: none; one, or one a stage
     weights: Literal["ema", "online"] = "ema"  # averaged, or as the optimizer left them in the newest checkpoint
     seed: int = 0  # of everything random
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # where to compute
 
 
 @dataclass(frozen=True)
-class EvaluateConfig(DrawingConfig):
+class EvaluateConfig(Inference):
     # What to evaluate
     data: str = ""  # recordings; "": those the coarse stage was trained on
     part: Literal["train", "validation", "test"] = "test"  # which of them
     eval_samples: Natural = 192  # most recordings to go on with, 0 for all
-    sounds: Natural = 4  # recordings that are written as WAV and PNG to RUN/sounds
     prompt_seconds: Positive = PROMPT_SECONDS  # how much of each the model is given
     seconds: Positive = 1.0  # how much it adds
     batch_size: Count = 48  # recordings at a time
 
 
 @dataclass(frozen=True)
-class SampleConfig(DrawingConfig):
+class SampleConfig(Inference):
     # What to say
     text: str = ""  # text to say; without a text and a prompt: nothing in particular
-    texts: str = ""  # or a file with one text a line
     prompt: str = ""  # recording to go on with, in its voice
-    prompt_seconds: NonNegative = 0.0  # how much of its end to take, 0 for all
-    prompt_codes: str = ""  # codes to go on with, .npy (T, Q), as --codes writes them, instead of a recording
+    prompt_seconds: NonNegative = 0.0  # how much of its end to take; 0: as much as the coarse stage was trained on
     seconds: Positive = LONGEST  # length at most, after the prompt
-    num_samples: Count = 1  # sounds a text or prompt
+    temperature: tuple[NonNegative, ...] = ()  # of each stage's codes, the last for all that follow; "": as trained
+    top_k: tuple[Natural, ...] = ()  # of each stage: draw from so many most probable codes, 0 for all
+    guidance_scale: tuple[NonNegative, ...] = ()  # of each stage: guidance toward the text; 1: none
     fine: bool = True  # let the fine stage add its codes, else the coarse ones alone are heard
     # The codec alone
     reconstruct: str = ""  # recording to send through the codec
-    decode: str = ""  # codes to turn into sound, .npy (T, Q)
     quantizers: Natural = 0  # how many the codec uses, 0 for all
-    soundstream: str = ""  # codec: run, model.pt or encodec:MODEL; "": RUN/soundstream
     # Out
-    out: str = "out.wav"  # the sound; several are out_0.wav, out_1.wav, …
-    codes: str = ""  # also write the codes, .npy (T, Q), to this file
+    out: str = "out.wav"  # the sound
     picture: str = ""  # also write the spectrogram, PNG, to this file
 
     def __post_init__(self):
         super().__post_init__()
-        inputs = ("text", "texts", "prompt", "prompt_codes", "reconstruct", "decode")
-        given = [name for name in inputs if getattr(self, name)]
-        codec = {"reconstruct", "decode"} & set(given)
-        config.check_suffixes(self, out=".wav", codes=".npy", picture=".png")
-        if codec and len(given) > 1:
-            raise UserError(f"--{given[0]}, --{given[1]}: the codec alone takes one recording or one file of codes")
-        for pair in (("text", "texts"), ("prompt", "prompt_codes")):
-            if set(pair) <= set(given):
-                raise UserError(f"--{pair[0]}, --{pair[1]}: give one of them")
-        if self.prompt_seconds and not self.prompt:
-            raise UserError("--prompt_seconds: it needs --prompt")
-        if not codec and (self.soundstream or self.quantizers):
-            raise UserError("--soundstream, --quantizers: only --reconstruct and --decode take them")
-
-
-def drawings_of(args, cfgs):
-    """{stage: Drawing} as asked for, one value for all three stages or one each; else as they were trained."""
-    columns = []
-    for name in Drawing._fields:
-        values = getattr(args, name) or tuple(getattr(cfg, name) for cfg in cfgs.values())
-        if len(values) not in (1, len(cfgs)):
-            raise UserError(f"--{name}: {len(values)} values; expected one, or one for each of {', '.join(cfgs)}")
-        columns.append(values * (len(cfgs) // len(values)))
-    if args.guidance_scale and not any(cfg.text != "none" and cfg.text_drop for cfg in cfgs.values()):
-        raise UserError(f"--guidance_scale: no stage of {args.run_dir} was trained with a text that was dropped")
-    return {stage: Drawing(*values) for stage, *values in zip(cfgs, *columns)}
-
-
-def of_data(args):
-    """What is other in a trained stage's config to evaluate it on the data of `args`."""
-    return {"batch_size": 1, **({"data": args.data, "val_data": ""} if args.data else {})}
+        config.check_suffixes(self, out=".wav", picture=".png")
+        config.refuse_unused(self, [("quantizers", self.reconstruct, "--reconstruct"),
+                                    ("prompt_seconds", self.prompt, "--prompt"),
+                                    ("text", not self.reconstruct, "a command without --reconstruct"),
+                                    ("prompt", not self.reconstruct, "a command without --reconstruct")])
 
 
 def evaluate(args):
-    """Every stage that there is, on held-out recordings, and what they make together."""
-    device, ready = dist.setup(args.device), []
-    for stage in STAGES:
-        folder = Path(args.run_dir) / stage
-        if not (folder / "model.pt").is_file():
-            continue
-        file = file_of(args.run_dir, stage, args.weights, args.model)
-        cfg, state = lora.read_model(stage, Config, file, args.weights)
-        cfg = dataclasses.replace(cfg, eval_samples=args.eval_samples, **of_data(args))
-        task = CodecTask(cfg, device) if stage == "soundstream" else TokenTask(cfg, device, state)
-        checkpoint.load_weights(task.model, state, file)
-        report(f"{folder}, on {args.part} recordings:", task.figures(args.part))
-        ready.append(stage)
-    if not ready:
-        raise UserError(f"{args.run_dir}: no model.pt in {', '.join(f'{stage}/' for stage in STAGES)}; train first")
-    if {"semantic", "coarse", "fine"} <= set(ready):  # the codec may be a published one
-        report(f"The stages together ({args.run_dir}/sounds):", evaluate_together(args, device))
+    report(f"The stages together ({args.run_dir}/sounds):", evaluate_together(args, dist.setup(args.device)))
 
 
 def evaluate_together(args, device):
-    """Go on with held-out recordings and, on the built-in ones, score who speaks and what is said; scores.json.
+    """Go on with held-out recordings and, on the built-in ones, score who speaks and what is said, into scores.json.
 
-    Each score stands beside its value for real recordings that went through the codec.
+    A score that ends in _real is that of real recordings after the codec.
     """
     pipeline = Pipeline(args.run_dir, device, args.weights, args.model)
-    drawings, hop, rate = drawings_of(args, pipeline.cfgs), pipeline.codec.hop, pipeline.codec.rate
-    cfg = dataclasses.replace(pipeline.cfgs["coarse"], **of_data(args))
-    sources, ranks = open_sources(cfg), dist.world_size()
+    cfg, rate, hop = pipeline.models["coarse"].cfg, pipeline.codec.rate, pipeline.codec.hop
+    cfg = dataclasses.replace(cfg, batch_size=1, data=args.data or cfg.data, val_data="" if args.data else cfg.val_data)
+    sources = open_sources(cfg)
     parts = data.parts(sources[0], cfg, *sources[1:])
     source, rows = parts[args.part]
-    mine = rows[:args.eval_samples or len(rows)][dist.rank()::ranks]
-    builtin = isinstance(source, recordings.Syllables)
-    has_text, scores = pipeline.cfgs["semantic"].text != "none", collections.defaultdict(list)
-    voice_of, syllables_of, labels_of = listener(pipeline, *parts["train"]) if builtin else [None] * 3
-    bar = tracker.progress(total=len(mine), desc="continuations", unit=" recordings", disable=not dist.is_main())
-    for at in range(0, len(mine), args.batch_size):
-        found, waves = source.readable(mine[at:at + args.batch_size])
-        most, seeds = round(args.prompt_seconds * rate), [accumulate.number(args.seed, "goes on", row) for row in found]
+    builtin, most = isinstance(source, recordings.Syllables), round(args.prompt_seconds * rate)
+    syllables = syllables_of_tokens(pipeline, *parts["train"]) if builtin else None
+
+    def voice(wave):
+        return synthetic.heard_voice(recordings.resample(wave, rate, synthetic.RATE).numpy())
+
+    def labels(wave):  # the syllable of each frame
+        return syllables[pipeline.tokenizer.encode(wave, rate)]
+
+    def text_similarity(wave, text):
+        return synthetic.text_similarity(synthetic.heard_text(labels(wave)), text.split())
+    sums = collections.defaultdict(lambda: np.zeros(2))
+    mine = range(len(rows))[:args.eval_samples or None][dist.rank()::dist.world_size()]
+    for begin in tracker.progress(range(0, len(mine), args.batch_size), desc="continuations",
+                                  disable=not dist.is_main()):
+        places = mine[begin:begin + args.batch_size]
+        found, waves = source.readable(rows[list(places)])
+        seeds = [accumulate.number(args.seed, "goes on", row) for row in found]
         prompts = [wave[:max(1, min(most, len(wave) // 2) // hop) * hop] for wave in waves]
         given = [(pipeline.semantic_tokens(prompt), pipeline.codes(prompt)) for prompt in prompts]
-        codes = pipeline.speak(given, args.seconds, seeds, drawings)
-        for number, (wave, prompt, one) in enumerate(zip(waves, prompts, codes), at):
-            continued = pipeline.wave(one)
-            scores["seconds_added"].append((len(continued) - len(prompt)) / rate)
-            if (place := number * ranks + dist.rank()) < args.sounds:
-                write_sound(args.run_dir, f"sounds/{place}_real", wave, rate)
-                write_sound(args.run_dir, f"sounds/{place}_continued", continued, rate)
-            if builtin and len(continued) - len(prompt) >= HEARD_SECONDS * rate:
-                same = synthetic.same_voice(voice_of(prompt), voice_of(continued[len(prompt):]))
-                scores["voice_kept"].append(same)
-        records = source.records(found) if builtin else []
-        for number, (wave, prompt, record) in enumerate(zip(waves, prompts, records), at):
-            real = pipeline.wave(pipeline.codes(wave))
-            other = source.wave(rows[(number * ranks + dist.rank() + 1) % len(rows)])[:most]
-            voice, labels = voice_of(real[len(prompt):]), labels_of(wave)
-            scores["voice_kept_real"].append(synthetic.same_voice(voice_of(prompt), voice))
-            scores["voice_of_others"].append(synthetic.same_voice(voice_of(other), voice))
-            scores["text_heard_real"].append(synthetic.text_similarity(syllables_of(real), record["text"].split()))
-            scores["semantic_syllable_accuracy"].append(np.mean(
-                labels == synthetic.syllable_labels(record, len(labels), semantic.FRAME_RATE)))
-        if builtin and has_text:
+        continued = [pipeline.wave(codes) for codes in pipeline.speak(given, args.seconds, seeds)]
+        for place, wave, prompt, sound in zip(places, waves, prompts, continued):
+            sums["seconds_added"] += (len(sound) - len(prompt)) / rate, 1
+            for name, heard in (("real", wave), ("continued", sound)) if place < SOUNDS else ():
+                path = f"{args.run_dir}/sounds/{place}_{name}"
+                write_sound(heard, rate, f"{path}.wav", f"{path}.png")
+        if not builtin:
+            continue
+        records = source.records(found)
+        for place, wave, prompt, sound, record in zip(places, waves, prompts, continued, records):
+            real, other = pipeline.wave(pipeline.codes(wave)), source.wave(rows[(place + 1) % len(rows)])[:most]
+            begun, rest, expected = voice(prompt), voice(real[len(prompt):]), labels(wave)
+            if len(sound) - len(prompt) >= HEARD_SECONDS * rate:
+                sums["voice_kept"] += synthetic.same_voice(begun, voice(sound[len(prompt):])), 1
+            sums["voice_kept_real"] += synthetic.same_voice(begun, rest), 1
+            sums["voice_of_others"] += synthetic.same_voice(voice(other), rest), 1
+            sums["text_heard_real"] += text_similarity(real, record["text"]), 1
+            true = synthetic.syllable_labels(record, len(expected), semantic.FRAME_RATE)
+            sums["semantic_syllable_accuracy"] += np.mean(expected == true), 1
+        if pipeline.models["semantic"].cfg.text != "none":
             texts = [record["text"] for record in records]
-            codes = pipeline.speak([pipeline.nothing()] * len(found), LONGEST, seeds, drawings, texts)
-            scores["text_heard"] += [synthetic.text_similarity(syllables_of(pipeline.wave(one)), text.split())
-                                     for one, text in zip(codes, texts)]
-        bar.update(len(found))
-    bar.close()
-    names = sorted({name for names in dist.gather(list(scores)) for name in names})
-    sums = dist.total([value for name in names for value in (float(sum(scores[name])), len(scores[name]))])
-    result = {name: total / count for name, total, count in zip(names, sums[::2], sums[1::2])}
+            spoken = pipeline.speak([pipeline.nothing()] * len(found), LONGEST, seeds, texts)
+            for text, codes in zip(texts, spoken):
+                sums["text_heard"] += text_similarity(pipeline.wave(codes), text), 1
+    result = means(sums)
     if dist.is_main():
         checkpoint.write_json(result, Path(args.run_dir) / "scores.json")
     return result
 
 
-def listener(pipeline, source, rows):
-    """Functions of a wave (T,) of the built-in world: its voice, its syllables, and the syllable of each frame.
-
-    Syllables are the semantic tokens, by the syllable that each mostly stands for in training recordings.
-    """
-    tokenizer, rate = pipeline.tokenizer, pipeline.codec.rate
+def syllables_of_tokens(pipeline, source, rows):
+    """The syllable that each semantic token mostly stands for in recordings of the built-in world, int (clusters,)."""
     found, waves = source.readable(rows[:200])
-    tokens = [tokenizer.encode(wave, rate) for wave in waves]
-    labels = [synthetic.syllable_labels(record, len(one), semantic.FRAME_RATE)
-              for record, one in zip(source.records(found), tokens)]
-    syllable = synthetic.majority(np.concatenate(tokens), np.concatenate(labels), tokenizer.clusters)
-
-    def labels_of(wave):
-        return syllable[tokenizer.encode(wave, rate)]
-    return (lambda wave: synthetic.heard_voice(recordings.resample(wave, rate, synthetic.RATE).numpy()),
-            lambda wave: synthetic.heard_text(labels_of(wave)), labels_of)
+    tokens = [pipeline.tokenizer.encode(wave, pipeline.codec.rate) for wave in waves]
+    labels = [synthetic.syllable_labels(record, len(each), semantic.FRAME_RATE)
+              for record, each in zip(source.records(found), tokens)]
+    return synthetic.majority(np.concatenate(tokens), np.concatenate(labels), pipeline.tokenizer.clusters)
 
 
-def open_wave(path, rate, hop):
-    """(wave (T,) of a recording at `rate`, a note if it was resampled)."""
-    channels, own = recordings.read(path)
-    if channels.shape[1] * rate < hop * own:
-        raise UserError(f"{path}: {channels.shape[1]} samples at {own} Hz, shorter than a frame of {hop} at {rate} Hz")
-    note = f"{path}: {own} Hz, resampled to the codec's {rate}" if own != rate else None
-    return recordings.resample(torch.from_numpy(channels).mean(0), own, rate), note
-
-
-def open_codes(path, codec, least=1):
-    """Codes (T, Q) of a .npy file, checked against the codec."""
-    try:
-        codes = np.load(path, allow_pickle=False)
-    except Exception as error:  # numpy raises a dozen types for a damaged file
-        raise UserError(f"{path}: not a readable .npy array ({error})") from error
-    fits = codes.ndim == 2 and codes.dtype.kind in "iu" and codes.size and least <= codes.shape[1] <= codec.quantizers
-    if not fits or not 0 <= codes.min() <= codes.max() < codec.codebook_size:
-        raise UserError(f"{path}: {codes.dtype} {codes.shape}; expected whole numbers (frames, quantizers) below "
-                        f"{codec.codebook_size}, of {least} to {codec.quantizers} quantizers")
-    return torch.from_numpy(codes.astype(np.int64))
-
-
-def plan_sample(args, device):
-    """(pipeline, drawings, texts, prompt, note) for what `args` wants, all of it checked."""
-    pipeline, note, texts = Pipeline(args.run_dir, device, args.weights, args.model), None, [args.text]
-    drawings, codec, prompt = drawings_of(args, pipeline.cfgs), pipeline.codec, pipeline.nothing()
-    if args.texts:
-        texts = config.lines_of(args.texts)
-    if any(texts) and all(cfg.text == "none" for cfg in pipeline.cfgs.values()):
-        raise UserError(f"--{'texts' if args.texts else 'text'}: {args.run_dir} was trained without texts; give "
-                        "--prompt alone, or train with --text prefix")
-    if not any(texts) and not all(cfg.text == "none" or cfg.text_drop for cfg in pipeline.cfgs.values()):
-        raise UserError(f"--text: {args.run_dir} was trained with --text_drop 0, so it needs a text")
-    most = codec.hop * (pipeline.facts["coarse"]["window"] - 1)  # samples of the longest prompt
-    if args.prompt_codes:
-        wave = pipeline.wave(given := open_codes(args.prompt_codes, codec, codec.quantizers))
-    elif args.prompt:
-        wave, note = open_wave(args.prompt, codec.rate, codec.hop)
-        wave = wave[-max(codec.hop, round(args.prompt_seconds * codec.rate)):] if args.prompt_seconds else wave
-    if args.prompt or args.prompt_codes:
-        if len(wave) > most:
-            note = "\n".join(filter(None, [note, f"the prompt of {len(wave) / codec.rate:.2f} s is cut to its last "
-                                           f"{most / codec.rate:.2f} s, as the coarse stage was trained on no more"]))
-            wave = wave[-most:]
-        codes = given[-most // codec.hop:] if args.prompt_codes else pipeline.codes(wave)
-        prompt = pipeline.semantic_tokens(wave), codes
-    return pipeline, drawings, texts, prompt, note
+def open_wave(path, codec):
+    """The wave (T,) of a recording, at the codec's rate."""
+    channels, rate = recordings.read(path)
+    if channels.shape[1] * codec.rate < codec.hop * rate:
+        raise UserError(f"{path}: {channels.shape[1]} samples at {rate} Hz, shorter than a frame of {codec.hop} at "
+                        f"{codec.rate} Hz")
+    return recordings.resample(torch.from_numpy(channels).mean(0), rate, codec.rate)
 
 
 def sample(args):
     device = dist.setup(args.device)
-    if args.reconstruct or args.decode:
-        return dist.on_main(lambda: through_codec(args, device))
-    pipeline, drawings, texts, prompt, note = dist.on_each(lambda: plan_sample(args, device))
-    wanted = [(place, text) for place, text in enumerate(text for text in texts for _ in range(args.num_samples))]
-    mine = wanted[dist.rank()::dist.world_size()]
-    if mine:
-        seeds = [accumulate.number(args.seed, text, place % args.num_samples) for place, text in mine]
-        made = pipeline.speak([prompt] * len(mine), args.seconds, seeds, drawings,
-                              [text for _, text in mine] if any(texts) else None, args.fine)
-        for (place, _), codes in zip(mine, made):
-            write_out(args, pipeline.wave(codes), codes, pipeline.codec.rate, f"_{place}" if len(wanted) > 1 else "")
+    message = dist.on_main(lambda: (reconstruct if args.reconstruct else speak)(args, device))
     if dist.is_main():
-        names = args.out if len(wanted) == 1 else f"{named(args.out, '_0')} to {named(args.out, f'_{len(wanted) - 1}')}"
-        print("\n".join(filter(None, [note, f"{len(wanted)} sound(s): {names}"])), flush=True)
+        print(message, flush=True)
 
 
-def through_codec(args, device):
-    """Send a recording through the codec of a run, or turn codes into sound."""
-    note, wave = None, None
-    file = args.soundstream or file_of(args.run_dir, "soundstream", args.weights, args.model)
+def speak(args, device):
+    """Write the sound of a text, a prompt, or both; returns a message."""
+    pipeline = Pipeline(args.run_dir, device, args.weights, args.model)
+    for i, model in enumerate(pipeline.models.values()):
+        given = {name: values[min(i, len(values) - 1)] for name in Drawing._fields if (values := getattr(args, name))}
+        model.drawing = model.drawing._replace(**given)
+    with_text = [model.cfg for model in pipeline.models.values() if model.cfg.text != "none"]
+    if args.text and not with_text:
+        raise UserError(f"--text: {args.run_dir} was trained without texts; give --prompt alone, or train with "
+                        "--text prefix")
+    if args.guidance_scale and not any(cfg.text_drop for cfg in with_text):
+        raise UserError(f"--guidance_scale: no stage of {args.run_dir} was trained with a text that was dropped")
+    codec, prompt = pipeline.codec, pipeline.nothing()
+    if args.prompt:
+        most = codec.hop * (pipeline.models["coarse"].window - 1)
+        most = min(most, round(args.prompt_seconds * codec.rate)) if args.prompt_seconds else most
+        wave = open_wave(args.prompt, codec)[-max(codec.hop, most):]
+        prompt = pipeline.semantic_tokens(wave), pipeline.codes(wave)
+    seed, texts = accumulate.number(args.seed, args.text, 0), [args.text] if args.text else None
+    codes, = pipeline.speak([prompt], args.seconds, [seed], texts, args.fine)
+    write_sound(pipeline.wave(codes), codec.rate, *filter(None, (args.out, args.picture)))
+    return f"wrote {args.out}"
+
+
+def reconstruct(args, device):
+    """Send a recording through the codec of a run; returns a message."""
+    file = model_file(Path(args.run_dir) / "soundstream", "soundstream", args.model, args.weights)
     codec = load_soundstream(file, device, args.weights)
     if args.quantizers > codec.quantizers:
         raise UserError(f"--quantizers: {args.quantizers}, but the codec has {codec.quantizers}")
-    if args.reconstruct:
-        wave, note = open_wave(args.reconstruct, codec.rate, codec.hop)
-        codes = codec.encode(wave[None].to(device), args.quantizers or None)
-    else:
-        codes = open_codes(args.decode, codec)[None, :, :args.quantizers or None].to(device)
-    sound = codec.decode(codes)[0].cpu()
-    write_out(args, sound[:len(wave)] if wave is not None else sound, codes[0], codec.rate)
-    quality = "" if wave is None else \
-        f", si_sdr_db {recordings.si_sdr(sound[None, :len(wave)], wave[None]).item():.2f}"
+    wave = open_wave(args.reconstruct, codec)
+    codes = codec.encode(wave[None].to(device), args.quantizers or None)
+    sound = codec.decode(codes)[0, :len(wave)].cpu()
+    write_sound(sound, codec.rate, *filter(None, (args.out, args.picture)))
     bits = codes.shape[2] * math.log2(codec.codebook_size) * codec.rate / codec.hop
-    print("\n".join(filter(None, [note, f"{args.out}: {codes.shape[2]} codes a frame, {bits:.0f} bits a second"
-                                  f"{quality}"])), flush=True)
-
-
-def write_out(args, wave, codes, rate, suffix=""):
-    """Write a sound and what else is asked for; several get a `suffix` before the ending."""
-    for path, write in ((args.out, lambda file: recordings.write_wav(file, wave, rate)),
-                        (args.codes, lambda file: np.save(file, codes.cpu().numpy().astype(np.uint16))),
-                        (args.picture, lambda file: media.write_png(file, recordings.spectrogram(wave, rate)))):
-        if path:
-            with checkpoint.replacing(named(path, suffix)) as file:
-                write(file)
-
-
-def named(path, suffix):
-    """The path with a `suffix` before the ending."""
-    return Path(path).with_stem(Path(path).stem + suffix)
+    return (f"{args.out}: {codes.shape[2]} codes a frame, {bits:.0f} bits a second, si_sdr_db "
+            f"{recordings.si_sdr(sound[None], wave[None]).item():.2f}")
 
 
 COMMANDS = {"train": (train, Config), "evaluate": (evaluate, EvaluateConfig), "sample": (sample, SampleConfig)}

@@ -49,8 +49,6 @@ class ResidualQuantizer(torch.nn.Module):
 
     def __init__(self, width, quantizers=8, codebook_size=1024, decay=0.95, dead_below=2.0, dropout=0.0):
         super().__init__()
-        if min(width, quantizers, codebook_size) < 1 or dead_below < 0 or not (0 <= decay < 1 and 0 <= dropout <= 1):
-            raise ValueError(f"out of range: {width=} {quantizers=} {codebook_size=} {decay=} {dead_below=} {dropout=}")
         self.quantizers, self.codebook_size = quantizers, codebook_size
         self.decay, self.dead_below, self.dropout = decay, dead_below, dropout
         self.register_buffer("initialized", torch.tensor(False))  # a tensor: checkpoints and EMA copies carry it along
@@ -92,9 +90,7 @@ class ResidualQuantizer(torch.nn.Module):
         return torch.where(self.initialized, quantized.to(z.dtype), z), codes, loss
 
     def encode(self, z, count=None):
-        """z (B, T, D) -> codes (B, T, count) int64 of the first `count` quantizers, or all; ValueError if beyond."""
-        if count is not None and not 1 <= count <= self.quantizers:
-            raise ValueError(f"count {count}: expected from 1 to {self.quantizers}")
+        """z (B, T, D) -> codes (B, T, count) int64 of the first `count` quantizers, or all."""
         residual, codes = z.detach().float().flatten(0, 1), []
         for codebook in self.codebook[:count]:
             codes.append(nearest(residual, codebook))
@@ -102,15 +98,11 @@ class ResidualQuantizer(torch.nn.Module):
         return torch.stack(codes, -1).unflatten(0, z.shape[:2]) * self.initialized
 
     def decode(self, codes):
-        """codes (B, T, n) of the first n quantizers -> (B, T, D), the sum of their vectors; ValueError if beyond."""
-        if not 1 <= codes.shape[-1] <= self.quantizers:
-            raise ValueError(f"{codes.shape[-1]} codes a frame: expected from 1 to {self.quantizers}")
+        """codes (B, T, n) of the first n quantizers -> (B, T, D), the sum of their vectors."""
         return sum(codebook[code] for codebook, code in zip(self.codebook, codes.unbind(-1)))
 
     def initialize(self, z, seed, rounds=10):
-        """Fit all codebooks by k-means to rank 0's z (N, D), on all ranks; ValueError for fewer vectors than codes."""
-        if (n := dist.broadcast(len(z))) < self.codebook_size:
-            raise ValueError(f"{n} vectors to initialize {self.codebook_size} codes: at least as many are needed")
+        """Fit all codebooks by k-means to rank 0's z (N, D), on all ranks."""
         residual, generator = z.detach().float(), torch.Generator().manual_seed(seed)
         for q in range(self.quantizers if dist.is_main() else 0):
             self.codebook[q], self.ema_count[q] = kmeans(residual, self.codebook_size, generator, rounds)

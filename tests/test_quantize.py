@@ -186,18 +186,3 @@ def test_being_ready_survives_state_dicts_and_ema_copies():
     for copy in (loaded, averaged):
         assert copy.ready
         assert_close(after_a_step(copy), after_a_step(make()), rtol=0, atol=0)
-
-
-def test_what_does_not_fit_is_refused_with_its_value():
-    for name, value in [("width", 0), ("quantizers", 0), ("codebook_size", 0), ("decay", 1.0), ("decay", -0.1),
-                        ("dead_below", -0.5), ("dropout", 1.5), ("dropout", -0.1)]:
-        with pytest.raises(ValueError, match=f"{name}={value}"):
-            make(ready=False, **{name: value})
-    make(ready=False, quantizers=1, decay=0.0, dropout=1.0).initialize(torch.randn(16, 6), seed=0)  # just enough
-    with pytest.raises(ValueError, match="15 vectors to initialize 16 codes"):
-        make(ready=False).initialize(torch.randn(15, 6), seed=0)
-    for count in (0, 4):
-        with pytest.raises(ValueError, match=f"count {count}: expected from 1 to 3"):
-            make().encode(latents(), count)
-        with pytest.raises(ValueError, match=f"{count} codes a frame: expected from 1 to 3"):
-            make().decode(torch.zeros(1, 1, count, dtype=torch.int64))

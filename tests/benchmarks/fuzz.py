@@ -57,7 +57,6 @@ def make_world():
     for path in sorted(write_voices(Path("voices")).glob("*/*0.wav")):
         shutil.copy(path, f"voices/{path.stem.lstrip('0') or 0}.wav")
     helpers.run("train_audio", *flags(data="voices", run_dir="runs/audio", **TINY))
-    np.save("codes.npy", np.ones((9, 4), np.uint16))
 
 
 PRIOR = ("train_prior", *flags(data="emb", run_dir="runs/new", resume="never", **TRAIN))
@@ -78,7 +77,6 @@ KINDS = {  # name: (file, the command that reads it)
     "captions": ("emb/captions/captions_0.jsonl", (*PRIOR, *flags(text_encodings="clip", clip="runs/clip"))),
     "JPEG": ("images/0000.jpg", (*CLIP, "images")), "PNG": ("images/0001.png", (*CLIP, "images")),
     "tar": ("tars/00000.tar", (*CLIP, "tars")), "WAV": (VOICE, CODEC), "prompt": (VOICE, (*SPEAK, "--prompt", VOICE)),
-    "codes": ("codes.npy", (*SPEAK, "--decode", "codes.npy")),
     "codec": ("runs/audio/soundstream/model.pt", SPEAK), "tokenizer": ("runs/audio/semantic/kmeans.pt", SPEAK),
     "transformer": ("runs/audio/coarse/model.pt", SPEAK),
 }
