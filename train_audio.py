@@ -15,6 +15,7 @@ SoundStream: Zeghidour et al. 2021. AudioLM: Borsos et al. 2022.
 import os
 
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: a thread that waits soon leaves its core to others
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no warning of find_unused_parameters, see dist.wrap
 
 import collections
 import copy
@@ -110,7 +111,7 @@ class Config(config.Training):
     max_text_len: Count = 24  # longer texts are cut, shorter ones padded
     text_drop: Share = 0.1  # probability of training a sample without its text, for guidance
     # Evaluation and saving; both happen at the first log line at or after they are due
-    online_samples: bool = False  # sounds of the online weights, too, besides those of the averaged ones
+    samples_from: Literal["ema", "online", "both"] = "ema"  # the weights that its sounds are made with
     temperature: NonNegative = 0.7  # of the codes drawn, 0 for the most probable; also the default of `sample`
     top_k: Natural = 0  # draw from so many codes, the most probable; 0 for all
     guidance_scale: NonNegative = 1.0  # guidance toward the text; 1: none
@@ -131,6 +132,10 @@ class Config(config.Training):
             raise UserError(f"--steps {self.steps}: no codebooks come before --quantize_after {self.quantize_after}")
         if self.width % self.heads or self.width // self.heads % 2:
             raise UserError(f"--heads: --width {self.width} must be an even multiple of --heads {self.heads}")
+        config.refuse_unused(self, (
+            ("penalty_every", self.penalty_weight, "a --penalty_weight"),
+            *((name, self.text != "none", "--text prefix or cross") for name in ("text_drop", "max_text_len")),
+            ("guidance_scale", self.text != "none" and self.text_drop, "--text and --text_drop")))
         tracker.check(self)
 
 
@@ -168,7 +173,7 @@ CODEC, TOKENS = FIELDS[FIELDS.index("channels"):FIELDS.index("tokenizer")], FIEL
 ONLY = {**dict.fromkeys(CODEC, ("soundstream",)), **dict.fromkeys(TOKENS, ("semantic", "coarse", "fine")),
         **dict.fromkeys(("tokenizer", "clusters"), ("semantic",)), "semantic": ("coarse",),
         **dict.fromkeys(("soundstream", "coarse_quantizers"), ("coarse", "fine")),
-        "online_samples": ("soundstream", "coarse", "fine")}
+        "samples_from": ("soundstream", "coarse", "fine")}
 
 # What must not change when a run goes on; all else may.
 FIXED = (*config.FIXED, "stage", "sample_rate", "seconds")
@@ -292,7 +297,10 @@ class EnCodec:
     def __init__(self, spec, device):
         self.checksum = spec.removeprefix("encodec:")
         transformers = need("transformers", f"--soundstream {spec}")
-        self.model = transformers.EncodecModel.from_pretrained(self.checksum).float().to(device).eval()
+        try:
+            self.model = transformers.EncodecModel.from_pretrained(self.checksum).float().to(device).eval()
+        except OSError as error:  # no such model, or no way to it
+            raise UserError(f"--soundstream {spec}: {str(error).splitlines()[0]}") from error
         settings = self.model.requires_grad_(False).config
         if settings.audio_channels != 1:
             raise UserError(f"--soundstream {spec}: a model of {settings.audio_channels} channels; expected one")
@@ -1105,7 +1113,9 @@ def prepare(cfg, run):
     accumulate.plan(cfg.batch_size, cfg.chunk_size, 0, dist.world_size())
     sources = open_sources(cfg)
     if cfg.text == "auto":
-        cfg = dataclasses.replace(cfg, text="prefix" if cfg.stage == "semantic" and sources[0].texts else "none")
+        use = dict(text="prefix") if cfg.stage == "semantic" and sources[0].texts else dict(
+            text="none", text_drop=Config.text_drop, max_text_len=Config.max_text_len, guidance_scale=1.0)
+        cfg = dataclasses.replace(cfg, **use)
     if cfg.text != "none" and not all(source.texts for source in sources):
         raise UserError(f"--text {cfg.text}: {cfg.val_data if sources[0].texts else cfg.data} has no transcripts; "
                         "expected NAME.txt beside recordings, or *.trans.txt")
@@ -1128,6 +1138,9 @@ def prepare(cfg, run):
         if names:
             notes.append(f"{len(names)} recordings cannot be used and are left out: {', '.join(names[:5])}")
         notes += [source.left_out, source.resampled]
+        if len(source.speakers) == 1 and len(source) >= 100:
+            notes.append(f"all {len(source)} recordings count as one speaker's; --speaker_pattern finds speakers in "
+                         "the names of files")
     return cfg, vocabulary, notes
 
 
@@ -1139,14 +1152,16 @@ def train(cfgs):
         raise UserError(f"--coarse_quantizers: {first.coarse_quantizers}, expected fewer than --quantizers")
     for cfg in cfgs:
         train_stage(cfg, device)
-    run, command = shlex.quote(first.run_dir), "evaluate"
+    run, command = shlex.quote(first.run_dir), ""
+    if all((Path(first.run_dir) / stage / "model.pt").is_file() for stage in STAGES):
+        command = "evaluate"
     if first.stage == "soundstream":
         command = f"sample --reconstruct {run}/soundstream/samples/test_0_real.wav --out out.wav"
     if len(cfgs) > 1:
         args = EvaluateConfig(run_dir=first.run_dir, seed=first.seed, eval_samples=cfgs[-1].eval_samples)
         report(f"The stages together ({first.run_dir}/sounds):", evaluate_together(args, device))
         command = f"sample --prompt {run}/sounds/0_real.wav --prompt_seconds {PROMPT_SECONDS} --out out.wav"
-    if dist.is_main():
+    if dist.is_main() and command:
         print(f"\nNext: python train_audio.py {command} --run_dir {run}", flush=True)
 
 
@@ -1256,12 +1271,13 @@ def train_stage(cfg, device):
             if eval_due:
                 task.model.eval()
                 losses, samples = {"val_loss_online": task.figures("validation")["loss"]}, {}
-                if cfg.online_samples:
+                if cfg.samples_from != "ema":
                     samples |= write_sounds(task, "validation", f"step_{step:08d}_online")
                 with average.applied(task.model):
                     figures = task.figures("validation")
                     losses |= {f"val_{name}": figures.pop(name) for name in ("loss", "accuracy") if name in figures}
-                    samples |= write_sounds(task, "validation", f"step_{step:08d}")
+                    if cfg.samples_from != "online":
+                        samples |= write_sounds(task, "validation", f"step_{step:08d}")
                 task.model.train()
                 log.log(step, samples, **losses, **figures, evaluation_s=time.monotonic() - begun)
                 log.say("\n    ".join([f"step {step}: " + tracker.show({"loss": loss, **losses}),
@@ -1282,10 +1298,10 @@ def train_stage(cfg, device):
 
         # Test the averaged weights, and save them last of all.
         task.model.eval()
-        samples = write_sounds(task, "test", "test_online") if cfg.online_samples else {}
+        samples = write_sounds(task, "test", "test_online") if cfg.samples_from != "ema" else {}
         with average.applied(task.model):
             results = {f"test_{name}": value for name, value in task.figures("test").items()}
-            samples |= write_sounds(task, "test", "test")
+            samples |= write_sounds(task, "test", "test") if cfg.samples_from != "online" else {}
         log.log(state.step, samples, **results)
         results = {"step": state.step, "best_val_loss": state.best_val_loss, **results}
         if dist.is_main():
@@ -1328,9 +1344,11 @@ class EvaluateConfig(Inference):
 class SampleConfig(Inference):
     # What to say
     text: str = ""  # text to say; without a text and a prompt: nothing in particular
+    texts: str = ""  # or a file with one text a line
     prompt: str = ""  # recording to go on with, in its voice
     prompt_seconds: NonNegative = 0.0  # how much of its end to take; 0: as much as the coarse stage was trained on
     seconds: Positive = LONGEST  # length at most, after the prompt
+    num_samples: Count = 1  # sounds a text or prompt
     temperature: tuple[NonNegative, ...] = ()  # of each stage's codes, the last for all that follow; "": as trained
     top_k: tuple[Natural, ...] = ()  # of each stage: draw from so many most probable codes, 0 for all
     guidance_scale: tuple[NonNegative, ...] = ()  # of each stage: guidance toward the text; 1: none
@@ -1339,16 +1357,18 @@ class SampleConfig(Inference):
     reconstruct: str = ""  # recording to send through the codec
     quantizers: Natural = 0  # how many the codec uses, 0 for all
     # Out
-    out: str = "out.wav"  # the sound
-    picture: str = ""  # also write the spectrogram, PNG, to this file
+    out: str = "out.wav"  # the sound; several are out_0.wav, out_1.wav, …
+    picture: str = ""  # also write the spectrogram, PNG, to this file; several likewise
 
     def __post_init__(self):
         super().__post_init__()
         config.check_suffixes(self, out=".wav", picture=".png")
+        if self.text and self.texts:
+            raise UserError("--text, --texts: give one of them")
         config.refuse_unused(self, [("quantizers", self.reconstruct, "--reconstruct"),
                                     ("prompt_seconds", self.prompt, "--prompt"),
-                                    ("text", not self.reconstruct, "a command without --reconstruct"),
-                                    ("prompt", not self.reconstruct, "a command without --reconstruct")])
+                                    *((name, not self.reconstruct, "a command without --reconstruct")
+                                      for name in ("text", "texts", "prompt"))])
 
 
 def evaluate(args):
@@ -1442,27 +1462,38 @@ def sample(args):
 
 
 def speak(args, device):
-    """Write the sound of a text, a prompt, or both; returns a message."""
-    pipeline = Pipeline(args.run_dir, device, args.weights, args.model)
+    """Write the sounds of texts, a prompt, or both; returns a message."""
+    pipeline, note = Pipeline(args.run_dir, device, args.weights, args.model), ""
     for i, model in enumerate(pipeline.models.values()):
         given = {name: values[min(i, len(values) - 1)] for name in Drawing._fields if (values := getattr(args, name))}
         model.drawing = model.drawing._replace(**given)
     with_text = [model.cfg for model in pipeline.models.values() if model.cfg.text != "none"]
-    if args.text and not with_text:
+    texts = config.lines_of(args.texts) if args.texts else [args.text]
+    if any(texts) and not with_text:
         raise UserError(f"--text: {args.run_dir} was trained without texts; give --prompt alone, or train with "
                         "--text prefix")
+    if not any(texts) and not all(cfg.text_drop for cfg in with_text):
+        raise UserError(f"--text: {args.run_dir} was trained with --text_drop 0, so it needs a text")
     if args.guidance_scale and not any(cfg.text_drop for cfg in with_text):
         raise UserError(f"--guidance_scale: no stage of {args.run_dir} was trained with a text that was dropped")
     codec, prompt = pipeline.codec, pipeline.nothing()
     if args.prompt:
-        most = codec.hop * (pipeline.models["coarse"].window - 1)
-        most = min(most, round(args.prompt_seconds * codec.rate)) if args.prompt_seconds else most
-        wave = open_wave(args.prompt, codec)[-max(codec.hop, most):]
-        prompt = pipeline.semantic_tokens(wave), pipeline.codes(wave)
-    seed, texts = accumulate.number(args.seed, args.text, 0), [args.text] if args.text else None
-    codes, = pipeline.speak([prompt], args.seconds, [seed], texts, args.fine)
-    write_sound(pipeline.wave(codes), codec.rate, *filter(None, (args.out, args.picture)))
-    return f"wrote {args.out}"
+        wave, most = open_wave(args.prompt, codec), codec.hop * (pipeline.models["coarse"].window - 1)
+        wave = wave[-max(codec.hop, round(args.prompt_seconds * codec.rate)):] if args.prompt_seconds else wave
+        if len(wave) > most:
+            note = (f"the prompt of {len(wave) / codec.rate:.2f} s is cut to its last {most / codec.rate:.2f} s, as "
+                    "the coarse stage was trained on no more\n")
+        prompt = pipeline.semantic_tokens(wave[-most:]), pipeline.codes(wave[-most:])
+    wanted = [(text, k) for text in texts for k in range(args.num_samples)]
+    seeds = [accumulate.number(args.seed, text, k) for text, k in wanted]
+    sounds = pipeline.speak([prompt] * len(wanted), args.seconds, seeds,
+                            [text for text, _ in wanted] if any(texts) else None, args.fine)
+    for place, codes in enumerate(sounds):
+        paths = [Path(path) for path in (args.out, args.picture) if path]
+        if len(sounds) > 1:
+            paths = [path.with_stem(f"{path.stem}_{place}") for path in paths]
+        write_sound(pipeline.wave(codes), codec.rate, *paths)
+    return note + (f"wrote {len(sounds)} sounds, the last to {paths[0]}" if len(sounds) > 1 else f"wrote {args.out}")
 
 
 def reconstruct(args, device):

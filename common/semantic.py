@@ -89,7 +89,10 @@ def _hubert(spec):
     if not name or not layer.isdigit():
         raise UserError(f"--tokenizer {spec}: expected hubert:MODEL:LAYER, such as hubert:facebook/hubert-base-ls960:9")
     transformers = need("transformers", f"--tokenizer {spec}")
-    model = transformers.HubertModel.from_pretrained(name).eval().requires_grad_(False)
+    try:
+        model = transformers.HubertModel.from_pretrained(name).eval().requires_grad_(False)
+    except OSError as error:  # no such model, or no way to it
+        raise UserError(f"--tokenizer {spec}: {str(error).splitlines()[0]}") from error
     if int(layer) > model.config.num_hidden_layers:
         raise UserError(f"--tokenizer {spec}: that model has layers 0 to {model.config.num_hidden_layers}")
     return [model], int(layer)

@@ -152,8 +152,9 @@ def test_tokens_of_hubert_are_those_of_its_layer_untouched(tmp_path):
     torch.testing.assert_close(tokenizer.features(wave, 8_000), expected.detach(), atol=1e-4, rtol=1e-3)
     again = semantic.load(tokenizer.state(), "x")
     np.testing.assert_array_equal(again.encode(wave, 8_000), tokenizer.encode(wave, 8_000))
-    with pytest.raises(UserError, match="layers 0 to 2"):
-        semantic.KMeans(6, f"hubert:{tmp_path}:3")
+    for wrong in (f"hubert:{tmp_path}:3", "hubert:/nowhere:1"):
+        with pytest.raises(UserError, match=wrong.split(":")[1]):
+            semantic.KMeans(6, wrong)
 
 
 def test_unique_drops_what_repeats_in_a_row_and_nothing_else():

@@ -422,7 +422,7 @@ def test_gradient_penalties_do_not_drive_the_scale_of_fp16_down(whole, tmp_path)
 
 def test_built_in_syllables_are_trained_on_and_judged_alike_on_any_number_of_ranks(tmp_path, monkeypatch):
     monkeypatch.setattr(train_audio, "BUILTIN_ROWS", 40)
-    settings = dict(run_dir=tmp_path, seconds=0.3, text="cross", position="relative", online_samples="true",
+    settings = dict(run_dir=tmp_path, seconds=0.3, text="cross", position="relative", samples_from="both",
                     precision="bf16", validation=0.2, test=0.2)
     assert "wrote out.wav" in follow(run(*flags(**{**TINY, **settings})), "--device", "cpu", "--seconds", 0.2)
     for name in ("step_00000004_0", "step_00000004_online_0", "test_1", "test_online_1"):
@@ -476,6 +476,16 @@ def test_sounds_go_through_the_codec_and_on_from_recordings_also_when_the_run_ha
     longest = codec.decode(codec.encode(wave[:, -19 * 160:]))[0]  # one frame less than the coarse stage is trained on
     assert_close(sampled(tmp_path, **{**asked, "prompt_seconds": 0})[1][:19 * 160], longest, atol=1e-4, rtol=0)
     assert len(sampled(tmp_path, run_dir=whole)[1]) > 0  # of nothing in particular
+
+
+def test_several_sounds_of_texts_have_their_own_numbers_and_a_long_prompt_is_cut_with_a_note(whole, tmp_path):
+    (tmp_path / "texts.txt").write_text("a i u\n\n o e\n")
+    voice = min(whole.parent.glob("voices/*/*.wav"))
+    words = flags(run_dir=whole, texts=tmp_path / "texts.txt", num_samples=2, prompt=voice, seconds=0.2, device="cpu",
+                  temperature=1.5, out=tmp_path / "out.wav", picture=tmp_path / "out.png")
+    out = run("sample", *words)
+    assert "is cut to its last 0.38 s, as the coarse stage was trained on no more" in out and "wrote 4 sounds" in out
+    assert len({(tmp_path / f"out_{k}.wav").read_bytes() for k in range(4)}) == 4 and (tmp_path / "out_3.png").is_file()
 
 
 def test_sounds_of_texts_and_of_prompts_in_tokens_are_the_same_in_any_batch(whole, tmp_path, monkeypatch):
