@@ -50,7 +50,6 @@ class Training(config.Training):
             ("loss_weight", self.loss_weight not in ("sigma_sqrt", "cosmap") or self.objective == "flow",
              "--objective flow"),
             ("lora_rank", self.init_from, "a trained model, whose file is named with --init_from")))
-        check_guidance(self, self.guidance_scale)
 
 
 @dataclass(frozen=True)
@@ -64,12 +63,17 @@ class Inference(config.Settings):
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # where to compute
 
 
-def check_guidance(cfg, guidance_scale):
-    """UserError for guidance of a model that never trained without its condition, the image embedding or the text."""
+def check_sampling(cfg, guidance_scale, steps=1):
+    """UserError for a number of steps that there are not, or if guidance needs the model without its condition.
+
+    A guidance scale of 0 is sampling without a condition. That is learned if image or text are dropped in training.
+    """
+    if not 1 <= steps <= cfg.timesteps:
+        raise UserError(f"{steps} sampling steps: expected 1 to {cfg.timesteps}, the --timesteps of {cfg.run_dir}")
     for name in ("image_drop", "text_drop"):
         if guidance_scale != 1 and getattr(cfg, name, 1) == 0:
-            raise UserError(f"--guidance_scale {guidance_scale}: the model is trained with --{name} 0, so it knows "
-                            f"nothing to be guided away from; give 1, or train with --{name} 0.1")
+            raise UserError(f"{cfg.run_dir} is trained with --{name} 0, so it needs a text or image, and a guidance "
+                            "scale of 1")
 
 
 def betas(name, timesteps):
