@@ -28,24 +28,10 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import nn
 
-from common import (
-    accumulate,
-    amp,
-    checkpoint,
-    clip,
-    config,
-    data,
-    diffusion,
-    dist,
-    ema,
-    images,
-    lora,
-    media,
-    optim,
-    schedule,
-    synthetic,
-    tracker,
-)
+from common import accumulate, amp, checkpoint, clip, config, data, diffusion, dist, ema
+
+# isort: split
+from common import images, lora, media, optim, schedule, synthetic, tracker
 from common.config import Count, Natural, NonNegative, Positive, Share, UserError
 from common.nn import Attention, TimeEmbedding
 
@@ -97,14 +83,12 @@ class Config(diffusion.Training):
         levels, divisor = len(self.mults), 2 ** max(0, len(self.mults) - 1)
         for holds, message in (
                 (levels, "--mults: expected at least one level"),
-                (max(self.attention_levels, default=-1) < levels,
-                 f"--attention_levels: {self.attention_levels} are not all among the {levels} levels, 0 the finest"),
-                (self.image_size % divisor == 0 and self.random_crop % divisor == 0,
-                 f"--image_size {self.image_size}, --random_crop {self.random_crop}: expected multiples of {divisor}, "
-                 f"as {levels} levels need"),
-                (self.low_res_size < self.image_size and self.random_crop <= self.image_size,
-                 f"--low_res_size {self.low_res_size} and --random_crop {self.random_crop}: the first must be below "
-                 f"image_size {self.image_size}, the second no higher")):
+                (all(level < levels for level in self.attention_levels),
+                 f"--attention_levels: {self.attention_levels} are not all below {levels}, the number of levels"),
+                (self.image_size % divisor == 0 == self.random_crop % divisor,
+                 f"--image_size, --random_crop: expected multiples of {divisor}, as {levels} levels need"),
+                (self.low_res_size < self.image_size >= self.random_crop,
+                 f"--image_size {self.image_size}: --low_res_size must be smaller, and --random_crop no larger")):
             if not holds:
                 raise UserError(message)
         config.refuse_unused(self, (
@@ -243,7 +227,7 @@ class UNet(nn.Module):
                 self.ups.append(nn.Sequential(nn.Upsample(scale_factor=2), nn.Conv2d(width, width, 3, padding=1)))
         self.out = nn.Sequential(group_norm(width), nn.SiLU(),
                                  zeroed(nn.Conv2d(width, 6 if cfg.learned_variance else 3, 3, padding=1)))
-        alpha, sigma = diffusion.tables(cfg.objective, cfg.noise_schedule, cfg.timesteps)
+        alpha, sigma = diffusion.levels("flow" if cfg.objective == "flow" else cfg.noise_schedule, cfg.timesteps)
         self.register_buffer("alpha", alpha, persistent=False)
         self.register_buffer("sigma", sigma, persistent=False)
         self.to(memory_format=torch.channels_last)
@@ -401,6 +385,26 @@ def sample_pictures(unet, condition, size, steps, guidance_scale=1.0, eta=0.0, n
     return diffusion.sample(denoise, x_t, unet.alpha, unet.sigma, steps, eta, noise, known, mask, resample).clamp(-1, 1)
 
 
+@torch.no_grad()
+def draw_cascade(unets, batch, encoder, noise, low_res=None, known=None, mask=None, resample=1):
+    """Pictures (B, 3, H, H) of the last of `unets` for the `batch`'s embeddings and captions, sampled as each cfg says.
+
+    low_res: what the first starts from, if it is no base, (B or 1, 3, h, h). known, mask: (1, 3, H, H) and (1, 1, H, H)
+    at the last stage's size, which are brought to each stage's.
+    """
+    size = len(batch["caption"])
+    low_res = low_res if low_res is None else low_res.expand(size, -1, -1, -1)
+    for unet in unets:
+        cfg, keep, hole = unet.cfg, known, mask
+        if known is not None:
+            keep = media.resize(known, cfg.image_size, "box").expand(size, -1, -1, -1)
+            hole = (media.resize(mask, cfg.image_size, "box") > 0.999).float()  # known: all of it is known
+        with amp.autocast(unet.alpha.device, cfg.precision):
+            low_res = sample_pictures(unet, conditioning(batch, cfg, encoder), size, cfg.eval_steps, cfg.guidance_scale,
+                                      cfg.eta, noise, low_res, keep, hole, resample)
+    return low_res
+
+
 # Evaluation
 
 def frechet_distance(features, others):
@@ -433,34 +437,27 @@ class Evaluator:
             return diffusion_loss(unet, unet, batch, conditioning(batch, self.cfg, self.encoder), plain=True)
         return diffusion.mean_loss(unet, self.batches(part), loss_of, self.cfg, self.device)
 
-    def figures(self, unet, part):
-        """(scores, grid) of one stage, as of `scores`, given real low-resolution pictures."""
-        cfg, mode = self.cfg, unet.training
-
-        def draw(batch, low_res, noise):
-            return sample_pictures(unet, conditioning(batch, cfg, self.encoder), len(batch["rows"]), cfg.eval_steps,
-                                   cfg.guidance_scale, cfg.eta, noise, low_res)
-        unet.eval()
-        result = self.scores(draw, part, cfg.low_res_size)
-        unet.train(mode)
-        return result
-
     @torch.no_grad()
-    def scores(self, draw, part, low_res_size=0):
-        """(scores, grid) of what `draw(batch, low_res, noise)` makes for the part's rows, beside the real pictures.
+    def scores(self, unets, part, imagine=None):
+        """(scores, grid) of what the cascade `unets` draws for the part's rows, beside the real pictures.
 
-        low_res: the real ones at low_res_size, None for 0. The grid, of rank 0's first: (real, drawn, captions).
+        A cascade without its base starts from real low-resolution pictures. imagine: as of `load_prior`, if the image
+        embeddings are not the real ones. The grid, of rank 0's first rows: (real, drawn, captions).
         """
         cfg, (source, _), grid = self.cfg, self.parts[part], None
         built_in = isinstance(source, images.Shapes) and cfg.image_size % 16 == 0
+        low_res_size = unets[0].cfg.low_res_size
         totals = {kind: np.zeros(3) for kind in ("drawn", "real")}  # rows, CLIP scores, rows with all that is named
         embeds = {kind: [] for kind in totals}
         for _, batch in self.batches(part):
             rows = batch["rows"].tolist()
-            seeds = [accumulate.number(cfg.seed, "picture", row) for row in rows]
+            noise = diffusion.noise_source([accumulate.number(cfg.seed, "picture", row) for row in rows], self.device)
             low_res = media.resize(media.pixels(batch["image"]), low_res_size, cfg.resize) if low_res_size else None
             with amp.autocast(self.device, cfg.precision):
-                drawn = media.as_bytes(draw(batch, low_res, diffusion.noise_source(seeds, self.device)).float())
+                if imagine:
+                    batch["image_embed"] = imagine(batch["caption"], 1, rows)[:, 0]
+                    batch.pop("clip_image", None)
+                drawn = media.as_bytes(draw_cascade(unets, batch, self.encoder, noise, low_res).float())
             pictures = {"drawn": drawn, "real": media.resize_bytes(batch["image"], drawn.shape[1], cfg.resize)}
             grid = grid or (*(pictures[kind][:8].cpu().numpy() for kind in ("real", "drawn")), batch["caption"][:8])
             for kind, total in totals.items():
@@ -485,13 +482,13 @@ class Evaluator:
         return result, grid
 
 
-def write_grid(path, grid):
-    """Real pictures, each with its caption, and below them what was drawn for it. Returns the captions in one line."""
+def write_grid(folder, file, grid):
+    """Write real pictures, each with its caption, and below them what was drawn for it; returns {file: captions}."""
     real, drawn, captions = grid
     rows = media.captioned_grid(np.concatenate([real, drawn]), [*captions, *[""] * len(drawn)], len(real))
-    with checkpoint.replacing(path) as file:
-        media.write_png(file, rows)
-    return " | ".join(captions)
+    with checkpoint.replacing(Path(folder, file)) as opened:
+        media.write_png(opened, rows)
+    return {file: " | ".join(captions)}
 
 
 # Training
@@ -532,7 +529,7 @@ def prepare(cfg, run, device):
     """What rank 0 does before anyone trains: make the built-in data, check everything, hold the run folder.
 
     Returns (the config with `data` as a path, the checkpoint to resume from or None, the results of a run that is
-    finished or None, messages, a caption of the data).
+    finished or None, messages).
     """
     accumulate.plan(cfg.batch_size, cfg.chunk_size, 0, dist.world_size())  # there are enough chunks
     cfg = tracker.prepare(cfg)
@@ -546,8 +543,7 @@ def prepare(cfg, run, device):
     if bad:
         notes.append(f"{bad} of {read} pictures looked at cannot be used; others take their place: {', '.join(names)}")
     resume_from, finished, more = run.resume_point(cfg, checkpoint.identity(cfg, FIXED, source, encoder))
-    [caption] = data.Chunks(source, np.arange(len(source)))[0, 1]["caption"]
-    return cfg, resume_from, finished, notes + more, caption
+    return cfg, resume_from, finished, notes + more
 
 
 def check_cascade(cfgs):
@@ -555,15 +551,15 @@ def check_cascade(cfgs):
     for below, above in itertools.pairwise(cfgs):
         if below.image_size != above.low_res_size:
             raise UserError(f"stage {above.stage} starts from pictures of {above.low_res_size} pixels (0: none), but "
-                            f"{below.stage} before it makes {below.image_size}; give --run_dir in order, and train "
-                            "stages of other sizes one by one, as flags of --stage all hold for each")
+                            f"{below.stage} before it makes {below.image_size}; order --run_dir, or train each --stage")
 
 
 def train(cfgs):
     first = cfgs[0]
     device = dist.setup(first.device, first.timeout_minutes)
     dist.on_main(lambda: (check_cascade(cfgs), tracker.check_stages(cfgs)))
-    captions = [train_stage(cfg, device) for cfg in cfgs]
+    for cfg in cfgs:
+        train_stage(cfg, device)
     if len(cfgs) > 1:  # the stages together, from real image embeddings to pictures
         args = EvaluateConfig(run_dir=(first.run_dir,), steps=tuple(cfg.eval_steps for cfg in cfgs), seed=first.seed,
                               guidance_scale=(first.guidance_scale,), eta=(first.eta,), device=first.device,
@@ -571,27 +567,23 @@ def train(cfgs):
                               out=f"{first.run_dir}/cascade.json")
         report(f"The stages together, on {args.part} pictures ({args.grid}):", evaluate_cascade(args, device))
     if dist.is_main():
-        # A prior of the same CLIP draws from captions. Without one the decoder is evaluated, on real embeddings.
         run, prior = f"{first.run_dir}/{first.stage}", Path(SampleConfig.prior, "model.pt")
         fits = prior.is_file() and checkpoint.load(prior).get("clip") == checkpoint.load(f"{run}/model.pt")["clip"]
-        run = f"--run_dir {shlex.quote(first.run_dir if len(cfgs) > 1 else run)}"
-        command = f"evaluate {run} --grid grid.png"
-        if fits and not first.low_res_size:
-            command = f"sample {run} --text {shlex.quote(captions[0])} --out grid.png"
+        run = shlex.quote(first.run_dir if len(cfgs) > 1 else run)
+        command = f"evaluate --run_dir {run} --grid grid.png" + f" --prior {SampleConfig.prior}" * fits
         print(f"\nNext: python train_decoder.py {command}", flush=True)
 
 
 def train_stage(cfg, device):
-    """Train one stage; returns a caption of its data."""
     # Let rank 0 hold the run folder, make data and check all there is to check.
     started, given = time.monotonic(), cfg
     cfg = dataclasses.replace(cfg, run_dir=str(Path(cfg.run_dir) / cfg.stage))
     run = checkpoint.Run(cfg.run_dir)
-    cfg, resume_from, finished, notes, caption = dist.on_main(lambda: prepare(cfg, run, device))
+    cfg, resume_from, finished, notes = dist.on_main(lambda: prepare(cfg, run, device))
     if finished:
         tracker.resend(cfg, run)
         report(f"{cfg.run_dir} is finished, at step {finished['step']}; to train on, give more --steps.", finished)
-        return caption
+        return
 
     # Make the model and what trains it, or take them up where they were.
     parts, encoder, facts = open_data(cfg, device)
@@ -626,9 +618,9 @@ def train_stage(cfg, device):
         checkpoint.write_json({**config.as_json(given), "versions": state.versions}, run.folder / "config.json")
     log = tracker.Tracker(run, state, len(rows))
     size = f"{sum(p.numel() for p in trained.parameters()):,} parameters{' of adapters' * bool(cfg.lora_rank)}"
-    pictures = f"{len(source):,} pictures of {cfg.image_size}x{cfg.image_size}"
-    log.say("\n".join(filter(None, [f"{cfg.stage}: {size}, {pictures}, {dist.world_size()} rank(s) on {device.type}",
-                                    *notes])))
+    size = f"{cfg.stage}: {size}, {len(source):,} pictures of {cfg.image_size}x{cfg.image_size}"
+    for note in filter(None, [f"{size}, {dist.world_size()} rank(s) on {device.type}", *notes]):
+        log.say(note)
 
     with log, tracker.signals() as signals:  # the log hears how it ends
         meter, chunks, taken = tracker.Meter(log, state, cfg.stage), [], True
@@ -665,9 +657,9 @@ def train_stage(cfg, device):
                 with average.applied(trained):
                     losses["val_loss"] = evaluator.loss(unet, "validation")
                     if step < cfg.steps:  # else the test is next
-                        figures, grid = evaluator.figures(unet, "validation")
-                        file = f"samples/step_{step:08d}.png"
-                        samples = {file: write_grid(run.folder / file, grid)} if dist.is_main() else {}
+                        figures, grid = evaluator.scores([unet], "validation")
+                        if dist.is_main():
+                            samples = write_grid(run.folder, f"samples/step_{step:08d}.png", grid)
                 log.log(step, samples, **losses, **figures, evaluation_s=time.monotonic() - begun)
                 log.say("\n    ".join([f"step {step}: " + tracker.show({"loss": loss, **losses}),
                                        *tracker.table(figures)]))
@@ -686,10 +678,10 @@ def train_stage(cfg, device):
 
         # Test the averaged weights, and save them last of all.
         with average.applied(trained):
-            figures, grid = evaluator.figures(unet, "test")
+            figures, grid = evaluator.scores([unet], "test")
             figures = {"loss": evaluator.loss(unet, "test"), **figures}
         results = {f"test_{name}": value for name, value in figures.items()}
-        samples = {"samples/test.png": write_grid(run.folder / "samples/test.png", grid)} if dist.is_main() else {}
+        samples = write_grid(run.folder, "samples/test.png", grid) if dist.is_main() else {}
         log.log(state.step, samples, **results)
         results = {"step": state.step, "best_val_loss": state.best_val_loss, **results}
         if dist.is_main():
@@ -698,7 +690,6 @@ def train_stage(cfg, device):
     dist.gather(None)  # rank 0 has written model.pt, which the next stage or the evaluation of both reads
     report(f"Trained {cfg.run_dir}; this start took {time.monotonic() - started:.0f} s. Pictures: "
            f"{cfg.run_dir}/samples", results)
-    return caption
 
 
 def report(headline, results):
@@ -721,14 +712,8 @@ class CascadeConfig(diffusion.Inference):
 
     def __post_init__(self):
         super().__post_init__()
-        for name in ("run_dir", "steps", "guidance_scale", "eta"):
-            if not getattr(self, name):
-                raise UserError(f"--{name}: expected at least one value")
-
-
-def per_stage(values, count):
-    """`values` for `count` stages; the last counts for all that follow."""
-    return [values[min(i, len(values) - 1)] for i in range(count)]
+        if empty := [name for name in ("run_dir", "steps", "guidance_scale", "eta") if not getattr(self, name)]:
+            raise UserError(f"--{empty[0]}: expected at least one value")
 
 
 def load_unet(path, device, weights="ema", lora_scale=1.0):
@@ -740,34 +725,17 @@ def load_unet(path, device, weights="ema", lora_scale=1.0):
 
 def load_cascade(args, device):
     """([U-Net in eval mode], spec of the CLIP or None, its fingerprint) of the stages of --run_dir, which fit."""
-    runs = []
+    runs, unets, states = [], [], []
     for run in args.run_dir:  # a run, or RUN with RUN/base and so on
         runs += [Path(run, stage) for stage in STAGES if Path(run, stage).is_dir()] or [Path(run)]
-    unets, states = zip(*(load_unet(run / args.model, device, args.weights, args.lora_scale) for run in runs))
-    scales, steps = per_stage(args.guidance_scale, len(runs)), per_stage(args.steps, len(runs))
-    for unet, *settings in zip(unets, scales, steps):
-        diffusion.check_sampling(unet.cfg, *settings)
+    for i, run in enumerate(runs):
+        unet, state = load_unet(run / args.model, device, args.weights, args.lora_scale)
+        steps, scale, eta = (values[:i + 1][-1] for values in (args.steps, args.guidance_scale, args.eta))
+        unet.cfg = dataclasses.replace(unet.cfg, eval_steps=steps, guidance_scale=scale, eta=eta)
+        unets.append(unet)
+        states.append(state)
     check_cascade([unet.cfg for unet in unets])
     return unets, args.clip or states[0]["clip"], states[0]["clip_fingerprint"]
-
-
-@torch.no_grad()
-def draw_cascade(unets, batch, encoder, args, noise, low_res=None, known=None, mask=None, resample=1):
-    """Pictures (B, 3, H, H) of the last of `unets` for the `batch`'s embeddings and captions.
-
-    low_res: what the first starts from, if it is no base; known, mask: (1, 3, H, H) and (1, 1, H, H) at the last
-    stage's size, which are brought to each stage's.
-    """
-    settings = (per_stage(values, len(unets)) for values in (args.steps, args.guidance_scale, args.eta))
-    for unet, *steps_scale_eta in zip(unets, *settings):
-        keep, hole = known, mask
-        if known is not None:
-            keep = media.resize(known, unet.cfg.image_size, "box").expand(len(batch["caption"]), -1, -1, -1)
-            hole = (media.resize(mask, unet.cfg.image_size, "box") > 0.999).float()  # known: all of it is known
-        with amp.autocast(unet.alpha.device, unet.cfg.precision):
-            low_res = sample_pictures(unet, conditioning(batch, unet.cfg, encoder), len(batch["caption"]),
-                                      *steps_scale_eta, noise, low_res, keep, hole, resample)
-    return low_res
 
 
 def load_prior(args, encoder, device):
@@ -806,8 +774,9 @@ def plan_evaluation(args, device):
         cfg = dataclasses.replace(cfg, data=args.data, val_data="", embeddings="", shards="")
     parts, encoder, facts = open_data(cfg, device)
     for unet in unets:
-        if unet.widths[0] not in (0, width := facts["widths"][0]):
-            raise UserError(f"{cfg.data}: image embeddings {width} wide, the decoder's are {unet.widths[0]}")
+        if unet.widths[0] and unet.widths[0] != facts["widths"][0]:
+            raise UserError(f"{cfg.data}: image embeddings {facts['widths'][0]} wide, the decoder's are "
+                            f"{unet.widths[0]}")
     return (unets, Evaluator(cfg, parts, encoder, device),
             load_prior(args, encoder or clip.load(spec, device, fingerprint), device) if args.prior else None)
 
@@ -815,15 +784,9 @@ def plan_evaluation(args, device):
 def evaluate_cascade(args, device):
     """Scores of the pictures that a cascade makes for held-out rows; rank 0 writes them and a grid, if wanted."""
     unets, evaluator, imagine = dist.on_each(lambda: plan_evaluation(args, device))
-
-    def draw(batch, low_res, noise):
-        if imagine:
-            batch = {**batch, "image_embed": imagine(batch["caption"], 1, batch["rows"].tolist())[:, 0]}
-            batch.pop("clip_image", None)
-        return draw_cascade(unets, batch, evaluator.encoder, args, noise, low_res)
-    scores, grid = evaluator.scores(draw, args.part, unets[0].cfg.low_res_size)
+    scores, grid = evaluator.scores(unets, args.part, imagine)
     if dist.is_main() and args.grid:
-        write_grid(args.grid, grid)
+        write_grid("", args.grid, grid)
     if dist.is_main() and args.out:
         checkpoint.write_json(scores, args.out)
     return scores
@@ -855,13 +818,12 @@ class SampleConfig(CascadeConfig):
     def __post_init__(self):
         super().__post_init__()
         config.check_suffixes(self, out=".png")
-        if self.text and self.texts:
-            raise UserError("--text, --texts: give one of them")
-        for name in ("to", "mask"):
-            if getattr(self, name) and not self.image:
-                raise UserError(f"--{name}: needs --image")
-        if self.image and (self.text or self.texts) and not self.mask:
-            raise UserError("--text with --image: it needs --mask, which says where to draw; an image alone is varied")
+        described = self.text or self.texts
+        config.refuse_unused(self, (
+            ("texts", not self.text, "no --text beside it"),
+            ("to", self.image, "--image"),
+            ("mask", self.image, "--image"),
+            ("image", self.mask or not described, "--mask, which says where to draw the text, or no text")))
 
 
 def open_image(path, size=0):
@@ -881,7 +843,7 @@ def slerp(start, end, share):
 
 
 def plan_pictures(args, device):
-    """(U-Nets, CLIP, texts, embeddings (texts or 1, num, D), {name: picture}) for what `args` wants, all checked."""
+    """(U-Nets, CLIP, texts, embeddings (texts or 1, num, D), (low_res, known, mask)) for `args`, all of it checked."""
     (unets, spec, fingerprint), encoder = load_cascade(args, device), None
     if any(sum(unet.widths) for unet in unets):  # an upsampler alone needs no CLIP
         encoder = clip.load(spec, device, fingerprint)
@@ -889,14 +851,13 @@ def plan_pictures(args, device):
             clip.check_widths(encoder, f"--clip {spec}", *unet.widths)
     texts = config.lines_of(args.texts) if args.texts else list(filter(None, [args.text.strip()]))
     if bool(args.low_res) != bool(unets[0].cfg.low_res_size):
-        raise UserError(f"--low_res: an upsampler, and nothing else, starts from an image; {args.run_dir[0]} begins with "
-                        f"stage {unets[0].cfg.stage}")
-    pictures = {"low_res": open_image(args.low_res, unets[0].cfg.low_res_size)} if args.low_res else {}
+        raise UserError(f"--low_res: an upsampler, and no other stage, starts from an image; {args.run_dir[0]} begins "
+                        f"with stage {unets[0].cfg.stage}")
+    low_res = open_image(args.low_res, unets[0].cfg.low_res_size).to(device) if args.low_res else None
+    known = mask = None
     if args.mask:
-        size = unets[-1].cfg.image_size
-        pictures["known"] = open_image(args.image, size)
-        pictures["mask"] = (open_image(args.mask, size)[:, :1] < 0).float()  # black is kept
-    pictures = {name: picture.to(device) for name, picture in pictures.items()}
+        known, mask = (open_image(path, unets[-1].cfg.image_size).to(device) for path in (args.image, args.mask))
+        mask = (mask[:, :1] < 0).float()  # black is kept
     image = args.image or args.low_res
     if not (texts or image):
         for unet in unets:
@@ -913,21 +874,20 @@ def plan_pictures(args, device):
     else:  # zeros are "no image"
         embeddings = torch.zeros(max(1, len(texts)), args.num_samples, encoder.embed_width if encoder else 1,
                                  device=device)
-    return unets, encoder, texts or [""], embeddings, pictures
+    return unets, encoder, texts or [""], embeddings, (low_res, known, mask)
 
 
 def sample(args):
     device = dist.setup(args.device)
-    unets, encoder, texts, embeddings, pictures = dist.on_each(lambda: plan_pictures(args, device))
+    unets, encoder, texts, embeddings, inputs = dist.on_each(lambda: plan_pictures(args, device))
     rows = [(text, k) for text in texts for k in range(args.num_samples)]  # dealt to the ranks
     # Each has its own noise, so it is the same in any batch and on any rank; between two images all share it.
     fields = {"image_embed": embeddings.flatten(0, 1), "caption": [text for text, _ in rows],
               "seeds": [accumulate.number(args.seed, "picture", text, 0 if args.to else k) for text, k in rows]}
     mine, drawn = {name: values[dist.rank()::dist.world_size()] for name, values in fields.items()}, []
     for batch in accumulate.split(mine, args.max_batch):
-        low_res = pictures["low_res"].expand(len(batch["caption"]), -1, -1, -1) if args.low_res else None
-        out = draw_cascade(unets, batch, encoder, args, diffusion.noise_source(batch["seeds"], device), low_res,
-                           pictures.get("known"), pictures.get("mask"), args.resample)
+        noise = diffusion.noise_source(batch["seeds"], device)
+        out = draw_cascade(unets, batch, encoder, noise, *inputs, args.resample)
         drawn += [*media.as_bytes(out.float()).cpu().numpy()]
     parts = dist.gather(drawn)
     if dist.is_main():
@@ -935,9 +895,11 @@ def sample(args):
         captions = [f"{k / max(1, args.num_samples - 1):.2f}" if args.to else text for text, k in rows]
         columns = args.num_samples if len(texts) > 1 else min(args.num_samples, 8)
         grid = media.captioned_grid(np.stack(drawn), captions, columns)
-        files = {f"{args.pictures}/{row // args.num_samples:04d}_{row % args.num_samples:04d}.png": picture
-                 for row, picture in enumerate(drawn)} if args.pictures else {}
-        for path, picture in {args.out: grid, **files}.items():
+        files = {args.out: grid}
+        if args.pictures:
+            files |= {f"{args.pictures}/{row // args.num_samples:04d}_{row % args.num_samples:04d}.png": picture
+                      for row, picture in enumerate(drawn)}
+        for path, picture in files.items():
             with checkpoint.replacing(path) as file:
                 media.write_png(file, picture)
         print(f"wrote {args.out}: {len(rows)} pictures of {drawn[0].shape[1]}x{drawn[0].shape[0]}"

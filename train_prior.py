@@ -110,7 +110,7 @@ class Prior(nn.Module):
         self.transformer = Transformer(width, cfg.depth, cfg.heads, dropout=cfg.dropout, ff_mult=cfg.ff_mult,
                                        checkpointing=cfg.checkpointing)
         self.out = nn.Linear(width, embed_width, bias=False)
-        alpha, sigma = diffusion.tables(cfg.objective, cfg.noise_schedule, cfg.timesteps)
+        alpha, sigma = diffusion.levels("flow" if cfg.objective == "flow" else cfg.noise_schedule, cfg.timesteps)
         self.register_buffer("alpha", alpha, persistent=False)
         self.register_buffer("sigma", sigma, persistent=False)
 
@@ -440,8 +440,9 @@ def train(cfg):
         checkpoint.write_json({**config.as_json(given), "versions": state.versions}, run.folder / "config.json")
     log = tracker.Tracker(run, state, len(rows))
     size = f"{sum(p.numel() for p in trained.parameters()):,} parameters{' of adapters' * bool(cfg.lora_rank)}"
-    rows_and_ranks = f"{len(source):,} rows of width {source.width}, {dist.world_size()} rank(s) on {device.type}"
-    log.say("\n".join(filter(None, [f"{size}, {rows_and_ranks}", *notes])))
+    size += f", {len(source):,} rows of width {source.width}"
+    for note in filter(None, [f"{size}, {dist.world_size()} rank(s) on {device.type}", *notes]):
+        log.say(note)
 
     with log, tracker.signals() as signals:  # the log hears how it ends
         meter, chunks, taken = tracker.Meter(log, state, "prior"), [], True
