@@ -426,36 +426,31 @@ class Evaluator:
     def __init__(self, cfg, parts, encoder, device):
         self.cfg, self.parts, self.encoder, self.device = cfg, parts, encoder, device
 
-    def batches(self, part):
-        """This rank's (number, batch) of a part, on the device."""
-        for number, batch in data.batches(*self.parts[part], self.cfg.eval_samples, self.cfg.chunk_size):
-            yield number, data.to_device(batch, self.device)
-
     def loss(self, unet, part):
         """Mean diffusion loss over a part, without loss weights."""
         def loss_of(batch):
             return diffusion_loss(unet, unet, batch, conditioning(batch, self.cfg, self.encoder), plain=True)
-        return diffusion.mean_loss(unet, self.batches(part), loss_of, self.cfg, self.device)
+        return diffusion.mean_loss(unet, loss_of, *self.parts[part], self.cfg, self.device)
 
     @torch.no_grad()
-    def scores(self, unets, part, imagine=None):
-        """(scores, grid) of what the cascade `unets` draws for the part's rows, beside the real pictures.
+    def scores(self, unets, part, file="", imagine=None):
+        """(scores, captions) of what the cascade `unets` draws for the part's rows, beside the real pictures.
 
         A cascade without its base starts from real low-resolution pictures. imagine: as of `load_prior`, if the image
-        embeddings are not the real ones. The grid, of rank 0's first rows: (real, drawn, captions).
+        embeddings are not the real ones. file: PNG for rank 0's first eight, real above drawn, with these captions.
         """
-        cfg, (source, _), grid = self.cfg, self.parts[part], None
+        cfg, (source, rows), grid = self.cfg, self.parts[part], None
         built_in = isinstance(source, images.Shapes) and cfg.image_size % 16 == 0
         low_res_size = unets[0].cfg.low_res_size
         totals = {kind: np.zeros(3) for kind in ("drawn", "real")}  # rows, CLIP scores, rows with all that is named
         embeds = {kind: [] for kind in totals}
-        for _, batch in self.batches(part):
-            rows = batch["rows"].tolist()
-            noise = diffusion.noise_source([accumulate.number(cfg.seed, "picture", row) for row in rows], self.device)
+        for _, batch in data.batches(source, rows, cfg.eval_samples, cfg.chunk_size):
+            batch, keys = data.to_device(batch, self.device), batch["rows"].tolist()
+            noise = diffusion.noise_source([accumulate.number(cfg.seed, "picture", key) for key in keys], self.device)
             low_res = media.resize(media.pixels(batch["image"]), low_res_size, cfg.resize) if low_res_size else None
             with amp.autocast(self.device, cfg.precision):
                 if imagine:
-                    batch["image_embed"] = imagine(batch["caption"], 1, rows)[:, 0]
+                    batch["image_embed"] = imagine(batch["caption"], 1, keys)[:, 0]
                     batch.pop("clip_image", None)
                 drawn = media.as_bytes(draw_cascade(unets, batch, self.encoder, noise, low_res).float())
             pictures = {"drawn": drawn, "real": media.resize_bytes(batch["image"], drawn.shape[1], cfg.resize)}
@@ -468,7 +463,7 @@ class Evaluator:
                     total[1] += 100 * F.cosine_similarity(embed, text).clamp(min=0).sum().item()
                     embeds[kind].append(embed.double().cpu().numpy())
                 if built_in:
-                    features, records = synthetic.picture_features(pictures[kind].cpu().numpy()), source.records(rows)
+                    features, records = synthetic.picture_features(pictures[kind].cpu().numpy()), source.records(keys)
                     right = synthetic.picture_judge().attributes(features) == synthetic.values(records)
                     total[2] += (right | ~synthetic.named(records)).all(1).sum()
         (count, score, right), (_, real_score, real_right) = (dist.total(total.tolist()) for total in totals.values())
@@ -479,16 +474,15 @@ class Evaluator:
                        "frechet_distance": frechet_distance(*map(np.concatenate, features))}
         if built_in:
             result |= {"caption_accuracy": right / count, "caption_accuracy_ceiling": real_right / count}
-        return result, grid
+        return result, write_grid(file, *grid) if file and dist.is_main() else ""
 
 
-def write_grid(folder, file, grid):
-    """Write real pictures, each with its caption, and below them what was drawn for it; returns {file: captions}."""
-    real, drawn, captions = grid
+def write_grid(path, real, drawn, captions):
+    """Write real pictures, each with its caption, and below them what was drawn; returns the captions in one line."""
     rows = media.captioned_grid(np.concatenate([real, drawn]), [*captions, *[""] * len(drawn)], len(real))
-    with checkpoint.replacing(Path(folder, file)) as opened:
-        media.write_png(opened, rows)
-    return {file: " | ".join(captions)}
+    with checkpoint.replacing(path) as file:
+        media.write_png(file, rows)
+    return " | ".join(captions)
 
 
 # Training
@@ -528,8 +522,8 @@ def open_data(cfg, device):
 def prepare(cfg, run, device):
     """What rank 0 does before anyone trains: make the built-in data, check everything, hold the run folder.
 
-    Returns (the config with `data` as a path, the checkpoint to resume from or None, the results of a run that is
-    finished or None, messages).
+    Returns (config with `data` as a path, checkpoint to resume from or None, results of a run that is finished or
+    None, messages).
     """
     accumulate.plan(cfg.batch_size, cfg.chunk_size, 0, dist.world_size())  # there are enough chunks
     cfg = tracker.prepare(cfg)
@@ -657,9 +651,8 @@ def train_stage(cfg, device):
                 with average.applied(trained):
                     losses["val_loss"] = evaluator.loss(unet, "validation")
                     if step < cfg.steps:  # else the test is next
-                        figures, grid = evaluator.scores([unet], "validation")
-                        if dist.is_main():
-                            samples = write_grid(run.folder, f"samples/step_{step:08d}.png", grid)
+                        file = f"samples/step_{step:08d}.png"
+                        figures, samples[file] = evaluator.scores([unet], "validation", run.folder / file)
                 log.log(step, samples, **losses, **figures, evaluation_s=time.monotonic() - begun)
                 log.say("\n    ".join([f"step {step}: " + tracker.show({"loss": loss, **losses}),
                                        *tracker.table(figures)]))
@@ -678,11 +671,10 @@ def train_stage(cfg, device):
 
         # Test the averaged weights, and save them last of all.
         with average.applied(trained):
-            figures, grid = evaluator.scores([unet], "test")
+            figures, captions = evaluator.scores([unet], "test", run.folder / "samples/test.png")
             figures = {"loss": evaluator.loss(unet, "test"), **figures}
         results = {f"test_{name}": value for name, value in figures.items()}
-        samples = write_grid(run.folder, "samples/test.png", grid) if dist.is_main() else {}
-        log.log(state.step, samples, **results)
+        log.log(state.step, {"samples/test.png": captions}, **results)
         results = {"step": state.step, "best_val_loss": state.best_val_loss, **results}
         if dist.is_main():
             run.finish(state, results)
@@ -775,8 +767,7 @@ def plan_evaluation(args, device):
     parts, encoder, facts = open_data(cfg, device)
     for unet in unets:
         if unet.widths[0] and unet.widths[0] != facts["widths"][0]:
-            raise UserError(f"{cfg.data}: image embeddings {facts['widths'][0]} wide, the decoder's are "
-                            f"{unet.widths[0]}")
+            raise UserError(f"{cfg.data}: embeddings {facts['widths'][0]} wide, the decoder's are {unet.widths[0]}")
     return (unets, Evaluator(cfg, parts, encoder, device),
             load_prior(args, encoder or clip.load(spec, device, fingerprint), device) if args.prior else None)
 
@@ -784,9 +775,7 @@ def plan_evaluation(args, device):
 def evaluate_cascade(args, device):
     """Scores of the pictures that a cascade makes for held-out rows; rank 0 writes them and a grid, if wanted."""
     unets, evaluator, imagine = dist.on_each(lambda: plan_evaluation(args, device))
-    scores, grid = evaluator.scores(unets, args.part, imagine)
-    if dist.is_main() and args.grid:
-        write_grid("", args.grid, grid)
+    scores, _ = evaluator.scores(unets, args.part, args.grid, imagine)
     if dist.is_main() and args.out:
         checkpoint.write_json(scores, args.out)
     return scores

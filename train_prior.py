@@ -65,8 +65,7 @@ class Config(diffusion.Training):
     def __post_init__(self):
         super().__post_init__()
         if self.width % self.heads or self.width // self.heads % 2:
-            raise UserError(f"--heads: width {self.width} over heads {self.heads} must be a whole, even number, as "
-                            "rotary positions need")
+            raise UserError(f"--heads: width {self.width} over heads {self.heads} must be even, for rotary positions")
         if "training" in self.clamp and self.objective != "x0":
             raise UserError("--clamp training: only an embedding can be normalized; it needs --objective x0")
         diffusion.check_sampling(self, self.guidance_scale, max(self.eval_timesteps, default=0))
@@ -268,16 +267,11 @@ class Evaluator:
     def __init__(self, cfg, parts, encoder, device):
         self.cfg, self.parts, self.encoder, self.device = cfg, parts, encoder, device
 
-    def batches(self, source, rows):
-        """This rank's (number, batch) of the first eval_samples of `rows`, on the device."""
-        for number, batch in data.batches(source, rows, self.cfg.eval_samples, self.cfg.chunk_size):
-            yield number, data.to_device(batch, self.device)
-
     def loss(self, prior, part):
         """Mean diffusion loss over a part, without loss weights."""
         def loss_of(batch):
             return diffusion_loss(prior, prior, batch, conditioning(batch, self.cfg, self.encoder), plain=True)
-        return diffusion.mean_loss(prior, self.batches(*self.parts[part]), loss_of, self.cfg, self.device)
+        return diffusion.mean_loss(prior, loss_of, *self.parts[part], self.cfg, self.device)
 
     @torch.no_grad()
     def figures(self, prior, part):
@@ -286,11 +280,12 @@ class Evaluator:
         The unrelated text of a row is that of the row half a part further on.
         """
         cfg, mode, (source, rows) = self.cfg, prior.training, self.parts[part]
-        count = min(len(rows), cfg.eval_samples or len(rows))
-        others = np.roll(rows[np.arange(count)], -(count // 2))
-        totals = np.zeros(2 + 3 * len(cfg.eval_timesteps))
+        rows = rows[np.arange(min(len(rows), cfg.eval_samples or len(rows)))]
+        others, totals = np.roll(rows, -(len(rows) // 2)), np.zeros(2 + 3 * len(cfg.eval_timesteps))
         prior.eval()
-        for (number, batch), (_, other) in zip(self.batches(source, rows), self.batches(source, others)):
+        batches = (data.batches(source, each, 0, cfg.chunk_size) for each in (rows, others))
+        for (number, batch), (_, other) in zip(*batches):
+            batch, other = (data.to_device(each, self.device) for each in (batch, other))
             condition, other = (conditioning(each, cfg, self.encoder) for each in (batch, other))
             text, image, unrelated = condition["text_embed"], batch["image_embed"], other["text_embed"]
             values = [torch.ones(len(text)), F.cosine_similarity(text, image)]
@@ -355,8 +350,7 @@ def open_data(cfg, device):
     shards, captions = cfg.text_encodings == "shards", cfg.text_encodings == "clip"
     source, val_source = (folder and data.Embeddings(folder, shards, captions) for folder in (cfg.data, cfg.val_data))
     if val_source and val_source.width != source.width:
-        raise UserError(f"--val_data {cfg.val_data}: embeddings {val_source.width} wide, those of {cfg.data} "
-                        f"{source.width}")
+        raise UserError(f"--val_data {cfg.val_data}: {val_source.width} wide, {cfg.data} is {source.width}")
     widths, encoder = [source.width, source.tables["text_enc"].shape[1] if shards else 0], None
     if captions or (spec and not spec.startswith("open_clip:")):  # or it is checked alone
         from common import clip
@@ -372,8 +366,8 @@ def open_data(cfg, device):
 def prepare(cfg, run, device):
     """What rank 0 does before anyone trains: make the built-in data, check everything, hold the run folder.
 
-    Returns (the config with `data` as a folder, the checkpoint to resume from or None, the results of a run that is
-    finished or None, messages, the command to give at the end).
+    Returns (config with `data` as a folder, checkpoint to resume from or None, results of a run that is finished or
+    None, messages, the command to give at the end).
     """
     accumulate.plan(cfg.batch_size, cfg.chunk_size, 0, dist.world_size())  # there are enough chunks
     cfg = tracker.prepare(cfg)
@@ -385,14 +379,13 @@ def prepare(cfg, run, device):
     bad, read, names = source.check()
     notes = run.open(cfg.resume)  # which may move an earlier run aside, so all is checked before
     if bad:
-        notes.append(f"{bad} of {read} rows looked at are not finite or all zero; others take their place: "
-                     f"{', '.join(names)}")
+        notes.append(f"{bad} of {read} rows looked at cannot be used; others take their place: {', '.join(names)}")
     resume_from, finished, more = run.resume_point(cfg, checkpoint.identity(cfg, FIXED, source, encoder))
-    command = f"evaluate --run_dir {shlex.quote(cfg.run_dir)}"
+    caption = source.captions.records([0])[0]["caption"] if source.captions else ""
+    command, run_dir = "evaluate", shlex.quote(cfg.run_dir)
     if facts["clip"]:
-        caption = source.captions.records([0])[0]["caption"] if source.captions else ""
-        command = (f"sample --run_dir {shlex.quote(cfg.run_dir)} --text {shlex.quote(caption or 'a small red star')}")
-    return cfg, resume_from, finished, notes + more, command
+        command = f"sample --text {shlex.quote(caption or 'a small red star')}"
+    return cfg, resume_from, finished, notes + more, f"{command} --run_dir {run_dir}"
 
 
 def train(cfg):
@@ -402,9 +395,8 @@ def train(cfg):
     cfg, resume_from, finished, notes, command = dist.on_main(lambda: prepare(cfg, run, device))
     if finished:
         tracker.resend(cfg, run)
-        report(f"{cfg.run_dir} is finished, at step {finished['step']}; to train on, give more --steps.", finished,
-               command)
-        return
+        headline = f"{cfg.run_dir} is finished, at step {finished['step']}; to train on, give more --steps."
+        return report(headline, finished, command)
 
     # Make the model and what trains it, or take them up where they were.
     parts, encoder, facts = open_data(cfg, device)
@@ -550,7 +542,7 @@ def plan_evaluation(args, device):
     cfg = dataclasses.replace(prior.cfg, **given, batch_size=1, data=args.data or prior.cfg.data)
     parts, encoder, facts = open_data(cfg, device)
     if facts["widths"] != state["widths"]:
-        raise UserError(f"{cfg.data}: widths of embeddings and of text encodings (0: none) are {facts['widths']}; the "
+        raise UserError(f"{cfg.data}: widths of embeddings and text encodings (0: none) are {facts['widths']}; the "
                         f"prior's are {state['widths']}")
     return prior, Evaluator(cfg, parts, encoder, device)
 
@@ -596,8 +588,7 @@ def plan_sample(args, device):
         rows = data.Rows(args.text_embeds, 2)
         embeds = torch.from_numpy(rows[np.arange(len(rows))]).to(device)
         if embeds.shape[1] != prior.embed_width or not embeds.isfinite().all():
-            raise UserError(f"{args.text_embeds}: {embeds.shape[1]} wide, or not all finite; expected text embeddings "
-                            f"{prior.embed_width} wide")
+            raise UserError(f"{args.text_embeds}: {embeds.shape[1]} wide, or not finite; expected {prior.embed_width}")
         return prior, [], conditioning({"text_embed": embeds}, prior.cfg, None)
     if not texts and prior.cfg.text_encodings == "none":  # needs no CLIP
         return prior, [], {"text_embed": torch.zeros(1, prior.embed_width, device=device)}

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.special import log_ndtr
 
-from common import accumulate, amp, config, dist
+from common import accumulate, amp, config, data, dist
 from common.config import Count, Natural, NonNegative, Positive, Share, UserError
 
 SCHEDULES = ("cosine", "linear", "quadratic", "sigmoid", "jsd")
@@ -264,17 +264,17 @@ def sample(denoise, x, alpha, sigma, steps, eta=1.0, draw=torch.randn_like, know
 
 
 @torch.no_grad()
-def mean_loss(model, batches, loss_of, cfg, device):
-    """Mean of `loss_of(batch)` over all rows of all ranks' `batches`, (number, batch), with the same noise every time.
+def mean_loss(model, loss_of, source, rows, cfg, device):
+    """Mean of `loss_of(batch)` over the first eval_samples of `rows`, on all ranks, with the same noise every time.
 
     `model` is in eval mode meanwhile, and afterwards in the mode that it was in.
     """
     mode, loss_sum, count = model.training, 0.0, 0
     model.eval()
-    for number, batch in batches:
+    for number, batch in data.batches(source, rows, cfg.eval_samples, cfg.chunk_size):
         accumulate.seed(cfg.seed, "loss", number)
         with amp.autocast(device, cfg.precision):
-            loss_sum += loss_of(batch).item() * len(batch["rows"])
+            loss_sum += loss_of(data.to_device(batch, device)).item() * len(batch["rows"])
         count += len(batch["rows"])
     model.train(mode)
     loss_sum, count = dist.total([loss_sum, count])

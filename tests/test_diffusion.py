@@ -2,10 +2,11 @@
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 
-from common import accumulate, diffusion, dist
+from common import accumulate, diffusion
 from common.config import UserError
 
 T = 200
@@ -393,14 +394,20 @@ def test_steps_and_guidance_are_those_that_a_model_can_be_sampled_with():
             diffusion.check_sampling(cfg, scale, steps)
 
 
+class Numbers:
+    """A source of eleven rows, each its number, and two more that are not to be taken."""
+
+    def fetch(self, rows, draws=None):
+        return {"values": torch.from_numpy(rows).float()}, np.ones(len(rows), bool)
+
+
 def mean_loss(training):
     """What a rank finds of 11 rows in batches of 3; the loss of a batch is the mean of its rows, and some noise."""
-    model, rows = torch.nn.Dropout().train(training), torch.arange(11.0).split(3)
-    batches = [(number, {"rows": rows[number]}) for number in range(dist.rank(), 4, dist.world_size())]
+    model, cfg = torch.nn.Dropout().train(training), diffusion.Training(seed=3, chunk_size=3, eval_samples=11)
     def loss_of(batch):
         assert not model.training and not torch.is_grad_enabled()
-        return batch["rows"].mean() + torch.rand(())
-    return diffusion.mean_loss(model, batches, loss_of, diffusion.Training(seed=3), torch.device("cpu")), model.training
+        return batch["values"].mean() + torch.rand(())
+    return diffusion.mean_loss(model, loss_of, Numbers(), np.arange(13), cfg, torch.device("cpu")), model.training
 
 
 def test_the_mean_loss_is_that_of_all_rows_on_any_number_of_ranks_and_the_mode_is_as_before(on_ranks):
