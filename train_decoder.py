@@ -562,9 +562,10 @@ def train(cfgs):
         report(f"The stages together, on {args.part} pictures ({args.grid}):", evaluate_cascade(args, device))
     if dist.is_main():
         run, prior = f"{first.run_dir}/{first.stage}", Path(SampleConfig.prior, "model.pt")
-        fits = prior.is_file() and checkpoint.load(prior).get("clip") == checkpoint.load(f"{run}/model.pt")["clip"]
-        run = shlex.quote(first.run_dir if len(cfgs) > 1 else run)
-        command = f"evaluate --run_dir {run} --grid grid.png" + f" --prior {SampleConfig.prior}" * fits
+        spec = not first.low_res_size and checkpoint.load(f"{run}/model.pt")["clip"]
+        command = f"evaluate --run_dir {shlex.quote(first.run_dir if len(cfgs) > 1 else run)} --grid grid.png"
+        if spec and prior.is_file() and checkpoint.load(prior).get("clip") == spec:
+            command += f" --prior {SampleConfig.prior}"  # from captions
         print(f"\nNext: python train_decoder.py {command}", flush=True)
 
 

@@ -74,7 +74,7 @@ class Config(diffusion.Training):
 
 PRESETS = {  # DALL-E 2's Table 3 for the optimizer; the size at which priors over ViT-L/14 are trained in public
     "vit-l-14": dict(clip="open_clip:ViT-L-14/openai", width=768, depth=12, heads=12, ff_mult=4.0,
-                     text_encodings="clip", max_text_len=77, noise_draws=4, batch_size=4096, chunk_size=256,
+                     text_encodings="clip", noise_draws=4, batch_size=4096, chunk_size=256,
                      steps=600_000, warmup_steps=10_000, lr=1.1e-4, betas=(0.9, 0.96), weight_decay=0.06,
                      precision="bf16", validation=0.01, test=0.01, eval_every=10_000, save_every=2_000, log_every=100,
                      workers=4),
@@ -133,9 +133,8 @@ class Prior(nn.Module):
     def forward(self, x_t, timestep, condition, drop):
         """Predictions (B, K, D) for K noise draws a sample, from one pass over its text."""
         text, noised = self.text_tokens(condition, drop), self.noised_tokens(x_t, timestep)
-        batch, draws = timestep.shape
-        prefix, device = text.shape[1], text.device
-        queries = self.query_tokens.to(text.dtype).expand(batch, draws, -1)
+        prefix, draws, device = text.shape[1], timestep.shape[1], text.device
+        queries = self.query_tokens.to(text.dtype).expand(*timestep.shape, -1)
         tokens = torch.cat([text, noised.flatten(1, 2), queries], dim=1)  # (B, P + 2K + K, W)
         # Every draw sees the text and itself: token i of draw d sees token j if j comes no later and is text or of d.
         draw = torch.arange(draws, device=device)
@@ -382,10 +381,8 @@ def prepare(cfg, run, device):
         notes.append(f"{bad} of {read} rows looked at cannot be used; others take their place: {', '.join(names)}")
     resume_from, finished, more = run.resume_point(cfg, checkpoint.identity(cfg, FIXED, source, encoder))
     caption = source.captions.records([0])[0]["caption"] if source.captions else ""
-    command, run_dir = "evaluate", shlex.quote(cfg.run_dir)
-    if facts["clip"]:
-        command = f"sample --text {shlex.quote(caption or 'a small red star')}"
-    return cfg, resume_from, finished, notes + more, f"{command} --run_dir {run_dir}"
+    command = f"sample --text {shlex.quote(caption or 'a small red star')}" if facts["clip"] else "evaluate"
+    return cfg, resume_from, finished, notes + more, f"{command} --run_dir {shlex.quote(cfg.run_dir)}"
 
 
 def train(cfg):
@@ -582,16 +579,14 @@ def plan_sample(args, device):
     prior, state = load_prior(Path(args.run_dir) / args.model, device, args.weights, args.lora_scale)
     texts = config.lines_of(args.texts) if args.texts else list(filter(None, [args.text.strip()]))
     diffusion.check_sampling(prior.cfg, args.guidance_scale if texts or args.text_embeds else 0, args.steps)
-    if args.text_embeds and prior.cfg.text_encodings != "none":
-        raise UserError("--text_embeds: this prior is trained on text encodings, too; give --text or --texts")
-    if args.text_embeds:
-        rows = data.Rows(args.text_embeds, 2)
+    if not texts and prior.cfg.text_encodings == "none":  # needs no CLIP
+        rows = data.Rows(args.text_embeds, 2) if args.text_embeds else np.zeros((1, prior.embed_width), np.float32)
         embeds = torch.from_numpy(rows[np.arange(len(rows))]).to(device)
         if embeds.shape[1] != prior.embed_width or not embeds.isfinite().all():
             raise UserError(f"{args.text_embeds}: {embeds.shape[1]} wide, or not finite; expected {prior.embed_width}")
         return prior, [], conditioning({"text_embed": embeds}, prior.cfg, None)
-    if not texts and prior.cfg.text_encodings == "none":  # needs no CLIP
-        return prior, [], {"text_embed": torch.zeros(1, prior.embed_width, device=device)}
+    if args.text_embeds:
+        raise UserError("--text_embeds: this prior is trained on text encodings, too; give --text or --texts")
     from common import clip
     encoder = clip.load(spec := args.clip or state["clip"], device, state["clip_fingerprint"])
     clip.check_widths(encoder, f"--clip {spec}", *state["widths"])
