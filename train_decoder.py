@@ -549,8 +549,7 @@ def check_cascade(cfgs):
 
 
 def train(cfgs):
-    first = cfgs[0]
-    device = dist.setup(first.device, first.timeout_minutes)
+    first, device = cfgs[0], dist.setup(cfgs[0].device, cfgs[0].timeout_minutes)
     dist.on_main(lambda: (check_cascade(cfgs), tracker.check_stages(cfgs)))
     for cfg in cfgs:
         train_stage(cfg, device)
@@ -808,12 +807,11 @@ class SampleConfig(CascadeConfig):
     def __post_init__(self):
         super().__post_init__()
         config.check_suffixes(self, out=".png")
-        described = self.text or self.texts
+        varied = not (self.text or self.texts)
         config.refuse_unused(self, (
-            ("texts", not self.text, "no --text beside it"),
-            ("to", self.image, "--image"),
+            ("texts", not self.text, "no --text beside it"), ("to", self.image, "--image"),
             ("mask", self.image, "--image"),
-            ("image", self.mask or not described, "--mask, which says where to draw the text, or no text")))
+            ("image", varied or self.mask, "--mask, which says where to draw the text, or no text")))
 
 
 def open_image(path, size=0):
@@ -853,6 +851,8 @@ def plan_pictures(args, device):
         for unet in unets:
             diffusion.check_sampling(unet.cfg, guidance_scale=0)
     by_image = any(unet.cfg.image_condition for unet in unets)
+    embeddings = torch.zeros(1, args.num_samples, encoder.embed_width if encoder else 1, device=device)  # "no image"
+    embeddings = embeddings.expand(max(1, len(texts)), -1, -1)
     if by_image and texts:
         embeddings = load_prior(args, encoder, device)(texts, args.num_samples, texts)
     elif by_image and image:
@@ -861,9 +861,6 @@ def plan_pictures(args, device):
                     for path in filter(None, (image, args.to))]
         share = torch.linspace(0, 1, args.num_samples, device=device)[:, None]  # of the way from --image to --to
         embeddings = (slerp(*ends, share) if args.to else ends[0].expand(args.num_samples, -1))[None]
-    else:  # zeros are "no image"
-        embeddings = torch.zeros(max(1, len(texts)), args.num_samples, encoder.embed_width if encoder else 1,
-                                 device=device)
     return unets, encoder, texts or [""], embeddings, (low_res, known, mask)
 
 
