@@ -42,7 +42,7 @@ Fours = Annotated[int, ("a multiple of 4, for the group norms", lambda width: wi
 @dataclass(frozen=True)
 class Config(diffusion.Training):
     # Run and data
-    stage: Literal["all", "base", "upsample"] = "all"  # which stage to train; all: one after the other
+    stage: Literal["all", "base", "upsample"] = "all"  # which stage to train; all: each in turn
     run_dir: str = "runs/decoder"  # folder of the runs: the stage's own is RUN/STAGE; started again, it resumes
     data: str = "shapes"  # img2dataset tars, a folder of images with .txt beside them, or "shapes": built in
     embeddings: str = ""  # folder of img_emb_N.npy, by default those in or beside the tars, else by CLIP on the fly
@@ -180,7 +180,7 @@ class Block(nn.Module):
 
 
 class UNet(nn.Module):
-    """The denoiser of one stage: DALL-E 2's decoder (§2.1), which is GLIDE's U-Net, which is ADM's.
+    """The denoiser of one stage: DALL-E 2's decoder (§2.1), which is GLIDE's U-Net, and so ADM's.
 
     B batch, W width, H image size, D width of the image embedding, E of the conditioning tokens, J their number. The
     image embedding is added to the timestep's, and becomes four tokens beside those of the text.
@@ -438,6 +438,7 @@ class Evaluator:
 
         A cascade without its base starts from real low-resolution pictures. imagine: as of `load_prior`, if the image
         embeddings are not the real ones. file: PNG for rank 0's first eight, real above drawn, with these captions.
+        U-Nets may be in training mode, as nothing in them differs in it.
         """
         cfg, (source, rows), grid = self.cfg, self.parts[part], None
         built_in = isinstance(source, images.Shapes) and cfg.image_size % 16 == 0
@@ -512,7 +513,7 @@ def open_data(cfg, device):
         if encoder:
             clip.check_widths(encoder, f"--clip {spec} for {path}", source.width)
         sources.append(source)
-    # The widths of image embeddings and text encodings, 0 for none, on which the model is conditioned.
+    # The widths of the image embeddings and text encodings that condition the model, 0 for none.
     widths = [(sources[0].width or encoder.embed_width) if cfg.image_condition else 0,
               encoder.encoding_width if cfg.text_encodings == "clip" else 0]
     facts = {"widths": widths, "clip": spec, "clip_fingerprint": encoder and encoder.fingerprint()}
@@ -757,7 +758,7 @@ class EvaluateConfig(CascadeConfig):
 
 
 def plan_evaluation(args, device):
-    """(U-Nets, Evaluator, function of the prior or None) for what `args` wants, all of it checked."""
+    """(U-Nets, Evaluator, function of the prior or None) for `args`, all of it checked."""
     unets, spec, fingerprint = load_cascade(args, device)
     cfg = dataclasses.replace(unets[-1].cfg, eval_samples=args.eval_samples, seed=args.seed, crop_scale=1.0, flip=False,
                               clip=spec or "auto", batch_size=1,
