@@ -28,33 +28,21 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import nn
 
-from common import (
-    accumulate,
-    amp,
-    checkpoint,
-    clip,
-    config,
-    data,
-    diffusion,
-    dist,
-    ema,
-    images,
-    lora,
-    media,
-    optim,
-    schedule,
-    synthetic,
-    tracker,
-)
+from common import accumulate, amp, checkpoint, clip, config, data, diffusion, dist, ema
+
+# isort: split
+from common import images, lora, media, optim, schedule, synthetic, tracker
 from common.config import Count, Natural, NonNegative, Positive, Share, UserError
 from common.nn import Attention, TimeEmbedding
+
+Fours = Annotated[int, ("a multiple of 4, for the group norms", lambda width: width > 0 and width % 4 == 0)]
 
 # Config
 
 @dataclass(frozen=True)
 class Config(diffusion.Training):
     # Run and data
-    stage: Literal["all", "base", "upsample"] = "all"  # which stage to train; all: one after the other
+    stage: Literal["all", "base", "upsample"] = "all"  # which stage to train; all: each in turn
     run_dir: str = "runs/decoder"  # folder of the runs: the stage's own is RUN/STAGE; started again, it resumes
     data: str = "shapes"  # img2dataset tars, a folder of images with .txt beside them, or "shapes": built in
     embeddings: str = ""  # folder of img_emb_N.npy, by default those in or beside the tars, else by CLIP on the fly
@@ -67,7 +55,7 @@ class Config(diffusion.Training):
     # Model
     image_size: Count = 16  # width and height of the pictures of this stage
     low_res_size: Natural = 0  # of the pictures it starts from, those of the stage before; 0 for none
-    width: Count = 32  # channels of the first level
+    width: Fours = 32  # channels of the first level
     mults: tuple[Count, ...] = (1, 2, 4)  # channels of each level, in widths; between two levels the size is halved
     blocks: Count = 1  # residual blocks a level on the way down, one more on the way up
     attention_levels: tuple[Natural, ...] = (1, 2)  # levels with attention, 0 the finest; and between down and up
@@ -92,21 +80,17 @@ class Config(diffusion.Training):
 
     def __post_init__(self):
         super().__post_init__()
-        levels = len(self.mults)
-        if not levels or self.width % 4:
-            raise UserError(f"--width {self.width}: expected a multiple of 4, for the group norms, and --mults for at "
-                            "least one level")
-        if wrong := [level for level in self.attention_levels if level >= levels]:
-            raise UserError(f"--attention_levels: {wrong[0]} is no level; there are {levels}, 0 the finest")
-        for name in ("image_size", "random_crop"):
-            if getattr(self, name) % 2 ** (levels - 1):
-                raise UserError(f"--{name}: {getattr(self, name)} is not a multiple of {2 ** (levels - 1)}, as "
-                                f"{levels} levels need")
-        if self.low_res_size >= self.image_size or self.random_crop > self.image_size:
-            raise UserError(f"--low_res_size {self.low_res_size} and --random_crop {self.random_crop}: the first must "
-                            f"be below image_size {self.image_size}, the second no higher")
-        if self.eval_steps > self.timesteps:
-            raise UserError(f"--eval_steps: {self.eval_steps} is more than the {self.timesteps} timesteps")
+        levels, divisor = len(self.mults), 2 ** max(0, len(self.mults) - 1)
+        for holds, message in (
+                (levels, "--mults: expected at least one level"),
+                (all(level < levels for level in self.attention_levels),
+                 f"--attention_levels: {self.attention_levels} are not all below {levels}, the number of levels"),
+                (self.image_size % divisor == 0 == self.random_crop % divisor,
+                 f"--image_size, --random_crop: expected multiples of {divisor}, as {levels} levels need"),
+                (self.low_res_size < self.image_size >= self.random_crop,
+                 f"--image_size {self.image_size}: --low_res_size must be smaller, and --random_crop no larger")):
+            if not holds:
+                raise UserError(message)
         config.refuse_unused(self, (
             *((name, self.low_res_size, "a --low_res_size, as upsamplers have")
               for name in ("low_res_noise", "low_res_blur", "random_crop")),
@@ -114,6 +98,7 @@ class Config(diffusion.Training):
             ("text_encodings", self.attention_levels, "--attention_levels, as blocks there attend to the text"),
             ("learned_variance", self.timestep_density == "uniform" and self.objective != "flow",
              "--timestep_density uniform, as the bound is a sum over all timesteps, and another objective than flow")))
+        diffusion.check_sampling(self, self.guidance_scale, self.eval_steps)
         tracker.check(self)
 
 
@@ -195,7 +180,7 @@ class Block(nn.Module):
 
 
 class UNet(nn.Module):
-    """The denoiser of one stage: DALL-E 2's decoder (§2.1), which is GLIDE's U-Net, which is ADM's.
+    """The denoiser of one stage: DALL-E 2's decoder (§2.1), which is GLIDE's U-Net, and so ADM's.
 
     B batch, W width, H image size, D width of the image embedding, E of the conditioning tokens, J their number. The
     image embedding is added to the timestep's, and becomes four tokens beside those of the text.
@@ -242,7 +227,7 @@ class UNet(nn.Module):
                 self.ups.append(nn.Sequential(nn.Upsample(scale_factor=2), nn.Conv2d(width, width, 3, padding=1)))
         self.out = nn.Sequential(group_norm(width), nn.SiLU(),
                                  zeroed(nn.Conv2d(width, 6 if cfg.learned_variance else 3, 3, padding=1)))
-        alpha, sigma = diffusion.tables(cfg.objective, cfg.noise_schedule, cfg.timesteps)
+        alpha, sigma = diffusion.levels("flow" if cfg.objective == "flow" else cfg.noise_schedule, cfg.timesteps)
         self.register_buffer("alpha", alpha, persistent=False)
         self.register_buffer("sigma", sigma, persistent=False)
         self.to(memory_format=torch.channels_last)
@@ -341,7 +326,7 @@ def diffusion_loss(model, unet, batch, condition, plain=False):
     noise = torch.randn_like(x0)
     drop = [torch.rand(size, device=device) < share for share in (cfg.image_drop, cfg.text_drop)]
     alpha, sigma = (diffusion.at(table, timestep, x0) for table in (unet.alpha, unet.sigma))
-    x_t, target = diffusion.add_noise(x0, noise, alpha, sigma), diffusion.target(cfg.objective, x0, noise, alpha, sigma)
+    x_t, target = alpha * x0 + sigma * noise, diffusion.target(cfg.objective, x0, noise, alpha, sigma)
     if cfg.dream and not plain:
         with torch.no_grad():
             predicted = unet(x_t, timestep, condition, *drop, low_res, low_res_level)[:, :3].float()
@@ -365,7 +350,7 @@ def noised_low_res(unet, low_res, share, noise):
         return low_res, None
     level = (share * unet.cfg.low_res_noise * (unet.cfg.timesteps - 1)).round().long()
     alpha, sigma = (diffusion.at(table, level, low_res) for table in (unet.alpha, unet.sigma))
-    return diffusion.add_noise(low_res, noise, alpha, sigma), level
+    return alpha * low_res + sigma * noise, level
 
 
 # Sampling
@@ -383,15 +368,14 @@ def sample_pictures(unet, condition, size, steps, guidance_scale=1.0, eta=0.0, n
     if low_res is not None:
         low_res = media.resize(low_res, cfg.image_size, "bicubic")
         low_res, level = noised_low_res(unet, low_res, torch.zeros(size, device=device), noise(low_res))
-    guided = guidance_scale != 1 and bool(condition)
-    copies = 2 if guided else 1
+    copies = 2 if guidance_scale != 1 and condition else 1
     condition = {name: torch.cat([value] * copies) for name, value in condition.items()}
     low_res, level = (t if t is None else torch.cat([t] * copies) for t in (low_res, level))
     drop = torch.arange(copies * size, device=device) >= size
 
     def denoise(x_t, timestep):
         out = unet(x_t.repeat(copies, 1, 1, 1), timestep.repeat(copies), condition, drop, drop, low_res, level).float()
-        prediction = diffusion.guide(out[:size, :3], out[size:, :3], guidance_scale) if guided else out[:, :3]
+        prediction = diffusion.guide(out[:size, :3], out[size:, :3], guidance_scale) if copies == 2 else out[:, :3]
         alpha, sigma = (diffusion.at(table, timestep, x_t) for table in (unet.alpha, unet.sigma))
         x0 = diffusion.to_x0(cfg.objective, prediction, x_t, alpha, sigma)
         x0 = diffusion.threshold(x0, cfg.threshold) if cfg.threshold else x0.clamp(-1, 1)
@@ -399,6 +383,26 @@ def sample_pictures(unet, condition, size, steps, guidance_scale=1.0, eta=0.0, n
 
     x_t = noise(torch.empty(size, 3, cfg.image_size, cfg.image_size, device=device))
     return diffusion.sample(denoise, x_t, unet.alpha, unet.sigma, steps, eta, noise, known, mask, resample).clamp(-1, 1)
+
+
+@torch.no_grad()
+def draw_cascade(unets, batch, encoder, noise, low_res=None, known=None, mask=None, resample=1):
+    """Pictures (B, 3, H, H) of the last of `unets` for the `batch`'s embeddings and captions, sampled as each cfg says.
+
+    low_res: what the first starts from, if it is no base, (B or 1, 3, h, h). known, mask: (1, 3, H, H) and (1, 1, H, H)
+    at the last stage's size, which are brought to each stage's.
+    """
+    size = len(batch["caption"])
+    low_res = low_res if low_res is None else low_res.expand(size, -1, -1, -1)
+    for unet in unets:
+        cfg, keep, hole = unet.cfg, known, mask
+        if known is not None:
+            keep = media.resize(known, cfg.image_size, "box").expand(size, -1, -1, -1)
+            hole = (media.resize(mask, cfg.image_size, "box") > 0.999).float()  # known: all of it is known
+        with amp.autocast(unet.alpha.device, cfg.precision):
+            low_res = sample_pictures(unet, conditioning(batch, cfg, encoder), size, cfg.eval_steps, cfg.guidance_scale,
+                                      cfg.eta, noise, low_res, keep, hole, resample)
+    return low_res
 
 
 # Evaluation
@@ -417,52 +421,39 @@ def frechet_distance(features, others):
 
 
 class Evaluator:
-    """Everything that is measured on held-out pictures; the same, to rounding, on any number of ranks."""
+    """What is measured on held-out pictures, of `parts` as of `data.parts`: the same, to rounding, on any ranks."""
 
     def __init__(self, cfg, parts, encoder, device):
-        """parts: {"train" | "validation" | "test": (source, rows)}, as of `data.parts`."""
         self.cfg, self.parts, self.encoder, self.device = cfg, parts, encoder, device
-
-    def batches(self, part):
-        """This rank's (number, batch) of a part, on the device."""
-        for number, batch in data.batches(*self.parts[part], self.cfg.eval_samples, self.cfg.chunk_size):
-            yield number, data.to_device(batch, self.device)
 
     def loss(self, unet, part):
         """Mean diffusion loss over a part, without loss weights."""
         def loss_of(batch):
             return diffusion_loss(unet, unet, batch, conditioning(batch, self.cfg, self.encoder), plain=True)
-        return diffusion.mean_loss(unet, self.batches(part), loss_of, self.cfg, self.device)
-
-    def figures(self, unet, part):
-        """(scores, grid) of one stage, as of `scores`, given real low-resolution pictures."""
-        cfg, mode = self.cfg, unet.training
-
-        def draw(batch, low_res, noise):
-            return sample_pictures(unet, conditioning(batch, cfg, self.encoder), len(batch["rows"]), cfg.eval_steps,
-                                   cfg.guidance_scale, cfg.eta, noise, low_res)
-        unet.eval()
-        result = self.scores(draw, part, cfg.low_res_size)
-        unet.train(mode)
-        return result
+        return diffusion.mean_loss(unet, loss_of, *self.parts[part], self.cfg, self.device)
 
     @torch.no_grad()
-    def scores(self, draw, part, low_res_size=0):
-        """(scores, grid) of what `draw(batch, low_res, noise)` makes for the part's rows, beside the real pictures.
+    def scores(self, unets, part, file="", imagine=None):
+        """(scores, captions) of what the cascade `unets` draws for the part's rows, beside the real pictures.
 
-        low_res: the real ones at low_res_size, None for 0. The grid, of rank 0's first: (real, drawn, captions).
+        A cascade without its base starts from real low-resolution pictures. imagine: as of `load_prior`, if the image
+        embeddings are not the real ones. file: PNG for rank 0's first eight, real above drawn, with these captions.
+        U-Nets may be in training mode, as nothing in them differs in it.
         """
-        cfg, (source, _), grid = self.cfg, self.parts[part], None
+        cfg, (source, rows), grid = self.cfg, self.parts[part], None
         built_in = isinstance(source, images.Shapes) and cfg.image_size % 16 == 0
-        names = list(synthetic.ATTRIBUTES)
-        # rows, CLIP scores, rows with all that is named; by attribute: how often it is right, and named
-        totals = {kind: np.zeros(3 + 2 * len(names)) for kind in ("drawn", "real")}
+        low_res_size = unets[0].cfg.low_res_size
+        totals = {kind: np.zeros(3) for kind in ("drawn", "real")}  # rows, CLIP scores, rows with all that is named
         embeds = {kind: [] for kind in totals}
-        for _, batch in self.batches(part):
-            seeds = [accumulate.number(cfg.seed, "picture", row) for row in batch["rows"].tolist()]
+        for _, batch in data.batches(source, rows, cfg.eval_samples, cfg.chunk_size):
+            batch, keys = data.to_device(batch, self.device), batch["rows"].tolist()
+            noise = diffusion.noise_source([accumulate.number(cfg.seed, "picture", key) for key in keys], self.device)
             low_res = media.resize(media.pixels(batch["image"]), low_res_size, cfg.resize) if low_res_size else None
             with amp.autocast(self.device, cfg.precision):
-                drawn = media.as_bytes(draw(batch, low_res, diffusion.noise_source(seeds, self.device)).float())
+                if imagine:
+                    batch["image_embed"] = imagine(batch["caption"], 1, keys)[:, 0]
+                    batch.pop("clip_image", None)
+                drawn = media.as_bytes(draw_cascade(unets, batch, self.encoder, noise, low_res).float())
             pictures = {"drawn": drawn, "real": media.resize_bytes(batch["image"], drawn.shape[1], cfg.resize)}
             grid = grid or (*(pictures[kind][:8].cpu().numpy() for kind in ("real", "drawn")), batch["caption"][:8])
             for kind, total in totals.items():
@@ -473,13 +464,10 @@ class Evaluator:
                     total[1] += 100 * F.cosine_similarity(embed, text).clamp(min=0).sum().item()
                     embeds[kind].append(embed.double().cpu().numpy())
                 if built_in:
-                    records = source.records(batch["rows"].cpu().numpy())
-                    features = synthetic.picture_features(pictures[kind].cpu().numpy())
-                    good = synthetic.picture_judge().attributes(features) == synthetic.values(records)
-                    named = synthetic.named(records)  # (B, attributes)
-                    total[2:] += [(good | ~named).all(1).sum(), *(good & named).sum(0), *named.sum(0)]
-        (count, score, right, *by_name), (_, real_score, real_right, *_) = (dist.total(total.tolist())
-                                                                            for total in totals.values())
+                    features, records = synthetic.picture_features(pictures[kind].cpu().numpy()), source.records(keys)
+                    right = synthetic.picture_judge().attributes(features) == synthetic.values(records)
+                    total[2] += (right | ~synthetic.named(records)).all(1).sum()
+        (count, score, right), (_, real_score, real_right) = (dist.total(total.tolist()) for total in totals.values())
         result = {}
         if self.encoder:
             features = ([x for rank in dist.gather(found) for x in rank] for found in embeds.values())
@@ -487,14 +475,11 @@ class Evaluator:
                        "frechet_distance": frechet_distance(*map(np.concatenate, features))}
         if built_in:
             result |= {"caption_accuracy": right / count, "caption_accuracy_ceiling": real_right / count}
-            result |= {f"accuracy_{name}": good / max(1, all_named)
-                       for name, good, all_named in zip(names, by_name, by_name[len(names):])}
-        return result, grid
+        return result, write_grid(file, *grid) if file and dist.is_main() else ""
 
 
-def write_grid(path, grid):
-    """Real pictures, each with its caption, and below them what was drawn for it. Returns the captions in one line."""
-    real, drawn, captions = grid
+def write_grid(path, real, drawn, captions):
+    """Write real pictures, each with its caption, and below them what was drawn; returns the captions in one line."""
     rows = media.captioned_grid(np.concatenate([real, drawn]), [*captions, *[""] * len(drawn)], len(real))
     with checkpoint.replacing(path) as file:
         media.write_png(file, rows)
@@ -503,14 +488,14 @@ def write_grid(path, grid):
 
 # Training
 
-def open_data(cfg):
-    """(source, source of --val_data or None, CLIP or None, (spec of the CLIP or None, its fingerprint)), on the CPU.
+def open_data(cfg, device):
+    """({part: (source, rows)} as of `data.parts`, CLIP or None, facts about both for the files of models).
 
     The CLIP is needed for evaluation, and to embed images or text that have no embeddings yet.
     """
     spec, fingerprint = data.clip_of(cfg.embeddings or cfg.data)
     spec = spec if cfg.clip == "auto" else cfg.clip
-    encoder = clip.load(spec, "cpu", fingerprint) if spec or cfg.text_encodings == "clip" else None
+    encoder = clip.load(spec, device, fingerprint) if spec or cfg.text_encodings == "clip" else None
     sources = []
     for path in filter(None, (cfg.data, cfg.val_data)):
         note = Path(path, "clip.json")
@@ -518,46 +503,42 @@ def open_data(cfg):
             config.refuse_unused(cfg, [(name, False, "pictures of your own, not built-in shapes")
                                        for name in ("flip", "crop_scale", "shards", "embeddings")])
             source = images.Shapes(path, cfg.image_size)
-        else:
-            of_data = path == cfg.data  # what is said of where its embeddings lie is not true of --val_data
-            source = images.Pictures(path, cfg.image_size, cfg.embeddings if of_data else "", cfg.index_width,
-                                     cfg.shards if of_data else "", crop_scale=cfg.crop_scale, flip=cfg.flip,
-                                     resize=cfg.resize)
+        else:  # where the embeddings of --data lie does not hold for --val_data
+            embeddings, shards = (cfg.embeddings, cfg.shards) if path == cfg.data else ("", "")
+            source = images.Pictures(path, cfg.image_size, embeddings, cfg.index_width, shards,
+                                     crop_scale=cfg.crop_scale, flip=cfg.flip, resize=cfg.resize)
             if source.width is None and encoder is None and cfg.image_condition:
                 raise UserError(f"{path}: no embeddings in or beside it, so a CLIP must make them; name it with --clip")
             source.clip_size = encoder.image_size if source.width is None and cfg.image_condition else 0
         if encoder:
             clip.check_widths(encoder, f"--clip {spec} for {path}", source.width)
         sources.append(source)
-    return sources[0], sources[-1] if cfg.val_data else None, encoder, (spec, encoder and encoder.fingerprint())
-
-
-def widths_of(cfg, source, encoder):
-    """[width of the image embeddings, width of the text encodings] on which cfg conditions, 0 for none."""
-    return [(source.width or encoder.embed_width) if cfg.image_condition else 0,
-            encoder.encoding_width if cfg.text_encodings == "clip" else 0]
+    # The widths of the image embeddings and text encodings that condition the model, 0 for none.
+    widths = [(sources[0].width or encoder.embed_width) if cfg.image_condition else 0,
+              encoder.encoding_width if cfg.text_encodings == "clip" else 0]
+    facts = {"widths": widths, "clip": spec, "clip_fingerprint": encoder and encoder.fingerprint()}
+    return data.parts(sources[0], cfg, sources[1] if cfg.val_data else None), encoder, facts
 
 
 def prepare(cfg, run, device):
     """What rank 0 does before anyone trains: make the built-in data, check everything, hold the run folder.
 
-    Returns (the config with `data` as a path, the checkpoint to resume from or None, the results of a run that is
-    finished or None, messages, a caption of the data).
+    Returns (config with `data` as a path, checkpoint to resume from or None, results of a run that is finished or
+    None, messages).
     """
     accumulate.plan(cfg.batch_size, cfg.chunk_size, 0, dist.world_size())  # there are enough chunks
     cfg = tracker.prepare(cfg)
     if cfg.data == "shapes":
         cfg = dataclasses.replace(cfg, data=clip.builtin_data(run.folder.parent.parent, device))
-    source, val_source, encoder, _ = open_data(cfg)
-    data.parts(source, cfg, val_source)
+    parts, encoder, _ = open_data(cfg, device)
+    source, _ = parts["train"]
     bad, read, names = source.check()
     notes = run.open(cfg.resume)  # which may move an earlier run aside, so all is checked before
-    notes += [some.left_out for some in filter(None, (source, val_source))]
+    notes += dict.fromkeys(opened.left_out for opened, _ in parts.values())
     if bad:
         notes.append(f"{bad} of {read} pictures looked at cannot be used; others take their place: {', '.join(names)}")
     resume_from, finished, more = run.resume_point(cfg, checkpoint.identity(cfg, FIXED, source, encoder))
-    [caption] = data.Chunks(source, np.arange(len(source)))[0, 1]["caption"]
-    return cfg, resume_from, finished, notes + more, caption
+    return cfg, resume_from, finished, notes + more
 
 
 def check_cascade(cfgs):
@@ -565,16 +546,14 @@ def check_cascade(cfgs):
     for below, above in itertools.pairwise(cfgs):
         if below.image_size != above.low_res_size:
             raise UserError(f"stage {above.stage} starts from pictures of {above.low_res_size} pixels (0: none), but "
-                            f"{below.stage} before it makes {below.image_size}; give --run_dir in order, and train "
-                            "stages of other sizes one by one, as flags of --stage all hold for each")
+                            f"{below.stage} before it makes {below.image_size}; order --run_dir, or train each --stage")
 
 
 def train(cfgs):
-    first = cfgs[0]
-    device = dist.setup(first.device, first.timeout_minutes)
+    first, device = cfgs[0], dist.setup(cfgs[0].device, cfgs[0].timeout_minutes)
     dist.on_main(lambda: (check_cascade(cfgs), tracker.check_stages(cfgs)))
-    captions = [train_stage(cfg, device) for cfg in cfgs]
-    folders = [str(Path(cfg.run_dir) / cfg.stage) for cfg in cfgs]
+    for cfg in cfgs:
+        train_stage(cfg, device)
     if len(cfgs) > 1:  # the stages together, from real image embeddings to pictures
         args = EvaluateConfig(run_dir=(first.run_dir,), steps=tuple(cfg.eval_steps for cfg in cfgs), seed=first.seed,
                               guidance_scale=(first.guidance_scale,), eta=(first.eta,), device=first.device,
@@ -582,39 +561,31 @@ def train(cfgs):
                               out=f"{first.run_dir}/cascade.json")
         report(f"The stages together, on {args.part} pictures ({args.grid}):", evaluate_cascade(args, device))
     if dist.is_main():
-        print(f"\nNext: python train_decoder.py {next_command(first, folders, captions[0])}", flush=True)
-
-
-def next_command(cfg, folders, caption):
-    """A command for the stages in `folders`, the first trained by `cfg`, that works as it stands."""
-    run = cfg.run_dir if len(folders) == len(STAGES) else folders[0]
-    runs, prior = f"--run_dir {shlex.quote(run)}", Path(SampleConfig.prior, "model.pt")
-    spec = checkpoint.load(Path(folders[0], "model.pt"))["clip"]
-    fits = not cfg.image_condition or (prior.is_file() and checkpoint.load(prior).get("clip") == spec)
-    if not fits or cfg.low_res_size or not (cfg.image_condition or cfg.text_encodings != "none"):
-        return f"evaluate {runs} --grid grid.png"
-    return f"sample {runs} --text {shlex.quote(caption)} --num_samples 8 --out grid.png"
+        run, prior = f"{first.run_dir}/{first.stage}", Path(SampleConfig.prior, "model.pt")
+        spec = not first.low_res_size and checkpoint.load(f"{run}/model.pt")["clip"]
+        command = f"evaluate --run_dir {shlex.quote(first.run_dir if len(cfgs) > 1 else run)} --grid grid.png"
+        if spec and prior.is_file() and checkpoint.load(prior).get("clip") == spec:
+            command += f" --prior {SampleConfig.prior}"  # from captions
+        print(f"\nNext: python train_decoder.py {command}", flush=True)
 
 
 def train_stage(cfg, device):
-    """Train one stage; returns a caption of its data."""
     # Let rank 0 hold the run folder, make data and check all there is to check.
     started, given = time.monotonic(), cfg
     cfg = dataclasses.replace(cfg, run_dir=str(Path(cfg.run_dir) / cfg.stage))
     run = checkpoint.Run(cfg.run_dir)
-    cfg, resume_from, finished, notes, caption = dist.on_main(lambda: prepare(cfg, run, device))
+    cfg, resume_from, finished, notes = dist.on_main(lambda: prepare(cfg, run, device))
     if finished:
         tracker.resend(cfg, run)
         report(f"{cfg.run_dir} is finished, at step {finished['step']}; to train on, give more --steps.", finished)
-        return caption
+        return
 
     # Make the model and what trains it, or take them up where they were.
-    source, val_source, encoder, spec = open_data(cfg)
-    encoder = encoder and encoder.to(device)
+    parts, encoder, facts = open_data(cfg, device)
+    source, rows = parts["train"]
     identity = checkpoint.identity(cfg, FIXED, source, encoder)
     accumulate.seed(cfg.seed, "weights")
-    facts = {"kind": "decoder", "widths": widths_of(cfg, source, encoder), "clip": spec[0],
-             "clip_fingerprint": spec[1], "metadata": tracker.metadata(cfg)}
+    facts = {"kind": "decoder", **facts, "metadata": tracker.metadata(cfg)}
     unet = trained = UNet(cfg, *facts["widths"]).to(device)
     if cfg.lora_rank:
         trained, facts["lora"] = lora.start(unet, cfg)
@@ -632,20 +603,18 @@ def train_stage(cfg, device):
     model = dist.wrap(unet, device)
 
     # Ask for the data in the order that seed and step give.
-    parts = data.parts(source, cfg, val_source)
     plan = accumulate.plan(cfg.batch_size, cfg.chunk_size, dist.rank(), dist.world_size())
     spans = data.training_spans(plan, cfg.batch_size, state.step)
-    batches = data.loader(data.Chunks(*parts["train"], cfg.seed), spans, cfg.workers, device.type == "cuda")
+    batches = data.loader(data.Chunks(source, rows, cfg.seed), spans, cfg.workers, device.type == "cuda")
     evaluator = Evaluator(cfg, parts, encoder, device)
 
     # Say what is to come, and where the figures go.
     if dist.is_main():
         checkpoint.write_json({**config.as_json(given), "versions": state.versions}, run.folder / "config.json")
-    log = tracker.Tracker(run, state, len(parts["train"][1]))
-    log.say(f"{cfg.stage}: {sum(p.numel() for p in trained.parameters()):,} parameters"
-            f"{' of adapters' * bool(cfg.lora_rank)}, {len(source):,} pictures of {cfg.image_size}x{cfg.image_size}, "
-            f"{dist.world_size()} rank(s) on {device.type}")
-    for note in filter(None, notes):
+    log = tracker.Tracker(run, state, len(rows))
+    size = f"{sum(p.numel() for p in trained.parameters()):,} parameters{' of adapters' * bool(cfg.lora_rank)}"
+    size = f"{cfg.stage}: {size}, {len(source):,} pictures of {cfg.image_size}x{cfg.image_size}"
+    for note in filter(None, [f"{size}, {dist.world_size()} rank(s) on {device.type}", *notes]):
         log.say(note)
 
     with log, tracker.signals() as signals:  # the log hears how it ends
@@ -683,9 +652,8 @@ def train_stage(cfg, device):
                 with average.applied(trained):
                     losses["val_loss"] = evaluator.loss(unet, "validation")
                     if step < cfg.steps:  # else the test is next
-                        figures, grid = evaluator.figures(unet, "validation")
                         file = f"samples/step_{step:08d}.png"
-                        samples = {file: write_grid(run.folder / file, grid)} if dist.is_main() else {}
+                        figures, samples[file] = evaluator.scores([unet], "validation", run.folder / file)
                 log.log(step, samples, **losses, **figures, evaluation_s=time.monotonic() - begun)
                 log.say("\n    ".join([f"step {step}: " + tracker.show({"loss": loss, **losses}),
                                        *tracker.table(figures)]))
@@ -704,11 +672,10 @@ def train_stage(cfg, device):
 
         # Test the averaged weights, and save them last of all.
         with average.applied(trained):
-            figures, grid = evaluator.figures(unet, "test")
+            figures, captions = evaluator.scores([unet], "test", run.folder / "samples/test.png")
             figures = {"loss": evaluator.loss(unet, "test"), **figures}
         results = {f"test_{name}": value for name, value in figures.items()}
-        samples = {"samples/test.png": write_grid(run.folder / "samples/test.png", grid)} if dist.is_main() else {}
-        log.log(state.step, samples, **results)
+        log.log(state.step, {"samples/test.png": captions}, **results)
         results = {"step": state.step, "best_val_loss": state.best_val_loss, **results}
         if dist.is_main():
             run.finish(state, results)
@@ -716,7 +683,6 @@ def train_stage(cfg, device):
     dist.gather(None)  # rank 0 has written model.pt, which the next stage or the evaluation of both reads
     report(f"Trained {cfg.run_dir}; this start took {time.monotonic() - started:.0f} s. Pictures: "
            f"{cfg.run_dir}/samples", results)
-    return caption
 
 
 def report(headline, results):
@@ -739,14 +705,8 @@ class CascadeConfig(diffusion.Inference):
 
     def __post_init__(self):
         super().__post_init__()
-        for name in ("run_dir", "steps", "guidance_scale", "eta"):
-            if not getattr(self, name):
-                raise UserError(f"--{name}: expected at least one value")
-
-
-def per_stage(values, count):
-    """`values` for `count` stages; the last counts for all that follow."""
-    return [values[min(i, len(values) - 1)] for i in range(count)]
+        if empty := [name for name in ("run_dir", "steps", "guidance_scale", "eta") if not getattr(self, name)]:
+            raise UserError(f"--{empty[0]}: expected at least one value")
 
 
 def load_unet(path, device, weights="ema", lora_scale=1.0):
@@ -756,44 +716,19 @@ def load_unet(path, device, weights="ema", lora_scale=1.0):
         return checkpoint.build(lambda: UNet(cfg, *state["widths"]), state, path, device), state
 
 
-def stages_of(run_dir):
-    """The run folders of the stages in the folders `run_dir`, each a run or RUN with RUN/base and so on."""
-    return [folder for run in run_dir for folder in
-            ([Path(run, stage) for stage in STAGES if Path(run, stage).is_dir()] or [Path(run)])]
-
-
 def load_cascade(args, device):
-    """([U-Net in eval mode], (spec of the CLIP or None, its fingerprint)) of the stages of --run_dir, which fit."""
-    unets, specs, runs = [], [], stages_of(args.run_dir)
-    count = len(runs)
-    for run, steps, scale in zip(runs, per_stage(args.steps, count), per_stage(args.guidance_scale, count)):
+    """([U-Net in eval mode], spec of the CLIP or None, its fingerprint) of the stages of --run_dir, which fit."""
+    runs, unets, states = [], [], []
+    for run in args.run_dir:  # a run, or RUN with RUN/base and so on
+        runs += [Path(run, stage) for stage in STAGES if Path(run, stage).is_dir()] or [Path(run)]
+    for i, run in enumerate(runs):
         unet, state = load_unet(run / args.model, device, args.weights, args.lora_scale)
+        steps, scale, eta = (values[:i + 1][-1] for values in (args.steps, args.guidance_scale, args.eta))
+        unet.cfg = dataclasses.replace(unet.cfg, eval_steps=steps, guidance_scale=scale, eta=eta)
         unets.append(unet)
-        specs.append((state["clip"], state["clip_fingerprint"]))
-        if steps > unet.cfg.timesteps:
-            raise UserError(f"--steps: {steps} is more than the {unet.cfg.timesteps} timesteps of {run}")
-        diffusion.check_guidance(unet.cfg, scale)
+        states.append(state)
     check_cascade([unet.cfg for unet in unets])
-    return unets, (args.clip or specs[0][0], specs[0][1])
-
-
-@torch.no_grad()
-def draw_cascade(unets, batch, encoder, args, noise, low_res=None, known=None, mask=None, resample=1):
-    """Pictures (B, 3, H, H) of the last of `unets` for the `batch`'s embeddings and captions.
-
-    low_res: what the first starts from, if it is no base; known, mask: (1, 3, H, H) and (1, 1, H, H) at the last
-    stage's size, which are brought to each stage's.
-    """
-    steps, scales, etas = (per_stage(values, len(unets)) for values in (args.steps, args.guidance_scale, args.eta))
-    for i, unet in enumerate(unets):
-        keep, hole = known, mask
-        if known is not None:
-            keep = media.resize(known, unet.cfg.image_size, "box").expand(len(batch["caption"]), -1, -1, -1)
-            hole = (media.resize(mask, unet.cfg.image_size, "box") > 0.999).float()  # known: all of it is known
-        with amp.autocast(unet.alpha.device, unet.cfg.precision):
-            low_res = sample_pictures(unet, conditioning(batch, unet.cfg, encoder), len(batch["caption"]), steps[i],
-                                      scales[i], etas[i], noise, low_res, keep, hole, resample)
-    return low_res
+    return unets, args.clip or states[0]["clip"], states[0]["clip_fingerprint"]
 
 
 def load_prior(args, encoder, device):
@@ -805,7 +740,7 @@ def load_prior(args, encoder, device):
                         "train_prior.py), or name its run folder")
     prior, state = train_prior.load_prior(file, device)
     clip.check_widths(encoder, f"--prior {file}", *state["widths"])
-    diffusion.check_guidance(prior.cfg, args.prior_guidance)
+    diffusion.check_sampling(prior.cfg, args.prior_guidance)
     return lambda texts, num, keys: train_prior.best_embeddings(
         prior, train_prior.condition_on_texts(prior, encoder, texts), keys, num, min(64, prior.cfg.timesteps),
         args.prior_guidance, best_of=2, seed=args.seed)[0]
@@ -823,35 +758,25 @@ class EvaluateConfig(CascadeConfig):
 
 
 def plan_evaluation(args, device):
-    """(U-Nets, Evaluator, function of the prior or None) for what `args` wants, all of it checked."""
-    unets, (spec, fingerprint) = load_cascade(args, device)
-    last = unets[-1]
-    cfg = dataclasses.replace(last.cfg, eval_samples=args.eval_samples, seed=args.seed, crop_scale=1.0, flip=False,
+    """(U-Nets, Evaluator, function of the prior or None) for `args`, all of it checked."""
+    unets, spec, fingerprint = load_cascade(args, device)
+    cfg = dataclasses.replace(unets[-1].cfg, eval_samples=args.eval_samples, seed=args.seed, crop_scale=1.0, flip=False,
                               clip=spec or "auto", batch_size=1,
                               image_condition=any(unet.cfg.image_condition for unet in unets))
-    if args.data:  # what was said of where the training's lay is not true of these
+    if args.data:  # where the embeddings of the training data lie does not hold for these
         cfg = dataclasses.replace(cfg, data=args.data, val_data="", embeddings="", shards="")
-    source, val_source, encoder, _ = open_data(cfg)
+    parts, encoder, facts = open_data(cfg, device)
     for unet in unets:
-        if unet.widths[0] and (width := widths_of(cfg, source, encoder)[0]) != unet.widths[0]:
-            raise UserError(f"{cfg.data}: image embeddings {width} wide, the decoder's are {unet.widths[0]}")
-    encoder = encoder and encoder.to(device)
-    return (unets, Evaluator(cfg, data.parts(source, cfg, val_source), encoder, device),
+        if unet.widths[0] and unet.widths[0] != facts["widths"][0]:
+            raise UserError(f"{cfg.data}: embeddings {facts['widths'][0]} wide, the decoder's are {unet.widths[0]}")
+    return (unets, Evaluator(cfg, parts, encoder, device),
             load_prior(args, encoder or clip.load(spec, device, fingerprint), device) if args.prior else None)
 
 
 def evaluate_cascade(args, device):
     """Scores of the pictures that a cascade makes for held-out rows; rank 0 writes them and a grid, if wanted."""
     unets, evaluator, imagine = dist.on_each(lambda: plan_evaluation(args, device))
-
-    def draw(batch, low_res, noise):
-        if imagine:
-            batch = {**batch, "image_embed": imagine(batch["caption"], 1, batch["rows"].tolist())[:, 0]}
-            batch.pop("clip_image", None)
-        return draw_cascade(unets, batch, evaluator.encoder, args, noise, low_res)
-    scores, grid = evaluator.scores(draw, args.part, unets[0].cfg.low_res_size)
-    if dist.is_main() and args.grid:
-        write_grid(args.grid, grid)
+    scores, _ = evaluator.scores(unets, args.part, args.grid, imagine)
     if dist.is_main() and args.out:
         checkpoint.write_json(scores, args.out)
     return scores
@@ -883,13 +808,11 @@ class SampleConfig(CascadeConfig):
     def __post_init__(self):
         super().__post_init__()
         config.check_suffixes(self, out=".png")
-        if self.text and self.texts:
-            raise UserError("--text, --texts: give one of them")
-        for name in ("to", "mask"):
-            if getattr(self, name) and not self.image:
-                raise UserError(f"--{name}: needs --image")
-        if self.image and (self.text or self.texts) and not self.mask:
-            raise UserError("--text with --image: it needs --mask, which says where to draw; an image alone is varied")
+        varied = not (self.text or self.texts)
+        config.refuse_unused(self, (
+            ("texts", not self.text, "no --text beside it"), ("to", self.image, "--image"),
+            ("mask", self.image, "--image"),
+            ("image", varied or self.mask, "--mask, which says where to draw the text, or no text")))
 
 
 def open_image(path, size=0):
@@ -909,55 +832,50 @@ def slerp(start, end, share):
 
 
 def plan_pictures(args, device):
-    """(U-Nets, CLIP, texts, embeddings (texts or 1, num, D), {name: picture}) for what `args` wants, all checked."""
-    (unets, (spec, fingerprint)), encoder = load_cascade(args, device), None
+    """(U-Nets, CLIP, texts, embeddings (texts or 1, num, D), (low_res, known, mask)) for `args`, all of it checked."""
+    (unets, spec, fingerprint), encoder = load_cascade(args, device), None
     if any(sum(unet.widths) for unet in unets):  # an upsampler alone needs no CLIP
         encoder = clip.load(spec, device, fingerprint)
         for unet in unets:
             clip.check_widths(encoder, f"--clip {spec}", *unet.widths)
     texts = config.lines_of(args.texts) if args.texts else list(filter(None, [args.text.strip()]))
-    if unets[0].cfg.low_res_size and not args.low_res:
-        raise UserError(f"{args.run_dir[0]}: an upsampler; give --low_res IMAGE, or the stage before it in --run_dir")
-    if args.low_res and not unets[0].cfg.low_res_size:
-        raise UserError(f"--low_res: {args.run_dir[0]} is no upsampler; give the --run_dir of one")
-    pictures = {"low_res": open_image(args.low_res, unets[0].cfg.low_res_size)} if args.low_res else {}
+    if bool(args.low_res) != bool(unets[0].cfg.low_res_size):
+        raise UserError(f"--low_res: an upsampler, and no other stage, starts from an image; {args.run_dir[0]} begins "
+                        f"with stage {unets[0].cfg.stage}")
+    low_res = open_image(args.low_res, unets[0].cfg.low_res_size).to(device) if args.low_res else None
+    known = mask = None
     if args.mask:
-        size = unets[-1].cfg.image_size
-        pictures["known"] = open_image(args.image, size)
-        pictures["mask"] = (open_image(args.mask, size)[:, :1] < 0).float()  # black is kept
-    pictures = {name: picture.to(device) for name, picture in pictures.items()}
-    if not (texts or args.image or args.low_res):
-        for unet, name in itertools.product(unets, ("image_drop", "text_drop")):
-            used = unet.cfg.image_condition if name == "image_drop" else unet.cfg.text_encodings != "none"
-            if used and not getattr(unet.cfg, name):
-                raise UserError(f"--text: {unet.cfg.run_dir} is trained with --{name} 0, so it needs a text or image")
-    if not any(unet.cfg.image_condition for unet in unets):
-        embeddings = torch.zeros(max(1, len(texts)), args.num_samples, 1)  # which none of them looks at
-    elif texts:
+        known, mask = (open_image(path, unets[-1].cfg.image_size).to(device) for path in (args.image, args.mask))
+        mask = (mask[:, :1] < 0).float()  # black is kept
+    image = args.image or args.low_res
+    if not (texts or image):
+        for unet in unets:
+            diffusion.check_sampling(unet.cfg, guidance_scale=0)
+    by_image = any(unet.cfg.image_condition for unet in unets)
+    embeddings = torch.zeros(1, args.num_samples, encoder.embed_width if encoder else 1, device=device)  # "no image"
+    embeddings = embeddings.expand(max(1, len(texts)), -1, -1)
+    if by_image and texts:
         embeddings = load_prior(args, encoder, device)(texts, args.num_samples, texts)
-    elif not args.image and not args.low_res:
-        embeddings = torch.zeros(1, args.num_samples, encoder.embed_width, device=device)  # "no image"
-    else:
+    elif by_image and image:
         with torch.no_grad():
             ends = [encoder.embed_image(((open_image(path) + 1) / 2).to(device)).float()
-                    for path in filter(None, (args.image or args.low_res, args.to))]
+                    for path in filter(None, (image, args.to))]
         share = torch.linspace(0, 1, args.num_samples, device=device)[:, None]  # of the way from --image to --to
         embeddings = (slerp(*ends, share) if args.to else ends[0].expand(args.num_samples, -1))[None]
-    return unets, encoder, texts or [""], embeddings, pictures
+    return unets, encoder, texts or [""], embeddings, (low_res, known, mask)
 
 
 def sample(args):
     device = dist.setup(args.device)
-    unets, encoder, texts, embeddings, pictures = dist.on_each(lambda: plan_pictures(args, device))
+    unets, encoder, texts, embeddings, inputs = dist.on_each(lambda: plan_pictures(args, device))
     rows = [(text, k) for text in texts for k in range(args.num_samples)]  # dealt to the ranks
     # Each has its own noise, so it is the same in any batch and on any rank; between two images all share it.
     fields = {"image_embed": embeddings.flatten(0, 1), "caption": [text for text, _ in rows],
               "seeds": [accumulate.number(args.seed, "picture", text, 0 if args.to else k) for text, k in rows]}
     mine, drawn = {name: values[dist.rank()::dist.world_size()] for name, values in fields.items()}, []
     for batch in accumulate.split(mine, args.max_batch):
-        low_res = pictures["low_res"].expand(len(batch["caption"]), -1, -1, -1) if args.low_res else None
-        out = draw_cascade(unets, batch, encoder, args, diffusion.noise_source(batch["seeds"], device), low_res,
-                           pictures.get("known"), pictures.get("mask"), args.resample)
+        noise = diffusion.noise_source(batch["seeds"], device)
+        out = draw_cascade(unets, batch, encoder, noise, *inputs, args.resample)
         drawn += [*media.as_bytes(out.float()).cpu().numpy()]
     parts = dist.gather(drawn)
     if dist.is_main():
@@ -965,9 +883,11 @@ def sample(args):
         captions = [f"{k / max(1, args.num_samples - 1):.2f}" if args.to else text for text, k in rows]
         columns = args.num_samples if len(texts) > 1 else min(args.num_samples, 8)
         grid = media.captioned_grid(np.stack(drawn), captions, columns)
-        files = {f"{args.pictures}/{row // args.num_samples:04d}_{row % args.num_samples:04d}.png": picture
-                 for row, picture in enumerate(drawn)} if args.pictures else {}
-        for path, picture in {args.out: grid, **files}.items():
+        files = {args.out: grid}
+        if args.pictures:
+            files |= {f"{args.pictures}/{row // args.num_samples:04d}_{row % args.num_samples:04d}.png": picture
+                      for row, picture in enumerate(drawn)}
+        for path, picture in files.items():
             with checkpoint.replacing(path) as file:
                 media.write_png(file, picture)
         print(f"wrote {args.out}: {len(rows)} pictures of {drawn[0].shape[1]}x{drawn[0].shape[0]}"

@@ -18,7 +18,7 @@ import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
@@ -28,6 +28,8 @@ from torch import nn
 from common import accumulate, amp, checkpoint, config, data, diffusion, dist, ema, optim, schedule, tracker
 from common.config import Count, Natural, NonNegative, Positive, Share, UserError
 from common.nn import TimeEmbedding, Transformer
+
+Clamp = Annotated[str, ("training, sampling or final", lambda when: when in ("training", "sampling", "final"))]
 
 # Config
 
@@ -48,7 +50,7 @@ class Config(diffusion.Training):
     # Diffusion
     objective: Literal["x0", "v", "epsilon", "flow"] = "x0"  # what the network predicts; flow has levels of its own
     noise_draws: Count = 2  # (timestep, noise) draws a sample and step, which share one pass over its text
-    clamp: tuple[str, ...] = ("final",)  # embeddings to normalize: training (x0), sampling (each step), final
+    clamp: tuple[Clamp, ...] = ("final",)  # embeddings to normalize: training (x0), sampling (each step), final
     # Optimization
     steps: Count = 1200  # optimizer steps
     batch_size: Count = 128  # samples a step, over all ranks
@@ -63,20 +65,16 @@ class Config(diffusion.Training):
     def __post_init__(self):
         super().__post_init__()
         if self.width % self.heads or self.width // self.heads % 2:
-            raise UserError(f"--heads: width {self.width} over heads {self.heads} must be a whole, even number, as "
-                            "rotary positions need")
-        if wrong := [t for t in self.eval_timesteps or (0,) if not 1 <= t <= self.timesteps]:
-            raise UserError(f"--eval_timesteps: {wrong[0]} is not within 1 and {self.timesteps}, the --timesteps")
-        if wrong := set(self.clamp) - {"training", "sampling", "final"}:
-            raise UserError(f"--clamp: {min(wrong)!r} is none of training, sampling, final")
+            raise UserError(f"--heads: width {self.width} over heads {self.heads} must be even, for rotary positions")
         if "training" in self.clamp and self.objective != "x0":
             raise UserError("--clamp training: only an embedding can be normalized; it needs --objective x0")
+        diffusion.check_sampling(self, self.guidance_scale, max(self.eval_timesteps, default=0))
         tracker.check(self)
 
 
 PRESETS = {  # DALL-E 2's Table 3 for the optimizer; the size at which priors over ViT-L/14 are trained in public
     "vit-l-14": dict(clip="open_clip:ViT-L-14/openai", width=768, depth=12, heads=12, ff_mult=4.0,
-                     text_encodings="clip", max_text_len=77, noise_draws=4, batch_size=4096, chunk_size=256,
+                     text_encodings="clip", noise_draws=4, batch_size=4096, chunk_size=256,
                      steps=600_000, warmup_steps=10_000, lr=1.1e-4, betas=(0.9, 0.96), weight_decay=0.06,
                      precision="bf16", validation=0.01, test=0.01, eval_every=10_000, save_every=2_000, log_every=100,
                      workers=4),
@@ -111,7 +109,7 @@ class Prior(nn.Module):
         self.transformer = Transformer(width, cfg.depth, cfg.heads, dropout=cfg.dropout, ff_mult=cfg.ff_mult,
                                        checkpointing=cfg.checkpointing)
         self.out = nn.Linear(width, embed_width, bias=False)
-        alpha, sigma = diffusion.tables(cfg.objective, cfg.noise_schedule, cfg.timesteps)
+        alpha, sigma = diffusion.levels("flow" if cfg.objective == "flow" else cfg.noise_schedule, cfg.timesteps)
         self.register_buffer("alpha", alpha, persistent=False)
         self.register_buffer("sigma", sigma, persistent=False)
 
@@ -135,9 +133,8 @@ class Prior(nn.Module):
     def forward(self, x_t, timestep, condition, drop):
         """Predictions (B, K, D) for K noise draws a sample, from one pass over its text."""
         text, noised = self.text_tokens(condition, drop), self.noised_tokens(x_t, timestep)
-        batch, draws = timestep.shape
-        prefix, device = text.shape[1], text.device
-        queries = self.query_tokens.to(text.dtype).expand(batch, draws, -1)
+        prefix, draws, device = text.shape[1], timestep.shape[1], text.device
+        queries = self.query_tokens.to(text.dtype).expand(*timestep.shape, -1)
         tokens = torch.cat([text, noised.flatten(1, 2), queries], dim=1)  # (B, P + 2K + K, W)
         # Every draw sees the text and itself: token i of draw d sees token j if j comes no later and is text or of d.
         draw = torch.arange(draws, device=device)
@@ -167,19 +164,16 @@ class Prior(nn.Module):
 def conditioning(batch, cfg, encoder):
     """{"text_embed" (B, D) of length √D, "text_enc" (B, L, E), "text_mask" (B, L)} as the model takes them.
 
-    Text encodings come from the batch or, where cfg says so, from its captions by the CLIP `encoder`, which then gives
-    the text embeddings too. They are cut or padded to max_text_len.
+    They are the batch's or, with a CLIP `encoder`, those of its captions. Encodings are cut or padded to max_text_len.
     """
-    if cfg.text_encodings == "clip":
-        embed, encodings, mask = encoder.embed_text(encoder.tokenize(batch["caption"]).to(batch["image_embed"].device))
+    if encoder:
+        embed, encodings, _ = encoder.embed_text(encoder.tokenize(batch["caption"]).to(batch["image_embed"].device))
     else:
         embed, encodings = batch["text_embed"], batch.get("text_enc")
-        mask = None if encodings is None else encodings.abs().amax(-1) > 0  # zero rows are padding
     condition = {"text_embed": F.normalize(embed.float(), dim=-1) * embed.shape[-1] ** 0.5}
     if cfg.text_encodings != "none":
-        missing = cfg.max_text_len - encodings.shape[1]
-        condition["text_enc"] = F.pad(encodings.float(), (0, 0, 0, missing))
-        condition["text_mask"] = F.pad(mask, (0, missing))
+        encodings = F.pad(encodings.float(), (0, 0, 0, cfg.max_text_len - encodings.shape[1]))
+        condition |= {"text_enc": encodings, "text_mask": encodings.any(-1)}  # zero rows are padding
     return condition
 
 
@@ -196,7 +190,7 @@ def diffusion_loss(model, prior, batch, condition, plain=False):
                                         cfg.density_std)
     noise, drop = torch.randn_like(x0), torch.rand(len(x0), device=x0.device) < cfg.text_drop
     alpha, sigma = (diffusion.at(table, timestep, x0) for table in (prior.alpha, prior.sigma))
-    x_t, target = diffusion.add_noise(x0, noise, alpha, sigma), diffusion.target(cfg.objective, x0, noise, alpha, sigma)
+    x_t, target = alpha * x0 + sigma * noise, diffusion.target(cfg.objective, x0, noise, alpha, sigma)
     if cfg.dream and not plain:
         with torch.no_grad():
             predicted = prior(x_t, timestep, condition, drop).float()
@@ -220,17 +214,13 @@ def sample_embeddings(prior, condition, steps, guidance_scale=1.0, eta=1.0, nois
     Guidance runs every text a second time, as "no text"; the noised input is the same for both. `noise(x)` draws.
     """
     cfg, size, device = prior.cfg, len(condition["text_embed"]), prior.alpha.device
-    guided = guidance_scale != 1
-    if guided:
-        condition = {name: torch.cat([value, value]) for name, value in condition.items()}
-    cache = prior.text_cache(condition, torch.arange(size * (1 + guided), device=device) >= size)
+    copies = 1 if guidance_scale == 1 else 2
+    condition = {name: torch.cat([value] * copies) for name, value in condition.items()}
+    cache = prior.text_cache(condition, torch.arange(copies * size, device=device) >= size)
 
     def denoise(x_t, timestep):
-        if guided:
-            both = prior.denoise(x_t.repeat(2, 1), timestep.repeat(2), cache).float()
-            prediction = diffusion.guide(both[:size], both[size:], guidance_scale)
-        else:
-            prediction = prior.denoise(x_t, timestep, cache).float()
+        out = prior.denoise(x_t.repeat(copies, 1), timestep.repeat(copies), cache).float()
+        prediction = out if copies == 1 else diffusion.guide(out[:size], out[size:], guidance_scale)
         alpha, sigma = (diffusion.at(table, timestep, x_t) for table in (prior.alpha, prior.sigma))
         x0 = diffusion.to_x0(cfg.objective, prediction, x_t, alpha, sigma)
         # epsilon is divided by a tiny α at first: without bounds, an estimate of x₀ runs away.
@@ -244,13 +234,9 @@ def sample_embeddings(prior, condition, steps, guidance_scale=1.0, eta=1.0, nois
 @torch.no_grad()
 def condition_on_texts(prior, encoder, texts):
     """The `conditioning` of texts by the CLIP `encoder`, wherever encodings came from in training; "" is no text."""
-    cfg, tokens = prior.cfg, encoder.tokenize(texts).to(prior.alpha.device)
-    if cfg.text_encodings != "none":
-        cfg = dataclasses.replace(cfg, text_encodings="clip")
-    blank = torch.tensor([not text.strip() for text in texts], device=tokens.device)[:, None]
-    embed = encoder.embed_text(tokens)[0].masked_fill(blank, 0)
-    condition = conditioning({"caption": texts, "text_embed": embed, "image_embed": embed}, cfg, encoder)
-    return {**condition, "text_embed": condition["text_embed"].masked_fill(blank, 0)}
+    embed, encodings, _ = encoder.embed_text(encoder.tokenize(texts).to(prior.alpha.device))
+    blank = torch.tensor([not text.strip() for text in texts], device=embed.device)[:, None]
+    return conditioning({"text_embed": embed.masked_fill(blank, 0), "text_enc": encodings}, prior.cfg, None)
 
 
 @torch.no_grad()
@@ -263,9 +249,7 @@ def best_embeddings(prior, condition, keys, num, steps, guidance_scale=1.0, eta=
     device, candidates, out = prior.alpha.device, num * best_of, []
     fields = {name: value.repeat_interleave(candidates, 0) for name, value in condition.items()}
     fields["seeds"] = [accumulate.number(seed, key, k) for key in keys for k in range(candidates)]
-    count = len(fields["seeds"])
-    for batch in tracker.progress(accumulate.split(fields, max_batch), total=-(-count // max_batch), desc="sampling",
-                                  disable=count <= max_batch):
+    for batch in accumulate.split(fields, max_batch):
         noise = diffusion.noise_source(batch.pop("seeds"), device)
         with amp.autocast(device, prior.cfg.precision):
             out.append(sample_embeddings(prior, batch, steps, guidance_scale, eta, noise).float())
@@ -277,22 +261,16 @@ def best_embeddings(prior, condition, keys, num, steps, guidance_scale=1.0, eta=
 # Evaluation
 
 class Evaluator:
-    """Everything that is measured on held-out rows; the same, to rounding, on any number of ranks."""
+    """What is measured on held-out rows, of `parts` as of `data.parts`: the same, to rounding, on any ranks."""
 
     def __init__(self, cfg, parts, encoder, device):
-        """parts: {"train" | "validation" | "test": (source, rows)}, as of `data.parts`."""
         self.cfg, self.parts, self.encoder, self.device = cfg, parts, encoder, device
-
-    def batches(self, part):
-        """This rank's (number, batch) of a part, on the device."""
-        for number, batch in data.batches(*self.parts[part], self.cfg.eval_samples, self.cfg.chunk_size):
-            yield number, data.to_device(batch, self.device)
 
     def loss(self, prior, part):
         """Mean diffusion loss over a part, without loss weights."""
         def loss_of(batch):
             return diffusion_loss(prior, prior, batch, conditioning(batch, self.cfg, self.encoder), plain=True)
-        return diffusion.mean_loss(prior, self.batches(part), loss_of, self.cfg, self.device)
+        return diffusion.mean_loss(prior, loss_of, *self.parts[part], self.cfg, self.device)
 
     @torch.no_grad()
     def figures(self, prior, part):
@@ -301,16 +279,14 @@ class Evaluator:
         The unrelated text of a row is that of the row half a part further on.
         """
         cfg, mode, (source, rows) = self.cfg, prior.training, self.parts[part]
-        count = min(len(rows), cfg.eval_samples or len(rows))
-        totals = np.zeros(2 + 3 * len(cfg.eval_timesteps))
+        rows = rows[np.arange(min(len(rows), cfg.eval_samples or len(rows)))]
+        others, totals = np.roll(rows, -(len(rows) // 2)), np.zeros(2 + 3 * len(cfg.eval_timesteps))
         prior.eval()
-        for number, batch in self.batches(part):
-            places = (number * cfg.chunk_size + np.arange(len(batch["rows"])) + count // 2) % count
-            other, good = source.fetch(rows[places])
-            other = conditioning(data.to_device(other, self.device), cfg, self.encoder)
-            condition = conditioning(batch, cfg, self.encoder)
+        batches = (data.batches(source, each, 0, cfg.chunk_size) for each in (rows, others))
+        for (number, batch), (_, other) in zip(*batches):
+            batch, other = (data.to_device(each, self.device) for each in (batch, other))
+            condition, other = (conditioning(each, cfg, self.encoder) for each in (batch, other))
             text, image, unrelated = condition["text_embed"], batch["image_embed"], other["text_embed"]
-            unrelated[~torch.from_numpy(good)] = 0  # an unusable row is similar to nothing
             values = [torch.ones(len(text)), F.cosine_similarity(text, image)]
             for steps in cfg.eval_timesteps:
                 accumulate.seed(cfg.seed, "similarities", number, steps)
@@ -324,7 +300,7 @@ class Evaluator:
             result |= {f"similarity_with_text@{steps}": text, f"similarity_with_image@{steps}": image,
                        f"similarity_with_unrelated_text@{steps}": unrelated,
                        f"difference_from_baseline@{steps}": text - baseline / samples}
-        if source.captions and source.captions.built_in():
+        if source.captions and source.captions.built_in() and not cfg.val_data:
             result |= self.built_in_scores(prior, part)
         prior.train(mode)
         return {name: float(value) for name, value in result.items()}
@@ -366,64 +342,47 @@ class Evaluator:
 
 # Training
 
-def open_data(cfg):
-    """(source, source of --val_data or None, text encoder or None, (spec of the CLIP or None, its fingerprint))."""
+def open_data(cfg, device):
+    """({part: (source, rows)} as of `data.parts`, text encoder or None, facts about both for the files of models)."""
     spec, fingerprint = data.clip_of(cfg.data)
     spec = spec if cfg.clip == "auto" else cfg.clip
     shards, captions = cfg.text_encodings == "shards", cfg.text_encodings == "clip"
     source, val_source = (folder and data.Embeddings(folder, shards, captions) for folder in (cfg.data, cfg.val_data))
     if val_source and val_source.width != source.width:
-        raise UserError(f"--val_data {cfg.val_data}: embeddings {val_source.width} wide, those of {cfg.data} "
-                        f"{source.width}")
-    encoder = None
+        raise UserError(f"--val_data {cfg.val_data}: {val_source.width} wide, {cfg.data} is {source.width}")
+    widths, encoder = [source.width, source.tables["text_enc"].shape[1] if shards else 0], None
     if captions or (spec and not spec.startswith("open_clip:")):  # or it is checked alone
         from common import clip
-        encoder = clip.load(spec, "cpu", fingerprint)
+        encoder = clip.load(spec, device, fingerprint)
         clip.check_widths(encoder, f"--clip {spec} for {cfg.data}", source.width)
         fingerprint = encoder.fingerprint()
-    return source, val_source or None, encoder if captions else None, (spec, fingerprint)
-
-
-def widths_of(cfg, source, encoder):
-    """[width of the embeddings, width of the text encodings or 0]."""
-    if cfg.text_encodings == "shards":
-        return [source.width, source.tables["text_enc"].shape[1]]
-    return [source.width, encoder.encoding_width if encoder else 0]
-
-
-def next_command(cfg, source, spec):
-    """A command for the prior that is trained on `source`, whose CLIP is `spec`, that works as it stands."""
-    run = f"--run_dir {shlex.quote(cfg.run_dir)}"
-    captions = source.captions.records(range(min(100, len(source)))) if source.captions else []
-    text = next((record["caption"] for record in captions if record["caption"].strip()), "a small red star")
-    if spec:
-        return f"sample {run} --text {shlex.quote(text)} --num_samples 4 --out embeddings.npy"
-    if cfg.text_encodings == "none":
-        path = next(iter(data.shard_files(source.folder / "text_emb", "text_emb", ".npy").values()))
-        return f"sample {run} --text_embeds {shlex.quote(str(path))} --num_samples 1 --out embeddings.npy"
-    return f"evaluate {run}"
+    if captions:
+        widths[1] = encoder.encoding_width
+    facts = {"widths": widths, "clip": spec, "clip_fingerprint": fingerprint}
+    return data.parts(source, cfg, val_source), encoder if captions else None, facts
 
 
 def prepare(cfg, run, device):
     """What rank 0 does before anyone trains: make the built-in data, check everything, hold the run folder.
 
-    Returns (the config with `data` as a folder, the checkpoint to resume from or None, the results of a run that is
-    finished or None, messages, the command to give at the end).
+    Returns (config with `data` as a folder, checkpoint to resume from or None, results of a run that is finished or
+    None, messages, the command to give at the end).
     """
     accumulate.plan(cfg.batch_size, cfg.chunk_size, 0, dist.world_size())  # there are enough chunks
     cfg = tracker.prepare(cfg)
     if cfg.data == "shapes":
         from common import clip
         cfg = dataclasses.replace(cfg, data=clip.builtin_data(run.folder.parent, device))
-    source, val_source, encoder, (spec, _) = open_data(cfg)
-    data.parts(source, cfg, val_source)
+    parts, encoder, facts = open_data(cfg, device)
+    source, _ = parts["train"]
     bad, read, names = source.check()
     notes = run.open(cfg.resume)  # which may move an earlier run aside, so all is checked before
     if bad:
-        notes.append(f"{bad} of {read} rows looked at are not finite or all zero; others take their place: "
-                     f"{', '.join(names)}")
+        notes.append(f"{bad} of {read} rows looked at cannot be used; others take their place: {', '.join(names)}")
     resume_from, finished, more = run.resume_point(cfg, checkpoint.identity(cfg, FIXED, source, encoder))
-    return cfg, resume_from, finished, notes + more, next_command(cfg, source, spec)
+    caption = source.captions.records([0])[0]["caption"] if source.captions else ""
+    command = f"sample --text {shlex.quote(caption or 'a small red star')}" if facts["clip"] else "evaluate"
+    return cfg, resume_from, finished, notes + more, f"{command} --run_dir {shlex.quote(cfg.run_dir)}"
 
 
 def train(cfg):
@@ -433,17 +392,15 @@ def train(cfg):
     cfg, resume_from, finished, notes, command = dist.on_main(lambda: prepare(cfg, run, device))
     if finished:
         tracker.resend(cfg, run)
-        report(f"{cfg.run_dir} is finished, at step {finished['step']}; to train on, give more --steps.", finished,
-               command)
-        return
+        headline = f"{cfg.run_dir} is finished, at step {finished['step']}; to train on, give more --steps."
+        return report(headline, finished, command)
 
     # Make the model and what trains it, or take them up where they were.
-    source, val_source, encoder, spec = open_data(cfg)
-    encoder = encoder and encoder.to(device)
+    parts, encoder, facts = open_data(cfg, device)
+    source, rows = parts["train"]
     identity = checkpoint.identity(cfg, FIXED, source, encoder)
     accumulate.seed(cfg.seed, "weights")
-    facts = {"kind": "prior", "widths": widths_of(cfg, source, encoder), "clip": spec[0], "clip_fingerprint": spec[1],
-             "metadata": tracker.metadata(cfg)}
+    facts = {"kind": "prior", **facts, "metadata": tracker.metadata(cfg)}
     prior = trained = Prior(cfg, *facts["widths"]).to(device)
     if cfg.lora_rank:
         from common import lora
@@ -462,19 +419,18 @@ def train(cfg):
     model = dist.wrap(prior, device)
 
     # Ask for the data in the order that seed and step give.
-    parts = data.parts(source, cfg, val_source)
     plan = accumulate.plan(cfg.batch_size, cfg.chunk_size, dist.rank(), dist.world_size())
     spans = data.training_spans(plan, cfg.batch_size, state.step)
-    batches = data.loader(data.Chunks(*parts["train"], cfg.seed), spans, cfg.workers, device.type == "cuda")
+    batches = data.loader(data.Chunks(source, rows, cfg.seed), spans, cfg.workers, device.type == "cuda")
     evaluator = Evaluator(cfg, parts, encoder, device)
 
     # Say what is to come, and where the figures go.
     if dist.is_main():
         checkpoint.write_json({**config.as_json(given), "versions": state.versions}, run.folder / "config.json")
-    log = tracker.Tracker(run, state, len(parts["train"][1]))
-    log.say(f"{sum(p.numel() for p in trained.parameters()):,} parameters{' of adapters' * bool(cfg.lora_rank)}, "
-            f"{len(source):,} rows of width {source.width}, {dist.world_size()} rank(s) on {device.type}")
-    for note in filter(None, notes):
+    log = tracker.Tracker(run, state, len(rows))
+    size = f"{sum(p.numel() for p in trained.parameters()):,} parameters{' of adapters' * bool(cfg.lora_rank)}"
+    size += f", {len(source):,} rows of width {source.width}"
+    for note in filter(None, [f"{size}, {dist.world_size()} rank(s) on {device.type}", *notes]):
         log.say(note)
 
     with log, tracker.signals() as signals:  # the log hears how it ends
@@ -579,15 +535,13 @@ class EvaluateConfig(PriorConfig):
 def plan_evaluation(args, device):
     """(prior, Evaluator) for what `args` wants, all of it checked."""
     prior, state = load_prior(Path(args.run_dir) / args.model, device, args.weights, args.lora_scale)
-    diffusion.check_guidance(prior.cfg, args.guidance_scale)
-    same = ("eval_samples", "eval_timesteps", "guidance_scale", "eta", "seed")
-    cfg = dataclasses.replace(prior.cfg, **{name: getattr(args, name) for name in same}, batch_size=1,
-                              data=args.data or prior.cfg.data)
-    source, val_source, encoder, _ = open_data(cfg)
-    if (widths := widths_of(cfg, source, encoder)) != state["widths"]:
-        raise UserError(f"{cfg.data}: widths of embeddings and of text encodings (0: none) are {widths}; the prior's "
-                        f"are {state['widths']}")
-    return prior, Evaluator(cfg, data.parts(source, cfg, val_source), encoder and encoder.to(device), device)
+    given = {name: getattr(args, name) for name in ("eval_samples", "eval_timesteps", "guidance_scale", "eta", "seed")}
+    cfg = dataclasses.replace(prior.cfg, **given, batch_size=1, data=args.data or prior.cfg.data)
+    parts, encoder, facts = open_data(cfg, device)
+    if facts["widths"] != state["widths"]:
+        raise UserError(f"{cfg.data}: widths of embeddings and text encodings (0: none) are {facts['widths']}; the "
+                        f"prior's are {state['widths']}")
+    return prior, Evaluator(cfg, parts, encoder, device)
 
 
 def evaluate(args):
@@ -621,43 +575,34 @@ class SampleConfig(PriorConfig):
 
 
 def plan_sample(args, device):
-    """(prior, a label for each text, if there are any, `conditioning`) for what `args` wants, all of it checked."""
+    """(prior, texts if any are given, `conditioning` of these or of embeddings) for `args`, all of it checked."""
     prior, state = load_prior(Path(args.run_dir) / args.model, device, args.weights, args.lora_scale)
-    diffusion.check_guidance(prior.cfg, args.guidance_scale)
-    if args.steps > prior.cfg.timesteps:
-        raise UserError(f"--steps: {args.steps} is more than the {prior.cfg.timesteps} timesteps of the prior")
-    if args.text_embeds:
-        if prior.cfg.text_encodings != "none":
-            raise UserError("--text_embeds: this prior is trained on text encodings, too; give --text or --texts")
-        rows = data.Rows(args.text_embeds, 2)
+    texts = config.lines_of(args.texts) if args.texts else list(filter(None, [args.text.strip()]))
+    diffusion.check_sampling(prior.cfg, args.guidance_scale if texts or args.text_embeds else 0, args.steps)
+    if not texts and prior.cfg.text_encodings == "none":  # needs no CLIP
+        rows = data.Rows(args.text_embeds, 2) if args.text_embeds else np.zeros((1, prior.embed_width), np.float32)
         embeds = torch.from_numpy(rows[np.arange(len(rows))]).to(device)
         if embeds.shape[1] != prior.embed_width or not embeds.isfinite().all():
-            raise UserError(f"{args.text_embeds}: {embeds.shape[1]} wide, or not all finite; expected text embeddings "
-                            f"{prior.embed_width} wide")
-        labels = [f"row {row}" for row in range(len(embeds))]
-        return prior, labels, conditioning({"text_embed": embeds}, prior.cfg, None)
-    texts = config.lines_of(args.texts) if args.texts else [args.text.strip()]
-    if not any(texts) and not prior.cfg.text_drop:
-        raise UserError(f"--text: {args.run_dir} is trained with --text_drop 0, so it needs a text")
-    if not any(texts) and prior.cfg.text_encodings == "none":  # needs no CLIP
-        return prior, [], {"text_embed": torch.zeros(1, prior.embed_width, device=device)}
+            raise UserError(f"{args.text_embeds}: {embeds.shape[1]} wide, or not finite; expected {prior.embed_width}")
+        return prior, [], conditioning({"text_embed": embeds}, prior.cfg, None)
+    if args.text_embeds:
+        raise UserError("--text_embeds: this prior is trained on text encodings, too; give --text or --texts")
     from common import clip
     encoder = clip.load(spec := args.clip or state["clip"], device, state["clip_fingerprint"])
     clip.check_widths(encoder, f"--clip {spec}", *state["widths"])
-    return prior, [*map(repr, filter(None, texts))], condition_on_texts(prior, encoder, texts)
+    return prior, texts, condition_on_texts(prior, encoder, texts or [""])
 
 
 def sample(args):
     device = dist.setup(args.device)
     if not dist.is_main():
         return
-    prior, labels, condition = plan_sample(args, device)
-    out, similarity = best_embeddings(prior, condition, range(max(1, len(labels))), args.num_samples, args.steps,
-                                      args.guidance_scale, args.eta, args.best_of, args.seed, args.max_batch)
-    for label, cosines in zip(labels, similarity[:100].tolist()):
-        print(f"{label}: similarity with the text {', '.join(f'{cosine:.3f}' for cosine in cosines)}")
-    if len(labels) > 100:
-        print(f"… and {len(labels) - 100} more")
+    prior, texts, condition = plan_sample(args, device)
+    keys = range(len(condition["text_embed"]))
+    out, similarity = best_embeddings(prior, condition, keys, args.num_samples, args.steps, args.guidance_scale,
+                                      args.eta, args.best_of, args.seed, args.max_batch)
+    for text, cosines in zip(texts[:100], similarity.tolist()):
+        print(f"{text!r}: similarity with the text {', '.join(f'{cosine:.3f}' for cosine in cosines)}")
     with checkpoint.replacing(args.out) as file:
         np.save(file, out.flatten(0, 1).cpu().numpy())
     print(f"wrote {args.out}: float32 ({out.shape[0] * out.shape[1]}, {prior.embed_width})")

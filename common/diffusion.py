@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch.special import log_ndtr
 
-from common import accumulate, amp, config, dist
+from common import accumulate, amp, config, data, dist
 from common.config import Count, Natural, NonNegative, Positive, Share, UserError
 
 SCHEDULES = ("cosine", "linear", "quadratic", "sigmoid", "jsd")
@@ -45,12 +46,11 @@ class Training(config.Training):
             ("noise_schedule", self.objective != "flow", "an objective other than flow, which has its own levels"),
             ("loss_gamma", self.loss_weight in ("min_snr", "p2"), "--loss_weight min_snr or p2"),
             ("dream", self.objective == "epsilon", "--objective epsilon"),
-            ("density_mean", self.timestep_density == "logit_normal", "--timestep_density logit_normal"),
-            ("density_std", self.timestep_density == "logit_normal", "--timestep_density logit_normal"),
+            *((name, self.timestep_density == "logit_normal", "--timestep_density logit_normal")
+              for name in ("density_mean", "density_std")),
             ("loss_weight", self.loss_weight not in ("sigma_sqrt", "cosmap") or self.objective == "flow",
              "--objective flow"),
             ("lora_rank", self.init_from, "a trained model, whose file is named with --init_from")))
-        check_guidance(self, self.guidance_scale)
 
 
 @dataclass(frozen=True)
@@ -64,19 +64,20 @@ class Inference(config.Settings):
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # where to compute
 
 
-def check_guidance(cfg, guidance_scale):
-    """UserError for guidance of a model that never trained without its condition, the image embedding or the text."""
+def check_sampling(cfg, guidance_scale, steps=1):
+    """UserError for more steps than timesteps, and for guidance, or no condition (a scale of 0), without drops."""
+    if not 1 <= steps <= cfg.timesteps:
+        raise UserError(f"{steps} sampling steps: expected 1 to {cfg.timesteps}, the --timesteps of {cfg.run_dir}")
     for name in ("image_drop", "text_drop"):
         if guidance_scale != 1 and getattr(cfg, name, 1) == 0:
-            raise UserError(f"--guidance_scale {guidance_scale}: the model is trained with --{name} 0, so it knows "
-                            f"nothing to be guided away from; give 1, or train with --{name} 0.1")
+            raise UserError(f"{cfg.run_dir} is trained with --{name} 0, so it needs a text or image, and a guidance "
+                            "scale of 1")
 
 
 def betas(name, timesteps):
     """The variances β_t (T,) of the named noise schedule, in float64."""
     u = torch.linspace(0, 1, timesteps, dtype=torch.float64)
-    scale = 1000 / timesteps  # the constants below were given for T = 1000
-    low, high = scale * 1e-4, scale * 0.02
+    low, high = 1000 / timesteps * 1e-4, 1000 / timesteps * 0.02  # which were given for T = 1000
     if name == "cosine":  # Nichol & Dhariwal 2021, Eq. 17, with their s = 0.008 and β <= 0.999
         f = torch.cos((torch.arange(timesteps + 1, dtype=torch.float64) / timesteps + 0.008) / 1.008 * math.pi / 2) ** 2
         return (1 - f[1:] / f[:-1]).clamp(max=0.999)
@@ -86,9 +87,8 @@ def betas(name, timesteps):
         return ((low ** 0.5 + (high ** 0.5 - low ** 0.5) * u) ** 2).clamp(max=0.999)
     if name == "sigmoid":
         return (low + (high - low) * torch.sigmoid(-6 + 12 * u)).clamp(max=0.999)
-    if name == "jsd":  # Sohl-Dickstein et al. 2015, §2.4.1: 1/T, 1/(T-1), …, 1
-        return (1 / torch.linspace(timesteps, 1, timesteps, dtype=torch.float64)).clamp(max=0.999)
-    raise ValueError(f"noise schedule {name!r} is none of {', '.join(SCHEDULES)}")
+    assert name == "jsd", name  # Sohl-Dickstein et al. 2015, §2.4.1: 1/T, 1/(T-1), …, 1
+    return (1 / torch.linspace(timesteps, 1, timesteps, dtype=torch.float64)).clamp(max=0.999)
 
 
 def levels(name, timesteps):
@@ -98,11 +98,6 @@ def levels(name, timesteps):
         return (1 - sigma).float(), sigma.float()
     alphas_bar = torch.cumprod(1 - betas(name, timesteps), 0)
     return alphas_bar.sqrt().float(), (1 - alphas_bar).sqrt().float()
-
-
-def tables(objective, noise_schedule, timesteps):
-    """(α, σ), each (T,) float32, that an objective is trained on: "flow" has its own, all others the schedule's."""
-    return levels("flow" if objective == "flow" else noise_schedule, timesteps)
 
 
 def draw_timesteps(density, shape, timesteps, device, mean=0.0, std=1.0):
@@ -127,30 +122,16 @@ def at(table, timestep, like):
     return values.reshape(values.shape + (1,) * (like.ndim - values.ndim))
 
 
-def add_noise(x0, noise, alpha, sigma):
-    """x_t (DDPM Eq. 4); alpha and sigma broadcast against x0."""
-    return alpha * x0 + sigma * noise
-
-
 def target(objective, x0, noise, alpha, sigma):
-    """What the network learns to predict.
-
-    "x0", "epsilon", "v" = α·ε - σ·x₀ (Salimans & Ho 2022, App. D), or "flow" = ε - x₀ (Liu et al. 2022, Eq. 1).
-    """
-    if objective == "x0":
-        return x0
-    if objective == "flow":
-        return noise - x0
-    return noise if objective == "epsilon" else alpha * noise - sigma * x0
+    """What the network learns to predict; v: Salimans & Ho 2022, App. D, flow: Liu et al. 2022, Eq. 1."""
+    return {"x0": x0, "epsilon": noise, "v": alpha * noise - sigma * x0, "flow": noise - x0}[objective]
 
 
 def to_x0(objective, prediction, x_t, alpha, sigma):
     """The x₀ that a network's `prediction` at x_t stands for."""
-    if objective == "x0":
-        return prediction
-    if objective == "flow":
-        return x_t - sigma * prediction
-    return (x_t - sigma * prediction) / alpha if objective == "epsilon" else alpha * x_t - sigma * prediction
+    if objective == "epsilon":
+        return (x_t - sigma * prediction) / alpha
+    return {"x0": prediction, "v": alpha * x_t - sigma * prediction, "flow": x_t - sigma * prediction}[objective]
 
 
 def dream(x_t, noise, predicted, sigma):
@@ -188,8 +169,7 @@ def loss_weight(kind, objective, alpha, sigma, gamma):
 
 def distance(kind, prediction, target):
     """Elementwise "l2", "l1" or "huber" (δ = 1) loss, in fp32."""
-    function = {"l2": torch.nn.functional.mse_loss, "l1": torch.nn.functional.l1_loss,
-                "huber": torch.nn.functional.smooth_l1_loss}[kind]
+    function = {"l2": F.mse_loss, "l1": F.l1_loss, "huber": F.smooth_l1_loss}[kind]
     return function(prediction.float(), target.float(), reduction="none")
 
 
@@ -278,23 +258,23 @@ def sample(denoise, x, alpha, sigma, steps, eta=1.0, draw=torch.randn_like, know
             if eta:
                 x = x + fresh * draw(x)
             if known is not None:
-                x = torch.where(mask, add_noise(known, draw(x), a_next, s_next), x)
+                x = torch.where(mask, a_next * known + s_next * draw(x), x)
             if repeat < resample - 1:
                 x = a / a_next * x + math.sqrt(beta) * draw(x)
 
 
 @torch.no_grad()
-def mean_loss(model, batches, loss_of, cfg, device):
-    """Mean of `loss_of(batch)` over all rows of all ranks' `batches`, (number, batch), with the same noise every time.
+def mean_loss(model, loss_of, source, rows, cfg, device):
+    """Mean of `loss_of(batch)` over the first eval_samples of `rows`, on all ranks, with the same noise every time.
 
     `model` is in eval mode meanwhile, and afterwards in the mode that it was in.
     """
     mode, loss_sum, count = model.training, 0.0, 0
     model.eval()
-    for number, batch in batches:
+    for number, batch in data.batches(source, rows, cfg.eval_samples, cfg.chunk_size):
         accumulate.seed(cfg.seed, "loss", number)
         with amp.autocast(device, cfg.precision):
-            loss_sum += loss_of(batch).item() * len(batch["rows"])
+            loss_sum += loss_of(data.to_device(batch, device)).item() * len(batch["rows"])
         count += len(batch["rows"])
     model.train(mode)
     loss_sum, count = dist.total([loss_sum, count])

@@ -6,7 +6,6 @@ import collections
 import hashlib
 import importlib.util
 import io
-import itertools
 import json
 import os
 import re
@@ -37,10 +36,9 @@ def decode_image(content, name):
     ours = name.lower().endswith(".png") and importlib.util.find_spec("PIL") is None
     Image = None if ours else need("PIL.Image", f"{name}: reading {Path(name).suffix} images", "pillow")
     try:
-        stream = io.BytesIO(content)
         if ours:
-            return media.read_png(stream)
-        image = Image.open(stream, formats=("JPEG", "PNG", "WEBP"))  # it reads others by programs that need not be safe
+            return media.read_png(io.BytesIO(content))
+        image = Image.open(io.BytesIO(content), formats=("JPEG", "PNG", "WEBP"))  # others run programs
         if image.width * image.height > media.MOST_PIXELS:
             raise ValueError(f"{image.width} x {image.height} pixels, more than {media.MOST_PIXELS}")
         return np.asarray(image.convert("RGB"))
@@ -54,8 +52,7 @@ class CaptionedImages:
 
     [i] -> (image uint8 (H, W, 3), caption, key). KEY is what stands before the first dot of a file's name, as in
     webdataset: KEY.image.png is no image. `left_out` tells of images without a caption and of files of other kinds.
-    `shards` ("0-99,120") takes only the tars of these numbers. Tars are indexed once, in 53 bytes and a name per image,
-    then read at random.
+    `shards` ("0-99,120") takes only the tars of these numbers. Tars are indexed once, then read at random.
     """
 
     def __init__(self, path, shards=""):
@@ -66,10 +63,24 @@ class CaptionedImages:
         listings = [_members(tar) for tar in self.tars] or [
             {file.relative_to(path).as_posix(): (0, file.stat().st_size)
              for file in sorted(self.path.rglob("*.*")) if file.is_file()}]
-        names, entries, bare, kinds = zip(*(_index(tar, members) for tar, members in enumerate(listings)))
-        self.names, self.entries = np.concatenate(names), np.concatenate(entries)
-        self.left_out = data.left_out(path, [*itertools.chain(*bare)], sum(kinds, collections.Counter()))
-        if not len(self):
+        names, entries, bare, kinds = [], [], [], collections.Counter()
+        for tar, members in enumerate(listings):
+            for name, place in members.items():
+                key, extension = _parts(name)
+                text, other = members.get(f"{key}.txt"), members.get(f"{key}.json")
+                if name.rpartition("/")[2].startswith("."):
+                    continue
+                if extension not in IMAGES:
+                    kinds[extension] += extension not in ("txt", "json", "npy")
+                elif not (text or other):
+                    bare.append(name)
+                else:
+                    names.append(name.encode(errors="surrogateescape"))  # a name need not be valid UTF-8
+                    embedding = members.get(f"{key}.npy", (-1, -1))
+                    entries.append((tar, text is None, place, text or other, embedding))
+        self.names, self.entries = np.array(names, np.bytes_), np.array(entries, ENTRY)
+        self.left_out = data.left_out(path, bare, +kinds)
+        if not names:
             raise UserError(f"{path}: no such folder, or no captioned images found; expected KEY.jpg, .png or .webp "
                             f"with KEY.txt or .json, and no other dot in their names. {self.left_out}".strip())
 
@@ -129,26 +140,6 @@ def _parts(name):
     return folders + slash + key, extension.lower()
 
 
-def _index(tar, members):
-    """Of the files {name: (offset, size)} of tar number `tar`: (names (n,) of captioned images, entries (n,), names of
-    images without a caption, {extension: number of files} of other kinds)."""
-    names, entries, bare, kinds = [], [], [], collections.Counter()
-    for name, place in members.items():
-        key, extension = _parts(name)
-        text = members.get(f"{key}.txt")
-        caption = text or members.get(f"{key}.json")
-        if name.rpartition("/")[2].startswith("."):
-            continue
-        if extension not in IMAGES:
-            kinds[extension] += extension not in ("txt", "json", "npy")
-        elif not caption:
-            bare.append(name)
-        else:
-            names.append(name.encode(errors="surrogateescape"))  # a name need not be valid UTF-8
-            entries.append((tar, text is None, place, caption, members.get(f"{key}.npy", (-1, -1))))
-    return np.array(names, np.bytes_), np.array(entries, ENTRY), bare, +kinds
-
-
 def _number(tar):
     digits = re.search(r"(\d+)\.tar$", tar.name)
     if not digits:
@@ -158,11 +149,11 @@ def _number(tar):
 
 def _chosen(tars, shards):
     """The `tars` whose numbers are in `shards`, a list of numbers and ranges such as "0-99,120"."""
-    pieces = [re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", piece) for piece in shards.split(",")]
-    if not all(pieces):
-        raise UserError(f"--shards {shards}: expected numbers and ranges of numbers such as 0-99,120")
-    ranges = [range(int(piece[1]), int(piece[2] or piece[1]) + 1) for piece in pieces]
-    chosen = [tar for tar in tars if any(_number(tar) in numbers for numbers in ranges)]
+    try:
+        ranges = [[int(end) for end in piece.split("-")] for piece in shards.split(",")]
+    except ValueError:
+        raise UserError(f"--shards {shards}: expected numbers and ranges of numbers such as 0-99,120") from None
+    chosen = [tar for tar in tars if any(ends[0] <= _number(tar) <= ends[-1] for ends in ranges)]
     if not chosen:
         raise UserError(f"--shards {shards}: none of the {len(tars)} tars in --data has such a number")
     return chosen
@@ -176,7 +167,7 @@ class Pictures(CaptionedImages):
     else beside the tars. Without any, `width` is None.
 
     fetch(rows, draws) -> ({"image": uint8 (n, size, size, 3), "image_embed": float32 (n, D), "clip_image": uint8
-    (n, C, C, 3) if C = `clip_size` is given, "caption": list}, good (n,)). An image is the central square or, with
+    (n, C, C, 3) if C = `clip_size` is not 0, "caption": list}, good (n,)). An image is the central square or, with
     draws, a random square of `crop_scale` to 1 of its area, half of them mirrored if `flip`. A row is not good if its
     embedding is missing, all zero or not finite, or its image damaged or smaller than `size`; `fault` says which.
     """
@@ -226,36 +217,30 @@ class Pictures(CaptionedImages):
     def fetch(self, rows, draws=None):
         """Read `rows` (n,) in any order, augmented by `draws` (n,), if given."""
         uniform = [None] * len(rows) if draws is None else data.uniform(draws, 4)
-        samples, faults = zip(*map(self._sample_or_fault, rows, uniform))
-        good = np.array([not fault for fault in faults])
+        samples = [self._sample(row, numbers) for row, numbers in zip(rows, uniform)]
+        good = np.array([isinstance(sample, dict) for sample in samples])
         batch = {name: [sample[name] for sample in samples] for name in (samples[0] if good.all() else ())}
         return {name: values if name == "caption" else torch.stack(values) for name, values in batch.items()}, good
 
-    def _sample_or_fault(self, row, uniform=None):
-        """(the sample of a row, "") or (None, what is wrong with it, after its name)."""
-        try:
-            return self._sample(row, uniform), ""
-        except Unusable as error:
-            return None, str(error)
-
     def _sample(self, row, uniform=None):
-        """The entries of `fetch` for a row, cropped by four numbers in [0, 1) or None; raises Unusable."""
-        sample = {"image_embed": torch.from_numpy(self._embedding(row))} if self.width else {}
-        image, sample["caption"], _ = self[row]
+        """The entries of `fetch` for a row, cropped by four numbers in [0, 1) or None; or the Unusable that it is."""
+        try:
+            sample = {"image_embed": torch.from_numpy(self._embedding(row))} if self.width else {}
+            image, sample["caption"], _ = self[row]
+        except Unusable as error:
+            return error
         height, width, _ = image.shape
         if (side := min(height, width)) < self.size:
-            raise Unusable(f"{self.name(row)}: {width}x{height} pixels, smaller than the {self.size} asked for; lower "
-                           "--image_size or remove it")
-        top, left, mirror = (height - side) // 2, (width - side) // 2, 1
-        if uniform is not None:
-            area, down, right, mirror = uniform
-            if self.crop_scale < 1:
-                side = max(self.size, round(side * (self.crop_scale + (1 - self.crop_scale) * area) ** 0.5))
-                top, left = int(down * (height - side + 1)), int(right * (width - side + 1))
-        crop = image[top:top + side, left:left + side]
-        if self.flip and mirror < 0.5:
-            crop = crop[:, ::-1]
-        crop = torch.from_numpy(crop.copy())[None]
+            return Unusable(f"{self.name(row)}: {width}x{height} pixels, smaller than the {self.size} asked for; lower "
+                            "--image_size or remove it")
+        top, left = (height - side) // 2, (width - side) // 2
+        if uniform is not None and self.crop_scale < 1:
+            area, down, right, _ = uniform
+            side = max(self.size, round(side * (self.crop_scale + (1 - self.crop_scale) * area) ** 0.5))
+            top, left = int(down * (height - side + 1)), int(right * (width - side + 1))
+        crop = torch.tensor(image[top:top + side, left:left + side])[None]
+        if uniform is not None and self.flip and uniform[3] < 0.5:
+            crop = crop.flip(2)
         sample["image"] = media.resize_bytes(crop, self.size, self.resize)[0]
         if self.clip_size:
             sample["clip_image"] = media.resize_bytes(crop, self.clip_size)[0]  # bicubic, as CLIP was trained
@@ -263,7 +248,8 @@ class Pictures(CaptionedImages):
 
     def fault(self, row):
         """What is wrong with a row, after its name; "" if it can be used."""
-        return self._sample_or_fault(row)[1]
+        sample = self._sample(row)
+        return "" if isinstance(sample, dict) else str(sample)
 
     def check(self, most=256):
         """(unusable, checked, first faults) of `most` evenly spaced rows; UserError if most of them are unusable."""
@@ -275,7 +261,7 @@ class Pictures(CaptionedImages):
 
     def fingerprint(self):
         """Facts that change when the data does: rows, width, and a digest of names, sizes and a few contents."""
-        files = self.tars or [self.path / self.names[i].decode(errors="surrogateescape") for i in range(len(self))]
+        files = self.tars or [self.name(i) for i in range(len(self))]
         files += [array.path for array in self.table.arrays.values()] if self.table else []
         digest = hashlib.sha256(self.names.tobytes() + self.entries.tobytes())
         digest.update(data.digest_of(files).encode())

@@ -1,7 +1,4 @@
-"""Images: PNG files by numpy and zlib alone, grids with captions, resizing.
-
-The section numbers are those of the PNG specification, W3C 2003.
-"""
+"""Images: PNG files by numpy and zlib alone (sections: W3C's specification of 2003), grids with captions, resizing."""
 import functools
 import struct
 import textwrap
@@ -34,17 +31,12 @@ RESIZE_MODES = (*KERNELS, "nearest", "nearest_exact")
 
 
 def read_png(file):
-    """Read a PNG file (a path or an open binary file) that `write_png` wrote: uint8 (H, W, 3).
-
-    Raises ValueError for any other file.
-    """
+    """uint8 (H, W, 3) of a PNG file (a path or an open file) that `write_png` wrote; ValueError for any other."""
     data = file.read() if hasattr(file, "read") else Path(file).read_bytes()
     width, height = struct.unpack_from(">II", data.ljust(24), 16)
     try:
-        if not data.startswith(_header(width, height)):
-            raise ValueError("expected 8 bits RGB")
-        if width * height > MOST_PIXELS:
-            raise ValueError(f"{width} x {height} pixels, more than {MOST_PIXELS}")
+        if not data.startswith(_header(width, height)) or width * height > MOST_PIXELS:
+            raise ValueError(f"expected 8 bits RGB of at most {MOST_PIXELS} pixels")
         stream = zlib.decompressobj()
         lines = stream.decompress(data[41:-16], height * (1 + 3 * width) + 1)
         lines = np.frombuffer(lines, np.uint8).reshape(height, 1 + 3 * width)

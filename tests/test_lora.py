@@ -166,7 +166,7 @@ def runs(emb, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     run(*flags(data=emb, run_dir=folder / "base", **SMALL))
     out = run(*flags(data=emb, run_dir=folder / "lora", **adapters_of(folder)))
-    assert f"sample --run_dir {folder}/lora " in out
+    assert out.endswith(f"evaluate --run_dir {folder}/lora\n")
     return folder
 
 
