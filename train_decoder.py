@@ -12,6 +12,7 @@ such folders. `python train_decoder.py [train|evaluate|sample] --help` lists the
 import os
 
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: a thread that waits soon leaves its core to others
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no warning of find_unused_parameters, see dist.wrap
 
 import dataclasses
 import itertools
@@ -28,10 +29,24 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import nn
 
-from common import accumulate, amp, checkpoint, clip, config, data, diffusion, dist, ema
-
-# isort: split
-from common import images, lora, media, optim, schedule, synthetic, tracker
+from common import (
+    accumulate,
+    amp,
+    checkpoint,
+    clip,
+    config,
+    data,
+    diffusion,
+    dist,
+    ema,
+    images,
+    lora,
+    media,
+    optim,
+    schedule,
+    synthetic,
+    tracker,
+)
 from common.config import Count, Natural, NonNegative, Positive, Share, UserError
 from common.nn import Attention, TimeEmbedding
 
@@ -443,7 +458,9 @@ class Evaluator:
         cfg, (source, rows), grid = self.cfg, self.parts[part], None
         built_in = isinstance(source, images.Shapes) and cfg.image_size % 16 == 0
         low_res_size = unets[0].cfg.low_res_size
-        totals = {kind: np.zeros(3) for kind in ("drawn", "real")}  # rows, CLIP scores, rows with all that is named
+        names = [*synthetic.ATTRIBUTES]
+        # rows, CLIP scores, rows with all that is named; by attribute: how often it is right, and named
+        totals = {kind: np.zeros(3 + 2 * len(names)) for kind in ("drawn", "real")}
         embeds = {kind: [] for kind in totals}
         for _, batch in data.batches(source, rows, cfg.eval_samples, cfg.chunk_size):
             batch, keys = data.to_device(batch, self.device), batch["rows"].tolist()
@@ -466,8 +483,10 @@ class Evaluator:
                 if built_in:
                     features, records = synthetic.picture_features(pictures[kind].cpu().numpy()), source.records(keys)
                     right = synthetic.picture_judge().attributes(features) == synthetic.values(records)
-                    total[2] += (right | ~synthetic.named(records)).all(1).sum()
-        (count, score, right), (_, real_score, real_right) = (dist.total(total.tolist()) for total in totals.values())
+                    named = synthetic.named(records)  # (B, attributes)
+                    total[2:] += [(right | ~named).all(1).sum(), *(right & named).sum(0), *named.sum(0)]
+        (count, score, right, *by_name), (_, real_score, real_right, *_) = (dist.total(total.tolist())
+                                                                            for total in totals.values())
         result = {}
         if self.encoder:
             features = ([x for rank in dist.gather(found) for x in rank] for found in embeds.values())
@@ -475,6 +494,8 @@ class Evaluator:
                        "frechet_distance": frechet_distance(*map(np.concatenate, features))}
         if built_in:
             result |= {"caption_accuracy": right / count, "caption_accuracy_ceiling": real_right / count}
+            result |= {f"accuracy_{name}": good / max(1, all_named)
+                       for name, good, all_named in zip(names, by_name, by_name[len(names):])}
         return result, write_grid(file, *grid) if file and dist.is_main() else ""
 
 

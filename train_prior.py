@@ -11,6 +11,7 @@ The same command again resumes. `python train_prior.py [train|evaluate|sample] -
 import os
 
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: a thread that waits soon leaves its core to others
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no warning of find_unused_parameters, see dist.wrap
 
 import dataclasses
 import shlex
@@ -315,7 +316,8 @@ class Evaluator:
         from common import synthetic
         cfg, source, steps = self.cfg, self.parts[part][0], max(self.cfg.eval_timesteps)
         records = source.captions.records(range(len(source)))
-        values, named = synthetic.values(records), synthetic.named(records)  # (rows, attributes)
+        with checkpoint.reading(source.folder / "captions"):
+            values, named = synthetic.values(records), synthetic.named(records)  # (rows, attributes)
         rows = {name: rows[np.arange(len(rows))] for name, (_, rows) in self.parts.items()}
         held_out = np.concatenate([rows["validation"], rows["test"]])
         judge = synthetic.Judge(F.normalize(source.fetch(held_out)[0]["image_embed"], dim=-1).numpy(), values[held_out])
