@@ -20,7 +20,8 @@ from common import checkpoint, dist
 
 # Of a prior that trains in seconds.
 SMALL = dict(steps=24, width=32, depth=2, heads=2, batch_size=48, chunk_size=10, log_every=4, eval_every=12,
-             save_every=8, eval_timesteps="4", eval_samples=100, device="cpu", warmup_steps=5)
+             save_every=8, eval_timesteps="4", eval_samples=100, device="cpu", warmup_steps=5,
+             optimizer="adamw", lr=2e-3)
 TIMINGS = ("samples_per_s", "evaluation_s")
 
 

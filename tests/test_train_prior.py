@@ -338,7 +338,7 @@ def test_mistakes_end_in_one_line_and_a_status(emb, finished, tmp_path):
     ]:
         out = run(*words, expect=status)
         assert message in out and "Traceback" not in out and len(out.strip().splitlines()) == 1, out
-    assert run(*train, "--chunk_size", "128", ranks=2, expect=1).count("lower chunk_size to 64") == 1  # said once
+    assert run(*train, "--chunk_size", "256", ranks=2, expect=1).count("lower chunk_size to 128") == 1  # said once
 
 
 @pytest.fixture(scope="session")
@@ -430,6 +430,7 @@ def test_the_default_is_the_papers_method_and_the_preset_has_its_table_3():
     cfg, table = train_prior.Config(), train_prior.Config(**train_prior.PRESETS["vit-l-14"])
     assert (cfg.objective, cfg.noise_schedule, cfg.timesteps, cfg.loss, cfg.eta) == ("x0", "cosine", 1000, "l2", 1)
     assert (table.batch_size, table.steps, table.lr, table.weight_decay) == (4096, 600_000, 1.1e-4, 0.06)
+    assert table.optimizer == "adamw"
     with torch.device("meta"):
         sizes = [sum(p.numel() for p in train_prior.Prior(c, 768, 768).parameters()) for c in (cfg, table)]
     assert sizes == [2_005_824, 116_534_784] and train_prior.SampleConfig.best_of == 2
