@@ -80,7 +80,11 @@ def load(state, path):
     if state.get("kind") != "kmeans":
         raise UserError(f"{path}: not a tokenizer: its kind is {state.get('kind')!r}, expected 'kmeans'")
     with checkpoint.reading(path):
-        return checkpoint.build(lambda: KMeans(**state["settings"]), {"config": {}, **state}, path)
+        if state["settings"]["clusters"] != len(state["model"]["centers"]):  # before memory is taken
+            raise UserError(f"{path}: damaged: its settings are of {state['settings']['clusters']} clusters")
+        tokenizer = KMeans(**state["settings"])
+        checkpoint.load_weights(tokenizer, state, path)
+        return tokenizer
 
 
 def _hubert(spec):

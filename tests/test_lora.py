@@ -240,7 +240,8 @@ class Config(config.Settings):
 def saved(tmp_path, width=32):
     """A model's file and one of adapters on it, of rank 4; the adapted model."""
     model, base, path = small(width), tmp_path / f"base{width}.pt", tmp_path / "adapters.pt"
-    facts = {"kind": "small", "step": 1, "config": {"width": width, "run_dir": str(tmp_path)}, "cwd": ""}
+    facts = {"kind": "small", "step": 1, "config": {"width": width, "run_dir": str(tmp_path)}, "cwd": "/",
+             "clip": "open_clip:ViT-L-14/openai"}
     checkpoint.save({"model": model.state_dict(), **facts}, base)
     adapters, about = lora.start(model, Config(width, 4, str(base)))
     checkpoint.save({"model": stir(adapters).state_dict(), **facts, "step": 2, "lora": about}, path)
@@ -256,6 +257,7 @@ def test_a_file_with_adapters_merged_in_equals_the_adapted_model(tmp_path, capsy
     lora.set_scale(adapted, scale)
     torch.testing.assert_close(model(inputs()), adapted(inputs()))
     assert cfg.width == 32 and state["step"] == 2 and "lora" not in state and not capsys.readouterr().out
+    assert state["clip"] == "open_clip:ViT-L-14/openai"  # which is no path
     found = checkpoint.load(path)
     before = dict(found["model"])
     lora.merged(found, path, 2.0)  # the contents given are left as they are

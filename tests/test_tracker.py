@@ -140,9 +140,9 @@ def test_a_logger_has_scalars_samples_files_and_errors_read_back_from_it(kind, t
         log_steps(log, range(1, 11), tmp_path, (".png", ".wav"))
         1 / 0  # noqa: B018 (the error is meant)
     curves, samples = records_of(tmp_path)
-    assert [step for step, _ in curves["loss"]] == [*range(1, 11)] and "failed" not in capsys.readouterr().out
-    assert [value for _, value in curves["loss"]] == pytest.approx([1 / step for step in range(1, 11)])
-    assert curves["val_loss"] == [(5, pytest.approx(0.4)), (10, pytest.approx(0.2))]
+    assert [step for step, _ in curves["train/loss"]] == [*range(1, 11)] and "failed" not in capsys.readouterr().out
+    assert [value for _, value in curves["train/loss"]] == pytest.approx([1 / step for step in range(1, 11)])
+    assert curves["validation/loss"] == [(5, pytest.approx(0.4)), (10, pytest.approx(0.2))]
     assert samples == {"validation/0.png": 2, "validation/0.wav": 2} and "broken" not in curves
     everything = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.suffix == ".wandb"
                           or path.name.startswith("events"))
@@ -168,7 +168,7 @@ def test_resumed_under_a_logger_no_step_comes_twice_and_none_is_missing(kind, tm
     with tracker_of(tmp_path, 8, logger=kind) as log:
         log_steps(log, range(9, 16), tmp_path)
     curves, _ = records_of(tmp_path)
-    for name, steps, top in (("loss", range(1, 16), 1), ("val_loss", (5, 10, 15), 2)):
+    for name, steps, top in (("train/loss", range(1, 16), 1), ("validation/loss", (5, 10, 15), 2)):
         assert curves[name] == [(step, pytest.approx(top / step)) for step in steps]
     assert json.loads((tmp_path / "auto_resume.json").read_text())["logger"] == first and first["kind"] == kind
 
