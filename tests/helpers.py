@@ -16,13 +16,27 @@ import pytest
 import torch
 from conftest import FORKS, ROOT
 
-from common import checkpoint, dist
+from common import checkpoint, dist, recordings, synthetic
 
 # Of a prior that trains in seconds.
 SMALL = dict(steps=24, width=32, depth=2, heads=2, batch_size=48, chunk_size=10, log_every=4, eval_every=12,
              save_every=8, eval_timesteps="4", eval_samples=100, device="cpu", warmup_steps=5,
              optimizer="adamw", lr=2e-3)
+# Of all stages of audio.
+AUDIO = dict(channels=2, strides=(4, 5, 8), codec_width=16, quantizers=4, codebook_size=16, discriminator_channels=1,
+            stft_window=256, quantize_after=2, discriminator_after=3, penalty_every=2, width=16, depth=2, heads=2,
+            clusters=8, seconds=0.4, steps=6, batch_size=4, chunk_size=2, eval_samples=4, log_every=2, eval_every=4,
+            save_every=2, warmup_steps=2, device="cpu")
 TIMINGS = ("samples_per_s", "evaluation_s")
+
+
+def write_voices(folder, rows=range(40), rate=8000):
+    for row, wave, record in zip(rows, *synthetic.syllables(rows)):
+        path = folder / f"voice_{record['speaker'] % 4}/{row:03d}.wav"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        recordings.write_wav(path, recordings.resample(torch.from_numpy(wave), synthetic.RATE, rate), rate)
+        path.with_suffix(".txt").write_text(record["text"])
+    return folder
 
 
 def flags(**settings):

@@ -21,8 +21,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT
-from helpers import SMALL, Forked, flags, metrics, wait_for
-from test_train_audio import TINY, write_voices
+from helpers import AUDIO, SMALL, Forked, flags, metrics, wait_for, write_voices
 
 from common import checkpoint, clip, config, data, images, media, recordings, report, store
 from common.config import UserError
@@ -106,7 +105,7 @@ def _mentions(path, word):
 
 
 def test_ranks_with_different_numbers_of_chunks_keep_their_order_with_discriminators(tmp_path):
-    settings = {**TINY, "batch_size": 6, "timeout_minutes": 0.3, "stage": "soundstream"}
+    settings = {**AUDIO, "batch_size": 6, "timeout_minutes": 0.3, "stage": "soundstream"}
     words = flags(data=write_voices(tmp_path / "voices"), **{
         name: value for name, value in settings.items() if name not in ("width", "depth", "heads", "clusters")})
     for ranks in (1, 2):  # of two, the first takes two chunks and the second one

@@ -14,7 +14,6 @@ import helpers
 import numpy as np
 import pytest
 from conftest import ROOT
-from test_train_audio import write_voices
 
 from common import clip, media, synthetic
 
@@ -55,7 +54,7 @@ def home(tmp_path_factory):
         media.write_png(folder / f"{name}.png", picture)
     (folder / "captions.txt").write_text("a small red star\nsomething blue\n")
     (folder / "images").mkdir()
-    write_voices(folder / "recordings", range(60))
+    helpers.write_voices(folder / "recordings", range(60))
     datasets = types.ModuleType("datasets")  # the package, which is not needed for tests
     datasets.load_dataset = lambda kind, data_dir, split: [
         {"image": picture.view(Picture), "text": text} for picture, text in zip(pictures, captions)]

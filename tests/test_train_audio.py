@@ -11,33 +11,21 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Forked, differences, flags, follow, metrics
+from helpers import AUDIO as TINY
+from helpers import Forked, differences, flags, follow, metrics, write_voices
 from torch.nn.utils.rnn import pad_sequence
 from torch.testing import assert_close
 
 import train_audio
-from common import amp, checkpoint, config, data, dist, media, recordings, synthetic
+from common import amp, checkpoint, config, data, dist, media, recordings
 from train_audio import Config, Drawing, Stream, lay_out, targets
 
 CPU, STAGES, KILLS = torch.device("cpu"), list(train_audio.STAGES), int(os.environ.get("KILLS", 1))
-TINY = dict(channels=2, strides=(4, 5, 8), codec_width=16, quantizers=4, codebook_size=16, discriminator_channels=1,
-            stft_window=256, quantize_after=2, discriminator_after=3, penalty_every=2, width=16, depth=2, heads=2,
-            clusters=8, seconds=0.4, steps=6, batch_size=4, chunk_size=2, eval_samples=4, log_every=2, eval_every=4,
-            save_every=2, warmup_steps=2, device="cpu")
 WORDS, COARSE, FINE = Stream("semantic", 1, 7, 50), Stream("coarse", 2, 5, 50), Stream("fine", 3, 5, 50)
 TEXTS = torch.tensor([[5, 3, 0, 0], [2, 2, 7, 1], [9, 0, 0, 0]])
 VARIANTS = [*itertools.product(["rotary", "relative"], ["none", "prefix", "cross"])]
 Tokens = type("Tokens", (list,), {"frames": lambda tokens, row: len(tokens[row])})  # of recordings, as in a TokenCache
 run = functools.partial(helpers.run, "train_audio")
-
-
-def write_voices(folder, rows=range(40), rate=8000):
-    for row, wave, record in zip(rows, *synthetic.syllables(rows)):
-        path = folder / f"voice_{record['speaker'] % 4}/{row:03d}.wav"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        recordings.write_wav(path, recordings.resample(torch.from_numpy(wave), synthetic.RATE, rate), rate)
-        path.with_suffix(".txt").write_text(record["text"])
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,7 @@ import torch
 
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
 import helpers  # noqa: E402
-from helpers import SMALL, flags  # noqa: E402
-from test_train_audio import TINY, write_voices  # noqa: E402
+from helpers import AUDIO, SMALL, flags, write_voices  # noqa: E402
 
 from common import clip, data, media, synthetic  # noqa: E402
 
@@ -55,7 +54,7 @@ def make_world():
     shutil.copytree("runs/prior", "runs/loose", ignore=shutil.ignore_patterns("auto_resume.json"))
     for path in sorted(write_voices(Path("voices")).glob("*/*0.wav")):
         shutil.copy(path, f"voices/{path.stem.lstrip('0') or 0}.wav")
-    helpers.run("train_audio", *flags(data="voices", run_dir="runs/audio", **TINY))
+    helpers.run("train_audio", *flags(data="voices", run_dir="runs/audio", **AUDIO))
 
 
 PRIOR = ("train_prior", *flags(data="emb", run_dir="runs/new", resume="never", **TRAIN))
@@ -63,7 +62,7 @@ AGAIN = ("train_prior", *flags(data="emb", run_dir="runs/prior", **{**TRAIN, "st
 SAMPLE = ("train_prior", "sample", "--steps", "2", "--text")
 SPEAK = ("train_audio", "sample", *flags(seconds=0.2, device="cpu"))
 CODEC = ("train_audio", *flags(run_dir="runs/codec", stage="soundstream", data="voices", resume="never", **{
-    name: value for name, value in TINY.items() if name not in ("width", "depth", "heads", "clusters")}))
+    name: value for name, value in AUDIO.items() if name not in ("width", "depth", "heads", "clusters")}))
 CLIP = ("common.clip", "train", *flags(run_dir="runs/other", steps=1, batch_size=8, device="cpu"), "--data")
 LAST, VOICE = "runs/prior/checkpoints/step_00000002.pt", "voices/0.wav"
 KINDS = {  # name: (file, the command that reads it)
