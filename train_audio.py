@@ -133,6 +133,8 @@ class Config(config.Training):
         if self.width % self.heads or self.width // self.heads % 2:
             raise UserError(f"--heads: --width {self.width} must be an even multiple of --heads {self.heads}")
         config.refuse_unused(self, (
+            *((name, not codec or self.discriminator_after < self.steps, "--discriminator_after below --steps")
+              for name in DISCRIMINATORS),
             ("penalty_every", self.penalty_weight, "a --penalty_weight"),
             *((name, self.text != "none", "--text prefix or cross") for name in ("text_drop", "max_text_len")),
             ("guidance_scale", self.text != "none" and self.text_drop, "--text and --text_drop")))
@@ -170,6 +172,7 @@ PRESETS = {
 # The stages that a field is for; a flag of another stage is refused. All other fields are for all.
 FIELDS = [field.name for field in dataclasses.fields(Config)]
 CODEC, TOKENS = FIELDS[FIELDS.index("channels"):FIELDS.index("tokenizer")], FIELDS[FIELDS.index("width"):]
+DISCRIMINATORS = CODEC[CODEC.index("adversarial_weight"):]
 ONLY = {**dict.fromkeys(CODEC, ("soundstream",)), **dict.fromkeys(TOKENS, ("semantic", "coarse", "fine")),
         **dict.fromkeys(("tokenizer", "clusters"), ("semantic",)), "semantic": ("coarse",),
         **dict.fromkeys(("soundstream", "coarse_quantizers"), ("coarse", "fine")),
@@ -298,6 +301,9 @@ class EnCodec:
         self.checksum = spec.removeprefix("encodec:")
         transformers = need("transformers", f"--soundstream {spec}")
         try:
+            kind = transformers.AutoConfig.from_pretrained(self.checksum).model_type
+            if kind != "encodec":
+                raise UserError(f"--soundstream {spec}: a model of the kind {kind}; expected encodec")
             self.model = transformers.EncodecModel.from_pretrained(self.checksum).float().to(device).eval()
         except OSError as error:  # no such model, or no way to it
             raise UserError(f"--soundstream {spec}: {str(error).splitlines()[0]}") from error
@@ -306,6 +312,9 @@ class EnCodec:
             raise UserError(f"--soundstream {spec}: a model of {settings.audio_channels} channels; expected one")
         self.rate, self.hop, self.codebook_size = settings.sampling_rate, settings.hop_length, settings.codebook_size
         self.quantizers, self.bandwidth = settings.num_quantizers, max(settings.target_bandwidths)
+        if (folder := Path(self.checksum)).is_dir():  # what is in a folder may change, unlike what is published
+            files = sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin"))
+            self.checksum = " ".join(checkpoint.checksum(path)[:16] for path in files)
 
     @torch.no_grad()
     def encode(self, wave, count=None):
@@ -1150,8 +1159,7 @@ def train(cfgs):
     tracker.check_stages(cfgs)
     if len(cfgs) > 1 and not first.soundstream and first.coarse_quantizers >= first.quantizers:
         raise UserError(f"--coarse_quantizers: {first.coarse_quantizers}, expected fewer than --quantizers")
-    for cfg in cfgs:
-        train_stage(cfg, device)
+    finished = [train_stage(cfg, device) for cfg in cfgs]
     run, command = shlex.quote(first.run_dir), ""
     if all((Path(first.run_dir) / stage / "model.pt").is_file() for stage in STAGES):
         command = "evaluate"
@@ -1159,13 +1167,16 @@ def train(cfgs):
         command = f"sample --reconstruct {run}/soundstream/samples/test_0_real.wav --out out.wav"
     if len(cfgs) > 1:
         args = EvaluateConfig(run_dir=first.run_dir, seed=first.seed, eval_samples=cfgs[-1].eval_samples)
-        report(f"The stages together ({first.run_dir}/sounds):", evaluate_together(args, device))
+        scores = Path(first.run_dir) / "scores.json"
+        scores = config.read_json(scores) if all(finished) and scores.is_file() else evaluate_together(args, device)
+        report(f"The stages together ({first.run_dir}/sounds):", scores)
         command = f"sample --prompt {run}/sounds/0_real.wav --prompt_seconds {PROMPT_SECONDS} --out out.wav"
     if dist.is_main() and command:
         print(f"\nNext: python train_audio.py {command} --run_dir {run}", flush=True)
 
 
 def train_stage(cfg, device):
+    """Train one stage; returns whether it was finished before."""
     # Let rank 0 hold the run folder and check all there is to check; make what earlier stages give.
     started, given = time.monotonic(), cfg
     cfg = dataclasses.replace(cfg, run_dir=str(Path(cfg.run_dir) / cfg.stage))
@@ -1178,7 +1189,7 @@ def train_stage(cfg, device):
     if finished:
         tracker.resend(cfg, run)
         report(f"{cfg.run_dir} is finished, at step {finished['step']}; to train on, give more --steps.", finished)
-        return
+        return True
 
     # Make what trains the models, or take it up where it was.
     modules, discriminators, discriminator_optimizers = {"model": task.model}, task.discriminators, []
@@ -1271,12 +1282,12 @@ def train_stage(cfg, device):
             if eval_due:
                 task.model.eval()
                 losses, samples = {"val_loss_online": task.figures("validation")["loss"]}, {}
-                if cfg.samples_from != "ema":
+                if cfg.samples_from != "ema" and step < cfg.steps:  # else those of the test are next
                     samples |= write_sounds(task, "validation", f"step_{step:08d}_online")
                 with average.applied(task.model):
                     figures = task.figures("validation")
                     losses |= {f"val_{name}": figures.pop(name) for name in ("loss", "accuracy") if name in figures}
-                    if cfg.samples_from != "online":
+                    if cfg.samples_from != "online" and step < cfg.steps:
                         samples |= write_sounds(task, "validation", f"step_{step:08d}")
                 task.model.train()
                 log.log(step, samples, **losses, **figures, evaluation_s=time.monotonic() - begun)
@@ -1309,6 +1320,7 @@ def train_stage(cfg, device):
         log.report()
     dist.gather(None)  # rank 0 has written model.pt, which the next stage or the evaluation of all reads
     report(f"Trained {cfg.run_dir}; this start took {time.monotonic() - started:.0f} s.", results)
+    return False
 
 
 def report(headline, results):

@@ -88,7 +88,7 @@ class Config(diffusion.Training):
     low_res_blur: Share = 0.5  # probability of blurring it
     random_crop: Natural = 0  # train on random crops of this size, 0 for whole pictures
     # Optimization
-    steps: Count = 1600  # optimizer steps
+    steps: Count = 2200  # optimizer steps
     lr: Positive = 2e-3  # peak learning rate
     # Evaluation and saving; both happen at the first log line at or after they are due
     eval_steps: Count = 25  # sampling steps of its pictures
@@ -121,7 +121,7 @@ class Config(diffusion.Training):
 STAGES = {
     "base": {},  # an upsampler has no attention and no condition but its low resolution (DALL-E 2 §2.1)
     "upsample": dict(image_size=32, low_res_size=16, mults=(1, 2), attention_levels=(), image_condition=False,
-                     random_crop=16, steps=900, eval_every=450, eval_steps=10),
+                     random_crop=16, steps=1100, eval_every=550, eval_steps=10),
 }
 PRESETS = {  # the base U-Net of DALLE2-pytorch's published config, over ViT-L/14
     "dalle2-64": dict(stage="base", clip="open_clip:ViT-L-14/openai", image_size=64, width=128, mults=(1, 2, 4, 8),
@@ -806,8 +806,8 @@ def evaluate_cascade(args, device):
 def evaluate(args):
     scores = evaluate_cascade(args, dist.setup(args.device))
     if dist.is_main():
-        print("\n".join(tracker.table(scores) or ["no scores: they need a CLIP, which --clip names"]))
-        print("\n".join(f"wrote {path}" for path in (args.grid, args.out) if path))
+        lines = tracker.table(scores) or ["no scores: they need a CLIP, which --clip names"]
+        print("\n".join([*lines, *(f"wrote {path}" for path in (args.grid, args.out) if path)]))
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ class Config(diffusion.Training):
     steps: Count = 560  # optimizer steps
     batch_size: Count = 256  # samples a step, over all ranks
     chunk_size: Count = 128  # samples in one forward pass; part of what defines a run
-    optimizer: Literal["adamw", "muon"] = "muon"  # muon needs half the steps of the paper's adamw on so few data
+    optimizer: Literal["adamw", "muon"] = "muon"  # Muon (Jordan 2024) needs half the steps of the paper's Adam here
     lr: Positive = 6e-3  # peak learning rate
     # Evaluation and saving; both happen at the first log line at or after they are due
     eval_every: Natural = 280  # steps between evaluations, 0 for none but the last

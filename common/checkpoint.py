@@ -151,7 +151,8 @@ class State:
         """modules: {"model": the module that is trained and averaged, NAME: others that are trained}.
 
         identity: {name: plain value} of what must not change while the run goes on. facts: {name: plain value} for
-        every file that it writes, of what it takes to make the model besides the config.
+        every file that it writes, of what it takes to make the model besides the config. Collective: UserError if the
+        ranks have other data or other code.
         """
         self.cfg, self.modules, self.average = cfg, modules, average
         self.optimizers, self.scaler, self.identity, self.facts = optimizers, scaler, identity, facts
@@ -176,10 +177,9 @@ class State:
         """UserError unless the contents `state` of the checkpoint `path` have the types and shapes of this State's."""
         if "identity" not in state:
             raise UserError(f"{path}: weights without the state of a run; start from them with --init_from, not --load")
-        scale = {"scale": 1.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 1, "_growth_tracker": 0}
-        group = {"params": [0]}
-        example = {"ema": {}, "optimizers": [{"state": {}, "param_groups": [group]}], "best_val_loss": 0.0, "step": 0,
-                   "scaler": scale if state.get("scaler") else {}, "identity": {}, "config": {}, "versions": {},
+        scale = torch.amp.GradScaler("cpu").state_dict() if state.get("scaler") else {}
+        example = {"ema": {}, "optimizers": [{"state": {}, "param_groups": [{"params": [0]}]}], "best_val_loss": 0.0,
+                   "step": 0, "scaler": scale, "identity": {}, "config": {}, "versions": {},
                    **{name: {} for name in self.modules}}
         if not like(state, example):
             raise UserError(f"{path}: damaged, or of another program: entries {', '.join(example)} are not as expected")

@@ -29,7 +29,7 @@ NonNegative = Annotated[float, ("0 or more", lambda value: value >= 0)]
 Share = Annotated[float, ("within 0 and 1", lambda value: 0 <= value <= 1)]
 Decay = Annotated[float, ("0 or more and below 1", lambda value: 0 <= value < 1)]
 FINITE = "a finite number", lambda value: not isinstance(value, float) or math.isfinite(value)
-SYNONYMS = {"--learning_rate": "--lr", "--epochs": "--steps"}  # that difflib would not find
+SYNONYMS = {"--learning_rate": "--lr"}  # that difflib would not find
 
 
 class UserError(ValueError):

@@ -48,10 +48,15 @@ def clip_of(folder):
     return spec, note.get("fingerprint")
 
 
+def spread(count, most):
+    """At most `most` evenly spaced numbers (int64) below `count`."""
+    return np.linspace(0, count - 1, min(count, most)).astype(np.int64)
+
+
 def digest_of(files, most=100):
     """16 digits that change with names or sizes of `files`, or with the first or last bytes of `most` of them."""
     digest = hashlib.sha256(repr([(Path(file).name, os.stat(file).st_size) for file in files]).encode())
-    for number in np.unique(np.linspace(0, len(files) - 1, min(len(files), most)).astype(int)):
+    for number in spread(len(files), most):
         with open(files[number], "rb") as file:
             digest.update(file.read(4096))
             file.seek(-min(4096, os.fstat(file.fileno()).st_size), os.SEEK_END)
@@ -249,7 +254,7 @@ class Embeddings:
 
     def check(self, most=100_000):
         """(unusable, checked, names of the first) of `most` evenly spaced rows; UserError if many are unusable."""
-        rows = np.linspace(0, len(self) - 1, min(len(self), most)).astype(np.int64)
+        rows = spread(len(self), most)
         bad = np.concatenate([some[~self._embeddings(some)[1]] for some in np.array_split(rows, -(-len(rows) // 256))])
         names = [self.name(row) for row in bad[:5]]
         if len(bad) > BAD_SHARE * len(rows):

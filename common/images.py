@@ -253,7 +253,7 @@ class Pictures(CaptionedImages):
 
     def check(self, most=256):
         """(unusable, checked, first faults) of `most` evenly spaced rows; UserError if most of them are unusable."""
-        rows = np.linspace(0, len(self) - 1, min(len(self), most)).astype(np.int64)
+        rows = data.spread(len(self), most)
         faults = [fault for row in rows if (fault := self.fault(row))]
         if len(faults) > len(rows) / 2:
             raise UserError(f"{self.path}: {len(faults)} of {len(rows)} pictures cannot be used: {faults[0]}")
@@ -261,7 +261,7 @@ class Pictures(CaptionedImages):
 
     def fingerprint(self):
         """Facts that change when the data does: rows, width, and a digest of names, sizes and a few contents."""
-        files = self.tars or [self.name(i) for i in range(len(self))]
+        files = self.tars or [self.name(i) for i in data.spread(len(self), 100)]  # the sizes of all are in `entries`
         files += [array.path for array in self.table.arrays.values()] if self.table else []
         digest = hashlib.sha256(self.names.tobytes() + self.entries.tobytes())
         digest.update(data.digest_of(files).encode())

@@ -277,14 +277,14 @@ class Recordings:
 
     def check(self, most=256):
         """(unusable, checked, first faults) of `most` evenly spaced rows, a minute of each; UserError if many are."""
-        rows = np.linspace(0, len(self) - 1, min(len(self), most)).astype(int)
+        rows = data.spread(len(self), most)
         faults = [fault for row in rows if (fault := self.fault(row, 60 * self.rate))]
         _refuse_many(faults, len(rows), min(5, len(rows) // 20))  # a few are left out of a small folder, too
         return len(faults), len(rows), faults[:5]
 
     def fingerprint(self):
         """Plain facts that change when the data does: recordings, rate, digest of names, lengths and a few contents."""
-        files = [self.path / key for key in self.keys] if self.headers else []
+        files = [self.path / self.keys[row] for row in data.spread(len(self.headers), 100)]
         facts = self.keys, self.who, self.headers, self.lines, data.digest_of(files)
         digest = hashlib.sha256(repr(facts).encode())
         return {"recordings": len(self), "rate": self.rate, "digest": digest.hexdigest()[:16]}
@@ -322,21 +322,26 @@ def _drawn(row, rate):
 
 
 class TokenCache:
-    """Tokens of a source's recordings, on disk: [row] -> int64 numpy (frames, Q). `empty`: rows without any."""
+    """Tokens of a source's recordings, on disk: [row] -> int64 numpy (frames, Q). `empty`: rows without any.
+
+    They are read as files: a memory map would end the process without a word if the file is cut meanwhile.
+    """
 
     def __init__(self, place):
-        self.place, self.tokens = place, np.load(place / "tokens.npy", mmap_mode="r")
+        tokens = np.load(place / "tokens.npy", mmap_mode="r")  # its header
+        self.path, self.offset, self.quantizers = place / "tokens.npy", tokens.offset, tokens.shape[1]
         self.edges = np.load(place / "edges.npy")
         self.empty = np.flatnonzero(np.diff(self.edges) == 0)
-
-    def __reduce__(self):
-        return TokenCache, (self.place,)
 
     def frames(self, row):
         return int(self.edges[row + 1] - self.edges[row])
 
     def __getitem__(self, row):
-        return self.tokens[self.edges[row]:self.edges[row + 1]].astype(np.int64)
+        count, offset = self.frames(row) * self.quantizers, self.offset + 2 * self.quantizers * int(self.edges[row])
+        tokens = np.fromfile(self.path, "<u2", count, offset=offset)
+        if len(tokens) < count:
+            raise UserError(f"{self.path}: was cut off while it was read; start again, and it is made anew")
+        return tokens.reshape(-1, self.quantizers).astype(np.int64)
 
 
 def token_cache(folder, source, key, encode, desc):
@@ -378,7 +383,7 @@ def _encode_parts(parts, encode, desc):
 
 
 def _join(place, parts, source):
-    """Make one array of all parts, which is then mapped into memory; sums.json, written last, commits it."""
+    """Make one array of all parts; sums.json, written last, commits it."""
     tokens = [tokens for path in parts for tokens in np.load(path).values()]
     empty = [row for row, found in enumerate(tokens) if not len(found)]
     if len(empty) > data.BAD_SHARE * len(source):

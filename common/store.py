@@ -24,11 +24,6 @@ from common import checkpoint, config, dist
 from common.config import UserError, need
 
 DEADLINE = 3600  # seconds that a download may take
-OPENER = urllib.request.OpenerDirector()  # http(s) alone, also for redirects: a server could name a local file
-for handler in (urllib.request.ProxyHandler, urllib.request.HTTPHandler, urllib.request.HTTPSHandler,
-                urllib.request.HTTPRedirectHandler, urllib.request.HTTPDefaultErrorHandler,
-                urllib.request.HTTPErrorProcessor, urllib.request.UnknownHandler):
-    OPENER.add_handler(handler())
 RESERVED = ("model", "config", "versions", "run", "step", "epoch", "samples_seen", "val_loss", "best_val_loss")
 
 
@@ -111,7 +106,6 @@ def fetch(address, folder, project=""):
             file = need("wandb", url).Api(timeout=30).run(f"{project}/{of_run[1]}").file(of_run[2])
             file.download(root=str(Path(folder, of_run[1])), replace=True).close()
         else:
-            urllib.request.install_opener(OPENER)
             download = concurrent.futures.Future()
             threading.Thread(target=_download, args=(url, path, sha256, download), daemon=True).start()
             download.result(DEADLINE)
@@ -124,7 +118,12 @@ def fetch(address, folder, project=""):
 
 def _download(url, path, sha256, future):
     """Download to `path`, and tell the `future` how it went. A thread, as a server may send a byte now and then."""
+    opener = urllib.request.OpenerDirector()  # of http(s) alone: a server may redirect to a local file
+    for name in ("Proxy", "HTTP", "HTTPS", "HTTPRedirect", "HTTPDefaultError", "Unknown"):
+        opener.add_handler(getattr(urllib.request, f"{name}Handler")())
+    opener.add_handler(urllib.request.HTTPErrorProcessor())
     try:
+        urllib.request.install_opener(opener)
         torch.hub.download_url_to_file(url, str(path), sha256 or None)
         future.set_result(None)
     except BaseException as error:

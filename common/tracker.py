@@ -273,9 +273,8 @@ class Meter:
             passed = now - self.begun[name]
             due.append(step == cfg.steps or schedule.due(step, self.step, every, passed, minutes))
             self.begun[name] = now if due[-1] else self.begun[name]
-        given = signals or [signal.SIGTERM] * dist.orphaned()
-        found = [number for rank in dist.gather(list(given)) for number in rank]
-        return (*dist.broadcast(due), found[0] if found else None)
+        ranks = dist.gather((due, signals or [signal.SIGTERM] * dist.orphaned()))
+        return (*ranks[0][0], next((given[0] for _, given in ranks if given), None))
 
     def add(self, loss_sum, batch):
         """Count a step. loss_sum: this rank's loss, summed over its samples; batch: its chunks, with unusable rows."""
@@ -298,9 +297,8 @@ class Meter:
         cfg, scaler, step = self.state.cfg, self.state.scaler, self.state.step
         samples = (step - self.step) * cfg.batch_size
         *losses, unusable = dist.total([*torch.stack(self.losses).tolist(), len(self.unusable)])
-        for number, value in enumerate(losses, self.step + 1):
-            self.check_finite([value], number)
-        self.check_finite([norm.item()], step)
+        bad = [number for number, value in enumerate(losses, self.step + 1) if not math.isfinite(value)]
+        self.check_finite([*losses, norm.item()], bad[0] if bad else step)
         loss, rate = sum(losses) / samples, samples / (time.monotonic() - self.start)
         names = {name for names in dist.gather(self.unusable[:10]) for name in names} if unusable else set()
         if fresh := sorted(names - self.named):

@@ -357,6 +357,9 @@ def test_a_damaged_cache_of_tokens_is_made_anew(tmp_path):
         cache = recordings.token_cache(tmp_path, source, {"codec": "a"}, encode, "tokens")
         assert [cache[row].tolist() for row in range(4)] == [[[row] * 2] * 3 for row in range(4)]
     assert len(calls) == 12
+    os.truncate(cache.path, 170)  # while it is in use
+    with pytest.raises(UserError, match=r"tokens\.npy: was cut off while it was read"):
+        cache[3]
 
 
 @pytest.mark.parametrize("text", ["[]", "{}", '{"checkpoints": 3}', '{"checkpoints": [3], "finished": null}', "\x00",

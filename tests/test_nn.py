@@ -251,3 +251,13 @@ def test_a_bias_is_added_to_the_scores_of_steps_as_to_those_of_one_run(lengths):
         torch.testing.assert_close(model.step(x[[0, 1], here], memory, given), whole[[0, 1], here], rtol=1e-6,
                                    atol=1e-6)
     assert not torch.allclose(whole, model(x))
+
+
+def test_rotary_scores_depend_on_the_distance_alone():
+    q, k = torch.randn(2, 1, 8, generator=torch.Generator().manual_seed(0))
+    scores = torch.stack([(nn.rotate(q, nn.rotary_table(torch.tensor([m]), 8))
+                           * nn.rotate(k, nn.rotary_table(torch.tensor([n]), 8))).sum()
+                          for m, n in ((3, 0), (8, 5), (103, 100), (4, 0), (104, 100))])
+    torch.testing.assert_close(scores[:3], scores[:1].expand(3), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(scores[3], scores[4], rtol=1e-4, atol=1e-4)
+    assert (scores[0] - scores[3]).abs() > 1e-2

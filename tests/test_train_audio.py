@@ -200,6 +200,17 @@ def test_the_layout_is_the_one_that_its_docstring_draws_and_each_code_has_a_row_
         assert [owner[row] for row in inputs.tolist()] == first + second and place == len(first)
 
 
+def drift():
+    codec = codec_of()
+    codec.quantizer.codebook[2, 5, 1] += 1e-3 * dist.rank()
+    dist.check_in_step({"model": codec}, 3)
+
+
+def test_a_codebook_entry_that_is_other_on_one_rank_is_found(on_ranks):
+    with pytest.raises(RuntimeError, match="by step 3: model of rank 1 not as on rank 0"):
+        on_ranks(2, drift)
+
+
 def crops_of(frames, rate, **settings):
     """TokenCrops of 40 frames of recordings of so many `frames`, in which each token is the number of its frame."""
     cfg = Config(**{**dict(stage="coarse", seconds=40 / rate, text="none"), **settings})
@@ -527,6 +538,9 @@ def mistake(*words, status):
       for stages, name in {stages: name for name, stages in train_audio.ONLY.items()}.items()
       for stage in STAGES if stage not in stages),
     ("--preset audiolm-fine --stage coarse", "--stage coarse: this preset is for --stage fine alone"),
+    ("--stage semantic --text none --text_drop 0.2", "--text_drop: it needs --text prefix or cross"),
+    ("--stage semantic --text_drop 0 --guidance_scale 2", "--guidance_scale: it needs --text and --text_drop"),
+    ("--stage soundstream --discriminator_after 1600 --stft_window 256", "--stft_window: it needs --discriminator_af"),
     ("--stage soundstream --crop_samples 895", "too short for a discriminator"),
     ("--seconds 0.01", "0.01 is shorter than a frame of 320 samples"), ("--steps 500", "before --quantize_after 500"),
     ("sample --out a.mp3", "--out: a.mp3: expected a name that ends in .wav"),
