@@ -1169,7 +1169,7 @@ def train(cfgs):
         args = EvaluateConfig(run_dir=first.run_dir, seed=first.seed, eval_samples=cfgs[-1].eval_samples)
         scores = Path(first.run_dir) / "scores.json"
         scores = config.read_json(scores) if all(finished) and scores.is_file() else evaluate_together(args, device)
-        report(f"The stages together ({first.run_dir}/sounds):", scores)
+        tracker.announce(f"The stages together ({first.run_dir}/sounds):", scores)
         command = f"sample --prompt {run}/sounds/0_real.wav --prompt_seconds {PROMPT_SECONDS} --out out.wav"
     if dist.is_main() and command:
         print(f"\nNext: python train_audio.py {command} --run_dir {run}", flush=True)
@@ -1188,7 +1188,8 @@ def train_stage(cfg, device):
     resume_from, finished, more = dist.on_main(lambda: run.resume_point(cfg, identity))
     if finished:
         tracker.resend(cfg, run)
-        report(f"{cfg.run_dir} is finished, at step {finished['step']}; to train on, give more --steps.", finished)
+        headline = f"{cfg.run_dir} is finished, at step {finished['step']}; to train on, give more --steps."
+        tracker.announce(headline, finished)
         return True
 
     # Make what trains the models, or take it up where it was.
@@ -1319,14 +1320,8 @@ def train_stage(cfg, device):
             run.finish(state, results)
         log.report()
     dist.gather(None)  # rank 0 has written model.pt, which the next stage or the evaluation of all reads
-    report(f"Trained {cfg.run_dir}; this start took {time.monotonic() - started:.0f} s.", results)
+    tracker.announce(f"Trained {cfg.run_dir}; this start took {time.monotonic() - started:.0f} s.", results)
     return False
-
-
-def report(headline, results):
-    """A headline, and the results as a table."""
-    if dist.is_main():
-        print("\n".join([f"\n{headline}\n", *(f"  {line}" for line in tracker.table(results))]), flush=True)
 
 
 # Commands
@@ -1384,7 +1379,7 @@ class SampleConfig(Inference):
 
 
 def evaluate(args):
-    report(f"The stages together ({args.run_dir}/sounds):", evaluate_together(args, dist.setup(args.device)))
+    tracker.announce(f"The stages together ({args.run_dir}/sounds):", evaluate_together(args, dist.setup(args.device)))
 
 
 def evaluate_together(args, device):

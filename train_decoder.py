@@ -79,16 +79,18 @@ class Config(diffusion.Training):
     image_condition: bool = True  # condition on the image embedding
     text_encodings: Literal["none", "clip"] = "none"  # condition on the tokens of the caption, by CLIP
     max_text_len: Count = 77  # text encodings: longer texts are cut, shorter ones padded with learned tokens
-    # Diffusion
+    # Diffusion: as of SD3 (Esser et al. 2024); a cosine schedule as of DALL-E 2 needs twice the steps here
+    objective: Literal["x0", "v", "epsilon", "flow"] = "flow"  # what the network predicts; flow has levels of its own
+    timestep_density: Literal["uniform", "logit_normal", "mode"] = "logit_normal"  # timesteps in training (SD3 §3.1)
     learned_variance: bool = False  # also learn the variance of DDPM's steps (Nichol & Dhariwal 2021)
     image_drop: Share = 0.1  # probability of training a sample without its image embedding, for guidance
     text_drop: Share = 0.5  # probability of training a sample without its text
     threshold: Share = 0.0  # dynamic thresholding at this quantile (Imagen §2.3: 0.95), 0 for clipping to [-1, 1]
-    low_res_noise: Share = 0.3  # most noise added to the low-resolution picture, in shares of the timesteps
+    low_res_noise: Share = 0.0  # most noise added to the low-resolution picture, in shares of the timesteps (Imagen)
     low_res_blur: Share = 0.5  # probability of blurring it
     random_crop: Natural = 0  # train on random crops of this size, 0 for whole pictures
     # Optimization
-    steps: Count = 2200  # optimizer steps
+    steps: Count = 2000  # optimizer steps
     lr: Positive = 2e-3  # peak learning rate
     # Evaluation and saving; both happen at the first log line at or after they are due
     eval_steps: Count = 25  # sampling steps of its pictures
@@ -121,11 +123,13 @@ class Config(diffusion.Training):
 STAGES = {
     "base": {},  # an upsampler has no attention and no condition but its low resolution (DALL-E 2 §2.1)
     "upsample": dict(image_size=32, low_res_size=16, mults=(1, 2), attention_levels=(), image_condition=False,
-                     random_crop=16, steps=1100, eval_every=550, eval_steps=10),
+                     random_crop=16, objective="x0", timestep_density="uniform",  # flow leaves grain on flat grounds
+                     optimizer="adamw", steps=1100, eval_every=550, eval_steps=10),
 }
-PRESETS = {  # the base U-Net of DALLE2-pytorch's published config, over ViT-L/14
+PRESETS = {  # the base U-Net of DALLE2-pytorch's published config, over ViT-L/14, with DALL-E 2's diffusion
     "dalle2-64": dict(stage="base", clip="open_clip:ViT-L-14/openai", image_size=64, width=128, mults=(1, 2, 4, 8),
                       blocks=2, cond_width=512, head_width=64, attention_levels=(1, 2, 3),
+                      objective="epsilon", timestep_density="uniform", learned_variance=True, optimizer="adamw",
                       batch_size=2048, chunk_size=64, lr=1.2e-4, betas=(0.9, 0.999), steps=800_000,
                       warmup_steps=10_000, cosine=False, precision="bf16", validation=0.005, test=0.005,
                       crop_scale=0.75, log_every=100, eval_every=10_000, save_every=2_000, eval_samples=2048,
@@ -496,15 +500,13 @@ class Evaluator:
             result |= {"caption_accuracy": right / count, "caption_accuracy_ceiling": real_right / count}
             result |= {f"accuracy_{name}": good / max(1, all_named)
                        for name, good, all_named in zip(names, by_name, by_name[len(names):])}
-        return result, write_grid(file, *grid) if file and dist.is_main() else ""
-
-
-def write_grid(path, real, drawn, captions):
-    """Write real pictures, each with its caption, and below them what was drawn; returns the captions in one line."""
-    rows = media.captioned_grid(np.concatenate([real, drawn]), [*captions, *[""] * len(drawn)], len(real))
-    with checkpoint.replacing(path) as file:
-        media.write_png(file, rows)
-    return " | ".join(captions)
+        if not (file and dist.is_main()):
+            return result, ""
+        real, drawn, captions = grid
+        sheet = media.captioned_grid(np.concatenate([real, drawn]), [*captions, *[""] * len(drawn)], len(real))
+        with checkpoint.replacing(file) as picture:
+            media.write_png(picture, sheet)
+        return result, " | ".join(captions)
 
 
 # Training
@@ -580,7 +582,7 @@ def train(cfgs):
                               guidance_scale=(first.guidance_scale,), eta=(first.eta,), device=first.device,
                               eval_samples=2 * first.eval_samples, grid=f"{first.run_dir}/cascade.png",
                               out=f"{first.run_dir}/cascade.json")
-        report(f"The stages together, on {args.part} pictures ({args.grid}):", evaluate_cascade(args, device))
+        tracker.announce(f"The stages together, on {args.part} pictures ({args.grid}):", evaluate_cascade(args, device))
     if dist.is_main():
         run, prior = f"{first.run_dir}/{first.stage}", Path(SampleConfig.prior, "model.pt")
         spec = not first.low_res_size and checkpoint.load(f"{run}/model.pt")["clip"]
@@ -598,7 +600,8 @@ def train_stage(cfg, device):
     cfg, resume_from, finished, notes = dist.on_main(lambda: prepare(cfg, run, device))
     if finished:
         tracker.resend(cfg, run)
-        report(f"{cfg.run_dir} is finished, at step {finished['step']}; to train on, give more --steps.", finished)
+        headline = f"{cfg.run_dir} is finished, at step {finished['step']}; to train on, give more --steps."
+        tracker.announce(headline, finished)
         return
 
     # Make the model and what trains it, or take them up where they were.
@@ -702,14 +705,8 @@ def train_stage(cfg, device):
             run.finish(state, results)
         log.report()
     dist.gather(None)  # rank 0 has written model.pt, which the next stage or the evaluation of both reads
-    report(f"Trained {cfg.run_dir}; this start took {time.monotonic() - started:.0f} s. Pictures: "
+    tracker.announce(f"Trained {cfg.run_dir}; this start took {time.monotonic() - started:.0f} s. Pictures: "
            f"{cfg.run_dir}/samples", results)
-
-
-def report(headline, results):
-    """A headline, and the results as a table."""
-    if dist.is_main():
-        print("\n".join([f"\n{headline}\n", *(f"  {line}" for line in tracker.table(results))]), flush=True)
 
 
 # Commands

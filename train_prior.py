@@ -56,7 +56,6 @@ class Config(diffusion.Training):
     steps: Count = 560  # optimizer steps
     batch_size: Count = 256  # samples a step, over all ranks
     chunk_size: Count = 128  # samples in one forward pass; part of what defines a run
-    optimizer: Literal["adamw", "muon"] = "muon"  # Muon (Jordan 2024) needs half the steps of the paper's Adam here
     lr: Positive = 6e-3  # peak learning rate
     # Evaluation and saving; both happen at the first log line at or after they are due
     eval_every: Natural = 280  # steps between evaluations, 0 for none but the last
@@ -385,7 +384,7 @@ def prepare(cfg, run, device):
     resume_from, finished, more = run.resume_point(cfg, checkpoint.identity(cfg, FIXED, source, encoder))
     caption = source.captions.records([0])[0]["caption"] if source.captions else ""
     command = f"sample --text {shlex.quote(caption or 'a small red star')}" if facts["clip"] else "evaluate"
-    return cfg, resume_from, finished, notes + more, f"{command} --run_dir {shlex.quote(cfg.run_dir)}"
+    return cfg, resume_from, finished, notes + more, f"train_prior.py {command} --run_dir {shlex.quote(cfg.run_dir)}"
 
 
 def train(cfg):
@@ -396,7 +395,7 @@ def train(cfg):
     if finished:
         tracker.resend(cfg, run)
         headline = f"{cfg.run_dir} is finished, at step {finished['step']}; to train on, give more --steps."
-        return report(headline, finished, command)
+        return tracker.announce(headline, finished, command)
 
     # Make the model and what trains it, or take them up where they were.
     parts, encoder, facts = open_data(cfg, device)
@@ -497,14 +496,7 @@ def train(cfg):
         if dist.is_main():
             run.finish(state, results)
         log.report()
-    report(f"Trained {cfg.run_dir}; this start took {time.monotonic() - started:.0f} s.", results, command)
-
-
-def report(headline, results, command):
-    """The closing table, and a command that goes on from here."""
-    if dist.is_main():
-        print("\n".join([f"\n{headline}\n", *(f"  {line}" for line in tracker.table(results)),
-                         f"\nNext: python train_prior.py {command}"]), flush=True)
+    tracker.announce(f"Trained {cfg.run_dir}; this start took {time.monotonic() - started:.0f} s.", results, command)
 
 
 # Commands

@@ -336,3 +336,10 @@ def show(metrics):
 def table(metrics):
     """`metrics` as aligned lines, one a name."""
     return [f"{name:<40} {f'{value:.4f}' if isinstance(value, float) else value}" for name, value in metrics.items()]
+
+
+def announce(headline, results, command=""):
+    """Print a headline, `results` as a table, and the command that goes on from here; rank 0 alone does."""
+    if dist.is_main():
+        following = [f"\nNext: python {command}"] * bool(command)
+        print("\n".join([f"\n{headline}\n", *(f"  {line}" for line in table(results)), *following]), flush=True)
