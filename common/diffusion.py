@@ -37,7 +37,7 @@ class Training(config.Training):
     dream: bool = False  # train on the inputs its own error leads to (DREAM, Zhou et al. 2023); objective epsilon
     text_drop: Share = 0.1  # probability of training a sample without its text, for guidance
     # Optimization
-    optimizer: Literal["adamw", "muon"] = "muon"  # Muon (Jordan 2024) needs half the steps of the paper's Adam here
+    optimizer: Literal["adamw", "muon"] = "muon"  # Muon (Jordan 2024) needs fewer steps here than the papers' Adam
     # Evaluation and saving; both happen at the first log line at or after they are due
     guidance_scale: NonNegative = 1.0  # of the samples in evaluation, 1 for none
     eta: Share = 0.0  # noise of sampling: 1 as DDPM, 0 for DDIM

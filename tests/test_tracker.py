@@ -96,11 +96,15 @@ def test_a_rank_that_does_not_log_writes_and_prints_nothing(tmp_path, capsys, mo
             log.say("hello")
             log.report()
         tracker.resend(cfg, None)
+        tracker.announce("Trained.", {"step": 1}, "next.py")
     assert list(tmp_path.iterdir()) == [] and capsys.readouterr() == ("", "") and log.copies_best_checkpoint
     log = tracker_of(tmp_path)
     log.say("hello")
     log.report()
     assert "hello" in "".join(capsys.readouterr()) and (tmp_path / "report.html").is_file()
+    tracker.announce("Trained.", {"step": 1, "loss": 0.25}, "next.py --now")
+    assert [*map(str.split, capsys.readouterr().out.splitlines())] == [
+        [], ["Trained."], [], ["step", "1"], ["loss", "0.2500"], [], ["Next:", "python", "next.py", "--now"]]
 
 
 def test_figures_are_shown_at_a_readable_precision():
