@@ -90,7 +90,7 @@ class Config(diffusion.Training):
     low_res_blur: Share = 0.5  # probability of blurring it
     random_crop: Natural = 0  # train on random crops of this size, 0 for whole pictures
     # Optimization
-    steps: Count = 2000  # optimizer steps
+    steps: Count = 1800  # optimizer steps
     lr: Positive = 2e-3  # peak learning rate
     # Evaluation and saving; both happen at the first log line at or after they are due
     eval_steps: Count = 25  # sampling steps of its pictures
