@@ -79,9 +79,9 @@ class Config(diffusion.Training):
     image_condition: bool = True  # condition on the image embedding
     text_encodings: Literal["none", "clip"] = "none"  # condition on the tokens of the caption, by CLIP
     max_text_len: Count = 77  # text encodings: longer texts are cut, shorter ones padded with learned tokens
-    # Diffusion: as of SD3 (Esser et al. 2024); a cosine schedule as of DALL-E 2 needs twice the steps here
-    objective: Literal["x0", "v", "epsilon", "flow"] = "flow"  # what the network predicts; flow has levels of its own
-    timestep_density: Literal["uniform", "logit_normal", "mode"] = "logit_normal"  # timesteps in training (SD3 §3.1)
+    # Diffusion: as of SD3 (Esser et al. 2024); DALL-E 2's needs twice the steps here
+    objective: Literal["x0", "v", "epsilon", "flow"] = "flow"  # what the network predicts
+    timestep_density: Literal["uniform", "logit_normal", "mode"] = "logit_normal"  # in training
     learned_variance: bool = False  # also learn the variance of DDPM's steps (Nichol & Dhariwal 2021)
     image_drop: Share = 0.1  # probability of training a sample without its image embedding, for guidance
     text_drop: Share = 0.5  # probability of training a sample without its text
@@ -123,8 +123,9 @@ class Config(diffusion.Training):
 STAGES = {
     "base": {},  # an upsampler has no attention and no condition but its low resolution (DALL-E 2 §2.1)
     "upsample": dict(image_size=32, low_res_size=16, mults=(1, 2), attention_levels=(), image_condition=False,
-                     random_crop=16, objective="x0", timestep_density="uniform",  # flow leaves grain on flat grounds
-                     optimizer="adamw", steps=1100, eval_every=550, eval_steps=10),
+                     random_crop=16, optimizer="adamw",
+                     objective="x0", timestep_density="uniform",  # as flow leaves grain on flat grounds
+                     steps=1100, eval_every=550, eval_steps=10),
 }
 PRESETS = {  # the base U-Net of DALLE2-pytorch's published config, over ViT-L/14, with DALL-E 2's diffusion
     "dalle2-64": dict(stage="base", clip="open_clip:ViT-L-14/openai", image_size=64, width=128, mults=(1, 2, 4, 8),

@@ -4,6 +4,7 @@ import importlib
 import io
 import json
 import os
+import random
 import re
 import shlex
 import signal
@@ -27,6 +28,7 @@ AUDIO = dict(channels=2, strides=(4, 5, 8), codec_width=16, quantizers=4, codebo
             stft_window=256, quantize_after=2, discriminator_after=3, penalty_every=2, width=16, depth=2, heads=2,
             clusters=8, seconds=0.4, steps=6, batch_size=4, chunk_size=2, eval_samples=4, log_every=2, eval_every=4,
             save_every=2, warmup_steps=2, device="cpu")
+KILLS = int(os.environ.get("KILLS", 2))
 TIMINGS = ("samples_per_s", "evaluation_s")
 
 
@@ -130,6 +132,18 @@ class Forked:
         self.out.close()
         assert [process.exitcode for process in self.processes] == [expect] * len(self.processes), out
         return out
+
+
+def kill_often(script, words, ranks, seed):
+    """Start a script KILLS times, and kill it each time at a random moment; returns how often all ranks still ran."""
+    rng, running = random.Random(seed), 0
+    for _ in range(KILLS):
+        process = Forked(script, *words, ranks=ranks)
+        for _ in range(rng.randint(1, 5)):  # wait for so many lines of its output, then a little work more
+            process.out.readline()
+        sum(i * i for i in range(rng.randint(0, 1_000_000)))
+        running += process.kill()
+    return running
 
 
 def _forked(rank, ranks, folder, port, writer, script, words, environment):

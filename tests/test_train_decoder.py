@@ -2,15 +2,13 @@
 import dataclasses
 import inspect
 import json
-import os
-import random
 import shutil
 
 import helpers
 import numpy as np
 import pytest
 import torch
-from helpers import Forked, differences, flags, follow, metrics
+from helpers import KILLS, Forked, differences, flags, follow, kill_often, metrics
 
 import train_decoder
 import train_prior
@@ -286,21 +284,16 @@ def test_one_command_trains_both_stages_and_torchrun_on_2_ranks_loses_the_same(t
 
 @pytest.mark.parametrize("stage, ranks", [(stage, ranks) for stage in STAGES for ranks in (1, 2)])
 def test_killed_at_random_moments_and_started_again_ends_in_the_same_bits(stage, ranks, world, tmp_path):
-    kills, rng, running = int(os.environ.get("KILLS", 2)), random.Random(f"{stage} {ranks}"), 0
     shutil.copytree(world / "plain", tmp_path / "data")
     (tmp_path / "data/00003.png").write_bytes(b"hello")
-    words = flags(data=tmp_path / "data", **{**TINY, **STAGES[stage], "steps": 3 * kills}, crop_scale=0.5, flip=True,
+    words = flags(data=tmp_path / "data", **{**TINY, **STAGES[stage], "steps": 3 * KILLS}, crop_scale=0.5, flip=True,
                   text_encodings="clip", max_text_len=9)
     out = Forked("train_decoder", *words, *flags(run_dir=tmp_path / "whole"), ranks=ranks).finish()
     assert "1 of 160 pictures looked at" in out and out.count("00003.png: not a readable image") == 2  # and when met
-    for _ in range(kills):
-        process = Forked("train_decoder", *words, *flags(run_dir=tmp_path / "killed"), ranks=ranks)
-        for _ in range(rng.randint(1, 4)):  # wait for so many lines of its output, then a little work more
-            process.out.readline()
-        sum(i * i for i in range(rng.randint(0, 1_000_000)))
-        running += process.kill()
-    Forked("train_decoder", *words, *flags(run_dir=tmp_path / "killed"), ranks=ranks).finish()
-    assert running >= kills / 2 and not differences(tmp_path / "whole" / stage, tmp_path / "killed" / stage)
+    words += flags(run_dir=tmp_path / "killed")
+    running = kill_often("train_decoder", words, ranks, f"{stage} {ranks}")
+    Forked("train_decoder", *words, ranks=ranks).finish()
+    assert running >= KILLS / 2 and not differences(tmp_path / "whole" / stage, tmp_path / "killed" / stage)
 
 
 # Sampling
@@ -420,8 +413,3 @@ def test_mistakes_that_models_and_files_show_are_one_line_and_status_1(trained, 
     for settings, message in ((dict(train, chunk_size=12), "lower chunk_size to 6"),
                               (dict(train, stage="all", image_size=24), "16 pixels (0: none), but base")):
         assert message in mistake(*flags(**settings), ranks=2), message
-
-
-def test_the_preset_is_valid():
-    preset = train_decoder.Config(**train_decoder.PRESETS["dalle2-64"])
-    assert (preset.stage, preset.width, preset.mults, preset.batch_size) == ("base", 128, (1, 2, 4, 8), 2048)

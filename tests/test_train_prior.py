@@ -2,7 +2,6 @@
 import dataclasses
 import json
 import os
-import random
 import re
 import shutil
 from functools import partial
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import SMALL, Forked, check_loading, differences, flags, follow, metrics
+from helpers import KILLS, SMALL, Forked, check_loading, differences, flags, follow, kill_often, metrics
 
 import train_prior
 from common import accumulate, amp, checkpoint, clip, config, data, diffusion, dist, synthetic
@@ -231,17 +230,12 @@ def test_the_script_alone_does_not_import_what_makes_and_reads_pictures_and_soun
     (1, dict(text_encodings="shards", max_text_len=4, dropout=0.1, precision="bf16", checkpointing="true")),
     (2, dict(objective="v", loss_weight="min_snr", loss="huber", optimizer="muon", eta=0, guidance_scale=2))])
 def test_killed_at_random_moments_and_started_again_ends_in_the_same_bits(ranks, settings, emb, tmp_path):
-    kills, rng, running = int(os.environ.get("KILLS", 2)), random.Random(ranks), 0
-    words = flags(data=emb, **{**SMALL, "eval_every": 4, "steps": 8 * kills, **settings})
+    words = flags(data=emb, **{**SMALL, "eval_every": 4, "steps": 8 * KILLS, **settings})
     run(*words, *flags(run_dir=tmp_path / "whole"), ranks=ranks - 1 and ranks)
-    for _ in range(kills):
-        process = Forked("train_prior", *words, *flags(run_dir=tmp_path / "killed"), ranks=ranks)
-        for _ in range(rng.randint(1, 5)):  # wait for so many lines of its output, then a little work more
-            process.out.readline()
-        sum(i * i for i in range(rng.randint(0, 1_000_000)))
-        running += process.kill()
-    run(*words, *flags(run_dir=tmp_path / "killed"), ranks=ranks - 1 and ranks)
-    assert running > kills / 2 and not differences(tmp_path / "whole", tmp_path / "killed")
+    words += flags(run_dir=tmp_path / "killed")
+    running = kill_often("train_prior", words, ranks, ranks)
+    run(*words, ranks=ranks - 1 and ranks)
+    assert running > KILLS / 2 and not differences(tmp_path / "whole", tmp_path / "killed")
 
 
 def test_stopped_on_3_ranks_and_started_again_by_torchrun_on_2_loses_the_same_as_on_1(emb, finished, tmp_path):
