@@ -707,7 +707,7 @@ def train_stage(cfg, device):
         log.report()
     dist.gather(None)  # rank 0 has written model.pt, which the next stage or the evaluation of both reads
     tracker.announce(f"Trained {cfg.run_dir}; this start took {time.monotonic() - started:.0f} s. Pictures: "
-           f"{cfg.run_dir}/samples", results)
+                     f"{cfg.run_dir}/samples", results)
 
 
 # Commands
