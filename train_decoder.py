@@ -56,6 +56,7 @@ Fours = Annotated[int, ("a multiple of 4, for the group norms", lambda width: wi
 
 @dataclass(frozen=True)
 class Config(diffusion.Training):
+    """The defaults are rectified flow as of SD3 (Esser et al. 2024): DALL-E 2's epsilon takes far more steps."""
     # Run and data
     stage: Literal["all", "base", "upsample"] = "all"  # which stage to train; all: each in turn
     run_dir: str = "runs/decoder"  # folder of the runs: the stage's own is RUN/STAGE; started again, it resumes
@@ -79,8 +80,8 @@ class Config(diffusion.Training):
     image_condition: bool = True  # condition on the image embedding
     text_encodings: Literal["none", "clip"] = "none"  # condition on the tokens of the caption, by CLIP
     max_text_len: Count = 77  # text encodings: longer texts are cut, shorter ones padded with learned tokens
-    # Diffusion: as of SD3 (Esser et al. 2024); DALL-E 2's needs twice the steps here
-    objective: Literal["x0", "v", "epsilon", "flow"] = "flow"  # what the network predicts
+    # Diffusion
+    objective: Literal["x0", "v", "epsilon", "flow"] = "flow"  # what it predicts
     timestep_density: Literal["uniform", "logit_normal", "mode"] = "logit_normal"  # in training
     learned_variance: bool = False  # also learn the variance of DDPM's steps (Nichol & Dhariwal 2021)
     image_drop: Share = 0.1  # probability of training a sample without its image embedding, for guidance
@@ -123,8 +124,8 @@ class Config(diffusion.Training):
 STAGES = {
     "base": {},  # an upsampler has no attention and no condition but its low resolution (DALL-E 2 §2.1)
     "upsample": dict(image_size=32, low_res_size=16, mults=(1, 2), attention_levels=(), image_condition=False,
-                     random_crop=16, optimizer="adamw",
-                     objective="x0", timestep_density="uniform",  # as flow leaves grain on flat grounds
+                     random_crop=16, optimizer="adamw",  # as Muon gains nothing here,
+                     objective="x0", timestep_density="uniform",  # and flow leaves grain on flat grounds
                      steps=1100, eval_every=550, eval_steps=10),
 }
 PRESETS = {  # the base U-Net of DALLE2-pytorch's published config, over ViT-L/14, with DALL-E 2's diffusion

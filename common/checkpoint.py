@@ -11,6 +11,7 @@ import inspect
 import itertools
 import json
 import os
+import re
 from pathlib import Path
 
 import torch
@@ -119,8 +120,14 @@ def build(make, state, path, device="cpu"):
     return model.to(device).eval()
 
 
-def located(stored, place, folder):
-    """The path `stored`, noted in a folder `place` that is `folder` now; what has moved with it is found there."""
+def located(stored, place, folder, cwd=""):
+    """The path `stored`, as seen from `cwd`, noted in a folder `place` that is `folder` now; it may have moved, too.
+
+    None, a file beside it, and names such as open_clip:MODEL/WEIGHTS are no such paths, and are given back.
+    """
+    if not re.match(r"[^:]*/", stored or ""):
+        return stored
+    stored = os.path.join(cwd, stored)
     moved = os.path.normpath(os.path.join(folder, os.path.relpath(stored, place)))
     return moved if os.path.exists(moved) else stored
 

@@ -43,9 +43,7 @@ def clip_of(folder):
     path = Path(folder) / "clip.json"
     note = {name: str(value) for name, value in config.read_json(path).items()} if path.is_file() else {}
     spec = note.get("clip")
-    if "place" in note and re.match(r"[^:]*/", spec or ""):  # a path, not such as open_clip:MODEL/WEIGHTS
-        spec = checkpoint.located(spec, note["place"], folder)
-    return spec, note.get("fingerprint")
+    return checkpoint.located(spec, note["place"], folder) if "place" in note else spec, note.get("fingerprint")
 
 
 def spread(count, most):

@@ -3,7 +3,6 @@
 An adapted layer computes with weight + scale · B A (alpha is the rank); adapters are saved by themselves.
 """
 import os
-import re
 from pathlib import Path
 
 import torch
@@ -112,8 +111,8 @@ def read_model(kind, cls, path, weights="ema", scale=1.0):
         folder = path.absolute().parents[path.parent.name == "checkpoints"]
         settings, place = {**state["config"]}, os.path.join(state["cwd"], state["config"]["run_dir"])
         for values, name in [*((settings, name) for name in PATHS), (state, "clip"), (state.get("lora", {}), "base")]:
-            if re.match(r"[^:]*/", stored := values.get(name) or ""):  # a path, not such as open_clip:MODEL/WEIGHTS
-                values[name] = checkpoint.located(os.path.join(state["cwd"], stored), place, folder)
+            if name in values:
+                values[name] = checkpoint.located(values[name], place, folder, state["cwd"])
         state = checkpoint.averaged(state) if weights == "ema" else state
         state = merged(state, path, scale) if "lora" in state else state
         return cls(**config.from_dict(cls, {**settings, "run_dir": str(folder)}, path)), state
