@@ -80,6 +80,7 @@ def make(**settings):
     small |= {"max_text_len": 5} if "text_encodings" in settings else {}
     small |= {"low_res_noise": 0.3} if "low_res_size" in settings else {}
     cfg = train_decoder.Config(**{**small, **settings})
+    torch.manual_seed(0)
     return awake(train_decoder.UNet(cfg, 16, 12 if cfg.text_encodings == "clip" else 0))
 
 
@@ -215,7 +216,7 @@ def test_an_upsampler_learns_from_blurred_crops_with_noise_of_the_level_it_is_gi
     (1.5, 1.0, dict(objective="x0", learned_variance=True, low_res_size=8, threshold=0.8))], ids=str)
 def test_sampling_equals_one_with_two_passes_a_step(scale, eta, settings):
     unet = make(**settings).eval()
-    unet.out[-1].weight.data[:3] *= 10  # so that thresholds are reached
+    unet.out[-1].weight.data[:3] *= 10 if unet.cfg.threshold else 1  # it is reached; for others it enlarges rounding
     cfg, given, low_res = unet.cfg, inputs(unet), torch.rand(3, 3, 8, 8) if unet.cfg.low_res_size else None
     if cfg.low_res_size:
         given["low_res"] = media.resize(low_res, 16, "bicubic")
