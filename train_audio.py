@@ -15,7 +15,6 @@ SoundStream: Zeghidour et al. 2021. AudioLM: Borsos et al. 2022.
 import os
 
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: a thread that waits soon leaves its core to others
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no warning of find_unused_parameters, see dist.wrap
 
 import collections
 import copy
@@ -23,7 +22,6 @@ import dataclasses
 import itertools
 import math
 import shlex
-import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,7 +51,7 @@ from common import (
     tracker,
 )
 from common.config import Count, Decay, Natural, NonNegative, Positive, Share, UserError, need
-from common.nn import Memory, Transformer
+from common.nn import Memory, Transformer, learned_tokens
 from common.quantize import ResidualQuantizer
 
 BUILTIN_ROWS = 6_000  # recordings of the built-in syllables
@@ -81,12 +79,12 @@ class Config(config.Training):
     codebook_decay: Decay = 0.95  # of the codebooks' moving averages
     dead_below: NonNegative = 0.1  # codes of fewer frames a step are replaced; 2 would be all of them in small batches
     quantizer_dropout: Share = 1.0  # share of samples that are cut to a random number of quantizers
-    quantize_after: Natural = 500  # steps of the plain autoencoder before k-means makes the codebooks; the paper: 0
+    quantize_after: Natural = 300  # steps of the plain autoencoder before k-means makes the codebooks; the paper: 0
     mel_weight: NonNegative = 2e-5  # of the distance of mel spectra, summed as in the paper; the paper: 1
     wave_weight: NonNegative = 10.0  # of the L1 distance of waves (EnCodec Eq. 1); the paper: 0
     commitment_weight: NonNegative = 0.25  # of the distance of frames to their codes
     # Discriminators of the codec
-    discriminator_after: Natural = 1500  # steps without them; the paper: 0, which takes longer than minutes
+    discriminator_after: Natural = 1010  # steps without them; the paper: 0, which takes longer than minutes
     adversarial_weight: NonNegative = 0.1  # of the hinge loss; the paper: 1
     feature_weight: NonNegative = 10.0  # of the distance of features; the paper: 100
     penalty_weight: NonNegative = 10.0  # of the gradient penalty; 0 for none, as in the paper
@@ -142,12 +140,13 @@ class Config(config.Training):
 
 
 # What is different by default for a stage, and named settings for all of it.
-TRANSFORMER = dict(seconds=1.2, batch_size=64, chunk_size=32, optimizer="muon", lr=6e-3, ema_decay=0.98)
+TRANSFORMER = dict(seconds=1.2, batch_size=64, lr=3e-3, ema_decay=0.98)
 STAGES = {
-    "soundstream": dict(steps=1600, batch_size=16, chunk_size=8, lr=2e-3, weight_decay=0.0, betas=(0.8, 0.99),
+    "soundstream": dict(steps=1050, batch_size=16, lr=2e-3, weight_decay=0.0, betas=(0.8, 0.99),
                         max_grad_norm=5.0, ema_decay=0.99, eval_samples=96),
-    "semantic": dict(TRANSFORMER, steps=250),
-    "coarse": dict(TRANSFORMER, steps=500),
+    "semantic": dict(TRANSFORMER, steps=300),
+    # In equal time more of a text is heard than with the papers' Adam.
+    "coarse": dict(TRANSFORMER, steps=470, optimizer="muon", lr=6e-3),
     "fine": dict(TRANSFORMER, seconds=0.4, steps=150),
 }
 COMMON = dict(lr=1e-4, steps=1_000_000, warmup_steps=1_000, cosine=False, ema_decay=0.9999, validation=0.01,
@@ -184,6 +183,7 @@ FIXED_CODEC = (*FIXED, "channels", "strides", "codec_width", "quantizers", "code
                "discriminator_after", "discriminator_channels", "stft_window")
 FIXED_TOKENS = (*FIXED, "width", "depth", "heads", "position", "coarse_quantizers", "text", "max_text_len")
 
+MOST_CHUNK = 64  # recordings in one forward pass, at most, where --chunk_size is 0
 EVAL_SECONDS = 1.0  # length of the codec's crops in evaluation
 SOUNDS = 2  # recordings that an evaluation writes as WAV and PNG
 PROMPT_SECONDS = 0.4  # how much of them a continuation is given, in training's evaluations
@@ -544,7 +544,7 @@ class TokenTransformer(nn.Module):
         if cfg.text != "none":
             self.text_embed = nn.Embedding(len(self.tokenizer), width)
             self.text_encoder = Transformer(width, TEXT_DEPTH, cfg.heads, causal=False, ff_mult=8 / 3)
-            self.null_text_tokens = nn.Parameter(torch.randn(cfg.max_text_len, width) * 0.02)
+            self.null_text = learned_tokens(cfg.max_text_len, width)
 
     def text_tokens(self, texts):
         """Word tokens (B, L) of B texts, padded with 0; None for a model without text."""
@@ -559,9 +559,9 @@ class TokenTransformer(nn.Module):
         if self.cfg.text == "none":
             return None
         if text is None:
-            return self.null_text_tokens.expand(len(drop), -1, -1)
+            return self.null_text.weight.expand(len(drop), -1, -1)
         tokens = self.text_encoder(self.text_embed(text))
-        return torch.where(drop[:, None, None], self.null_text_tokens.to(tokens.dtype), tokens)
+        return torch.where(drop[:, None, None], self.null_text.weight.to(tokens.dtype), tokens)
 
     def relative(self, distance):
         """Bias (heads, …) for keys `distance` tokens back: 16 buckets of one, 16 up to 1,024 (T5, Raffel 2020)."""
@@ -794,11 +794,11 @@ class CodecTask:
         self.model = self.codec = SoundStream(cfg).to(device)
         self.discriminators = Discriminators(cfg).to(device) if cfg.discriminator_after < cfg.steps else None
 
-    def loss(self, model, batch, adversarial):
+    def loss(self, batch, adversarial):
         """(loss, reconstruction) of a chunk; `adversarial`: with what the discriminators say."""
-        fake, _, commitment = model(batch["wave"])
+        fake, _, commitment = self.model(batch["wave"])
         loss = reconstruction_loss(self.cfg, fake, batch["wave"], commitment)
-        if adversarial:  # by the bare discriminators: their ranks have nothing to synchronize here
+        if adversarial:
             loss = loss + adversarial_loss(self.cfg, self.discriminators, fake, batch["wave"])
         return loss, fake
 
@@ -816,9 +816,9 @@ class CodecTask:
             frames.append(self.model.latents(wave).flatten(0, 1).float())
         self.model.quantizer.initialize(torch.cat(frames), accumulate.number(cfg.seed, "kmeans"))
 
-    def update_codebooks(self, taken, step):
-        """Move the codebooks by what the step's chunks gathered on all ranks, if it was taken."""
-        if taken:
+    def update_codebooks(self, stepped, step):
+        """Move the codebooks by what the chunks gathered on all ranks, unless the step overflowed."""
+        if stepped:
             self.model.quantizer.update(accumulate.number(self.cfg.seed, "codes", step))
         else:
             self.model.quantizer.discard()
@@ -968,11 +968,11 @@ class TokenTask:
         seconds = np.array([min(crops.window, cache.frames(row)) for row in rows]) / rate
         return int(np.quantile(tokens, 0.95)), float(np.quantile(tokens / seconds, 0.95))
 
-    def loss(self, model, batch, adversarial=False):
+    def loss(self, batch, adversarial=False):
         """(loss, None) of a chunk. A sample's loss is the mean over its tokens, so a batch's is that of its chunks."""
         drop = torch.rand(len(batch["inputs"]), device=self.device) < self.cfg.text_drop
         text = self.model.text_tokens(batch.get("text"))
-        sums, counts, _ = model(batch["inputs"], batch["place"], batch["target"], text, drop)
+        sums, counts, _ = self.model(batch["inputs"], batch["place"], batch["target"], text, drop)
         return (sums / counts.clamp(min=1)).mean(), None
 
     @torch.no_grad()
@@ -1118,8 +1118,8 @@ def prepare(cfg, run):
 
     Returns (the config with nothing left open, the vocabulary of texts, messages).
     """
-    cfg, whole = tracker.prepare(cfg), Path(cfg.run_dir).parent
-    accumulate.plan(cfg.batch_size, cfg.chunk_size, 0, dist.world_size())
+    cfg = checkpoint.with_chunk_size(tracker.prepare(cfg), MOST_CHUNK)
+    whole = Path(cfg.run_dir).parent
     sources = open_sources(cfg)
     if cfg.text == "auto":
         use = dict(text="prefix") if cfg.stage == "semantic" and sources[0].texts else dict(
@@ -1210,8 +1210,6 @@ def train_stage(cfg, device):
     dist.check_in_step(modules, state.step)
     if cfg.compile:
         task.model.compile()
-    model = dist.wrap(task.model, device)
-    discriminators = discriminators and dist.wrap(discriminators, device)
 
     # Ask for the data in the order that seed and step give.
     plan = accumulate.plan(cfg.batch_size, cfg.chunk_size, dist.rank(), dist.world_size())
@@ -1220,20 +1218,58 @@ def train_stage(cfg, device):
 
     # Say what is to come, and where the figures go.
     if dist.is_main():
-        checkpoint.write_json({**config.as_json(given), "versions": state.versions}, run.folder / "config.json")
+        settings = {**config.as_json(given), "chunk_size": cfg.chunk_size}
+        checkpoint.write_json({**settings, "versions": state.versions}, run.folder / "config.json")
     log = tracker.Tracker(run, state, len(task.training[1]))
     log.say(f"{cfg.stage}: {sum(p.numel() for p in task.model.parameters()):,} parameters, {len(task.recordings):,} "
-            f"recordings of {len(task.recordings.speakers):,} speaker(s), {dist.world_size()} rank(s) on {device.type}")
+            f"recordings of {len(task.recordings.speakers):,} speaker(s), "
+            f"{accumulate.described(cfg)}, {dist.world_size()} rank(s) on {device.type}")
     for note in filter(None, notes):
         log.say(note)
 
-    with log, tracker.signals() as signals:  # the log hears how it ends
-        meter, chunks, taken = tracker.Meter(log, state, cfg.stage), [], True
+    # After a signal the meter saves and ends the run. The log hears how it ended.
+    with log, dist.stop_signals, tracker.Meter(log, state, cfg.stage) as meter:
         task.model.train()
-        while state.step < cfg.steps:
+        stepped = True
+        while True:
+            dist.stop_signals.check()
+
+            # Log; evaluate and save when they are due. Here ranks and GPUs are waited for.
+            if meter.line_due():
+                loss = meter.line()
+                eval_due, save_due = meter.due()
+                if eval_due:
+                    begun = time.monotonic()
+                    last = state.step >= cfg.steps  # so the sounds of the test are next
+                    samples = {}
+                    task.model.eval()
+                    losses = {"val_loss_online": task.figures("validation")["loss"]}
+                    if cfg.samples_from != "ema" and not last:
+                        samples |= write_sounds(task, "validation", f"step_{state.step:08d}_online")
+                    with average.applied(task.model):
+                        figures = task.figures("validation")
+                        if cfg.samples_from != "online" and not last:
+                            samples |= write_sounds(task, "validation", f"step_{state.step:08d}")
+                    task.model.train()
+                    losses["val_loss"] = figures.pop("loss")
+                    if "accuracy" in figures:
+                        losses["val_accuracy"] = figures.pop("accuracy")
+                    seconds = time.monotonic() - begun
+                    log.log(state.step, samples, **losses, **figures, evaluation_s=seconds)
+                    log.evaluated(state.step, {"loss": loss, **losses}, figures)
+                    meter.check_finite(losses.values(), state.step + 1)
+                    complete = not codec or task.model.quantizer.ready  # before k-means: no codes
+                    best = complete and run.save_best(state, losses["val_loss"], log)
+                    save_due = save_due or (best and log.copies_best_checkpoint)
+                    log.report()
+                if save_due:
+                    run.commit(state, log)
+                meter.restart()
+            if state.step >= cfg.steps:
+                break
+
             # Set the learning rates; a codec makes its codebooks when they are due, and then has discriminators.
-            lr = schedule.learning_rate(state.step, cfg.lr, cfg.warmup_steps, cfg.cosine_steps or cfg.steps, cfg.cosine)
-            schedule.set_learning_rate(optimizers, lr)
+            schedule.set_learning_rate(optimizers, schedule.of_config(state.step, cfg))
             if codec and state.step == cfg.quantize_after:
                 task.make_codebooks()
             adversarial = discriminators is not None and state.step >= cfg.discriminator_after
@@ -1243,69 +1279,39 @@ def train_stage(cfg, device):
                     since, cfg.discriminator_lr, cfg.discriminator_warmup_steps, last, cfg.cosine))
             penalty = cfg.penalty_weight if state.step % cfg.penalty_every == 0 else 0.0
 
-            # Take one optimizer step. One that overflowed did not happen: it is tried again, on the same samples.
-            chunks = [next(batches) for _ in plan] if taken else chunks
+            # Take one optimizer step.
+            if stepped:  # else fp16 overflowed: try the same samples again, at a lower scale
+                chunks = [next(batches) for _ in plan]
             step_loss = torch.zeros((), device=device)
             for chunk, batch in zip(plan, chunks):
                 accumulate.seed(cfg.seed, state.step, chunk.index)
                 batch = data.to_device(batch, device)
-                with dist.sync_if(model, chunk.last):
-                    with amp.autocast(device, cfg.precision):
-                        loss, fake = task.loss(model, batch, adversarial)
-                    scaler.scale(loss * chunk.weight).backward()
+                with amp.autocast(device, cfg.precision):
+                    loss, fake = task.loss(batch, adversarial)
+                scaler.scale(loss * chunk.weight).backward()
                 if adversarial:
-                    with dist.sync_if(discriminators, chunk.last):
-                        with amp.autocast(device, cfg.precision):
-                            own_loss = discriminator_loss(discriminators, fake, batch["wave"], penalty)
-                        scaler.scale(own_loss * chunk.weight).backward()
+                    with amp.autocast(device, cfg.precision):
+                        own_loss = discriminator_loss(discriminators, fake, batch["wave"], penalty)
+                    scaler.scale(own_loss * chunk.weight).backward()
                 step_loss += loss.detach() * (chunk.stop - chunk.start)
+            active = [task.model]
             models, limits = [optimizers], [cfg.max_grad_norm]
             if adversarial:  # both step at once; each is clipped by itself
+                active += [discriminators]
                 models += [discriminator_optimizers]
                 limits += [cfg.discriminator_max_grad_norm]
-            norms, taken = amp.step(scaler, models, limits)
+            dist.sum_gradients(*active)
+            norms, stepped = amp.step(scaler, models, limits)
             for module in modules.values():
                 module.zero_grad(set_to_none=True)
             if codec:
-                task.update_codebooks(taken, state.step)
-            if not taken:
+                task.update_codebooks(stepped, state.step)
+            if not stepped:
                 meter.overflows += 1
                 continue
             state.step += 1
             average.update(state.step)
-            meter.add(step_loss, chunks)
-            if state.step % cfg.log_every and state.step < cfg.steps:
-                continue
-
-            # Log; evaluate and save when they are due. Here the ranks meet, and the host waits for the device.
-            loss, step, begun = meter.line(norms[0], lr), state.step, time.monotonic()
-            eval_due, save_due, stop = meter.due(signals)
-            if eval_due:
-                task.model.eval()
-                losses, samples = {"val_loss_online": task.figures("validation")["loss"]}, {}
-                if cfg.samples_from != "ema" and step < cfg.steps:  # else those of the test are next
-                    samples |= write_sounds(task, "validation", f"step_{step:08d}_online")
-                with average.applied(task.model):
-                    figures = task.figures("validation")
-                    losses |= {f"val_{name}": figures.pop(name) for name in ("loss", "accuracy") if name in figures}
-                    if cfg.samples_from != "online" and step < cfg.steps:
-                        samples |= write_sounds(task, "validation", f"step_{step:08d}")
-                task.model.train()
-                log.log(step, samples, **losses, **figures, evaluation_s=time.monotonic() - begun)
-                log.say("\n    ".join([f"step {step}: " + tracker.show({"loss": loss, **losses}),
-                                       *tracker.table(figures)]))
-                meter.check_finite(losses.values(), step + 1)
-                complete = not codec or task.model.quantizer.ready  # before k-means there are no codes
-                best = complete and run.save_best(state, losses["val_loss"], log)
-                save_due = save_due or (best and log.copies_best_checkpoint)
-                log.report()
-            if save_due or stop:
-                run.commit(state, log)
-            if stop:
-                run.wait()
-                log.say(f"stopped by {signal.Signals(stop).name} at step {step}, all saved; the same command goes on")
-                raise SystemExit(128 + stop)
-            meter.restart()
+            meter.add(step_loss, norms[0], chunks)
         meter.bar.close()
 
         # Test the averaged weights, and save them last of all.

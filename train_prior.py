@@ -1,7 +1,7 @@
 """Train a diffusion prior: CLIP text embedding -> CLIP image embedding (DALL-E 2, Ramesh et al. 2022, §2.2).
 
     torchrun --nproc_per_node=2 train_prior.py                              # on captioned shapes that it makes itself
-    torchrun --nproc_per_node=8 train_prior.py --data emb --run_dir runs/emb --preset vit-l-14   # on your embeddings
+    torchrun --nproc_per_node=8 train_prior.py --data emb --run_dir runs/l14 --preset vit-l-14
     python train_prior.py --init_from runs/prior/model.pt --lora_rank 8 --run_dir runs/lora   # adapters alone
     python train_prior.py evaluate --run_dir runs/prior
     python train_prior.py sample --text "a small red star" --num_samples 4 --out embeddings.npy
@@ -11,11 +11,9 @@ The same command again resumes. `python train_prior.py [train|evaluate|sample] -
 import os
 
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: a thread that waits soon leaves its core to others
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no warning of find_unused_parameters, see dist.wrap
 
 import dataclasses
 import shlex
-import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +26,7 @@ from torch import nn
 
 from common import accumulate, amp, checkpoint, config, data, diffusion, dist, ema, optim, schedule, tracker
 from common.config import Count, Natural, NonNegative, Positive, Share, UserError
-from common.nn import TimeEmbedding, Transformer
+from common.nn import TimeEmbedding, Transformer, learned_tokens
 
 Clamp = Annotated[str, ("training, sampling or final", lambda when: when in ("training", "sampling", "final"))]
 
@@ -53,12 +51,11 @@ class Config(diffusion.Training):
     noise_draws: Count = 2  # (timestep, noise) draws a sample and step, which share one pass over its text
     clamp: tuple[Clamp, ...] = ("final",)  # embeddings to normalize: training (x0), sampling (each step), final
     # Optimization
-    steps: Count = 560  # optimizer steps
-    batch_size: Count = 256  # samples a step, over all ranks
-    chunk_size: Count = 128  # samples in one forward pass; part of what defines a run
-    lr: Positive = 6e-3  # peak learning rate
+    steps: Count = 1300  # optimizer steps
+    batch_size: Count = 128  # samples a step, over all ranks
+    lr: Positive = 2e-3  # peak learning rate
     # Evaluation and saving; both happen at the first log line at or after they are due
-    eval_every: Natural = 280  # steps between evaluations, 0 for none but the last
+    eval_every: Natural = 650  # steps between evaluations, 0 for none but the last
     eval_samples: Natural = 512  # most rows an evaluation takes, 0 for all
     eval_timesteps: tuple[Count, ...] = (8, 64)  # sampling steps at which the cosine figures are taken
     eta: Share = 1.0  # noise of sampling: 1 as DDPM, 0 for DDIM
@@ -72,6 +69,8 @@ class Config(diffusion.Training):
         diffusion.check_sampling(self, self.guidance_scale, max(self.eval_timesteps, default=0))
         tracker.check(self)
 
+
+MOST_CHUNK = 256  # samples in one forward pass, at most, where --chunk_size is 0
 
 PRESETS = {  # DALL-E 2's Table 3 for the optimizer; the size at which priors over ViT-L/14 are trained in public
     "vit-l-14": dict(clip="open_clip:ViT-L-14/openai", width=768, depth=12, heads=12, ff_mult=4.0,
@@ -101,12 +100,12 @@ class Prior(nn.Module):
         self.cfg, self.embed_width, width = cfg, embed_width, cfg.width
         self.text_in, self.image_in = nn.Linear(embed_width, width), nn.Linear(embed_width, width)
         self.time_in = TimeEmbedding(width, cfg.timesteps)
-        self.query_tokens = nn.Parameter(torch.randn(1, width) * 0.02)
-        self.null_text_tokens = nn.Parameter(torch.randn(1, width) * 0.02)
+        self.query = learned_tokens(1, width)
+        self.null_text = learned_tokens(1, width)
         if cfg.text_encodings != "none":
             self.encoding_in = nn.Linear(encoding_width, width)
-            self.padding_tokens = nn.Parameter(torch.randn(cfg.max_text_len, width) * 0.02)
-            self.null_encoding_tokens = nn.Parameter(torch.randn(cfg.max_text_len, width) * 0.02)
+            self.padding = learned_tokens(cfg.max_text_len, width)
+            self.null_encodings = learned_tokens(cfg.max_text_len, width)
         self.transformer = Transformer(width, cfg.depth, cfg.heads, dropout=cfg.dropout, ff_mult=cfg.ff_mult,
                                        checkpointing=cfg.checkpointing)
         self.out = nn.Linear(width, embed_width, bias=False)
@@ -118,12 +117,13 @@ class Prior(nn.Module):
         """Tokens (B, P, W) of `condition`; of "no text" where `drop` (B,) is true, or the text embedding is zero."""
         drop = (drop | ~condition["text_embed"].any(-1))[:, None, None]
         tokens = self.text_in(condition["text_embed"])[:, None]  # (B, 1, W)
-        tokens = torch.where(drop, self.null_text_tokens.to(tokens.dtype), tokens)
+        tokens = torch.where(drop, self.null_text.weight.to(tokens.dtype), tokens)
         if self.cfg.text_encodings == "none":
             return tokens
         encodings = self.encoding_in(condition["text_enc"])  # (B, L, W)
-        encodings = torch.where(condition["text_mask"][..., None], encodings, self.padding_tokens.to(encodings.dtype))
-        encodings = torch.where(drop, self.null_encoding_tokens.to(encodings.dtype), encodings)
+        padding = self.padding.weight.to(encodings.dtype)
+        encodings = torch.where(condition["text_mask"][..., None], encodings, padding)
+        encodings = torch.where(drop, self.null_encodings.weight.to(encodings.dtype), encodings)
         return torch.cat([encodings, tokens], dim=1)
 
     def noised_tokens(self, x_t, timestep):
@@ -135,7 +135,7 @@ class Prior(nn.Module):
         """Predictions (B, K, D) for K noise draws a sample, from one pass over its text."""
         text, noised = self.text_tokens(condition, drop), self.noised_tokens(x_t, timestep)
         prefix, draws, device = text.shape[1], timestep.shape[1], text.device
-        queries = self.query_tokens.to(text.dtype).expand(*timestep.shape, -1)
+        queries = self.query.weight.to(text.dtype).expand(*timestep.shape, -1)
         tokens = torch.cat([text, noised.flatten(1, 2), queries], dim=1)  # (B, P + 2K + K, W)
         # Every draw sees the text and itself: token i of draw d sees token j if j comes no later and is text or of d.
         draw = torch.arange(draws, device=device)
@@ -153,7 +153,8 @@ class Prior(nn.Module):
     def denoise(self, x_t, timestep, cache):
         """The prediction (B, D) for x_t (B, D) at `timestep` (B,), given the text's `cache`."""
         tokens = self.noised_tokens(x_t[:, None], timestep[:, None])[:, 0]  # (B, 2, W)
-        tokens = torch.cat([tokens, self.query_tokens.to(tokens.dtype).expand(len(tokens), -1, -1)], dim=1)
+        query = self.query.weight.to(tokens.dtype).expand(len(tokens), -1, -1)
+        tokens = torch.cat([tokens, query], dim=1)
         return self.out(self.transformer(tokens, cache=cache, keep=1))[:, 0]
 
     def normalize(self, embedding):
@@ -180,8 +181,8 @@ def conditioning(batch, cfg, encoder):
 
 # Loss
 
-def diffusion_loss(model, prior, batch, condition, plain=False):
-    """Mean loss over a chunk: one pass of `model`, which is `prior` or its DDP wrapper.
+def diffusion_loss(prior, batch, condition, plain=False):
+    """Mean loss over a chunk: one pass of the model.
 
     plain: without loss weights and DREAM, as in evaluation, so that it compares across settings.
     """
@@ -197,7 +198,7 @@ def diffusion_loss(model, prior, batch, condition, plain=False):
             predicted = prior(x_t, timestep, condition, drop).float()
         torch.clear_autocast_cache()  # torch keeps weights cast without gradients for the pass that needs them
         x_t, target = diffusion.dream(x_t, noise, predicted, sigma)
-    prediction = model(x_t, timestep, condition, drop).float()
+    prediction = prior(x_t, timestep, condition, drop).float()
     if "training" in cfg.clamp:
         prediction = prior.normalize(prediction)
     loss = diffusion.distance(cfg.loss, prediction, target)
@@ -270,7 +271,8 @@ class Evaluator:
     def loss(self, prior, part):
         """Mean diffusion loss over a part, without loss weights."""
         def loss_of(batch):
-            return diffusion_loss(prior, prior, batch, conditioning(batch, self.cfg, self.encoder), plain=True)
+            condition = conditioning(batch, self.cfg, self.encoder)
+            return diffusion_loss(prior, batch, condition, plain=True)
         return diffusion.mean_loss(prior, loss_of, *self.parts[part], self.cfg, self.device)
 
     @torch.no_grad()
@@ -282,9 +284,11 @@ class Evaluator:
         cfg, mode, (source, rows) = self.cfg, prior.training, self.parts[part]
         rows = rows[np.arange(min(len(rows), cfg.eval_samples or len(rows)))]
         others, totals = np.roll(rows, -(len(rows) // 2)), np.zeros(2 + 3 * len(cfg.eval_timesteps))
+        unrelated_texts = data.Chunks(source, others)
         prior.eval()
-        batches = (data.batches(source, each, 0, cfg.chunk_size) for each in (rows, others))
-        for (number, batch), (_, other) in zip(*batches):
+        for number, batch in data.batches(source, rows, 0, cfg.chunk_size):
+            first = number * cfg.chunk_size
+            other = unrelated_texts[first, first + len(batch["rows"])]
             batch, other = (data.to_device(each, self.device) for each in (batch, other))
             condition, other = (conditioning(each, cfg, self.encoder) for each in (batch, other))
             text, image, unrelated = condition["text_embed"], batch["image_embed"], other["text_embed"]
@@ -322,7 +326,9 @@ class Evaluator:
         held_out = np.concatenate([rows["validation"], rows["test"]])
         judge = synthetic.Judge(F.normalize(source.fetch(held_out)[0]["image_embed"], dim=-1).numpy(), values[held_out])
         totals = np.zeros(6)  # draws, matches, real matches; entropy of draws, of real ones, of all that fits
-        for number, row in list(enumerate(rows[part][:captions]))[dist.rank()::dist.world_size()]:
+        held_out_captions = rows[part][:captions]
+        for number in dist.deal(len(held_out_captions)):
+            row = held_out_captions[number]
             accumulate.seed(cfg.seed, "scores", number)
             names = named[row]
             fitting = np.flatnonzero((values == values[row])[:, names].all(1))
@@ -370,8 +376,7 @@ def prepare(cfg, run, device):
     Returns (config with `data` as a folder, checkpoint to resume from or None, results of a run that is finished or
     None, messages, the command to give at the end).
     """
-    accumulate.plan(cfg.batch_size, cfg.chunk_size, 0, dist.world_size())  # there are enough chunks
-    cfg = tracker.prepare(cfg)
+    cfg = checkpoint.with_chunk_size(tracker.prepare(cfg), MOST_CHUNK)
     if cfg.data == "shapes":
         from common import clip
         cfg = dataclasses.replace(cfg, data=clip.builtin_data(run.folder.parent, device))
@@ -418,7 +423,6 @@ def train(cfg):
     dist.check_in_step({**state.modules, "prior": prior}, state.step)
     if cfg.compile:
         prior.compile()
-    model = dist.wrap(prior, device)
 
     # Ask for the data in the order that seed and step give.
     plan = accumulate.plan(cfg.batch_size, cfg.chunk_size, dist.rank(), dist.world_size())
@@ -428,63 +432,68 @@ def train(cfg):
 
     # Say what is to come, and where the figures go.
     if dist.is_main():
-        checkpoint.write_json({**config.as_json(given), "versions": state.versions}, run.folder / "config.json")
+        settings = {**config.as_json(given), "chunk_size": cfg.chunk_size}
+        checkpoint.write_json({**settings, "versions": state.versions}, run.folder / "config.json")
     log = tracker.Tracker(run, state, len(rows))
     size = f"{sum(p.numel() for p in trained.parameters()):,} parameters{' of adapters' * bool(cfg.lora_rank)}"
     size += f", {len(source):,} rows of width {source.width}"
-    for note in filter(None, [f"{size}, {dist.world_size()} rank(s) on {device.type}", *notes]):
+    size += f", {accumulate.described(cfg)}, {dist.world_size()} rank(s) on {device.type}"
+    for note in filter(None, [size, *notes]):
         log.say(note)
 
-    with log, tracker.signals() as signals:  # the log hears how it ends
-        meter, chunks, taken = tracker.Meter(log, state, "prior"), [], True
+    # After a signal the meter saves and ends the run. The log hears how it ended.
+    with log, dist.stop_signals, tracker.Meter(log, state, "prior") as meter:
         prior.train()
-        while state.step < cfg.steps:
-            # Take one optimizer step. One that overflowed did not happen: it is tried again, on the same samples.
-            lr = schedule.learning_rate(state.step, cfg.lr, cfg.warmup_steps, cfg.cosine_steps or cfg.steps, cfg.cosine)
-            schedule.set_learning_rate(optimizers, lr)
-            chunks, step_loss = [next(batches) for _ in plan] if taken else chunks, torch.zeros((), device=device)
+        stepped = True
+        while True:
+            dist.stop_signals.check()
+
+            # Log; evaluate and save when they are due. Here ranks and GPUs are waited for.
+            if meter.line_due():
+                loss = meter.line()
+                eval_due, save_due = meter.due()
+                if eval_due:
+                    begun = time.monotonic()
+                    figures = {}
+                    losses = {"val_loss_online": evaluator.loss(prior, "validation")}
+                    with average.applied(trained):
+                        losses["val_loss"] = evaluator.loss(prior, "validation")
+                        if state.step < cfg.steps:  # else the test is next
+                            figures = evaluator.figures(prior, "validation")
+                    seconds = time.monotonic() - begun
+                    log.log(state.step, **losses, **figures, evaluation_s=seconds)
+                    log.evaluated(state.step, {"loss": loss, **losses}, figures)
+                    meter.check_finite(losses.values(), state.step + 1)
+                    best = run.save_best(state, losses["val_loss"], log)
+                    save_due = save_due or (best and log.copies_best_checkpoint)
+                    log.report()
+                if save_due:
+                    run.commit(state, log)
+                meter.restart()
+            if state.step >= cfg.steps:
+                break
+
+            # Take one optimizer step.
+            schedule.set_learning_rate(optimizers, schedule.of_config(state.step, cfg))
+            if stepped:  # else fp16 overflowed: try the same samples again, at a lower scale
+                chunks = [next(batches) for _ in plan]
+            step_loss = torch.zeros((), device=device)
             for chunk, batch in zip(plan, chunks):
                 accumulate.seed(cfg.seed, state.step, chunk.index)
                 batch = data.to_device(batch, device)
-                with dist.sync_if(model, chunk.last):
-                    with amp.autocast(device, cfg.precision):
-                        loss = diffusion_loss(model, prior, batch, conditioning(batch, cfg, encoder))
-                    scaler.scale(loss * chunk.weight).backward()
+                with amp.autocast(device, cfg.precision):
+                    loss = diffusion_loss(prior, batch, conditioning(batch, cfg, encoder))
+                scaler.scale(loss * chunk.weight).backward()
                 step_loss += loss.detach() * (chunk.stop - chunk.start)
-            norm, taken = amp.step(scaler, optimizers, cfg.max_grad_norm)
-            model.zero_grad(set_to_none=True)
-            if not taken:
+            dist.sum_gradients(trained)
+            norm, stepped = amp.step(scaler, optimizers, cfg.max_grad_norm)
+            prior.zero_grad(set_to_none=True)
+            if not stepped:
                 meter.overflows += 1
                 continue
             state.step += 1
             average.update(state.step)
-            meter.add(step_loss, chunks)
-            if state.step % cfg.log_every and state.step < cfg.steps:
-                continue
-
-            # Log; evaluate and save when they are due. Here the ranks meet, and the host waits for the device.
-            loss, step, begun = meter.line(norm, lr), state.step, time.monotonic()
-            eval_due, save_due, stop = meter.due(signals)
-            if eval_due:
-                losses, figures = {"val_loss_online": evaluator.loss(prior, "validation")}, {}
-                with average.applied(trained):
-                    losses["val_loss"] = evaluator.loss(prior, "validation")
-                    if step < cfg.steps:  # else the test is next
-                        figures = evaluator.figures(prior, "validation")
-                log.log(step, **losses, **figures, evaluation_s=time.monotonic() - begun)
-                log.say("\n    ".join([f"step {step}: " + tracker.show({"loss": loss, **losses}),
-                                       *tracker.table(figures)]))
-                meter.check_finite(losses.values(), step + 1)
-                best = run.save_best(state, losses["val_loss"], log)
-                save_due = save_due or (best and log.copies_best_checkpoint)
-                log.report()
-            if save_due or stop:
-                run.commit(state, log)
-            if stop:
-                run.wait()
-                log.say(f"stopped by {signal.Signals(stop).name} at step {step}, all saved; the same command goes on")
-                raise SystemExit(128 + stop)
-            meter.restart()
+            meter.add(step_loss, norm, chunks)
         meter.bar.close()
 
         # Test the averaged weights, and save them last of all.

@@ -4,6 +4,7 @@ A chunk is the unit of everything random: it is seeded by (seed, step, chunk), s
 number of ranks, and gradient accumulation and data parallelism are one mechanism.
 """
 import hashlib
+import math
 import random
 from typing import NamedTuple
 
@@ -17,21 +18,40 @@ class Chunk(NamedTuple):
     index: int  # number of the chunk in its batch
     start: int  # its first sample in the batch
     stop: int  # one past its last sample
-    weight: float  # factor of its mean loss, so that DDP's average over ranks is the mean over the batch
-    last: bool  # whether it is this rank's last chunk, on which gradients are synchronized
+    weight: float  # its share of the batch, so that weight · mean loss adds up to the batch's mean
+
+
+def chunk_size_for(batch_size, world_size, most):
+    """The chunk size, at most `most`, that gives every rank about as many equal chunks of a batch.
+
+    UserError if there are more ranks than samples in a batch.
+    """
+    if batch_size < world_size:
+        raise UserError(f"--batch_size {batch_size}: fewer samples than the {world_size} ranks; "
+                        "raise it")
+    chunks_a_rank = math.ceil(batch_size / (world_size * most))
+    size = math.ceil(batch_size / (world_size * chunks_a_rank))
+    if math.ceil(batch_size / size) < world_size:
+        # 9 samples on 4 ranks: not 3, 3, 3 but 2, 2, 2, 2, 1
+        size = batch_size // world_size
+    return size
 
 
 def plan(batch_size, chunk_size, rank=0, world_size=1):
-    """The chunks that `rank` of `world_size` takes from each batch, rank, rank + world_size, …; UserError if none."""
-    count = -(-batch_size // chunk_size)
-    if count < world_size:
-        raise UserError(f"batch_size {batch_size} in chunks of {chunk_size} makes {count} chunk(s), too few for "
-                        f"{world_size} ranks; lower chunk_size to {max(1, batch_size // world_size)} or less")
+    """The chunks that `rank` of `world_size` takes from each batch: rank, rank + world_size, …"""
+    count = math.ceil(batch_size / chunk_size)
+    assert count >= world_size, "checkpoint.with_chunk_size refuses fewer chunks than ranks"
     chunks = []
     for index in range(rank, count, world_size):
-        start, stop = index * chunk_size, min((index + 1) * chunk_size, batch_size)
-        chunks.append(Chunk(index, start, stop, (stop - start) * world_size / batch_size, index + world_size >= count))
+        start = index * chunk_size
+        stop = min(start + chunk_size, batch_size)
+        chunks.append(Chunk(index, start, stop, (stop - start) / batch_size))
     return chunks
+
+
+def described(cfg):
+    """How a batch is cut, for the first line of a run."""
+    return f"batches of {cfg.batch_size} in chunks of {cfg.chunk_size}"
 
 
 def number(*key):

@@ -21,7 +21,7 @@ def step(scaler, optimizers, max_grad_norm):
 
     The gradients of one model's `optimizers` are clipped together to the norm `max_grad_norm` (0: not at all). For n
     models, lists of optimizers and n limits, the norms (n,) are separate. After an overflow nothing steps and the scale
-    is lowered: to the caller the step has not happened. The ranks agree, as DDP has summed the gradients.
+    is lowered: to the caller the step has not happened. The ranks agree, as gradients are summed.
     """
     several = isinstance(max_grad_norm, list)
     models, limits, norms = (optimizers, max_grad_norm, []) if several else ([optimizers], [max_grad_norm], [])
@@ -33,13 +33,14 @@ def step(scaler, optimizers, max_grad_norm):
         if limit:
             torch.nn.utils.clip_grads_with_norm_(parameters, limit, norms[-1])
     norms = torch.stack(norms)
-    taken = not scaler.is_enabled() or bool(norms.isfinite().all())  # only fp16 waits for the device here
-    for optimizer in [o for model in models for o in model if taken]:
+    # Only fp16 waits for the device here.
+    stepped = not scaler.is_enabled() or bool(norms.isfinite().all())
+    for optimizer in [o for model in models for o in model if stepped]:
         scaler.step(optimizer)
     scaler.update()
-    if not taken and scaler.get_scale() < 2 ** -20:
+    if not stepped and scaler.get_scale() < 2 ** -20:
         raise UserError("gradients overflow fp16 at any scale; use --precision bf16 or a lower --lr")
-    return norms if several else norms[0], taken
+    return norms if several else norms[0], stepped
 
 
 def load_scaler(scaler, state):

@@ -5,22 +5,47 @@ hold tensors and plain values only, and every load is `weights_only=True`.
 """
 import concurrent.futures
 import contextlib
-import fcntl
+import dataclasses
 import hashlib
 import inspect
 import itertools
 import json
+import math
 import os
+import platform
 import re
+import time
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
-from common import amp, config, dist, optim
+from common import accumulate, amp, config, dist, optim
 from common.config import UserError
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+    import msvcrt
+
 # Files
+
+def lock(file, wait=False):
+    """Lock an open file until it is closed. If another process has it: OSError, or `wait` for it."""
+    if fcntl:
+        # A record lock: forked workers do not inherit it.
+        fcntl.lockf(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return
+    file.seek(1 << 30)  # a byte that nobody writes: on Windows others cannot read what is locked
+    while True:
+        try:
+            return msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+        except OSError:
+            if not wait:
+                raise
+        time.sleep(1)
+
 
 @contextlib.contextmanager
 def replacing(path, durably=True):
@@ -42,7 +67,7 @@ def replacing(path, durably=True):
         if isinstance(cause, OSError):
             raise OSError(cause.errno, f"{cause.strerror}, writing", str(path)) from error
         raise
-    if durably:
+    if durably and os.name == "posix":  # Windows opens no folders
         folder = os.open(path.parent, os.O_RDONLY)
         os.fsync(folder)
         os.close(folder)
@@ -151,6 +176,10 @@ def versions(script):
     return {"torch": str(torch.__version__), "code": digest.hexdigest()[:12]}
 
 
+# What a stop between two log lines leaves for the next. losses: of each step, summed over samples.
+NOTHING_UNLOGGED = {"losses": [], "grad_norm": 0.0, "unusable": 0, "overflows": 0}
+
+
 class State:
     """What a checkpoint holds: weights, average, optimizers, gradient scaler, step, best validation loss."""
 
@@ -165,6 +194,7 @@ class State:
         self.optimizers, self.scaler, self.identity, self.facts = optimizers, scaler, identity, facts
         self.versions = versions(inspect.getfile(type(cfg)))  # the script is the file that has the Config
         self.step, self.best_val_loss = 0, float("inf")
+        self.unlogged = dict(NOTHING_UNLOGGED)
         dist.check_alike({**identity, "code": self.versions["code"]})
 
     def contents(self):
@@ -172,8 +202,14 @@ class State:
         return {**{name: module.state_dict() for name, module in self.modules.items()},
                 "ema": self.average.state_dict(), "optimizers": [opt.state_dict() for opt in self.optimizers],
                 "scaler": self.scaler.state_dict(), "step": self.step, "best_val_loss": self.best_val_loss,
+                "unlogged": self.unlogged,
                 "identity": self.identity, "config": config.as_json(self.cfg), "versions": self.versions,
                 "cwd": os.getcwd(), **self.facts}
+
+    @property
+    def logged_step(self):
+        """The step of the last line in metrics.jsonl that holds for this state."""
+        return self.step - len(self.unlogged["losses"])
 
     def start_from(self, path, strict=True):
         """Take the weights, and nothing else, of a model.pt or a checkpoint; not `strict`: those that fit."""
@@ -187,6 +223,7 @@ class State:
         scale = torch.amp.GradScaler("cpu").state_dict() if state.get("scaler") else {}
         example = {"ema": {}, "optimizers": [{"state": {}, "param_groups": [{"params": [0]}]}], "best_val_loss": 0.0,
                    "step": 0, "scaler": scale, "identity": {}, "config": {}, "versions": {},
+                   "unlogged": {**NOTHING_UNLOGGED, "losses": [0.0]},
                    **{name: {} for name in self.modules}}
         if not like(state, example):
             raise UserError(f"{path}: damaged, or of another program: entries {', '.join(example)} are not as expected")
@@ -206,6 +243,7 @@ class State:
         self.average.load_state_dict(state["ema"])
         optim.load(self.optimizers, state["optimizers"])
         self.step, best = state["step"], Path(self.cfg.run_dir) / "best.pt"
+        self.unlogged = state["unlogged"]
         if Path(path).parent.parent == best.parent:  # another run's best is not in this one's folder
             self.best_val_loss = state["best_val_loss"]
         elif best.is_file():
@@ -220,7 +258,8 @@ class State:
 
 def averaged(state):
     """The contents of model.pt from those of a checkpoint: averaged weights, and what it takes to use them."""
-    resuming = ("ema", "optimizers", "scaler", "identity", "best_val_loss", "discriminators")
+    resuming = ("ema", "optimizers", "scaler", "identity", "best_val_loss", "discriminators",
+                "unlogged")
     rest = {name: value for name, value in state.items() if name not in resuming}
     return {**rest, "model": state.get("ema", state["model"])}
 
@@ -243,6 +282,33 @@ def check_weights(module, state, path, strict=True):
 def load_weights(module, state, path, strict=True):
     """Load `state["model"]` into `module`; if it does not fit, UserError, or, not `strict`, what does fit of it."""
     module.load_state_dict(check_weights(module, state, path, strict), strict=False)
+
+
+def with_chunk_size(cfg, most):
+    """`cfg` with a chunk size: its own, that of the run which goes on, or one that is decided here.
+
+    The one decided gives every rank a chunk, of at most `most` samples. A run keeps its chunk size,
+    as a chunk is what is seeded.
+    """
+    identity = {}
+    record = record_of(cfg.run_dir) if cfg.resume == "auto" else {"checkpoints": []}
+    if record["checkpoints"]:
+        identity = record.get("identity")
+    elif cfg.load and not cfg.load_only_auto_resume:
+        identity = load(cfg.load).get("identity")
+    begun = like(identity, {"chunk_size": 1})
+    size = cfg.chunk_size
+    if not size and begun:
+        size = max(1, identity["chunk_size"])
+    if not size:
+        size = accumulate.chunk_size_for(cfg.batch_size, dist.world_size(), most)
+    chunks = math.ceil(cfg.batch_size / size)
+    if chunks < dist.world_size() and not begun:
+        raise UserError(
+            f"--chunk_size {size}: makes {chunks} chunk(s) of a batch of {cfg.batch_size}, too few for "
+            f"{dist.world_size()} ranks; leave it out, or give at most "
+            f"{max(1, cfg.batch_size // dist.world_size())}")
+    return dataclasses.replace(cfg, chunk_size=size)
 
 
 def identity(cfg, fixed, source, clip=None):
@@ -315,6 +381,7 @@ class Run:
         notes = []
         if resume == "never" and [*self.folder.glob("auto_resume.json"), *self.folder.glob("checkpoints/step_*.pt")]:
             number = next(i for i in itertools.count(1) if not Path(f"{self.folder}.{i}").exists())
+            self.lock.close()
             os.rename(self.folder, f"{self.folder}.{number}")
             notes.append(f"the earlier run is now in {self.folder}.{number}")
             self._hold()
@@ -329,17 +396,31 @@ class Run:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.lock = open(self.folder / ".lock", "a+")  # noqa: SIM115 (held until the process ends)
         try:
-            fcntl.lockf(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a record lock: forked workers do not inherit it
+            lock(self.lock)
         except OSError as error:
             self.lock.seek(0)
             raise UserError(f"{self.folder}: in use by another live process ({self.lock.read().strip()}); wait for it, "
                             "stop it, or give another --run_dir") from error
         self.lock.truncate(0)
-        self.lock.write(f"process {os.getpid()} on {os.uname().nodename}\n")
+        self.lock.write(f"process {os.getpid()} on {platform.node()}\n")
         self.lock.flush()
 
     def resume_point(self, cfg, identity):
         """(checkpoint to go on from or None, results of a run that is finished or None, notes).
+
+        UserError if there are more ranks than chunks to go on with.
+        """
+        path, finished, notes = self._resume_point(cfg, identity)
+        chunks = math.ceil(cfg.batch_size / cfg.chunk_size)
+        if chunks < dist.world_size() and not finished:
+            raise UserError(
+                f"{path}: its batches have {chunks} chunk(s) of {cfg.chunk_size} samples, so at "
+                f"most {chunks} rank(s) can go on with it; these are {dist.world_size()}. More "
+                f"ranks need a new --run_dir; --init_from {path} starts it from these weights")
+        return path, finished, notes
+
+    def _resume_point(self, cfg, identity):
+        """`resume_point` for any number of ranks.
 
         It is the newest intact one of the folder, else cfg.load, a local file. UserError if the run is another one, or
         if there were checkpoints, none is intact, and there is no cfg.load.

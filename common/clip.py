@@ -9,7 +9,6 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: a thread that w
 
 import collections
 import dataclasses
-import fcntl
 import hashlib
 import itertools
 import math
@@ -321,7 +320,7 @@ def builtin_data(folder, device):
     made_from = hashlib.sha256(repr(facts).encode()).hexdigest()
     out.mkdir(parents=True, exist_ok=True)
     with open(out / ".lock", "a") as lock:
-        fcntl.lockf(lock, fcntl.LOCK_EX)  # other runs may want the same
+        checkpoint.lock(lock, wait=True)  # other runs may want the same
         try:
             note = config.read_json(path)
             load(run, "cpu", str(note.get("fingerprint")))

@@ -64,17 +64,17 @@ class Training(Settings):
     # Optimization
     steps: Count = 1000  # optimizer steps
     batch_size: Count = 64  # samples a step, over all ranks
-    chunk_size: Count = 32  # samples in one forward pass; part of what defines a run
+    chunk_size: Natural = 0  # samples in one forward pass, kept by the run; 0: to fit the ranks
     lr: Positive = 1e-3  # peak learning rate
     warmup_steps: Natural = 50  # steps of linear warm-up
     cosine: bool = True  # after the warm-up, decay to 0 along half a cosine, else stay constant
     cosine_steps: Natural = 0  # step at which the cosine reaches 0; 0: the last
-    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for matrices, and AdamW for the rest
+    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for matrices, AdamW for the rest
     weight_decay: NonNegative = 0.01  # decoupled, on matrices and kernels only; 0 makes AdamW Adam
     betas: tuple[Decay, ...] = (0.9, 0.99)  # Adam's decays of the mean and of the square
     eps: Positive = 1e-8  # Adam's epsilon
     max_grad_norm: NonNegative = 1.0  # gradients are clipped to this norm, 0 for not at all
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"  # of matrix products and convolutions, by autocast
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"  # of products; fp32 is TF32 on GPUs
     ema_decay: Share = 0.9999  # decay of the averaged weights, 0 for no averaging
     ema_update_after: Natural = 0  # steps at first in which the average is a copy
     ema_update_every: Count = 1  # steps between updates of the average

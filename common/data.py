@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -104,9 +105,15 @@ def loader(chunks, spans, workers=0, pin_memory=False):
     """Items of `chunks` at `spans`, an iterable of (first, one past last), in order, read ahead by `workers`."""
     try:
         yield from torch.utils.data.DataLoader(chunks, batch_size=None, sampler=spans, num_workers=workers,
-                                               pin_memory=pin_memory)
+                                               pin_memory=pin_memory, worker_init_fn=ignore_signals)
     except UserError as error:  # a worker's comes with its traceback
         raise UserError(str(error).rpartition("UserError: ")[2].strip()) from None
+
+
+def ignore_signals(worker):
+    """Leave SIGTERM and Ctrl-C to the rank: torchrun and terminals send them to its workers, too."""
+    for number in dist.SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def training_spans(plan, batch_size, step):
@@ -117,9 +124,12 @@ def training_spans(plan, batch_size, step):
 
 
 def batches(source, rows, most, chunk_size):
-    """This rank's (number, batch) of the first `most` (0: all) of the `rows`, in order: ranks take chunks in turn."""
+    """This rank's (number, batch) of the first `most` (0: all) of the `rows`; ranks take turns.
+
+    Collective: all ranks read to the end, and meet before every batch to see whether to stop.
+    """
     count, chunks = min(len(rows), most or len(rows)), Chunks(source, rows)
-    for number in range(dist.rank(), -(-count // chunk_size), dist.world_size()):
+    for number in dist.deal(math.ceil(count / chunk_size)):
         yield number, chunks[number * chunk_size, min(count, (number + 1) * chunk_size)]
 
 
@@ -134,7 +144,7 @@ def to_device(batch, device):
 class Rows:
     """The rows of a float16 or float32 .npy file of `ndim` dimensions: [rows (n,)] -> float32 (n, …).
 
-    They are read by pread: a memory map would end the process without a word if the file is cut meanwhile.
+    They are read one by one: a memory map would end the process without a word if the file is cut meanwhile.
     """
 
     def __init__(self, path, ndim):
@@ -154,8 +164,12 @@ class Rows:
 
     def __getitem__(self, rows):
         places = (self.offset + np.asarray(rows) * self.row_bytes).tolist()
+        found = []
         with open(self.path, "rb", buffering=0) as file:
-            content = b"".join([os.pread(file.fileno(), self.row_bytes, place) for place in places])
+            for place in places:
+                file.seek(place)
+                found.append(file.read(self.row_bytes))
+        content = b"".join(found)
         if len(content) < len(rows) * self.row_bytes:
             raise UserError(f"{self.path}: was cut off while it was read; write it again")
         return np.frombuffer(content, self.dtype).reshape(len(rows), *self.shape[1:]).astype(np.float32)

@@ -36,8 +36,6 @@ class Training(config.Training):
     loss_gamma: Positive = 5.0  # of min_snr (Hang et al. 2023) and p2 (Choi et al. 2022)
     dream: bool = False  # train on the inputs its own error leads to (DREAM, Zhou et al. 2023); objective epsilon
     text_drop: Share = 0.1  # probability of training a sample without its text, for guidance
-    # Optimization
-    optimizer: Literal["adamw", "muon"] = "muon"  # Muon (Jordan 2024) needs fewer steps here than the papers' Adam
     # Evaluation and saving; both happen at the first log line at or after they are due
     guidance_scale: NonNegative = 1.0  # of the samples in evaluation, 1 for none
     eta: Share = 0.0  # noise of sampling: 1 as DDPM, 0 for DDIM

@@ -1,19 +1,19 @@
-"""Processes: torchrun's group, gradient averaging, sums over ranks. In a single process all of it does nothing."""
+"""Data parallel training (DDP) by hand: torchrun's group, sums over ranks, one stop for all.
+
+In a single process all of it does nothing.
+"""
 import atexit
-import contextlib
 import ctypes
 import gc
 import hashlib
 import os
 import signal
 import sys
-import warnings
 from datetime import timedelta
 
 import torch
 import torch.distributed as td
 import torch.distributed.nn  # its default arguments would keep alive a group that is there before it
-from torch.nn.parallel import DistributedDataParallel
 
 from common.config import UserError
 
@@ -45,6 +45,101 @@ PARENT = os.getppid()
 def orphaned():
     """Whether torchrun, which started this process, has ended."""
     return "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != PARENT
+
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Stopped(Exception):
+    """Some rank was sent the signal `number`. All ranks raise this at the same place, to save."""
+
+    def __init__(self, number):
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+class StopSignals:
+    """SIGTERM and Ctrl-C, noted in this process and agreed on by all ranks.
+
+    Training agrees at every step, by numbers that travel with the gradients (`sum_gradients`), and
+    stops between two steps (`check`). Evaluation agrees before every batch (`deal`).
+    """
+
+    def __init__(self):
+        self.listening = False
+        self.reset()
+
+    def reset(self):
+        self.counts = dict.fromkeys(SIGNALS, 0)  # of this process
+        self.to_check = None  # what all ranks had noted at a step, and when it is on the CPU
+        self.on_its_way = None  # the same of the step after, from a GPU
+
+    def __enter__(self):
+        self.reset()
+        self.listening = True
+        self.before = {number: signal.signal(number, self.note) for number in SIGNALS}
+
+    def __exit__(self, *error):
+        self.listening = False
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def note(self, number, frame):
+        """The handler: count the signal. Whatever comes after a Ctrl-C ends the process at once."""
+        self.counts[number] += 1
+        if self.counts[signal.SIGINT]:
+            for each in SIGNALS:
+                signal.signal(each, signal.SIG_DFL)
+
+    def noted(self):
+        """How often this process was sent each of SIGNALS. The end of torchrun is a SIGTERM."""
+        if orphaned():
+            return [1.0, 0.0]
+        return [float(count) for count in self.counts.values()]
+
+    def hear(self, message):
+        """Take in the sums over ranks of `noted`, a tensor (2,)."""
+        if not message.is_cuda:
+            self.to_check = message, None
+            return
+        # Copied while the GPU computes, and checked a step later, so that it always has work.
+        copy = message.to("cpu", non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+        self.to_check = self.on_its_way
+        self.on_its_way = copy, copied
+
+    def check(self):
+        """Raise Stopped on all ranks if any had noted a signal by the last step (GPU: one before)."""
+        if self.listening and self.to_check:
+            message, copied = self.to_check
+            if copied:
+                copied.synchronize()
+            self.stop_for(message.tolist())
+
+    def agree(self):
+        """Raise Stopped on all ranks if any has noted a signal. Collective while it is listening."""
+        if self.listening:
+            self.stop_for(total(self.noted()))
+
+    def stop_for(self, counts):
+        for number, count in zip(SIGNALS, counts):
+            if count:
+                raise Stopped(number)
+
+
+stop_signals = StopSignals()
+
+
+def deal(count):
+    """This rank's numbers below `count`: rank, rank + world_size, … All ranks meet before each.
+
+    It raises Stopped on all ranks after a signal to any.
+    """
+    for first in range(0, count, world_size()):
+        stop_signals.agree()
+        if first + rank() < count:
+            yield first + rank()
 
 
 def setup(device="auto", timeout_minutes=30):
@@ -82,26 +177,49 @@ def teardown():
     """Leave the process group, and wait for its threads: one that still holds a tensor when Python ends aborts it."""
     if td.is_initialized():
         td.destroy_process_group()
-        gc.collect()  # wrapped models and what they refer to; the last reference to the group joins the threads
+        gc.collect()  # the last reference to the group joins its threads
 
 
-def wrap(model, device):
-    """`model` with gradients averaged over the ranks. Buffers are not broadcast: who changes one keeps ranks alike.
+def sum_gradients(*modules):
+    """Add up the gradients of the modules over the ranks, in place. None counts as zeros.
 
-    find_unused_parameters is for what it turns off: DDP would lay out the gradients anew after its first step. Three
-    ranks or more would then add in another order than after a resume, and two models could wait for each other.
+    It is one all-reduce after a rank's last chunk, in the order of the parameters. So sums are
+    added in the same order at every start, and a run resumes bit for bit. DistributedDataParallel
+    lays its gradients out anew after the first step, which changes that order. With the gradients
+    travels which signals this rank has noted, for `stop_signals.check`.
     """
+    parameters = [p for module in modules for p in module.parameters() if p.requires_grad]
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
     if world_size() == 1:
-        return model
-    warnings.filterwarnings("ignore", "Grad strides do not match", UserWarning)  # convolutions of one channel
-    warnings.filterwarnings("ignore", "`broadcast_buffers`", FutureWarning)  # its successor is not in torch 2.10
-    return DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None,
-                                   broadcast_buffers=False, gradient_as_bucket_view=True, find_unused_parameters=True)
+        stop_signals.hear(torch.tensor(stop_signals.noted()))
+        return
+    gradients = [parameter.grad for parameter in parameters]
+    signals = torch.tensor(stop_signals.noted()).to(gradients[0].device, non_blocking=True)
+    flat = torch.cat([*(gradient.flatten() for gradient in gradients), signals])
+    td.all_reduce(flat)
+    *sums, signals = flat.split([*(gradient.numel() for gradient in gradients), len(signals)])
+    for gradient, total_of_ranks in zip(gradients, sums):
+        gradient.copy_(total_of_ranks.view_as(gradient))
+    stop_signals.hear(signals.clone())  # a view would keep all of `flat`
 
 
-def sync_if(model, condition):
-    """Context of a backward pass that averages gradients over ranks only if `condition` holds."""
-    return contextlib.nullcontext() if condition or world_size() == 1 else model.no_sync()
+def share(tensors):
+    """Give every rank what each tensor's owner has in it. Rank i % world_size owns tensor i."""
+    if world_size() == 1:
+        return
+    messages = []
+    for owner in range(world_size()):
+        owned = tensors[owner::world_size()]
+        if owned:
+            flat = torch.cat([tensor.flatten() for tensor in owned])
+            work = td.broadcast(flat, owner, async_op=True)
+            messages.append((work, flat, owned))
+    for work, flat, owned in messages:
+        work.wait()
+        for tensor, values in zip(owned, flat.split([tensor.numel() for tensor in owned])):
+            tensor.copy_(values.view_as(tensor))
 
 
 def gather(value):

@@ -17,6 +17,7 @@ PATHS = ("data", "val_data", "embeddings", "clip", "soundstream", "semantic")  #
 
 class Adapter(nn.Module):
     """A change of rank `rank` to a weight (out, in); none at first, as B is zero. It is fp32 whatever the weight is."""
+    matrices = ("A", "B")  # see optim.groups
 
     def __init__(self, weight, rank):
         super().__init__()

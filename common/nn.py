@@ -194,6 +194,11 @@ class Transformer(nn.Module):
         return self.norm(x)[:, 0]
 
 
+def learned_tokens(count, width):
+    """A table of learned tokens, whose weight is (count, width). Tables have no weight decay."""
+    return nn.Embedding.from_pretrained(torch.randn(count, width) * 0.02, freeze=False)
+
+
 class TimeEmbedding(nn.Module):
     """A timestep in [0, timesteps), whole or not, (B,) -> (B, width): a sinusoid and two layers (DDPM, App. B)."""
 

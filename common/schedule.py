@@ -17,6 +17,11 @@ def learning_rate(step, lr, warmup_steps, steps, cosine):
     return lr * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
+def of_config(step, cfg):
+    """`learning_rate` of the step by the settings of a config."""
+    return learning_rate(step, cfg.lr, cfg.warmup_steps, cfg.cosine_steps or cfg.steps, cfg.cosine)
+
+
 def set_learning_rate(optimizers, lr):
     """Give every parameter group of the `optimizers` the rate `lr`."""
     for optimizer in optimizers:

@@ -9,7 +9,6 @@ import math
 import os
 import re
 import shutil
-import signal
 import struct
 import sys
 import time
@@ -159,14 +158,15 @@ class Tracker:
     def _open(self, state):
         cfg, folder = self.cfg, self.run.folder
         kind, given = store.parse("logger", cfg.logger, LOGGERS)
-        path, last = folder / "metrics.jsonl", state.step >= cfg.steps
+        path, last = folder / "metrics.jsonl", state.logged_step >= cfg.steps
         content = path.read_bytes() if path.exists() else b""
         lines = [line[0] for line in re.finditer(rb'(?m)^\{"step": (\d+)\b.*\}\n', content)
-                 if int(line[1]) <= state.step and not (last and b'"test_loss"' in line[0])]
+                 if int(line[1]) <= state.logged_step and not (last and b'"test_loss"' in line[0])]
         with checkpoint.replacing(path) as file:
             file.writelines(lines)
         self.file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (open for the whole run)
-        self.logger = LOGGERS[kind](cfg, given, check_logger(cfg, self.run.record), state.step, len(lines))
+        known = check_logger(cfg, self.run.record)
+        self.logger = LOGGERS[kind](cfg, given, known, state.logged_step, len(lines))
         self.run.record["logger"] = {**self.logger.identity, "kind": kind}
         self.run.record["start"] = {"file": "config.json", "step": state.step, "values": self.values(state)}
         checkpoint.write_json(self.run.record, folder / "auto_resume.json")
@@ -209,6 +209,10 @@ class Tracker:
         if self.enabled:
             tqdm.write(text)
 
+    def evaluated(self, step, losses, figures):
+        """Print losses on a line, and the other figures of an evaluation below it."""
+        self.say("\n    ".join([f"step {step}: {show(losses)}", *table(figures)]))
+
     def report(self):
         """Write the folder's report.html anew, with what was logged and sampled so far."""
         if self.enabled:
@@ -247,22 +251,71 @@ class Tracker:
 
 
 class Meter:
-    """The progress bar, and sums since the last log line, taken without waiting for the device."""
+    """The progress bar, and sums since the last log line, taken without waiting for the device.
+
+    As a context, within that of dist.stop_signals, it saves where the ranks are after a signal, and
+    ends them.
+    """
 
     def __init__(self, log, state, desc):
-        self.log, self.state, self.named = log, state, set()
+        self.log = log
+        self.state = state
+        self.named = set()
         self.begun = dict.fromkeys(("eval", "save"), time.monotonic())  # when each was last due, or training began
         self.bar = progress(total=state.cfg.steps, initial=state.step, desc=desc, unit="step", disable=not log.enabled)
         self.restart()
+        self.step = state.logged_step
+        self.earlier = state.unlogged
+        state.unlogged = dict(checkpoint.NOTHING_UNLOGGED)
+        self.norm = self.earlier["grad_norm"]
+        self.overflows = self.earlier["overflows"]
 
     def restart(self):
         """Count from here on. The clock starts anew, too: it leaves out evaluating and saving."""
-        self.step, self.start, self.losses, self.unusable, self.overflows = self.state.step, time.monotonic(), [], [], 0
+        self.step = self.state.step
+        self.start = time.monotonic()
+        self.earlier = checkpoint.NOTHING_UNLOGGED
+        self.losses = []
+        self.norm = 0.0
+        self.unusable = []
+        self.overflows = 0
 
-    def due(self, signals):
-        """(whether to evaluate, whether to save, the signal to stop at or None), the same on all ranks; all call it.
+    def __enter__(self):
+        return self
 
-        Rank 0 decides, but for `signals`, of which any rank's counts; a torchrun that is gone counts as SIGTERM.
+    def __exit__(self, kind, error, trace):
+        self.bar.close()
+        if isinstance(error, dist.Stopped):
+            self.save()
+            self.log.say(f"stopped by {error} at step {self.state.step}, all saved; "
+                         "the same command goes on")
+            raise SystemExit(128 + error.number)
+        if error is None:  # a signal may have come after the last step: the next stage does not begin
+            try:
+                dist.stop_signals.agree()
+            except dist.Stopped as stopped:
+                raise SystemExit(128 + stopped.number) from None
+
+    def save(self):
+        """Save at any step, with what is not logged yet. So the resumed run logs the same lines."""
+        losses, unusable = self.totals()
+        self.check_steps(losses)
+        self.state.unlogged = {
+            "losses": losses,
+            "grad_norm": float(self.norm),
+            "unusable": unusable,
+            "overflows": self.overflows,
+        }
+        self.log.run.commit(self.state, self.log)
+        self.log.run.wait()
+
+    def line_due(self):
+        """Whether to log now: every cfg.log_every steps, and at the end."""
+        cfg, step = self.state.cfg, self.state.step
+        return step > self.step and (step % cfg.log_every == 0 or step == cfg.steps)
+
+    def due(self):
+        """(whether to evaluate, whether to save), decided by rank 0's clock; all ranks call it.
 
         Each is due at multiples of cfg.eval_every or cfg.save_every steps since the last line, when its minutes have
         passed since it was last due, and at the end.
@@ -273,14 +326,25 @@ class Meter:
             passed = now - self.begun[name]
             due.append(step == cfg.steps or schedule.due(step, self.step, every, passed, minutes))
             self.begun[name] = now if due[-1] else self.begun[name]
-        ranks = dist.gather((due, signals or [signal.SIGTERM] * dist.orphaned()))
-        return (*ranks[0][0], next((given[0] for _, given in ranks if given), None))
+        return dist.broadcast(due)
 
-    def add(self, loss_sum, batch):
-        """Count a step. loss_sum: this rank's loss, summed over its samples; batch: its chunks, with unusable rows."""
+    def add(self, loss_sum, norm, batch):
+        """Count a step. loss_sum: this rank's, summed over its samples; norm: of the gradients.
+
+        batch: this rank's chunks, with unusable rows.
+        """
         self.bar.update()
         self.losses.append(loss_sum)
+        self.norm = norm
         self.unusable += [name for chunk in batch for name in chunk["unusable"]]
+
+    def check_steps(self, losses):
+        """`check_finite` for the losses of the steps since the last line, and the last gradient."""
+        bad = self.state.step
+        for step, loss in reversed([*enumerate(losses, self.step + 1)]):
+            if not math.isfinite(loss):
+                bad = step
+        self.check_finite([*losses, float(self.norm)], bad)
 
     def check_finite(self, values, step):
         """UserError on every rank unless losses or gradients of step number `step` are finite; all ranks call it.
@@ -292,35 +356,30 @@ class Meter:
             dist.fail(f"{self.state.cfg.run_dir}: loss or gradient is not finite at step {step}; lower --lr or "
                       f"--max_grad_norm. The same command goes on from {good or 'the start: no checkpoint is good'}")
 
-    def line(self, norm, lr):
+    def totals(self):
+        """([loss of each step since the last line, summed over samples], unusable rows) of all."""
+        here = torch.stack(self.losses).tolist() if self.losses else []
+        *losses, unusable = dist.total([*here, len(self.unusable)])
+        if unusable:
+            names = {name for names in dist.gather(self.unusable[:10]) for name in names}
+            if fresh := sorted(names - self.named):
+                self.log.say(f"unusable, and replaced by the next row: {', '.join(fresh)}")
+            self.named |= names
+        return self.earlier["losses"] + losses, self.earlier["unusable"] + int(unusable)
+
+    def line(self):
         """Log the steps since the last line; returns their mean loss. All ranks call it, and wait for the device."""
         cfg, scaler, step = self.state.cfg, self.state.scaler, self.state.step
-        samples = (step - self.step) * cfg.batch_size
-        *losses, unusable = dist.total([*torch.stack(self.losses).tolist(), len(self.unusable)])
-        bad = [number for number, value in enumerate(losses, self.step + 1) if not math.isfinite(value)]
-        self.check_finite([*losses, norm.item()], bad[0] if bad else step)
-        loss, rate = sum(losses) / samples, samples / (time.monotonic() - self.start)
-        names = {name for names in dist.gather(self.unusable[:10]) for name in names} if unusable else set()
-        if fresh := sorted(names - self.named):
-            self.log.say(f"unusable, and replaced by the next row: {', '.join(fresh)}")
-        self.named |= names
+        losses, unusable = self.totals()
+        self.check_steps(losses)
+        lr = schedule.of_config(step - 1, cfg)
+        loss = sum(losses) / (len(losses) * cfg.batch_size)
+        rate = len(self.losses) * cfg.batch_size / (time.monotonic() - self.start)
         scale = {"scale": scaler.get_scale()} if scaler.is_enabled() else {}
-        self.log.log(step, samples_seen=step * cfg.batch_size, loss=loss, lr=lr, grad_norm=norm.item(),
-                     overflows=self.overflows, unusable_rows=int(unusable), samples_per_s=rate, **scale)
+        self.log.log(step, samples_seen=step * cfg.batch_size, loss=loss, lr=lr, grad_norm=float(self.norm),
+                     overflows=self.overflows, unusable_rows=unusable, samples_per_s=rate, **scale)
         self.bar.set_postfix_str(f"loss {loss:.4f}, {rate:.0f} samples/s", refresh=False)
         return loss
-
-
-@contextlib.contextmanager
-def signals():
-    """Context that gives a list, in which SIGTERM and Ctrl-C are noted: the loop stops when it can."""
-    gathered, numbers = [], (signal.SIGTERM, signal.SIGINT)
-    handlers = [signal.signal(number, lambda number, _: gathered.append(number)) for number in numbers]
-    try:
-        yield gathered
-    finally:
-        for number, handler in zip(numbers, handlers):
-            signal.signal(number, handler)
 
 
 def progress(steps=None, **settings):

@@ -17,7 +17,7 @@ from common import data, dist
 torch.set_num_threads(1)  # the models are tiny, and other processes run beside this one
 ROOT = Path(__file__).parent.parent
 FORKS = multiprocessing.get_context("forkserver")  # imports torch once; a process a rank is then forked in no time
-FORKS.set_forkserver_preload(["torch", "torch._dynamo", "numpy", "pytest"])  # the second is what DDP imports
+FORKS.set_forkserver_preload(["torch", "torch._dynamo", "numpy", "pytest"])  # the second is what optimizers import
 
 
 def _as_rank(rank, world_size, port, work, arguments):

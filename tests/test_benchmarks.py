@@ -2,9 +2,11 @@
 import importlib
 import json
 import math
+import types
 from pathlib import Path
 
 import pytest
+import torch
 
 import train_prior
 
@@ -29,6 +31,7 @@ def test_every_case_gives_a_line_with_what_it_found(name, cases, words, monkeypa
     bench = importlib.import_module(name)
     for constant in SMALL.keys() & vars(bench).keys():
         monkeypatch.setattr(bench, constant, SMALL[constant])
+    monkeypatch.setattr("bench_prior.SIDE", 256)
     monkeypatch.setitem(train_prior.PRESETS, "small", dict(width=16, depth=1, heads=2, ff_mult=2.0, max_text_len=4))
     monkeypatch.setattr("sys.argv", [name, *(cases or []), *words, "--repeats", "1", "--threads", "1"])
     bench.main()
@@ -37,3 +40,28 @@ def test_every_case_gives_a_line_with_what_it_found(name, cases, words, monkeypa
     found = [several.get(line["case"], line["case"]) for line in lines]
     assert list(dict.fromkeys(found)) == [*(cases or bench.CASES)]
     assert all(math.isfinite(line["ms"]) and line["ms"] > 0 for line in lines)
+    for line, case in zip(lines, found):
+        if case not in ("ema", "checkpoint", "order"):  # which compute nothing that counts
+            assert line["gflop"] > 0 and line["peak_gflop_per_s"] > 0 and 0 < line["share_of_peak"] < 1
+
+
+def test_a_line_has_flops_rates_and_what_is_made_of_the_seconds(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(FOLDER)
+    bench = importlib.import_module("bench_prior")
+    args = types.SimpleNamespace(device=torch.device("cpu"), precision="fp32", compile=False)
+    matrix = torch.randn(bench.SIDE, bench.SIDE)
+    bench.measure("product", args, lambda: matrix @ matrix, 5, parameters=7, doubled=lambda seconds: 2 * seconds)
+    line = json.loads(capsys.readouterr().out)
+    assert line["gflop"] == pytest.approx(2 * 2.048 ** 3, rel=1e-3) and line["parameters"] == 7
+    assert line["gflop_per_s"] == pytest.approx(line["gflop"] / line["ms"] * 1e3, rel=1e-2)
+    assert line["share_of_peak"] == pytest.approx(line["gflop_per_s"] / line["peak_gflop_per_s"], rel=1e-2)
+    assert line["doubled"] == pytest.approx(2e-3 * line["ms"], rel=1e-2)
+
+
+def test_flops_are_those_of_the_products_whatever_computes_attention(monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)
+    bench = importlib.import_module("bench_prior")
+    x, w = torch.randn(3, 4, 16, 8), torch.randn(8, 5)
+    assert bench.flops_of(lambda: x @ w) == 2 * 3 * 4 * 16 * 8 * 5
+    attention = torch.compile(torch.nn.functional.scaled_dot_product_attention, backend="eager")
+    assert bench.flops_of(lambda: attention(x, x, x)) == 2 * 2 * 3 * 4 * 16 * 16 * 8

@@ -30,7 +30,7 @@ def log_to(events):
 def state_of(folder, width=8, seed=0, other=False, **settings):
     """A State of a model with matrices, biases and buffers that steps change; `other`: and of a second model."""
     torch.manual_seed(seed)
-    cfg = config.Training(**{"run_dir": str(folder), "lr": 0.01, "ema_decay": 0.5, **settings})
+    cfg = config.Training(**{"run_dir": str(folder), "lr": 0.01, "ema_decay": 0.5, "chunk_size": 8, **settings})
     model = nn.Sequential(nn.Linear(4, width), nn.BatchNorm1d(width), nn.SiLU(), nn.Linear(width, 1))
     modules = {"model": model, "discriminators": nn.Linear(4, 1)} if other else {"model": model}
     optimizers = [o for m in modules.values() for o in optim.make(m, cfg.optimizer, cfg.lr, cfg.weight_decay)]
@@ -335,6 +335,39 @@ def test_a_missing_or_damaged_record_is_told_with_ways_out(text, tmp_path):
         opened(tmp_path / "run")
     assert resume_point(opened(tmp_path / "run", "never")) == (None, None, [])  # a way out
     assert len(os.listdir(tmp_path / "run.1/checkpoints")) == 2
+
+
+WINDOWS = """
+import fcntl, os, signal, sys, types
+import torch
+
+def locking(file, mode, size, lock=fcntl.lockf, how=fcntl.LOCK_EX | fcntl.LOCK_NB):
+    lock(file, how, size, os.lseek(file, 0, os.SEEK_CUR))
+
+sys.modules["fcntl"] = None
+sys.modules["msvcrt"] = types.SimpleNamespace(locking=locking, LK_NBLCK=2)
+from common import checkpoint
+run = checkpoint.Run(sys.argv[1])
+try:
+    run.open("auto")
+except checkpoint.UserError as error:
+    print(error)
+else:
+    print("held", flush=True)
+    signal.pause()
+"""
+
+
+def test_a_run_folder_is_locked_where_there_is_no_fcntl_as_on_windows(script, tmp_path):
+    first = script(WINDOWS, tmp_path / "run", wait=False)
+    assert first.stdout.readline() == "held\n", first.stderr.read()
+    message = f"{tmp_path}/run: in use by another live process (process {first.pid} on "
+    assert script(WINDOWS, tmp_path / "run").stdout.startswith(message)
+    first.kill()
+    first.wait()
+    last = script(WINDOWS, tmp_path / "run", wait=False)
+    assert last.stdout.readline() == "held\n"
+    last.kill()
 
 
 def test_a_save_that_has_begun_is_of_the_state_as_it_was(tmp_path, monkeypatch):

@@ -1,11 +1,11 @@
 """Processes: exact sums, one decision for all, ranks kept in step; with real gloo processes."""
 import os
+import signal
 import socket
 import time
-import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -129,35 +129,110 @@ def test_ranks_that_differ_in_one_bit_of_a_module_or_in_the_step_are_found_out(o
         assert message == f"the ranks have drifted apart by step {step}: {differing} not as on rank 0"
 
 
-def average():
-    torch.manual_seed(0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model = nn.Linear(3, 1, bias=False)
-        model.register_buffer("usage", torch.zeros(()))
-        model = dist.wrap(model, torch.device("cpu"))
-    model.module.usage += dist.rank()
-    inputs = torch.arange(12.0).reshape(4, 3)
-    for i, x in enumerate(inputs[2 * dist.rank():2 * dist.rank() + 2]):
-        with dist.sync_if(model, i == 1):
-            model(x[None]).sum().backward()
-        if i == 0:
-            alone = model.module.weight.grad.clone()
-    return alone.numpy(), model.module.weight.grad.numpy(), float(model.module.usage)
+def sum_up():
+    model = nn.ModuleDict({"used": nn.Conv2d(1, 2, 3), "unused": nn.Linear(2, 2), "frozen": nn.Linear(2, 2)})
+    model["used"].to(memory_format=torch.channels_last)
+    model["frozen"].requires_grad_(False)
+    for number, parameter in enumerate(model["used"].parameters(), 1):
+        parameter.grad = torch.full_like(parameter, number * 10.0 ** dist.rank())
+    dist.sum_gradients(model)
+    return [None if p.grad is None else (p.grad.unique().tolist(), p.grad.stride() == p.stride())
+            for p in model.parameters()]
 
 
-def test_gradients_are_averaged_on_the_last_backward_pass_and_only_then_and_buffers_are_not(on_ranks):
-    inputs = np.arange(12.0).reshape(4, 3)
-    for rank, (alone, together, usage) in enumerate(on_ranks(2, average)):
-        assert usage == rank
-        np.testing.assert_array_equal(alone[0], inputs[2 * rank])
-        np.testing.assert_array_equal(together[0], inputs.sum(0) / 2)
+@pytest.mark.parametrize("ranks, total", [(1, 1.0), (3, 111.0)])
+def test_gradients_are_summed_where_they_lie_and_are_zero_where_there_are_none(on_ranks, ranks, total):
+    expected = [([total], True), ([2 * total], True), ([0.0], True), ([0.0], True), None, None]
+    assert on_ranks(ranks, sum_up) == [expected] * ranks
+
+
+def hand_out():
+    tensors = [torch.full((n, 2), float(dist.rank())).T for n in range(1, 6)]
+    dist.share(tensors)
+    return [tensor.unique().tolist() for tensor in tensors]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
+def test_each_tensor_comes_from_its_owner(on_ranks, ranks):
+    assert on_ranks(ranks, hand_out) == [[[float(i % ranks)] for i in range(5)]] * ranks
+
+
+def steps_until_stopped(kind, number):
+    """(steps taken, what was dealt, signal) of a rank; a signal comes to rank 1 at its fourth step or second number."""
+    model, dealt, steps = nn.Linear(2, 2), [], 0
+    try:
+        with dist.stop_signals:
+            for step in range(9):
+                dist.stop_signals.check()
+                if kind == "step" and dist.rank() == 1 and step == 3:
+                    os.kill(os.getpid(), number)
+                dist.sum_gradients(model)
+                steps += 1
+            for i in dist.deal(7):
+                dealt.append(i)
+                if kind == "deal" and dist.rank() == 1 and len(dealt) == 2:
+                    os.kill(os.getpid(), number)
+    except dist.Stopped as stopped:
+        return steps, dealt, stopped.number
+    return steps, dealt, None
+
+
+@pytest.mark.parametrize("kind, number, expected", [
+    ("step", signal.SIGTERM, [(4, [], signal.SIGTERM)] * 2),
+    ("step", signal.SIGINT, [(4, [], signal.SIGINT)] * 2),
+    ("deal", signal.SIGTERM, [(9, [0, 2], signal.SIGTERM), (9, [1, 3], signal.SIGTERM)]),
+    ("none", signal.SIGTERM, [(9, [0, 2, 4, 6], None), (9, [1, 3, 5], None)])])
+def test_a_signal_to_one_rank_stops_all_at_the_same_place(on_ranks, kind, number, expected):
+    assert on_ranks(2, steps_until_stopped, kind, number) == expected
+
+
+def test_a_gpu_is_not_waited_for_as_what_is_checked_there_is_a_step_old(monkeypatch):
+    events = []
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(
+        record=lambda: events.append("record"), synchronize=lambda: events.append("synchronize")))
+    with dist.stop_signals:
+        for count in (0.0, 1.0, 0.0):
+            message = torch.tensor([count, 0.0])
+            dist.stop_signals.hear(SimpleNamespace(is_cuda=True, to=lambda *_, m=message, **__: m))
+            if events.count("record") < 3:
+                dist.stop_signals.check()
+        assert events == ["record", "record", "synchronize", "record"]
+        with pytest.raises(dist.Stopped, match="SIGTERM"):
+            dist.stop_signals.check()
+
+
+def test_without_a_context_that_listens_nothing_is_stopped_and_handlers_are_what_they_were():
+    before = [signal.getsignal(number) for number in dist.SIGNALS]
+    with pytest.raises(ZeroDivisionError), dist.stop_signals:
+        os.kill(os.getpid(), signal.SIGTERM)
+        1 / 0  # noqa: B018 (however it ends)
+    assert [signal.getsignal(number) for number in dist.SIGNALS] == before
+    assert [*dist.deal(3)] == [0, 1, 2]
+
+
+TWICE = """
+import os, signal, sys
+from common import dist
+first, second = (getattr(signal, name) for name in sys.argv[1:])
+with dist.stop_signals:
+    os.kill(os.getpid(), first)
+    os.kill(os.getpid(), second)
+    print("still here", flush=True)
+"""
+
+
+@pytest.mark.parametrize("first, second, ends", [
+    ("SIGINT", "SIGINT", True), ("SIGINT", "SIGTERM", True),
+    ("SIGTERM", "SIGTERM", False)])  # a scheduler signals torchrun and its ranks, and torchrun passes it on
+def test_a_second_ctrl_c_ends_at_once(script, first, second, ends):
+    process = script(TWICE, first, second)
+    assert (process.returncode == -getattr(signal, second), process.stdout == "") == (ends, ends), process.stderr
 
 
 def alone():
     model = nn.Linear(2, 2)
     dist.check_in_step({"model": model}, 1)
-    return (dist.wrap(model, torch.device("cpu")) is model, dist.is_main(), dist.world_size(), dist.total([1, 2.5]),
+    return (dist.is_main(), dist.world_size(), dist.total([1, 2.5]),
             dist.gather("x"), dist.broadcast("y"), dist.on_main(lambda: "z"), dist.on_each(lambda: "e"),
             torch.distributed.is_initialized())
 
@@ -167,11 +242,14 @@ import os, sys
 os.environ.update(RANK=sys.argv[1], LOCAL_RANK=sys.argv[1], MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[2],
                   WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
 import torch
-from common import dist
+from common import dist, optim
 device = dist.setup("cpu")
 def work():
-    model = dist.wrap(torch.nn.Linear(2, 2), device)
+    model = torch.nn.Linear(2, 2)
     model(torch.ones(1, 2)).sum().backward()
+    dist.sum_gradients(model)
+    for optimizer in optim.make(model, "muon", 0.1, 0.1):  # which imports what may hold the group
+        optimizer.step()
     model.around = [model]  # the group is held in a circle, which only the garbage collector finds
 def threads():
     return {open(f"/proc/self/task/{t}/comm").read().strip() for t in os.listdir("/proc/self/task")} - {"python"}
@@ -193,7 +271,7 @@ def test_no_thread_of_the_group_outlives_it_and_aborts_the_process_at_its_end(sc
 
 
 def test_a_single_process_needs_no_group_and_is_left_as_it_is(on_ranks):
-    expected = (True, True, 1, [1.0, 2.5], ["x"], "y", "z", "e", False)
+    expected = (True, 1, [1.0, 2.5], ["x"], "y", "z", "e", False)
     assert on_ranks(1, alone) == [expected] and alone() == expected  # by torchrun, and by plain python
 
 

@@ -1,12 +1,15 @@
 """The README's commands and recipes, run in their order, with small settings appended to each command.
 
-Not run is what needs a network: pip, and the CLIP of the presets, whose settings are checked instead.
+A torchrun command runs on as many processes as stand there. What needs a network is not run: pip, and the
+CLIP of the presets, in the place of which is the small one.
 """
 import dataclasses
 import importlib
+import os
 import re
 import shlex
 import sys
+import tarfile
 import types
 from pathlib import Path
 
@@ -20,7 +23,7 @@ from common import clip, media, synthetic
 TEXT = (ROOT / "README.md").read_text()
 ITEMS = re.findall(r"^    (?:pip .* && )?((?:python|torchrun) (?!-m pytest)[^\n]*)|^```python\n(.*?)^```", TEXT,
                    re.MULTILINE | re.DOTALL)
-TRAIN = dict(batch_size=8, chunk_size=4, steps=4, warmup_steps=1, log_every=2, eval_every=0, eval_samples=8)
+TRAIN = dict(batch_size=8, chunk_size=0, steps=4, warmup_steps=1, log_every=2, eval_every=0, eval_samples=8)
 SMALL = {
     "train_prior": dict(TRAIN, width=16, depth=1, heads=1, eval_timesteps=2),
     "train_prior sample": dict(steps=2),
@@ -33,6 +36,32 @@ SMALL = {
     "common.clip train": dict(image_size=16, text_width=32, steps=3, batch_size=8),
     "common.clip embed": {},
 }
+
+
+PRESETS = {
+    "vit-l-14": dict(text_encodings="none", validation=0.1, test=0.1),
+    "dalle2-64": dict(clip="runs/clip", image_size=16, mults="1,2", attention_levels=1, blocks=1, validation=0.1,
+                      test=0.1),
+}
+
+
+def with_small_data(patch):
+    """Let built-in data have a few rows, and their CLIP be trained in no time."""
+    def builtin_data(runs, device, make=clip.builtin_data):
+        with pytest.MonkeyPatch.context() as within:
+            within.setattr(clip, "train", lambda cfg, device, train=clip.train: train(
+                dataclasses.replace(cfg, steps=4, batch_size=16), device))
+            return make(runs, device)
+    patch.setattr(clip, "BUILTIN_ROWS", 120)
+    patch.setattr(clip, "builtin_data", builtin_data)
+    patch.setattr("train_audio.BUILTIN_ROWS", 60)
+
+
+def main():
+    """The script that the environment names, on small data: what a forked rank runs."""
+    with pytest.MonkeyPatch.context() as patch:
+        with_small_data(patch)
+        importlib.import_module(os.environ["README_SCRIPT"]).main()
 
 
 class Picture(np.ndarray):
@@ -55,19 +84,19 @@ def home(tmp_path_factory):
     (folder / "captions.txt").write_text("a small red star\nsomething blue\n")
     (folder / "images").mkdir()
     helpers.write_voices(folder / "recordings", range(60))
+    (folder / "tars").mkdir()
+    with tarfile.open(folder / "tars/00000.tar", "w") as tar:
+        for number, (picture, caption) in enumerate(zip(pictures, captions)):
+            media.write_png(folder / "picture.png", picture)
+            (folder / "caption.txt").write_text(caption)
+            tar.add(folder / "picture.png", f"{number:09d}.png")
+            tar.add(folder / "caption.txt", f"{number:09d}.txt")
     datasets = types.ModuleType("datasets")  # the package, which is not needed for tests
     datasets.load_dataset = lambda kind, data_dir, split: [
         {"image": picture.view(Picture), "text": text} for picture, text in zip(pictures, captions)]
 
-    def builtin_data(runs, device, make=clip.builtin_data):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(clip, "train", lambda cfg, device, train=clip.train: train(
-                dataclasses.replace(cfg, steps=4, batch_size=16), device))
-            return make(runs, device)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(clip, "BUILTIN_ROWS", 120)
-        patch.setattr(clip, "builtin_data", builtin_data)
-        patch.setattr("train_audio.BUILTIN_ROWS", 60)
+        with_small_data(patch)
         patch.setitem(sys.modules, "datasets", datasets)
         yield folder, dict(image_embeddings=embeddings, text_embeddings=embeddings, captions=captions)
 
@@ -79,15 +108,22 @@ def test_readme(command, recipe, home, monkeypatch):
     if recipe:
         exec(recipe, names)
         return
-    words = [word for word in shlex.split(command, comments=True)[1:] if word != "-m" and "--nproc" not in word]
+    words = [word for word in shlex.split(command, comments=True)[1:] if word != "-m"]
+    ranks = 0
+    if words[0].startswith("--nproc_per_node="):
+        ranks = int(words.pop(0).partition("=")[2])
     name = words.pop(0).removesuffix(".py")
-    if "--preset" in words:
-        script = importlib.import_module(name)
-        assert script.Config(**script.PRESETS[words[words.index("--preset") + 1]]).clip == "open_clip:ViT-L-14/openai"
-        return
     small = SMALL[" ".join([name, *words[:1]]) if words and not words[0].startswith("-") else name]
-    run = helpers.run_module if name.startswith("common.") else helpers.run
-    run(name, *words, *helpers.flags(**small, device="cpu"))
+    if "--preset" in words:
+        small = small | PRESETS[words[words.index("--preset") + 1]]
+    words += helpers.flags(**small, device="cpu")
+    if ranks:
+        monkeypatch.setenv("README_SCRIPT", name)
+        out = helpers.run("test_readme", *words, ranks=ranks)
+        assert f"{ranks} rank(s) on cpu" in out or "is finished" in out
+    else:
+        run = helpers.run_module if name.startswith("common.") else helpers.run
+        run(name, *words)
 
 
 def test_what_the_recipes_make_is_there(home):

@@ -3,7 +3,6 @@ import contextlib
 import itertools
 import json
 import math
-import os
 import signal
 import sys
 import threading
@@ -44,7 +43,8 @@ def tracker_of(folder, step=0, steps=100, **given):
     if step:
         values = {"run": folder.name, "step": step, "epoch": 0, "samples_seen": 0, "best_val_loss": 0.5}
         run.record["checkpoints"] = [{"file": "checkpoints/x.pt", "step": step, "sha256": "", "values": values}]
-    return tracker.Tracker(run, SimpleNamespace(cfg=cfg, step=step, best_val_loss=math.inf), epoch_size=64)
+    return tracker.Tracker(run, SimpleNamespace(cfg=cfg, step=step, logged_step=step,
+                                                        best_val_loss=math.inf), epoch_size=64)
 
 
 def lines(folder):
@@ -278,16 +278,6 @@ def test_a_missing_package_is_told_with_the_line_that_installs_it(given, module,
 
 # The console and the meter
 
-def test_signals_are_gathered_and_then_are_what_they_were():
-    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
-    with pytest.raises(ZeroDivisionError), tracker.signals() as gathered:
-        os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGINT)
-        assert gathered == [signal.SIGTERM, signal.SIGINT]
-        1 / 0  # noqa: B018 (however it ends)
-    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
-
-
 def test_copies_are_sent_beside_training_which_waits_for_them_at_the_end(tmp_path, monkeypatch):
     gate, put, about = threading.Event(), store.Saver.put, tmp_path / "about/prior"
     monkeypatch.setattr(store.Saver, "put", lambda *given: gate.wait(20) and put(*given))
@@ -325,22 +315,29 @@ class Lines:
     say = property(lambda self: self.said.append)
 
 
+def state_at(step, unlogged=checkpoint.NOTHING_UNLOGGED, **settings):
+    """As much of a State as a Meter needs."""
+    cfg = config.Training(run_dir="runs/x", **settings)
+    scaler = SimpleNamespace(is_enabled=lambda: True, get_scale=lambda: 4.0)
+    logged_step = step - len(unlogged["losses"])
+    return SimpleNamespace(cfg=cfg, step=step, scaler=scaler, unlogged=unlogged, logged_step=logged_step)
+
+
 def metered(rank, losses, rows=((), ())):
     """The lines that a Meter logs of two steps of 8 samples, and what it says, on one of the ranks."""
-    scaler = SimpleNamespace(is_enabled=lambda: True, get_scale=lambda: 4.0)
-    state, log = SimpleNamespace(cfg=config.Training(batch_size=8), step=3, scaler=scaler), Lines()
+    state, log = state_at(3, batch_size=8, lr=0.5, warmup_steps=0, cosine=False), Lines()
     meter = tracker.Meter(log, state, "test")
     meter.restart()
     for loss, unusable in zip(losses[rank], rows[rank] or ((), ())):
         state.step += 1
-        meter.add(torch.tensor(float(loss)), [{"unusable": list(unusable)}, {"unusable": []}])
+        meter.add(torch.tensor(float(loss)), torch.tensor(2.0), [{"unusable": list(unusable)}, {"unusable": []}])
     meter.overflows += 1
-    loss, line = meter.line(torch.tensor(2.0), 0.5), log.lines[0]
+    loss, line = meter.line(), log.lines[0]
     assert loss == line["loss"] and line.pop("samples_per_s") > 0
     meter.restart()
     state.step += 1
-    meter.add(torch.tensor(8.0), [{"unusable": ["a"]}])
-    meter.line(torch.tensor(2.0), 0.5)
+    meter.add(torch.tensor(8.0), torch.tensor(2.0), [{"unusable": ["a"]}])
+    meter.line()
     return line, log.lines[1]["loss"], log.lines[1]["overflows"], log.said
 
 
@@ -360,20 +357,44 @@ def test_a_line_is_the_mean_loss_of_the_steps_since_the_last_over_all_ranks(on_r
 @pytest.mark.parametrize("losses, norm, step", [
     ((1.0, math.nan), 1.0, 9), ((math.nan, math.nan), 1.0, 8), ((1.0, 1.0), math.inf, 9)])
 def test_a_loss_or_norm_that_is_not_finite_ends_the_run_with_its_step_and_the_last_good_checkpoint(losses, norm, step):
-    state, log = SimpleNamespace(cfg=config.Training(run_dir="runs/x"), step=7, scaler=None), Lines()
+    state, log = state_at(7), Lines()
     log.run = SimpleNamespace(forget=lambda bad: f"the one before {bad}")  # in which the weights before that step are
     meter, state.step = tracker.Meter(log, state, "test"), 9
     for loss in losses:
-        meter.add(torch.tensor(loss), [])
+        meter.add(torch.tensor(loss), torch.tensor(norm), [])
     with pytest.raises(UserError, match=rf"runs/x: .*at step {step}; lower --lr.*from the one before {step - 1}"):
-        meter.line(torch.tensor(norm), 0.5)
+        meter.line()
 
 
 def test_evaluating_and_saving_are_due_by_steps_by_minutes_and_at_the_end():
-    cfg = config.Training(steps=20, eval_every=5, eval_minutes=1e-9, save_every=0)
-    state = SimpleNamespace(cfg=cfg, step=0)
+    state = state_at(0, steps=20, eval_every=5, eval_minutes=1e-9, save_every=0)
     meter, due = tracker.Meter(Lines(), state, "test"), []
     for state.step in (4, 5, 6, 20):
-        due.append(meter.due([15] if state.step == 6 else []))
+        due.append(meter.due())
         meter.restart()
-    assert due == [(True, False, None), (True, False, None), (True, False, 15), (True, True, None)]  # from the start on
+    assert due == [[True, False], [True, False], [True, False], [True, True]]  # from the start on
+
+
+def test_what_a_stop_left_between_two_lines_is_logged_by_the_next_as_if_nothing_was():
+    settings = dict(batch_size=8, steps=20, log_every=4, lr=0.5, warmup_steps=0, cosine=False)
+    losses, lines = (8.0, 16.0, 40.0, 80.0), []
+    for stop in range(4):  # after so many of the steps 9 to 12
+        state, log = state_at(8, **settings), Lines()
+        log.run = SimpleNamespace(commit=lambda state, log: None, wait=lambda: None)
+        with pytest.raises(SystemExit) as ended, tracker.Meter(log, state, "test") as meter:
+            for loss in losses[:stop]:
+                state.step += 1
+                meter.add(torch.tensor(loss), torch.tensor(3.0), [{"unusable": ["a"]}])
+            meter.overflows += 1
+            raise dist.Stopped(signal.SIGTERM)
+        assert ended.value.code == 143 and log.said[-1].startswith(f"stopped by SIGTERM at step {8 + stop}")
+        state, log = state_at(8 + stop, state.unlogged, **settings), Lines()
+        meter = tracker.Meter(log, state, "test")
+        for loss in losses[stop:]:
+            assert not meter.line_due()
+            state.step += 1
+            meter.add(torch.tensor(loss), torch.tensor(3.0), [{"unusable": ["a"]}])
+        assert meter.line_due() and meter.line() == 18 / 4
+        lines.append({name: value for name, value in log.lines[0].items() if name != "samples_per_s"})
+    assert lines == [{"step": 12, "samples_seen": 96, "loss": 4.5, "lr": 0.5, "grad_norm": 3.0, "overflows": 1,
+                      "unusable_rows": 4, "scale": 4.0}] * 4

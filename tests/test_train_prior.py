@@ -81,7 +81,7 @@ def test_every_parameter_gets_a_gradient_bf16_stays_close_and_embeddings_get_len
         prior.zero_grad()
         with amp.autocast(CPU, precision):
             condition = train_prior.conditioning(batch, prior.cfg, None)
-            losses.append(train_prior.diffusion_loss(prior, prior, batch, condition))
+            losses.append(train_prior.diffusion_loss(prior, batch, condition))
         losses[-1].backward()
         assert all(p.grad is not None for p in prior.parameters())
     assert losses[1].dtype == torch.float32 and losses[1].item() == pytest.approx(losses[0].item(), rel=0.02)
@@ -118,7 +118,7 @@ def test_loss_equals_a_slow_one_and_a_plain_loss_has_neither_weights_nor_dream(p
     prior, batch, losses = make(text_encodings="none", noise_draws=3, text_drop=0.4, **settings), batch_of(8), []
     cfg, condition = prior.cfg, train_prior.conditioning(batch, prior.cfg, None)
     torch.manual_seed(5)
-    loss = train_prior.diffusion_loss(prior, prior, batch, condition, plain=plain)
+    loss = train_prior.diffusion_loss(prior, batch, condition, plain=plain)
     torch.manual_seed(5)
     timestep = diffusion.draw_timesteps(cfg.timestep_density, (8, 3), 1000, CPU, cfg.density_mean, cfg.density_std)
     noise, drop = torch.randn(8, 3, 16), torch.rand(8) < 0.4
@@ -153,7 +153,7 @@ def test_evaluation_takes_means_over_rows_and_leaves_the_mode_as_it_was(emb, mon
         batch = source.fetch(rows[np.arange(first, min(first + 10, 95))])[0]
         accumulate.seed(0, "loss", number)
         condition = train_prior.conditioning(batch, prior.cfg, None)
-        loss = train_prior.diffusion_loss(prior.eval(), prior, batch, condition, plain=True)
+        loss = train_prior.diffusion_loss(prior.eval(), batch, condition, plain=True)
         losses += [loss.item()] * min(10, 95 - first)
     assert evaluator.loss(prior.train(), "test") == pytest.approx(np.mean(losses), rel=1e-6)
     figures = evaluator.figures(prior, "test")
@@ -236,6 +236,24 @@ def test_killed_at_random_moments_and_started_again_ends_in_the_same_bits(ranks,
     running = kill_often("train_prior", words, ranks, ranks)
     run(*words, ranks=ranks - 1 and ranks)
     assert running > KILLS / 2 and not differences(tmp_path / "whole", tmp_path / "killed")
+
+
+def test_a_chunk_size_that_is_left_out_is_decided_once_and_kept_by_the_run(emb, tmp_path):
+    words = flags(data=emb, run_dir=tmp_path / "run", **{**SMALL, "chunk_size": 0, "steps": 4})
+    assert "batches of 48 in chunks of 12, 4 rank(s)" in run(*words, ranks=4)
+    for more, ranks in ((8, 1), (12, 3), (16, 4)):
+        assert "batches of 48 in chunks of 12" in run(*words, "--steps", more, ranks=ranks)
+    assert checkpoint.load(tmp_path / "run/model.pt")["config"]["chunk_size"] == 12
+    assert json.loads((tmp_path / "run/config.json").read_text())["chunk_size"] == 12
+    out = run(*words, "--steps", 20, ranks=5, expect=1)
+    assert "step_00000016.pt: its batches have 4 chunk(s) of 12 samples, so at most 4 rank(s)" in out
+    assert "--chunk_size" not in out  # which no run can change
+    assert "is finished, at step 16" in run(*words, "--steps", 16, ranks=5)  # which any number may say
+    assert "chunk_size is 12 there and 6 here" in run(*words, "--steps", 20, "--chunk_size", 6, expect=1)
+    loaded = flags(run_dir=tmp_path / "loaded", load=tmp_path / "run/checkpoints/step_00000016.pt", steps=20)
+    assert "batches of 48 in chunks of 12" in run(*words, *loaded)
+    assert "fewer samples than the 3 ranks" in run(*words, *flags(run_dir=tmp_path / "b", batch_size=2), ranks=3,
+                                                   expect=1)
 
 
 def test_stopped_on_3_ranks_and_started_again_by_torchrun_on_2_loses_the_same_as_on_1(emb, finished, tmp_path):
@@ -332,7 +350,8 @@ def test_mistakes_end_in_one_line_and_a_status(emb, finished, tmp_path):
     ]:
         out = run(*words, expect=status)
         assert message in out and "Traceback" not in out and len(out.strip().splitlines()) == 1, out
-    assert run(*train, "--chunk_size", "256", ranks=2, expect=1).count("lower chunk_size to 128") == 1  # said once
+    out = run(*train, "--chunk_size", "128", ranks=2, expect=1)
+    assert out.count("too few for 2 ranks; leave it out, or give at most 64") == 1  # said once
 
 
 @pytest.fixture(scope="session")

@@ -9,14 +9,13 @@ import os
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: a thread that waits soon leaves its core to others
 
 import math
-import statistics
 import sys
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from bench_prior import emit, flags, timed
+from bench_prior import flags, measure
 
 import train_audio
 from common import amp, ema, optim
@@ -79,12 +78,13 @@ def bench_soundstream(args):
         codec.quantizer.update(len(losses))
         average.update(len(losses))
         losses.append(loss.detach())
-    times = timed(step, device, 4 * args.repeats, 4)
-    mean = statistics.mean(times)  # steps differ
-    emit("soundstream", args, times, batch=args.batch, ms_mean=round(mean, 1),
-         audio_s_per_s=round(args.batch * cfg.seconds / mean * 1e3, 3),
-         parameters=sum(p.numel() for p in codec.parameters()),
-         discriminators=sum(p.numel() for p in discriminators.parameters()), first_loss=round(losses[0].item(), 4))
+    # The median is of steps without a gradient penalty, and so is the one whose FLOPs are counted: every
+    # fourth has one, and 5 + 4n come before. The mean is of all.
+    measure("soundstream", args, step, 4 * args.repeats, 4, batch=args.batch, mean=True,
+            audio_s_per_s=lambda seconds: args.batch * cfg.seconds / seconds,
+            parameters=sum(p.numel() for p in codec.parameters()),
+            discriminators=sum(p.numel() for p in discriminators.parameters()),
+            first_loss=lambda seconds: losses[0].item())
 
 
 def bench_tokenize(args):
@@ -95,9 +95,8 @@ def bench_tokenize(args):
     codes = codec.encode(wave)
     with amp.autocast(args.device, args.precision):
         for name, work in ("tokenize", lambda: codec.encode(wave)), ("decode", lambda: codec.decode(codes)):
-            times = timed(work, args.device, 4 * args.repeats)
-            emit(name, args, times, batch=args.batch,
-                 audio_s_per_s=round(args.batch * cfg.seconds / statistics.median(times) * 1e3, 2))
+            measure(name, args, work, 4 * args.repeats, batch=args.batch,
+                    audio_s_per_s=lambda seconds: args.batch * cfg.seconds / seconds)
 
 
 def make(args, stage):
@@ -132,11 +131,10 @@ def bench_step(args, stage):
         model.zero_grad(set_to_none=True)
         average.update(len(losses))
         losses.append(loss.detach())
-    times = timed(step, args.device, 4 * args.repeats, 3)
     tokens = args.batch * sum(codes.numel() for codes in samples[0])
-    emit(stage, args, times, batch=args.batch, steps=inputs.shape[1],
-         tokens_per_s=round(tokens / statistics.median(times) * 1e3, 1),
-         parameters=sum(p.numel() for p in model.parameters()), first_loss=round(losses[0].item(), 4))
+    measure(stage, args, step, 4 * args.repeats, 3, batch=args.batch, steps=inputs.shape[1],
+            parameters=sum(p.numel() for p in model.parameters()), first_loss=lambda seconds: losses[0].item(),
+            tokens_per_s=lambda seconds: tokens / seconds)
 
 
 def bench_generate(args, stage):
@@ -153,11 +151,9 @@ def bench_generate(args, stage):
         with amp.autocast(args.device, args.precision):
             train_audio.generate(model, samples, frames, list(range(args.batch)), train_audio.Drawing(1.0, 100),
                                  ends=False)
-    times = timed(work, args.device, args.repeats, 1)
     count = args.batch * frames * model.streams[-1].codes
-    emit(f"generate-{stage}", args, times, batch=args.batch, frames=frames,
-         tokens_per_s=round(count / statistics.median(times) * 1e3, 2),
-         parameters=sum(p.numel() for p in model.parameters()))
+    measure(f"generate-{stage}", args, work, args.repeats, 1, batch=args.batch, frames=frames,
+            parameters=sum(p.numel() for p in model.parameters()), tokens_per_s=lambda seconds: count / seconds)
 
 
 def main():

@@ -8,14 +8,13 @@ import os
 
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: a thread that waits soon leaves its core to others
 
-import statistics
 import sys
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from bench_prior import emit, flags, timed
+from bench_prior import flags, measure
 
 import train_decoder
 from common import amp, ema, media, optim
@@ -52,17 +51,16 @@ def bench_train(args, upsample):
 
     def step():
         with amp.autocast(args.device, args.precision):
-            loss = train_decoder.diffusion_loss(unet, unet, batch, condition)
+            loss = train_decoder.diffusion_loss(unet, batch, condition)
         scaler.scale(loss).backward()
         amp.step(scaler, optimizers, 0.5)
         for optimizer in optimizers:
             optimizer.zero_grad(set_to_none=True)
         losses.append(loss.detach())
         average.update(len(losses))
-    times = timed(step, args.device, args.repeats, 2)
-    emit("train_upsample" if upsample else "train", args, times, batch=args.batch, image_size=cfg.image_size,
-         samples_per_s=round(args.batch / statistics.median(times) * 1e3, 2),
-         parameters=sum(p.numel() for p in unet.parameters()), first_loss=round(losses[0].item(), 4))
+    measure("train_upsample" if upsample else "train", args, step, args.repeats, batch=args.batch,
+            image_size=cfg.image_size, parameters=sum(p.numel() for p in unet.parameters()),
+            first_loss=lambda seconds: losses[0].item(), samples_per_s=lambda seconds: args.batch / seconds)
 
 
 def bench_sample(args, upsample):
@@ -74,9 +72,8 @@ def bench_sample(args, upsample):
     def draw():
         with amp.autocast(args.device, args.precision):
             train_decoder.sample_pictures(unet, condition, args.sample_batch, 50, low_res=low_res)
-    times = timed(draw, args.device, 3, 1)
-    emit("sample_upsample" if upsample else "sample", args, times, batch=args.sample_batch, steps=50,
-         image_size=cfg.image_size, samples_per_s=round(args.sample_batch / statistics.median(times) * 1e3, 3))
+    measure("sample_upsample" if upsample else "sample", args, draw, 3, 1, batch=args.sample_batch, steps=50,
+            image_size=cfg.image_size, samples_per_s=lambda seconds: args.sample_batch / seconds)
 
 
 def main():

@@ -19,11 +19,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import train_prior
 from common import amp, checkpoint, data, ema, optim, order
 
+SIDE = 2048  # of the matrices of which a product is the peak
 CASES = ("train", "sample", "train_embedding", "sample_embedding", "ema", "checkpoint", "order")
 
 
@@ -44,12 +47,59 @@ def timed(function, device, repeats, warmup=2):
     return times
 
 
-def emit(case, args, times, **facts):
-    """One line of JSON: the median and least milliseconds, the peak memory, and `facts`."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+def flops_of(function):
+    """Floating-point operations of one call, by torch's counter: of all matrix products and convolutions."""
+    # Not compiled, and attention as plain products: the counter sees through neither.
+    counter = FlopCounterMode(display=False)
+    with torch.compiler.set_stance("force_eager"), sdpa_kernel(SDPBackend.MATH), counter:
+        function()
+    return counter.get_total_flops()
+
+
+def peak_flops(args):
+    """FLOP a second of a plain product of square matrices in the benchmark's precision: best of ten."""
+    left, right = torch.randn(2, SIDE, SIDE, device=args.device, dtype=amp.DTYPES[args.precision])
+    times = timed(lambda: left @ right, args.device, 10)
+    return 2 * SIDE ** 3 / min(times) * 1e3
+
+
+def peak_memory(args):
+    """The most memory in MB that the process, or on a GPU its tensors, had so far."""
     if args.device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated() / 2 ** 20
+        return torch.cuda.max_memory_allocated() / 2 ** 20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def measure(case, args, function, repeats, warmup=2, mean=False, **facts):
+    """Time `function`, and emit its line. facts: numbers, or functions of the seconds that a call takes.
+
+    mean: the seconds of `facts` are the mean of the calls, as they differ, else their median.
+    """
+    before = peak_flops(args)
+    start = time.perf_counter()
+    function()
+    if args.device.type == "cuda":
+        torch.cuda.synchronize()
+    first = time.perf_counter() - start  # with --compile this is what it costs
+    times = timed(function, args.device, repeats, warmup)
+    memory = peak_memory(args)  # of what is timed: counting FLOPs takes more
+    peak = (before + peak_flops(args)) / 2  # machines drift
+    flops = flops_of(function)
+    seconds = statistics.median(times) / 1e3
+    average = statistics.mean(times) / 1e3
+    rates = {name: fact(average if mean else seconds) if callable(fact) else fact for name, fact in facts.items()}
+    rates |= {"ms_mean": average * 1e3} if mean else {}
+    rates |= dict(first_call_s=first, gflop=flops / 1e9, gflop_per_s=flops / seconds / 1e9,
+                  peak_gflop_per_s=peak / 1e9, share_of_peak=flops / seconds / peak)
+    emit(case, args, times, memory, **{name: float(f"{rate:.4g}") if isinstance(rate, float) else rate
+                                       for name, rate in rates.items()})
+
+
+def emit(case, args, times, memory=0.0, **facts):
+    """One line of JSON: the median and least milliseconds, the peak memory, and `facts`."""
+    peak = memory or peak_memory(args)
     print(json.dumps({"case": case, "device": args.device.type, "threads": torch.get_num_threads(),
+                      "cpu": torch.backends.cpu.get_cpu_capability(),
                       "precision": args.precision, "compile": args.compile, "ms": round(statistics.median(times), 3),
                       "ms_min": round(min(times), 3), "peak_mb": round(peak, 1), **facts}), flush=True)
 
@@ -97,20 +147,15 @@ def bench_train(args, encodings):
     def step():
         nonlocal count
         with amp.autocast(args.device, args.precision):
-            loss = train_prior.diffusion_loss(prior, prior, batch, train_prior.conditioning(batch, cfg, None))
+            loss = train_prior.diffusion_loss(prior, batch, train_prior.conditioning(batch, cfg, None))
         scaler.scale(loss).backward()
         amp.step(scaler, optimizers, 0.5)
         for optimizer in optimizers:
             optimizer.zero_grad(set_to_none=True)
         average.update(count := count + 1)
-    times = timed(step, args.device, args.repeats, 3)
-    tokens = prior.transformer.blocks[0], (cfg.max_text_len if encodings else 0) + 1 + 3 * cfg.noise_draws
-    weights = sum(p.numel() for p in tokens[0].parameters() if p.ndim == 2) * cfg.depth
-    flops = 6 * weights * tokens[1] * args.batch + 12 * cfg.depth * args.batch * tokens[1] ** 2 * cfg.width / 2
-    seconds = statistics.median(times) / 1e3
-    emit("train" if encodings else "train_embedding", args, times, batch=args.batch, draws=cfg.noise_draws,
-         samples_per_s=round(args.batch / seconds, 2), parameters=sum(p.numel() for p in prior.parameters()),
-         model_tflops_per_s=round(flops / seconds / 1e12, 3))
+    measure("train" if encodings else "train_embedding", args, step, args.repeats, batch=args.batch,
+            draws=cfg.noise_draws, parameters=sum(p.numel() for p in prior.parameters()),
+            samples_per_s=lambda seconds: args.batch / seconds)
 
 
 def bench_sample(args, encodings):
@@ -121,9 +166,8 @@ def bench_sample(args, encodings):
     def draw():
         with torch.no_grad(), amp.autocast(args.device, args.precision):
             train_prior.sample_embeddings(prior, train_prior.conditioning(batch, cfg, None), 64)
-    times = timed(draw, args.device, max(3, args.repeats // 4), 1)
-    emit("sample" if encodings else "sample_embedding", args, times, batch=args.batch, steps=64,
-         samples_per_s=round(args.batch / statistics.median(times) * 1e3, 2))
+    measure("sample" if encodings else "sample_embedding", args, draw, max(3, args.repeats // 4), 1, batch=args.batch,
+            steps=64, samples_per_s=lambda seconds: args.batch / seconds)
 
 
 def bench_ema(args):
