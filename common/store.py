@@ -135,6 +135,23 @@ def _download(url, path, sha256, future):
 FIELD = re.compile(r"\{\w+(:0?\d{0,2}(\.\d{1,2})?[a-z]?)?\}")  # what may stand in a path, such as {step:08d}
 
 
+def from_transformers(flag, name, kinds):
+    """The model `name` of the package transformers, frozen and in fp32: its id at huggingface.co, or a folder.
+
+    kinds: the values of model_type that fit. flag: the setting that names it, for messages.
+    UserError for a model of another kind, or for none.
+    """
+    transformers = need("transformers", flag)
+    try:
+        kind = transformers.AutoConfig.from_pretrained(name).model_type
+        if kind in kinds:
+            model = transformers.AutoModel.from_pretrained(name)
+            return model.float().eval().requires_grad_(False)
+    except (OSError, ValueError) as error:  # no such model, or no way to it
+        raise UserError(f"{flag}: {str(error).splitlines()[0]}") from error
+    raise UserError(f"{flag}: a model of the kind {kind}; expected {', '.join(kinds)}")
+
+
 class Saver:
     """A place for copies; this one is a folder. Another place is a subclass with its `put`, and an entry in SAVERS.
 

@@ -1,6 +1,4 @@
-"""Semantic tokens hold the syllables, whoever says them; a fit is the same everywhere; HuBERT fits in."""
-import importlib.util
-
+"""Semantic tokens hold the syllables, whoever says them; a fit is the same everywhere; published models fit in."""
 import numpy as np
 import pytest
 import torch
@@ -125,36 +123,89 @@ def test_a_fit_repeats_varies_with_the_seed_and_takes_what_can_be_read():
 
 
 def test_unknown_tokenizers_and_missing_packages_are_named(monkeypatch):
-    for spec in ("mel", "hubert:x", "hubert::3"):
+    for spec in ("mel", "hf:x", "hf::3", "hubert:x:3"):
         with pytest.raises(UserError, match=f"--tokenizer {spec}: expected"):
             semantic.KMeans(8, spec)
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)
     with pytest.raises(UserError, match="pip install transformers"):
-        semantic.KMeans(8, "hubert:model:1")
+        semantic.KMeans(8, "hf:model:1")
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("transformers"), reason="needs transformers")
-def test_tokens_of_hubert_are_those_of_its_layer_untouched(tmp_path):
-    from transformers import HubertConfig, HubertModel
+def save_speech_model(folder, kind, layers=2, normalize=None):
+    """A tiny random model of `kind` in `folder`; with a feature extractor, which may `normalize`, if that is given."""
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
     torch.manual_seed(0)
-    HubertModel(HubertConfig(hidden_size=24, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
-                             conv_dim=(16,) * 7, num_conv_pos_embeddings=16, num_conv_pos_embedding_groups=2)
-                ).save_pretrained(tmp_path)
-    spec, source = f"hubert:{tmp_path}:1", Source(30)
-    tokenizer = semantic.fit(source, np.arange(30), 6, features=spec)
-    wave = source.wave(0)
-    assert len(tokenizer.encode(wave, 8_000)) == -(-len(wave) // 160)
-    assert all(".hubert" not in name for name in tokenizer.state_dict())
-    wide = recordings.resample(wave, 8_000, 16_000)
-    wide = (wide - wide.mean()) / wide.std(correction=0)
-    padded = torch.nn.functional.pad(wide, (40, 40))[None]
-    expected = HubertModel.from_pretrained(tmp_path).eval()(padded, output_hidden_states=True).hidden_states[1][0]
-    torch.testing.assert_close(tokenizer.features(wave, 8_000), expected.detach(), atol=1e-4, rtol=1e-3)
+    sizes = dict(hidden_size=24, num_hidden_layers=layers, num_attention_heads=2, intermediate_size=32)
+    if kind != "Wav2Vec2Bert":
+        sizes |= dict(conv_dim=(16,) * 7, num_conv_pos_embeddings=16, num_conv_pos_embedding_groups=2)
+    config = getattr(transformers, f"{kind}Config")(**sizes)
+    model = getattr(transformers, f"{kind}Model")(config).eval()
+    model.save_pretrained(folder)
+    extractor = None
+    if kind == "Wav2Vec2Bert":
+        extractor = transformers.SeamlessM4TFeatureExtractor()
+    elif normalize is not None:
+        extractor = transformers.Wav2Vec2FeatureExtractor(do_normalize=normalize)
+    if extractor is not None:
+        extractor.save_pretrained(folder)
+    return model, extractor
+
+
+@pytest.mark.parametrize("kind, normalize", [
+    ("Hubert", None), ("Hubert", True), ("WavLM", False), ("WavLM", True), ("Wav2Vec2Bert", None)])
+@torch.no_grad()
+def test_features_of_published_models_are_their_layers_of_frames_centered_on_20_ms(kind, normalize, tmp_path):
+    model, extractor = save_speech_model(tmp_path, kind, normalize=normalize)
+    tokenizer = semantic.KMeans(6, f"hf:{tmp_path}:1")
+    for samples in (8_000, 8_001, 4_000 + 159):
+        wave = 0.1 * torch.randn(samples) + 0.05
+        wide = recordings.resample(wave, 8_000, 16_000)
+        frames = -(-samples // 160)
+        behind = frames * 320 - len(wide)  # silence after what is begun
+        if kind == "Wav2Vec2Bert":  # a frame is of 560 samples, 320 apart
+            padded = torch.nn.functional.pad(wide, (120, behind + 120)).numpy()
+            given = extractor(padded, sampling_rate=16_000, return_tensors="pt")
+            expected = model(**given, output_hidden_states=True)
+        else:  # of 400
+            if normalize is not False:  # without a feature extractor, too
+                wide = (wide - wide.mean()) / wide.std(correction=0)
+            given = torch.nn.functional.pad(wide, (40, behind + 40))[None]
+            expected = model(given, output_hidden_states=True)
+        found = tokenizer.features(wave, 8_000)
+        assert len(found) == frames
+        torch.testing.assert_close(found, expected.hidden_states[1][0], atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["Hubert", "WavLM", "Wav2Vec2Bert"])
+@torch.no_grad()
+def test_tokens_of_published_models_are_nearest_centers_of_features_whose_dimensions_weigh_alike(kind, tmp_path):
+    save_speech_model(tmp_path, kind)
+    spec, source = f"hf:{tmp_path}:2", Source(12)
+    tokenizer = semantic.fit(source, np.arange(12), 6, features=spec)
+    features = [tokenizer.features(wave, 8_000) for wave in map(source.wave, range(12))]
+    whole = torch.cat(features)
+    scaled = (features[0] - whole.mean(0)) / whole.std(0, correction=0)  # AudioLM §III-B
+    expected = torch.cdist(scaled, tokenizer.centers).argmin(1)
+    tokens = tokenizer.encode(source.wave(0), 8_000)
+    np.testing.assert_array_equal(tokens, expected)
+    assert len(tokens) == -(-len(source.wave(0)) // 160) and len(set(tokens.tolist())) > 1
+    assert {name for name in tokenizer.state_dict()} == {"centers", "mean", "std"}  # the model is not saved
     again = semantic.load(tokenizer.state(), "x")
-    np.testing.assert_array_equal(again.encode(wave, 8_000), tokenizer.encode(wave, 8_000))
-    for wrong in (f"hubert:{tmp_path}:3", "hubert:/nowhere:1"):
-        with pytest.raises(UserError, match=wrong.split(":")[1]):
-            semantic.KMeans(6, wrong)
+    np.testing.assert_array_equal(again.encode(source.wave(0), 8_000), tokens)
+
+
+def test_models_and_layers_that_do_not_fit_are_named(tmp_path):
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
+    save_speech_model(tmp_path / "hubert", "Hubert")
+    save_speech_model(tmp_path / "bert", "Wav2Vec2Bert")
+    (tmp_path / "bert/preprocessor_config.json").unlink()
+    transformers.MimiConfig().save_pretrained(tmp_path / "mimi")
+    for spec, message in [
+        (f"hf:{tmp_path}/hubert:3", "layers 0 to 2"), ("hf:/nowhere:1", "/nowhere"),
+        (f"hf:{tmp_path}/bert:1", "no preprocessor_config.json"),
+        (f"hf:{tmp_path}/mimi:1", "a model of the kind mimi; expected hubert, wavlm, wav2vec2, wav2vec2-bert")]:
+        with pytest.raises(UserError, match=f"--tokenizer {spec}.*{message}"):
+            semantic.KMeans(6, spec)
 
 
 def test_unique_drops_what_repeats_in_a_row_and_nothing_else():
