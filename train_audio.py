@@ -353,65 +353,47 @@ class WaveDiscriminator(nn.Module):
         return self.out(x)[:, 0], features
 
 
-class ComplexConv2d(nn.Module):
-    """Complex convolution as one real convolution over stacked real and imaginary parts, (B, 2C, H, W)."""
-
-    def __init__(self, width_in, width_out, kernel, stride=1, padding=0):
-        super().__init__()
-        self.stride, self.padding = stride, padding
-        fan_in = 2 * width_in * kernel[0] * kernel[1]
-        self.real, self.imaginary = (nn.Parameter(torch.randn(width_out, width_in, *kernel) * fan_in ** -0.5)
-                                     for _ in range(2))
-        self.bias = nn.Parameter(torch.zeros(2 * width_out))
-
-    def forward(self, x):
-        weight = torch.cat([torch.cat([self.real, -self.imaginary], 1), torch.cat([self.imaginary, self.real], 1)])
-        return F.conv2d(x, weight, self.bias, self.stride, self.padding)
-
-
-class ModReLU(nn.Module):
-    """ReLU of the magnitude plus a learned bias, the phase kept (Arjovsky et al. 2016, Eq. 8); x (B, 2C, H, W)."""
-
-    def __init__(self):
-        super().__init__()
-        self.bias = nn.Parameter(torch.zeros(1))
-
-    def forward(self, x):
-        parts = x.unflatten(1, (2, -1))
-        inverse = (parts.float().square().sum(1, keepdim=True) + 1e-12).rsqrt()  # in fp16 that would be inf, or 0
-        return (parts * F.relu(1 + self.bias * inverse).to(x.dtype)).flatten(1, 2)
-
-
 class STFTDiscriminator(nn.Module):
-    """Complex residual units over the short-time Fourier transform (SoundStream §III-D, Fig. 4)."""
+    """Residual units over the short-time Fourier transform (SoundStream §III-D, Fig. 4).
 
-    MULTS, STRIDES = (1, 2, 4, 4, 8, 8), ((2, 1), (2, 2)) * 3  # strides over frequency, time
+    Its real and imaginary parts are two channels. The paper names no activation and no shortcut:
+    here a leaky ReLU, as over waves, and a strided convolution of 1.
+    """
 
     def __init__(self, channels, window):
         super().__init__()
         self.window = window
-        self.stem = ComplexConv2d(1, channels, (7, 7), padding=3)
-        widths = [channels, *(channels * mult for mult in self.MULTS)]
-        self.units = nn.ModuleList(nn.ModuleList([
-            ComplexConv2d(narrow, narrow, (3, 3), padding=1), ModReLU(),
-            ComplexConv2d(narrow, wide, (stride[0] + 2, stride[1] + 2), stride, 1),
-            ComplexConv2d(narrow, wide, (1, 1), stride), ModReLU(),
-        ]) for narrow, wide, stride in zip(widths, widths[1:], self.STRIDES))
-        self.out = ComplexConv2d(widths[-1], 1, (window // 2 // 2 ** len(self.STRIDES), 1))
+        self.stem = nn.Conv2d(2, channels, 7, padding=3)
+        self.units = nn.ModuleList()
+        widths = [channels * mult for mult in (1, 2, 4, 4, 8, 8, 16)]
+        strides = [(2, 1), (2, 2)] * 3  # over frequency, time
+        for narrow, wide, stride in zip(widths, widths[1:], strides):
+            kernel = stride[0] + 2, stride[1] + 2
+            self.units.append(nn.ModuleList([
+                nn.Conv2d(narrow, narrow, 3, padding=1),
+                nn.Conv2d(narrow, wide, kernel, stride, 1),
+                nn.Conv2d(narrow, wide, 1, stride),
+            ]))
+        self.out = nn.Conv2d(widths[-1], 1, (window // 128, 1))  # all frequencies that are left
         self.register_buffer("hann", torch.hann_window(window), persistent=False)
 
-    def forward(self, wave):
-        """Scores (B, T') of waves (B, T), higher for real ones, and the features of every unit."""
+    def spectrum(self, wave):
+        """Real and imaginary parts (B, 2, F, T') of waves (B, T), F = window / 2, in fp32."""
         with torch.autocast(wave.device.type, enabled=False):
-            x = torch.stft(wave.float(), self.window, self.window // 4, window=self.hann, return_complex=True)
-            x = torch.view_as_real(x[:, :-1]).permute(0, 3, 1, 2)  # (B, 2, F, T), without the highest frequency
-        x = self.stem(x)
+            x = torch.stft(wave.float(), self.window, self.window // 4, window=self.hann,
+                           return_complex=True)
+            x = x[:, :-1]  # without the highest frequency
+            return torch.view_as_real(x).permute(0, 3, 1, 2)
+
+    def forward(self, wave):
+        """Scores (B, T' / 8) of waves (B, T), higher for real ones, and features of every unit."""
+        x = F.leaky_relu(self.stem(self.spectrum(wave)), 0.1)
         features = [x]
-        for narrow, act, wide, skip, out in self.units:
-            h = wide(act(narrow(x)))
-            x = out(h + skip(x)[:, :, :h.shape[2], :h.shape[3]])
+        for narrow, wide, shortcut in self.units:
+            h = wide(F.leaky_relu(narrow(x), 0.1))
+            x = F.leaky_relu(h + shortcut(x)[..., :h.shape[3]], 0.1)
             features.append(x)
-        return self.out(x)[:, 0].flatten(1), features  # the real part
+        return self.out(x).flatten(1), features
 
 
 class Discriminators(nn.Module):
@@ -455,8 +437,11 @@ def adversarial_loss(cfg, discriminators, fake, real):
     found = discriminators(fake)
     discriminators.requires_grad_(True)
     hinge = torch.stack([F.relu(1 - score.float()).mean() for score, _ in found]).mean()
-    feature = torch.stack([torch.stack([(x.float() - y.float()).abs().mean() for x, y in zip(*pair)]).mean()
-                           for pair in zip((f for _, f in found), (w for _, w in wanted))]).mean()
+    distances = []
+    for (_, fake_features), (_, real_features) in zip(found, wanted):
+        layers = [F.l1_loss(x.float(), y.float()) for x, y in zip(fake_features, real_features)]
+        distances.append(torch.stack(layers).mean())
+    feature = torch.stack(distances).mean()
     return cfg.adversarial_weight * hinge + cfg.feature_weight * feature
 
 

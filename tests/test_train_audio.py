@@ -104,13 +104,21 @@ def test_chunk_by_chunk_gives_what_the_whole_does_and_nothing_depends_on_later_f
 
 
 @torch.no_grad()
-def test_complex_convolution_is_torchs_and_its_activation_moves_the_magnitude_and_keeps_the_phase():
-    layer, act, x = train_audio.ComplexConv2d(3, 5, (3, 4), (2, 1), 1), train_audio.ModReLU(), torch.randn(2, 6, 8, 9)
-    z, weight = torch.complex(*x.chunk(2, 1)), torch.complex(layer.real, layer.imaginary)
-    bias = torch.complex(*torch.nn.init.normal_(layer.bias).chunk(2))
-    assert_close(torch.complex(*layer(x).chunk(2, 1)), F.conv2d(z, weight, bias, (2, 1), 1), rtol=1e-4, atol=1e-5)
-    moved, act.bias.data[:] = torch.polar(F.relu(z.abs() - 0.8), z.angle()), -0.8
-    assert_close(torch.complex(*act(x).chunk(2, 1)), moved, rtol=1e-4, atol=1e-5)
+def test_the_discriminator_of_spectra_sees_real_and_imaginary_parts_and_shrinks_as_in_the_paper():
+    d, wave = train_audio.STFTDiscriminator(8, 256), torch.randn(3, 2048)
+    spectrum = torch.stft(wave, 256, 64, window=torch.hann_window(256), return_complex=True)
+    spectrum = spectrum[:, :128]
+    assert_close(d.spectrum(wave), torch.stack([spectrum.real, spectrum.imag], 1))
+    scores, features = d(wave)
+    frames = spectrum.shape[2]  # 33; times are halved by every second unit, frequencies by each
+    assert [tuple(x.shape[1:]) for x in features] == [
+        (8, 128, frames), (16, 64, frames), (32, 32, frames // 2), (32, 16, frames // 2),
+        (64, 8, frames // 4), (64, 4, frames // 4), (128, 2, frames // 8)]
+    assert scores.shape == (3, frames // 8)
+    assert not any(p.is_complex() for p in d.parameters())
+    for other in (spectrum.conj(), 0.5 * spectrum):  # phase and magnitude both count
+        d.spectrum = lambda wave, other=other: torch.stack([other.real, other.imag], 1)
+        assert not torch.allclose(d(wave)[0], scores, rtol=1e-3)
 
 
 def test_the_loss_of_waves_is_that_of_the_paper_added_up_over_frames_and_a_mean_over_samples():
