@@ -16,6 +16,15 @@ import os
 
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: a thread that waits soon leaves its core to others
 
+What differs from the papers (the presets have their values, where they give them):
+SoundStream: no FiLM, so no denoising (§III-F); residual units start as the identity; features are
+compared by a mean over channels, too; mel spectra have a scale of their own (`spectral_distance`);
+weights are averaged (EMA). By default also an L1 loss of waves, a gradient penalty, k-means after
+300 steps without a quantizer, and discriminators (no weight norm) in the last 40 of 1,050 steps.
+AudioLM: semantic tokens are 50 a second, of MFCC by default. Positions are rotary by default.
+Blocks are pre-norm with GELU, of which it says nothing. Text and EOS are added. Long sounds come in
+windows that overlap by half. By default Muon trains the coarse stage.
+
 import collections
 import copy
 import dataclasses
@@ -80,7 +89,7 @@ class Config(config.Training):
     dead_below: NonNegative = 0.1  # codes of fewer frames a step are replaced; 2 would be all of them in small batches
     quantizer_dropout: Share = 1.0  # share of samples that are cut to a random number of quantizers
     quantize_after: Natural = 300  # steps of the plain autoencoder before k-means makes the codebooks; the paper: 0
-    mel_weight: NonNegative = 2e-5  # of the distance of mel spectra, summed as in the paper; the paper: 1
+    mel_weight: NonNegative = 2e-5  # of the distance of mel spectra, summed over frames; paper: 1
     wave_weight: NonNegative = 10.0  # of the L1 distance of waves (EnCodec Eq. 1); the paper: 0
     commitment_weight: NonNegative = 0.25  # of the distance of frames to their codes
     # Discriminators of the codec
@@ -411,7 +420,14 @@ class Discriminators(nn.Module):
 # Losses of the codec (SoundStream §III-E)
 
 def spectral_distance(fake, real, rate):
-    """Distance of mel spectra of waves (B, T) at six scales, summed over scales and frames -> (B,) (Eq. 4, 5)."""
+    """Distance of mel spectra of waves (B, T) at six windows s = 64 .. 2048 -> (B,) (Eq. 4, 5).
+
+    L1 plus sqrt(s / 2) times the L2 norm of the logarithms, over 64 mel bins, summed over windows
+    and over frames, s / 4 samples apart: a crop twice as long has twice this loss. The paper gives
+    no scale of its spectra. Here a sine of amplitude a has the magnitude a at every s. Of plain FFT
+    magnitudes the L1 part would be s / 4 times larger, that of the logarithms the same down to the
+    floor of 1e-3. So --mel_weight is not in the paper's unit, also where it is 1.
+    """
     total = 0
     for window in (2 ** i for i in range(6, 12)):
         filters = recordings.mel_filters(rate, window, 64, device=real.device)
