@@ -535,7 +535,8 @@ class TokenTransformer(nn.Module):
         self.cfg, self.streams, self.offsets, width = cfg, streams, offsets_of(streams), cfg.width
         self.tokenizer = clip.Tokenizer(vocabulary)  # of texts
         self.drawing = Drawing(cfg.temperature, cfg.top_k, cfg.guidance_scale)
-        self.window, self.rate = 0, 0.0  # frames of the last stream in a training crop, at most, and in a second
+        # What training had: most frames of the last stream and of that before it, frames a second.
+        self.window = self.context = self.rate = 0
         self.embed = nn.Embedding(self.offsets[-1], width, padding_idx=0)
         nn.init.normal_(self.embed.weight[1:], std=width ** -0.5)
         self.heads = nn.Parameter(torch.randn(streams[-1].codes, streams[-1].size + 1, width) * 0.5 * width ** -0.5)
@@ -645,7 +646,8 @@ def generate(model, samples, frames, seeds, drawing, text=None, ends=True):
     """Go on with the last stream of B samples for up to `frames` frames, or to EOS if it `ends`.
 
     samples: for each, its streams' codes (T, Q); of the last stream, what there is already, maybe nothing. seeds: a
-    number a sample, which alone decides it. text (B, L): guidance moves scores away from those without it.
+    number a sample, which alone decides it. text (B, L): guidance moves scores away from those
+    without it. ends: a bool, or one a sample.
     Returns B of (T, Q), what there was included, and for each whether it came to EOS; no recording is empty.
     """
     stream, device, count = model.streams[-1], model.embed.weight.device, len(samples)
@@ -670,10 +672,10 @@ def generate(model, samples, frames, seeds, drawing, text=None, ends=True):
         if guided:
             with_text, without = scores.chunk(2)
             scores = without + drawing.guidance_scale * (with_text - without)
-        if q or not ends:  # only in place of a frame's first code
+        if q:  # EOS is only in place of a frame's first code
             scores[:, stream.size] = -torch.inf
-        elif t == 0:
-            scores[:, stream.size].masked_fill_(empty, -torch.inf)
+        else:
+            scores[:, stream.size].masked_fill_(endless | empty if t == 0 else endless, -torch.inf)
         code = draw(scores, uniform[:, t, q], drawing)
         end = torch.where((code == stream.size) & (end == frames), t, end)
         if q == 0 and bool((end <= t).all()):
@@ -690,19 +692,27 @@ def generate(model, samples, frames, seeds, drawing, text=None, ends=True):
 def go_on(model, given, tokens, goals, seeds, text=None, ends=True):
     """`generate` past the training length: up to `goals` frames each, in windows of at most model.window frames.
 
-    tokens: B of (T_b, Q), what there is. given(b, past): the earlier streams of sample b, for a window that begins
-    after `past` (T, Q). When a window is full, its later half is what the next one begins with. Returns B of (T_b, Q).
+    tokens: B of (T_b, Q), what there is. given(b, past): the earlier streams of sample b from the
+    time on at which `past` (T, Q) ends. A window begins there and is given what a training sample
+    had at most, model.context frames of them; one that is not given all cannot come to EOS. When a
+    window is full, its later half is what the next one begins with. Returns B of (T_b, Q).
     """
     tokens, over, window = [one.cpu() for one in tokens], [False] * len(tokens), model.window
+    endless = ~torch.tensor(ends, device=device).expand(count)
     for number in itertools.count():
         todo = [b for b, one in enumerate(tokens) if not over[b] and len(one) < goals[b]]
         if not todo:
             return tokens
         begins = [len(tokens[b]) - window // 2 if len(tokens[b]) >= window else 0 for b in todo]
         rooms = [min(window - len(tokens[b]) + begin, goals[b] - len(tokens[b])) for b, begin in zip(todo, begins)]
-        samples = [[*given(b, tokens[b][:begin]), tokens[b][begin:]] for b, begin in zip(todo, begins)]
-        made, ended = generate(model, samples, max(rooms), [accumulate.number(seeds[b], number) for b in todo],
-                               model.drawing, None if text is None else text[todo], ends)
+        samples, may_end = [], []
+        for b, begin in zip(todo, begins):
+            earlier = given(b, tokens[b][:begin])
+            samples.append([*(codes[:model.context] for codes in earlier), tokens[b][begin:]])
+            may_end.append(ends and all(len(codes) <= model.context for codes in earlier))
+        window_seeds = [accumulate.number(seeds[b], number) for b in todo]
+        made, ended = generate(model, samples, max(rooms), window_seeds, model.drawing,
+                               None if text is None else text[todo], may_end)
         for b, begin, room, one, end in zip(todo, begins, rooms, made, ended):
             fresh = one[len(tokens[b]) - begin:]
             over[b] = end and len(fresh) < room
@@ -731,8 +741,11 @@ class Pipeline:
             raise UserError(f"{Path(run) / 'fine'}: trained with other --coarse_quantizers than coarse; train it anew")
 
     def semantic_tokens(self, wave):
-        """Semantic tokens (N, 1) of a wave (T,), at the codec's rate."""
-        return torch.from_numpy(semantic.unique(self.tokenizer.encode(wave, self.codec.rate)))[:, None]
+        """Semantic tokens (N, 1) of the whole frames of a wave (T,), at the codec's rate."""
+        rate = self.codec.rate
+        whole = max(1, len(wave) * semantic.FRAME_RATE // rate)  # the next would end in silence
+        tokens = self.tokenizer.encode(wave, rate)[:whole]
+        return torch.from_numpy(semantic.unique(tokens))[:, None]
 
     def codes(self, wave):
         """Codes (N, Q) of a wave (T,)."""
@@ -768,8 +781,13 @@ class Pipeline:
             return coarse
 
         # Detail: fine codes, of the coarse ones (§III-C3).
-        rest = by("fine", lambda b, past: [coarse[b][len(past):][:self.models["fine"].window]],
+        rest = by("fine", lambda b, past: [coarse[b][len(past):]],
                   [one[:, width:] for one in codes], [len(one) for one in coarse], ends=False)
+    def prompt(self, wave):
+        """(semantic tokens, codes) of the end of a wave (T,), in whole frames; for `speak`."""
+        wave = wave[len(wave) % self.codec.hop:]
+        return self.semantic_tokens(wave), self.codes(wave)
+
         return [torch.cat(pair, dim=1) for pair in zip(coarse, rest)]
 
     def wave(self, codes):
@@ -954,20 +972,28 @@ class TokenTask:
         self.training = self.crops, _ = self.parts["train"]
         accumulate.seed(cfg.seed, "weights")
         self.model = TokenTransformer(cfg, self.streams, vocabulary).to(device)
-        self.model.window, self.model.rate = self.lengths()
-        self.facts = {"streams": [list(stream) for stream in self.streams], "vocabulary": vocabulary,
-                      "made_of": made_of, "window": self.model.window, "rate": self.model.rate}
+        lengths = self.lengths()
+        for name, value in lengths.items():
+            setattr(self.model, name, value)
+        self.facts = {"streams": [list(stream) for stream in self.streams],
+                      "vocabulary": vocabulary, "made_of": made_of, **lengths}
 
     def lengths(self):
-        """(frames of the last stream in a training crop, in a second); of semantic tokens, the 95th percentile."""
-        crops, rate = self.crops, self.crops.rates[self.crops.main]
-        if self.cfg.stage != "semantic":
-            return crops.window, rate
-        cache = crops.caches["semantic"]
+        """The model's window, context and rate, as they are in the crops of 200 recordings.
+
+        Semantic tokens have no fixed rate: 95th percentiles.
+        """
+        crops = self.crops
+        rate = crops.rates[crops.main]
+        cache = crops.caches[crops.main]
         rows = np.setdiff1d(self.training[1][:200], cache.empty).tolist()
-        tokens = np.array([len(crops.crop(row)[0][0]) for row in rows])
+        crop_lengths = [[len(codes) for codes in crops.crop(row)[0]] for row in rows]
+        tokens = np.array(crop_lengths)  # (rows, streams)
+        if self.cfg.stage != "semantic":
+            return dict(window=int(tokens[:, 1].max()), context=int(tokens[:, 0].max()), rate=rate)
         seconds = np.array([min(crops.window, cache.frames(row)) for row in rows]) / rate
-        return int(np.quantile(tokens, 0.95)), float(np.quantile(tokens / seconds, 0.95))
+        rate = float(np.quantile(tokens[:, 0] / seconds, 0.95))
+        return dict(window=int(np.quantile(tokens, 0.95)), context=0, rate=rate)
 
     def loss(self, batch, adversarial=False):
         """(loss, None) of a chunk. A sample's loss is the mean over its tokens, so a batch's is that of its chunks."""
@@ -1001,7 +1027,7 @@ class TokenTask:
             return
         codes = [crops.crop(row)[0] for row in rows]
         begun = 0 if fine else round(PROMPT_SECONDS * model.rate)
-        tokens = go_on(model, lambda b, past: [codes[b][0][len(past):][:model.window] if fine else codes[b][0]],
+        tokens = go_on(model, lambda b, past: [codes[b][0][len(past):]],
                        [real[:begun] for _, real in codes], [len(real) if fine else model.window for _, real in codes],
                        [accumulate.number(self.cfg.seed, "sound", row) for row in rows],
                        model.text_tokens(map(crops.source.text, rows)), ends=not fine)
@@ -1100,7 +1126,8 @@ def load_transformer(file, stage, device, weights="ema"):
     with checkpoint.reading(file):
         streams = [Stream(*stream) for stream in state["streams"]]
         model = checkpoint.build(lambda: TokenTransformer(cfg, streams, state["vocabulary"]), state, file, device)
-        model.window, model.rate = state["window"], state["rate"]
+        for name in ("window", "context", "rate"):
+            setattr(model, name, state[name])
         return for_generation(model), state["made_of"]
 
 
@@ -1419,8 +1446,8 @@ def evaluate_together(args, device):
         found, waves = source.readable(rows[list(places)])
         seeds = [accumulate.number(args.seed, "goes on", row) for row in found]
         prompts = [wave[:max(1, min(most, len(wave) // 2) // hop) * hop] for wave in waves]
-        given = [(pipeline.semantic_tokens(prompt), pipeline.codes(prompt)) for prompt in prompts]
-        continued = [pipeline.wave(codes) for codes in pipeline.speak(given, args.seconds, seeds)]
+        spoken = pipeline.speak(map(pipeline.prompt, prompts), args.seconds, seeds)
+        continued = [pipeline.wave(codes) for codes in spoken]
         for place, wave, prompt, sound in zip(places, waves, prompts, continued):
             sums["seconds_added"] += (len(sound) - len(prompt)) / rate, 1
             for name, heard in (("real", wave), ("continued", sound)) if place < SOUNDS else ():
@@ -1497,7 +1524,7 @@ def speak(args, device):
         if len(wave) > most:
             note = (f"the prompt of {len(wave) / codec.rate:.2f} s is cut to its last {most / codec.rate:.2f} s, as "
                     "the coarse stage was trained on no more\n")
-        prompt = pipeline.semantic_tokens(wave[-most:]), pipeline.codes(wave[-most:])
+        prompt = pipeline.prompt(wave[-most:])
     wanted = [(text, k) for text in texts for k in range(args.num_samples)]
     seeds = [accumulate.number(args.seed, text, k) for text, k in wanted]
     sounds = pipeline.speak([prompt] * len(wanted), args.seconds, seeds,

@@ -342,7 +342,7 @@ def test_going_on_is_by_windows_of_the_trained_length_that_begin_with_the_half_b
     words, prompts = zip(*tokens_of([WORDS, COARSE], [4, 5, 6], [3, 0, 11]))
     monkeypatch.setattr(train_audio, "generate", lambda model, samples, frames, *rest: calls.append(
         (max(len(codes[-1]) for codes in samples), frames)) or generate(model, samples, frames, *rest))
-    model.window = 8
+    model.window, model.context = 8, 4
     for ends, goals, model.drawing in ((False, (30, 21, 25), Drawing(1.0, 6, 1.5)), (True, (40, 40, 40), Drawing(3.0))):
         pasts = []
         made = train_audio.go_on(model, lambda b, past, pasts=pasts: pasts.append((b, past)) or [
@@ -514,6 +514,159 @@ def test_sounds_of_texts_and_of_prompts_in_tokens_are_the_same_in_any_batch(whol
 
 
 def test_published_models_take_the_place_of_codec_and_tokenizer(whole, tmp_path):
+def counted(model, most):
+    """`most` {stream: frames}: the most that a pass of `model` sees from now on, of one sample."""
+    rows, inside, step = [], model.run, model.step
+
+    def count():
+        for stream, first, last in zip(model.streams, model.offsets, model.offsets[1:]):
+            tokens = sum(first < row < last for row in rows)  # not the start token
+            most[stream.name] = max(most.get(stream.name, 0), -(-tokens // stream.codes))
+
+    def run_and_count(inputs, *rest, **named):
+        rows[:] = inputs[0].tolist()
+        count()
+        return inside(inputs, *rest, **named)
+
+    def step_and_count(row, *rest):
+        rows.append(row[0].item())
+        count()
+        return step(row, *rest)
+    model.run, model.step = run_and_count, step_and_count
+    return most
+
+
+def test_a_sound_five_times_as_long_as_a_crop_shows_a_stage_no_more_than_its_training(whole):
+    pipeline = train_audio.Pipeline(whole, CPU)
+    voice, _ = recordings.read(min(whole.parent.glob("voices/*/*.wav")))
+    prompt = pipeline.prompt(torch.from_numpy(voice[0]))
+    found, trained = {}, {}
+    for stage, model in pipeline.models.items():
+        settings = config.read_json(whole / stage / "config.json")
+        settings |= dict(text="none", run_dir=whole / stage, soundstream=whole / "soundstream",
+                         semantic=whole / "semantic")
+        cfg = Config(**config.from_dict(Config, settings, stage))
+        crops, rows = train_audio.TokenTask(cfg, CPU, ()).parts["train"]
+        samples = [crops.crop(row, place)[0] for row in rows for place in np.linspace(0, 0.99, 30)]
+        trained[stage] = {stream.name: max(len(codes[i]) for codes in samples)
+                          for i, stream in enumerate(model.streams)}
+        model.heads.data[:, -1] = 0  # EOS is never the most probable
+        model.drawing = Drawing(0.0)
+        found[stage] = counted(model, {})
+    for given in (pipeline.nothing(), prompt):
+        sound, = pipeline.speak([given], 5 * 0.4, [0])
+        assert len(sound) == len(given[1]) + 100 and sound.shape[1] == 4  # 50 frames a second
+    for stage, most in found.items():
+        assert most.keys() == trained[stage].keys()
+        assert all(most[name] <= trained[stage][name] for name in most), (stage, most, trained)
+    windows = found["coarse"]["coarse"], found["fine"]["fine"], found["fine"]["coarse"]
+    assert windows == (20, 20, 20)  # no less than they may
+
+
+@torch.no_grad()
+def test_a_window_that_is_not_given_all_there_is_to_say_does_not_end_the_sound():
+    model, words = transformer(WORDS, COARSE), torch.randint(7, (6, 1))
+    model.window, model.context = 8, 4
+    model.drawing = Drawing(1e4)  # as good as uniform: EOS comes soon
+    nothing = [torch.zeros(0, 2).long()] * 40
+    for left, ends in ((6, False), (4, True)):  # semantic tokens that are left in every window
+        given = [words[:left]]
+        made = train_audio.go_on(model, lambda *_, given=given: given, nothing, [30] * 40,
+                                 range(40))
+        assert (min(map(len, made)) < 30) == ends
+
+
+def test_prompts_are_whole_frames_of_codes_and_of_semantic_tokens(whole):
+    pipeline, wave = train_audio.Pipeline(whole, CPU), 0.1 * torch.randn(1037)
+    pipeline.codec = codec_of(strides=(4, 5, 5))  # 12.5 ms a frame
+    words, codes = pipeline.prompt(wave)
+    assert torch.equal(codes, pipeline.codec.encode(wave[None, 37:])[0]) and len(codes) == 10
+    tokens = pipeline.tokenizer.encode(wave[37:], 8000)
+    assert len(tokens) == 7  # the last is mostly of silence
+    assert words[:, 0].tolist() == train_audio.semantic.unique(tokens[:6]).tolist()
+
+
+CODECS = {
+    "encodec": dict(
+        sampling_rate=8000, target_bandwidths=[0.4, 0.8], num_filters=2, hidden_size=8,
+        codebook_size=16, upsampling_ratios=[5, 4, 4, 2]),
+    "dac": dict(
+        sampling_rate=8000, encoder_hidden_size=2, decoder_hidden_size=16, n_codebooks=4,
+        codebook_size=16, codebook_dim=4, downsampling_ratios=[2, 4, 4, 2]),
+    "mimi": dict(
+        sampling_rate=8000, num_filters=2, hidden_size=16, num_quantizers=4, codebook_size=16,
+        codebook_dim=8, vector_quantization_hidden_dimension=8, upsampling_ratios=[5, 4, 4],
+        upsample_groups=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+        intermediate_size=16),
+}
+FEWER = {  # how the packages are asked for two codes a frame
+    "encodec": dict(bandwidth=0.4),
+    "dac": dict(n_quantizers=2),
+    "mimi": dict(num_quantizers=2),
+}
+
+
+def published(folder, kind, **settings):
+    """A tiny random model of `kind` in `folder`, whose codes vary."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(kind, **{**CODECS[kind], **settings})
+    model = transformers.AutoModel.from_config(config)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if name.endswith(("embed", "embed_sum")):  # codebooks
+            torch.nn.init.normal_(tensor)
+        elif tensor.requires_grad and kind == "encodec":  # as they start, biases outweigh the sound
+            tensor.data += 0.4 * torch.randn_like(tensor)
+    model.save_pretrained(folder)
+    return transformers.AutoModel.from_pretrained(folder).eval()
+
+
+@pytest.mark.parametrize("kind", CODECS)
+@torch.no_grad()
+def test_published_codecs_give_the_packages_own_codes_and_waves(kind, tmp_path):
+    model, hop = published(tmp_path, kind), {"encodec": 160, "dac": 64, "mimi": 160}[kind]
+    every = dict(bandwidth=0.8) if kind == "encodec" else {}
+    for count, given in ((0, every), (4, every), (2, FEWER[kind])):
+        codec = train_audio.load_soundstream(f"hf:{tmp_path}", CPU)
+        assert (codec.rate, codec.hop, codec.codebook_size, codec.quantizers) == (8000, hop, 16, 4)
+        checksum = codec.checksum
+        train_audio.use_quantizers(codec, "--codec_quantizers", count)
+        assert (codec.checksum != checksum) == (count == 2)  # other codes, other caches
+        for samples in (13 * hop, 12 * hop + 1):
+            wave = torch.randn(2, samples)
+            padded = F.pad(wave, (0, 13 * hop - samples))
+            theirs = model(padded[:, None], **given)
+            codes = codec.encode(wave)
+            assert codes.shape == (2, 13, count or 4) and (codes[:, 1:] != codes[:, :-1]).any()
+            assert torch.equal(codes, theirs.audio_codes.view(2, -1, 13).transpose(1, 2))
+            sound = codec.decode(codes)
+            assert sound.shape == (2, 13 * hop)
+            assert_close(sound, theirs.audio_values.view(2, -1))
+        assert_close(codec.decode(codes[..., :1]).shape, sound.shape)
+
+
+def test_published_codecs_that_do_not_fit_are_refused_and_odd_strides_keep_whole_frames(tmp_path):
+    published(tmp_path / "odd", "dac", downsampling_ratios=[2, 5, 3])
+    odd = train_audio.load_soundstream(f"hf:{tmp_path}/odd", CPU)
+    assert odd.decode(odd.encode(torch.randn(1, 7 * 30))).shape == (1, 7 * 30)
+    published(tmp_path / "stereo", "encodec", audio_channels=2)
+    published(tmp_path / "chunks", "encodec", chunk_length_s=1.0, overlap=0.01, normalize=True)
+    published(tmp_path / "good", "mimi")
+    transformers = pytest.importorskip("transformers")
+    transformers.HubertConfig().save_pretrained(tmp_path / "hubert")
+    for name, settings, message in [
+        ("stereo", {}, "a model of 2 channels; expected one"),
+        ("chunks", {}, "a model that normalizes chunks of sound; expected"),
+        ("hubert", {}, "a model of the kind hubert; expected encodec, dac, mimi"),
+        ("none", {}, "none"),
+        ("good", dict(codec_quantizers=5), "--codec_quantizers: 5, but the codec has 4"),
+        ("good", dict(codec_quantizers=2), "--coarse_quantizers: 2, but the codec has 2"),
+        ("good", dict(sample_rate=16_000), "--sample_rate: 16000, but the codec is of 8000")]:
+        cfg = Config(**{**dict(stage="coarse", soundstream=f"hf:{tmp_path}/{name}"), **settings})
+        with pytest.raises(config.UserError, match=message):
+            train_audio.codec_of(cfg, CPU)
+
+
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     model = transformers.EncodecModel(transformers.EncodecConfig(
         target_bandwidths=[1.0, 2.0], sampling_rate=8000, num_filters=2, hidden_size=8, codebook_size=16,
