@@ -1,20 +1,20 @@
-"""Train a SoundStream codec, then semantic, coarse and fine token transformers: (text, prompt) -> sound (AudioLM).
+"""Train a SoundStream codec, then semantic, coarse and fine token transformers (AudioLM).
 
-    torchrun --nproc_per_node=2 train_audio.py                             # all four, on syllables that it makes itself
-    torchrun --nproc_per_node=2 train_audio.py --stage soundstream --data speech --run_dir runs/mine     # one, on yours
+(text, prompt) -> sound:
+
+    torchrun --nproc_per_node=2 train_audio.py         # all four, on syllables that it makes itself
+    torchrun --nproc_per_node=2 train_audio.py --stage soundstream --data speech --run_dir runs/mine
     python train_audio.py evaluate
     python train_audio.py sample --text "a i u o" --out out.wav
-    python train_audio.py sample --prompt voice.wav --seconds 2 --out out.wav        # goes on in the prompt's own voice
-    python train_audio.py sample --reconstruct in.wav --quantizers 2 --out out.wav   # through the codec
+    python train_audio.py sample --prompt voice.wav --seconds 2 --out out.wav   # in the same voice
+    python train_audio.py sample --reconstruct in.wav --quantizers 2 --out out.wav
 
-The same command again resumes. Each stage is a run of its own, RUN/soundstream, RUN/semantic, RUN/coarse and RUN/fine;
-later stages read the folders of earlier ones. `python train_audio.py [train|evaluate|sample] --help`: the settings.
+The same command again resumes. Each stage is a run of its own, RUN/soundstream, RUN/semantic,
+RUN/coarse and RUN/fine; later stages read the folders of earlier ones. A published codec can take
+the place of the first stage (--soundstream hf:kyutai/mimi).
+`python train_audio.py [train|evaluate|sample] --help`: the settings.
 
 SoundStream: Zeghidour et al. 2021. AudioLM: Borsos et al. 2022.
-"""
-import os
-
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: a thread that waits soon leaves its core to others
 
 What differs from the papers (the presets have their values, where they give them):
 SoundStream: no FiLM, so no denoising (§III-F); residual units start as the identity; features are
@@ -24,6 +24,10 @@ weights are averaged (EMA). By default also an L1 loss of waves, a gradient pena
 AudioLM: semantic tokens are 50 a second, of MFCC by default. Positions are rotary by default.
 Blocks are pre-norm with GELU, of which it says nothing. Text and EOS are added. Long sounds come in
 windows that overlap by half. By default Muon trains the coarse stage.
+"""
+import os
+
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: a thread that waits soon leaves its core to others
 
 import collections
 import copy
@@ -56,10 +60,11 @@ from common import (
     recordings,
     schedule,
     semantic,
+    store,
     synthetic,
     tracker,
 )
-from common.config import Count, Decay, Natural, NonNegative, Positive, Share, UserError, need
+from common.config import Count, Decay, Natural, NonNegative, Positive, Share, UserError
 from common.nn import Memory, Transformer, learned_tokens
 from common.quantize import ResidualQuantizer
 
@@ -77,7 +82,7 @@ class Config(config.Training):
     seconds: Positive = 0.32  # length of a training crop; the default is that of the stage
     crop_samples: Natural = 0  # the same in samples, instead of --seconds, if not 0
     speaker_pattern: str = ""  # regular expression, group 1 of which in a file's name is the speaker; "": by folder
-    soundstream: str = ""  # codec of coarse and fine: run, model.pt or encodec:MODEL; "": RUN/soundstream
+    soundstream: str = ""  # codec of coarse and fine: run, file or hf:MODEL; "": RUN/soundstream
     semantic: str = ""  # run whose semantic tokens coarse takes; "": RUN/semantic
     # Codec; the paper's settings are the preset's, these are for minutes on two cores
     channels: Count = 8  # of the first layer; each stride doubles them
@@ -104,7 +109,7 @@ class Config(config.Training):
     discriminator_warmup_steps: Natural = 20  # steps of linear warm-up, from when they begin
     discriminator_max_grad_norm: NonNegative = 5.0  # gradients are clipped to this norm, 0 for not at all
     # Semantic tokens
-    tokenizer: str = "kmeans"  # kmeans on MFCC, or hubert:MODEL:LAYER
+    tokenizer: str = "kmeans"  # kmeans on MFCC, or hf:MODEL:LAYER (HuBERT, WavLM, w2v-BERT 2.0)
     clusters: Count = 12  # semantic tokens; speech has more sounds than the built-in syllables: 100, say
     # Token transformers
     width: Count = 128  # width of the transformer
@@ -113,7 +118,8 @@ class Config(config.Training):
     position: Literal["rotary", "relative"] = "rotary"  # embedding of positions; AudioLM: relative
     dropout: Share = 0.1  # in attention and feed-forward
     mask_past: Decay = 0.0  # share of the past that is hidden from a sample in training (Liu et al. 2022)
-    coarse_quantizers: Count = 2  # quantizers of the codec that the coarse stage predicts; fine predicts the others
+    coarse_quantizers: Count = 2  # quantizers that the coarse stage predicts; fine: the others
+    codec_quantizers: Natural = 0  # first quantizers of the codec that coarse and fine use; 0: all
     text: Literal["auto", "none", "prefix", "cross"] = "auto"  # auto: a prefix of semantic, if there are transcripts
     max_text_len: Count = 24  # longer texts are cut, shorter ones padded
     text_drop: Share = 0.1  # probability of training a sample without its text, for guidance
@@ -129,7 +135,7 @@ class Config(config.Training):
             object.__setattr__(self, "seconds", self.crop_samples / self.sample_rate)
             object.__setattr__(self, "crop_samples", 0)
         hop, samples = math.prod(self.strides), round(self.seconds * self.sample_rate)
-        codec = self.stage == "soundstream"
+        codec = self.stage == "soundstream" and not self.soundstream
         if samples < hop:
             raise UserError(f"--seconds: {self.seconds} is shorter than a frame of {hop} samples (--strides)")
         if codec and self.discriminator_after < self.steps and samples < 1.75 * self.stft_window:
@@ -164,15 +170,19 @@ AUDIOLM = dict(COMMON, sample_rate=16_000, clusters=1024, width=1024, depth=12, 
                coarse_quantizers=4, batch_size=256, chunk_size=8, optimizer="adamw", lr=3e-4, warmup_steps=4_000,
                precision="bf16")
 PRESETS = {
-    "soundstream-24khz": dict(  # SoundStream §III; batch, crop and rate are not in the paper
+    # SoundStream §III. Batch, crop, learning rates and commitment weight are not in the paper.
+    "soundstream-24khz": dict(
         COMMON, stage="soundstream", sample_rate=24_000, channels=32, codec_width=512, quantizers=8,
         codebook_size=1024, codebook_decay=0.99, dead_below=2.0, quantize_after=0, mel_weight=1.0, wave_weight=0.0,
         commitment_weight=1.0, discriminator_after=0, adversarial_weight=1.0, feature_weight=100.0, penalty_weight=0.0,
         discriminator_channels=16, stft_window=1024, discriminator_lr=1e-4, discriminator_warmup_steps=1_000,
         seconds=1.0, batch_size=64, chunk_size=16, betas=(0.5, 0.9)),
-    # AudioLM §IV-A: crops of 30, 10 and 3 s; temperatures of §IV-B. Its codec is the one above with --sample_rate 16000
-    # and --quantizers 12. Its semantic tokens are of w2v-BERT, 25 a second; here of MFCC or HuBERT, 50 a second.
-    "audiolm-semantic": dict(AUDIOLM, stage="semantic", seconds=30.0, temperature=0.6),
+    # AudioLM §IV-A: 12 layers, 16 heads, width 1024; crops of 30, 10 and 3 s; 1M steps of 256.
+    # §IV-B: temperatures. Learning rates are not in the paper. Its codec is the one above with
+    # --sample_rate 16000 and --quantizers 12. Its semantic tokens are of layer 7 of w2v-BERT XL,
+    # 25 a second; that model is not published, so they are of w2v-BERT 2.0's, 50 a second.
+    "audiolm-semantic": dict(AUDIOLM, stage="semantic", seconds=30.0, temperature=0.6,
+                             tokenizer="hf:facebook/w2v-bert-2.0:7"),
     "audiolm-coarse": dict(AUDIOLM, stage="coarse", seconds=10.0, temperature=0.8),
     "audiolm-fine": dict(AUDIOLM, stage="fine", seconds=3.0, temperature=0.6),
 }
@@ -183,14 +193,16 @@ CODEC, TOKENS = FIELDS[FIELDS.index("channels"):FIELDS.index("tokenizer")], FIEL
 DISCRIMINATORS = CODEC[CODEC.index("adversarial_weight"):]
 ONLY = {**dict.fromkeys(CODEC, ("soundstream",)), **dict.fromkeys(TOKENS, ("semantic", "coarse", "fine")),
         **dict.fromkeys(("tokenizer", "clusters"), ("semantic",)), "semantic": ("coarse",),
-        **dict.fromkeys(("soundstream", "coarse_quantizers"), ("coarse", "fine")),
+        **dict.fromkeys(("soundstream", "coarse_quantizers", "codec_quantizers"),
+                        ("coarse", "fine")),
         "samples_from": ("soundstream", "coarse", "fine")}
 
 # What must not change when a run goes on; all else may.
 FIXED = (*config.FIXED, "stage", "sample_rate", "seconds")
 FIXED_CODEC = (*FIXED, "channels", "strides", "codec_width", "quantizers", "codebook_size", "quantize_after",
                "discriminator_after", "discriminator_channels", "stft_window")
-FIXED_TOKENS = (*FIXED, "width", "depth", "heads", "position", "coarse_quantizers", "text", "max_text_len")
+FIXED_TOKENS = (*FIXED, "width", "depth", "heads", "position", "coarse_quantizers",
+                "codec_quantizers", "text", "max_text_len")
 
 MOST_CHUNK = 64  # recordings in one forward pass, at most, where --chunk_size is 0
 EVAL_SECONDS = 1.0  # length of the codec's crops in evaluation
@@ -222,7 +234,7 @@ class CausalUpsample(nn.ConvTranspose1d):
     """Transposed convolution, its kernel twice its stride, cut to what does not need the future: T -> T · stride."""
 
     def forward(self, x, memory=None):
-        past = torch.zeros_like(x[..., :1]) if memory is None else memory.get(self, torch.zeros_like(x[..., :1]))
+        past = (memory or {}).get(self, torch.zeros_like(x[..., :1]))
         if memory is not None:
             memory[self] = x[..., -1:]
         return super().forward(torch.cat([past, x], dim=2))[..., self.stride[0]:-self.stride[0]]
@@ -242,13 +254,18 @@ class ResidualUnit(nn.Module):
 class SoundStream(nn.Module):
     """Waves -> codes -> waves (SoundStream §III, Fig. 3). T samples make ceil(T / hop) frames of Q codes.
 
-    Everything is causal at the grain of a frame: chunk by chunk, with a `memory`, gives what the whole would.
+    Everything is causal at the grain of a frame: chunk by chunk, with a `memory`, gives what the
+    whole would.
     """
+
+    checksum = ""  # of its file, which tells it from others
 
     def __init__(self, cfg):
         super().__init__()
-        self.cfg, self.hop, self.rate = cfg, math.prod(cfg.strides), cfg.sample_rate
-        self.quantizers, self.codebook_size = cfg.quantizers, cfg.codebook_size
+        self.hop = math.prod(cfg.strides)
+        self.rate = cfg.sample_rate
+        self.quantizers = cfg.quantizers
+        self.codebook_size = cfg.codebook_size
         widths = [cfg.channels * 2 ** i for i in range(len(cfg.strides) + 1)]
         encoder, decoder = [CausalConv(1, widths[0], 7)], []
         for narrow, wide, stride in zip(widths, widths[1:], cfg.strides):
@@ -293,9 +310,9 @@ class SoundStream(nn.Module):
         return self.waves(quantized)[:, :wave.shape[1]], codes, commitment
 
     @torch.no_grad()
-    def encode(self, wave, count=None, memory=None):
-        """Codes (B, frames, Q) of waves (B, T): those of the first `count` quantizers, or of all."""
-        return self.quantizer.encode(self.latents(wave, memory), count)
+    def encode(self, wave, memory=None):
+        """Codes (B, frames, Q) of waves (B, T), of the first `quantizers`."""
+        return self.quantizer.encode(self.latents(wave, memory), self.quantizers)
 
     @torch.no_grad()
     def decode(self, codes, memory=None):
@@ -303,39 +320,55 @@ class SoundStream(nn.Module):
         return self.waves(self.quantizer.decode(codes), memory)
 
 
-class EnCodec:
-    """A published EnCodec (Défossez et al. 2022) in the place of a SoundStream: encodec:MODEL, through transformers."""
+class PublishedCodec:
+    """EnCodec, DAC or Mimi from the package transformers in the place of a SoundStream: hf:MODEL.
+
+    MODEL is a name at huggingface.co or a folder. T samples make ceil(T / hop) frames of Q codes: a
+    wave is padded with silence to whole frames, and its codes are the package's of that.
+    """
 
     def __init__(self, spec, device):
-        self.checksum = spec.removeprefix("encodec:")
-        transformers = need("transformers", f"--soundstream {spec}")
-        try:
-            kind = transformers.AutoConfig.from_pretrained(self.checksum).model_type
-            if kind != "encodec":
-                raise UserError(f"--soundstream {spec}: a model of the kind {kind}; expected encodec")
-            self.model = transformers.EncodecModel.from_pretrained(self.checksum).float().to(device).eval()
-        except OSError as error:  # no such model, or no way to it
-            raise UserError(f"--soundstream {spec}: {str(error).splitlines()[0]}") from error
-        settings = self.model.requires_grad_(False).config
-        if settings.audio_channels != 1:
-            raise UserError(f"--soundstream {spec}: a model of {settings.audio_channels} channels; expected one")
-        self.rate, self.hop, self.codebook_size = settings.sampling_rate, settings.hop_length, settings.codebook_size
-        self.quantizers, self.bandwidth = settings.num_quantizers, max(settings.target_bandwidths)
-        if (folder := Path(self.checksum)).is_dir():  # what is in a folder may change, unlike what is published
-            files = sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin"))
-            self.checksum = " ".join(checkpoint.checksum(path)[:16] for path in files)
+        flag = f"--soundstream {spec}"
+        name = spec.removeprefix("hf:")
+        self.model = store.from_transformers(flag, name, ("encodec", "dac", "mimi")).to(device)
+        settings = self.model.config
+        channels = getattr(settings, "audio_channels", 1)
+        if channels != 1:
+            raise UserError(f"{flag}: a model of {channels} channels; expected one")
+        if getattr(settings, "normalize", False) or getattr(settings, "chunk_length_s", None):
+            raise UserError(f"{flag}: a model that normalizes chunks of sound; expected one that "
+                            "does not, such as hf:facebook/encodec_24khz")
+        self.rate = settings.sampling_rate
+        self.hop = getattr(settings, "hop_length", 0) or round(self.rate / settings.frame_rate)
+        self.codebook_size = settings.codebook_size
+        self.quantizers = getattr(settings, "n_codebooks", 0) or settings.num_quantizers
+        self.encodec = settings.model_type == "encodec"
+        self.checksum = name
+        if Path(name).is_dir():  # what is in a folder may change, unlike what is published
+            files = Path(name).iterdir()
+            weights = [path for path in files if path.suffix in (".safetensors", ".bin")]
+            self.checksum = " ".join(checkpoint.checksum(path)[:16] for path in sorted(weights))
 
     @torch.no_grad()
-    def encode(self, wave, count=None):
+    def encode(self, wave):
         """Codes (B, frames, Q) of waves (B, T)."""
-        wave = F.pad(wave, (0, -wave.shape[1] % self.hop))
-        codes = self.model.encode(wave[:, None], bandwidth=self.bandwidth, return_dict=True).audio_codes
-        return codes[0].transpose(1, 2)[..., :count]
+        wave = F.pad(wave, (0, -wave.shape[1] % self.hop))[:, None]
+        bitrate = {"bandwidth": max(self.model.config.target_bandwidths)} if self.encodec else {}
+        codes = self.model.encode(wave, **bitrate, return_dict=True).audio_codes
+        codes = codes.flatten(0, -3).transpose(1, 2)  # EnCodec's have an axis of chunks before
+        return codes[..., :self.quantizers]
 
     @torch.no_grad()
     def decode(self, codes):
-        """Waves (B, frames·hop) of codes (B, frames, Q)."""
-        return self.model.decode(codes.transpose(1, 2)[None], [None], return_dict=True).audio_values[:, 0]
+        """Waves (B, frames·hop) of codes (B, frames, n), of the first n quantizers."""
+        length = codes.shape[1] * self.hop
+        codes = codes.transpose(1, 2)
+        if self.encodec:
+            found = self.model.decode(codes[None], [None], return_dict=True)
+        else:
+            found = self.model.decode(audio_codes=codes, return_dict=True)
+        wave = found.audio_values.flatten(1)
+        return F.pad(wave, (0, length - wave.shape[1]))  # DAC's is shorter where a stride is odd
 
 
 # Discriminators (SoundStream §III-D)
@@ -481,11 +514,10 @@ def discriminator_loss(discriminators, fake, real, penalty_weight=0.0):
 # Token transformers (AudioLM §III-C)
 
 class Stream(NamedTuple):
-    """A kind of tokens: frames of Q codes below K, `rate` frames a second."""
+    """A kind of tokens: frames of Q codes below K."""
     name: str
     codes: int  # Q
     size: int  # K
-    rate: float
 
 
 def offsets_of(streams):
@@ -664,6 +696,7 @@ def generate(model, samples, frames, seeds, drawing, text=None, ends=True):
     uniform = torch.stack([torch.rand(frames, stream.codes, generator=torch.Generator().manual_seed(seed))
                            for seed in seeds]).to(device)
     empty = torch.tensor([not len(codes[-1]) for codes in samples], device=device)
+    endless = ~torch.tensor(ends, device=device).expand(count)
     out = torch.zeros(count, frames, stream.codes, dtype=torch.long, device=device)
     end = torch.full((count,), frames, device=device)  # frames that each has
     for i in range(frames * stream.codes):
@@ -698,7 +731,6 @@ def go_on(model, given, tokens, goals, seeds, text=None, ends=True):
     window is full, its later half is what the next one begins with. Returns B of (T_b, Q).
     """
     tokens, over, window = [one.cpu() for one in tokens], [False] * len(tokens), model.window
-    endless = ~torch.tensor(ends, device=device).expand(count)
     for number in itertools.count():
         todo = [b for b, one in enumerate(tokens) if not over[b] and len(one) < goals[b]]
         if not todo:
@@ -731,7 +763,7 @@ class Pipeline:
             file = model_file(Path(run) / stage, stage, model, weights)
             self.models[stage], made_of[stage] = load_transformer(file, stage, device, weights)
         coarse = self.models["coarse"]
-        self.codec = load_soundstream(coarse.cfg.soundstream, device)
+        self.codec = codec_of(coarse.cfg, device)
         self.tokenizer = load_tokenizer(coarse.cfg.semantic, device)
         for stage, name in itertools.product(made_of, ("tokenizer", "codec")):
             if made_of[stage].get(name) not in (None, getattr(self, name).checksum):
@@ -750,6 +782,11 @@ class Pipeline:
     def codes(self, wave):
         """Codes (N, Q) of a wave (T,)."""
         return self.codec.encode(wave[None].to(self.device))[0].cpu()
+
+    def prompt(self, wave):
+        """(semantic tokens, codes) of the end of a wave (T,), in whole frames; for `speak`."""
+        wave = wave[len(wave) % self.codec.hop:]
+        return self.semantic_tokens(wave), self.codes(wave)
 
     def nothing(self):
         """The semantic tokens and codes of no prompt."""
@@ -783,11 +820,6 @@ class Pipeline:
         # Detail: fine codes, of the coarse ones (§III-C3).
         rest = by("fine", lambda b, past: [coarse[b][len(past):]],
                   [one[:, width:] for one in codes], [len(one) for one in coarse], ends=False)
-    def prompt(self, wave):
-        """(semantic tokens, codes) of the end of a wave (T,), in whole frames; for `speak`."""
-        wave = wave[len(wave) % self.codec.hop:]
-        return self.semantic_tokens(wave), self.codes(wave)
-
         return [torch.cat(pair, dim=1) for pair in zip(coarse, rest)]
 
     def wave(self, codes):
@@ -934,11 +966,11 @@ class TokenCrops:
         return batch, np.array([all(map(len, codes)) for codes, _ in crops])
 
 
-def streams_of(cfg, sizes, rates, quantizers):
-    """The streams of a stage's transformer; sizes, rates: {kind of tokens: codes, frames a second}."""
-    words = Stream("semantic", 1, sizes.get("semantic", 0), rates.get("semantic", 0.0))
-    coarse, fine = (Stream(name, codes, sizes.get("codes", 0), rates.get("codes", 0.0)) for name, codes in (
-        ("coarse", cfg.coarse_quantizers), ("fine", quantizers - cfg.coarse_quantizers)))
+def streams_of(cfg, sizes, quantizers):
+    """The streams of a stage's transformer; sizes: {kind of tokens: how many different ones}."""
+    words = Stream("semantic", 1, sizes["semantic"])
+    coarse = Stream("coarse", cfg.coarse_quantizers, sizes["codes"])
+    fine = Stream("fine", quantizers - cfg.coarse_quantizers, sizes["codes"])
     return {"semantic": [words], "coarse": [words, coarse], "fine": [coarse, fine]}[cfg.stage]
 
 
@@ -948,8 +980,12 @@ class TokenTask:
     discriminators, fixed = None, FIXED_TOKENS
 
     def __init__(self, cfg, device, vocabulary):
-        self.cfg, self.device, self.codec, tokenizer = cfg, device, None, None
-        sources, sizes, rates, made_of = open_sources(cfg), {}, {}, {}
+        self.cfg = cfg
+        self.device = device
+        self.codec = tokenizer = None
+        sources = open_sources(cfg)
+        sizes = {"semantic": 0, "codes": 0}
+        rates, made_of = {}, {}
         self.recordings, parts = sources[0], data.parts(sources[0], cfg, *sources[1:])
         if cfg.stage == "semantic":
             fit_tokenizer(cfg, self.recordings, parts["train"][1], device)
@@ -958,14 +994,11 @@ class TokenTask:
             made_of["tokenizer"] = tokenizer.checksum
             sizes["semantic"], rates["semantic"] = tokenizer.clusters, semantic.FRAME_RATE
         if cfg.stage != "semantic":
-            self.codec = codec = load_soundstream(cfg.soundstream, device)
+            self.codec = codec = dist.on_each(lambda: codec_of(cfg, device))
             made_of["codec"] = codec.checksum
-            sizes["codes"], rates["codes"] = codec.codebook_size, codec.rate / codec.hop
-            if codec.rate != cfg.sample_rate:
-                raise UserError(f"--sample_rate: {cfg.sample_rate}, but the codec is of {codec.rate}; give that")
-            if cfg.coarse_quantizers >= codec.quantizers:
-                raise UserError(f"--coarse_quantizers: {cfg.coarse_quantizers}, but the codec has {codec.quantizers}")
-        self.streams = streams_of(cfg, sizes, rates, self.codec.quantizers if self.codec else 0)
+            sizes["codes"] = codec.codebook_size
+            rates["codes"] = codec.rate / codec.hop
+        self.streams = streams_of(cfg, sizes, self.codec.quantizers if self.codec else 0)
         crops = {source: TokenCrops(cfg, source, self.streams, token_caches(cfg, source, tokenizer, self.codec, device),
                                     rates) for source in sources}
         self.parts = {name: (crops[source], those) for name, (source, those) in parts.items()}
@@ -1111,12 +1144,37 @@ def model_file(path, stage, name="model.pt", weights="ema"):
 
 def load_soundstream(path, device, weights="ema"):
     """The codec of a run folder or file, in eval mode, with what tells it from others in `checksum`."""
-    if str(path).startswith("encodec:"):
-        return EnCodec(path, device)
+    if str(path).startswith("hf:"):
+        return PublishedCodec(path, device)
     file = model_file(path, "soundstream")
     cfg, state = lora.read_model("soundstream", Config, file, weights)
     codec = checkpoint.build(lambda: SoundStream(cfg), state, file, device).requires_grad_(False)
     codec.checksum = checkpoint.checksum(file)[:16]
+    return codec
+
+
+def use_quantizers(codec, flag, count):
+    """Let a codec use its first `count` quantizers, 0 for all. flag: the setting, for messages."""
+    if count > codec.quantizers:
+        raise UserError(f"{flag}: {count}, but the codec has {codec.quantizers}")
+    if 0 < count < codec.quantizers:
+        codec.quantizers = count
+        codec.checksum += f", {count} quantizers"  # other codes, so other caches and other models
+
+
+def codec_of(cfg, device):
+    """The codec whose codes coarse and fine predict; UserError if it does not fit `cfg`.
+
+    Without cfg.soundstream, it is to be trained by the same command, and is as it starts.
+    """
+    codec = load_soundstream(cfg.soundstream, device) if cfg.soundstream else SoundStream(cfg)
+    use_quantizers(codec, "--codec_quantizers", cfg.codec_quantizers)
+    if codec.rate != cfg.sample_rate:
+        raise UserError(f"--sample_rate: {cfg.sample_rate}, but the codec is of {codec.rate}; "
+                        "give that")
+    if cfg.coarse_quantizers >= codec.quantizers:
+        raise UserError(f"--coarse_quantizers: {cfg.coarse_quantizers}, but the codec has "
+                        f"{codec.quantizers}")
     return codec
 
 
@@ -1156,9 +1214,10 @@ def prepare(cfg, run):
     if cfg.text != "none" and not all(source.texts for source in sources):
         raise UserError(f"--text {cfg.text}: {cfg.val_data if sources[0].texts else cfg.data} has no transcripts; "
                         "expected NAME.txt beside recordings, or *.trans.txt")
-    cfg = dataclasses.replace(cfg, soundstream=cfg.soundstream or str(whole / "soundstream"),
-                              semantic=cfg.semantic or str(whole / "semantic"))
-    if cfg.stage in ("coarse", "fine") and not cfg.soundstream.startswith("encodec:"):
+    if cfg.stage != "soundstream":
+        cfg = dataclasses.replace(cfg, soundstream=cfg.soundstream or str(whole / "soundstream"),
+                                  semantic=cfg.semantic or str(whole / "semantic"))
+    if cfg.stage in ("coarse", "fine") and not cfg.soundstream.startswith("hf:"):
         model_file(cfg.soundstream, "soundstream")  # it must be there before an earlier run is moved aside
     if cfg.stage == "coarse":
         model_file(cfg.semantic, "semantic", TOKENIZER)
@@ -1185,8 +1244,12 @@ def train(cfgs):
     first = cfgs[0]
     device = dist.setup(first.device, first.timeout_minutes)
     tracker.check_stages(cfgs)
-    if len(cfgs) > 1 and not first.soundstream and first.coarse_quantizers >= first.quantizers:
-        raise UserError(f"--coarse_quantizers: {first.coarse_quantizers}, expected fewer than --quantizers")
+    if len(cfgs) > 1:
+        dist.on_each(lambda: codec_of(first, device))  # mistakes show before hours of training
+        if first.soundstream:  # then no codec is trained
+            cfgs = cfgs[1:]
+            unused = [(name, False, "a codec to train: no --soundstream") for name in CODEC]
+            config.refuse_unused(first, unused)
     finished = [train_stage(cfg, device) for cfg in cfgs]
     run, command = shlex.quote(first.run_dir), ""
     if all((Path(first.run_dir) / stage / "model.pt").is_file() for stage in STAGES):
@@ -1541,10 +1604,9 @@ def reconstruct(args, device):
     """Send a recording through the codec of a run; returns a message."""
     file = model_file(Path(args.run_dir) / "soundstream", "soundstream", args.model, args.weights)
     codec = load_soundstream(file, device, args.weights)
-    if args.quantizers > codec.quantizers:
-        raise UserError(f"--quantizers: {args.quantizers}, but the codec has {codec.quantizers}")
+    use_quantizers(codec, "--quantizers", args.quantizers)
     wave = open_wave(args.reconstruct, codec)
-    codes = codec.encode(wave[None].to(device), args.quantizers or None)
+    codes = codec.encode(wave[None].to(device))
     sound = codec.decode(codes)[0, :len(wave)].cpu()
     write_sound(sound, codec.rate, *filter(None, (args.out, args.picture)))
     bits = codes.shape[2] * math.log2(codec.codebook_size) * codec.rate / codec.hop

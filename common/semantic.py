@@ -35,7 +35,7 @@ class KMeans(nn.Module):
 
     features: "mfcc" (Davis & Mermelstein 1980), without the mean and the variance of the recording,
     which are mostly the speaker's; or "hf:MODEL:LAYER", such as "hf:facebook/w2v-bert-2.0:7": the
-    output of that layer (0: the input of the first) of a HuBERT, WavLM, wav2vec 2.0 or w2v-BERT 2.0.
+    output of that layer (0: the first one's input) of a HuBERT, WavLM, wav2vec 2.0 or w2v-BERT 2.0.
     MODEL is a name at huggingface.co or a folder.
     """
 
@@ -119,7 +119,7 @@ class SpeechLayer:
             except (OSError, ValueError) as error:
                 raise UserError(f"{flag}: {str(error).splitlines()[0]}") from error
         elif self.model.main_input_name == "input_features":
-            raise UserError(f"{flag}: {name} has no preprocessor_config.json, which its mel spectra need")
+            raise UserError(f"{flag}: {name} has no preprocessor_config.json, for its mel spectra")
 
     def __call__(self, wave):
         """Outputs (ceil(T / 320), D) of the layer at a wave (1, T) of 16 kHz."""

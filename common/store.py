@@ -136,7 +136,7 @@ FIELD = re.compile(r"\{\w+(:0?\d{0,2}(\.\d{1,2})?[a-z]?)?\}")  # what may stand 
 
 
 def from_transformers(flag, name, kinds):
-    """The model `name` of the package transformers, frozen and in fp32: its id at huggingface.co, or a folder.
+    """The model `name` (an id at huggingface.co, or a folder) by transformers, frozen and in fp32.
 
     kinds: the values of model_type that fit. flag: the setting that names it, for messages.
     UserError for a model of another kind, or for none.

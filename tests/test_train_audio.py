@@ -21,7 +21,7 @@ from common import amp, checkpoint, config, data, dist, media, recordings
 from train_audio import Config, Drawing, Stream, lay_out, targets
 
 CPU, STAGES, KILLS = torch.device("cpu"), list(train_audio.STAGES), int(os.environ.get("KILLS", 1))
-WORDS, COARSE, FINE = Stream("semantic", 1, 7, 50), Stream("coarse", 2, 5, 50), Stream("fine", 3, 5, 50)
+WORDS, COARSE, FINE = Stream("semantic", 1, 7), Stream("coarse", 2, 5), Stream("fine", 3, 5)
 TEXTS = torch.tensor([[5, 3, 0, 0], [2, 2, 7, 1], [9, 0, 0, 0]])
 VARIANTS = [*itertools.product(["rotary", "relative"], ["none", "prefix", "cross"])]
 Tokens = type("Tokens", (list,), {"frames": lambda tokens, row: len(tokens[row])})  # of recordings, as in a TokenCache
@@ -92,7 +92,7 @@ def test_chunk_by_chunk_gives_what_the_whole_does_and_nothing_depends_on_later_f
     assert codes.shape == (2, 13, 4) and made.shape == (2, 13 * hop) and torch.equal(found, codes)
     assert_close(again, made[:, :13 * hop - 3])
     vectors = sum(codec.quantizer.codebook[q][codes[..., q]] for q in range(3))  # fewer codes, a lower bitrate
-    assert_close(codec.decode(codec.encode(wave, 3)), codec.waves(vectors))
+    assert_close(codec.decode(codec.encode(wave)[..., :3]), codec.waves(vectors))
     later = frames.clone()
     later[:, 5] += 1
     changes = [(codec.waves(later) - codec.waves(frames)).abs().amax(0).view(13, hop).amax(1)]
@@ -197,7 +197,7 @@ def test_the_layout_is_the_one_that_its_docstring_draws_and_each_code_has_a_row_
     assert targets(COARSE, codes, False).flatten().tolist() == [4, 1, 0, 4, -100, -100]
     for seed in range(5):
         sizes = np.random.default_rng(seed).integers((2, 1, 2, 1, 0), (9, 4, 9, 6, 5)).tolist()
-        streams, owner = [Stream("semantic", 1, sizes[0], 50), Stream("coarse", *sizes[1:3], 50)], [None]
+        streams, owner = [Stream("semantic", 1, sizes[0]), Stream("coarse", *sizes[1:3])], [None]
         for s, stream in enumerate(streams):  # of each row of the table: (stream, quantizer, code), or just the stream
             owner += [(s,), *((s, q, code) for q in range(stream.codes) for code in range(stream.size))]
         assert transformer(*streams).embed.num_embeddings == len(owner)
@@ -225,7 +225,7 @@ def crops_of(frames, rate, **settings):
     caches = {"semantic": Tokens(np.arange(-(-n * 50 // rate))[:, None] for n in frames),
               "codes": Tokens(np.arange(n)[:, None] + np.arange(4) * 1000 for n in frames)}
     rates = {"semantic": 50, "codes": rate}
-    streams = train_audio.streams_of(cfg, dict.fromkeys(rates, 10_000), rates, 4)
+    streams = train_audio.streams_of(cfg, dict.fromkeys(rates, 10_000), 4)
     return train_audio.TokenCrops(cfg, range(len(frames)), streams, caches, rates)
 
 
@@ -463,7 +463,8 @@ def test_sounds_go_through_the_codec_and_on_from_recordings_also_when_the_run_ha
     wave = torch.from_numpy(recordings.read(voice)[0])
     for n in (1, 4):
         out, sound = sampled(tmp_path, run_dir=whole, reconstruct=voice, picture=tmp_path / "out.png", quantizers=n % 4)
-        assert_close(sound, codec.decode(codec.encode(wave, n))[0, :wave.shape[1]], atol=1e-4, rtol=0)
+        expected = codec.decode(codec.encode(wave)[..., :n])[0, :wave.shape[1]]
+        assert_close(sound, expected, atol=1e-4, rtol=0)
         assert f"{n} codes a frame, {200 * n} bits a second, si_sdr_db" in out  # 4 bits a code, 50 frames a second
     assert_close(sound, codec(wave)[0][0], atol=1e-4, rtol=0)
     assert media.read_png(tmp_path / "out.png").any()
@@ -513,7 +514,6 @@ def test_sounds_of_texts_and_of_prompts_in_tokens_are_the_same_in_any_batch(whol
         assert torch.equal(coarse, codes[:, :2])
 
 
-def test_published_models_take_the_place_of_codec_and_tokenizer(whole, tmp_path):
 def counted(model, most):
     """`most` {stream: frames}: the most that a pass of `model` sees from now on, of one sample."""
     rows, inside, step = [], model.run, model.step
@@ -667,28 +667,40 @@ def test_published_codecs_that_do_not_fit_are_refused_and_odd_strides_keep_whole
             train_audio.codec_of(cfg, CPU)
 
 
+def test_published_models_take_the_place_of_codec_and_tokenizer(whole, tmp_path):
+    published(tmp_path / "mimi", "mimi")
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    model = transformers.EncodecModel(transformers.EncodecConfig(
-        target_bandwidths=[1.0, 2.0], sampling_rate=8000, num_filters=2, hidden_size=8, codebook_size=16,
-        upsampling_ratios=[5, 4, 4, 2]))
-    for layer in model.quantizer.layers:
-        torch.nn.init.normal_(layer.codebook.embed)
-    model.save_pretrained(tmp_path / "encodec")
-    small = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, conv_dim=(8,) * 7)
-    transformers.HubertModel(transformers.HubertConfig(**small)).save_pretrained(tmp_path / "hubert")
-    spec, folder, voice = f"encodec:{tmp_path}/encodec", tmp_path / "run", min(whole.parent.glob("voices/*/*.wav"))
-    for stage, more in zip(STAGES[1:], (dict(tokenizer=f"hubert:{tmp_path}/hubert:1"), *[dict(soundstream=spec)] * 2)):
-        run(*words_of(folder, stage, folder, data=whole.parent / "voices", steps=2, **more))
-    assert "seconds_added" in run("evaluate", *flags(run_dir=folder, eval_samples=2, device="cpu"))
-    codec, pipeline = train_audio.load_soundstream(spec, CPU), train_audio.Pipeline(folder, CPU)
-    codes = codec.encode(torch.from_numpy(recordings.read(voice)[0]))
-    assert torch.equal(pipeline.codes(torch.from_numpy(recordings.read(voice)[0][0])), codes[0])
+    small = transformers.WavLMConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
+                                     intermediate_size=16, conv_dim=(8,) * 7)
+    transformers.WavLMModel(small).save_pretrained(tmp_path / "wavlm")
+    spec = f"hf:{tmp_path}/mimi"
+    folder = tmp_path / "run"
+    voice = min(whole.parent.glob("voices/*/*.wav"))
+    settings = {name: value for name, value in TINY.items() if name not in train_audio.CODEC}
+    settings |= dict(data=whole.parent / "voices", steps=2, run_dir=folder, coarse_quantizers=1)
+    words = flags(**settings)
+    models = dict(tokenizer=f"hf:{tmp_path}/wavlm:1", soundstream=spec, codec_quantizers=3)
+    out = run(*words, *flags(**models))
+    assert out.count("Trained") == 3 and "seconds_added" in out
+    assert not (folder / "soundstream").exists()
+    pipeline = train_audio.Pipeline(folder, CPU)
+    codec = train_audio.load_soundstream(spec, CPU)
+    wave = torch.from_numpy(recordings.read(voice)[0])
+    codes = codec.encode(wave)[..., :3]
+    assert torch.equal(pipeline.codes(wave[0]), codes[0])
     assert_close(pipeline.wave(codes[0]), codec.decode(codes)[0])
     assert len(sampled(tmp_path, run_dir=folder, prompt=voice, prompt_seconds=0.2)[1]) > 1600
+    message = mistake(*words, "--soundstream", spec, "--channels", 4, status=1)
+    assert "--channels: it needs a codec to train: no --soundstream" in message
+    fewer = words_of(folder, "fine", folder, data=whole.parent / "voices", soundstream=spec,
+                     coarse_quantizers=1, codec_quantizers=2)
+    message = mistake(*fewer, status=1)
+    assert "codec_quantizers is 3 there and 2 here" in message
 
 
 def mistake(*words, status):
-    lines = [line for line in run(*words, expect=status).strip().splitlines() if "it/s]" not in line]
+    lines = run(*words, expect=status).split("\n")
+    lines = [line for line in lines if line and "it/s]" not in line]
     assert len(lines) == 1 and lines[0].startswith("train_audio.py: error: "), lines
     return lines[0]
 

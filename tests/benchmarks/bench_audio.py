@@ -103,8 +103,8 @@ def make(args, stage):
     """(config, transformer, for each sample the codes (T, Q) of its streams)."""
     cfg = settings(args, stage)
     size = cfg.codebook_size if args.preset else 1024
-    streams = train_audio.streams_of(cfg, {"semantic": cfg.clusters, "codes": size}, {"semantic": 50, "codes": 50},
-                                     12 if args.preset else 8)
+    sizes = {"semantic": cfg.clusters, "codes": size}
+    streams = train_audio.streams_of(cfg, sizes, 12 if args.preset else 8)
     torch.manual_seed(0)
     model = train_audio.TokenTransformer(cfg, streams).to(args.device)
     return cfg, model, [[torch.randint(s.size, (FRAMES[stage], s.codes)) for s in streams] for _ in range(args.batch)]
