@@ -725,6 +725,16 @@ def test_mistakes_on_the_command_line_are_one_line_and_status_2(words, message):
     assert message in mistake(*words.split(), status=2)
 
 
+def test_the_presets_of_audiolm_have_its_sizes_crops_and_tokens():
+    for stage, seconds in (("semantic", 30), ("coarse", 10), ("fine", 3)):
+        cfg = Config(**train_audio.PRESETS[f"audiolm-{stage}"])
+        assert (cfg.stage, cfg.seconds, cfg.steps, cfg.batch_size) == (stage, seconds, 1_000_000, 256)
+        assert (cfg.depth, cfg.heads, cfg.width, cfg.dropout) == (12, 16, 1024, 0.1)
+        assert (cfg.position, cfg.coarse_quantizers) == ("relative", 4)
+    semantic = train_audio.PRESETS["audiolm-semantic"]
+    assert semantic["clusters"] == 1024 and semantic["tokenizer"] == "hf:facebook/w2v-bert-2.0:7"
+
+
 def test_mistakes_that_runs_and_files_show_are_one_line_and_status_1(whole, tmp_path):
     voice, moved, short = min(whole.parent.glob("voices/*/*.wav")), tmp_path / "moved", tmp_path / "short.wav"
     recordings.write_wav(short, torch.zeros(159), 8000)
