@@ -120,7 +120,7 @@ class Config(config.Training):
     mask_past: Decay = 0.0  # share of the past that is hidden from a sample in training (Liu et al. 2022)
     coarse_quantizers: Count = 2  # quantizers that the coarse stage predicts; fine: the others
     codec_quantizers: Natural = 0  # first quantizers of the codec that coarse and fine use; 0: all
-    text: Literal["auto", "none", "prefix", "cross"] = "auto"  # auto: a prefix of semantic, if there are transcripts
+    text: Literal["auto", "none", "prefix"] = "auto"  # auto: a prefix of semantic, if there are transcripts
     max_text_len: Count = 24  # longer texts are cut, shorter ones padded
     text_drop: Share = 0.1  # probability of training a sample without its text, for guidance
     # Evaluation and saving; both happen at the first log line at or after they are due
@@ -149,7 +149,7 @@ class Config(config.Training):
             *((name, not codec or self.discriminator_after < self.steps, "--discriminator_after below --steps")
               for name in DISCRIMINATORS),
             ("penalty_every", self.penalty_weight, "a --penalty_weight"),
-            *((name, self.text != "none", "--text prefix or cross") for name in ("text_drop", "max_text_len")),
+            *((name, self.text != "none", "--text prefix") for name in ("text_drop", "max_text_len")),
             ("guidance_scale", self.text != "none" and self.text_drop, "--text and --text_drop")))
         tracker.check(self)
 
@@ -161,7 +161,7 @@ STAGES = {
                         max_grad_norm=5.0, ema_decay=0.99, eval_samples=96),
     "semantic": dict(TRANSFORMER, steps=300),
     # In equal time more of a text is heard than with the papers' Adam.
-    "coarse": dict(TRANSFORMER, steps=470, optimizer="muon", lr=6e-3),
+    "coarse": dict(TRANSFORMER, steps=620, optimizer="muon", lr=6e-3),
     "fine": dict(TRANSFORMER, seconds=0.4, steps=150),
 }
 COMMON = dict(lr=1e-4, steps=1_000_000, warmup_steps=1_000, cosine=False, ema_decay=0.9999, validation=0.01,
@@ -558,8 +558,8 @@ class TokenTransformer(nn.Module):
     """A causal transformer over streams of tokens, of which it predicts the last: semantic, coarse and fine alike.
 
     Each quantizer has embeddings of its own, and a head of its own over its K codes and EOS; EOS is a target of the
-    first alone. Text is not in AudioLM: it is a prefix, as in SPEAR-TTS (Kharitonov et al. 2023), or attended to, as in
-    AudioGen (Kreuk et al. 2022), and dropped at times for guidance.
+    first alone. Text is not in AudioLM: it is a prefix, as in SPEAR-TTS (Kharitonov et al. 2023), and dropped at times
+    for guidance.
     """
 
     def __init__(self, cfg, streams, vocabulary=()):
@@ -572,12 +572,12 @@ class TokenTransformer(nn.Module):
         self.embed = nn.Embedding(self.offsets[-1], width, padding_idx=0)
         nn.init.normal_(self.embed.weight[1:], std=width ** -0.5)
         self.heads = nn.Parameter(torch.randn(streams[-1].codes, streams[-1].size + 1, width) * 0.5 * width ** -0.5)
-        self.transformer = Transformer(width, cfg.depth, cfg.heads, rotary=cfg.position == "rotary", ff_mult=8 / 3,
-                                       dropout=cfg.dropout, context_width=width if cfg.text == "cross" else None)
+        self.transformer = Transformer(width, cfg.depth, cfg.heads, rotary=cfg.position == "rotary",
+                                       dropout=cfg.dropout)
         self.bias = nn.Embedding(32, cfg.heads) if cfg.position == "relative" else None
         if cfg.text != "none":
             self.text_embed = nn.Embedding(len(self.tokenizer), width)
-            self.text_encoder = Transformer(width, TEXT_DEPTH, cfg.heads, causal=False, ff_mult=8 / 3)
+            self.text_encoder = Transformer(width, TEXT_DEPTH, cfg.heads, causal=False)
             self.null_text = learned_tokens(cfg.max_text_len, width)
 
     def text_tokens(self, texts):
@@ -619,16 +619,17 @@ class TokenTransformer(nn.Module):
         return seen if self.bias is None else self.relative(distance)[None].masked_fill(~seen, -torch.inf)
 
     def run(self, inputs, condition, cache=False):
-        """Outputs (B, N, W) at inputs (B, N) after a text prefix; `cache`: and keys and values, of blocks and text."""
-        x, prefix = self.embed(inputs), 0
-        if condition is not None and self.cfg.text == "prefix":
-            x, prefix = torch.cat([condition.to(x.dtype), x], dim=1), condition.shape[1]
-        context = self.transformer.contexts(condition) if self.cfg.text == "cross" else None
+        """Outputs (B, N, W) at inputs (B, N) after a text prefix; `cache`: and keys and values, of all."""
+        x = self.embed(inputs)
+        prefix = 0
+        if condition is not None:
+            x = torch.cat([condition.to(x.dtype), x], dim=1)
+            prefix = condition.shape[1]
         mask = self.mask(len(x), x.shape[1], prefix, x.device)
         if not cache:
-            return self.transformer(x, mask, context=context)[:, prefix:]
-        x, keys_values = self.transformer(x, mask, return_cache=True, context=context)
-        return x[:, prefix:], keys_values, context
+            return self.transformer(x, mask)[:, prefix:]
+        x, keys_values = self.transformer(x, mask, return_cache=True)
+        return x[:, prefix:], keys_values
 
     def forward(self, inputs, place, target, text=None, drop=None):
         """(cross-entropy summed, number of tokens, of right guesses) a sample, each (B,).
@@ -645,13 +646,13 @@ class TokenTransformer(nn.Module):
         right = logits.detach().argmax(-1) == target
         return loss.view(target.shape).sum((1, 2)), (target >= 0).sum((1, 2)), right.sum((1, 2))
 
-    def step(self, rows, memory, context):
+    def step(self, rows, memory):
         """Outputs (B, W) at the next input (B,) of every sample."""
         bias = None
         if self.bias is not None:
             distance = memory.length[:, None] - torch.arange(memory.top + 1, device=rows.device)
             bias = self.relative(distance).transpose(0, 1)[:, :, None]  # (B, heads, 1, P)
-        return self.transformer.step(self.embed(rows), memory, bias, context)
+        return self.transformer.step(self.embed(rows), memory, bias)
 
 
 # Generation (AudioLM §III-D)
@@ -689,7 +690,7 @@ def generate(model, samples, frames, seeds, drawing, text=None, ends=True):
         laid, text = laid * 2, text.repeat(2, 1)
     inputs = nn.utils.rnn.pad_sequence(laid, batch_first=True).to(device)
     length, unguided = torch.tensor([len(one) for one in laid], device=device), torch.arange(len(laid)) >= count
-    x, cache, context = model.run(inputs, model.condition(text, unguided.to(device)), cache=True)
+    x, cache = model.run(inputs, model.condition(text, unguided.to(device)), cache=True)
     x, size = x[torch.arange(len(x), device=device), length - 1], cache[0][0].shape[2]  # with the text prefix
     memory = Memory(cache, length + size - inputs.shape[1], size + frames * stream.codes)
 
@@ -716,7 +717,7 @@ def generate(model, samples, frames, seeds, drawing, text=None, ends=True):
         out[:, t, q] = code = code.clamp(max=stream.size - 1)
         if i + 1 < frames * stream.codes:
             rows = model.offsets[-2] + 1 + q * stream.size + code
-            x = model.step(rows.repeat(1 + guided), memory, context)
+            x = model.step(rows.repeat(1 + guided), memory)
     out, lengths = out.cpu(), end.tolist()
     return [torch.cat([codes[-1], new[:length]]) for codes, new, length in zip(samples, out, lengths)], \
         [length < frames for length in lengths]

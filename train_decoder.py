@@ -8,6 +8,15 @@
 
 The same command again resumes. Each stage is a run of its own, RUN/base and RUN/upsample, and a cascade is a list of
 such folders. `python train_decoder.py [train|evaluate|sample] --help` lists the settings.
+
+What differs from the papers:
+- The text enters as a frozen CLIP's encodings, as in Karlo. DALL-E 2 and GLIDE train a text transformer with the U-Net.
+- The base learns by rectified flow, SD3's density of timesteps and Muon, and the upsampler predicts x0. The presets
+  have the papers' epsilon, AdamW, and learned variance. The sizes are for minutes on two cores.
+- An upsampler's input is blurred or noised. For 256 -> 1024, DALL-E 2 takes the degradations of BSR in its place.
+- A norm of a narrow layer has fewer than 32 groups, so that each has four channels or more.
+- Sampling takes evenly spaced steps, which DALL-E 2 has tuned. Estimates of x0 are clipped to [-1, 1].
+- Off by default, and not in the papers: --dream, --loss_weight, --threshold and --low_res_noise (Imagen), LoRA.
 """
 import os
 
@@ -46,7 +55,7 @@ from common import (
     tracker,
 )
 from common.config import Count, Natural, NonNegative, Positive, Share, UserError
-from common.nn import Attention, TimeEmbedding, learned_tokens
+from common.nn import Attention, NullText, TimeEmbedding, zeroed
 
 Fours = Annotated[int, ("a multiple of 4, for the group norms", lambda width: width > 0 and width % 4 == 0)]
 
@@ -75,9 +84,11 @@ class Config(diffusion.Training):
     attention_levels: tuple[Natural, ...] = (1, 2)  # levels with attention, 0 the finest; and between down and up
     head_width: Count = 32  # width of a head of attention
     cond_width: Count = 64  # width of the conditioning tokens
+    scale_shift: bool = True  # the time and condition scale and shift a norm; off: are added, as in Karlo's upsampler
+    dropout: Share = 0.0  # before the second convolution of a block
     image_condition: bool = True  # condition on the image embedding
     text_encodings: Literal["none", "clip"] = "none"  # condition on the tokens of the caption, by CLIP
-    max_text_len: Count = 77  # text encodings: longer texts are cut, shorter ones padded with learned tokens
+    max_text_len: Count = 77  # text encodings: longer texts are cut, shorter ones padded
     # Diffusion
     objective: Literal["x0", "v", "epsilon", "flow"] = "flow"  # what it predicts
     timestep_density: Literal["uniform", "logit_normal", "mode"] = "logit_normal"  # in training
@@ -89,7 +100,7 @@ class Config(diffusion.Training):
     low_res_blur: Share = 0.5  # probability of blurring it
     random_crop: Natural = 0  # train on random crops of this size, 0 for whole pictures
     # Optimization
-    steps: Count = 1000  # optimizer steps
+    steps: Count = 900  # optimizer steps
     lr: Positive = 2e-3  # peak learning rate
     # Evaluation and saving; both happen at the first log line at or after they are due
     eval_steps: Count = 25  # sampling steps of its pictures
@@ -125,23 +136,41 @@ STAGES = {
     "upsample": dict(image_size=32, low_res_size=16, mults=(1, 2), attention_levels=(),
                      image_condition=False, random_crop=16,
                      objective="x0", timestep_density="uniform",  # flow leaves grain
-                     steps=900, eval_every=450, eval_steps=10),
+                     steps=800, eval_every=400, eval_steps=10),
 }
-PRESETS = {  # the base U-Net of DALLE2-pytorch's published config, over ViT-L/14, with DALL-E 2's diffusion
-    "dalle2-64": dict(stage="base", clip="open_clip:ViT-L-14/openai", image_size=64, width=128, mults=(1, 2, 4, 8),
-                      blocks=2, cond_width=512, head_width=64, attention_levels=(1, 2, 3),
-                      objective="epsilon", timestep_density="uniform", learned_variance=True, optimizer="adamw",
-                      batch_size=2048, chunk_size=64, lr=1.2e-4, betas=(0.9, 0.999), steps=800_000,
-                      warmup_steps=10_000, cosine=False, precision="bf16", validation=0.005, test=0.005,
-                      crop_scale=0.75, log_every=100, eval_every=10_000, save_every=2_000, eval_samples=2048,
-                      eval_steps=50, guidance_scale=2.0, workers=8),
+# What DALL-E 2's Table 3 has in common for its decoder and upsamplers.
+DALLE2 = dict(objective="epsilon", timestep_density="uniform", optimizer="adamw", betas=(0.9, 0.999),
+              weight_decay=0.0, warmup_steps=10_000, cosine=False, precision="bf16", validation=0.005,
+              test=0.005, log_every=100, eval_every=10_000, save_every=2_000, eval_samples=2048, workers=8)
+DALLE2_64 = dict(DALLE2, stage="base", clip="open_clip:ViT-L-14/openai", text_encodings="clip",
+                 image_size=64, mults=(1, 2, 3, 4), blocks=3, head_width=64,
+                 attention_levels=(1, 2, 3), dropout=0.1, learned_variance=True, eta=1.0, crop_scale=0.75,
+                 batch_size=2048, chunk_size=64, lr=1.2e-4, steps=800_000, eval_steps=250,
+                 guidance_scale=2.0)
+DALLE2_256 = dict(DALLE2, stage="upsample", image_size=256, low_res_size=64, width=320,
+                  mults=(1, 2, 3, 4), blocks=3, attention_levels=(), image_condition=False,
+                  dropout=0.1, random_crop=64, batch_size=1024,
+                  chunk_size=64, lr=1.2e-4, steps=1_000_000, eval_steps=27)
+PRESETS = {
+    "dalle2-64": dict(DALLE2_64, width=512, cond_width=2048),
+    "dalle2-256": DALLE2_256,
+    "dalle2-1024": dict(DALLE2_256, image_size=1024, low_res_size=256, width=192, mults=(1, 1, 2, 2, 4, 4),
+                        blocks=2, dropout=0.0, noise_schedule="linear", random_crop=256, batch_size=512,
+                        lr=1e-4, eval_steps=15),
+    # The sizes of Karlo's published config. How it was trained is not public: the rest is DALL-E 2's.
+    "karlo-64": dict(DALLE2_64, raw_embeddings=True, width=320, cond_width=1536, eval_steps=25, guidance_scale=8.0),
+    "karlo-256": dict(DALLE2_256, scale_shift=False, eta=1.0, eval_steps=7),
 }
 
+# What makes a model: --init_from takes it from the file. What is TAKEN comes from there as well,
+# unless it is given.
+TAKEN = ("lr", "optimizer", "timestep_density", "random_crop", "guidance_scale", "eta", "eval_steps")
+MODEL = ("stage", "image_size", "low_res_size", "width", "mults", "blocks", "attention_levels",
+         "head_width", "cond_width", "scale_shift", "image_condition", "text_encodings", "max_text_len",
+         "raw_embeddings", "objective", "noise_schedule", "timesteps", "learned_variance", "low_res_noise")
 # What must not change when a run goes on; all else may.
-FIXED = (*config.FIXED, "stage", "image_size", "low_res_size", "width", "mults", "blocks", "attention_levels",
-         "head_width", "cond_width", "image_condition", "text_encodings", "max_text_len", "objective",
-         "noise_schedule", "timesteps", "learned_variance", "low_res_noise", "random_crop", "crop_scale", "flip",
-         "resize", "lora_rank")
+FIXED = (*config.FIXED, *MODEL, "random_crop", "crop_scale", "flip", "resize", "lora_rank")
+LAST_STEP = "last_step.pt"  # in a run folder: the model for the last step of sampling, if it is another
 IMAGE_TOKENS = 4  # "four extra tokens of context" (DALL-E 2 §2.1)
 VLB_WEIGHT = 1e-3  # of the variational bound in the loss, λ of Nichol & Dhariwal 2021, §3.1
 MOST_CHUNK = 64  # samples in one forward pass, at most, where --chunk_size is 0
@@ -151,125 +180,179 @@ BLUR_SIGMA = (0.4, 0.8)  # range of the blur's sigma in pixels of the low resolu
 # Model
 
 def group_norm(width):
-    return nn.GroupNorm(min(32, width // 4), width)
-
-
-def zeroed(layer):
-    """`layer` with weights of zero, so that what it is added to starts unchanged."""
-    for parameter in layer.parameters():
-        nn.init.zeros_(parameter)
-    return layer
+    """ADM's norm of 32 groups; for narrow layers fewer, so that a group has four channels or more."""
+    groups = next(g for g in (32, 16, 8, 4, 2, 1) if width % g == 0 and width >= 4 * g)
+    return nn.GroupNorm(groups, width)
 
 
 class Block(nn.Module):
     """ADM's residual block, and attention if wanted (Dhariwal & Nichol 2021, §3 and §4.1).
 
-    Norm, SiLU, convolution, twice; the embedding of timestep and condition scales and shifts the second norm. The
-    pixels attend to each other and, beside them, to the conditioning tokens (GLIDE, Nichol et al. 2021, §2.3).
+    Norm, SiLU, convolution, twice. `resample` halves or doubles the picture before the first
+    convolution, on both paths (BigGAN, Brock et al. 2018). The embedding of timestep and condition
+    scales and shifts the second norm. The pixels attend to each other and, before them, to the
+    conditioning tokens (GLIDE, Nichol et al. 2021, §2.3).
     """
 
-    def __init__(self, width_in, width, hidden, cond_width, head_width, attends):
+    def __init__(self, cfg, width_in, width, token_width, attends=False, resample=None):
         super().__init__()
-        self.norm1, self.conv1 = group_norm(width_in), nn.Conv2d(width_in, width, 3, padding=1)
-        self.modulation = nn.Linear(hidden, 2 * width)
-        self.norm2, self.conv2 = group_norm(width), zeroed(nn.Conv2d(width, width, 3, padding=1))
+        self.checkpointing = cfg.checkpointing
+        self.scale_shift = cfg.scale_shift
+        self.resample = resample or nn.Identity()
+        self.norm1 = group_norm(width_in)
+        self.conv1 = nn.Conv2d(width_in, width, 3, padding=1)
+        self.modulation = nn.Linear(4 * cfg.width, 2 * width if cfg.scale_shift else width)
+        self.norm2 = group_norm(width)
+        self.dropout = nn.Dropout(cfg.dropout)
+        self.conv2 = zeroed(nn.Conv2d(width, width, 3, padding=1))
         self.skip = nn.Conv2d(width_in, width, 1) if width_in != width else nn.Identity()
         self.attends = attends
         if attends:
+            most = max(1, width // cfg.head_width)
+            heads = max(heads for heads in range(1, most + 1) if width % heads == 0)
             self.attention_norm = group_norm(width)
-            heads = max(heads for heads in range(1, max(1, width // head_width) + 1) if width % heads == 0)
             self.attention = Attention(width, heads)
-            if cond_width:
-                self.token_key_value = nn.Linear(cond_width, 2 * width, bias=False)
             zeroed(self.attention.out)
+            if token_width:
+                self.token_key_value = nn.Linear(token_width, 2 * width)
 
-    def forward(self, x, hidden, tokens):
-        """x (B, W_in, H, H), hidden (B, 4W), tokens (B, J, E) or None -> (B, W, H, H)."""
-        h = self.conv1(F.silu(self.norm1(x)))  # (B, W, H, H)
-        scale, shift = self.modulation(F.silu(hidden))[:, :, None, None].chunk(2, dim=1)  # (B, W, 1, 1)
-        h = self.norm2(h) * (1 + scale) + shift
-        x = self.skip(x) + self.conv2(F.silu(h))
-        if not self.attends:
-            return x
+    def forward(self, *inputs):
+        if self.checkpointing and torch.is_grad_enabled():
+            return torch.utils.checkpoint.checkpoint(self.compute, *inputs, use_reentrant=False)
+        return self.compute(*inputs)
+
+    def compute(self, x, hidden, tokens, is_key):
+        """x (B, W_in, H, H), hidden (B, 4W), tokens (B, J, E) or None, is_key (B, J) or None: all.
+
+        Returns (B, W, H, H), or half or twice of H.
+        """
+        h = self.resample(F.silu(self.norm1(x)))
+        h = self.conv1(h)  # (B, W, H, H)
+        modulation = self.modulation(F.silu(hidden))[:, :, None, None]
+        if self.scale_shift:
+            scale, shift = modulation.chunk(2, dim=1)  # (B, W, 1, 1)
+            h = self.norm2(h) * (1 + scale) + shift
+        else:
+            h = self.norm2(h + modulation)
+        h = self.conv2(self.dropout(F.silu(h)))
+        x = self.skip(self.resample(x)) + h
+        return x + self.attend(x, tokens, is_key) if self.attends else x
+
+    def attend(self, x, tokens, is_key):
+        """What the pixels of x (B, W, H, H) get by attention, of its shape."""
         h = self.attention_norm(x).flatten(2).transpose(1, 2)  # (B, H², W)
         keys, values = self.attention.keys_values(h)  # (B, heads, H², d)
+        mask = None
         if tokens is not None:
-            extra = self.token_key_value(tokens).unflatten(-1, (2 * self.attention.heads, -1)).transpose(1, 2)
-            keys, values = (torch.cat(pair, dim=2) for pair in zip(extra.chunk(2, dim=1), (keys, values)))
-        h = self.attention(h, keys, values)
-        return x + h.transpose(1, 2).unflatten(2, x.shape[2:])
+            extra = self.token_key_value(tokens).unflatten(-1, (2 * self.attention.heads, -1))
+            extra_keys, extra_values = extra.transpose(1, 2).chunk(2, dim=1)  # (B, heads, J, d)
+            keys = torch.cat([extra_keys, keys], dim=2)
+            values = torch.cat([extra_values, values], dim=2)
+        if is_key is not None:
+            mask = F.pad(is_key, (0, h.shape[1]), value=True)[:, None, None]  # (B, 1, 1, J + H²)
+        h = self.attention(h, keys, values, mask)
+        return h.transpose(1, 2).unflatten(2, x.shape[2:])
 
 
 class UNet(nn.Module):
-    """The denoiser of one stage: DALL-E 2's decoder (§2.1), which is GLIDE's U-Net, and so ADM's.
+    """The denoiser of one stage: DALL-E 2's decoder (§2.1), in ADM's and GLIDE's form, whose weights load.
 
-    B batch, W width, H image size, D width of the image embedding, E of the conditioning tokens, J their number. The
-    image embedding is added to the timestep's, and becomes four tokens beside those of the text.
+    B batch, W width, H image size, D width of the CLIP's embeddings, E of the conditioning tokens, J
+    their number. The image embedding is added to the timestep's, and becomes four tokens beside those
+    of the text, whose own embedding is added to the timestep's as well.
     """
 
     def __init__(self, cfg, embed_width, encoding_width=0):
         super().__init__()
-        self.cfg, self.widths, hidden = cfg, [embed_width * cfg.image_condition, encoding_width], 4 * cfg.width
-        cond_width = cfg.cond_width if cfg.attention_levels and (cfg.image_condition or encoding_width) else 0
-        self.time_in = TimeEmbedding(hidden, cfg.timesteps)
+        self.cfg = cfg
+        self.widths = [embed_width, encoding_width]
+        self.last_step_unet = None  # another U-Net for the last step of sampling, as Karlo's upsampler has
+        hidden = 4 * cfg.width
+        conditioned = cfg.attention_levels and (cfg.image_condition or encoding_width)
+        token_width = cfg.cond_width if conditioned else 0
+        self.time_in = TimeEmbedding(cfg.width, hidden, cfg.timesteps)
         if cfg.low_res_size and cfg.low_res_noise:
-            self.low_res_level_in = TimeEmbedding(hidden, cfg.timesteps)
+            self.low_res_level_in = TimeEmbedding(cfg.width, hidden, cfg.timesteps)
         if cfg.image_condition:
-            self.image_in = nn.Linear(embed_width, hidden)
-            if cond_width:
-                self.image_tokens_in = nn.Linear(embed_width, IMAGE_TOKENS * cond_width)
             self.null_image = nn.Parameter(torch.randn(embed_width))
+            self.image_in = nn.Linear(embed_width, hidden)
+            if token_width:
+                self.image_tokens_in = nn.Linear(embed_width, IMAGE_TOKENS * token_width)
         if encoding_width:
+            self.null_text = NullText(embed_width, encoding_width, cfg.max_text_len)
+            self.text_in = nn.Linear(embed_width, hidden)
             self.encoding_in = nn.Linear(encoding_width, cfg.cond_width)
-            self.padding = learned_tokens(cfg.max_text_len, cfg.cond_width)
-            self.null_encodings = learned_tokens(cfg.max_text_len, cfg.cond_width)
-        if cond_width:
-            self.token_norm = nn.LayerNorm(cond_width)
+            self.encoding_norm = nn.LayerNorm(cfg.cond_width)
 
-        def block(width_in, width, attends):
-            return Block(width_in, width, hidden, cond_width, cfg.head_width, attends)
-
-        widths = [cfg.width * mult for mult in cfg.mults]  # of the levels, the finest first
-        self.stem = nn.Conv2d(6 if cfg.low_res_size else 3, cfg.width, 3, padding=1)
-        self.downs, self.ups, width, skips = nn.ModuleList(), nn.ModuleList(), cfg.width, [cfg.width]
-        for level, width_out in enumerate(widths):
+        level_widths = [cfg.width * mult for mult in cfg.mults]  # the finest first
+        last = len(level_widths) - 1
+        width = cfg.width
+        skips = [width]
+        self.stem = nn.Conv2d(6 if cfg.low_res_size else 3, width, 3, padding=1)
+        self.downs = nn.ModuleList()
+        for level, width_out in enumerate(level_widths):
             for _ in range(cfg.blocks):
-                self.downs.append(block(width, width_out, level in cfg.attention_levels))
-                skips.append(width := width_out)
-            if level < len(widths) - 1:
-                self.downs.append(nn.Conv2d(width, width, 3, stride=2, padding=1))
-                skips.append(width)
-        self.middle = nn.ModuleList([block(width, width, bool(cfg.attention_levels)), block(width, width, False)])
-        for level, width_out in reversed(list(enumerate(widths))):
-            for _ in range(cfg.blocks + 1):
-                self.ups.append(block(width + skips.pop(), width_out, level in cfg.attention_levels))
+                attends = level in cfg.attention_levels
+                self.downs.append(Block(cfg, width, width_out, token_width, attends))
                 width = width_out
+                skips.append(width)
+            if level < last:
+                half = nn.AvgPool2d(2)
+                self.downs.append(Block(cfg, width, width, token_width, resample=half))
+                skips.append(width)
+        self.middle = nn.ModuleList([
+            Block(cfg, width, width, token_width, bool(cfg.attention_levels)),
+            Block(cfg, width, width, token_width)])
+        self.ups = nn.ModuleList()
+        for level in reversed(range(last + 1)):
+            for _ in range(cfg.blocks + 1):
+                width_in = width + skips.pop()
+                width = level_widths[level]
+                attends = level in cfg.attention_levels
+                self.ups.append(Block(cfg, width_in, width, token_width, attends))
             if level:
-                self.ups.append(nn.Sequential(nn.Upsample(scale_factor=2), nn.Conv2d(width, width, 3, padding=1)))
-        self.out = nn.Sequential(group_norm(width), nn.SiLU(),
-                                 zeroed(nn.Conv2d(width, 6 if cfg.learned_variance else 3, 3, padding=1)))
-        alpha, sigma = diffusion.levels("flow" if cfg.objective == "flow" else cfg.noise_schedule, cfg.timesteps)
+                double = nn.Upsample(scale_factor=2)
+                self.ups.append(Block(cfg, width, width, token_width, resample=double))
+        channels = 6 if cfg.learned_variance else 3
+        self.out = nn.Sequential(
+            group_norm(width), nn.SiLU(), zeroed(nn.Conv2d(width, channels, 3, padding=1)))
+        schedule_name = "flow" if cfg.objective == "flow" else cfg.noise_schedule
+        alpha, sigma = diffusion.levels(schedule_name, cfg.timesteps)
         self.register_buffer("alpha", alpha, persistent=False)
         self.register_buffer("sigma", sigma, persistent=False)
         self.to(memory_format=torch.channels_last)
 
+    def scaled(self, embed):
+        """Embeddings (B, D) as a CLIP gives them -> of length √D, unless the model takes them raw."""
+        if self.cfg.raw_embeddings:
+            return embed
+        return F.normalize(embed.float(), dim=-1) * embed.shape[-1] ** 0.5
+
     def condition(self, condition, drop_image, drop_text):
-        """(embedding (B, 4W) to add to the timestep's, tokens (B, J, E) or None); without what drop (B,) says."""
-        embedding, tokens = 0.0, []
+        """(embedding (B, 4W) to add to the timestep's, tokens (B, J, E) or None, which are keys (B, J) or None).
+
+        Without the image and the text that the drops (B,) say; an image embedding of zeros is "no image", too.
+        """
+        embedding = 0.0
+        tokens = []
+        is_key = None
         if self.cfg.image_condition:
-            drop_image = drop_image | ~condition["image_embed"].any(-1)  # an embedding of zeros is "no image"
             embed = condition["image_embed"]  # (B, D)
-            embed = torch.where(drop_image[:, None], self.null_image, embed)
+            drop_image = drop_image | ~embed.any(-1)
+            embed = torch.where(drop_image[:, None], self.null_image, self.scaled(embed))
             embedding = self.image_in(embed)
             if self.cfg.attention_levels:
-                tokens.append(self.image_tokens_in(embed).unflatten(-1, (IMAGE_TOKENS, -1)))  # (B, 4, E)
-        if "text_enc" in condition:
-            encodings = self.encoding_in(condition["text_enc"])  # (B, L, E)
-            padding = self.padding.weight.to(encodings.dtype)
-            null = self.null_encodings.weight.to(encodings.dtype)
-            encodings = torch.where(condition["text_mask"][..., None], encodings, padding)
-            tokens.append(torch.where((drop_text | condition["no_text"])[:, None, None], null, encodings))
-        return embedding, self.token_norm(torch.cat(tokens, dim=1)) if tokens else None
+                image_tokens = self.image_tokens_in(embed).unflatten(-1, (IMAGE_TOKENS, -1))
+                tokens.append(image_tokens)  # (B, 4, E)
+        if self.cfg.text_encodings != "none":
+            condition = self.null_text(condition, drop_text)
+            embedding = embedding + self.text_in(self.scaled(condition["text_embed"]))
+            encodings = self.encoding_in(condition["text_enc"])
+            is_key = condition["text_mask"]
+            if tokens:
+                is_key = F.pad(is_key, (IMAGE_TOKENS, 0), value=True)
+            tokens.append(self.encoding_norm(encodings))  # (B, L, E)
+        return embedding, torch.cat(tokens, dim=1) if tokens else None, is_key
 
     def forward(self, x_t, timestep, condition, drop_image, drop_text, low_res=None, low_res_level=None):
         """The prediction (B, 3 or 6, H, H) for x_t (B, 3, H, H) at `timestep` (B,).
@@ -277,49 +360,39 @@ class UNet(nn.Module):
         condition: as of `conditioning`; low_res: the low-resolution picture, brought to H, with the level (B,) of the
         noise added to it.
         """
-        embedding, tokens = self.condition(condition, drop_image, drop_text)
+        embedding, tokens, is_key = self.condition(condition, drop_image, drop_text)
         hidden = self.time_in(timestep) + embedding  # (B, 4W)
         if low_res_level is not None:
             hidden = hidden + self.low_res_level_in(low_res_level)
         x = x_t if low_res is None else torch.cat([x_t, low_res], dim=1)  # (B, 3 or 6, H, H)
         x = self.stem(x.contiguous(memory_format=torch.channels_last))  # (B, W, H, H)
         skips = [x]
-        for layer in self.downs:
-            x = self.through(layer, x, hidden, tokens)  # (B, mult·W, H, H), and half of H after each level
+        for block in self.downs:
+            x = block(x, hidden, tokens, is_key)  # (B, mult·W, H, H), and half of H after each level
             skips.append(x)
-        for layer in self.middle:
-            x = self.through(layer, x, hidden, tokens)
-        for layer in self.ups:
-            if isinstance(layer, Block):
+        for block in self.middle:
+            x = block(x, hidden, tokens, is_key)
+        for block in self.ups:
+            if not isinstance(block.resample, nn.Upsample):
                 x = torch.cat([x, skips.pop()], dim=1)
-            x = self.through(layer, x, hidden, tokens)  # (B, mult·W, H, H), and twice of H after each level
+            x = block(x, hidden, tokens, is_key)  # (B, mult·W, H, H), and twice of H after each level
         return self.out(x)  # (B, 3 or 6, H, H)
-
-    def through(self, layer, x, hidden, tokens):
-        """x through a block, which needs the conditioning, or what changes the size, which does not."""
-        if not isinstance(layer, Block):
-            return layer(x)
-        if self.cfg.checkpointing and torch.is_grad_enabled():
-            return torch.utils.checkpoint.checkpoint(layer, x, hidden, tokens, use_reentrant=False)
-        return layer(x, hidden, tokens)
 
 
 @torch.no_grad()
 def conditioning(batch, cfg, encoder):
-    """{"image_embed" (B, D) of length √D, "text_enc" (B, L, E), "text_mask" (B, L), "no_text" (B,)} for the model.
+    """{"image_embed" (B, D), "text_embed" (B, D), "text_enc" (B, L, E), "text_mask" (B, L)} for the model.
 
-    The image embeddings are the batch's, or the CLIP `encoder`'s of its "clip_image"; text encodings are `encoder`'s.
+    The image embeddings are the batch's, or the CLIP `encoder`'s of its "clip_image"; the text's are the `encoder`'s.
     """
     condition = {}
     if cfg.image_condition:
-        embed = encoder.embed_image(batch["clip_image"]) if "clip_image" in batch else batch["image_embed"]
-        condition["image_embed"] = F.normalize(embed.float(), dim=-1) * embed.shape[-1] ** 0.5
+        condition["image_embed"] = batch.get("image_embed")
+        if "clip_image" in batch:
+            with amp.autocast(batch["clip_image"].device, "fp32"):
+                condition["image_embed"] = encoder.embed_image(batch["clip_image"])
     if cfg.text_encodings == "clip":
-        device = next(encoder.parameters()).device
-        _, encodings, mask = encoder.embed_text(encoder.tokenize(batch["caption"]).to(device))
-        missing = cfg.max_text_len - encodings.shape[1]  # below 0, longer texts are cut
-        condition |= {"text_enc": F.pad(encodings.float(), (0, 0, 0, missing)), "text_mask": F.pad(mask, (0, missing)),
-                      "no_text": torch.tensor([not text.strip() for text in batch["caption"]], device=device)}
+        condition |= encoder.text_condition(batch["caption"], cfg.max_text_len)
     return condition
 
 
@@ -330,49 +403,61 @@ def diffusion_loss(unet, batch, condition, plain=False):
 
     plain: without loss weights and DREAM, as in evaluation, so that it compares across settings.
     """
-    cfg, x0 = unet.cfg, media.pixels(batch["image"])
-    size, device, low_res, low_res_level = len(x0), x0.device, None, None
+    cfg = unet.cfg
+    x0 = media.pixels(batch["image"])
+    size = len(x0)
+    device = x0.device
+    low_res = low_res_level = None
     if cfg.low_res_size:
         # What the stage before draws is not perfect: blur and noise of a known level (DALL-E 2 §2.1, Imagen §2.4).
         low_res = media.resize(x0, cfg.low_res_size, cfg.resize)
-        sigma = torch.empty(size, device=device).uniform_(*BLUR_SIGMA)
-        blurs = torch.rand(size, device=device) < cfg.low_res_blur
-        low_res = torch.where(blurs[:, None, None, None], media.blurred(low_res, sigma), low_res)
+        blur_sigma = torch.empty(size, device=device).uniform_(*BLUR_SIGMA)
+        is_blurred = torch.rand(size, device=device) < cfg.low_res_blur
+        blurred = media.blurred(low_res, blur_sigma)
+        low_res = torch.where(is_blurred[:, None, None, None], blurred, low_res)
         low_res = media.resize(low_res, cfg.image_size, "bicubic")
         if cfg.random_crop:
             corners = torch.randint(cfg.image_size - cfg.random_crop + 1, (size, 2), device=device)
-            x0, low_res = (media.cropped(t, cfg.random_crop, corners) for t in (x0, low_res))
-        low_res, low_res_level = noised_low_res(unet, low_res, torch.rand(size, device=device),
-                                                torch.randn_like(low_res))
-    timestep = diffusion.draw_timesteps(cfg.timestep_density, (size,), cfg.timesteps, device, cfg.density_mean,
-                                        cfg.density_std)
+            x0 = media.cropped(x0, cfg.random_crop, corners)
+            low_res = media.cropped(low_res, cfg.random_crop, corners)
+        noise_level = torch.rand(size, device=device) * cfg.low_res_noise
+        low_res, low_res_level = noised_low_res(unet, low_res, noise_level, torch.randn_like(low_res))
+    timestep = diffusion.draw_timesteps(cfg.timestep_density, (size,), cfg.timesteps, device,
+                                        cfg.density_mean, cfg.density_std)
     noise = torch.randn_like(x0)
-    drop = [torch.rand(size, device=device) < share for share in (cfg.image_drop, cfg.text_drop)]
-    alpha, sigma = (diffusion.at(table, timestep, x0) for table in (unet.alpha, unet.sigma))
-    x_t, target = alpha * x0 + sigma * noise, diffusion.target(cfg.objective, x0, noise, alpha, sigma)
+    drop_image = torch.rand(size, device=device) < cfg.image_drop
+    drop_text = torch.rand(size, device=device) < cfg.text_drop
+    inputs = timestep, condition, drop_image, drop_text, low_res, low_res_level
+    alpha = diffusion.at(unet.alpha, timestep, x0)
+    sigma = diffusion.at(unet.sigma, timestep, x0)
+    x_t = alpha * x0 + sigma * noise
+    target = diffusion.target(cfg.objective, x0, noise, alpha, sigma)
     if cfg.dream and not plain:
         with torch.no_grad():
-            predicted = unet(x_t, timestep, condition, *drop, low_res, low_res_level)[:, :3].float()
-        torch.clear_autocast_cache()  # torch keeps weights cast without gradients for the pass that needs them
+            predicted = unet(x_t, *inputs)[:, :3].float()
+        # torch keeps weights that were cast without gradients for the pass that needs them
+        torch.clear_autocast_cache()
         x_t, target = diffusion.dream(x_t, noise, predicted, sigma)
-    out = unet(x_t, timestep, condition, *drop, low_res, low_res_level).float()
-    prediction, variance = out[:, :3], out[:, 3:]
+    out = unet(x_t, *inputs).float()
+    prediction = out[:, :3]
     loss = diffusion.distance(cfg.loss, prediction, target)
     if not plain:
         loss = loss * diffusion.loss_weight(cfg.loss_weight, cfg.objective, alpha, sigma, cfg.loss_gamma)
     if not cfg.learned_variance:
         return loss.mean()
+    fraction = (out[:, 3:] + 1) / 2
     estimate = diffusion.to_x0(cfg.objective, prediction.detach(), x_t, alpha, sigma).clamp(-1, 1)
-    bound = diffusion.variational_bound(x0, timestep, estimate, (variance + 1) / 2, unet.alpha, unet.sigma)
+    bound = diffusion.variational_bound(x0, timestep, estimate, fraction, unet.alpha, unet.sigma)
     return loss.mean() + VLB_WEIGHT * cfg.timesteps * bound.mean()  # the bound is a sum over the timesteps
 
 
-def noised_low_res(unet, low_res, share, noise):
-    """(low_res with noise added, its level (B,)): `share` (B,) of the most that this stage trains with."""
+def noised_low_res(unet, low_res, noise_level, noise):
+    """(low_res with noise added, its timestep (B,)) at a `noise_level` (B,) in shares of the timesteps."""
     if not unet.cfg.low_res_noise:
         return low_res, None
-    level = (share * unet.cfg.low_res_noise * (unet.cfg.timesteps - 1)).round().long()
-    alpha, sigma = (diffusion.at(table, level, low_res) for table in (unet.alpha, unet.sigma))
+    level = (noise_level * (unet.cfg.timesteps - 1)).round().long()
+    alpha = diffusion.at(unet.alpha, level, low_res)
+    sigma = diffusion.at(unet.sigma, level, low_res)
     return alpha * low_res + sigma * noise, level
 
 
@@ -380,26 +465,36 @@ def noised_low_res(unet, low_res, share, noise):
 
 @torch.no_grad()
 def sample_pictures(unet, condition, size, steps, guidance_scale=1.0, eta=0.0, noise=torch.randn_like, low_res=None,
-                    known=None, mask=None, resample=1):
+                    low_res_noise=0.0, known=None, mask=None, resample=1):
     """`size` pictures (B, 3, H, H) in [-1, 1] for a `conditioning` of as many.
 
-    low_res: pictures (B, 3, h, h) of the stage before. known, mask: pictures of which the pixels where mask
-    (B or 1, 1, H, H) is 1 are kept (RePaint, with `resample` rounds a step). Guidance runs every sample a second time,
-    without image and text; the noised input is the same for both.
+    low_res: pictures (B, 3, h, h) of the stage before; low_res_noise: the level of the noise that is added to them, in
+    shares of the timesteps. known, mask: pictures of which the pixels where mask (B or 1, 1, H, H) is 1 are kept
+    (RePaint, with `resample` rounds a step). Guidance runs every sample a second time, without image and text; the
+    noised input is the same for both.
     """
-    cfg, device, level = unet.cfg, unet.alpha.device, None
+    cfg = unet.cfg
+    device = unet.alpha.device
+    copies = 2 if guidance_scale != 1 and condition else 1
+    level = None
     if low_res is not None:
         low_res = media.resize(low_res, cfg.image_size, "bicubic")
-        low_res, level = noised_low_res(unet, low_res, torch.zeros(size, device=device), noise(low_res))
-    copies = 2 if guidance_scale != 1 and condition else 1
+        noise_level = torch.full((size,), low_res_noise, device=device)
+        low_res, level = noised_low_res(unet, low_res, noise_level, noise(low_res))
+        low_res = low_res.repeat(copies, 1, 1, 1)
+        level = None if level is None else level.repeat(copies)
     condition = {name: torch.cat([value] * copies) for name, value in condition.items()}
-    low_res, level = (t if t is None else torch.cat([t] * copies) for t in (low_res, level))
     drop = torch.arange(copies * size, device=device) >= size
 
     def denoise(x_t, timestep):
-        out = unet(x_t.repeat(copies, 1, 1, 1), timestep.repeat(copies), condition, drop, drop, low_res, level).float()
-        prediction = diffusion.guide(out[:size, :3], out[size:, :3], guidance_scale) if copies == 2 else out[:, :3]
-        alpha, sigma = (diffusion.at(table, timestep, x_t) for table in (unet.alpha, unet.sigma))
+        is_last = timestep[0] == 0 and unet.last_step_unet is not None
+        model = unet.last_step_unet if is_last else unet
+        out = model(x_t.repeat(copies, 1, 1, 1), timestep.repeat(copies), condition, drop, drop, low_res, level).float()
+        prediction = out[:size, :3]
+        if copies == 2:
+            prediction = diffusion.guide(prediction, out[size:, :3], guidance_scale)
+        alpha = diffusion.at(unet.alpha, timestep, x_t)
+        sigma = diffusion.at(unet.sigma, timestep, x_t)
         x0 = diffusion.to_x0(cfg.objective, prediction, x_t, alpha, sigma)
         x0 = diffusion.threshold(x0, cfg.threshold) if cfg.threshold else x0.clamp(-1, 1)
         return (x0, (out[:size, 3:] + 1) / 2) if cfg.learned_variance else x0
@@ -409,11 +504,12 @@ def sample_pictures(unet, condition, size, steps, guidance_scale=1.0, eta=0.0, n
 
 
 @torch.no_grad()
-def draw_cascade(unets, batch, encoder, noise, low_res=None, known=None, mask=None, resample=1):
+def draw_cascade(unets, batch, encoder, noise, low_res=None, known=None, mask=None, resample=1, low_res_noise=0.0):
     """Pictures (B, 3, H, H) of the last of `unets` for the `batch`'s embeddings and captions, sampled as each cfg says.
 
     low_res: what the first starts from, if it is no base, (B or 1, 3, h, h). known, mask: (1, 3, H, H) and (1, 1, H, H)
-    at the last stage's size, which are brought to each stage's.
+    at the last stage's size, which are brought to each stage's. low_res_noise: of every upsampler, as in
+    `sample_pictures`.
     """
     size = len(batch["caption"])
     low_res = low_res if low_res is None else low_res.expand(size, -1, -1, -1)
@@ -424,7 +520,7 @@ def draw_cascade(unets, batch, encoder, noise, low_res=None, known=None, mask=No
             hole = (media.resize(mask, cfg.image_size, "box") > 0.999).float()  # known: all of it is known
         with amp.autocast(unet.alpha.device, cfg.precision):
             low_res = sample_pictures(unet, conditioning(batch, cfg, encoder), size, cfg.eval_steps, cfg.guidance_scale,
-                                      cfg.eta, noise, low_res, keep, hole, resample)
+                                      cfg.eta, noise, low_res, low_res_noise, keep, hole, resample)
     return low_res
 
 
@@ -462,9 +558,11 @@ class Evaluator:
 
         A cascade without its base starts from real low-resolution pictures. imagine: as of `load_prior`, if the image
         embeddings are not the real ones. file: PNG for rank 0's first eight, real above drawn, with these captions.
-        U-Nets may be in training mode, as nothing in them differs in it.
         """
         cfg, (source, rows), grid = self.cfg, self.parts[part], None
+        modes = [unet.training for unet in unets]
+        for unet in unets:
+            unet.eval()
         built_in = isinstance(source, images.Shapes) and cfg.image_size % 16 == 0
         low_res_size = unets[0].cfg.low_res_size
         names = [*synthetic.ATTRIBUTES]
@@ -488,7 +586,7 @@ class Evaluator:
                     embed = self.encoder.embed_image(pictures[kind])  # (B, D)
                     text, _, _ = self.encoder.embed_text(self.encoder.tokenize(batch["caption"]).to(self.device))
                     total[1] += 100 * F.cosine_similarity(embed, text).clamp(min=0).sum().item()
-                    embeds[kind].append(embed.double().cpu().numpy())
+                    embeds[kind].append(F.normalize(embed, dim=-1).double().cpu().numpy())
                 if built_in:
                     features, records = synthetic.picture_features(pictures[kind].cpu().numpy()), source.records(keys)
                     right = synthetic.picture_judge().attributes(features) == synthetic.values(records)
@@ -496,6 +594,8 @@ class Evaluator:
                     total[2:] += [(right | ~named).all(1).sum(), *(right & named).sum(0), *named.sum(0)]
         (count, score, right, *by_name), (_, real_score, real_right, *_) = (dist.total(total.tolist())
                                                                             for total in totals.values())
+        for unet, mode in zip(unets, modes):
+            unet.train(mode)
         result = {}
         if self.encoder:
             features = ([x for rank in dist.gather(found) for x in rank] for found in embeds.values())
@@ -521,7 +621,7 @@ def open_data(cfg, device):
 
     The CLIP is needed for evaluation, and to embed images or text that have no embeddings yet.
     """
-    spec, fingerprint = data.clip_of(cfg.embeddings or cfg.data)
+    spec, fingerprint = data.clip_of(cfg.embeddings or cfg.data, cfg.init_from)
     spec = spec if cfg.clip == "auto" else cfg.clip
     encoder = clip.load(spec, device, fingerprint) if spec or cfg.text_encodings == "clip" else None
     sources = []
@@ -540,11 +640,18 @@ def open_data(cfg, device):
             source.clip_size = encoder.image_size if source.width is None and cfg.image_condition else 0
         if encoder:
             clip.check_widths(encoder, f"--clip {spec} for {path}", source.width)
+        if cfg.image_condition:
+            data.check_lengths(cfg, source, path)
         sources.append(source)
-    # The widths of the image embeddings and text encodings that condition the model, 0 for none.
-    widths = [(sources[0].width or encoder.embed_width) if cfg.image_condition else 0,
-              encoder.encoding_width if cfg.text_encodings == "clip" else 0]
-    facts = {"widths": widths, "clip": spec, "clip_fingerprint": encoder and encoder.fingerprint()}
+    # The widths of the embeddings and text encodings that condition the model, 0 for none.
+    embed_width = encoding_width = 0
+    if cfg.image_condition:
+        embed_width = sources[0].width or encoder.embed_width
+    if cfg.text_encodings == "clip":
+        embed_width = encoder.embed_width
+        encoding_width = encoder.encoding_width
+    facts = {"widths": [embed_width, encoding_width], "clip": spec,
+             "clip_fingerprint": encoder and encoder.fingerprint()}
     return data.parts(sources[0], cfg, sources[1] if cfg.val_data else None), encoder, facts
 
 
@@ -582,8 +689,7 @@ def train(cfgs):
     for cfg in cfgs:
         train_stage(cfg, device)
     if len(cfgs) > 1:  # the stages together, from real image embeddings to pictures
-        args = EvaluateConfig(run_dir=(first.run_dir,), steps=tuple(cfg.eval_steps for cfg in cfgs), seed=first.seed,
-                              guidance_scale=(first.guidance_scale,), eta=(first.eta,), device=first.device,
+        args = EvaluateConfig(run_dir=(first.run_dir,), seed=first.seed, device=first.device,
                               eval_samples=2 * first.eval_samples, grid=f"{first.run_dir}/cascade.png",
                               out=f"{first.run_dir}/cascade.json")
         tracker.announce(f"The stages together, on {args.part} pictures ({args.grid}):", evaluate_cascade(args, device))
@@ -615,6 +721,8 @@ def train_stage(cfg, device):
     accumulate.seed(cfg.seed, "weights")
     facts = {"kind": "decoder", **facts, "metadata": tracker.metadata(cfg)}
     unet = trained = UNet(cfg, *facts["widths"]).to(device)
+    if cfg.text_encodings == "clip":
+        unet.null_text.fill(encoder.text_condition([""], cfg.max_text_len))
     if cfg.lora_rank:
         trained, facts["lora"] = lora.start(unet, cfg)
     optimizers = optim.make(trained, cfg.optimizer, cfg.lr, cfg.weight_decay, cfg.betas, cfg.eps)
@@ -690,8 +798,9 @@ def train_stage(cfg, device):
             for chunk, batch in zip(plan, chunks):
                 accumulate.seed(cfg.seed, state.step, chunk.index)
                 batch = data.to_device(batch, device)
+                condition = conditioning(batch, cfg, encoder)
                 with amp.autocast(device, cfg.precision):
-                    loss = diffusion_loss(unet, batch, conditioning(batch, cfg, encoder))
+                    loss = diffusion_loss(unet, batch, condition)
                 scaler.scale(loss * chunk.weight).backward()
                 step_loss += loss.detach() * (chunk.stop - chunk.start)
             dist.sum_gradients(trained)
@@ -726,16 +835,19 @@ def train_stage(cfg, device):
 class CascadeConfig(diffusion.Inference):
     # The model
     run_dir: tuple[str, ...] = ("runs/decoder",)  # folder of the runs, or the run folders of the stages, in order
-    steps: tuple[Count, ...] = (25, 10)  # sampling steps of each stage; the last counts for all that follow
-    guidance_scale: tuple[NonNegative, ...] = (1.0,)  # of each stage, 1 for none
-    eta: tuple[Share, ...] = (0.0,)  # of each stage: 1 as DDPM, 0 for DDIM
+    # Of each stage; the last value counts for all that follow, and none stands for those of its training.
+    steps: tuple[Count, ...] = ()  # sampling steps
+    guidance_scale: tuple[NonNegative, ...] = ()  # 1 for none
+    eta: tuple[Share, ...] = ()  # 1 as DDPM, 0 for DDIM
+    # Of all stages
+    low_res_noise: Share = 0.0  # noise on what an upsampler starts from, in shares of the timesteps
     clip: str = ""  # CLIP of texts and images, by default that of the training
-    prior_guidance: NonNegative = 1.0  # guidance scale of the prior
+    prior_guidance: float = -1.0  # guidance scale of the prior; below 0: that of its training
 
     def __post_init__(self):
         super().__post_init__()
-        if empty := [name for name in ("run_dir", "steps", "guidance_scale", "eta") if not getattr(self, name)]:
-            raise UserError(f"--{empty[0]}: expected at least one value")
+        if not self.run_dir:
+            raise UserError("--run_dir: expected at least one folder")
 
 
 def load_unet(path, device, weights="ema", lora_scale=1.0):
@@ -752,15 +864,23 @@ def load_cascade(args, device):
         runs += [Path(run, stage) for stage in STAGES if Path(run, stage).is_dir()] or [Path(run)]
     for i, run in enumerate(runs):
         unet, state = load_unet(run / args.model, device, args.weights, args.lora_scale)
-        steps, scale, eta = (values[:i + 1][-1] for values in (args.steps, args.guidance_scale, args.eta))
-        unet.cfg = dataclasses.replace(unet.cfg, eval_steps=steps, guidance_scale=scale, eta=eta)
+        if (run / LAST_STEP).is_file():
+            unet.last_step_unet, _ = load_unet(run / LAST_STEP, device)
+        settings = {"eval_steps": args.steps, "guidance_scale": args.guidance_scale, "eta": args.eta}
+        given = {name: values[:i + 1][-1] for name, values in settings.items() if values}
+        unet.cfg = dataclasses.replace(unet.cfg, **given)
+        if unet.cfg.low_res_size and args.low_res_noise > unet.cfg.low_res_noise:
+            raise UserError(f"--low_res_noise {args.low_res_noise}: {run} is trained with at most "
+                            f"{unet.cfg.low_res_noise}")
         unets.append(unet)
         states.append(state)
     check_cascade([unet.cfg for unet in unets])
+    if args.low_res_noise and not any(unet.cfg.low_res_size for unet in unets):
+        raise UserError(f"--low_res_noise {args.low_res_noise}: no stage of --run_dir is an upsampler")
     return unets, args.clip or states[0]["clip"], states[0]["clip_fingerprint"]
 
 
-def load_prior(args, encoder, device):
+def load_prior(args, encoder, raw_embeddings, device):
     """The function (texts, num, keys) -> image embeddings (texts, num, D) by args.prior; `keys` make the seeds."""
     import train_prior  # the one place where a script needs another
     file = Path(args.prior) / "model.pt" if Path(args.prior).is_dir() else Path(args.prior)
@@ -769,10 +889,19 @@ def load_prior(args, encoder, device):
                         "train_prior.py), or name its run folder")
     prior, state = train_prior.load_prior(file, device)
     clip.check_widths(encoder, f"--prior {file}", *state["widths"])
-    diffusion.check_sampling(prior.cfg, args.prior_guidance)
-    return lambda texts, num, keys: train_prior.best_embeddings(
-        prior, train_prior.condition_on_texts(prior, encoder, texts), keys, num, min(64, prior.cfg.timesteps),
-        args.prior_guidance, best_of=2, seed=args.seed)[0]
+    if raw_embeddings and not prior.cfg.raw_embeddings:
+        raise UserError(f"--prior {file}: makes embeddings of unit length, but the decoder is one of "
+                        "--raw_embeddings; take a prior of raw ones")
+    guidance_scale = prior.cfg.guidance_scale if args.prior_guidance < 0 else args.prior_guidance
+    diffusion.check_sampling(prior.cfg, guidance_scale)
+    steps = max(prior.cfg.eval_timesteps)
+
+    def embeddings_of(texts, num, keys):
+        condition = train_prior.conditioning({"caption": texts}, prior.cfg, encoder)
+        embeddings, _ = train_prior.best_embeddings(
+            prior, condition, keys, num, steps, guidance_scale, prior.cfg.eta, best_of=2, seed=args.seed)
+        return embeddings
+    return embeddings_of
 
 
 @dataclass(frozen=True)
@@ -792,14 +921,24 @@ def plan_evaluation(args, device):
     cfg = dataclasses.replace(unets[-1].cfg, eval_samples=args.eval_samples, seed=args.seed, crop_scale=1.0, flip=False,
                               clip=spec or "auto", batch_size=1,
                               image_condition=any(unet.cfg.image_condition for unet in unets))
+    if cfg.data == "shapes" and not args.data:  # which training replaces by a path
+        raise UserError(f"{args.run_dir[-1]}: its data are not known; name some with --data")
     if args.data:  # where the embeddings of the training data lie does not hold for these
         cfg = dataclasses.replace(cfg, data=args.data, val_data="", embeddings="", shards="")
     parts, encoder, facts = open_data(cfg, device)
     for unet in unets:
         if unet.widths[0] and unet.widths[0] != facts["widths"][0]:
             raise UserError(f"{cfg.data}: embeddings {facts['widths'][0]} wide, the decoder's are {unet.widths[0]}")
-    return (unets, Evaluator(cfg, parts, encoder, device),
-            load_prior(args, encoder or clip.load(spec, device, fingerprint), device) if args.prior else None)
+    imagine = None
+    if args.prior:
+        encoder = encoder or clip.load(spec, device, fingerprint)
+        imagine = load_prior(args, encoder, is_raw(unets), device)
+    return unets, Evaluator(cfg, parts, encoder, device), imagine
+
+
+def is_raw(unets):
+    """Whether one of the cascade takes image embeddings as a CLIP gives them, not of unit length."""
+    return any(unet.cfg.raw_embeddings and unet.cfg.image_condition for unet in unets)
 
 
 def evaluate_cascade(args, device):
@@ -884,7 +1023,7 @@ def plan_pictures(args, device):
     embeddings = torch.zeros(1, args.num_samples, encoder.embed_width if encoder else 1, device=device)  # "no image"
     embeddings = embeddings.expand(max(1, len(texts)), -1, -1)
     if by_image and texts:
-        embeddings = load_prior(args, encoder, device)(texts, args.num_samples, texts)
+        embeddings = load_prior(args, encoder, is_raw(unets), device)(texts, args.num_samples, texts)
     elif by_image and image:
         with torch.no_grad():
             ends = [encoder.embed_image(((open_image(path) + 1) / 2).to(device)).float()
@@ -904,7 +1043,7 @@ def sample(args):
     mine, drawn = {name: values[dist.rank()::dist.world_size()] for name, values in fields.items()}, []
     for batch in accumulate.split(mine, args.max_batch):
         noise = diffusion.noise_source(batch["seeds"], device)
-        out = draw_cascade(unets, batch, encoder, noise, *inputs, args.resample)
+        out = draw_cascade(unets, batch, encoder, noise, *inputs, args.resample, args.low_res_noise)
         drawn += [*media.as_bytes(out.float()).cpu().numpy()]
     parts = dist.gather(drawn)
     if dist.is_main():
@@ -927,7 +1066,8 @@ COMMANDS = {"train": (train, Config), "evaluate": (evaluate, EvaluateConfig), "s
 
 
 def main():
-    config.run(COMMANDS, __doc__, "train", PRESETS, STAGES)
+    config.run(COMMANDS, __doc__, "train", PRESETS, STAGES,
+               model=lambda path: checkpoint.settings_in(path, MODEL, TAKEN))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,21 @@
 """Train a diffusion prior: CLIP text embedding -> CLIP image embedding (DALL-E 2, Ramesh et al. 2022, §2.2).
 
     torchrun --nproc_per_node=2 train_prior.py                              # on captioned shapes that it makes itself
-    torchrun --nproc_per_node=8 train_prior.py --data emb --run_dir runs/l14 --preset vit-l-14
+    torchrun --nproc_per_node=8 train_prior.py --data emb --run_dir runs/l14 --preset dalle2
     python train_prior.py --init_from runs/prior/model.pt --lora_rank 8 --run_dir runs/lora   # adapters alone
     python train_prior.py evaluate --run_dir runs/prior
     python train_prior.py sample --text "a small red star" --num_samples 4 --out embeddings.npy
 
 The same command again resumes. `python train_prior.py [train|evaluate|sample] --help` lists the settings.
+
+What differs from the paper:
+- The text is encoded by a frozen CLIP, as in Karlo and Kandinsky. DALL-E 2 trains a text transformer with its prior.
+- The defaults are for minutes on two cores: a small model on the text embedding alone, embeddings of unit length, a
+  cosine decay of the learning rate. `--preset dalle2` has the sizes and the optimizer of Table 3.
+- Sampling takes evenly spaced steps of DDPM. Table 3 has the analytic variance of Bao et al. 2022 in its place.
+- Where no CLIP is loaded (none is known, or open_clip's without captions), "no text" is zeros, not the encoding of "".
+- In sampling, estimates of x0 are bounded, as in Karlo.
+- Off by default, and not in the paper: --noise_draws, --loss_weight, --dream, other objectives than x0, Muon, LoRA.
 """
 import os
 
@@ -17,7 +26,7 @@ import shlex
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -25,10 +34,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from common import accumulate, amp, checkpoint, config, data, diffusion, dist, ema, optim, schedule, tracker
-from common.config import Count, Natural, NonNegative, Positive, Share, UserError
-from common.nn import TimeEmbedding, Transformer, learned_tokens
-
-Clamp = Annotated[str, ("training, sampling or final", lambda when: when in ("training", "sampling", "final"))]
+from common.config import Count, Natural, Positive, Share, UserError
+from common.nn import NullText, TimeEmbedding, Transformer, causal_mask, learned_tokens
 
 # Config
 
@@ -42,47 +49,54 @@ class Config(diffusion.Training):
     width: Count = 192  # width of the transformer
     depth: Count = 4  # blocks
     heads: Count = 3  # attention heads
-    ff_mult: Positive = 2.0  # hidden width of the feed-forward, in widths
     dropout: Share = 0.0  # in attention and feed-forward
     text_encodings: Literal["none", "shards", "clip"] = "none"  # condition on tokens: of DATA/text_enc, or by CLIP
-    max_text_len: Count = 77  # text encodings: longer texts are cut, shorter ones padded with learned tokens
+    max_text_len: Count = 77  # text encodings: longer texts are cut, shorter ones padded
     # Diffusion
     objective: Literal["x0", "v", "epsilon", "flow"] = "x0"  # what the network predicts; flow has levels of its own
-    noise_draws: Count = 2  # (timestep, noise) draws a sample and step, which share one pass over its text
-    clamp: tuple[Clamp, ...] = ("final",)  # embeddings to normalize: training (x0), sampling (each step), final
+    noise_draws: Count = 1  # (timestep, noise) draws a sample and step, which share one pass over its text
     # Optimization
-    steps: Count = 1300  # optimizer steps
-    batch_size: Count = 128  # samples a step, over all ranks
-    lr: Positive = 2e-3  # peak learning rate
+    steps: Count = 1150  # optimizer steps
+    batch_size: Count = 256  # samples a step, over all ranks
+    lr: Positive = 3e-3  # peak learning rate
     # Evaluation and saving; both happen at the first log line at or after they are due
-    eval_every: Natural = 650  # steps between evaluations, 0 for none but the last
+    eval_every: Natural = 575  # steps between evaluations, 0 for none but the last
     eval_samples: Natural = 512  # most rows an evaluation takes, 0 for all
     eval_timesteps: tuple[Count, ...] = (8, 64)  # sampling steps at which the cosine figures are taken
     eta: Share = 1.0  # noise of sampling: 1 as DDPM, 0 for DDIM
 
     def __post_init__(self):
         super().__post_init__()
-        if self.width % self.heads or self.width // self.heads % 2:
-            raise UserError(f"--heads: width {self.width} over heads {self.heads} must be even, for rotary positions")
-        if "training" in self.clamp and self.objective != "x0":
-            raise UserError("--clamp training: only an embedding can be normalized; it needs --objective x0")
+        if self.width % self.heads or self.width % 2:
+            raise UserError(f"--width {self.width}: expected an even multiple of --heads {self.heads}")
         diffusion.check_sampling(self, self.guidance_scale, max(self.eval_timesteps, default=0))
         tracker.check(self)
 
 
 MOST_CHUNK = 256  # samples in one forward pass, at most, where --chunk_size is 0
 
-PRESETS = {  # DALL-E 2's Table 3 for the optimizer; the size at which priors over ViT-L/14 are trained in public
-    "vit-l-14": dict(clip="open_clip:ViT-L-14/openai", width=768, depth=12, heads=12, ff_mult=4.0,
-                     text_encodings="clip", noise_draws=4, batch_size=4096, chunk_size=256,
-                     optimizer="adamw", steps=600_000, warmup_steps=10_000, lr=1.1e-4, betas=(0.9, 0.96),
-                     weight_decay=0.06, precision="bf16", validation=0.01, test=0.01, eval_every=10_000,
-                     save_every=2_000, log_every=100, workers=4),
+# DALL-E 2's Table 3 for the diffusion prior, over the CLIP at hand.
+DALLE2 = dict(clip="open_clip:ViT-L-14/openai", width=2048, depth=24, heads=32, text_encodings="clip",
+              batch_size=4096, chunk_size=64, optimizer="adamw",
+              steps=600_000, warmup_steps=10_000, lr=1.1e-4, betas=(0.9, 0.96), eps=1e-6,
+              weight_decay=0.06, precision="bf16", validation=0.01, test=0.01, eval_every=10_000,
+              save_every=2_000, log_every=100, workers=4)
+# The sizes of the published configs. How these were trained is not public: the rest is DALL-E 2's.
+KARLO = dict(DALLE2, depth=20, raw_embeddings=True, guidance_scale=4.0, eval_timesteps=(25,))
+PRESETS = {
+    "dalle2": DALLE2,
+    "karlo": KARLO,
+    "kandinsky-2-2": dict(KARLO, clip="open_clip:ViT-bigG-14/laion2b_s39b_b160k"),
 }
 
+# What makes a model: --init_from takes it from the file. What is TAKEN comes from there as well,
+# unless it is given.
+TAKEN = ("lr", "optimizer", "guidance_scale", "eta", "eval_timesteps")
+MODEL = ("width", "depth", "heads", "text_encodings", "max_text_len", "raw_embeddings", "objective",
+         "noise_schedule", "timesteps")
 # What must not change when a run goes on; all else may.
-FIXED = (*config.FIXED, "width", "depth", "heads", "ff_mult", "text_encodings", "max_text_len", "objective",
-         "noise_schedule", "timesteps", "noise_draws", "lora_rank")
+FIXED = (*config.FIXED, *MODEL, "noise_draws", "lora_rank")
+X0_BOUND = 10.0  # of an estimate of raw x₀ in sampling, in standard deviations (Karlo, Kandinsky)
 
 
 # Model
@@ -90,92 +104,111 @@ FIXED = (*config.FIXED, "width", "depth", "heads", "ff_mult", "text_encodings", 
 class Prior(nn.Module):
     """A causal transformer over [text encodings, text embedding | time, noised image embedding, query] (§2.2).
 
-    The output at the learned query is the prediction. What stands before the bar does not depend on the noise: it is
-    run once for all `noise_draws` of a sample in training, and once for all steps in sampling. D is the width of the
-    embeddings, W of the transformer, L the text length, K the noise draws, P the tokens before the bar.
+    The output at the learned query is the prediction. It is Karlo's and Kandinsky's form, whose
+    weights load (common/pretrained.py). What stands before the bar does not depend on the noise: it
+    is run once for all `noise_draws` of a sample in training, and once for all steps in sampling.
+    D is the width of the embeddings, W of the transformer, L the text length, K the noise draws, P
+    the tokens before the bar.
     """
 
     def __init__(self, cfg, embed_width, encoding_width=0):
         super().__init__()
-        self.cfg, self.embed_width, width = cfg, embed_width, cfg.width
-        self.text_in, self.image_in = nn.Linear(embed_width, width), nn.Linear(embed_width, width)
-        self.time_in = TimeEmbedding(width, cfg.timesteps)
-        self.query = learned_tokens(1, width)
-        self.null_text = learned_tokens(1, width)
-        if cfg.text_encodings != "none":
+        self.cfg = cfg
+        self.embed_width = embed_width
+        width = cfg.width
+        length = cfg.max_text_len if encoding_width else 0
+        if encoding_width:
             self.encoding_in = nn.Linear(encoding_width, width)
-            self.padding = learned_tokens(cfg.max_text_len, width)
-            self.null_encodings = learned_tokens(cfg.max_text_len, width)
-        self.transformer = Transformer(width, cfg.depth, cfg.heads, dropout=cfg.dropout, ff_mult=cfg.ff_mult,
-                                       checkpointing=cfg.checkpointing)
-        self.out = nn.Linear(width, embed_width, bias=False)
-        alpha, sigma = diffusion.levels("flow" if cfg.objective == "flow" else cfg.noise_schedule, cfg.timesteps)
+        self.text_in = nn.Linear(embed_width, width)
+        self.time_in = TimeEmbedding(width, width, cfg.timesteps)
+        self.image_in = nn.Linear(embed_width, width)
+        self.query = learned_tokens(1, width)
+        self.positions = learned_tokens(length + 4, width)
+        self.null_text = NullText(embed_width, encoding_width, length)
+        self.transformer = Transformer(width, cfg.depth, cfg.heads, rotary=False,
+                                       dropout=cfg.dropout, checkpointing=cfg.checkpointing)
+        self.out = nn.Linear(width, embed_width)
+        # Mean and standard deviation of the image embeddings: here, of any of unit length; see `measure`.
+        self.register_buffer("clip_mean", torch.zeros(embed_width))
+        self.register_buffer("clip_std", torch.full((embed_width,), embed_width ** -0.5))
+        schedule_name = "flow" if cfg.objective == "flow" else cfg.noise_schedule
+        alpha, sigma = diffusion.levels(schedule_name, cfg.timesteps)
         self.register_buffer("alpha", alpha, persistent=False)
         self.register_buffer("sigma", sigma, persistent=False)
 
-    def text_tokens(self, condition, drop):
-        """Tokens (B, P, W) of `condition`; of "no text" where `drop` (B,) is true, or the text embedding is zero."""
-        drop = (drop | ~condition["text_embed"].any(-1))[:, None, None]
-        tokens = self.text_in(condition["text_embed"])[:, None]  # (B, 1, W)
-        tokens = torch.where(drop, self.null_text.weight.to(tokens.dtype), tokens)
-        if self.cfg.text_encodings == "none":
-            return tokens
-        encodings = self.encoding_in(condition["text_enc"])  # (B, L, W)
-        padding = self.padding.weight.to(encodings.dtype)
-        encodings = torch.where(condition["text_mask"][..., None], encodings, padding)
-        encodings = torch.where(drop, self.null_encodings.weight.to(encodings.dtype), encodings)
-        return torch.cat([encodings, tokens], dim=1)
+    def measure(self, image_embed):
+        """Take the mean and standard deviation of embeddings (N, D), the raw ones of the training."""
+        self.clip_mean.copy_(image_embed.mean(0))
+        self.clip_std.copy_(image_embed.std(0).clamp(min=1e-6))
 
-    def noised_tokens(self, x_t, timestep):
-        """Tokens (B, K, 2, W), time and noised embedding, of x_t (B, K, D) at `timestep` (B, K)."""
-        time = self.time_in(timestep.flatten()).unflatten(0, timestep.shape)
-        return torch.stack([time, self.image_in(x_t)], dim=2)
+    def standardize(self, image_embed):
+        """Image embeddings (…, D) as a CLIP gives them -> of mean 0 and variance 1, as the noise."""
+        if not self.cfg.raw_embeddings:
+            image_embed = F.normalize(image_embed.float(), dim=-1)
+        return (image_embed - self.clip_mean) / self.clip_std
+
+    def destandardize(self, x0):
+        """The inverse of `standardize`; of unit length, if the model is not of raw embeddings."""
+        image_embed = x0 * self.clip_std + self.clip_mean
+        return image_embed if self.cfg.raw_embeddings else F.normalize(image_embed, dim=-1)
+
+    def text_cache(self, condition, drop):
+        """(keys and values of the text, which of its tokens are keys (B, P)); for `denoise`.
+
+        Where `drop` (B,) is true, of "no text".
+        """
+        condition = self.null_text(condition, drop)
+        text_embed = condition["text_embed"]
+        if not self.cfg.raw_embeddings:
+            text_embed = F.normalize(text_embed.float(), dim=-1) * self.embed_width ** 0.5
+        tokens = self.text_in(text_embed)[:, None]  # (B, 1, W)
+        is_key = torch.ones_like(drop)[:, None]
+        if self.cfg.text_encodings != "none":
+            encodings = self.encoding_in(condition["text_enc"])  # (B, L, W)
+            tokens = torch.cat([encodings, tokens], dim=1)  # (B, P, W)
+            is_key = torch.cat([condition["text_mask"], is_key], dim=1)
+        length = tokens.shape[1]
+        tokens = tokens + self.positions.weight[:length].to(tokens.dtype)
+        # Of padding a token sees itself alone, so that no row of the softmax is empty.
+        itself = torch.eye(length, dtype=torch.bool, device=tokens.device)
+        mask = causal_mask(length, length, tokens.device) & (is_key[:, None, None] | itself)  # (B, 1, P, P)
+        _, cache = self.transformer(tokens, mask, keep=1, return_cache=True)
+        return cache, is_key
+
+    def denoise(self, x_t, timestep, cache, is_key):
+        """Predictions (B, K, D) for x_t (B, K, D) at `timestep` (B, K), given the `text_cache`."""
+        draws = timestep.shape[1]
+        noised = self.image_in(x_t)
+        time = self.time_in(timestep.flatten()).unflatten(0, timestep.shape).to(noised.dtype)
+        query = self.query.weight.to(noised.dtype).expand_as(noised)
+        tokens = torch.stack([time, noised, query], dim=1)  # (B, 3, K, W)
+        tokens = tokens + self.positions.weight[-3:, None].to(tokens.dtype)
+        # A token sees the text and, of its own draw, itself and what comes before it.
+        own = torch.kron(torch.ones(3, 3).tril(), torch.eye(draws)).bool().to(x_t.device)
+        own = own.expand(len(x_t), -1, -1)  # (B, 3K, 3K)
+        text = is_key[:, None].expand(-1, 3 * draws, -1)  # (B, 3K, P)
+        mask = torch.cat([text, own], dim=2)[:, None]
+        return self.out(self.transformer(tokens.flatten(1, 2), mask, cache=cache, keep=draws))
 
     def forward(self, x_t, timestep, condition, drop):
         """Predictions (B, K, D) for K noise draws a sample, from one pass over its text."""
-        text, noised = self.text_tokens(condition, drop), self.noised_tokens(x_t, timestep)
-        prefix, draws, device = text.shape[1], timestep.shape[1], text.device
-        queries = self.query.weight.to(text.dtype).expand(*timestep.shape, -1)
-        tokens = torch.cat([text, noised.flatten(1, 2), queries], dim=1)  # (B, P + 2K + K, W)
-        # Every draw sees the text and itself: token i of draw d sees token j if j comes no later and is text or of d.
-        draw = torch.arange(draws, device=device)
-        draw = torch.cat([torch.full((prefix,), -1, device=device), draw.repeat_interleave(2), draw])
-        position = torch.cat([torch.arange(prefix, device=device),
-                              torch.tensor([prefix, prefix + 1], device=device).repeat(draws),
-                              torch.full((draws,), prefix + 2, device=device)])
-        mask = ((draw[:, None] == draw) | (draw == -1)) & (position[:, None] >= position)
-        return self.out(self.transformer(tokens, mask, position, keep=draws))
-
-    def text_cache(self, condition, drop):
-        """Keys and values of the text, to be given to `denoise` at every step of sampling."""
-        return self.transformer(self.text_tokens(condition, drop), keep=1, return_cache=True)[1]
-
-    def denoise(self, x_t, timestep, cache):
-        """The prediction (B, D) for x_t (B, D) at `timestep` (B,), given the text's `cache`."""
-        tokens = self.noised_tokens(x_t[:, None], timestep[:, None])[:, 0]  # (B, 2, W)
-        query = self.query.weight.to(tokens.dtype).expand(len(tokens), -1, -1)
-        tokens = torch.cat([tokens, query], dim=1)
-        return self.out(self.transformer(tokens, cache=cache, keep=1))[:, 0]
-
-    def normalize(self, embedding):
-        """Embeddings of length √D: the scale of unit noise."""
-        return F.normalize(embedding.float(), dim=-1) * self.embed_width ** 0.5
+        return self.denoise(x_t, timestep, *self.text_cache(condition, drop))
 
 
 @torch.no_grad()
 def conditioning(batch, cfg, encoder):
-    """{"text_embed" (B, D) of length √D, "text_enc" (B, L, E), "text_mask" (B, L)} as the model takes them.
+    """{"text_embed" (B, D), "text_enc" (B, L, E), "text_mask" (B, L)} as the model takes them.
 
-    They are the batch's or, with a CLIP `encoder`, those of its captions. Encodings are cut or padded to max_text_len.
+    They are the CLIP `encoder`'s of the batch's captions, if it has some, or else the batch's own.
     """
-    if encoder:
-        embed, encodings, _ = encoder.embed_text(encoder.tokenize(batch["caption"]).to(batch["image_embed"].device))
-    else:
-        embed, encodings = batch["text_embed"], batch.get("text_enc")
-    condition = {"text_embed": F.normalize(embed.float(), dim=-1) * embed.shape[-1] ** 0.5}
-    if cfg.text_encodings != "none":
-        encodings = F.pad(encodings.float(), (0, 0, 0, cfg.max_text_len - encodings.shape[1]))
-        condition |= {"text_enc": encodings, "text_mask": encodings.any(-1)}  # zero rows are padding
+    if "caption" in batch:
+        return encoder.text_condition(batch["caption"], cfg.max_text_len)
+    condition = {"text_embed": batch["text_embed"].float()}
+    if "text_enc" in batch:
+        encodings = batch["text_enc"].float()
+        missing = cfg.max_text_len - encodings.shape[1]  # below 0, longer texts are cut
+        condition["text_enc"] = F.pad(encodings, (0, 0, 0, missing))
+        condition["text_mask"] = condition["text_enc"].any(-1)  # zero rows are padding
     return condition
 
 
@@ -186,21 +219,24 @@ def diffusion_loss(prior, batch, condition, plain=False):
 
     plain: without loss weights and DREAM, as in evaluation, so that it compares across settings.
     """
-    cfg, draws = prior.cfg, prior.cfg.noise_draws
-    x0 = prior.normalize(batch["image_embed"])[:, None].expand(-1, draws, -1)  # (B, K, D)
-    timestep = diffusion.draw_timesteps(cfg.timestep_density, x0.shape[:2], cfg.timesteps, x0.device, cfg.density_mean,
-                                        cfg.density_std)
-    noise, drop = torch.randn_like(x0), torch.rand(len(x0), device=x0.device) < cfg.text_drop
-    alpha, sigma = (diffusion.at(table, timestep, x0) for table in (prior.alpha, prior.sigma))
-    x_t, target = alpha * x0 + sigma * noise, diffusion.target(cfg.objective, x0, noise, alpha, sigma)
+    cfg = prior.cfg
+    x0 = prior.standardize(batch["image_embed"])
+    x0 = x0[:, None].expand(-1, cfg.noise_draws, -1)  # (B, K, D)
+    timestep = diffusion.draw_timesteps(cfg.timestep_density, x0.shape[:2], cfg.timesteps,
+                                        x0.device, cfg.density_mean, cfg.density_std)
+    noise = torch.randn_like(x0)
+    drop = torch.rand(len(x0), device=x0.device) < cfg.text_drop
+    alpha = diffusion.at(prior.alpha, timestep, x0)
+    sigma = diffusion.at(prior.sigma, timestep, x0)
+    x_t = alpha * x0 + sigma * noise
+    target = diffusion.target(cfg.objective, x0, noise, alpha, sigma)
     if cfg.dream and not plain:
         with torch.no_grad():
             predicted = prior(x_t, timestep, condition, drop).float()
-        torch.clear_autocast_cache()  # torch keeps weights cast without gradients for the pass that needs them
+        # torch keeps weights that were cast without gradients for the pass that needs them
+        torch.clear_autocast_cache()
         x_t, target = diffusion.dream(x_t, noise, predicted, sigma)
-    prediction = prior(x_t, timestep, condition, drop).float()
-    if "training" in cfg.clamp:
-        prediction = prior.normalize(prediction)
+    prediction = prior(x_t, timestep, condition, drop)
     loss = diffusion.distance(cfg.loss, prediction, target)
     if not plain:
         loss = loss * diffusion.loss_weight(cfg.loss_weight, cfg.objective, alpha, sigma, cfg.loss_gamma)
@@ -211,34 +247,33 @@ def diffusion_loss(prior, batch, condition, plain=False):
 
 @torch.no_grad()
 def sample_embeddings(prior, condition, steps, guidance_scale=1.0, eta=1.0, noise=torch.randn_like):
-    """Image embeddings (B, D), of unit length unless `clamp` lacks "final", for a `conditioning` of B texts.
+    """Image embeddings (B, D) for a `conditioning` of B texts.
 
-    Guidance runs every text a second time, as "no text"; the noised input is the same for both. `noise(x)` draws.
+    They are of unit length, or raw, as those that the model learned from. Guidance runs every text
+    a second time, as "no text"; the noised input is the same for both. `noise(x)` draws.
     """
-    cfg, size, device = prior.cfg, len(condition["text_embed"]), prior.alpha.device
+    cfg = prior.cfg
+    size = len(condition["text_embed"])
+    device = prior.alpha.device
     copies = 1 if guidance_scale == 1 else 2
     condition = {name: torch.cat([value] * copies) for name, value in condition.items()}
-    cache = prior.text_cache(condition, torch.arange(copies * size, device=device) >= size)
+    drop = torch.arange(copies * size, device=device) >= size
+    cache = prior.text_cache(condition, drop)
 
     def denoise(x_t, timestep):
-        out = prior.denoise(x_t.repeat(copies, 1), timestep.repeat(copies), cache).float()
-        prediction = out if copies == 1 else diffusion.guide(out[:size], out[size:], guidance_scale)
-        alpha, sigma = (diffusion.at(table, timestep, x_t) for table in (prior.alpha, prior.sigma))
+        x_in = x_t.repeat(copies, 1)[:, None]  # one draw a text
+        prediction = prior.denoise(x_in, timestep.repeat(copies)[:, None], *cache)[:, 0].float()
+        if copies == 2:
+            prediction = diffusion.guide(prediction[:size], prediction[size:], guidance_scale)
+        alpha = diffusion.at(prior.alpha, timestep, x_t)
+        sigma = diffusion.at(prior.sigma, timestep, x_t)
         x0 = diffusion.to_x0(cfg.objective, prediction, x_t, alpha, sigma)
-        # epsilon is divided by a tiny α at first: without bounds, an estimate of x₀ runs away.
-        return prior.normalize(x0) if "sampling" in cfg.clamp or cfg.objective == "epsilon" else x0
+        # No component of a vector of length √D is greater.
+        bound = X0_BOUND if cfg.raw_embeddings else prior.embed_width ** 0.5
+        return x0.clamp(-bound, bound)
 
     x_t = noise(torch.empty(size, prior.embed_width, device=device))
-    x0 = diffusion.sample(denoise, x_t, prior.alpha, prior.sigma, steps, eta, noise)
-    return F.normalize(x0, dim=-1) if "final" in cfg.clamp else x0 / prior.embed_width ** 0.5
-
-
-@torch.no_grad()
-def condition_on_texts(prior, encoder, texts):
-    """The `conditioning` of texts by the CLIP `encoder`, wherever encodings came from in training; "" is no text."""
-    embed, encodings, _ = encoder.embed_text(encoder.tokenize(texts).to(prior.alpha.device))
-    blank = torch.tensor([not text.strip() for text in texts], device=embed.device)[:, None]
-    return conditioning({"text_embed": embed.masked_fill(blank, 0), "text_enc": encodings}, prior.cfg, None)
+    return prior.destandardize(diffusion.sample(denoise, x_t, prior.alpha, prior.sigma, steps, eta, noise))
 
 
 @torch.no_grad()
@@ -351,23 +386,30 @@ class Evaluator:
 # Training
 
 def open_data(cfg, device):
-    """({part: (source, rows)} as of `data.parts`, text encoder or None, facts about both for the files of models)."""
-    spec, fingerprint = data.clip_of(cfg.data)
+    """({part: (source, rows)} as of `data.parts`, CLIP or None, facts about both for the files of models).
+
+    The CLIP gives what stands for "no text", and encodes captions if the model is conditioned on these.
+    """
+    spec, fingerprint = data.clip_of(cfg.data, cfg.init_from)
     spec = spec if cfg.clip == "auto" else cfg.clip
     shards, captions = cfg.text_encodings == "shards", cfg.text_encodings == "clip"
     source, val_source = (folder and data.Embeddings(folder, shards, captions) for folder in (cfg.data, cfg.val_data))
     if val_source and val_source.width != source.width:
         raise UserError(f"--val_data {cfg.val_data}: {val_source.width} wide, {cfg.data} is {source.width}")
-    widths, encoder = [source.width, source.tables["text_enc"].shape[1] if shards else 0], None
-    if captions or (spec and not spec.startswith("open_clip:")):  # or it is checked alone
+    encoding_width = source.tables["text_enc"].shape[1] if shards else 0
+    encoder = None
+    if captions or (spec and not spec.startswith("open_clip:")):  # which may be far away, or large
         from common import clip
         encoder = clip.load(spec, device, fingerprint)
-        clip.check_widths(encoder, f"--clip {spec} for {cfg.data}", source.width)
+        clip.check_widths(encoder, f"--clip {spec} for {cfg.data}", source.width, encoding_width)
         fingerprint = encoder.fingerprint()
     if captions:
-        widths[1] = encoder.encoding_width
+        encoding_width = encoder.encoding_width
+    for each in filter(None, (source, val_source)):
+        data.check_lengths(cfg, each, cfg.data)
+    widths = [source.width, encoding_width]
     facts = {"widths": widths, "clip": spec, "clip_fingerprint": fingerprint}
-    return data.parts(source, cfg, val_source), encoder if captions else None, facts
+    return data.parts(source, cfg, val_source), encoder, facts
 
 
 def prepare(cfg, run, device):
@@ -409,6 +451,11 @@ def train(cfg):
     accumulate.seed(cfg.seed, "weights")
     facts = {"kind": "prior", **facts, "metadata": tracker.metadata(cfg)}
     prior = trained = Prior(cfg, *facts["widths"]).to(device)
+    if encoder:
+        prior.null_text.fill(conditioning({"caption": [""]}, cfg, encoder))
+    if cfg.raw_embeddings:
+        some, good = source.fetch(rows[data.spread(len(rows), 10_000)])
+        prior.measure(some["image_embed"][good])
     if cfg.lora_rank:
         from common import lora
         trained, facts["lora"] = lora.start(prior, cfg)
@@ -481,8 +528,9 @@ def train(cfg):
             for chunk, batch in zip(plan, chunks):
                 accumulate.seed(cfg.seed, state.step, chunk.index)
                 batch = data.to_device(batch, device)
+                condition = conditioning(batch, cfg, encoder)
                 with amp.autocast(device, cfg.precision):
-                    loss = diffusion_loss(prior, batch, conditioning(batch, cfg, encoder))
+                    loss = diffusion_loss(prior, batch, condition)
                 scaler.scale(loss * chunk.weight).backward()
                 step_loss += loss.detach() * (chunk.stop - chunk.start)
             dist.sum_gradients(trained)
@@ -514,8 +562,8 @@ def train(cfg):
 class PriorConfig(diffusion.Inference):
     # The model
     run_dir: str = "runs/prior"  # run folder of the prior
-    guidance_scale: NonNegative = 1.0  # 1 for none
-    eta: Share = 1.0  # 1 as DDPM, 0 for DDIM
+    guidance_scale: float = -1.0  # 1 for none; below 0: that of its training
+    eta: float = -1.0  # 1 as DDPM, 0 for DDIM; below 0: that of its training
 
 
 def load_prior(path, device, weights="ema", lora_scale=1.0):
@@ -526,21 +574,31 @@ def load_prior(path, device, weights="ema", lora_scale=1.0):
         return checkpoint.build(lambda: Prior(cfg, *state["widths"]), state, path, device), state
 
 
+def sampling_config(cfg, args):
+    """The prior's `cfg` with the guidance scale and eta of `args`, where these are given."""
+    given = {"guidance_scale": args.guidance_scale, "eta": args.eta}
+    return dataclasses.replace(cfg, **{name: value for name, value in given.items() if value >= 0})
+
+
 @dataclass(frozen=True)
 class EvaluateConfig(PriorConfig):
     # What to evaluate
     data: str = ""  # embeddings to evaluate on, by default those of the training
     part: Literal["train", "validation", "test"] = "test"  # which rows
     eval_samples: Natural = 0  # most rows to take, 0 for all
-    eval_timesteps: tuple[Count, ...] = (8, 64)  # sampling steps
+    eval_timesteps: tuple[Count, ...] = ()  # sampling steps; none: those of its training
     out: str = ""  # JSON file to write the figures to
 
 
 def plan_evaluation(args, device):
     """(prior, Evaluator) for what `args` wants, all of it checked."""
     prior, state = load_prior(Path(args.run_dir) / args.model, device, args.weights, args.lora_scale)
-    given = {name: getattr(args, name) for name in ("eval_samples", "eval_timesteps", "guidance_scale", "eta", "seed")}
-    cfg = dataclasses.replace(prior.cfg, **given, batch_size=1, data=args.data or prior.cfg.data)
+    cfg = dataclasses.replace(sampling_config(prior.cfg, args), seed=args.seed, batch_size=1,
+                              eval_samples=args.eval_samples, data=args.data or prior.cfg.data)
+    if args.eval_timesteps:
+        cfg = dataclasses.replace(cfg, eval_timesteps=args.eval_timesteps)
+    if cfg.data == "shapes":  # which training replaces by a path
+        raise UserError(f"{args.run_dir}: its data are not known; name some with --data")
     parts, encoder, facts = open_data(cfg, device)
     if facts["widths"] != state["widths"]:
         raise UserError(f"{cfg.data}: widths of embeddings and text encodings (0: none) are {facts['widths']}; the "
@@ -566,7 +624,7 @@ class SampleConfig(PriorConfig):
     text_embeds: str = ""  # or a .npy file of text embeddings (N, D), of which no CLIP is needed
     num_samples: Count = 4  # embeddings a text
     best_of: Count = 2  # candidates an embedding, of which the most similar to the text is kept (DALL-E 2 §2.2)
-    steps: Count = 64  # sampling steps
+    steps: Natural = 0  # sampling steps; 0: the most of its training's eval_timesteps
     max_batch: Count = 256  # most embeddings computed at once
     clip: str = ""  # CLIP for the text, by default that of the training
     out: str = "embeddings.npy"  # .npy file for the (texts x num_samples, D) embeddings
@@ -579,32 +637,41 @@ class SampleConfig(PriorConfig):
 
 
 def plan_sample(args, device):
-    """(prior, texts if any are given, `conditioning` of these or of embeddings) for `args`, all of it checked."""
+    """(prior, settings, texts if any are given, `conditioning` of these or of embeddings), all of it checked.
+
+    settings: (steps, guidance scale, eta).
+    """
     prior, state = load_prior(Path(args.run_dir) / args.model, device, args.weights, args.lora_scale)
     texts = config.lines_of(args.texts) if args.texts else list(filter(None, [args.text.strip()]))
-    diffusion.check_sampling(prior.cfg, args.guidance_scale if texts or args.text_embeds else 0, args.steps)
-    if not texts and prior.cfg.text_encodings == "none":  # needs no CLIP
-        rows = data.Rows(args.text_embeds, 2) if args.text_embeds else np.zeros((1, prior.embed_width), np.float32)
-        embeds = torch.from_numpy(rows[np.arange(len(rows))]).to(device)
-        if embeds.shape[1] != prior.embed_width or not embeds.isfinite().all():
-            raise UserError(f"{args.text_embeds}: {embeds.shape[1]} wide, or not finite; expected {prior.embed_width}")
-        return prior, [], conditioning({"text_embed": embeds}, prior.cfg, None)
-    if args.text_embeds:
+    cfg = sampling_config(prior.cfg, args)
+    steps = args.steps or max(cfg.eval_timesteps)
+    settings = steps, cfg.guidance_scale, cfg.eta
+    diffusion.check_sampling(cfg, cfg.guidance_scale if texts or args.text_embeds else 0, steps)
+    if texts:
+        from common import clip
+        spec = args.clip or state["clip"]
+        encoder = clip.load(spec, device, state["clip_fingerprint"])
+        clip.check_widths(encoder, f"--clip {spec}", *state["widths"])
+        return prior, settings, texts, conditioning({"caption": texts}, prior.cfg, encoder)
+    if not args.text_embeds:
+        return prior, (steps, 1.0, cfg.eta), [], dict(prior.null_text.named_buffers())
+    if prior.cfg.text_encodings != "none":
         raise UserError("--text_embeds: this prior is trained on text encodings, too; give --text or --texts")
-    from common import clip
-    encoder = clip.load(spec := args.clip or state["clip"], device, state["clip_fingerprint"])
-    clip.check_widths(encoder, f"--clip {spec}", *state["widths"])
-    return prior, texts, condition_on_texts(prior, encoder, texts or [""])
+    rows = data.Rows(args.text_embeds, 2)
+    embeds = torch.from_numpy(rows[np.arange(len(rows))]).to(device)
+    if embeds.shape[1] != prior.embed_width or not embeds.isfinite().all():
+        raise UserError(f"{args.text_embeds}: {embeds.shape[1]} wide, or not finite; expected {prior.embed_width}")
+    return prior, settings, [], conditioning({"text_embed": embeds}, prior.cfg, None)
 
 
 def sample(args):
     device = dist.setup(args.device)
     if not dist.is_main():
         return
-    prior, texts, condition = plan_sample(args, device)
+    prior, settings, texts, condition = plan_sample(args, device)
     keys = range(len(condition["text_embed"]))
-    out, similarity = best_embeddings(prior, condition, keys, args.num_samples, args.steps, args.guidance_scale,
-                                      args.eta, args.best_of, args.seed, args.max_batch)
+    out, similarity = best_embeddings(prior, condition, keys, args.num_samples, *settings,
+                                      args.best_of, args.seed, args.max_batch)
     for text, cosines in zip(texts[:100], similarity.tolist()):
         print(f"{text!r}: similarity with the text {', '.join(f'{cosine:.3f}' for cosine in cosines)}")
     with checkpoint.replacing(args.out) as file:
@@ -616,7 +683,8 @@ COMMANDS = {"train": (train, Config), "evaluate": (evaluate, EvaluateConfig), "s
 
 
 def main():
-    config.run(COMMANDS, __doc__, "train", PRESETS)
+    config.run(COMMANDS, __doc__, "train", PRESETS,
+               model=lambda path: checkpoint.settings_in(path, MODEL, TAKEN))
 
 
 if __name__ == "__main__":

@@ -284,6 +284,24 @@ def load_weights(module, state, path, strict=True):
     module.load_state_dict(check_weights(module, state, path, strict), strict=False)
 
 
+def peek(path):
+    """The contents of the file `path` of a model, its weights unread; {} of another file, which `load` refuses."""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        return state if isinstance(state["config"], dict) else {}
+    except Exception:  # of a dozen types, see `load`
+        return {}
+
+
+def settings_in(path, *groups):
+    """For each of `groups` of names, {name: value} of the settings that the file `path` of a model has.
+
+    Of another file, none.
+    """
+    settings = peek(path).get("config", {})
+    return [{name: settings[name] for name in names if name in settings} for names in groups]
+
+
 def with_chunk_size(cfg, most):
     """`cfg` with a chunk size: its own, that of the run which goes on, or one that is decided here.
 

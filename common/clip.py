@@ -42,7 +42,7 @@ class Config(config.Settings):
     text_width: Annotated[int, ("a multiple of 32", lambda width: width > 0 and width % 32 == 0)] = 64  # of encodings
     steps: config.Count = 700  # optimizer steps
     batch_size: Annotated[int, ("2 or more", lambda pairs: pairs > 1)] = 256  # pairs; each contrasts with all others
-    lr: config.Positive = 2e-3  # highest learning rate
+    lr: config.Positive = 3e-3  # highest learning rate
     seed: int = 0  # of weights and order
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # auto takes the first that is there
 
@@ -53,6 +53,7 @@ class EmbedConfig(config.Settings):
     run_dir: str = "runs/clip"  # the CLIP: folder, model.pt, or open_clip:MODEL/WEIGHTS
     out: str = "emb"  # folder for img_emb/, text_emb/, captions/ and clip.json, and of tars for img_emb_N.npy
     index_width: config.Count = 4  # of tars: digits at the end of a key that number its row in img_emb_N.npy
+    raw: bool = False  # embeddings as the CLIP gives them, for models of --raw_embeddings; off: of unit length
     encodings: bool = False  # also write the text encodings of every token, to text_enc/
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # auto takes the first that is there
 
@@ -82,15 +83,32 @@ class Tokenizer:
         return BYTES + 256 + len(self.vocabulary)
 
 
-class CLIP(nn.Module):
-    """A small convolutional image encoder and a small text transformer into one space of unit vectors."""
+class Encoder(nn.Module):
+    """What any CLIP here can do by its `tokenize` and `embed_text`."""
+
+    @torch.no_grad()
+    def text_condition(self, texts, length):
+        """{"text_embed" (B, D), "text_enc" (B, L, E), "text_mask" (B, L)} of texts, L = `length`.
+
+        Longer texts are cut, shorter ones padded. In fp32, whatever the model around it computes in.
+        """
+        device = next(self.parameters()).device
+        with torch.autocast(device.type, enabled=False):
+            embedding, encodings, mask = self.embed_text(self.tokenize(texts).to(device))
+        missing = length - encodings.shape[1]  # below 0 to cut
+        encodings = F.pad(encodings.float(), (0, 0, 0, missing))
+        return {"text_embed": embedding, "text_enc": encodings, "text_mask": F.pad(mask, (0, missing))}
+
+
+class CLIP(Encoder):
+    """A small convolutional image encoder and a small text transformer into one space, compared by cosine."""
 
     def __init__(self, cfg, vocabulary):
         super().__init__()
         self.tokenizer, self.image_size, self.context = Tokenizer(vocabulary), cfg.image_size, cfg.context
         self.embed_width, self.encoding_width = cfg.embed_width, cfg.text_width
         self.token_embedding = nn.Embedding(len(self.tokenizer), cfg.text_width)
-        self.transformer = layers.Transformer(cfg.text_width, 1, cfg.text_width // 32, ff_mult=2)
+        self.transformer = layers.Transformer(cfg.text_width, 1, cfg.text_width // 32)
         self.text_projection = nn.Linear(cfg.text_width, cfg.embed_width, bias=False)
         # Flattened, not averaged: an average would forget where in the picture a thing is, which captions do name.
         features = 96 * math.ceil(cfg.image_size / 8) ** 2
@@ -114,16 +132,16 @@ class CLIP(nn.Module):
         return torch.tensor([row + [PAD] * (self.context - len(row)) for row in rows])
 
     def embed_text(self, tokens):
-        """tokens (B, L) -> embedding (B, D) of unit norm, encodings (B, L, W), zero at padding, mask (B, L)."""
+        """tokens (B, L) -> embedding (B, D), encodings (B, L, W), zero at padding, mask (B, L)."""
         mask, end = tokens != PAD, (tokens == END).int().argmax(1)
         x = self.transformer(self.token_embedding(tokens))  # (B, L, W); causal, so padding behind END changes nothing
         embedding = self.text_projection(x[torch.arange(len(x), device=x.device), end])
-        return F.normalize(embedding.float(), dim=-1), x * mask[..., None], mask
+        return embedding.float(), x * mask[..., None], mask
 
     def embed_image(self, images):
-        """uint8 (B, H, W, 3), or float (B, 3, H, W) in [0, 1] -> (B, D) of unit norm."""
+        """uint8 (B, H, W, 3), or float (B, 3, H, W) in [0, 1] -> (B, D)."""
         pixels = squares(images, self.image_size) * 2 - 1
-        return F.normalize(self.image_encoder(pixels.contiguous(memory_format=torch.channels_last)).float(), dim=-1)
+        return self.image_encoder(pixels.contiguous(memory_format=torch.channels_last)).float()
 
 
 def squares(images, size):
@@ -135,15 +153,19 @@ def squares(images, size):
     return resize(images[:, :, top:top + side, left:left + side], size).clamp(0, 1)
 
 
-class OpenCLIP(nn.Module):
+class OpenCLIP(Encoder):
     """A pretrained model of the package open_clip with the calls and attributes of `CLIP`."""
 
     def __init__(self, spec):
         super().__init__()
         open_clip = need("open_clip", spec, "open_clip_torch")
+        self.spec = spec
         name, _, weights = spec.removeprefix("open_clip:").partition("/")
         try:
-            self.spec, self.model = spec, open_clip.create_model(name, pretrained=weights, require_pretrained=True)
+            # Where the weights need QuickGELU, as OpenAI's do, open_clip builds GELU and only warns.
+            known = open_clip.get_pretrained_cfg(name, weights) or {}
+            self.model = open_clip.create_model(name, pretrained=weights, require_pretrained=True,
+                                                force_quick_gelu=known.get("quick_gelu", False))
         except Exception as error:  # a failed download has many types, a file of other weights has more
             raise UserError(f"{spec}: {str(error).partition(chr(10))[0]}; expected open_clip:MODEL/WEIGHTS, such as "
                             "open_clip:ViT-L-14/openai, or a file in place of WEIGHTS") from error
@@ -168,14 +190,14 @@ class OpenCLIP(nn.Module):
     def embed_text(self, tokens):
         normed = []  # what the last norm gives, which open_clip does not return
         hook = self.norm.register_forward_hook(lambda module, inputs, output: normed.append(output))
-        embedding = self.model.encode_text(tokens, normalize=True)
+        embedding = self.model.encode_text(tokens)
         hook.remove()
         mask = torch.arange(tokens.shape[1], device=tokens.device) <= tokens.argmax(1)[:, None]  # END is the largest
         return embedding.float(), normed[0] * mask[..., None], mask
 
     def embed_image(self, images):
         pixels = (squares(images, self.image_size) - self.mean) / self.std
-        return self.model.encode_image(pixels, normalize=True).float()
+        return self.model.encode_image(pixels).float()
 
 
 def load(spec, device, fingerprint=None):
@@ -259,7 +281,8 @@ def train(cfg, device):
         lr = schedule.learning_rate(step, cfg.lr, cfg.steps // 10, cfg.steps, cosine=True)
         schedule.set_learning_rate([optimizer], lr)
         rows = data.shuffled(step * cfg.batch_size + np.arange(cfg.batch_size), len(captions), cfg.seed)
-        image, (text, _, _) = model.embed_image(pixels[rows]), model.embed_text(tokens[rows])
+        image = F.normalize(model.embed_image(pixels[rows]), dim=-1)
+        text = F.normalize(model.embed_text(tokens[rows])[0], dim=-1)
         logits = model.log_scale.clamp(max=math.log(100)).exp() * image @ text.T  # (B images, B texts)
         loss = (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2  # Radford 2021, Figure 3
         loss.backward()
@@ -276,13 +299,24 @@ def train(cfg, device):
 
 
 @torch.no_grad()
-def embed(model, batches, encodings=False):
-    """Embed what `read` gives: [images (N, D), texts (N, D), maybe text encodings (N, L, W)], and the N records."""
-    device, found, records = next(model.parameters()).device, [], []
+def embed(model, batches, encodings=False, raw=False):
+    """Embed what `read` gives: [images (N, D), texts (N, D), maybe text encodings (N, L, W)], and the N records.
+
+    Embeddings are of unit length, unless `raw`.
+    """
+    device = next(model.parameters()).device
+    found = []
+    records = []
     for pixels, batch in batches:
-        tokens = model.tokenize([record["caption"] for record in batch]).to(device)
         image = model.embed_image(torch.from_numpy(pixels).to(device))
-        arrays = (image, *model.embed_text(tokens)[:2 if encodings else 1])
+        tokens = model.tokenize([record["caption"] for record in batch]).to(device)
+        text, text_encodings, _ = model.embed_text(tokens)
+        if not raw:
+            image = F.normalize(image, dim=-1)
+            text = F.normalize(text, dim=-1)
+        arrays = [image, text]
+        if encodings:
+            arrays.append(text_encodings)
         found.append([array.float().cpu().numpy() for array in arrays])
         records += batch
     return [np.concatenate(arrays) for arrays in zip(*found)], records
@@ -292,7 +326,7 @@ def embed_all(cfg, device):
     """Write the embeddings of all images of `data`: shards, of tars also img_emb_N.npy, and clip.json."""
     model, out = load(cfg.run_dir, device), Path(cfg.out)
     (out / "clip.json").unlink(missing_ok=True)  # it may name another CLIP
-    arrays, records = embed(model, read(cfg.data, model.image_size), cfg.encodings)
+    arrays, records = embed(model, read(cfg.data, model.image_size), cfg.encodings, cfg.raw)
     if not records:
         raise UserError(f"{cfg.data}: none of its images can be used")
     for path in out.glob("img_emb_*.npy"):  # of other data

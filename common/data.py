@@ -39,12 +39,38 @@ def parts(source, cfg, val_source=None):
     return found
 
 
-def clip_of(folder):
-    """(CLIP that clip.json in a folder of data names, or None, its fingerprint); both may have moved together."""
+def clip_of(folder, init_from=""):
+    """(CLIP that clip.json in a folder of data names, or None, its fingerprint); both may have moved together.
+
+    Without clip.json it is the CLIP of the model `init_from`, if that is given.
+    """
     path = Path(folder) / "clip.json"
+    if init_from and not path.is_file():
+        state = checkpoint.peek(init_from)
+        if not state.get("clip"):
+            return None, None
+        here = Path(init_from).absolute().parent
+        place = os.path.join(state["cwd"], state["config"]["run_dir"])
+        spec = checkpoint.located(state["clip"], place, here, state["cwd"])
+        return spec, state.get("clip_fingerprint")
     note = {name: str(value) for name, value in config.read_json(path).items()} if path.is_file() else {}
     spec = note.get("clip")
     return checkpoint.located(spec, note["place"], folder) if "place" in note else spec, note.get("fingerprint")
+
+
+def check_lengths(cfg, source, path):
+    """UserError if a model of raw embeddings would get some of unit length, as files have by default."""
+    if not cfg.raw_embeddings:
+        return
+    lengths = []
+    for row in spread(len(source), 16):
+        batch, good = source.fetch(np.array([row]))
+        if good.all() and "image_embed" in batch:  # else a CLIP makes them
+            lengths.append(batch["image_embed"].norm().item())
+    if lengths and abs(np.median(lengths) - 1) < 0.01:
+        raise UserError(
+            f"{path}: its embeddings are of unit length, but the model is one of raw embeddings; "
+            "write them anew with python -m common.clip embed --raw")
 
 
 def spread(count, most):

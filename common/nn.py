@@ -1,5 +1,6 @@
 """Transformers: attention by torch's scaled_dot_product_attention, rotary positions, feed-forward, key-value cache."""
 import functools
+import math
 
 import torch
 import torch.nn.functional as F
@@ -23,19 +24,21 @@ def rotate(x, table):
 
 
 class Attention(nn.Module):
-    """Multi-head attention (Vaswani et al. 2017, §3.2); a `context_width` is that of what is attended to."""
+    """Multi-head attention (Vaswani et al. 2017, §3.2)."""
 
-    def __init__(self, width, heads, context_width=None, dropout=0.0):
+    def __init__(self, width, heads, dropout=0.0):
         super().__init__()
         assert width % heads == 0, (width, heads)
-        self.heads, self.head_width, self.dropout = heads, width // heads, dropout
-        self.query = nn.Linear(width, width, bias=False)
-        self.key_value = nn.Linear(context_width or width, 2 * width, bias=False)
-        self.out = nn.Linear(width, width, bias=False)
+        self.heads = heads
+        self.head_width = width // heads
+        self.dropout = dropout
+        self.query = nn.Linear(width, width)
+        self.key_value = nn.Linear(width, 2 * width)
+        self.out = nn.Linear(width, width)
 
-    def keys_values(self, context, table=None):
-        """Keys and values, each (B, heads, N, d), of `context` (B, N, W); keys are rotated by the rotary `table`."""
-        k, v = self.key_value(context).unflatten(-1, (2 * self.heads, self.head_width)).transpose(1, 2).chunk(2, dim=1)
+    def keys_values(self, x, table=None):
+        """Keys and values, each (B, heads, N, d), of x (B, N, W); keys are rotated by the rotary `table`."""
+        k, v = self.key_value(x).unflatten(-1, (2 * self.heads, self.head_width)).transpose(1, 2).chunk(2, dim=1)
         return (k if table is None else rotate(k, table)), v
 
     def forward(self, x, keys, values, mask=None, causal=False, table=None):
@@ -51,18 +54,16 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU feed-forward (Shazeer 2020, Eq. 6) with a hidden layer of `mult` times the width."""
+    """Linear, GELU, Linear, with a hidden layer of four times the width, as GPT and CLIP have it."""
 
-    def __init__(self, width, mult=4, dropout=0.0):
+    def __init__(self, width, dropout=0.0):
         super().__init__()
-        hidden = int(width * mult)
-        self.gate_up = nn.Linear(width, 2 * hidden, bias=False)
-        self.down = nn.Linear(hidden, width, bias=False)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x):
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(self.dropout(F.silu(gate) * up))
+        return self.down(self.dropout(F.gelu(self.up(x))))
 
 
 class Memory:
@@ -89,26 +90,22 @@ class Memory:
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block; with a `context_width`, attention to a context stands between its two halves."""
+    """Pre-norm transformer block."""
 
-    def __init__(self, width, heads, dropout=0.0, ff_mult=4, context_width=None):
+    def __init__(self, width, heads, dropout=0.0):
         super().__init__()
-        self.attention_norm, self.ff_norm = nn.LayerNorm(width, bias=False), nn.LayerNorm(width, bias=False)
-        self.attention = Attention(width, heads, dropout=dropout)
-        self.ff = FeedForward(width, ff_mult, dropout)
-        self.cross = None
-        if context_width:
-            self.cross_norm = nn.LayerNorm(width, bias=False)
-            self.cross = Attention(width, heads, context_width, dropout)
-            nn.init.zeros_(self.cross.out.weight)
-        nn.init.zeros_(self.attention.out.weight)  # a block starts as the identity
-        nn.init.zeros_(self.ff.down.weight)
+        self.attention_norm = nn.LayerNorm(width)
+        self.attention = Attention(width, heads, dropout)
+        self.ff_norm = nn.LayerNorm(width)
+        self.ff = FeedForward(width, dropout)
+        zeroed(self.attention.out)  # a block starts as the identity
+        zeroed(self.ff.down)
 
-    def forward(self, x, mask=None, causal=False, table=None, cache=None, keep=None, context=None):
+    def forward(self, x, mask=None, causal=False, table=None, cache=None, keep=None):
         """x (B, N, W) -> (B, keep or N, W); also returns the keys and values of x.
 
         Only the last `keep` tokens are computed: what comes before them serves as keys alone. cache: keys and values of
-        earlier tokens, or a function that takes in those of x and returns all. context: keys and values for `cross`.
+        earlier tokens, or a function that takes in those of x and returns all.
         """
         h = self.attention_norm(x)
         keys, values = fresh = self.attention.keys_values(h, table)
@@ -124,8 +121,6 @@ class Block(nn.Module):
             elif causal:
                 mask, causal = causal_mask(keep, keys.shape[2], x.device), False
         x = x + self.attention(h, keys, values, mask, causal, table)
-        if self.cross is not None:
-            x = x + self.cross(self.cross_norm(x), *context)
         return x + self.ff(self.ff_norm(x)), fresh
 
 
@@ -137,40 +132,36 @@ def causal_mask(rows, total, device):
 class Transformer(nn.Module):
     """A stack of pre-norm blocks with a final norm; `checkpointing` recomputes each block in the backward pass."""
 
-    def __init__(self, width, depth, heads, causal=True, rotary=True, dropout=0.0, ff_mult=4, context_width=None,
-                 checkpointing=False):
+    def __init__(self, width, depth, heads, causal=True, rotary=True, dropout=0.0, checkpointing=False):
         super().__init__()
-        self.causal, self.rotary, self.head_width, self.checkpointing = causal, rotary, width // heads, checkpointing
-        self.blocks = nn.ModuleList(Block(width, heads, dropout, ff_mult, context_width) for _ in range(depth))
-        self.norm = nn.LayerNorm(width, bias=False)
+        self.causal = causal
+        self.rotary = rotary
+        self.head_width = width // heads
+        self.checkpointing = checkpointing
+        self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(depth))
+        self.norm = nn.LayerNorm(width)
 
-    def contexts(self, context):
-        """Keys and values, a pair a block, of the `context` (B, J, E) that blocks attend to."""
-        return [block.cross.keys_values(context) for block in self.blocks]
-
-    def table(self, positions):
-        """The rotary table of `positions` (N,) or (B, N), shaped for (B, heads, N, d); None if not `rotary`."""
-        if not self.rotary:
-            return None
-        return tuple(part if part.ndim == 2 else part[:, None] for part in rotary_table(positions, self.head_width))
-
-    def forward(self, x, mask=None, positions=None, cache=None, keep=None, return_cache=False, context=None):
+    def forward(self, x, mask=None, cache=None, keep=None, return_cache=False):
         """x (B, N, W) -> (B, keep or N, W), or (that, cache) with `return_cache`.
 
         mask: (N, P + N) or (B, 1, N, P + N), True = seen, or a bias; without one, attention is causal if the model is.
-        positions: (N,) or (B, N) of the tokens for the rotary table, by default P, P + 1, …, after the P of `cache`.
         cache: keys and values of P earlier tokens, a pair a block, each (B, heads, P, d); the returned one is of x.
         keep: compute only the last `keep` tokens of the last block, the earlier ones being wanted as keys alone.
-        context: keys and values of a context, a pair a block, as `contexts` gives them.
         """
-        n, prefix, fresh = x.shape[1], 0 if cache is None else cache[0][0].shape[2], []
-        table = self.table(torch.arange(prefix, prefix + n, device=x.device) if positions is None else positions)
+        n = x.shape[1]
+        prefix = 0 if cache is None else cache[0][0].shape[2]
+        table = None
+        if self.rotary:
+            positions = torch.arange(prefix, prefix + n, device=x.device)
+            table = rotary_table(positions, self.head_width)
+        fresh = []
         causal = self.causal and mask is None
         if causal and prefix:
             mask, causal = causal_mask(n, prefix + n, x.device), False
         for i, block in enumerate(self.blocks):
-            args = (x, mask, causal, table, None if cache is None else cache[i],
-                    keep if block is self.blocks[-1] else None, None if context is None else context[i])
+            earlier = None if cache is None else cache[i]
+            kept = keep if block is self.blocks[-1] else None
+            args = x, mask, causal, table, earlier, kept
             recompute = self.checkpointing and self.training
             x, pair = checkpoint(block, *args, use_reentrant=False) if recompute else block(*args)
             if return_cache:  # else not kept alive: recomputed, they need not be
@@ -178,18 +169,19 @@ class Transformer(nn.Module):
         x = self.norm(x)
         return (x, fresh) if return_cache else x
 
-    def step(self, x, memory, bias=None, context=None, positions=None):
+    def step(self, x, memory, bias=None):
         """The next token x (B, W) of every sample -> (B, W); `memory` takes it in.
 
         bias: added to the scores of the first `top` + 1 places, (B or 1, heads, 1, top + 1).
-        positions: (B,) of the tokens for the rotary table, by default their places in the memory.
         """
-        table, mask = self.table((memory.length if positions is None else positions)[:, None]), memory.seen()
+        table = None
+        if self.rotary:  # of each sample's own place in the memory: (B, 1, 1, d)
+            table = rotary_table(memory.length[:, None, None], self.head_width)
+        mask = memory.seen()
         mask = mask if bias is None else bias.masked_fill(~mask, -torch.inf)
         x = x[:, None]
         for i, block in enumerate(self.blocks):
-            x, _ = block(x, mask, False, table, functools.partial(memory.put, i),
-                         context=None if context is None else context[i])
+            x, _ = block(x, mask, False, table, functools.partial(memory.put, i))
         memory.length, memory.top = memory.length + 1, memory.top + 1
         return self.norm(x)[:, 0]
 
@@ -199,20 +191,62 @@ def learned_tokens(count, width):
     return nn.Embedding.from_pretrained(torch.randn(count, width) * 0.02, freeze=False)
 
 
-class TimeEmbedding(nn.Module):
-    """A timestep in [0, timesteps), whole or not, (B,) -> (B, width): a sinusoid and two layers (DDPM, App. B)."""
+class NullText(nn.Module):
+    """What stands for "no text": a CLIP's encoding of "". Buffers hold it, so models keep it.
 
-    def __init__(self, width, timesteps):
+    It is zero until `fill` gives it, and stays so where no CLIP is at hand.
+    """
+
+    def __init__(self, embed_width, encoding_width=0, length=0):
         super().__init__()
+        self.register_buffer("text_embed", torch.zeros(1, embed_width))
+        if encoding_width:
+            self.register_buffer("text_enc", torch.zeros(1, length, encoding_width))
+            self.register_buffer("text_mask", torch.ones(1, length, dtype=torch.bool))
+
+    def fill(self, condition):
+        """Take the `condition` of the text "": {buffer: (1, …)}."""
+        for name, buffer in self.named_buffers():
+            buffer.copy_(condition[name])
+
+    def forward(self, condition, drop):
+        """`condition`, {buffer: (B, …), and others}, with "no text" where `drop` (B,) is true."""
+        replaced = dict(condition)
+        for name, buffer in self.named_buffers():
+            value = condition[name]
+            where = drop.reshape(-1, *(1,) * (value.ndim - 1))
+            replaced[name] = torch.where(where, buffer.to(value.dtype), value)
+        return replaced
+
+
+class TimeEmbedding(nn.Module):
+    """A timestep in [0, timesteps), whole or not, (B,) -> (B, hidden) (DDPM, App. B).
+
+    It is a sinusoid of `width` numbers and two layers.
+    """
+
+    def __init__(self, width, hidden, timesteps):
+        super().__init__()
+        self.width = width
         self.timesteps = timesteps
-        self.layers = nn.Sequential(nn.Linear(256, width), nn.SiLU(), nn.Linear(width, width))
+        self.layers = nn.Sequential(
+            nn.Linear(width, hidden), nn.SiLU(), nn.Linear(hidden, hidden))
 
     def forward(self, timestep):
-        return self.layers(sinusoid(timestep * (1000.0 / self.timesteps), 256))
+        return self.layers(sinusoid(timestep * (1000.0 / self.timesteps), self.width))
 
 
 def sinusoid(t, width, period=10000.0):
-    """Sines and cosines of t (B,) at `width`/2 geometrically spaced frequencies -> (B, width) (Vaswani 2017, §3.5)."""
-    frequencies = period ** (-torch.arange(width // 2, device=t.device, dtype=torch.float32) / (width // 2))
-    angles = t.float()[:, None] * frequencies
-    return torch.cat([angles.sin(), angles.cos()], dim=-1)
+    """Cosines and sines of t (B,) at `width`/2 geometrically spaced frequencies -> (B, width) (Vaswani 2017, §3.5)."""
+    half = width // 2
+    exponent = torch.arange(half, device=t.device, dtype=torch.float32) / half
+    # As exp, not as a power: they differ by 1e-7, times 999 for the last timestep.
+    angles = t.float()[:, None] * torch.exp(-math.log(period) * exponent)
+    return torch.cat([angles.cos(), angles.sin()], dim=-1)
+
+
+def zeroed(layer):
+    """`layer` with weights of zero, so that what it is added to starts unchanged."""
+    for parameter in layer.parameters():
+        nn.init.zeros_(parameter)
+    return layer

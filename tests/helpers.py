@@ -238,3 +238,37 @@ def check_loading(script, words, folder, stage, server, new):
     assert "weights without the state of a run; start from them with --init_from" in out and "Traceback" not in out
     out = run(script, *words, "--run_dir", new / "none", "--load", f"{server.url}/other.pt", expect=1)
     assert f"{server.url}/other.pt: HTTP Error 404" in out and len(out.strip().splitlines()) == 1
+
+
+def write_pipeline(folder, width, length):
+    """{part: model} of a pipeline in Karlo's form, of small sizes and random weights; saved in `folder` by diffusers.
+
+    width: of embeddings and text encodings. length: of texts.
+    """
+    import diffusers
+    projection = sys.modules[diffusers.UnCLIPPipeline.__module__].UnCLIPTextProjModel  # wherever this version has it
+    plain = dict(sample_size=64, layers_per_block=1, down_block_types=("ResnetDownsampleBlock2D",) * 2,
+                 up_block_types=("ResnetUpsampleBlock2D",) * 2, block_out_channels=(128, 256), in_channels=6,
+                 out_channels=3, add_attention=False)
+    parts = {
+        "prior": diffusers.PriorTransformer(num_attention_heads=4, attention_head_dim=16, num_layers=3,
+                                            embedding_dim=width, num_embeddings=length),
+        "decoder": diffusers.UNet2DConditionModel(
+            sample_size=16, layers_per_block=1, block_out_channels=(128, 256), in_channels=3, out_channels=6,
+            down_block_types=("ResnetDownsampleBlock2D", "SimpleCrossAttnDownBlock2D"),
+            up_block_types=("SimpleCrossAttnUpBlock2D", "ResnetUpsampleBlock2D"),
+            mid_block_type="UNetMidBlock2DSimpleCrossAttn", cross_attention_dim=48, class_embed_type="identity",
+            attention_head_dim=64, resnet_time_scale_shift="scale_shift"),
+        "text_proj": projection(clip_extra_context_tokens=4, clip_embeddings_dim=width, time_embed_dim=512,
+                                cross_attention_dim=48),
+        "super_res_first": diffusers.UNet2DModel(**plain),
+        "super_res_last": diffusers.UNet2DModel(**plain)}
+    generator = torch.Generator().manual_seed(0)
+    for part, model in parts.items():
+        for parameter in model.eval().parameters():  # not as it began: no zero, no one
+            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.05
+        if part == "prior":
+            model.clip_mean.data.normal_(generator=generator)
+            model.clip_std.data.uniform_(0.5, 1.5, generator=generator)
+        model.save_pretrained(Path(folder, part))
+    return parts

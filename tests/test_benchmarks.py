@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import train_decoder
 import train_prior
 
 FOLDER = Path(__file__).parent / "benchmarks"
@@ -21,10 +22,24 @@ SMALL = {"CODEC": dict(channels=2, strides=(4, 5, 16), codec_width=16, codebook_
          "UPSAMPLE": dict(image_size=16, low_res_size=8, image_condition=False, attention_levels=())}
 
 
+# Presets of each script, small, with what those that it has say of the condition.
+PRIOR = dict(width=16, depth=1, heads=2, max_text_len=4, text_encodings="clip", raw_embeddings=True)
+UNET = dict(width=8, mults=(1, 2), blocks=1, cond_width=16, head_width=8, objective="epsilon",
+            timestep_density="uniform")
+DECODER = dict(UNET, stage="base", image_size=8, attention_levels=(1,), text_encodings="clip",
+               max_text_len=4, raw_embeddings=True, learned_variance=True)
+UPSAMPLER = dict(UNET, stage="upsample", image_size=16, low_res_size=4, random_crop=8,
+                 image_condition=False, attention_levels=())
+
+
 @pytest.mark.parametrize("name, cases, words", [
     ("bench_audio", None, ["--tokens", "6", "--batch", "2"]),
-    ("bench_prior", None, ["--preset", "small", "--batch", "2"]),
+    ("bench_prior", None, ["--preset", "small", "--embed", "8", "--batch", "2"]),
     ("bench_decoder", None, ["--embed", "8", "--batch", "1", "--sample_batch", "1"]),
+    ("bench_decoder", ["train", "sample"],
+     ["--preset", "small", "--embed", "8", "--batch", "1", "--sample_batch", "1"]),
+    ("bench_decoder", ["train_upsample", "sample_upsample"],
+     ["--preset", "small_upsampler", "--batch", "1", "--sample_batch", "1"]),
 ])
 def test_every_case_gives_a_line_with_what_it_found(name, cases, words, monkeypatch, capsys):
     monkeypatch.syspath_prepend(FOLDER)
@@ -32,8 +47,11 @@ def test_every_case_gives_a_line_with_what_it_found(name, cases, words, monkeypa
     for constant in SMALL.keys() & vars(bench).keys():
         monkeypatch.setattr(bench, constant, SMALL[constant])
     monkeypatch.setattr("bench_prior.SIDE", 256)
-    monkeypatch.setitem(train_prior.PRESETS, "small", dict(width=16, depth=1, heads=2, ff_mult=2.0, max_text_len=4))
-    monkeypatch.setattr("sys.argv", [name, *(cases or []), *words, "--repeats", "1", "--threads", "1"])
+    monkeypatch.setitem(train_prior.PRESETS, "small", PRIOR)
+    monkeypatch.setitem(train_decoder.PRESETS, "small", DECODER)
+    monkeypatch.setitem(train_decoder.PRESETS, "small_upsampler", UPSAMPLER)
+    given = [] if "--preset" in words else cases or []  # a preset's cases are those of its stage
+    monkeypatch.setattr("sys.argv", [name, *given, *words, "--repeats", "1", "--threads", "1"])
     bench.main()
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     several = {"decode": "tokenize", "checkpoint_save": "checkpoint", "checkpoint_load": "checkpoint"}  # a case's lines

@@ -7,6 +7,7 @@ import sys
 import tarfile
 import types
 import typing
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from common import checkpoint, clip, config, data, images, media, synthetic
 from common.config import UserError
 
 CPU = torch.device("cpu")
-TINY = dict(image_size=16, text_width=32, embed_width=16, batch_size=64, steps=100)
+TINY = dict(image_size=16, text_width=32, embed_width=16, batch_size=64, steps=150)
 STRANGE = ["", " ", "a small red star", "two  spaces\tand\nlines\r\n", "naïve façade — “quoted”", "日本語の文章",
            "עברית", "👩‍🚀 and 🏳️‍🌈🇫🇷",
            "e\u0301 ≠ é", "\x00\x7f\u2028", "snake_case CamelCase 12,345.67!?...", "\U0010ffff"]
@@ -108,13 +109,48 @@ def test_padding_and_company_do_not_change_an_embedding(model):
         assert seen.all() and not encodings[i, n:].any()
 
 
-def test_embeddings_have_unit_norm_and_the_widths_promised(model, shapes):
+def test_embeddings_have_the_widths_promised_of_bytes_and_of_floats(model, shapes):
     images = torch.from_numpy(shapes[0][:5])
     image, (text, encodings, mask) = model.embed_image(images), model.embed_text(model.tokenize(["a", "b"]))
     assert image.shape == (5, model.embed_width) and text.shape == (2, model.embed_width)
     assert encodings.shape == (2, model.context, model.encoding_width) and mask.shape == (2, model.context)
-    torch.testing.assert_close(torch.cat([image, text]).norm(dim=-1), torch.ones(7))
     torch.testing.assert_close(model.embed_image(images.permute(0, 3, 1, 2).float() / 255), image)
+
+
+def test_embeddings_are_the_projected_features_and_of_unit_length_only_where_they_are_written(
+        model, shapes):
+    images, records = shapes
+    image = model.embed_image(torch.from_numpy(images))
+    tokens = model.tokenize([record["caption"] for record in records])
+    text, encodings, mask = model.embed_text(tokens)
+    last = encodings[range(40), mask.sum(1) - 1]  # at END
+    torch.testing.assert_close(text, last @ model.text_projection.weight.T)
+    for raw in (False, True):
+        found, _ = clip.embed(model, [shapes], raw=raw)
+        for array, embedding in zip(found, (image, text), strict=True):
+            lengths = embedding.norm(dim=-1, keepdim=True)
+            assert (lengths - 1).abs().max() > 0.1  # so that it makes a difference
+            np.testing.assert_allclose(array, embedding if raw else embedding / lengths, atol=1e-5)
+
+
+@pytest.mark.parametrize("length", [5, 24, 30])
+def test_the_condition_of_texts_is_what_they_are_embedded_to_cut_or_padded_and_always_fp32(
+        model, length):
+    texts = ["a star", "", "a large green triangle at the top left on a gray background"]
+    embedding, encodings, mask = model.embed_text(model.tokenize(texts))
+    assert mask.sum(1).min() < 5 < mask.sum(1).max()  # some are shorter, some longer
+    condition = model.text_condition(texts, length)
+    with torch.autocast("cpu", torch.bfloat16):
+        again = model.text_condition(texts, length)
+    assert condition.keys() == again.keys() == {"text_embed", "text_enc", "text_mask"}
+    assert all(torch.equal(value, again[name]) for name, value in condition.items())
+    assert torch.equal(condition["text_embed"], embedding)
+    assert condition["text_enc"].shape == (3, length, 32)
+    assert condition["text_mask"].shape == (3, length)
+    kept = min(length, 24)
+    assert torch.equal(condition["text_enc"][:, :kept], encodings[:, :kept])
+    assert torch.equal(condition["text_mask"][:, :kept], mask[:, :kept])
+    assert not condition["text_enc"][:, 24:].any() and not condition["text_mask"][:, 24:].any()
 
 
 def test_the_image_encoder_takes_pixels_from_minus_one_to_one(model):
@@ -127,7 +163,7 @@ def test_the_image_encoder_takes_pixels_from_minus_one_to_one(model):
 def test_larger_images_are_brought_to_size(model, shapes):
     large = torch.from_numpy(shapes[0][:4]).repeat_interleave(4, 1).repeat_interleave(4, 2)  # (4, 64, 64, 3)
     same = model.embed_image(torch.from_numpy(shapes[0][:4]))
-    assert (model.embed_image(large) * same).sum(1).min() > 0.97
+    assert nn.functional.cosine_similarity(model.embed_image(large), same).min() > 0.97
     edges = torch.full((4, 64, 9, 3), 99, dtype=torch.uint8)
     wide = torch.cat([edges, large, edges], 2)
     assert torch.equal(clip.squares(wide, 64), clip.squares(large, 64))  # the central square
@@ -162,12 +198,13 @@ def test_training_learns_and_repeats_bit_for_bit_and_prints_what_held_out_captio
     with torch.no_grad():
         image = model.embed_image(torch.from_numpy(images))
         text, _, _ = model.embed_text(model.tokenize([record["caption"] for record in records]))
-    found = [records[i] for i in (text @ image.T).argmax(1).tolist()]
+    cosines = nn.functional.cosine_similarity(text[:, None], image, dim=-1)
+    found = [records[i] for i in cosines.argmax(1).tolist()]
     same = np.mean([near["caption"] == record["caption"] for near, record in zip(found, records)])
     fits = np.mean([all(near["attributes"][name] == record["attributes"][name] for name in record["named"])
                     for near, record in zip(found, records)])
     assert printed == f"320 held-out captions: text_to_image {same:.3f}\n"
-    assert same > 0.04 and fits > 0.12  # of an untrained one 0.01 and 0.04
+    assert same > 0.04 and fits > 0.12  # of an untrained one 0.003 and 0.02
 
 
 def test_embeddings_do_not_depend_on_the_batch_size(model, shapes):
@@ -224,6 +261,16 @@ def test_train_and_embed_captioned_images(tmp_path, monkeypatch, run):
         np.testing.assert_allclose(batch[name], expected, atol=1e-2)
     assert batch["caption"] == captions
     assert source.captions.records([3]) == [{"caption": captions[3], "key": "000000003"}]
+    np.testing.assert_allclose(np.linalg.norm(batch["image_embed"], axis=1), 1, atol=1e-2)
+
+    words = flags(data="images", run_dir="runs/clip", out="raw")
+    status, _, error = run("embed", *words, "--raw")
+    assert status == 0, error
+    (image, text), _ = clip.embed(model, [(small, records)], raw=True)
+    batch, _ = data.Embeddings(tmp_path / "raw").fetch(np.arange(80))
+    for name, expected in (("image_embed", image), ("text_embed", text)):
+        np.testing.assert_allclose(batch[name], expected, rtol=1e-2, atol=1e-2)
+        assert np.abs(np.linalg.norm(batch[name], axis=1) - 1).max() > 0.1
 
 
 def test_damaged_images_are_left_out_by_name_and_tars_get_embeddings_for_the_decoder(tmp_path, monkeypatch, run, model):
@@ -357,13 +404,11 @@ class StandIn(nn.Module):
             self.text = text = nn.Module()
         text.ln_final, text.cls_emb = self.norm, self.table if name == "coca" else None
 
-    def encode_text(self, tokens, normalize):
-        x = self.norm(self.table[tokens])[torch.arange(len(tokens)), tokens.argmax(1)]
-        return nn.functional.normalize(x, dim=-1) if normalize else x
+    def encode_text(self, tokens):
+        return self.norm(self.table[tokens])[torch.arange(len(tokens)), tokens.argmax(1)]
 
-    def encode_image(self, images, normalize):
-        x = images.flatten(1) @ self.pixels
-        return nn.functional.normalize(x, dim=-1) if normalize else x
+    def encode_image(self, images):
+        return images.flatten(1) @ self.pixels
 
 
 class SimpleTokenizer:
@@ -377,7 +422,7 @@ class SimpleTokenizer:
 @pytest.fixture
 def open_clip(monkeypatch):
     """A package open_clip with a plain CLIP, one with a text tower, and two of which the text encoder is another."""
-    def create_model(name, pretrained="", require_pretrained=False):
+    def create_model(name, pretrained="", require_pretrained=False, force_quick_gelu=False):
         if name not in ("plain", "tower", "coca", "foreign"):
             raise RuntimeError(f"Model config for {name} not found.")
         model = StandIn(name)
@@ -389,6 +434,7 @@ def open_clip(monkeypatch):
 
     package = types.ModuleType("open_clip")
     package.create_model, package.SimpleTokenizer = create_model, SimpleTokenizer
+    package.get_pretrained_cfg = lambda name, tag: {}
     package.get_tokenizer = lambda name: (lambda texts, **_: None) if name == "foreign" else SimpleTokenizer()
     monkeypatch.setitem(sys.modules, "open_clip", package)
     return package
@@ -406,9 +452,10 @@ def check(open_clip, name, path):
     images = torch.rand(2, 3, ours.image_size, ours.image_size, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         embedding, encodings, mask = ours.embed_text(tokens)
-        torch.testing.assert_close(embedding, theirs.encode_text(tokens, normalize=True))
+        torch.testing.assert_close(embedding, theirs.encode_text(tokens))
         mean, std = (torch.tensor(v).view(3, 1, 1) for v in (theirs.visual.image_mean, theirs.visual.image_std))
-        torch.testing.assert_close(ours.embed_image(images), theirs.encode_image((images - mean) / std, normalize=True))
+        expected = theirs.encode_image((images - mean) / std)
+        torch.testing.assert_close(ours.embed_image(images), expected)
     assert encodings.shape == (3, ours.context, ours.encoding_width) and embedding.shape[1] == ours.embed_width
     assert torch.equal(mask, tokens != 0) and not encodings[~mask].any()  # only padding is 0 in these texts
     return encodings, tokens
@@ -424,6 +471,111 @@ def test_open_clip_gives_what_it_gives_itself(open_clip, tmp_path, name):
 @pytest.mark.parametrize("name", ["ViT-B-32", "EVA02-B-16"])  # a CLIP and a CustomTextCLIP
 def test_the_real_open_clip_gives_what_it_gives_itself(tmp_path, name):
     assert check(pytest.importorskip("open_clip"), name, tmp_path / "weights.pt")[0].isfinite().all()
+
+
+@pytest.mark.parametrize("weights, quick", [
+    ("ViT-L-14/openai", True), ("ViT-B-16/dfn2b", True), ("ViT-bigG-14/laion2b_s39b_b160k", False),
+    ("ViT-L-14/weights.pt", False)])
+def test_weights_whose_config_says_so_are_asked_for_with_quick_gelu(weights, quick, monkeypatch):
+    asked = []
+
+    def offline(name, **settings):
+        asked.append((name, settings))
+        raise OSError("no download here")
+
+    package = pytest.importorskip("open_clip")
+    monkeypatch.setattr(package, "create_model", offline)
+    with pytest.raises(UserError, match="no download here"):
+        clip.load(f"open_clip:{weights}", "cpu")
+    [(name, settings)] = asked
+    assert [name, settings["pretrained"]] == weights.split("/")
+    assert settings["force_quick_gelu"] is quick and settings["require_pretrained"]
+
+
+def small_clip(activation):
+    """transformers' CLIPModel, small, of random weights, and its config for open_clip."""
+    transformers = pytest.importorskip("transformers")
+    depth = dict(num_hidden_layers=2, hidden_act=activation)
+    text = dict(hidden_size=32, intermediate_size=128, num_attention_heads=2, **depth)
+    vision = dict(hidden_size=48, intermediate_size=192, num_attention_heads=3, **depth,
+                  image_size=16, patch_size=8)
+    model = transformers.CLIPModel(transformers.CLIPConfig(
+        text_config=text, vision_config=vision, projection_dim=24)).eval()
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator) * 0.3
+    return model, {
+        "embed_dim": 24,
+        "text_cfg": dict(context_length=77, vocab_size=49408, width=32, heads=2, layers=2),
+        "vision_cfg": dict(image_size=16, patch_size=8, width=48, head_width=16, layers=2)}
+
+
+def open_clip_weights(model):
+    """The weights of transformers' CLIPModel by their names in open_clip."""
+    text, vision = model.text_model, model.vision_model
+    weights = {
+        "token_embedding.weight": text.embeddings.token_embedding.weight,
+        "positional_embedding": text.embeddings.position_embedding.weight,
+        "text_projection": model.text_projection.weight.T,
+        "visual.class_embedding": vision.embeddings.class_embedding,
+        "visual.conv1.weight": vision.embeddings.patch_embedding.weight,
+        "visual.positional_embedding": vision.embeddings.position_embedding.weight,
+        "visual.proj": model.visual_projection.weight.T,
+        "logit_scale": model.logit_scale}
+    modules = {"ln_final": text.final_layer_norm, "visual.ln_pre": vision.pre_layrnorm,
+               "visual.ln_post": vision.post_layernorm}
+    for place, tower in ("transformer", text), ("visual.transformer", vision):
+        for i, layer in enumerate(tower.encoder.layers):
+            block = f"{place}.resblocks.{i}"
+            attention = layer.self_attn
+            modules |= {f"{block}.ln_1": layer.layer_norm1,
+                        f"{block}.attn.out_proj": attention.out_proj,
+                        f"{block}.ln_2": layer.layer_norm2,
+                        f"{block}.mlp.c_fc": layer.mlp.fc1,
+                        f"{block}.mlp.c_proj": layer.mlp.fc2}
+            parts = attention.q_proj, attention.k_proj, attention.v_proj  # one matrix there
+            weights[f"{block}.attn.in_proj_weight"] = torch.cat([part.weight for part in parts])
+            weights[f"{block}.attn.in_proj_bias"] = torch.cat([part.bias for part in parts])
+    for name, module in modules.items():
+        weights |= {f"{name}.weight": module.weight, f"{name}.bias": module.bias}
+    return {name: value.detach().contiguous() for name, value in weights.items()}
+
+
+@pytest.mark.parametrize("tag, activation", [
+    ("openai", "quick_gelu"), ("laion400m_e32", "gelu"), ("", "quick_gelu"), ("", "gelu")])
+@torch.no_grad()
+def test_our_embeddings_of_texts_and_images_equal_transformers_of_the_same_weights(
+        tag, activation, tmp_path, monkeypatch):
+    package = pytest.importorskip("open_clip")
+    model, settings = small_clip(activation)
+    path = tmp_path / "weights.pt"
+    torch.save(open_clip_weights(model), path)
+    # A small model by the name and tags of a real one. A file has no tag: the config decides.
+    if not tag:
+        settings["quick_gelu"] = activation == "quick_gelu"
+    for registry in ("_MODEL_CONFIG_PATHS", "_MODEL_CONFIGS"):
+        monkeypatch.setattr(package.factory, registry, getattr(package.factory, registry).copy())
+    (tmp_path / "ViT-L-14.json").write_text(json.dumps(settings))
+    package.add_model_config(tmp_path / "ViT-L-14.json")
+    monkeypatch.setattr(package.factory, "download_pretrained", lambda *_, **__: str(path))
+    ours = clip.load(f"open_clip:ViT-L-14/{tag or path}", "cpu")
+    assert (ours.embed_width, ours.encoding_width) == (24, 32)
+    assert (ours.image_size, ours.context) == (16, 77)
+
+    texts = ["a small red star", "", "cat", "a very long caption " * 40]
+    tokens = ours.tokenize(texts)
+    embedding, encodings, mask = ours.embed_text(tokens)
+    theirs = model.text_model(tokens)
+    close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-5)
+    close(embedding, model.text_projection(theirs.pooler_output))
+    close(encodings[mask], theirs.last_hidden_state[mask])
+    assert mask.sum(1).tolist() == [6, 2, 3, 77] and not encodings[~mask].any()
+
+    pixels = torch.rand(3, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+    mean = torch.tensor(package.OPENAI_DATASET_MEAN).view(3, 1, 1)
+    std = torch.tensor(package.OPENAI_DATASET_STD).view(3, 1, 1)
+    theirs = model.vision_model((pixels - mean) / std)
+    close(ours.embed_image(pixels), model.visual_projection(theirs.pooler_output))
 
 
 def test_open_clip_mistakes_are_named_in_one_line(open_clip, monkeypatch):

@@ -10,7 +10,7 @@ from conftest import ROOT
 from helpers import start
 from torch.distributed.run import get_args_parser
 
-from common import clip, config
+from common import clip, config, pretrained
 from common.config import Count, Decay, Natural, NonNegative, Positive, Share, UserError
 
 
@@ -260,9 +260,9 @@ def test_torchrun_hands_on_every_flag_and_none_begins_one_of_its_own(script):
 
 
 def test_flags_that_messages_and_comments_name_exist():
+    modules = clip.Config, clip.EmbedConfig, pretrained.ImportConfig, pretrained.ExportConfig
     known = set().union(*map(flags_of, SCRIPTS), {"--config", "--preset", "--help", "--nproc_per_node"},
-                        *[{f"--{field.name}"} for cls in (clip.Config, clip.EmbedConfig)
-                          for field in dataclasses.fields(cls)])
+                        {f"--{field.name}" for cls in modules for field in dataclasses.fields(cls)})
     for path in [*ROOT.glob("*.py"), *ROOT.glob("common/*.py"), ROOT / "README.md"]:
         named = set(re.findall(r"(?<![\w-])--[a-z_]\w*", path.read_text())) - known - {*config.SYNONYMS, "--no_"}
         assert not named, (path.name, named)

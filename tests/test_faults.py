@@ -167,7 +167,8 @@ def test_ranks_end_with_a_save_when_torchrun_is_killed(emb, tmp_path):
     while [p for p in Path("/proc").glob("[0-9]*/cmdline") if _mentions(p, f"{tmp_path}/orphaned")]:
         assert time.monotonic() < until, "the ranks train on"
         time.sleep(0.05)
-    assert 0 <= newest(tmp_path / "orphaned")["step"] - metrics(tmp_path / "orphaned")[-1]["step"] < LONG["log_every"]
+    behind = newest(tmp_path / "orphaned")["step"] - metrics(tmp_path / "orphaned")[-1]["step"]
+    assert 0 <= behind <= LONG["log_every"]  # a line that is due at the last step comes with the next start
 
 
 def _mentions(path, word):

@@ -21,7 +21,7 @@ class Small(nn.Module):
     def __init__(self, width=32):
         super().__init__()
         self.conv = nn.Conv2d(3, width, 3, padding=1, stride=4)
-        self.transformer = layers.Transformer(width, 2, 4, ff_mult=2)
+        self.transformer = layers.Transformer(width, 2, 4)
         self.out = nn.Linear(width, 5)
         for name, parameter in self.named_parameters():
             if "out.weight" in name or "down.weight" in name:  # these start at zero, which would hide mistakes

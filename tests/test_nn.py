@@ -23,25 +23,17 @@ def tokens(count, seed=1):
     return torch.randn(2, count, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-KINDS = [{"rotary": True}, {"rotary": False}, {"context_width": 12}, {"context_width": 12, "rotary": False}]
-
-
-def context_of(model):
-    """Keys and values of a context, if the model attends to one."""
-    if model.blocks[0].cross is None:
-        return None
-    return model.contexts(torch.randn(2, 5, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(3)))
+KINDS = [{"rotary": True}, {"rotary": False}]
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_tokens_after_a_cached_prefix_come_out_as_in_one_run(kind):
     model, x = make(**kind), tokens(11)
-    context = context_of(model)
-    whole, cache = model(x, return_cache=True, context=context)
+    whole, cache = model(x, return_cache=True)
     assert not torch.allclose(whole, F.layer_norm(x, (WIDTH,)), atol=0.1)  # the blocks do something
     for split in (1, 6, 10):
-        prefix, cached = model(x[:, :split], return_cache=True, context=context)
-        rest, fresh = model(x[:, split:], cache=cached, return_cache=True, context=context)
+        prefix, cached = model(x[:, :split], return_cache=True)
+        rest, fresh = model(x[:, split:], cache=cached, return_cache=True)
         torch.testing.assert_close(torch.cat([prefix, rest], 1), whole, rtol=1e-6, atol=1e-6)
         for before, behind, both in zip(cached, fresh, cache):
             for part in range(2):
@@ -51,12 +43,12 @@ def test_tokens_after_a_cached_prefix_come_out_as_in_one_run(kind):
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_the_last_tokens_alone_are_those_of_the_whole_run(kind):
     model, x = make(**kind), tokens(9)
-    context, mask = context_of(model), torch.ones(9, 9, dtype=torch.bool).tril()
-    whole = model(x, context=context)
-    _, cached = model(x[:, :4], return_cache=True, context=context)
+    mask = torch.ones(9, 9, dtype=torch.bool).tril()
+    whole = model(x)
+    _, cached = model(x[:, :4], return_cache=True)
     for keep in (1, 3, 5, 9):
-        for out in (model(x, keep=keep, context=context), model(x, mask=mask, keep=keep, context=context),
-                    model(x[:, 4:], cache=cached, keep=min(keep, 5), context=context)):
+        for out in (model(x, keep=keep), model(x, mask=mask, keep=keep),
+                    model(x[:, 4:], cache=cached, keep=min(keep, 5))):
             torch.testing.assert_close(out, whole[:, -out.shape[1]:], rtol=1e-6, atol=1e-6)
 
 
@@ -73,7 +65,8 @@ def test_a_later_token_changes_nothing_before_it_if_causal_and_everything_if_not
 def slow_attention(layer, x, context, mask, table=None):
     """The same with loops over batch, heads and queries."""
     d, width = layer.head_width, layer.out.in_features
-    q, kv = F.linear(x, layer.query.weight), F.linear(context, layer.key_value.weight)
+    q = x @ layer.query.weight.T + layer.query.bias
+    kv = context @ layer.key_value.weight.T + layer.key_value.bias
     out = torch.zeros_like(q)
     for b in range(len(x)):
         for h in range(layer.heads):
@@ -85,7 +78,7 @@ def slow_attention(layer, x, context, mask, table=None):
                 scores = torch.stack([queries[i].dot(key) / math.sqrt(d) for key in keys])
                 weights = torch.exp(scores - scores.max()) * mask[i]
                 out[b, i, h * d:(h + 1) * d] = (weights / weights.sum()) @ values
-    return F.linear(out, layer.out.weight)
+    return out @ layer.out.weight.T + layer.out.bias
 
 
 def turned(x):
@@ -115,22 +108,21 @@ def test_attention_is_softmax_attention_written_slowly(mode):
         torch.testing.assert_close(ours, slow[:, 3:4], rtol=1e-5, atol=1e-6)
 
 
-def test_samples_with_positions_of_their_own_come_out_as_each_by_itself_also_token_by_token():
-    model, x, positions = make(), tokens(6), torch.tensor([[-2, -1, 0, 1, 0, 1], [0, 0.5, 1, 1.5, 2, 2.5]])
-    together, cache = model(x, positions=positions, return_cache=True)
-    torch.testing.assert_close(together, torch.cat([model(x[b:b + 1], positions=positions[b]) for b in range(2)]))
-    torch.testing.assert_close(model(x, positions=positions, keep=2), together[:, -2:])
-    memory = nn.Memory([tuple(part[:, :, :3] for part in pair) for pair in cache], torch.full((2,), 3), 6)
-    for i in range(3, 6):
-        torch.testing.assert_close(model.step(x[:, i], memory, positions=positions[:, i]), together[:, i])
+@pytest.mark.parametrize("rotary", [True, False])
+def test_the_order_of_tokens_counts_by_rotary_positions_alone(rotary):
+    model, x = make(causal=False, rotary=rotary), tokens(6)
+    order = torch.tensor([3, 0, 5, 1, 4, 2])
+    same = torch.allclose(model(x[:, order]), model(x)[:, order], rtol=1e-6, atol=1e-6)
+    assert same != rotary
 
 
 def test_several_suffixes_behind_one_prefix_in_one_pass_equal_passes_of_their_own():
-    model, prefix, draws = make(), tokens(5), [tokens(3, seed) for seed in (2, 3, 4)]
+    # Without rotary positions, by which a second suffix would lie behind the first.
+    model, prefix, draws = make(rotary=False), tokens(5), [tokens(3, seed) for seed in (2, 3, 4)]
     _, cache = model(prefix, return_cache=True)
     own = torch.ones(3, 3, dtype=torch.bool).tril()
     mask = torch.cat([torch.ones(9, 5, dtype=torch.bool), torch.block_diag(own, own, own)], 1)
-    together = model(torch.cat(draws, 1), mask=mask, positions=torch.arange(5, 8).repeat(3), cache=cache)
+    together = model(torch.cat(draws, 1), mask=mask, cache=cache)
     apart = torch.cat([model(torch.cat([prefix, draw], 1))[:, 5:] for draw in draws], 1)
     torch.testing.assert_close(together, apart, rtol=1e-6, atol=1e-6)
 
@@ -139,10 +131,8 @@ def test_a_new_block_is_the_identity_and_lets_gradients_reach_every_parameter_on
     torch.manual_seed(0)
     fresh = nn.Transformer(WIDTH, 3, HEADS).double()
     torch.testing.assert_close(fresh(tokens(4)), F.layer_norm(tokens(4), (WIDTH,)))
-    fresh = nn.Transformer(WIDTH, 2, HEADS, context_width=12).double()
-    torch.testing.assert_close(fresh(tokens(4), context=context_of(fresh)), F.layer_norm(tokens(4), (WIDTH,)))
-    model = make(context_width=12)
-    model(tokens(4), context=context_of(model)).square().sum().backward()
+    model = make()
+    model(tokens(4)).square().sum().backward()
     assert [name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0] == []
 
 
@@ -153,85 +143,126 @@ def test_dropout_acts_in_training_only():
     assert not torch.equal(model(tokens(4)), model(tokens(4)))
 
 
-def test_the_feed_forward_is_swiglu_with_dropout_on_its_hidden_layer():
+def test_the_feed_forward_is_four_times_as_wide_inside_with_exact_gelu_and_dropout_there():
     torch.manual_seed(0)
-    layer, x = nn.FeedForward(WIDTH, 1.5, dropout=0.5).double(), tokens(5)
-    (gate, up), down = layer.gate_up.weight.chunk(2), layer.down.weight
-    assert down.shape == (WIDTH, 48)
-    hidden = (x @ gate.T) / (1 + torch.exp(-(x @ gate.T))) * (x @ up.T)
-    torch.testing.assert_close(layer.eval()(x), hidden @ down.T)
+    layer, x = nn.FeedForward(WIDTH, dropout=0.5).double(), 3 * tokens(5)
+    up, down = layer.up, layer.down
+    assert up.weight.shape == (4 * WIDTH, WIDTH) and down.weight.shape == (WIDTH, 4 * WIDTH)
+    hidden = x @ up.weight.T + up.bias
+    hidden = hidden * (1 + torch.erf(hidden / math.sqrt(2))) / 2  # exact, not the tanh near it
+    expected = hidden @ down.weight.T + down.bias
+    torch.testing.assert_close(layer.eval()(x), expected, rtol=1e-9, atol=1e-9)
     torch.manual_seed(1)
     dropped = layer.train()(x)
     torch.manual_seed(1)
-    torch.testing.assert_close(dropped, F.dropout(hidden, 0.5) @ down.T)
+    torch.testing.assert_close(dropped, F.dropout(hidden, 0.5) @ down.weight.T + down.bias)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_recomputing_the_blocks_gives_the_same_gradients_from_less_memory(dropout):
     gradients, kept = [], []
     for options in ({}, {"checkpointing": True}):
-        model = make(depth=2, dropout=dropout, context_width=12, **options).train()
+        model = make(depth=2, dropout=dropout, **options).train()
         sizes = []
         torch.manual_seed(5)
         with torch.autograd.graph.saved_tensors_hooks(lambda t, sizes=sizes: sizes.append(t.numel()) or t, lambda t: t):
-            out = model(tokens(6), context=context_of(model), keep=2)
+            out = model(tokens(6), keep=2)
         out.square().sum().backward()
         gradients.append([p.grad for p in model.parameters()])
         kept.append(sum(sizes))
         if options:
             with torch.no_grad():  # in evaluation there is nothing to recompute
-                torch.testing.assert_close(model.eval()(tokens(6), context=context_of(model)),
-                                           make(depth=2, context_width=12)(tokens(6), context=context_of(model)))
+                torch.testing.assert_close(model.eval()(tokens(6)),
+                                           make(depth=2)(tokens(6)))
     for ours, theirs in zip(*gradients):
         assert torch.equal(ours, theirs)
     assert kept[1] < kept[0] / 3
 
 
-def test_a_sinusoid_holds_sines_and_cosines_of_falling_frequencies():
+def test_a_sinusoid_holds_cosines_then_sines_of_falling_frequencies():
     t, width = torch.tensor([0.0, 1.0, 7.5, 999.0]), 8
-    expected = torch.tensor([[function(x / 10000 ** (2 * i / width)) for function in (math.sin, math.cos)
-                              for i in range(width // 2)] for x in t.tolist()])
+    frequencies = [10000 ** (-2 * i / width) for i in range(width // 2)]
+    expected = torch.tensor([[*[math.cos(x * frequency) for frequency in frequencies],
+                              *[math.sin(x * frequency) for frequency in frequencies]]
+                             for x in t.tolist()])
     torch.testing.assert_close(nn.sinusoid(t, width), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_an_embedding_of_timesteps_depends_on_the_share_of_the_process():
     torch.manual_seed(0)
-    coarse, fine = nn.TimeEmbedding(WIDTH, 10), nn.TimeEmbedding(WIDTH, 1000)
+    coarse, fine = nn.TimeEmbedding(WIDTH, 48, 10), nn.TimeEmbedding(WIDTH, 48, 1000)
     fine.load_state_dict(coarse.state_dict())
     torch.testing.assert_close(coarse(torch.tensor([0, 3, 9])), fine(torch.tensor([0, 300, 900])))
-    slow = coarse.layers(nn.sinusoid(torch.tensor([300.0]), 256))
-    torch.testing.assert_close(coarse(torch.tensor([3])), slow)
+    first, _, second = coarse.layers
+    angles = 300 * 10000.0 ** (-torch.arange(WIDTH // 2) / (WIDTH // 2))
+    hidden = first(torch.cat([angles.cos(), angles.sin()]))
+    slow = second(hidden * torch.sigmoid(hidden))
+    torch.testing.assert_close(coarse(torch.tensor([3]))[0], slow, rtol=1e-4, atol=1e-5)
     out = coarse(torch.arange(10))
-    assert out.shape == (10, WIDTH) and torch.cdist(out, out).add(torch.eye(10)).min() > 1e-3  # all different
+    assert out.shape == (10, 48)
+    assert torch.cdist(out, out).add(torch.eye(10)).min() > 1e-3  # all different
 
 
-# Contexts, and generation token by token
+# No text
 
-@pytest.mark.parametrize("kind", KINDS[2:], ids=str)
-def test_a_block_attends_to_itself_then_to_its_context_then_feeds_forward(kind):
-    model = make(depth=1, **kind)
-    block, x, context = model.blocks[0], tokens(6), torch.randn(2, 5, 12, dtype=torch.float64)
-    table = nn.rotary_table(torch.arange(6), model.head_width) if model.rotary else None
-    h = block.attention_norm(x)
-    slow = x + slow_attention(block.attention, h, h, torch.ones(6, 6).tril(), table)
-    slow = slow + slow_attention(block.cross, block.cross_norm(slow), context, torch.ones(6, 5))
-    slow = model.norm(slow + block.ff(block.ff_norm(slow)))
-    torch.testing.assert_close(model(x, context=model.contexts(context)), slow, rtol=1e-5, atol=1e-5)
-    other = model(x, context=model.contexts(context.flip(0)))
-    assert (other - slow).abs().amax((1, 2)).min() > 1e-2
+def text_condition(size, seed):
+    """Of `size` texts: embeddings 6 wide, encodings 3 wide of 4 tokens, which of these are real."""
+    generator = torch.Generator().manual_seed(seed)
+    return {"text_embed": torch.randn(size, 6, generator=generator),
+            "text_enc": torch.randn(size, 4, 3, generator=generator),
+            "text_mask": torch.rand(size, 4, generator=generator) < 0.5}
 
+
+def test_no_text_stands_where_a_sample_is_dropped_and_changes_nothing_else():
+    null, empty, given = nn.NullText(6, 3, 4), text_condition(1, seed=1), text_condition(5, seed=2)
+    null.fill(empty)
+    given["image_embed"] = torch.randn(5, 6)
+    before = {name: value.clone() for name, value in given.items()}
+    drop = torch.tensor([True, False, False, True, False])
+    replaced = null(given, drop)
+    assert replaced.keys() == given.keys() and replaced["image_embed"] is given["image_embed"]
+    for name, value in empty.items():
+        for row in range(5):
+            expected = value[0] if drop[row] else before[name][row]
+            assert torch.equal(replaced[name][row], expected), (name, row)
+    assert all(torch.equal(value, before[name]) for name, value in given.items())  # which stays
+    given["text_enc"] = given["text_enc"].bfloat16()
+    assert all(value.dtype == given[name].dtype for name, value in null(given, drop).items())
+
+
+def test_no_text_is_saved_with_the_model_and_is_zero_until_it_is_filled():
+    null, empty = nn.NullText(6, 3, 4), text_condition(1, seed=1)
+    replaced = null(text_condition(2, seed=2), torch.tensor([True, True]))
+    assert not replaced["text_embed"].any() and not replaced["text_enc"].any()
+    assert replaced["text_mask"].all()  # without any key, attention would have nothing to average
+    null.fill(empty)
+    again = nn.NullText(6, 3, 4)
+    again.load_state_dict(null.state_dict())
+    assert null.state_dict().keys() == empty.keys() and not [*null.parameters()]
+    assert all(torch.equal(again.get_buffer(name), value) for name, value in empty.items())
+
+
+def test_no_text_of_a_model_without_encodings_is_an_embedding_alone():
+    null, given = nn.NullText(6), text_condition(2, seed=2)
+    null.fill(text_condition(1, seed=1))
+    replaced = null(given, torch.tensor([False, True]))
+    assert null.state_dict().keys() == {"text_embed"}
+    assert torch.equal(replaced["text_embed"][1], null.text_embed[0])
+    assert replaced["text_enc"] is given["text_enc"] and replaced["text_mask"] is given["text_mask"]
+
+
+# Generation token by token
 
 @pytest.mark.parametrize("lengths", [(4, 4), (4, 2), (1, 4)], ids=str)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_token_by_token_gives_what_one_run_does_for_samples_of_any_lengths(kind, lengths):
     model, x = make(**kind), tokens(9)
-    context = context_of(model)
-    whole = model(x, context=context)
-    _, cache = model(x[:, :4], return_cache=True, context=context)  # behind its length, a sample's is of no account
+    whole = model(x)
+    _, cache = model(x[:, :4], return_cache=True)  # behind its length, a sample's is of no account
     memory = nn.Memory(cache, torch.tensor(lengths), 9)
     for i in range(5):
         here = torch.tensor(lengths) + i
-        out = model.step(x[[0, 1], here], memory, context=context)
+        out = model.step(x[[0, 1], here], memory)
         torch.testing.assert_close(out, whole[[0, 1], here], rtol=1e-6, atol=1e-6)
     assert memory.length.tolist() == [n + 5 for n in lengths] and memory.top == max(lengths) + 5
     assert {part.shape[2] for pair in memory.layers for part in pair} == {9}  # no room was added on the way

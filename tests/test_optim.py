@@ -53,7 +53,7 @@ def test_what_a_layer_of_another_kind_names_as_matrices_is_taken_for_such():
 
 
 def test_in_a_transformer_the_weights_of_linear_layers_decay_and_nothing_else():
-    model = common.nn.Transformer(16, 2, 4, context_width=6)
+    model = common.nn.Transformer(16, 2, 4)
     linear = [m.weight for m in model.modules() if isinstance(m, nn.Linear)]
     matrices, decayed, rest = optim.groups(model)
     assert {id(p) for p in matrices} == {id(p) for p in linear} and not decayed

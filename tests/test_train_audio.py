@@ -23,7 +23,7 @@ from train_audio import Config, Drawing, Stream, lay_out, targets
 CPU, STAGES, KILLS = torch.device("cpu"), list(train_audio.STAGES), int(os.environ.get("KILLS", 1))
 WORDS, COARSE, FINE = Stream("semantic", 1, 7), Stream("coarse", 2, 5), Stream("fine", 3, 5)
 TEXTS = torch.tensor([[5, 3, 0, 0], [2, 2, 7, 1], [9, 0, 0, 0]])
-VARIANTS = [*itertools.product(["rotary", "relative"], ["none", "prefix", "cross"])]
+VARIANTS = [*itertools.product(["rotary", "relative"], ["none", "prefix"])]
 Tokens = type("Tokens", (list,), {"frames": lambda tokens, row: len(tokens[row])})  # of recordings, as in a TokenCache
 run = functools.partial(helpers.run, "train_audio")
 
@@ -429,7 +429,7 @@ def test_gradient_penalties_do_not_drive_the_scale_of_fp16_down(whole, tmp_path)
 
 def test_built_in_syllables_are_trained_on_and_judged_alike_on_any_number_of_ranks(tmp_path, monkeypatch):
     monkeypatch.setattr(train_audio, "BUILTIN_ROWS", 40)
-    settings = dict(run_dir=tmp_path, seconds=0.3, text="cross", position="relative", samples_from="both",
+    settings = dict(run_dir=tmp_path, seconds=0.3, text="prefix", position="relative", samples_from="both",
                     precision="bf16", validation=0.2, test=0.2)
     assert "wrote out.wav" in follow(run(*flags(**{**TINY, **settings})), "--device", "cpu", "--seconds", 0.2)
     for name in ("step_00000004_0", "step_00000004_online_0", "test_1", "test_online_1"):
@@ -711,7 +711,7 @@ def mistake(*words, status):
       for stages, name in {stages: name for name, stages in train_audio.ONLY.items()}.items()
       for stage in STAGES if stage not in stages),
     ("--preset audiolm-fine --stage coarse", "--stage coarse: this preset is for --stage fine alone"),
-    ("--stage semantic --text none --text_drop 0.2", "--text_drop: it needs --text prefix or cross"),
+    ("--stage semantic --text none --text_drop 0.2", "--text_drop: it needs --text prefix"),
     ("--stage semantic --text_drop 0 --guidance_scale 2", "--guidance_scale: it needs --text and --text_drop"),
     ("--stage soundstream --discriminator_after 1600 --stft_window 256", "--stft_window: it needs --discriminator_af"),
     ("--stage soundstream --crop_samples 895", "too short for a discriminator"),

@@ -25,7 +25,8 @@ run = partial(helpers.run, "train_prior")
 def make(**settings):
     torch.manual_seed(0)
     small = dict(width=32, depth=3, heads=4, text_encodings="shards", max_text_len=6)
-    prior = train_prior.Prior(train_prior.Config(**{**small, **settings}), 16, 12)
+    cfg = train_prior.Config(**{**small, **settings})
+    prior = train_prior.Prior(cfg, 16, 0 if cfg.text_encodings == "none" else 12)
     for parameter in [p for p in prior.parameters() if not p.any()]:  # a start at zero would hide mistakes
         torch.nn.init.normal_(parameter, std=0.1)
     return prior
@@ -45,7 +46,7 @@ def test_shared_text_equals_separate_passes_and_the_cached_sampling_pass(setting
     prior, (x_t, t, condition, drop) = make(**settings), inputs()
     cache, outputs = prior.text_cache(condition, drop), [prior(x_t, t, condition, drop)]
     outputs.append(torch.cat([prior(x_t[:, [k]], t[:, [k]], condition, drop) for k in range(3)], 1))
-    outputs.append(torch.stack([prior.denoise(x_t[:, k], t[:, k], cache) for k in range(3)], 1))
+    outputs.append(torch.cat([prior.denoise(x_t[:, [k]], t[:, [k]], *cache) for k in range(3)], 1))
     together, *others = [[out, *torch.autograd.grad(out.square().mean(), [*prior.parameters()])] for out in outputs]
     torch.testing.assert_close([together] * 2, others, rtol=1e-3, atol=1e-5)
 
@@ -59,8 +60,9 @@ def test_the_null_branch_drops_the_text_and_nothing_else():
     assert not torch.allclose(prior(x_t, t, condition, drop), prior(x_t + 1, t, condition, drop))
 
 
-def test_learned_padding_stands_where_there_is_no_text_and_longer_texts_are_cut():
+def test_padding_is_no_key_and_longer_texts_are_cut():
     prior, (x_t, t, condition, drop) = make(), inputs()
+    condition["text_mask"][0, 0] = False  # so that the first token sees itself alone
     changed = {**condition, "text_enc": torch.where(condition["text_mask"][..., None], condition["text_enc"], 99.0)}
     assert torch.equal(prior(x_t, t, condition, drop), prior(x_t, t, changed, drop))
     encodings = condition["text_enc"]
@@ -73,7 +75,7 @@ def test_learned_padding_stands_where_there_is_no_text_and_longer_texts_are_cut(
 
 @pytest.mark.parametrize("settings", [
     dict(noise_draws=1), dict(text_encodings="none", objective="epsilon", dream=True, loss_weight="min_snr")])
-def test_every_parameter_gets_a_gradient_bf16_stays_close_and_embeddings_get_length_root_d_inside(settings):
+def test_every_parameter_gets_a_gradient_and_bf16_stays_close(settings):
     prior, batch, losses = make(**settings), batch_of(64), []
     before = {name: value.clone() for name, value in batch.items()}
     for precision in ("fp32", "bf16"):
@@ -86,15 +88,28 @@ def test_every_parameter_gets_a_gradient_bf16_stays_close_and_embeddings_get_len
         assert all(p.grad is not None for p in prior.parameters())
     assert losses[1].dtype == torch.float32 and losses[1].item() == pytest.approx(losses[0].item(), rel=0.02)
     assert losses[0] != losses[1] and all(torch.equal(before[name], value) for name, value in batch.items())
-    condition["image_embed"] = prior.normalize(batch["image_embed"])
-    for name in ("text_embed", "image_embed"):
-        torch.testing.assert_close(condition[name], batch[name] / batch[name].norm(dim=-1, keepdim=True) * 4)
 
 
-@pytest.mark.parametrize("objective, clamp", [
-    ("x0", ("sampling",)), ("v", ("final",)), ("epsilon", ()), ("flow", ("sampling", "final"))])
-def test_sampling_with_guidance_equals_a_slow_uncached_loop(objective, clamp):
-    prior, (_, _, condition, _) = make(objective=objective, clamp=clamp), inputs()
+def test_embeddings_get_length_root_d_inside_or_raw_ones_their_mean_and_deviation():
+    embed, (x_t, t, condition, drop) = torch.randn(5, 16) * 3 + 1, inputs()
+    longer = {**condition, "text_embed": condition["text_embed"] * 5}
+    prior = make()
+    x0 = prior.standardize(embed)
+    torch.testing.assert_close(x0, embed / embed.norm(dim=-1, keepdim=True) * 4)
+    torch.testing.assert_close(prior.destandardize(x0 * 2), embed / embed.norm(dim=-1, keepdim=True))
+    torch.testing.assert_close(prior(x_t, t, condition, drop), prior(x_t, t, longer, drop), rtol=1e-4, atol=1e-5)
+    prior = make(raw_embeddings=True)
+    prior.clip_mean.copy_(torch.randn(16))
+    prior.clip_std.copy_(torch.rand(16) + 0.5)
+    x0 = prior.standardize(embed)
+    torch.testing.assert_close(x0 * prior.clip_std + prior.clip_mean, embed)
+    torch.testing.assert_close(prior.destandardize(x0), embed)
+    assert not torch.allclose(prior(x_t, t, condition, drop), prior(x_t, t, longer, drop), atol=1e-2)
+
+
+@pytest.mark.parametrize("objective", ["x0", "v", "epsilon", "flow"])
+def test_sampling_with_guidance_equals_a_slow_uncached_loop(objective):
+    prior, (_, _, condition, _) = make(objective=objective), inputs()
     out = train_prior.sample_embeddings(prior, condition, 4, 2.5, 0.0, lambda x: torch.full_like(x, 0.5))
     x = torch.full((4, 16), 0.5)
     for t, after in zip([999, 666, 333, 0], [666, 333, 0, None]):
@@ -102,15 +117,15 @@ def test_sampling_with_guidance_equals_a_slow_uncached_loop(objective, clamp):
                       for drop in (True, False))
         a, s, answer = prior.alpha[t], prior.sigma[t], null + 2.5 * (text - null)
         x0 = {"x0": answer, "v": a * x - s * answer, "epsilon": (x - s * answer) / a, "flow": x - s * answer}[objective]
-        if "sampling" in clamp or objective == "epsilon":
-            x0 = x0 / x0.norm(dim=-1, keepdim=True) * 4
+        assert t < 999 or objective != "epsilon" or x0.abs().max() > 4  # the bound, √16, is reached
+        x0 = x0.clamp(-4, 4)
         if after is not None:
             x = prior.alpha[after] * x0 + prior.sigma[after] * (x - a * x0) / s
-    torch.testing.assert_close(out, F.normalize(x0, dim=-1) if "final" in clamp else x0 / 4, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(out, F.normalize(x0, dim=-1), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("settings", [
-    dict(clamp=("training",), loss="l1"), dict(objective="v", loss_weight="p2", loss_gamma=0.5),
+    dict(loss="l1"), dict(objective="v", loss_weight="p2", loss_gamma=0.5),
     dict(objective="flow", loss_weight="cosmap", timestep_density="logit_normal", density_mean=1.0, density_std=0.5),
     dict(objective="epsilon", dream=True, loss_weight="min_snr", loss_gamma=4.0)])
 @pytest.mark.parametrize("plain", [False, True])
@@ -134,7 +149,7 @@ def test_loss_equals_a_slow_one_and_a_plain_loss_has_neither_weights_nor_dream(p
         target, weight = {"x0": (x0, 1), "v": (a * e - s * x0, ratio * (1 + ratio) ** -0.5 / (ratio + 1)),
                           "flow": (e - x0, 2 / torch.pi / (1 - 2 * s + 2 * s ** 2)),
                           "epsilon": (e, ratio.clamp(max=4) / ratio)}[cfg.objective]
-        error = (4 * F.normalize(answer, dim=0) - target).abs() if cfg.loss == "l1" else (answer - target) ** 2
+        error = (answer - target).abs() if cfg.loss == "l1" else (answer - target) ** 2
         losses.append((1 if plain else weight) * error.mean().item())
     assert loss.item() == pytest.approx(np.mean(losses), rel=1e-4)
 
@@ -211,10 +226,10 @@ def test_a_run_writes_a_complete_folder_and_says_so_when_started_again(emb, fini
                         ("test_similarity_with_text@4", [24]), ("test_loss", [24])):
         assert [line["step"] for line in lines if name in line] == steps
     first, last = (line for line in lines if "val_loss" in line)
-    assert lines[0]["loss"] < 1.1 and first["val_loss"] > last["val_loss"] != last["val_loss_online"]
+    assert lines[0]["loss"] < 1.3 and first["val_loss"] > last["val_loss"] != last["val_loss_online"]
     state, whole = (checkpoint.load(finished / name) for name in ("model.pt", "checkpoints/step_00000024.pt"))
     assert all(torch.equal(state["model"][name], value) for name, value in whole["ema"].items())
-    assert state["model"].keys() == {name for name, _ in evaluator_of(emb)[1].named_parameters()}
+    assert state["model"].keys() == evaluator_of(emb)[1].state_dict().keys()
     words = flags(data=emb, run_dir=shutil.copytree(finished, tmp_path / "run"), **SMALL)
     out = run(*words, "--save", f"local save_latest_to={tmp_path}/{{step}}.pt")  # sent by a run that is finished, too
     assert "is finished, at step 24" in out and "test_loss" in out and (tmp_path / "24.pt").is_file()
@@ -285,7 +300,8 @@ def test_an_fp16_overflow_on_one_rank_of_two_is_a_step_that_did_not_happen(emb, 
     ends = [[sum(line.pop("overflows", 0) for line in lines), [line.pop("scale", 0) for line in lines][-3]]
             for lines in (usual, disturbed)]
     assert ends[1] == [ends[0][0] + 1, ends[0][1] / 2]
-    assert disturbed == [pytest.approx(line, rel=1e-3) for line in usual]
+    # some cosines are near zero
+    assert disturbed == [pytest.approx(line, rel=1e-3, abs=1e-4) for line in usual]
 
 
 def test_checkpoints_load_from_files_and_urls_and_say_what_is_other_than_it_was(emb, finished, server, tmp_path):
@@ -307,7 +323,9 @@ def test_validation_data_split_seed_clock_copies_and_lengths_of_average_and_cosi
     assert "split_seed is 1 there and 2 here" in run(*words, "--split_seed", 2, "--steps", 28, expect=1)
     validations = [line for line in metrics(folder) if "val_loss" in line]
     assert [line["step"] for line in validations] == [4, 8, 12, 16, 20, 24]  # the clock runs from the start
-    assert [path.name for path in tmp_path.glob("*.pt")] == ["4.pt"]  # the best
+    losses = [line["val_loss"] for line in validations]
+    best = {f"{4 * i + 4}.pt" for i, loss in enumerate(losses) if loss < min(losses[:i], default=np.inf)}
+    assert {path.name for path in tmp_path.glob("*.pt")} == best != {f"{step}.pt" for step in range(4, 25, 4)}
     assert all(line["val_loss"] == line["val_loss_online"] for line in validations)
     *lines, last = metrics(folder)
     assert [line["lr"] == 0 for line in lines if "loss" in line] == [False, False, True, True, True, True]
@@ -334,9 +352,9 @@ def test_mistakes_end_in_one_line_and_a_status(emb, finished, tmp_path):
     data.write_shards(narrow, np.ones((9, 8)), np.ones((9, 8)), [{}] * 9)
     for words, status, message in [
         (["--widht", "3"], 2, "no such setting; did you mean --width?"), (["--dream"], 2, "needs --objective epsilon"),
-        (["--heads", "5"], 2, "width 192 over heads 5 must be"), (["--width", "9"], 2, "width 9 over heads 3 must be"),
+        (["--heads", "5"], 2, "--width 192: expected an even multiple of --heads 5"),
+        (["--width", "9"], 2, "--width 9: expected an even multiple of --heads 3"),
         (["--eval_timesteps", "1,2000"], 2, "2000 sampling steps"), (["--lora_rank", "4"], 2, "--init_from"),
-        (["--clamp", "training", "--objective", "v"], 2, "needs --objective x0"), (["--clamp", "a"], 2, "not training"),
         (["--guidance_scale", "2", "--text_drop", "0"], 2, "is trained with --text_drop 0"),
         (["sample", "--text", "x", "--texts", "y"], 2, "--text, --texts: give one"),
         (["sample", "--out", "x.pt"], 2, "--out: x.pt: expected a name that ends in .npy"),
@@ -350,8 +368,8 @@ def test_mistakes_end_in_one_line_and_a_status(emb, finished, tmp_path):
     ]:
         out = run(*words, expect=status)
         assert message in out and "Traceback" not in out and len(out.strip().splitlines()) == 1, out
-    out = run(*train, "--chunk_size", "128", ranks=2, expect=1)
-    assert out.count("too few for 2 ranks; leave it out, or give at most 64") == 1  # said once
+    out = run(*train, "--chunk_size", "256", ranks=2, expect=1)
+    assert out.count("too few for 2 ranks; leave it out, or give at most 128") == 1  # said once
 
 
 @pytest.fixture(scope="session")
@@ -380,7 +398,8 @@ def test_samples_do_not_depend_on_the_batch_and_are_the_best_of_several(encoding
     assert f"{caption!r}: similarity" in follow(out, "--steps", 2, "--device", "cpu")  # a caption of the data
     out, several = sampled(tmp_path / "run", num_samples=6, best_of=1)
     model = clip.load(world / "clip", CPU)
-    cosines = several @ model.embed_text(model.tokenize(["a small red star"]))[0][0].numpy()
+    text = F.normalize(model.embed_text(model.tokenize(["a small red star"]))[0][0], dim=0)
+    cosines = several @ text.numpy()
     assert f"similarity with the text {', '.join(f'{cosine:.3f}' for cosine in cosines)}" in out
     (tmp_path / "texts").write_text("a small red star\n\nsomething blue\n")
     best = sampled(tmp_path / "run", text="", texts=tmp_path / "texts", num_samples=2, best_of=3, max_batch=4)[1]
@@ -397,10 +416,12 @@ def test_samples_without_a_text_are_those_of_a_dropped_text(world):
     prior, _ = train_prior.load_prior(world / "run/model.pt", CPU)
     out, drawn = sampled(world / "run", text="", num_samples=3)
     assert "similarity" not in out and len(drawn) == 3
-    condition, drop = {"text_embed": torch.randn(3, 16)}, torch.ones(3, dtype=torch.bool)
-    nothing = prior.text_tokens({"text_embed": torch.zeros(3, 16)}, ~drop)
-    assert torch.equal(nothing, prior.text_tokens(condition, drop))
-    assert not torch.equal(nothing, prior.text_tokens(condition, ~drop))
+    encoder = clip.load(world / "clip", CPU)
+    empty = train_prior.conditioning({"caption": [""]}, prior.cfg, encoder)
+    assert torch.equal(prior.null_text.text_embed, empty["text_embed"]) and empty["text_embed"].any()
+    keys = [0]
+    expected, _ = train_prior.best_embeddings(prior, empty, keys, 3, 3, best_of=2)
+    np.testing.assert_allclose(drawn, expected[0].numpy(), atol=1e-5)
     text = sampled(world / "run", num_samples=3)[1]
     assert np.abs(text - drawn).max() > 1e-3
 
@@ -440,10 +461,9 @@ def test_a_run_on_captions_needs_no_text_embeddings_and_goes_on_with_its_clip_an
 
 
 def test_the_default_is_the_papers_method_and_the_preset_has_its_table_3():
-    cfg, table = train_prior.Config(), train_prior.Config(**train_prior.PRESETS["vit-l-14"])
+    cfg, table = train_prior.Config(), train_prior.Config(**train_prior.PRESETS["dalle2"])
     assert (cfg.objective, cfg.noise_schedule, cfg.timesteps, cfg.loss, cfg.eta) == ("x0", "cosine", 1000, "l2", 1)
     assert (table.batch_size, table.steps, table.lr, table.weight_decay) == (4096, 600_000, 1.1e-4, 0.06)
-    assert table.optimizer == "adamw"
-    with torch.device("meta"):
-        sizes = [sum(p.numel() for p in train_prior.Prior(c, 768, 768).parameters()) for c in (cfg, table)]
-    assert sizes == [2_005_824, 116_534_784] and train_prior.SampleConfig.best_of == 2
+    assert (table.optimizer, table.betas[1], table.eps) == ("adamw", 0.96, 1e-6)
+    assert (table.width, table.depth, table.heads) == (2048, 24, 32)
+    assert train_prior.SampleConfig.best_of == 2

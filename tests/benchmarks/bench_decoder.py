@@ -1,8 +1,9 @@
 """Time the decoder's parts, one JSON line a case: python tests/benchmarks/bench_decoder.py [--device cuda] [CASE ...]
 
-Cases: train, sample (base U-Net, 32x32), train_upsample, sample_upsample (second U-Net, 64x64), all by default. Widths,
-levels and blocks are those of DALLE2-pytorch's Unet(dim=64, cond_dim=128, dim_mults=(1, 2, 4)). Peak memory is that of
-the process, so give one case a call when it is to be compared.
+Cases: train, sample (base U-Net, 32x32), train_upsample, sample_upsample (second U-Net, 64x64), all
+by default; of a preset, those of its stage. Widths, levels and blocks are those of DALLE2-pytorch's
+Unet(dim=64, cond_dim=128, dim_mults=(1, 2, 4)). Peak memory is that of the process, so give one
+case a call when it is to be compared.
 """
 import os
 
@@ -17,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from bench_prior import flags, measure
 
 import train_decoder
-from common import amp, ema, media, optim
+from common import amp, data, ema, media, optim
 
 CASES = ("train", "sample", "train_upsample", "sample_upsample")
 MODEL = dict(width=64, mults=(1, 2, 4), blocks=2, cond_width=128, head_width=64, attention_levels=(2,),
@@ -34,13 +35,20 @@ def make(args, upsample, batch):
                     if k not in ("stage", "clip", "batch_size", "chunk_size")}
     cfg = train_decoder.Config(**{**settings, "precision": args.precision, "checkpointing": args.checkpointing})
     torch.manual_seed(0)
-    unet = train_decoder.UNet(cfg, args.embed).to(args.device)
+    has_text = cfg.text_encodings != "none"
+    unet = train_decoder.UNet(cfg, args.embed, args.embed if has_text else 0).to(args.device)
     if args.compile:
         unet.compile()
     size = cfg.image_size
-    fields = {"image": torch.randint(256, (batch, size, size, 3), dtype=torch.uint8).to(args.device),
-              "image_embed": torch.randn(batch, args.embed, device=args.device)}
-    return cfg, unet, fields, train_decoder.conditioning(fields, cfg, None)
+    fields = {"image": torch.randint(256, (batch, size, size, 3), dtype=torch.uint8)}
+    condition = {}  # as a CLIP would give it
+    if cfg.image_condition:
+        condition["image_embed"] = torch.randn(batch, args.embed)
+    if has_text:
+        condition["text_embed"] = torch.randn(batch, args.embed)
+        condition["text_enc"] = torch.randn(batch, cfg.max_text_len, args.embed)
+        condition["text_mask"] = torch.ones(batch, cfg.max_text_len, dtype=torch.bool)
+    return cfg, unet, data.to_device(fields, args.device), data.to_device(condition, args.device)
 
 
 def bench_train(args, upsample):
@@ -67,7 +75,7 @@ def bench_sample(args, upsample):
     """50 DDIM steps without guidance."""
     cfg, unet, batch, condition = make(args, upsample, args.sample_batch)
     unet.eval()
-    low_res = media.pixels(batch["image"])[:, :, ::2, ::2] if upsample else None
+    low_res = media.resize(media.pixels(batch["image"]), cfg.low_res_size) if upsample else None
 
     def draw():
         with amp.autocast(args.device, args.precision):
@@ -82,8 +90,12 @@ def main():
     parser.add_argument("--sample_batch", type=int, default=8)
     parser.add_argument("--checkpointing", action="store_true")
     args = parser.parse_args()
-    cases = args.cases or (CASES[:2] if args.preset else CASES)
-    if unknown := set(cases) - set(CASES[:2] if args.preset else CASES):
+    known = CASES
+    if args.preset:
+        is_upsampler = train_decoder.PRESETS[args.preset]["stage"] == "upsample"
+        known = CASES[2:] if is_upsampler else CASES[:2]
+    cases = args.cases or known
+    if unknown := set(cases) - set(known):
         parser.error(f"no such case{' of a preset' * bool(args.preset)}: {', '.join(unknown)}")
     torch.set_num_threads(args.threads)
     for case in cases:

@@ -119,16 +119,14 @@ def flags(usage, cases, presets, batch, repeats):
 
 
 def make(args, encodings):
-    """(prior, optimizers, average, batch, condition) at the benchmark's size, or a preset's."""
-    preset = dict(train_prior.PRESETS[args.preset]) if args.preset else dict(
-        width=512, depth=6, heads=8, ff_mult=4.0, max_text_len=77)
-    names = ("width", "depth", "heads", "ff_mult", "max_text_len")
-    sizes = {k: v for k, v in preset.items() if k in names}
-    width = preset["width"]
+    """(config, prior, optimizers, average, batch) at the benchmark's size, or a preset's."""
+    preset = train_prior.PRESETS[args.preset] if args.preset else dict(width=512, depth=6, heads=8)
+    sizes = {k: v for k, v in preset.items() if k in ("width", "depth", "heads", "max_text_len")}
     cfg = train_prior.Config(**sizes, noise_draws=args.draws, text_encodings="shards" if encodings else "none",
                              precision=args.precision, lr=3e-4, checkpointing=args.checkpointing)
     torch.manual_seed(0)
-    prior = train_prior.Prior(cfg, width, width).to(args.device)
+    width = args.embed
+    prior = train_prior.Prior(cfg, width, width if encodings else 0).to(args.device)
     if args.compile:
         prior.compile()
     optimizers = optim.make(prior, "adamw", cfg.lr, cfg.weight_decay)
@@ -214,6 +212,8 @@ def bench_order(args):
 
 def main():
     parser = flags(__doc__, CASES, train_prior.PRESETS, batch=64, repeats=12)
+    parser.add_argument("--embed", type=int, default=512,
+                        help="width of embeddings and text encodings")
     parser.add_argument("--draws", type=int, default=1, help="noise draws a sample")
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--folder", default="", help="where to write checkpoints")
