@@ -558,8 +558,8 @@ class TokenTransformer(nn.Module):
     """A causal transformer over streams of tokens, of which it predicts the last: semantic, coarse and fine alike.
 
     Each quantizer has embeddings of its own, and a head of its own over its K codes and EOS; EOS is a target of the
-    first alone. Text is not in AudioLM: it is a prefix, as in SPEAR-TTS (Kharitonov et al. 2023), and dropped at times
-    for guidance.
+    first alone. Text is not in AudioLM: it is a prefix, as in SPEAR-TTS (Kharitonov et al. 2023), and
+    dropped at times for guidance.
     """
 
     def __init__(self, cfg, streams, vocabulary=()):
@@ -619,7 +619,7 @@ class TokenTransformer(nn.Module):
         return seen if self.bias is None else self.relative(distance)[None].masked_fill(~seen, -torch.inf)
 
     def run(self, inputs, condition, cache=False):
-        """Outputs (B, N, W) at inputs (B, N) after a text prefix; `cache`: and keys and values, of all."""
+        """Outputs (B, N, W) at inputs (B, N) after a text prefix; with `cache`, keys and values, too."""
         x = self.embed(inputs)
         prefix = 0
         if condition is not None:

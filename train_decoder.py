@@ -10,13 +10,13 @@ The same command again resumes. Each stage is a run of its own, RUN/base and RUN
 such folders. `python train_decoder.py [train|evaluate|sample] --help` lists the settings.
 
 What differs from the papers:
-- The text enters as a frozen CLIP's encodings, as in Karlo. DALL-E 2 and GLIDE train a text transformer with the U-Net.
-- The base learns by rectified flow, SD3's density of timesteps and Muon, and the upsampler predicts x0. The presets
-  have the papers' epsilon, AdamW, and learned variance. The sizes are for minutes on two cores.
-- An upsampler's input is blurred or noised. For 256 -> 1024, DALL-E 2 takes the degradations of BSR in its place.
+- Text enters by a frozen CLIP, as in Karlo. GLIDE trains a text transformer with its U-Net.
+- The base learns by rectified flow, SD3's density of timesteps and Muon; the upsampler predicts x0.
+  The presets have the papers' epsilon, AdamW, and learned variance. Sizes are for two cores.
+- An upsampler's input is blurred or noised. For 256 -> 1024, DALL-E 2 degrades it by BSR.
 - A norm of a narrow layer has fewer than 32 groups, so that each has four channels or more.
-- Sampling takes evenly spaced steps, which DALL-E 2 has tuned. Estimates of x0 are clipped to [-1, 1].
-- Off by default, and not in the papers: --dream, --loss_weight, --threshold and --low_res_noise (Imagen), LoRA.
+- Sampling takes evenly spaced steps, which DALL-E 2 has tuned, and clips estimates of x0.
+- Off by default, not in the papers: --dream, --loss_weight, --threshold, --low_res_noise, LoRA.
 """
 import os
 
@@ -84,7 +84,7 @@ class Config(diffusion.Training):
     attention_levels: tuple[Natural, ...] = (1, 2)  # levels with attention, 0 the finest; and between down and up
     head_width: Count = 32  # width of a head of attention
     cond_width: Count = 64  # width of the conditioning tokens
-    scale_shift: bool = True  # the time and condition scale and shift a norm; off: are added, as in Karlo's upsampler
+    scale_shift: bool = True  # time scales and shifts a norm; off: it is added (Karlo's upsampler)
     dropout: Share = 0.0  # before the second convolution of a block
     image_condition: bool = True  # condition on the image embedding
     text_encodings: Literal["none", "clip"] = "none"  # condition on the tokens of the caption, by CLIP
@@ -139,12 +139,14 @@ STAGES = {
                      steps=800, eval_every=400, eval_steps=10),
 }
 # What DALL-E 2's Table 3 has in common for its decoder and upsamplers.
-DALLE2 = dict(objective="epsilon", timestep_density="uniform", optimizer="adamw", betas=(0.9, 0.999),
-              weight_decay=0.0, warmup_steps=10_000, cosine=False, precision="bf16", validation=0.005,
-              test=0.005, log_every=100, eval_every=10_000, save_every=2_000, eval_samples=2048, workers=8)
+DALLE2 = dict(objective="epsilon", timestep_density="uniform", optimizer="adamw",
+              betas=(0.9, 0.999), weight_decay=0.0, warmup_steps=10_000, cosine=False,
+              precision="bf16", validation=0.005, test=0.005, log_every=100, eval_every=10_000,
+              save_every=2_000, eval_samples=2048, workers=8)
 DALLE2_64 = dict(DALLE2, stage="base", clip="open_clip:ViT-L-14/openai", text_encodings="clip",
                  image_size=64, mults=(1, 2, 3, 4), blocks=3, head_width=64,
-                 attention_levels=(1, 2, 3), dropout=0.1, learned_variance=True, eta=1.0, crop_scale=0.75,
+                 attention_levels=(1, 2, 3), dropout=0.1, learned_variance=True, eta=1.0,
+                 crop_scale=0.75,
                  batch_size=2048, chunk_size=64, lr=1.2e-4, steps=800_000, eval_steps=250,
                  guidance_scale=2.0)
 DALLE2_256 = dict(DALLE2, stage="upsample", image_size=256, low_res_size=64, width=320,
@@ -154,23 +156,26 @@ DALLE2_256 = dict(DALLE2, stage="upsample", image_size=256, low_res_size=64, wid
 PRESETS = {
     "dalle2-64": dict(DALLE2_64, width=512, cond_width=2048),
     "dalle2-256": DALLE2_256,
-    "dalle2-1024": dict(DALLE2_256, image_size=1024, low_res_size=256, width=192, mults=(1, 1, 2, 2, 4, 4),
-                        blocks=2, dropout=0.0, noise_schedule="linear", random_crop=256, batch_size=512,
-                        lr=1e-4, eval_steps=15),
+    "dalle2-1024": dict(DALLE2_256, image_size=1024, low_res_size=256, width=192,
+                        mults=(1, 1, 2, 2, 4, 4), blocks=2, dropout=0.0, noise_schedule="linear",
+                        random_crop=256, batch_size=512, lr=1e-4, eval_steps=15),
     # The sizes of Karlo's published config. How it was trained is not public: the rest is DALL-E 2's.
-    "karlo-64": dict(DALLE2_64, raw_embeddings=True, width=320, cond_width=1536, eval_steps=25, guidance_scale=8.0),
+    "karlo-64": dict(DALLE2_64, raw_embeddings=True, width=320, cond_width=1536, eval_steps=25,
+                     guidance_scale=8.0),
     "karlo-256": dict(DALLE2_256, scale_shift=False, eta=1.0, eval_steps=7),
 }
 
 # What makes a model: --init_from takes it from the file. What is TAKEN comes from there as well,
 # unless it is given.
-TAKEN = ("lr", "optimizer", "timestep_density", "random_crop", "guidance_scale", "eta", "eval_steps")
+TAKEN = ("lr", "optimizer", "timestep_density", "random_crop", "guidance_scale", "eta",
+         "eval_steps")
 MODEL = ("stage", "image_size", "low_res_size", "width", "mults", "blocks", "attention_levels",
-         "head_width", "cond_width", "scale_shift", "image_condition", "text_encodings", "max_text_len",
-         "raw_embeddings", "objective", "noise_schedule", "timesteps", "learned_variance", "low_res_noise")
+         "head_width", "cond_width", "scale_shift", "image_condition", "text_encodings",
+         "max_text_len", "raw_embeddings", "objective", "noise_schedule", "timesteps",
+         "learned_variance", "low_res_noise")
 # What must not change when a run goes on; all else may.
 FIXED = (*config.FIXED, *MODEL, "random_crop", "crop_scale", "flip", "resize", "lora_rank")
-LAST_STEP = "last_step.pt"  # in a run folder: the model for the last step of sampling, if it is another
+LAST_STEP = "last_step.pt"  # in a run folder: the model of sampling's last step, if it is another
 IMAGE_TOKENS = 4  # "four extra tokens of context" (DALL-E 2 §2.1)
 VLB_WEIGHT = 1e-3  # of the variational bound in the loss, λ of Nichol & Dhariwal 2021, §3.1
 MOST_CHUNK = 64  # samples in one forward pass, at most, where --chunk_size is 0
@@ -180,7 +185,7 @@ BLUR_SIGMA = (0.4, 0.8)  # range of the blur's sigma in pixels of the low resolu
 # Model
 
 def group_norm(width):
-    """ADM's norm of 32 groups; for narrow layers fewer, so that a group has four channels or more."""
+    """ADM's norm of 32 groups; of fewer in narrow layers, so that each has four channels or more."""
     groups = next(g for g in (32, 16, 8, 4, 2, 1) if width % g == 0 and width >= 4 * g)
     return nn.GroupNorm(groups, width)
 
@@ -255,18 +260,18 @@ class Block(nn.Module):
 
 
 class UNet(nn.Module):
-    """The denoiser of one stage: DALL-E 2's decoder (§2.1), in ADM's and GLIDE's form, whose weights load.
+    """The denoiser of one stage: DALL-E 2's decoder (§2.1), in ADM's and GLIDE's form.
 
-    B batch, W width, H image size, D width of the CLIP's embeddings, E of the conditioning tokens, J
-    their number. The image embedding is added to the timestep's, and becomes four tokens beside those
-    of the text, whose own embedding is added to the timestep's as well.
+    B batch, W width, H image size, D width of the CLIP's embeddings, E of the conditioning tokens,
+    J their number. The image embedding is added to the timestep's, and becomes four tokens. The
+    text's embedding is added to the timestep's as well, and its encodings are more tokens.
     """
 
     def __init__(self, cfg, embed_width, encoding_width=0):
         super().__init__()
         self.cfg = cfg
         self.widths = [embed_width, encoding_width]
-        self.last_step_unet = None  # another U-Net for the last step of sampling, as Karlo's upsampler has
+        self.last_step_unet = None  # another one for the last step of sampling, as Karlo's upsampler has
         hidden = 4 * cfg.width
         conditioned = cfg.attention_levels and (cfg.image_condition or encoding_width)
         token_width = cfg.cond_width if conditioned else 0
@@ -323,15 +328,16 @@ class UNet(nn.Module):
         self.to(memory_format=torch.channels_last)
 
     def scaled(self, embed):
-        """Embeddings (B, D) as a CLIP gives them -> of length √D, unless the model takes them raw."""
+        """Embeddings (B, D) as a CLIP gives them -> of length √D, unless the model is of raw ones."""
         if self.cfg.raw_embeddings:
             return embed
         return F.normalize(embed.float(), dim=-1) * embed.shape[-1] ** 0.5
 
     def condition(self, condition, drop_image, drop_text):
-        """(embedding (B, 4W) to add to the timestep's, tokens (B, J, E) or None, which are keys (B, J) or None).
+        """(embedding (B, 4W) to add to the timestep's, tokens (B, J, E), which of them are keys (B, J)).
 
-        Without the image and the text that the drops (B,) say; an image embedding of zeros is "no image", too.
+        None for no tokens, and if all are keys. Without the image and the text where drops (B,) are
+        true; an image embedding of zeros is "no image", too.
         """
         embedding = 0.0
         tokens = []
@@ -368,22 +374,23 @@ class UNet(nn.Module):
         x = self.stem(x.contiguous(memory_format=torch.channels_last))  # (B, W, H, H)
         skips = [x]
         for block in self.downs:
-            x = block(x, hidden, tokens, is_key)  # (B, mult·W, H, H), and half of H after each level
+            x = block(x, hidden, tokens, is_key)  # (B, mult·W, H, H); half of H after each level
             skips.append(x)
         for block in self.middle:
             x = block(x, hidden, tokens, is_key)
         for block in self.ups:
             if not isinstance(block.resample, nn.Upsample):
                 x = torch.cat([x, skips.pop()], dim=1)
-            x = block(x, hidden, tokens, is_key)  # (B, mult·W, H, H), and twice of H after each level
+            x = block(x, hidden, tokens, is_key)  # (B, mult·W, H, H); twice H after each level
         return self.out(x)  # (B, 3 or 6, H, H)
 
 
 @torch.no_grad()
 def conditioning(batch, cfg, encoder):
-    """{"image_embed" (B, D), "text_embed" (B, D), "text_enc" (B, L, E), "text_mask" (B, L)} for the model.
+    """{"image_embed" (B, D), "text_embed" (B, D), "text_enc" (B, L, E), "text_mask" (B, L)}.
 
-    The image embeddings are the batch's, or the CLIP `encoder`'s of its "clip_image"; the text's are the `encoder`'s.
+    The image embeddings are the batch's, or the CLIP `encoder`'s of its "clip_image". Those of the
+    text are the `encoder`'s.
     """
     condition = {}
     if cfg.image_condition:
@@ -421,7 +428,8 @@ def diffusion_loss(unet, batch, condition, plain=False):
             x0 = media.cropped(x0, cfg.random_crop, corners)
             low_res = media.cropped(low_res, cfg.random_crop, corners)
         noise_level = torch.rand(size, device=device) * cfg.low_res_noise
-        low_res, low_res_level = noised_low_res(unet, low_res, noise_level, torch.randn_like(low_res))
+        low_res_draw = torch.randn_like(low_res)
+        low_res, low_res_level = noised_low_res(unet, low_res, noise_level, low_res_draw)
     timestep = diffusion.draw_timesteps(cfg.timestep_density, (size,), cfg.timesteps, device,
                                         cfg.density_mean, cfg.density_std)
     noise = torch.randn_like(x0)
@@ -452,7 +460,7 @@ def diffusion_loss(unet, batch, condition, plain=False):
 
 
 def noised_low_res(unet, low_res, noise_level, noise):
-    """(low_res with noise added, its timestep (B,)) at a `noise_level` (B,) in shares of the timesteps."""
+    """(low_res with noise added, its timestep (B,)); `noise_level` (B,) in shares of the timesteps."""
     if not unet.cfg.low_res_noise:
         return low_res, None
     level = (noise_level * (unet.cfg.timesteps - 1)).round().long()
@@ -468,10 +476,10 @@ def sample_pictures(unet, condition, size, steps, guidance_scale=1.0, eta=0.0, n
                     low_res_noise=0.0, known=None, mask=None, resample=1):
     """`size` pictures (B, 3, H, H) in [-1, 1] for a `conditioning` of as many.
 
-    low_res: pictures (B, 3, h, h) of the stage before; low_res_noise: the level of the noise that is added to them, in
-    shares of the timesteps. known, mask: pictures of which the pixels where mask (B or 1, 1, H, H) is 1 are kept
-    (RePaint, with `resample` rounds a step). Guidance runs every sample a second time, without image and text; the
-    noised input is the same for both.
+    low_res: pictures (B, 3, h, h) of the stage before. low_res_noise: the level of the noise that is
+    added to them, in shares of the timesteps. known, mask: pictures of which the pixels where mask
+    (B or 1, 1, H, H) is 1 are kept (RePaint, with `resample` rounds a step). Guidance runs every
+    sample a second time, without image and text; the noised input is the same for both.
     """
     cfg = unet.cfg
     device = unet.alpha.device
@@ -489,7 +497,8 @@ def sample_pictures(unet, condition, size, steps, guidance_scale=1.0, eta=0.0, n
     def denoise(x_t, timestep):
         is_last = timestep[0] == 0 and unet.last_step_unet is not None
         model = unet.last_step_unet if is_last else unet
-        out = model(x_t.repeat(copies, 1, 1, 1), timestep.repeat(copies), condition, drop, drop, low_res, level).float()
+        x_in = x_t.repeat(copies, 1, 1, 1)
+        out = model(x_in, timestep.repeat(copies), condition, drop, drop, low_res, level).float()
         prediction = out[:size, :3]
         if copies == 2:
             prediction = diffusion.guide(prediction, out[size:, :3], guidance_scale)
@@ -504,12 +513,13 @@ def sample_pictures(unet, condition, size, steps, guidance_scale=1.0, eta=0.0, n
 
 
 @torch.no_grad()
-def draw_cascade(unets, batch, encoder, noise, low_res=None, known=None, mask=None, resample=1, low_res_noise=0.0):
+def draw_cascade(unets, batch, encoder, noise, low_res=None, known=None, mask=None, resample=1,
+                 low_res_noise=0.0):
     """Pictures (B, 3, H, H) of the last of `unets` for the `batch`'s embeddings and captions, sampled as each cfg says.
 
     low_res: what the first starts from, if it is no base, (B or 1, 3, h, h). known, mask: (1, 3, H, H) and (1, 1, H, H)
-    at the last stage's size, which are brought to each stage's. low_res_noise: of every upsampler, as in
-    `sample_pictures`.
+    at the last stage's size, which are brought to each stage's. low_res_noise: of every upsampler, as
+    in `sample_pictures`.
     """
     size = len(batch["caption"])
     low_res = low_res if low_res is None else low_res.expand(size, -1, -1, -1)
@@ -835,7 +845,7 @@ def train_stage(cfg, device):
 class CascadeConfig(diffusion.Inference):
     # The model
     run_dir: tuple[str, ...] = ("runs/decoder",)  # folder of the runs, or the run folders of the stages, in order
-    # Of each stage; the last value counts for all that follow, and none stands for those of its training.
+    # Of each stage; the last value counts for all that follow, none: that of its training
     steps: tuple[Count, ...] = ()  # sampling steps
     guidance_scale: tuple[NonNegative, ...] = ()  # 1 for none
     eta: tuple[Share, ...] = ()  # 1 as DDPM, 0 for DDIM
@@ -866,7 +876,8 @@ def load_cascade(args, device):
         unet, state = load_unet(run / args.model, device, args.weights, args.lora_scale)
         if (run / LAST_STEP).is_file():
             unet.last_step_unet, _ = load_unet(run / LAST_STEP, device)
-        settings = {"eval_steps": args.steps, "guidance_scale": args.guidance_scale, "eta": args.eta}
+        settings = {"eval_steps": args.steps, "eta": args.eta,
+                    "guidance_scale": args.guidance_scale}
         given = {name: values[:i + 1][-1] for name, values in settings.items() if values}
         unet.cfg = dataclasses.replace(unet.cfg, **given)
         if unet.cfg.low_res_size and args.low_res_noise > unet.cfg.low_res_noise:
@@ -876,7 +887,7 @@ def load_cascade(args, device):
         states.append(state)
     check_cascade([unet.cfg for unet in unets])
     if args.low_res_noise and not any(unet.cfg.low_res_size for unet in unets):
-        raise UserError(f"--low_res_noise {args.low_res_noise}: no stage of --run_dir is an upsampler")
+        raise UserError(f"--low_res_noise {args.low_res_noise}: no stage here is an upsampler")
     return unets, args.clip or states[0]["clip"], states[0]["clip_fingerprint"]
 
 
@@ -890,8 +901,9 @@ def load_prior(args, encoder, raw_embeddings, device):
     prior, state = train_prior.load_prior(file, device)
     clip.check_widths(encoder, f"--prior {file}", *state["widths"])
     if raw_embeddings and not prior.cfg.raw_embeddings:
-        raise UserError(f"--prior {file}: makes embeddings of unit length, but the decoder is one of "
-                        "--raw_embeddings; take a prior of raw ones")
+        raise UserError(
+            f"--prior {file}: makes embeddings of unit length, but the decoder is one of "
+            "--raw_embeddings; take a prior of raw ones")
     guidance_scale = prior.cfg.guidance_scale if args.prior_guidance < 0 else args.prior_guidance
     diffusion.check_sampling(prior.cfg, guidance_scale)
     steps = max(prior.cfg.eval_timesteps)
@@ -899,7 +911,8 @@ def load_prior(args, encoder, raw_embeddings, device):
     def embeddings_of(texts, num, keys):
         condition = train_prior.conditioning({"caption": texts}, prior.cfg, encoder)
         embeddings, _ = train_prior.best_embeddings(
-            prior, condition, keys, num, steps, guidance_scale, prior.cfg.eta, best_of=2, seed=args.seed)
+            prior, condition, keys, num, steps, guidance_scale, prior.cfg.eta, best_of=2,
+            seed=args.seed)
         return embeddings
     return embeddings_of
 
@@ -1023,7 +1036,8 @@ def plan_pictures(args, device):
     embeddings = torch.zeros(1, args.num_samples, encoder.embed_width if encoder else 1, device=device)  # "no image"
     embeddings = embeddings.expand(max(1, len(texts)), -1, -1)
     if by_image and texts:
-        embeddings = load_prior(args, encoder, is_raw(unets), device)(texts, args.num_samples, texts)
+        embeddings_of = load_prior(args, encoder, is_raw(unets), device)
+        embeddings = embeddings_of(texts, args.num_samples, texts)
     elif by_image and image:
         with torch.no_grad():
             ends = [encoder.embed_image(((open_image(path) + 1) / 2).to(device)).float()

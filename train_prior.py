@@ -9,13 +9,14 @@
 The same command again resumes. `python train_prior.py [train|evaluate|sample] --help` lists the settings.
 
 What differs from the paper:
-- The text is encoded by a frozen CLIP, as in Karlo and Kandinsky. DALL-E 2 trains a text transformer with its prior.
-- The defaults are for minutes on two cores: a small model on the text embedding alone, embeddings of unit length, a
-  cosine decay of the learning rate. `--preset dalle2` has the sizes and the optimizer of Table 3.
-- Sampling takes evenly spaced steps of DDPM. Table 3 has the analytic variance of Bao et al. 2022 in its place.
-- Where no CLIP is loaded (none is known, or open_clip's without captions), "no text" is zeros, not the encoding of "".
-- In sampling, estimates of x0 are bounded, as in Karlo.
-- Off by default, and not in the paper: --noise_draws, --loss_weight, --dream, other objectives than x0, Muon, LoRA.
+- Text is encoded by a frozen CLIP, as in Karlo. DALL-E 2 trains a text transformer with its prior.
+- The defaults are for minutes on two cores: a small model on the text embedding alone, embeddings
+  of unit length, a cosine decay. `--preset dalle2` has the sizes and the optimizer of Table 3.
+- Sampling takes evenly spaced steps of DDPM; Table 3 has the analytic variance of Bao et al. 2022.
+  Estimates of x0 are bounded, as in Karlo.
+- "No text" is the CLIP's encoding of "". It is zeros where no CLIP is loaded: if none is known, or
+  for open_clip's without captions.
+- Off by default, not in the paper: --noise_draws, --loss_weight, --dream, other objectives, LoRA.
 """
 import os
 
@@ -54,7 +55,7 @@ class Config(diffusion.Training):
     max_text_len: Count = 77  # text encodings: longer texts are cut, shorter ones padded
     # Diffusion
     objective: Literal["x0", "v", "epsilon", "flow"] = "x0"  # what the network predicts; flow has levels of its own
-    noise_draws: Count = 1  # (timestep, noise) draws a sample and step, which share one pass over its text
+    noise_draws: Count = 1  # (timestep, noise) draws a sample, which share one pass over its text
     # Optimization
     steps: Count = 1150  # optimizer steps
     batch_size: Count = 256  # samples a step, over all ranks
@@ -68,7 +69,8 @@ class Config(diffusion.Training):
     def __post_init__(self):
         super().__post_init__()
         if self.width % self.heads or self.width % 2:
-            raise UserError(f"--width {self.width}: expected an even multiple of --heads {self.heads}")
+            raise UserError(
+                f"--width {self.width}: expected an even multiple of --heads {self.heads}")
         diffusion.check_sampling(self, self.guidance_scale, max(self.eval_timesteps, default=0))
         tracker.check(self)
 
@@ -76,8 +78,8 @@ class Config(diffusion.Training):
 MOST_CHUNK = 256  # samples in one forward pass, at most, where --chunk_size is 0
 
 # DALL-E 2's Table 3 for the diffusion prior, over the CLIP at hand.
-DALLE2 = dict(clip="open_clip:ViT-L-14/openai", width=2048, depth=24, heads=32, text_encodings="clip",
-              batch_size=4096, chunk_size=64, optimizer="adamw",
+DALLE2 = dict(clip="open_clip:ViT-L-14/openai", width=2048, depth=24, heads=32,
+              text_encodings="clip", batch_size=4096, chunk_size=64, optimizer="adamw",
               steps=600_000, warmup_steps=10_000, lr=1.1e-4, betas=(0.9, 0.96), eps=1e-6,
               weight_decay=0.06, precision="bf16", validation=0.01, test=0.01, eval_every=10_000,
               save_every=2_000, log_every=100, workers=4)
@@ -128,7 +130,7 @@ class Prior(nn.Module):
         self.transformer = Transformer(width, cfg.depth, cfg.heads, rotary=False,
                                        dropout=cfg.dropout, checkpointing=cfg.checkpointing)
         self.out = nn.Linear(width, embed_width)
-        # Mean and standard deviation of the image embeddings: here, of any of unit length; see `measure`.
+        # Mean and standard deviation of image embeddings: here of any of unit length, see `measure`.
         self.register_buffer("clip_mean", torch.zeros(embed_width))
         self.register_buffer("clip_std", torch.full((embed_width,), embed_width ** -0.5))
         schedule_name = "flow" if cfg.objective == "flow" else cfg.noise_schedule
@@ -137,12 +139,12 @@ class Prior(nn.Module):
         self.register_buffer("sigma", sigma, persistent=False)
 
     def measure(self, image_embed):
-        """Take the mean and standard deviation of embeddings (N, D), the raw ones of the training."""
+        """Take the mean and standard deviation of embeddings (N, D): raw ones of the training."""
         self.clip_mean.copy_(image_embed.mean(0))
         self.clip_std.copy_(image_embed.std(0).clamp(min=1e-6))
 
     def standardize(self, image_embed):
-        """Image embeddings (…, D) as a CLIP gives them -> of mean 0 and variance 1, as the noise."""
+        """Image embeddings (…, D) as a CLIP gives them -> of mean 0 and variance 1, as noise is."""
         if not self.cfg.raw_embeddings:
             image_embed = F.normalize(image_embed.float(), dim=-1)
         return (image_embed - self.clip_mean) / self.clip_std
@@ -171,7 +173,8 @@ class Prior(nn.Module):
         tokens = tokens + self.positions.weight[:length].to(tokens.dtype)
         # Of padding a token sees itself alone, so that no row of the softmax is empty.
         itself = torch.eye(length, dtype=torch.bool, device=tokens.device)
-        mask = causal_mask(length, length, tokens.device) & (is_key[:, None, None] | itself)  # (B, 1, P, P)
+        may_see = is_key[:, None, None] | itself
+        mask = causal_mask(length, length, tokens.device) & may_see  # (B, 1, P, P)
         _, cache = self.transformer(tokens, mask, keep=1, return_cache=True)
         return cache, is_key
 
@@ -273,7 +276,8 @@ def sample_embeddings(prior, condition, steps, guidance_scale=1.0, eta=1.0, nois
         return x0.clamp(-bound, bound)
 
     x_t = noise(torch.empty(size, prior.embed_width, device=device))
-    return prior.destandardize(diffusion.sample(denoise, x_t, prior.alpha, prior.sigma, steps, eta, noise))
+    x0 = diffusion.sample(denoise, x_t, prior.alpha, prior.sigma, steps, eta, noise)
+    return prior.destandardize(x0)
 
 
 @torch.no_grad()
@@ -386,9 +390,10 @@ class Evaluator:
 # Training
 
 def open_data(cfg, device):
-    """({part: (source, rows)} as of `data.parts`, CLIP or None, facts about both for the files of models).
+    """({part: (source, rows)} as of `data.parts`, CLIP or None, facts about both for model files).
 
-    The CLIP gives what stands for "no text", and encodes captions if the model is conditioned on these.
+    The CLIP gives what stands for "no text", and encodes captions for a model of --text_encodings
+    clip.
     """
     spec, fingerprint = data.clip_of(cfg.data, cfg.init_from)
     spec = spec if cfg.clip == "auto" else cfg.clip
@@ -637,7 +642,7 @@ class SampleConfig(PriorConfig):
 
 
 def plan_sample(args, device):
-    """(prior, settings, texts if any are given, `conditioning` of these or of embeddings), all of it checked.
+    """(prior, settings, texts if any are given, `conditioning` of these or of embeddings), checked.
 
     settings: (steps, guidance scale, eta).
     """
@@ -660,7 +665,8 @@ def plan_sample(args, device):
     rows = data.Rows(args.text_embeds, 2)
     embeds = torch.from_numpy(rows[np.arange(len(rows))]).to(device)
     if embeds.shape[1] != prior.embed_width or not embeds.isfinite().all():
-        raise UserError(f"{args.text_embeds}: {embeds.shape[1]} wide, or not finite; expected {prior.embed_width}")
+        raise UserError(f"{args.text_embeds}: {embeds.shape[1]} wide, or not finite; expected "
+                        f"{prior.embed_width}")
     return prior, settings, [], conditioning({"text_embed": embeds}, prior.cfg, None)
 
 

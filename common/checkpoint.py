@@ -285,7 +285,10 @@ def load_weights(module, state, path, strict=True):
 
 
 def peek(path):
-    """The contents of the file `path` of a model, its weights unread; {} of another file, which `load` refuses."""
+    """The contents of the file `path` of a model, its weights unread.
+
+    {} of another file, which `load` refuses.
+    """
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         return state if isinstance(state["config"], dict) else {}
@@ -294,7 +297,7 @@ def peek(path):
 
 
 def settings_in(path, *groups):
-    """For each of `groups` of names, {name: value} of the settings that the file `path` of a model has.
+    """For each of `groups` of names, {name: value} of the settings in the file `path` of a model.
 
     Of another file, none.
     """

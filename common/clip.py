@@ -53,7 +53,7 @@ class EmbedConfig(config.Settings):
     run_dir: str = "runs/clip"  # the CLIP: folder, model.pt, or open_clip:MODEL/WEIGHTS
     out: str = "emb"  # folder for img_emb/, text_emb/, captions/ and clip.json, and of tars for img_emb_N.npy
     index_width: config.Count = 4  # of tars: digits at the end of a key that number its row in img_emb_N.npy
-    raw: bool = False  # embeddings as the CLIP gives them, for models of --raw_embeddings; off: of unit length
+    raw: bool = False  # embeddings as the CLIP gives them, for --raw_embeddings; off: of unit length
     encodings: bool = False  # also write the text encodings of every token, to text_enc/
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # auto takes the first that is there
 
@@ -90,18 +90,24 @@ class Encoder(nn.Module):
     def text_condition(self, texts, length):
         """{"text_embed" (B, D), "text_enc" (B, L, E), "text_mask" (B, L)} of texts, L = `length`.
 
-        Longer texts are cut, shorter ones padded. In fp32, whatever the model around it computes in.
+        Longer texts are cut, shorter ones padded. In fp32, also within a model that is not.
         """
         device = next(self.parameters()).device
         with torch.autocast(device.type, enabled=False):
             embedding, encodings, mask = self.embed_text(self.tokenize(texts).to(device))
         missing = length - encodings.shape[1]  # below 0 to cut
-        encodings = F.pad(encodings.float(), (0, 0, 0, missing))
-        return {"text_embed": embedding, "text_enc": encodings, "text_mask": F.pad(mask, (0, missing))}
+        return {
+            "text_embed": embedding,
+            "text_enc": F.pad(encodings.float(), (0, 0, 0, missing)),
+            "text_mask": F.pad(mask, (0, missing)),
+        }
 
 
 class CLIP(Encoder):
-    """A small convolutional image encoder and a small text transformer into one space, compared by cosine."""
+    """A small convolutional image encoder and a small text transformer into one space.
+
+    Embeddings are compared by cosine.
+    """
 
     def __init__(self, cfg, vocabulary):
         super().__init__()
@@ -162,7 +168,7 @@ class OpenCLIP(Encoder):
         self.spec = spec
         name, _, weights = spec.removeprefix("open_clip:").partition("/")
         try:
-            # Where the weights need QuickGELU, as OpenAI's do, open_clip builds GELU and only warns.
+            # Where weights need QuickGELU, as OpenAI's do, open_clip builds GELU and only warns.
             known = open_clip.get_pretrained_cfg(name, weights) or {}
             self.model = open_clip.create_model(name, pretrained=weights, require_pretrained=True,
                                                 force_quick_gelu=known.get("quick_gelu", False))
@@ -300,9 +306,9 @@ def train(cfg, device):
 
 @torch.no_grad()
 def embed(model, batches, encodings=False, raw=False):
-    """Embed what `read` gives: [images (N, D), texts (N, D), maybe text encodings (N, L, W)], and the N records.
+    """Embed what `read` gives: [images (N, D), texts (N, D), maybe encodings (N, L, W)], and records.
 
-    Embeddings are of unit length, unless `raw`.
+    Embeddings are of unit length, unless `raw`. There are N records.
     """
     device = next(model.parameters()).device
     found = []

@@ -59,7 +59,7 @@ class Training(Settings):
     validation: Share = 0.1  # share of the data held out for validation
     test: Share = 0.1  # share of the data held out for the test at the end
     split_seed: int = 0  # of which samples are held out
-    init_from: str = ""  # model.pt or checkpoint to take weights of, and of a file its settings; or URL, wandb:RUN/FILE
+    init_from: str = ""  # file to take weights from, and its model's settings; or URL, wandb:RUN/FILE
     init_strict: bool = True  # refuse weights that do not all fit, else take those that do
     # Optimization
     steps: Count = 1000  # optimizer steps
@@ -236,8 +236,8 @@ def parse(cls, words, usage="", presets=None, stages=None, only=None, model=None
 
     stages: {name: {field: default of that stage}}. With these it is a list of configs, of the stage that the field
     `stage` names or, if that is "all", of each. only: {field: stages that it is for}; a flag of others is refused.
-    model: function of the file --init_from that gives ({field: value} of its model, of which others are refused,
-    {field: value} of other settings that are taken from it unless they are given).
+    model: function of the file --init_from that gives ({field: value} of its model, which flags must
+    not contradict, {field: value} of other settings that are taken from it unless they are given).
     """
     presets, stages = presets or {}, stages or {}
     for flag, named in ("stage", stages), ("preset", presets):
@@ -259,7 +259,7 @@ def parse(cls, words, usage="", presets=None, stages=None, only=None, model=None
             if given.setdefault(name, value) != value:
                 raise UserError(
                     f"--{name} {as_word(given[name])}: {path} is a model of {as_word(value)}; "
-                    "leave it, or the preset or file it is from, out, or take what fits with --no_init_strict")
+                    "leave it (or its preset or file) out, or take what fits by --no_init_strict")
     if "stage" in preset and given["stage"] != preset["stage"]:
         raise UserError(f"--stage {given['stage']}: this preset is for --stage {preset['stage']} alone")
     if not stages:
@@ -274,8 +274,8 @@ def parse(cls, words, usage="", presets=None, stages=None, only=None, model=None
 def run(commands, usage, default=None, presets=None, stages=None, only=None, model=None):
     """Run the command that the first word of the command line names, or else `default`, on its config.
 
-    commands: {name: (function of a config, config class)}. `presets`, `stages`, `only` and `model`, as
-    of `parse`, are the default command's.
+    commands: {name: (function of a config, config class)}. `presets`, `stages`, `only` and `model`,
+    as of `parse`, are the default command's.
     An error on the command line ends with one line and status 2, a later UserError or OSError with status 1.
     """
     words, status = sys.argv[1:], 2

@@ -40,9 +40,9 @@ def parts(source, cfg, val_source=None):
 
 
 def clip_of(folder, init_from=""):
-    """(CLIP that clip.json in a folder of data names, or None, its fingerprint); both may have moved together.
+    """(CLIP that clip.json in a folder of data names, or None, its fingerprint).
 
-    Without clip.json it is the CLIP of the model `init_from`, if that is given.
+    Both may have moved together. Without clip.json it is the CLIP of the model `init_from`, if given.
     """
     path = Path(folder) / "clip.json"
     if init_from and not path.is_file():
@@ -59,7 +59,7 @@ def clip_of(folder, init_from=""):
 
 
 def check_lengths(cfg, source, path):
-    """UserError if a model of raw embeddings would get some of unit length, as files have by default."""
+    """UserError if a model of raw embeddings would get some of unit length, the default of files."""
     if not cfg.raw_embeddings:
         return
     lengths = []

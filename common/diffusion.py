@@ -23,7 +23,7 @@ class Training(config.Training):
     # Run and data
     lora_rank: Natural = 0  # train low-rank adapters of the attention on the frozen --init_from; 0: all weights
     # Model
-    raw_embeddings: bool = False  # embeddings as a CLIP gives them, as Karlo's; off: of unit length, scaled inside
+    raw_embeddings: bool = False  # embeddings as a CLIP gives them (Karlo); off: of unit length
     checkpointing: bool = False  # recompute blocks in the backward pass: less memory, a third more time
     # Diffusion
     objective: Literal["x0", "v", "epsilon", "flow"] = "v"  # what the network predicts; flow has levels of its own
@@ -223,7 +223,7 @@ def variational_bound(x0, timestep, predicted_x0, fraction, alpha, sigma):
 
 
 def respaced(timesteps, steps):
-    """`steps` evenly spaced timesteps, from T-1 down to 0 (T-1 alone when steps is 1), as in Karlo."""
+    """`steps` evenly spaced timesteps from T-1 down to 0, as in Karlo (T-1 alone for one step)."""
     assert 1 <= steps <= timesteps, (steps, timesteps)
     if steps == 1:
         return [timesteps - 1]

@@ -37,8 +37,9 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width)
 
     def keys_values(self, x, table=None):
-        """Keys and values, each (B, heads, N, d), of x (B, N, W); keys are rotated by the rotary `table`."""
-        k, v = self.key_value(x).unflatten(-1, (2 * self.heads, self.head_width)).transpose(1, 2).chunk(2, dim=1)
+        """Keys and values, each (B, heads, N, d), of x (B, N, W); `table` rotates the keys."""
+        both = self.key_value(x).unflatten(-1, (2 * self.heads, self.head_width))
+        k, v = both.transpose(1, 2).chunk(2, dim=1)
         return (k if table is None else rotate(k, table)), v
 
     def forward(self, x, keys, values, mask=None, causal=False, table=None):
@@ -54,7 +55,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Linear, GELU, Linear, with a hidden layer of four times the width, as GPT and CLIP have it."""
+    """Linear, GELU, Linear, with a hidden layer of four times the width, as in GPT and CLIP."""
 
     def __init__(self, width, dropout=0.0):
         super().__init__()
@@ -132,7 +133,8 @@ def causal_mask(rows, total, device):
 class Transformer(nn.Module):
     """A stack of pre-norm blocks with a final norm; `checkpointing` recomputes each block in the backward pass."""
 
-    def __init__(self, width, depth, heads, causal=True, rotary=True, dropout=0.0, checkpointing=False):
+    def __init__(self, width, depth, heads, causal=True, rotary=True, dropout=0.0,
+                 checkpointing=False):
         super().__init__()
         self.causal = causal
         self.rotary = rotary
@@ -237,7 +239,10 @@ class TimeEmbedding(nn.Module):
 
 
 def sinusoid(t, width, period=10000.0):
-    """Cosines and sines of t (B,) at `width`/2 geometrically spaced frequencies -> (B, width) (Vaswani 2017, §3.5)."""
+    """Cosines and sines of t (B,) at `width`/2 geometric frequencies -> (B, width).
+
+    Vaswani et al. 2017, §3.5.
+    """
     half = width // 2
     exponent = torch.arange(half, device=t.device, dtype=torch.float32) / half
     # As exp, not as a power: they differ by 1e-7, times 999 for the last timestep.

@@ -414,6 +414,44 @@ def test_an_imported_decoder_is_trained_resumed_and_exported(published, stage, s
     assert torch.equal(weights["conv_in.weight"], mine.stem.weight)
 
 
+def test_adapters_of_an_imported_decoder_are_loaded_by_peft(published, tmp_path):
+    peft = pytest.importorskip("peft")
+    settings = (
+        *pictures_of(tmp_path / "pictures", 32),
+        "--run_dir",
+        tmp_path / "run",
+        "--stage",
+        "base",
+    )
+    lora = ("--lora_rank", 2, "--lr", 0.05, "--steps", 3, "--eval_steps", 2)
+    run("train_decoder", *settings, "--init_from", published.runs / "base/model.pt", *lora)
+    run_module(
+        "common.pretrained", "export", "--run_dir", tmp_path / "run/base", "--out", tmp_path / "out"
+    )
+    base = diffusers.UNet2DConditionModel.from_pretrained(published.folder / "decoder")
+    adapted = peft.PeftModel.from_pretrained(base, tmp_path / "out").eval()
+    unet, _ = train_decoder.load_unet(tmp_path / "run/base/model.pt", "cpu")
+    condition, _ = texts_of(published, unet.cfg.max_text_len)
+    image_embed, x_t = torch.randn(3, D) * 3, torch.randn(3, 3, 16, 16)
+    timestep = torch.tensor([0, 500, 999])
+    keep = torch.zeros(3, dtype=torch.bool)
+    with torch.no_grad():
+        got = unet(x_t, timestep, {**condition, "image_embed": image_embed}, keep, keep)
+        before = theirs_decoder(published, x_t, timestep, condition, image_embed)
+        encodings, embedding = published.text_proj(
+            image_embeddings=image_embed,
+            prompt_embeds=condition["text_embed"],
+            text_encoder_hidden_states=condition["text_enc"],
+            do_classifier_free_guidance=False,
+        )
+        mask = F.pad(condition["text_mask"], (4, 0), value=True)
+        expected = adapted(
+            x_t, timestep, encodings, class_labels=embedding, attention_mask=mask
+        ).sample
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
+    assert (expected - before).abs().max() > 1e-3
+
+
 def test_evaluation_of_an_imported_prior_wants_data_and_takes_its_own_settings(published, tmp_path):
     words = write_raw_shards(tmp_path / "raw", published)[:2]
     (tmp_path / "raw/clip.json").write_text(json.dumps({"clip": published.spec}))
