@@ -247,14 +247,14 @@ def write_pipeline(folder, width, length):
     """
     import diffusers
     projection = sys.modules[diffusers.UnCLIPPipeline.__module__].UnCLIPTextProjModel  # wherever this version has it
-    plain = dict(sample_size=64, layers_per_block=1, down_block_types=("ResnetDownsampleBlock2D",) * 2,
+    plain = dict(sample_size=32, layers_per_block=1, down_block_types=("ResnetDownsampleBlock2D",) * 2,
                  up_block_types=("ResnetUpsampleBlock2D",) * 2, block_out_channels=(128, 256), in_channels=6,
                  out_channels=3, add_attention=False)
     parts = {
         "prior": diffusers.PriorTransformer(num_attention_heads=4, attention_head_dim=16, num_layers=3,
                                             embedding_dim=width, num_embeddings=length),
         "decoder": diffusers.UNet2DConditionModel(
-            sample_size=16, layers_per_block=1, block_out_channels=(128, 256), in_channels=3, out_channels=6,
+            sample_size=8, layers_per_block=1, block_out_channels=(128, 256), in_channels=3, out_channels=6,
             down_block_types=("ResnetDownsampleBlock2D", "SimpleCrossAttnDownBlock2D"),
             up_block_types=("SimpleCrossAttnUpBlock2D", "ResnetUpsampleBlock2D"),
             mid_block_type="UNetMidBlock2DSimpleCrossAttn", cross_attention_dim=48, class_embed_type="identity",

@@ -159,7 +159,7 @@ def theirs_decoder(published, x_t, timestep, condition, image_embed, guided=Fals
 def test_the_decoder_predicts_as_diffusers_does(published):
     unet = ours(published, "base")
     condition, _ = texts_of(published, unet.cfg.max_text_len)
-    image_embed, x_t = torch.randn(3, D) * 3, torch.randn(3, 3, 16, 16)
+    image_embed, x_t = torch.randn(3, D) * 3, torch.randn(3, 3, 8, 8)
     timestep = torch.tensor([0, 500, 999])
     keep = torch.zeros(3, dtype=torch.bool)
     got = unet(x_t, timestep, {**condition, "image_embed": image_embed}, keep, keep)
@@ -175,7 +175,7 @@ def test_the_decoder_samples_as_karlos_pipeline_does(published):
     both = {name: torch.cat([null[name], value]) for name, value in condition.items()}
     image_embed = torch.randn(3, D) * 3
     generator, draw = draws()
-    x = draw(torch.empty(3, 3, 16, 16))
+    x = draw(torch.empty(3, 3, 8, 8))
 
     def predict(x, t, _):
         out = theirs_decoder(published, torch.cat([x, x]), t, both, image_embed, guided=True)
@@ -200,9 +200,9 @@ def test_the_upsampler_samples_as_karlos_pipeline_does_with_its_second_unet_in_t
 ):
     args = train_decoder.SampleConfig(run_dir=(str(published.runs / "upsample"),))
     [unet], _, _ = train_decoder.load_cascade(args, "cpu")
-    low_res = torch.rand(2, 3, 16, 16) * 2 - 1
+    low_res = torch.rand(2, 3, 8, 8) * 2 - 1
     large = F.interpolate(
-        low_res, size=(64, 64), mode="bicubic", align_corners=False, antialias=True
+        low_res, size=(32, 32), mode="bicubic", align_corners=False, antialias=True
     )
     used = []
 
@@ -213,7 +213,7 @@ def test_the_upsampler_samples_as_karlos_pipeline_does_with_its_second_unet_in_t
 
     generator, draw = draws()
     draw(large)  # for the low resolution, which takes none
-    x = draw(torch.empty(2, 3, 64, 64))
+    x = draw(torch.empty(2, 3, 32, 32))
     expected = scheduled(exact_scheduler(), 7, x, predict, generator)
     got = train_decoder.sample_pictures(
         unet, {}, 2, unet.cfg.eval_steps, eta=unet.cfg.eta, noise=draws()[1], low_res=low_res
@@ -378,7 +378,7 @@ def pictures_of(folder, size):
     )
 
 
-@pytest.mark.parametrize("stage, size", [("base", 32), ("upsample", 64)])
+@pytest.mark.parametrize("stage, size", [("base", 32), ("upsample", 32)])
 def test_an_imported_decoder_is_trained_resumed_and_exported(published, stage, size, tmp_path):
     settings = (
         *pictures_of(tmp_path / "pictures", size),
@@ -432,7 +432,7 @@ def test_adapters_of_an_imported_decoder_are_loaded_by_peft(published, tmp_path)
     adapted = peft.PeftModel.from_pretrained(base, tmp_path / "out").eval()
     unet, _ = train_decoder.load_unet(tmp_path / "run/base/model.pt", "cpu")
     condition, _ = texts_of(published, unet.cfg.max_text_len)
-    image_embed, x_t = torch.randn(3, D) * 3, torch.randn(3, 3, 16, 16)
+    image_embed, x_t = torch.randn(3, D) * 3, torch.randn(3, 3, 8, 8)
     timestep = torch.tensor([0, 500, 999])
     keep = torch.zeros(3, dtype=torch.bool)
     with torch.no_grad():
