@@ -122,6 +122,8 @@ class Config(diffusion.Training):
             *((name, self.low_res_size, "a --low_res_size, as upsamplers have")
               for name in ("low_res_noise", "low_res_blur", "random_crop")),
             *((name, self.text_encodings != "none", "--text_encodings clip") for name in ("text_drop", "max_text_len")),
+            ("raw_embeddings", self.image_condition or self.text_encodings != "none",
+             "--image_condition or --text_encodings clip, whose embeddings it is about"),
             ("text_encodings", self.attention_levels, "--attention_levels, as blocks there attend to the text"),
             ("learned_variance", self.timestep_density == "uniform" and self.objective != "flow",
              "--timestep_density uniform, as the bound is a sum over all timesteps, and another objective than flow")))
@@ -927,6 +929,10 @@ class EvaluateConfig(CascadeConfig):
     grid: str = ""  # PNG file for the first eight, real above drawn
     out: str = ""  # JSON file to write the figures to
 
+    def __post_init__(self):
+        super().__post_init__()
+        config.refuse_unused(self, [("prior_guidance", self.prior, "--prior")])
+
 
 def plan_evaluation(args, device):
     """(U-Nets, Evaluator, function of the prior or None) for `args`, all of it checked."""
@@ -991,6 +997,7 @@ class SampleConfig(CascadeConfig):
         config.check_suffixes(self, out=".png")
         varied = not (self.text or self.texts)
         config.refuse_unused(self, (
+            ("prior_guidance", not varied, "a text, of which the prior makes embeddings"),
             ("texts", not self.text, "no --text beside it"), ("to", self.image, "--image"),
             ("mask", self.image, "--image"),
             ("image", varied or self.mask, "--mask, which says where to draw the text, or no text")))

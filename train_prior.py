@@ -458,7 +458,7 @@ def train(cfg):
     prior = trained = Prior(cfg, *facts["widths"]).to(device)
     if encoder:
         prior.null_text.fill(conditioning({"caption": [""]}, cfg, encoder))
-    if cfg.raw_embeddings:
+    if cfg.raw_embeddings and not (resume_from or cfg.init_from):  # whose files have them
         some, good = source.fetch(rows[data.spread(len(rows), 10_000)])
         prior.measure(some["image_embed"][good])
     if cfg.lora_rank:

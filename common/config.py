@@ -59,7 +59,7 @@ class Training(Settings):
     validation: Share = 0.1  # share of the data held out for validation
     test: Share = 0.1  # share of the data held out for the test at the end
     split_seed: int = 0  # of which samples are held out
-    init_from: str = ""  # file to take weights from, and its model's settings; or URL, wandb:RUN/FILE
+    init_from: str = ""  # file to take weights from (prior, decoder: and settings), URL or wandb:RUN/FILE
     init_strict: bool = True  # refuse weights that do not all fit, else take those that do
     # Optimization
     steps: Count = 1000  # optimizer steps

@@ -281,7 +281,6 @@ def settings_of(about, path):
             raw_embeddings=True,
             guidance_scale=4.0,
             eval_timesteps=(25,),
-            **FINE_TUNING,
         )
     widths = about["block_out_channels"]
     size = about["sample_size"]
@@ -301,7 +300,6 @@ def settings_of(about, path):
         objective="epsilon",
         timestep_density="uniform",
         eta=1.0,
-        **FINE_TUNING,
     )
     if name == "UNet2DModel":
         return train_decoder, dict(
@@ -371,7 +369,7 @@ def write_model(script, settings, tensors, style, widths, source, out, spec):
     if Path(spec).exists():
         spec = str(Path(spec).resolve())
     settings = dict(settings, run_dir=str(out.parent), clip=spec or "auto")
-    settings |= {"precision": "fp32", "chunk_size": 16}  # of evaluation
+    settings |= {"precision": "fp32", "chunk_size": 16, **FINE_TUNING}  # the first two: of evaluation
     cfg = script.Config(**settings)
     with torch.device("meta"):
         model = (script.Prior if script.__name__ == "train_prior" else script.UNet)(cfg, *widths)
@@ -496,7 +494,7 @@ def import_file(path, out, spec):
     }
     last = {name: value for name, value in tensors.items() if name.startswith("model_last_step.")}
     if first and last:
-        settings = train_decoder.PRESETS["karlo-256"] | {"image_condition": False}
+        settings = train_decoder.PRESETS["karlo-256"]
         write_model(train_decoder, settings, first, KARLO, (0, 0), path, out / "model.pt", spec)
         write_model(train_decoder, settings, last, KARLO, (0, 0), path, out / "last_step.pt", spec)
         return

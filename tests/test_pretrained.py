@@ -142,7 +142,7 @@ def test_the_prior_samples_as_karlos_pipeline_does(published):
 
 
 @torch.no_grad()
-def theirs_decoder(published, x_t, timestep, condition, image_embed, guided=False):
+def theirs_decoder(published, x_t, timestep, condition, image_embed, guided=False, unet=None):
     encodings, embedding = published.text_proj(
         image_embeddings=image_embed,
         prompt_embeds=condition["text_embed"],
@@ -150,9 +150,8 @@ def theirs_decoder(published, x_t, timestep, condition, image_embed, guided=Fals
         do_classifier_free_guidance=guided,
     )
     mask = F.pad(condition["text_mask"], (4, 0), value=True)
-    return published.decoder(
-        x_t, timestep, encodings, class_labels=embedding, attention_mask=mask
-    ).sample
+    unet = unet or published.decoder
+    return unet(x_t, timestep, encodings, class_labels=embedding, attention_mask=mask).sample
 
 
 @torch.no_grad()
@@ -438,16 +437,7 @@ def test_adapters_of_an_imported_decoder_are_loaded_by_peft(published, tmp_path)
     with torch.no_grad():
         got = unet(x_t, timestep, {**condition, "image_embed": image_embed}, keep, keep)
         before = theirs_decoder(published, x_t, timestep, condition, image_embed)
-        encodings, embedding = published.text_proj(
-            image_embeddings=image_embed,
-            prompt_embeds=condition["text_embed"],
-            text_encoder_hidden_states=condition["text_enc"],
-            do_classifier_free_guidance=False,
-        )
-        mask = F.pad(condition["text_mask"], (4, 0), value=True)
-        expected = adapted(
-            x_t, timestep, encodings, class_labels=embedding, attention_mask=mask
-        ).sample
+        expected = theirs_decoder(published, x_t, timestep, condition, image_embed, unet=adapted)
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
     assert (expected - before).abs().max() > 1e-3
 
@@ -566,6 +556,7 @@ def test_karlos_own_files_load(published, wrapper, tmp_path, monkeypatch):
     )
     pretrained.import_file(tmp_path / "decoder.ckpt", tmp_path / "base", published.spec)
     again, _ = train_decoder.load_unet(tmp_path / "base/model.pt", "cpu")
+    assert (again.cfg.optimizer, again.cfg.lr) == ("adamw", 1e-5)  # for --init_from
     assert all(
         torch.equal(value, again.state_dict()[name]) for name, value in unet.state_dict().items()
     )

@@ -393,6 +393,9 @@ def mistake(*words, status=1, ranks=0):
 
 @pytest.mark.parametrize("words, message", [
     ("--width 30", "--width: 30 is not a multiple of 4"), ("--mults=", "--mults: expected at least one level"),
+    ("--raw_embeddings --no_image_condition", "--raw_embeddings: it needs --image_condition or"),
+    ("evaluate --prior_guidance 2", "--prior_guidance: it needs --prior"),
+    ("sample --prior_guidance 2 --image a.png", "--prior_guidance: it needs a text"),
     ("--image_size 18", "multiples of 4, as 3 levels"), ("--eval_steps 2000", "2000 sampling steps"),
     ("--attention_levels 3", "(3,) are not all below 3"), ("--crop_scale 0", "--crop_scale: 0.0 is not above 0"),
     ("--stage upsample --random_crop 64", "--image_size 32: --low_res_size must be smaller, and"),
