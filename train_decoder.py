@@ -16,7 +16,7 @@ What differs from the papers:
 - An upsampler's input is blurred or noised. For 256 -> 1024, DALL-E 2 degrades it by BSR.
 - A norm of a narrow layer has fewer than 32 groups, so that each has four channels or more.
 - Sampling takes evenly spaced steps, which DALL-E 2 has tuned, and clips estimates of x0.
-- Off by default, not in the papers: --dream, --loss_weight, --threshold, --low_res_noise, LoRA.
+- Off by default, not in the papers: --dream, --loss_weight, --low_res_noise, LoRA.
 """
 import os
 
@@ -95,7 +95,6 @@ class Config(diffusion.Training):
     learned_variance: bool = False  # also learn the variance of DDPM's steps (Nichol & Dhariwal 2021)
     image_drop: Share = 0.1  # probability of training a sample without its image embedding, for guidance
     text_drop: Share = 0.5  # probability of training a sample without its text
-    threshold: Share = 0.0  # dynamic thresholding at this quantile (Imagen §2.3: 0.95), 0 for clipping to [-1, 1]
     low_res_noise: Share = 0.0  # most noise added to the low-resolution picture, in shares of the timesteps (Imagen)
     low_res_blur: Share = 0.5  # probability of blurring it
     random_crop: Natural = 0  # train on random crops of this size, 0 for whole pictures
@@ -450,9 +449,10 @@ def diffusion_loss(unet, batch, condition, plain=False):
         x_t, target = diffusion.dream(x_t, noise, predicted, sigma)
     out = unet(x_t, *inputs).float()
     prediction = out[:, :3]
-    loss = diffusion.distance(cfg.loss, prediction, target)
+    loss = F.mse_loss(prediction, target, reduction="none")
     if not plain:
-        loss = loss * diffusion.loss_weight(cfg.loss_weight, cfg.objective, alpha, sigma, cfg.loss_gamma)
+        loss = loss * diffusion.loss_weight(
+            cfg.loss_weight, cfg.objective, alpha, sigma, cfg.loss_gamma)
     if not cfg.learned_variance:
         return loss.mean()
     fraction = (out[:, 3:] + 1) / 2
@@ -506,8 +506,7 @@ def sample_pictures(unet, condition, size, steps, guidance_scale=1.0, eta=0.0, n
             prediction = diffusion.guide(prediction, out[size:, :3], guidance_scale)
         alpha = diffusion.at(unet.alpha, timestep, x_t)
         sigma = diffusion.at(unet.sigma, timestep, x_t)
-        x0 = diffusion.to_x0(cfg.objective, prediction, x_t, alpha, sigma)
-        x0 = diffusion.threshold(x0, cfg.threshold) if cfg.threshold else x0.clamp(-1, 1)
+        x0 = diffusion.to_x0(cfg.objective, prediction, x_t, alpha, sigma).clamp(-1, 1)
         return (x0, (out[:size, 3:] + 1) / 2) if cfg.learned_variance else x0
 
     x_t = noise(torch.empty(size, 3, cfg.image_size, cfg.image_size, device=device))

@@ -239,10 +239,11 @@ def diffusion_loss(prior, batch, condition, plain=False):
         # torch keeps weights that were cast without gradients for the pass that needs them
         torch.clear_autocast_cache()
         x_t, target = diffusion.dream(x_t, noise, predicted, sigma)
-    prediction = prior(x_t, timestep, condition, drop)
-    loss = diffusion.distance(cfg.loss, prediction, target)
+    prediction = prior(x_t, timestep, condition, drop).float()
+    loss = F.mse_loss(prediction, target, reduction="none")
     if not plain:
-        loss = loss * diffusion.loss_weight(cfg.loss_weight, cfg.objective, alpha, sigma, cfg.loss_gamma)
+        loss = loss * diffusion.loss_weight(
+            cfg.loss_weight, cfg.objective, alpha, sigma, cfg.loss_gamma)
     return loss.mean()
 
 

@@ -8,13 +8,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch.special import log_ndtr
 
 from common import accumulate, amp, config, data, dist
 from common.config import Count, Natural, NonNegative, Positive, Share, UserError
-
-SCHEDULES = ("cosine", "linear", "quadratic", "sigmoid", "jsd")
 
 
 @dataclass(frozen=True)
@@ -27,14 +24,13 @@ class Training(config.Training):
     checkpointing: bool = False  # recompute blocks in the backward pass: less memory, a third more time
     # Diffusion
     objective: Literal["x0", "v", "epsilon", "flow"] = "v"  # what the network predicts; flow has levels of its own
-    noise_schedule: Literal[SCHEDULES] = "cosine"  # levels of noise
+    noise_schedule: Literal["cosine", "linear"] = "cosine"  # levels of noise
     timesteps: Count = 1000  # levels of noise
     timestep_density: Literal["uniform", "logit_normal", "mode"] = "uniform"  # timesteps in training (SD3 §3.1)
     density_mean: float = 0.0  # of logit_normal; above 0 for more noise
     density_std: Positive = 1.0  # of logit_normal
-    loss: Literal["l2", "l1", "huber"] = "l2"  # distance between prediction and target
-    loss_weight: Literal["none", "min_snr", "p2", "sigma_sqrt", "cosmap"] = "none"  # by timestep; the last two: flow
-    loss_gamma: Positive = 5.0  # of min_snr (Hang et al. 2023) and p2 (Choi et al. 2022)
+    loss_weight: Literal["none", "min_snr", "sigma_sqrt", "cosmap"] = "none"  # the last two: flow
+    loss_gamma: Positive = 5.0  # of min_snr (Hang et al. 2023)
     dream: bool = False  # train on the inputs its own error leads to (DREAM, Zhou et al. 2023); objective epsilon
     text_drop: Share = 0.1  # probability of training a sample without its text, for guidance
     # Evaluation and saving; both happen at the first log line at or after they are due
@@ -45,7 +41,7 @@ class Training(config.Training):
         super().__post_init__()
         config.refuse_unused(self, (
             ("noise_schedule", self.objective != "flow", "an objective other than flow, which has its own levels"),
-            ("loss_gamma", self.loss_weight in ("min_snr", "p2"), "--loss_weight min_snr or p2"),
+            ("loss_gamma", self.loss_weight == "min_snr", "--loss_weight min_snr"),
             ("dream", self.objective == "epsilon", "--objective epsilon"),
             *((name, self.timestep_density == "logit_normal", "--timestep_density logit_normal")
               for name in ("density_mean", "density_std")),
@@ -77,19 +73,15 @@ def check_sampling(cfg, guidance_scale, steps=1):
 
 def betas(name, timesteps):
     """The variances β_t (T,) of the named noise schedule, in float64."""
-    u = torch.linspace(0, 1, timesteps, dtype=torch.float64)
-    low, high = 1000 / timesteps * 1e-4, 1000 / timesteps * 0.02  # which were given for T = 1000
     if name == "cosine":  # Nichol & Dhariwal 2021, Eq. 17, with their s = 0.008 and β <= 0.999
-        f = torch.cos((torch.arange(timesteps + 1, dtype=torch.float64) / timesteps + 0.008) / 1.008 * math.pi / 2) ** 2
+        time = torch.arange(timesteps + 1, dtype=torch.float64) / timesteps
+        f = torch.cos((time + 0.008) / 1.008 * math.pi / 2) ** 2
         return (1 - f[1:] / f[:-1]).clamp(max=0.999)
-    if name == "linear":  # Ho et al. 2020, §4
-        return (low + (high - low) * u).clamp(max=0.999)
-    if name == "quadratic":
-        return ((low ** 0.5 + (high ** 0.5 - low ** 0.5) * u) ** 2).clamp(max=0.999)
-    if name == "sigmoid":
-        return (low + (high - low) * torch.sigmoid(-6 + 12 * u)).clamp(max=0.999)
-    assert name == "jsd", name  # Sohl-Dickstein et al. 2015, §2.4.1: 1/T, 1/(T-1), …, 1
-    return (1 / torch.linspace(timesteps, 1, timesteps, dtype=torch.float64)).clamp(max=0.999)
+    assert name == "linear", name  # Ho et al. 2020, §4, whose ends are for T = 1000
+    low = 1000 / timesteps * 1e-4
+    high = 1000 / timesteps * 0.02
+    u = torch.linspace(0, 1, timesteps, dtype=torch.float64)
+    return (low + (high - low) * u).clamp(max=0.999)
 
 
 def levels(name, timesteps):
@@ -153,9 +145,10 @@ def snr(alpha, sigma):
 def loss_weight(kind, objective, alpha, sigma, gamma):
     """Weight of a squared error of the `objective`, at each level (α, σ).
 
-    "min_snr": min(SNR, γ) on x₀ (Hang et al. 2023, §3.4). "p2": (1 + SNR)^-γ on epsilon (Choi et al. 2022, Eq. 8). Both
-    as they stand for the objective: an error e in x₀ is e·α/σ in epsilon, and e/σ in v (σ² = 1/(SNR + 1)) and in flow.
-    Of flow alone: "cosmap" = 2/(π(1 - 2σ + 2σ²)) (Esser et al. 2024, Eq. 21), "sigma_sqrt" = σ^-2, at most T².
+    "min_snr": min(SNR, γ) on x₀ (Hang et al. 2023, §3.4), as it stands for the objective: an error
+    e in x₀ is e·α/σ in epsilon, and e/σ in v (σ² = 1/(SNR + 1)) and in flow.
+    Of flow alone: "cosmap" = 2/(π(1 - 2σ + 2σ²)) (Esser et al. 2024, Eq. 21), "sigma_sqrt" = σ^-2,
+    at most T².
     """
     if kind == "none":
         return torch.ones_like(sigma)
@@ -163,32 +156,15 @@ def loss_weight(kind, objective, alpha, sigma, gamma):
         return 2 / (math.pi * (1 - 2 * sigma + 2 * sigma ** 2))
     if kind == "sigma_sqrt":
         return sigma ** -2
+    assert kind == "min_snr", kind
     ratio = snr(alpha, sigma)
-    weight = {"min_snr": ratio.clamp(max=gamma), "p2": ratio * (1 + ratio) ** -gamma}[kind]  # on x0
+    weight = ratio.clamp(max=gamma)  # on x0
     return weight / {"x0": 1, "epsilon": ratio, "v": ratio + 1, "flow": sigma ** -2}[objective]
-
-
-def distance(kind, prediction, target):
-    """Elementwise "l2", "l1" or "huber" (δ = 1) loss, in fp32."""
-    function = {"l2": F.mse_loss, "l1": F.l1_loss, "huber": F.smooth_l1_loss}[kind]
-    return function(prediction.float(), target.float(), reduction="none")
 
 
 def guide(conditional, unconditional, scale):
     """Classifier-free guidance (Ho & Salimans 2022, Eq. 6, with scale = 1 + w): 1 is the conditional model itself."""
     return unconditional + scale * (conditional - unconditional)
-
-
-def threshold(x0, quantile):
-    """Dynamic thresholding (Imagen, Saharia et al. 2022, §2.3): clip to ±s and divide by s.
-
-    s is that quantile of a sample's magnitudes |x₀|, at least 1. By sorting: torch.quantile has a limit on sizes.
-    """
-    ordered = x0.flatten(1).abs().sort(dim=1).values
-    place = quantile * (ordered.shape[1] - 1)
-    low, high = ordered[:, math.floor(place)], ordered[:, math.ceil(place)]
-    s = torch.lerp(low, high, place % 1).clamp(min=1).reshape(-1, *(1,) * (x0.ndim - 1))
-    return x0.clamp(-s, s) / s
 
 
 def variational_bound(x0, timestep, predicted_x0, fraction, alpha, sigma):

@@ -12,7 +12,7 @@ from common.config import UserError
 T = 200
 
 
-@pytest.mark.parametrize("name", diffusion.SCHEDULES)
+@pytest.mark.parametrize("name", ["cosine", "linear"])
 def test_levels_keep_variance_and_only_get_noisier(name):
     alpha, sigma = diffusion.levels(name, T)
     torch.testing.assert_close(alpha ** 2 + sigma ** 2, torch.ones(T))
@@ -22,12 +22,10 @@ def test_levels_keep_variance_and_only_get_noisier(name):
 def test_betas_are_the_published_ones():
     beta = diffusion.betas("linear", 1000)
     assert math.isclose(beta[0], 1e-4, rel_tol=1e-9) and math.isclose(beta[-1], 0.02, rel_tol=1e-9)
-    halfway = diffusion.betas("quadratic", 1001)[500], diffusion.betas("sigmoid", 1001)[500]
-    ends = [1000 / 1001 * beta for beta in (1e-4, 0.02)]
-    assert halfway == pytest.approx(((sum(beta ** 0.5 for beta in ends) / 2) ** 2, sum(ends) / 2))
-    assert diffusion.betas("sigmoid", 1000)[0] == pytest.approx(1e-4 + 0.0199 / (1 + math.exp(6)))
-    assert [diffusion.betas(name, 2).max() for name in diffusion.SCHEDULES] == [0.999] * 5  # none is 1
-    assert diffusion.betas("jsd", 4)[:3].tolist() == pytest.approx([1 / 4, 1 / 3, 1 / 2])
+    halfway = diffusion.betas("linear", 1001)[500]
+    assert math.isclose(halfway, 1000 / 1001 * (1e-4 + 0.02) / 2, rel_tol=1e-9)
+    for name in ("cosine", "linear"):
+        assert diffusion.betas(name, 2).max() == 0.999  # none is 1
 
 
 def test_cosine_levels_follow_the_closed_form():
@@ -62,9 +60,9 @@ def prediction_of(objective, x0, x_t, alpha, sigma):
 
 
 @pytest.mark.parametrize("objective", ["x0", "v", "epsilon", "flow"])
-@pytest.mark.parametrize("kind, gamma", [("min_snr", 0.5), ("min_snr", 5.0), ("p2", 0.5), ("p2", 1.0)])
-def test_min_snr_and_p2_weigh_every_objective_alike(kind, gamma, objective):
-    """Weight times loss is min(SNR, γ) times the squared error in x0, or (1 + SNR)^-γ times that in epsilon."""
+@pytest.mark.parametrize("gamma", [0.5, 5.0])
+def test_min_snr_weighs_every_objective_alike(gamma, objective):
+    """Weight times loss is min(SNR, γ) times the squared error in x0."""
     torch.manual_seed(0)
     a, s = (table.double()[:T - 5] for table in levels_of(objective))
     x0, noise, error = (torch.randn(len(a), dtype=torch.float64) for _ in range(3))
@@ -74,16 +72,17 @@ def test_min_snr_and_p2_weigh_every_objective_alike(kind, gamma, objective):
     slow = []
     for alpha, sigma, e in zip(a.tolist(), s.tolist(), error.tolist()):
         ratio = (alpha / sigma) ** 2
-        slow.append((min(ratio, gamma) if kind == "min_snr" else (1 + ratio) ** -gamma * ratio) * e ** 2)
-    torch.testing.assert_close(diffusion.loss_weight(kind, objective, a, s, gamma) * loss,
-                               torch.tensor(slow, dtype=torch.float64), rtol=1e-5, atol=1e-9)
+        slow.append(min(ratio, gamma) * e ** 2)
+    weight = diffusion.loss_weight("min_snr", objective, a, s, gamma)
+    slow = torch.tensor(slow, dtype=torch.float64)
+    torch.testing.assert_close(weight * loss, slow, rtol=1e-5, atol=1e-9)
 
 
 @pytest.mark.parametrize("objective", ["x0", "v", "epsilon", "flow"])
 def test_weights_are_finite_at_every_level_also_of_pure_noise(objective):
-    for name in ("flow", *diffusion.SCHEDULES):
+    for name in ("flow", "cosine", "linear"):
         alpha, sigma = diffusion.levels(name, 1000)
-        for kind in ("none", "min_snr", "p2", "cosmap", "sigma_sqrt"):
+        for kind in ("none", "min_snr", "cosmap", "sigma_sqrt"):
             weight = diffusion.loss_weight(kind, objective, alpha, sigma, 1.0)
             assert weight.isfinite().all() and (weight >= 0).all() and weight.shape == (1000,)
 
@@ -96,13 +95,6 @@ def test_weights_of_flow_follow_their_formulas():
     cosmap = diffusion.loss_weight("cosmap", "flow", *diffusion.levels("flow", 100_000), 5.0)
     assert cosmap.mean() == pytest.approx(1, abs=1e-3)  # it is a density on (0, 1)
     assert cosmap[49_999] == pytest.approx(4 / math.pi) and cosmap[-1] == pytest.approx(2 / math.pi)
-
-
-def test_losses_are_the_textbook_distances():
-    a, b = torch.tensor([0.0, 0.5, 3.0]), torch.zeros(3)
-    assert diffusion.distance("l2", a, b).tolist() == [0, 0.25, 9]
-    assert diffusion.distance("l1", a, b).tolist() == [0, 0.5, 3]
-    assert diffusion.distance("huber", a, b).tolist() == [0, 0.125, 2.5]
 
 
 def test_guidance_extrapolates_from_the_unconditional():
@@ -183,18 +175,6 @@ def test_dream_moves_input_and_target_along_the_networks_error():
         error = sigma[t].item() * (noise[t, 1].item() - predicted[t, 1].item())
         assert target[t, 1].item() == pytest.approx(noise[t, 1].item() + error, abs=1e-5)
     assert torch.equal(x_t, before[0]) and torch.equal(noise, before[1]), "the caller's tensors were written to"
-
-
-@pytest.mark.parametrize("quantile", [0.0, 0.5, 0.9, 0.995, 1.0])
-def test_dynamic_threshold_clips_each_sample_at_its_own_quantile(quantile):
-    torch.manual_seed(0)
-    x0 = torch.randn(4, 3, 5, 5) * torch.tensor([0.2, 1.0, 3.0, 10.0]).reshape(4, 1, 1, 1)
-    kept, out = x0.clone(), diffusion.threshold(x0, quantile)
-    for one, result in zip(kept, out):
-        s = max(1.0, float(torch.quantile(one.abs().flatten(), quantile)))
-        torch.testing.assert_close(result, one.clamp(-s, s) / s)
-    assert torch.equal(x0, kept) and out.abs().max() <= 1
-    assert torch.equal(out[0], kept[0])  # already within -1 and 1: not stretched
 
 
 @pytest.mark.parametrize("name", ["flow", "linear", "cosine"])
@@ -352,7 +332,7 @@ def test_first_term_is_the_likelihood_of_eight_bit_pixels():
             assert float(mass[i]) == pytest.approx(float(high - low), rel=2e-3, abs=1e-7)
 
 
-@pytest.mark.parametrize("name", ["linear", "cosine", "jsd", "flow"])
+@pytest.mark.parametrize("name", ["linear", "cosine", "flow"])
 def test_variational_bound_is_finite_and_teaches_the_variance_alone(name):
     torch.manual_seed(0)
     alpha, sigma = diffusion.levels(name, 1000)
@@ -368,7 +348,7 @@ def test_variational_bound_is_finite_and_teaches_the_variance_alone(name):
 
 @pytest.mark.parametrize("settings, needed, message", [
     ({"noise_schedule": "linear"}, {"objective": "v"}, "an objective other than flow, which has its own levels"),
-    ({"loss_gamma": 1.0}, {"loss_weight": "p2"}, "--loss_weight min_snr or p2"),
+    ({"loss_gamma": 1.0}, {"loss_weight": "min_snr"}, "--loss_weight min_snr"),
     ({"dream": True}, {"objective": "epsilon"}, "--objective epsilon"),
     ({"density_mean": 1.0}, {"timestep_density": "logit_normal"}, "--timestep_density logit_normal"),
     ({"density_std": 2.0}, {"timestep_density": "logit_normal"}, "--timestep_density logit_normal"),
