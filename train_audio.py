@@ -21,9 +21,10 @@ SoundStream: no FiLM, so no denoising (§III-F); residual units start as the ide
 compared by a mean over channels, too; mel spectra have a scale of their own (`spectral_distance`);
 weights are averaged (EMA). By default also an L1 loss of waves, a gradient penalty, k-means after
 300 steps without a quantizer, and discriminators (no weight norm) in the last 40 of 1,050 steps.
-AudioLM: semantic tokens are 50 a second, of MFCC by default. Positions are rotary by default.
-Blocks are pre-norm with GELU, of which it says nothing. Text and EOS are added. Long sounds come in
-windows that overlap by half. By default Muon trains the coarse stage.
+AudioLM: semantic tokens are 50 a second, of MFCC by default. Positions are rotary: AudioLM's
+relative ones (T5), a bias of all scores, would keep attention from its fast paths. Blocks are
+pre-norm with GELU, of which it says nothing. Text and EOS are added. Long sounds come in windows
+that overlap by half. By default Muon trains the coarse stage.
 """
 import os
 
@@ -115,9 +116,7 @@ class Config(config.Training):
     width: Count = 128  # width of the transformer
     depth: Count = 4  # blocks
     heads: Count = 4  # attention heads
-    position: Literal["rotary", "relative"] = "rotary"  # embedding of positions; AudioLM: relative
     dropout: Share = 0.1  # in attention and feed-forward
-    mask_past: Decay = 0.0  # share of the past that is hidden from a sample in training (Liu et al. 2022)
     coarse_quantizers: Count = 2  # quantizers that the coarse stage predicts; fine: the others
     codec_quantizers: Natural = 0  # first quantizers of the codec that coarse and fine use; 0: all
     text: Literal["auto", "none", "prefix"] = "auto"  # auto: a prefix of semantic, if there are transcripts
@@ -166,9 +165,9 @@ STAGES = {
 }
 COMMON = dict(lr=1e-4, steps=1_000_000, warmup_steps=1_000, cosine=False, ema_decay=0.9999, validation=0.01,
               test=0.01, log_every=100, eval_every=10_000, save_every=2_000, workers=4)  # to all presets
-AUDIOLM = dict(COMMON, sample_rate=16_000, clusters=1024, width=1024, depth=12, heads=16, position="relative",
-               coarse_quantizers=4, batch_size=256, chunk_size=8, optimizer="adamw", lr=3e-4, warmup_steps=4_000,
-               precision="bf16")
+AUDIOLM = dict(COMMON, sample_rate=16_000, clusters=1024, width=1024, depth=12, heads=16,
+               coarse_quantizers=4, batch_size=256, chunk_size=8, optimizer="adamw", lr=3e-4,
+               warmup_steps=4_000, precision="bf16")
 PRESETS = {
     # SoundStream §III. Batch, crop, learning rates and commitment weight are not in the paper.
     "soundstream-24khz": dict(
@@ -201,8 +200,8 @@ ONLY = {**dict.fromkeys(CODEC, ("soundstream",)), **dict.fromkeys(TOKENS, ("sema
 FIXED = (*config.FIXED, "stage", "sample_rate", "seconds")
 FIXED_CODEC = (*FIXED, "channels", "strides", "codec_width", "quantizers", "codebook_size", "quantize_after",
                "discriminator_after", "discriminator_channels", "stft_window")
-FIXED_TOKENS = (*FIXED, "width", "depth", "heads", "position", "coarse_quantizers",
-                "codec_quantizers", "text", "max_text_len")
+FIXED_TOKENS = (*FIXED, "width", "depth", "heads", "coarse_quantizers", "codec_quantizers", "text",
+                "max_text_len")
 
 MOST_CHUNK = 64  # recordings in one forward pass, at most, where --chunk_size is 0
 EVAL_SECONDS = 1.0  # length of the codec's crops in evaluation
@@ -217,27 +216,19 @@ TOKENIZER = "kmeans.pt"  # in the folder of the semantic run
 # Codec (SoundStream §III-A, §III-B)
 
 class CausalConv(nn.Conv1d):
-    """Convolution whose output depends on nothing later, (B, C, T) -> (B, C', T / stride).
+    """Convolution whose output depends on nothing later, (B, C, T) -> (B, C', T / stride)."""
 
-    `memory`: a dict of what a stream of chunks must remember of its past; without one, the past is silence.
-    """
-
-    def forward(self, x, memory=None):
+    def forward(self, x):
         left = self.dilation[0] * (self.kernel_size[0] - 1) + 1 - self.stride[0]
-        x = F.pad(x, (left, 0)) if memory is None or self not in memory else torch.cat([memory[self], x], dim=2)
-        if memory is not None:
-            memory[self] = x[..., x.shape[2] - left:]
-        return super().forward(x)
+        return super().forward(F.pad(x, (left, 0)))
 
 
 class CausalUpsample(nn.ConvTranspose1d):
     """Transposed convolution, its kernel twice its stride, cut to what does not need the future: T -> T · stride."""
 
-    def forward(self, x, memory=None):
-        past = (memory or {}).get(self, torch.zeros_like(x[..., :1]))
-        if memory is not None:
-            memory[self] = x[..., -1:]
-        return super().forward(torch.cat([past, x], dim=2))[..., self.stride[0]:-self.stride[0]]
+    def forward(self, x):
+        x = torch.cat([torch.zeros_like(x[..., :1]), x], dim=2)  # after silence
+        return super().forward(x)[..., self.stride[0]:-self.stride[0]]
 
 
 class ResidualUnit(nn.Module):
@@ -247,15 +238,14 @@ class ResidualUnit(nn.Module):
         super().__init__()
         self.wide, self.narrow = CausalConv(width, width, 7, dilation=dilation), CausalConv(width, width, 1)
 
-    def forward(self, x, memory=None):
-        return x + self.narrow(F.elu(self.wide(F.elu(x), memory)))
+    def forward(self, x):
+        return x + self.narrow(F.elu(self.wide(F.elu(x))))
 
 
 class SoundStream(nn.Module):
     """Waves -> codes -> waves (SoundStream §III, Fig. 3). T samples make ceil(T / hop) frames of Q codes.
 
-    Everything is causal at the grain of a frame: chunk by chunk, with a `memory`, gives what the
-    whole would.
+    Everything is causal at the grain of a frame: later samples change nothing in earlier frames.
     """
 
     checksum = ""  # of its file, which tells it from others
@@ -273,9 +263,9 @@ class SoundStream(nn.Module):
                         CausalConv(narrow, wide, 2 * stride, stride)]
             decoder = [nn.ELU(), CausalUpsample(wide, narrow, 2 * stride, stride),
                        *(ResidualUnit(narrow, dilation) for dilation in (1, 3, 9)), *decoder]
-        self.encoder = nn.ModuleList([*encoder, nn.ELU(), CausalConv(widths[-1], cfg.codec_width, 3)])
-        self.decoder = nn.ModuleList([CausalConv(cfg.codec_width, widths[-1], 7), *decoder, nn.ELU(),
-                                      CausalConv(widths[0], 1, 7)])
+        self.encoder = nn.Sequential(*encoder, nn.ELU(), CausalConv(widths[-1], cfg.codec_width, 3))
+        self.decoder = nn.Sequential(CausalConv(cfg.codec_width, widths[-1], 7), *decoder, nn.ELU(),
+                                     CausalConv(widths[0], 1, 7))
         self.quantizer = ResidualQuantizer(cfg.codec_width, cfg.quantizers, cfg.codebook_size, cfg.codebook_decay,
                                            cfg.dead_below, cfg.quantizer_dropout)
         self.apply(self.initialize)
@@ -290,19 +280,14 @@ class SoundStream(nn.Module):
         elif isinstance(layer, ResidualUnit):
             nn.init.zeros_(layer.narrow.weight)
 
-    def latents(self, wave, memory=None):
+    def latents(self, wave):
         """Frames (B, ceil(T / hop), D) of waves (B, T)."""
         x = F.pad(wave, (0, -wave.shape[1] % self.hop))[:, None]
-        return self.through(self.encoder, x, memory).transpose(1, 2)
+        return self.encoder(x).transpose(1, 2)
 
-    def waves(self, latents, memory=None):
+    def waves(self, latents):
         """Waves (B, T·hop) of frames (B, T, D)."""
-        return self.through(self.decoder, latents.transpose(1, 2), memory)[:, 0].float()
-
-    def through(self, layers, x, memory):
-        for layer in layers:
-            x = layer(x) if isinstance(layer, nn.ELU) else layer(x, memory)
-        return x
+        return self.decoder(latents.transpose(1, 2))[:, 0].float()
 
     def forward(self, wave):
         """(reconstruction (B, T), codes (B, frames, Q), commitment loss) of waves (B, T)."""
@@ -310,14 +295,14 @@ class SoundStream(nn.Module):
         return self.waves(quantized)[:, :wave.shape[1]], codes, commitment
 
     @torch.no_grad()
-    def encode(self, wave, memory=None):
+    def encode(self, wave):
         """Codes (B, frames, Q) of waves (B, T), of the first `quantizers`."""
-        return self.quantizer.encode(self.latents(wave, memory), self.quantizers)
+        return self.quantizer.encode(self.latents(wave), self.quantizers)
 
     @torch.no_grad()
-    def decode(self, codes, memory=None):
+    def decode(self, codes):
         """Waves (B, frames·hop) of codes (B, frames, n), of the first n quantizers."""
-        return self.waves(self.quantizer.decode(codes), memory)
+        return self.waves(self.quantizer.decode(codes))
 
 
 class PublishedCodec:
@@ -572,9 +557,7 @@ class TokenTransformer(nn.Module):
         self.embed = nn.Embedding(self.offsets[-1], width, padding_idx=0)
         nn.init.normal_(self.embed.weight[1:], std=width ** -0.5)
         self.heads = nn.Parameter(torch.randn(streams[-1].codes, streams[-1].size + 1, width) * 0.5 * width ** -0.5)
-        self.transformer = Transformer(width, cfg.depth, cfg.heads, rotary=cfg.position == "rotary",
-                                       dropout=cfg.dropout)
-        self.bias = nn.Embedding(32, cfg.heads) if cfg.position == "relative" else None
+        self.transformer = Transformer(width, cfg.depth, cfg.heads, dropout=cfg.dropout)
         if cfg.text != "none":
             self.text_embed = nn.Embedding(len(self.tokenizer), width)
             self.text_encoder = Transformer(width, TEXT_DEPTH, cfg.heads, causal=False)
@@ -597,27 +580,6 @@ class TokenTransformer(nn.Module):
         tokens = self.text_encoder(self.text_embed(text))
         return torch.where(drop[:, None, None], self.null_text.weight.to(tokens.dtype), tokens)
 
-    def relative(self, distance):
-        """Bias (heads, …) for keys `distance` tokens back: 16 buckets of one, 16 up to 1,024 (T5, Raffel 2020)."""
-        far = 16 + (distance.clamp(min=16).float() / 16).log() * (16 / math.log(64))
-        bucket = torch.where(distance < 16, distance.clamp(min=0), far.long().clamp(max=31))
-        return self.bias(bucket).movedim(-1, 0)
-
-    def mask(self, batch, size, prefix, device):
-        """What attends to what: None (causal), True where it does, or, with relative positions, a bias.
-
-        mask_past hides a share of the past in training (Liu et al. 2022), never the text or a token from itself.
-        """
-        hidden, place = self.cfg.mask_past if self.training else 0.0, torch.arange(size, device=device)
-        if not hidden and self.bias is None:
-            return None
-        distance = place[:, None] - place
-        seen = (distance >= 0)[None, None]
-        if hidden:
-            kept = (torch.rand(batch, 1, 1, size, device=device) >= hidden) | (place < prefix)
-            seen = seen & (kept | (distance == 0))
-        return seen if self.bias is None else self.relative(distance)[None].masked_fill(~seen, -torch.inf)
-
     def run(self, inputs, condition, cache=False):
         """Outputs (B, N, W) at inputs (B, N) after a text prefix; with `cache`, keys and values, too."""
         x = self.embed(inputs)
@@ -625,10 +587,9 @@ class TokenTransformer(nn.Module):
         if condition is not None:
             x = torch.cat([condition.to(x.dtype), x], dim=1)
             prefix = condition.shape[1]
-        mask = self.mask(len(x), x.shape[1], prefix, x.device)
         if not cache:
-            return self.transformer(x, mask)[:, prefix:]
-        x, keys_values = self.transformer(x, mask, return_cache=True)
+            return self.transformer(x)[:, prefix:]
+        x, keys_values = self.transformer(x, return_cache=True)
         return x[:, prefix:], keys_values
 
     def forward(self, inputs, place, target, text=None, drop=None):
@@ -648,11 +609,7 @@ class TokenTransformer(nn.Module):
 
     def step(self, rows, memory):
         """Outputs (B, W) at the next input (B,) of every sample."""
-        bias = None
-        if self.bias is not None:
-            distance = memory.length[:, None] - torch.arange(memory.top + 1, device=rows.device)
-            bias = self.relative(distance).transpose(0, 1)[:, :, None]  # (B, heads, 1, P)
-        return self.transformer.step(self.embed(rows), memory, bias)
+        return self.transformer.step(self.embed(rows), memory)
 
 
 # Generation (AudioLM §III-D)

@@ -45,7 +45,8 @@ class Attention(nn.Module):
     def forward(self, x, keys, values, mask=None, causal=False, table=None):
         """Attend from x (B, M, W) to `keys`, `values` (B, heads, N, d) -> (B, M, W).
 
-        mask: (M, N) or (B, 1, M, N), True = seen, or a bias. causal: only for M = N, as SDPA aligns it to the top left.
+        mask: (M, N) or (B, 1, M, N), True = seen. causal: only for M = N, as SDPA aligns it to the
+        top left.
         """
         q = self.query(x).unflatten(-1, (self.heads, self.head_width)).transpose(1, 2)  # (B, heads, M, d)
         q = q if table is None else rotate(q, table)
@@ -146,7 +147,8 @@ class Transformer(nn.Module):
     def forward(self, x, mask=None, cache=None, keep=None, return_cache=False):
         """x (B, N, W) -> (B, keep or N, W), or (that, cache) with `return_cache`.
 
-        mask: (N, P + N) or (B, 1, N, P + N), True = seen, or a bias; without one, attention is causal if the model is.
+        mask: (N, P + N) or (B, 1, N, P + N), True = seen; without one, attention is causal if the
+        model is.
         cache: keys and values of P earlier tokens, a pair a block, each (B, heads, P, d); the returned one is of x.
         keep: compute only the last `keep` tokens of the last block, the earlier ones being wanted as keys alone.
         """
@@ -171,16 +173,12 @@ class Transformer(nn.Module):
         x = self.norm(x)
         return (x, fresh) if return_cache else x
 
-    def step(self, x, memory, bias=None):
-        """The next token x (B, W) of every sample -> (B, W); `memory` takes it in.
-
-        bias: added to the scores of the first `top` + 1 places, (B or 1, heads, 1, top + 1).
-        """
+    def step(self, x, memory):
+        """The next token x (B, W) of every sample -> (B, W); `memory` takes it in."""
         table = None
         if self.rotary:  # of each sample's own place in the memory: (B, 1, 1, d)
             table = rotary_table(memory.length[:, None, None], self.head_width)
         mask = memory.seen()
-        mask = mask if bias is None else bias.masked_fill(~mask, -torch.inf)
         x = x[:, None]
         for i, block in enumerate(self.blocks):
             x, _ = block(x, mask, False, table, functools.partial(memory.put, i))

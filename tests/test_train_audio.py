@@ -23,7 +23,6 @@ from train_audio import Config, Drawing, Stream, lay_out, targets
 CPU, STAGES, KILLS = torch.device("cpu"), list(train_audio.STAGES), int(os.environ.get("KILLS", 1))
 WORDS, COARSE, FINE = Stream("semantic", 1, 7), Stream("coarse", 2, 5), Stream("fine", 3, 5)
 TEXTS = torch.tensor([[5, 3, 0, 0], [2, 2, 7, 1], [9, 0, 0, 0]])
-VARIANTS = [*itertools.product(["rotary", "relative"], ["none", "prefix"])]
 Tokens = type("Tokens", (list,), {"frames": lambda tokens, row: len(tokens[row])})  # of recordings, as in a TokenCache
 run = functools.partial(helpers.run, "train_audio")
 
@@ -61,7 +60,8 @@ def codec_of(**settings):
 
 def transformer(*streams, **settings):
     settings |= {"max_text_len": 4} if settings.get("text", "none") != "none" else {"text": "none"}
-    cfg = Config(**{**dict(stage=streams[-1].name, width=16, depth=2, heads=2, mask_past=0.0, dropout=0.0), **settings})
+    small = dict(stage=streams[-1].name, width=16, depth=2, heads=2, dropout=0.0)
+    cfg = Config(**{**small, **settings})
     model = train_audio.TokenTransformer(cfg, streams)
     model.heads.data *= 5  # so that rounding does not decide what is most probable
     return awake(model, std=0.5)
@@ -79,15 +79,14 @@ def batch_of(streams, samples, ended):
 
 
 @pytest.mark.parametrize("strides", [(4, 5, 8), (2, 3)])
-def test_chunk_by_chunk_gives_what_the_whole_does_and_nothing_depends_on_later_frames(strides):
-    codec, heard, coded, spoken = codec_of(strides=strides), {}, {}, {}
+def test_a_wave_keeps_its_length_and_nothing_depends_on_later_frames(strides):
+    codec = codec_of(strides=strides)
     hop, wave = codec.hop, torch.randn(2, 13 * codec.hop - 3)
     frames, codes, made = codec.latents(wave), codec.encode(wave), codec.decode(codec.encode(wave))
-    parts = wave.split([hop, 4 * hop, 2 * hop, 6 * hop - 3], 1)
-    assert_close(torch.cat([codec.latents(part, heard) for part in parts], 1), frames)
-    assert torch.equal(torch.cat([codec.encode(part, memory=coded) for part in parts], 1), codes)
-    chunks = [codec.decode(part, spoken) for part in codes.split((2, 1, 7, 3), 1)]
-    assert_close(torch.cat(chunks, 1), made, rtol=1e-4, atol=1e-5)
+    for n in (1, 5, 12):  # the beginning alone comes out as in the whole
+        assert_close(codec.latents(wave[:, :n * hop]), frames[:, :n])
+        assert torch.equal(codec.encode(wave[:, :n * hop]), codes[:, :n])
+        assert_close(codec.decode(codes[:, :n]), made[:, :n * hop], rtol=1e-4, atol=1e-5)
     again, found, _ = codec(wave)  # every begun hop is a frame, and a wave keeps its length
     assert codes.shape == (2, 13, 4) and made.shape == (2, 13 * hop) and torch.equal(found, codes)
     assert_close(again, made[:, :13 * hop - 3])
@@ -249,10 +248,10 @@ def test_codes_and_semantic_tokens_of_a_crop_are_of_the_same_time_and_only_true_
     assert crops.crop(0)[0][0].tolist() == [[5], [3], [5], [4]] and len(crops.crop(0)[0][1]) == 9
 
 
-@pytest.mark.parametrize("position, text", VARIANTS)
+@pytest.mark.parametrize("text", ["none", "prefix"])
 @torch.no_grad()
-def test_an_output_is_of_its_input_and_those_before_and_a_padded_sample_loses_what_it_does_alone(position, text):
-    model, texts = transformer(WORDS, COARSE, position=position, text=text), None if text == "none" else TEXTS
+def test_an_output_is_of_nothing_later_and_a_padded_sample_loses_what_it_does_alone(text):
+    model, texts = transformer(WORDS, COARSE, text=text), None if text == "none" else TEXTS
     samples, ended, drop = tokens_of([WORDS, COARSE], [5, 1, 3], [2, 6, 0]), [True, False, True], torch.arange(3) == 1
     inputs, place, target = batch_of([WORDS, COARSE], samples, ended)
     outputs = model.run(inputs, condition := model.condition(texts, drop))
@@ -267,11 +266,11 @@ def test_an_output_is_of_its_input_and_those_before_and_a_padded_sample_loses_wh
 
 
 @pytest.mark.parametrize("scale", [1.0, 2.5])
-@pytest.mark.parametrize("position, text", VARIANTS)
+@pytest.mark.parametrize("text", ["none", "prefix"])
 @torch.no_grad()
-def test_cached_generation_in_an_uneven_batch_is_a_naive_loop_over_each_sample(position, text, scale):
+def test_cached_generation_in_an_uneven_batch_is_a_naive_loop_over_each_sample(text, scale):
     for streams in ([WORDS, COARSE], [COARSE, FINE]):
-        model, seen, texts = transformer(*streams, position=position, text=text), [], None if text == "none" else TEXTS
+        model, seen, texts = transformer(*streams, text=text), [], None if text == "none" else TEXTS
         samples, step, Q = tokens_of(streams, [5, 2, 4], [3, 0, 1]), model.transformer.step, streams[-1].codes
         model.transformer.step = lambda *args, step=step, seen=seen: seen.append(step(*args)) or seen[-1]
         out, ended = train_audio.generate(model, samples, 6, [0, 1, 2], Drawing(0.0, 0, scale), texts)
@@ -304,25 +303,14 @@ def test_each_sample_ends_by_itself_at_the_start_of_a_frame_and_every_code_can_b
     assert not any(train_audio.generate(model, samples, 12, range(90), uniform, ends=False)[1])
 
 
-@pytest.mark.parametrize("position, text", VARIANTS)
-def test_masking_hides_a_share_of_the_past_in_training_only_and_never_the_text_or_a_token_from_itself(position, text):
-    model, masks = transformer(WORDS, COARSE, position=position, text=text, mask_past=0.3), []
-    samples, inside = tokens_of([WORDS, COARSE], [20] * 64, [9] * 64), model.transformer.forward
-    given = *batch_of([WORDS, COARSE], samples, [False] * 64), TEXTS[:1].expand(64, -1)
-    model.transformer.forward = lambda x, mask=None, **rest: masks.append(mask) or inside(x, mask, **rest)
-    quiet, again, loud = (model.train(mode)(*given, torch.zeros(64) > 0)[0] for mode in (False, False, True))
-    assert torch.equal(quiet, again) and not torch.allclose(quiet, loud)
-    prefix, size = 4 * (text == "prefix"), given[0].shape[1] + 4 * (text == "prefix")
-    causal = torch.ones(size, size, dtype=torch.bool).tril()
-    past = causal & ~torch.eye(size, dtype=torch.bool) & (torch.arange(size) >= prefix)
-    assert masks[0] is None if position == "rotary" else torch.equal(masks[0][0, 0] > -torch.inf, causal)
-    seen = (masks[-1] if masks[-1].dtype == torch.bool else masks[-1] > -torch.inf)[:, 0]
-    assert not (seen & ~causal).any() and seen[:, causal & ~past].all()
-    assert abs(1 - seen[:, past].float().mean() - 0.3) < 0.03
-    assert torch.equal(seen[:, -1, :-2], seen[:, -2, :-2]) and not torch.equal(seen[0], seen[1])  # one choice a sample
-    for drop in (True, False):  # every parameter is used in every step, whatever is dropped
+@pytest.mark.parametrize("text", ["none", "prefix"])
+def test_every_parameter_is_used_in_every_step_whatever_is_dropped(text):
+    model = transformer(WORDS, COARSE, text=text).train()
+    samples = tokens_of([WORDS, COARSE], [20] * 4, [9] * 4)
+    given = *batch_of([WORDS, COARSE], samples, [False] * 4), TEXTS[:1].expand(4, -1)
+    for drop in (True, False):
         model.zero_grad()
-        model(*given, torch.full((64,), drop))[0].sum().backward()
+        model(*given, torch.full((4,), drop))[0].sum().backward()
         assert not [name for name, p in model.named_parameters() if p.grad is None]
 
 
@@ -429,7 +417,7 @@ def test_gradient_penalties_do_not_drive_the_scale_of_fp16_down(whole, tmp_path)
 
 def test_built_in_syllables_are_trained_on_and_judged_alike_on_any_number_of_ranks(tmp_path, monkeypatch):
     monkeypatch.setattr(train_audio, "BUILTIN_ROWS", 40)
-    settings = dict(run_dir=tmp_path, seconds=0.3, text="prefix", position="relative", samples_from="both",
+    settings = dict(run_dir=tmp_path, seconds=0.3, text="prefix", samples_from="both",
                     precision="bf16", validation=0.2, test=0.2)
     assert "wrote out.wav" in follow(run(*flags(**{**TINY, **settings})), "--device", "cpu", "--seconds", 0.2)
     for name in ("step_00000004_0", "step_00000004_online_0", "test_1", "test_online_1"):
@@ -730,7 +718,7 @@ def test_the_presets_of_audiolm_have_its_sizes_crops_and_tokens():
         cfg = Config(**train_audio.PRESETS[f"audiolm-{stage}"])
         assert (cfg.stage, cfg.seconds, cfg.steps, cfg.batch_size) == (stage, seconds, 1_000_000, 256)
         assert (cfg.depth, cfg.heads, cfg.width, cfg.dropout) == (12, 16, 1024, 0.1)
-        assert (cfg.position, cfg.coarse_quantizers) == ("relative", 4)
+        assert cfg.coarse_quantizers == 4
     semantic = train_audio.PRESETS["audiolm-semantic"]
     assert semantic["clusters"] == 1024 and semantic["tokenizer"] == "hf:facebook/w2v-bert-2.0:7"
 
