@@ -7,13 +7,14 @@ import torch
 def decay_at(step, decay=0.9999, warmup="power", inv_gamma=1.0, power=0.75, min_decay=0.0, update_after=0):
     """Decay used after optimizer step number `step` (1 is the first); 0 copies the parameters.
 
-    warmup "power": 1 - (1 + s/inv_gamma)^-power; "ratio": (1 + s) / (10 + s); "none": `decay` at once, with
-    s = step - update_after - 1; kept within [min_decay, decay]. Up to and including s = 0 the parameters are copied.
+    warmup "power": 1 - (1 + s/inv_gamma)^-power; "ratio": (1 + s) / (10 + s), with s = step -
+    update_after - 1; kept within [min_decay, decay], so with a `min_decay` of `decay` there is none.
+    Up to and including s = 0 the parameters are copied.
     """
     s = step - update_after - 1
     if s <= 0:
         return 0.0
-    value = {"power": 1 - (1 + s / inv_gamma) ** -power, "ratio": (1 + s) / (10 + s), "none": decay}[warmup]
+    value = {"power": 1 - (1 + s / inv_gamma) ** -power, "ratio": (1 + s) / (10 + s)}[warmup]
     return max(min_decay, min(decay, value))
 
 

@@ -38,7 +38,8 @@ def train(model, steps, after):
         after(step)
 
 
-@pytest.mark.parametrize("settings", [{"decay": 0.9, "warmup": "none"}, {"decay": 0.8, "update_after": 3}])
+@pytest.mark.parametrize("settings", [
+    {"decay": 0.9, "min_decay": 0.9}, {"decay": 0.8, "update_after": 3}])
 def test_the_average_is_torchs_averagedmodel_of_those_decays_bit_for_bit(settings):
     model, compared = make(), []
     ours, theirs = ema.EMA(model, **settings), AveragedModel(model)
@@ -54,17 +55,18 @@ def test_the_average_is_torchs_averagedmodel_of_those_decays_bit_for_bit(setting
     assert not torch.equal(ours.state_dict()["first.weight"], model.first.weight)
 
 
-@pytest.mark.parametrize("warmup", ["power", "ratio", "none"])
+@pytest.mark.parametrize("warmup", ["power", "ratio"])
 @pytest.mark.parametrize("inv_gamma, power, min_decay, update_after",
-                         [(1.0, 2 / 3, 0.0, 0), (10.0, 0.75, 0.0, 0), (1.0, 2 / 3, 0.5, 0), (1.0, 2 / 3, 0.2, 40)])
+                         [(1.0, 2 / 3, 0.0, 0), (10.0, 0.75, 0.0, 0), (1.0, 2 / 3, 0.5, 0),
+                          (1.0, 2 / 3, 0.2, 40), (1.0, 2 / 3, 0.95, 0)])
 def test_the_decay_follows_the_formulas(warmup, inv_gamma, power, min_decay, update_after):
     settings = {"decay": 0.95, "warmup": warmup, "inv_gamma": inv_gamma, "power": power, "min_decay": min_decay,
                 "update_after": update_after}
     steps = range(1, 300)
     decays = [ema.decay_at(step, **settings) for step in steps]
     since = torch.arange(1.0, 299 - update_after, dtype=torch.float64)
-    formula = {"power": 1 - (since / inv_gamma + 1) ** -power, "ratio": (since + 1) / (since + 10),
-               "none": torch.full_like(since, 0.95)}[warmup].clamp(min_decay, 0.95)
+    formula = {"power": 1 - (since / inv_gamma + 1) ** -power,
+               "ratio": (since + 1) / (since + 10)}[warmup].clamp(min_decay, 0.95)
     assert decays == pytest.approx([0.0] * (update_after + 1) + formula.tolist(), rel=1e-12)
     assert decays[update_after] == 0.0 < decays[update_after + 1]  # the parameters are copied up to here
     assert decays == sorted(decays) and max(decays) <= 0.95
@@ -78,7 +80,7 @@ def test_a_known_decay_is_that_of_the_package_replaced():
 
 def test_between_updates_the_shadow_stands_still():
     model = make()
-    average, seen = ema.EMA(model, update_every=4, decay=0.5, warmup="none"), []
+    average, seen = ema.EMA(model, update_every=4, decay=0.5, min_decay=0.5), []
 
     def after(step):
         before = average.state_dict()["first.weight"].clone()
@@ -90,7 +92,7 @@ def test_between_updates_the_shadow_stands_still():
 
 def test_buffers_and_frozen_parameters_are_copied():
     model = make()
-    average = ema.EMA(model, decay=0.99, warmup="none")
+    average = ema.EMA(model, decay=0.99, min_decay=0.99)
     train(model, 5, average.update)
     state = average.state_dict()
     assert state.keys() == model.state_dict().keys()
@@ -102,7 +104,7 @@ def test_buffers_and_frozen_parameters_are_copied():
 
 def test_a_bf16_model_has_an_fp32_shadow_that_moves_where_bf16_would_stand_still():
     model = make(torch.bfloat16)
-    average = ema.EMA(model, decay=0.9999, warmup="none")
+    average = ema.EMA(model, decay=0.9999, min_decay=0.9999)
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     assert {average.state_dict()[name].dtype for name in trained} == {torch.float32}
     with torch.no_grad():
