@@ -4,7 +4,6 @@
 """
 import collections
 import hashlib
-import importlib.util
 import io
 import json
 import os
@@ -22,6 +21,7 @@ IMAGES = ("jpg", "jpeg", "png", "webp")
 ENTRY = np.dtype([("tar", np.int32), ("in_json", bool), ("image", np.int64, 2), ("caption", np.int64, 2),
                   ("embedding", np.int64, 2)])  # the last three: offset and size, -1 if there is none
 BUILTIN_ROWS = 25_000  # of the captioned shapes
+MOST_PIXELS = 2 ** 27  # of an image that is read, so that a small file does not take all memory
 
 
 class Unusable(UserError):
@@ -29,22 +29,16 @@ class Unusable(UserError):
 
 
 def decode_image(content, name):
-    """Decode the image file `content` (bytes): uint8 RGB (H, W, 3). Raises Unusable if it is damaged.
-
-    Pillow reads it, as JPEG, PNG or WebP alone; without Pillow only PNG files of media.write_png can be read.
-    """
-    ours = name.lower().endswith(".png") and importlib.util.find_spec("PIL") is None
-    Image = None if ours else need("PIL.Image", f"{name}: reading {Path(name).suffix} images", "pillow")
+    """Decode the image file `content` (bytes): uint8 RGB (H, W, 3). Unusable if it is damaged."""
+    Image = need("PIL.Image", f"{name}: reading {Path(name).suffix} images", "pillow")
     try:
-        if ours:
-            return media.read_png(io.BytesIO(content))
         image = Image.open(io.BytesIO(content), formats=("JPEG", "PNG", "WEBP"))  # others run programs
-        if image.width * image.height > media.MOST_PIXELS:
-            raise ValueError(f"{image.width} x {image.height} pixels, more than {media.MOST_PIXELS}")
+        if image.width * image.height > MOST_PIXELS:
+            raise ValueError(f"{image.width} x {image.height} pixels, more than {MOST_PIXELS}")
         return np.asarray(image.convert("RGB"))
     except Exception as error:  # Pillow raises a dozen types for a damaged file
         why = f" ({error})" if isinstance(error, ValueError) else ""
-        raise Unusable(f"{name}: not a readable image{why}" + ", or it needs `pip install pillow`" * ours) from error
+        raise Unusable(f"{name}: not a readable image{why}") from error
 
 
 class CaptionedImages:

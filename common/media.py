@@ -1,4 +1,4 @@
-"""Images: PNG files by numpy and zlib alone (sections: W3C's specification of 2003), grids with captions, resizing."""
+"""Images: PNG files by numpy and zlib (sections: W3C's specification of 2003), grids, resizing."""
 import functools
 import struct
 import textwrap
@@ -26,25 +26,7 @@ KERNELS = {  # Pillow's, of the distance x in pixels of the coarser grid
     "box": lambda x: ((x > -0.5) & (x <= 0.5)).double(),
     "hamming": lambda x: torch.sinc(x) * (0.54 + 0.46 * torch.cos(torch.pi * x)) * (x.abs() < 1),
 }
-MOST_PIXELS = 2 ** 27  # of an image that is read, so that a small file does not take all memory
 RESIZE_MODES = (*KERNELS, "nearest", "nearest_exact")
-
-
-def read_png(file):
-    """uint8 (H, W, 3) of a PNG file (a path or an open file) that `write_png` wrote; ValueError for any other."""
-    data = file.read() if hasattr(file, "read") else Path(file).read_bytes()
-    width, height = struct.unpack_from(">II", data.ljust(24), 16)
-    try:
-        if not data.startswith(_header(width, height)) or width * height > MOST_PIXELS:
-            raise ValueError(f"expected 8 bits RGB of at most {MOST_PIXELS} pixels")
-        stream = zlib.decompressobj()
-        lines = stream.decompress(data[41:-16], height * (1 + 3 * width) + 1)
-        lines = np.frombuffer(lines, np.uint8).reshape(height, 1 + 3 * width)
-        if (lines[:, 0] != 2).any() or not stream.eof:
-            raise ValueError("cut off, or not of filter 2 in each line")
-    except (zlib.error, ValueError) as error:
-        raise ValueError(f"damaged, or a PNG file of another program: {error}") from error
-    return np.cumsum(lines[:, 1:], axis=0, dtype=np.uint8).reshape(height, width, 3)
 
 
 def _chunk(kind, contents):
@@ -52,17 +34,13 @@ def _chunk(kind, contents):
     return struct.pack(">I", len(contents)) + kind + contents + struct.pack(">I", zlib.crc32(kind + contents))
 
 
-def _header(width, height):
-    """The signature and the header (§11.2.2) of an RGB image with 8 bits a channel: 33 bytes."""
-    return SIGNATURE + _chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
-
-
 def write_png(file, image):
     """Write uint8 (H, W, 3) to a path or an open binary file."""
     height, width, _ = image.shape
     lines = np.diff(image, axis=0, prepend=np.uint8(0)).reshape(height, -1)  # filter 2 (§9.2): minus the line above
     pixels = zlib.compress(np.insert(lines, 0, 2, axis=1).tobytes(), 9)
-    data = _header(width, height) + _chunk(b"IDAT", pixels) + _chunk(b"IEND", b"")
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)  # 8 bits RGB (§11.2.2)
+    data = SIGNATURE + _chunk(b"IHDR", header) + _chunk(b"IDAT", pixels) + _chunk(b"IEND", b"")
     file.write(data) if hasattr(file, "write") else Path(file).write_bytes(data)
 
 

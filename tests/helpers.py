@@ -17,7 +17,7 @@ import pytest
 import torch
 from conftest import FORKS, ROOT
 
-from common import checkpoint, dist, recordings, synthetic
+from common import checkpoint, dist, images, recordings, synthetic
 
 # Of a prior that trains in seconds.
 SMALL = dict(steps=24, width=32, depth=2, heads=2, batch_size=48, chunk_size=10, log_every=4, eval_every=12,
@@ -39,6 +39,11 @@ def write_voices(folder, rows=range(40), rate=8000):
         recordings.write_wav(path, recordings.resample(torch.from_numpy(wave), synthetic.RATE, rate), rate)
         path.with_suffix(".txt").write_text(record["text"])
     return folder
+
+
+def read_picture(path):
+    """uint8 (H, W, 3) of an image file."""
+    return images.decode_image(Path(path).read_bytes(), str(path))
 
 
 def flags(**settings):

@@ -1,5 +1,4 @@
-"""PNG: what is written is read back, by us and by Pillow. Grids: all is in its place. Resizing: as Pillow does it."""
-import io
+"""PNG: Pillow reads what is written. Grids: all is in its place. Resizing: as Pillow does it."""
 import textwrap
 
 import numpy as np
@@ -10,28 +9,11 @@ from common import media, synthetic
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 3), (5, 3, 3), (64, 33, 3)])
-def test_what_is_written_is_read_back_by_us_and_by_pillow(tmp_path, shape):
+def test_what_is_written_is_read_back_by_pillow(tmp_path, shape):
+    Image = pytest.importorskip("PIL.Image")
     image = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
     media.write_png(tmp_path / "a.png", image)
-    np.testing.assert_array_equal(media.read_png(tmp_path / "a.png"), image)
-    Image = pytest.importorskip("PIL.Image")
     np.testing.assert_array_equal(np.asarray(Image.open(tmp_path / "a.png")), image)
-
-
-def test_damaged_and_foreign_files_are_refused():
-    image = np.random.default_rng(0).integers(0, 256, (6, 5, 3), dtype=np.uint8)
-    stream = io.BytesIO()
-    media.write_png(stream, image)
-    good = stream.getvalue()
-    for bad in [b"hello", *(good[:cut] for cut in range(0, len(good), 7)),
-                *(good[:at] + bytes([good[at] ^ 4]) + good[at + 1:] for at in (*range(0, 33), *range(41, 57, 3)))]:
-        with pytest.raises(ValueError, match="damaged, or a PNG file of another program"):
-            media.read_png(io.BytesIO(bad))
-    Image = pytest.importorskip("PIL.Image")
-    for mode in ("L", "RGB", "RGBA"):  # other color types and filters
-        Image.fromarray(image).convert(mode).save(stream := io.BytesIO(), "PNG")
-        with pytest.raises(ValueError, match="damaged, or a PNG file of another program"):
-            media.read_png(io.BytesIO(stream.getvalue()))
 
 
 def drawn(lines, width):

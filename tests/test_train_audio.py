@@ -12,12 +12,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import AUDIO as TINY
-from helpers import Forked, differences, flags, follow, metrics, write_voices
+from helpers import Forked, differences, flags, follow, metrics, read_picture, write_voices
 from torch.nn.utils.rnn import pad_sequence
 from torch.testing import assert_close
 
 import train_audio
-from common import amp, checkpoint, config, data, dist, media, recordings
+from common import amp, checkpoint, config, data, dist, recordings
 from train_audio import Config, Drawing, Stream, lay_out, targets
 
 CPU, STAGES, KILLS = torch.device("cpu"), list(train_audio.STAGES), int(os.environ.get("KILLS", 1))
@@ -455,7 +455,7 @@ def test_sounds_go_through_the_codec_and_on_from_recordings_also_when_the_run_ha
         assert_close(sound, expected, atol=1e-4, rtol=0)
         assert f"{n} codes a frame, {200 * n} bits a second, si_sdr_db" in out  # 4 bits a code, 50 frames a second
     assert_close(sound, codec(wave)[0][0], atol=1e-4, rtol=0)
-    assert media.read_png(tmp_path / "out.png").any()
+    assert read_picture(tmp_path / "out.png").any()
     asked = dict(run_dir=whole, prompt=voice, prompt_seconds=0.3, temperature=1)
     usual, codes = sampled(tmp_path, **asked)[1], codec.encode(wave[:, -2400:])
     assert 2400 < len(usual) <= 2400 + 25 * 160 and len(usual) % 160 == 0

@@ -8,7 +8,7 @@ import helpers
 import numpy as np
 import pytest
 import torch
-from helpers import KILLS, Forked, differences, flags, follow, kill_often, metrics
+from helpers import KILLS, Forked, differences, flags, follow, kill_often, metrics, read_picture
 
 import train_decoder
 import train_prior
@@ -61,7 +61,7 @@ def trained(world):
         out = run(*flags(run_dir=world / "trained", **TINY))
     assert "The stages together" in out
     follow(out, "--device", "cpu", "--steps", 2, "--eval_samples", 4)  # an evaluation, as there is no prior here
-    assert media.read_png("grid.png").any()
+    assert read_picture("grid.png").any()
     return world / "trained/base", world / "trained/upsample"
 
 
@@ -282,7 +282,7 @@ def test_one_command_trains_both_stages_and_torchrun_on_2_ranks_loses_the_same(t
         assert [line["step"] for line in lines if "loss" in line] == [2, 4, 6]
         assert [line["step"] for line in lines if "val_loss" in line] == [4, 6] and "test_frechet_distance" in lines[-1]
         for name in ("step_00000004.png", "test.png"):  # real pictures with captions above drawn ones
-            assert media.read_png(folder / "samples" / name).shape[0] > 2 * 96
+            assert read_picture(folder / "samples" / name).shape[0] > 2 * 96
         assert "is finished, at step 6; to train on, give more --steps" in run(
             "--config", folder / "config.json", "--data", world / "shapes")
     process = helpers.start("train_decoder", *flags(data=world / "shapes", run_dir=tmp_path, **TINY), ranks=2)
@@ -313,8 +313,9 @@ def drawn(folder, **settings):
     given = dict(steps=(3, 2), num_samples=2, device="cpu", out=folder / "grid.png", pictures=folder / "pictures")
     shutil.rmtree(folder / "pictures", ignore_errors=True)
     run("sample", *flags(**{**given, **settings}))
-    assert media.read_png(folder / "grid.png").shape[2] == 3
-    return np.stack([media.read_png(path) for path in sorted((folder / "pictures").iterdir())]).astype(int)
+    assert read_picture(folder / "grid.png").shape[2] == 3
+    files = sorted((folder / "pictures").iterdir())
+    return np.stack([read_picture(path) for path in files]).astype(int)
 
 
 def test_adapters_alone_are_trained_and_count_as_they_are_scaled(trained, world, tmp_path):
@@ -338,7 +339,7 @@ def test_a_picture_is_the_same_in_any_batch_and_on_any_number_of_ranks(trained, 
     out = run("sample", *flags(**texts, steps=(3, 2), device="cpu", pictures=tmp_path / "two"), ranks=2)
     assert out.count("wrote grid.png: 6 pictures of 32x32") == 1
     names = [f"{text:04d}_{k:04d}.png" for text in range(2) for k in range(3)]
-    assert np.abs(whole - [media.read_png(tmp_path / "two" / name) for name in names]).max() <= 1
+    assert np.abs(whole - [read_picture(tmp_path / "two" / name) for name in names]).max() <= 1
 
 
 def test_images_are_varied_blended_enlarged_and_filled_in(trained, world, tmp_path):
@@ -354,7 +355,7 @@ def test_images_are_varied_blended_enlarged_and_filled_in(trained, world, tmp_pa
     checkpoint.save({**checkpoint.load(trained[1] / "model.pt"), "clip": None}, tmp_path / "alone/model.pt")
     small = dict(low_res=tmp_path / "small.png", num_samples=1)
     assert np.array_equal(drawn(tmp_path, run_dir=tmp_path / "alone", **small), enlarged[1])  # it needs no CLIP
-    mask, image = np.zeros((32, 32, 3), np.uint8), media.read_png(files[1])
+    mask, image = np.zeros((32, 32, 3), np.uint8), read_picture(files[1])
     mask[8:24, 10:] = 255
     media.write_png(tmp_path / "mask.png", mask)
     for more in (dict(), dict(text="a red star", prior=world / "prior", eta=1.0)):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from PIL import Image
 
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
 import helpers  # noqa: E402
@@ -41,10 +42,8 @@ def make_world():
     for i, (picture, record) in enumerate(zip(pictures, records)):
         media.write_png(f"images/{i:04d}.png", picture)
         Path(f"images/{i:04d}.txt").write_text(record["caption"])
-    with contextlib.suppress(ImportError):
-        from PIL import Image
-        Image.fromarray(pictures[0]).save("images/0000.jpg")
-        Path("images/0000.png").unlink()
+    Image.fromarray(pictures[0]).save("images/0000.jpg")
+    Path("images/0000.png").unlink()
     shutil.make_archive("tars/00000", "tar", "images")
     encoder = clip.train(clip.Config(run_dir="runs/clip", data="images", steps=2, batch_size=16), torch.device("cpu"))
     (image, text), _ = clip.embed(encoder, [(pictures, records)])
