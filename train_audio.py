@@ -2,33 +2,39 @@
 
 (text, prompt) -> sound:
 
-    torchrun --nproc_per_node=2 train_audio.py         # all four, on syllables that it makes itself
+    torchrun --nproc_per_node=2 train_audio.py         # all four, on built-in syllables
     torchrun --nproc_per_node=2 train_audio.py --stage soundstream --data speech --run_dir runs/mine
     python train_audio.py evaluate
     python train_audio.py sample --text "a i u o" --out out.wav
     python train_audio.py sample --prompt voice.wav --seconds 2 --out out.wav   # in the same voice
-    python train_audio.py sample --reconstruct in.wav --quantizers 2 --out out.wav
+    python train_audio.py sample --reconstruct in.wav --num_quantizers 2 --out out.wav
 
-The same command again resumes. Each stage is a run of its own, RUN/soundstream, RUN/semantic,
-RUN/coarse and RUN/fine; later stages read the folders of earlier ones. A published codec can take
-the place of the first stage (--soundstream hf:kyutai/mimi).
-`python train_audio.py [train|evaluate|sample] --help`: the settings.
+The same command again resumes. Each stage is a run of its own: RUN/soundstream, RUN/semantic,
+RUN/coarse and RUN/fine. Later stages read the folders of earlier ones. A published codec can
+replace the first stage (--soundstream hf:kyutai/mimi).
+`python train_audio.py [train|evaluate|sample] --help` lists the settings.
+
+    wave (T,) -> SoundStream -> codes (frames, Q): the first quantizers are coarse, the others fine
+    wave (T,) -> k-means of MFCC or HuBERT -> semantic tokens (N,)
+    text -> [semantic] -> [semantic | coarse] -> [coarse | fine] -> SoundStream's decoder -> wave
 
 SoundStream: Zeghidour et al. 2021. AudioLM: Borsos et al. 2022.
 
-What differs from the papers (the presets have their values, where they give them):
-SoundStream: no FiLM, so no denoising (§III-F); residual units start as the identity; features are
-compared by a mean over channels, too; mel spectra have a scale of their own (`spectral_distance`);
-weights are averaged (EMA). By default also an L1 loss of waves, a gradient penalty, k-means after
-300 steps without a quantizer, and discriminators (no weight norm) in the last 40 of 1,050 steps.
+What differs from the papers (the presets have the papers' values, where these are known):
+SoundStream: no FiLM, so no denoising (§III-F). Residual units start as the identity. Feature
+matching is a mean over channels too. Mel spectra are scaled differently (`spectral_distance`).
+Weights are averaged (EMA). By default also: an L1 loss of waves, an R1 penalty, no quantizer in
+the first 300 steps, and discriminators (no weight norm) only in the last 40 of 1,050 steps.
 AudioLM: semantic tokens are 50 a second, of MFCC by default. Positions are rotary: AudioLM's
-relative ones (T5), a bias of all scores, would keep attention from its fast paths. Blocks are
-pre-norm with GELU, of which it says nothing. Text and EOS are added. Long sounds come in windows
-that overlap by half. By default Muon trains the coarse stage.
+relative ones (T5) are a bias of all scores, which would prevent fast attention. Blocks are pre-norm
+with GELU; the paper names neither. Text and EOS are added. Long sounds are made in windows that
+overlap by half. By default Muon trains the coarse stage.
 """
+
 import os
 
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: a thread that waits soon leaves its core to others
+# Before torch is imported: idle OpenMP threads stop spinning early, so ranks can share cores.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import collections
 import copy
@@ -45,6 +51,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 
 from common import (
     accumulate,
@@ -54,10 +61,10 @@ from common import (
     config,
     data,
     dist,
-    ema,
-    lora,
+    loop,
     media,
     optim,
+    order,
     recordings,
     schedule,
     semantic,
@@ -65,251 +72,963 @@ from common import (
     synthetic,
     tracker,
 )
-from common.config import Count, Decay, Natural, NonNegative, Positive, Share, UserError
-from common.nn import Memory, Transformer, learned_tokens
+from common.config import (
+    Decay,
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    UserError,
+    field,
+)
+from common.ema import EMA
+from common.nn import KVCache, Transformer, learned_tokens
 from common.quantize import ResidualQuantizer
-
-BUILTIN_ROWS = 6_000  # recordings of the built-in syllables
 
 # Config
 
+# The stages that a setting is for.
+CODEC = ("soundstream",)
+SEMANTIC = ("semantic",)
+COARSE = ("coarse",)
+COARSE_FINE = ("coarse", "fine")
+TOKENS = ("semantic", "coarse", "fine")
+SOUNDS = ("soundstream", "coarse", "fine")
+
+
 @dataclass(frozen=True)
-class Config(config.Training):
+class Config(config.TrainingRun):
+    """Model, data and optimization of one stage"""
+
     # Run and data
-    stage: Literal["all", "soundstream", "semantic", "coarse", "fine"] = "all"  # what to train; all: each in turn
-    run_dir: str = "runs/audio"  # folder of the runs: the stage's own is RUN/STAGE; started again, it resumes
-    data: str = "syllables"  # folder of recordings (wav; flac, ogg, mp3 by soundfile), or "syllables": built in
-    sample_rate: Count = 8_000  # samples a second of the codec; recordings of other rates are resampled
-    seconds: Positive = 0.32  # length of a training crop; the default is that of the stage
-    crop_samples: Natural = 0  # the same in samples, instead of --seconds, if not 0
-    speaker_pattern: str = ""  # regular expression, group 1 of which in a file's name is the speaker; "": by folder
-    soundstream: str = ""  # codec of coarse and fine: run, file or hf:MODEL; "": RUN/soundstream
-    semantic: str = ""  # run whose semantic tokens coarse takes; "": RUN/semantic
-    # Codec; the paper's settings are the preset's, these are for minutes on two cores
-    channels: Count = 8  # of the first layer; each stride doubles them
-    strides: tuple[Annotated[int, ("2 or more", lambda stride: stride > 1)], ...] = (2, 4, 5, 8)  # product: the hop
-    codec_width: Count = 128  # channels of a frame
-    quantizers: Count = 4  # each quantizes what those before it have left over; the first few alone are a lower bitrate
-    codebook_size: Count = 256  # codes of a quantizer
-    codebook_decay: Decay = 0.95  # of the codebooks' moving averages
-    dead_below: NonNegative = 0.1  # codes of fewer frames a step are replaced; 2 would be all of them in small batches
-    quantizer_dropout: Share = 1.0  # share of samples that are cut to a random number of quantizers
-    quantize_after: Natural = 300  # steps of the plain autoencoder before k-means makes the codebooks; the paper: 0
-    mel_weight: NonNegative = 2e-5  # of the distance of mel spectra, summed over frames; paper: 1
-    wave_weight: NonNegative = 10.0  # of the L1 distance of waves (EnCodec Eq. 1); the paper: 0
-    commitment_weight: NonNegative = 0.25  # of the distance of frames to their codes
+    stage: Literal["all", "soundstream", "semantic", "coarse", "fine"] = field(
+        "all", "stage to train; all: one after the other", fixed=True
+    )
+    run_dir: str = field("runs/audio", "folder of the runs; a stage's run is RUN/STAGE")
+    data: str = field(
+        "syllables", 'folder of recordings (wav, flac, ogg, mp3), or "syllables": built in'
+    )
+    sample_rate: PositiveInt = field(
+        8_000, "samples a second; recordings of other rates are resampled", fixed=True
+    )
+    seconds: PositiveFloat = field(0.32, "length of a training crop", fixed=True)
+    crop_samples: NonNegativeInt = field(
+        0, "length of a training crop in samples; 0: --seconds", fixed=True
+    )
+    speaker_pattern: str = field(
+        "", 'regular expression; group 1 in a file name is the speaker; "": the folder is'
+    )
+    soundstream: str = field(
+        "", 'codec to use: run, file or hf:MODEL; "": RUN/soundstream', stages=COARSE_FINE
+    )
+    semantic: str = field("", 'run whose semantic tokens to use; "": RUN/semantic', stages=COARSE)
+    # Codec
+    channels: PositiveInt = field(
+        8, "channels of the first layer; each stride doubles them", stages=CODEC, fixed=True
+    )
+    strides: tuple[Annotated[int, ("2 or more", lambda stride: stride > 1)], ...] = field(
+        (2, 4, 5, 8), "strides; their product is the hop length", stages=CODEC, fixed=True
+    )
+    latent_dim: PositiveInt = field(128, "width of a frame", stages=CODEC, fixed=True)
+    num_quantizers: PositiveInt = field(
+        4, "residual quantizers; the first n alone are a lower bitrate", stages=CODEC, fixed=True
+    )
+    codebook_size: PositiveInt = field(256, "codes of a quantizer", stages=CODEC, fixed=True)
+    codebook_decay: Decay = field(0.95, "decay of the codebooks' averages", stages=CODEC)
+    dead_code_threshold: NonNegativeFloat = field(
+        0.1, "re-seed codes with fewer frames a step; 2 needs large batches", stages=CODEC
+    )
+    quantizer_dropout: Fraction = field(
+        1.0, "fraction of samples that use a random number of quantizers", stages=CODEC
+    )
+    quantizer_start: NonNegativeInt = field(
+        300, "steps without quantizer, before k-means (paper: 0)", stages=CODEC, fixed=True
+    )
+    # The paper's weights are for a loss summed over features and long training.
+    mel_weight: NonNegativeFloat = field(
+        2e-5, "weight of the distance of mel spectra (paper: 1)", stages=CODEC
+    )
+    wave_weight: NonNegativeFloat = field(
+        10.0, "weight of the L1 distance of waves, EnCodec Eq. 1 (paper: 0)", stages=CODEC
+    )
+    commitment_weight: NonNegativeFloat = field(
+        0.25, "weight of the distance of frames to their codes", stages=CODEC
+    )
     # Discriminators of the codec
-    discriminator_after: Natural = 1010  # steps without them; the paper: 0, which takes longer than minutes
-    adversarial_weight: NonNegative = 0.1  # of the hinge loss; the paper: 1
-    feature_weight: NonNegative = 10.0  # of the distance of features; the paper: 100
-    penalty_weight: NonNegative = 10.0  # of the gradient penalty; 0 for none, as in the paper
-    penalty_every: Count = 4  # steps between gradient penalties
-    discriminator_channels: Count = 4  # of the first layers; the one of spectra has twice as many, as in the paper
-    stft_window: Annotated[int, ("a multiple of 128", lambda size: size > 0 and size % 128 == 0)] = 512  # in samples
-    discriminator_lr: Positive = 3e-4  # peak learning rate
-    discriminator_warmup_steps: Natural = 20  # steps of linear warm-up, from when they begin
-    discriminator_max_grad_norm: NonNegative = 5.0  # gradients are clipped to this norm, 0 for not at all
+    discriminator_start: NonNegativeInt = field(
+        1010, "first step with discriminators (paper: 0)", stages=CODEC, fixed=True
+    )
+    adversarial_weight: NonNegativeFloat = field(
+        0.1, "weight of the hinge loss (paper: 1)", stages=CODEC
+    )
+    feature_weight: NonNegativeFloat = field(
+        10.0, "weight of feature matching (paper: 100)", stages=CODEC
+    )
+    # R1 (Mescheder et al. 2018) keeps training with small batches stable.
+    r1_weight: NonNegativeFloat = field(
+        10.0, "weight of the R1 gradient penalty (paper: 0)", stages=CODEC
+    )
+    r1_every: PositiveInt = field(4, "steps between R1 penalties", stages=CODEC, needs="r1_weight")
+    discriminator_channels: PositiveInt = field(
+        4, "channels of their first layers; of spectra twice as many", stages=CODEC, fixed=True
+    )
+    stft_window: Annotated[
+        int, ("a multiple of 128", lambda size: size > 0 and size % 128 == 0)
+    ] = field(512, "window of the STFT discriminator, in samples", stages=CODEC, fixed=True)
+    discriminator_lr: PositiveFloat = field(3e-4, "their peak learning rate", stages=CODEC)
+    discriminator_warmup_steps: NonNegativeInt = field(
+        20, "steps of their linear warm-up, from their start on", stages=CODEC
+    )
+    discriminator_max_grad_norm: NonNegativeFloat = field(
+        5.0, "clip their gradients to this norm; 0: no clipping", stages=CODEC
+    )
     # Semantic tokens
-    tokenizer: str = "kmeans"  # kmeans on MFCC, or hf:MODEL:LAYER (HuBERT, WavLM, w2v-BERT 2.0)
-    clusters: Count = 12  # semantic tokens; speech has more sounds than the built-in syllables: 100, say
+    tokenizer: str = field(
+        "kmeans",
+        "kmeans of MFCC, or hf:MODEL:LAYER (HuBERT, WavLM, w2v-BERT 2.0)",
+        stages=SEMANTIC,
+        fixed=True,
+    )
+    clusters: PositiveInt = field(
+        12, "semantic tokens; speech needs more, such as 100", stages=SEMANTIC, fixed=True
+    )
     # Token transformers
-    width: Count = 128  # width of the transformer
-    depth: Count = 4  # blocks
-    heads: Count = 4  # attention heads
-    dropout: Share = 0.1  # in attention and feed-forward
-    coarse_quantizers: Count = 2  # quantizers that the coarse stage predicts; fine: the others
-    codec_quantizers: Natural = 0  # first quantizers of the codec that coarse and fine use; 0: all
-    text: Literal["auto", "none", "prefix"] = "auto"  # auto: a prefix of semantic, if there are transcripts
-    max_text_len: Count = 24  # longer texts are cut, shorter ones padded
-    text_drop: Share = 0.1  # probability of training a sample without its text, for guidance
-    # Evaluation and saving; both happen at the first log line at or after they are due
-    samples_from: Literal["ema", "online", "both"] = "ema"  # the weights that its sounds are made with
-    temperature: NonNegative = 0.7  # of the codes drawn, 0 for the most probable; also the default of `sample`
-    top_k: Natural = 0  # draw from so many codes, the most probable; 0 for all
-    guidance_scale: NonNegative = 1.0  # guidance toward the text; 1: none
+    width: PositiveInt = field(128, "width of the transformer", stages=TOKENS, fixed=True)
+    depth: PositiveInt = field(4, "transformer blocks", stages=TOKENS, fixed=True)
+    heads: PositiveInt = field(4, "attention heads", stages=TOKENS, fixed=True)
+    dropout: Fraction = field(0.1, "dropout in attention and feed-forward", stages=TOKENS)  # §IV-A
+    coarse_quantizers: PositiveInt = field(
+        2, "quantizers that coarse predicts; fine predicts the rest", stages=COARSE_FINE, fixed=True
+    )
+    codec_quantizers: NonNegativeInt = field(
+        0, "first quantizers of the codec to use; 0: all", stages=COARSE_FINE, fixed=True
+    )
+    max_text_len: NonNegativeInt = field(
+        24, "longest transcript in tokens, longer is cut, 0: no text", stages=SEMANTIC, fixed=True
+    )
+    text_drop: Fraction = field(
+        0.1, "probability of dropping the text, for guidance", stages=SEMANTIC, needs="max_text_len"
+    )
+    # Optimization
+    steps: PositiveInt = field(1000, "optimizer steps")
+    batch_size: PositiveInt = field(64, "samples a step, over all ranks", fixed=True)
+    lr: PositiveFloat = field(1e-3, "peak learning rate")
+    warmup_steps: NonNegativeInt = field(50, "steps of linear warm-up")
+    cosine: bool = field(True, "decay to 0 along half a cosine after the warm-up")
+    cosine_steps: NonNegativeInt = field(0, "step at which the cosine reaches 0; 0: the last")
+    optimizer: Literal["adamw", "muon"] = field(
+        "adamw", "muon: Muon for matrices, AdamW for the rest", fixed=True
+    )
+    weight_decay: NonNegativeFloat = field(0.01, "decoupled weight decay of matrices and kernels")
+    beta1: Decay = field(0.9, "Adam's decay of the mean of gradients")
+    beta2: Decay = field(0.99, "Adam's decay of the mean of squared gradients")
+    eps: PositiveFloat = field(1e-8, "Adam's epsilon")
+    max_grad_norm: NonNegativeFloat = field(1.0, "clip gradients to this norm; 0: no clipping")
+    ema_decay: Fraction = field(0.9999, "decay of the averaged weights; 0: no averaging")
+    ema_update_after: NonNegativeInt = field(0, "first steps in which the average is a copy")
+    ema_update_every: PositiveInt = field(1, "steps between updates of the average")
+    # Evaluation
+    online_samples: bool = field(
+        False, "also make the sounds of an evaluation with the online weights", stages=SOUNDS
+    )
+    temperature: NonNegativeFloat = field(
+        0.7, "temperature of sampling; 0: the most probable code", stages=TOKENS
+    )
+    eval_every: NonNegativeInt = field(500, "steps between evaluations; 0: only the last")
+    eval_samples: NonNegativeInt = field(192, "most held-out samples of an evaluation; 0: all")
 
     def __post_init__(self):
         super().__post_init__()
-        if self.crop_samples:  # only seconds are kept, so that those of a command line win over a file's
-            object.__setattr__(self, "seconds", self.crop_samples / self.sample_rate)
-            object.__setattr__(self, "crop_samples", 0)
-        hop, samples = math.prod(self.strides), round(self.seconds * self.sample_rate)
-        codec = self.stage == "soundstream" and not self.soundstream
-        if samples < hop:
-            raise UserError(f"--seconds: {self.seconds} is shorter than a frame of {hop} samples (--strides)")
-        if codec and self.discriminator_after < self.steps and samples < 1.75 * self.stft_window:
-            raise UserError(f"--seconds: {self.seconds} is too short for a discriminator of --stft_window "
-                            f"{self.stft_window}; expected 1.75 windows or more")
-        if codec and self.steps <= self.quantize_after and not self.init_from:
-            raise UserError(f"--steps {self.steps}: no codebooks come before --quantize_after {self.quantize_after}")
-        if self.width % self.heads or self.width // self.heads % 2:
-            raise UserError(f"--heads: --width {self.width} must be an even multiple of --heads {self.heads}")
-        config.refuse_unused(self, (
-            *((name, not codec or self.discriminator_after < self.steps, "--discriminator_after below --steps")
-              for name in DISCRIMINATORS),
-            ("penalty_every", self.penalty_weight, "a --penalty_weight"),
-            *((name, self.text != "none", "--text prefix") for name in ("text_drop", "max_text_len")),
-            ("guidance_scale", self.text != "none" and self.text_drop, "--text and --text_drop")))
         tracker.check(self)
+        # Rotary positions turn pairs of the numbers of a head.
+        if self.width % self.heads or self.width // self.heads % 2:
+            raise UserError(
+                f"--heads: --width {self.width} must be an even multiple of --heads {self.heads}"
+            )
+        if self.stage == "soundstream" and not self.soundstream:  # else no codec is trained
+            self.check_codec()
+
+    def check_codec(self):
+        """UserError if the crops or the steps of the codec are too short."""
+        crop = self.crop_length
+        # The STFT discriminator halves the frames three times.
+        if self.discriminator_start < self.steps and crop < 1.75 * self.stft_window:
+            raise UserError(
+                f"--seconds: {crop} samples are too short for a discriminator of --stft_window "
+                f"{self.stft_window}; expected 1.75 windows or more"
+            )
+        # Then the run would end without codebooks.
+        if self.steps <= self.quantizer_start and not self.init_from:
+            raise UserError(
+                f"--steps {self.steps}: there are no codebooks before --quantizer_start "
+                f"{self.quantizer_start}"
+            )
+
+    @property
+    def crop_length(self):
+        """Length of a training crop in samples."""
+        return self.crop_samples or round(self.seconds * self.sample_rate)
 
 
-# What is different by default for a stage, and named settings for all of it.
-TRANSFORMER = dict(seconds=1.2, batch_size=64, lr=3e-3, ema_decay=0.98)
+# Defaults that differ by stage, and named settings for one stage.
+TRANSFORMER = dict(seconds=1.2, batch_size=64, lr=3e-3, ema_decay=0.98)  # of all token stages
 STAGES = {
-    "soundstream": dict(steps=1050, batch_size=16, lr=2e-3, weight_decay=0.0, betas=(0.8, 0.99),
-                        max_grad_norm=5.0, ema_decay=0.99, eval_samples=96),
+    "soundstream": dict(
+        steps=1050,
+        batch_size=16,
+        lr=2e-3,
+        weight_decay=0.0,  # so AdamW is Adam
+        beta1=0.8,
+        beta2=0.99,
+        max_grad_norm=5.0,
+        ema_decay=0.99,
+        eval_samples=96,
+    ),
     "semantic": dict(TRANSFORMER, steps=300),
-    # In equal time more of a text is heard than with the papers' Adam.
+    # In the same time Muon reaches a higher text_heard than Adam, which AudioLM uses.
     "coarse": dict(TRANSFORMER, steps=620, optimizer="muon", lr=6e-3),
     "fine": dict(TRANSFORMER, seconds=0.4, steps=150),
 }
-COMMON = dict(lr=1e-4, steps=1_000_000, warmup_steps=1_000, cosine=False, ema_decay=0.9999, validation=0.01,
-              test=0.01, log_every=100, eval_every=10_000, save_every=2_000, workers=4)  # to all presets
-AUDIOLM = dict(COMMON, sample_rate=16_000, clusters=1024, width=1024, depth=12, heads=16,
-               coarse_quantizers=4, batch_size=256, chunk_size=8, optimizer="adamw", lr=3e-4,
-               warmup_steps=4_000, precision="bf16")
+# Of all presets.
+LARGE = dict(
+    lr=1e-4,
+    steps=1_000_000,
+    warmup_steps=1_000,
+    cosine=False,  # the papers name no decay
+    ema_decay=0.9999,  # the papers have no EMA
+    validation=0.01,
+    test=0.01,
+    log_every=100,
+    eval_every=10_000,
+    save_every=2_000,
+    workers=4,
+)
+# Of the three token stages.
+AUDIOLM = dict(
+    LARGE,
+    sample_rate=16_000,
+    clusters=1024,
+    width=1024,  # §IV-A
+    depth=12,
+    heads=16,
+    coarse_quantizers=4,  # Q' of Q = 12
+    batch_size=256,
+    chunk_size=8,  # a crop of 30 s is 1,500 tokens
+    optimizer="adamw",
+    lr=3e-4,
+    warmup_steps=4_000,
+    precision="bf16",
+)
 PRESETS = {
     # SoundStream §III. Batch, crop, learning rates and commitment weight are not in the paper.
     "soundstream-24khz": dict(
-        COMMON, stage="soundstream", sample_rate=24_000, channels=32, codec_width=512, quantizers=8,
-        codebook_size=1024, codebook_decay=0.99, dead_below=2.0, quantize_after=0, mel_weight=1.0, wave_weight=0.0,
-        commitment_weight=1.0, discriminator_after=0, adversarial_weight=1.0, feature_weight=100.0, penalty_weight=0.0,
-        discriminator_channels=16, stft_window=1024, discriminator_lr=1e-4, discriminator_warmup_steps=1_000,
-        seconds=1.0, batch_size=64, chunk_size=16, betas=(0.5, 0.9)),
+        LARGE,
+        stage="soundstream",
+        sample_rate=24_000,
+        channels=32,  # C_enc and C_dec (§III-A)
+        latent_dim=512,  # D
+        num_quantizers=8,  # of 10 bits each: 6 kbit/s at 75 frames a second
+        codebook_size=1024,  # K
+        codebook_decay=0.99,  # §III-C
+        dead_code_threshold=2.0,  # §III-C
+        quantizer_start=0,  # k-means before the first step (§III-C)
+        mel_weight=1.0,  # λ_rec (§III-E)
+        wave_weight=0.0,  # not in the paper
+        commitment_weight=1.0,
+        discriminator_start=0,
+        adversarial_weight=1.0,  # λ_adv
+        feature_weight=100.0,  # λ_feat
+        r1_weight=0.0,  # not in the paper
+        discriminator_channels=16,  # over waves; 32 over spectra
+        stft_window=1024,  # W; the hop is W / 4
+        discriminator_lr=1e-4,
+        discriminator_warmup_steps=1_000,
+        seconds=1.0,
+        batch_size=64,
+        chunk_size=16,
+        beta1=0.5,  # Adam's; low, as in many GANs
+        beta2=0.9,
+    ),
     # AudioLM §IV-A: 12 layers, 16 heads, width 1024; crops of 30, 10 and 3 s; 1M steps of 256.
-    # §IV-B: temperatures. Learning rates are not in the paper. Its codec is the one above with
-    # --sample_rate 16000 and --quantizers 12. Its semantic tokens are of layer 7 of w2v-BERT XL,
-    # 25 a second; that model is not published, so they are of w2v-BERT 2.0's, 50 a second.
-    "audiolm-semantic": dict(AUDIOLM, stage="semantic", seconds=30.0, temperature=0.6,
-                             tokenizer="hf:facebook/w2v-bert-2.0:7"),
+    # §IV-B: temperatures. Learning rates are not in the paper. Its codec is the preset above with
+    # --sample_rate 16000 and --num_quantizers 12. Its semantic tokens are of layer 7 of w2v-BERT
+    # XL, 25 a second. That model is not published. Here they are of w2v-BERT 2.0, 50 a second.
+    "audiolm-semantic": dict(
+        AUDIOLM,
+        stage="semantic",
+        seconds=30.0,
+        temperature=0.6,
+        tokenizer="hf:facebook/w2v-bert-2.0:7",  # layer 7, as in the paper
+    ),
     "audiolm-coarse": dict(AUDIOLM, stage="coarse", seconds=10.0, temperature=0.8),
     "audiolm-fine": dict(AUDIOLM, stage="fine", seconds=3.0, temperature=0.6),
 }
 
-# The stages that a field is for; a flag of another stage is refused. All other fields are for all.
-FIELDS = [field.name for field in dataclasses.fields(Config)]
-CODEC, TOKENS = FIELDS[FIELDS.index("channels"):FIELDS.index("tokenizer")], FIELDS[FIELDS.index("width"):]
-DISCRIMINATORS = CODEC[CODEC.index("adversarial_weight"):]
-ONLY = {**dict.fromkeys(CODEC, ("soundstream",)), **dict.fromkeys(TOKENS, ("semantic", "coarse", "fine")),
-        **dict.fromkeys(("tokenizer", "clusters"), ("semantic",)), "semantic": ("coarse",),
-        **dict.fromkeys(("soundstream", "coarse_quantizers", "codec_quantizers"),
-                        ("coarse", "fine")),
-        "samples_from": ("soundstream", "coarse", "fine")}
-
-# What must not change when a run goes on; all else may.
-FIXED = (*config.FIXED, "stage", "sample_rate", "seconds")
-FIXED_CODEC = (*FIXED, "channels", "strides", "codec_width", "quantizers", "codebook_size", "quantize_after",
-               "discriminator_after", "discriminator_channels", "stft_window")
-FIXED_TOKENS = (*FIXED, "width", "depth", "heads", "coarse_quantizers", "codec_quantizers", "text",
-                "max_text_len")
-
-MOST_CHUNK = 64  # recordings in one forward pass, at most, where --chunk_size is 0
-EVAL_SECONDS = 1.0  # length of the codec's crops in evaluation
-SOUNDS = 2  # recordings that an evaluation writes as WAV and PNG
-PROMPT_SECONDS = 0.4  # how much of them a continuation is given, in training's evaluations
-LONGEST = 2.0  # seconds of a text of the built-in data, at most
-HEARD_SECONDS = 0.2  # by which a voice is judged, at least
-TEXT_WORDS, TEXT_DEPTH = 320, 2  # words with a token of their own, others being spelled; blocks of the text encoder
-TOKENIZER = "kmeans.pt"  # in the folder of the semantic run
+BUILTIN_ROWS = 6_000  # recordings of the built-in syllables
+MAX_CHUNK_SIZE = 64  # most recordings in one forward pass, where --chunk_size is 0
+EVAL_SECONDS = 1.0  # length of the codec's crops and of continuations in evaluation
+EVAL_BATCH = 48  # recordings to continue at a time
+NUM_SOUNDS = 2  # recordings that an evaluation writes as WAV and PNG
+PROMPT_SECONDS = 0.4  # length of the prompts in evaluation
+MAX_TEXT_SECONDS = 2.0  # longest sound of a text of the built-in data
+MIN_VOICE_SECONDS = 0.2  # shortest sound whose voice is scored
+TEXT_WORDS = 320  # words with a token of their own; others are spelled
+TEXT_DEPTH = 2  # blocks of the text encoder
+TOKENIZER_FILE = "kmeans.pt"  # in the folder of the semantic run
 
 
-# Codec (SoundStream §III-A, §III-B)
+# Part 1: SoundStream
+
+# Model (SoundStream §III-A, §III-B)
+
 
 class CausalConv(nn.Conv1d):
-    """Convolution whose output depends on nothing later, (B, C, T) -> (B, C', T / stride)."""
+    """Convolution that sees no later input: (B, C, T) -> (B, C', T / stride)."""
 
     def forward(self, x):
-        left = self.dilation[0] * (self.kernel_size[0] - 1) + 1 - self.stride[0]
-        return super().forward(F.pad(x, (left, 0)))
+        field_of_view = self.dilation[0] * (self.kernel_size[0] - 1) + 1
+        return super().forward(F.pad(x, (field_of_view - self.stride[0], 0)))
 
 
 class CausalUpsample(nn.ConvTranspose1d):
-    """Transposed convolution, its kernel twice its stride, cut to what does not need the future: T -> T · stride."""
+    """Transposed convolution with a kernel of two strides, trimmed to be causal.
+
+    (B, C, T) -> (B, C', T · stride)
+    """
 
     def forward(self, x):
-        x = torch.cat([torch.zeros_like(x[..., :1]), x], dim=2)  # after silence
-        return super().forward(x)[..., self.stride[0]:-self.stride[0]]
+        silence = torch.zeros_like(x[..., :1])
+        x = super().forward(torch.cat([silence, x], dim=2))  # as if silence came before
+        return x[..., self.stride[0] : -self.stride[0]]  # without what needs later inputs
 
 
 class ResidualUnit(nn.Module):
-    """Dilated convolution of 7, then one of 1 (SoundStream, Fig. 3)."""
+    """Dilated convolution of kernel 7, then one of kernel 1 (SoundStream, Fig. 3)."""
 
-    def __init__(self, width, dilation):
+    def __init__(self, channels, dilation):
         super().__init__()
-        self.wide, self.narrow = CausalConv(width, width, 7, dilation=dilation), CausalConv(width, width, 1)
+        self.conv1 = CausalConv(channels, channels, 7, dilation=dilation)
+        self.conv2 = CausalConv(channels, channels, 1)
 
     def forward(self, x):
-        return x + self.narrow(F.elu(self.wide(F.elu(x))))
+        return x + self.conv2(F.elu(self.conv1(F.elu(x))))
+
+
+def residual_units(channels):
+    return [ResidualUnit(channels, dilation) for dilation in (1, 3, 9)]
 
 
 class SoundStream(nn.Module):
-    """Waves -> codes -> waves (SoundStream §III, Fig. 3). T samples make ceil(T / hop) frames of Q codes.
+    """Waves -> codes -> waves (SoundStream §III, Fig. 3).
 
-    Everything is causal at the grain of a frame: later samples change nothing in earlier frames.
+    T samples become ceil(T / hop_length) frames of Q codes each. It is causal by frame: later
+    samples change nothing in earlier frames.
     """
-
-    checksum = ""  # of its file, which tells it from others
 
     def __init__(self, cfg):
         super().__init__()
-        self.hop = math.prod(cfg.strides)
-        self.rate = cfg.sample_rate
-        self.quantizers = cfg.quantizers
+        self.sample_rate = cfg.sample_rate
+        self.hop_length = math.prod(cfg.strides)
+        self.num_quantizers = cfg.num_quantizers
         self.codebook_size = cfg.codebook_size
-        widths = [cfg.channels * 2 ** i for i in range(len(cfg.strides) + 1)]
-        encoder, decoder = [CausalConv(1, widths[0], 7)], []
-        for narrow, wide, stride in zip(widths, widths[1:], cfg.strides):
-            encoder += [*(ResidualUnit(narrow, dilation) for dilation in (1, 3, 9)), nn.ELU(),
-                        CausalConv(narrow, wide, 2 * stride, stride)]
-            decoder = [nn.ELU(), CausalUpsample(wide, narrow, 2 * stride, stride),
-                       *(ResidualUnit(narrow, dilation) for dilation in (1, 3, 9)), *decoder]
-        self.encoder = nn.Sequential(*encoder, nn.ELU(), CausalConv(widths[-1], cfg.codec_width, 3))
-        self.decoder = nn.Sequential(CausalConv(cfg.codec_width, widths[-1], 7), *decoder, nn.ELU(),
-                                     CausalConv(widths[0], 1, 7))
-        self.quantizer = ResidualQuantizer(cfg.codec_width, cfg.quantizers, cfg.codebook_size, cfg.codebook_decay,
-                                           cfg.dead_below, cfg.quantizer_dropout)
+
+        # The decoder mirrors the encoder, so it is built from its end.
+        channels = cfg.channels  # doubled by each stride
+        encoder = [CausalConv(1, channels, 7)]  # a wave has one channel
+        decoder = [nn.ELU(), CausalConv(channels, 1, 7)]
+        for stride in cfg.strides:
+            downsample = CausalConv(channels, 2 * channels, 2 * stride, stride)
+            upsample = CausalUpsample(2 * channels, channels, 2 * stride, stride)
+            encoder += [*residual_units(channels), nn.ELU(), downsample]
+            decoder = [nn.ELU(), upsample, *residual_units(channels), *decoder]
+            channels *= 2
+        self.encoder = nn.Sequential(*encoder, nn.ELU(), CausalConv(channels, cfg.latent_dim, 3))
+        self.decoder = nn.Sequential(CausalConv(cfg.latent_dim, channels, 7), *decoder)
+        self.quantizer = ResidualQuantizer(
+            cfg.latent_dim,
+            cfg.num_quantizers,
+            cfg.codebook_size,
+            cfg.codebook_decay,
+            cfg.dead_code_threshold,
+            cfg.quantizer_dropout,
+        )
         self.apply(self.initialize)
 
     @staticmethod
     def initialize(layer):
-        """Weights that keep the variance (LeCun et al. 1998, §4.6); a residual unit starts as the identity."""
+        """Keep the variance (LeCun et al. 1998, §4.6). A residual unit starts as the identity."""
         if isinstance(layer, (nn.Conv1d, nn.ConvTranspose1d)):
-            taps = layer.kernel_size[0] // (layer.stride[0] if isinstance(layer, nn.ConvTranspose1d) else 1)
+            taps = layer.kernel_size[0]
+            if isinstance(layer, nn.ConvTranspose1d):
+                taps //= layer.stride[0]  # an output sees so many inputs
             nn.init.normal_(layer.weight, std=(layer.in_channels * taps) ** -0.5)
             nn.init.zeros_(layer.bias)
         elif isinstance(layer, ResidualUnit):
-            nn.init.zeros_(layer.narrow.weight)
+            nn.init.zeros_(layer.conv2.weight)
 
-    def latents(self, wave):
-        """Frames (B, ceil(T / hop), D) of waves (B, T)."""
-        x = F.pad(wave, (0, -wave.shape[1] % self.hop))[:, None]
-        return self.encoder(x).transpose(1, 2)
+    def encode_latents(self, wave):
+        """Frames (B, ceil(T / hop_length), D) of waves (B, T)."""
+        x = F.pad(wave, (0, -wave.shape[1] % self.hop_length))  # silence up to a whole frame
+        return self.encoder(x[:, None]).transpose(1, 2)  # (B, frames, D)
 
-    def waves(self, latents):
-        """Waves (B, T·hop) of frames (B, T, D)."""
-        return self.decoder(latents.transpose(1, 2))[:, 0].float()
+    def decode_latents(self, latents):
+        """Waves (B, T · hop_length) of frames (B, T, D), in fp32."""
+        return self.decoder(latents.transpose(1, 2))[:, 0].float()  # (B, T), the only channel
 
     def forward(self, wave):
-        """(reconstruction (B, T), codes (B, frames, Q), commitment loss) of waves (B, T)."""
-        quantized, codes, commitment = self.quantizer(self.latents(wave))
-        return self.waves(quantized)[:, :wave.shape[1]], codes, commitment
+        """(reconstruction (B, T), commitment loss) of waves (B, T)."""
+        quantized, _, commitment = self.quantizer(self.encode_latents(wave))  # (B, frames, D)
+        return self.decode_latents(quantized)[:, : wave.shape[1]], commitment
 
     @torch.no_grad()
     def encode(self, wave):
-        """Codes (B, frames, Q) of waves (B, T), of the first `quantizers`."""
-        return self.quantizer.encode(self.latents(wave), self.quantizers)
+        """Codes (B, frames, Q) of waves (B, T)."""
+        return self.quantizer.encode(self.encode_latents(wave))
 
     @torch.no_grad()
     def decode(self, codes):
-        """Waves (B, frames·hop) of codes (B, frames, n), of the first n quantizers."""
-        return self.waves(self.quantizer.decode(codes))
+        """Waves (B, frames · hop_length) of codes (B, frames, n) of the first n quantizers."""
+        return self.decode_latents(self.quantizer.decode(codes))
+
+
+# Discriminators (SoundStream §III-D)
+
+
+class WaveDiscriminator(nn.Module):
+    """Strided, grouped convolutions over a wave (MelGAN, Kumar et al. 2019, Table 1b).
+
+    downsample: the wave is averaged to 1 / downsample of its rate first.
+    """
+
+    def __init__(self, channels, downsample):
+        super().__init__()
+        self.pool = nn.Identity()
+        if downsample > 1:
+            self.pool = nn.AvgPool1d(
+                2 * downsample, downsample, downsample // 2, count_include_pad=False
+            )
+        self.layers = nn.ModuleList([nn.Conv1d(1, channels, 15, padding=7)])
+        # Channels grow four times a layer, to at most 64 times.
+        widths = [channels * mult for mult in (1, 4, 16, 64, 64)]
+        for narrow, wide in itertools.pairwise(widths):
+            groups = max(1, narrow // 4)  # of four channels each
+            self.layers.append(nn.Conv1d(narrow, wide, 41, stride=4, padding=20, groups=groups))
+        self.layers.append(nn.Conv1d(widths[-1], widths[-1], 5, padding=2))
+        self.out = nn.Conv1d(widths[-1], 1, 3, padding=1)
+
+    def forward(self, wave):
+        """Scores (B, T') of waves (B, T), higher for real ones, and the features of every layer."""
+        x = self.pool(wave[:, None])  # (B, 1, T)
+        features = []  # for feature matching
+        for layer in self.layers:
+            # MelGAN has a slope of 0.2, and weight norm.
+            x = F.leaky_relu(layer(x), 0.1)
+            features.append(x)  # (B, C, T')
+        return self.out(x)[:, 0], features
+
+
+class STFTUnit(nn.Module):
+    """Residual unit over (B, C, F, T) that halves F, and also T if `stride` says so."""
+
+    def __init__(self, channels, out_channels, stride):
+        super().__init__()
+        kernel = (stride[0] + 2, stride[1] + 2)
+        self.conv1 = nn.Conv2d(channels, channels, 3, padding=1)
+        self.conv2 = nn.Conv2d(channels, out_channels, kernel, stride, padding=1)
+        self.shortcut = nn.Conv2d(channels, out_channels, 1, stride)
+
+    def forward(self, x):
+        h = self.conv2(F.leaky_relu(self.conv1(x), 0.1))  # (B, C', F / 2, T or T / 2)
+        shortcut = self.shortcut(x)[..., : h.shape[3]]  # an odd T leaves one frame more
+        return F.leaky_relu(h + shortcut, 0.1)
+
+
+class STFTDiscriminator(nn.Module):
+    """Residual units over the short-time Fourier transform (SoundStream §III-D, Fig. 4).
+
+    Its real and imaginary parts are two channels. The paper names no activation and no shortcut:
+    here a leaky ReLU, as over waves, and a strided convolution of kernel 1.
+    """
+
+    def __init__(self, channels, window):
+        super().__init__()
+        self.window = window
+        self.conv_in = nn.Conv2d(2, channels, 7, padding=3)  # real and imaginary part
+        self.units = nn.ModuleList()
+        widths = [channels * mult for mult in (1, 2, 4, 4, 8, 8, 16)]
+        for i, (narrow, wide) in enumerate(itertools.pairwise(widths)):
+            # Frequencies are halved by each unit, times by every second one.
+            stride = (2, 1 + i % 2)  # over frequency and time
+            self.units.append(STFTUnit(narrow, wide, stride))
+        self.out = nn.Conv2d(widths[-1], 1, (window // 128, 1))  # over all remaining frequencies
+        self.register_buffer("hann", torch.hann_window(window), persistent=False)
+
+    def spectrum(self, wave):
+        """Real and imaginary parts (B, 2, F, T') of waves (B, T), F = window / 2, in fp32."""
+        with torch.autocast(wave.device.type, enabled=False):
+            x = torch.stft(
+                wave.float(),
+                self.window,
+                self.window // 4,
+                window=self.hann,
+                return_complex=True,
+            )
+            x = x[:, :-1]  # without the highest frequency
+            # Real convolutions over two channels, as in the paper, not complex ones.
+            return torch.view_as_real(x).permute(0, 3, 1, 2)
+
+    def forward(self, wave):
+        """Scores (B, T' / 8) of waves (B, T), higher for real ones, and features of every unit."""
+        x = F.leaky_relu(self.conv_in(self.spectrum(wave)), 0.1)  # (B, C, F, T')
+        features = [x]
+        for unit in self.units:
+            x = unit(x)
+            features.append(x)
+        return self.out(x).flatten(1), features  # (B, T' / 8)
+
+
+def make_discriminators(cfg):
+    """Three wave discriminators, at 1, 1/2 and 1/4 of the rate, and one STFT discriminator."""
+    channels = cfg.discriminator_channels
+    return nn.ModuleList(
+        [
+            WaveDiscriminator(channels, downsample=1),
+            WaveDiscriminator(channels, downsample=2),
+            WaveDiscriminator(channels, downsample=4),
+            STFTDiscriminator(2 * channels, cfg.stft_window),
+        ]
+    )
+
+
+# Losses (SoundStream §III-E)
+
+
+def spectral_distance(fake, real, sample_rate):
+    """Distance (B,) of mel spectra of waves (B, T) at windows s = 64, 128, ... 2048 (Eq. 4, 5).
+
+    L1 plus sqrt(s / 2) times the L2 norm of the logarithms, over 64 mel bins, summed over windows
+    and over frames, s / 4 samples apart: a crop twice as long has twice this loss.
+
+    The paper gives no scale of its spectra. Here a sine of amplitude a has the magnitude a, which
+    is s / 4 times smaller than that of an FFT. So --mel_weight 1 is not the paper's 1.
+    """
+    total = 0
+    for exponent in range(6, 12):
+        window = 2**exponent  # s of Eq. 4
+        filters = recordings.mel_filters(sample_rate, window, 64, device=real.device)
+        x = recordings.stft_magnitude(fake, window, window // 4) @ filters  # (B, frames, 64)
+        y = recordings.stft_magnitude(real, window, window // 4) @ filters
+        difference = x.clamp(min=1e-3).log() - y.clamp(min=1e-3).log()
+        log_distance = (difference.square().sum(2) + 1e-8).sqrt()  # with a finite gradient at 0
+        distance = (x - y).abs().sum(2) + (window / 2) ** 0.5 * log_distance  # (B, frames)
+        total = total + distance.sum(1)  # (B,)
+    return total
+
+
+def reconstruction_loss(cfg, fake, real, commitment):
+    """Reconstruction part of the codec's loss for waves (B, T), in fp32."""
+    with torch.autocast(real.device.type, enabled=False):
+        fake = fake.float()  # (B, T)
+        loss = cfg.commitment_weight * commitment.float()
+        loss = loss + cfg.wave_weight * (fake - real).abs().mean()  # EnCodec Eq. 1
+        return loss + cfg.mel_weight * spectral_distance(fake, real, cfg.sample_rate).mean()
+
+
+def adversarial_loss(cfg, discriminators, fake, real):
+    """The codec's hinge loss (Eq. 2) and L1 feature matching (Eq. 3).
+
+    Both are averaged over discriminators; distances of features first over layers.
+
+    The discriminators are frozen meanwhile: the codec's step must not leave gradients in them.
+    """
+    discriminators.requires_grad_(False)
+    hinges = []
+    distances = []
+    # Real features are targets; gradients reach the codec through the fake ones.
+    for discriminator in discriminators:
+        with torch.no_grad():
+            _, real_features = discriminator(real)  # targets, without a gradient
+        score, fake_features = discriminator(fake)
+        hinges.append(F.relu(1 - score.float()).mean())
+        layers = []
+        for fake_layer, real_layer in zip(fake_features, real_features):
+            layers.append(F.l1_loss(fake_layer.float(), real_layer.float()))
+        distances.append(torch.stack(layers).mean())  # one discriminator counts like another
+    discriminators.requires_grad_(True)
+    hinge_loss = torch.stack(hinges).mean()
+    feature_loss = torch.stack(distances).mean()
+    return cfg.adversarial_weight * hinge_loss + cfg.feature_weight * feature_loss
+
+
+def discriminator_loss(discriminators, fake, real, r1_weight=0.0):
+    """The discriminators' hinge loss (Eq. 1) for waves (B, T), a mean over them.
+
+    With r1_weight it has the R1 penalty, too: the squared norm of a sample's gradient at real waves
+    (Mescheder et al. 2018, Eq. 9).
+    """
+    # Detached: no gradient reaches the codec. It is not run again, so the codebooks' statistics
+    # count every sample once.
+    hinges = []
+    for discriminator in discriminators:
+        score, _ = discriminator(torch.cat([real, fake.detach()]))
+        real_score, fake_score = score.float().chunk(2)  # (B, T') each
+        hinges.append(F.relu(1 - real_score).mean() + F.relu(1 + fake_score).mean())
+    loss = torch.stack(hinges).mean()
+    if not r1_weight:
+        return loss
+
+    real = real.detach().requires_grad_()  # gradients are taken at the waves
+    penalties = []
+    with torch.autocast(real.device.type, enabled=False):  # fp16 would overflow at any loss scale
+        for discriminator in discriminators:
+            score, _ = discriminator(real)
+            (gradient,) = torch.autograd.grad(score.sum(), real, create_graph=True)  # (B, T)
+            penalties.append(gradient.square().sum(1).mean())
+    return loss + r1_weight * torch.stack(penalties).mean()
+
+
+# Data and sounds of both parts
+
+
+def open_recordings(cfg, seconds=0.0):
+    """[recordings of cfg.data, those of cfg.val_data if given], with crops of so many seconds."""
+    crop = round(seconds * cfg.sample_rate)
+    hop_length = math.prod(cfg.strides)
+    datasets = []
+    for path in (cfg.data, cfg.val_data):
+        if path == "syllables":
+            dataset = recordings.Syllables(BUILTIN_ROWS, crop, hop_length, cfg.sample_rate)
+            datasets.append(dataset)
+        elif path:
+            dataset = recordings.Recordings(
+                path, cfg.sample_rate, crop, hop_length, cfg.speaker_pattern
+            )
+            datasets.append(dataset)
+    return datasets
+
+
+def open_stage(given, seconds=0.0):
+    """(config of a stage's run, {split: (recordings, indices)}). Collective."""
+    cfg = dataclasses.replace(given, run_dir=str(Path(given.run_dir) / given.stage))
+    cfg = dist.on_main(lambda: loop.prepare_config(cfg, MAX_CHUNK_SIZE))
+    datasets = dist.run_together(lambda: open_recordings(cfg, seconds))
+    return cfg, data.splits(datasets[0], cfg, *datasets[1:])
+
+
+def write_sound(wave, sample_rate, path):
+    """Write a wave (T,) to a .wav file, and its spectrogram beside it as .png."""
+    with checkpoint.atomic_write(path) as file:
+        recordings.write_wav(file, wave, sample_rate)
+    with checkpoint.atomic_write(Path(path).with_suffix(".png")) as file:
+        media.write_png(file, recordings.spectrogram(wave, sample_rate))
+
+
+@torch.no_grad()
+def write_sounds(sounds, cfg, name):
+    """Rank 0 writes `sounds` as samples/NAME_*: {file in the run folder: caption}.
+
+    sounds: iterator over (number, wave (T,), caption), which only rank 0 runs.
+    """
+    files = {}
+    # The iterator is lazy, so the other ranks make no sounds.
+    if not dist.is_main():
+        return files
+    for number, wave, caption in sounds:
+        path = f"samples/{name}_{number}"
+        write_sound(wave, cfg.sample_rate, Path(cfg.run_dir) / f"{path}.wav")
+        files |= {f"{path}.wav": caption, f"{path}.png": caption}
+    return files
+
+
+# Evaluation of both parts
+
+
+class Means:
+    """Means of metrics over all ranks, from sums over samples or tokens."""
+
+    def __init__(self):
+        self.sums = collections.defaultdict(float)
+        self.counts = collections.defaultdict(float)
+
+    def add(self, name, value_sum, count=1):
+        self.sums[name] += value_sum
+        self.counts[name] += count
+
+    def result(self):
+        """{name: mean}. Collective."""
+        sums = dist.total_by_name(self.sums)
+        counts = dist.total_by_name(self.counts)
+        return {name: value_sum / counts[name] for name, value_sum in sums.items()}
+
+
+def code_entropies(codes, size):
+    """(entropy (Q,) in nats, count (Q,)) of each quantizer's codes, over all ranks. Collective.
+
+    codes: list of (N, Q), each code below `size`, or -100 for none.
+    """
+    counts = []
+    for column in torch.cat(codes).T:
+        counts.append(torch.bincount(column[column >= 0], minlength=size))
+    # Sum over ranks before taking the entropy, which is not additive.
+    counts = torch.stack(counts)  # (Q, size)
+    counts = torch.tensor(dist.total(counts.flatten().tolist())).view(counts.shape)
+    frequencies = counts / counts.sum(1, keepdim=True)  # (Q, size)
+    return torch.special.entr(frequencies).sum(1), counts.sum(1)
+
+
+@torch.no_grad()
+def evaluate_weights(state, name, splits, device, evaluate, sounds):
+    """(metrics, samples) of the split `name`, with averaged weights. Collective.
+
+    In validation also the loss with the online weights, and, if cfg asks for them, their sounds.
+    evaluate(model, cfg, split, device): {metric: value}. sounds(model, cfg, split, device): see
+    `write_sounds`.
+    """
+    model = state.modules["model"]
+    cfg = state.cfg
+    inputs = (model, cfg, splits[name], device)
+    validation = name == "validation"
+    prefix = f"step_{state.step:08d}" if validation else "test"
+    with_sounds = not validation or state.step < cfg.steps  # else those of the test are next
+    metrics = {}
+    samples = {}
+    # In training mode dropout acts, and the codebooks gather statistics.
+    model.eval()
+    if validation:
+        metrics["loss_online"] = evaluate(*inputs)["loss"]
+    if with_sounds and cfg.online_samples:
+        samples |= write_sounds(sounds(*inputs), cfg, f"{prefix}_online")
+    with state.ema.applied(model):
+        metrics |= evaluate(*inputs)
+        if with_sounds:
+            samples |= write_sounds(sounds(*inputs), cfg, prefix)
+    model.train()
+    if validation:
+        val_names = ("loss_online", "loss", "accuracy")
+        # The others have the same names in validation and test.
+        metrics = {f"val_{n}" if n in val_names else n: value for n, value in metrics.items()}
+    return metrics, samples
+
+
+def announce_trained(cfg, results, started):
+    """Print what was trained. All ranks wait for rank 0's model.pt, which the next stage reads."""
+    dist.gather(None)  # a barrier
+    seconds = time.monotonic() - started
+    tracker.print_results(f"Trained {cfg.run_dir}; this start took {seconds:.0f} s.", results)
+
+
+# Evaluation of the codec
+
+
+@torch.no_grad()
+def evaluate_codec(codec, cfg, split, device):
+    """Mean reconstruction loss, quality of sound by number of quantizers, use of the codebooks.
+
+    split: (dataset, indices).
+    """
+    bitrates = [2**i for i in range(8) if 2**i < cfg.num_quantizers]  # 1, 2, 4, … quantizers
+    bitrates.append(cfg.num_quantizers)
+    means = Means()
+    codes_seen = [torch.zeros(0, cfg.num_quantizers, dtype=torch.long)]
+    for _, batch in data.batches(*split, cfg.eval_samples, cfg.chunk_size):
+        real = batch["wave"].to(device)  # (B, T), silence behind short recordings
+        size, length = real.shape
+        real_mel = recordings.log_mel(real, cfg.sample_rate, window=1024, hop=256, bins=64)
+        # Spectra are in fp32; only the networks run in the precision of training.
+        with amp.autocast(device, cfg.precision):
+            codes = codec.encode(real)  # (B, frames, Q)
+        for n in bitrates:
+            with amp.autocast(device, cfg.precision):
+                fake = codec.decode(codes[..., :n])[:, :length]
+            fake_mel = recordings.log_mel(fake, cfg.sample_rate, window=1024, hop=256, bins=64)
+            distance = (fake_mel - real_mel).abs().mean((1, 2))  # (B,)
+            means.add(f"mel_distance@{n}", distance.sum().item(), size)
+            means.add(f"si_sdr_db@{n}", recordings.si_sdr(fake, real).sum().item(), size)
+        # `fake` is now of all quantizers.
+        loss = reconstruction_loss(cfg, fake, real, commitment=torch.zeros((), device=device))
+        means.add("loss", loss.item() * size, size)
+        # Codes of the silence behind a short recording do not count.
+        frames = -(-batch["length"][:, None] // codec.hop_length)  # rounded up
+        codes_seen.append(codes.cpu()[torch.arange(codes.shape[1]) < frames])
+
+    metrics = means.result()
+    entropies, _ = code_entropies(codes_seen, cfg.codebook_size)
+    for q, perplexity in enumerate(entropies.exp().tolist(), 1):
+        metrics[f"codebook_perplexity@{q}"] = perplexity
+    return metrics
+
+
+def reconstructions(codec, cfg, split, device):
+    """Yield (number, wave (T,), caption) of the first recordings and of their reconstructions."""
+    dataset, indices = split
+    readable, waves = dataset.load_usable(indices[:NUM_SOUNDS])
+    for number, (index, wave) in enumerate(zip(readable, waves)):
+        yield f"{number}_real", wave, dataset.name(index)
+        fake, _ = codec(wave[None].to(device))
+        yield f"{number}", fake[0].cpu(), dataset.name(index)
+
+
+# Training of the codec
+
+
+@torch.no_grad()
+def initialize_codebooks(codec, cfg, crops, indices, device):
+    """k-means on frames of training crops, by rank 0: the same on any number of ranks."""
+    if codec.quantizer.ready:  # by --init_from, or this step is tried again after an overflow
+        return
+    chunks = data.ChunkDataset(crops, indices, accumulate.derive_seed(cfg.seed, "codebooks"))
+    frames = torch.zeros(0, cfg.latent_dim, device=device)
+    start = 0
+    # As many frames as k-means needs: 32 for each code.
+    while dist.is_main() and len(frames) < 32 * cfg.codebook_size:
+        wave = chunks[start, start + cfg.chunk_size]["wave"].to(device)
+        new = codec.encode_latents(wave).flatten(0, 1).float()  # (B · frames, D)
+        frames = torch.cat([frames, new])
+        start += cfg.chunk_size
+    # Collective: the others get the codebooks of rank 0.
+    codec.quantizer.initialize(frames, accumulate.derive_seed(cfg.seed, "kmeans"))
+
+
+def train_soundstream(given, device):
+    """Train the codec."""
+    started = time.monotonic()
+
+    # Open the data, on all ranks. Then rank 0 takes the run folder.
+    cfg, splits = open_stage(given, EVAL_SECONDS)
+    dataset, indices = splits["train"]
+    # The same recordings, in the shorter crops of training.
+    crops = copy.copy(dataset)
+    crops.crop = cfg.crop_length
+    run = loop.open_run(cfg, dataset)
+    if run.finished:
+        return loop.announce_finished(cfg, run)
+
+    # Build codec, discriminators, their optimizers and the EMA. Restore them if resuming.
+    # The same start on all ranks.
+    accumulate.seed_all(cfg.seed, "weights")
+    codec = SoundStream(cfg).to(device)  # encoder, quantizer, decoder
+    discriminators = make_discriminators(cfg).to(device)  # unused before discriminator_start
+    # Two networks, two optimizers, one gradient scaler.
+    betas = (cfg.beta1, cfg.beta2)
+    optimizers = optim.make(codec, cfg.optimizer, cfg.lr, cfg.weight_decay, betas, cfg.eps)
+    discriminator_optimizers = optim.make(
+        discriminators, "adamw", cfg.discriminator_lr, 0.0, betas, cfg.eps
+    )
+    scaler = amp.scaler(device, cfg.precision)
+    ema = EMA(codec, cfg.ema_update_every, decay=cfg.ema_decay, update_after=cfg.ema_update_after)
+    state = checkpoint.State(
+        cfg,
+        {"model": codec, "discriminators": discriminators},
+        ema,
+        [*optimizers, *discriminator_optimizers],
+        scaler,
+        run.identity,
+        {"kind": "soundstream", "metadata": store.metadata(cfg)},
+    )
+    loop.resume(run, state)  # or take the weights of --init_from
+    if cfg.compile:
+        codec.compile()
+
+    # The order of samples follows from seed and step. Write config.json and open the logger.
+    plan, batches = loop.batches(cfg, crops, indices, state.step, device)
+    log = loop.begin(run, state, given, f"{len(dataset):,} recordings", device)
+
+    # A signal to any rank ends the loop: `progress` saves first.
+    with log, dist.stop_signals, loop.Progress(run, state, log, "soundstream") as progress:
+        codec.train()
+        stepped = True
+        while True:
+            dist.stop_signals.check()
+
+            # Log; evaluate and save when they are due.
+            if progress.log_due():
+                progress.log_line()  # synchronizes ranks and GPU
+                # Before k-means there are no codes, so that codec cannot be the best one.
+                if progress.eval_due and codec.quantizer.ready:
+                    metrics, samples = evaluate_weights(
+                        state, "validation", splits, device, evaluate_codec, reconstructions
+                    )
+                    progress.log_evaluation(metrics, samples)
+                if progress.save_due:
+                    run.save(state, log)
+                progress.restart()
+            if state.step >= cfg.steps:
+                break
+
+            # Set the learning rates. Codebooks and discriminators start when they are due.
+            schedule.set_learning_rate(optimizers, schedule.of_config(state.step, cfg))
+            if state.step == cfg.quantizer_start:
+                initialize_codebooks(codec, cfg, crops, indices, device)
+            adversarial = state.step >= cfg.discriminator_start
+            if adversarial:
+                discriminator_lr = schedule.learning_rate(
+                    state.step - cfg.discriminator_start,
+                    cfg.discriminator_lr,
+                    cfg.discriminator_warmup_steps,
+                    cfg.steps - cfg.discriminator_start,
+                    cfg.cosine,
+                )
+                schedule.set_learning_rate(discriminator_optimizers, discriminator_lr)
+            # Not multiplied by r1_every, unlike the lazy regularization of StyleGAN2.
+            r1_weight = cfg.r1_weight if state.step % cfg.r1_every == 0 else 0.0
+
+            # Take one optimizer step of the codec and, on the same fakes, of the discriminators.
+            if stepped:  # an fp16 step that overflowed is tried again, on the same samples
+                step_batches = [next(batches) for _ in plan]
+            step_loss = torch.zeros((), device=device)
+            for chunk, batch in zip(plan, step_batches):
+                # All that is random in a chunk follows from (seed, step, chunk), on any rank.
+                accumulate.seed_all(cfg.seed, state.step, chunk.index)
+                real = batch["wave"].to(device, non_blocking=True)
+                with amp.autocast(device, cfg.precision):
+                    fake, commitment = codec(real)
+                    loss = reconstruction_loss(cfg, fake, real, commitment)
+                    if adversarial:
+                        loss = loss + adversarial_loss(cfg, discriminators, fake, real)
+                # Weights add up to 1 over a batch: the gradient is that of its mean loss.
+                scaler.scale(loss * chunk.weight).backward()
+                step_loss += loss.detach() * (chunk.stop - chunk.start)
+                # The discriminators learn from the same fakes, before the codec moves.
+                if adversarial:
+                    with amp.autocast(device, cfg.precision):
+                        loss = discriminator_loss(discriminators, fake, real, r1_weight)
+                    scaler.scale(loss * chunk.weight).backward()
+            modules = [codec]
+            groups = [(optimizers, cfg.max_grad_norm)]
+            if adversarial:  # both step or neither does; each has its own clipping norm
+                modules.append(discriminators)
+                groups.append((discriminator_optimizers, cfg.discriminator_max_grad_norm))
+            dist.sum_gradients(*modules)
+            grad_norms, stepped = amp.step(scaler, groups)
+            codec.zero_grad(set_to_none=True)
+            discriminators.zero_grad(set_to_none=True)
+            if not stepped:  # a step that overflowed did not happen
+                codec.quantizer.discard()  # its statistics, too
+                progress.overflows += 1
+                continue
+            # Move the codebooks to the statistics of all ranks, and re-seed codes that are dead.
+            codec.quantizer.update(accumulate.derive_seed(cfg.seed, "codes", state.step))
+            state.step += 1
+            ema.update(state.step)
+            # The line of the log has the codec's loss and norm.
+            progress.add(step_loss, grad_norms[0], step_batches)
+
+        # Test the averaged weights, and save them last of all.
+        metrics, samples = evaluate_weights(
+            state, "test", splits, device, evaluate_codec, reconstructions
+        )
+        results = loop.finish(run, state, log, metrics, samples)
+    announce_trained(cfg, results, started)
+
+
+# The trained codec, as the token stages use it
 
 
 class PublishedCodec:
-    """EnCodec, DAC or Mimi from the package transformers in the place of a SoundStream: hf:MODEL.
+    """EnCodec, DAC or Mimi by the package transformers, used like a SoundStream: hf:MODEL.
 
-    MODEL is a name at huggingface.co or a folder. T samples make ceil(T / hop) frames of Q codes: a
-    wave is padded with silence to whole frames, and its codes are the package's of that.
+    MODEL is a name at huggingface.co or a folder. A wave is padded with silence to whole frames.
     """
 
     def __init__(self, spec, device):
@@ -317,1266 +1036,1199 @@ class PublishedCodec:
         name = spec.removeprefix("hf:")
         self.model = store.from_transformers(flag, name, ("encodec", "dac", "mimi")).to(device)
         settings = self.model.config
+        # Refuse what this adapter does not do.
         channels = getattr(settings, "audio_channels", 1)
         if channels != 1:
             raise UserError(f"{flag}: a model of {channels} channels; expected one")
         if getattr(settings, "normalize", False) or getattr(settings, "chunk_length_s", None):
-            raise UserError(f"{flag}: a model that normalizes chunks of sound; expected one that "
-                            "does not, such as hf:facebook/encodec_24khz")
-        self.rate = settings.sampling_rate
-        self.hop = getattr(settings, "hop_length", 0) or round(self.rate / settings.frame_rate)
+            raise UserError(
+                f"{flag}: a model that normalizes chunks of sound; expected one that "
+                "does not, such as hf:facebook/encodec_24khz"
+            )
+        # The three models name these in three ways.
+        self.sample_rate = settings.sampling_rate
+        self.hop_length = getattr(settings, "hop_length", 0)
+        self.hop_length = self.hop_length or round(self.sample_rate / settings.frame_rate)
         self.codebook_size = settings.codebook_size
-        self.quantizers = getattr(settings, "n_codebooks", 0) or settings.num_quantizers
-        self.encodec = settings.model_type == "encodec"
-        self.checksum = name
-        if Path(name).is_dir():  # what is in a folder may change, unlike what is published
-            files = Path(name).iterdir()
-            weights = [path for path in files if path.suffix in (".safetensors", ".bin")]
-            self.checksum = " ".join(checkpoint.checksum(path)[:16] for path in sorted(weights))
+        self.num_quantizers = getattr(settings, "n_codebooks", 0) or settings.num_quantizers
+        self.is_encodec = settings.model_type == "encodec"
+
+        # The weights of a folder may change under the same name.
+        files = sorted(Path(name).glob("*.safetensors"))
+        self.checksum = " ".join(checkpoint.checksum(file)[:16] for file in files) or name
 
     @torch.no_grad()
     def encode(self, wave):
         """Codes (B, frames, Q) of waves (B, T)."""
-        wave = F.pad(wave, (0, -wave.shape[1] % self.hop))[:, None]
-        bitrate = {"bandwidth": max(self.model.config.target_bandwidths)} if self.encodec else {}
-        codes = self.model.encode(wave, **bitrate, return_dict=True).audio_codes
-        codes = codes.flatten(0, -3).transpose(1, 2)  # EnCodec's have an axis of chunks before
-        return codes[..., :self.quantizers]
+        wave = F.pad(wave, (0, -wave.shape[1] % self.hop_length))[:, None]
+        options = {}
+        if self.is_encodec:
+            # By default EnCodec takes its lowest bitrate.
+            options["bandwidth"] = max(self.model.config.target_bandwidths)
+        codes = self.model.encode(wave, return_dict=True, **options).audio_codes
+        codes = codes.flatten(0, -3)  # EnCodec's have an axis of chunks before the batch
+        return codes.transpose(1, 2)[..., : self.num_quantizers]
 
     @torch.no_grad()
     def decode(self, codes):
-        """Waves (B, frames·hop) of codes (B, frames, n), of the first n quantizers."""
-        length = codes.shape[1] * self.hop
-        codes = codes.transpose(1, 2)
-        if self.encodec:
-            found = self.model.decode(codes[None], [None], return_dict=True)
+        """Waves (B, frames · hop_length) of codes (B, frames, n) of the first n quantizers."""
+        length = codes.shape[1] * self.hop_length
+        codes = codes.transpose(1, 2)  # (B, n, frames), as the package has them
+        if self.is_encodec:
+            out = self.model.decode(codes[None], [None], return_dict=True)
         else:
-            found = self.model.decode(audio_codes=codes, return_dict=True)
-        wave = found.audio_values.flatten(1)
+            out = self.model.decode(audio_codes=codes, return_dict=True)
+        wave = out.audio_values.flatten(1)  # (B, T), the only channel
         return F.pad(wave, (0, length - wave.shape[1]))  # DAC's is shorter where a stride is odd
 
 
-# Discriminators (SoundStream §III-D)
+class Codec:
+    """A trained codec of which the first `num_quantizers` quantizers are used, 0 for all.
 
-class WaveDiscriminator(nn.Module):
-    """Strided, grouped convolutions over a wave (MelGAN, Kumar et al. 2019, Table 1b)."""
-
-    def __init__(self, channels, scale):
-        super().__init__()
-        self.scale, widths = scale, [channels * min(64, 4 ** i) for i in range(5)]
-        self.layers = nn.ModuleList([nn.Conv1d(1, channels, 15, padding=7), *(
-            nn.Conv1d(narrow, wide, 41, 4, 20, groups=max(1, narrow // 4))
-            for narrow, wide in itertools.pairwise(widths)), nn.Conv1d(widths[-1], widths[-1], 5, padding=2)])
-        self.out = nn.Conv1d(widths[-1], 1, 3, padding=1)
-
-    def forward(self, wave):
-        """Scores (B, T') of waves (B, T), higher for real ones, and the features of every layer."""
-        x, features = wave[:, None], []
-        if self.scale > 1:
-            x = F.avg_pool1d(x, 2 * self.scale, self.scale, self.scale // 2, count_include_pad=False)
-        for layer in self.layers:
-            x = F.leaky_relu(layer(x), 0.1)
-            features.append(x)
-        return self.out(x)[:, 0], features
-
-
-class STFTDiscriminator(nn.Module):
-    """Residual units over the short-time Fourier transform (SoundStream §III-D, Fig. 4).
-
-    Its real and imaginary parts are two channels. The paper names no activation and no shortcut:
-    here a leaky ReLU, as over waves, and a strided convolution of 1.
+    model: SoundStream or PublishedCodec. checksum: of its weights. UserError if it has fewer.
     """
 
-    def __init__(self, channels, window):
-        super().__init__()
-        self.window = window
-        self.stem = nn.Conv2d(2, channels, 7, padding=3)
-        self.units = nn.ModuleList()
-        widths = [channels * mult for mult in (1, 2, 4, 4, 8, 8, 16)]
-        strides = [(2, 1), (2, 2)] * 3  # over frequency, time
-        for narrow, wide, stride in zip(widths, widths[1:], strides):
-            kernel = stride[0] + 2, stride[1] + 2
-            self.units.append(nn.ModuleList([
-                nn.Conv2d(narrow, narrow, 3, padding=1),
-                nn.Conv2d(narrow, wide, kernel, stride, 1),
-                nn.Conv2d(narrow, wide, 1, stride),
-            ]))
-        self.out = nn.Conv2d(widths[-1], 1, (window // 128, 1))  # all frequencies that are left
-        self.register_buffer("hann", torch.hann_window(window), persistent=False)
+    def __init__(self, model, checksum, device, num_quantizers=0):
+        if num_quantizers > model.num_quantizers:
+            raise UserError(f"{num_quantizers} quantizers: the codec has {model.num_quantizers}")
+        self.model = model
+        self.device = device
+        self.sample_rate = model.sample_rate
+        self.hop_length = model.hop_length
+        self.frame_rate = model.sample_rate / model.hop_length
+        self.codebook_size = model.codebook_size
+        self.num_quantizers = num_quantizers or model.num_quantizers
+        self.checksum = checksum
+        if self.num_quantizers < model.num_quantizers:  # other codes, so other caches and models
+            self.checksum += f", {num_quantizers} quantizers"
 
-    def spectrum(self, wave):
-        """Real and imaginary parts (B, 2, F, T') of waves (B, T), F = window / 2, in fp32."""
-        with torch.autocast(wave.device.type, enabled=False):
-            x = torch.stft(wave.float(), self.window, self.window // 4, window=self.hann,
-                           return_complex=True)
-            x = x[:, :-1]  # without the highest frequency
-            return torch.view_as_real(x).permute(0, 3, 1, 2)
+    def encode(self, wave):
+        """Codes (frames, Q) of a wave (T,), on the CPU."""
+        codes = self.model.encode(wave[None].to(self.device))
+        # Codes are residual: the first n do not depend on the others.
+        return codes[0, :, : self.num_quantizers].cpu()
 
-    def forward(self, wave):
-        """Scores (B, T' / 8) of waves (B, T), higher for real ones, and features of every unit."""
-        x = F.leaky_relu(self.stem(self.spectrum(wave)), 0.1)
-        features = [x]
-        for narrow, wide, shortcut in self.units:
-            h = wide(F.leaky_relu(narrow(x), 0.1))
-            x = F.leaky_relu(h + shortcut(x)[..., :h.shape[3]], 0.1)
-            features.append(x)
-        return self.out(x).flatten(1), features
+    def decode(self, codes):
+        """The wave (frames · hop_length,) of codes (frames, n), on the CPU."""
+        return self.model.decode(codes[None].to(self.device))[0].cpu()
 
 
-class Discriminators(nn.Module):
-    """Three of waves, at full, half and quarter rate, and one of spectra; forward: [(scores, features)], one each."""
+def model_file(path, stage, name="model.pt", weights="ema"):
+    """The file `name` of a stage's run, given the run folder or the file itself.
 
-    def __init__(self, cfg):
-        super().__init__()
-        self.each = nn.ModuleList([*(WaveDiscriminator(cfg.discriminator_channels, scale) for scale in (1, 2, 4)),
-                                   STFTDiscriminator(2 * cfg.discriminator_channels, cfg.stft_window)])
-
-    def forward(self, wave):
-        return [one(wave) for one in self.each]
-
-
-# Losses of the codec (SoundStream §III-E)
-
-def spectral_distance(fake, real, rate):
-    """Distance of mel spectra of waves (B, T) at six windows s = 64 .. 2048 -> (B,) (Eq. 4, 5).
-
-    L1 plus sqrt(s / 2) times the L2 norm of the logarithms, over 64 mel bins, summed over windows
-    and over frames, s / 4 samples apart: a crop twice as long has twice this loss. The paper gives
-    no scale of its spectra. Here a sine of amplitude a has the magnitude a at every s. Of plain FFT
-    magnitudes the L1 part would be s / 4 times larger, that of the logarithms the same down to the
-    floor of 1e-3. So --mel_weight is not in the paper's unit, also where it is 1.
+    With "online" weights it is the newest checkpoint. UserError if it is missing.
     """
-    total = 0
-    for window in (2 ** i for i in range(6, 12)):
-        filters = recordings.mel_filters(rate, window, 64, device=real.device)
-        x, y = (recordings.stft_magnitude(wave, window, window // 4) @ filters for wave in (fake, real))
-        logs = (x.clamp(min=1e-3).log() - y.clamp(min=1e-3).log()).square().sum(2)
-        total = total + ((x - y).abs().sum(2) + (window / 2) ** 0.5 * (logs + 1e-8).sqrt()).sum(1)
-    return total
+    path = Path(path)
+    file = path / name if path.is_dir() or not path.suffix else path
+    # Only checkpoints have the online weights.
+    if weights == "online" and name == "model.pt":
+        file = max((path / "checkpoints").glob("step_*.pt"), default=file)
+    if not file.is_file():
+        raise UserError(
+            f"{file}: missing; train it first (--stage {stage}), or name a run that has it"
+        )
+    return file
 
 
-def reconstruction_loss(cfg, fake, real, commitment):
-    """What the codec learns from besides the discriminators, for waves (B, T), in fp32."""
-    with torch.autocast(real.device.type, enabled=False):
-        fake, loss = fake.float(), cfg.commitment_weight * commitment.float()
-        loss = loss + cfg.wave_weight * (fake - real).abs().mean()
-        return loss + cfg.mel_weight * spectral_distance(fake, real, cfg.sample_rate).mean()
+def load_codec(path, device, num_quantizers=0, name="model.pt", weights="ema"):
+    """The Codec of a run folder, of a file or of hf:MODEL, in eval mode."""
+    if path.startswith("hf:"):
+        model = PublishedCodec(path, device)
+        return Codec(model, model.checksum, device, num_quantizers)
+    file = model_file(path, "soundstream", name, weights)
+    cfg, state = checkpoint.read_model("soundstream", Config, file, weights)
+    model = checkpoint.build(lambda: SoundStream(cfg), state, file, device).requires_grad_(False)
+    return Codec(model, checkpoint.checksum(file)[:16], device, num_quantizers)
 
 
-def adversarial_loss(cfg, discriminators, fake, real):
-    """Hinge loss of the codec (Eq. 2) and L1 distance of features (Eq. 3), by frozen discriminators, as means."""
-    discriminators.requires_grad_(False)
-    with torch.no_grad():
-        wanted = discriminators(real)
-    found = discriminators(fake)
-    discriminators.requires_grad_(True)
-    hinge = torch.stack([F.relu(1 - score.float()).mean() for score, _ in found]).mean()
-    distances = []
-    for (_, fake_features), (_, real_features) in zip(found, wanted):
-        layers = [F.l1_loss(x.float(), y.float()) for x, y in zip(fake_features, real_features)]
-        distances.append(torch.stack(layers).mean())
-    feature = torch.stack(distances).mean()
-    return cfg.adversarial_weight * hinge + cfg.feature_weight * feature
+def codec_of(cfg, device):
+    """The codec of the coarse and fine stages; UserError if it does not fit `cfg`."""
+    path = cfg.soundstream or str(Path(cfg.run_dir).parent / "soundstream")
+    codec = load_codec(path, device, cfg.codec_quantizers)
+    if codec.sample_rate != cfg.sample_rate:
+        raise UserError(
+            f"--sample_rate: {cfg.sample_rate}, but the codec's is {codec.sample_rate}; give that"
+        )
+    if cfg.coarse_quantizers >= codec.num_quantizers:
+        raise UserError(
+            f"--coarse_quantizers: {cfg.coarse_quantizers}, but the codec has "
+            f"{codec.num_quantizers}"
+        )
+    return codec
 
 
-def discriminator_loss(discriminators, fake, real, penalty_weight=0.0):
-    """Hinge loss of the discriminators (Eq. 1) for waves (B, T), a mean over them.
+# Part 2: AudioLM
 
-    With a weight, plus the squared norm of a sample's gradient at real waves (Mescheder et al. 2018, Eq. 9), in fp32:
-    in fp16 its own gradient would overflow at any loss scale.
-    """
-    scores = [score.float() for score, _ in discriminators(torch.cat([real, fake.detach()]))]
-    loss = torch.stack([F.relu(1 - x[:len(real)]).mean() + F.relu(1 + x[len(real):]).mean() for x in scores]).mean()
-    if penalty_weight:
-        real = real.detach().requires_grad_()
-        with torch.autocast(real.device.type, enabled=False):
-            gradients = [torch.autograd.grad(score.sum(), real, create_graph=True)[0]
-                         for score, _ in discriminators(real)]
-        loss = loss + penalty_weight * torch.stack([g.square().sum(1).mean() for g in gradients]).mean()
-    return loss
+# Streams of tokens (AudioLM §III-C)
 
-
-# Token transformers (AudioLM §III-C)
 
 class Stream(NamedTuple):
     """A kind of tokens: frames of Q codes below K."""
+
     name: str
-    codes: int  # Q
-    size: int  # K
+    num_quantizers: int  # Q
+    codebook_size: int  # K
 
 
-def offsets_of(streams):
-    """Where each stream's rows of embeddings begin, one for its start token and K a quantizer; row 0 is padding."""
-    return list(itertools.accumulate([1, *(1 + stream.codes * stream.size for stream in streams)]))
+def make_streams(cfg, tokenizer, codec):
+    """The streams of a stage's transformer. It predicts the last one from the one before it.
+
+    tokenizer, codec: None if the stage has none of their tokens.
+    """
+    streams = []
+    if tokenizer:
+        streams.append(Stream("semantic", 1, tokenizer.kmeans.clusters))
+    if codec:
+        streams.append(Stream("coarse", cfg.coarse_quantizers, codec.codebook_size))
+    if cfg.stage == "fine":
+        num_quantizers = codec.num_quantizers - cfg.coarse_quantizers
+        streams.append(Stream("fine", num_quantizers, codec.codebook_size))
+    return streams
 
 
-def lay_out(streams, codes):
-    """The one sequence that a recording's streams make: (inputs (N,), place of the last stream's start token).
+def stream_offsets(streams):
+    """The first embedding row of each stream, and the number of rows.
 
-    codes: for each stream (T, Q) int64. Two frames of the coarse stage, with two quantizers, after three semantic
-    tokens; C01 is the code of frame 0 and quantizer 1, <s> and <c> are start tokens:
+    Row 0 is padding. A stream has a row for its start token, and Q · K for its codes.
+    """
+    offsets = [1]  # after padding
+    for stream in streams:
+        rows = 1 + stream.num_quantizers * stream.codebook_size  # the start token, the codes
+        offsets.append(offsets[-1] + rows)
+    return offsets
 
-        step     0    1    2    3    4    5    6    7    8
-        input   <s>  S0   S1   S2   <c>  C00  C01  C10  C11
-        target                      C00  C01  C10  C11  EOS
 
-    Code (t, q) is predicted at step `place` + t·Q + q, from all before it. EOS (class K of the first quantizer's head)
-    is in place of a frame that there is not, only where the recording truly ends; see `targets`. In the table, a code's
-    row is offset + 1 + q·K + code, so no two kinds of tokens share a row.
+def build_sequence(streams, codes):
+    """(embedding rows (N,) of the streams of a recording, position of the last stream's start).
+
+    codes: for each stream (T, Q) int64. The coarse stage, with two frames of two quantizers after
+    three semantic tokens; C01 is the code of frame 0 and quantizer 1, <s> and <c> are start tokens:
+
+        position   0    1    2    3    4    5    6    7    8
+        input     <s>  S0   S1   S2   <c>  C00  C01  C10  C11
+        target                        C00  C01  C10  C11  EOS
+
+    Code (t, q) is predicted at position start + t·Q + q, from all before it. EOS is class K of the
+    first quantizer's head. It is the target after the last frame, only if the recording truly ends
+    there (see `targets`). The row of a code is offset + 1 + q·K + code, so no two kinds of tokens
+    share a row.
     """
     sequence = []
-    for stream, offset, code in zip(streams, offsets_of(streams), codes):
-        place = sum(map(len, sequence))
-        rows = offset + 1 + torch.arange(stream.codes) * stream.size + code  # (T, Q)
+    for stream, offset, stream_codes in zip(streams, stream_offsets(streams), codes):
+        start = sum(map(len, sequence))
+        quantizer_offsets = torch.arange(stream.num_quantizers) * stream.codebook_size
+        rows = offset + 1 + quantizer_offsets + stream_codes  # (T, Q)
         sequence += [torch.tensor([offset]), rows.flatten()]
-    return torch.cat(sequence), place
+    return torch.cat(sequence), start
 
 
-def targets(stream, code, ended):
-    """What the steps from the start token on predict: (T + 1, Q) of codes (T, Q); -100 for nothing; EOS if `ended`."""
-    target = F.pad(code, (0, 0, 0, 1), value=-100)
-    target[len(code), 0] = stream.size if ended else -100
+def targets(stream, codes, ended):
+    """Targets (T + 1, Q) from the start token on, for codes (T, Q); -100 is no target.
+
+    The frame after the last one is EOS in its first quantizer if the recording `ended`.
+    """
+    target = F.pad(codes, (0, 0, 0, 1), value=-100)  # (T + 1, Q)
+    if ended:
+        target[-1, 0] = stream.codebook_size
     return target
 
 
-class TokenTransformer(nn.Module):
-    """A causal transformer over streams of tokens, of which it predicts the last: semantic, coarse and fine alike.
+# Model
 
-    Each quantizer has embeddings of its own, and a head of its own over its K codes and EOS; EOS is a target of the
-    first alone. Text is not in AudioLM: it is a prefix, as in SPEAR-TTS (Kharitonov et al. 2023), and
-    dropped at times for guidance.
+
+class Lengths(NamedTuple):
+    """What a transformer was trained on: its generation goes no further."""
+
+    max_frames: int  # of the last stream
+    max_context: int  # of the stream before it
+    frame_rate: float  # frames of the last stream a second
+
+
+class TokenTransformer(nn.Module):
+    """A causal transformer over streams of tokens that predicts the last one.
+
+    Each quantizer has its own embeddings, and its own output head over K codes and EOS. Only the
+    first head predicts EOS. Text is not in AudioLM. It is a prefix, as in SPEAR-TTS (Kharitonov et
+    al. 2023), and is dropped at times for guidance. Without a vocabulary the model takes no text.
     """
 
-    def __init__(self, cfg, streams, vocabulary=()):
+    def __init__(self, cfg, streams, lengths, vocabulary=()):
         super().__init__()
-        self.cfg, self.streams, self.offsets, width = cfg, streams, offsets_of(streams), cfg.width
-        self.tokenizer = clip.Tokenizer(vocabulary)  # of texts
-        self.drawing = Drawing(cfg.temperature, cfg.top_k, cfg.guidance_scale)
-        # What training had: most frames of the last stream and of that before it, frames a second.
-        self.window = self.context = self.rate = 0
-        self.embed = nn.Embedding(self.offsets[-1], width, padding_idx=0)
-        nn.init.normal_(self.embed.weight[1:], std=width ** -0.5)
-        self.heads = nn.Parameter(torch.randn(streams[-1].codes, streams[-1].size + 1, width) * 0.5 * width ** -0.5)
+        self.cfg = cfg
+        self.streams = streams
+        self.lengths = lengths
+        self.has_text = len(vocabulary) > 0
+        self.offsets = stream_offsets(streams)  # of their embedding rows
+        width = cfg.width
+        self.embed = nn.Embedding(self.offsets[-1], width, padding_idx=0)  # of all streams
+        nn.init.normal_(self.embed.weight[1:], std=width**-0.5)
+        classes = streams[-1].codebook_size + 1  # with EOS
+        heads = torch.randn(streams[-1].num_quantizers, classes, width)  # (Q, K + 1, D)
+        self.heads = nn.Parameter(heads * 0.5 * width**-0.5)
         self.transformer = Transformer(width, cfg.depth, cfg.heads, dropout=cfg.dropout)
-        if cfg.text != "none":
+        if self.has_text:
+            self.tokenizer = clip.Tokenizer(vocabulary)
             self.text_embed = nn.Embedding(len(self.tokenizer), width)
             self.text_encoder = Transformer(width, TEXT_DEPTH, cfg.heads, causal=False)
-            self.null_text = learned_tokens(cfg.max_text_len, width)
+            self.null_text = learned_tokens(cfg.max_text_len, width)  # in place of a dropped text
 
-    def text_tokens(self, texts):
-        """Word tokens (B, L) of B texts, padded with 0; None for a model without text."""
-        if self.cfg.text == "none":
-            return None
-        tokens = [self.tokenizer.encode(text)[:self.cfg.max_text_len] for text in texts]
-        padded = [found + [0] * (self.cfg.max_text_len - len(found)) for found in tokens]
-        return torch.tensor(padded, device=self.text_embed.weight.device)
+    def condition(self, texts, drop):
+        """Embeddings (B, L, D) of B texts, of "no text" where `drop` (B,) is true.
 
-    def condition(self, text, drop):
-        """Embeddings (B, L, W) of texts (B, L), of "no text" where `drop` (B,) or if text is None; None without."""
-        if self.cfg.text == "none":
-            return None
-        if text is None:
-            return self.null_text.weight.expand(len(drop), -1, -1)
-        tokens = self.text_encoder(self.text_embed(text))
-        return torch.where(drop[:, None, None], self.null_text.weight.to(tokens.dtype), tokens)
-
-    def run(self, inputs, condition, cache=False):
-        """Outputs (B, N, W) at inputs (B, N) after a text prefix; with `cache`, keys and values, too."""
-        x = self.embed(inputs)
-        prefix = 0
-        if condition is not None:
-            x = torch.cat([condition.to(x.dtype), x], dim=1)
-            prefix = condition.shape[1]
-        if not cache:
-            return self.transformer(x)[:, prefix:]
-        x, keys_values = self.transformer(x, return_cache=True)
-        return x[:, prefix:], keys_values
-
-    def forward(self, inputs, place, target, text=None, drop=None):
-        """(cross-entropy summed, number of tokens, of right guesses) a sample, each (B,).
-
-        inputs (B, N), place (B,), target (B, T + 1, Q): as of `lay_out` and `targets`, padded. drop (B,): without text.
+        With texts None they are all of "no text". None for a model without text.
         """
-        x = self.run(inputs, self.condition(text, drop))  # padding stands at the end, so the causal mask hides it
-        steps = place[:, None] + torch.arange(target[0].numel(), device=x.device)  # (B, (T + 1)·Q)
-        steps = steps.clamp(max=x.shape[1] - 1)  # those beyond have no target
-        x = x.gather(1, steps[..., None].expand(-1, -1, x.shape[2]))
-        x = x.unflatten(1, target.shape[1:])  # (B, T + 1, Q, W)
-        logits = torch.einsum("btqw,qkw->btqk", x, self.heads.to(x.dtype)).float()
-        loss = F.cross_entropy(logits.flatten(0, 2), target.flatten(), ignore_index=-100, reduction="none")
-        right = logits.detach().argmax(-1) == target
-        return loss.view(target.shape).sum((1, 2)), (target >= 0).sum((1, 2)), right.sum((1, 2))
+        if not self.has_text:
+            return None
+        null_text = self.null_text.weight
+        if texts is None:
+            return null_text.expand(len(drop), -1, -1)
+        length = self.cfg.max_text_len
+        tokens = torch.zeros(len(texts), length, dtype=torch.long)  # padded with 0
+        for i, text in enumerate(texts):
+            encoded = self.tokenizer.encode(text)[:length]
+            tokens[i, : len(encoded)] = torch.tensor(encoded)
+        x = self.text_encoder(self.text_embed(tokens.to(drop.device)))
+        return torch.where(drop[:, None, None], null_text.to(x.dtype), x)  # (B, L, D)
 
-    def step(self, rows, memory):
-        """Outputs (B, W) at the next input (B,) of every sample."""
-        return self.transformer.step(self.embed(rows), memory)
+    def run(self, inputs, condition):
+        """(outputs (B, N, D), KV cache) at inputs (B, N) after a text prefix."""
+        x = self.embed(inputs)  # (B, N, D)
+        if condition is not None:
+            x = torch.cat([condition.to(x.dtype), x], dim=1)  # (B, L + N, D)
+        x, cache = self.transformer(x, return_cache=True)
+        return x[:, -inputs.shape[1] :], cache
+
+    def forward(self, batch, drop=None):
+        """(cross-entropy summed, number of tokens, correct predictions) of each sample, (B,).
+
+        batch: "inputs" (B, N), "start" (B,), "target" (B, T + 1, Q), as of `build_sequence` and
+        `targets`, padded; "text" [B]. drop (B,): samples that go without their text.
+        """
+        inputs = batch["inputs"]
+        target = batch["target"]
+        if drop is None:
+            drop = torch.zeros(len(inputs), dtype=torch.bool, device=inputs.device)
+        # Padding stands at the end, so the causal mask hides it.
+        x, _ = self.run(inputs, self.condition(batch["text"], drop))
+        frames, num_quantizers = target.shape[1:]
+        positions = batch["start"][:, None] + torch.arange(frames * num_quantizers, device=x.device)
+        positions = positions.clamp(max=x.shape[1] - 1)  # those beyond have no target
+        x = x.gather(1, positions[..., None].expand(-1, -1, x.shape[2]))  # (B, (T + 1) · Q, D)
+        x = x.unflatten(1, (frames, num_quantizers))  # (B, T + 1, Q, D)
+        # Each quantizer has its own head; (B, T + 1, Q, K + 1).
+        logits = torch.einsum("btqd,qkd->btqk", x, self.heads.to(x.dtype)).float()
+        loss = F.cross_entropy(
+            logits.flatten(0, 2), target.flatten(), ignore_index=-100, reduction="none"
+        )
+        loss = loss.view(target.shape).sum((1, 2))  # (B,)
+        count = (target >= 0).sum((1, 2))  # (B,)
+        correct = (logits.detach().argmax(-1) == target).sum((1, 2))
+        return loss, count, correct
+
+
+def transpose_linears(model):
+    """Store the weights of linear layers by columns: a CPU then decodes 1.3 times as fast."""
+    for layer in model.modules():
+        if isinstance(layer, nn.Linear):
+            layer.weight.data = layer.weight.data.t().contiguous().t()
+    return model
 
 
 # Generation (AudioLM §III-D)
 
-class Drawing(NamedTuple):
-    """How codes are drawn."""
-    temperature: float = 1.0
-    top_k: int = 0
-    guidance_scale: float = 1.0
+
+class SamplingParams(NamedTuple):
+    temperature: float = 1.0  # 0: the most probable code
+    top_k: int = 0  # 0: all codes
+    guidance_scale: float = 1.0  # 1: none
 
 
-def draw(scores, uniform, drawing):
-    """Codes (B,) of scores (B, K), by the numbers `uniform` (B,) in [0, 1), from the top_k most probable."""
-    if not drawing.temperature:
-        return scores.argmax(-1)
-    kept, codes = scores.topk(min(drawing.top_k or scores.shape[-1], scores.shape[-1]), dim=-1)
-    cumulative = (kept / drawing.temperature).softmax(-1).double().cumsum(-1)
-    place = (cumulative < uniform[:, None] * cumulative[:, -1:]).sum(-1, keepdim=True)
-    return codes.gather(-1, place).squeeze(-1)
+def sample_token(logits, uniform, sampling):
+    """Codes (B,) sampled from logits (B, K) by random numbers `uniform` (B,) in [0, 1)."""
+    if sampling.temperature == 0:
+        return logits.argmax(-1)
+    classes = logits.shape[-1]
+    k = min(sampling.top_k or classes, classes)  # 0 is all
+    top_logits, codes = logits.topk(k, dim=-1)  # (B, k), from the most probable on
+    # Inverse transform sampling; in fp64, as the sum of many fp32 numbers is not exactly 1.
+    cumulative = (top_logits / sampling.temperature).softmax(-1).double().cumsum(-1)
+    # The first code whose cumulative probability reaches the random number.
+    index = (cumulative < uniform[:, None] * cumulative[:, -1:]).sum(-1, keepdim=True)
+    return codes.gather(-1, index).squeeze(-1)
 
 
 @torch.no_grad()
-def generate(model, samples, frames, seeds, drawing, text=None, ends=True):
-    """Go on with the last stream of B samples for up to `frames` frames, or to EOS if it `ends`.
+def generate(model, samples, num_frames, seeds, sampling, texts=None, may_end=True):
+    """Generate up to `num_frames` frames of the last stream, or up to EOS.
 
-    samples: for each, its streams' codes (T, Q); of the last stream, what there is already, maybe nothing. seeds: a
-    number a sample, which alone decides it. text (B, L): guidance moves scores away from those
-    without it. ends: a bool, or one a sample.
-    Returns B of (T, Q), what there was included, and for each whether it came to EOS; no recording is empty.
+    samples: for each of B samples, its streams' codes (T, Q); of the last stream, the prompt, which
+    may be empty. seeds: B numbers; the random numbers of a sample come from its own alone.
+    texts: B, or None. may_end: whether EOS is allowed, a bool or B of them.
+    Returns B of (T, Q), with the prompt, and for each whether it came to EOS.
     """
-    stream, device, count = model.streams[-1], model.embed.weight.device, len(samples)
-    laid = [lay_out(model.streams, codes)[0] for codes in samples]
-    guided = text is not None and drawing.guidance_scale != 1
-    if guided:  # the second half goes without the text
-        laid, text = laid * 2, text.repeat(2, 1)
-    inputs = nn.utils.rnn.pad_sequence(laid, batch_first=True).to(device)
-    length, unguided = torch.tensor([len(one) for one in laid], device=device), torch.arange(len(laid)) >= count
-    x, cache = model.run(inputs, model.condition(text, unguided.to(device)), cache=True)
-    x, size = x[torch.arange(len(x), device=device), length - 1], cache[0][0].shape[2]  # with the text prefix
-    memory = Memory(cache, length + size - inputs.shape[1], size + frames * stream.codes)
+    *_, stream = model.streams
+    eos = stream.codebook_size  # class K of each head
+    Q = stream.num_quantizers
+    B = len(samples)
+    device = model.embed.weight.device
+    # Sequences end with what there is of the last stream, so the next code is predicted there.
+    sequences = [build_sequence(model.streams, codes)[0] for codes in samples]
+    guided = model.has_text and texts is not None and sampling.guidance_scale != 1
+    if guided:  # a second half of the batch goes without the text
+        sequences = sequences * 2
+        texts = texts * 2
+    without_text = torch.arange(len(sequences), device=device) >= B
 
-    uniform = torch.stack([torch.rand(frames, stream.codes, generator=torch.Generator().manual_seed(seed))
-                           for seed in seeds]).to(device)
-    empty = torch.tensor([not len(codes[-1]) for codes in samples], device=device)
-    endless = ~torch.tensor(ends, device=device).expand(count)
-    out = torch.zeros(count, frames, stream.codes, dtype=torch.long, device=device)
-    end = torch.full((count,), frames, device=device)  # frames that each has
-    for i in range(frames * stream.codes):
-        t, q = divmod(i, stream.codes)
-        scores = F.linear(x, model.heads[q].to(x.dtype)).float()  # (B, K + 1), or (2B, K + 1) if guided
-        if guided:
-            with_text, without = scores.chunk(2)
-            scores = without + drawing.guidance_scale * (with_text - without)
-        if q:  # EOS is only in place of a frame's first code
-            scores[:, stream.size] = -torch.inf
-        else:
-            scores[:, stream.size].masked_fill_(endless | empty if t == 0 else endless, -torch.inf)
-        code = draw(scores, uniform[:, t, q], drawing)
-        end = torch.where((code == stream.size) & (end == frames), t, end)
-        if q == 0 and bool((end <= t).all()):
+    # One pass over the prompts fills the KV cache. x: the output at each sample's last input.
+    lengths = torch.tensor([len(sequence) for sequence in sequences], device=device)
+    inputs = pad_sequence(sequences, batch_first=True).to(device)  # (B or 2B, N)
+    outputs, cache = model.run(inputs, model.condition(texts, without_text))
+    x = outputs[torch.arange(len(outputs), device=device), lengths - 1]  # (B or 2B, D)
+    size = cache[0][0].shape[2]  # padded length, with the text prefix
+    prefix = size - inputs.shape[1]
+    kv_cache = KVCache(cache, prefix + lengths, size + num_frames * Q)
+
+    # Random numbers are drawn for each sample alone, so they do not depend on the batch.
+    uniform = []
+    for seed in seeds:
+        generator = torch.Generator().manual_seed(seed)
+        uniform.append(torch.rand(num_frames, Q, generator=generator))
+    uniform = torch.stack(uniform).to(device)  # (B, frames, Q)
+    is_empty = torch.tensor([len(codes[-1]) == 0 for codes in samples], device=device)
+    never_ends = ~torch.tensor(may_end, device=device).expand(B)
+    generated = torch.zeros(B, num_frames, Q, dtype=torch.long, device=device)
+    ends = torch.full((B,), num_frames, device=device)  # frames before EOS
+    for i in range(num_frames * Q):
+        t, q = divmod(i, Q)
+        logits = F.linear(x, model.heads[q].to(x.dtype)).float()  # (B or 2B, K + 1)
+        if guided:  # classifier-free guidance (Ho & Salimans 2022, Eq. 6)
+            conditional, unconditional = logits.chunk(2)
+            logits = unconditional + sampling.guidance_scale * (conditional - unconditional)
+        # EOS stands only where a frame would begin, and no recording is empty.
+        no_eos = never_ends | (is_empty & (t == 0)) | (q > 0)
+        logits[:, eos].masked_fill_(no_eos, -torch.inf)
+        code = sample_token(logits, uniform[:, t, q], sampling)
+        ends = torch.where((code == eos) & (ends == num_frames), t, ends)
+        # Once a frame the host waits for the device, to see whether all have ended.
+        if q == 0 and bool((ends <= t).all()):
             break
-        out[:, t, q] = code = code.clamp(max=stream.size - 1)
-        if i + 1 < frames * stream.codes:
-            rows = model.offsets[-2] + 1 + q * stream.size + code
-            x = model.step(rows.repeat(1 + guided), memory)
-    out, lengths = out.cpu(), end.tolist()
-    return [torch.cat([codes[-1], new[:length]]) for codes, new, length in zip(samples, out, lengths)], \
-        [length < frames for length in lengths]
+        code = code.clamp(max=eos - 1)  # samples that have ended go on, and are cut below
+        generated[:, t, q] = code
+        if i + 1 < num_frames * Q:
+            # The new code is the next input, as in `build_sequence`.
+            rows = model.offsets[-2] + 1 + q * stream.codebook_size + code
+            if guided:
+                rows = rows.repeat(2)  # the same code with and without the text
+            x = model.transformer.step(model.embed(rows), kv_cache)  # (B or 2B, D)
+
+    results = []
+    ends = ends.tolist()
+    for codes, new, end in zip(samples, generated.cpu(), ends):
+        results.append(torch.cat([codes[-1], new[:end]]))
+    return results, [end < num_frames for end in ends]  # EOS came before the last frame
 
 
-def go_on(model, given, tokens, goals, seeds, text=None, ends=True):
-    """`generate` past the training length: up to `goals` frames each, in windows of at most model.window frames.
+def generate_long(model, condition_fn, tokens, goals, seeds, sampling, texts=None, may_end=True):
+    """`generate` past the training length, in windows that overlap by half.
 
-    tokens: B of (T_b, Q), what there is. given(b, past): the earlier streams of sample b from the
-    time on at which `past` (T, Q) ends. A window begins there and is given what a training sample
-    had at most, model.context frames of them; one that is not given all cannot come to EOS. When a
-    window is full, its later half is what the next one begins with. Returns B of (T_b, Q).
+    tokens: B prompts (T_b, Q). goals: the most frames of each sample. condition_fn(b, past): the
+    context of sample b (its earlier streams) for a window that begins after the frames `past`
+    (T, Q). A window has at most the max_frames and the max_context of training. If it does not see
+    all of the context, it may not end. Returns B of (T_b, Q).
     """
-    tokens, over, window = [one.cpu() for one in tokens], [False] * len(tokens), model.window
+    max_frames = model.lengths.max_frames
+    max_context = model.lengths.max_context
+    tokens = [codes.cpu() for codes in tokens]
+    ended = [False] * len(tokens)
     for number in itertools.count():
-        todo = [b for b, one in enumerate(tokens) if not over[b] and len(one) < goals[b]]
-        if not todo:
+        active = []
+        for b, codes in enumerate(tokens):
+            if len(codes) < goals[b] and not ended[b]:
+                active.append(b)
+        if not active:
             return tokens
-        begins = [len(tokens[b]) - window // 2 if len(tokens[b]) >= window else 0 for b in todo]
-        rooms = [min(window - len(tokens[b]) + begin, goals[b] - len(tokens[b])) for b, begin in zip(todo, begins)]
-        samples, may_end = [], []
-        for b, begin in zip(todo, begins):
-            earlier = given(b, tokens[b][:begin])
-            samples.append([*(codes[:model.context] for codes in earlier), tokens[b][begin:]])
-            may_end.append(ends and all(len(codes) <= model.context for codes in earlier))
-        window_seeds = [accumulate.number(seeds[b], number) for b in todo]
-        made, ended = generate(model, samples, max(rooms), window_seeds, model.drawing,
-                               None if text is None else text[todo], may_end)
-        for b, begin, room, one, end in zip(todo, begins, rooms, made, ended):
-            fresh = one[len(tokens[b]) - begin:]
-            over[b] = end and len(fresh) < room
-            tokens[b] = torch.cat([tokens[b], fresh[:room]])
+
+        samples = []
+        rooms = []  # frames that each window may add
+        window_may_end = []
+        for b in active:
+            start = 0
+            if len(tokens[b]) >= max_frames:
+                start = len(tokens[b]) - max_frames // 2  # the window is full: keep its later half
+            window = tokens[b][start:]
+            context = condition_fn(b, tokens[b][:start])  # of the time of the window
+            samples.append([*(codes[:max_context] for codes in context), window])
+            rooms.append(min(max_frames - len(window), goals[b] - len(tokens[b])))
+            # If the context is cut, EOS is forbidden: the remaining context is for later windows.
+            sees_all = all(len(codes) <= max_context for codes in context)
+            window_may_end.append(may_end and sees_all)
+
+        windows, came_to_eos = generate(
+            model,
+            samples,
+            max(rooms),
+            [accumulate.derive_seed(seeds[b], number) for b in active],
+            sampling,
+            texts and [texts[b] for b in active],
+            window_may_end,
+        )
+        for i, b in enumerate(active):
+            new = windows[i][len(samples[i][-1]) :]
+            # All windows are as long as the longest: frames beyond the room do not count.
+            ended[b] = came_to_eos[i] and len(new) < rooms[i]
+            tokens[b] = torch.cat([tokens[b], new[: rooms[i]]])
 
 
-# The pipeline: text -> semantic -> coarse -> fine -> wave (AudioLM, Fig. 2)
-
-class Pipeline:
-    """Codec, semantic tokenizer and the three transformers, as a text or a prompt goes through them."""
-
-    def __init__(self, run, device, weights="ema", model="model.pt"):
-        """run: the folder of the runs, RUN/semantic and so on. UserError if they were not trained on each other."""
-        self.device, self.models, made_of = device, {}, {}
-        for stage in ("semantic", "coarse", "fine"):
-            file = model_file(Path(run) / stage, stage, model, weights)
-            self.models[stage], made_of[stage] = load_transformer(file, stage, device, weights)
-        coarse = self.models["coarse"]
-        self.codec = codec_of(coarse.cfg, device)
-        self.tokenizer = load_tokenizer(coarse.cfg.semantic, device)
-        for stage, name in itertools.product(made_of, ("tokenizer", "codec")):
-            if made_of[stage].get(name) not in (None, getattr(self, name).checksum):
-                raise UserError(f"{Path(run) / stage}: trained on the tokens of another {name} than coarse; train it "
-                                "anew")
-        if self.models["fine"].streams[0] != coarse.streams[-1]:
-            raise UserError(f"{Path(run) / 'fine'}: trained with other --coarse_quantizers than coarse; train it anew")
-
-    def semantic_tokens(self, wave):
-        """Semantic tokens (N, 1) of the whole frames of a wave (T,), at the codec's rate."""
-        rate = self.codec.rate
-        whole = max(1, len(wave) * semantic.FRAME_RATE // rate)  # the next would end in silence
-        tokens = self.tokenizer.encode(wave, rate)[:whole]
-        return torch.from_numpy(semantic.unique(tokens))[:, None]
-
-    def codes(self, wave):
-        """Codes (N, Q) of a wave (T,)."""
-        return self.codec.encode(wave[None].to(self.device))[0].cpu()
-
-    def prompt(self, wave):
-        """(semantic tokens, codes) of the end of a wave (T,), in whole frames; for `speak`."""
-        wave = wave[len(wave) % self.codec.hop:]
-        return self.semantic_tokens(wave), self.codes(wave)
-
-    def nothing(self):
-        """The semantic tokens and codes of no prompt."""
-        return torch.zeros(0, 1, dtype=torch.long), torch.zeros(0, self.codec.quantizers, dtype=torch.long)
-
-    def speak(self, prompts, seconds, seeds, texts=None, fine=True):
-        """Codes of B sounds, each (T, Q): those of the prompts, and up to `seconds` after them.
-
-        prompts: (semantic tokens, codes) of each. texts: B, or None. Not `fine`: of the coarse quantizers alone.
-        """
-        begun, codes = ([*each] for each in zip(*prompts))
-        width, rate = self.models["coarse"].streams[-1].codes, self.models["semantic"].rate
-
-        def by(stage, given, tokens, goals, ends=True):
-            model = self.models[stage]
-            text = None if texts is None else model.text_tokens(texts)
-            return go_on(model, given, tokens, goals, [accumulate.number(seed, stage) for seed in seeds], text, ends)
-
-        # Content: semantic tokens, from the text or the prompt (§III-C1).
-        content = by("semantic", lambda b, past: [], begun, [len(one) + math.ceil(seconds * rate) for one in begun])
-
-        # Voice and sound: coarse codes, of the semantic tokens after what a window has dropped (§III-C2).
-        def after(b, past):  # tokens have no durations: those of the dropped codes are counted by encoding them again
-            spoken = len(self.semantic_tokens(self.wave(past))) if len(past) else 0
-            return [content[b][min(len(content[b]) - 1, spoken):]]
-        goals = [len(one) + max(1, round(seconds * self.codec.rate / self.codec.hop)) for one in codes]
-        coarse = by("coarse", after, [one[:, :width] for one in codes], goals)
-        if not fine:
-            return coarse
-
-        # Detail: fine codes, of the coarse ones (§III-C3).
-        rest = by("fine", lambda b, past: [coarse[b][len(past):]],
-                  [one[:, width:] for one in codes], [len(one) for one in coarse], ends=False)
-        return [torch.cat(pair, dim=1) for pair in zip(coarse, rest)]
-
-    def wave(self, codes):
-        """The wave (T,) of codes (T, Q), on the CPU."""
-        return self.codec.decode(codes[None].to(self.device))[0].cpu()
+# Data of the token transformers
 
 
-# What a stage trains on, and how it is evaluated
-
-class CodecTask:
-    """What training the codec needs: crops of waves, the model, its discriminators, figures and sounds."""
-
-    facts, fixed = {}, FIXED_CODEC
-
-    def __init__(self, cfg, device):
-        self.cfg, self.device = cfg, device
-        longer, *val_longer = open_sources(cfg, EVAL_SECONDS)
-        self.parts = data.parts(longer, cfg, *val_longer)
-        self.recordings = copy.copy(longer)  # the same in shorter crops
-        self.recordings.crop = round(cfg.seconds * cfg.sample_rate)
-        self.training = self.recordings, self.parts["train"][1]
-        accumulate.seed(cfg.seed, "weights")
-        self.model = self.codec = SoundStream(cfg).to(device)
-        self.discriminators = Discriminators(cfg).to(device) if cfg.discriminator_after < cfg.steps else None
-
-    def loss(self, batch, adversarial):
-        """(loss, reconstruction) of a chunk; `adversarial`: with what the discriminators say."""
-        fake, _, commitment = self.model(batch["wave"])
-        loss = reconstruction_loss(self.cfg, fake, batch["wave"], commitment)
-        if adversarial:
-            loss = loss + adversarial_loss(self.cfg, self.discriminators, fake, batch["wave"])
-        return loss, fake
-
-    @torch.no_grad()
-    def make_codebooks(self):
-        """K-means on frames of the first training crops, by rank 0 for all: the same on any number of ranks."""
-        if self.model.quantizer.ready:  # of --init_from
-            return
-        cfg, frames = self.cfg, [torch.zeros(0, self.cfg.codec_width, device=self.device)]
-        reader = data.Chunks(*self.training, accumulate.number(cfg.seed, "codebooks"))
-        for start in itertools.count(0, cfg.chunk_size):
-            if not dist.is_main() or sum(map(len, frames)) >= 32 * cfg.codebook_size:
-                break
-            wave = reader[start, start + cfg.chunk_size]["wave"].to(self.device)
-            frames.append(self.model.latents(wave).flatten(0, 1).float())
-        self.model.quantizer.initialize(torch.cat(frames), accumulate.number(cfg.seed, "kmeans"))
-
-    def update_codebooks(self, stepped, step):
-        """Move the codebooks by what the chunks gathered on all ranks, unless the step overflowed."""
-        if stepped:
-            self.model.quantizer.update(accumulate.number(self.cfg.seed, "codes", step))
-        else:
-            self.model.quantizer.discard()
-
-    @torch.no_grad()
-    def figures(self, part):
-        """Mean reconstruction loss, the quality of sound at each number of quantizers, and the codebooks' use."""
-        cfg, codec, ready = self.cfg, self.model, self.model.quantizer.ready
-        numbers = sorted({cfg.quantizers, *(2 ** i for i in range(cfg.quantizers.bit_length()))}) if ready else []
-        sums, used = collections.defaultdict(lambda: np.zeros(2)), [torch.zeros(0, cfg.quantizers, dtype=torch.long)]
-        for _, batch in data.batches(*self.parts[part], cfg.eval_samples, cfg.chunk_size):
-            wave = batch["wave"].to(self.device)
-            with amp.autocast(self.device, cfg.precision):
-                z = codec.latents(wave)
-                codes = codec.quantizer.encode(z)
-                sounds = {n: codec.decode(codes[..., :n])[:, :wave.shape[1]] for n in numbers}
-                best = sounds[cfg.quantizers] if ready else codec.waves(z)[:, :wave.shape[1]]
-            loss = reconstruction_loss(cfg, best, wave, torch.zeros((), device=self.device))
-            sums["loss"] += loss.expand(len(wave)).sum().item(), len(wave)
-            for n, sound in sounds.items():
-                fake, real = (recordings.log_mel(x, codec.rate, window=1024, hop=256, bins=64) for x in (sound, wave))
-                sums[f"mel_distance@{n}"] += (fake - real).abs().mean((1, 2)).sum().item(), len(wave)
-                sums[f"si_sdr_db@{n}"] += recordings.si_sdr(sound, wave).sum().item(), len(wave)
-            frames = -(-batch["length"][:, None] // codec.hop)  # the padding of a short recording tells nothing
-            used.append(codes.cpu()[torch.arange(codes.shape[1]) < frames])
-        entropies, _ = use_of(used, cfg.codebook_size)
-        return means(sums) | {f"codebook_perplexity@{q}": entropy.exp().item()
-                              for q, entropy in enumerate(entropies, 1) if ready}
-
-    def sounds(self, part):
-        """(name, wave (T,), caption) of a part's first recordings, and of their reconstructions."""
-        source, rows = self.parts[part]
-        for number, (row, wave) in enumerate(zip(*source.readable(rows[:SOUNDS]))):
-            yield f"{number}_real", wave, source.name(row)
-            yield f"{number}", self.model(wave[None].to(self.device))[0][0].cpu(), source.name(row)
+class SemanticTokenizer(NamedTuple):
+    kmeans: semantic.KMeans
+    checksum: str  # of its file
 
 
-def use_of(codes, size):
-    """(entropies (Q,) in nats, numbers (Q,)) of the codes below `size` in all ranks' `codes` [(N, Q)]; -100: none."""
-    counts = [torch.bincount(column[column >= 0], minlength=size) for column in torch.cat(codes).T]
-    counts = torch.tensor(dist.total(torch.cat(counts).tolist())).view(len(counts), size)
-    return torch.special.entr(counts / counts.sum(1, keepdim=True)).sum(1), counts.sum(1)
+def load_tokenizer(cfg, device):
+    """The tokenizer of the semantic run."""
+    run_dir = cfg.semantic or Path(cfg.run_dir).parent / "semantic"
+    path = model_file(run_dir, "semantic", TOKENIZER_FILE)
+    kmeans = semantic.load(checkpoint.load(path), path).to(device)
+    return SemanticTokenizer(kmeans, checkpoint.checksum(path)[:16])
 
 
-def means(sums):
-    """{name: mean over all ranks} of {name: (sum, number)}, of which a rank may have some alone."""
-    names = list(dict.fromkeys(name for names in dist.gather([*sums]) for name in names))
-    totals = dist.total([value for name in names for value in sums[name]])
-    return {name: total / number for name, total, number in zip(names, totals[::2], totals[1::2])}
+def fit_tokenizer(cfg, dataset, indices, device):
+    """The tokenizer of this semantic run, fitted to training recordings. Collective.
+
+    An earlier start of the run may have fitted it.
+    """
+    path = Path(cfg.run_dir) / TOKENIZER_FILE
+    if not dist.on_main(path.exists):
+        features = "mfcc" if cfg.tokenizer == "kmeans" else cfg.tokenizer
+        kmeans = semantic.fit(
+            dataset, indices, cfg.clusters, cfg.seed, features=features, device=device
+        )
+        dist.on_main(lambda: checkpoint.save(kmeans.state(), path))
+    return load_tokenizer(cfg, device)
+
+
+def token_caches(cfg, dataset, tokenizer, codec):
+    """(semantic tokens, codes) of all recordings, made once and kept in files. Collective.
+
+    Each is a TokenCache, or None without a tokenizer or a codec.
+    """
+    folder = Path(cfg.run_dir).parent / "tokens"
+
+    def cache(name, made_by, encode):
+        return recordings.token_cache(folder, dataset, made_by, encode, name)
+
+    semantic_tokens = None
+    codes = None
+    if tokenizer:
+        semantic_tokens = cache(
+            "semantic tokens",
+            {"tokenizer": tokenizer.checksum},
+            lambda i: tokenizer.kmeans.encode(dataset.wave(i), dataset.rate)[:, None],
+        )
+    if codec:
+        codes = cache(
+            "codes",
+            {"codec": codec.checksum},
+            lambda i: codec.encode(dataset.wave(i)).numpy(),
+        )
+    return semantic_tokens, codes
 
 
 class TokenCrops:
-    """A source for data.Chunks: crops of recordings as tokens, laid out for the transformer of a stage.
+    """A dataset for data.ChunkDataset: crops of recordings as tokens, in the sequences of a stage.
 
-    fetch(rows, draws) -> ({"inputs", "place", "target", "text"}, good (n,)). Kinds of tokens are cut at the same time,
-    whatever their frame rates. A crop that reaches the true end of its recording ends in EOS.
+    dataset: Recordings. semantic_tokens, codes: TokenCache, or None if no stream is made of them.
+    A crop is cut in frames of the codec or, without one, of the semantic tokens.
     """
 
-    def __init__(self, cfg, source, streams, caches, rates):
-        """caches, rates: of each kind of tokens, {"semantic", "codes": TokenCache} and {…: frames a second}."""
-        self.cfg, self.source, self.streams, self.caches, self.rates = cfg, source, streams, caches, rates
-        self.main = "codes" if "codes" in caches else "semantic"
-        self.window = max(1, round(cfg.seconds * rates[self.main]))
+    def __init__(self, cfg, dataset, streams, semantic_tokens, codes, codec):
+        self.codec = codec
+        self.dataset = dataset
+        self.streams = streams
+        self.semantic_tokens = semantic_tokens
+        self.codes = codes
+        self.counted_tokens = codes or semantic_tokens  # their frames are counted
+        self.frame_rate = codec.frame_rate if codec else semantic.FRAME_RATE
+        self.coarse_quantizers = cfg.coarse_quantizers
+        self.crop_frames = max(1, round(cfg.crop_length / cfg.sample_rate * self.frame_rate))
 
     def __len__(self):
-        return len(self.source)
+        return len(self.dataset)
 
-    def name(self, row):
-        return self.source.name(row)
+    def name(self, index):
+        return self.dataset.name(index)
 
-    def crop(self, row, place=0.0):
-        """(each stream's tokens (T, Q) int64, whether the end is reached) of a row, cropped at `place` in [0, 1)."""
-        frames, rate = self.caches[self.main].frames(row), self.rates[self.main]
-        begin = int(place * (max(0, frames - self.window) + 1))
-        end, found = min(frames, begin + self.window), {}
-        for kind, cache in self.caches.items():
-            first, last = (round(edge * self.rates[kind] / rate) for edge in (begin, end))
-            found[kind] = cache[row][first:last if end < frames else None]
-        if "codes" in found:
-            found["coarse"], found["fine"] = np.split(found["codes"], [self.cfg.coarse_quantizers], axis=1)
-        if "semantic" in found:  # without repetitions, so the coarse stage finds durations (AudioLM §III-C)
-            found["semantic"] = semantic.unique(found["semantic"][:, 0])[:, None]
-        return [torch.from_numpy(np.ascontiguousarray(found[s.name])) for s in self.streams], end == frames
+    def crop(self, index, offset=0.0):
+        """(each stream's tokens (T, Q) int64, whether the recording ends there).
 
-    def fetch(self, rows, draws=None):
-        places = np.zeros(len(rows)) if draws is None else data.uniform(draws, 1)[:, 0]
-        crops = [self.crop(int(row), place) for row, place in zip(rows, places)]
-        inputs, begins = zip(*(lay_out(self.streams, codes) for codes, _ in crops))
-        target = [targets(self.streams[-1], codes[-1], ended) for codes, ended in crops]
-        batch = {"inputs": nn.utils.rnn.pad_sequence(list(inputs), batch_first=True), "place": torch.tensor(begins),
-                 "target": nn.utils.rnn.pad_sequence(target, batch_first=True, padding_value=-100)}
-        if self.cfg.text != "none":
-            batch["text"] = [self.source.text(int(row)) for row in rows]
-        return batch, np.array([all(map(len, codes)) for codes, _ in crops])
-
-
-def streams_of(cfg, sizes, quantizers):
-    """The streams of a stage's transformer; sizes: {kind of tokens: how many different ones}."""
-    words = Stream("semantic", 1, sizes["semantic"])
-    coarse = Stream("coarse", cfg.coarse_quantizers, sizes["codes"])
-    fine = Stream("fine", quantizers - cfg.coarse_quantizers, sizes["codes"])
-    return {"semantic": [words], "coarse": [words, coarse], "fine": [coarse, fine]}[cfg.stage]
-
-
-class TokenTask:
-    """What training a token transformer needs: crops of tokens, the model, figures and sounds."""
-
-    discriminators, fixed = None, FIXED_TOKENS
-
-    def __init__(self, cfg, device, vocabulary):
-        self.cfg = cfg
-        self.device = device
-        self.codec = tokenizer = None
-        sources = open_sources(cfg)
-        sizes = {"semantic": 0, "codes": 0}
-        rates, made_of = {}, {}
-        self.recordings, parts = sources[0], data.parts(sources[0], cfg, *sources[1:])
-        if cfg.stage == "semantic":
-            fit_tokenizer(cfg, self.recordings, parts["train"][1], device)
-        if cfg.stage != "fine":
-            tokenizer = load_tokenizer(cfg.run_dir if cfg.stage == "semantic" else cfg.semantic, device)
-            made_of["tokenizer"] = tokenizer.checksum
-            sizes["semantic"], rates["semantic"] = tokenizer.clusters, semantic.FRAME_RATE
-        if cfg.stage != "semantic":
-            self.codec = codec = dist.on_each(lambda: codec_of(cfg, device))
-            made_of["codec"] = codec.checksum
-            sizes["codes"] = codec.codebook_size
-            rates["codes"] = codec.rate / codec.hop
-        self.streams = streams_of(cfg, sizes, self.codec.quantizers if self.codec else 0)
-        crops = {source: TokenCrops(cfg, source, self.streams, token_caches(cfg, source, tokenizer, self.codec, device),
-                                    rates) for source in sources}
-        self.parts = {name: (crops[source], those) for name, (source, those) in parts.items()}
-        self.training = self.crops, _ = self.parts["train"]
-        accumulate.seed(cfg.seed, "weights")
-        self.model = TokenTransformer(cfg, self.streams, vocabulary).to(device)
-        lengths = self.lengths()
-        for name, value in lengths.items():
-            setattr(self.model, name, value)
-        self.facts = {"streams": [list(stream) for stream in self.streams],
-                      "vocabulary": vocabulary, "made_of": made_of, **lengths}
-
-    def lengths(self):
-        """The model's window, context and rate, as they are in the crops of 200 recordings.
-
-        Semantic tokens have no fixed rate: 95th percentiles.
+        offset: within [0, 1), from the first to the last possible crop.
         """
-        crops = self.crops
-        rate = crops.rates[crops.main]
-        cache = crops.caches[crops.main]
-        rows = np.setdiff1d(self.training[1][:200], cache.empty).tolist()
-        crop_lengths = [[len(codes) for codes in crops.crop(row)[0]] for row in rows]
-        tokens = np.array(crop_lengths)  # (rows, streams)
-        if self.cfg.stage != "semantic":
-            return dict(window=int(tokens[:, 1].max()), context=int(tokens[:, 0].max()), rate=rate)
-        seconds = np.array([min(crops.window, cache.frames(row)) for row in rows]) / rate
-        rate = float(np.quantile(tokens[:, 0] / seconds, 0.95))
-        return dict(window=int(np.quantile(tokens, 0.95)), context=0, rate=rate)
+        frames = self.counted_tokens.frames(index)
+        # Every frame at which a whole crop fits is equally probable.
+        start = int(offset * (max(0, frames - self.crop_frames) + 1))
+        stop = min(frames, start + self.crop_frames)
+        ended = stop == frames
+        # Codes of the crop, split into those of coarse and fine.
+        tokens = {}
+        if self.codes is not None:
+            codes = self.codes[index][start:stop]
+            tokens["coarse"] = codes[:, : self.coarse_quantizers]  # (T, Q')
+            tokens["fine"] = codes[:, self.coarse_quantizers :]  # (T, Q - Q')
+        if self.semantic_tokens is not None:
+            # The same time, at another frame rate. At the end rounding must not lose a token.
+            ratio = semantic.FRAME_RATE / self.frame_rate
+            last = None if ended else round(stop * ratio)
+            semantic_tokens = self.semantic_tokens[index][round(start * ratio) : last, 0]
+            # Consecutive repetitions are removed, so coarse must model durations (AudioLM §III-C).
+            tokens["semantic"] = semantic.unique_consecutive(semantic_tokens)[:, None]  # (N, 1)
+        crops = []
+        for stream in self.streams:
+            crops.append(torch.from_numpy(np.ascontiguousarray(tokens[stream.name])))
+        return crops, ended
 
-    def loss(self, batch, adversarial=False):
-        """(loss, None) of a chunk. A sample's loss is the mean over its tokens, so a batch's is that of its chunks."""
-        drop = torch.rand(len(batch["inputs"]), device=self.device) < self.cfg.text_drop
-        text = self.model.text_tokens(batch.get("text"))
-        sums, counts, _ = self.model(batch["inputs"], batch["place"], batch["target"], text, drop)
-        return (sums / counts.clamp(min=1)).mean(), None
+    def fetch(self, indices, random_words=None):
+        """({"inputs", "start", "target", "text"}, usable (n,)), for TokenTransformer."""
+        # In evaluation every crop is the beginning of its recording.
+        offsets = np.zeros(len(indices))
+        if random_words is not None:
+            offsets = order.uniform(random_words, 1)[:, 0]
+        inputs = []
+        starts = []
+        target = []
+        usable = []
+        for index, offset in zip(indices, offsets):
+            codes, ended = self.crop(int(index), offset)
+            sequence, start = build_sequence(self.streams, codes)
+            inputs.append(sequence)
+            starts.append(start)
+            # EOS is a target only where the recording ends, not where a crop does.
+            target.append(targets(self.streams[-1], codes[-1], ended))
+            usable.append(all(map(len, codes)))  # unreadable recordings have no tokens
+        batch = {
+            "inputs": pad_sequence(inputs, batch_first=True),
+            "start": torch.tensor(starts),
+            "target": pad_sequence(target, batch_first=True, padding_value=-100),
+            "text": [self.dataset.text(int(index)) for index in indices],
+        }
+        return batch, np.array(usable)
 
-    @torch.no_grad()
-    def figures(self, part):
-        """Mean loss a token of the stage's own stream, share guessed right, and the loss of ignoring all context."""
-        cfg, stream = self.cfg, self.streams[-1]
-        sums, used = collections.defaultdict(lambda: np.zeros(2)), [torch.zeros(0, stream.codes, dtype=torch.long)]
-        for _, batch in data.batches(*self.parts[part], cfg.eval_samples, cfg.chunk_size):
-            batch = data.to_device(batch, self.device)
-            with amp.autocast(self.device, cfg.precision):
-                found = self.model(batch["inputs"], batch["place"], batch["target"],
-                                   self.model.text_tokens(batch.get("text")), drop=batch["place"] < 0)  # none
-            loss, count, right = (values.sum().item() for values in found)
-            sums["loss"] += loss, count
-            sums["accuracy"] += right, count
-            used.append(batch["target"].flatten(0, 1).cpu())
-        entropies, counts = use_of(used, stream.size + 1)
-        return means(sums) | {"unigram_entropy": (entropies @ counts / counts.sum()).item()}
 
-    def sounds(self, part):
-        """(name, wave (T,), caption) of coarse codes of real semantic tokens, or of fine codes of real coarse ones."""
-        model, (crops, rows), fine = self.model, self.parts[part], self.cfg.stage == "fine"
-        rows = np.setdiff1d(rows, crops.caches[crops.main].empty)[:SOUNDS].tolist()
-        if self.cfg.stage == "semantic" or not rows:
-            return
-        codes = [crops.crop(row)[0] for row in rows]
-        begun = 0 if fine else round(PROMPT_SECONDS * model.rate)
-        tokens = go_on(model, lambda b, past: [codes[b][0][len(past):]],
-                       [real[:begun] for _, real in codes], [len(real) if fine else model.window for _, real in codes],
-                       [accumulate.number(self.cfg.seed, "sound", row) for row in rows],
-                       model.text_tokens(map(crops.source.text, rows)), ends=not fine)
-        for number, (row, (given, _), found) in enumerate(zip(rows, codes, tokens)):
-            found = torch.cat([given, found], dim=1) if fine else found
-            yield f"{number}", self.codec.decode(found[None].to(self.device))[0].cpu(), crops.name(row)
+def measure_lengths(crops, indices):
+    """The Lengths of the crops of the first 200 recordings."""
+    # Without recordings that could not be read.
+    indices = np.setdiff1d(indices[:200], crops.counted_tokens.empty).tolist()
+    lengths = []
+    for index in indices:
+        lengths.append([len(codes) for codes in crops.crop(index)[0]])
+    lengths = np.array(lengths)  # (recordings, streams)
+    # Coarse and fine frames have a fixed rate, so the longest crop is the limit.
+    if crops.codes is not None:
+        context, frames = lengths.max(0).tolist()
+        return Lengths(frames, context, crops.frame_rate)
+    # Without repetitions semantic tokens have no fixed rate, so these are 95th percentiles.
+    frames = [min(crops.crop_frames, crops.counted_tokens.frames(index)) for index in indices]
+    seconds = np.array(frames) / crops.frame_rate
+    frame_rate = float(np.quantile(lengths[:, 0] / seconds, 0.95))
+    return Lengths(int(np.quantile(lengths, 0.95)), 0, frame_rate)
+
+
+def learn_vocabulary(cfg, dataset, indices):
+    """The words of the training transcripts; none for a stage without text."""
+    if cfg.stage != "semantic" or not cfg.max_text_len or not dataset.has_texts:
+        return []
+    texts = [dataset.text(index) for index in indices[:20_000].tolist()]
+    return clip.Tokenizer.learn(texts, TEXT_WORDS).vocabulary
+
+
+# Evaluation of the token transformers
 
 
 @torch.no_grad()
-def write_sounds(task, part, name):
-    """Rank 0 writes what a task makes of a part's first recordings, as samples/NAME_*: {file: caption}."""
-    files = {}
-    for kind, wave, caption in task.sounds(part) if dist.is_main() else ():
-        paths = [f"samples/{name}_{kind}{suffix}" for suffix in (".wav", ".png")]
-        write_sound(wave, task.codec.rate, *(Path(task.cfg.run_dir) / path for path in paths))
-        files |= dict.fromkeys(paths, caption)
-    return files
+def evaluate_transformer(model, cfg, split, device):
+    """Loss per token of the last stream, accuracy, and unigram entropy: a model without context.
 
-
-def write_sound(wave, rate, *paths):
-    """Write a wave (T,) to each of the `paths`: a .wav file, or a .png file of its spectrogram."""
-    for path in paths:
-        with checkpoint.replacing(path) as file:
-            if str(path).lower().endswith(".wav"):
-                recordings.write_wav(file, wave, rate)
-            else:
-                media.write_png(file, recordings.spectrogram(wave, rate))
-
-
-# Data and what earlier stages made
-
-def open_sources(cfg, seconds=0.0):
-    """[recordings of cfg.data, those of cfg.val_data if there are], whose fetch gives crops of so many seconds."""
-    crop, hop = round(seconds * cfg.sample_rate), math.prod(cfg.strides)
-    return [recordings.Syllables(BUILTIN_ROWS, crop, hop, cfg.sample_rate) if path == "syllables" else
-            recordings.Recordings(path, cfg.sample_rate, crop, hop, cfg.speaker_pattern)
-            for path in (cfg.data, cfg.val_data) if path]
-
-
-def token_caches(cfg, source, tokenizer, codec, device):
-    """{"semantic", "codes": TokenCache} of all recordings, by a tokenizer and a codec, if there are."""
-    folder, caches = Path(cfg.run_dir).parent / "tokens", {}
-    if tokenizer:
-        caches["semantic"] = recordings.token_cache(
-            folder, source, {"tokenizer": tokenizer.checksum},
-            lambda row: tokenizer.encode(source.wave(row), source.rate)[:, None], "semantic tokens")
-    if codec:
-        caches["codes"] = recordings.token_cache(
-            folder, source, {"codec": codec.checksum},
-            lambda row: codec.encode(source.wave(row)[None].to(device))[0].cpu().numpy(), "codes")
-    return caches
-
-
-def fit_tokenizer(cfg, source, rows, device):
-    """Fit the tokenizer of the semantic stage to the training `rows` of its recordings, if its run has none yet."""
-    path = Path(cfg.run_dir) / TOKENIZER
-    if not dist.on_main(path.exists):
-        features = "mfcc" if cfg.tokenizer == "kmeans" else cfg.tokenizer
-        tokenizer = semantic.fit(source, rows, cfg.clusters, cfg.seed, features=features, device=device)
-        dist.on_main(lambda: checkpoint.save(tokenizer.state(), path) and None)
-
-
-def load_tokenizer(run, device):
-    """The tokenizer of a semantic run, with what tells it from others in `checksum`."""
-    path = model_file(run, "semantic", TOKENIZER)
-    tokenizer = semantic.load(checkpoint.load(path), path).to(device)
-    tokenizer.checksum = checkpoint.checksum(path)[:16]
-    return tokenizer
-
-
-def model_file(path, stage, name="model.pt", weights="ema"):
-    """The file `name` of a stage's run, given its folder or the file; with "online" weights, the newest checkpoint."""
-    path = Path(path)
-    file = path / name if path.is_dir() or not path.suffix else path
-    if weights == "online" and name == "model.pt":
-        file = max((path / "checkpoints").glob("step_*.pt"), default=file)
-    if not file.is_file():
-        raise UserError(f"{file}: missing; train it first (--stage {stage}), or name a run that has it")
-    return file
-
-
-def load_soundstream(path, device, weights="ema"):
-    """The codec of a run folder or file, in eval mode, with what tells it from others in `checksum`."""
-    if str(path).startswith("hf:"):
-        return PublishedCodec(path, device)
-    file = model_file(path, "soundstream")
-    cfg, state = lora.read_model("soundstream", Config, file, weights)
-    codec = checkpoint.build(lambda: SoundStream(cfg), state, file, device).requires_grad_(False)
-    codec.checksum = checkpoint.checksum(file)[:16]
-    return codec
-
-
-def use_quantizers(codec, flag, count):
-    """Let a codec use its first `count` quantizers, 0 for all. flag: the setting, for messages."""
-    if count > codec.quantizers:
-        raise UserError(f"{flag}: {count}, but the codec has {codec.quantizers}")
-    if 0 < count < codec.quantizers:
-        codec.quantizers = count
-        codec.checksum += f", {count} quantizers"  # other codes, so other caches and other models
-
-
-def codec_of(cfg, device):
-    """The codec whose codes coarse and fine predict; UserError if it does not fit `cfg`.
-
-    Without cfg.soundstream, it is to be trained by the same command, and is as it starts.
+    split: (TokenCrops, indices).
     """
-    codec = load_soundstream(cfg.soundstream, device) if cfg.soundstream else SoundStream(cfg)
-    use_quantizers(codec, "--codec_quantizers", cfg.codec_quantizers)
-    if codec.rate != cfg.sample_rate:
-        raise UserError(f"--sample_rate: {cfg.sample_rate}, but the codec is of {codec.rate}; "
-                        "give that")
-    if cfg.coarse_quantizers >= codec.quantizers:
-        raise UserError(f"--coarse_quantizers: {cfg.coarse_quantizers}, but the codec has "
-                        f"{codec.quantizers}")
-    return codec
+    stream = model.streams[-1]
+    # Loss and accuracy are means over tokens, so long crops count more.
+    means = Means()
+    tokens_seen = [torch.zeros(0, stream.num_quantizers, dtype=torch.long)]
+    for _, batch in data.batches(*split, cfg.eval_samples, cfg.chunk_size):
+        batch = data.to_device(batch, device)
+        with amp.autocast(device, cfg.precision):
+            loss, count, correct = model(batch)
+        count = count.sum().item()
+        means.add("loss", loss.sum().item(), count)
+        means.add("accuracy", correct.sum().item(), count)
+        tokens_seen.append(batch["target"].flatten(0, 1).cpu())
+    entropies, counts = code_entropies(tokens_seen, stream.codebook_size + 1)  # with EOS
+    metrics = means.result()
+    # The loss of a model that ignores context.
+    metrics["unigram_entropy"] = (entropies @ counts / counts.sum()).item()
+    return metrics
 
 
-def load_transformer(file, stage, device, weights="ema"):
-    """(model in eval mode, checksums of what it was made of) of a stage's model.pt, best.pt or checkpoint."""
-    cfg, state = lora.read_model(stage, Config, file, weights)
-    with checkpoint.reading(file):
-        streams = [Stream(*stream) for stream in state["streams"]]
-        model = checkpoint.build(lambda: TokenTransformer(cfg, streams, state["vocabulary"]), state, file, device)
-        for name in ("window", "context", "rate"):
-            setattr(model, name, state[name])
-        return for_generation(model), state["made_of"]
+def continuations(model, cfg, split, device):
+    """Yield (number, wave (T,), caption) of what coarse or fine makes of real context.
 
-
-def for_generation(model):
-    """`model` in eval mode, its matrices column by column: so one token is made 1.3 to 1.4 times as fast on a CPU."""
-    for layer in model.modules():
-        if isinstance(layer, nn.Linear):
-            layer.weight.data = layer.weight.data.t().contiguous().t()
-    return model.eval().requires_grad_(False)
-
-
-# Training
-
-def prepare(cfg, run):
-    """What rank 0 does before anyone trains: check the config and the data, hold the run folder.
-
-    Returns (the config with nothing left open, the vocabulary of texts, messages).
+    coarse: continuations of prompts, from real semantic tokens. fine: with real coarse codes.
     """
-    cfg = checkpoint.with_chunk_size(tracker.prepare(cfg), MOST_CHUNK)
-    whole = Path(cfg.run_dir).parent
-    sources = open_sources(cfg)
-    if cfg.text == "auto":
-        use = dict(text="prefix") if cfg.stage == "semantic" and sources[0].texts else dict(
-            text="none", text_drop=Config.text_drop, max_text_len=Config.max_text_len, guidance_scale=1.0)
-        cfg = dataclasses.replace(cfg, **use)
-    if cfg.text != "none" and not all(source.texts for source in sources):
-        raise UserError(f"--text {cfg.text}: {cfg.val_data if sources[0].texts else cfg.data} has no transcripts; "
-                        "expected NAME.txt beside recordings, or *.trans.txt")
-    if cfg.stage != "soundstream":
-        cfg = dataclasses.replace(cfg, soundstream=cfg.soundstream or str(whole / "soundstream"),
-                                  semantic=cfg.semantic or str(whole / "semantic"))
-    if cfg.stage in ("coarse", "fine") and not cfg.soundstream.startswith("hf:"):
-        model_file(cfg.soundstream, "soundstream")  # it must be there before an earlier run is moved aside
+    crops, indices = split
+    if cfg.stage == "semantic":  # tokens without a codec make no sound
+        return
+    indices = np.setdiff1d(indices, crops.counted_tokens.empty)[:NUM_SOUNDS].tolist()
+    crop_codes = [crops.crop(index)[0] for index in indices]
+    contexts = [context for context, _ in crop_codes]
+    frames = round(PROMPT_SECONDS * model.lengths.frame_rate) if cfg.stage == "coarse" else 0
+    # Noise is seeded by the recording, so sounds of different steps can be compared.
+    tokens = generate_long(
+        model,
+        lambda b, past: [contexts[b][len(past) :]],
+        [codes[:frames] for _, codes in crop_codes],
+        [len(codes) for _, codes in crop_codes],
+        [accumulate.derive_seed(cfg.seed, "sound", index) for index in indices],
+        SamplingParams(cfg.temperature),
+        may_end=False,
+    )
+    for number, index in enumerate(indices):
+        codes = tokens[number]
+        if cfg.stage == "fine":
+            codes = torch.cat([contexts[number], codes], dim=1)
+        yield f"{number}", crops.codec.decode(codes), crops.name(index)
+
+
+# Training of the token transformers
+
+
+def train_transformer(given, device):
+    """Train the transformer of a stage."""
+    started = time.monotonic()
+
+    # Open the data and the earlier stages, on all ranks. Then rank 0 takes the run folder.
+    cfg, splits = open_stage(given)
+    dataset, indices = splits["train"]
+    # Semantic needs no codec; fine needs no semantic tokens.
+    codec = None
+    tokenizer = None
+    made_with = {}  # what decides the tokens
+    if cfg.stage != "semantic":
+        codec = dist.main_first(lambda: codec_of(cfg, device))
+        made_with |= {"codec": codec.checksum, "coarse_quantizers": cfg.coarse_quantizers}
     if cfg.stage == "coarse":
-        model_file(cfg.semantic, "semantic", TOKENIZER)
-    parts, vocabulary, longest = data.parts(sources[0], cfg, *sources[1:]), [], 0
-    if cfg.text != "none":
-        texts = [sources[0].text(row) for row in parts["train"][1][:20_000].tolist()]
-        words = clip.Tokenizer.learn(texts, TEXT_WORDS)
-        vocabulary, longest = words.vocabulary, max(len(words.encode(text)) for text in texts)
-    faults = [[*source.bad, *source.check()[2]] for source in sources]
-    notes = run.open(cfg.resume)
-    if longest > cfg.max_text_len:
-        notes.append(f"texts of up to {longest} tokens are cut to --max_text_len {cfg.max_text_len}")
-    for source, names in zip(sources, faults):
-        if names:
-            notes.append(f"{len(names)} recordings cannot be used and are left out: {', '.join(names[:5])}")
-        notes += [source.left_out, source.resampled]
-        if len(source.speakers) == 1 and len(source) >= 100:
-            notes.append(f"all {len(source)} recordings count as one speaker's; --speaker_pattern finds speakers in "
-                         "the names of files")
-    return cfg, vocabulary, notes
+        tokenizer = dist.run_together(lambda: load_tokenizer(cfg, device))
+        made_with["tokenizer"] = tokenizer.checksum
+    # Another codec or tokenizer makes other tokens: then the run cannot be resumed.
+    run = loop.open_run(cfg, dataset, checksums=made_with)
+    if run.finished:
+        return loop.announce_finished(cfg, run)
 
+    # Tokenize all recordings, unless an earlier start has done so.
+    # The semantic stage fits its tokenizer before it trains.
+    if cfg.stage == "semantic":
+        tokenizer = fit_tokenizer(cfg, dataset, indices, device)
+        made_with["tokenizer"] = tokenizer.checksum
+    streams = make_streams(cfg, tokenizer, codec)
+    crops = {}  # of each dataset: --data and, if given, --val_data
+    for name, (recorded, members) in splits.items():
+        if recorded not in crops:
+            caches = token_caches(cfg, recorded, tokenizer, codec)
+            crops[recorded] = TokenCrops(cfg, recorded, streams, *caches, codec)
+        splits[name] = (crops[recorded], members)
 
-def train(cfgs):
-    first = cfgs[0]
-    device = dist.setup(first.device, first.timeout_minutes)
-    tracker.check_stages(cfgs)
-    if len(cfgs) > 1:
-        dist.on_each(lambda: codec_of(first, device))  # mistakes show before hours of training
-        if first.soundstream:  # then no codec is trained
-            cfgs = cfgs[1:]
-            unused = [(name, False, "a codec to train: no --soundstream") for name in CODEC]
-            config.refuse_unused(first, unused)
-    finished = [train_stage(cfg, device) for cfg in cfgs]
-    run, command = shlex.quote(first.run_dir), ""
-    if all((Path(first.run_dir) / stage / "model.pt").is_file() for stage in STAGES):
-        command = "evaluate"
-    if first.stage == "soundstream":
-        command = f"sample --reconstruct {run}/soundstream/samples/test_0_real.wav --out out.wav"
-    if len(cfgs) > 1:
-        args = EvaluateConfig(run_dir=first.run_dir, seed=first.seed, eval_samples=cfgs[-1].eval_samples)
-        scores = Path(first.run_dir) / "scores.json"
-        scores = config.read_json(scores) if all(finished) and scores.is_file() else evaluate_together(args, device)
-        tracker.announce(f"The stages together ({first.run_dir}/sounds):", scores)
-        command = f"sample --prompt {run}/sounds/0_real.wav --prompt_seconds {PROMPT_SECONDS} --out out.wav"
-    if dist.is_main() and command:
-        print(f"\nNext: python train_audio.py {command} --run_dir {run}", flush=True)
-
-
-def train_stage(cfg, device):
-    """Train one stage; returns whether it was finished before."""
-    # Let rank 0 hold the run folder and check all there is to check; make what earlier stages give.
-    started, given = time.monotonic(), cfg
-    cfg = dataclasses.replace(cfg, run_dir=str(Path(cfg.run_dir) / cfg.stage))
-    run = checkpoint.Run(cfg.run_dir)
-    cfg, vocabulary, notes = dist.on_main(lambda: prepare(cfg, run))
-    codec = cfg.stage == "soundstream"
-    task = CodecTask(cfg, device) if codec else TokenTask(cfg, device, vocabulary)
-    identity = {**checkpoint.identity(cfg, task.fixed, task.recordings), **task.facts.get("made_of", {})}
-    resume_from, finished, more = dist.on_main(lambda: run.resume_point(cfg, identity))
-    if finished:
-        tracker.resend(cfg, run)
-        headline = f"{cfg.run_dir} is finished, at step {finished['step']}; to train on, give more --steps."
-        tracker.announce(headline, finished)
-        return True
-
-    # Make what trains the models, or take it up where it was.
-    modules, discriminators, discriminator_optimizers = {"model": task.model}, task.discriminators, []
-    optimizers = optim.make(task.model, cfg.optimizer, cfg.lr, cfg.weight_decay, cfg.betas, cfg.eps)
-    if discriminators:
-        modules["discriminators"] = discriminators
-        discriminator_optimizers = optim.make(discriminators, "adamw", cfg.discriminator_lr, 0.0, cfg.betas, cfg.eps)
+    # Build model, optimizer and EMA. Restore them if resuming.
+    # Generation will stay within these lengths.
+    lengths = measure_lengths(crops[dataset], indices)
+    # Words of the training texts have tokens of their own.
+    vocabulary = dist.on_main(lambda: learn_vocabulary(cfg, dataset, indices))
+    accumulate.seed_all(cfg.seed, "weights")
+    model = TokenTransformer(cfg, streams, lengths, vocabulary).to(device)
+    betas = (cfg.beta1, cfg.beta2)
+    optimizers = optim.make(model, cfg.optimizer, cfg.lr, cfg.weight_decay, betas, cfg.eps)
     scaler = amp.scaler(device, cfg.precision)
-    average = ema.EMA(task.model, cfg.ema_update_every, decay=cfg.ema_decay, update_after=cfg.ema_update_after)
-    state = checkpoint.State(cfg, modules, average, [*optimizers, *discriminator_optimizers], scaler, identity,
-                             {"kind": cfg.stage, "metadata": tracker.metadata(cfg), **task.facts})
-    notes += more
-    if resume_from:
-        notes += state.restore(resume_from)
-    elif cfg.init_from:
-        state.start_from(cfg.init_from, cfg.init_strict)
-    dist.check_in_step(modules, state.step)
+    ema = EMA(model, cfg.ema_update_every, decay=cfg.ema_decay, update_after=cfg.ema_update_after)
+    model_info = {
+        "kind": cfg.stage,
+        "streams": [list(stream) for stream in streams],
+        "lengths": list(lengths),
+        "vocabulary": vocabulary,
+        "made_with": made_with,
+        "metadata": store.metadata(cfg),
+    }
+    state = checkpoint.State(
+        cfg, {"model": model}, ema, optimizers, scaler, run.identity, model_info
+    )
+    loop.resume(run, state)  # or take the weights of --init_from
     if cfg.compile:
-        task.model.compile()
+        model.compile()
 
-    # Ask for the data in the order that seed and step give.
-    plan = accumulate.plan(cfg.batch_size, cfg.chunk_size, dist.rank(), dist.world_size())
-    spans = data.training_spans(plan, cfg.batch_size, state.step)
-    batches = data.loader(data.Chunks(*task.training, cfg.seed), spans, cfg.workers, device.type == "cuda")
+    # The order of samples follows from seed and step. Write config.json and open the logger.
+    plan, batches = loop.batches(cfg, crops[dataset], indices, state.step, device)
+    log = loop.begin(run, state, given, f"{len(dataset):,} recordings", device)
 
-    # Say what is to come, and where the figures go.
-    if dist.is_main():
-        settings = {**config.as_json(given), "chunk_size": cfg.chunk_size}
-        checkpoint.write_json({**settings, "versions": state.versions}, run.folder / "config.json")
-    log = tracker.Tracker(run, state, len(task.training[1]))
-    log.say(f"{cfg.stage}: {sum(p.numel() for p in task.model.parameters()):,} parameters, {len(task.recordings):,} "
-            f"recordings of {len(task.recordings.speakers):,} speaker(s), "
-            f"{accumulate.described(cfg)}, {dist.world_size()} rank(s) on {device.type}")
-    for note in filter(None, notes):
-        log.say(note)
-
-    # After a signal the meter saves and ends the run. The log hears how it ended.
-    with log, dist.stop_signals, tracker.Meter(log, state, cfg.stage) as meter:
-        task.model.train()
+    # A signal to any rank ends the loop: `progress` saves first.
+    with log, dist.stop_signals, loop.Progress(run, state, log, cfg.stage) as progress:
+        model.train()
         stepped = True
         while True:
             dist.stop_signals.check()
 
-            # Log; evaluate and save when they are due. Here ranks and GPUs are waited for.
-            if meter.line_due():
-                loss = meter.line()
-                eval_due, save_due = meter.due()
-                if eval_due:
-                    begun = time.monotonic()
-                    last = state.step >= cfg.steps  # so the sounds of the test are next
-                    samples = {}
-                    task.model.eval()
-                    losses = {"val_loss_online": task.figures("validation")["loss"]}
-                    if cfg.samples_from != "ema" and not last:
-                        samples |= write_sounds(task, "validation", f"step_{state.step:08d}_online")
-                    with average.applied(task.model):
-                        figures = task.figures("validation")
-                        if cfg.samples_from != "online" and not last:
-                            samples |= write_sounds(task, "validation", f"step_{state.step:08d}")
-                    task.model.train()
-                    losses["val_loss"] = figures.pop("loss")
-                    if "accuracy" in figures:
-                        losses["val_accuracy"] = figures.pop("accuracy")
-                    seconds = time.monotonic() - begun
-                    log.log(state.step, samples, **losses, **figures, evaluation_s=seconds)
-                    log.evaluated(state.step, {"loss": loss, **losses}, figures)
-                    meter.check_finite(losses.values(), state.step + 1)
-                    complete = not codec or task.model.quantizer.ready  # before k-means: no codes
-                    best = complete and run.save_best(state, losses["val_loss"], log)
-                    save_due = save_due or (best and log.copies_best_checkpoint)
-                    log.report()
-                if save_due:
-                    run.commit(state, log)
-                meter.restart()
+            # Log; evaluate and save when they are due.
+            if progress.log_due():
+                progress.log_line()  # synchronizes ranks and GPU
+                if progress.eval_due:
+                    metrics, samples = evaluate_weights(
+                        state, "validation", splits, device, evaluate_transformer, continuations
+                    )
+                    progress.log_evaluation(metrics, samples)
+                if progress.save_due:
+                    run.save(state, log)
+                progress.restart()
             if state.step >= cfg.steps:
                 break
 
-            # Set the learning rates; a codec makes its codebooks when they are due, and then has discriminators.
-            schedule.set_learning_rate(optimizers, schedule.of_config(state.step, cfg))
-            if codec and state.step == cfg.quantize_after:
-                task.make_codebooks()
-            adversarial = discriminators is not None and state.step >= cfg.discriminator_after
-            if adversarial:
-                since, last = state.step - cfg.discriminator_after, cfg.steps - cfg.discriminator_after
-                schedule.set_learning_rate(discriminator_optimizers, schedule.learning_rate(
-                    since, cfg.discriminator_lr, cfg.discriminator_warmup_steps, last, cfg.cosine))
-            penalty = cfg.penalty_weight if state.step % cfg.penalty_every == 0 else 0.0
-
             # Take one optimizer step.
-            if stepped:  # else fp16 overflowed: try the same samples again, at a lower scale
-                chunks = [next(batches) for _ in plan]
+            schedule.set_learning_rate(optimizers, schedule.of_config(state.step, cfg))
+            if stepped:  # an fp16 step that overflowed is tried again, on the same samples
+                step_batches = [next(batches) for _ in plan]
             step_loss = torch.zeros((), device=device)
-            for chunk, batch in zip(plan, chunks):
-                accumulate.seed(cfg.seed, state.step, chunk.index)
+            for chunk, batch in zip(plan, step_batches):
+                # All that is random in a chunk follows from (seed, step, chunk), on any rank.
+                accumulate.seed_all(cfg.seed, state.step, chunk.index)
                 batch = data.to_device(batch, device)
+                drop = torch.rand(len(batch["inputs"]), device=device) < cfg.text_drop
                 with amp.autocast(device, cfg.precision):
-                    loss, fake = task.loss(batch, adversarial)
+                    loss_sums, counts, _ = model(batch, drop)
+                    # Each sample counts alike, so the loss of a batch is the mean of its chunks'.
+                    loss = (loss_sums / counts.clamp(min=1)).mean()
                 scaler.scale(loss * chunk.weight).backward()
-                if adversarial:
-                    with amp.autocast(device, cfg.precision):
-                        own_loss = discriminator_loss(discriminators, fake, batch["wave"], penalty)
-                    scaler.scale(own_loss * chunk.weight).backward()
                 step_loss += loss.detach() * (chunk.stop - chunk.start)
-            active = [task.model]
-            models, limits = [optimizers], [cfg.max_grad_norm]
-            if adversarial:  # both step at once; each is clipped by itself
-                active += [discriminators]
-                models += [discriminator_optimizers]
-                limits += [cfg.discriminator_max_grad_norm]
-            dist.sum_gradients(*active)
-            norms, stepped = amp.step(scaler, models, limits)
-            for module in modules.values():
-                module.zero_grad(set_to_none=True)
-            if codec:
-                task.update_codebooks(stepped, state.step)
-            if not stepped:
-                meter.overflows += 1
+            # Ranks meet here once a step.
+            dist.sum_gradients(model)
+            [grad_norm], stepped = amp.step(scaler, [(optimizers, cfg.max_grad_norm)])
+            model.zero_grad(set_to_none=True)
+            if not stepped:  # a step that overflowed did not happen
+                progress.overflows += 1
                 continue
             state.step += 1
-            average.update(state.step)
-            meter.add(step_loss, norms[0], chunks)
-        meter.bar.close()
+            ema.update(state.step)
+            progress.add(step_loss, grad_norm, step_batches)
 
         # Test the averaged weights, and save them last of all.
-        task.model.eval()
-        samples = write_sounds(task, "test", "test_online") if cfg.samples_from != "ema" else {}
-        with average.applied(task.model):
-            results = {f"test_{name}": value for name, value in task.figures("test").items()}
-            samples |= write_sounds(task, "test", "test") if cfg.samples_from != "online" else {}
-        log.log(state.step, samples, **results)
-        results = {"step": state.step, "best_val_loss": state.best_val_loss, **results}
-        if dist.is_main():
-            run.finish(state, results)
-        log.report()
-    dist.gather(None)  # rank 0 has written model.pt, which the next stage or the evaluation of all reads
-    tracker.announce(f"Trained {cfg.run_dir}; this start took {time.monotonic() - started:.0f} s.", results)
-    return False
+        metrics, samples = evaluate_weights(
+            state, "test", splits, device, evaluate_transformer, continuations
+        )
+        results = loop.finish(run, state, log, metrics, samples)
+    announce_trained(cfg, results, started)
 
 
-# Commands
+def load_transformer(file, stage, device, weights="ema"):
+    """(model for generation, {what decided its tokens}) of a stage's model file."""
+    cfg, state = checkpoint.read_model(stage, Config, file, weights)
+    with checkpoint.damage_is_named(file):
+        streams = [Stream(*stream) for stream in state["streams"]]
+        lengths = Lengths(*state["lengths"])
+
+        def make():
+            return TokenTransformer(cfg, streams, lengths, state["vocabulary"])
+
+        model = checkpoint.build(make, state, file, device).requires_grad_(False)
+        return transpose_linears(model), state["made_with"]
+
+
+# The pipeline: text -> semantic -> coarse -> fine -> wave (AudioLM, Fig. 2)
+
+
+class Prompt(NamedTuple):
+    """What generation continues, at the same time in both kinds of tokens."""
+
+    semantic: torch.Tensor  # (N, 1)
+    codes: torch.Tensor  # (T, Q)
+
+
+AS_TRAINED = SamplingParams(temperature=-1.0)
+
+
+class Pipeline:
+    """The three transformers of a folder of runs, with their codec and semantic tokenizer.
+
+    UserError if they were not trained on each other's tokens.
+    """
+
+    def __init__(self, run_dir, device, weights="ema", model="model.pt"):
+        self.models = {}
+        made_with = {}
+        for stage in TOKENS:
+            file = model_file(Path(run_dir) / stage, stage, model, weights)
+            self.models[stage], made_with[stage] = load_transformer(file, stage, device, weights)
+        cfg = self.models["coarse"].cfg
+        # Those that coarse was trained with.
+        self.codec = codec_of(cfg, device)
+        self.tokenizer = load_tokenizer(cfg, device)
+        # What decides the tokens must be what the models were trained with.
+        expected = {
+            "codec": self.codec.checksum,
+            "coarse_quantizers": cfg.coarse_quantizers,
+            "tokenizer": self.tokenizer.checksum,
+        }
+        for stage, found in made_with.items():
+            for name, value in found.items():
+                if value != expected[name]:
+                    raise UserError(
+                        f"{run_dir}/{stage}: trained with another {name} than coarse; train it anew"
+                    )
+
+    def tokenize(self, wave):
+        """Semantic tokens (frames,) of a wave (T,), numpy."""
+        return self.tokenizer.kmeans.encode(wave, self.codec.sample_rate)
+
+    def semantic_tokens(self, wave):
+        """Semantic tokens (N, 1) of the whole frames of a wave (T,), without repetitions."""
+        frames = len(wave) * semantic.FRAME_RATE // self.codec.sample_rate
+        tokens = self.tokenize(wave)[: max(1, frames)]  # the next one would be mostly of silence
+        return torch.from_numpy(semantic.unique_consecutive(tokens))[:, None]
+
+    def prompt(self, wave):
+        """The Prompt of the end of a wave (T,), in whole frames."""
+        wave = wave[len(wave) % self.codec.hop_length :]  # the end is what is continued
+        return Prompt(self.semantic_tokens(wave), self.codec.encode(wave))
+
+    def empty_prompt(self):
+        tokens = torch.zeros(0, 1, dtype=torch.long)
+        codes = torch.zeros(0, self.codec.num_quantizers, dtype=torch.long)
+        return Prompt(tokens, codes)
+
+    def generate(self, prompts, seconds, seeds, texts=None, sampling=AS_TRAINED, fine=True):
+        """Codes of B sounds, each (T, Q): those of its prompt, and at most `seconds` more.
+
+        texts: B, or None. sampling: SamplingParams, whose temperature is as in training if it is
+        below 0. fine: else it is the codes of the coarse quantizers alone.
+        """
+
+        def run(stage, condition_fn, tokens, goals, may_end=True):
+            model = self.models[stage]
+            params = sampling
+            if sampling.temperature < 0:
+                params = sampling._replace(temperature=model.cfg.temperature)
+            return generate_long(
+                model,
+                condition_fn,
+                tokens,
+                goals,
+                [accumulate.derive_seed(seed, stage) for seed in seeds],
+                params,
+                texts,
+                may_end,
+            )
+
+        # Content: semantic tokens, from the text or the prompt (§III-C1).
+        # A prompt without tokens begins with the start token alone.
+        tokens = [prompt.semantic for prompt in prompts]  # B of (N, 1)
+        more = math.ceil(seconds * self.models["semantic"].lengths.frame_rate)
+        goals = [len(prompt) + more for prompt in tokens]
+        content = run("semantic", lambda b, past: [], tokens, goals)  # no stream before it
+
+        # Voice and sound: coarse codes, from the semantic tokens (§III-C2). A window that begins
+        # later needs those of its own time. Tokens without repetitions have no timing, so the
+        # earlier sound is encoded again to count its tokens.
+        def remaining_content(b, past):
+            count = 0
+            if len(past):
+                count = len(self.semantic_tokens(self.codec.decode(past)))
+            # At least one token, as in training.
+            return [content[b][min(len(content[b]) - 1, count) :]]
+
+        # Prompts are cut to the quantizers of the stage.
+        width = self.models["coarse"].streams[-1].num_quantizers
+        tokens = [prompt.codes[:, :width] for prompt in prompts]  # B of (T, Q')
+        more = max(1, round(seconds * self.codec.frame_rate))
+        goals = [len(prompt) + more for prompt in tokens]
+        coarse = run("coarse", remaining_content, tokens, goals)  # up to EOS
+        if not fine:
+            return coarse
+
+        # Detail: fine codes, from the coarse ones (§III-C3).
+        details = run(
+            "fine",
+            lambda b, past: [coarse[b][len(past) :]],
+            [prompt.codes[:, width:] for prompt in prompts],
+            [len(codes) for codes in coarse],
+            may_end=False,
+        )
+        return [torch.cat(pair, dim=1) for pair in zip(coarse, details)]
+
+
+# Evaluation of the pipeline
+
 
 @dataclass(frozen=True)
-class Inference(config.Settings):
-    # The model
-    run_dir: str = "runs/audio"  # folder of the runs, one a stage
-    model: str = "model.pt"  # file of each run: model.pt (last), best.pt (lowest validation loss), or a checkpoint
-    weights: Literal["ema", "online"] = "ema"  # averaged, or as the optimizer left them in the newest checkpoint
-    seed: int = 0  # of everything random
-    device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # where to compute
+class PipelineConfig(config.Inference):
+    """The models"""
+
+    run_dir: str = field("runs/audio", "folder of the runs, one for each stage")
 
 
 @dataclass(frozen=True)
-class EvaluateConfig(Inference):
-    # What to evaluate
-    data: str = ""  # recordings; "": those the coarse stage was trained on
-    part: Literal["train", "validation", "test"] = "test"  # which of them
-    eval_samples: Natural = 192  # most recordings to go on with, 0 for all
-    prompt_seconds: Positive = PROMPT_SECONDS  # how much of each the model is given
-    seconds: Positive = 1.0  # how much it adds
-    batch_size: Count = 48  # recordings at a time
+class EvaluateConfig(PipelineConfig):
+    """What to evaluate"""
+
+    eval_samples: NonNegativeInt = field(192, "most held-out recordings to continue, 0: all")
 
 
-@dataclass(frozen=True)
-class SampleConfig(Inference):
-    # What to say
-    text: str = ""  # text to say; without a text and a prompt: nothing in particular
-    texts: str = ""  # or a file with one text a line
-    prompt: str = ""  # recording to go on with, in its voice
-    prompt_seconds: NonNegative = 0.0  # how much of its end to take; 0: as much as the coarse stage was trained on
-    seconds: Positive = LONGEST  # length at most, after the prompt
-    num_samples: Count = 1  # sounds a text or prompt
-    temperature: tuple[NonNegative, ...] = ()  # of each stage's codes, the last for all that follow; "": as trained
-    top_k: tuple[Natural, ...] = ()  # of each stage: draw from so many most probable codes, 0 for all
-    guidance_scale: tuple[NonNegative, ...] = ()  # of each stage: guidance toward the text; 1: none
-    fine: bool = True  # let the fine stage add its codes, else the coarse ones alone are heard
-    # The codec alone
-    reconstruct: str = ""  # recording to send through the codec
-    quantizers: Natural = 0  # how many the codec uses, 0 for all
-    # Out
-    out: str = "out.wav"  # the sound; several are out_0.wav, out_1.wav, …
-    picture: str = ""  # also write the spectrogram, PNG, to this file; several likewise
+class SyllableScores:
+    """Scores of sounds in the built-in world: who speaks, and which syllables.
 
-    def __post_init__(self):
-        super().__post_init__()
-        config.check_suffixes(self, out=".wav", picture=".png")
-        if self.text and self.texts:
-            raise UserError("--text, --texts: give one of them")
-        config.refuse_unused(self, [("quantizers", self.reconstruct, "--reconstruct"),
-                                    ("prompt_seconds", self.prompt, "--prompt"),
-                                    *((name, not self.reconstruct, "a command without --reconstruct")
-                                      for name in ("text", "texts", "prompt"))])
+    split: (recordings, indices) of training. In these each semantic token is given the syllable
+    that it mostly stands for.
+    """
+
+    def __init__(self, pipeline, split):
+        self.pipeline = pipeline
+        dataset, indices = split
+        readable, waves = dataset.load_usable(indices[:200])
+        tokens = []
+        syllables = []
+        for record, wave in zip(dataset.records(readable), waves):
+            tokens.append(pipeline.tokenize(wave))
+            syllables.append(
+                synthetic.syllable_labels(record, len(tokens[-1]), semantic.FRAME_RATE)
+            )
+        # Tokens are clusters without names: a vote names them.
+        self.syllable_of_token = synthetic.majority(
+            np.concatenate(tokens),
+            np.concatenate(syllables),
+            pipeline.tokenizer.kmeans.clusters,
+        )
+
+    def text_similarity(self, wave, text):
+        """1 - syllable error rate of a wave (T,), at least 0."""
+        syllables = self.syllable_of_token[self.pipeline.tokenize(wave)]
+        return synthetic.text_similarity(synthetic.recognize_syllables(syllables), text.split())
+
+    def same_voice(self, wave, other):
+        """Whether two waves (T,) are of the same voice."""
+        voices = []
+        for each in (wave, other):
+            each = recordings.resample(each, self.pipeline.codec.sample_rate, synthetic.RATE)
+            voices.append(synthetic.estimate_voice(each.numpy()))
+        return synthetic.same_voice(*voices)
+
+
+def evaluate_pipeline(args, device):
+    """Continue held-out recordings; {metric: value}, also in scores.json. Collective.
+
+    The built-in recordings are also scored. Metrics ending in _real are those of the real
+    recordings after the codec.
+    """
+    pipeline = Pipeline(args.run_dir, device, args.weights, args.model)
+    codec = pipeline.codec
+    # Nothing is trained: the training split may be smaller than a batch.
+    cfg = dataclasses.replace(pipeline.models["coarse"].cfg, batch_size=1)
+    datasets = open_recordings(cfg)
+    splits = data.splits(datasets[0], cfg, *datasets[1:])
+    dataset, indices = splits["test"]
+    scores = None
+    if cfg.data == "syllables":
+        scores = SyllableScores(pipeline, splits["train"])
+    # A prompt is at most half of its recording, in whole frames.
+    max_prompt = round(PROMPT_SECONDS * codec.sample_rate)
+
+    means = Means()
+    size = min(len(indices), args.eval_samples or len(indices))
+    for batch in dist.deal(math.ceil(size / EVAL_BATCH)):
+        first = batch * EVAL_BATCH
+        readable, waves = dataset.load_usable(indices[first : min(size, first + EVAL_BATCH)])
+        seeds = [accumulate.derive_seed(args.seed, "goes on", index) for index in readable]
+        prompts = []
+        for wave in waves:
+            frames = min(max_prompt, len(wave) // 2) // codec.hop_length
+            prompts.append(wave[: max(1, frames) * codec.hop_length])
+        sounds = pipeline.generate([pipeline.prompt(wave) for wave in prompts], EVAL_SECONDS, seeds)
+
+        for i, index in enumerate(readable):
+            start = len(prompts[i])
+            sound = codec.decode(sounds[i])
+            new = sound[start:]
+            means.add("seconds_added", len(new) / codec.sample_rate)
+            if first + i < NUM_SOUNDS:
+                path = f"{args.run_dir}/sounds/{i}"
+                write_sound(waves[i], codec.sample_rate, f"{path}_real.wav")
+                write_sound(sound, codec.sample_rate, f"{path}_continued.wav")
+            if scores:
+                real = codec.decode(codec.encode(waves[i]))
+                text_heard = scores.text_similarity(real, dataset.text(index))
+                means.add("text_heard_real", text_heard)
+                # The real recording after the codec is the best that a model can reach.
+                means.add("voice_kept_real", scores.same_voice(prompts[i], real[start:]))
+                # Shorter sounds have no measurable pitch.
+                if len(new) >= MIN_VOICE_SECONDS * codec.sample_rate:
+                    means.add("voice_kept", scores.same_voice(prompts[i], new))
+        # Say the texts of these recordings, without a prompt.
+        if scores and pipeline.models["semantic"].has_text:
+            texts = [dataset.text(index) for index in readable]
+            empty = [pipeline.empty_prompt()] * len(texts)
+            sounds = pipeline.generate(empty, MAX_TEXT_SECONDS, seeds, texts)
+            for text, codes in zip(texts, sounds):
+                means.add("text_heard", scores.text_similarity(codec.decode(codes), text))
+    metrics = means.result()
+    if dist.is_main():
+        checkpoint.write_json(metrics, Path(args.run_dir) / "scores.json")
+    tracker.print_results(f"The stages together ({args.run_dir}/sounds):", metrics)
 
 
 def evaluate(args):
-    tracker.announce(f"The stages together ({args.run_dir}/sounds):", evaluate_together(args, dist.setup(args.device)))
+    evaluate_pipeline(args, dist.setup(args.device))
 
 
-def evaluate_together(args, device):
-    """Go on with held-out recordings and, on the built-in ones, score who speaks and what is said, into scores.json.
+# Sampling
 
-    A score that ends in _real is that of real recordings after the codec.
-    """
+
+@dataclass(frozen=True)
+class SampleConfig(PipelineConfig):
+    """What to sample"""
+
+    text: str = field("", "text to say; without a text and a prompt, the sound is any")
+    prompt: str = field("", "recording to continue, in its voice")
+    prompt_seconds: NonNegativeFloat = field(
+        0.0, "length of its end to take; 0: the most that coarse was trained on", needs="prompt"
+    )
+    seconds: PositiveFloat = field(MAX_TEXT_SECONDS, "most seconds after the prompt")
+    temperature: float = field(-1.0, "temperature, 0: most probable codes, below 0: as trained")
+    top_k: NonNegativeInt = field(0, "sample from the k most probable codes, 0: all")
+    guidance_scale: NonNegativeFloat = field(1.0, "guidance toward the text, 1: none", needs="text")
+    fine: bool = field(True, "add the codes of the fine stage to the coarse ones")
+    reconstruct: str = field("", "recording to encode and decode by the codec")
+    num_quantizers: NonNegativeInt = field(
+        0, "quantizers of the codec to use, 0: all", needs="reconstruct"
+    )
+    out: str = field("out.wav", "file of the sound; its spectrogram is beside it, as .png")
+
+    def __post_init__(self):
+        super().__post_init__()
+        config.check_suffix("out", self.out, ".wav")
+        if self.reconstruct and (self.text or self.prompt):
+            raise UserError("--reconstruct: no --text or --prompt has an effect beside it")
+
+
+def read_wave(path, codec):
+    """The wave (T,) of a recording, at the codec's rate; UserError if shorter than a frame."""
+    channels, rate, _ = recordings.read(path)
+    length = channels.shape[1]
+    if length * codec.sample_rate < codec.hop_length * rate:
+        raise UserError(
+            f"{path}: {length} samples at {rate} Hz, shorter than a frame of {codec.hop_length} "
+            f"at {codec.sample_rate} Hz"
+        )
+    return recordings.resample(torch.from_numpy(channels).mean(0), rate, codec.sample_rate)
+
+
+def check_text(args, model):
+    """UserError if the semantic stage cannot do what the settings say about text."""
+    if args.text and not model.has_text:
+        raise UserError(f"--text: {args.run_dir} was trained without texts; give --prompt alone")
+    # A model that always had its text knows no "no text", which guidance needs.
+    can_drop = model.has_text and model.cfg.text_drop
+    if model.has_text and not args.text and not can_drop:
+        raise UserError(f"{args.run_dir}: trained with --text_drop 0, so it needs --text")
+    if args.guidance_scale != 1 and not can_drop:
+        raise UserError(f"--guidance_scale: {args.run_dir} was trained with --text_drop 0")
+
+
+def read_prompt(args, pipeline):
+    """The Prompt of the end of a recording, at most what the coarse stage was trained on."""
+    hop_length = pipeline.codec.hop_length
+    wave = read_wave(args.prompt, pipeline.codec)
+    max_length = hop_length * (pipeline.models["coarse"].lengths.max_frames - 1)  # and a new frame
+    length = round(args.prompt_seconds * pipeline.codec.sample_rate) or max_length
+    length = min(max(length, hop_length), max_length)
+    return pipeline.prompt(wave[-length:])
+
+
+def generate_sound(args, device):
+    """Write the sound of a text, of a prompt, or of both."""
     pipeline = Pipeline(args.run_dir, device, args.weights, args.model)
-    cfg, rate, hop = pipeline.models["coarse"].cfg, pipeline.codec.rate, pipeline.codec.hop
-    cfg = dataclasses.replace(cfg, batch_size=1, data=args.data or cfg.data, val_data="" if args.data else cfg.val_data)
-    sources = open_sources(cfg)
-    parts = data.parts(sources[0], cfg, *sources[1:])
-    source, rows = parts[args.part]
-    builtin, most = isinstance(source, recordings.Syllables), round(args.prompt_seconds * rate)
-    syllables = syllables_of_tokens(pipeline, *parts["train"]) if builtin else None
-
-    def voice(wave):
-        return synthetic.heard_voice(recordings.resample(wave, rate, synthetic.RATE).numpy())
-
-    def labels(wave):  # the syllable of each frame
-        return syllables[pipeline.tokenizer.encode(wave, rate)]
-
-    def text_similarity(wave, text):
-        return synthetic.text_similarity(synthetic.heard_text(labels(wave)), text.split())
-    sums = collections.defaultdict(lambda: np.zeros(2))
-    mine = range(len(rows))[:args.eval_samples or None][dist.rank()::dist.world_size()]
-    for begin in tracker.progress(range(0, len(mine), args.batch_size), desc="continuations",
-                                  disable=not dist.is_main()):
-        places = mine[begin:begin + args.batch_size]
-        found, waves = source.readable(rows[list(places)])
-        seeds = [accumulate.number(args.seed, "goes on", row) for row in found]
-        prompts = [wave[:max(1, min(most, len(wave) // 2) // hop) * hop] for wave in waves]
-        spoken = pipeline.speak(map(pipeline.prompt, prompts), args.seconds, seeds)
-        continued = [pipeline.wave(codes) for codes in spoken]
-        for place, wave, prompt, sound in zip(places, waves, prompts, continued):
-            sums["seconds_added"] += (len(sound) - len(prompt)) / rate, 1
-            for name, heard in (("real", wave), ("continued", sound)) if place < SOUNDS else ():
-                path = f"{args.run_dir}/sounds/{place}_{name}"
-                write_sound(heard, rate, f"{path}.wav", f"{path}.png")
-        if not builtin:
-            continue
-        records = source.records(found)
-        for place, wave, prompt, sound, record in zip(places, waves, prompts, continued, records):
-            real, other = pipeline.wave(pipeline.codes(wave)), source.wave(rows[(place + 1) % len(rows)])[:most]
-            begun, rest, expected = voice(prompt), voice(real[len(prompt):]), labels(wave)
-            if len(sound) - len(prompt) >= HEARD_SECONDS * rate:
-                sums["voice_kept"] += synthetic.same_voice(begun, voice(sound[len(prompt):])), 1
-            sums["voice_kept_real"] += synthetic.same_voice(begun, rest), 1
-            sums["voice_of_others"] += synthetic.same_voice(voice(other), rest), 1
-            sums["text_heard_real"] += text_similarity(real, record["text"]), 1
-            true = synthetic.syllable_labels(record, len(expected), semantic.FRAME_RATE)
-            sums["semantic_syllable_accuracy"] += np.mean(expected == true), 1
-        if pipeline.models["semantic"].cfg.text != "none":
-            texts = [record["text"] for record in records]
-            spoken = pipeline.speak([pipeline.nothing()] * len(found), LONGEST, seeds, texts)
-            for text, codes in zip(texts, spoken):
-                sums["text_heard"] += text_similarity(pipeline.wave(codes), text), 1
-    result = means(sums)
-    if dist.is_main():
-        checkpoint.write_json(result, Path(args.run_dir) / "scores.json")
-    return result
+    check_text(args, pipeline.models["semantic"])
+    sampling = SamplingParams(args.temperature, args.top_k, args.guidance_scale)
+    # Any of text and prompt may be missing.
+    prompt = read_prompt(args, pipeline) if args.prompt else pipeline.empty_prompt()
+    # Another text has other noise.
+    seed = accumulate.derive_seed(args.seed, args.text, 0)
+    texts = [args.text] if args.text else None
+    (codes,) = pipeline.generate([prompt], args.seconds, [seed], texts, sampling, args.fine)
+    write_sound(pipeline.codec.decode(codes), pipeline.codec.sample_rate, args.out)
+    print(f"wrote {args.out}")
 
 
-def syllables_of_tokens(pipeline, source, rows):
-    """The syllable that each semantic token mostly stands for in recordings of the built-in world, int (clusters,)."""
-    found, waves = source.readable(rows[:200])
-    tokens = [pipeline.tokenizer.encode(wave, pipeline.codec.rate) for wave in waves]
-    labels = [synthetic.syllable_labels(record, len(each), semantic.FRAME_RATE)
-              for record, each in zip(source.records(found), tokens)]
-    return synthetic.majority(np.concatenate(tokens), np.concatenate(labels), pipeline.tokenizer.clusters)
-
-
-def open_wave(path, codec):
-    """The wave (T,) of a recording, at the codec's rate."""
-    channels, rate = recordings.read(path)
-    if channels.shape[1] * codec.rate < codec.hop * rate:
-        raise UserError(f"{path}: {channels.shape[1]} samples at {rate} Hz, shorter than a frame of {codec.hop} at "
-                        f"{codec.rate} Hz")
-    return recordings.resample(torch.from_numpy(channels).mean(0), rate, codec.rate)
+def reconstruct(args, device):
+    """Send a recording through the codec of a run, and print how well it comes out."""
+    run_dir = f"{args.run_dir}/soundstream"
+    codec = load_codec(run_dir, device, args.num_quantizers, args.model, args.weights)
+    wave = read_wave(args.reconstruct, codec)
+    sound = codec.decode(codec.encode(wave))[: len(wave)]
+    write_sound(sound, codec.sample_rate, args.out)
+    # Codes of K values have log2(K) bits.
+    bitrate = codec.num_quantizers * math.log2(codec.codebook_size) * codec.frame_rate
+    si_sdr = recordings.si_sdr(sound[None], wave[None]).item()
+    print(
+        f"wrote {args.out}: {codec.num_quantizers} codes a frame, {bitrate:.0f} bits a second, "
+        f"si_sdr_db {si_sdr:.2f}"
+    )
 
 
 def sample(args):
     device = dist.setup(args.device)
-    message = dist.on_main(lambda: (reconstruct if args.reconstruct else speak)(args, device))
+    if not dist.is_main():
+        return
+    if args.reconstruct:
+        reconstruct(args, device)
+    else:
+        generate_sound(args, device)
+
+
+# Training of one stage or all
+
+
+def train(cfgs):
+    """Train one stage, or all in turn and then evaluate them together."""
+    first = cfgs[0]
+    device = dist.setup(first.device, first.timeout_minutes)
+    store.check_stages(cfgs)
+    if len(cfgs) > 1 and first.soundstream:  # then no codec is trained
+        dist.main_first(lambda: codec_of(cfgs[-1], device))  # a mistake shows before training
+        cfgs = cfgs[1:]  # of the published or the given codec
+    # Each stage is a run of its own, so a stopped command resumes in its stage.
+    for cfg in cfgs:
+        if cfg.stage == "soundstream":
+            train_soundstream(cfg, device)
+        else:
+            train_transformer(cfg, device)
+
+    run_dir = first.run_dir
+    if len(cfgs) > 1:
+        args = EvaluateConfig(run_dir=run_dir, seed=first.seed, eval_samples=cfgs[-1].eval_samples)
+        evaluate_pipeline(args, device)
+        prompt = shlex.quote(f"{run_dir}/sounds/0_real.wav")
+        command = f"sample --prompt {prompt} --prompt_seconds {PROMPT_SECONDS}"
+    elif first.stage == "soundstream":
+        wave = shlex.quote(f"{run_dir}/soundstream/samples/test_0_real.wav")
+        command = f"sample --reconstruct {wave}"
+    else:
+        command = "evaluate"
     if dist.is_main():
-        print(message, flush=True)
+        print(f"\nNext: python train_audio.py {command} --run_dir {shlex.quote(run_dir)}")
 
 
-def speak(args, device):
-    """Write the sounds of texts, a prompt, or both; returns a message."""
-    pipeline, note = Pipeline(args.run_dir, device, args.weights, args.model), ""
-    for i, model in enumerate(pipeline.models.values()):
-        given = {name: values[min(i, len(values) - 1)] for name in Drawing._fields if (values := getattr(args, name))}
-        model.drawing = model.drawing._replace(**given)
-    with_text = [model.cfg for model in pipeline.models.values() if model.cfg.text != "none"]
-    texts = config.lines_of(args.texts) if args.texts else [args.text]
-    if any(texts) and not with_text:
-        raise UserError(f"--text: {args.run_dir} was trained without texts; give --prompt alone, or train with "
-                        "--text prefix")
-    if not any(texts) and not all(cfg.text_drop for cfg in with_text):
-        raise UserError(f"--text: {args.run_dir} was trained with --text_drop 0, so it needs a text")
-    if args.guidance_scale and not any(cfg.text_drop for cfg in with_text):
-        raise UserError(f"--guidance_scale: no stage of {args.run_dir} was trained with a text that was dropped")
-    codec, prompt = pipeline.codec, pipeline.nothing()
-    if args.prompt:
-        wave, most = open_wave(args.prompt, codec), codec.hop * (pipeline.models["coarse"].window - 1)
-        wave = wave[-max(codec.hop, round(args.prompt_seconds * codec.rate)):] if args.prompt_seconds else wave
-        if len(wave) > most:
-            note = (f"the prompt of {len(wave) / codec.rate:.2f} s is cut to its last {most / codec.rate:.2f} s, as "
-                    "the coarse stage was trained on no more\n")
-        prompt = pipeline.prompt(wave[-most:])
-    wanted = [(text, k) for text in texts for k in range(args.num_samples)]
-    seeds = [accumulate.number(args.seed, text, k) for text, k in wanted]
-    sounds = pipeline.speak([prompt] * len(wanted), args.seconds, seeds,
-                            [text for text, _ in wanted] if any(texts) else None, args.fine)
-    for place, codes in enumerate(sounds):
-        paths = [Path(path) for path in (args.out, args.picture) if path]
-        if len(sounds) > 1:
-            paths = [path.with_stem(f"{path.stem}_{place}") for path in paths]
-        write_sound(pipeline.wave(codes), codec.rate, *paths)
-    return note + (f"wrote {len(sounds)} sounds, the last to {paths[0]}" if len(sounds) > 1 else f"wrote {args.out}")
-
-
-def reconstruct(args, device):
-    """Send a recording through the codec of a run; returns a message."""
-    file = model_file(Path(args.run_dir) / "soundstream", "soundstream", args.model, args.weights)
-    codec = load_soundstream(file, device, args.weights)
-    use_quantizers(codec, "--quantizers", args.quantizers)
-    wave = open_wave(args.reconstruct, codec)
-    codes = codec.encode(wave[None].to(device))
-    sound = codec.decode(codes)[0, :len(wave)].cpu()
-    write_sound(sound, codec.rate, *filter(None, (args.out, args.picture)))
-    bits = codes.shape[2] * math.log2(codec.codebook_size) * codec.rate / codec.hop
-    return (f"{args.out}: {codes.shape[2]} codes a frame, {bits:.0f} bits a second, si_sdr_db "
-            f"{recordings.si_sdr(sound[None], wave[None]).item():.2f}")
-
-
-COMMANDS = {"train": (train, Config), "evaluate": (evaluate, EvaluateConfig), "sample": (sample, SampleConfig)}
+COMMANDS = {
+    "train": (train, Config),
+    "evaluate": (evaluate, EvaluateConfig),
+    "sample": (sample, SampleConfig),
+}
 
 
 def main():
-    config.run(COMMANDS, __doc__, "train", PRESETS, STAGES, ONLY)
+    config.run(COMMANDS, __doc__, "train", PRESETS, STAGES)
 
 
 if __name__ == "__main__":

@@ -1,27 +1,34 @@
-"""Train a cascade of pixel-diffusion U-Nets: CLIP image embedding -> picture (DALL-E 2, Ramesh et al. 2022, §2.1).
+"""Train a cascade of pixel-diffusion U-Nets: CLIP image embedding -> image (DALL-E 2, §2.1).
 
-    torchrun --nproc_per_node=2 train_decoder.py                           # both stages, on shapes that it draws itself
-    torchrun --nproc_per_node=2 train_decoder.py --stage upsample --data tars --run_dir runs/mine   # one, on yours
+    torchrun --nproc_per_node=2 train_decoder.py      # both stages, on the built-in shapes
+    torchrun --nproc_per_node=2 train_decoder.py --stage upsample --data tars --run_dir runs/mine
     python train_decoder.py evaluate --prior runs/prior
-    python train_decoder.py sample --text "a large green triangle at the top left" --num_samples 8 --out grid.png
-    python train_decoder.py sample --image a.png [--to b.png | --mask hole.png --text TEXT] --out grid.png
+    python train_decoder.py sample --text "a large green triangle" --num_samples 8 --out grid.png
+    python train_decoder.py sample --image a.png [--to b.png | --mask mask.png --text TEXT]
 
-The same command again resumes. Each stage is a run of its own, RUN/base and RUN/upsample, and a cascade is a list of
-such folders. `python train_decoder.py [train|evaluate|sample] --help` lists the settings.
+To resume, run the same command again. Each stage has its own run folder, RUN/base and RUN/upsample.
+A cascade is a list of such folders. `python train_decoder.py [train|evaluate|sample] --help` lists
+the settings.
 
-What differs from the papers:
-- Text enters by a frozen CLIP, as in Karlo. GLIDE trains a text transformer with its U-Net.
-- The base learns by rectified flow, SD3's density of timesteps and Muon; the upsampler predicts x0.
-  The presets have the papers' epsilon, AdamW, and learned variance. Sizes are for two cores.
-- An upsampler's input is blurred or noised. For 256 -> 1024, DALL-E 2 degrades it by BSR.
-- A norm of a narrow layer has fewer than 32 groups, so that each has four channels or more.
-- Sampling takes evenly spaced steps, which DALL-E 2 has tuned, and clips estimates of x0.
-- Off by default, not in the papers: --dream, --loss_weight, --low_res_noise, LoRA.
+What differs from the papers (DALL-E 2: Ramesh et al. 2022; GLIDE: Nichol et al. 2021; ADM: Dhariwal
+& Nichol 2021; Imagen: Saharia et al. 2022):
+- The text conditions through a frozen CLIP, as in Karlo. GLIDE trains a text transformer instead.
+- By default the base learns by rectified flow, with SD3's timestep density and Muon, and the
+  upsampler predicts x0. The presets use the papers' epsilon, AdamW and learned variance.
+- The default sizes are small enough for two CPU cores.
+- The input of an upsampler is blurred with probability 0.5. It can also be noised (Imagen), which
+  is off by default. DALL-E 2 degrades the input of its second upsampler (256 -> 1024) by BSR.
+- A group norm of a narrow layer has fewer than 32 groups.
+- Sampling takes evenly spaced steps and clips the estimates of x0. DALL-E 2 tunes its steps.
+- Off by default and not in the papers: --dream, --loss_weight, LoRA.
 """
+
 import os
 
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: a thread that waits soon leaves its core to others
+# Before torch: idle OpenMP threads stop spinning early, so that ranks can share the cores.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
+import collections
 import dataclasses
 import itertools
 import shlex
@@ -45,1049 +52,1474 @@ from common import (
     data,
     diffusion,
     dist,
-    ema,
     images,
+    loop,
     lora,
     media,
     optim,
     schedule,
+    store,
     synthetic,
     tracker,
 )
-from common.config import Count, Natural, NonNegative, Positive, Share, UserError
-from common.nn import Attention, NullText, TimeEmbedding, zeroed
+from common.config import (
+    Decay,
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    UserError,
+    field,
+)
+from common.ema import EMA
+from common.nn import Attention, NullText, TimeEmbedding, zero_init
 
-Fours = Annotated[int, ("a multiple of 4, for the group norms", lambda width: width > 0 and width % 4 == 0)]
+MultipleOf4 = Annotated[
+    int, ("a multiple of 4, for the group norms", lambda width: width > 0 and width % 4 == 0)
+]
 
 # Config
 
+
 @dataclass(frozen=True)
-class Config(diffusion.Training):
-    """The defaults are rectified flow as of SD3 (Esser et al. 2024): DALL-E 2's epsilon takes far more steps."""
-    # Run and data
-    stage: Literal["all", "base", "upsample"] = "all"  # which stage to train; all: each in turn
-    run_dir: str = "runs/decoder"  # folder of the runs: the stage's own is RUN/STAGE; started again, it resumes
-    data: str = "shapes"  # img2dataset tars, a folder of images with .txt beside them, or "shapes": built in
-    embeddings: str = ""  # folder of img_emb_N.npy, by default those in or beside the tars, else by CLIP on the fly
-    index_width: Count = 4  # digits at the end of a key that number its row in img_emb_N.npy
-    shards: str = ""  # numbers of the tars to use, such as 0-99,120; by default all
-    clip: str = "auto"  # CLIP of the embeddings: folder, model.pt, open_clip:MODEL/WEIGHTS; auto: DATA/clip.json's
-    resize: Literal[media.RESIZE_MODES] = "box"  # how pictures are made smaller
-    crop_scale: Annotated[Share, ("above 0", bool)] = 1.0  # random square crops of at least this share of the area
-    flip: bool = False  # mirror half of the pictures; not for captions that tell left from right
-    # Model
-    image_size: Count = 16  # width and height of the pictures of this stage
-    low_res_size: Natural = 0  # of the pictures it starts from, those of the stage before; 0 for none
-    width: Fours = 32  # channels of the first level
-    mults: tuple[Count, ...] = (1, 2, 4)  # channels of each level, in widths; between two levels the size is halved
-    blocks: Count = 1  # residual blocks a level on the way down, one more on the way up
-    attention_levels: tuple[Natural, ...] = (1, 2)  # levels with attention, 0 the finest; and between down and up
-    head_width: Count = 32  # width of a head of attention
-    cond_width: Count = 64  # width of the conditioning tokens
-    scale_shift: bool = True  # time scales and shifts a norm; off: it is added (Karlo's upsampler)
-    dropout: Share = 0.0  # before the second convolution of a block
-    image_condition: bool = True  # condition on the image embedding
-    text_encodings: Literal["none", "clip"] = "none"  # condition on the tokens of the caption, by CLIP
-    max_text_len: Count = 77  # text encodings: longer texts are cut, shorter ones padded
-    # Diffusion
-    objective: Literal["x0", "v", "epsilon", "flow"] = "flow"  # what it predicts
-    timestep_density: Literal["uniform", "logit_normal", "mode"] = "logit_normal"  # in training
-    learned_variance: bool = False  # also learn the variance of DDPM's steps (Nichol & Dhariwal 2021)
-    image_drop: Share = 0.1  # probability of training a sample without its image embedding, for guidance
-    text_drop: Share = 0.5  # probability of training a sample without its text
-    low_res_noise: Share = 0.0  # most noise added to the low-resolution picture, in shares of the timesteps (Imagen)
-    low_res_blur: Share = 0.5  # probability of blurring it
-    random_crop: Natural = 0  # train on random crops of this size, 0 for whole pictures
+class Config(config.TrainingRun):
+    """Model, data and optimization of one stage"""
+
+    # Run
+    stage: Literal["all", "base", "upsample"] = field(
+        "all", "stage to train; all: one after the other", model=True
+    )
+    run_dir: str = field("runs/decoder", "folder of the runs; each stage has RUN_DIR/STAGE")
+    # Data: captioned images, and CLIP embeddings of the whole images
+    data: str = field(
+        "shapes", 'img2dataset tars, a folder of images with .txt files, or "shapes" (built in)'
+    )
+    embeddings: str = field(
+        "", "folder of img_emb_N.npy; by default those of the data, or else the CLIP computes them"
+    )
+    index_width: PositiveInt = field(
+        4, "number of final digits of a key that give its row in img_emb_N.npy"
+    )
+    shards: str = field("", "numbers of the tars to use, such as 0-99,120; by default all")
+    clip: str = field(
+        "auto",
+        "CLIP of the embeddings: folder, model.pt or open_clip:MODEL/WEIGHTS; "
+        "auto: the one that DATA/clip.json names",
+    )
+    # Augmentation. The embedding is that of the whole image, however it is cropped.
+    crop_scale: Annotated[Fraction, ("above 0", bool)] = field(
+        1.0, "minimum area of random square crops, as a fraction of the image", fixed=True
+    )
+    flip: bool = field(
+        False, "mirror half of the images; not for captions that mention left or right", fixed=True
+    )
+    # LoRA (Hu et al. 2021)
+    lora_rank: NonNegativeInt = field(
+        0,
+        "rank of the adapters to train on the frozen model of --init_from; 0: train all weights",
+        needs="init_from",
+        fixed=True,
+    )
+    # Model: the U-Net of ADM
+    image_size: PositiveInt = field(16, "width and height of the images", model=True)
+    low_res_size: NonNegativeInt = field(
+        0,
+        "width and height of the images that an upsampler starts from; 0: no upsampler",
+        model=True,
+    )
+    width: MultipleOf4 = field(32, "channels of the first level", model=True)
+    channel_mult: tuple[PositiveInt, ...] = field(
+        (1, 2, 4),
+        "channels of each level, in units of width; each level halves the size",
+        model=True,
+    )
+    num_res_blocks: PositiveInt = field(
+        1, "residual blocks of a level on the way down; the way up has one more", model=True
+    )
+    attention_levels: tuple[NonNegativeInt, ...] = field(
+        (1, 2), "levels with attention; 0 is the finest", model=True
+    )
+    head_dim: PositiveInt = field(32, "channels of an attention head", model=True)
+    cond_width: PositiveInt = field(64, "width of the context tokens", model=True)
+    scale_shift: bool = field(
+        True, "the timestep scales and shifts a norm; off: it is added before the norm", model=True
+    )
+    dropout: Fraction = field(0.0, "dropout before the second convolution of a block")
+    # Model: what it is conditioned on (DALL-E 2 §2.1, GLIDE §2.3)
+    image_condition: bool = field(True, "condition on the CLIP image embedding", model=True)
+    text_encodings: Literal["none", "clip"] = field(
+        "none", "condition on the CLIP text encodings too", needs="attention_levels", model=True
+    )
+    max_text_len: PositiveInt = field(
+        77, "number of text tokens; longer texts are cut", needs="text_encodings", model=True
+    )
+    raw_embeddings: bool = field(
+        False, "embeddings have the CLIP's own length (Karlo); off: unit length", model=True
+    )
+    checkpointing: bool = field(
+        False, "recompute blocks in the backward pass: saves memory, costs a third more time"
+    )
+    # Diffusion: x_t = α_t·x0 + σ_t·ε
+    objective: Literal["x0", "v", "epsilon", "flow"] = field(
+        "flow", "what the model predicts", model=True
+    )
+    timestep_density: Literal["uniform", "logit_normal", "mode"] = field(
+        "logit_normal", "distribution of the timesteps in training (SD3)", inherit=True
+    )
+    density_mean: float = field(
+        0.0, "mean of logit_normal; above 0: more noise", needs="timestep_density=logit_normal"
+    )
+    density_std: PositiveFloat = field(
+        1.0, "standard deviation of logit_normal", needs="timestep_density=logit_normal"
+    )
+    noise_schedule: Literal["cosine", "linear"] = field(
+        "cosine", "noise schedule of all objectives but flow", model=True
+    )
+    timesteps: PositiveInt = field(1000, "number of timesteps T", model=True)
+    learned_variance: bool = field(
+        False, "also learn the variance of DDPM's steps (Nichol & Dhariwal 2021)", model=True
+    )
+    # Classifier-free guidance (Ho & Salimans 2022): some samples are trained without a condition
+    image_drop: Fraction = field(0.1, "probability of dropping the image embedding, for guidance")
+    text_drop: Fraction = field(
+        0.5, "probability of dropping the text, for guidance", needs="text_encodings"
+    )
+    # Upsamplers: the low-resolution image is corrupted in training
+    low_res_blur: Fraction = field(
+        0.5, "probability of blurring the low-resolution image", needs="low_res_size"
+    )
+    low_res_noise: Fraction = field(
+        0.0,
+        "maximum noise on the low-resolution image, as a fraction of T (Imagen)",
+        needs="low_res_size",
+        model=True,
+    )
+    random_crop: NonNegativeInt = field(
+        0,
+        "train on random crops of this size; 0: on whole images",
+        needs="low_res_size",
+        fixed=True,
+        inherit=True,
+    )
+    # Loss
+    loss_weight: Literal["none", "min_snr", "sigma_sqrt", "cosmap"] = field(
+        "none", "weight of the loss by noise level; sigma_sqrt and cosmap are for flow"
+    )
+    loss_gamma: PositiveFloat = field(
+        5.0, "gamma of min_snr (Hang et al. 2023)", needs="loss_weight=min_snr"
+    )
+    dream: bool = field(
+        False,
+        "perturb inputs by the model's own error (DREAM, Zhou et al. 2023)",
+        needs="objective=epsilon",
+    )
     # Optimization
-    steps: Count = 900  # optimizer steps
-    lr: Positive = 2e-3  # peak learning rate
-    # Evaluation and saving; both happen at the first log line at or after they are due
-    eval_steps: Count = 25  # sampling steps of its pictures
+    steps: PositiveInt = field(900, "optimizer steps")
+    batch_size: PositiveInt = field(64, "samples of a step, over all ranks", fixed=True)
+    optimizer: Literal["adamw", "muon"] = field(
+        "adamw", "muon: Muon for matrices, AdamW for other weights", fixed=True, inherit=True
+    )
+    lr: PositiveFloat = field(2e-3, "peak learning rate", inherit=True)
+    warmup_steps: NonNegativeInt = field(50, "steps of linear warm-up")
+    cosine: bool = field(True, "decay the rate along a cosine after the warm-up; off: keep it")
+    cosine_steps: NonNegativeInt = field(0, "step at which the cosine reaches 0; 0: the last step")
+    # Optimization: AdamW
+    weight_decay: NonNegativeFloat = field(
+        0.01, "decoupled weight decay of matrices and kernels; 0 turns AdamW into Adam"
+    )
+    beta1: Decay = field(0.9, "decay of Adam's mean of gradients")
+    beta2: Decay = field(0.99, "decay of Adam's mean of squared gradients")
+    eps: PositiveFloat = field(1e-8, "Adam's epsilon")
+    max_grad_norm: NonNegativeFloat = field(1.0, "maximum norm of the gradients; 0: no clipping")
+    # Optimization: the average of the weights, with which samples are drawn
+    ema_decay: Fraction = field(0.9999, "decay of the averaged weights; 0: no averaging")
+    ema_update_after: NonNegativeInt = field(0, "first steps, in which the average is a copy")
+    ema_update_every: PositiveInt = field(1, "steps between updates of the average")
+    # Evaluation, and sampling by default
+    eval_every: NonNegativeInt = field(500, "steps between evaluations; 0: only the last")
+    eval_samples: NonNegativeInt = field(192, "maximum number of held-out samples to use; 0: all")
+    eval_steps: PositiveInt = field(25, "sampling steps", inherit=True)
+    guidance_scale: NonNegativeFloat = field(
+        1.0, "guidance scale of sampling; 1: no guidance", inherit=True
+    )
+    eta: Fraction = field(0.0, "noise of sampling; 1: DDPM, 0: DDIM", inherit=True)
 
     def __post_init__(self):
         super().__post_init__()
-        levels, divisor = len(self.mults), 2 ** max(0, len(self.mults) - 1)
-        for holds, message in (
-                (levels, "--mults: expected at least one level"),
-                (all(level < levels for level in self.attention_levels),
-                 f"--attention_levels: {self.attention_levels} are not all below {levels}, the number of levels"),
-                (self.image_size % divisor == 0 == self.random_crop % divisor,
-                 f"--image_size, --random_crop: expected multiples of {divisor}, as {levels} levels need"),
-                (self.low_res_size < self.image_size >= self.random_crop,
-                 f"--image_size {self.image_size}: --low_res_size must be smaller, and --random_crop no larger")):
-            if not holds:
-                raise UserError(message)
-        config.refuse_unused(self, (
-            *((name, self.low_res_size, "a --low_res_size, as upsamplers have")
-              for name in ("low_res_noise", "low_res_blur", "random_crop")),
-            *((name, self.text_encodings != "none", "--text_encodings clip") for name in ("text_drop", "max_text_len")),
-            ("raw_embeddings", self.image_condition or self.text_encodings != "none",
-             "--image_condition or --text_encodings clip, whose embeddings it is about"),
-            ("text_encodings", self.attention_levels, "--attention_levels, as blocks there attend to the text"),
-            ("learned_variance", self.timestep_density == "uniform" and self.objective != "flow",
-             "--timestep_density uniform, as the bound is a sum over all timesteps, and another objective than flow")))
-        diffusion.check_sampling(self, self.guidance_scale, self.eval_steps)
+        levels = len(self.channel_mult)
+        if max(self.attention_levels, default=0) >= levels:  # such a level would be ignored
+            raise UserError(
+                f"--attention_levels: {self.attention_levels} are not all below {levels}, "
+                "the number of levels"
+            )
+        divisor = 2 ** (levels - 1)  # every level but the last is halved
+        if self.image_size % divisor or self.random_crop % divisor:
+            raise UserError(
+                f"--image_size, --random_crop: expected multiples of {divisor}, "
+                f"as {levels} levels need"
+            )
+        if self.low_res_size >= self.image_size or self.random_crop > self.image_size:
+            raise UserError(
+                f"--image_size {self.image_size}: --low_res_size must be smaller, "
+                "and --random_crop no larger"
+            )
+        if self.raw_embeddings and not self.has_conditions:
+            raise UserError("--raw_embeddings: it needs --image_condition or --text_encodings clip")
+        # The variational bound is an expectation over uniform timesteps.
+        discrete = self.timestep_density == "uniform" and self.objective != "flow"
+        if self.learned_variance and not discrete:
+            raise UserError(
+                "--learned_variance: it needs --timestep_density uniform and another objective "
+                "than flow, as the bound is a sum over the timesteps of DDPM"
+            )
+        loop.check_diffusion(self)
+        loop.check_sampling(self, self.guidance_scale, self.eval_steps)
         tracker.check(self)
 
+    @property
+    def has_conditions(self):
+        return self.image_condition or self.text_encodings == "clip"
 
-# What is different by default for a stage, and named settings for all of it.
+
+# Presets
+# fmt: off
+
+# Defaults that depend on the stage.
 STAGES = {
-    "base": dict(optimizer="muon"),  # in equal time a fifth less loss than with the papers' Adam
-    # An upsampler has no attention, and no condition but its low resolution (DALL-E 2 §2.1).
-    "upsample": dict(image_size=32, low_res_size=16, mults=(1, 2), attention_levels=(),
-                     image_condition=False, random_crop=16,
-                     objective="x0", timestep_density="uniform",  # flow leaves grain
-                     steps=800, eval_every=400, eval_steps=10),
+    # Muon reaches a fifth less loss than AdamW does in the same time.
+    "base": dict(optimizer="muon"),
+    "upsample": dict(
+        image_size=32, low_res_size=16, channel_mult=(1, 2),
+        # No attention, and no condition but the low resolution (DALL-E 2 §2.1).
+        attention_levels=(), image_condition=False,
+        random_crop=16,  # a quarter of the image (DALL-E 2 §2.1)
+        # Flow leaves grain in the images, which x0 does not.
+        objective="x0", timestep_density="uniform",
+        steps=800, eval_every=400, eval_steps=10,
+    ),
 }
-# What DALL-E 2's Table 3 has in common for its decoder and upsamplers.
-DALLE2 = dict(objective="epsilon", timestep_density="uniform", optimizer="adamw",
-              betas=(0.9, 0.999), weight_decay=0.0, warmup_steps=10_000, cosine=False,
-              precision="bf16", validation=0.005, test=0.005, log_every=100, eval_every=10_000,
-              save_every=2_000, eval_samples=2048, workers=8)
-DALLE2_64 = dict(DALLE2, stage="base", clip="open_clip:ViT-L-14/openai", text_encodings="clip",
-                 image_size=64, mults=(1, 2, 3, 4), blocks=3, head_width=64,
-                 attention_levels=(1, 2, 3), dropout=0.1, learned_variance=True, eta=1.0,
-                 crop_scale=0.75,
-                 batch_size=2048, chunk_size=64, lr=1.2e-4, steps=800_000, eval_steps=250,
-                 guidance_scale=2.0)
-DALLE2_256 = dict(DALLE2, stage="upsample", image_size=256, low_res_size=64, width=320,
-                  mults=(1, 2, 3, 4), blocks=3, attention_levels=(), image_condition=False,
-                  dropout=0.1, random_crop=64, batch_size=1024,
-                  chunk_size=64, lr=1.2e-4, steps=1_000_000, eval_steps=27)
+
+# DALL-E 2, Table 3: what the decoder and both upsamplers have in common.
+DALLE2 = dict(
+    objective="epsilon", timestep_density="uniform",
+    # Adam, without weight decay.
+    optimizer="adamw", beta2=0.999, weight_decay=0.0,
+    # A constant learning rate: the table has no decay.
+    warmup_steps=10_000, cosine=False,
+    precision="bf16",
+    # Not in the table: how often to evaluate and save on a large data set.
+    validation=0.005, test=0.005, eval_samples=2048, workers=8,
+    log_every=100, eval_every=10_000, save_every=2_000,
+)
+# Table 3, column "64".
+DALLE2_64 = dict(
+    DALLE2,
+    stage="base",
+    clip="open_clip:ViT-L-14/openai", text_encodings="clip",
+    image_size=64, channel_mult=(1, 2, 3, 4), num_res_blocks=3,
+    # At 32, 16 and 8 pixels, with 64 channels a head (ADM §3.1).
+    attention_levels=(1, 2, 3), head_dim=64,
+    # Of GLIDE and Karlo. The table does not say.
+    dropout=0.1, crop_scale=0.75,
+    # A learned variance has an effect only with the noise of DDPM.
+    learned_variance=True, eta=1.0,
+    batch_size=2048, lr=1.2e-4, steps=800_000,
+    eval_steps=250, guidance_scale=2.0,
+)
+# Table 3, column "64 -> 256".
+DALLE2_256 = dict(
+    DALLE2,
+    stage="upsample",
+    image_size=256, low_res_size=64, random_crop=64,
+    width=320, channel_mult=(1, 2, 3, 4), num_res_blocks=3, dropout=0.1,
+    attention_levels=(), image_condition=False,  # as in STAGES, for those who read the preset alone
+    batch_size=1024, lr=1.2e-4, steps=1_000_000,
+    eval_steps=27,
+)
 PRESETS = {
     "dalle2-64": dict(DALLE2_64, width=512, cond_width=2048),
     "dalle2-256": DALLE2_256,
-    "dalle2-1024": dict(DALLE2_256, image_size=1024, low_res_size=256, width=192,
-                        mults=(1, 1, 2, 2, 4, 4), blocks=2, dropout=0.0, noise_schedule="linear",
-                        random_crop=256, batch_size=512, lr=1e-4, eval_steps=15),
-    # The sizes of Karlo's published config. How it was trained is not public: the rest is DALL-E 2's.
-    "karlo-64": dict(DALLE2_64, raw_embeddings=True, width=320, cond_width=1536, eval_steps=25,
-                     guidance_scale=8.0),
+    # Table 3, column "256 -> 1024".
+    "dalle2-1024": dict(
+        DALLE2_256,
+        image_size=1024, low_res_size=256, random_crop=256,
+        width=192, channel_mult=(1, 1, 2, 2, 4, 4), num_res_blocks=2, dropout=0.0,
+        noise_schedule="linear",
+        batch_size=512, lr=1e-4,
+        eval_steps=15,
+    ),
+    # Karlo: sizes and sampling of its public configs (kakaobrain/karlo-v1-alpha). Its training is
+    # not public, so the other settings are those of DALL-E 2.
+    "karlo-64": dict(
+        DALLE2_64,
+        raw_embeddings=True,
+        width=320, cond_width=1536,
+        eval_steps=25, guidance_scale=8.0,
+    ),
     "karlo-256": dict(DALLE2_256, scale_shift=False, eta=1.0, eval_steps=7),
 }
+# fmt: on
 
-# What makes a model: --init_from takes it from the file. What is TAKEN comes from there as well,
-# unless it is given.
-TAKEN = ("lr", "optimizer", "timestep_density", "random_crop", "guidance_scale", "eta",
-         "eval_steps")
-MODEL = ("stage", "image_size", "low_res_size", "width", "mults", "blocks", "attention_levels",
-         "head_width", "cond_width", "scale_shift", "image_condition", "text_encodings",
-         "max_text_len", "raw_embeddings", "objective", "noise_schedule", "timesteps",
-         "learned_variance", "low_res_noise")
-# What must not change when a run goes on; all else may.
-FIXED = (*config.FIXED, *MODEL, "random_crop", "crop_scale", "flip", "resize", "lora_rank")
-LAST_STEP = "last_step.pt"  # in a run folder: the model of sampling's last step, if it is another
 IMAGE_TOKENS = 4  # "four extra tokens of context" (DALL-E 2 §2.1)
-VLB_WEIGHT = 1e-3  # of the variational bound in the loss, λ of Nichol & Dhariwal 2021, §3.1
-MOST_CHUNK = 64  # samples in one forward pass, at most, where --chunk_size is 0
-BLUR_SIGMA = (0.4, 0.8)  # range of the blur's sigma in pixels of the low resolution
+VLB_WEIGHT = 1e-3  # λ of the variational bound (Nichol & Dhariwal 2021, §3.1)
+# Range of the blur's sigma, in pixels of the low resolution. DALL-E 2 §2.1 gives no numbers. In
+# DALLE2-pytorch sigma is 0.6 and the probability 0.5, which is the default of --low_res_blur.
+BLUR_SIGMA = (0.4, 0.8)
+REPAINT_ROUNDS = 5  # times that RePaint takes a step, so that the new pixels fit the known ones
+GRID_CAPTION = "real images, and samples below"
+RESIZE = "box"  # filter that shrinks images: the mean of the pixels
+MAX_CHUNK = 64  # samples in one forward pass if --chunk_size is 0
+LAST_STEP = "last_step.pt"  # in a run folder: another U-Net for the last step of sampling (Karlo)
+DEFAULT_PRIOR = "runs/prior"
 
 
 # Model
 
+
 def group_norm(width):
-    """ADM's norm of 32 groups; of fewer in narrow layers, so that each has four channels or more."""
-    groups = next(g for g in (32, 16, 8, 4, 2, 1) if width % g == 0 and width >= 4 * g)
+    """ADM's norm of 32 groups; narrow layers have fewer, of at least four channels each."""
+    groups = 32
+    while width % groups or width < 4 * groups:
+        groups //= 2
     return nn.GroupNorm(groups, width)
 
 
-class Block(nn.Module):
-    """ADM's residual block, and attention if wanted (Dhariwal & Nichol 2021, §3 and §4.1).
+class ResBlock(nn.Module):
+    """Residual block of ADM, with optional attention (Dhariwal & Nichol 2021, §3 and §4.1).
 
-    Norm, SiLU, convolution, twice. `resample` halves or doubles the picture before the first
-    convolution, on both paths (BigGAN, Brock et al. 2018). The embedding of timestep and condition
-    scales and shifts the second norm. The pixels attend to each other and, before them, to the
-    conditioning tokens (GLIDE, Nichol et al. 2021, §2.3).
+    The residual path is norm, SiLU and convolution, twice. `resample` halves or doubles the image
+    before the first convolution, on both paths (BigGAN, Brock et al. 2018).
     """
 
-    def __init__(self, cfg, width_in, width, token_width, attends=False, resample=None):
+    def __init__(self, cfg, width_in, width, has_attention=False, resample=None):
         super().__init__()
         self.checkpointing = cfg.checkpointing
         self.scale_shift = cfg.scale_shift
+        self.has_attention = has_attention
         self.resample = resample or nn.Identity()
         self.norm1 = group_norm(width_in)
         self.conv1 = nn.Conv2d(width_in, width, 3, padding=1)
         self.modulation = nn.Linear(4 * cfg.width, 2 * width if cfg.scale_shift else width)
         self.norm2 = group_norm(width)
         self.dropout = nn.Dropout(cfg.dropout)
-        self.conv2 = zeroed(nn.Conv2d(width, width, 3, padding=1))
+        self.conv2 = zero_init(
+            nn.Conv2d(width, width, 3, padding=1)
+        )  # a block starts as the identity
         self.skip = nn.Conv2d(width_in, width, 1) if width_in != width else nn.Identity()
-        self.attends = attends
-        if attends:
-            most = max(1, width // cfg.head_width)
-            heads = max(heads for heads in range(1, most + 1) if width % heads == 0)
+        if has_attention:
+            self.num_heads = max(1, width // cfg.head_dim)
+            while width % self.num_heads:  # fewer and wider heads, so that they divide the width
+                self.num_heads -= 1
             self.attention_norm = group_norm(width)
-            self.attention = Attention(width, heads)
-            zeroed(self.attention.out)
-            if token_width:
-                self.token_key_value = nn.Linear(token_width, 2 * width)
+            self.attention = Attention(width, self.num_heads)  # attention of the pixels
+            zero_init(self.attention.out)  # it adds nothing at first
+            if cfg.has_conditions:
+                self.token_key_value = nn.Linear(cfg.cond_width, 2 * width)
 
     def forward(self, *inputs):
         if self.checkpointing and torch.is_grad_enabled():
             return torch.utils.checkpoint.checkpoint(self.compute, *inputs, use_reentrant=False)
         return self.compute(*inputs)
 
-    def compute(self, x, hidden, tokens, is_key):
-        """x (B, W_in, H, H), hidden (B, 4W), tokens (B, J, E) or None, is_key (B, J) or None: all.
+    def compute(self, x, emb, context, context_mask):
+        """x (B, W_in, H, H) -> (B, W, H, H), or half or twice H with `resample`.
 
-        Returns (B, W, H, H), or half or twice of H.
+        emb: embedding of timestep and conditions (B, 4·width). context, context_mask: as `attend`
+        takes them.
         """
+        # First convolution, at the new size.
         h = self.resample(F.silu(self.norm1(x)))
         h = self.conv1(h)  # (B, W, H, H)
-        modulation = self.modulation(F.silu(hidden))[:, :, None, None]
+
+        # The timestep and the conditions enter here (ADM §3, "adaptive group normalization").
+        modulation = self.modulation(F.silu(emb))[:, :, None, None]
         if self.scale_shift:
             scale, shift = modulation.chunk(2, dim=1)  # (B, W, 1, 1)
             h = self.norm2(h) * (1 + scale) + shift
         else:
             h = self.norm2(h + modulation)
+        # Second convolution, then the residual connection.
         h = self.conv2(self.dropout(F.silu(h)))
         x = self.skip(self.resample(x)) + h
-        return x + self.attend(x, tokens, is_key) if self.attends else x
+        if self.has_attention:
+            x = x + self.attend(x, context, context_mask)
+        return x
 
-    def attend(self, x, tokens, is_key):
-        """What the pixels of x (B, W, H, H) get by attention, of its shape."""
-        h = self.attention_norm(x).flatten(2).transpose(1, 2)  # (B, H², W)
+    def attend(self, x, context, context_mask):
+        """Attention of the pixels of x (B, W, H, H) to the context and to each other.
+
+        context: tokens (B, J, E) or None. context_mask: which tokens are attended to (B, J); None
+        means all.
+        """
+        h = self.attention_norm(x).flatten(2).transpose(1, 2)  # (B, H², W), one a pixel
         keys, values = self.attention.keys_values(h)  # (B, heads, H², d)
+        if context is not None:
+            # Keys and values of the context stand before those of the pixels (GLIDE §2.3).
+            key_value = self.token_key_value(context)  # (B, J, 2W)
+            key_value = key_value.unflatten(-1, (2 * self.num_heads, -1)).transpose(1, 2)
+            context_keys, context_values = key_value.chunk(2, dim=1)  # (B, heads, J, d)
+            keys = torch.cat([context_keys, keys], dim=2)  # (B, heads, J + H², d)
+            values = torch.cat([context_values, values], dim=2)
         mask = None
-        if tokens is not None:
-            extra = self.token_key_value(tokens).unflatten(-1, (2 * self.attention.heads, -1))
-            extra_keys, extra_values = extra.transpose(1, 2).chunk(2, dim=1)  # (B, heads, J, d)
-            keys = torch.cat([extra_keys, keys], dim=2)
-            values = torch.cat([extra_values, values], dim=2)
-        if is_key is not None:
-            mask = F.pad(is_key, (0, h.shape[1]), value=True)[:, None, None]  # (B, 1, 1, J + H²)
-        h = self.attention(h, keys, values, mask)
-        return h.transpose(1, 2).unflatten(2, x.shape[2:])
+        if context_mask is not None:  # the pixels are never masked
+            mask = F.pad(context_mask, (0, h.shape[1]), value=True)  # (B, J + H²)
+            mask = mask[:, None, None]  # for all heads and all pixels
+        h = self.attention(h, keys, values, mask)  # (B, H², W)
+        return h.transpose(1, 2).unflatten(2, x.shape[2:])  # (B, W, H, H)
 
 
 class UNet(nn.Module):
-    """The denoiser of one stage: DALL-E 2's decoder (§2.1), in ADM's and GLIDE's form.
+    """Denoiser of one stage: the decoder of DALL-E 2 (§2.1), in the form of ADM and GLIDE.
 
-    B batch, W width, H image size, D width of the CLIP's embeddings, E of the conditioning tokens,
-    J their number. The image embedding is added to the timestep's, and becomes four tokens. The
-    text's embedding is added to the timestep's as well, and its encodings are more tokens.
+    B batch, W width, H image size, D width of CLIP embeddings, L text length, J number of context
+    tokens, E their width. A U-Net of widths [0, 0] has no conditions (upsampler).
     """
 
     def __init__(self, cfg, embed_width, encoding_width=0):
         super().__init__()
         self.cfg = cfg
         self.widths = [embed_width, encoding_width]
-        self.last_step_unet = None  # another one for the last step of sampling, as Karlo's upsampler has
-        hidden = 4 * cfg.width
-        conditioned = cfg.attention_levels and (cfg.image_condition or encoding_width)
-        token_width = cfg.cond_width if conditioned else 0
-        self.time_in = TimeEmbedding(cfg.width, hidden, cfg.timesteps)
+        self.last_step_unet = None  # set by load_cascade: another U-Net for the last sampling step
+        emb_width = 4 * cfg.width
+
+        # Timestep and conditions.
+        self.time_in = TimeEmbedding(cfg.width, emb_width, cfg.timesteps)
         if cfg.low_res_size and cfg.low_res_noise:
-            self.low_res_level_in = TimeEmbedding(cfg.width, hidden, cfg.timesteps)
+            self.low_res_level_in = TimeEmbedding(cfg.width, emb_width, cfg.timesteps)
         if cfg.image_condition:
-            self.null_image = nn.Parameter(torch.randn(embed_width))
-            self.image_in = nn.Linear(embed_width, hidden)
-            if token_width:
-                self.image_tokens_in = nn.Linear(embed_width, IMAGE_TOKENS * token_width)
+            self.null_image = nn.Parameter(torch.randn(embed_width))  # stands for a dropped image
+            self.image_in = nn.Linear(embed_width, emb_width)  # added to the timestep
+            if cfg.attention_levels:
+                self.image_tokens_in = nn.Linear(embed_width, IMAGE_TOKENS * cfg.cond_width)
         if encoding_width:
-            self.null_text = NullText(embed_width, encoding_width, cfg.max_text_len)
-            self.text_in = nn.Linear(embed_width, hidden)
-            self.encoding_in = nn.Linear(encoding_width, cfg.cond_width)
+            self.null_text = NullText(embed_width, encoding_width, cfg.max_text_len)  # of ""
+            self.text_in = nn.Linear(embed_width, emb_width)  # added to the timestep
+            self.encoding_in = nn.Linear(encoding_width, cfg.cond_width)  # context
             self.encoding_norm = nn.LayerNorm(cfg.cond_width)
 
-        level_widths = [cfg.width * mult for mult in cfg.mults]  # the finest first
-        last = len(level_widths) - 1
+        # The way down. Every block leaves its output for the way up.
+        level_widths = [cfg.width * mult for mult in cfg.channel_mult]  # the finest level first
         width = cfg.width
-        skips = [width]
-        self.stem = nn.Conv2d(6 if cfg.low_res_size else 3, width, 3, padding=1)
+        skip_widths = [width]
+        self.stem = nn.Conv2d(6 if cfg.low_res_size else 3, width, 3, padding=1)  # x_t, low_res
         self.downs = nn.ModuleList()
         for level, width_out in enumerate(level_widths):
-            for _ in range(cfg.blocks):
-                attends = level in cfg.attention_levels
-                self.downs.append(Block(cfg, width, width_out, token_width, attends))
+            has_attention = level in cfg.attention_levels
+            for _ in range(cfg.num_res_blocks):
+                self.downs.append(ResBlock(cfg, width, width_out, has_attention))
                 width = width_out
-                skips.append(width)
-            if level < last:
-                half = nn.AvgPool2d(2)
-                self.downs.append(Block(cfg, width, width, token_width, resample=half))
-                skips.append(width)
-        self.middle = nn.ModuleList([
-            Block(cfg, width, width, token_width, bool(cfg.attention_levels)),
-            Block(cfg, width, width, token_width)])
-        self.ups = nn.ModuleList()
-        for level in reversed(range(last + 1)):
-            for _ in range(cfg.blocks + 1):
-                width_in = width + skips.pop()
-                width = level_widths[level]
-                attends = level in cfg.attention_levels
-                self.ups.append(Block(cfg, width_in, width, token_width, attends))
-            if level:
-                double = nn.Upsample(scale_factor=2)
-                self.ups.append(Block(cfg, width, width, token_width, resample=double))
-        channels = 6 if cfg.learned_variance else 3
-        self.out = nn.Sequential(
-            group_norm(width), nn.SiLU(), zeroed(nn.Conv2d(width, channels, 3, padding=1)))
-        schedule_name = "flow" if cfg.objective == "flow" else cfg.noise_schedule
-        alpha, sigma = diffusion.levels(schedule_name, cfg.timesteps)
-        self.register_buffer("alpha", alpha, persistent=False)
-        self.register_buffer("sigma", sigma, persistent=False)
-        self.to(memory_format=torch.channels_last)
+                skip_widths.append(width)
+            if level < len(level_widths) - 1:
+                half = nn.AvgPool2d(2)  # to the next level
+                self.downs.append(ResBlock(cfg, width, width, resample=half))
+                skip_widths.append(width)
 
-    def scaled(self, embed):
-        """Embeddings (B, D) as a CLIP gives them -> of length √D, unless the model is of raw ones."""
+        # The middle, at the coarsest level.
+        has_attention = bool(cfg.attention_levels)
+        self.middle = nn.ModuleList()
+        self.middle.append(ResBlock(cfg, width, width, has_attention))
+        self.middle.append(ResBlock(cfg, width, width))
+
+        # The way up. Every block that does not double takes one of those outputs.
+        self.ups = nn.ModuleList()
+        for level, width_out in reversed([*enumerate(level_widths)]):
+            has_attention = level in cfg.attention_levels
+            for _ in range(cfg.num_res_blocks + 1):
+                width_in = width + skip_widths.pop()  # concatenated
+                self.ups.append(ResBlock(cfg, width_in, width_out, has_attention))
+                width = width_out
+            if level > 0:
+                double = nn.Upsample(scale_factor=2)  # nearest neighbor, as in ADM
+                self.ups.append(ResBlock(cfg, width, width, resample=double))
+
+        # A learned variance takes three more channels.
+        out_channels = 6 if cfg.learned_variance else 3
+        conv_out = zero_init(nn.Conv2d(width, out_channels, 3, padding=1))
+        self.out = nn.Sequential(group_norm(width), nn.SiLU(), conv_out)
+
+        # Noise levels α_t and σ_t. They follow from the config, so they are not saved.
+        schedule_name = "flow" if cfg.objective == "flow" else cfg.noise_schedule
+        alpha, sigma = diffusion.alphas_sigmas(schedule_name, cfg.timesteps)
+        self.register_buffer("alpha", alpha, persistent=False)  # (T,)
+        self.register_buffer("sigma", sigma, persistent=False)  # (T,)
+        self.to(memory_format=torch.channels_last)  # convolutions are faster so
+
+    def scale_embedding(self, embed):
+        """CLIP embeddings (B, D) at length √D, the scale of unit noise; raw ones are unchanged."""
         if self.cfg.raw_embeddings:
             return embed
         return F.normalize(embed.float(), dim=-1) * embed.shape[-1] ** 0.5
 
-    def condition(self, condition, drop_image, drop_text):
-        """(embedding (B, 4W) to add to the timestep's, tokens (B, J, E), which of them are keys (B, J)).
+    def embed_conditions(self, condition, drop_image, drop_text):
+        """(added to the timestep (B, 4W), context (B, J, E) or None, context_mask (B, J) or None).
 
-        None for no tokens, and if all are keys. Without the image and the text where drops (B,) are
-        true; an image embedding of zeros is "no image", too.
+        condition: see `conditioning`. drop_image, drop_text (B,): for which samples the image
+        embedding and the text are replaced by learned or empty ones. Guidance needs
+        predictions with and without conditions.
         """
-        embedding = 0.0
-        tokens = []
-        is_key = None
+        added = 0.0
+        context = []
+        context_mask = None
         if self.cfg.image_condition:
+            # The image embedding is added to the timestep's, and becomes four tokens (§2.1).
             embed = condition["image_embed"]  # (B, D)
-            drop_image = drop_image | ~embed.any(-1)
-            embed = torch.where(drop_image[:, None], self.null_image, self.scaled(embed))
-            embedding = self.image_in(embed)
+            drop_image = drop_image | ~embed.any(-1)  # zeros mean "no image"
+            embed = torch.where(drop_image[:, None], self.null_image, self.scale_embedding(embed))
+            added = self.image_in(embed)  # (B, 4W)
             if self.cfg.attention_levels:
-                image_tokens = self.image_tokens_in(embed).unflatten(-1, (IMAGE_TOKENS, -1))
-                tokens.append(image_tokens)  # (B, 4, E)
+                tokens = self.image_tokens_in(embed).unflatten(-1, (IMAGE_TOKENS, -1))
+                context.append(tokens)  # (B, 4, E)
         if self.cfg.text_encodings != "none":
+            # GLIDE §2.3: the text's embedding is added too, and its encodings are further tokens.
             condition = self.null_text(condition, drop_text)
-            embedding = embedding + self.text_in(self.scaled(condition["text_embed"]))
-            encodings = self.encoding_in(condition["text_enc"])
-            is_key = condition["text_mask"]
-            if tokens:
-                is_key = F.pad(is_key, (IMAGE_TOKENS, 0), value=True)
-            tokens.append(self.encoding_norm(encodings))  # (B, L, E)
-        return embedding, torch.cat(tokens, dim=1) if tokens else None, is_key
+            text_embed = self.scale_embedding(condition["text_embed"])
+            added = added + self.text_in(text_embed)  # (B, 4W)
+            context_mask = condition["text_mask"]  # (B, L), False for padding
+            if context:
+                context_mask = F.pad(context_mask, (IMAGE_TOKENS, 0), value=True)  # (B, 4 + L)
+            encodings = self.encoding_in(condition["text_enc"])  # (B, L, E)
+            context.append(self.encoding_norm(encodings))  # (B, L, E)
+        # Without attention there is no context.
+        context = torch.cat(context, dim=1) if context else None  # (B, J, E): image tokens, text
+        return added, context, context_mask
 
-    def forward(self, x_t, timestep, condition, drop_image, drop_text, low_res=None, low_res_level=None):
-        """The prediction (B, 3 or 6, H, H) for x_t (B, 3, H, H) at `timestep` (B,).
+    def forward(
+        self, x_t, timestep, condition, drop_image, drop_text, low_res=None, low_res_level=None
+    ):
+        """Prediction (B, 3, H, H) for x_t (B, 3, H, H) at `timestep` (B,).
 
-        condition: as of `conditioning`; low_res: the low-resolution picture, brought to H, with the level (B,) of the
-        noise added to it.
+        With a learned variance it is (B, 6, H, H). condition, drop_image, drop_text: see
+        `embed_conditions`. low_res: low-resolution image at size H. low_res_level (B,): timestep of
+        the noise on it.
         """
-        embedding, tokens, is_key = self.condition(condition, drop_image, drop_text)
-        hidden = self.time_in(timestep) + embedding  # (B, 4W)
+        added, context, context_mask = self.embed_conditions(condition, drop_image, drop_text)
+        emb = self.time_in(timestep) + added  # (B, 4W)
         if low_res_level is not None:
-            hidden = hidden + self.low_res_level_in(low_res_level)
-        x = x_t if low_res is None else torch.cat([x_t, low_res], dim=1)  # (B, 3 or 6, H, H)
+            emb = emb + self.low_res_level_in(low_res_level)  # Imagen §2.4
+        x = x_t
+        if low_res is not None:  # an upsampler sees it at every step (DALL-E 2 §2.1)
+            x = torch.cat([x_t, low_res], dim=1)  # (B, 6, H, H)
         x = self.stem(x.contiguous(memory_format=torch.channels_last))  # (B, W, H, H)
-        skips = [x]
+        skips = [x]  # outputs of the way down
         for block in self.downs:
-            x = block(x, hidden, tokens, is_key)  # (B, mult·W, H, H); half of H after each level
+            x = block(x, emb, context, context_mask)  # H is halved after each level
             skips.append(x)
         for block in self.middle:
-            x = block(x, hidden, tokens, is_key)
+            x = block(x, emb, context, context_mask)
         for block in self.ups:
             if not isinstance(block.resample, nn.Upsample):
                 x = torch.cat([x, skips.pop()], dim=1)
-            x = block(x, hidden, tokens, is_key)  # (B, mult·W, H, H); twice H after each level
+            x = block(x, emb, context, context_mask)  # H is doubled after each level
         return self.out(x)  # (B, 3 or 6, H, H)
 
 
 @torch.no_grad()
-def conditioning(batch, cfg, encoder):
+def conditioning(batch, cfg, clip_model):
     """{"image_embed" (B, D), "text_embed" (B, D), "text_enc" (B, L, E), "text_mask" (B, L)}.
 
-    The image embeddings are the batch's, or the CLIP `encoder`'s of its "clip_image". Those of the
-    text are the `encoder`'s.
+    Only the entries that the model `cfg` needs. Image embeddings come from the batch. If it has
+    images for the CLIP instead, "clip_image", `clip_model` embeds them. It also encodes captions.
     """
     condition = {}
-    if cfg.image_condition:
-        condition["image_embed"] = batch.get("image_embed")
-        if "clip_image" in batch:
-            with amp.autocast(batch["clip_image"].device, "fp32"):
-                condition["image_embed"] = encoder.embed_image(batch["clip_image"])
+    if cfg.image_condition and "image_embed" in batch:
+        condition["image_embed"] = batch["image_embed"]
+    elif cfg.image_condition:
+        with amp.autocast(batch["clip_image"].device, "fp32"):
+            condition["image_embed"] = clip_model.embed_image(batch["clip_image"])
     if cfg.text_encodings == "clip":
-        condition |= encoder.text_condition(batch["caption"], cfg.max_text_len)
+        condition |= clip_model.text_condition(batch["caption"], cfg.max_text_len)
     return condition
 
 
 # Loss
 
-def diffusion_loss(unet, batch, condition, plain=False):
-    """Mean loss over a chunk: one pass of the model.
 
-    plain: without loss weights and DREAM, as in evaluation, so that it compares across settings.
+def augment_low_res(unet, low_res, fraction, noise):
+    """(low_res with noise, the noise's timestep (B,)): Imagen's noise augmentation (§2.4).
+
+    fraction (B,): how much noise, as a fraction of the timesteps. The model is told the level. A
+    model without --low_res_noise gets low_res as it is.
+    """
+    if not unet.cfg.low_res_noise:
+        return low_res, None
+    level = (fraction * (unet.cfg.timesteps - 1)).round().long()  # (B,)
+    alpha = diffusion.extract(unet.alpha, level, low_res)
+    sigma = diffusion.extract(unet.sigma, level, low_res)
+    return alpha * low_res + sigma * noise, level
+
+
+def upsampler_inputs(unet, x0):
+    """(x0, low_res, low_res_level) to train an upsampler with, from images x0 (B, 3, H, H).
+
+    The stage before draws images that are less sharp than real ones. So the real low-resolution
+    image is corrupted in training (DALL-E 2 §2.1). Both images are cropped alike.
     """
     cfg = unet.cfg
-    x0 = media.pixels(batch["image"])
+    size = len(x0)
+    device = x0.device
+    low_res = media.resize(x0, cfg.low_res_size, RESIZE)  # (B, 3, h, h)
+
+    # Gaussian blur, of a random width, on some of the images.
+    blur_sigma = torch.empty(size, device=device).uniform_(*BLUR_SIGMA)
+    is_blurred = torch.rand(size, device=device) < cfg.low_res_blur  # (B,)
+    blurred = media.blur(low_res, blur_sigma)
+    low_res = torch.where(is_blurred[:, None, None, None], blurred, low_res)
+    low_res = media.resize(low_res, cfg.image_size, "bicubic")  # (B, 3, H, H)
+
+    # The model is convolutional: it learns on crops and samples whole images (DALL-E 2 §2.1).
+    if cfg.random_crop:
+        corners = torch.randint(cfg.image_size - cfg.random_crop + 1, (size, 2), device=device)
+        x0 = media.crop(x0, cfg.random_crop, corners)
+        low_res = media.crop(low_res, cfg.random_crop, corners)
+
+    # Noise of a random level, up to --low_res_noise.
+    fraction = torch.rand(size, device=device) * cfg.low_res_noise
+    noise = torch.randn_like(low_res)
+    low_res, level = augment_low_res(unet, low_res, fraction, noise)
+    return x0, low_res, level
+
+
+def diffusion_loss(unet, batch, condition, plain=False):
+    """Mean loss of a chunk with uint8 images (B, H, H, 3): one pass of the model.
+
+    plain: without loss weights and DREAM. So validation losses compare across these settings.
+    """
+    cfg = unet.cfg
+    x0 = media.from_uint8(batch["image"])  # (B, 3, H, H) in [-1, 1]
     size = len(x0)
     device = x0.device
     low_res = low_res_level = None
     if cfg.low_res_size:
-        # What the stage before draws is not perfect: blur and noise of a known level (DALL-E 2 §2.1, Imagen §2.4).
-        low_res = media.resize(x0, cfg.low_res_size, cfg.resize)
-        blur_sigma = torch.empty(size, device=device).uniform_(*BLUR_SIGMA)
-        is_blurred = torch.rand(size, device=device) < cfg.low_res_blur
-        blurred = media.blurred(low_res, blur_sigma)
-        low_res = torch.where(is_blurred[:, None, None, None], blurred, low_res)
-        low_res = media.resize(low_res, cfg.image_size, "bicubic")
-        if cfg.random_crop:
-            corners = torch.randint(cfg.image_size - cfg.random_crop + 1, (size, 2), device=device)
-            x0 = media.cropped(x0, cfg.random_crop, corners)
-            low_res = media.cropped(low_res, cfg.random_crop, corners)
-        noise_level = torch.rand(size, device=device) * cfg.low_res_noise
-        low_res_draw = torch.randn_like(low_res)
-        low_res, low_res_level = noised_low_res(unet, low_res, noise_level, low_res_draw)
-    timestep = diffusion.draw_timesteps(cfg.timestep_density, (size,), cfg.timesteps, device,
-                                        cfg.density_mean, cfg.density_std)
-    noise = torch.randn_like(x0)
+        x0, low_res, low_res_level = upsampler_inputs(unet, x0)
+    timestep = diffusion.sample_timesteps(
+        cfg.timestep_density, (size,), cfg.timesteps, device, cfg.density_mean, cfg.density_std
+    )  # (B,)
+    noise = torch.randn_like(x0)  # ε
+
+    # Drop conditions at random, each for itself, so that the model also learns to do without.
     drop_image = torch.rand(size, device=device) < cfg.image_drop
     drop_text = torch.rand(size, device=device) < cfg.text_drop
-    inputs = timestep, condition, drop_image, drop_text, low_res, low_res_level
-    alpha = diffusion.at(unet.alpha, timestep, x0)
-    sigma = diffusion.at(unet.sigma, timestep, x0)
-    x_t = alpha * x0 + sigma * noise
+    inputs = [timestep, condition, drop_image, drop_text, low_res, low_res_level]
+
+    # DDPM, Eq. 4: x_t = α_t·x0 + σ_t·ε
+    alpha = diffusion.extract(unet.alpha, timestep, x0)  # (B, 1, 1, 1)
+    sigma = diffusion.extract(unet.sigma, timestep, x0)
+    x_t = alpha * x0 + sigma * noise  # (B, 3, H, H)
     target = diffusion.target(cfg.objective, x0, noise, alpha, sigma)
     if cfg.dream and not plain:
         with torch.no_grad():
             predicted = unet(x_t, *inputs)[:, :3].float()
-        # torch keeps weights that were cast without gradients for the pass that needs them
+        # Autocast has cached weights without gradients. The next pass needs them with gradients.
         torch.clear_autocast_cache()
         x_t, target = diffusion.dream(x_t, noise, predicted, sigma)
-    out = unet(x_t, *inputs).float()
+
+    out = unet(x_t, *inputs).float()  # (B, 3 or 6, H, H)
     prediction = out[:, :3]
-    loss = F.mse_loss(prediction, target, reduction="none")
-    if not plain:
+    loss = F.mse_loss(prediction, target, reduction="none")  # (B, 3, H, H)
+    if not plain:  # the weight of a noise level
         loss = loss * diffusion.loss_weight(
-            cfg.loss_weight, cfg.objective, alpha, sigma, cfg.loss_gamma)
-    if not cfg.learned_variance:
-        return loss.mean()
-    fraction = (out[:, 3:] + 1) / 2
-    estimate = diffusion.to_x0(cfg.objective, prediction.detach(), x_t, alpha, sigma).clamp(-1, 1)
-    bound = diffusion.variational_bound(x0, timestep, estimate, fraction, unet.alpha, unet.sigma)
-    return loss.mean() + VLB_WEIGHT * cfg.timesteps * bound.mean()  # the bound is a sum over the timesteps
-
-
-def noised_low_res(unet, low_res, noise_level, noise):
-    """(low_res with noise added, its timestep (B,)); `noise_level` (B,) in shares of the timesteps."""
-    if not unet.cfg.low_res_noise:
-        return low_res, None
-    level = (noise_level * (unet.cfg.timesteps - 1)).round().long()
-    alpha = diffusion.at(unet.alpha, level, low_res)
-    sigma = diffusion.at(unet.sigma, level, low_res)
-    return alpha * low_res + sigma * noise, level
+            cfg.loss_weight, cfg.objective, alpha, sigma, cfg.loss_gamma
+        )
+    loss = loss.mean()
+    if cfg.learned_variance:
+        # The bound trains the variance alone: its mean x0_hat has no gradient.
+        fraction = (out[:, 3:] + 1) / 2  # 0: posterior variance β̃_t, 1: β_t
+        x0_hat = diffusion.predict_x0(cfg.objective, prediction.detach(), x_t, alpha, sigma)
+        bound = diffusion.variational_bound(
+            x0, timestep, x0_hat.clamp(-1, 1), fraction, unet.alpha, unet.sigma
+        )
+        # The bound of an image is a sum over the timesteps, of which this is a sample.
+        loss = loss + VLB_WEIGHT * cfg.timesteps * bound.mean()
+    return loss
 
 
 # Sampling
 
-@torch.no_grad()
-def sample_pictures(unet, condition, size, steps, guidance_scale=1.0, eta=0.0, noise=torch.randn_like, low_res=None,
-                    low_res_noise=0.0, known=None, mask=None, resample=1):
-    """`size` pictures (B, 3, H, H) in [-1, 1] for a `conditioning` of as many.
 
-    low_res: pictures (B, 3, h, h) of the stage before. low_res_noise: the level of the noise that is
-    added to them, in shares of the timesteps. known, mask: pictures of which the pixels where mask
-    (B or 1, 1, H, H) is 1 are kept (RePaint, with `resample` rounds a step). Guidance runs every
-    sample a second time, without image and text; the noised input is the same for both.
+@torch.no_grad()
+def sample_images(
+    unet,
+    condition,
+    count,
+    steps,
+    guidance_scale=1.0,
+    eta=0.0,
+    noise_fn=torch.randn_like,
+    low_res=None,
+    low_res_noise=0.0,
+    known=None,
+    keep_mask=None,
+):
+    """`count` images (B, 3, H, H) in [-1, 1] for a `condition` of as many (see `conditioning`).
+
+    eta: noise of a step, 1 for DDPM and 0 for DDIM. low_res: images (B, 3, h, h) of the stage
+    before. low_res_noise: noise added to them, as a fraction of the timesteps. known, keep_mask:
+    pixels of `known` (B or 1, 3, h, h) are kept where keep_mask (1, 1, h, h) is 1.
     """
     cfg = unet.cfg
     device = unet.alpha.device
-    copies = 2 if guidance_scale != 1 and condition else 1
-    level = None
-    if low_res is not None:
-        low_res = media.resize(low_res, cfg.image_size, "bicubic")
-        noise_level = torch.full((size,), low_res_noise, device=device)
-        low_res, level = noised_low_res(unet, low_res, noise_level, noise(low_res))
+
+    # Guidance runs each sample twice. The second copy has neither image embedding nor text, but the
+    # same noisy image and the same low resolution.
+    guided = bool(condition) and guidance_scale != 1
+    copies = 2 if guided else 1
+    condition = {name: torch.cat([value] * copies) for name, value in condition.items()}  # (2B, …)
+    drop = torch.arange(copies * count, device=device) >= count  # true for the second copy
+    low_res_level = None
+    if low_res is not None:  # the model is told how much noise is on it
+        low_res = media.resize(low_res.expand(count, -1, -1, -1), cfg.image_size, "bicubic")
+        noise = noise_fn(low_res).repeat(copies, 1, 1, 1)
         low_res = low_res.repeat(copies, 1, 1, 1)
-        level = None if level is None else level.repeat(copies)
-    condition = {name: torch.cat([value] * copies) for name, value in condition.items()}
-    drop = torch.arange(copies * size, device=device) >= size
+        fraction = torch.full((copies * count,), low_res_noise, device=device)
+        low_res, low_res_level = augment_low_res(unet, low_res, fraction, noise)
+    inputs = [condition, drop, drop, low_res, low_res_level]
+    if known is not None:
+        # RePaint (Lugmayr et al. 2022): every step replaces the known pixels by noised real ones.
+        # In a cascade this stage may be coarser than the mask. Then a pixel is kept only if all of
+        # its area is.
+        known = media.resize(known, cfg.image_size, "box")
+        keep_mask = media.resize(keep_mask, cfg.image_size, "box") > 0.999
 
     def denoise(x_t, timestep):
-        is_last = timestep[0] == 0 and unet.last_step_unet is not None
-        model = unet.last_step_unet if is_last else unet
-        x_in = x_t.repeat(copies, 1, 1, 1)
-        out = model(x_in, timestep.repeat(copies), condition, drop, drop, low_res, level).float()
-        prediction = out[:size, :3]
-        if copies == 2:
-            prediction = diffusion.guide(prediction, out[size:, :3], guidance_scale)
-        alpha = diffusion.at(unet.alpha, timestep, x_t)
-        sigma = diffusion.at(unet.sigma, timestep, x_t)
-        x0 = diffusion.to_x0(cfg.objective, prediction, x_t, alpha, sigma).clamp(-1, 1)
-        return (x0, (out[:size, 3:] + 1) / 2) if cfg.learned_variance else x0
+        """x0, with the fraction of the variance if that is learned."""
+        model = unet
+        if unet.last_step_unet is not None and timestep[0] == 0:  # Karlo's upsampler
+            model = unet.last_step_unet
+        # One pass for both copies.
+        out = model(x_t.repeat(copies, 1, 1, 1), timestep.repeat(copies), *inputs).float()
+        prediction = out[:count, :3]  # with all conditions
+        if guided:
+            prediction = diffusion.classifier_free_guidance(
+                prediction, out[count:, :3], guidance_scale
+            )
+        alpha = diffusion.extract(unet.alpha, timestep, x_t)
+        sigma = diffusion.extract(unet.sigma, timestep, x_t)
+        x0 = diffusion.predict_x0(cfg.objective, prediction, x_t, alpha, sigma).clamp(-1, 1)
+        if cfg.learned_variance:
+            return x0, (out[:count, 3:] + 1) / 2
+        return x0
 
-    x_t = noise(torch.empty(size, 3, cfg.image_size, cfg.image_size, device=device))
-    return diffusion.sample(denoise, x_t, unet.alpha, unet.sigma, steps, eta, noise, known, mask, resample).clamp(-1, 1)
+    shape = (count, 3, cfg.image_size, cfg.image_size)
+    x_t = noise_fn(torch.empty(shape, device=device))  # level T-1
+    x0 = diffusion.sample(
+        denoise, x_t, unet.alpha, unet.sigma, steps, eta, noise_fn, known, keep_mask, REPAINT_ROUNDS
+    )
+    return x0.clamp(-1, 1)
 
 
 @torch.no_grad()
-def draw_cascade(unets, batch, encoder, noise, low_res=None, known=None, mask=None, resample=1,
-                 low_res_noise=0.0):
-    """Pictures (B, 3, H, H) of the last of `unets` for the `batch`'s embeddings and captions, sampled as each cfg says.
+def sample_cascade(
+    unets, batch, clip_model, seeds, low_res=None, known=None, keep_mask=None, low_res_noise=0.0
+):
+    """Images of the last of `unets`, uint8 (B, H, H, 3), for embeddings and captions of `batch`.
 
-    low_res: what the first starts from, if it is no base, (B or 1, 3, h, h). known, mask: (1, 3, H, H) and (1, 1, H, H)
-    at the last stage's size, which are brought to each stage's. low_res_noise: of every upsampler, as
-    in `sample_pictures`.
+    The sampling settings of each stage are those of its cfg. seeds: an int for each image, from
+    which all its noise follows; so it is the same in any batch and on any rank. low_res (B or 1, 3,
+    h, h): input of a first stage that is an upsampler. known, keep_mask, low_res_noise: see
+    `sample_images`.
     """
-    size = len(batch["caption"])
-    low_res = low_res if low_res is None else low_res.expand(size, -1, -1, -1)
+    noise_fn = diffusion.noise_generator(seeds, unets[0].alpha.device)  # one stream an image
     for unet in unets:
-        cfg, keep, hole = unet.cfg, known, mask
-        if known is not None:
-            keep = media.resize(known, cfg.image_size, "box").expand(size, -1, -1, -1)
-            hole = (media.resize(mask, cfg.image_size, "box") > 0.999).float()  # known: all of it is known
+        cfg = unet.cfg
+        condition = conditioning(batch, cfg, clip_model)
         with amp.autocast(unet.alpha.device, cfg.precision):
-            low_res = sample_pictures(unet, conditioning(batch, cfg, encoder), size, cfg.eval_steps, cfg.guidance_scale,
-                                      cfg.eta, noise, low_res, low_res_noise, keep, hole, resample)
-    return low_res
+            # What a stage makes is the low resolution of the next one.
+            low_res = sample_images(
+                unet,
+                condition,
+                len(seeds),
+                cfg.eval_steps,
+                cfg.guidance_scale,
+                cfg.eta,
+                noise_fn,
+                low_res,
+                low_res_noise,
+                known,
+                keep_mask,
+            )
+    return media.to_uint8(low_res.float())
+
+
+# Data
+
+
+def open_dataset(cfg, path, clip_model):
+    """The built-in shapes or the user's images in `path`, which is --data or --val_data."""
+    if path != cfg.data:  # these are settings of --data
+        cfg = dataclasses.replace(cfg, embeddings="", shards="")
+    note = Path(path, "clip.json")
+    if note.is_file() and "made_from" in config.read_json(note):  # written by clip.builtin_data
+        dataset = images.Shapes(path, cfg.image_size)  # drawn on the fly
+    else:
+        dataset = images.Pictures(
+            path,
+            cfg.image_size,
+            cfg.embeddings,
+            cfg.index_width,
+            cfg.shards,
+            crop_scale=cfg.crop_scale,
+            flip=cfg.flip,
+            resize=RESIZE,
+        )
+        # Without embeddings in the data, the CLIP embeds the images on the fly.
+        if dataset.width is None and cfg.image_condition:
+            if clip_model is None:
+                raise UserError(
+                    f"{path}: no embeddings in or beside it, so a CLIP must make them; name it "
+                    "with --clip"
+                )
+            dataset.clip_size = clip_model.image_size
+    # A CLIP of another width, or embeddings of another length, would train without an error.
+    if clip_model:
+        clip.check_widths(clip_model, f"{path}, --clip {cfg.clip}", dataset.width)
+    if cfg.image_condition:
+        data.check_lengths(cfg, dataset, path)
+    return dataset
+
+
+def open_data(cfg, device):
+    """({split: (dataset, indices)}, CLIP or None, {name: plain value} of both for model files).
+
+    The CLIP is for evaluation, for text, and for images without embeddings.
+    """
+    # The CLIP that made the embeddings, else the one of --init_from.
+    spec, fingerprint = data.clip_of(cfg.embeddings or cfg.data, cfg.init_from)
+    if cfg.clip != "auto":
+        spec = cfg.clip
+    clip_model = None
+    if spec or cfg.text_encodings == "clip":
+        clip_model = clip.load(spec, device, fingerprint)
+        fingerprint = clip_model.fingerprint()
+    dataset = open_dataset(cfg, cfg.data, clip_model)  # held-out samples are part of it
+    val_dataset = None  # or a validation set of the user's
+    if cfg.val_data:
+        val_dataset = open_dataset(cfg, cfg.val_data, clip_model)
+
+    # Widths of image or text embeddings and of text encodings; 0 if the model has none.
+    widths = [0, 0]
+    if cfg.image_condition:
+        widths[0] = dataset.width or clip_model.embed_width
+    if cfg.text_encodings == "clip":
+        widths = [clip_model.embed_width, clip_model.encoding_width]
+    # With a model goes the name of its CLIP, so that it can be used without the data.
+    model_info = {
+        "kind": "decoder",
+        "widths": widths,
+        "clip": spec,
+        "clip_fingerprint": fingerprint,
+    }
+    return data.splits(dataset, cfg, val_dataset), clip_model, model_info
 
 
 # Evaluation
 
-def frechet_distance(features, others):
-    """Fréchet distance of Gaussians that fit features (N, D) and (M, D): |m₁-m₂|² + tr(C₁ + C₂ - 2(C₁C₂)^½).
 
-    Heusel et al. 2017, Eq. 6, here in the space of a CLIP.
+def covariance(features):
+    """Covariance (D, D) of features (N, D); zero for N = 1."""
+    centered = features - features.mean(0)  # (N, D)
+    return centered.T @ centered / max(1, len(features) - 1)
+
+
+def frechet_distance(fake, real):
+    """Fréchet distance of Gaussians fitted to features (N, D) and (M, D), here the CLIP's.
+
+    |m₁ - m₂|² + tr(C₁ + C₂ - 2(C₁C₂)^½) (Heusel et al. 2017, Eq. 6).
     """
-    mean1, mean2 = features.mean(0), others.mean(0)
-    cov1, cov2 = ((x - x.mean(0)).T @ (x - x.mean(0)) / max(1, len(x) - 1) for x in (features, others))
+    cov1 = covariance(fake)
+    cov2 = covariance(real)
+    # (C₁C₂)^½ has the trace of (C₁^½ C₂ C₁^½)^½, which is symmetric.
     values, vectors = np.linalg.eigh(cov1)
-    root = (vectors * np.sqrt(values.clip(0))) @ vectors.T  # (C₁C₂)^½ has the trace of (C₁^½ C₂ C₁^½)^½
+    root = (vectors * np.sqrt(values.clip(0))) @ vectors.T  # C₁^½
     values = np.linalg.eigvalsh(root @ cov2 @ root)
-    return float(((mean1 - mean2) ** 2).sum() + np.trace(cov1) + np.trace(cov2) - 2 * np.sqrt(values.clip(0)).sum())
+    means = ((fake.mean(0) - real.mean(0)) ** 2).sum()
+    return float(means + np.trace(cov1) + np.trace(cov2) - 2 * np.sqrt(values.clip(0)).sum())
 
 
+def count_correct(pictures, records):
+    """How many built-in pictures, uint8 (B, H, H, 3), have all that their captions mention."""
+    features = synthetic.picture_features(pictures.cpu().numpy())
+    # A nearest neighbor among drawings of all combinations of attributes recognizes them.
+    correct = synthetic.picture_judge().attributes(features) == synthetic.attribute_values(records)
+    return (correct | ~synthetic.named_attributes(records)).all(1).sum()  # others are free
+
+
+def write_grid(path, pictures, captions, columns):
+    """PNG of uint8 pictures (N, H, W, 3) in rows; the first ones have captions."""
+    captions = captions + [""] * (len(pictures) - len(captions))
+    with checkpoint.atomic_write(path) as file:
+        media.write_png(file, media.captioned_grid(np.asarray(pictures), captions, columns))
+
+
+@dataclass
 class Evaluator:
-    """What is measured on held-out pictures, of `parts` as of `data.parts`: the same, to rounding, on any ranks."""
+    """Metrics on held-out images; independent of the number of ranks, to rounding. Collective."""
 
-    def __init__(self, cfg, parts, encoder, device):
-        self.cfg, self.parts, self.encoder, self.device = cfg, parts, encoder, device
+    cfg: Config
+    splits: dict  # {split: (dataset, indices)}
+    clip_model: nn.Module | None
+    device: torch.device
 
-    def loss(self, unet, part):
-        """Mean diffusion loss over a part, without loss weights."""
+    def loss(self, unet, split):
+        """Mean diffusion loss over a split, without loss weights."""
+
         def loss_of(batch):
-            condition = conditioning(batch, self.cfg, self.encoder)
+            condition = conditioning(batch, self.cfg, self.clip_model)
             return diffusion_loss(unet, batch, condition, plain=True)
-        return diffusion.mean_loss(unet, loss_of, *self.parts[part], self.cfg, self.device)
+
+        dataset, indices = self.splits[split]
+        return loop.mean_loss(unet, loss_of, dataset, indices, self.cfg, self.device)
+
+    def sample(self, unets, batch, prior_fn=None):
+        """Samples of a cascade for a batch, uint8 (B, H, H, 3)."""
+        first = unets[0].cfg
+        indices = batch["index"].tolist()
+        # The noise follows from the index, so it is the same in all evaluations.
+        seeds = [accumulate.derive_seed(self.cfg.seed, "picture", index) for index in indices]
+        low_res = None
+        if first.low_res_size:  # a cascade without its base starts from real images
+            real = media.from_uint8(batch["image"])
+            low_res = media.resize(real, first.low_res_size, RESIZE)
+        if prior_fn:
+            batch = {**batch, "image_embed": prior_fn(batch["caption"], 1, indices)[:, 0]}
+        return sample_cascade(unets, batch, self.clip_model, seeds, low_res)
 
     @torch.no_grad()
-    def scores(self, unets, part, file="", imagine=None):
-        """(scores, captions) of what the cascade `unets` draws for the part's rows, beside the real pictures.
+    def metrics(self, unets, split, grid_file="", prior_fn=None):
+        """{metric: value} of samples of a cascade for a split.
 
-        A cascade without its base starts from real low-resolution pictures. imagine: as of `load_prior`, if the image
-        embeddings are not the real ones. file: PNG for rank 0's first eight, real above drawn, with these captions.
+        prior_fn: makes the image embeddings (see `load_prior`); by default they are those of the
+        real images. grid_file: PNG of the first eight real images and, below, samples for them.
         """
-        cfg, (source, rows), grid = self.cfg, self.parts[part], None
-        modes = [unet.training for unet in unets]
-        for unet in unets:
-            unet.eval()
-        built_in = isinstance(source, images.Shapes) and cfg.image_size % 16 == 0
-        low_res_size = unets[0].cfg.low_res_size
-        names = [*synthetic.ATTRIBUTES]
-        # rows, CLIP scores, rows with all that is named; by attribute: how often it is right, and named
-        totals = {kind: np.zeros(3 + 2 * len(names)) for kind in ("drawn", "real")}
-        embeds = {kind: [] for kind in totals}
-        for _, batch in data.batches(source, rows, cfg.eval_samples, cfg.chunk_size):
-            batch, keys = data.to_device(batch, self.device), batch["rows"].tolist()
-            noise = diffusion.noise_source([accumulate.number(cfg.seed, "picture", key) for key in keys], self.device)
-            low_res = media.resize(media.pixels(batch["image"]), low_res_size, cfg.resize) if low_res_size else None
-            with amp.autocast(self.device, cfg.precision):
-                if imagine:
-                    batch["image_embed"] = imagine(batch["caption"], 1, keys)[:, 0]
-                    batch.pop("clip_image", None)
-                drawn = media.as_bytes(draw_cascade(unets, batch, self.encoder, noise, low_res).float())
-            pictures = {"drawn": drawn, "real": media.resize_bytes(batch["image"], drawn.shape[1], cfg.resize)}
-            grid = grid or (*(pictures[kind][:8].cpu().numpy() for kind in ("real", "drawn")), batch["caption"][:8])
-            for kind, total in totals.items():
-                total[0] += len(drawn)
-                if self.encoder:
-                    embed = self.encoder.embed_image(pictures[kind])  # (B, D)
-                    text, _, _ = self.encoder.embed_text(self.encoder.tokenize(batch["caption"]).to(self.device))
-                    total[1] += 100 * F.cosine_similarity(embed, text).clamp(min=0).sum().item()
-                    embeds[kind].append(F.normalize(embed, dim=-1).double().cpu().numpy())
-                if built_in:
-                    features, records = synthetic.picture_features(pictures[kind].cpu().numpy()), source.records(keys)
-                    right = synthetic.picture_judge().attributes(features) == synthetic.values(records)
-                    named = synthetic.named(records)  # (B, attributes)
-                    total[2:] += [(right | ~named).all(1).sum(), *(right & named).sum(0), *named.sum(0)]
-        (count, score, right, *by_name), (_, real_score, real_right, *_) = (dist.total(total.tolist())
-                                                                            for total in totals.values())
-        for unet, mode in zip(unets, modes):
-            unet.train(mode)
-        result = {}
-        if self.encoder:
-            features = ([x for rank in dist.gather(found) for x in rank] for found in embeds.values())
-            result |= {"clip_score": score / count, "clip_score_real": real_score / count,
-                       "frechet_distance": frechet_distance(*map(np.concatenate, features))}
-        if built_in:
-            result |= {"caption_accuracy": right / count, "caption_accuracy_ceiling": real_right / count}
-            result |= {f"accuracy_{name}": good / max(1, all_named)
-                       for name, good, all_named in zip(names, by_name, by_name[len(names):])}
-        if not (file and dist.is_main()):
-            return result, ""
-        real, drawn, captions = grid
-        sheet = media.captioned_grid(np.concatenate([real, drawn]), [*captions, *[""] * len(drawn)], len(real))
-        with checkpoint.replacing(file) as picture:
-            media.write_png(picture, sheet)
-        return result, " | ".join(captions)
+        cfg = self.cfg
+        dataset, indices = self.splits[split]
+        cascade = nn.ModuleList(unets)
+        mode = unets[0].training  # in training there is one
+        cascade.eval()
+        sums = collections.defaultdict(float)  # over this rank's samples
+        features = []  # of fake and real images, (2, B, D) a batch
+        for number, batch in data.batches(dataset, indices, cfg.eval_samples, cfg.chunk_size):
+            batch = data.to_device(batch, self.device)
+            captions = batch["caption"]
+            # The last stage may be larger than the images of the dataset.
+            fake = self.sample(unets, batch, prior_fn)
+            real = media.resize_uint8(batch["image"], fake.shape[1], RESIZE)
+            sums["samples"] += len(fake)
+            # How well images fit their captions, by the CLIP and, for built-in data, exactly.
+            if self.clip_model:
+                text = self.clip_model.text_condition(captions, 1)["text_embed"]  # (B, D)
+                embeds = [self.clip_model.embed_image(pictures) for pictures in (fake, real)]
+                embeds = torch.stack(embeds)  # (2, B, D)
+                scores = F.cosine_similarity(embeds, text, dim=-1).clamp(min=0).sum(1).tolist()
+                # CLIPScore (Hessel et al. 2021) in percent, without its factor of 2.5
+                sums["clip_score"] += 100 * scores[0]
+                sums["clip_score_real"] += 100 * scores[1]
+                features.append(F.normalize(embeds, dim=-1).double().cpu().numpy())
+            # The judge takes averages of 16 x 16 boxes.
+            if isinstance(dataset, images.Shapes) and cfg.image_size % 16 == 0:
+                records = dataset.records(batch["index"].tolist())
+                sums["caption_accuracy"] += count_correct(fake, records)
+                sums["caption_accuracy_ceiling"] += count_correct(real, records)
+            if number == 0 and grid_file:  # the first batch is rank 0's
+                pairs = torch.cat([real[:8], fake[:8]]).cpu()
+                write_grid(grid_file, pairs, captions[:8], len(pairs) // 2)
+        cascade.train(mode)  # as it was
+
+        sums = dist.total_by_name(sums)
+        count = sums.pop("samples")
+        metrics = {name: total / count for name, total in sums.items()}
+        if self.clip_model:
+            # The distance is not a mean over samples. It takes the features of all ranks at once.
+            features = np.concatenate([*itertools.chain(*dist.gather(features))], axis=1)
+            metrics["frechet_distance"] = frechet_distance(*features)
+        return metrics
+
+
+@dataclass(frozen=True)
+class CascadeConfig(config.Inference):
+    """The cascade; of several values each stage takes one, and the last is for all further ones"""
+
+    run_dir: tuple[str, ...] = field(
+        ("runs/decoder",), "folder RUN_DIR of a training, or run folders of the stages in order"
+    )
+    steps: tuple[PositiveInt, ...] = field((), "sampling steps; by default as in training")
+    guidance_scale: tuple[NonNegativeFloat, ...] = field(
+        (), "guidance scale, 1: no guidance; by default as in training"
+    )
+    eta: tuple[Fraction, ...] = field(
+        (), "noise of sampling, 1: DDPM, 0: DDIM; by default as in training"
+    )
+    clip: str = field("", "CLIP of texts and images; by default that of the training")
+
+
+def load_unet(path, device, weights="ema", lora_scale=1.0):
+    """(U-Net in eval mode, contents of the file) of a model.pt or checkpoint, adapters merged."""
+    cfg, state = checkpoint.read_model("decoder", Config, path, weights, lora_scale)
+    with checkpoint.damage_is_named(path):
+        unet = checkpoint.build(lambda: UNet(cfg, *state["widths"]), state, path, device)
+    return unet, state
+
+
+def load_cascade(args, device):
+    """([U-Net of each stage, in eval mode], name of their CLIP or None, its fingerprint)."""
+    # A run folder of a stage, or a folder RUN with RUN/base and RUN/upsample.
+    folders = []
+    for run_dir in args.run_dir:
+        stages = [Path(run_dir, stage) for stage in STAGES if Path(run_dir, stage).is_dir()]
+        folders += stages or [Path(run_dir)]
+    unets = []
+    states = []
+    for stage, folder in enumerate(folders):
+        unet, state = load_unet(folder / args.model, device, args.weights)
+        if (folder / LAST_STEP).is_file():
+            unet.last_step_unet, _ = load_unet(folder / LAST_STEP, device)
+        # What is not given is as in training.
+        sampling = {
+            "eval_steps": args.steps,
+            "guidance_scale": args.guidance_scale,
+            "eta": args.eta,
+        }
+        for name, values in sampling.items():
+            if values:
+                value = values[min(stage, len(values) - 1)]  # the last holds for further stages
+                unet.cfg = dataclasses.replace(unet.cfg, **{name: value})
+        unets.append(unet)
+        states.append(state)
+    check_cascade([unet.cfg for unet in unets])
+    return unets, args.clip or states[0]["clip"], states[0]["clip_fingerprint"]
+
+
+def check_cascade(cfgs):
+    """UserError unless each stage starts from images of the size that the one before it makes."""
+    for below, above in itertools.pairwise(cfgs):
+        if below.image_size != above.low_res_size:
+            raise UserError(
+                f"stage {above.stage} starts from pictures of {above.low_res_size} pixels (0: "
+                f"none), but {below.stage} before it makes {below.image_size}; order --run_dir, or "
+                "train each --stage"
+            )
+
+
+def load_prior(args, unets, clip_model):
+    """prior_fn(texts, num_samples, keys) -> image embeddings (texts, num_samples, D), by --prior.
+
+    keys: one a text; with --seed they seed the noise.
+    """
+    import train_prior  # the only place where a script needs another one
+
+    path = Path(args.prior, "model.pt")
+    if not path.is_file():
+        raise UserError(
+            f"--prior {args.prior}: there is no prior's model.pt; train one (torchrun "
+            "--nproc_per_node=2 train_prior.py), or name its run folder"
+        )
+    # It must be of the same CLIP, and of embeddings of the same length.
+    prior, state = train_prior.load_prior(path, unets[0].alpha.device)
+    clip.check_widths(clip_model, f"--prior {path}", *state["widths"])
+    is_raw = any(unet.cfg.raw_embeddings and unet.cfg.image_condition for unet in unets)
+    if is_raw and not prior.cfg.raw_embeddings:
+        raise UserError(
+            f"--prior {path}: makes embeddings of unit length, but the decoder is one of "
+            "--raw_embeddings; take a prior of raw ones"
+        )
+
+    def prior_fn(texts, num_samples, keys):
+        condition = train_prior.conditioning({"caption": texts}, prior.cfg, clip_model)
+        embeds, _ = train_prior.best_embeddings(
+            prior,
+            condition,
+            keys,
+            num_samples,
+            max(prior.cfg.eval_timesteps),
+            prior.cfg.guidance_scale,
+            prior.cfg.eta,
+            best_of=2,  # DALL-E 2 §2.2
+            seed=args.seed,
+        )
+        return embeds
+
+    return prior_fn
+
+
+@dataclass(frozen=True)
+class EvaluateConfig(CascadeConfig):
+    """What to evaluate on"""
+
+    prior: str = field(
+        "", "prior that makes embeddings from captions; by default those of real images are used"
+    )
+    data: str = field("", "images, by default those that the last stage was trained on")
+    split: Literal["train", "validation", "test"] = field("test", "split of these images")
+    eval_samples: NonNegativeInt = field(512, "maximum number of images; 0: all")
+    grid: str = field("", "PNG file for eight real images and samples for them")
+    out: str = field("", "JSON file for the metrics")
+
+
+def open_evaluation(args, device):
+    """(U-Nets, Evaluator, prior_fn or None) of the evaluate command, checked."""
+    unets, spec, fingerprint = load_cascade(args, device)
+    # The data are those of the last stage. Any stage may need image embeddings.
+    cfg = dataclasses.replace(
+        unets[-1].cfg,
+        eval_samples=args.eval_samples,
+        seed=args.seed,
+        clip=spec or "auto",
+        batch_size=1,  # no training: the training split may be smaller than its batch
+        image_condition=any(unet.cfg.image_condition for unet in unets),
+    )
+    if args.data:  # the other settings are those of the training data
+        cfg = dataclasses.replace(cfg, data=args.data, val_data="", embeddings="", shards="")
+    elif cfg.data == "shapes":  # an imported model: training replaces it by a path
+        raise UserError(f"{args.run_dir[-1]}: its data are not known; name some with --data")
+    splits, clip_model, model_info = open_data(cfg, device)
+    for unet in unets:
+        if unet.widths[0] and unet.widths[0] != model_info["widths"][0]:
+            raise UserError(
+                f"{cfg.data}: embeddings {model_info['widths'][0]} wide, but the decoder takes "
+                f"{unet.widths[0]}"
+            )
+    prior_fn = None
+    if args.prior:
+        # Real embeddings beside the data need no CLIP, but the prior's texts do.
+        clip_model = clip_model or clip.load(spec, device, fingerprint)
+        prior_fn = load_prior(args, unets, clip_model)
+    return unets, Evaluator(cfg, splits, clip_model, device), prior_fn
+
+
+def evaluate(args, device=None, headline="Metrics:"):
+    device = device or dist.setup(args.device)
+    unets, evaluator, prior_fn = dist.main_first(lambda: open_evaluation(args, device))
+    metrics = evaluator.metrics(unets, args.split, args.grid, prior_fn)
+    if dist.is_main() and args.out:
+        checkpoint.write_json(metrics, args.out)
+    if not metrics:
+        headline = "No metrics: they need a CLIP, which --clip names"
+    tracker.print_results(headline, metrics)
 
 
 # Training
 
-def open_data(cfg, device):
-    """({part: (source, rows)} as of `data.parts`, CLIP or None, facts about both for the files of models).
 
-    The CLIP is needed for evaluation, and to embed images or text that have no embeddings yet.
-    """
-    spec, fingerprint = data.clip_of(cfg.embeddings or cfg.data, cfg.init_from)
-    spec = spec if cfg.clip == "auto" else cfg.clip
-    encoder = clip.load(spec, device, fingerprint) if spec or cfg.text_encodings == "clip" else None
-    sources = []
-    for path in filter(None, (cfg.data, cfg.val_data)):
-        note = Path(path, "clip.json")
-        if note.is_file() and "made_from" in config.read_json(note):  # as clip.builtin_data writes it
-            config.refuse_unused(cfg, [(name, False, "pictures of your own, not built-in shapes")
-                                       for name in ("flip", "crop_scale", "shards", "embeddings")])
-            source = images.Shapes(path, cfg.image_size)
-        else:  # where the embeddings of --data lie does not hold for --val_data
-            embeddings, shards = (cfg.embeddings, cfg.shards) if path == cfg.data else ("", "")
-            source = images.Pictures(path, cfg.image_size, embeddings, cfg.index_width, shards,
-                                     crop_scale=cfg.crop_scale, flip=cfg.flip, resize=cfg.resize)
-            if source.width is None and encoder is None and cfg.image_condition:
-                raise UserError(f"{path}: no embeddings in or beside it, so a CLIP must make them; name it with --clip")
-            source.clip_size = encoder.image_size if source.width is None and cfg.image_condition else 0
-        if encoder:
-            clip.check_widths(encoder, f"--clip {spec} for {path}", source.width)
-        if cfg.image_condition:
-            data.check_lengths(cfg, source, path)
-        sources.append(source)
-    # The widths of the embeddings and text encodings that condition the model, 0 for none.
-    embed_width = encoding_width = 0
-    if cfg.image_condition:
-        embed_width = sources[0].width or encoder.embed_width
-    if cfg.text_encodings == "clip":
-        embed_width = encoder.embed_width
-        encoding_width = encoder.encoding_width
-    facts = {"widths": [embed_width, encoding_width], "clip": spec,
-             "clip_fingerprint": encoder and encoder.fingerprint()}
-    return data.parts(sources[0], cfg, sources[1] if cfg.val_data else None), encoder, facts
-
-
-def prepare(cfg, run, device):
-    """What rank 0 does before anyone trains: make the built-in data, check everything, hold the run folder.
-
-    Returns (config with `data` as a path, checkpoint to resume from or None, results of a run that is finished or
-    None, messages).
-    """
-    cfg = checkpoint.with_chunk_size(tracker.prepare(cfg), MOST_CHUNK)
+def prepare(cfg, device):
+    """What rank 0 does first: fetch files, choose the chunk size, make the built-in data."""
+    cfg = loop.prepare_config(cfg, MAX_CHUNK)
     if cfg.data == "shapes":
-        cfg = dataclasses.replace(cfg, data=clip.builtin_data(run.folder.parent.parent, device))
-    parts, encoder, _ = open_data(cfg, device)
-    source, _ = parts["train"]
-    bad, read, names = source.check()
-    notes = run.open(cfg.resume)  # which may move an earlier run aside, so all is checked before
-    notes += dict.fromkeys(opened.left_out for opened, _ in parts.values())
-    if bad:
-        notes.append(f"{bad} of {read} pictures looked at cannot be used; others take their place: {', '.join(names)}")
-    resume_from, finished, more = run.resume_point(cfg, checkpoint.identity(cfg, FIXED, source, encoder))
-    return cfg, resume_from, finished, notes + more
-
-
-def check_cascade(cfgs):
-    """UserError unless each stage starts from pictures of the size that the one before it makes."""
-    for below, above in itertools.pairwise(cfgs):
-        if below.image_size != above.low_res_size:
-            raise UserError(f"stage {above.stage} starts from pictures of {above.low_res_size} pixels (0: none), but "
-                            f"{below.stage} before it makes {below.image_size}; order --run_dir, or train each --stage")
-
-
-def train(cfgs):
-    first, device = cfgs[0], dist.setup(cfgs[0].device, cfgs[0].timeout_minutes)
-    dist.on_main(lambda: (check_cascade(cfgs), tracker.check_stages(cfgs)))
-    for cfg in cfgs:
-        train_stage(cfg, device)
-    if len(cfgs) > 1:  # the stages together, from real image embeddings to pictures
-        args = EvaluateConfig(run_dir=(first.run_dir,), seed=first.seed, device=first.device,
-                              eval_samples=2 * first.eval_samples, grid=f"{first.run_dir}/cascade.png",
-                              out=f"{first.run_dir}/cascade.json")
-        tracker.announce(f"The stages together, on {args.part} pictures ({args.grid}):", evaluate_cascade(args, device))
-    if dist.is_main():
-        run, prior = f"{first.run_dir}/{first.stage}", Path(SampleConfig.prior, "model.pt")
-        spec = not first.low_res_size and checkpoint.load(f"{run}/model.pt")["clip"]
-        command = f"evaluate --run_dir {shlex.quote(first.run_dir if len(cfgs) > 1 else run)} --grid grid.png"
-        if spec and prior.is_file() and checkpoint.load(prior).get("clip") == spec:
-            command += f" --prior {SampleConfig.prior}"  # from captions
-        print(f"\nNext: python train_decoder.py {command}", flush=True)
+        folder = clip.builtin_data(Path(cfg.run_dir).parent.parent, device)
+        cfg = dataclasses.replace(cfg, data=folder)
+    return cfg
 
 
 def train_stage(cfg, device):
-    # Let rank 0 hold the run folder, make data and check all there is to check.
-    started, given = time.monotonic(), cfg
-    cfg = dataclasses.replace(cfg, run_dir=str(Path(cfg.run_dir) / cfg.stage))
-    run = checkpoint.Run(cfg.run_dir)
-    cfg, resume_from, finished, notes = dist.on_main(lambda: prepare(cfg, run, device))
-    if finished:
-        tracker.resend(cfg, run)
-        headline = f"{cfg.run_dir} is finished, at step {finished['step']}; to train on, give more --steps."
-        tracker.announce(headline, finished)
-        return
+    """Train one stage in RUN_DIR/STAGE."""
+    started = time.monotonic()
+    given = cfg
 
-    # Make the model and what trains it, or take them up where they were.
-    parts, encoder, facts = open_data(cfg, device)
-    source, rows = parts["train"]
-    identity = checkpoint.identity(cfg, FIXED, source, encoder)
-    accumulate.seed(cfg.seed, "weights")
-    facts = {"kind": "decoder", **facts, "metadata": tracker.metadata(cfg)}
-    unet = trained = UNet(cfg, *facts["widths"]).to(device)
-    if cfg.text_encodings == "clip":
-        unet.null_text.fill(encoder.text_condition([""], cfg.max_text_len))
-    if cfg.lora_rank:
-        trained, facts["lora"] = lora.start(unet, cfg)
-    optimizers = optim.make(trained, cfg.optimizer, cfg.lr, cfg.weight_decay, cfg.betas, cfg.eps)
+    # Open the data, on rank 0 first; then rank 0 takes the run folder.
+    cfg = dataclasses.replace(cfg, run_dir=str(Path(cfg.run_dir) / cfg.stage))
+    cfg = dist.on_main(lambda: prepare(cfg, device))
+    splits, clip_model, model_info = dist.main_first(lambda: open_data(cfg, device))
+    dataset, indices = splits["train"]
+    run = loop.open_run(cfg, dataset, clip_model)
+    if run.finished:
+        return loop.announce_finished(cfg, run)
+
+    # Build model, optimizer and EMA. Restore them if resuming.
+    accumulate.seed_all(cfg.seed, "weights")
+    unet = UNet(cfg, *model_info["widths"]).to(device)
+    if cfg.text_encodings == "clip":  # "no text" is the encoding of ""
+        unet.null_text.fill(clip_model.text_condition([""], cfg.max_text_len))
+    trainable = unet
+    if cfg.lora_rank:  # the adapters alone are trained, averaged and saved
+        trainable, model_info["lora"] = lora.start(unet, cfg)
+    optimizers = optim.make(
+        trainable, cfg.optimizer, cfg.lr, cfg.weight_decay, (cfg.beta1, cfg.beta2), cfg.eps
+    )
     scaler = amp.scaler(device, cfg.precision)
-    average = ema.EMA(trained, cfg.ema_update_every, decay=cfg.ema_decay, update_after=cfg.ema_update_after)
-    state = checkpoint.State(cfg, {"model": trained}, average, optimizers, scaler, identity, facts)
-    if resume_from:
-        notes += state.restore(resume_from)
-    elif cfg.init_from and not cfg.lora_rank:
-        state.start_from(cfg.init_from, cfg.init_strict)
-    dist.check_in_step({**state.modules, "unet": unet}, state.step)
+    ema = EMA(
+        trainable, cfg.ema_update_every, decay=cfg.ema_decay, update_after=cfg.ema_update_after
+    )
+    model_info["metadata"] = store.metadata(cfg)
+    state = checkpoint.State(
+        cfg, {"model": trainable}, ema, optimizers, scaler, run.identity, model_info
+    )
+    loop.resume(run, state, unet=unet)
     if cfg.compile:
         unet.compile()
 
-    # Ask for the data in the order that seed and step give.
-    plan = accumulate.plan(cfg.batch_size, cfg.chunk_size, dist.rank(), dist.world_size())
-    spans = data.training_spans(plan, cfg.batch_size, state.step)
-    batches = data.loader(data.Chunks(source, rows, cfg.seed), spans, cfg.workers, device.type == "cuda")
-    evaluator = Evaluator(cfg, parts, encoder, device)
+    # The order of samples follows from seed and step. Write config.json and open the logger.
+    plan, batches = loop.batches(cfg, dataset, indices, state.step, device)
+    evaluator = Evaluator(cfg, splits, clip_model, device)
+    run.notes += dict.fromkeys(opened.left_out for opened, _ in splits.values())
+    about = f"{cfg.stage}: {len(dataset):,} images of {cfg.image_size}x{cfg.image_size}"
+    log = loop.begin(run, state, given, about, device)
 
-    # Say what is to come, and where the figures go.
-    if dist.is_main():
-        settings = {**config.as_json(given), "chunk_size": cfg.chunk_size}
-        checkpoint.write_json({**settings, "versions": state.versions}, run.folder / "config.json")
-    log = tracker.Tracker(run, state, len(rows))
-    size = f"{sum(p.numel() for p in trained.parameters()):,} parameters{' of adapters' * bool(cfg.lora_rank)}"
-    size = f"{cfg.stage}: {size}, {len(source):,} pictures of {cfg.image_size}x{cfg.image_size}"
-    size += f", {accumulate.described(cfg)}, {dist.world_size()} rank(s) on {device.type}"
-    for note in filter(None, [size, *notes]):
-        log.say(note)
-
-    # After a signal the meter saves and ends the run. The log hears how it ended.
-    with log, dist.stop_signals, tracker.Meter(log, state, cfg.stage) as meter:
+    # A signal to any rank ends the loop: `progress` saves first.
+    with log, dist.stop_signals, loop.Progress(run, state, log, cfg.stage) as progress:
         unet.train()
         stepped = True
         while True:
             dist.stop_signals.check()
 
-            # Log; evaluate and save when they are due. Here ranks and GPUs are waited for.
-            if meter.line_due():
-                loss = meter.line()
-                eval_due, save_due = meter.due()
-                if eval_due:
-                    begun = time.monotonic()
-                    figures = {}
+            # Log; evaluate and save when they are due.
+            if progress.log_due():
+                progress.log_line()  # synchronizes ranks and GPU
+                if progress.eval_due:
                     samples = {}
-                    losses = {"val_loss_online": evaluator.loss(unet, "validation")}
-                    with average.applied(trained):
-                        losses["val_loss"] = evaluator.loss(unet, "validation")
+                    metrics = {"val_loss_online": evaluator.loss(unet, "validation")}
+                    with ema.applied(trainable):
+                        metrics["val_loss"] = evaluator.loss(unet, "validation")
                         if state.step < cfg.steps:  # else the test is next
                             file = f"samples/step_{state.step:08d}.png"
-                            figures, captions = evaluator.scores(
-                                [unet], "validation", run.folder / file)
-                            samples = {file: captions}
-                    seconds = time.monotonic() - begun
-                    log.log(state.step, samples, **losses, **figures, evaluation_s=seconds)
-                    log.evaluated(state.step, {"loss": loss, **losses}, figures)
-                    meter.check_finite(losses.values(), state.step + 1)
-                    best = run.save_best(state, losses["val_loss"], log)
-                    save_due = save_due or (best and log.copies_best_checkpoint)
-                    log.report()
-                if save_due:
-                    run.commit(state, log)
-                meter.restart()
+                            samples[file] = GRID_CAPTION
+                            metrics |= evaluator.metrics([unet], "validation", run.folder / file)
+                    progress.log_evaluation(metrics, samples)
+                if progress.save_due:
+                    run.save(state, log)
+                progress.restart()
             if state.step >= cfg.steps:
                 break
 
             # Take one optimizer step.
             schedule.set_learning_rate(optimizers, schedule.of_config(state.step, cfg))
-            if stepped:  # else fp16 overflowed: try the same samples again, at a lower scale
-                chunks = [next(batches) for _ in plan]
+            if stepped:  # an fp16 step that overflowed is tried again, on the same samples
+                step_batches = [next(batches) for _ in plan]
             step_loss = torch.zeros((), device=device)
-            for chunk, batch in zip(plan, chunks):
-                accumulate.seed(cfg.seed, state.step, chunk.index)
+            for chunk, batch in zip(plan, step_batches):
+                # All that is random in a chunk follows from (seed, step, chunk), on any rank.
+                accumulate.seed_all(cfg.seed, state.step, chunk.index)
                 batch = data.to_device(batch, device)
-                condition = conditioning(batch, cfg, encoder)
+                condition = conditioning(batch, cfg, clip_model)
                 with amp.autocast(device, cfg.precision):
                     loss = diffusion_loss(unet, batch, condition)
                 scaler.scale(loss * chunk.weight).backward()
                 step_loss += loss.detach() * (chunk.stop - chunk.start)
-            dist.sum_gradients(trained)
-            norm, stepped = amp.step(scaler, optimizers, cfg.max_grad_norm)
+            dist.sum_gradients(trainable)
+            [grad_norm], stepped = amp.step(scaler, [(optimizers, cfg.max_grad_norm)])
             unet.zero_grad(set_to_none=True)
-            if not stepped:
-                meter.overflows += 1
+            if not stepped:  # a step that overflowed did not happen
+                progress.overflows += 1
                 continue
             state.step += 1
-            average.update(state.step)
-            meter.add(step_loss, norm, chunks)
-        meter.bar.close()
+            ema.update(state.step)
+            progress.add(step_loss, grad_norm, step_batches)
 
         # Test the averaged weights, and save them last of all.
-        with average.applied(trained):
-            figures, captions = evaluator.scores([unet], "test", run.folder / "samples/test.png")
-            figures = {"loss": evaluator.loss(unet, "test"), **figures}
-        results = {f"test_{name}": value for name, value in figures.items()}
-        log.log(state.step, {"samples/test.png": captions}, **results)
-        results = {"step": state.step, "best_val_loss": state.best_val_loss, **results}
-        if dist.is_main():
-            run.finish(state, results)
-        log.report()
-    dist.gather(None)  # rank 0 has written model.pt, which the next stage or the evaluation of both reads
-    tracker.announce(f"Trained {cfg.run_dir}; this start took {time.monotonic() - started:.0f} s. Pictures: "
-                     f"{cfg.run_dir}/samples", results)
+        file = "samples/test.png"
+        with ema.applied(trainable):
+            metrics = {"loss": evaluator.loss(unet, "test")}
+            metrics |= evaluator.metrics([unet], "test", run.folder / file)
+        results = loop.finish(run, state, log, metrics, {file: GRID_CAPTION})
+    dist.gather(None)  # wait for model.pt: the next stage or the evaluation of both reads it
+    seconds = time.monotonic() - started
+    tracker.print_results(
+        f"Trained {cfg.run_dir}; this start took {seconds:.0f} s. Pictures: {cfg.run_dir}/samples",
+        results,
+    )
 
 
-# Commands
-
-@dataclass(frozen=True)
-class CascadeConfig(diffusion.Inference):
-    # The model
-    run_dir: tuple[str, ...] = ("runs/decoder",)  # folder of the runs, or the run folders of the stages, in order
-    # Of each stage; the last value counts for all that follow, none: that of its training
-    steps: tuple[Count, ...] = ()  # sampling steps
-    guidance_scale: tuple[NonNegative, ...] = ()  # 1 for none
-    eta: tuple[Share, ...] = ()  # 1 as DDPM, 0 for DDIM
-    # Of all stages
-    low_res_noise: Share = 0.0  # noise on what an upsampler starts from, in shares of the timesteps
-    clip: str = ""  # CLIP of texts and images, by default that of the training
-    prior_guidance: float = -1.0  # guidance scale of the prior; below 0: that of its training
-
-    def __post_init__(self):
-        super().__post_init__()
-        if not self.run_dir:
-            raise UserError("--run_dir: expected at least one folder")
-
-
-def load_unet(path, device, weights="ema", lora_scale=1.0):
-    """(U-Net in eval mode, the file's contents) of a model.pt or checkpoint, LoRA adapters merged in."""
-    cfg, state = lora.read_model("decoder", Config, path, weights, lora_scale)
-    with checkpoint.reading(path):
-        return checkpoint.build(lambda: UNet(cfg, *state["widths"]), state, path, device), state
-
-
-def load_cascade(args, device):
-    """([U-Net in eval mode], spec of the CLIP or None, its fingerprint) of the stages of --run_dir, which fit."""
-    runs, unets, states = [], [], []
-    for run in args.run_dir:  # a run, or RUN with RUN/base and so on
-        runs += [Path(run, stage) for stage in STAGES if Path(run, stage).is_dir()] or [Path(run)]
-    for i, run in enumerate(runs):
-        unet, state = load_unet(run / args.model, device, args.weights, args.lora_scale)
-        if (run / LAST_STEP).is_file():
-            unet.last_step_unet, _ = load_unet(run / LAST_STEP, device)
-        settings = {"eval_steps": args.steps, "eta": args.eta,
-                    "guidance_scale": args.guidance_scale}
-        given = {name: values[:i + 1][-1] for name, values in settings.items() if values}
-        unet.cfg = dataclasses.replace(unet.cfg, **given)
-        if unet.cfg.low_res_size and args.low_res_noise > unet.cfg.low_res_noise:
-            raise UserError(f"--low_res_noise {args.low_res_noise}: {run} is trained with at most "
-                            f"{unet.cfg.low_res_noise}")
-        unets.append(unet)
-        states.append(state)
-    check_cascade([unet.cfg for unet in unets])
-    if args.low_res_noise and not any(unet.cfg.low_res_size for unet in unets):
-        raise UserError(f"--low_res_noise {args.low_res_noise}: no stage here is an upsampler")
-    return unets, args.clip or states[0]["clip"], states[0]["clip_fingerprint"]
-
-
-def load_prior(args, encoder, raw_embeddings, device):
-    """The function (texts, num, keys) -> image embeddings (texts, num, D) by args.prior; `keys` make the seeds."""
-    import train_prior  # the one place where a script needs another
-    file = Path(args.prior) / "model.pt" if Path(args.prior).is_dir() else Path(args.prior)
-    if not file.is_file():
-        raise UserError(f"--prior {args.prior}: there is no prior's model.pt; train one (torchrun --nproc_per_node=2 "
-                        "train_prior.py), or name its run folder")
-    prior, state = train_prior.load_prior(file, device)
-    clip.check_widths(encoder, f"--prior {file}", *state["widths"])
-    if raw_embeddings and not prior.cfg.raw_embeddings:
-        raise UserError(
-            f"--prior {file}: makes embeddings of unit length, but the decoder is one of "
-            "--raw_embeddings; take a prior of raw ones")
-    guidance_scale = prior.cfg.guidance_scale if args.prior_guidance < 0 else args.prior_guidance
-    diffusion.check_sampling(prior.cfg, guidance_scale)
-    steps = max(prior.cfg.eval_timesteps)
-
-    def embeddings_of(texts, num, keys):
-        condition = train_prior.conditioning({"caption": texts}, prior.cfg, encoder)
-        embeddings, _ = train_prior.best_embeddings(
-            prior, condition, keys, num, steps, guidance_scale, prior.cfg.eta, best_of=2,
-            seed=args.seed)
-        return embeddings
-    return embeddings_of
-
-
-@dataclass(frozen=True)
-class EvaluateConfig(CascadeConfig):
-    # What to evaluate
-    prior: str = ""  # prior that makes the embeddings from captions: run folder or model.pt; by default they are real
-    data: str = ""  # pictures to evaluate on, by default those that the last stage was trained on
-    part: Literal["train", "validation", "test"] = "test"  # which of them
-    eval_samples: Natural = 512  # most pictures to take, 0 for all
-    grid: str = ""  # PNG file for the first eight, real above drawn
-    out: str = ""  # JSON file to write the figures to
-
-    def __post_init__(self):
-        super().__post_init__()
-        config.refuse_unused(self, [("prior_guidance", self.prior, "--prior")])
-
-
-def plan_evaluation(args, device):
-    """(U-Nets, Evaluator, function of the prior or None) for `args`, all of it checked."""
-    unets, spec, fingerprint = load_cascade(args, device)
-    cfg = dataclasses.replace(unets[-1].cfg, eval_samples=args.eval_samples, seed=args.seed, crop_scale=1.0, flip=False,
-                              clip=spec or "auto", batch_size=1,
-                              image_condition=any(unet.cfg.image_condition for unet in unets))
-    if cfg.data == "shapes" and not args.data:  # which training replaces by a path
-        raise UserError(f"{args.run_dir[-1]}: its data are not known; name some with --data")
-    if args.data:  # where the embeddings of the training data lie does not hold for these
-        cfg = dataclasses.replace(cfg, data=args.data, val_data="", embeddings="", shards="")
-    parts, encoder, facts = open_data(cfg, device)
-    for unet in unets:
-        if unet.widths[0] and unet.widths[0] != facts["widths"][0]:
-            raise UserError(f"{cfg.data}: embeddings {facts['widths'][0]} wide, the decoder's are {unet.widths[0]}")
-    imagine = None
-    if args.prior:
-        encoder = encoder or clip.load(spec, device, fingerprint)
-        imagine = load_prior(args, encoder, is_raw(unets), device)
-    return unets, Evaluator(cfg, parts, encoder, device), imagine
-
-
-def is_raw(unets):
-    """Whether one of the cascade takes image embeddings as a CLIP gives them, not of unit length."""
-    return any(unet.cfg.raw_embeddings and unet.cfg.image_condition for unet in unets)
-
-
-def evaluate_cascade(args, device):
-    """Scores of the pictures that a cascade makes for held-out rows; rank 0 writes them and a grid, if wanted."""
-    unets, evaluator, imagine = dist.on_each(lambda: plan_evaluation(args, device))
-    scores, _ = evaluator.scores(unets, args.part, args.grid, imagine)
-    if dist.is_main() and args.out:
-        checkpoint.write_json(scores, args.out)
-    return scores
-
-
-def evaluate(args):
-    scores = evaluate_cascade(args, dist.setup(args.device))
+def train(cfgs):
+    first = cfgs[0]
+    device = dist.setup(first.device, first.timeout_minutes)
+    # What cannot work is refused before the first stage is trained.
+    dist.on_main(lambda: check_cascade(cfgs))
+    dist.on_main(lambda: store.check_stages(cfgs))
+    for cfg in cfgs:
+        train_stage(cfg, device)
+    run_dir = first.run_dir
+    if len(cfgs) > 1:  # the stages together, from embeddings of real images
+        args = EvaluateConfig(
+            run_dir=(run_dir,),
+            seed=first.seed,
+            device=first.device,
+            eval_samples=2 * first.eval_samples,
+            grid=f"{run_dir}/cascade.png",
+            out=f"{run_dir}/cascade.json",
+        )
+        evaluate(args, device, f"The stages together, on test pictures ({args.grid}):")
+    else:
+        run_dir = f"{run_dir}/{first.stage}"
     if dist.is_main():
-        lines = tracker.table(scores) or ["no scores: they need a CLIP, which --clip names"]
-        print("\n".join([*lines, *(f"wrote {path}" for path in (args.grid, args.out) if path)]))
+        command = f"train_decoder.py evaluate --run_dir {shlex.quote(run_dir)} --grid grid.png"
+        print(f"\nNext: python {command}", flush=True)
+
+
+# Sampling from the command line
 
 
 @dataclass(frozen=True)
 class SampleConfig(CascadeConfig):
-    # What to draw
-    text: str = ""  # a caption; without a text and an image: nothing in particular
-    texts: str = ""  # or a file with one caption a line
-    image: str = ""  # or an image: draw variations of it (or of --text within it, with --mask)
-    to: str = ""  # a second image: draw what lies between the two (DALL-E 2 §3.2)
-    mask: str = ""  # an image of the shape of --image, black where it is to be kept, white where to be drawn anew
-    low_res: str = ""  # an image to enlarge, for a --run_dir that begins with an upsampler
-    num_samples: Count = 8  # pictures a caption or image, or on the way from one image to the other
-    prior: str = "runs/prior"  # the prior, which makes image embeddings of texts: run folder or model.pt
-    resample: Count = 5  # with --mask: rounds a step, so that what is drawn fits what is kept (RePaint)
-    max_batch: Count = 64  # most pictures computed at once
-    out: str = "grid.png"  # PNG with all pictures and their captions
-    pictures: str = ""  # folder for a PNG of each, TEXT_NUMBER.png
+    """What to sample"""
+
+    text: str = field("", "a caption; without text and image the samples are unconditional")
+    texts: str = field("", "file with one caption a line")
+    image: str = field("", "image to draw variations of, or to inpaint with --mask")
+    to: str = field("", "second image, to interpolate to (DALL-E 2 §3.2)", needs="image")
+    mask: str = field(
+        "", "image of the size of --image: black is kept, white is drawn anew", needs="image"
+    )
+    low_res: str = field("", "image to enlarge, if the first stage is an upsampler")
+    low_res_noise: Fraction = field(
+        0.0, "noise on the input of upsamplers, as a fraction of the timesteps (Imagen §2.4)"
+    )
+    num_samples: PositiveInt = field(
+        8, "samples of a caption or image, or number of steps from --image to --to"
+    )
+    prior: str = field(DEFAULT_PRIOR, "prior that makes image embeddings from text")
+    max_batch: PositiveInt = field(64, "maximum number of images computed at once")
+    out: str = field("grid.png", "PNG of all samples with their captions")
+    pictures: str = field("", "folder for one PNG a sample, TEXT_NUMBER.png")
 
     def __post_init__(self):
         super().__post_init__()
-        config.check_suffixes(self, out=".png")
-        varied = not (self.text or self.texts)
-        config.refuse_unused(self, (
-            ("prior_guidance", not varied, "a text, of which the prior makes embeddings"),
-            ("texts", not self.text, "no --text beside it"), ("to", self.image, "--image"),
-            ("mask", self.image, "--image"),
-            ("image", varied or self.mask, "--mask, which says where to draw the text, or no text")))
+        config.check_suffix("out", self.out, ".png")
+        config.check_one(self, "text", "texts")
+        if self.image and (self.text or self.texts) and not self.mask:
+            raise UserError(
+                "--image: beside a text it needs --mask, which says where to draw the text"
+            )
 
 
 def open_image(path, size=0):
-    """float (1, 3, H, W) in [-1, 1] of an image file, if `size` is given its central square brought to that."""
-    image = media.pixels(torch.tensor(images.decode_image(Path(path).read_bytes(), str(path)))[None])
-    side = min(image.shape[2:])
-    if size > side:
-        raise UserError(f"{path}: {image.shape[3]}x{image.shape[2]} pixels, smaller than the {size} needed; enlarge it")
-    top, left = ((length - side) // 2 for length in image.shape[2:])
-    return media.resize(image[:, :, top:top + side, left:left + side], size, "box") if size else image
+    """Central square of an image file, float (1, 3, H, H) in [-1, 1], at `size` if given."""
+    # Cropped, not squeezed, as images of the training data are.
+    pixels = media.from_uint8(
+        torch.tensor(images.decode_image(Path(path).read_bytes(), path)[None])
+    )
+    height, width = pixels.shape[2:]
+    side = min(height, width)
+    top = (height - side) // 2
+    left = (width - side) // 2
+    return media.resize(pixels[..., top : top + side, left : left + side], size or side, "box")
 
 
-def slerp(start, end, share):
-    """From `start` to `end` (…, D) along a great circle at share (N, 1): spherical interpolation (Shoemake 1985)."""
-    angle = torch.acos(F.cosine_similarity(start, end, dim=-1).clamp(-1, 1)).clamp(min=1e-4)[..., None]
-    return (torch.sin((1 - share) * angle) * start + torch.sin(share * angle) * end) / torch.sin(angle)
+def slerp(start, end, fraction):
+    """Spherical interpolation (N, D) of start and end (1, D) at fraction (N, 1) (Shoemake 1985)."""
+    cosine = F.cosine_similarity(start, end, dim=-1).clamp(-1, 1)  # (1,); rounding may pass 1
+    angle = torch.acos(cosine).clamp(min=1e-4)[..., None]  # for equal ends
+    weighted = torch.sin((1 - fraction) * angle) * start + torch.sin(fraction * angle) * end
+    return weighted / torch.sin(angle)
 
 
-def plan_pictures(args, device):
-    """(U-Nets, CLIP, texts, embeddings (texts or 1, num, D), (low_res, known, mask)) for `args`, all of it checked."""
-    (unets, spec, fingerprint), encoder = load_cascade(args, device), None
-    if any(sum(unet.widths) for unet in unets):  # an upsampler alone needs no CLIP
-        encoder = clip.load(spec, device, fingerprint)
-        for unet in unets:
-            clip.check_widths(encoder, f"--clip {spec}", *unet.widths)
-    texts = config.lines_of(args.texts) if args.texts else list(filter(None, [args.text.strip()]))
-    if bool(args.low_res) != bool(unets[0].cfg.low_res_size):
-        raise UserError(f"--low_res: an upsampler, and no other stage, starts from an image; {args.run_dir[0]} begins "
-                        f"with stage {unets[0].cfg.stage}")
-    low_res = open_image(args.low_res, unets[0].cfg.low_res_size).to(device) if args.low_res else None
-    known = mask = None
-    if args.mask:
-        known, mask = (open_image(path, unets[-1].cfg.image_size).to(device) for path in (args.image, args.mask))
-        mask = (mask[:, :1] < 0).float()  # black is kept
-    image = args.image or args.low_res
-    if not (texts or image):
-        for unet in unets:
-            diffusion.check_sampling(unet.cfg, guidance_scale=0)
-    by_image = any(unet.cfg.image_condition for unet in unets)
-    embeddings = torch.zeros(1, args.num_samples, encoder.embed_width if encoder else 1, device=device)  # "no image"
-    embeddings = embeddings.expand(max(1, len(texts)), -1, -1)
-    if by_image and texts:
-        embeddings_of = load_prior(args, encoder, is_raw(unets), device)
-        embeddings = embeddings_of(texts, args.num_samples, texts)
-    elif by_image and image:
-        with torch.no_grad():
-            ends = [encoder.embed_image(((open_image(path) + 1) / 2).to(device)).float()
-                    for path in filter(None, (image, args.to))]
-        share = torch.linspace(0, 1, args.num_samples, device=device)[:, None]  # of the way from --image to --to
-        embeddings = (slerp(*ends, share) if args.to else ends[0].expand(args.num_samples, -1))[None]
-    return unets, encoder, texts or [""], embeddings, (low_res, known, mask)
+def image_embeddings(args, unets, clip_model, texts):
+    """Image embeddings (texts or 1, num_samples, D) to sample from; zeros mean none.
+
+    They are made by the prior from texts, or by the CLIP from --image, or between --image and --to.
+    """
+    device = unets[0].alpha.device
+
+    def embed(path):
+        pixels = (open_image(path) + 1) / 2  # in [0, 1], as CLIPs take them
+        return clip_model.embed_image(pixels.to(device)).float()
+
+    takes_embeddings = any(unet.cfg.image_condition for unet in unets)
+    # unCLIP: text -> image embedding -> image (DALL-E 2 §2)
+    if takes_embeddings and texts:
+        prior_fn = load_prior(args, unets, clip_model)
+        return prior_fn(texts, args.num_samples, texts)
+    # Interpolations of two images (§3.2), and variations of one (§3.1)
+    if takes_embeddings and args.to:
+        fraction = torch.linspace(0, 1, args.num_samples, device=device)[:, None]
+        return slerp(embed(args.image), embed(args.to), fraction)[None]
+    if takes_embeddings and args.image:
+        return embed(args.image).expand(1, args.num_samples, -1)
+    # Unconditional, or a cascade that takes no image embeddings
+    width = clip_model.embed_width if clip_model else 1
+    return torch.zeros(max(1, len(texts)), args.num_samples, width, device=device)
 
 
+@torch.no_grad()
 def sample(args):
     device = dist.setup(args.device)
-    unets, encoder, texts, embeddings, inputs = dist.on_each(lambda: plan_pictures(args, device))
-    rows = [(text, k) for text in texts for k in range(args.num_samples)]  # dealt to the ranks
-    # Each has its own noise, so it is the same in any batch and on any rank; between two images all share it.
-    fields = {"image_embed": embeddings.flatten(0, 1), "caption": [text for text, _ in rows],
-              "seeds": [accumulate.number(args.seed, "picture", text, 0 if args.to else k) for text, k in rows]}
-    mine, drawn = {name: values[dist.rank()::dist.world_size()] for name, values in fields.items()}, []
-    for batch in accumulate.split(mine, args.max_batch):
-        noise = diffusion.noise_source(batch["seeds"], device)
-        out = draw_cascade(unets, batch, encoder, noise, *inputs, args.resample, args.low_res_noise)
-        drawn += [*media.as_bytes(out.float()).cpu().numpy()]
-    parts = dist.gather(drawn)
-    if dist.is_main():
-        drawn = [parts[row % len(parts)][row // len(parts)] for row in range(len(rows))]
-        captions = [f"{k / max(1, args.num_samples - 1):.2f}" if args.to else text for text, k in rows]
-        columns = args.num_samples if len(texts) > 1 else min(args.num_samples, 8)
-        grid = media.captioned_grid(np.stack(drawn), captions, columns)
-        files = {args.out: grid}
-        if args.pictures:
-            files |= {f"{args.pictures}/{row // args.num_samples:04d}_{row % args.num_samples:04d}.png": picture
-                      for row, picture in enumerate(drawn)}
-        for path, picture in files.items():
-            with checkpoint.replacing(path) as file:
+    if not dist.is_main():  # a single process samples
+        return
+
+    # Load the models. An upsampler alone needs no CLIP.
+    unets, spec, fingerprint = load_cascade(args, device)
+    clip_model = None
+    if any(sum(unet.widths) for unet in unets):
+        clip_model = clip.load(spec, device, fingerprint)
+        for unet in unets:
+            clip.check_widths(clip_model, f"--clip {spec}", *unet.widths)
+
+    # Read the inputs.
+    first = unets[0].cfg
+    low_res = known = keep_mask = None
+    if bool(args.low_res) != bool(first.low_res_size):
+        raise UserError(
+            "--low_res: an upsampler, and no other stage, starts from an image; "
+            f"{args.run_dir[0]} begins with stage {first.stage}"
+        )
+    if args.low_res:
+        low_res = open_image(args.low_res, first.low_res_size).to(device)
+    if args.mask:
+        size = unets[-1].cfg.image_size
+        known = open_image(args.image, size).to(device)
+        mask = open_image(args.mask, size).to(device)
+        keep_mask = (mask[:, :1] < 0).float()  # black is kept
+    # An upsampler knows the levels of noise that it was trained on.
+    trained_noise = [unet.cfg.low_res_noise for unet in unets if unet.cfg.low_res_size]
+    if args.low_res_noise > min(trained_noise, default=0.0):
+        raise UserError(
+            f"--low_res_noise {args.low_res_noise}: the upsamplers of {args.run_dir[-1]} are "
+            f"trained with at most {min(trained_noise, default=0.0)}"
+        )
+    texts = config.texts_of(args.text, args.texts)
+    if not (texts or args.image):  # unconditional: needs a model that knows dropped conditions
+        for unet in unets:
+            loop.check_sampling(unet.cfg, 1.0, conditional=False)
+    embeds = image_embeddings(args, unets, clip_model, texts)
+
+    # Sample. The noise of a sample follows from its text and number, so it is the same in any
+    # batch. Between two images all samples share one noise.
+    captions = []
+    seeds = []
+    for text, k in itertools.product(texts or [""], range(args.num_samples)):
+        captions.append(text)
+        seeds.append(accumulate.derive_seed(args.seed, "picture", text, 0 if args.to else k))
+    samples = {"image_embed": embeds.flatten(0, 1), "caption": captions, "seeds": seeds}
+    pictures = []
+    for batch in accumulate.split(samples, args.max_batch):
+        out = sample_cascade(
+            unets,
+            batch,
+            clip_model,
+            batch["seeds"],
+            low_res,
+            known,
+            keep_mask,
+            args.low_res_noise,
+        )
+        # On the CPU, so that max_batch bounds the memory of the device.
+        pictures += [*out.cpu().numpy()]  # uint8 (H, H, 3) each
+
+    # Write the grid, and each image.
+    write_grid(args.out, pictures, captions, min(args.num_samples, 8))
+    height, width, _ = pictures[0].shape
+    print(f"wrote {args.out}: {len(pictures)} pictures of {width}x{height}")
+    if args.pictures:
+        for i, picture in enumerate(pictures):
+            text, k = divmod(i, args.num_samples)
+            with checkpoint.atomic_write(f"{args.pictures}/{text:04d}_{k:04d}.png") as file:
                 media.write_png(file, picture)
-        print(f"wrote {args.out}: {len(rows)} pictures of {drawn[0].shape[1]}x{drawn[0].shape[0]}"
-              + f", and each to {args.pictures}/TEXT_NUMBER.png" * bool(args.pictures))
+        print(f"wrote each to {args.pictures}/TEXT_NUMBER.png")
 
 
-COMMANDS = {"train": (train, Config), "evaluate": (evaluate, EvaluateConfig), "sample": (sample, SampleConfig)}
+COMMANDS = {
+    "train": (train, Config),
+    "evaluate": (evaluate, EvaluateConfig),
+    "sample": (sample, SampleConfig),
+}
 
 
 def main():
-    config.run(COMMANDS, __doc__, "train", PRESETS, STAGES,
-               model=lambda path: checkpoint.settings_in(path, MODEL, TAKEN))
+    config.run(
+        COMMANDS,
+        __doc__,
+        default="train",
+        presets=PRESETS,
+        stages=STAGES,
+        model_settings=checkpoint.model_settings,
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""The plan that cuts a global batch into chunks and gives them to ranks.
+"""The plan that cuts a global batch into chunks and deals them to ranks.
 
-A chunk is the unit of everything random: it is seeded by (seed, step, chunk), so what it sees does not depend on the
-number of ranks, and gradient accumulation and data parallelism are one mechanism.
+A chunk is the unit of everything random: it is seeded by (seed, step, chunk), so what it sees does
+not depend on the number of ranks. Gradient accumulation and data parallelism are one mechanism.
 """
+
 import hashlib
 import math
 import random
@@ -18,7 +19,7 @@ class Chunk(NamedTuple):
     index: int  # number of the chunk in its batch
     start: int  # its first sample in the batch
     stop: int  # one past its last sample
-    weight: float  # its share of the batch, so that weight · mean loss adds up to the batch's mean
+    weight: float  # its fraction of the batch: weight · mean loss adds up to the batch's mean
 
 
 def chunk_size_for(batch_size, world_size, most):
@@ -27,10 +28,11 @@ def chunk_size_for(batch_size, world_size, most):
     UserError if there are more ranks than samples in a batch.
     """
     if batch_size < world_size:
-        raise UserError(f"--batch_size {batch_size}: fewer samples than the {world_size} ranks; "
-                        "raise it")
-    chunks_a_rank = math.ceil(batch_size / (world_size * most))
-    size = math.ceil(batch_size / (world_size * chunks_a_rank))
+        raise UserError(
+            f"--batch_size {batch_size}: fewer samples than the {world_size} ranks; raise it"
+        )
+    chunks_per_rank = math.ceil(batch_size / (world_size * most))
+    size = math.ceil(batch_size / (world_size * chunks_per_rank))
     if math.ceil(batch_size / size) < world_size:
         # 9 samples on 4 ranks: not 3, 3, 3 but 2, 2, 2, 2, 1
         size = batch_size // world_size
@@ -40,7 +42,7 @@ def chunk_size_for(batch_size, world_size, most):
 def plan(batch_size, chunk_size, rank=0, world_size=1):
     """The chunks that `rank` of `world_size` takes from each batch: rank, rank + world_size, …"""
     count = math.ceil(batch_size / chunk_size)
-    assert count >= world_size, "checkpoint.with_chunk_size refuses fewer chunks than ranks"
+    assert count >= world_size, "loop.with_chunk_size refuses fewer chunks than ranks"
     chunks = []
     for index in range(rank, count, world_size):
         start = index * chunk_size
@@ -49,32 +51,29 @@ def plan(batch_size, chunk_size, rank=0, world_size=1):
     return chunks
 
 
-def described(cfg):
+def describe(cfg):
     """How a batch is cut, for the first line of a run."""
     return f"batches of {cfg.batch_size} in chunks of {cfg.chunk_size}"
 
 
-def number(*key):
-    """A seed, below 2^63, made of all the parts of `key`."""
+def derive_seed(*key):
+    """A seed below 2^63, a hash of all numbers and texts of `key`."""
     digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") % 2 ** 63
+    return int.from_bytes(digest, "little") % 2**63
 
 
-def seed(*key):
-    """Seed Python's, numpy's and torch's generators (all devices) from `key`, e.g. (seed, step, chunk)."""
-    value = number(*key)
+def seed_all(*key):
+    """Seed Python's, numpy's and torch's generators (all devices) by `key`: (seed, step, chunk)."""
+    value = derive_seed(*key)
     random.seed(value)
-    np.random.seed(value % 2 ** 32)
+    np.random.seed(value % 2**32)
     torch.manual_seed(value)
 
 
 def split(fields, chunk_size):
-    """Cut a dict of tensors, arrays and lists of one common length into dicts of at most `chunk_size`.
-
-    Anything else (numbers, tensors without dimensions, text, None) is handed to every chunk as it is.
-    """
-    sized = {k: v for k, v in fields.items() if isinstance(v, (list, tuple)) or getattr(v, "ndim", 0)}
-    lengths = {k: len(v) for k, v in sized.items()}
+    """Cut a dict of tensors, arrays and lists of one length into dicts of at most `chunk_size`."""
+    lengths = {name: len(value) for name, value in fields.items()}
     assert len(set(lengths.values())) == 1, f"fields of different lengths: {lengths}"
-    for start in range(0, next(iter(lengths.values())), chunk_size):
-        yield {**fields, **{k: v[start:start + chunk_size] for k, v in sized.items()}}
+    for start in range(0, max(lengths.values()), chunk_size):
+        stop = start + chunk_size
+        yield {name: value[start:stop] for name, value in fields.items()}

@@ -1,7 +1,8 @@
-"""Mixed precision: autocast, the gradient scaler, and the one order of steps that is right."""
+"""Mixed precision: autocast, the gradient scaler; unscale, clip, step, update, in that order."""
+
 import torch
 
-from common.config import UserError
+from common import dist
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -12,39 +13,45 @@ def autocast(device, precision):
 
 
 def scaler(device, precision):
-    """A GradScaler that is live for fp16 only, so that the training loop needs no branch."""
+    """A GradScaler that is enabled for fp16 only, so that the training loop needs no branch."""
     return torch.amp.GradScaler(device.type, enabled=precision == "fp16")
 
 
-def step(scaler, optimizers, max_grad_norm):
-    """Unscale, clip, step and update, once an iteration; returns (gradient norm before clipping, whether it stepped).
+def step(scaler, groups):
+    """Unscale, clip, step and update, once an iteration; returns (norms, whether it stepped).
 
-    The gradients of one model's `optimizers` are clipped together to the norm `max_grad_norm` (0: not at all). For n
-    models, lists of optimizers and n limits, the norms (n,) are separate. After an overflow nothing steps and the scale
-    is lowered: to the caller the step has not happened. The ranks agree, as gradients are summed.
+    groups: [(optimizers, max_grad_norm)], a pair for each model. The gradients of a model are
+    clipped together; 0 is no clipping. norms: (models,), before clipping. After an overflow no
+    optimizer steps and the scale is lowered: for the caller the step has not happened. All ranks
+    decide alike, because their gradients are summed before.
     """
-    several = isinstance(max_grad_norm, list)
-    models, limits, norms = (optimizers, max_grad_norm, []) if several else ([optimizers], [max_grad_norm], [])
-    for model, limit in zip(models, limits, strict=True):
-        for optimizer in model:
+    norms = []
+    for optimizers, max_grad_norm in groups:
+        parameters = []
+        for optimizer in optimizers:
             scaler.unscale_(optimizer)
-        parameters = [p for o in model for group in o.param_groups for p in group["params"] if p.grad is not None]
-        norms.append(torch.nn.utils.get_total_norm([p.grad for p in parameters]))
-        if limit:
-            torch.nn.utils.clip_grads_with_norm_(parameters, limit, norms[-1])
+            for param_group in optimizer.param_groups:
+                parameters += param_group["params"]
+        norm = torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm or torch.inf)
+        norms.append(norm)
     norms = torch.stack(norms)
+
     # Only fp16 waits for the device here.
     stepped = not scaler.is_enabled() or bool(norms.isfinite().all())
-    for optimizer in [o for model in models for o in model if stepped]:
-        scaler.step(optimizer)
+    if stepped:
+        for optimizers, _ in groups:
+            for optimizer in optimizers:
+                scaler.step(optimizer)
     scaler.update()
-    if not stepped and scaler.get_scale() < 2 ** -20:
-        raise UserError("gradients overflow fp16 at any scale; use --precision bf16 or a lower --lr")
-    return norms if several else norms[0], stepped
+    if not stepped and scaler.get_scale() < 2**-20:
+        dist.fail("gradients overflow fp16 at any scale; use --precision bf16 or a lower --lr")
+    return norms, stepped
 
 
 def load_scaler(scaler, state):
-    """Restore `state` ({} without fp16); returns a note for the user if the precision was changed, else None."""
-    if bool(state) != scaler.is_enabled():
-        return "gradient scale started anew" if scaler.is_enabled() else "gradient scale of the fp16 run dropped"
-    return scaler.load_state_dict(state)
+    """Restore `state`, {} without fp16; a note for the user if the precision changed, or None."""
+    if scaler.is_enabled() and not state:
+        return "gradient scale started anew"
+    if state and not scaler.is_enabled():
+        return "gradient scale of the fp16 run dropped"
+    scaler.load_state_dict(state)

@@ -1,11 +1,12 @@
-"""Saving as a commit: atomic files, checksums, a run folder that always holds a complete run, `auto_resume.json`.
+"""Saving as a commit: atomic files, checksums, and a run folder that always holds a complete run.
 
-Write x.tmp beside x, flush, fsync, replace x, fsync the folder; first the checkpoint, then auto_resume.json. Files
-hold tensors and plain values only, and every load is `weights_only=True`.
+A file x is written as x.tmp, flushed, synced, and renamed to x; then its folder is synced. First
+the checkpoint is written, then auto_resume.json, which names it. Files hold tensors and plain
+values only, and every load is `weights_only=True`.
 """
+
 import concurrent.futures
 import contextlib
-import dataclasses
 import hashlib
 import inspect
 import itertools
@@ -20,7 +21,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from common import accumulate, amp, config, dist, optim
+from common import amp, config, dist, optim
 from common.config import UserError
 
 try:
@@ -31,8 +32,9 @@ except ImportError:  # Windows
 
 # Files
 
+
 def lock(file, wait=False):
-    """Lock an open file until it is closed. If another process has it: OSError, or `wait` for it."""
+    """Lock an open file until it is closed. If another process has it: OSError, or `wait`."""
     if fcntl:
         # A record lock: forked workers do not inherit it.
         fcntl.lockf(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -48,8 +50,11 @@ def lock(file, wait=False):
 
 
 @contextlib.contextmanager
-def replacing(path, durably=True):
-    """Context that gives a binary file; left without an error, `path` holds what was written, `durably` on the disk."""
+def atomic_write(path, durable=True):
+    """Context that gives a binary file. Left without an error, `path` has what was written.
+
+    durable: it is on the disk before the context ends.
+    """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
@@ -58,56 +63,65 @@ def replacing(path, durably=True):
         with open(temporary, "xb") as file:  # it must be new: a link of this name is not followed
             yield file
             file.flush()
-            if durably:
+            if durable:
                 os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
-        cause = error.__context__ if isinstance(error, RuntimeError) else error  # torch's own hides that of the disk
+        # torch's own error hides that of the disk.
+        cause = error.__context__ if isinstance(error, RuntimeError) else error
         if isinstance(cause, OSError):
             raise OSError(cause.errno, f"{cause.strerror}, writing", str(path)) from error
         raise
-    if durably and os.name == "posix":  # Windows opens no folders
+    if durable and os.name == "posix":  # Windows opens no folders
         folder = os.open(path.parent, os.O_RDONLY)
         os.fsync(folder)
         os.close(folder)
 
 
-def save(state, path, note=None):
-    """Write `state` (nested dicts and lists of tensors and plain values) to `path`; returns its sha256.
+def save(state, path, before_replace=None):
+    """Write `state` (nested dicts and lists of tensors and plain values); returns its sha256.
 
-    note: function of the sha256 that is called before the file takes its place.
+    before_replace: function of the sha256, called before the file takes its place.
     """
-    with replacing(path) as file:
+    with atomic_write(path) as file:
         torch.save(state, file)
         file.flush()
         digest = checksum(file.name)
-        if note:
-            note(digest)
-        return digest
+        if before_replace:
+            before_replace(digest)
+    return digest
 
 
 def load(path):
-    """The state saved at `path`, on the CPU. UserError when it is missing, damaged, or not a checkpoint."""
-    if not Path(path).is_file():
+    """The state saved at `path`, on the CPU. UserError if it is missing, damaged, or foreign."""
+    path = Path(path)
+    if not path.is_file():
         raise UserError(f"{path}: no such checkpoint")
-    known = record_of(Path(path).parent, False).get("sha256", {}).get(Path(path).name)  # of a model.pt or best.pt
-    if known and checksum(path) not in known:
-        raise UserError(f"{path}: damaged, or not as its run wrote it: its sha256 is not that of auto_resume.json; "
-                        "start the run again, which makes it anew, or move the file out of the folder")
+    hashes = record_of(path.parent, strict=False).get("sha256", {})  # of model.pt and best.pt
+    if path.name in hashes and checksum(path) not in hashes[path.name]:
+        raise UserError(
+            f"{path}: damaged, or not as its run wrote it: its sha256 is not that of "
+            "auto_resume.json; start the run again, which makes it anew, or move the file out of "
+            "the folder"
+        )
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch meets what it does not know with any of a dozen types
-        raise UserError(f"{path}: not a checkpoint of this program, or damaged ({type(error).__name__})") from error
-    if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
-        raise UserError(f"{path}: not a checkpoint of this program: expected a dict with an entry 'model'")
+    except Exception as error:  # torch raises a dozen types for what it does not know
+        raise UserError(
+            f"{path}: not a checkpoint of this program, or damaged ({type(error).__name__})"
+        ) from error
+    if not matches(state, {"model": {}}):
+        raise UserError(
+            f"{path}: not a checkpoint of this program: expected a dict with an entry 'model'"
+        )
     return state
 
 
 def checksum(path):
     """sha256 of a file, as hexadecimal digits."""
+    digest = hashlib.sha256()
     with open(path, "rb") as file:
-        digest = hashlib.sha256()
         while block := file.read(1 << 22):
             digest.update(block)
     return digest.hexdigest()
@@ -115,96 +129,229 @@ def checksum(path):
 
 def write_json(values, path):
     """Write `values` as indented JSON, atomically."""
-    with replacing(path) as file:
+    with atomic_write(path) as file:
         file.write((json.dumps(values, indent=2) + "\n").encode())
 
 
 @contextlib.contextmanager
-def reading(path):
-    """Context in which what a damaged or foreign file leads to is a UserError that names it."""
+def damage_is_named(path):
+    """Turn errors from a damaged or foreign file into a UserError that names it."""
     try:
         yield
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(f"{path}: damaged, or of another program: {type(error).__name__}: {error}") from error
+    except UserError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise UserError(f"{path}: damaged, or of another program: {reason}") from error
+
+
+def matches(value, example):
+    """Recursive type check of a plain value against an example; a tuple lists alternatives."""
+    if isinstance(example, tuple):
+        return any(matches(value, alternative) for alternative in example)
+    if not isinstance(value, type(example)) or isinstance(value, bool) != isinstance(example, bool):
+        return False
+    if isinstance(example, dict):
+        return all(matches(value.get(name), item) for name, item in example.items())
+    if isinstance(example, list) and example:
+        return all(matches(item, example[0]) for item in value)
+    return True
+
+
+def copy_to_host(state):
+    """A copy in host memory of nested dicts and lists of tensors and plain values."""
+    if isinstance(state, torch.Tensor):
+        return state.detach().to("cpu", copy=True)
+    if isinstance(state, dict):
+        return {name: copy_to_host(value) for name, value in state.items()}
+    if type(state) in (list, tuple):
+        return type(state)(copy_to_host(value) for value in state)
+    return state
+
+
+# Models
+
+# Settings that name files, of all scripts.
+PATHS = ("data", "val_data", "embeddings", "clip", "soundstream", "semantic")
+
+
+def weights_that_fit(module, state, path, strict=True):
+    """Entries of `state["model"]` whose name and shape are the module's.
+
+    UserError unless all fit (strict), or at least one does.
+    """
+    expected = module.state_dict()
+    weights = state["model"]
+    fitting = {}
+    for name, value in weights.items():
+        if name in expected and getattr(value, "shape", None) == expected[name].shape:
+            fitting[name] = value
+    wrong = sorted((expected.keys() | weights.keys()) - fitting.keys(), key=str)
+    if wrong and "lora" in state:
+        base = state["lora"]["base"]
+        raise UserError(f"{path}: LoRA adapters, not a model; give their base, {base}")
+    if wrong and (strict or not fitting):
+        names = ", ".join(map(str, wrong[:5]))
+        raise UserError(
+            f"{path}: weights of another model: {len(wrong)} entries differ: {names}; give the "
+            "settings it was trained with"
+        )
+    return fitting
+
+
+def load_weights(module, state, path, strict=True):
+    """Load `state["model"]` into `module`: all of it, or if not `strict` what fits."""
+    module.load_state_dict(weights_that_fit(module, state, path, strict), strict=False)
+
+
+def peek(path):
+    """The contents of a model file, its weights not yet read; {} of another file."""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        return state if isinstance(state["config"], dict) else {}
+    except Exception:  # of a dozen types; `load` reports them
+        return {}
+
+
+def model_settings(path):
+    """{setting: value} of the model in the file `path`; of another file, none."""
+    state = peek(path)
+    return {**state.get("config", {}), "versions": state.get("versions", True)}
+
+
+def read_model(kind, cls, path, weights="ema", lora_scale=1.0):
+    """(config of the class `cls`, contents) of a model file; contents["model"] are its weights.
+
+    kind: of model, as the file must say. weights: "ema", or "online", which only checkpoints have.
+    Adapters are merged into their base. Paths are right even if the run was moved with its files.
+    """
+    path = Path(path)
+    state = load(path)
+    if state.get("kind") != kind:
+        raise UserError(f"{path}: not a {kind}'s model.pt, best.pt or checkpoint")
+    if weights == "online" and "ema" not in state:
+        raise UserError(
+            f"{path}: has the averaged weights alone; --weights online needs one of RUN/checkpoints"
+        )
+    with damage_is_named(path):
+        folder = path.absolute().parents[path.parent.name == "checkpoints"]
+        settings = dict(state["config"])
+        old_folder = os.path.join(state["cwd"], settings["run_dir"])
+
+        def resolve(values, name):
+            if name in values:
+                values[name] = resolve_path(values[name], old_folder, folder, state["cwd"])
+
+        for name in PATHS:
+            resolve(settings, name)
+        resolve(state, "clip")
+        resolve(state.get("lora", {}), "base")
+        settings |= {"run_dir": str(folder), "versions": state.get("versions", True)}
+        cfg = cls(**config.from_json(cls, settings, path))
+
+        if weights == "ema":
+            state = inference_contents(state)
+        if "lora" in state:
+            from common import lora
+
+            state = lora.merged(state, path, lora_scale)
+    return cfg, state
 
 
 def build(make, state, path, device="cpu"):
-    """The model that `make()` gives, in eval mode, with the weights of `state`, the contents of the file `path`.
+    """The model that `make()` gives, in eval mode, with the weights of the file's contents `state`.
 
-    It is made without memory first, as the sizes that the file claims may be larger than its weights.
+    It is made without memory first: the sizes that a damaged file claims may be any.
     """
-    sizes = [state["config"].get(name) for name in ("depth", "blocks", "quantizers", "coarse_quantizers")]
-    if any(isinstance(size, int) and size > len(state["model"]) for size in sizes):
+    names = ("depth", "num_res_blocks", "num_quantizers", "coarse_quantizers")
+    sizes = [state["config"].get(name) for name in names]
+    most = max(1000, len(state["model"]))
+    if any(isinstance(size, int) and size > most for size in sizes):
         raise UserError(f"{path}: damaged: its settings are of more layers than it has weights")
     with torch.device("meta"):
-        check_weights(make(), state, path)
+        weights_that_fit(make(), state, path)
     model = make()
     load_weights(model, state, path)
     return model.to(device).eval()
 
 
-def located(stored, place, folder, cwd=""):
-    """The path `stored`, as seen from `cwd`, noted in a folder `place` that is `folder` now; it may have moved, too.
+def resolve_path(stored, old_folder, folder, cwd=""):
+    """A stored path, relative to `cwd`, after the run folder has moved from old_folder to folder.
 
-    None, a file beside it, and names such as open_clip:MODEL/WEIGHTS are no such paths, and are given back.
+    Other names, such as open_clip:MODEL/WEIGHTS, are given back.
     """
     if not re.match(r"[^:]*/", stored or ""):
         return stored
     stored = os.path.join(cwd, stored)
-    moved = os.path.normpath(os.path.join(folder, os.path.relpath(stored, place)))
+    moved = os.path.normpath(os.path.join(folder, os.path.relpath(stored, old_folder)))
     return moved if os.path.exists(moved) else stored
 
 
-def copied(state):
-    """A copy in host memory of `state`, nested dicts and lists of tensors and plain values."""
-    if isinstance(state, torch.Tensor):
-        return state.detach().to("cpu", copy=True)
-    if isinstance(state, dict):
-        return {name: copied(value) for name, value in state.items()}
-    return type(state)(map(copied, state)) if type(state) in (list, tuple) else state
+# State of a run
 
-
-# What a run is made of
 
 def versions(script):
-    """What made a run: torch's version, and a digest of `script` and of common/, which changes with any edit."""
+    """torch's version, and a hash of `script` and common/, which changes with any edit."""
     digest = hashlib.sha256()
     for path in [Path(script), *sorted(Path(__file__).parent.glob("*.py"))]:
         digest.update(path.read_bytes())
     return {"torch": str(torch.__version__), "code": digest.hexdigest()[:12]}
 
 
-# What a stop between two log lines leaves for the next. losses: of each step, summed over samples.
+# What a stop between two log lines leaves for the next line. losses: of each step, over samples.
 NOTHING_UNLOGGED = {"losses": [], "grad_norm": 0.0, "unusable": 0, "overflows": 0}
+
+# Entries of a checkpoint that only resuming needs.
+FOR_RESUMING = (
+    "ema",
+    "optimizers",
+    "scaler",
+    "identity",
+    "best_val_loss",
+    "discriminators",
+    "unlogged",
+)
 
 
 class State:
-    """What a checkpoint holds: weights, average, optimizers, gradient scaler, step, best validation loss."""
+    """What a checkpoint holds: weights, EMA, optimizers, gradient scaler, step, best loss."""
 
-    def __init__(self, cfg, modules, average, optimizers, scaler, identity, facts):
-        """modules: {"model": the module that is trained and averaged, NAME: others that are trained}.
+    def __init__(self, cfg, modules, ema, optimizers, scaler, identity, model_info):
+        """modules: {"model": what is trained and averaged, NAME: another trained module}.
 
-        identity: {name: plain value} of what must not change while the run goes on. facts: {name: plain value} for
-        every file that it writes, of what it takes to make the model besides the config. Collective: UserError if the
-        ranks have other data or other code.
+        identity: {name: plain value} of what must not change while the run goes on. model_info:
+        {name: plain value} that building the model takes besides the config. Collective: UserError
+        if the ranks have other data or other code.
         """
-        self.cfg, self.modules, self.average = cfg, modules, average
-        self.optimizers, self.scaler, self.identity, self.facts = optimizers, scaler, identity, facts
-        self.versions = versions(inspect.getfile(type(cfg)))  # the script is the file that has the Config
-        self.step, self.best_val_loss = 0, float("inf")
+        self.cfg = cfg
+        self.modules = modules
+        self.ema = ema
+        self.optimizers = optimizers
+        self.scaler = scaler
+        self.identity = identity
+        self.model_info = model_info
+        self.versions = versions(inspect.getfile(type(cfg)))  # the script has the Config
+        self.step = 0
+        self.best_val_loss = float("inf")
         self.unlogged = dict(NOTHING_UNLOGGED)
         dist.check_alike({**identity, "code": self.versions["code"]})
 
     def contents(self):
         """The contents of a checkpoint, with the tensors themselves, not copies."""
-        return {**{name: module.state_dict() for name, module in self.modules.items()},
-                "ema": self.average.state_dict(), "optimizers": [opt.state_dict() for opt in self.optimizers],
-                "scaler": self.scaler.state_dict(), "step": self.step, "best_val_loss": self.best_val_loss,
-                "unlogged": self.unlogged,
-                "identity": self.identity, "config": config.as_json(self.cfg), "versions": self.versions,
-                "cwd": os.getcwd(), **self.facts}
+        return {
+            **{name: module.state_dict() for name, module in self.modules.items()},
+            "ema": self.ema.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "scaler": self.scaler.state_dict(),
+            "step": self.step,
+            "best_val_loss": self.best_val_loss,
+            "unlogged": self.unlogged,
+            "identity": self.identity,
+            "config": config.as_json(self.cfg),
+            "versions": self.versions,
+            "cwd": os.getcwd(),
+            **self.model_info,
+        }
 
     @property
     def logged_step(self):
@@ -212,339 +359,368 @@ class State:
         return self.step - len(self.unlogged["losses"])
 
     def start_from(self, path, strict=True):
-        """Take the weights, and nothing else, of a model.pt or a checkpoint; not `strict`: those that fit."""
+        """Take the weights, and nothing else, of a model.pt or a checkpoint."""
         load_weights(self.modules["model"], load(path), path, strict)
-        self.average.load_state_dict(self.modules["model"].state_dict())
+        self.ema.load_state_dict(self.modules["model"].state_dict())
 
     def check(self, state, path):
-        """UserError unless the contents `state` of the checkpoint `path` have the types and shapes of this State's."""
+        """UserError unless the contents of the file `path` have this State's types and shapes."""
         if "identity" not in state:
-            raise UserError(f"{path}: weights without the state of a run; start from them with --init_from, not --load")
-        scale = torch.amp.GradScaler("cpu").state_dict() if state.get("scaler") else {}
-        example = {"ema": {}, "optimizers": [{"state": {}, "param_groups": [{"params": [0]}]}], "best_val_loss": 0.0,
-                   "step": 0, "scaler": scale, "identity": {}, "config": {}, "versions": {},
-                   "unlogged": {**NOTHING_UNLOGGED, "losses": [0.0]},
-                   **{name: {} for name in self.modules}}
-        if not like(state, example):
-            raise UserError(f"{path}: damaged, or of another program: entries {', '.join(example)} are not as expected")
+            raise UserError(
+                f"{path}: weights without the state of a run; start from them with --init_from, "
+                "not --load"
+            )
+        scaler = torch.amp.GradScaler("cpu").state_dict() if state.get("scaler") else {}
+        example = {
+            **{name: {} for name in self.modules},
+            "ema": {},
+            "optimizers": [{"state": {}, "param_groups": [{"params": [0]}]}],
+            "scaler": scaler,
+            "step": 0,
+            "best_val_loss": 0.0,
+            "unlogged": {**NOTHING_UNLOGGED, "losses": [0.0]},
+            "identity": {},
+            "config": {},
+            "versions": {},
+        }
+        if not matches(state, example):
+            raise UserError(
+                f"{path}: damaged, or of another program: entries {', '.join(example)} are not as "
+                "expected"
+            )
         check_identity(state["identity"], self.identity, path)
-        for name, weights in (*self.modules.items(), ("ema", self.modules["model"])):
-            check_weights(weights, {"model": state[name]}, path)
-        with reading(path):
+        for name, module in self.modules.items():
+            weights_that_fit(module, {"model": state[name]}, path)
+        weights_that_fit(self.modules["model"], {"model": state["ema"]}, path)
+        with damage_is_named(path):
             if not optim.fit(self.optimizers, state["optimizers"]):
-                raise UserError(f"{path}: the state of its optimizer is of another model; go on with --init_from")
+                raise UserError(
+                    f"{path}: the state of its optimizer is of another model; "
+                    "go on with --init_from"
+                )
 
     def restore(self, path):
-        """Go on from the checkpoint `path`; returns notes on what has changed since. Rates follow from the step."""
-        state, now = load(path), config.as_json(self.cfg)
+        """Resume from the checkpoint `path`; returns notes on what has changed since."""
+        state = load(path)
         self.check(state, path)
         for name, module in self.modules.items():
             module.load_state_dict(state[name])
-        self.average.load_state_dict(state["ema"])
-        optim.load(self.optimizers, state["optimizers"])
-        self.step, best = state["step"], Path(self.cfg.run_dir) / "best.pt"
+        self.ema.load_state_dict(state["ema"])
+        optim.load(self.optimizers, state["optimizers"])  # rates follow from the step
+        self.step = state["step"]
         self.unlogged = state["unlogged"]
-        if Path(path).parent.parent == best.parent:  # another run's best is not in this one's folder
+        best = Path(self.cfg.run_dir) / "best.pt"
+        if Path(path).parent.parent == best.parent:
             self.best_val_loss = state["best_val_loss"]
-        elif best.is_file():
+        elif best.is_file():  # the checkpoint is another run's, whose best is not in this folder
             self.best_val_loss = load(best)["val_loss"]
+
         notes = [f"resuming {path} at step {self.step} of {self.cfg.steps}"]
         notes.append(amp.load_scaler(self.scaler, state["scaler"]))
-        notes += [f"{path} is of another {name}: {then}, this is {self.versions.get(name)}"
-                  for name, then in state["versions"].items() if self.versions.get(name) != then]
-        return notes + [f"{name} changed from {then} to {now[name]}" for name, then in state["config"].items()
-                        if name in now and now[name] != then]
+        for name, before in state["versions"].items():
+            now = self.versions.get(name)
+            if now != before:
+                notes.append(f"{path} is of another {name}: {before}, this is {now}")
+        settings = config.as_json(self.cfg)
+        for name, before in state["config"].items():
+            if name not in settings:
+                notes.append(f"{name}, which was {before}, is no setting any more")
+            elif settings[name] != before:
+                notes.append(f"{name} changed from {before} to {settings[name]}")
+        for name in settings.keys() - state["config"].keys():
+            notes.append(f"{name} is a new setting, {settings[name]}")
+        return notes
 
 
-def averaged(state):
-    """The contents of model.pt from those of a checkpoint: averaged weights, and what it takes to use them."""
-    resuming = ("ema", "optimizers", "scaler", "identity", "best_val_loss", "discriminators",
-                "unlogged")
-    rest = {name: value for name, value in state.items() if name not in resuming}
-    return {**rest, "model": state.get("ema", state["model"])}
+def inference_contents(state):
+    """The contents of model.pt from those of a checkpoint: averaged weights, and what they need."""
+    contents = {name: value for name, value in state.items() if name not in FOR_RESUMING}
+    contents["model"] = state.get("ema", state["model"])
+    return contents
 
 
-def check_weights(module, state, path, strict=True):
-    """Those of `state["model"]` that fit `module`; UserError if they are not all there is in both, or none is."""
-    expected, found = module.state_dict(), state["model"]
-    fits = {name: value for name, value in found.items()
-            if name in expected and getattr(value, "shape", None) == expected[name].shape}
-    wrong = sorted((expected.keys() | found.keys()) - fits.keys(), key=str)
-    if wrong and "lora" in state:
-        raise UserError(f"{path}: LoRA adapters, not a model; give their base, {state['lora']['base']}")
-    if wrong and (strict or not fits):
-        names = ", ".join(map(str, wrong[:5])) + ", …" * (len(wrong) > 5)
-        raise UserError(f"{path}: weights of another model: {len(wrong)} entries differ: {names}; give the settings "
-                        "it was trained with")
-    return fits
+def identity(cfg, dataset, clip_model=None):
+    """What must not change while a run goes on: {name: plain value} of settings, data and base.
 
-
-def load_weights(module, state, path, strict=True):
-    """Load `state["model"]` into `module`; if it does not fit, UserError, or, not `strict`, what does fit of it."""
-    module.load_state_dict(check_weights(module, state, path, strict), strict=False)
-
-
-def peek(path):
-    """The contents of the file `path` of a model, its weights unread.
-
-    {} of another file, which `load` refuses.
+    dataset: the training data. clip_model: the CLIP that conditions the model, or None.
     """
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        return state if isinstance(state["config"], dict) else {}
-    except Exception:  # of a dozen types, see `load`
-        return {}
+    facts = config.kept(cfg)
+    for name, value in dataset.fingerprint().items():
+        facts[f"data {name}"] = value
+    if clip_model:
+        facts["clip"] = clip_model.fingerprint()
+    if getattr(cfg, "lora_rank", 0):
+        facts["lora_base"] = checksum(cfg.init_from)
+    return json.loads(json.dumps(facts))  # lists for tuples, as in files
 
 
-def settings_in(path, *groups):
-    """For each of `groups` of names, {name: value} of the settings in the file `path` of a model.
+def check_identity(saved, expected, where):
+    """UserError unless the saved identity, {name: plain value}, is the expected one.
 
-    Of another file, none.
+    A name that only one of them has belongs to a setting that a fork added, removed or renamed.
     """
-    settings = peek(path).get("config", {})
-    return [{name: settings[name] for name in names if name in settings} for names in groups]
-
-
-def with_chunk_size(cfg, most):
-    """`cfg` with a chunk size: its own, that of the run which goes on, or one that is decided here.
-
-    The one decided gives every rank a chunk, of at most `most` samples. A run keeps its chunk size,
-    as a chunk is what is seeded.
-    """
-    identity = {}
-    record = record_of(cfg.run_dir) if cfg.resume == "auto" else {"checkpoints": []}
-    if record["checkpoints"]:
-        identity = record.get("identity")
-    elif cfg.load and not cfg.load_only_auto_resume:
-        identity = load(cfg.load).get("identity")
-    begun = like(identity, {"chunk_size": 1})
-    size = cfg.chunk_size
-    if not size and begun:
-        size = max(1, identity["chunk_size"])
-    if not size:
-        size = accumulate.chunk_size_for(cfg.batch_size, dist.world_size(), most)
-    chunks = math.ceil(cfg.batch_size / size)
-    if chunks < dist.world_size() and not begun:
+    changed = [
+        f"{name} is {saved[name]!r} there and {value!r} here"
+        for name, value in expected.items()
+        if name in saved and saved[name] != value
+    ]
+    if changed:
         raise UserError(
-            f"--chunk_size {size}: makes {chunks} chunk(s) of a batch of {cfg.batch_size}, too few for "
-            f"{dist.world_size()} ranks; leave it out, or give at most "
-            f"{max(1, cfg.batch_size // dist.world_size())}")
-    return dataclasses.replace(cfg, chunk_size=size)
-
-
-def identity(cfg, fixed, source, clip=None):
-    """What must not change while a run goes on: {name: plain value} of the fields `fixed`, the data and the base.
-
-    source: the training data. clip: the CLIP that the model is conditioned by, or None.
-    """
-    facts = {name: getattr(cfg, name) for name in fixed}
-    facts |= {f"data {name}": value for name, value in source.fingerprint().items()}
-    facts |= {"clip": clip.fingerprint()} if clip else {}
-    return facts | ({"lora_base": checksum(cfg.init_from)} if getattr(cfg, "lora_rank", 0) else {})
-
-
-def check_identity(found, expected, where):
-    """UserError unless the facts that define a run, {name: plain value}, are those of the checkpoint `where`."""
-    found, expected = (json.loads(json.dumps(facts)) for facts in (found, expected))  # lists for tuples in both
-    wrong = [f"{name} is {found.get(name)!r} there and {value!r} here" for name, value in expected.items()
-             if found.get(name) != value]
-    if wrong:
-        raise UserError(f"{where}: a run of another model or other data: {'; '.join(wrong)}. Give the same settings "
-                        "(--config RUN/config.json has them), or another --run_dir")
+            f"{where}: a run of another model or other data: {'; '.join(changed)}. Give the same "
+            "settings (--config RUN/config.json has them), or another --run_dir"
+        )
 
 
 # The run folder
 
 SAVED = {"file": "", "step": 0, "values": {}}
-RECORD = {"checkpoints": [{**SAVED, "sha256": ""}], "finished": (None, {}), "best": (None, SAVED),
-          "start": (None, SAVED), "identity": (None, {}), "logger": (None, {"kind": ""}), "sha256": (None, {})}
+RECORD = {
+    "checkpoints": [{**SAVED, "sha256": ""}],
+    "finished": (None, {}),
+    "best": (None, SAVED),
+    "identity": (None, {}),
+    "logger": (None, {"kind": ""}),
+    "sha256": (None, {}),
+}
 
 
 def record_of(folder, strict=True):
-    """What auto_resume.json of a run folder says, newest checkpoint first; of a run that is not there, nothing.
+    """What auto_resume.json of a run folder says, newest checkpoint first; without a run, nothing.
 
-    A file that is damaged is a UserError or, not `strict`, says nothing.
+    A damaged file is a UserError or, not `strict`, says nothing.
     """
-    path, empty = Path(folder) / "auto_resume.json", {"checkpoints": [], "finished": None}
-    if not path.exists() and not [*Path(folder).glob("checkpoints/step_*.pt")]:
-        return empty
+    path = Path(folder) / "auto_resume.json"
+    nothing = {"checkpoints": [], "finished": None}
+    if not path.exists() and not any(Path(folder).glob("checkpoints/step_*.pt")):
+        return nothing
     with contextlib.suppress(OSError, ValueError):
-        if like(record := json.loads(path.read_text()), RECORD):
+        record = json.loads(path.read_text())
+        if matches(record, RECORD):
             return record
-    if not strict:
-        return empty
-    raise UserError(f"{path}: damaged or missing; go on from one of {folder}/checkpoints with --load FILE and a new "
-                    "--run_dir, or start over with --resume never")
+    if strict:
+        raise UserError(
+            f"{path}: damaged or missing; go on from one of {folder}/checkpoints with --load FILE "
+            "and a new --run_dir, or start over with --resume never"
+        )
+    return nothing
 
 
-def like(value, example):
-    """Whether a plain value has the type of `example`, and so has all that is in it; one of several, for a tuple."""
-    if isinstance(example, tuple):
-        return any(like(value, each) for each in example)
-    if not isinstance(value, type(example)) or isinstance(value, bool) != isinstance(example, bool):
-        return False
-    if isinstance(example, dict):
-        return all(like(value.get(name), each) for name, each in example.items())
-    return not isinstance(example, list) or all(like(item, each) for each in example for item in value)
-
-
-class Run:
-    """A run folder, to be used by rank 0 alone: locked against other processes, resumable at every instant."""
+class RunFolder:
+    """A run folder, written by rank 0 alone: locked, and resumable at every instant."""
 
     def __init__(self, folder):
-        self.folder, self.record = Path(folder), {"checkpoints": [], "finished": None}  # as of `record_of`
-        self.writer, self.writing = concurrent.futures.ThreadPoolExecutor(1), None  # a thread, and its last work
-        self.work, self.tried_again = None, False  # the last work, and whether another came before it that had failed
+        self.folder = Path(folder)
+        self.record = {"checkpoints": [], "finished": None}  # as of `record_of`
+        self.thread = concurrent.futures.ThreadPoolExecutor(1)  # writes beside training
+        self.writing = None  # Future of the last write
+        self.work = None  # the last write, to try again if it failed
+        self.is_second_try = False
+        # Set by loop.open_run.
+        self.identity = {}
+        self.resume_from = None
+        self.finished = None
+        self.notes = []
 
     def open(self, resume):
-        """Hold the folder; returns notes. With `resume` "never" an earlier run in it is moved to FOLDER.1, .2, …."""
-        self._hold()
+        """Lock the folder; returns notes. With `resume` "never" an earlier run is moved aside."""
+        self._lock()
         notes = []
-        if resume == "never" and [*self.folder.glob("auto_resume.json"), *self.folder.glob("checkpoints/step_*.pt")]:
-            number = next(i for i in itertools.count(1) if not Path(f"{self.folder}.{i}").exists())
-            self.lock.close()
-            os.rename(self.folder, f"{self.folder}.{number}")
-            notes.append(f"the earlier run is now in {self.folder}.{number}")
-            self._hold()
-        for scrap in self.folder.glob("checkpoints/*.tmp"):  # of a process killed while saving
-            scrap.unlink()
+        has_run = any(self.folder.glob("checkpoints/step_*.pt"))
+        if resume == "never" and (has_run or (self.folder / "auto_resume.json").exists()):
+            moved = (f"{self.folder}.{number}" for number in itertools.count(1))
+            moved = next(path for path in moved if not Path(path).exists())
+            self.lock_file.close()
+            os.rename(self.folder, moved)
+            notes.append(f"the earlier run is now in {moved}")
+            self._lock()
+        for leftover in self.folder.glob("checkpoints/*.tmp"):  # of a process killed while saving
+            leftover.unlink()
         self.record = record_of(self.folder)
-        # Written at once, so that a first save that is cut off before it is recorded is known for what it is.
-        write_json(self.record, self.folder / "auto_resume.json")
+        # Written at once: a first save that is cut off before it is recorded is known as such.
+        self._write_record()
         return notes
 
-    def _hold(self):
+    def _lock(self):
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.lock = open(self.folder / ".lock", "a+")  # noqa: SIM115 (held until the process ends)
+        self.lock_file = open(self.folder / ".lock", "a+")  # noqa: SIM115 (open until the end)
         try:
-            lock(self.lock)
+            lock(self.lock_file)
         except OSError as error:
-            self.lock.seek(0)
-            raise UserError(f"{self.folder}: in use by another live process ({self.lock.read().strip()}); wait for it, "
-                            "stop it, or give another --run_dir") from error
-        self.lock.truncate(0)
-        self.lock.write(f"process {os.getpid()} on {platform.node()}\n")
-        self.lock.flush()
+            self.lock_file.seek(0)
+            owner = self.lock_file.read().strip()
+            raise UserError(
+                f"{self.folder}: in use by another live process ({owner}); wait for it, stop it, "
+                "or give another --run_dir"
+            ) from error
+        self.lock_file.truncate(0)
+        self.lock_file.write(f"process {os.getpid()} on {platform.node()}\n")
+        self.lock_file.flush()
+
+    def _write_record(self):
+        write_json(self.record, self.folder / "auto_resume.json")
 
     def resume_point(self, cfg, identity):
-        """(checkpoint to go on from or None, results of a run that is finished or None, notes).
+        """(checkpoint to resume from or None, results if the run is finished or None, notes).
 
-        UserError if there are more ranks than chunks to go on with.
+        It is the newest intact checkpoint of the folder, or else cfg.load, a local file. UserError
+        if the run is another one, if no checkpoint is intact, or if there are more ranks than
+        chunks.
         """
-        path, finished, notes = self._resume_point(cfg, identity)
+        path, finished, notes = self._newest_intact(cfg, identity)
+        if not path:
+            if notes and not cfg.load:
+                raise UserError(
+                    f"{self.folder}: all {len(notes)} checkpoints are damaged or missing; go on "
+                    "from a copy with --load, or start over with --resume never"
+                )
+            path = cfg.load or None
+            if path and cfg.load_only_auto_resume and not notes:
+                notes = [f"a new run, so --load {path} is not used, with --load_only_auto_resume"]
+                path = None
         chunks = math.ceil(cfg.batch_size / cfg.chunk_size)
         if chunks < dist.world_size() and not finished:
             raise UserError(
                 f"{path}: its batches have {chunks} chunk(s) of {cfg.chunk_size} samples, so at "
                 f"most {chunks} rank(s) can go on with it; these are {dist.world_size()}. More "
-                f"ranks need a new --run_dir; --init_from {path} starts it from these weights")
+                f"ranks need a new --run_dir; --init_from {path} starts it from these weights"
+            )
         return path, finished, notes
 
-    def _resume_point(self, cfg, identity):
-        """`resume_point` for any number of ranks.
-
-        It is the newest intact one of the folder, else cfg.load, a local file. UserError if the run is another one, or
-        if there were checkpoints, none is intact, and there is no cfg.load.
-        """
+    def _newest_intact(self, cfg, identity):
         notes = []
         for entry in self.record["checkpoints"]:
             path = self.folder / entry["file"]
-            if path.is_file() and checksum(path) == entry["sha256"]:
+            if not path.is_file():
+                notes.append(f"{path}: missing, trying the one before it")
+            elif checksum(path) != entry["sha256"]:
+                notes.append(f"{path}: damaged, trying the one before it")
+            else:
                 check_identity(self.record.get("identity", {}), identity, self.folder)
                 finished = self.record["finished"] if entry["step"] >= cfg.steps else None
-                model, known = self.folder / "model.pt", self.record.get("sha256", {}).get("model.pt", [])
-                if finished and not (model.is_file() and checksum(model) in known):
-                    notes.append(f"{model}: {'damaged' if model.is_file() else 'missing'}, made anew")
+                if finished and not self._has_model():
+                    notes.append(f"{self.folder}/model.pt: damaged or missing, made anew")
                     finished = None
                 return str(path), finished, notes
-            notes.append(f"{path}: {'damaged' if path.is_file() else 'missing'}, trying the one before it")
-        if notes and not cfg.load:
-            raise UserError(f"{self.folder}: all {len(notes)} checkpoints are damaged or missing; go on from a copy "
-                            "with --load, or start over with --resume never")
-        if cfg.load and cfg.load_only_auto_resume and not notes:
-            return None, None, [f"a new run, for which --load {cfg.load} is not used, with --load_only_auto_resume"]
-        return cfg.load or None, None, notes
+        return None, None, notes
 
-    def forget(self, step):
-        """Go on from no checkpoint of `step` or later; returns the file of the newest before it, or None."""
+    def _has_model(self):
+        model = self.folder / "model.pt"
+        hashes = self.record.get("sha256", {}).get("model.pt", [])
+        return model.is_file() and checksum(model) in hashes
+
+    def drop_from(self, step):
+        """Discard checkpoints of `step` or later; returns the newest file before it, or None."""
         self.wait()
-        self.record["checkpoints"] = [c for c in self.record["checkpoints"] if c["step"] < step]
-        write_json(self.record, self.folder / "auto_resume.json")
-        return next((f"{self.folder}/{c['file']}" for c in self.record["checkpoints"]), None)
+        earlier = [entry for entry in self.record["checkpoints"] if entry["step"] < step]
+        self.record["checkpoints"] = earlier
+        self._write_record()
+        return f"{self.folder}/{earlier[0]['file']}" if earlier else None
 
-    def commit(self, state, log):
-        """Begin to save `state` as the checkpoint of its step, and to drop the oldest; every rank calls it.
+    def save(self, state, log):
+        """Begin to save `state` as the checkpoint of its step, and drop the oldest. Collective.
 
-        log: the Tracker, whose lines are made durable first, and which then copies. RuntimeError if the ranks differ.
+        log: the Tracker. Its lines are made durable first; after the save it sends copies.
+        RuntimeError if the ranks differ.
         """
         dist.check_in_step(state.modules, state.step)
-        if not all(t.isfinite().all() for m in state.modules.values() for t in m.parameters()):
-            dist.on_main(lambda: self.forget(state.step) and None)
-            dist.fail(f"{self.folder}: weights are not finite at step {state.step}; lower --lr or --max_grad_norm")
+        for module in state.modules.values():
+            if not all(parameter.isfinite().all() for parameter in module.parameters()):
+                dist.on_main(lambda: self.drop_from(state.step))
+                dist.fail(
+                    f"{self.folder}: weights are not finite at step {state.step}; lower --lr or "
+                    "--max_grad_norm"
+                )
         if not dist.is_main():
             return
         log.sync()
-        file, keep, step = f"checkpoints/step_{state.step:08d}.pt", state.cfg.keep, state.step
-        values, contents = log.values(state), copied(state.contents())
+        step = state.step
+        file = f"checkpoints/step_{step:08d}.pt"
+        entry = {"file": file, "step": step, "values": log.values(state)}
+        contents = copy_to_host(state.contents())
+        keep = state.cfg.keep or None
 
         def work():
-            entry = {"file": file, "step": step, "sha256": save(contents, self.folder / file), "values": values}
-            kept = [entry, *(older for older in self.record["checkpoints"] if older["step"] < step)][:keep or None]
-            self.record |= {"world_size": dist.world_size(), "identity": state.identity, "finished": None,
-                            "checkpoints": kept}
-            write_json(self.record, self.folder / "auto_resume.json")
-            names = {older["file"] for older in kept}
-            for path in self.folder.glob("checkpoints/step_*.pt") if keep else ():
-                if f"checkpoints/{path.name}" not in names and path.name < Path(file).name:
-                    path.unlink()
+            entry["sha256"] = save(contents, self.folder / file)
+            older = [other for other in self.record["checkpoints"] if other["step"] < step]
+            kept = [entry, *older][:keep]
+            self.record |= {
+                "world_size": dist.world_size(),
+                "identity": state.identity,
+                "finished": None,
+                "checkpoints": kept,
+            }
+            self._write_record()
+            if keep:
+                self._delete_older(step, {Path(other["file"]).name for other in kept})
             log.send()
+
         self._submit(work)
 
+    def _delete_older(self, step, kept):
+        """Delete checkpoints before `step` whose names are not among `kept`."""
+        for path in self.folder.glob("checkpoints/step_*.pt"):
+            if path.name not in kept and path.name < f"step_{step:08d}.pt":
+                path.unlink()
+
     def save_best(self, state, val_loss, log):
-        """Begin to write best.pt if `val_loss` is the lowest so far; every rank calls it. Returns whether it is."""
+        """Begin to write best.pt if `val_loss` is the lowest so far; returns whether it is."""
         if not val_loss < state.best_val_loss:
             return False
         state.best_val_loss = val_loss
         if dist.is_main():
-            values, contents = log.values(state), copied({**averaged(state.contents()), "val_loss": val_loss})
+            entry = {"file": "best.pt", "step": state.step, "values": log.values(state)}
+            contents = inference_contents(state.contents())
+            contents = copy_to_host({**contents, "val_loss": val_loss})
 
             def work():
-                save(contents, self.folder / "best.pt", lambda digest: self._note("best.pt", digest))
-                self.record["best"] = {"file": "best.pt", "step": contents["step"], "values": values}
-                write_json(self.record, self.folder / "auto_resume.json")
+                self._save_model(contents, "best.pt")
+                self.record["best"] = entry
+                self._write_record()
                 log.send()
+
             self._submit(work)
         return True
 
+    def _save_model(self, contents, name):
+        """Write `contents` as `name`; its sha256 is recorded first, beside that of the old file."""
+
+        def record_hash(digest):
+            hashes = self.record.setdefault("sha256", {})
+            hashes[name] = [*hashes.get(name, [])[-1:], digest]
+            self._write_record()
+
+        save(contents, self.folder / name, record_hash)
+
     def _submit(self, work):
-        """Begin `work`, after what failed the last time, which ends the run if it fails again."""
-        again = None
+        """Run `work` in the writer thread, first retrying a failed write once."""
+        failed_work = None
         try:
             self.wait()
         except OSError as error:
-            if self.tried_again:
+            if self.is_second_try:
                 raise
             tqdm.write(f"{error}; the next save tries again")
-            again = self.work
-        self.work, self.tried_again = work, bool(again)
-        self.writing = self.writer.submit(lambda: [each() for each in (again, work) if each])
+            failed_work = self.work
+
+        def run_both():
+            if failed_work:
+                failed_work()
+            work()
+
+        self.work = work
+        self.is_second_try = failed_work is not None
+        self.writing = self.thread.submit(run_both)
 
     def wait(self):
         """Wait for what is being written; an error that it met is raised here."""
-        writing, self.writing = self.writing, None
+        writing = self.writing
+        self.writing = None
         if writing:
             writing.result()
 
-    def _note(self, name, digest):
-        """Record the sha256 of the file `name` that is to be replaced, beside that of the file before it."""
-        known = self.record.setdefault("sha256", {})
-        known[name] = [*known.get(name, [])[-1:], digest]
-        write_json(self.record, self.folder / "auto_resume.json")
-
-    def finish(self, state, results):
-        """Write model.pt, and record that the run is complete, with its closing `results`."""
+    def save_final(self, state, results):
+        """Write model.pt, and record that the run is finished, with its `results`."""
         self.wait()
-        save({**averaged(state.contents()), **results}, self.folder / "model.pt",
-             lambda digest: self._note("model.pt", digest))
+        self._save_model({**inference_contents(state.contents()), **results}, "model.pt")
         self.record["finished"] = results
-        write_json(self.record, self.folder / "auto_resume.json")
+        self._write_record()

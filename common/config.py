@@ -1,8 +1,9 @@
-"""A flat frozen dataclass <-> command line (argparse) <-> JSON file, and the fields that all training scripts share.
+"""Settings: a flat frozen dataclass <-> command line (argparse) <-> JSON file.
 
-A field's type holds its bounds, and its trailing comment is its line in `--help`. Flags win over `--config FILE.json`,
-which wins over `--preset NAME`, which wins over the defaults.
+A setting is declared once, by `field`. Its type holds its bounds. Flags win over `--config
+FILE.json`, which wins over `--preset NAME`, which wins over the defaults.
 """
+
 import argparse
 import dataclasses
 import difflib
@@ -21,14 +22,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-# Bounds of numbers, in words and as a test. They stand in the types of fields.
-Count = Annotated[int, ("above 0", lambda value: value > 0)]
-Natural = Annotated[int, ("0 or more", lambda value: value >= 0)]
-Positive = Annotated[float, ("above 0", lambda value: value > 0)]
-NonNegative = Annotated[float, ("0 or more", lambda value: value >= 0)]
-Share = Annotated[float, ("within 0 and 1", lambda value: 0 <= value <= 1)]
+# Types with bounds: the bound in words, and as a test.
+PositiveInt = Annotated[int, ("above 0", lambda value: value > 0)]
+NonNegativeInt = Annotated[int, ("0 or more", lambda value: value >= 0)]
+PositiveFloat = Annotated[float, ("above 0", lambda value: value > 0)]
+NonNegativeFloat = Annotated[float, ("0 or more", lambda value: value >= 0)]
+Fraction = Annotated[float, ("within 0 and 1", lambda value: 0 <= value <= 1)]
 Decay = Annotated[float, ("0 or more and below 1", lambda value: 0 <= value < 1)]
-FINITE = "a finite number", lambda value: not isinstance(value, float) or math.isfinite(value)
+Device = Literal["auto", "cuda", "mps", "cpu"]
+
 SYNONYMS = {"--learning_rate": "--lr"}  # that difflib would not find
 
 
@@ -36,91 +38,167 @@ class UserError(ValueError):
     """A mistake that the user can correct. `run` prints its message without a traceback."""
 
 
+# Fields
+
+
+def field(default, help="", stages=(), needs="", model=False, fixed=False, inherit=False):
+    """A setting of a config class: its default, its line in --help, and the rules about it.
+
+    stages: the stages that it is for, () for all; a flag of another stage is refused.
+    needs: the setting without which it has no effect, "NAME" or "NAME=VALUE"; UserError if it is
+        given and that one is off, or has another value.
+    Which settings may change:        a resumed run    a run with --init_from FILE
+        none of the rules             may change it    has its own
+        inherit                       may change it    has the file's, unless it is given
+        fixed                         keeps it         has its own
+        model                         keeps it         has the file's: it is part of the model
+    """
+    rules = {
+        "help": help,
+        "stages": stages,
+        "needs": needs,
+        "model": model,
+        "fixed": model or fixed,
+        "inherit": inherit,
+    }
+    return dataclasses.field(default=default, metadata=rules)
+
+
+def names(cls, rule):
+    """Names of the settings of a config class (or config) of which `rule` of `field` is true."""
+    return [each.name for each in dataclasses.fields(cls) if each.metadata.get(rule)]
+
+
+def is_for(each, stage):
+    """Whether the setting `each`, a dataclass field, is for the stage of this name."""
+    stages = each.metadata.get("stages")
+    return not stages or stage in stages
+
+
+def kept(cfg):
+    """{name: value} of the settings that must not change while a run goes on."""
+    stage = getattr(cfg, "stage", "")
+    fixed = [each for each in dataclasses.fields(cfg) if each.metadata.get("fixed")]
+    return {each.name: getattr(cfg, each.name) for each in fixed if is_for(each, stage)}
+
+
 @dataclass(frozen=True)
 class Settings:
-    """A config whose numbers are finite and within the bounds of their types; UserError otherwise."""
+    """A config whose values are checked when it is made; UserError names the flag that is wrong.
+
+    The first line of a config class's docstring is the heading of its settings in --help.
+    """
 
     def __post_init__(self):
-        for name, kind in typing.get_type_hints(type(self), include_extras=True).items():
-            value = getattr(self, name)
-            values, kind = (value, typing.get_args(kind)[0]) if isinstance(value, tuple) else ((value,), kind)
-            for words, holds in (FINITE, *getattr(kind, "__metadata__", ())):
-                if not all(map(holds, values)):
-                    raise UserError(f"--{name}: {value} is not {words}")
+        kinds = typing.get_type_hints(type(self), include_extras=True)
+        for each in dataclasses.fields(self):
+            value = getattr(self, each.name)
+            check_bounds(each.name, value, kinds[each.name])
+            needs = each.metadata.get("needs")
+            if needs and value != each.default and not self.has(needs):
+                raise UserError(
+                    f"--{each.name}: it has no effect without --{needs.replace('=', ' ')}"
+                )
+
+    def has(self, needs):
+        """Whether a setting is on, "NAME", or has a value, "NAME=VALUE"."""
+        name, _, wanted = needs.partition("=")
+        value = getattr(self, name)
+        if wanted:
+            return as_word(value) == wanted
+        return value not in (0, "", (), "none")
+
+
+def check_bounds(name, value, kind):
+    """UserError unless a value, or each of a tuple, is finite and within its type's bounds."""
+    values = [value]
+    if isinstance(value, tuple):
+        values = value
+        kind = typing.get_args(kind)[0]
+    for number in values:
+        if isinstance(number, float) and not math.isfinite(number):
+            raise UserError(f"--{name}: {value} is not a finite number")
+        for words, holds in getattr(kind, "__metadata__", ()):
+            if not holds(number):
+                raise UserError(f"--{name}: {value} is not {words}")
 
 
 @dataclass(frozen=True)
-class Training(Settings):
-    """What every script's training can be told; a script names the defaults that differ for it."""
-    # Run and data
-    run_dir: str = "runs/run"  # folder of this run: config, checkpoints, metrics; started again, it resumes
-    data: str = ""  # folder of the data
-    val_data: str = ""  # folder of the same kind that is the validation set; "": a share of --data
-    validation: Share = 0.1  # share of the data held out for validation
-    test: Share = 0.1  # share of the data held out for the test at the end
-    split_seed: int = 0  # of which samples are held out
-    init_from: str = ""  # file to take weights from (prior, decoder: and settings), URL or wandb:RUN/FILE
-    init_strict: bool = True  # refuse weights that do not all fit, else take those that do
-    # Optimization
-    steps: Count = 1000  # optimizer steps
-    batch_size: Count = 64  # samples a step, over all ranks
-    chunk_size: Natural = 0  # samples in one forward pass, kept by the run; 0: to fit the ranks
-    lr: Positive = 1e-3  # peak learning rate
-    warmup_steps: Natural = 50  # steps of linear warm-up
-    cosine: bool = True  # after the warm-up, decay to 0 along half a cosine, else stay constant
-    cosine_steps: Natural = 0  # step at which the cosine reaches 0; 0: the last
-    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for matrices, AdamW for the rest
-    weight_decay: NonNegative = 0.01  # decoupled, on matrices and kernels only; 0 makes AdamW Adam
-    betas: tuple[Decay, ...] = (0.9, 0.99)  # Adam's decays of the mean and of the square
-    eps: Positive = 1e-8  # Adam's epsilon
-    max_grad_norm: NonNegative = 1.0  # gradients are clipped to this norm, 0 for not at all
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"  # of products; fp32 is TF32 on GPUs
-    ema_decay: Share = 0.9999  # decay of the averaged weights, 0 for no averaging
-    ema_update_after: Natural = 0  # steps at first in which the average is a copy
-    ema_update_every: Count = 1  # steps between updates of the average
-    # Evaluation and saving; both happen at the first log line at or after they are due
-    log_every: Count = 25  # steps between log lines
-    eval_every: Natural = 500  # steps between evaluations, 0 for none but the last
-    eval_minutes: NonNegative = 0.0  # minutes between evaluations, besides, 0 for none
-    eval_samples: Natural = 192  # most held-out samples an evaluation takes, 0 for all
-    save_every: Natural = 200  # steps between checkpoints, 0 for none but the last
-    save_minutes: NonNegative = 0.0  # minutes between checkpoints, besides, 0 for none
-    keep: Natural = 3  # newest checkpoints that are kept, 0 for all
-    resume: Literal["auto", "never"] = "auto"  # never: an earlier run in the folder is moved aside
-    # Watching and sharing
-    logger: str = "console"  # "console", "tensorboard" or "wandb project=NAME [entity=NAME] [name=NAME] [id=ID]"
-    load: str = ""  # checkpoint to go on from if RUN has none: a file, URL[#sha256=HEX] or wandb:RUN/FILE
-    load_only_auto_resume: bool = False  # use --load only if this run was begun before and its own checkpoints are lost
-    save: tuple[str, ...] = ()  # copies: "local|wandb|huggingface [kind=model] [repo=NAME] save_latest_to=PATH …", …
-    metadata: tuple[str, ...] = ()  # NAME=VALUE pairs for every file that the run writes
-    # Machine
-    seed: int = 0  # of everything random
-    device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # where to compute
-    compile: bool = False  # torch.compile the model
-    workers: Natural = 0  # processes that read data ahead, a rank
-    timeout_minutes: Positive = 30.0  # how long a rank waits for another before it gives up
+class TrainingRun(Settings):
+    """Running, saving, logging: the same in all training scripts"""
+
+    val_data: str = field("", 'folder of the validation set; "": a fraction of --data is held out')
+    validation: Fraction = field(0.1, "fraction of the data held out for validation", fixed=True)
+    test: Fraction = field(0.1, "fraction of the data held out for the test at the end", fixed=True)
+    split_seed: int = field(0, "seed of which samples are held out", fixed=True)
+    init_from: str = field(
+        "", "file to take weights (and a model's settings) from: path, URL, wandb:RUN_PATH/FILE"
+    )
+    init_strict: bool = field(True, "refuse weights that do not all fit; off: take those that do")
+    chunk_size: NonNegativeInt = field(
+        0, "samples in one forward pass, kept by the run; 0: to fit the ranks", fixed=True
+    )
+    precision: Literal["fp32", "bf16", "fp16"] = field(
+        "fp32", "of matrix products; fp32 is TF32 on GPUs"
+    )
+    compile: bool = field(False, "compile the model with torch.compile")
+    log_every: PositiveInt = field(
+        25, "steps between log lines; evaluating and saving wait for one"
+    )
+    eval_minutes: NonNegativeFloat = field(0.0, "also evaluate after so many minutes, 0: no")
+    save_every: NonNegativeInt = field(200, "steps between checkpoints, 0: only the last")
+    save_minutes: NonNegativeFloat = field(0.0, "also save after so many minutes, 0: no")
+    keep: NonNegativeInt = field(3, "newest checkpoints that are kept, 0: all")
+    resume: Literal["auto", "never"] = field(
+        "auto", "never: an earlier run in the folder is moved aside"
+    )
+    load: str = field(
+        "", "checkpoint to resume from if RUN has none: path, URL[#sha256=HEX], wandb:RUN_PATH/FILE"
+    )
+    load_only_auto_resume: bool = field(
+        False, "use --load only if RUN was begun and its checkpoints are lost", needs="load"
+    )
+    logger: str = field(
+        "console",
+        '"console", "tensorboard" or "wandb project=NAME [entity=NAME] [name=NAME] [id=ID]"',
+    )
+    save: tuple[str, ...] = field(
+        (), '"local|wandb|huggingface [kind=model] [repo=NAME] save_latest_to=PATH …", …'
+    )
+    metadata: tuple[str, ...] = field((), "NAME=VALUE pairs for every file that the run writes")
+    seed: int = field(0, "seed of everything random", fixed=True)
+    device: Device = field("auto", "where to compute")
+    workers: NonNegativeInt = field(0, "processes that read data ahead, a rank")
+    timeout_minutes: PositiveFloat = field(
+        30.0, "how long a rank waits for another before it gives up"
+    )
 
     def __post_init__(self):
         super().__post_init__()
-        shares = (self.test,) if self.val_data else (self.validation, self.test)
-        if sum(shares) >= 1 or not all(shares):
-            raise UserError(f"--validation {self.validation} and --test {self.test}: expected two shares above 0 that "
-                            "add up to less than 1")
-        if len(self.betas) != 2:
-            raise UserError(f"--betas: expected two decays, not {len(self.betas)}")
+        held_out = [self.test] if self.val_data else [self.validation, self.test]
+        if sum(held_out) >= 1 or 0 in held_out:
+            raise UserError(
+                f"--validation {self.validation} and --test {self.test}: expected two fractions "
+                "above 0 that add up to less than 1"
+            )
 
 
-# What must not change when a run goes on, of the fields that all scripts share; a script adds its own.
-FIXED = ("validation", "test", "split_seed", "batch_size", "chunk_size", "optimizer", "seed")
+@dataclass(frozen=True)
+class Inference(Settings):
+    """Running: the same in all commands that use trained models"""
+
+    model: str = field(
+        "model.pt",
+        "file of the run: model.pt (last), best.pt (lowest validation loss), checkpoints/…",
+    )
+    weights: Literal["ema", "online"] = field(
+        "ema", "of a checkpoint: averaged, or as the optimizer left them"
+    )
+    seed: int = field(0, "seed of everything random")
+    device: Device = field("auto", "where to compute")
 
 
-def need(module, wanted_by, package=None):
-    """`module` of an optional package, imported; UserError says how to install the package when it is missing."""
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        package = package or module.partition(".")[0]
-        raise UserError(f"{wanted_by} needs {package}: pip install {package}") from None
+# JSON files
 
 
 def read_json(path):
@@ -130,54 +208,80 @@ def read_json(path):
     except ValueError as error:
         raise UserError(f"{path}: not a JSON file ({error})") from error
     if not isinstance(values, dict):
-        raise UserError(f"{path}: expected a JSON object of settings, found {type(values).__name__}")
+        raise UserError(
+            f"{path}: expected a JSON object of settings, found {type(values).__name__}"
+        )
     return values
-
-
-def lines_of(path):
-    """The lines of a text file that are not blank; UserError if there are none."""
-    lines = [line.strip() for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines()]
-    if not any(lines):
-        raise UserError(f"{path}: no text in it")
-    return list(filter(None, lines))
 
 
 def as_json(cfg):
     """The config as plain JSON values, as they come back from a file."""
-    return {name: list(v) if isinstance(v, tuple) else v for name, v in dataclasses.asdict(cfg).items()}
+    return json.loads(json.dumps(dataclasses.asdict(cfg)))
 
 
-def from_dict(cls, values, source):
-    """`values` (JSON object) checked against the fields of `cls`; returns {field: value}. UserError names `source`."""
-    words = [f"--{name}={as_word(value)}" for name, value in values.items() if name != "versions"]  # of torch and code
-    return Parser(cls, source=f"{source}: ").read(words)
+def from_json(cls, values, source):
+    """{field: value} of a JSON object of settings; UserError names `source` and what is wrong.
+
+    A file of an earlier run, which says "versions", may have other settings than the script has
+    now: a fork may add, remove and rename some. That is a note. In a file written by hand it is an
+    error.
+    """
+    kinds = typing.get_type_hints(cls)
+    values = dict(values)
+    earlier_run = values.pop("versions", None)
+    unknown = [name for name in values if name not in kinds]
+    if unknown and not earlier_run:
+        raise UserError(f"{source}: {no_such_setting('--' + unknown[0], kinds)}")
+    if unknown:
+        note(f"{source}: left out, as this script has no such setting: {', '.join(unknown)}")
+    missing = [name for name in kinds if name not in values]
+    if missing and earlier_run:
+        note(f"{source}: not in it, so by default: {', '.join(missing)}")
+    settings = {}
+    for name in values.keys() - unknown:
+        try:
+            settings[name] = from_plain(kinds[name], values[name])
+        except TypeError as error:
+            raise UserError(f"{source}: --{name}: {error}") from None
+    return settings
 
 
-def check_suffixes(cfg, **suffixes):
-    """UserError for a file whose name promises another format. suffixes: {field: its suffix}."""
-    for name, suffix in suffixes.items():
-        if (value := getattr(cfg, name)) and not value.lower().endswith(suffix):
-            raise UserError(f"--{name}: {value}: expected a name that ends in {suffix}")
+def from_plain(kind, value):
+    """A value of a JSON file as the type `kind`; TypeError if it is none."""
+    if typing.get_origin(kind) is tuple and isinstance(value, list):
+        return tuple(from_plain(typing.get_args(kind)[0], item) for item in value)
+    if typing.get_origin(kind) is Literal:
+        fits = value in typing.get_args(kind)
+    elif kind is float:
+        fits = type(value) in (int, float)
+    else:
+        fits = type(value) is kind
+    if not fits:
+        raise TypeError(f"{value!r} is not {inspect.formatannotation(kind)}")
+    return float(value) if kind is float else value
 
 
-def refuse_unused(cfg, table):
-    """UserError for a setting that is given but has no effect. table: [(name, whether it is used, what it needs)]."""
-    for name, used, needed in table:
-        if getattr(cfg, name) != getattr(type(cfg), name) and not used:
-            raise UserError(f"--{name}: it needs {needed}")
+def note(text):
+    """Print a line for the user, by rank 0 alone."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"note: {text}", file=sys.stderr, flush=True)
 
 
-# The command line
+# Command line
+
 
 def as_word(value):
     """A value as a flag takes it."""
-    return ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+    if isinstance(value, (list, tuple)):
+        return ",".join(map(str, value))
+    return str(value)
 
 
-def convert(kind, text):
+def from_word(kind, text):
     """A word of a command line as the type `kind`; ValueError if it is none."""
     if typing.get_origin(kind) is tuple:
-        return tuple(convert(typing.get_args(kind)[0], item.strip()) for item in text.split(",") if item.strip())
+        items = [item.strip() for item in text.split(",")]
+        return tuple(from_word(typing.get_args(kind)[0], item) for item in items if item)
     if kind is bool:
         return ("false", "true").index(text.lower()) == 1
     if kind is int and re.fullmatch(r"[\d.]+e\d+", text) and float(text).is_integer():
@@ -185,100 +289,147 @@ def convert(kind, text):
     return kind(text)
 
 
+def no_such_setting(flag, known):
+    """The message about an unknown `flag`, which names the nearest of the `known` names."""
+    close = difflib.get_close_matches(flag, [f"--{name}" for name in known])
+    nearest = SYNONYMS.get(flag, "")
+    if nearest.removeprefix("--") not in known:
+        nearest = close[0] if close else ""
+    return f"{flag}: no such setting; " + (f"did you mean {nearest}?" if nearest else "see --help")
+
+
 class Parser(argparse.ArgumentParser):
-    """Flags for the fields of a config class, with types, comments and defaults, in groups by its comment lines."""
+    """Flags for the settings of a config class; those of the script first, then the shared."""
 
-    def __init__(self, cls, description=None, source=""):
-        super().__init__(usage=argparse.SUPPRESS, description=description, argument_default=argparse.SUPPRESS,
-                         allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
-        kinds, defaults = typing.get_type_hints(cls), {field.name: field.default for field in dataclasses.fields(cls)}
-        self.source, group, groups = source, self, {}  # each message starts with `source`
-        for base in filter(dataclasses.is_dataclass, cls.__mro__):
-            for line in inspect.getsource(base).splitlines():
-                if heading := re.match(r"    # (.*)", line):
-                    group = groups.setdefault(heading[1], self.add_argument_group(heading[1]))
-                elif (field := re.match(r"    (\w+): [^#]*# (.*)", line)) and field[1] in defaults:
-                    self.add_field(group, field[1], kinds[field[1]], field[2], defaults.pop(field[1]))
+    def __init__(self, cls, description=None):
+        super().__init__(
+            usage=argparse.SUPPRESS,
+            description=description,
+            argument_default=argparse.SUPPRESS,
+            allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        self.known = ["help"]
+        kinds = typing.get_type_hints(cls)
+        fields = {each.name: each for each in dataclasses.fields(cls)}
+        for base in cls.__mro__:
+            declared = [name for name in inspect.get_annotations(base) if name in fields]
+            if declared:
+                group = self.add_argument_group(base.__doc__.splitlines()[0].rstrip("."))
+            for name in declared:
+                self.add_field(group, fields.pop(name), kinds[name])
 
-    def add_field(self, group, name, kind, comment, default):
-        about = {"help": f"{comment} [{as_word(default)}]".replace("%", "%%")}
+    def add_field(self, group, setting, kind):
+        name = setting.name
+        text = f"{setting.metadata.get('help', '')} [{as_word(setting.default)}]"
+        options = {"help": text.replace("%", "%%").strip()}
         if typing.get_origin(kind) is Literal:
-            about["choices"] = typing.get_args(kind)
+            options["choices"] = typing.get_args(kind)
         else:
-            about |= {"type": functools.partial(convert, kind), "metavar": inspect.formatannotation(kind)}
-            about["type"].__name__ = about["metavar"]  # for argparse's messages
+            options["type"] = functools.partial(from_word, kind)
+            options["metavar"] = inspect.formatannotation(kind)
+            options["type"].__name__ = options["metavar"]  # for argparse's messages
         if kind is bool:
-            about |= {"nargs": "?", "const": True}
-            about["help"] += f" (off: --no_{name})"
-            group.add_argument(f"--no_{name}", dest=name, action="store_false", help=argparse.SUPPRESS)
-        group.add_argument(f"--{name}", **about)
+            options["nargs"] = "?"
+            options["const"] = True
+            options["help"] += f" (off: --no_{name})"
+            group.add_argument(
+                f"--no_{name}", dest=name, action="store_false", help=argparse.SUPPRESS
+            )
+            self.known.append(f"no_{name}")
+        group.add_argument(f"--{name}", **options)
+        self.known.append(name)
 
     def read(self, words):
-        """{field: value} of the words of a command line; UserError says what is wrong with the first that is."""
-        given, unknown = self.parse_known_args(words)
+        """{setting: value} of the words of a command line; UserError says what is wrong."""
+        settings, unknown = self.parse_known_args(words)
         if unknown:
-            name = unknown[0].partition("=")[0]
-            close = [*filter(self._option_string_actions.get, [SYNONYMS.get(name)]),
-                     *difflib.get_close_matches(name, self._option_string_actions)]
-            self.error(f"{name}: no such setting; " + (f"did you mean {close[0]}?" if close else "see --help"))
-        return vars(given)
+            self.error(no_such_setting(unknown[0].partition("=")[0], self.known))
+        return vars(settings)
 
     def error(self, message):
-        raise UserError(self.source + message.removeprefix("argument "))
+        raise UserError(message.removeprefix("argument "))
 
     def print_help(self, file=None):
         if os.environ.get("RANK", "0") == "0":  # the other ranks are silent
             super().print_help(file)
 
 
-def parse(cls, words, usage="", presets=None, stages=None, only=None, model=None):
-    """The config `cls` that the words of a command line ask for; UserError, or SystemExit(0) after --help.
+def parse(cls, words, usage="", presets=None, stages=None, model_settings=None):
+    """The config `cls` for the words of a command line; UserError, or SystemExit(0) after --help.
 
-    stages: {name: {field: default of that stage}}. With these it is a list of configs, of the stage that the field
-    `stage` names or, if that is "all", of each. only: {field: stages that it is for}; a flag of others is refused.
-    model: function of the file --init_from that gives ({field: value} of its model, which flags must
-    not contradict, {field: value} of other settings that are taken from it unless they are given).
+    presets: {name: {setting: value}}. stages: {name: {setting: default of that stage}}. With
+    stages it is a list of configs: of the setting `stage` or, if that is "all", of each stage.
+    model_settings: function of the file --init_from that gives {setting: value} of its model.
     """
-    presets, stages = presets or {}, stages or {}
-    for flag, named in ("stage", stages), ("preset", presets):
-        for name, values in named.items():
-            shown = ", ".join(f"{field} {as_word(value) or 'none'}" for field, value in values.items())
-            usage += "\n" + textwrap.fill(f"Defaults of --{flag} {name}: {shown or 'as below'}", 100)
-    parser = Parser(cls, usage)
-    parser.add_argument("--config", metavar="FILE.json", help="the same settings from a file; flags win over them")
+    presets = presets or {}
+    stages = stages or {}
+    parser = Parser(cls, usage + defaults_in_words(stage=stages, preset=presets))
+    parser.add_argument(
+        "--config", metavar="FILE.json", help="settings from a file; flags win over them"
+    )
     if presets:
-        parser.add_argument("--preset", choices=presets, help="named settings; --config and flags win over them")
-    given = parser.read(words)
-    preset, file = presets.get(given.pop("preset", None), {}), given.pop("config", None)
-    flags, given = given, preset | (from_dict(cls, read_json(file), file) if file else {}) | given
-    if model and given.get("init_from") and given.get("init_strict", True):
-        path = given["init_from"]
-        made, taken = (from_dict(cls, values, path) for values in model(path))
-        given = {**taken, **given}
-        for name, value in made.items():
-            if given.setdefault(name, value) != value:
-                raise UserError(
-                    f"--{name} {as_word(given[name])}: {path} is a model of {as_word(value)}; "
-                    "leave it (or its preset or file) out, or take what fits by --no_init_strict")
-    if "stage" in preset and given["stage"] != preset["stage"]:
-        raise UserError(f"--stage {given['stage']}: this preset is for --stage {preset['stage']} alone")
+        parser.add_argument(
+            "--preset", choices=presets, help="named settings; --config and flags win over them"
+        )
+    flags = parser.read(words)
+    preset = presets.get(flags.pop("preset", None), {})
+    path = flags.pop("config", None)
+    file = from_json(cls, read_json(path), path) if path else {}
+    settings = preset | file | flags
+    if model_settings and settings.get("init_from") and settings.get("init_strict", True):
+        settings = with_model(cls, settings, model_settings)
     if not stages:
-        return cls(**given)
-    stage = given.get("stage", cls.stage)
-    for name in flags:
-        if stage != "all" and stage not in (only or {}).get(name, stage):
-            raise UserError(f"--{name}: it has no effect on --stage {stage}, only on {', '.join(only[name])}")
-    return [cls(**{**stages[name], **given, "stage": name}) for name in (stages if stage == "all" else [stage])]
+        return cls(**settings)
+
+    stage = settings.get("stage", cls.stage)
+    if stage != preset.get("stage", stage):
+        raise UserError(f"--stage {stage}: this preset is for --stage {preset['stage']} alone")
+    for each in dataclasses.fields(cls):
+        if each.name in flags and stage != "all" and not is_for(each, stage):
+            raise UserError(
+                f"--{each.name}: it has no effect on --stage {stage}, "
+                f"only on {', '.join(each.metadata['stages'])}"
+            )
+    wanted = stages if stage == "all" else [stage]
+    return [cls(**{**stages[name], **settings, "stage": name}) for name in wanted]
 
 
-def run(commands, usage, default=None, presets=None, stages=None, only=None, model=None):
-    """Run the command that the first word of the command line names, or else `default`, on its config.
+def defaults_in_words(**tables):
+    """Lines for --help about presets and stages, {name of the flag: {name: {setting: value}}}."""
+    lines = [""]
+    for flag, table in tables.items():
+        for name, values in table.items():
+            words = [f"{setting} {as_word(value) or 'none'}" for setting, value in values.items()]
+            line = f"Defaults of --{flag} {name}: {', '.join(words) or 'as below'}"
+            lines.append(textwrap.fill(line, 100))
+    return "\n".join(lines)
 
-    commands: {name: (function of a config, config class)}. `presets`, `stages`, `only` and `model`,
-    as of `parse`, are the default command's.
-    An error on the command line ends with one line and status 2, a later UserError or OSError with status 1.
+
+def with_model(cls, settings, model_settings):
+    """Settings, with those of the model in the file --init_from; UserError if they differ."""
+    path = settings["init_from"]
+    file = from_json(cls, model_settings(path), path)
+    inherited = {name: file[name] for name in names(cls, "inherit") if name in file}
+    settings = {**inherited, **settings}
+    for name in names(cls, "model"):
+        if name in file and settings.setdefault(name, file[name]) != file[name]:
+            raise UserError(
+                f"--{name} {as_word(settings[name])}: {path} is a model of {as_word(file[name])}; "
+                "leave it (or its preset or file) out, or take what fits by --no_init_strict"
+            )
+    return settings
+
+
+def run(commands, usage, default=None, presets=None, stages=None, model_settings=None):
+    """Run the command that the first word of the command line names, or `default`.
+
+    commands: {name: (function of a config, config class)}. The other arguments, as of `parse`, are
+    the default command's. An error on the command line ends with one line and status 2, a later
+    UserError or OSError with status 1.
     """
-    words, status = sys.argv[1:], 2
+    words = sys.argv[1:]
+    status = 2
     try:
         if not default and words[:1] in (["--help"], ["-h"]):
             print(f"{usage}\nSettings: COMMAND --help, with a COMMAND of {', '.join(commands)}")
@@ -287,16 +438,63 @@ def run(commands, usage, default=None, presets=None, stages=None, only=None, mod
         if name not in commands:
             raise UserError(f"{name or 'command'}: expected one of {', '.join(commands)}")
         function, cls = commands[name]
-        more = (presets, stages, only, model) if name == default else ()
-        cfg = parse(cls, words, f"{usage}\nSettings of {name}:", *more)
+        usage = f"{usage}\nSettings of {name}:\n"
+        if name == default:
+            cfg = parse(cls, words, usage, presets, stages, model_settings)
+        else:
+            cfg = parse(cls, words, usage)
         status = 1
         function(cfg)
     except (UserError, OSError) as error:
-        if not getattr(error, "relayed", status == 2 and os.environ.get("RANK", "0") != "0"):  # else another rank does
+        # Of a mistake on the command line rank 0 tells; later, the rank that met the error.
+        silent = status == 2 and os.environ.get("RANK", "0") != "0"
+        if not getattr(error, "relayed", silent):
             print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr, flush=True)
-        if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # what torchrun repeats at the end of its report
-            about = {"message": f"{error}", "extraInfo": {"timestamp": int(time.time())}}
-            Path(file).write_text(json.dumps({"message": about}))
+        write_torchrun_error(error)
         raise SystemExit(status) from None
     except KeyboardInterrupt:  # before training, which saves first
         raise SystemExit(130) from None
+
+
+def write_torchrun_error(error):
+    """Tell torchrun the error, which it repeats at the end of its report."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file:
+        message = {"message": str(error), "extraInfo": {"timestamp": int(time.time())}}
+        Path(file).write_text(json.dumps({"message": message}))
+
+
+# Helpers of commands
+
+
+def need(module, wanted_by, package=None):
+    """The optional `module`, imported; UserError says how to install its package."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        package = package or module.partition(".")[0]
+        raise UserError(f"{wanted_by} needs {package}: pip install {package}") from None
+
+
+def texts_of(text, path):
+    """The text, or the lines of the file `path`, that are not blank; UserError of an empty file."""
+    if not path:
+        return [text.strip()] if text.strip() else []
+    lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
+    texts = [line.strip() for line in lines if line.strip()]
+    if not texts:
+        raise UserError(f"{path}: no text in it")
+    return texts
+
+
+def check_one(cfg, *names):
+    """UserError if more than one of the settings `names` is given."""
+    flags = [f"--{name}" for name in names if getattr(cfg, name)]
+    if len(flags) > 1:
+        raise UserError(f"{', '.join(flags)}: give one of them")
+
+
+def check_suffix(flag, path, suffix):
+    """UserError for a file whose name promises another format than `suffix`."""
+    if path and not path.lower().endswith(suffix):
+        raise UserError(f"--{flag}: {path}: expected a name that ends in {suffix}")

@@ -1,360 +1,450 @@
 """Data: splits of a data set, batches, embedding shards (.npy).
 
-A source has `len`, `fetch(rows, draws=None) -> (batch, good)`, `split(part, validation, test, seed) -> rows`,
-`name(row)` for messages, `check()` before training and `fingerprint()`. A script reads the training part without end
-by `loader(Chunks(…), training_spans(…))`, and the others by `batches`.
+A dataset has these methods:
+    len(dataset)
+    fetch(indices, random_words=None) -> (batch, usable)    dict of tensors and lists, bool (n,)
+    split(name, validation, test, seed) -> indices          name: "train", "validation" or "test"
+    name(index) -> text for messages
+    check() -> (unusable, checked, messages)                before training
+    fingerprint() -> dict                                   changes when the data does
+
+A script reads the training split without end by `loader(ChunkDataset(…), training_spans(…))`,
+and the others by `batches`.
 """
+
+import atexit
 import hashlib
 import itertools
 import json
 import math
+import multiprocessing
 import os
-import re
 import signal
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from common import checkpoint, config, dist
+from common import checkpoint, config, dist, order
 from common.config import UserError, need
-from common.order import Split, draws, part_of, shuffled, uniform  # noqa: F401 (sources need them)
 
-BAD_SHARE = 0.01  # a larger share of unusable rows is refused
+MAX_UNUSABLE = 0.01  # a larger fraction of unusable rows is refused
 FOLDERS = {"image_embed": "img_emb", "text_embed": "text_emb", "text_enc": "text_enc"}
 
 
-def parts(source, cfg, val_source=None):
-    """{"train", "validation", "test": (source, rows)}. With a `val_source`, validation is all of that."""
-    share = 0.0 if val_source else cfg.validation
-    found = {part: (source, source.split(part, share, cfg.test, cfg.split_seed))
-             for part in ("train", "validation", "test")}
-    if val_source:
-        found["validation"] = val_source, val_source.split("train", 0.0, 0.0)
-    if (rows := len(found["train"][1])) < cfg.batch_size:
-        raise UserError(f"{cfg.data}: {rows} training rows, fewer than --batch_size {cfg.batch_size}; lower it")
-    for part in ("validation", "test"):
-        if not len(found[part][1]):
-            raise UserError(f"{cfg.data}: {len(source)} rows leave none for {part}; raise --{part}")
+def splits(dataset, cfg, val_dataset=None):
+    """{"train", "validation", "test": (dataset, indices)}.
+
+    With a `val_dataset`, validation is all of that.
+    """
+    validation = 0.0 if val_dataset else cfg.validation
+    found = {}
+    for name in ("train", "validation", "test"):
+        found[name] = dataset, dataset.split(name, validation, cfg.test, cfg.split_seed)
+    if val_dataset:
+        found["validation"] = val_dataset, val_dataset.split("train", 0.0, 0.0)
+
+    needed = {"train": cfg.batch_size, "validation": 1, "test": 1}
+    for name, (_, indices) in found.items():
+        if len(indices) < needed[name]:
+            raise UserError(
+                f"{cfg.data}: {len(indices)} samples for {name}, expected at least "
+                f"{needed[name]}; change --batch_size, --validation or --test"
+            )
     return found
 
 
 def clip_of(folder, init_from=""):
-    """(CLIP that clip.json in a folder of data names, or None, its fingerprint).
+    """The CLIP that clip.json in a folder of data names, or None, and its fingerprint.
 
-    Both may have moved together. Without clip.json it is the CLIP of the model `init_from`, if given.
+    Both may have moved together. Without clip.json it is the CLIP of the model `init_from`, if any.
     """
     path = Path(folder) / "clip.json"
-    if init_from and not path.is_file():
-        state = checkpoint.peek(init_from)
-        if not state.get("clip"):
-            return None, None
-        here = Path(init_from).absolute().parent
-        place = os.path.join(state["cwd"], state["config"]["run_dir"])
-        spec = checkpoint.located(state["clip"], place, here, state["cwd"])
-        return spec, state.get("clip_fingerprint")
-    note = {name: str(value) for name, value in config.read_json(path).items()} if path.is_file() else {}
-    spec = note.get("clip")
-    return checkpoint.located(spec, note["place"], folder) if "place" in note else spec, note.get("fingerprint")
+    if path.is_file():
+        note = config.read_json(path)
+        spec = note.get("clip")
+        if "place" in note:
+            spec = checkpoint.resolve_path(spec, note["place"], folder)
+        return spec, note.get("fingerprint")
+
+    state = checkpoint.peek(init_from) if init_from else {}
+    if not state.get("clip"):
+        return None, None
+    stored_folder = os.path.join(state["cwd"], state["config"]["run_dir"])
+    model_folder = Path(init_from).absolute().parent
+    spec = checkpoint.resolve_path(state["clip"], stored_folder, model_folder, state["cwd"])
+    return spec, state.get("clip_fingerprint")
 
 
-def check_lengths(cfg, source, path):
-    """UserError if a model of raw embeddings would get some of unit length, the default of files."""
+def check_lengths(cfg, dataset, path):
+    """UserError if a model of raw embeddings would get unit-length ones, the default of files."""
     if not cfg.raw_embeddings:
         return
-    lengths = []
-    for row in spread(len(source), 16):
-        batch, good = source.fetch(np.array([row]))
-        if good.all() and "image_embed" in batch:  # else a CLIP makes them
-            lengths.append(batch["image_embed"].norm().item())
-    if lengths and abs(np.median(lengths) - 1) < 0.01:
+    batch, _ = dataset.fetch(evenly_spaced(len(dataset), 16))
+    if "image_embed" not in batch:  # a CLIP will compute them
+        return
+    length = batch["image_embed"].norm(dim=1).nanmedian().item()
+    if abs(length - 1) < 0.01:
         raise UserError(
             f"{path}: its embeddings are of unit length, but the model is one of raw embeddings; "
-            "write them anew with python -m common.clip embed --raw")
+            "write them anew with python -m common.clip embed --raw"
+        )
 
 
-def spread(count, most):
+def evenly_spaced(count, most):
     """At most `most` evenly spaced numbers (int64) below `count`."""
     return np.linspace(0, count - 1, min(count, most)).astype(np.int64)
 
 
 def digest_of(files, most=100):
-    """16 digits that change with names or sizes of `files`, or with the first or last bytes of `most` of them."""
-    digest = hashlib.sha256(repr([(Path(file).name, os.stat(file).st_size) for file in files]).encode())
-    for number in spread(len(files), most):
+    """16 digits that change with the names or sizes of `files`, or the start of `most` of them."""
+    sizes = [(Path(file).name, os.stat(file).st_size) for file in files]
+    digest = hashlib.sha256(repr(sizes).encode())
+    for number in evenly_spaced(len(files), most):
         with open(files[number], "rb") as file:
-            digest.update(file.read(4096))
-            file.seek(-min(4096, os.fstat(file.fileno()).st_size), os.SEEK_END)
-            digest.update(file.read())
+            digest.update(file.read(2**16))
     return digest.hexdigest()[:16]
 
 
-def left_out(path, bare, kinds):
+def left_out(path, kinds):
     """A line about the files below `path` that are not used, "" if there are none.
 
-    bare: names of images without a caption; kinds: {extension: number of files} of what is not read.
+    kinds: {kind of file: number of files}.
     """
-    lines = [f"{len(bare)} images without a caption ({', '.join(bare[:3])}{', …' * (len(bare) > 3)})"] if bare else []
+    if not kinds:
+        return ""
     counts = ", ".join(f"{number} {kind}" for kind, number in sorted(kinds.items()))
-    lines += [f"files of kinds that are not read ({counts})"] if kinds else []
-    return f"{path}: left out are {' and '.join(lines)}" if lines else ""
+    return f"{path}: left out are files of kinds that are not read ({counts})"
 
 
-class Chunks(torch.utils.data.Dataset):
-    """The chunks of a run's batches: item (first position, one past the last) -> dict of tensors and lists.
+class ChunkDataset(torch.utils.data.Dataset):
+    """The chunks of a run's batches: item (first position, one past the last) -> batch.
 
-    With a seed, `rows` are shuffled anew each epoch, and `source.fetch` gets draws of seed and position for what is
-    random in a sample. Without (evaluation), rows come in order and nothing is random. An unusable row is replaced by
-    the next of `rows` on any rank; "unusable" has its `source.fault(row)` or else `source.name(row)`.
+    With a seed, `indices` are shuffled anew each epoch, and `fetch` gets random words of seed and
+    position for what is random in a sample. Without (evaluation), samples come in order and nothing
+    is random. An unusable sample is replaced by the next of `indices`, on any rank alike, and
+    batch["unusable"] has its `dataset.fault(index)`, or `dataset.name(index)` without a `fault`.
     """
 
-    def __init__(self, source, rows, seed=None):
-        self.source, self.rows, self.seed = source, rows, seed
+    def __init__(self, dataset, indices, seed=None):
+        self.dataset = dataset
+        self.indices = indices
+        self.seed = seed
 
     def __getitem__(self, span):
-        places, random, unusable = np.arange(*span), None, []
+        places = np.arange(*span)
+        random_words = None
         if self.seed is not None:
-            places, random = shuffled(places, len(self.rows), self.seed), draws(places, self.seed)
+            random_words = order.random_words(places, self.seed)
+            places = order.shuffle(places, len(self.indices), self.seed)
+
+        describe = getattr(self.dataset, "fault", self.dataset.name)
+        unusable = []
         while True:
-            rows = self.rows[places]
-            batch, good = self.source.fetch(rows, random)
-            if good.all():
-                return {**batch, "rows": torch.from_numpy(rows), "unusable": unusable}
-            unusable += [getattr(self.source, "fault", self.source.name)(row) for row in rows[~good]]
-            if len(unusable) > 100 + BAD_SHARE * len(self.rows):
-                raise UserError(f"more than {len(unusable) - 1} unusable rows (not finite, all zero or unreadable) "
-                                f"where {len(rows)} were to be read: {unusable[0]}, …; mend or remove them")
-            places[~good] = (places[~good] + 1) % len(self.rows)
+            indices = self.indices[places]
+            batch, usable = self.dataset.fetch(indices, random_words)
+            if usable.all():
+                return {**batch, "index": torch.from_numpy(indices), "unusable": unusable}
+            unusable += map(describe, indices[~usable])
+            if len(unusable) > 100 + MAX_UNUSABLE * len(self.indices):
+                raise UserError(
+                    f"{len(unusable)} unusable rows (not finite, all zero or "
+                    f"unreadable): {unusable[0]}, …; mend or remove them"
+                )
+            places[~usable] = (places[~usable] + 1) % len(self.indices)
 
 
 def loader(chunks, spans, workers=0, pin_memory=False):
-    """Items of `chunks` at `spans`, an iterable of (first, one past last), in order, read ahead by `workers`."""
+    """Items of a ChunkDataset at `spans`, an iterable, in order, read ahead by `workers`."""
     try:
-        yield from torch.utils.data.DataLoader(chunks, batch_size=None, sampler=spans, num_workers=workers,
-                                               pin_memory=pin_memory, worker_init_fn=ignore_signals)
-    except UserError as error:  # a worker's comes with its traceback
+        yield from torch.utils.data.DataLoader(
+            chunks,
+            batch_size=None,
+            sampler=spans,
+            num_workers=workers,
+            pin_memory=pin_memory,
+            worker_init_fn=ignore_signals,
+        )
+    except UserError as error:  # a worker adds its traceback to the message
         raise UserError(str(error).rpartition("UserError: ")[2].strip()) from None
 
 
 def ignore_signals(worker):
-    """Leave SIGTERM and Ctrl-C to the rank: torchrun and terminals send them to its workers, too."""
+    """Leave SIGTERM and Ctrl-C to the rank: they are also sent to its workers."""
     for number in dist.SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
+@atexit.register
+def kill_workers():
+    """End the workers of a rank that ends by an error: Python would do it by SIGTERM, and wait."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # else torch reports a killed worker
+    for process in multiprocessing.active_children():
+        if process.daemon:
+            process.kill()
+
+
 def training_spans(plan, batch_size, step):
-    """The spans of this rank's chunks, `plan`, from `step` on, without end."""
+    """The spans (first position, one past the last) of a rank's chunks from `step` on, endless."""
     for start in itertools.count(step * batch_size, batch_size):
         for chunk in plan:
             yield start + chunk.start, start + chunk.stop
 
 
-def batches(source, rows, most, chunk_size):
-    """This rank's (number, batch) of the first `most` (0: all) of the `rows`; ranks take turns.
+def batches(dataset, indices, most, chunk_size):
+    """This rank's (number, batch) of the first `most` (0: all) samples; ranks take turns.
 
     Collective: all ranks read to the end, and meet before every batch to see whether to stop.
     """
-    count, chunks = min(len(rows), most or len(rows)), Chunks(source, rows)
+    chunks = ChunkDataset(dataset, indices)
+    count = min(len(indices), most or len(indices))
     for number in dist.deal(math.ceil(count / chunk_size)):
-        yield number, chunks[number * chunk_size, min(count, (number + 1) * chunk_size)]
+        start = number * chunk_size
+        yield number, chunks[start, min(count, start + chunk_size)]
 
 
 def to_device(batch, device):
     """`batch` with tensors and numpy arrays moved to `device`, other values unchanged."""
-    return {name: torch.as_tensor(value).to(device, non_blocking=True)
-            if isinstance(value, (np.ndarray, torch.Tensor)) else value for name, value in batch.items()}
+    moved = dict(batch)
+    for name, value in batch.items():
+        if isinstance(value, (np.ndarray, torch.Tensor)):
+            moved[name] = torch.as_tensor(value).to(device, non_blocking=True)
+    return moved
 
 
 # Embeddings, as clip-retrieval writes them
 
-class Rows:
-    """The rows of a float16 or float32 .npy file of `ndim` dimensions: [rows (n,)] -> float32 (n, …).
 
-    They are read one by one: a memory map would end the process without a word if the file is cut meanwhile.
+class NpyFile:
+    """A float16 or float32 .npy file of `ndim` dimensions: item (int array) -> float32 rows.
+
+    It is opened anew at each reading: a process that reads beyond a file cut meanwhile is killed,
+    and thousands of files cannot be open at once.
     """
 
     def __init__(self, path, ndim):
         self.path = str(path)
+        self.ndim = ndim
+        self.shape = self._open().shape
+
+    def _open(self):
         try:
-            array = np.load(path, mmap_mode="r")  # which compares the header with the size of the file
-            self.shape, self.dtype, self.offset = array.shape, array.dtype, array.offset
-            self.row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
-            if self.dtype not in (np.float16, np.float32) or array.ndim != ndim or not array.flags.c_contiguous:
-                raise ValueError(f"{self.dtype} of shape {self.shape}")
+            array = np.load(self.path, mmap_mode="r")  # compares the header with the file's size
+            if array.dtype not in (np.float16, np.float32) or array.ndim != self.ndim:
+                raise ValueError(f"{array.dtype} of shape {array.shape}")
+            return array
         except Exception as error:  # numpy raises a dozen types for a damaged header
-            raise UserError(f"{path}: not a readable .npy array: {error}; expected float16 or float32 of {ndim} "
-                            "dimensions") from error
+            raise UserError(
+                f"{self.path}: not a readable .npy array: {error}; expected float16 or "
+                f"float32 of {self.ndim} dimensions"
+            ) from error
 
     def __len__(self):
         return self.shape[0]
 
-    def __getitem__(self, rows):
-        places = (self.offset + np.asarray(rows) * self.row_bytes).tolist()
-        found = []
-        with open(self.path, "rb", buffering=0) as file:
-            for place in places:
-                file.seek(place)
-                found.append(file.read(self.row_bytes))
-        content = b"".join(found)
-        if len(content) < len(rows) * self.row_bytes:
-            raise UserError(f"{self.path}: was cut off while it was read; write it again")
-        return np.frombuffer(content, self.dtype).reshape(len(rows), *self.shape[1:]).astype(np.float32)
+    def __getitem__(self, indices):
+        return self._open()[indices].astype(np.float32)
 
 
 def shard_files(folder, name, suffix):
-    """{N: path} of the files NAME_N.suffix in `folder`, by number, however many zeros N is padded with."""
-    names = {path: re.fullmatch(rf"{name}_(\d+){re.escape(suffix)}", path.name) for path in folder.glob("*")}
-    return dict(sorted((int(match[1]), path) for path, match in names.items() if match))
+    """{N: path} of the files NAME_N.suffix in `folder`, by number; N may have leading zeros."""
+    files = {}
+    for path in folder.glob(f"{name}_*{suffix}"):
+        number = path.stem.removeprefix(f"{name}_")
+        if number.isdecimal():
+            files[int(number)] = path
+    return dict(sorted(files.items()))
 
 
 class Shards:
-    """The rows of all arrays `FOLDER/NAME_N.npy`, in the order of N: item (rows (n,)) -> float32 (n, …)."""
+    """The rows of all arrays `FOLDER/NAME_N.npy`, by N: item (int array) -> float32 rows."""
 
     def __init__(self, folder, name):
-        self.arrays = {number: Rows(path, 3 if name == "text_enc" else 2)
-                       for number, path in shard_files(folder, name, ".npy").items()}
-        self.numbers, self.sizes = list(self.arrays), [len(array) for array in self.arrays.values()]
-        if not sum(self.sizes):
-            raise UserError(f"{folder}: no such folder, or no {name}_N.npy files with rows in it")
-        self.shape = self.arrays[self.numbers[0]].shape[1:]
-        for number, array in self.arrays.items():
-            if array.shape[1:] != self.shape:
-                raise UserError(f"{folder}: rows of shape {array.shape[1:]} in shard {number}, but {self.shape} in the "
-                                "first; all must come from one model")
+        ndim = 3 if name == "text_enc" else 2
+        files = shard_files(folder, name, ".npy")
+        self.arrays = {number: NpyFile(path, ndim) for number, path in files.items()}
+        self.sizes = {number: len(array) for number, array in self.arrays.items()}
+        shapes = {array.shape[1:] for array in self.arrays.values()}
+        if len(shapes) != 1:
+            raise UserError(
+                f"{folder}: no such folder, or no {name}_N.npy files with rows of one "
+                f"shape: {shapes or 'none'}"
+            )
+        [self.shape] = shapes
 
-    def place(self, rows):
-        """(number of the shard, place in it) of each of the `rows` (n,), as two int arrays (n,)."""
-        ends = np.cumsum(self.sizes)
-        shards = np.searchsorted(ends, rows, side="right")
-        return np.array(self.numbers)[shards], rows - (ends - self.sizes)[shards]
+    def __len__(self):
+        return sum(self.sizes.values())
 
-    def __getitem__(self, rows):
-        shards, places = self.place(rows)
-        values = np.empty((len(rows), *self.shape), np.float32)
+    def locate(self, indices):
+        """The shard number of each of `indices` (n,) and its row there, as two int arrays (n,)."""
+        numbers = np.array(list(self.sizes))
+        sizes = np.array(list(self.sizes.values()))
+        ends = np.cumsum(sizes)
+        shards = np.searchsorted(ends, indices, side="right")
+        return numbers[shards], indices - (ends - sizes)[shards]
+
+    def __getitem__(self, indices):
+        shards, rows = self.locate(indices)
+        values = np.empty((len(indices), *self.shape), np.float32)
         for shard in np.unique(shards).tolist():
-            values[shards == shard] = self.arrays[shard][places[shards == shard]]
+            inside = shards == shard
+            values[inside] = self.arrays[shard][rows[inside]]
         return values
 
 
 class Embeddings:
-    """Rows of `img_emb/`, `text_emb/`, and optionally `text_enc/` and captions, matched by shard number.
+    """Embeddings in `img_emb/`, `text_emb/`, and optionally `text_enc/` and captions.
 
-    With `captions`, `text_emb/` may be missing. `self.captions` is None if the folder has none.
-    fetch(rows) -> ({"image_embed" (n, D), "text_embed" (n, D), "text_enc" (n, L, E), "caption" list}, good (n,)),
-    float32; a row is not good if one of its embeddings is all zero or not finite.
+    Files are matched by shard number. With `captions`, `text_emb/` may be missing. `self.captions`
+    holds the files of captions by number; it is empty if there are none.
+
+    `fetch` returns {"image_embed" (n, D), "text_embed" (n, D), "text_enc" (n, L, E), "caption"
+    list}, in float32. A row is not usable if one of its embeddings is all zero or not finite.
     """
 
     def __init__(self, folder, text_encodings=False, captions=False):
-        self.folder, self.with_captions = Path(folder), captions
-        wanted = {"image_embed": True, "text_embed": not captions or (self.folder / "text_emb").is_dir(),
-                  "text_enc": text_encodings}
-        self.tables = {name: Shards(self.folder / FOLDERS[name], FOLDERS[name]) for name in FOLDERS if wanted[name]}
+        self.folder = Path(folder)
+        self.with_captions = captions
+        names = ["image_embed"]
+        if not captions or (self.folder / "text_emb").is_dir():
+            names.append("text_embed")
+        if text_encodings:
+            names.append("text_enc")
+        self.tables = {name: Shards(self.folder / FOLDERS[name], FOLDERS[name]) for name in names}
         self.images = self.tables["image_embed"]
         self.width = self.images.shape[0]
         for name, table in self.tables.items():
-            of_images, found = ({number: array.shape[:1 if name == "text_enc" else 2] for number, array
-                                 in shards.arrays.items()} for shards in (self.images, table))
-            if differ := of_images.items() ^ found.items():
-                number = min(differ)[0]
-                raise UserError(f"{self.folder}: shard {number} is {of_images.get(number, 'missing')} in img_emb "
-                                f"and {found.get(number, 'missing')} in {FOLDERS[name]}; they must match")
-        files = (shard_files(self.folder / "captions", "captions", ".jsonl")
-                 or shard_files(self.folder / "metadata", "metadata", ".parquet"))
-        self.captions = Captions(self.folder, files, self.images) if files or captions else None
+            differences = self.images.sizes.items() ^ table.sizes.items()
+            if differences or (name == "text_embed" and table.shape != self.images.shape):
+                raise UserError(
+                    f"{self.folder}: img_emb of width {self.width} and {FOLDERS[name]} of shape "
+                    f"{table.shape} must match; shards (number, rows) in one only: "
+                    f"{sorted(differences)[:2]}"
+                )
+
+        self.captions = shard_files(self.folder / "captions", "captions", ".jsonl")
+        if not self.captions:
+            self.captions = shard_files(self.folder / "metadata", "metadata", ".parquet")
+        missing = self.images.sizes.keys() - self.captions.keys()
+        if missing and (captions or self.captions):
+            raise UserError(
+                f"{folder}: no captions for shard {min(missing)}; expected captions/"
+                "captions_N.jsonl or metadata/metadata_N.parquet beside img_emb/"
+            )
+        self.records_read = {}  # by shard number
 
     def __len__(self):
-        return sum(self.images.sizes)
+        return len(self.images)
 
-    def split(self, part, validation, test, seed=0):
-        """The rows of "train", "validation" or "test"."""
-        return Split(len(self), part, validation, test, seed)
+    def split(self, name, validation, test, seed=0):
+        return order.split_indices(len(self), name, validation, test, seed)
 
-    def name(self, row):
+    def name(self, index):
         """The shard of a row and its place in it, for messages."""
-        shard, place = self.images.place(row)
-        return f"img_emb_{shard}.npy row {place}"
+        shard, row = self.images.locate(index)
+        return f"img_emb_{shard}.npy row {row}"
 
-    def _embeddings(self, rows):
+    def _embeddings(self, indices):
         """`fetch` without captions."""
-        batch, good = {}, np.ones(len(rows), bool)
+        batch = {}
+        usable = np.ones(len(indices), bool)
         for name, table in self.tables.items():
-            flat = (values := table[rows]).reshape(len(rows), -1)
-            good &= np.isfinite(flat).all(1) & (flat.any(1) | (name == "text_enc"))  # padding is all zero
+            values = table[indices]
+            flat = values.reshape(len(indices), -1)
+            usable &= np.isfinite(flat).all(1)
+            if name != "text_enc":  # whose padding is all zero
+                usable &= flat.any(1)
             batch[name] = torch.from_numpy(values)
-        return batch, good
+        return batch, usable
 
-    def fetch(self, rows, draws=None):
-        """Read `rows` (n,) in any order; nothing in them is random."""
-        batch, good = self._embeddings(rows)
+    def fetch(self, indices, random_words=None):
+        """Read samples in any order; nothing in them is random."""
+        batch, usable = self._embeddings(indices)
         if self.with_captions:
-            batch["caption"] = [record["caption"] for record in self.captions.records(rows)]
-        return batch, good
+            batch["caption"] = [record["caption"] for record in self.records(indices)]
+        return batch, usable
+
+    def records(self, indices):
+        """The records of captions, at least {"caption": text}, of samples. A shard is read once."""
+        found = []
+        for number, row in zip(*self.images.locate(np.asarray(indices))):
+            if number not in self.records_read:
+                size = self.images.sizes[number]
+                self.records_read[number] = read_captions(self.captions[number], size)
+            found.append(self.records_read[number][row])
+        return found
+
+    def built_in(self):
+        """Whether this is built-in data, whose captions come with their attributes."""
+        return bool(self.captions) and "attributes" in self.records([0])[0]
 
     def check(self, most=100_000):
-        """(unusable, checked, names of the first) of `most` evenly spaced rows; UserError if many are unusable."""
-        rows = spread(len(self), most)
-        bad = np.concatenate([some[~self._embeddings(some)[1]] for some in np.array_split(rows, -(-len(rows) // 256))])
-        names = [self.name(row) for row in bad[:5]]
-        if len(bad) > BAD_SHARE * len(rows):
-            raise UserError(f"{self.folder}: {len(bad)} of {len(rows)} rows are not finite or all zero, more than "
-                            f"1 in 100: {', '.join(names)}, …; mend or remove them")
-        return len(bad), len(rows), names
+        """(unusable, checked, names of the first) of `most` evenly spaced rows.
+
+        UserError if many are unusable.
+        """
+        checked = evenly_spaced(len(self), most)
+        unusable = []
+        for indices in np.array_split(checked, math.ceil(len(checked) / 256)):
+            _, usable = self._embeddings(indices)
+            unusable += indices[~usable].tolist()
+        names = [self.name(index) for index in unusable[:5]]
+        if len(unusable) > MAX_UNUSABLE * len(checked):
+            raise UserError(
+                f"{self.folder}: {len(unusable)} of {len(checked)} rows are not finite "
+                f"or all zero: {', '.join(names)}, …; mend or remove them"
+            )
+        return len(unusable), len(checked), names
 
     def fingerprint(self):
-        """Facts that change when the data does: rows, width, and a digest of files, sizes and a few contents."""
-        files = [array.path for name, table in self.tables.items() for array in table.arrays.values()
-                 if not (name == "text_embed" and self.with_captions)]  # which may be missing
-        files += map(str, self.captions.files.values() if self.captions else ())
+        """Values that change when the data does: rows, width, digest of the files' ends."""
+        files = []
+        for name, table in self.tables.items():
+            if not (name == "text_embed" and self.with_captions):  # then it may be missing
+                files += [array.path for array in table.arrays.values()]
+        files += self.captions.values()
         return {"rows": len(self), "width": self.width, "digest": digest_of(files)}
 
 
-class Captions:
-    """Records {"caption": …} of captions_N.jsonl or metadata_N.parquet; a shard is read at its first use, and kept."""
-
-    def __init__(self, folder, files, images):
-        if missing := [number for number in images.numbers if number not in files]:
-            raise UserError(f"{folder}: no captions for shard {missing[0]}; expected captions/captions_N.jsonl or "
-                            "metadata/metadata_N.parquet beside img_emb/")
-        self.files, self.images, self.shards = files, images, {}
-
-    def _read(self, number):
-        path, rows = self.files[number], len(self.images.arrays[number])
-        parquet = need("pyarrow.parquet", f"{path}: reading parquet") if path.suffix == ".parquet" else None
-        try:
-            records = (parquet.read_table(path, columns=["caption"]).to_pylist() if parquet else
-                       [json.loads(line) for line in path.read_bytes().splitlines()])
-            if len(records) != rows:
-                raise ValueError(f"{len(records)} captions")
-            return [{**record, "caption": str(record["caption"] or "")} for record in records]
-        except (ValueError, OSError, KeyError, TypeError) as error:
-            raise UserError(f"{path}: expected a 'caption' for each of {rows} rows of the shard ({error!r})") from error
-
-    def records(self, rows):
-        """The records, at least {"caption": str}, of `rows` (n,)."""
-        shards, places = (found.tolist() for found in self.images.place(np.asarray(rows)))
-        for number in set(shards) - self.shards.keys():
-            self.shards[number] = self._read(number)
-        return [self.shards[number][place] for number, place in zip(shards, places)]
-
-    def built_in(self):
-        """Whether they come with the attributes of the built-in data."""
-        return "attributes" in self.records([0])[0]
+def read_captions(path, size):
+    """The `size` records {"caption": …} of a captions_N.jsonl or metadata_N.parquet."""
+    if path.suffix == ".parquet":
+        parquet = need("pyarrow.parquet", f"{path}: reading parquet")
+    try:
+        if path.suffix == ".parquet":
+            records = parquet.read_table(path, columns=["caption"]).to_pylist()
+        else:
+            records = [json.loads(line) for line in path.read_bytes().splitlines()]
+        if len(records) != size:
+            raise ValueError(f"{len(records)} captions")
+        return [{**record, "caption": str(record["caption"] or "")} for record in records]
+    except (ValueError, OSError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{path}: expected a 'caption' for each of {size} rows of the shard ({error!r})"
+        ) from error
 
 
-def write_shards(folder, image_embeddings, text_embeddings, records, encodings=None, rows_per_shard=100_000):
-    """Write embeddings (N, D), records [{"caption": …}] and maybe encodings (N, L, E) as shards, in float16.
+def write_shards(
+    folder, image_embeddings, text_embeddings, records, encodings=None, rows_per_shard=100_000
+):
+    """Write embeddings (N, D) and maybe token encodings (N, L, E) as shards, in float16.
 
-    Earlier shards in `folder` are removed: two sets of embeddings must not be mixed.
+    records: N captions [{"caption": text}], or []. Earlier shards in `folder` are removed, so that
+    two sets of embeddings never mix.
     """
     folder = Path(folder)
-    for name in (*FOLDERS.values(), "captions"):
+    tables = {"img_emb": image_embeddings, "text_emb": text_embeddings, "text_enc": encodings}
+    for name in (*tables, "captions"):
         for path in (folder / name).glob(f"{name}_*"):
             path.unlink()
-    for number, start in enumerate(range(0, len(records), rows_per_shard)):
+
+    for number, start in enumerate(range(0, len(image_embeddings), rows_per_shard)):
         rows = slice(start, start + rows_per_shard)
-        for name, values in zip(FOLDERS.values(), (image_embeddings, text_embeddings, encodings)):
-            if values is not None:
-                with checkpoint.replacing(folder / name / f"{name}_{number}.npy") as file:
-                    np.save(file, np.asarray(values[rows], np.float16))
-        with checkpoint.replacing(folder / "captions" / f"captions_{number}.jsonl") as file:
-            file.writelines(json.dumps(record).encode() + b"\n" for record in records[rows])
+        for name, table in tables.items():
+            if table is not None:
+                with checkpoint.atomic_write(folder / name / f"{name}_{number}.npy") as file:
+                    np.save(file, np.asarray(table[rows], np.float16))
+        if records:
+            with checkpoint.atomic_write(folder / f"captions/captions_{number}.jsonl") as file:
+                for record in records[rows]:
+                    file.write(json.dumps(record).encode() + b"\n")

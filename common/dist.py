@@ -2,6 +2,7 @@
 
 In a single process all of it does nothing.
 """
+
 import atexit
 import ctypes
 import gc
@@ -13,7 +14,9 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as td
-import torch.distributed.nn  # its default arguments would keep alive a group that is there before it
+
+# Imported before there is a group, which its default arguments would keep alive.
+import torch.distributed.nn
 
 from common.config import UserError
 
@@ -34,7 +37,7 @@ def is_main():
 
 
 def end_with_torchrun():
-    """Let this process get SIGTERM when torchrun has been killed, which would leave it training alone."""
+    """Let this process get SIGTERM when torchrun has been killed: it must not train on alone."""
     if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
@@ -71,8 +74,8 @@ class StopSignals:
 
     def reset(self):
         self.counts = dict.fromkeys(SIGNALS, 0)  # of this process
-        self.to_check = None  # what all ranks had noted at a step, and when it is on the CPU
-        self.on_its_way = None  # the same of the step after, from a GPU
+        self.newest = None  # what all ranks had noted at a step, and when it is on the CPU
+        self.arriving = None  # the same of the step after, from a GPU
 
     def __enter__(self):
         self.reset()
@@ -91,38 +94,38 @@ class StopSignals:
             for each in SIGNALS:
                 signal.signal(each, signal.SIG_DFL)
 
-    def noted(self):
+    def counts_here(self):
         """How often this process was sent each of SIGNALS. The end of torchrun is a SIGTERM."""
         if orphaned():
             return [1.0, 0.0]
         return [float(count) for count in self.counts.values()]
 
-    def hear(self, message):
-        """Take in the sums over ranks of `noted`, a tensor (2,)."""
+    def receive(self, message):
+        """Take in the sums over ranks of `counts_here`, a tensor (2,)."""
         if not message.is_cuda:
-            self.to_check = message, None
+            self.newest = message, None
             return
         # Copied while the GPU computes, and checked a step later, so that it always has work.
         copy = message.to("cpu", non_blocking=True)
         copied = torch.cuda.Event()
         copied.record()
-        self.to_check = self.on_its_way
-        self.on_its_way = copy, copied
+        self.newest = self.arriving
+        self.arriving = copy, copied
 
     def check(self):
-        """Raise Stopped on all ranks if any had noted a signal by the last step (GPU: one before)."""
-        if self.listening and self.to_check:
-            message, copied = self.to_check
+        """Raise Stopped on all ranks if any noted a signal by the last step (GPU: before it)."""
+        if self.listening and self.newest:
+            message, copied = self.newest
             if copied:
                 copied.synchronize()
-            self.stop_for(message.tolist())
+            self.raise_for(message.tolist())
 
     def agree(self):
-        """Raise Stopped on all ranks if any has noted a signal. Collective while it is listening."""
+        """Raise Stopped on all ranks if any has noted a signal. Collective while listening."""
         if self.listening:
-            self.stop_for(total(self.noted()))
+            self.raise_for(total(self.counts_here()))
 
-    def stop_for(self, counts):
+    def raise_for(self, counts):
         for number, count in zip(SIGNALS, counts):
             if count:
                 raise Stopped(number)
@@ -143,38 +146,66 @@ def deal(count):
 
 
 def setup(device="auto", timeout_minutes=30):
-    """Join torchrun's process group until the process ends; returns this rank's device (auto: cuda, mps or cpu)."""
+    """Join torchrun's process group until the process ends; returns this rank's torch.device."""
     end_with_torchrun()
-    mps = torch.backends.mps.is_available() and world_size() == 1
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # ranks of this machine
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    has_mps = torch.backends.mps.is_available() and world_size() == 1
     if device == "auto":
-        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        device = "cuda" if gpus >= local_size else "mps" if mps else "cpu"
-        if 0 < gpus < local_size and is_main():
-            print(f"{local_size} processes, but {gpus} GPU(s) here: computing on the CPU. To use the GPU: "
-                  f"{'python' if gpus == 1 else f'torchrun --nproc_per_node={gpus}'} {sys.argv[0]}", flush=True)
+        device = choose_device(local_size, has_mps)
+
     if device == "cuda":
-        local_rank = int(os.environ.get("LOCAL_RANK", 0))
         if local_rank >= torch.cuda.device_count():
-            raise UserError(f"--device cuda: rank {local_rank} of this machine has no GPU, {torch.cuda.device_count()} "
-                            "found; lower --nproc_per_node or use --device cpu")
+            raise UserError(
+                f"--device cuda: rank {local_rank} of this machine has no GPU, "
+                f"{torch.cuda.device_count()} found; lower --nproc_per_node or use --device cpu"
+            )
         torch.cuda.set_device(local_rank)
-        torch.set_float32_matmul_precision("high")
+        torch.set_float32_matmul_precision("high")  # TF32
         device = f"cuda:{local_rank}"
-    elif device == "mps" and not mps:
-        raise UserError("--device mps: there is none on this machine, or more than one process; use --device cpu")
-    else:
-        if local_size > 1 and os.environ.get("OMP_NUM_THREADS") == "1":  # torchrun's default: share the cores instead
-            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-            torch.set_num_threads(max(1, cores // local_size))
+    elif device == "mps" and not has_mps:
+        raise UserError(
+            "--device mps: there is none on this machine, or more than one process; use --device "
+            "cpu"
+        )
+    elif local_size > 1 and os.environ.get("OMP_NUM_THREADS") == "1":
+        # That is torchrun's default. The ranks share the cores instead.
+        torch.set_num_threads(max(1, available_cores() // local_size))
+
     if world_size() > 1:
-        td.init_process_group("nccl" if device[:4] == "cuda" else "gloo", timeout=timedelta(minutes=timeout_minutes))
+        backend = "nccl" if device.startswith("cuda") else "gloo"
+        td.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes))
         atexit.register(teardown)
     return torch.device(device)
 
 
+def choose_device(local_size, has_mps):
+    """The kind of device for the `local_size` ranks of this machine: a GPU each, or the CPU."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if gpus >= local_size:
+        return "cuda"
+    if gpus and is_main():
+        start = "python" if gpus == 1 else f"torchrun --nproc_per_node={gpus}"
+        print(
+            f"{local_size} processes, but {gpus} GPU(s) here: computing on the CPU. "
+            f"To use the GPU: {start} {sys.argv[0]}",
+            flush=True,
+        )
+    return "mps" if has_mps else "cpu"
+
+
+def available_cores():
+    """Number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count()
+
+
 def teardown():
-    """Leave the process group, and wait for its threads: one that still holds a tensor when Python ends aborts it."""
+    """Leave the process group and wait for its threads.
+
+    A thread that still holds a tensor when Python ends would abort the process.
+    """
     if td.is_initialized():
         td.destroy_process_group()
         gc.collect()  # the last reference to the group joins its threads
@@ -193,25 +224,31 @@ def sum_gradients(*modules):
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
     if world_size() == 1:
-        stop_signals.hear(torch.tensor(stop_signals.noted()))
+        stop_signals.receive(torch.tensor(stop_signals.counts_here()))
         return
     gradients = [parameter.grad for parameter in parameters]
-    signals = torch.tensor(stop_signals.noted()).to(gradients[0].device, non_blocking=True)
+    signals = torch.tensor(stop_signals.counts_here()).to(gradients[0].device, non_blocking=True)
     flat = torch.cat([*(gradient.flatten() for gradient in gradients), signals])
     td.all_reduce(flat)
     *sums, signals = flat.split([*(gradient.numel() for gradient in gradients), len(signals)])
     for gradient, total_of_ranks in zip(gradients, sums):
         gradient.copy_(total_of_ranks.view_as(gradient))
-    stop_signals.hear(signals.clone())  # a view would keep all of `flat`
+    stop_signals.receive(signals.clone())  # a view would keep all of `flat`
 
 
-def share(tensors):
+def broadcast_tensor(tensor):
+    """Give every rank what `tensor` is on rank 0, in place."""
+    if world_size() > 1:
+        td.broadcast(tensor, src=0)
+
+
+def exchange_owned(tensors):
     """Give every rank what each tensor's owner has in it. Rank i % world_size owns tensor i."""
     if world_size() == 1:
         return
     messages = []
     for owner in range(world_size()):
-        owned = tensors[owner::world_size()]
+        owned = tensors[owner :: world_size()]
         if owned:
             flat = torch.cat([tensor.flatten() for tensor in owned])
             work = td.broadcast(flat, owner, async_op=True)
@@ -239,7 +276,7 @@ def broadcast(value):
 
 
 def total(values):
-    """Sums over all ranks of a list of numbers, in float64: for an exact mean, of sums and of counts."""
+    """Sums over all ranks of a list of numbers, in float64. Collective."""
     values = torch.tensor(values, dtype=torch.float64)
     if world_size() > 1:
         values = values.to("cuda" if td.get_backend() == "nccl" else "cpu")
@@ -247,23 +284,39 @@ def total(values):
     return values.tolist()
 
 
+def total_by_name(sums):
+    """{name: sum over all ranks} of {name: number}; a rank may lack some names. Collective."""
+    names = {}
+    for names_of_rank in gather(list(sums)):
+        names |= dict.fromkeys(names_of_rank)
+    totals = total([float(sums.get(name, 0.0)) for name in names])
+    return dict(zip(names, totals))
+
+
 def on_main(work):
-    """Run `work()` on rank 0 while the others wait; its plain result, or its UserError, comes to every rank."""
-    return broadcast(at_once(work, is_main()))
+    """Run `work()` on rank 0 while the others wait; every rank gets its result or UserError."""
+    return broadcast(run_together(work, is_main()))
 
 
-def on_each(work):
-    """Run `work()` on rank 0, then on the others, which find what it has downloaded; each returns its own result."""
-    first, later = at_once(work, is_main()), at_once(work, not is_main())
+def main_first(work):
+    """Run `work()` on rank 0, then on the others, which find what it has downloaded.
+
+    Each rank returns its own result; a UserError reaches every rank.
+    """
+    first = run_together(work, is_main())
+    later = run_together(work, not is_main())
     return first if is_main() else later
 
 
-def at_once(work, here=True):
-    """The result of `work()`, which has no collectives, run on all ranks `here`; a UserError reaches every rank."""
+def run_together(work, here=True):
+    """Run `work()`, without collectives, where `here`; a UserError reaches every rank."""
+    result = None
+    failure = None
     try:
-        result, failure = work() if here else None, None
+        if here:
+            result = work()
     except (UserError, OSError) as error:
-        result, failure = None, str(error)
+        failure = str(error)
     for number, message in enumerate(gather(failure)):
         if message is not None:
             error = UserError(message)
@@ -273,30 +326,40 @@ def at_once(work, here=True):
 
 
 def fail(message):
-    """Raise a UserError, as all ranks do at once; rank 0 prints it."""
+    """Raise a UserError, as all ranks do at the same place; rank 0 prints it."""
     error = UserError(message)
     error.relayed = not is_main()
     raise error
 
 
 def check_alike(facts):
-    """UserError on every rank, with rank and fact, unless the plain `facts` {name: value} are rank 0's on all."""
+    """UserError on every rank unless the plain `facts` {name: value} are the same on all."""
     first, *others = gather(facts)
     for number, theirs in enumerate(others, 1):
-        if differ := [name for name in first if theirs[name] != first[name]]:
-            fail(f"rank {number} has another {differ[0]} than rank 0, {theirs[differ[0]]!r} and {first[differ[0]]!r}; "
-                 "start all ranks with the same data and code")
+        for name in first:
+            if theirs[name] != first[name]:
+                fail(
+                    f"rank {number} has another {name} than rank 0, {theirs[name]!r} and "
+                    f"{first[name]!r}; start all ranks with the same data and code"
+                )
 
 
 def check_in_step(modules, step):
-    """RuntimeError on every rank unless all have bit for bit the same `modules` {name: module} and the same `step`."""
-    ours = {"step": step}
+    """RuntimeError on every rank unless all have the same step and bit for bit the same modules.
+
+    modules: {name: module}.
+    """
+    hashes = {"step": step}
     for name, module in modules.items():
         digest = hashlib.sha256()
         for tensor in [*module.parameters(), *module.buffers()]:
             digest.update(tensor.detach().cpu().flatten().view(torch.uint8).numpy())
-        ours[name] = digest.hexdigest()
-    first, *others = gather(ours)
-    drifted = [f"{name} of rank {r}" for r, x in enumerate(others, 1) for name in ours if x[name] != first[name]]
+        hashes[name] = digest.hexdigest()
+    drifted = []
+    first, *others = gather(hashes)
+    for number, theirs in enumerate(others, 1):
+        drifted += [f"{name} of rank {number}" for name in hashes if theirs[name] != first[name]]
     if drifted:
-        raise RuntimeError(f"the ranks have drifted apart by step {step}: {', '.join(drifted)} not as on rank 0")
+        raise RuntimeError(
+            f"the ranks have drifted apart by step {step}: {', '.join(drifted)} not as on rank 0"
+        )

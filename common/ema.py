@@ -1,53 +1,64 @@
 """An exponential moving average of a model's parameters, in fp32, kept beside the model."""
+
 import contextlib
+import dataclasses
 
 import torch
 
 
-def decay_at(step, decay=0.9999, warmup="power", inv_gamma=1.0, power=0.75, min_decay=0.0, update_after=0):
-    """Decay used after optimizer step number `step` (1 is the first); 0 copies the parameters.
-
-    warmup "power": 1 - (1 + s/inv_gamma)^-power; "ratio": (1 + s) / (10 + s), with s = step -
-    update_after - 1; kept within [min_decay, decay], so with a `min_decay` of `decay` there is none.
-    Up to and including s = 0 the parameters are copied.
-    """
-    s = step - update_after - 1
-    if s <= 0:
-        return 0.0
-    value = {"power": 1 - (1 + s / inv_gamma) ** -power, "ratio": (1 + s) / (10 + s)}[warmup]
-    return max(min_decay, min(decay, value))
-
-
+@dataclasses.dataclass(eq=False)
 class EMA:
-    """Shadow of everything in `model.state_dict()`: trainable parameters averaged in fp32, all else copied.
+    """A shadow of `model.state_dict()`: its trainable parameters are averaged, in fp32.
 
-    The average is a pure function of the steps' parameters: nothing but the tensors is saved. With decay 0 averaging is
-    off: the shadow is the model's own tensors. `decay`: arguments of `decay_at`. The model is not moved afterwards.
+    All else in it, such as buffers, is the model's own. The average follows from the parameters of
+    the steps alone, so only its tensors are saved. Make it when the model is on its device.
     """
 
-    def __init__(self, model, update_every=1, **decay):
-        self.update_every, self.decay, self.off = update_every, decay, decay.get("decay") == 0
-        live = model.state_dict(keep_vars=True)
-        self.averaged = {n for n, t in live.items() if t.requires_grad and t.is_floating_point()}
-        self.live = {n: t.detach() for n, t in live.items()}
-        self.shadow = self.live if self.off else {
-            n: t.to(torch.float32 if n in self.averaged else t.dtype, copy=True) for n, t in self.live.items()}
+    model: torch.nn.Module
+    update_every: int = 1  # steps between updates of the shadow
+    decay: float = 0.9999  # the highest; 0: nothing is averaged, all is the model's own
+    update_after: int = 0  # up to this step, and the next, the parameters are copied
+    warmup: str = "power"  # how the decay rises: "power" or "ratio"
+    inv_gamma: float = 1.0  # of "power"
+    power: float = 0.75  # of "power"
+    min_decay: float = 0.0  # the lowest; as high as `decay`: no warm-up
+
+    def __post_init__(self):
+        self.shadow = self.model.state_dict()
+        self.live = {}  # the parameters that are averaged
         self.stored = None
+        if self.decay:
+            for name, parameter in self.model.named_parameters(remove_duplicate=False):
+                if parameter.requires_grad:
+                    self.live[name] = parameter.detach()
+                    self.shadow[name] = parameter.detach().clone().float()
+
+    def decay_at(self, step):
+        """Decay after optimizer step number `step` (1 is the first); 0 copies the parameters.
+
+        "power": 1 - (1 + s/inv_gamma)^-power, "ratio": (1 + s) / (10 + s), both within
+        [min_decay, decay]. s = step - update_after - 1 are the steps averaged before.
+        """
+        s = step - self.update_after - 1
+        if s <= 0:
+            return 0.0
+        value = {
+            "power": 1 - (1 + s / self.inv_gamma) ** -self.power,
+            "ratio": (1 + s) / (10 + s),
+        }[self.warmup]
+        return max(self.min_decay, min(self.decay, value))
 
     def update(self, step):
-        """Take in the parameters after optimizer step number `step`, if it is one of every `update_every`."""
-        if self.off or step % self.update_every:
+        """Average in the parameters after optimizer step `step`, if `update_every` divides it."""
+        if step % self.update_every or not self.live:
             return
-        shadow = [self.shadow[n] for n in self.averaged]
-        live = [self.live[n].to(s.device, s.dtype) for n, s in zip(self.averaged, shadow)]
-        torch._foreach_lerp_(shadow, live, 1 - decay_at(step, **self.decay))
-        for name in self.live.keys() - self.averaged:
-            self.shadow[name].copy_(self.live[name])
+        shadow = [self.shadow[name] for name in self.live]
+        live = [self.live[name].to(self.shadow[name]) for name in self.live]
+        torch._foreach_lerp_(shadow, live, 1 - self.decay_at(step))
 
     def copy_to(self, model):
-        """Write the averages into `model`, which has the same names."""
-        for name, tensor in model.state_dict().items():
-            tensor.copy_(self.shadow[name])
+        """Write the averaged weights into `model`, which has the same names."""
+        model.load_state_dict(self.shadow)
 
     def store(self, model):
         """Keep a copy of the weights of `model` until `restore`."""
@@ -56,28 +67,29 @@ class EMA:
 
     def restore(self, model):
         """Give `model` the weights that `store` kept, bit for bit."""
-        for name, tensor in model.state_dict().items():
-            tensor.copy_(self.stored[name])
+        model.load_state_dict(self.stored)
         self.stored = None
 
     @contextlib.contextmanager
     def applied(self, model):
-        """Context in which `model` holds the averages; on leaving it, its own weights return bit for bit."""
-        if not self.off:
-            self.store(model)
+        """Context in which `model` has the averaged weights; it ends with its own, bit for bit."""
+        self.store(model)
         try:
             self.copy_to(model)
-            yield model
+            yield
         finally:
-            if not self.off:
-                self.restore(model)
+            self.restore(model)
 
     def to(self, device=None, dtype=None, pin_memory=False):
-        """Move the shadow, e.g. to pinned host memory when the GPU is full, and cast what is averaged; returns self."""
-        if not self.off:
-            pin = pin_memory and torch.cuda.is_available()
-            moved = {n: t.to(device, dtype if n in self.averaged else None) for n, t in self.shadow.items()}
-            self.shadow = {n: t.pin_memory() if pin else t for n, t in moved.items()}
+        """Move and cast what is averaged; returns self.
+
+        With the averages in pinned memory of the host, the GPU has room for a larger model.
+        """
+        for name in self.live:
+            tensor = self.shadow[name].to(device, dtype)
+            if pin_memory and torch.cuda.is_available():
+                tensor = tensor.pin_memory()
+            self.shadow[name] = tensor
         return self
 
     def state_dict(self):
@@ -85,12 +97,17 @@ class EMA:
         return dict(self.shadow)
 
     def load_state_dict(self, state):
-        """Copy `state` in, if averaging is on; ValueError names what is missing, unexpected or of another shape."""
-        wrong = [f"{n} missing" for n in self.shadow if n not in state]
-        wrong += [f"{n} unexpected" for n in state if n not in self.shadow]
-        wrong += [f"{n} is {tuple(state[n].shape)}, expected {tuple(t.shape)}"
-                  for n, t in self.shadow.items() if n in state and state[n].shape != t.shape]
-        if wrong:
-            raise ValueError(f"EMA state of another model: {'; '.join(wrong[:5] + ['…'] * (len(wrong) > 5))}")
-        for name, tensor in self.shadow.items() if not self.off else ():
-            tensor.copy_(state[name])
+        """Copy the averages of `state` in; ValueError names what does not fit.
+
+        What is not averaged has been loaded with the model.
+        """
+        different = sorted(shapes(state) ^ shapes(self.shadow))
+        if different:
+            raise ValueError(f"EMA state of another model, which differs in {different[:5]}")
+        for name in self.live:
+            self.shadow[name].copy_(state[name])
+
+
+def shapes(state):
+    """{(name, shape)} of the tensors."""
+    return {(name, tuple(tensor.shape)) for name, tensor in state.items()}

@@ -1,12 +1,15 @@
-"""Captioned images: the user's, in tars or folders, with embeddings inside or beside, and the built-in shapes.
+"""Captioned images, in tars or folders, with or without embeddings, and the built-in shapes.
 
-`Pictures` and `Shapes` are sources for data.Chunks: `fetch` returns pixels, embeddings and captions.
+`Pictures` and `Shapes` are datasets (see data.py): `fetch` returns pixels, embeddings and captions.
 """
+
 import collections
+import contextlib
 import hashlib
 import io
 import json
 import os
+import posixpath
 import re
 import tarfile
 from pathlib import Path
@@ -14,14 +17,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common import data, media, synthetic
+from common import data, media, order, synthetic
 from common.config import UserError, need
 
 IMAGES = ("jpg", "jpeg", "png", "webp")
-ENTRY = np.dtype([("tar", np.int32), ("in_json", bool), ("image", np.int64, 2), ("caption", np.int64, 2),
-                  ("embedding", np.int64, 2)])  # the last three: offset and size, -1 if there is none
+CAPTIONS = ("txt", "json")
+FILE = [("extension", "S5"), ("offset", np.int64), ("size", np.int64)]
+ENTRY = np.dtype([("tar", np.int32), ("image", FILE), ("caption", FILE), ("embedding", FILE)])
 BUILTIN_ROWS = 25_000  # of the captioned shapes
-MOST_PIXELS = 2 ** 27  # of an image that is read, so that a small file does not take all memory
 
 
 class Unusable(UserError):
@@ -32,251 +35,315 @@ def decode_image(content, name):
     """Decode the image file `content` (bytes): uint8 RGB (H, W, 3). Unusable if it is damaged."""
     Image = need("PIL.Image", f"{name}: reading {Path(name).suffix} images", "pillow")
     try:
-        image = Image.open(io.BytesIO(content), formats=("JPEG", "PNG", "WEBP"))  # others run programs
-        if image.width * image.height > MOST_PIXELS:
-            raise ValueError(f"{image.width} x {image.height} pixels, more than {MOST_PIXELS}")
+        # Other formats are refused, because Pillow runs programs for some.
+        image = Image.open(io.BytesIO(content), formats=("JPEG", "PNG", "WEBP"))
         return np.asarray(image.convert("RGB"))
-    except Exception as error:  # Pillow raises a dozen types for a damaged file
-        why = f" ({error})" if isinstance(error, ValueError) else ""
-        raise Unusable(f"{name}: not a readable image{why}") from error
+    except Exception as error:  # Pillow raises a dozen types for a damaged or a huge file
+        raise Unusable(f"{name}: not a readable image ({type(error).__name__})") from error
 
 
 class CaptionedImages:
-    """Images with captions: a tar, a folder of tars (KEY.jpg|png|webp + KEY.txt or KEY.json), or a folder of images.
+    """Images with captions: item (int) -> (image uint8 (H, W, 3), caption, key).
 
-    [i] -> (image uint8 (H, W, 3), caption, key). KEY is what stands before the first dot of a file's name, as in
-    webdataset: KEY.image.png is no image. `left_out` tells of images without a caption and of files of other kinds.
-    `shards` ("0-99,120") takes only the tars of these numbers. Tars are indexed once, then read at random.
+    path: a tar, a folder of tars (KEY.jpg|png|webp + KEY.txt or KEY.json), or a folder of images.
+    KEY is the name up to the first dot, as in webdataset: KEY.image.png is no image.
+    shards: numbers of the tars to read, such as "0-99,120"; "" is all. Tars are indexed once, then
+    read at random. `left_out` counts the files that are not used.
     """
 
     def __init__(self, path, shards=""):
         self.path = Path(path)
         self.tars = [self.path] if self.path.is_file() else sorted(self.path.glob("*.tar"))
         if shards:
-            self.tars = _chosen(self.tars, shards)
-        listings = [_members(tar) for tar in self.tars] or [
-            {file.relative_to(path).as_posix(): (0, file.stat().st_size)
-             for file in sorted(self.path.rglob("*.*")) if file.is_file()}]
-        names, entries, bare, kinds = [], [], [], collections.Counter()
-        for tar, members in enumerate(listings):
-            for name, place in members.items():
-                key, extension = _parts(name)
-                text, other = members.get(f"{key}.txt"), members.get(f"{key}.json")
-                if name.rpartition("/")[2].startswith("."):
-                    continue
-                if extension not in IMAGES:
-                    kinds[extension] += extension not in ("txt", "json", "npy")
-                elif not (text or other):
-                    bare.append(name)
-                else:
-                    names.append(name.encode(errors="surrogateescape"))  # a name need not be valid UTF-8
-                    embedding = members.get(f"{key}.npy", (-1, -1))
-                    entries.append((tar, text is None, place, text or other, embedding))
-        self.names, self.entries = np.array(names, np.bytes_), np.array(entries, ENTRY)
-        self.left_out = data.left_out(path, bare, +kinds)
-        if not names:
-            raise UserError(f"{path}: no such folder, or no captioned images found; expected KEY.jpg, .png or .webp "
-                            f"with KEY.txt or .json, and no other dot in their names. {self.left_out}".strip())
+            self.tars = choose_tars(self.tars, shards)
+
+        keys = []
+        entries = []
+        unused = collections.Counter()
+        listings = [list_tar(tar) for tar in self.tars] or [list_folder(self.path)]
+        for tar, samples in enumerate(listings):
+            for key, files in samples.items():
+                images = [extension for extension in IMAGES if extension in files]
+                captions = [extension for extension in CAPTIONS if extension in files]
+                unused.update(files.keys() - {*IMAGES, *CAPTIONS, "npy"})
+                if images and captions:
+                    embedding = files.get("npy", ("npy", 0, 0))
+                    keys.append(os.fsencode(key))
+                    entries.append((tar, files[images[0]], files[captions[0]], embedding))
+                elif images:
+                    unused[f"{images[0]} without a caption"] += 1
+        # Arrays: lists of millions of objects would be copied to every worker.
+        self.keys = np.array(keys, np.bytes_)
+        self.entries = np.array(entries, ENTRY)
+        self.left_out = data.left_out(path, unused)
+        if not keys:
+            raise UserError(
+                f"{path}: no such folder, or no captioned images found; expected "
+                f"KEY.jpg, .png or .webp with KEY.txt or .json. {self.left_out}"
+            )
 
     def __len__(self):
         return len(self.entries)
 
-    def key(self, i):
-        """KEY of image `i`; it includes folders in the tar or below `path`."""
-        return _parts(self.names[i].decode(errors="surrogateescape"))[0]
+    def key(self, index):
+        """KEY of an image; it includes folders in the tar or below `path`."""
+        return os.fsdecode(self.keys[index])
 
-    def name(self, i, suffix=""):
-        """Path of image `i`, or of the file with another `suffix` beside it; in a tar: tar and member."""
-        member = self.key(i) + suffix if suffix else self.names[i].decode(errors="surrogateescape")
-        return f"{self.tars[self.entries[i]['tar']]}: {member}" if self.tars else f"{self.path}/{member}"
+    def name(self, index, kind="image"):
+        """Path of the "image", "caption" or "embedding" of a sample; in a tar: tar and member."""
+        entry = self.entries[index]
+        member = f"{self.key(index)}.{entry[kind]['extension'].decode()}"
+        return f"{self.tars[entry['tar']]}: {member}" if self.tars else f"{self.path}/{member}"
 
-    def read(self, i, part, suffix=""):
-        """The bytes of "image", "caption" or "embedding" of image `i`, in the file with this `suffix`."""
-        offset, size = self.entries[i][part].tolist()
-        with open(self.tars[self.entries[i]["tar"]] if self.tars else self.name(i, suffix), "rb") as file:
-            file.seek(offset)
-            return file.read(size)
+    def read(self, index, kind):
+        """The bytes of the "image", "caption" or "embedding" of a sample."""
+        entry = self.entries[index]
+        path = self.tars[entry["tar"]] if self.tars else self.name(index, kind)
+        with open(path, "rb") as file:
+            file.seek(entry[kind]["offset"])
+            return file.read(entry[kind]["size"])
 
-    def caption(self, i):
-        in_json = self.entries[i]["in_json"]
-        text = self.read(i, "caption", ".json" if in_json else ".txt").decode("utf-8", errors="replace").strip()
+    def caption(self, index):
+        text = self.read(index, "caption").decode("utf-8", errors="replace").strip()
+        name = self.name(index, "caption")
+        if not name.lower().endswith(".json"):
+            return text
         try:
-            return str(json.loads(text)["caption"] or "") if in_json else text
+            return str(json.loads(text)["caption"] or "")
         except (ValueError, KeyError, TypeError) as error:
-            raise Unusable(f"{self.name(i, '.json')}: no entry 'caption' in it") from error
+            raise Unusable(f"{name}: no entry 'caption' in it") from error
 
-    def __getitem__(self, i):
-        return decode_image(self.read(i, "image"), self.name(i)), self.caption(i), self.key(i)
+    def __getitem__(self, index):
+        image = decode_image(self.read(index, "image"), self.name(index))
+        return image, self.caption(index), self.key(index)
 
 
-def _members(tar):
-    """{name: (offset, size)} of the files in a tar. Raises UserError for a damaged one."""
+def list_folder(path):
+    """The files below a folder, as `group` returns them."""
+    files = [file for file in sorted(path.rglob("*.*")) if file.is_file()]
+    return group((file.relative_to(path).as_posix(), 0, file.stat().st_size) for file in files)
+
+
+def list_tar(tar):
+    """The files in a tar, as `group` returns them. UserError if it is damaged."""
+    members = []
     try:
         with tarfile.open(tar, "r:") as archive:
-            members, size = {}, os.path.getsize(tar)
             for member in archive:
-                if not 0 <= member.size <= size:  # below 0 the next member would be an earlier one, without end
+                if member.size < 0:  # the next member would be an earlier one, without end
                     raise tarfile.ReadError(f"{member.name} of {member.size} bytes")
                 if member.isfile():
-                    members[member.name] = member.offset_data, member.size
+                    members.append((member.name, member.offset_data, member.size))
             archive.fileobj.seek(archive.offset)
-            if archive.fileobj.read(512) != bytes(512):  # tarfile stops silently at a damaged member
+            if archive.fileobj.read(512) != bytes(512):  # tarfile stops silently at damage
                 raise tarfile.ReadError(f"no member and no end at byte {archive.offset}")
     except (tarfile.TarError, OSError, ValueError) as error:
-        raise UserError(f"{tar}: corrupt or truncated tar ({error}); fetch or write it again") from error
-    return members
+        raise UserError(f"{tar}: corrupt or truncated tar ({error}); write it again") from error
+    return group(members)
 
 
-def _parts(name):
-    """(folders and KEY, extension) of a file's name."""
-    folders, slash, file = name.rpartition("/")
-    key, _, extension = file.partition(".")
-    return folders + slash + key, extension.lower()
+def group(files):
+    """{folders and KEY: {extension in lower case: (extension, offset, size)}} of files.
+
+    files: (name, offset, size) of each. Hidden ones are left out.
+    """
+    samples = collections.defaultdict(dict)
+    for name, offset, size in files:
+        folder, file = posixpath.split(name)
+        key, _, extension = file.partition(".")
+        if key:
+            samples[posixpath.join(folder, key)][extension.lower()] = extension, offset, size
+    return samples
 
 
-def _number(tar):
+def shard_number(tar):
     digits = re.search(r"(\d+)\.tar$", tar.name)
     if not digits:
-        raise UserError(f"{tar}: no shard number at the end of its name; expected one such as 00012.tar")
+        raise UserError(f"{tar}: no shard number at the end of its name; expected NNNNN.tar")
     return int(digits[1])
 
 
-def _chosen(tars, shards):
+def choose_tars(tars, shards):
     """The `tars` whose numbers are in `shards`, a list of numbers and ranges such as "0-99,120"."""
+    wanted = set()
     try:
-        ranges = [[int(end) for end in piece.split("-")] for piece in shards.split(",")]
+        for piece in shards.split(","):
+            first, _, last = piece.partition("-")
+            wanted.update(range(int(first), int(last or first) + 1))
     except ValueError:
-        raise UserError(f"--shards {shards}: expected numbers and ranges of numbers such as 0-99,120") from None
-    chosen = [tar for tar in tars if any(ends[0] <= _number(tar) <= ends[-1] for ends in ranges)]
+        raise UserError(f"--shards {shards}: expected numbers and ranges, as in 0-99,120") from None
+    chosen = [tar for tar in tars if shard_number(tar) in wanted]
     if not chosen:
-        raise UserError(f"--shards {shards}: none of the {len(tars)} tars in --data has such a number")
+        raise UserError(f"--shards {shards}: none of the {len(tars)} tars has such a number")
     return chosen
 
 
 class Pictures(CaptionedImages):
-    """Captioned images as square pictures with their embeddings, which are of the whole image, however it is cropped.
+    """Captioned images as square pictures, with embeddings of the whole image.
 
-    The embeddings are in the folder `embeddings` (img_emb_NNNNN.npy for NNNNN.tar; a key is the number of its tar and
-    `index_width` digits for the row, as img2dataset writes it), else inside the tars or beside loose images (KEY.npy),
-    else beside the tars. Without any, `width` is None.
+    The embeddings are in the folder `embeddings` (img_emb_NNNNN.npy for NNNNN.tar; a key is the
+    number of its tar and `index_width` digits for the row, as img2dataset writes it), else inside
+    the tars or beside loose images (KEY.npy), else beside the tars. Without any, `width` is None.
 
-    fetch(rows, draws) -> ({"image": uint8 (n, size, size, 3), "image_embed": float32 (n, D), "clip_image": uint8
-    (n, C, C, 3) if C = `clip_size` is not 0, "caption": list}, good (n,)). An image is the central square or, with
-    draws, a random square of `crop_scale` to 1 of its area, half of them mirrored if `flip`. A row is not good if its
-    embedding is missing, all zero or not finite, or its image damaged or smaller than `size`; `fault` says which.
+    `fetch` returns the usable ones of the samples as {"image": uint8 (n, size, size, 3),
+    "image_embed": float32 (n, D), "clip_image": uint8 (n, C, C, 3) if C = `clip_size` is not 0,
+    "caption": list}. An image is the central square or, with random words, a random square of
+    `crop_scale` to 1 of its area, half of them mirrored if `flip`. A sample is not usable if its
+    embedding is missing, all zero or not finite, or its image damaged or smaller than `size`.
     """
 
-    def __init__(self, path, size, embeddings="", index_width=4, shards="", clip_size=0, crop_scale=1.0, flip=False,
-                 resize="bicubic"):
+    def __init__(
+        self,
+        path,
+        size,
+        embeddings="",
+        index_width=4,
+        shards="",
+        clip_size=0,
+        crop_scale=1.0,
+        flip=False,
+        resize="bicubic",
+    ):
         super().__init__(path, shards)
-        self.size, self.clip_size, self.crop_scale, self.flip, self.resize = size, clip_size, crop_scale, flip, resize
-        self.index_width, self.table, self.width = index_width, None, None
-        inside = np.flatnonzero(self.entries["embedding"][:, 0] >= 0)
+        self.size = size
+        self.index_width = index_width
+        self.clip_size = clip_size
+        self.crop_scale = crop_scale
+        self.flip = flip
+        self.resize = resize
+        self.arrays = {}  # NpyFile by number of the tar
+        self.width = None
+
+        inside = np.flatnonzero(self.entries["embedding"]["size"])
         if embeddings and not self.tars:
-            raise UserError(f"--embeddings {embeddings}: only for tars; put KEY.npy beside each image in {path}")
-        if not embeddings and not len(inside) and self.tars and any(self.tars[0].parent.glob("img_emb_*.npy")):
-            embeddings = self.tars[0].parent
+            raise UserError(
+                f"--embeddings {embeddings}: only for tars; put KEY.npy beside each image in {path}"
+            )
+        if self.tars and not len(inside) and any(self.tars[0].parent.glob("img_emb_*.npy")):
+            embeddings = embeddings or self.tars[0].parent
         if embeddings:
-            self.table = data.Shards(Path(embeddings), "img_emb")
-            self.width = self.table.shape[0]
-            if missing := {_number(tar) for tar in self.tars} - self.table.arrays.keys():
-                raise UserError(f"{embeddings}: no img_emb_{min(missing):05d}.npy for the tar of this number")
+            table = data.Shards(Path(embeddings), "img_emb")
+            self.arrays = table.arrays
+            self.width = table.shape[0]
         elif len(inside):
             self.width = len(self._embedding(inside[0]))
 
-    def _embedding(self, row):
-        """The embedding (D,) of a row in float32; raises Unusable."""
-        if self.table:
-            number, key = _number(self.tars[self.entries[row]["tar"]]), self.key(row).rpartition("/")[2]
-            index = int(key) - number * 10 ** self.index_width if key.isdecimal() else -1
-            what = f"{self.name(row)}: its embedding, row {index} of img_emb_{number}.npy, is"
-            array = self.table.arrays[number]
-            values = array[np.array([index] if 0 <= index < len(array) else [], int)]
-        else:
-            what = f"{self.name(row, '.npy')}: this embedding is"
-            try:
-                file = io.BytesIO(self.read(row, "embedding", ".npy"))
-                values = np.load(file, allow_pickle=False).astype(np.float32)
-            except Exception as error:  # numpy raises a dozen types for a damaged file
-                raise Unusable(f"{what} missing or not a readable .npy file ({error})") from error
-        if values.size != (self.width or values.size) or not np.isfinite(values).all() or not values.any():
-            raise Unusable(f"{what} {values.size} numbers, expected {self.width}, or all zero or not finite")
-        return values.ravel()
-
-    def split(self, part, validation, test, seed=0):
-        """The rows (int64, ascending) of "train", "validation" or "test", by a hash of their keys."""
-        parts = [data.part_of(self.key(row), validation, test, seed) for row in range(len(self))]
-        return np.flatnonzero(np.array(parts) == part)
-
-    def fetch(self, rows, draws=None):
-        """Read `rows` (n,) in any order, augmented by `draws` (n,), if given."""
-        uniform = [None] * len(rows) if draws is None else data.uniform(draws, 4)
-        samples = [self._sample(row, numbers) for row, numbers in zip(rows, uniform)]
-        good = np.array([isinstance(sample, dict) for sample in samples])
-        batch = {name: [sample[name] for sample in samples] for name in (samples[0] if good.all() else ())}
-        return {name: values if name == "caption" else torch.stack(values) for name, values in batch.items()}, good
-
-    def _sample(self, row, uniform=None):
-        """The entries of `fetch` for a row, cropped by four numbers in [0, 1) or None; or the Unusable that it is."""
+    def _embedding(self, index):
+        """The embedding (D,) of an image in float32; raises Unusable."""
+        where = self.name(index, "embedding")
         try:
-            sample = {"image_embed": torch.from_numpy(self._embedding(row))} if self.width else {}
-            image, sample["caption"], _ = self[row]
-        except Unusable as error:
-            return error
+            if self.arrays:
+                number = shard_number(self.tars[self.entries[index]["tar"]])
+                row = int(posixpath.basename(self.key(index))) - number * 10**self.index_width
+                where = f"{self.name(index)}: row {row} of img_emb_{number}.npy"
+                values = self.arrays[number][np.array(row, np.uint64)]  # so that -1 is no row
+            else:
+                values = np.load(io.BytesIO(self.read(index, "embedding"))).astype(np.float32)
+            usable = np.isfinite(values).all() and values.any()
+            if not usable or values.size != (self.width or values.size):
+                raise ValueError(
+                    f"{values.size} numbers, expected {self.width}, or all zero or not finite"
+                )
+            return values.ravel()
+        except Exception as error:  # numpy raises a dozen types for a damaged file
+            raise Unusable(f"{where}: no usable embedding ({error!r})") from error
+
+    def split(self, name, validation, test, seed=0):
+        """Indices (int64, ascending) of "train", "validation" or "test", by a hash of the keys."""
+        keys = map(self.key, range(len(self)))
+        names = [order.split_of(key, validation, test, seed) for key in keys]
+        return np.flatnonzero(np.array(names) == name)
+
+    def fetch(self, indices, random_words=None):
+        """Read samples in any order, augmented if there are random words."""
+        uniform = [None] * len(indices)
+        if random_words is not None:
+            uniform = order.uniform(random_words, 4)
+        samples = []
+        usable = np.zeros(len(indices), bool)
+        for i, index in enumerate(indices):
+            with contextlib.suppress(Unusable):  # ChunkDataset takes another, and asks `fault`
+                samples.append(self._sample(index, uniform[i]))
+                usable[i] = True
+        batch = torch.utils.data.default_collate(samples) if samples else {}
+        return batch, usable
+
+    def _sample(self, index, uniform=None):
+        """The entries of `fetch` for an image, cropped by four numbers in [0, 1), if any."""
+        sample = {}
+        if self.width:
+            sample["image_embed"] = torch.from_numpy(self._embedding(index))
+        image, sample["caption"], _ = self[index]
         height, width, _ = image.shape
-        if (side := min(height, width)) < self.size:
-            return Unusable(f"{self.name(row)}: {width}x{height} pixels, smaller than the {self.size} asked for; lower "
-                            "--image_size or remove it")
-        top, left = (height - side) // 2, (width - side) // 2
+        side = min(height, width)
+        if side < self.size:
+            raise Unusable(
+                f"{self.name(index)}: {width}x{height} pixels, smaller than "
+                f"{self.size}; lower --image_size or remove it"
+            )
+
+        top = (height - side) // 2
+        left = (width - side) // 2
         if uniform is not None and self.crop_scale < 1:
-            area, down, right, _ = uniform
-            side = max(self.size, round(side * (self.crop_scale + (1 - self.crop_scale) * area) ** 0.5))
-            top, left = int(down * (height - side + 1)), int(right * (width - side + 1))
-        crop = torch.tensor(image[top:top + side, left:left + side])[None]
+            area = self.crop_scale + (1 - self.crop_scale) * uniform[0]
+            side = max(self.size, round(side * area**0.5))
+            top = int(uniform[1] * (height - side + 1))
+            left = int(uniform[2] * (width - side + 1))
+        crop = torch.tensor(image[top : top + side, left : left + side])[None]  # (1, side, side, 3)
         if uniform is not None and self.flip and uniform[3] < 0.5:
             crop = crop.flip(2)
-        sample["image"] = media.resize_bytes(crop, self.size, self.resize)[0]
+
+        sample["image"] = media.resize_uint8(crop, self.size, self.resize)[0]
         if self.clip_size:
-            sample["clip_image"] = media.resize_bytes(crop, self.clip_size)[0]  # bicubic, as CLIP was trained
+            sample["clip_image"] = media.resize_uint8(crop, self.clip_size)[0]  # bicubic: CLIP's
         return sample
 
-    def fault(self, row):
-        """What is wrong with a row, after its name; "" if it can be used."""
-        sample = self._sample(row)
-        return "" if isinstance(sample, dict) else str(sample)
+    def fault(self, index):
+        """What is wrong with an image, after its name; "" if it can be used."""
+        try:
+            self._sample(index)
+        except Unusable as error:
+            return str(error)
+        return ""
 
     def check(self, most=256):
-        """(unusable, checked, first faults) of `most` evenly spaced rows; UserError if most of them are unusable."""
-        rows = data.spread(len(self), most)
-        faults = [fault for row in rows if (fault := self.fault(row))]
-        if len(faults) > len(rows) / 2:
-            raise UserError(f"{self.path}: {len(faults)} of {len(rows)} pictures cannot be used: {faults[0]}")
-        return len(faults), len(rows), faults[:5]
+        """(unusable, checked, first faults) of `most` evenly spaced images.
+
+        UserError if most of them are unusable.
+        """
+        indices = data.evenly_spaced(len(self), most)
+        faults = list(filter(None, map(self.fault, indices)))
+        if len(faults) > len(indices) / 2:
+            raise UserError(
+                f"{self.path}: {len(faults)} of {len(indices)} pictures cannot be used: {faults[0]}"
+            )
+        return len(faults), len(indices), faults[:5]
 
     def fingerprint(self):
-        """Facts that change when the data does: rows, width, and a digest of names, sizes and a few contents."""
-        files = self.tars or [self.name(i) for i in data.spread(len(self), 100)]  # the sizes of all are in `entries`
-        files += [array.path for array in self.table.arrays.values()] if self.table else []
-        digest = hashlib.sha256(self.names.tobytes() + self.entries.tobytes())
+        """Values that change when the data does: rows, width, digest of names, sizes and tars."""
+        files = [*self.tars, *(array.path for array in self.arrays.values())]
+        digest = hashlib.sha256(self.keys.tobytes() + self.entries.tobytes())
         digest.update(data.digest_of(files).encode())
         return {"rows": len(self), "width": self.width, "digest": digest.hexdigest()[:16]}
 
 
 class Shapes(data.Embeddings):
-    """The built-in captioned shapes, with their embeddings in `folder`, as clip.builtin_data writes them.
+    """The built-in captioned shapes, with embeddings in `folder`, as clip.builtin_data writes them.
 
-    fetch(rows) -> ({"image": uint8 (n, size, size, 3), "image_embed" (n, D), "text_embed" (n, D), "caption"}, good).
-    Below 32 pixels they are averages of the 32-pixel ones. No crops and flips, because captions name places.
-    records(rows) -> their "caption", all "attributes", and which of these the caption "named".
+    `fetch` returns {"image": uint8 (n, size, size, 3), "image_embed" (n, D), "text_embed" (n, D),
+    "caption": list}. Below 32 pixels they are averages of the 32-pixel ones. There are no crops and
+    flips, because captions name places. `records` has their "caption", all "attributes", and which
+    of these the caption "named".
     """
 
     left_out = ""
 
     def __init__(self, folder, size):
         super().__init__(folder, captions=True)
-        self.size, self.records = size, self.captions.records
+        self.size = size
 
-    def fetch(self, rows, draws=None):
-        batch, good = super().fetch(rows)
-        pictures = torch.from_numpy(synthetic.shapes(rows, size=max(self.size, 32))[0])
-        return {"image": media.resize_bytes(pictures, self.size, "box"), **batch}, good
+    def fetch(self, indices, random_words=None):
+        batch, usable = super().fetch(indices)
+        drawn, _ = synthetic.shapes(indices, size=max(self.size, 32))
+        images = media.resize_uint8(torch.from_numpy(drawn), self.size, "box")
+        return {"image": images, **batch}, usable

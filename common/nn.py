@@ -1,5 +1,8 @@
-"""Transformers: attention by torch's scaled_dot_product_attention, rotary positions, feed-forward, key-value cache."""
-import functools
+"""Transformers: scaled_dot_product_attention of torch, rotary positions, feed-forward, KV cache.
+
+Shapes: B batch, N tokens, D width, d width of a head.
+"""
+
 import math
 
 import torch
@@ -8,51 +11,68 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 
-def rotary_table(positions, width, theta=10000.0):
-    """(cos, ∓sin), each (..., N, width), of `positions` (..., N), for `rotate` (RoFormer, Su et al. 2021, Eq. 34)."""
-    frequencies = theta ** (-torch.arange(0, width, 2, device=positions.device, dtype=torch.float32) / width)
-    angles = positions.float()[..., None] * frequencies  # (..., N, width/2)
-    cos, sin = angles.cos(), angles.sin()
-    return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
+def rotary_table(positions, head_dim):
+    """(cos, ∓sin), stacked (2, …, N, d), of `positions` (…, N), for `rotate`.
+
+    RoFormer, Su et al. 2021, Eq. 34, with its θ = 10000.
+    """
+    exponent = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
+    frequencies = 10000.0 ** (-exponent / head_dim)
+    angles = positions.float()[..., None] * frequencies  # (…, N, d/2)
+    angles = torch.cat([-angles, angles], dim=-1)
+    return torch.stack([angles.cos(), angles.sin()])
 
 
 def rotate(x, table):
-    """Turn the pairs (i, i + d/2) of x (..., N, d) by their position's angles, in fp32."""
-    cos, sin = table
-    wide = x.float()
-    return (wide * cos + wide.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)
+    """Turn the pairs (i, i + d/2) of x (…, N, d) by their position's angles, in fp32.
+
+    The tokens of x are the last N of the table's; without a table, x stays as it is.
+    """
+    if table is None:
+        return x
+    cos, sin = table[..., -x.shape[-2] :, :]
+    x32 = x.float()
+    swapped = x32.roll(x.shape[-1] // 2, -1)
+    return (x32 * cos + swapped * sin).to(x.dtype)
 
 
 class Attention(nn.Module):
     """Multi-head attention (Vaswani et al. 2017, §3.2)."""
 
-    def __init__(self, width, heads, dropout=0.0):
+    def __init__(self, width, num_heads, dropout=0.0):
         super().__init__()
-        assert width % heads == 0, (width, heads)
-        self.heads = heads
-        self.head_width = width // heads
+        self.num_heads = num_heads
         self.dropout = dropout
         self.query = nn.Linear(width, width)
         self.key_value = nn.Linear(width, 2 * width)
         self.out = nn.Linear(width, width)
 
     def keys_values(self, x, table=None):
-        """Keys and values, each (B, heads, N, d), of x (B, N, W); `table` rotates the keys."""
-        both = self.key_value(x).unflatten(-1, (2 * self.heads, self.head_width))
-        k, v = both.transpose(1, 2).chunk(2, dim=1)
-        return (k if table is None else rotate(k, table)), v
+        """Keys and values, each (B, heads, N, d), of x (B, N, D); `table` rotates the keys."""
+        both = self.key_value(x)
+        both = both.unflatten(-1, (2 * self.num_heads, -1)).transpose(1, 2)
+        keys, values = both.chunk(2, dim=1)
+        return rotate(keys, table), values
 
     def forward(self, x, keys, values, mask=None, causal=False, table=None):
-        """Attend from x (B, M, W) to `keys`, `values` (B, heads, N, d) -> (B, M, W).
+        """Attend from x (B, M, D) to `keys`, `values` (B, heads, N, d) -> (B, M, D).
 
-        mask: (M, N) or (B, 1, M, N), True = seen. causal: only for M = N, as SDPA aligns it to the
-        top left.
+        mask: (M, N) or (B, 1, M, N), True = attend. causal: only for M = N, because SDPA aligns it
+        to the top left. table: rotates the queries.
         """
-        q = self.query(x).unflatten(-1, (self.heads, self.head_width)).transpose(1, 2)  # (B, heads, M, d)
-        q = q if table is None else rotate(q, table)
-        x = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, is_causal=causal,
-                                           dropout_p=self.dropout if self.training else 0.0)
-        return self.out(x.transpose(1, 2).flatten(2))
+        query = self.query(x)
+        query = query.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # (B, heads, M, d)
+        query = rotate(query, table)
+        x = F.scaled_dot_product_attention(
+            query,
+            keys,
+            values,
+            attn_mask=mask,
+            is_causal=causal,
+            dropout_p=self.dropout if self.training else 0.0,
+        )
+        x = x.transpose(1, 2).flatten(2)  # (B, M, D)
+        return self.out(x)
 
 
 class FeedForward(nn.Module):
@@ -65,134 +85,189 @@ class FeedForward(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x):
-        return self.down(self.dropout(F.gelu(self.up(x))))
+        hidden = F.gelu(self.up(x))
+        return self.down(self.dropout(hidden))
 
 
-class Memory:
-    """Keys and values of all blocks for generation token by token; written in place, so that no step copies the past.
+class KVCache:
+    """Keys and values of all blocks, for generation token by token.
 
-    `length` (B,): how many tokens each sample has, so the place of its next one; `top` is the greatest of them.
+    They are written in place, so that no step copies the past. length (B,): how many tokens each
+    sample has, so the position of its next one. max_len: the greatest of them.
     """
 
     def __init__(self, cache, length, size):
-        """Room for `size` tokens a sample, filled with `cache`, a pair a block, of which `length` (B,) are real."""
-        self.length, self.top = length, int(length.max())
-        self.rows = torch.arange(len(length), device=length.device)
-        self.layers = [tuple(F.pad(part, (0, 0, 0, size - part.shape[2])) for part in pair) for pair in cache]
+        """Room for `size` tokens a sample, filled with `cache`, of which `length` (B,) are real.
 
-    def put(self, layer, *fresh):
-        """Write one token a sample, keys and values (B, heads, 1, d); returns the first `top` + 1 of block `layer`."""
-        for slots, part in zip(self.layers[layer], fresh):
-            slots[self.rows, :, self.length] = part[:, :, 0]
-        return tuple(slots[:, :, :self.top + 1] for slots in self.layers[layer])
+        cache: the keys and values of each block, (B, heads, N, d).
+        """
+        self.length = length
+        self.max_len = int(length.max())
+        self.layers = []
+        for keys, values in cache:
+            padding = (0, 0, 0, size - keys.shape[2])
+            keys = F.pad(keys, padding)
+            values = F.pad(values, padding)
+            self.layers.append((keys, values))
 
-    def seen(self):
-        """Which of the first `top` + 1 places the next token of a sample attends to, (B, 1, 1, top + 1)."""
-        return (torch.arange(self.top + 1, device=self.length.device) <= self.length[:, None])[:, None, None]
+    def append(self, layer, new_keys, new_values):
+        """Write one token a sample, keys and values (B, heads, 1, d), of block `layer`.
+
+        Returns the keys and values of the first max_len + 1 tokens.
+        """
+        keys, values = self.layers[layer]
+        samples = torch.arange(len(keys), device=keys.device)
+        keys[samples, :, self.length] = new_keys[:, :, 0]
+        values[samples, :, self.length] = new_values[:, :, 0]
+        stop = self.max_len + 1
+        return keys[:, :, :stop], values[:, :, :stop]
+
+    def mask(self):
+        """Which of the first max_len + 1 tokens a sample's next one attends to, (B, 1, 1, N)."""
+        positions = torch.arange(self.max_len + 1, device=self.length.device)
+        mask = positions <= self.length[:, None]
+        return mask[:, None, None]
 
 
 class Block(nn.Module):
     """Pre-norm transformer block."""
 
-    def __init__(self, width, heads, dropout=0.0):
+    def __init__(self, width, num_heads, dropout=0.0):
         super().__init__()
         self.attention_norm = nn.LayerNorm(width)
-        self.attention = Attention(width, heads, dropout)
+        self.attention = Attention(width, num_heads, dropout)
         self.ff_norm = nn.LayerNorm(width)
         self.ff = FeedForward(width, dropout)
-        zeroed(self.attention.out)  # a block starts as the identity
-        zeroed(self.ff.down)
+        zero_init(self.attention.out)  # a block starts as the identity
+        zero_init(self.ff.down)
 
-    def forward(self, x, mask=None, causal=False, table=None, cache=None, keep=None):
-        """x (B, N, W) -> (B, keep or N, W); also returns the keys and values of x.
+    def forward(
+        self,
+        x,
+        mask,
+        causal,
+        table,
+        past=None,
+        keep=None,
+    ):
+        """x (B, N, D) -> (B, keep or N, D), and the keys and values of x.
 
-        Only the last `keep` tokens are computed: what comes before them serves as keys alone. cache: keys and values of
-        earlier tokens, or a function that takes in those of x and returns all.
+        past: keys and values (B, heads, P, d) of earlier tokens. keep: compute only the last
+        tokens, which needs a mask; those before them serve as keys alone.
         """
         h = self.attention_norm(x)
-        keys, values = fresh = self.attention.keys_values(h, table)
-        if callable(cache):
-            keys, values = cache(keys, values)
-        elif cache is not None:
-            keys, values = (torch.cat(parts, dim=2) for parts in zip(cache, fresh))
-        if keep is not None and keep < x.shape[1]:
-            x, h = x[:, -keep:], h[:, -keep:]
-            table = None if table is None else tuple(part[..., -keep:, :] for part in table)
-            if mask is not None:
-                mask = mask[..., -keep:, :]
-            elif causal:
-                mask, causal = causal_mask(keep, keys.shape[2], x.device), False
+        keys, values = self.attention.keys_values(h, table)
+        new = (keys, values)
+        if past is not None:
+            keys = torch.cat([past[0], keys], dim=2)
+            values = torch.cat([past[1], values], dim=2)
+        if keep:
+            x = x[:, -keep:]
+            h = h[:, -keep:]
+            mask = mask[..., -keep:, :]
+        return self.attend(x, h, keys, values, mask, causal, table), new
+
+    def attend(self, x, h, keys, values, mask, causal, table):
+        """x (B, M, D) -> (B, M, D), by attention from h, the normalized x, to keys and values."""
         x = x + self.attention(h, keys, values, mask, causal, table)
-        return x + self.ff(self.ff_norm(x)), fresh
+        return x + self.ff(self.ff_norm(x))
 
 
-def causal_mask(rows, total, device):
-    """(rows, total), True = seen, for the last `rows` of `total` tokens: aligned to the bottom right."""
-    return torch.ones(rows, total, dtype=torch.bool, device=device).tril(total - rows)
+def causal_mask(queries, keys, device):
+    """(queries, keys), True = attend: the queries are the last of the keys' tokens."""
+    mask = torch.ones(queries, keys, dtype=torch.bool, device=device)
+    return mask.tril(keys - queries)
 
 
 class Transformer(nn.Module):
-    """A stack of pre-norm blocks with a final norm; `checkpointing` recomputes each block in the backward pass."""
+    """A stack of pre-norm blocks with a final norm.
 
-    def __init__(self, width, depth, heads, causal=True, rotary=True, dropout=0.0,
-                 checkpointing=False):
+    checkpointing: recompute each block in the backward pass, which takes less memory.
+    """
+
+    def __init__(
+        self,
+        width,
+        depth,
+        num_heads,
+        causal=True,
+        rotary=True,
+        dropout=0.0,
+        checkpointing=False,
+    ):
         super().__init__()
         self.causal = causal
         self.rotary = rotary
-        self.head_width = width // heads
+        self.head_dim = width // num_heads
         self.checkpointing = checkpointing
-        self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(depth))
+        blocks = [Block(width, num_heads, dropout) for _ in range(depth)]
+        self.blocks = nn.ModuleList(blocks)
         self.norm = nn.LayerNorm(width)
 
+    def rotary_table(self, positions):
+        """`rotary_table` of positions (…, N), or None in a model without."""
+        if not self.rotary:
+            return None
+        return rotary_table(positions, self.head_dim)
+
     def forward(self, x, mask=None, cache=None, keep=None, return_cache=False):
-        """x (B, N, W) -> (B, keep or N, W), or (that, cache) with `return_cache`.
+        """x (B, N, D) -> (B, keep or N, D), or (that, cache of x) with `return_cache`.
 
-        mask: (N, P + N) or (B, 1, N, P + N), True = seen; without one, attention is causal if the
+        mask: (N, P + N) or (B, 1, N, P + N), True = attend; without one, attention is causal if the
         model is.
-        cache: keys and values of P earlier tokens, a pair a block, each (B, heads, P, d); the returned one is of x.
-        keep: compute only the last `keep` tokens of the last block, the earlier ones being wanted as keys alone.
+        cache: keys and values of P earlier tokens, a pair for each block, each (B, heads, P, d).
+        keep: compute only the last `keep` tokens of the last block; the others serve as keys alone.
+        It needs a mask or a causal model.
         """
-        n = x.shape[1]
+        length = x.shape[1]
         prefix = 0 if cache is None else cache[0][0].shape[2]
-        table = None
-        if self.rotary:
-            positions = torch.arange(prefix, prefix + n, device=x.device)
-            table = rotary_table(positions, self.head_width)
-        fresh = []
+        positions = torch.arange(prefix, prefix + length, device=x.device)
+        table = self.rotary_table(positions)
         causal = self.causal and mask is None
-        if causal and prefix:
-            mask, causal = causal_mask(n, prefix + n, x.device), False
-        for i, block in enumerate(self.blocks):
-            earlier = None if cache is None else cache[i]
-            kept = keep if block is self.blocks[-1] else None
-            args = x, mask, causal, table, earlier, kept
-            recompute = self.checkpointing and self.training
-            x, pair = checkpoint(block, *args, use_reentrant=False) if recompute else block(*args)
-            if return_cache:  # else not kept alive: recomputed, they need not be
-                fresh.append(pair)
-        x = self.norm(x)
-        return (x, fresh) if return_cache else x
+        if causal and (prefix or keep):
+            mask = causal_mask(length, prefix + length, x.device)
+            causal = False
 
-    def step(self, x, memory):
-        """The next token x (B, W) of every sample -> (B, W); `memory` takes it in."""
-        table = None
-        if self.rotary:  # of each sample's own place in the memory: (B, 1, 1, d)
-            table = rotary_table(memory.length[:, None, None], self.head_width)
-        mask = memory.seen()
+        new_cache = []
+        for i, block in enumerate(self.blocks):
+            past = cache[i] if cache else None
+            keep_here = keep if block is self.blocks[-1] else None
+            args = (x, mask, causal, table, past, keep_here)
+            if self.checkpointing:
+                x, new = checkpoint(block, *args, use_reentrant=False)
+            else:
+                x, new = block(*args)
+            if return_cache:  # else not kept alive: with checkpointing that saves memory
+                new_cache.append(new)
+        x = self.norm(x)
+        if return_cache:
+            return x, new_cache
+        return x
+
+    def step(self, x, cache):
+        """The next token x (B, D) of every sample -> (B, D); it is appended to the KVCache."""
+        # (B, 1, 1), for heads and tokens: each sample has a position of its own.
+        table = self.rotary_table(cache.length[:, None, None])
+        mask = cache.mask()
         x = x[:, None]
         for i, block in enumerate(self.blocks):
-            x, _ = block(x, mask, False, table, functools.partial(memory.put, i))
-        memory.length, memory.top = memory.length + 1, memory.top + 1
+            h = block.attention_norm(x)
+            new = block.attention.keys_values(h, table)
+            keys, values = cache.append(i, *new)
+            x = block.attend(x, h, keys, values, mask, False, table)
+        cache.length = cache.length + 1  # not in place: the tensor is the caller's
+        cache.max_len += 1
         return self.norm(x)[:, 0]
 
 
 def learned_tokens(count, width):
-    """A table of learned tokens, whose weight is (count, width). Tables have no weight decay."""
-    return nn.Embedding.from_pretrained(torch.randn(count, width) * 0.02, freeze=False)
+    """A table of learned tokens, its weight (count, width). Tables have no weight decay."""
+    weight = torch.randn(count, width) * 0.02
+    return nn.Embedding.from_pretrained(weight, freeze=False)
 
 
 class NullText(nn.Module):
-    """What stands for "no text": a CLIP's encoding of "". Buffers hold it, so models keep it.
+    """The condition "no text": a CLIP's encoding of "". It is saved with the model, as buffers.
 
     It is zero until `fill` gives it, and stays so where no CLIP is at hand.
     """
@@ -201,8 +276,10 @@ class NullText(nn.Module):
         super().__init__()
         self.register_buffer("text_embed", torch.zeros(1, embed_width))
         if encoding_width:
-            self.register_buffer("text_enc", torch.zeros(1, length, encoding_width))
-            self.register_buffer("text_mask", torch.ones(1, length, dtype=torch.bool))
+            encoding = torch.zeros(1, length, encoding_width)
+            mask = torch.ones(1, length, dtype=torch.bool)
+            self.register_buffer("text_enc", encoding)
+            self.register_buffer("text_mask", mask)
 
     def fill(self, condition):
         """Take the `condition` of the text "": {buffer: (1, …)}."""
@@ -215,7 +292,8 @@ class NullText(nn.Module):
         for name, buffer in self.named_buffers():
             value = condition[name]
             where = drop.reshape(-1, *(1,) * (value.ndim - 1))
-            replaced[name] = torch.where(where, buffer.to(value.dtype), value)
+            null = buffer.to(value.dtype)
+            replaced[name] = torch.where(where, null, value)
         return replaced
 
 
@@ -230,13 +308,17 @@ class TimeEmbedding(nn.Module):
         self.width = width
         self.timesteps = timesteps
         self.layers = nn.Sequential(
-            nn.Linear(width, hidden), nn.SiLU(), nn.Linear(hidden, hidden))
+            nn.Linear(width, hidden),
+            nn.SiLU(),
+            nn.Linear(hidden, hidden),
+        )
 
     def forward(self, timestep):
-        return self.layers(sinusoid(timestep * (1000.0 / self.timesteps), self.width))
+        per_thousand = timestep * (1000.0 / self.timesteps)
+        return self.layers(sinusoid(per_thousand, self.width))
 
 
-def sinusoid(t, width, period=10000.0):
+def sinusoid(t, width):
     """Cosines and sines of t (B,) at `width`/2 geometric frequencies -> (B, width).
 
     Vaswani et al. 2017, §3.5.
@@ -244,11 +326,12 @@ def sinusoid(t, width, period=10000.0):
     half = width // 2
     exponent = torch.arange(half, device=t.device, dtype=torch.float32) / half
     # As exp, not as a power: they differ by 1e-7, times 999 for the last timestep.
-    angles = t.float()[:, None] * torch.exp(-math.log(period) * exponent)
+    frequencies = torch.exp(-math.log(10000.0) * exponent)
+    angles = t.float()[:, None] * frequencies
     return torch.cat([angles.cos(), angles.sin()], dim=-1)
 
 
-def zeroed(layer):
+def zero_init(layer):
     """`layer` with weights of zero, so that what it is added to starts unchanged."""
     for parameter in layer.parameters():
         nn.init.zeros_(parameter)

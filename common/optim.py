@@ -1,4 +1,5 @@
 """Parameter groups, the choice of optimizer, and Muon."""
+
 import itertools
 
 import torch
@@ -13,40 +14,43 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # coefficients of the quintic iterati
 def groups(model):
     """(matrices, other decayed, not decayed) trainable parameters of `model`, in the model's order.
 
-    The layer decides. Weights of MATRICES are matrices, and so is what a layer of another kind
-    names in its attribute `matrices`. Weight decay is for them and all else of two or more
-    dimensions. Norms, biases and tables (nn.Embedding) have none; learned tokens are tables.
+    The layer decides. Weights of MATRICES are matrices. A layer of another kind lists the names of
+    its matrices in the attribute `matrices`. Weight decay is for matrices, and for all else of two
+    or more dimensions. Norms, biases and tables (nn.Embedding) have none; so learned tokens, which
+    are tables, have none.
     """
-    of_matrices = set()
-    of_tables = set()
-    for layer in model.modules():
-        if isinstance(layer, MATRICES):
-            of_matrices.add(id(layer.weight))
-        if isinstance(layer, nn.Embedding):
-            of_tables.add(id(layer.weight))
-        for name in getattr(layer, "matrices", ()):
-            of_matrices.add(id(getattr(layer, name)))
     matrices = []
     decayed = []
-    rest = []
-    for parameter in model.parameters():
-        if not parameter.requires_grad:
-            continue
-        if id(parameter) in of_matrices:
-            matrices.append(parameter)
-        elif parameter.ndim >= 2 and id(parameter) not in of_tables:
-            decayed.append(parameter)
-        else:
-            rest.append(parameter)
-    return matrices, decayed, rest
+    undecayed = []
+    seen = set()  # a tied parameter counts where it comes first
+    for layer in model.modules():
+        of_layer = ("weight",) if isinstance(layer, MATRICES) else getattr(layer, "matrices", ())
+        for name, parameter in layer.named_parameters(recurse=False):
+            if parameter in seen or not parameter.requires_grad:
+                continue
+            seen.add(parameter)
+            if name in of_layer:
+                matrices.append(parameter)
+            elif parameter.ndim < 2 or isinstance(layer, nn.Embedding):
+                undecayed.append(parameter)
+            else:
+                decayed.append(parameter)
+    return matrices, decayed, undecayed
 
 
-def make(model, name, lr, weight_decay, betas=(0.9, 0.99), eps=1e-8):
+def make(
+    model,
+    name,
+    lr,
+    weight_decay,
+    betas=(0.9, 0.99),
+    eps=1e-8,
+):
     """The optimizers of `model`: "adamw": [AdamW]; "muon": [Muon of matrices, AdamW of the rest].
 
     AdamW without decay is Adam.
     """
-    matrices, decayed, rest = groups(model)
+    matrices, decayed, undecayed = groups(model)
     optimizers = []
     if name == "muon" and matrices:
         optimizers.append(Muon(matrices, lr, weight_decay))
@@ -54,7 +58,7 @@ def make(model, name, lr, weight_decay, betas=(0.9, 0.99), eps=1e-8):
         decayed = matrices + decayed
     adam = [
         {"params": decayed, "weight_decay": weight_decay},
-        {"params": rest, "weight_decay": 0.0},
+        {"params": undecayed, "weight_decay": 0.0},
     ]
     adam = [group for group in adam if group["params"]]
     if adam:
@@ -91,13 +95,14 @@ class Muon(torch.optim.Optimizer):
                 nesterov = parameter.grad.lerp(buffer, group["momentum"])
                 updates.append(nesterov.flatten(1))  # (out, in·k)
 
-            # Equal shapes are neighbors, so that every rank gets its part of the large ones.
-            mine = updates[dist.rank()::dist.world_size()]
-            for _, alike in itertools.groupby(mine, key=lambda update: update.shape):
-                alike = [*alike]
-                for update, result in zip(alike, orthogonalized(torch.stack(alike))):
+            # Equal shapes are neighbors, so that every rank gets its share of the large ones.
+            local = updates[dist.rank() :: dist.world_size()]
+            for _, same_shape in itertools.groupby(local, key=lambda update: update.shape):
+                same_shape = list(same_shape)
+                results = orthogonalize(torch.stack(same_shape))
+                for update, result in zip(same_shape, results):
                     update.copy_(result)
-            dist.share(updates)
+            dist.exchange_owned(updates)
 
             for parameter, update in zip(parameters, updates):
                 scale = 0.2 * max(update.shape) ** 0.5
@@ -105,49 +110,49 @@ class Muon(torch.optim.Optimizer):
                 parameter.add_(update.view_as(parameter), alpha=-group["lr"] * scale)
 
 
-def orthogonalized(stack, steps=5, eps=1e-7):
+def orthogonalize(stack):
     """The matrices (N, rows, columns), each near U·V^T of its SVD: singular values become about 1.
 
     Newton-Schulz iteration (Jordan 2024); in fp32 on CPUs, and in bf16 on GPUs, as published.
     """
     if stack.shape[1] > stack.shape[2]:
-        return orthogonalized(stack.mT, steps, eps).mT
+        return orthogonalize(stack.mT).mT
     a, b, c = NEWTON_SCHULZ
     x = stack.bfloat16() if stack.is_cuda else stack
-    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=eps)
-    for _ in range(steps):
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    for _ in range(5):
         gram = x @ x.mT  # (N, rows, rows)
         polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         x = torch.baddbmm(x, polynomial, x, beta=a)
     return x.to(stack.dtype)
 
 
-MOMENTS = {"AdamW": {"step", "exp_avg", "exp_avg_sq"}, "Muon": {"momentum_buffer"}}
+MOMENTS = {"AdamW": ("step", "exp_avg", "exp_avg_sq"), "Muon": ("momentum_buffer",)}
 
 
 def fit(optimizers, states):
-    """Whether `states` fit the optimizers: a moment of another shape would be written beyond its memory."""
+    """Whether `states` are of these optimizers. A fused kernel writes out of bounds of others."""
     if len(optimizers) != len(states):
         return False
     for optimizer, state in zip(optimizers, states):
-        groups = [group["params"] for group in optimizer.param_groups]
-        numbers = [group["params"] for group in state["param_groups"]]
-        if [*map(len, groups)] != [*map(len, numbers)]:
+        current = optimizer.state_dict()["param_groups"]
+        saved = state["param_groups"]
+        if [group["params"] for group in saved] != [group["params"] for group in current]:
             return False
-        for parameter, number in zip(itertools.chain(*groups), itertools.chain(*numbers)):
+        groups = [group["params"] for group in optimizer.param_groups]
+        for number, parameter in enumerate(itertools.chain(*groups)):
             moments = state["state"].get(number, {})
-            if not state["state"]:  # before the first step of discriminators
-                continue
-            if moments.keys() != MOMENTS[type(optimizer).__name__] or any(
-                    value.shape != (() if name == "step" else parameter.shape) for name, value in moments.items()):
+            expected = dict.fromkeys(MOMENTS[type(optimizer).__name__], parameter.shape)
+            if "step" in expected:
+                expected["step"] = ()
+            shapes = {name: value.shape for name, value in moments.items()}
+            if moments and shapes != expected:  # there are none before its first gradient
                 return False
     return True
 
 
 def load(optimizers, states):
-    """Restore the optimizers' states; rates, decay and betas stay as the current command line gives them."""
+    """Restore the states that `fit`; rates, decay and betas stay as the command line gives them."""
     for optimizer, state in zip(optimizers, states, strict=True):
-        current = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-        optimizer.load_state_dict(state)
-        for group, settings in zip(optimizer.param_groups, current):
-            group.update(settings)
+        current = optimizer.state_dict()["param_groups"]
+        optimizer.load_state_dict({"state": state["state"], "param_groups": current})

@@ -1,111 +1,135 @@
-"""The order of samples and their splits: pure functions of numbers and a seed, in O(1) memory."""
+"""The order of samples and their splits: pure functions of numbers and a seed."""
+
 import hashlib
 import math
 
 import numpy as np
 
-
-def draws(numbers, *key):
-    """A hash (uint64) of each of the int `numbers` (n,) and the key, by splitmix64 (Steele et al. 2014)."""
-    start = np.frombuffer(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), np.uint64)
-    x = start + np.asarray(numbers).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+UNIT = 10**9  # fractions are rounded to billionths, so that all sums are exact in 64-bit integers
 
 
-def uniform(numbers, count):
-    """Random numbers in [0, 1), (n, count), of the `draws` (n,) of n samples."""
-    return np.stack([(draws(numbers, i) >> np.uint64(11)) * 2.0 ** -53 for i in range(count)], axis=1)
+def random_words(numbers, *key):
+    """A hash (uint64) of each of the integers `numbers` (n,) and the key.
 
-
-def permuted(index, n, *key):
-    """Entries at the int array `index` of a pseudo-random permutation of range(n) -> int64 array.
-
-    A Feistel network over pairs (left, right) of range(a) × range(b), a·b >= n, with modular addition in place of
-    exclusive-or, and cycle walking for the few numbers beyond n (Black & Rogaway 2002, §4 and §5).
+    The hash is splitmix64 (Steele, Lea & Flood 2014, Figure 16), started at a digest of the key.
     """
-    a = np.uint64(math.isqrt(n - 1) + 1)
-    b = np.uint64(-(-n // int(a)))
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    start = np.frombuffer(digest, np.uint64)
+    x = start + np.asarray(numbers, np.uint64) * 0x9E3779B97F4A7C15
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
+
+
+def uniform(words, count):
+    """Random numbers in [0, 1), (n, count), from the random words (n,) of n samples."""
+    columns = [random_words(words, i) >> 11 for i in range(count)]  # a double holds 53 bits
+    return np.stack(columns, axis=1) * 2.0**-53
+
+
+def permute(index, n, *key):
+    """Entries at `index` (int array) of a pseudo-random permutation of range(n) -> int64 array.
+
+    A number is a pair (left, right) of range(a) × range(b) with a·b >= n. Three Feistel rounds
+    permute the pairs, with modular addition instead of exclusive-or (Black & Rogaway 2002, §5).
+    A result that is not below n is permuted again ("cycle walking", §4). Needs O(1) memory.
+    """
+    a = math.isqrt(n - 1) + 1
+    b = math.ceil(n / a)
 
     def network(x):
-        left, right = x % a, x // a
+        left = x % a
+        right = x // a
         for i in range(3):
-            left = (left + draws(right, i, *key) % a) % a
-            right = (right + draws(left, i, *key) % b) % b
+            left = (left + random_words(right, i, *key) % a) % a
+            right = (right + random_words(left, i, *key) % b) % b
         return left + a * right
 
-    x = network(np.asarray(index).astype(np.uint64))
-    while (outside := x >= n).any():
+    x = network(np.asarray(index, np.uint64))
+    while (x >= n).any():
+        outside = x >= n
         x[outside] = network(x[outside])
     return x.astype(np.int64)
 
 
-def shuffled(positions, n, seed):
-    """Places in range(n) at the `positions` (int array) of an endless pass that is reshuffled every n positions."""
-    places = np.empty(len(positions), np.int64)
-    for epoch in np.unique(positions // n):
-        here = positions // n == epoch
-        places[here] = permuted(positions[here] % n, n, seed, int(epoch))
-    return places
+def shuffle(positions, n, seed):
+    """Indices below n at `positions` (int array) of training without end.
+
+    Every n positions are an epoch, in an order of its own.
+    """
+    epochs = positions // n
+    indices = np.empty(len(positions), np.int64)
+    for epoch in np.unique(epochs):
+        inside = epochs == epoch
+        indices[inside] = permute(positions[inside] % n, n, seed, int(epoch))
+    return indices
 
 
-class Picks:
-    """Picks `count` of every `total` whole numbers: a hash picks one in each cell of total / count numbers."""
+def stratified(n, count, total, *key):
+    """Random numbers below n, ascending: one in each interval of total / count numbers.
 
-    def __init__(self, count, total, *key):
-        self.count, self.total, self.key = count, total, key
-
-    def below(self, limit):
-        """How many of the numbers below `limit` are picked."""
-        if not self.count:
-            return 0
-        cells = ((limit + 1) * self.count - 1) // self.total  # complete ones
-        return cells + int(self.picked(np.array([cells]))[0] < limit)
-
-    def picked(self, index):
-        """The number picked in each cell `index` (int array)."""
-        start, stop = index * self.total // self.count, (index + 1) * self.total // self.count
-        return start + (draws(index, *self.key) % (stop - start).astype(np.uint64)).astype(np.int64)
-
-    def others(self, index):
-        """The numbers not picked, in ascending order, at `index` (int array)."""
-        if not self.count:
-            return index
-        cell = ((index + 1) * self.count - 1) // (self.total - self.count)
-        number = index + cell  # one is picked in each cell before
-        return number + (number >= self.picked(cell))
+    A larger n only appends more of them.
+    """
+    if not count:
+        return np.zeros(0, np.int64)
+    intervals = -(-n * count // total)
+    edges = np.arange(intervals + 1) * total // count
+    sizes = np.diff(edges).astype(np.uint64)
+    offsets = random_words(np.arange(intervals), *key) % sizes
+    picks = edges[:-1] + offsets.astype(np.int64)
+    return picks[picks < n]
 
 
-class Split:
-    """The rows of one part ("train", "validation" or "test") of numbered rows: item (int array of places) -> rows.
+class Complement:
+    """The numbers below n without `excluded` (ascending): item (int array) -> int64 array.
 
-    Evenly spread rows are held out, some of them for validation. Shares are exact to two rows, rows keep their part
-    when rows are appended, and the j-th row of a part is found in O(1).
+    It holds only the excluded numbers, so that billions of training rows take no memory.
     """
 
-    UNIT = 10 ** 9  # the unit of shares; 64 bits then suffice for 9 billion rows
-
-    def __init__(self, rows, part, validation, test, seed=0):
-        validation, test = round(validation * self.UNIT), round(test * self.UNIT)
-        self.held_out = Picks(validation + test, self.UNIT, "held out", seed)
-        self.validation = Picks(validation, validation + test, "validation", seed)
-        held_out = self.held_out.below(rows)
-        sizes = {"train": rows - held_out, "validation": self.validation.below(held_out)}
-        self.part, self.size = part, sizes.get(part, held_out - sizes["validation"])
+    def __init__(self, n, excluded):
+        self.size = n - len(excluded)
+        self.kept_before = excluded - np.arange(len(excluded))  # kept numbers before each excluded
 
     def __len__(self):
         return self.size
 
     def __getitem__(self, index):
-        if self.part == "train":
-            return self.held_out.others(index)
-        return self.held_out.picked(
-            self.validation.picked(index) if self.part == "validation" else self.validation.others(index))
+        return index + np.searchsorted(self.kept_before, index, side="right")
 
 
-def part_of(key, validation, test, seed=0):
-    """The part ("train", "validation" or "test") of a sample, by a hash of its text `key` (file name, speaker)."""
-    encoded = f"{seed} {key}".encode(errors="surrogateescape")  # a file's name need not be valid UTF-8
-    share = int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "little") / 2 ** 64
-    return "validation" if share < validation else "test" if share < validation + test else "train"
+def split_indices(
+    n,
+    split,
+    validation,
+    test,
+    seed=0,
+):
+    """The rows of a split ("train", "validation" or "test") of n numbered rows.
+
+    validation, test: fractions. They are exact to two rows. A row keeps its split when rows are
+    appended. The training split is a Complement, the others are int64 arrays.
+    """
+    validation = round(validation * UNIT)
+    both = validation + round(test * UNIT)
+    held_out = stratified(n, both, UNIT, "held out", seed)
+    if split == "train":
+        return Complement(n, held_out)
+    chosen = stratified(len(held_out), validation, both, "validation", seed)
+    if split == "validation":
+        return held_out[chosen]
+    return np.delete(held_out, chosen)
+
+
+def split_of(key, validation, test, seed=0):
+    """The split ("train", "validation" or "test") of a sample, by a hash of its text `key`.
+
+    The key is a file name or a speaker.
+    """
+    text = f"{seed} {key}".encode(errors="surrogateescape")  # a file name need not be valid UTF-8
+    digest = hashlib.blake2b(text, digest_size=8).digest()
+    fraction = int.from_bytes(digest, "little") / 2**64
+    if fraction < validation:
+        return "validation"
+    if fraction < validation + test:
+        return "test"
+    return "train"

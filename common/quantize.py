@@ -1,142 +1,225 @@
 """Residual vector quantization (SoundStream, Zeghidour et al. 2021, Section III-C, Algorithm 1)."""
+
 import torch
 import torch.distributed as td
+import torch.nn.functional as F
 
 from common import dist
 
 
-def nearest(x, codebook):
-    """Codes of the nearest vectors: x (N, D), codebook (K, D) -> (N,) int64, in fp32 also under autocast or TF32."""
-    half_squares = codebook.square().sum(-1) / 2  # |x - c|² / 2 is |c|² / 2 - x·c and what is the same for all codes
-    slab = 2 ** 24 // len(codebook)  # vectors at a time: all distances of a long sound would take gigabytes
+def nearest_codes(x, codebook):
+    """Codes (N,) int64 of the vectors of `codebook` (K, D) that are nearest to x (N, D).
+
+    In fp32, also under autocast or TF32: rounded products give wrong codes where two are close.
+    """
+    # |x - c|² / 2 = |x|² / 2 + |c|² / 2 - x·c, of which the first is the same for all codes.
+    half_squares = codebook.square().sum(-1) / 2
+    rows = 2**24 // len(codebook)  # at a time: all distances of a long sound would take gigabytes
+    codes = []
     precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")  # rounded factors would give wrong codes where two are close
-    try:
-        with torch.autocast(x.device.type, enabled=False):
-            return torch.cat([torch.addmm(half_squares, v, codebook.T, alpha=-1).argmin(-1) for v in x.split(slab)])
-    finally:
-        torch.set_float32_matmul_precision(precision)
+    torch.set_float32_matmul_precision("highest")
+    with torch.autocast(x.device.type, enabled=False):
+        for vectors in x.split(rows):
+            distances = torch.addmm(half_squares, vectors, codebook.T, alpha=-1)
+            codes.append(distances.argmin(-1))
+    torch.set_float32_matmul_precision(precision)
+    return torch.cat(codes)
 
 
 @torch.no_grad()
 def kmeans(x, size, generator, rounds=10):
-    """k-means of x (N, D) -> centers (K, D) and counts (K,), how many vectors each center is the mean of.
+    """k-means of x (N, D) -> centers (K, D) and counts (K,) of the vectors each is the mean of.
 
-    Starts by k-means++ (Arthur & Vassilvitskii 2007, Section 2.2), then `rounds` >= 1 of Lloyd's algorithm.
+    Starts by k-means++ (Arthur & Vassilvitskii 2007, Section 2.2). `rounds` >= 1 of Lloyd's
+    algorithm follow.
     """
-    draws = 1 - torch.rand(size, generator=generator, dtype=torch.float64)  # on the CPU, so that all devices draw alike
-    centers, distances = x.new_empty(size, x.shape[1]), x.new_full((len(x),), 1e30)  # equal: the first is any vector
-    for k in range(size):  # drawn in proportion to the squared distance to the nearest center so far
-        cumulative = distances.cpu().double().cumsum(0)  # draws are in (0, 1]: none is past its end or at a distance 0
-        centers[k] = x[torch.searchsorted(cumulative, draws[k] * cumulative[-1])]
-        distances = torch.minimum(distances, (x - centers[k]).square().sum(-1))
+    # A vector becomes a center with a probability in proportion to its squared distance to the
+    # nearest center so far. Drawn on the CPU, so that all devices draw alike. The numbers are in
+    # (0, 1], so no index is past the end, nor that of a vector at a distance of 0.
+    uniform = 1 - torch.rand(size, generator=generator, dtype=torch.float64)
+    centers = x.new_empty(size, x.shape[1])
+    distances = torch.full_like(x[:, 0], 1e30)  # equal, so the first center is any vector
+    for k in range(size):
+        cumulative = distances.cpu().double().cumsum(0)
+        index = torch.searchsorted(cumulative, uniform[k] * cumulative[-1])
+        centers[k] = x[index]
+        from_this = (x - centers[k]).square().sum(-1)
+        distances = torch.minimum(distances, from_this)
+
     for _ in range(rounds):
-        codes = nearest(x, centers)
-        counts = x.new_zeros(size).index_add_(0, codes, x.new_ones(len(x)))
-        sums = torch.zeros_like(centers).index_add_(0, codes, x)
-        centers = torch.where(counts[:, None] > 0, sums / counts[:, None].clamp(min=1), centers)
+        codes = nearest_codes(x, centers)
+        counts = codes.bincount(minlength=size)
+        sums = torch.zeros_like(centers)
+        sums.index_add_(0, codes, x)
+        means = sums / counts[:, None].clamp(min=1)
+        centers = torch.where(counts[:, None] > 0, means, centers)
     return centers, counts
 
 
 class ResidualQuantizer(torch.nn.Module):
-    """Q quantizers in a row; codebooks are moving averages (van den Oord et al. 2017, App. A.1), Laplace-smoothed.
+    """Q quantizers in a row: each quantizes the residual of those before it.
 
-    In a training step `forward` gathers statistics of each chunk, in training mode with gradients enabled, and in
-    no other pass. Then all ranks call `update`, or `discard` if the step overflowed.
-    width: D. decay: of the averages, a step. dead_below: a code of fewer frames a step on average is replaced; 0: none.
-    dropout: probability that a sample uses in training only its first n quantizers, n uniform in 1..Q (Section III-C).
+    Codebooks are moving averages (van den Oord et al. 2017, App. A.1), Laplace-smoothed. In a
+    training step `forward` gathers statistics of each chunk, but only in training mode with
+    gradients enabled. Then all ranks call `update`, or `discard` if the step overflowed.
+
+    width: D. decay: of the averages, a step. dead_below: codes of fewer frames a step, on average,
+    are replaced; 0: none. dropout: the probability that a sample in training uses only its first n
+    quantizers, n uniform in 1..Q (Section III-C).
     """
 
-    def __init__(self, width, quantizers=8, codebook_size=1024, decay=0.95, dead_below=2.0, dropout=0.0):
+    def __init__(
+        self,
+        width,
+        num_quantizers,
+        codebook_size,
+        decay,
+        dead_below,
+        dropout,
+    ):
         super().__init__()
-        self.quantizers, self.codebook_size = quantizers, codebook_size
-        self.decay, self.dead_below, self.dropout = decay, dead_below, dropout
-        self.register_buffer("initialized", torch.tensor(False))  # a tensor: checkpoints and EMA copies carry it along
-        self.register_buffer("codebook", torch.zeros(quantizers, codebook_size, width))
-        for name, persistent in ("ema", True), ("pending", False):
-            self.register_buffer(f"{name}_count", torch.zeros(quantizers, codebook_size), persistent)
-            self.register_buffer(f"{name}_sum", torch.zeros(quantizers, codebook_size, width), persistent)
-        self._candidates = None  # (Q, K, D): inputs of the quantizers in the first chunk since the last update
+        self.num_quantizers = num_quantizers
+        self.codebook_size = codebook_size
+        self.decay = decay
+        self.dead_below = dead_below
+        self.dropout = dropout
+        vectors = torch.zeros(num_quantizers, codebook_size, width)
+        # A tensor, so that checkpoints and EMA copies have it, too.
+        self.register_buffer("initialized", torch.tensor(False))
+        self.register_buffer("codebook", vectors)
+        self.register_buffer("ema_count", vectors.sum(-1))
+        self.register_buffer("ema_sum", vectors.clone())
+        # Of each code: the number of its vectors since the last update, and their sum.
+        pending = torch.zeros(num_quantizers, codebook_size, 1 + width)
+        self.register_buffer("pending", pending, persistent=False)
+        self._candidates = None  # (Q, K, D), inputs of the quantizers in the first chunk
 
     @property
     def ready(self):
-        """Whether there are codebooks. On a GPU this waits for the device, so do not ask in every step."""
+        """Whether there are codebooks. It waits for a GPU, so do not ask in every step."""
         return bool(self.initialized)
 
-    @torch.compiler.disable  # it changes buffers and the precision of matrix products, which a compiled graph cannot
+    @torch.compiler.disable  # a compiled graph cannot change buffers and matrix precision
     def forward(self, z):
         """z (B, T, D) -> (quantized (B, T, D), codes (B, T, Q), loss). Not `ready`: z, zeros and 0.
 
-        The gradient goes straight through. loss: commitment, the mean squared difference of each quantizer's input and
-        its code's vector (held constant), averaged over a sample's used quantizers, then over samples.
+        The gradient goes straight through. loss: commitment, the mean squared difference of each
+        quantizer's input and its code's vector (held constant), averaged over the active
+        quantizers of a sample, then over samples.
         """
-        x, codes = z.float(), self.encode(z)
-        uses = torch.ones(self.quantizers, len(z), dtype=torch.bool, device=z.device)  # (Q, B)
+        x = z.float()
+        size = len(z)
+        codes = self.encode(z)
+        vectors = torch.stack(self.lookup(codes))  # (Q, B, T, D)
+        residuals = x - vectors.cumsum(0)  # after each quantizer
+        errors = residuals.square().mean((2, 3))  # (Q, B)
+
+        active = torch.ones_like(errors, dtype=torch.bool)
         if self.training and self.dropout:
-            n = torch.randint(1, self.quantizers + 1, (len(z),), device=z.device)
-            uses = (uses.cumsum(0) <= n) | (torch.rand(len(z), device=z.device) >= self.dropout)
-        vectors = torch.stack([codebook[code] for codebook, code in zip(self.codebook, codes.unbind(-1))])
-        residuals = x - vectors.cumsum(0)  # (Q, B, T, D), what each quantizer leaves
-        loss = ((residuals.square().mean((2, 3)) * uses).sum(0) / uses.sum(0)).mean() * self.initialized
+            n = torch.randint(1, self.num_quantizers + 1, (size,), device=z.device)
+            keeps_all = torch.rand(size, device=z.device) >= self.dropout
+            active = (active.cumsum(0) <= n) | keeps_all
+
+        errors = (errors * active).sum(0) / active.sum(0)
+        loss = errors.mean() * self.initialized
+        active = active[..., None, None]  # (Q, B, 1, 1)
         if self.training and torch.is_grad_enabled():
-            inputs = torch.cat([x[None], residuals[:-1]]).detach().flatten(1, 2)  # (Q, N, D), N = B·T
-            weights = (uses & self.initialized).float().repeat_interleave(z.shape[1], 1)  # (Q, N)
-            for q, code in enumerate(codes.flatten(0, 1).unbind(-1)):
-                self.pending_count[q].index_add_(0, code, weights[q])
-                self.pending_sum[q].index_add_(0, code, inputs[q] * weights[q, :, None])
-            if self._candidates is None:  # evenly spaced, so that nothing is drawn
-                self._candidates = inputs[:, torch.arange(self.codebook_size) * inputs.shape[1] // self.codebook_size]
-        quantized = (vectors * uses[..., None, None]).sum(0) + (x - x.detach())
-        return torch.where(self.initialized, quantized.to(z.dtype), z), codes, loss
+            inputs = torch.cat([x[None], residuals[:-1]]).detach()
+            self.gather(inputs, codes, active)
+
+        straight_through = x - x.detach()  # zeros, with the gradient of x
+        quantized = (vectors * active).sum(0) + straight_through
+        quantized = quantized.to(z.dtype)
+        quantized = torch.where(self.initialized, quantized, z)
+        return quantized, codes, loss
+
+    def gather(self, inputs, codes, active):
+        """Note for `update` the inputs (Q, B, T, D) of codes (B, T, Q) where they are active."""
+        rows = F.pad(inputs, (1, 0), value=1.0) * active
+        for q, code in enumerate(codes.unbind(-1)):
+            rows_of_q = rows[q].flatten(0, 1)
+            self.pending[q].index_add_(0, code.flatten(), rows_of_q)
+        if self._candidates is None:
+            inputs = inputs.flatten(1, 2)  # (Q, N, D)
+            # Evenly spaced, so that nothing is drawn.
+            frames = torch.arange(self.codebook_size)
+            frames = frames * inputs.shape[1] // self.codebook_size
+            self._candidates = inputs[:, frames]
 
     def encode(self, z, count=None):
         """z (B, T, D) -> codes (B, T, count) int64 of the first `count` quantizers, or all."""
-        residual, codes = z.detach().float().flatten(0, 1), []
+        residual = z.detach().float().flatten(0, 1)
+        codes = []
         for codebook in self.codebook[:count]:
-            codes.append(nearest(residual, codebook))
-            residual = residual - codebook[codes[-1]]
-        return torch.stack(codes, -1).unflatten(0, z.shape[:2]) * self.initialized
+            code = nearest_codes(residual, codebook)
+            residual = residual - codebook[code]
+            codes.append(code)
+        return torch.stack(codes, -1).unflatten(0, z.shape[:2])
+
+    def lookup(self, codes):
+        """The vectors (B, T, D) of codes (B, T, n), of each of the first n quantizers."""
+        return [codebook[code] for codebook, code in zip(self.codebook, codes.unbind(-1))]
 
     def decode(self, codes):
         """codes (B, T, n) of the first n quantizers -> (B, T, D), the sum of their vectors."""
-        return sum(codebook[code] for codebook, code in zip(self.codebook, codes.unbind(-1)))
+        return sum(self.lookup(codes))
 
     def initialize(self, z, seed, rounds=10):
         """Fit all codebooks by k-means to rank 0's z (N, D), on all ranks."""
-        residual, generator = z.detach().float(), torch.Generator().manual_seed(seed)
-        for q in range(self.quantizers if dist.is_main() else 0):
-            self.codebook[q], self.ema_count[q] = kmeans(residual, self.codebook_size, generator, rounds)
-            residual = residual - self.codebook[q][nearest(residual, self.codebook[q])]
-        if td.is_initialized():
-            td.broadcast(self.codebook, 0)
-            td.broadcast(self.ema_count, 0)
+        if dist.is_main():
+            residual = z.detach().float()
+            generator = torch.Generator().manual_seed(seed)
+            for q in range(self.num_quantizers):
+                centers, counts = kmeans(
+                    residual,
+                    self.codebook_size,
+                    generator,
+                    rounds,
+                )
+                self.codebook[q] = centers
+                self.ema_count[q] = counts
+                codes = nearest_codes(residual, centers)
+                residual = residual - centers[codes]
+        dist.broadcast_tensor(self.codebook)
+        dist.broadcast_tensor(self.ema_count)
         self.ema_sum.copy_(self.codebook * self.ema_count[..., None])
         self.initialized.fill_(True)
         self.discard()
 
     def update(self, seed):
-        """Move the codebooks by what all ranks gathered, on all ranks once a step. `seed`: a function of the step."""
-        if td.is_initialized():
-            td.all_reduce(self.pending_count)
-            td.all_reduce(self.pending_sum)
-        rate = (1 - self.decay) * self.pending_count.any(-1, keepdim=True)  # (Q, 1), 0 where no sample used it
-        self.ema_count += rate * (self.pending_count - self.ema_count)
-        self.ema_sum += rate[..., None] * (self.pending_sum - self.ema_sum)
-        smoothed = (self.ema_count + 1e-5) / (1 + 1e-5 * self.codebook_size / self.ema_count.sum(-1, keepdim=True))
-        self.codebook.copy_(torch.where(rate[..., None] > 0, self.ema_sum / smoothed[..., None], self.codebook))
-        dead = (rate > 0) & (self.ema_count < self.dead_below)  # (Q, K)
-        if dead.any():  # they become random vectors, as in vector-quantize-pytorch, but of rank 0's first chunk
-            order = torch.randperm(self.codebook_size, generator=torch.Generator().manual_seed(seed))
-            picks = self._candidates[:, order].contiguous()  # (Q, K, D)
-            if td.is_initialized():
-                td.broadcast(picks, 0)
-            self.codebook[dead] = picks[dead]
-            self.ema_sum[dead] = picks[dead] * self.dead_below
+        """Move the codebooks by what all ranks gathered, on all ranks once a step.
+
+        seed: a function of the step.
+        """
+        if dist.world_size() > 1:
+            td.all_reduce(self.pending)
+        counts = self.pending[..., 0]
+        # (Q, 1). False for quantizers that dropout skipped in all samples, and if not `ready`.
+        used = counts.any(-1, keepdim=True) & self.initialized
+        rate = (1 - self.decay) * used
+        self.ema_count += rate * (counts - self.ema_count)
+        self.ema_sum += rate[..., None] * (self.pending[..., 1:] - self.ema_sum)
+        total = self.ema_count.sum(-1, keepdim=True)
+        smoothed = self.ema_count + 1e-5
+        smoothed /= 1 + 1e-5 * self.codebook_size / total
+        means = self.ema_sum / smoothed[..., None]
+        codebook = torch.where(used[..., None], means, self.codebook)
+        self.codebook.copy_(codebook)
+
+        dead = used & (self.ema_count < self.dead_below)  # (Q, K)
+        if dead.any():
+            # They become random inputs, as in vector-quantize-pytorch, of rank 0's first chunk.
+            generator = torch.Generator().manual_seed(seed)
+            order = torch.randperm(self.codebook_size, generator=generator)
+            picks = self._candidates[:, order]  # (Q, K, D)
+            dist.broadcast_tensor(picks)
+            picks = picks[dead]
+            self.codebook[dead] = picks
+            self.ema_sum[dead] = picks * self.dead_below
             self.ema_count[dead] = self.dead_below  # so that it is not dead at once again
         self.discard()
 
     def discard(self):
         """Forget what `forward` gathered since the last update."""
-        self.pending_count.zero_()
-        self.pending_sum.zero_()
+        self.pending.zero_()
         self._candidates = None

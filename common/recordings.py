@@ -1,399 +1,508 @@
-"""Recordings: audio files, resampling, spectra; folders of recordings, the built-in syllables, caches of their tokens.
+"""Audio files, resampling and spectra; datasets of recordings; caches of their tokens.
 
-WAV needs numpy alone; flac, ogg, opus and mp3 are read by soundfile. A wave is float in [-1, 1], time last.
+The standard library reads WAV files of 16-bit PCM. Any other file (WAV of 24 bits or floats, flac,
+ogg, opus, mp3) is read by soundfile. A wave is float in [-1, 1], time last.
 """
-import collections
+
 import contextlib
 import functools
 import hashlib
 import math
 import re
-import shutil
-import struct
+import wave as wavfile
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from common import checkpoint, config, data, dist, synthetic, tracker
-from common.config import UserError, need
+from common import checkpoint, data, dist, order, synthetic, tracker
+from common.config import UserError
 
 SUFFIXES = (".wav", ".flac", ".ogg", ".mp3", ".opus")
-SAMPLES = {(1, 8): ("u1", 2 ** 7), (1, 16): ("<i2", 2 ** 15), (1, 24): ("<i4", 2 ** 31), (1, 32): ("<i4", 2 ** 31),
-           (3, 32): ("<f4", 1), (3, 64): ("<f8", 1)}  # format tag and bits of a WAV file: type and full scale
-LEAD = {"MP3": 2, "OGG": 5}  # seconds to decode before a crop: MP3's bit reservoir, the last page of Vorbis
-RATES, LOUDEST = range(1_000, 768_001), 100  # Hz, and how far a float sample may be beyond full scale
-MARGIN = 1024  # samples of silence between the ends of a wave that is resampled, and read on both sides of a crop
+# Seconds to decode before a crop: MP3 has a reservoir of bits, Vorbis pages of several seconds.
+LEAD = {"MP3": 2, "OGG": 5}
+RATES = range(1_000, 768_001)  # Hz
+LOUDEST = 100  # times full scale, of a float sample
+MARGIN = 1024  # samples: silence behind a resampled wave, and what is read on both sides of a crop
 
 
 class Unusable(UserError):
-    """A recording that cannot be used, with the reason; training goes on with the next one."""
+    """A recording that cannot be used, with the reason. Training goes on with the next one."""
 
 
-def read(path):
-    """(float32 numpy (C, T), samples a second) of a whole file, as `read_part`."""
-    return read_part(path, 0, None)[:2]
+# Files
 
 
-def read_part(path, start, stop):
-    """(float32 numpy (C, T) of the samples `start` to `stop`, samples a second, samples a channel in all).
+def read(path, start=0, stop=math.inf):
+    """Read the samples `start` to `stop` of an audio file, by default all. No others are decoded.
 
-    Only that is decoded. Unusable if the file is damaged or samples are not finite, UserError if soundfile is missing.
+    Returns the wave, float32 numpy (C, T); its samples a second; the samples a channel of the file.
+    Unusable: the file is damaged, or has samples that are not finite, or soundfile is missing.
     """
     if not Path(path).is_file():
-        raise Unusable(f"{path}: not a file")  # a named pipe would wait without end
-    reader = _read_wav if Path(path).suffix.lower() == ".wav" else _read_by_soundfile
-    wave, rate, total = reader(path, start, stop)
+        raise Unusable(f"{path}: not a file")  # opening a named pipe would wait without end
+    contents = _read_pcm16(path, start, stop) or _read_by_soundfile(path, start, stop)
+    wave, rate, _ = contents
     if rate not in RATES:
         raise Unusable(f"{path}: {rate} Hz, expected {RATES[0]} to {RATES[-1]}")
     if not (np.abs(wave) <= LOUDEST).all():
         raise Unusable(f"{path}: samples that are not finite, or above {LOUDEST} times full scale")
-    return wave, rate, total
+    return contents
+
+
+def _read_pcm16(path, start, stop):
+    """As `read`, or None unless the file is a complete WAV file of 16-bit PCM."""
+    try:
+        with wavfile.open(str(path)) as file:
+            frames = file.getnframes()
+            channels = file.getnchannels()
+            file.setpos(frames - 1)
+            last = file.readframes(1)  # is not there if the file was cut, or written as a stream
+            if file.getsampwidth() != 2 or len(last) != 2 * channels:
+                return None
+            file.setpos(start)
+            content = file.readframes(min(stop, frames) - start)
+            samples = np.frombuffer(content, np.int16).reshape(-1, channels)
+            wave = samples.T.astype(np.float32) / 32768
+            return wave, file.getframerate(), frames
+    except (wavfile.Error, EOFError, RuntimeError):  # the last: chunks beyond the end of the file
+        return None
 
 
 def _read_by_soundfile(path, start, stop):
-    soundfile = need("soundfile", f"{path}: reading {Path(path).suffix}")
+    try:
+        import soundfile
+    except ImportError:
+        raise Unusable(
+            f"{path}: not a complete WAV file of 16-bit PCM, so it needs soundfile: "
+            "pip install soundfile"
+        ) from None
     try:
         with soundfile.SoundFile(str(path)) as file:
-            start = min(start, file.frames)
-            lead = min(start, LEAD.get(file.format, 0) * file.samplerate)
-            file.seek(start - lead)
-            samples = file.read(-1 if stop is None else lead + stop - start, dtype="float32", always_2d=True)
-            return np.ascontiguousarray(samples[lead:].T), file.samplerate, file.frames
+            lead = LEAD.get(file.format, 0) * file.samplerate
+            first = max(0, start - lead)
+            file.seek(first)
+            samples = file.read(
+                min(stop, file.frames) - first,  # at once: soundfile seeks after each call
+                dtype="float32",
+                always_2d=True,
+            )
+            return samples[start - first :].T, file.samplerate, file.frames
     except soundfile.SoundFileError as error:
         raise Unusable(f"{path}: not a readable audio file ({error})") from error
 
 
-def _read_wav(path, start, stop):
-    """Multimedia Programming Interface and Data Specifications 1.0 (IBM & Microsoft 1991), pp. 56-65."""
-    size, chunks, place = Path(path).stat().st_size, {}, 12
-    content = np.memmap(path, mode="r") if size else b""
-    if bytes(content[:4]) + bytes(content[8:12]) != b"RIFFWAVE":
-        raise Unusable(f"{path}: not a WAV file, or an empty one")
-    while place + 8 <= size and b"data" not in chunks:
-        name, length = struct.unpack_from("<4sI", content, place)
-        chunks[name] = place + 8, length
-        place += 8 + length + length % 2  # chunks begin at even bytes
-    (form, _), (place, length) = (chunks.get(name, (size, 1)) for name in (b"fmt ", b"data"))
-    if not length or length > 0x7FFF0000:  # of a stream, by sox or ffmpeg: it goes to the end of the file
-        length = min(length or size, size - place)
-    if (least := max(form + 26, place + length)) > size:
-        raise Unusable(f"{path}: truncated, {size} bytes, expected {least} or more")
-    tag, channels, rate, bits, subformat = struct.unpack_from("<HHI6xH8xH", content, form)
-    kind, scale = SAMPLES.get((subformat if tag == 0xFFFE else tag, bits), ("", 0))  # WAVE_FORMAT_EXTENSIBLE
-    if not (kind and channels):
-        raise Unusable(f"{path}: unsupported, format {tag} of {bits} bits, {channels} channels; make it PCM")
-    total, width = length // (channels * bits // 8), bits // 8
-    samples = content[place:place + total * channels * width].reshape(total, channels, width)[start:stop]
-    samples = np.pad(samples, ((0, 0), (0, 0), (int(bits == 24), 0))).view(kind)[..., 0]  # 24 bits: the upper of 32
-    wave = samples.T.astype(np.float32, order="C") / scale - int(bits == 8)  # 8 bits alone are unsigned
-    return wave, rate, total
+def write_wav(file, wave: torch.Tensor, rate):
+    """Write a wave (T,), clipped to ±1, as WAV of 16-bit PCM to a path or an open binary file."""
+    wave = wave.detach().cpu() * 32768
+    samples = wave.round().clamp(-32768, 32767)
+    samples = samples.short().numpy()
+    if isinstance(file, Path):
+        file = str(file)
+    with wavfile.open(file, "wb") as output:
+        output.setnchannels(1)
+        output.setsampwidth(2)
+        output.setframerate(rate)
+        output.writeframes(samples.tobytes())
 
 
-def write_wav(file, wave, rate):
-    """Write a wave (T,) or (C, T), numpy or tensor, as 16-bit PCM to a path or an open binary file; it is clipped."""
-    wave = np.atleast_2d(torch.as_tensor(wave).detach().cpu().float().numpy())
-    samples, align = np.clip(np.round(wave.T * 32768), -32768, 32767).astype("<i2").tobytes(), 2 * len(wave)
-    header = struct.pack("<4sI8sIHHIIHH4sI", b"RIFF", 36 + len(samples), b"WAVEfmt ", 16, 1, len(wave), rate,
-                         rate * align, align, 16, b"data", len(samples))
-    file.write(header + samples) if hasattr(file, "write") else Path(file).write_bytes(header + samples)
+# Resampling and spectra
 
 
 def resampled_length(frames, rate, to):
-    """How many samples `frames` at `rate` are at `to`."""
+    """How many samples `frames` at `rate` become at `to`: ceil(frames * to / rate)."""
     return -(-frames * to // rate)
 
 
 def resample(wave, rate, to):
-    """Waves (..., T) at `rate` -> float32 (..., ceil(T * to / rate)) at `to` samples a second, band-limited, by FFT."""
+    """Bring waves (..., T) from `rate` to `to` samples a second: fp32 (..., ceil(T * to / rate)).
+
+    Band-limited, by FFT: the spectrum is cut off at the lower of both Nyquist frequencies.
+    """
     if rate == to:
         return wave
-    up, down = to // math.gcd(rate, to), rate // math.gcd(rate, to)
-    blocks = 1 << ((wave.shape[-1] + MARGIN) // down).bit_length()  # of `down` samples that become `up`; a fast number
-    spectrum = torch.fft.rfft(wave.float(), blocks * down)[..., :blocks * min(up, down) // 2 + 1]
-    share = torch.linspace(0, 1, spectrum.shape[-1], device=wave.device)  # of the lower of both Nyquist frequencies
-    fade = torch.cos((share - 0.86).clamp(min=0) / 0.14 * (math.pi / 2)).square()  # above 86 % of it
-    return torch.fft.irfft(spectrum * fade * (up / down), blocks * up)[..., :resampled_length(wave.shape[-1], rate, to)]
+    up, down = Fraction(to, rate).as_integer_ratio()
+    length = wave.shape[-1]
+    blocks = 1 << ((length + MARGIN) // down).bit_length()  # of `down` samples, which become `up`
+    spectrum = torch.fft.rfft(wave.float(), blocks * down)
+    bins = blocks * min(up, down) // 2 + 1
+    spectrum = spectrum[..., :bins]
+
+    # An abrupt end of the spectrum would ring: the highest 14 % fade out.
+    fraction = torch.linspace(0, 1, bins, device=wave.device)
+    angle = (fraction - 0.86).clamp(min=0) / 0.14
+    fade = torch.cos(angle * (math.pi / 2)).square()
+    spectrum = spectrum * fade * (up / down)
+    resampled = torch.fft.irfft(spectrum, blocks * up)
+    return resampled[..., : resampled_length(length, rate, to)]
 
 
 def stft_magnitude(wave, window, hop):
-    """Magnitudes (B, ceil(T / hop), window // 2 + 1) of waves (B, T), in fp32: a sine of amplitude a reads a."""
-    frames, left = -(-wave.shape[1] // hop), (window - hop) // 2  # frame i is centered on i * hop to (i + 1) * hop
-    padded = torch.nn.functional.pad(wave.float(), (left, (frames - 1) * hop + window - left - wave.shape[1]))
-    taper = torch.hann_window(window, device=wave.device)
-    spectrum = torch.stft(padded, window, hop, window=taper, center=False, return_complex=True)
-    return spectrum.abs().mT * (4 / window)  # twice over the sum of the Hann window
+    """Magnitudes (B, ceil(T / hop), window // 2 + 1) of the short-time Fourier transform, in fp32.
+
+    For waves x (B, T), with N = window, h = hop, the Hann window w and c = (N - h) // 2:
+    M[i, k] = |Σ_n w[n] x[i·h - c + n] exp(-2πi·k·n / N)| · 4 / N. A sine of amplitude a gives a.
+    """
+    frames = -(-wave.shape[1] // hop)
+    left = (window - hop) // 2  # frame i is centered on the samples i * hop to (i + 1) * hop
+    right = (frames - 1) * hop + window - left - wave.shape[1]
+    spectrum = torch.stft(
+        torch.nn.functional.pad(wave.float(), (left, right)),
+        n_fft=window,
+        hop_length=hop,
+        window=torch.hann_window(window, device=wave.device),
+        center=False,
+        return_complex=True,
+    )
+    return spectrum.abs().mT * (4 / window)  # 2 / Σ w[n]
 
 
 @functools.lru_cache(64)
 @torch.inference_mode(False)  # wherever they are first needed, they can be used in training
 def mel_filters(rate, window, bins, device="cpu"):
-    """Triangular filters (window // 2 + 1, bins) of height 1, evenly spaced in HTK's mel from 0 Hz to rate / 2."""
-    edges = 700 * (np.logspace(0, math.log10(1 + rate / 2 / 700), bins + 2) - 1)  # Hz; mel is 2595 log10(1 + f / 700)
-    f = np.linspace(0, rate / 2, window // 2 + 1)[:, None]
-    widths = np.maximum(np.diff(edges), rate / window)  # so that each triangle reaches a frequency of the spectrum
-    rising, falling = (f - edges[1:-1]) / widths[:-1], (edges[1:-1] - f) / widths[1:]
-    return torch.tensor(np.clip(1 + np.minimum(rising, falling), 0, None), dtype=torch.float32, device=device)
+    """Triangular filters (window // 2 + 1, bins) of height 1, from 0 Hz to rate / 2.
+
+    Their centers are evenly spaced in HTK's mel: m = 2595 log10(1 + f / 700).
+    """
+    highest = math.log10(1 + rate / 2 / 700)  # m / 2595
+    edges = 700 * (np.logspace(0, highest, bins + 2) - 1)  # Hz
+    centers = edges[1:-1]
+    widths = np.diff(edges)
+    widths = np.maximum(widths, rate / window)  # each triangle reaches a frequency of the spectrum
+    frequencies = np.linspace(0, rate / 2, window // 2 + 1)
+    frequencies = frequencies[:, None]
+    rising = (frequencies - centers) / widths[:-1]
+    falling = (centers - frequencies) / widths[1:]
+    filters = np.clip(1 + np.minimum(rising, falling), 0, None)
+    return torch.tensor(filters, dtype=torch.float32, device=device)
 
 
 def log_mel(wave, rate, window, hop, bins, floor=1e-5):
-    """Natural logarithms (B, ceil(T / hop), bins) of mel magnitudes of waves (B, T), none below `floor`'s, in fp32."""
+    """Log-mel spectra (B, ceil(T / hop), bins) of waves (B, T): ln max(M · filters, floor)."""
+    filters = mel_filters(rate, window, bins, wave.device)
     with torch.autocast(wave.device.type, enabled=False):
-        mel = stft_magnitude(wave, window, hop) @ mel_filters(rate, window, bins, wave.device)
+        mel = stft_magnitude(wave, window, hop) @ filters
     return mel.clamp(min=floor).log()
 
 
 def si_sdr(estimate, target):
-    """Scale-invariant signal-to-distortion ratio (B,) in dB of waves (B, T) (Le Roux et al. 2019, Eq. 3)."""
-    estimate, target = (x.float() - x.float().mean(1, keepdim=True) for x in (estimate, target))
+    """Scale-invariant signal-to-distortion ratio (B,) in dB of waves (B, T).
+
+    10 log10(|αs|² / |αs - ŝ|²) with α = ŝ·s / |s|², for the estimate ŝ of the target s, both of
+    mean 0 (Le Roux et al. 2019, Eq. 3).
+    """
+    estimate = estimate.float()
+    estimate = estimate - estimate.mean(1, keepdim=True)
+    target = target.float()
+    target = target - target.mean(1, keepdim=True)
+
     tiny = 1e-10  # far below the energy of a wave of 16 bits; silence for silence is 0 dB
-    scaled = target * ((estimate * target).sum(1, keepdim=True) / (target.square().sum(1, keepdim=True) + tiny))
-    return 10 * torch.log10((scaled.square().sum(1) + tiny) / ((estimate - scaled).square().sum(1) + tiny))
+    energy = target.square().sum(1, keepdim=True) + tiny
+    scale = (estimate * target).sum(1, keepdim=True) / energy
+    scaled = target * scale
+    distortion = (estimate - scaled).square().sum(1) + tiny
+    ratio = (scaled.square().sum(1) + tiny) / distortion
+    return 10 * ratio.log10()
 
 
-def spectrogram(wave, rate, height=160):
-    """A picture uint8 (height, frames of about 8 ms, 3) of a wave (T,): mel upward, 80 dB from black to white."""
+def spectrogram(wave, rate):
+    """A picture uint8 (160, frames of about 8 ms, 3) of a wave (T,): mel upward, 80 dB of range.
+
+    Black is silence; louder is red, then yellow, then white.
+    """
     window = 2 ** round(math.log2(rate * 0.032))
-    decibels = 20 / math.log(10) * log_mel(wave[None], rate, window, window // 4, height)[0].mT.flip(0).cpu().numpy()
-    level = np.clip(1 + (decibels - max(decibels.max(), -20)) / 80, 0, 1)[..., None]
-    return (255 * np.clip(3 * level - [0, 1, 2], 0, 1)).astype(np.uint8)  # by way of red and yellow
+    mel = log_mel(wave[None], rate, window, hop=window // 4, bins=160)[0]
+    mel = mel.mT.flip(0).cpu().numpy()  # upward
+    decibels = 20 / math.log(10) * mel
+    loudest = max(decibels.max(), -20)
+    level = np.clip(1 + (decibels - loudest) / 80, 0, 1)
+    level = level[..., None]
+    colors = np.clip(3 * level - [0, 1, 2], 0, 1)
+    return (255 * colors).astype(np.uint8)
 
 
-def _refuse_many(faults, count, few=0):
-    """UserError if more than 1 in 100 of `count` recordings, and more than `few`, have faults."""
-    if len(faults) > max(few, data.BAD_SHARE * count):
-        raise UserError(f"{len(faults)} of {count} recordings cannot be used: {faults[0]}; mend or remove them")
+# Datasets
 
 
 class Recordings:
-    """A source for data.Chunks: the audio files of a folder tree, brought to `rate` and mixed down to one channel.
+    """A dataset: the audio files below a folder, at `rate`, mixed down to one channel.
 
-    The speaker is the folder, beside a *.trans.txt the one above it (LibriSpeech: SPEAKER/CHAPTER), or what the first
-    group of the regular expression `pattern` finds in a file's name. A transcript is NAME.txt beside, or the line "NAME
-    text" of a *.trans.txt; `texts` counts them. Recordings shorter than `hop` samples are left out; `bad` says what is
-    wrong with recordings that are left out, `resampled` which have another rate.
+    The speaker of a file is its folder; beside a *.trans.txt it is the folder above (LibriSpeech:
+    SPEAKER/CHAPTER); with a regular expression `pattern`, what its first group finds in the name
+    of the file. The transcript is NAME.txt, or the line "NAME text" of a *.trans.txt.
+    crop: samples of a crop. hop_length: samples of a frame; shorter recordings are unusable.
     """
 
-    def __init__(self, path, rate, crop=0, hop=1, pattern=""):
-        self.path, self.rate, self.crop, self.hop = Path(path), rate, crop, hop
-        found = sorted(file.relative_to(path).as_posix() for file in self.path.rglob("*") if file.name[0] != ".")
-        files = [name for name in found if name.lower().endswith(SUFFIXES)]
-        if not files:
-            raise UserError(f"{path}: no such folder, or no {', '.join(SUFFIXES)} among {len(found)} files below it")
-        self.keys, self.headers, self.bad = [], [], []
-        for name in tracker.progress(files, desc="reading headers", delay=3, leave=False, disable=not dist.is_main()):
-            try:
-                _, file_rate, frames = read_part(file := self.path / name, 0, 0)
-                if resampled_length(frames, file_rate, rate) < hop:
-                    raise Unusable(f"{file}: {frames} samples at {file_rate} Hz, less than a frame of {hop}")
-                self.keys.append(name)
-                self.headers.append((frames, file_rate))
-            except Unusable as error:
-                self.bad.append(str(error))
-        _refuse_many(self.bad, len(files), min(5, len(files) - 1))  # a few are left out of a small folder, too
-        kinds = collections.Counter(Path(name).suffix[1:].lower() for name in found
-                                    if not name.lower().endswith((*SUFFIXES, ".txt")) and (self.path / name).is_file())
-        self.left_out = data.left_out(path, [], kinds)
-        others = sorted({file_rate for _, file_rate in self.headers} - {rate})
-        self.resampled = f"recordings of {', '.join(map(str, others))} Hz are resampled to {rate}" if others else ""
-        chapters = {Path(name).parent for name in found if name.endswith(".trans.txt")}
-        folders = [Path(name).parent for name in self.keys]
-        self.who = [(folder.parent if folder in chapters else folder).name for folder in folders]
+    def __init__(
+        self,
+        path,
+        rate,
+        crop=0,
+        hop_length=1,
+        pattern="",
+    ):
+        self.path = Path(path)
+        self.rate = rate
+        self.crop = crop
+        self.hop_length = hop_length
+
+        visible = self.path.rglob("[!.]*")
+        audio = [file for file in visible if file.suffix.lower() in SUFFIXES]
+        if not audio:
+            raise UserError(f"{path}: no such folder, or no {', '.join(SUFFIXES)} below it")
+        audio = sorted(file.relative_to(path) for file in audio)
+        self.names = [file.as_posix() for file in audio]
+        transcripts = read_transcripts(self.path)
+        stems = [file.with_suffix("") for file in audio]
+        self.texts = [transcripts.get(stem, "") for stem in stems]
+        self.has_texts = any(self.texts)
+        chapters = {path.parent for path in transcripts if path.suffix == ".trans"}
         try:
-            if pattern:
-                self.who = [re.search(pattern, Path(name).name)[1] for name in self.keys]
-            self.speakers = sorted(set(self.who))
+            self.speaker_of = [_speaker(file, chapters, pattern) for file in audio]
+            self.speakers = sorted(set(self.speaker_of))
         except (re.error, IndexError, TypeError) as error:
-            raise UserError(f"--speaker_pattern {pattern}: finds no speaker, in (), in some file's name") from error
-        self.lines = {}  # transcripts by a file's path without suffix
-        for name in (name for name in found if name.endswith(".txt")):
-            text = (self.path / name).read_text("utf-8", errors="replace").strip()
-            self.lines[name.removesuffix(".txt")] = text
-            for line in text.splitlines() if name.endswith(".trans.txt") else ():
-                key, _, text = line.partition(" ")
-                self.lines[(Path(name).parent / key).as_posix()] = text.strip()
-        self.texts = sum(self.text(row) != "" for row in range(len(self)))
+            raise UserError(
+                f"--speaker_pattern {pattern}: finds no speaker, in (), in some file's name"
+            ) from error
 
     def __len__(self):
-        return len(self.keys)
+        return len(self.names)
 
-    def name(self, row):
-        return self.keys[row]
+    def name(self, index):
+        return self.names[index]
 
-    def text(self, row):
-        """The transcript of a row, "" if there is none."""
-        return self.lines.get(self.keys[row].rpartition(".")[0], "")
+    def text(self, index):
+        """The transcript of a recording, "" if there is none."""
+        return self.texts[index]
 
-    def frames(self, row):
-        """Samples of a row at `rate`."""
-        return resampled_length(*self.headers[row], self.rate)
+    def read(self, index, start, stop):
+        """As the function `read`, of a recording."""
+        return read(self.path / self.names[index], start, stop)
 
-    def crop_wave(self, row, start, length):
-        """wave(row)[start:start + length], for which only that part of the file is decoded; raises Unusable."""
-        file_rate, length = self.headers[row][1], min(length, self.frames(row) - start)
-        up, down = self.rate // math.gcd(file_rate, self.rate), file_rate // math.gcd(file_rate, self.rate)
-        block = max(0, start // up - -(-MARGIN // down))  # whole blocks keep the phase
-        wave, *_ = read_part(self.path / self.keys[row], block * down, -(-(start + length) * down // up) + MARGIN)
-        return resample(torch.from_numpy(wave.mean(0)), file_rate, self.rate)[start - block * up:][:length]
+    def wave(self, index, length=math.inf, fraction=0.0):
+        """A crop of a recording, float32 (T,), at most `length` samples; by default the whole.
 
-    def wave(self, row):
-        """The whole recording, float32 (T,); raises Unusable."""
-        return self.crop_wave(row, 0, self.frames(row))
-
-    def readable(self, rows):
-        """Those of the `rows` (n,) whose recordings can be read, as a list, and their waves."""
-        found = {}
-        for row in map(int, rows):
-            with contextlib.suppress(Unusable):
-                found[row] = self.wave(row)
-        return [*found], [*found.values()]
-
-    def fetch(self, rows, draws=None):
-        """({"wave": float32 (n, crop), "length": int64 (n,)}, good (n,)): crops of `rows`, silence behind short ones.
-
-        They begin at multiples of `hop`, as the codec's frames do at evaluation: by `draws` (n,), else in the middle.
+        It begins at a multiple of `hop_length`, as the codec's frames do; `fraction` in [0, 1)
+        chooses which. Only the crop is decoded. Unusable: damaged, or shorter than a frame.
         """
-        waves, lengths = torch.zeros(len(rows), self.crop), torch.zeros(len(rows), dtype=torch.int64)
-        places = np.full(len(rows), 0.5) if draws is None else data.uniform(draws, 1)[:, 0]
-        for i, row in enumerate(rows):
-            starts = max(0, self.frames(row) - self.crop) // self.hop + 1
+        _, file_rate, frames = self.read(index, 0, 0)
+        total = resampled_length(frames, file_rate, self.rate)
+        if total < self.hop_length:
+            raise Unusable(
+                f"{self.path / self.names[index]}: {frames} samples at {file_rate} Hz, "
+                f"less than a frame of {self.hop_length}"
+            )
+        length = min(length, total)
+        starts = (total - length) // self.hop_length + 1
+        start = int(fraction * starts) * self.hop_length
+
+        # `down` samples of the file become `up`. Whole blocks of them keep the phase.
+        up, down = Fraction(self.rate, file_rate).as_integer_ratio()
+        first_block = max(0, start // up - math.ceil(MARGIN / down))
+        first = first_block * down
+        stop = resampled_length(start + length, self.rate, file_rate) + MARGIN
+        wave, _, _ = self.read(index, first, stop)
+        wave = torch.from_numpy(wave.mean(0))
+        resampled = resample(wave, file_rate, self.rate)
+        return resampled[start - first_block * up :][:length]
+
+    def load_usable(self, indices):
+        """The indices of those recordings that can be read, and their waves, as two lists."""
+        waves = {}
+        for index in map(int, indices):
             with contextlib.suppress(Unusable):
-                wave = self.crop_wave(row, int(places[i] * starts) * self.hop, self.crop)
-                waves[i, :len(wave)], lengths[i] = wave, len(wave)
-        return {"wave": waves, "length": lengths}, lengths.numpy() > 0
+                waves[index] = self.wave(index)
+        return list(waves), list(waves.values())
 
-    def split(self, part, validation, test, seed=0):
-        """The rows (int64) of "train", "validation" or "test", by a hash of the seed and the speaker or the file."""
-        keys = self.who if len(self.speakers) >= 20 else self.keys  # so that validation is on unseen speakers
-        return np.flatnonzero([data.part_of(key, validation, test, seed) == part for key in keys])
+    def fetch(self, indices, random_words=None):
+        """Crops {"wave": float32 (B, crop), "length": int64 (B,)}, and which are usable: bool (B,).
 
-    def fault(self, row, length=None):
-        """What is wrong with a row, or with its first `length` samples, after its name; "" if it can be used."""
+        They begin at random, or without `random_words` (B,) are from the middle. Silence follows
+        recordings shorter than a crop.
+        """
+        fractions = np.full(len(indices), 0.5)
+        if random_words is not None:
+            fractions = order.uniform(random_words, 1)[:, 0]
+        waves = torch.zeros(len(indices), self.crop)
+        lengths = torch.zeros(len(indices), dtype=torch.int64)
+        for i, index in enumerate(indices):
+            with contextlib.suppress(Unusable):
+                wave = self.wave(index, self.crop, fractions[i])
+                waves[i, : len(wave)] = wave
+                lengths[i] = len(wave)
+        batch = {"wave": waves, "length": lengths}
+        return batch, lengths.numpy() > 0
+
+    def split(self, name, validation, test, seed=0):
+        """Indices (int64) of "train", "validation" or "test", by a hash of speakers or names."""
+        keys = self.names
+        if len(self.speakers) >= 20:  # so that validation is on unseen speakers
+            keys = self.speaker_of
+        splits = [order.split_of(key, validation, test, seed) for key in keys]
+        return np.flatnonzero(np.array(splits) == name)
+
+    def fault(self, index, length=math.inf):
+        """Why a recording, or its first `length` samples, cannot be used; "" if it can."""
         try:
-            self.crop_wave(row, 0, length or self.frames(row))
+            self.wave(index, length)
         except Unusable as error:
             return str(error)
         return ""
 
-    def check(self, most=256):
-        """(unusable, checked, first faults) of `most` evenly spaced rows, a minute of each; UserError if many are."""
-        rows = data.spread(len(self), most)
-        faults = [fault for row in rows if (fault := self.fault(row, 60 * self.rate))]
-        _refuse_many(faults, len(rows), min(5, len(rows) // 20))  # a few are left out of a small folder, too
-        return len(faults), len(rows), faults[:5]
+    def check(self):
+        """Try a minute of 256 evenly spaced recordings: (unusable, tried, faults).
+
+        UserError if more than five, or all, are unusable.
+        """
+        indices = data.evenly_spaced(len(self), 256)
+        faults = [self.fault(index, 60 * self.rate) for index in indices]
+        faults = list(filter(None, faults))
+        if len(faults) > min(5, len(indices) - 1):
+            raise UserError(
+                f"{len(faults)} of {len(indices)} recordings cannot be used: "
+                f"{faults[0]}; mend or remove them"
+            )
+        return len(faults), len(indices), faults
 
     def fingerprint(self):
-        """Plain facts that change when the data does: recordings, rate, digest of names, lengths and a few contents."""
-        files = [self.path / self.keys[row] for row in data.spread(len(self.headers), 100)]
-        facts = self.keys, self.who, self.headers, self.lines, data.digest_of(files)
-        digest = hashlib.sha256(repr(facts).encode())
-        return {"recordings": len(self), "rate": self.rate, "digest": digest.hexdigest()[:16]}
+        """Plain values that change when the data does.
+
+        The digest is of names, speakers, transcripts, sizes, and a few contents.
+        """
+        files = data.digest_of([self.path / name for name in self.names])
+        facts = repr((self.names, self.speaker_of, self.texts, files))
+        digest = hashlib.sha256(facts.encode()).hexdigest()
+        return {"recordings": len(self), "rate": self.rate, "digest": digest[:16]}
+
+
+def read_transcripts(folder: Path):
+    """{path of a recording without suffix: text} from the text files below a folder."""
+    transcripts = {}
+    for file in folder.rglob("*.txt"):
+        text = file.read_text("utf-8", errors="replace").strip()
+        path = file.relative_to(folder)
+        transcripts[path.with_suffix("")] = text
+        if file.name.endswith(".trans.txt"):
+            for line in text.splitlines():
+                name, _, transcript = line.partition(" ")
+                transcripts[path.parent / name] = transcript.strip()
+    return transcripts
+
+
+def _speaker(path: Path, chapters, pattern):
+    """The speaker of a file; chapters: folders with a *.trans.txt."""
+    if pattern:
+        return re.search(pattern, path.name)[1]
+    folder = path.parent
+    if folder in chapters:
+        folder = folder.parent
+    return folder.name
 
 
 class Syllables(Recordings):
-    """The first `rows` of the built-in syllables; they are drawn when needed."""
+    """The first `count` of the built-in syllables. They are made when needed."""
 
-    def __init__(self, rows, crop=0, hop=1, rate=synthetic.RATE):
-        self.crop, self.hop, self.rate, self.texts = crop, hop, rate, rows
-        self.bad, self.resampled, self.left_out, self.headers, self.lines = (), "", "", (), {}
-        self.keys = [f"syllables {row}" for row in range(rows)]
-        self.who = [*map(str, synthetic.speakers_of(range(rows)))]
-        self.speakers = sorted(set(self.who))
+    def __init__(self, count, crop=0, hop_length=1, rate=synthetic.RATE):
+        self.rate = rate
+        self.crop = crop
+        self.hop_length = hop_length
+        self.names = [f"syllables {index}" for index in range(count)]
+        self.has_texts = True
+        speakers = synthetic.speakers_of(range(count))
+        self.speaker_of = [str(speaker) for speaker in speakers]
+        self.speakers = sorted(set(self.speaker_of))
 
-    def records(self, rows):
-        """A record for each of `rows` (n,): its "text", "speaker" and the rest that synthetic.syllables tells."""
-        return [_drawn(int(row), self.rate)[1] for row in rows]
+    def records(self, indices):
+        """The records of synthetic.syllables: a dict with "text" and "speaker" for each."""
+        return [_syllables(int(index))[1] for index in indices]
 
-    def text(self, row):
-        return self.records([row])[0]["text"]
+    def text(self, index):
+        return self.records([index])[0]["text"]
 
-    def frames(self, row):
-        return len(_drawn(int(row), self.rate)[0])
+    def read(self, index, start, stop):
+        wave, _ = _syllables(int(index))
+        return wave[None, start:stop], synthetic.RATE, len(wave)
 
-    def crop_wave(self, row, start, length):
-        return _drawn(int(row), self.rate)[0][start:start + length].clone()
+    def fingerprint(self):
+        return {"recordings": len(self), "rate": self.rate, "digest": "syllables"}
 
 
-@functools.lru_cache(2 ** 13)  # 250 MB at 8 kHz, for all the stages of a process
-def _drawn(row, rate):
-    """(wave float32 (T,) at `rate`, record) of a row of synthetic.syllables."""
-    (wave,), (record,) = synthetic.syllables([row])
-    return resample(torch.from_numpy(wave), synthetic.RATE, rate), record
+@functools.lru_cache(2**13)  # 250 MB, for all the stages of a process
+def _syllables(index):
+    """(wave float32 numpy (T,) at synthetic.RATE, record) of a built-in recording."""
+    waves, records = synthetic.syllables([index])
+    return waves[0], records[0]
+
+
+# Tokens
 
 
 class TokenCache:
-    """Tokens of a source's recordings, on disk: [row] -> int64 numpy (frames, Q). `empty`: rows without any.
+    """The tokens of a dataset's recordings: [index] -> int64 numpy (frames, Q).
 
-    They are read as files: a memory map would end the process without a word if the file is cut meanwhile.
+    empty: indices of the recordings without tokens.
     """
 
-    def __init__(self, place):
-        tokens = np.load(place / "tokens.npy", mmap_mode="r")  # its header
-        self.path, self.offset, self.quantizers = place / "tokens.npy", tokens.offset, tokens.shape[1]
-        self.edges = np.load(place / "edges.npy")
-        self.empty = np.flatnonzero(np.diff(self.edges) == 0)
+    def __init__(self, tokens):
+        """tokens: uint16 (frames, Q) of each. An hour of 4 quantizers at 50 Hz takes 1.4 MB."""
+        self.tokens = tokens
+        self.empty = [index for index, codes in enumerate(tokens) if not len(codes)]
 
-    def frames(self, row):
-        return int(self.edges[row + 1] - self.edges[row])
+    def frames(self, index):
+        return len(self.tokens[index])
 
-    def __getitem__(self, row):
-        count, offset = self.frames(row) * self.quantizers, self.offset + 2 * self.quantizers * int(self.edges[row])
-        tokens = np.fromfile(self.path, "<u2", count, offset=offset)
-        if len(tokens) < count:
-            raise UserError(f"{self.path}: was cut off while it was read; start again, and it is made anew")
-        return tokens.reshape(-1, self.quantizers).astype(np.int64)
+    def __getitem__(self, index):
+        return self.tokens[index].astype(np.int64)
 
 
-def token_cache(folder, source, key, encode, desc):
-    """The TokenCache of a `source`, kept below `folder`; all ranks call it, and encode their share of what is missing.
+def token_cache(folder, dataset, key, encode, desc):
+    """The TokenCache of a `dataset`. All ranks call it, and encode their share of what is missing.
 
-    The plain facts `key`, of what encodes, and those of the source name it. encode(row) gives int numpy (frames, Q),
-    below 65536, or raises Unusable: the row has no tokens then. UserError if these are more than 1 in 100.
+    encode(index) gives int numpy (frames, Q), below 65536, or raises Unusable: that recording has
+    no tokens then. key: plain values that change with what encodes. The tokens are kept in up to
+    64 files below `folder`: a rank that is killed repeats one of them.
     """
-    place = Path(folder) / hashlib.sha256(repr((key, source.fingerprint())).encode()).hexdigest()[:16]
-    blocks = np.array_split(np.arange(len(source)), min(64, len(source)))  # a kill costs each rank one at most
-    parts = {place / f"part_{number:03d}.npz": rows.tolist() for number, rows in enumerate(blocks)}
-    if not dist.on_main(lambda: _whole(place)):
-        dist.at_once(lambda: _encode_parts(parts, encode, desc))
-        dist.on_main(lambda: _join(place, parts, source))
-    return dist.at_once(lambda: TokenCache(place))
+    identity = repr((key, dataset.fingerprint()))
+    digest = hashlib.sha256(identity.encode()).hexdigest()
+    place = Path(folder) / digest[:16]
+    indices = np.array_split(range(len(dataset)), 64)
+    parts = [(place / f"{number:02d}.npz", part) for number, part in enumerate(indices)]
+
+    def encode_missing():
+        share = parts[dist.rank() :: dist.world_size()]
+        progress = tracker.progress(share, desc=desc, delay=1, disable=not dist.is_main())
+        for path, part in progress:
+            if not _load_tokens(path):
+                _save_tokens(path, part.tolist(), encode)
+
+    dist.run_together(encode_missing)
+    loaded = dist.run_together(lambda: [_load_tokens(path) for path, _ in parts])
+    tokens = [tokens for tokens, _ in loaded if len(tokens)]
+    lengths = [lengths for _, lengths in loaded]
+    ends = np.cumsum(np.concatenate(lengths))
+    return TokenCache(np.split(np.concatenate(tokens), ends[:-1]))
 
 
-def _whole(place):
-    """Whether a cache is there as it was written."""
-    with contextlib.suppress(UserError, OSError):  # not there, or damaged: it is made anew
-        return config.read_json(place / "sums.json") == _sums(place)
-    return False
+def _save_tokens(path, indices, encode):
+    """Write the tokens uint16 (sum of frames, Q) of some recordings, and the frames of each."""
+    tokens = []
+    lengths = np.zeros(len(indices), np.int64)
+    for i, index in enumerate(indices):
+        with contextlib.suppress(Unusable):
+            codes = encode(index).astype(np.uint16)
+            tokens.append(codes)
+            lengths[i] = len(codes)
+    if tokens:
+        tokens = np.concatenate(tokens)
+    with checkpoint.atomic_write(path) as file:
+        np.savez(file, tokens=tokens, lengths=lengths)
 
 
-def _sums(place):
-    return {name: checkpoint.checksum(place / name) for name in ("tokens.npy", "edges.npy")}
-
-
-def _encode_parts(parts, encode, desc):
-    """Write those of `parts` {path: rows} that are this rank's and missing: .npz of uint16 (frames, Q) for each row."""
-    mine = [path for path in [*parts][dist.rank()::dist.world_size()] if not path.exists()]
-    for path in tracker.progress(mine, desc=desc, disable=not dist.is_main() or not mine):
-        tokens = [np.empty((0, 0), "<u2")] * len(parts[path])
-        for i, row in enumerate(parts[path]):
-            with contextlib.suppress(Unusable):
-                tokens[i] = encode(row).astype("<u2")
-        with checkpoint.replacing(path) as file:
-            np.savez(file, *tokens)
-
-
-def _join(place, parts, source):
-    """Make one array of all parts; sums.json, written last, commits it."""
-    tokens = [tokens for path in parts for tokens in np.load(path).values()]
-    empty = [row for row, found in enumerate(tokens) if not len(found)]
-    if len(empty) > data.BAD_SHARE * len(source):
-        shutil.rmtree(place)  # to be made again when the recordings are mended
-        _refuse_many([source.fault(row) for row in empty], len(source))
-    arrays = {"tokens.npy": np.concatenate([found for found in tokens if len(found)]),
-              "edges.npy": np.cumsum([0, *map(len, tokens)])}
-    for name, array in arrays.items():
-        with checkpoint.replacing(place / name) as file:
-            np.save(file, array)
-    checkpoint.write_json(_sums(place), place / "sums.json")
-    for path in parts:
-        path.unlink(missing_ok=True)
+def _load_tokens(path):
+    """(tokens, lengths) of a file. None if it is missing or damaged: zip files have checksums."""
+    try:
+        with np.load(path) as file:
+            return file["tokens"], file["lengths"]
+    except Exception:  # numpy and zipfile raise a dozen types for a damaged file
+        return None

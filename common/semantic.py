@@ -1,15 +1,14 @@
-"""Semantic tokens, 50 a second: k-means on MFCC, or on a layer of a published model of speech.
+"""Semantic tokens, 50 a second: k-means on MFCC, or on a layer of a published speech model.
 
-    tokenizer = semantic.fit(source, rows, clusters=100)       # the same on every rank
-    tokens = tokenizer.encode(wave, rate)                      # int64 (frames,)
+    tokenizer = semantic.fit(dataset, indices, clusters=100)   # the same on every rank
+    tokens = tokenizer.encode(wave, rate)                      # int64 (T,)
 
 They encode content, not speaker identity. AudioLM (Borsos et al. 2022, §III-B) takes 1,024 clusters
 of layer 7 of w2v-BERT XL, 25 a second. That model is not published; w2v-BERT 2.0 is of its family.
 HuBERT (Hsu et al. 2021, §III-A) and WavLM (Chen et al. 2021) are used in the same way.
 """
-import functools
-import math
-from pathlib import Path
+
+import contextlib
 
 import numpy as np
 import torch
@@ -17,26 +16,33 @@ import torch.nn.functional as F
 from torch import nn
 
 from common import accumulate, checkpoint, dist, quantize, store, tracker
-from common.config import UserError, need
+from common.config import UserError
 from common.recordings import Unusable, log_mel, resample
 
 FRAME_RATE = 50  # tokens a second
-RATE, HOP, WINDOW = 8_000, 160, 400  # of MFCC: the band of telephones, where speech is told apart; in Hz and samples
-BINS, CEPSTRA, FLOOR = 26, 12, 1e-3  # mel bins; cepstral coefficients without the loudness; least mel magnitude
-SPEECH_RATE = 16_000  # Hz, of published models
-SPEECH_HOP = 320  # samples between their frames
+# Of MFCC. Sampled at 8 kHz like a telephone, whose band is enough to understand speech.
+MFCC_RATE = 8_000
+MFCC_HOP = 160  # samples
+MFCC_WINDOW = 400  # samples
+MFCC_FLOOR = 1e-3  # least mel magnitude
+MEL_BINS = 26
+CEPSTRA = 12  # coefficients, without the one of loudness
+# Of published models.
+SPEECH_RATE = 16_000
+SPEECH_HOP = 320  # samples
 # Samples that a frame sees, by model_type. w2v-BERT's is two windows of 400, 160 apart.
-FIELDS = {"hubert": 400, "wavlm": 400, "wav2vec2": 400, "wav2vec2-bert": 560}
+RECEPTIVE_FIELDS = {"hubert": 400, "wavlm": 400, "wav2vec2": 400, "wav2vec2-bert": 560}
 LLOYD_ROUNDS = 30  # of k-means
+MAX_FRAMES = 30 * 60 * FRAME_RATE  # to fit k-means to: half an hour
 
 
 class KMeans(nn.Module):
-    """Gives each 20 ms of a wave the number of the nearest of `clusters` centers, among its features.
+    """Maps each 20 ms of a wave to the nearest of `clusters` centers, in the space of its features.
 
-    features: "mfcc" (Davis & Mermelstein 1980), without the mean and the variance of the recording,
-    which are mostly the speaker's; or "hf:MODEL:LAYER", such as "hf:facebook/w2v-bert-2.0:7": the
-    output of that layer (0: the first one's input) of a HuBERT, WavLM, wav2vec 2.0 or w2v-BERT 2.0.
-    MODEL is a name at huggingface.co or a folder.
+    features: "mfcc" (Davis & Mermelstein 1980), normalized to mean 0 and variance 1 in each
+    recording, which removes much of the speaker; or "hf:MODEL:LAYER", such as
+    "hf:facebook/w2v-bert-2.0:7": the output of that layer (0: the input of the first) of a HuBERT,
+    WavLM, wav2vec 2.0 or w2v-BERT 2.0. MODEL is a name at huggingface.co or a folder.
     """
 
     def __init__(self, clusters, features="mfcc"):
@@ -47,7 +53,7 @@ class KMeans(nn.Module):
         width = CEPSTRA
         if features.startswith("hf:"):
             self.speech = SpeechLayer(features)
-            width = self.speech.width
+            width = self.speech.model.config.hidden_size
         elif features != "mfcc":
             raise UserError(f"--tokenizer {features}: expected kmeans or hf:MODEL:LAYER")
         self.register_buffer("centers", torch.zeros(clusters, width))
@@ -55,127 +61,122 @@ class KMeans(nn.Module):
         self.register_buffer("std", torch.ones(width))
 
     def state(self):
-        """Tensors and plain values for checkpoint.save; `load` makes the tokenizer of it."""
-        return {"kind": "kmeans", "settings": {"clusters": self.clusters, "features": self.kind},
-                "model": self.state_dict()}
+        """Tensors and plain values for checkpoint.save. `load` makes the tokenizer of it."""
+        return {
+            "kind": "kmeans",
+            "settings": {"clusters": self.clusters, "features": self.kind},
+            "model": self.state_dict(),
+        }
 
     @torch.no_grad()
     def features(self, wave, rate):
-        """Features (ceil(seconds * FRAME_RATE), D) of a wave (T,) at `rate`."""
-        wave = torch.as_tensor(wave, dtype=torch.float32, device=self.centers.device)[None]
+        """Features (ceil(seconds * FRAME_RATE), D) of a wave, a tensor (T,) at `rate`."""
+        wave = wave.to(self.centers.device)[None]
         if self.speech:
             return self.speech(resample(wave, rate, SPEECH_RATE))
-        mel = log_mel(resample(wave, rate, RATE), RATE, WINDOW, HOP, BINS, FLOOR)[0]
-        x = mel @ _dct(wave.device)
-        return (x - x.mean(0)) / x.std(0, correction=0).clamp(min=1e-5)
+        wave = resample(wave, rate, MFCC_RATE)
+        mel = log_mel(wave, MFCC_RATE, MFCC_WINDOW, MFCC_HOP, MEL_BINS, MFCC_FLOOR)
+        x = mel[0] @ dct(wave.device)
+        std = x.std(0, correction=0).clamp(min=1e-5)
+        return (x - x.mean(0)) / std
 
     def encode(self, wave, rate):
-        """Tokens, int64 numpy (ceil(seconds * FRAME_RATE),), of a wave (T,) at `rate`."""
-        x = (self.features(wave, rate) - self.mean) / self.std
-        return quantize.nearest(x, self.centers).cpu().numpy()
+        """Tokens, int64 numpy (ceil(seconds * FRAME_RATE),), of a wave, a tensor (T,) at `rate`."""
+        x = self.features(wave, rate)
+        tokens = quantize.nearest_codes((x - self.mean) / self.std, self.centers)
+        return tokens.cpu().numpy()
 
 
-@functools.lru_cache(maxsize=4)
-def _dct(device):
-    """(BINS, CEPSTRA): the orthonormal DCT-II, without its constant."""
-    angles = np.pi / BINS * (np.arange(BINS)[:, None] + 0.5) * np.arange(1, CEPSTRA + 1)
-    with torch.inference_mode(False):
-        return torch.tensor(np.cos(angles) * (2 / BINS) ** 0.5, dtype=torch.float32, device=device)
+def dct(device):
+    """The orthonormal DCT-II without its constant, (MEL_BINS, CEPSTRA)."""
+    places = np.arange(MEL_BINS)[:, None] + 0.5
+    angles = np.pi / MEL_BINS * places * np.arange(1, CEPSTRA + 1)
+    matrix = np.cos(angles) * (2 / MEL_BINS) ** 0.5
+    return torch.tensor(matrix, dtype=torch.float32, device=device)
 
 
 def load(state, path):
-    """The tokenizer of a `state`, which a file at `path` held. UserError if it is of something else."""
-    if state.get("kind") != "kmeans":
-        raise UserError(f"{path}: not a tokenizer: its kind is {state.get('kind')!r}, expected 'kmeans'")
-    with checkpoint.reading(path):
-        if state["settings"]["clusters"] != len(state["model"]["centers"]):  # before memory is taken
-            raise UserError(f"{path}: damaged: its settings are of {state['settings']['clusters']} clusters")
-        tokenizer = KMeans(**state["settings"])
+    """The tokenizer of a `state` read from the file `path`. UserError: a file of another kind."""
+    kind = state.get("kind")
+    if kind != "kmeans":
+        raise UserError(f"{path}: not a tokenizer: its kind is {kind!r}, expected 'kmeans'")
+    with checkpoint.damage_is_named(path):
+        tokenizer = KMeans(len(state["model"]["centers"]), state["settings"]["features"])
         checkpoint.load_weights(tokenizer, state, path)
         return tokenizer
 
 
 class SpeechLayer:
-    """A layer of a published model of speech, "hf:MODEL:LAYER"; no module, so it is not saved."""
+    """A layer of a published speech model, "hf:MODEL:LAYER". Not a module, so it is not saved."""
 
     def __init__(self, spec):
         flag = f"--tokenizer {spec}"
         name, _, layer = spec.removeprefix("hf:").rpartition(":")
         if not name or not layer.isdigit():
             raise UserError(f"{flag}: expected hf:MODEL:LAYER, such as hf:facebook/w2v-bert-2.0:7")
-        self.flag = flag
         self.layer = int(layer)
-        self.model = store.from_transformers(flag, name, FIELDS)
-        self.width = self.model.config.hidden_size
-        self.field = FIELDS[self.model.config.model_type]
-        if self.layer > self.model.config.num_hidden_layers:
-            layers = self.model.config.num_hidden_layers
+        self.model = store.from_transformers(flag, name, RECEPTIVE_FIELDS)
+        layers = self.model.config.num_hidden_layers
+        if self.layer > layers:
             raise UserError(f"{flag}: that model has layers 0 to {layers}")
-        self.extractor = None  # a folder may hold a model alone
-        if not Path(name).is_dir() or (Path(name) / "preprocessor_config.json").is_file():
-            transformers = need("transformers", flag)
-            try:
-                self.extractor = transformers.AutoFeatureExtractor.from_pretrained(name)
-            except (OSError, ValueError) as error:
-                raise UserError(f"{flag}: {str(error).splitlines()[0]}") from error
-        elif self.model.main_input_name == "input_features":
-            raise UserError(f"{flag}: {name} has no preprocessor_config.json, for its mel spectra")
+        import transformers  # which is there, as the model came from it
+
+        self.extractor = transformers.AutoFeatureExtractor.from_pretrained(name)
 
     def __call__(self, wave):
-        """Outputs (ceil(T / 320), D) of the layer at a wave (1, T) of 16 kHz."""
-        device = wave.device
-        frames = -(-wave.shape[1] // SPEECH_HOP)
-        left = (self.field - SPEECH_HOP) // 2  # so that a frame is centered on its 20 ms
-        right = (frames - 1) * SPEECH_HOP + self.field - left - wave.shape[1]
-        if self.model.main_input_name == "input_features":
-            wave = F.pad(wave, (left, right))[0].cpu().numpy()
-            found = self.extractor(wave, sampling_rate=SPEECH_RATE, return_tensors="pt")
-            x = found["input_features"]  # (1, frames, 160): two windows of 80 mel bins
-        else:
-            if getattr(self.extractor, "do_normalize", True):
-                wave = (wave - wave.mean()) / (wave.var(correction=0) + 1e-7).sqrt()
-            x = F.pad(wave, (left, right))
-        model = self.model.to(device)
-        outputs = model(x.to(device), output_hidden_states=True).hidden_states[self.layer][0]
-        if len(outputs) != frames:
-            raise UserError(f"{self.flag}: {len(outputs)} frames of 20 ms, expected {frames}")
-        return outputs
+        """The layer's outputs (ceil(T / 320), D) for a wave (1, T) of 16 kHz."""
+        kind = self.model.config.model_type
+        takes_mel = kind == "wav2vec2-bert"  # (1, frames, 160): two windows of 80 mel bins
+        if not takes_mel and self.extractor.do_normalize:
+            wave = (wave - wave.mean()) / (wave.var(correction=0) + 1e-7).sqrt()
+        side = (RECEPTIVE_FIELDS[kind] - SPEECH_HOP) // 2  # a frame is centered on its 20 ms
+        incomplete = -wave.shape[1] % SPEECH_HOP  # samples missing from the last frame
+        x = F.pad(wave, (side, side + incomplete))
+        if takes_mel:
+            x = self.extractor(x[0].cpu().numpy(), sampling_rate=SPEECH_RATE, return_tensors="pt")[
+                "input_features"
+            ]
+        model = self.model.to(wave.device)
+        outputs = model(x.to(wave.device), output_hidden_states=True)
+        return outputs.hidden_states[self.layer][0]
 
 
-def fit(source, rows, clusters=100, seed=0, minutes=30, features="mfcc", device="cpu"):
-    """Fit a tokenizer, which will be on `device`, to at most `minutes` of recordings `rows`; the same on every rank.
+def fit(dataset, indices, clusters=100, seed=0, features="mfcc", device="cpu"):
+    """Fit a tokenizer to at most half an hour of the recordings `indices`; it will be on `device`.
 
-    source.wave(row) is a float32 tensor (T,) at source.rate; recordings that raise Unusable are passed over.
-    Each dimension is brought to mean 0 and variance 1 before the clustering (AudioLM §III-B).
-    Collective: rank 0 fits, the others wait. UserError for fewer frames than clusters.
+    dataset.wave(index) is a float32 tensor (T,) at dataset.rate; recordings that raise Unusable
+    are skipped. Features are normalized to mean 0 and variance 1 (AudioLM §III-B).
+    Collective: rank 0 fits for all. UserError if there are fewer frames than clusters.
     """
-    tokenizer = dist.on_each(lambda: KMeans(clusters, features)).to(device)
+    tokenizer = dist.main_first(lambda: KMeans(clusters, features)).to(device)
+    key = accumulate.derive_seed("kmeans", seed)
+    order = np.random.default_rng(key).permutation(indices).tolist()
 
-    def state():
-        order = np.random.default_rng(accumulate.number("kmeans", seed)).permutation(rows).tolist()
-        found = []
+    def fit_centers():
+        features = [torch.zeros(0, len(tokenizer.mean))]
         frames = 0
-        most = math.ceil(minutes * 60 * FRAME_RATE)
-        for row in tracker.progress(order, desc="k-means: features", delay=3, leave=False):
-            try:
-                found.append(tokenizer.features(source.wave(row), source.rate)[:most - frames].cpu())
-            except Unusable:
-                continue
-            frames += len(found[-1])
-            if frames >= most:
+        progress = tracker.progress(order, desc="k-means: features", delay=3, leave=False)
+        for index in progress:
+            with contextlib.suppress(Unusable):
+                x = tokenizer.features(dataset.wave(index), dataset.rate)
+                features.append(x.cpu())
+                frames += len(x)
+            if frames >= MAX_FRAMES:
                 break
-        if frames < clusters:
-            raise UserError(f"--clusters {clusters}: only {frames} frames of 20 ms to fit them to")
-        x = torch.cat(found).to(device)
+        x = torch.cat(features)[:MAX_FRAMES].to(device)
+        if len(x) < clusters:
+            raise UserError(f"--clusters {clusters}: only {len(x)} frames of 20 ms to fit them to")
         mean = x.mean(0)
         std = x.std(0, correction=0).clamp(min=1e-5)
-        generator = torch.Generator().manual_seed(accumulate.number("centers", seed))
+        generator = torch.Generator()
+        generator.manual_seed(accumulate.derive_seed("centers", seed))
         centers, _ = quantize.kmeans((x - mean) / std, clusters, generator, LLOYD_ROUNDS)
         return {"centers": centers.cpu(), "mean": mean.cpu(), "std": std.cpu()}
-    tokenizer.load_state_dict(dist.on_main(state))
+
+    tokenizer.load_state_dict(dist.on_main(fit_centers))
     return tokenizer
 
 
-def unique(tokens):
-    """Tokens (T,) without repetitions in a row, as AudioLM §III-C takes them."""
-    return tokens[np.flatnonzero(np.diff(tokens, prepend=tokens[:1] - 1))]
+def unique_consecutive(tokens):
+    """Tokens (T,) without repetitions in a row (AudioLM §III-C)."""
+    return tokens[np.diff(tokens, prepend=-1) != 0]

@@ -1,280 +1,541 @@
-"""Built-in data, made from a seed: captioned shapes and spoken syllables, of which all is known exactly.
+"""Built-in data, made from a seed: captioned shapes and spoken syllables. All about them is known.
 
-    images, records = synthetic.shapes(range(20_000))          # uint8 (20000, 32, 32, 3), one record each
-    waves, records = synthetic.syllables(range(1_000))         # float32 (T_i,) at 8 kHz, one record each
+    images, records = synthetic.shapes(range(20_000))     # uint8 (20000, 32, 32, 3), records
+    waves, records = synthetic.syllables(range(1_000))    # float32 (T_i,) at 8 kHz, records
 
-A caption names only some attributes, so one caption fits many images and a model of images given captions has something
-left to decide. What a recording says and whose voice says it are drawn independently. Row k is a pure function of k.
+A caption names only some attributes. So one caption fits many images, and a model of images given
+captions has something left to decide. The text and the speaker of a recording are independent.
+Sample k is a pure function of k.
 """
+
+import collections
 import functools
 import itertools
+from typing import NamedTuple
 
 import numpy as np
+import torch
+
+from common import accumulate, checkpoint, dist
+
+
+def _triangle(x, y):
+    slope = abs(x) * 0.8660254 + y * 0.5
+    return np.maximum(-y, slope) - 0.58
 
 
 def _star(x, y):
-    angle = np.arctan2(x, y) % (0.4 * np.pi)  # fold the five points onto half a point
-    angle = np.minimum(angle, 0.4 * np.pi - angle)
-    edge = np.array([0.5 * np.cos(0.2 * np.pi) - 1.12, 0.5 * np.sin(0.2 * np.pi)])  # from the tip to the inner corner
-    normal = np.array([edge[1], -edge[0]], np.float32) / np.float32(np.hypot(*edge))
     radius = np.hypot(x, y)
-    return (radius * np.cos(angle) - 1.12) * normal[0] + radius * np.sin(angle) * normal[1]
+    # Fold the five points onto half a point.
+    angle = np.arctan2(x, y) % (0.4 * np.pi)
+    angle = np.minimum(angle, 0.4 * np.pi - angle)
+    # Distance to the line from the tip, at radius 1.12, to the inner corner, at radius 0.5 and 36
+    # degrees; the numbers are its normal.
+    along = radius * np.cos(angle) - 1.12
+    across = radius * np.sin(angle)
+    return 0.37995207 * along + 0.9250061 * across
 
 
-# Distance to the outline of a shape that fills about [-1, 1], negative inside, y upward; near the outline it is exact.
-# Shapes that turning by a few degrees does not make alike (no hexagon beside a circle, no diamond beside a square).
+def _cross(x, y):
+    horizontal = np.maximum(abs(x) - 1, abs(y) - 0.33)
+    vertical = np.maximum(abs(x) - 0.33, abs(y) - 1)
+    return np.minimum(horizontal, vertical)
+
+
+def _heart(x, y):
+    square = (abs(x) + abs(y + 0.05)) * 0.7071068  # on its corner
+    discs = np.hypot(abs(x) - 0.44, y - 0.39)  # one on each of its upper sides
+    return np.minimum(square, discs) - 0.62
+
+
+def _moon(x, y):
+    disc = np.hypot(x, y) - 1
+    shadow = np.hypot(x - 0.55, y - 0.1) - 0.85
+    return np.maximum(disc, -shadow)
+
+
+# Signed distances to the outlines of shapes that fill about [-1, 1]: negative inside, y upward,
+# exact near the outline. A turn by a few degrees does not make two of them alike: there is no
+# hexagon beside the circle, and no diamond beside the square.
+def _circle(x, y):
+    return np.hypot(x, y) - 0.97
+
+
+def _square(x, y):
+    return np.maximum(abs(x), abs(y)) - 0.85
+
+
+def _ring(x, y):
+    return abs(np.hypot(x, y) - 0.75) - 0.27
+
+
 SHAPES = {
-    "circle": lambda x, y: np.hypot(x, y) - 0.97,
-    "square": lambda x, y: np.maximum(abs(x), abs(y)) - 0.85,
-    "triangle": lambda x, y: np.maximum(-y, abs(x) * 0.8660254 + y * 0.5) - 0.58,
+    "circle": _circle,
+    "square": _square,
+    "triangle": _triangle,
     "star": _star,
-    "ring": lambda x, y: abs(np.hypot(x, y) - 0.75) - 0.27,
-    "cross": lambda x, y: np.minimum(np.maximum(abs(x) - 1, abs(y) - 0.33), np.maximum(abs(x) - 0.33, abs(y) - 1)),
-    "heart": lambda x, y: np.minimum(  # a square on its corner, with a disc on each of the upper sides
-        (abs(x) + abs(y + 0.05)) * 0.7071068, np.hypot(abs(x) - 0.44, y - 0.39)) - 0.62,
-    "moon": lambda x, y: np.maximum(np.hypot(x, y) - 1, 0.85 - np.hypot(x - 0.55, y - 0.1)),  # a disc less another
+    "ring": _ring,
+    "cross": _cross,
+    "heart": _heart,
+    "moon": _moon,
 }
-COLORS = {"red": (215, 30, 30), "yellow": (245, 205, 20), "green": (25, 150, 50), "cyan": (30, 205, 225),
-          "blue": (35, 60, 215), "pink": (250, 110, 205)}
-BACKGROUNDS = {"white": (245, 245, 245), "gray": (128, 128, 128), "black": (18, 18, 18)}
-SIZES = {"small": 0.21, "large": 0.33}  # half the width, in widths of the picture
-PLACES = {"top left": (0.31, 0.31), "top right": (0.69, 0.31), "center": (0.5, 0.5),
-          "bottom left": (0.31, 0.69), "bottom right": (0.69, 0.69)}  # of the center, x to the right, y down
-ATTRIBUTES = {"shape": tuple(SHAPES), "color": tuple(COLORS), "size": tuple(SIZES), "place": tuple(PLACES),
-              "background": tuple(BACKGROUNDS)}
-NAMED = {"shape": 0.85, "color": 0.8, "size": 0.5, "place": 0.55, "background": 0.4}  # chance of being in a caption
+COLORS = {
+    "red": (215, 30, 30),
+    "yellow": (245, 205, 20),
+    "green": (25, 150, 50),
+    "cyan": (30, 205, 225),
+    "blue": (35, 60, 215),
+    "pink": (250, 110, 205),
+}
+# Half the width of a shape, as a fraction of the image's width.
+SIZES = {"small": 0.21, "large": 0.33}
+# Of the center, x to the right, y down.
+PLACES = {
+    "top left": (0.31, 0.31),
+    "top right": (0.69, 0.31),
+    "center": (0.5, 0.5),
+    "bottom left": (0.31, 0.69),
+    "bottom right": (0.69, 0.69),
+}
+BACKGROUNDS = {
+    "white": (245, 245, 245),
+    "gray": (128, 128, 128),
+    "black": (18, 18, 18),
+}
+ATTRIBUTES = {
+    "shape": list(SHAPES),
+    "color": list(COLORS),
+    "size": list(SIZES),
+    "place": list(PLACES),
+    "background": list(BACKGROUNDS),
+}
+NUM_OPTIONS = [len(options) for options in ATTRIBUTES.values()]
+# Probability that a caption names the attribute.
+NAMED = {
+    "shape": 0.85,
+    "color": 0.8,
+    "size": 0.5,
+    "place": 0.55,
+    "background": 0.4,
+}
 
 
-def shapes(rows, size=32):
-    """Draw the given rows of an endless data set: uint8 images (N, size, size, 3), and a record for each.
+def shapes(indices, size=32):
+    """Draw samples of an endless data set: uint8 images (N, size, size, 3), and N records.
 
-    A record has the "caption", all five "attributes" and the names of those that the caption mentions, "named".
+    A record has the "caption", all five "attributes" and the "named" ones of the caption.
     """
-    uniform = _uniform(0, rows, 17)  # (N, 17): 5 for attributes, 6 for drawing, 6 for what the caption names
-    numbers = (uniform[:, :5] * [len(options) for options in ATTRIBUTES.values()]).astype(int)
-    records = []
-    for u, row in zip(uniform, numbers):
-        attributes = {name: options[number] for (name, options), number in zip(ATTRIBUTES.items(), row)}
-        named = [name for x, name in zip(u[11:], ATTRIBUTES) if x < NAMED[name]]
-        named = named or [list(ATTRIBUTES)[int(u[16] * len(ATTRIBUTES))]]
-        records.append({"caption": _caption(attributes, named), "attributes": attributes, "named": named})
-    return draw(numbers, uniform[:, 5:11], size), records
+    # 5 numbers for the attributes, 6 for the drawing, 6 for the caption.
+    uniform = _uniform(0, indices, 17)
+    values = (uniform[:, :5] * NUM_OPTIONS).astype(int)
+    records = [_record(*sample) for sample in zip(values, uniform[:, 11:])]
+    return draw(values, uniform[:, 5:11], size), records
 
 
-def _caption(attributes, named):
-    """A caption that mentions the `named` attributes, such as "a small shape at the top left on a gray background"."""
-    words = ["a", *(attributes[name] for name in ("size", "color", "shape") if name in named)]
-    words += ["shape"] * ("shape" not in named)
-    if "place" in named:
-        words += ["in the center" if attributes["place"] == "center" else f"at the {attributes['place']}"]
+def _record(values, uniform):
+    attributes = {}
+    for name, value in zip(ATTRIBUTES, values):
+        attributes[name] = ATTRIBUTES[name][value]
+    named = []
+    for name, number in zip(NAMED, uniform):
+        if number < NAMED[name]:
+            named.append(name)
+    if not named:
+        position = int(uniform[5] * len(NAMED))
+        named = [list(NAMED)[position]]
+    caption = _caption({name: attributes[name] for name in named})
+    return {"caption": caption, "attributes": attributes, "named": named}
+
+
+def _caption(named):
+    """Such as "a small shape at the top left on a gray background"; named: {attribute: value}."""
+    words = [
+        "a",
+        named.get("size"),
+        named.get("color"),
+        named.get("shape", "shape"),
+    ]
+    place = named.get("place")
+    if place:
+        preposition = "in" if place == "center" else "at"
+        words.append(f"{preposition} the {place}")
     if "background" in named:
-        words += [f"on a {attributes['background']} background"]
-    return " ".join(words)
+        words.append(f"on a {named['background']} background")
+    return " ".join(filter(None, words))
 
 
-def _uniform(seed, rows, draws):
-    """Numbers in [0, 1) of shape (N, draws), each a hash of (seed, row, column): splitmix64 (Steele et al. 2014)."""
-    rows = np.asarray(rows, dtype=np.int64).astype(np.uint64).reshape(-1, 1)
-    x = np.full((1, 1), seed % 2**64, np.uint64)
-    for numbers in (np.uint64(1), rows, np.arange(1, draws + 1, dtype=np.uint64)):
-        x = x + numbers * np.uint64(0x9E3779B97F4A7C15)
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        x = x ^ (x >> np.uint64(31))
-    return (x >> np.uint64(11)) * 2.0**-53
+def _uniform(seed, indices, count):
+    """Numbers in [0, 1) of shape (N, count): hashes of (seed, index, column).
 
-
-def draw(numbers, variation, size=32):
-    """Pictures uint8 (N, size, size, 3) of attributes (N, 5), as from `values`.
-
-    variation: (N, 6) in [0, 1]: shift x and y, turn, scale, and shades of shape and background; 0.5 for none.
+    The hash is splitmix64 (Steele et al. 2014).
     """
-    images = np.empty((len(numbers), size, size, 3), np.uint8)
-    grid = ((np.arange(size) + 0.5) / size).astype(np.float32)  # centers of the pixels
+    x = np.full((1, 1), seed, np.uint64)
+    rows = np.asarray(indices, np.uint64)[:, None]
+    columns = np.arange(1, count + 1, dtype=np.uint64)
+    for numbers in (1, rows, columns):
+        x = x + numbers * 0x9E3779B97F4A7C15
+        x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+        x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+        x = x ^ (x >> 31)
+    return (x >> 11) * 2.0**-53
+
+
+def _look_up(table, values):
+    """Entries of a table of numbers or triples: float32 (n, 1, 1) or (n, 1, 1, 3)."""
+    entries = np.array(list(table.values()), np.float32)
+    return entries[values, None, None]
+
+
+def draw(values, variation, size=32):
+    """Draw images uint8 (N, size, size, 3) of attributes (N, 5), as of `attribute_values`.
+
+    variation: (N, 6) in [0, 1]: shift x and y, turn, scale, and shades of shape and background.
+    0.5 is no variation.
+    """
+    images = np.empty((len(values), size, size, 3), np.uint8)
+    centers = (np.arange(size) + 0.5) / size  # of the pixels
+    grid = centers.astype(np.float32)
     variation = variation.astype(np.float32) * 2 - 1
-    colors, scales, centers, backgrounds = (
-        np.array(list(table.values()), np.float32)[column]
-        for table, column in zip((COLORS, SIZES, PLACES, BACKGROUNDS), numbers.T[1:]))
-    for number, distance_to in enumerate(SHAPES.values()):
-        rows = np.flatnonzero(numbers[:, 0] == number)
-        vary = variation[rows].T[:, :, None, None]  # (6, n, 1, 1)
-        scale = scales[rows, None, None] * (1 + 0.06 * vary[3])
-        x = (grid[None, None, :] - centers[rows, 0, None, None] - 0.03 * vary[0]) / scale  # (n, 1, W)
-        y = (centers[rows, 1, None, None] + 0.03 * vary[1] - grid[None, :, None]) / scale  # (n, H, 1), upward
-        cos, sin = np.cos(0.2 * vary[2]), np.sin(0.2 * vary[2])  # a turn of at most 11 degrees
-        distance = distance_to(cos * x + sin * y, cos * y - sin * x) * scale  # (n, H, W)
-        inside = np.clip(0.5 - distance * size, 0, 1)[..., None]  # the edge is one pixel wide
-        front = colors[rows, None, None] * (1 + 0.12 * vary[4])[..., None]
-        back = backgrounds[rows, None, None] + 14 * vary[5][..., None]
-        images[rows] = np.clip(back + inside * (front - back) + 0.5, 0, 255)
+    for shape, distance_to in enumerate(SHAPES.values()):
+        chosen = values[:, 0] == shape
+        _, color, scale, place, background = values[chosen].T
+        vary = variation[chosen].T[..., None, None]  # (6, n, 1, 1)
+        shift_x, shift_y, turn, stretch, shade, background_shade = vary
+        scale = _look_up(SIZES, scale) * (1 + 0.06 * stretch)  # (n, 1, 1)
+        center = _look_up(PLACES, place)  # (n, 1, 1, 2)
+        x = grid - center[..., 0] - 0.03 * shift_x
+        x = x / scale  # (n, 1, W)
+        y = center[..., 1] + 0.03 * shift_y - grid[:, None]
+        y = y / scale  # (n, H, 1), upward
+        cos = np.cos(0.2 * turn)  # at most 11 degrees
+        sin = np.sin(0.2 * turn)
+        distance = distance_to(cos * x + sin * y, cos * y - sin * x)
+        distance = distance * scale * size  # (n, H, W), in pixels
+        # The edge is one pixel wide.
+        inside = np.clip(0.5 - distance, 0, 1)[..., None]
+        front = _look_up(COLORS, color)
+        front = front * (1 + 0.12 * shade[..., None])
+        back = _look_up(BACKGROUNDS, background)
+        back = back + 14 * background_shade[..., None]
+        pixels = back + inside * (front - back) + 0.5
+        images[chosen] = np.clip(pixels, 0, 255)
     return images
 
 
-def values(records):
-    """The attributes of records as numbers: int (N, A), in the order of ATTRIBUTES."""
-    return np.array([[options.index(record["attributes"][name]) for name, options in ATTRIBUTES.items()]
-                     for record in records])
+# Recognizing attributes
 
 
-def named(records):
-    """Which of its attributes a record's caption names: bool (N, A)."""
-    return np.array([[name in record["named"] for name in ATTRIBUTES] for record in records])
+def attribute_values(records):
+    """The attributes of records as numbers: int (N, 5), in the order of ATTRIBUTES."""
+    values = []
+    for record in records:
+        attributes = record["attributes"].items()
+        values.append([ATTRIBUTES[name].index(value) for name, value in attributes])
+    return np.array(values)
 
 
-class Judge:
-    """Recognizes attributes by the nearest of references: features float32 (N, D), values int (N, A)."""
+def named_attributes(records):
+    """Which attributes a record's caption names: bool (N, 5)."""
+    names = list(ATTRIBUTES)
+    named = [np.isin(names, record["named"]) for record in records]
+    return np.array(named)
 
-    def __init__(self, features, values):
-        self.features, self.values, self.squares = features, values, np.square(features).sum(1)
+
+class Judge(NamedTuple):
+    """Recognizes attributes by the nearest of references."""
+
+    features: np.ndarray  # float32 (N, D)
+    values: np.ndarray  # int (N, A)
 
     def attributes(self, features):
         """features (n, D) -> int (n, A)."""
-        return self.values[(self.squares - 2 * features @ self.features.T).argmin(1)]
+        squares = np.square(self.features).sum(1)
+        distances = squares - 2 * features @ self.features.T
+        return self.values[distances.argmin(1)]
 
 
 def picture_features(pictures):
-    """uint8 (N, H, H, 3), H a multiple of 16, averaged over 16 by 16 boxes -> float32 (N, 768) in [0, 1]."""
-    count, box = len(pictures), pictures.shape[1] // 16
-    return pictures.reshape(count, 16, box, 16, box, 3).mean((2, 4), np.float32).reshape(count, -1) / 255
+    """uint8 (B, H, H, 3), H a multiple of 16, averaged to 16 by 16 -> float32 (B, 768) up to 1."""
+    box = pictures.shape[1] // 16
+    boxes = pictures.reshape(-1, 16, box, 16, box, 3)
+    means = boxes.mean((2, 4), np.float32)
+    return means.reshape(-1, 768) / 255
 
 
 @functools.cache
 def picture_judge():
-    """A judge of `picture_features`: eight varied drawings of each combination of attributes.
+    """A judge of `picture_features`, by eight varied drawings of each combination of attributes.
 
-    By it 0.96 of the real pictures match their captions, which is the ceiling for generated ones.
+    With it 0.96 of the real images match their captions: the ceiling for generated ones.
     """
-    numbers = np.array(list(itertools.product(*(range(len(options)) for options in ATTRIBUTES.values()))))
-    features = [picture_features(draw(numbers, _uniform(seed, range(len(numbers)), 11)[:, 5:])) for seed in range(8)]
-    return Judge(np.concatenate(features), np.tile(numbers, (8, 1)))
+    values = np.indices(NUM_OPTIONS).reshape(5, -1).T
+    features = []
+    for seed in range(8):
+        uniform = _uniform(seed, range(len(values)), 11)
+        variation = uniform[:, 5:]
+        features.append(picture_features(draw(values, variation)))
+    values = np.tile(values, (8, 1))
+    return Judge(np.concatenate(features), values)
 
 
 def entropy(values):
     """Entropy in nats of the frequencies of integer `values` (n,)."""
-    shares = np.unique(values, return_counts=True)[1] / len(values)
-    return float(-(shares * np.log(shares)).sum())
+    _, counts = np.unique(values, return_counts=True)
+    fractions = counts / len(values)
+    return float(-(fractions * np.log(fractions)).sum())
+
+
+def embedding_scores(
+    splits,
+    split,
+    sample_fn,
+    seed,
+    max_captions=96,
+    draws=16,
+):
+    """caption_match and coverage of sampled image embeddings, and their ceilings. Collective.
+
+    caption_match: fraction of the samples whose nearest neighbor among held-out images has what the
+    caption mentions. coverage: variety in the attributes that the caption does not mention. It is
+    the entropy among the neighbors of a caption's samples, over that among all images that fit the
+    caption. For the ceilings, embeddings of fitting training images take the place of samples.
+
+    splits: {name: (dataset, indices)}. sample_fn(batch): embeddings (N, D) for a batch of the
+    dataset.
+    """
+    dataset, _ = splits[split]
+    indices = {}
+    for name, (_, members) in splits.items():
+        indices[name] = members[np.arange(len(members))]  # as an array
+    records = dataset.records(range(len(dataset)))
+    with checkpoint.damage_is_named(dataset.folder / "captions"):
+        attributes = attribute_values(records)  # (images, attributes)
+        mentioned = named_attributes(records)  # bool, of the same shape
+    held_out = np.concatenate([indices["validation"], indices["test"]])
+    judge = Judge(unit_embeddings(dataset, held_out), attributes[held_out])
+
+    sums = collections.defaultdict(float)
+    captions = indices[split][:max_captions]
+    for number in dist.deal(len(captions)):
+        index = captions[number]
+        accumulate.seed_all(seed, "scores", number)
+        names = mentioned[index]
+        fits = (attributes == attributes[index])[:, names].all(1)
+        fitting = np.flatnonzero(fits)
+        training = np.intersect1d(fitting, indices["train"])
+        if not len(training):  # then there is no ceiling
+            continue
+
+        batch, _ = dataset.fetch(np.repeat(index, draws))
+        sampled = sample_fn(batch).float().cpu().numpy()
+        real = unit_embeddings(dataset, np.random.choice(training, draws))
+        sums["draws"] += draws
+        sums["possible entropy"] += entropy_of_columns(attributes[fitting][:, ~names])
+        for kind, embeds in (("sampled", sampled), ("real", real)):
+            neighbors = judge.attributes(embeds)  # (draws, attributes)
+            matches = (neighbors == attributes[index])[:, names].all(1)
+            sums[f"{kind} matches"] += matches.sum()
+            sums[f"{kind} entropy"] += entropy_of_columns(neighbors[:, ~names])
+
+    sums = dist.total_by_name(sums)
+    return {
+        "caption_match": sums["sampled matches"] / sums["draws"],
+        "caption_match_ceiling": sums["real matches"] / sums["draws"],
+        "coverage": sums["sampled entropy"] / sums["possible entropy"],
+        "coverage_ceiling": sums["real entropy"] / sums["possible entropy"],
+    }
+
+
+def unit_embeddings(dataset, indices):
+    """Image embeddings of unit length, numpy (N, D)."""
+    batch, _ = dataset.fetch(indices)
+    return torch.nn.functional.normalize(batch["image_embed"], dim=-1).numpy()
+
+
+def entropy_of_columns(attributes):
+    """Sum of the entropies of the columns of (N, attributes)."""
+    return sum(entropy(column) for column in attributes.T)
 
 
 # Sounds
 
 RATE = 8_000  # samples a second
-SYLLABLES = {  # F1 and F2 in Hz: vowel-like, and further apart than vowels of a language
-    "i": (250, 1500), "e": (420, 1150), "a": (700, 1000), "o": (430, 720), "u": (250, 500), "y": (250, 950)}
-BANDWIDTH, SECOND = 150, 0.5  # width of a formant in Hz, and the level of the second against the first
-LENGTH, GLIDE, FADE = 0.24, 0.04, 0.01  # seconds of a syllable, of its turning into the next, and at both ends
-PERIOD = 640  # samples after which a held sound repeats: 0.08 s, as all pitches are multiples of 12.5 Hz
-PITCHES = [100 + 12.5 * i for i in range(10)]  # of a speaker, in Hz
-TIMBRES = [0.25 * 4 ** (i / 9) for i in range(10)]  # of a speaker: level of even harmonics against odd ones
-SPEAKERS = len(PITCHES) * len(TIMBRES)
+# F1 and F2 in Hz: vowel-like, and further apart than the vowels of a language.
+SYLLABLES = {
+    "i": (250, 1500),
+    "e": (420, 1150),
+    "a": (700, 1000),
+    "o": (430, 720),
+    "u": (250, 500),
+    "y": (250, 950),
+}
+NAMES = list(SYLLABLES)
+HALF_WIDTH = 75  # of a formant in Hz
+LENGTH = 0.24  # seconds of a syllable
+GLIDE = 0.04  # seconds in which one syllable turns into the next
+FADE = 0.01  # seconds of fading in and out
+PERIOD = 640  # samples after which a syllable repeats: all pitches are multiples of 12.5 Hz
+SPEAKERS = 100
 
 
 def voice_of(speaker):
-    """(pitch in Hz, timbre) of a speaker, a number below SPEAKERS."""
-    return PITCHES[speaker % len(PITCHES)], TIMBRES[speaker // len(PITCHES)]
+    """(pitch in Hz, timbre) of a speaker; the timbre is the level of even harmonics to odd ones."""
+    timbre = 0.25 * 4 ** (speaker // 10 / 9)
+    return 100 + 12.5 * (speaker % 10), timbre
 
 
-def speakers_of(rows):
-    """Who speaks each of the `rows` (N,) of `syllables`: int (N,), below SPEAKERS."""
-    return (_uniform(0, rows, 1)[:, 0] * SPEAKERS).astype(int)
+def speakers_of(indices):
+    """The speaker of each of `indices` (N,) of `syllables`: int (N,), below SPEAKERS."""
+    uniform = _uniform(0, indices, 1)[:, 0]
+    return (uniform * SPEAKERS).astype(int)
 
 
-def syllables(rows):
-    """Speak the given rows of an endless data set: waves, float32 (T_i,) within [-1, 1] at RATE, and records.
+def syllables(indices):
+    """Speak samples of an endless data set: float32 waves (T_i,) in [-1, 1] at RATE, and records.
 
-    A row is 3 to 5 different syllables by one speaker. A record has the "text" (names of SYLLABLES) and the "speaker".
+    A sample is 3 to 5 different syllables by one speaker. A record has the "text" (names of
+    SYLLABLES) and the "speaker".
     """
-    spoken = []
-    for u in _uniform(0, rows, 2 + len(SYLLABLES)):
-        names = [list(SYLLABLES)[number] for number in np.argsort(u[2:])[:3 + int(3 * u[1])]]
-        spoken.append(speak(names, int(u[0] * SPEAKERS)))
-    return [wave for wave, _ in spoken], [record for _, record in spoken]
+    waves = []
+    records = []
+    # Numbers for the speaker, the count, and the order of the six syllables.
+    uniform = _uniform(0, indices, 8)
+    for speaker, numbers in zip(speakers_of(indices), uniform):
+        count = 3 + int(3 * numbers[1])
+        labels = np.argsort(numbers[2:])[:count]
+        names = [NAMES[label] for label in labels]
+        waves.append(speak(names, speaker))
+        text = " ".join(names)
+        records.append({"text": text, "speaker": int(speaker)})
+    return waves, records
 
 
 def speak(names, speaker):
-    """The wave and record, as of `syllables`, of what a speaker says. Nothing is random, as codes would spell noise."""
-    pitch, timbre = voice_of(speaker)
-    time = np.arange(int(len(names) * LENGTH * RATE)) / RATE
-    wave = np.zeros(len(time))
-    for place, name in enumerate(names):  # one sound fades into the next, in phase
-        rise = np.clip((time - place * LENGTH) / GLIDE + 0.5, 0, 1) if place else 1
-        fall = np.clip(((place + 1) * LENGTH - time) / GLIDE + 0.5, 0, 1) if place < len(names) - 1 else 1
-        wave += rise * fall * np.resize(_held(name, pitch, timbre), len(time))
-    wave *= np.clip(np.minimum(time, time[-1] - time) / FADE, 0, 1)
-    return wave.astype(np.float32), {"text": " ".join(names), "speaker": speaker}
+    """The wave float32 (T,) of the syllables `names` by a speaker.
+
+    Nothing in it is random: a codec would spend its codes on noise.
+    """
+    samples = int(len(names) * LENGTH * RATE)
+    time = np.arange(samples) / RATE
+    wave = 0
+    rise = 1
+    for position, name in enumerate(names):
+        sound = np.resize(_sound(name, *voice_of(speaker)), len(time))
+        if position:  # the sound before fades into this one, in phase
+            begin = position * LENGTH
+            rise = np.clip((time - begin) / GLIDE + 0.5, 0, 1)
+        wave = (1 - rise) * wave + rise * sound
+    to_end = np.minimum(time, time[-1] - time)
+    wave *= np.clip(to_end / FADE, 0, 1)
+    return wave.astype(np.float32)
 
 
 @functools.cache
-def _held(name, pitch, timbre):
-    """PERIOD samples of a held syllable: harmonics under two formants, at the same phases for all voices."""
-    harmonic = np.arange(1, int(0.48 * RATE / pitch) + 1)
-    level = sum(gain / np.hypot(1, (harmonic * pitch - formant) / (BANDWIDTH / 2))
-                for gain, formant in zip((1, SECOND), SYLLABLES[name]))
+def _sound(name, pitch, timbre):
+    """PERIOD samples of a syllable: harmonics under two formants, of equal phases in all voices."""
+    highest = int(0.48 * RATE / pitch)
+    harmonic = np.arange(1, highest + 1)
+    formants = np.array(SYLLABLES[name])[:, None]
+    distance = (harmonic * pitch - formants) / HALF_WIDTH
+    first, second = 1 / np.hypot(1, distance)
+    envelope = first + 0.5 * second
+    level = envelope * np.where(harmonic % 2, 1, timbre)
+    # These phases spread the energy in time, so there are no high peaks.
+    phase = np.exp(0.5j * harmonic**2)
     spectrum = np.zeros(PERIOD // 2 + 1, complex)
-    spectrum[np.round(harmonic * pitch * PERIOD / RATE).astype(int)] = (
-        level * np.where(harmonic % 2, 1, timbre) * np.exp(0.5j * harmonic ** 2))  # spread, so without high peaks
+    spectrum[harmonic * round(pitch * PERIOD / RATE)] = level * phase
     wave = np.fft.irfft(spectrum)
-    return wave * (0.15 / np.sqrt(np.square(wave).mean()))
+    rms = np.sqrt(np.square(wave).mean())
+    return wave * (0.15 / rms)
 
 
-# How sounds are scored
+# Recognizing voices and syllables
 
-def heard_voice(wave):
-    """(pitch in Hz, timbre) of a wave (T,) at RATE; NaN if it is silent.
 
-    The pitch is the first peak of the autocorrelation that is nearly as high as the highest one. The timbre is how far
-    even harmonics lie below their odd neighbors, weighted by the neighbors.
+def estimate_voice(wave):
+    """(pitch in Hz, timbre) of a wave (T,) at RATE, NaN of a silent one.
+
+    The pitch is the first peak of the autocorrelation that is nearly as high as the highest one.
+    The timbre is the mean level of even harmonics to that of their odd neighbors, weighted by the
+    neighbors.
     """
-    size = 2 ** int(np.ceil(np.log2(2 * len(wave))) + 2)
-    power = np.abs(np.fft.rfft(wave * np.hanning(len(wave)), size)) ** 2
-    lags = np.arange(int(RATE / 240), int(RATE / 85) + 1)
-    alike = np.fft.irfft(power)[:lags[-1] + 2]
-    if not alike[0] > 1e-6:
+    # A power of 2, and 8 times as long as the wave, for a fine spectrum.
+    size = 8 << (len(wave) - 1).bit_length()
+    windowed = wave * np.hanning(len(wave))
+    power = np.abs(np.fft.rfft(windowed, size)) ** 2
+    correlation = np.fft.irfft(power)
+    if not correlation[0] > 1e-6:
         return np.nan, np.nan
-    before, here, after = (alike[lags + side] for side in (-1, 0, 1))
-    peaks = np.flatnonzero((here >= before) & (here >= after) & (here > 0.85 * here.max()))
-    best = peaks[0] if len(peaks) else int(here.argmax())
-    shift = (before - after)[best] / (2 * min(-1e-9, (before - 2 * here + after)[best]))  # the top of a parabola
-    pitch = RATE / (lags[best] + np.clip(shift, -0.5, 0.5))
-    harmonic = np.arange(1, int(2000 / pitch))
-    near = np.round((harmonic * pitch)[:, None] * size / RATE + np.linspace(-0.2, 0.2, 21) * pitch * size / RATE)
-    level = np.sqrt(power[near.astype(int)].max(1))
-    around = np.sqrt(level[:-2] * level[2:])[::2]  # of the neighbors of harmonics 2, 4, …
-    return float(pitch), float(np.exp(np.average(np.log(level[1:-1:2] / around), weights=around)))
+
+    lags = np.arange(33, 95)  # of pitches from 242 to 85 Hz
+    before = correlation[lags - 1]
+    here = correlation[lags]
+    after = correlation[lags + 1]
+    is_peak = (here >= before) & (here >= after)
+    is_high = here > 0.85 * here.max()
+    # Without a peak this is 0, the pitch of no speaker.
+    best = (is_peak & is_high).argmax()
+    # The top of a parabola through the peak.
+    slope = (before - after)[best]
+    curvature = (before - 2 * here + after)[best]
+    shift = slope / (2 * min(-1e-9, curvature))
+    lag = lags[best] + np.clip(shift, -0.5, 0.5)
+    pitch = RATE / lag
+
+    harmonic = np.arange(1, int(2000 / pitch))[:, None]
+    near = harmonic + np.linspace(-0.2, 0.2, 21)
+    bins = np.round(near * pitch * size / RATE).astype(int)
+    level = np.sqrt(power[bins].max(1))
+    even = level[1:-1:2]  # harmonics 2, 4, …
+    neighbors = np.sqrt(level[:-2:2] * level[2::2])
+    log_timbre = np.average(np.log(even / neighbors), weights=neighbors)
+    return pitch, np.exp(log_timbre)
 
 
-def same_voice(one, other):
-    """Whether two voices, as of `heard_voice`, are one: pitches within 2 %, timbres within 0.45 in their logarithms."""
-    pitch, timbre = np.abs(np.log(np.array(one) / np.array(other)))
+def same_voice(voice, other):
+    """Whether two voices, as of `estimate_voice`, are of one speaker.
+
+    Their pitches differ by at most 2 %, and the logarithms of their timbres by at most 0.45.
+    """
+    pitch, timbre = np.abs(np.log(voice) - np.log(other))
     return bool(pitch < 0.02 and timbre < 0.45)
 
 
 def syllable_labels(record, frames, rate):
-    """The number of the syllable of each of `frames` frames, `rate` a second: int (frames,)."""
+    """The number of the syllable in each of `frames` frames, `rate` a second: int (frames,)."""
+    names = record["text"].split()
+    labels = np.array([NAMES.index(name) for name in names])
     middle = (np.arange(frames) + 0.5) / rate
-    numbers = np.array([list(SYLLABLES).index(name) for name in record["text"].split()])
-    return numbers[(middle / LENGTH).astype(int).clip(max=len(numbers) - 1)]
+    position = (middle / LENGTH).astype(int)
+    return labels[position.clip(max=len(labels) - 1)]
 
 
 def majority(tokens, labels, count):
-    """The label (count,) that each of `count` tokens mostly has, in int arrays (N,) of tokens and labels."""
-    table = np.zeros((count, labels.max() + 1), np.int64)
-    np.add.at(table, (tokens, labels), 1)
-    return table.argmax(1)
+    """The most frequent label of each token below `count`: int (count,), 0 where there is none.
+
+    tokens, labels: int (N,).
+    """
+    best = []
+    for token in range(count):
+        counts = np.bincount(labels[tokens == token], minlength=1)
+        best.append(counts.argmax())
+    return np.array(best)
 
 
-def heard_text(labels, least=4):
-    """Names of the syllables that stand in `labels` (frames,) for at least so many frames in a row."""
-    starts = np.flatnonzero(np.diff(labels, prepend=-1))
-    runs = [int(labels[start]) for start, length in zip(starts, np.diff(starts, append=len(labels))) if length >= least]
-    return [list(SYLLABLES)[number] for number, _ in itertools.groupby(runs)]
+def recognize_syllables(labels):
+    """Names of the syllables that last for four frames or more in `labels` (frames,)."""
+    runs = [label for label, run in itertools.groupby(labels) if len(list(run)) >= 4]
+    return [NAMES[label] for label, _ in itertools.groupby(runs)]
 
 
-def text_similarity(found, wanted):
-    """1 - (edits that turn one text into the other) / (syllables wanted), at least 0 (Levenshtein 1966)."""
-    costs = np.arange(len(wanted) + 1)
+def text_similarity(found, expected):
+    """1 - edit distance / number of expected syllables, at least 0 (Levenshtein 1966)."""
+    costs = np.arange(len(expected) + 1)
     for i, name in enumerate(found, 1):
         row = [i]
-        for j, other in enumerate(wanted):
-            row.append(min(costs[j] + (name != other), costs[j + 1] + 1, row[j] + 1))
+        for j, other in enumerate(expected):
+            substituted = costs[j] + (name != other)
+            inserted = row[j] + 1
+            row.append(min(substituted, inserted, costs[j + 1] + 1))
         costs = row
-    return max(0.0, 1 - costs[-1] / len(wanted))
+    return max(0.0, 1 - costs[-1] / len(expected))

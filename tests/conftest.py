@@ -1,4 +1,4 @@
-"""What several tests share: functions run in real processes, and scripts run as a user runs them."""
+"""What several tests share: functions run in real processes, programs, embeddings and a server."""
 import concurrent.futures
 import multiprocessing
 import os
@@ -16,52 +16,72 @@ from common import data, dist
 
 torch.set_num_threads(1)  # the models are tiny, and other processes run beside this one
 ROOT = Path(__file__).parent.parent
-FORKS = multiprocessing.get_context("forkserver")  # imports torch once; a process a rank is then forked in no time
-FORKS.set_forkserver_preload(["torch", "torch._dynamo", "numpy", "pytest"])  # the second is what optimizers import
+
+# A server imports torch once, and forks a process for each rank in no time. Optimizers import
+# torch._dynamo.
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["torch", "torch._dynamo", "numpy", "pytest"])
 
 
-def _as_rank(rank, world_size, port, work, arguments):
-    os.environ.update(dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-                      **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world_size)))
-    dist.setup("cpu", timeout_minutes=0.5)  # so a test in which a rank waits in vain fails, and does not hang
+def free_port():
+    """A port of loopback that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def environment(rank, ranks, port):
+    """The variables that torchrun sets for one of `ranks` processes of a machine."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def _as_rank(variables, work, arguments):
+    os.environ.update(variables)
+    dist.setup("cpu", timeout_minutes=0.5)  # a rank that waits in vain fails, and does not hang
     try:
         return work(*arguments)
     finally:
         dist.teardown()
 
 
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path_factory, monkeypatch):
-    """A test works in a folder of its own: the scripts' default ones, `runs/prior` and so on, may be somebody's."""
-    monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
-
-
 @pytest.fixture
 def on_ranks():
-    """on_ranks(n, work, *arguments) -> what `work`, a function of the test's module, returned in each of n processes.
+    """on_ranks(n, work, *arguments) -> what `work` returned in each of n processes.
 
-    The processes are a gloo group, as torchrun makes it. Arguments and results are plain values or numpy arrays.
+    The processes are a gloo group, as torchrun makes it. `work` is a function of the test's module.
+    Arguments and results are plain values or numpy arrays.
     """
     def run(world_size, work, *arguments):
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port = server.getsockname()[1]
+        port = free_port()
         with concurrent.futures.ProcessPoolExecutor(world_size, FORKS) as pool:
-            ranks = [pool.submit(_as_rank, r, world_size, port, work, arguments) for r in range(world_size)]
+            ranks = []
+            for rank in range(world_size):
+                variables = environment(rank, world_size, port)
+                ranks.append(pool.submit(_as_rank, variables, work, arguments))
             return [rank.result() for rank in ranks]
     return run
 
 
 @pytest.fixture
-def script(tmp_path):
-    """script(text, *words) -> the finished process of a Python program `text`, started with the arguments `words`.
+def script():
+    """script(text, *words) -> the finished process of a Python program with arguments `words`.
 
-    With `wait=False` it is the running one, its output in pipes.
+    text: the program. With `wait=False` it is the running process, its output in pipes.
     """
     def start(text, *words, wait=True):
-        path = tmp_path / f"script_{abs(hash(text))}.py"
-        path.write_text(text)
-        process = subprocess.Popen([sys.executable, str(path), *map(str, words)], text=True, stdout=subprocess.PIPE,
-                                   stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT)})
+        process = subprocess.Popen(
+            [sys.executable, "-c", text, *map(str, words)],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         if not wait:
             return process
         out, err = process.communicate(timeout=60)
@@ -69,24 +89,37 @@ def script(tmp_path):
     return start
 
 
+@pytest.fixture(autouse=True)
+def scratch_folder(tmp_path_factory, monkeypatch):
+    """Let a test work in its own folder: the scripts' default ones, `runs/prior`, may be in use."""
+    monkeypatch.chdir(tmp_path_factory.mktemp("scratch"))
+
+
 @pytest.fixture(scope="session")
 def emb(tmp_path_factory):
     """A folder of embeddings in three shards, with text encodings."""
-    folder, rng = tmp_path_factory.mktemp("emb"), np.random.default_rng(0)
-    text = rng.standard_normal((1500, 16)).astype(np.float32)
-    text /= np.linalg.norm(text, axis=1, keepdims=True)
-    image = 0.8 * text + 0.2 * rng.standard_normal((1500, 16)).astype(np.float32) / 4
-    image /= np.linalg.norm(image, axis=1, keepdims=True)
-    encodings = rng.standard_normal((1500, 5, 12)).astype(np.float32)
-    encodings[np.arange(5) >= rng.integers(2, 6, 1500)[:, None]] = 0
-    data.write_shards(folder, image, text, [{"caption": f"number {i}"} for i in range(1500)], encodings, 600)
+    folder = tmp_path_factory.mktemp("emb")
+    rng = np.random.default_rng(0)
+
+    def normal(*shape):
+        return rng.standard_normal(shape).astype(np.float32)
+
+    def of_unit_length(rows):
+        return rows / np.linalg.norm(rows, axis=1, keepdims=True)
+
+    text = of_unit_length(normal(1500, 16))
+    image = of_unit_length(0.8 * text + 0.2 * normal(1500, 16) / 4)
+    encodings = normal(1500, 5, 12)
+    lengths = rng.integers(2, 6, 1500)
+    encodings[np.arange(5) >= lengths[:, None]] = 0  # padding
+    records = [{"caption": f"number {i}"} for i in range(1500)]
+    data.write_shards(folder, image, text, records, encodings, 600)
     return folder
 
 
 @pytest.fixture
 def server():
     """An HTTP server on loopback."""
-    made = Server()
-    yield made
-    made.http.shutdown()
-    made.http.server_close()
+    server = Server()
+    yield server
+    server.close()

@@ -1,5 +1,9 @@
-"""What the tests of the scripts share: scripts run as a user runs them, and their runs compared bit for bit."""
+"""What the tests of the scripts share.
+
+Scripts run as a user runs them, and their runs are compared bit for bit.
+"""
 import contextlib
+import dataclasses
 import importlib
 import io
 import json
@@ -7,36 +11,89 @@ import os
 import random
 import re
 import shlex
-import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import FORKS, ROOT
+from conftest import FORKS, ROOT, environment, free_port
 
-from common import checkpoint, dist, images, recordings, synthetic
+from common import checkpoint, config, dist, images, recordings, synthetic
 
-# Of a prior that trains in seconds.
-SMALL = dict(steps=24, width=32, depth=2, heads=2, batch_size=48, chunk_size=10, log_every=4, eval_every=12,
-             save_every=8, eval_timesteps="4", eval_samples=100, device="cpu", warmup_steps=5,
-             optimizer="adamw", lr=2e-3)
-# Of all stages of audio.
-AUDIO = dict(channels=2, strides=(4, 5, 8), codec_width=16, quantizers=4, codebook_size=16, discriminator_channels=1,
-            stft_window=256, quantize_after=2, discriminator_after=3, penalty_every=2, width=16, depth=2, heads=2,
-            clusters=8, seconds=0.4, steps=6, batch_size=4, chunk_size=2, eval_samples=4, log_every=2, eval_every=4,
-            save_every=2, warmup_steps=2, device="cpu")
+
+@dataclasses.dataclass(frozen=True)
+class Settings(config.TrainingRun):
+    """As much of a script's Config as helpers need."""
+
+    run_dir: str = "runs/x"
+    data: str = ""
+    steps: int = 1000
+    batch_size: int = 64
+    optimizer: str = "adamw"
+    lr: float = 1e-3
+    warmup_steps: int = 50
+    cosine: bool = True
+    cosine_steps: int = 0
+    ema_decay: float = 0.9999
+    eval_every: int = 500
+    eval_samples: int = 192
+
+
+# A prior that trains in seconds.
+SMALL = dict(
+    steps=24,
+    width=32,
+    depth=2,
+    heads=2,
+    batch_size=48,
+    chunk_size=10,
+    log_every=4,
+    eval_every=12,
+    save_every=8,
+    eval_timesteps="4",
+    eval_samples=100,
+    device="cpu",
+    warmup_steps=5,
+    optimizer="adamw",
+    lr=2e-3,
+)
+# All stages of audio.
+AUDIO = dict(
+    channels=2,
+    strides=(4, 5, 8),
+    latent_dim=16,
+    num_quantizers=4,
+    codebook_size=16,
+    discriminator_channels=1,
+    stft_window=256,
+    quantizer_start=2,
+    discriminator_start=3,
+    r1_every=2,
+    width=16,
+    depth=2,
+    heads=2,
+    clusters=8,
+    seconds=0.4,
+    steps=6,
+    batch_size=4,
+    chunk_size=2,
+    eval_samples=4,
+    log_every=2,
+    eval_every=4,
+    save_every=2,
+    warmup_steps=2,
+    device="cpu",
+)
 KILLS = int(os.environ.get("KILLS", 2))
-TIMINGS = ("samples_per_s", "evaluation_s")
 
 
 def write_voices(folder, rows=range(40), rate=8000):
     for row, wave, record in zip(rows, *synthetic.syllables(rows)):
         path = folder / f"voice_{record['speaker'] % 4}/{row:03d}.wav"
         path.parent.mkdir(parents=True, exist_ok=True)
-        recordings.write_wav(path, recordings.resample(torch.from_numpy(wave), synthetic.RATE, rate), rate)
+        wave = recordings.resample(torch.from_numpy(wave), synthetic.RATE, rate)
+        recordings.write_wav(path, wave, rate)
         path.with_suffix(".txt").write_text(record["text"])
     return folder
 
@@ -46,79 +103,83 @@ def read_picture(path):
     return images.decode_image(Path(path).read_bytes(), str(path))
 
 
+# Scripts
+
 def flags(**settings):
     """Words of a command line; a tuple becomes values separated by commas."""
-    return [word for name, value in settings.items() for word in
-            (f"--{name}", ",".join(map(str, value)) if isinstance(value, tuple) else str(value))]
+    words = []
+    for name, value in settings.items():
+        if isinstance(value, tuple):
+            value = ",".join(map(str, value))
+        words += [f"--{name}", str(value)]
+    return words
 
 
-def start(script, *words, ranks=0):
-    """The process of SCRIPT.py: by plain python, or by torchrun on `ranks` processes."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks else []
-    return subprocess.Popen([sys.executable, *torchrun, str(ROOT / f"{script}.py"), *map(str, words)],
-                            env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                            text=True, start_new_session=True)
-
-
-def run(script, *words, ranks=0, expect=0):
-    """Output of SCRIPT.py on forked `ranks` or in this process, which must end with the status `expect`."""
+def start(script, *words, ranks=0, folder=ROOT):
+    """The process of FOLDER/SCRIPT.py: by plain python, or by torchrun on `ranks` processes."""
+    torchrun = []
     if ranks:
-        return Forked(script, *words, ranks=ranks).finish(expect)
-    status, argv, out = 0, sys.argv, io.StringIO()
-    try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
-            _main(script, words)
-    except SystemExit as end:
-        status = end.code
-    finally:
-        sys.argv, out = argv, out.getvalue()
-    assert status == expect, out
-    return out
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    return subprocess.Popen(
+        [sys.executable, *torchrun, str(folder / f"{script}.py"), *map(str, words)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
 
 
-def follow(out, *words):
-    """Output of the command that the output `out` of a script ends with, with more `words`; it works as it stands."""
-    python, file, *given = shlex.split(re.search(r"^Next: (.*)$", out, re.MULTILINE)[1])
-    assert python == "python" and out.count("Next: ") == 1
-    return run(Path(file).stem, *given, *words)
+def run(name, *words, ranks=0, expect=0):
+    """Output of NAME.py, or of `python -m NAME`, which must end with the status `expect`.
 
-
-def run_module(name, *words, expect=0):
-    """Output of `python -m NAME`, in this process, which must end with the status `expect`."""
-    status, argv, out, sys.argv = 0, sys.argv, io.StringIO(), [name, *map(str, words)]
-    try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+    It runs in this process, or on `ranks` forked processes.
+    """
+    if ranks:
+        return Forked(name, *words, ranks=ranks).finish(expect)
+    status = 0
+    out = io.StringIO()
+    with (
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(out),
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr("sys.argv", [f"{name}.py", *map(str, words)])
+        try:
             importlib.import_module(name).main()
-    except SystemExit as end:
-        status = end.code
-    finally:
-        sys.argv = argv
+        except SystemExit as end:
+            status = end.code
     assert status == expect, out.getvalue()
     return out.getvalue()
 
 
-def _main(script, words):
-    sys.argv = [f"{script}.py", *map(str, words)]
-    importlib.import_module(script).main()
+def follow(out, *words):
+    """Output of the one next command in the output `out` of a script, with more `words`."""
+    (name, arguments), = re.findall(r"^Next: python (\w+)\.py (.*)$", out, re.MULTILINE)
+    return run(name, *shlex.split(arguments), *words)
 
 
 class Forked:
-    """SCRIPT.py on `ranks` processes that are forked, in a tenth of the time that torchrun takes to start them.
+    """SCRIPT.py on `ranks` forked processes, which start in a tenth of torchrun's time.
 
-    `out` is a file to read what all of them print, line by line as it comes. folders: where each rank works.
+    `out` is a file of what all of them print, to be read line by line as it comes. folders: where
+    each rank works.
     """
 
     def __init__(self, script, *words, ranks=1, folders=None):
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port = server.getsockname()[1]
+        port = free_port()
         reader, writer = FORKS.Pipe(duplex=False)
-        given = (port, writer, script, [*map(str, words)], dict(os.environ))  # the server's may be an older one
-        self.processes = [FORKS.Process(target=_forked, args=(r, ranks, folders and folders[r], *given))
-                          for r in range(ranks)]
+        self.processes = []
+        for rank in range(ranks):
+            folder = folders[rank] if folders else "."
+            # The forkserver's variables are those of its start.
+            variables = {**os.environ, **environment(rank, ranks, port)}
+            arguments = (folder, writer, variables, script, [*map(str, words)])
+            self.processes.append(FORKS.Process(target=_forked, args=arguments))
         for process in self.processes:
             process.start()
         writer.close()
-        self.out = open(os.dup(reader.fileno()), errors="replace")  # noqa: SIM115 (read as long as they run)
+        self.out = open(os.dup(reader.fileno()), errors="replace")  # noqa: SIM115 (closed later)
 
     def kill(self):
         """kill -9; returns whether they were all still running."""
@@ -132,148 +193,188 @@ class Forked:
     def finish(self, expect=0):
         """Output; every process must end with the status `expect`."""
         out = self.out.read()
+        self.out.close()
         for process in self.processes:
             process.join()
-        self.out.close()
-        assert [process.exitcode for process in self.processes] == [expect] * len(self.processes), out
+            assert process.exitcode == expect, out
         return out
 
 
-def kill_often(script, words, ranks, seed):
-    """Start a script KILLS times, and kill it each time at a random moment; returns how often all ranks still ran."""
-    rng, running = random.Random(seed), 0
-    for _ in range(KILLS):
-        process = Forked(script, *words, ranks=ranks)
-        for _ in range(rng.randint(1, 5)):  # wait for so many lines of its output, then a little work more
-            process.out.readline()
-        sum(i * i for i in range(rng.randint(0, 1_000_000)))
-        running += process.kill()
-    return running
-
-
-def _forked(rank, ranks, folder, port, writer, script, words, environment):
-    os.chdir(folder or ".")
+def _forked(folder, writer, variables, script, words):
+    os.chdir(folder)
+    os.environ.update(variables, PYTHONUNBUFFERED="1", OMP_NUM_THREADS="2")
+    torch.set_num_threads(1)
     for stream in (1, 2):
         os.dup2(writer.fileno(), stream)
-    os.environ.update(environment)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-                      WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks), PYTHONUNBUFFERED="1", OMP_NUM_THREADS="2")
-    torch.set_num_threads(1)
     sys.stdout.reconfigure(line_buffering=True)
+    sys.argv = [f"{script}.py", *words]
     try:
-        _main(script, words)
+        importlib.import_module(script).main()
     finally:
         dist.teardown()  # a forked process ends without what is registered for its exit
 
 
-def wait_for(word, process):
-    """Read the output of `process` up to the line that has `word` in it."""
-    for line in process.stdout:
-        if word in line:
-            return
-    pytest.fail(f"ended without a word of {word!r}: {process.stderr.read()}")
+def kill_ranks(usual):
+    """On how many ranks to kill: `usual`, or on one and on two if KILLS asks for many."""
+    return (1, 2) if KILLS > 2 else (usual,)
 
 
-def kill_all(word):
-    """kill -9 every process that has `word` on its command line: torchrun's workers too, which have their own group."""
-    found = True
-    while found:  # torchrun may be starting one right now
-        found = False
-        for process in Path("/proc").glob("[0-9]*"):
-            try:
-                if word in (process / "cmdline").read_text() and int(process.name) != os.getpid():
-                    os.kill(int(process.name), signal.SIGKILL)
-                    found = True
-            except (OSError, UnicodeDecodeError):
-                continue  # it has ended by itself
+def kill_often(script, words, ranks, seed):
+    """Start a script KILLS times, and kill it at random moments.
 
+    Returns how often all ranks were still running.
+    """
+    rng = random.Random(seed)
+    running = 0
+    for _ in range(KILLS):
+        process = Forked(script, *words, ranks=ranks)
+        for _ in range(rng.randint(1, 5)):  # wait for so many lines of its output,
+            process.out.readline()
+        sum(i * i for i in range(rng.randint(0, 1_000_000)))  # and then a little
+        running += process.kill()
+    return running
+
+
+# Runs
 
 def metrics(folder):
     """The lines of metrics.jsonl without what a clock has measured and the names of samples."""
-    lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k not in (*TIMINGS, "samples")} for line in lines]
+    lines = []
+    for line in (Path(folder) / "metrics.jsonl").read_text().splitlines():
+        line = json.loads(line)
+        for name in ("samples_per_s", "evaluation_s", "samples"):
+            line.pop(name, None)
+        lines.append(line)
+    return lines
 
 
-def tensors(value):
+def leaves(value):
     """All tensors and plain values in nested dicts and lists, in order."""
     if isinstance(value, dict):
-        return [leaf for key in value for leaf in tensors(value[key])]
-    return [leaf for item in value for leaf in tensors(item)] if isinstance(value, (list, tuple)) else [value]
+        value = list(value.values())
+    if not isinstance(value, (list, tuple)):
+        return [value]
+    return [leaf for item in value for leaf in leaves(item)]
 
 
-def differences(one, other):
-    """What is not the same bit for bit in two runs' metrics, weights, average, optimizer, scaler and step."""
-    found = [] if metrics(one) == metrics(other) else ["metrics"]
-    newest = json.loads((Path(one) / "auto_resume.json").read_text())["checkpoints"][0]["file"]
+def differences(first, second):
+    """What differs in a bit between two runs: metrics, or a file of weights and training state."""
+    found = []
+    if metrics(first) != metrics(second):
+        found.append("metrics")
+    newest = checkpoint.record_of(first)["checkpoints"][0]["file"]
     for name in ("model.pt", "best.pt", newest):
-        a, b = (checkpoint.load(Path(folder) / name) for folder in (one, other))
-        a, b = (tensors({**state, "config": 0, "metadata": 0, "cwd": 0}) for state in (a, b))
-        for left, right in zip(a, b, strict=True):
-            if not (torch.equal(left, right) if isinstance(left, torch.Tensor) else left == right):
-                found.append(name)
+        values = []
+        for folder in (first, second):
+            state = checkpoint.load(Path(folder) / name)
+            values.append(leaves({**state, "config": 0, "metadata": 0, "cwd": 0}))
+        if len(values[0]) != len(values[1]) or not all(map(same, *values)):
+            found.append(name)
     return found
 
 
-def check_loading(script, words, folder, stage, server, new):
-    """The checkpoints of a finished run in `folder` load from a file and from a URL, whole and weights alone.
+def same(left, right):
+    if isinstance(left, torch.Tensor):
+        return torch.equal(left, right)
+    return left == right
 
-    words: the command line that trained it, but for --run_dir; stage: the folder's name in a run of stages, or "";
-    new: a folder for the runs that go on from it.
+
+def check_loading(words, folder, server, new):
+    """The files of a finished prior in `folder` load from a path and from a URL.
+
+    words: the command line that trained it, but for --run_dir; new: a folder for runs that begin
+    from it.
     """
-    record = json.loads((folder / "auto_resume.json").read_text())
-    whole, end = record["checkpoints"][1], record["checkpoints"][0]["step"]
-    server.files = {"/whole.pt": (folder / whole["file"]).read_bytes(), "/model.pt": (folder / "model.pt").read_bytes()}
-    expected = [line for line in metrics(folder) if line["step"] > whole["step"]]
-    for name, address in (("file", folder / whole["file"]), ("url", f"{server.url}/whole.pt#sha256={whole['sha256']}")):
-        out = run(script, *words, "--run_dir", new / name, "--load", address)
-        assert f"at step {whole['step']} of {end}" in out and metrics(new / name / stage) == expected, out
-    out = run(script, *words, "--run_dir", new / "rate", "--load", f"{server.url}/whole.pt", "--lr=1e-5", "--no_cosine")
-    assert "lr changed from" in out and {line["lr"] for line in metrics(new / "rate" / stage) if "lr" in line} == {1e-5}
-    weights = checkpoint.load(folder / "model.pt")
-    checkpoint.save({**weights, "model": dict(list(weights["model"].items())[1:])}, new / "part.pt")
-    for name, address in (("model_file", folder / "model.pt"), ("model_url", f"{server.url}/model.pt")):
-        run(script, *words, "--run_dir", new / name, "--init_from", address)
-    assert not differences(new / "model_file" / stage, new / "model_url" / stage)
-    assert metrics(new / "model_url" / stage)[0]["step"] == metrics(folder)[0]["step"]
-    assert metrics(new / "model_url" / stage)[0]["loss"] != metrics(folder)[0]["loss"]
-    out = run(script, *words, "--run_dir", new / "strict", "--init_from", new / "part.pt", expect=1)
-    assert f"part.pt: weights of another model: 1 entries differ: {next(iter(weights['model']))}" in out
-    run(script, *words, "--run_dir", new / "loose", "--init_from", new / "part.pt", "--no_init_strict")
-    out = run(script, *words, "--run_dir", new / "none", "--load", f"{server.url}/model.pt", expect=1)
-    assert "weights without the state of a run; start from them with --init_from" in out and "Traceback" not in out
-    out = run(script, *words, "--run_dir", new / "none", "--load", f"{server.url}/other.pt", expect=1)
-    assert f"{server.url}/other.pt: HTTP Error 404" in out and len(out.strip().splitlines()) == 1
+    last, whole, *_ = checkpoint.record_of(folder)["checkpoints"]
+    path = folder / whole["file"]
+    model = folder / "model.pt"
+    server.files = {"/whole.pt": path.read_bytes(), "/model.pt": model.read_bytes()}
+    url = f"{server.url}/whole.pt"
 
+    def train(name, *more, expect=0):
+        return run("train_prior", *words, "--run_dir", new / name, *more, expect=expect)
+
+    later = [line for line in metrics(folder) if line["step"] > whole["step"]]
+    for name, address in (("file", path), ("url", f"{url}#sha256={whole['sha256']}")):
+        out = train(name, "--load", address)
+        assert f"at step {whole['step']} of {last['step']}" in out
+        assert metrics(new / name) == later
+    assert "lr changed from" in train("rate", "--load", url, "--lr=1e-5", "--no_cosine")
+    assert {line.get("lr", 1e-5) for line in metrics(new / "rate")} == {1e-5}
+
+    train("model_file", "--init_from", model)
+    train("model_url", "--init_from", f"{server.url}/model.pt")
+    assert not differences(new / "model_file", new / "model_url")
+    first = metrics(new / "model_url")[0]
+    from_scratch = metrics(folder)[0]
+    assert first["step"] == from_scratch["step"]
+    assert first["loss"] != from_scratch["loss"]
+
+    weights = checkpoint.load(model)
+    missing, _ = weights["model"].popitem()
+    checkpoint.save(weights, new / "part.pt")
+    out = train("strict", "--init_from", new / "part.pt", expect=1)
+    assert f"part.pt: weights of another model: 1 entries differ: {missing}" in out
+    train("loose", "--init_from", new / "part.pt", "--no_init_strict")
+
+
+# Published models
 
 def write_pipeline(folder, width, length):
-    """{part: model} of a pipeline in Karlo's form, of small sizes and random weights; saved in `folder` by diffusers.
+    """{part: model} of a pipeline in Karlo's form, small and of random weights, in `folder`.
 
-    width: of embeddings and text encodings. length: of texts.
+    width: of embeddings and text encodings. length: of texts. The files are diffusers' own.
     """
     import diffusers
-    projection = sys.modules[diffusers.UnCLIPPipeline.__module__].UnCLIPTextProjModel  # wherever this version has it
-    plain = dict(sample_size=32, layers_per_block=1, down_block_types=("ResnetDownsampleBlock2D",) * 2,
-                 up_block_types=("ResnetUpsampleBlock2D",) * 2, block_out_channels=(128, 256), in_channels=6,
-                 out_channels=3, add_attention=False)
-    parts = {
-        "prior": diffusers.PriorTransformer(num_attention_heads=4, attention_head_dim=16, num_layers=3,
-                                            embedding_dim=width, num_embeddings=length),
+
+    pipeline = sys.modules[diffusers.UnCLIPPipeline.__module__]  # its place depends on the version
+    upsampler = dict(
+        sample_size=32,
+        layers_per_block=1,
+        down_block_types=("ResnetDownsampleBlock2D",) * 2,
+        up_block_types=("ResnetUpsampleBlock2D",) * 2,
+        block_out_channels=(128, 256),
+        in_channels=6,
+        out_channels=3,
+        add_attention=False,
+    )
+    models = {
+        "prior": diffusers.PriorTransformer(
+            num_attention_heads=4,
+            attention_head_dim=16,
+            num_layers=3,
+            embedding_dim=width,
+            num_embeddings=length,
+        ),
         "decoder": diffusers.UNet2DConditionModel(
-            sample_size=8, layers_per_block=1, block_out_channels=(128, 256), in_channels=3, out_channels=6,
+            sample_size=8,
+            layers_per_block=1,
+            block_out_channels=(128, 256),
+            in_channels=3,
+            out_channels=6,
             down_block_types=("ResnetDownsampleBlock2D", "SimpleCrossAttnDownBlock2D"),
             up_block_types=("SimpleCrossAttnUpBlock2D", "ResnetUpsampleBlock2D"),
-            mid_block_type="UNetMidBlock2DSimpleCrossAttn", cross_attention_dim=48, class_embed_type="identity",
-            attention_head_dim=64, resnet_time_scale_shift="scale_shift"),
-        "text_proj": projection(clip_extra_context_tokens=4, clip_embeddings_dim=width, time_embed_dim=512,
-                                cross_attention_dim=48),
-        "super_res_first": diffusers.UNet2DModel(**plain),
-        "super_res_last": diffusers.UNet2DModel(**plain)}
+            mid_block_type="UNetMidBlock2DSimpleCrossAttn",
+            cross_attention_dim=48,
+            class_embed_type="identity",
+            attention_head_dim=64,
+            resnet_time_scale_shift="scale_shift",
+        ),
+        "text_proj": pipeline.UnCLIPTextProjModel(
+            clip_extra_context_tokens=4,
+            clip_embeddings_dim=width,
+            time_embed_dim=512,
+            cross_attention_dim=48,
+        ),
+        "super_res_first": diffusers.UNet2DModel(**upsampler),
+        "super_res_last": diffusers.UNet2DModel(**upsampler),
+    }
     generator = torch.Generator().manual_seed(0)
-    for part, model in parts.items():
-        for parameter in model.eval().parameters():  # not as it began: no zero, no one
+    for name, model in models.items():
+        for parameter in model.eval().parameters():  # zeros and ones of a fresh model hide mistakes
             parameter.data = torch.randn(parameter.shape, generator=generator) * 0.05
-        if part == "prior":
+        if name == "prior":
             model.clip_mean.data.normal_(generator=generator)
             model.clip_std.data.uniform_(0.5, 1.5, generator=generator)
-        model.save_pretrained(Path(folder, part))
-    return parts
+        model.save_pretrained(Path(folder, name))
+    return models

@@ -1,4 +1,7 @@
-"""A server on loopback for real clients (plain files, a Hugging Face Hub, Weights & Biases), and what loggers hold."""
+"""A server on loopback for real clients, and what the loggers' own files hold.
+
+The server is one of plain files, a Hugging Face Hub and Weights & Biases.
+"""
 import base64
 import http.server
 import importlib.util
@@ -11,38 +14,43 @@ import pytest
 
 def needs(package):
     """Mark of a test that the real `package` takes part in."""
-    return pytest.mark.skipif(not importlib.util.find_spec(package), reason=f"{package} is not installed")
+    missing = not importlib.util.find_spec(package)
+    return pytest.mark.skipif(missing, reason=f"{package} is not installed")
 
 
 class Server:
-    """HTTP on loopback. `files`: {path: bytes}; `asked`: [(method, path, headers, body), ...]; `fail`: status for all.
+    """HTTP on loopback.
 
-    POST and PUT answer as a Hugging Face Hub does, which keeps what it gets in `stored`, {name: bytes}, and POST
-    /graphql as Weights & Biases, of one run, abc, with these files.
+    `files`: {path: bytes} for GET. `asked`: [(method, path, headers, body), ...]. `fail`: a status
+    for all requests. POST and PUT answer as a Hugging Face Hub does, which keeps what it gets in
+    `stored`, {name: bytes}. POST /graphql answers as Weights & Biases, of a run abc with `files`.
     """
 
     def __init__(self):
-        self.files, self.asked, self.fail, self.stored = {}, [], None, {}
+        self.files = {}
+        self.asked = []
+        self.fail = None
+        self.stored = {}
         outer = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 
             def log_message(self, *arguments):
-                pass
+                """Print nothing."""
 
             def respond(self):
                 body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
                 outer.asked.append((self.command, self.path, dict(self.headers), body))
-                status, reply = outer.reply(self.command, self.path, body)
-                reply = reply if isinstance(reply, bytes) else json.dumps(reply).encode()
+                status, content = outer.reply(self.command, self.path, body)
                 self.send_response(status)
-                self.send_header("Content-Length", str(len(reply)))
-                self.send_header("Content-Type", "application/json" if self.command == "POST" else "text/plain")
+                self.send_header("Content-Length", str(len(content)))
+                self.send_header("Content-Type", "application/json")
                 self.end_headers()
-                self.wfile.write(reply)
+                self.wfile.write(content)
 
             do_GET = do_POST = do_PUT = respond
+
         self.http = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.http.server_port}"
         threading.Thread(target=self.http.serve_forever, daemon=True).start()
@@ -52,92 +60,127 @@ class Server:
         self.http.server_close()
 
     def reply(self, method, path, body):
-        """(status, bytes or JSON value)"""
+        """(status, bytes)"""
         if self.fail:
-            return self.fail, {"error": "no"}
-        if method == "GET":
-            return (200, self.files[path]) if path in self.files else (404, b"")
+            return self.fail, b'{"error": "no"}'
+        if method == "POST":
+            return 200, json.dumps(self.post(path, body)).encode()
         if method == "PUT":
             self.stored[path.removeprefix("/lfs/")] = body
             return 200, b""
-        if path == "/graphql":
-            return 200, self.graphql(json.loads(body))
-        if path == "/api/repos/create":
-            return 200, {"url": f"{self.url}/me/prior"}
-        if "/preupload/" in path:  # small ones go into the commit, as they are, and others to the large file store
-            return 200, {"files": [{"path": file["path"], "shouldIgnore": False,
-                                    "uploadMode": "lfs" if file["path"].endswith(".pt") else "regular"}
-                                   for file in json.loads(body)["files"]]}
-        if path.endswith("/objects/batch"):
-            return 200, {"transfer": "basic", "objects": [
-                {**item, "actions": {"upload": {"href": f"{self.url}/lfs/{item['oid']}"}}}
-                for item in json.loads(body)["objects"]]}
-        for line in map(json.loads, body.decode().splitlines()) if "/commit/" in path else ():
-            value = line["value"]
-            if line["key"] == "file":
-                self.stored[value["path"]] = base64.b64decode(value["content"])
-            elif line["key"] == "lfsFile":
-                self.stored[value["path"]] = self.stored[value["oid"]]
-        return 200, {"commitUrl": f"{self.url}/me/prior/commit/0", "commitOid": "0" * 40}
+        if path not in self.files:
+            return 404, b""
+        return 200, self.files[path]
 
-    def graphql(self, request):
-        given = request.get("variables", {})
-        names = [name for name in given.get("fileNames") or [] if f"/{name}" in self.files]
-        nodes = [{"node": {"id": name, "name": name, "url": f"{self.url}/{name}", "directUrl": f"{self.url}/{name}",
-                           "sizeBytes": str(len(self.files[f"/{name}"])), "mimetype": "", "updatedAt": None, "md5": ""},
-                  "cursor": "0"} for name in names]
-        facts = ("id", "displayName", "sweepName", "group", "jobType", "commit", "readOnly", "createdAt", "heartbeatAt",
-                 "description", "notes", "historyKeys")
-        run = {**dict.fromkeys(facts), **dict.fromkeys(("config", "systemMetrics", "summaryMetrics"), "{}"),
-               "name": "abc", "state": "finished", "tags": [], "historyLineCount": 0, "projectId": 1,
-               "fileCount": len(nodes), "user": {"name": "me", "username": "me"},
-               "files": {"edges": nodes, "pageInfo": {"endCursor": "0", "hasNextPage": False}}}
-        return {"data": {"project": {"internalId": "1", "run": run if given.get("name", "abc") == "abc" else None},
-                         "viewer": {"id": "1", "entity": "me", "username": "me", "email": "", "flags": "{}",
-                                    "teams": {"edges": []}}}}
+    def post(self, path, body):
+        """The JSON value of the reply."""
+        if "/commit/" in path:
+            for line in body.decode().splitlines():
+                self.commit(**json.loads(line))
+            return {"commitUrl": f"{self.url}/me/prior/commit/0", "commitOid": "0" * 40}
+        request = json.loads(body)
+        if path == "/graphql":
+            return self.graphql(request.get("variables", {}))
+        if "/preupload/" in path:
+            return {"files": [self.upload_mode(file["path"]) for file in request["files"]]}
+        if path.endswith("/objects/batch"):
+            objects = [self.upload_address(item) for item in request["objects"]]
+            return {"transfer": "basic", "objects": objects}
+        return {"url": f"{self.url}/me/prior"}  # of a new repository
+
+    def upload_mode(self, path):
+        """Checkpoints go to the large file store, and small files into the commit."""
+        mode = "lfs" if path.endswith(".pt") else "regular"
+        return {"path": path, "shouldIgnore": False, "uploadMode": mode}
+
+    def upload_address(self, item):
+        return {**item, "actions": {"upload": {"href": f"{self.url}/lfs/{item['oid']}"}}}
+
+    def commit(self, key, value):
+        if key == "file":
+            self.stored[value["path"]] = base64.b64decode(value["content"])
+        elif key == "lfsFile":
+            self.stored[value["path"]] = self.stored[value["oid"]]
+
+    def graphql(self, variables):
+        if variables.get("name", "abc") == "abc":
+            names = [name for name in variables.get("fileNames") or [] if f"/{name}" in self.files]
+            edges = [{"node": self.file(name), "cursor": "0"} for name in names]
+            files = {"edges": edges, "pageInfo": {"endCursor": "0", "hasNextPage": False}}
+            run = {"name": "abc", "state": "finished", "files": files}
+        else:
+            run = None
+        project = {"internalId": "1", "run": run}
+        return {"data": {"project": project, "viewer": {"id": "1", "entity": "me"}}}
+
+    def file(self, name):
+        address = f"{self.url}/{name}"
+        size = len(self.files[f"/{name}"])
+        return {"name": name, "url": address, "directUrl": address, "sizeBytes": str(size)}
 
 
 def records_of(folder):
-    """Scalars that a logger has of a run, read back: {name: [(step, value), ...]}, and {name of a sample: how many}."""
+    """What a logger has of a run, read back.
+
+    Returns ({name: [(step, value), ...]} of the scalars, {name of a sample: how many}).
+    """
     if (folder / "tensorboard").exists():
-        from tensorboard.backend.event_processing.event_accumulator import AUDIO, IMAGES, SCALARS, EventAccumulator
-        found = EventAccumulator(str(folder / "tensorboard"), {SCALARS: 0, IMAGES: 0, AUDIO: 0}).Reload()
-        tags = found.Tags()
-        media = {name: len(found.Images(name)) for name in tags["images"]} | {
-            name: len(found.Audio(name)) for name in tags["audio"]}
-        return {name: [(e.step, e.value) for e in found.Scalars(name)] for name in tags["scalars"]}, media
+        return tensorboard_of(folder)
+    return wandb_of(folder)
+
+
+def tensorboard_of(folder):
+    from tensorboard.backend.event_processing import event_accumulator as events
+    everything = {events.SCALARS: 0, events.IMAGES: 0, events.AUDIO: 0}
+    found = events.EventAccumulator(str(folder / "tensorboard"), everything).Reload()
+    tags = found.Tags()
+    samples = {name: len(found.Images(name)) for name in tags["images"]}
+    samples |= {name: len(found.Audio(name)) for name in tags["audio"]}
+    curves = {}
+    for name in tags["scalars"]:
+        curves[name] = [(event.step, event.value) for event in found.Scalars(name)]
+    return curves, samples
+
+
+def wandb_of(folder):
     import wandb
-    wandb.teardown()  # its process is at it a little longer than `finish` waits
-    rows, media, curves = {}, {}, {}
+    wandb.teardown()  # its process works a little longer than `finish` waits
+    rows = {}
     for path in sorted((folder / "wandb").glob("offline-run-*/*.wandb")):
-        for history in histories(path.read_bytes()):  # of a row that comes again, the real server keeps one
-            rows[history.step.num] = {tuple(item.nested_key) or (item.key,): json.loads(item.value_json)
-                                      for item in history.item}
-    for _, row in sorted(rows.items()):
+        for history in histories(path.read_bytes()):
+            row = {tuple(item.nested_key) or (item.key,): item.value_json for item in history.item}
+            rows[history.step.num] = row  # the real server, too, keeps the last one of a step
+    curves = {}
+    samples = {}
+    for step, row in sorted(rows.items()):
         for (name, *part), value in row.items():
             if part == ["_type"]:
-                media[name] = media.get(name, 0) + 1
-            elif not part:
-                curves.setdefault(name, []).append((row["step",], value))
-    return curves, media
+                samples[name] = samples.get(name, 0) + 1
+            elif not part and name[0] != "_":  # such names are the package's own
+                curves.setdefault(name, []).append((step, json.loads(value)))
+    return curves, samples
 
 
-def histories(data):
+def histories(content):
     """The logged rows, as the package's own records, in a file of wandb offline.
 
-    It is a log in the format of LevelDB (blocks of 32 KiB, in which a record may be cut) of protobuf records.
+    It is a log in the format of LevelDB of protobuf records: blocks of 32 KiB, in which a record
+    may be cut.
     """
     from wandb.proto.wandb_internal_pb2 import Record
-    at, record = 7, b""
-    while at + 7 <= len(data):
-        size, kind = struct.unpack_from("<HB", data, at + 4)  # after a checksum; 1 whole, 2 first, 3 middle, 4 last
-        left = 32768 - at % 32768  # of the block, whose end is padded with zeros
+    place = 7
+    record = b""
+    while place + 7 <= len(content):
+        # After a checksum. Kinds: 1 whole, 2 first, 3 middle, 4 last.
+        size, kind = struct.unpack_from("<HB", content, place + 4)
+        left = 32768 - place % 32768  # of the block, whose end is padded with zeros
         if left < 7 or not kind:
-            at += left
+            place += left
             continue
-        record += data[at + 7:at + 7 + size]
-        at += 7 + size
+        record += content[place + 7:place + 7 + size]
+        place += 7 + size
         if kind in (1, 4):
-            found, record = Record.FromString(record), b""
+            found = Record.FromString(record)
+            record = b""
             if found.WhichOneof("record_type") == "history":
                 yield found.history

@@ -1,4 +1,4 @@
-"""Readers and batches: pure functions of data and seed, and every fault of the files told by name."""
+"""Datasets and batches: pure functions of data and seed, and every fault of the files is named."""
 import itertools
 import json
 import pickle
@@ -10,379 +10,444 @@ import numpy as np
 import pytest
 import torch
 
-from common import accumulate, data
+from common import accumulate, data, order
 from common.config import UserError
 
-HUGE = 2 * 10 ** 9
-FOLDERS, SIZES = ("img_emb", "text_emb"), (5, 8, 4)  # what `write` writes: rows of each shard
+HUGE = 2 * 10**9
+SHAPES = {"img_emb": (6,), "text_emb": (6,), "text_enc": (3, 2)}  # of the rows that `write` writes
+SIZES = (5, 8, 4)  # and their number in each shard
 
 
-def write(folder, sizes=SIZES, width=6, dtype=np.float16, pad=0, seed=0, captions=True):
-    """Shards of random embeddings, each row's first number its own; returns the two tables."""
-    generator, tables = np.random.default_rng(seed), []
-    for name in FOLDERS:
+def write(folder, sizes=SIZES, seed=0):
+    """Write shards of random embeddings, encodings and captions; returns {folder: table}."""
+    generator = np.random.default_rng(seed)
+    ends = np.cumsum(sizes)
+    tables = {}
+    for name, shape in SHAPES.items():
+        dtype = np.float32 if name == "text_emb" else np.float16
+        tables[name] = generator.standard_normal((sum(sizes), *shape)).astype(dtype)
         (folder / name).mkdir(parents=True)
-        table = generator.standard_normal((sum(sizes), width)).astype(dtype)
-        table[:, 0] = np.arange(1, sum(sizes) + 1)
-        for number, part in enumerate(np.split(table, np.cumsum(sizes)[:-1])):
-            np.save(folder / name / f"{name}_{number:0{pad}d}.npy", part)
-        tables.append(table.astype(np.float32))
-    if captions:
-        (folder / "captions").mkdir()
-        for number, end in enumerate(np.cumsum(sizes)):
-            lines = [json.dumps({"caption": f"row {row} ü"}) + "\n" for row in range(end - sizes[number], end)]
-            (folder / "captions" / f"captions_{number:0{pad}d}.jsonl").write_text("".join(lines), encoding="utf-8")
+        for number, shard in enumerate(np.split(tables[name], ends[:-1])):
+            np.save(folder / name / f"{name}_{number}.npy", shard)
+    (folder / "captions").mkdir()
+    for number, (size, end) in enumerate(zip(sizes, ends)):
+        lines = [json.dumps({"caption": f"row {row} ü"}) for row in range(end - size, end)]
+        (folder / f"captions/captions_{number:04d}.jsonl").write_text("\n".join(lines))
     return tables
+
+
+def change_rows(path, rows, value):
+    table = np.load(path)
+    table[rows] = value
+    np.save(path, table)
 
 
 # Embeddings
 
-@pytest.mark.parametrize("dtype, pad", [(np.float16, 0), (np.float32, 4)])
-def test_rows_read_in_any_order_are_those_of_the_shards_in_order_of_their_numbers(dtype, pad, tmp_path):
-    sizes = (3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5)  # more than ten: 10 comes after 9, not after 1
-    images, texts = write(tmp_path, sizes, dtype=dtype, pad=pad)
-    source = data.Embeddings(tmp_path, captions=True)
-    assert (len(source), source.width) == (44, 6)
+def test_rows_are_those_of_the_shards_in_order_of_their_numbers(tmp_path):
+    # More than ten shards: 10 comes after 9, not after 1.
+    tables = write(tmp_path, (3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5))
+    dataset = data.Embeddings(tmp_path, text_encodings=True, captions=True)
+    assert len(dataset) == 44
+    assert dataset.width == 6
     rows = np.random.default_rng(1).permutation(44)
-    for copy in (source, pickle.loads(pickle.dumps(source))):
-        batch, good = copy.fetch(rows)
-        assert good.all() and batch["image_embed"].dtype == torch.float32
-        np.testing.assert_array_equal(batch["image_embed"], images[rows])
-        np.testing.assert_array_equal(batch["text_embed"], texts[rows])
-        assert batch["caption"] == [f"row {row} ü" for row in rows]
-    assert source.name(0) == "img_emb_0.npy row 0" and source.name(43) == "img_emb_10.npy row 4"
+    batch, usable = pickle.loads(pickle.dumps(dataset)).fetch(rows)  # as a worker gets it
+    assert usable.all()
+    for name, folder in data.FOLDERS.items():
+        assert batch[name].dtype == torch.float32
+        np.testing.assert_array_equal(batch[name], tables[folder][rows])
+    assert batch["caption"] == [f"row {row} ü" for row in rows]
+    assert dataset.name(0) == "img_emb_0.npy row 0"
+    assert dataset.name(43) == "img_emb_10.npy row 4"
     assert "caption" not in data.Embeddings(tmp_path).fetch(rows)[0]
 
 
-def test_written_shards_read_back_and_do_not_mix_with_those_that_were_there(tmp_path):
-    generator = np.random.default_rng(0)
-    images, texts = generator.standard_normal((2, 23, 4)).astype(np.float16)
-    encodings = generator.standard_normal((23, 3, 5)).astype(np.float16)
-    records = [{"caption": f"größe {i}", "attributes": {"color": "red", "n": i}} for i in range(23)]
-    data.write_shards(tmp_path, images, torch.from_numpy(texts), records, encodings, rows_per_shard=10)
-    source = data.Embeddings(tmp_path, text_encodings=True, captions=True)
-    assert source.images.sizes == [10, 10, 3] and source.captions.built_in()
-    batch, good = source.fetch(np.arange(23))
-    assert good.all() and source.captions.records(range(23)) == records
-    for name, table in (("image_embed", images), ("text_embed", texts), ("text_enc", encodings)):
-        np.testing.assert_array_equal(batch[name], table.astype(np.float32))
+def test_written_shards_read_back_and_replace_those_that_were_there(tmp_path):
+    tables = np.random.default_rng(0).standard_normal((3, 23, 4)).astype(np.float16)
+    images, texts, encodings = tables
+    encodings = encodings.reshape(23, 2, 2)
+    records = [{"caption": f"größe {i}", "attributes": {"n": i}} for i in range(23)]
+    data.write_shards(tmp_path, images, torch.from_numpy(texts), records, encodings, 10)
+    dataset = data.Embeddings(tmp_path, text_encodings=True)
+    assert dataset.images.sizes == {0: 10, 1: 10, 2: 3}
+    assert dataset.built_in()
+    assert dataset.records(range(23)) == records
+    batch, _ = dataset.fetch(np.arange(23))
+    for values, table in zip(batch.values(), (images, texts, encodings)):
+        np.testing.assert_array_equal(values, table)
+
     data.write_shards(tmp_path, images[:9], texts[:9], [{"caption": "a"}] * 9)
-    source = data.Embeddings(tmp_path, captions=True)
-    assert len(source) == 9 and not list((tmp_path / "text_enc").iterdir()) and not source.captions.built_in()
+    dataset = data.Embeddings(tmp_path)
+    assert len(dataset) == 9
+    assert not dataset.built_in()
+    assert not list((tmp_path / "text_enc").iterdir())
 
 
-def test_with_captions_there_need_be_no_text_embeddings_and_without_either_can_be_told(tmp_path):
-    images, _ = write(tmp_path)
-    assert data.Embeddings(tmp_path).captions.records([16, 0]) == [{"caption": "row 16 ü"}, {"caption": "row 0 ü"}]
+def test_with_captions_text_embeddings_are_optional(tmp_path):
+    tables = write(tmp_path)
     shutil.rmtree(tmp_path / "text_emb")
-    batch, good = data.Embeddings(tmp_path, captions=True).fetch(np.arange(17))
-    assert good.all() and set(batch) == {"image_embed", "caption"}
-    np.testing.assert_array_equal(batch["image_embed"], images)
-    write(tmp_path / "plain", captions=False)
-    assert data.Embeddings(tmp_path / "plain").captions is None
+    batch, usable = data.Embeddings(tmp_path, captions=True).fetch(np.arange(17))
+    assert usable.all()
+    assert batch.keys() == {"image_embed", "caption"}
+    np.testing.assert_array_equal(batch["image_embed"], tables["img_emb"])
 
 
-def test_padding_in_text_encodings_is_no_fault_but_what_is_not_finite_is(tmp_path):
+def test_padding_in_text_encodings_is_usable_but_infinity_is_not(tmp_path):
     encodings = np.ones((4, 3, 2), np.float32)
-    encodings[1], encodings[2, 1] = 0, 0
+    encodings[1] = 0
+    encodings[2, 1] = 0
     encodings[3, 2, 1] = np.inf
-    data.write_shards(tmp_path, np.ones((4, 2)), np.ones((4, 2)), [{"caption": ""}] * 4, encodings)
-    assert data.Embeddings(tmp_path, text_encodings=True).fetch(np.arange(4))[1].tolist() == [True, True, True, False]
+    data.write_shards(tmp_path, np.ones((4, 2)), np.ones((4, 2)), [], encodings)
+    dataset = data.Embeddings(tmp_path, text_encodings=True)
+    _, usable = dataset.fetch(np.arange(4))
+    assert usable.tolist() == [True, True, True, False]
+    assert not dataset.built_in()  # it has no captions at all
 
 
 def test_the_fingerprint_changes_with_the_data_and_only_then(tmp_path):
-    write(tmp_path / "a")
-    write(tmp_path / "b")
-    write(tmp_path / "c", seed=1)
-    write(tmp_path / "d", sizes=(5, 7, 5))
-    prints = [data.Embeddings(tmp_path / name).fingerprint() for name in "abcd"]
-    assert prints[0] == prints[1] and prints[0] not in prints[2:] and prints[0]["rows"] == 17
-    assert json.loads(json.dumps(prints[0])) == prints[0]
+    def fingerprint(name, **settings):
+        write(tmp_path / name, **settings)
+        return data.Embeddings(tmp_path / name).fingerprint()
+
+    first = fingerprint("first")
+    assert fingerprint("copy") == first
+    assert fingerprint("other rows", seed=1) != first
+    assert fingerprint("other shards", sizes=(5, 7, 5)) != first
+    assert first["rows"] == 17
+    assert json.loads(json.dumps(first)) == first
 
 
-def sparse(path, rows, width, filled):
-    """A .npy file of float16 zeros that takes no room on the disk, with a few rows written: {row: value}."""
+def write_sparse(path, rows, width, values):
+    """A .npy file of float16 zeros without blocks on the disk, but for the rows {row: value}."""
+    header = {"descr": "<f2", "fortran_order": False, "shape": (rows, width)}
     with open(path, "wb") as file:
-        np.lib.format.write_array_header_2_0(file, {"descr": "<f2", "fortran_order": False, "shape": (rows, width)})
+        np.lib.format.write_array_header_2_0(file, header)
         start = file.tell()
         try:
             file.truncate(start + rows * width * 2)
         except OSError as error:
             pytest.skip(f"no file of this size here: {error}")
-        for row, value in filled.items():
+        for row, value in values.items():
             file.seek(start + row * width * 2)
             file.write(np.full(width, value, np.float16).tobytes())
 
 
-def test_two_billion_rows_of_768_are_opened_and_read_without_memory_that_grows(tmp_path):
+def test_two_billion_rows_of_768_are_opened_and_read_in_little_memory(tmp_path):
     rows = np.array([HUGE - 1, 0, 1_234_567_890])
-    for name, sign in zip(FOLDERS, (1, -1)):
+    values = dict(zip(rows, (1, 2, 3)))
+    for name in ("img_emb", "text_emb"):
         (tmp_path / name).mkdir()
-        sparse(tmp_path / name / f"{name}_0.npy", HUGE, 768, {row: sign * (i + 1) for i, row in enumerate(rows)})
+        write_sparse(tmp_path / name / f"{name}_0.npy", HUGE, 768, values)
     tracemalloc.start()
-    source = data.Embeddings(tmp_path)
-    sent = pickle.dumps(source)  # to a worker that is not forked
-    copy = pickle.loads(sent)
-    split = source.split("train", 0.001, 0.001)
-    batch, good = copy.fetch(rows)
-    spans = data.training_spans(accumulate.plan(512, 64, 1, 2), 512, 3_000_000)
-    order = split[data.shuffled(np.arange(*next(spans)), len(split), 0)]
+    dataset = data.Embeddings(tmp_path)
+    sent = pickle.dumps(dataset)  # to a worker that is not forked
+    batch, usable = pickle.loads(sent).fetch(rows)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 2_000_000 and len(sent) < 10_000 and len(source) == HUGE
-    assert good.all() and not source.fetch(rows - 1 + 2 * (rows == 0))[1].any()  # their neighbors are all zero
-    for i in range(3):
-        assert (batch["image_embed"][i] == i + 1).all() and (batch["text_embed"][i] == -i - 1).all()
-    assert len(set(order.tolist())) == 64 and order.min() >= 0 and order.max() < HUGE
+    assert peak < 5_000_000
+    assert len(sent) < 10_000
+    assert len(dataset) == HUGE
+    assert usable.all()
+    for name in ("image_embed", "text_embed"):
+        np.testing.assert_array_equal(batch[name], np.tile([[1], [2], [3]], 768))
     with pytest.raises(UserError, match="198 of 200 rows are not finite or all zero"):
-        data.Embeddings(tmp_path).check(200)
+        dataset.check(200)
 
 
-@pytest.mark.parametrize("bad, refused", [(0, False), (5, False), (6, True)])
-def test_more_than_one_unusable_row_in_a_hundred_is_refused_and_fewer_are_named(bad, refused, tmp_path):
+def test_one_unusable_row_in_a_hundred_is_named_and_more_are_refused(tmp_path):
     write(tmp_path, (200, 300))
-    for name in FOLDERS:
-        path = tmp_path / name / f"{name}_1.npy"
-        table = np.load(path)
-        table[10:10 + bad] = 0
-        np.save(path, table)
-    source = data.Embeddings(tmp_path)
-    if refused:
-        with pytest.raises(UserError, match=r"6 of 500 rows .*more than 1 in 100: img_emb_1\.npy row 10, "):
-            source.check()
-    else:
-        assert source.check() == (bad, 500, [f"img_emb_1.npy row {row}" for row in range(10, 10 + bad)])
+    dataset = data.Embeddings(tmp_path)
+    assert dataset.check() == (0, 500, [])
+    path = tmp_path / "text_emb/text_emb_1.npy"
+    change_rows(path, slice(10, 15), 0)
+    names = [f"img_emb_1.npy row {row}" for row in range(10, 15)]
+    assert dataset.check() == (5, 500, names)
+    change_rows(path, 15, np.nan)
+    with pytest.raises(UserError, match=r"6 of 500 rows .*: img_emb_1\.npy row 10, "):
+        dataset.check()
 
 
-# Parts
+# Splits
 
-def test_the_parts_of_a_source_and_a_validation_set_of_another_folder(tmp_path):
-    write(tmp_path / "a", (400,))
+def make_splits(dataset, val_dataset=None, **settings):
+    """({split: dataset}, {split: rows})"""
+    values = {"data": "a", "validation": 0.2, "test": 0.1, "split_seed": 3, "batch_size": 280}
+    cfg = SimpleNamespace(**values | settings)
+    datasets = {}
+    rows = {}
+    for name, (found, indices) in data.splits(dataset, cfg, val_dataset).items():
+        datasets[name] = found
+        rows[name] = indices[np.arange(len(indices))].tolist()
+    return datasets, rows
+
+
+@pytest.fixture
+def dataset_of_400(tmp_path):
+    write(tmp_path, (400,))
+    return data.Embeddings(tmp_path)
+
+
+def test_the_splits_of_a_dataset_hold_every_row_once_by_the_split_seed(dataset_of_400):
+    _, rows = make_splits(dataset_of_400)
+    assert sorted(itertools.chain(*rows.values())) == list(range(400))
+    assert len(rows["validation"]) == 80
+    _, other = make_splits(dataset_of_400, split_seed=0)
+    assert rows["test"] != other["test"]
+
+
+def test_with_a_validation_set_all_of_it_is_validated_on_and_nothing_held_out_for_it(
+        dataset_of_400, tmp_path):
     write(tmp_path / "b", (60,))
-    cfg = SimpleNamespace(data="a", validation=0.2, test=0.1, split_seed=3, batch_size=280)
-    source, other = (data.Embeddings(tmp_path / name) for name in "ab")
-    for val_source in (None, other):
-        parts = data.parts(source, cfg, val_source)
-        found = {part: rows[np.arange(len(rows))].tolist() for part, (_, rows) in parts.items()}
-        assert parts["train"][0] is parts["test"][0] is source and parts["validation"][0] is (val_source or source)
-        if val_source:  # all its rows, and what would have been validation is trained on
-            assert sorted(found["validation"]) == list(range(60))
-            assert sorted(found["train"] + found["test"]) == list(range(400)) and len(found["train"]) == 360
-        else:
-            assert sorted(itertools.chain(*found.values())) == list(range(400)) and len(found["validation"]) == 80
-            tests = [source.split("test", 0.2, 0.1, seed=seed)[np.arange(40)].tolist() for seed in (3, 0)]
-            assert found["test"] == tests[0] != tests[1]
+    val_dataset = data.Embeddings(tmp_path / "b")
+    datasets, rows = make_splits(dataset_of_400, val_dataset)
+    assert list(datasets.values()) == [dataset_of_400, val_dataset, dataset_of_400]
+    assert rows["validation"] == list(range(60))
+    assert sorted(rows["train"] + rows["test"]) == list(range(400))
+    assert len(rows["train"]) == 360
 
 
 @pytest.mark.parametrize("change, message", [
-    ({"batch_size": 281}, "a: 280 training rows, fewer than --batch_size 281; lower it"),
-    ({"validation": 1e-6}, "a: 400 rows leave none for validation; raise --validation"),
-    ({"test": 1e-6}, "a: 400 rows leave none for test; raise --test"),
+    ({"batch_size": 281}, "a: 280 samples for train, expected at least 281; .* --batch_size"),
+    ({"validation": 1e-6}, "a: 0 samples for validation, expected at least 1; .* --validation"),
+    ({"test": 1e-6}, "a: 0 samples for test, expected at least 1; .* --test"),
 ])
-def test_a_part_with_too_few_rows_is_refused(change, message, tmp_path):
-    write(tmp_path, (400,))
-    settings = {"data": "a", "validation": 0.2, "test": 0.1, "split_seed": 0, "batch_size": 280} | change
-    with pytest.raises(UserError, match=f"^{message}$"):
-        data.parts(data.Embeddings(tmp_path), SimpleNamespace(**settings))
+def test_a_split_with_too_few_rows_is_refused(change, message, dataset_of_400):
+    with pytest.raises(UserError, match=message):
+        make_splits(dataset_of_400, **change)
 
 
 # The stream of batches
 
-def stream(folder, world_size, first_step, steps=7, batch_size=10, chunk_size=3, workers=0):
-    """Row numbers and image embeddings of each step, put together from all ranks, and names of the unusable."""
-    source = data.Embeddings(folder)
-    chunks = data.Chunks(source, source.split("train", 0.1, 0.1), seed=4)
-    rows, embeds = np.zeros((steps, batch_size), int), np.zeros((steps, batch_size, source.width), np.float32)
-    unusable = []
+def read_steps(folder, world_size, first_step, steps, workers=0):
+    """Indices and image embeddings of each step, put together from all ranks, and the unusable."""
+    dataset = data.Embeddings(folder)
+    chunks = data.ChunkDataset(dataset, dataset.split("train", 0.1, 0.1), seed=4)
+    indices = np.zeros((steps, 10), int)
+    embeds = np.zeros((steps, 10, dataset.width), np.float32)
+    unusable = set()
     for rank in range(world_size):
-        plan = accumulate.plan(batch_size, chunk_size, rank, world_size)
-        batches = data.loader(chunks, data.training_spans(plan, batch_size, first_step), workers)
+        plan = accumulate.plan(10, 3, rank, world_size)
+        batches = data.loader(chunks, data.training_spans(plan, 10, first_step), workers)
         for step in range(steps):
             for chunk in plan:
                 batch = next(batches)
-                rows[step, chunk.start:chunk.stop] = batch["rows"]
+                indices[step, chunk.start:chunk.stop] = batch["index"]
                 embeds[step, chunk.start:chunk.stop] = batch["image_embed"]
-                unusable += batch["unusable"]
-    return rows, embeds, sorted(unusable)
+                unusable.update(batch["unusable"])
+    return indices, embeds, unusable
 
 
 def slow_order(split, unusable, seed, positions):
-    """The row at each position, one at a time: the place that the permutation gives, or the next usable one behind."""
-    order = []
+    """The row at each position, one at a time: the shuffled one, or the next usable one."""
+    rows = []
     for position in positions:
-        place = data.shuffled(np.array([position]), len(split), seed)
+        place = order.shuffle(np.array([position]), len(split), seed)
         while split[place][0] in unusable:
             place = (place + 1) % len(split)
-        order.append(split[place][0])
-    return order
+        rows.append(split[place][0])
+    return rows
 
 
-def spoil(folder):
-    """Make three rows of the training part unusable, one way each; returns them and their names."""
-    split, bad = data.Split(75, "train", 0.1, 0.1), []
-    for place, name, value in ((3, "img_emb", np.nan), (25, "img_emb", 0.0), (len(split) - 1, "text_emb", np.inf)):
-        bad.append(int(split[np.array([place])][0]))
-        shard = np.searchsorted([20, 50, 75], bad[-1], side="right")
-        path = folder / name / f"{name}_{shard}.npy"
-        table = np.load(path)
-        table[bad[-1] - [0, 20, 50][shard]] = value
-        np.save(path, table)
-    return bad, [data.Embeddings(folder).name(row) for row in bad]
+def test_samples_come_in_one_order_on_any_number_of_ranks_and_workers_and_from_any_step_on(
+        tmp_path):
+    images = write(tmp_path, (20, 30, 25))["img_emb"]
+    split = order.split_indices(75, "train", 0.1, 0.1)
+    dataset = data.Embeddings(tmp_path)
+    damaged = split[np.array([3, 25, len(split) - 1])]  # after the last comes the first
+    folders = ("img_emb", "img_emb", "text_emb")
+    for row, name, value in zip(damaged, folders, (np.nan, 0.0, np.inf)):
+        shard, row_in_shard = dataset.images.locate(row)
+        change_rows(tmp_path / name / f"{name}_{shard}.npy", row_in_shard, value)
+
+    indices, embeds, unusable = read_steps(tmp_path, 1, 0, steps=20)
+    np.testing.assert_array_equal(embeds, images[indices])
+    assert unusable == set(map(dataset.name, damaged))
+    assert indices.ravel().tolist() == slow_order(split, damaged, 4, range(200))
+    assert len(np.unique(indices)) == len(split) - 3
+    for world_size, first, workers in ((1, 13, 2), (2, 6, 0), (3, 0, 0)):
+        again = read_steps(tmp_path, world_size, first, 7, workers)
+        np.testing.assert_array_equal(again[0], indices[first:first + 7])
+        np.testing.assert_array_equal(again[1], embeds[first:first + 7])
 
 
-@pytest.mark.parametrize("damaged", [False, True])
-def test_samples_come_in_one_order_on_any_number_of_ranks_and_workers_and_from_any_step_on(damaged, tmp_path):
-    images, _ = write(tmp_path, (20, 30, 25))
-    bad, names = spoil(tmp_path) if damaged else ([], [])
-    whole = stream(tmp_path, 1, 0, steps=20)
-    np.testing.assert_array_equal(whole[1], images[whole[0]])
-    assert set(whole[2]) == set(names)
-    split = data.Split(75, "train", 0.1, 0.1)
-    assert whole[0].ravel().tolist() == slow_order(split, bad, 4, range(200))
-    assert len(np.unique(whole[0])) == len(split) - len(names)
-    for world_size, first, workers in ((1, 6, 0), (1, 13, 2), (2, 0, 0), (2, 6, 0), (3, 13, 0)):
-        rows, embeds, _ = stream(tmp_path, world_size, first, workers=workers)
-        np.testing.assert_array_equal(rows, whole[0][first:first + 7])
-        np.testing.assert_array_equal(embeds, whole[1][first:first + 7])
+class Words:
+    """A dataset whose samples are the random words that `fetch` gets."""
+
+    def fetch(self, indices, random_words=None):
+        if random_words is not None:
+            random_words = random_words.astype(np.int64)
+        return {"words": random_words}, np.ones(len(indices), bool)
+
+    def name(self, index):
+        return str(index)
 
 
-class Numbers:
-    """A source whose samples are what `fetch` was given."""
+def test_what_is_random_in_a_sample_depends_on_seed_and_position_alone():
+    def words(start, stop, count=7, seed=2):
+        chunks = data.ChunkDataset(Words(), np.arange(count), seed)
+        return chunks[start, stop]["words"].tolist()
 
-    def fetch(self, rows, draws=None):
-        return {"draws": None if draws is None else draws.astype(np.int64)}, np.ones(len(rows), bool)
-
-    def name(self, row):
-        return str(row)
-
-
-def test_what_is_random_in_a_sample_depends_on_seed_and_position_alone_and_nothing_is_in_evaluation():
-    whole = data.Chunks(Numbers(), np.arange(7), seed=2)[0, 40]["draws"]
-    assert len(set(whole.tolist())) == 40  # another one each time that a row comes
-    np.testing.assert_array_equal(data.Chunks(Numbers(), np.arange(9), seed=2)[13, 31]["draws"], whole[13:31])
-    assert not np.isin(data.Chunks(Numbers(), np.arange(7), seed=3)[0, 40]["draws"], whole).any()
-    batch = data.Chunks(Numbers(), np.arange(10, 17))[2, 5]
-    assert batch["draws"] is None and batch["rows"].tolist() == [12, 13, 14]
+    first = words(0, 40)
+    assert len(set(first)) == 40  # another one each time that a row comes
+    assert words(13, 31, count=9) == first[13:31]
+    assert not set(words(0, 40, seed=3)) & set(first)
 
 
-def evaluated(folder, most):
-    source = data.Embeddings(folder, captions=True)
-    split = source.split("validation", 0.1, 0.1)
-    found = data.batches(source, split, most, 16)
-    return [(number, batch["rows"].tolist(), batch["caption"]) for number, batch in found]
+def evaluated(most):
+    """[(number, indices, random words)] of this rank's batches."""
+    batches = data.batches(Words(), np.arange(80, 200), most, 16)
+    return [(number, batch["index"].tolist(), batch["words"]) for number, batch in batches]
 
 
-@pytest.mark.parametrize("most", [0, 50, 32, 10_000])
-def test_batches_of_all_ranks_together_are_the_first_rows_of_a_part_once_each(most, tmp_path, on_ranks):
-    write(tmp_path, (500, 700))
-    split = data.Split(1200, "validation", 0.1, 0.1)
-    expected = split[np.arange(min(len(split), most or len(split)))].tolist()
-    alone = evaluated(tmp_path, most)
-    assert [number for number, _, _ in alone] == list(range(-(-len(expected) // 16)))
-    assert [row for _, rows, _ in alone for row in rows] == expected
-    assert all(captions == [f"row {row} ü" for row in rows] for _, rows, captions in alone)
-    if most == 50:
-        assert on_ranks(2, evaluated, tmp_path, most) == [alone[0::2], alone[1::2]]
+@pytest.mark.parametrize("most, count", [(0, 120), (50, 50), (32, 32), (10_000, 120)])
+def test_evaluation_takes_the_first_samples_of_a_split_in_order_and_nothing_random(most, count):
+    numbers, indices, words = zip(*evaluated(most))
+    assert set(words) == {None}
+    assert list(itertools.chain(*indices)) == list(range(80, 80 + count))
+    assert list(numbers) == list(range(-(-count // 16)))
+
+
+def test_two_ranks_take_the_batches_in_turns(on_ranks):
+    alone = evaluated(50)
+    assert on_ranks(2, evaluated, 50) == [alone[0::2], alone[1::2]]
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_data_with_nothing_usable_ends_in_one_message_and_no_endless_search(workers, tmp_path):
+def test_data_with_nothing_usable_ends_in_one_line(workers, tmp_path):
     write(tmp_path, (40, 40))
-    np.save(tmp_path / "img_emb" / "img_emb_1.npy", np.zeros((40, 6), np.float16))
-    np.save(tmp_path / "img_emb" / "img_emb_0.npy", np.full((40, 6), np.nan, np.float16))
-    source = data.Embeddings(tmp_path)
-    batches = data.loader(data.Chunks(source, source.split("train", 0.1, 0.1), 0), [(0, 8)], workers)
-    with pytest.raises(UserError, match=r"^more than 103 unusable rows .*where 8 .*img_emb_[01]\.npy row") as caught:
-        next(batches)
-    assert "Traceback" not in str(caught.value) and "\n" not in str(caught.value)
+    for number, value in enumerate((np.nan, 0)):
+        change_rows(tmp_path / f"img_emb/img_emb_{number}.npy", slice(None), value)
+    dataset = data.Embeddings(tmp_path)
+    chunks = data.ChunkDataset(dataset, dataset.split("train", 0.1, 0.1), 0)
+    with pytest.raises(UserError, match=r"^104 unusable rows .*: img_emb_[01]\.npy row .*$"):
+        next(data.loader(chunks, [(0, 8)], workers))
 
 
 def test_tensors_and_arrays_go_to_the_device_and_the_rest_stays():
-    batch = {"a": np.arange(3), "b": torch.ones(2), "caption": ["x"], "n": 3}
+    batch = {"a": np.arange(3), "b": torch.ones(2), "caption": ["x"]}
     moved = data.to_device(batch, torch.device("meta"))
     assert moved["a"].device.type == moved["b"].device.type == "meta"
-    assert moved["caption"] is batch["caption"] and moved["n"] == 3 and isinstance(batch["a"], np.ndarray)
+    assert moved["caption"] is batch["caption"]
+    assert isinstance(batch["a"], np.ndarray)
 
 
 # Faults in embeddings
 
-def replace(name, value):
-    return lambda folder: np.save(folder / name, value, allow_pickle=True)
+def remove(name):
+    return lambda folder: (folder / name).unlink()
 
 
-@pytest.mark.parametrize("work, message", [
-    (shutil.rmtree, "data/img_emb: no such folder, or no img_emb_N.npy files with rows in it"),
-    (lambda f: shutil.rmtree(f / "text_emb"), "text_emb: no such folder, or no text_emb_N.npy files"),
-    (lambda f: (f / "text_emb/text_emb_1.npy").unlink(),
-     r"data: shard 1 is \(8, 6\) in img_emb and missing in text_emb; they must match"),
-    (lambda f: (f / "img_emb/img_emb_2.npy").unlink(), r"data: shard 2 is missing in img_emb and \(4, 6\) in text_emb"),
-    (replace("text_emb/text_emb_1.npy", np.ones((7, 6), np.float16)), r"shard 1 is \(8, 6\) in img_emb and \(7, 6\)"),
-    (replace("img_emb/img_emb_1.npy", np.ones((8, 5), np.float16)),
-     r"img_emb: rows of shape \(5,\) in shard 1, but \(6,\) in the first"),
-    (lambda f: [np.save(f / f"text_emb/text_emb_{i}.npy", np.ones((n, 5), np.float16)) for i, n in enumerate(SIZES)],
-     r"shard 0 is \(5, 6\) in img_emb and \(5, 5\) in text_emb"),
-    (replace("img_emb/img_emb_0.npy", np.array([[1, "a"]] * 5, object)), "img_emb_0.npy: not a readable .npy array"),
-    (replace("img_emb/img_emb_0.npy", np.ones((5, 6), np.int64)),
+def remove_folder(name):
+    return lambda folder: shutil.rmtree(folder / name)
+
+
+def replace(name, *shape, dtype=np.float16):
+    return lambda folder: np.save(folder / name, np.ones(shape, dtype))
+
+
+def cut(folder):
+    path = folder / "img_emb/img_emb_1.npy"
+    path.write_bytes(path.read_bytes()[:150])
+
+
+def narrow(folder):
+    data.write_shards(folder, np.ones((9, 6)), np.ones((9, 5)), [], np.ones((9, 3, 2)))
+
+
+@pytest.mark.parametrize("fault, message", [
+    (remove_folder("img_emb"), "data/img_emb: no such folder, or no img_emb_N.npy files"),
+    (remove_folder("text_enc"), "text_enc: no such folder"),
+    (remove("text_emb/text_emb_1.npy"), r"text_emb .* must match; .* in one only: \[\(1, 8\)\]"),
+    (replace("text_enc/text_enc_1.npy", 7, 3, 2), r"text_enc .* \[\(1, 7\), \(1, 8\)\]"),
+    (replace("img_emb/img_emb_1.npy", 8, 5), r"img_emb: .* of one shape: \{\([56],\), \([56],\)"),
+    (narrow, r"img_emb of width 6 and text_emb of shape \(5,\) must match"),
+    (replace("img_emb/img_emb_0.npy", 5, 6, dtype=object), "img_emb_0.npy: not a readable .npy"),
+    (replace("img_emb/img_emb_0.npy", 5, 6, dtype=np.int64),
      r"img_emb_0.npy: .*int64 of shape \(5, 6\); expected float16 or float32 of 2 dimensions"),
-    (replace("img_emb/img_emb_0.npy", np.ones((5, 1, 6), np.float16)), r"float16 of shape \(5, 1, 6\); expected"),
-    (lambda f: [np.save(f / n / f"{n}_{i}.npy", np.ones((0, 6), np.float16)) for i in range(3) for n in FOLDERS],
-     "img_emb: no such folder, or no img_emb_N.npy files with rows in it"),
-    (lambda f: (f / "img_emb/img_emb_1.npy").write_bytes((f / "img_emb/img_emb_1.npy").read_bytes()[:150]),
-     "img_emb_1.npy: not a readable .npy array"),
-    (lambda f: (f / "img_emb/img_emb_1.npy").write_bytes(b"hello"), "img_emb_1.npy: not a readable .npy array"),
-    (lambda f: shutil.rmtree(f / "captions"), "data: no captions for shard 0; expected captions/captions_N.jsonl"),
-    (lambda f: (f / "captions/captions_2.jsonl").unlink(), "data: no captions for shard 2"),
+    (replace("img_emb/img_emb_0.npy", 5, 1, 6), r"shape \(5, 1, 6\); expected"),
+    (cut, "img_emb_1.npy: not a readable .npy array"),
+    (remove_folder("captions"), "no captions for shard 0; expected captions/captions_N.jsonl"),
+    (remove("captions/captions_0002.jsonl"), "data: no captions for shard 2"),
 ])
-def test_a_fault_of_the_shards_is_found_at_the_start_and_named(work, message, tmp_path):
+def test_a_fault_of_the_shards_is_found_at_the_start_and_named(fault, message, tmp_path):
     folder = tmp_path / "data"
     write(folder)
-    data.Embeddings(folder, captions=True)  # before the fault
-    work(folder)
+    settings = {"text_encodings": True, "captions": "shard 0" in message}
+    data.Embeddings(folder, **settings)  # before the fault
+    fault(folder)
     with pytest.raises(UserError, match=message):
-        data.Embeddings(folder, captions="captions" in message or "img_emb_0" in message)
-
-
-def test_encodings_that_do_not_match_are_named(tmp_path):
-    write(tmp_path)
-    with pytest.raises(UserError, match="text_enc: no such folder"):
-        data.Embeddings(tmp_path, text_encodings=True)
-    (tmp_path / "text_enc").mkdir()
-    for number, (rows, length) in enumerate(((5, 3), (8, 3), (4, 2))):
-        np.save(tmp_path / "text_enc" / f"text_enc_{number}.npy", np.ones((rows, length, 2), np.float16))
-    with pytest.raises(UserError, match=r"text_enc: rows of shape \(2, 2\) in shard 2, but \(3, 2\) in the first"):
-        data.Embeddings(tmp_path, text_encodings=True)
-    np.save(tmp_path / "text_enc" / "text_enc_2.npy", np.ones((3, 3, 2), np.float16))
-    with pytest.raises(UserError, match=r"shard 2 is \(4,\) in img_emb and \(3,\) in text_enc"):
-        data.Embeddings(tmp_path, text_encodings=True)
+        data.Embeddings(folder, **settings)
 
 
 @pytest.mark.parametrize("line, message", [
-    ("hello", "JSONDecodeError"), ("[1]", "TypeError"), ('{"text": "a"}', r"KeyError\('caption'\)"),
-    (None, "7 captions"), ('{"caption": "a"}\n{"caption": "b"}', "9 captions"),
+    ("hello\n", "JSONDecodeError"),
+    ("[1]\n", "TypeError"),
+    ('{"text": "a"}\n', r"KeyError\('caption'\)"),
+    ("", "7 captions"),
 ])
 def test_a_fault_of_a_caption_is_named_by_its_file(line, message, tmp_path):
     write(tmp_path)
-    path = tmp_path / "captions" / "captions_1.jsonl"
-    lines = path.read_text(encoding="utf-8").splitlines()
-    lines[3:4] = [line] if line else []
-    path.write_text("\n".join(lines), encoding="utf-8")
-    source = data.Embeddings(tmp_path, captions=True)
-    with pytest.raises(UserError, match=f"captions_1.jsonl: expected a 'caption' for each of 8 rows .*{message}"):
-        source.fetch(np.array([2, 8]))
+    path = tmp_path / "captions/captions_0001.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    lines[3] = line
+    path.write_text("".join(lines))
+    dataset = data.Embeddings(tmp_path, captions=True)
+    expected = f"captions_0001.jsonl: expected a 'caption' for each of 8 rows .*{message}"
+    with pytest.raises(UserError, match=expected):
+        dataset.fetch(np.array([2, 8]))
 
 
-def test_captions_in_parquet_read_at_random(tmp_path):
-    parquet, pyarrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
-    write(tmp_path, captions=False)
+def write_parquet(path, columns):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table(columns), path)
+
+
+@pytest.fixture
+def parquet_folder(tmp_path):
+    write(tmp_path)
+    shutil.rmtree(tmp_path / "captions")
     (tmp_path / "metadata").mkdir()
-    captions = [None if row == 6 else f"row {row} ü" for row in range(17)]
-    for number, (start, end) in enumerate(((0, 5), (5, 13), (13, 17))):
-        parquet.write_table(pyarrow.table({"key": list(range(start, end)), "caption": captions[start:end]}),
-                            tmp_path / "metadata" / f"metadata_{number:03d}.parquet")
-    source, rows = data.Embeddings(tmp_path, captions=True), np.array([16, 0, 6, 12, 5])
-    assert source.fetch(rows)[0]["caption"] == [captions[row] or "" for row in rows] and not source.captions.built_in()
-    path = tmp_path / "metadata" / "metadata_001.parquet"
-    for table in (pyarrow.table({"text": ["a"] * 8}), pyarrow.table({"caption": ["a"] * 7}), None):
-        path.write_bytes(b"hello") if table is None else parquet.write_table(table, path)
-        with pytest.raises(UserError, match=r"metadata_001\.parquet: expected a 'caption' for each of 8 rows"):
-            data.Embeddings(tmp_path, captions=True).fetch(np.array([5]))
+    captions = [f"row {row} ü" for row in range(17)]
+    captions[6] = None
+    for number, rows in enumerate((slice(0, 5), slice(5, 13), slice(13, 17))):
+        path = tmp_path / f"metadata/metadata_{number:03d}.parquet"
+        write_parquet(path, {"caption": captions[rows]})
+    return tmp_path
+
+
+def test_captions_in_parquet_are_read_in_any_order(parquet_folder):
+    dataset = data.Embeddings(parquet_folder, captions=True)
+    captions = dataset.fetch(np.array([16, 0, 6, 12, 5]))[0]["caption"]
+    assert captions == ["row 16 ü", "row 0 ü", "", "row 12 ü", "row 5 ü"]
+    assert not dataset.built_in()
+
+
+@pytest.mark.parametrize("columns", [{"text": ["a"] * 8}, None])
+def test_a_fault_of_a_parquet_file_is_named(columns, parquet_folder):
+    path = parquet_folder / "metadata/metadata_001.parquet"
+    path.write_bytes(b"hello")
+    if columns:
+        write_parquet(path, columns)
+    dataset = data.Embeddings(parquet_folder, captions=True)
+    with pytest.raises(UserError, match=r"metadata_001\.parquet: expected a 'caption' for each"):
+        dataset.fetch(np.array([5]))
+
+
+FAILS = """
+import sys
+import torch
+from common import data
+
+class Numbers(torch.utils.data.Dataset):
+    def __getitem__(self, span):
+        return span
+
+batches = data.loader(Numbers(), [(0, 1), (1, 2)], workers=1)
+next(batches)
+raise MemoryError
+"""
+
+
+def test_a_process_that_ends_by_an_error_does_not_wait_for_its_workers(script):
+    assert "MemoryError" in script(FAILS).stderr

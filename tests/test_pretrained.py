@@ -1,13 +1,15 @@
 """Published weights: with random ones of small sizes, ours computes what diffusers and peft do."""
 
-import json
+import re
+import shutil
+from pathlib import Path
 
 import helpers
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import run, run_module
+from helpers import flags, run
 
 import train_decoder
 import train_prior
@@ -27,23 +29,16 @@ class Published:
         self.runs = root / "runs"
         vars(self).update(helpers.write_pipeline(self.folder, D, L))
         vocabulary = ["a", "red", "car", "star"]
-        settings = clip.Config(run_dir=str(root / "clip"), embed_width=D, text_width=D, context=L)
+        cfg = clip.Config(run_dir=str(root / "clip"), embed_width=D, text_width=D, context=L)
         torch.manual_seed(0)
-        self.clip = clip.CLIP(settings, vocabulary).eval()
+        self.clip = clip.CLIP(cfg, vocabulary).eval()
         for parameter in self.clip.parameters():  # a CLIP that tells texts apart
             parameter.data += torch.randn_like(parameter) * 0.1
-        checkpoint.save(
-            {
-                "model": self.clip.state_dict(),
-                "vocabulary": vocabulary,
-                "config": config.as_json(settings),
-            },
-            root / "clip/model.pt",
-        )
+        state = {"model": self.clip.state_dict(), "config": config.as_json(cfg)}
+        checkpoint.save({**state, "vocabulary": vocabulary}, root / "clip/model.pt")
         self.spec = str(root / "clip")
-        run_module(
-            "common.pretrained", "import", self.folder, "--out", self.runs, "--clip", self.spec
-        )
+        words = flags(out=self.runs, clip=self.spec)
+        run("common.pretrained", "import", self.folder, *words)
 
 
 @pytest.fixture(autouse=True)
@@ -56,93 +51,102 @@ def published(tmp_path_factory):
     return Published(tmp_path_factory.mktemp("published"))
 
 
-def ours(published, stage):
-    load = train_prior.load_prior if stage == "prior" else train_decoder.load_unet
-    model, _ = load(published.runs / stage / "model.pt", "cpu")
+def load(path):
+    """Our model of a file."""
+    kind = checkpoint.load(path)["kind"]
+    load = train_prior.load_prior if kind == "prior" else train_decoder.load_unet
+    model, _ = load(path, "cpu")
     return model
 
 
-def texts_of(published, length=L):
-    """(condition of ragged texts, that of as many empty ones), of `length` tokens."""
+def ours(published, stage):
+    return load(published.runs / stage / "model.pt")
+
+
+def export(run_dir, out):
+    run("common.pretrained", "export", *flags(run_dir=run_dir, out=out))
+
+
+def assert_equal(model, other):
+    """All weights are equal."""
+    torch.testing.assert_close(model.state_dict(), other.state_dict(), rtol=0, atol=0)
+
+
+def condition_of(published, length=L):
+    """Our condition of ragged texts, of `length` tokens."""
     texts = ["a red car", "a star", "red red red a car star star"]
-    return published.clip.text_condition(texts, length), published.clip.text_condition(
-        [""] * 3, length
-    )
+    return published.clip.text_condition(texts, length)
+
+
+def guided_condition(published, condition):
+    """That of as many empty texts, and `condition`, in one batch, as diffusers has them."""
+    null = published.clip.text_condition([""] * 3, condition["text_mask"].shape[1])
+    return {name: torch.cat([null[name], value]) for name, value in condition.items()}
+
+
+def guided(out, scale):
+    unconditional, conditional = out.chunk(2)
+    return unconditional + scale * (conditional - unconditional)
 
 
 def exact_scheduler(**settings):
     """diffusers' scheduler with tables in float64: its own are off by 1e-3 in the last step."""
     scheduler = diffusers.UnCLIPScheduler(**settings)
-    scheduler.betas = diffusion.betas("cosine", 1000)
+    scheduler.betas = diffusion.noise_betas("cosine", 1000)
     scheduler.alphas = 1 - scheduler.betas
     scheduler.alphas_cumprod = scheduler.alphas.cumprod(0)
     return scheduler
 
 
-def draws(seed=0):
-    """A function of a tensor that draws noise of its shape, and of a shape the same noise."""
-    generator = torch.Generator().manual_seed(seed)
-    return generator, lambda x: torch.randn(x.shape, generator=generator)
+def noise_fn(x):
+    return torch.randn(x.shape)
 
 
-def scheduled(scheduler, steps, x, predict, generator):
-    """diffusers' sampling loop: `predict(x, t, whether it is the last)`."""
+def scheduled(scheduler, steps, x, predict):
+    """diffusers' sampling loop: `predict(x, t)`."""
     scheduler.set_timesteps(steps)
-    times = scheduler.timesteps.tolist()
-    for t, before in zip(times, [*times[1:], None]):
-        out = predict(x, t, before is None)
-        x = scheduler.step(out, t, x, prev_timestep=before, generator=generator).prev_sample
+    timesteps = scheduler.timesteps.tolist()
+    for t, t_next in zip(timesteps, [*timesteps[1:], None]):
+        x = scheduler.step(predict(x, t), t, x, prev_timestep=t_next).prev_sample
     return x
 
 
 # The prior
 
 
-@torch.no_grad()
-def theirs_prior(published, x_t, timestep, condition):
-    return published.prior(
-        x_t, timestep, condition["text_embed"], condition["text_enc"], condition["text_mask"]
-    ).predicted_image_embedding
-
-
-@torch.no_grad()
-def test_the_prior_predicts_as_diffusers_does_and_for_two_draws_at_once(published):
-    prior = ours(published, "prior")
-    condition, _ = texts_of(published)
-    x_t, timestep = torch.randn(3, 2, D), torch.tensor([[0, 999], [500, 3], [7, 640]])
-    got = prior(x_t, timestep, condition, torch.zeros(3, dtype=torch.bool))
-    for draw in range(2):
-        expected = theirs_prior(published, x_t[:, draw], timestep[:, draw], condition)
-        assert expected.std() > 0.01
-        torch.testing.assert_close(got[:, draw], expected, rtol=0, atol=1e-5)
+def theirs_prior(prior, x_t, timestep, condition):
+    embedding, encodings, mask = condition.values()
+    names = {"attention_mask": mask, "encoder_hidden_states": encodings}
+    return prior(x_t, timestep, proj_embedding=embedding, **names).predicted_image_embedding
 
 
 @torch.no_grad()
 def test_the_prior_samples_as_karlos_pipeline_does(published):
     prior = ours(published, "prior")
-    condition, null = texts_of(published)
-    both = {name: torch.cat([null[name], value]) for name, value in condition.items()}
-    generator, draw = draws()
-    x = draw(torch.empty(3, D))
+    cfg = prior.cfg
+    assert (cfg.guidance_scale, cfg.eval_timesteps) == (4.0, (25,))
+    condition = condition_of(published)
+    both = guided_condition(published, condition)
 
-    def predict(x, t, _):
-        unconditional, conditional = theirs_prior(published, torch.cat([x, x]), t, both).chunk(2)
-        return unconditional + 4.0 * (conditional - unconditional)
+    def predict(x, t):
+        out = theirs_prior(published.prior, torch.cat([x, x]), t, both)
+        return guided(out, 4.0)
 
     scheduler = exact_scheduler(
         variance_type="fixed_small_log", prediction_type="sample", clip_sample_range=10.0
     )
-    expected = published.prior.post_process_latents(scheduled(scheduler, 25, x, predict, generator))
-    assert prior.cfg.guidance_scale == 4.0 and prior.cfg.eval_timesteps == (25,)
-    got = train_prior.sample_embeddings(prior, condition, 25, 4.0, prior.cfg.eta, draws()[1])
+    torch.manual_seed(0)
+    expected = scheduled(scheduler, 25, torch.randn(3, D), predict)
+    torch.manual_seed(0)
+    got = train_prior.sample_embeddings(prior, condition, 25, 4.0, cfg.eta, noise_fn)
+    expected = published.prior.post_process_latents(expected)
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-4)
 
 
 # The decoder and its upsampler
 
 
-@torch.no_grad()
-def theirs_decoder(published, x_t, timestep, condition, image_embed, guided=False, unet=None):
+def theirs_decoder(published, unet, x_t, timestep, condition, image_embed, guided=False):
     encodings, embedding = published.text_proj(
         image_embeddings=image_embed,
         prompt_embeds=condition["text_embed"],
@@ -150,45 +154,29 @@ def theirs_decoder(published, x_t, timestep, condition, image_embed, guided=Fals
         do_classifier_free_guidance=guided,
     )
     mask = F.pad(condition["text_mask"], (4, 0), value=True)
-    unet = unet or published.decoder
     return unet(x_t, timestep, encodings, class_labels=embedding, attention_mask=mask).sample
-
-
-@torch.no_grad()
-def test_the_decoder_predicts_as_diffusers_does(published):
-    unet = ours(published, "base")
-    condition, _ = texts_of(published, unet.cfg.max_text_len)
-    image_embed, x_t = torch.randn(3, D) * 3, torch.randn(3, 3, 8, 8)
-    timestep = torch.tensor([0, 500, 999])
-    keep = torch.zeros(3, dtype=torch.bool)
-    got = unet(x_t, timestep, {**condition, "image_embed": image_embed}, keep, keep)
-    expected = theirs_decoder(published, x_t, timestep, condition, image_embed)
-    assert expected.std() > 0.05
-    torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
 
 
 @torch.no_grad()
 def test_the_decoder_samples_as_karlos_pipeline_does(published):
     unet = ours(published, "base")
-    condition, null = texts_of(published, unet.cfg.max_text_len)
-    both = {name: torch.cat([null[name], value]) for name, value in condition.items()}
-    image_embed = torch.randn(3, D) * 3
-    generator, draw = draws()
-    x = draw(torch.empty(3, 3, 8, 8))
-
-    def predict(x, t, _):
-        out = theirs_decoder(published, torch.cat([x, x]), t, both, image_embed, guided=True)
-        unconditional, conditional = out.chunk(2)
-        guided = unconditional[:, :3] + 8.0 * (conditional[:, :3] - unconditional[:, :3])
-        return torch.cat([guided, conditional[:, 3:]], dim=1)
-
-    scheduler = exact_scheduler(variance_type="learned_range")
-    expected = scheduled(scheduler, 25, x, predict, generator).clamp(-1, 1)
     cfg = unet.cfg
     assert (cfg.guidance_scale, cfg.eval_steps, cfg.eta) == (8.0, 25, 1.0)
-    got = train_decoder.sample_pictures(
-        unet, {**condition, "image_embed": image_embed}, 3, 25, 8.0, 1.0, draws()[1]
-    )
+    condition = condition_of(published, cfg.max_text_len)
+    both = guided_condition(published, condition)
+    image_embed = torch.randn(3, D) * 3
+
+    def predict(x, t):
+        x = torch.cat([x, x])
+        out = theirs_decoder(published, published.decoder, x, t, both, image_embed, guided=True)
+        return torch.cat([guided(out[:, :3], 8.0), out[3:, 3:]], dim=1)
+
+    scheduler = exact_scheduler(variance_type="learned_range")
+    torch.manual_seed(0)
+    expected = scheduled(scheduler, 5, torch.randn(3, 3, 8, 8), predict).clamp(-1, 1)
+    condition["image_embed"] = image_embed
+    torch.manual_seed(0)
+    got = train_decoder.sample_images(unet, condition, 3, 5, 8.0, cfg.eta, noise_fn)
     assert got.std() > 0.1
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-4)
 
@@ -199,25 +187,19 @@ def test_the_upsampler_samples_as_karlos_pipeline_does_with_its_second_unet_in_t
 ):
     args = train_decoder.SampleConfig(run_dir=(str(published.runs / "upsample"),))
     [unet], _, _ = train_decoder.load_cascade(args, "cpu")
-    low_res = torch.rand(2, 3, 8, 8) * 2 - 1
-    large = F.interpolate(
-        low_res, size=(32, 32), mode="bicubic", align_corners=False, antialias=True
-    )
-    used = []
+    assert (unet.cfg.eval_steps, unet.cfg.eta) == (7, 1.0)
+    low_res = torch.rand(1, 3, 8, 8) * 2 - 1
+    large = F.interpolate(low_res, size=(32, 32), mode="bicubic", antialias=True)
 
-    def predict(x, t, last):
-        used.append(last)
-        model = published.super_res_last if last else published.super_res_first
+    def predict(x, t):
+        model = published.super_res_first if t else published.super_res_last
         return model(torch.cat([x, large], dim=1), t).sample
 
-    generator, draw = draws()
-    draw(large)  # for the low resolution, which takes none
-    x = draw(torch.empty(2, 3, 32, 32))
-    expected = scheduled(exact_scheduler(), 7, x, predict, generator)
-    got = train_decoder.sample_pictures(
-        unet, {}, 2, unet.cfg.eval_steps, eta=unet.cfg.eta, noise=draws()[1], low_res=low_res
-    )
-    assert used == [False] * 6 + [True]
+    torch.manual_seed(0)
+    noise_fn(large)  # for the low resolution, which takes none
+    expected = scheduled(exact_scheduler(), 3, noise_fn(large), predict)
+    torch.manual_seed(0)
+    got = train_decoder.sample_images(unet, {}, 1, 3, eta=1.0, noise_fn=noise_fn, low_res=low_res)
     torch.testing.assert_close(got, expected.clamp(-1, 1), rtol=0, atol=1e-4)
 
 
@@ -225,254 +207,148 @@ def test_the_upsampler_samples_as_karlos_pipeline_does_with_its_second_unet_in_t
 
 
 @pytest.mark.parametrize(
-    "stage, parts",
+    "stage, part, folder",
     [
-        ("prior", {"": "prior"}),
-        ("upsample", {"": "super_res_first"}),
-        ("base", {"decoder": "decoder", "text_proj": "text_proj"}),
+        ("prior", "prior", ""),
+        ("upsample", "super_res_first", ""),
+        ("base", "decoder", "decoder"),
+        ("base", "text_proj", "text_proj"),
     ],
 )
 def test_what_is_exported_is_what_diffusers_loads_and_has_the_weights_that_were_imported(
-    published, stage, parts, tmp_path
+    published, stage, part, folder, tmp_path
 ):
-    run_module(
-        "common.pretrained",
-        "export",
-        "--run_dir",
-        published.runs / stage,
-        "--out",
-        tmp_path / "out",
-    )
-    for folder, part in parts.items():
-        before = getattr(published, part)
-        after = type(before).from_pretrained(tmp_path / "out" / folder)
-        old, new = (
-            json.loads(json.dumps(dict(model.config), default=str)) for model in (before, after)
-        )
-        assert {name: new[name] for name in old if name[0] != "_"} == {
-            name: old[name] for name in old if name[0] != "_"
-        }
-        weights = before.state_dict()
-        assert after.state_dict().keys() == weights.keys()
-        assert all(torch.equal(value, weights[name]) for name, value in after.state_dict().items())
+    export(published.runs / stage, tmp_path)
+    before = getattr(published, part)
+    after = type(before).from_pretrained(tmp_path / folder)
+    assert_equal(after, before)
+    for name, value in before.config.items():
+        value = list(value) if isinstance(value, tuple) else value
+        assert name.startswith("_") or after.config[name] == value, name
 
 
-def write_raw_shards(folder, published, rows=64):
-    """Shards of embeddings that are not of unit length, with captions."""
-    images = np.random.default_rng(0).standard_normal((rows, D)).astype(np.float32) * 3
-    data.write_shards(
-        folder, images, images, [{"caption": f"a red star {row}"} for row in range(rows)]
-    )
-    return (
-        "--data",
-        folder,
-        "--clip",
-        published.spec,
-        "--batch_size",
-        16,
-        "--warmup_steps",
-        1,
-        "--log_every",
-        1,
-    )
+SHORT = dict(batch_size=4, warmup_steps=1, log_every=1, cosine_steps=4, eval_samples=2)
 
 
-def test_an_imported_prior_is_trained_resumed_and_exported(published, tmp_path):
-    settings = (
-        *write_raw_shards(tmp_path / "raw", published),
-        "--init_from",
-        published.runs / "prior/model.pt",
-        "--run_dir",
-        tmp_path / "run",
-        "--lr",
-        1e-3,
-        "--eval_samples",
-        8,
-    )
-    run("train_prior", *settings, "--steps", 2, "--cosine_steps", 4)
-    text = run("train_prior", *settings, "--steps", 4, "--cosine_steps", 4)
-    assert "resuming" in text
-    mine, state = train_prior.load_prior(tmp_path / "run/model.pt", "cpu")
-    assert state["step"] == 4 and mine.cfg.raw_embeddings and mine.cfg.width == 64
-    run_module(
-        "common.pretrained", "export", "--run_dir", tmp_path / "run", "--out", tmp_path / "out"
-    )
-    theirs = diffusers.PriorTransformer.from_pretrained(tmp_path / "out").eval()
-    condition, _ = texts_of(published)
-    x_t, timestep = torch.randn(3, D), torch.tensor([5, 500, 999])
-    with torch.no_grad():
-        got = mine(x_t[:, None], timestep[:, None], condition, torch.zeros(3, dtype=torch.bool))[
-            :, 0
-        ]
-        expected = theirs(
-            x_t, timestep, condition["text_embed"], condition["text_enc"], condition["text_mask"]
-        ).predicted_image_embedding
-        before = theirs_prior(published, x_t, timestep, condition)
-    torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
-    assert (expected - before).abs().max() > 1e-3
+def write_raw_shards(folder, published):
+    """Shards of embeddings that are not of unit length, with captions; returns flags for them."""
+    images = np.random.default_rng(0).standard_normal((64, D)).astype(np.float32) * 3
+    records = [{"caption": f"a red star {i}"} for i in range(64)]
+    data.write_shards(folder, images, images, records)
+    checkpoint.write_json({"clip": published.spec}, folder / "clip.json")
+    return dict(SHORT, data=folder)
 
 
-def test_adapters_of_an_imported_prior_are_loaded_by_peft(published, tmp_path):
-    peft = pytest.importorskip("peft")
-    settings = write_raw_shards(tmp_path / "raw", published)
-    run(
-        "train_prior",
-        *settings,
-        "--init_from",
-        published.runs / "prior/model.pt",
-        "--lora_rank",
-        2,
-        "--lr",
-        0.05,
-        "--run_dir",
-        tmp_path / "lora",
-        "--steps",
-        4,
-        "--eval_samples",
-        8,
-    )
-    run_module(
-        "common.pretrained", "export", "--run_dir", tmp_path / "lora", "--out", tmp_path / "out"
-    )
-    adapted = peft.PeftModel.from_pretrained(
-        diffusers.PriorTransformer.from_pretrained(published.folder / "prior"), tmp_path / "out"
-    ).eval()
-    mine, _ = train_prior.load_prior(tmp_path / "lora/model.pt", "cpu")
-    condition, _ = texts_of(published)
-    x_t, timestep = torch.randn(3, D), torch.tensor([5, 500, 999])
-    with torch.no_grad():
-        got = mine(x_t[:, None], timestep[:, None], condition, torch.zeros(3, dtype=torch.bool))[
-            :, 0
-        ]
-        expected = adapted(
-            x_t,
-            timestep,
-            proj_embedding=condition["text_embed"],
-            encoder_hidden_states=condition["text_enc"],
-            attention_mask=condition["text_mask"],
-        ).predicted_image_embedding
-        before = theirs_prior(published, x_t, timestep, condition)
-    torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
-    assert (expected - before).abs().max() > 1e-3
-
-
-def pictures_of(folder, size):
-    """Captioned pictures in a folder, and the words for a few steps on them."""
-    pictures, records = synthetic.shapes(range(40), size=size)
+def write_pictures(folder):
+    """Captioned pictures; returns flags for a few steps on them."""
+    pictures, records = synthetic.shapes(range(40), size=32)
     folder.mkdir()
-    for number, (picture, record) in enumerate(zip(pictures, records)):
-        media.write_png(folder / f"{number}.png", picture)
-        (folder / f"{number}.txt").write_text(record["caption"])
-    return (
-        "--data",
-        folder,
-        "--batch_size",
-        4,
-        "--warmup_steps",
-        1,
-        "--log_every",
-        1,
-        "--eval_samples",
-        4,
-    )
+    for i, record in enumerate(records):
+        media.write_png(folder / f"{i}.png", pictures[i])
+        (folder / f"{i}.txt").write_text(record["caption"])
+    return dict(SHORT, data=folder, eval_steps=2)
 
 
-@pytest.mark.parametrize("stage, size", [("base", 32), ("upsample", 32)])
-def test_an_imported_decoder_is_trained_resumed_and_exported(published, stage, size, tmp_path):
-    settings = (
-        *pictures_of(tmp_path / "pictures", size),
-        "--run_dir",
-        tmp_path / "run",
-        "--stage",
-        stage,
-        "--init_from",
-        published.runs / stage / "model.pt",
-        "--eval_steps",
-        2,
-    )
-    run("train_decoder", *settings, "--steps", 1, "--cosine_steps", 4)
-    assert "resuming" in run("train_decoder", *settings, "--steps", 2, "--cosine_steps", 4)
-    mine, state = train_decoder.load_unet(tmp_path / "run" / stage / "model.pt", "cpu")
-    assert state["step"] == 2 and (mine.cfg.optimizer, mine.cfg.lr) == ("adamw", 1e-5)
-    before = ours(published, stage).state_dict()
-    changed = [
-        name for name, value in mine.state_dict().items() if not torch.equal(value, before[name])
-    ]
-    assert len(changed) > len(before) / 2 and not any("null_text" in name for name in changed)
-    run_module(
-        "common.pretrained",
-        "export",
-        "--run_dir",
-        tmp_path / "run" / stage,
-        "--out",
-        tmp_path / "out",
-    )
-    folder = tmp_path / "out/decoder" if stage == "base" else tmp_path / "out"
-    kind = diffusers.UNet2DConditionModel if stage == "base" else diffusers.UNet2DModel
-    weights = kind.from_pretrained(folder).state_dict()
-    assert torch.equal(weights["conv_in.weight"], mine.stem.weight)
-
-
-def test_adapters_of_an_imported_decoder_are_loaded_by_peft(published, tmp_path):
+def adapted(kind, base, adapters):
+    """diffusers' model of a folder with adapters, by peft."""
     peft = pytest.importorskip("peft")
-    settings = (
-        *pictures_of(tmp_path / "pictures", 32),
-        "--run_dir",
-        tmp_path / "run",
-        "--stage",
-        "base",
+    return peft.PeftModel.from_pretrained(kind.from_pretrained(base), adapters).eval()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("lora_rank, lr", [(0, 1e-3), (2, 0.05)])
+def test_an_imported_prior_is_trained_resumed_and_exported(published, lora_rank, lr, tmp_path):
+    words = flags(
+        **write_raw_shards(tmp_path / "raw", published),
+        init_from=published.runs / "prior/model.pt",
+        run_dir=tmp_path / "run",
+        lora_rank=lora_rank,
+        lr=lr,
     )
-    lora = ("--lora_rank", 2, "--lr", 0.05, "--steps", 3, "--eval_steps", 2)
-    run("train_decoder", *settings, "--init_from", published.runs / "base/model.pt", *lora)
-    run_module(
-        "common.pretrained", "export", "--run_dir", tmp_path / "run/base", "--out", tmp_path / "out"
-    )
-    base = diffusers.UNet2DConditionModel.from_pretrained(published.folder / "decoder")
-    adapted = peft.PeftModel.from_pretrained(base, tmp_path / "out").eval()
-    unet, _ = train_decoder.load_unet(tmp_path / "run/base/model.pt", "cpu")
-    condition, _ = texts_of(published, unet.cfg.max_text_len)
-    image_embed, x_t = torch.randn(3, D) * 3, torch.randn(3, 3, 8, 8)
-    timestep = torch.tensor([0, 500, 999])
-    keep = torch.zeros(3, dtype=torch.bool)
-    with torch.no_grad():
-        got = unet(x_t, timestep, {**condition, "image_embed": image_embed}, keep, keep)
-        before = theirs_decoder(published, x_t, timestep, condition, image_embed)
-        expected = theirs_decoder(published, x_t, timestep, condition, image_embed, unet=adapted)
+    with torch.enable_grad():
+        run("train_prior", *words, "--steps", 2)
+        assert "resuming" in run("train_prior", *words, "--steps", 3)
+    prior, state = train_prior.load_prior(tmp_path / "run/model.pt", "cpu")
+    assert state["step"] == 3 and prior.cfg.raw_embeddings and prior.cfg.width == 64
+    export(tmp_path / "run", tmp_path / "out")
+    if lora_rank:
+        theirs = adapted(diffusers.PriorTransformer, published.folder / "prior", tmp_path / "out")
+    else:
+        theirs = diffusers.PriorTransformer.from_pretrained(tmp_path / "out").eval()
+    condition = condition_of(published)
+    x_t = torch.randn(3, D)
+    timestep = torch.tensor([5, 500, 999])
+    drop = torch.zeros(3, dtype=torch.bool)
+    got = prior(x_t[:, None], timestep[:, None], condition, drop)[:, 0]
+    expected = theirs_prior(theirs, x_t, timestep, condition)
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
-    assert (expected - before).abs().max() > 1e-3
+    assert (got - theirs_prior(published.prior, x_t, timestep, condition)).abs().max() > 1e-3
 
 
-def test_evaluation_of_an_imported_prior_wants_data_and_takes_its_own_settings(published, tmp_path):
-    words = write_raw_shards(tmp_path / "raw", published)[:2]
-    (tmp_path / "raw/clip.json").write_text(json.dumps({"clip": published.spec}))
-    folder = ("evaluate", "--run_dir", published.runs / "prior")
-    assert "similarity_with_text@25" in run("train_prior", *folder, *words)
-    assert "name some with --data" in run("train_prior", *folder, expect=1)
-    folder = ("evaluate", "--run_dir", published.runs / "base")
-    assert "name some with --data" in run("train_decoder", *folder, expect=1)
+def train_stage(published, stage, folder, **settings):
+    """Train an imported stage of the decoder for a few steps in FOLDER/run/STAGE."""
+    words = flags(
+        **write_pictures(folder / "pictures"),
+        run_dir=folder / "run",
+        stage=stage,
+        init_from=published.runs / stage / "model.pt",
+        **settings,
+    )
+    run("train_decoder", *words)
+    return load(folder / "run" / stage / "model.pt")
+
+
+@pytest.mark.parametrize("stage", ["base", "upsample"])
+def test_all_weights_of_an_imported_decoder_are_trained_but_those_of_no_text(
+    published, stage, tmp_path
+):
+    unet = train_stage(published, stage, tmp_path, steps=1)
+    assert (unet.cfg.optimizer, unet.cfg.lr) == ("adamw", 1e-5)
+    before = ours(published, stage).state_dict()
+    for name, value in unet.state_dict().items():
+        assert torch.equal(value, before[name]) == ("null_text" in name), name
+
+
+@torch.no_grad()
+def test_adapters_of_an_imported_decoder_are_loaded_by_peft(published, tmp_path):
+    with torch.enable_grad():
+        unet = train_stage(published, "base", tmp_path, lora_rank=2, lr=0.05, steps=3)
+    export(tmp_path / "run/base", tmp_path / "out")
+    folder = published.folder / "decoder"
+    adapted_unet = adapted(diffusers.UNet2DConditionModel, folder, tmp_path / "out")
+    condition = condition_of(published, unet.cfg.max_text_len)
+    image_embed = torch.randn(3, D) * 3
+    inputs = torch.randn(3, 3, 8, 8), torch.tensor([0, 500, 999])
+    before, expected = [
+        theirs_decoder(published, theirs, *inputs, condition, image_embed)
+        for theirs in (published.decoder, adapted_unet)
+    ]
+    drop = torch.zeros(3, dtype=torch.bool)
+    got = unet(*inputs, {**condition, "image_embed": image_embed}, drop, drop)
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
+    assert (got - before).abs().max() > 1e-3
+
+
+def test_evaluation_of_an_imported_model_wants_data_and_takes_its_own_settings(
+    published, tmp_path
+):
+    folder = write_raw_shards(tmp_path / "raw", published)["data"]
+    words = ("train_prior", "evaluate", "--run_dir", published.runs / "prior")
+    assert "similarity_with_text@25" in run(*words, "--data", folder)
+    assert "name some with --data" in run(*words, expect=1)
+    words = ("train_decoder", "evaluate", "--run_dir", published.runs / "base")
+    assert "name some with --data" in run(*words, expect=1)
 
 
 def test_raw_embeddings_are_standardized_by_their_own_mean_and_deviation(published, tmp_path):
     settings = write_raw_shards(tmp_path / "raw", published)
-    small = (
-        "--width",
-        16,
-        "--depth",
-        1,
-        "--heads",
-        1,
-        "--steps",
-        1,
-        "--eval_samples",
-        8,
-        "--eval_timesteps",
-        2,
-    )
-    run("train_prior", *settings, *small, "--raw_embeddings", "--run_dir", tmp_path / "run")
-    mine, _ = train_prior.load_prior(tmp_path / "run/model.pt", "cpu")
-    source = data.Embeddings(tmp_path / "raw")
-    rows = data.parts(source, mine.cfg)["train"][1]
-    x0 = mine.standardize(source.fetch(rows[np.arange(len(rows))])[0]["image_embed"])
+    settings |= dict(width=16, depth=1, heads=1, steps=1, eval_timesteps=2)
+    run("train_prior", *flags(**settings, run_dir=tmp_path / "run"), "--raw_embeddings")
+    prior = load(tmp_path / "run/model.pt")
+    dataset = data.Embeddings(tmp_path / "raw")
+    _, indices = data.splits(dataset, prior.cfg)["train"]
+    batch, _ = dataset.fetch(indices[np.arange(len(indices))])
+    x0 = prior.standardize(batch["image_embed"])
     torch.testing.assert_close(x0.mean(0), torch.zeros(D), rtol=0, atol=1e-4)
     torch.testing.assert_close(x0.std(0), torch.ones(D), rtol=0, atol=1e-3)
 
@@ -480,174 +356,110 @@ def test_raw_embeddings_are_standardized_by_their_own_mean_and_deviation(publish
 # Karlo's own files
 
 
-def fused(model, tensors):
-    """Karlo's own tensors: queries, keys and values of a head lie together in one layer."""
-    own = {}
-    width = getattr(model.cfg, "head_width", 0) or model.cfg.width // model.cfg.heads
-    for name in tensors:
-        module, _, kind = name.rpartition(".")
-        layer, _, number = module.rpartition(".")
-        if not layer.endswith(("qkv", "encoder_kv")):
-            own[name] = tensors[name]
-        elif number == "0":
-            parts = [
-                tensors[f"{layer}.{i}.{kind}"]
-                for i in range(2 if layer.endswith("encoder_kv") else 3)
-            ]
-            heads = torch.stack([part.unflatten(0, (-1, width)) for part in parts], dim=1)
-            own[f"{layer}.{kind}"] = heads.flatten(0, 2)
-    return own
-
-
-def karlos_own(model):
-    """The weights of our model under the names of Karlo's own files."""
+def karlos_own(model, head_dim):
+    """The weights of our model as in Karlo's files: a head's queries, keys and values together."""
     weights = model.state_dict()
     tensors = {}
     for name, theirs in pretrained.published_names(model, pretrained.KARLO).items():
         value = weights[name]
         if name.startswith("image_tokens_in."):
             value = value.unflatten(0, (4, -1)).transpose(0, 1).flatten(0, 1)
-        tensors |= dict(zip(theirs, value.chunk(len(theirs))))
-    return fused(model, tensors)
+        for layer, piece in zip(theirs, value.chunk(len(theirs))):
+            layer = re.sub(r"(qkv|encoder_kv)\.\d", r"\1", layer)
+            tensors.setdefault(layer, []).append(piece)
+    for layer, pieces in tensors.items():
+        tensors[layer] = pieces[0]
+        if len(pieces) > 1:
+            heads = [piece.unflatten(0, (-1, head_dim)) for piece in pieces]
+            tensors[layer] = torch.stack(heads, dim=1).flatten(0, 2)
+    return tensors
 
 
-@pytest.mark.parametrize("wrapper", ["", "_orig_mod.", "module."])
-def test_karlos_own_files_load(published, wrapper, tmp_path, monkeypatch):
-    prior = ours(published, "prior")
-    small = {
-        name: getattr(prior.cfg, name)
-        for name in (
-            "width",
-            "depth",
-            "heads",
-            "max_text_len",
-            "text_encodings",
-            "raw_embeddings",
-            "guidance_scale",
-            "eval_timesteps",
-        )
-    }
-    monkeypatch.setitem(train_prior.PRESETS, "karlo", small)
-    own = karlos_own(prior)
-    torch.save((own.pop("clip_mean"), own.pop("clip_std")), tmp_path / "ViT-L-14_stats.th")
-    assert "transformer.resblocks.2.attn.c_qkv.weight" in own and "prd_emb" in own
-    torch.save(
-        {"state_dict": {f"{wrapper}model.{name}": value for name, value in own.items()}},
-        tmp_path / "prior.ckpt",
-    )
-    pretrained.import_file(tmp_path / "prior.ckpt", tmp_path / "prior", published.spec)
-    again, _ = train_prior.load_prior(tmp_path / "prior/model.pt", "cpu")
-    assert all(
-        torch.equal(value, again.state_dict()[name]) for name, value in prior.state_dict().items()
-    )
-
-    unet = ours(published, "base")
-    settings = (*train_decoder.MODEL, "timestep_density")
-    monkeypatch.setitem(
-        train_decoder.PRESETS, "karlo-64", {name: getattr(unet.cfg, name) for name in settings}
-    )
-    own = karlos_own(unet)
-    assert (
-        "output_blocks.1.2.in_layers.0.weight" in own
-        and "input_blocks.3.1.encoder_kv.weight" in own
-    )
-    torch.save(
-        {f"{wrapper}model.{name}": value for name, value in own.items()}, tmp_path / "decoder.ckpt"
-    )
-    pretrained.import_file(tmp_path / "decoder.ckpt", tmp_path / "base", published.spec)
-    again, _ = train_decoder.load_unet(tmp_path / "base/model.pt", "cpu")
-    assert (again.cfg.optimizer, again.cfg.lr) == ("adamw", 1e-5)  # for --init_from
-    assert all(
-        torch.equal(value, again.state_dict()[name]) for name, value in unet.state_dict().items()
-    )
-
-    unet = ours(published, "upsample")
-    monkeypatch.setitem(
-        train_decoder.PRESETS, "karlo-256", {name: getattr(unet.cfg, name) for name in settings}
-    )
-    own = karlos_own(unet)
-    torch.save(
-        {
-            f"{wrapper}model_{step}.{name}": value
-            for name, value in own.items()
-            for step in ("first_steps", "last_step")
-        },
-        tmp_path / "upsampler.ckpt",
-    )
-    pretrained.import_file(tmp_path / "upsampler.ckpt", tmp_path / "upsample", "")
-    for name in ("model.pt", "last_step.pt"):
-        again, _ = train_decoder.load_unet(tmp_path / "upsample" / name, "cpu")
-        assert all(
-            torch.equal(value, again.state_dict()[key]) for key, value in unet.state_dict().items()
-        )
+@pytest.mark.parametrize(
+    "stage, preset, prefixes, head_dim, layer",
+    [
+        ("prior", "karlo", ["_orig_mod.model"], 16, "transformer.resblocks.2.attn.c_qkv.weight"),
+        ("base", "karlo-64", ["module.model"], 64, "input_blocks.3.1.encoder_kv.weight"),
+        (
+            "upsample",
+            "karlo-256",
+            ["model_first_steps", "model_last_step"],
+            None,
+            "output_blocks.1.1.in_layers.0.weight",
+        ),
+    ],
+)
+def test_karlos_own_files_load(
+    published, stage, preset, prefixes, head_dim, layer, tmp_path, monkeypatch
+):
+    tensors = {}
+    files = ["model.pt", "last_step.pt"]
+    models = [load(published.runs / stage / file) for file, _ in zip(files, prefixes)]
+    for prefix, model in zip(prefixes, models):
+        own = karlos_own(model, head_dim)
+        assert layer in own
+        if stage == "prior":
+            stats = [own.pop(name) for name in ("clip_mean", "clip_std")]
+            torch.save(stats, tmp_path / "ViT-L-14_stats.th")
+        tensors |= {f"{prefix}.{name}": value for name, value in own.items()}
+    torch.save({"state_dict": tensors}, tmp_path / "karlo.ckpt")
+    script = train_prior if stage == "prior" else train_decoder  # a preset of the model's sizes
+    names = config.names(script.Config, "model") + config.names(script.Config, "inherit")
+    sizes = {name: getattr(model.cfg, name) for name in names}
+    monkeypatch.setitem(script.PRESETS, preset, sizes)
+    pretrained.import_file(tmp_path / "karlo.ckpt", tmp_path / "out", published.spec)
+    for file, model in zip(files, models):
+        again = load(tmp_path / "out" / file)
+        assert_equal(again, model)
+        assert (again.cfg.optimizer, again.cfg.lr) == ("adamw", 1e-5)  # for --init_from
 
 
 # The published sizes
 
 
-def parameters(model):
-    """How many numbers the published files have, without our encoding of ""."""
-    return sum(
-        value.numel()
-        for name, value in model.state_dict().items()
-        if not name.startswith("null_text")
-    )
+def model_of(preset, width):
+    """The model of a preset, without memory, and the number of its published parameters."""
+    kind = "prior" if preset in train_prior.PRESETS else "decoder"
+    script, model_class = pretrained.MODELS[kind]
+    with torch.device("meta"):
+        model = model_class(script.Config(**script.PRESETS[preset]), width, width)
+    weights = model.state_dict().items()
+    return model, sum(value.numel() for name, value in weights if "null_text" not in name)
 
 
 @pytest.mark.parametrize(
-    "script, preset, widths, count",
+    "preset, width, count",
     [
-        (train_prior, "karlo", (768, 768), 1_022_030_080),
-        (train_prior, "kandinsky-2-2", (1280, 1280), 1_026_225_920),
-        (train_decoder, "karlo-64", (768, 768), 893_318_086),
-        (train_decoder, "karlo-256", (0, 0), 691_579_523),
+        ("karlo", 768, 1_022_030_080),
+        ("kandinsky-2-2", 1280, 1_026_225_920),
+        ("karlo-64", 768, 893_318_086),
+        ("karlo-256", 0, 691_579_523),
     ],
 )
 def test_models_of_the_published_sizes_have_the_published_number_of_parameters(
-    script, preset, widths, count
+    preset, width, count
 ):
-    cfg = script.Config(**script.PRESETS[preset])
-    with torch.device("meta"):
-        model = (train_prior.Prior if script is train_prior else train_decoder.UNet)(cfg, *widths)
-    assert parameters(model) == count
+    model, found = model_of(preset, width)
+    assert found == count
     for style in (pretrained.DIFFUSERS, pretrained.KARLO):
         names = pretrained.published_names(model, style)
-        assert {name for name in model.state_dict() if not name.startswith("null_text")} == set(
-            names
-        )
-        theirs = [name for names_of_one in names.values() for name in names_of_one]
+        assert names.keys() == {name for name in model.state_dict() if "null_text" not in name}
+        theirs = [name for joined in names.values() for name in joined]
         assert len(theirs) == len(set(theirs))
 
 
 @pytest.mark.parametrize(
-    "script, preset, widths, published, ours_over_theirs",
+    "preset, width, published, low, high",
     [
-        (
-            train_prior,
-            "dalle2",
-            (768, 768),
-            1.0e9,
-            (1.15, 1.30),
-        ),  # the paper's billion is without embedding layers
-        (
-            train_decoder,
-            "dalle2-64",
-            (768, 768),
-            3.5e9,
-            (0.6, 0.75),
-        ),  # which counts its text transformer, 24 deep
-        (train_decoder, "dalle2-256", (0, 0), 700e6, (0.95, 1.05)),
-        (train_decoder, "dalle2-1024", (0, 0), 300e6, (0.9, 1.1)),
+        ("dalle2", 768, 1.0e9, 1.15, 1.30),  # the paper's billion is without embedding layers
+        ("dalle2-64", 768, 3.5e9, 0.6, 0.75),  # which counts its text transformer, 24 deep
+        ("dalle2-256", 0, 700e6, 0.95, 1.05),
+        ("dalle2-1024", 0, 300e6, 0.9, 1.1),
     ],
 )
-def test_presets_of_dalle2_have_about_the_sizes_of_its_table(
-    script, preset, widths, published, ours_over_theirs
-):
-    cfg = script.Config(**script.PRESETS[preset])
-    with torch.device("meta"):
-        model = (train_prior.Prior if script is train_prior else train_decoder.UNet)(cfg, *widths)
-    low, high = ours_over_theirs
-    assert low < parameters(model) / published < high
+def test_presets_of_dalle2_have_about_the_sizes_of_its_table(preset, width, published, low, high):
+    _, count = model_of(preset, width)
+    assert low < count / published < high
 
 
 # Mistakes
@@ -660,94 +472,77 @@ def test_presets_of_dalle2_have_about_the_sizes_of_its_table(
         ({"_class_name": "AutoencoderKL"}, "_class_name is 'AutoencoderKL'"),
         ({"num_layers": 4}, "transformer_blocks.3.norm1.weight is missing"),
         ({"num_layers": 2}, "weights are unknown: transformer_blocks.2"),
+        ({"num_embeddings": 9}, r"positional_embedding is \(1, 28, 64\); expected \(13, 64\)"),
     ],
 )
 def test_a_folder_of_another_form_is_refused(published, change, message, tmp_path):
-    folder = tmp_path / "prior"
-    folder.mkdir()
-    for file in (published.folder / "prior").iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
-    about = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**about, **change}))
+    folder = shutil.copytree(published.folder / "prior", tmp_path / "prior")
+    about = config.read_json(folder / "config.json")
+    checkpoint.write_json({**about, **change}, folder / "config.json")
     with pytest.raises(UserError, match=message):
         pretrained.import_folder(folder, tmp_path / "out/model.pt", published.spec)
     assert not (tmp_path / "out").exists()
 
 
-def test_nothing_is_overwritten_and_a_missing_folder_is_said(published, tmp_path):
-    with pytest.raises(UserError, match="is there already"):
-        pretrained.import_folder(
-            published.folder / "prior", published.runs / "prior/model.pt", published.spec
-        )
-    with pytest.raises(UserError, match="expected config\\.json"):
-        pretrained.import_folder(tmp_path, tmp_path / "out/model.pt", published.spec)
-    with pytest.raises(UserError, match="no such file or folder"):
-        pretrained.fetch("nothing")
-    (tmp_path / "model.ckpt").write_bytes(b"hello")
-    with pytest.raises(UserError, match=r"model\.ckpt: damaged, or not of tensors alone"):
-        pretrained.import_file(tmp_path / "model.ckpt", tmp_path / "out", published.spec)
-    torch.save({"weight": torch.zeros(3)}, tmp_path / "model.ckpt")
-    with pytest.raises(UserError, match=r"no clip_emb\.weight in it; expected a prior, decoder"):
-        pretrained.import_file(tmp_path / "model.ckpt", tmp_path / "out", published.spec)
+@pytest.mark.parametrize(
+    "source, out, message",
+    [
+        ("pipeline/prior", "runs/prior", "is there already"),
+        ("clip", "out", "neither config.json nor one of the folders"),
+        ("runs", "out", "expected config.json and diffusion_pytorch_model"),
+        ("nothing", "out", "no such file or folder"),
+        ("damaged.ckpt", "out", "damaged.ckpt: damaged, or not of tensors alone"),
+        ("other.ckpt", "out", "weight is no model; expected a prior, decoder"),
+    ],
+)
+def test_what_cannot_be_imported_is_said_in_one_line(published, source, out, message, monkeypatch):
+    monkeypatch.chdir(published.folder.parent)
+    Path("damaged.ckpt").write_bytes(b"hello")
+    torch.save({"weight": torch.zeros(3)}, "other.ckpt")
+    words = flags(out=out, clip=published.spec)
+    assert message in run("common.pretrained", "import", source, *words, expect=1)
+
+
+@pytest.mark.parametrize(
+    "change, widths",
+    [
+        (dict(width=96), (D, D)),
+        (dict(head_dim=48), (D, D)),
+        (dict(attention_levels=()), (D, D)),
+        ({}, (0, 0)),
+        ({}, (D, 0)),
+    ],
+)
+def test_what_diffusers_has_no_class_for_is_not_exported(change, widths):
+    form = dict(width=128, channel_mult=(1, 2), attention_levels=(1,), head_dim=64)
+    assert pretrained.about_unet(train_decoder.Config(**form), (D, D), "model.pt")
+    cfg = train_decoder.Config(**{**form, **change})
+    with pytest.raises(UserError, match="diffusers has no class for it"):
+        pretrained.about_unet(cfg, widths, "model.pt")
 
 
 def test_of_a_repository_the_folders_asked_for_are_fetched_once(monkeypatch, tmp_path):
     hub = pytest.importorskip("huggingface_hub")
-    asked = []
-    files = [
-        f"{part}/{name}"
-        for part in ("prior", "text_encoder")
-        for name in ("model.bin", "model.safetensors")
-    ]
+    files = ["prior/model.bin", "prior/model.safetensors", "text_encoder/model.bin"]
     monkeypatch.setattr(hub, "list_repo_files", lambda repository: files)
+    calls = []
 
     def snapshot_download(repository, allow_patterns, ignore_patterns):
-        asked.append((repository, allow_patterns, ignore_patterns))
+        assert repository == "someone/model" and ignore_patterns == ["*.fp16.*", "prior/model.bin"]
+        calls.append(allow_patterns)
         return tmp_path
 
     monkeypatch.setattr(hub, "snapshot_download", snapshot_download)
     assert pretrained.fetch("someone/model/prior") == tmp_path / "prior"
     assert pretrained.fetch("someone/model") == tmp_path
-    one, whole = asked
-    assert one[:2] == ("someone/model", ["prior/*", "text_proj/*"]) and "prior/model.bin" in one[2]
-    assert {"prior/*", "decoder/*", "super_res_last/*"} < set(whole[1])
+    assert calls[0] == ["prior/*", "text_proj/*"]
+    assert {"prior/*", "decoder/*", "super_res_last/*", "text_proj/*"} < set(calls[1])
 
 
-def test_a_flag_against_the_file_of_init_from_is_refused(published):
-    file = str(published.runs / "prior/model.pt")
-    parse = [
-        train_prior.Config,
-        ["--init_from", file],
-        "",
-        None,
-        None,
-        None,
-        lambda path: checkpoint.settings_in(path, train_prior.MODEL, train_prior.TAKEN),
-    ]
-    cfg = config.parse(*parse)
-    assert (cfg.width, cfg.guidance_scale, cfg.eval_timesteps) == (64, 4.0, (25,))
-    parse[1] = ["--init_from", file, "--guidance_scale", "2"]
-    assert config.parse(*parse).guidance_scale == 2.0
-    parse[1] = ["--init_from", file, "--width", "192"]
-    with pytest.raises(UserError, match=r"--width 192: .* is a model of 64"):
-        config.parse(*parse)
-
-
-def test_unit_embeddings_are_refused_for_a_model_of_raw_ones(published, tmp_path):
+def test_a_model_of_raw_embeddings_refuses_unit_ones_and_another_width(published, tmp_path):
     images = np.eye(D, dtype=np.float32)
-    data.write_shards(tmp_path / "unit", images, images, [{"caption": "a star"}] * D)
-    text = run(
-        "train_prior",
-        "--data",
-        tmp_path / "unit",
-        "--clip",
-        published.spec,
-        "--init_from",
-        published.runs / "prior/model.pt",
-        "--run_dir",
-        tmp_path / "run",
-        "--batch_size",
-        16,
-        expect=1,
-    )
-    assert "of unit length" in text
+    data.write_shards(tmp_path, images, images, [{"caption": "a star"}] * D)
+    words = flags(data=tmp_path, clip=published.spec, init_from=published.runs / "prior/model.pt")
+    words += flags(run_dir=tmp_path / "run", batch_size=16)
+    assert "of unit length" in run("train_prior", *words, expect=1)
+    assert "model.pt is a model of 64" in run("train_prior", *words, "--width=192", expect=2)

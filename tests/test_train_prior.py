@@ -1,469 +1,623 @@
 """The prior: its model against itself computed another way, and the script as a user runs it."""
-import dataclasses
+
 import json
 import os
 import re
 import shutil
 from functools import partial
+from pathlib import Path
+from typing import NamedTuple
 
 import helpers
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import KILLS, SMALL, Forked, check_loading, differences, flags, follow, kill_often, metrics
+from helpers import (
+    KILLS,
+    SMALL,
+    Forked,
+    check_loading,
+    differences,
+    flags,
+    follow,
+    kill_often,
+    kill_ranks,
+    metrics,
+)
 
 import train_prior
-from common import accumulate, amp, checkpoint, clip, config, data, diffusion, dist, synthetic
+from common import (
+    amp,
+    checkpoint,
+    clip,
+    config,
+    data,
+    diffusion,
+    dist,
+)
 
 CPU = torch.device("cpu")
 SHORT = {**SMALL, "steps": 8, "max_text_len": 20}
+STAR = "a small red star"
 run = partial(helpers.run, "train_prior")
 
-# The model
+# Model
 
-def make(**settings):
+
+class Inputs(NamedTuple):
+    """What `Prior.forward` takes."""
+
+    x_t: torch.Tensor
+    timestep: torch.Tensor
+    condition: dict
+    drop: torch.Tensor
+
+
+def make_prior(**settings):
     torch.manual_seed(0)
-    small = dict(width=32, depth=3, heads=4, text_encodings="shards", max_text_len=6)
-    cfg = train_prior.Config(**{**small, **settings})
-    prior = train_prior.Prior(cfg, 16, 0 if cfg.text_encodings == "none" else 12)
-    for parameter in [p for p in prior.parameters() if not p.any()]:  # a start at zero would hide mistakes
-        torch.nn.init.normal_(parameter, std=0.1)
+    sizes = dict(width=32, depth=3, heads=4, text_encodings="shards", max_text_len=6)
+    cfg = train_prior.Config(**{**sizes, **settings})
+    encoding_width = 0 if cfg.text_encodings == "none" else 12
+    prior = train_prior.Prior(cfg, 16, encoding_width)
+    for parameter in prior.parameters():
+        if not parameter.any():  # a start at zero would hide mistakes
+            torch.nn.init.normal_(parameter, std=0.1)
     return prior
 
 
-def batch_of(rows):
-    return {"image_embed": torch.randn(rows, 16), "text_embed": torch.randn(rows, 16),
-            "text_enc": torch.randn(rows, 6, 12), "text_mask": torch.rand(rows, 6) < 0.7}
+def make_batch(size):
+    return {
+        "image_embed": torch.randn(size, 16),
+        "text_embed": torch.randn(size, 16),
+        "text_enc": torch.randn(size, 6, 12),
+        "text_mask": torch.rand(size, 6) < 0.7,
+    }
 
 
+@pytest.fixture
 def inputs():
-    return torch.randn(4, 3, 16), torch.randint(1000, (4, 3)), batch_of(4), torch.tensor([True, False, False, True])
+    torch.manual_seed(1)
+    drop = torch.tensor([True, False, False, True])
+    return Inputs(torch.randn(4, 3, 16), torch.randint(1000, (4, 3)), make_batch(4), drop)
 
 
-@pytest.mark.parametrize("settings", [dict(), dict(text_encodings="none", checkpointing=True)])
-def test_shared_text_equals_separate_passes_and_the_cached_sampling_pass(settings):
-    prior, (x_t, t, condition, drop) = make(**settings), inputs()
-    cache, outputs = prior.text_cache(condition, drop), [prior(x_t, t, condition, drop)]
-    outputs.append(torch.cat([prior(x_t[:, [k]], t[:, [k]], condition, drop) for k in range(3)], 1))
-    outputs.append(torch.cat([prior.denoise(x_t[:, [k]], t[:, [k]], *cache) for k in range(3)], 1))
-    together, *others = [[out, *torch.autograd.grad(out.square().mean(), [*prior.parameters()])] for out in outputs]
-    torch.testing.assert_close([together] * 2, others, rtol=1e-3, atol=1e-5)
+@pytest.mark.parametrize("settings", [{}, dict(text_encodings="none", checkpointing=True)])
+def test_draws_that_share_a_text_equal_separate_passes_and_cached_ones(settings, inputs):
+    prior = make_prior(**settings)
+    cache = prior.text_cache(inputs.condition, inputs.drop)
+    separate = []
+    cached = []
+    for k in range(3):
+        draw = inputs.x_t[:, [k]], inputs.timestep[:, [k]]
+        separate.append(prior(*draw, inputs.condition, inputs.drop))
+        cached.append(prior.denoise(*draw, *cache))
+
+    def with_gradients(out):
+        return [out, *torch.autograd.grad(out.square().mean(), prior.parameters())]
+
+    together = with_gradients(prior(*inputs))
+    for outputs in (separate, cached):
+        others = with_gradients(torch.cat(outputs, dim=1))
+        torch.testing.assert_close(others, together, rtol=1e-3, atol=1e-5)
 
 
-def test_the_null_branch_drops_the_text_and_nothing_else():
-    prior, (x_t, t, condition, _) = make(), inputs()
-    other = {name: ~value if name == "text_mask" else value + 1 for name, value in condition.items()}
-    drop = torch.ones(4, dtype=torch.bool)
-    assert torch.equal(prior(x_t, t, condition, drop), prior(x_t, t, other, drop))
-    assert not torch.allclose(prior(x_t, t, condition, ~drop), prior(x_t, t, other, ~drop))
-    assert not torch.allclose(prior(x_t, t, condition, drop), prior(x_t + 1, t, condition, drop))
+def test_the_null_branch_drops_the_text_and_nothing_else(inputs):
+    prior = make_prior()
+    other_text = make_batch(4)
+    kept = inputs._replace(drop=torch.zeros(4, dtype=torch.bool))
+    dropped = inputs._replace(drop=torch.ones(4, dtype=torch.bool))
+    out = prior(*dropped)
+    assert torch.equal(prior(*dropped._replace(condition=other_text)), out)
+    assert not torch.allclose(prior(*dropped._replace(x_t=inputs.x_t + 1)), out)
+    assert not torch.allclose(prior(*kept._replace(condition=other_text)), prior(*kept))
 
 
-def test_padding_is_no_key_and_longer_texts_are_cut():
-    prior, (x_t, t, condition, drop) = make(), inputs()
-    condition["text_mask"][0, 0] = False  # so that the first token sees itself alone
-    changed = {**condition, "text_enc": torch.where(condition["text_mask"][..., None], condition["text_enc"], 99.0)}
-    assert torch.equal(prior(x_t, t, condition, drop), prior(x_t, t, changed, drop))
-    encodings = condition["text_enc"]
-    encodings[1, 4:], encodings[2, 0, 1:], encodings[3, 5, :11] = 0, 0, 0  # of which only the first are padding
-    for length in (3, 8):
-        found = train_prior.conditioning(condition, make(max_text_len=length).cfg, None)
-        expected = torch.cat([encodings, torch.zeros(4, 2, 12)], 1)[:, :length]
-        assert torch.equal(found["text_enc"], expected) and torch.equal(found["text_mask"], expected.ne(0).any(-1))
+def test_padding_is_no_key(inputs):
+    prior = make_prior()
+    mask = inputs.condition["text_mask"]
+    mask[1, 0] = False  # the first token sees itself alone
+    out = prior(*inputs)
+    inputs.condition["text_enc"][~mask] = 99.0
+    assert torch.equal(prior(*inputs), out)
 
 
-@pytest.mark.parametrize("settings", [
-    dict(noise_draws=1), dict(text_encodings="none", objective="epsilon", dream=True, loss_weight="min_snr")])
-def test_every_parameter_gets_a_gradient_and_bf16_stays_close(settings):
-    prior, batch, losses = make(**settings), batch_of(64), []
+@pytest.mark.parametrize("length", [3, 8])
+def test_text_encodings_are_cut_or_padded_and_rows_of_zeros_are_padding(length, inputs):
+    encodings = inputs.condition["text_enc"]
+    encodings[1, 4:] = 0  # padding
+    encodings[2, 0, :11] = 0  # no padding: a number is left
+    cfg = make_prior(max_text_len=length).cfg
+    condition = train_prior.conditioning(inputs.condition, cfg, None)
+    expected = F.pad(encodings, (0, 0, 0, 2))[:, :length]
+    assert torch.equal(condition["text_enc"], expected)
+    assert torch.equal(condition["text_mask"], expected.ne(0).any(-1))
+
+
+NONE = dict(text_encodings="none")
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, dict(NONE, objective="epsilon", dream=True, loss_weight="min_snr")]
+)
+def test_every_parameter_gets_a_gradient_also_in_bf16_and_the_batch_is_not_changed(settings):
+    prior = make_prior(**settings)
+    batch = make_batch(64)
     before = {name: value.clone() for name, value in batch.items()}
+    losses = []
     for precision in ("fp32", "bf16"):
-        torch.manual_seed(2)
         prior.zero_grad()
+        torch.manual_seed(2)
         with amp.autocast(CPU, precision):
             condition = train_prior.conditioning(batch, prior.cfg, None)
-            losses.append(train_prior.diffusion_loss(prior, batch, condition))
-        losses[-1].backward()
-        assert all(p.grad is not None for p in prior.parameters())
-    assert losses[1].dtype == torch.float32 and losses[1].item() == pytest.approx(losses[0].item(), rel=0.02)
-    assert losses[0] != losses[1] and all(torch.equal(before[name], value) for name, value in batch.items())
+            loss = train_prior.diffusion_loss(prior, batch, condition)
+        loss.backward()
+        assert all(parameter.grad is not None for parameter in prior.parameters())
+        losses.append(loss)
+    fp32, bf16 = losses
+    assert bf16.dtype == torch.float32
+    assert bf16 != fp32
+    torch.testing.assert_close(bf16, fp32, rtol=0.02, atol=0)
+    torch.testing.assert_close(batch, before, rtol=0, atol=0)
 
 
-def test_embeddings_get_length_root_d_inside_or_raw_ones_their_mean_and_deviation():
-    embed, (x_t, t, condition, drop) = torch.randn(5, 16) * 3 + 1, inputs()
-    longer = {**condition, "text_embed": condition["text_embed"] * 5}
-    prior = make()
-    x0 = prior.standardize(embed)
-    torch.testing.assert_close(x0, embed / embed.norm(dim=-1, keepdim=True) * 4)
-    torch.testing.assert_close(prior.destandardize(x0 * 2), embed / embed.norm(dim=-1, keepdim=True))
-    torch.testing.assert_close(prior(x_t, t, condition, drop), prior(x_t, t, longer, drop), rtol=1e-4, atol=1e-5)
-    prior = make(raw_embeddings=True)
-    prior.clip_mean.copy_(torch.randn(16))
-    prior.clip_std.copy_(torch.rand(16) + 0.5)
-    x0 = prior.standardize(embed)
-    torch.testing.assert_close(x0 * prior.clip_std + prior.clip_mean, embed)
-    torch.testing.assert_close(prior.destandardize(x0), embed)
-    assert not torch.allclose(prior(x_t, t, condition, drop), prior(x_t, t, longer, drop), atol=1e-2)
+def test_image_embeddings_get_length_root_d_inside_and_unit_length_outside():
+    prior = make_prior()
+    image_embed = torch.randn(5, 16) * 3 + 1
+    unit = image_embed / image_embed.norm(dim=-1, keepdim=True)
+    x0 = prior.standardize(image_embed)
+    torch.testing.assert_close(x0, unit * 4)
+    torch.testing.assert_close(prior.destandardize(x0 * 2), unit)
 
 
-@pytest.mark.parametrize("objective", ["x0", "v", "epsilon", "flow"])
-def test_sampling_with_guidance_equals_a_slow_uncached_loop(objective):
-    prior, (_, _, condition, _) = make(objective=objective), inputs()
-    out = train_prior.sample_embeddings(prior, condition, 4, 2.5, 0.0, lambda x: torch.full_like(x, 0.5))
+def test_raw_image_embeddings_get_mean_0_and_deviation_1_inside():
+    prior = make_prior(raw_embeddings=True)
+    image_embed = torch.randn(50, 16) * 3 + 1
+    prior.measure_embeddings(image_embed)
+    x0 = prior.standardize(image_embed)
+    torch.testing.assert_close(x0.mean(0), torch.zeros(16))
+    torch.testing.assert_close(x0.std(0), torch.ones(16))
+    torch.testing.assert_close(prior.destandardize(x0), image_embed)
+
+
+@pytest.mark.parametrize("raw", [False, True])
+def test_the_length_of_a_text_embedding_counts_only_if_it_is_raw(raw, inputs):
+    prior = make_prior(raw_embeddings=raw)
+    out = prior(*inputs)
+    inputs.condition["text_embed"] *= 5
+    assert torch.allclose(prior(*inputs), out, rtol=1e-4, atol=1e-5) != raw
+
+
+@torch.no_grad()
+def test_sampling_with_guidance_equals_a_slow_uncached_loop(inputs):
+    prior = make_prior(objective="epsilon")
+    condition = inputs.condition
+
+    def noise_fn(x):
+        return torch.full_like(x, 0.5)
+
+    out = train_prior.sample_embeddings(prior, condition, 4, 2.5, 0.0, noise_fn)
     x = torch.full((4, 16), 0.5)
     for t, after in zip([999, 666, 333, 0], [666, 333, 0, None]):
-        null, text = (prior(x[:, None], torch.full((4, 1), t), condition, torch.full((4,), drop))[:, 0].detach()
-                      for drop in (True, False))
-        a, s, answer = prior.alpha[t], prior.sigma[t], null + 2.5 * (text - null)
-        x0 = {"x0": answer, "v": a * x - s * answer, "epsilon": (x - s * answer) / a, "flow": x - s * answer}[objective]
-        assert t < 999 or objective != "epsilon" or x0.abs().max() > 4  # the bound, √16, is reached
+        timestep = torch.full((4, 1), t)
+        null = prior(x[:, None], timestep, condition, torch.full((4,), True))[:, 0]
+        text = prior(x[:, None], timestep, condition, torch.full((4,), False))[:, 0]
+        noise = null + 2.5 * (text - null)
+        x0 = (x - prior.sigma[t] * noise) / prior.alpha[t]
+        if t == 999:
+            assert x0.abs().max() > 4  # the bound √16 has an effect
         x0 = x0.clamp(-4, 4)
         if after is not None:
-            x = prior.alpha[after] * x0 + prior.sigma[after] * (x - a * x0) / s
+            noise = (x - prior.alpha[t] * x0) / prior.sigma[t]
+            x = prior.alpha[after] * x0 + prior.sigma[after] * noise
     torch.testing.assert_close(out, F.normalize(x0, dim=-1), rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("settings", [
-    dict(), dict(objective="v", loss_weight="min_snr", loss_gamma=0.5),
-    dict(objective="flow", loss_weight="cosmap", timestep_density="logit_normal", density_mean=1.0, density_std=0.5),
-    dict(objective="epsilon", dream=True, loss_weight="min_snr", loss_gamma=4.0)])
+DENSITY = dict(timestep_density="logit_normal", density_mean=1.0, density_std=0.5)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        dict(DENSITY, objective="flow", loss_weight="cosmap"),
+        dict(objective="epsilon", dream=True, loss_weight="min_snr", loss_gamma=4.0),
+    ],
+)
 @pytest.mark.parametrize("plain", [False, True])
-def test_loss_equals_a_slow_one_and_a_plain_loss_has_neither_weights_nor_dream(plain, settings):
-    prior, batch, losses = make(text_encodings="none", noise_draws=3, text_drop=0.4, **settings), batch_of(8), []
-    cfg, condition = prior.cfg, train_prior.conditioning(batch, prior.cfg, None)
+def test_the_loss_equals_a_slow_one_and_a_plain_loss_has_neither_weights_nor_dream(plain, settings):
+    prior = make_prior(**NONE, noise_draws=3, text_drop=0.4, **settings)
+    cfg = prior.cfg
+    batch = make_batch(8)
+    condition = train_prior.conditioning(batch, cfg, None)
     torch.manual_seed(5)
     loss = train_prior.diffusion_loss(prior, batch, condition, plain=plain)
     torch.manual_seed(5)
-    timestep = diffusion.draw_timesteps(cfg.timestep_density, (8, 3), 1000, CPU, cfg.density_mean, cfg.density_std)
-    noise, drop = torch.randn(8, 3, 16), torch.rand(8) < 0.4
-    def predict(i, k, x_t):
-        text = {"text_embed": condition["text_embed"][[i]]}
-        return prior(x_t[None, None], timestep[i, k].view(1, 1), text, drop[[i]])[0, 0]
-    for i, k in np.ndindex(8, 3):
-        a, s, e = prior.alpha[timestep[i, k]], prior.sigma[timestep[i, k]], noise[i, k]
-        x0, ratio = 4 * F.normalize(batch["image_embed"][i], dim=0), (a / s) ** 2
-        if cfg.dream and not plain:
-            e = e + s * (e - predict(i, k, a * x0 + s * e))
-        answer = predict(i, k, a * x0 + s * e)
-        target, weight = {"x0": (x0, 1), "v": (a * e - s * x0, ratio.clamp(max=0.5) / (ratio + 1)),
-                          "flow": (e - x0, 2 / torch.pi / (1 - 2 * s + 2 * s ** 2)),
-                          "epsilon": (e, ratio.clamp(max=4) / ratio)}[cfg.objective]
-        error = (answer - target).square().mean().item()
-        losses.append((1 if plain else weight) * error)
-    assert loss.item() == pytest.approx(np.mean(losses), rel=1e-4)
+    density = cfg.density_mean, cfg.density_std
+    timestep = diffusion.sample_timesteps(cfg.timestep_density, (8, 3), 1000, CPU, *density)
+    e = torch.randn(8, 3, 16)  # the noise ε
+    drop = torch.rand(8) < 0.4
+
+    def predict(x_t):
+        return prior(x_t, timestep, condition, drop)
+
+    a = prior.alpha[timestep][..., None]
+    s = prior.sigma[timestep][..., None]
+    x0 = 4 * F.normalize(batch["image_embed"], dim=-1)[:, None]
+    if cfg.dream and not plain:
+        e = e + s * (e - predict(a * x0 + s * e))
+    target, weight = {
+        "x0": (x0, 1),
+        "flow": (e - x0, 2 / torch.pi / (1 - 2 * s + 2 * s**2)),
+        "epsilon": (e, (4 * (s / a) ** 2).clamp(max=1)),
+    }[cfg.objective]
+    error = predict(a * x0 + s * e) - target
+    expected = error**2 * (1 if plain else weight)
+    torch.testing.assert_close(loss, expected.mean())
 
 
-def evaluator_of(folder, **settings):
+# Evaluation
+
+
+def open_evaluator(folder, **settings):
     cfg = train_prior.Config(**{**SMALL, "data": str(folder), "eval_timesteps": (4,), **settings})
-    source = data.Embeddings(folder)
-    return train_prior.Evaluator(cfg, data.parts(source, cfg), None, CPU), train_prior.Prior(cfg, source.width)
+    splits = data.splits(data.Embeddings(folder), cfg)
+    return train_prior.Evaluator(cfg, splits, None, CPU)
 
 
-def test_evaluation_takes_means_over_rows_and_leaves_the_mode_as_it_was(emb, monkeypatch):
-    settings = dict(text_encodings="none", loss_weight="min_snr", dropout=0.3)
-    evaluator, prior = evaluator_of(emb, eval_timesteps=(2, 4), eval_samples=95)[0], make(**settings)
-    (source, rows), losses = evaluator.parts["test"], []
-    for number, first in enumerate(range(0, 95, 10)):  # of which the last are fewer
-        batch = source.fetch(rows[np.arange(first, min(first + 10, 95))])[0]
-        accumulate.seed(0, "loss", number)
-        condition = train_prior.conditioning(batch, prior.cfg, None)
-        loss = train_prior.diffusion_loss(prior.eval(), batch, condition, plain=True)
-        losses += [loss.item()] * min(10, 95 - first)
-    assert evaluator.loss(prior.train(), "test") == pytest.approx(np.mean(losses), rel=1e-6)
-    figures = evaluator.figures(prior, "test")
-    assert prior.training and all(p.grad is None for p in prior.parameters())
-    assert evaluator.figures(prior.eval(), "test") == figures and not prior.training
-    monkeypatch.setattr(train_prior, "sample_embeddings",  # copies of the text, and their opposites
-                        lambda prior, condition, steps, *rest: condition["text_embed"] * (3 - steps))
-    batch = source.fetch(rows[np.arange(95)])[0]
-    baseline, unrelated = (F.cosine_similarity(batch["text_embed"], other).mean().item()
-                           for other in (batch["image_embed"], batch["text_embed"].roll(-47, 0)))
-    expected = {"baseline_similarity": baseline}
-    for t, sign in ((2, 1), (4, -1)):
-        expected |= {f"similarity_with_text@{t}": sign, f"similarity_with_image@{t}": sign * baseline,
-                     f"similarity_with_unrelated_text@{t}": sign * unrelated,
-                     f"difference_from_baseline@{t}": sign - baseline}
-    assert evaluator.figures(prior, "test") == pytest.approx(expected, abs=1e-5)
+def test_evaluation_has_no_dropout_and_no_loss_weights_and_leaves_the_mode_as_it_was(emb):
+    evaluator = open_evaluator(emb)
+    plain = make_prior(**NONE).eval()
+    prior = make_prior(**NONE, loss_weight="min_snr", dropout=0.3)
+    for evaluate in (evaluator.loss, evaluator.metrics):
+        assert evaluate(prior, "test") == evaluate(plain, "test")
+    assert prior.training
+    assert not plain.training
+    assert all(parameter.grad is None for parameter in prior.parameters())
 
 
-@pytest.mark.parametrize("copies, match, coverage", [(True, 1, 0), (False, 0.75, 1)])
-def test_scores_of_the_built_in_data_tell_copies_from_variety(copies, match, coverage, tmp_path, monkeypatch):
-    base = synthetic.shapes([0], size=8)[1][0]["attributes"]
-    attributes = [{**base, "color": color, "shape": shape} for color in ("red", "blue") for shape in ("ring", "star")]
-    records = [{"caption": "", "named": ["color"], "attributes": attributes[i % 4]} for i in range(1200)]
-    codes, calls = torch.eye(4)[torch.arange(1200) % 4], []
-    data.write_shards(tmp_path, codes, codes, records)
-    evaluator, prior = evaluator_of(tmp_path, validation=0.3, test=0.3, eval_timesteps=(2, 8, 4))
-    def sample(prior, condition, *rest):
-        calls.append(condition["text_embed"])
-        color, number = calls[-1].argmax(-1) // 2, torch.arange(len(calls[-1]))
-        return calls[-1] if copies else torch.eye(4)[(color ^ (number >= 12)) * 2 + number % 2]  # 4 in the other color
+def test_similarities_are_means_over_samples(emb, monkeypatch):
+    def sample(prior, condition, steps, *settings):
+        assert settings == (2, 0.5)
+        return condition["text_embed"] * (3 - steps)  # copies of the text, or their opposites
+
     monkeypatch.setattr(train_prior, "sample_embeddings", sample)
-    scores = evaluator.built_in_scores(prior, "test")
-    assert (scores["caption_match@8"], scores["coverage@8"]) == (match, pytest.approx(coverage, abs=1e-4))
-    assert scores["caption_match_ceiling"] == 1 and 0.9 < scores["coverage_ceiling"] <= 1
-    assert [len(draws) for draws in calls] == [16] * 96
-    evaluator.cfg = dataclasses.replace(evaluator.cfg, val_data="of another source")  # so without held-out images
-    assert not any("caption_match" in name for name in evaluator.figures(prior, "test"))
+    # In chunks of 10, of which the last has 5.
+    sampling = dict(eval_timesteps=(2, 4), guidance_scale=2, eta=0.5)
+    evaluator = open_evaluator(emb, eval_samples=95, **sampling)
+    dataset, indices = evaluator.splits["test"]
+    batch, _ = dataset.fetch(indices[np.arange(95)])
+    text = batch["text_embed"]
+    baseline = F.cosine_similarity(text, batch["image_embed"]).mean().item()
+    unrelated = F.cosine_similarity(text, text.roll(-47, 0)).mean().item()
+    expected = {"baseline_similarity": baseline}
+    for steps, sign in ((2, 1), (4, -1)):
+        expected |= {
+            f"similarity_with_text@{steps}": sign,
+            f"similarity_with_image@{steps}": sign * baseline,
+            f"similarity_with_unrelated_text@{steps}": sign * unrelated,
+            f"difference_from_baseline@{steps}": sign - baseline,
+        }
+    assert evaluator.metrics(make_prior(**NONE), "test") == pytest.approx(expected, abs=1e-5)
 
 
-# The script
+# Training
 
-@pytest.fixture(scope="session")
+
+@pytest.fixture(scope="module")
 def finished(emb, tmp_path_factory):
+    """A finished run."""
     folder = tmp_path_factory.mktemp("runs") / "whole"
     out = run(*flags(data=emb, run_dir=folder, **SMALL))
-    assert re.search(r"(?s)parameters, 1,500 rows of width 16.*step 12: loss.*24/24", out), out
-    assert "similarity_with_text@2" in follow(out, "--eval_timesteps", 2, "--device", "cpu")  # as no CLIP is known
+    assert re.search(r"(?s)1,500 embeddings of width 16; .*step 12\n.*24/24", out), out
+    # No CLIP is known, so the next command evaluates.
+    assert "similarity_with_text@2" in follow(out, "--eval_timesteps", 2, "--device", "cpu")
     return folder
 
 
-def test_a_run_writes_a_complete_folder_and_says_so_when_started_again(emb, finished, tmp_path):
-    record, lines = json.loads((finished / "auto_resume.json").read_text()), metrics(finished)
-    assert [c["step"] for c in record["checkpoints"]] == [24, 16, 8] and (finished / "report.html").is_file()
-    for name, steps in (("loss", [4, 8, 12, 16, 20, 24]), ("similarity_with_text@4", [12]),
-                        ("test_similarity_with_text@4", [24]), ("test_loss", [24])):
+def test_a_run_writes_a_complete_folder(finished):
+    record = json.loads((finished / "auto_resume.json").read_text())
+    assert [saved["step"] for saved in record["checkpoints"]] == [24, 16, 8]
+    assert (finished / "report.html").is_file()
+    lines = metrics(finished)
+    for name, steps in (
+        ("loss", [4, 8, 12, 16, 20, 24]),
+        ("val_loss", [12, 24]),
+        ("similarity_with_text@4", [12]),
+        ("test_similarity_with_text@4", [24]),
+    ):
         assert [line["step"] for line in lines if name in line] == steps
-    first, last = (line for line in lines if "val_loss" in line)
-    assert lines[0]["loss"] < 1.3 and first["val_loss"] > last["val_loss"] != last["val_loss_online"]
-    state, whole = (checkpoint.load(finished / name) for name in ("model.pt", "checkpoints/step_00000024.pt"))
-    assert all(torch.equal(state["model"][name], value) for name, value in whole["ema"].items())
-    assert state["model"].keys() == evaluator_of(emb)[1].state_dict().keys()
-    words = flags(data=emb, run_dir=shutil.copytree(finished, tmp_path / "run"), **SMALL)
-    out = run(*words, "--save", f"local save_latest_to={tmp_path}/{{step}}.pt")  # sent by a run that is finished, too
-    assert "is finished, at step 24" in out and "test_loss" in out and (tmp_path / "24.pt").is_file()
-    assert not differences(finished, tmp_path / "run")
+    first, last = [line for line in lines if "val_loss" in line]
+    assert lines[0]["loss"] < 1.3
+    assert last["val_loss"] < first["val_loss"]
+    assert last["val_loss"] != last["val_loss_online"]
+
+
+def test_a_finished_run_started_again_changes_nothing_but_makes_new_copies(emb, finished, tmp_path):
+    folder = shutil.copytree(finished, tmp_path / "run")
+    save = f"local save_latest_to={tmp_path}/{{step}}.pt"
+    out = run(*flags(data=emb, run_dir=folder, save=save, **SMALL))
+    assert "is finished, at step 24" in out
+    assert "test_loss" in out
+    assert (tmp_path / "24.pt").is_file()
+    assert not differences(finished, folder)
 
 
 def test_the_script_alone_does_not_import_what_makes_and_reads_pictures_and_sounds(script):
-    loaded = script("import sys, train_prior; print(*sys.modules)").stdout.replace("common.", "").split()
-    assert {"images", "recordings", "media", "synthetic", "lora", "clip", "data"}.intersection(loaded) == {"data"}
+    loaded = script("import sys, train_prior; print(*sys.modules)").stdout.split()
+    assert "common.data" in loaded
+    for name in ("images", "recordings", "media", "synthetic", "lora", "clip"):
+        assert f"common.{name}" not in loaded
 
 
-@pytest.mark.parametrize("ranks, settings", [
-    (1, dict(text_encodings="shards", max_text_len=4, dropout=0.1, precision="bf16", checkpointing="true")),
-    (2, dict(objective="v", loss_weight="min_snr", optimizer="muon", eta=0, guidance_scale=2))])
-def test_killed_at_random_moments_and_started_again_ends_in_the_same_bits(ranks, settings, emb, tmp_path):
-    words = flags(data=emb, **{**SMALL, "eval_every": 4, "steps": 8 * KILLS, **settings})
-    run(*words, *flags(run_dir=tmp_path / "whole"), ranks=ranks - 1 and ranks)
+@pytest.mark.parametrize("ranks", kill_ranks(2))
+def test_killed_at_random_moments_and_started_again_ends_in_the_same_bits(ranks, emb, tmp_path):
+    settings = dict(
+        steps=8 * KILLS,
+        eval_every=4,
+        text_encodings="shards",
+        max_text_len=4,
+        dropout=0.1,
+        precision="bf16",
+        checkpointing="true",
+        objective="v",
+        optimizer="muon",
+    )
+    words = flags(data=emb, **{**SMALL, **settings})
+    run(*words, *flags(run_dir=tmp_path / "whole"), ranks=ranks)
     words += flags(run_dir=tmp_path / "killed")
-    running = kill_often("train_prior", words, ranks, ranks)
-    run(*words, ranks=ranks - 1 and ranks)
-    assert running > KILLS / 2 and not differences(tmp_path / "whole", tmp_path / "killed")
+    assert kill_often("train_prior", words, ranks, seed=2) >= KILLS / 2
+    run(*words, ranks=ranks)
+    assert not differences(tmp_path / "whole", tmp_path / "killed")
 
 
 def test_a_chunk_size_that_is_left_out_is_decided_once_and_kept_by_the_run(emb, tmp_path):
-    words = flags(data=emb, run_dir=tmp_path / "run", **{**SMALL, "chunk_size": 0, "steps": 4})
-    assert "batches of 48 in chunks of 12, 4 rank(s)" in run(*words, ranks=4)
-    for more, ranks in ((8, 1), (12, 3), (16, 4)):
-        assert "batches of 48 in chunks of 12" in run(*words, "--steps", more, ranks=ranks)
-    assert checkpoint.load(tmp_path / "run/model.pt")["config"]["chunk_size"] == 12
-    assert json.loads((tmp_path / "run/config.json").read_text())["chunk_size"] == 12
-    out = run(*words, "--steps", 20, ranks=5, expect=1)
-    assert "step_00000016.pt: its batches have 4 chunk(s) of 12 samples, so at most 4 rank(s)" in out
-    assert "--chunk_size" not in out  # which no run can change
-    assert "is finished, at step 16" in run(*words, "--steps", 16, ranks=5)  # which any number may say
-    assert "chunk_size is 12 there and 6 here" in run(*words, "--steps", 20, "--chunk_size", 6, expect=1)
-    loaded = flags(run_dir=tmp_path / "loaded", load=tmp_path / "run/checkpoints/step_00000016.pt", steps=20)
-    assert "batches of 48 in chunks of 12" in run(*words, *loaded)
-    assert "fewer samples than the 3 ranks" in run(*words, *flags(run_dir=tmp_path / "b", batch_size=2), ranks=3,
-                                                   expect=1)
+    settings = {**SMALL, "chunk_size": 0, "eval_every": 0}
+    words = flags(data=emb, run_dir=tmp_path, **settings)
+    assert "in chunks of 16, 3 rank(s)" in run(*words, "--steps", 4, ranks=3)
+    assert "in chunks of 16" in run(*words, "--steps", 8, ranks=1)
+    assert checkpoint.load(tmp_path / "model.pt")["config"]["chunk_size"] == 16
+    out = run(*words, "--steps", 12, ranks=4, expect=1)
+    assert "3 chunk(s) of 16 samples, so at most 3 rank(s)" in out
+    assert "--chunk_size" not in out  # no run can change it
 
 
-def test_stopped_on_3_ranks_and_started_again_by_torchrun_on_2_loses_the_same_as_on_1(emb, finished, tmp_path):
-    words = flags(data=emb, run_dir=tmp_path / "run", **SMALL)
-    process = Forked("train_prior", *words, ranks=3)
-    assert next(line for line in process.out if "step 12: " in line)
-    process.processes[0].terminate()
-    step = re.search(r"stopped by SIGTERM at step (\d+), all saved", process.finish(expect=143))[1]
-    process = helpers.start("train_prior", *words, ranks=2)
-    out, err = process.communicate()
-    assert process.returncode == 0 and f"at step {step} of 24" in out and out.count("Next: ") == 1, out + err
-    assert metrics(tmp_path / "run") == [pytest.approx(line, rel=1e-4) for line in metrics(finished)]
+def test_stopped_on_3_ranks_and_started_again_by_torchrun_on_2_loses_the_same_as_on_1(
+    emb, finished, tmp_path
+):
+    words = flags(data=emb, run_dir=tmp_path, **SMALL)
+    stopped = Forked("train_prior", *words, ranks=3)
+    assert any("step 12" in line for line in iter(stopped.out.readline, ""))
+    stopped.processes[0].terminate()
+    step = re.search(r"SIGTERM at step (\d+), all saved", stopped.finish(expect=143))[1]
+    resumed = helpers.start("train_prior", *words, ranks=2)
+    out, err = resumed.communicate()
+    assert resumed.returncode == 0, out + err
+    assert f"at step {step} of 24" in out
+    assert out.count("Next: ") == 1
+    assert metrics(tmp_path) == [pytest.approx(line, rel=1e-4) for line in metrics(finished)]
 
 
 def main():
-    """The script, on ranks of which the second has one loss, its tenth, that is infinite when it is scaled."""
-    scale, losses = torch.amp.GradScaler.scale, []
+    """The script; the tenth loss of its second rank overflows when it is scaled."""
+    scale = torch.amp.GradScaler.scale
+    losses = []
+
     def overflowing(scaler, loss):
         losses.append(loss)
-        return scale(scaler, loss) * (float("inf") if dist.rank() == 1 and len(losses) == 10 else 1)
+        scaled = scale(scaler, loss)
+        if dist.rank() == 1 and len(losses) == 10:
+            return scaled * float("inf")
+        return scaled
+
     torch.amp.GradScaler.scale = overflowing
     train_prior.main()
 
 
 def test_an_fp16_overflow_on_one_rank_of_two_is_a_step_that_did_not_happen(emb, tmp_path):
+    settings = {**SMALL, "steps": 8, "eval_every": 0, "precision": "fp16"}
+    runs = []
     for script in ("train_prior", "test_train_prior"):
-        Forked(script, *flags(data=emb, run_dir=tmp_path / script, **SMALL, precision="fp16"), ranks=2).finish()
-    usual, disturbed = (metrics(tmp_path / script) for script in ("train_prior", "test_train_prior"))
-    ends = [[sum(line.pop("overflows", 0) for line in lines), [line.pop("scale", 0) for line in lines][-3]]
-            for lines in (usual, disturbed)]
-    assert ends[1] == [ends[0][0] + 1, ends[0][1] / 2]
-    # some cosines are near zero
-    assert disturbed == [pytest.approx(line, rel=1e-3, abs=1e-4) for line in usual]
+        folder = tmp_path / script
+        Forked(script, *flags(data=emb, run_dir=folder, **settings), ranks=2).finish()
+        lines = metrics(folder)
+        overflows = sum(line.pop("overflows", 0) for line in lines)
+        scales = [line.pop("scale") for line in lines if "scale" in line]
+        runs.append((lines, overflows, scales[-1]))
+    (usual, overflows, scale), disturbed = runs
+    # Some cosines are near zero.
+    usual = [pytest.approx(line, rel=1e-3, abs=1e-4) for line in usual]
+    assert disturbed == (usual, overflows + 1, scale / 2)
 
 
-def test_checkpoints_load_from_files_and_urls_and_say_what_is_other_than_it_was(emb, finished, server, tmp_path):
-    words = flags(data=emb, **SMALL)
-    check_loading("train_prior", words, finished, "", server, tmp_path)  # with another learning rate, too
-    state = checkpoint.load(finished / "checkpoints/step_00000016.pt")
-    checkpoint.save({**state, "versions": {**state["versions"], "torch": "1.0"}}, tmp_path / "old.pt")
-    out = run(*words, *flags(run_dir=tmp_path / "new", load=tmp_path / "old.pt"))
-    assert f"old.pt is of another torch: 1.0, this is {torch.__version__}" in out and "another code" not in out
+def test_checkpoints_load_from_files_and_urls(emb, finished, server, tmp_path):
+    check_loading(flags(data=emb, **SMALL), finished, server, tmp_path)
+    assert (tmp_path / "url/model.pt").is_file()
 
 
-def test_validation_data_split_seed_clock_copies_and_lengths_of_average_and_cosine(emb, tmp_path):
-    noise, folder = tmp_path / "noise", tmp_path / "run"
-    data.write_shards(noise, *np.random.default_rng(1).normal(size=(2, 60, 16)), [{"caption": ""}] * 60)
-    words = flags(data=spoiled(emb, tmp_path / "bad", [603, 607], 0), run_dir=folder, val_data=noise, split_seed=1,
-                  ema_decay=0, cosine_steps=10, text_drop=0, **{**SMALL, "eval_every": 0, "save_every": 0},
-                  eval_minutes=1e-6, save_minutes=10, save=f"local save_best_to={tmp_path}/{{step}}.pt")
-    assert "2 of 1500 rows looked at" in (out := run(*words)) and "img_emb_1.npy row 3, img_emb_1.npy row 7" in out
-    assert "split_seed is 1 there and 2 here" in run(*words, "--split_seed", 2, "--steps", 28, expect=1)
-    validations = [line for line in metrics(folder) if "val_loss" in line]
-    assert [line["step"] for line in validations] == [4, 8, 12, 16, 20, 24]  # the clock runs from the start
+def test_a_validation_set_a_split_seed_a_cosine_length_and_no_averaging(emb, tmp_path):
+    noise = tmp_path / "noise"
+    embeds = np.random.default_rng(1).normal(size=(2, 60, 16))
+    data.write_shards(noise, *embeds, [{"caption": ""}] * 60)
+    settings = dict(val_data=noise, split_seed=1, ema_decay=0, cosine_steps=10, eval_every=4)
+    words = flags(data=emb, run_dir=tmp_path / "run", **{**SMALL, **settings})
+    run(*words)
+    lines = metrics(tmp_path / "run")
+    assert [line["lr"] == 0 for line in lines if "loss" in line] == [False] * 2 + [True] * 4
+    validations = [line for line in lines if "val_loss" in line]
     losses = [line["val_loss"] for line in validations]
-    best = {f"{4 * i + 4}.pt" for i, loss in enumerate(losses) if loss < min(losses[:i], default=np.inf)}
-    assert {path.name for path in tmp_path.glob("*.pt")} == best != {f"{step}.pt" for step in range(4, 25, 4)}
-    assert all(line["val_loss"] == line["val_loss_online"] for line in validations)
-    *lines, last = metrics(folder)
-    assert [line["lr"] == 0 for line in lines if "loss" in line] == [False, False, True, True, True, True]
-    assert len({line["val_loss"] for line in validations[-4:]}) == 1  # as nothing changes at that rate
-    for line, source, split in ((validations[0], noise, data.Split(60, "train", 0, 0)),
-                                (last, emb, data.Split(1500, "test", 0, 0.1, seed=1))):
-        batch = data.Embeddings(source).fetch(split[np.arange(min(len(split), 100))])[0]
-        baseline = F.cosine_similarity(batch["text_embed"], batch["image_embed"]).mean().item()
-        name = "test_" * (line is last) + "baseline_similarity"
-        assert line[name] == pytest.approx(baseline, rel=1e-4)
-    for words in (["evaluate"], ["sample", "--text", "x"]):
-        assert "is trained with --text_drop 0" in run(*words, "--run_dir", folder, "--guidance_scale", 2, expect=1)
+    assert losses == [line["val_loss_online"] for line in validations]
+    best = checkpoint.load(tmp_path / "run/best.pt")
+    assert best["step"] == 4 + 4 * int(np.argmin(losses))
+
+    batch, _ = data.Embeddings(noise).fetch(np.arange(60))
+    baseline = F.cosine_similarity(batch["text_embed"], batch["image_embed"]).mean()
+    assert validations[0]["baseline_similarity"] == pytest.approx(baseline.item(), rel=1e-4)
+    out = run(*words, "--split_seed", 2, "--steps", 28, expect=1)
+    assert "split_seed is 1 there and 2 here" in out
 
 
-def spoiled(emb, folder, rows, value):
-    images = np.load(shutil.copytree(emb, folder) / "img_emb/img_emb_1.npy")
-    images[np.array(rows) - 600] = value
-    np.save(folder / "img_emb/img_emb_1.npy", images)
-    return folder
+def test_guidance_is_refused_for_a_model_that_never_trained_without_text(emb, tmp_path):
+    run(*flags(data=emb, run_dir=tmp_path, **{**SMALL, "steps": 1, "text_drop": 0}))
+    for command in ("evaluate", "sample"):
+        out = run(command, "--run_dir", tmp_path, "--guidance_scale", 2, expect=1)
+        assert "is trained with --text_drop 0" in out
 
 
-def test_mistakes_end_in_one_line_and_a_status(emb, finished, tmp_path):
-    train, used, narrow = ["--data", emb, "--run_dir", tmp_path / "run"], ["--run_dir", finished], tmp_path / "narrow"
-    data.write_shards(narrow, np.ones((9, 8)), np.ones((9, 8)), [{}] * 9)
-    for words, status, message in [
-        (["--widht", "3"], 2, "no such setting; did you mean --width?"), (["--dream"], 2, "needs --objective epsilon"),
-        (["--heads", "5"], 2, "--width 192: expected an even multiple of --heads 5"),
-        (["--width", "9"], 2, "--width 9: expected an even multiple of --heads 3"),
-        (["--eval_timesteps", "1,2000"], 2, "2000 sampling steps"), (["--lora_rank", "4"], 2, "--init_from"),
-        (["--guidance_scale", "2", "--text_drop", "0"], 2, "is trained with --text_drop 0"),
-        (["sample", "--text", "x", "--texts", "y"], 2, "--text, --texts: give one"),
-        (["sample", "--out", "x.pt"], 2, "--out: x.pt: expected a name that ends in .npy"),
-        (["sample", "--text_embeds", narrow / "text_emb/text_emb_0.npy", *used], 1, "8 wide, or not finite"),
-        (["sample", "--texts", os.devnull, *used], 1, "no text in it"), ([*train, "--data", "no"], 1, "no such folder"),
-        (["sample", "--text", "x", "--steps", "1001", *used], 1, "1001 sampling steps: expected 1 to 1000"),
-        (["sample", "--text", "x", "--steps", "1000", *used], 1, "name it with --clip"),
-        (["evaluate", *used, "--data", narrow], 1, "none) are [8, 0]; the"), ([*train, *used], 1, "width is 32 there"),
-        ([*train, "--data", spoiled(emb, tmp_path / "bad", range(600, 617), np.inf)], 1, "17 of 1500 rows are not"),
-        ([*train, "--val_data", narrow], 1, "8 wide"), ([*train, "--text_encodings", "clip"], 1, "name it with --clip"),
-    ]:
-        out = run(*words, expect=status)
-        assert message in out and "Traceback" not in out and len(out.strip().splitlines()) == 1, out
-    out = run(*train, "--chunk_size", "256", ranks=2, expect=1)
-    assert out.count("too few for 2 ranks; leave it out, or give at most 128") == 1  # said once
+@pytest.mark.parametrize(
+    "words, status, message",
+    [
+        ("--dream", 2, "it has no effect without --objective epsilon"),
+        ("--loss_weight cosmap", 2, "needs --objective flow"),
+        ("--lora_rank 4", 2, "without --init_from"),
+        ("--heads 5", 2, "--width 192: expected an even multiple of --heads 5"),
+        ("--width 9", 2, "--width 9: expected an even multiple of --heads 3"),
+        ("--eval_timesteps 1,2000", 2, "2000 sampling steps"),
+        ("--guidance_scale 2 --text_drop 0", 2, "is trained with --text_drop 0"),
+        ("sample --text x --texts y", 2, "--text, --texts: give one"),
+        ("sample --out x.pt", 2, "--out: x.pt: expected a name that ends in .npy"),
+        ("sample --run_dir used --text_embeds narrow/text_emb/text_emb_0.npy", 1, "8 wide"),
+        (f"sample --run_dir used --texts {os.devnull}", 1, "no text in it"),
+        ("sample --run_dir used --text x --steps 1001", 1, "1001 sampling steps: expected 1 to"),
+        ("sample --run_dir used --text x --steps 1000", 1, "name it with --clip"),
+        ("evaluate --run_dir used --data narrow", 1, "none) are [8, 0]; the"),
+        ("--data no", 1, "no such folder"),
+        ("--data emb --run_dir used", 1, "width is 32 there"),
+        ("--data emb --val_data narrow", 1, "8 wide"),
+        ("--data emb --text_encodings clip", 1, "name it with --clip"),
+    ],
+)
+def test_a_mistake_ends_in_one_line_and_a_status(words, status, message, emb, finished):
+    data.write_shards("narrow", np.ones((9, 8)), np.ones((9, 8)), [{}] * 9)
+    Path("emb").symlink_to(emb)
+    Path("used").symlink_to(finished)
+    out = run(*words.split(), expect=status)
+    assert message in out
+    assert len(out.strip().splitlines()) == 1, out
 
 
-@pytest.fixture(scope="session")
+# Texts, by a CLIP
+
+
+@pytest.fixture(scope="module")
 def world(tmp_path_factory):
-    """A folder with a hurriedly trained CLIP, the shapes that it embedded, and a run on them as the built-in data."""
+    """A folder: clip, trained in haste; emb, shapes that it embedded; run, on the built-in data."""
     folder = tmp_path_factory.mktemp("world")
+    sizes = dict(steps=30, batch_size=64, embed_width=16, text_width=32)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(clip, "BUILTIN_ROWS", 600)
-        cfg = clip.Config(run_dir=str(folder / "clip"), steps=30, batch_size=64, embed_width=16, text_width=32)
-        clip.train(cfg, CPU)
-        clip.embed_all(clip.EmbedConfig(run_dir=str(folder / "clip"), out=str(folder / "emb"), encodings=True), CPU)
-        patch.setattr(clip, "builtin_data", lambda *_: str(folder / "emb"))
+        run_dir = str(folder / "clip")
+        clip.train(clip.Config(run_dir=run_dir, **sizes), CPU)
+        out = str(folder / "emb")
+        clip.embed_all(clip.EmbedConfig(run_dir=run_dir, out=out, encodings=True), CPU)
+        patch.setattr(clip, "builtin_data", lambda *_: out)
         run(*flags(run_dir=folder / "run", **SHORT))
     return folder
 
 
-def sampled(folder, **settings):
-    words = flags(run_dir=folder, steps=3, device="cpu", out="out.npy", **{"text": "a small red star", **settings})
+def sample(folder, **settings):
+    """(output, embeddings (N, 16)) of the sample command."""
+    words = flags(run_dir=folder, steps=3, device="cpu", out="out.npy", **settings)
     return run("sample", *words), np.load("out.npy")
 
 
-@pytest.mark.parametrize("encodings", ["none", "clip", "shards"])
-def test_samples_do_not_depend_on_the_batch_and_are_the_best_of_several(encodings, world, tmp_path):
-    out = run(*flags(data=world / "emb", run_dir=tmp_path / "run", text_encodings=encodings, objective="v", **SHORT))
-    caption = json.loads((world / "emb/captions/captions_0.jsonl").read_text().splitlines()[0])["caption"]
-    assert f"{caption!r}: similarity" in follow(out, "--steps", 2, "--device", "cpu")  # a caption of the data
-    out, several = sampled(tmp_path / "run", num_samples=6, best_of=1)
+def embed_texts(world, texts):
     model = clip.load(world / "clip", CPU)
-    text = F.normalize(model.embed_text(model.tokenize(["a small red star"]))[0][0], dim=0)
-    cosines = several @ text.numpy()
-    assert f"similarity with the text {', '.join(f'{cosine:.3f}' for cosine in cosines)}" in out
-    (tmp_path / "texts").write_text("a small red star\n\nsomething blue\n")
-    best = sampled(tmp_path / "run", text="", texts=tmp_path / "texts", num_samples=2, best_of=3, max_batch=4)[1]
-    np.testing.assert_allclose(best[:2], several[[cosines[:3].argmax(), 3 + cosines[3:].argmax()]], atol=1e-5)
-    assert best.shape == (4, 16) and np.abs(several[0] - several[1]).max() > 1e-3
-    if encodings == "none":  # no CLIP is needed
-        embeds = model.embed_text(model.tokenize(["a small red star", "something blue"]))[0]
-        np.save(tmp_path / "texts.npy", embeds)
-        given = dict(text="", text_embeds=tmp_path / "texts.npy", clip="nowhere", num_samples=2, best_of=3)
-        np.testing.assert_allclose(sampled(tmp_path / "run", **given)[1], best, atol=1e-5)
+    return model.embed_text(model.tokenize(texts))[0]
 
 
-def test_samples_without_a_text_are_those_of_a_dropped_text(world):
-    prior, _ = train_prior.load_prior(world / "run/model.pt", CPU)
-    out, drawn = sampled(world / "run", text="", num_samples=3)
-    assert "similarity" not in out and len(drawn) == 3
-    encoder = clip.load(world / "clip", CPU)
-    empty = train_prior.conditioning({"caption": [""]}, prior.cfg, encoder)
-    assert torch.equal(prior.null_text.text_embed, empty["text_embed"]) and empty["text_embed"].any()
-    keys = [0]
-    expected, _ = train_prior.best_embeddings(prior, empty, keys, 3, 3, best_of=2)
-    np.testing.assert_allclose(drawn, expected[0].numpy(), atol=1e-5)
-    text = sampled(world / "run", num_samples=3)[1]
-    assert np.abs(text - drawn).max() > 1e-3
+@pytest.mark.parametrize("encodings", ["clip", "shards"])
+def test_the_samples_kept_are_the_most_similar_to_the_text(encodings, world, tmp_path):
+    settings = dict(text_encodings=encodings, objective="v", **SHORT)
+    out = run(*flags(data=world / "emb", run_dir=tmp_path, **settings))
+    caption = data.Embeddings(world / "emb", captions=True).records([0])[0]["caption"]
+    assert f"{caption!r}: similarity" in follow(out, "--steps", 2, "--device", "cpu")
+
+    out, candidates = sample(tmp_path, text=STAR, num_samples=6, best_of=1)
+    cosines = candidates @ F.normalize(embed_texts(world, [STAR])[0], dim=0).numpy()
+    printed = ", ".join(f"{cosine:.3f}" for cosine in cosines)
+    assert f"similarity with the text {printed}" in out
+    _, best = sample(tmp_path, text=STAR, num_samples=2, best_of=3)
+    kept = [cosines[:3].argmax(), 3 + cosines[3:].argmax()]
+    np.testing.assert_allclose(best, candidates[kept], atol=1e-5)
+    assert np.abs(best[0] - best[1]).max() > 1e-3
 
 
-def test_evaluate_gives_the_figures_of_the_end_of_training_and_adapters_count_as_they_are_scaled(world, tmp_path):
-    whole, lora = world / "run", tmp_path / "lora"
-    out = run(*flags(data=world / "emb", run_dir=lora, init_from=whole / "model.pt", lora_rank=4, **SHORT))
-    assert "of adapters" in out and out.endswith(f"--run_dir {lora}\n") and "similarity" in follow(out, "--steps", 2)
-    for ranks, folder in ((0, whole), (2, whole), (0, lora)):
-        words = flags(run_dir=folder, eval_timesteps=4, eval_samples=100, device="cpu", out=tmp_path / "out")
-        out, last = run("evaluate", *words, ranks=ranks), metrics(folder)[-1]
-        figures = json.loads((tmp_path / "out").read_text())
-        assert out.count("similarity_with_text@4") == 1 and figures.pop("loss") == pytest.approx(last["test_loss"])
-        assert figures == pytest.approx({name: last[f"test_{name}"] for name in figures}, rel=1e-4)
-        assert "coverage@4" in figures
-    base, none, adapted = (sampled(folder, lora_scale=scale)[1] for folder, scale in ((whole, 1), (lora, 0), (lora, 1)))
-    assert np.array_equal(base, none) and np.abs(base - adapted).max() > 1e-4
+def test_samples_of_texts_do_not_depend_on_the_batch_and_equal_those_of_their_embeddings(world):
+    texts = [STAR, "something blue"]
+    Path("texts").write_text(f"{texts[0]}\n\n{texts[1]}\n")
+    np.save("texts.npy", embed_texts(world, texts))
+    _, first = sample(world / "run", text=STAR, num_samples=2)
+    _, of_texts = sample(world / "run", texts="texts", num_samples=2, max_batch=3)
+    # No CLIP is needed.
+    settings = dict(text_embeds="texts.npy", clip="nowhere", num_samples=2)
+    _, of_embeddings = sample(world / "run", **settings)
+    assert of_texts.shape == (4, 16)
+    np.testing.assert_allclose(of_texts[:2], first, atol=1e-5)
+    np.testing.assert_allclose(of_embeddings, of_texts, atol=1e-5)
 
 
-def test_a_run_on_captions_needs_no_text_embeddings_and_goes_on_with_its_clip_and_no_other(world, tmp_path):
-    shutil.rmtree(shutil.copytree(world, tmp_path / "world") / "emb/text_emb")
-    words = flags(text_encodings="clip", run_dir=tmp_path / "run", clip=tmp_path / "world/clip", **SHORT)
+def test_samples_without_a_text_are_those_of_the_clips_encoding_of_an_empty_text(world):
+    np.save("empty.npy", embed_texts(world, [""]))
+    out, samples = sample(world / "run")
+    assert "similarity" not in out
+    _, of_empty = sample(world / "run", text_embeds="empty.npy", best_of=1)
+    np.testing.assert_allclose(samples, of_empty, atol=1e-5)
+    _, of_text = sample(world / "run", text=STAR)
+    _, guided = sample(world / "run", text=STAR, guidance_scale=3)
+    assert np.abs(of_text - samples).max() > 1e-3
+    assert np.abs(of_text - guided).max() > 1e-3
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_evaluate_gives_the_metrics_of_the_end_of_training(ranks, world):
+    settings = dict(eval_timesteps=4, eval_samples=100, device="cpu", out="metrics.json")
+    out = run("evaluate", *flags(run_dir=world / "run", **settings), ranks=ranks)
+    assert out.count("similarity_with_text@4") == 1
+    last = metrics(world / "run")[-1]
+    evaluated = json.loads(Path("metrics.json").read_text())
+    assert {"caption_match@4", "coverage@4", "coverage_ceiling"} < evaluated.keys()
+    expected = {name: last[f"test_{name}"] for name in evaluated}
+    assert evaluated == pytest.approx(expected, rel=1e-4)
+
+
+def test_the_built_in_data_are_not_scored_with_another_validation_set(world):
+    evaluator = open_evaluator(world / "emb", val_data="other", eval_samples=20)
+    assert "coverage@4" not in evaluator.metrics(make_prior(**NONE), "test")
+
+
+def test_a_run_on_captions_needs_no_text_embeddings_and_resumes_with_its_clip_alone(
+    world, tmp_path
+):
+    shutil.copytree(world / "emb", tmp_path / "emb")
+    shutil.copytree(world / "clip", tmp_path / "clip")
+    shutil.rmtree(tmp_path / "emb/text_emb")
+    clip_words = flags(clip=tmp_path / "clip", run_dir=tmp_path / "run")
+    words = clip_words + flags(text_encodings="clip", **SHORT)
     run(*words, "--data", world / "emb", "--steps", 4)
-    assert "at step 4 of 8" in run(*words, "--data", tmp_path / "world/emb")
-    train, sample = [*words, "--data", world / "emb", "--steps", 12], ["sample", "--text", "x", *words[2:6]]
-    cfg = clip.Config(embed_width=16, text_width=32)
-    other = {"model": clip.CLIP(cfg, []).state_dict(), "vocabulary": [], "config": config.as_json(cfg)}
-    checkpoint.save(other, tmp_path / "world/clip/model.pt")
-    for words in (train, sample):
-        out = run(*words, expect=1)
-        assert "not the CLIP that made the embeddings, or trained anew since" in out and len(out.splitlines()) == 1
-    train += ["--run_dir", tmp_path / "other", "--data", shutil.copytree(world / "emb", tmp_path / "unknown")]
-    (tmp_path / "unknown/clip.json").unlink()  # without it the widths tell
-    checkpoint.save({**other, "model": clip.CLIP(clip.Config(embed_width=8, text_width=32), []).state_dict(),
-                     "config": {"embed_width": 8, "text_width": 32}}, tmp_path / "world/clip/model.pt")
-    assert "embeddings are 8 wide, but 16 are needed" in run(*train, expect=1)
+    assert "at step 4 of 8" in run(*words, "--data", tmp_path / "emb")
+
+    # Another CLIP in its place
+    cfg = clip.Config(embed_width=8, text_width=32)
+    state = {"vocabulary": [], "config": config.as_json(cfg)}
+    state["model"] = clip.CLIP(cfg, []).state_dict()
+    checkpoint.save(state, tmp_path / "clip/model.pt")
+    longer = [*words, "--data", world / "emb", "--steps", 12]
+    for again in (longer, ["sample", "--text", "x", *clip_words]):
+        out = run(*again, expect=1)
+        assert "not the CLIP that made the embeddings, or trained anew since" in out
+    # Without clip.json the widths tell.
+    (tmp_path / "emb/clip.json").unlink()
+    words += flags(data=tmp_path / "emb", run_dir=tmp_path / "new")
+    assert "embeddings are 8 wide, but 16 are needed" in run(*words, expect=1)
+
+
+# Defaults
 
 
 def test_the_default_is_the_papers_method_and_the_preset_has_its_table_3():
-    cfg, table = train_prior.Config(), train_prior.Config(**train_prior.PRESETS["dalle2"])
+    cfg = train_prior.Config()
     assert (cfg.objective, cfg.noise_schedule, cfg.timesteps, cfg.eta) == ("x0", "cosine", 1000, 1)
-    assert (table.batch_size, table.steps, table.lr, table.weight_decay) == (4096, 600_000, 1.1e-4, 0.06)
-    assert (table.optimizer, table.betas[1], table.eps) == ("adamw", 0.96, 1e-6)
-    assert (table.width, table.depth, table.heads) == (2048, 24, 32)
     assert train_prior.SampleConfig.best_of == 2
+    table = dict(width=2048, depth=24, batch_size=4096, lr=1.1e-4, weight_decay=0.06, beta2=0.96)
+    assert table.items() <= train_prior.PRESETS["dalle2"].items()

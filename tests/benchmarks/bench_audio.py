@@ -1,12 +1,16 @@
-"""Time the audio stages, one JSON line a case: python tests/benchmarks/bench_audio.py [--device cuda] [CASE ...]
+"""Time the audio stages, and print one JSON line a case.
 
-Cases: soundstream, semantic, coarse, fine (a training step), tokenize, generate-semantic, generate-coarse,
-generate-fine, all by default. Sizes are those at which audiolm_pytorch is timed; --preset takes one of train_audio's
-instead, for its stage. Peak memory is that of the process, so give one case a call when it is to be compared.
+    python tests/benchmarks/bench_audio.py [--device cuda] [CASE ...]
+
+Cases: soundstream, semantic, coarse, fine (a training step), tokenize, generate-semantic,
+generate-coarse, generate-fine; all by default. Sizes are those at which audiolm_pytorch is timed;
+--preset takes one of train_audio's instead, for its stage. Peak memory is that of the process: to
+compare it, give one case a call.
 """
+
 import os
 
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: a thread that waits soon leaves its core to others
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: idle threads soon leave their core
 
 import math
 import sys
@@ -22,69 +26,106 @@ from common import amp, ema, optim
 
 STAGES = ("soundstream", "semantic", "coarse", "fine")
 CASES = (*STAGES, "tokenize", *(f"generate-{stage}" for stage in STAGES[1:]))
-CODEC = dict(sample_rate=16_000, channels=16, strides=(2, 4, 5, 8), codec_width=512, quantizers=8, codebook_size=1024,
-             discriminator_channels=16, stft_window=1024, seconds=1.0, lr=1e-4)
+CODEC = dict(
+    sample_rate=16_000,
+    channels=16,
+    strides=(2, 4, 5, 8),
+    latent_dim=512,
+    num_quantizers=8,
+    codebook_size=1024,
+    discriminator_channels=16,
+    stft_window=1024,
+    seconds=1.0,
+    lr=1e-4,
+)
 TOKENS = dict(width=512, depth=6, heads=8, clusters=500, coarse_quantizers=3, dropout=0.0, lr=3e-4)
-FRAMES = {"semantic": 256, "coarse": 128, "fine": 128}  # of the last stream; the semantic tokens of coarse are as many
+# Of the last stream; coarse has as many semantic tokens.
+FRAMES = {"semantic": 256, "coarse": 128, "fine": 128}
 
 
 def settings(args, stage):
     """The config of a stage at the benchmark's size, or a preset's."""
-    sizes = dict(train_audio.PRESETS[args.preset] if args.preset else CODEC if stage == "soundstream" else TOKENS)
-    if sizes.get("stage", stage) != stage:
-        raise SystemExit(f"--preset {args.preset} is of --stage {sizes['stage']}, not {stage}")
-    sizes |= dict(stage=stage, precision=args.precision, batch_size=args.batch, chunk_size=args.batch)
-    return train_audio.Config(**sizes, **(dict(quantize_after=0, discriminator_after=0) if stage == "soundstream" and
-                                          not args.preset else dict(text="none") if stage != "soundstream" else {}))
+    if args.preset:
+        sizes = train_audio.PRESETS[args.preset]
+        if sizes.get("stage", stage) != stage:
+            raise SystemExit(f"--preset {args.preset} is of --stage {sizes['stage']}, not {stage}")
+    elif stage == "soundstream":
+        sizes = dict(CODEC, quantizer_start=0, discriminator_start=0)
+    else:
+        sizes = TOKENS
+    if stage != "soundstream":
+        sizes = dict(sizes, max_text_len=0)
+    machine = dict(precision=args.precision, batch_size=args.batch, chunk_size=args.batch)
+    return train_audio.Config(**{**sizes, **machine, "stage": stage})
 
 
 def codec_of(cfg, device):
     """A codec with codebooks."""
     torch.manual_seed(0)
     codec = train_audio.SoundStream(cfg).to(device)
-    codec.quantizer.initialize(torch.randn(2 * cfg.codebook_size, cfg.codec_width, device=device), 0, rounds=1)
+    vectors = torch.randn(2 * cfg.codebook_size, cfg.latent_dim, device=device)
+    codec.quantizer.initialize(vectors, 0, rounds=1)
     return codec
 
 
 def training(model, cfg):
     """(optimizers, average) of a model."""
-    return (optim.make(model, cfg.optimizer, cfg.lr, cfg.weight_decay, cfg.betas, cfg.eps),
-            ema.EMA(model, cfg.ema_update_every, decay=cfg.ema_decay))
+    optimizers = optim.make(
+        model, cfg.optimizer, cfg.lr, cfg.weight_decay, (cfg.beta1, cfg.beta2), cfg.eps
+    )
+    return optimizers, ema.EMA(model, cfg.ema_update_every, decay=cfg.ema_decay)
 
 
 def bench_soundstream(args):
-    """A whole training step with discriminators; where there are gradient penalties, every fourth has them."""
-    cfg, device = settings(args, "soundstream"), args.device
-    codec, discriminators = codec_of(cfg, device), train_audio.Discriminators(cfg).to(device)
+    """A whole training step with discriminators; every fourth has gradient penalties."""
+    cfg = settings(args, "soundstream")
+    device = args.device
+    codec = codec_of(cfg, device)
+    discriminators = train_audio.make_discriminators(cfg).to(device)
     optimizers, average = training(codec, cfg)
-    theirs = optim.make(discriminators, "adamw", cfg.discriminator_lr, 0.0, cfg.betas, cfg.eps)
-    scaler, wave, losses = amp.scaler(device, cfg.precision), None, []
+    theirs = optim.make(
+        discriminators, "adamw", cfg.discriminator_lr, 0.0, (cfg.beta1, cfg.beta2), cfg.eps
+    )
+    scaler = amp.scaler(device, cfg.precision)
+    losses = []
     wave = 0.3 * torch.randn(args.batch, round(cfg.seconds * cfg.sample_rate), device=device)
     if args.compile:
         codec.compile()
 
     def step():
         with amp.autocast(device, cfg.precision):
-            fake, _, commitment = codec(wave)
+            fake, commitment = codec(wave)
             loss = train_audio.reconstruction_loss(cfg, fake, wave, commitment)
             loss = loss + train_audio.adversarial_loss(cfg, discriminators, fake, wave)
         scaler.scale(loss).backward()
-        penalty = cfg.penalty_weight if len(losses) % cfg.penalty_every == 0 else 0.0
+        penalty = cfg.r1_weight if len(losses) % cfg.r1_every == 0 else 0.0
         with amp.autocast(device, cfg.precision):
-            scaler.scale(train_audio.discriminator_loss(discriminators, fake, wave, penalty)).backward()
-        amp.step(scaler, [optimizers, theirs], [cfg.max_grad_norm, cfg.discriminator_max_grad_norm])
+            their_loss = train_audio.discriminator_loss(discriminators, fake, wave, penalty)
+        scaler.scale(their_loss).backward()
+        amp.step(
+            scaler, [(optimizers, cfg.max_grad_norm), (theirs, cfg.discriminator_max_grad_norm)]
+        )
         for module in codec, discriminators:
             module.zero_grad(set_to_none=True)
         codec.quantizer.update(len(losses))
         average.update(len(losses))
         losses.append(loss.detach())
-    # The median is of steps without a gradient penalty, and so is the one whose FLOPs are counted: every
-    # fourth has one, and 5 + 4n come before. The mean is of all.
-    measure("soundstream", args, step, 4 * args.repeats, 4, batch=args.batch, mean=True,
-            audio_s_per_s=lambda seconds: args.batch * cfg.seconds / seconds,
-            parameters=sum(p.numel() for p in codec.parameters()),
-            discriminators=sum(p.numel() for p in discriminators.parameters()),
-            first_loss=lambda seconds: losses[0].item())
+
+    # The median is of steps without a gradient penalty, and so is the one whose FLOPs are counted:
+    # every fourth has one, and 5 + 4n come before. The mean is of all.
+    measure(
+        "soundstream",
+        args,
+        step,
+        4 * args.repeats,
+        4,
+        batch=args.batch,
+        mean=True,
+        audio_s_per_s=lambda seconds: args.batch * cfg.seconds / seconds,
+        parameters=sum(p.numel() for p in codec.parameters()),
+        discriminators=sum(p.numel() for p in discriminators.parameters()),
+        first_loss=lambda seconds: losses[0].item(),
+    )
 
 
 def bench_tokenize(args):
@@ -94,66 +135,109 @@ def bench_tokenize(args):
     wave = 0.3 * torch.randn(args.batch, round(cfg.seconds * cfg.sample_rate), device=args.device)
     codes = codec.encode(wave)
     with amp.autocast(args.device, args.precision):
-        for name, work in ("tokenize", lambda: codec.encode(wave)), ("decode", lambda: codec.decode(codes)):
-            measure(name, args, work, 4 * args.repeats, batch=args.batch,
-                    audio_s_per_s=lambda seconds: args.batch * cfg.seconds / seconds)
+        works = {"tokenize": lambda: codec.encode(wave), "decode": lambda: codec.decode(codes)}
+        for name, work in works.items():
+            measure(
+                name,
+                args,
+                work,
+                4 * args.repeats,
+                batch=args.batch,
+                audio_s_per_s=lambda seconds: args.batch * cfg.seconds / seconds,
+            )
 
 
 def make(args, stage):
     """(config, transformer, for each sample the codes (T, Q) of its streams)."""
     cfg = settings(args, stage)
     size = cfg.codebook_size if args.preset else 1024
-    sizes = {"semantic": cfg.clusters, "codes": size}
-    streams = train_audio.streams_of(cfg, sizes, 12 if args.preset else 8)
+    quantizers = 12 if args.preset else 8
+    semantic = train_audio.Stream("semantic", 1, cfg.clusters)
+    coarse = train_audio.Stream("coarse", cfg.coarse_quantizers, size)
+    fine = train_audio.Stream("fine", quantizers - cfg.coarse_quantizers, size)
+    streams = {"semantic": [semantic], "coarse": [semantic, coarse], "fine": [coarse, fine]}[stage]
     torch.manual_seed(0)
-    model = train_audio.TokenTransformer(cfg, streams).to(args.device)
-    return cfg, model, [[torch.randint(s.size, (FRAMES[stage], s.codes)) for s in streams] for _ in range(args.batch)]
+    model = train_audio.TokenTransformer(cfg, streams, None).to(args.device)
+    samples = []
+    for _ in range(args.batch):
+        samples.append(
+            [torch.randint(s.codebook_size, (FRAMES[stage], s.num_quantizers)) for s in streams]
+        )
+    return cfg, model, samples
 
 
 def bench_step(args, stage):
     """A whole training step of a transformer; its last stream is predicted."""
     cfg, model, samples = make(args, stage)
-    laid = [train_audio.lay_out(model.streams, codes) for codes in samples]
-    inputs = torch.stack([one for one, _ in laid]).to(args.device)
-    place = torch.tensor([place for _, place in laid], device=args.device)
-    target = torch.stack([train_audio.targets(model.streams[-1], codes[-1], True) for codes in samples]).to(args.device)
+    sequences = [train_audio.build_sequence(model.streams, codes) for codes in samples]
+    last = model.streams[-1]
+    target = [train_audio.targets(last, codes[-1], True) for codes in samples]
+    batch = {
+        "inputs": torch.stack([sequence for sequence, _ in sequences]).to(args.device),
+        "start": torch.tensor([start for _, start in sequences], device=args.device),
+        "target": torch.stack(target).to(args.device),
+        "text": [""] * len(samples),
+    }
     if args.compile:
         model.compile()
     optimizers, average = training(model, cfg)
-    scaler, losses = amp.scaler(args.device, cfg.precision), []
+    scaler = amp.scaler(args.device, cfg.precision)
+    losses = []
 
     def step():
         with amp.autocast(args.device, cfg.precision):
-            sums, counts, _ = model(inputs, place, target)
+            sums, counts, _ = model(batch)
             loss = (sums / counts).mean()
         scaler.scale(loss).backward()
-        amp.step(scaler, optimizers, cfg.max_grad_norm)
+        amp.step(scaler, [(optimizers, cfg.max_grad_norm)])
         model.zero_grad(set_to_none=True)
         average.update(len(losses))
         losses.append(loss.detach())
+
     tokens = args.batch * sum(codes.numel() for codes in samples[0])
-    measure(stage, args, step, 4 * args.repeats, 3, batch=args.batch, steps=inputs.shape[1],
-            parameters=sum(p.numel() for p in model.parameters()), first_loss=lambda seconds: losses[0].item(),
-            tokens_per_s=lambda seconds: tokens / seconds)
+    measure(
+        stage,
+        args,
+        step,
+        4 * args.repeats,
+        3,
+        batch=args.batch,
+        steps=batch["inputs"].shape[1],
+        parameters=sum(p.numel() for p in model.parameters()),
+        first_loss=lambda seconds: losses[0].item(),
+        tokens_per_s=lambda seconds: tokens / seconds,
+    )
 
 
 def bench_generate(args, stage):
-    """About --tokens codes of the last stream, after the streams before it, which are as long for fine."""
+    """About --tokens codes of the last stream, after the earlier streams (of fine, as long)."""
     _, model, samples = make(args, stage)
-    train_audio.for_generation(model)
-    frames = math.ceil(args.tokens / model.streams[-1].codes)
-    samples = [[*(given[:frames] if stage == "fine" else given for given in earlier), last[:0]]
-               for *earlier, last in samples]
+    train_audio.transpose_linears(model.eval()).requires_grad_(False)
+    frames = math.ceil(args.tokens / model.streams[-1].num_quantizers)
+    if stage == "fine":
+        samples = [[codes[:frames] for codes in streams] for streams in samples]
+    samples = [[*earlier, last[:0]] for *earlier, last in samples]
+    sampling = train_audio.SamplingParams(1.0, 100)
+    keys = list(range(args.batch))
     if args.compile:
         model.transformer.step = torch.compile(model.transformer.step)
 
     def work():
         with amp.autocast(args.device, args.precision):
-            train_audio.generate(model, samples, frames, list(range(args.batch)), train_audio.Drawing(1.0, 100),
-                                 ends=False)
-    count = args.batch * frames * model.streams[-1].codes
-    measure(f"generate-{stage}", args, work, args.repeats, 1, batch=args.batch, frames=frames,
-            parameters=sum(p.numel() for p in model.parameters()), tokens_per_s=lambda seconds: count / seconds)
+            train_audio.generate(model, samples, frames, keys, sampling, may_end=False)
+
+    count = args.batch * frames * model.streams[-1].num_quantizers
+    measure(
+        f"generate-{stage}",
+        args,
+        work,
+        args.repeats,
+        1,
+        batch=args.batch,
+        frames=frames,
+        parameters=sum(p.numel() for p in model.parameters()),
+        tokens_per_s=lambda seconds: count / seconds,
+    )
 
 
 def main():
@@ -168,8 +252,10 @@ def main():
             bench_generate(args, case.removeprefix("generate-"))
         elif case in FRAMES:
             bench_step(args, case)
+        elif case == "tokenize":
+            bench_tokenize(args)
         else:
-            (bench_tokenize if case == "tokenize" else bench_soundstream)(args)
+            bench_soundstream(args)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,16 @@
-"""Time the decoder's parts, one JSON line a case: python tests/benchmarks/bench_decoder.py [--device cuda] [CASE ...]
+"""Time the decoder's parts, and print one JSON line a case.
+
+    python tests/benchmarks/bench_decoder.py [--device cuda] [CASE ...]
 
 Cases: train, sample (base U-Net, 32x32), train_upsample, sample_upsample (second U-Net, 64x64), all
 by default; of a preset, those of its stage. Widths, levels and blocks are those of DALLE2-pytorch's
 Unet(dim=64, cond_dim=128, dim_mults=(1, 2, 4)). Peak memory is that of the process, so give one
 case a call when it is to be compared.
 """
+
 import os
 
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: a thread that waits soon leaves its core to others
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: idle threads soon leave their core
 
 import sys
 from pathlib import Path
@@ -21,19 +24,32 @@ import train_decoder
 from common import amp, data, ema, media, optim
 
 CASES = ("train", "sample", "train_upsample", "sample_upsample")
-MODEL = dict(width=64, mults=(1, 2, 4), blocks=2, cond_width=128, head_width=64, attention_levels=(2,),
-             objective="epsilon", timestep_density="uniform")
+MODEL = dict(
+    width=64,
+    channel_mult=(1, 2, 4),
+    num_res_blocks=2,
+    cond_width=128,
+    head_dim=64,
+    attention_levels=(2,),
+    objective="epsilon",
+    timestep_density="uniform",
+)
 BASE = dict(image_size=32, learned_variance=True)
-UPSAMPLE = dict(image_size=64, low_res_size=32, image_condition=False, attention_levels=(), low_res_noise=0.0)
+STEPS = 50  # of sampling
+UPSAMPLE = dict(
+    image_size=64, low_res_size=32, image_condition=False, attention_levels=(), low_res_noise=0.0
+)
 
 
 def make(args, upsample, batch):
     """(config, U-Net, batch of that size, condition) at the benchmark's size, or a preset's."""
-    settings = {**MODEL, **(UPSAMPLE if upsample else BASE)}
+    settings = MODEL | (UPSAMPLE if upsample else BASE)
     if args.preset:
-        settings = {k: v for k, v in train_decoder.PRESETS[args.preset].items()
-                    if k not in ("stage", "clip", "batch_size", "chunk_size")}
-    cfg = train_decoder.Config(**{**settings, "precision": args.precision, "checkpointing": args.checkpointing})
+        settings = dict(train_decoder.PRESETS[args.preset])
+        for name in ("stage", "clip", "batch_size", "chunk_size"):
+            settings.pop(name, None)
+    settings |= {"precision": args.precision, "checkpointing": args.checkpointing}
+    cfg = train_decoder.Config(**settings)
     torch.manual_seed(0)
     has_text = cfg.text_encodings != "none"
     unet = train_decoder.UNet(cfg, args.embed, args.embed if has_text else 0).to(args.device)
@@ -54,34 +70,57 @@ def make(args, upsample, batch):
 def bench_train(args, upsample):
     """A whole training step: forward, backward, clip, AdamW, EMA."""
     cfg, unet, batch, condition = make(args, upsample, args.batch)
-    optimizers, average = optim.make(unet, "adamw", 1e-4, cfg.weight_decay), ema.EMA(unet, decay=0.9999)
-    scaler, losses = amp.scaler(args.device, args.precision), []
+    optimizers = optim.make(unet, "adamw", 1e-4, cfg.weight_decay)
+    average = ema.EMA(unet, decay=0.9999)
+    scaler = amp.scaler(args.device, args.precision)
+    losses = []
 
     def step():
         with amp.autocast(args.device, args.precision):
             loss = train_decoder.diffusion_loss(unet, batch, condition)
         scaler.scale(loss).backward()
-        amp.step(scaler, optimizers, 0.5)
+        amp.step(scaler, [(optimizers, 0.5)])
         for optimizer in optimizers:
             optimizer.zero_grad(set_to_none=True)
         losses.append(loss.detach())
         average.update(len(losses))
-    measure("train_upsample" if upsample else "train", args, step, args.repeats, batch=args.batch,
-            image_size=cfg.image_size, parameters=sum(p.numel() for p in unet.parameters()),
-            first_loss=lambda seconds: losses[0].item(), samples_per_s=lambda seconds: args.batch / seconds)
+
+    measure(
+        "train_upsample" if upsample else "train",
+        args,
+        step,
+        args.repeats,
+        batch=args.batch,
+        image_size=cfg.image_size,
+        parameters=sum(p.numel() for p in unet.parameters()),
+        first_loss=lambda seconds: losses[0].item(),
+        samples_per_s=lambda seconds: args.batch / seconds,
+    )
 
 
 def bench_sample(args, upsample):
-    """50 DDIM steps without guidance."""
+    """STEPS of DDIM without guidance."""
     cfg, unet, batch, condition = make(args, upsample, args.sample_batch)
     unet.eval()
-    low_res = media.resize(media.pixels(batch["image"]), cfg.low_res_size) if upsample else None
+    low_res = media.resize(media.from_uint8(batch["image"]), cfg.low_res_size) if upsample else None
 
     def draw():
         with amp.autocast(args.device, args.precision):
-            train_decoder.sample_pictures(unet, condition, args.sample_batch, 50, low_res=low_res)
-    measure("sample_upsample" if upsample else "sample", args, draw, 3, 1, batch=args.sample_batch, steps=50,
-            image_size=cfg.image_size, samples_per_s=lambda seconds: args.sample_batch / seconds)
+            train_decoder.sample_images(
+                unet, condition, args.sample_batch, STEPS, low_res=low_res
+            )
+
+    measure(
+        "sample_upsample" if upsample else "sample",
+        args,
+        draw,
+        3,
+        1,
+        batch=args.sample_batch,
+        steps=STEPS,
+        image_size=cfg.image_size,
+        samples_per_s=lambda seconds: args.sample_batch / seconds,
+    )
 
 
 def main():
@@ -96,10 +135,11 @@ def main():
         known = CASES[2:] if is_upsampler else CASES[:2]
     cases = args.cases or known
     if unknown := set(cases) - set(known):
-        parser.error(f"no such case{' of a preset' * bool(args.preset)}: {', '.join(unknown)}")
+        parser.error(f"no such case: {', '.join(unknown)}; expected {' '.join(known)}")
     torch.set_num_threads(args.threads)
     for case in cases:
-        (bench_train if case.startswith("train") else bench_sample)(args, case.endswith("upsample"))
+        bench = bench_train if case.startswith("train") else bench_sample
+        bench(args, case.endswith("upsample"))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,15 @@
-"""Time the prior's parts, one JSON line a case: python tests/benchmarks/bench_prior.py [--device cuda] [CASE ...]
+"""Time the prior's parts, and print one JSON line a case.
 
-Cases: train, sample (with text encodings), train_embedding, sample_embedding (text embedding alone), ema, checkpoint,
-order, all by default. Model sizes are those at which public priors over CLIP embeddings are trained. Peak memory is
-that of the process, so give one case a call when it is to be compared.
+    python tests/benchmarks/bench_prior.py [--device cuda] [CASE ...]
+
+Cases: train, sample (with text encodings), train_embedding, sample_embedding (text embedding
+alone), ema, checkpoint, order; all by default. Model sizes are those of public priors over CLIP
+embeddings. Peak memory is that of the process: to compare it, give one case a call.
 """
+
 import os
 
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: a thread that waits soon leaves its core to others
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: idle threads soon leave their core
 
 import argparse
 import json
@@ -26,15 +29,19 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import train_prior
 from common import amp, checkpoint, data, ema, optim, order
 
-SIDE = 2048  # of the matrices of which a product is the peak
+SIDE = 2048  # of the matrices whose product is the peak
+STEPS = 64  # of sampling
+SIZES = dict(width=512, depth=6, heads=8)
 CASES = ("train", "sample", "train_embedding", "sample_embedding", "ema", "checkpoint", "order")
 
 
 def timed(function, device, repeats, warmup=2):
     """Milliseconds of each of `repeats` calls after `warmup`."""
+
     def wait():
         if device.type == "cuda":
             torch.cuda.synchronize()
+
     for _ in range(warmup):
         function()
     wait()
@@ -48,7 +55,7 @@ def timed(function, device, repeats, warmup=2):
 
 
 def flops_of(function):
-    """Floating-point operations of one call, by torch's counter: of all matrix products and convolutions."""
+    """Floating-point operations of the matrix products and convolutions of one call."""
     # Not compiled, and attention as plain products: the counter sees through neither.
     counter = FlopCounterMode(display=False)
     with torch.compiler.set_stance("force_eager"), sdpa_kernel(SDPBackend.MATH), counter:
@@ -57,23 +64,24 @@ def flops_of(function):
 
 
 def peak_flops(args):
-    """FLOP a second of a plain product of square matrices in the benchmark's precision: best of ten."""
+    """FLOP a second of a product of square matrices in the benchmark's precision: best of ten."""
     left, right = torch.randn(2, SIDE, SIDE, device=args.device, dtype=amp.DTYPES[args.precision])
     times = timed(lambda: left @ right, args.device, 10)
-    return 2 * SIDE ** 3 / min(times) * 1e3
+    return 2 * SIDE**3 / min(times) * 1e3
 
 
 def peak_memory(args):
     """The most memory in MB that the process, or on a GPU its tensors, had so far."""
     if args.device.type == "cuda":
-        return torch.cuda.max_memory_allocated() / 2 ** 20
+        return torch.cuda.max_memory_allocated() / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def measure(case, args, function, repeats, warmup=2, mean=False, **facts):
-    """Time `function`, and emit its line. facts: numbers, or functions of the seconds that a call takes.
+    """Time `function`, and emit its line.
 
-    mean: the seconds of `facts` are the mean of the calls, as they differ, else their median.
+    facts: numbers, or functions of the seconds that a call takes. mean: these seconds are the mean
+    of the calls, as they differ, else their median.
     """
     before = peak_flops(args)
     start = time.perf_counter()
@@ -87,26 +95,46 @@ def measure(case, args, function, repeats, warmup=2, mean=False, **facts):
     flops = flops_of(function)
     seconds = statistics.median(times) / 1e3
     average = statistics.mean(times) / 1e3
-    rates = {name: fact(average if mean else seconds) if callable(fact) else fact for name, fact in facts.items()}
-    rates |= {"ms_mean": average * 1e3} if mean else {}
-    rates |= dict(first_call_s=first, gflop=flops / 1e9, gflop_per_s=flops / seconds / 1e9,
-                  peak_gflop_per_s=peak / 1e9, share_of_peak=flops / seconds / peak)
-    emit(case, args, times, memory, **{name: float(f"{rate:.4g}") if isinstance(rate, float) else rate
-                                       for name, rate in rates.items()})
+    rates = dict(facts)
+    for name, fact in facts.items():
+        if callable(fact):
+            rates[name] = fact(average if mean else seconds)
+    if mean:
+        rates["ms_mean"] = average * 1e3
+    rates |= dict(
+        first_call_s=first,
+        gflop=flops / 1e9,
+        gflop_per_s=flops / seconds / 1e9,
+        peak_gflop_per_s=peak / 1e9,
+        share_of_peak=flops / seconds / peak,
+    )
+    for name, rate in rates.items():
+        if isinstance(rate, float):
+            rates[name] = float(f"{rate:.4g}")
+    emit(case, args, times, memory, **rates)
 
 
 def emit(case, args, times, memory=0.0, **facts):
     """One line of JSON: the median and least milliseconds, the peak memory, and `facts`."""
-    peak = memory or peak_memory(args)
-    print(json.dumps({"case": case, "device": args.device.type, "threads": torch.get_num_threads(),
-                      "cpu": torch.backends.cpu.get_cpu_capability(),
-                      "precision": args.precision, "compile": args.compile, "ms": round(statistics.median(times), 3),
-                      "ms_min": round(min(times), 3), "peak_mb": round(peak, 1), **facts}), flush=True)
+    line = dict(
+        case=case,
+        device=args.device.type,
+        threads=torch.get_num_threads(),
+        cpu=torch.backends.cpu.get_cpu_capability(),
+        precision=args.precision,
+        compile=args.compile,
+        ms=round(statistics.median(times), 3),
+        ms_min=round(min(times), 3),
+        peak_mb=round(memory or peak_memory(args), 1),
+    )
+    print(json.dumps(line | facts), flush=True)
 
 
 def flags(usage, cases, presets, batch, repeats):
     """A parser of what every benchmark can be told."""
-    parser = argparse.ArgumentParser(description=usage, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=usage, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("cases", nargs="*", metavar="CASE", help="of: " + " ".join(cases))
     parser.add_argument("--device", default="cpu", type=torch.device)
     parser.add_argument("--precision", default="fp32", choices=amp.DTYPES)
@@ -120,17 +148,25 @@ def flags(usage, cases, presets, batch, repeats):
 
 def make(args, encodings):
     """(config, prior, optimizers, average, batch) at the benchmark's size, or a preset's."""
-    preset = train_prior.PRESETS[args.preset] if args.preset else dict(width=512, depth=6, heads=8)
-    sizes = {k: v for k, v in preset.items() if k in ("width", "depth", "heads", "max_text_len")}
-    cfg = train_prior.Config(**sizes, noise_draws=args.draws, text_encodings="shards" if encodings else "none",
-                             precision=args.precision, lr=3e-4, checkpointing=args.checkpointing)
+    preset = train_prior.PRESETS[args.preset] if args.preset else SIZES
+    sizes = {name: preset[name] for name in (*SIZES, "max_text_len") if name in preset}
+    cfg = train_prior.Config(
+        **sizes,
+        noise_draws=args.draws,
+        text_encodings="shards" if encodings else "none",
+        precision=args.precision,
+        lr=3e-4,
+        checkpointing=args.checkpointing,
+    )
     torch.manual_seed(0)
     width = args.embed
     prior = train_prior.Prior(cfg, width, width if encodings else 0).to(args.device)
     if args.compile:
         prior.compile()
     optimizers = optim.make(prior, "adamw", cfg.lr, cfg.weight_decay)
-    batch = {"text_embed": torch.randn(args.batch, width), "image_embed": torch.randn(args.batch, width)}
+    batch = {}
+    batch["text_embed"] = torch.randn(args.batch, width)
+    batch["image_embed"] = torch.randn(args.batch, width)
     if encodings:
         batch["text_enc"] = torch.randn(args.batch, cfg.max_text_len, width)
     batch = data.to_device(batch, args.device)
@@ -140,49 +176,82 @@ def make(args, encodings):
 def bench_train(args, encodings):
     """A whole training step: forward, backward, clip, AdamW, EMA."""
     cfg, prior, optimizers, average, batch = make(args, encodings)
-    scaler, count = amp.scaler(args.device, args.precision), 0
+    scaler = amp.scaler(args.device, args.precision)
+    count = 0
 
     def step():
         nonlocal count
         with amp.autocast(args.device, args.precision):
-            loss = train_prior.diffusion_loss(prior, batch, train_prior.conditioning(batch, cfg, None))
+            condition = train_prior.conditioning(batch, cfg, None)
+            loss = train_prior.diffusion_loss(prior, batch, condition)
         scaler.scale(loss).backward()
-        amp.step(scaler, optimizers, 0.5)
+        amp.step(scaler, [(optimizers, 0.5)])
         for optimizer in optimizers:
             optimizer.zero_grad(set_to_none=True)
-        average.update(count := count + 1)
-    measure("train" if encodings else "train_embedding", args, step, args.repeats, batch=args.batch,
-            draws=cfg.noise_draws, parameters=sum(p.numel() for p in prior.parameters()),
-            samples_per_s=lambda seconds: args.batch / seconds)
+        count += 1
+        average.update(count)
+
+    name = "train" if encodings else "train_embedding"
+    measure(
+        name,
+        args,
+        step,
+        args.repeats,
+        batch=args.batch,
+        draws=cfg.noise_draws,
+        parameters=sum(p.numel() for p in prior.parameters()),
+        samples_per_s=lambda seconds: args.batch / seconds,
+    )
 
 
 def bench_sample(args, encodings):
-    """64 steps of ancestral sampling without guidance."""
+    """STEPS of ancestral sampling without guidance."""
     cfg, prior, _, _, batch = make(args, encodings)
     prior.eval()
 
     def draw():
         with torch.no_grad(), amp.autocast(args.device, args.precision):
-            train_prior.sample_embeddings(prior, train_prior.conditioning(batch, cfg, None), 64)
-    measure("sample" if encodings else "sample_embedding", args, draw, max(3, args.repeats // 4), 1, batch=args.batch,
-            steps=64, samples_per_s=lambda seconds: args.batch / seconds)
+            condition = train_prior.conditioning(batch, cfg, None)
+            train_prior.sample_embeddings(prior, condition, STEPS)
+
+    name = "sample" if encodings else "sample_embedding"
+    measure(
+        name,
+        args,
+        draw,
+        max(3, args.repeats // 4),
+        1,
+        batch=args.batch,
+        steps=STEPS,
+        samples_per_s=lambda seconds: args.batch / seconds,
+    )
 
 
 def bench_ema(args):
     """An update of 29M parameters in 300 tensors, beside the one call that it cannot do without."""
-    layers = [layer for _ in range(75) for layer in (torch.nn.Linear(312, 624), torch.nn.Linear(624, 312))]
+    layers = []
+    for _ in range(75):
+        layers += [torch.nn.Linear(312, 624), torch.nn.Linear(624, 312)]
     model = torch.nn.Sequential(*layers).to(args.device)
     average = ema.EMA(model, decay=0.9999)
     with torch.no_grad():
         source = [p.detach() for p in model.parameters()]
         shadow = [p.clone() for p in source]
-    ratios, times = [], []
+    ratios = []
+    times = []
     for _ in range(5):  # in turns, since machines drift
-        floor = timed(lambda: torch._foreach_lerp_(shadow, source, 1e-4), args.device, args.repeats)
-        times += timed(lambda: average.update(1000), args.device, args.repeats)
-        ratios.append(statistics.median(times[-args.repeats:]) / statistics.median(floor))
-    emit("ema", args, times, tensors=len(source), parameters=sum(p.numel() for p in source),
-         times_bare_lerp=round(statistics.median(ratios), 3))
+        bare = timed(lambda: torch._foreach_lerp_(shadow, source, 1e-4), args.device, args.repeats)
+        ours = timed(lambda: average.update(1000), args.device, args.repeats)
+        ratios.append(statistics.median(ours) / statistics.median(bare))
+        times += ours
+    emit(
+        "ema",
+        args,
+        times,
+        tensors=len(source),
+        parameters=sum(p.numel() for p in source),
+        times_bare_lerp=round(statistics.median(ratios), 3),
+    )
 
 
 def bench_checkpoint(args):
@@ -191,29 +260,37 @@ def bench_checkpoint(args):
     for p in prior.parameters():
         p.grad = torch.zeros_like(p)
     optimizers[0].step()
-    state = {"model": prior.state_dict(), "ema": average.state_dict(), "optimizers": [optimizers[0].state_dict()]}
+    state = {
+        "model": prior.state_dict(),
+        "ema": average.state_dict(),
+        "optimizers": [optimizers[0].state_dict()],
+    }
     with tempfile.TemporaryDirectory(dir=args.folder or None) as folder:
-        path, digest = os.path.join(folder, "x.pt"), []
-        times = timed(lambda: digest.append(checkpoint.save(state, path)), args.device, 5, 1)
-        emit("checkpoint_save", args, times, mb=round(os.path.getsize(path) / 1e6, 1))
+        path = os.path.join(folder, "x.pt")
+        times = timed(lambda: checkpoint.save(state, path), args.device, 5, 1)
+        size = round(os.path.getsize(path) / 1e6, 1)
+        emit("checkpoint_save", args, times, mb=size)
         times = timed(lambda: checkpoint.load(path), args.device, 5, 1)
-        emit("checkpoint_load", args, times, mb=round(os.path.getsize(path) / 1e6, 1))
+        emit("checkpoint_load", args, times, mb=size)
 
 
 def bench_order(args):
     """Rows of a batch of two billion: microseconds a row, in batches of 4096 and one at a time."""
-    split = order.Split(2 * 10 ** 9, "train", 0.01, 0.01)
+    split = order.split_indices(2 * 10**9, "train", 0.01, 0.01)
     for size in (4096, 1):
-        positions = np.arange(10 ** 9, 10 ** 9 + size)
-        times = timed(lambda p=positions: split[order.shuffled(p, len(split), 0)], args.device, args.repeats)
+        positions = np.arange(10**9, 10**9 + size)
+        times = timed(
+            lambda p=positions: split[order.shuffle(p, len(split), 0)], args.device, args.repeats
+        )
         per_row = statistics.median(times) / size * 1e3
-        emit("order", args, times, rows=2 * 10 ** 9, batch=size, us_per_row=round(per_row, 3))
+        emit("order", args, times, rows=2 * 10**9, batch=size, us_per_row=round(per_row, 3))
 
 
 def main():
     parser = flags(__doc__, CASES, train_prior.PRESETS, batch=64, repeats=12)
-    parser.add_argument("--embed", type=int, default=512,
-                        help="width of embeddings and text encodings")
+    parser.add_argument(
+        "--embed", type=int, default=512, help="width of embeddings and text encodings"
+    )
     parser.add_argument("--draws", type=int, default=1, help="noise draws a sample")
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--folder", default="", help="where to write checkpoints")
