@@ -60,6 +60,7 @@ from common import (
     clip,
     config,
     data,
+    diffusion,
     dist,
     loop,
     media,
@@ -1403,7 +1404,9 @@ def generate(model, samples, num_frames, seeds, sampling, texts=None, may_end=Tr
         logits = F.linear(x, model.heads[q].to(x.dtype)).float()  # (B or 2B, K + 1)
         if guided:  # classifier-free guidance (Ho & Salimans 2022, Eq. 6)
             conditional, unconditional = logits.chunk(2)
-            logits = unconditional + sampling.guidance_scale * (conditional - unconditional)
+            logits = diffusion.classifier_free_guidance(
+                conditional, unconditional, sampling.guidance_scale
+            )
         # EOS stands only where a frame would begin, and no recording is empty.
         no_eos = never_ends | (is_empty & (t == 0)) | (q > 0)
         logits[:, eos].masked_fill_(no_eos, -torch.inf)
@@ -2017,16 +2020,16 @@ class SyllableScores:
 
 
 def evaluate_pipeline(args, device):
-    """Continue held-out recordings; {metric: value}, also in scores.json. Collective.
+    """Continue held-out recordings, and write and print their metrics. Collective.
 
-    The built-in recordings are also scored. Metrics ending in _real are those of the real
-    recordings after the codec.
+    The metrics are in scores.json, the sounds in sounds/. The built-in recordings are also scored.
+    Metrics ending in _real are those of the real recordings after the codec.
     """
-    pipeline = Pipeline(args.run_dir, device, args.weights, args.model)
+    pipeline = dist.main_first(lambda: Pipeline(args.run_dir, device, args.weights, args.model))
     codec = pipeline.codec
     # Nothing is trained: the training split may be smaller than a batch.
     cfg = dataclasses.replace(pipeline.models["coarse"].cfg, batch_size=1)
-    datasets = open_recordings(cfg)
+    datasets = dist.run_together(lambda: open_recordings(cfg))
     splits = data.splits(datasets[0], cfg, *datasets[1:])
     dataset, indices = splits["test"]
     scores = None
@@ -2058,8 +2061,8 @@ def evaluate_pipeline(args, device):
                 write_sound(sound, codec.sample_rate, f"{path}_continued.wav")
             if scores:
                 real = codec.decode(codec.encode(waves[i]))
-                text_heard = scores.text_similarity(real, dataset.text(index))
-                means.add("text_heard_real", text_heard)
+                similarity = scores.text_similarity(real, dataset.text(index))
+                means.add("text_heard_real", similarity)
                 # The real recording after the codec is the best that a model can reach.
                 means.add("voice_kept_real", scores.same_voice(prompts[i], real[start:]))
                 # Shorter sounds have no measurable pitch.
@@ -2194,7 +2197,7 @@ def train(cfgs):
     """Train one stage, or all in turn and then evaluate them together."""
     first = cfgs[0]
     device = dist.setup(first.device, first.timeout_minutes)
-    store.check_stages(cfgs)
+    dist.on_main(lambda: store.check_stages(cfgs))
     if len(cfgs) > 1 and first.soundstream:  # then no codec is trained
         dist.main_first(lambda: codec_of(cfgs[-1], device))  # a mistake shows before training
         cfgs = cfgs[1:]  # of the published or the given codec

@@ -1382,14 +1382,9 @@ class SampleConfig(CascadeConfig):
 def open_image(path, size=0):
     """Central square of an image file, float (1, 3, H, H) in [-1, 1], at `size` if given."""
     # Cropped, not squeezed, as images of the training data are.
-    pixels = media.from_uint8(
-        torch.tensor(images.decode_image(Path(path).read_bytes(), path)[None])
-    )
-    height, width = pixels.shape[2:]
-    side = min(height, width)
-    top = (height - side) // 2
-    left = (width - side) // 2
-    return media.resize(pixels[..., top : top + side, left : left + side], size or side, "box")
+    pixels = torch.tensor(images.decode_image(Path(path).read_bytes(), path)[None])
+    square = media.central_square(media.from_uint8(pixels))
+    return media.resize(square, size or square.shape[2], RESIZE)
 
 
 def slerp(start, end, fraction):

@@ -39,7 +39,7 @@ from common import (
 from common import nn as layers
 from common.config import UserError, need
 from common.images import BUILTIN_ROWS, CaptionedImages, Unusable
-from common.media import resize, to_uint8
+from common.media import central_square, resize, to_uint8
 
 PAD = 0
 START = 1
@@ -228,11 +228,7 @@ def center_crop(images, size):
     """
     if images.dtype == torch.uint8:
         images = images.permute(0, 3, 1, 2).float() / 255
-    height, width = images.shape[2:]
-    side = min(height, width)
-    top = (height - side) // 2
-    left = (width - side) // 2
-    return resize(images[:, :, top : top + side, left : left + side], size).clamp(0, 1)
+    return resize(central_square(images), size).clamp(0, 1)
 
 
 class OpenCLIP(Encoder):

@@ -156,6 +156,8 @@ class ChunkDataset(torch.utils.data.Dataset):
 
 def loader(chunks, spans, workers=0, pin_memory=False):
     """Items of a ChunkDataset at `spans`, an iterable, in order, read ahead by `workers`."""
+    if workers:
+        atexit.register(kill_workers)
     try:
         yield from torch.utils.data.DataLoader(
             chunks,
@@ -175,7 +177,6 @@ def ignore_signals(worker):
         signal.signal(number, signal.SIG_IGN)
 
 
-@atexit.register
 def kill_workers():
     """End the workers of a rank that ends by an error: Python would do it by SIGTERM, and wait."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # else torch reports a killed worker
@@ -218,8 +219,8 @@ def to_device(batch, device):
 class NpyFile:
     """A float16 or float32 .npy file of `ndim` dimensions: item (int array) -> float32 rows.
 
-    It is opened anew at each reading: a process that reads beyond a file cut meanwhile is killed,
-    and thousands of files cannot be open at once.
+    It is opened anew at each reading, because thousands of files cannot be open at once. Opening
+    compares its size with its header, so a file that was cut meanwhile is an error, not a crash.
     """
 
     def __init__(self, path, ndim):
@@ -397,7 +398,7 @@ class Embeddings:
         return len(unusable), len(checked), names
 
     def fingerprint(self):
-        """Values that change when the data does: rows, width, digest of the files' ends."""
+        """Values that change when the data does: rows, width, digest of the files' starts."""
         files = []
         for name, table in self.tables.items():
             if not (name == "text_embed" and self.with_captions):  # then it may be missing

@@ -165,7 +165,7 @@ class Progress:
     """The progress bar, sums since the last log line, and what is due at a line.
 
     Sums are taken without waiting for the device. As a context, it stands around the loop: after a
-    signal to any rank it saves, and ends the process. It closes the logger.
+    signal to any rank it saves, and ends the process.
     """
 
     def __init__(self, run, state, log, title):

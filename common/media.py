@@ -201,6 +201,15 @@ def blur(images, sigma):
         return kernel @ images @ kernel.mT
 
 
+def central_square(images):
+    """The largest central squares (B, C, S, S) of images (B, C, H, W)."""
+    height, width = images.shape[2:]
+    size = min(height, width)
+    top = (height - size) // 2
+    left = (width - size) // 2
+    return images[:, :, top : top + size, left : left + size]
+
+
 def crop(images, size, corners):
     """The squares of `size` of (B, C, H, W) that begin at `corners` (B, 2): pixels down, right."""
     crops = []
