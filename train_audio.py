@@ -978,6 +978,7 @@ def train_soundstream(given, device):
             if stepped:  # an fp16 step that overflowed is tried again, on the same samples
                 step_batches = [next(batches) for _ in plan]
             step_loss = torch.zeros((), device=device)
+            step_discriminator_loss = torch.zeros((), device=device)
             for chunk, batch in zip(plan, step_batches):
                 # All that is random in a chunk follows from (seed, step, chunk), on any rank.
                 accumulate.seed_all(cfg.seed, state.step, chunk.index)
@@ -995,6 +996,7 @@ def train_soundstream(given, device):
                     with amp.autocast(device, cfg.precision):
                         loss = discriminator_loss(discriminators, fake, real, r1_weight)
                     scaler.scale(loss * chunk.weight).backward()
+                    step_discriminator_loss += loss.detach() * (chunk.stop - chunk.start)
             modules = [codec]
             groups = [(optimizers, cfg.max_grad_norm)]
             if adversarial:  # both step or neither does; each has its own clipping norm
@@ -1013,7 +1015,12 @@ def train_soundstream(given, device):
             state.step += 1
             ema.update(state.step)
             # The line of the log has the codec's loss and norm.
-            progress.add(step_loss, grad_norms[0], step_batches)
+            progress.add(
+                step_loss,
+                grad_norms[0],
+                step_batches,
+                {"discriminator_loss": step_discriminator_loss},
+            )
 
         # Test the averaged weights, and save them last of all.
         metrics, samples = evaluate_weights(

@@ -299,7 +299,7 @@ def versions(script):
 
 
 # What a stop between two log lines leaves for the next line. losses: of each step, over samples.
-NOTHING_UNLOGGED = {"losses": [], "grad_norm": 0.0, "unusable": 0, "overflows": 0}
+NOTHING_UNLOGGED = {"losses": [], "others": {}, "grad_norm": 0.0, "unusable": 0, "overflows": 0}
 
 # Entries of a checkpoint that only resuming needs.
 FOR_RESUMING = (

@@ -198,6 +198,7 @@ class Progress:
         self.started = time.monotonic()
         self.earlier = checkpoint.NOTHING_UNLOGGED
         self.losses = []
+        self.others = {}
         self.norm = 0.0
         self.unusable = []
         self.overflows = 0
@@ -221,10 +222,11 @@ class Progress:
 
     def save_unlogged(self):
         """Save at any step, with what is not logged yet: the resumed run logs the same lines."""
-        losses, unusable = self.totals()
+        losses, others, unusable = self.totals()
         self.check_steps(losses)
         self.state.unlogged = {
             "losses": losses,
+            "others": others,
             "grad_norm": float(self.norm),
             "unusable": unusable,
             "overflows": self.overflows,
@@ -232,14 +234,16 @@ class Progress:
         self.run.save(self.state, self.log)
         self.run.wait()
 
-    def add(self, loss_sum, norm, batches):
+    def add(self, loss_sum, norm, batches, others=None):
         """Count a step.
 
         loss_sum: this rank's loss, summed over its samples. norm: of the gradients. batches: the
-        chunks of this rank, which name samples that were unusable.
+        chunks of this rank, which name samples that were unusable. others: {name: loss summed over
+        samples}; those of the last step are logged.
         """
         self.bar.update()
         self.losses.append(loss_sum)
+        self.others = others or {}
         self.norm = norm
         for batch in batches:
             self.unusable += batch["unusable"]
@@ -258,7 +262,7 @@ class Progress:
         cfg = self.state.cfg
         step = self.state.step
         scaler = self.state.scaler
-        losses, unusable = self.totals()
+        losses, others, unusable = self.totals()
         self.check_steps(losses)
         self.loss = sum(losses) / (len(losses) * cfg.batch_size)
         rate = len(self.losses) * cfg.batch_size / (time.monotonic() - self.started)
@@ -272,6 +276,7 @@ class Progress:
             overflows=self.overflows,
             unusable_rows=unusable,
             samples_per_s=rate,
+            **{name: loss_sum / cfg.batch_size for name, loss_sum in others.items()},
             **scale,
         )
         self.bar.set_postfix_str(f"loss {self.loss:.4f}, {rate:.0f} samples/s", refresh=False)
@@ -316,7 +321,7 @@ class Progress:
         self.log.report()
 
     def totals(self):
-        """Of all ranks: ([sum of losses of each step since the last line], unusable samples)."""
+        """Of all ranks: ([loss sum of each step since the last line], other sums, unusable)."""
         losses = torch.stack(self.losses).tolist() if self.losses else []
         *losses, unusable = dist.total([*losses, len(self.unusable)])
         if unusable:
@@ -327,7 +332,8 @@ class Progress:
             if new:
                 self.log.print(f"unusable, and replaced by the next row: {', '.join(new)}")
             self.named_unusable |= names
-        return self.earlier["losses"] + losses, self.earlier["unusable"] + int(unusable)
+        others = dist.total_by_name(self.others) or self.earlier["others"]
+        return self.earlier["losses"] + losses, others, self.earlier["unusable"] + int(unusable)
 
     def check_steps(self, losses):
         """`check_finite` of the losses of steps since the last line, and of the last gradient."""

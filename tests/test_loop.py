@@ -52,7 +52,8 @@ def progress_of(state, run=None):
 def add(progress, loss, norm=2.0, unusable=()):
     progress.state.step += 1
     batches = [{"unusable": list(unusable)}, {"unusable": []}]
-    progress.add(torch.tensor(float(loss)), torch.tensor(norm), batches)
+    loss = torch.tensor(float(loss))
+    progress.add(loss, torch.tensor(norm), batches, {"other_loss": 2 * loss})
 
 
 # Lines
@@ -85,6 +86,7 @@ LINE = {
     "grad_norm": 2.0,
     "overflows": 1,
     "unusable_rows": 0,
+    "other_loss": 4.0,  # of the last step
     "scale": 4.0,
 }
 
@@ -100,7 +102,7 @@ def test_lines_are_sums_over_all_ranks_and_each_unusable_sample_is_named_once(on
     unusable = [(("b",), ("a",)), (("b",), ())]
     ranks = on_ranks(2, two_lines_on_rank, [(10, 6), (14, 10)], unusable)
     for lines, _ in ranks:
-        assert lines[0] == {**LINE, "unusable_rows": 3}
+        assert lines[0] == {**LINE, "unusable_rows": 3, "other_loss": 4.0}
         assert lines[1]["loss"] == 2.0
     assert ranks[0][1] == ["unusable, and replaced by the next row: a, b"]
 
@@ -146,7 +148,7 @@ def test_multiples_between_two_lines_are_due_once():
     assert due == [(4, True, False), (8, True, True), (12, True, True), (16, True, True)]
 
 
-@pytest.mark.parametrize("stop", range(4))
+@pytest.mark.parametrize("stop", range(5))
 def test_what_a_stop_left_between_two_lines_is_logged_by_the_next_as_if_nothing_was(stop):
     losses = (8.0, 16.0, 40.0, 80.0)  # of the steps 9 to 12; the stop comes after `stop` of them
     run = SimpleNamespace(save=lambda state, log: None, wait=lambda: None)
@@ -168,7 +170,14 @@ def test_what_a_stop_left_between_two_lines_is_logged_by_the_next_as_if_nothing_
     progress.log_line()
     line = progress.log.lines[0]
     del line["samples_per_s"]
-    changed = dict(step=12, samples_seen=96, loss=4.5, grad_norm=3.0, unusable_rows=4)
+    changed = dict(
+        step=12,
+        samples_seen=96,
+        loss=4.5,
+        grad_norm=3.0,
+        unusable_rows=4,
+        other_loss=20.0,
+    )
     assert line == {**LINE, **changed}
 
 

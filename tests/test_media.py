@@ -168,14 +168,18 @@ def test_a_blur_has_the_width_asked_for_both_ways_and_keeps_constants():
     assert_close(media.blur(constant, sigma), constant)
 
 
-@pytest.mark.parametrize("height, width, rows, columns", [
-    (9, 4, slice(2, 6), slice(0, 4)),
-    (4, 9, slice(0, 4), slice(2, 6)),
-    (4, 4, slice(0, 4), slice(0, 4)),
-])
+@pytest.mark.parametrize(
+    "height, width, rows, columns",
+    [
+        (9, 4, slice(2, 6), slice(0, 4)),
+        (4, 9, slice(0, 4), slice(2, 6)),
+        (4, 4, slice(0, 4), slice(0, 4)),
+    ],
+)
 def test_a_central_square_is_as_large_as_the_shorter_side(height, width, rows, columns):
     images = torch.randn(2, 3, height, width)
-    assert torch.equal(media.central_square(images), images[:, :, rows, columns])
+    square = media.central_square(images)
+    assert torch.equal(square, images[:, :, rows, columns])
 
 
 def test_a_crop_is_the_square_that_begins_at_its_corner():
