@@ -5,6 +5,7 @@ FILE.json`, which wins over `--preset NAME`, which wins over the defaults.
 """
 
 import argparse
+import codecs
 import dataclasses
 import difflib
 import functools
@@ -31,6 +32,13 @@ Fraction = Annotated[float, ("within 0 and 1", lambda value: 0 <= value <= 1)]
 Decay = Annotated[float, ("0 or more and below 1", lambda value: 0 <= value < 1)]
 Device = Literal["auto", "cuda", "mps", "cpu"]
 
+# That of UTF-32 begins as that of UTF-16 does.
+BYTE_ORDER_MARKS = {
+    codecs.BOM_UTF32_LE: "utf-32",
+    codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}
 SYNONYMS = {"--learning_rate": "--lr"}  # that difflib would not find
 
 
@@ -203,8 +211,9 @@ class Inference(Settings):
 
 def read_json(path):
     """The JSON object in the file `path`; UserError or OSError names the file."""
+    text = decode_text(Path(path).read_bytes(), path)
     try:
-        values = json.loads(Path(path).read_text(encoding="utf-8"))
+        values = json.loads(text)
     except ValueError as error:
         raise UserError(f"{path}: not a JSON file ({error})") from error
     if not isinstance(values, dict):
@@ -476,11 +485,29 @@ def need(module, wanted_by, package=None):
         raise UserError(f"{wanted_by} needs {package}: pip install {package}") from None
 
 
+def decode_text(content, name):
+    """The text of `content` (bytes): UTF-8, or what its byte order mark says; UserError."""
+    encoding = "utf-8-sig"  # with or without a mark
+    for mark, marked_encoding in BYTE_ORDER_MARKS.items():
+        if content.startswith(mark):
+            encoding = marked_encoding
+            break
+    try:
+        text = content.decode(encoding)
+        if "\0" in text:  # UTF-16 without a mark
+            raise ValueError("it has zero bytes")
+        return text
+    except ValueError as error:
+        raise UserError(
+            f"{name}: not text in UTF-8, nor marked as UTF-16 ({error}); save it as UTF-8"
+        ) from error
+
+
 def texts_of(text, path):
     """The text, or the lines of the file `path`, that are not blank; UserError of an empty file."""
     if not path:
         return [text.strip()] if text.strip() else []
-    lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
+    lines = decode_text(Path(path).read_bytes(), path).splitlines()
     texts = [line.strip() for line in lines if line.strip()]
     if not texts:
         raise UserError(f"{path}: no text in it")

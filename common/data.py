@@ -96,6 +96,27 @@ def evenly_spaced(count, most):
     return np.linspace(0, count - 1, min(count, most)).astype(np.int64)
 
 
+def files_below(folder):
+    """Sorted paths of the files below a folder. Links to folders are entered, each folder once."""
+    entered = set()
+    files = []
+    for parent, folders, names in os.walk(folder, onerror=fail_if_refused, followlinks=True):
+        status = os.stat(parent)
+        identity = status.st_dev, status.st_ino
+        if identity in entered:
+            folders.clear()
+            continue
+        entered.add(identity)
+        folders.sort()  # which of two links is entered must not depend on the file system
+        files += [os.path.join(parent, name) for name in names]
+    return [Path(file) for file in sorted(files) if os.path.isfile(file)]
+
+
+def fail_if_refused(error):
+    if isinstance(error, PermissionError):  # else the samples in it would be missing silently
+        raise error
+
+
 def digest_of(files, most=100):
     """16 digits that change with the names or sizes of `files`, or the start of `most` of them."""
     sizes = [(Path(file).name, os.stat(file).st_size) for file in files]

@@ -300,6 +300,25 @@ def test_help_is_that_of_the_command(words, default, message, run, capsys):
     assert "command: expected one of train, sample" in capsys.readouterr().err
 
 
+# Text files
+
+@pytest.mark.parametrize("encoding", [
+    "utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be"
+])
+def test_a_text_is_decoded_by_its_byte_order_mark_or_as_utf_8(encoding):
+    text = "ein rotes Dreieck über 빨간 △ 😀"
+    mark = "\ufeff" if encoding.endswith("e") else ""  # Python writes it for the others
+    assert config.decode_text(f"{mark}{text}".encode(encoding), "x") == text
+
+
+@pytest.mark.parametrize("content", ["über".encode("cp1252"), "a b".encode("utf-16-le")])
+def test_a_text_of_an_unmarked_other_encoding_is_refused_by_name(content, tmp_path):
+    path = tmp_path / "texts.txt"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"texts\.txt: not text in UTF-8.*save it as UTF-8"):
+        config.texts_of("", path)
+
+
 # The flags of the scripts
 
 SCRIPTS = [importlib.import_module(f"train_{name}") for name in ("prior", "decoder", "audio")]

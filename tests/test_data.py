@@ -451,3 +451,35 @@ raise MemoryError
 
 def test_a_process_that_ends_by_an_error_does_not_wait_for_its_workers(script):
     assert "MemoryError" in script(FAILS).stderr
+
+
+# Folders
+
+def test_links_to_folders_are_entered_once_and_broken_ones_are_no_files(tmp_path):
+    elsewhere = tmp_path / "elsewhere/deep"
+    elsewhere.mkdir(parents=True)
+    (elsewhere / "b").touch()
+    folder = tmp_path / "data"
+    (folder / "own").mkdir(parents=True)
+    (folder / "own/a").touch()
+    links = {
+        "first": elsewhere.parent,
+        "second": elsewhere.parent,
+        "own/cycle": folder,
+        "itself": folder / "itself",
+        "broken": tmp_path / "nowhere",
+        "file": folder / "own/a",
+    }
+    for name, target in links.items():
+        (folder / name).symlink_to(target)
+    names = [path.relative_to(folder).as_posix() for path in data.files_below(folder)]
+    assert names == ["file", "first/deep/b", "own/a"]
+
+
+def test_a_folder_that_may_not_be_read_is_an_error(tmp_path, monkeypatch):
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("os.scandir", refuse)
+    with pytest.raises(PermissionError, match=str(tmp_path)):
+        data.files_below(tmp_path)
