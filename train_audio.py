@@ -936,7 +936,8 @@ def train_soundstream(given, device):
     log = loop.begin(run, state, given, f"{len(dataset):,} recordings", device)
 
     # A signal to any rank ends the loop: `progress` saves first.
-    with log, dist.stop_signals, loop.Progress(run, state, log, "soundstream") as progress:
+    progress = loop.Progress(run, state, log, "soundstream", crops)
+    with log, dist.stop_signals, progress:
         codec.train()
         stepped = True
         while True:
@@ -977,7 +978,7 @@ def train_soundstream(given, device):
             # Take one optimizer step of the codec and, on the same fakes, of the discriminators.
             if stepped:  # an fp16 step that overflowed is tried again, on the same samples
                 step_batches = [next(batches) for _ in plan]
-            step_loss = torch.zeros((), device=device)
+            chunk_losses = []  # summed over the samples of a chunk
             step_discriminator_loss = torch.zeros((), device=device)
             for chunk, batch in zip(plan, step_batches):
                 # All that is random in a chunk follows from (seed, step, chunk), on any rank.
@@ -990,7 +991,7 @@ def train_soundstream(given, device):
                         loss = loss + adversarial_loss(cfg, discriminators, fake, real)
                 # Weights add up to 1 over a batch: the gradient is that of its mean loss.
                 scaler.scale(loss * chunk.weight).backward()
-                step_loss += loss.detach() * (chunk.stop - chunk.start)
+                chunk_losses.append(loss.detach() * (chunk.stop - chunk.start))
                 # The discriminators learn from the same fakes, before the codec moves.
                 if adversarial:
                     with amp.autocast(device, cfg.precision):
@@ -1016,7 +1017,7 @@ def train_soundstream(given, device):
             ema.update(state.step)
             # The line of the log has the codec's loss and norm.
             progress.add(
-                step_loss,
+                chunk_losses,
                 grad_norms[0],
                 step_batches,
                 {"discriminator_loss": step_discriminator_loss},
@@ -1755,6 +1756,9 @@ def train_transformer(given, device):
     vocabulary = dist.on_main(lambda: learn_vocabulary(cfg, dataset, indices))
     accumulate.seed_all(cfg.seed, "weights")
     model = TokenTransformer(cfg, streams, lengths, vocabulary).to(device)
+    if vocabulary:
+        texts = [dataset.text(index) for index in data.evenly_spaced(len(dataset), 256)]
+        run.notes.append(clip.text_note(texts, model.tokenizer.encode, cfg.max_text_len))
     betas = (cfg.beta1, cfg.beta2)
     optimizers = optim.make(model, cfg.optimizer, cfg.lr, cfg.weight_decay, betas, cfg.eps)
     scaler = amp.scaler(device, cfg.precision)
@@ -1779,7 +1783,8 @@ def train_transformer(given, device):
     log = loop.begin(run, state, given, f"{len(dataset):,} recordings", device)
 
     # A signal to any rank ends the loop: `progress` saves first.
-    with log, dist.stop_signals, loop.Progress(run, state, log, cfg.stage) as progress:
+    progress = loop.Progress(run, state, log, cfg.stage, crops[dataset])
+    with log, dist.stop_signals, progress:
         model.train()
         stepped = True
         while True:
@@ -1803,7 +1808,7 @@ def train_transformer(given, device):
             schedule.set_learning_rate(optimizers, schedule.of_config(state.step, cfg))
             if stepped:  # an fp16 step that overflowed is tried again, on the same samples
                 step_batches = [next(batches) for _ in plan]
-            step_loss = torch.zeros((), device=device)
+            chunk_losses = []  # summed over the samples of a chunk
             for chunk, batch in zip(plan, step_batches):
                 # All that is random in a chunk follows from (seed, step, chunk), on any rank.
                 accumulate.seed_all(cfg.seed, state.step, chunk.index)
@@ -1814,7 +1819,7 @@ def train_transformer(given, device):
                     # Each sample counts alike, so the loss of a batch is the mean of its chunks'.
                     loss = (loss_sums / counts.clamp(min=1)).mean()
                 scaler.scale(loss * chunk.weight).backward()
-                step_loss += loss.detach() * (chunk.stop - chunk.start)
+                chunk_losses.append(loss.detach() * (chunk.stop - chunk.start))
             # Ranks meet here once a step.
             dist.sum_gradients(model)
             [grad_norm], stepped = amp.step(scaler, [(optimizers, cfg.max_grad_norm)])
@@ -1824,7 +1829,7 @@ def train_transformer(given, device):
                 continue
             state.step += 1
             ema.update(state.step)
-            progress.add(step_loss, grad_norm, step_batches)
+            progress.add(chunk_losses, grad_norm, step_batches)
 
         # Test the averaged weights, and save them last of all.
         metrics, samples = evaluate_weights(

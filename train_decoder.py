@@ -93,15 +93,15 @@ class Config(config.TrainingRun):
     run_dir: str = field("runs/decoder", "folder of the runs; each stage has RUN_DIR/STAGE")
     # Data: captioned images, and CLIP embeddings of the whole images
     data: str = field(
-        "shapes", 'img2dataset tars, a folder of images with .txt files, or "shapes" (built in)'
+        "shapes", 'img2dataset tars, a folder of captioned images, or "shapes" (built in)'
     )
     embeddings: str = field(
         "", "folder of img_emb_N.npy; by default those of the data, or else the CLIP computes them"
     )
-    index_width: PositiveInt = field(
-        4, "number of final digits of a key that give its row in img_emb_N.npy"
-    )
     shards: str = field("", "numbers of the tars to use, such as 0-99,120; by default all")
+    caption_key: str = field(
+        "", 'key of captions in JSON or CSV, "": caption; "lines": each line of a .txt is one'
+    )
     clip: str = field(
         "auto",
         "CLIP of the embeddings: folder, model.pt or open_clip:MODEL/WEIGHTS; "
@@ -848,16 +848,15 @@ def open_dataset(cfg, path, clip_model):
     """The built-in shapes or the user's images in `path`, which is --data or --val_data."""
     if path != cfg.data:  # these are settings of --data
         cfg = dataclasses.replace(cfg, embeddings="", shards="")
-    note = Path(path, "clip.json")
-    if note.is_file() and "made_from" in config.read_json(note):  # written by clip.builtin_data
+    if data.is_built_in(path):
         dataset = images.Shapes(path, cfg.image_size)  # drawn on the fly
     else:
         dataset = images.Pictures(
             path,
             cfg.image_size,
             cfg.embeddings,
-            cfg.index_width,
             cfg.shards,
+            cfg.caption_key,
             crop_scale=cfg.crop_scale,
             flip=cfg.flip,
             resize=RESIZE,
@@ -1254,7 +1253,8 @@ def train_stage(cfg, device):
     log = loop.begin(run, state, given, about, device)
 
     # A signal to any rank ends the loop: `progress` saves first.
-    with log, dist.stop_signals, loop.Progress(run, state, log, cfg.stage) as progress:
+    progress = loop.Progress(run, state, log, cfg.stage, dataset)
+    with log, dist.stop_signals, progress:
         unet.train()
         stepped = True
         while True:
@@ -1283,7 +1283,7 @@ def train_stage(cfg, device):
             schedule.set_learning_rate(optimizers, schedule.of_config(state.step, cfg))
             if stepped:  # an fp16 step that overflowed is tried again, on the same samples
                 step_batches = [next(batches) for _ in plan]
-            step_loss = torch.zeros((), device=device)
+            chunk_losses = []  # summed over the samples of a chunk
             for chunk, batch in zip(plan, step_batches):
                 # All that is random in a chunk follows from (seed, step, chunk), on any rank.
                 accumulate.seed_all(cfg.seed, state.step, chunk.index)
@@ -1292,7 +1292,7 @@ def train_stage(cfg, device):
                 with amp.autocast(device, cfg.precision):
                     loss = diffusion_loss(unet, batch, condition)
                 scaler.scale(loss * chunk.weight).backward()
-                step_loss += loss.detach() * (chunk.stop - chunk.start)
+                chunk_losses.append(loss.detach() * (chunk.stop - chunk.start))
             dist.sum_gradients(trainable)
             [grad_norm], stepped = amp.step(scaler, [(optimizers, cfg.max_grad_norm)])
             unet.zero_grad(set_to_none=True)
@@ -1301,7 +1301,7 @@ def train_stage(cfg, device):
                 continue
             state.step += 1
             ema.update(state.step)
-            progress.add(step_loss, grad_norm, step_batches)
+            progress.add(chunk_losses, grad_norm, step_batches)
 
         # Test the averaged weights, and save them last of all.
         file = "samples/test.png"

@@ -75,6 +75,7 @@ class Config(config.TrainingRun):
     # Run and data
     run_dir: str = field("runs/prior", "folder of this run; the same command again resumes it")
     data: str = field("shapes", 'folder with img_emb/ and text_emb/, or "shapes": built in')
+    caption_key: str = field("", 'key of the captions in jsonl or parquet, "": caption')
     clip: str = field(
         "auto", "CLIP of the embeddings: folder, model.pt, open_clip:MODEL/WEIGHTS; auto: DATA's"
     )
@@ -219,22 +220,26 @@ class Prior(nn.Module):
     tokens of the prefix.
     """
 
-    def __init__(self, cfg, embed_width, encoding_width=0):
-        """encoding_width: of the text encodings, 0 without them."""
+    def __init__(self, cfg, embed_width, encoding_width=0, text_width=0):
+        """encoding_width: of the text encodings, 0 without them.
+
+        text_width: of the text embeddings, 0 if it is that of the image embeddings.
+        """
         super().__init__()
         self.cfg = cfg
         self.embed_width = embed_width
+        self.text_width = text_width or embed_width
         width = cfg.width
         text_len = cfg.max_text_len if encoding_width else 0
         # Each kind of token has its own projection to the width of the transformer.
         if encoding_width:
             self.encoding_in = nn.Linear(encoding_width, width)
-        self.text_in = nn.Linear(embed_width, width)
+        self.text_in = nn.Linear(self.text_width, width)
         self.time_in = TimeEmbedding(width, width, cfg.timesteps)
         self.image_in = nn.Linear(embed_width, width)
         self.query = learned_tokens(1, width)  # the output here is the prediction
         self.positions = learned_tokens(text_len + 4, width)  # text, embedding, time, image, query
-        self.null_text = NullText(embed_width, encoding_width, text_len)  # the encoding of ""
+        self.null_text = NullText(self.text_width, encoding_width, text_len)  # the encoding of ""
         self.transformer = Transformer(
             width,
             cfg.depth,
@@ -284,7 +289,7 @@ class Prior(nn.Module):
         condition = self.null_text(condition, drop)  # only the text is dropped, never x_t
         text_embed = condition["text_embed"]
         if not self.cfg.raw_embeddings:  # to length √D, as the noised image embedding has
-            text_embed = F.normalize(text_embed.float(), dim=-1) * self.embed_width**0.5
+            text_embed = F.normalize(text_embed.float(), dim=-1) * self.text_width**0.5
         tokens = self.text_in(text_embed)[:, None]  # (B, 1, W)
         key_mask = torch.ones_like(drop)[:, None]  # (B, 1), true; padding will be false
         if self.cfg.text_encodings != "none":
@@ -457,7 +462,8 @@ def best_embeddings(
 ):
     """(embeddings (texts, num_samples, D), cosine similarities with the texts).
 
-    Each is the best of `best_of` candidates: the most similar to its text (DALL-E 2 §2.2).
+    Each is the best of `best_of` candidates: the most similar to its text (DALL-E 2 §2.2). Texts of
+    another width than D cannot be compared: each is the first candidate, of similarity nan.
     condition: `conditioning` of the texts. keys: one a text; a candidate's noise is seeded by
     (seed, key, number), so it is the same in any batch.
     """
@@ -477,6 +483,8 @@ def best_embeddings(
         embeds.append(out.float())
     embeds = torch.cat(embeds).unflatten(0, (-1, num_samples, best_of))
 
+    if prior.text_width != prior.embed_width:
+        return embeds[:, :, 0], torch.full(embeds.shape[:2], torch.nan)
     # Keep the candidate that is the most similar to its text.
     text_embed = condition["text_embed"][:, None, None]  # (texts, 1, 1, D)
     similarity, best = F.cosine_similarity(embeds, text_embed, dim=-1).max(-1)
@@ -523,7 +531,7 @@ class Evaluator:
         prior.eval()  # no dropout
         result = self.similarities(prior, split)
         dataset, _ = self.splits[split]
-        if dataset.built_in() and not self.cfg.val_data:
+        if data.is_built_in(dataset.folder) and not self.cfg.val_data:
             result |= self.built_in_metrics(prior, split)
         prior.train(mode)  # as it was
         return result
@@ -545,14 +553,14 @@ class Evaluator:
             batch = data.to_device(batch, self.device)
             other = data.to_device(other, self.device)
             condition = conditioning(batch, cfg, self.clip_model)
-            references = {
-                "text": condition["text_embed"],
-                "image": batch["image_embed"],
-                "unrelated_text": conditioning(other, cfg, self.clip_model)["text_embed"],
-            }
-            baseline = F.cosine_similarity(references["text"], references["image"])
-            sums["samples"] += len(baseline)
-            sums["baseline_similarity"] += baseline.sum().item()
+            references = {"image": batch["image_embed"]}
+            sums["samples"] += len(batch["index"])
+            if prior.text_width == prior.embed_width:  # else they cannot be compared
+                references["text"] = condition["text_embed"]
+                unrelated_condition = conditioning(other, cfg, self.clip_model)
+                references["unrelated_text"] = unrelated_condition["text_embed"]
+                baseline = F.cosine_similarity(references["text"], references["image"])
+                sums["baseline_similarity"] += baseline.sum().item()
             for steps in cfg.eval_timesteps:
                 # The same noise at every evaluation, so that metrics compare.
                 accumulate.seed_all(cfg.seed, "similarities", number, steps)
@@ -565,9 +573,10 @@ class Evaluator:
         sums = dist.total_by_name(sums)
         samples = sums.pop("samples")
         means = {name: value / samples for name, value in sums.items()}
-        for steps in cfg.eval_timesteps:
-            difference = means[f"similarity_with_text@{steps}"] - means["baseline_similarity"]
-            means[f"difference_from_baseline@{steps}"] = difference
+        if "baseline_similarity" in means:
+            for steps in cfg.eval_timesteps:
+                difference = means[f"similarity_with_text@{steps}"] - means["baseline_similarity"]
+                means[f"difference_from_baseline@{steps}"] = difference
         return means
 
     def built_in_metrics(self, prior, split):
@@ -605,16 +614,18 @@ def open_data(cfg, device):
     with_shards = cfg.text_encodings == "shards"
     with_captions = cfg.text_encodings == "clip"
 
-    dataset = data.Embeddings(cfg.data, with_shards, with_captions)
+    dataset = data.Embeddings(cfg.data, with_shards, with_captions, cfg.caption_key)
     data.check_lengths(cfg, dataset, cfg.data)
     val_dataset = None
     if cfg.val_data:
-        val_dataset = data.Embeddings(cfg.val_data, with_shards, with_captions)
+        val_dataset = data.Embeddings(cfg.val_data, with_shards, with_captions, cfg.caption_key)
         data.check_lengths(cfg, val_dataset, cfg.val_data)
-        if val_dataset.width != dataset.width:
+        expected = (dataset.width, dataset.text_width)
+        found = (val_dataset.width, val_dataset.text_width)
+        if found != expected:
             raise UserError(
-                f"--val_data {cfg.val_data}: embeddings {val_dataset.width} wide, but those of "
-                f"{cfg.data} are {dataset.width}"
+                f"--val_data {cfg.val_data}: image and text embeddings {found} wide, but those of "
+                f"{cfg.data} are {expected}"
             )
 
     encoding_width = dataset.tables["text_enc"].shape[1] if with_shards else 0
@@ -626,15 +637,18 @@ def open_data(cfg, device):
         clip_model = clip.load(spec, device, fingerprint)
         # A CLIP of other widths cannot have made these embeddings.
         clip.check_widths(
-            clip_model, f"--clip {spec} for {cfg.data}", dataset.width, encoding_width
+            clip_model, f"--clip {spec} for {cfg.data}", dataset.text_width, encoding_width
         )
         fingerprint = clip_model.fingerprint()
         if with_captions:
             encoding_width = clip_model.encoding_width
+    widths = [dataset.width, encoding_width]
+    if dataset.text_width != dataset.width:  # image and text embeddings of two encoders
+        widths.append(dataset.text_width)
     # Stored with the model: what it takes to build it and to sample from texts.
     model_info = {
         "kind": "prior",
-        "widths": [dataset.width, encoding_width],
+        "widths": widths,
         "clip": spec,
         "clip_fingerprint": fingerprint,
     }
@@ -658,7 +672,7 @@ def next_command(cfg, dataset, model_info):
     if model_info["clip"]:
         text = "a small red star"
         if dataset.captions:
-            text = dataset.records([0])[0]["caption"] or text
+            text = data.choose_caption(dataset.records([0])[0]["caption"]) or text
         command = f"sample --text {shlex.quote(text)}"
     return f"train_prior.py {command} --run_dir {shlex.quote(cfg.run_dir)}"
 
@@ -710,10 +724,13 @@ def train(cfg):
     plan, batches = loop.batches(cfg, dataset, indices, state.step, device)
     evaluator = Evaluator(cfg, splits, clip_model, device)
     about = f"{len(dataset):,} embeddings of width {dataset.width}"
+    if dataset.text_width != dataset.width:
+        about += f", text of width {dataset.text_width}, which similarities cannot compare"
     log = loop.begin(run, state, given, about, device)
 
     # A signal to any rank ends the loop: `progress` saves first.
-    with log, dist.stop_signals, loop.Progress(run, state, log, "prior") as progress:
+    progress = loop.Progress(run, state, log, "prior", dataset)
+    with log, dist.stop_signals, progress:
         prior.train()
         stepped = True
         while True:
@@ -740,7 +757,7 @@ def train(cfg):
             schedule.set_learning_rate(optimizers, schedule.of_config(state.step, cfg))
             if stepped:  # an fp16 step that overflowed is tried again, on the same samples
                 step_batches = [next(batches) for _ in plan]
-            step_loss = torch.zeros((), device=device)
+            chunk_losses = []  # summed over the samples of a chunk
             for chunk, batch in zip(plan, step_batches):
                 # All that is random in a chunk follows from (seed, step, chunk), on any rank.
                 accumulate.seed_all(cfg.seed, state.step, chunk.index)
@@ -750,7 +767,7 @@ def train(cfg):
                     loss = diffusion_loss(prior, batch, condition)
                 # Weights add up to 1 over a batch: the gradient is that of its mean loss.
                 scaler.scale(loss * chunk.weight).backward()
-                step_loss += loss.detach() * (chunk.stop - chunk.start)
+                chunk_losses.append(loss.detach() * (chunk.stop - chunk.start))
             dist.sum_gradients(trainable)  # once a step; ranks also agree whether to stop
             # One model: a list of one norm.
             [grad_norm], stepped = amp.step(scaler, [(optimizers, cfg.max_grad_norm)])
@@ -760,7 +777,7 @@ def train(cfg):
                 continue
             state.step += 1
             ema.update(state.step)
-            progress.add(step_loss, grad_norm, step_batches)
+            progress.add(chunk_losses, grad_norm, step_batches)
 
         # Test the averaged weights, and save them last of all.
         with ema.applied(trainable):
@@ -832,8 +849,8 @@ def open_evaluator(args, device):
     splits, clip_model, model_info = open_data(cfg, device)
     if model_info["widths"] != state["widths"]:
         raise UserError(
-            f"{cfg.data}: widths of embeddings and text encodings (0: none) are "
-            f"{model_info['widths']}; the prior's are {state['widths']}"
+            f"{cfg.data}: widths of embeddings, text encodings (0: none) and, if others, text "
+            f"embeddings are {model_info['widths']}; the prior's are {state['widths']}"
         )
     return prior, Evaluator(cfg, splits, clip_model, device)
 
@@ -878,9 +895,9 @@ def read_text_embeddings(path, prior):
         )
     rows = data.NpyFile(path, 2)
     embeds = torch.from_numpy(rows[np.arange(len(rows))])
-    if embeds.shape[1] != prior.embed_width or not embeds.isfinite().all():
+    if embeds.shape[1] != prior.text_width or not embeds.isfinite().all():
         raise UserError(
-            f"{path}: {embeds.shape[1]} wide, or not finite; expected {prior.embed_width}"
+            f"{path}: {embeds.shape[1]} wide, or not finite; expected {prior.text_width}"
         )
     return embeds
 
@@ -894,7 +911,7 @@ def load_condition(args, prior, state, texts):
 
         spec = args.clip or state["clip"]
         clip_model = clip.load(spec, device, state["clip_fingerprint"])
-        clip.check_widths(clip_model, f"--clip {spec}", *state["widths"])
+        clip.check_widths(clip_model, f"--clip {spec}", prior.text_width, state["widths"][1])
         return conditioning({"caption": texts}, prior.cfg, clip_model)
     # Text embeddings, without a CLIP
     if args.text_embeds:

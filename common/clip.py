@@ -55,7 +55,10 @@ class Config(config.Settings):
 
     run_dir: str = config.field("runs/clip", "folder for model.pt")
     data: str = config.field(
-        "shapes", 'captioned images: folder of tars or of images; "shapes": the built-in ones'
+        "shapes", 'captioned images: tars, or a folder of images; "shapes": the built-in ones'
+    )
+    caption_key: str = config.field(
+        "", 'key of captions in JSON or CSV, "": caption; "lines": each line of a .txt is one'
     )
     image_size: config.PositiveInt = config.field(
         32, "width and height in pixels that images are brought to"
@@ -86,7 +89,10 @@ class EmbedConfig(config.Settings):
     """What to embed"""
 
     data: str = config.field(
-        "shapes", 'captioned images: folder of tars or of images; "shapes": the built-in ones'
+        "shapes", 'captioned images: tars, or a folder of images; "shapes": the built-in ones'
+    )
+    caption_key: str = config.field(
+        "", 'key of captions in JSON or CSV, "": caption; "lines": each line of a .txt is one'
     )
     run_dir: str = config.field(
         "runs/clip", "the CLIP: folder, model.pt, or open_clip:MODEL/WEIGHTS"
@@ -134,8 +140,29 @@ class Tokenizer:
         return WORDS + len(self.vocabulary)
 
 
+def text_note(texts, encode, most):
+    """A note for the user on texts that are empty, or of more than `most` tokens; "" if none is.
+
+    encode: function of a text that gives its tokens.
+    """
+    empty = sum(not text for text in texts)
+    longer = sum(len(encode(text)) > most for text in texts)
+    if not empty + longer:
+        return ""
+    return (
+        f"of {len(texts)} texts looked at {empty} are empty, and {longer} are cut, as they are "
+        f"longer than {most} tokens"
+    )
+
+
 class Encoder(nn.Module):
     """What all CLIPs here share."""
+
+    def caption_note(self, dataset, length):
+        """`text_note` of the captions of a dataset, for a model of `length` tokens."""
+        texts = dataset.texts(data.evenly_spaced(len(dataset), 256))
+        most = min(self.context, length) - 2  # START and END
+        return text_note(texts, self.tokenizer.encode, most)
 
     @torch.no_grad()
     def text_condition(self, texts, length):
@@ -337,7 +364,11 @@ def check_widths(clip_model, where, embed_width, encoding_width=0):
             )
 
 
-def read(path, image_size, training=False):
+def first_caption(record):
+    return data.choose_caption(record["caption"])
+
+
+def read(path, image_size, training=False, caption_key=""):
     """Yield batches of captioned images: uint8 (B, S, S, 3), and B records {"caption": …}.
 
     path: a folder, or "shapes", the built-in ones. training: only those that the scripts train on,
@@ -347,12 +378,12 @@ def read(path, image_size, training=False):
         first = BUILTIN_ROWS if training else 0
         indices = range(first, first + BUILTIN_ROWS)
     else:
-        dataset = CaptionedImages(path)
+        dataset = CaptionedImages(path, caption_key=caption_key)
         if dataset.left_out:
             print(dataset.left_out)
         indices = range(len(dataset))
         if training:  # the scripts split in this way by default
-            indices = [i for i in indices if order.split_of(dataset.key(i), 0.1, 0.1) == "train"]
+            indices = order.split_keys(map(dataset.key, indices), "train", 0.1, 0.1)
     faults = []
     for start in tracker.progress(range(0, len(indices), 256), desc="reading", unit="batch"):
         batch = indices[start : start + 256]
@@ -384,15 +415,19 @@ def train(cfg, device):
     It repeats bit for bit on the same device and number of threads. There are no flips and no
     crops, as captions may name places.
     """
-    batches = list(read(cfg.data, cfg.image_size, training=True))
-    captions = [record["caption"] for _, records in batches for record in records]
+    batches = list(read(cfg.data, cfg.image_size, training=True, caption_key=cfg.caption_key))
+    captions = [first_caption(record) for _, records in batches for record in records]
     if len(captions) < cfg.batch_size:
         raise UserError(
             f"{cfg.data}: {len(captions)} training images, fewer than a batch of "
             f"{cfg.batch_size}; give more images or a lower --batch_size"
         )
     accumulate.seed_all(cfg.seed, "clip")
-    vocabulary = Tokenizer.learn(captions, cfg.vocabulary).vocabulary
+    tokenizer = Tokenizer.learn(captions, cfg.vocabulary)
+    vocabulary = tokenizer.vocabulary
+    note = text_note(captions, tokenizer.encode, cfg.context - 2)
+    if note:
+        print(note)
     model = CLIP(cfg, vocabulary).to(device).train()
     # Betas and epsilon: Radford et al. 2021, Table 18.
     [optimizer] = optim.make(model, "adamw", cfg.lr, 0.1, (0.9, 0.98), 1e-6)
@@ -432,7 +467,7 @@ def embed(clip_model, batches, encodings=False, raw=False):
     records = []
     for pixels, batch in batches:
         image = clip_model.embed_image(torch.from_numpy(pixels).to(device))
-        tokens = clip_model.tokenize([record["caption"] for record in batch]).to(device)
+        tokens = clip_model.tokenize([first_caption(record) for record in batch]).to(device)
         text, text_enc, _ = clip_model.embed_text(tokens)
         if not raw:
             image = F.normalize(image, dim=-1)
@@ -448,11 +483,12 @@ def embed_all(cfg, device):
     clip_model = load(cfg.run_dir, device)
     out = Path(cfg.out)
     (out / "clip.json").unlink(missing_ok=True)  # it may name another CLIP
-    batches = read(cfg.data, clip_model.image_size)
+    batches = read(cfg.data, clip_model.image_size, caption_key=cfg.caption_key)
     arrays, records = embed(clip_model, batches, cfg.encodings, cfg.raw)
     if not records:
         raise UserError(f"{cfg.data}: none of its images can be used")
-    image, text, *encodings = arrays
+    # In half precision, as clip-retrieval writes them.
+    image, text, *encodings = [array.astype(np.float16) for array in arrays]
     data.write_shards(out, image, text, records, *encodings)
     spec = cfg.run_dir
     if not spec.startswith("open_clip:"):

@@ -160,6 +160,9 @@ class TrainingRun(Settings):
     resume: Literal["auto", "never"] = field(
         "auto", "never: an earlier run in the folder is moved aside"
     )
+    leave_out: tuple[str, ...] = field(
+        (), "names of training samples to leave out, as messages give them"
+    )
     load: str = field(
         "", "checkpoint to resume from if RUN has none: path, URL[#sha256=HEX], wandb:RUN_PATH/FILE"
     )

@@ -54,6 +54,12 @@ def splits(dataset, cfg, val_dataset=None):
     return found
 
 
+def is_built_in(folder):
+    """Whether clip.builtin_data wrote this folder: its captions come with their attributes."""
+    path = Path(folder, "clip.json")
+    return path.is_file() and "made_from" in config.read_json(path)
+
+
 def clip_of(folder, init_from=""):
     """The CLIP that clip.json in a folder of data names, or None, and its fingerprint.
 
@@ -117,6 +123,25 @@ def fail_if_refused(error):
         raise error
 
 
+def clean_caption(value):
+    """The caption of a sample: a text, or a list of several. TypeError of another `value`.
+
+    None and an empty list are "".
+    """
+    texts = value if isinstance(value, list) else ["" if value is None else value]
+    if not all(isinstance(text, str) for text in texts):
+        raise TypeError(f"{value!r:.100} is not a text, nor a list of texts")
+    texts = [text.strip() for text in texts] or [""]
+    return texts if len(texts) > 1 else texts[0]
+
+
+def choose_caption(caption, fraction=0.0):
+    """One text of a caption (see `clean_caption`), by a `fraction` in [0, 1), or the first."""
+    if isinstance(caption, str):
+        return caption
+    return caption[int(fraction * len(caption))]
+
+
 def digest_of(files, most=100):
     """16 digits that change with the names or sizes of `files`, or the start of `most` of them."""
     sizes = [(Path(file).name, os.stat(file).st_size) for file in files]
@@ -143,14 +168,15 @@ class ChunkDataset(torch.utils.data.Dataset):
 
     With a seed, `indices` are shuffled anew each epoch, and `fetch` gets random words of seed and
     position for what is random in a sample. Without (evaluation), samples come in order and nothing
-    is random. An unusable sample is replaced by the next of `indices`, on any rank alike, and
-    batch["unusable"] has its `dataset.fault(index)`, or `dataset.name(index)` without a `fault`.
+    is random. An unusable sample, or one of `leave_out`, is replaced by the next of `indices`, on
+    any rank alike, and batch["unusable"] has its `dataset.fault(index)` or `dataset.name(index)`.
     """
 
-    def __init__(self, dataset, indices, seed=None):
+    def __init__(self, dataset, indices, seed=None, leave_out=()):
         self.dataset = dataset
         self.indices = indices
         self.seed = seed
+        self.leave_out = leave_out  # indices
 
     def __getitem__(self, span):
         places = np.arange(*span)
@@ -159,20 +185,36 @@ class ChunkDataset(torch.utils.data.Dataset):
             random_words = order.random_words(places, self.seed)
             places = order.shuffle(places, len(self.indices), self.seed)
 
-        describe = getattr(self.dataset, "fault", self.dataset.name)
+        fault = getattr(self.dataset, "fault", self.dataset.name)
         unusable = []
         while True:
             indices = self.indices[places]
             batch, usable = self.dataset.fetch(indices, random_words)
+            usable &= ~np.isin(indices, self.leave_out)
             if usable.all():
                 return {**batch, "index": torch.from_numpy(indices), "unusable": unusable}
-            unusable += map(describe, indices[~usable])
+            unusable += [fault(index) or self.dataset.name(index) for index in indices[~usable]]
             if len(unusable) > 100 + MAX_UNUSABLE * len(self.indices):
                 raise UserError(
                     f"{len(unusable)} unusable rows (not finite, all zero or "
                     f"unreadable): {unusable[0]}, …; mend or remove them"
                 )
             places[~usable] = (places[~usable] + 1) % len(self.indices)
+
+
+def indices_of(dataset, names):
+    """Indices of the samples of a dataset that have these names; UserError if one has none."""
+    if not names:
+        return []
+    found = {}
+    for index in range(len(dataset)):
+        name = dataset.name(index)
+        if name in names:
+            found[name] = index
+    missing = [name for name in names if name not in found]
+    if missing:
+        raise UserError(f"--leave_out {missing[0]}: no sample has this name")
+    return list(found.values())
 
 
 def loader(chunks, spans, workers=0, pin_memory=False):
@@ -318,14 +360,16 @@ class Embeddings:
     """Embeddings in `img_emb/`, `text_emb/`, and optionally `text_enc/` and captions.
 
     Files are matched by shard number. With `captions`, `text_emb/` may be missing. `self.captions`
-    holds the files of captions by number; it is empty if there are none.
+    holds the files of captions by number; it is empty if there are none. Image and text embeddings
+    may be of two encoders: `width` and `text_width`.
 
     `fetch` returns {"image_embed" (n, D), "text_embed" (n, D), "text_enc" (n, L, E), "caption"
     list}, in float32. A row is not usable if one of its embeddings is all zero or not finite.
     """
 
-    def __init__(self, folder, text_encodings=False, captions=False):
+    def __init__(self, folder, text_encodings=False, captions=False, caption_key=""):
         self.folder = Path(folder)
+        self.caption_key = caption_key or "caption"
         self.with_captions = captions
         names = ["image_embed"]
         if not captions or (self.folder / "text_emb").is_dir():
@@ -335,13 +379,13 @@ class Embeddings:
         self.tables = {name: Shards(self.folder / FOLDERS[name], FOLDERS[name]) for name in names}
         self.images = self.tables["image_embed"]
         self.width = self.images.shape[0]
+        self.text_width = self.tables.get("text_embed", self.images).shape[0]
         for name, table in self.tables.items():
             differences = self.images.sizes.items() ^ table.sizes.items()
-            if differences or (name == "text_embed" and table.shape != self.images.shape):
+            if differences:
                 raise UserError(
-                    f"{self.folder}: img_emb of width {self.width} and {FOLDERS[name]} of shape "
-                    f"{table.shape} must match; shards (number, rows) in one only: "
-                    f"{sorted(differences)[:2]}"
+                    f"{self.folder}: img_emb and {FOLDERS[name]} must match; shards (number, rows) "
+                    f"in one only: {sorted(differences)[:2]}"
                 )
 
         self.captions = shard_files(self.folder / "captions", "captions", ".jsonl")
@@ -380,25 +424,37 @@ class Embeddings:
         return batch, usable
 
     def fetch(self, indices, random_words=None):
-        """Read samples in any order; nothing in them is random."""
+        """Read samples in any order. Of several captions of one, a random word chooses."""
         batch, usable = self._embeddings(indices)
         if self.with_captions:
-            batch["caption"] = [record["caption"] for record in self.records(indices)]
+            fractions = np.zeros(len(indices))
+            if random_words is not None:
+                fractions = order.uniform(random_words, 1)[:, 0]
+            batch["caption"] = [
+                choose_caption(record["caption"], fraction)
+                for record, fraction in zip(self.records(indices), fractions)
+            ]
         return batch, usable
 
+    def texts(self, indices):
+        """A caption of each of the samples, if they are conditioned on captions."""
+        if not self.with_captions:
+            return []
+        return [choose_caption(record["caption"]) for record in self.records(indices)]
+
     def records(self, indices):
-        """The records of captions, at least {"caption": text}, of samples. A shard is read once."""
+        """The records of samples, at least {"caption": see `clean_caption`}.
+
+        A shard is read once.
+        """
         found = []
         for number, row in zip(*self.images.locate(np.asarray(indices))):
             if number not in self.records_read:
                 size = self.images.sizes[number]
-                self.records_read[number] = read_captions(self.captions[number], size)
+                path = self.captions[number]
+                self.records_read[number] = read_captions(path, size, self.caption_key)
             found.append(self.records_read[number][row])
         return found
-
-    def built_in(self):
-        """Whether this is built-in data, whose captions come with their attributes."""
-        return bool(self.captions) and "attributes" in self.records([0])[0]
 
     def check(self, most=100_000):
         """(unusable, checked, names of the first) of `most` evenly spaced rows.
@@ -428,34 +484,43 @@ class Embeddings:
         return {"rows": len(self), "width": self.width, "digest": digest_of(files)}
 
 
-def read_captions(path, size):
-    """The `size` records {"caption": …} of a captions_N.jsonl or metadata_N.parquet."""
+def read_captions(path, size, key="caption"):
+    """The `size` records {"caption": …} of a captions_N.jsonl or metadata_N.parquet.
+
+    key: of the captions in the file.
+    """
     if path.suffix == ".parquet":
         parquet = need("pyarrow.parquet", f"{path}: reading parquet")
     try:
         if path.suffix == ".parquet":
-            records = parquet.read_table(path, columns=["caption"]).to_pylist()
+            records = parquet.read_table(path, columns=[key]).to_pylist()
         else:
-            records = [json.loads(line) for line in path.read_bytes().splitlines()]
+            lines = config.decode_text(path.read_bytes(), path).rstrip("\n").split("\n")
+            records = [json.loads(line) for line in lines]
         if len(records) != size:
             raise ValueError(f"{len(records)} captions")
-        return [{**record, "caption": str(record["caption"] or "")} for record in records]
-    except (ValueError, OSError, KeyError, TypeError) as error:
+        return [{**record, "caption": clean_caption(record[key])} for record in records]
+    except (ValueError, OSError, LookupError, TypeError, RecursionError) as error:
         raise UserError(
-            f"{path}: expected a 'caption' for each of {size} rows of the shard ({error!r})"
+            f"{path}: expected a {key!r} for each of {size} rows of the shard ({error!r:.200})"
         ) from error
 
 
 def write_shards(
     folder, image_embeddings, text_embeddings, records, encodings=None, rows_per_shard=100_000
 ):
-    """Write embeddings (N, D) and maybe token encodings (N, L, E) as shards, in float16.
+    """Write embeddings (N, D) and maybe token encodings (N, L, E) as shards.
 
     records: N captions [{"caption": text}], or []. Earlier shards in `folder` are removed, so that
-    two sets of embeddings never mix.
+    two sets of embeddings never mix. float16 stays, all else becomes float32. ValueError: the
+    lengths differ.
     """
     folder = Path(folder)
     tables = {"img_emb": image_embeddings, "text_emb": text_embeddings, "text_enc": encodings}
+    lengths = {name: len(table) for name, table in tables.items() if table is not None}
+    lengths["captions"] = len(records) or len(image_embeddings)
+    if len(set(lengths.values())) != 1:
+        raise ValueError(f"{folder}: expected as many rows everywhere, found {lengths}")
     for name in (*tables, "captions"):
         for path in (folder / name).glob(f"{name}_*"):
             path.unlink()
@@ -465,7 +530,9 @@ def write_shards(
         for name, table in tables.items():
             if table is not None:
                 with checkpoint.atomic_write(folder / name / f"{name}_{number}.npy") as file:
-                    np.save(file, np.asarray(table[rows], np.float16))
+                    values = np.asarray(table[rows])
+                    kind = np.float16 if values.dtype == np.float16 else np.float32
+                    np.save(file, values.astype(kind))
         if records:
             with checkpoint.atomic_write(folder / f"captions/captions_{number}.jsonl") as file:
                 for record in records[rows]:

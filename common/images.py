@@ -5,6 +5,8 @@
 
 import collections
 import contextlib
+import csv
+import glob
 import hashlib
 import io
 import json
@@ -17,11 +19,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common import data, media, order, synthetic
+from common import config, data, media, order, synthetic
 from common.config import UserError, need
 
 IMAGES = ("jpg", "jpeg", "png", "webp")
 CAPTIONS = ("txt", "json")
+METADATA = ("metadata.jsonl", "metadata.csv")
 FILE = [("extension", "S5"), ("offset", np.int64), ("size", np.int64)]
 ENTRY = np.dtype([("tar", np.int32), ("image", FILE), ("caption", FILE), ("embedding", FILE)])
 BUILTIN_ROWS = 25_000  # of the captioned shapes
@@ -32,11 +35,27 @@ class Unusable(UserError):
 
 
 def decode_image(content, name):
-    """Decode the image file `content` (bytes): uint8 RGB (H, W, 3). Unusable if it is damaged."""
+    """Decode the image file `content` (bytes): uint8 RGB (H, W, 3). Unusable if it is damaged.
+
+    It is turned upright as its EXIF says. What is transparent is white. 16 bits become 8.
+    """
     Image = need("PIL.Image", f"{name}: reading {Path(name).suffix} images", "pillow")
+    from PIL import ImageOps
+
     try:
         # Other formats are refused, because Pillow runs programs for some.
         image = Image.open(io.BytesIO(content), formats=("JPEG", "PNG", "WEBP"))
+        image.load()
+        with contextlib.suppress(Exception):  # a damaged EXIF has no orientation
+            ImageOps.exif_transpose(image, in_place=True)
+        if image.mode.startswith("I"):  # gray of 16 bits, which `convert` would cut off at 255
+            values = np.asarray(image).astype(np.int64)
+            opaque = values != image.info.get("transparency", -1)
+            gray = np.where(opaque, (values + 128) // 257, 255)
+            image = Image.fromarray(gray.astype(np.uint8))
+        if image.has_transparency_data:
+            white = Image.new("RGBA", image.size, "white")
+            image = Image.alpha_composite(white, image.convert("RGBA"))
         return np.asarray(image.convert("RGB"))
     except Exception as error:  # Pillow raises a dozen types for a damaged or a huge file
         raise Unusable(f"{name}: not a readable image ({type(error).__name__})") from error
@@ -45,31 +64,45 @@ def decode_image(content, name):
 class CaptionedImages:
     """Images with captions: item (int) -> (image uint8 (H, W, 3), caption, key).
 
-    path: a tar, a folder of tars (KEY.jpg|png|webp + KEY.txt or KEY.json), or a folder of images.
-    KEY is the name up to the first dot, as in webdataset: KEY.image.png is no image.
-    shards: numbers of the tars to read, such as "0-99,120"; "" is all. Tars are indexed once, then
-    read at random. `left_out` counts the files that are not used.
+    path: tars, see `find_tars`, or a folder of images. They have KEY.jpg|png|webp with KEY.txt or
+    KEY.json; a folder may have metadata.jsonl or metadata.csv instead. KEY is the name up to the
+    first dot, as in webdataset: KEY.image.png is no image. shards: numbers of the tars to read,
+    such as "0-99,120"; "" is all. Tars are indexed once, then read at random. `left_out` counts
+    what is not used.
+
+    caption_key: of JSON and CSV, "" is "caption". "lines": each line of KEY.txt is a caption.
     """
 
-    def __init__(self, path, shards=""):
+    def __init__(self, path, shards="", caption_key=""):
         self.path = Path(path)
-        self.tars = [self.path] if self.path.is_file() else sorted(self.path.glob("*.tar"))
-        if shards:
-            self.tars = choose_tars(self.tars, shards)
+        self.caption_key = caption_key
+        self.tars = find_tars(path, shards)
+        self.metadata = []  # files
+        self.table = {}  # {KEY: caption} in them
+        if self.tars:
+            listings = [list_tar(tar) for tar in self.tars]
+        else:
+            files = data.files_below(self.path)
+            self.metadata = [file for file in files if file.name.lower() in METADATA]
+            self.table = read_metadata(self.path, self.metadata, caption_key)
+            listings = [list_folder(self.path, files)]
 
         keys = []
         entries = []
         unused = collections.Counter()
-        listings = [list_tar(tar) for tar in self.tars] or [list_folder(self.path)]
+        # KEY.txt comes first, unless a key says what to take from KEY.json.
+        kinds = CAPTIONS[:: -1 if caption_key not in ("", "lines") else 1]
         for tar, samples in enumerate(listings):
             for key, files in samples.items():
                 images = [extension for extension in IMAGES if extension in files]
-                captions = [extension for extension in CAPTIONS if extension in files]
+                captions = [files[extension] for extension in kinds if extension in files]
+                if key in self.table:
+                    captions = [("", 0, 0)]
                 unused.update(files.keys() - {*IMAGES, *CAPTIONS, "npy"})
                 if images and captions:
                     embedding = files.get("npy", ("npy", 0, 0))
                     keys.append(os.fsencode(key))
-                    entries.append((tar, files[images[0]], files[captions[0]], embedding))
+                    entries.append((tar, files[images[0]], captions[0], embedding))
                 elif images:
                     unused[f"{images[0]} without a caption"] += 1
         # Arrays: lists of millions of objects would be copied to every worker.
@@ -79,7 +112,8 @@ class CaptionedImages:
         if not keys:
             raise UserError(
                 f"{path}: no such folder, or no captioned images found; expected "
-                f"KEY.jpg, .png or .webp with KEY.txt or .json. {self.left_out}"
+                "KEY.jpg, .png or .webp with KEY.txt, KEY.json or metadata.jsonl. "
+                f"{self.left_out}"
             )
 
     def __len__(self):
@@ -104,23 +138,81 @@ class CaptionedImages:
             return file.read(entry[kind]["size"])
 
     def caption(self, index):
-        text = self.read(index, "caption").decode("utf-8", errors="replace").strip()
+        """The caption of an image, see data.clean_caption; raises Unusable."""
+        key = self.key(index)
+        if key in self.table:
+            return self.table[key]
         name = self.name(index, "caption")
-        if not name.lower().endswith(".json"):
-            return text
         try:
-            return str(json.loads(text)["caption"] or "")
-        except (ValueError, KeyError, TypeError) as error:
-            raise Unusable(f"{name}: no entry 'caption' in it") from error
+            text = config.decode_text(self.read(index, "caption"), name).strip()
+        except UserError as error:
+            raise Unusable(str(error)) from error
+        if not name.lower().endswith(".json"):
+            return data.clean_caption(text.splitlines() if self.caption_key == "lines" else text)
+        try:
+            return data.clean_caption(json.loads(text)[self.caption_key or "caption"])
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
+            raise Unusable(f"{name}: no caption in it ({error!r:.200})") from error
 
     def __getitem__(self, index):
         image = decode_image(self.read(index, "image"), self.name(index))
         return image, self.caption(index), self.key(index)
 
 
-def list_folder(path):
-    """The files below a folder, as `group` returns them."""
-    files = [file for file in sorted(path.rglob("*.*")) if file.is_file()]
+def find_tars(path, shards=""):
+    """The tars that `path` names, sorted, and of them those of the numbers `shards`, if given.
+
+    path: a tar, FOLDER of *.tar, or a pattern, such as "FOLDER/{00000..00219}.tar" or "FOLDER/0*".
+    """
+    braces = re.search(r"\{(\d+)\.\.(\d+)\}", str(path))
+    if braces:
+        first, last = braces.groups()
+        numbers = range(int(first), int(last) + 1)
+        names = [f"{number:0{len(first)}d}" for number in numbers]
+        tars = [Path(str(path).replace(braces[0], name)) for name in names]
+    elif Path(path).is_dir():
+        tars = sorted(Path(path).glob("*.tar"))
+    elif Path(path).is_file():
+        tars = [Path(path)]
+    else:
+        tars = [Path(name) for name in sorted(glob.glob(str(path)))]
+    for tar in tars:
+        if tar.suffix != ".tar" or not tar.is_file():
+            raise UserError(
+                f"{tar}: no such file, or not a .tar; compressed ones cannot be read at random: "
+                "unpack them, as by gunzip"
+            )
+    return choose_tars(tars, shards) if shards else tars
+
+
+def read_metadata(folder, files, caption_key):
+    """{KEY: caption} of the metadata.jsonl and metadata.csv `files` below a folder.
+
+    Each row has a file_name relative to its file, and the caption as caption_key, "caption" or
+    "text", as the package datasets writes it.
+    """
+    table = {}
+    for file in files:
+        text = config.decode_text(file.read_bytes(), file)
+        rows = csv.DictReader(io.StringIO(text))
+        if file.suffix.lower() == ".jsonl":
+            rows = (json.loads(line) for line in text.split("\n") if line.strip())
+        try:
+            for row in rows:
+                name = (file.parent / row["file_name"]).relative_to(folder)
+                names = [caption_key] if caption_key else ["caption", "text"]
+                found = [row[name] for name in names if name in row]
+                table[key_of(name.as_posix())] = data.clean_caption(found[0])
+        except (ValueError, LookupError, TypeError, RecursionError, csv.Error) as error:
+            raise UserError(
+                f"{file}: expected file_name and {caption_key or 'caption or text'} in every row "
+                f"({error!r:.200})"
+            ) from error
+    return table
+
+
+def list_folder(path, files):
+    """The `files` below a folder, as `group` returns them."""
     return group((file.relative_to(path).as_posix(), 0, file.stat().st_size) for file in files)
 
 
@@ -149,18 +241,25 @@ def group(files):
     """
     samples = collections.defaultdict(dict)
     for name, offset, size in files:
-        folder, file = posixpath.split(name)
-        key, _, extension = file.partition(".")
-        if key:
-            samples[posixpath.join(folder, key)][extension.lower()] = extension, offset, size
+        key = key_of(name)
+        extension = name[len(key) + 1 :]
+        if key and not key.endswith("/"):
+            samples[key][extension.lower()] = extension, offset, size
     return samples
 
 
-def shard_number(tar):
+def key_of(name):
+    """The folders of a file's name, and the name up to its first dot."""
+    folder, file = posixpath.split(name)
+    return posixpath.join(folder, file.partition(".")[0])
+
+
+def shard_digits(tar):
+    """The number of a tar, as text, at the end of its name."""
     digits = re.search(r"(\d+)\.tar$", tar.name)
     if not digits:
         raise UserError(f"{tar}: no shard number at the end of its name; expected NNNNN.tar")
-    return int(digits[1])
+    return digits[1]
 
 
 def choose_tars(tars, shards):
@@ -172,7 +271,7 @@ def choose_tars(tars, shards):
             wanted.update(range(int(first), int(last or first) + 1))
     except ValueError:
         raise UserError(f"--shards {shards}: expected numbers and ranges, as in 0-99,120") from None
-    chosen = [tar for tar in tars if shard_number(tar) in wanted]
+    chosen = [tar for tar in tars if int(shard_digits(tar)) in wanted]
     if not chosen:
         raise UserError(f"--shards {shards}: none of the {len(tars)} tars has such a number")
     return chosen
@@ -182,8 +281,8 @@ class Pictures(CaptionedImages):
     """Captioned images as square pictures, with embeddings of the whole image.
 
     The embeddings are in the folder `embeddings` (img_emb_NNNNN.npy for NNNNN.tar; a key is the
-    number of its tar and `index_width` digits for the row, as img2dataset writes it), else inside
-    the tars or beside loose images (KEY.npy), else beside the tars. Without any, `width` is None.
+    digits of its tar, then those of the row, as img2dataset writes it), else inside the tars or
+    beside loose images (KEY.npy), else beside the tars. Without any, `width` is None.
 
     `fetch` returns the usable ones of the samples as {"image": uint8 (n, size, size, 3),
     "image_embed": float32 (n, D), "clip_image": uint8 (n, C, C, 3) if C = `clip_size` is not 0,
@@ -197,16 +296,15 @@ class Pictures(CaptionedImages):
         path,
         size,
         embeddings="",
-        index_width=4,
         shards="",
+        caption_key="",
         clip_size=0,
         crop_scale=1.0,
         flip=False,
         resize="bicubic",
     ):
-        super().__init__(path, shards)
+        super().__init__(path, shards, caption_key)
         self.size = size
-        self.index_width = index_width
         self.clip_size = clip_size
         self.crop_scale = crop_scale
         self.flip = flip
@@ -233,8 +331,9 @@ class Pictures(CaptionedImages):
         where = self.name(index, "embedding")
         try:
             if self.arrays:
-                number = shard_number(self.tars[self.entries[index]["tar"]])
-                row = int(posixpath.basename(self.key(index))) - number * 10**self.index_width
+                digits = shard_digits(self.tars[self.entries[index]["tar"]])
+                number = int(digits)
+                row = int(posixpath.basename(self.key(index)).removeprefix(digits))
                 where = f"{self.name(index)}: row {row} of img_emb_{number}.npy"
                 values = self.arrays[number][np.array(row, np.uint64)]  # so that -1 is no row
             else:
@@ -251,14 +350,21 @@ class Pictures(CaptionedImages):
     def split(self, name, validation, test, seed=0):
         """Indices (int64, ascending) of "train", "validation" or "test", by a hash of the keys."""
         keys = map(self.key, range(len(self)))
-        names = [order.split_of(key, validation, test, seed) for key in keys]
-        return np.flatnonzero(np.array(names) == name)
+        return order.split_keys(keys, name, validation, test, seed)
+
+    def texts(self, indices):
+        """A caption of each of the samples that have one."""
+        texts = []
+        for index in indices:
+            with contextlib.suppress(Unusable):
+                texts.append(data.choose_caption(self.caption(index)))
+        return texts
 
     def fetch(self, indices, random_words=None):
         """Read samples in any order, augmented if there are random words."""
         uniform = [None] * len(indices)
         if random_words is not None:
-            uniform = order.uniform(random_words, 4)
+            uniform = order.uniform(random_words, 5)
         samples = []
         usable = np.zeros(len(indices), bool)
         for i, index in enumerate(indices):
@@ -269,11 +375,12 @@ class Pictures(CaptionedImages):
         return batch, usable
 
     def _sample(self, index, uniform=None):
-        """The entries of `fetch` for an image, cropped by four numbers in [0, 1), if any."""
+        """The entries of `fetch` for an image; five numbers in [0, 1) choose what is random."""
         sample = {}
         if self.width:
             sample["image_embed"] = torch.from_numpy(self._embedding(index))
-        image, sample["caption"], _ = self[index]
+        image, caption, _ = self[index]
+        sample["caption"] = data.choose_caption(caption, 0 if uniform is None else uniform[4])
         height, width, _ = image.shape
         side = min(height, width)
         if side < self.size:
@@ -321,7 +428,7 @@ class Pictures(CaptionedImages):
 
     def fingerprint(self):
         """Values that change when the data does: rows, width, digest of names, sizes and tars."""
-        files = [*self.tars, *(array.path for array in self.arrays.values())]
+        files = [*self.tars, *self.metadata, *(array.path for array in self.arrays.values())]
         digest = hashlib.sha256(self.keys.tobytes() + self.entries.tobytes())
         digest.update(data.digest_of(files).encode())
         return {"rows": len(self), "width": self.width, "digest": digest.hexdigest()[:16]}

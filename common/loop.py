@@ -6,7 +6,9 @@ and state), `batches`, `begin` (loggers), then `Progress` around the loop, `fini
 """
 
 import dataclasses
+import itertools
 import math
+import shlex
 import time
 
 import torch
@@ -100,6 +102,8 @@ def open_run(cfg, dataset, clip_model=None, checksums=None):
                 f"{unusable} of {checked} samples looked at cannot be used; others take their "
                 f"place: {', '.join(names)}"
             )
+        if clip_model:
+            notes.append(clip_model.caption_note(dataset, cfg.max_text_len))
         resume_from, finished, more_notes = run.resume_point(cfg, run.identity)
         return resume_from, finished, notes + more_notes
 
@@ -133,7 +137,8 @@ def batches(cfg, dataset, indices, step, device):
     """(this rank's plan of chunks, endless iterator over their batches from `step` on)."""
     plan = accumulate.plan(cfg.batch_size, cfg.chunk_size, dist.rank(), dist.world_size())
     spans = data.training_spans(plan, cfg.batch_size, step)
-    chunks = data.ChunkDataset(dataset, indices, cfg.seed)
+    leave_out = data.indices_of(dataset, cfg.leave_out)
+    chunks = data.ChunkDataset(dataset, indices, cfg.seed, leave_out)
     return plan, data.loader(chunks, spans, cfg.workers, pin_memory=device.type == "cuda")
 
 
@@ -168,8 +173,10 @@ class Progress:
     signal to any rank it saves, and ends the process.
     """
 
-    def __init__(self, run, state, log, title):
+    def __init__(self, run, state, log, title, dataset):
+        """dataset: that of the training, which names samples."""
         self.run = run
+        self.dataset = dataset
         self.state = state
         self.log = log
         self.eval_due = False
@@ -198,6 +205,7 @@ class Progress:
         self.started = time.monotonic()
         self.earlier = checkpoint.NOTHING_UNLOGGED
         self.losses = []
+        self.chunks = []  # of each step since the last line: [(loss, indices of its samples)]
         self.others = {}
         self.norm = 0.0
         self.unusable = []
@@ -234,15 +242,16 @@ class Progress:
         self.run.save(self.state, self.log)
         self.run.wait()
 
-    def add(self, loss_sum, norm, batches, others=None):
+    def add(self, losses, norm, batches, others=None):
         """Count a step.
 
-        loss_sum: this rank's loss, summed over its samples. norm: of the gradients. batches: the
-        chunks of this rank, which name samples that were unusable. others: {name: loss summed over
-        samples}; those of the last step are logged.
+        losses: of this rank's chunks, each summed over its samples. norm: of the gradients.
+        batches: the chunks of this rank, which name samples that were unusable. others: {name: loss
+        summed over samples}; those of the last step are logged.
         """
         self.bar.update()
-        self.losses.append(loss_sum)
+        self.losses.append(sum(losses))
+        self.chunks.append([(loss, batch["index"]) for loss, batch in zip(losses, batches)])
         self.others = others or {}
         self.norm = norm
         for batch in batches:
@@ -337,24 +346,43 @@ class Progress:
 
     def check_steps(self, losses):
         """`check_finite` of the losses of steps since the last line, and of the last gradient."""
+        values = [*losses, float(self.norm)]
+        if all(map(math.isfinite, values)):
+            return
         numbered = enumerate(losses, self.last_line + 1)
         bad = [step for step, loss in numbered if not math.isfinite(loss)]
         first_bad = bad[0] if bad else self.state.step
-        self.check_finite([*losses, float(self.norm)], first_bad)
+        self.check_finite(values, first_bad, self.suspects(first_bad))
 
-    def check_finite(self, values, step):
+    def suspects(self, step):
+        """Names of the samples of a step's chunks, of all ranks, whose loss was not finite.
+
+        If all were finite, the gradient was not: names of all its samples.
+        """
+        chunks = []
+        for loss, indices in self.chunks[step - self.state.step - 1]:
+            names = [self.dataset.name(index) for index in indices.tolist()]
+            chunks.append((bool(loss.isfinite()), names))
+        chunks = list(itertools.chain(*dist.gather(chunks)))
+        bad = [names for finite, names in chunks if not finite]
+        return list(itertools.chain(*(bad or [names for _, names in chunks])))
+
+    def check_finite(self, values, step, samples=()):
         """UserError on every rank unless losses or gradients of step number `step` are finite.
 
-        The loss of a step is that of the weights before it: their checkpoint is discarded, too.
-        Collective.
+        samples: names of those that may be the cause. The loss of a step is that of the weights
+        before it: their checkpoint is discarded, too. Collective.
         """
         if all(map(math.isfinite, values)):
             return
         good = dist.on_main(lambda: self.run.drop_from(step - 1))
+        remedy = "lower --lr or --max_grad_norm"
+        if samples:
+            words = shlex.quote(",".join(samples))
+            remedy += f", or, if one of its samples is bad, --leave_out {words}"
         dist.fail(
-            f"{self.state.cfg.run_dir}: loss or gradient is not finite at step {step}; lower --lr "
-            "or --max_grad_norm. The same command goes on from "
-            f"{good or 'the start: no checkpoint is good'}"
+            f"{self.state.cfg.run_dir}: loss or gradient is not finite at step {step}; {remedy}. "
+            f"The same command goes on from {good or 'the start: no checkpoint is good'}"
         )
 
 

@@ -120,16 +120,28 @@ def split_indices(
     return np.delete(held_out, chosen)
 
 
-def split_of(key, validation, test, seed=0):
-    """The split ("train", "validation" or "test") of a sample, by a hash of its text `key`.
+def split_keys(
+    keys,
+    split,
+    validation,
+    test,
+    seed=0,
+):
+    """The samples (int64, ascending) of a split ("train", "validation" or "test").
 
-    The key is a file name or a speaker.
+    A hash of a sample's text key, a file name or a speaker, decides. validation, test: fractions,
+    about. If no key would be held out, the one of the smallest hash is.
     """
-    text = f"{seed} {key}".encode(errors="surrogateescape")  # a file name need not be valid UTF-8
-    digest = hashlib.blake2b(text, digest_size=8).digest()
-    fraction = int.from_bytes(digest, "little") / 2**64
-    if fraction < validation:
-        return "validation"
-    if fraction < validation + test:
-        return "test"
-    return "train"
+    hashes = []
+    for key in keys:
+        text = f"{seed} {key}".encode(errors="surrogateescape")  # a file name may be no UTF-8
+        digest = hashlib.blake2b(text, digest_size=8).digest()
+        hashes.append(int.from_bytes(digest, "little") / 2**64)
+    hashes = np.array(hashes)
+    names = ("validation", "test", "train")
+    splits = np.searchsorted([validation, validation + test], hashes, side="right")
+    for number, share in enumerate((validation, test)):
+        training = hashes[splits == 2]
+        if share and number not in splits and len(set(training)) > 1:
+            splits[hashes == training.min()] = number
+    return np.flatnonzero(splits == names.index(split))

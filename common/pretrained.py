@@ -514,6 +514,8 @@ def published(model, weights):
 
 def about_prior(cfg, widths):
     """The config.json of a prior. diffusers needs text encodings as wide as the embeddings."""
+    if len(widths) > 2:
+        raise UserError("diffusers has no prior of text embeddings of another width than images'")
     return {
         "_class_name": "PriorTransformer",
         **FORMS["PriorTransformer"],

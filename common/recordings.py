@@ -339,8 +339,7 @@ class Recordings:
         keys = self.names
         if len(self.speakers) >= 20:  # so that validation is on unseen speakers
             keys = self.speaker_of
-        splits = [order.split_of(key, validation, test, seed) for key in keys]
-        return np.flatnonzero(np.array(splits) == name)
+        return order.split_keys(keys, name, validation, test, seed)
 
     def fault(self, index, length=math.inf):
         """Why a recording, or its first `length` samples, cannot be used; "" if it can."""

@@ -120,6 +120,23 @@ def test_embeddings_are_projected_features_in_any_batch_and_of_unit_length_unles
         np.testing.assert_allclose(array, expected, atol=1e-5)
 
 
+class Texts(list):
+    """As much of a dataset as a note on its captions needs."""
+
+    def texts(self, indices):
+        return [self[i] for i in indices]
+
+
+@pytest.mark.parametrize("length", [5, 77])
+def test_captions_that_are_empty_or_cut_are_counted(length, model):
+    most = min(length, model.context) - 2
+    texts = ["", "star " * most, "star " * (most + 1), "a star"]
+    note = model.caption_note(Texts(texts), length)
+    assert note.startswith("of 4 texts looked at 1 are empty, and 1 are cut")
+    assert note.endswith(f"longer than {most} tokens")
+    assert model.caption_note(Texts(["a star"] * 3), length) == ""
+
+
 @pytest.mark.parametrize("length", [5, 24, 30])
 def test_the_condition_of_texts_is_cut_or_padded_and_always_fp32(model, length):
     texts = ["a star", "", TRIANGLE]
@@ -217,13 +234,16 @@ TRAIN = ["train", *flags(**SETTINGS)]
 
 
 def test_a_clip_learns_the_words_of_its_training_images(captioned):
+    Path("images/00.txt").write_text("")
+    captioned[1][0]["caption"] = ""
     out = run_clip(*TRAIN)
+    assert "texts looked at 1 are empty, and 0 are cut" in out
     assert "left out are files of kinds that are not read (1 gif)" in out
     assert "Next: python -m common.clip embed --data images --run_dir clip --out emb" in out
     words = set()
-    for i, record in enumerate(captioned[1]):
-        if order.split_of(f"{i:02d}", 0.1, 0.1) == "train":
-            words |= set(record["caption"].split())
+    keys = [f"{i:02d}" for i in range(80)]
+    for i in order.split_keys(keys, "train", 0.1, 0.1):
+        words |= set(captioned[1][i]["caption"].split())
     assert set(clip.load("clip", CPU).tokenizer.vocabulary) == words
 
 

@@ -70,7 +70,6 @@ def test_written_shards_read_back_and_replace_those_that_were_there(tmp_path):
     data.write_shards(tmp_path, images, torch.from_numpy(texts), records, encodings, 10)
     dataset = data.Embeddings(tmp_path, text_encodings=True)
     assert dataset.images.sizes == {0: 10, 1: 10, 2: 3}
-    assert dataset.built_in()
     assert dataset.records(range(23)) == records
     batch, _ = dataset.fetch(np.arange(23))
     for values, table in zip(batch.values(), (images, texts, encodings)):
@@ -79,8 +78,23 @@ def test_written_shards_read_back_and_replace_those_that_were_there(tmp_path):
     data.write_shards(tmp_path, images[:9], texts[:9], [{"caption": "a"}] * 9)
     dataset = data.Embeddings(tmp_path)
     assert len(dataset) == 9
-    assert not dataset.built_in()
     assert not list((tmp_path / "text_enc").iterdir())
+
+
+@pytest.mark.parametrize("dtype, stored", [("f2", "f2"), ("f4", "f4"), ("f8", "f4")])
+def test_written_shards_keep_their_precision(dtype, stored, tmp_path):
+    rows = np.linspace(0, 1, 6).reshape(3, 2).astype(dtype)
+    data.write_shards(tmp_path, rows, rows, [])
+    assert np.load(tmp_path / "img_emb/img_emb_0.npy").dtype == np.dtype(stored)
+
+
+def test_shards_of_unequal_lengths_are_refused_before_those_there_are_removed(tmp_path):
+    rows = np.ones((3, 2))
+    data.write_shards(tmp_path, rows, rows, [])
+    for texts, records in ((rows[:2], []), (rows, [{"caption": "a"}])):
+        with pytest.raises(ValueError, match="expected as many rows everywhere"):
+            data.write_shards(tmp_path, rows, texts, records)
+    assert len(data.Embeddings(tmp_path)) == 3
 
 
 def test_with_captions_text_embeddings_are_optional(tmp_path):
@@ -101,7 +115,6 @@ def test_padding_in_text_encodings_is_usable_but_infinity_is_not(tmp_path):
     dataset = data.Embeddings(tmp_path, text_encodings=True)
     _, usable = dataset.fetch(np.arange(4))
     assert usable.tolist() == [True, True, True, False]
-    assert not dataset.built_in()  # it has no captions at all
 
 
 def test_the_fingerprint_changes_with_the_data_and_only_then(tmp_path):
@@ -350,17 +363,12 @@ def cut(folder):
     path.write_bytes(path.read_bytes()[:150])
 
 
-def narrow(folder):
-    data.write_shards(folder, np.ones((9, 6)), np.ones((9, 5)), [], np.ones((9, 3, 2)))
-
-
 @pytest.mark.parametrize("fault, message", [
     (remove_folder("img_emb"), "data/img_emb: no such folder, or no img_emb_N.npy files"),
     (remove_folder("text_enc"), "text_enc: no such folder"),
     (remove("text_emb/text_emb_1.npy"), r"text_emb .* must match; .* in one only: \[\(1, 8\)\]"),
     (replace("text_enc/text_enc_1.npy", 7, 3, 2), r"text_enc .* \[\(1, 7\), \(1, 8\)\]"),
     (replace("img_emb/img_emb_1.npy", 8, 5), r"img_emb: .* of one shape: \{\([56],\), \([56],\)"),
-    (narrow, r"img_emb of width 6 and text_emb of shape \(5,\) must match"),
     (replace("img_emb/img_emb_0.npy", 5, 6, dtype=object), "img_emb_0.npy: not a readable .npy"),
     (replace("img_emb/img_emb_0.npy", 5, 6, dtype=np.int64),
      r"img_emb_0.npy: .*int64 of shape \(5, 6\); expected float16 or float32 of 2 dimensions"),
@@ -420,7 +428,6 @@ def test_captions_in_parquet_are_read_in_any_order(parquet_folder):
     dataset = data.Embeddings(parquet_folder, captions=True)
     captions = dataset.fetch(np.array([16, 0, 6, 12, 5]))[0]["caption"]
     assert captions == ["row 16 ü", "row 0 ü", "", "row 12 ü", "row 5 ü"]
-    assert not dataset.built_in()
 
 
 @pytest.mark.parametrize("columns", [{"text": ["a"] * 8}, None])
@@ -451,6 +458,42 @@ raise MemoryError
 
 def test_a_process_that_ends_by_an_error_does_not_wait_for_its_workers(script):
     assert "MemoryError" in script(FAILS).stderr
+
+
+def one_row(folder, lines):
+    """A data set of as many rows as lines of captions."""
+    rows = np.ones((len(lines), 2))
+    data.write_shards(folder, rows, rows, [{"caption": ""}] * len(lines))
+    text = "\n".join(json.dumps(line) for line in lines)
+    (folder / "captions/captions_0.jsonl").write_bytes(text.encode("utf-16"))
+
+
+def test_captions_of_another_key_and_several_captions_of_a_row_are_read(tmp_path):
+    texts = ["a", "b", "c"]
+    one_row(tmp_path, [{"TEXT": texts}, {"TEXT": "größe"}])
+    dataset = data.Embeddings(tmp_path, captions=True, caption_key="TEXT")
+    assert dataset.texts([0, 1]) == ["a", "größe"]
+    assert dataset.fetch(np.array([0, 1]))[0]["caption"] == ["a", "größe"]
+    rows = np.array([0])
+    drawn = data.ChunkDataset(dataset, rows, seed=0)[0, 300]["caption"]
+    for text in texts:
+        assert 60 < drawn.count(text) < 140
+    assert data.ChunkDataset(dataset, rows, seed=0)[7, 9]["caption"] == drawn[7:9]
+
+
+@pytest.mark.parametrize("line", ["[" * 100_000, '{"caption": 1}', '{"caption": {}}', "[]"])
+def test_a_line_without_a_caption_is_refused_by_the_name_of_its_file(line, tmp_path):
+    one_row(tmp_path, [{}])
+    (tmp_path / "captions/captions_0.jsonl").write_text(line)
+    with pytest.raises(UserError, match=r"captions_0\.jsonl: expected a 'caption' for each of 1"):
+        data.Embeddings(tmp_path, captions=True).fetch(np.array([0]))
+
+
+def test_built_in_is_what_the_project_wrote_whatever_the_records_have(tmp_path):
+    one_row(tmp_path, [{"caption": "a", "attributes": {"shape": "star"}}])
+    assert not data.is_built_in(tmp_path)
+    (tmp_path / "clip.json").write_text('{"clip": "x", "made_from": "y"}')
+    assert data.is_built_in(tmp_path)
 
 
 # Folders

@@ -4,8 +4,12 @@ import json
 import pickle
 import random
 import re
+import struct
 import sys
 import tarfile
+import tempfile
+import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -56,20 +60,14 @@ def test_images_come_with_their_captions_from_txt_or_else_json(tmp_path):
     files = members(range(4))
     for name in ("000000001.txt", "000000001.json", "000000002.txt"):
         del files[name]
-    files["000000003.txt"] = b"\xff"  # not valid UTF-8
     write_tar(tmp_path / "a.tar", files)
     dataset = images.CaptionedImages(tmp_path / "a.tar")
-    captions = {0: "caption 0 ü", 2: "of the json", 3: "\ufffd"}
+    captions = {0: "caption 0 ü", 2: "of the json", 3: "caption 3 ü"}
     assert len(dataset) == len(captions)
     for i, (number, caption) in enumerate(captions.items()):
         image, *words = dataset[i]
         np.testing.assert_array_equal(image, picture(number))
         assert words == [caption, f"{number:09d}"]
-
-
-def test_a_caption_in_json_may_be_null(tmp_path):
-    write_folder(tmp_path, {"x.png": png(picture(0)), "x.json": b'{"caption": null}'})
-    assert images.CaptionedImages(tmp_path).caption(0) == ""
 
 
 @pytest.mark.parametrize("name, counts", [("nowhere", ""), ("a.tar", ".*not read .1 tiff")])
@@ -97,6 +95,210 @@ def test_an_image_of_any_kind_and_mode_comes_as_rgb(name, mode, loss, tmp_path):
     assert image.dtype == np.uint8
     difference = np.subtract(image, smooth.convert("RGB"), dtype=int)
     assert np.abs(difference).max() <= loss
+
+
+CORNERS = np.array([[255, 0, 0], [0, 255, 0], [0, 0, 255]])  # top left, top right, bottom left
+# Where EXIF's orientation says that the first row and the first column of pixels are to be seen.
+SEEN = {
+    1: lambda image: image,
+    2: lambda image: image[:, ::-1],  # top, right
+    3: lambda image: image[::-1, ::-1],  # bottom, right
+    4: lambda image: image[::-1],  # bottom, left
+    5: lambda image: image.swapaxes(0, 1),  # left, top
+    6: lambda image: image.swapaxes(0, 1)[:, ::-1],  # right, top
+    7: lambda image: image.swapaxes(0, 1)[::-1, ::-1],  # right, bottom
+    8: lambda image: image.swapaxes(0, 1)[::-1],  # left, bottom
+}
+
+
+@pytest.mark.parametrize("orientation", SEEN)
+@pytest.mark.parametrize("suffix", ["jpeg", "png", "webp"])
+def test_an_image_is_turned_upright_as_its_exif_says(suffix, orientation):
+    Image = pytest.importorskip("PIL.Image")
+    pixels = np.full((40, 60, 3), 128, np.uint8)
+    pixels[:16, :16] = CORNERS[0]
+    pixels[:16, -16:] = CORNERS[1]
+    pixels[-16:, :16] = CORNERS[2]
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    stream = io.BytesIO()
+    Image.fromarray(pixels).save(stream, suffix, exif=exif, quality=95)
+    image = images.decode_image(stream.getvalue(), f"a.{suffix}")
+    expected = SEEN[orientation](pixels)
+    assert image.shape == expected.shape
+    assert np.abs(image - expected.astype(int)).mean() < 5
+
+
+@pytest.mark.parametrize("exif", [b"Exif\0\0MM\0\x2b", b"MM\0\x2a\0\0\0\x08\0\x05", b"?"])
+def test_a_damaged_exif_has_no_orientation(exif):
+    Image = pytest.importorskip("PIL.Image")
+    pixels = picture(0)
+    stream = io.BytesIO()
+    Image.fromarray(pixels).save(stream, "png", exif=exif)
+    np.testing.assert_array_equal(images.decode_image(stream.getvalue(), "a.png"), pixels)
+
+
+def png_of(bits, color, pixels, **chunks):
+    """A PNG file of one row. color: 0 gray, 2 RGB, 3 palette, 4 gray and alpha, 6 RGBA."""
+    channels = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}[color]
+    values = np.array(pixels)
+    row = np.packbits(values.astype(np.uint8)).tobytes() if bits == 1 else values.astype(
+        f">u{bits // 8}").tobytes()
+    header = struct.pack(">IIBBBBB", values.size // channels, 1, bits, color, 0, 0, 0)
+    chunks = {"IHDR": header, **chunks, "IDAT": zlib.compress(b"\0" + row), "IEND": b""}
+    file = b"\x89PNG\r\n\x1a\n"
+    for name, content in chunks.items():
+        tagged = name.encode() + content
+        file += struct.pack(">I", len(content)) + tagged + struct.pack(">I", zlib.crc32(tagged))
+    return file
+
+
+RED, WHITE = [255, 0, 0], [255, 255, 255]
+
+
+@pytest.mark.parametrize("file, pixels", [
+    # 16 bits become 8.
+    (png_of(16, 0, [0, 1000, 32896, 65535]), [[0] * 3, [4] * 3, [128] * 3, WHITE]),
+    (png_of(16, 2, [65535, 0, 0]), [RED]),
+    # What is transparent is white, whatever color hides there.
+    (png_of(8, 6, [255, 0, 0, 255, 255, 0, 0, 0, 255, 0, 0, 128]), [RED, WHITE, [255, 127, 127]]),
+    (png_of(16, 6, [65535, 0, 0, 65535, 0, 0, 0, 0]), [RED, WHITE]),
+    (png_of(8, 4, [7, 255, 7, 0]), [[7] * 3, WHITE]),
+    (png_of(8, 3, [0, 1], PLTE=bytes([0, 0, 0, *RED]), tRNS=bytes([0, 255])), [WHITE, RED]),
+    # One color, gray or RGB, stands for what is transparent.
+    (png_of(8, 0, [7, 8], tRNS=b"\0\x07"), [WHITE, [8] * 3]),
+    (png_of(16, 0, [1000, 2570], tRNS=struct.pack(">H", 1000)), [WHITE, [10] * 3]),
+    (png_of(8, 2, [1, 2, 3, 4, 5, 6], tRNS=bytes([0, 1, 0, 2, 0, 3])), [WHITE, [4, 5, 6]]),
+    (png_of(1, 0, [1, 0, 0, 0, 0, 0, 0, 0]), [WHITE]),
+])
+def test_transparency_is_white_and_16_bits_are_scaled(file, pixels):
+    pytest.importorskip("PIL.Image")
+    image = images.decode_image(file, "a.png")
+    np.testing.assert_array_equal(image[0][:len(pixels)], pixels)
+
+
+# Captions of every kind
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-32"])
+@pytest.mark.parametrize("suffix", [".txt", ".JSON", ".TXT"])
+def test_captions_are_read_in_every_marked_encoding_and_case_of_extension(
+        suffix, encoding, tmp_path):
+    caption = "ein rotes Dreieck, größer als 三角形"
+    text = caption if suffix.lower() == ".txt" else json.dumps({"caption": caption})
+    write_folder(tmp_path, {"x.png": png(picture(0)), f"x{suffix}": text.encode(encoding)})
+    assert images.CaptionedImages(tmp_path).caption(0) == caption
+
+
+@pytest.mark.parametrize("content", ["größe".encode("cp1252"), b"a\0b"])
+def test_a_caption_in_an_unmarked_other_encoding_is_unusable_by_name(content, tmp_path):
+    write_folder(tmp_path, {"x.png": png(picture(0)), "x.txt": content})
+    with pytest.raises(images.Unusable, match=r"x\.txt: not text in UTF-8"):
+        images.CaptionedImages(tmp_path).caption(0)
+
+
+def caption_of(content, **settings):
+    """The caption of an image whose JSON is `content`, in a folder of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_folder(Path(folder), {"x.png": png(picture(0)), "x.json": content})
+        return images.CaptionedImages(folder, **settings).caption(0)
+
+
+def test_a_caption_in_json_may_be_null_a_list_or_under_another_key():
+    assert caption_of(b'{"caption": null}') == ""
+    assert caption_of(b'{"caption": []}') == ""
+    assert caption_of(b'{"caption": [" a "]}') == "a"
+    assert caption_of(b'{"caption": ["a", "b"]}') == ["a", "b"]
+    assert caption_of(b'{"caption": "a", "TEXT": "b"}', caption_key="TEXT") == "b"
+
+
+@pytest.mark.parametrize("content", [
+    b"{", b"[]", b"{}", b'{"caption": {"a": 1}}', b'{"caption": [1]}', b"[" * 100_000,
+])
+def test_a_json_without_a_caption_is_unusable_by_name(content):
+    with pytest.raises(images.Unusable, match=r"x\.json: no caption in it"):
+        caption_of(content)
+
+
+def test_a_key_for_captions_prefers_json_and_lines_are_those_of_the_text(tmp_path):
+    files = {"x.png": png(picture(0)), "x.txt": b"a\nb\n", "x.json": b'{"TEXT": "c"}'}
+    write_folder(tmp_path, files)
+    for key, caption in {"": "a\nb", "lines": ["a", "b"], "TEXT": "c"}.items():
+        assert images.CaptionedImages(tmp_path, caption_key=key).caption(0) == caption
+
+
+def test_one_of_several_captions_is_drawn_for_each_sample_and_epoch_and_the_first_without_words(
+        tmp_path):
+    texts = ["a", "b", "c", "d"]
+    files = {"x.png": png(picture(0)), "x.json": json.dumps({"caption": texts}).encode()}
+    write_folder(tmp_path, files)
+    dataset = images.Pictures(tmp_path, 8)
+    drawn = data.ChunkDataset(dataset, np.zeros(1, np.int64), seed=0)[0, 400]["caption"]
+    assert [dataset.fetch([0])[0]["caption"]] == [["a"]]
+    for text in texts:
+        assert 60 < drawn.count(text) < 140
+    again = data.ChunkDataset(dataset, np.zeros(1, np.int64), seed=0)[100, 200]["caption"]
+    assert again == drawn[100:200]
+
+
+# Layouts
+
+@pytest.mark.parametrize("name, content", [
+    ("metadata.jsonl", '{"file_name": "x.png", "text": "a, b"}\n\n'
+                       '{"file_name": "in/y.png", "text": ["c", "d"]}\n'),
+    ("METADATA.CSV", 'file_name,text,n\nx.png,"a, b",1\nin/y.png,c,2\n'),
+])
+def test_a_folder_of_images_may_have_its_captions_in_a_table(name, content, tmp_path):
+    files = {
+        "x.png": png(picture(0)),
+        "in/y.png": png(picture(1)),
+        "z.png": png(picture(2)),
+        name: content.encode("utf-8-sig"),
+    }
+    write_folder(tmp_path, files)
+    dataset = images.CaptionedImages(tmp_path)
+    captions = {dataset.key(i): dataset.caption(i) for i in range(len(dataset))}
+    assert captions == {"x": "a, b", "in/y": ["c", "d"] if "jsonl" in name else "c"}
+    assert "1 png without a caption" in dataset.left_out
+    before = images.Pictures(tmp_path, 8).fingerprint()
+    write_folder(tmp_path, {name: content.replace("a, b", "A, b").encode()})
+    assert images.Pictures(tmp_path, 8).fingerprint() != before
+
+
+@pytest.mark.parametrize("content", ['{"file_name": "x.png"}', '{"text": "a"}', "{", "[1]"])
+def test_a_fault_of_a_table_of_captions_is_named(content, tmp_path):
+    write_folder(tmp_path, {"x.png": png(picture(0)), "metadata.jsonl": content.encode()})
+    with pytest.raises(UserError, match=r"metadata\.jsonl: expected file_name and caption or text"):
+        images.CaptionedImages(tmp_path)
+
+
+def test_images_behind_links_to_folders_are_read_once(tmp_path):
+    write_folder(tmp_path / "elsewhere", {"x.png": png(picture(0)), "x.txt": b"a"})
+    folder = tmp_path / "set"
+    folder.mkdir()
+    for name in ("first", "second"):
+        (folder / name).symlink_to(tmp_path / "elsewhere")
+    (folder / "cycle").symlink_to(folder)
+    dataset = images.CaptionedImages(folder)
+    assert [dataset.key(i) for i in range(len(dataset))] == ["first/x"]
+
+
+@pytest.mark.parametrize("pattern", ["{00000..00002}.tar", "0000[0-2].tar", ""])
+def test_tars_may_be_a_range_a_pattern_or_a_folder(pattern, tmp_path):
+    for number in range(3):
+        write_tar(tmp_path / f"{number:05d}.tar", members([number]))
+    dataset = images.CaptionedImages(tmp_path / pattern)
+    assert [dataset.key(i) for i in range(len(dataset))] == [f"{i:09d}" for i in range(3)]
+    one = images.CaptionedImages(tmp_path / pattern, shards="1")
+    assert one.key(0) == "000000001"
+
+
+@pytest.mark.parametrize("name", ["{00000..00001}.tar", "0.tar.gz"])
+def test_a_tar_that_is_missing_or_compressed_is_named(name, tmp_path):
+    write_tar(tmp_path / "00000.tar", members([0]))
+    (tmp_path / "0.tar.gz").touch()
+    message = r"(00001\.tar|0\.tar\.gz): no such file, or not a \.tar; compressed .* gunzip"
+    with pytest.raises(UserError, match=message):
+        images.CaptionedImages(tmp_path / name)
 
 
 @pytest.mark.parametrize("write, path", [(write_folder, "folder"), (write_tar, "0.tar")])
@@ -180,7 +382,7 @@ def write_pictures(path, arrangement="beside"):
         if arrangement.startswith("loose"):
             write_folder(path / f"part{shard}", files)
         elif elsewhere and shard == 3:
-            write_tar(path / "z3.tar", files)
+            write_tar(path / "z00003.tar", files)
         else:
             write_tar(path / f"{shard:05d}.tar", files)
     if arrangement == "beside":
@@ -188,7 +390,7 @@ def write_pictures(path, arrangement="beside"):
     if not elsewhere:
         return {}
     write_embeddings(path.parent / "codes")
-    return {"embeddings": str(path.parent / "codes"), "index_width": 6}
+    return {"embeddings": str(path.parent / "codes")}
 
 
 @pytest.mark.parametrize("arrangement", [
@@ -250,13 +452,6 @@ def test_rows_of_a_table_without_usable_embeddings_are_skipped_and_named(tmp_pat
     assert set(batch["unusable"]) == set(faults)
 
 
-def test_keys_of_another_width_have_no_embeddings(tmp_path):
-    write_pictures(tmp_path)
-    for index_width in (3, 5):
-        dataset = images.Pictures(tmp_path, 8, index_width=index_width)
-        assert "no usable embedding" in dataset.fault(8)
-
-
 @pytest.mark.parametrize("content, message", [
     (npy(np.zeros(4)), "4 numbers, expected 4, or all zero or not finite"),
     (npy(np.ones(5)), "5 numbers, expected 4"),
@@ -314,7 +509,7 @@ def test_a_square_is_resized_by_its_mode_and_for_clip_by_bicubic(tmp_path):
 def test_random_numbers_choose_area_and_place_of_a_square_and_whether_it_is_mirrored(
         numbers, size, top, left, tmp_path, monkeypatch):
     write_image(tmp_path, ramp(40, 60))
-    uniform = np.array([[*numbers, 0.4], [*numbers, 0.6]]) * (1 - 1e-9)
+    uniform = np.array([[*numbers, 0.4, 0], [*numbers, 0.6, 0]]) * (1 - 1e-9)
     monkeypatch.setattr(order, "uniform", lambda words, count: uniform)
     dataset = images.Pictures(tmp_path, size, crop_scale=0.25, flip=True, clip_size=size)
     batch, _ = dataset.fetch([0, 0], [0, 0])
@@ -339,8 +534,7 @@ def test_splits_are_chosen_by_key_and_seed_alone(name, tmp_path):
     write_tar(tmp_path / "0.tar", members(range(100)))
     found = images.Pictures(tmp_path, 8).split(name, 0.2, 0.1, seed=1)
     keys = [f"{row:09d}" for row in range(100)]
-    splits = [order.split_of(key, 0.2, 0.1, seed=1) for key in keys]
-    assert found.tolist() == [row for row, split in enumerate(splits) if split == name]
+    assert found.tolist() == order.split_keys(keys, name, 0.2, 0.1, seed=1).tolist()
 
 
 def test_the_fingerprint_changes_with_the_data_and_only_then(tmp_path):
@@ -369,7 +563,8 @@ def test_the_fingerprint_changes_with_the_data_and_only_then(tmp_path):
 @pytest.mark.parametrize("name, content, reason", [
     ("000000001.png", png(picture(1))[:99], "not a readable image"),
     ("000000001.png", png(ramp(5, 20)), "20x5 pixels, smaller than 8; lower --image_size"),
-    ("000000001.txt", None, "no entry 'caption' in it"),
+    ("000000001.txt", None, r"no caption in it \(KeyError"),
+    ("000000001.txt", "größe".encode("cp1252"), "not text in UTF-8"),
 ])
 def test_one_bad_picture_is_skipped_and_named_and_mostly_bad_ones_are_refused(
         name, content, reason, tmp_path):

@@ -46,14 +46,19 @@ def state_at(step, unlogged=checkpoint.NOTHING_UNLOGGED, **settings):
 
 
 def progress_of(state, run=None):
-    return loop.Progress(run, state, Log(), "test")
+    dataset = SimpleNamespace(name=lambda index: f"sample {index}")
+    return loop.Progress(run, state, Log(), "test", dataset)
 
 
 def add(progress, loss, norm=2.0, unusable=()):
     progress.state.step += 1
-    batches = [{"unusable": list(unusable)}, {"unusable": []}]
+    batches = []
+    for chunk, names in enumerate((list(unusable), [])):
+        index = torch.tensor([10 * progress.state.step + chunk])
+        batches.append({"unusable": names, "index": index})
     loss = torch.tensor(float(loss))
-    progress.add(loss, torch.tensor(norm), batches, {"other_loss": 2 * loss})
+    losses = [loss - 2, torch.tensor(2.0)]
+    progress.add(losses, torch.tensor(norm), batches, {"other_loss": 2 * loss})
 
 
 # Lines
@@ -108,17 +113,24 @@ def test_lines_are_sums_over_all_ranks_and_each_unusable_sample_is_named_once(on
 
 
 @pytest.mark.parametrize(
-    "losses, norm, step",
-    [((1.0, math.nan), 1.0, 9), ((math.nan, math.nan), 1.0, 8), ((1.0, 1.0), math.inf, 9)],
+    "losses, norm, step, suspects",
+    [
+        ((1.0, math.nan), 1.0, 9, "sample 90"),
+        ((math.nan, math.nan), 1.0, 8, "sample 80"),
+        ((1.0, 1.0), math.inf, 9, "sample 90,sample 91"),  # of a gradient all may be the cause
+    ],
 )
-def test_what_is_not_finite_ends_the_run_with_its_step_and_the_last_good_checkpoint(
-    losses, norm, step
+def test_what_is_not_finite_ends_the_run_with_its_step_its_samples_and_the_last_good_checkpoint(
+    losses, norm, step, suspects
 ):
     run = SimpleNamespace(drop_from=lambda bad: f"the one before {bad}")
     progress = progress_of(state_at(7), run)
     for loss in losses:
         add(progress, loss, norm)
-    message = rf"runs/x: .*at step {step}; lower --lr.*from the one before {step - 1}"
+    message = (
+        rf"runs/x: .*at step {step}; lower --lr .*--leave_out '{suspects}'\. "
+        rf".*from the one before {step - 1}"
+    )
     with pytest.raises(UserError, match=message):
         progress.log_line()
 

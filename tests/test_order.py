@@ -141,11 +141,37 @@ def test_of_two_billion_rows_only_the_held_out_ones_take_memory():
 @pytest.mark.parametrize("name, fraction", [("validation", 0.1), ("test", 0.05), ("train", 0.85)])
 def test_keys_are_split_by_their_hash_and_seed_in_the_fractions_given(name, fraction):
     keys = [f"speaker {i}" for i in range(20_000)]
-    splits = [[order.split_of(key, 0.1, 0.05, seed) for key in keys] for seed in (0, 1)]
-    inside = np.array(splits) == name
-    assert abs(inside[0].mean() - fraction) < 0.01
-    assert abs(inside.all(0).mean() - fraction**2) < 0.01  # by chance
+    first, second = [order.split_keys(keys, name, 0.1, 0.05, seed) for seed in (0, 1)]
+    assert abs(len(first) / len(keys) - fraction) < 0.01
+    both = np.intersect1d(first, second)
+    assert abs(len(both) / len(keys) - fraction**2) < 0.01  # by chance
+
+
+SPLITS = ("train", "validation", "test")
+
+
+def test_the_split_of_a_key_does_not_depend_on_the_other_keys():
+    keys = [f"{i}.png" for i in range(1000)]
+    for name in SPLITS:
+        found = order.split_keys(keys, name, 0.2, 0.2)
+        half = order.split_keys(keys[500:], name, 0.2, 0.2)
+        assert half.tolist() == [i - 500 for i in found if i >= 500]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_few_keys_have_one_held_out_for_each_purpose_and_keep_the_samples_of_a_key_together(seed):
+    keys = [f"speaker {i // 2}" for i in range(20)]
+    splits = [order.split_keys(keys, name, 0.01, 0.02, seed).tolist() for name in SPLITS]
+    assert sorted([*splits[0], *splits[1], *splits[2]]) == [*range(20)]
+    for split in splits:
+        assert split
+        assert {keys.count(keys[i]) for i in split} == {2}
+        assert len({keys[i] for i in split}) == len(split) / 2
+
+
+def test_nothing_is_held_out_by_a_fraction_of_zero():
+    assert order.split_keys(["a", "b"], "train", 0.0, 0.0).tolist() == [0, 1]
 
 
 def test_a_key_may_be_a_file_name_that_is_not_valid_utf_8():
-    assert order.split_of("\udcff.png", 0.0, 0.0) == "train"
+    assert order.split_keys(["\udcff.png"], "train", 0.0, 0.0).tolist() == [0]

@@ -480,10 +480,10 @@ def test_guidance_is_refused_for_a_model_that_never_trained_without_text(emb, tm
         (f"sample --run_dir used --texts {os.devnull}", 1, "no text in it"),
         ("sample --run_dir used --text x --steps 1001", 1, "1001 sampling steps: expected 1 to"),
         ("sample --run_dir used --text x --steps 1000", 1, "name it with --clip"),
-        ("evaluate --run_dir used --data narrow", 1, "none) are [8, 0]; the"),
+        ("evaluate --run_dir used --data narrow", 1, "text embeddings are [8, 0]; the"),
         ("--data no", 1, "no such folder"),
         ("--data emb --run_dir used", 1, "width is 32 there"),
-        ("--data emb --val_data narrow", 1, "8 wide"),
+        ("--data emb --val_data narrow", 1, "text embeddings (8, 8) wide"),
         ("--data emb --text_encodings clip", 1, "name it with --clip"),
     ],
 )
@@ -494,6 +494,47 @@ def test_a_mistake_ends_in_one_line_and_a_status(words, status, message, emb, fi
     out = run(*words.split(), expect=status)
     assert message in out
     assert len(out.strip().splitlines()) == 1, out
+
+
+def test_a_sample_that_ends_the_run_is_named_and_can_be_left_out(tmp_path):
+    rows = np.random.default_rng(0).standard_normal((100, 8)).astype(np.float32)
+    data.write_shards(tmp_path / "good", rows, rows, [])
+    good = {**SHORT, "data": tmp_path / "good", "run_dir": tmp_path / "first"}
+    run(*flags(**good, raw_embeddings=True))
+    rows[64] = 1e30  # in fp32, but not its square
+    data.write_shards(tmp_path / "bad", rows, rows, [])
+    init_from = tmp_path / "first/model.pt"
+    settings = {**SHORT, "data": tmp_path / "bad", "run_dir": tmp_path / "run"}
+    words = flags(**settings, init_from=init_from, test=0.01, validation=0.01)
+    out = run(*words, ranks=2, expect=1)
+    named = re.search(r"if one of its samples is bad, --leave_out '([^']+)'", out)[1].split(",")
+    assert "img_emb_0.npy row 64" in named
+    assert len(named) < len(rows)
+    assert "no sample has this name" in run(*words, "--leave_out", "row 64", expect=1)
+    out = run(*words, "--leave_out", "img_emb_0.npy row 64", ranks=2)
+    assert "unusable, and replaced by the next row: img_emb_0.npy row 64" in out
+    assert "Trained " in out
+
+
+def test_a_prior_maps_between_embeddings_of_two_encoders_of_different_widths(tmp_path):
+    generator = np.random.default_rng(0)
+    texts = generator.standard_normal((300, 5)).astype(np.float32)
+    pixels = texts @ generator.standard_normal((5, 8))
+    data.write_shards(tmp_path / "emb", pixels, texts, [])
+    settings = {**SHORT, "steps": 40, "lr": 0.01, "run_dir": tmp_path / "run"}
+    out = run(*flags(data=tmp_path / "emb", **settings))
+    assert "300 embeddings of width 8, text of width 5, which similarities cannot compare" in out
+    results = metrics(tmp_path / "run")[-1]
+    assert not [name for name in results if "text" in name or "baseline" in name]
+    assert any("similarity_with_image" in name for name in results)
+    assert follow(out, "--device", "cpu").count("similarity_with_text") == 0
+
+    np.save(tmp_path / "texts.npy", texts[:2])
+    words = flags(run_dir=tmp_path / "run", text_embeds=tmp_path / "texts.npy", steps=4)
+    run("sample", *words, "--out", str(tmp_path / "out.npy"))
+    assert np.load(tmp_path / "out.npy").shape == (8, 8)
+    np.save(tmp_path / "texts.npy", pixels[:2].astype(np.float32))
+    assert "8 wide, or not finite; expected 5" in run("sample", *words, expect=1)
 
 
 # Texts, by a CLIP
@@ -510,6 +551,8 @@ def world(tmp_path_factory):
         clip.train(clip.Config(run_dir=run_dir, **sizes), CPU)
         out = str(folder / "emb")
         clip.embed_all(clip.EmbedConfig(run_dir=run_dir, out=out, encodings=True), CPU)
+        note = config.read_json(f"{out}/clip.json")
+        checkpoint.write_json({**note, "made_from": "shapes"}, f"{out}/clip.json")
         patch.setattr(clip, "builtin_data", lambda *_: out)
         run(*flags(run_dir=folder / "run", **SHORT))
     return folder
