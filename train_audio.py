@@ -170,7 +170,12 @@ class Config(config.TrainingRun):
     r1_weight: NonNegativeFloat = field(
         10.0, "weight of the R1 gradient penalty (paper: 0)", stages=CODEC
     )
-    r1_every: PositiveInt = field(4, "steps between R1 penalties", stages=CODEC, needs="r1_weight")
+    r1_every: PositiveInt = field(
+        4,
+        "steps between R1 penalties; the weight is not multiplied by it",
+        stages=CODEC,
+        needs="r1_weight",
+    )
     discriminator_channels: PositiveInt = field(
         4, "channels of their first layers; of spectra twice as many", stages=CODEC, fixed=True
     )

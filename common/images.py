@@ -82,8 +82,10 @@ class CaptionedImages:
         if self.tars:
             listings = [list_tar(tar) for tar in self.tars]
         else:
-            files = data.files_below(self.path)
-            self.metadata = [file for file in files if file.name.lower() in METADATA]
+            files = []
+            for file in data.files_below(self.path):
+                kind = self.metadata if file.name.lower() in METADATA else files
+                kind.append(file)
             self.table = read_metadata(self.path, self.metadata, caption_key)
             listings = [list_folder(self.path, files)]
 
