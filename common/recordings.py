@@ -551,7 +551,10 @@ def token_cache(folder, dataset, key, encode, desc):
     no tokens then. key: plain values that change with what encodes. The tokens are kept in up to
     64 files below `folder`: a rank that is killed repeats one of them.
     """
-    identity = repr((key, dataset.fingerprint()))
+    fingerprint = dataset.fingerprint()
+    # Before a rank looks for its tokens at a place that no other rank knows.
+    dist.check_alike({f"data {name}": value for name, value in fingerprint.items()})
+    identity = repr((key, fingerprint))
     digest = hashlib.sha256(identity.encode()).hexdigest()
     place = Path(folder) / digest[:16]
     indices = np.array_split(range(len(dataset)), 64)
@@ -561,11 +564,11 @@ def token_cache(folder, dataset, key, encode, desc):
         share = parts[dist.rank() :: dist.world_size()]
         progress = tracker.progress(share, desc=desc, delay=1, disable=not dist.is_main())
         for path, part in progress:
-            if not _load_tokens(path):
+            if not _load_tokens(path, len(part)):
                 _save_tokens(path, part.tolist(), encode)
 
     dist.run_together(encode_missing)
-    loaded = dist.run_together(lambda: [_load_tokens(path) for path, _ in parts])
+    loaded = dist.run_together(lambda: [_load_tokens(path, len(part)) for path, part in parts])
     tokens = [tokens for tokens, _ in loaded if len(tokens)]
     lengths = [lengths for _, lengths in loaded]
     ends = np.cumsum(np.concatenate(lengths))
@@ -587,10 +590,19 @@ def _save_tokens(path, indices, encode):
         np.savez(file, tokens=tokens, lengths=lengths)
 
 
-def _load_tokens(path):
-    """(tokens, lengths) of a file. None if it is missing or damaged: zip files have checksums."""
+def _load_tokens(path, count):
+    """(tokens, lengths) of a file, or None: missing, damaged, or not of `count` recordings.
+
+    Zip files have checksums, but a whole one may hold other arrays.
+    """
     try:
         with np.load(path) as file:
-            return file["tokens"], file["lengths"]
+            tokens = file["tokens"]
+            lengths = file["lengths"]
+        if len(tokens) and (tokens.ndim, tokens.dtype) != (2, np.uint16):
+            return None
+        fits = (lengths >= 0).all() and lengths.sum() == len(tokens)
+        if fits and (lengths.shape, lengths.dtype) == ((count,), np.int64):
+            return tokens, lengths
     except Exception:  # numpy and zipfile raise a dozen types for a damaged file
         return None

@@ -631,3 +631,66 @@ def test_a_damaged_part_of_a_cache_is_made_anew(damage, tmp_path):
     [path] = tmp_path.rglob("19.npz")
     path.write_bytes(damage(path.read_bytes()))
     assert cached(tmp_path, 20, "a")[1] == [19]
+
+
+def test_any_bytes_of_a_part_of_a_cache_may_be_damaged(tmp_path):
+    rng = np.random.default_rng(0)
+    cached(tmp_path, 20, "a")
+    [path] = tmp_path.rglob("19.npz")
+    good = path.read_bytes()
+    made_anew = 0
+    for _ in range(100):
+        content = np.frombuffer(good, np.uint8).copy()
+        places = rng.integers(len(content), size=rng.integers(1, 9))
+        content[places] = rng.integers(256, size=len(places))
+        path.write_bytes(content[:rng.integers(len(content) // 2, 2 * len(content))].tobytes())
+        error, encoded, _ = cached(tmp_path, 20, "a")  # compares the tokens
+        assert not error
+        made_anew += encoded == [19]
+    assert made_anew > 80
+
+
+@pytest.mark.parametrize("damage", [
+    lambda tokens, lengths: (tokens[:, 0], lengths),
+    lambda tokens, lengths: (tokens[None], lengths),
+    lambda tokens, lengths: (tokens[0, 0], lengths),
+    lambda tokens, lengths: (tokens.astype(np.int64), lengths),
+    lambda tokens, lengths: (tokens.astype(np.float32), lengths),
+    lambda tokens, lengths: (tokens[:-1], lengths),
+    lambda tokens, lengths: (tokens[:0], lengths),
+    lambda tokens, lengths: (tokens, lengths + 1),
+    lambda tokens, lengths: (tokens, lengths.astype(np.float64)),
+    lambda tokens, lengths: (tokens, lengths[:, None]),
+    lambda tokens, lengths: (tokens, lengths.sum()),
+    lambda tokens, lengths: (tokens, np.append(lengths, 0)),
+    lambda tokens, lengths: (tokens, [lengths.sum() + 5, -5]),
+    lambda tokens, lengths: (tokens, lengths.astype(str)),
+    lambda tokens, lengths: (tokens.astype(object), lengths),
+])
+def test_a_part_of_a_cache_whose_arrays_do_not_fit_is_made_anew(damage, tmp_path):
+    cached(tmp_path, 70, "a")
+    [path] = tmp_path.rglob("00.npz")
+    with np.load(path) as file:
+        tokens, lengths = damage(file["tokens"], file["lengths"])
+    np.savez(path, tokens=tokens, lengths=lengths)
+    assert cached(tmp_path, 70, "a")[1] == [0, 1]
+
+
+def cached_of_rank(folder, data):
+    """(error, whether this rank prints it) of a token cache of recordings in DATA_RANK."""
+    dataset = Recordings(f"{data}_{os.environ['RANK']}", 16000)
+    try:
+        recordings.token_cache(folder, dataset, {}, codes_of, "tokens")
+    except UserError as error:
+        return str(error), not error.relayed
+
+
+def test_ranks_with_other_recordings_are_told_so_before_a_token_is_made(tmp_path, on_ranks):
+    for rank in range(2):
+        write(tmp_path / f"voices_{rank}", {"a.wav": wav(noise(1, 2000, rank)), "b.wav": GOOD})
+    first, second = on_ranks(2, cached_of_rank, tmp_path / "cache", tmp_path / "voices")
+    assert first[0] == second[0]
+    assert first[0].startswith("rank 1 has another data digest than rank 0")
+    assert first[0].endswith("start all ranks with the same data and code")
+    assert (first[1], second[1]) == (True, False)
+    assert not (tmp_path / "cache").exists()

@@ -463,6 +463,19 @@ def test_two_ranks_lose_what_one_process_does(whole, tmp_path):
         assert metrics(tmp_path / stage) == expected
 
 
+def test_ranks_with_other_recordings_are_told_so_before_these_are_tokens(whole, tmp_path):
+    folders = [tmp_path / "0", tmp_path / "1"]
+    for folder in folders:
+        shutil.copytree(whole.parent / "voices", folder / "voices")
+    voice = tmp_path / "1/voices/voice_0/003.wav"
+    recordings.write_wav(voice, read_wave(voice).flip(0), 8000)
+    words = words_of(whole, "semantic", tmp_path / "run", data="voices")
+    out = Forked("train_audio", *words, ranks=2, folders=folders).finish(1)
+    assert out.count("error: rank 1 has another data digest than rank 0") == 1
+    assert "Traceback" not in out
+    assert not (tmp_path / "run/tokens").exists()
+
+
 @pytest.mark.parametrize("ranks", kill_ranks(1))
 @pytest.mark.parametrize("stage", STAGES)
 def test_killed_at_random_moments_and_started_again_ends_in_the_same_bits(
