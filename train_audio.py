@@ -909,6 +909,8 @@ def train_soundstream(given, device):
     run = loop.open_run(cfg, dataset)
     if run.finished:
         return loop.announce_finished(cfg, run)
+    # Recordings without a transcript are said at the start, once for each folder.
+    run.notes += dict.fromkeys(opened.left_out for opened, _ in splits.values())
 
     # Build codec, discriminators, their optimizers and the EMA. Restore them if resuming.
     # The same start on all ranks.
@@ -1740,6 +1742,8 @@ def train_transformer(given, device):
     run = loop.open_run(cfg, dataset, checksums=made_with)
     if run.finished:
         return loop.announce_finished(cfg, run)
+    # Recordings without a transcript are said at the start, once for each folder.
+    run.notes += dict.fromkeys(opened.left_out for opened, _ in splits.values())
 
     # Tokenize all recordings, unless an earlier start has done so.
     # The semantic stage fits its tokenizer before it trains.

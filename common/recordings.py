@@ -1,9 +1,10 @@
 """Audio files, resampling and spectra; datasets of recordings; caches of their tokens.
 
-The standard library reads WAV files of 16-bit PCM. Any other file (WAV of 24 bits or floats, flac,
-ogg, opus, mp3) is read by soundfile. A wave is float in [-1, 1], time last.
+The standard library reads WAV files of 16-bit PCM. Any other file (WAV of 24 bits, floats, mu-law
+or ADPCM, flac, ogg, opus, mp3) is read by soundfile. A wave is float in [-1, 1], time last.
 """
 
+import collections
 import contextlib
 import functools
 import hashlib
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 
 from common import checkpoint, data, dist, order, synthetic, tracker
-from common.config import UserError
+from common.config import UserError, decode_text
 
 SUFFIXES = (".wav", ".flac", ".ogg", ".mp3", ".opus")
 # Seconds to decode before a crop: MP3 has a reservoir of bits, Vorbis pages of several seconds.
@@ -25,6 +26,17 @@ LEAD = {"MP3": 2, "OGG": 5}
 RATES = range(1_000, 768_001)  # Hz
 LOUDEST = 100  # times full scale, of a float sample
 MARGIN = 1024  # samples: silence behind a resampled wave, and what is read on both sides of a crop
+
+# Tables of transcripts: how /NAME of a file ends, what separates its columns, and the names of
+# these, () if its first line has them. Of two columns of one name the last counts.
+TABLES = {
+    ".trans.txt": (" ", ("path", "sentence")),  # LibriSpeech
+    "/metadata.csv": ("|", ("path", "sentence", "sentence")),  # LJSpeech: as written, as spoken
+    "/validated.tsv": ("\t", ()),  # Common Voice
+}
+# What a transcript's name may have after that of its recording; LibriTTS has the last two.
+TEXT_ENDINGS = r"(?i)\.(wav|flac|ogg|mp3|opus|normalized|original)$"
+SPEAKER_CHAPTER = r"(?:^|/)(\d+)/(\d+)/\1[-_]\2[-_][^/]*$"  # LibriSpeech and LibriTTS
 
 
 class Unusable(UserError):
@@ -228,9 +240,11 @@ def spectrogram(wave, rate):
 class Recordings:
     """A dataset: the audio files below a folder, at `rate`, mixed down to one channel.
 
-    The speaker of a file is its folder; beside a *.trans.txt it is the folder above (LibriSpeech:
-    SPEAKER/CHAPTER); with a regular expression `pattern`, what its first group finds in the name
-    of the file. The transcript is NAME.txt, or the line "NAME text" of a *.trans.txt.
+    Transcripts are found as `read_transcripts` says. `left_out`, unless each recording has one, is
+    a line about how many there are, and which files are neither recordings nor transcripts of any.
+    The speaker of a file is its folder; in trees of numbers as of LibriSpeech and LibriTTS
+    (SPEAKER/CHAPTER/SPEAKER_CHAPTER_…) the folder above; or what a table says; or, with a regular
+    expression `pattern`, what its first group finds in the file's name.
     crop: samples of a crop. hop_length: samples of a frame; shorter recordings are unusable.
     """
 
@@ -247,19 +261,29 @@ class Recordings:
         self.crop = crop
         self.hop_length = hop_length
 
-        visible = self.path.rglob("[!.]*")
-        audio = [file for file in visible if file.suffix.lower() in SUFFIXES]
+        audio = []
+        others = []
+        for file in data.files_below(path):
+            if not file.name.startswith("."):  # hidden, such as ._NAME.wav of macOS
+                files = audio if file.suffix.lower() in SUFFIXES else others
+                files.append(file.relative_to(path))
         if not audio:
             raise UserError(f"{path}: no such folder, or no {', '.join(SUFFIXES)} below it")
-        audio = sorted(file.relative_to(path) for file in audio)
+        audio.sort()
         self.names = [file.as_posix() for file in audio]
-        transcripts = read_transcripts(self.path)
-        stems = [file.with_suffix("") for file in audio]
-        self.texts = [transcripts.get(stem, "") for stem in stems]
-        self.has_texts = any(self.texts)
-        chapters = {path.parent for path in transcripts if path.suffix == ".trans"}
+
+        texts, speakers, sources = read_transcripts(self.path, audio, others)
+        self.texts = list(texts)
+        self.has_texts = any(texts)
+        self.left_out = ""
+        if not all(self.texts):
+            unused = set(others) - set(sources)
+            kinds = collections.Counter("".join(file.suffixes[-2:]) for file in unused)
+            count = sum(map(bool, self.texts)) or "no"
+            line = f"{len(audio)} recordings, {count} transcripts. {data.left_out(path, kinds)}"
+            self.left_out = line.rstrip(". ")
         try:
-            self.speaker_of = [_speaker(file, chapters, pattern) for file in audio]
+            self.speaker_of = [_speaker(*each, pattern) for each in zip(audio, speakers)]
             self.speakers = sorted(set(self.speaker_of))
         except (re.error, IndexError, TypeError) as error:
             raise UserError(
@@ -375,32 +399,96 @@ class Recordings:
         return {"recordings": len(self), "rate": self.rate, "digest": digest[:16]}
 
 
-def read_transcripts(folder: Path):
-    """{path of a recording without suffix: text} from the text files below a folder."""
-    transcripts = {}
-    for file in folder.rglob("*.txt"):
-        text = file.read_text("utf-8", errors="replace").strip()
-        path = file.relative_to(folder)
-        transcripts[path.with_suffix("")] = text
-        if file.name.endswith(".trans.txt"):
-            for line in text.splitlines():
-                name, _, transcript = line.partition(" ")
-                transcripts[path.parent / name] = transcript.strip()
-    return transcripts
+def read_transcripts(folder, audio, files):
+    """(transcripts, speakers that a table names, files that they are from) of the files `audio`.
+
+    All paths are relative to `folder`. A transcript is NAME.txt, else NAME.normalized.txt, else
+    NAME.original.txt, or in a row of one of TABLES; "" if there is none.
+    UserError names a transcript that is not text. A .txt of no recording is not read.
+    """
+    transcripts = {}  # {path without suffix: (text, or None for all of the file; speaker; file)}
+    for file in files:
+        name = f"/{file.name}".lower()
+        rows = []
+        if name.endswith(".txt"):
+            rows = [{"path": file.stem, "sentence": None}]
+        for ending in filter(name.endswith, TABLES):
+            rows = _read_table(folder / file, *TABLES[ending])
+        for row in rows:
+            path = str(file.parent / row.get("path", ""))
+            transcript = (
+                row.get("sentence", ""),
+                row.get("client_id", ""),
+                file,
+            )
+            transcripts[path] = transcript
+            # In the order of names the normalized text comes before the original.
+            transcripts.setdefault(re.sub(TEXT_ENDINGS, "", path), transcript)
+
+    found = []
+    recordings = [str(file.with_suffix("")) for file in audio]
+    for path in _match(recordings, transcripts):
+        text, speaker, file = transcripts.get(path, ("", "", None))
+        if text is None:
+            text = _read_text(folder / file)
+        found.append((text.strip(), speaker, file))
+    return zip(*found)
 
 
-def _speaker(path: Path, chapters, pattern):
-    """The speaker of a file; chapters: folders with a *.trans.txt."""
+def _read_text(path):
+    return decode_text(path.read_bytes(), path)
+
+
+def _read_table(path, separator, columns):
+    """Yield the rows of a table as {column: value}."""
+    lines = re.split("\r?\n", _read_text(path))  # splitlines also splits at other characters
+    columns = columns or lines.pop(0).split(separator)
+    for line in lines:
+        if separator in line:
+            cells = line.split(separator, len(columns) - 1)  # the last column has the rest
+            yield dict(zip(columns, cells))
+
+
+def _match(recordings, transcripts):
+    """For each of `recordings` the path of its transcript, or None; paths without suffixes.
+
+    That is the same path. Else recordings and transcripts may be in trees of their own, as VCTK's
+    wav48/p225/p225_001_mic1.flac and txt/p225/p225_001.txt: then the last parts of the paths are
+    the same, and no other recording or transcript has them.
+    """
+    names = {path: re.sub(r"_mic\d$", "", path) for path in recordings}
+    transcript_ends = _unique_ends(transcripts)
+    found = {}
+    for end, path in _unique_ends({*names, *names.values()}).items():
+        if path and transcript_ends.get(end):
+            found.setdefault(path, transcript_ends[end])  # the first is the longest
+    return [found.get(path, found.get(names[path])) for path in recordings]
+
+
+def _unique_ends(paths):
+    """{last parts of a path, from all to its name: the path, or None if several end so}."""
+    owners = {}
+    for path in paths:
+        end = f"/{path}"  # so that a whole path is not the end of another
+        while end:
+            owners[end] = None if end in owners else path
+            end = end.partition("/")[2]
+    return owners
+
+
+def _speaker(path: Path, speaker, pattern):
+    """The speaker of a file; speaker: what a table says, or ""."""
     if pattern:
         return re.search(pattern, path.name)[1]
-    folder = path.parent
-    if folder in chapters:
-        folder = folder.parent
-    return folder.name
+    numbered = re.search(SPEAKER_CHAPTER, path.as_posix())
+    folder = numbered[1] if numbered else path.parent.name
+    return speaker or folder
 
 
 class Syllables(Recordings):
     """The first `count` of the built-in syllables. They are made when needed."""
+
+    left_out = ""
 
     def __init__(self, count, crop=0, hop_length=1, rate=synthetic.RATE):
         self.rate = rate
@@ -462,7 +550,10 @@ def token_cache(folder, dataset, key, encode, desc):
     no tokens then. key: plain values that change with what encodes. The tokens are kept in up to
     64 files below `folder`: a rank that is killed repeats one of them.
     """
-    identity = repr((key, dataset.fingerprint()))
+    fingerprint = dataset.fingerprint()
+    # Before a rank looks for its tokens at a place that no other rank knows.
+    dist.check_alike({f"data {name}": value for name, value in fingerprint.items()})
+    identity = repr((key, fingerprint))
     digest = hashlib.sha256(identity.encode()).hexdigest()
     place = Path(folder) / digest[:16]
     indices = np.array_split(range(len(dataset)), 64)
@@ -472,11 +563,11 @@ def token_cache(folder, dataset, key, encode, desc):
         share = parts[dist.rank() :: dist.world_size()]
         progress = tracker.progress(share, desc=desc, delay=1, disable=not dist.is_main())
         for path, part in progress:
-            if not _load_tokens(path):
+            if not _load_tokens(path, len(part)):
                 _save_tokens(path, part.tolist(), encode)
 
     dist.run_together(encode_missing)
-    loaded = dist.run_together(lambda: [_load_tokens(path) for path, _ in parts])
+    loaded = dist.run_together(lambda: [_load_tokens(path, len(part)) for path, part in parts])
     tokens = [tokens for tokens, _ in loaded if len(tokens)]
     lengths = [lengths for _, lengths in loaded]
     ends = np.cumsum(np.concatenate(lengths))
@@ -498,10 +589,19 @@ def _save_tokens(path, indices, encode):
         np.savez(file, tokens=tokens, lengths=lengths)
 
 
-def _load_tokens(path):
-    """(tokens, lengths) of a file. None if it is missing or damaged: zip files have checksums."""
+def _load_tokens(path, count):
+    """(tokens, lengths) of a file, or None: missing, damaged, or not of `count` recordings.
+
+    Zip files have checksums, but a whole one may hold other arrays.
+    """
     try:
         with np.load(path) as file:
-            return file["tokens"], file["lengths"]
+            tokens = file["tokens"]
+            lengths = file["lengths"]
+        if len(tokens) and (tokens.ndim, tokens.dtype) != (2, np.uint16):
+            return None
+        fits = (lengths >= 0).all() and lengths.sum() == len(tokens)
+        if fits and (lengths.shape, lengths.dtype) == ((count,), np.int64):
+            return tokens, lengths
     except Exception:  # numpy and zipfile raise a dozen types for a damaged file
         return None

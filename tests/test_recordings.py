@@ -66,6 +66,12 @@ def test_16_bit_wav_needs_no_package_and_parts_are_slices(channels, path, monkey
 @pytest.mark.parametrize("name, kind, subtype, near", [
     ("a.wav", "WAVEX", "PCM_24", 1e-6),
     ("a.wav", "WAV", "FLOAT", 1e-6),
+    ("a.wav", "WAV", "ULAW", 0.02),
+    ("a.wav", "WAV", "ALAW", 0.02),
+    ("a.wav", "WAV", "IMA_ADPCM", 0.2),
+    ("a.wav", "WAV", "MS_ADPCM", 0.1),
+    ("a.wav", "WAVEX", "ULAW", 0.02),
+    ("a.wav", "RF64", "PCM_16", 2.0 ** -15),
     ("a.flac", "FLAC", "PCM_16", 2.0 ** -15),
     ("a.ogg", "OGG", "VORBIS", 0.1),
     ("a.opus", "OGG", "OPUS", 0.1),
@@ -85,6 +91,17 @@ def test_other_formats_are_read_by_soundfile_also_in_part(
     for start in range(0, 12 * rate - 500, 15_000):  # mp3 and ogg alone are wrong after a seek
         found, _, _ = recordings.read(path, start, start + 500)
         np.testing.assert_allclose(found, whole[:, start:start + 500], atol=1e-5)
+
+
+@pytest.mark.parametrize("kind, subtype", [
+    ("WAV", "ULAW"), ("WAV", "IMA_ADPCM"), ("WAVEX", "ALAW"), ("RF64", "PCM_16"),
+])
+def test_without_soundfile_no_other_coding_is_taken_for_pcm(
+        kind, subtype, soundfile, path, monkeypatch):
+    soundfile.write(path, noise(2, 5000).T, 8000, format=kind, subtype=subtype)
+    monkeypatch.setitem(sys.modules, "soundfile", None)
+    with pytest.raises(Unusable, match=r"a\.wav: not a complete WAV .* pip install soundfile"):
+        recordings.read(path)
 
 
 GOOD = wav(noise(1, 100))  # the length of its samples is at byte 40
@@ -301,6 +318,120 @@ def test_speakers_and_texts_are_found_in_folders_of_librispeech(tmp_path):
     assert dataset.speakers == ["1", "7"]
 
 
+# name: (files, {recording: (transcript, speaker)})
+LAYOUTS = {
+    "LibriTTS": (
+        {"train/84/121/84_121_0_1.wav": GOOD, "train/84/121/84_121_0_1.original.txt": b"Dr. A.",
+         "train/84/121/84_121_0_1.normalized.txt": b"Doctor A.",
+         "train/9/121/9_121_0_2.wav": GOOD, "train/9/121/9_121_0_2.original.txt": b"Only this.",
+         "train/84/121/84_121.book.tsv": b"0\tDr. A.\t1"},
+        {"train/84/121/84_121_0_1.wav": ("Doctor A.", "84"),
+         "train/9/121/9_121_0_2.wav": ("Only this.", "9")}),
+    "VCTK": (
+        {"wav48/p225/p225_001_mic1.flac": GOOD, "wav48/p225/p225_001_mic2.flac": GOOD,
+         "wav48/p226/p226_001.wav": GOOD, "txt/p225/p225_001.txt": b"Please call.",
+         "txt/p226/p226_001.txt": b"Ask her.", "speaker-info.txt": "ID é".encode("cp1252")},
+        {"wav48/p225/p225_001_mic1.flac": ("Please call.", "p225"),
+         "wav48/p225/p225_001_mic2.flac": ("Please call.", "p225"),
+         "wav48/p226/p226_001.wav": ("Ask her.", "p226")}),
+    "the same names in each folder of two trees": (
+        {"wav/ann/001.wav": GOOD, "wav/bob/001.wav": GOOD, "text/ann/001.TXT": b"of ann",
+         "text/bob/001.txt": b"of bob"},
+        {"wav/ann/001.wav": ("of ann", "ann"), "wav/bob/001.wav": ("of bob", "bob")}),
+    "LJSpeech": (
+        {"LJ/wavs/LJ1-1.wav": GOOD, "LJ/wavs/LJ1-2.wav": GOOD, "LJ/wavs/LJ1-3.wav": GOOD,
+         "LJ/metadata.csv": 'LJ1-1|in 1455, "so"|in fourteen, "so"\nLJ1-2|a\u2028b\r\n\nx|y|z\n'
+         'LJ1-3|c|d'.encode()},
+        {"LJ/wavs/LJ1-1.wav": ('in fourteen, "so"', "wavs"),
+         "LJ/wavs/LJ1-2.wav": ("a\u2028b", "wavs"), "LJ/wavs/LJ1-3.wav": ("d", "wavs")}),
+    "Common Voice": (
+        {"en/clips/cv_1.mp3": GOOD, "en/clips/cv_2.MP3": GOOD,
+         "en/validated.tsv": b"client_id\tpath\tsentence_id\tsentence\tage\r\n"
+         b'f0\tcv_1.mp3\t77\tSay "A".\t\r\nf1\tcv_2.mp3\t78\tSay B.\tten\r\n',
+         "en/invalidated.tsv": b"client_id\tpath\tsentence\nf2\tcv_2.mp3\twrong"},
+        {"en/clips/cv_1.mp3": ('Say "A".', "f0"), "en/clips/cv_2.MP3": ("Say B.", "f1")}),
+    "capitals": (
+        {"1/8/1-8-0.WAV": GOOD, "1/8/1-8.TRANS.TXT": b"1-8-0 ABBEY", "2/a.wav": GOOD,
+         "2/a.NORMALIZED.TXT": b"b"},
+        {"1/8/1-8-0.WAV": ("ABBEY", "1"), "2/a.wav": ("b", "2")}),
+    "one transcript of two files": (
+        {"a.wav": GOOD, "a.flac": GOOD, "b.wav": GOOD, "a.txt": b"first", "b.wav.txt": b"second"},
+        {"a.flac": ("first", ""), "a.wav": ("first", ""), "b.wav": ("second", "")}),
+    "names that have endings themselves": (
+        {"a.normalized.wav": GOOD, "a.normalized.txt": b"of it", "b_mic1.wav": GOOD,
+         "b_mic1.txt": b"near", "b_mic2.wav": GOOD, "b_mic2.txt": b"far", "c.wav": GOOD,
+         "c.normalized.txt": b"later", "c.txt": b"own"},
+        {"a.normalized.wav": ("of it", ""), "b_mic1.wav": ("near", ""), "b_mic2.wav": ("far", ""),
+         "c.wav": ("own", "")}),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_transcripts_and_speakers_are_found_in_the_layouts_of_known_corpora(layout, tmp_path):
+    files, expected = LAYOUTS[layout]
+    dataset = Recordings(write(tmp_path, files), 16000)
+    found = zip(dataset.names, zip(dataset.texts, dataset.speaker_of))
+    assert dict(found) == expected
+    assert dataset.left_out == ""
+
+
+def test_a_pattern_for_speakers_wins_over_a_table(tmp_path):
+    files, _ = LAYOUTS["Common Voice"]
+    dataset = Recordings(write(tmp_path, files), 16000, pattern=r"(\d)\.")
+    assert dataset.speaker_of == ["1", "2"]
+
+
+@pytest.mark.parametrize("files, line", [
+    ({}, "2 recordings, no transcripts"),
+    ({"s1/001.lab": b"", "s2/001.lab": b"", "info.md": b"", "._a.txt": b"\0"},
+     "2 recordings, no transcripts. {}: left out are files of kinds that are not read "
+     "(2 .lab, 1 .md)"),
+    # Of several recordings of one name, a transcript elsewhere may be of any.
+    ({"s1/001.txt": b"a", "s3/001.txt": b"b"},
+     "2 recordings, 1 transcripts. {}: left out are files of kinds that are not read (1 .txt)"),
+    ({"s1/001.txt": b"a", "s2/001.txt": b" \n"}, "2 recordings, 1 transcripts"),
+])
+def test_how_many_recordings_have_no_transcript_is_said_and_what_was_not_understood(
+        files, line, tmp_path):
+    write(tmp_path, {"s1/001.wav": GOOD, "s2/001.wav": GOOD, **files})
+    dataset = Recordings(tmp_path, 16000)
+    assert dataset.left_out == line.format(tmp_path)
+    assert dataset.text(1) == ""
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-32"])
+@pytest.mark.parametrize("name, text", [("8.trans.txt", "0 über\n1 so"), ("0.txt", "über\n")])
+def test_a_byte_order_mark_is_no_part_of_the_first_line(name, text, encoding, tmp_path):
+    write(tmp_path, {"0.wav": GOOD, name: text.encode(encoding)})
+    assert Recordings(tmp_path, 16000).texts == ["über"]
+
+
+@pytest.mark.parametrize("name", ["a.txt", "x.trans.txt", "metadata.csv", "validated.tsv"])
+def test_a_transcript_in_another_encoding_is_refused_by_name(name, tmp_path):
+    write(tmp_path, {"a.wav": GOOD, name: "a|über".encode("cp1252")})
+    with pytest.raises(UserError, match=rf"{tmp_path}/{name}: not text in UTF-8.*save it as UTF-8"):
+        Recordings(tmp_path, 16000)
+
+
+def test_linked_folders_are_entered_once_and_links_that_lead_nowhere_are_no_recordings(tmp_path):
+    write(tmp_path / "disk", {"b/1.wav": GOOD, "b/1.txt": b"one"})
+    speech = write(tmp_path / "speech", {"a/0.wav": GOOD, "a/0.txt": b"zero"})
+    for name, target in {
+        "b": tmp_path / "disk/b",
+        "c": tmp_path / "disk/b",
+        "a/cycle": speech,
+        "x.wav": speech / "x.wav",
+        "x.txt": speech / "x.txt",
+        "y.wav": tmp_path / "nowhere",
+    }.items():
+        (speech / name).symlink_to(target)
+    dataset = Recordings(speech, 16000)
+    assert dataset.names == ["a/0.wav", "b/1.wav"]
+    assert dataset.texts == ["zero", "one"]
+    assert dataset.check() == (0, 2, [])
+    assert len(dataset.fingerprint()["digest"]) == 16
+
+
 def test_a_fingerprint_changes_with_the_data_and_the_rate_alone(tmp_path):
     def fingerprint(name, rate=16000, **settings):
         return Recordings(tmp_path / name, rate, **settings).fingerprint()
@@ -499,3 +630,66 @@ def test_a_damaged_part_of_a_cache_is_made_anew(damage, tmp_path):
     [path] = tmp_path.rglob("19.npz")
     path.write_bytes(damage(path.read_bytes()))
     assert cached(tmp_path, 20, "a")[1] == [19]
+
+
+def test_any_bytes_of_a_part_of_a_cache_may_be_damaged(tmp_path):
+    rng = np.random.default_rng(0)
+    cached(tmp_path, 20, "a")
+    [path] = tmp_path.rglob("19.npz")
+    good = path.read_bytes()
+    made_anew = 0
+    for _ in range(100):
+        content = np.frombuffer(good, np.uint8).copy()
+        places = rng.integers(len(content), size=rng.integers(1, 9))
+        content[places] = rng.integers(256, size=len(places))
+        path.write_bytes(content[:rng.integers(len(content) // 2, 2 * len(content))].tobytes())
+        error, encoded, _ = cached(tmp_path, 20, "a")  # compares the tokens
+        assert not error
+        made_anew += encoded == [19]
+    assert made_anew > 80
+
+
+@pytest.mark.parametrize("damage", [
+    lambda tokens, lengths: (tokens[:, 0], lengths),
+    lambda tokens, lengths: (tokens[None], lengths),
+    lambda tokens, lengths: (tokens[0, 0], lengths),
+    lambda tokens, lengths: (tokens.astype(np.int64), lengths),
+    lambda tokens, lengths: (tokens.astype(np.float32), lengths),
+    lambda tokens, lengths: (tokens[:-1], lengths),
+    lambda tokens, lengths: (tokens[:0], lengths),
+    lambda tokens, lengths: (tokens, lengths + 1),
+    lambda tokens, lengths: (tokens, lengths.astype(np.float64)),
+    lambda tokens, lengths: (tokens, lengths[:, None]),
+    lambda tokens, lengths: (tokens, lengths.sum()),
+    lambda tokens, lengths: (tokens, np.append(lengths, 0)),
+    lambda tokens, lengths: (tokens, [lengths.sum() + 5, -5]),
+    lambda tokens, lengths: (tokens, lengths.astype(str)),
+    lambda tokens, lengths: (tokens.astype(object), lengths),
+])
+def test_a_part_of_a_cache_whose_arrays_do_not_fit_is_made_anew(damage, tmp_path):
+    cached(tmp_path, 70, "a")
+    [path] = tmp_path.rglob("00.npz")
+    with np.load(path) as file:
+        tokens, lengths = damage(file["tokens"], file["lengths"])
+    np.savez(path, tokens=tokens, lengths=lengths)
+    assert cached(tmp_path, 70, "a")[1] == [0, 1]
+
+
+def cached_of_rank(folder, data):
+    """(error, whether this rank prints it) of a token cache of recordings in DATA_RANK."""
+    dataset = Recordings(f"{data}_{os.environ['RANK']}", 16000)
+    try:
+        recordings.token_cache(folder, dataset, {}, codes_of, "tokens")
+    except UserError as error:
+        return str(error), not error.relayed
+
+
+def test_ranks_with_other_recordings_are_told_so_before_a_token_is_made(tmp_path, on_ranks):
+    for rank in range(2):
+        write(tmp_path / f"voices_{rank}", {"a.wav": wav(noise(1, 2000, rank)), "b.wav": GOOD})
+    first, second = on_ranks(2, cached_of_rank, tmp_path / "cache", tmp_path / "voices")
+    assert first[0] == second[0]
+    assert first[0].startswith("rank 1 has another data digest than rank 0")
+    assert first[0].endswith("start all ranks with the same data and code")
+    assert (first[1], second[1]) == (True, False)
+    assert not (tmp_path / "cache").exists()

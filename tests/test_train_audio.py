@@ -53,6 +53,7 @@ def whole(tmp_path_factory):
     out = run(*words)
     assert out.count("Trained") == 4
     assert out.count("1 of 41 samples looked at cannot be used") == 4
+    assert out.count("41 recordings, 40 transcripts") == 4  # z.wav has none
     assert "wrote" in follow(out, "--device=cpu", "--out", folder / "next.wav")
     assert run(*words).count("is finished, at step 6; to train on, give more --steps") == 4
     return folder / "whole"
@@ -460,6 +461,19 @@ def test_two_ranks_lose_what_one_process_does(whole, tmp_path):
     for stage in STAGES:
         expected = [pytest.approx(line, rel=2e-3) for line in metrics(whole / stage)]
         assert metrics(tmp_path / stage) == expected
+
+
+def test_ranks_with_other_recordings_are_told_so_before_these_are_tokens(whole, tmp_path):
+    folders = [tmp_path / "0", tmp_path / "1"]
+    for folder in folders:
+        shutil.copytree(whole.parent / "voices", folder / "voices")
+    voice = tmp_path / "1/voices/voice_0/003.wav"
+    recordings.write_wav(voice, read_wave(voice).flip(0), 8000)
+    words = words_of(whole, "semantic", tmp_path / "run", data="voices")
+    out = Forked("train_audio", *words, ranks=2, folders=folders).finish(1)
+    assert out.count("error: rank 1 has another data digest than rank 0") == 1
+    assert "Traceback" not in out
+    assert not (tmp_path / "run/tokens").exists()
 
 
 @pytest.mark.parametrize("ranks", kill_ranks(1))
