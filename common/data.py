@@ -115,6 +115,9 @@ def files_below(folder):
         entered.add(identity)
         folders.sort()  # which of two links is entered must not depend on the file system
         files += [os.path.join(parent, name) for name in names]
+    broken = [file for file in sorted(files) if not os.path.exists(file)]
+    if broken:
+        config.note(f"{len(broken)} links lead nowhere, and are left out: {broken[0]}, …")
     return [Path(file) for file in sorted(files) if os.path.isfile(file)]
 
 

@@ -498,7 +498,7 @@ def test_built_in_is_what_the_project_wrote_whatever_the_records_have(tmp_path):
 
 # Folders
 
-def test_links_to_folders_are_entered_once_and_broken_ones_are_no_files(tmp_path):
+def test_links_to_folders_are_entered_once_and_broken_ones_are_counted(tmp_path, capsys):
     elsewhere = tmp_path / "elsewhere/deep"
     elsewhere.mkdir(parents=True)
     (elsewhere / "b").touch()
@@ -517,6 +517,8 @@ def test_links_to_folders_are_entered_once_and_broken_ones_are_no_files(tmp_path
         (folder / name).symlink_to(target)
     names = [path.relative_to(folder).as_posix() for path in data.files_below(folder)]
     assert names == ["file", "first/deep/b", "own/a"]
+    broken = folder / "broken"
+    assert f"note: 2 links lead nowhere, and are left out: {broken}" in capsys.readouterr().err
 
 
 def test_a_folder_that_may_not_be_read_is_an_error(tmp_path, monkeypatch):
