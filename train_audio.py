@@ -75,6 +75,7 @@ from common import (
 )
 from common.config import (
     Decay,
+    Folder,
     Fraction,
     NonNegativeFloat,
     NonNegativeInt,
@@ -106,7 +107,7 @@ class Config(config.TrainingRun):
     stage: Literal["all", "soundstream", "semantic", "coarse", "fine"] = field(
         "all", "stage to train; all: one after the other", fixed=True
     )
-    run_dir: str = field("runs/audio", "folder of the runs; a stage's run is RUN/STAGE")
+    run_dir: Folder = field("runs/audio", "folder of the runs; a stage's run is RUN/STAGE")
     data: str = field(
         "syllables", 'folder of recordings (wav, flac, ogg, mp3), or "syllables": built in'
     )
@@ -1991,7 +1992,7 @@ class Pipeline:
 class PipelineConfig(config.Inference):
     """The models"""
 
-    run_dir: str = field("runs/audio", "folder of the runs, one for each stage")
+    run_dir: Folder = field("runs/audio", "folder of the runs, one for each stage")
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,7 @@ from common import (
 )
 from common.config import (
     Decay,
+    Folder,
     Fraction,
     NonNegativeFloat,
     NonNegativeInt,
@@ -90,7 +91,7 @@ class Config(config.TrainingRun):
     stage: Literal["all", "base", "upsample"] = field(
         "all", "stage to train; all: one after the other", model=True
     )
-    run_dir: str = field("runs/decoder", "folder of the runs; each stage has RUN_DIR/STAGE")
+    run_dir: Folder = field("runs/decoder", "folder of the runs; each stage has RUN_DIR/STAGE")
     # Data: captioned images, and CLIP embeddings of the whole images
     data: str = field(
         "shapes", 'img2dataset tars, a folder of captioned images, or "shapes" (built in)'
@@ -1038,7 +1039,7 @@ class Evaluator:
 class CascadeConfig(config.Inference):
     """The cascade; of several values each stage takes one, and the last is for all further ones"""
 
-    run_dir: tuple[str, ...] = field(
+    run_dir: tuple[Folder, ...] = field(
         ("runs/decoder",), "folder RUN_DIR of a training, or run folders of the stages in order"
     )
     steps: tuple[PositiveInt, ...] = field((), "sampling steps; by default as in training")

@@ -54,6 +54,7 @@ from common import (
 )
 from common.config import (
     Decay,
+    Folder,
     Fraction,
     NonNegativeFloat,
     NonNegativeInt,
@@ -73,7 +74,7 @@ class Config(config.TrainingRun):
     """Data, model and training of the prior"""
 
     # Run and data
-    run_dir: str = field("runs/prior", "folder of this run; the same command again resumes it")
+    run_dir: Folder = field("runs/prior", "folder of this run; the same command again resumes it")
     data: str = field("shapes", 'folder with img_emb/ and text_emb/, or "shapes": built in')
     caption_key: str = field("", 'key of the captions in jsonl or parquet, "": caption')
     clip: str = field(
@@ -796,7 +797,7 @@ def train(cfg):
 class PriorConfig(config.Inference):
     """The prior"""
 
-    run_dir: str = field("runs/prior", "run folder of the prior")
+    run_dir: Folder = field("runs/prior", "run folder of the prior")
     guidance_scale: float = field(-1.0, "guidance, 1: none, below 0: as in its training")
     eta: float = field(-1.0, "noise of sampling: 1 as DDPM, 0 as DDIM, below 0: as in its training")
     lora_scale: float = field(1.0, "weight of LoRA adapters, if the run trained some")

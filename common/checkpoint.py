@@ -2,11 +2,12 @@
 
 A file x is written as x.tmp, flushed, synced, and renamed to x; then its folder is synced. First
 the checkpoint is written, then auto_resume.json, which names it. Files hold tensors and plain
-values only, and every load is `weights_only=True`.
+values only, and every load is `weights_only=True` and compares the checksums that torch wrote.
 """
 
 import concurrent.futures
 import contextlib
+import errno
 import hashlib
 import inspect
 import itertools
@@ -16,6 +17,7 @@ import os
 import platform
 import re
 import time
+import zipfile
 from pathlib import Path
 
 import torch
@@ -32,21 +34,34 @@ except ImportError:  # Windows
 
 # Files
 
+# What file systems say that have no locks (Lustre, NFS), or cannot sync a folder (CIFS).
+NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP)
+NO_SYNC = (errno.EINVAL, errno.EBADF, errno.ENOTSUP)
+MAX_STEPS = 2**40  # more than any run takes
+
 
 def lock(file, wait=False):
-    """Lock an open file until it is closed. If another process has it: OSError, or `wait`."""
-    if fcntl:
-        # A record lock: forked workers do not inherit it.
-        fcntl.lockf(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return
-    file.seek(1 << 30)  # a byte that nobody writes: on Windows others cannot read what is locked
+    """Lock an open file until it is closed, or on a file system without locks print a note.
+
+    If another process has it: BlockingIOError or PermissionError, or `wait`.
+    """
     while True:
         try:
+            if fcntl:
+                # A record lock: forked workers do not inherit it.
+                return fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            file.seek(1 << 30)  # a byte that nobody writes: others cannot read what is locked
             return msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
-        except OSError:
-            if not wait:
+        except OSError as error:
+            if error.errno in NO_LOCKS:
+                folder = os.path.dirname(file.name)
+                return config.note(
+                    f"{folder} has no locks; make sure that no other process trains in it"
+                )
+            if not (wait and isinstance(error, (BlockingIOError, PermissionError))):
+                error.filename = file.name
                 raise
-        time.sleep(1)
+        time.sleep(0.1)
 
 
 @contextlib.contextmanager
@@ -66,6 +81,8 @@ def atomic_write(path, durable=True):
             if durable:
                 os.fsync(file.fileno())
         os.replace(temporary, path)
+        if durable:
+            sync_folder(path.parent)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
         # torch's own error hides that of the disk.
@@ -73,10 +90,20 @@ def atomic_write(path, durable=True):
         if isinstance(cause, OSError):
             raise OSError(cause.errno, f"{cause.strerror}, writing", str(path)) from error
         raise
-    if durable and os.name == "posix":  # Windows opens no folders
-        folder = os.open(path.parent, os.O_RDONLY)
-        os.fsync(folder)
-        os.close(folder)
+
+
+def sync_folder(folder):
+    """Make the names in a folder durable, where the system can: the files themselves are."""
+    if not hasattr(os, "O_DIRECTORY"):  # Windows opens no folders
+        return
+    descriptor = os.open(folder, os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in NO_SYNC:
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def save(state, path, before_replace=None):
@@ -98,23 +125,32 @@ def load(path):
     path = Path(path)
     if not path.is_file():
         raise UserError(f"{path}: no such checkpoint")
-    hashes = record_of(path.parent, strict=False).get("sha256", {})  # of model.pt and best.pt
-    if path.name in hashes and checksum(path) not in hashes[path.name]:
-        raise UserError(
-            f"{path}: damaged, or not as its run wrote it: its sha256 is not that of "
-            "auto_resume.json; start the run again, which makes it anew, or move the file out of "
-            "the folder"
-        )
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()  # by CRC-32, which torch writes and does not compare
+            # Of what has the mark of a folder torch reads nothing, and leaves tensors as they are.
+            damaged = damaged or any(info.external_attr & 0x10 for info in archive.infolist())
     except Exception as error:  # torch raises a dozen types for what it does not know
+        # The reason without torch's advice around it, which is to load without weights_only.
+        reason = str(error).rpartition("WeightsUnpickler error:")[2].strip()
+        reason = re.split(r"\n|\. ", reason)[0]
         raise UserError(
-            f"{path}: not a checkpoint of this program, or damaged ({type(error).__name__})"
+            f"{path}: not a checkpoint of this program, or damaged ({type(error).__name__}: "
+            f"{reason!r:.200})"
         ) from error
+    if damaged:
+        raise UserError(
+            f"{path}: damaged: it is not as it was written; take another copy, or start its run "
+            "again, which makes a model.pt anew"
+        )
     if not matches(state, {"model": {}}):
         raise UserError(
             f"{path}: not a checkpoint of this program: expected a dict with an entry 'model'"
         )
+    with damage_is_named(path):
+        if not 0 <= state.get("step", 0) < MAX_STEPS:
+            raise ValueError(f"step {state['step']}")
     return state
 
 
@@ -130,7 +166,12 @@ def checksum(path):
 def write_json(values, path):
     """Write `values` as indented JSON, atomically."""
     with atomic_write(path) as file:
-        file.write((json.dumps(values, indent=2) + "\n").encode())
+        file.write((json.dumps(finite(values), indent=2) + "\n").encode())
+
+
+def finite(values):
+    """`values`, plain ones, with None for numbers that JSON has no word for."""
+    return json.loads(json.dumps(values), parse_constant=lambda word: None)
 
 
 @contextlib.contextmanager
@@ -176,7 +217,7 @@ PATHS = ("data", "val_data", "embeddings", "clip", "soundstream", "semantic")
 
 
 def weights_that_fit(module, state, path, strict=True):
-    """Entries of `state["model"]` whose name and shape are the module's.
+    """Entries of `state["model"]` whose name, shape and kind of number are the module's.
 
     UserError unless all fit (strict), or at least one does.
     """
@@ -184,7 +225,7 @@ def weights_that_fit(module, state, path, strict=True):
     weights = state["model"]
     fitting = {}
     for name, value in weights.items():
-        if name in expected and getattr(value, "shape", None) == expected[name].shape:
+        if name in expected and kind_of(value) == kind_of(expected[name]):
             fitting[name] = value
     wrong = sorted((expected.keys() | weights.keys()) - fitting.keys(), key=str)
     if wrong and "lora" in state:
@@ -199,9 +240,24 @@ def weights_that_fit(module, state, path, strict=True):
     return fitting
 
 
+def kind_of(weight):
+    """What a weight in a file must have in common with that of the model; False: no tensor."""
+    return isinstance(weight, torch.Tensor) and (weight.shape, weight.is_floating_point())
+
+
 def load_weights(module, state, path, strict=True):
-    """Load `state["model"]` into `module`: all of it, or if not `strict` what fits."""
-    module.load_state_dict(weights_that_fit(module, state, path, strict), strict=False)
+    """Load `state["model"]` into `module`: all of it, or if not `strict` what fits.
+
+    UserError unless it is finite.
+    """
+    weights = weights_that_fit(module, state, path, strict)
+    broken = [name for name, value in weights.items() if not value.float().isfinite().all()]
+    if broken:
+        raise UserError(
+            f"{path}: {len(broken)} weights are not finite: {', '.join(broken[:5])}; take an "
+            "earlier checkpoint"
+        )
+    module.load_state_dict(weights, strict=False)
 
 
 def peek(path):
@@ -388,7 +444,7 @@ class State:
                 f"{path}: damaged, or of another program: entries {', '.join(example)} are not as "
                 "expected"
             )
-        check_identity(state["identity"], self.identity, path)
+        check_identity(state["identity"], self.identity, path, path)
         for name, module in self.modules.items():
             weights_that_fit(module, {"model": state[name]}, path)
         weights_that_fit(self.modules["model"], {"model": state["ema"]}, path)
@@ -454,10 +510,11 @@ def identity(cfg, dataset, clip_model=None):
     return json.loads(json.dumps(facts))  # lists for tuples, as in files
 
 
-def check_identity(saved, expected, where):
+def check_identity(saved, expected, where, path):
     """UserError unless the saved identity, {name: plain value}, is the expected one.
 
     A name that only one of them has belongs to a setting that a fork added, removed or renamed.
+    path: a checkpoint with the weights, for the message.
     """
     changed = [
         f"{name} is {saved[name]!r} there and {value!r} here"
@@ -465,9 +522,11 @@ def check_identity(saved, expected, where):
         if name in saved and saved[name] != value
     ]
     if changed:
+        way = "Give the same settings (--config RUN/config.json has them), or another --run_dir"
+        if all(text.startswith("data ") for text in changed) and "lora_base" not in expected:
+            way += f", which starts with these weights on the new data by --init_from {path}"
         raise UserError(
-            f"{where}: a run of another model or other data: {'; '.join(changed)}. Give the same "
-            "settings (--config RUN/config.json has them), or another --run_dir"
+            f"{where}: a run of another model or other data: {'; '.join(changed)}. {way}"
         )
 
 
@@ -480,29 +539,25 @@ RECORD = {
     "best": (None, SAVED),
     "identity": (None, {}),
     "logger": (None, {"kind": ""}),
-    "sha256": (None, {}),
 }
 
 
-def record_of(folder, strict=True):
+def record_of(folder):
     """What auto_resume.json of a run folder says, newest checkpoint first; without a run, nothing.
 
-    A damaged file is a UserError or, not `strict`, says nothing.
+    UserError if it is damaged.
     """
     path = Path(folder) / "auto_resume.json"
-    nothing = {"checkpoints": [], "finished": None}
     if not path.exists() and not any(Path(folder).glob("checkpoints/step_*.pt")):
-        return nothing
+        return {"checkpoints": [], "finished": None}
     with contextlib.suppress(OSError, ValueError):
         record = json.loads(path.read_text())
         if matches(record, RECORD):
             return record
-    if strict:
-        raise UserError(
-            f"{path}: damaged or missing; go on from one of {folder}/checkpoints with --load FILE "
-            "and a new --run_dir, or start over with --resume never"
-        )
-    return nothing
+    raise UserError(
+        f"{path}: damaged or missing; go on from one of {folder}/checkpoints with --load FILE "
+        "and a new --run_dir, or start over with --resume never"
+    )
 
 
 class RunFolder:
@@ -527,6 +582,11 @@ class RunFolder:
         notes = []
         has_run = any(self.folder.glob("checkpoints/step_*.pt"))
         if resume == "never" and (has_run or (self.folder / "auto_resume.json").exists()):
+            if Path.cwd().is_relative_to(self.folder.resolve()):
+                raise UserError(
+                    f"--run_dir {self.folder}: --resume never cannot move aside the folder it is "
+                    "started in; start it in another, or give another --run_dir"
+                )
             moved = (f"{self.folder}.{number}" for number in itertools.count(1))
             moved = next(path for path in moved if not Path(path).exists())
             self.lock_file.close()
@@ -545,7 +605,7 @@ class RunFolder:
         self.lock_file = open(self.folder / ".lock", "a+")  # noqa: SIM115 (open until the end)
         try:
             lock(self.lock_file)
-        except OSError as error:
+        except (BlockingIOError, PermissionError) as error:
             self.lock_file.seek(0)
             owner = self.lock_file.read().strip()
             raise UserError(
@@ -592,10 +652,10 @@ class RunFolder:
             path = self.folder / entry["file"]
             if not path.is_file():
                 notes.append(f"{path}: missing, trying the one before it")
-            elif checksum(path) != entry["sha256"]:
+            elif checksum(path) not in entry["sha256"]:
                 notes.append(f"{path}: damaged, trying the one before it")
             else:
-                check_identity(self.record.get("identity", {}), identity, self.folder)
+                check_identity(self.record.get("identity", {}), identity, self.folder, path)
                 finished = self.record["finished"] if entry["step"] >= cfg.steps else None
                 if finished and not self._has_model():
                     notes.append(f"{self.folder}/model.pt: damaged or missing, made anew")
@@ -604,9 +664,10 @@ class RunFolder:
         return None, None, notes
 
     def _has_model(self):
-        model = self.folder / "model.pt"
-        hashes = self.record.get("sha256", {}).get("model.pt", [])
-        return model.is_file() and checksum(model) in hashes
+        try:
+            return bool(load(self.folder / "model.pt"))
+        except UserError:
+            return False
 
     def drop_from(self, step):
         """Discard checkpoints of `step` or later; returns the newest file before it, or None."""
@@ -639,8 +700,15 @@ class RunFolder:
         contents = copy_to_host(state.contents())
         keep = state.cfg.keep or None
 
+        def record_hash(digest):
+            entry["sha256"] = digest
+            for other in self.record["checkpoints"]:
+                if other["step"] == step:  # saved again: a kill leaves the file of before or this
+                    other["sha256"] += f" {digest}"
+                    self._write_record()
+
         def work():
-            entry["sha256"] = save(contents, self.folder / file)
+            save(contents, self.folder / file, record_hash)
             older = [other for other in self.record["checkpoints"] if other["step"] < step]
             kept = [entry, *older][:keep]
             self.record |= {
@@ -652,7 +720,8 @@ class RunFolder:
             self._write_record()
             if keep:
                 self._delete_older(step, {Path(other["file"]).name for other in kept})
-            log.send()
+            if not contents["unlogged"]["losses"]:  # else the next save, or the end, sends copies
+                log.send()
 
         self._submit(work)
 
@@ -673,23 +742,13 @@ class RunFolder:
             contents = copy_to_host({**contents, "val_loss": val_loss})
 
             def work():
-                self._save_model(contents, "best.pt")
+                save(contents, self.folder / "best.pt")
                 self.record["best"] = entry
                 self._write_record()
                 log.send()
 
             self._submit(work)
         return True
-
-    def _save_model(self, contents, name):
-        """Write `contents` as `name`; its sha256 is recorded first, beside that of the old file."""
-
-        def record_hash(digest):
-            hashes = self.record.setdefault("sha256", {})
-            hashes[name] = [*hashes.get(name, [])[-1:], digest]
-            self._write_record()
-
-        save(contents, self.folder / name, record_hash)
 
     def _submit(self, work):
         """Run `work` in the writer thread, first retrying a failed write once."""
@@ -721,6 +780,6 @@ class RunFolder:
     def save_final(self, state, results):
         """Write model.pt, and record that the run is finished, with its `results`."""
         self.wait()
-        self._save_model({**inference_contents(state.contents()), **results}, "model.pt")
+        save({**inference_contents(state.contents()), **results}, self.folder / "model.pt")
         self.record["finished"] = results
         self._write_record()

@@ -336,8 +336,8 @@ def load(spec, device, fingerprint=None):
         state = checkpoint.load(path) if path.is_file() else {}
         if "vocabulary" not in state:
             raise UserError(
-                f"{path}: there is no CLIP here; train one by python -m common.clip train, "
-                "or name another"
+                f"{path}: there is no CLIP here; train one by python -m common.clip train, name "
+                'another with --clip, or train with --clip "", which is without a CLIP'
             )
         with checkpoint.damage_is_named(path):
             cfg = Config(**config.from_json(Config, state["config"], path))

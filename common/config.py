@@ -23,6 +23,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
+
+def is_folder_name(path):
+    """Whether a folder has this name, or may get it; x.pt is that of a file, given by mistake."""
+    if os.path.isdir(path):
+        return True
+    return path != "" and not path.endswith(".pt") and not os.path.exists(path)
+
+
 # Types with bounds: the bound in words, and as a test.
 PositiveInt = Annotated[int, ("above 0", lambda value: value > 0)]
 NonNegativeInt = Annotated[int, ("0 or more", lambda value: value >= 0)]
@@ -30,6 +38,7 @@ PositiveFloat = Annotated[float, ("above 0", lambda value: value > 0)]
 NonNegativeFloat = Annotated[float, ("0 or more", lambda value: value >= 0)]
 Fraction = Annotated[float, ("within 0 and 1", lambda value: 0 <= value <= 1)]
 Decay = Annotated[float, ("0 or more and below 1", lambda value: 0 <= value < 1)]
+Folder = Annotated[str, ('a folder, or a name for one; the current one is "."', is_folder_name)]
 Device = Literal["auto", "cuda", "mps", "cpu"]
 
 # That of UTF-32 begins as that of UTF-16 does.
@@ -215,8 +224,17 @@ class Inference(Settings):
 def read_json(path):
     """The JSON object in the file `path`; UserError or OSError names the file."""
     text = decode_text(Path(path).read_bytes(), path)
+
+    def unique(pairs):
+        values = {}
+        for name, value in pairs:
+            if name in values:
+                raise ValueError(f"{name} is in it twice")
+            values[name] = value
+        return values
+
     try:
-        values = json.loads(text)
+        values = json.loads(text, object_pairs_hook=unique)
     except ValueError as error:
         raise UserError(f"{path}: not a JSON file ({error})") from error
     if not isinstance(values, dict):

@@ -245,7 +245,8 @@ def ignore_signals(worker):
 
 def kill_workers():
     """End the workers of a rank that ends by an error: Python would do it by SIGTERM, and wait."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # else torch reports a killed worker
+    if hasattr(signal, "SIGCHLD"):  # which torch handles, and would report a killed worker by
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for process in multiprocessing.active_children():
         if process.daemon:
             process.kill()

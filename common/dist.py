@@ -145,6 +145,9 @@ def deal(count):
             yield first + rank()
 
 
+collective_timeout = timedelta(minutes=30)
+
+
 def setup(device="auto", timeout_minutes=30):
     """Join torchrun's process group until the process ends; returns this rank's torch.device."""
     end_with_torchrun()
@@ -174,7 +177,9 @@ def setup(device="auto", timeout_minutes=30):
 
     if world_size() > 1:
         backend = "nccl" if device.startswith("cuda") else "gloo"
-        td.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes))
+        global collective_timeout
+        collective_timeout = timedelta(minutes=timeout_minutes)
+        td.init_process_group(backend, timeout=collective_timeout)
         atexit.register(teardown)
     return torch.device(device)
 
@@ -293,6 +298,13 @@ def total_by_name(sums):
     return dict(zip(names, totals))
 
 
+def set_timeout(timeout):
+    """Set how long a collective waits for a rank that is alive."""
+    if td.is_initialized():
+        # Public in later torch than 2.13.
+        getattr(td, "set_timeout", td.distributed_c10d._set_pg_timeout)(timeout)
+
+
 def on_main(work):
     """Run `work()` on rank 0 while the others wait; every rank gets its result or UserError."""
     return broadcast(run_together(work, is_main()))
@@ -309,7 +321,10 @@ def main_first(work):
 
 
 def run_together(work, here=True):
-    """Run `work()`, without collectives, where `here`; a UserError reaches every rank."""
+    """Run `work()`, without collectives, where `here`; a UserError reaches every rank.
+
+    The others wait for as long as it takes: it may be a download.
+    """
     result = None
     failure = None
     try:
@@ -317,7 +332,10 @@ def run_together(work, here=True):
             result = work()
     except (UserError, OSError) as error:
         failure = str(error)
-    for number, message in enumerate(gather(failure)):
+    set_timeout(timedelta(days=1))
+    failures = gather(failure)
+    set_timeout(collective_timeout)
+    for number, message in enumerate(failures):
         if message is not None:
             error = UserError(message)
             error.relayed = rank() != number  # that rank prints it

@@ -8,10 +8,12 @@ import torch
 
 @dataclasses.dataclass(eq=False)
 class EMA:
-    """A shadow of `model.state_dict()`: its trainable parameters are averaged, in fp32.
+    """The averages, in fp32, of the parameters of `model` that are trainable when it is made.
 
-    All else in it, such as buffers, is the model's own. The average follows from the parameters of
-    the steps alone, so only its tensors are saved. Make it when the model is on its device.
+    All else, such as buffers, is the model's own. Both are looked up in the model whenever they are
+    needed: it may be moved and cast, and get other parameters of the same names and shapes. The
+    average follows from the parameters of the steps alone, so only its tensors are saved. Made
+    when the model is on its device, it is there, too.
     """
 
     model: torch.nn.Module
@@ -24,14 +26,12 @@ class EMA:
     min_decay: float = 0.0  # the lowest; as high as `decay`: no warm-up
 
     def __post_init__(self):
-        self.shadow = self.model.state_dict()
-        self.live = {}  # the parameters that are averaged
+        self.averages = {}  # by the parameter's name
         self.stored = None
         if self.decay:
             for name, parameter in self.model.named_parameters(remove_duplicate=False):
                 if parameter.requires_grad:
-                    self.live[name] = parameter.detach()
-                    self.shadow[name] = parameter.detach().clone().float()
+                    self.averages[name] = parameter.detach().clone().float()
 
     def decay_at(self, step):
         """Decay after optimizer step number `step` (1 is the first); 0 copies the parameters.
@@ -49,16 +49,23 @@ class EMA:
         return max(self.min_decay, min(self.decay, value))
 
     def update(self, step):
-        """Average in the parameters after optimizer step `step`, if `update_every` divides it."""
-        if step % self.update_every or not self.live:
+        """Average in the parameters after optimizer step `step`, if `update_every` divides it.
+
+        ValueError if the model has lost one that is averaged, or has it in another shape.
+        """
+        if step % self.update_every or not self.averages:
             return
-        shadow = [self.shadow[name] for name in self.live]
-        live = [self.live[name].to(self.shadow[name]) for name in self.live]
-        torch._foreach_lerp_(shadow, live, 1 - self.decay_at(step))
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        missing = sorted(shapes(self.averages) - shapes(parameters))
+        if missing:
+            raise ValueError(f"the model has other parameters than its EMA: no {missing[:5]}")
+        live = [parameters[name].detach().to(average) for name, average in self.averages.items()]
+        torch._foreach_lerp_([*self.averages.values()], live, 1 - self.decay_at(step))
 
     def copy_to(self, model):
-        """Write the averaged weights into `model`, which has the same names."""
-        model.load_state_dict(self.shadow)
+        """Write the averaged weights into `model`; ValueError names what does not fit."""
+        self.check(model.state_dict())
+        model.load_state_dict(self.state_dict())
 
     def store(self, model):
         """Keep a copy of the weights of `model` until `restore`."""
@@ -85,27 +92,31 @@ class EMA:
 
         With the averages in pinned memory of the host, the GPU has room for a larger model.
         """
-        for name in self.live:
-            tensor = self.shadow[name].to(device, dtype)
+        for name, average in self.averages.items():
+            average = average.to(device, dtype)
             if pin_memory and torch.cuda.is_available():
-                tensor = tensor.pin_memory()
-            self.shadow[name] = tensor
+                average = average.pin_memory()
+            self.averages[name] = average
         return self
 
     def state_dict(self):
         """{name: tensor}, the tensors themselves, with the model's names."""
-        return dict(self.shadow)
+        return {**self.model.state_dict(), **self.averages}
 
     def load_state_dict(self, state):
         """Copy the averages of `state` in; ValueError names what does not fit.
 
         What is not averaged has been loaded with the model.
         """
-        different = sorted(shapes(state) ^ shapes(self.shadow))
+        self.check(state)
+        for name, average in self.averages.items():
+            average.copy_(state[name])
+
+    def check(self, state):
+        """ValueError unless `state` has the names and shapes of the model and its averages."""
+        different = sorted(shapes(state) ^ shapes(self.state_dict()))
         if different:
             raise ValueError(f"EMA state of another model, which differs in {different[:5]}")
-        for name in self.live:
-            self.shadow[name].copy_(state[name])
 
 
 def shapes(state):

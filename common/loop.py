@@ -218,6 +218,7 @@ class Progress:
         self.bar.close()
         if isinstance(error, dist.Stopped):
             self.save_unlogged()
+            self.run.wait()
             self.log.print(
                 f"stopped by {error} at step {self.state.step}, all saved; the same command goes on"
             )
@@ -240,7 +241,6 @@ class Progress:
             "overflows": self.overflows,
         }
         self.run.save(self.state, self.log)
-        self.run.wait()
 
     def add(self, losses, norm, batches, others=None):
         """Count a step.
@@ -266,7 +266,7 @@ class Progress:
     def log_line(self):
         """Log the steps since the last line; decide whether to evaluate and save. Collective.
 
-        The ranks meet here, and the host waits for its device.
+        The ranks meet here, and the host waits for its device. If both are due, it saves first.
         """
         cfg = self.state.cfg
         step = self.state.step
@@ -292,6 +292,11 @@ class Progress:
         eval_due = self.is_due("eval", cfg.eval_every, cfg.eval_minutes)
         save_due = self.is_due("save", cfg.save_every, cfg.save_minutes)
         self.eval_due, self.save_due = dist.broadcast((eval_due, save_due))  # rank 0's clock
+        if self.eval_due and self.save_due:
+            # Whatever ends the evaluation, the steps are kept. The run would evaluate them anew,
+            # and log this line again: so the state is saved once more when both are done.
+            self.save_unlogged()
+            self.state.unlogged = dict(checkpoint.NOTHING_UNLOGGED)
         self.logged_at = time.monotonic()
 
     def is_due(self, name, every, minutes):

@@ -491,7 +491,7 @@ def import_command(args):
 class ExportConfig(config.Settings):
     """What to export"""
 
-    run_dir: str = config.field(
+    run_dir: config.Folder = config.field(
         "runs/prior", "run folder of a prior, a stage of the decoder, or their adapters"
     )
     model: str = config.field("model.pt", "file of the run")

@@ -10,10 +10,11 @@
 import io
 import json
 import math
+import os
 import re
 import shlex
 import shutil
-import socket
+import urllib.request
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -24,6 +25,8 @@ from common import checkpoint, dist
 from common.config import UserError, need
 
 TIMEOUT = 60  # seconds without a byte after which a download fails
+MAX_DOWNLOAD = 100 * 2**30  # bytes
+RESERVE = 2**30  # bytes of the disk that a download leaves free
 # What may stand in braces in the path of a copy, besides the names of --metadata.
 FIELDS = {"run": "", "step": 1, "best_val_loss": 0.5}
 CARD = """---
@@ -113,17 +116,35 @@ def fetch(address, folder):
             run, name = wandb_file.groups()
             file = need("wandb", "--load or --init_from").Api().run(run).file(name)
             return file.download(root=str(path), replace=True).name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        socket.setdefaulttimeout(TIMEOUT)  # the download has no timeout of its own
-        torch.hub.download_url_to_file(url, str(path), sha256 or None)
+        download(url, path, sha256)
     except Exception as error:  # of a network, a disk, a package
         raise UserError(
             f"{address}: {error}; expected a file, http(s)://HOST/FILE[#sha256=HEX] or "
             "wandb:ENTITY/PROJECT/RUN/FILE"
         ) from error
-    finally:
-        socket.setdefaulttimeout(None)
     return str(path)
+
+
+def download(url, path, sha256):
+    """Write what is at `url` to `path`; ValueError if it is too long, or of another sha256."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    most = min(MAX_DOWNLOAD, shutil.disk_usage(path.parent).free - RESERVE)
+    request = urllib.request.Request(url, headers={"User-Agent": "torch"})  # or some refuse it
+    part = path.with_name(f"{path.name}.{os.getpid()}")  # another run may download it, too
+    with (
+        urllib.request.urlopen(request, timeout=TIMEOUT) as response,
+        tqdm.wrapattr(response, "read", desc=url) as stream,
+        checkpoint.atomic_write(part) as file,
+    ):
+        while block := stream.read(2**20):
+            file.write(block)
+            if file.tell() > most:
+                raise ValueError(f"longer than {most:,} bytes, the most that is taken here")
+        file.flush()
+        digest = checkpoint.checksum(file.name)
+        if not digest.startswith(sha256):
+            raise ValueError(f"invalid hash value (expected {sha256!r}, got {digest!r})")
+    os.replace(part, path)
 
 
 def from_transformers(flag, name, kinds):
@@ -154,7 +175,7 @@ class Saver:
     save_latest_to: str = ""  # format strings of paths
     save_best_to: str = ""
     save_meta_to: str = ""  # a folder
-    sent: dict = field(default_factory=dict, init=False, repr=False)  # {event: step}
+    sent: dict = field(default_factory=dict, init=False, repr=False)  # {event: entry}
 
     def entry(self, event, record):
         """The entry {"file", "step", "values"} of auto_resume.json's `record` to copy, or None."""
@@ -170,12 +191,15 @@ class Saver:
         """Send what the checkpoint.RunFolder `run` has saved, unless it is sent."""
         path = getattr(self, f"save_{event}_to")
         entry = self.entry(event, run.record)
-        if not path or not entry or self.sent.get(event) == entry["step"]:
+        if not path or not entry or self.sent.get(event) == entry:
             return
-        path = path.format(**entry["values"])
+        values = dict(entry["values"])
+        if values["best_val_loss"] is None:  # which stands for infinity in auto_resume.json
+            values["best_val_loss"] = math.inf
+        path = path.format(**values)
         file = run.folder / entry["file"]
         if event == "meta":
-            values = json.dumps(finite(entry["values"]), indent=2)
+            values = json.dumps(checkpoint.finite(values), indent=2)
             with open(run.folder / "config.json", "rb") as config_file:
                 self.put(f"{path}/config.json", config_file)
             self.put(f"{path}/metadata.json", io.BytesIO(values.encode()))
@@ -187,7 +211,7 @@ class Saver:
         else:
             with open(file, "rb") as content:  # it stays readable if the run drops or replaces it
                 self.put(path, content)
-        self.sent[event] = entry["step"]
+        self.sent[event] = entry
 
     def put(self, path, content):
         """Write the binary file `content` there as the file `path`."""
@@ -229,12 +253,14 @@ SAVERS = {"local": Saver, "wandb": WandBSaver, "huggingface": HuggingFaceSaver}
 
 def savers(cfg):
     """The savers that cfg.save names; UserError."""
-    fields = {**FIELDS, **metadata(cfg)}
+    run_dir = Path(cfg.run_dir)
+    fields = {**FIELDS, "run": run_dir.as_posix().lstrip("/"), **metadata(cfg)}
     found = [parse("save", text, SAVERS) for text in cfg.save]
     for saver in found:
-        paths = saver.save_latest_to + saver.save_best_to + saver.save_meta_to
+        paths = [saver.save_latest_to, saver.save_best_to, saver.save_meta_to]
+        paths = [path for path in paths if path]
         try:
-            paths.format(**fields)
+            places = [Path(path.format(**fields)).resolve() for path in paths]
         except (LookupError, ValueError, AttributeError) as error:
             raise UserError(
                 f"--save: {paths}: {error!r}; in braces may stand {', '.join(fields)}, "
@@ -245,6 +271,9 @@ def savers(cfg):
                 "--save: expected save_latest_to=PATH, save_best_to=PATH or "
                 "save_meta_to=FOLDER, and as kind checkpoint or model"
             )
+        own = [place for place in places if place.is_relative_to(run_dir.resolve())]
+        if type(saver) is Saver and own:
+            raise UserError(f"--save: {own[0]}: is in the run's own folder; name another place")
     return found
 
 
@@ -268,11 +297,3 @@ def resend(cfg, run):
     """Send what the finished `run` has saved."""
     if dist.is_main():
         send(savers(cfg), run)
-
-
-def finite(values):
-    """`values` with None for numbers that JSON has no word for."""
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in values.items()
-    }

@@ -195,7 +195,7 @@ class Tracker:
         """
         if not self.enabled:
             return
-        metrics = store.finite(metrics)
+        metrics = checkpoint.finite(metrics)
         line = {"step": step, **metrics}
         numbers = {
             name: value for name, value in metrics.items() if isinstance(value, (int, float))
@@ -248,7 +248,11 @@ class Tracker:
 
     def sync(self):
         """Make the lines so far durable. A checkpoint follows, and they do not come again."""
-        os.fsync(self.file.fileno())
+        try:
+            os.fsync(self.file.fileno())
+        except OSError as error:
+            error.filename = self.file.name
+            raise
 
     def send(self):
         """Begin to send copies of what is new, after each save; returns a Future."""

@@ -1,14 +1,19 @@
 """Saving as a commit: whatever is cut off, killed, full or damaged, a complete run stays."""
 import dataclasses
+import errno
+import fcntl
 import hashlib
 import io
+import json
 import math
 import os
 import pickle
 import random
+import re
 import resource
 import shutil
 import signal
+import stat
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -223,7 +228,128 @@ def test_an_error_in_the_middle_of_writing_leaves_the_old_file_and_nothing_else(
     assert len(synced) == 2  # the file and its folder
 
 
+def refuse(monkeypatch, number, module, name, when=lambda file: True):
+    """Let a function of the system raise the error `number`, as some file systems do."""
+    work = getattr(module, name)
+
+    def refusing(file, *arguments):
+        if when(file):
+            raise OSError(number, os.strerror(number))
+        return work(file, *arguments)
+
+    monkeypatch.setattr(module, name, refusing)
+
+
+def is_folder(descriptor):
+    return stat.S_ISDIR(os.fstat(descriptor).st_mode)
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.EBADF])
+def test_a_file_is_written_where_a_folder_cannot_be_synced(number, tmp_path, monkeypatch):
+    refuse(monkeypatch, number, os, "fsync", is_folder)
+    checkpoint.write_json([1], tmp_path / "a.json")
+    assert contents(tmp_path) == {"a.json": b"[\n  1\n]\n"}
+
+
+@pytest.mark.parametrize("when", [is_folder, lambda file: not is_folder(file)])
+def test_any_other_error_of_syncing_names_the_file(when, tmp_path, monkeypatch):
+    refuse(monkeypatch, errno.EIO, os, "fsync", when)
+    path = tmp_path / "a.json"
+    with pytest.raises(OSError, match=f"Input/output error, writing: '{path}'"):
+        checkpoint.write_json([1], path)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_a_note(number, tmp_path, monkeypatch, capsys):
+    refuse(monkeypatch, number, fcntl, "lockf")
+    assert resume_point(opened(tmp_path)) == NEW
+    note = f"note: {tmp_path} has no locks; make sure that no other process trains in it\n"
+    assert capsys.readouterr().err == note
+
+
+def test_any_other_error_of_locking_names_the_file(tmp_path, monkeypatch):
+    refuse(monkeypatch, errno.EIO, fcntl, "lockf")
+    with pytest.raises(OSError, match=f"Input/output error: '{tmp_path}/.lock'"):
+        opened(tmp_path)
+
+
+def test_of_files_with_one_flipped_bit_each_is_refused_in_one_line_or_has_the_same_in_it(tmp_path):
+    path = tmp_path / "state.pt"
+    state = checkpoint.copy_to_host(state_of(tmp_path).contents())
+    checkpoint.save(state, path)
+    good = path.read_bytes()
+    rng = random.Random(0)
+    places = [rng.randrange(8 * len(good)) for _ in range(100)]
+    # Torch reads nothing of what this bit of the central directory says is a folder.
+    places += [8 * (at.start() + 38) + 4 for at in re.finditer(b"PK\x01\x02", good)][:20]
+    refused = 0
+    for place in places:
+        bad = bytearray(good)
+        bad[place // 8] ^= 1 << place % 8
+        path.write_bytes(bad)
+        try:
+            assert same(checkpoint.load(path), state)  # of padding, for one
+        except UserError as error:
+            assert re.fullmatch(f"{path}: (damaged|not a checkpoint of this program)[^\n]*",
+                                str(error))
+            refused += 1
+    assert refused > 70
+
+
+@pytest.mark.parametrize("change, reason", [
+    (dict(step=-1), "step -1"),
+    (dict(step=2**70), "step 1180591620717411303424"),
+    (dict(step="1"), "TypeError"),
+])
+def test_steps_that_no_run_can_reach_are_refused(change, reason, tmp_path):
+    path = tmp_path / "state.pt"
+    checkpoint.save({"model": {}, **change}, path)
+    with pytest.raises(UserError, match=f"{path}: damaged, .*{reason}"):
+        checkpoint.load(path)
+
+
+@pytest.mark.parametrize("content, reason", [
+    (as_file({"model": Secret()}), "Unsupported global: GLOBAL"),
+    (WHOLE[:-200], "PytorchStreamReader failed reading zip archive: failed finding central"),
+    (b"", "EOFError"),
+])
+def test_torchs_own_reason_is_told_and_not_its_advice(content, reason, tmp_path):
+    path = tmp_path / "state.pt"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=reason) as caught:
+        checkpoint.load(path)
+    assert "weights_only" not in str(caught.value)
+
+
+def test_numbers_that_json_has_no_word_for_are_written_as_null(tmp_path):
+    path = tmp_path / "a.json"
+    values = {"values": {"loss": math.inf, "list": [math.nan, 0.5]}}
+    checkpoint.write_json(values, path)
+    assert json.loads(path.read_text(), parse_constant=pytest.fail) == {
+        "values": {"loss": None, "list": [None, 0.5]}
+    }
+
+
 # Models
+
+@pytest.mark.parametrize("spoil, message", [
+    (lambda weight: weight.fill_(math.nan), "1 weights are not finite: weight;"),
+    (lambda weight: weight.double() * 1e300, "1 weights are not finite: weight;"),
+    (lambda weight: weight + 0j, "weights of another model: 1 entries differ: weight;"),
+    (lambda weight: weight.int(), "weights of another model: 1 entries differ: weight;"),
+])
+def test_weights_that_are_not_finite_or_not_real_are_refused_by_name(spoil, message, tmp_path):
+    path = tmp_path / "model.pt"
+    model = nn.Linear(2, 2)
+    state = {"model": {**model.state_dict(), "weight": spoil(torch.ones(2, 2))}, "config": {}}
+    checkpoint.save(state, path)
+    for load in (
+        lambda: checkpoint.build(lambda: nn.Linear(2, 2), checkpoint.load(path), path),
+        lambda: checkpoint.load_weights(model, checkpoint.load(path), path),
+    ):
+        with pytest.raises(UserError, match=f"{path}: {message}"):
+            load()
+
 
 def read(path, weights="ema", kind="test", scale=1.0):
     return checkpoint.read_model(kind, Config, path, weights, scale)
@@ -385,15 +511,16 @@ def test_a_run_is_found_again_as_it_was_left(tmp_path):
     run.lock_file.close()
     run = opened(tmp_path)
     newest = run.record["checkpoints"][0]
-    assert newest["values"] == {"step": 20, "best": math.inf}
+    assert newest["values"] == {"step": 20, "best": None}  # JSON has no infinity
     assert same(checkpoint.load(tmp_path / newest["file"]), state.contents())
     run.save_final(state, {"step": 20})
     assert resume_point(run, steps=20) == (20, {"step": 20}, [])
     assert resume_point(run, steps=21) == (20, None, [])  # there is more to train
     commit(run, 21)
     assert resume_point(run, steps=21) == (21, None, [])  # the test is still to come
-    with pytest.raises(UserError, match=f"{tmp_path}: a run of another.*width is 8 there"):
+    with pytest.raises(UserError, match=f"{tmp_path}: a run of another.*width is 8 there") as other:
         resume_point(run, width=9)
+    assert "--init_from" not in str(other.value)  # a model of another width cannot start from it
 
 
 @pytest.mark.parametrize("keep, left", [(1, [30]), (2, [20, 30]), (0, [5, 10, 20, 30])])
@@ -456,6 +583,19 @@ def test_starting_anew_moves_the_old_run_aside_and_loses_nothing(tmp_path):
     assert [contents(tmp_path / name) for name in ("run.1", "run.2", "run")] == kept
     note = f"the earlier run is now in {folder}.3"
     assert checkpoint.RunFolder(folder).open("never") == [note]
+
+
+def test_a_run_in_the_current_folder_cannot_be_moved_aside(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder in (".", tmp_path, ".."):
+        run = opened(folder, "never")
+        commit(run, 1)
+        run.lock_file.close()
+        with pytest.raises(UserError, match="never cannot move aside the folder it is started in"):
+            opened(folder, "never")
+        assert resume_point(opened(folder))[0] == 1
+        shutil.rmtree(Path(folder, "checkpoints"))
+        Path(folder, "auto_resume.json").unlink()
 
 
 @pytest.mark.parametrize("text", [
@@ -546,7 +686,6 @@ def test_the_best_is_kept_only_while_it_is_the_best(tmp_path):
     assert same(found["model"], state.ema.state_dict())
     record = checkpoint.record_of(tmp_path)
     assert record["best"]["values"] == {"step": 5, "best": 0.25}
-    assert record["sha256"]["best.pt"][-1] == checkpoint.checksum(path)
 
 
 # Processes
@@ -612,6 +751,31 @@ def test_what_a_kill_at_any_moment_of_saving_leaves_is_a_complete_run_that_goes_
         file, = (folder / "checkpoints").iterdir()  # no scrap of a save that was cut off is left
         assert same(checkpoint.load(file), state.contents())
     assert reached == 3
+
+
+def test_a_kill_while_a_step_is_saved_again_leaves_the_one_or_the_other(tmp_path):
+    run = opened(tmp_path / "run")
+    left = []
+    names = []
+
+    def copy(frame, event, argument):
+        if event == "c_call" and argument.__name__ in MOMENTS:
+            names.append(str(len(names)))
+            left.append(shutil.copytree(run.folder, tmp_path / names[-1]))
+
+    threading.setprofile(copy)  # of the thread that writes
+    state = commit(run, 1, keep=1)
+    left.clear()
+    state.best_val_loss = 0.5
+    save(run, state)
+    threading.setprofile(None)
+    run.thread.shutdown()
+    losses = set()
+    for folder in left:
+        path, _, notes = opened(folder).resume_point(state.cfg, state.identity)
+        assert notes == []
+        losses.add(checkpoint.load(path)["best_val_loss"])
+    assert losses == {math.inf, 0.5}
 
 
 def save_drifted(folder):

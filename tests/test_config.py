@@ -3,6 +3,7 @@ import dataclasses
 import importlib
 import json
 import re
+from pathlib import Path
 from typing import Annotated, Literal
 
 import pytest
@@ -190,12 +191,31 @@ def test_a_mistake_on_the_command_line_ends_in_one_line_of_rank_0_and_status_2(
     ('{"widths": [1, "2"]}', "--widths: '2' is not int"),
     ("[1, 2]", "expected a JSON object of settings, found list"),
     ('{"steps": 5', "not a JSON file"),
+    ('{"steps": 5, "lr": 1, "steps": 6}', "not a JSON file (steps is in it twice)"),
 ])
 def test_a_bad_json_file_is_refused_by_its_name_and_the_key(text, message, tmp_path):
     path = tmp_path / "settings.json"
     path.write_text(text)
     with pytest.raises(UserError, match=re.escape(f"{path}: {message}")):
         parse("--config", str(path))
+
+
+@dataclasses.dataclass(frozen=True)
+class InFolder(config.Settings):
+    """Where"""
+
+    run_dir: config.Folder = config.field("runs/x", "folder")
+
+
+@pytest.mark.parametrize("path", ["", "x/prior.pt", "file"])
+def test_what_cannot_be_a_folder_is_refused_with_the_flag(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    with pytest.raises(UserError, match=f"^--run_dir: {path} is not a folder, or a name for one"):
+        config.parse(InFolder, ["--run_dir", path])
+    Path("old.pt").mkdir()
+    for path in (".", "x/y", "old.pt"):
+        assert config.parse(InFolder, ["--run_dir", path]).run_dir == path
 
 
 def test_stages_have_defaults_of_their_own_and_all_gives_each_in_turn():

@@ -62,6 +62,15 @@ def test_rows_are_those_of_the_shards_in_order_of_their_numbers(tmp_path):
     assert "caption" not in data.Embeddings(tmp_path).fetch(rows)[0]
 
 
+def test_workers_are_ended_where_there_is_no_sigchld(monkeypatch):
+    monkeypatch.delattr(data.signal, "SIGCHLD")  # as on Windows
+    monkeypatch.setattr(data.multiprocessing, "active_children", lambda: [worker])
+    killed = []
+    worker = SimpleNamespace(daemon=True, kill=lambda: killed.append(True))
+    data.kill_workers()
+    assert killed == [True]
+
+
 def test_written_shards_read_back_and_replace_those_that_were_there(tmp_path):
     tables = np.random.default_rng(0).standard_normal((3, 23, 4)).astype(np.float16)
     images, texts, encodings = tables

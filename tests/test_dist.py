@@ -2,6 +2,8 @@
 import os
 import re
 import signal
+import time
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -75,6 +77,22 @@ def fail_on_main(kind, *arguments):
 def test_work_for_rank_0_is_done_once_and_its_errors_reach_every_rank(error, message, on_ranks):
     ranks = on_ranks(2, fail_on_main, *error)
     assert ranks == [([0], message, [2.0]), ([], message, [2.0])]
+
+
+def wait_for_a_download(seconds):
+    dist.collective_timeout = timedelta(seconds=1)
+    dist.set_timeout(dist.collective_timeout)
+    found = dist.on_main(lambda: time.sleep(seconds) or "downloaded")
+    if dist.is_main():
+        time.sleep(seconds)  # a rank that hangs
+        return found
+    with pytest.raises(RuntimeError, match=r"[Tt]imed? ?out"):
+        dist.gather("x")
+    return found
+
+
+def test_ranks_wait_for_a_download_longer_than_for_a_rank_that_hangs(on_ranks):
+    assert on_ranks(2, wait_for_a_download, 3) == ["downloaded"] * 2
 
 
 def on_each(folder, failing):

@@ -193,6 +193,47 @@ def test_with_decay_0_nothing_is_averaged_and_all_is_the_models_own():
     assert same(model.state_dict(), weights)
 
 
+@pytest.mark.parametrize("change", [
+    lambda model: model.double(),
+    lambda model: model.to_empty(device="cpu").load_state_dict(Model().state_dict()),
+    lambda model: setattr(model.first, "weight", nn.Parameter(torch.ones(6, 4))),
+    lambda model: setattr(model.norm, "running_mean", torch.ones(6)),
+])
+def test_a_model_that_was_moved_cast_or_got_other_parameters_is_followed(change):
+    model, ema = make()
+    change(model)
+    shadow = copy.deepcopy(ema.averages)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    ema.update(6)
+    averages = ema.state_dict()
+    for name, weight in model.state_dict().items():
+        expected = weight
+        if name in shadow:
+            expected = shadow[name].lerp(weight.float(), 1 - ema.decay_at(6))
+        assert torch.equal(averages[name], expected)
+
+
+def test_a_parameter_that_the_model_lost_or_has_in_another_shape_is_named_at_the_next_update():
+    model, ema = make()
+    before = copy.deepcopy(ema.averages)
+    model.second = nn.Linear(7, 2, bias=False)
+    message = r"no \[\('second.bias', \(2,\)\), \('second.weight', \(2, 6\)\)\]"
+    with pytest.raises(ValueError, match=message):
+        ema.update(6)
+    assert same(ema.averages, before)
+
+
+def test_averages_are_not_written_into_a_model_with_other_names():
+    _, ema = make()
+    other = nn.Sequential(nn.Linear(4, 6))
+    weights = copy.deepcopy(other.state_dict())
+    with pytest.raises(ValueError, match=r"another model, .*'0.bias', \(6,\).*'first.bias'"):
+        ema.copy_to(other)
+    assert same(other.state_dict(), weights)
+
+
 def test_a_state_of_another_model_is_refused_by_name_and_changes_nothing():
     ema = EMA(Model())
     before = copy.deepcopy(ema.state_dict())

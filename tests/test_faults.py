@@ -6,12 +6,15 @@ import re
 import resource
 import shutil
 import signal
+import subprocess
+import sys
 import tarfile
 
 import helpers
 import numpy as np
 import pytest
 import torch
+from conftest import ROOT
 from helpers import AUDIO, SMALL, Forked, differences, flags, metrics, write_voices
 
 from common import checkpoint, data, dist, images
@@ -59,11 +62,12 @@ def test_ranks_with_other_contents_of_the_same_size_do_not_train(emb, tmp_path):
 
 
 def main():
-    """Run a script whose rank 1 gets a SIGTERM at the n-th call of a function.
+    """Run a script whose rank 1, or only rank, gets a SIGTERM at the n-th call of a function.
 
-    STOP=SCRIPT.FUNCTION:n
+    STOP=SCRIPT.FUNCTION:n, or STOP=SCRIPT.FUNCTION:n:SIGKILL for another signal
     """
-    name, function, number = re.split("[.:]", os.environ["STOP"])
+    name, function, number, *kind = re.split("[.:]", os.environ["STOP"])
+    kind = signal.Signals[kind[0]] if kind else signal.SIGTERM
     script = importlib.import_module(name)
     module = dist if function == "sum_gradients" else script
     original = getattr(module, function)
@@ -71,19 +75,19 @@ def main():
 
     def signaled(*arguments, **named):
         calls.append(function)
-        if dist.rank() == 1 and len(calls) == int(number):
-            os.kill(os.getpid(), signal.SIGTERM)
+        if dist.rank() == min(1, dist.world_size() - 1) and len(calls) == int(number):
+            os.kill(os.getpid(), kind)
         return original(*arguments, **named)
 
     setattr(module, function, signaled)
     script.main()
 
 
-def stop(where, words, ranks=2):
+def stop(where, words, ranks=2, expect=128 + signal.SIGTERM):
     """Output of a run that is stopped there, as `main` has it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("STOP", where)
-        return Forked("test_faults", *words, ranks=ranks).finish(128 + signal.SIGTERM)
+        return Forked("test_faults", *words, ranks=ranks).finish(expect)
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +112,18 @@ def test_wherever_a_signal_comes_the_resumed_run_is_bit_for_bit_the_one_without(
     assert f"stopped by SIGTERM at step {step}, all saved" in out
     assert f"at step {step} of 24" in Forked("train_prior", *words, ranks=3).finish()
     assert not differences(whole, tmp_path)
+
+
+def test_steps_are_saved_before_an_evaluation_that_is_killed_and_are_not_logged_twice(
+        emb, tmp_path):
+    words = flags(data=emb, **dict(SMALL, eval_every=8, keep=1))
+    run(*words, "--run_dir", "whole")
+    words += ["--run_dir", "killed"]
+    for call, step in ((9, 8), (19, 16)):  # of ten an evaluation: the second start repeats one
+        stop(f"train_prior.sample_embeddings:{call}:SIGKILL", words, 1, -signal.SIGKILL)
+        assert newest("killed")["step"] == step
+    assert "at step 16 of 24" in run(*words)
+    assert not differences("whole", "killed")
 
 
 def endless(emb, folder, workers):
@@ -234,14 +250,116 @@ def test_a_damaged_model_of_a_run_is_noticed_and_written_again(emb, finished, tm
     train = flags(data=emb, run_dir=folder, **SMALL)
     sample = ("sample", *flags(run_dir=folder, device="cpu", steps=2))
 
-    path.write_bytes(path.read_bytes()[:-9] + b"x" * 9)
-    assert "sha256 is not that of" in run(*sample, expect=1)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    for command in (sample, ("evaluate", *flags(run_dir=folder, data=emb, device="cpu"))):
+        assert f"{path}: damaged: it is not as it was written" in run(*command, expect=1)
     assert "made anew" in run(*train)
     path.unlink()
     assert "made anew" in run(*train)
     assert "made anew" not in run(*train)
     (folder / "auto_resume.json").write_text("[]")
     run(*sample)  # which does not need it
+
+
+def test_weights_that_are_not_finite_are_refused_by_evaluate_and_sample(emb, finished, tmp_path):
+    state = checkpoint.load(finished / "model.pt")
+    next(iter(state["model"].values()))[0] = math.nan
+    path = tmp_path / "model.pt"
+    checkpoint.save(state, path)
+    for command in ("evaluate", "sample"):
+        out = run(command, *flags(run_dir=tmp_path, device="cpu"), expect=1)
+        assert f"{path}: 1 weights are not finite" in out
+
+
+def test_one_flipped_bit_in_a_checkpoint_for_load_is_refused(emb, finished, tmp_path):
+    path = tmp_path / "other.pt"
+    content = bytearray((finished / newest(finished)["file"]).read_bytes())
+    content[len(content) // 3] ^= 4
+    path.write_bytes(content)
+    out = run(*flags(data=emb, run_dir=tmp_path / "new", load=path, **SMALL), expect=1)
+    assert f"{path}: damaged" in out
+
+
+def test_a_run_whose_data_grew_names_the_way_to_go_on_which_works(emb, tmp_path):
+    shutil.copytree(emb, tmp_path / "emb")
+    words = flags(data=tmp_path / "emb", **dict(SMALL, eval_every=0))
+    run(*words, "--run_dir", tmp_path / "old")
+    for name in ("img_emb", "text_emb", "captions"):
+        for path in (tmp_path / "emb" / name).glob("*_0.*"):
+            shutil.copy(path, path.with_stem(f"{name}_3"))
+    out = run(*words, "--run_dir", tmp_path / "old", "--steps", 48, expect=1)
+    assert "data rows is 1500 there and 2100 here" in out
+    way = re.search(r"by (--init_from \S+)", out)[1].split()
+    run(*words, "--run_dir", tmp_path / "new", *way)
+    assert metrics(tmp_path / "new")[0]["loss"] < metrics(tmp_path / "old")[0]["loss"]
+
+
+# Systems
+
+WINDOWS = """
+# As on Windows, as far as that can be had: what is not there is hidden, once torch is imported.
+import importlib, os, signal, sys, types
+import torch._dynamo, numpy, multiprocessing.popen_spawn_posix, multiprocessing.resource_tracker
+import torch.utils.data._utils.signal_handling as torch_signals
+from pathlib import Path
+
+for name in ("fcntl", "resource", "pwd", "grp", "termios"):
+    sys.modules[name] = None
+for name in ("pread", "sched_getaffinity", "register_at_fork", "fork", "O_DIRECTORY", "killpg"):
+    delattr(os, name)
+for name in ("SIGCHLD", "SIGHUP", "SIGUSR1", "SIGALRM", "SIGPIPE"):
+    delattr(signal, name)
+torch_signals._set_SIGCHLD_handler = lambda: None
+open_file = os.open
+
+def open_no_folder(path, *arguments, **named):
+    if "dir_fd" not in named and os.path.isdir(path):
+        raise PermissionError(13, "Permission denied", str(path))
+    return open_file(path, *arguments, **named)
+
+def locking(file, mode, size):
+    assert (mode, size, os.lseek(file, 0, 1)) == (2, 1, 1 << 30)
+    inode = os.fstat(file).st_ino
+    if inode in locked:
+        raise PermissionError(13, "Permission denied")
+    locked.add(inode)
+
+os.open = open_no_folder
+locked = set()
+sys.modules["msvcrt"] = types.SimpleNamespace(LK_NBLCK=2, locking=locking)
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    multiprocessing.set_start_method("spawn")
+    script = importlib.import_module(sys.argv[1])
+    sys.argv = sys.argv[1:]
+    script.main()
+"""
+
+
+def test_on_windows_one_process_trains_resumes_and_samples(emb, tmp_path):
+    program = tmp_path / "windows.py"  # a file: workers start from it
+    program.write_text(WINDOWS)
+
+    def start(*words):
+        process = subprocess.run(
+            [sys.executable, program, "train_prior", *map(str, words)],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+        )
+        assert process.returncode == 0, process.stderr
+        assert "Traceback" not in process.stderr
+        return process.stdout
+
+    words = flags(data=emb, run_dir="run", **dict(SMALL, steps=4, eval_every=0))
+    start(*words)
+    assert "at step 4 of 8" in start(*words, "--steps", 8, "--workers", 1)
+    texts = emb / "text_emb/text_emb_0.npy"
+    start("sample", *flags(run_dir="run", text_embeds=texts, num_samples=1, device="cpu"))
+    assert np.load("embeddings.npy").shape == (600, 16)
 
 
 # Data

@@ -137,7 +137,8 @@ def test_what_is_not_finite_ends_the_run_with_its_step_its_samples_and_the_last_
 
 def due_of(steps, **settings):
     """[(step, whether to evaluate, whether to save), ...] at the lines of a run."""
-    progress = progress_of(state_at(0, steps=steps, **settings))
+    run = SimpleNamespace(save=lambda state, log: None)
+    progress = progress_of(state_at(0, steps=steps, **settings), run)
     due = []
     for _ in range(steps):
         add(progress, 8)
@@ -158,6 +159,21 @@ def test_evaluating_and_saving_are_due_by_steps_by_minutes_and_at_the_end():
 def test_multiples_between_two_lines_are_due_once():
     due = due_of(16, log_every=4, eval_every=3, save_every=5)
     assert due == [(4, True, False), (8, True, True), (12, True, True), (16, True, True)]
+
+
+def test_a_save_due_with_an_evaluation_comes_first_as_if_the_line_were_still_to_come():
+    saved = []
+    run = SimpleNamespace(save=lambda state, log: saved.append((state.step, state.unlogged)))
+    state = state_at(0, steps=8, log_every=2, eval_every=4, save_every=2)
+    progress = progress_of(state, run)
+    for loss in range(4):
+        add(progress, loss)
+        if progress.log_due():
+            progress.log_line()
+            progress.restart()
+    [(step, unlogged)] = saved  # with step 2 no evaluation is due: the loop itself saves
+    assert (step, unlogged["losses"]) == (4, [2.0, 3.0])
+    assert state.unlogged == checkpoint.NOTHING_UNLOGGED
 
 
 @pytest.mark.parametrize("stop", range(5))

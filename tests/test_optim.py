@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import common.nn
-from common import lora, optim
+from common import dist, lora, optim
 
 
 class Model(nn.Module):
@@ -163,6 +163,26 @@ def test_a_restored_optimizer_goes_on_bit_for_bit(name):
     train(second, resumed, range(3, 6))
     for key, value in first.state_dict().items():
         assert torch.equal(second.state_dict()[key], value), key
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("zeros", [True, False])
+def test_an_optimizer_with_a_parameter_that_never_gets_a_gradient_is_restored(name, zeros):
+    model = Model()
+    optimizers = optim.make(model, name, 0.01, 0.1)
+    for _ in range(2):
+        model.linear(torch.ones(6)).sum().backward()
+        if zeros:
+            dist.sum_gradients(model)  # as the scripts do: None counts as zeros
+        for optimizer in optimizers:
+            optimizer.step()
+    saved = copy.deepcopy(states(optimizers))
+    resumed = optim.make(model, name, 0.01, 0.1)
+    assert optim.fit(resumed, saved)
+    optim.load(resumed, saved)
+    assert [len(state["state"]) for state in states(resumed)] == [
+        len(state["state"]) for state in saved
+    ]
 
 
 @pytest.mark.parametrize("old, new", [(0.1, 0.2), (0.0, 0.2), (0.2, 0.0)])

@@ -1,7 +1,9 @@
 """Loaders and savers: the real clients against a server on loopback, and how they fail."""
+import contextlib
 import hashlib
 import json
 import math
+import shutil
 import socket
 import sys
 from pathlib import Path
@@ -39,7 +41,17 @@ def test_a_path_is_itself_and_so_is_none(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "address", ["nothing.pt", "http:/x.pt", "s3://bucket/x.pt", "wandb:abc", "http://x/../y"])
+    "address",
+    [
+        "nothing.pt",
+        "http:/x.pt",
+        "s3://bucket/x.pt",
+        "wandb:abc",
+        "wandb:RUN//etc/passwd",
+        "wandb:me/shapes/abc//etc/passwd",
+        "http://x/../y",
+    ],
+)
 def test_what_is_no_file_and_no_address_is_refused(address, tmp_path):
     with pytest.raises(UserError, match=f"^{address}: .*expected a (file, http|name without)"):
         store.fetch(address, tmp_path)
@@ -91,6 +103,32 @@ def test_a_server_that_is_not_there_or_says_no_or_nothing_is_reported(
     with pytest.raises(UserError, match=f"{url}: .*refused"):
         store.fetch(url, tmp_path)
     assert socket.getdefaulttimeout() is None  # other connections have no such limit
+
+
+@pytest.mark.parametrize("limit", ["MAX_DOWNLOAD", "RESERVE"])
+def test_a_download_that_does_not_end_is_broken_off_and_leaves_no_file(
+        limit, tmp_path, server, monkeypatch):
+    most = 10_000_000
+    if limit == "RESERVE":  # all but so many bytes of the disk
+        monkeypatch.setattr(store, "RESERVE", shutil.disk_usage(tmp_path).free - most)
+    else:
+        monkeypatch.setattr(store, "MAX_DOWNLOAD", most)
+    sent = []
+
+    def without_end(request):
+        request.send_response(200)
+        request.end_headers()
+        request.close_connection = True
+        with contextlib.suppress(OSError):
+            while len(sent) < 1000:
+                request.wfile.write(bytes(2**20))
+                sent.append(2**20)
+
+    monkeypatch.setattr(server.http.RequestHandlerClass, "do_GET", without_end)
+    with pytest.raises(UserError, match=r"/x\.pt: longer than .* bytes, the most that is taken"):
+        store.fetch(f"{server.url}/x.pt", tmp_path / "downloads")
+    assert len(sent) < 200
+    assert list((tmp_path / "downloads").iterdir()) == []
 
 
 @needs("wandb")
@@ -156,6 +194,23 @@ def test_files_to_start_from_are_fetched_if_the_run_needs_them(
 def test_a_saver_that_cannot_be_meant_is_refused_with_the_command_line(text, message):
     with pytest.raises(UserError, match=rf"--save.*{message}"):
         tracker.check(settings(save=(text,)))
+
+
+@pytest.mark.parametrize("path", [
+    "{run}/checkpoints/step_{step:08d}.pt",
+    "{run}/model.pt",
+    "{run}/../run/auto_resume.json",
+    "link/best.pt",
+])
+def test_a_copy_onto_the_runs_own_files_is_refused(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("runs/run").mkdir(parents=True)
+    Path("link").symlink_to("runs/run")
+    for event in ("latest", "best", "meta"):
+        text = f"local save_latest_to=/x/{{run}} save_{event}_to={path}"
+        with pytest.raises(UserError, match=f"--save: {tmp_path}/runs/run/.*the run's own folder"):
+            tracker.check(settings(save=(text,)))
+    tracker.check(settings(save=("local save_latest_to=copies/{run}/model.pt",)))
 
 
 @pytest.mark.parametrize("pair", ["step=3", "note", "a b=1"])
@@ -235,6 +290,28 @@ def test_what_was_sent_is_not_sent_again_and_what_is_new_is(tmp_path):
         for path in sent:
             assert step_of(path) == (steps[0] if path == latest else best_step)
             path.unlink()
+
+
+def test_a_checkpoint_that_was_saved_again_at_its_step_is_copied_again(tmp_path):
+    savers = savers_of(tmp_path, f"local save_latest_to={tmp_path}/x.pt")
+    run = run_of(tmp_path, 4)
+    store.send(savers, run)
+    again = {**run.record["checkpoints"][0], "sha256": "other"}
+    run.record["checkpoints"] = [again]
+    model(run.folder / again["file"], 4, more=1)
+    store.send(savers, run)
+    assert checkpoint.load(tmp_path / "x.pt")["more"] == 1
+
+
+def test_a_copy_of_a_run_read_from_its_folder_that_was_not_evaluated_says_inf(tmp_path):
+    run = run_of(tmp_path, 4)
+    checkpoint.write_json(run.record, run.folder / "auto_resume.json")
+    run.record = checkpoint.record_of(run.folder)
+    text = f"local save_latest_to={tmp_path}/{{best_val_loss:.2f}}.pt save_meta_to={tmp_path}/about"
+    store.send(savers_of(tmp_path, text), run)
+    assert step_of(tmp_path / "inf.pt") == 4
+    about = json.loads((tmp_path / "about/metadata.json").read_text())
+    assert about["best_val_loss"] is None
 
 
 def test_a_failure_is_logged_and_tried_again_at_the_next_save_and_the_next_start(

@@ -655,6 +655,25 @@ def test_a_run_on_captions_needs_no_text_embeddings_and_resumes_with_its_clip_al
     assert "embeddings are 8 wide, but 16 are needed" in run(*words, expect=1)
 
 
+def test_a_run_whose_clip_is_gone_names_the_way_to_go_on_without_one(world, tmp_path):
+    shutil.copytree(world / "emb", tmp_path / "emb")
+    shutil.copytree(world / "clip", tmp_path / "clip")
+    note = json.loads((tmp_path / "emb/clip.json").read_text())
+    note = {**note, "clip": str(tmp_path / "clip"), "place": str(tmp_path / "emb")}
+    checkpoint.write_json(note, tmp_path / "emb/clip.json")
+    words = flags(data=tmp_path / "emb", run_dir=tmp_path / "run", **SHORT)
+    run(*words, "--steps", 4)
+    shutil.rmtree(tmp_path / "clip")
+    out = run(*words, expect=1)
+    assert f"{tmp_path}/clip/model.pt: there is no CLIP here" in out
+    assert 'train with --clip ""' in out
+    assert "at step 4 of 8" in run(*words, "--clip", "")
+    run("evaluate", *flags(run_dir=tmp_path / "run", device="cpu"))
+    # Captions need one.
+    captions = flags(run_dir=tmp_path / "new", text_encodings="clip", clip="")
+    assert "name it with --clip" in run(*words, *captions, expect=1)
+
+
 # Defaults
 
 
