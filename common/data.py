@@ -175,8 +175,11 @@ class ChunkDataset(torch.utils.data.Dataset):
             places[~usable] = (places[~usable] + 1) % len(self.indices)
 
 
-def loader(chunks, spans, workers=0, pin_memory=False):
-    """Items of a ChunkDataset at `spans`, an iterable, in order, read ahead by `workers`."""
+def loader(chunks, spans, workers=0, pin_memory=False, timeout=0):
+    """Items of a ChunkDataset at `spans`, an iterable, in order, read ahead by `workers`.
+
+    timeout: seconds after which a worker that does not answer is a UserError, 0: none.
+    """
     if workers:
         atexit.register(kill_workers)
     try:
@@ -187,7 +190,12 @@ def loader(chunks, spans, workers=0, pin_memory=False):
             num_workers=workers,
             pin_memory=pin_memory,
             worker_init_fn=ignore_signals,
+            timeout=timeout if workers else 0,
         )
+    except RuntimeError as error:
+        if "DataLoader timed out" not in str(error):
+            raise
+        raise UserError(f"--workers {workers}: {error}; is the data's disk still there?") from None
     except UserError as error:  # a worker adds its traceback to the message
         raise UserError(str(error).rpartition("UserError: ")[2].strip()) from None
 
@@ -440,7 +448,7 @@ def read_captions(path, size):
         if len(records) != size:
             raise ValueError(f"{len(records)} captions")
         return [{**record, "caption": str(record["caption"] or "")} for record in records]
-    except (ValueError, OSError, KeyError, TypeError) as error:
+    except (ValueError, OSError, KeyError, TypeError, RecursionError) as error:
         raise UserError(
             f"{path}: expected a 'caption' for each of {size} rows of the shard ({error!r})"
         ) from error
