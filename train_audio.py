@@ -81,8 +81,13 @@ from common.config import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    SampleRate,
+    Seconds,
+    Size,
+    SizeOrZero,
     UserError,
     field,
+    within,
 )
 from common.ema import EMA
 from common.nn import KVCache, Transformer, learned_tokens
@@ -111,11 +116,11 @@ class Config(config.TrainingRun):
     data: str = field(
         "syllables", 'folder of recordings (wav, flac, ogg, mp3), or "syllables": built in'
     )
-    sample_rate: PositiveInt = field(
+    sample_rate: SampleRate = field(
         8_000, "samples a second; recordings of other rates are resampled", fixed=True
     )
-    seconds: PositiveFloat = field(0.32, "length of a training crop", fixed=True)
-    crop_samples: NonNegativeInt = field(
+    seconds: Seconds = field(0.32, "length of a training crop", fixed=True)
+    crop_samples: within(int, 0, 10**8) = field(
         0, "length of a training crop in samples; 0: --seconds", fixed=True
     )
     speaker_pattern: str = field(
@@ -126,17 +131,17 @@ class Config(config.TrainingRun):
     )
     semantic: str = field("", 'run whose semantic tokens to use; "": RUN/semantic', stages=COARSE)
     # Codec
-    channels: PositiveInt = field(
+    channels: Size = field(
         8, "channels of the first layer; each stride doubles them", stages=CODEC, fixed=True
     )
     strides: tuple[Annotated[int, ("2 or more", lambda stride: stride > 1)], ...] = field(
         (2, 4, 5, 8), "strides; their product is the hop length", stages=CODEC, fixed=True
     )
-    latent_dim: PositiveInt = field(128, "width of a frame", stages=CODEC, fixed=True)
-    num_quantizers: PositiveInt = field(
+    latent_dim: Size = field(128, "width of a frame", stages=CODEC, fixed=True)
+    num_quantizers: Size = field(
         4, "residual quantizers; the first n alone are a lower bitrate", stages=CODEC, fixed=True
     )
-    codebook_size: PositiveInt = field(256, "codes of a quantizer", stages=CODEC, fixed=True)
+    codebook_size: Size = field(256, "codes of a quantizer", stages=CODEC, fixed=True)
     codebook_decay: Decay = field(0.95, "decay of the codebooks' averages", stages=CODEC)
     dead_code_threshold: NonNegativeFloat = field(
         0.1, "re-seed codes with fewer frames a step; 2 needs large batches", stages=CODEC
@@ -177,12 +182,12 @@ class Config(config.TrainingRun):
         stages=CODEC,
         needs="r1_weight",
     )
-    discriminator_channels: PositiveInt = field(
+    discriminator_channels: Size = field(
         4, "channels of their first layers; of spectra twice as many", stages=CODEC, fixed=True
     )
-    stft_window: Annotated[
-        int, ("a multiple of 128", lambda size: size > 0 and size % 128 == 0)
-    ] = field(512, "window of the STFT discriminator, in samples", stages=CODEC, fixed=True)
+    stft_window: Annotated[Size, ("a multiple of 128", lambda size: size % 128 == 0)] = field(
+        512, "window of the STFT discriminator, in samples", stages=CODEC, fixed=True
+    )
     discriminator_lr: PositiveFloat = field(3e-4, "their peak learning rate", stages=CODEC)
     discriminator_warmup_steps: NonNegativeInt = field(
         20, "steps of their linear warm-up, from their start on", stages=CODEC
@@ -197,21 +202,21 @@ class Config(config.TrainingRun):
         stages=SEMANTIC,
         fixed=True,
     )
-    clusters: PositiveInt = field(
+    clusters: Size = field(
         12, "semantic tokens; speech needs more, such as 100", stages=SEMANTIC, fixed=True
     )
     # Token transformers
-    width: PositiveInt = field(128, "width of the transformer", stages=TOKENS, fixed=True)
-    depth: PositiveInt = field(4, "transformer blocks", stages=TOKENS, fixed=True)
-    heads: PositiveInt = field(4, "attention heads", stages=TOKENS, fixed=True)
+    width: Size = field(128, "width of the transformer", stages=TOKENS, fixed=True)
+    depth: Size = field(4, "transformer blocks", stages=TOKENS, fixed=True)
+    heads: Size = field(4, "attention heads", stages=TOKENS, fixed=True)
     dropout: Fraction = field(0.1, "dropout in attention and feed-forward", stages=TOKENS)  # §IV-A
-    coarse_quantizers: PositiveInt = field(
+    coarse_quantizers: Size = field(
         2, "quantizers that coarse predicts; fine predicts the rest", stages=COARSE_FINE, fixed=True
     )
     codec_quantizers: NonNegativeInt = field(
         0, "first quantizers of the codec to use; 0: all", stages=COARSE_FINE, fixed=True
     )
-    max_text_len: NonNegativeInt = field(
+    max_text_len: SizeOrZero = field(
         24, "longest transcript in tokens, longer is cut, 0: no text", stages=SEMANTIC, fixed=True
     )
     text_drop: Fraction = field(
@@ -2119,7 +2124,7 @@ class SampleConfig(PipelineConfig):
     prompt_seconds: NonNegativeFloat = field(
         0.0, "length of its end to take; 0: the most that coarse was trained on", needs="prompt"
     )
-    seconds: PositiveFloat = field(MAX_TEXT_SECONDS, "most seconds after the prompt")
+    seconds: Seconds = field(MAX_TEXT_SECONDS, "most seconds after the prompt")
     temperature: float = field(-1.0, "temperature, 0: most probable codes, below 0: as trained")
     top_k: NonNegativeInt = field(0, "sample from the k most probable codes, 0: all")
     guidance_scale: NonNegativeFloat = field(1.0, "guidance toward the text, 1: none", needs="text")
@@ -2219,6 +2224,7 @@ def train(cfgs):
     """Train one stage, or all in turn and then evaluate them together."""
     first = cfgs[0]
     device = dist.setup(first.device, first.timeout_minutes)
+    loop.check_shared(first.run_dir)
     dist.on_main(lambda: store.check_stages(cfgs))
     if len(cfgs) > 1 and first.soundstream:  # then no codec is trained
         dist.main_first(lambda: codec_of(cfgs[-1], device))  # a mistake shows before training

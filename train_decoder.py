@@ -70,6 +70,9 @@ from common.config import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    Size,
+    SizeOrZero,
+    Timesteps,
     UserError,
     field,
 )
@@ -77,7 +80,7 @@ from common.ema import EMA
 from common.nn import Attention, NullText, TimeEmbedding, zero_init
 
 MultipleOf4 = Annotated[
-    int, ("a multiple of 4, for the group norms", lambda width: width > 0 and width % 4 == 0)
+    Size, ("a multiple of 4, for the group norms", lambda width: width % 4 == 0)
 ]
 
 # Config
@@ -116,33 +119,33 @@ class Config(config.TrainingRun):
         False, "mirror half of the images; not for captions that mention left or right", fixed=True
     )
     # LoRA (Hu et al. 2021)
-    lora_rank: NonNegativeInt = field(
+    lora_rank: SizeOrZero = field(
         0,
         "rank of the adapters to train on the frozen model of --init_from; 0: train all weights",
         needs="init_from",
         fixed=True,
     )
     # Model: the U-Net of ADM
-    image_size: PositiveInt = field(16, "width and height of the images", model=True)
-    low_res_size: NonNegativeInt = field(
+    image_size: Size = field(16, "width and height of the images", model=True)
+    low_res_size: SizeOrZero = field(
         0,
         "width and height of the images that an upsampler starts from; 0: no upsampler",
         model=True,
     )
     width: MultipleOf4 = field(32, "channels of the first level", model=True)
-    channel_mult: tuple[PositiveInt, ...] = field(
+    channel_mult: tuple[Size, ...] = field(
         (1, 2, 4),
         "channels of each level, in units of width; each level halves the size",
         model=True,
     )
-    num_res_blocks: PositiveInt = field(
+    num_res_blocks: Size = field(
         1, "residual blocks of a level on the way down; the way up has one more", model=True
     )
     attention_levels: tuple[NonNegativeInt, ...] = field(
         (1, 2), "levels with attention; 0 is the finest", model=True
     )
-    head_dim: PositiveInt = field(32, "channels of an attention head", model=True)
-    cond_width: PositiveInt = field(64, "width of the context tokens", model=True)
+    head_dim: Size = field(32, "channels of an attention head", model=True)
+    cond_width: Size = field(64, "width of the context tokens", model=True)
     scale_shift: bool = field(
         True, "the timestep scales and shifts a norm; off: it is added before the norm", model=True
     )
@@ -152,7 +155,7 @@ class Config(config.TrainingRun):
     text_encodings: Literal["none", "clip"] = field(
         "none", "condition on the CLIP text encodings too", needs="attention_levels", model=True
     )
-    max_text_len: PositiveInt = field(
+    max_text_len: Size = field(
         77, "number of text tokens; longer texts are cut", needs="text_encodings", model=True
     )
     raw_embeddings: bool = field(
@@ -177,7 +180,7 @@ class Config(config.TrainingRun):
     noise_schedule: Literal["cosine", "linear"] = field(
         "cosine", "noise schedule of all objectives but flow", model=True
     )
-    timesteps: PositiveInt = field(1000, "number of timesteps T", model=True)
+    timesteps: Timesteps = field(1000, "number of timesteps T", model=True)
     learned_variance: bool = field(
         False, "also learn the variance of DDPM's steps (Nichol & Dhariwal 2021)", model=True
     )
@@ -1321,6 +1324,7 @@ def train_stage(cfg, device):
 def train(cfgs):
     first = cfgs[0]
     device = dist.setup(first.device, first.timeout_minutes)
+    loop.check_shared(first.run_dir)
     # What cannot work is refused before the first stage is trained.
     dist.on_main(lambda: check_cascade(cfgs))
     dist.on_main(lambda: store.check_stages(cfgs))

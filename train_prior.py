@@ -60,6 +60,9 @@ from common.config import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    Size,
+    SizeOrZero,
+    Timesteps,
     UserError,
     field,
 )
@@ -81,20 +84,20 @@ class Config(config.TrainingRun):
         "auto", "CLIP of the embeddings: folder, model.pt, open_clip:MODEL/WEIGHTS; auto: DATA's"
     )
     # Model: a transformer over text and noised image embedding
-    width: PositiveInt = field(192, "width of the transformer", model=True)
+    width: Size = field(192, "width of the transformer", model=True)
     # A few million parameters; the paper has a billion (--preset dalle2).
-    depth: PositiveInt = field(4, "number of blocks", model=True)
-    heads: PositiveInt = field(3, "number of attention heads", model=True)
+    depth: Size = field(4, "number of blocks", model=True)
+    heads: Size = field(3, "number of attention heads", model=True)
     dropout: Fraction = field(0.0, "dropout in attention and feed-forward")
     text_encodings: Literal["none", "shards", "clip"] = field(
         "none", "also condition on token encodings: from DATA/text_enc, or by the CLIP", model=True
     )
-    max_text_len: PositiveInt = field(77, "longest text in tokens; longer is cut", model=True)
+    max_text_len: Size = field(77, "longest text in tokens; longer is cut", model=True)
     raw_embeddings: bool = field(
         False, "embeddings as the CLIP gives them (Karlo), not of unit length", model=True
     )
     checkpointing: bool = field(False, "recompute blocks in the backward pass to save memory")
-    lora_rank: NonNegativeInt = field(
+    lora_rank: SizeOrZero = field(
         0,
         "rank of adapters trained on the frozen --init_from, 0: train all weights",
         needs="init_from",
@@ -107,7 +110,7 @@ class Config(config.TrainingRun):
     noise_schedule: Literal["cosine", "linear"] = field(
         "cosine", "noise schedule; flow has its own", model=True
     )
-    timesteps: PositiveInt = field(1000, "number of noise levels", model=True)
+    timesteps: Timesteps = field(1000, "number of noise levels", model=True)
     # Uniform is DDPM's; the others are of SD3.
     timestep_density: Literal["uniform", "logit_normal", "mode"] = field(
         "uniform", "distribution of the timesteps in training (SD3 §3.1)"
@@ -130,7 +133,7 @@ class Config(config.TrainingRun):
         needs="objective=epsilon",
     )
     # More draws cost little where the text is long, as they share its pass.
-    noise_draws: PositiveInt = field(
+    noise_draws: Size = field(
         1, "(timestep, noise) draws a sample, which share one pass over its text", fixed=True
     )
     # "10% of the time" (DALL-E 2 §2.2)
@@ -684,6 +687,7 @@ def train(cfg):
 
     # Join the ranks. Open the data, on rank 0 first; then rank 0 takes the run folder.
     device = dist.setup(cfg.device, cfg.timeout_minutes)
+    loop.check_shared(cfg.run_dir)
     cfg = dist.on_main(lambda: prepare(given, device))
     splits, clip_model, model_info = dist.main_first(lambda: open_data(cfg, device))
     dataset, indices = splits["train"]

@@ -228,7 +228,7 @@ def weights_that_fit(module, state, path, strict=True):
         if name in expected and kind_of(value) == kind_of(expected[name]):
             fitting[name] = value
     wrong = sorted((expected.keys() | weights.keys()) - fitting.keys(), key=str)
-    if wrong and "lora" in state:
+    if wrong and matches(state, {"lora": {"base": ""}}):
         base = state["lora"]["base"]
         raise UserError(f"{path}: LoRA adapters, not a model; give their base, {base}")
     if wrong and (strict or not fitting):
@@ -303,7 +303,11 @@ def read_model(kind, cls, path, weights="ema", lora_scale=1.0):
         resolve(state, "clip")
         resolve(state.get("lora", {}), "base")
         settings |= {"run_dir": str(folder), "versions": state.get("versions", True)}
-        cfg = cls(**config.from_json(cls, settings, path))
+        settings = config.from_json(cls, settings, path)
+        try:
+            cfg = cls(**settings)
+        except UserError as error:  # a value out of bounds, which names no file
+            raise UserError(f"{path}: {error}") from None
 
         if weights == "ema":
             state = inference_contents(state)
@@ -515,11 +519,12 @@ def check_identity(saved, expected, where, path):
 
     A name that only one of them has belongs to a setting that a fork added, removed or renamed.
     path: a checkpoint with the weights, for the message.
+    Which chunk_size a run may go on with is decided by loop.with_chunk_size.
     """
     changed = [
         f"{name} is {saved[name]!r} there and {value!r} here"
         for name, value in expected.items()
-        if name in saved and saved[name] != value
+        if name in saved and saved[name] != value and name != "chunk_size"
     ]
     if changed:
         way = "Give the same settings (--config RUN/config.json has them), or another --run_dir"
@@ -535,7 +540,7 @@ def check_identity(saved, expected, where, path):
 SAVED = {"file": "", "step": 0, "values": {}}
 RECORD = {
     "checkpoints": [{**SAVED, "sha256": ""}],
-    "finished": (None, {}),
+    "finished": (None, {"step": 0}),
     "best": (None, SAVED),
     "identity": (None, {}),
     "logger": (None, {"kind": ""}),
@@ -548,12 +553,13 @@ def record_of(folder):
     UserError if it is damaged.
     """
     path = Path(folder) / "auto_resume.json"
+    nothing = {"checkpoints": [], "finished": None}
     if not path.exists() and not any(Path(folder).glob("checkpoints/step_*.pt")):
-        return {"checkpoints": [], "finished": None}
-    with contextlib.suppress(OSError, ValueError):
+        return nothing
+    with contextlib.suppress(OSError, ValueError, RecursionError):
         record = json.loads(path.read_text())
-        if matches(record, RECORD):
-            return record
+        if matches(record, RECORD):  # null is as if it were left out
+            return nothing | {name: value for name, value in record.items() if value is not None}
     raise UserError(
         f"{path}: damaged or missing; go on from one of {folder}/checkpoints with --load FILE "
         "and a new --run_dir, or start over with --resume never"
@@ -641,8 +647,9 @@ class RunFolder:
         if chunks < dist.world_size() and not finished:
             raise UserError(
                 f"{path}: its batches have {chunks} chunk(s) of {cfg.chunk_size} samples, so at "
-                f"most {chunks} rank(s) can go on with it; these are {dist.world_size()}. More "
-                f"ranks need a new --run_dir; --init_from {path} starts it from these weights"
+                f"most {chunks} rank(s) can go on with it; these are {dist.world_size()}. Give "
+                f"fewer ranks, or a --chunk_size of at most {cfg.batch_size}/{dist.world_size()}, "
+                "which changes the noise from here on"
             )
         return path, finished, notes
 

@@ -60,19 +60,19 @@ class Config(config.Settings):
     caption_key: str = config.field(
         "", 'key of captions in JSON or CSV, "": caption; "lines": each line of a .txt is one'
     )
-    image_size: config.PositiveInt = config.field(
+    image_size: config.Size = config.field(
         32, "width and height in pixels that images are brought to"
     )
-    context: Annotated[int, ("3 or more", lambda tokens: tokens > 2)] = config.field(
+    context: Annotated[config.Size, ("3 or more", lambda tokens: tokens > 2)] = config.field(
         24, "longest text in tokens; others are cut"
     )
-    vocabulary: config.NonNegativeInt = config.field(
+    vocabulary: config.SizeOrZero = config.field(
         4096, "most words with a token of their own; others are spelled by their bytes"
     )
-    embed_width: config.PositiveInt = config.field(64, "of the embeddings")
-    text_width: Annotated[
-        int, ("a multiple of 32", lambda width: width > 0 and width % 32 == 0)
-    ] = config.field(64, "of encodings")
+    embed_width: config.Size = config.field(64, "of the embeddings")
+    text_width: Annotated[config.Size, ("a multiple of 32", lambda width: width % 32 == 0)] = (
+        config.field(64, "of encodings")
+    )
     steps: config.PositiveInt = config.field(700, "optimizer steps")
     batch_size: Annotated[int, ("2 or more", lambda pairs: pairs > 1)] = config.field(
         256, "pairs; each contrasts with all others"

@@ -11,6 +11,7 @@ import difflib
 import functools
 import importlib
 import inspect
+import io
 import json
 import math
 import os
@@ -32,14 +33,29 @@ def is_folder_name(path):
 
 
 # Types with bounds: the bound in words, and as a test.
+
+
+def within(kind, low, high):
+    """The type of the numbers (int or float) from `low` to `high`."""
+    return Annotated[kind, (f"within {low:,} and {high:,}", lambda value: low <= value <= high)]
+
+
 PositiveInt = Annotated[int, ("above 0", lambda value: value > 0)]
 NonNegativeInt = Annotated[int, ("0 or more", lambda value: value >= 0)]
 PositiveFloat = Annotated[float, ("above 0", lambda value: value > 0)]
 NonNegativeFloat = Annotated[float, ("0 or more", lambda value: value >= 0)]
-Fraction = Annotated[float, ("within 0 and 1", lambda value: 0 <= value <= 1)]
+Fraction = within(float, 0, 1)
 Decay = Annotated[float, ("0 or more and below 1", lambda value: 0 <= value < 1)]
 Folder = Annotated[str, ('a folder, or a name for one; the current one is "."', is_folder_name)]
 Device = Literal["auto", "cuda", "mps", "cpu"]
+# Typing errors that would take all memory, or fork without end.
+Size = within(int, 1, 65_536)  # widths, numbers of layers, lengths: what a model is made of
+SizeOrZero = within(int, 0, 65_536)
+Timesteps = within(int, 1, 100_000)
+Seconds = within(float, 0.001, 3600)  # of sound
+SampleRate = within(int, 1, 1_000_000)
+Workers = within(int, 0, 1024)
+Minutes = within(float, 0.1, 7 * 24 * 60)  # of waiting; poll() counts milliseconds in 32 bits
 
 # That of UTF-32 begins as that of UTF-16 does.
 BYTE_ORDER_MARKS = {
@@ -48,7 +64,30 @@ BYTE_ORDER_MARKS = {
     codecs.BOM_UTF16_LE: "utf-16",
     codecs.BOM_UTF16_BE: "utf-16",
 }
-SYNONYMS = {"--learning_rate": "--lr"}  # that difflib would not find
+# Flags of other packages, and what comes nearest here, where difflib would not find it.
+SYNONYMS = """
+--learning_rate --lr
+--lr_scheduler --cosine
+--lr_scheduler_type --cosine
+--lr_warmup_steps --warmup_steps
+--max_steps --steps
+--max_train_steps --steps
+--max_epochs --steps
+--num_epochs --steps
+--num_train_epochs --steps
+--train_batch_size --batch_size (over all ranks)
+--per_device_train_batch_size --batch_size (over all ranks)
+--gradient_accumulation_steps --chunk_size (samples in one forward pass)
+--gradient_checkpointing --checkpointing
+--mixed_precision --precision
+--output_dir --run_dir
+--resume_from_checkpoint --load (the same command resumes without it)
+--checkpointing_steps --save_every
+--dataloader_num_workers --workers
+--report_to --logger
+--train_data_dir --data
+"""
+SYNONYMS = dict(line.split(" ", 1) for line in SYNONYMS.split("\n")[1:-1])
 
 
 class UserError(ValueError):
@@ -127,7 +166,10 @@ class Settings:
 
 
 def check_bounds(name, value, kind):
-    """UserError unless a value, or each of a tuple, is finite and within its type's bounds."""
+    """UserError unless a value, or each of a tuple, is finite and within its type's bounds.
+
+    A text must be one that files of UTF-8 and names of files can hold.
+    """
     values = [value]
     if isinstance(value, tuple):
         values = value
@@ -135,6 +177,11 @@ def check_bounds(name, value, kind):
     for number in values:
         if isinstance(number, float) and not math.isfinite(number):
             raise UserError(f"--{name}: {value} is not a finite number")
+        if isinstance(number, int) and abs(number) >= 2**63:
+            raise UserError(f"--{name}: {value} does not fit into 64 bits")
+        # What the command line could not decode stands in a text as half a surrogate pair.
+        if isinstance(number, str) and re.search("[\0\ud800-\udfff]", number):
+            raise UserError(f"--{name}: {value!r} has a zero byte, or is not text in UTF-8")
         for words, holds in getattr(kind, "__metadata__", ()):
             if not holds(number):
                 raise UserError(f"--{name}: {value} is not {words}")
@@ -188,9 +235,9 @@ class TrainingRun(Settings):
     metadata: tuple[str, ...] = field((), "NAME=VALUE pairs for every file that the run writes")
     seed: int = field(0, "seed of everything random", fixed=True)
     device: Device = field("auto", "where to compute")
-    workers: NonNegativeInt = field(0, "processes that read data ahead, a rank")
-    timeout_minutes: PositiveFloat = field(
-        30.0, "how long a rank waits for another before it gives up"
+    workers: Workers = field(0, "processes that read data ahead, a rank")
+    timeout_minutes: Minutes = field(
+        30.0, "how long a rank waits for another, or for its data, before it gives up"
     )
 
     def __post_init__(self):
@@ -235,7 +282,7 @@ def read_json(path):
 
     try:
         values = json.loads(text, object_pairs_hook=unique)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not a JSON file ({error})") from error
     if not isinstance(values, dict):
         raise UserError(
@@ -321,9 +368,10 @@ def from_word(kind, text):
 
 def no_such_setting(flag, known):
     """The message about an unknown `flag`, which names the nearest of the `known` names."""
-    close = difflib.get_close_matches(flag, [f"--{name}" for name in known])
-    nearest = SYNONYMS.get(flag, "")
-    if nearest.removeprefix("--") not in known:
+    spelled = "--" + flag.lstrip("-").replace("-", "_")
+    close = difflib.get_close_matches(spelled, [f"--{name}" for name in known])
+    nearest = SYNONYMS.get(spelled, "")
+    if nearest.partition(" ")[0].removeprefix("--") not in known:
         nearest = close[0] if close else ""
     return f"{flag}: no such setting; " + (f"did you mean {nearest}?" if nearest else "see --help")
 
@@ -451,6 +499,32 @@ def with_model(cls, settings, model_settings):
     return settings
 
 
+class Pipe(io.FileIO):
+    """A standard stream whose reader may leave, such as `| head -n 1`: the rest is dropped."""
+
+    def write(self, content):
+        try:
+            return super().write(content)
+        except BrokenPipeError:
+            return len(content)
+
+
+def open_output(stream):
+    """A stream for the standard `stream` to which any character can be written until the end."""
+    if stream is None:  # closed before the start, by >&-
+        return open(os.devnull, "w")
+    if stream not in (sys.__stdout__, sys.__stderr__):
+        return stream
+    stream.flush()
+    return io.TextIOWrapper(
+        io.BufferedWriter(Pipe(stream.fileno(), "w", closefd=False)),
+        encoding=stream.encoding,
+        errors="backslashreplace",
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )
+
+
 def run(commands, usage, default=None, presets=None, stages=None, model_settings=None):
     """Run the command that the first word of the command line names, or `default`.
 
@@ -458,6 +532,8 @@ def run(commands, usage, default=None, presets=None, stages=None, model_settings
     the default command's. An error on the command line ends with one line and status 2, a later
     UserError or OSError with status 1.
     """
+    sys.stdout = open_output(sys.stdout)
+    sys.stderr = open_output(sys.stderr)
     words = sys.argv[1:]
     status = 2
     try:
@@ -475,7 +551,14 @@ def run(commands, usage, default=None, presets=None, stages=None, model_settings
             cfg = parse(cls, words, usage)
         status = 1
         function(cfg)
-    except (UserError, OSError) as error:
+    except (UserError, OSError, RuntimeError) as error:
+        if isinstance(error, RuntimeError):
+            if "/gloo/" not in str(error):
+                raise
+            error = UserError(
+                "another rank has ended, or did not answer for --timeout_minutes; what it "
+                f"printed says why ({str(error).splitlines()[0]})"
+            )
         # Of a mistake on the command line rank 0 tells; later, the rank that met the error.
         silent = status == 2 and os.environ.get("RANK", "0") != "0"
         if not getattr(error, "relayed", silent):

@@ -220,8 +220,11 @@ def indices_of(dataset, names):
     return list(found.values())
 
 
-def loader(chunks, spans, workers=0, pin_memory=False):
-    """Items of a ChunkDataset at `spans`, an iterable, in order, read ahead by `workers`."""
+def loader(chunks, spans, workers=0, pin_memory=False, timeout=0):
+    """Items of a ChunkDataset at `spans`, an iterable, in order, read ahead by `workers`.
+
+    timeout: seconds after which a worker that does not answer is a UserError, 0: none.
+    """
     if workers:
         atexit.register(kill_workers)
     try:
@@ -232,7 +235,12 @@ def loader(chunks, spans, workers=0, pin_memory=False):
             num_workers=workers,
             pin_memory=pin_memory,
             worker_init_fn=ignore_signals,
+            timeout=timeout if workers else 0,
         )
+    except RuntimeError as error:
+        if "DataLoader timed out" not in str(error):
+            raise
+        raise UserError(f"--workers {workers}: {error}; is the data's disk still there?") from None
     except UserError as error:  # a worker adds its traceback to the message
         raise UserError(str(error).rpartition("UserError: ")[2].strip()) from None
 

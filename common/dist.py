@@ -21,14 +21,22 @@ import torch.distributed.nn
 from common.config import UserError
 
 
+def variable(name, default):
+    """The number in the variable `name`, which torchrun sets; UserError if it is none."""
+    text = os.environ.get(name, str(default))
+    if not text.isdecimal():
+        raise UserError(f"{name}={text}: expected a number; start by torchrun, or unset it")
+    return int(text)
+
+
 def rank():
     """Number of this process among all (0 without torchrun)."""
-    return int(os.environ.get("RANK", 0))
+    return variable("RANK", 0)
 
 
 def world_size():
     """Number of processes (1 without torchrun)."""
-    return int(os.environ.get("WORLD_SIZE", 1))
+    return variable("WORLD_SIZE", 1)
 
 
 def is_main():
@@ -151,8 +159,10 @@ collective_timeout = timedelta(minutes=30)
 def setup(device="auto", timeout_minutes=30):
     """Join torchrun's process group until the process ends; returns this rank's torch.device."""
     end_with_torchrun()
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # ranks of this machine
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    if rank() >= world_size():
+        raise UserError(f"RANK={rank()} of WORLD_SIZE={world_size()}: start all ranks by torchrun")
+    local_size = variable("LOCAL_WORLD_SIZE", 1)  # ranks of this machine
+    local_rank = variable("LOCAL_RANK", 0)
     has_mps = torch.backends.mps.is_available() and world_size() == 1
     if device == "auto":
         device = choose_device(local_size, has_mps)
@@ -179,7 +189,10 @@ def setup(device="auto", timeout_minutes=30):
         backend = "nccl" if device.startswith("cuda") else "gloo"
         global collective_timeout
         collective_timeout = timedelta(minutes=timeout_minutes)
-        td.init_process_group(backend, timeout=collective_timeout)
+        try:
+            td.init_process_group(backend, timeout=collective_timeout)
+        except (ValueError, RuntimeError) as error:  # a variable, or the network
+            raise UserError(f"start all ranks by torchrun; {str(error).splitlines()[0]}") from error
         atexit.register(teardown)
     return torch.device(device)
 

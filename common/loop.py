@@ -8,8 +8,10 @@ and state), `batches`, `begin` (loggers), then `Progress` around the loop, `fini
 import dataclasses
 import itertools
 import math
+import os
 import shlex
 import time
+from pathlib import Path
 
 import torch
 
@@ -49,6 +51,22 @@ def check_sampling(cfg, guidance_scale, steps=1, conditional=True):
 # Start of a run
 
 
+def check_shared(run_dir):
+    """UserError on every rank unless all see one folder `run_dir`, which is made. Collective."""
+    if dist.world_size() == 1:
+        return
+    # A network file system knows no such name from before, so its caches cannot hide the file.
+    probe = Path(run_dir, dist.broadcast(f".shared_{os.urandom(8).hex()}"))
+    dist.on_main(lambda: checkpoint.write_json({}, probe))
+    seen = dist.gather(os.path.exists(probe))
+    dist.on_main(probe.unlink)
+    if not all(seen):
+        dist.fail(
+            f"{run_dir}: this folder of rank 0 is not that of rank {seen.index(False)}; all nodes "
+            "must share the run folder: give its absolute path on a file system that all have"
+        )
+
+
 def prepare_config(cfg, most_chunk):
     """`cfg` with local files for what is elsewhere, and with a chunk size of at most `most_chunk`.
 
@@ -61,7 +79,7 @@ def with_chunk_size(cfg, most):
     """`cfg` with a chunk size: its own, that of the run that is resumed, or a new one.
 
     The new one gives every rank a chunk, of at most `most` samples. A run keeps its chunk size,
-    because the chunk is what is seeded.
+    because the chunk is what is seeded. If there is less memory now, a smaller one may be given.
     """
     identity = {}
     record = checkpoint.record_of(cfg.run_dir) if cfg.resume == "auto" else {"checkpoints": []}
@@ -69,18 +87,30 @@ def with_chunk_size(cfg, most):
         identity = record.get("identity")
     elif cfg.load and not cfg.load_only_auto_resume:
         identity = checkpoint.peek(cfg.load).get("identity")
-    resumed = checkpoint.matches(identity, {"chunk_size": 1})  # it has an int of this name
     size = cfg.chunk_size
-    if not size and resumed:
-        size = max(1, identity["chunk_size"])
+    if checkpoint.matches(identity, {"chunk_size": 1}):  # it has an int of this name
+        earlier = max(1, identity["chunk_size"])
+        size = size or earlier
+        if size > earlier:
+            raise UserError(
+                f"--chunk_size {size}: that of {cfg.run_dir} is {earlier}, and a run goes on with "
+                "the same or a smaller one; leave it out"
+            )
+        if size < earlier:
+            config.note(
+                f"--chunk_size {size}, which was {earlier}: from here on the noise is another "
+                "than that of a run with one chunk size"
+            )
+        return dataclasses.replace(cfg, chunk_size=size)
+
     if not size:
         size = accumulate.chunk_size_for(cfg.batch_size, dist.world_size(), most)
     chunks = math.ceil(cfg.batch_size / size)
-    if chunks < dist.world_size() and not resumed:
-        most_per_rank = max(1, cfg.batch_size // dist.world_size())
+    if chunks < dist.world_size():
         raise UserError(
             f"--chunk_size {size}: makes {chunks} chunk(s) of a batch of {cfg.batch_size}, too few "
-            f"for {dist.world_size()} ranks; leave it out, or give at most {most_per_rank}"
+            f"for {dist.world_size()} ranks; leave it out, or give at most "
+            f"{cfg.batch_size // dist.world_size() or 1}"
         )
     return dataclasses.replace(cfg, chunk_size=size)
 
@@ -139,7 +169,9 @@ def batches(cfg, dataset, indices, step, device):
     spans = data.training_spans(plan, cfg.batch_size, step)
     leave_out = data.indices_of(dataset, cfg.leave_out)
     chunks = data.ChunkDataset(dataset, indices, cfg.seed, leave_out)
-    return plan, data.loader(chunks, spans, cfg.workers, pin_memory=device.type == "cuda")
+    pin_memory = device.type == "cuda"
+    timeout = 60 * cfg.timeout_minutes  # as long as the other ranks wait for this one
+    return plan, data.loader(chunks, spans, cfg.workers, pin_memory, timeout)
 
 
 def begin(run, state, given, about, device):

@@ -1,9 +1,11 @@
 """`report.html` in a run folder: one page to look at, which needs no other file and no script."""
 
 import base64
+import contextlib
 import html
 import json
 import math
+import os
 from pathlib import Path
 
 from common import checkpoint, config
@@ -25,16 +27,19 @@ def write(folder):
     folder = Path(folder)
     newest = {}
     curves = {}
-    for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
-        metrics = json.loads(line)
+    for metrics in read_metrics(folder / "metrics.jsonl"):
         newest.update(metrics)
         if "test_loss" in metrics:  # of other samples than the curves
             continue
         for name, value in metrics.items():
-            if isinstance(value, (int, float)) and name != "step":
+            if is_number(value) and name != "step":
                 curves.setdefault(name, []).append((metrics["step"], value))
 
-    samples = [figure(folder / file, text) for file, text in newest.pop("samples", {}).items()]
+    samples = []
+    for file, text in (newest.pop("samples", None) or {}).items():
+        path = folder / file
+        if path.suffix in MEDIA and os.path.isfile(path):  # Path's own fails for some names
+            samples.append(figure(path, text))
     charts = [chart(name, points) for name, points in curves.items() if len(points) > 1]
     settings = config.read_json(folder / "config.json")
     title = html.escape(str(folder))
@@ -45,7 +50,24 @@ def write(folder):
 <h2>Newest metrics</h2>{table(newest)}
 <h2>Settings</h2>{table(settings)}"""
     with checkpoint.atomic_write(folder / "report.html", durable=False) as file:
-        file.write(page.encode())
+        file.write(page.encode(errors="backslashreplace"))
+
+
+def read_metrics(path):
+    """The lines {"step": …} of a metrics.jsonl, without those that are damaged."""
+    lines = []
+    for line in path.read_bytes().splitlines():
+        with contextlib.suppress(ValueError, RecursionError):
+            metrics = json.loads(line)
+            known = checkpoint.matches(metrics, {"step": 0, "samples": (None, {})})
+            if known and is_number(metrics["step"]):
+                lines.append(metrics)
+    return lines
+
+
+def is_number(value):
+    """Whether `value` is a number that can be drawn: finite, and also its differences."""
+    return isinstance(value, (int, float)) and abs(value) < 1e300
 
 
 def figure(path, caption):

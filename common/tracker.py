@@ -173,7 +173,7 @@ class Tracker:
     def open(self, step):
         path = self.run.folder / "metrics.jsonl"
         content = path.read_bytes() if path.exists() else b""
-        lines = re.findall(rb'(?m)^(\{"step": (\d+)\b.*\}\n)', content)  # not torn ones
+        lines = re.findall(rb'(?m)^(\{"step": (\d{1,18})\b.*\}\n)', content)  # not torn ones
         with checkpoint.atomic_write(path) as file:
             for line, line_step in lines:
                 if int(line_step) <= step and b'"test_loss"' not in line:
@@ -239,11 +239,11 @@ class Tracker:
             tqdm.write(text)
 
     def report(self):
-        """Write the folder's report.html anew. An error of the disk does not end training."""
+        """Write the folder's report.html anew. An error of its files does not end training."""
         if self.enabled:
             try:
                 report.write(self.run.folder)
-            except OSError as error:
+            except (OSError, UserError) as error:
                 self.print(f"{error}; training continues")
 
     def sync(self):

@@ -608,6 +608,8 @@ def test_a_run_in_the_current_folder_cannot_be_moved_aside(tmp_path, monkeypatch
     '{"checkpoints": [{"step": 1, "file": "x"}]}',
     '{"checkpoints": [{"file": 1, "step": 2, "sha256": "a", "values": {}}]}',
     '{"checkpoints": [], "finished": 3}',
+    '{"checkpoints": [], "finished": {}}',
+    "[" * 100_000,
     '{"checkpoints": [], "logger": []}',
 ])
 def test_a_missing_or_damaged_record_is_named_with_ways_out(text, tmp_path):
@@ -622,6 +624,19 @@ def test_a_missing_or_damaged_record_is_named_with_ways_out(text, tmp_path):
         opened(tmp_path / "run")
     assert resume_point(opened(tmp_path / "run", "never")) == NEW  # a way out
     assert len(os.listdir(tmp_path / "run.1/checkpoints")) == 2
+
+
+@pytest.mark.parametrize("name", ["finished", "best", "identity", "logger", "sha256"])
+def test_null_in_a_record_is_as_if_the_name_were_left_out(name, tmp_path):
+    run = opened(tmp_path / "run")
+    commit(run, 10, 20)
+    path, _, _ = resume_point(run)
+    run.lock_file.close()
+    record = tmp_path / "run/auto_resume.json"
+    checkpoint.write_json({**json.loads(record.read_text()), name: None}, record)
+    run = opened(tmp_path / "run")
+    assert run.record.get(name) is None
+    assert resume_point(run)[0] == path
 
 
 def test_a_save_that_has_begun_is_of_the_state_as_it_was(tmp_path, monkeypatch):

@@ -169,6 +169,9 @@ def test_rules_of_a_setting_stand_with_it():
     ("--even 3", "--even: 3 is not even"),
     ("--lr nan", "--lr: nan is not a finite number"),
     ("--lr inf", "--lr: inf is not a finite number"),
+    ("--seed 1e30", "--seed: 1000000000000000019884624838656 does not fit into 64 bits"),
+    ("--plain -9223372036854775809", "--plain: -9223372036854775809 does not fit into 64 bits"),
+    ("--data a\udcff", r"--data: 'a\udcff' has a zero byte, or is not text in UTF-8"),
     ("smaple", "smaple: expected one of train, sample"),
     ("sample --preset large", "--preset: no such setting"),
 ])
@@ -192,6 +195,8 @@ def test_a_mistake_on_the_command_line_ends_in_one_line_of_rank_0_and_status_2(
     ("[1, 2]", "expected a JSON object of settings, found list"),
     ('{"steps": 5', "not a JSON file"),
     ('{"steps": 5, "lr": 1, "steps": 6}', "not a JSON file (steps is in it twice)"),
+    ('{"steps": ' + "[" * 100_000, "not a JSON file"),
+    ('{"data": ' + '{"a":' * 100_000, "not a JSON file"),
 ])
 def test_a_bad_json_file_is_refused_by_its_name_and_the_key(text, message, tmp_path):
     path = tmp_path / "settings.json"
@@ -216,6 +221,14 @@ def test_what_cannot_be_a_folder_is_refused_with_the_flag(path, tmp_path, monkey
     Path("old.pt").mkdir()
     for path in (".", "x/y", "old.pt"):
         assert config.parse(InFolder, ["--run_dir", path]).run_dir == path
+
+
+@pytest.mark.parametrize("name", ["a\\u0000b", "a\\ud800"])
+def test_a_text_of_a_file_that_no_file_can_be_named_is_refused(name, tmp_path):
+    path = tmp_path / "settings.json"
+    path.write_text(f'{{"data": "{name}"}}')
+    with pytest.raises(UserError, match=r"--data: .* has a zero byte, or is not text in UTF-8"):
+        parse("--config", str(path))
 
 
 def test_stages_have_defaults_of_their_own_and_all_gives_each_in_turn():
@@ -339,6 +352,41 @@ def test_a_text_of_an_unmarked_other_encoding_is_refused_by_name(content, tmp_pa
         config.texts_of("", path)
 
 
+# Consoles
+
+@pytest.mark.parametrize("variables", [
+    {"PYTHONIOENCODING": "ascii"},
+    {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+])
+@pytest.mark.parametrize("name", ["train_prior", "train_decoder", "train_audio"])
+def test_help_is_whole_on_a_console_of_ascii(name, variables, monkeypatch):
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
+    process = start(name, "--help")
+    out, err = process.communicate()
+    assert (process.returncode, err) == (0, "")
+    assert "--timeout_minutes" in out and r"\u2026" in out
+
+
+SPEAK = """
+import sys
+from common import config
+print("before")
+config.run({"speak": (lambda cfg: [print("über", "红", i) for i in range(9999)], config.Settings)},
+    "usage", "speak")
+print("after", file=sys.stderr)
+"""
+
+
+def test_what_is_printed_before_and_after_a_reader_leaves_is_no_error(script):
+    whole = script(SPEAK)
+    assert whole.stdout.startswith("before\nüber 红 0\n") and whole.stdout.endswith("红 9998\n")
+    process = script(SPEAK, wait=False)
+    assert process.stdout.readline() == "before\n"
+    process.stdout.close()
+    assert (process.stderr.read(), process.wait()) == ("after\n", 0)
+
+
 # The flags of the scripts
 
 SCRIPTS = [importlib.import_module(f"train_{name}") for name in ("prior", "decoder", "audio")]
@@ -359,6 +407,46 @@ def test_torchrun_hands_on_every_flag_and_none_begins_one_of_its_own(script):
         assert not [name for name in torchrun._option_string_actions if name.startswith(flag)]
         args = torchrun.parse_args(["--nproc_per_node=2", "script.py", "sample", flag, "x"])
         assert args.training_script_args == ["sample", flag, "x"]
+
+
+@pytest.mark.parametrize("flag, nearest", [
+    ("--max_train_steps", "--steps?"),
+    ("--num_train_epochs", "--steps?"),
+    ("--num-epochs", "--steps?"),
+    ("--gradient_accumulation_steps", "--chunk_size (samples in one forward pass)?"),
+    ("--train_batch_size", "--batch_size (over all ranks)?"),
+    ("--batch-size", "--batch_size?"),
+    ("--learning-rate", "--lr?"),
+    ("--resume_from_checkpoint", "--load (the same command resumes without it)?"),
+    ("--output_dir", "--run_dir?"),
+    ("--mixed_precision", "--precision?"),
+])
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+def test_a_flag_of_another_package_is_answered_with_its_nearest_meaning(flag, nearest, script):
+    with pytest.raises(UserError) as caught:
+        config.parse(script.COMMANDS["train"][1], [flag, "5"])
+    assert str(caught.value) == f"{flag}: no such setting; did you mean {nearest}"
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+def test_every_flag_of_another_package_names_one_that_exists(script):
+    known = flags_of([script.COMMANDS["train"][1]])
+    for flag, nearest in config.SYNONYMS.items():
+        assert flag not in known
+        if script.__name__ != "train_audio":  # which has no checkpointing
+            assert nearest.split()[0] in known
+
+
+@pytest.mark.parametrize("words", [
+    "--width 10000000",
+    "--workers 1000000",
+    "--timeout_minutes 1e300",
+    "--timeout_minutes 0.001",
+])
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+def test_a_number_beyond_all_machines_is_refused_with_its_bounds(words, script):
+    with pytest.raises(UserError, match=r"--\w+: \S+ is not within .* and "):
+        config.parse(script.COMMANDS["train"][1], words.split())
 
 
 def test_flags_that_messages_and_comments_name_exist():

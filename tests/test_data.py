@@ -401,6 +401,7 @@ def test_a_fault_of_the_shards_is_found_at_the_start_and_named(fault, message, t
     ("[1]\n", "TypeError"),
     ('{"text": "a"}\n', r"KeyError\('caption'\)"),
     ("", "7 captions"),
+    ("[" * 100_000 + "\n", "RecursionError"),
 ])
 def test_a_fault_of_a_caption_is_named_by_its_file(line, message, tmp_path):
     write(tmp_path)

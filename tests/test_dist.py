@@ -333,6 +333,36 @@ def test_no_thread_of_the_group_outlives_it_and_aborts_the_process_at_its_end(sc
         assert (process.returncode, out) == (0, "True\nFalse\n"), err
 
 
+# Variables
+
+@pytest.mark.parametrize("variables, message", [
+    ({"RANK": "x"}, "RANK=x: expected a number"),
+    ({"RANK": ""}, "RANK=: expected a number"),
+    ({"RANK": "-1"}, "RANK=-1: expected a number"),
+    ({"WORLD_SIZE": "two"}, "WORLD_SIZE=two: expected a number"),
+    ({"WORLD_SIZE": "0"}, "RANK=0 of WORLD_SIZE=0: start all ranks by torchrun"),
+    ({"LOCAL_RANK": "1.5"}, "LOCAL_RANK=1.5: expected a number"),
+    ({"RANK": "1"}, "RANK=1 of WORLD_SIZE=1: start all ranks by torchrun"),
+    ({"WORLD_SIZE": "2"}, "variable RANK expected, but not set"),
+    ({"WORLD_SIZE": "2", "RANK": "0"}, "variable MASTER_ADDR expected, but not set"),
+    (environment(0, 2, "x"), "start all ranks by torchrun; invalid literal"),
+    (environment(0, 2, free_port()), "start all ranks by torchrun; "),  # the other one never comes
+])
+def test_variables_that_torchrun_would_not_set_are_one_line(variables, message, script):
+    program = """
+import os, sys
+os.environ.update(line.split("=") for line in sys.argv[1:])
+from common import config, dist
+sys.argv[1:] = []
+config.run({"join": (lambda cfg: dist.setup("cpu", 0.02), config.Settings)}, "usage", "join")
+"""
+    process = script(program, *map("=".join, variables.items()))
+    assert process.returncode == 1
+    line = process.stderr.splitlines()[-1]
+    assert line.startswith("-c: error: ") and message in line
+    assert "Traceback" not in process.stderr
+
+
 # Devices
 
 @pytest.mark.parametrize("ranks, threads, expected", [

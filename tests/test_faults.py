@@ -14,7 +14,7 @@ import helpers
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, environment, free_port
 from helpers import AUDIO, SMALL, Forked, differences, flags, metrics, write_voices
 
 from common import checkpoint, data, dist, images
@@ -55,10 +55,102 @@ def test_ranks_with_other_contents_of_the_same_size_do_not_train(emb, tmp_path):
         shutil.copytree(emb, folder / "emb")
     path = tmp_path / "1/emb/img_emb/img_emb_1.npy"
     np.save(path, np.roll(np.load(path), 1, axis=0))
-    words = flags(data="emb", run_dir="run", **SMALL)
+    words = flags(data="emb", run_dir=tmp_path / "run", **SMALL)
     out = Forked("train_prior", *words, ranks=2, folders=folders).finish(1)
     assert out.count("error: rank 1 has another data digest than rank 0") == 1
     assert "Traceback" not in out
+
+
+@pytest.mark.parametrize("run_dir", ["run", "runs/deep/prior"])
+def test_nodes_without_a_shared_run_folder_end_in_one_line_before_training(run_dir, emb, tmp_path):
+    folders = [tmp_path / "0", tmp_path / "1"]
+    for folder in folders:
+        folder.mkdir()
+    words = flags(data=emb, run_dir=run_dir, **SMALL)
+    out = Forked("train_prior", *words, ranks=2, folders=folders).finish(1)
+    line, = out.splitlines()
+    assert f"error: {run_dir}: this folder of rank 0 is not that of rank 1; all nodes" in line
+    assert os.listdir(tmp_path / "0" / run_dir) == []  # nothing was begun
+    # As links to one folder it is shared.
+    (tmp_path / "shared").mkdir()
+    for folder in folders:
+        shutil.rmtree(folder)
+        folder.symlink_to(tmp_path / "shared")
+    Forked("train_prior", *words, ranks=2, folders=folders).finish()
+    assert not [*(tmp_path / "shared" / run_dir).glob(".shared*")]
+
+
+@pytest.mark.parametrize("missing", ["emb", "emb/text_emb"])
+def test_a_rank_that_misses_the_data_is_the_one_that_says_so(missing, emb, tmp_path):
+    folders = [tmp_path / "0", tmp_path / "1"]
+    for folder in folders:
+        shutil.copytree(emb, folder / "emb")
+    shutil.rmtree(folders[1] / missing)
+    words = flags(data="emb", run_dir=tmp_path / "run", **SMALL)
+    out = Forked("train_prior", *words, ranks=2, folders=folders).finish(1)
+    line, = out.splitlines()
+    assert "error: emb/" in line and "no such folder" in line
+
+
+@pytest.mark.parametrize("missing", [1, 2])
+def test_ranks_of_audio_with_fewer_recordings_end_in_one_line_each(missing, tmp_path):
+    folders = [tmp_path / "0", tmp_path / "1"]
+    for folder, count in zip(folders, (40, [2, 30][missing - 1])):
+        write_voices(folder / "voices", range(count))
+    words = flags(data="voices", run_dir=tmp_path / "run", **CODEC)
+    out = Forked("train_audio", *words, ranks=2, folders=folders).finish(1)
+    assert "Traceback" not in out
+    assert out.count("error:") <= 2
+
+
+# Rank 1 hangs, or loses its data, while its worker reads for its third chunk.
+BROKEN = """
+import os, shutil, sys, time
+folder, fault = sys.argv[1:3]
+os.chdir(folder)
+os.environ.update(line.split("=") for line in sys.argv[3:9])
+sys.argv = ["train_prior.py", *sys.argv[9:]]
+import train_prior
+from common import data
+calls = []
+fetch = data.Embeddings.fetch
+
+def broken(self, indices, random_words=None):
+    calls.append(indices)
+    if random_words is not None and len(calls) > 2:
+        if fault == "hang":
+            time.sleep(1000)
+        shutil.rmtree("emb")
+    return fetch(self, indices, random_words)
+
+if os.environ["RANK"] == "1":
+    data.Embeddings.fetch = broken
+train_prior.main()
+"""
+
+
+@pytest.mark.parametrize("fault, reason", [
+    ("hang", "--workers 1: DataLoader timed out after 12.0 seconds"),
+    ("lose", "img_emb_"),
+])
+def test_a_rank_whose_data_are_gone_or_never_come_ends_all_in_one_line_each(
+        fault, reason, emb, tmp_path, script):
+    settings = dict(SMALL, workers=1, timeout_minutes=0.2)
+    words = flags(data="emb", run_dir=tmp_path / "run", **settings)
+    port = free_port()
+    processes = []
+    for rank in range(2):
+        folder = tmp_path / str(rank)
+        shutil.copytree(emb, folder / "emb")
+        variables = map("=".join, environment(rank, 2, port).items())
+        processes.append(script(BROKEN, folder, fault, *variables, *words, wait=False))
+    errors = []
+    for process in processes:
+        _, err = process.communicate(timeout=120)
+        assert process.returncode == 1 and "Traceback" not in err, err
+        errors.append(err.splitlines()[-1])
+    assert "error: another rank has ended, or did not answer for --timeout_minutes" in errors[0]
+    assert reason in errors[1]
 
 
 def main():
@@ -242,6 +334,33 @@ def test_a_model_file_with_wrong_settings_is_one_line_and_takes_no_memory(
     path = tmp_path / "model.pt"
     checkpoint.save(state, path)
     assert f"{path}: " in run("sample", *flags(run_dir=tmp_path, device="cpu"), expect=1)
+
+
+@pytest.mark.parametrize("change", [
+    lambda state: state.update(lora=5),
+    lambda state: state.update(lora={}),
+    lambda state: state.update(lora={"base": 5}),
+])
+def test_a_model_file_with_other_entries_of_adapters_is_one_line(change, emb, finished, tmp_path):
+    state = checkpoint.load(finished / "model.pt")
+    change(state)
+    path = tmp_path / "model.pt"
+    checkpoint.save(state, path)
+    assert f"{path}: " in run("sample", *flags(run_dir=tmp_path, device="cpu"), expect=1)
+    words = flags(data=emb, run_dir=tmp_path / "new", init_from=path, **{**SMALL, "steps": 1})
+    run(*words)  # whose weights are good
+    state["model"].popitem()
+    checkpoint.save(state, path)
+    assert "weights of another model" in run(*words, "--resume=never", expect=1)
+
+
+@pytest.mark.parametrize("name", ["identity", "logger", "sha256", "best"])
+def test_a_record_with_null_goes_on(name, emb, finished, tmp_path):
+    folder = shutil.copytree(finished, tmp_path / "run")
+    path = folder / "auto_resume.json"
+    checkpoint.write_json({**checkpoint.record_of(folder), name: None}, path)
+    out = run(*flags(data=emb, run_dir=folder, **{**SMALL, "steps": 28}))
+    assert "at step 24 of 28" in out
 
 
 def test_a_damaged_model_of_a_run_is_noticed_and_written_again(emb, finished, tmp_path):

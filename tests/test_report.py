@@ -1,6 +1,7 @@
 """The page of a run: curves and samples read back, one file that runs nothing."""
 import base64
 import json
+import random
 from html.parser import HTMLParser
 
 import numpy as np
@@ -87,6 +88,46 @@ def test_the_newest_samples_are_in_the_page_byte_for_byte(page):
         media, = page.all(tag)
         content = base64.b64decode(media["src"].partition(";base64,")[2])
         assert content.decode() == f"content of {name}"
+
+
+def test_a_damaged_line_is_left_out_and_the_page_is_made(page, tmp_path):
+    rng = random.Random(0)
+    whole = (tmp_path / "metrics.jsonl").read_bytes()
+    for _ in range(500):
+        content = bytearray(whole)
+        for _ in range(rng.choice((1, 1, 3, 20))):
+            place = rng.randrange(len(content))
+            content[place : place + rng.choice((0, 1, 1, 9))] = rng.randbytes(rng.choice((0, 1, 5)))
+        (tmp_path / "metrics.jsonl").write_bytes(content)
+        report.write(tmp_path)
+        assert "Newest metrics" in Tags((tmp_path / "report.html").read_text()).texts
+
+
+@pytest.mark.parametrize("line", [
+    b"\xff\xfe",
+    b"",
+    b"[1]",
+    b"[" * 100_000,
+    b'{"loss": 1}',
+    b'{"step": "2", "loss": 1}',
+    b'{"step": true, "loss": 1}',
+    b'{"step": 9e9, "loss": 1}',
+    b'{"step": 1' + b"0" * 400 + b', "loss": 1}',
+    b'{"step": 9, "samples": 5}',
+    b'{"step": 9, "samples": ["a.png"]}',
+    b'{"step": 9, "samples": null}',
+    b'{"step": 9, "samples": {"": "", "gone.png": "", "a\\u0000.png": "", "\\ud800.png": ""}}',
+    b'{"step": 9, "samples": {"config.json": "no picture", "' + b"a" * 5000 + b'.png": 1}}',
+    b'{"step": 9, "loss": 1e999, "note": "\\ud800", "lr": NaN, "scale": 1' + b"0" * 400 + b"}",
+    b'{"step": 9, "loss": -1e308, "lr": {"a": [1]}}',
+])
+def test_a_line_that_is_not_as_it_was_written_does_not_stop_the_page(line, page, tmp_path):
+    whole = (tmp_path / "metrics.jsonl").read_bytes()
+    (tmp_path / "metrics.jsonl").write_bytes(line + b"\n" + whole + b"\n" + line)
+    report.write(tmp_path)
+    after = Tags((tmp_path / "report.html").read_text())
+    assert "loss 0.25 (0.25 to 5, step 2 to 40)" in after.texts
+    assert len(after.all("svg")) == len(page.all("svg"))
 
 
 def test_the_page_needs_no_other_file_and_runs_nothing(page, tmp_path):

@@ -124,6 +124,9 @@ def test_a_report_that_cannot_be_written_does_not_stop_training(tmp_path, capsys
     (tmp_path / "report.html").mkdir()
     log.report()
     assert "report.html; training continues" in capsys.readouterr().out.replace("'", "")
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    log.report()
+    assert "config.json: not a JSON file" in capsys.readouterr().out
 
 
 # Loggers

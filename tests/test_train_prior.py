@@ -3,7 +3,10 @@
 import json
 import os
 import re
+import shlex
 import shutil
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -13,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import ROOT
 from helpers import (
     KILLS,
     SMALL,
@@ -379,7 +383,29 @@ def test_a_chunk_size_that_is_left_out_is_decided_once_and_kept_by_the_run(emb, 
     assert checkpoint.load(tmp_path / "model.pt")["config"]["chunk_size"] == 16
     out = run(*words, "--steps", 12, ranks=4, expect=1)
     assert "3 chunk(s) of 16 samples, so at most 3 rank(s)" in out
-    assert "--chunk_size" not in out  # no run can change it
+    assert "--chunk_size of at most 48/4" in out
+
+
+def test_a_run_goes_on_with_a_smaller_chunk_size_and_says_that_its_noise_is_another(emb, tmp_path):
+    words = flags(data=emb, run_dir=tmp_path, **{**SMALL, "eval_every": 0})
+
+    def train(steps, chunk_size, ranks=1, expect=0):
+        more = flags(steps=steps, chunk_size=chunk_size)
+        return run(*words, *more, ranks=ranks, expect=expect)
+
+    train(4, 16)
+    out = train(8, 17, expect=1)
+    assert f"error: --chunk_size 17: that of {tmp_path} is 16, and a run goes on with" in out
+    assert "ranks" not in out
+    out = train(8, 12, ranks=4)
+    assert "--chunk_size 12, which was 16: from here on the noise is another" in out
+    assert "chunk_size changed from 16 to 12" in out
+    # It is kept from now on, also by a start that falls back on a checkpoint of before.
+    assert "the noise is another" not in train(12, 0)
+    for entry in checkpoint.record_of(tmp_path)["checkpoints"][:2]:
+        (tmp_path / entry["file"]).unlink()
+    assert "at step 4 of 14" in train(14, 0)
+    assert checkpoint.load(tmp_path / "model.pt")["config"]["chunk_size"] == 12
 
 
 def test_stopped_on_3_ranks_and_started_again_by_torchrun_on_2_loses_the_same_as_on_1(
@@ -537,6 +563,30 @@ def test_a_prior_maps_between_embeddings_of_two_encoders_of_different_widths(tmp
     assert "8 wide, or not finite; expected 5" in run("sample", *words, expect=1)
 
 
+# Consoles
+
+
+def test_a_reader_that_leaves_does_not_end_training(emb, tmp_path, script):
+    words = flags(data=emb, run_dir=tmp_path, **SHORT)
+    command = "import train_prior, sys; sys.argv[0] = 'train_prior.py'; train_prior.main()"
+    process = script(command, *words, wait=False)
+    assert "1,500 embeddings" in process.stdout.readline()
+    process.stdout.close()  # as `head -n 1` does
+    err = process.stderr.read()
+    assert process.wait() == 0, err
+    assert "BrokenPipe" not in err
+    assert (tmp_path / "model.pt").is_file()
+
+
+@pytest.mark.parametrize("closed", [">&-", ">&- 2>&-", "2>&1 | head -n 1"])
+def test_a_closed_output_does_not_end_training(closed, emb, tmp_path):
+    words = shlex.join(flags(data=emb, run_dir=tmp_path, **SHORT))
+    command = f"set -o pipefail; {sys.executable} {ROOT}/train_prior.py {words} {closed}"
+    process = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    assert (tmp_path / "model.pt").is_file()
+
+
 # Texts, by a CLIP
 
 
@@ -584,6 +634,26 @@ def test_the_samples_kept_are_the_most_similar_to_the_text(encodings, world, tmp
     kept = [cosines[:3].argmax(), 3 + cosines[3:].argmax()]
     np.testing.assert_allclose(best, candidates[kept], atol=1e-5)
     assert np.abs(best[0] - best[1]).max() > 1e-3
+
+
+@pytest.mark.parametrize("variables", [
+    {"PYTHONIOENCODING": "ascii"},
+    {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+])
+def test_a_console_without_chinese_shows_a_chinese_caption_escaped_at_the_end_of_training(
+    variables, world, tmp_path, monkeypatch
+):
+    folder = shutil.copytree(world / "emb", tmp_path / "emb")
+    for path in folder.glob("captions/*.jsonl"):
+        lines = path.read_text().splitlines()
+        path.write_text("".join(json.dumps({"caption": "红色的星"}) + "\n" for _ in lines))
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    words = flags(data=folder, clip=world / "clip", run_dir=tmp_path / "run", **SHORT)
+    process = helpers.start("train_prior", *words)
+    out, err = process.communicate()
+    assert process.returncode == 0, err
+    assert r"sample --text '\u7ea2\u8272\u7684\u661f'" in out
 
 
 def test_samples_of_texts_do_not_depend_on_the_batch_and_equal_those_of_their_embeddings(world):
