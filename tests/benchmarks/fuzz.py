@@ -87,6 +87,7 @@ KINDS = {  # name: (file, the command that reads it)
     "checkpoint": (LAST, (*PRIOR, "--load", LAST)),
     "checkpoint of the run": (LAST, AGAIN),
     "auto_resume.json": ("runs/prior/auto_resume.json", AGAIN),
+    "metrics.jsonl": ("runs/prior/metrics.jsonl", AGAIN),
     "CLIP": ("runs/clip/model.pt", (*SAMPLE, "a star")),
     "clip.json": ("emb/clip.json", PRIOR),
     "model.pt": ("runs/loose/model.pt", (*SAMPLE, "", "--run_dir", "runs/loose")),
