@@ -77,6 +77,7 @@ from common.config import (
     Decay,
     Folder,
     Fraction,
+    Layers,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -138,7 +139,7 @@ class Config(config.TrainingRun):
         (2, 4, 5, 8), "strides; their product is the hop length", stages=CODEC, fixed=True
     )
     latent_dim: Size = field(128, "width of a frame", stages=CODEC, fixed=True)
-    num_quantizers: Size = field(
+    num_quantizers: Layers = field(
         4, "residual quantizers; the first n alone are a lower bitrate", stages=CODEC, fixed=True
     )
     codebook_size: Size = field(256, "codes of a quantizer", stages=CODEC, fixed=True)
@@ -207,7 +208,7 @@ class Config(config.TrainingRun):
     )
     # Token transformers
     width: Size = field(128, "width of the transformer", stages=TOKENS, fixed=True)
-    depth: Size = field(4, "transformer blocks", stages=TOKENS, fixed=True)
+    depth: Layers = field(4, "transformer blocks", stages=TOKENS, fixed=True)
     heads: Size = field(4, "attention heads", stages=TOKENS, fixed=True)
     dropout: Fraction = field(0.1, "dropout in attention and feed-forward", stages=TOKENS)  # §IV-A
     coarse_quantizers: Size = field(
@@ -823,13 +824,6 @@ def evaluate_weights(state, name, splits, device, evaluate, sounds):
     return metrics, samples
 
 
-def announce_trained(cfg, results, started):
-    """Print what was trained. All ranks wait for rank 0's model.pt, which the next stage reads."""
-    dist.gather(None)  # a barrier
-    seconds = time.monotonic() - started
-    tracker.print_results(f"Trained {cfg.run_dir}; this start took {seconds:.0f} s.", results)
-
-
 # Evaluation of the codec
 
 
@@ -915,8 +909,6 @@ def train_soundstream(given, device):
     run = loop.open_run(cfg, dataset)
     if run.finished:
         return loop.announce_finished(cfg, run)
-    # Recordings without a transcript are said at the start, once for each folder.
-    run.notes += dict.fromkeys(opened.left_out for opened, _ in splits.values())
 
     # Build codec, discriminators, their optimizers and the EMA. Restore them if resuming.
     # The same start on all ranks.
@@ -1041,7 +1033,7 @@ def train_soundstream(given, device):
             state, "test", splits, device, evaluate_codec, reconstructions
         )
         results = loop.finish(run, state, log, metrics, samples)
-    announce_trained(cfg, results, started)
+    loop.announce_trained(cfg, results, started)
 
 
 # The trained codec, as the token stages use it
@@ -1748,8 +1740,6 @@ def train_transformer(given, device):
     run = loop.open_run(cfg, dataset, checksums=made_with)
     if run.finished:
         return loop.announce_finished(cfg, run)
-    # Recordings without a transcript are said at the start, once for each folder.
-    run.notes += dict.fromkeys(opened.left_out for opened, _ in splits.values())
 
     # Tokenize all recordings, unless an earlier start has done so.
     # The semantic stage fits its tokenizer before it trains.
@@ -1851,7 +1841,7 @@ def train_transformer(given, device):
             state, "test", splits, device, evaluate_transformer, continuations
         )
         results = loop.finish(run, state, log, metrics, samples)
-    announce_trained(cfg, results, started)
+    loop.announce_trained(cfg, results, started)
 
 
 def load_transformer(file, stage, device, weights="ema"):

@@ -66,6 +66,7 @@ from common.config import (
     Decay,
     Folder,
     Fraction,
+    Layers,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -138,7 +139,7 @@ class Config(config.TrainingRun):
         "channels of each level, in units of width; each level halves the size",
         model=True,
     )
-    num_res_blocks: Size = field(
+    num_res_blocks: Layers = field(
         1, "residual blocks of a level on the way down; the way up has one more", model=True
     )
     attention_levels: tuple[NonNegativeInt, ...] = field(
@@ -1252,7 +1253,6 @@ def train_stage(cfg, device):
     # The order of samples follows from seed and step. Write config.json and open the logger.
     plan, batches = loop.batches(cfg, dataset, indices, state.step, device)
     evaluator = Evaluator(cfg, splits, clip_model, device)
-    run.notes += dict.fromkeys(opened.left_out for opened, _ in splits.values())
     about = f"{cfg.stage}: {len(dataset):,} images of {cfg.image_size}x{cfg.image_size}"
     log = loop.begin(run, state, given, about, device)
 
@@ -1313,12 +1313,7 @@ def train_stage(cfg, device):
             metrics = {"loss": evaluator.loss(unet, "test")}
             metrics |= evaluator.metrics([unet], "test", run.folder / file)
         results = loop.finish(run, state, log, metrics, {file: GRID_CAPTION})
-    dist.gather(None)  # wait for model.pt: the next stage or the evaluation of both reads it
-    seconds = time.monotonic() - started
-    tracker.print_results(
-        f"Trained {cfg.run_dir}; this start took {seconds:.0f} s. Pictures: {cfg.run_dir}/samples",
-        results,
-    )
+    loop.announce_trained(cfg, results, started)
 
 
 def train(cfgs):

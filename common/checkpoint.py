@@ -21,6 +21,7 @@ import zipfile
 from pathlib import Path
 
 import torch
+from torch.utils._pytree import tree_map_only
 from tqdm import tqdm
 
 from common import amp, config, dist, optim
@@ -174,16 +175,9 @@ def finite(values):
     return json.loads(json.dumps(values), parse_constant=lambda word: None)
 
 
-@contextlib.contextmanager
 def damage_is_named(path):
-    """Turn errors from a damaged or foreign file into a UserError that names it."""
-    try:
-        yield
-    except UserError:
-        raise
-    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise UserError(f"{path}: damaged, or of another program: {reason}") from error
+    """Context that turns errors from a damaged or foreign file into a UserError that names it."""
+    return config.explained(f"{path}: damaged, or of another program")
 
 
 def matches(value, example):
@@ -201,13 +195,7 @@ def matches(value, example):
 
 def copy_to_host(state):
     """A copy in host memory of nested dicts and lists of tensors and plain values."""
-    if isinstance(state, torch.Tensor):
-        return state.detach().to("cpu", copy=True)
-    if isinstance(state, dict):
-        return {name: copy_to_host(value) for name, value in state.items()}
-    if type(state) in (list, tuple):
-        return type(state)(copy_to_host(value) for value in state)
-    return state
+    return tree_map_only(torch.Tensor, lambda value: value.detach().to("cpu", copy=True), state)
 
 
 # Models
@@ -323,11 +311,6 @@ def build(make, state, path, device="cpu"):
 
     It is made without memory first: the sizes that a damaged file claims may be any.
     """
-    names = ("depth", "num_res_blocks", "num_quantizers", "coarse_quantizers")
-    sizes = [state["config"].get(name) for name in names]
-    most = max(1000, len(state["model"]))
-    if any(isinstance(size, int) and size > most for size in sizes):
-        raise UserError(f"{path}: damaged: its settings are of more layers than it has weights")
     with torch.device("meta"):
         weights_that_fit(make(), state, path)
     model = make()

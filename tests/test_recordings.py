@@ -527,7 +527,7 @@ def test_unusable_recordings_are_passed_over_by_name_and_more_than_five_are_refu
     write(tmp_path, {"5.wav": short, "6.wav": short, "7.wav": short})
     assert dataset.check()[:2] == (5, 8)
     write(tmp_path, {"1.wav": short})
-    with pytest.raises(UserError, match=r"6 of 8 recordings cannot be used: .*1\.wav: 50 samples"):
+    with pytest.raises(UserError, match=r"6 of 8 samples cannot be used: .*1\.wav: 50 samples"):
         dataset.check()
 
 
@@ -535,7 +535,7 @@ def test_a_folder_without_usable_recordings_is_refused(path):
     with pytest.raises(UserError, match=r"no such folder, or no \.wav, \.flac, .* below it"):
         Recordings(path.parent, 16000)
     path.write_bytes(b"")
-    with pytest.raises(UserError, match="1 of 1 recordings cannot be used"):
+    with pytest.raises(UserError, match="1 of 1 samples cannot be used"):
         Recordings(path.parent, 16000).check()
 
 
