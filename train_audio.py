@@ -724,7 +724,7 @@ def open_recordings(cfg, seconds=0.0):
 def open_stage(given, seconds=0.0):
     """(config of a stage's run, {split: (recordings, indices)}). Collective."""
     cfg = dataclasses.replace(given, run_dir=str(Path(given.run_dir) / given.stage))
-    cfg = dist.on_main(lambda: loop.prepare_config(cfg, MAX_CHUNK_SIZE))
+    cfg = dist.on_main(lambda: loop.with_chunk_size(store.fetch_files(cfg), MAX_CHUNK_SIZE))
     datasets = dist.run_together(lambda: open_recordings(cfg, seconds))
     return cfg, data.splits(datasets[0], cfg, *datasets[1:])
 

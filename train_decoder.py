@@ -1204,23 +1204,15 @@ def evaluate(args, device=None, headline="Metrics:"):
 # Training
 
 
-def prepare(cfg, device):
-    """What rank 0 does first: fetch files, choose the chunk size, make the built-in data."""
-    cfg = loop.prepare_config(cfg, MAX_CHUNK)
-    if cfg.data == "shapes":
-        folder = clip.builtin_data(Path(cfg.run_dir).parent.parent, device)
-        cfg = dataclasses.replace(cfg, data=folder)
-    return cfg
-
-
 def train_stage(cfg, device):
     """Train one stage in RUN_DIR/STAGE."""
     started = time.monotonic()
     given = cfg
 
     # Open the data, on rank 0 first; then rank 0 takes the run folder.
+    folder = Path(cfg.run_dir).parent  # of the built-in data
     cfg = dataclasses.replace(cfg, run_dir=str(Path(cfg.run_dir) / cfg.stage))
-    cfg = dist.on_main(lambda: prepare(cfg, device))
+    cfg = dist.on_main(lambda: loop.prepare_config(cfg, MAX_CHUNK, folder, device))
     splits, clip_model, model_info = dist.main_first(lambda: open_data(cfg, device))
     dataset, indices = splits["train"]
     run = loop.open_run(cfg, dataset, clip_model)

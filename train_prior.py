@@ -660,17 +660,6 @@ def open_data(cfg, device):
     return data.splits(dataset, cfg, val_dataset), clip_model, model_info
 
 
-def prepare(cfg, device):
-    """What rank 0 does first: fetch files, choose the chunk size, make the built-in data."""
-    cfg = loop.prepare_config(cfg, MAX_CHUNK)
-    if cfg.data == "shapes":
-        from common import clip
-
-        folder = clip.builtin_data(Path(cfg.run_dir).parent, device)
-        cfg = dataclasses.replace(cfg, data=folder)
-    return cfg
-
-
 def next_command(cfg, dataset, model_info):
     """The command to give after training."""
     command = "evaluate"  # without a CLIP there is no text to sample from
@@ -689,7 +678,8 @@ def train(cfg):
     # Join the ranks. Open the data, on rank 0 first; then rank 0 takes the run folder.
     device = dist.setup(cfg.device, cfg.timeout_minutes)
     loop.check_shared(cfg.run_dir)
-    cfg = dist.on_main(lambda: prepare(given, device))
+    folder = Path(cfg.run_dir).parent  # of the built-in data
+    cfg = dist.on_main(lambda: loop.prepare_config(given, MAX_CHUNK, folder, device))
     splits, clip_model, model_info = dist.main_first(lambda: open_data(cfg, device))
     dataset, indices = splits["train"]
     run = loop.open_run(cfg, dataset, clip_model)

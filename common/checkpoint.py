@@ -460,18 +460,13 @@ class State:
 
         notes = [f"resuming {path} at step {self.step} of {self.cfg.steps}"]
         notes.append(amp.load_scaler(self.scaler, state["scaler"]))
-        for name, before in state["versions"].items():
-            now = self.versions.get(name)
+        saved = {**state["versions"], **state["config"]}
+        present = {**self.versions, **config.as_json(self.cfg)}
+        for name in {**saved, **present}:
+            before = saved.get(name, "no setting")
+            now = present.get(name, "no setting")
             if now != before:
-                notes.append(f"{path} is of another {name}: {before}, this is {now}")
-        settings = config.as_json(self.cfg)
-        for name, before in state["config"].items():
-            if name not in settings:
-                notes.append(f"{name}, which was {before}, is no setting any more")
-            elif settings[name] != before:
-                notes.append(f"{name} changed from {before} to {settings[name]}")
-        for name in settings.keys() - state["config"].keys():
-            notes.append(f"{name} is a new setting, {settings[name]}")
+                notes.append(f"{name} changed from {before} to {now}")
         return notes
 
 
@@ -640,24 +635,19 @@ class RunFolder:
         notes = []
         for entry in self.record["checkpoints"]:
             path = self.folder / entry["file"]
-            if not path.is_file():
-                notes.append(f"{path}: missing, trying the one before it")
-            elif checksum(path) not in entry["sha256"]:
-                notes.append(f"{path}: damaged, trying the one before it")
-            else:
-                check_identity(self.record.get("identity", {}), identity, self.folder, path)
-                finished = self.record["finished"] if entry["step"] >= cfg.steps else None
-                if finished and not self._has_model():
-                    notes.append(f"{self.folder}/model.pt: damaged or missing, made anew")
+            if not path.is_file() or checksum(path) not in entry["sha256"]:
+                notes.append(f"{path}: damaged or missing, trying the one before it")
+                continue
+            check_identity(self.record.get("identity", {}), identity, self.folder, path)
+            finished = self.record["finished"] if entry["step"] >= cfg.steps else None
+            if finished:
+                try:
+                    load(self.folder / "model.pt")
+                except UserError as error:
+                    notes.append(f"{error}; made anew")
                     finished = None
-                return str(path), finished, notes
+            return str(path), finished, notes
         return None, None, notes
-
-    def _has_model(self):
-        try:
-            return bool(load(self.folder / "model.pt"))
-        except UserError:
-            return False
 
     def drop_from(self, step):
         """Discard checkpoints of `step` or later; returns the newest file before it, or None."""

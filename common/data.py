@@ -13,6 +13,7 @@ and the others by `batches`.
 """
 
 import atexit
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -185,6 +186,7 @@ def left_out(path, kinds):
     return f"{path}: left out are files of kinds that are not read ({counts})"
 
 
+@dataclasses.dataclass(eq=False)
 class ChunkDataset(torch.utils.data.Dataset):
     """The chunks of a run's batches: item (first position, one past the last) -> batch.
 
@@ -194,11 +196,10 @@ class ChunkDataset(torch.utils.data.Dataset):
     any rank alike, and batch["unusable"] has its `dataset.fault(index)` or `dataset.name(index)`.
     """
 
-    def __init__(self, dataset, indices, seed=None, leave_out=()):
-        self.dataset = dataset
-        self.indices = indices
-        self.seed = seed
-        self.leave_out = leave_out  # names of samples
+    dataset: object
+    indices: object  # int array, or order.Complement
+    seed: int | None = None
+    leave_out: tuple = ()  # names of samples
 
     def __getitem__(self, span):
         places = np.arange(*span)

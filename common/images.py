@@ -165,13 +165,14 @@ def find_tars(path, shards=""):
         first, last = braces.groups()
         numbers = range(int(first), int(last) + 1)
         names = [f"{number:0{len(first)}d}" for number in numbers]
-        tars = [Path(str(path).replace(braces[0], name)) for name in names]
+        tars = [str(path).replace(braces[0], name) for name in names]
     elif Path(path).is_dir():
-        tars = sorted(Path(path).glob("*.tar"))
+        tars = Path(path).glob("*.tar")
     elif Path(path).is_file():
-        tars = [Path(path)]
+        tars = [path]
     else:
-        tars = [Path(name) for name in sorted(glob.glob(str(path)))]
+        tars = glob.glob(str(path))
+    tars = sorted(map(Path, tars))
     for tar in tars:
         if tar.suffix != ".tar" or not tar.is_file():
             raise UserError(

@@ -66,12 +66,17 @@ def check_shared(run_dir):
         )
 
 
-def prepare_config(cfg, most_chunk):
+def prepare_config(cfg, most_chunk, builtin_folder, device):
     """`cfg` with local files for what is elsewhere, and with a chunk size of at most `most_chunk`.
 
-    Rank 0 alone calls it.
+    Rank 0 alone calls it. It makes the built-in shapes, in `builtin_folder`.
     """
-    return with_chunk_size(store.fetch_files(cfg), most_chunk)
+    cfg = with_chunk_size(store.fetch_files(cfg), most_chunk)
+    if cfg.data == "shapes":
+        from common import clip
+
+        cfg = dataclasses.replace(cfg, data=clip.builtin_data(builtin_folder, device))
+    return cfg
 
 
 def with_chunk_size(cfg, most):

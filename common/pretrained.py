@@ -352,9 +352,7 @@ def fetch(source):
     if Path(source).is_dir():
         return Path(source)
     if not re.fullmatch(r"[\w.-]+/[\w./-]+", source):
-        raise UserError(
-            f"--source {source}: no such folder, nor OWNER/REPOSITORY of the hub"
-        )
+        raise UserError(f"--source {source}: no such folder, nor OWNER/REPOSITORY of the hub")
     hub = need("huggingface_hub", f"import {source}")
     owner, name, *inside = source.split("/")
     folders = ["/".join(inside)] if inside else list(PARTS)

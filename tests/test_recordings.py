@@ -649,32 +649,6 @@ def test_any_bytes_of_a_part_of_a_cache_may_be_damaged(tmp_path):
     assert made_anew > 80
 
 
-@pytest.mark.parametrize("damage", [
-    lambda tokens, lengths: (tokens[:, 0], lengths),
-    lambda tokens, lengths: (tokens[None], lengths),
-    lambda tokens, lengths: (tokens[0, 0], lengths),
-    lambda tokens, lengths: (tokens.astype(np.int64), lengths),
-    lambda tokens, lengths: (tokens.astype(np.float32), lengths),
-    lambda tokens, lengths: (tokens[:-1], lengths),
-    lambda tokens, lengths: (tokens[:0], lengths),
-    lambda tokens, lengths: (tokens, lengths + 1),
-    lambda tokens, lengths: (tokens, lengths.astype(np.float64)),
-    lambda tokens, lengths: (tokens, lengths[:, None]),
-    lambda tokens, lengths: (tokens, lengths.sum()),
-    lambda tokens, lengths: (tokens, np.append(lengths, 0)),
-    lambda tokens, lengths: (tokens, [lengths.sum() + 5, -5]),
-    lambda tokens, lengths: (tokens, lengths.astype(str)),
-    lambda tokens, lengths: (tokens.astype(object), lengths),
-])
-def test_a_part_of_a_cache_whose_arrays_do_not_fit_is_made_anew(damage, tmp_path):
-    cached(tmp_path, 70, "a")
-    [path] = tmp_path.rglob("00.npz")
-    with np.load(path) as file:
-        tokens, lengths = damage(file["tokens"], file["lengths"])
-    np.savez(path, tokens=tokens, lengths=lengths)
-    assert cached(tmp_path, 70, "a")[1] == [0, 1]
-
-
 def cached_of_rank(folder, data):
     """(error, whether this rank prints it) of a token cache of recordings in DATA_RANK."""
     dataset = Recordings(f"{data}_{os.environ['RANK']}", 16000)
