@@ -39,6 +39,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 import collections
 import copy
 import dataclasses
+import functools
 import itertools
 import math
 import shlex
@@ -711,13 +712,13 @@ def open_recordings(cfg, seconds=0.0):
     datasets = []
     for path in (cfg.data, cfg.val_data):
         if path == "syllables":
-            dataset = recordings.Syllables(BUILTIN_ROWS, crop, hop_length, cfg.sample_rate)
-            datasets.append(dataset)
+            opened = recordings.Syllables(BUILTIN_ROWS, crop, hop_length, cfg.sample_rate)
         elif path:
-            dataset = recordings.Recordings(
+            opened = recordings.Recordings(
                 path, cfg.sample_rate, crop, hop_length, cfg.speaker_pattern
             )
-            datasets.append(dataset)
+        if path:
+            datasets.append(opened)
     return datasets
 
 
@@ -1531,24 +1532,22 @@ def token_caches(cfg, dataset, tokenizer, codec):
 
     Each is a TokenCache, or None without a tokenizer or a codec.
     """
-    folder = Path(cfg.run_dir).parent / "tokens"
-
-    def cache(name, made_by, encode):
-        return recordings.token_cache(folder, dataset, made_by, encode, name)
-
+    cache = functools.partial(
+        recordings.token_cache, Path(cfg.run_dir).parent / "tokens", dataset
+    )
     semantic_tokens = None
     codes = None
     if tokenizer:
         semantic_tokens = cache(
-            "semantic tokens",
             {"tokenizer": tokenizer.checksum},
             lambda i: tokenizer.kmeans.encode(dataset.wave(i), dataset.rate)[:, None],
+            "semantic tokens",
         )
     if codec:
         codes = cache(
-            "codes",
             {"codec": codec.checksum},
             lambda i: codec.encode(dataset.wave(i)).numpy(),
+            "codes",
         )
     return semantic_tokens, codes
 

@@ -691,6 +691,7 @@ class RunFolder:
             save(contents, self.folder / file, record_hash)
             older = [other for other in self.record["checkpoints"] if other["step"] < step]
             kept = [entry, *older][:keep]
+            kept_files = [other["file"] for other in kept]
             self.record |= {
                 "world_size": dist.world_size(),
                 "identity": state.identity,
@@ -698,18 +699,14 @@ class RunFolder:
                 "checkpoints": kept,
             }
             self._write_record()
-            if keep:
-                self._delete_older(step, {Path(other["file"]).name for other in kept})
+            for path in self.folder.glob("checkpoints/step_*.pt"):
+                older = path.name < Path(file).name
+                if keep and older and f"checkpoints/{path.name}" not in kept_files:
+                    path.unlink()
             if not contents["unlogged"]["losses"]:  # else the next save, or the end, sends copies
                 log.send()
 
         self._submit(work)
-
-    def _delete_older(self, step, kept):
-        """Delete checkpoints before `step` whose names are not among `kept`."""
-        for path in self.folder.glob("checkpoints/step_*.pt"):
-            if path.name not in kept and path.name < f"step_{step:08d}.pt":
-                path.unlink()
 
     def save_best(self, state, val_loss, log):
         """Begin to write best.pt if `val_loss` is the lowest so far; returns whether it is."""

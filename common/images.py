@@ -82,7 +82,8 @@ class CaptionedImages:
                 kind = self.metadata if file.name.lower() in METADATA else files
                 kind.append(file)
             self.table = read_metadata(self.path, self.metadata, caption_key)
-            listings = [list_folder(self.path, files)]
+            found = ((file.relative_to(path).as_posix(), 0, file.stat().st_size) for file in files)
+            listings = [group(found)]
 
         keys = []
         entries = []
@@ -202,11 +203,6 @@ def read_metadata(folder, files, caption_key):
                 found = [row[name] for name in names if name in row]
                 table[key_of(name.as_posix())] = data.clean_caption(found[0])
     return table
-
-
-def list_folder(path, files):
-    """The `files` below a folder, as `group` returns them."""
-    return group((file.relative_to(path).as_posix(), 0, file.stat().st_size) for file in files)
 
 
 def list_tar(tar):

@@ -357,7 +357,7 @@ def fetch(source):
     owner, name, *inside = source.split("/")
     folders = ["/".join(inside)] if inside else list(PARTS)
     folders.append("/".join([*inside[:-1], "text_proj"]))  # a part of the decoder
-    try:
+    with config.explained(f"{source}: cannot be fetched from the hub"):
         files = hub.list_repo_files(f"{owner}/{name}")
         twins = [file for file in files if file.replace(".bin", ".safetensors") in files]
         folder = hub.snapshot_download(
@@ -365,9 +365,6 @@ def fetch(source):
             allow_patterns=[f"{folder}/*" for folder in folders],
             ignore_patterns=["*.fp16.*", *(file for file in twins if file.endswith(".bin"))],
         )
-    except Exception as error:  # of many types: no network, no such repository, no permission
-        reason = str(error).strip().partition("\n")[0]
-        raise UserError(f"{source}: {type(error).__name__}: {reason}") from error
     return Path(folder, *inside)
 
 
