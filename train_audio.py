@@ -1530,11 +1530,9 @@ def fit_tokenizer(cfg, dataset, indices, device):
 def token_caches(cfg, dataset, tokenizer, codec):
     """(semantic tokens, codes) of all recordings, made once and kept in files. Collective.
 
-    Each is a TokenCache, or None without a tokenizer or a codec.
+    Each is a list of arrays, see `recordings.token_cache`, or None without a tokenizer or a codec.
     """
-    cache = functools.partial(
-        recordings.token_cache, Path(cfg.run_dir).parent / "tokens", dataset
-    )
+    cache = functools.partial(recordings.token_cache, Path(cfg.run_dir).parent / "tokens", dataset)
     semantic_tokens = None
     codes = None
     if tokenizer:
@@ -1555,7 +1553,7 @@ def token_caches(cfg, dataset, tokenizer, codec):
 class TokenCrops:
     """A dataset for data.ChunkDataset: crops of recordings as tokens, in the sequences of a stage.
 
-    dataset: Recordings. semantic_tokens, codes: TokenCache, or None if no stream is made of them.
+    dataset: Recordings. semantic_tokens, codes: as of `token_caches`, None if no stream needs them.
     A crop is cut in frames of the codec or, without one, of the semantic tokens.
     """
 
@@ -1566,6 +1564,8 @@ class TokenCrops:
         self.semantic_tokens = semantic_tokens
         self.codes = codes
         self.counted_tokens = codes or semantic_tokens  # their frames are counted
+        # Recordings that could not be read.
+        self.empty = [i for i, tokens in enumerate(self.counted_tokens) if not len(tokens)]
         self.frame_rate = codec.frame_rate if codec else semantic.FRAME_RATE
         self.coarse_quantizers = cfg.coarse_quantizers
         self.crop_frames = max(1, round(cfg.crop_length / cfg.sample_rate * self.frame_rate))
@@ -1581,7 +1581,7 @@ class TokenCrops:
 
         offset: within [0, 1), from the first to the last possible crop.
         """
-        frames = self.counted_tokens.frames(index)
+        frames = len(self.counted_tokens[index])
         # Every frame at which a whole crop fits is equally probable.
         start = int(offset * (max(0, frames - self.crop_frames) + 1))
         stop = min(frames, start + self.crop_frames)
@@ -1589,7 +1589,7 @@ class TokenCrops:
         # Codes of the crop, split into those of coarse and fine.
         tokens = {}
         if self.codes is not None:
-            codes = self.codes[index][start:stop]
+            codes = self.codes[index][start:stop].astype(np.int64)
             tokens["coarse"] = codes[:, : self.coarse_quantizers]  # (T, Q')
             tokens["fine"] = codes[:, self.coarse_quantizers :]  # (T, Q - Q')
         if self.semantic_tokens is not None:
@@ -1597,6 +1597,7 @@ class TokenCrops:
             ratio = semantic.FRAME_RATE / self.frame_rate
             last = None if ended else round(stop * ratio)
             semantic_tokens = self.semantic_tokens[index][round(start * ratio) : last, 0]
+            semantic_tokens = semantic_tokens.astype(np.int64)
             # Consecutive repetitions are removed, so coarse must model durations (AudioLM §III-C).
             tokens["semantic"] = semantic.unique_consecutive(semantic_tokens)[:, None]  # (N, 1)
         crops = []
@@ -1634,7 +1635,7 @@ class TokenCrops:
 def measure_lengths(crops, indices):
     """The Lengths of the crops of the first 200 recordings."""
     # Without recordings that could not be read.
-    indices = np.setdiff1d(indices[:200], crops.counted_tokens.empty).tolist()
+    indices = np.setdiff1d(indices[:200], crops.empty).tolist()
     lengths = []
     for index in indices:
         lengths.append([len(codes) for codes in crops.crop(index)[0]])
@@ -1644,7 +1645,7 @@ def measure_lengths(crops, indices):
         context, frames = lengths.max(0).tolist()
         return Lengths(frames, context, crops.frame_rate)
     # Without repetitions semantic tokens have no fixed rate, so these are 95th percentiles.
-    frames = [min(crops.crop_frames, crops.counted_tokens.frames(index)) for index in indices]
+    frames = [min(crops.crop_frames, len(crops.counted_tokens[index])) for index in indices]
     seconds = np.array(frames) / crops.frame_rate
     frame_rate = float(np.quantile(lengths[:, 0] / seconds, 0.95))
     return Lengths(int(np.quantile(lengths, 0.95)), 0, frame_rate)
@@ -1694,7 +1695,7 @@ def continuations(model, cfg, split, device):
     crops, indices = split
     if cfg.stage == "semantic":  # tokens without a codec make no sound
         return
-    indices = np.setdiff1d(indices, crops.counted_tokens.empty)[:NUM_SOUNDS].tolist()
+    indices = np.setdiff1d(indices, crops.empty)[:NUM_SOUNDS].tolist()
     crop_codes = [crops.crop(index)[0] for index in indices]
     contexts = [context for context, _ in crop_codes]
     frames = round(PROMPT_SECONDS * model.lengths.frame_rate) if cfg.stage == "coarse" else 0

@@ -7,6 +7,7 @@ values only, and every load is `weights_only=True` and compares the checksums th
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import errno
 import hashlib
 import inspect
@@ -26,6 +27,7 @@ from tqdm import tqdm
 
 from common import amp, config, dist, optim
 from common.config import UserError
+from common.ema import EMA
 
 try:
     import fcntl
@@ -356,28 +358,27 @@ FOR_RESUMING = (
 )
 
 
+@dataclasses.dataclass(eq=False)
 class State:
-    """What a checkpoint holds: weights, EMA, optimizers, gradient scaler, step, best loss."""
+    """What a checkpoint holds: weights, EMA, optimizers, gradient scaler, step, best loss.
 
-    def __init__(self, cfg, modules, ema, optimizers, scaler, identity, model_info):
-        """modules: {"model": what is trained and averaged, NAME: another trained module}.
+    To make one is collective: UserError if the ranks have other data or other code.
+    """
 
-        identity: {name: plain value} of what must not change while the run goes on. model_info:
-        {name: plain value} that building the model takes besides the config. Collective: UserError
-        if the ranks have other data or other code.
-        """
-        self.cfg = cfg
-        self.modules = modules
-        self.ema = ema
-        self.optimizers = optimizers
-        self.scaler = scaler
-        self.identity = identity
-        self.model_info = model_info
-        self.versions = versions(inspect.getfile(type(cfg)))  # the script has the Config
-        self.step = 0
-        self.best_val_loss = float("inf")
+    cfg: config.TrainingRun
+    modules: dict  # "model": what is trained and averaged; NAME: another trained module
+    ema: EMA
+    optimizers: list
+    scaler: torch.amp.GradScaler
+    identity: dict  # {name: plain value} of what must not change while the run goes on
+    model_info: dict  # plain values that building the model takes besides the config
+    step: int = 0
+    best_val_loss: float = math.inf
+
+    def __post_init__(self):
+        self.versions = versions(inspect.getfile(type(self.cfg)))  # the script has the Config
         self.unlogged = dict(NOTHING_UNLOGGED)
-        dist.check_alike({**identity, "code": self.versions["code"]})
+        dist.check_alike({**self.identity, "code": self.versions["code"]})
 
     def contents(self):
         """The contents of a checkpoint, with the tensors themselves, not copies."""

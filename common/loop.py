@@ -357,12 +357,8 @@ class Progress:
         step = self.state.step
         seconds = time.monotonic() - self.logged_at
         self.log.log(step, samples, **metrics, evaluation_s=seconds)
-        losses = {}
-        others = {}
-        for name, value in metrics.items():
-            group = losses if name.startswith("val_loss") else others
-            group[name] = value
-        tracker.print_results(f"step {step}", {"loss": self.loss, **losses, **others})
+        losses = {name: metrics[name] for name in metrics if name.startswith("val_loss")}
+        tracker.print_results(f"step {step}", {"loss": self.loss, **losses, **metrics})
         self.check_finite(losses.values(), step + 1)
         best = self.run.save_best(self.state, metrics["val_loss"], self.log)
         if best and self.log.copies_best_checkpoint:

@@ -508,26 +508,10 @@ def _syllables(index):
 # Tokens
 
 
-class TokenCache:
-    """The tokens of a dataset's recordings: [index] -> int64 numpy (frames, Q).
-
-    empty: indices of the recordings without tokens.
-    """
-
-    def __init__(self, tokens):
-        """tokens: uint16 (frames, Q) of each. An hour of 4 quantizers at 50 Hz takes 1.4 MB."""
-        self.tokens = tokens
-        self.empty = [index for index, codes in enumerate(tokens) if not len(codes)]
-
-    def frames(self, index):
-        return len(self.tokens[index])
-
-    def __getitem__(self, index):
-        return self.tokens[index].astype(np.int64)
-
-
 def token_cache(folder, dataset, key, encode, desc):
-    """The TokenCache of a `dataset`. All ranks call it, and encode their share of what is missing.
+    """The tokens of a dataset's recordings: a list of uint16 numpy (frames, Q), as of `encode`.
+
+    All ranks call it, and encode their share of what is missing.
 
     encode(index) gives int numpy (frames, Q), below 65536, or raises Unusable: that recording has
     no tokens then. key: plain values that change with what encodes. The tokens are kept in up to
@@ -554,7 +538,8 @@ def token_cache(folder, dataset, key, encode, desc):
     tokens = [tokens for tokens, _ in loaded if len(tokens)]
     lengths = [lengths for _, lengths in loaded]
     ends = np.cumsum(np.concatenate(lengths))
-    return TokenCache(np.split(np.concatenate(tokens), ends[:-1]))
+    # An hour of 4 quantizers at 50 Hz takes 1.4 MB.
+    return np.split(np.concatenate(tokens), ends[:-1])
 
 
 def _save_tokens(path, indices, encode):

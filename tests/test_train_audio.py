@@ -242,15 +242,11 @@ def test_the_layout_is_the_one_that_its_docstring_draws():
     assert targets(COARSE, codes, False).flatten().tolist() == [4, 1, 0, 4, -100, -100]
 
 
-class Numbered(list):
-    """A TokenCache in which each token is the number of its frame, plus 1,000 a quantizer."""
-
-    def frames(self, index):
-        return len(self[index])
-
-
 def make_crops(frames, frame_rate=50):
-    """TokenCrops of 40 frames of recordings of so many `frames`."""
+    """TokenCrops of 40 frames of recordings of so many `frames`.
+
+    Each token is the number of its frame, plus 1,000 a quantizer.
+    """
     cfg = Config(seconds=40 / frame_rate)
     dataset = types.SimpleNamespace(text=lambda index: "")
     streams = [
@@ -258,8 +254,8 @@ def make_crops(frames, frame_rate=50):
         Stream("coarse", 2, 10_000),
         Stream("fine", 2, 10_000),
     ]
-    words = Numbered(np.arange(n * 50 / frame_rate, dtype=int)[:, None] for n in frames)
-    codes = Numbered(np.arange(n)[:, None] + [0, 1000, 2000, 3000] for n in frames)
+    words = list(np.arange(n * 50 / frame_rate, dtype=int)[:, None] for n in frames)
+    codes = list(np.arange(n)[:, None] + [0, 1000, 2000, 3000] for n in frames)
     codec = types.SimpleNamespace(frame_rate=frame_rate)
     return train_audio.TokenCrops(cfg, dataset, streams, words, codes, codec)
 
@@ -276,7 +272,7 @@ def test_tokens_of_a_crop_are_of_the_same_time_and_only_true_ends_end(rate):
         assert abs(first / rate - words[0] / 50) <= 0.5 / 50 + 1e-6
         assert abs((last + 1) / rate - (words[-1] + 1) / 50) <= 1 / 50 + 1e-6
         assert ended == (last == lengths[index] - 1)
-        assert not ended or words[-1] == crops.semantic_tokens.frames(index) - 1
+        assert not ended or words[-1] == len(crops.semantic_tokens[index]) - 1
     batch, _ = crops.fetch([0, 1, 2, 3])
     assert (batch["target"] == 10_000).nonzero().tolist() == [[1, 40, 0], [2, 31, 0]]  # EOS
     batch, _ = crops.fetch([0] * 2000, order.random_words(np.arange(2000), 0))
