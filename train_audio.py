@@ -716,6 +716,7 @@ def open_recordings(cfg, seconds=0.0):
             opened = recordings.Recordings(
                 path, cfg.sample_rate, crop, hop_length, cfg.speaker_pattern
             )
+        # Without --val_data a part of --data is held out.
         if path:
             datasets.append(opened)
     return datasets
@@ -1529,6 +1530,7 @@ def token_caches(cfg, dataset, tokenizer, codec):
 
     Each is a list of arrays, see `recordings.token_cache`, or None without a tokenizer or a codec.
     """
+    # The stages share the folder: each part is made once.
     cache = functools.partial(recordings.token_cache, Path(cfg.run_dir).parent / "tokens", dataset)
     semantic_tokens = None
     codes = None
@@ -1586,6 +1588,7 @@ class TokenCrops:
         # Codes of the crop, split into those of coarse and fine.
         tokens = {}
         if self.codes is not None:
+            # Caches hold 16 bits; embeddings take 64.
             codes = self.codes[index][start:stop].astype(np.int64)
             tokens["coarse"] = codes[:, : self.coarse_quantizers]  # (T, Q')
             tokens["fine"] = codes[:, self.coarse_quantizers :]  # (T, Q - Q')
