@@ -39,6 +39,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 import collections
 import copy
 import dataclasses
+import functools
 import itertools
 import math
 import shlex
@@ -63,7 +64,6 @@ from common import (
     diffusion,
     dist,
     loop,
-    media,
     optim,
     order,
     recordings,
@@ -77,6 +77,7 @@ from common.config import (
     Decay,
     Folder,
     Fraction,
+    Layers,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -138,7 +139,7 @@ class Config(config.TrainingRun):
         (2, 4, 5, 8), "strides; their product is the hop length", stages=CODEC, fixed=True
     )
     latent_dim: Size = field(128, "width of a frame", stages=CODEC, fixed=True)
-    num_quantizers: Size = field(
+    num_quantizers: Layers = field(
         4, "residual quantizers; the first n alone are a lower bitrate", stages=CODEC, fixed=True
     )
     codebook_size: Size = field(256, "codes of a quantizer", stages=CODEC, fixed=True)
@@ -207,7 +208,7 @@ class Config(config.TrainingRun):
     )
     # Token transformers
     width: Size = field(128, "width of the transformer", stages=TOKENS, fixed=True)
-    depth: Size = field(4, "transformer blocks", stages=TOKENS, fixed=True)
+    depth: Layers = field(4, "transformer blocks", stages=TOKENS, fixed=True)
     heads: Size = field(4, "attention heads", stages=TOKENS, fixed=True)
     dropout: Fraction = field(0.1, "dropout in attention and feed-forward", stages=TOKENS)  # §IV-A
     coarse_quantizers: Size = field(
@@ -710,30 +711,29 @@ def open_recordings(cfg, seconds=0.0):
     datasets = []
     for path in (cfg.data, cfg.val_data):
         if path == "syllables":
-            dataset = recordings.Syllables(BUILTIN_ROWS, crop, hop_length, cfg.sample_rate)
-            datasets.append(dataset)
+            opened = recordings.Syllables(BUILTIN_ROWS, crop, hop_length, cfg.sample_rate)
         elif path:
-            dataset = recordings.Recordings(
+            opened = recordings.Recordings(
                 path, cfg.sample_rate, crop, hop_length, cfg.speaker_pattern
             )
-            datasets.append(dataset)
+        # Without --val_data a part of --data is held out.
+        if path:
+            datasets.append(opened)
     return datasets
 
 
 def open_stage(given, seconds=0.0):
     """(config of a stage's run, {split: (recordings, indices)}). Collective."""
     cfg = dataclasses.replace(given, run_dir=str(Path(given.run_dir) / given.stage))
-    cfg = dist.on_main(lambda: loop.prepare_config(cfg, MAX_CHUNK_SIZE))
+    cfg = dist.on_main(lambda: loop.with_chunk_size(store.fetch_files(cfg), MAX_CHUNK_SIZE))
     datasets = dist.run_together(lambda: open_recordings(cfg, seconds))
     return cfg, data.splits(datasets[0], cfg, *datasets[1:])
 
 
 def write_sound(wave, sample_rate, path):
-    """Write a wave (T,) to a .wav file, and its spectrogram beside it as .png."""
+    """Write a wave (T,) to a .wav file."""
     with checkpoint.atomic_write(path) as file:
         recordings.write_wav(file, wave, sample_rate)
-    with checkpoint.atomic_write(Path(path).with_suffix(".png")) as file:
-        media.write_png(file, recordings.spectrogram(wave, sample_rate))
 
 
 @torch.no_grad()
@@ -747,9 +747,9 @@ def write_sounds(sounds, cfg, name):
     if not dist.is_main():
         return files
     for number, wave, caption in sounds:
-        path = f"samples/{name}_{number}"
-        write_sound(wave, cfg.sample_rate, Path(cfg.run_dir) / f"{path}.wav")
-        files |= {f"{path}.wav": caption, f"{path}.png": caption}
+        path = f"samples/{name}_{number}.wav"
+        write_sound(wave, cfg.sample_rate, Path(cfg.run_dir) / path)
+        files[path] = caption
     return files
 
 
@@ -821,13 +821,6 @@ def evaluate_weights(state, name, splits, device, evaluate, sounds):
         # The others have the same names in validation and test.
         metrics = {f"val_{n}" if n in val_names else n: value for n, value in metrics.items()}
     return metrics, samples
-
-
-def announce_trained(cfg, results, started):
-    """Print what was trained. All ranks wait for rank 0's model.pt, which the next stage reads."""
-    dist.gather(None)  # a barrier
-    seconds = time.monotonic() - started
-    tracker.print_results(f"Trained {cfg.run_dir}; this start took {seconds:.0f} s.", results)
 
 
 # Evaluation of the codec
@@ -915,8 +908,6 @@ def train_soundstream(given, device):
     run = loop.open_run(cfg, dataset)
     if run.finished:
         return loop.announce_finished(cfg, run)
-    # Recordings without a transcript are said at the start, once for each folder.
-    run.notes += dict.fromkeys(opened.left_out for opened, _ in splits.values())
 
     # Build codec, discriminators, their optimizers and the EMA. Restore them if resuming.
     # The same start on all ranks.
@@ -1041,7 +1032,7 @@ def train_soundstream(given, device):
             state, "test", splits, device, evaluate_codec, reconstructions
         )
         results = loop.finish(run, state, log, metrics, samples)
-    announce_trained(cfg, results, started)
+    loop.announce_trained(cfg, results, started)
 
 
 # The trained codec, as the token stages use it
@@ -1537,26 +1528,23 @@ def fit_tokenizer(cfg, dataset, indices, device):
 def token_caches(cfg, dataset, tokenizer, codec):
     """(semantic tokens, codes) of all recordings, made once and kept in files. Collective.
 
-    Each is a TokenCache, or None without a tokenizer or a codec.
+    Each is a list of arrays, see `recordings.token_cache`, or None without a tokenizer or a codec.
     """
-    folder = Path(cfg.run_dir).parent / "tokens"
-
-    def cache(name, made_by, encode):
-        return recordings.token_cache(folder, dataset, made_by, encode, name)
-
+    # The stages share the folder: each part is made once.
+    cache = functools.partial(recordings.token_cache, Path(cfg.run_dir).parent / "tokens", dataset)
     semantic_tokens = None
     codes = None
     if tokenizer:
         semantic_tokens = cache(
-            "semantic tokens",
             {"tokenizer": tokenizer.checksum},
             lambda i: tokenizer.kmeans.encode(dataset.wave(i), dataset.rate)[:, None],
+            "semantic tokens",
         )
     if codec:
         codes = cache(
-            "codes",
             {"codec": codec.checksum},
             lambda i: codec.encode(dataset.wave(i)).numpy(),
+            "codes",
         )
     return semantic_tokens, codes
 
@@ -1564,7 +1552,7 @@ def token_caches(cfg, dataset, tokenizer, codec):
 class TokenCrops:
     """A dataset for data.ChunkDataset: crops of recordings as tokens, in the sequences of a stage.
 
-    dataset: Recordings. semantic_tokens, codes: TokenCache, or None if no stream is made of them.
+    dataset: Recordings. semantic_tokens, codes: as of `token_caches`, None if no stream needs them.
     A crop is cut in frames of the codec or, without one, of the semantic tokens.
     """
 
@@ -1575,6 +1563,8 @@ class TokenCrops:
         self.semantic_tokens = semantic_tokens
         self.codes = codes
         self.counted_tokens = codes or semantic_tokens  # their frames are counted
+        # Recordings that could not be read.
+        self.empty = [i for i, tokens in enumerate(self.counted_tokens) if not len(tokens)]
         self.frame_rate = codec.frame_rate if codec else semantic.FRAME_RATE
         self.coarse_quantizers = cfg.coarse_quantizers
         self.crop_frames = max(1, round(cfg.crop_length / cfg.sample_rate * self.frame_rate))
@@ -1590,7 +1580,7 @@ class TokenCrops:
 
         offset: within [0, 1), from the first to the last possible crop.
         """
-        frames = self.counted_tokens.frames(index)
+        frames = len(self.counted_tokens[index])
         # Every frame at which a whole crop fits is equally probable.
         start = int(offset * (max(0, frames - self.crop_frames) + 1))
         stop = min(frames, start + self.crop_frames)
@@ -1598,7 +1588,8 @@ class TokenCrops:
         # Codes of the crop, split into those of coarse and fine.
         tokens = {}
         if self.codes is not None:
-            codes = self.codes[index][start:stop]
+            # Caches hold 16 bits; embeddings take 64.
+            codes = self.codes[index][start:stop].astype(np.int64)
             tokens["coarse"] = codes[:, : self.coarse_quantizers]  # (T, Q')
             tokens["fine"] = codes[:, self.coarse_quantizers :]  # (T, Q - Q')
         if self.semantic_tokens is not None:
@@ -1606,6 +1597,7 @@ class TokenCrops:
             ratio = semantic.FRAME_RATE / self.frame_rate
             last = None if ended else round(stop * ratio)
             semantic_tokens = self.semantic_tokens[index][round(start * ratio) : last, 0]
+            semantic_tokens = semantic_tokens.astype(np.int64)
             # Consecutive repetitions are removed, so coarse must model durations (AudioLM §III-C).
             tokens["semantic"] = semantic.unique_consecutive(semantic_tokens)[:, None]  # (N, 1)
         crops = []
@@ -1643,7 +1635,7 @@ class TokenCrops:
 def measure_lengths(crops, indices):
     """The Lengths of the crops of the first 200 recordings."""
     # Without recordings that could not be read.
-    indices = np.setdiff1d(indices[:200], crops.counted_tokens.empty).tolist()
+    indices = np.setdiff1d(indices[:200], crops.empty).tolist()
     lengths = []
     for index in indices:
         lengths.append([len(codes) for codes in crops.crop(index)[0]])
@@ -1653,7 +1645,7 @@ def measure_lengths(crops, indices):
         context, frames = lengths.max(0).tolist()
         return Lengths(frames, context, crops.frame_rate)
     # Without repetitions semantic tokens have no fixed rate, so these are 95th percentiles.
-    frames = [min(crops.crop_frames, crops.counted_tokens.frames(index)) for index in indices]
+    frames = [min(crops.crop_frames, len(crops.counted_tokens[index])) for index in indices]
     seconds = np.array(frames) / crops.frame_rate
     frame_rate = float(np.quantile(lengths[:, 0] / seconds, 0.95))
     return Lengths(int(np.quantile(lengths, 0.95)), 0, frame_rate)
@@ -1703,7 +1695,7 @@ def continuations(model, cfg, split, device):
     crops, indices = split
     if cfg.stage == "semantic":  # tokens without a codec make no sound
         return
-    indices = np.setdiff1d(indices, crops.counted_tokens.empty)[:NUM_SOUNDS].tolist()
+    indices = np.setdiff1d(indices, crops.empty)[:NUM_SOUNDS].tolist()
     crop_codes = [crops.crop(index)[0] for index in indices]
     contexts = [context for context, _ in crop_codes]
     frames = round(PROMPT_SECONDS * model.lengths.frame_rate) if cfg.stage == "coarse" else 0
@@ -1748,8 +1740,6 @@ def train_transformer(given, device):
     run = loop.open_run(cfg, dataset, checksums=made_with)
     if run.finished:
         return loop.announce_finished(cfg, run)
-    # Recordings without a transcript are said at the start, once for each folder.
-    run.notes += dict.fromkeys(opened.left_out for opened, _ in splits.values())
 
     # Tokenize all recordings, unless an earlier start has done so.
     # The semantic stage fits its tokenizer before it trains.
@@ -1851,7 +1841,7 @@ def train_transformer(given, device):
             state, "test", splits, device, evaluate_transformer, continuations
         )
         results = loop.finish(run, state, log, metrics, samples)
-    announce_trained(cfg, results, started)
+    loop.announce_trained(cfg, results, started)
 
 
 def load_transformer(file, stage, device, weights="ema"):
@@ -2133,7 +2123,7 @@ class SampleConfig(PipelineConfig):
     num_quantizers: NonNegativeInt = field(
         0, "quantizers of the codec to use, 0: all", needs="reconstruct"
     )
-    out: str = field("out.wav", "file of the sound; its spectrogram is beside it, as .png")
+    out: str = field("out.wav", "file of the sound")
 
     def __post_init__(self):
         super().__post_init__()

@@ -66,6 +66,7 @@ from common.config import (
     Decay,
     Folder,
     Fraction,
+    Layers,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -138,7 +139,7 @@ class Config(config.TrainingRun):
         "channels of each level, in units of width; each level halves the size",
         model=True,
     )
-    num_res_blocks: Size = field(
+    num_res_blocks: Layers = field(
         1, "residual blocks of a level on the way down; the way up has one more", model=True
     )
     attention_levels: tuple[NonNegativeInt, ...] = field(
@@ -1203,23 +1204,15 @@ def evaluate(args, device=None, headline="Metrics:"):
 # Training
 
 
-def prepare(cfg, device):
-    """What rank 0 does first: fetch files, choose the chunk size, make the built-in data."""
-    cfg = loop.prepare_config(cfg, MAX_CHUNK)
-    if cfg.data == "shapes":
-        folder = clip.builtin_data(Path(cfg.run_dir).parent.parent, device)
-        cfg = dataclasses.replace(cfg, data=folder)
-    return cfg
-
-
 def train_stage(cfg, device):
     """Train one stage in RUN_DIR/STAGE."""
     started = time.monotonic()
     given = cfg
 
     # Open the data, on rank 0 first; then rank 0 takes the run folder.
+    folder = Path(cfg.run_dir).parent  # of the built-in data
     cfg = dataclasses.replace(cfg, run_dir=str(Path(cfg.run_dir) / cfg.stage))
-    cfg = dist.on_main(lambda: prepare(cfg, device))
+    cfg = dist.on_main(lambda: loop.prepare_config(cfg, MAX_CHUNK, folder, device))
     splits, clip_model, model_info = dist.main_first(lambda: open_data(cfg, device))
     dataset, indices = splits["train"]
     run = loop.open_run(cfg, dataset, clip_model)
@@ -1252,7 +1245,6 @@ def train_stage(cfg, device):
     # The order of samples follows from seed and step. Write config.json and open the logger.
     plan, batches = loop.batches(cfg, dataset, indices, state.step, device)
     evaluator = Evaluator(cfg, splits, clip_model, device)
-    run.notes += dict.fromkeys(opened.left_out for opened, _ in splits.values())
     about = f"{cfg.stage}: {len(dataset):,} images of {cfg.image_size}x{cfg.image_size}"
     log = loop.begin(run, state, given, about, device)
 
@@ -1313,12 +1305,7 @@ def train_stage(cfg, device):
             metrics = {"loss": evaluator.loss(unet, "test")}
             metrics |= evaluator.metrics([unet], "test", run.folder / file)
         results = loop.finish(run, state, log, metrics, {file: GRID_CAPTION})
-    dist.gather(None)  # wait for model.pt: the next stage or the evaluation of both reads it
-    seconds = time.monotonic() - started
-    tracker.print_results(
-        f"Trained {cfg.run_dir}; this start took {seconds:.0f} s. Pictures: {cfg.run_dir}/samples",
-        results,
-    )
+    loop.announce_trained(cfg, results, started)
 
 
 def train(cfgs):

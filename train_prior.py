@@ -56,6 +56,7 @@ from common.config import (
     Decay,
     Folder,
     Fraction,
+    Layers,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -86,7 +87,7 @@ class Config(config.TrainingRun):
     # Model: a transformer over text and noised image embedding
     width: Size = field(192, "width of the transformer", model=True)
     # A few million parameters; the paper has a billion (--preset dalle2).
-    depth: Size = field(4, "number of blocks", model=True)
+    depth: Layers = field(4, "number of blocks", model=True)
     heads: Size = field(3, "number of attention heads", model=True)
     dropout: Fraction = field(0.0, "dropout in attention and feed-forward")
     text_encodings: Literal["none", "shards", "clip"] = field(
@@ -500,14 +501,14 @@ def best_embeddings(
 # Evaluation
 
 
+@dataclass
 class Evaluator:
     """Metrics on held-out data; independent of the number of ranks, up to rounding. Collective."""
 
-    def __init__(self, cfg, splits, clip_model, device):
-        self.cfg = cfg
-        self.splits = splits
-        self.clip_model = clip_model
-        self.device = device
+    cfg: Config
+    splits: dict  # {split: (dataset, indices)}
+    clip_model: nn.Module | None
+    device: torch.device
 
     def loss(self, prior, split):
         """Mean diffusion loss over a split, without loss weights."""
@@ -659,17 +660,6 @@ def open_data(cfg, device):
     return data.splits(dataset, cfg, val_dataset), clip_model, model_info
 
 
-def prepare(cfg, device):
-    """What rank 0 does first: fetch files, choose the chunk size, make the built-in data."""
-    cfg = loop.prepare_config(cfg, MAX_CHUNK)
-    if cfg.data == "shapes":
-        from common import clip
-
-        folder = clip.builtin_data(Path(cfg.run_dir).parent, device)
-        cfg = dataclasses.replace(cfg, data=folder)
-    return cfg
-
-
 def next_command(cfg, dataset, model_info):
     """The command to give after training."""
     command = "evaluate"  # without a CLIP there is no text to sample from
@@ -688,7 +678,8 @@ def train(cfg):
     # Join the ranks. Open the data, on rank 0 first; then rank 0 takes the run folder.
     device = dist.setup(cfg.device, cfg.timeout_minutes)
     loop.check_shared(cfg.run_dir)
-    cfg = dist.on_main(lambda: prepare(given, device))
+    folder = Path(cfg.run_dir).parent  # of the built-in data
+    cfg = dist.on_main(lambda: loop.prepare_config(given, MAX_CHUNK, folder, device))
     splits, clip_model, model_info = dist.main_first(lambda: open_data(cfg, device))
     dataset, indices = splits["train"]
     run = loop.open_run(cfg, dataset, clip_model)
@@ -789,9 +780,7 @@ def train(cfg):
             metrics = {"loss": evaluator.loss(prior, "test")}
             metrics |= evaluator.metrics(prior, "test")
         results = loop.finish(run, state, log, metrics)
-    seconds = time.monotonic() - started
-    headline = f"Trained {cfg.run_dir}; this start took {seconds:.0f} s."
-    tracker.print_results(headline, results, command)
+    loop.announce_trained(cfg, results, started, command)
 
 
 # Commands

@@ -7,6 +7,7 @@ values only, and every load is `weights_only=True` and compares the checksums th
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import errno
 import hashlib
 import inspect
@@ -21,10 +22,12 @@ import zipfile
 from pathlib import Path
 
 import torch
+from torch.utils._pytree import tree_map_only
 from tqdm import tqdm
 
 from common import amp, config, dist, optim
 from common.config import UserError
+from common.ema import EMA
 
 try:
     import fcntl
@@ -174,16 +177,9 @@ def finite(values):
     return json.loads(json.dumps(values), parse_constant=lambda word: None)
 
 
-@contextlib.contextmanager
 def damage_is_named(path):
-    """Turn errors from a damaged or foreign file into a UserError that names it."""
-    try:
-        yield
-    except UserError:
-        raise
-    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise UserError(f"{path}: damaged, or of another program: {reason}") from error
+    """Context that turns errors from a damaged or foreign file into a UserError that names it."""
+    return config.explained(f"{path}: damaged, or of another program")
 
 
 def matches(value, example):
@@ -201,13 +197,7 @@ def matches(value, example):
 
 def copy_to_host(state):
     """A copy in host memory of nested dicts and lists of tensors and plain values."""
-    if isinstance(state, torch.Tensor):
-        return state.detach().to("cpu", copy=True)
-    if isinstance(state, dict):
-        return {name: copy_to_host(value) for name, value in state.items()}
-    if type(state) in (list, tuple):
-        return type(state)(copy_to_host(value) for value in state)
-    return state
+    return tree_map_only(torch.Tensor, lambda value: value.detach().to("cpu", copy=True), state)
 
 
 # Models
@@ -323,11 +313,6 @@ def build(make, state, path, device="cpu"):
 
     It is made without memory first: the sizes that a damaged file claims may be any.
     """
-    names = ("depth", "num_res_blocks", "num_quantizers", "coarse_quantizers")
-    sizes = [state["config"].get(name) for name in names]
-    most = max(1000, len(state["model"]))
-    if any(isinstance(size, int) and size > most for size in sizes):
-        raise UserError(f"{path}: damaged: its settings are of more layers than it has weights")
     with torch.device("meta"):
         weights_that_fit(make(), state, path)
     model = make()
@@ -373,28 +358,27 @@ FOR_RESUMING = (
 )
 
 
+@dataclasses.dataclass(eq=False)
 class State:
-    """What a checkpoint holds: weights, EMA, optimizers, gradient scaler, step, best loss."""
+    """What a checkpoint holds: weights, EMA, optimizers, gradient scaler, step, best loss.
 
-    def __init__(self, cfg, modules, ema, optimizers, scaler, identity, model_info):
-        """modules: {"model": what is trained and averaged, NAME: another trained module}.
+    To make one is collective: UserError if the ranks have other data or other code.
+    """
 
-        identity: {name: plain value} of what must not change while the run goes on. model_info:
-        {name: plain value} that building the model takes besides the config. Collective: UserError
-        if the ranks have other data or other code.
-        """
-        self.cfg = cfg
-        self.modules = modules
-        self.ema = ema
-        self.optimizers = optimizers
-        self.scaler = scaler
-        self.identity = identity
-        self.model_info = model_info
-        self.versions = versions(inspect.getfile(type(cfg)))  # the script has the Config
-        self.step = 0
-        self.best_val_loss = float("inf")
+    cfg: config.TrainingRun
+    modules: dict  # "model": what is trained and averaged; NAME: another trained module
+    ema: EMA
+    optimizers: list
+    scaler: torch.amp.GradScaler
+    identity: dict  # {name: plain value} of what must not change while the run goes on
+    model_info: dict  # plain values that building the model takes besides the config
+    step: int = 0
+    best_val_loss: float = math.inf
+
+    def __post_init__(self):
+        self.versions = versions(inspect.getfile(type(self.cfg)))  # the script has the Config
         self.unlogged = dict(NOTHING_UNLOGGED)
-        dist.check_alike({**identity, "code": self.versions["code"]})
+        dist.check_alike({**self.identity, "code": self.versions["code"]})
 
     def contents(self):
         """The contents of a checkpoint, with the tensors themselves, not copies."""
@@ -477,18 +461,13 @@ class State:
 
         notes = [f"resuming {path} at step {self.step} of {self.cfg.steps}"]
         notes.append(amp.load_scaler(self.scaler, state["scaler"]))
-        for name, before in state["versions"].items():
-            now = self.versions.get(name)
+        saved = {**state["versions"], **state["config"]}
+        present = {**self.versions, **config.as_json(self.cfg)}
+        for name in {**saved, **present}:
+            before = saved.get(name, "no setting")
+            now = present.get(name, "no setting")
             if now != before:
-                notes.append(f"{path} is of another {name}: {before}, this is {now}")
-        settings = config.as_json(self.cfg)
-        for name, before in state["config"].items():
-            if name not in settings:
-                notes.append(f"{name}, which was {before}, is no setting any more")
-            elif settings[name] != before:
-                notes.append(f"{name} changed from {before} to {settings[name]}")
-        for name in settings.keys() - state["config"].keys():
-            notes.append(f"{name} is a new setting, {settings[name]}")
+                notes.append(f"{name} changed from {before} to {now}")
         return notes
 
 
@@ -657,24 +636,19 @@ class RunFolder:
         notes = []
         for entry in self.record["checkpoints"]:
             path = self.folder / entry["file"]
-            if not path.is_file():
-                notes.append(f"{path}: missing, trying the one before it")
-            elif checksum(path) not in entry["sha256"]:
-                notes.append(f"{path}: damaged, trying the one before it")
-            else:
-                check_identity(self.record.get("identity", {}), identity, self.folder, path)
-                finished = self.record["finished"] if entry["step"] >= cfg.steps else None
-                if finished and not self._has_model():
-                    notes.append(f"{self.folder}/model.pt: damaged or missing, made anew")
+            if not path.is_file() or checksum(path) not in entry["sha256"]:
+                notes.append(f"{path}: damaged or missing, trying the one before it")
+                continue
+            check_identity(self.record.get("identity", {}), identity, self.folder, path)
+            finished = self.record["finished"] if entry["step"] >= cfg.steps else None
+            if finished:
+                try:
+                    load(self.folder / "model.pt")
+                except UserError as error:
+                    notes.append(f"{error}; made anew")
                     finished = None
-                return str(path), finished, notes
+            return str(path), finished, notes
         return None, None, notes
-
-    def _has_model(self):
-        try:
-            return bool(load(self.folder / "model.pt"))
-        except UserError:
-            return False
 
     def drop_from(self, step):
         """Discard checkpoints of `step` or later; returns the newest file before it, or None."""
@@ -718,6 +692,7 @@ class RunFolder:
             save(contents, self.folder / file, record_hash)
             older = [other for other in self.record["checkpoints"] if other["step"] < step]
             kept = [entry, *older][:keep]
+            kept_files = [other["file"] for other in kept]
             self.record |= {
                 "world_size": dist.world_size(),
                 "identity": state.identity,
@@ -725,18 +700,14 @@ class RunFolder:
                 "checkpoints": kept,
             }
             self._write_record()
-            if keep:
-                self._delete_older(step, {Path(other["file"]).name for other in kept})
+            for path in self.folder.glob("checkpoints/step_*.pt"):
+                older = path.name < Path(file).name
+                if keep and older and f"checkpoints/{path.name}" not in kept_files:
+                    path.unlink()
             if not contents["unlogged"]["losses"]:  # else the next save, or the end, sends copies
                 log.send()
 
         self._submit(work)
-
-    def _delete_older(self, step, kept):
-        """Delete checkpoints before `step` whose names are not among `kept`."""
-        for path in self.folder.glob("checkpoints/step_*.pt"):
-            if path.name not in kept and path.name < f"step_{step:08d}.pt":
-                path.unlink()
 
     def save_best(self, state, val_loss, log):
         """Begin to write best.pt if `val_loss` is the lowest so far; returns whether it is."""

@@ -17,7 +17,7 @@ import hashlib
 import math
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -50,16 +50,23 @@ WORD = re.compile(r"\w+|[^\w\s]")  # a word, or a sign
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(config.Settings):
-    """The small CLIP and its training"""
+class DataConfig(config.Settings):
+    """The data"""
 
-    run_dir: str = config.field("runs/clip", "folder for model.pt")
     data: str = config.field(
         "shapes", 'captioned images: tars, or a folder of images; "shapes": the built-in ones'
     )
     caption_key: str = config.field(
         "", 'key of captions in JSON or CSV, "": caption; "lines": each line of a .txt is one'
     )
+    device: config.Device = config.field("auto", "auto takes the first that is there")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(DataConfig):
+    """The small CLIP and its training"""
+
+    run_dir: str = config.field("runs/clip", "folder for model.pt")
     image_size: config.Size = config.field(
         32, "width and height in pixels that images are brought to"
     )
@@ -79,21 +86,12 @@ class Config(config.Settings):
     )
     lr: config.PositiveFloat = config.field(3e-3, "highest learning rate")
     seed: int = config.field(0, "of weights and order")
-    device: Literal["auto", "cuda", "mps", "cpu"] = config.field(
-        "auto", "auto takes the first that is there"
-    )
 
 
 @dataclasses.dataclass(frozen=True)
-class EmbedConfig(config.Settings):
-    """What to embed"""
+class EmbedConfig(DataConfig):
+    """How to embed it"""
 
-    data: str = config.field(
-        "shapes", 'captioned images: tars, or a folder of images; "shapes": the built-in ones'
-    )
-    caption_key: str = config.field(
-        "", 'key of captions in JSON or CSV, "": caption; "lines": each line of a .txt is one'
-    )
     run_dir: str = config.field(
         "runs/clip", "the CLIP: folder, model.pt, or open_clip:MODEL/WEIGHTS"
     )
@@ -103,9 +101,6 @@ class EmbedConfig(config.Settings):
     )
     encodings: bool = config.field(
         False, "also write the text encodings of every token, to text_enc/"
-    )
-    device: Literal["auto", "cuda", "mps", "cpu"] = config.field(
-        "auto", "auto takes the first that is there"
     )
 
 
@@ -160,7 +155,8 @@ class Encoder(nn.Module):
 
     def caption_note(self, dataset, length):
         """`text_note` of the captions of a dataset, for a model of `length` tokens."""
-        texts = dataset.texts(data.evenly_spaced(len(dataset), 256))
+        batch, _ = dataset.fetch(data.evenly_spaced(len(dataset), 256))
+        texts = batch.get("caption", [])  # of usable samples, if there are captions
         most = min(self.context, length) - 2  # START and END
         return text_note(texts, self.tokenizer.encode, most)
 
@@ -379,8 +375,6 @@ def read(path, image_size, training=False, caption_key=""):
         indices = range(first, first + BUILTIN_ROWS)
     else:
         dataset = CaptionedImages(path, caption_key=caption_key)
-        if dataset.left_out:
-            print(dataset.left_out)
         indices = range(len(dataset))
         if training:  # the scripts split in this way by default
             indices = order.split_keys(map(dataset.key, indices), "train", 0.1, 0.1)

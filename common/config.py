@@ -6,6 +6,7 @@ FILE.json`, which wins over `--preset NAME`, which wins over the defaults.
 
 import argparse
 import codecs
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -18,7 +19,6 @@ import os
 import re
 import sys
 import textwrap
-import time
 import typing
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +50,7 @@ Folder = Annotated[str, ('a folder, or a name for one; the current one is "."', 
 Device = Literal["auto", "cuda", "mps", "cpu"]
 # Typing errors that would take all memory, or fork without end.
 Size = within(int, 1, 65_536)  # widths, numbers of layers, lengths: what a model is made of
+Layers = within(int, 1, 1000)  # also a damaged file may claim any number
 SizeOrZero = within(int, 0, 65_536)
 Timesteps = within(int, 1, 100_000)
 Seconds = within(float, 0.001, 3600)  # of sound
@@ -92,6 +93,20 @@ SYNONYMS = dict(line.split(" ", 1) for line in SYNONYMS.split("\n")[1:-1])
 
 class UserError(ValueError):
     """A mistake that the user can correct. `run` prints its message without a traceback."""
+
+
+@contextlib.contextmanager
+def explained(message, kind=UserError):
+    """Context that makes a `kind` of UserError, the message and the reason, of any error but it.
+
+    For what reads files, and meets a dozen types of errors if they are damaged or foreign.
+    """
+    try:
+        yield
+    except kind:
+        raise
+    except Exception as error:
+        raise kind(f"{message} ({error!r:.200})") from error
 
 
 # Fields
@@ -280,10 +295,8 @@ def read_json(path):
             values[name] = value
         return values
 
-    try:
+    with explained(f"{path}: not a JSON file"):
         values = json.loads(text, object_pairs_hook=unique)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not a JSON file ({error})") from error
     if not isinstance(values, dict):
         raise UserError(
             f"{path}: expected a JSON object of settings, found {type(values).__name__}"
@@ -428,10 +441,6 @@ class Parser(argparse.ArgumentParser):
     def error(self, message):
         raise UserError(message.removeprefix("argument "))
 
-    def print_help(self, file=None):
-        if os.environ.get("RANK", "0") == "0":  # the other ranks are silent
-            super().print_help(file)
-
 
 def parse(cls, words, usage="", presets=None, stages=None, model_settings=None):
     """The config `cls` for the words of a command line; UserError, or SystemExit(0) after --help.
@@ -520,8 +529,7 @@ def open_output(stream):
         io.BufferedWriter(Pipe(stream.fileno(), "w", closefd=False)),
         encoding=stream.encoding,
         errors="backslashreplace",
-        line_buffering=stream.line_buffering,
-        write_through=stream.write_through,
+        line_buffering=True,
     )
 
 
@@ -573,8 +581,7 @@ def write_torchrun_error(error):
     """Tell torchrun the error, which it repeats at the end of its report."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
-        message = {"message": str(error), "extraInfo": {"timestamp": int(time.time())}}
-        Path(file).write_text(json.dumps({"message": message}))
+        Path(file).write_text(json.dumps({"message": str(error)}))
 
 
 # Helpers of commands
@@ -596,15 +603,11 @@ def decode_text(content, name):
         if content.startswith(mark):
             encoding = marked_encoding
             break
-    try:
+    with explained(f"{name}: not text in UTF-8, nor marked as UTF-16; save it as UTF-8"):
         text = content.decode(encoding)
         if "\0" in text:  # UTF-16 without a mark
             raise ValueError("it has zero bytes")
         return text
-    except ValueError as error:
-        raise UserError(
-            f"{name}: not text in UTF-8, nor marked as UTF-16 ({error}); save it as UTF-8"
-        ) from error
 
 
 def texts_of(text, path):

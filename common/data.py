@@ -13,6 +13,7 @@ and the others by `batches`.
 """
 
 import atexit
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -25,7 +26,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common import checkpoint, config, dist, order
+from common import accumulate, checkpoint, config, dist, order
 from common.config import UserError, need
 
 MAX_UNUSABLE = 0.01  # a larger fraction of unusable rows is refused
@@ -97,6 +98,10 @@ def check_lengths(cfg, dataset, path):
         )
 
 
+class Unusable(UserError):
+    """A sample that cannot be used, with the reason. Training goes on with the next one."""
+
+
 def evenly_spaced(count, most):
     """At most `most` evenly spaced numbers (int64) below `count`."""
     return np.linspace(0, count - 1, min(count, most)).astype(np.int64)
@@ -107,18 +112,18 @@ def files_below(folder):
     entered = set()
     files = []
     for parent, folders, names in os.walk(folder, onerror=fail_if_refused, followlinks=True):
-        status = os.stat(parent)
-        identity = status.st_dev, status.st_ino
-        if identity in entered:
+        place = os.path.realpath(parent)
+        if place in entered:
             folders.clear()
             continue
-        entered.add(identity)
+        entered.add(place)
         folders.sort()  # which of two links is entered must not depend on the file system
         files += [os.path.join(parent, name) for name in names]
-    broken = [file for file in sorted(files) if not os.path.exists(file)]
+    files.sort()
+    broken = [file for file in files if not os.path.exists(file)]
     if broken:
         config.note(f"{len(broken)} links lead nowhere, and are left out: {broken[0]}, …")
-    return [Path(file) for file in sorted(files) if os.path.isfile(file)]
+    return list(map(Path, filter(os.path.isfile, files)))
 
 
 def fail_if_refused(error):
@@ -145,6 +150,21 @@ def choose_caption(caption, fraction=0.0):
     return caption[int(fraction * len(caption))]
 
 
+def check_samples(dataset, most):
+    """(unusable, looked at, first faults) of 256 evenly spaced samples, by `dataset.fault`.
+
+    UserError if more than `most`, or all, are unusable.
+    """
+    indices = evenly_spaced(len(dataset), 256)
+    faults = list(filter(None, map(dataset.fault, indices)))
+    if len(faults) > min(most, len(indices) - 1):
+        raise UserError(
+            f"{dataset.path}: {len(faults)} of {len(indices)} samples cannot be used: "
+            f"{faults[0]}; mend or remove them"
+        )
+    return len(faults), len(indices), faults[:5]
+
+
 def digest_of(files, most=100):
     """16 digits that change with the names or sizes of `files`, or the start of `most` of them."""
     sizes = [(Path(file).name, os.stat(file).st_size) for file in files]
@@ -166,6 +186,7 @@ def left_out(path, kinds):
     return f"{path}: left out are files of kinds that are not read ({counts})"
 
 
+@dataclasses.dataclass(eq=False)
 class ChunkDataset(torch.utils.data.Dataset):
     """The chunks of a run's batches: item (first position, one past the last) -> batch.
 
@@ -175,11 +196,10 @@ class ChunkDataset(torch.utils.data.Dataset):
     any rank alike, and batch["unusable"] has its `dataset.fault(index)` or `dataset.name(index)`.
     """
 
-    def __init__(self, dataset, indices, seed=None, leave_out=()):
-        self.dataset = dataset
-        self.indices = indices
-        self.seed = seed
-        self.leave_out = leave_out  # indices
+    dataset: object
+    indices: object  # int array, or order.Complement
+    seed: int | None = None
+    leave_out: tuple = ()  # names of samples
 
     def __getitem__(self, span):
         places = np.arange(*span)
@@ -193,7 +213,8 @@ class ChunkDataset(torch.utils.data.Dataset):
         while True:
             indices = self.indices[places]
             batch, usable = self.dataset.fetch(indices, random_words)
-            usable &= ~np.isin(indices, self.leave_out)
+            if self.leave_out:
+                usable &= [self.dataset.name(index) not in self.leave_out for index in indices]
             if usable.all():
                 return {**batch, "index": torch.from_numpy(indices), "unusable": unusable}
             unusable += [fault(index) or self.dataset.name(index) for index in indices[~usable]]
@@ -203,21 +224,6 @@ class ChunkDataset(torch.utils.data.Dataset):
                     f"unreadable): {unusable[0]}, …; mend or remove them"
                 )
             places[~usable] = (places[~usable] + 1) % len(self.indices)
-
-
-def indices_of(dataset, names):
-    """Indices of the samples of a dataset that have these names; UserError if one has none."""
-    if not names:
-        return []
-    found = {}
-    for index in range(len(dataset)):
-        name = dataset.name(index)
-        if name in names:
-            found[name] = index
-    missing = [name for name in names if name not in found]
-    if missing:
-        raise UserError(f"--leave_out {missing[0]}: no sample has this name")
-    return list(found.values())
 
 
 def loader(chunks, spans, workers=0, pin_memory=False, timeout=0):
@@ -304,16 +310,14 @@ class NpyFile:
         self.shape = self._open().shape
 
     def _open(self):
-        try:
+        with config.explained(
+            f"{self.path}: not a readable .npy array; expected float16 or float32 of {self.ndim} "
+            "dimensions"
+        ):
             array = np.load(self.path, mmap_mode="r")  # compares the header with the file's size
             if array.dtype not in (np.float16, np.float32) or array.ndim != self.ndim:
                 raise ValueError(f"{array.dtype} of shape {array.shape}")
             return array
-        except Exception as error:  # numpy raises a dozen types for a damaged header
-            raise UserError(
-                f"{self.path}: not a readable .npy array: {error}; expected float16 or "
-                f"float32 of {self.ndim} dimensions"
-            ) from error
 
     def __len__(self):
         return self.shape[0]
@@ -448,12 +452,6 @@ class Embeddings:
             ]
         return batch, usable
 
-    def texts(self, indices):
-        """A caption of each of the samples, if they are conditioned on captions."""
-        if not self.with_captions:
-            return []
-        return [choose_caption(record["caption"]) for record in self.records(indices)]
-
     def records(self, indices):
         """The records of samples, at least {"caption": see `clean_caption`}.
 
@@ -503,7 +501,7 @@ def read_captions(path, size, key="caption"):
     """
     if path.suffix == ".parquet":
         parquet = need("pyarrow.parquet", f"{path}: reading parquet")
-    try:
+    with config.explained(f"{path}: expected a {key!r} for each of {size} rows of the shard"):
         if path.suffix == ".parquet":
             records = parquet.read_table(path, columns=[key]).to_pylist()
         else:
@@ -512,10 +510,6 @@ def read_captions(path, size, key="caption"):
         if len(records) != size:
             raise ValueError(f"{len(records)} captions")
         return [{**record, "caption": clean_caption(record[key])} for record in records]
-    except (ValueError, OSError, LookupError, TypeError, RecursionError) as error:
-        raise UserError(
-            f"{path}: expected a {key!r} for each of {size} rows of the shard ({error!r:.200})"
-        ) from error
 
 
 def write_shards(
@@ -524,28 +518,27 @@ def write_shards(
     """Write embeddings (N, D) and maybe token encodings (N, L, E) as shards.
 
     records: N captions [{"caption": text}], or []. Earlier shards in `folder` are removed, so that
-    two sets of embeddings never mix. float16 stays, all else becomes float32. ValueError: the
-    lengths differ.
+    two sets of embeddings never mix. float16 stays, all else becomes float32.
     """
     folder = Path(folder)
-    tables = {"img_emb": image_embeddings, "text_emb": text_embeddings, "text_enc": encodings}
-    lengths = {name: len(table) for name, table in tables.items() if table is not None}
-    lengths["captions"] = len(records) or len(image_embeddings)
-    if len(set(lengths.values())) != 1:
-        raise ValueError(f"{folder}: expected as many rows everywhere, found {lengths}")
-    for name in (*tables, "captions"):
+    tables = {"img_emb": image_embeddings, "text_emb": text_embeddings}
+    if encodings is not None:
+        tables["text_enc"] = encodings
+    if records:
+        tables["captions"] = records
+    shards = list(accumulate.split(tables, rows_per_shard))
+    for name in (*FOLDERS.values(), "captions"):
         for path in (folder / name).glob(f"{name}_*"):
             path.unlink()
 
-    for number, start in enumerate(range(0, len(image_embeddings), rows_per_shard)):
-        rows = slice(start, start + rows_per_shard)
-        for name, table in tables.items():
-            if table is not None:
-                with checkpoint.atomic_write(folder / name / f"{name}_{number}.npy") as file:
-                    values = np.asarray(table[rows])
+    for number, shard in enumerate(shards):
+        for name, rows in shard.items():
+            suffix = ".jsonl" if name == "captions" else ".npy"
+            with checkpoint.atomic_write(folder / name / f"{name}_{number}{suffix}") as file:
+                if name == "captions":
+                    for record in rows:
+                        file.write(json.dumps(record).encode() + b"\n")
+                else:
+                    values = np.asarray(rows)
                     kind = np.float16 if values.dtype == np.float16 else np.float32
                     np.save(file, values.astype(kind))
-        if records:
-            with checkpoint.atomic_write(folder / f"captions/captions_{number}.jsonl") as file:
-                for record in records[rows]:
-                    file.write(json.dumps(record).encode() + b"\n")

@@ -50,14 +50,6 @@ def end_with_torchrun():
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
-PARENT = os.getppid()
-
-
-def orphaned():
-    """Whether torchrun, which started this process, has ended."""
-    return "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != PARENT
-
-
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -103,9 +95,7 @@ class StopSignals:
                 signal.signal(each, signal.SIG_DFL)
 
     def counts_here(self):
-        """How often this process was sent each of SIGNALS. The end of torchrun is a SIGTERM."""
-        if orphaned():
-            return [1.0, 0.0]
+        """How often this process was sent each of SIGNALS."""
         return [float(count) for count in self.counts.values()]
 
     def receive(self, message):
@@ -363,16 +353,24 @@ def fail(message):
     raise error
 
 
+def differences(facts):
+    """[(rank, name, value there, value of rank 0)] of plain `facts` {name: value}. Collective."""
+    first, *others = gather(facts)
+    found = []
+    for number, theirs in enumerate(others, 1):
+        for name, value in theirs.items():
+            if value != first[name]:
+                found.append((number, name, value, first[name]))
+    return found
+
+
 def check_alike(facts):
     """UserError on every rank unless the plain `facts` {name: value} are the same on all."""
-    first, *others = gather(facts)
-    for number, theirs in enumerate(others, 1):
-        for name in first:
-            if theirs[name] != first[name]:
-                fail(
-                    f"rank {number} has another {name} than rank 0, {theirs[name]!r} and "
-                    f"{first[name]!r}; start all ranks with the same data and code"
-                )
+    for number, name, value, expected in differences(facts):
+        fail(
+            f"rank {number} has another {name} than rank 0, {value!r} and {expected!r}; start all "
+            "ranks with the same data and code"
+        )
 
 
 def check_in_step(modules, step):
@@ -386,10 +384,7 @@ def check_in_step(modules, step):
         for tensor in [*module.parameters(), *module.buffers()]:
             digest.update(tensor.detach().cpu().flatten().view(torch.uint8).numpy())
         hashes[name] = digest.hexdigest()
-    drifted = []
-    first, *others = gather(hashes)
-    for number, theirs in enumerate(others, 1):
-        drifted += [f"{name} of rank {number}" for name in hashes if theirs[name] != first[name]]
+    drifted = [f"{name} of rank {number}" for number, name, _, _ in differences(hashes)]
     if drifted:
         raise RuntimeError(
             f"the ranks have drifted apart by step {step}: {', '.join(drifted)} not as on rank 0"

@@ -21,6 +21,7 @@ import torch
 
 from common import config, data, media, order, synthetic
 from common.config import UserError, need
+from common.data import Unusable
 
 IMAGES = ("jpg", "jpeg", "png", "webp")
 CAPTIONS = ("txt", "json")
@@ -28,10 +29,6 @@ METADATA = ("metadata.jsonl", "metadata.csv")
 FILE = [("extension", "S5"), ("offset", np.int64), ("size", np.int64)]
 ENTRY = np.dtype([("tar", np.int32), ("image", FILE), ("caption", FILE), ("embedding", FILE)])
 BUILTIN_ROWS = 25_000  # of the captioned shapes
-
-
-class Unusable(UserError):
-    """A sample that cannot be used, with the reason."""
 
 
 def decode_image(content, name):
@@ -42,7 +39,7 @@ def decode_image(content, name):
     Image = need("PIL.Image", f"{name}: reading {Path(name).suffix} images", "pillow")
     from PIL import ImageOps
 
-    try:
+    with config.explained(f"{name}: not a readable image", Unusable):
         # Other formats are refused, because Pillow runs programs for some.
         image = Image.open(io.BytesIO(content), formats=("JPEG", "PNG", "WEBP"))
         image.load()
@@ -57,8 +54,6 @@ def decode_image(content, name):
             white = Image.new("RGBA", image.size, "white")
             image = Image.alpha_composite(white, image.convert("RGBA"))
         return np.asarray(image.convert("RGB"))
-    except Exception as error:  # Pillow raises a dozen types for a damaged or a huge file
-        raise Unusable(f"{name}: not a readable image ({type(error).__name__})") from error
 
 
 class CaptionedImages:
@@ -87,7 +82,8 @@ class CaptionedImages:
                 kind = self.metadata if file.name.lower() in METADATA else files
                 kind.append(file)
             self.table = read_metadata(self.path, self.metadata, caption_key)
-            listings = [list_folder(self.path, files)]
+            found = ((file.relative_to(path).as_posix(), 0, file.stat().st_size) for file in files)
+            listings = [group(found)]
 
         keys = []
         entries = []
@@ -117,6 +113,8 @@ class CaptionedImages:
                 "KEY.jpg, .png or .webp with KEY.txt, KEY.json or metadata.jsonl. "
                 f"{self.left_out}"
             )
+        if self.left_out:
+            config.note(self.left_out)
 
     def __len__(self):
         return len(self.entries)
@@ -145,16 +143,13 @@ class CaptionedImages:
         if key in self.table:
             return self.table[key]
         name = self.name(index, "caption")
-        try:
-            text = config.decode_text(self.read(index, "caption"), name).strip()
-        except UserError as error:
-            raise Unusable(str(error)) from error
-        if not name.lower().endswith(".json"):
-            return data.clean_caption(text.splitlines() if self.caption_key == "lines" else text)
-        try:
-            return data.clean_caption(json.loads(text)[self.caption_key or "caption"])
-        except (ValueError, LookupError, TypeError, RecursionError) as error:
-            raise Unusable(f"{name}: no caption in it ({error!r:.200})") from error
+        with config.explained(f"{name}: no caption in it", Unusable):
+            caption = config.decode_text(self.read(index, "caption"), name).strip()
+            if name.lower().endswith(".json"):
+                caption = json.loads(caption)[self.caption_key or "caption"]
+            elif self.caption_key == "lines":
+                caption = caption.splitlines()
+            return data.clean_caption(caption)
 
     def __getitem__(self, index):
         image = decode_image(self.read(index, "image"), self.name(index))
@@ -171,13 +166,14 @@ def find_tars(path, shards=""):
         first, last = braces.groups()
         numbers = range(int(first), int(last) + 1)
         names = [f"{number:0{len(first)}d}" for number in numbers]
-        tars = [Path(str(path).replace(braces[0], name)) for name in names]
+        tars = [str(path).replace(braces[0], name) for name in names]
     elif Path(path).is_dir():
-        tars = sorted(Path(path).glob("*.tar"))
+        tars = Path(path).glob("*.tar")
     elif Path(path).is_file():
-        tars = [Path(path)]
+        tars = [path]
     else:
-        tars = [Path(name) for name in sorted(glob.glob(str(path)))]
+        tars = glob.glob(str(path))
+    tars = sorted(map(Path, tars))
     for tar in tars:
         if tar.suffix != ".tar" or not tar.is_file():
             raise UserError(
@@ -199,40 +195,29 @@ def read_metadata(folder, files, caption_key):
         rows = csv.DictReader(io.StringIO(text))
         if file.suffix.lower() == ".jsonl":
             rows = (json.loads(line) for line in text.split("\n") if line.strip())
-        try:
+        expected = f"file_name and {caption_key or 'caption or text'} in every row"
+        with config.explained(f"{file}: expected {expected}"):
             for row in rows:
                 name = (file.parent / row["file_name"]).relative_to(folder)
                 names = [caption_key] if caption_key else ["caption", "text"]
                 found = [row[name] for name in names if name in row]
                 table[key_of(name.as_posix())] = data.clean_caption(found[0])
-        except (ValueError, LookupError, TypeError, RecursionError, csv.Error) as error:
-            raise UserError(
-                f"{file}: expected file_name and {caption_key or 'caption or text'} in every row "
-                f"({error!r:.200})"
-            ) from error
     return table
-
-
-def list_folder(path, files):
-    """The `files` below a folder, as `group` returns them."""
-    return group((file.relative_to(path).as_posix(), 0, file.stat().st_size) for file in files)
 
 
 def list_tar(tar):
     """The files in a tar, as `group` returns them. UserError if it is damaged."""
     members = []
-    try:
-        with tarfile.open(tar, "r:") as archive:
-            for member in archive:
-                if member.size < 0:  # the next member would be an earlier one, without end
-                    raise tarfile.ReadError(f"{member.name} of {member.size} bytes")
-                if member.isfile():
-                    members.append((member.name, member.offset_data, member.size))
-            archive.fileobj.seek(archive.offset)
-            if archive.fileobj.read(512) != bytes(512):  # tarfile stops silently at damage
-                raise tarfile.ReadError(f"no member and no end at byte {archive.offset}")
-    except (tarfile.TarError, OSError, ValueError) as error:
-        raise UserError(f"{tar}: corrupt or truncated tar ({error}); write it again") from error
+    damaged = config.explained(f"{tar}: corrupt or truncated tar; write it again")
+    with damaged, tarfile.open(tar, "r:") as archive:
+        for member in archive:
+            if member.size < 0:  # the next member would be an earlier one, without end
+                raise tarfile.ReadError(f"{member.name} of {member.size} bytes")
+            if member.isfile():
+                members.append((member.name, member.offset_data, member.size))
+        archive.fileobj.seek(archive.offset)
+        if archive.fileobj.read(512) != bytes(512):  # tarfile stops silently at damage
+            raise tarfile.ReadError(f"no member and no end at byte {archive.offset}")
     return group(members)
 
 
@@ -267,12 +252,10 @@ def shard_digits(tar):
 def choose_tars(tars, shards):
     """The `tars` whose numbers are in `shards`, a list of numbers and ranges such as "0-99,120"."""
     wanted = set()
-    try:
+    with config.explained(f"--shards {shards}: expected numbers and ranges, as in 0-99,120"):
         for piece in shards.split(","):
             first, _, last = piece.partition("-")
             wanted.update(range(int(first), int(last or first) + 1))
-    except ValueError:
-        raise UserError(f"--shards {shards}: expected numbers and ranges, as in 0-99,120") from None
     chosen = [tar for tar in tars if int(shard_digits(tar)) in wanted]
     if not chosen:
         raise UserError(f"--shards {shards}: none of the {len(tars)} tars has such a number")
@@ -354,14 +337,6 @@ class Pictures(CaptionedImages):
         keys = map(self.key, range(len(self)))
         return order.split_keys(keys, name, validation, test, seed)
 
-    def texts(self, indices):
-        """A caption of each of the samples that have one."""
-        texts = []
-        for index in indices:
-            with contextlib.suppress(Unusable):
-                texts.append(data.choose_caption(self.caption(index)))
-        return texts
-
     def fetch(self, indices, random_words=None):
         """Read samples in any order, augmented if there are random words."""
         uniform = [None] * len(indices)
@@ -415,18 +390,9 @@ class Pictures(CaptionedImages):
             return str(error)
         return ""
 
-    def check(self, most=256):
-        """(unusable, checked, first faults) of `most` evenly spaced images.
-
-        UserError if most of them are unusable.
-        """
-        indices = data.evenly_spaced(len(self), most)
-        faults = list(filter(None, map(self.fault, indices)))
-        if len(faults) > len(indices) / 2:
-            raise UserError(
-                f"{self.path}: {len(faults)} of {len(indices)} pictures cannot be used: {faults[0]}"
-            )
-        return len(faults), len(indices), faults[:5]
+    def check(self):
+        """See data.check_samples. UserError if most of the images are unusable."""
+        return data.check_samples(self, min(len(self), 256) / 2)
 
     def fingerprint(self):
         """Values that change when the data does: rows, width, digest of names, sizes and tars."""
@@ -444,8 +410,6 @@ class Shapes(data.Embeddings):
     flips, because captions name places. `records` has their "caption", all "attributes", and which
     of these the caption "named".
     """
-
-    left_out = ""
 
     def __init__(self, folder, size):
         super().__init__(folder, captions=True)

@@ -6,7 +6,6 @@ and state), `batches`, `begin` (loggers), then `Progress` around the loop, `fini
 """
 
 import dataclasses
-import itertools
 import math
 import os
 import shlex
@@ -67,12 +66,17 @@ def check_shared(run_dir):
         )
 
 
-def prepare_config(cfg, most_chunk):
+def prepare_config(cfg, most_chunk, builtin_folder, device):
     """`cfg` with local files for what is elsewhere, and with a chunk size of at most `most_chunk`.
 
-    Rank 0 alone calls it.
+    Rank 0 alone calls it. It makes the built-in shapes, in `builtin_folder`.
     """
-    return with_chunk_size(store.fetch_files(cfg), most_chunk)
+    cfg = with_chunk_size(store.fetch_files(cfg), most_chunk)
+    if cfg.data == "shapes":
+        from common import clip
+
+        cfg = dataclasses.replace(cfg, data=clip.builtin_data(builtin_folder, device))
+    return cfg
 
 
 def with_chunk_size(cfg, most):
@@ -167,8 +171,7 @@ def batches(cfg, dataset, indices, step, device):
     """(this rank's plan of chunks, endless iterator over their batches from `step` on)."""
     plan = accumulate.plan(cfg.batch_size, cfg.chunk_size, dist.rank(), dist.world_size())
     spans = data.training_spans(plan, cfg.batch_size, step)
-    leave_out = data.indices_of(dataset, cfg.leave_out)
-    chunks = data.ChunkDataset(dataset, indices, cfg.seed, leave_out)
+    chunks = data.ChunkDataset(dataset, indices, cfg.seed, cfg.leave_out)
     pin_memory = device.type == "cuda"
     timeout = 60 * cfg.timeout_minutes  # as long as the other ranks wait for this one
     return plan, data.loader(chunks, spans, cfg.workers, pin_memory, timeout)
@@ -354,12 +357,8 @@ class Progress:
         step = self.state.step
         seconds = time.monotonic() - self.logged_at
         self.log.log(step, samples, **metrics, evaluation_s=seconds)
-        losses = {}
-        others = {}
-        for name, value in metrics.items():
-            group = losses if name.startswith("val_loss") else others
-            group[name] = value
-        tracker.print_results(f"step {step}", {"loss": self.loss, **losses, **others})
+        losses = {name: metrics[name] for name in metrics if name.startswith("val_loss")}
+        tracker.print_results(f"step {step}", {"loss": self.loss, **losses, **metrics})
         self.check_finite(losses.values(), step + 1)
         best = self.run.save_best(self.state, metrics["val_loss"], self.log)
         if best and self.log.copies_best_checkpoint:
@@ -371,9 +370,7 @@ class Progress:
         losses = torch.stack(self.losses).tolist() if self.losses else []
         *losses, unusable = dist.total([*losses, len(self.unusable)])
         if unusable:
-            names = set()
-            for names_of_rank in dist.gather(self.unusable[:10]):
-                names |= set(names_of_rank)
+            names = set().union(*dist.gather(self.unusable[:10]))
             new = sorted(names - self.named_unusable)
             if new:
                 self.log.print(f"unusable, and replaced by the next row: {', '.join(new)}")
@@ -396,13 +393,11 @@ class Progress:
 
         If all were finite, the gradient was not: names of all its samples.
         """
-        chunks = []
+        names = {True: [], False: []}  # by whether the loss of their chunk is finite
         for loss, indices in self.chunks[step - self.state.step - 1]:
-            names = [self.dataset.name(index) for index in indices.tolist()]
-            chunks.append((bool(loss.isfinite()), names))
-        chunks = list(itertools.chain(*dist.gather(chunks)))
-        bad = [names for finite, names in chunks if not finite]
-        return list(itertools.chain(*(bad or [names for _, names in chunks])))
+            names[bool(loss.isfinite())] += map(self.dataset.name, indices.tolist())
+        bad = set().union(*dist.gather(names[False]))
+        return sorted(bad or set().union(*dist.gather(names[True])))
 
     def check_finite(self, values, step, samples=()):
         """UserError on every rank unless losses or gradients of step number `step` are finite.
@@ -457,3 +452,11 @@ def finish(run, state, log, metrics, samples=None):
         run.save_final(state, results)
     log.report()
     return results
+
+
+def announce_trained(cfg, results, started, next_command=""):
+    """Print what was trained. All ranks wait for rank 0's model.pt, which a next stage reads."""
+    dist.gather(None)  # a barrier
+    seconds = time.monotonic() - started
+    headline = f"Trained {cfg.run_dir}; this start took {seconds:.0f} s. See {cfg.run_dir}"
+    tracker.print_results(f"{headline}/report.html", results, next_command)

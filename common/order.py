@@ -14,8 +14,12 @@ def random_words(numbers, *key):
     The hash is splitmix64 (Steele, Lea & Flood 2014, Figure 16), started at a digest of the key.
     """
     digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
-    start = np.frombuffer(digest, np.uint64)
-    x = start + np.asarray(numbers, np.uint64) * 0x9E3779B97F4A7C15
+    return splitmix64(np.frombuffer(digest, np.uint64), np.asarray(numbers, np.uint64))
+
+
+def splitmix64(start, numbers):
+    """Words (uint64) of splitmix64, in `numbers` steps (uint64 or 1) from `start` (uint64)."""
+    x = start + numbers * 0x9E3779B97F4A7C15
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
     return x ^ (x >> 31)

@@ -1,10 +1,10 @@
-"""Published weights of Karlo and Kandinsky: from diffusers' folders or Karlo's files, and back.
+"""Published weights of Karlo and Kandinsky: from diffusers' folders, and back.
 
     python -m common.pretrained import kakaobrain/karlo-v1-alpha --out runs/karlo
     python -m common.pretrained import kandinsky-community/kandinsky-2-2-prior/prior --out runs/k22
     python -m common.pretrained export --run_dir runs/mine --out my-prior
 
-`import` takes a folder, a file, or a repository of the Hugging Face hub. It writes ordinary run
+`import` takes a folder, or a repository of the Hugging Face hub. It writes ordinary run
 folders with a model.pt. `export` writes what diffusers loads, or, of adapters, what peft loads.
 """
 
@@ -28,58 +28,56 @@ MODELS = {
     "decoder": (train_decoder, train_decoder.UNet),
 }
 
-# Names of layers: ours, diffusers', Karlo's own. A layer of ours may join several of theirs.
-DIFFUSERS = 0
-KARLO = 1
+# Names of layers: ours, diffusers'. A layer of ours may join several of theirs.
 PRIOR = """
-positions.weight    positional_embedding           positional_embedding
-query.weight        prd_embedding                  prd_emb
-clip_mean           clip_mean                      clip_mean
-clip_std            clip_std                       clip_std
-time_in.layers.0    time_embedding.linear_1        time_embed.0
-time_in.layers.2    time_embedding.linear_2        time_embed.2
-image_in            proj_in                        clip_img_proj
-text_in             embedding_proj                 text_emb_proj
-encoding_in         encoder_hidden_states_proj     text_enc_proj
-transformer.norm    norm_out                       final_ln
-out                 proj_to_clip_embeddings        out_proj
+positions.weight    positional_embedding
+query.weight        prd_embedding
+clip_mean           clip_mean
+clip_std            clip_std
+time_in.layers.0    time_embedding.linear_1
+time_in.layers.2    time_embedding.linear_2
+image_in            proj_in
+text_in             embedding_proj
+encoding_in         encoder_hidden_states_proj
+transformer.norm    norm_out
+out                 proj_to_clip_embeddings
 """
 PRIOR_BLOCK = """
-attention_norm         norm1                       ln_1
-attention.query        attn1.to_q                  attn.c_qkv.0
-attention.key_value    attn1.to_k+attn1.to_v       attn.c_qkv.1+attn.c_qkv.2
-attention.out          attn1.to_out.0              attn.c_proj
-ff_norm                norm3                       ln_2
-ff.up                  ff.net.0.proj               mlp.c_fc
-ff.down                ff.net.2                    mlp.c_proj
+attention_norm         norm1
+attention.query        attn1.to_q
+attention.key_value    attn1.to_k+attn1.to_v
+attention.out          attn1.to_out.0
+ff_norm                norm3
+ff.up                  ff.net.0.proj
+ff.down                ff.net.2
 """
 UNET = """
-stem                conv_in                        input_blocks.0.0
-time_in.layers.0    time_embedding.linear_1        time_embed.0
-time_in.layers.2    time_embedding.linear_2        time_embed.2
-out.0               conv_norm_out                  out.0
-out.2               conv_out                       out.2
-null_image          text_proj.learned_classifier_free_guidance_embeddings           cf_param
-image_in            text_proj.clip_image_embeddings_project_to_time_embeddings      clip_emb
-image_tokens_in     text_proj.clip_extra_context_tokens_proj                        clip_tok_proj
-text_in             text_proj.embedding_proj                                        text_feat_proj
-encoding_in         text_proj.encoder_hidden_states_proj                            text_seq_proj.0
-encoding_norm       text_proj.text_encoder_hidden_states_norm                       text_seq_proj.1
+stem                conv_in
+time_in.layers.0    time_embedding.linear_1
+time_in.layers.2    time_embedding.linear_2
+out.0               conv_norm_out
+out.2               conv_out
+null_image          text_proj.learned_classifier_free_guidance_embeddings
+image_in            text_proj.clip_image_embeddings_project_to_time_embeddings
+image_tokens_in     text_proj.clip_extra_context_tokens_proj
+text_in             text_proj.embedding_proj
+encoding_in         text_proj.encoder_hidden_states_proj
+encoding_norm       text_proj.text_encoder_hidden_states_norm
 """
 RESIDUAL = """
-norm1                  norm1                       in_layers.0
-conv1                  conv1                       in_layers.2
-modulation             time_emb_proj               emb_layers.1
-norm2                  norm2                       out_layers.0
-conv2                  conv2                       out_layers.3
-skip                   conv_shortcut               skip_connection
+norm1                  norm1
+conv1                  conv1
+modulation             time_emb_proj
+norm2                  norm2
+conv2                  conv2
+skip                   conv_shortcut
 """
 ATTENTION = """
-attention_norm         group_norm                  norm
-attention.query        to_q                        qkv.0
-attention.key_value    to_k+to_v                   qkv.1+qkv.2
-token_key_value        add_k_proj+add_v_proj       encoder_kv.0+encoder_kv.1
-attention.out          to_out.0                    proj_out
+attention_norm         group_norm
+attention.query        to_q
+attention.key_value    to_k+to_v
+token_key_value        add_k_proj+add_v_proj
+attention.out          to_out.0
 """
 # Of these tensors of diffusers, the first dimension is 1; ours do not have it.
 LEADING_ONE = "positional_embedding", "prd_embedding", "clip_mean", "clip_std"
@@ -130,67 +128,49 @@ FORMS = {
 # Names
 
 
-def layer_names(table, style, ours="", theirs=""):
+def layer_names(table, ours="", theirs=""):
     """{our layer: names of the published ones that it joins}, with prefixes, of a table above."""
     names = {}
     for line in table.split("\n")[1:-1]:
-        name, *published = line.split()
-        names[ours + name] = [theirs + layer for layer in published[style].split("+")]
+        name, published = line.split()
+        names[ours + name] = [theirs + layer for layer in published.split("+")]
     return names
 
 
-def block_names(unet, style):
-    """Yield (our block, the published residual block, the published attention) of a U-Net.
+def block_names(unet):
+    """Yield (our block, diffusers' residual block, diffusers' attention) of a U-Net.
 
-    Ours are in ADM's order, and so in Karlo's, where a block that doubles the image shares an entry
-    with the block before.
+    Ours are in ADM's order.
     """
-    prefixes = {"downs": ("down", "input_blocks"), "ups": ("up", "output_blocks")}
-    for side, (direction, karlo) in prefixes.items():
+    for side, direction in (("downs", "down"), ("ups", "up")):
         level = 0
         block = 0
-        entry = 0 if side == "downs" else -1  # input_blocks.0 is the stem
-        position = 0
         for i, layer in enumerate(getattr(unet, side)):
-            resamples = not isinstance(layer.resample, nn.Identity)
             residual = f"{direction}_blocks.{level}.resnets.{block}"
             attention = f"{direction}_blocks.{level}.attentions.{block}"
             block += 1
-            if resamples:
+            if not isinstance(layer.resample, nn.Identity):
                 residual = f"{direction}_blocks.{level}.{direction}samplers.0"
                 level += 1
                 block = 0
-            if not resamples or side == "downs":
-                entry += 1
-                position = 0
-            if style == KARLO:
-                residual = f"{karlo}.{entry}.{position}"
-                attention = f"{karlo}.{entry}.1"
-            position = 1 + layer.has_attention
             yield f"{side}.{i}", residual, attention
 
     for i in range(2):
-        residual = f"mid_block.resnets.{i}"
-        attention = "mid_block.attentions.0"
-        if style == KARLO:
-            residual = f"middle_block.{2 * i if unet.middle[0].has_attention else i}"
-            attention = "middle_block.1"
-        yield f"middle.{i}", residual, attention
+        yield f"middle.{i}", f"mid_block.resnets.{i}", "mid_block.attentions.0"
 
 
-def published_names(model, style):
-    """{our parameter: the published ones that it joins}, in the style DIFFUSERS or KARLO."""
+def published_names(model):
+    """{our parameter: the published ones that it joins}."""
     if kind_of(model) == "prior":
-        layers = layer_names(PRIOR, style)
-        prefix = ("transformer_blocks", "transformer.resblocks")[style]
+        layers = layer_names(PRIOR)
         for i in range(model.cfg.depth):
             block = f"transformer.blocks.{i}."
-            layers |= layer_names(PRIOR_BLOCK, style, block, f"{prefix}.{i}.")
+            layers |= layer_names(PRIOR_BLOCK, block, f"transformer_blocks.{i}.")
     else:
-        layers = layer_names(UNET, style)
-        for block, residual, attention in block_names(model, style):
-            layers |= layer_names(RESIDUAL, style, f"{block}.", f"{residual}.")
-            layers |= layer_names(ATTENTION, style, f"{block}.", f"{attention}.")
+        layers = layer_names(UNET)
+        for block, residual, attention in block_names(model):
+            layers |= layer_names(RESIDUAL, f"{block}.", f"{residual}.")
+            layers |= layer_names(ATTENTION, f"{block}.", f"{attention}.")
     names = {}
     for name in model.state_dict():
         layer, _, kind = name.rpartition(".")  # kind: weight or bias
@@ -205,25 +185,10 @@ def kind_of(model):
     return "prior" if isinstance(model, train_prior.Prior) else "decoder"
 
 
-def split_heads(tensors, head_dim):
-    """Karlo's own `tensors` with queries, keys and values apart; there they alternate by heads."""
-    apart = {}
-    for name, value in tensors.items():
-        layer, _, kind = name.rpartition(".")
-        if not layer.endswith(("qkv", "encoder_kv")):
-            apart[name] = value
-            continue
-        count = 3 if layer.endswith("qkv") else 2
-        by_head = value.unflatten(0, (-1, count, head_dim))  # (heads, 2 or 3, d, …)
-        for i, part in enumerate(by_head.unbind(1)):
-            apart[f"{layer}.{i}.{kind}"] = part.flatten(0, 1)
-    return apart
-
-
 # From theirs to ours
 
 
-def convert(model, tensors, style, path):
+def convert(model, tensors, path):
     """Our {name: tensor} of the published `tensors`; UserError unless every one fits.
 
     `model` may be on the device "meta".
@@ -231,7 +196,7 @@ def convert(model, tensors, style, path):
     unused = dict(tensors)
     expected = model.state_dict()
     weights = {}
-    for name, published in published_names(model, style).items():
+    for name, published in published_names(model).items():
         missing = [layer for layer in published if layer not in unused]
         if missing:
             raise UserError(
@@ -309,14 +274,8 @@ def read(path):
         load = need("safetensors.torch", str(path), "safetensors").load_file
     else:
         load = functools.partial(torch.load, map_location="cpu", weights_only=True)
-    try:
+    with config.explained(f"{path}: damaged, or not of tensors alone; fetch it again"):
         return load(path)
-    except FileNotFoundError:
-        raise
-    except Exception as error:  # of a dozen types
-        raise UserError(
-            f"{path}: damaged, or not of tensors alone ({type(error).__name__}); fetch it again"
-        ) from error
 
 
 def read_folder(folder):
@@ -330,7 +289,7 @@ def read_folder(folder):
     )
 
 
-def write_model(source, kind, settings, tensors, style, widths, out, spec):
+def write_model(source, kind, settings, tensors, widths, out, spec):
     """Write the model.pt `out` of the published `tensors` of `source`. Nothing is overwritten.
 
     widths: of embeddings and of text encodings. spec: the CLIP, "" for the one of these widths.
@@ -348,7 +307,7 @@ def write_model(source, kind, settings, tensors, style, widths, out, spec):
     )
     with torch.device("meta"):
         model = model_class(cfg, *widths)
-    weights = convert(model, tensors, style, source)
+    weights = convert(model, tensors, source)
     count = sum(value.numel() for value in weights.values())
     fingerprint = None
     if hasattr(model, "null_text"):  # "no text" is the CLIP's encoding of ""
@@ -378,7 +337,7 @@ class ImportConfig(config.Settings):
     """What to import"""
 
     source: str = config.field(
-        "", "folder or file, or OWNER/REPOSITORY[/FOLDER] of the Hugging Face hub"
+        "", "folder of diffusers, or OWNER/REPOSITORY[/FOLDER] of the Hugging Face hub"
     )
     out: str = config.field(
         "", "run folder to write; of a whole pipeline, the folder of its run folders"
@@ -389,18 +348,16 @@ class ImportConfig(config.Settings):
 
 
 def fetch(source):
-    """The local folder or file of `source`, downloaded if it is not here."""
-    if Path(source).exists():
+    """The local folder of `source`, downloaded if it is not here."""
+    if Path(source).is_dir():
         return Path(source)
     if not re.fullmatch(r"[\w.-]+/[\w./-]+", source):
-        raise UserError(
-            f"--source {source}: no such file or folder, nor OWNER/REPOSITORY of the hub"
-        )
+        raise UserError(f"--source {source}: no such folder, nor OWNER/REPOSITORY of the hub")
     hub = need("huggingface_hub", f"import {source}")
     owner, name, *inside = source.split("/")
     folders = ["/".join(inside)] if inside else list(PARTS)
     folders.append("/".join([*inside[:-1], "text_proj"]))  # a part of the decoder
-    try:
+    with config.explained(f"{source}: cannot be fetched from the hub"):
         files = hub.list_repo_files(f"{owner}/{name}")
         twins = [file for file in files if file.replace(".bin", ".safetensors") in files]
         folder = hub.snapshot_download(
@@ -408,9 +365,6 @@ def fetch(source):
             allow_patterns=[f"{folder}/*" for folder in folders],
             ignore_patterns=["*.fp16.*", *(file for file in twins if file.endswith(".bin"))],
         )
-    except Exception as error:  # of many types: no network, no such repository, no permission
-        reason = str(error).strip().partition("\n")[0]
-        raise UserError(f"{source}: {type(error).__name__}: {reason}") from error
     return Path(folder, *inside)
 
 
@@ -425,55 +379,15 @@ def import_folder(folder, out, spec):
         width = projection["clip_embeddings_dim"]
         tensors |= {f"text_proj.{name}": value for name, value in more.items()}
     widths = width, width if settings.get("text_encodings") == "clip" else 0
-    write_model(folder, kind, settings, tensors, DIFFUSERS, widths, out, spec)
-
-
-def import_file(path, out, spec):
-    """Write the run folder `out` of a file of Karlo's own: a prior, a decoder, or an upsampler.
-
-    The mean and deviation of a prior's embeddings are in ViT-L-14_stats.th beside it.
-    """
-    contents = read(path)
-    parts = {}  # the tensors of each model, by the first word of their names
-    for name, value in contents.get("state_dict", contents).items():
-        # torch.compile and DistributedDataParallel put words before names.
-        name = re.sub(r"^((_orig_mod|module)\.)+", "", name)
-        part, _, name = name.partition(".")
-        parts.setdefault(part, {})[name] = value
-
-    for part, tensors in parts.items():
-        if not part.startswith("model"):
-            raise UserError(
-                f"{path}: {part} is no model; expected a prior, decoder or upsampler of Karlo's "
-                "own, or a folder with config.json"
-            )
-        kind = "decoder"
-        if "prd_emb" in tensors:
-            kind = "prior"
-            settings = preset(train_prior, "karlo")
-            width = tensors["clip_img_proj.weight"].shape[1]
-            tensors = split_heads(tensors, settings["width"] // settings["heads"])
-            stats = read(path.with_name("ViT-L-14_stats.th"))
-            tensors["clip_mean"], tensors["clip_std"] = stats
-        elif "clip_emb.weight" in tensors:
-            settings = preset(train_decoder, "karlo-64")
-            width = tensors["clip_emb.weight"].shape[1]
-            tensors = split_heads(tensors, settings["head_dim"])
-        else:
-            settings = preset(train_decoder, "karlo-256")
-            width = 0
-        file = out / ("last_step.pt" if part == "model_last_step" else "model.pt")
-        write_model(path, kind, settings, tensors, KARLO, (width, width), file, spec)
+    write_model(folder, kind, settings, tensors, widths, out, spec)
 
 
 def import_command(args):
     if not (args.source and args.out):
-        raise UserError("expected: import FOLDER|FILE|OWNER/REPOSITORY --out FOLDER")
+        raise UserError("expected: import FOLDER|OWNER/REPOSITORY --out FOLDER")
     path = fetch(args.source)
     out = Path(args.out)
-    if path.is_file():
-        import_file(path, out, args.clip)
-    elif (path / "config.json").is_file():
+    if (path / "config.json").is_file():
         import_folder(path, out / "model.pt", args.clip)
     else:
         parts = [part for part in PARTS if (path / part).is_dir()]
@@ -501,7 +415,7 @@ class ExportConfig(config.Settings):
 def published(model, weights):
     """{their name: tensor} of our `weights` for diffusers."""
     tensors = {}
-    for name, theirs in published_names(model, DIFFUSERS).items():
+    for name, theirs in published_names(model).items():
         value = weights[name]
         if name.startswith("image_tokens_in."):
             value = value.unflatten(0, (4, -1)).transpose(0, 1).flatten(0, 1)
@@ -630,7 +544,7 @@ def write_adapters(out, model, contents):
 
     The halves of a joined key and value share A, and B is cut in two.
     """
-    names = published_names(model, DIFFUSERS)
+    names = published_names(model)
     adapters = checkpoint.inference_contents(contents)["model"]
     targets = []
     tensors = {}

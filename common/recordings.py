@@ -18,7 +18,8 @@ import numpy as np
 import torch
 
 from common import checkpoint, data, dist, order, synthetic, tracker
-from common.config import UserError, decode_text
+from common.config import UserError, decode_text, explained, note
+from common.data import Unusable
 
 SUFFIXES = (".wav", ".flac", ".ogg", ".mp3", ".opus")
 # Seconds to decode before a crop: MP3 has a reservoir of bits, Vorbis pages of several seconds.
@@ -37,10 +38,6 @@ TABLES = {
 # What a transcript's name may have after that of its recording; LibriTTS has the last two.
 TEXT_ENDINGS = r"(?i)\.(wav|flac|ogg|mp3|opus|normalized|original)$"
 SPEAKER_CHAPTER = r"(?:^|/)(\d+)/(\d+)/\1[-_]\2[-_][^/]*$"  # LibriSpeech and LibriTTS
-
-
-class Unusable(UserError):
-    """A recording that cannot be used, with the reason. Training goes on with the next one."""
 
 
 # Files
@@ -218,22 +215,6 @@ def si_sdr(estimate, target):
     return 10 * ratio.log10()
 
 
-def spectrogram(wave, rate):
-    """A picture uint8 (160, frames of about 8 ms, 3) of a wave (T,): mel upward, 80 dB of range.
-
-    Black is silence; louder is red, then yellow, then white.
-    """
-    window = 2 ** round(math.log2(rate * 0.032))
-    mel = log_mel(wave[None], rate, window, hop=window // 4, bins=160)[0]
-    mel = mel.mT.flip(0).cpu().numpy()  # upward
-    decibels = 20 / math.log(10) * mel
-    loudest = max(decibels.max(), -20)
-    level = np.clip(1 + (decibels - loudest) / 80, 0, 1)
-    level = level[..., None]
-    colors = np.clip(3 * level - [0, 1, 2], 0, 1)
-    return (255 * colors).astype(np.uint8)
-
-
 # Datasets
 
 
@@ -282,13 +263,12 @@ class Recordings:
             count = sum(map(bool, self.texts)) or "no"
             line = f"{len(audio)} recordings, {count} transcripts. {data.left_out(path, kinds)}"
             self.left_out = line.rstrip(". ")
-        try:
+            note(self.left_out)
+        with explained(
+            f"--speaker_pattern {pattern}: finds no speaker, in (), in some file's name"
+        ):
             self.speaker_of = [_speaker(*each, pattern) for each in zip(audio, speakers)]
             self.speakers = sorted(set(self.speaker_of))
-        except (re.error, IndexError, TypeError) as error:
-            raise UserError(
-                f"--speaker_pattern {pattern}: finds no speaker, in (), in some file's name"
-            ) from error
 
     def __len__(self):
         return len(self.names)
@@ -365,28 +345,17 @@ class Recordings:
             keys = self.speaker_of
         return order.split_keys(keys, name, validation, test, seed)
 
-    def fault(self, index, length=math.inf):
-        """Why a recording, or its first `length` samples, cannot be used; "" if it can."""
+    def fault(self, index):
+        """Why the first minute of a recording cannot be used; "" if it can."""
         try:
-            self.wave(index, length)
+            self.wave(index, 60 * self.rate)
         except Unusable as error:
             return str(error)
         return ""
 
     def check(self):
-        """Try a minute of 256 evenly spaced recordings: (unusable, tried, faults).
-
-        UserError if more than five, or all, are unusable.
-        """
-        indices = data.evenly_spaced(len(self), 256)
-        faults = [self.fault(index, 60 * self.rate) for index in indices]
-        faults = list(filter(None, faults))
-        if len(faults) > min(5, len(indices) - 1):
-            raise UserError(
-                f"{len(faults)} of {len(indices)} recordings cannot be used: "
-                f"{faults[0]}; mend or remove them"
-            )
-        return len(faults), len(indices), faults
+        """See data.check_samples. UserError if more than five, or all, are unusable."""
+        return data.check_samples(self, 5)
 
     def fingerprint(self):
         """Plain values that change when the data does.
@@ -488,8 +457,6 @@ def _speaker(path: Path, speaker, pattern):
 class Syllables(Recordings):
     """The first `count` of the built-in syllables. They are made when needed."""
 
-    left_out = ""
-
     def __init__(self, count, crop=0, hop_length=1, rate=synthetic.RATE):
         self.rate = rate
         self.crop = crop
@@ -525,26 +492,10 @@ def _syllables(index):
 # Tokens
 
 
-class TokenCache:
-    """The tokens of a dataset's recordings: [index] -> int64 numpy (frames, Q).
-
-    empty: indices of the recordings without tokens.
-    """
-
-    def __init__(self, tokens):
-        """tokens: uint16 (frames, Q) of each. An hour of 4 quantizers at 50 Hz takes 1.4 MB."""
-        self.tokens = tokens
-        self.empty = [index for index, codes in enumerate(tokens) if not len(codes)]
-
-    def frames(self, index):
-        return len(self.tokens[index])
-
-    def __getitem__(self, index):
-        return self.tokens[index].astype(np.int64)
-
-
 def token_cache(folder, dataset, key, encode, desc):
-    """The TokenCache of a `dataset`. All ranks call it, and encode their share of what is missing.
+    """The tokens of a dataset's recordings: a list of uint16 numpy (frames, Q), as of `encode`.
+
+    All ranks call it, and encode their share of what is missing.
 
     encode(index) gives int numpy (frames, Q), below 65536, or raises Unusable: that recording has
     no tokens then. key: plain values that change with what encodes. The tokens are kept in up to
@@ -563,15 +514,16 @@ def token_cache(folder, dataset, key, encode, desc):
         share = parts[dist.rank() :: dist.world_size()]
         progress = tracker.progress(share, desc=desc, delay=1, disable=not dist.is_main())
         for path, part in progress:
-            if not _load_tokens(path, len(part)):
+            if not _load_tokens(path):
                 _save_tokens(path, part.tolist(), encode)
 
     dist.run_together(encode_missing)
-    loaded = dist.run_together(lambda: [_load_tokens(path, len(part)) for path, part in parts])
+    loaded = dist.run_together(lambda: [_load_tokens(path) for path, _ in parts])
     tokens = [tokens for tokens, _ in loaded if len(tokens)]
     lengths = [lengths for _, lengths in loaded]
     ends = np.cumsum(np.concatenate(lengths))
-    return TokenCache(np.split(np.concatenate(tokens), ends[:-1]))
+    # An hour of 4 quantizers at 50 Hz takes 1.4 MB.
+    return np.split(np.concatenate(tokens), ends[:-1])
 
 
 def _save_tokens(path, indices, encode):
@@ -589,19 +541,10 @@ def _save_tokens(path, indices, encode):
         np.savez(file, tokens=tokens, lengths=lengths)
 
 
-def _load_tokens(path, count):
-    """(tokens, lengths) of a file, or None: missing, damaged, or not of `count` recordings.
-
-    Zip files have checksums, but a whole one may hold other arrays.
-    """
+def _load_tokens(path):
+    """(tokens, lengths) of a file, or None: missing or damaged, as zip files have checksums."""
     try:
         with np.load(path) as file:
-            tokens = file["tokens"]
-            lengths = file["lengths"]
-        if len(tokens) and (tokens.ndim, tokens.dtype) != (2, np.uint16):
-            return None
-        fits = (lengths >= 0).all() and lengths.sum() == len(tokens)
-        if fits and (lengths.shape, lengths.dtype) == ((count,), np.int64):
-            return tokens, lengths
+            return file["tokens"], file["lengths"]
     except Exception:  # numpy and zipfile raise a dozen types for a damaged file
         return None

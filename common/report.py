@@ -54,9 +54,10 @@ def write(folder):
 
 
 def read_metrics(path):
-    """The lines {"step": …} of a metrics.jsonl, without those that are damaged."""
+    """The lines {"step": …} of a metrics.jsonl, if it is there, without those that are damaged."""
     lines = []
-    for line in path.read_bytes().splitlines():
+    content = path.read_bytes() if path.exists() else b""
+    for line in content.split(b"\n")[:-1]:  # without a torn one
         with contextlib.suppress(ValueError, RecursionError):
             metrics = json.loads(line)
             known = checkpoint.matches(metrics, {"step": 0, "samples": (None, {})})

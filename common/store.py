@@ -22,13 +22,13 @@ import torch
 from tqdm import tqdm
 
 from common import checkpoint, dist
-from common.config import UserError, need
+from common.config import UserError, explained, need
 
 TIMEOUT = 60  # seconds without a byte after which a download fails
 MAX_DOWNLOAD = 100 * 2**30  # bytes
 RESERVE = 2**30  # bytes of the disk that a download leaves free
 # What may stand in braces in the path of a copy, besides the names of --metadata.
-FIELDS = {"run": "", "step": 1, "best_val_loss": 0.5}
+FIELDS = ("run", "step", "best_val_loss")
 CARD = """---
 library_name: pytorch
 ---
@@ -47,14 +47,10 @@ def parse(flag, text, kinds):
 
     kinds: {name: its class, with the options as arguments}. flag: for messages.
     """
-    try:
+    names = ", ".join(kinds)
+    with explained(f"--{flag} {text}: expected one of {names}, then OPTION=VALUE …"):
         name, *pairs = shlex.split(text)
         return kinds[name](**dict(pair.split("=", 1) for pair in pairs))
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"--{flag} {text}: {error}; expected one of {', '.join(kinds)}, then "
-            "OPTION=VALUE …, as --help says"
-        ) from None
 
 
 def metadata(cfg):
@@ -66,6 +62,12 @@ def metadata(cfg):
                 f"--metadata: {name!r}: expected NAME=VALUE; reserved names are {', '.join(FIELDS)}"
             )
     return values
+
+
+def path_values(cfg, step=1, best_val_loss=0.5):
+    """{name: value} of what may stand in braces in the path of a copy."""
+    values = (Path(cfg.run_dir).as_posix().lstrip("/"), step, best_val_loss)
+    return {**dict(zip(FIELDS, values)), **metadata(cfg)}
 
 
 def check_stages(cfgs):
@@ -111,17 +113,15 @@ def fetch(address, folder):
     path = Path(folder, re.sub(r"[^\w.-]+", "_", url)[-200:])
     if sha256 and path.is_file() and checkpoint.checksum(path) == sha256:
         return str(path)
-    try:
+    with explained(
+        f"{address}: expected a file, http(s)://HOST/FILE[#sha256=HEX] or "
+        "wandb:ENTITY/PROJECT/RUN/FILE"
+    ):
         if wandb_file:
             run, name = wandb_file.groups()
             file = need("wandb", "--load or --init_from").Api().run(run).file(name)
             return file.download(root=str(path), replace=True).name
         download(url, path, sha256)
-    except Exception as error:  # of a network, a disk, a package
-        raise UserError(
-            f"{address}: {error}; expected a file, http(s)://HOST/FILE[#sha256=HEX] or "
-            "wandb:ENTITY/PROJECT/RUN/FILE"
-        ) from error
     return str(path)
 
 
@@ -253,25 +253,22 @@ SAVERS = {"local": Saver, "wandb": WandBSaver, "huggingface": HuggingFaceSaver}
 
 def savers(cfg):
     """The savers that cfg.save names; UserError."""
-    run_dir = Path(cfg.run_dir)
-    fields = {**FIELDS, "run": run_dir.as_posix().lstrip("/"), **metadata(cfg)}
+    fields = path_values(cfg)
     found = [parse("save", text, SAVERS) for text in cfg.save]
     for saver in found:
         paths = [saver.save_latest_to, saver.save_best_to, saver.save_meta_to]
         paths = [path for path in paths if path]
-        try:
+        names = ", ".join(fields)
+        with explained(
+            f"--save: {paths}: in braces may stand {names}, with a format as in {{step:08d}}"
+        ):
             places = [Path(path.format(**fields)).resolve() for path in paths]
-        except (LookupError, ValueError, AttributeError) as error:
-            raise UserError(
-                f"--save: {paths}: {error!r}; in braces may stand {', '.join(fields)}, "
-                "with a format such as {step:08d}"
-            ) from None
         if not paths or saver.kind not in ("checkpoint", "model"):
             raise UserError(
                 "--save: expected save_latest_to=PATH, save_best_to=PATH or "
                 "save_meta_to=FOLDER, and as kind checkpoint or model"
             )
-        own = [place for place in places if place.is_relative_to(run_dir.resolve())]
+        own = [place for place in places if place.is_relative_to(Path(cfg.run_dir).resolve())]
         if type(saver) is Saver and own:
             raise UserError(f"--save: {own[0]}: is in the run's own folder; name another place")
     return found

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from common import accumulate, checkpoint, dist
+from common import accumulate, checkpoint, dist, order
 
 
 def _triangle(x, y):
@@ -165,18 +165,12 @@ def _caption(named):
 
 
 def _uniform(seed, indices, count):
-    """Numbers in [0, 1) of shape (N, count): hashes of (seed, index, column).
-
-    The hash is splitmix64 (Steele et al. 2014).
-    """
+    """Numbers in [0, 1) of shape (N, count): hashes of (seed, index, column)."""
     x = np.full((1, 1), seed, np.uint64)
     rows = np.asarray(indices, np.uint64)[:, None]
     columns = np.arange(1, count + 1, dtype=np.uint64)
     for numbers in (1, rows, columns):
-        x = x + numbers * 0x9E3779B97F4A7C15
-        x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
-        x = (x ^ (x >> 27)) * 0x94D049BB133111EB
-        x = x ^ (x >> 31)
+        x = order.splitmix64(x, numbers)
     return (x >> 11) * 2.0**-53
 
 

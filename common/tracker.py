@@ -6,7 +6,6 @@
 import concurrent.futures
 import json
 import os
-import re
 import sys
 from pathlib import Path
 
@@ -172,12 +171,11 @@ class Tracker:
 
     def open(self, step):
         path = self.run.folder / "metrics.jsonl"
-        content = path.read_bytes() if path.exists() else b""
-        lines = re.findall(rb'(?m)^(\{"step": (\d{1,18})\b.*\}\n)', content)  # not torn ones
+        lines = report.read_metrics(path)  # not torn ones
         with checkpoint.atomic_write(path) as file:
-            for line, line_step in lines:
-                if int(line_step) <= step and b'"test_loss"' not in line:
-                    file.write(line)
+            for line in lines:
+                if line["step"] <= step and "test_loss" not in line:
+                    file.write(json.dumps(line).encode() + b"\n")
         self.file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (open for the whole run)
 
         self.logger, known = check_logger(self.cfg, self.run.record)
@@ -226,12 +224,7 @@ class Tracker:
 
     def values(self, state):
         """{name: value} of what may stand in braces in the paths of copies."""
-        return {
-            **store.metadata(self.cfg),
-            "run": self.run.folder.as_posix().lstrip("/"),
-            "step": state.step,
-            "best_val_loss": state.best_val_loss,
-        }
+        return store.path_values(self.cfg, state.step, state.best_val_loss)
 
     def print(self, text):
         """Print a line above the progress bar."""

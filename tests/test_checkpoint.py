@@ -429,7 +429,7 @@ def test_a_changed_learning_rate_holds_and_what_has_changed_is_noted(tmp_path):
     other = state_of(tmp_path / "b", lr=0.5)
     assert {*other.restore(path)[1:]} == {
         "gradient scale of the fp16 run dropped",
-        f"{path} is of another code: abc, this is {other.versions['code']}",
+        f"code changed from abc to {other.versions['code']}",
         f"run_dir changed from {tmp_path}/a to {tmp_path}/b",
         "lr changed from 0.01 to 0.5",
         "precision changed from fp16 to fp32",
@@ -544,10 +544,10 @@ def test_a_damaged_or_missing_newest_is_reported_and_the_one_before_it_used(tmp_
     second = tmp_path / "checkpoints/step_00000020.pt"
     third = tmp_path / "checkpoints/step_00000030.pt"
     third.write_bytes(third.read_bytes()[:-1] + b"\1")
-    damaged = f"{third}: damaged, trying the one before it"
+    damaged = f"{third}: damaged or missing, trying the one before it"
     assert resume_point(run) == (20, None, [damaged])
     second.unlink()
-    missing = f"{second}: missing, trying the one before it"
+    missing = f"{second}: damaged or missing, trying the one before it"
     assert resume_point(run) == (10, None, [damaged, missing])
     commit(run, 15)  # continued from there: the damaged one is no longer the newest
     assert resume_point(run) == (15, None, [])

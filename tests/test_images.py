@@ -581,7 +581,7 @@ def test_one_bad_picture_is_skipped_and_named_and_mostly_bad_ones_are_refused(
 
     alone = {name: content for name, content in files.items() if "000000001" in name}
     write_tar(tmp_path / "0.tar", alone)
-    with pytest.raises(UserError, match=rf"1 of 1 pictures cannot be used: .*{reason}"):
+    with pytest.raises(UserError, match=rf"1 of 1 samples cannot be used: .*{reason}"):
         images.Pictures(tmp_path, 8).check()
 
 

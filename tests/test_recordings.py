@@ -249,18 +249,6 @@ def test_log_mel_of_silence_is_its_floor_and_has_finite_gradients():
     assert torch.isfinite(silence.grad).all()
 
 
-def test_a_spectrogram_shows_low_tones_at_the_bottom_and_faint_ones_darker():
-    tones = 0.3 * sine(200, 16000) + 0.003 * sine(4000, 16000)
-    picture = recordings.spectrogram(tones, 16000)
-    assert picture.dtype == np.uint8
-    assert picture.shape == (160, 63, 3)
-    assert picture[130:].max() == 255
-    assert not picture[60:80, 30].any()
-    faint = picture[:50, 30].max(0)
-    assert abs(faint - [255, 127, 0]).max() < 50  # 40 of 80 dB
-    assert not recordings.spectrogram(torch.zeros(1000), 8000).any()
-
-
 def test_si_sdr_ignores_scale_and_offset_and_is_the_ratio_of_energies():
     target = sine(500, 16000)[None]
     error = target.roll(8, 1)  # a quarter of a period later: orthogonal
@@ -527,7 +515,7 @@ def test_unusable_recordings_are_passed_over_by_name_and_more_than_five_are_refu
     write(tmp_path, {"5.wav": short, "6.wav": short, "7.wav": short})
     assert dataset.check()[:2] == (5, 8)
     write(tmp_path, {"1.wav": short})
-    with pytest.raises(UserError, match=r"6 of 8 recordings cannot be used: .*1\.wav: 50 samples"):
+    with pytest.raises(UserError, match=r"6 of 8 samples cannot be used: .*1\.wav: 50 samples"):
         dataset.check()
 
 
@@ -535,7 +523,7 @@ def test_a_folder_without_usable_recordings_is_refused(path):
     with pytest.raises(UserError, match=r"no such folder, or no \.wav, \.flac, .* below it"):
         Recordings(path.parent, 16000)
     path.write_bytes(b"")
-    with pytest.raises(UserError, match="1 of 1 recordings cannot be used"):
+    with pytest.raises(UserError, match="1 of 1 samples cannot be used"):
         Recordings(path.parent, 16000).check()
 
 
@@ -586,10 +574,9 @@ def cached(folder, count, key, unusable=(), failing=None):
         return str(error), encoded, getattr(error, "relayed", False)
     for index in range(count):
         expected = codes_of(index)[:0] if index in unusable else codes_of(index)
-        assert cache.frames(index) == len(expected)
-        assert cache[index].dtype == np.int64
+        assert cache[index].dtype == np.uint16
         np.testing.assert_array_equal(cache[index], expected)
-    return "", encoded, cache.empty
+    return "", encoded, [index for index, tokens in enumerate(cache) if not len(tokens)]
 
 
 def cached_again(folder):
@@ -647,32 +634,6 @@ def test_any_bytes_of_a_part_of_a_cache_may_be_damaged(tmp_path):
         assert not error
         made_anew += encoded == [19]
     assert made_anew > 80
-
-
-@pytest.mark.parametrize("damage", [
-    lambda tokens, lengths: (tokens[:, 0], lengths),
-    lambda tokens, lengths: (tokens[None], lengths),
-    lambda tokens, lengths: (tokens[0, 0], lengths),
-    lambda tokens, lengths: (tokens.astype(np.int64), lengths),
-    lambda tokens, lengths: (tokens.astype(np.float32), lengths),
-    lambda tokens, lengths: (tokens[:-1], lengths),
-    lambda tokens, lengths: (tokens[:0], lengths),
-    lambda tokens, lengths: (tokens, lengths + 1),
-    lambda tokens, lengths: (tokens, lengths.astype(np.float64)),
-    lambda tokens, lengths: (tokens, lengths[:, None]),
-    lambda tokens, lengths: (tokens, lengths.sum()),
-    lambda tokens, lengths: (tokens, np.append(lengths, 0)),
-    lambda tokens, lengths: (tokens, [lengths.sum() + 5, -5]),
-    lambda tokens, lengths: (tokens, lengths.astype(str)),
-    lambda tokens, lengths: (tokens.astype(object), lengths),
-])
-def test_a_part_of_a_cache_whose_arrays_do_not_fit_is_made_anew(damage, tmp_path):
-    cached(tmp_path, 70, "a")
-    [path] = tmp_path.rglob("00.npz")
-    with np.load(path) as file:
-        tokens, lengths = damage(file["tokens"], file["lengths"])
-    np.savez(path, tokens=tokens, lengths=lengths)
-    assert cached(tmp_path, 70, "a")[1] == [0, 1]
 
 
 def cached_of_rank(folder, data):

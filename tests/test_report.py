@@ -42,7 +42,7 @@ def page(tmp_path):
     (tmp_path / "samples").mkdir()
     for name in ("old.png", "a.png", "b.wav"):
         (tmp_path / "samples" / name).write_text(f"content of {name}")
-    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, LINES)))
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
     (tmp_path / "config.json").write_text('{"lr": 0.5, "text": "<b>"}')
     report.write(tmp_path)
     return Tags((tmp_path / "report.html").read_text())

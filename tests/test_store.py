@@ -93,7 +93,7 @@ def test_a_file_with_its_sha256_is_fetched_once_and_no_other_is_taken(tmp_path, 
 
 def test_a_server_that_is_not_there_or_says_no_or_nothing_is_reported(
         tmp_path, server, monkeypatch):
-    with pytest.raises(UserError, match=r"x.pt: HTTP Error 404"):
+    with pytest.raises(UserError, match=r"x.pt: .*HTTPError 404"):
         store.fetch(f"{server.url}/x.pt", tmp_path)
     monkeypatch.setattr(store, "TIMEOUT", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -125,7 +125,7 @@ def test_a_download_that_does_not_end_is_broken_off_and_leaves_no_file(
                 sent.append(2**20)
 
     monkeypatch.setattr(server.http.RequestHandlerClass, "do_GET", without_end)
-    with pytest.raises(UserError, match=r"/x\.pt: longer than .* bytes, the most that is taken"):
+    with pytest.raises(UserError, match=r"/x\.pt: .*longer than .* bytes, the most that is taken"):
         store.fetch(f"{server.url}/x.pt", tmp_path / "downloads")
     assert len(sent) < 200
     assert list((tmp_path / "downloads").iterdir()) == []
@@ -177,11 +177,11 @@ def test_files_to_start_from_are_fetched_if_the_run_needs_them(
 # Savers: the command line
 
 @pytest.mark.parametrize("text, message", [
-    ("disk save_latest_to=x.pt", "'disk'; expected one of local, wandb, huggingface"),
+    ("disk save_latest_to=x.pt", "expected one of local, wandb, huggingface.*'disk'"),
     ("local", "expected save_latest_to=PATH"),
     ("local save_lastest_to=x.pt", "unexpected keyword argument 'save_lastest_to'"),
     ("local save_latest_to", "expected one of local"),
-    ("local save_latest_to={stp}.pt", "KeyError.*in braces may stand run, step, best_val_loss"),
+    ("local save_latest_to={stp}.pt", "in braces may stand run, step, best_val_loss.*KeyError"),
     ("local save_best_to={step:xyz}.pt", "in braces"),
     ("local save_best_to={step.x}.pt", "in braces"),
     ("local save_best_to={step", "in braces"),
