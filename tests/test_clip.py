@@ -309,19 +309,6 @@ def test_built_in_data_are_made_once_and_anew_for_other_settings_or_another_clip
 # Mistakes of the user
 
 
-@pytest.mark.parametrize(
-    "setting, message",
-    [
-        (dict(text_width=48), "--text_width: 48 is not a multiple of 32"),
-        (dict(context=2), "--context: 2 is not 3 or more"),
-        (dict(batch_size=1), "--batch_size: 1 is not 2 or more"),
-    ],
-)
-def test_settings_out_of_bounds_are_named(setting, message):
-    with pytest.raises(UserError, match=message):
-        clip.Config(**setting)
-
-
 def save_model(model, path, vocabulary=(), **settings):
     cfg = config.as_json(clip.Config(**{**TINY, **settings}))
     state = {"model": model.state_dict(), "config": cfg, "vocabulary": list(vocabulary)}
@@ -338,13 +325,6 @@ def test_what_is_no_clip_is_named(tmp_path, model):
     ):
         with pytest.raises(UserError, match=f"{name}.*: {message}"):
             clip.load(tmp_path / name, CPU)
-
-
-def test_a_clip_of_other_widths_is_refused(model):
-    clip.check_widths(model, "tags", 16)
-    for widths in ((8, 0), (0, 8)):
-        with pytest.raises(UserError, match=r"tags: the CLIP's .* wide, but 8 are needed"):
-            clip.check_widths(model, "tags", *widths)
 
 
 @pytest.mark.parametrize(

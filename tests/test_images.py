@@ -189,13 +189,6 @@ def test_captions_are_read_in_every_marked_encoding_and_case_of_extension(
     assert images.CaptionedImages(tmp_path).caption(0) == caption
 
 
-@pytest.mark.parametrize("content", ["größe".encode("cp1252"), b"a\0b"])
-def test_a_caption_in_an_unmarked_other_encoding_is_unusable_by_name(content, tmp_path):
-    write_folder(tmp_path, {"x.png": png(picture(0)), "x.txt": content})
-    with pytest.raises(images.Unusable, match=r"x\.txt: not text in UTF-8"):
-        images.CaptionedImages(tmp_path).caption(0)
-
-
 def caption_of(content, **settings):
     """The caption of an image whose JSON is `content`, in a folder of its own."""
     with tempfile.TemporaryDirectory() as folder:
@@ -269,17 +262,6 @@ def test_a_fault_of_a_table_of_captions_is_named(content, tmp_path):
     write_folder(tmp_path, {"x.png": png(picture(0)), "metadata.jsonl": content.encode()})
     with pytest.raises(UserError, match=r"metadata\.jsonl: expected file_name and caption or text"):
         images.CaptionedImages(tmp_path)
-
-
-def test_images_behind_links_to_folders_are_read_once(tmp_path):
-    write_folder(tmp_path / "elsewhere", {"x.png": png(picture(0)), "x.txt": b"a"})
-    folder = tmp_path / "set"
-    folder.mkdir()
-    for name in ("first", "second"):
-        (folder / name).symlink_to(tmp_path / "elsewhere")
-    (folder / "cycle").symlink_to(folder)
-    dataset = images.CaptionedImages(folder)
-    assert [dataset.key(i) for i in range(len(dataset))] == ["first/x"]
 
 
 @pytest.mark.parametrize("pattern", ["{00000..00002}.tar", "0000[0-2].tar", ""])
@@ -611,14 +593,6 @@ def test_a_tar_without_a_number_is_named_where_tars_are_chosen_by_number(tmp_pat
     write_tar(tmp_path / "x.tar", {})
     with pytest.raises(UserError, match=r"x\.tar: no shard number at the end of its name"):
         images.CaptionedImages(tmp_path, shards="3")
-
-
-def test_a_missing_file_of_embeddings_is_named_before_training(tmp_path):
-    write_pictures(tmp_path)
-    (tmp_path / "img_emb_012.npy").unlink()
-    bad, _, faults = images.Pictures(tmp_path, 8).check()
-    assert bad == 5
-    assert "row 0 of img_emb_12.npy: no usable embedding" in faults[0]
 
 
 # The built-in shapes

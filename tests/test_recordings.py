@@ -620,18 +620,6 @@ def test_a_recording_that_cannot_be_encoded_has_no_tokens(count, unusable, tmp_p
     assert len(encoded) == count - len(unusable)
 
 
-@pytest.mark.parametrize("damage", [
-    lambda content: content[:200],
-    lambda content: b"",
-    lambda content: content.replace(struct.pack("<H", 1900), b"\0\0", 1),
-])
-def test_a_damaged_part_of_a_cache_is_made_anew(damage, tmp_path):
-    cached(tmp_path, 20, "a")
-    [path] = tmp_path.rglob("19.npz")
-    path.write_bytes(damage(path.read_bytes()))
-    assert cached(tmp_path, 20, "a")[1] == [19]
-
-
 def test_any_bytes_of_a_part_of_a_cache_may_be_damaged(tmp_path):
     rng = np.random.default_rng(0)
     cached(tmp_path, 20, "a")
@@ -673,23 +661,3 @@ def test_a_part_of_a_cache_whose_arrays_do_not_fit_is_made_anew(damage, tmp_path
         tokens, lengths = damage(file["tokens"], file["lengths"])
     np.savez(path, tokens=tokens, lengths=lengths)
     assert cached(tmp_path, 70, "a")[1] == [0, 1]
-
-
-def cached_of_rank(folder, data):
-    """(error, whether this rank prints it) of a token cache of recordings in DATA_RANK."""
-    dataset = Recordings(f"{data}_{os.environ['RANK']}", 16000)
-    try:
-        recordings.token_cache(folder, dataset, {}, codes_of, "tokens")
-    except UserError as error:
-        return str(error), not error.relayed
-
-
-def test_ranks_with_other_recordings_are_told_so_before_a_token_is_made(tmp_path, on_ranks):
-    for rank in range(2):
-        write(tmp_path / f"voices_{rank}", {"a.wav": wav(noise(1, 2000, rank)), "b.wav": GOOD})
-    first, second = on_ranks(2, cached_of_rank, tmp_path / "cache", tmp_path / "voices")
-    assert first[0] == second[0]
-    assert first[0].startswith("rank 1 has another data digest than rank 0")
-    assert first[0].endswith("start all ranks with the same data and code")
-    assert (first[1], second[1]) == (True, False)
-    assert not (tmp_path / "cache").exists()

@@ -347,13 +347,6 @@ def test_a_finished_run_started_again_changes_nothing_but_makes_new_copies(emb, 
     assert not differences(finished, folder)
 
 
-def test_the_script_alone_does_not_import_what_makes_and_reads_pictures_and_sounds(script):
-    loaded = script("import sys, train_prior; print(*sys.modules)").stdout.split()
-    assert "common.data" in loaded
-    for name in ("images", "recordings", "media", "synthetic", "lora", "clip"):
-        assert f"common.{name}" not in loaded
-
-
 @pytest.mark.parametrize("ranks", kill_ranks(2))
 def test_killed_at_random_moments_and_started_again_ends_in_the_same_bits(ranks, emb, tmp_path):
     settings = dict(
@@ -483,13 +476,6 @@ def test_a_validation_set_a_split_seed_a_cosine_length_and_no_averaging(emb, tmp
     assert "split_seed is 1 there and 2 here" in out
 
 
-def test_guidance_is_refused_for_a_model_that_never_trained_without_text(emb, tmp_path):
-    run(*flags(data=emb, run_dir=tmp_path, **{**SMALL, "steps": 1, "text_drop": 0}))
-    for command in ("evaluate", "sample"):
-        out = run(command, "--run_dir", tmp_path, "--guidance_scale", 2, expect=1)
-        assert "is trained with --text_drop 0" in out
-
-
 @pytest.mark.parametrize(
     "words, status, message",
     [
@@ -564,18 +550,6 @@ def test_a_prior_maps_between_embeddings_of_two_encoders_of_different_widths(tmp
 
 
 # Consoles
-
-
-def test_a_reader_that_leaves_does_not_end_training(emb, tmp_path, script):
-    words = flags(data=emb, run_dir=tmp_path, **SHORT)
-    command = "import train_prior, sys; sys.argv[0] = 'train_prior.py'; train_prior.main()"
-    process = script(command, *words, wait=False)
-    assert "1,500 embeddings" in process.stdout.readline()
-    process.stdout.close()  # as `head -n 1` does
-    err = process.stderr.read()
-    assert process.wait() == 0, err
-    assert "BrokenPipe" not in err
-    assert (tmp_path / "model.pt").is_file()
 
 
 @pytest.mark.parametrize("closed", [">&-", ">&- 2>&-", "2>&1 | head -n 1"])
@@ -745,11 +719,3 @@ def test_a_run_whose_clip_is_gone_names_the_way_to_go_on_without_one(world, tmp_
 
 
 # Defaults
-
-
-def test_the_default_is_the_papers_method_and_the_preset_has_its_table_3():
-    cfg = train_prior.Config()
-    assert (cfg.objective, cfg.noise_schedule, cfg.timesteps, cfg.eta) == ("x0", "cosine", 1000, 1)
-    assert train_prior.SampleConfig.best_of == 2
-    table = dict(width=2048, depth=24, batch_size=4096, lr=1.1e-4, weight_decay=0.06, beta2=0.96)
-    assert table.items() <= train_prior.PRESETS["dalle2"].items()
