@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, environment, free_port
-from helpers import AUDIO, SMALL, Forked, differences, flags, metrics, write_voices
+from helpers import AUDIO, SMALL, Forked, differences, flags, metrics, two_copies, write_voices
 
 from common import checkpoint, data, dist
 
@@ -48,9 +48,7 @@ def newest(folder):
 # Ranks
 
 def test_ranks_with_other_contents_of_the_same_size_do_not_train(emb, tmp_path):
-    folders = [tmp_path / "0", tmp_path / "1"]
-    for folder in folders:
-        shutil.copytree(emb, folder / "emb")
+    folders = two_copies(emb, tmp_path, "emb")
     path = tmp_path / "1/emb/img_emb/img_emb_1.npy"
     np.save(path, np.roll(np.load(path), 1, axis=0))
     words = flags(data="emb", run_dir=tmp_path / "run", **SMALL)
@@ -80,9 +78,7 @@ def test_nodes_without_a_shared_run_folder_end_in_one_line_before_training(run_d
 
 @pytest.mark.parametrize("missing", ["emb", "emb/text_emb"])
 def test_a_rank_that_misses_the_data_is_the_one_that_says_so(missing, emb, tmp_path):
-    folders = [tmp_path / "0", tmp_path / "1"]
-    for folder in folders:
-        shutil.copytree(emb, folder / "emb")
+    folders = two_copies(emb, tmp_path, "emb")
     shutil.rmtree(folders[1] / missing)
     words = flags(data="emb", run_dir=tmp_path / "run", **SMALL)
     out = Forked("train_prior", *words, ranks=2, folders=folders).finish(1)
@@ -126,9 +122,7 @@ def test_a_rank_whose_data_are_gone_or_never_come_ends_all_in_one_line_each(
     words = flags(data="emb", run_dir=tmp_path / "run", **settings)
     port = free_port()
     processes = []
-    for rank in range(2):
-        folder = tmp_path / str(rank)
-        shutil.copytree(emb, folder / "emb")
+    for rank, folder in enumerate(two_copies(emb, tmp_path, "emb")):
         variables = map("=".join, environment(rank, 2, port).items())
         processes.append(script(BROKEN, folder, fault, *variables, *words, wait=False))
     errors = []
