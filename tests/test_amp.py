@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from common import amp, dist, optim
+from common import amp, optim
 from common.config import UserError
 
 CPU = torch.device("cpu")
@@ -106,31 +106,6 @@ def test_an_overflow_in_one_of_two_models_stops_both_once_and_the_next_step_goes
     stepped, third = step(2)
     assert stepped and (third != second).any(1).all()
     assert scaler.get_scale() == scale / 2
-
-
-def overflow_on_one_rank():
-    model, optimizers = make()
-    scaler = amp.scaler(CPU, "fp16")
-    steps = []
-    for step in range(3):
-        model.zero_grad()
-        factor = torch.inf if step == 1 and dist.rank() == 1 else 1.0
-        with amp.autocast(CPU, "fp16"):
-            loss = loss_of(model, 10 * step + dist.rank())
-        scaler.scale(loss * factor).backward()
-        dist.sum_gradients(model)
-        _, stepped = amp.step(scaler, [(optimizers, 1.0)])
-        steps.append((stepped, scaler.get_scale(), state_of(model, optimizers).tolist()))
-    return steps
-
-
-def test_an_overflow_on_one_rank_skips_the_step_on_both(on_ranks):
-    first, second = on_ranks(2, overflow_on_one_rank)
-    assert first == second
-    stepped, scales, states = zip(*first)
-    assert stepped == (True, False, True)
-    assert scales[1] == scales[2] == scales[0] / 2
-    assert states[0] == states[1] != states[2]
 
 
 def test_a_run_whose_gradients_overflow_at_any_scale_ends_with_a_way_out():

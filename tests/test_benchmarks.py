@@ -3,12 +3,9 @@ import importlib
 import json
 import math
 import re
-import types
 from pathlib import Path
 
 import pytest
-import torch
-import torch.nn.functional as F
 
 import train_decoder
 import train_prior
@@ -91,30 +88,3 @@ def test_every_case_gives_a_line_of_its_own(name, words, cases, load, monkeypatc
         case = re.sub("^checkpoint_.*", "checkpoint", line["case"])
         found.add(case.replace("decode", "tokenize"))
     assert found == set(cases or bench.CASES)
-
-
-def test_a_line_has_flops_rates_and_what_is_made_of_the_seconds(load, capsys):
-    args = types.SimpleNamespace(device=torch.device("cpu"), precision="fp32", compile=False)
-    matrix = torch.randn(SIDE, SIDE)
-    facts = dict(parameters=7, doubled=lambda seconds: 2 * seconds)
-    load("bench_prior").measure("product", args, lambda: matrix @ matrix, 5, **facts)
-    line = json.loads(capsys.readouterr().out)
-    seconds = line["ms"] / 1e3
-    gflop = 2 * SIDE ** 3 / 1e9
-    expected = dict(
-        parameters=7,
-        doubled=2 * seconds,
-        gflop=gflop,
-        gflop_per_s=gflop / seconds,
-        share_of_peak=gflop / seconds / line["peak_gflop_per_s"],
-    )
-    assert {name: line[name] for name in expected} == pytest.approx(expected, rel=1e-2)
-
-
-def test_flops_are_those_of_the_products_whatever_computes_attention(load):
-    flops_of = load("bench_prior").flops_of
-    x = torch.randn(3, 4, 16, 8)
-    weight = torch.randn(8, 5)
-    assert flops_of(lambda: x @ weight) == 2 * 3 * 4 * 16 * 8 * 5
-    attention = torch.compile(F.scaled_dot_product_attention, backend="eager")
-    assert flops_of(lambda: attention(x, x, x)) == 2 * 2 * 3 * 4 * 16 * 16 * 8

@@ -1,10 +1,10 @@
 """Saving as a commit: whatever is cut off, killed, full or damaged, a complete run stays."""
+import contextlib
 import dataclasses
 import errno
 import fcntl
 import hashlib
 import io
-import json
 import math
 import os
 import pickle
@@ -21,6 +21,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import FORKS
+from helpers import Settings
 from torch import nn
 
 from common import amp, checkpoint, config, dist, ema, optim
@@ -28,16 +29,11 @@ from common.config import UserError
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(config.TrainingRun):
+class Config(Settings):
     """Settings of a small model"""
 
-    run_dir: str = "run"
-    data: str = ""
-    steps: int = 1000
-    batch_size: int = 64
     width: int = config.field(8, model=True)
     lr: float = 0.01
-    optimizer: str = "adamw"
     lora_rank: int = 0
 
 
@@ -137,9 +133,8 @@ def contents(folder):
 
 # Files
 
-def test_every_flipped_bit_of_a_saved_state_is_noticed_and_without_one_it_is_the_same(tmp_path):
+def test_a_saved_state_is_read_as_it_was_and_known_by_its_sha256(tmp_path):
     path = tmp_path / "deep/state.pt"
-    rng = random.Random(0)
     half = torch.ones(3, dtype=torch.bfloat16)
     state = {"model": {"w": torch.randn(9), "half": half}, "plan": [1, (2, "a"), None]}
     for _ in range(2):  # also over an older one
@@ -148,11 +143,6 @@ def test_every_flipped_bit_of_a_saved_state_is_noticed_and_without_one_it_is_the
     assert same(checkpoint.load(path), state)
     good = path.read_bytes()
     assert digest == checkpoint.checksum(path) == hashlib.sha256(good).hexdigest()
-    for _ in range(50):
-        bad = bytearray(good)
-        bad[rng.randrange(len(bad))] ^= 1 << rng.randrange(8)
-        path.write_bytes(bad)
-        assert checkpoint.checksum(path) != digest
 
 
 class Secret:
@@ -172,21 +162,23 @@ WHOLE = as_file({"model": {"w": torch.zeros(9)}})
 
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
-@pytest.mark.parametrize("content", [
-    pickle.dumps({"model": Secret()}),
-    as_file({"model": Secret()}),
-    as_file(torch.zeros(3)),
-    as_file(["model"]),
-    as_file({"step": 1}),
-    b"",
-    b"PK\x03\x04" + bytes(40),
-    WHOLE[:-200],
-], ids=str)
-def test_a_file_that_is_no_checkpoint_is_refused_and_nothing_in_it_is_executed(content, tmp_path):
+@pytest.mark.parametrize("content, reason", [
+    (pickle.dumps({"model": Secret()}), ""),
+    (as_file({"model": Secret()}), "Unsupported global: GLOBAL"),
+    (as_file(["model"]), ""),
+    (as_file({"step": 1}), ""),
+    (b"", "EOFError"),
+    (b"PK\x03\x04" + bytes(40), ""),
+    (WHOLE[:-200], "PytorchStreamReader failed reading zip archive: failed finding central"),
+])
+def test_a_file_that_is_no_checkpoint_is_refused_with_torchs_reason_and_not_executed(
+        content, reason, tmp_path):
     path = tmp_path / "state.pt"
     path.write_bytes(content)
-    with pytest.raises(UserError, match=f"^{path}: not a checkpoint of this program[^\n]*$"):
+    message = f"^{path}: not a checkpoint of this program[^\n]*{reason}[^\n]*$"
+    with pytest.raises(UserError, match=message) as caught:
         checkpoint.load(path)
+    assert "weights_only" not in str(caught.value)  # torch's advice
     assert not Path("executed").exists()
     with pytest.raises(UserError, match=f"{tmp_path}: no such checkpoint"):
         checkpoint.load(tmp_path)
@@ -276,7 +268,7 @@ def test_any_other_error_of_locking_names_the_file(tmp_path, monkeypatch):
 def test_of_files_with_one_flipped_bit_each_is_refused_in_one_line_or_has_the_same_in_it(tmp_path):
     path = tmp_path / "state.pt"
     state = checkpoint.copy_to_host(state_of(tmp_path).contents())
-    checkpoint.save(state, path)
+    digest = checkpoint.save(state, path)
     good = path.read_bytes()
     rng = random.Random(0)
     places = [rng.randrange(8 * len(good)) for _ in range(100)]
@@ -287,6 +279,7 @@ def test_of_files_with_one_flipped_bit_each_is_refused_in_one_line_or_has_the_sa
         bad = bytearray(good)
         bad[place // 8] ^= 1 << place % 8
         path.write_bytes(bad)
+        assert checkpoint.checksum(path) != digest
         try:
             assert same(checkpoint.load(path), state)  # of padding, for one
         except UserError as error:
@@ -308,35 +301,11 @@ def test_steps_that_no_run_can_reach_are_refused(change, reason, tmp_path):
         checkpoint.load(path)
 
 
-@pytest.mark.parametrize("content, reason", [
-    (as_file({"model": Secret()}), "Unsupported global: GLOBAL"),
-    (WHOLE[:-200], "PytorchStreamReader failed reading zip archive: failed finding central"),
-    (b"", "EOFError"),
-])
-def test_torchs_own_reason_is_told_and_not_its_advice(content, reason, tmp_path):
-    path = tmp_path / "state.pt"
-    path.write_bytes(content)
-    with pytest.raises(UserError, match=reason) as caught:
-        checkpoint.load(path)
-    assert "weights_only" not in str(caught.value)
-
-
-def test_numbers_that_json_has_no_word_for_are_written_as_null(tmp_path):
-    path = tmp_path / "a.json"
-    values = {"values": {"loss": math.inf, "list": [math.nan, 0.5]}}
-    checkpoint.write_json(values, path)
-    assert json.loads(path.read_text(), parse_constant=pytest.fail) == {
-        "values": {"loss": None, "list": [None, 0.5]}
-    }
-
-
 # Models
 
 @pytest.mark.parametrize("spoil, message", [
     (lambda weight: weight.fill_(math.nan), "1 weights are not finite: weight;"),
-    (lambda weight: weight.double() * 1e300, "1 weights are not finite: weight;"),
     (lambda weight: weight + 0j, "weights of another model: 1 entries differ: weight;"),
-    (lambda weight: weight.int(), "weights of another model: 1 entries differ: weight;"),
 ])
 def test_weights_that_are_not_finite_or_not_real_are_refused_by_name(spoil, message, tmp_path):
     path = tmp_path / "model.pt"
@@ -600,14 +569,11 @@ def test_a_run_in_the_current_folder_cannot_be_moved_aside(tmp_path, monkeypatch
 
 @pytest.mark.parametrize("text", [
     None,
-    "",
     "[]",
     "{}",
     "\xff",
-    '{"checkpoints": [3]}',
     '{"checkpoints": [{"step": 1, "file": "x"}]}',
     '{"checkpoints": [{"file": 1, "step": 2, "sha256": "a", "values": {}}]}',
-    '{"checkpoints": [], "finished": 3}',
     '{"checkpoints": [], "finished": {}}',
     "[" * 100_000,
     '{"checkpoints": [], "logger": []}',
@@ -624,19 +590,6 @@ def test_a_missing_or_damaged_record_is_named_with_ways_out(text, tmp_path):
         opened(tmp_path / "run")
     assert resume_point(opened(tmp_path / "run", "never")) == NEW  # a way out
     assert len(os.listdir(tmp_path / "run.1/checkpoints")) == 2
-
-
-@pytest.mark.parametrize("name", ["finished", "best", "identity", "logger", "sha256"])
-def test_null_in_a_record_is_as_if_the_name_were_left_out(name, tmp_path):
-    run = opened(tmp_path / "run")
-    commit(run, 10, 20)
-    path, _, _ = resume_point(run)
-    run.lock_file.close()
-    record = tmp_path / "run/auto_resume.json"
-    checkpoint.write_json({**json.loads(record.read_text()), name: None}, record)
-    run = opened(tmp_path / "run")
-    assert run.record.get(name) is None
-    assert resume_point(run)[0] == path
 
 
 def test_a_save_that_has_begun_is_of_the_state_as_it_was(tmp_path, monkeypatch):
@@ -732,23 +685,32 @@ def test_a_folder_in_use_is_refused_naming_the_process_until_that_is_killed(tmp_
 MOMENTS = {"mkdir", "open", "flush", "fsync", "replace", "__exit__", "close", "unlink"}
 
 
-def test_what_a_kill_at_any_moment_of_saving_leaves_is_a_complete_run_that_goes_on_bit_for_bit(
-        tmp_path):
-    """A copy of the folder at a moment has what a kill would leave: what the system was given."""
-    run = opened(tmp_path / "run")
-    state = state_of("run", keep=1)  # the same config wherever the folder is
-    left = [shutil.copytree(run.folder, tmp_path / "0")]
+@contextlib.contextmanager
+def copies(run, place):
+    """Yield a list that gets a copy of the run's folder at each moment of saving.
+
+    A copy has what a kill would leave: what the system was given.
+    """
+    left = []
 
     def copy(frame, event, argument):
         if event == "c_call" and argument.__name__ in MOMENTS:
-            left.append(shutil.copytree(run.folder, tmp_path / str(len(left))))
+            left.append(shutil.copytree(run.folder, place / str(len(os.listdir(place)))))
 
     threading.setprofile(copy)  # of the thread that writes
-    for _ in range(3):
-        take_steps(state)
-        save(run, state)
+    yield left
     threading.setprofile(None)
     run.thread.shutdown()
+
+
+def test_what_a_kill_at_any_moment_of_saving_leaves_is_a_complete_run_that_goes_on_bit_for_bit(
+        tmp_path):
+    run = opened(tmp_path / "run")
+    state = state_of("run", keep=1)  # the same config wherever the folder is
+    with copies(run, tmp_path) as left:
+        for _ in range(3):
+            take_steps(state)
+            save(run, state)
     take_steps(state)
 
     reached = 0
@@ -770,21 +732,11 @@ def test_what_a_kill_at_any_moment_of_saving_leaves_is_a_complete_run_that_goes_
 
 def test_a_kill_while_a_step_is_saved_again_leaves_the_one_or_the_other(tmp_path):
     run = opened(tmp_path / "run")
-    left = []
-    names = []
-
-    def copy(frame, event, argument):
-        if event == "c_call" and argument.__name__ in MOMENTS:
-            names.append(str(len(names)))
-            left.append(shutil.copytree(run.folder, tmp_path / names[-1]))
-
-    threading.setprofile(copy)  # of the thread that writes
-    state = commit(run, 1, keep=1)
-    left.clear()
-    state.best_val_loss = 0.5
-    save(run, state)
-    threading.setprofile(None)
-    run.thread.shutdown()
+    with copies(run, tmp_path) as left:
+        state = commit(run, 1, keep=1)
+        left.clear()
+        state.best_val_loss = 0.5
+        save(run, state)
     losses = set()
     for folder in left:
         path, _, notes = opened(folder).resume_point(state.cfg, state.identity)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import flags
+from helpers import flags, write_captioned
 
 from common import checkpoint, clip, config, data, media, order, synthetic
 from common.config import UserError
@@ -218,11 +218,7 @@ def test_training_learns_what_captions_say_of_images(model):
 def captioned(tmp_path, monkeypatch):
     """80 captioned shapes in the folder images, among files that cannot be used."""
     monkeypatch.chdir(tmp_path)
-    Path("images").mkdir()
-    images, records = synthetic.shapes(range(80), size=24)
-    for i, record in enumerate(records):
-        media.write_png(f"images/{i:02d}.png", images[i])
-        Path(f"images/{i:02d}.txt").write_text(record["caption"])
+    images, records = write_captioned(Path("images"), 80, size=24)
     Path("images/07.gif").touch()
     Path("images/damaged.png").write_bytes(b"damaged")
     Path("images/damaged.txt").touch()
@@ -234,25 +230,24 @@ TRAIN = ["train", *flags(**SETTINGS)]
 
 
 def test_a_clip_learns_the_words_of_its_training_images(captioned):
-    Path("images/00.txt").write_text("")
+    Path("images/00000.txt").write_text("")
     captioned[1][0]["caption"] = ""
     out = run_clip(*TRAIN)
     assert "texts looked at 1 are empty, and 0 are cut" in out
     assert "left out are files of kinds that are not read (1 gif)" in out
     assert "Next: python -m common.clip embed --data images --run_dir clip --out emb" in out
     words = set()
-    keys = [f"{i:02d}" for i in range(80)]
+    keys = [f"{i:05d}" for i in range(80)]
     for i in order.split_keys(keys, "train", 0.1, 0.1):
         words |= set(captioned[1][i]["caption"].split())
     assert set(clip.load("clip", CPU).tokenizer.vocabulary) == words
 
 
-@pytest.mark.parametrize("raw", [False, True])
-def test_images_that_can_be_used_are_embedded_as_the_prior_reads_them(raw, captioned, tmp_path):
+def test_images_that_can_be_used_are_embedded_as_the_prior_reads_them(captioned, tmp_path):
     images, records = captioned
     run_clip(*TRAIN)
     words = flags(data="images", run_dir="clip", out="emb")
-    out = run_clip("embed", *words, "--encodings", *["--raw"] * raw)
+    out = run_clip("embed", *words, "--encodings", "--raw")
     assert "1 of 81 images cannot be used and are left out: images/damaged.png" in out
     assert "train_prior.py --data emb " in out
     model = clip.load("clip", CPU)
@@ -262,12 +257,12 @@ def test_images_that_can_be_used_are_embedded_as_the_prior_reads_them(raw, capti
         "place": str(tmp_path / "emb"),
     }
     small = media.resize_uint8(torch.from_numpy(images), 16).numpy()
-    arrays, _ = clip.embed(model, [(small, records)], encodings=True, raw=raw)
+    arrays, _ = clip.embed(model, [(small, records)], encodings=True, raw=True)
     dataset = data.Embeddings("emb", True)
     batch, _ = dataset.fetch(np.arange(len(dataset)))
     for name, expected in zip(("image_embed", "text_embed", "text_enc"), arrays, strict=True):
         np.testing.assert_allclose(batch[name], expected, rtol=1e-2, atol=1e-2)
-    assert dataset.records([3]) == [{"caption": records[3]["caption"], "key": "03"}]
+    assert dataset.records([3]) == [{"caption": records[3]["caption"], "key": "00003"}]
 
 
 def test_built_in_data_are_made_once_and_anew_for_other_settings_or_another_clip(
@@ -309,19 +304,6 @@ def test_built_in_data_are_made_once_and_anew_for_other_settings_or_another_clip
 # Mistakes of the user
 
 
-@pytest.mark.parametrize(
-    "setting, message",
-    [
-        (dict(text_width=48), "--text_width: 48 is not a multiple of 32"),
-        (dict(context=2), "--context: 2 is not 3 or more"),
-        (dict(batch_size=1), "--batch_size: 1 is not 2 or more"),
-    ],
-)
-def test_settings_out_of_bounds_are_named(setting, message):
-    with pytest.raises(UserError, match=message):
-        clip.Config(**setting)
-
-
 def save_model(model, path, vocabulary=(), **settings):
     cfg = config.as_json(clip.Config(**{**TINY, **settings}))
     state = {"model": model.state_dict(), "config": cfg, "vocabulary": list(vocabulary)}
@@ -338,13 +320,6 @@ def test_what_is_no_clip_is_named(tmp_path, model):
     ):
         with pytest.raises(UserError, match=f"{name}.*: {message}"):
             clip.load(tmp_path / name, CPU)
-
-
-def test_a_clip_of_other_widths_is_refused(model):
-    clip.check_widths(model, "tags", 16)
-    for widths in ((8, 0), (0, 8)):
-        with pytest.raises(UserError, match=r"tags: the CLIP's .* wide, but 8 are needed"):
-            clip.check_widths(model, "tags", *widths)
 
 
 @pytest.mark.parametrize(

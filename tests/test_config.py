@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import pytest
 from conftest import ROOT
-from helpers import start
+from helpers import CONSOLES, start
 from torch.distributed.run import get_args_parser
 
 from common import clip, config, pretrained
@@ -85,10 +85,8 @@ def run(monkeypatch):
     ("--widths 1,2,3", {"widths": (1, 2, 3)}),
     ("--widths=8, --scales 1,.5", {"widths": (8,), "scales": (1.0, 0.5)}),
     ("--data=--odd-one", {"data": "--odd-one"}),
-    ("--steps 5 --steps 6", {"steps": 6}),
     ("--share 0 --compile", {"share": 0.0, "compile": True}),
     ("--decay 0 --data emb", {"decay": 0.0, "data": "emb"}),
-    ("--widths 1 --steps 1 --even -4", {"widths": (1,), "steps": 1, "even": -4}),
     ("--plain 5 --preset tall", {"plain": 5, "stage": "high", "steps": 5}),
 ])
 def test_flags_become_values_of_the_fields_types(words, expected):
@@ -149,10 +147,8 @@ def test_rules_of_a_setting_stand_with_it():
 @pytest.mark.parametrize("words, message", [
     ("--step 5", "--step: no such setting; did you mean --steps?"),
     ("--no_cosin", "--no_cosin: no such setting; did you mean --no_cosine?"),
-    ("--learning_rate 1", "--learning_rate: no such setting; did you mean --lr?"),
     ("--qqqqqq 1", "--qqqqqq: no such setting; see --help"),
     ("--steps 1.5", "--steps: invalid int value: '1.5'"),
-    ("--steps 1.5e0", "--steps: invalid int value: '1.5e0'"),
     ("--lr --steps 5", "--lr: expected one argument"),
     ("--stage middle", "--stage: invalid choice: 'middle' (choose from 'all', 'low', 'high')"),
     ("--widths 1,x", "--widths: invalid tuple[int, ...] value: '1,x'"),
@@ -162,13 +158,11 @@ def test_rules_of_a_setting_stand_with_it():
     ("--preset tall --stage low", "--stage low: this preset is for --stage high alone"),
     ("--config nowhere.json", "No such file or directory: 'nowhere.json'"),
     ("--widths 3,0", "--widths: (3, 0) is not above 0"),
-    ("--workers=-1", "--workers: -1 is not 0 or more"),
     ("--weight=-0.5", "--weight: -0.5 is not 0 or more"),
     ("--compile --share 1.5", "--share: 1.5 is not within 0 and 1"),
     ("--decay 1", "--decay: 1.0 is not 0 or more and below 1"),
     ("--even 3", "--even: 3 is not even"),
     ("--lr nan", "--lr: nan is not a finite number"),
-    ("--lr inf", "--lr: inf is not a finite number"),
     ("--seed 1e30", "--seed: 1000000000000000019884624838656 does not fit into 64 bits"),
     ("--plain -9223372036854775809", "--plain: -9223372036854775809 does not fit into 64 bits"),
     ("--data a\udcff", r"--data: 'a\udcff' has a zero byte, or is not text in UTF-8"),
@@ -354,15 +348,11 @@ def test_a_text_of_an_unmarked_other_encoding_is_refused_by_name(content, tmp_pa
 
 # Consoles
 
-@pytest.mark.parametrize("variables", [
-    {"PYTHONIOENCODING": "ascii"},
-    {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
-])
-@pytest.mark.parametrize("name", ["train_prior", "train_decoder", "train_audio"])
-def test_help_is_whole_on_a_console_of_ascii(name, variables, monkeypatch):
+@pytest.mark.parametrize("variables", CONSOLES)
+def test_help_is_whole_on_a_console_of_ascii(variables, monkeypatch):
     for variable, value in variables.items():
         monkeypatch.setenv(variable, value)
-    process = start(name, "--help")
+    process = start("train_audio", "--help")
     out, err = process.communicate()
     assert (process.returncode, err) == (0, "")
     assert "--timeout_minutes" in out and r"\u2026" in out

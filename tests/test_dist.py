@@ -196,17 +196,6 @@ def test_gradients_are_summed_where_they_lie_and_are_zero_where_there_are_none(
     assert on_ranks(ranks, sum_up) == [[[total], [0.0], [0.0], [0.0]]] * ranks
 
 
-def hand_out():
-    tensors = [torch.full((n, 2), float(dist.rank())).T for n in range(1, 4)]
-    dist.exchange_owned(tensors)
-    return [tensor.unique().tolist() for tensor in tensors]
-
-
-@pytest.mark.parametrize("ranks, owners", [(1, [0, 0, 0]), (2, [0, 1, 0]), (4, [0, 1, 2])])
-def test_each_tensor_comes_from_its_owner(ranks, owners, on_ranks):
-    assert on_ranks(ranks, hand_out) == [[[owner] for owner in owners]] * ranks
-
-
 # Signals
 
 def steps_until_stopped(kind, number):

@@ -1,6 +1,5 @@
 """The loops' shared part: log lines, what is due when, what ends a run, how it starts."""
 
-import dataclasses
 import math
 import signal
 from types import SimpleNamespace
@@ -161,21 +160,6 @@ def test_multiples_between_two_lines_are_due_once():
     assert due == [(4, True, False), (8, True, True), (12, True, True), (16, True, True)]
 
 
-def test_a_save_due_with_an_evaluation_comes_first_as_if_the_line_were_still_to_come():
-    saved = []
-    run = SimpleNamespace(save=lambda state, log: saved.append((state.step, state.unlogged)))
-    state = state_at(0, steps=8, log_every=2, eval_every=4, save_every=2)
-    progress = progress_of(state, run)
-    for loss in range(4):
-        add(progress, loss)
-        if progress.log_due():
-            progress.log_line()
-            progress.restart()
-    [(step, unlogged)] = saved  # with step 2 no evaluation is due: the loop itself saves
-    assert (step, unlogged["losses"]) == (4, [2.0, 3.0])
-    assert state.unlogged == checkpoint.NOTHING_UNLOGGED
-
-
 @pytest.mark.parametrize("stop", range(5))
 def test_what_a_stop_left_between_two_lines_is_logged_by_the_next_as_if_nothing_was(stop):
     losses = (8.0, 16.0, 40.0, 80.0)  # of the steps 9 to 12; the stop comes after `stop` of them
@@ -263,20 +247,3 @@ def test_the_chunk_size_is_the_one_given_or_gives_every_rank_a_chunk(
     monkeypatch.setattr(dist, "world_size", lambda: ranks)
     cfg = Settings(run_dir=str(tmp_path), **settings)
     assert loop.with_chunk_size(cfg, 16).chunk_size == expected
-
-
-def test_a_run_keeps_its_chunk_size_on_more_ranks_and_a_new_one_refuses_too_large_ones(
-    tmp_path, monkeypatch
-):
-    identity = {"chunk_size": 32}
-    record = {
-        "checkpoints": [{"file": "x", "step": 1, "values": {}, "sha256": ""}],
-        "identity": identity,
-    }
-    checkpoint.write_json(record, tmp_path / "auto_resume.json")
-    monkeypatch.setattr(dist, "world_size", lambda: 4)
-    cfg = Settings(run_dir=str(tmp_path), batch_size=64)
-    assert loop.with_chunk_size(cfg, 16).chunk_size == 32
-    new = dataclasses.replace(cfg, run_dir=str(tmp_path / "new"), chunk_size=32)
-    with pytest.raises(UserError, match=r"makes 2 chunk.* too few for 4 ranks; .* at most 16"):
-        loop.with_chunk_size(new, 16)

@@ -19,7 +19,7 @@ import pytest
 from conftest import ROOT
 
 import train_audio
-from common import clip, config, data, media, synthetic
+from common import clip, config, data, media
 
 README = (ROOT / "README.md").read_text()
 # (command, "") or ("", recipe) of all of them but the changes to a fork, which test_fork.py runs
@@ -107,50 +107,28 @@ def write_published(folder):
     if importlib.util.find_spec("diffusers"):
         for name in ("kandinsky-community/kandinsky-2-2-prior", "kakaobrain/karlo-v1-alpha"):
             helpers.write_pipeline(folder / name, 64, 24)
-    if importlib.util.find_spec("transformers"):
-        import transformers
-        mimi = transformers.MimiConfig(
-            sampling_rate=24000,
-            num_filters=2,
-            hidden_size=16,
-            num_quantizers=8,
-            codebook_size=16,
-            codebook_dim=8,
-            vector_quantization_hidden_dimension=8,
-            upsampling_ratios=[8, 6, 5],
-            upsample_groups=16,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            intermediate_size=16,
-        )
-        transformers.MimiModel(mimi).save_pretrained(folder / "kyutai/mimi")
 
 
-def write_images(folder, pictures, captions):
-    """Captioned images, as plain files in FOLDER/images and as a tar in FOLDER/tars."""
-    for name in ("images", "tars"):
-        (folder / name).mkdir()
-    for number, (picture, caption) in enumerate(zip(pictures, captions)):
-        path = folder / f"images/{number:09d}.png"
-        media.write_png(path, picture)
-        path.with_suffix(".txt").write_text(caption)
+def write_images(folder):
+    """60 captioned images as plain files in FOLDER/images and in a tar in FOLDER/tars; both."""
+    pictures, records = helpers.write_captioned(folder / "images", 60)
+    (folder / "tars").mkdir()
     with tarfile.open(folder / "tars/00000.tar", "w") as tar:
         tar.add(folder / "images", "")
+    return pictures, records
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     """(a user's folder with files of each kind, the names that recipes find)."""
     folder = tmp_path_factory.mktemp("home")
-    pictures, records = synthetic.shapes(range(60))
+    pictures, records = write_images(folder)
     captions = [record["caption"] for record in records]
     embeddings = np.random.default_rng(0).normal(size=(60, 64))
 
     for name, picture in zip(("a", "b", "hole"), pictures):
         media.write_png(folder / f"{name}.png", picture)
     media.write_png(folder / "small.png", pictures[3][::2, ::2])
-    write_images(folder, pictures, captions)
     helpers.write_voices(folder / "recordings", range(60))
     write_published(folder)
     longer = 3 * embeddings  # not of unit length
@@ -186,8 +164,6 @@ def test_each_command_and_recipe_works_in_their_order(command, recipe, home, mon
         return
     if re.search("k22|karlo", command):
         pytest.importorskip("diffusers", reason="no diffusers, which makes the published models")
-    if "mimi" in command:
-        pytest.importorskip("transformers", reason="no transformers, which makes the codec")
     command = re.sub(r"open_clip:\S+", "runs/clip", command)
     launcher, *words = shlex.split(command, comments=True)
     ranks = 0

@@ -10,6 +10,7 @@ import wave as wavfile
 import numpy as np
 import pytest
 import torch
+from helpers import write_files
 from torch.testing import assert_close
 
 from common import order, recordings, synthetic
@@ -30,14 +31,6 @@ def wav(wave, rate=16000):
         file.setparams((len(wave), 2, rate, 0, "NONE", ""))
         file.writeframes((wave.T * 32768).astype(np.int16).tobytes())
     return stream.getvalue()
-
-
-def write(folder, files):
-    for name, content in files.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
-    return folder
 
 
 @pytest.fixture
@@ -271,7 +264,7 @@ def folder(path, speakers=3, each=4):
         name = f"voice_{i // each}/take_{i % each}"
         wave = noise(1 + i % 2, 2000 + 300 * i, i)
         text = f" say {i} ü\n".encode()
-        write(path, {f"{name}.txt": text, f"{name}.wav": wav(wave, RATES[i % 3])})
+        write_files(path, {f"{name}.txt": text, f"{name}.wav": wav(wave, RATES[i % 3])})
     return path
 
 
@@ -297,7 +290,7 @@ def test_speakers_are_found_by_a_pattern(tmp_path):
 
 
 def test_speakers_and_texts_are_found_in_folders_of_librispeech(tmp_path):
-    write(tmp_path, {
+    write_files(tmp_path, {
         "1/8/1-8-0.wav": GOOD, "1/8/1-8-1.wav": GOOD, "7/8/7-8-0.wav": GOOD,
         "1/8/1-8.trans.txt": b"1-8-0 NORTHANGER ABBEY\n1-8-1  THIS LITTLE WORK\n\n",
         "7/8/7-8.trans.txt": b"\n"})
@@ -357,7 +350,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_transcripts_and_speakers_are_found_in_the_layouts_of_known_corpora(layout, tmp_path):
     files, expected = LAYOUTS[layout]
-    dataset = Recordings(write(tmp_path, files), 16000)
+    dataset = Recordings(write_files(tmp_path, files), 16000)
     found = zip(dataset.names, zip(dataset.texts, dataset.speaker_of))
     assert dict(found) == expected
     assert dataset.left_out == ""
@@ -365,7 +358,7 @@ def test_transcripts_and_speakers_are_found_in_the_layouts_of_known_corpora(layo
 
 def test_a_pattern_for_speakers_wins_over_a_table(tmp_path):
     files, _ = LAYOUTS["Common Voice"]
-    dataset = Recordings(write(tmp_path, files), 16000, pattern=r"(\d)\.")
+    dataset = Recordings(write_files(tmp_path, files), 16000, pattern=r"(\d)\.")
     assert dataset.speaker_of == ["1", "2"]
 
 
@@ -381,7 +374,7 @@ def test_a_pattern_for_speakers_wins_over_a_table(tmp_path):
 ])
 def test_how_many_recordings_have_no_transcript_is_said_and_what_was_not_understood(
         files, line, tmp_path):
-    write(tmp_path, {"s1/001.wav": GOOD, "s2/001.wav": GOOD, **files})
+    write_files(tmp_path, {"s1/001.wav": GOOD, "s2/001.wav": GOOD, **files})
     dataset = Recordings(tmp_path, 16000)
     assert dataset.left_out == line.format(tmp_path)
     assert dataset.text(1) == ""
@@ -390,20 +383,20 @@ def test_how_many_recordings_have_no_transcript_is_said_and_what_was_not_underst
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-32"])
 @pytest.mark.parametrize("name, text", [("8.trans.txt", "0 über\n1 so"), ("0.txt", "über\n")])
 def test_a_byte_order_mark_is_no_part_of_the_first_line(name, text, encoding, tmp_path):
-    write(tmp_path, {"0.wav": GOOD, name: text.encode(encoding)})
+    write_files(tmp_path, {"0.wav": GOOD, name: text.encode(encoding)})
     assert Recordings(tmp_path, 16000).texts == ["über"]
 
 
 @pytest.mark.parametrize("name", ["a.txt", "x.trans.txt", "metadata.csv", "validated.tsv"])
 def test_a_transcript_in_another_encoding_is_refused_by_name(name, tmp_path):
-    write(tmp_path, {"a.wav": GOOD, name: "a|über".encode("cp1252")})
+    write_files(tmp_path, {"a.wav": GOOD, name: "a|über".encode("cp1252")})
     with pytest.raises(UserError, match=rf"{tmp_path}/{name}: not text in UTF-8.*save it as UTF-8"):
         Recordings(tmp_path, 16000)
 
 
 def test_linked_folders_are_entered_once_and_links_that_lead_nowhere_are_no_recordings(tmp_path):
-    write(tmp_path / "disk", {"b/1.wav": GOOD, "b/1.txt": b"one"})
-    speech = write(tmp_path / "speech", {"a/0.wav": GOOD, "a/0.txt": b"zero"})
+    write_files(tmp_path / "disk", {"b/1.wav": GOOD, "b/1.txt": b"one"})
+    speech = write_files(tmp_path / "speech", {"a/0.wav": GOOD, "a/0.txt": b"zero"})
     for name, target in {
         "b": tmp_path / "disk/b",
         "c": tmp_path / "disk/b",
@@ -433,7 +426,7 @@ def test_a_fingerprint_changes_with_the_data_and_the_rate_alone(tmp_path):
             ("voice_0/take_0.txt", b"another text"),
             ("voice_0/take_0.wav", wav(noise(1, 2000, 99))),
             ("voice_0/take_4.wav", GOOD)):
-        write(tmp_path / "b", {name: content})
+        write_files(tmp_path / "b", {name: content})
         assert fingerprint("b") not in seen
         seen.append(fingerprint("b"))
 
@@ -500,7 +493,7 @@ def test_unusable_recordings_are_passed_over_by_name_and_more_than_five_are_refu
     files = {f"{i}.wav": wav(noise(1, 1000, i)) for i in range(8)}
     short = wav(noise(1, 50))
     files |= {"2.wav": wav(noise(1, 1000), 999), "4.wav": short, "._5.wav": b""}
-    dataset = Recordings(write(tmp_path, files), 16000, crop=600, hop_length=51)
+    dataset = Recordings(write_files(tmp_path, files), 16000, crop=600, hop_length=51)
     assert len(dataset) == 8
     batch, usable = dataset.fetch(np.arange(2, 5))
     assert usable.tolist() == [False, True, False]
@@ -512,9 +505,9 @@ def test_unusable_recordings_are_passed_over_by_name_and_more_than_five_are_refu
     assert indices == [3]
     assert torch.equal(waves[0], dataset.wave(3))
 
-    write(tmp_path, {"5.wav": short, "6.wav": short, "7.wav": short})
+    write_files(tmp_path, {"5.wav": short, "6.wav": short, "7.wav": short})
     assert dataset.check()[:2] == (5, 8)
-    write(tmp_path, {"1.wav": short})
+    write_files(tmp_path, {"1.wav": short})
     with pytest.raises(UserError, match=r"6 of 8 samples cannot be used: .*1\.wav: 50 samples"):
         dataset.check()
 
@@ -607,18 +600,6 @@ def test_a_recording_that_cannot_be_encoded_has_no_tokens(count, unusable, tmp_p
     assert len(encoded) == count - len(unusable)
 
 
-@pytest.mark.parametrize("damage", [
-    lambda content: content[:200],
-    lambda content: b"",
-    lambda content: content.replace(struct.pack("<H", 1900), b"\0\0", 1),
-])
-def test_a_damaged_part_of_a_cache_is_made_anew(damage, tmp_path):
-    cached(tmp_path, 20, "a")
-    [path] = tmp_path.rglob("19.npz")
-    path.write_bytes(damage(path.read_bytes()))
-    assert cached(tmp_path, 20, "a")[1] == [19]
-
-
 def test_any_bytes_of_a_part_of_a_cache_may_be_damaged(tmp_path):
     rng = np.random.default_rng(0)
     cached(tmp_path, 20, "a")
@@ -636,21 +617,3 @@ def test_any_bytes_of_a_part_of_a_cache_may_be_damaged(tmp_path):
     assert made_anew > 80
 
 
-def cached_of_rank(folder, data):
-    """(error, whether this rank prints it) of a token cache of recordings in DATA_RANK."""
-    dataset = Recordings(f"{data}_{os.environ['RANK']}", 16000)
-    try:
-        recordings.token_cache(folder, dataset, {}, codes_of, "tokens")
-    except UserError as error:
-        return str(error), not error.relayed
-
-
-def test_ranks_with_other_recordings_are_told_so_before_a_token_is_made(tmp_path, on_ranks):
-    for rank in range(2):
-        write(tmp_path / f"voices_{rank}", {"a.wav": wav(noise(1, 2000, rank)), "b.wav": GOOD})
-    first, second = on_ranks(2, cached_of_rank, tmp_path / "cache", tmp_path / "voices")
-    assert first[0] == second[0]
-    assert first[0].startswith("rank 1 has another data digest than rank 0")
-    assert first[0].endswith("start all ranks with the same data and code")
-    assert (first[1], second[1]) == (True, False)
-    assert not (tmp_path / "cache").exists()

@@ -118,26 +118,6 @@ def test_the_drawing_has_the_colors(name, table, pixel):
     np.testing.assert_array_equal(pixels, list(table.values()))
 
 
-def test_each_shape_has_the_area_of_its_geometry():
-    areas = {
-        "circle": np.pi * 0.97**2,
-        "square": 1.7**2,
-        "triangle": 3 * np.sqrt(3) * 0.58**2,
-        "star": 5 * 1.12 * 0.5 * np.sin(0.2 * np.pi),
-        "ring": np.pi * (1.02**2 - 0.48**2),
-        "cross": 2 * 2 * 0.66 - 0.66**2,
-        "heart": 1.24**2 + np.pi * 0.62**2,
-        "moon": 1.4933,  # π without the intersection of two discs
-    }
-    x, y = np.meshgrid(np.linspace(-1.3, 1.3, 521), np.linspace(-1.3, 1.3, 521))
-    for shape, distance in synthetic.SHAPES.items():
-        inside = distance(x, y) < 0
-        area = inside.sum() / 200**2  # 200 points a unit
-        assert area == pytest.approx(areas[shape], rel=0.01), shape
-        left_is_as_right = (inside == inside[:, ::-1]).mean() > 0.99
-        assert left_is_as_right == (shape != "moon")
-
-
 # Recognizing attributes
 
 
@@ -173,14 +153,6 @@ def test_pictures_are_judged_at_any_size_and_worse_the_more_they_are_spoiled(siz
     assert caption_match(0) > 0.95
     assert caption_match(noise) < caption_match(0)
     assert caption_match(noise * 9) < 0.2
-
-
-def test_features_are_means_over_boxes(world):
-    images = world[0][:7]
-    features = synthetic.picture_features(images)
-    assert features.dtype == np.float32
-    box = images[6, 6:8, 10:12].mean((0, 1)) / 255
-    np.testing.assert_allclose(features.reshape(7, 16, 16, 3)[6, 3, 5], box, rtol=1e-5)
 
 
 def test_entropy_is_that_of_the_frequencies():
@@ -239,31 +211,6 @@ def test_recordings_are_what_their_records_say(spoken):
             middle = wave[1920 * i + 640 : 1920 * i + 1280]
             np.testing.assert_allclose(middle, alone[640:1280], atol=1e-6)
             assert 0.1 < np.sqrt(np.mean(np.square(middle))) < 0.2
-
-
-def test_speakers_and_syllables_are_uniform_and_independent():
-    _, records = synthetic.syllables(range(3000))
-    texts = [record["text"].split() for record in records]
-    speakers = np.array([record["speaker"] for record in records])
-    assert abs(np.corrcoef(speakers // 10, speakers % 10)[0, 1]) < 0.06
-    lengths = [len(text) for text in texts]
-    for values in (speakers // 10, speakers % 10, lengths, np.concatenate(texts)):
-        _, counts = np.unique(values, return_counts=True)
-        assert np.abs(counts / counts.mean() - 1).max() < 0.2
-
-
-@pytest.mark.parametrize("speaker", [0, 37, 99])
-def test_a_voice_has_its_harmonics_and_a_syllable_its_formants(speaker):
-    pitch, timbre = synthetic.voice_of(speaker)
-    step = round(pitch / 12.5)
-    harmonic = np.arange(1, int(3840 / pitch) + 1)
-    for name, formants in synthetic.SYLLABLES.items():
-        level = np.abs(np.fft.rfft(synthetic.speak([name], speaker)[640:1280]))
-        first, second = [1 / np.hypot(1, (harmonic * pitch - f) / 75) for f in formants]
-        expected = np.zeros(321)  # nothing between harmonics
-        envelope = first + 0.5 * second
-        expected[harmonic * step] = np.where(harmonic % 2, 1, timbre) * envelope
-        np.testing.assert_allclose(level / level.max(), expected / expected.max(), atol=1e-3)
 
 
 def test_voices_are_recognized_by_the_wave_alone(spoken):

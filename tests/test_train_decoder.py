@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from helpers import (
     KILLS,
     Forked,
+    awake,
     differences,
     flags,
     follow,
@@ -20,11 +21,12 @@ from helpers import (
     kill_ranks,
     metrics,
     read_picture,
+    write_captioned,
 )
 
 import train_decoder
 import train_prior
-from common import checkpoint, clip, config, data, diffusion, media, synthetic
+from common import checkpoint, clip, config, data, diffusion, media
 
 CPU = torch.device("cpu")
 UNET = dict(width=8, channel_mult=(1, 2), attention_levels=(1,), head_dim=8, cond_width=8)
@@ -53,12 +55,8 @@ run = functools.partial(helpers.run, "train_decoder")
 def world(tmp_path_factory):
     """A folder with a small clip/, a prior/, and 160 images: plain/, and shapes/ (embeddings)."""
     folder = tmp_path_factory.mktemp("world")
-    pictures, records = synthetic.shapes(range(160))
     plain = folder / "plain"
-    plain.mkdir()
-    for i, record in enumerate(records):
-        media.write_png(plain / f"{i:05d}.png", pictures[i])
-        (plain / f"{i:05d}.txt").write_text(record["caption"])
+    pictures, records = write_captioned(plain, 160)
     settings = dict(steps=30, batch_size=32, embed_width=16, text_width=32, image_size=16)
     clip_config = clip.Config(run_dir=str(folder / "clip"), data=str(plain), **settings)
     (image, text), _ = clip.embed(clip.train(clip_config, CPU), [(pictures, records)])
@@ -83,15 +81,6 @@ def trained(world):
     follow(out, *flags(device="cpu", steps=2, eval_samples=4))
     assert read_picture("grid.png").any()
     return world / "trained/base", world / "trained/upsample"
-
-
-def awake(module):
-    """`module` without parameters of zero, which would hide mistakes."""
-    torch.manual_seed(0)
-    for parameter in module.parameters():
-        if not parameter.any():
-            torch.nn.init.normal_(parameter, std=0.1)
-    return module
 
 
 def make(**settings):

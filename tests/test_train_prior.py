@@ -18,9 +18,11 @@ import torch
 import torch.nn.functional as F
 from conftest import ROOT
 from helpers import (
+    CONSOLES,
     KILLS,
     SMALL,
     Forked,
+    awake,
     check_loading,
     differences,
     flags,
@@ -63,11 +65,7 @@ def make_prior(**settings):
     sizes = dict(width=32, depth=3, heads=4, text_encodings="shards", max_text_len=6)
     cfg = train_prior.Config(**{**sizes, **settings})
     encoding_width = 0 if cfg.text_encodings == "none" else 12
-    prior = train_prior.Prior(cfg, 16, encoding_width)
-    for parameter in prior.parameters():
-        if not parameter.any():  # a start at zero would hide mistakes
-            torch.nn.init.normal_(parameter, std=0.1)
-    return prior
+    return awake(train_prior.Prior(cfg, 16, encoding_width))
 
 
 def make_batch(size):
@@ -174,12 +172,17 @@ def test_image_embeddings_get_length_root_d_inside_and_unit_length_outside():
     torch.testing.assert_close(prior.destandardize(x0 * 2), unit)
 
 
-def test_raw_image_embeddings_get_mean_0_and_deviation_1_inside():
-    prior = make_prior(raw_embeddings=True)
-    image_embed = torch.randn(50, 16) * 3 + 1
-    prior.measure_embeddings(image_embed)
+def test_raw_image_embeddings_of_the_training_split_get_mean_0_and_deviation_1_inside(tmp_path):
+    rows = 3 * np.random.default_rng(0).standard_normal((100, 16)) + 1
+    data.write_shards(tmp_path, rows, rows, [])
+    settings = dict(SHORT, steps=1, run_dir=tmp_path / "run")
+    run(*flags(data=tmp_path, **settings), "--raw_embeddings")
+    prior, _ = train_prior.load_prior(tmp_path / "run/model.pt", CPU)
+    dataset = data.Embeddings(tmp_path)
+    _, indices = data.splits(dataset, prior.cfg)["train"]
+    image_embed = dataset.fetch(indices[np.arange(len(indices))])[0]["image_embed"]
     x0 = prior.standardize(image_embed)
-    torch.testing.assert_close(x0.mean(0), torch.zeros(16))
+    torch.testing.assert_close(x0.mean(0), torch.zeros(16), rtol=0, atol=1e-5)
     torch.testing.assert_close(x0.std(0), torch.ones(16))
     torch.testing.assert_close(prior.destandardize(x0), image_embed)
 
@@ -347,13 +350,6 @@ def test_a_finished_run_started_again_changes_nothing_but_makes_new_copies(emb, 
     assert not differences(finished, folder)
 
 
-def test_the_script_alone_does_not_import_what_makes_and_reads_pictures_and_sounds(script):
-    loaded = script("import sys, train_prior; print(*sys.modules)").stdout.split()
-    assert "common.data" in loaded
-    for name in ("images", "recordings", "media", "synthetic", "lora", "clip"):
-        assert f"common.{name}" not in loaded
-
-
 @pytest.mark.parametrize("ranks", kill_ranks(2))
 def test_killed_at_random_moments_and_started_again_ends_in_the_same_bits(ranks, emb, tmp_path):
     settings = dict(
@@ -396,7 +392,6 @@ def test_a_run_goes_on_with_a_smaller_chunk_size_and_says_that_its_noise_is_anot
     train(4, 16)
     out = train(8, 17, expect=1)
     assert f"error: --chunk_size 17: that of {tmp_path} is 16, and a run goes on with" in out
-    assert "ranks" not in out
     out = train(8, 12, ranks=4)
     assert "--chunk_size 12, which was 16: from here on the noise is another" in out
     assert "chunk_size changed from 16 to 12" in out
@@ -483,18 +478,12 @@ def test_a_validation_set_a_split_seed_a_cosine_length_and_no_averaging(emb, tmp
     assert "split_seed is 1 there and 2 here" in out
 
 
-def test_guidance_is_refused_for_a_model_that_never_trained_without_text(emb, tmp_path):
-    run(*flags(data=emb, run_dir=tmp_path, **{**SMALL, "steps": 1, "text_drop": 0}))
-    for command in ("evaluate", "sample"):
-        out = run(command, "--run_dir", tmp_path, "--guidance_scale", 2, expect=1)
-        assert "is trained with --text_drop 0" in out
-
-
 @pytest.mark.parametrize(
     "words, status, message",
     [
         ("--dream", 2, "it has no effect without --objective epsilon"),
         ("--loss_weight cosmap", 2, "needs --objective flow"),
+        ("--objective flow --noise_schedule linear", 2, "--noise_schedule"),
         ("--lora_rank 4", 2, "without --init_from"),
         ("--heads 5", 2, "--width 192: expected an even multiple of --heads 5"),
         ("--width 9", 2, "--width 9: expected an even multiple of --heads 3"),
@@ -565,19 +554,7 @@ def test_a_prior_maps_between_embeddings_of_two_encoders_of_different_widths(tmp
 # Consoles
 
 
-def test_a_reader_that_leaves_does_not_end_training(emb, tmp_path, script):
-    words = flags(data=emb, run_dir=tmp_path, **SHORT)
-    command = "import train_prior, sys; sys.argv[0] = 'train_prior.py'; train_prior.main()"
-    process = script(command, *words, wait=False)
-    assert "1,500 embeddings" in process.stdout.readline()
-    process.stdout.close()  # as `head -n 1` does
-    err = process.stderr.read()
-    assert process.wait() == 0, err
-    assert "BrokenPipe" not in err
-    assert (tmp_path / "model.pt").is_file()
-
-
-@pytest.mark.parametrize("closed", [">&-", ">&- 2>&-", "2>&1 | head -n 1"])
+@pytest.mark.parametrize("closed", [">&- 2>&-", "2>&1 | head -n 1"])
 def test_a_closed_output_does_not_end_training(closed, emb, tmp_path):
     words = shlex.join(flags(data=emb, run_dir=tmp_path, **SHORT))
     command = f"set -o pipefail; {sys.executable} {ROOT}/train_prior.py {words} {closed}"
@@ -591,13 +568,17 @@ def test_a_closed_output_does_not_end_training(closed, emb, tmp_path):
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
-    """A folder: clip, trained in haste; emb, shapes that it embedded; run, on the built-in data."""
+    """A folder: clip, trained in haste; emb, shapes that it embedded; run, on the built-in data.
+
+    And other, a CLIP of another seed.
+    """
     folder = tmp_path_factory.mktemp("world")
     sizes = dict(steps=30, batch_size=64, embed_width=16, text_width=32)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(clip, "BUILTIN_ROWS", 600)
         run_dir = str(folder / "clip")
         clip.train(clip.Config(run_dir=run_dir, **sizes), CPU)
+        clip.train(clip.Config(run_dir=str(folder / "other"), **sizes | dict(steps=1, seed=1)), CPU)
         out = str(folder / "emb")
         clip.embed_all(clip.EmbedConfig(run_dir=run_dir, out=out, encodings=True), CPU)
         note = config.read_json(f"{out}/clip.json")
@@ -635,10 +616,7 @@ def test_the_samples_kept_are_the_most_similar_to_the_text(encodings, world, tmp
     assert np.abs(best[0] - best[1]).max() > 1e-3
 
 
-@pytest.mark.parametrize("variables", [
-    {"PYTHONIOENCODING": "ascii"},
-    {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
-])
+@pytest.mark.parametrize("variables", CONSOLES)
 def test_a_console_without_chinese_shows_a_chinese_caption_escaped_at_the_end_of_training(
     variables, world, tmp_path, monkeypatch
 ):
@@ -705,24 +683,12 @@ def test_a_run_on_captions_needs_no_text_embeddings_and_resumes_with_its_clip_al
     shutil.copytree(world / "emb", tmp_path / "emb")
     shutil.copytree(world / "clip", tmp_path / "clip")
     shutil.rmtree(tmp_path / "emb/text_emb")
-    clip_words = flags(clip=tmp_path / "clip", run_dir=tmp_path / "run")
-    words = clip_words + flags(text_encodings="clip", **SHORT)
+    words = flags(clip=tmp_path / "clip", run_dir=tmp_path / "run", text_encodings="clip", **SHORT)
     run(*words, "--data", world / "emb", "--steps", 4)
     assert "at step 4 of 8" in run(*words, "--data", tmp_path / "emb")
-
-    # Another CLIP in its place
-    cfg = clip.Config(embed_width=8, text_width=32)
-    state = {"vocabulary": [], "config": config.as_json(cfg)}
-    state["model"] = clip.CLIP(cfg, []).state_dict()
-    checkpoint.save(state, tmp_path / "clip/model.pt")
-    longer = [*words, "--data", world / "emb", "--steps", 12]
-    for again in (longer, ["sample", "--text", "x", *clip_words]):
-        out = run(*again, expect=1)
-        assert "not the CLIP that made the embeddings, or trained anew since" in out
-    # Without clip.json the widths tell.
-    (tmp_path / "emb/clip.json").unlink()
-    words += flags(data=tmp_path / "emb", run_dir=tmp_path / "new")
-    assert "embeddings are 8 wide, but 16 are needed" in run(*words, expect=1)
+    (tmp_path / "clip/model.pt").write_bytes((world / "other/model.pt").read_bytes())
+    out = run(*words, "--data", world / "emb", "--steps", 12, expect=1)
+    assert "not the CLIP that made the embeddings, or trained anew since" in out
 
 
 def test_a_run_whose_clip_is_gone_names_the_way_to_go_on_without_one(world, tmp_path):
@@ -745,11 +711,3 @@ def test_a_run_whose_clip_is_gone_names_the_way_to_go_on_without_one(world, tmp_
 
 
 # Defaults
-
-
-def test_the_default_is_the_papers_method_and_the_preset_has_its_table_3():
-    cfg = train_prior.Config()
-    assert (cfg.objective, cfg.noise_schedule, cfg.timesteps, cfg.eta) == ("x0", "cosine", 1000, 1)
-    assert train_prior.SampleConfig.best_of == 2
-    table = dict(width=2048, depth=24, batch_size=4096, lr=1.1e-4, weight_decay=0.06, beta2=0.96)
-    assert table.items() <= train_prior.PRESETS["dalle2"].items()
