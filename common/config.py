@@ -441,6 +441,10 @@ class Parser(argparse.ArgumentParser):
     def error(self, message):
         raise UserError(message.removeprefix("argument "))
 
+    def print_help(self, file=None):
+        if os.environ.get("RANK", "0") == "0":  # the other ranks are silent
+            super().print_help(file)
+
 
 def parse(cls, words, usage="", presets=None, stages=None, model_settings=None):
     """The config `cls` for the words of a command line; UserError, or SystemExit(0) after --help.

@@ -171,6 +171,10 @@ def batches(cfg, dataset, indices, step, device):
     """(this rank's plan of chunks, endless iterator over their batches from `step` on)."""
     plan = accumulate.plan(cfg.batch_size, cfg.chunk_size, dist.rank(), dist.world_size())
     spans = data.training_spans(plan, cfg.batch_size, step)
+    if cfg.leave_out:
+        missing = set(cfg.leave_out).difference(map(dataset.name, range(len(dataset))))
+        if missing:
+            raise UserError(f"--leave_out {min(missing)}: no sample has this name")
     chunks = data.ChunkDataset(dataset, indices, cfg.seed, cfg.leave_out)
     pin_memory = device.type == "cuda"
     timeout = 60 * cfg.timeout_minutes  # as long as the other ranks wait for this one

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 
 import helpers
 import numpy as np
@@ -16,7 +17,8 @@ import torch
 from conftest import ROOT, environment, free_port
 from helpers import AUDIO, SMALL, Forked, differences, flags, metrics, two_copies, write_voices
 
-from common import checkpoint, data, dist
+from common import checkpoint, data, dist, images
+from common.config import UserError
 
 # It goes on until it is stopped, and evaluates at step 2.
 ENDLESS = dict(SMALL, steps=100_000, log_every=2, save_every=0, eval_every=2, eval_samples=8)

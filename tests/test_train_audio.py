@@ -577,6 +577,16 @@ def test_eight_clips_are_learned_by_heart(stage, most, settings, whole, tmp_path
     assert metrics(tmp_path / stage)[2]["loss"] < most
 
 
+def test_a_codec_without_codebooks_is_not_evaluated(tmp_path):
+    folder = write_voices(tmp_path / "voices")
+    settings = {**TINY, "data": folder, "run_dir": tmp_path, "stage": "soundstream"}
+    for name in ("width", "depth", "heads", "clusters"):
+        del settings[name]
+    run(*flags(**{**settings, "quantizer_start": 4, "eval_every": 2, "discriminator_start": 5}))
+    lines = [line for line in metrics(tmp_path / "soundstream") if "val_loss" in line]
+    assert [line["step"] for line in lines] == [6]
+
+
 # The pipeline
 
 

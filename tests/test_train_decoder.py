@@ -26,7 +26,7 @@ from helpers import (
 
 import train_decoder
 import train_prior
-from common import checkpoint, clip, config, data, diffusion, media
+from common import checkpoint, clip, config, data, diffusion, media, synthetic
 
 CPU = torch.device("cpu")
 UNET = dict(width=8, channel_mult=(1, 2), attention_levels=(1,), head_dim=8, cond_width=8)
@@ -101,6 +101,17 @@ def text_condition(count):
         "text_enc": torch.randn(count, 77, 12),
         "text_mask": torch.arange(77) < torch.randint(2, 5, (count, 1)),
     }
+
+
+def test_the_clip_embeds_images_in_fp32_also_within_autocast(world):
+    clip_model = clip.load(world / "clip", CPU)
+    cfg = make().cfg
+    pictures, _ = synthetic.shapes(range(3), size=16)
+    batch = {"clip_image": torch.from_numpy(pictures)}
+    expected = clip_model.embed_image(batch["clip_image"])
+    with torch.autocast("cpu", torch.bfloat16):
+        condition = train_decoder.conditioning(batch, cfg, clip_model)
+    assert torch.equal(condition["image_embed"], expected)
 
 
 def inputs(unet, count=3):

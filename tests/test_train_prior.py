@@ -525,6 +525,7 @@ def test_a_sample_that_ends_the_run_is_named_and_can_be_left_out(tmp_path):
     named = re.search(r"if one of its samples is bad, --leave_out '([^']+)'", out)[1].split(",")
     assert "img_emb_0.npy row 64" in named
     assert len(named) < len(rows)
+    assert "no sample has this name" in run(*words, "--leave_out", "row 64", expect=1)
     out = run(*words, "--leave_out", "img_emb_0.npy row 64", ranks=2)
     assert "unusable, and replaced by the next row: img_emb_0.npy row 64" in out
     assert "Trained " in out
