@@ -230,8 +230,8 @@ TRAIN = ["train", *flags(**SETTINGS)]
 
 
 def test_a_clip_learns_the_words_of_its_training_images(captioned):
-    Path("images/00000.txt").write_text("")
-    captioned[1][0]["caption"] = ""
+    Path("images/00001.txt").write_text("")
+    captioned[1][1]["caption"] = ""
     out = run_clip(*TRAIN)
     assert "texts looked at 1 are empty, and 0 are cut" in out
     assert "left out are files of kinds that are not read (1 gif)" in out
