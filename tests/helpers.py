@@ -256,8 +256,8 @@ def _forked(folder, writer, variables, script, words):
 
 
 def kill_ranks(usual):
-    """On how many ranks to kill: `usual`, or on one and on two if KILLS asks for many."""
-    return (1, 2) if KILLS > 2 else (usual,)
+    """On how many ranks to kill: `usual`, or on one to three if KILLS asks for many."""
+    return (1, 2, 3) if KILLS > 2 else (usual,)
 
 
 def kill_often(script, words, ranks, seed):
