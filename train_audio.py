@@ -64,6 +64,7 @@ from common import (
     diffusion,
     dist,
     loop,
+    media,
     optim,
     order,
     recordings,
@@ -731,9 +732,11 @@ def open_stage(given, seconds=0.0):
 
 
 def write_sound(wave, sample_rate, path):
-    """Write a wave (T,) to a .wav file."""
+    """Write a wave (T,) to a .wav file, and its spectrogram beside it as .png."""
     with checkpoint.atomic_write(path) as file:
         recordings.write_wav(file, wave, sample_rate)
+    with checkpoint.atomic_write(Path(path).with_suffix(".png")) as file:
+        media.write_png(file, recordings.spectrogram(wave, sample_rate))
 
 
 @torch.no_grad()
@@ -747,9 +750,9 @@ def write_sounds(sounds, cfg, name):
     if not dist.is_main():
         return files
     for number, wave, caption in sounds:
-        path = f"samples/{name}_{number}.wav"
-        write_sound(wave, cfg.sample_rate, Path(cfg.run_dir) / path)
-        files[path] = caption
+        path = f"samples/{name}_{number}"
+        write_sound(wave, cfg.sample_rate, Path(cfg.run_dir) / f"{path}.wav")
+        files |= {f"{path}.wav": caption, f"{path}.png": caption}
     return files
 
 
@@ -2123,7 +2126,7 @@ class SampleConfig(PipelineConfig):
     num_quantizers: NonNegativeInt = field(
         0, "quantizers of the codec to use, 0: all", needs="reconstruct"
     )
-    out: str = field("out.wav", "file of the sound")
+    out: str = field("out.wav", "file of the sound; its spectrogram is beside it, as .png")
 
     def __post_init__(self):
         super().__post_init__()

@@ -21,6 +21,7 @@ from helpers import (
     kill_often,
     kill_ranks,
     metrics,
+    read_picture,
     two_copies,
     write_voices,
 )
@@ -54,7 +55,7 @@ def whole(tmp_path_factory):
     out = run(*words)
     assert out.count("Trained") == 4
     assert out.count("1 of 41 samples looked at cannot be used") == 4
-    assert out.count("41 recordings, 40 transcripts") == 5  # and z.wav
+    assert out.count("41 recordings, 40 transcripts") == 5  # by four stages and evaluate; z.wav has none
     assert "wrote" in follow(out, "--device=cpu", "--out", folder / "next.wav")
     assert run(*words).count("is finished, at step 6; to train on, give more --steps") == 4
     return folder / "whole"
@@ -603,6 +604,7 @@ def test_a_recording_goes_through_the_codec_at_a_bitrate(whole, codec, voice, wa
     assert_close(sound, codec.decode(codes[:, :3])[: len(wave)], atol=1e-4, rtol=0)
     # 4 bits a code, 50 frames a second.
     assert "3 codes a frame, 600 bits a second, si_sdr_db" in out
+    assert read_picture(tmp_path / "out.png").any()
 
 
 def test_a_prompt_is_continued_also_when_the_run_has_moved(whole, codec, voice, wave, tmp_path):
