@@ -55,7 +55,8 @@ def whole(tmp_path_factory):
     out = run(*words)
     assert out.count("Trained") == 4
     assert out.count("1 of 41 samples looked at cannot be used") == 4
-    assert out.count("41 recordings, 40 transcripts") == 5  # by four stages and evaluate; z.wav has none
+    # By four stages and evaluate: z.wav has none.
+    assert out.count("41 recordings, 40 transcripts") == 5
     assert "wrote" in follow(out, "--device=cpu", "--out", folder / "next.wav")
     assert run(*words).count("is finished, at step 6; to train on, give more --steps") == 4
     return folder / "whole"
