@@ -106,7 +106,9 @@ def explained(message, kind=UserError):
     except kind:
         raise
     except Exception as error:
-        raise kind(f"{message} ({error!r:.200})") from error
+        # Without addresses in memory, a fault has the same message whenever it is met.
+        reason = re.sub(" at 0x[0-9a-f]+", "", repr(error))
+        raise kind(f"{message} ({reason:.200})") from error
 
 
 # Fields

@@ -538,6 +538,7 @@ def test_the_fingerprint_changes_with_the_data_and_only_then(tmp_path):
 # What users get wrong
 
 @pytest.mark.parametrize("name, content, reason", [
+    ("000000001.png", b"hello", "not a readable image"),
     ("000000001.png", png(picture(1))[:99], "not a readable image"),
     ("000000001.png", png(ramp(5, 20)), "20x5 pixels, smaller than 8; lower --image_size"),
     ("000000001.txt", None, r"no caption in it \(KeyError"),
@@ -553,6 +554,8 @@ def test_one_bad_picture_is_skipped_and_named_and_mostly_bad_ones_are_refused(
     dataset = images.Pictures(tmp_path, 8)
     assert dataset.fault(0) == ""
     fault = dataset.fault(1)
+    again = [dataset.fault(1) for _ in range(5)]
+    assert set(again) == {fault}  # no address in memory: it is named once
     assert re.search(rf"0\.tar: 000000001\..*{reason}", fault)
     assert dataset.check() == (1, 4, [fault])
 
