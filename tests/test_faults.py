@@ -59,8 +59,8 @@ def test_ranks_with_other_contents_of_the_same_size_do_not_train(emb, tmp_path):
     assert "Traceback" not in out
 
 
-@pytest.mark.parametrize("run_dir", ["run", "runs/deep/prior"])
-def test_nodes_without_a_shared_run_folder_end_in_one_line_before_training(run_dir, emb, tmp_path):
+def test_nodes_without_a_shared_run_folder_end_in_one_line_before_training(emb, tmp_path):
+    run_dir = "runs/deep/prior"
     folders = [tmp_path / "0", tmp_path / "1"]
     for folder in folders:
         folder.mkdir()
@@ -115,12 +115,12 @@ train_prior.main()
 
 
 @pytest.mark.parametrize("fault, reason", [
-    ("hang", "--workers 1: DataLoader timed out after 12.0 seconds"),
+    ("hang", "--workers 1: DataLoader timed out after 6.0 seconds"),
     ("lose", "img_emb_"),
 ])
 def test_a_rank_whose_data_are_gone_or_never_come_ends_all_in_one_line_each(
         fault, reason, emb, tmp_path, script):
-    settings = dict(SMALL, workers=1, timeout_minutes=0.2)
+    settings = dict(SMALL, workers=1, timeout_minutes=0.1)
     words = flags(data="emb", run_dir=tmp_path / "run", **settings)
     port = free_port()
     processes = []
@@ -176,7 +176,6 @@ def whole(emb, tmp_path_factory):
 @pytest.mark.parametrize("where, step", [
     ("sum_gradients:10", 10),  # between two log lines
     ("diffusion_loss:27", 12),  # in the loss of an evaluation
-    ("sample_embeddings:3", 12),  # in its cosines
     ("sample_embeddings:5", 24),  # in the test
 ])
 def test_wherever_a_signal_comes_the_resumed_run_is_bit_for_bit_the_one_without(
