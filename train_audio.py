@@ -712,14 +712,13 @@ def open_recordings(cfg, seconds=0.0):
     datasets = []
     for path in (cfg.data, cfg.val_data):
         if path == "syllables":
-            opened = recordings.Syllables(BUILTIN_ROWS, crop, hop_length, cfg.sample_rate)
+            dataset = recordings.Syllables(BUILTIN_ROWS, crop, hop_length, cfg.sample_rate)
+            datasets.append(dataset)
         elif path:
-            opened = recordings.Recordings(
+            dataset = recordings.Recordings(
                 path, cfg.sample_rate, crop, hop_length, cfg.speaker_pattern
             )
-        # Without --val_data a part of --data is held out.
-        if path:
-            datasets.append(opened)
+            datasets.append(dataset)
     return datasets
 
 

@@ -22,7 +22,6 @@ import zipfile
 from pathlib import Path
 
 import torch
-from torch.utils._pytree import tree_map_only
 from tqdm import tqdm
 
 from common import amp, config, dist, optim
@@ -197,7 +196,13 @@ def matches(value, example):
 
 def copy_to_host(state):
     """A copy in host memory of nested dicts and lists of tensors and plain values."""
-    return tree_map_only(torch.Tensor, lambda value: value.detach().to("cpu", copy=True), state)
+    if isinstance(state, torch.Tensor):
+        return state.detach().to("cpu", copy=True)
+    if isinstance(state, dict):
+        return {name: copy_to_host(value) for name, value in state.items()}
+    if type(state) in (list, tuple):
+        return type(state)(copy_to_host(value) for value in state)
+    return state
 
 
 # Models

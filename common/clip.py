@@ -155,8 +155,7 @@ class Encoder(nn.Module):
 
     def caption_note(self, dataset, length):
         """`text_note` of the captions of a dataset, for a model of `length` tokens."""
-        batch, _ = dataset.fetch(data.evenly_spaced(len(dataset), 256))
-        texts = batch.get("caption", [])  # of usable samples, if there are captions
+        texts = dataset.texts(data.evenly_spaced(len(dataset), 256))
         most = min(self.context, length) - 2  # START and END
         return text_note(texts, self.tokenizer.encode, most)
 

@@ -452,6 +452,12 @@ class Embeddings:
             ]
         return batch, usable
 
+    def texts(self, indices):
+        """A caption of each of the samples, if the model is conditioned on captions."""
+        if not self.with_captions:
+            return []
+        return [choose_caption(record["caption"]) for record in self.records(indices)]
+
     def records(self, indices):
         """The records of samples, at least {"caption": see `clean_caption`}.
 

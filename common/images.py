@@ -337,6 +337,14 @@ class Pictures(CaptionedImages):
         keys = map(self.key, range(len(self)))
         return order.split_keys(keys, name, validation, test, seed)
 
+    def texts(self, indices):
+        """A caption of each of the samples that have one. Their images are not read."""
+        texts = []
+        for index in indices:
+            with contextlib.suppress(Unusable):
+                texts.append(data.choose_caption(self.caption(index)))
+        return texts
+
     def fetch(self, indices, random_words=None):
         """Read samples in any order, augmented if there are random words."""
         uniform = [None] * len(indices)

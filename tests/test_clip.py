@@ -123,8 +123,8 @@ def test_embeddings_are_projected_features_in_any_batch_and_of_unit_length_unles
 class Texts(list):
     """As much of a dataset as a note on its captions needs."""
 
-    def fetch(self, indices):
-        return {"caption": [self[i] for i in indices]}, np.ones(len(indices), bool)
+    def texts(self, indices):
+        return [self[i] for i in indices]
 
 
 @pytest.mark.parametrize("length", [5, 77])

@@ -3,6 +3,7 @@ import itertools
 import json
 import pickle
 import shutil
+import tracemalloc
 from types import SimpleNamespace
 
 import numpy as np
@@ -127,6 +128,43 @@ def test_the_fingerprint_changes_with_the_data_and_only_then(tmp_path):
     assert fingerprint("other shards", sizes=(5, 7, 5)) != first
     assert first["rows"] == 17
     assert json.loads(json.dumps(first)) == first
+
+
+def write_sparse(path, rows, width, values):
+    """A .npy file of float16 zeros without blocks on the disk, but for the rows {row: value}."""
+    header = {"descr": "<f2", "fortran_order": False, "shape": (rows, width)}
+    with open(path, "wb") as file:
+        np.lib.format.write_array_header_2_0(file, header)
+        start = file.tell()
+        try:
+            file.truncate(start + rows * width * 2)
+        except OSError as error:
+            pytest.skip(f"no file of this size here: {error}")
+        for row, value in values.items():
+            file.seek(start + row * width * 2)
+            file.write(np.full(width, value, np.float16).tobytes())
+
+
+def test_two_billion_rows_of_768_are_opened_and_read_in_little_memory(tmp_path):
+    rows = np.array([HUGE - 1, 0, 1_234_567_890])
+    values = dict(zip(rows, (1, 2, 3)))
+    for name in ("img_emb", "text_emb"):
+        (tmp_path / name).mkdir()
+        write_sparse(tmp_path / name / f"{name}_0.npy", HUGE, 768, values)
+    tracemalloc.start()
+    dataset = data.Embeddings(tmp_path)
+    sent = pickle.dumps(dataset)  # to a worker that is not forked
+    batch, usable = pickle.loads(sent).fetch(rows)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 5_000_000
+    assert len(sent) < 10_000
+    assert len(dataset) == HUGE
+    assert usable.all()
+    for name in ("image_embed", "text_embed"):
+        np.testing.assert_array_equal(batch[name], np.tile([[1], [2], [3]], 768))
+    with pytest.raises(UserError, match="198 of 200 rows are not finite or all zero"):
+        dataset.check(200)
 
 
 def test_one_unusable_row_in_a_hundred_is_named_and_more_are_refused(tmp_path):

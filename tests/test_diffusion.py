@@ -19,6 +19,14 @@ def generator(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
+@pytest.mark.parametrize("name", ["cosine", "linear"])
+def test_levels_keep_variance_and_only_get_noisier(name):
+    alpha, sigma = diffusion.alphas_sigmas(name, T)
+    assert_close(alpha ** 2 + sigma ** 2, torch.ones(T))
+    assert (alpha.diff() < 0).all()
+    assert alpha[0] > 0.9 and alpha[-1] < 0.25
+
+
 # Levels of noise
 
 def test_the_linear_betas_are_the_published_ones():
@@ -239,6 +247,15 @@ def test_sampling_timesteps_run_evenly_from_the_noisiest_level_to_the_first():
     assert diffusion.sampling_timesteps(1000, 4) == [999, 666, 333, 0]
 
 
+def test_a_sample_has_the_same_noise_in_any_batch():
+    of_three = diffusion.noise_generator([5, 6, 7], "cpu")
+    of_one = diffusion.noise_generator([6], "cpu")
+    draws = [of_three(torch.zeros(3, 4)) for _ in range(2)]
+    for noise in draws:
+        assert torch.equal(noise[1:2], of_one(torch.zeros(1, 4)))
+    assert len(torch.cat(draws).unique(dim=0)) == 6
+
+
 @pytest.mark.parametrize("name", ["flow", "linear", "cosine"])
 @pytest.mark.parametrize("steps", [7, T])
 def test_ancestral_steps_are_bayes_posterior_from_the_level_of_each_input_to_x0(name, steps):
@@ -311,6 +328,25 @@ def correlated(alpha, sigma, rho):
         total = a ** 2 * covariance + sigma[t[0]] ** 2 * torch.eye(2)
         return x_t @ (a * covariance @ torch.linalg.inv(total)).T
     return denoise
+
+
+def test_a_step_taken_again_starts_from_its_result_noised_again():
+    alpha, sigma = diffusion.alphas_sigmas("linear", T)
+    inputs = []
+
+    def denoise(x_t, t):
+        inputs.append(x_t.item())
+        return x_t
+
+    ones = torch.ones(1, 1)
+    settings = dict(eta=0.0, noise_fn=torch.ones_like, resample=2)
+    diffusion.sample(denoise, ones, alpha, sigma, 2, known=ones, keep_mask=ones * 0, **settings)
+    t, t_prev = diffusion.sampling_timesteps(T, 2)
+    noise = (1 - alpha[t]) / sigma[t]
+    x = alpha[t_prev] + sigma[t_prev] * noise
+    ratio = alpha[t] / alpha[t_prev]  # DDPM's Eq. 1 over the levels between
+    again = ratio * x + (1 - ratio ** 2).sqrt()
+    assert inputs[1] == pytest.approx(again.item(), rel=1e-4)
 
 
 @pytest.mark.parametrize("name", ["cosine", "flow"])

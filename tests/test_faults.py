@@ -448,3 +448,15 @@ def test_more_shards_are_read_than_files_may_be_open(tmp_path):
         np.testing.assert_array_equal(shards[np.arange(1400)], values.reshape(-1, 4))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_a_shard_cut_off_before_or_while_it_is_read_is_one_line(tmp_path):
+    path = tmp_path / "a.npy"
+    np.save(path, np.ones((100, 64), np.float32))
+    rows = data.NpyFile(path, 2)
+    os.truncate(path, 9000)
+    message = r"a\.npy: not a readable \.npy array"
+    with pytest.raises(UserError, match=message):
+        rows[np.arange(90, 100)]
+    with pytest.raises(UserError, match=message):
+        data.NpyFile(path, 2)

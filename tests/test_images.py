@@ -220,6 +220,7 @@ def test_one_of_several_captions_is_drawn_for_each_sample_and_epoch_and_the_firs
     files = {"x.png": png(picture(0)), "x.json": json.dumps({"caption": texts}).encode()}
     write_files(tmp_path, files)
     dataset = images.Pictures(tmp_path, 8)
+    assert dataset.texts([0]) == ["a"]
     drawn = data.ChunkDataset(dataset, np.zeros(1, np.int64), seed=0)[0, 400]["caption"]
     assert [dataset.fetch([0])[0]["caption"]] == [["a"]]
     for text in texts:

@@ -189,6 +189,21 @@ def save_adapters(folder):
     return base, path, model
 
 
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+def test_a_file_with_adapters_merged_in_equals_the_adapted_model(tmp_path, capsys, scale):
+    _, path, adapted = save_adapters(tmp_path)
+    contents = checkpoint.load(path)
+    before = copy.deepcopy(contents["model"])
+    merged = lora.merged(contents, path, scale)
+    assert merged.keys() == {"model", "step"} and merged["step"] == 2
+    assert_close(contents["model"], before)  # the caller's
+    model = Small()
+    model.load_state_dict(merged["model"])
+    lora.set_scale(adapted, scale)
+    assert_close(output(model), output(adapted))
+    assert not capsys.readouterr().out
+
+
 def test_mistakes_with_files_of_adapters_are_named(tmp_path, capsys):
     base, path, _ = save_adapters(tmp_path)
     with pytest.raises(UserError, match=f"{path}: LoRA adapters, not a model; give their base"):

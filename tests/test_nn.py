@@ -150,6 +150,15 @@ def test_dropout_acts_in_training_only():
     assert not torch.equal(model(tokens(4)), model(tokens(4)))
 
 
+def test_the_feed_forward_is_four_times_as_wide_inside_with_exact_gelu():
+    layer = nn.FeedForward(WIDTH).double()
+    x = 3 * tokens(5)
+    assert layer.up.weight.shape == (4 * WIDTH, WIDTH)
+    hidden = layer.up(x)
+    hidden = hidden * (1 + torch.erf(hidden / math.sqrt(2))) / 2  # not the approximation by tanh
+    assert_close(layer(x), layer.down(hidden), rtol=1e-9, atol=1e-9)
+
+
 def gradients_and_memory(**options):
     """The gradients of a pass, and how many numbers it keeps for the backward pass."""
     model = make(depth=2, **options).train()

@@ -19,6 +19,14 @@ def test_a_permutation_has_every_number_once_in_any_order_of_reading(n):
     np.testing.assert_array_equal(order.permute(np.arange(n)[::-2], n, 0, 1), table[::-2])
 
 
+@pytest.mark.parametrize("key", [(0, 2), (1, 1), (1,), ("0", 1)])
+def test_permutations_of_two_keys_agree_no_more_than_by_chance(key):
+    n = 1000
+    table = order.permute(np.arange(n), n, 0, 1)
+    other = order.permute(np.arange(n), n, *key)
+    assert (table == other).mean() < 0.01
+
+
 def chi_square(values, bins):
     counts = np.bincount(values)
     counts = counts[counts > 0]
@@ -98,6 +106,13 @@ def test_the_splits_have_every_row_once_in_the_fractions_given(n, validation, te
 def test_rows_keep_their_split_when_the_data_grows(small, large):
     for before, after in zip(rows_of(small), rows_of(large)):
         np.testing.assert_array_equal(np.sort(before), np.sort(after[after < small]))
+
+
+def test_another_seed_holds_out_other_rows():
+    seeds = [rows_of(10_000, 0.1, 0.1, seed) for seed in (3, 4)]
+    for rows, other_rows in list(zip(*seeds))[1:]:
+        common = np.isin(rows, other_rows).mean()
+        assert abs(common - 0.1) < 0.04  # by chance
 
 
 def test_held_out_rows_are_spread_evenly_but_without_a_pattern():

@@ -193,3 +193,13 @@ def test_models_and_layers_that_do_not_fit_are_named(tmp_path):
     (tmp_path / "hubert/preprocessor_config.json").unlink()
     with pytest.raises(OSError, match=r"preprocessor_config\.json"):
         semantic.KMeans(6, f"hf:{tmp_path}/hubert:1")
+
+
+@pytest.mark.parametrize("tokens, expected", [
+    ([3, 3, 1, 1, 1, 3, 0, 0], [3, 1, 3, 0]),
+    ([0, 1], [0, 1]),
+    ([], []),
+])
+def test_unique_consecutive_drops_what_repeats_in_a_row_and_nothing_else(tokens, expected):
+    found = semantic.unique_consecutive(np.array(tokens, np.int64))
+    assert found.tolist() == expected

@@ -392,6 +392,17 @@ def test_a_model_card_is_sent_unless_the_repository_has_one(tmp_path, hub):
     assert hub.stored["README.md"] == b"of the user"
 
 
+@pytest.mark.parametrize("status", [401, 413])  # a wrong token, a full quota
+def test_a_hub_that_refuses_leaves_training_alone(status, tmp_path, hub, capsys):
+    savers = savers_of(tmp_path, "huggingface repo=me/prior save_latest_to=latest.pt")
+    hub.fail = status
+    store.send(savers, run_of(tmp_path, 1))
+    assert f"{status}" in capsys.readouterr().out
+    hub.fail = None
+    store.send(savers, run_of(tmp_path, 1))
+    assert "latest.pt" in hub.stored
+
+
 @pytest.mark.parametrize("text, package, message", [
     ("repo=a/b token_file=nothing", "", "No such file or directory: 'nothing'"),
     ("repo=a/b", "huggingface_hub", "needs huggingface_hub: pip install huggingface_hub"),

@@ -632,6 +632,21 @@ def test_a_prompt_is_continued_also_when_the_run_has_moved(whole, codec, voice, 
     assert_close(sound[:longest], codec.decode(prompt), atol=1e-4, rtol=0)
 
 
+def test_sounds_of_texts_and_prompts_are_the_same_in_any_batch(pipeline):
+    texts = ["a i u", "o e", "y"]
+    prompts = [pipeline.empty_prompt()]
+    for n in (2, 5):
+        words = torch.randint(8, (n, 1))
+        prompts.append(train_audio.Prompt(words, torch.randint(16, (2 * n, 4))))
+    sampling = SamplingParams(1.5)
+    together = pipeline.generate(prompts, 0.6, [1, 2, 3], texts, sampling)
+    for b in range(3):
+        (alone,) = pipeline.generate([prompts[b]], 0.6, [b + 1], [texts[b]], sampling)
+        assert torch.equal(alone, together[b])
+    (without_text,) = pipeline.generate(prompts[:1], 0.6, [1], None, sampling)
+    assert without_text.tolist() != together[0].tolist()
+
+
 def test_a_sound_five_times_as_long_as_a_crop_shows_a_stage_no_more_than_its_training(
     pipeline, wave, monkeypatch
 ):

@@ -172,6 +172,16 @@ def test_image_embeddings_get_length_root_d_inside_and_unit_length_outside():
     torch.testing.assert_close(prior.destandardize(x0 * 2), unit)
 
 
+def test_raw_image_embeddings_get_mean_0_and_deviation_1_inside():
+    prior = make_prior(raw_embeddings=True)
+    image_embed = torch.randn(50, 16) * 3 + 1
+    prior.measure_embeddings(image_embed)
+    x0 = prior.standardize(image_embed)
+    torch.testing.assert_close(x0.mean(0), torch.zeros(16))
+    torch.testing.assert_close(x0.std(0), torch.ones(16))
+    torch.testing.assert_close(prior.destandardize(x0), image_embed)
+
+
 def test_raw_image_embeddings_of_the_training_split_get_mean_0_and_deviation_1_inside(tmp_path):
     rows = 3 * np.random.default_rng(0).standard_normal((100, 16)) + 1
     data.write_shards(tmp_path, rows, rows, [])
@@ -478,6 +488,13 @@ def test_a_validation_set_a_split_seed_a_cosine_length_and_no_averaging(emb, tmp
     assert "split_seed is 1 there and 2 here" in out
 
 
+def test_guidance_is_refused_for_a_model_that_never_trained_without_text(emb, tmp_path):
+    run(*flags(data=emb, run_dir=tmp_path, **{**SMALL, "steps": 1, "text_drop": 0}))
+    for command in ("evaluate", "sample"):
+        out = run(command, "--run_dir", tmp_path, "--guidance_scale", 2, expect=1)
+        assert "is trained with --text_drop 0" in out
+
+
 @pytest.mark.parametrize(
     "words, status, message",
     [
@@ -690,6 +707,14 @@ def test_a_run_on_captions_needs_no_text_embeddings_and_resumes_with_its_clip_al
     (tmp_path / "clip/model.pt").write_bytes((world / "other/model.pt").read_bytes())
     out = run(*words, "--data", world / "emb", "--steps", 12, expect=1)
     assert "not the CLIP that made the embeddings, or trained anew since" in out
+
+
+def test_the_default_is_the_papers_method_and_the_preset_has_its_table_3():
+    cfg = train_prior.Config()
+    assert (cfg.objective, cfg.noise_schedule, cfg.timesteps, cfg.eta) == ("x0", "cosine", 1000, 1)
+    assert train_prior.SampleConfig.best_of == 2
+    table = dict(width=2048, depth=24, batch_size=4096, lr=1.1e-4, weight_decay=0.06, beta2=0.96)
+    assert table.items() <= train_prior.PRESETS["dalle2"].items()
 
 
 def test_a_run_whose_clip_is_gone_names_the_way_to_go_on_without_one(world, tmp_path):
