@@ -11,24 +11,41 @@
 
 The same command again resumes. Each stage is a run of its own: RUN/soundstream, RUN/semantic,
 RUN/coarse and RUN/fine. Later stages read the folders of earlier ones. A published codec can
-replace the first stage (--soundstream hf:kyutai/mimi).
-`python train_audio.py [train|evaluate|sample] --help` lists the settings.
+replace the first stage (--stage coarse --soundstream hf:kyutai/mimi, and so for fine).
+`python train_audio.py [train|evaluate|sample] --help` lists the settings, for train those that all
+stages share; `--stage NAME --help` lists those of a stage.
 
     wave (T,) -> SoundStream -> codes (frames, Q): the first quantizers are coarse, the others fine
-    wave (T,) -> k-means of MFCC or HuBERT -> semantic tokens (N,)
+    wave (T,) -> k-means of MFCC or HuBERT -> semantic tokens (N,): what is said, not by whom
     text -> [semantic] -> [semantic | coarse] -> [coarse | fine] -> SoundStream's decoder -> wave
 
 SoundStream: Zeghidour et al. 2021. AudioLM: Borsos et al. 2022.
 
-What differs from the papers (the presets have the papers' values, where these are known):
-SoundStream: no FiLM, so no denoising (§III-F). Residual units start as the identity. Feature
-matching is a mean over channels too. Mel spectra are scaled differently (`spectral_distance`).
-Weights are averaged (EMA). By default also: an L1 loss of waves, an R1 penalty, no quantizer in
-the first 300 steps, and discriminators (no weight norm) only in the last 40 of 1,050 steps.
-AudioLM: semantic tokens are 50 a second, of MFCC by default. Positions are rotary: AudioLM's
-relative ones (T5) are a bias of all scores, which would prevent fast attention. Blocks are pre-norm
-with GELU; the paper names neither. Text and EOS are added. Long sounds are made in windows that
-overlap by half. By default Muon trains the coarse stage.
+What differs from the papers, also in the presets:
+SoundStream
+- No FiLM, so no denoising (§III-F). Residual units start as the identity.
+- Weights are averaged (EMA); codebooks are moving averages already, and are not averaged again.
+- Codebooks start by k-means++ on frames of many batches, not of the first one. Dead codes become
+  evenly spaced frames of the first chunk, not random ones of the batch.
+- Discriminators have no weight norm, slopes of 0.1 and zero padding; the wave at a quarter of its
+  rate is pooled once by 4, not twice by 2. Feature matching is a mean over channels too.
+- Mel spectra have a scale and a floor of their own (`spectral_distance`), and filters that are wide
+  enough for the shortest window (`recordings.mel_filters`).
+- By default also: an L1 loss of waves, an R1 penalty of the summed scores, no quantizer in the
+  first 300 steps, discriminators only in the last 40 of 1,050 steps. The preset has none of these.
+AudioLM
+- Semantic tokens are 50 a second. By default they are of MFCC, normalized in each recording, so a
+  prompt alone has other tokens than it has inside its recording.
+- Positions are rotary: AudioLM's relative ones (T5) are a bias of all scores, which would prevent
+  fast attention. Blocks are pre-norm with GELU; the paper names neither. Each quantizer has its own
+  embeddings and its own output head.
+- Text is added, in words that the training has often and bytes for others, and EOS. A crop is
+  trained with the transcript of its whole recording, so of long ones a text says some part. The
+  preset audiolm-semantic has this, too, cut to 24 tokens (--max_text_len 0: no text).
+- The training loss is a mean over samples of their means over tokens, val_loss a mean over tokens.
+- Long sounds are made in windows that overlap by half. A later window of coarse counts the semantic
+  tokens of the sound so far, to find the rest.
+- By default Muon trains the coarse stage. The presets' weight decay and betas are the defaults.
 """
 
 import os
@@ -46,231 +63,202 @@ import shlex
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
-from common import (
-    accumulate,
-    amp,
-    checkpoint,
-    clip,
-    config,
-    data,
-    diffusion,
-    dist,
-    loop,
-    media,
-    optim,
-    order,
-    recordings,
-    schedule,
-    semantic,
-    store,
-    synthetic,
-    tracker,
-)
+from common import accumulate, amp, checkpoint, config, dist, loop, optim, schedule, tracker
 from common.config import (
-    Decay,
-    Folder,
     Fraction,
-    Layers,
+    Interval,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    SampleRate,
-    Seconds,
-    Size,
-    SizeOrZero,
     UserError,
     field,
-    within,
 )
+from common.data import order, recordings, sounds, syllables, tokens
 from common.ema import EMA
-from common.nn import KVCache, Transformer, learned_tokens
-from common.quantize import ResidualQuantizer
+from common.models import clip, diffusion, semantic
+from common.models.nn import KVCache, Transformer, learned_tokens
+from common.models.quantize import ResidualQuantizer
 
-# Config
+MAX_CHUNK = 64  # recordings in one forward pass, at most, where --chunk_size is 0
+BUILTIN_ROWS = 6_000  # recordings of the built-in syllables
+KMEANS_FILE = "kmeans.pt"  # in the folder of the semantic run
+NUM_SOUNDS = 2  # recordings that an evaluation writes as WAV and PNG
 
-# The stages that a setting is for.
-CODEC = ("soundstream",)
-SEMANTIC = ("semantic",)
-COARSE = ("coarse",)
-COARSE_FINE = ("coarse", "fine")
-TOKENS = ("semantic", "coarse", "fine")
-SOUNDS = ("soundstream", "coarse", "fine")
+Stage = Literal["all", "soundstream", "semantic", "coarse", "fine"]
+
+# What all stages share
 
 
 @dataclass(frozen=True)
-class Config(config.TrainingRun):
-    """Model, data and optimization of one stage"""
+class SharedConfig(config.TrainingRun):
+    """Run and data, in all stages"""
 
-    # Run and data
-    stage: Literal["all", "soundstream", "semantic", "coarse", "fine"] = field(
-        "all", "stage to train; all: one after the other", fixed=True
+    stage: Stage = field(
+        "all", "stage to train; all: one after the other, each with its defaults", fixed=True
     )
-    run_dir: Folder = field("runs/audio", "folder of the runs; a stage's run is RUN/STAGE")
+    run_dir: str = field("runs/audio", "folder of the runs; a stage's run is RUN/STAGE")
     data: str = field(
         "syllables", 'folder of recordings (wav, flac, ogg, mp3), or "syllables": built in'
     )
-    sample_rate: SampleRate = field(
+    sample_rate: PositiveInt = field(
         8_000, "samples a second; recordings of other rates are resampled", fixed=True
-    )
-    seconds: Seconds = field(0.32, "length of a training crop", fixed=True)
-    crop_samples: within(int, 0, 10**8) = field(
-        0, "length of a training crop in samples; 0: --seconds", fixed=True
     )
     speaker_pattern: str = field(
         "", 'regular expression; group 1 in a file name is the speaker; "": the folder is'
     )
-    soundstream: str = field(
-        "", 'codec to use: run, file or hf:MODEL; "": RUN/soundstream', stages=COARSE_FINE
-    )
-    semantic: str = field("", 'run whose semantic tokens to use; "": RUN/semantic', stages=COARSE)
-    # Codec
-    channels: Size = field(
-        8, "channels of the first layer; each stride doubles them", stages=CODEC, fixed=True
-    )
-    strides: tuple[Annotated[int, ("2 or more", lambda stride: stride > 1)], ...] = field(
-        (2, 4, 5, 8), "strides; their product is the hop length", stages=CODEC, fixed=True
-    )
-    latent_dim: Size = field(128, "width of a frame", stages=CODEC, fixed=True)
-    num_quantizers: Layers = field(
-        4, "residual quantizers; the first n alone are a lower bitrate", stages=CODEC, fixed=True
-    )
-    codebook_size: Size = field(256, "codes of a quantizer", stages=CODEC, fixed=True)
-    codebook_decay: Decay = field(0.95, "decay of the codebooks' averages", stages=CODEC)
-    dead_code_threshold: NonNegativeFloat = field(
-        0.1, "re-seed codes with fewer frames a step; 2 needs large batches", stages=CODEC
-    )
-    quantizer_dropout: Fraction = field(
-        1.0, "fraction of samples that use a random number of quantizers", stages=CODEC
-    )
-    quantizer_start: NonNegativeInt = field(
-        300, "steps without quantizer, before k-means (paper: 0)", stages=CODEC, fixed=True
-    )
-    # The paper's weights are for a loss summed over features and long training.
-    mel_weight: NonNegativeFloat = field(
-        2e-5, "weight of the distance of mel spectra (paper: 1)", stages=CODEC
-    )
-    wave_weight: NonNegativeFloat = field(
-        10.0, "weight of the L1 distance of waves, EnCodec Eq. 1 (paper: 0)", stages=CODEC
-    )
-    commitment_weight: NonNegativeFloat = field(
-        0.25, "weight of the distance of frames to their codes", stages=CODEC
-    )
-    # Discriminators of the codec
-    discriminator_start: NonNegativeInt = field(
-        1010, "first step with discriminators (paper: 0)", stages=CODEC, fixed=True
-    )
-    adversarial_weight: NonNegativeFloat = field(
-        0.1, "weight of the hinge loss (paper: 1)", stages=CODEC
-    )
-    feature_weight: NonNegativeFloat = field(
-        10.0, "weight of feature matching (paper: 100)", stages=CODEC
-    )
-    # R1 (Mescheder et al. 2018) keeps training with small batches stable.
-    r1_weight: NonNegativeFloat = field(
-        10.0, "weight of the R1 gradient penalty (paper: 0)", stages=CODEC
-    )
-    r1_every: PositiveInt = field(
-        4,
-        "steps between R1 penalties; the weight is not multiplied by it",
-        stages=CODEC,
-        needs="r1_weight",
-    )
-    discriminator_channels: Size = field(
-        4, "channels of their first layers; of spectra twice as many", stages=CODEC, fixed=True
-    )
-    stft_window: Annotated[Size, ("a multiple of 128", lambda size: size % 128 == 0)] = field(
-        512, "window of the STFT discriminator, in samples", stages=CODEC, fixed=True
-    )
-    discriminator_lr: PositiveFloat = field(3e-4, "their peak learning rate", stages=CODEC)
-    discriminator_warmup_steps: NonNegativeInt = field(
-        20, "steps of their linear warm-up, from their start on", stages=CODEC
-    )
-    discriminator_max_grad_norm: NonNegativeFloat = field(
-        5.0, "clip their gradients to this norm; 0: no clipping", stages=CODEC
-    )
-    # Semantic tokens
-    tokenizer: str = field(
-        "kmeans",
-        "kmeans of MFCC, or hf:MODEL:LAYER (HuBERT, WavLM, w2v-BERT 2.0)",
-        stages=SEMANTIC,
-        fixed=True,
-    )
-    clusters: Size = field(
-        12, "semantic tokens; speech needs more, such as 100", stages=SEMANTIC, fixed=True
-    )
-    # Token transformers
-    width: Size = field(128, "width of the transformer", stages=TOKENS, fixed=True)
-    depth: Layers = field(4, "transformer blocks", stages=TOKENS, fixed=True)
-    heads: Size = field(4, "attention heads", stages=TOKENS, fixed=True)
-    dropout: Fraction = field(0.1, "dropout in attention and feed-forward", stages=TOKENS)  # §IV-A
-    coarse_quantizers: Size = field(
-        2, "quantizers that coarse predicts; fine predicts the rest", stages=COARSE_FINE, fixed=True
-    )
-    codec_quantizers: NonNegativeInt = field(
-        0, "first quantizers of the codec to use; 0: all", stages=COARSE_FINE, fixed=True
-    )
-    max_text_len: SizeOrZero = field(
-        24, "longest transcript in tokens, longer is cut, 0: no text", stages=SEMANTIC, fixed=True
-    )
-    text_drop: Fraction = field(
-        0.1, "probability of dropping the text, for guidance", stages=SEMANTIC, needs="max_text_len"
-    )
-    # Optimization
-    steps: PositiveInt = field(1000, "optimizer steps")
-    batch_size: PositiveInt = field(64, "samples a step, over all ranks", fixed=True)
-    lr: PositiveFloat = field(1e-3, "peak learning rate")
-    warmup_steps: NonNegativeInt = field(50, "steps of linear warm-up")
-    cosine: bool = field(True, "decay to 0 along half a cosine after the warm-up")
-    cosine_steps: NonNegativeInt = field(0, "step at which the cosine reaches 0; 0: the last")
-    optimizer: Literal["adamw", "muon"] = field(
-        "adamw", "muon: Muon for matrices, AdamW for the rest", fixed=True
-    )
-    weight_decay: NonNegativeFloat = field(0.01, "decoupled weight decay of matrices and kernels")
-    beta1: Decay = field(0.9, "Adam's decay of the mean of gradients")
-    beta2: Decay = field(0.99, "Adam's decay of the mean of squared gradients")
-    eps: PositiveFloat = field(1e-8, "Adam's epsilon")
-    max_grad_norm: NonNegativeFloat = field(1.0, "clip gradients to this norm; 0: no clipping")
-    ema_decay: Fraction = field(0.9999, "decay of the averaged weights; 0: no averaging")
-    ema_update_after: NonNegativeInt = field(0, "first steps in which the average is a copy")
-    ema_update_every: PositiveInt = field(1, "steps between updates of the average")
-    # Evaluation
-    online_samples: bool = field(
-        False, "also make the sounds of an evaluation with the online weights", stages=SOUNDS
-    )
-    temperature: NonNegativeFloat = field(
-        0.7, "temperature of sampling; 0: the most probable code", stages=TOKENS
-    )
-    eval_every: NonNegativeInt = field(500, "steps between evaluations; 0: only the last")
-    eval_samples: NonNegativeInt = field(192, "most held-out samples of an evaluation; 0: all")
+    eval_every: Interval = field("500", "steps between evaluations, or as 10min; 0: only the last")
 
     def __post_init__(self):
         super().__post_init__()
         tracker.check(self)
-        # Rotary positions turn pairs of the numbers of a head.
-        if self.width % self.heads or self.width // self.heads % 2:
-            raise UserError(
-                f"--heads: --width {self.width} must be an even multiple of --heads {self.heads}"
-            )
-        if self.stage == "soundstream" and not self.soundstream:  # else no codec is trained
-            self.check_codec()
+        if self.stage == "all" and (self.init_from or self.load):
+            raise UserError("--init_from and --load are for one stage: give --stage, too")
 
-    def check_codec(self):
-        """UserError if the crops or the steps of the codec are too short."""
-        crop = self.crop_length
+
+def open_recordings(cfg, hop_length, crop=0):
+    """{split: (recordings, indices)} of the data.
+
+    hop_length: samples of a frame; shorter recordings are unusable. crop: samples of a crop.
+    """
+    datasets = []
+    for path in filter(None, (cfg.data, cfg.val_data)):
+        if path == "syllables":
+            opened = recordings.Syllables(BUILTIN_ROWS, crop, hop_length, cfg.sample_rate)
+        else:
+            opened = recordings.Recordings(
+                path, cfg.sample_rate, crop, hop_length, cfg.speaker_pattern
+            )
+        datasets.append(opened)
+    return order.splits(datasets[0], cfg, *datasets[1:])
+
+
+def means(sums):
+    """{metric: mean} of sums over samples or tokens, whose number is sums["count"]. Collective."""
+    sums = dist.total_by_name(sums)
+    count = sums.pop("count")
+    return {name: value / count for name, value in sums.items()}
+
+
+def model_file(path, name="model.pt", weights="ema"):
+    """The file `name` of a stage's run, given the run folder or the file itself.
+
+    With "online" weights it is the newest checkpoint. UserError if it is missing.
+    """
+    path = Path(path)
+    file = path / name if path.is_dir() or not path.suffix else path
+    # Only checkpoints have the online weights.
+    if weights == "online" and name == "model.pt":
+        file = max((path / "checkpoints").glob("step_*.pt"), default=file)
+    if not file.is_file():
+        raise UserError(f"{file}: missing; train its stage first, or name a run that has it")
+    return file
+
+
+def load_model(make, cls, file, device, weights="ema"):
+    """(model in eval mode and frozen, contents) of a model file of the config class `cls`.
+
+    make(cfg, contents): the model.
+    """
+    cfg, contents = checkpoint.read_model({cls.stage: cls}, file, weights)
+    with checkpoint.damaged(file):
+        model = make(cfg, contents)
+        checkpoint.load_weights(model, contents["model"], file)
+    return model.to(device).eval().requires_grad_(False), contents
+
+
+# Part 1: SoundStream
+
+# Config
+
+
+@dataclass(frozen=True)
+class CodecConfig(SharedConfig):
+    """Codec: model, losses and optimization"""
+
+    stage: Stage = field("soundstream", "stage to train", fixed=True)
+    seconds: PositiveFloat = field(0.32, "length of a training crop", fixed=True)
+    # Model
+    channels: PositiveInt = field(
+        8, "channels of the first layer; each stride doubles them", model=True
+    )
+    strides: tuple[PositiveInt, ...] = field(
+        (2, 4, 5, 8), "strides; their product is the hop length", model=True
+    )
+    latent_dim: PositiveInt = field(128, "width of a frame", model=True)
+    num_quantizers: PositiveInt = field(
+        4, "residual quantizers; the first n alone are a lower bitrate", model=True
+    )
+    codebook_size: PositiveInt = field(256, "codes of a quantizer", model=True)
+    codebook_decay: Fraction = field(0.95, "decay of the codebooks' averages")
+    dead_code_threshold: NonNegativeFloat = field(
+        0.1, "re-seed codes with fewer frames a step; 2 needs large batches"
+    )
+    quantizer_start: NonNegativeInt = field(
+        300, "steps without quantizer, before k-means (paper: 0)", fixed=True
+    )
+    # Losses. The paper's weights are for a loss summed over features and long training.
+    mel_weight: NonNegativeFloat = field(2e-5, "weight of the distance of mel spectra (paper: 1)")
+    wave_weight: NonNegativeFloat = field(
+        10.0, "weight of the L1 distance of waves, EnCodec Eq. 1 (paper: 0)"
+    )
+    commitment_weight: NonNegativeFloat = field(
+        0.25, "weight of the distance of frames to their codes"
+    )
+    adversarial_weight: NonNegativeFloat = field(0.1, "weight of the hinge loss (paper: 1)")
+    feature_weight: NonNegativeFloat = field(10.0, "weight of feature matching (paper: 100)")
+    # Discriminators. R1 (Mescheder et al. 2018) keeps training with small batches stable.
+    discriminator_start: NonNegativeInt = field(
+        1010, "first step with discriminators (paper: 0)", fixed=True
+    )
+    r1_weight: NonNegativeFloat = field(10.0, "weight of the R1 gradient penalty (paper: 0)")
+    discriminator_channels: PositiveInt = field(
+        4, "channels of their first layers; of spectra twice as many", fixed=True
+    )
+    stft_window: PositiveInt = field(
+        512, "window of the STFT discriminator, in samples", fixed=True
+    )
+    discriminator_lr: PositiveFloat = field(3e-4, "their peak learning rate")
+    discriminator_warmup_steps: NonNegativeInt = field(
+        20, "steps of their linear warm-up, from their start on"
+    )
+    # Optimization: Adam
+    steps: PositiveInt = field(1050, "optimizer steps")
+    batch_size: PositiveInt = field(16, "samples a step, over all ranks", fixed=True)
+    lr: PositiveFloat = field(2e-3, "peak learning rate")
+    warmup_steps: NonNegativeInt = field(50, "steps of linear warm-up")
+    cosine: bool = field(True, "decay to 0 along half a cosine after the warm-up; off: constant")
+    cosine_steps: NonNegativeInt = field(0, "step at which the cosine reaches 0; 0: the last")
+    weight_decay: NonNegativeFloat = field(0.0, "decoupled weight decay of the codec's kernels")
+    betas: tuple[Fraction, ...] = field(
+        (0.8, 0.99), "Adam's decays of the mean of gradients, and of the mean of their squares"
+    )
+    eps: PositiveFloat = field(1e-8, "Adam's epsilon")
+    max_grad_norm: NonNegativeFloat = field(
+        5.0, "clip gradients of codec and of discriminators to this norm, 0: no clipping"
+    )
+    # It rises to the highest (ema.py).
+    ema_decay: Fraction = field(0.99, "highest decay of the averaged weights, 0: no averaging")
+    ema_update_after: NonNegativeInt = field(0, "first steps, in which the average is a copy")
+    ema_update_every: PositiveInt = field(1, "steps between updates of the average")
+    eval_samples: NonNegativeInt = field(96, "first held-out samples to evaluate on, 0: all")
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.stft_window % 128:
+            raise UserError(f"--stft_window {self.stft_window}: expected a multiple of 128")
         # The STFT discriminator halves the frames three times.
-        if self.discriminator_start < self.steps and crop < 1.75 * self.stft_window:
+        if self.discriminator_start < self.steps and self.crop < 1.75 * self.stft_window:
             raise UserError(
-                f"--seconds: {crop} samples are too short for a discriminator of --stft_window "
-                f"{self.stft_window}; expected 1.75 windows or more"
+                f"--seconds: {self.crop} samples are too short for a discriminator of "
+                f"--stft_window {self.stft_window}; expected 1.75 windows or more"
             )
         # Then the run would end without codebooks.
         if self.steps <= self.quantizer_start and not self.init_from:
@@ -280,31 +268,12 @@ class Config(config.TrainingRun):
             )
 
     @property
-    def crop_length(self):
-        """Length of a training crop in samples."""
-        return self.crop_samples or round(self.seconds * self.sample_rate)
+    def crop(self):
+        """Samples of a training crop."""
+        return round(self.seconds * self.sample_rate)
 
 
-# Defaults that differ by stage, and named settings for one stage.
-TRANSFORMER = dict(seconds=1.2, batch_size=64, lr=3e-3, ema_decay=0.98)  # of all token stages
-STAGES = {
-    "soundstream": dict(
-        steps=1050,
-        batch_size=16,
-        lr=2e-3,
-        weight_decay=0.0,  # so AdamW is Adam
-        beta1=0.8,
-        beta2=0.99,
-        max_grad_norm=5.0,
-        ema_decay=0.99,
-        eval_samples=96,
-    ),
-    "semantic": dict(TRANSFORMER, steps=300),
-    # In the same time Muon reaches a higher text_heard than Adam, which AudioLM uses.
-    "coarse": dict(TRANSFORMER, steps=620, optimizer="muon", lr=6e-3),
-    "fine": dict(TRANSFORMER, seconds=0.4, steps=150),
-}
-# Of all presets.
+# SoundStream §III. Batch, crop, learning rates and commitment weight are not in the paper.
 LARGE = dict(
     lr=1e-4,
     steps=1_000_000,
@@ -318,87 +287,46 @@ LARGE = dict(
     save_every=2_000,
     workers=4,
 )
-# Of the three token stages.
-AUDIOLM = dict(
+SOUNDSTREAM_24KHZ = dict(
     LARGE,
-    sample_rate=16_000,
-    clusters=1024,
-    width=1024,  # §IV-A
-    depth=12,
-    heads=16,
-    coarse_quantizers=4,  # Q' of Q = 12
-    batch_size=256,
-    chunk_size=8,  # a crop of 30 s is 1,500 tokens
-    optimizer="adamw",
-    lr=3e-4,
-    warmup_steps=4_000,
-    precision="bf16",
+    stage="soundstream",
+    sample_rate=24_000,
+    channels=32,  # C_enc and C_dec (§III-A)
+    latent_dim=512,  # D
+    num_quantizers=8,  # of 10 bits each: 6 kbit/s at 75 frames a second
+    codebook_size=1024,  # K
+    codebook_decay=0.99,  # §III-C
+    dead_code_threshold=2.0,  # §III-C
+    quantizer_start=0,  # k-means before the first step (§III-C)
+    mel_weight=1.0,  # λ_rec (§III-E)
+    wave_weight=0.0,  # not in the paper
+    commitment_weight=1.0,
+    discriminator_start=0,
+    adversarial_weight=1.0,  # λ_adv
+    feature_weight=100.0,  # λ_feat
+    r1_weight=0.0,  # not in the paper
+    discriminator_channels=16,  # over waves; 32 over spectra
+    stft_window=1024,  # W; the hop is W / 4
+    discriminator_lr=1e-4,
+    discriminator_warmup_steps=1_000,
+    seconds=1.0,
+    batch_size=64,
+    chunk_size=16,
+    betas=(0.5, 0.9),  # Adam's; the first is low, as in many GANs
 )
-PRESETS = {
-    # SoundStream §III. Batch, crop, learning rates and commitment weight are not in the paper.
-    "soundstream-24khz": dict(
-        LARGE,
-        stage="soundstream",
-        sample_rate=24_000,
-        channels=32,  # C_enc and C_dec (§III-A)
-        latent_dim=512,  # D
-        num_quantizers=8,  # of 10 bits each: 6 kbit/s at 75 frames a second
-        codebook_size=1024,  # K
-        codebook_decay=0.99,  # §III-C
-        dead_code_threshold=2.0,  # §III-C
-        quantizer_start=0,  # k-means before the first step (§III-C)
-        mel_weight=1.0,  # λ_rec (§III-E)
-        wave_weight=0.0,  # not in the paper
-        commitment_weight=1.0,
-        discriminator_start=0,
-        adversarial_weight=1.0,  # λ_adv
-        feature_weight=100.0,  # λ_feat
-        r1_weight=0.0,  # not in the paper
-        discriminator_channels=16,  # over waves; 32 over spectra
-        stft_window=1024,  # W; the hop is W / 4
-        discriminator_lr=1e-4,
-        discriminator_warmup_steps=1_000,
-        seconds=1.0,
-        batch_size=64,
-        chunk_size=16,
-        beta1=0.5,  # Adam's; low, as in many GANs
-        beta2=0.9,
-    ),
-    # AudioLM §IV-A: 12 layers, 16 heads, width 1024; crops of 30, 10 and 3 s; 1M steps of 256.
-    # §IV-B: temperatures. Learning rates are not in the paper. Its codec is the preset above with
-    # --sample_rate 16000 and --num_quantizers 12. Its semantic tokens are of layer 7 of w2v-BERT
-    # XL, 25 a second. That model is not published. Here they are of w2v-BERT 2.0, 50 a second.
-    "audiolm-semantic": dict(
-        AUDIOLM,
-        stage="semantic",
-        seconds=30.0,
-        temperature=0.6,
-        tokenizer="hf:facebook/w2v-bert-2.0:7",  # layer 7, as in the paper
-    ),
-    "audiolm-coarse": dict(AUDIOLM, stage="coarse", seconds=10.0, temperature=0.8),
-    "audiolm-fine": dict(AUDIOLM, stage="fine", seconds=3.0, temperature=0.6),
-}
 
-BUILTIN_ROWS = 6_000  # recordings of the built-in syllables
-MAX_CHUNK_SIZE = 64  # most recordings in one forward pass, where --chunk_size is 0
-EVAL_SECONDS = 1.0  # length of the codec's crops and of continuations in evaluation
-EVAL_BATCH = 48  # recordings to continue at a time
-NUM_SOUNDS = 2  # recordings that an evaluation writes as WAV and PNG
-PROMPT_SECONDS = 0.4  # length of the prompts in evaluation
-MAX_TEXT_SECONDS = 2.0  # longest sound of a text of the built-in data
-MIN_VOICE_SECONDS = 0.2  # shortest sound whose voice is scored
-TEXT_WORDS = 320  # words with a token of their own; others are spelled
-TEXT_DEPTH = 2  # blocks of the text encoder
-TOKENIZER_FILE = "kmeans.pt"  # in the folder of the semantic run
+CROP_SECONDS = 1.0  # length of the codec's crops in evaluation
+R1_EVERY = 4  # steps between R1 penalties, which are not multiplied by it as in StyleGAN2
 
-
-# Part 1: SoundStream
 
 # Model (SoundStream §III-A, §III-B)
 
 
 class CausalConv(nn.Conv1d):
-    """Convolution that sees no later input: (B, C, T) -> (B, C', T / stride)."""
+    """Convolution that pads on the left alone: (B, C, T) -> (B, C', T / stride).
+
+    An output sees the inputs up to the end of its own stride, and none after it.
+    """
 
     def forward(self, x):
         field_of_view = self.dilation[0] * (self.kernel_size[0] - 1) + 1
@@ -406,15 +334,14 @@ class CausalConv(nn.Conv1d):
 
 
 class CausalUpsample(nn.ConvTranspose1d):
-    """Transposed convolution with a kernel of two strides, trimmed to be causal.
-
-    (B, C, T) -> (B, C', T · stride)
-    """
+    """Transposed convolution with a kernel of two strides: (B, C, T) -> (B, C', T · stride)."""
 
     def forward(self, x):
+        # But for rounding this is `super().forward(x)[..., : -self.stride[0]]`: what is cut off at
+        # the end needs later inputs, and silence before the beginning adds nothing.
         silence = torch.zeros_like(x[..., :1])
-        x = super().forward(torch.cat([silence, x], dim=2))  # as if silence came before
-        return x[..., self.stride[0] : -self.stride[0]]  # without what needs later inputs
+        x = super().forward(torch.cat([silence, x], dim=2))
+        return x[..., self.stride[0] : -self.stride[0]]
 
 
 class ResidualUnit(nn.Module):
@@ -442,8 +369,10 @@ class SoundStream(nn.Module):
 
     def __init__(self, cfg):
         super().__init__()
+        self.checksum = ""  # of its file, once it is loaded to make tokens
         self.sample_rate = cfg.sample_rate
         self.hop_length = math.prod(cfg.strides)
+        self.frame_rate = cfg.sample_rate / self.hop_length
         self.num_quantizers = cfg.num_quantizers
         self.codebook_size = cfg.codebook_size
 
@@ -465,7 +394,7 @@ class SoundStream(nn.Module):
             cfg.codebook_size,
             cfg.codebook_decay,
             cfg.dead_code_threshold,
-            cfg.quantizer_dropout,
+            dropout=1.0,  # all samples of training have a random number of quantizers (§III-C)
         )
         self.apply(self.initialize)
 
@@ -702,189 +631,69 @@ def discriminator_loss(discriminators, fake, real, r1_weight=0.0):
     return loss + r1_weight * torch.stack(penalties).mean()
 
 
-# Data and sounds of both parts
-
-
-def open_recordings(cfg, seconds=0.0):
-    """[recordings of cfg.data, those of cfg.val_data if given], with crops of so many seconds."""
-    crop = round(seconds * cfg.sample_rate)
-    hop_length = math.prod(cfg.strides)
-    datasets = []
-    for path in (cfg.data, cfg.val_data):
-        if path == "syllables":
-            dataset = recordings.Syllables(BUILTIN_ROWS, crop, hop_length, cfg.sample_rate)
-            datasets.append(dataset)
-        elif path:
-            dataset = recordings.Recordings(
-                path, cfg.sample_rate, crop, hop_length, cfg.speaker_pattern
-            )
-            datasets.append(dataset)
-    return datasets
-
-
-def open_stage(given, seconds=0.0):
-    """(config of a stage's run, {split: (recordings, indices)}). Collective."""
-    cfg = dataclasses.replace(given, run_dir=str(Path(given.run_dir) / given.stage))
-    cfg = dist.on_main(lambda: loop.with_chunk_size(store.fetch_files(cfg), MAX_CHUNK_SIZE))
-    datasets = dist.run_together(lambda: open_recordings(cfg, seconds))
-    return cfg, data.splits(datasets[0], cfg, *datasets[1:])
-
-
-def write_sound(wave, sample_rate, path):
-    """Write a wave (T,) to a .wav file, and its spectrogram beside it as .png."""
-    with checkpoint.atomic_write(path) as file:
-        recordings.write_wav(file, wave, sample_rate)
-    with checkpoint.atomic_write(Path(path).with_suffix(".png")) as file:
-        media.write_png(file, recordings.spectrogram(wave, sample_rate))
-
-
-@torch.no_grad()
-def write_sounds(sounds, cfg, name):
-    """Rank 0 writes `sounds` as samples/NAME_*: {file in the run folder: caption}.
-
-    sounds: iterator over (number, wave (T,), caption), which only rank 0 runs.
-    """
-    files = {}
-    # The iterator is lazy, so the other ranks make no sounds.
-    if not dist.is_main():
-        return files
-    for number, wave, caption in sounds:
-        path = f"samples/{name}_{number}"
-        write_sound(wave, cfg.sample_rate, Path(cfg.run_dir) / f"{path}.wav")
-        files |= {f"{path}.wav": caption, f"{path}.png": caption}
-    return files
-
-
-# Evaluation of both parts
-
-
-class Means:
-    """Means of metrics over all ranks, from sums over samples or tokens."""
-
-    def __init__(self):
-        self.sums = collections.defaultdict(float)
-        self.counts = collections.defaultdict(float)
-
-    def add(self, name, value_sum, count=1):
-        self.sums[name] += value_sum
-        self.counts[name] += count
-
-    def result(self):
-        """{name: mean}. Collective."""
-        sums = dist.total_by_name(self.sums)
-        counts = dist.total_by_name(self.counts)
-        return {name: value_sum / counts[name] for name, value_sum in sums.items()}
-
-
-def code_entropies(codes, size):
-    """(entropy (Q,) in nats, count (Q,)) of each quantizer's codes, over all ranks. Collective.
-
-    codes: list of (N, Q), each code below `size`, or -100 for none.
-    """
-    counts = []
-    for column in torch.cat(codes).T:
-        counts.append(torch.bincount(column[column >= 0], minlength=size))
-    # Sum over ranks before taking the entropy, which is not additive.
-    counts = torch.stack(counts)  # (Q, size)
-    counts = torch.tensor(dist.total(counts.flatten().tolist())).view(counts.shape)
-    frequencies = counts / counts.sum(1, keepdim=True)  # (Q, size)
-    return torch.special.entr(frequencies).sum(1), counts.sum(1)
-
-
-@torch.no_grad()
-def evaluate_weights(state, name, splits, device, evaluate, sounds):
-    """(metrics, samples) of the split `name`, with averaged weights. Collective.
-
-    In validation also the loss with the online weights, and, if cfg asks for them, their sounds.
-    evaluate(model, cfg, split, device): {metric: value}. sounds(model, cfg, split, device): see
-    `write_sounds`.
-    """
-    model = state.modules["model"]
-    cfg = state.cfg
-    inputs = (model, cfg, splits[name], device)
-    validation = name == "validation"
-    prefix = f"step_{state.step:08d}" if validation else "test"
-    with_sounds = not validation or state.step < cfg.steps  # else those of the test are next
-    metrics = {}
-    samples = {}
-    # In training mode dropout acts, and the codebooks gather statistics.
-    model.eval()
-    if validation:
-        metrics["loss_online"] = evaluate(*inputs)["loss"]
-    if with_sounds and cfg.online_samples:
-        samples |= write_sounds(sounds(*inputs), cfg, f"{prefix}_online")
-    with state.ema.applied(model):
-        metrics |= evaluate(*inputs)
-        if with_sounds:
-            samples |= write_sounds(sounds(*inputs), cfg, prefix)
-    model.train()
-    if validation:
-        val_names = ("loss_online", "loss", "accuracy")
-        # The others have the same names in validation and test.
-        metrics = {f"val_{n}" if n in val_names else n: value for n, value in metrics.items()}
-    return metrics, samples
-
-
-# Evaluation of the codec
+# Evaluation
 
 
 @torch.no_grad()
 def evaluate_codec(codec, cfg, split, device):
-    """Mean reconstruction loss, quality of sound by number of quantizers, use of the codebooks.
+    """{metric: mean over a split}: reconstruction loss, quality of sound, use of the codebooks.
 
-    split: (dataset, indices).
+    split: (recordings, indices). Collective.
     """
-    bitrates = [2**i for i in range(8) if 2**i < cfg.num_quantizers]  # 1, 2, 4, … quantizers
-    bitrates.append(cfg.num_quantizers)
-    means = Means()
-    codes_seen = [torch.zeros(0, cfg.num_quantizers, dtype=torch.long)]
-    for _, batch in data.batches(*split, cfg.eval_samples, cfg.chunk_size):
+    Q = cfg.num_quantizers
+    log_mel = functools.partial(
+        recordings.log_mel, rate=cfg.sample_rate, window=1024, hop=256, bins=64
+    )
+    sums = collections.defaultdict(float)
+    codes_seen = [torch.zeros(0, Q, dtype=torch.long)]
+    for _, batch in order.batches(*split, cfg.eval_samples, cfg.chunk_size):
         real = batch["wave"].to(device)  # (B, T), silence behind short recordings
         size, length = real.shape
-        real_mel = recordings.log_mel(real, cfg.sample_rate, window=1024, hop=256, bins=64)
         # Spectra are in fp32; only the networks run in the precision of training.
         with amp.autocast(device, cfg.precision):
             codes = codec.encode(real)  # (B, frames, Q)
-        for n in bitrates:
-            with amp.autocast(device, cfg.precision):
-                fake = codec.decode(codes[..., :n])[:, :length]
-            fake_mel = recordings.log_mel(fake, cfg.sample_rate, window=1024, hop=256, bins=64)
-            distance = (fake_mel - real_mel).abs().mean((1, 2))  # (B,)
-            means.add(f"mel_distance@{n}", distance.sum().item(), size)
-            means.add(f"si_sdr_db@{n}", recordings.si_sdr(fake, real).sum().item(), size)
-        # `fake` is now of all quantizers.
+            fake = codec.decode(codes)[:, :length]
         loss = reconstruction_loss(cfg, fake, real, commitment=torch.zeros((), device=device))
-        means.add("loss", loss.item() * size, size)
+        sums["count"] += size
+        sums["loss"] += loss.item() * size
+        distance = (log_mel(fake) - log_mel(real)).abs().mean((1, 2))  # (B,)
+        sums[f"mel_distance@{Q}"] += distance.sum().item()
+        sums[f"si_sdr_db@{Q}"] += recordings.si_sdr(fake, real).sum().item()
         # Codes of the silence behind a short recording do not count.
         frames = -(-batch["length"][:, None] // codec.hop_length)  # rounded up
         codes_seen.append(codes.cpu()[torch.arange(codes.shape[1]) < frames])
 
-    metrics = means.result()
-    entropies, _ = code_entropies(codes_seen, cfg.codebook_size)
+    metrics = means(sums)
+    entropies, _ = tokens.code_entropies(codes_seen, cfg.codebook_size)
     for q, perplexity in enumerate(entropies.exp().tolist(), 1):
         metrics[f"codebook_perplexity@{q}"] = perplexity
     return metrics
 
 
-def reconstructions(codec, cfg, split, device):
-    """Yield (number, wave (T,), caption) of the first recordings and of their reconstructions."""
+def write_reconstructions(codec, split, folder, name, device):
+    """Rank 0 writes the first recordings and their reconstructions; see `sounds.write_sounds`."""
+    if not dist.is_main():
+        return {}
     dataset, indices = split
+    written = []
     readable, waves = dataset.load_usable(indices[:NUM_SOUNDS])
-    for number, (index, wave) in enumerate(zip(readable, waves)):
-        yield f"{number}_real", wave, dataset.name(index)
-        fake, _ = codec(wave[None].to(device))
-        yield f"{number}", fake[0].cpu(), dataset.name(index)
+    for number, wave in enumerate(waves):
+        codes = tokens.encode_wave(codec, wave, device)
+        fake = tokens.decode_codes(codec, codes, device)[: len(wave)]
+        caption = dataset.names[readable[number]]
+        written += [(f"{number}_real", wave, caption), (number, fake, caption)]
+    return sounds.write_sounds(written, codec.sample_rate, folder, name)
 
 
-# Training of the codec
+# Training
 
 
 @torch.no_grad()
-def initialize_codebooks(codec, cfg, crops, indices, device):
+def initialize_codebooks(codec, cfg, dataset, indices, device):
     """k-means on frames of training crops, by rank 0: the same on any number of ranks."""
-    if codec.quantizer.ready:  # by --init_from, or this step is tried again after an overflow
+    if codec.quantizer.ready:  # by --init_from
         return
-    chunks = data.ChunkDataset(crops, indices, accumulate.derive_seed(cfg.seed, "codebooks"))
+    chunks = order.ChunkDataset(dataset, indices, accumulate.derive_seed(cfg.seed, "codebooks"))
     frames = torch.zeros(0, cfg.latent_dim, device=device)
     start = 0
     # As many frames as k-means needs: 32 for each code.
@@ -897,41 +706,41 @@ def initialize_codebooks(codec, cfg, crops, indices, device):
     codec.quantizer.initialize(frames, accumulate.derive_seed(cfg.seed, "kmeans"))
 
 
-def train_soundstream(given, device):
-    """Train the codec."""
+def train_soundstream(cfg, device, next_command=""):
     started = time.monotonic()
 
-    # Open the data, on all ranks. Then rank 0 takes the run folder.
-    cfg, splits = open_stage(given, EVAL_SECONDS)
+    # Rank 0 takes the run folder, then all open the data: short crops to train on, long ones to
+    # evaluate.
+    run, cfg = loop.open_run(cfg, Path(cfg.run_dir) / cfg.stage, MAX_CHUNK)
+    hop_length = math.prod(cfg.strides)
+    long_crop = round(CROP_SECONDS * cfg.sample_rate)
+    splits = dist.together(lambda: open_recordings(cfg, hop_length, long_crop))
     dataset, indices = splits["train"]
-    # The same recordings, in the shorter crops of training.
     crops = copy.copy(dataset)
-    crops.crop = cfg.crop_length
-    run = loop.open_run(cfg, dataset)
-    if run.finished:
-        return loop.announce_finished(cfg, run)
+    crops.crop = cfg.crop
+    finished = loop.find_start(run, cfg, dataset)
+    if finished:
+        return loop.announce(run, finished, next_command)
 
     # Build codec, discriminators, their optimizers and the EMA. Restore them if resuming.
-    # The same start on all ranks.
-    accumulate.seed_all(cfg.seed, "weights")
+    accumulate.seed_all(cfg.seed, "weights")  # the same start on all ranks
     codec = SoundStream(cfg).to(device)  # encoder, quantizer, decoder
     discriminators = make_discriminators(cfg).to(device)  # unused before discriminator_start
-    # Two networks, two optimizers, one gradient scaler.
-    betas = (cfg.beta1, cfg.beta2)
-    optimizers = optim.make(codec, cfg.optimizer, cfg.lr, cfg.weight_decay, betas, cfg.eps)
+    optimizers = optim.make(codec, "adamw", cfg.lr, cfg.weight_decay, cfg.betas, cfg.eps)
     discriminator_optimizers = optim.make(
-        discriminators, "adamw", cfg.discriminator_lr, 0.0, betas, cfg.eps
+        discriminators, "adamw", cfg.discriminator_lr, 0.0, cfg.betas, cfg.eps
     )
-    scaler = amp.scaler(device, cfg.precision)
+    scaler = amp.scaler(device, cfg.precision)  # one for both
     ema = EMA(codec, cfg.ema_update_every, decay=cfg.ema_decay, update_after=cfg.ema_update_after)
     state = checkpoint.State(
         cfg,
-        {"model": codec, "discriminators": discriminators},
+        codec,
         ema,
         [*optimizers, *discriminator_optimizers],
         scaler,
         run.identity,
-        {"kind": "soundstream", "metadata": store.metadata(cfg)},
+        {"kind": "soundstream"},
+        others={"discriminators": discriminators},
     )
     loop.resume(run, state)  # or take the weights of --init_from
     if cfg.compile:
@@ -939,28 +748,31 @@ def train_soundstream(given, device):
 
     # The order of samples follows from seed and step. Write config.json and open the logger.
     plan, batches = loop.batches(cfg, crops, indices, state.step, device)
-    log = loop.begin(run, state, given, f"{len(dataset):,} recordings", device)
+    log = loop.begin(run, state, f"{len(dataset):,} recordings", device)
+    eval_due = loop.Due(cfg.eval_every, cfg.steps)
+    save_due = loop.Due(cfg.save_every, cfg.steps)
 
-    # A signal to any rank ends the loop: `progress` saves first.
-    progress = loop.Progress(run, state, log, "soundstream", crops)
-    with log, dist.stop_signals, progress:
+    with log, loop.Progress(run, state, log, cfg.stage) as progress:
         codec.train()
-        stepped = True
         while True:
-            dist.stop_signals.check()
-
-            # Log; evaluate and save when they are due.
-            if progress.log_due():
-                progress.log_line()  # synchronizes ranks and GPU
-                # Before k-means there are no codes, so that codec cannot be the best one.
-                if progress.eval_due and codec.quantizer.ready:
-                    metrics, samples = evaluate_weights(
-                        state, "validation", splits, device, evaluate_codec, reconstructions
-                    )
-                    progress.log_evaluation(metrics, samples)
-                if progress.save_due:
-                    run.save(state, log)
-                progress.restart()
+            # Evaluate: the averaged weights are those that are kept. Before k-means there are no
+            # codes, so that codec cannot be the best one.
+            if eval_due(state.step) and codec.quantizer.ready:
+                split = splits["validation"]
+                samples = {}
+                with progress.paused():
+                    codec.eval()
+                    loss_online = evaluate_codec(codec, cfg, split, device)["loss"]
+                    with ema.applied(codec):
+                        metrics = evaluate_codec(codec, cfg, split, device)
+                        if state.step < cfg.steps:  # else the test is next
+                            name = f"step_{state.step:08d}"
+                            samples = write_reconstructions(codec, split, run.folder, name, device)
+                    codec.train()
+                metrics["val_loss"] = metrics.pop("loss")
+                metrics |= {"val_loss_online": loss_online, "evaluation_s": progress.paused_s}
+                log.evaluation(state.step, metrics, samples)
+                run.save_best(state, metrics["val_loss"], log)
             if state.step >= cfg.steps:
                 break
 
@@ -978,201 +790,247 @@ def train_soundstream(given, device):
                     cfg.cosine,
                 )
                 schedule.set_learning_rate(discriminator_optimizers, discriminator_lr)
-            # Not multiplied by r1_every, unlike the lazy regularization of StyleGAN2.
-            r1_weight = cfg.r1_weight if state.step % cfg.r1_every == 0 else 0.0
+            r1_weight = cfg.r1_weight if state.step % R1_EVERY == 0 else 0.0
 
             # Take one optimizer step of the codec and, on the same fakes, of the discriminators.
-            if stepped:  # an fp16 step that overflowed is tried again, on the same samples
-                step_batches = [next(batches) for _ in plan]
-            chunk_losses = []  # summed over the samples of a chunk
-            step_discriminator_loss = torch.zeros((), device=device)
-            for chunk, batch in zip(plan, step_batches):
-                # All that is random in a chunk follows from (seed, step, chunk), on any rank.
-                accumulate.seed_all(cfg.seed, state.step, chunk.index)
-                real = batch["wave"].to(device, non_blocking=True)
-                with amp.autocast(device, cfg.precision):
-                    fake, commitment = codec(real)
-                    loss = reconstruction_loss(cfg, fake, real, commitment)
-                    if adversarial:
-                        loss = loss + adversarial_loss(cfg, discriminators, fake, real)
-                # Weights add up to 1 over a batch: the gradient is that of its mean loss.
-                scaler.scale(loss * chunk.weight).backward()
-                chunk_losses.append(loss.detach() * (chunk.stop - chunk.start))
-                # The discriminators learn from the same fakes, before the codec moves.
-                if adversarial:
+            step_batches = [next(batches) for _ in plan]
+            stepped = False
+            while not stepped:  # a step that overflows fp16 is tried again, at a lower scale
+                chunk_losses = []  # summed over the samples of a chunk
+                discriminator_sum = torch.zeros((), device=device)  # so, too
+                for chunk, batch in zip(plan, step_batches):
+                    # All that is random in a chunk follows from (seed, step, chunk), on any rank.
+                    accumulate.seed_all(cfg.seed, state.step, chunk.index)
+                    size = chunk.stop - chunk.start
+                    real = batch["wave"].to(device, non_blocking=True)
                     with amp.autocast(device, cfg.precision):
-                        loss = discriminator_loss(discriminators, fake, real, r1_weight)
+                        fake, commitment = codec(real)
+                        loss = reconstruction_loss(cfg, fake, real, commitment)
+                        if adversarial:
+                            loss = loss + adversarial_loss(cfg, discriminators, fake, real)
+                    # Weights add up to 1 over a batch: the gradient is that of its mean loss.
                     scaler.scale(loss * chunk.weight).backward()
-                    step_discriminator_loss += loss.detach() * (chunk.stop - chunk.start)
-            modules = [codec]
-            groups = [(optimizers, cfg.max_grad_norm)]
-            if adversarial:  # both step or neither does; each has its own clipping norm
-                modules.append(discriminators)
-                groups.append((discriminator_optimizers, cfg.discriminator_max_grad_norm))
-            dist.sum_gradients(*modules)
-            grad_norms, stepped = amp.step(scaler, groups)
-            codec.zero_grad(set_to_none=True)
-            discriminators.zero_grad(set_to_none=True)
-            if not stepped:  # a step that overflowed did not happen
-                codec.quantizer.discard()  # its statistics, too
-                progress.overflows += 1
-                continue
+                    chunk_losses.append(loss.detach() * size)
+                    # The discriminators learn from the same fakes, before the codec moves.
+                    if adversarial:
+                        with amp.autocast(device, cfg.precision):
+                            loss = discriminator_loss(discriminators, fake, real, r1_weight)
+                        scaler.scale(loss * chunk.weight).backward()
+                        discriminator_sum += loss.detach() * size
+                dist.sum_gradients(codec)  # over all ranks
+                grad_norm, stepped = amp.step(scaler, optimizers, cfg.max_grad_norm)
+                # If these overflow alone, they miss a step: the codec has taken its own.
+                if stepped and adversarial:
+                    dist.sum_gradients(discriminators)
+                    norm, taken = amp.step(scaler, discriminator_optimizers, cfg.max_grad_norm)
+                    if taken:  # what is not finite in either network ends the run
+                        grad_norm = grad_norm + 0 * norm
+                amp.update(scaler)
+                codec.zero_grad(set_to_none=True)
+                discriminators.zero_grad(set_to_none=True)
+                if not stepped:
+                    codec.quantizer.discard()  # the statistics of a step that did not happen
+                progress.overflows += not stepped
             # Move the codebooks to the statistics of all ranks, and re-seed codes that are dead.
             codec.quantizer.update(accumulate.derive_seed(cfg.seed, "codes", state.step))
             state.step += 1
             ema.update(state.step)
-            # The line of the log has the codec's loss and norm.
             progress.add(
-                chunk_losses,
-                grad_norms[0],
-                step_batches,
-                {"discriminator_loss": step_discriminator_loss},
+                chunk_losses, grad_norm, step_batches, discriminator_loss=discriminator_sum
             )
+
+            # Log and save. After a signal to any rank, `progress` saves and ends the process.
+            if state.step % cfg.log_every == 0 or state.step == cfg.steps:
+                log.log(state.step, **progress.line())  # waits for the ranks and the device
+            if save_due(state.step):
+                progress.save()
+            dist.stop_together()
 
         # Test the averaged weights, and save them last of all.
-        metrics, samples = evaluate_weights(
-            state, "test", splits, device, evaluate_codec, reconstructions
-        )
+        codec.eval()
+        with ema.applied(codec):
+            metrics = evaluate_codec(codec, cfg, splits["test"], device)
+            samples = write_reconstructions(codec, splits["test"], run.folder, "test", device)
         results = loop.finish(run, state, log, metrics, samples)
-    loop.announce_trained(cfg, results, started)
+    loop.announce(run, results, next_command, started)
 
 
-# The trained codec, as the token stages use it
+# Part 2: AudioLM
+
+# The codec, as the token transformers use it: `encode`, `decode`, sample_rate, hop_length,
+# frame_rate, num_quantizers, codebook_size, checksum
 
 
-class PublishedCodec:
-    """EnCodec, DAC or Mimi by the package transformers, used like a SoundStream: hf:MODEL.
-
-    MODEL is a name at huggingface.co or a folder. A wave is padded with silence to whole frames.
-    """
-
-    def __init__(self, spec, device):
-        flag = f"--soundstream {spec}"
-        name = spec.removeprefix("hf:")
-        self.model = store.from_transformers(flag, name, ("encodec", "dac", "mimi")).to(device)
-        settings = self.model.config
-        # Refuse what this adapter does not do.
-        channels = getattr(settings, "audio_channels", 1)
-        if channels != 1:
-            raise UserError(f"{flag}: a model of {channels} channels; expected one")
-        if getattr(settings, "normalize", False) or getattr(settings, "chunk_length_s", None):
-            raise UserError(
-                f"{flag}: a model that normalizes chunks of sound; expected one that "
-                "does not, such as hf:facebook/encodec_24khz"
-            )
-        # The three models name these in three ways.
-        self.sample_rate = settings.sampling_rate
-        self.hop_length = getattr(settings, "hop_length", 0)
-        self.hop_length = self.hop_length or round(self.sample_rate / settings.frame_rate)
-        self.codebook_size = settings.codebook_size
-        self.num_quantizers = getattr(settings, "n_codebooks", 0) or settings.num_quantizers
-        self.is_encodec = settings.model_type == "encodec"
-
-        # The weights of a folder may change under the same name.
-        files = sorted(Path(name).glob("*.safetensors"))
-        self.checksum = " ".join(checkpoint.checksum(file)[:16] for file in files) or name
-
-    @torch.no_grad()
-    def encode(self, wave):
-        """Codes (B, frames, Q) of waves (B, T)."""
-        wave = F.pad(wave, (0, -wave.shape[1] % self.hop_length))[:, None]
-        options = {}
-        if self.is_encodec:
-            # By default EnCodec takes its lowest bitrate.
-            options["bandwidth"] = max(self.model.config.target_bandwidths)
-        codes = self.model.encode(wave, return_dict=True, **options).audio_codes
-        codes = codes.flatten(0, -3)  # EnCodec's have an axis of chunks before the batch
-        return codes.transpose(1, 2)[..., : self.num_quantizers]
-
-    @torch.no_grad()
-    def decode(self, codes):
-        """Waves (B, frames · hop_length) of codes (B, frames, n) of the first n quantizers."""
-        length = codes.shape[1] * self.hop_length
-        codes = codes.transpose(1, 2)  # (B, n, frames), as the package has them
-        if self.is_encodec:
-            out = self.model.decode(codes[None], [None], return_dict=True)
-        else:
-            out = self.model.decode(audio_codes=codes, return_dict=True)
-        wave = out.audio_values.flatten(1)  # (B, T), the only channel
-        return F.pad(wave, (0, length - wave.shape[1]))  # DAC's is shorter where a stride is odd
-
-
-class Codec:
-    """A trained codec of which the first `num_quantizers` quantizers are used, 0 for all.
-
-    model: SoundStream or PublishedCodec. checksum: of its weights. UserError if it has fewer.
-    """
-
-    def __init__(self, model, checksum, device, num_quantizers=0):
-        if num_quantizers > model.num_quantizers:
-            raise UserError(f"{num_quantizers} quantizers: the codec has {model.num_quantizers}")
-        self.model = model
-        self.device = device
-        self.sample_rate = model.sample_rate
-        self.hop_length = model.hop_length
-        self.frame_rate = model.sample_rate / model.hop_length
-        self.codebook_size = model.codebook_size
-        self.num_quantizers = num_quantizers or model.num_quantizers
-        self.checksum = checksum
-        if self.num_quantizers < model.num_quantizers:  # other codes, so other caches and models
-            self.checksum += f", {num_quantizers} quantizers"
-
-    def encode(self, wave):
-        """Codes (frames, Q) of a wave (T,), on the CPU."""
-        codes = self.model.encode(wave[None].to(self.device))
-        # Codes are residual: the first n do not depend on the others.
-        return codes[0, :, : self.num_quantizers].cpu()
-
-    def decode(self, codes):
-        """The wave (frames · hop_length,) of codes (frames, n), on the CPU."""
-        return self.model.decode(codes[None].to(self.device))[0].cpu()
-
-
-def model_file(path, stage, name="model.pt", weights="ema"):
-    """The file `name` of a stage's run, given the run folder or the file itself.
-
-    With "online" weights it is the newest checkpoint. UserError if it is missing.
-    """
-    path = Path(path)
-    file = path / name if path.is_dir() or not path.suffix else path
-    # Only checkpoints have the online weights.
-    if weights == "online" and name == "model.pt":
-        file = max((path / "checkpoints").glob("step_*.pt"), default=file)
-    if not file.is_file():
-        raise UserError(
-            f"{file}: missing; train it first (--stage {stage}), or name a run that has it"
-        )
-    return file
-
-
-def load_codec(path, device, num_quantizers=0, name="model.pt", weights="ema"):
-    """The Codec of a run folder, of a file or of hf:MODEL, in eval mode."""
+def load_codec(path, device, name="model.pt", weights="ema"):
+    """The codec of a run folder, of a file or of hf:MODEL, frozen."""
     if path.startswith("hf:"):
-        model = PublishedCodec(path, device)
-        return Codec(model, model.checksum, device, num_quantizers)
-    file = model_file(path, "soundstream", name, weights)
-    cfg, state = checkpoint.read_model("soundstream", Config, file, weights)
-    model = checkpoint.build(lambda: SoundStream(cfg), state, file, device).requires_grad_(False)
-    return Codec(model, checkpoint.checksum(file)[:16], device, num_quantizers)
+        from common.interop.codecs import PublishedCodec
+
+        return PublishedCodec(path, device)
+    file = model_file(path, name, weights)
+    codec, _ = load_model(lambda cfg, _: SoundStream(cfg), CodecConfig, file, device, weights)
+    codec.checksum = checkpoint.checksum(file)[:16]
+    return codec
 
 
 def codec_of(cfg, device):
-    """The codec of the coarse and fine stages; UserError if it does not fit `cfg`."""
-    path = cfg.soundstream or str(Path(cfg.run_dir).parent / "soundstream")
-    codec = load_codec(path, device, cfg.codec_quantizers)
+    """The codec of a coarse or fine stage; UserError if it does not fit `cfg`."""
+    codec = load_codec(cfg.soundstream or f"{cfg.run_dir}/soundstream", device)
     if codec.sample_rate != cfg.sample_rate:
         raise UserError(
             f"--sample_rate: {cfg.sample_rate}, but the codec's is {codec.sample_rate}; give that"
         )
-    if cfg.coarse_quantizers >= codec.num_quantizers:
+    used = cfg.codec_quantizers or codec.num_quantizers
+    if not cfg.coarse_quantizers < used <= codec.num_quantizers:
         raise UserError(
-            f"--coarse_quantizers: {cfg.coarse_quantizers}, but the codec has "
-            f"{codec.num_quantizers}"
+            f"--coarse_quantizers {cfg.coarse_quantizers}, --codec_quantizers {used}: the codec "
+            f"has {codec.num_quantizers}, and fine needs one"
         )
     return codec
 
 
-# Part 2: AudioLM
+def kmeans_of(cfg, device):
+    """The semantic tokenizer of a coarse stage."""
+    run_dir = cfg.semantic or f"{cfg.run_dir}/semantic"
+    return tokens.load_kmeans(model_file(run_dir, KMEANS_FILE), device)
+
+
+# Config
+
+
+@dataclass(frozen=True)
+class TransformerConfig(SharedConfig):
+    """Token transformer: model and optimization"""
+
+    seconds: PositiveFloat = field(1.2, "length of a training crop", fixed=True)
+    # Model
+    width: PositiveInt = field(128, "width of the transformer", model=True)
+    depth: PositiveInt = field(4, "number of blocks", model=True)
+    heads: PositiveInt = field(4, "number of attention heads", model=True)
+    dropout: Fraction = field(0.1, "dropout in attention and feed-forward")  # §IV-A
+    # Optimization
+    steps: PositiveInt = field(300, "optimizer steps")
+    batch_size: PositiveInt = field(64, "samples a step, over all ranks", fixed=True)
+    optimizer: Literal["adamw", "muon"] = field(
+        "adamw", "muon: for matrices, with AdamW for the others", fixed=True
+    )
+    lr: PositiveFloat = field(3e-3, "peak learning rate")
+    warmup_steps: NonNegativeInt = field(50, "steps of linear warm-up")
+    cosine: bool = field(True, "decay to 0 along half a cosine after the warm-up; off: constant")
+    cosine_steps: NonNegativeInt = field(0, "step at which the cosine reaches 0; 0: the last")
+    weight_decay: NonNegativeFloat = field(0.01, "decoupled weight decay of matrices")
+    betas: tuple[Fraction, ...] = field(
+        (0.9, 0.99), "Adam's decays of the mean of gradients, and of the mean of their squares"
+    )
+    eps: PositiveFloat = field(1e-8, "Adam's epsilon")
+    max_grad_norm: NonNegativeFloat = field(1.0, "clip gradients to this norm, 0: no clipping")
+    # It rises to the highest (ema.py).
+    ema_decay: Fraction = field(0.98, "highest decay of the averaged weights, 0: no averaging")
+    ema_update_after: NonNegativeInt = field(0, "first steps, in which the average is a copy")
+    ema_update_every: PositiveInt = field(1, "steps between updates of the average")
+    # Evaluation
+    temperature: NonNegativeFloat = field(0.7, "temperature of sampling, 0: the most probable code")
+    eval_samples: NonNegativeInt = field(192, "first held-out samples to evaluate on, 0: all")
+
+    def __post_init__(self):
+        super().__post_init__()
+        # Rotary positions turn pairs of the numbers of a head.
+        if self.width % self.heads or self.width // self.heads % 2:
+            raise UserError(
+                f"--heads: --width {self.width} must be an even multiple of --heads {self.heads}"
+            )
+
+
+@dataclass(frozen=True)
+class SemanticConfig(TransformerConfig):
+    """Semantic stage"""
+
+    stage: Stage = field("semantic", "stage to train", fixed=True)
+    tokenizer: str = field(
+        "kmeans",
+        "semantic tokens: kmeans of MFCC, or hf:MODEL:LAYER (HuBERT, WavLM, w2v-BERT 2.0)",
+        fixed=True,
+    )
+    clusters: PositiveInt = field(
+        12, "different semantic tokens; speech needs more, such as 100", model=True
+    )
+    max_text_len: NonNegativeInt = field(
+        24, "longest transcript in tokens, longer is cut, 0: no text", model=True
+    )
+    text_drop: Fraction = field(0.1, "probability of dropping the text, for guidance")
+
+
+@dataclass(frozen=True)
+class CodesConfig(TransformerConfig):
+    """Codec of the coarse and fine stages"""
+
+    soundstream: str = field("", 'codec to use: run, file or hf:MODEL; "": RUN/soundstream')
+    coarse_quantizers: PositiveInt = field(
+        2, "quantizers that coarse predicts; fine predicts the rest", model=True
+    )
+    codec_quantizers: NonNegativeInt = field(
+        0, "first quantizers of the codec to use, 0: all", model=True
+    )
+
+
+@dataclass(frozen=True)
+class CoarseConfig(CodesConfig):
+    """Coarse stage"""
+
+    stage: Stage = field("coarse", "stage to train", fixed=True)
+    semantic: str = field("", 'run whose semantic tokens to use; "": RUN/semantic')
+    # In the same time Muon reaches a higher text_heard than Adam, which AudioLM uses.
+    steps: PositiveInt = field(620, "optimizer steps")
+    optimizer: Literal["adamw", "muon"] = field(
+        "muon", "muon: for matrices, with AdamW for the others", fixed=True
+    )
+    lr: PositiveFloat = field(6e-3, "peak learning rate")
+
+
+@dataclass(frozen=True)
+class FineConfig(CodesConfig):
+    """Fine stage"""
+
+    stage: Stage = field("fine", "stage to train", fixed=True)
+    seconds: PositiveFloat = field(0.4, "length of a training crop", fixed=True)
+    steps: PositiveInt = field(150, "optimizer steps")
+
+
+# AudioLM §IV-A: 12 layers, 16 heads, width 1024; crops of 30, 10 and 3 s; 1M steps of 256.
+# §IV-B: temperatures. Learning rates are not in the paper. Its codec is the preset above with
+# --sample_rate 16000 and --num_quantizers 12. Its semantic tokens are of layer 7 of w2v-BERT XL,
+# 25 a second. That model is not published. Here they are of w2v-BERT 2.0, 50 a second.
+AUDIOLM = dict(
+    LARGE,
+    sample_rate=16_000,
+    width=1024,  # §IV-A
+    depth=12,
+    heads=16,
+    batch_size=256,
+    chunk_size=8,  # a crop of 30 s is 1,500 tokens
+    optimizer="adamw",
+    lr=3e-4,
+    warmup_steps=4_000,
+    precision="bf16",
+)
+CODES = dict(AUDIOLM, coarse_quantizers=4)  # Q' of Q = 12
+PRESETS = {
+    "soundstream-24khz": SOUNDSTREAM_24KHZ,
+    "audiolm-semantic": dict(
+        AUDIOLM,
+        stage="semantic",
+        seconds=30.0,
+        temperature=0.6,
+        tokenizer="hf:facebook/w2v-bert-2.0:7",  # layer 7, as in the paper
+        clusters=1024,
+    ),
+    "audiolm-coarse": dict(CODES, stage="coarse", seconds=10.0, temperature=0.8),
+    "audiolm-fine": dict(CODES, stage="fine", seconds=3.0, temperature=0.6),
+}
+
+PROMPT_SECONDS = 0.4  # length of the prompts in evaluation
+TEXT_WORDS = 320  # words with a token of their own; others are spelled
+TEXT_DEPTH = 2  # blocks of the text encoder
 
 # Streams of tokens (AudioLM §III-C)
 
@@ -1185,19 +1043,19 @@ class Stream(NamedTuple):
     codebook_size: int  # K
 
 
-def make_streams(cfg, tokenizer, codec):
+def make_streams(cfg, kmeans, codec):
     """The streams of a stage's transformer. It predicts the last one from the one before it.
 
-    tokenizer, codec: None if the stage has none of their tokens.
+    kmeans, codec: None if the stage has none of their tokens.
     """
     streams = []
-    if tokenizer:
-        streams.append(Stream("semantic", 1, tokenizer.kmeans.clusters))
+    if kmeans:
+        streams.append(Stream("semantic", 1, kmeans.clusters))
     if codec:
         streams.append(Stream("coarse", cfg.coarse_quantizers, codec.codebook_size))
     if cfg.stage == "fine":
-        num_quantizers = codec.num_quantizers - cfg.coarse_quantizers
-        streams.append(Stream("fine", num_quantizers, codec.codebook_size))
+        used = cfg.codec_quantizers or codec.num_quantizers
+        streams.append(Stream("fine", used - cfg.coarse_quantizers, codec.codebook_size))
     return streams
 
 
@@ -1325,6 +1183,7 @@ class TokenTransformer(nn.Module):
             drop = torch.zeros(len(inputs), dtype=torch.bool, device=inputs.device)
         # Padding stands at the end, so the causal mask hides it.
         x, _ = self.run(inputs, self.condition(batch["text"], drop))
+        # Outputs at the positions start to start + (T + 1) · Q - 1 predict the flattened target.
         frames, num_quantizers = target.shape[1:]
         positions = batch["start"][:, None] + torch.arange(frames * num_quantizers, device=x.device)
         positions = positions.clamp(max=x.shape[1] - 1)  # those beyond have no target
@@ -1339,14 +1198,6 @@ class TokenTransformer(nn.Module):
         count = (target >= 0).sum((1, 2))  # (B,)
         correct = (logits.detach().argmax(-1) == target).sum((1, 2))
         return loss, count, correct
-
-
-def transpose_linears(model):
-    """Store the weights of linear layers by columns: a CPU then decodes 1.3 times as fast."""
-    for layer in model.modules():
-        if isinstance(layer, nn.Linear):
-            layer.weight.data = layer.weight.data.t().contiguous().t()
-    return model
 
 
 # Generation (AudioLM §III-D)
@@ -1373,13 +1224,13 @@ def sample_token(logits, uniform, sampling):
 
 
 @torch.no_grad()
-def generate(model, samples, num_frames, seeds, sampling, texts=None, may_end=True):
-    """Generate up to `num_frames` frames of the last stream, or up to EOS.
+def generate(model, samples, limits, may_end, seeds, sampling, texts=None):
+    """Continue the last stream of B samples, each up to its own limit or up to EOS.
 
-    samples: for each of B samples, its streams' codes (T, Q); of the last stream, the prompt, which
-    may be empty. seeds: B numbers; the random numbers of a sample come from its own alone.
-    texts: B, or None. may_end: whether EOS is allowed, a bool or B of them.
-    Returns B of (T, Q), with the prompt, and for each whether it came to EOS.
+    samples: for each, its streams' codes (T, Q); those of the last stream may be empty. limits: the
+    most new frames of each. may_end: whether EOS is allowed, for each. seeds: of each; the random
+    numbers of a sample come from its own alone. texts: B, or None.
+    Returns the new frames, B of (T, Q), and for each whether it came to EOS.
     """
     *_, stream = model.streams
     eos = stream.codebook_size  # class K of each head
@@ -1401,18 +1252,21 @@ def generate(model, samples, num_frames, seeds, sampling, texts=None, may_end=Tr
     x = outputs[torch.arange(len(outputs), device=device), lengths - 1]  # (B or 2B, D)
     size = cache[0][0].shape[2]  # padded length, with the text prefix
     prefix = size - inputs.shape[1]
+    num_frames = max(limits)
     kv_cache = KVCache(cache, prefix + lengths, size + num_frames * Q)
 
     # Random numbers are drawn for each sample alone, so they do not depend on the batch.
-    uniform = []
-    for seed in seeds:
-        generator = torch.Generator().manual_seed(seed)
-        uniform.append(torch.rand(num_frames, Q, generator=generator))
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    uniform = [torch.rand(num_frames, Q, generator=generator) for generator in generators]
     uniform = torch.stack(uniform).to(device)  # (B, frames, Q)
+    # EOS stands only where a frame would begin, and no recording is empty.
     is_empty = torch.tensor([len(codes[-1]) == 0 for codes in samples], device=device)
-    never_ends = ~torch.tensor(may_end, device=device).expand(B)
+    first_end = is_empty.long()  # the first frame where it may stand
+    first_end[~torch.tensor(may_end, device=device)] = num_frames
+
+    limits = torch.tensor(limits, device=device)
+    ends = limits  # frames of each before EOS, or before its limit
     generated = torch.zeros(B, num_frames, Q, dtype=torch.long, device=device)
-    ends = torch.full((B,), num_frames, device=device)  # frames before EOS
     for i in range(num_frames * Q):
         t, q = divmod(i, Q)
         logits = F.linear(x, model.heads[q].to(x.dtype)).float()  # (B or 2B, K + 1)
@@ -1421,11 +1275,9 @@ def generate(model, samples, num_frames, seeds, sampling, texts=None, may_end=Tr
             logits = diffusion.classifier_free_guidance(
                 conditional, unconditional, sampling.guidance_scale
             )
-        # EOS stands only where a frame would begin, and no recording is empty.
-        no_eos = never_ends | (is_empty & (t == 0)) | (q > 0)
-        logits[:, eos].masked_fill_(no_eos, -torch.inf)
+        logits[:, eos].masked_fill_((t < first_end) | (q > 0), -torch.inf)
         code = sample_token(logits, uniform[:, t, q], sampling)
-        ends = torch.where((code == eos) & (ends == num_frames), t, ends)
+        ends = torch.where(code == eos, ends.clamp(max=t), ends)
         # Once a frame the host waits for the device, to see whether all have ended.
         if q == 0 and bool((ends <= t).all()):
             break
@@ -1437,427 +1289,290 @@ def generate(model, samples, num_frames, seeds, sampling, texts=None, may_end=Tr
             if guided:
                 rows = rows.repeat(2)  # the same code with and without the text
             x = model.transformer.step(model.embed(rows), kv_cache)  # (B or 2B, D)
-
-    results = []
-    ends = ends.tolist()
-    for codes, new, end in zip(samples, generated.cpu(), ends):
-        results.append(torch.cat([codes[-1], new[:end]]))
-    return results, [end < num_frames for end in ends]  # EOS came before the last frame
+    new = [codes[:end] for codes, end in zip(generated.cpu(), ends.tolist())]
+    return new, (ends < limits).tolist()
 
 
-def generate_long(model, condition_fn, tokens, goals, seeds, sampling, texts=None, may_end=True):
+def generate_long(model, context_of, prompts, limits, seeds, sampling, texts=None, may_end=True):
     """`generate` past the training length, in windows that overlap by half.
 
-    tokens: B prompts (T_b, Q). goals: the most frames of each sample. condition_fn(b, past): the
-    context of sample b (its earlier streams) for a window that begins after the frames `past`
-    (T, Q). A window has at most the max_frames and the max_context of training. If it does not see
-    all of the context, it may not end. Returns B of (T_b, Q).
+    prompts: B of (T_b, Q). limits: the most frames of each sound, with its prompt. context_of(b,
+    past): the earlier streams of sample b for a window that begins after the frames `past` (T, Q).
+    A window has at most the max_frames and the max_context of training. If it does not see all of
+    the context, it may not end. Returns B of (T_b, Q), with the prompts.
     """
-    max_frames = model.lengths.max_frames
-    max_context = model.lengths.max_context
-    tokens = [codes.cpu() for codes in tokens]
-    ended = [False] * len(tokens)
+    max_frames, max_context, _ = model.lengths
+    sounds = [codes.cpu() for codes in prompts]
+    ended = [False] * len(sounds)
     for number in itertools.count():
-        active = []
-        for b, codes in enumerate(tokens):
-            if len(codes) < goals[b] and not ended[b]:
-                active.append(b)
+        active = [b for b in range(len(sounds)) if len(sounds[b]) < limits[b] and not ended[b]]
         if not active:
-            return tokens
+            return sounds
 
         samples = []
-        rooms = []  # frames that each window may add
+        window_limits = []
         window_may_end = []
         for b in active:
+            length = len(sounds[b])
             start = 0
-            if len(tokens[b]) >= max_frames:
-                start = len(tokens[b]) - max_frames // 2  # the window is full: keep its later half
-            window = tokens[b][start:]
-            context = condition_fn(b, tokens[b][:start])  # of the time of the window
+            if length >= max_frames:
+                start = length - max_frames // 2  # the window is full: keep its later half
+            window = sounds[b][start:]
+            context = context_of(b, sounds[b][:start])  # of the time of the window
             samples.append([*(codes[:max_context] for codes in context), window])
-            rooms.append(min(max_frames - len(window), goals[b] - len(tokens[b])))
+            window_limits.append(min(max_frames - len(window), limits[b] - length))
             # If the context is cut, EOS is forbidden: the remaining context is for later windows.
             sees_all = all(len(codes) <= max_context for codes in context)
             window_may_end.append(may_end and sees_all)
 
-        windows, came_to_eos = generate(
+        new, came_to_eos = generate(
             model,
             samples,
-            max(rooms),
+            window_limits,
+            window_may_end,
             [accumulate.derive_seed(seeds[b], number) for b in active],
             sampling,
             texts and [texts[b] for b in active],
-            window_may_end,
         )
         for i, b in enumerate(active):
-            new = windows[i][len(samples[i][-1]) :]
-            # All windows are as long as the longest: frames beyond the room do not count.
-            ended[b] = came_to_eos[i] and len(new) < rooms[i]
-            tokens[b] = torch.cat([tokens[b], new[: rooms[i]]])
+            sounds[b] = torch.cat([sounds[b], new[i]])
+            ended[b] = came_to_eos[i]
 
 
-# Data of the token transformers
+# Data
 
 
-class SemanticTokenizer(NamedTuple):
-    kmeans: semantic.KMeans
-    checksum: str  # of its file
+def lay_out(streams, samples):
+    """A batch for TokenTransformer: {"inputs", "start", "target"}, padded.
 
-
-def load_tokenizer(cfg, device):
-    """The tokenizer of the semantic run."""
-    run_dir = cfg.semantic or Path(cfg.run_dir).parent / "semantic"
-    path = model_file(run_dir, "semantic", TOKENIZER_FILE)
-    kmeans = semantic.load(checkpoint.load(path), path).to(device)
-    return SemanticTokenizer(kmeans, checkpoint.checksum(path)[:16])
-
-
-def fit_tokenizer(cfg, dataset, indices, device):
-    """The tokenizer of this semantic run, fitted to training recordings. Collective.
-
-    An earlier start of the run may have fitted it.
+    samples: [(codes of each stream (T, Q), whether the recording ends there)].
     """
-    path = Path(cfg.run_dir) / TOKENIZER_FILE
-    if not dist.on_main(path.exists):
-        features = "mfcc" if cfg.tokenizer == "kmeans" else cfg.tokenizer
-        kmeans = semantic.fit(
-            dataset, indices, cfg.clusters, cfg.seed, features=features, device=device
-        )
-        dist.on_main(lambda: checkpoint.save(kmeans.state(), path))
-    return load_tokenizer(cfg, device)
+    inputs = []
+    starts = []
+    target = []
+    for codes, ended in samples:
+        sequence, start = build_sequence(streams, codes)
+        inputs.append(sequence)
+        starts.append(start)
+        # EOS is a target only where the recording ends, not where a crop does.
+        target.append(targets(streams[-1], codes[-1], ended))
+    return {
+        "inputs": pad_sequence(inputs, batch_first=True),
+        "start": torch.tensor(starts),
+        "target": pad_sequence(target, batch_first=True, padding_value=-100),
+    }
 
 
-def token_caches(cfg, dataset, tokenizer, codec):
-    """(semantic tokens, codes) of all recordings, made once and kept in files. Collective.
-
-    Each is a list of arrays, see `recordings.token_cache`, or None without a tokenizer or a codec.
-    """
-    # The stages share the folder: each part is made once.
-    cache = functools.partial(recordings.token_cache, Path(cfg.run_dir).parent / "tokens", dataset)
-    semantic_tokens = None
-    codes = None
-    if tokenizer:
-        semantic_tokens = cache(
-            {"tokenizer": tokenizer.checksum},
-            lambda i: tokenizer.kmeans.encode(dataset.wave(i), dataset.rate)[:, None],
-            "semantic tokens",
-        )
-    if codec:
-        codes = cache(
-            {"codec": codec.checksum},
-            lambda i: codec.encode(dataset.wave(i)).numpy(),
-            "codes",
-        )
-    return semantic_tokens, codes
-
-
-class TokenCrops:
-    """A dataset for data.ChunkDataset: crops of recordings as tokens, in the sequences of a stage.
-
-    dataset: Recordings. semantic_tokens, codes: as of `token_caches`, None if no stream needs them.
-    A crop is cut in frames of the codec or, without one, of the semantic tokens.
-    """
-
-    def __init__(self, cfg, dataset, streams, semantic_tokens, codes, codec):
-        self.codec = codec
-        self.dataset = dataset
-        self.streams = streams
-        self.semantic_tokens = semantic_tokens
-        self.codes = codes
-        self.counted_tokens = codes or semantic_tokens  # their frames are counted
-        # Recordings that could not be read.
-        self.empty = [i for i, tokens in enumerate(self.counted_tokens) if not len(tokens)]
-        self.frame_rate = codec.frame_rate if codec else semantic.FRAME_RATE
-        self.coarse_quantizers = cfg.coarse_quantizers
-        self.crop_frames = max(1, round(cfg.crop_length / cfg.sample_rate * self.frame_rate))
-
-    def __len__(self):
-        return len(self.dataset)
-
-    def name(self, index):
-        return self.dataset.name(index)
-
-    def crop(self, index, offset=0.0):
-        """(each stream's tokens (T, Q) int64, whether the recording ends there).
-
-        offset: within [0, 1), from the first to the last possible crop.
-        """
-        frames = len(self.counted_tokens[index])
-        # Every frame at which a whole crop fits is equally probable.
-        start = int(offset * (max(0, frames - self.crop_frames) + 1))
-        stop = min(frames, start + self.crop_frames)
-        ended = stop == frames
-        # Codes of the crop, split into those of coarse and fine.
-        tokens = {}
-        if self.codes is not None:
-            # Caches hold 16 bits; embeddings take 64.
-            codes = self.codes[index][start:stop].astype(np.int64)
-            tokens["coarse"] = codes[:, : self.coarse_quantizers]  # (T, Q')
-            tokens["fine"] = codes[:, self.coarse_quantizers :]  # (T, Q - Q')
-        if self.semantic_tokens is not None:
-            # The same time, at another frame rate. At the end rounding must not lose a token.
-            ratio = semantic.FRAME_RATE / self.frame_rate
-            last = None if ended else round(stop * ratio)
-            semantic_tokens = self.semantic_tokens[index][round(start * ratio) : last, 0]
-            semantic_tokens = semantic_tokens.astype(np.int64)
-            # Consecutive repetitions are removed, so coarse must model durations (AudioLM §III-C).
-            tokens["semantic"] = semantic.unique_consecutive(semantic_tokens)[:, None]  # (N, 1)
-        crops = []
-        for stream in self.streams:
-            crops.append(torch.from_numpy(np.ascontiguousarray(tokens[stream.name])))
-        return crops, ended
-
-    def fetch(self, indices, random_words=None):
-        """({"inputs", "start", "target", "text"}, usable (n,)), for TokenTransformer."""
-        # In evaluation every crop is the beginning of its recording.
-        offsets = np.zeros(len(indices))
-        if random_words is not None:
-            offsets = order.uniform(random_words, 1)[:, 0]
-        inputs = []
-        starts = []
-        target = []
-        usable = []
-        for index, offset in zip(indices, offsets):
-            codes, ended = self.crop(int(index), offset)
-            sequence, start = build_sequence(self.streams, codes)
-            inputs.append(sequence)
-            starts.append(start)
-            # EOS is a target only where the recording ends, not where a crop does.
-            target.append(targets(self.streams[-1], codes[-1], ended))
-            usable.append(all(map(len, codes)))  # unreadable recordings have no tokens
-        batch = {
-            "inputs": pad_sequence(inputs, batch_first=True),
-            "start": torch.tensor(starts),
-            "target": pad_sequence(target, batch_first=True, padding_value=-100),
-            "text": [self.dataset.text(int(index)) for index in indices],
-        }
-        return batch, np.array(usable)
-
-
-def measure_lengths(crops, indices):
-    """The Lengths of the crops of the first 200 recordings."""
-    # Without recordings that could not be read.
-    indices = np.setdiff1d(indices[:200], crops.empty).tolist()
-    lengths = []
-    for index in indices:
-        lengths.append([len(codes) for codes in crops.crop(index)[0]])
-    lengths = np.array(lengths)  # (recordings, streams)
-    # Coarse and fine frames have a fixed rate, so the longest crop is the limit.
-    if crops.codes is not None:
-        context, frames = lengths.max(0).tolist()
-        return Lengths(frames, context, crops.frame_rate)
-    # Without repetitions semantic tokens have no fixed rate, so these are 95th percentiles.
-    frames = [min(crops.crop_frames, len(crops.counted_tokens[index])) for index in indices]
-    seconds = np.array(frames) / crops.frame_rate
-    frame_rate = float(np.quantile(lengths[:, 0] / seconds, 0.95))
-    return Lengths(int(np.quantile(lengths, 0.95)), 0, frame_rate)
-
-
-def learn_vocabulary(cfg, dataset, indices):
-    """The words of the training transcripts; none for a stage without text."""
-    if cfg.stage != "semantic" or not cfg.max_text_len or not dataset.has_texts:
-        return []
-    texts = [dataset.text(index) for index in indices[:20_000].tolist()]
-    return clip.Tokenizer.learn(texts, TEXT_WORDS).vocabulary
-
-
-# Evaluation of the token transformers
+# Evaluation
 
 
 @torch.no_grad()
 def evaluate_transformer(model, cfg, split, device):
     """Loss per token of the last stream, accuracy, and unigram entropy: a model without context.
 
-    split: (TokenCrops, indices).
+    split: (TokenCrops, indices). Collective.
     """
     stream = model.streams[-1]
-    # Loss and accuracy are means over tokens, so long crops count more.
-    means = Means()
+    sums = collections.defaultdict(float)
     tokens_seen = [torch.zeros(0, stream.num_quantizers, dtype=torch.long)]
-    for _, batch in data.batches(*split, cfg.eval_samples, cfg.chunk_size):
-        batch = data.to_device(batch, device)
+    for _, batch in order.batches(*split, cfg.eval_samples, cfg.chunk_size):
+        batch = order.to_device(batch, device)
         with amp.autocast(device, cfg.precision):
             loss, count, correct = model(batch)
-        count = count.sum().item()
-        means.add("loss", loss.sum().item(), count)
-        means.add("accuracy", correct.sum().item(), count)
+        sums["loss"] += loss.sum().item()
+        sums["accuracy"] += correct.sum().item()
+        sums["count"] += count.sum().item()
         tokens_seen.append(batch["target"].flatten(0, 1).cpu())
-    entropies, counts = code_entropies(tokens_seen, stream.codebook_size + 1)  # with EOS
-    metrics = means.result()
-    # The loss of a model that ignores context.
+    metrics = means(sums)  # over tokens, so long crops count more
+    entropies, counts = tokens.code_entropies(tokens_seen, stream.codebook_size + 1)  # with EOS
     metrics["unigram_entropy"] = (entropies @ counts / counts.sum()).item()
     return metrics
 
 
-def continuations(model, cfg, split, device):
-    """Yield (number, wave (T,), caption) of what coarse or fine makes of real context.
+def write_continuations(model, cfg, split, codec, folder, name, device):
+    """Rank 0 writes what coarse or fine makes of real tokens; see `sounds.write_sounds`.
 
     coarse: continuations of prompts, from real semantic tokens. fine: with real coarse codes.
     """
+    if not dist.is_main() or cfg.stage == "semantic":  # tokens without a codec make no sound
+        return {}
     crops, indices = split
-    if cfg.stage == "semantic":  # tokens without a codec make no sound
-        return
-    indices = np.setdiff1d(indices, crops.empty)[:NUM_SOUNDS].tolist()
-    crop_codes = [crops.crop(index)[0] for index in indices]
-    contexts = [context for context, _ in crop_codes]
-    frames = round(PROMPT_SECONDS * model.lengths.frame_rate) if cfg.stage == "coarse" else 0
-    # Noise is seeded by the recording, so sounds of different steps can be compared.
-    tokens = generate_long(
-        model,
-        lambda b, past: [contexts[b][len(past) :]],
-        [codes[:frames] for _, codes in crop_codes],
-        [len(codes) for _, codes in crop_codes],
-        [accumulate.derive_seed(cfg.seed, "sound", index) for index in indices],
-        SamplingParams(cfg.temperature),
-        may_end=False,
-    )
-    for number, index in enumerate(indices):
-        codes = tokens[number]
+    max_frames, _, frame_rate = model.lengths
+    prompt_frames = round(PROMPT_SECONDS * frame_rate) if cfg.stage == "coarse" else 0
+    written = []
+    for number, index in enumerate(crops.readable(indices)[:NUM_SOUNDS]):
+        (context, real), _ = crops.crop(index)
+        frames = min(len(real), max_frames)  # of one window
+        (codes,) = generate_long(
+            model,
+            lambda b, past, context=context: [context],
+            [real[:prompt_frames]],
+            [frames],
+            # Seeded by the recording, so sounds of different steps can be compared.
+            [accumulate.derive_seed(cfg.seed, "sound", index)],
+            SamplingParams(cfg.temperature),
+            may_end=False,
+        )
         if cfg.stage == "fine":
-            codes = torch.cat([contexts[number], codes], dim=1)
-        yield f"{number}", crops.codec.decode(codes), crops.name(index)
+            codes = torch.cat([context[:frames], codes], dim=1)
+        wave = tokens.decode_codes(codec, codes, device)
+        written.append((number, wave, crops.dataset.names[index]))
+    return sounds.write_sounds(written, codec.sample_rate, folder, name)
 
 
-# Training of the token transformers
+# Training
 
 
-def train_transformer(given, device):
-    """Train the transformer of a stage."""
+def train_transformer(cfg, device, next_command=""):
     started = time.monotonic()
 
-    # Open the data and the earlier stages, on all ranks. Then rank 0 takes the run folder.
-    cfg, splits = open_stage(given)
-    dataset, indices = splits["train"]
+    # Rank 0 takes the run folder, then all open the earlier stages and the data.
+    run, cfg = loop.open_run(cfg, Path(cfg.run_dir) / cfg.stage, MAX_CHUNK)
     # Semantic needs no codec; fine needs no semantic tokens.
     codec = None
-    tokenizer = None
+    kmeans = None
     made_with = {}  # what decides the tokens
+    hop_length = cfg.sample_rate // semantic.FRAME_RATE
     if cfg.stage != "semantic":
         codec = dist.main_first(lambda: codec_of(cfg, device))
-        made_with |= {"codec": codec.checksum, "coarse_quantizers": cfg.coarse_quantizers}
+        hop_length = codec.hop_length
+        made_with["codec"] = codec.checksum
     if cfg.stage == "coarse":
-        tokenizer = dist.run_together(lambda: load_tokenizer(cfg, device))
-        made_with["tokenizer"] = tokenizer.checksum
-    # Another codec or tokenizer makes other tokens: then the run cannot be resumed.
-    run = loop.open_run(cfg, dataset, checksums=made_with)
-    if run.finished:
-        return loop.announce_finished(cfg, run)
+        kmeans = dist.together(lambda: kmeans_of(cfg, device))
+        made_with["kmeans"] = kmeans.checksum
+    splits = dist.together(lambda: open_recordings(cfg, hop_length))
+    dataset, indices = splits["train"]
+    # Another codec or k-means makes other tokens: then the run cannot be resumed.
+    finished = loop.find_start(run, cfg, dataset, **made_with)
+    if finished:
+        return loop.announce(run, finished, next_command)
 
-    # Tokenize all recordings, unless an earlier start has done so.
-    # The semantic stage fits its tokenizer before it trains.
+    # Make tokens of all recordings, unless an earlier start has done so. The semantic stage first
+    # fits its k-means.
     if cfg.stage == "semantic":
-        tokenizer = fit_tokenizer(cfg, dataset, indices, device)
-        made_with["tokenizer"] = tokenizer.checksum
-    streams = make_streams(cfg, tokenizer, codec)
-    crops = {}  # of each dataset: --data and, if given, --val_data
-    for name, (recorded, members) in splits.items():
-        if recorded not in crops:
-            caches = token_caches(cfg, recorded, tokenizer, codec)
-            crops[recorded] = TokenCrops(cfg, recorded, streams, *caches, codec)
-        splits[name] = (crops[recorded], members)
+        kmeans = tokens.fit_kmeans(run.folder / KMEANS_FILE, dataset, indices, cfg, device)
+        made_with["kmeans"] = kmeans.checksum
+    streams = make_streams(cfg, kmeans, codec)
+    quantizers = [stream.num_quantizers for stream in streams if stream.name != "semantic"]
+    batch_of = functools.partial(lay_out, streams)
+    splits = tokens.tokenize_splits(cfg, splits, batch_of, kmeans, codec, quantizers, device)
+    crops, indices = splits["train"]
 
     # Build model, optimizer and EMA. Restore them if resuming.
-    # Generation will stay within these lengths.
-    lengths = measure_lengths(crops[dataset], indices)
-    # Words of the training texts have tokens of their own.
-    vocabulary = dist.on_main(lambda: learn_vocabulary(cfg, dataset, indices))
-    accumulate.seed_all(cfg.seed, "weights")
+    lengths = Lengths(*crops.lengths(indices))  # generation will stay within these
+    vocabulary = []
+    if cfg.stage == "semantic" and cfg.max_text_len:
+        vocabulary = tokens.learn_vocabulary(dataset, indices, TEXT_WORDS, cfg.max_text_len)
+    accumulate.seed_all(cfg.seed, "weights")  # the same start on all ranks
     model = TokenTransformer(cfg, streams, lengths, vocabulary).to(device)
-    if vocabulary:
-        texts = [dataset.text(index) for index in data.evenly_spaced(len(dataset), 256)]
-        run.notes.append(clip.text_note(texts, model.tokenizer.encode, cfg.max_text_len))
-    betas = (cfg.beta1, cfg.beta2)
-    optimizers = optim.make(model, cfg.optimizer, cfg.lr, cfg.weight_decay, betas, cfg.eps)
+    text_drop = cfg.text_drop if model.has_text else 0.0
+    optimizers = optim.make(model, cfg.optimizer, cfg.lr, cfg.weight_decay, cfg.betas, cfg.eps)
     scaler = amp.scaler(device, cfg.precision)
     ema = EMA(model, cfg.ema_update_every, decay=cfg.ema_decay, update_after=cfg.ema_update_after)
-    model_info = {
+    info = {
         "kind": cfg.stage,
         "streams": [list(stream) for stream in streams],
         "lengths": list(lengths),
         "vocabulary": vocabulary,
         "made_with": made_with,
-        "metadata": store.metadata(cfg),
     }
-    state = checkpoint.State(
-        cfg, {"model": model}, ema, optimizers, scaler, run.identity, model_info
-    )
+    state = checkpoint.State(cfg, model, ema, optimizers, scaler, run.identity, info)
     loop.resume(run, state)  # or take the weights of --init_from
     if cfg.compile:
         model.compile()
 
     # The order of samples follows from seed and step. Write config.json and open the logger.
-    plan, batches = loop.batches(cfg, crops[dataset], indices, state.step, device)
-    log = loop.begin(run, state, given, f"{len(dataset):,} recordings", device)
+    plan, batches = loop.batches(cfg, crops, indices, state.step, device)
+    log = loop.begin(run, state, f"{len(dataset):,} recordings", device)
+    eval_due = loop.Due(cfg.eval_every, cfg.steps)
+    save_due = loop.Due(cfg.save_every, cfg.steps)
 
-    # A signal to any rank ends the loop: `progress` saves first.
-    progress = loop.Progress(run, state, log, cfg.stage, crops[dataset])
-    with log, dist.stop_signals, progress:
+    def continuations(split, name):
+        return write_continuations(model, cfg, splits[split], codec, run.folder, name, device)
+
+    with log, loop.Progress(run, state, log, cfg.stage) as progress:
         model.train()
-        stepped = True
         while True:
-            dist.stop_signals.check()
-
-            # Log; evaluate and save when they are due.
-            if progress.log_due():
-                progress.log_line()  # synchronizes ranks and GPU
-                if progress.eval_due:
-                    metrics, samples = evaluate_weights(
-                        state, "validation", splits, device, evaluate_transformer, continuations
-                    )
-                    progress.log_evaluation(metrics, samples)
-                if progress.save_due:
-                    run.save(state, log)
-                progress.restart()
+            # Evaluate: the averaged weights are those that are kept and sampled from.
+            if eval_due(state.step):
+                split = splits["validation"]
+                samples = {}
+                with progress.paused():
+                    model.eval()  # no dropout
+                    loss_online = evaluate_transformer(model, cfg, split, device)["loss"]
+                    with ema.applied(model):
+                        metrics = evaluate_transformer(model, cfg, split, device)
+                        if state.step < cfg.steps:  # else the test is next
+                            samples = continuations("validation", f"step_{state.step:08d}")
+                    model.train()
+                metrics["val_loss"] = metrics.pop("loss")
+                metrics["val_accuracy"] = metrics.pop("accuracy")
+                metrics |= {"val_loss_online": loss_online, "evaluation_s": progress.paused_s}
+                log.evaluation(state.step, metrics, samples)
+                run.save_best(state, metrics["val_loss"], log)
             if state.step >= cfg.steps:
                 break
 
-            # Take one optimizer step.
+            # Take one optimizer step. The learning rate is a function of the step alone.
             schedule.set_learning_rate(optimizers, schedule.of_config(state.step, cfg))
-            if stepped:  # an fp16 step that overflowed is tried again, on the same samples
-                step_batches = [next(batches) for _ in plan]
-            chunk_losses = []  # summed over the samples of a chunk
-            for chunk, batch in zip(plan, step_batches):
-                # All that is random in a chunk follows from (seed, step, chunk), on any rank.
-                accumulate.seed_all(cfg.seed, state.step, chunk.index)
-                batch = data.to_device(batch, device)
-                drop = torch.rand(len(batch["inputs"]), device=device) < cfg.text_drop
-                with amp.autocast(device, cfg.precision):
-                    loss_sums, counts, _ = model(batch, drop)
-                    # Each sample counts alike, so the loss of a batch is the mean of its chunks'.
-                    loss = (loss_sums / counts.clamp(min=1)).mean()
-                scaler.scale(loss * chunk.weight).backward()
-                chunk_losses.append(loss.detach() * (chunk.stop - chunk.start))
-            # Ranks meet here once a step.
-            dist.sum_gradients(model)
-            [grad_norm], stepped = amp.step(scaler, [(optimizers, cfg.max_grad_norm)])
-            model.zero_grad(set_to_none=True)
-            if not stepped:  # a step that overflowed did not happen
-                progress.overflows += 1
-                continue
+            step_batches = [next(batches) for _ in plan]
+            stepped = False
+            while not stepped:  # a step that overflows fp16 is tried again, at a lower scale
+                chunk_losses = []  # summed over the samples of a chunk
+                for chunk, batch in zip(plan, step_batches):
+                    # All that is random in a chunk follows from (seed, step, chunk), on any rank.
+                    accumulate.seed_all(cfg.seed, state.step, chunk.index)
+                    batch = order.to_device(batch, device)
+                    drop = torch.rand(len(batch["inputs"]), device=device) < text_drop
+                    with amp.autocast(device, cfg.precision):
+                        loss_sums, counts, _ = model(batch, drop)
+                        # Each sample counts alike, so a batch's loss is the mean of its chunks'.
+                        loss = (loss_sums / counts.clamp(min=1)).mean()
+                    scaler.scale(loss * chunk.weight).backward()
+                    chunk_losses.append(loss.detach() * (chunk.stop - chunk.start))
+                dist.sum_gradients(model)  # over all ranks
+                grad_norm, stepped = amp.step(scaler, optimizers, cfg.max_grad_norm)
+                amp.update(scaler)
+                model.zero_grad(set_to_none=True)
+                progress.overflows += not stepped
             state.step += 1
             ema.update(state.step)
             progress.add(chunk_losses, grad_norm, step_batches)
 
+            # Log and save. After a signal to any rank, `progress` saves and ends the process.
+            if state.step % cfg.log_every == 0 or state.step == cfg.steps:
+                log.log(state.step, **progress.line())  # waits for the ranks and the device
+            if save_due(state.step):
+                progress.save()
+            dist.stop_together()
+
         # Test the averaged weights, and save them last of all.
-        metrics, samples = evaluate_weights(
-            state, "test", splits, device, evaluate_transformer, continuations
-        )
+        model.eval()
+        with ema.applied(model):
+            metrics = evaluate_transformer(model, cfg, splits["test"], device)
+            samples = continuations("test", "test")
         results = loop.finish(run, state, log, metrics, samples)
-    loop.announce_trained(cfg, results, started)
+    loop.announce(run, results, next_command, started)
+
+
+STAGES = {
+    "soundstream": CodecConfig,
+    "semantic": SemanticConfig,
+    "coarse": CoarseConfig,
+    "fine": FineConfig,
+}
 
 
 def load_transformer(file, stage, device, weights="ema"):
-    """(model for generation, {what decided its tokens}) of a stage's model file."""
-    cfg, state = checkpoint.read_model(stage, Config, file, weights)
-    with checkpoint.damage_is_named(file):
-        streams = [Stream(*stream) for stream in state["streams"]]
-        lengths = Lengths(*state["lengths"])
+    """(model in eval mode, {what decided its tokens}) of a stage's model file."""
 
-        def make():
-            return TokenTransformer(cfg, streams, lengths, state["vocabulary"])
+    def make(cfg, contents):
+        streams = [Stream(*stream) for stream in contents["streams"]]
+        lengths = Lengths(*contents["lengths"])
+        return TokenTransformer(cfg, streams, lengths, contents["vocabulary"])
 
-        model = checkpoint.build(make, state, file, device).requires_grad_(False)
-        return transpose_linears(model), state["made_with"]
+    model, contents = load_model(make, STAGES[stage], file, device, weights)
+    return model, contents["made_with"]
 
 
 # The pipeline: text -> semantic -> coarse -> fine -> wave (AudioLM, Fig. 2)
@@ -1870,9 +1585,6 @@ class Prompt(NamedTuple):
     codes: torch.Tensor  # (T, Q)
 
 
-AS_TRAINED = SamplingParams(temperature=-1.0)
-
-
 class Pipeline:
     """The three transformers of a folder of runs, with their codec and semantic tokenizer.
 
@@ -1880,116 +1592,120 @@ class Pipeline:
     """
 
     def __init__(self, run_dir, device, weights="ema", model="model.pt"):
+        self.device = device
         self.models = {}
         made_with = {}
-        for stage in TOKENS:
-            file = model_file(Path(run_dir) / stage, stage, model, weights)
+        for stage in ("semantic", "coarse", "fine"):
+            file = model_file(f"{run_dir}/{stage}", model, weights)
             self.models[stage], made_with[stage] = load_transformer(file, stage, device, weights)
-        cfg = self.models["coarse"].cfg
-        # Those that coarse was trained with.
+        # The codec and the k-means that coarse was trained with, in this folder if in its own.
+        cfg = dataclasses.replace(self.models["coarse"].cfg, run_dir=str(run_dir))
         self.codec = codec_of(cfg, device)
-        self.tokenizer = load_tokenizer(cfg, device)
+        self.kmeans = kmeans_of(cfg, device)
         # What decides the tokens must be what the models were trained with.
-        expected = {
-            "codec": self.codec.checksum,
-            "coarse_quantizers": cfg.coarse_quantizers,
-            "tokenizer": self.tokenizer.checksum,
-        }
+        expected = {"codec": self.codec.checksum, "kmeans": self.kmeans.checksum}
         for stage, found in made_with.items():
-            for name, value in found.items():
-                if value != expected[name]:
-                    raise UserError(
-                        f"{run_dir}/{stage}: trained with another {name} than coarse; train it anew"
-                    )
+            same_streams = self.models[stage].streams[0] in self.models["coarse"].streams
+            if not found.items() <= expected.items() or not same_streams:
+                raise UserError(
+                    f"{run_dir}/{stage}: trained with other tokens (codec, k-means, or "
+                    "--coarse_quantizers) than coarse; train it anew"
+                )
+
+    def encode(self, wave):
+        """Codes (frames, Q) of a wave (T,)."""
+        return tokens.encode_wave(self.codec, wave, self.device)
+
+    def decode(self, codes):
+        """The wave (T,) of codes (frames, n)."""
+        return tokens.decode_codes(self.codec, codes, self.device)
 
     def tokenize(self, wave):
         """Semantic tokens (frames,) of a wave (T,), numpy."""
-        return self.tokenizer.kmeans.encode(wave, self.codec.sample_rate)
+        return self.kmeans.encode(wave, self.codec.sample_rate)
 
     def semantic_tokens(self, wave):
         """Semantic tokens (N, 1) of the whole frames of a wave (T,), without repetitions."""
         frames = len(wave) * semantic.FRAME_RATE // self.codec.sample_rate
-        tokens = self.tokenize(wave)[: max(1, frames)]  # the next one would be mostly of silence
-        return torch.from_numpy(semantic.unique_consecutive(tokens))[:, None]
+        found = self.tokenize(wave)[: max(1, frames)]  # the next one would be mostly of silence
+        return torch.from_numpy(semantic.unique_consecutive(found))[:, None]
 
     def prompt(self, wave):
         """The Prompt of the end of a wave (T,), in whole frames."""
         wave = wave[len(wave) % self.codec.hop_length :]  # the end is what is continued
-        return Prompt(self.semantic_tokens(wave), self.codec.encode(wave))
+        return Prompt(self.semantic_tokens(wave), self.encode(wave))
 
     def empty_prompt(self):
-        tokens = torch.zeros(0, 1, dtype=torch.long)
-        codes = torch.zeros(0, self.codec.num_quantizers, dtype=torch.long)
-        return Prompt(tokens, codes)
+        no_tokens = torch.zeros(0, 1, dtype=torch.long)
+        return Prompt(no_tokens, torch.zeros(0, self.codec.num_quantizers, dtype=torch.long))
 
-    def generate(self, prompts, seconds, seeds, texts=None, sampling=AS_TRAINED, fine=True):
+    def generate(self, prompts, seconds, seeds, texts=None, sampling=None, fine=True):
         """Codes of B sounds, each (T, Q): those of its prompt, and at most `seconds` more.
 
-        texts: B, or None. sampling: SamplingParams, whose temperature is as in training if it is
-        below 0. fine: else it is the codes of the coarse quantizers alone.
+        texts: B, or None. sampling: SamplingParams, whose temperature None is that of training.
+        fine: else it is the codes of the coarse quantizers alone.
         """
 
-        def run(stage, condition_fn, tokens, goals, may_end=True):
+        def run(stage, context_of, prompts, limits, may_end=True):
             model = self.models[stage]
-            params = sampling
-            if sampling.temperature < 0:
-                params = sampling._replace(temperature=model.cfg.temperature)
+            params = sampling or SamplingParams(None)
+            if params.temperature is None:
+                params = params._replace(temperature=model.cfg.temperature)
+            stage_seeds = [accumulate.derive_seed(seed, stage) for seed in seeds]
             return generate_long(
-                model,
-                condition_fn,
-                tokens,
-                goals,
-                [accumulate.derive_seed(seed, stage) for seed in seeds],
-                params,
-                texts,
-                may_end,
+                model, context_of, prompts, limits, stage_seeds, params, texts, may_end
             )
 
         # Content: semantic tokens, from the text or the prompt (§III-C1).
         # A prompt without tokens begins with the start token alone.
-        tokens = [prompt.semantic for prompt in prompts]  # B of (N, 1)
+        spoken = [prompt.semantic for prompt in prompts]  # B of (N, 1)
         more = math.ceil(seconds * self.models["semantic"].lengths.frame_rate)
-        goals = [len(prompt) + more for prompt in tokens]
-        content = run("semantic", lambda b, past: [], tokens, goals)  # no stream before it
+        limits = [len(prompt) + more for prompt in spoken]
+        content = run("semantic", lambda b, past: [], spoken, limits)  # no stream before it
 
-        # Voice and sound: coarse codes, from the semantic tokens (§III-C2). A window that begins
-        # later needs those of its own time. Tokens without repetitions have no timing, so the
-        # earlier sound is encoded again to count its tokens.
-        def remaining_content(b, past):
+        def content_after(b, past):
+            """The semantic tokens of sample b for a window after the codes `past`.
+
+            Tokens without repetitions have no timing, so those of the sound so far are counted.
+            """
             count = 0
             if len(past):
-                count = len(self.semantic_tokens(self.codec.decode(past)))
+                count = len(self.semantic_tokens(self.decode(past)))
             # At least one token, as in training.
             return [content[b][min(len(content[b]) - 1, count) :]]
 
-        # Prompts are cut to the quantizers of the stage.
-        width = self.models["coarse"].streams[-1].num_quantizers
-        tokens = [prompt.codes[:, :width] for prompt in prompts]  # B of (T, Q')
+        # Voice and sound: coarse codes, from the semantic tokens (§III-C2), up to EOS.
+        first = self.models["coarse"].streams[-1].num_quantizers  # Q'
+        known = [prompt.codes[:, :first] for prompt in prompts]  # B of (T, Q')
         more = max(1, round(seconds * self.codec.frame_rate))
-        goals = [len(prompt) + more for prompt in tokens]
-        coarse = run("coarse", remaining_content, tokens, goals)  # up to EOS
+        limits = [len(prompt) + more for prompt in known]
+        coarse = run("coarse", content_after, known, limits)
         if not fine:
             return coarse
 
         # Detail: fine codes, from the coarse ones (§III-C3).
+        last = first + self.models["fine"].streams[-1].num_quantizers
         details = run(
             "fine",
             lambda b, past: [coarse[b][len(past) :]],
-            [prompt.codes[:, width:] for prompt in prompts],
+            [prompt.codes[:, first:last] for prompt in prompts],
             [len(codes) for codes in coarse],
             may_end=False,
         )
         return [torch.cat(pair, dim=1) for pair in zip(coarse, details)]
 
 
-# Evaluation of the pipeline
+# Commands
+
+CONTINUE_SECONDS = 1.0  # length of continuations in evaluation
+EVAL_BATCH = 48  # recordings to continue at a time
 
 
 @dataclass(frozen=True)
 class PipelineConfig(config.Inference):
     """The models"""
 
-    run_dir: Folder = field("runs/audio", "folder of the runs, one for each stage")
+    run_dir: str = field("runs/audio", "folder of the runs, one for each stage")
 
 
 @dataclass(frozen=True)
@@ -1999,112 +1715,59 @@ class EvaluateConfig(PipelineConfig):
     eval_samples: NonNegativeInt = field(192, "most held-out recordings to continue, 0: all")
 
 
-class SyllableScores:
-    """Scores of sounds in the built-in world: who speaks, and which syllables.
-
-    split: (recordings, indices) of training. In these each semantic token is given the syllable
-    that it mostly stands for.
-    """
-
-    def __init__(self, pipeline, split):
-        self.pipeline = pipeline
-        dataset, indices = split
-        readable, waves = dataset.load_usable(indices[:200])
-        tokens = []
-        syllables = []
-        for record, wave in zip(dataset.records(readable), waves):
-            tokens.append(pipeline.tokenize(wave))
-            syllables.append(
-                synthetic.syllable_labels(record, len(tokens[-1]), semantic.FRAME_RATE)
-            )
-        # Tokens are clusters without names: a vote names them.
-        self.syllable_of_token = synthetic.majority(
-            np.concatenate(tokens),
-            np.concatenate(syllables),
-            pipeline.tokenizer.kmeans.clusters,
-        )
-
-    def text_similarity(self, wave, text):
-        """1 - syllable error rate of a wave (T,), at least 0."""
-        syllables = self.syllable_of_token[self.pipeline.tokenize(wave)]
-        return synthetic.text_similarity(synthetic.recognize_syllables(syllables), text.split())
-
-    def same_voice(self, wave, other):
-        """Whether two waves (T,) are of the same voice."""
-        voices = []
-        for each in (wave, other):
-            each = recordings.resample(each, self.pipeline.codec.sample_rate, synthetic.RATE)
-            voices.append(synthetic.estimate_voice(each.numpy()))
-        return synthetic.same_voice(*voices)
-
-
-def evaluate_pipeline(args, device):
+def evaluate_pipeline(args, device, next_command=""):
     """Continue held-out recordings, and write and print their metrics. Collective.
 
-    The metrics are in scores.json, the sounds in sounds/. The built-in recordings are also scored.
-    Metrics ending in _real are those of the real recordings after the codec.
+    The metrics are in scores.json, the sounds in sounds/. The built-in recordings are also scored
+    (`syllables.SyllableScores`), in their voices if they go on for 0.2 s or more.
     """
     pipeline = dist.main_first(lambda: Pipeline(args.run_dir, device, args.weights, args.model))
-    codec = pipeline.codec
+    hop_length = pipeline.codec.hop_length
+    rate = pipeline.codec.sample_rate
     # Nothing is trained: the training split may be smaller than a batch.
     cfg = dataclasses.replace(pipeline.models["coarse"].cfg, batch_size=1)
-    datasets = dist.run_together(lambda: open_recordings(cfg))
-    splits = data.splits(datasets[0], cfg, *datasets[1:])
+    splits = dist.together(lambda: open_recordings(cfg, hop_length))
     dataset, indices = splits["test"]
+    indices = indices[: args.eval_samples or len(indices)]
     scores = None
+    found = collections.defaultdict(list)  # {metric: values}
     if cfg.data == "syllables":
-        scores = SyllableScores(pipeline, splits["train"])
-    # A prompt is at most half of its recording, in whole frames.
-    max_prompt = round(PROMPT_SECONDS * codec.sample_rate)
+        _, training = splits["train"]
+        scores = syllables.SyllableScores(pipeline, dataset, training[:200])
+        found = scores.found
 
-    means = Means()
-    size = min(len(indices), args.eval_samples or len(indices))
-    for batch in dist.deal(math.ceil(size / EVAL_BATCH)):
-        first = batch * EVAL_BATCH
-        readable, waves = dataset.load_usable(indices[first : min(size, first + EVAL_BATCH)])
+    for number in dist.deal(math.ceil(len(indices) / EVAL_BATCH)):
+        first = number * EVAL_BATCH
+        readable, waves = dataset.load_usable(indices[first : first + EVAL_BATCH])
         seeds = [accumulate.derive_seed(args.seed, "goes on", index) for index in readable]
-        prompts = []
-        for wave in waves:
-            frames = min(max_prompt, len(wave) // 2) // codec.hop_length
-            prompts.append(wave[: max(1, frames) * codec.hop_length])
-        sounds = pipeline.generate([pipeline.prompt(wave) for wave in prompts], EVAL_SECONDS, seeds)
-
+        starts = []
+        for wave in waves:  # a prompt is at most half of its recording, in whole frames
+            frames = min(round(PROMPT_SECONDS * rate), len(wave) // 2) // hop_length
+            starts.append(max(1, frames) * hop_length)
+        prompts = [pipeline.prompt(wave[:start]) for wave, start in zip(waves, starts)]
+        generated = pipeline.generate(prompts, CONTINUE_SECONDS, seeds)
         for i, index in enumerate(readable):
-            start = len(prompts[i])
-            sound = codec.decode(sounds[i])
-            new = sound[start:]
-            means.add("seconds_added", len(new) / codec.sample_rate)
+            sound = pipeline.decode(generated[i])
+            found["seconds_added"].append((len(sound) - starts[i]) / rate)
             if first + i < NUM_SOUNDS:
                 path = f"{args.run_dir}/sounds/{i}"
-                write_sound(waves[i], codec.sample_rate, f"{path}_real.wav")
-                write_sound(sound, codec.sample_rate, f"{path}_continued.wav")
+                sounds.write_sound(waves[i], rate, f"{path}_real.wav")
+                sounds.write_sound(sound, rate, f"{path}_continued.wav")
             if scores:
-                real = codec.decode(codec.encode(waves[i]))
-                similarity = scores.text_similarity(real, dataset.text(index))
-                means.add("text_heard_real", similarity)
-                # The real recording after the codec is the best that a model can reach.
-                means.add("voice_kept_real", scores.same_voice(prompts[i], real[start:]))
-                # Shorter sounds have no measurable pitch.
-                if len(new) >= MIN_VOICE_SECONDS * codec.sample_rate:
-                    means.add("voice_kept", scores.same_voice(prompts[i], new))
-        # Say the texts of these recordings, without a prompt.
+                scores.add_continuation(index, waves[i], sound, starts[i])
         if scores and pipeline.models["semantic"].has_text:
-            texts = [dataset.text(index) for index in readable]
-            empty = [pipeline.empty_prompt()] * len(texts)
-            sounds = pipeline.generate(empty, MAX_TEXT_SECONDS, seeds, texts)
-            for text, codes in zip(texts, sounds):
-                means.add("text_heard", scores.text_similarity(codec.decode(codes), text))
-    metrics = means.result()
+            scores.add_texts(readable, seeds)
+    sums = dist.total_by_name({name: sum(values) for name, values in found.items()})
+    counts = dist.total_by_name({name: len(values) for name, values in found.items()})
+    metrics = {name: value / counts[name] for name, value in sums.items()}
     if dist.is_main():
-        checkpoint.write_json(metrics, Path(args.run_dir) / "scores.json")
-    tracker.print_results(f"The stages together ({args.run_dir}/sounds):", metrics)
+        checkpoint.write_json(metrics, f"{args.run_dir}/scores.json")
+    headline = f"The stages together ({args.run_dir}/sounds):"
+    tracker.print_results(headline, metrics, next_command)
 
 
 def evaluate(args):
     evaluate_pipeline(args, dist.setup(args.device))
-
-
-# Sampling
 
 
 @dataclass(frozen=True)
@@ -2114,30 +1777,28 @@ class SampleConfig(PipelineConfig):
     text: str = field("", "text to say; without a text and a prompt, the sound is any")
     prompt: str = field("", "recording to continue, in its voice")
     prompt_seconds: NonNegativeFloat = field(
-        0.0, "length of its end to take; 0: the most that coarse was trained on", needs="prompt"
+        0.0, "length of its end to take, 0: the most that coarse was trained on"
     )
-    seconds: Seconds = field(MAX_TEXT_SECONDS, "most seconds after the prompt")
+    seconds: PositiveFloat = field(2.0, "most seconds after the prompt")
     temperature: float = field(-1.0, "temperature, 0: most probable codes, below 0: as trained")
     top_k: NonNegativeInt = field(0, "sample from the k most probable codes, 0: all")
-    guidance_scale: NonNegativeFloat = field(1.0, "guidance toward the text, 1: none", needs="text")
+    guidance_scale: NonNegativeFloat = field(1.0, "guidance toward the text, 1: none")
     fine: bool = field(True, "add the codes of the fine stage to the coarse ones")
     reconstruct: str = field("", "recording to encode and decode by the codec")
-    num_quantizers: NonNegativeInt = field(
-        0, "quantizers of the codec to use, 0: all", needs="reconstruct"
-    )
+    num_quantizers: NonNegativeInt = field(0, "quantizers of the codec for that, 0: all")
     out: str = field("out.wav", "file of the sound; its spectrogram is beside it, as .png")
 
     def __post_init__(self):
         super().__post_init__()
-        config.check_suffix("out", self.out, ".wav")
-        if self.reconstruct and (self.text or self.prompt):
-            raise UserError("--reconstruct: no --text or --prompt has an effect beside it")
+        if not self.out.endswith(".wav"):
+            raise UserError(f"--out {self.out}: expected a name that ends in .wav")
+        config.check_one(self, "reconstruct", "text")
+        config.check_one(self, "reconstruct", "prompt")
 
 
 def read_wave(path, codec):
     """The wave (T,) of a recording, at the codec's rate; UserError if shorter than a frame."""
-    channels, rate, _ = recordings.read(path)
-    length = channels.shape[1]
+    channels, rate, length = recordings.read(path)
     if length * codec.sample_rate < codec.hop_length * rate:
         raise UserError(
             f"{path}: {length} samples at {rate} Hz, shorter than a frame of {codec.hop_length} "
@@ -2160,6 +1821,8 @@ def check_text(args, model):
 
 def read_prompt(args, pipeline):
     """The Prompt of the end of a recording, at most what the coarse stage was trained on."""
+    if not args.prompt:
+        return pipeline.empty_prompt()
     hop_length = pipeline.codec.hop_length
     wave = read_wave(args.prompt, pipeline.codec)
     max_length = hop_length * (pipeline.models["coarse"].lengths.max_frames - 1)  # and a new frame
@@ -2172,36 +1835,39 @@ def generate_sound(args, device):
     """Write the sound of a text, of a prompt, or of both."""
     pipeline = Pipeline(args.run_dir, device, args.weights, args.model)
     check_text(args, pipeline.models["semantic"])
-    sampling = SamplingParams(args.temperature, args.top_k, args.guidance_scale)
-    # Any of text and prompt may be missing.
-    prompt = read_prompt(args, pipeline) if args.prompt else pipeline.empty_prompt()
+    temperature = args.temperature if args.temperature >= 0 else None
+    sampling = SamplingParams(temperature, args.top_k, args.guidance_scale)
+    prompt = read_prompt(args, pipeline)
     # Another text has other noise.
     seed = accumulate.derive_seed(args.seed, args.text, 0)
     texts = [args.text] if args.text else None
     (codes,) = pipeline.generate([prompt], args.seconds, [seed], texts, sampling, args.fine)
-    write_sound(pipeline.codec.decode(codes), pipeline.codec.sample_rate, args.out)
+    sounds.write_sound(pipeline.decode(codes), pipeline.codec.sample_rate, args.out)
     print(f"wrote {args.out}")
 
 
 def reconstruct(args, device):
     """Send a recording through the codec of a run, and print how well it comes out."""
-    run_dir = f"{args.run_dir}/soundstream"
-    codec = load_codec(run_dir, device, args.num_quantizers, args.model, args.weights)
+    codec = load_codec(f"{args.run_dir}/soundstream", device, args.model, args.weights)
+    count = args.num_quantizers or codec.num_quantizers
+    if count > codec.num_quantizers:
+        raise UserError(f"--num_quantizers {count}: the codec has {codec.num_quantizers}")
     wave = read_wave(args.reconstruct, codec)
-    sound = codec.decode(codec.encode(wave))[: len(wave)]
-    write_sound(sound, codec.sample_rate, args.out)
+    codes = tokens.encode_wave(codec, wave, device)[:, :count]
+    sound = tokens.decode_codes(codec, codes, device)[: len(wave)]
+    sounds.write_sound(sound, codec.sample_rate, args.out)
     # Codes of K values have log2(K) bits.
-    bitrate = codec.num_quantizers * math.log2(codec.codebook_size) * codec.frame_rate
+    bitrate = count * math.log2(codec.codebook_size) * codec.frame_rate
     si_sdr = recordings.si_sdr(sound[None], wave[None]).item()
     print(
-        f"wrote {args.out}: {codec.num_quantizers} codes a frame, {bitrate:.0f} bits a second, "
+        f"wrote {args.out}: {count} codes a frame, {bitrate:.0f} bits a second, "
         f"si_sdr_db {si_sdr:.2f}"
     )
 
 
 def sample(args):
     device = dist.setup(args.device)
-    if not dist.is_main():
+    if not dist.is_main():  # a single process samples
         return
     if args.reconstruct:
         reconstruct(args, device)
@@ -2209,49 +1875,40 @@ def sample(args):
         generate_sound(args, device)
 
 
-# Training of one stage or all
-
-
-def train(cfgs):
+def train(cfg):
     """Train one stage, or all in turn and then evaluate them together."""
-    first = cfgs[0]
-    device = dist.setup(first.device, first.timeout_minutes)
-    loop.check_shared(first.run_dir)
-    dist.on_main(lambda: store.check_stages(cfgs))
-    if len(cfgs) > 1 and first.soundstream:  # then no codec is trained
-        dist.main_first(lambda: codec_of(cfgs[-1], device))  # a mistake shows before training
-        cfgs = cfgs[1:]  # of the published or the given codec
-    # Each stage is a run of its own, so a stopped command resumes in its stage.
-    for cfg in cfgs:
-        if cfg.stage == "soundstream":
-            train_soundstream(cfg, device)
-        else:
-            train_transformer(cfg, device)
+    device = dist.setup(cfg.device, cfg.timeout_minutes)
+    run_dir = shlex.quote(cfg.run_dir)
+    command = f"train_audio.py evaluate --run_dir {run_dir}"
+    if cfg.stage == "soundstream":
+        wave = shlex.quote(f"{cfg.run_dir}/soundstream/samples/test_0_real.wav")
+        command = f"train_audio.py sample --reconstruct {wave} --run_dir {run_dir}"
+        return train_soundstream(cfg, device, command)
+    if cfg.stage != "all":
+        return train_transformer(cfg, device, command)
 
-    run_dir = first.run_dir
-    if len(cfgs) > 1:
-        args = EvaluateConfig(run_dir=run_dir, seed=first.seed, eval_samples=cfgs[-1].eval_samples)
-        evaluate_pipeline(args, device)
-        prompt = shlex.quote(f"{run_dir}/sounds/0_real.wav")
-        command = f"sample --prompt {prompt} --prompt_seconds {PROMPT_SECONDS}"
-    elif first.stage == "soundstream":
-        wave = shlex.quote(f"{run_dir}/soundstream/samples/test_0_real.wav")
-        command = f"sample --reconstruct {wave}"
-    else:
-        command = "evaluate"
-    if dist.is_main():
-        print(f"\nNext: python train_audio.py {command} --run_dir {shlex.quote(run_dir)}")
+    # Each stage is a run of its own, so a stopped command resumes in its stage.
+    shared = {**vars(cfg)}
+    del shared["stage"]
+    codec, *transformers = [cls(**shared) for cls in STAGES.values()]
+    train_soundstream(codec, device)
+    for stage in transformers:
+        train_transformer(stage, device)
+    args = EvaluateConfig(run_dir=cfg.run_dir, seed=cfg.seed)
+    wave = shlex.quote(f"{cfg.run_dir}/sounds/0_real.wav")
+    prompt = f"--prompt {wave} --prompt_seconds {PROMPT_SECONDS}"
+    evaluate_pipeline(args, device, f"train_audio.py sample {prompt} --run_dir {run_dir}")
 
 
 COMMANDS = {
-    "train": (train, Config),
+    "train": (train, {"all": SharedConfig, **STAGES}),
     "evaluate": (evaluate, EvaluateConfig),
     "sample": (sample, SampleConfig),
 }
 
 
 def main():
-    config.run(COMMANDS, __doc__, "train", PRESETS, STAGES)
+    config.run(COMMANDS, __doc__, default="train", presets=PRESETS)
 
 
 if __name__ == "__main__":

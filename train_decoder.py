@@ -1,31 +1,43 @@
 """Train a cascade of pixel-diffusion U-Nets: CLIP image embedding -> image (DALL-E 2, §2.1).
 
-    torchrun --nproc_per_node=2 train_decoder.py      # both stages, on the built-in shapes
+    torchrun --nproc_per_node=2 train_decoder.py     # both stages, on shapes that it makes itself
+    torchrun --nproc_per_node=2 train_decoder.py --stage base --data tars --run_dir runs/mine
     torchrun --nproc_per_node=2 train_decoder.py --stage upsample --data tars --run_dir runs/mine
     python train_decoder.py evaluate --prior runs/prior
     python train_decoder.py sample --text "a large green triangle" --num_samples 8 --out grid.png
     python train_decoder.py sample --image a.png [--to b.png | --mask mask.png --text TEXT]
 
-To resume, run the same command again. Each stage has its own run folder, RUN/base and RUN/upsample.
-A cascade is a list of such folders. `python train_decoder.py [train|evaluate|sample] --help` lists
-the settings.
+The same command again resumes. Each stage has its own run folder, RUN/base and RUN/upsample, and
+its own settings, which need --stage. A cascade is a list of such folders. `python train_decoder.py
+[train|evaluate|sample] --help` lists the settings.
 
-What differs from the papers (DALL-E 2: Ramesh et al. 2022; GLIDE: Nichol et al. 2021; ADM: Dhariwal
-& Nichol 2021; Imagen: Saharia et al. 2022):
+DALL-E 2: Ramesh et al. 2022; GLIDE: Nichol et al. 2021; ADM: Dhariwal & Nichol 2021; Imagen:
+Saharia et al. 2022; Karlo: kakaobrain/karlo-v1-alpha. What differs from the papers:
 - The text conditions through a frozen CLIP, as in Karlo. GLIDE trains a text transformer instead.
+  Its padding is masked, where GLIDE learns it; projected text gets a layer norm (Karlo).
+- CLIP embeddings are brought to length √D, also in DALL-E 2's presets, unless --raw_embeddings.
 - By default the base learns by rectified flow, with SD3's timestep density and Muon, and the
   upsampler predicts x0. The presets use the papers' epsilon, AdamW and learned variance.
-- The default sizes are small enough for two CPU cores.
+- The default sizes are small enough for two CPU cores. Crops of the default upsampler are half of
+  the image's side; those of the paper and of the presets are a quarter of it.
+- The bound that trains the learned variance takes a clipped x0; ADM's code does not clip it.
+- The low resolution is shrunk by a box filter and enlarged bicubically; ADM enlarges bilinearly.
 - The input of an upsampler is blurred with probability 0.5. It can also be noised (Imagen), which
   is off by default. DALL-E 2 degrades the input of its second upsampler (256 -> 1024) by BSR.
+- A model without attention levels has no attention in the middle either, where ADM has some.
 - A group norm of a narrow layer has fewer than 32 groups.
+- The average of the weights has a warm-up (ema.py).
 - Sampling takes evenly spaced steps and clips the estimates of x0. DALL-E 2 tunes its steps.
-- Off by default and not in the papers: --dream, --loss_weight, LoRA.
+- Variations of an image start from fresh noise. DALL-E 2 (§3.1) inverts the image by DDIM.
+- Inpainting is RePaint with a jump length of 1, not a fine-tuned model as in GLIDE. Without a text
+  it is conditioned on the embedding of the whole image, so what was in the hole may come back.
+- There are no text diffs (§3.3).
+- Off by default and not in the papers: --loss_weight, LoRA.
 """
 
 import os
 
-# Before torch: idle OpenMP threads stop spinning early, so that ranks can share the cores.
+# Set before torch is imported: idle OpenMP threads stop spinning early, so ranks can share cores.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import collections
@@ -43,234 +55,167 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import nn
 
-from common import (
-    accumulate,
-    amp,
-    checkpoint,
-    clip,
-    config,
-    data,
-    diffusion,
-    dist,
-    images,
-    loop,
-    lora,
-    media,
-    optim,
-    schedule,
-    store,
-    synthetic,
-    tracker,
-)
+from common import accumulate, amp, checkpoint, config, dist, loop, optim, schedule, tracker
 from common.config import (
-    Decay,
-    Folder,
     Fraction,
-    Layers,
+    Interval,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    Size,
-    SizeOrZero,
-    Timesteps,
     UserError,
     field,
 )
+from common.data import embed, embeddings, images, media, order, synthetic
 from common.ema import EMA
-from common.nn import Attention, NullText, TimeEmbedding, zero_init
+from common.models import clip, diffusion
+from common.models.nn import Attention, NullText, TimeEmbedding, zero_init
 
-MultipleOf4 = Annotated[
-    Size, ("a multiple of 4, for the group norms", lambda width: width % 4 == 0)
-]
+MultipleOf4 = Annotated[PositiveInt, ("a multiple of 4", lambda width: width % 4 == 0)]
+Objective = Literal["x0", "v", "epsilon", "flow"]
+Density = Literal["uniform", "logit_normal", "mode"]
 
-# Config
+# Config: what all stages share, what both U-Nets have, and each of the two
 
 
 @dataclass(frozen=True)
-class Config(config.TrainingRun):
-    """Model, data and optimization of one stage"""
+class SharedConfig(config.TrainingRun):
+    """Stage and data"""
 
-    # Run
     stage: Literal["all", "base", "upsample"] = field(
-        "all", "stage to train; all: one after the other", model=True
+        "all", "stage to train; all: one after the other, by their defaults"
     )
-    run_dir: Folder = field("runs/decoder", "folder of the runs; each stage has RUN_DIR/STAGE")
-    # Data: captioned images, and CLIP embeddings of the whole images
+    run_dir: str = field("runs/decoder", "folder of the runs; each stage has RUN_DIR/STAGE")
     data: str = field(
-        "shapes", 'img2dataset tars, a folder of captioned images, or "shapes" (built in)'
-    )
-    embeddings: str = field(
-        "", "folder of img_emb_N.npy; by default those of the data, or else the CLIP computes them"
-    )
-    shards: str = field("", "numbers of the tars to use, such as 0-99,120; by default all")
-    caption_key: str = field(
-        "", 'key of captions in JSON or CSV, "": caption; "lines": each line of a .txt is one'
+        "shapes", 'img2dataset tars, a folder of captioned images, or "shapes": built in'
     )
     clip: str = field(
-        "auto",
-        "CLIP of the embeddings: folder, model.pt or open_clip:MODEL/WEIGHTS; "
-        "auto: the one that DATA/clip.json names",
+        "auto", "CLIP of the embeddings: folder, model.pt, open_clip:MODEL/WEIGHTS; auto: DATA's"
     )
-    # Augmentation. The embedding is that of the whole image, however it is cropped.
-    crop_scale: Annotated[Fraction, ("above 0", bool)] = field(
+    # The CLIP embedding of an image is that of the crop if it is computed on the fly. One that is
+    # stored with the data is of the whole image.
+    crop_scale: Fraction = field(
         1.0, "minimum area of random square crops, as a fraction of the image", fixed=True
     )
     flip: bool = field(
         False, "mirror half of the images; not for captions that mention left or right", fixed=True
     )
-    # LoRA (Hu et al. 2021)
-    lora_rank: SizeOrZero = field(
-        0,
-        "rank of the adapters to train on the frozen model of --init_from; 0: train all weights",
-        needs="init_from",
-        fixed=True,
-    )
+    eval_samples: NonNegativeInt = field(192, "first held-out samples to evaluate on, 0: all")
+
+    def __post_init__(self):
+        super().__post_init__()
+        tracker.check(self)
+        of_one = self.init_from or self.load or self.save or " id=" in self.logger
+        if self.stage == "all" and of_one:  # the second stage would take or overwrite the first's
+            raise UserError(
+                "--init_from, --load, --save, id in --logger: they are of one stage; give --stage"
+            )
+
+
+@dataclass(frozen=True)
+class UNetConfig(SharedConfig):
+    """Model and training of a U-Net"""
+
     # Model: the U-Net of ADM
-    image_size: Size = field(16, "width and height of the images", model=True)
-    low_res_size: SizeOrZero = field(
-        0,
-        "width and height of the images that an upsampler starts from; 0: no upsampler",
-        model=True,
-    )
+    image_size: PositiveInt = field(16, "width and height of the images", model=True)
     width: MultipleOf4 = field(32, "channels of the first level", model=True)
-    channel_mult: tuple[Size, ...] = field(
-        (1, 2, 4),
-        "channels of each level, in units of width; each level halves the size",
-        model=True,
+    channel_mult: tuple[PositiveInt, ...] = field(
+        (1, 2, 4), "channels of each level by width; each level halves the size", model=True
     )
-    num_res_blocks: Layers = field(
+    num_res_blocks: PositiveInt = field(
         1, "residual blocks of a level on the way down; the way up has one more", model=True
     )
-    attention_levels: tuple[NonNegativeInt, ...] = field(
-        (1, 2), "levels with attention; 0 is the finest", model=True
-    )
-    head_dim: Size = field(32, "channels of an attention head", model=True)
-    cond_width: Size = field(64, "width of the context tokens", model=True)
-    scale_shift: bool = field(
-        True, "the timestep scales and shifts a norm; off: it is added before the norm", model=True
-    )
     dropout: Fraction = field(0.0, "dropout before the second convolution of a block")
-    # Model: what it is conditioned on (DALL-E 2 §2.1, GLIDE §2.3)
-    image_condition: bool = field(True, "condition on the CLIP image embedding", model=True)
-    text_encodings: Literal["none", "clip"] = field(
-        "none", "condition on the CLIP text encodings too", needs="attention_levels", model=True
-    )
-    max_text_len: Size = field(
-        77, "number of text tokens; longer texts are cut", needs="text_encodings", model=True
-    )
-    raw_embeddings: bool = field(
-        False, "embeddings have the CLIP's own length (Karlo); off: unit length", model=True
-    )
-    checkpointing: bool = field(
-        False, "recompute blocks in the backward pass: saves memory, costs a third more time"
-    )
+    checkpointing: bool = field(False, "recompute blocks in the backward pass to save memory")
     # Diffusion: x_t = α_t·x0 + σ_t·ε
-    objective: Literal["x0", "v", "epsilon", "flow"] = field(
-        "flow", "what the model predicts", model=True
+    objective: Objective = field("flow", "what the network predicts", model=True)
+    timestep_density: Density = field(
+        "logit_normal", "distribution of the timesteps in training (SD3 §3.1)", model=True
     )
-    timestep_density: Literal["uniform", "logit_normal", "mode"] = field(
-        "logit_normal", "distribution of the timesteps in training (SD3)", inherit=True
-    )
-    density_mean: float = field(
-        0.0, "mean of logit_normal; above 0: more noise", needs="timestep_density=logit_normal"
-    )
-    density_std: PositiveFloat = field(
-        1.0, "standard deviation of logit_normal", needs="timestep_density=logit_normal"
-    )
-    noise_schedule: Literal["cosine", "linear"] = field(
-        "cosine", "noise schedule of all objectives but flow", model=True
-    )
-    timesteps: Timesteps = field(1000, "number of timesteps T", model=True)
-    learned_variance: bool = field(
-        False, "also learn the variance of DDPM's steps (Nichol & Dhariwal 2021)", model=True
-    )
-    # Classifier-free guidance (Ho & Salimans 2022): some samples are trained without a condition
-    image_drop: Fraction = field(0.1, "probability of dropping the image embedding, for guidance")
-    text_drop: Fraction = field(
-        0.5, "probability of dropping the text, for guidance", needs="text_encodings"
-    )
-    # Upsamplers: the low-resolution image is corrupted in training
-    low_res_blur: Fraction = field(
-        0.5, "probability of blurring the low-resolution image", needs="low_res_size"
-    )
-    low_res_noise: Fraction = field(
-        0.0,
-        "maximum noise on the low-resolution image, as a fraction of T (Imagen)",
-        needs="low_res_size",
-        model=True,
-    )
-    random_crop: NonNegativeInt = field(
-        0,
-        "train on random crops of this size; 0: on whole images",
-        needs="low_res_size",
-        fixed=True,
-        inherit=True,
-    )
-    # Loss
     loss_weight: Literal["none", "min_snr", "sigma_sqrt", "cosmap"] = field(
-        "none", "weight of the loss by noise level; sigma_sqrt and cosmap are for flow"
+        "none", "weight of the loss by noise level; sigma_sqrt and cosmap: flow only"
     )
-    loss_gamma: PositiveFloat = field(
-        5.0, "gamma of min_snr (Hang et al. 2023)", needs="loss_weight=min_snr"
-    )
-    dream: bool = field(
-        False,
-        "perturb inputs by the model's own error (DREAM, Zhou et al. 2023)",
-        needs="objective=epsilon",
-    )
-    # Optimization
+    # Optimization: minutes on two cores
     steps: PositiveInt = field(900, "optimizer steps")
-    batch_size: PositiveInt = field(64, "samples of a step, over all ranks", fixed=True)
+    batch_size: PositiveInt = field(64, "samples a step, over all ranks", fixed=True)
     optimizer: Literal["adamw", "muon"] = field(
-        "adamw", "muon: Muon for matrices, AdamW for other weights", fixed=True, inherit=True
+        "adamw", "muon: for matrices, with AdamW for the others", fixed=True
     )
-    lr: PositiveFloat = field(2e-3, "peak learning rate", inherit=True)
+    lr: PositiveFloat = field(2e-3, "peak learning rate")
     warmup_steps: NonNegativeInt = field(50, "steps of linear warm-up")
-    cosine: bool = field(True, "decay the rate along a cosine after the warm-up; off: keep it")
-    cosine_steps: NonNegativeInt = field(0, "step at which the cosine reaches 0; 0: the last step")
-    # Optimization: AdamW
-    weight_decay: NonNegativeFloat = field(
-        0.01, "decoupled weight decay of matrices and kernels; 0 turns AdamW into Adam"
+    cosine: bool = field(True, "decay along half a cosine after the warm-up; off: constant")
+    cosine_steps: NonNegativeInt = field(0, "step at which the cosine reaches 0; 0: the last")
+    weight_decay: NonNegativeFloat = field(0.01, "decoupled weight decay of matrices and kernels")
+    betas: tuple[Fraction, ...] = field(
+        (0.9, 0.99), "Adam's decays of the mean of gradients, and of the mean of their squares"
     )
-    beta1: Decay = field(0.9, "decay of Adam's mean of gradients")
-    beta2: Decay = field(0.99, "decay of Adam's mean of squared gradients")
     eps: PositiveFloat = field(1e-8, "Adam's epsilon")
-    max_grad_norm: NonNegativeFloat = field(1.0, "maximum norm of the gradients; 0: no clipping")
-    # Optimization: the average of the weights, with which samples are drawn
-    ema_decay: Fraction = field(0.9999, "decay of the averaged weights; 0: no averaging")
+    max_grad_norm: NonNegativeFloat = field(1.0, "clip gradients to this norm, 0: no clipping")
+    # What is sampled from and tested is this average. Its decay rises to the highest (ema.py).
+    ema_decay: Fraction = field(0.9999, "highest decay of the averaged weights, 0: no averaging")
     ema_update_after: NonNegativeInt = field(0, "first steps, in which the average is a copy")
     ema_update_every: PositiveInt = field(1, "steps between updates of the average")
     # Evaluation, and sampling by default
-    eval_every: NonNegativeInt = field(500, "steps between evaluations; 0: only the last")
-    eval_samples: NonNegativeInt = field(192, "maximum number of held-out samples to use; 0: all")
-    eval_steps: PositiveInt = field(25, "sampling steps", inherit=True)
-    guidance_scale: NonNegativeFloat = field(
-        1.0, "guidance scale of sampling; 1: no guidance", inherit=True
-    )
-    eta: Fraction = field(0.0, "noise of sampling; 1: DDPM, 0: DDIM", inherit=True)
+    eval_every: Interval = field("500", "steps between evaluations, or as 10min; 0: only the last")
+    eval_steps: PositiveInt = field(25, "sampling steps")
+    guidance_scale: NonNegativeFloat = field(1.0, "guidance of sampling, 1: none")
+    eta: Fraction = field(0.0, "noise of sampling, 1: DDPM, 0: DDIM")
+
+    timesteps = 1000  # number of noise levels T (DALL-E 2, Table 3)
 
     def __post_init__(self):
         super().__post_init__()
         levels = len(self.channel_mult)
         if max(self.attention_levels, default=0) >= levels:  # such a level would be ignored
             raise UserError(
-                f"--attention_levels: {self.attention_levels} are not all below {levels}, "
-                "the number of levels"
+                f"--attention_levels {self.attention_levels}: expected numbers below {levels}, the "
+                "number of levels"
             )
         divisor = 2 ** (levels - 1)  # every level but the last is halved
         if self.image_size % divisor or self.random_crop % divisor:
             raise UserError(
-                f"--image_size, --random_crop: expected multiples of {divisor}, "
-                f"as {levels} levels need"
+                f"--image_size, --random_crop: expected multiples of {divisor}, as {levels} levels "
+                "need"
             )
-        if self.low_res_size >= self.image_size or self.random_crop > self.image_size:
-            raise UserError(
-                f"--image_size {self.image_size}: --low_res_size must be smaller, "
-                "and --random_crop no larger"
-            )
-        if self.raw_embeddings and not self.has_conditions:
-            raise UserError("--raw_embeddings: it needs --image_condition or --text_encodings clip")
+        diffusion.check_settings(self)
+
+
+@dataclass(frozen=True)
+class BaseConfig(UNetConfig):
+    """The base: CLIP image embedding, and maybe text -> image"""
+
+    stage: Literal["base"] = field("base", "this stage", model=True)
+    attention_levels: tuple[NonNegativeInt, ...] = field(
+        (1, 2), "levels with attention; 0 is the finest", model=True
+    )
+    cond_width: PositiveInt = field(64, "width of the context tokens", model=True)
+    text_encodings: Literal["none", "clip"] = field(
+        "none", "condition on the captions too, as the CLIP encodes them (GLIDE §2.3)", model=True
+    )
+    raw_embeddings: bool = field(
+        False, "embeddings as the CLIP gives them (Karlo), not of unit length", model=True
+    )
+    learned_variance: bool = field(
+        False, "also learn the variance of DDPM's steps (Nichol & Dhariwal 2021)", model=True
+    )
+    lora_rank: NonNegativeInt = field(
+        0, "rank of adapters trained on the frozen --init_from, 0: train all weights", fixed=True
+    )
+    # Muon reaches a fifth less loss than AdamW does in the same time.
+    optimizer: Literal["adamw", "muon"] = field(
+        "muon", "muon: for matrices, with AdamW for the others", fixed=True
+    )
+
+    image_condition = True
+    max_text_len = 77  # of CLIP, in tokens
+    noise_schedule = "cosine"  # of all objectives but flow
+    scale_shift = True
+    low_res_size = 0  # none
+    low_res_noise = 0.0
+    random_crop = 0  # whole images
+
+    def __post_init__(self):
+        super().__post_init__()
         # The variational bound is an expectation over uniform timesteps.
         discrete = self.timestep_density == "uniform" and self.objective != "flow"
         if self.learned_variance and not discrete:
@@ -278,44 +223,88 @@ class Config(config.TrainingRun):
                 "--learned_variance: it needs --timestep_density uniform and another objective "
                 "than flow, as the bound is a sum over the timesteps of DDPM"
             )
-        loop.check_diffusion(self)
-        loop.check_sampling(self, self.guidance_scale, self.eval_steps)
-        tracker.check(self)
+        if self.text_encodings == "clip" and not self.attention_levels:
+            raise UserError("--text_encodings: only --attention_levels see them")
+        if self.lora_rank and not self.init_from:
+            raise UserError("--lora_rank: adapters need the model that --init_from names")
 
     @property
-    def has_conditions(self):
-        return self.image_condition or self.text_encodings == "clip"
+    def head_dim(self):
+        """Channels of an attention head: 64 (ADM §3.1), fewer in a model that is narrower."""
+        return min(64, self.width)
 
 
-# Presets
+@dataclass(frozen=True)
+class UpsampleConfig(UNetConfig):
+    """The upsampler: low-resolution image -> image, without condition or attention"""
+
+    stage: Literal["upsample"] = field("upsample", "this stage", model=True)
+    low_res_size: PositiveInt = field(16, "width and height of the input", model=True)
+    image_size: PositiveInt = field(32, "width and height of the images", model=True)
+    channel_mult: tuple[PositiveInt, ...] = field(
+        (1, 2), "channels of each level by width; each level halves the size", model=True
+    )
+    scale_shift: bool = field(
+        True, "the timestep scales and shifts a norm; off: it is added before the norm", model=True
+    )
+    # In training the input is corrupted, and crops are enough, as there is no attention.
+    low_res_blur: Fraction = field(0.5, "probability of blurring the input")
+    low_res_noise: Fraction = field(
+        0.0, "maximum noise on the input, as a fraction of the timesteps (Imagen)", model=True
+    )
+    # Half of the side. The paper and the presets take a quarter of it (DALL-E 2 §2.1).
+    random_crop: NonNegativeInt = field(
+        16, "train on random crops of this size, 0: on whole images", model=True
+    )
+    # Flow leaves grain in the images, which x0 does not.
+    objective: Objective = field("x0", "what the network predicts", model=True)
+    timestep_density: Density = field(
+        "uniform", "distribution of the timesteps in training (SD3 §3.1)", model=True
+    )
+    noise_schedule: Literal["cosine", "linear"] = field(
+        "cosine", "noise schedule; flow has its own", model=True
+    )
+    steps: PositiveInt = field(800, "optimizer steps")
+    eval_every: Interval = field("400", "steps between evaluations, or as 10min; 0: only the last")
+    eval_steps: PositiveInt = field(10, "sampling steps")
+
+    image_condition = False  # the low resolution alone (DALL-E 2 §2.1)
+    text_encodings = "none"
+    raw_embeddings = False
+    attention_levels = ()
+    learned_variance = False
+    lora_rank = 0  # adapters are of attention
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.low_res_size >= self.image_size or self.random_crop > self.image_size:
+            raise UserError(
+                f"--image_size {self.image_size}: --low_res_size must be smaller, "
+                "and --random_crop no larger"
+            )
+
+
+STAGES = {"base": BaseConfig, "upsample": UpsampleConfig}
+
+
+def shared_settings(cfg):
+    """{name: value} of the settings that all stages have, but for the stage."""
+    names = {each.name for each in dataclasses.fields(SharedConfig)}
+    return {name: getattr(cfg, name) for name in names - {"stage"}}
+
+
 # fmt: off
-
-# Defaults that depend on the stage.
-STAGES = {
-    # Muon reaches a fifth less loss than AdamW does in the same time.
-    "base": dict(optimizer="muon"),
-    "upsample": dict(
-        image_size=32, low_res_size=16, channel_mult=(1, 2),
-        # No attention, and no condition but the low resolution (DALL-E 2 §2.1).
-        attention_levels=(), image_condition=False,
-        random_crop=16,  # a quarter of the image (DALL-E 2 §2.1)
-        # Flow leaves grain in the images, which x0 does not.
-        objective="x0", timestep_density="uniform",
-        steps=800, eval_every=400, eval_steps=10,
-    ),
-}
-
 # DALL-E 2, Table 3: what the decoder and both upsamplers have in common.
 DALLE2 = dict(
     objective="epsilon", timestep_density="uniform",
     # Adam, without weight decay.
-    optimizer="adamw", beta2=0.999, weight_decay=0.0,
+    optimizer="adamw", betas=(0.9, 0.999), weight_decay=0.0,
     # A constant learning rate: the table has no decay.
     warmup_steps=10_000, cosine=False,
     precision="bf16",
     # Not in the table: how often to evaluate and save on a large data set.
     validation=0.005, test=0.005, eval_samples=2048, workers=8,
-    log_every=100, eval_every=10_000, save_every=2_000,
+    log_every=100, eval_every="10000", save_every="2000",
 )
 # Table 3, column "64".
 DALLE2_64 = dict(
@@ -323,8 +312,7 @@ DALLE2_64 = dict(
     stage="base",
     clip="open_clip:ViT-L-14/openai", text_encodings="clip",
     image_size=64, channel_mult=(1, 2, 3, 4), num_res_blocks=3,
-    # At 32, 16 and 8 pixels, with 64 channels a head (ADM §3.1).
-    attention_levels=(1, 2, 3), head_dim=64,
+    attention_levels=(1, 2, 3),  # at 32, 16 and 8 pixels
     # Of GLIDE and Karlo. The table does not say.
     dropout=0.1, crop_scale=0.75,
     # A learned variance has an effect only with the noise of DDPM.
@@ -338,7 +326,6 @@ DALLE2_256 = dict(
     stage="upsample",
     image_size=256, low_res_size=64, random_crop=64,
     width=320, channel_mult=(1, 2, 3, 4), num_res_blocks=3, dropout=0.1,
-    attention_levels=(), image_condition=False,  # as in STAGES, for those who read the preset alone
     batch_size=1024, lr=1.2e-4, steps=1_000_000,
     eval_steps=27,
 )
@@ -354,8 +341,8 @@ PRESETS = {
         batch_size=512, lr=1e-4,
         eval_steps=15,
     ),
-    # Karlo: sizes and sampling of its public configs (kakaobrain/karlo-v1-alpha). Its training is
-    # not public, so the other settings are those of DALL-E 2.
+    # Karlo: sizes and sampling of its public configs. Its training is not public, so the
+    # other settings are those of DALL-E 2.
     "karlo-64": dict(
         DALLE2_64,
         raw_embeddings=True,
@@ -367,6 +354,10 @@ PRESETS = {
 # fmt: on
 
 IMAGE_TOKENS = 4  # "four extra tokens of context" (DALL-E 2 §2.1)
+# For guidance, some samples are trained without their conditions (Ho & Salimans 2022): "10% of the
+# time" without the image embedding, "50% of the time" without the text (DALL-E 2 §2.1).
+IMAGE_DROP = 0.1
+TEXT_DROP = 0.5
 VLB_WEIGHT = 1e-3  # λ of the variational bound (Nichol & Dhariwal 2021, §3.1)
 # Range of the blur's sigma, in pixels of the low resolution. DALL-E 2 §2.1 gives no numbers. In
 # DALLE2-pytorch sigma is 0.6 and the probability 0.5, which is the default of --low_res_blur.
@@ -374,7 +365,7 @@ BLUR_SIGMA = (0.4, 0.8)
 REPAINT_ROUNDS = 5  # times that RePaint takes a step, so that the new pixels fit the known ones
 GRID_CAPTION = "real images, and samples below"
 RESIZE = "box"  # filter that shrinks images: the mean of the pixels
-MAX_CHUNK = 64  # samples in one forward pass if --chunk_size is 0
+MAX_CHUNK = 64  # samples in one forward pass, at most, where --chunk_size is 0
 LAST_STEP = "last_step.pt"  # in a run folder: another U-Net for the last step of sampling (Karlo)
 DEFAULT_PRIOR = "runs/prior"
 
@@ -393,12 +384,25 @@ def group_norm(width):
 class ResBlock(nn.Module):
     """Residual block of ADM, with optional attention (Dhariwal & Nichol 2021, §3 and §4.1).
 
-    The residual path is norm, SiLU and convolution, twice. `resample` halves or doubles the image
-    before the first convolution, on both paths (BigGAN, Brock et al. 2018).
+    The residual path is norm, SiLU and convolution, twice.
     """
 
-    def __init__(self, cfg, width_in, width, has_attention=False, resample=None):
+    def __init__(
+        self,
+        cfg,
+        width_in,
+        width,
+        has_attention=False,
+        resample=None,
+        takes_skip=False,
+    ):
+        """resample: halves or doubles the image before the first convolution, on both paths.
+
+        That is BigGAN's (Brock et al. 2018). takes_skip: the output of a block on the way down is
+        a part of the input, which the caller concatenates.
+        """
         super().__init__()
+        self.takes_skip = takes_skip
         self.checkpointing = cfg.checkpointing
         self.scale_shift = cfg.scale_shift
         self.has_attention = has_attention
@@ -408,9 +412,8 @@ class ResBlock(nn.Module):
         self.modulation = nn.Linear(4 * cfg.width, 2 * width if cfg.scale_shift else width)
         self.norm2 = group_norm(width)
         self.dropout = nn.Dropout(cfg.dropout)
-        self.conv2 = zero_init(
-            nn.Conv2d(width, width, 3, padding=1)
-        )  # a block starts as the identity
+        # Zero: a block starts as the identity.
+        self.conv2 = zero_init(nn.Conv2d(width, width, 3, padding=1))
         self.skip = nn.Conv2d(width_in, width, 1) if width_in != width else nn.Identity()
         if has_attention:
             self.num_heads = max(1, width // cfg.head_dim)
@@ -419,7 +422,7 @@ class ResBlock(nn.Module):
             self.attention_norm = group_norm(width)
             self.attention = Attention(width, self.num_heads)  # attention of the pixels
             zero_init(self.attention.out)  # it adds nothing at first
-            if cfg.has_conditions:
+            if cfg.image_condition:
                 self.token_key_value = nn.Linear(cfg.cond_width, 2 * width)
 
     def forward(self, *inputs):
@@ -485,12 +488,13 @@ class UNet(nn.Module):
         super().__init__()
         self.cfg = cfg
         self.widths = [embed_width, encoding_width]
-        self.last_step_unet = None  # set by load_cascade: another U-Net for the last sampling step
+        # Karlo's upsampler has another U-Net for the last step of sampling; `load_cascade` sets it.
+        self.last_step_unet = None
         emb_width = 4 * cfg.width
 
         # Timestep and conditions.
         self.time_in = TimeEmbedding(cfg.width, emb_width, cfg.timesteps)
-        if cfg.low_res_size and cfg.low_res_noise:
+        if cfg.low_res_noise:
             self.low_res_level_in = TimeEmbedding(cfg.width, emb_width, cfg.timesteps)
         if cfg.image_condition:
             self.null_image = nn.Parameter(torch.randn(embed_width))  # stands for a dropped image
@@ -520,21 +524,21 @@ class UNet(nn.Module):
                 self.downs.append(ResBlock(cfg, width, width, resample=half))
                 skip_widths.append(width)
 
-        # The middle, at the coarsest level.
+        # The middle, at the coarsest level. ADM attends here always, this one if any level does.
         has_attention = bool(cfg.attention_levels)
         self.middle = nn.ModuleList()
         self.middle.append(ResBlock(cfg, width, width, has_attention))
         self.middle.append(ResBlock(cfg, width, width))
 
-        # The way up. Every block that does not double takes one of those outputs.
+        # The way up. Every block that does not double takes one of those outputs as its skip.
         self.ups = nn.ModuleList()
         for level, width_out in reversed([*enumerate(level_widths)]):
             has_attention = level in cfg.attention_levels
             for _ in range(cfg.num_res_blocks + 1):
-                width_in = width + skip_widths.pop()  # concatenated
-                self.ups.append(ResBlock(cfg, width_in, width_out, has_attention))
+                width_in = width + skip_widths.pop()
+                self.ups.append(ResBlock(cfg, width_in, width_out, has_attention, takes_skip=True))
                 width = width_out
-            if level > 0:
+            if level > 0:  # to the next level
                 double = nn.Upsample(scale_factor=2)  # nearest neighbor, as in ADM
                 self.ups.append(ResBlock(cfg, width, width, resample=double))
 
@@ -581,8 +585,7 @@ class UNet(nn.Module):
             text_embed = self.scale_embedding(condition["text_embed"])
             added = added + self.text_in(text_embed)  # (B, 4W)
             context_mask = condition["text_mask"]  # (B, L), False for padding
-            if context:
-                context_mask = F.pad(context_mask, (IMAGE_TOKENS, 0), value=True)  # (B, 4 + L)
+            context_mask = F.pad(context_mask, (IMAGE_TOKENS, 0), value=True)  # (B, 4 + L)
             encodings = self.encoding_in(condition["text_enc"])  # (B, L, E)
             context.append(self.encoding_norm(encodings))  # (B, L, E)
         # Without attention there is no context.
@@ -613,7 +616,7 @@ class UNet(nn.Module):
         for block in self.middle:
             x = block(x, emb, context, context_mask)
         for block in self.ups:
-            if not isinstance(block.resample, nn.Upsample):
+            if block.takes_skip:
                 x = torch.cat([x, skips.pop()], dim=1)
             x = block(x, emb, context, context_mask)  # H is doubled after each level
         return self.out(x)  # (B, 3 or 6, H, H)
@@ -623,8 +626,9 @@ class UNet(nn.Module):
 def conditioning(batch, cfg, clip_model):
     """{"image_embed" (B, D), "text_embed" (B, D), "text_enc" (B, L, E), "text_mask" (B, L)}.
 
-    Only the entries that the model `cfg` needs. Image embeddings come from the batch. If it has
-    images for the CLIP instead, "clip_image", `clip_model` embeds them. It also encodes captions.
+    Only the entries that the model `cfg` needs. Image embeddings come from the batch, where they
+    are of whole images. If it has "clip_image" instead, `clip_model` embeds these, which are of the
+    crops. It also encodes captions.
     """
     condition = {}
     if cfg.image_condition and "image_embed" in batch:
@@ -685,10 +689,10 @@ def upsampler_inputs(unet, x0):
     return x0, low_res, level
 
 
-def diffusion_loss(unet, batch, condition, plain=False):
+def diffusion_loss(unet, batch, condition, for_eval=False):
     """Mean loss of a chunk with uint8 images (B, H, H, 3): one pass of the model.
 
-    plain: without loss weights and DREAM. So validation losses compare across these settings.
+    for_eval: without loss weights, so that validation losses compare across them.
     """
     cfg = unet.cfg
     x0 = media.from_uint8(batch["image"])  # (B, 3, H, H) in [-1, 1]
@@ -697,43 +701,33 @@ def diffusion_loss(unet, batch, condition, plain=False):
     low_res = low_res_level = None
     if cfg.low_res_size:
         x0, low_res, low_res_level = upsampler_inputs(unet, x0)
-    timestep = diffusion.sample_timesteps(
-        cfg.timestep_density, (size,), cfg.timesteps, device, cfg.density_mean, cfg.density_std
-    )  # (B,)
+    timestep = diffusion.sample_timesteps(cfg.timestep_density, (size,), cfg.timesteps, device)
     noise = torch.randn_like(x0)  # ε
 
     # Drop conditions at random, each for itself, so that the model also learns to do without.
-    drop_image = torch.rand(size, device=device) < cfg.image_drop
-    drop_text = torch.rand(size, device=device) < cfg.text_drop
-    inputs = [timestep, condition, drop_image, drop_text, low_res, low_res_level]
+    drop_image = torch.rand(size, device=device) < IMAGE_DROP
+    drop_text = torch.rand(size, device=device) < TEXT_DROP
 
     # DDPM, Eq. 4: x_t = α_t·x0 + σ_t·ε
     alpha = diffusion.extract(unet.alpha, timestep, x0)  # (B, 1, 1, 1)
     sigma = diffusion.extract(unet.sigma, timestep, x0)
     x_t = alpha * x0 + sigma * noise  # (B, 3, H, H)
     target = diffusion.target(cfg.objective, x0, noise, alpha, sigma)
-    if cfg.dream and not plain:
-        with torch.no_grad():
-            predicted = unet(x_t, *inputs)[:, :3].float()
-        # Autocast has cached weights without gradients. The next pass needs them with gradients.
-        torch.clear_autocast_cache()
-        x_t, target = diffusion.dream(x_t, noise, predicted, sigma)
 
-    out = unet(x_t, *inputs).float()  # (B, 3 or 6, H, H)
+    out = unet(x_t, timestep, condition, drop_image, drop_text, low_res, low_res_level)
+    out = out.float()  # (B, 3 or 6, H, H)
     prediction = out[:, :3]
     loss = F.mse_loss(prediction, target, reduction="none")  # (B, 3, H, H)
-    if not plain:  # the weight of a noise level
-        loss = loss * diffusion.loss_weight(
-            cfg.loss_weight, cfg.objective, alpha, sigma, cfg.loss_gamma
-        )
+    if not for_eval:  # the weight of a noise level
+        weight = diffusion.loss_weight(cfg.loss_weight, cfg.objective, alpha, sigma)
+        loss = loss * weight
     loss = loss.mean()
     if cfg.learned_variance:
-        # The bound trains the variance alone: its mean x0_hat has no gradient.
+        # The bound trains the variance alone: its mean has no gradient.
         fraction = (out[:, 3:] + 1) / 2  # 0: posterior variance β̃_t, 1: β_t
         x0_hat = diffusion.predict_x0(cfg.objective, prediction.detach(), x_t, alpha, sigma)
-        bound = diffusion.variational_bound(
-            x0, timestep, x0_hat.clamp(-1, 1), fraction, unet.alpha, unet.sigma
-        )
+        x0_hat = x0_hat.clamp(-1, 1)  # as in sampling; ADM's code does not clip it here
+        bound = diffusion.variational_bound(x0, timestep, x0_hat, fraction, unet.alpha, unet.sigma)
         # The bound of an image is a sum over the timesteps, of which this is a sample.
         loss = loss + VLB_WEIGHT * cfg.timesteps * bound.mean()
     return loss
@@ -780,16 +774,14 @@ def sample_images(
         low_res, low_res_level = augment_low_res(unet, low_res, fraction, noise)
     inputs = [condition, drop, drop, low_res, low_res_level]
     if known is not None:
-        # RePaint (Lugmayr et al. 2022): every step replaces the known pixels by noised real ones.
-        # In a cascade this stage may be coarser than the mask. Then a pixel is kept only if all of
-        # its area is.
+        # This stage may be coarser than the mask. Then a pixel is kept only if all of its area is.
         known = media.resize(known, cfg.image_size, "box")
         keep_mask = media.resize(keep_mask, cfg.image_size, "box") > 0.999
 
     def denoise(x_t, timestep):
-        """x0, with the fraction of the variance if that is learned."""
+        """(x0, fraction of the variance or None), as diffusion.sample takes it."""
         model = unet
-        if unet.last_step_unet is not None and timestep[0] == 0:  # Karlo's upsampler
+        if unet.last_step_unet is not None and timestep[0] == 0:
             model = unet.last_step_unet
         # One pass for both copies.
         out = model(x_t.repeat(copies, 1, 1, 1), timestep.repeat(copies), *inputs).float()
@@ -801,14 +793,25 @@ def sample_images(
         alpha = diffusion.extract(unet.alpha, timestep, x_t)
         sigma = diffusion.extract(unet.sigma, timestep, x_t)
         x0 = diffusion.predict_x0(cfg.objective, prediction, x_t, alpha, sigma).clamp(-1, 1)
+        fraction = None  # of the variance
         if cfg.learned_variance:
-            return x0, (out[:count, 3:] + 1) / 2
-        return x0
+            fraction = (out[:count, 3:] + 1) / 2
+        return x0, fraction
 
     shape = (count, 3, cfg.image_size, cfg.image_size)
-    x_t = noise_fn(torch.empty(shape, device=device))  # level T-1
+    x_T = noise_fn(torch.empty(shape, device=device))
+    # With `known`, every step replaces its pixels by noised ones (RePaint, Lugmayr et al. 2022).
     x0 = diffusion.sample(
-        denoise, x_t, unet.alpha, unet.sigma, steps, eta, noise_fn, known, keep_mask, REPAINT_ROUNDS
+        denoise,
+        x_T,
+        unet.alpha,
+        unet.sigma,
+        steps,
+        eta,
+        noise_fn,
+        known,
+        keep_mask,
+        REPAINT_ROUNDS,
     )
     return x0.clamp(-1, 1)
 
@@ -839,7 +842,7 @@ def sample_cascade(
                 cfg.eta,
                 noise_fn,
                 low_res,
-                low_res_noise,
+                min(low_res_noise, cfg.low_res_noise),  # the levels that it was trained on
                 known,
                 keep_mask,
             )
@@ -849,56 +852,49 @@ def sample_cascade(
 # Data
 
 
-def open_dataset(cfg, path, clip_model):
+def open_dataset(cfg, path, image_size, clip_model):
     """The built-in shapes or the user's images in `path`, which is --data or --val_data."""
-    if path != cfg.data:  # these are settings of --data
-        cfg = dataclasses.replace(cfg, embeddings="", shards="")
-    if data.is_built_in(path):
-        dataset = images.Shapes(path, cfg.image_size)  # drawn on the fly
+    if embeddings.is_built_in(path):
+        dataset = images.Shapes(path, image_size)  # drawn on the fly
     else:
         dataset = images.Pictures(
             path,
-            cfg.image_size,
-            cfg.embeddings,
-            cfg.shards,
-            cfg.caption_key,
+            image_size,
             crop_scale=cfg.crop_scale,
             flip=cfg.flip,
             resize=RESIZE,
         )
-        # Without embeddings in the data, the CLIP embeds the images on the fly.
+        # Without stored embeddings, the CLIP embeds the crops on the fly.
         if dataset.width is None and cfg.image_condition:
-            if clip_model is None:
-                raise UserError(
-                    f"{path}: no embeddings in or beside it, so a CLIP must make them; name it "
-                    "with --clip"
-                )
+            if not clip_model:
+                raise UserError(f"{path}: no embeddings there, so a CLIP must make them: --clip")
             dataset.clip_size = clip_model.image_size
     # A CLIP of another width, or embeddings of another length, would train without an error.
     if clip_model:
         clip.check_widths(clip_model, f"{path}, --clip {cfg.clip}", dataset.width)
     if cfg.image_condition:
-        data.check_lengths(cfg, dataset, path)
+        embeddings.check_lengths(cfg, dataset, path)
     return dataset
 
 
-def open_data(cfg, device):
+def open_data(cfg, image_size, device):
     """({split: (dataset, indices)}, CLIP or None, {name: plain value} of both for model files).
 
-    The CLIP is for evaluation, for text, and for images without embeddings.
+    The CLIP is for evaluation, for text, and for images without embeddings. image_size: that of
+    the model `cfg`, or of the last stage of its cascade.
     """
-    # The CLIP that made the embeddings, else the one of --init_from.
-    spec, fingerprint = data.clip_of(cfg.embeddings or cfg.data, cfg.init_from)
+    # The CLIP as given, else the one that made the embeddings, else the one of --init_from.
+    spec, fingerprint = embeddings.clip_of(cfg.data, cfg.init_from)
     if cfg.clip != "auto":
         spec = cfg.clip
     clip_model = None
     if spec or cfg.text_encodings == "clip":
         clip_model = clip.load(spec, device, fingerprint)
         fingerprint = clip_model.fingerprint()
-    dataset = open_dataset(cfg, cfg.data, clip_model)  # held-out samples are part of it
-    val_dataset = None  # or a validation set of the user's
+    dataset = open_dataset(cfg, cfg.data, image_size, clip_model)
+    val_dataset = None
     if cfg.val_data:
-        val_dataset = open_dataset(cfg, cfg.val_data, clip_model)
+        val_dataset = open_dataset(cfg, cfg.val_data, image_size, clip_model)
 
     # Widths of image or text embeddings and of text encodings; 0 if the model has none.
     widths = [0, 0]
@@ -906,23 +902,23 @@ def open_data(cfg, device):
         widths[0] = dataset.width or clip_model.embed_width
     if cfg.text_encodings == "clip":
         widths = [clip_model.embed_width, clip_model.encoding_width]
-    # With a model goes the name of its CLIP, so that it can be used without the data.
-    model_info = {
-        "kind": "decoder",
+    # Stored with the model: what it takes to build it and to sample from texts.
+    info = {
+        "kind": cfg.stage,
         "widths": widths,
         "clip": spec,
         "clip_fingerprint": fingerprint,
     }
-    return data.splits(dataset, cfg, val_dataset), clip_model, model_info
+    return order.splits(dataset, cfg, val_dataset), clip_model, info
 
 
 # Evaluation
 
 
-def covariance(features):
-    """Covariance (D, D) of features (N, D); zero for N = 1."""
+def root_covariance(features):
+    """R (min(N, D), D), for which RᵀR is the covariance of features (N, D); zero for N = 1."""
     centered = features - features.mean(0)  # (N, D)
-    return centered.T @ centered / max(1, len(features) - 1)
+    return np.linalg.qr(centered / max(1, len(features) - 1) ** 0.5, mode="r")
 
 
 def frechet_distance(fake, real):
@@ -930,14 +926,12 @@ def frechet_distance(fake, real):
 
     |m₁ - m₂|² + tr(C₁ + C₂ - 2(C₁C₂)^½) (Heusel et al. 2017, Eq. 6).
     """
-    cov1 = covariance(fake)
-    cov2 = covariance(real)
-    # (C₁C₂)^½ has the trace of (C₁^½ C₂ C₁^½)^½, which is symmetric.
-    values, vectors = np.linalg.eigh(cov1)
-    root = (vectors * np.sqrt(values.clip(0))) @ vectors.T  # C₁^½
-    values = np.linalg.eigvalsh(root @ cov2 @ root)
     means = ((fake.mean(0) - real.mean(0)) ** 2).sum()
-    return float(means + np.trace(cov1) + np.trace(cov2) - 2 * np.sqrt(values.clip(0)).sum())
+    root1 = root_covariance(fake)
+    root2 = root_covariance(real)
+    # The singular values of R₁R₂ᵀ are the roots of the eigenvalues of C₁C₂.
+    cross = np.linalg.norm(root1 @ root2.T, "nuc")
+    return float(means + (root1**2).sum() + (root2**2).sum() - 2 * cross)
 
 
 def count_correct(pictures, records):
@@ -949,17 +943,17 @@ def count_correct(pictures, records):
 
 
 def write_grid(path, pictures, captions, columns):
-    """PNG of uint8 pictures (N, H, W, 3) in rows; the first ones have captions."""
-    captions = captions + [""] * (len(pictures) - len(captions))
+    """PNG of uint8 pictures (N, H, W, 3) in rows, with their N captions."""
+    grid = media.captioned_grid(np.asarray(pictures), captions, columns)
     with checkpoint.atomic_write(path) as file:
-        media.write_png(file, media.captioned_grid(np.asarray(pictures), captions, columns))
+        media.write_png(file, grid)
 
 
 @dataclass
 class Evaluator:
     """Metrics on held-out images; independent of the number of ranks, to rounding. Collective."""
 
-    cfg: Config
+    cfg: UNetConfig
     splits: dict  # {split: (dataset, indices)}
     clip_model: nn.Module | None
     device: torch.device
@@ -969,7 +963,7 @@ class Evaluator:
 
         def loss_of(batch):
             condition = conditioning(batch, self.cfg, self.clip_model)
-            return diffusion_loss(unet, batch, condition, plain=True)
+            return diffusion_loss(unet, batch, condition, for_eval=True)
 
         dataset, indices = self.splits[split]
         return loop.mean_loss(unet, loss_of, dataset, indices, self.cfg, self.device)
@@ -1002,15 +996,15 @@ class Evaluator:
         cascade.eval()
         sums = collections.defaultdict(float)  # over this rank's samples
         features = []  # of fake and real images, (2, B, D) a batch
-        for number, batch in data.batches(dataset, indices, cfg.eval_samples, cfg.chunk_size):
-            batch = data.to_device(batch, self.device)
+        for number, batch in order.batches(dataset, indices, cfg.eval_samples, cfg.chunk_size):
+            batch = order.to_device(batch, self.device)
             captions = batch["caption"]
-            # The last stage may be larger than the images of the dataset.
-            fake = self.sample(unets, batch, prior_fn)
-            real = media.resize_uint8(batch["image"], fake.shape[1], RESIZE)
+            fake = self.sample(unets, batch, prior_fn)  # (B, H, H, 3)
+            real = batch["image"]
             sums["samples"] += len(fake)
             # How well images fit their captions, by the CLIP and, for built-in data, exactly.
             if self.clip_model:
+                # Whole texts are embedded; of their encodings, which are not used, one token stays.
                 text = self.clip_model.text_condition(captions, 1)["text_embed"]  # (B, D)
                 embeds = [self.clip_model.embed_image(pictures) for pictures in (fake, real)]
                 embeds = torch.stack(embeds)  # (2, B, D)
@@ -1020,13 +1014,13 @@ class Evaluator:
                 sums["clip_score_real"] += 100 * scores[1]
                 features.append(F.normalize(embeds, dim=-1).double().cpu().numpy())
             # The judge takes averages of 16 x 16 boxes.
-            if isinstance(dataset, images.Shapes) and cfg.image_size % 16 == 0:
+            if isinstance(dataset, images.Shapes) and real.shape[1] % 16 == 0:
                 records = dataset.records(batch["index"].tolist())
                 sums["caption_accuracy"] += count_correct(fake, records)
                 sums["caption_accuracy_ceiling"] += count_correct(real, records)
             if number == 0 and grid_file:  # the first batch is rank 0's
                 pairs = torch.cat([real[:8], fake[:8]]).cpu()
-                write_grid(grid_file, pairs, captions[:8], len(pairs) // 2)
+                write_grid(grid_file, pairs, 2 * captions[:8], len(pairs) // 2)
         cascade.train(mode)  # as it was
 
         sums = dist.total_by_name(sums)
@@ -1034,8 +1028,9 @@ class Evaluator:
         metrics = {name: total / count for name, total in sums.items()}
         if self.clip_model:
             # The distance is not a mean over samples. It takes the features of all ranks at once.
-            features = np.concatenate([*itertools.chain(*dist.gather(features))], axis=1)
-            metrics["frechet_distance"] = frechet_distance(*features)
+            features = itertools.chain.from_iterable(dist.gather(features))
+            fake, real = np.concatenate(list(features), axis=1)  # (N, D) each
+            metrics["frechet_distance"] = frechet_distance(fake, real)
         return metrics
 
 
@@ -1043,7 +1038,7 @@ class Evaluator:
 class CascadeConfig(config.Inference):
     """The cascade; of several values each stage takes one, and the last is for all further ones"""
 
-    run_dir: tuple[Folder, ...] = field(
+    run_dir: tuple[str, ...] = field(
         ("runs/decoder",), "folder RUN_DIR of a training, or run folders of the stages in order"
     )
     steps: tuple[PositiveInt, ...] = field((), "sampling steps; by default as in training")
@@ -1056,12 +1051,17 @@ class CascadeConfig(config.Inference):
     clip: str = field("", "CLIP of texts and images; by default that of the training")
 
 
-def load_unet(path, device, weights="ema", lora_scale=1.0):
+def load_unet(path, device, weights="ema"):
     """(U-Net in eval mode, contents of the file) of a model.pt or checkpoint, adapters merged."""
-    cfg, state = checkpoint.read_model("decoder", Config, path, weights, lora_scale)
-    with checkpoint.damage_is_named(path):
-        unet = checkpoint.build(lambda: UNet(cfg, *state["widths"]), state, path, device)
-    return unet, state
+    cfg, contents = checkpoint.read_model(STAGES, path, weights)
+    if "lora" in contents:
+        from common.models import lora
+
+        contents = lora.merged(contents, path)
+    with checkpoint.damaged(path):
+        unet = UNet(cfg, *contents["widths"])
+        checkpoint.load_weights(unet, contents["model"], path)
+    return unet.to(device).eval(), contents
 
 
 def load_cascade(args, device):
@@ -1072,9 +1072,9 @@ def load_cascade(args, device):
         stages = [Path(run_dir, stage) for stage in STAGES if Path(run_dir, stage).is_dir()]
         folders += stages or [Path(run_dir)]
     unets = []
-    states = []
+    files = []
     for stage, folder in enumerate(folders):
-        unet, state = load_unet(folder / args.model, device, args.weights)
+        unet, contents = load_unet(folder / args.model, device, args.weights)
         if (folder / LAST_STEP).is_file():
             unet.last_step_unet, _ = load_unet(folder / LAST_STEP, device)
         # What is not given is as in training.
@@ -1088,26 +1088,23 @@ def load_cascade(args, device):
                 value = values[min(stage, len(values) - 1)]  # the last holds for further stages
                 unet.cfg = dataclasses.replace(unet.cfg, **{name: value})
         unets.append(unet)
-        states.append(state)
-    check_cascade([unet.cfg for unet in unets])
-    return unets, args.clip or states[0]["clip"], states[0]["clip_fingerprint"]
+        files.append(contents)
 
-
-def check_cascade(cfgs):
-    """UserError unless each stage starts from images of the size that the one before it makes."""
-    for below, above in itertools.pairwise(cfgs):
+    # Each stage must start from images of the size that the one before it makes.
+    for below, above in itertools.pairwise([unet.cfg for unet in unets]):
         if below.image_size != above.low_res_size:
             raise UserError(
                 f"stage {above.stage} starts from pictures of {above.low_res_size} pixels (0: "
                 f"none), but {below.stage} before it makes {below.image_size}; order --run_dir, or "
                 "train each --stage"
             )
+    return unets, args.clip or files[0]["clip"], files[0]["clip_fingerprint"]
 
 
-def load_prior(args, unets, clip_model):
+def load_prior(args, decoder, clip_model):
     """prior_fn(texts, num_samples, keys) -> image embeddings (texts, num_samples, D), by --prior.
 
-    keys: one a text; with --seed they seed the noise.
+    decoder: the U-Net that takes them. keys: one a text; with --seed they seed the noise.
     """
     import train_prior  # the only place where a script needs another one
 
@@ -1118,10 +1115,9 @@ def load_prior(args, unets, clip_model):
             "--nproc_per_node=2 train_prior.py), or name its run folder"
         )
     # It must be of the same CLIP, and of embeddings of the same length.
-    prior, state = train_prior.load_prior(path, unets[0].alpha.device)
-    clip.check_widths(clip_model, f"--prior {path}", *state["widths"])
-    is_raw = any(unet.cfg.raw_embeddings and unet.cfg.image_condition for unet in unets)
-    if is_raw and not prior.cfg.raw_embeddings:
+    prior, contents = train_prior.load_prior(path, decoder.alpha.device)
+    clip.check_widths(clip_model, f"--prior {path}", *contents["widths"][:2])
+    if decoder.cfg.raw_embeddings and not prior.cfg.raw_embeddings:
         raise UserError(
             f"--prior {path}: makes embeddings of unit length, but the decoder is one of "
             "--raw_embeddings; take a prior of raw ones"
@@ -1136,7 +1132,6 @@ def load_prior(args, unets, clip_model):
             num_samples,
             max(prior.cfg.eval_timesteps),
             prior.cfg.guidance_scale,
-            prior.cfg.eta,
             best_of=2,  # DALL-E 2 §2.2
             seed=args.seed,
         )
@@ -1162,35 +1157,38 @@ class EvaluateConfig(CascadeConfig):
 def open_evaluation(args, device):
     """(U-Nets, Evaluator, prior_fn or None) of the evaluate command, checked."""
     unets, spec, fingerprint = load_cascade(args, device)
-    # The data are those of the last stage. Any stage may need image embeddings.
-    cfg = dataclasses.replace(
-        unets[-1].cfg,
-        eval_samples=args.eval_samples,
-        seed=args.seed,
-        clip=spec or "auto",
-        batch_size=1,  # no training: the training split may be smaller than its batch
-        image_condition=any(unet.cfg.image_condition for unet in unets),
-    )
+    first = unets[0].cfg
+    last = unets[-1].cfg
+    # The images are those of the last stage. The first says which conditions they need.
+    settings = shared_settings(last)
+    settings |= {
+        "eval_samples": args.eval_samples,
+        "seed": args.seed,
+        "clip": spec or "auto",
+        "batch_size": 1,  # nothing is trained: the training split may be small
+        "chunk_size": last.chunk_size or MAX_CHUNK,
+    }
     if args.data:  # the other settings are those of the training data
-        cfg = dataclasses.replace(cfg, data=args.data, val_data="", embeddings="", shards="")
-    elif cfg.data == "shapes":  # an imported model: training replaces it by a path
+        settings |= {"data": args.data, "val_data": ""}
+    elif last.data == "shapes":  # an imported model: training replaces it by a path
         raise UserError(f"{args.run_dir[-1]}: its data are not known; name some with --data")
-    splits, clip_model, model_info = open_data(cfg, device)
-    for unet in unets:
-        if unet.widths[0] and unet.widths[0] != model_info["widths"][0]:
-            raise UserError(
-                f"{cfg.data}: embeddings {model_info['widths'][0]} wide, but the decoder takes "
-                f"{unet.widths[0]}"
-            )
+    cfg = dataclasses.replace(first, **settings)
+    splits, clip_model, info = open_data(cfg, last.image_size, device)
+    if info["widths"] != unets[0].widths:
+        raise UserError(
+            f"{cfg.data}: widths of embeddings and of text encodings (0: none) are "
+            f"{info['widths']}; the decoder's are {unets[0].widths}"
+        )
     prior_fn = None
     if args.prior:
         # Real embeddings beside the data need no CLIP, but the prior's texts do.
         clip_model = clip_model or clip.load(spec, device, fingerprint)
-        prior_fn = load_prior(args, unets, clip_model)
+        prior_fn = load_prior(args, unets[0], clip_model)
     return unets, Evaluator(cfg, splits, clip_model, device), prior_fn
 
 
-def evaluate(args, device=None, headline="Metrics:"):
+def evaluate(args, device=None, headline="Metrics:", command=""):
+    """Print the headline, the metrics, and the command to give next."""
     device = device or dist.setup(args.device)
     unets, evaluator, prior_fn = dist.main_first(lambda: open_evaluation(args, device))
     metrics = evaluator.metrics(unets, args.split, args.grid, prior_fn)
@@ -1198,46 +1196,45 @@ def evaluate(args, device=None, headline="Metrics:"):
         checkpoint.write_json(metrics, args.out)
     if not metrics:
         headline = "No metrics: they need a CLIP, which --clip names"
-    tracker.print_results(headline, metrics)
+    tracker.print_results(headline, metrics, command)
 
 
 # Training
 
 
-def train_stage(cfg, device):
-    """Train one stage in RUN_DIR/STAGE."""
+def train_stage(cfg, device, command=""):
+    """Train one stage in RUN_DIR/STAGE. command: to give next."""
     started = time.monotonic()
-    given = cfg
 
-    # Open the data, on rank 0 first; then rank 0 takes the run folder.
-    folder = Path(cfg.run_dir).parent  # of the built-in data
-    cfg = dataclasses.replace(cfg, run_dir=str(Path(cfg.run_dir) / cfg.stage))
-    cfg = dist.on_main(lambda: loop.prepare_config(cfg, MAX_CHUNK, folder, device))
-    splits, clip_model, model_info = dist.main_first(lambda: open_data(cfg, device))
+    # Rank 0 takes the run folder, then all open the data.
+    run, cfg = loop.open_run(cfg, Path(cfg.run_dir) / cfg.stage, MAX_CHUNK)
+    splits, clip_model, info = dist.main_first(lambda: open_data(cfg, cfg.image_size, device))
     dataset, indices = splits["train"]
-    run = loop.open_run(cfg, dataset, clip_model)
-    if run.finished:
-        return loop.announce_finished(cfg, run)
+    facts = {}
+    if clip_model:
+        facts["clip"] = info["clip_fingerprint"]
+    finished = loop.find_start(run, cfg, dataset, **facts)
+    if finished:
+        return loop.announce(run, finished, command)
 
     # Build model, optimizer and EMA. Restore them if resuming.
-    accumulate.seed_all(cfg.seed, "weights")
-    unet = UNet(cfg, *model_info["widths"]).to(device)
+    accumulate.seed_all(cfg.seed, "weights")  # the same start on all ranks
+    unet = UNet(cfg, *info["widths"]).to(device)
     if cfg.text_encodings == "clip":  # "no text" is the encoding of ""
         unet.null_text.fill(clip_model.text_condition([""], cfg.max_text_len))
-    trainable = unet
-    if cfg.lora_rank:  # the adapters alone are trained, averaged and saved
-        trainable, model_info["lora"] = lora.start(unet, cfg)
+    trainable = unet  # with LoRA, the adapters alone
+    if cfg.lora_rank:
+        from common.models import lora
+
+        trainable, info["lora"] = lora.start(unet, cfg.init_from, cfg.lora_rank)
     optimizers = optim.make(
-        trainable, cfg.optimizer, cfg.lr, cfg.weight_decay, (cfg.beta1, cfg.beta2), cfg.eps
+        trainable, cfg.optimizer, cfg.lr, cfg.weight_decay, cfg.betas, cfg.eps
     )
     scaler = amp.scaler(device, cfg.precision)
     ema = EMA(
         trainable, cfg.ema_update_every, decay=cfg.ema_decay, update_after=cfg.ema_update_after
     )
-    model_info["metadata"] = store.metadata(cfg)
-    state = checkpoint.State(
-        cfg, {"model": trainable}, ema, optimizers, scaler, run.identity, model_info
-    )
+    state = checkpoint.State(cfg, trainable, ema, optimizers, scaler, run.identity, info)
     loop.resume(run, state, unet=unet)
     if cfg.compile:
         unet.compile()
@@ -1246,21 +1243,17 @@ def train_stage(cfg, device):
     plan, batches = loop.batches(cfg, dataset, indices, state.step, device)
     evaluator = Evaluator(cfg, splits, clip_model, device)
     about = f"{cfg.stage}: {len(dataset):,} images of {cfg.image_size}x{cfg.image_size}"
-    log = loop.begin(run, state, given, about, device)
+    log = loop.begin(run, state, about, device)
+    eval_due = loop.Due(cfg.eval_every, cfg.steps)
+    save_due = loop.Due(cfg.save_every, cfg.steps)
 
-    # A signal to any rank ends the loop: `progress` saves first.
-    progress = loop.Progress(run, state, log, cfg.stage, dataset)
-    with log, dist.stop_signals, progress:
+    with log, loop.Progress(run, state, log, cfg.stage) as progress:
         unet.train()
-        stepped = True
         while True:
-            dist.stop_signals.check()
-
-            # Log; evaluate and save when they are due.
-            if progress.log_due():
-                progress.log_line()  # synchronizes ranks and GPU
-                if progress.eval_due:
-                    samples = {}
+            # Evaluate: the averaged weights are those that are kept and sampled from.
+            if eval_due(state.step):
+                samples = {}
+                with progress.paused():
                     metrics = {"val_loss_online": evaluator.loss(unet, "validation")}
                     with ema.applied(trainable):
                         metrics["val_loss"] = evaluator.loss(unet, "validation")
@@ -1268,36 +1261,43 @@ def train_stage(cfg, device):
                             file = f"samples/step_{state.step:08d}.png"
                             samples[file] = GRID_CAPTION
                             metrics |= evaluator.metrics([unet], "validation", run.folder / file)
-                    progress.log_evaluation(metrics, samples)
-                if progress.save_due:
-                    run.save(state, log)
-                progress.restart()
+                metrics["evaluation_s"] = progress.paused_s
+                log.evaluation(state.step, metrics, samples)
+                run.save_best(state, metrics["val_loss"], log)
             if state.step >= cfg.steps:
                 break
 
-            # Take one optimizer step.
+            # Take one optimizer step. The learning rate is a function of the step alone.
             schedule.set_learning_rate(optimizers, schedule.of_config(state.step, cfg))
-            if stepped:  # an fp16 step that overflowed is tried again, on the same samples
-                step_batches = [next(batches) for _ in plan]
-            chunk_losses = []  # summed over the samples of a chunk
-            for chunk, batch in zip(plan, step_batches):
-                # All that is random in a chunk follows from (seed, step, chunk), on any rank.
-                accumulate.seed_all(cfg.seed, state.step, chunk.index)
-                batch = data.to_device(batch, device)
-                condition = conditioning(batch, cfg, clip_model)
-                with amp.autocast(device, cfg.precision):
-                    loss = diffusion_loss(unet, batch, condition)
-                scaler.scale(loss * chunk.weight).backward()
-                chunk_losses.append(loss.detach() * (chunk.stop - chunk.start))
-            dist.sum_gradients(trainable)
-            [grad_norm], stepped = amp.step(scaler, [(optimizers, cfg.max_grad_norm)])
-            unet.zero_grad(set_to_none=True)
-            if not stepped:  # a step that overflowed did not happen
-                progress.overflows += 1
-                continue
+            step_batches = [next(batches) for _ in plan]
+            stepped = False
+            while not stepped:  # a step that overflows fp16 is tried again, at a lower scale
+                chunk_losses = []  # summed over the samples of a chunk
+                for chunk, batch in zip(plan, step_batches):
+                    # All that is random in a chunk follows from (seed, step, chunk), on any rank.
+                    accumulate.seed_all(cfg.seed, state.step, chunk.index)
+                    batch = order.to_device(batch, device)
+                    condition = conditioning(batch, cfg, clip_model)
+                    with amp.autocast(device, cfg.precision):
+                        loss = diffusion_loss(unet, batch, condition)
+                    # Weights add up to 1 over a batch: the gradient is that of its mean loss.
+                    scaler.scale(loss * chunk.weight).backward()
+                    chunk_losses.append(loss.detach() * (chunk.stop - chunk.start))
+                dist.sum_gradients(trainable)  # over all ranks
+                grad_norm, stepped = amp.step(scaler, optimizers, cfg.max_grad_norm)
+                amp.update(scaler)
+                unet.zero_grad(set_to_none=True)
+                progress.overflows += not stepped
             state.step += 1
             ema.update(state.step)
             progress.add(chunk_losses, grad_norm, step_batches)
+
+            # Log and save. After a signal to any rank, `progress` saves and ends the process.
+            if state.step % cfg.log_every == 0 or state.step == cfg.steps:
+                log.log(state.step, **progress.line())  # waits for the ranks and the device
+            if save_due(state.step):
+                progress.save()
+            dist.stop_together()
 
         # Test the averaged weights, and save them last of all.
         file = "samples/test.png"
@@ -1305,34 +1305,34 @@ def train_stage(cfg, device):
             metrics = {"loss": evaluator.loss(unet, "test")}
             metrics |= evaluator.metrics([unet], "test", run.folder / file)
         results = loop.finish(run, state, log, metrics, {file: GRID_CAPTION})
-    loop.announce_trained(cfg, results, started)
+    loop.announce(run, results, command, started)
 
 
-def train(cfgs):
-    first = cfgs[0]
-    device = dist.setup(first.device, first.timeout_minutes)
-    loop.check_shared(first.run_dir)
-    # What cannot work is refused before the first stage is trained.
-    dist.on_main(lambda: check_cascade(cfgs))
-    dist.on_main(lambda: store.check_stages(cfgs))
-    for cfg in cfgs:
-        train_stage(cfg, device)
-    run_dir = first.run_dir
-    if len(cfgs) > 1:  # the stages together, from embeddings of real images
-        args = EvaluateConfig(
-            run_dir=(run_dir,),
-            seed=first.seed,
-            device=first.device,
-            eval_samples=2 * first.eval_samples,
-            grid=f"{run_dir}/cascade.png",
-            out=f"{run_dir}/cascade.json",
-        )
-        evaluate(args, device, f"The stages together, on test pictures ({args.grid}):")
-    else:
-        run_dir = f"{run_dir}/{first.stage}"
-    if dist.is_main():
-        command = f"train_decoder.py evaluate --run_dir {shlex.quote(run_dir)} --grid grid.png"
-        print(f"\nNext: python {command}", flush=True)
+def train(cfg):
+    # Join the ranks, and make the built-in data.
+    device = dist.setup(cfg.device, cfg.timeout_minutes)
+    run_dir = Path(cfg.run_dir)
+    if cfg.data == "shapes":
+        path = dist.on_main(lambda: embed.builtin_data(run_dir.parent, device))
+        cfg = dataclasses.replace(cfg, data=path)
+    command = "train_decoder.py evaluate --grid grid.png --run_dir "
+    if cfg.stage != "all":
+        command += shlex.quote(str(run_dir / cfg.stage))
+        return train_stage(cfg, device, command)
+
+    # Train the stages in turn, then evaluate them together, from embeddings of real images.
+    for stage_config in STAGES.values():
+        train_stage(stage_config(**shared_settings(cfg)), device)
+    args = EvaluateConfig(
+        run_dir=(cfg.run_dir,),
+        seed=cfg.seed,
+        device=cfg.device,
+        eval_samples=2 * cfg.eval_samples,
+        grid=str(run_dir / "cascade.png"),
+        out=str(run_dir / "cascade.json"),
+    )
+    headline = f"The stages together, on test pictures ({args.grid}):"
+    evaluate(args, device, headline, command + shlex.quote(cfg.run_dir))
 
 
 # Sampling from the command line
@@ -1345,13 +1345,13 @@ class SampleConfig(CascadeConfig):
     text: str = field("", "a caption; without text and image the samples are unconditional")
     texts: str = field("", "file with one caption a line")
     image: str = field("", "image to draw variations of, or to inpaint with --mask")
-    to: str = field("", "second image, to interpolate to (DALL-E 2 §3.2)", needs="image")
-    mask: str = field(
-        "", "image of the size of --image: black is kept, white is drawn anew", needs="image"
-    )
+    to: str = field("", "second image, to interpolate to (DALL-E 2 §3.2)")
+    mask: str = field("", "image of the size of --image: black is kept, white is drawn anew")
     low_res: str = field("", "image to enlarge, if the first stage is an upsampler")
     low_res_noise: Fraction = field(
-        0.0, "noise on the input of upsamplers, as a fraction of the timesteps (Imagen §2.4)"
+        0.0,
+        "noise on the input of upsamplers, as a fraction of the timesteps (Imagen §2.4), at most "
+        "as in training",
     )
     num_samples: PositiveInt = field(
         8, "samples of a caption or image, or number of steps from --image to --to"
@@ -1363,12 +1363,11 @@ class SampleConfig(CascadeConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        config.check_suffix("out", self.out, ".png")
         config.check_one(self, "text", "texts")
-        if self.image and (self.text or self.texts) and not self.mask:
-            raise UserError(
-                "--image: beside a text it needs --mask, which says where to draw the text"
-            )
+        if (self.to or self.mask) and not self.image:
+            raise UserError("--to, --mask: they need --image")
+        if self.image and not self.mask and (self.text or self.texts):
+            raise UserError("--image: beside a text it needs --mask, where to draw the text")
 
 
 def open_image(path, size=0):
@@ -1387,31 +1386,31 @@ def slerp(start, end, fraction):
     return weighted / torch.sin(angle)
 
 
-def image_embeddings(args, unets, clip_model, texts):
-    """Image embeddings (texts or 1, num_samples, D) to sample from; zeros mean none.
+def image_embeddings(args, decoder, clip_model, texts):
+    """Image embeddings (texts or 1, num_samples, D) for the first U-Net; zeros mean none.
 
     They are made by the prior from texts, or by the CLIP from --image, or between --image and --to.
     """
-    device = unets[0].alpha.device
+    device = decoder.alpha.device
 
-    def embed(path):
+    def embed_file(path):
         pixels = (open_image(path) + 1) / 2  # in [0, 1], as CLIPs take them
         return clip_model.embed_image(pixels.to(device)).float()
 
-    takes_embeddings = any(unet.cfg.image_condition for unet in unets)
+    # Unconditional, or an upsampler, which takes no image embeddings
+    if not (decoder.cfg.image_condition and (texts or args.image)):
+        rows = max(1, len(texts))
+        return torch.zeros(rows, args.num_samples, decoder.widths[0], device=device)
     # unCLIP: text -> image embedding -> image (DALL-E 2 §2)
-    if takes_embeddings and texts:
-        prior_fn = load_prior(args, unets, clip_model)
+    if texts:
+        prior_fn = load_prior(args, decoder, clip_model)
         return prior_fn(texts, args.num_samples, texts)
-    # Interpolations of two images (§3.2), and variations of one (§3.1)
-    if takes_embeddings and args.to:
-        fraction = torch.linspace(0, 1, args.num_samples, device=device)[:, None]
-        return slerp(embed(args.image), embed(args.to), fraction)[None]
-    if takes_embeddings and args.image:
-        return embed(args.image).expand(1, args.num_samples, -1)
-    # Unconditional, or a cascade that takes no image embeddings
-    width = clip_model.embed_width if clip_model else 1
-    return torch.zeros(max(1, len(texts)), args.num_samples, width, device=device)
+    # Variations of an image (§3.1), or interpolations of two (§3.2)
+    start = embed_file(args.image)  # (1, D)
+    if not args.to:
+        return start.expand(1, args.num_samples, -1)
+    fraction = torch.linspace(0, 1, args.num_samples, device=device)[:, None]
+    return slerp(start, embed_file(args.to), fraction)[None]
 
 
 @torch.no_grad()
@@ -1422,39 +1421,28 @@ def sample(args):
 
     # Load the models. An upsampler alone needs no CLIP.
     unets, spec, fingerprint = load_cascade(args, device)
+    first = unets[0]
     clip_model = None
-    if any(sum(unet.widths) for unet in unets):
+    if any(first.widths):
         clip_model = clip.load(spec, device, fingerprint)
-        for unet in unets:
-            clip.check_widths(clip_model, f"--clip {spec}", *unet.widths)
+        clip.check_widths(clip_model, f"--clip {spec}", *first.widths)
 
     # Read the inputs.
-    first = unets[0].cfg
     low_res = known = keep_mask = None
-    if bool(args.low_res) != bool(first.low_res_size):
+    if bool(args.low_res) != bool(first.cfg.low_res_size):
         raise UserError(
             "--low_res: an upsampler, and no other stage, starts from an image; "
-            f"{args.run_dir[0]} begins with stage {first.stage}"
+            f"{args.run_dir[0]} begins with stage {first.cfg.stage}"
         )
     if args.low_res:
-        low_res = open_image(args.low_res, first.low_res_size).to(device)
+        low_res = open_image(args.low_res, first.cfg.low_res_size).to(device)
     if args.mask:
         size = unets[-1].cfg.image_size
         known = open_image(args.image, size).to(device)
         mask = open_image(args.mask, size).to(device)
         keep_mask = (mask[:, :1] < 0).float()  # black is kept
-    # An upsampler knows the levels of noise that it was trained on.
-    trained_noise = [unet.cfg.low_res_noise for unet in unets if unet.cfg.low_res_size]
-    if args.low_res_noise > min(trained_noise, default=0.0):
-        raise UserError(
-            f"--low_res_noise {args.low_res_noise}: the upsamplers of {args.run_dir[-1]} are "
-            f"trained with at most {min(trained_noise, default=0.0)}"
-        )
     texts = config.texts_of(args.text, args.texts)
-    if not (texts or args.image):  # unconditional: needs a model that knows dropped conditions
-        for unet in unets:
-            loop.check_sampling(unet.cfg, 1.0, conditional=False)
-    embeds = image_embeddings(args, unets, clip_model, texts)
+    embeds = image_embeddings(args, first, clip_model, texts)
 
     # Sample. The noise of a sample follows from its text and number, so it is the same in any
     # batch. Between two images all samples share one noise.
@@ -1492,21 +1480,14 @@ def sample(args):
 
 
 COMMANDS = {
-    "train": (train, Config),
+    "train": (train, {"all": SharedConfig, **STAGES}),
     "evaluate": (evaluate, EvaluateConfig),
     "sample": (sample, SampleConfig),
 }
 
 
 def main():
-    config.run(
-        COMMANDS,
-        __doc__,
-        default="train",
-        presets=PRESETS,
-        stages=STAGES,
-        model_settings=checkpoint.model_settings,
-    )
+    config.run(COMMANDS, __doc__, default="train", presets=PRESETS)
 
 
 if __name__ == "__main__":

@@ -14,10 +14,12 @@ What differs from the paper:
 - The defaults are for minutes on two cores: a small model on the text embedding alone, embeddings
   of unit length, a cosine decay. `--preset dalle2` has the sizes and the optimizer of Table 3.
 - Sampling takes evenly spaced steps of DDPM; Table 3 has the analytic variance of Bao et al. 2022.
-  Estimates of x0 are bounded, as in Karlo.
-- "No text" is the CLIP's encoding of "". It is zeros where no CLIP is loaded: if none is known, or
-  for open_clip's without captions.
-- Off by default, not in the paper: --noise_draws, --loss_weight, --dream, other objectives, LoRA.
+- "No text" is the CLIP's encoding of "". Without a loaded CLIP (none is known, or an open_clip
+  model while captions are not used) it is zeros.
+- Estimates of x0 are bounded in sampling, by 10 for raw embeddings as in Karlo's own code;
+  diffusers' conversion of Karlo has 5.
+- Warm-up of 10,000 steps in the preset: the paper names none.
+- Off by default, not in the paper: --noise_draws, --loss_weight, other objectives, LoRA.
 """
 
 import os
@@ -38,37 +40,21 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from common import (
-    accumulate,
-    amp,
-    checkpoint,
-    config,
-    data,
-    diffusion,
-    dist,
-    loop,
-    optim,
-    schedule,
-    store,
-    tracker,
-)
+from common import accumulate, amp, checkpoint, config, dist, loop, optim, schedule, tracker
 from common.config import (
-    Decay,
-    Folder,
     Fraction,
-    Layers,
+    Interval,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    Size,
-    SizeOrZero,
-    Timesteps,
     UserError,
     field,
 )
+from common.data import embeddings, files, order
 from common.ema import EMA
-from common.nn import NullText, TimeEmbedding, Transformer, causal_mask, learned_tokens
+from common.models import diffusion
+from common.models.nn import NullText, TimeEmbedding, Transformer, causal_mask, learned_tokens
 
 # Config
 
@@ -78,31 +64,27 @@ class Config(config.TrainingRun):
     """Data, model and training of the prior"""
 
     # Run and data
-    run_dir: Folder = field("runs/prior", "folder of this run; the same command again resumes it")
+    run_dir: str = field("runs/prior", "folder of this run; the same command again resumes it")
     data: str = field("shapes", 'folder with img_emb/ and text_emb/, or "shapes": built in')
-    caption_key: str = field("", 'key of the captions in jsonl or parquet, "": caption')
     clip: str = field(
         "auto", "CLIP of the embeddings: folder, model.pt, open_clip:MODEL/WEIGHTS; auto: DATA's"
     )
     # Model: a transformer over text and noised image embedding
-    width: Size = field(192, "width of the transformer", model=True)
+    width: PositiveInt = field(192, "width of the transformer", model=True)
     # A few million parameters; the paper has a billion (--preset dalle2).
-    depth: Layers = field(4, "number of blocks", model=True)
-    heads: Size = field(3, "number of attention heads", model=True)
+    depth: PositiveInt = field(4, "number of blocks", model=True)
+    heads: PositiveInt = field(3, "number of attention heads", model=True)
     dropout: Fraction = field(0.0, "dropout in attention and feed-forward")
     text_encodings: Literal["none", "shards", "clip"] = field(
         "none", "also condition on token encodings: from DATA/text_enc, or by the CLIP", model=True
     )
-    max_text_len: Size = field(77, "longest text in tokens; longer is cut", model=True)
+    max_text_len: PositiveInt = field(77, "longest text in tokens; longer is cut", model=True)
     raw_embeddings: bool = field(
         False, "embeddings as the CLIP gives them (Karlo), not of unit length", model=True
     )
     checkpointing: bool = field(False, "recompute blocks in the backward pass to save memory")
-    lora_rank: SizeOrZero = field(
-        0,
-        "rank of adapters trained on the frozen --init_from, 0: train all weights",
-        needs="init_from",
-        fixed=True,
+    lora_rank: NonNegativeInt = field(
+        0, "rank of adapters trained on the frozen --init_from, 0: train all weights", fixed=True
     )
     # Diffusion: DALL-E 2 predicts x0 under the cosine schedule
     objective: Literal["x0", "v", "epsilon", "flow"] = field(
@@ -111,31 +93,17 @@ class Config(config.TrainingRun):
     noise_schedule: Literal["cosine", "linear"] = field(
         "cosine", "noise schedule; flow has its own", model=True
     )
-    timesteps: Timesteps = field(1000, "number of noise levels", model=True)
+    timesteps: PositiveInt = field(1000, "number of noise levels", model=True)
     # Uniform is DDPM's; the others are of SD3.
     timestep_density: Literal["uniform", "logit_normal", "mode"] = field(
         "uniform", "distribution of the timesteps in training (SD3 §3.1)"
     )
-    density_mean: float = field(
-        0.0, "mean of logit_normal; above 0: more noise", needs="timestep_density=logit_normal"
-    )
-    density_std: PositiveFloat = field(
-        1.0, "standard deviation of logit_normal", needs="timestep_density=logit_normal"
-    )
     loss_weight: Literal["none", "min_snr", "sigma_sqrt", "cosmap"] = field(
         "none", "weight of the loss by noise level; sigma_sqrt and cosmap: flow only"
     )
-    loss_gamma: PositiveFloat = field(
-        5.0, "gamma of min_snr (Hang et al. 2023)", needs="loss_weight=min_snr"
-    )
-    dream: bool = field(
-        False,
-        "perturb inputs by the model's own error (DREAM, Zhou et al. 2023)",
-        needs="objective=epsilon",
-    )
     # More draws cost little where the text is long, as they share its pass.
-    noise_draws: Size = field(
-        1, "(timestep, noise) draws a sample, which share one pass over its text", fixed=True
+    noise_draws: PositiveInt = field(
+        1, "number of (timestep, noise) draws per sample, which share one pass over its text"
     )
     # "10% of the time" (DALL-E 2 §2.2)
     text_drop: Fraction = field(0.1, "probability of dropping the text, for guidance")
@@ -143,30 +111,30 @@ class Config(config.TrainingRun):
     steps: PositiveInt = field(1150, "optimizer steps")
     batch_size: PositiveInt = field(256, "samples a step, over all ranks", fixed=True)
     optimizer: Literal["adamw", "muon"] = field(
-        "adamw", "muon: for matrices, with AdamW for the others", fixed=True, inherit=True
+        "adamw", "muon: for matrices, with AdamW for the others", fixed=True
     )
-    lr: PositiveFloat = field(3e-3, "peak learning rate", inherit=True)
+    lr: PositiveFloat = field(3e-3, "peak learning rate")
     warmup_steps: NonNegativeInt = field(50, "steps of linear warm-up")
     cosine: bool = field(True, "decay along half a cosine after the warm-up; off: constant")
     cosine_steps: NonNegativeInt = field(0, "step at which the cosine reaches 0; 0: the last")
     # Decay is for what multiplies activations, not for biases, norms and learned tokens.
     weight_decay: NonNegativeFloat = field(0.01, "decoupled weight decay of matrices and kernels")
-    beta1: Decay = field(0.9, "Adam's decay of the mean of gradients")
-    beta2: Decay = field(0.99, "Adam's decay of the mean of their squares")
+    betas: tuple[Fraction, ...] = field(
+        (0.9, 0.99), "Adam's decays of the mean of gradients, and of the mean of their squares"
+    )
     eps: PositiveFloat = field(1e-8, "Adam's epsilon")
     max_grad_norm: NonNegativeFloat = field(1.0, "clip gradients to this norm, 0: no clipping")
-    # What is sampled from and tested is this average.
-    ema_decay: Fraction = field(0.9999, "decay of the averaged weights, 0: no averaging")
+    # What is sampled from and tested is this average. Its decay rises to the highest (ema.py).
+    ema_decay: Fraction = field(0.9999, "highest decay of the averaged weights, 0: no averaging")
     ema_update_after: NonNegativeInt = field(0, "first steps, in which the average is a copy")
     ema_update_every: PositiveInt = field(1, "steps between updates of the average")
-    # Evaluation, at the first log line after it is due
-    eval_every: NonNegativeInt = field(575, "steps between evaluations, 0: only the last")
-    eval_samples: NonNegativeInt = field(512, "samples an evaluation takes at most, 0: all")
+    # Evaluation
+    eval_every: Interval = field("575", "steps between evaluations, or as 10min; 0: only the last")
+    eval_samples: NonNegativeInt = field(512, "first held-out samples to evaluate on, 0: all")
     eval_timesteps: tuple[PositiveInt, ...] = field(
-        (8, 64), "numbers of sampling steps to evaluate with", inherit=True
+        (8, 64), "numbers of sampling steps to evaluate with"
     )
-    guidance_scale: NonNegativeFloat = field(1.0, "guidance in evaluation, 1: none", inherit=True)
-    eta: Fraction = field(1.0, "noise of sampling: 1 as DDPM, 0 as DDIM", inherit=True)
+    guidance_scale: NonNegativeFloat = field(1.0, "guidance in evaluation, 1: none")
 
     def __post_init__(self):
         super().__post_init__()
@@ -175,9 +143,24 @@ class Config(config.TrainingRun):
             raise UserError(
                 f"--width {self.width}: expected an even multiple of --heads {self.heads}"
             )
-        loop.check_diffusion(self)
-        loop.check_sampling(self, self.guidance_scale, max(self.eval_timesteps, default=0))
+        diffusion.check_settings(self)
+        self.check_sampling(self.guidance_scale, max(self.eval_timesteps, default=1))
         tracker.check(self)
+        if self.lora_rank and not self.init_from:
+            raise UserError("--lora_rank: adapters need the model that --init_from names")
+
+    def check_sampling(self, guidance_scale, steps, conditional=True):
+        """UserError for what the model cannot sample.
+
+        A model that was trained without dropping its text has no guidance, and needs texts.
+        """
+        if not 1 <= steps <= self.timesteps:
+            raise UserError(f"{steps} sampling steps: expected 1 to --timesteps {self.timesteps}")
+        if self.text_drop == 0 and (guidance_scale != 1 or not conditional):
+            raise UserError(
+                f"{self.run_dir} is trained with --text_drop 0, so it needs a text, and a guidance "
+                "scale of 1"
+            )
 
 
 MAX_CHUNK = 256  # samples in one forward pass, at most, where --chunk_size is 0
@@ -189,13 +172,13 @@ DALLE2 = dict(
     text_encodings="clip",  # of all tokens, besides the text embedding
     # Model
     width=2048, depth=24, heads=32,  # 1B parameters
-    # Optimization: AdamW, linear warm-up, EMA of 0.9999
-    optimizer="adamw", batch_size=4096, steps=600_000, lr=1.1e-4, warmup_steps=10_000,
-    cosine=False, beta1=0.9, beta2=0.96, eps=1e-6, weight_decay=0.06,
+    # Optimization: AdamW, EMA of 0.9999
+    optimizer="adamw", batch_size=4096, steps=600_000, lr=1.1e-4,
+    cosine=False, betas=(0.9, 0.96), eps=1e-6, weight_decay=0.06,
     # Not in the paper: how to run it
-    chunk_size=64, precision="bf16", workers=4,
+    warmup_steps=10_000, chunk_size=64, precision="bf16", workers=4,
     validation=0.01, test=0.01,
-    log_every=100, eval_every=10_000, save_every=2_000,
+    log_every=100, eval_every="10000", save_every="2000",
 )
 # The sizes of the published configs. How these were trained is not public: the rest is DALL-E 2's.
 KARLO = dict(DALLE2, depth=20, raw_embeddings=True, guidance_scale=4.0, eval_timesteps=(25,))
@@ -216,7 +199,7 @@ class Prior(nn.Module):
     """Causal transformer: text encodings, text embedding | time, noised image embedding, query.
 
     The output at the learned query is the prediction (DALL-E 2 §2.2). This is the form of Karlo and
-    Kandinsky, whose weights load (common/pretrained.py).
+    Kandinsky, whose weights load (common/interop/pretrained.py).
 
     The text prefix, before the bar, does not depend on the noise. So it is computed once: for all
     `noise_draws` of a sample in training, and for all steps in sampling.
@@ -225,26 +208,22 @@ class Prior(nn.Module):
     tokens of the prefix.
     """
 
-    def __init__(self, cfg, embed_width, encoding_width=0, text_width=0):
-        """encoding_width: of the text encodings, 0 without them.
-
-        text_width: of the text embeddings, 0 if it is that of the image embeddings.
-        """
+    def __init__(self, cfg, embed_width, encoding_width=0):
+        """embed_width: of image and text embeddings. encoding_width: of text encodings, or 0."""
         super().__init__()
         self.cfg = cfg
         self.embed_width = embed_width
-        self.text_width = text_width or embed_width
         width = cfg.width
         text_len = cfg.max_text_len if encoding_width else 0
         # Each kind of token has its own projection to the width of the transformer.
         if encoding_width:
             self.encoding_in = nn.Linear(encoding_width, width)
-        self.text_in = nn.Linear(self.text_width, width)
+        self.text_in = nn.Linear(embed_width, width)
         self.time_in = TimeEmbedding(width, width, cfg.timesteps)
         self.image_in = nn.Linear(embed_width, width)
         self.query = learned_tokens(1, width)  # the output here is the prediction
         self.positions = learned_tokens(text_len + 4, width)  # text, embedding, time, image, query
-        self.null_text = NullText(self.text_width, encoding_width, text_len)  # the encoding of ""
+        self.null_text = NullText(embed_width, encoding_width, text_len)  # the encoding of ""
         self.transformer = Transformer(
             width,
             cfg.depth,
@@ -255,8 +234,8 @@ class Prior(nn.Module):
         )
         self.out = nn.Linear(width, embed_width)
 
-        # Mean and standard deviation of image embeddings. Mean 0 and deviation 1/√D are used as
-        # they are for embeddings of unit length; `measure_embeddings` replaces them for raw ones.
+        # Scale of image embeddings. Unit-length embeddings: mean 0, std 1/√D, so x0 has norm √D.
+        # Raw embeddings: measured on the data, by `measure_embeddings`.
         self.register_buffer("clip_mean", torch.zeros(embed_width))
         self.register_buffer("clip_std", torch.full((embed_width,), embed_width**-0.5))
 
@@ -294,7 +273,7 @@ class Prior(nn.Module):
         condition = self.null_text(condition, drop)  # only the text is dropped, never x_t
         text_embed = condition["text_embed"]
         if not self.cfg.raw_embeddings:  # to length √D, as the noised image embedding has
-            text_embed = F.normalize(text_embed.float(), dim=-1) * self.text_width**0.5
+            text_embed = F.normalize(text_embed.float(), dim=-1) * self.embed_width**0.5
         tokens = self.text_in(text_embed)[:, None]  # (B, 1, W)
         key_mask = torch.ones_like(drop)[:, None]  # (B, 1), true; padding will be false
         if self.cfg.text_encodings != "none":
@@ -304,12 +283,12 @@ class Prior(nn.Module):
         prefix_len = tokens.shape[1]
         tokens = tokens + self.positions.weight[:prefix_len].to(tokens.dtype)
 
-        # A padding token sees itself alone: a row of the softmax must not be empty.
+        # A padding token is a key for itself alone: a row of the softmax must not be empty.
         itself = torch.eye(prefix_len, dtype=torch.bool, device=tokens.device)
         visible = key_mask[:, None, None] | itself
         mask = causal_mask(prefix_len, prefix_len, tokens.device) & visible  # (B, 1, P, P)
         # Nothing is predicted from the prefix: its keys and values are all that is used.
-        _, cache = self.transformer(tokens, mask, keep=1, return_cache=True)
+        _, cache = self.transformer(tokens, mask, num_last=1, return_cache=True)
         return cache, key_mask
 
     def denoise(self, x_t, timestep, cache, key_mask):
@@ -335,7 +314,7 @@ class Prior(nn.Module):
         text = key_mask[:, None].expand(-1, 3 * draws, -1)  # (B, 3K, P)
         mask = torch.cat([text, same_draw], dim=2)[:, None]  # (B, 1, 3K, P + 3K)
         # The last K tokens are the queries.
-        return self.out(self.transformer(tokens.flatten(1, 2), mask, cache=cache, keep=draws))
+        return self.out(self.transformer(tokens.flatten(1, 2), mask, cache=cache, num_last=draws))
 
     def forward(self, x_t, timestep, condition, drop):
         """Predictions (B, K, D) for K noise draws a sample, from one pass over its text."""
@@ -365,10 +344,10 @@ def conditioning(batch, cfg, clip_model):
 # Loss
 
 
-def diffusion_loss(prior, batch, condition, plain=False):
+def diffusion_loss(prior, batch, condition, for_eval=False):
     """Mean loss over a chunk.
 
-    plain: without loss weights and DREAM, as in evaluation. The text is dropped all the same.
+    for_eval: without loss weights. Text drop, draws and density are those of training.
     """
     cfg = prior.cfg
     x0 = prior.standardize(batch["image_embed"])  # (B, D)
@@ -378,8 +357,6 @@ def diffusion_loss(prior, batch, condition, plain=False):
         x0.shape[:2],
         cfg.timesteps,
         x0.device,
-        cfg.density_mean,
-        cfg.density_std,
     )
     noise = torch.randn_like(x0)  # ε
     # Classifier-free guidance needs a model that also knows "no text". Only the text is dropped.
@@ -390,19 +367,12 @@ def diffusion_loss(prior, batch, condition, plain=False):
     sigma = diffusion.extract(prior.sigma, timestep, x0)
     x_t = alpha * x0 + sigma * noise
     target = diffusion.target(cfg.objective, x0, noise, alpha, sigma)
-    if cfg.dream and not plain:
-        with torch.no_grad():
-            prediction = prior(x_t, timestep, condition, drop).float()
-        # autocast has cached the weights as they were cast under no_grad. With these the next pass
-        # would have no gradients.
-        torch.clear_autocast_cache()
-        x_t, target = diffusion.dream(x_t, noise, prediction, sigma)
 
     # The loss is in fp32, whatever the precision of the model.
     prediction = prior(x_t, timestep, condition, drop)  # (B, K, D)
     loss = (prediction.float() - target) ** 2
-    if not plain:  # the weight of a noise level
-        weight = diffusion.loss_weight(cfg.loss_weight, cfg.objective, alpha, sigma, cfg.loss_gamma)
+    if not for_eval:  # the weight of a noise level
+        weight = diffusion.loss_weight(cfg.loss_weight, cfg.objective, alpha, sigma)
         loss = loss * weight
     return loss.mean()
 
@@ -445,7 +415,7 @@ def sample_embeddings(
         alpha = diffusion.extract(prior.alpha, timestep, x_t)
         sigma = diffusion.extract(prior.sigma, timestep, x_t)
         x0 = diffusion.predict_x0(cfg.objective, prediction, x_t, alpha, sigma)
-        return x0.clamp(-bound, bound)
+        return x0.clamp(-bound, bound), None  # no learned variance
 
     x_T = noise_fn(torch.empty(size, prior.embed_width, device=device))
     x0 = diffusion.sample(denoise, x_T, prior.alpha, prior.sigma, sampling_steps, eta, noise_fn)
@@ -463,7 +433,6 @@ def best_embeddings(
     eta=1.0,
     best_of=1,
     seed=0,
-    max_batch=256,
 ):
     """(embeddings (texts, num_samples, D), cosine similarities with the texts).
 
@@ -472,24 +441,17 @@ def best_embeddings(
     condition: `conditioning` of the texts. keys: one a text; a candidate's noise is seeded by
     (seed, key, number), so it is the same in any batch.
     """
-    device = prior.alpha.device
     candidates = num_samples * best_of  # of each text
-    inputs = {name: value.repeat_interleave(candidates, 0) for name, value in condition.items()}
-    inputs["seeds"] = []
+    repeated = {name: value.repeat_interleave(candidates, 0) for name, value in condition.items()}
+    seeds = []
     for key in keys:
-        inputs["seeds"] += [accumulate.derive_seed(seed, key, k) for k in range(candidates)]
+        seeds += [accumulate.derive_seed(seed, key, k) for k in range(candidates)]
+    device = prior.alpha.device
+    noise_fn = diffusion.noise_generator(seeds, device)
+    with amp.autocast(device, prior.cfg.precision):
+        embeds = sample_embeddings(prior, repeated, sampling_steps, guidance_scale, eta, noise_fn)
+    embeds = embeds.float().unflatten(0, (-1, num_samples, best_of))
 
-    # Sample in batches that fit the memory.
-    embeds = []
-    for batch in accumulate.split(inputs, max_batch):
-        noise_fn = diffusion.noise_generator(batch.pop("seeds"), device)
-        with amp.autocast(device, prior.cfg.precision):
-            out = sample_embeddings(prior, batch, sampling_steps, guidance_scale, eta, noise_fn)
-        embeds.append(out.float())
-    embeds = torch.cat(embeds).unflatten(0, (-1, num_samples, best_of))
-
-    if prior.text_width != prior.embed_width:
-        return embeds[:, :, 0], torch.full(embeds.shape[:2], torch.nan)
     # Keep the candidate that is the most similar to its text.
     text_embed = condition["text_embed"][:, None, None]  # (texts, 1, 1, D)
     similarity, best = F.cosine_similarity(embeds, text_embed, dim=-1).max(-1)
@@ -509,13 +471,14 @@ class Evaluator:
     splits: dict  # {split: (dataset, indices)}
     clip_model: nn.Module | None
     device: torch.device
+    eta: float = 1.0  # of sampling
 
     def loss(self, prior, split):
         """Mean diffusion loss over a split, without loss weights."""
 
         def loss_of(batch):
             condition = conditioning(batch, self.cfg, self.clip_model)
-            return diffusion_loss(prior, batch, condition, plain=True)
+            return diffusion_loss(prior, batch, condition, for_eval=True)
 
         dataset, indices = self.splits[split]
         return loop.mean_loss(prior, loss_of, dataset, indices, self.cfg, self.device)
@@ -523,7 +486,7 @@ class Evaluator:
     def sample(self, prior, condition, sampling_steps):
         with amp.autocast(self.device, self.cfg.precision):
             return sample_embeddings(
-                prior, condition, sampling_steps, self.cfg.guidance_scale, self.cfg.eta
+                prior, condition, sampling_steps, self.cfg.guidance_scale, self.eta
             )
 
     @torch.no_grad()
@@ -536,7 +499,7 @@ class Evaluator:
         prior.eval()  # no dropout
         result = self.similarities(prior, split)
         dataset, _ = self.splits[split]
-        if data.is_built_in(dataset.folder) and not self.cfg.val_data:
+        if embeddings.is_built_in(dataset.folder) and not self.cfg.val_data:
             result |= self.built_in_metrics(prior, split)
         prior.train(mode)  # as it was
         return result
@@ -547,25 +510,25 @@ class Evaluator:
         dataset, indices = self.splits[split]
         size = min(len(indices), cfg.eval_samples or len(indices))
         indices = indices[np.arange(size)]
-        # The unrelated text of a sample is that of the sample half the split away.
-        unrelated = data.ChunkDataset(dataset, np.roll(indices, -(size // 2)))
+        # Baseline: the text of another sample, half the split away.
+        unrelated = order.ChunkDataset(dataset, np.roll(indices, -(size // 2)))
 
         # Ranks take turns with the chunks. Sums are exact means in the end.
         sums = collections.defaultdict(float)
-        for number, batch in data.batches(dataset, indices, 0, cfg.chunk_size):
+        for number, batch in order.batches(dataset, indices, 0, cfg.chunk_size):
             start = number * cfg.chunk_size
             other = unrelated[start, start + len(batch["index"])]
-            batch = data.to_device(batch, self.device)
-            other = data.to_device(other, self.device)
+            batch = order.to_device(batch, self.device)
+            other = order.to_device(other, self.device)
             condition = conditioning(batch, cfg, self.clip_model)
-            references = {"image": batch["image_embed"]}
-            sums["samples"] += len(batch["index"])
-            if prior.text_width == prior.embed_width:  # else they cannot be compared
-                references["text"] = condition["text_embed"]
-                unrelated_condition = conditioning(other, cfg, self.clip_model)
-                references["unrelated_text"] = unrelated_condition["text_embed"]
-                baseline = F.cosine_similarity(references["text"], references["image"])
-                sums["baseline_similarity"] += baseline.sum().item()
+            references = {
+                "image": batch["image_embed"],
+                "text": condition["text_embed"],
+                "unrelated_text": conditioning(other, cfg, self.clip_model)["text_embed"],
+            }
+            baseline = F.cosine_similarity(references["text"], references["image"])
+            sums["samples"] += len(baseline)
+            sums["baseline_similarity"] += baseline.sum().item()
             for steps in cfg.eval_timesteps:
                 # The same noise at every evaluation, so that metrics compare.
                 accumulate.seed_all(cfg.seed, "similarities", number, steps)
@@ -578,10 +541,9 @@ class Evaluator:
         sums = dist.total_by_name(sums)
         samples = sums.pop("samples")
         means = {name: value / samples for name, value in sums.items()}
-        if "baseline_similarity" in means:
-            for steps in cfg.eval_timesteps:
-                difference = means[f"similarity_with_text@{steps}"] - means["baseline_similarity"]
-                means[f"difference_from_baseline@{steps}"] = difference
+        for steps in cfg.eval_timesteps:
+            difference = means[f"similarity_with_text@{steps}"] - means["baseline_similarity"]
+            means[f"difference_from_baseline@{steps}"] = difference
         return means
 
     def built_in_metrics(self, prior, split):
@@ -589,12 +551,12 @@ class Evaluator:
 
         See `synthetic.embedding_scores`.
         """
-        from common import synthetic
+        from common.data import synthetic
 
         steps = max(self.cfg.eval_timesteps)
 
         def sample_fn(batch):
-            condition = conditioning(data.to_device(batch, self.device), self.cfg, self.clip_model)
+            condition = conditioning(order.to_device(batch, self.device), self.cfg, self.clip_model)
             return self.sample(prior, condition, steps)
 
         scores = synthetic.embedding_scores(self.splits, split, sample_fn, self.cfg.seed)
@@ -613,105 +575,102 @@ def open_data(cfg, device):
 
     The CLIP encodes captions for a model of --text_encodings clip, and "no text" for any.
     """
-    spec, fingerprint = data.clip_of(cfg.data, cfg.init_from)
-    if cfg.clip != "auto":
-        spec = cfg.clip
-    with_shards = cfg.text_encodings == "shards"
     with_captions = cfg.text_encodings == "clip"
 
-    dataset = data.Embeddings(cfg.data, with_shards, with_captions, cfg.caption_key)
-    data.check_lengths(cfg, dataset, cfg.data)
+    def open_folder(path):
+        dataset = embeddings.Embeddings(path, cfg.text_encodings == "shards", with_captions)
+        embeddings.check_lengths(cfg, dataset, path)
+        return dataset
+
+    dataset = open_folder(cfg.data)
     val_dataset = None
     if cfg.val_data:
-        val_dataset = data.Embeddings(cfg.val_data, with_shards, with_captions, cfg.caption_key)
-        data.check_lengths(cfg, val_dataset, cfg.val_data)
-        expected = (dataset.width, dataset.text_width)
-        found = (val_dataset.width, val_dataset.text_width)
-        if found != expected:
+        val_dataset = open_folder(cfg.val_data)
+        if val_dataset.width != dataset.width:
             raise UserError(
-                f"--val_data {cfg.val_data}: image and text embeddings {found} wide, but those of "
-                f"{cfg.data} are {expected}"
+                f"--val_data {cfg.val_data}: embeddings {val_dataset.width} wide, but those of "
+                f"{cfg.data} are {dataset.width}"
             )
 
-    encoding_width = dataset.tables["text_enc"].shape[1] if with_shards else 0
+    # The CLIP of the embeddings: as given, else the one that their folder or --init_from names.
+    spec, fingerprint = embeddings.clip_of(cfg.data, cfg.init_from)
+    if cfg.clip != "auto":
+        spec = cfg.clip
     clip_model = None
+    encoding_width = 0
+    if cfg.text_encodings == "shards":
+        encoding_width = dataset.tables["text_enc"].shape[1]
     # open_clip's may be large, or have to be downloaded: it is loaded only if captions need it.
-    if with_captions or (spec and not spec.startswith("open_clip:")):
-        from common import clip
+    is_small = spec and not spec.startswith("open_clip:")
+    if with_captions or is_small:
+        from common.models import clip
 
         clip_model = clip.load(spec, device, fingerprint)
         # A CLIP of other widths cannot have made these embeddings.
         clip.check_widths(
-            clip_model, f"--clip {spec} for {cfg.data}", dataset.text_width, encoding_width
+            clip_model, f"--clip {spec} for {cfg.data}", dataset.width, encoding_width
         )
         fingerprint = clip_model.fingerprint()
         if with_captions:
             encoding_width = clip_model.encoding_width
-    widths = [dataset.width, encoding_width]
-    if dataset.text_width != dataset.width:  # image and text embeddings of two encoders
-        widths.append(dataset.text_width)
+            config.note(clip_model.caption_note(dataset, cfg.max_text_len))
     # Stored with the model: what it takes to build it and to sample from texts.
-    model_info = {
+    info = {
         "kind": "prior",
-        "widths": widths,
+        "widths": [dataset.width, encoding_width],
         "clip": spec,
         "clip_fingerprint": fingerprint,
     }
-    return data.splits(dataset, cfg, val_dataset), clip_model, model_info
-
-
-def next_command(cfg, dataset, model_info):
-    """The command to give after training."""
-    command = "evaluate"  # without a CLIP there is no text to sample from
-    if model_info["clip"]:
-        text = "a small red star"
-        if dataset.captions:
-            text = data.choose_caption(dataset.records([0])[0]["caption"]) or text
-        command = f"sample --text {shlex.quote(text)}"
-    return f"train_prior.py {command} --run_dir {shlex.quote(cfg.run_dir)}"
+    return order.splits(dataset, cfg, val_dataset), clip_model, info
 
 
 def train(cfg):
     started = time.monotonic()
-    given = cfg  # config.json has the settings as the user gave them
 
-    # Join the ranks. Open the data, on rank 0 first; then rank 0 takes the run folder.
+    # Join the ranks. Rank 0 takes the run folder, then all open the data.
     device = dist.setup(cfg.device, cfg.timeout_minutes)
-    loop.check_shared(cfg.run_dir)
-    folder = Path(cfg.run_dir).parent  # of the built-in data
-    cfg = dist.on_main(lambda: loop.prepare_config(given, MAX_CHUNK, folder, device))
-    splits, clip_model, model_info = dist.main_first(lambda: open_data(cfg, device))
+    if cfg.data == "shapes":
+        from common.data import embed
+
+        folder = Path(cfg.run_dir).parent
+        path = dist.on_main(lambda: embed.builtin_data(folder, device))
+        cfg = dataclasses.replace(cfg, data=path)
+    run, cfg = loop.open_run(cfg, cfg.run_dir, MAX_CHUNK)
+    splits, clip_model, info = dist.main_first(lambda: open_data(cfg, device))
     dataset, indices = splits["train"]
-    run = loop.open_run(cfg, dataset, clip_model)
-    command = next_command(cfg, dataset, model_info)
-    if run.finished:
-        return loop.announce_finished(cfg, run, command)
+    facts = {}
+    if clip_model:
+        facts["clip"] = info["clip_fingerprint"]
+    command = "evaluate"  # without a CLIP there is no text to sample from
+    if info["clip"]:
+        command = "sample --text 'a small red star'"
+    command = f"train_prior.py {command} --run_dir {shlex.quote(cfg.run_dir)}"
+    finished = loop.find_start(run, cfg, dataset, **facts)
+    if finished:
+        return loop.announce(run, finished, command)
 
     # Build model, optimizer and EMA. Restore them if resuming.
     accumulate.seed_all(cfg.seed, "weights")  # the same start on all ranks
-    prior = Prior(cfg, *model_info["widths"]).to(device)
+    prior = Prior(cfg, *info["widths"]).to(device)
     if clip_model:
         prior.null_text.fill(conditioning({"caption": [""]}, cfg, clip_model))
     # Resumed or initialized weights bring the statistics of raw embeddings.
     if cfg.raw_embeddings and not (run.resume_from or cfg.init_from):
-        batch, usable = dataset.fetch(indices[data.evenly_spaced(len(indices), 10_000)])
+        batch, usable = dataset.fetch(indices[files.evenly_spaced(len(indices), 10_000)])
         prior.measure_embeddings(batch["image_embed"][usable])
     trainable = prior  # with LoRA, the adapters alone
     if cfg.lora_rank:
-        from common import lora
+        from common.models import lora
 
-        trainable, model_info["lora"] = lora.start(prior, cfg)
+        trainable, info["lora"] = lora.start(prior, cfg.init_from, cfg.lora_rank)
     optimizers = optim.make(
-        trainable, cfg.optimizer, cfg.lr, cfg.weight_decay, (cfg.beta1, cfg.beta2), cfg.eps
+        trainable, cfg.optimizer, cfg.lr, cfg.weight_decay, cfg.betas, cfg.eps
     )
     scaler = amp.scaler(device, cfg.precision)
     ema = EMA(
         trainable, cfg.ema_update_every, decay=cfg.ema_decay, update_after=cfg.ema_update_after
     )
-    model_info["metadata"] = store.metadata(cfg)
-    state = checkpoint.State(
-        cfg, {"model": trainable}, ema, optimizers, scaler, run.identity, model_info
-    )
+    state = checkpoint.State(cfg, trainable, ema, optimizers, scaler, run.identity, info)
     loop.resume(run, state, prior=prior)
     if cfg.compile:
         prior.compile()
@@ -720,67 +679,64 @@ def train(cfg):
     plan, batches = loop.batches(cfg, dataset, indices, state.step, device)
     evaluator = Evaluator(cfg, splits, clip_model, device)
     about = f"{len(dataset):,} embeddings of width {dataset.width}"
-    if dataset.text_width != dataset.width:
-        about += f", text of width {dataset.text_width}, which similarities cannot compare"
-    log = loop.begin(run, state, given, about, device)
+    log = loop.begin(run, state, about, device)
+    eval_due = loop.Due(cfg.eval_every, cfg.steps)
+    save_due = loop.Due(cfg.save_every, cfg.steps)
 
-    # A signal to any rank ends the loop: `progress` saves first.
-    progress = loop.Progress(run, state, log, "prior", dataset)
-    with log, dist.stop_signals, progress:
+    with log, loop.Progress(run, state, log, "prior") as progress:
         prior.train()
-        stepped = True
         while True:
-            dist.stop_signals.check()
-
-            # Log; evaluate and save when they are due.
-            if progress.log_due():
-                progress.log_line()  # synchronizes ranks and GPU
-                if progress.eval_due:
+            # Evaluate: the averaged weights are those that are kept and sampled from.
+            if eval_due(state.step):
+                with progress.paused():
                     metrics = {"val_loss_online": evaluator.loss(prior, "validation")}
                     with ema.applied(trainable):
-                        # The averaged weights are those that are kept and sampled from.
                         metrics["val_loss"] = evaluator.loss(prior, "validation")
                         if state.step < cfg.steps:  # else the test is next
                             metrics |= evaluator.metrics(prior, "validation")
-                    progress.log_evaluation(metrics)
-                if progress.save_due:  # on the disk before auto_resume.json names it
-                    run.save(state, log)
-                progress.restart()
+                log.evaluation(state.step, {**metrics, "evaluation_s": progress.paused_s})
+                run.save_best(state, metrics["val_loss"], log)
             if state.step >= cfg.steps:
                 break
 
             # Take one optimizer step. The learning rate is a function of the step alone.
             schedule.set_learning_rate(optimizers, schedule.of_config(state.step, cfg))
-            if stepped:  # an fp16 step that overflowed is tried again, on the same samples
-                step_batches = [next(batches) for _ in plan]
-            chunk_losses = []  # summed over the samples of a chunk
-            for chunk, batch in zip(plan, step_batches):
-                # All that is random in a chunk follows from (seed, step, chunk), on any rank.
-                accumulate.seed_all(cfg.seed, state.step, chunk.index)
-                batch = data.to_device(batch, device)
-                condition = conditioning(batch, cfg, clip_model)
-                with amp.autocast(device, cfg.precision):
-                    loss = diffusion_loss(prior, batch, condition)
-                # Weights add up to 1 over a batch: the gradient is that of its mean loss.
-                scaler.scale(loss * chunk.weight).backward()
-                chunk_losses.append(loss.detach() * (chunk.stop - chunk.start))
-            dist.sum_gradients(trainable)  # once a step; ranks also agree whether to stop
-            # One model: a list of one norm.
-            [grad_norm], stepped = amp.step(scaler, [(optimizers, cfg.max_grad_norm)])
-            prior.zero_grad(set_to_none=True)
-            if not stepped:  # a step that overflowed did not happen
-                progress.overflows += 1
-                continue
+            step_batches = [next(batches) for _ in plan]
+            stepped = False
+            while not stepped:  # a step that overflows fp16 is tried again, at a lower scale
+                chunk_losses = []  # summed over the samples of a chunk
+                for chunk, batch in zip(plan, step_batches):
+                    # All that is random in a chunk follows from (seed, step, chunk), on any rank.
+                    accumulate.seed_all(cfg.seed, state.step, chunk.index)
+                    batch = order.to_device(batch, device)
+                    condition = conditioning(batch, cfg, clip_model)
+                    with amp.autocast(device, cfg.precision):
+                        loss = diffusion_loss(prior, batch, condition)
+                    # Weights add up to 1 over a batch: the gradient is that of its mean loss.
+                    scaler.scale(loss * chunk.weight).backward()
+                    chunk_losses.append(loss.detach() * (chunk.stop - chunk.start))
+                dist.sum_gradients(trainable)  # over all ranks
+                grad_norm, stepped = amp.step(scaler, optimizers, cfg.max_grad_norm)
+                amp.update(scaler)
+                prior.zero_grad(set_to_none=True)
+                progress.overflows += not stepped
             state.step += 1
             ema.update(state.step)
             progress.add(chunk_losses, grad_norm, step_batches)
+
+            # Log and save. After a signal to any rank, `progress` saves and ends the process.
+            if state.step % cfg.log_every == 0 or state.step == cfg.steps:
+                log.log(state.step, **progress.line())  # waits for the ranks and the device
+            if save_due(state.step):
+                progress.save()
+            dist.stop_together()
 
         # Test the averaged weights, and save them last of all.
         with ema.applied(trainable):
             metrics = {"loss": evaluator.loss(prior, "test")}
             metrics |= evaluator.metrics(prior, "test")
         results = loop.finish(run, state, log, metrics)
-    loop.announce_trained(cfg, results, started, command)
+    loop.announce(run, results, command, started)
 
 
 # Commands
@@ -790,28 +746,30 @@ def train(cfg):
 class PriorConfig(config.Inference):
     """The prior"""
 
-    run_dir: Folder = field("runs/prior", "run folder of the prior")
+    run_dir: str = field("runs/prior", "run folder of the prior")
     guidance_scale: float = field(-1.0, "guidance, 1: none, below 0: as in its training")
-    eta: float = field(-1.0, "noise of sampling: 1 as DDPM, 0 as DDIM, below 0: as in its training")
-    lora_scale: float = field(1.0, "weight of LoRA adapters, if the run trained some")
+    eta: Fraction = field(1.0, "noise of sampling: 1 as DDPM, 0 as DDIM")
 
 
-def load_prior(path, device, weights="ema", lora_scale=1.0):
+def load_prior(path, device, weights="ema"):
     """(prior in eval mode, contents of the file) of a model.pt or checkpoint, adapters merged."""
-    cfg, state = checkpoint.read_model("prior", Config, path, weights, lora_scale)
-    with checkpoint.damage_is_named(path):
-        prior = checkpoint.build(lambda: Prior(cfg, *state["widths"]), state, path, device)
-    return prior, state
+    cfg, contents = checkpoint.read_model({"prior": Config}, path, weights)
+    if "lora" in contents:
+        from common.models import lora
+
+        contents = lora.merged(contents, path)
+    with checkpoint.damaged(path):
+        prior = Prior(cfg, *contents["widths"])
+        checkpoint.load_weights(prior, contents["model"], path)
+    return prior.to(device).eval(), contents
 
 
 def load_with_settings(args, device):
-    """`load_prior` for a command, with its guidance scale and eta where they are given."""
-    path = Path(args.run_dir) / args.model
-    prior, state = load_prior(path, device, args.weights, args.lora_scale)
-    settings = {"guidance_scale": args.guidance_scale, "eta": args.eta}
-    settings = {name: value for name, value in settings.items() if value >= 0}  # else as trained
-    prior.cfg = dataclasses.replace(prior.cfg, **settings)
-    return prior, state
+    """`load_prior` for a command, with its guidance scale where it is given."""
+    prior, contents = load_prior(Path(args.run_dir) / args.model, device, args.weights)
+    if args.guidance_scale >= 0:
+        prior.cfg = dataclasses.replace(prior.cfg, guidance_scale=args.guidance_scale)
+    return prior, contents
 
 
 @dataclass(frozen=True)
@@ -827,7 +785,7 @@ class EvaluateConfig(PriorConfig):
 
 def open_evaluator(args, device):
     """(prior, Evaluator) of the evaluate command, checked."""
-    prior, state = load_with_settings(args, device)
+    prior, contents = load_with_settings(args, device)
     # The settings of the training, but for what the command says.
     cfg = dataclasses.replace(
         prior.cfg,
@@ -837,16 +795,17 @@ def open_evaluator(args, device):
         eval_timesteps=args.eval_timesteps or prior.cfg.eval_timesteps,
         seed=args.seed,
         batch_size=1,  # nothing is trained: the training split may be small
+        chunk_size=prior.cfg.chunk_size or MAX_CHUNK,
     )
     if cfg.data == "shapes":  # an imported model: training replaces it by a path
         raise UserError(f"{args.run_dir}: its data are not known; name some with --data")
-    splits, clip_model, model_info = open_data(cfg, device)
-    if model_info["widths"] != state["widths"]:
+    splits, clip_model, info = open_data(cfg, device)
+    if info["widths"] != contents["widths"]:
         raise UserError(
-            f"{cfg.data}: widths of embeddings, text encodings (0: none) and, if others, text "
-            f"embeddings are {model_info['widths']}; the prior's are {state['widths']}"
+            f"{cfg.data}: widths of embeddings and text encodings (0: none) are {info['widths']}; "
+            f"the prior's are {contents['widths']}"
         )
-    return prior, Evaluator(cfg, splits, clip_model, device)
+    return prior, Evaluator(cfg, splits, clip_model, device, args.eta)
 
 
 def evaluate(args):
@@ -854,10 +813,9 @@ def evaluate(args):
     prior, evaluator = dist.main_first(lambda: open_evaluator(args, device))
     metrics = {"loss": evaluator.loss(prior, args.split)}
     metrics |= evaluator.metrics(prior, args.split)
-    if dist.is_main():
-        print("\n".join(tracker.format_table(metrics)))
-        if args.out:
-            checkpoint.write_json(metrics, args.out)
+    tracker.print_results(f"{args.run_dir}, split {args.split}:", metrics)
+    if args.out and dist.is_main():
+        checkpoint.write_json(metrics, args.out)
 
 
 @dataclass(frozen=True)
@@ -868,7 +826,9 @@ class SampleConfig(PriorConfig):
     texts: str = field("", "file with one text a line")
     text_embeds: str = field("", ".npy file of text embeddings (N, D), which need no CLIP")
     num_samples: PositiveInt = field(4, "embeddings for each text")
-    best_of: PositiveInt = field(2, "candidates an embedding; the most similar to the text is kept")
+    best_of: PositiveInt = field(
+        2, "candidates for each embedding; the most similar to the text is kept"
+    )
     steps: NonNegativeInt = field(0, "sampling steps, 0: the most of the prior's eval_timesteps")
     max_batch: PositiveInt = field(256, "embeddings computed at once, at most")
     clip: str = field("", "CLIP for the text, by default that of the training")
@@ -876,8 +836,6 @@ class SampleConfig(PriorConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        config.check_suffix("text_embeds", self.text_embeds, ".npy")
-        config.check_suffix("out", self.out, ".npy")
         config.check_one(self, "text", "texts", "text_embeds")
 
 
@@ -887,32 +845,13 @@ def read_text_embeddings(path, prior):
         raise UserError(
             "--text_embeds: this prior also needs text encodings; give --text or --texts"
         )
-    rows = data.NpyFile(path, 2)
+    rows = embeddings.NpyFile(path, 2)
     embeds = torch.from_numpy(rows[np.arange(len(rows))])
-    if embeds.shape[1] != prior.text_width or not embeds.isfinite().all():
+    if embeds.shape[1] != prior.embed_width or not embeds.isfinite().all():
         raise UserError(
-            f"{path}: {embeds.shape[1]} wide, or not finite; expected {prior.text_width}"
+            f"{path}: {embeds.shape[1]} wide, or not finite; expected {prior.embed_width}"
         )
     return embeds
-
-
-def load_condition(args, prior, state, texts):
-    """`conditioning` of the sample command's texts, of its --text_embeds, or of no text."""
-    device = prior.alpha.device
-    # Texts, by the CLIP of the training
-    if texts:
-        from common import clip
-
-        spec = args.clip or state["clip"]
-        clip_model = clip.load(spec, device, state["clip_fingerprint"])
-        clip.check_widths(clip_model, f"--clip {spec}", prior.text_width, state["widths"][1])
-        return conditioning({"caption": texts}, prior.cfg, clip_model)
-    # Text embeddings, without a CLIP
-    if args.text_embeds:
-        embeds = read_text_embeddings(args.text_embeds, prior).to(device)
-        return conditioning({"text_embed": embeds}, prior.cfg, None)
-    # Unconditional: "no text"
-    return dict(prior.null_text.named_buffers())
 
 
 def sample(args):
@@ -920,27 +859,45 @@ def sample(args):
     if not dist.is_main():  # a single process samples
         return
 
-    # Load the prior, and encode the texts.
-    prior, state = load_with_settings(args, device)
+    # Load the prior. Read texts, or text embeddings, or take "no text".
+    prior, contents = load_with_settings(args, device)
     texts = config.texts_of(args.text, args.texts)
-    steps = args.steps or max(prior.cfg.eval_timesteps)
     conditional = bool(texts or args.text_embeds)
+    steps = args.steps or max(prior.cfg.eval_timesteps)
     guidance_scale = prior.cfg.guidance_scale if conditional else 1.0
-    loop.check_sampling(prior.cfg, guidance_scale, steps, conditional)
-    condition = load_condition(args, prior, state, texts)
-    embeds, similarity = best_embeddings(
-        prior,
-        condition,
-        range(len(condition["text_embed"])),
-        args.num_samples,
-        steps,
-        guidance_scale,
-        prior.cfg.eta,
-        args.best_of if conditional else 1,  # without a text there is no best one
-        args.seed,
-        args.max_batch,
-    )
+    best_of = args.best_of if conditional else 1  # without a text there is no best one
+    prior.cfg.check_sampling(guidance_scale, steps, conditional)
+    clip_model = None
+    inputs = dict(prior.null_text.named_buffers())
+    if texts:
+        from common.models import clip
+
+        spec = args.clip or contents["clip"]
+        clip_model = clip.load(spec, device, contents["clip_fingerprint"])
+        clip.check_widths(clip_model, f"--clip {spec}", *contents["widths"])
+        inputs = {"caption": texts}
+    elif args.text_embeds:
+        inputs = {"text_embed": read_text_embeddings(args.text_embeds, prior).to(device)}
+
+    # Sample some texts at a time: their conditions are repeated for each candidate.
+    results = []
+    count = max(1, args.max_batch // (args.num_samples * best_of))
+    for number, batch in enumerate(accumulate.split(inputs, count)):
+        condition = conditioning(batch, prior.cfg, clip_model) if conditional else batch
+        result = best_embeddings(
+            prior,
+            condition,
+            range(number * count, number * count + len(condition["text_embed"])),
+            args.num_samples,
+            steps,
+            guidance_scale,
+            args.eta,
+            best_of,
+            args.seed,
+        )
+        results.append(result)
     # Print the similarities, and write the embeddings.
+    embeds, similarity = (torch.cat(column) for column in zip(*results))
     for text, cosines in zip(texts[:100], similarity.tolist()):
         cosines = ", ".join(f"{cosine:.3f}" for cosine in cosines)
         print(f"{text!r}: similarity with the text {cosines}")
@@ -958,13 +915,7 @@ COMMANDS = {
 
 
 def main():
-    config.run(
-        COMMANDS,
-        __doc__,
-        default="train",
-        presets=PRESETS,
-        model_settings=checkpoint.model_settings,
-    )
+    config.run(COMMANDS, __doc__, default="train", presets=PRESETS)
 
 
 if __name__ == "__main__":

@@ -42,18 +42,13 @@ def chunk_size_for(batch_size, world_size, most):
 def plan(batch_size, chunk_size, rank=0, world_size=1):
     """The chunks that `rank` of `world_size` takes from each batch: rank, rank + world_size, …"""
     count = math.ceil(batch_size / chunk_size)
-    assert count >= world_size, "loop.with_chunk_size refuses fewer chunks than ranks"
+    assert count >= world_size, "every rank needs a chunk"
     chunks = []
     for index in range(rank, count, world_size):
         start = index * chunk_size
         stop = min(start + chunk_size, batch_size)
         chunks.append(Chunk(index, start, stop, (stop - start) / batch_size))
     return chunks
-
-
-def describe(cfg):
-    """How a batch is cut, for the first line of a run."""
-    return f"batches of {cfg.batch_size} in chunks of {cfg.chunk_size}"
 
 
 def derive_seed(*key):

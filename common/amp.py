@@ -2,7 +2,7 @@
 
 import torch
 
-from common import dist
+from common import config, dist
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -17,41 +17,39 @@ def scaler(device, precision):
     return torch.amp.GradScaler(device.type, enabled=precision == "fp16")
 
 
-def step(scaler, groups):
-    """Unscale, clip, step and update, once an iteration; returns (norms, whether it stepped).
+def step(scaler, optimizers, max_grad_norm):
+    """Unscale the gradients of a model, clip them together, and step.
 
-    groups: [(optimizers, max_grad_norm)], a pair for each model. The gradients of a model are
-    clipped together; 0 is no clipping. norms: (models,), before clipping. After an overflow no
-    optimizer steps and the scale is lowered: for the caller the step has not happened. All ranks
-    decide alike, because their gradients are summed before.
+    optimizers: of the model. max_grad_norm: 0 is no clipping. Returns the norm before clipping, (),
+    and whether it stepped. After an overflow of fp16 it does not: for the caller the step has not
+    happened. All ranks decide alike, because their gradients are summed before.
     """
-    norms = []
-    for optimizers, max_grad_norm in groups:
-        parameters = []
-        for optimizer in optimizers:
-            scaler.unscale_(optimizer)
-            for param_group in optimizer.param_groups:
-                parameters += param_group["params"]
-        norm = torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm or torch.inf)
-        norms.append(norm)
-    norms = torch.stack(norms)
-
+    parameters = []
+    for optimizer in optimizers:
+        scaler.unscale_(optimizer)
+        for group in optimizer.param_groups:
+            parameters += group["params"]
+    norm = torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm or torch.inf)
     # Only fp16 waits for the device here.
-    stepped = not scaler.is_enabled() or bool(norms.isfinite().all())
+    stepped = not scaler.is_enabled() or bool(norm.isfinite())
     if stepped:
-        for optimizers, _ in groups:
-            for optimizer in optimizers:
-                scaler.step(optimizer)
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+    return norm, stepped
+
+
+def update(scaler):
+    """Adapt the scale, once an iteration, after the `step` of each model."""
     scaler.update()
-    if not stepped and scaler.get_scale() < 2**-20:
+    if scaler.is_enabled() and scaler.get_scale() < 2**-20:
         dist.fail("gradients overflow fp16 at any scale; use --precision bf16 or a lower --lr")
-    return norms, stepped
 
 
 def load_scaler(scaler, state):
-    """Restore `state`, {} without fp16; a note for the user if the precision changed, or None."""
+    """Restore `state`, {} without fp16; a note says so if the precision changed."""
     if scaler.is_enabled() and not state:
-        return "gradient scale started anew"
-    if state and not scaler.is_enabled():
-        return "gradient scale of the fp16 run dropped"
-    scaler.load_state_dict(state)
+        config.note("gradient scale started anew")
+    elif state and not scaler.is_enabled():
+        config.note("gradient scale of the fp16 run dropped")
+    else:
+        scaler.load_state_dict(state)

@@ -1,157 +1,139 @@
-"""What the training loops share: the start of a run, what is due when, what is not finite, the end.
+"""What the training loops share: start and end of a run, log lines, what is not finite.
 
-The optimizer step itself stands in each script. A script calls, in this order: `prepare_config`
-(files from elsewhere, chunk size), `open_run` (checks, lock, where to resume), `resume` (weights
-and state), `batches`, `begin` (loggers), then `Progress` around the loop, `finish` after it.
+The loop with its optimizer step stands in each script. A script calls, in this order: `open_run`
+(lock, chunk size), `find_start` (checks, where to resume), `resume` (weights and state), `batches`,
+`begin` (loggers), then `Progress` around the loop, `finish` after it.
 """
 
+import contextlib
 import dataclasses
+import json
 import math
-import os
-import shlex
 import time
 from pathlib import Path
 
 import torch
 
-from common import accumulate, amp, checkpoint, config, data, dist, schedule, store, tracker
+from common import accumulate, amp, checkpoint, config, dist, tracker
 from common.config import UserError
-
-# Checks of the settings of diffusion models
-
-
-def check_diffusion(cfg):
-    """UserError for settings of a diffusion model that have no effect together."""
-    schedule_given = cfg.noise_schedule != type(cfg).noise_schedule  # not the default
-    if cfg.objective == "flow" and schedule_given:
-        raise UserError("--noise_schedule: --objective flow has its own noise levels")
-    if cfg.objective != "flow" and cfg.loss_weight in ("sigma_sqrt", "cosmap"):
-        raise UserError(f"--loss_weight {cfg.loss_weight}: it needs --objective flow")
-
-
-def check_sampling(cfg, guidance_scale, steps=1, conditional=True):
-    """UserError for what a model cannot sample: more steps than timesteps, or without dropping.
-
-    A model that was trained without dropping its conditions has no guidance, and needs conditions.
-    """
-    if not 1 <= steps <= cfg.timesteps:
-        raise UserError(
-            f"{steps} sampling steps: expected 1 to {cfg.timesteps}, the --timesteps of "
-            f"{cfg.run_dir}"
-        )
-    for name in ("image_drop", "text_drop"):
-        if getattr(cfg, name, 1) == 0 and (guidance_scale != 1 or not conditional):
-            raise UserError(
-                f"{cfg.run_dir} is trained with --{name} 0, so it needs a text or image, and a "
-                "guidance scale of 1"
-            )
-
+from common.data import order
 
 # Start of a run
 
 
-def check_shared(run_dir):
-    """UserError on every rank unless all see one folder `run_dir`, which is made. Collective."""
-    if dist.world_size() == 1:
-        return
-    # A network file system knows no such name from before, so its caches cannot hide the file.
-    probe = Path(run_dir, dist.broadcast(f".shared_{os.urandom(8).hex()}"))
-    dist.on_main(lambda: checkpoint.write_json({}, probe))
-    seen = dist.gather(os.path.exists(probe))
-    dist.on_main(probe.unlink)
-    if not all(seen):
-        dist.fail(
-            f"{run_dir}: this folder of rank 0 is not that of rank {seen.index(False)}; all nodes "
-            "must share the run folder: give its absolute path on a file system that all have"
-        )
+def open_run(cfg, folder, max_chunk):
+    """(the RunFolder `folder`, locked; `cfg` with all that it leaves open). Collective.
 
-
-def prepare_config(cfg, most_chunk, builtin_folder, device):
-    """`cfg` with local files for what is elsewhere, and with a chunk size of at most `most_chunk`.
-
-    Rank 0 alone calls it. It makes the built-in shapes, in `builtin_folder`.
+    That is a local file for --init_from, the settings of its model, and a chunk size of at most
+    `max_chunk`.
     """
-    cfg = with_chunk_size(store.fetch_files(cfg), most_chunk)
-    if cfg.data == "shapes":
-        from common import clip
-
-        cfg = dataclasses.replace(cfg, data=clip.builtin_data(builtin_folder, device))
-    return cfg
-
-
-def with_chunk_size(cfg, most):
-    """`cfg` with a chunk size: its own, that of the run that is resumed, or a new one.
-
-    The new one gives every rank a chunk, of at most `most` samples. A run keeps its chunk size,
-    because the chunk is what is seeded. If there is less memory now, a smaller one may be given.
-    """
-    identity = {}
-    record = checkpoint.record_of(cfg.run_dir) if cfg.resume == "auto" else {"checkpoints": []}
-    if record["checkpoints"]:
-        identity = record.get("identity")
-    elif cfg.load and not cfg.load_only_auto_resume:
-        identity = checkpoint.peek(cfg.load).get("identity")
-    size = cfg.chunk_size
-    if checkpoint.matches(identity, {"chunk_size": 1}):  # it has an int of this name
-        earlier = max(1, identity["chunk_size"])
-        size = size or earlier
-        if size > earlier:
-            raise UserError(
-                f"--chunk_size {size}: that of {cfg.run_dir} is {earlier}, and a run goes on with "
-                "the same or a smaller one; leave it out"
-            )
-        if size < earlier:
-            config.note(
-                f"--chunk_size {size}, which was {earlier}: from here on the noise is another "
-                "than that of a run with one chunk size"
-            )
-        return dataclasses.replace(cfg, chunk_size=size)
-
-    if not size:
-        size = accumulate.chunk_size_for(cfg.batch_size, dist.world_size(), most)
-    chunks = math.ceil(cfg.batch_size / size)
-    if chunks < dist.world_size():
-        raise UserError(
-            f"--chunk_size {size}: makes {chunks} chunk(s) of a batch of {cfg.batch_size}, too few "
-            f"for {dist.world_size()} ranks; leave it out, or give at most "
-            f"{cfg.batch_size // dist.world_size() or 1}"
-        )
-    return dataclasses.replace(cfg, chunk_size=size)
-
-
-def open_run(cfg, dataset, clip_model=None, checksums=None):
-    """The run folder, held by this process group, with the checkpoint to resume from. Collective.
-
-    checksums: {name: checksum} of other models that a resumed run must not change.
-    Rank 0 checks the training data first: bad data must not move an earlier run aside.
-    """
-    run = checkpoint.RunFolder(cfg.run_dir)
-    run.identity = checkpoint.identity(cfg, dataset, clip_model) | (checksums or {})
+    run = checkpoint.RunFolder(folder)
 
     def open_on_main():
+        run.open()
+        complete = cfg
+        begun = bool(run.record["checkpoints"])
+        if cfg.init_from and (not begun or getattr(cfg, "lora_rank", 0)):
+            complete = dataclasses.replace(cfg, init_from=local_file(cfg.init_from, run))
+        if cfg.init_from and cfg.init_strict:
+            source = complete.init_from
+            if begun:  # what the run began with may be gone
+                source = run.folder / "config.json"
+                settings = config.read_json(source)
+            else:
+                settings = checkpoint.load(source, mmap=True).get("config", {})
+            complete = with_model(complete, settings, source)
+        size = choose_chunk_size(complete, run.record.get("chunk_size", 0), max_chunk)
+        run.record["chunk_size"] = size
+        return dataclasses.replace(complete, chunk_size=size), run.record
+
+    cfg, run.record = dist.on_main(open_on_main)
+    return run, cfg
+
+
+def local_file(address, run):
+    """The path of what --load or --init_from names, which is downloaded if it is elsewhere."""
+    if ":" not in address or Path(address).is_file():
+        return address
+    from common.interop import store
+
+    return store.fetch(address, run.folder.parent / "downloads")
+
+
+def with_model(cfg, settings, source):
+    """`cfg` with the `settings` {name: value} of a model, where it has the defaults.
+
+    UserError, which names the file `source`, if others are given.
+    """
+    settings = config.from_json(type(cfg), settings, source)
+    changes = {}
+    for name, value in config.named(cfg, "model").items():
+        wanted = settings.get(name, value)
+        if wanted != value and value != getattr(type(cfg), name):
+            raise UserError(
+                f"--{name} {config.as_word(value)}: {source} is of {config.as_word(wanted)}; leave "
+                "it out, or take what fits by --init_strict false"
+            )
+        changes[name] = wanted
+    return dataclasses.replace(cfg, **changes)
+
+
+def choose_chunk_size(cfg, earlier, most):
+    """Samples of a chunk: as given, else as the run had `earlier` (or 0), else to fit the ranks.
+
+    With more ranks than chunks they are smaller. A chunk is what is seeded, so other chunks have
+    other noise.
+    """
+    size = cfg.chunk_size or earlier
+    if not size or math.ceil(cfg.batch_size / size) < dist.world_size():
+        size = accumulate.chunk_size_for(cfg.batch_size, dist.world_size(), size or most)
+    if size != (earlier or cfg.chunk_size or size):
+        before = earlier or cfg.chunk_size
+        config.note(f"chunks of {size} samples, not of {before}: the noise is another from here on")
+    return size
+
+
+def find_start(run, cfg, dataset, **facts):
+    """Find run.resume_from and run.identity; returns the results if the run is finished, or None.
+
+    facts: what else must not change while the run goes on, such as checksums of other models.
+    Collective. UserError if the training data cannot be used, if the run is of another model or
+    other data, or if all its checkpoints are damaged.
+    """
+    run.identity = {**config.named(cfg, "fixed"), **facts}
+    if getattr(cfg, "lora_rank", 0):  # adapters fit no other base
+        run.identity["base"] = checkpoint.checksum(cfg.init_from)
+    for name, value in dataset.fingerprint().items():
+        run.identity[f"data {name}"] = value
+    run.identity = json.loads(json.dumps(run.identity))  # lists for tuples, as in files
+
+    def find():
         unusable, checked, names = dataset.check()
-        notes = run.open(cfg.resume)
         if unusable:
-            notes.append(
+            config.note(
                 f"{unusable} of {checked} samples looked at cannot be used; others take their "
                 f"place: {', '.join(names)}"
             )
-        if clip_model:
-            notes.append(clip_model.caption_note(dataset, cfg.max_text_len))
-        resume_from, finished, more_notes = run.resume_point(cfg, run.identity)
-        return resume_from, finished, notes + more_notes
+        if run.record["checkpoints"]:
+            checkpoint.check_identity(run.record.get("identity", {}), run.identity, run.folder)
+        path, notes = run.newest()
+        for text in notes:
+            config.note(text)
+        finished = run.record.get("finished")
+        is_finished = finished and finished["step"] >= cfg.steps
+        if path and is_finished and (run.folder / "model.pt").is_file():
+            return path, finished
+        if not path and cfg.load and (notes or not cfg.load_only_auto_resume):
+            path = local_file(cfg.load, run)
+        elif notes and not path:
+            raise UserError(
+                f"{run.folder}: all {len(notes)} checkpoints are damaged or missing; go on from a "
+                "copy with --load, or give another --run_dir"
+            )
+        return path, None
 
-    run.resume_from, run.finished, run.notes = dist.on_main(open_on_main)
-    return run
-
-
-def announce_finished(cfg, run, next_command=""):
-    """Say that the run is finished, and send the copies that it still owes."""
-    store.resend(cfg, run)
-    headline = f"{cfg.run_dir} is finished, at step {run.finished['step']}"
-    tracker.print_results(
-        f"{headline}; to train on, give more --steps.", run.finished, next_command
-    )
+    run.resume_from, finished = dist.on_main(find)
+    return finished
 
 
 def resume(run, state, **frozen):
@@ -161,67 +143,77 @@ def resume(run, state, **frozen):
     """
     cfg = state.cfg
     if run.resume_from:
-        run.notes += state.restore(run.resume_from)
+        dist.together(lambda: state.restore(run.resume_from))
     elif cfg.init_from and not getattr(cfg, "lora_rank", 0):
-        state.start_from(cfg.init_from, cfg.init_strict)
-    dist.check_in_step({**state.modules, **frozen}, state.step)
+        dist.together(lambda: state.start_from(cfg.init_from, cfg.init_strict))
+    dist.check_in_step({"model": state.model, **state.others, **frozen}, state.step)
 
 
 def batches(cfg, dataset, indices, step, device):
     """(this rank's plan of chunks, endless iterator over their batches from `step` on)."""
     plan = accumulate.plan(cfg.batch_size, cfg.chunk_size, dist.rank(), dist.world_size())
-    spans = data.training_spans(plan, cfg.batch_size, step)
-    if cfg.leave_out:
-        missing = set(cfg.leave_out).difference(map(dataset.name, range(len(dataset))))
-        if missing:
-            raise UserError(f"--leave_out {min(missing)}: no sample has this name")
-    chunks = data.ChunkDataset(dataset, indices, cfg.seed, cfg.leave_out)
+    spans = order.training_spans(plan, cfg.batch_size, step)
+    chunks = order.ChunkDataset(dataset, indices, cfg.seed)
     pin_memory = device.type == "cuda"
     timeout = 60 * cfg.timeout_minutes  # as long as the other ranks wait for this one
-    return plan, data.loader(chunks, spans, cfg.workers, pin_memory, timeout)
+    return plan, order.loader(chunks, spans, cfg.workers, pin_memory, timeout)
 
 
-def begin(run, state, given, about, device):
+def begin(run, state, about, device):
     """Write config.json, open the logger, print what the run is; returns the Tracker. Collective.
 
-    given: the config as the user gave it. about: what is trained on, in words.
+    about: what is trained on, in words.
     """
     cfg = state.cfg
     if dist.is_main():
-        settings = config.as_json(dataclasses.replace(given, chunk_size=cfg.chunk_size))
-        checkpoint.write_json({**settings, "versions": state.versions}, run.folder / "config.json")
+        settings = {**config.as_json(cfg), "versions": state.versions}
+        checkpoint.write_json(settings, run.folder / "config.json")
     log = tracker.Tracker(run, state)
-    parameters = sum(p.numel() for p in state.modules["model"].parameters())
+    parameters = sum(p.numel() for p in state.model.parameters())
     log.print(
-        f"{about}; {parameters:,} parameters to train, {accumulate.describe(cfg)}, "
-        f"{dist.world_size()} rank(s) on {device.type}"
+        f"{about}; {parameters:,} parameters to train, batches of {cfg.batch_size} in chunks of "
+        f"{cfg.chunk_size}, {dist.world_size()} rank(s) on {device.type}"
     )
-    for note in run.notes:
-        if note:
-            log.print(note)
     return log
 
 
 # In the loop
 
 
+class Due:
+    """Whether to evaluate, or to save: every so many steps or minutes, and at the last step."""
+
+    def __init__(self, interval, last_step):
+        """interval: "200" steps, "10min", or "0", which is the last step alone."""
+        number, self.by_minutes, _ = str(interval).partition("min")
+        self.every = int(number)
+        self.last_step = last_step
+        self.started = time.monotonic()
+
+    def __call__(self, step):
+        """Collective if it is by minutes: rank 0's clock decides."""
+        due = False
+        if self.by_minutes:
+            due = dist.broadcast(time.monotonic() - self.started >= 60 * self.every)
+        elif self.every:
+            due = step % self.every == 0
+        if due:
+            self.started = time.monotonic()
+        return step > 0 and (due or step == self.last_step)
+
+
 class Progress:
-    """The progress bar, sums since the last log line, and what is due at a line.
+    """The progress bar, and the sums of the steps since the last log line.
 
     Sums are taken without waiting for the device. As a context, it stands around the loop: after a
     signal to any rank it saves, and ends the process.
     """
 
-    def __init__(self, run, state, log, title, dataset):
-        """dataset: that of the training, which names samples."""
+    def __init__(self, run, state, log, title):
         self.run = run
-        self.dataset = dataset
         self.state = state
         self.log = log
-        self.eval_due = False
-        self.save_due = False
-        now = time.monotonic()
-        self.last_due = {"eval": now, "save": now}
+        self.listening = dist.listening()
         self.named_unusable = set()
         self.bar = tracker.progress(
             total=state.cfg.steps,
@@ -231,195 +223,113 @@ class Progress:
             disable=not log.enabled,
         )
         self.restart()
-        # What a stop between two lines left for the next line.
-        self.last_line = state.logged_step
-        self.earlier = state.unlogged
-        self.norm = self.earlier["grad_norm"]
-        self.overflows = self.earlier["overflows"]
-        state.unlogged = dict(checkpoint.NOTHING_UNLOGGED)
 
     def restart(self):
-        """Count from this step on. The clock restarts too: it leaves out evaluating and saving."""
-        self.last_line = self.state.step
         self.started = time.monotonic()
-        self.earlier = checkpoint.NOTHING_UNLOGGED
-        self.losses = []
-        self.chunks = []  # of each step since the last line: [(loss, indices of its samples)]
+        self.losses = []  # of each step, summed over this rank's samples
+        self.norms = []  # of each step
         self.others = {}
-        self.norm = 0.0
         self.unusable = []
         self.overflows = 0
 
     def __enter__(self):
+        self.listening.__enter__()
         return self
 
     def __exit__(self, kind, error, trace):
         self.bar.close()
-        if isinstance(error, dist.Stopped):
-            self.save_unlogged()
-            self.run.wait()
-            self.log.print(
-                f"stopped by {error} at step {self.state.step}, all saved; the same command goes on"
-            )
-            raise SystemExit(128 + error.number)
-        if error is None:  # a signal may have come after the last step: no next stage then
-            try:
-                dist.stop_signals.agree()
-            except dist.Stopped as stopped:
-                raise SystemExit(128 + stopped.number) from None
+        try:
+            if isinstance(error, dist.Stopped):  # more signals do not disturb the save
+                self.save()
+                self.run.wait()
+                self.log.print(
+                    f"stopped by {error} at step {self.state.step}, all saved; the same command "
+                    "goes on"
+                )
+                raise SystemExit(128 + error.number)
+        finally:
+            self.listening.__exit__(None, None, None)
 
-    def save_unlogged(self):
-        """Save at any step, with what is not logged yet: the resumed run logs the same lines."""
-        losses, others, unusable = self.totals()
-        self.check_steps(losses)
-        self.state.unlogged = {
-            "losses": losses,
-            "others": others,
-            "grad_norm": float(self.norm),
-            "unusable": unusable,
-            "overflows": self.overflows,
-        }
-        self.run.save(self.state, self.log)
-
-    def add(self, losses, norm, batches, others=None):
+    def add(self, losses, norm, batches, **others):
         """Count a step.
 
-        losses: of this rank's chunks, each summed over its samples. norm: of the gradients.
-        batches: the chunks of this rank, which name samples that were unusable. others: {name: loss
-        summed over samples}; those of the last step are logged.
+        losses: of this rank's chunks, each summed over its samples. norm: of the gradients, the
+        same on all ranks. batches: the chunks of this rank, which name samples that were unusable.
+        others: more losses, summed over samples; those of the last step are logged.
         """
         self.bar.update()
         self.losses.append(sum(losses))
-        self.chunks.append([(loss, batch["index"]) for loss, batch in zip(losses, batches)])
-        self.others = others or {}
-        self.norm = norm
+        self.norms.append(norm)
+        self.others = others
         for batch in batches:
             self.unusable += batch["unusable"]
 
-    def log_due(self):
-        """Whether to log now: every cfg.log_every steps, and at the end."""
-        cfg = self.state.cfg
-        step = self.state.step
-        return step > self.last_line and (step % cfg.log_every == 0 or step == cfg.steps)
+    @contextlib.contextmanager
+    def paused(self):
+        """Context whose time does not count as that of training."""
+        before = time.monotonic()
+        yield
+        self.paused_s = time.monotonic() - before  # of the newest pause
+        self.started += self.paused_s
 
-    def log_line(self):
-        """Log the steps since the last line; decide whether to evaluate and save. Collective.
+    def check_finite(self, values):
+        """UserError on every rank unless `values` of the newest steps are finite, one a step.
 
-        The ranks meet here, and the host waits for its device. If both are due, it saves first.
+        The loss of a step is that of the weights before it: their checkpoint is dropped, too.
+        """
+        for number, value in enumerate(values, self.state.step - len(values) + 1):
+            if not math.isfinite(value):
+                self.run.drop_from(number - 1)
+                dist.fail(
+                    f"{self.run.folder}: loss or gradient is not finite at step {number}; lower "
+                    "--lr or --max_grad_norm. The same command goes on from an earlier checkpoint"
+                )
+
+    def line(self):
+        """{name: value} of the steps since the last line, for the log. Collective.
+
+        The ranks meet here, and the host waits for its device. UserError if a loss or gradient is
+        not finite.
         """
         cfg = self.state.cfg
         step = self.state.step
-        scaler = self.state.scaler
-        losses, others, unusable = self.totals()
-        self.check_steps(losses)
-        self.loss = sum(losses) / (len(losses) * cfg.batch_size)
-        rate = len(self.losses) * cfg.batch_size / (time.monotonic() - self.started)
-        scale = {"scale": scaler.get_scale()} if scaler.is_enabled() else {}
-        self.log.log(
-            step,
-            samples_seen=step * cfg.batch_size,
-            loss=self.loss,
-            lr=schedule.of_config(step - 1, cfg),
-            grad_norm=float(self.norm),
-            overflows=self.overflows,
-            unusable_rows=unusable,
-            samples_per_s=rate,
-            **{name: loss_sum / cfg.batch_size for name, loss_sum in others.items()},
-            **scale,
-        )
-        self.bar.set_postfix_str(f"loss {self.loss:.4f}, {rate:.0f} samples/s", refresh=False)
-        eval_due = self.is_due("eval", cfg.eval_every, cfg.eval_minutes)
-        save_due = self.is_due("save", cfg.save_every, cfg.save_minutes)
-        self.eval_due, self.save_due = dist.broadcast((eval_due, save_due))  # rank 0's clock
-        if self.eval_due and self.save_due:
-            # Whatever ends the evaluation, the steps are kept. The run would evaluate them anew,
-            # and log this line again: so the state is saved once more when both are done.
-            self.save_unlogged()
-            self.state.unlogged = dict(checkpoint.NOTHING_UNLOGGED)
-        self.logged_at = time.monotonic()
-
-    def is_due(self, name, every, minutes):
-        """Whether a multiple of `every` steps has come since the last line, or `minutes` passed.
-
-        `every` 0 and `minutes` 0 are never due. At the end all is due.
-        """
-        step = self.state.step
-        now = time.monotonic()
-        by_steps = every > 0 and step // every != self.last_line // every
-        by_time = minutes > 0 and now - self.last_due[name] >= 60 * minutes
-        due = by_steps or by_time or step == self.state.cfg.steps
-        if due:
-            self.last_due[name] = now
-        return due
-
-    def log_evaluation(self, metrics, samples=None):
-        """Log and print an evaluation, and keep the model as best.pt if it is the best. Collective.
-
-        metrics: {name: value} with "val_loss". samples: {file in the run folder: caption}.
-        UserError if a loss is not finite.
-        """
-        step = self.state.step
-        seconds = time.monotonic() - self.logged_at
-        self.log.log(step, samples, **metrics, evaluation_s=seconds)
-        losses = {name: metrics[name] for name in metrics if name.startswith("val_loss")}
-        tracker.print_results(f"step {step}", {"loss": self.loss, **losses, **metrics})
-        self.check_finite(losses.values(), step + 1)
-        best = self.run.save_best(self.state, metrics["val_loss"], self.log)
-        if best and self.log.copies_best_checkpoint:
-            self.save_due = True
-        self.log.report()
-
-    def totals(self):
-        """Of all ranks: ([loss sum of each step since the last line], other sums, unusable)."""
-        losses = torch.stack(self.losses).tolist() if self.losses else []
-        *losses, unusable = dist.total([*losses, len(self.unusable)])
-        if unusable:
-            names = set().union(*dist.gather(self.unusable[:10]))
-            new = sorted(names - self.named_unusable)
+        names = sorted(self.others)
+        sums = torch.stack([*self.losses, *(self.others[name] for name in names)]).tolist()
+        sums = dist.total([*sums, len(self.unusable)])
+        losses = sums[: len(self.losses)]
+        norms = torch.stack(self.norms).tolist()
+        self.check_finite([loss + norm for loss, norm in zip(losses, norms)])
+        if sums[-1]:
+            found = set().union(*dist.gather(self.unusable[:10]))
+            new = sorted(found - self.named_unusable)
             if new:
-                self.log.print(f"unusable, and replaced by the next row: {', '.join(new)}")
-            self.named_unusable |= names
-        others = dist.total_by_name(self.others) or self.earlier["others"]
-        return self.earlier["losses"] + losses, others, self.earlier["unusable"] + int(unusable)
+                self.log.print(f"unusable, and replaced by the next sample: {', '.join(new)}")
+            self.named_unusable |= found
+        loss = sum(losses) / (len(losses) * cfg.batch_size)
+        rate = len(losses) * cfg.batch_size / (time.monotonic() - self.started)
+        metrics = {
+            "samples_seen": step * cfg.batch_size,
+            "loss": loss,
+            "lr": self.state.optimizers[0].param_groups[0]["lr"],
+            "grad_norm": norms[-1],
+            "overflows": self.overflows,
+            "unusable_rows": int(sums[-1]),
+            "samples_per_s": rate,
+        }
+        for name, value in zip(names, sums[len(losses) :]):
+            metrics[name] = value / cfg.batch_size
+        if self.state.scaler.is_enabled():
+            metrics["scale"] = self.state.scaler.get_scale()
+        self.bar.set_postfix_str(f"loss {loss:.4f}, {rate:.0f} samples/s", refresh=False)
+        self.restart()
+        return metrics
 
-    def check_steps(self, losses):
-        """`check_finite` of the losses of steps since the last line, and of the last gradient."""
-        values = [*losses, float(self.norm)]
-        if all(map(math.isfinite, values)):
-            return
-        numbered = enumerate(losses, self.last_line + 1)
-        bad = [step for step, loss in numbered if not math.isfinite(loss)]
-        first_bad = bad[0] if bad else self.state.step
-        self.check_finite(values, first_bad, self.suspects(first_bad))
-
-    def suspects(self, step):
-        """Names of the samples of a step's chunks, of all ranks, whose loss was not finite.
-
-        If all were finite, the gradient was not: names of all its samples.
-        """
-        names = {True: [], False: []}  # by whether the loss of their chunk is finite
-        for loss, indices in self.chunks[step - self.state.step - 1]:
-            names[bool(loss.isfinite())] += map(self.dataset.name, indices.tolist())
-        bad = set().union(*dist.gather(names[False]))
-        return sorted(bad or set().union(*dist.gather(names[True])))
-
-    def check_finite(self, values, step, samples=()):
-        """UserError on every rank unless losses or gradients of step number `step` are finite.
-
-        samples: names of those that may be the cause. The loss of a step is that of the weights
-        before it: their checkpoint is discarded, too. Collective.
-        """
-        if all(map(math.isfinite, values)):
-            return
-        good = dist.on_main(lambda: self.run.drop_from(step - 1))
-        remedy = "lower --lr or --max_grad_norm"
-        if samples:
-            words = shlex.quote(",".join(samples))
-            remedy += f", or, if one of its samples is bad, --leave_out {words}"
-        dist.fail(
-            f"{self.state.cfg.run_dir}: loss or gradient is not finite at step {step}; {remedy}. "
-            f"The same command goes on from {good or 'the start: no checkpoint is good'}"
-        )
+    def save(self):
+        """Save the state, unless it is not finite: UserError. Collective."""
+        if self.norms:
+            self.check_finite(torch.stack(self.norms).tolist())
+        with self.paused():
+            self.run.save(self.state, self.log)
 
 
 @torch.no_grad()
@@ -433,11 +343,11 @@ def mean_loss(model, loss_of, dataset, indices, cfg, device):
     model.eval()
     loss_sum = 0.0
     count = 0
-    for number, batch in data.batches(dataset, indices, cfg.eval_samples, cfg.chunk_size):
+    for number, batch in order.batches(dataset, indices, cfg.eval_samples, cfg.chunk_size):
         accumulate.seed_all(cfg.seed, "loss", number)
         size = len(batch["index"])
         with amp.autocast(device, cfg.precision):
-            loss_sum += loss_of(data.to_device(batch, device)).item() * size
+            loss_sum += loss_of(order.to_device(batch, device)).item() * size
         count += size
     model.train(mode)
     loss_sum, count = dist.total([loss_sum, count])
@@ -448,19 +358,23 @@ def mean_loss(model, loss_of, dataset, indices, cfg, device):
 
 
 def finish(run, state, log, metrics, samples=None):
-    """Log the test's `metrics` and write model.pt; returns what to announce."""
+    """Log the test's `metrics` and write model.pt; returns what to announce. Collective."""
     results = {f"test_{name}": value for name, value in metrics.items()}
     log.log(state.step, samples, **results)
-    results = {"step": state.step, "best_val_loss": state.best_val_loss, **results}
-    if dist.is_main():
-        run.save_final(state, results)
-    log.report()
+    log.write_page()
+    results = {"step": state.step, "best_val_loss": run.best_val_loss, **results}
+    run.finish(state, results)
+    dist.gather(None)  # a barrier: a next stage reads model.pt
+    dist.stop_together()  # there is none after a signal
     return results
 
 
-def announce_trained(cfg, results, started, next_command=""):
-    """Print what was trained. All ranks wait for rank 0's model.pt, which a next stage reads."""
-    dist.gather(None)  # a barrier
-    seconds = time.monotonic() - started
-    headline = f"Trained {cfg.run_dir}; this start took {seconds:.0f} s. See {cfg.run_dir}"
-    tracker.print_results(f"{headline}/report.html", results, next_command)
+def announce(run, results, next_command="", started=None):
+    """Print the results of a finished run; started: when this start of it began, if it did."""
+    step = results["step"]
+    headline = f"{run.folder} is finished, at step {step}; to train on, give more --steps."
+    if started:
+        seconds = time.monotonic() - started
+        page = run.folder / "report.html"
+        headline = f"Trained {run.folder}; this start took {seconds:.0f} s. See {page}"
+    tracker.print_results(headline, results, next_command)

@@ -4,15 +4,16 @@
 """
 
 import concurrent.futures
+import contextlib
 import json
 import os
+import shlex
 import sys
-from pathlib import Path
 
 from tqdm import tqdm
 
-from common import checkpoint, config, dist, report, store
-from common.config import UserError, need
+from common import checkpoint, config, dist
+from common.config import UserError
 
 # Loggers
 
@@ -25,10 +26,12 @@ class Logger:
     `finish` is printed, and training continues without the logger.
     """
 
-    def open(self, cfg, known, step):
+    options = {}  # noqa: RUF012 (never changed)
+
+    def open(self, cfg, folder, known, step):
         """Start at `step`; returns the identity {name: plain value} of the run there.
 
-        known: the identity at an earlier start of the run, or {}. UserError.
+        folder: of the run. known: the identity at an earlier start of the run, or {}. UserError.
         """
         return {}
 
@@ -42,148 +45,91 @@ class Logger:
         """error: what ended the run (an Exception, or SystemExit after a signal), or None."""
 
 
-class TensorBoard(Logger):
-    """Event files in RUN/tensorboard. Of steps that a resumed run repeats, the last ones count."""
-
-    def open(self, cfg, known, step):
-        need("tensorboard", "--logger tensorboard")
-        from torch.utils.tensorboard import SummaryWriter
-
-        self.writer = SummaryWriter(Path(cfg.run_dir, "tensorboard"), purge_step=step + 1)
-        return {}
-
-    def log(self, step, metrics, samples):
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        for name, value in metrics.items():
-            self.writer.add_scalar(name, value, step)
-        for name, path, caption in samples:  # add_image and add_audio would encode them again
-            content = path.read_bytes()
-            value = Summary.Value(tag=name)
-            if path.suffix == ".png":
-                value.image.encoded_image_string = content
-            else:
-                value.audio.encoded_audio_string = content
-                value.audio.content_type = "audio/wav"
-            self.writer.file_writer.add_summary(Summary(value=[value]), step)
-            self.writer.add_text(name, caption, step)
-        self.writer.flush()  # a checkpoint may follow, and lines up to it do not come again
-
-    def file(self, path):
-        self.writer.add_text(path.name, f"```\n{path.read_text()}\n```")
-
-    def finish(self, error):
-        if error:
-            self.writer.add_text("error", repr(error))
-        self.writer.close()
+LOGGERS = {"console": Logger}
 
 
-class WandB(Logger):
-    """A run of Weights & Biases. It ignores the steps that a resumed run repeats."""
+def parse(flag, text, kinds):
+    """The object that `text`, "NAME OPTION=VALUE ...", describes; UserError.
 
-    def __init__(self, **options):
-        """options: those of wandb.init, such as project, entity, name and id."""
-        self.options = options
-
-    def open(self, cfg, known, step):
-        wandb = need("wandb", "--logger wandb")
-        try:
-            self.run = wandb.init(
-                **{"name": cfg.run_dir, **known, **self.options},
-                config=config.as_json(cfg),
-                dir=cfg.run_dir,
-                resume="must" if known else "allow",
-            )
-        except Exception as error:  # no account, no network: the package's own types
-            raise UserError(
-                f"--logger wandb: {error}; is there an account (`wandb login`), a "
-                "network, the run to resume? WANDB_MODE=offline needs none"
-            ) from error
-        self.media = {".png": wandb.Image, ".wav": wandb.Audio}
-        return {name: getattr(self.run, name) for name in ("project", "entity", "id")}
-
-    def log(self, step, metrics, samples):
-        for name, path, caption in samples:
-            metrics[name] = self.media[path.suffix](str(path), caption=caption)
-        self.run.log(metrics, step=step)
-
-    def file(self, path):
-        self.run.save(path, base_path=path.parent, policy="now")
-
-    def finish(self, error):
-        if isinstance(error, Exception):
-            self.run.alert(title="training ended with an error", text=repr(error))
-        self.run.finish(exit_code=int(error is not None))
+    kinds: {name: its class, with the options as arguments}. flag: for messages.
+    """
+    names = ", ".join(kinds)
+    with config.explained(f"--{flag} {text}: expected one of {names}, then OPTION=VALUE …"):
+        name, *pairs = shlex.split(text)
+        return kinds[name](**dict(pair.split("=", 1) for pair in pairs))
 
 
-LOGGERS = {"console": Logger, "tensorboard": TensorBoard, "wandb": WandB}
+def make_logger(cfg):
+    """The logger that --logger describes; UserError."""
+    kinds = LOGGERS
+    if cfg.logger.split(" ")[0] not in kinds:
+        from common.interop import loggers
+
+        kinds = {**LOGGERS, **loggers.LOGGERS}
+    return parse("logger", cfg.logger, kinds)
+
+
+def make_savers(cfg):
+    """The savers that --save names; UserError."""
+    if not cfg.save:
+        return []
+    from common.interop import store
+
+    return store.savers(cfg)
 
 
 def check(cfg):
-    """UserError for a logger, copies or metadata that are wrong on every machine."""
-    logger = store.parse("logger", cfg.logger, LOGGERS)
-    for saver in store.savers(cfg):
-        if isinstance(saver, store.WandBSaver) and not isinstance(logger, WandB):
-            raise UserError(
-                "--save wandb: copies are files of the run there; it needs --logger wandb"
-            )
+    """UserError for a logger, or for copies, that are wrong on every machine."""
+    logger = make_logger(cfg)
+    for saver in make_savers(cfg):
+        saver.check(logger)
 
 
-def check_logger(cfg, record):
-    """(the logger that cfg names, its identity in auto_resume.json's `record`, {} for a new run).
-
-    UserError if the run was logged by another logger, or as another run there.
-    """
-    logger = store.parse("logger", cfg.logger, LOGGERS)
-    if not record["checkpoints"]:
-        return logger, {}
-    known = dict(record.get("logger", {"kind": "console"}))
-    given = {"kind": cfg.logger.split()[0], **getattr(logger, "options", {})}
-    if any(known.get(name, value) != value for name, value in given.items()):
-        raise UserError(
-            f"{cfg.run_dir}: was logged with {known}, --logger {cfg.logger} would "
-            "split its curves; continue with that, branch off with --load "
-            f"{cfg.run_dir}/{record['checkpoints'][0]['file']} and a new --run_dir, or "
-            "start over with --resume never"
-        )
-    del known["kind"]
-    return logger, known
+# Lines and samples
 
 
 class Tracker:
     """Sends lines and samples to the run's folder and logger, and copies of saves to its savers.
 
     Rank 0 alone acts. As a context it tells the logger how the run ended, and waits for copies on
-    their way. On resume it drops the lines that will come again: those of later steps, and tests.
+    their way. On resume it drops the lines that will come again.
     """
 
     def __init__(self, run, state):
-        """run: the open checkpoint.RunFolder. state: the State to resume."""
+        """run: the open checkpoint.RunFolder. state: the State to resume. Collective."""
         self.enabled = dist.is_main()
         self.run = run
         self.cfg = state.cfg
-        self.savers = store.savers(state.cfg)
-        self.copies_best_checkpoint = any(
-            saver.kind == "checkpoint" and saver.save_best_to for saver in self.savers
-        )
+        self.path = run.folder / "metrics.jsonl"
+        self.savers = make_savers(state.cfg)
         self.copier = concurrent.futures.ThreadPoolExecutor(1)
-        dist.on_main(lambda: self.open(state.logged_step))
+        dist.on_main(lambda: self.open(state.step))
 
     def open(self, step):
-        path = self.run.folder / "metrics.jsonl"
-        lines = report.read_metrics(path)  # not torn ones
-        with checkpoint.atomic_write(path) as file:
+        # Another logger, or another run there, would split the curves.
+        self.logger = make_logger(self.cfg)
+        kind = self.cfg.logger.split()[0]
+        known = {}
+        if step:
+            known = dict(self.run.record.get("logger", {}))
+        given = {"kind": kind, **self.logger.options}
+        if any(known.get(name, value) != value for name, value in given.items()):
+            raise UserError(
+                f"{self.run.folder}: was logged with {known}, --logger {self.cfg.logger} would "
+                "split its curves; continue with that, or branch off with --load "
+                f"{self.run.folder}/checkpoints/FILE and a new --run_dir"
+            )
+        lines = read_metrics(self.path)
+        with checkpoint.atomic_write(self.path) as file:
             for line in lines:
-                if line["step"] <= step and "test_loss" not in line:
+                repeated = line["step"] == step and ("val_loss" in line or "test_loss" in line)
+                if line["step"] <= step and not repeated:
                     file.write(json.dumps(line).encode() + b"\n")
-        self.file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (open for the whole run)
-
-        self.logger, known = check_logger(self.cfg, self.run.record)
-        identity = self.logger.open(self.cfg, known, step)
-        self.run.record["logger"] = {"kind": self.cfg.logger.split()[0], **identity}
-        checkpoint.write_json(self.run.record, self.run.folder / "auto_resume.json")
+        self.file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 (for the whole run)
+        known.pop("kind", None)
+        identity = self.logger.open(self.cfg, self.run.folder, known, step)
+        self.run.write_record(logger={"kind": kind, **identity})
         self.call_logger("file", self.run.folder / "config.json")
-        self.send()
 
     def log(self, step, samples=None, **metrics):
         """Append {"step": step, **metrics} to metrics.jsonl. What is not finite becomes null.
@@ -193,11 +139,7 @@ class Tracker:
         """
         if not self.enabled:
             return
-        metrics = checkpoint.finite(metrics)
-        line = {"step": step, **metrics}
-        numbers = {
-            name: value for name, value in metrics.items() if isinstance(value, (int, float))
-        }
+        line = {"step": step, **checkpoint.finite(metrics)}
         media = []
         if samples:
             line["samples"] = samples
@@ -209,7 +151,14 @@ class Tracker:
             self.file.flush()
         except OSError as error:  # a full disk does not end training
             self.print(f"{error}; training continues")
+        numbers = {name: value for name, value in metrics.items() if line[name] is not None}
         self.call_logger("log", step, numbers, media)
+
+    def evaluation(self, step, metrics, samples=None):
+        """`log` an evaluation, print it, and write the page."""
+        self.log(step, samples, **metrics)
+        print_results(f"step {step}", metrics)
+        self.write_page()
 
     def call_logger(self, method, *arguments):
         try:
@@ -222,45 +171,59 @@ class Tracker:
                 "metrics.jsonl continues alone"
             )
 
-    def values(self, state):
-        """{name: value} of what may stand in braces in the paths of copies."""
-        return store.path_values(self.cfg, state.step, state.best_val_loss)
+    def write_page(self):
+        """Write the folder's report.html anew. A fork without common/interop has none."""
+        try:
+            from common.interop import report
+        except ImportError:
+            return
+        if self.enabled:
+            try:
+                report.write(self.run.folder, read_metrics(self.path))
+            except (OSError, UserError) as error:
+                self.print(f"{error}; training continues")
 
     def print(self, text):
         """Print a line above the progress bar."""
         if self.enabled:
             tqdm.write(text)
 
-    def report(self):
-        """Write the folder's report.html anew. An error of its files does not end training."""
-        if self.enabled:
-            try:
-                report.write(self.run.folder)
-            except (OSError, UserError) as error:
-                self.print(f"{error}; training continues")
-
     def sync(self):
         """Make the lines so far durable. A checkpoint follows, and they do not come again."""
-        try:
-            os.fsync(self.file.fileno())
-        except OSError as error:
-            error.filename = self.file.name
-            raise
+        os.fsync(self.file.fileno())
 
     def send(self):
-        """Begin to send copies of what is new, after each save; returns a Future."""
-        return self.copier.submit(store.send, self.savers, self.run)
+        """Begin to send copies of what is new, after each save."""
+        if self.savers:
+            from common.interop import store
+
+            self.copier.submit(store.send, self.savers, self.run)
 
     def __enter__(self):
         return self
 
     def __exit__(self, kind, error, trace):
         if self.enabled:
-            if not isinstance(error, Exception):
-                self.run.wait()
-                self.send().result()
+            self.copier.shutdown()  # wait for copies on their way
             self.call_logger("finish", error)
-            self.file.close()
+            with contextlib.suppress(OSError):  # a full disk, which has been told
+                self.file.close()
+
+
+def read_metrics(path):
+    """The lines {"step": …} of a metrics.jsonl, if it is there, without those that are damaged."""
+    lines = []
+    content = path.read_bytes() if path.exists() else b""
+    for line in content.split(b"\n")[:-1]:  # without a torn one
+        try:
+            metrics = json.loads(line)
+            lines.append({"step": metrics["step"], **metrics})
+        except (ValueError, TypeError, KeyError):
+            print(f"{path}: a damaged line is left out", file=sys.stderr)
+    return lines
+
+
+# Console
 
 
 def progress(steps=None, **settings):

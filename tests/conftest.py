@@ -12,7 +12,8 @@ import pytest
 import torch
 from servers import Server
 
-from common import data, dist
+from common import dist
+from common.data import embeddings
 
 torch.set_num_threads(1)  # the models are tiny, and other processes run beside this one
 ROOT = Path(__file__).parent.parent
@@ -113,7 +114,7 @@ def emb(tmp_path_factory):
     lengths = rng.integers(2, 6, 1500)
     encodings[np.arange(5) >= lengths[:, None]] = 0  # padding
     records = [{"caption": f"number {i}"} for i in range(1500)]
-    data.write_shards(folder, image, text, records, encodings, 600)
+    embeddings.write_shards(folder, image, text, records, encodings, 600)
     return folder
 
 

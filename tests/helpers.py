@@ -20,7 +20,8 @@ import pytest
 import torch
 from conftest import FORKS, ROOT, environment, free_port
 
-from common import checkpoint, config, dist, images, media, recordings, synthetic
+from common import checkpoint, config, dist
+from common.data import images, media, recordings, synthetic
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,23 +60,8 @@ SMALL = dict(
     optimizer="adamw",
     lr=2e-3,
 )
-# All stages of audio.
+# The stages of audio: what all take, and what each takes besides.
 AUDIO = dict(
-    channels=2,
-    strides=(4, 5, 8),
-    latent_dim=16,
-    num_quantizers=4,
-    codebook_size=16,
-    discriminator_channels=1,
-    stft_window=256,
-    quantizer_start=2,
-    discriminator_start=3,
-    r1_every=2,
-    width=16,
-    depth=2,
-    heads=2,
-    clusters=8,
-    seconds=0.4,
     steps=6,
     batch_size=4,
     chunk_size=2,
@@ -86,11 +72,27 @@ AUDIO = dict(
     warmup_steps=2,
     device="cpu",
 )
-# Consoles that are not UTF-8.
-CONSOLES = [
-    {"PYTHONIOENCODING": "ascii"},
-    {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
-]
+CODEC = dict(
+    AUDIO,
+    stage="soundstream",
+    channels=2,
+    strides=(4, 5, 8),
+    latent_dim=16,
+    num_quantizers=4,
+    codebook_size=16,
+    discriminator_channels=1,
+    stft_window=256,
+    quantizer_start=2,
+    discriminator_start=3,
+    seconds=0.4,
+)
+TOKENS = dict(AUDIO, width=16, depth=2, heads=2, seconds=0.4)
+STAGES = {
+    "soundstream": CODEC,
+    "semantic": dict(TOKENS, stage="semantic", clusters=8),
+    "coarse": dict(TOKENS, stage="coarse"),
+    "fine": dict(TOKENS, stage="fine"),
+}
 KILLS = int(os.environ.get("KILLS", 2))
 
 
@@ -289,6 +291,11 @@ def metrics(folder):
     return lines
 
 
+def saved(folder):
+    """The checkpoints of a run, {"file", "step", "sha256"} each, newest first."""
+    return json.loads((Path(folder) / "auto_resume.json").read_text())["checkpoints"]
+
+
 def leaves(value):
     """All tensors and plain values in nested dicts and lists, in order."""
     if isinstance(value, dict):
@@ -303,12 +310,12 @@ def differences(first, second):
     found = []
     if metrics(first) != metrics(second):
         found.append("metrics")
-    newest = checkpoint.record_of(first)["checkpoints"][0]["file"]
+    newest = saved(first)[0]["file"]
     for name in ("model.pt", "best.pt", newest):
         values = []
         for folder in (first, second):
-            state = checkpoint.load(Path(folder) / name)
-            values.append(leaves({**state, "config": 0, "metadata": 0, "cwd": 0}))
+            contents = checkpoint.load(Path(folder) / name)
+            values.append(leaves({**contents, "config": 0}))
         if len(values[0]) != len(values[1]) or not all(map(same, *values)):
             found.append(name)
     return found
@@ -326,7 +333,7 @@ def check_loading(words, folder, server, new):
     words: the command line that trained it, but for --run_dir; new: a folder for runs that begin
     from it.
     """
-    last, whole, *_ = checkpoint.record_of(folder)["checkpoints"]
+    last, whole, *_ = saved(folder)
     path = folder / whole["file"]
     model = folder / "model.pt"
     server.files = {"/whole.pt": path.read_bytes(), "/model.pt": model.read_bytes()}
@@ -340,7 +347,7 @@ def check_loading(words, folder, server, new):
         out = train(name, "--load", address)
         assert f"at step {whole['step']} of {last['step']}" in out
         assert metrics(new / name) == later
-    assert "lr changed from" in train("rate", "--load", url, "--lr=1e-5", "--no_cosine")
+    assert "lr changed from" in train("rate", "--load", url, "--lr=1e-5", "--cosine=false")
     assert {line.get("lr", 1e-5) for line in metrics(new / "rate")} == {1e-5}
 
     train("model_file", "--init_from", model)

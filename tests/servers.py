@@ -22,8 +22,9 @@ class Server:
     """HTTP on loopback.
 
     `files`: {path: bytes} for GET. `asked`: [(method, path, headers, body), ...]. `fail`: a status
-    for all requests. POST and PUT answer as a Hugging Face Hub does, which keeps what it gets in
-    `stored`, {name: bytes}. POST /graphql answers as Weights & Biases, of a run abc with `files`.
+    for all requests. POST answers as a Hugging Face Hub does, which keeps what it gets in `stored`,
+    {name: bytes}, and HEAD says whether a name is there. POST /graphql answers as Weights & Biases,
+    of a run abc with `files`.
     """
 
     def __init__(self):
@@ -46,10 +47,12 @@ class Server:
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(content)))
                 self.send_header("Content-Type", "application/json")
+                if status == 404:
+                    self.send_header("X-Error-Code", "EntryNotFound")
                 self.end_headers()
                 self.wfile.write(content)
 
-            do_GET = do_POST = do_PUT = respond
+            do_GET = do_HEAD = do_POST = respond
 
         self.http = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.http.server_port}"
@@ -65,51 +68,30 @@ class Server:
             return self.fail, b'{"error": "no"}'
         if method == "POST":
             return 200, json.dumps(self.post(path, body)).encode()
-        if method == "PUT":
-            self.stored[path.removeprefix("/lfs/")] = body
-            return 200, b""
+        if method == "HEAD":
+            stored = path.partition("/resolve/main/")[2] in self.stored
+            return (200 if stored else 404), b""
         if path not in self.files:
             return 404, b""
         return 200, self.files[path]
 
     def post(self, path, body):
         """The JSON value of the reply."""
-        if "/commit/" in path:
-            for line in body.decode().splitlines():
-                self.commit(**json.loads(line))
+        request = json.loads(body.strip().rpartition(b"\n")[2] or "{}")
+        if "/commit/" in path:  # its last line is the one file
+            self.stored[request["value"]["path"]] = base64.b64decode(request["value"]["content"])
             return {"commitUrl": f"{self.url}/me/prior/commit/0", "commitOid": "0" * 40}
-        request = json.loads(body)
         if path == "/graphql":
-            return self.graphql(request.get("variables", {}))
+            return self.graphql()
         if "/preupload/" in path:
-            return {"files": [self.upload_mode(file["path"]) for file in request["files"]]}
-        if path.endswith("/objects/batch"):
-            objects = [self.upload_address(item) for item in request["objects"]]
-            return {"transfer": "basic", "objects": objects}
+            mode = {"shouldIgnore": False, "uploadMode": "regular"}
+            return {"files": [{"path": file["path"], **mode} for file in request["files"]]}
         return {"url": f"{self.url}/me/prior"}  # of a new repository
 
-    def upload_mode(self, path):
-        """Checkpoints go to the large file store, and small files into the commit."""
-        mode = "lfs" if path.endswith(".pt") else "regular"
-        return {"path": path, "shouldIgnore": False, "uploadMode": mode}
-
-    def upload_address(self, item):
-        return {**item, "actions": {"upload": {"href": f"{self.url}/lfs/{item['oid']}"}}}
-
-    def commit(self, key, value):
-        if key == "file":
-            self.stored[value["path"]] = base64.b64decode(value["content"])
-        elif key == "lfsFile":
-            self.stored[value["path"]] = self.stored[value["oid"]]
-
-    def graphql(self, variables):
-        if variables.get("name", "abc") == "abc":
-            names = [name for name in variables.get("fileNames") or [] if f"/{name}" in self.files]
-            edges = [{"node": self.file(name), "cursor": "0"} for name in names]
-            files = {"edges": edges, "pageInfo": {"endCursor": "0", "hasNextPage": False}}
-            run = {"name": "abc", "state": "finished", "files": files}
-        else:
-            run = None
+    def graphql(self):
+        nodes = [{"node": self.file(path[1:]), "cursor": "0"} for path in self.files]
+        files = {"edges": nodes, "pageInfo": {"endCursor": "0", "hasNextPage": False}}
+        run = {"name": "abc", "state": "finished", "files": files}
         project = {"internalId": "1", "run": run}
         return {"data": {"project": project, "viewer": {"id": "1", "entity": "me"}}}
 

@@ -15,14 +15,12 @@ UNET = dict(
     width=8,
     channel_mult=(1, 2),
     num_res_blocks=1,
-    cond_width=16,
-    head_dim=8,
     objective="epsilon",
     timestep_density="uniform",
 )
-BASE = dict(image_size=8, attention_levels=(1,), learned_variance=True)
-UPSAMPLER = dict(image_size=16, image_condition=False, attention_levels=())
-TEXT = dict(max_text_len=4, text_encodings="clip", raw_embeddings=True)
+BASE = dict(image_size=8, cond_width=16, attention_levels=(1,), learned_variance=True)
+UPSAMPLER = dict(image_size=16, random_crop=8)
+TEXT = dict(text_encodings="clip", raw_embeddings=True)
 
 # The benchmarks' own sizes, small, and a small preset of each form.
 CONSTANTS = {
@@ -36,7 +34,7 @@ CONSTANTS = {
         discriminator_channels=1,
         sample_rate=8_000,
     ),
-    "TOKENS": dict(width=16, depth=1, heads=2, clusters=8, coarse_quantizers=3),
+    "TOKENS": dict(width=16, depth=1, heads=2),
     "FRAMES": {"semantic": 8, "coarse": 4, "fine": 4},
     "MODEL": UNET,
     "BASE": BASE,
@@ -44,10 +42,10 @@ CONSTANTS = {
     "SIZES": dict(width=16, depth=1, heads=2),
     "STEPS": 2,
 }
-PRIORS = {"small": dict(TEXT, width=16, depth=1, heads=2)}
+PRIORS = {"small": dict(TEXT, max_text_len=4, width=16, depth=1, heads=2)}
 DECODERS = {
     "small": dict(TEXT, **UNET, **BASE, stage="base"),
-    "upsampler": dict(UNET, **UPSAMPLER, stage="upsample", low_res_size=4, random_crop=8),
+    "upsampler": dict(UNET, **UPSAMPLER, stage="upsample", low_res_size=4),
 }
 
 

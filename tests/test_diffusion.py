@@ -1,30 +1,15 @@
 """The diffusion arithmetic against slow references and published closed forms."""
-import dataclasses
 import math
 
 import pytest
 import torch
-from helpers import Settings
 from torch.distributions import Normal, kl_divergence
 from torch.testing import assert_close
 
-from common import diffusion, loop
-from common.config import UserError
+from common.models import diffusion
 
 T = 200
 objectives = pytest.mark.parametrize("objective", ["x0", "v", "epsilon", "flow"])
-
-
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
-
-
-@pytest.mark.parametrize("name", ["cosine", "linear"])
-def test_levels_keep_variance_and_only_get_noisier(name):
-    alpha, sigma = diffusion.alphas_sigmas(name, T)
-    assert_close(alpha ** 2 + sigma ** 2, torch.ones(T))
-    assert (alpha.diff() < 0).all()
-    assert alpha[0] > 0.9 and alpha[-1] < 0.25
 
 
 # Levels of noise
@@ -33,21 +18,21 @@ def test_the_linear_betas_are_the_published_ones():
     beta = diffusion.noise_betas("linear", 1001)
     expected = [1e-4, (1e-4 + 0.02) / 2, 0.02]
     assert (beta[[0, 500, 1000]] * 1001 / 1000).tolist() == pytest.approx(expected, rel=1e-9)
-
-
-@pytest.mark.parametrize("name", ["cosine", "linear"])
-def test_no_beta_is_1(name):
-    assert diffusion.noise_betas(name, 2).max() == 0.999
+    alpha, sigma = diffusion.alphas_sigmas("linear", T)
+    assert_close(alpha ** 2 + sigma ** 2, torch.ones(T))
+    assert (alpha.diff() < 0).all()
 
 
 def test_cosine_levels_follow_the_closed_form():
-    alpha, _ = diffusion.alphas_sigmas("cosine", T)
+    alpha, sigma = diffusion.alphas_sigmas("cosine", T)
+    assert_close(alpha ** 2 + sigma ** 2, torch.ones(T))
 
     def f(t):
         return math.cos((t / T + 0.008) / 1.008 * math.pi / 2) ** 2
 
     for t in (0, 17, 100, 180):
         assert alpha[t].item() ** 2 == pytest.approx(f(t + 1) / f(0), rel=1e-4)
+    assert diffusion.noise_betas("cosine", 2).max() == 0.999  # α is never 0
 
 
 def test_flow_levels_run_to_pure_noise():
@@ -104,17 +89,11 @@ def test_min_snr_weighs_every_objective_alike(objective):
     assert_close(weight * loss, expected, rtol=1e-5, atol=1e-9)
 
 
-@objectives
-@pytest.mark.parametrize("name", ["flow", "cosine", "linear"])
-@pytest.mark.parametrize("kind", ["none", "min_snr", "cosmap", "sigma_sqrt"])
-def test_weights_are_finite_at_every_level_also_of_pure_noise(objective, name, kind):
-    alpha, sigma = diffusion.alphas_sigmas(name, 1000)
-    weight = diffusion.loss_weight(kind, objective, alpha, sigma, 1.0)
-    assert weight.shape == (1000,)
-    assert weight.isfinite().all() and (weight >= 0).all()
-
-
-def test_weights_of_flow_follow_their_formulas():
+def test_weights_are_finite_at_pure_noise_and_those_of_flow_follow_their_formulas():
+    alpha, sigma = diffusion.alphas_sigmas("flow", 1000)  # α ends at 0
+    for objective in ("x0", "v", "epsilon", "flow"):
+        weight = diffusion.loss_weight("min_snr", objective, alpha, sigma, 1.0)
+        assert weight.isfinite().all() and (weight >= 0).all()
     sigma = torch.tensor([0.1, 0.5, 1.0])
     expected = {"none": [1, 1, 1], "sigma_sqrt": [100, 4, 1], "cosmap": [2 / 0.82, 4, 2]}
     expected["cosmap"] = [value / math.pi for value in expected["cosmap"]]
@@ -143,9 +122,7 @@ def test_timesteps_have_the_published_density(density, mean, std):
     expected = torch.histc(time, 20, 0, 1) / len(time)
     fractions = torch.bincount(drawn.flatten(), minlength=20) / drawn.numel()
     assert (fractions - expected).abs().sum() / 2 < 0.008  # 0.004 is usual for so many
-
-
-def test_timesteps_are_below_t_though_a_sigmoid_may_round_to_1():
+    # A sigmoid may round to 1.
     assert diffusion.sample_timesteps("logit_normal", (9,), 3, "cpu", 40.0).tolist() == [2] * 9
 
 
@@ -171,7 +148,8 @@ def test_variational_bound_is_the_kl_of_the_two_gaussians():
     alpha, sigma = diffusion.alphas_sigmas("linear", T)
     t = torch.arange(1, T)
     x0, estimate = torch.rand(2, T - 1, 2, 3) * 2 - 1
-    fraction = torch.rand(T - 1, 2, 3)
+    estimate.requires_grad_()
+    fraction = torch.rand(T - 1, 2, 3, requires_grad=True)
     x_t = torch.randn(T - 1, 2, 3).double()
     ours = diffusion.variational_bound(x0, t, estimate, fraction, alpha, sigma)
     assert ours.shape == (T - 1,)
@@ -191,6 +169,9 @@ def test_variational_bound_is_the_kl_of_the_two_gaussians():
     model = Normal(mean(estimate), model_variance.sqrt())
     bits = kl_divergence(posterior, model).mean((1, 2)) / math.log(2)
     assert_close(ours.double(), bits, rtol=2e-3, atol=0)
+    ours.sum().backward()
+    assert estimate.grad is None  # it teaches the variance alone
+    assert fraction.grad.isfinite().all() and fraction.grad.any()
 
 
 @pytest.mark.parametrize("estimate, fraction", [(0.3, 0.0), (-0.97, 1.0), (1.02, 0.5)])
@@ -216,30 +197,7 @@ def test_the_first_term_is_the_likelihood_of_eight_bit_pixels(estimate, fraction
     assert_close(mass, below.diff(), rtol=2e-3, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", ["linear", "cosine", "flow"])
-def test_variational_bound_is_finite_and_teaches_the_variance_alone(name):
-    torch.manual_seed(0)
-    alpha, sigma = diffusion.alphas_sigmas(name, 1000)
-    t = torch.arange(1000)
-    x0 = torch.randint(256, (1000, 4)) / 127.5 - 1
-    estimate = (x0 + torch.randn(1000, 4)).requires_grad_()
-    fraction = torch.rand(1000, 4, requires_grad=True)
-    bits = diffusion.variational_bound(x0, t, estimate, fraction, alpha, sigma)
-    bits.sum().backward()
-    assert estimate.grad is None
-    assert fraction.grad.isfinite().all()
-    assert (fraction.grad != 0).any(1).sum() > 900
-    bits = diffusion.variational_bound(x0, t, x0, torch.zeros(1000, 4), alpha, sigma)
-    assert bits.isfinite().all()
-    assert bits[1:].abs().max() < 1e-5  # the true posterior itself
-
-
 # Sampling
-
-def test_guidance_extrapolates_from_the_unconditional():
-    assert diffusion.classifier_free_guidance(5.0, 2.0, 1.0) == 5.0
-    assert diffusion.classifier_free_guidance(5.0, 2.0, 3.0) == 11.0
-
 
 def test_sampling_timesteps_run_evenly_from_the_noisiest_level_to_the_first():
     assert diffusion.sampling_timesteps(1000, 1) == [999]
@@ -270,7 +228,7 @@ def test_ancestral_steps_are_bayes_posterior_from_the_level_of_each_input_to_x0(
         level, again = t.tolist()
         assert level == again
         inputs[level] = x_t.double()
-        return predictions[level]
+        return predictions[level], None
 
     def noise_fn(x):
         return next(unused)
@@ -293,16 +251,15 @@ def test_ancestral_steps_are_bayes_posterior_from_the_level_of_each_input_to_x0(
 
 
 @pytest.mark.parametrize("name", ["linear", "flow"])
-@pytest.mark.parametrize("eta", [1.0, 0.5, 0.0])
-@pytest.mark.parametrize("fraction", [0.0, 0.3, 1.0, None])
+@pytest.mark.parametrize("eta", [0.5, 0.0])
+@pytest.mark.parametrize("fraction", [0.3, 1.0, None])
 def test_learned_variance_runs_from_the_posteriors_to_betas_times_eta(name, eta, fraction):
     alpha, sigma = diffusion.alphas_sigmas(name, T)
     inputs = []
 
     def denoise(x_t, t):
         inputs.append(x_t.item())
-        x0 = torch.zeros(1, 1)
-        return x0 if fraction is None else (x0, torch.tensor(fraction))
+        return torch.zeros(1, 1), None if fraction is None else torch.tensor(fraction)
 
     noise_fn = torch.ones_like
     diffusion.sample(denoise, torch.ones(1, 1), alpha, sigma, 6, eta, noise_fn)
@@ -326,27 +283,8 @@ def correlated(alpha, sigma, rho):
     def denoise(x_t, t):
         a = alpha[t[0]]
         total = a ** 2 * covariance + sigma[t[0]] ** 2 * torch.eye(2)
-        return x_t @ (a * covariance @ torch.linalg.inv(total)).T
+        return x_t @ (a * covariance @ torch.linalg.inv(total)).T, None
     return denoise
-
-
-def test_a_step_taken_again_starts_from_its_result_noised_again():
-    alpha, sigma = diffusion.alphas_sigmas("linear", T)
-    inputs = []
-
-    def denoise(x_t, t):
-        inputs.append(x_t.item())
-        return x_t
-
-    ones = torch.ones(1, 1)
-    settings = dict(eta=0.0, noise_fn=torch.ones_like, resample=2)
-    diffusion.sample(denoise, ones, alpha, sigma, 2, known=ones, keep_mask=ones * 0, **settings)
-    t, t_prev = diffusion.sampling_timesteps(T, 2)
-    noise = (1 - alpha[t]) / sigma[t]
-    x = alpha[t_prev] + sigma[t_prev] * noise
-    ratio = alpha[t] / alpha[t_prev]  # DDPM's Eq. 1 over the levels between
-    again = ratio * x + (1 - ratio ** 2).sqrt()
-    assert inputs[1] == pytest.approx(again.item(), rel=1e-4)
 
 
 @pytest.mark.parametrize("name", ["cosine", "flow"])
@@ -363,38 +301,3 @@ def test_inpainting_keeps_what_is_known_and_resampling_fits_the_rest_to_it(name)
         errors.append((out[:, 1].mean() - 0.9 * 1.5).abs().item())
     assert errors[1] < 0.12 and errors[1] < errors[0] / 3
     assert out[:, 1].std().item() == pytest.approx(math.sqrt(1 - 0.9 ** 2), abs=0.12)
-
-
-def test_inpainting_with_nothing_known_is_plain_sampling():
-    alpha, sigma = diffusion.alphas_sigmas("cosine", T)
-    known, start = torch.randn(2, 3, 2, generator=generator())
-    settings = (correlated(alpha, sigma, 0.5), start, alpha, sigma, 5, 0.0)
-    nothing = diffusion.sample(*settings, known=known, keep_mask=torch.zeros(1, 1))
-    assert torch.equal(nothing, diffusion.sample(*settings))
-
-
-# Settings
-
-@dataclasses.dataclass(frozen=True)
-class Config(Settings):
-    """The settings of a diffusion model that the checks are about."""
-
-    objective: str = "x0"
-    noise_schedule: str = "cosine"
-    loss_weight: str = "none"
-    timesteps: int = 50
-    text_drop: float = 0.1
-
-
-def test_steps_and_guidance_are_those_that_a_model_can_be_sampled_with():
-    for scale, steps in ((1, 1), (1, 50), (3, 7)):
-        loop.check_sampling(Config(), scale, steps)
-        loop.check_sampling(Config(), scale, steps, conditional=False)
-    for steps in (0, 51):
-        with pytest.raises(UserError, match=f"{steps} sampling steps: expected 1 to 50"):
-            loop.check_sampling(Config(), 1, steps)
-    never_dropped = Config(text_drop=0.0)
-    loop.check_sampling(never_dropped, 1, 50)
-    for scale, conditional in ((2, True), (1, False)):
-        with pytest.raises(UserError, match="with --text_drop 0, so"):
-            loop.check_sampling(never_dropped, scale, 5, conditional)

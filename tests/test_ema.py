@@ -47,8 +47,7 @@ def same(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-@pytest.mark.parametrize(
-    "settings", [{"decay": 0.9, "min_decay": 0.9}, {"decay": 0.8, "update_after": 3}])
+@pytest.mark.parametrize("settings", [dict(min_decay=0.9999), dict(decay=0.8, update_after=3)])
 def test_the_average_is_torchs_averagedmodel_of_those_decays_bit_for_bit(settings):
     model, ema = make(0, **settings)
     reference = AveragedModel(model)
@@ -68,7 +67,7 @@ def test_the_average_is_torchs_averagedmodel_of_those_decays_bit_for_bit(setting
 @pytest.mark.parametrize("warmup", ["power", "ratio"])
 @pytest.mark.parametrize(
     "inv_gamma, power, min_decay, update_after",
-    [(10.0, 0.75, 0.0, 0), (1.0, 2 / 3, 0.2, 40), (1.0, 2 / 3, 0.95, 0)])
+    [(10.0, 0.75, 0.0, 0), (1.0, 2 / 3, 0.2, 40)])
 def test_the_decay_follows_the_formulas(warmup, inv_gamma, power, min_decay, update_after):
     ema = EMA(
         Model(),
@@ -87,15 +86,8 @@ def test_the_decay_follows_the_formulas(warmup, inv_gamma, power, min_decay, upd
     assert decays == pytest.approx([0.0] * (update_after + 1) + expected, rel=1e-12)
 
 
-def test_the_decay_by_default_is_that_of_the_package_replaced():
-    ema = EMA(Model())
-    assert ema.decay_at(2) == pytest.approx(1 - 2 ** -0.75)
-    assert ema.decay_at(10 ** 9) == 0.9999
-    assert ema.update_every == 1
-
-
 def test_between_updates_the_average_stands_still():
-    model, ema = make(0, update_every=4, decay=0.5)
+    model, ema = make(0, update_every=4)
     values = []
 
     def after_step(step):
@@ -111,12 +103,10 @@ def test_buffers_and_frozen_parameters_are_the_models_own():
     model, ema = make()
     weights = model.state_dict()
     averages = ema.state_dict()
-    assert averages.keys() == weights.keys()
     equal = {name for name in weights if torch.equal(averages[name], weights[name])}
     buffers = {name for name, _ in model.named_buffers()}
     assert equal >= {"frozen.weight", "frozen.bias", *buffers}
     assert "norm.weight" not in equal
-    assert averages["norm.num_batches_tracked"] == 5
 
 
 def test_a_bf16_model_has_an_fp32_average_that_moves_where_bf16_would_stand_still():
@@ -140,17 +130,11 @@ def test_applied_gives_the_averages_and_then_the_models_own_weights_bit_for_bit(
         assert not same(model.state_dict(), weights)
         model.train()(torch.randn(8, 4))  # moves the buffers of the batch norm
     assert same(model.state_dict(), weights)
-    with pytest.raises(KeyError), ema.applied(model):
-        raise KeyError("from inside")
+    message = "have not been restored"  # weights are not stored over
+    with pytest.raises(AssertionError, match=message), ema.applied(model):
+        ema.store(model)
     assert same(model.state_dict(), weights)
     assert all(p is q for p, q in zip(parameters, model.parameters()))
-
-
-def test_weights_are_not_stored_over():
-    model, ema = make()
-    ema.store(model)
-    with pytest.raises(AssertionError, match="have not been restored"):
-        ema.store(model)
 
 
 def test_an_average_survives_a_round_trip_and_goes_on_bit_for_bit():
@@ -167,35 +151,29 @@ def test_an_average_survives_a_round_trip_and_goes_on_bit_for_bit():
 def test_averages_can_be_moved_pinned_and_cast_and_go_on_there():
     _, ema = make(8)
     model, moved = make()
-    moved.to("cpu", pin_memory=True).to()
+    moved.to("cpu", pin_memory=True)
     train(model, range(6, 9), moved.update)
     assert same(ema.state_dict(), moved.state_dict())
-    moved.to(dtype=torch.bfloat16)
-    before = moved.state_dict()["first.weight"].clone()
+    before = moved.to(dtype=torch.bfloat16).state_dict()["first.weight"].clone()
     train(model, range(9, 13), moved.update)
     average = moved.state_dict()["first.weight"]
     assert average.dtype == torch.bfloat16 and not torch.equal(average, before)
-    assert moved.state_dict()["frozen.weight"].dtype == torch.float32
     with moved.applied(model):
         assert torch.equal(model.first.weight, average.float())
 
 
 def test_with_decay_0_nothing_is_averaged_and_all_is_the_models_own():
     model, ema = make(decay=0.0, update_after=3)
-    ema.to("meta", torch.bfloat16)  # stays with the model
-    for name, tensor in model.state_dict().items():
-        assert tensor.data_ptr() == ema.state_dict()[name].data_ptr()
     weights = copy.deepcopy(model.state_dict())
+    assert same(ema.state_dict(), weights)
+    ema.load_state_dict({name: tensor + 1 for name, tensor in weights.items()})  # of averages
     with ema.applied(model):
         assert same(model.state_dict(), weights)
-    averages = {name: tensor + 1 for name, tensor in weights.items()}
-    ema.load_state_dict(averages)  # of a run that had some
     assert same(model.state_dict(), weights)
 
 
 @pytest.mark.parametrize("change", [
     lambda model: model.double(),
-    lambda model: model.to_empty(device="cpu").load_state_dict(Model().state_dict()),
     lambda model: setattr(model.first, "weight", nn.Parameter(torch.ones(6, 4))),
     lambda model: setattr(model.norm, "running_mean", torch.ones(6)),
 ])
@@ -225,24 +203,16 @@ def test_a_parameter_that_the_model_lost_or_has_in_another_shape_is_named_at_the
     assert same(ema.averages, before)
 
 
-def test_averages_are_not_written_into_a_model_with_other_names():
-    _, ema = make()
-    other = nn.Sequential(nn.Linear(4, 6))
-    weights = copy.deepcopy(other.state_dict())
-    with pytest.raises(ValueError, match=r"another model, .*'0.bias', \(6,\).*'first.bias'"):
-        ema.copy_to(other)
-    assert same(other.state_dict(), weights)
-
-
 def test_a_state_of_another_model_is_refused_by_name_and_changes_nothing():
     ema = EMA(Model())
     before = copy.deepcopy(ema.state_dict())
-    state = {name: tensor + 1 for name, tensor in before.items()}
-    state["second.weight"] = torch.zeros(2, 7)
-    state["third.bias"] = torch.zeros(1)
-    del state["norm.bias"]
-    with pytest.raises(ValueError, match="EMA state of another model") as caught:
-        ema.load_state_dict(state)
-    for entry in (("norm.bias", (6,)), ("second.weight", (2, 7)), ("third.bias", (1,))):
-        assert str(entry) in str(caught.value)
+    other = Model(seed=1)
+    other.second = nn.Linear(7, 2)
+    other.third = nn.Linear(1, 1, bias=False)
+    del other.norm.bias
+    for mistake in (ema.copy_to, lambda model: ema.load_state_dict(model.state_dict())):
+        with pytest.raises(ValueError, match="EMA state of another model") as caught:
+            mistake(other)
+        for entry in (("norm.bias", (6,)), ("second.weight", (2, 7)), ("third.weight", (1, 1))):
+            assert str(entry) in str(caught.value)
     assert same(ema.state_dict(), before)

@@ -1,88 +1,106 @@
-"""A fork as somebody makes it who has their own embeddings and their own transformer.
+"""A fork as somebody makes it who has their own embeddings, transformer, loss and optimizer.
 
-It is the script, the files of common/ that the README lists, arrays without captions, and the
-README's transformer and loss. It trains on two processes and samples, and resumes after a setting
-got another name.
+It is one script and common/ without common/interop, arrays without captions, and the README's
+recipes. It trains on two processes, is killed, goes on with four, and samples.
 """
+import os
 import re
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
-from conftest import ROOT
-from helpers import SMALL, flags, metrics, start
+from conftest import ROOT, environment, free_port
+from helpers import SMALL, flags, metrics
 
 README = (ROOT / "README.md").read_text()
-LISTED = re.search(r"A prior on embeddings of your own needs(.*?)\. ", README, re.DOTALL)[1]
-_, MIXER, LOSS = re.split(r"\*\*To (?:swap|add)", README)
-MIXER = re.search(r"```python\n(.*?)```", MIXER, re.DOTALL)[1]
-SETTING, *LOSS = re.search(r"```python\n(.*?)```", LOSS, re.DOTALL)[1].splitlines()
+
+
+def recipe(title):
+    """The Python code that the README gives for **title**."""
+    return re.search(rf"\*\*{title}.*?```python\n(.*?)```", README, re.DOTALL)[1]
+
+
+SETTING, *LOSS = recipe("To add a loss").splitlines(keepends=True)
+CHANGES = {
+    r"class Prior\(": recipe("To swap the transformer") + "\n\nclass Prior(",
+    r"= Transformer\(": "= Mixer(",
+    r"    # Diffusion:": f"{SETTING}    # Diffusion:",
+    r"    return loss\.mean\(\)\n": "".join(LOSS),
+    r"    optimizers = optim\.make\(\n.*?\n    \)\n": recipe("To swap the optimizer"),
+}
 
 
 def edit(path, changes):
     """Replace what each pattern of `changes` finds, which must be something."""
     text = path.read_text()
     for pattern, new in changes.items():
-        text, count = re.subn(pattern, new, text)
+        text, count = re.subn(pattern, lambda match, new=new: new, text, flags=re.DOTALL)
         assert count, pattern
     path.write_text(text)
 
 
-def write_embeddings(folder):
-    rng = np.random.default_rng(0)
-    text = rng.standard_normal((300, 16))
-    image = text + rng.standard_normal((300, 16)) / 4
-    for name, rows in (("text_emb", text), ("img_emb", image)):
-        (folder / name).mkdir(parents=True)
-        np.save(folder / name / f"{name}_0.npy", rows.astype(np.float32))
+def launch(fork, *words, ranks=1):
+    """Processes of the fork's script, one for each rank."""
+    port = free_port()
+    return [
+        subprocess.Popen(
+            [sys.executable, fork / "train_prior.py", *words, "--run_dir", fork / "run"],
+            env={**os.environ, **environment(rank, ranks, port), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
 
 
-def run(fork, *words, ranks=0):
-    """Output of the fork's script, by plain python or by torchrun on `ranks` processes."""
-    process = start("train_prior", *words, "--run_dir", fork / "run", ranks=ranks, folder=fork)
-    out, err = process.communicate()
-    assert process.returncode == 0, out + err
-    return out
-
-
-def train(fork, steps):
-    settings = {**SMALL, "steps": steps, "length_weight": 0.1}
-    return run(fork, *flags(data=fork / "emb", **settings), ranks=2)
+def finish(processes):
+    """The output of rank 0 of processes that must end well."""
+    outputs = [process.communicate()[0] for process in processes]
+    assert not any(process.returncode for process in processes), "".join(outputs)
+    return outputs[0]
 
 
 @pytest.fixture(scope="module")
 def fork(tmp_path_factory):
-    """The fork's folder, in which four steps are trained."""
+    """The fork's folder."""
     folder = tmp_path_factory.mktemp("fork")
-    (folder / "common").mkdir()
-    for name in ("__init__", *re.findall(r"`(\w+)`", LISTED)):
-        shutil.copy(ROOT / f"common/{name}.py", folder / "common")
+    ignore = shutil.ignore_patterns("interop", "__pycache__")
+    shutil.copytree(ROOT / "common", folder / "common", ignore=ignore)
     shutil.copy(ROOT / "train_prior.py", folder)
-    changes = {
-        r"class Prior\(": f"{MIXER}\n\nclass Prior(",
-        r"= Transformer\(": "= Mixer(",
-        "    # Diffusion:": f"{SETTING}\n    # Diffusion:",
-        r"    return loss\.mean\(\)\n": "\n".join([*LOSS, ""]),
-    }
-    edit(folder / "train_prior.py", changes)
-    write_embeddings(folder / "emb")
-    assert "2 rank(s) on cpu" in train(folder, 4)
+    edit(folder / "train_prior.py", CHANGES)
+    rng = np.random.default_rng(0)
+    text = rng.standard_normal((300, 16)).astype(np.float32)
+    image = text + rng.standard_normal((300, 16)).astype(np.float32) / 4
+    for name, rows in (("text_emb", text), ("img_emb", image)):
+        (folder / "emb" / name).mkdir(parents=True)
+        np.save(folder / "emb" / name / f"{name}_0.npy", rows)
     return folder
 
 
-def test_a_fork_with_its_own_transformer_and_loss_trains_on_two_processes_and_samples(fork):
+def test_a_fork_trains_on_2_ranks_is_killed_goes_on_with_4_and_samples(fork):
+    settings = {**SMALL, "chunk_size": 0, "eval_every": 8, "lr": 0.1, "length_weight": 0.1}
+    words = flags(data=fork / "emb", **settings)
+    processes = launch(fork, *words, ranks=2)
+    assert any("step 16" in line for line in iter(processes[0].stdout.readline, ""))
+    for process in processes:
+        process.kill()
+        process.communicate()
+    # A setting may get another name meanwhile.
+    renamed = {r"\bdropout:": "drop_rate:", r"\bcfg\.dropout\b": "cfg.drop_rate"}
+    edit(fork / "train_prior.py", renamed)
+    out = finish(launch(fork, *words, ranks=4))
+    step = int(re.search(r"resuming .* at step (\d+) of 24", out)[1])
+    assert step in (8, 16)
+    assert "chunks of 12 samples, not of 24" in out
+    assert "dropout changed from 0.0 to no setting" in out
     losses = [line["loss"] for line in metrics(fork / "run") if "loss" in line]
-    assert losses and np.isfinite(losses).all()
+    assert len(losses) == 6 and losses[-1] < losses[0]
+
     texts = fork / "emb/text_emb/text_emb_0.npy"
-    run(fork, "sample", *flags(text_embeds=texts, num_samples=2, out=fork / "out.npy"))
+    finish(launch(fork, "sample", *flags(text_embeds=texts, num_samples=2, out=fork / "out.npy")))
     embeddings = np.load(fork / "out.npy")
     assert embeddings.shape == (600, 16)
     np.testing.assert_allclose(np.linalg.norm(embeddings, axis=1), 1, rtol=1e-5)
-
-
-def test_after_a_setting_got_another_name_the_same_command_resumes_with_a_note(fork):
-    renamed = {r"\bdropout:": "drop_rate:", r"\bcfg\.dropout\b": "cfg.drop_rate"}
-    edit(fork / "train_prior.py", renamed)
-    out = train(fork, 8)
-    assert "at step 4 of 8" in out
-    assert "dropout" in out

@@ -8,15 +8,24 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import flags, run
+from torch.testing import assert_close
 
 import train_decoder
 import train_prior
-from common import checkpoint, clip, config, data, diffusion, pretrained
+from common import checkpoint, config
 from common.config import UserError
+from common.data import embeddings
+from common.interop import pretrained
+from common.models import clip, diffusion, lora
 
 diffusers = pytest.importorskip("diffusers")
+MODULE = "common.interop.pretrained"
 D = 64  # width of the embeddings and of the text encodings
 L = 24  # length of the texts
+TEXTS = ["a red car", "a star", "red red red a car star star"]
+NO_TEXTS = [""] * 3
+KEPT = torch.zeros(3, dtype=torch.bool)  # no condition is dropped
+TIMESTEPS = torch.tensor([0, 500, 999])
 
 
 class Published:
@@ -26,17 +35,41 @@ class Published:
         self.folder = root / "pipeline"
         self.runs = root / "runs"
         vars(self).update(helpers.write_pipeline(self.folder, D, L))
-        vocabulary = ["a", "red", "car", "star"]
-        cfg = clip.Config(run_dir=str(root / "clip"), embed_width=D, text_width=D, context=L)
+        settings = dict(
+            vocabulary=["a", "red", "car", "star"],
+            image_size=32,
+            context=L,
+            embed_width=D,
+            text_width=D,
+        )
         torch.manual_seed(0)
-        self.clip = clip.CLIP(cfg, vocabulary).eval()
+        self.clip = clip.CLIP(**settings).eval()
         for parameter in self.clip.parameters():  # a CLIP that tells texts apart
             parameter.data += torch.randn_like(parameter) * 0.1
-        state = {"model": self.clip.state_dict(), "config": config.as_json(cfg)}
-        checkpoint.save({**state, "vocabulary": vocabulary}, root / "clip/model.pt")
-        self.spec = str(root / "clip")
-        words = flags(out=self.runs, clip=self.spec)
-        run("common.pretrained", "import", self.folder, *words)
+        contents = {"kind": "clip", "settings": settings, "model": self.clip.state_dict()}
+        self.spec = str(root / "clip.pt")
+        checkpoint.save(contents, self.spec)
+        run(MODULE, "import", self.folder, *flags(out=self.runs, clip=self.spec))
+
+    def condition(self, texts=TEXTS, length=L):
+        """Our condition of texts, of `length` tokens."""
+        return self.clip.text_condition(texts, length)
+
+    def their_decoder(self, unet, x_t, timestep, condition, image_embed):
+        encodings, embedding = self.text_proj(
+            image_embeddings=image_embed,
+            prompt_embeds=condition["text_embed"],
+            text_encoder_hidden_states=condition["text_enc"],
+            do_classifier_free_guidance=False,
+        )
+        mask = F.pad(condition["text_mask"], (4, 0), value=True)
+        return unet(x_t, timestep, encodings, class_labels=embedding, attention_mask=mask).sample
+
+
+def their_prior(prior, x_t, timestep, condition):
+    embedding, encodings, mask = condition.values()
+    names = {"attention_mask": mask, "encoder_hidden_states": encodings}
+    return prior(x_t, timestep, proj_embedding=embedding, **names).predicted_image_embedding
 
 
 @pytest.fixture(autouse=True)
@@ -49,142 +82,93 @@ def published(tmp_path_factory):
     return Published(tmp_path_factory.mktemp("published"))
 
 
-def load(path):
-    """Our model of a file."""
-    kind = checkpoint.load(path)["kind"]
-    load = train_prior.load_prior if kind == "prior" else train_decoder.load_unet
-    model, _ = load(path, "cpu")
-    return model
-
-
-def ours(published, stage):
-    return load(published.runs / stage / "model.pt")
+def load(folder):
+    """Our model of a run folder."""
+    path = folder / "model.pt"
+    is_prior = checkpoint.load(path)["kind"] == "prior"
+    loader = train_prior.load_prior if is_prior else train_decoder.load_unet
+    return loader(path, "cpu")[0]
 
 
 def export(run_dir, out):
-    run("common.pretrained", "export", *flags(run_dir=run_dir, out=out))
+    run(MODULE, "export", *flags(run_dir=run_dir, out=out))
 
 
-def assert_equal(model, other):
-    """All weights are equal."""
-    torch.testing.assert_close(model.state_dict(), other.state_dict(), rtol=0, atol=0)
-
-
-def condition_of(published, length=L):
-    """Our condition of ragged texts, of `length` tokens."""
-    texts = ["a red car", "a star", "red red red a car star star"]
-    return published.clip.text_condition(texts, length)
-
-
-def guided_condition(published, condition):
-    """That of as many empty texts, and `condition`, in one batch, as diffusers has them."""
-    null = published.clip.text_condition([""] * 3, condition["text_mask"].shape[1])
-    return {name: torch.cat([null[name], value]) for name, value in condition.items()}
-
-
-def guided(out, scale):
-    unconditional, conditional = out.chunk(2)
-    return unconditional + scale * (conditional - unconditional)
-
-
-def exact_scheduler(**settings):
-    """diffusers' scheduler with tables in float64: its own are off by 1e-3 in the last step."""
-    scheduler = diffusers.UnCLIPScheduler(**settings)
-    scheduler.betas = diffusion.noise_betas("cosine", 1000)
-    scheduler.alphas = 1 - scheduler.betas
-    scheduler.alphas_cumprod = scheduler.alphas.cumprod(0)
-    return scheduler
+# Sampling
 
 
 def noise_fn(x):
     return torch.randn(x.shape)
 
 
-def scheduled(scheduler, steps, x, predict):
-    """diffusers' sampling loop: `predict(x, t)`."""
+def scheduled(settings, steps, shape, predict):
+    """diffusers' sampling loop, `predict(x, t)`, from the first noise of seed 0.
+
+    The scheduler has tables in float64: its own are off by 1e-3 in the last step.
+    """
+    scheduler = diffusers.UnCLIPScheduler(**settings)
+    scheduler.betas = diffusion.noise_betas("cosine", 1000)
+    scheduler.alphas = 1 - scheduler.betas
+    scheduler.alphas_cumprod = scheduler.alphas.cumprod(0)
     scheduler.set_timesteps(steps)
     timesteps = scheduler.timesteps.tolist()
+    x = torch.randn(shape)
     for t, t_next in zip(timesteps, [*timesteps[1:], None]):
         x = scheduler.step(predict(x, t), t, x, prev_timestep=t_next).prev_sample
+    torch.manual_seed(0)
     return x
-
-
-# The prior
-
-
-def theirs_prior(prior, x_t, timestep, condition):
-    embedding, encodings, mask = condition.values()
-    names = {"attention_mask": mask, "encoder_hidden_states": encodings}
-    return prior(x_t, timestep, proj_embedding=embedding, **names).predicted_image_embedding
 
 
 @torch.no_grad()
 def test_the_prior_samples_as_karlos_pipeline_does(published):
-    prior = ours(published, "prior")
-    cfg = prior.cfg
-    assert (cfg.guidance_scale, cfg.eval_timesteps) == (4.0, (25,))
-    condition = condition_of(published)
-    both = guided_condition(published, condition)
+    prior = load(published.runs / "prior")
+    assert (prior.cfg.guidance_scale, prior.cfg.eval_timesteps) == (4.0, (25,))
+    condition = published.condition()
+    no_condition = published.condition(NO_TEXTS)
 
     def predict(x, t):
-        out = theirs_prior(published.prior, torch.cat([x, x]), t, both)
-        return guided(out, 4.0)
+        conditional = their_prior(published.prior, x, t, condition)
+        unconditional = their_prior(published.prior, x, t, no_condition)
+        return unconditional + 4 * (conditional - unconditional)
 
-    scheduler = exact_scheduler(
+    settings = dict(
         variance_type="fixed_small_log", prediction_type="sample", clip_sample_range=10.0
     )
     torch.manual_seed(0)
-    expected = scheduled(scheduler, 25, torch.randn(3, D), predict)
-    torch.manual_seed(0)
-    got = train_prior.sample_embeddings(prior, condition, 25, 4.0, cfg.eta, noise_fn)
+    expected = scheduled(settings, 25, (3, D), predict)
     expected = published.prior.post_process_latents(expected)
-    torch.testing.assert_close(got, expected, rtol=0, atol=1e-4)
-
-
-# The decoder and its upsampler
-
-
-def theirs_decoder(published, unet, x_t, timestep, condition, image_embed, guided=False):
-    encodings, embedding = published.text_proj(
-        image_embeddings=image_embed,
-        prompt_embeds=condition["text_embed"],
-        text_encoder_hidden_states=condition["text_enc"],
-        do_classifier_free_guidance=guided,
-    )
-    mask = F.pad(condition["text_mask"], (4, 0), value=True)
-    return unet(x_t, timestep, encodings, class_labels=embedding, attention_mask=mask).sample
+    got = train_prior.sample_embeddings(prior, condition, 25, 4.0, noise_fn=noise_fn)
+    assert_close(got, expected, rtol=0, atol=1e-4)
 
 
 @torch.no_grad()
 def test_the_decoder_samples_as_karlos_pipeline_does(published):
-    unet = ours(published, "base")
+    unet = load(published.runs / "base")
     cfg = unet.cfg
     assert (cfg.guidance_scale, cfg.eval_steps, cfg.eta) == (8.0, 25, 1.0)
-    condition = condition_of(published, cfg.max_text_len)
-    both = guided_condition(published, condition)
+    condition = published.condition(length=cfg.max_text_len)
+    no_condition = published.condition(NO_TEXTS, cfg.max_text_len)
     image_embed = torch.randn(3, D) * 3
+    no_image = published.text_proj.learned_classifier_free_guidance_embeddings.expand(3, D)
 
     def predict(x, t):
-        x = torch.cat([x, x])
-        out = theirs_decoder(published, published.decoder, x, t, both, image_embed, guided=True)
-        return torch.cat([guided(out[:, :3], 8.0), out[3:, 3:]], dim=1)
+        out = published.their_decoder(published.decoder, x, t, condition, image_embed)
+        null = published.their_decoder(published.decoder, x, t, no_condition, no_image)
+        epsilon = null + 8 * (out - null)
+        return torch.cat([epsilon[:, :3], out[:, 3:]], dim=1)
 
-    scheduler = exact_scheduler(variance_type="learned_range")
     torch.manual_seed(0)
-    expected = scheduled(scheduler, 5, torch.randn(3, 3, 8, 8), predict).clamp(-1, 1)
+    expected = scheduled({"variance_type": "learned_range"}, 5, (3, 3, 8, 8), predict)
     condition["image_embed"] = image_embed
-    torch.manual_seed(0)
     got = train_decoder.sample_images(unet, condition, 3, 5, 8.0, cfg.eta, noise_fn)
     assert got.std() > 0.1
-    torch.testing.assert_close(got, expected, rtol=0, atol=1e-4)
+    assert_close(got, expected.clamp(-1, 1), rtol=0, atol=1e-4)
 
 
 @torch.no_grad()
-def test_the_upsampler_samples_as_karlos_pipeline_does_with_its_second_unet_in_the_last_step(
-    published,
-):
+def test_the_upsampler_samples_as_karlos_with_its_second_unet_in_the_last_step(published):
     args = train_decoder.SampleConfig(run_dir=(str(published.runs / "upsample"),))
-    [unet], _, _ = train_decoder.load_cascade(args, "cpu")
+    [unet], *_ = train_decoder.load_cascade(args, "cpu")
     assert (unet.cfg.eval_steps, unet.cfg.eta) == (7, 1.0)
     low_res = torch.rand(1, 3, 8, 8) * 2 - 1
     large = F.interpolate(low_res, size=(32, 32), mode="bicubic", antialias=True)
@@ -195,192 +179,103 @@ def test_the_upsampler_samples_as_karlos_pipeline_does_with_its_second_unet_in_t
 
     torch.manual_seed(0)
     noise_fn(large)  # for the low resolution, which takes none
-    expected = scheduled(exact_scheduler(), 3, noise_fn(large), predict)
-    torch.manual_seed(0)
+    expected = scheduled({}, 3, large.shape, predict)
     got = train_decoder.sample_images(unet, {}, 1, 3, eta=1.0, noise_fn=noise_fn, low_res=low_res)
-    torch.testing.assert_close(got, expected.clamp(-1, 1), rtol=0, atol=1e-4)
+    assert_close(got, expected.clamp(-1, 1), rtol=0, atol=1e-4)
 
 
 # There and back
 
 
 @pytest.mark.parametrize(
-    "stage, part, folder",
+    "stage, parts",
     [
-        ("prior", "prior", ""),
-        ("upsample", "super_res_first", ""),
-        ("base", "decoder", "decoder"),
-        ("base", "text_proj", "text_proj"),
+        ("prior", {"prior": ""}),
+        ("upsample", {"super_res_first": ""}),
+        ("base", {"decoder": "decoder", "text_proj": "text_proj"}),
     ],
 )
-def test_what_is_exported_is_what_diffusers_loads_and_has_the_weights_that_were_imported(
-    published, stage, part, folder, tmp_path
-):
+def test_what_is_exported_is_what_was_imported(published, stage, parts, tmp_path):
     export(published.runs / stage, tmp_path)
-    before = getattr(published, part)
-    after = type(before).from_pretrained(tmp_path / folder)
-    assert_equal(after, before)
-    for name, value in before.config.items():
-        value = list(value) if isinstance(value, tuple) else value
-        assert name.startswith("_") or after.config[name] == value, name
+    for part, folder in parts.items():
+        before = getattr(published, part)
+        after = type(before).from_pretrained(tmp_path / folder)
+        assert_close(after.state_dict(), before.state_dict(), rtol=0, atol=0)
+        for name, value in before.config.items():
+            value = list(value) if isinstance(value, tuple) else value
+            assert name.startswith("_") or after.config[name] == value, name
 
 
-SHORT = dict(batch_size=4, warmup_steps=1, log_every=1, cosine_steps=4, eval_samples=2)
+def outputs(published, model, theirs):
+    """Those of a model of ours and of one of theirs for the same inputs."""
+    condition = published.condition(length=model.cfg.max_text_len)
+    if isinstance(model, train_prior.Prior):
+        x_t = torch.randn(3, D)
+        ours = model(x_t[:, None], TIMESTEPS[:, None], condition, KEPT)[:, 0]
+        return ours, their_prior(theirs, x_t, TIMESTEPS, condition)
+    x_t = torch.randn(3, 3, 8, 8)
+    image_embed = torch.randn(3, D) * 3
+    expected = published.their_decoder(theirs, x_t, TIMESTEPS, condition, image_embed)
+    condition["image_embed"] = image_embed
+    return model(x_t, TIMESTEPS, condition, KEPT, KEPT), expected
 
 
-def write_raw_shards(folder, published):
-    """Shards of embeddings that are not of unit length, with captions; returns flags for them."""
+def test_an_imported_prior_is_trained_resumed_and_exported(published, tmp_path):
     images = np.random.default_rng(0).standard_normal((64, D)).astype(np.float32) * 3
-    records = [{"caption": f"a red star {i}"} for i in range(64)]
-    data.write_shards(folder, images, images, records)
-    checkpoint.write_json({"clip": published.spec}, folder / "clip.json")
-    return dict(SHORT, data=folder)
-
-
-def write_pictures(folder):
-    """Captioned pictures; returns flags for a few steps on them."""
-    helpers.write_captioned(folder, 40)
-    return dict(SHORT, data=folder, eval_steps=2)
-
-
-def adapted(kind, base, adapters):
-    """diffusers' model of a folder with adapters, by peft."""
-    peft = pytest.importorskip("peft")
-    return peft.PeftModel.from_pretrained(kind.from_pretrained(base), adapters).eval()
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("lora_rank, lr", [(0, 1e-3), (2, 0.05)])
-def test_an_imported_prior_is_trained_resumed_and_exported(published, lora_rank, lr, tmp_path):
+    embeddings.write_shards(tmp_path / "raw", images, images, [{"caption": "a red star"}] * 64)
     words = flags(
-        **write_raw_shards(tmp_path / "raw", published),
+        data=tmp_path / "raw",
+        clip=published.spec,
         init_from=published.runs / "prior/model.pt",
         run_dir=tmp_path / "run",
-        lora_rank=lora_rank,
-        lr=lr,
+        batch_size=4,
+        eval_samples=2,
+        lr=1e-3,
     )
-    with torch.enable_grad():
-        run("train_prior", *words, "--steps", 2)
-        assert "resuming" in run("train_prior", *words, "--steps", 3)
-    prior, state = train_prior.load_prior(tmp_path / "run/model.pt", "cpu")
-    assert state["step"] == 3 and prior.cfg.raw_embeddings and prior.cfg.width == 64
+    run("train_prior", *words, "--steps", 2)
+    assert "resuming" in run("train_prior", *words, "--steps", 3)
     export(tmp_path / "run", tmp_path / "out")
-    if lora_rank:
-        theirs = adapted(diffusers.PriorTransformer, published.folder / "prior", tmp_path / "out")
-    else:
-        theirs = diffusers.PriorTransformer.from_pretrained(tmp_path / "out").eval()
-    condition = condition_of(published)
-    x_t = torch.randn(3, D)
-    timestep = torch.tensor([5, 500, 999])
-    drop = torch.zeros(3, dtype=torch.bool)
-    got = prior(x_t[:, None], timestep[:, None], condition, drop)[:, 0]
-    expected = theirs_prior(theirs, x_t, timestep, condition)
-    torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
-    assert (got - theirs_prior(published.prior, x_t, timestep, condition)).abs().max() > 1e-3
+    theirs = diffusers.PriorTransformer.from_pretrained(tmp_path / "out").eval()
+    with torch.no_grad():
+        got, expected = outputs(published, load(tmp_path / "run"), theirs)
+    assert_close(got, expected, rtol=0, atol=1e-5)
 
 
-def train_stage(published, stage, folder, **settings):
-    """Train an imported stage of the decoder for a few steps in FOLDER/run/STAGE."""
-    words = flags(
-        **write_pictures(folder / "pictures"),
-        run_dir=folder / "run",
-        stage=stage,
-        init_from=published.runs / stage / "model.pt",
-        **settings,
-    )
-    run("train_decoder", *words)
-    return load(folder / "run" / stage / "model.pt")
-
-
-@pytest.mark.parametrize("stage", ["base", "upsample"])
-def test_all_weights_of_an_imported_decoder_are_trained_but_those_of_no_text(
-    published, stage, tmp_path
-):
-    unet = train_stage(published, stage, tmp_path, steps=1)
-    assert (unet.cfg.optimizer, unet.cfg.lr) == ("adamw", 1e-5)
-    before = ours(published, stage).state_dict()
-    for name, value in unet.state_dict().items():
-        assert torch.equal(value, before[name]) == ("null_text" in name), name
-
-
+@pytest.mark.parametrize("stage, part", [("prior", "prior"), ("base", "decoder")])
 @torch.no_grad()
-def test_adapters_of_an_imported_decoder_are_loaded_by_peft(published, tmp_path):
-    with torch.enable_grad():
-        unet = train_stage(published, "base", tmp_path, lora_rank=2, lr=0.05, steps=3)
-    export(tmp_path / "run/base", tmp_path / "out")
-    folder = published.folder / "decoder"
-    adapted_unet = adapted(diffusers.UNet2DConditionModel, folder, tmp_path / "out")
-    condition = condition_of(published, unet.cfg.max_text_len)
-    image_embed = torch.randn(3, D) * 3
-    inputs = torch.randn(3, 3, 8, 8), torch.tensor([0, 500, 999])
-    before, expected = [
-        theirs_decoder(published, theirs, *inputs, condition, image_embed)
-        for theirs in (published.decoder, adapted_unet)
-    ]
-    drop = torch.zeros(3, dtype=torch.bool)
-    got = unet(*inputs, {**condition, "image_embed": image_embed}, drop, drop)
-    torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
-    assert (got - before).abs().max() > 1e-3
-
-
-def test_evaluation_of_an_imported_model_wants_data_and_takes_its_own_settings(
-    published, tmp_path
-):
-    folder = write_raw_shards(tmp_path / "raw", published)["data"]
-    words = ("train_prior", "evaluate", "--run_dir", published.runs / "prior")
-    assert "similarity_with_text@25" in run(*words, "--data", folder)
-    assert "name some with --data" in run(*words, expect=1)
-    words = ("train_decoder", "evaluate", "--run_dir", published.runs / "base")
-    assert "name some with --data" in run(*words, expect=1)
-
-
+def test_adapters_are_loaded_by_peft(published, stage, part, tmp_path):
+    peft = pytest.importorskip("peft")
+    path = published.runs / stage / "model.pt"
+    model = load(published.runs / stage)
+    adapters = helpers.awake(lora.inject(model, 2))
+    about = {"rank": 2, "base": str(path), "base_sha256": ""}
+    contents = {**checkpoint.load(path), "model": adapters.state_dict(), "lora": about}
+    checkpoint.save(contents, tmp_path / "run/model.pt")
+    export(tmp_path / "run", tmp_path / "out")
+    base = type(getattr(published, part)).from_pretrained(published.folder / part)
+    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "out").eval()
+    assert_close(*outputs(published, model, theirs), rtol=0, atol=1e-5)
 
 
 # The published sizes
 
 
-def model_of(preset, width):
-    """The model of a preset, without memory, and the number of its published parameters."""
-    kind = "prior" if preset in train_prior.PRESETS else "decoder"
-    script, model_class = pretrained.MODELS[kind]
-    with torch.device("meta"):
-        model = model_class(script.Config(**script.PRESETS[preset]), width, width)
-    weights = model.state_dict().items()
-    return model, sum(value.numel() for name, value in weights if "null_text" not in name)
-
-
 @pytest.mark.parametrize(
-    "preset, width, count",
+    "kind, preset, width, count",
     [
-        ("karlo", 768, 1_022_030_080),
-        ("kandinsky-2-2", 1280, 1_026_225_920),
-        ("karlo-64", 768, 893_318_086),
-        ("karlo-256", 0, 691_579_523),
+        ("prior", "karlo", 768, 1_022_030_080),
+        ("prior", "kandinsky-2-2", 1280, 1_026_225_920),
+        ("base", "karlo-64", 768, 893_318_086),
+        ("upsample", "karlo-256", 0, 691_579_523),
     ],
 )
-def test_models_of_the_published_sizes_have_the_published_number_of_parameters(
-    preset, width, count
-):
-    model, found = model_of(preset, width)
-    assert found == count
+def test_presets_have_the_published_number_of_parameters(kind, preset, width, count):
+    script = train_prior if kind == "prior" else train_decoder
+    cfg = pretrained.CONFIGS[kind](**script.PRESETS[preset])
+    model = pretrained.make(kind, cfg, [width, width])
+    weights = model.state_dict()
     names = pretrained.published_names(model)
-    assert names.keys() == {name for name in model.state_dict() if "null_text" not in name}
-    theirs = [name for joined in names.values() for name in joined]
-    assert len(theirs) == len(set(theirs))
-
-
-@pytest.mark.parametrize(
-    "preset, width, published, low, high",
-    [
-        ("dalle2", 768, 1.0e9, 1.15, 1.30),  # the paper's billion is without embedding layers
-        ("dalle2-64", 768, 3.5e9, 0.6, 0.75),  # which counts its text transformer, 24 deep
-        ("dalle2-256", 0, 700e6, 0.95, 1.05),
-        ("dalle2-1024", 0, 300e6, 0.9, 1.1),
-    ],
-)
-def test_presets_of_dalle2_have_about_the_sizes_of_its_table(preset, width, published, low, high):
-    _, count = model_of(preset, width)
-    assert low < count / published < high
+    assert sum(weights[name].numel() for name in names) == count
 
 
 # Mistakes
@@ -389,11 +284,10 @@ def test_presets_of_dalle2_have_about_the_sizes_of_its_table(preset, width, publ
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"norm_in_type": "layer"}, "norm_in_type is 'layer'"),
+        ({"time_embed_act_fn": "gelu"}, "time_embed_act_fn is 'gelu'"),
         ({"_class_name": "AutoencoderKL"}, "_class_name is 'AutoencoderKL'"),
-        ({"num_layers": 4}, "transformer_blocks.3.norm1.weight is missing"),
         ({"num_layers": 2}, "weights are unknown: transformer_blocks.2"),
-        ({"num_embeddings": 9}, r"positional_embedding is \(1, 28, 64\); expected \(13, 64\)"),
+        ({"num_embeddings": 9}, r"positional_embedding: .*not of the shape \(13, 64\)"),
     ],
 )
 def test_a_folder_of_another_form_is_refused(published, change, message, tmp_path):
@@ -405,59 +299,23 @@ def test_a_folder_of_another_form_is_refused(published, change, message, tmp_pat
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    "source, out, message",
-    [
-        ("pipeline/prior", "runs/prior", "is there already"),
-        ("clip", "out", "neither config.json nor one of the folders"),
-        ("runs", "out", "expected config.json and diffusion_pytorch_model"),
-        ("nothing", "out", "no such folder"),
-    ],
-)
-def test_what_cannot_be_imported_is_said_in_one_line(published, source, out, message, monkeypatch):
-    monkeypatch.chdir(published.folder.parent)
-    words = flags(out=out, clip=published.spec)
-    assert message in run("common.pretrained", "import", source, *words, expect=1)
+def test_nothing_is_overwritten(published):
+    words = (MODULE, "import", published.folder / "prior", "--out", published.runs / "prior")
+    assert "is there already" in run(*words, expect=1)
 
 
-@pytest.mark.parametrize(
-    "change, widths",
-    [
-        (dict(width=96), (D, D)),
-        (dict(head_dim=48), (D, D)),
-        ({}, (D, 0)),
-    ],
-)
-def test_what_diffusers_has_no_class_for_is_not_exported(change, widths):
-    form = dict(width=128, channel_mult=(1, 2), attention_levels=(1,), head_dim=64)
-    assert pretrained.about_unet(train_decoder.Config(**form), (D, D), "model.pt")
-    cfg = train_decoder.Config(**{**form, **change})
+def test_what_diffusers_has_no_class_for_is_not_exported():
+    cfg = train_decoder.BaseConfig(width=96)  # it would take other groups in its norms
     with pytest.raises(UserError, match="diffusers has no class for it"):
-        pretrained.about_unet(cfg, widths, "model.pt")
+        pretrained.about_unet(cfg, (D, D), "model.pt")
 
 
-def test_of_a_repository_the_folders_asked_for_are_fetched_once(monkeypatch, tmp_path):
+def test_of_a_repository_the_folders_asked_for_are_fetched(monkeypatch, tmp_path):
     hub = pytest.importorskip("huggingface_hub")
-    files = ["prior/model.bin", "prior/model.safetensors", "text_encoder/model.bin"]
-    monkeypatch.setattr(hub, "list_repo_files", lambda repository: files)
-    calls = []
 
     def snapshot_download(repository, allow_patterns, ignore_patterns):
-        assert repository == "someone/model" and ignore_patterns == ["*.fp16.*", "prior/model.bin"]
-        calls.append(allow_patterns)
+        assert (repository, allow_patterns) == ("me/model", ["prior/*", "text_proj/*"])
         return tmp_path
 
     monkeypatch.setattr(hub, "snapshot_download", snapshot_download)
-    assert pretrained.fetch("someone/model/prior") == tmp_path / "prior"
-    assert pretrained.fetch("someone/model") == tmp_path
-    assert calls[0] == ["prior/*", "text_proj/*"]
-    assert {"prior/*", "decoder/*", "super_res_last/*", "text_proj/*"} < set(calls[1])
-
-
-def test_a_model_of_raw_embeddings_refuses_unit_ones_and_another_width(published, tmp_path):
-    images = np.eye(D, dtype=np.float32)
-    data.write_shards(tmp_path, images, images, [{"caption": "a star"}] * D)
-    words = flags(data=tmp_path, clip=published.spec, init_from=published.runs / "prior/model.pt")
-    words += flags(run_dir=tmp_path / "run", batch_size=16)
-    assert "of unit length" in run("train_prior", *words, expect=1)
-    assert "model.pt is a model of 64" in run("train_prior", *words, "--width=192", expect=2)
+    assert pretrained.fetch("me/model/prior") == tmp_path / "prior"

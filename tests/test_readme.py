@@ -12,6 +12,7 @@ import os
 import re
 import shlex
 import tarfile
+import typing
 
 import helpers
 import numpy as np
@@ -19,7 +20,9 @@ import pytest
 from conftest import ROOT
 
 import train_audio
-from common import clip, config, data, media
+import train_decoder
+from common import config
+from common.data import embed, embeddings, media
 
 README = (ROOT / "README.md").read_text()
 # (command, "") or ("", recipe) of all of them but the changes to a fork, which test_fork.py runs
@@ -28,71 +31,99 @@ ITEMS = re.findall(
     re.sub(r"\*\*To swap.*?\n## ", "", README, flags=re.DOTALL),
     re.MULTILINE | re.DOTALL,
 )
-TRAIN = dict(
-    device="cpu",
-    batch_size=8,
-    chunk_size=0,
-    steps=4,
-    warmup_steps=1,
-    log_every=2,
-    eval_every=0,
-    eval_samples=8,
-)
+SHORT = dict(steps=4, warmup_steps=1, log_every=2, eval_every=0)
+TRAIN = dict(SHORT, device="cpu", batch_size=8, chunk_size=0, eval_samples=8)
 SMALL = {
     "train_prior": dict(TRAIN, width=16, depth=1, heads=1, eval_timesteps=2),
     "train_prior sample": dict(device="cpu", steps=2),
-    "train_decoder": dict(TRAIN, width=8, cond_width=8, head_dim=8, eval_steps=1),
+    "train_decoder": dict(device="cpu", eval_samples=8),
     "train_decoder sample": dict(device="cpu", steps=2),
     "train_decoder evaluate": dict(device="cpu", steps=2, eval_samples=8),
-    "train_audio": dict(
-        TRAIN,
-        channels=2,
-        latent_dim=16,
-        codebook_size=16,
-        discriminator_channels=1,
-        stft_window=256,
-        quantizer_start=2,
-        discriminator_start=3,
-        width=16,
-        depth=1,
-        heads=1,
-    ),
+    "train_audio": dict(device="cpu"),
     "train_audio sample": dict(device="cpu"),
-    "common.pretrained import": dict(clip="runs/clip"),
-    "common.pretrained export": {},
-    "common.clip train": dict(device="cpu", image_size=16, text_width=32, steps=3, batch_size=8),
-    "common.clip embed": dict(device="cpu"),
+    "common.interop.pretrained import": dict(clip="runs/clip"),
+    "common.interop.pretrained export": {},
+    "common.data.embed train": dict(
+        device="cpu", image_size=16, text_width=32, steps=3, batch_size=8
+    ),
+    "common.data.embed embed": dict(device="cpu"),
+}
+UNET = dict(SHORT, batch_size=8, width=8, eval_steps=1)
+TOKENS = dict(SHORT, batch_size=8, width=16, depth=1, heads=1, eval_samples=8)
+# The defaults of each stage.
+STAGES = {
+    train_decoder: {"base": dict(UNET, cond_width=8), "upsample": UNET},
+    train_audio: {
+        "soundstream": dict(
+            SHORT,
+            batch_size=8,
+            eval_samples=8,
+            channels=2,
+            latent_dim=16,
+            codebook_size=16,
+            discriminator_channels=1,
+            stft_window=256,
+            quantizer_start=2,
+            discriminator_start=3,
+        ),
+        "semantic": TOKENS,
+        "coarse": TOKENS,
+        "fine": TOKENS,
+    },
 }
 # The presets' own 4 and 8 workers a rank would be 32 and 64 processes more.
-PRESET = dict(validation=0.1, test=0.1, workers=0)
+PRESET = dict(TRAIN, validation=0.1, test=0.1, workers=0)
 PRESETS = {
     "dalle2": dict(PRESET, text_encodings="none"),
     "dalle2-64": dict(
         PRESET,
         clip="runs/clip",
         image_size=16,
+        width=8,
+        cond_width=8,
         channel_mult="1,2",
         attention_levels=1,
         num_res_blocks=1,
+        eval_steps=1,
     ),
 }
 
 
+def with_defaults(cls, defaults):
+    """The config class with other defaults."""
+    kinds = typing.get_type_hints(cls, include_extras=True)
+    fields = []
+    for each in dataclasses.fields(cls):
+        if each.name in defaults:
+            field = dataclasses.field(default=defaults[each.name], metadata=each.metadata)
+            fields.append((each.name, kinds[each.name], field))
+    namespace = {"__module__": cls.__module__, "__doc__": cls.__doc__}
+    return dataclasses.make_dataclass(
+        cls.__name__, fields, bases=(cls,), frozen=True, namespace=namespace
+    )
+
+
 def with_small_data(patch):
-    """Let built-in data have a few rows, and their CLIP be trained in no time."""
-    train = clip.train
+    """Let built-in data have a few rows, stages be small, and the CLIP be trained in no time."""
+    train = embed.train
 
     def train_shortly(cfg, device):
         return train(dataclasses.replace(cfg, steps=4, batch_size=16), device)
 
-    def builtin_data(*arguments, make=clip.builtin_data):
-        with pytest.MonkeyPatch.context() as within:  # `clip train` takes as many steps as it says
-            within.setattr(clip, "train", train_shortly)
+    def builtin_data(*arguments, make=embed.builtin_data):
+        with pytest.MonkeyPatch.context() as within:  # `embed train` takes the steps that it says
+            within.setattr(embed, "train", train_shortly)
             return make(*arguments)
 
-    patch.setattr(clip, "BUILTIN_ROWS", 120)
-    patch.setattr(clip, "builtin_data", builtin_data)
+    patch.setattr(embed, "BUILTIN_ROWS", 120)
+    patch.setattr(embed, "builtin_data", builtin_data)
     patch.setattr(train_audio, "BUILTIN_ROWS", 60)
+    for script, stages in STAGES.items():
+        for name, defaults in stages.items():
+            cls = with_defaults(script.STAGES[name], defaults)
+            patch.setattr(script, cls.__name__, cls)
+            patch.setitem(script.STAGES, name, cls)
+            patch.setitem(script.COMMANDS["train"][1], name, cls)
 
 
 def main():
@@ -124,18 +155,18 @@ def home(tmp_path_factory):
     folder = tmp_path_factory.mktemp("home")
     pictures, records = write_images(folder)
     captions = [record["caption"] for record in records]
-    embeddings = np.random.default_rng(0).normal(size=(60, 64))
+    rows = np.random.default_rng(0).normal(size=(60, 64))
 
     for name, picture in zip(("a", "b", "hole"), pictures):
         media.write_png(folder / f"{name}.png", picture)
     media.write_png(folder / "small.png", pictures[3][::2, ::2])
     helpers.write_voices(folder / "recordings", range(60))
     write_published(folder)
-    longer = 3 * embeddings  # not of unit length
-    data.write_shards(folder / "mine", longer, longer, records)
+    longer = 3 * rows  # not of unit length
+    embeddings.write_shards(folder / "mine", longer, longer, records)
     (folder / "mine/clip.json").write_text(json.dumps({"clip": str(folder / "runs/clip")}))
 
-    names = dict(image_embeddings=embeddings, text_embeddings=embeddings, captions=captions)
+    names = dict(image_embeddings=rows, text_embeddings=rows, captions=captions)
     with pytest.MonkeyPatch.context() as patch:
         with_small_data(patch)
         yield folder, names
@@ -149,8 +180,9 @@ def small_settings(name, words):
     small = dict(SMALL[command])
     if "--preset" in words:
         small |= PRESETS[words[words.index("--preset") + 1]]
-    if "--init_from" in words:  # the file has the settings of the model
-        for setting in config.names(importlib.import_module(name).Config, "model"):
+    script = importlib.import_module(name)
+    if "--init_from" in words and hasattr(script, "Config"):  # the file has the model's settings
+        for setting in config.named(script.Config(), "model"):
             small.pop(setting, None)
     return small
 
@@ -190,7 +222,7 @@ def test_what_the_recipes_make_is_there(home):
         "grid.png",
         "out.wav",
         "runs/decoder_images/upsample/model.pt",
-        "runs/mine/fine/model.pt",
+        "runs/mine/coarse/model.pt",
         "runs/prior_images/model.pt",
     ):
         assert (folder / name).is_file(), name

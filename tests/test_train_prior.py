@@ -3,10 +3,7 @@
 import json
 import os
 import re
-import shlex
 import shutil
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -16,10 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT
 from helpers import (
-    CONSOLES,
-    KILLS,
     SMALL,
     Forked,
     awake,
@@ -27,21 +21,13 @@ from helpers import (
     differences,
     flags,
     follow,
-    kill_often,
-    kill_ranks,
     metrics,
 )
 
 import train_prior
-from common import (
-    amp,
-    checkpoint,
-    clip,
-    config,
-    data,
-    diffusion,
-    dist,
-)
+from common import amp, checkpoint, config, dist
+from common.data import embed, embeddings, order
+from common.models import clip, diffusion
 
 CPU = torch.device("cpu")
 SHORT = {**SMALL, "steps": 8, "max_text_len": 20}
@@ -140,7 +126,7 @@ NONE = dict(text_encodings="none")
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, dict(NONE, objective="epsilon", dream=True, loss_weight="min_snr")]
+    "settings", [{}, dict(NONE, objective="epsilon", loss_weight="min_snr")]
 )
 def test_every_parameter_gets_a_gradient_also_in_bf16_and_the_batch_is_not_changed(settings):
     prior = make_prior(**settings)
@@ -172,24 +158,14 @@ def test_image_embeddings_get_length_root_d_inside_and_unit_length_outside():
     torch.testing.assert_close(prior.destandardize(x0 * 2), unit)
 
 
-def test_raw_image_embeddings_get_mean_0_and_deviation_1_inside():
-    prior = make_prior(raw_embeddings=True)
-    image_embed = torch.randn(50, 16) * 3 + 1
-    prior.measure_embeddings(image_embed)
-    x0 = prior.standardize(image_embed)
-    torch.testing.assert_close(x0.mean(0), torch.zeros(16))
-    torch.testing.assert_close(x0.std(0), torch.ones(16))
-    torch.testing.assert_close(prior.destandardize(x0), image_embed)
-
-
 def test_raw_image_embeddings_of_the_training_split_get_mean_0_and_deviation_1_inside(tmp_path):
     rows = 3 * np.random.default_rng(0).standard_normal((100, 16)) + 1
-    data.write_shards(tmp_path, rows, rows, [])
+    embeddings.write_shards(tmp_path, rows, rows, [])
     settings = dict(SHORT, steps=1, run_dir=tmp_path / "run")
     run(*flags(data=tmp_path, **settings), "--raw_embeddings")
     prior, _ = train_prior.load_prior(tmp_path / "run/model.pt", CPU)
-    dataset = data.Embeddings(tmp_path)
-    _, indices = data.splits(dataset, prior.cfg)["train"]
+    dataset = embeddings.Embeddings(tmp_path)
+    _, indices = order.splits(dataset, prior.cfg)["train"]
     image_embed = dataset.fetch(indices[np.arange(len(indices))])[0]["image_embed"]
     x0 = prior.standardize(image_embed)
     torch.testing.assert_close(x0.mean(0), torch.zeros(16), rtol=0, atol=1e-5)
@@ -230,28 +206,26 @@ def test_sampling_with_guidance_equals_a_slow_uncached_loop(inputs):
     torch.testing.assert_close(out, F.normalize(x0, dim=-1), rtol=1e-3, atol=1e-4)
 
 
-DENSITY = dict(timestep_density="logit_normal", density_mean=1.0, density_std=0.5)
-
-
 @pytest.mark.parametrize(
     "settings",
     [
         {},
-        dict(DENSITY, objective="flow", loss_weight="cosmap"),
-        dict(objective="epsilon", dream=True, loss_weight="min_snr", loss_gamma=4.0),
+        dict(timestep_density="logit_normal", objective="flow", loss_weight="cosmap"),
+        dict(objective="epsilon", loss_weight="min_snr"),
     ],
 )
-@pytest.mark.parametrize("plain", [False, True])
-def test_the_loss_equals_a_slow_one_and_a_plain_loss_has_neither_weights_nor_dream(plain, settings):
+@pytest.mark.parametrize("for_eval", [False, True])
+def test_the_loss_equals_a_slow_one_and_in_evaluation_has_no_weights(
+    for_eval, settings
+):
     prior = make_prior(**NONE, noise_draws=3, text_drop=0.4, **settings)
     cfg = prior.cfg
     batch = make_batch(8)
     condition = train_prior.conditioning(batch, cfg, None)
     torch.manual_seed(5)
-    loss = train_prior.diffusion_loss(prior, batch, condition, plain=plain)
+    loss = train_prior.diffusion_loss(prior, batch, condition, for_eval=for_eval)
     torch.manual_seed(5)
-    density = cfg.density_mean, cfg.density_std
-    timestep = diffusion.sample_timesteps(cfg.timestep_density, (8, 3), 1000, CPU, *density)
+    timestep = diffusion.sample_timesteps(cfg.timestep_density, (8, 3), 1000, CPU)
     e = torch.randn(8, 3, 16)  # the noise ε
     drop = torch.rand(8) < 0.4
 
@@ -261,15 +235,13 @@ def test_the_loss_equals_a_slow_one_and_a_plain_loss_has_neither_weights_nor_dre
     a = prior.alpha[timestep][..., None]
     s = prior.sigma[timestep][..., None]
     x0 = 4 * F.normalize(batch["image_embed"], dim=-1)[:, None]
-    if cfg.dream and not plain:
-        e = e + s * (e - predict(a * x0 + s * e))
     target, weight = {
         "x0": (x0, 1),
         "flow": (e - x0, 2 / torch.pi / (1 - 2 * s + 2 * s**2)),
-        "epsilon": (e, (4 * (s / a) ** 2).clamp(max=1)),
+        "epsilon": (e, (5 * (s / a) ** 2).clamp(max=1)),
     }[cfg.objective]
     error = predict(a * x0 + s * e) - target
-    expected = error**2 * (1 if plain else weight)
+    expected = error**2 * (1 if for_eval else weight)
     torch.testing.assert_close(loss, expected.mean())
 
 
@@ -278,7 +250,7 @@ def test_the_loss_equals_a_slow_one_and_a_plain_loss_has_neither_weights_nor_dre
 
 def open_evaluator(folder, **settings):
     cfg = train_prior.Config(**{**SMALL, "data": str(folder), "eval_timesteps": (4,), **settings})
-    splits = data.splits(data.Embeddings(folder), cfg)
+    splits = order.splits(embeddings.Embeddings(folder), cfg)
     return train_prior.Evaluator(cfg, splits, None, CPU)
 
 
@@ -295,13 +267,12 @@ def test_evaluation_has_no_dropout_and_no_loss_weights_and_leaves_the_mode_as_it
 
 def test_similarities_are_means_over_samples(emb, monkeypatch):
     def sample(prior, condition, steps, *settings):
-        assert settings == (2, 0.5)
+        assert settings == (2, 1.0)
         return condition["text_embed"] * (3 - steps)  # copies of the text, or their opposites
 
     monkeypatch.setattr(train_prior, "sample_embeddings", sample)
     # In chunks of 10, of which the last has 5.
-    sampling = dict(eval_timesteps=(2, 4), guidance_scale=2, eta=0.5)
-    evaluator = open_evaluator(emb, eval_samples=95, **sampling)
+    evaluator = open_evaluator(emb, eval_samples=95, eval_timesteps=(2, 4), guidance_scale=2)
     dataset, indices = evaluator.splits["test"]
     batch, _ = dataset.fetch(indices[np.arange(95)])
     text = batch["text_embed"]
@@ -350,67 +321,12 @@ def test_a_run_writes_a_complete_folder(finished):
     assert last["val_loss"] != last["val_loss_online"]
 
 
-def test_a_finished_run_started_again_changes_nothing_but_makes_new_copies(emb, finished, tmp_path):
+def test_a_finished_run_started_again_changes_nothing(emb, finished, tmp_path):
     folder = shutil.copytree(finished, tmp_path / "run")
-    save = f"local save_latest_to={tmp_path}/{{step}}.pt"
-    out = run(*flags(data=emb, run_dir=folder, save=save, **SMALL))
+    out = run(*flags(data=emb, run_dir=folder, **SMALL))
     assert "is finished, at step 24" in out
     assert "test_loss" in out
-    assert (tmp_path / "24.pt").is_file()
     assert not differences(finished, folder)
-
-
-@pytest.mark.parametrize("ranks", kill_ranks(2))
-def test_killed_at_random_moments_and_started_again_ends_in_the_same_bits(ranks, emb, tmp_path):
-    settings = dict(
-        steps=8 * KILLS,
-        eval_every=4,
-        text_encodings="shards",
-        max_text_len=4,
-        dropout=0.1,
-        precision="bf16",
-        checkpointing="true",
-        objective="v",
-        optimizer="muon",
-    )
-    words = flags(data=emb, **{**SMALL, **settings})
-    run(*words, *flags(run_dir=tmp_path / "whole"), ranks=ranks)
-    words += flags(run_dir=tmp_path / "killed")
-    assert kill_often("train_prior", words, ranks, seed=2) >= KILLS / 2
-    run(*words, ranks=ranks)
-    assert not differences(tmp_path / "whole", tmp_path / "killed")
-
-
-def test_a_chunk_size_that_is_left_out_is_decided_once_and_kept_by_the_run(emb, tmp_path):
-    settings = {**SMALL, "chunk_size": 0, "eval_every": 0}
-    words = flags(data=emb, run_dir=tmp_path, **settings)
-    assert "in chunks of 16, 3 rank(s)" in run(*words, "--steps", 4, ranks=3)
-    assert "in chunks of 16" in run(*words, "--steps", 8, ranks=1)
-    assert checkpoint.load(tmp_path / "model.pt")["config"]["chunk_size"] == 16
-    out = run(*words, "--steps", 12, ranks=4, expect=1)
-    assert "3 chunk(s) of 16 samples, so at most 3 rank(s)" in out
-    assert "--chunk_size of at most 48/4" in out
-
-
-def test_a_run_goes_on_with_a_smaller_chunk_size_and_says_that_its_noise_is_another(emb, tmp_path):
-    words = flags(data=emb, run_dir=tmp_path, **{**SMALL, "eval_every": 0})
-
-    def train(steps, chunk_size, ranks=1, expect=0):
-        more = flags(steps=steps, chunk_size=chunk_size)
-        return run(*words, *more, ranks=ranks, expect=expect)
-
-    train(4, 16)
-    out = train(8, 17, expect=1)
-    assert f"error: --chunk_size 17: that of {tmp_path} is 16, and a run goes on with" in out
-    out = train(8, 12, ranks=4)
-    assert "--chunk_size 12, which was 16: from here on the noise is another" in out
-    assert "chunk_size changed from 16 to 12" in out
-    # It is kept from now on, also by a start that falls back on a checkpoint of before.
-    assert "the noise is another" not in train(12, 0)
-    for entry in checkpoint.record_of(tmp_path)["checkpoints"][:2]:
-        (tmp_path / entry["file"]).unlink()
-    assert "at step 4 of 14" in train(14, 0)
-    assert checkpoint.load(tmp_path / "model.pt")["config"]["chunk_size"] == 12
 
 
 def test_stopped_on_3_ranks_and_started_again_by_torchrun_on_2_loses_the_same_as_on_1(
@@ -418,15 +334,17 @@ def test_stopped_on_3_ranks_and_started_again_by_torchrun_on_2_loses_the_same_as
 ):
     words = flags(data=emb, run_dir=tmp_path, **SMALL)
     stopped = Forked("train_prior", *words, ranks=3)
-    assert any("step 12" in line for line in iter(stopped.out.readline, ""))
+    assert any("step 12" in line for line in iter(stopped.out.readline, ""))  # an evaluation
     stopped.processes[0].terminate()
     step = re.search(r"SIGTERM at step (\d+), all saved", stopped.finish(expect=143))[1]
     resumed = helpers.start("train_prior", *words, ranks=2)
     out, err = resumed.communicate()
     assert resumed.returncode == 0, out + err
-    assert f"at step {step} of 24" in out
+    assert f"at step {step} of 24" in err
     assert out.count("Next: ") == 1
-    assert metrics(tmp_path) == [pytest.approx(line, rel=1e-4) for line in metrics(finished)]
+    # The line after the stop is of the steps since then.
+    last, expected = (metrics(folder)[-1] for folder in (tmp_path, finished))
+    assert last == pytest.approx(expected, rel=1e-4)
 
 
 def main():
@@ -469,7 +387,7 @@ def test_checkpoints_load_from_files_and_urls(emb, finished, server, tmp_path):
 def test_a_validation_set_a_split_seed_a_cosine_length_and_no_averaging(emb, tmp_path):
     noise = tmp_path / "noise"
     embeds = np.random.default_rng(1).normal(size=(2, 60, 16))
-    data.write_shards(noise, *embeds, [{"caption": ""}] * 60)
+    embeddings.write_shards(noise, *embeds, [{"caption": ""}] * 60)
     settings = dict(val_data=noise, split_seed=1, ema_decay=0, cosine_steps=10, eval_every=4)
     words = flags(data=emb, run_dir=tmp_path / "run", **{**SMALL, **settings})
     run(*words)
@@ -481,7 +399,7 @@ def test_a_validation_set_a_split_seed_a_cosine_length_and_no_averaging(emb, tmp
     best = checkpoint.load(tmp_path / "run/best.pt")
     assert best["step"] == 4 + 4 * int(np.argmin(losses))
 
-    batch, _ = data.Embeddings(noise).fetch(np.arange(60))
+    batch, _ = embeddings.Embeddings(noise).fetch(np.arange(60))
     baseline = F.cosine_similarity(batch["text_embed"], batch["image_embed"]).mean()
     assert validations[0]["baseline_similarity"] == pytest.approx(baseline.item(), rel=1e-4)
     out = run(*words, "--split_seed", 2, "--steps", 28, expect=1)
@@ -498,87 +416,32 @@ def test_guidance_is_refused_for_a_model_that_never_trained_without_text(emb, tm
 @pytest.mark.parametrize(
     "words, status, message",
     [
-        ("--dream", 2, "it has no effect without --objective epsilon"),
         ("--loss_weight cosmap", 2, "needs --objective flow"),
         ("--objective flow --noise_schedule linear", 2, "--noise_schedule"),
-        ("--lora_rank 4", 2, "without --init_from"),
+        ("--lora_rank 4", 2, "that --init_from names"),
         ("--heads 5", 2, "--width 192: expected an even multiple of --heads 5"),
         ("--width 9", 2, "--width 9: expected an even multiple of --heads 3"),
         ("--eval_timesteps 1,2000", 2, "2000 sampling steps"),
         ("--guidance_scale 2 --text_drop 0", 2, "is trained with --text_drop 0"),
         ("sample --text x --texts y", 2, "--text, --texts: give one"),
-        ("sample --out x.pt", 2, "--out: x.pt: expected a name that ends in .npy"),
         ("sample --run_dir used --text_embeds narrow/text_emb/text_emb_0.npy", 1, "8 wide"),
         (f"sample --run_dir used --texts {os.devnull}", 1, "no text in it"),
         ("sample --run_dir used --text x --steps 1001", 1, "1001 sampling steps: expected 1 to"),
         ("sample --run_dir used --text x --steps 1000", 1, "name it with --clip"),
-        ("evaluate --run_dir used --data narrow", 1, "text embeddings are [8, 0]; the"),
+        ("evaluate --run_dir used --data narrow", 1, "the prior's are [16, 0]"),
         ("--data no", 1, "no such folder"),
         ("--data emb --run_dir used", 1, "width is 32 there"),
-        ("--data emb --val_data narrow", 1, "text embeddings (8, 8) wide"),
+        ("--data emb --val_data narrow", 1, "embeddings 8 wide"),
         ("--data emb --text_encodings clip", 1, "name it with --clip"),
     ],
 )
 def test_a_mistake_ends_in_one_line_and_a_status(words, status, message, emb, finished):
-    data.write_shards("narrow", np.ones((9, 8)), np.ones((9, 8)), [{}] * 9)
+    embeddings.write_shards("narrow", np.ones((9, 8)), np.ones((9, 8)), [{}] * 9)
     Path("emb").symlink_to(emb)
     Path("used").symlink_to(finished)
     out = run(*words.split(), expect=status)
     assert message in out
     assert len(out.strip().splitlines()) == 1, out
-
-
-def test_a_sample_that_ends_the_run_is_named_and_can_be_left_out(tmp_path):
-    rows = np.random.default_rng(0).standard_normal((100, 8)).astype(np.float32)
-    data.write_shards(tmp_path / "good", rows, rows, [])
-    good = {**SHORT, "data": tmp_path / "good", "run_dir": tmp_path / "first"}
-    run(*flags(**good, raw_embeddings=True))
-    rows[64] = 1e30  # in fp32, but not its square
-    data.write_shards(tmp_path / "bad", rows, rows, [])
-    init_from = tmp_path / "first/model.pt"
-    settings = {**SHORT, "data": tmp_path / "bad", "run_dir": tmp_path / "run"}
-    words = flags(**settings, init_from=init_from, test=0.01, validation=0.01)
-    out = run(*words, ranks=2, expect=1)
-    named = re.search(r"if one of its samples is bad, --leave_out '([^']+)'", out)[1].split(",")
-    assert "img_emb_0.npy row 64" in named
-    assert len(named) < len(rows)
-    assert "no sample has this name" in run(*words, "--leave_out", "row 64", expect=1)
-    out = run(*words, "--leave_out", "img_emb_0.npy row 64", ranks=2)
-    assert "unusable, and replaced by the next row: img_emb_0.npy row 64" in out
-    assert "Trained " in out
-
-
-def test_a_prior_maps_between_embeddings_of_two_encoders_of_different_widths(tmp_path):
-    generator = np.random.default_rng(0)
-    texts = generator.standard_normal((300, 5)).astype(np.float32)
-    pixels = texts @ generator.standard_normal((5, 8))
-    data.write_shards(tmp_path / "emb", pixels, texts, [])
-    settings = {**SHORT, "steps": 40, "lr": 0.01, "run_dir": tmp_path / "run"}
-    out = run(*flags(data=tmp_path / "emb", **settings))
-    assert "300 embeddings of width 8, text of width 5, which similarities cannot compare" in out
-    results = metrics(tmp_path / "run")[-1]
-    assert not [name for name in results if "text" in name or "baseline" in name]
-    assert any("similarity_with_image" in name for name in results)
-    assert follow(out, "--device", "cpu").count("similarity_with_text") == 0
-
-    np.save(tmp_path / "texts.npy", texts[:2])
-    words = flags(run_dir=tmp_path / "run", text_embeds=tmp_path / "texts.npy", steps=4)
-    run("sample", *words, "--out", str(tmp_path / "out.npy"))
-    assert np.load(tmp_path / "out.npy").shape == (8, 8)
-    np.save(tmp_path / "texts.npy", pixels[:2].astype(np.float32))
-    assert "8 wide, or not finite; expected 5" in run("sample", *words, expect=1)
-
-
-# Consoles
-
-
-@pytest.mark.parametrize("closed", [">&- 2>&-", "2>&1 | head -n 1"])
-def test_a_closed_output_does_not_end_training(closed, emb, tmp_path):
-    words = shlex.join(flags(data=emb, run_dir=tmp_path, **SHORT))
-    command = f"set -o pipefail; {sys.executable} {ROOT}/train_prior.py {words} {closed}"
-    process = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
-    assert process.returncode == 0, process.stderr
-    assert (tmp_path / "model.pt").is_file()
 
 
 # Texts, by a CLIP
@@ -593,15 +456,16 @@ def world(tmp_path_factory):
     folder = tmp_path_factory.mktemp("world")
     sizes = dict(steps=30, batch_size=64, embed_width=16, text_width=32)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(clip, "BUILTIN_ROWS", 600)
+        patch.setattr(embed, "BUILTIN_ROWS", 600)
         run_dir = str(folder / "clip")
-        clip.train(clip.Config(run_dir=run_dir, **sizes), CPU)
-        clip.train(clip.Config(run_dir=str(folder / "other"), **sizes | dict(steps=1, seed=1)), CPU)
+        embed.train(embed.Config(run_dir=run_dir, **sizes), CPU)
+        other = {**sizes, "steps": 1, "seed": 1}
+        embed.train(embed.Config(run_dir=str(folder / "other"), **other), CPU)
         out = str(folder / "emb")
-        clip.embed_all(clip.EmbedConfig(run_dir=run_dir, out=out, encodings=True), CPU)
+        embed.embed_all(embed.EmbedConfig(run_dir=run_dir, out=out, encodings=True), CPU)
         note = config.read_json(f"{out}/clip.json")
         checkpoint.write_json({**note, "made_from": "shapes"}, f"{out}/clip.json")
-        patch.setattr(clip, "builtin_data", lambda *_: out)
+        patch.setattr(embed, "builtin_data", lambda *_: out)
         run(*flags(run_dir=folder / "run", **SHORT))
     return folder
 
@@ -621,8 +485,7 @@ def embed_texts(world, texts):
 def test_the_samples_kept_are_the_most_similar_to_the_text(encodings, world, tmp_path):
     settings = dict(text_encodings=encodings, objective="v", **SHORT)
     out = run(*flags(data=world / "emb", run_dir=tmp_path, **settings))
-    caption = data.Embeddings(world / "emb", captions=True).records([0])[0]["caption"]
-    assert f"{caption!r}: similarity" in follow(out, "--steps", 2, "--device", "cpu")
+    assert f"{STAR!r}: similarity" in follow(out, "--steps", 2, "--device", "cpu")
 
     out, candidates = sample(tmp_path, text=STAR, num_samples=6, best_of=1)
     cosines = candidates @ F.normalize(embed_texts(world, [STAR])[0], dim=0).numpy()
@@ -632,24 +495,6 @@ def test_the_samples_kept_are_the_most_similar_to_the_text(encodings, world, tmp
     kept = [cosines[:3].argmax(), 3 + cosines[3:].argmax()]
     np.testing.assert_allclose(best, candidates[kept], atol=1e-5)
     assert np.abs(best[0] - best[1]).max() > 1e-3
-
-
-@pytest.mark.parametrize("variables", CONSOLES[:1])
-def test_a_console_without_chinese_shows_a_chinese_caption_escaped_at_the_end_of_training(
-    variables, world, tmp_path, monkeypatch
-):
-    folder = shutil.copytree(world / "emb", tmp_path / "emb")
-    (folder / "clip.json").unlink()  # it says that the captions are the built-in ones
-    for path in folder.glob("captions/*.jsonl"):
-        lines = path.read_text().splitlines()
-        path.write_text("".join(json.dumps({"caption": "红色的星"}) + "\n" for _ in lines))
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    words = flags(data=folder, clip=world / "clip", run_dir=tmp_path / "run", **SHORT)
-    process = helpers.start("train_prior", *words)
-    out, err = process.communicate()
-    assert process.returncode == 0, err
-    assert r"sample --text '\u7ea2\u8272\u7684\u661f'" in out
 
 
 def test_samples_of_texts_do_not_depend_on_the_batch_and_equal_those_of_their_embeddings(world):
@@ -711,29 +556,7 @@ def test_a_run_on_captions_needs_no_text_embeddings_and_resumes_with_its_clip_al
 
 def test_the_default_is_the_papers_method_and_the_preset_has_its_table_3():
     cfg = train_prior.Config()
-    assert (cfg.objective, cfg.noise_schedule, cfg.timesteps, cfg.eta) == ("x0", "cosine", 1000, 1)
-    assert train_prior.SampleConfig.best_of == 2
-    table = dict(width=2048, depth=24, batch_size=4096, lr=1.1e-4, weight_decay=0.06, beta2=0.96)
+    assert (cfg.objective, cfg.noise_schedule, cfg.timesteps) == ("x0", "cosine", 1000)
+    assert (train_prior.SampleConfig.best_of, train_prior.SampleConfig.eta) == (2, 1)
+    table = dict(width=2048, depth=24, batch_size=4096, lr=1.1e-4, weight_decay=0.06, eps=1e-6)
     assert table.items() <= train_prior.PRESETS["dalle2"].items()
-
-
-def test_a_run_whose_clip_is_gone_names_the_way_to_go_on_without_one(world, tmp_path):
-    shutil.copytree(world / "emb", tmp_path / "emb")
-    shutil.copytree(world / "clip", tmp_path / "clip")
-    note = json.loads((tmp_path / "emb/clip.json").read_text())
-    note = {**note, "clip": str(tmp_path / "clip"), "place": str(tmp_path / "emb")}
-    checkpoint.write_json(note, tmp_path / "emb/clip.json")
-    words = flags(data=tmp_path / "emb", run_dir=tmp_path / "run", **SHORT)
-    run(*words, "--steps", 4)
-    shutil.rmtree(tmp_path / "clip")
-    out = run(*words, expect=1)
-    assert f"{tmp_path}/clip/model.pt: there is no CLIP here" in out
-    assert 'train with --clip ""' in out
-    assert "at step 4 of 8" in run(*words, "--clip", "")
-    run("evaluate", *flags(run_dir=tmp_path / "run", device="cpu"))
-    # Captions need one.
-    captions = flags(run_dir=tmp_path / "new", text_encodings="clip", clip="")
-    assert "name it with --clip" in run(*words, *captions, expect=1)
-
-
-# Defaults

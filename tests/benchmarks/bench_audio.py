@@ -38,7 +38,9 @@ CODEC = dict(
     seconds=1.0,
     lr=1e-4,
 )
-TOKENS = dict(width=512, depth=6, heads=8, clusters=500, coarse_quantizers=3, dropout=0.0, lr=3e-4)
+TOKENS = dict(width=512, depth=6, heads=8, dropout=0.0, optimizer="adamw", lr=3e-4)
+CLUSTERS = 500
+COARSE_QUANTIZERS = 3
 # Of the last stream; coarse has as many semantic tokens.
 FRAMES = {"semantic": 256, "coarse": 128, "fine": 128}
 
@@ -53,10 +55,8 @@ def settings(args, stage):
         sizes = dict(CODEC, quantizer_start=0, discriminator_start=0)
     else:
         sizes = TOKENS
-    if stage != "soundstream":
-        sizes = dict(sizes, max_text_len=0)
     machine = dict(precision=args.precision, batch_size=args.batch, chunk_size=args.batch)
-    return train_audio.Config(**{**sizes, **machine, "stage": stage})
+    return train_audio.STAGES[stage](**{**sizes, **machine, "stage": stage})
 
 
 def codec_of(cfg, device):
@@ -64,15 +64,13 @@ def codec_of(cfg, device):
     torch.manual_seed(0)
     codec = train_audio.SoundStream(cfg).to(device)
     vectors = torch.randn(2 * cfg.codebook_size, cfg.latent_dim, device=device)
-    codec.quantizer.initialize(vectors, 0, rounds=1)
+    codec.quantizer.initialize(vectors, 0)
     return codec
 
 
 def training(model, cfg):
     """(optimizers, average) of a model."""
-    optimizers = optim.make(
-        model, cfg.optimizer, cfg.lr, cfg.weight_decay, (cfg.beta1, cfg.beta2), cfg.eps
-    )
+    optimizers = optim.make(model, "adamw", cfg.lr, cfg.weight_decay, cfg.betas, cfg.eps)
     return optimizers, ema.EMA(model, cfg.ema_update_every, decay=cfg.ema_decay)
 
 
@@ -83,9 +81,7 @@ def bench_soundstream(args):
     codec = codec_of(cfg, device)
     discriminators = train_audio.make_discriminators(cfg).to(device)
     optimizers, average = training(codec, cfg)
-    theirs = optim.make(
-        discriminators, "adamw", cfg.discriminator_lr, 0.0, (cfg.beta1, cfg.beta2), cfg.eps
-    )
+    theirs = optim.make(discriminators, "adamw", cfg.discriminator_lr, 0.0, cfg.betas, cfg.eps)
     scaler = amp.scaler(device, cfg.precision)
     losses = []
     wave = 0.3 * torch.randn(args.batch, round(cfg.seconds * cfg.sample_rate), device=device)
@@ -98,13 +94,13 @@ def bench_soundstream(args):
             loss = train_audio.reconstruction_loss(cfg, fake, wave, commitment)
             loss = loss + train_audio.adversarial_loss(cfg, discriminators, fake, wave)
         scaler.scale(loss).backward()
-        penalty = cfg.r1_weight if len(losses) % cfg.r1_every == 0 else 0.0
+        penalty = cfg.r1_weight if len(losses) % train_audio.R1_EVERY == 0 else 0.0
         with amp.autocast(device, cfg.precision):
             their_loss = train_audio.discriminator_loss(discriminators, fake, wave, penalty)
         scaler.scale(their_loss).backward()
-        amp.step(
-            scaler, [(optimizers, cfg.max_grad_norm), (theirs, cfg.discriminator_max_grad_norm)]
-        )
+        amp.step(scaler, optimizers, cfg.max_grad_norm)
+        amp.step(scaler, theirs, cfg.max_grad_norm)
+        amp.update(scaler)
         for module in codec, discriminators:
             module.zero_grad(set_to_none=True)
         codec.quantizer.update(len(losses))
@@ -150,11 +146,10 @@ def bench_tokenize(args):
 def make(args, stage):
     """(config, transformer, for each sample the codes (T, Q) of its streams)."""
     cfg = settings(args, stage)
-    size = cfg.codebook_size if args.preset else 1024
     quantizers = 12 if args.preset else 8
-    semantic = train_audio.Stream("semantic", 1, cfg.clusters)
-    coarse = train_audio.Stream("coarse", cfg.coarse_quantizers, size)
-    fine = train_audio.Stream("fine", quantizers - cfg.coarse_quantizers, size)
+    semantic = train_audio.Stream("semantic", 1, CLUSTERS)
+    coarse = train_audio.Stream("coarse", COARSE_QUANTIZERS, 1024)
+    fine = train_audio.Stream("fine", quantizers - COARSE_QUANTIZERS, 1024)
     streams = {"semantic": [semantic], "coarse": [semantic, coarse], "fine": [coarse, fine]}[stage]
     torch.manual_seed(0)
     model = train_audio.TokenTransformer(cfg, streams, None).to(args.device)
@@ -189,7 +184,8 @@ def bench_step(args, stage):
             sums, counts, _ = model(batch)
             loss = (sums / counts).mean()
         scaler.scale(loss).backward()
-        amp.step(scaler, [(optimizers, cfg.max_grad_norm)])
+        amp.step(scaler, optimizers, cfg.max_grad_norm)
+        amp.update(scaler)
         model.zero_grad(set_to_none=True)
         average.update(len(losses))
         losses.append(loss.detach())
@@ -212,19 +208,20 @@ def bench_step(args, stage):
 def bench_generate(args, stage):
     """About --tokens codes of the last stream, after the earlier streams (of fine, as long)."""
     _, model, samples = make(args, stage)
-    train_audio.transpose_linears(model.eval()).requires_grad_(False)
+    model.eval().requires_grad_(False)
     frames = math.ceil(args.tokens / model.streams[-1].num_quantizers)
     if stage == "fine":
         samples = [[codes[:frames] for codes in streams] for streams in samples]
     samples = [[*earlier, last[:0]] for *earlier, last in samples]
     sampling = train_audio.SamplingParams(1.0, 100)
-    keys = list(range(args.batch))
+    limits = [frames] * args.batch
+    may_end = [False] * args.batch
     if args.compile:
         model.transformer.step = torch.compile(model.transformer.step)
 
     def work():
         with amp.autocast(args.device, args.precision):
-            train_audio.generate(model, samples, frames, keys, sampling, may_end=False)
+            train_audio.generate(model, samples, limits, may_end, range(args.batch), sampling)
 
     count = args.batch * frames * model.streams[-1].num_quantizers
     measure(

@@ -21,24 +21,20 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from bench_prior import flags, measure
 
 import train_decoder
-from common import amp, data, ema, media, optim
+from common import amp, ema, optim
+from common.data import media, order
 
 CASES = ("train", "sample", "train_upsample", "sample_upsample")
 MODEL = dict(
     width=64,
     channel_mult=(1, 2, 4),
     num_res_blocks=2,
-    cond_width=128,
-    head_dim=64,
-    attention_levels=(2,),
     objective="epsilon",
     timestep_density="uniform",
 )
-BASE = dict(image_size=32, learned_variance=True)
+BASE = dict(image_size=32, cond_width=128, attention_levels=(2,), learned_variance=True)
 STEPS = 50  # of sampling
-UPSAMPLE = dict(
-    image_size=64, low_res_size=32, image_condition=False, attention_levels=(), low_res_noise=0.0
-)
+UPSAMPLE = dict(image_size=64, low_res_size=32, random_crop=0)
 
 
 def make(args, upsample, batch):
@@ -49,7 +45,7 @@ def make(args, upsample, batch):
         for name in ("stage", "clip", "batch_size", "chunk_size"):
             settings.pop(name, None)
     settings |= {"precision": args.precision, "checkpointing": args.checkpointing}
-    cfg = train_decoder.Config(**settings)
+    cfg = train_decoder.STAGES["upsample" if upsample else "base"](**settings)
     torch.manual_seed(0)
     has_text = cfg.text_encodings != "none"
     unet = train_decoder.UNet(cfg, args.embed, args.embed if has_text else 0).to(args.device)
@@ -64,7 +60,7 @@ def make(args, upsample, batch):
         condition["text_embed"] = torch.randn(batch, args.embed)
         condition["text_enc"] = torch.randn(batch, cfg.max_text_len, args.embed)
         condition["text_mask"] = torch.ones(batch, cfg.max_text_len, dtype=torch.bool)
-    return cfg, unet, data.to_device(fields, args.device), data.to_device(condition, args.device)
+    return cfg, unet, order.to_device(fields, args.device), order.to_device(condition, args.device)
 
 
 def bench_train(args, upsample):
@@ -79,7 +75,8 @@ def bench_train(args, upsample):
         with amp.autocast(args.device, args.precision):
             loss = train_decoder.diffusion_loss(unet, batch, condition)
         scaler.scale(loss).backward()
-        amp.step(scaler, [(optimizers, 0.5)])
+        amp.step(scaler, optimizers, 0.5)
+        amp.update(scaler)
         for optimizer in optimizers:
             optimizer.zero_grad(set_to_none=True)
         losses.append(loss.detach())

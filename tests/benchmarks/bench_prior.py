@@ -27,7 +27,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import train_prior
-from common import amp, checkpoint, data, ema, optim, order
+from common import amp, checkpoint, ema, optim
+from common.data import order
 
 SIDE = 2048  # of the matrices whose product is the peak
 STEPS = 64  # of sampling
@@ -169,7 +170,7 @@ def make(args, encodings):
     batch["image_embed"] = torch.randn(args.batch, width)
     if encodings:
         batch["text_enc"] = torch.randn(args.batch, cfg.max_text_len, width)
-    batch = data.to_device(batch, args.device)
+    batch = order.to_device(batch, args.device)
     return cfg, prior, optimizers, ema.EMA(prior, decay=0.9999), batch
 
 
@@ -185,7 +186,8 @@ def bench_train(args, encodings):
             condition = train_prior.conditioning(batch, cfg, None)
             loss = train_prior.diffusion_loss(prior, batch, condition)
         scaler.scale(loss).backward()
-        amp.step(scaler, [(optimizers, 0.5)])
+        amp.step(scaler, optimizers, 0.5)
+        amp.update(scaler)
         for optimizer in optimizers:
             optimizer.zero_grad(set_to_none=True)
         count += 1

@@ -1,4 +1,4 @@
-"""Audio files, resampling and spectra; datasets of recordings; caches of their tokens.
+"""Audio files, resampling and spectra; datasets of recordings (see order.py).
 
 The standard library reads WAV files of 16-bit PCM. Any other file (WAV of 24 bits, floats, mu-law
 or ADPCM, flac, ogg, opus, mp3) is read by soundfile. A wave is float in [-1, 1], time last.
@@ -17,26 +17,26 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common import checkpoint, data, dist, order, synthetic, tracker
-from common.config import UserError, decode_text, explained, note
-from common.data import Unusable
+from common import config
+from common.config import UserError
+from common.data import files, order, synthetic
+from common.data.files import Unusable
 
 SUFFIXES = (".wav", ".flac", ".ogg", ".mp3", ".opus")
 # Seconds to decode before a crop: MP3 has a reservoir of bits, Vorbis pages of several seconds.
 LEAD = {"MP3": 2, "OGG": 5}
 RATES = range(1_000, 768_001)  # Hz
-LOUDEST = 100  # times full scale, of a float sample
 MARGIN = 1024  # samples: silence behind a resampled wave, and what is read on both sides of a crop
 
-# Tables of transcripts: how /NAME of a file ends, what separates its columns, and the names of
-# these, () if its first line has them. Of two columns of one name the last counts.
+# Tables of transcripts: {end of a file's /NAME: (separator of its columns, their names)}, where ()
+# says that the first line has the names. Of two columns of one name the last counts.
 TABLES = {
     ".trans.txt": (" ", ("path", "sentence")),  # LibriSpeech
     "/metadata.csv": ("|", ("path", "sentence", "sentence")),  # LJSpeech: as written, as spoken
     "/validated.tsv": ("\t", ()),  # Common Voice
 }
-# What a transcript's name may have after that of its recording; LibriTTS has the last two.
-TEXT_ENDINGS = r"(?i)\.(wav|flac|ogg|mp3|opus|normalized|original)$"
+# What may follow the name of its recording in the name of a transcript, or in a table.
+ENDINGS = r"(?i)(\.(wav|flac|ogg|mp3|opus|normalized|original|txt))+$"
 SPEAKER_CHAPTER = r"(?:^|/)(\d+)/(\d+)/\1[-_]\2[-_][^/]*$"  # LibriSpeech and LibriTTS
 
 
@@ -55,8 +55,8 @@ def read(path, start=0, stop=math.inf):
     wave, rate, _ = contents
     if rate not in RATES:
         raise Unusable(f"{path}: {rate} Hz, expected {RATES[0]} to {RATES[-1]}")
-    if not (np.abs(wave) <= LOUDEST).all():
-        raise Unusable(f"{path}: samples that are not finite, or above {LOUDEST} times full scale")
+    if not np.isfinite(wave).all():
+        raise Unusable(f"{path}: samples that are not finite")
     return contents
 
 
@@ -237,8 +237,7 @@ def spectrogram(wave, rate):
 class Recordings:
     """A dataset: the audio files below a folder, at `rate`, mixed down to one channel.
 
-    Transcripts are found as `read_transcripts` says. `left_out`, unless each recording has one, is
-    a line about how many there are, and which files are neither recordings nor transcripts of any.
+    Transcripts are found as `read_transcripts` says. A note counts them, unless all are there.
     The speaker of a file is its folder; in trees of numbers as of LibriSpeech and LibriTTS
     (SPEAKER/CHAPTER/SPEAKER_CHAPTER_…) the folder above; or what a table says; or, with a regular
     expression `pattern`, what its first group finds in the file's name.
@@ -260,37 +259,30 @@ class Recordings:
 
         audio = []
         others = []
-        for file in data.files_below(path):
+        for file in files.files_below(path):
             if not file.name.startswith("."):  # hidden, such as ._NAME.wav of macOS
-                files = audio if file.suffix.lower() in SUFFIXES else others
-                files.append(file.relative_to(path))
+                kind = audio if file.suffix.lower() in SUFFIXES else others
+                kind.append(file.relative_to(path))
         if not audio:
             raise UserError(f"{path}: no such folder, or no {', '.join(SUFFIXES)} below it")
-        audio.sort()
         self.names = [file.as_posix() for file in audio]
 
-        texts, speakers, sources = read_transcripts(self.path, audio, others)
-        self.texts = list(texts)
-        self.has_texts = any(texts)
-        self.left_out = ""
+        transcripts = read_transcripts(self.path, audio, others)
+        self.texts = [text for text, _ in transcripts]
+        self.has_texts = any(self.texts)
         if not all(self.texts):
-            unused = set(others) - set(sources)
-            kinds = collections.Counter("".join(file.suffixes[-2:]) for file in unused)
             count = sum(map(bool, self.texts)) or "no"
-            line = f"{len(audio)} recordings, {count} transcripts. {data.left_out(path, kinds)}"
-            self.left_out = line.rstrip(". ")
-            note(self.left_out)
-        with explained(
+            config.note(f"{path}: {len(audio)} recordings, {count} transcripts")
+        with config.explained(
             f"--speaker_pattern {pattern}: finds no speaker, in (), in some file's name"
         ):
-            self.speaker_of = [_speaker(*each, pattern) for each in zip(audio, speakers)]
+            self.speaker_of = [
+                _speaker(file, speaker, pattern) for file, (_, speaker) in zip(audio, transcripts)
+            ]
             self.speakers = sorted(set(self.speaker_of))
 
     def __len__(self):
         return len(self.names)
-
-    def name(self, index):
-        return self.names[index]
 
     def text(self, index):
         """The transcript of a recording, "" if there is none."""
@@ -370,95 +362,67 @@ class Recordings:
         return ""
 
     def check(self):
-        """See data.check_samples. UserError if more than five, or all, are unusable."""
-        return data.check_samples(self, 5)
+        """See files.check_samples. UserError if more than five, or all, are unusable."""
+        return files.check_samples(self, 5)
 
     def fingerprint(self):
         """Plain values that change when the data does.
 
         The digest is of names, speakers, transcripts, sizes, and a few contents.
         """
-        files = data.digest_of([self.path / name for name in self.names])
-        facts = repr((self.names, self.speaker_of, self.texts, files))
+        contents = files.digest_of([self.path / name for name in self.names])
+        facts = repr((self.names, self.speaker_of, self.texts, contents))
         digest = hashlib.sha256(facts.encode()).hexdigest()
         return {"recordings": len(self), "rate": self.rate, "digest": digest[:16]}
 
 
-def read_transcripts(folder, audio, files):
-    """(transcripts, speakers that a table names, files that they are from) of the files `audio`.
+def read_transcripts(folder, audio, others):
+    """[(transcript, speaker that a table names, or "")] of the files `audio`.
 
-    All paths are relative to `folder`. A transcript is NAME.txt, else NAME.normalized.txt, else
-    NAME.original.txt, or in a row of one of TABLES; "" if there is none.
-    UserError names a transcript that is not text. A .txt of no recording is not read.
+    All paths are relative to `folder`. A transcript is NAME.txt, or NAME.normalized.txt, else
+    NAME.original.txt (LibriTTS), or in a row of one of TABLES; "" if there is none. It is in its
+    recording's folder, or in any if no other recording or transcript has this name, as in VCTK's
+    wav48/p225/p225_001_mic1.flac and txt/p225/p225_001.txt.
+    UserError names a transcript that is not text.
     """
-    transcripts = {}  # {path without suffix: (text, or None for all of the file; speaker; file)}
-    for file in files:
+    transcripts = collections.defaultdict(dict)  # {name: {folder: (text, or its file; speaker)}}
+    for file in others:
         name = f"/{file.name}".lower()
         rows = []
         if name.endswith(".txt"):
-            rows = [{"path": file.stem, "sentence": None}]
+            rows = [{"path": file.name, "sentence": file}]
         for ending in filter(name.endswith, TABLES):
             rows = _read_table(folder / file, *TABLES[ending])
         for row in rows:
-            path = str(file.parent / row.get("path", ""))
-            transcript = (
-                row.get("sentence", ""),
-                row.get("client_id", ""),
-                file,
-            )
-            transcripts[path] = transcript
+            name = re.sub(ENDINGS, "", row.get("path", ""))
+            transcript = row.get("sentence", ""), row.get("client_id", "")
             # In the order of names the normalized text comes before the original.
-            transcripts.setdefault(re.sub(TEXT_ENDINGS, "", path), transcript)
+            transcripts[name].setdefault(file.parent, transcript)
 
+    names = [re.sub(r"_mic\d$", "", file.stem) for file in audio]
+    places = {(file.parent, name) for file, name in zip(audio, names)}
+    folders = collections.Counter(name for _, name in places)
     found = []
-    recordings = [str(file.with_suffix("")) for file in audio]
-    for path in _match(recordings, transcripts):
-        text, speaker, file = transcripts.get(path, ("", "", None))
-        if text is None:
-            text = _read_text(folder / file)
-        found.append((text.strip(), speaker, file))
-    return zip(*found)
-
-
-def _read_text(path):
-    return decode_text(path.read_bytes(), path)
+    for file, name in zip(audio, names):
+        candidates = transcripts[file.stem] or transcripts[name]
+        text, speaker = candidates.get(file.parent, ("", ""))
+        if file.parent not in candidates and len(candidates) == folders[name] == 1:
+            [(text, speaker)] = candidates.values()
+        if isinstance(text, Path):
+            text = files.decode_text((folder / text).read_bytes(), folder / text)
+        found.append((text.strip(), speaker))
+    return found
 
 
 def _read_table(path, separator, columns):
     """Yield the rows of a table as {column: value}."""
-    lines = re.split("\r?\n", _read_text(path))  # splitlines also splits at other characters
+    text = files.decode_text(path.read_bytes(), path)
+    lines = re.split("\r?\n", text)  # splitlines also splits at other characters
     columns = columns or lines.pop(0).split(separator)
     for line in lines:
         if separator in line:
             cells = line.split(separator, len(columns) - 1)  # the last column has the rest
             yield dict(zip(columns, cells))
-
-
-def _match(recordings, transcripts):
-    """For each of `recordings` the path of its transcript, or None; paths without suffixes.
-
-    That is the same path. Else recordings and transcripts may be in trees of their own, as VCTK's
-    wav48/p225/p225_001_mic1.flac and txt/p225/p225_001.txt: then the last parts of the paths are
-    the same, and no other recording or transcript has them.
-    """
-    names = {path: re.sub(r"_mic\d$", "", path) for path in recordings}
-    transcript_ends = _unique_ends(transcripts)
-    found = {}
-    for end, path in _unique_ends({*names, *names.values()}).items():
-        if path and transcript_ends.get(end):
-            found.setdefault(path, transcript_ends[end])  # the first is the longest
-    return [found.get(path, found.get(names[path])) for path in recordings]
-
-
-def _unique_ends(paths):
-    """{last parts of a path, from all to its name: the path, or None if several end so}."""
-    owners = {}
-    for path in paths:
-        end = f"/{path}"  # so that a whole path is not the end of another
-        while end:
-            owners[end] = None if end in owners else path
-            end = end.partition("/")[2]
-    return owners
 
 
 def _speaker(path: Path, speaker, pattern):
@@ -503,64 +467,3 @@ def _syllables(index):
     """(wave float32 numpy (T,) at synthetic.RATE, record) of a built-in recording."""
     waves, records = synthetic.syllables([index])
     return waves[0], records[0]
-
-
-# Tokens
-
-
-def token_cache(folder, dataset, key, encode, desc):
-    """The tokens of a dataset's recordings: a list of uint16 numpy (frames, Q), as of `encode`.
-
-    All ranks call it, and encode their share of what is missing.
-
-    encode(index) gives int numpy (frames, Q), below 65536, or raises Unusable: that recording has
-    no tokens then. key: plain values that change with what encodes. The tokens are kept in up to
-    64 files below `folder`: a rank that is killed repeats one of them.
-    """
-    fingerprint = dataset.fingerprint()
-    # Before a rank looks for its tokens at a place that no other rank knows.
-    dist.check_alike({f"data {name}": value for name, value in fingerprint.items()})
-    identity = repr((key, fingerprint))
-    digest = hashlib.sha256(identity.encode()).hexdigest()
-    place = Path(folder) / digest[:16]
-    indices = np.array_split(range(len(dataset)), 64)
-    parts = [(place / f"{number:02d}.npz", part) for number, part in enumerate(indices)]
-
-    def encode_missing():
-        share = parts[dist.rank() :: dist.world_size()]
-        progress = tracker.progress(share, desc=desc, delay=1, disable=not dist.is_main())
-        for path, part in progress:
-            if not _load_tokens(path):
-                _save_tokens(path, part.tolist(), encode)
-
-    dist.run_together(encode_missing)
-    loaded = dist.run_together(lambda: [_load_tokens(path) for path, _ in parts])
-    tokens = [tokens for tokens, _ in loaded if len(tokens)]
-    lengths = [lengths for _, lengths in loaded]
-    ends = np.cumsum(np.concatenate(lengths))
-    # An hour of 4 quantizers at 50 Hz takes 1.4 MB.
-    return np.split(np.concatenate(tokens), ends[:-1])
-
-
-def _save_tokens(path, indices, encode):
-    """Write the tokens uint16 (sum of frames, Q) of some recordings, and the frames of each."""
-    tokens = []
-    lengths = np.zeros(len(indices), np.int64)
-    for i, index in enumerate(indices):
-        with contextlib.suppress(Unusable):
-            codes = encode(index).astype(np.uint16)
-            tokens.append(codes)
-            lengths[i] = len(codes)
-    if tokens:
-        tokens = np.concatenate(tokens)
-    with checkpoint.atomic_write(path) as file:
-        np.savez(file, tokens=tokens, lengths=lengths)
-
-
-def _load_tokens(path):
-    """(tokens, lengths) of a file, or None: missing or damaged, as zip files have checksums."""
-    try:
-        with np.load(path) as file:
-            return file["tokens"], file["lengths"]
-    except Exception:  # numpy and zipfile raise a dozen types for a damaged file
-        return None

@@ -1,11 +1,8 @@
 """`report.html` in a run folder: one page to look at, which needs no other file and no script."""
 
 import base64
-import contextlib
 import html
-import json
 import math
-import os
 from pathlib import Path
 
 from common import checkpoint, config
@@ -22,24 +19,27 @@ MEDIA = {
 }
 
 
-def write(folder):
-    """Write report.html into a run folder: newest samples, curves, newest metrics, settings."""
+def write(folder, lines):
+    """Write report.html into a run folder: newest samples, curves, newest metrics, settings.
+
+    lines: those of metrics.jsonl, [{"step": …, name: value, …}, …]; "samples" is {file: caption}.
+    """
     folder = Path(folder)
     newest = {}
     curves = {}
-    for metrics in read_metrics(folder / "metrics.jsonl"):
+    for metrics in lines:
         newest.update(metrics)
         if "test_loss" in metrics:  # of other samples than the curves
             continue
         for name, value in metrics.items():
-            if is_number(value) and name != "step":
+            if isinstance(value, (int, float)) and name != "step":
                 curves.setdefault(name, []).append((metrics["step"], value))
 
     samples = []
-    for file, text in (newest.pop("samples", None) or {}).items():
+    for file, caption in newest.pop("samples", {}).items():
         path = folder / file
-        if path.suffix in MEDIA and os.path.isfile(path):  # Path's own fails for some names
-            samples.append(figure(path, text))
+        if path.is_file():
+            samples.append(figure(path, caption))
     charts = [chart(name, points) for name, points in curves.items() if len(points) > 1]
     settings = config.read_json(folder / "config.json")
     title = html.escape(str(folder))
@@ -49,26 +49,8 @@ def write(folder):
 <h2>Curves</h2><div>{"".join(charts)}</div>
 <h2>Newest metrics</h2>{table(newest)}
 <h2>Settings</h2>{table(settings)}"""
-    with checkpoint.atomic_write(folder / "report.html", durable=False) as file:
+    with checkpoint.atomic_write(folder / "report.html") as file:
         file.write(page.encode(errors="backslashreplace"))
-
-
-def read_metrics(path):
-    """The lines {"step": …} of a metrics.jsonl, if it is there, without those that are damaged."""
-    lines = []
-    content = path.read_bytes() if path.exists() else b""
-    for line in content.split(b"\n")[:-1]:  # without a torn one
-        with contextlib.suppress(ValueError, RecursionError):
-            metrics = json.loads(line)
-            known = checkpoint.matches(metrics, {"step": 0, "samples": (None, {})})
-            if known and is_number(metrics["step"]):
-                lines.append(metrics)
-    return lines
-
-
-def is_number(value):
-    """Whether `value` is a number that can be drawn: finite, and also its differences."""
-    return isinstance(value, (int, float)) and abs(value) < 1e300
 
 
 def figure(path, caption):

@@ -146,11 +146,11 @@ class ResidualQuantizer(torch.nn.Module):
             frames = frames * inputs.shape[1] // self.codebook_size
             self._candidates = inputs[:, frames]
 
-    def encode(self, z, count=None):
-        """z (B, T, D) -> codes (B, T, count) int64 of the first `count` quantizers, or all."""
+    def encode(self, z):
+        """z (B, T, D) -> codes (B, T, Q) int64."""
         residual = z.detach().float().flatten(0, 1)
         codes = []
-        for codebook in self.codebook[:count]:
+        for codebook in self.codebook:
             code = nearest_codes(residual, codebook)
             residual = residual - codebook[code]
             codes.append(code)
@@ -164,18 +164,13 @@ class ResidualQuantizer(torch.nn.Module):
         """codes (B, T, n) of the first n quantizers -> (B, T, D), the sum of their vectors."""
         return sum(self.lookup(codes))
 
-    def initialize(self, z, seed, rounds=10):
+    def initialize(self, z, seed):
         """Fit all codebooks by k-means to rank 0's z (N, D), on all ranks."""
         if dist.is_main():
             residual = z.detach().float()
             generator = torch.Generator().manual_seed(seed)
             for q in range(self.num_quantizers):
-                centers, counts = kmeans(
-                    residual,
-                    self.codebook_size,
-                    generator,
-                    rounds,
-                )
+                centers, counts = kmeans(residual, self.codebook_size, generator)
                 self.codebook[q] = centers
                 self.ema_count[q] = counts
                 codes = nearest_codes(residual, centers)
@@ -208,7 +203,7 @@ class ResidualQuantizer(torch.nn.Module):
 
         dead = used & (self.ema_count < self.dead_below)  # (Q, K)
         if dead.any():
-            # They become random inputs, as in vector-quantize-pytorch, of rank 0's first chunk.
+            # They become inputs of rank 0's first chunk, of which `gather` took evenly spaced ones.
             generator = torch.Generator().manual_seed(seed)
             order = torch.randperm(self.codebook_size, generator=generator)
             picks = self._candidates[:, order]  # (Q, K, D)

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from common import checkpoint, dist
+from common import checkpoint, config
 from common.config import UserError
 
-# The projections of common/nn.py's attention.
+# The projections of models/nn.py's attention.
 ATTENTION = ("attention.query", "attention.key_value", "attention.out")
 
 
@@ -65,11 +65,11 @@ def extract(model):
 
 
 def load(model, weights, path):
-    """Give an adapted model the `weights` of the adapters in the file `path`.
+    """Give an adapted model the `weights` {name: tensor} of the adapters in the file `path`.
 
     UserError names those that do not fit.
     """
-    checkpoint.load_weights(extract(model), {"model": weights}, path)
+    checkpoint.load_weights(extract(model), weights, path)
 
 
 def set_scale(model, scale):
@@ -85,34 +85,33 @@ def merge(model):
         parametrize.remove_parametrizations(layer, "weight")
 
 
-def start(model, cfg):
-    """Adapt the model with the (averaged) weights of cfg.init_from.
+def start(model, path, rank):
+    """Give `model` the (averaged) weights of the file `path`, and adapters of that rank.
 
-    Returns (adapters, entry "lora" of the run's files).
+    Returns (adapters, {"rank", "base", "base_sha256"}, the entry "lora" of the run's files).
+    UserError if the file is of another model, or of adapters.
     """
-    state = checkpoint.inference_contents(checkpoint.load(cfg.init_from))
-    checkpoint.load_weights(model, state, cfg.init_from)
-    base = Path(cfg.init_from).absolute()
-    about = {
-        "rank": cfg.lora_rank,
-        "base": str(base),
-        "base_sha256": checkpoint.checksum(base),
-    }
-    return inject(model, cfg.lora_rank), about
+    contents = checkpoint.model_contents(checkpoint.load(path))
+    if "lora" in contents:
+        raise UserError(f"{path}: LoRA adapters, not a model; give their base")
+    checkpoint.load_weights(model, contents["model"], path)
+    base = Path(path).absolute()
+    info = {"rank": rank, "base": str(base), "base_sha256": checkpoint.checksum(base)}
+    return inject(model, rank), info
 
 
-def merged(adapted, path, scale=1.0):
-    """The contents of a model's file: `adapted`, of the file `path` of adapters, and its base.
+def merged(contents, path, scale=1.0):
+    """The contents of a model's file, of those of the file `path` of adapters and of their base.
 
-    Config and all other entries are those of the run of the adapters; "model" has the weights of
-    the base with the adapters added.
+    All entries are those of the adapters, without "lora"; "model" has the weights of the base with
+    the adapters added `scale` times.
     """
-    about = adapted["lora"]
-    base = about["base"]
-    weights = dict(checkpoint.inference_contents(checkpoint.load(base))["model"])
-    if dist.is_main() and checkpoint.checksum(base) != about["base_sha256"]:
-        print(f"note: {path} was trained on {base}, which has changed since")
-    adapters = adapted["model"]
+    adapters = contents["model"]
+    info = contents["lora"]
+    base = info["base"]
+    weights = dict(checkpoint.model_contents(checkpoint.load(base))["model"])
+    if checkpoint.checksum(base) != info["base_sha256"]:
+        config.note(f"{path} was trained on {base}, which has changed since")
     for name in sorted({key.removesuffix(".A").removesuffix(".B") for key in adapters}):
         a = adapters[f"{name}.A"]
         b = adapters[f"{name}.B"]
@@ -123,6 +122,6 @@ def merged(adapted, path, scale=1.0):
                 f"{layer} is not {len(b)} x {a.shape[1]}"
             )
         weights[layer] = weights[layer] + scale * (b @ a)
-    contents = {**adapted, "model": weights}
-    del contents["lora"]
-    return contents
+    merged_contents = {**contents, "model": weights}
+    del merged_contents["lora"]
+    return merged_contents

@@ -1,11 +1,11 @@
-"""Built-in data, made from a seed: captioned shapes and spoken syllables. All about them is known.
+"""Built-in data, made from a seed: captioned shapes and spoken syllables, and their scores.
 
     images, records = synthetic.shapes(range(20_000))     # uint8 (20000, 32, 32, 3), records
     waves, records = synthetic.syllables(range(1_000))    # float32 (T_i,) at 8 kHz, records
 
 A caption names only some attributes. So one caption fits many images, and a model of images given
 captions has something left to decide. The text and the speaker of a recording are independent.
-Sample k is a pure function of k.
+Sample k is a pure function of k, and all that is in it is known.
 """
 
 import collections
@@ -16,7 +16,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from common import accumulate, checkpoint, dist, order
+from common import accumulate, checkpoint, dist
+from common.data import order
 
 
 def _triangle(x, y):
@@ -136,10 +137,7 @@ def _record(values, uniform):
     attributes = {}
     for name, value in zip(ATTRIBUTES, values):
         attributes[name] = ATTRIBUTES[name][value]
-    named = []
-    for name, number in zip(NAMED, uniform):
-        if number < NAMED[name]:
-            named.append(name)
+    named = [name for name, number in zip(NAMED, uniform) if number < NAMED[name]]
     if not named:
         position = int(uniform[5] * len(NAMED))
         named = [list(NAMED)[position]]
@@ -203,7 +201,9 @@ def draw(values, variation, size=32):
         y = y / scale  # (n, H, 1), upward
         cos = np.cos(0.2 * turn)  # at most 11 degrees
         sin = np.sin(0.2 * turn)
-        distance = distance_to(cos * x + sin * y, cos * y - sin * x)
+        turned_x = cos * x + sin * y
+        turned_y = cos * y - sin * x
+        distance = distance_to(turned_x, turned_y)
         distance = distance * scale * size  # (n, H, W), in pixels
         # The edge is one pixel wide.
         inside = np.clip(0.5 - distance, 0, 1)[..., None]
@@ -297,26 +297,24 @@ def embedding_scores(
     splits: {name: (dataset, indices)}. sample_fn(batch): embeddings (N, D) for a batch of the
     dataset.
     """
-    dataset, _ = splits[split]
-    indices = {}
-    for name, (_, members) in splits.items():
-        indices[name] = members[np.arange(len(members))]  # as an array
+    dataset, captions = splits[split]
+    _, train = splits["train"]
+    train = train[np.arange(len(train))]  # as an array
+    held_out = np.concatenate([splits[name][1] for name in ("validation", "test")])
     records = dataset.records(range(len(dataset)))
-    with checkpoint.damage_is_named(dataset.folder / "captions"):
+    with checkpoint.damaged(dataset.folder / "captions"):
         attributes = attribute_values(records)  # (images, attributes)
         mentioned = named_attributes(records)  # bool, of the same shape
-    held_out = np.concatenate([indices["validation"], indices["test"]])
     judge = Judge(unit_embeddings(dataset, held_out), attributes[held_out])
 
     sums = collections.defaultdict(float)
-    captions = indices[split][:max_captions]
-    for number in dist.deal(len(captions)):
+    for number in dist.deal(min(max_captions, len(captions))):
         index = captions[number]
         accumulate.seed_all(seed, "scores", number)
         names = mentioned[index]
         fits = (attributes == attributes[index])[:, names].all(1)
         fitting = np.flatnonzero(fits)
-        training = np.intersect1d(fitting, indices["train"])
+        training = np.intersect1d(fitting, train)
         if not len(training):  # then there is no ceiling
             continue
 

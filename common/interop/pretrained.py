@@ -1,15 +1,13 @@
 """Published weights of Karlo and Kandinsky: from diffusers' folders, and back.
 
-    python -m common.pretrained import kakaobrain/karlo-v1-alpha --out runs/karlo
-    python -m common.pretrained import kandinsky-community/kandinsky-2-2-prior/prior --out runs/k22
-    python -m common.pretrained export --run_dir runs/mine --out my-prior
+    python -m common.interop.pretrained import kakaobrain/karlo-v1-alpha --out runs/karlo
+    python -m common.interop.pretrained import OWNER/REPOSITORY/FOLDER --out runs/k22
+    python -m common.interop.pretrained export --run_dir runs/mine --out my-prior
 
 `import` takes a folder, or a repository of the Hugging Face hub. It writes ordinary run
 folders with a model.pt. `export` writes what diffusers loads, or, of adapters, what peft loads.
 """
 
-import functools
-import os
 import re
 import sys
 from dataclasses import dataclass
@@ -20,12 +18,14 @@ from torch import nn
 
 import train_decoder
 import train_prior
-from common import checkpoint, clip, config
-from common.config import UserError, need
+from common import checkpoint, config
+from common.config import UserError, explained, need
+from common.models import clip
 
-MODELS = {
-    "prior": (train_prior, train_prior.Prior),
-    "decoder": (train_decoder, train_decoder.UNet),
+CONFIGS = {
+    "prior": train_prior.Config,
+    "base": train_decoder.BaseConfig,
+    "upsample": train_decoder.UpsampleConfig,
 }
 
 # Names of layers: ours, diffusers'. A layer of ours may join several of theirs.
@@ -91,9 +91,17 @@ PARTS = {
 }
 CLIPS = {768: "open_clip:ViT-L-14/openai", 1280: "open_clip:ViT-bigG-14/laion2b_s39b_b160k"}
 
-FINE_TUNING = {"optimizer": "adamw", "lr": 1e-5, "chunk_size": 16}  # for models of this size
+# Of Karlo and Kandinsky, besides the sizes in the files: objective and sampling.
+EPSILON = {"objective": "epsilon", "timestep_density": "uniform", "eta": 1.0}
+CONDITION = {"raw_embeddings": True, "text_encodings": "clip"}
+SETTINGS = {
+    "prior": {**CONDITION, "guidance_scale": 4.0, "eval_timesteps": (25,)},
+    "base": {**CONDITION, **EPSILON, "guidance_scale": 8.0, "eval_steps": 25},
+    "upsample": {**EPSILON, "eval_steps": 7},
+}
 
-# The fields of a config.json that have one value here: other models have another form than ours.
+# Fields of a config.json that have one value here and do not show in the weights, or that diffusers
+# needs: other models have another form than ours.
 UNET_FORM = {
     "norm_num_groups": 32,
     "norm_eps": 1e-5,
@@ -102,26 +110,17 @@ UNET_FORM = {
     "flip_sin_to_cos": True,
     "center_input_sample": False,
     "mid_block_scale_factor": 1,
-    "time_embedding_type": "positional",
 }
 FORMS = {
-    "PriorTransformer": {
-        "additional_embeddings": 4,
-        "added_emb_type": "prd",
-        "norm_in_type": None,
-        "embedding_proj_norm_type": None,
-        "time_embed_act_fn": "silu",
-    },
+    "PriorTransformer": {"time_embed_act_fn": "silu"},
     "UNet2DConditionModel": {
         **UNET_FORM,
-        "in_channels": 3,
         "class_embed_type": "identity",
         "mid_block_type": "UNetMidBlock2DSimpleCrossAttn",
-        "only_cross_attention": False,
-        "cross_attention_norm": None,
+        "resnet_time_scale_shift": "scale_shift",
         "resnet_skip_time_act": False,
     },
-    "UNet2DModel": {**UNET_FORM, "in_channels": 6, "out_channels": 3, "add_attention": False},
+    "UNet2DModel": {**UNET_FORM, "add_attention": False},
 }
 
 
@@ -161,7 +160,7 @@ def block_names(unet):
 
 def published_names(model):
     """{our parameter: the published ones that it joins}."""
-    if kind_of(model) == "prior":
+    if isinstance(model, train_prior.Prior):
         layers = layer_names(PRIOR)
         for i in range(model.cfg.depth):
             block = f"transformer.blocks.{i}."
@@ -181,8 +180,12 @@ def published_names(model):
     return names
 
 
-def kind_of(model):
-    return "prior" if isinstance(model, train_prior.Prior) else "decoder"
+def make(kind, cfg, widths):
+    """The model of a config, on the device "meta": without memory."""
+    with torch.device("meta"):
+        if kind == "prior":
+            return train_prior.Prior(cfg, *widths)
+        return train_decoder.UNet(cfg, *widths)
 
 
 # From theirs to ours
@@ -191,145 +194,124 @@ def kind_of(model):
 def convert(model, tensors, path):
     """Our {name: tensor} of the published `tensors`; UserError unless every one fits.
 
-    `model` may be on the device "meta".
+    Tensors that are taken leave the dict: joined ones are copies of gigabytes. `model` may be on
+    the device "meta".
     """
-    unused = dict(tensors)
     expected = model.state_dict()
     weights = {}
     for name, published in published_names(model).items():
-        missing = [layer for layer in published if layer not in unused]
-        if missing:
-            raise UserError(
-                f"{path}: {missing[0]} is missing; expected the weights of a {kind_of(model)}"
-            )
-        value = torch.cat([unused.pop(layer) for layer in published]).float()
-        if name.startswith("image_tokens_in."):  # theirs has the tokens innermost
-            value = value.unflatten(0, (-1, 4)).transpose(0, 1)
-        shape = expected[name].shape
-        if value.numel() != shape.numel():
-            raise UserError(
-                f"{path}: {published[0]} is {tuple(value.shape)}; expected {tuple(shape)}"
-            )
-        weights[name] = value.reshape(shape)
-    if unused:
-        names = ", ".join(sorted(unused)[:5])
-        raise UserError(f"{path}: {len(unused)} weights are unknown: {names}")
+        shape = tuple(expected[name].shape)
+        with explained(f"{path}: {', '.join(published)}: missing, or not of the shape {shape}"):
+            value = torch.cat([tensors.pop(layer) for layer in published]).float()
+            if name.startswith("image_tokens_in."):  # theirs has the tokens innermost
+                value = value.unflatten(0, (-1, 4)).transpose(0, 1)
+            weights[name] = value.reshape(shape)
+    if tensors:
+        names = ", ".join(sorted(tensors)[:5])
+        raise UserError(f"{path}: {len(tensors)} weights are unknown: {names}")
     return weights
 
 
-def preset(script, name):
-    """The settings of a preset of Karlo's that make a model and sample from it."""
-    settings = script.PRESETS[name]
-    names = config.names(script.Config, "model") + config.names(script.Config, "inherit")
-    return {name: settings[name] for name in names if name in settings}
-
-
-def settings_of(about, path):
-    """(kind of model, our settings) for the contents `about` of a config.json."""
+def settings_of(about, folder):
+    """(kind of model, our settings) for the contents `about` of FOLDER/config.json."""
     name = about.get("_class_name")
     if name not in FORMS:
-        raise UserError(f"{path}: _class_name is {name!r}; expected one of {', '.join(FORMS)}")
+        raise UserError(f"{folder}: _class_name is {name!r}; expected one of {', '.join(FORMS)}")
     for field, expected in FORMS[name].items():
         if about.get(field, expected) != expected:
             raise UserError(
-                f"{path}: {field} is {about[field]!r}; only {expected!r} is of the form here"
+                f"{folder}: {field} is {about[field]!r}; only {expected!r} is of the form here"
             )
     if name == "PriorTransformer":
         heads = about["num_attention_heads"]
-        length = about["num_embeddings"]
         return "prior", {
-            **preset(train_prior, "karlo"),
             "width": heads * about["attention_head_dim"],
             "heads": heads,
             "depth": about["num_layers"],
-            "text_encodings": "clip" if length else "none",
-            "max_text_len": length or 1,
+            "max_text_len": about["num_embeddings"],
         }
-    kinds = about["down_block_types"]
+    size = about["sample_size"]
     widths = about["block_out_channels"]
-    width = widths[0]
     settings = {
-        "image_size": about["sample_size"],
-        "width": width,
-        "channel_mult": tuple(channels // width for channels in widths),
+        "image_size": size,
+        "width": widths[0],
+        "channel_mult": tuple(channels // widths[0] for channels in widths),
         "num_res_blocks": about["layers_per_block"],
-        "scale_shift": about["resnet_time_scale_shift"] == "scale_shift",
-        "attention_levels": tuple(i for i, kind in enumerate(kinds) if "CrossAttn" in kind),
     }
     if name == "UNet2DModel":
-        low_res_size = about["sample_size"] // 4
-        settings |= {"low_res_size": low_res_size, "random_crop": low_res_size}
-        return "decoder", {**preset(train_decoder, "karlo-256"), **settings}
-    settings |= {
-        "head_dim": about["attention_head_dim"],
+        return "upsample", {
+            **settings,
+            "low_res_size": size // 4,
+            "random_crop": size // 4,
+            "scale_shift": about["resnet_time_scale_shift"] == "scale_shift",
+        }
+    kinds = about["down_block_types"]
+    return "base", {
+        **settings,
+        "attention_levels": tuple(i for i, kind in enumerate(kinds) if "CrossAttn" in kind),
         "cond_width": about["cross_attention_dim"],
         "learned_variance": about["out_channels"] == 6,
     }
-    return "decoder", {**preset(train_decoder, "karlo-64"), **settings}
-
-
-def read(path):
-    """The contents of a .safetensors file, or of one that torch saved, of tensors alone."""
-    if path.suffix == ".safetensors":
-        load = need("safetensors.torch", str(path), "safetensors").load_file
-    else:
-        load = functools.partial(torch.load, map_location="cpu", weights_only=True)
-    with config.explained(f"{path}: damaged, or not of tensors alone; fetch it again"):
-        return load(path)
 
 
 def read_folder(folder):
     """(contents of config.json, tensors) of a folder of diffusers."""
-    for suffix in (".safetensors", ".bin"):
-        path = folder / f"diffusion_pytorch_model{suffix}"
-        if path.is_file() and (folder / "config.json").is_file():
-            return config.read_json(folder / "config.json"), read(path)
-    raise UserError(
-        f"{folder}: expected config.json and diffusion_pytorch_model.safetensors or .bin"
-    )
+    path = folder / "diffusion_pytorch_model.safetensors"
+    with explained(f"{folder}: expected config.json, {path.name} or .bin, of tensors alone"):
+        about = config.read_json(folder / "config.json")
+        if path.is_file():
+            return about, need("safetensors.torch", str(path), "safetensors").load_file(path)
+        return about, torch.load(path.with_suffix(".bin"), map_location="cpu", weights_only=True)
 
 
-def write_model(source, kind, settings, tensors, widths, out, spec):
-    """Write the model.pt `out` of the published `tensors` of `source`. Nothing is overwritten.
+def import_folder(folder, out, spec):
+    """Write the model.pt `out` of a folder of diffusers; a decoder's text_proj lies beside it.
 
-    widths: of embeddings and of text encodings. spec: the CLIP, "" for the one of these widths.
+    spec: the CLIP, "" for the one of this width. Nothing is overwritten.
     """
     if out.exists():
         raise UserError(f"{out}: is there already; give another --out")
-    spec = spec or CLIPS.get(widths[0], "")
+    about, tensors = read_folder(folder)
+    with checkpoint.damaged(folder / "config.json"):
+        kind, settings = settings_of(about, folder)
+        width = about.get("embedding_dim", 0)
+    if kind == "base":
+        projection, more = read_folder(folder.parent / "text_proj")
+        width = projection["clip_embeddings_dim"]
+        tensors |= {f"text_proj.{name}": value for name, value in more.items()}
+    widths = [width, width]  # of embeddings and of text encodings
+
+    spec = spec or CLIPS.get(width, "")
     if Path(spec).exists():
         spec = str(Path(spec).resolve())
-    script, model_class = MODELS[kind]
-    cfg = script.Config(
-        **settings | FINE_TUNING,
+    cfg = CONFIGS[kind](
+        **SETTINGS[kind],
+        **settings,
         run_dir=str(out.parent),
         clip=spec or "auto",
     )
-    with torch.device("meta"):
-        model = model_class(cfg, *widths)
-    weights = convert(model, tensors, source)
-    count = sum(value.numel() for value in weights.values())
+    model = make(kind, cfg, widths)
+    weights = convert(model, tensors, folder)
     fingerprint = None
-    if hasattr(model, "null_text"):  # "no text" is the CLIP's encoding of ""
+    if width:  # "no text" is the CLIP's encoding of ""
         clip_model = clip.load(spec, "cpu")
-        clip.check_widths(clip_model, f"--clip {spec} for {source}", *widths)
+        clip.check_widths(clip_model, f"--clip {spec} for {folder}", *widths)
         fingerprint = clip_model.fingerprint()
         null = clip_model.text_condition([""], cfg.max_text_len)
         for name, _ in model.null_text.named_buffers():
             weights[f"null_text.{name}"] = null[name]
-    state = {
+    contents = {
         "kind": kind,
         "model": weights,
         "config": config.as_json(cfg),
-        "widths": list(widths),
+        "versions": {},
         "step": 0,
-        "clip": spec or None,
+        "widths": widths,
+        "clip": spec,
         "clip_fingerprint": fingerprint,
-        "cwd": os.getcwd(),
-        "metadata": {"source": str(source)},
     }
-    checkpoint.save(state, out)
-    print(f"wrote {out}: {count:,} parameters of a {kind}")
+    checkpoint.save(contents, out)
+    print(f"wrote {out}: a {kind} model; to train it further, give --optimizer adamw --lr 1e-5")
 
 
 @dataclass(frozen=True)
@@ -351,51 +333,30 @@ def fetch(source):
     """The local folder of `source`, downloaded if it is not here."""
     if Path(source).is_dir():
         return Path(source)
-    if not re.fullmatch(r"[\w.-]+/[\w./-]+", source):
-        raise UserError(f"--source {source}: no such folder, nor OWNER/REPOSITORY of the hub")
     hub = need("huggingface_hub", f"import {source}")
-    owner, name, *inside = source.split("/")
-    folders = ["/".join(inside)] if inside else list(PARTS)
-    folders.append("/".join([*inside[:-1], "text_proj"]))  # a part of the decoder
-    with config.explained(f"{source}: cannot be fetched from the hub"):
-        files = hub.list_repo_files(f"{owner}/{name}")
-        twins = [file for file in files if file.replace(".bin", ".safetensors") in files]
+    with explained(f"{source}: no such folder, nor OWNER/REPOSITORY[/FOLDER] of the hub"):
+        owner, name, *inside = source.split("/")
+        folders = ["/".join(inside)] if inside else list(PARTS)
+        folders.append("/".join([*inside[:-1], "text_proj"]))  # a part of the decoder
         folder = hub.snapshot_download(
             f"{owner}/{name}",
             allow_patterns=[f"{folder}/*" for folder in folders],
-            ignore_patterns=["*.fp16.*", *(file for file in twins if file.endswith(".bin"))],
+            ignore_patterns=["*.fp16.*"],
         )
     return Path(folder, *inside)
 
 
-def import_folder(folder, out, spec):
-    """Write the model.pt `out` of a folder of diffusers; a decoder's text_proj lies beside it."""
-    about, tensors = read_folder(folder)
-    with checkpoint.damage_is_named(folder / "config.json"):
-        kind, settings = settings_of(about, folder / "config.json")
-        width = about.get("embedding_dim", 0)
-    if about["_class_name"] == "UNet2DConditionModel":
-        projection, more = read_folder(folder.parent / "text_proj")
-        width = projection["clip_embeddings_dim"]
-        tensors |= {f"text_proj.{name}": value for name, value in more.items()}
-    widths = width, width if settings.get("text_encodings") == "clip" else 0
-    write_model(folder, kind, settings, tensors, widths, out, spec)
-
-
 def import_command(args):
-    if not (args.source and args.out):
+    if not args.out:
         raise UserError("expected: import FOLDER|OWNER/REPOSITORY --out FOLDER")
     path = fetch(args.source)
-    out = Path(args.out)
-    if (path / "config.json").is_file():
-        import_folder(path, out / "model.pt", args.clip)
-    else:
-        parts = [part for part in PARTS if (path / part).is_dir()]
-        if not parts:
-            names = ", ".join(PARTS)
-            raise UserError(f"{path}: neither config.json nor one of the folders {names}")
-        for part in parts:
-            import_folder(path / part, out / PARTS[part], args.clip)
+    files = {".": "model.pt"}
+    if not (path / "config.json").is_file():
+        files = {part: file for part, file in PARTS.items() if (path / part).is_dir()}
+    if not files:
+        raise UserError(f"{path}: neither config.json nor one of the folders {', '.join(PARTS)}")
+    for part, file in files.items():
+        import_folder(path / part, Path(args.out, file), args.clip)
 
 
 # From ours to theirs
@@ -405,10 +366,9 @@ def import_command(args):
 class ExportConfig(config.Settings):
     """What to export"""
 
-    run_dir: config.Folder = config.field(
+    run_dir: str = config.field(
         "runs/prior", "run folder of a prior, a stage of the decoder, or their adapters"
     )
-    model: str = config.field("model.pt", "file of the run")
     out: str = config.field("", "folder to write")
 
 
@@ -428,8 +388,6 @@ def published(model, weights):
 
 def about_prior(cfg, widths):
     """The config.json of a prior. diffusers needs text encodings as wide as the embeddings."""
-    if len(widths) > 2:
-        raise UserError("diffusers has no prior of text embeddings of another width than images'")
     return {
         "_class_name": "PriorTransformer",
         **FORMS["PriorTransformer"],
@@ -446,8 +404,7 @@ def about_prior(cfg, widths):
 def about_unet(cfg, widths, path):
     """The config.json of a U-Net: Karlo's decoder, or an upsampler without attention."""
     name = "UNet2DConditionModel" if any(widths) else "UNet2DModel"
-    levels = range(len(cfg.channel_mult))
-    kinds = ["Resnet{}sampleBlock2D" for level in levels]
+    kinds = ["Resnet{}sampleBlock2D"] * len(cfg.channel_mult)
     for level in cfg.attention_levels:
         kinds[level] = "SimpleCrossAttn{}Block2D"
     attended = [cfg.width * cfg.channel_mult[level] for level in cfg.attention_levels]
@@ -456,14 +413,14 @@ def about_unet(cfg, widths, path):
         and cfg.width % 32 == 0
         and not any(width % cfg.head_dim for width in attended)
         and widths[0] == widths[1]
-        and bool(attended) == any(widths) == cfg.image_condition
-        and not cfg.low_res_noise
+        and bool(attended) == any(widths)
+        and not (cfg.low_res_size and cfg.low_res_noise)
     )
     if not fits:
         raise UserError(
             f"{path}: diffusers has no class for it: expected Karlo's decoder, which attends to "
             "image and text, or its upsampler, which has neither, nor --low_res_noise; a --width "
-            "that is a multiple of 32, 128 or more; a --head_dim that divides that of each level"
+            "that is a multiple of 32, 128 or more; levels with attention that are multiples of 64"
         )
     about = {
         "_class_name": name,
@@ -475,11 +432,10 @@ def about_unet(cfg, widths, path):
         "block_out_channels": [cfg.width * mult for mult in cfg.channel_mult],
         "down_block_types": [kind.format("Down") for kind in kinds],
         "up_block_types": [kind.format("Up") for kind in reversed(kinds)],
-        "resnet_time_scale_shift": "scale_shift" if cfg.scale_shift else "default",
     }
     if attended:
-        about |= {"cross_attention_dim": cfg.cond_width, "attention_head_dim": cfg.head_dim}
-    return about
+        return about | {"cross_attention_dim": cfg.cond_width, "attention_head_dim": cfg.head_dim}
+    return about | {"resnet_time_scale_shift": "scale_shift" if cfg.scale_shift else "default"}
 
 
 def about_text_proj(cfg, widths):
@@ -499,37 +455,29 @@ def write_folder(folder, about, tensors, config_name="config", name="diffusion_p
     folder.mkdir(parents=True, exist_ok=True)
     checkpoint.write_json(about, folder / f"{config_name}.json")
     safetensors.save_file(tensors, folder / f"{name}.safetensors")
-    count = sum(value.numel() for value in tensors.values())
-    print(f"wrote {folder}: {count:,} parameters")
+    print(f"wrote {folder}")
 
 
 def export_command(args):
-    if not args.out:
-        raise UserError("--out: expected a folder")
-    path = Path(args.run_dir, args.model)
     out = Path(args.out)
-    if any(out.glob("*")):
-        raise UserError(f"{out}: is not empty; give another --out")
-    contents = checkpoint.load(path)
-    kind = contents.get("kind")
-    if kind not in MODELS:
-        raise UserError(f"{path}: not a prior's or a decoder's")
-    script, model_class = MODELS[kind]
-    cfg, state = checkpoint.read_model(kind, script.Config, path)
+    if not args.out or any(out.glob("*")):
+        raise UserError(f"--out {args.out}: expected a new folder, or an empty one")
+    path = Path(args.run_dir, "model.pt")
+    cfg, contents = checkpoint.read_model(CONFIGS, path)
     if cfg.timesteps != 1000:
         raise UserError(f"{path}: {cfg.timesteps} timesteps; diffusers embeds those of 1000")
-    widths = state["widths"]
-    with torch.device("meta"):
-        model = model_class(cfg, *widths)
+    kind = contents["kind"]
+    widths = contents["widths"]
+    model = make(kind, cfg, widths)
     about = about_prior(cfg, widths) if kind == "prior" else about_unet(cfg, widths, path)
     print(f"note: it predicts {cfg.objective}, which diffusers' scheduler has to be told")
-    if not cfg.raw_embeddings:
+    if any(widths) and not cfg.raw_embeddings:
         print("note: embeddings are scaled to length √D here, which diffusers' pipelines do not do")
     if "lora" in contents:
         write_adapters(out, model, contents)
         return
-    tensors = published(model, state["model"])
-    if about["_class_name"] != "UNet2DConditionModel":
+    tensors = published(model, contents["model"])
+    if kind != "base":
         write_folder(out, about, tensors)
         return
     prefix = "text_proj."
@@ -545,7 +493,7 @@ def write_adapters(out, model, contents):
     The halves of a joined key and value share A, and B is cut in two.
     """
     names = published_names(model)
-    adapters = checkpoint.inference_contents(contents)["model"]
+    adapters = contents["model"]
     targets = []
     tensors = {}
     for name, b in adapters.items():
@@ -565,13 +513,12 @@ def write_adapters(out, model, contents):
         "lora_alpha": rank,
         "target_modules": targets,
         "base_model_name_or_path": contents["lora"]["base"],
-        "inference_mode": True,
     }
     write_folder(out, about, tensors, "adapter_config", "adapter_model")
 
 
 def main():
-    if sys.argv[1:2] == ["import"] and len(sys.argv) > 2 and not sys.argv[2].startswith("-"):
+    if re.match("import [^-]", " ".join(sys.argv[1:])):
         sys.argv.insert(2, "--source")
     config.run(
         {"import": (import_command, ImportConfig), "export": (export_command, ExportConfig)},

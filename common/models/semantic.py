@@ -6,18 +6,22 @@
 They encode content, not speaker identity. AudioLM (Borsos et al. 2022, §III-B) takes 1,024 clusters
 of layer 7 of w2v-BERT XL, 25 a second. That model is not published; w2v-BERT 2.0 is of its family.
 HuBERT (Hsu et al. 2021, §III-A) and WavLM (Chen et al. 2021) are used in the same way.
+
+A semantic model of another kind goes in the place of KMeans: it needs `clusters`, `encode`, `state`
+and, if it is fitted, the buffers that `fit` fills; its tokens must be FRAME_RATE a second.
 """
 
 import contextlib
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from common import accumulate, checkpoint, dist, quantize, store, tracker
+from common import accumulate, checkpoint, dist, tracker
 from common.config import UserError
-from common.recordings import Unusable, log_mel, resample
+from common.data.files import Unusable
+from common.data.recordings import log_mel, resample
+from common.models import quantize
 
 FRAME_RATE = 50  # tokens a second
 # Of MFCC. Sampled at 8 kHz like a telephone, whose band is enough to understand speech.
@@ -27,11 +31,6 @@ MFCC_WINDOW = 400  # samples
 MFCC_FLOOR = 1e-3  # least mel magnitude
 MEL_BINS = 26
 CEPSTRA = 12  # coefficients, without the one of loudness
-# Of published models.
-SPEECH_RATE = 16_000
-SPEECH_HOP = 320  # samples
-# Samples that a frame sees, by model_type. w2v-BERT's is two windows of 400, 160 apart.
-RECEPTIVE_FIELDS = {"hubert": 400, "wavlm": 400, "wav2vec2": 400, "wav2vec2-bert": 560}
 LLOYD_ROUNDS = 30  # of k-means
 MAX_FRAMES = 30 * 60 * FRAME_RATE  # to fit k-means to: half an hour
 
@@ -40,9 +39,9 @@ class KMeans(nn.Module):
     """Maps each 20 ms of a wave to the nearest of `clusters` centers, in the space of its features.
 
     features: "mfcc" (Davis & Mermelstein 1980), normalized to mean 0 and variance 1 in each
-    recording, which removes much of the speaker; or "hf:MODEL:LAYER", such as
-    "hf:facebook/w2v-bert-2.0:7": the output of that layer (0: the input of the first) of a HuBERT,
-    WavLM, wav2vec 2.0 or w2v-BERT 2.0. MODEL is a name at huggingface.co or a folder.
+    recording, which removes much of the speaker, but gives a prompt alone other tokens than it has
+    inside its recording; or "hf:MODEL:LAYER", such as "hf:facebook/w2v-bert-2.0:7": a layer of a
+    published model, see interop/speech.py.
     """
 
     def __init__(self, clusters, features="mfcc"):
@@ -50,10 +49,14 @@ class KMeans(nn.Module):
         self.clusters = clusters
         self.kind = features
         self.speech = None
+        self.rate = MFCC_RATE
         width = CEPSTRA
         if features.startswith("hf:"):
-            self.speech = SpeechLayer(features)
-            width = self.speech.model.config.hidden_size
+            from common.interop import speech
+
+            self.speech = speech.SpeechLayer(features)
+            self.rate = speech.SAMPLE_RATE
+            width = self.speech.width
         elif features != "mfcc":
             raise UserError(f"--tokenizer {features}: expected kmeans or hf:MODEL:LAYER")
         self.register_buffer("centers", torch.zeros(clusters, width))
@@ -72,9 +75,9 @@ class KMeans(nn.Module):
     def features(self, wave, rate):
         """Features (ceil(seconds * FRAME_RATE), D) of a wave, a tensor (T,) at `rate`."""
         wave = wave.to(self.centers.device)[None]
+        wave = resample(wave, rate, self.rate)
         if self.speech:
-            return self.speech(resample(wave, rate, SPEECH_RATE))
-        wave = resample(wave, rate, MFCC_RATE)
+            return self.speech(wave)
         mel = log_mel(wave, MFCC_RATE, MFCC_WINDOW, MFCC_HOP, MEL_BINS, MFCC_FLOOR)
         x = mel[0] @ dct(wave.device)
         std = x.std(0, correction=0).clamp(min=1e-5)
@@ -100,45 +103,11 @@ def load(state, path):
     kind = state.get("kind")
     if kind != "kmeans":
         raise UserError(f"{path}: not a tokenizer: its kind is {kind!r}, expected 'kmeans'")
-    with checkpoint.damage_is_named(path):
-        tokenizer = KMeans(len(state["model"]["centers"]), state["settings"]["features"])
-        checkpoint.load_weights(tokenizer, state, path)
+    with checkpoint.damaged(path):
+        settings = state["settings"]
+        tokenizer = KMeans(settings["clusters"], settings["features"])
+        checkpoint.load_weights(tokenizer, state["model"], path)
         return tokenizer
-
-
-class SpeechLayer:
-    """A layer of a published speech model, "hf:MODEL:LAYER". Not a module, so it is not saved."""
-
-    def __init__(self, spec):
-        flag = f"--tokenizer {spec}"
-        name, _, layer = spec.removeprefix("hf:").rpartition(":")
-        if not name or not layer.isdigit():
-            raise UserError(f"{flag}: expected hf:MODEL:LAYER, such as hf:facebook/w2v-bert-2.0:7")
-        self.layer = int(layer)
-        self.model = store.from_transformers(flag, name, RECEPTIVE_FIELDS)
-        layers = self.model.config.num_hidden_layers
-        if self.layer > layers:
-            raise UserError(f"{flag}: that model has layers 0 to {layers}")
-        import transformers  # which is there, as the model came from it
-
-        self.extractor = transformers.AutoFeatureExtractor.from_pretrained(name)
-
-    def __call__(self, wave):
-        """The layer's outputs (ceil(T / 320), D) for a wave (1, T) of 16 kHz."""
-        kind = self.model.config.model_type
-        takes_mel = kind == "wav2vec2-bert"  # (1, frames, 160): two windows of 80 mel bins
-        if not takes_mel and self.extractor.do_normalize:
-            wave = (wave - wave.mean()) / (wave.var(correction=0) + 1e-7).sqrt()
-        side = (RECEPTIVE_FIELDS[kind] - SPEECH_HOP) // 2  # a frame is centered on its 20 ms
-        incomplete = -wave.shape[1] % SPEECH_HOP  # samples missing from the last frame
-        x = F.pad(wave, (side, side + incomplete))
-        if takes_mel:
-            x = self.extractor(x[0].cpu().numpy(), sampling_rate=SPEECH_RATE, return_tensors="pt")[
-                "input_features"
-            ]
-        model = self.model.to(wave.device)
-        outputs = model(x.to(wave.device), output_hidden_states=True)
-        return outputs.hidden_states[self.layer][0]
 
 
 def fit(dataset, indices, clusters=100, seed=0, features="mfcc", device="cpu"):

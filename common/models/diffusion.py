@@ -11,6 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch.special import log_ndtr
 
+from common.config import UserError
+
+
+def check_settings(cfg):
+    """UserError for settings of a diffusion model that have no effect together."""
+    if cfg.objective == "flow" and cfg.noise_schedule != type(cfg).noise_schedule:
+        raise UserError("--noise_schedule: --objective flow has its own noise levels")
+    if cfg.objective != "flow" and cfg.loss_weight in ("sigma_sqrt", "cosmap"):
+        raise UserError(f"--loss_weight {cfg.loss_weight}: it needs --objective flow")
+
 
 def noise_betas(name, timesteps):
     """The variances β_t (T,) of the named noise schedule, in float64."""
@@ -18,12 +28,12 @@ def noise_betas(name, timesteps):
         time = torch.arange(timesteps + 1, dtype=torch.float64) / timesteps
         f = torch.cos((time + 0.008) / 1.008 * math.pi / 2) ** 2
         beta = 1 - f[1:] / f[:-1]
-        return beta.clamp(max=0.999)
-    assert name == "linear", name  # Ho et al. 2020, §4, whose ends are for T = 1000
-    low = 1000 / timesteps * 1e-4
-    high = 1000 / timesteps * 0.02
-    u = torch.linspace(0, 1, timesteps, dtype=torch.float64)
-    beta = low + (high - low) * u
+    else:
+        assert name == "linear", name  # Ho et al. 2020, §4, whose ends are for T = 1000
+        low = 1000 / timesteps * 1e-4
+        high = 1000 / timesteps * 0.02
+        u = torch.linspace(0, 1, timesteps, dtype=torch.float64)
+        beta = low + (high - low) * u
     return beta.clamp(max=0.999)
 
 
@@ -102,7 +112,7 @@ def snr(alpha, sigma):
     return ratio.clamp(min=1e-20)
 
 
-def loss_weight(kind, objective, alpha, sigma, gamma):
+def loss_weight(kind, objective, alpha, sigma, gamma=5.0):
     """Weight of a squared error of the `objective`, at each level (α, σ).
 
     "min_snr": min(SNR, γ) on x₀ (Hang et al. 2023, §3.4), converted to the objective: an error e in
@@ -204,18 +214,19 @@ def sample(
     keep_mask=None,
     resample=1,
 ):
-    """Integrate from noise x at level T-1 to x₀ in `steps` steps, by `denoise(x_t, t (B,)) -> x₀`.
+    """Integrate from noise x at level T-1 to x₀ in `steps` steps.
 
+    `denoise(x_t, t (B,))` returns (x₀, f): the prediction, and f of a learned variance or None.
     eta = 0 is DDIM (for flow: Euler's method), eta = 1 is ancestral sampling: the posterior of the
     respaced chain (DDIM, Song et al. 2021, Eq. 12 and 16). `denoise` is given the level that x_t is
-    at. The last step ends at x₀ itself. alpha, sigma: (T,). `noise_fn(x)` draws noise like x. If
-    `denoise` returns (x₀, f), the variance is exp(f·log β + (1-f)·log β̃) of the respaced chain,
-    times eta² (Nichol & Dhariwal 2021, Eq. 15 and §4).
+    at. The last step ends at x₀ itself. alpha, sigma: (T,). `noise_fn(x)` draws noise like x. With
+    f, the variance is exp(f·log β + (1-f)·log β̃) of the respaced chain, times eta² (Nichol &
+    Dhariwal 2021, Eq. 15 and §4); None counts as 0.
 
-    Inpainting (RePaint, Lugmayr et al. 2022, Alg. 1): where `keep_mask` (broadcast) is 1 or true,
-    the result is exactly `known`, images of x₀; the rest is filled in. Every step but the last is
-    taken `resample` times, noised again in between, so that what is filled in fits what is kept: 1
-    is fast and fits badly, 5 to 10 is usual.
+    Inpainting (RePaint, Lugmayr et al. 2022, Alg. 1, with a jump length of 1): where `keep_mask`
+    (broadcast) is 1 or true, the result is exactly `known`, images of x₀; the rest is filled in.
+    Every step but the last is taken `resample` times, noised again in between, so that what is
+    filled in fits what is kept: 1 is fast and fits badly, 5 to 10 is usual.
     """
     timesteps = sampling_timesteps(len(alpha), steps)
     alphas = alpha.tolist()
@@ -228,14 +239,9 @@ def sample(
     for t, t_prev in zip(timesteps, [*timesteps[1:], None]):
         for repeat in range(resample):
             timestep = torch.full((len(x),), t, device=x.device)
-            x0 = denoise(x, timestep)
-            fraction = 0.0
-            if isinstance(x0, tuple):
-                x0, fraction = x0
-            if t_prev is None and known is None:
-                return x0
+            x0, fraction = denoise(x, timestep)
             if t_prev is None:
-                return torch.where(keep_mask, known, x0)
+                return x0 if known is None else torch.where(keep_mask, known, x0)
 
             # The respaced chain: x_t = ratio·x_prev + √β·noise, with β̃ = (σ_prev/σ_t)²·β.
             ratio = alphas[t] / alphas[t_prev]
@@ -248,7 +254,8 @@ def sample(
             remaining = max(0.0, sigmas[t_prev] ** 2 - variance)
             x = alphas[t_prev] * x0 + math.sqrt(remaining) * noise
             if eta:
-                noise_std = eta * sigma_ratio ** (1 - fraction) * math.sqrt(beta)
+                exponent = 1.0 if fraction is None else 1 - fraction
+                noise_std = eta * sigma_ratio**exponent * math.sqrt(beta)
                 x = x + noise_std * noise_fn(x)
 
             if known is not None:
@@ -262,8 +269,8 @@ def sample(
 def noise_generator(seeds, device):
     """A `noise_fn(x) -> noise like x`, with a stream for each sample k, seeded by `seeds[k]`.
 
-    So a sample is the same in any batch and on any number of ranks. Drawn on the CPU, to be the
-    same on any device.
+    So a sample is the same in any batch and on any number of ranks; and on any device, as all noise
+    is drawn on the CPU, which costs a copy a step.
     """
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
 

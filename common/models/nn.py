@@ -148,12 +148,12 @@ class Block(nn.Module):
         causal,
         table,
         past=None,
-        keep=None,
+        num_last=None,
     ):
-        """x (B, N, D) -> (B, keep or N, D), and the keys and values of x.
+        """x (B, N, D) -> (B, num_last or N, D), and the keys and values of x.
 
-        past: keys and values (B, heads, P, d) of earlier tokens. keep: compute only the last
-        tokens, which needs a mask; those before them serve as keys alone.
+        past: keys and values (B, heads, P, d) of earlier tokens. num_last: compute only so many of
+        the last tokens, which needs a mask; those before them serve as keys alone.
         """
         h = self.attention_norm(x)
         keys, values = self.attention.keys_values(h, table)
@@ -161,10 +161,10 @@ class Block(nn.Module):
         if past is not None:
             keys = torch.cat([past[0], keys], dim=2)
             values = torch.cat([past[1], values], dim=2)
-        if keep:
-            x = x[:, -keep:]
-            h = h[:, -keep:]
-            mask = mask[..., -keep:, :]
+        if num_last:
+            x = x[:, -num_last:]
+            h = h[:, -num_last:]
+            mask = mask[..., -num_last:, :]
         return self.attend(x, h, keys, values, mask, causal, table), new
 
     def attend(self, x, h, keys, values, mask, causal, table):
@@ -210,29 +210,29 @@ class Transformer(nn.Module):
             return None
         return rotary_table(positions, self.head_dim)
 
-    def forward(self, x, mask=None, cache=None, keep=None, return_cache=False):
-        """x (B, N, D) -> (B, keep or N, D), or (that, cache of x) with `return_cache`.
+    def forward(self, x, mask=None, cache=None, num_last=None, return_cache=False):
+        """x (B, N, D) -> (B, num_last or N, D), or (that, cache of x) with `return_cache`.
 
         mask: (N, P + N) or (B, 1, N, P + N), True = attend; without one, attention is causal if the
         model is.
         cache: keys and values of P earlier tokens, a pair for each block, each (B, heads, P, d).
-        keep: compute only the last `keep` tokens of the last block; the others serve as keys alone.
-        It needs a mask or a causal model.
+        num_last: the last block computes only so many of the last tokens; the others serve as keys
+        alone. It needs a mask or a causal model.
         """
         length = x.shape[1]
         prefix = 0 if cache is None else cache[0][0].shape[2]
         positions = torch.arange(prefix, prefix + length, device=x.device)
         table = self.rotary_table(positions)
         causal = self.causal and mask is None
-        if causal and (prefix or keep):
+        if causal and (prefix or num_last):
             mask = causal_mask(length, prefix + length, x.device)
             causal = False
 
         new_cache = []
         for i, block in enumerate(self.blocks):
             past = cache[i] if cache else None
-            keep_here = keep if block is self.blocks[-1] else None
-            args = (x, mask, causal, table, past, keep_here)
+            num_last_here = num_last if block is self.blocks[-1] else None
+            args = (x, mask, causal, table, past, num_last_here)
             if self.checkpointing:
                 x, new = checkpoint(block, *args, use_reentrant=False)
             else:
@@ -261,15 +261,18 @@ class Transformer(nn.Module):
 
 
 def learned_tokens(count, width):
-    """A table of learned tokens, its weight (count, width). Tables have no weight decay."""
+    """Learned tokens: a module whose `weight` (count, width) they are.
+
+    It is an nn.Embedding, though never indexed, because optim.groups gives tables no weight decay.
+    """
     weight = torch.randn(count, width) * 0.02
     return nn.Embedding.from_pretrained(weight, freeze=False)
 
 
 class NullText(nn.Module):
-    """The condition "no text": a CLIP's encoding of "". It is saved with the model, as buffers.
+    """The condition "no text": a CLIP's encoding of "". Its buffers are saved with the model.
 
-    It is zero until `fill` gives it, and stays so where no CLIP is at hand.
+    They are zero until `fill`, and stay so where no CLIP is loaded.
     """
 
     def __init__(self, embed_width, encoding_width=0, length=0):
@@ -300,7 +303,7 @@ class NullText(nn.Module):
 class TimeEmbedding(nn.Module):
     """A timestep in [0, timesteps), whole or not, (B,) -> (B, hidden) (DDPM, App. B).
 
-    It is a sinusoid of `width` numbers and two layers.
+    A sinusoid of `width` numbers, and two layers.
     """
 
     def __init__(self, width, hidden, timesteps):

@@ -1,6 +1,6 @@
 """Captioned images, in tars or folders, with or without embeddings, and the built-in shapes.
 
-`Pictures` and `Shapes` are datasets (see data.py): `fetch` returns pixels, embeddings and captions.
+`Pictures` and `Shapes` are datasets (see order.py): `fetch` returns pixels, embeddings, captions.
 """
 
 import collections
@@ -19,9 +19,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common import config, data, media, order, synthetic
-from common.config import UserError, need
-from common.data import Unusable
+from common import config
+from common.config import UserError
+from common.data import embeddings, files, media, order, synthetic
+from common.data.files import Unusable
 
 IMAGES = ("jpg", "jpeg", "png", "webp")
 CAPTIONS = ("txt", "json")
@@ -36,7 +37,7 @@ def decode_image(content, name):
 
     It is turned upright as its EXIF says. What is transparent is white. 16 bits become 8.
     """
-    Image = need("PIL.Image", f"{name}: reading {Path(name).suffix} images", "pillow")
+    Image = config.need("PIL.Image", f"{name}: reading {Path(name).suffix} images", "pillow")
     from PIL import ImageOps
 
     with config.explained(f"{name}: not a readable image", Unusable):
@@ -61,60 +62,54 @@ class CaptionedImages:
 
     path: tars, see `find_tars`, or a folder of images. They have KEY.jpg|png|webp with KEY.txt or
     KEY.json; a folder may have metadata.jsonl or metadata.csv instead. KEY is the name up to the
-    first dot, as in webdataset: KEY.image.png is no image. shards: numbers of the tars to read,
-    such as "0-99,120"; "" is all. Tars are indexed once, then read at random. `left_out` counts
-    what is not used.
-
-    caption_key: of JSON and CSV, "" is "caption". "lines": each line of KEY.txt is a caption.
+    first dot, as in webdataset: KEY.image.png is no image. Tars are indexed once, then read at
+    random. A note counts the files that are left out. In JSON the caption is named "caption".
     """
 
-    def __init__(self, path, shards="", caption_key=""):
+    def __init__(self, path):
         self.path = Path(path)
-        self.caption_key = caption_key
-        self.tars = find_tars(path, shards)
+        self.tars = find_tars(path)
         self.metadata = []  # files
         self.table = {}  # {KEY: caption} in them
         if self.tars:
             listings = [list_tar(tar) for tar in self.tars]
         else:
-            files = []
-            for file in data.files_below(self.path):
-                kind = self.metadata if file.name.lower() in METADATA else files
-                kind.append(file)
-            self.table = read_metadata(self.path, self.metadata, caption_key)
-            found = ((file.relative_to(path).as_posix(), 0, file.stat().st_size) for file in files)
-            listings = [group(found)]
+            loose = []
+            for file in files.files_below(path):
+                if file.name.lower() in METADATA:
+                    self.metadata.append(file)
+                else:
+                    loose.append((file.relative_to(path).as_posix(), 0, file.stat().st_size))
+            self.table = read_metadata(self.path, self.metadata)
+            listings = [group(loose)]
 
         keys = []
         entries = []
         unused = collections.Counter()
-        # KEY.txt comes first, unless a key says what to take from KEY.json.
-        kinds = CAPTIONS[:: -1 if caption_key not in ("", "lines") else 1]
         for tar, samples in enumerate(listings):
-            for key, files in samples.items():
-                images = [extension for extension in IMAGES if extension in files]
-                captions = [files[extension] for extension in kinds if extension in files]
+            for key, members in samples.items():
+                images = [members[kind] for kind in IMAGES if kind in members]
+                captions = [members[kind] for kind in CAPTIONS if kind in members]
                 if key in self.table:
                     captions = [("", 0, 0)]
-                unused.update(files.keys() - {*IMAGES, *CAPTIONS, "npy"})
+                unused.update(members.keys() - {*IMAGES, *CAPTIONS, "npy"})
                 if images and captions:
-                    embedding = files.get("npy", ("npy", 0, 0))
+                    embedding = members.get("npy", ("npy", 0, 0))
                     keys.append(os.fsencode(key))
-                    entries.append((tar, files[images[0]], captions[0], embedding))
+                    entries.append((tar, images[0], captions[0], embedding))
                 elif images:
-                    unused[f"{images[0]} without a caption"] += 1
+                    unused["without a caption"] += 1
         # Arrays: lists of millions of objects would be copied to every worker.
         self.keys = np.array(keys, np.bytes_)
         self.entries = np.array(entries, ENTRY)
-        self.left_out = data.left_out(path, unused)
+        if unused:
+            counts = [f"{number} {kind}" for kind, number in sorted(unused.items())]
+            config.note(f"{path}: left out are {', '.join(counts)}")
         if not keys:
             raise UserError(
                 f"{path}: no such folder, or no captioned images found; expected "
-                "KEY.jpg, .png or .webp with KEY.txt, KEY.json or metadata.jsonl. "
-                f"{self.left_out}"
+                "KEY.jpg, .png or .webp with KEY.txt, KEY.json or metadata.jsonl"
             )
-        if self.left_out:
-            config.note(self.left_out)
 
     def __len__(self):
         return len(self.entries)
@@ -138,26 +133,24 @@ class CaptionedImages:
             return file.read(entry[kind]["size"])
 
     def caption(self, index):
-        """The caption of an image, see data.clean_caption; raises Unusable."""
+        """The caption of an image, see files.clean_caption; raises Unusable."""
         key = self.key(index)
         if key in self.table:
             return self.table[key]
         name = self.name(index, "caption")
         with config.explained(f"{name}: no caption in it", Unusable):
-            caption = config.decode_text(self.read(index, "caption"), name).strip()
+            caption = files.decode_text(self.read(index, "caption"), name).strip()
             if name.lower().endswith(".json"):
-                caption = json.loads(caption)[self.caption_key or "caption"]
-            elif self.caption_key == "lines":
-                caption = caption.splitlines()
-            return data.clean_caption(caption)
+                caption = json.loads(caption)["caption"]
+            return files.clean_caption(caption)
 
     def __getitem__(self, index):
         image = decode_image(self.read(index, "image"), self.name(index))
         return image, self.caption(index), self.key(index)
 
 
-def find_tars(path, shards=""):
-    """The tars that `path` names, sorted, and of them those of the numbers `shards`, if given.
+def find_tars(path):
+    """The tars that `path` names, sorted.
 
     path: a tar, FOLDER of *.tar, or a pattern, such as "FOLDER/{00000..00219}.tar" or "FOLDER/0*".
     """
@@ -165,12 +158,9 @@ def find_tars(path, shards=""):
     if braces:
         first, last = braces.groups()
         numbers = range(int(first), int(last) + 1)
-        names = [f"{number:0{len(first)}d}" for number in numbers]
-        tars = [str(path).replace(braces[0], name) for name in names]
+        tars = [str(path).replace(braces[0], f"{number:0{len(first)}}") for number in numbers]
     elif Path(path).is_dir():
         tars = Path(path).glob("*.tar")
-    elif Path(path).is_file():
-        tars = [path]
     else:
         tars = glob.glob(str(path))
     tars = sorted(map(Path, tars))
@@ -180,28 +170,26 @@ def find_tars(path, shards=""):
                 f"{tar}: no such file, or not a .tar; compressed ones cannot be read at random: "
                 "unpack them, as by gunzip"
             )
-    return choose_tars(tars, shards) if shards else tars
+    return tars
 
 
-def read_metadata(folder, files, caption_key):
-    """{KEY: caption} of the metadata.jsonl and metadata.csv `files` below a folder.
+def read_metadata(folder, paths):
+    """{KEY: caption} of the metadata.jsonl and metadata.csv at `paths` below a folder.
 
-    Each row has a file_name relative to its file, and the caption as caption_key, "caption" or
-    "text", as the package datasets writes it.
+    Each row has a file_name relative to its file, and a "caption", or "text" as the package
+    datasets writes it.
     """
     table = {}
-    for file in files:
-        text = config.decode_text(file.read_bytes(), file)
-        rows = csv.DictReader(io.StringIO(text))
-        if file.suffix.lower() == ".jsonl":
-            rows = (json.loads(line) for line in text.split("\n") if line.strip())
-        expected = f"file_name and {caption_key or 'caption or text'} in every row"
-        with config.explained(f"{file}: expected {expected}"):
+    for path in paths:
+        text = files.decode_text(path.read_bytes(), path)
+        with config.explained(f"{path}: expected file_name and caption or text in every row"):
+            rows = csv.DictReader(io.StringIO(text))
+            if path.suffix.lower() == ".jsonl":
+                rows = (json.loads(line) for line in text.split("\n") if line.strip())
             for row in rows:
-                name = (file.parent / row["file_name"]).relative_to(folder)
-                names = [caption_key] if caption_key else ["caption", "text"]
-                found = [row[name] for name in names if name in row]
-                table[key_of(name.as_posix())] = data.clean_caption(found[0])
+                name = (path.parent / row["file_name"]).relative_to(folder)
+                caption = row["caption"] if "caption" in row else row["text"]
+                table[key_of(name.as_posix())] = files.clean_caption(caption)
     return table
 
 
@@ -221,13 +209,13 @@ def list_tar(tar):
     return group(members)
 
 
-def group(files):
+def group(members):
     """{folders and KEY: {extension in lower case: (extension, offset, size)}} of files.
 
-    files: (name, offset, size) of each. Hidden ones are left out.
+    members: (name, offset, size) of each. Hidden ones are left out.
     """
     samples = collections.defaultdict(dict)
-    for name, offset, size in files:
+    for name, offset, size in members:
         key = key_of(name)
         extension = name[len(key) + 1 :]
         if key and not key.endswith("/"):
@@ -241,54 +229,32 @@ def key_of(name):
     return posixpath.join(folder, file.partition(".")[0])
 
 
-def shard_digits(tar):
-    """The number of a tar, as text, at the end of its name."""
-    digits = re.search(r"(\d+)\.tar$", tar.name)
-    if not digits:
-        raise UserError(f"{tar}: no shard number at the end of its name; expected NNNNN.tar")
-    return digits[1]
-
-
-def choose_tars(tars, shards):
-    """The `tars` whose numbers are in `shards`, a list of numbers and ranges such as "0-99,120"."""
-    wanted = set()
-    with config.explained(f"--shards {shards}: expected numbers and ranges, as in 0-99,120"):
-        for piece in shards.split(","):
-            first, _, last = piece.partition("-")
-            wanted.update(range(int(first), int(last or first) + 1))
-    chosen = [tar for tar in tars if int(shard_digits(tar)) in wanted]
-    if not chosen:
-        raise UserError(f"--shards {shards}: none of the {len(tars)} tars has such a number")
-    return chosen
-
-
 class Pictures(CaptionedImages):
     """Captioned images as square pictures, with embeddings of the whole image.
 
-    The embeddings are in the folder `embeddings` (img_emb_NNNNN.npy for NNNNN.tar; a key is the
-    digits of its tar, then those of the row, as img2dataset writes it), else inside the tars or
-    beside loose images (KEY.npy), else beside the tars. Without any, `width` is None.
+    The embeddings are inside the tars or beside loose images (KEY.npy), else beside the tars: in
+    img_emb_NNNNN.npy for NNNNN.tar, where a key is the digits of its tar, then those of the row,
+    as img2dataset writes it. Without any, `width` is None.
 
     `fetch` returns the usable ones of the samples as {"image": uint8 (n, size, size, 3),
     "image_embed": float32 (n, D), "clip_image": uint8 (n, C, C, 3) if C = `clip_size` is not 0,
     "caption": list}. An image is the central square or, with random words, a random square of
-    `crop_scale` to 1 of its area, half of them mirrored if `flip`. A sample is not usable if its
-    embedding is missing, all zero or not finite, or its image damaged or smaller than `size`.
+    `crop_scale` to 1 of its area, half of them mirrored if `flip`. So "clip_image", from which a
+    CLIP makes the embeddings if none are stored, is of the crop, unlike stored embeddings. A sample
+    is not usable if its embedding is missing, all zero or not finite, or its image damaged or
+    smaller than `size`.
     """
 
     def __init__(
         self,
         path,
         size,
-        embeddings="",
-        shards="",
-        caption_key="",
         clip_size=0,
         crop_scale=1.0,
         flip=False,
         resize="bicubic",
     ):
-        super().__init__(path, shards, caption_key)
+        super().__init__(path)
         self.size = size
         self.clip_size = clip_size
         self.crop_scale = crop_scale
@@ -298,29 +264,22 @@ class Pictures(CaptionedImages):
         self.width = None
 
         inside = np.flatnonzero(self.entries["embedding"]["size"])
-        if embeddings and not self.tars:
-            raise UserError(
-                f"--embeddings {embeddings}: only for tars; put KEY.npy beside each image in {path}"
-            )
-        if self.tars and not len(inside) and any(self.tars[0].parent.glob("img_emb_*.npy")):
-            embeddings = embeddings or self.tars[0].parent
-        if embeddings:
-            table = data.Shards(Path(embeddings), "img_emb")
+        if len(inside):
+            self.width = len(self._embedding(inside[0]))
+        elif self.tars and any(self.tars[0].parent.glob("img_emb_*.npy")):
+            table = embeddings.Shards(self.tars[0].parent, "img_emb")
             self.arrays = table.arrays
             self.width = table.shape[0]
-        elif len(inside):
-            self.width = len(self._embedding(inside[0]))
 
     def _embedding(self, index):
         """The embedding (D,) of an image in float32; raises Unusable."""
-        where = self.name(index, "embedding")
-        try:
+        name = self.name(index, "image" if self.arrays else "embedding")
+        with config.explained(f"{name}: no usable embedding", Unusable):
             if self.arrays:
-                digits = shard_digits(self.tars[self.entries[index]["tar"]])
-                number = int(digits)
-                row = int(posixpath.basename(self.key(index)).removeprefix(digits))
-                where = f"{self.name(index)}: row {row} of img_emb_{number}.npy"
-                values = self.arrays[number][np.array(row, np.uint64)]  # so that -1 is no row
+                tar = self.tars[self.entries[index]["tar"]].stem
+                row = posixpath.basename(self.key(index)).removeprefix(tar)
+                # Unsigned, so that -1 is no row.
+                values = self.arrays[int(tar)][np.array(int(row), np.uint64)]
             else:
                 values = np.load(io.BytesIO(self.read(index, "embedding"))).astype(np.float32)
             usable = np.isfinite(values).all() and values.any()
@@ -329,8 +288,6 @@ class Pictures(CaptionedImages):
                     f"{values.size} numbers, expected {self.width}, or all zero or not finite"
                 )
             return values.ravel()
-        except Exception as error:  # numpy raises a dozen types for a damaged file
-            raise Unusable(f"{where}: no usable embedding ({error!r})") from error
 
     def split(self, name, validation, test, seed=0):
         """Indices (int64, ascending) of "train", "validation" or "test", by a hash of the keys."""
@@ -342,7 +299,7 @@ class Pictures(CaptionedImages):
         texts = []
         for index in indices:
             with contextlib.suppress(Unusable):
-                texts.append(data.choose_caption(self.caption(index)))
+                texts.append(files.choose_caption(self.caption(index)))
         return texts
 
     def fetch(self, indices, random_words=None):
@@ -365,7 +322,7 @@ class Pictures(CaptionedImages):
         if self.width:
             sample["image_embed"] = torch.from_numpy(self._embedding(index))
         image, caption, _ = self[index]
-        sample["caption"] = data.choose_caption(caption, 0 if uniform is None else uniform[4])
+        sample["caption"] = files.choose_caption(caption, 0 if uniform is None else uniform[4])
         height, width, _ = image.shape
         side = min(height, width)
         if side < self.size:
@@ -399,19 +356,19 @@ class Pictures(CaptionedImages):
         return ""
 
     def check(self):
-        """See data.check_samples. UserError if most of the images are unusable."""
-        return data.check_samples(self, min(len(self), 256) / 2)
+        """See files.check_samples. UserError if most of the images are unusable."""
+        return files.check_samples(self, min(len(self), 256) / 2)
 
     def fingerprint(self):
         """Values that change when the data does: rows, width, digest of names, sizes and tars."""
-        files = [*self.tars, *self.metadata, *(array.path for array in self.arrays.values())]
+        paths = [*self.tars, *self.metadata, *(array.path for array in self.arrays.values())]
         digest = hashlib.sha256(self.keys.tobytes() + self.entries.tobytes())
-        digest.update(data.digest_of(files).encode())
+        digest.update(files.digest_of(paths).encode())
         return {"rows": len(self), "width": self.width, "digest": digest.hexdigest()[:16]}
 
 
-class Shapes(data.Embeddings):
-    """The built-in captioned shapes, with embeddings in `folder`, as clip.builtin_data writes them.
+class Shapes(embeddings.Embeddings):
+    """The built-in captioned shapes, with the embeddings that embed.builtin_data writes.
 
     `fetch` returns {"image": uint8 (n, size, size, 3), "image_embed" (n, D), "text_embed" (n, D),
     "caption": list}. Below 32 pixels they are averages of the 32-pixel ones. There are no crops and

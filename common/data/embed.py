@@ -1,0 +1,251 @@
+"""Train the small CLIP on captioned images, and embed captioned images by it or by open_clip.
+
+    python -m common.data.embed train --data PATH|shapes --run_dir runs/clip    # writes model.pt
+    python -m common.data.embed embed --data PATH --run_dir runs/clip --out emb    # writes shards
+"""
+
+import dataclasses
+import hashlib
+import math
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from common import accumulate, checkpoint, config, dist, optim, schedule, tracker
+from common.config import PositiveFloat, PositiveInt, UserError, field
+from common.data import embeddings, files, order, synthetic
+from common.data.images import BUILTIN_ROWS, CaptionedImages
+from common.data.media import to_uint8
+from common.models import clip
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig(config.Settings):
+    """The data"""
+
+    data: str = field(
+        "shapes", 'captioned images: tars, or a folder of images; "shapes": the built-in ones'
+    )
+    device: config.Device = field("auto", "auto takes the first that is there")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(DataConfig):
+    """The small CLIP and its training"""
+
+    run_dir: str = field("runs/clip", "folder for model.pt")
+    image_size: PositiveInt = field(32, "width and height in pixels that images are brought to")
+    context: PositiveInt = field(24, "longest text in tokens, 3 or more; others are cut")
+    vocabulary: config.NonNegativeInt = field(
+        4096, "most words with a token of their own; others are spelled by their bytes"
+    )
+    embed_width: PositiveInt = field(64, "of the embeddings")
+    text_width: PositiveInt = field(64, "of the text encodings, a multiple of 32")
+    steps: PositiveInt = field(700, "optimizer steps")
+    batch_size: PositiveInt = field(256, "pairs; each contrasts with all others")
+    lr: PositiveFloat = field(3e-3, "highest learning rate")
+    seed: int = field(0, "of weights and order")
+
+
+@dataclasses.dataclass(frozen=True)
+class EmbedConfig(DataConfig):
+    """How to embed it"""
+
+    run_dir: str = field("runs/clip", "the CLIP: folder, model.pt, or open_clip:MODEL/WEIGHTS")
+    out: str = field("emb", "folder for img_emb/, text_emb/, captions/ and clip.json")
+    raw: bool = field(
+        False, "embeddings as the CLIP gives them, for --raw_embeddings; off: of unit length"
+    )
+    encodings: bool = field(False, "also write the text encodings of every token, to text_enc/")
+
+
+def first_captions(records):
+    return [files.choose_caption(record["caption"]) for record in records]
+
+
+def read(path, image_size, training=False):
+    """Yield batches of captioned images: uint8 (B, S, S, 3), and B records {"caption": …}.
+
+    path: a folder, or "shapes", the built-in ones. training: only those that the scripts train on,
+    or, of the built-in ones, others than the scripts have.
+    """
+    if path == "shapes":
+        first = BUILTIN_ROWS if training else 0
+        indices = range(first, first + BUILTIN_ROWS)
+    else:
+        dataset = CaptionedImages(path)
+        indices = range(len(dataset))
+        if training:  # the scripts split in this way by default
+            indices = order.split_keys(map(dataset.key, indices), "train", 0.1, 0.1)
+    faults = []
+    for start in tracker.progress(range(0, len(indices), 256), desc="reading", unit="batch"):
+        batch = indices[start : start + 256]
+        if path == "shapes":
+            yield synthetic.shapes(batch, size=image_size)
+            continue
+        images = []
+        records = []
+        for index in batch:
+            try:
+                image, caption, key = dataset[index]
+            except files.Unusable as error:
+                faults.append(str(error))
+                continue
+            images.append(clip.center_crop(torch.tensor(image)[None], image_size))
+            records.append({"caption": caption, "key": key})
+        if records:
+            yield to_uint8(torch.cat(images) * 2 - 1).numpy(), records
+    if faults:
+        config.note(
+            f"{len(faults)} of {len(indices)} images cannot be used and are left out: "
+            f"{', '.join(faults[:5])}"
+        )
+
+
+def train(cfg, device):
+    """Train a CLIP, write it to RUN/model.pt, and print its last loss.
+
+    It repeats bit for bit on the same device and number of threads. There are no flips and no
+    crops, as captions may name places.
+    """
+    if cfg.context < 3 or cfg.text_width % 32:
+        raise UserError("expected --context of 3 or more, and --text_width of a multiple of 32")
+    batches = list(read(cfg.data, cfg.image_size, training=True))
+    captions = [caption for _, records in batches for caption in first_captions(records)]
+    if len(captions) < cfg.batch_size:
+        raise UserError(
+            f"{cfg.data}: {len(captions)} training images, fewer than a batch of "
+            f"{cfg.batch_size}; give more images or a lower --batch_size"
+        )
+    accumulate.seed_all(cfg.seed, "clip")
+    tokenizer = clip.Tokenizer.learn(captions, cfg.vocabulary)
+    note = clip.text_note(captions, tokenizer.encode, cfg.context - 2)
+    if note:
+        config.note(note)
+    settings = {
+        "vocabulary": tokenizer.vocabulary,
+        "image_size": cfg.image_size,
+        "context": cfg.context,
+        "embed_width": cfg.embed_width,
+        "text_width": cfg.text_width,
+    }
+    model = clip.CLIP(**settings).to(device).train()
+    # Betas and epsilon: Radford et al. 2021, Table 18.
+    [optimizer] = optim.make(model, "adamw", cfg.lr, 0.1, (0.9, 0.98), 1e-6)
+    pixels = torch.from_numpy(np.concatenate([pixels for pixels, _ in batches])).to(device)
+    tokens = model.tokenize(captions)
+    longest = (tokens != clip.PAD).sum(1).max()
+    tokens = tokens[:, :longest].to(device)  # (N, L)
+    labels = torch.arange(cfg.batch_size, device=device)  # caption i is that of image i
+    for step in tracker.progress(range(cfg.steps), desc="small CLIP", unit="step"):
+        lr = schedule.learning_rate(step, cfg.lr, cfg.steps // 10, cfg.steps, cosine=True)
+        schedule.set_learning_rate([optimizer], lr)
+        position = step * cfg.batch_size + np.arange(cfg.batch_size)
+        indices = order.shuffle(position, len(captions), cfg.seed)
+        # Radford et al. 2021, Figure 3.
+        image = F.normalize(model.embed_image(pixels[indices]), dim=-1)
+        text = F.normalize(model.embed_text(tokens[indices])[0], dim=-1)
+        logits = model.logit_scale.clamp(max=math.log(100)).exp() * image @ text.T  # (B, B)
+        loss = (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    print(f"small CLIP: last loss {loss:.3f}; chance is {math.log(cfg.batch_size):.3f}")
+    contents = {"kind": "clip", "model": model.state_dict(), "settings": settings}
+    checkpoint.save(contents, Path(cfg.run_dir, "model.pt"))
+    return model.eval().requires_grad_(False)
+
+
+@torch.no_grad()
+def embed(clip_model, batches, encodings=False, raw=False):
+    """Embed the batches of `read`: ([images (N, D), texts (N, D)], N records).
+
+    With `encodings`, a third array has the text encodings (N, L, W). Embeddings are of unit
+    length, unless `raw`.
+    """
+    device = next(clip_model.parameters()).device
+    arrays = []
+    records = []
+    for pixels, batch in batches:
+        image = clip_model.embed_image(torch.from_numpy(pixels).to(device))
+        tokens = clip_model.tokenize(first_captions(batch)).to(device)
+        text, text_enc, _ = clip_model.embed_text(tokens)
+        if not raw:
+            image = F.normalize(image, dim=-1)
+            text = F.normalize(text, dim=-1)
+        outputs = [image, text, text_enc] if encodings else [image, text]
+        arrays.append([output.float().cpu().numpy() for output in outputs])
+        records += batch
+    return [np.concatenate(column) for column in zip(*arrays)], records
+
+
+def embed_all(cfg, device):
+    """Write embeddings of all images of `data` as shards, and clip.json, which names the CLIP."""
+    clip_model = clip.load(cfg.run_dir, device)
+    out = Path(cfg.out)
+    (out / "clip.json").unlink(missing_ok=True)  # it may name another CLIP
+    batches = read(cfg.data, clip_model.image_size)
+    arrays, records = embed(clip_model, batches, cfg.encodings, cfg.raw)
+    if not records:
+        raise UserError(f"{cfg.data}: none of its images can be used")
+    # In half precision, as clip-retrieval writes them.
+    image, text, *encodings = [array.astype(np.float16) for array in arrays]
+    embeddings.write_shards(out, image, text, records, *encodings)
+    spec = cfg.run_dir
+    if not spec.startswith("open_clip:"):
+        spec = str(Path(spec).resolve())
+    values = {"clip": spec, "fingerprint": clip_model.fingerprint()}
+    checkpoint.write_json(values, out / "clip.json")
+
+
+def builtin_data(folder, device):
+    """Make FOLDER/clip, the small CLIP, and FOLDER/shapes, its embeddings, unless they are there.
+
+    Returns the path of the latter.
+    """
+    run_dir = Path(folder).resolve() / "clip"
+    out = Path(folder) / "shapes"
+    path = out / "clip.json"
+    pictures, _ = synthetic.shapes(range(64))
+    made_from = {
+        **config.as_json(Config()),
+        "rows": BUILTIN_ROWS,
+        "pictures": hashlib.sha256(pictures).hexdigest(),
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    with open(out / ".lock", "a") as lock:
+        checkpoint.lock(lock, wait=True)  # another run may be making them
+        try:
+            values = config.read_json(path)
+            clip.load(run_dir, "cpu", str(values.get("fingerprint")))
+        except (UserError, OSError):  # missing or damaged
+            values = {}
+        if values.get("made_from") != made_from:
+            threads = torch.get_num_threads()
+            torch.set_num_threads(min(8, threads * dist.world_size()))  # the other ranks wait
+            train(Config(run_dir=str(run_dir)), device)
+            embed_all(EmbedConfig(run_dir=str(run_dir), out=str(out)), device)
+            torch.set_num_threads(threads)
+            checkpoint.write_json({**config.read_json(path), "made_from": made_from}, path)
+    return str(out)
+
+
+def train_command(cfg):
+    train(cfg, dist.setup(cfg.device))
+    flags = f"--data {cfg.data} --run_dir {cfg.run_dir} --out emb"
+    print(f"Next: python -m common.data.embed embed {flags}")
+
+
+def embed_command(cfg):
+    embed_all(cfg, dist.setup(cfg.device))
+    print(f"Next: python train_prior.py --data {cfg.out} --run_dir runs/my_prior")
+
+
+def main():
+    config.run({"train": (train_command, Config), "embed": (embed_command, EmbedConfig)}, __doc__)
+
+
+if __name__ == "__main__":
+    main()

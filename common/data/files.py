@@ -1,0 +1,98 @@
+"""What all sources of samples share: finding files, reading texts, captions, unusable samples."""
+
+import codecs
+import hashlib
+import os
+from pathlib import Path
+
+import numpy as np
+
+from common import config
+from common.config import UserError
+
+
+class Unusable(UserError):
+    """A sample that cannot be used, with the reason. Training goes on with the next one."""
+
+
+def evenly_spaced(count, limit):
+    """At most `limit` evenly spaced numbers (int64) below `count`."""
+    return np.linspace(0, count - 1, min(count, limit)).astype(np.int64)
+
+
+def files_below(folder):
+    """Sorted paths of the files below a folder. Links to folders are entered, each folder once."""
+    entered = set()
+    files = []
+    for parent, folders, names in os.walk(folder, onerror=fail_if_refused, followlinks=True):
+        real = os.path.realpath(parent)
+        if real in entered:
+            folders.clear()  # os.walk goes no deeper
+            continue
+        entered.add(real)
+        folders.sort()  # which of two links is entered must not depend on the file system
+        files += [Path(parent, name) for name in names]
+    broken = [file for file in files if not file.exists()]
+    if broken:
+        config.note(f"{len(broken)} links lead nowhere, and are left out: {min(broken)}, …")
+    return sorted(filter(Path.is_file, files))
+
+
+def fail_if_refused(error):
+    """Let os.walk end where a folder may not be read: its samples would be missing silently."""
+    if isinstance(error, PermissionError):
+        raise error
+
+
+def decode_text(content, name):
+    """The text of `content` (bytes): UTF-8, or UTF-16 with a byte order mark; UserError."""
+    is_utf16 = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    with config.explained(f"{name}: not text in UTF-8, nor marked as UTF-16; save it as UTF-8"):
+        text = content.decode("utf-16" if is_utf16 else "utf-8-sig")
+        if "\0" in text:  # UTF-16 without a mark
+            raise ValueError("it has zero bytes")
+        return text
+
+
+def clean_caption(value):
+    """The caption of a sample: a text, or a list of several. TypeError of another `value`.
+
+    None and an empty list are "".
+    """
+    texts = value if isinstance(value, list) else ["" if value is None else value]
+    if not all(isinstance(text, str) for text in texts):
+        raise TypeError(f"{value!r:.100} is not a text, nor a list of texts")
+    texts = [text.strip() for text in texts] or [""]
+    return texts if len(texts) > 1 else texts[0]
+
+
+def choose_caption(caption, fraction=0.0):
+    """One text of a caption (see `clean_caption`), by a `fraction` in [0, 1), or the first."""
+    if isinstance(caption, str):
+        return caption
+    return caption[int(fraction * len(caption))]
+
+
+def check_samples(dataset, limit):
+    """(unusable, looked at, first faults) of 256 evenly spaced samples, by `dataset.fault`.
+
+    UserError if more than `limit`, or all, are unusable.
+    """
+    indices = evenly_spaced(len(dataset), 256)
+    faults = list(filter(None, map(dataset.fault, indices)))
+    if len(faults) > min(limit, len(indices) - 1):
+        raise UserError(
+            f"{dataset.path}: {len(faults)} of {len(indices)} samples cannot be used: "
+            f"{faults[0]}; mend or remove them"
+        )
+    return len(faults), len(indices), faults[:5]
+
+
+def digest_of(files):
+    """16 digits that change with the names or sizes of `files`, or the start of 100 of them."""
+    sizes = [(Path(file).name, os.stat(file).st_size) for file in files]
+    digest = hashlib.sha256(repr(sizes).encode())
+    for number in evenly_spaced(len(files), 100):
+        with open(files[number], "rb") as file:
+            digest.update(file.read(2**16))
+    return digest.hexdigest()[:16]

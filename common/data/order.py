@@ -1,0 +1,310 @@
+"""Which samples come when: splits, the order of an epoch, chunks, batches.
+
+Orders and splits are pure functions of numbers and a seed. A dataset has these methods:
+    len(dataset)
+    fetch(indices, random_words=None) -> (batch, usable)    dict of tensors and lists, bool (n,)
+    split(name, validation, test, seed) -> indices          name: "train", "validation" or "test"
+    fault(index) -> text                                    name of an unusable sample, and why
+    check() -> (unusable, checked, faults)                  before training
+    fingerprint() -> dict                                   changes when the data does
+
+A script reads the training split without end by `loader(ChunkDataset(…), training_spans(…))`,
+and the others by `batches`.
+"""
+
+import atexit
+import dataclasses
+import hashlib
+import itertools
+import math
+import multiprocessing
+import signal
+
+import numpy as np
+import torch
+
+from common import dist
+from common.config import UserError
+
+MAX_UNUSABLE = 0.01  # a larger fraction of unusable rows is refused
+UNIT = 10**9  # fractions are rounded to billionths, so that all sums are exact in 64-bit integers
+
+
+def random_words(numbers, *key):
+    """A hash (uint64) of each of the integers `numbers` (n,) and the key.
+
+    The hash is splitmix64 (Steele, Lea & Flood 2014, Figure 16), started at a digest of the key.
+    """
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    return splitmix64(np.frombuffer(digest, np.uint64), np.asarray(numbers, np.uint64))
+
+
+def splitmix64(start, numbers):
+    """Words (uint64) of splitmix64, in `numbers` steps (uint64 or 1) from `start` (uint64)."""
+    x = start + numbers * 0x9E3779B97F4A7C15
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
+
+
+def uniform(words, count):
+    """Random numbers in [0, 1), (n, count), from the random words (n,) of n samples."""
+    columns = [random_words(words, i) >> 11 for i in range(count)]  # a double holds 53 bits
+    return np.stack(columns, axis=1) * 2.0**-53
+
+
+def permute(index, n, *key):
+    """Entries at `index` (int array) of a pseudo-random permutation of range(n) -> int64 array.
+
+    A number is a pair (left, right) of range(a) × range(b) with a·b >= n. Three Feistel rounds
+    permute the pairs, with modular addition instead of exclusive-or (Black & Rogaway 2002, §5).
+    A result that is not below n is permuted again ("cycle walking", §4). Needs O(1) memory.
+    """
+    a = math.isqrt(n - 1) + 1
+    b = math.ceil(n / a)
+
+    def network(x):
+        left = x % a
+        right = x // a
+        for i in range(3):
+            left = (left + random_words(right, i, *key) % a) % a
+            right = (right + random_words(left, i, *key) % b) % b
+        return left + a * right
+
+    x = network(np.asarray(index, np.uint64))
+    while (x >= n).any():
+        outside = x >= n
+        x[outside] = network(x[outside])
+    return x.astype(np.int64)
+
+
+def shuffle(positions, n, seed):
+    """Indices below n at `positions` (int array) of training without end.
+
+    Every n positions are an epoch, in an order of its own.
+    """
+    epochs = positions // n
+    indices = np.empty(len(positions), np.int64)
+    for epoch in np.unique(epochs):
+        inside = epochs == epoch
+        indices[inside] = permute(positions[inside] % n, n, seed, int(epoch))
+    return indices
+
+
+def stratified(n, count, total, *key):
+    """Random numbers below n, ascending: one in each interval of total / count numbers.
+
+    A larger n only appends more of them.
+    """
+    if not count:
+        return np.zeros(0, np.int64)
+    intervals = -(-n * count // total)
+    edges = np.arange(intervals + 1) * total // count
+    sizes = np.diff(edges).astype(np.uint64)
+    offsets = random_words(np.arange(intervals), *key) % sizes
+    picks = edges[:-1] + offsets.astype(np.int64)
+    return picks[picks < n]
+
+
+class Complement:
+    """The numbers below n without `excluded` (ascending): item (int array) -> int64 array.
+
+    It holds only the excluded numbers, so that billions of training rows take no memory.
+    """
+
+    def __init__(self, n, excluded):
+        self.size = n - len(excluded)
+        self.kept_before = excluded - np.arange(len(excluded))  # kept numbers before each excluded
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        return index + np.searchsorted(self.kept_before, index, side="right")
+
+
+def split_indices(
+    n,
+    split,
+    validation,
+    test,
+    seed=0,
+):
+    """The rows of a split ("train", "validation" or "test") of n numbered rows.
+
+    validation, test: fractions. They are exact to two rows. A row keeps its split when rows are
+    appended. The training split is a Complement, the others are int64 arrays.
+    """
+    validation = round(validation * UNIT)
+    both = validation + round(test * UNIT)
+    held_out = stratified(n, both, UNIT, "held out", seed)
+    if split == "train":
+        return Complement(n, held_out)
+    chosen = stratified(len(held_out), validation, both, "validation", seed)
+    if split == "validation":
+        return held_out[chosen]
+    return np.delete(held_out, chosen)
+
+
+def split_keys(
+    keys,
+    split,
+    validation,
+    test,
+    seed=0,
+):
+    """The samples (int64, ascending) of a split ("train", "validation" or "test").
+
+    A hash of a sample's text key, a file name or a speaker, decides. validation, test: fractions,
+    about. If no key would be held out, the one of the smallest hash is.
+    """
+    hashes = []
+    for key in keys:
+        text = f"{seed} {key}".encode(errors="surrogateescape")  # a file name may be no UTF-8
+        digest = hashlib.blake2b(text, digest_size=8).digest()
+        hashes.append(int.from_bytes(digest, "little") / 2**64)
+    hashes = np.array(hashes)
+    names = ("validation", "test", "train")
+    splits = np.searchsorted([validation, validation + test], hashes, side="right")
+    for number, share in enumerate((validation, test)):
+        training = hashes[splits == 2]
+        if share and number not in splits and len(set(training)) > 1:
+            splits[hashes == training.min()] = number
+    return np.flatnonzero(splits == names.index(split))
+
+
+# Splits of a dataset
+
+
+def splits(dataset, cfg, val_dataset=None):
+    """{"train", "validation", "test": (dataset, indices)}.
+
+    With a `val_dataset`, validation is all of that.
+    """
+    validation = 0.0 if val_dataset else cfg.validation
+    found = {}
+    for name in ("train", "validation", "test"):
+        found[name] = dataset, dataset.split(name, validation, cfg.test, cfg.split_seed)
+    if val_dataset:
+        found["validation"] = val_dataset, val_dataset.split("train", 0.0, 0.0)
+
+    needed = {"train": cfg.batch_size, "validation": 1, "test": 1}
+    for name, (_, indices) in found.items():
+        if len(indices) < needed[name]:
+            raise UserError(
+                f"{cfg.data}: {len(indices)} samples for {name}, expected at least "
+                f"{needed[name]}; change --batch_size, --validation or --test"
+            )
+    return found
+
+
+# Chunks and batches
+
+
+@dataclasses.dataclass(eq=False)
+class ChunkDataset(torch.utils.data.Dataset):
+    """The chunks of a run's batches: item (first position, one past the last) -> batch.
+
+    With a seed, `indices` are shuffled anew each epoch, and `fetch` gets random words of seed and
+    position for what is random in a sample. Without (evaluation), samples come in order and nothing
+    is random. An unusable sample is replaced by the next of `indices`, on any rank alike, and
+    batch["unusable"] names it.
+    """
+
+    dataset: object
+    indices: object  # int array, or Complement
+    seed: int | None = None
+
+    def __getitem__(self, span):
+        positions = np.arange(*span)
+        words = None
+        if self.seed is not None:
+            words = random_words(positions, self.seed)
+            positions = shuffle(positions, len(self.indices), self.seed)
+
+        unusable = []
+        while True:
+            indices = self.indices[positions]
+            batch, usable = self.dataset.fetch(indices, words)
+            if usable.all():
+                return {**batch, "index": torch.from_numpy(indices), "unusable": unusable}
+            for index in indices[~usable]:
+                # A second reading may succeed, as over a network.
+                unusable.append(self.dataset.fault(index) or f"sample {index}")
+            if len(unusable) > 100 + MAX_UNUSABLE * len(self.indices):
+                raise UserError(
+                    f"{len(unusable)} unusable rows (not finite, all zero or "
+                    f"unreadable): {unusable[0]}, …; mend or remove them"
+                )
+            positions[~usable] = (positions[~usable] + 1) % len(self.indices)
+
+
+def loader(chunks, spans, workers=0, pin_memory=False, timeout=0):
+    """Items of a ChunkDataset at `spans`, an iterable, in order, read ahead by `workers`.
+
+    timeout: seconds after which a worker that does not answer is a UserError, 0: none.
+    """
+    if workers:
+        atexit.register(kill_workers)
+    try:
+        yield from torch.utils.data.DataLoader(
+            chunks,
+            batch_size=None,
+            sampler=spans,
+            num_workers=workers,
+            pin_memory=pin_memory,
+            worker_init_fn=ignore_signals,
+            timeout=timeout if workers else 0,
+        )
+    except RuntimeError as error:
+        if "DataLoader timed out" not in str(error):
+            raise
+        raise UserError(f"--workers {workers}: {error}; is the data's disk still there?") from None
+    except UserError as error:  # a worker puts its traceback before the message
+        raise UserError(str(error).rpartition("UserError: ")[2].strip()) from None
+
+
+def ignore_signals(worker):
+    """Leave SIGTERM and Ctrl-C to the rank: they are also sent to its workers."""
+    for number in dist.SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def kill_workers():
+    """End the workers of a rank that ends by an error.
+
+    Python would send them SIGTERM, which they ignore, and wait for them without end.
+    """
+    if hasattr(signal, "SIGCHLD"):  # which torch handles, and would report a killed worker by
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for process in multiprocessing.active_children():
+        if process.daemon:
+            process.kill()
+
+
+def training_spans(plan, batch_size, step):
+    """The spans (first position, one past the last) of a rank's chunks from `step` on, endless."""
+    for start in itertools.count(step * batch_size, batch_size):
+        for chunk in plan:
+            yield start + chunk.start, start + chunk.stop
+
+
+def batches(dataset, indices, limit, chunk_size):
+    """This rank's (number, batch) of the first `limit` (0: all) samples; ranks take turns.
+
+    Collective: all ranks read to the end, and meet before every batch to see whether to stop.
+    """
+    chunks = ChunkDataset(dataset, indices)
+    count = min(len(indices), limit or len(indices))
+    for number in dist.deal(math.ceil(count / chunk_size)):
+        start = number * chunk_size
+        yield number, chunks[start, min(count, start + chunk_size)]
+
+
+def to_device(batch, device):
+    """`batch` with tensors and numpy arrays moved to `device`, other values unchanged."""
+    moved = dict(batch)
+    for name, value in batch.items():
+        if isinstance(value, (np.ndarray, torch.Tensor)):
+            moved[name] = torch.as_tensor(value).to(device, non_blocking=True)
+    return moved

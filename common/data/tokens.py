@@ -1,0 +1,291 @@
+"""Recordings as tokens: the semantic tokenizer of a run, caches of tokens, crops of them."""
+
+import contextlib
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from common import checkpoint, config, dist, tracker
+from common.data import files, order
+from common.data.files import Unusable
+from common.models import clip, semantic
+
+# Tokenizers
+
+
+def load_kmeans(path, device):
+    """The semantic tokenizer of a file, a semantic.KMeans, with the file's `checksum`."""
+    kmeans = semantic.load(checkpoint.load(path), path).to(device)
+    kmeans.checksum = checkpoint.checksum(path)[:16]
+    return kmeans
+
+
+def fit_kmeans(path, dataset, indices, cfg, device):
+    """As `load_kmeans`. Unless there is such a file, one is first made by `semantic.fit`.
+
+    cfg: with clusters, seed, and the tokenizer, "kmeans" of MFCC or hf:MODEL:LAYER. Collective.
+    """
+    features = "mfcc" if cfg.tokenizer == "kmeans" else cfg.tokenizer
+    if not dist.on_main(path.exists):
+        kmeans = semantic.fit(dataset, indices, cfg.clusters, cfg.seed, features, device)
+        dist.on_main(lambda: checkpoint.save(kmeans.state(), path))
+    return load_kmeans(path, device)
+
+
+@torch.no_grad()
+def encode_wave(codec, wave, device):
+    """Codes (frames, Q) of a wave (T,), on the CPU, by a codec on `device`."""
+    return codec.encode(wave[None].to(device))[0].cpu()
+
+
+@torch.no_grad()
+def decode_codes(codec, codes, device):
+    """The wave (T,) of codes (frames, n) of the first n quantizers, on the CPU."""
+    return codec.decode(codes[None].to(device))[0].cpu()
+
+
+def code_entropies(codes, size):
+    """(entropy (Q,) in nats, count (Q,)) of each quantizer's codes, over all ranks. Collective.
+
+    codes: list of (N, Q), each code below `size`, or -100 for none.
+    """
+    counts = []
+    for column in torch.cat(codes).T:
+        counts.append(torch.bincount(column[column >= 0], minlength=size))
+    # Summed over ranks before taking the entropy, which is not additive.
+    counts = torch.stack(counts)  # (Q, size)
+    counts = torch.tensor(dist.total(counts.flatten().tolist())).view(counts.shape)
+    frequencies = counts / counts.sum(1, keepdim=True)
+    return torch.special.entr(frequencies).sum(1), counts.sum(1)
+
+
+# Caches
+
+
+def semantic_cache(folder, dataset, kmeans):
+    """Semantic tokens (T, 1) of all recordings, with repetitions; see `token_cache`."""
+
+    def encode(index):
+        return kmeans.encode(dataset.wave(index), dataset.rate)[:, None]
+
+    return token_cache(folder, dataset, {"kmeans": kmeans.checksum}, encode, "semantic tokens")
+
+
+def code_cache(folder, dataset, codec, device):
+    """The codec's codes (T, Q) of all recordings; see `token_cache`."""
+
+    def encode(index):
+        return encode_wave(codec, dataset.wave(index), device).numpy()
+
+    return token_cache(folder, dataset, {"codec": codec.checksum}, encode, "codes")
+
+
+def token_cache(folder, dataset, key, encode, desc):
+    """The tokens of a dataset's recordings: a list of uint16 numpy (frames, Q), as of `encode`.
+
+    All ranks call it, and encode their share of what is missing.
+
+    encode(index) gives int numpy (frames, Q), below 65536, or raises Unusable: that recording has
+    no tokens then. key: plain values that change with what encodes. The tokens are kept in up to
+    64 files below `folder`: a rank that is killed repeats one of them.
+    """
+    fingerprint = dataset.fingerprint()
+    # Before a rank looks for its tokens at a place that no other rank knows.
+    dist.check_alike({f"data {name}": value for name, value in fingerprint.items()})
+    identity = repr((key, fingerprint))
+    digest = hashlib.sha256(identity.encode()).hexdigest()
+    place = Path(folder) / digest[:16]
+    indices = np.array_split(range(len(dataset)), 64)
+    parts = [(place / f"{number:02d}.npz", part) for number, part in enumerate(indices)]
+
+    def encode_missing():
+        share = parts[dist.rank() :: dist.world_size()]
+        progress = tracker.progress(share, desc=desc, delay=1, disable=not dist.is_main())
+        for path, part in progress:
+            if not _load_tokens(path):
+                _save_tokens(path, part.tolist(), encode)
+
+    dist.together(encode_missing)
+    loaded = dist.together(lambda: [_load_tokens(path) for path, _ in parts])
+    tokens = [tokens for tokens, _ in loaded if len(tokens)]
+    lengths = [lengths for _, lengths in loaded]
+    ends = np.cumsum(np.concatenate(lengths))
+    # An hour of 4 quantizers at 50 Hz takes 1.4 MB.
+    return np.split(np.concatenate(tokens), ends[:-1])
+
+
+def _save_tokens(path, indices, encode):
+    """Write the tokens uint16 (sum of frames, Q) of some recordings, and the frames of each."""
+    tokens = []
+    lengths = np.zeros(len(indices), np.int64)
+    for i, index in enumerate(indices):
+        with contextlib.suppress(Unusable):
+            codes = encode(index).astype(np.uint16)
+            tokens.append(codes)
+            lengths[i] = len(codes)
+    if tokens:
+        tokens = np.concatenate(tokens)
+    with checkpoint.atomic_write(path) as file:
+        np.savez(file, tokens=tokens, lengths=lengths)
+
+
+def _load_tokens(path):
+    """(tokens, lengths) of a file, or None: missing or damaged, as zip files have checksums."""
+    try:
+        with np.load(path) as file:
+            return file["tokens"], file["lengths"]
+    except Exception:  # numpy and zipfile raise a dozen types for a damaged file
+        return None
+
+
+# Crops
+
+
+class TokenCrops:
+    """A dataset (see order.py): crops of recordings as streams of tokens, of one and the same time.
+
+    semantic_tokens, codes: of the recordings, as of `semantic_cache` and `code_cache`, or None.
+    frame_rate: codes a second. The streams are the semantic tokens, if there are any, then for each
+    number n of `quantizers` the codes of the next n quantizers. A crop is `seconds` long, in frames
+    of the codes or, without these, of the semantic tokens.
+    lay_out(samples): a batch of [(codes of each stream (T, Q), whether the recording ends)].
+    """
+
+    def __init__(
+        self,
+        dataset,
+        seconds,
+        lay_out,
+        semantic_tokens,
+        codes,
+        frame_rate=semantic.FRAME_RATE,
+        quantizers=(),
+    ):
+        self.dataset = dataset
+        self.lay_out = lay_out
+        self.semantic_tokens = semantic_tokens
+        self.codes = codes
+        self.frame_rate = frame_rate
+        self.quantizers = quantizers
+        self.timebase = codes or semantic_tokens  # crops are cut in frames of these
+        self.crop_frames = max(1, round(seconds * frame_rate))
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def fault(self, index):
+        """Why a recording has no tokens; "" if it can be read now."""
+        return self.dataset.fault(index)
+
+    def readable(self, indices):
+        """Those of `indices` whose recordings have tokens."""
+        return [index for index in indices.tolist() if len(self.timebase[index])]
+
+    def crop(self, index, offset=0.0):
+        """(tokens of each stream, int64 (T, Q), and whether the recording ends there).
+
+        offset: within [0, 1), from the first to the last possible crop.
+        """
+        frames = len(self.timebase[index])
+        # Every frame at which a whole crop fits is equally probable.
+        start = int(offset * (max(0, frames - self.crop_frames) + 1))
+        stop = min(frames, start + self.crop_frames)
+        ended = stop == frames
+        streams = []
+        if self.semantic_tokens is not None:
+            # The same time, at another frame rate. At the end rounding must not lose a token.
+            ratio = semantic.FRAME_RATE / self.frame_rate
+            last = None if ended else round(stop * ratio)
+            tokens = self.semantic_tokens[index][round(start * ratio) : last, 0].astype(np.int64)
+            # Consecutive repetitions are removed, so coarse must model durations (AudioLM §III-C).
+            streams.append(semantic.unique_consecutive(tokens)[:, None])  # (N, 1)
+        first = 0
+        for count in self.quantizers:
+            codes = self.codes[index][start:stop, first : first + count]  # (T, n)
+            streams.append(codes.astype(np.int64))  # caches hold 16 bits, embeddings take 64
+            first += count
+        return list(map(torch.from_numpy, streams)), ended
+
+    def fetch(self, indices, random_words=None):
+        """(the batch of `lay_out` with "text": [B transcripts], usable (B,))."""
+        # In evaluation every crop is the beginning of its recording.
+        offsets = np.zeros(len(indices))
+        if random_words is not None:
+            offsets = order.uniform(random_words, 1)[:, 0]
+        samples = [self.crop(*each) for each in zip(indices.tolist(), offsets)]
+        batch = self.lay_out(samples)
+        batch["text"] = [self.dataset.text(index) for index in indices.tolist()]
+        # Recordings that could not be read have no tokens.
+        return batch, np.array([all(map(len, streams)) for streams, _ in samples])
+
+    def lengths(self, indices):
+        """(frames of the last stream, of the one before it, frames of the last one a second).
+
+        They are those of crops of the first 200 recordings, which a model sees in training: the
+        longest or, of semantic tokens alone, the 95th percentile, as these have no fixed rate.
+        """
+        indices = self.readable(indices[:200])
+        lengths = []
+        for index in indices:
+            streams, _ = self.crop(index)
+            lengths.append([len(tokens) for tokens in streams])
+        lengths = np.array(lengths)  # (recordings, streams)
+        if self.codes is not None:
+            context, frames = lengths.max(0).tolist()
+            return frames, context, self.frame_rate
+        frames = [min(self.crop_frames, len(self.timebase[index])) for index in indices]
+        seconds = np.array(frames) / self.frame_rate
+        frame_rate = float(np.quantile(lengths[:, 0] / seconds, 0.95))
+        return int(np.quantile(lengths, 0.95)), 0, frame_rate
+
+
+def tokenize_splits(cfg, splits, lay_out, kmeans, codec, quantizers, device):
+    """`splits` of recordings as splits of their TokenCrops, which say what the others are.
+
+    All recordings are made tokens once, in files below RUN/tokens. kmeans, codec: None if the crops
+    have none of their tokens. Collective.
+    """
+    folder = Path(cfg.run_dir) / "tokens"
+    crops = {}  # of each dataset: of --data and, if given, of --val_data
+    for dataset, _ in splits.values():
+        if dataset in crops:
+            continue
+        semantic_tokens = None
+        codes = None
+        frame_rate = semantic.FRAME_RATE
+        if kmeans:
+            semantic_tokens = semantic_cache(folder, dataset, kmeans)
+        if codec:
+            codes = code_cache(folder, dataset, codec, device)
+            frame_rate = codec.frame_rate
+        crops[dataset] = TokenCrops(
+            dataset,
+            cfg.seconds,
+            lay_out,
+            semantic_tokens,
+            codes,
+            frame_rate,
+            quantizers,
+        )
+    return {name: (crops[dataset], indices) for name, (dataset, indices) in splits.items()}
+
+
+# Texts
+
+
+def learn_vocabulary(dataset, indices, size, max_tokens):
+    """The `size` most frequent words of training transcripts, [] if there are no transcripts.
+
+    A note says how many texts are empty, or longer than `max_tokens`.
+    """
+    if not dataset.has_texts:
+        return []
+    texts = [dataset.text(index) for index in indices[:20_000].tolist()]
+    tokenizer = clip.Tokenizer.learn(texts, size)
+    texts = [dataset.text(index) for index in files.evenly_spaced(len(dataset), 256)]
+    note = clip.text_note(texts, tokenizer.encode, max_tokens)
+    if note:
+        config.note(note)
+    return tokenizer.vocabulary

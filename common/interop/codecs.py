@@ -1,0 +1,83 @@
+"""Codecs that others have published, through the package transformers: EnCodec, DAC, Mimi."""
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from common import checkpoint
+from common.config import UserError, explained, need
+
+
+def from_transformers(flag, name, kinds):
+    """The model `name` (an id at huggingface.co, or a folder) by transformers, frozen and in fp32.
+
+    kinds: the values of model_type that fit. flag: the setting that names it, for messages.
+    UserError for a model of another kind, or for none.
+    """
+    transformers = need("transformers", flag)
+    with explained(f"{flag}: expected a name at huggingface.co, or a folder"):
+        kind = transformers.AutoConfig.from_pretrained(name).model_type  # before large weights
+        if kind not in kinds:
+            raise UserError(f"{flag}: a model of the kind {kind}; expected {', '.join(kinds)}")
+        model = transformers.AutoModel.from_pretrained(name)
+    return model.float().eval().requires_grad_(False)
+
+
+class PublishedCodec:
+    """EnCodec, DAC or Mimi, used like a SoundStream: hf:MODEL.
+
+    MODEL is a name at huggingface.co or a folder. A wave is padded with silence to whole frames.
+    sample_rate: samples a second. hop_length: samples of a frame. frame_rate: frames a second.
+    num_quantizers: codes of a frame, each below codebook_size. checksum: text that changes with
+    the weights.
+    """
+
+    def __init__(self, spec, device):
+        flag = f"--soundstream {spec}"
+        name = spec.removeprefix("hf:")
+        self.model = from_transformers(flag, name, ("encodec", "dac", "mimi")).to(device)
+        settings = self.model.config
+        # Refuse what is not done here.
+        stereo = getattr(settings, "audio_channels", 1) > 1
+        if stereo or getattr(settings, "normalize", False):
+            raise UserError(
+                f"{flag}: a model of two channels, or one that normalizes chunks of sound; "
+                "expected another, such as hf:facebook/encodec_24khz"
+            )
+        # The three models name these in three ways.
+        self.sample_rate = settings.sampling_rate
+        hop_length = getattr(settings, "hop_length", 0)
+        self.hop_length = hop_length or round(self.sample_rate / settings.frame_rate)
+        self.frame_rate = self.sample_rate / self.hop_length
+        self.codebook_size = settings.codebook_size
+        self.num_quantizers = getattr(settings, "n_codebooks", 0) or settings.num_quantizers
+        self.is_encodec = settings.model_type == "encodec"
+
+        # The weights of a folder may change under the same name.
+        files = sorted(Path(name).glob("*.safetensors"))
+        self.checksum = " ".join(checkpoint.checksum(file)[:16] for file in files) or name
+
+    @torch.no_grad()
+    def encode(self, wave):
+        """Codes (B, frames, Q) of waves (B, T)."""
+        wave = F.pad(wave, (0, -wave.shape[1] % self.hop_length))[:, None]
+        options = {}
+        if self.is_encodec:
+            # By default EnCodec takes its lowest bitrate.
+            options["bandwidth"] = max(self.model.config.target_bandwidths)
+        codes = self.model.encode(wave, return_dict=True, **options).audio_codes
+        codes = codes.flatten(0, -3)  # EnCodec's have an axis of chunks before the batch
+        return codes.transpose(1, 2)[..., : self.num_quantizers]
+
+    @torch.no_grad()
+    def decode(self, codes):
+        """Waves (B, frames · hop_length) of codes (B, frames, n) of the first n quantizers."""
+        length = codes.shape[1] * self.hop_length
+        codes = codes.transpose(1, 2)  # (B, n, frames), as the package has them
+        if self.is_encodec:
+            out = self.model.decode(codes[None], [None], return_dict=True)
+        else:
+            out = self.model.decode(audio_codes=codes, return_dict=True)
+        wave = out.audio_values.flatten(1)  # (B, T), the only channel
+        return F.pad(wave, (0, length - wave.shape[1]))  # DAC's is shorter where a stride is odd

@@ -1,0 +1,82 @@
+"""Loggers of other people's: TensorBoard, Weights & Biases."""
+
+from common import config
+from common.config import UserError, need
+from common.tracker import Logger
+
+
+class TensorBoard(Logger):
+    """Event files in RUN/tensorboard. Of steps that a resumed run repeats, the last ones count."""
+
+    def open(self, cfg, folder, known, step):
+        need("tensorboard", "--logger tensorboard")
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer = SummaryWriter(folder / "tensorboard", purge_step=step + 1)
+        return {}
+
+    def log(self, step, metrics, samples):
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        for name, value in metrics.items():
+            self.writer.add_scalar(name, value, step)
+        for name, path, caption in samples:  # add_image and add_audio would encode them again
+            content = path.read_bytes()
+            value = Summary.Value(tag=name)
+            if path.suffix == ".png":
+                value.image.encoded_image_string = content
+            else:
+                value.audio.encoded_audio_string = content
+                value.audio.content_type = "audio/wav"
+            self.writer.file_writer.add_summary(Summary(value=[value]), step)
+            self.writer.add_text(name, caption, step)
+        self.writer.flush()  # a checkpoint may follow, and lines up to it do not come again
+
+    def file(self, path):
+        self.writer.add_text(path.name, f"```\n{path.read_text()}\n```")
+
+    def finish(self, error):
+        if error:
+            self.writer.add_text("error", repr(error))
+        self.writer.close()
+
+
+class WandB(Logger):
+    """A run of Weights & Biases. It ignores the steps that a resumed run repeats."""
+
+    def __init__(self, **options):
+        """options: those of wandb.init, such as project, entity, name and id."""
+        self.options = options
+
+    def open(self, cfg, folder, known, step):
+        wandb = need("wandb", "--logger wandb")
+        try:
+            self.run = wandb.init(
+                **{"name": str(folder), **known, **self.options},
+                config=config.as_json(cfg),
+                dir=folder,
+                resume="must" if known else "allow",
+            )
+        except Exception as error:  # no account, no network: the package's own types
+            raise UserError(
+                f"--logger wandb: {error}; is there an account (`wandb login`), a "
+                "network, the run to resume? WANDB_MODE=offline needs none"
+            ) from error
+        self.media = {".png": wandb.Image, ".wav": wandb.Audio}
+        return {name: getattr(self.run, name) for name in ("project", "entity", "id")}
+
+    def log(self, step, metrics, samples):
+        for name, path, caption in samples:
+            metrics[name] = self.media[path.suffix](str(path), caption=caption)
+        self.run.log(metrics, step=step)
+
+    def file(self, path):
+        self.run.save(path, base_path=path.parent, policy="now")
+
+    def finish(self, error):
+        if isinstance(error, Exception):
+            self.run.alert(title="training ended with an error", text=repr(error))
+        self.run.finish(exit_code=int(error is not None))
+
+
+LOGGERS = {"tensorboard": TensorBoard, "wandb": WandB}

@@ -1,0 +1,55 @@
+"""Layers of published speech models, through the package transformers: features of speech.
+
+AudioLM (Borsos et al. 2022, §III-B) takes layer 7 of w2v-BERT XL, which is not published. w2v-BERT
+2.0 is of its family. HuBERT (Hsu et al. 2021, §III-A) and WavLM (Chen et al. 2021) are used in the
+same way.
+"""
+
+import torch.nn.functional as F
+
+from common.config import UserError
+from common.interop.codecs import from_transformers
+
+SAMPLE_RATE = 16_000
+HOP = 320  # samples of a frame
+# Samples that a frame sees, by model_type. w2v-BERT's is two windows of 400, 160 apart.
+RECEPTIVE_FIELDS = {"hubert": 400, "wavlm": 400, "wav2vec2": 400, "wav2vec2-bert": 560}
+
+
+class SpeechLayer:
+    """A layer of a published speech model, "hf:MODEL:LAYER". Not a module, so it is not saved.
+
+    LAYER is 0 for the input of the first one. width: of its outputs.
+    """
+
+    def __init__(self, spec):
+        flag = f"--tokenizer {spec}"
+        name, _, layer = spec.removeprefix("hf:").rpartition(":")
+        if not name or not layer.isdigit():
+            raise UserError(f"{flag}: expected hf:MODEL:LAYER, such as hf:facebook/w2v-bert-2.0:7")
+        self.layer = int(layer)
+        self.model = from_transformers(flag, name, RECEPTIVE_FIELDS)
+        layers = self.model.config.num_hidden_layers
+        if self.layer > layers:
+            raise UserError(f"{flag}: that model has layers 0 to {layers}")
+        self.width = self.model.config.hidden_size
+        import transformers  # which is there, as the model came from it
+
+        self.extractor = transformers.AutoFeatureExtractor.from_pretrained(name)
+
+    def __call__(self, wave):
+        """The layer's outputs (ceil(T / 320), D) for a wave (1, T) of 16 kHz."""
+        kind = self.model.config.model_type
+        takes_mel = kind == "wav2vec2-bert"  # (1, frames, 160): two windows of 80 mel bins
+        if not takes_mel and self.extractor.do_normalize:
+            wave = (wave - wave.mean()) / (wave.var(correction=0) + 1e-7).sqrt()
+        side = (RECEPTIVE_FIELDS[kind] - HOP) // 2  # a frame is centered on its 20 ms
+        incomplete = -wave.shape[1] % HOP  # samples missing from the last frame
+        x = F.pad(wave, (side, side + incomplete))
+        if takes_mel:
+            padded = x[0].cpu().numpy()
+            features = self.extractor(padded, sampling_rate=SAMPLE_RATE, return_tensors="pt")
+            x = features["input_features"]
+        model = self.model.to(wave.device)
+        outputs = model(x.to(wave.device), output_hidden_states=True)
+        return outputs.hidden_states[self.layer][0]

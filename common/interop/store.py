@@ -1,0 +1,204 @@
+"""Files from elsewhere, which --load and --init_from may name, and copies, which --save names.
+
+--init_from https://example.org/model.pt#sha256=9f86d081884c   # a URL, with or without sha256
+--load wandb:ENTITY/PROJECT/RUN/latest.pt                      # a file of a run there
+--save "local save_latest_to=/backup/{run}_{step:08d}.pt"
+--save "huggingface repo=me/prior kind=model save_best_to=best.pt save_meta_to=about"
+"""
+
+import io
+import json
+import re
+import shutil
+import socket
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from common import checkpoint
+from common.config import UserError, explained, need
+from common.interop import loggers
+from common.tracker import parse
+
+TIMEOUT = 60  # seconds without a byte after which a download fails
+# What may stand in braces in the path of a copy, besides the names of --metadata.
+FIELDS = ("run", "step", "best_val_loss")
+CARD = """---
+library_name: pytorch
+---
+# {repo}
+
+Files of a training run. `torch.load(FILE, weights_only=True)` gives a dict of tensors and plain
+values: its entry "model" has the weights, and "config" the settings of the training.
+"""
+
+
+def metadata(cfg):
+    """{name: text} of the pairs in cfg.metadata; UserError."""
+    values = dict(pair.partition("=")[::2] for pair in cfg.metadata)
+    for name, text in values.items():
+        if not name.isidentifier() or not text or name in FIELDS:
+            raise UserError(
+                f"--metadata: {name!r}: expected NAME=VALUE; reserved names are {', '.join(FIELDS)}"
+            )
+    return values
+
+
+def path_values(cfg, folder, step=1, best_val_loss=0.5):
+    """{name: value} of what may stand in braces in the path of a copy; folder: of the run."""
+    values = (Path(folder).as_posix().lstrip("/"), step, best_val_loss)
+    return {**dict(zip(FIELDS, values)), **metadata(cfg)}
+
+
+# Loaders
+
+
+def fetch(address, folder):
+    """Path of the file at `address`, downloaded to `folder`; UserError.
+
+    address: URL[#sha256=HEX], or wandb:ENTITY/PROJECT/RUN/FILE. A file whose sha256 begins with
+    that of the address is not fetched again.
+    """
+    url, _, sha256 = address.partition("#sha256=")
+    path = Path(folder, re.sub(r"[^\w.-]+", "_", url)[-200:])
+    if sha256 and path.is_file() and checkpoint.checksum(path).startswith(sha256):
+        return str(path)
+    wandb_file = re.fullmatch("wandb:([^/]+/[^/]+/[^/]+)/([^/].*)", url)
+    with explained(
+        f"{address}: expected a file, http(s)://HOST/FILE[#sha256=HEX] or "
+        "wandb:ENTITY/PROJECT/RUN/FILE"
+    ):
+        if wandb_file:
+            run, name = wandb_file.groups()
+            file = need("wandb", "--load or --init_from").Api().run(run).file(name)
+            return file.download(root=str(path), replace=True).name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        socket.setdefaulttimeout(TIMEOUT)  # else torch waits forever
+        try:
+            torch.hub.download_url_to_file(url, str(path), sha256)
+        finally:
+            socket.setdefaulttimeout(None)
+    return str(path)
+
+
+# Savers
+
+
+@dataclass(kw_only=True)
+class Saver:
+    """Copies to a folder. A subclass with its `put`, and an entry in SAVERS, is another place."""
+
+    kind: str = "checkpoint"  # of the latest; or model: averaged weights and settings
+    save_latest_to: str = ""  # format strings of paths
+    save_best_to: str = ""  # best.pt, which is a model
+    save_meta_to: str = ""  # a folder
+    cfg: object = field(default=None, init=False, repr=False)  # of the run
+    sent: dict = field(default_factory=dict, init=False, repr=False)  # {event: entries}
+
+    def check(self, logger):
+        """UserError if it cannot work beside this tracker.Logger."""
+
+    def send(self, event, run):
+        """Send the newest file of an event, "latest", "best" or "meta", unless it is sent."""
+        path = getattr(self, f"save_{event}_to")
+        entries = run.record["checkpoints"][:1]
+        if event == "best":
+            entries = [run.record["best"]] if "best" in run.record else []
+        if not path or not entries or self.sent.get(event) == entries:
+            return
+        file = run.folder / entries[0]["file"]
+        step = entries[0]["step"]
+        values = path_values(self.cfg, run.folder, step, run.best_val_loss)
+        path = path.format(**values)
+        if event == "meta":
+            values = json.dumps(checkpoint.finite(values), indent=2)
+            self.put(f"{path}/metadata.json", io.BytesIO(values.encode()))
+            settings = (run.folder / "config.json").read_bytes()
+            self.put(f"{path}/config.json", io.BytesIO(settings))
+        elif self.kind == "model":
+            buffer = io.BytesIO()
+            torch.save(checkpoint.model_contents(checkpoint.load(file)), buffer)
+            buffer.seek(0)
+            self.put(path, buffer)
+        else:
+            with open(file, "rb") as content:  # it stays readable if the run drops or replaces it
+                self.put(path, content)
+        self.sent[event] = entries
+
+    def put(self, path, content):
+        """Write the binary file `content` there as the file `path`."""
+        with checkpoint.atomic_write(path) as file:
+            shutil.copyfileobj(content, file)
+
+
+class WandBSaver(Saver):
+    """Files of the run of --logger wandb, while it is open."""
+
+    def check(self, logger):
+        if not isinstance(logger, loggers.WandB):
+            raise UserError(
+                "--save wandb: copies are files of the run there; it needs --logger wandb"
+            )
+
+    def put(self, path, content):
+        import wandb
+
+        path = Path(wandb.run.dir, path)  # the package would only link to a path elsewhere
+        super().put(path, content)
+        wandb.save(path, base_path=wandb.run.dir, policy="now")
+
+
+@dataclass(kw_only=True)
+class HuggingFaceSaver(Saver):
+    """A model repository on the Hugging Face Hub, with a short model card."""
+
+    repo: str  # OWNER/NAME
+    token_file: str = ""  # holds the token; "": it is that of HF_TOKEN or of `hf auth login`
+
+    def put(self, path, content):
+        token = Path(self.token_file).read_text().strip() if self.token_file else None
+        api = need("huggingface_hub", "--save huggingface").HfApi(token=token)
+        repo = api.create_repo(self.repo, private=True, exist_ok=True).repo_id
+        api.upload_file(path_or_fileobj=content, path_in_repo=path, repo_id=repo)
+        if not api.file_exists(repo, "README.md"):
+            card = CARD.format(repo=repo).encode()
+            api.upload_file(path_or_fileobj=card, path_in_repo="README.md", repo_id=repo)
+
+
+SAVERS = {"local": Saver, "wandb": WandBSaver, "huggingface": HuggingFaceSaver}
+
+
+def savers(cfg):
+    """The savers that cfg.save names; UserError."""
+    values = path_values(cfg, cfg.run_dir)
+    found = [parse("save", text, SAVERS) for text in cfg.save]
+    for saver in found:
+        paths = saver.save_latest_to, saver.save_best_to, saver.save_meta_to
+        if not any(paths) or saver.kind not in ("checkpoint", "model"):
+            raise UserError(
+                "--save: expected save_latest_to=PATH, save_best_to=PATH or "
+                "save_meta_to=FOLDER, and as kind checkpoint or model"
+            )
+        names = ", ".join(values)
+        with explained(f"--save: in braces may stand {names}, with a format as in {{step:08d}}"):
+            "".join(paths).format(**values)
+        saver.cfg = cfg
+    return found
+
+
+def send(savers, run):
+    """Send what the run folder `run` has saved, but for what its `savers` have sent.
+
+    So what failed is sent at the next save.
+    """
+    for saver in savers:
+        for event in ("latest", "best", "meta"):
+            try:
+                saver.send(event, run)
+            except Exception as error:  # of a network, a quota, a token: training continues
+                tqdm.write(
+                    f"the {event} copy by {saver} failed: {type(error).__name__}: {error}; "
+                    "the next save of this run tries again"
+                )

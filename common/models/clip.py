@@ -1,0 +1,281 @@
+"""CLIPs (Radford et al. 2021): a small one, and those of the package open_clip.
+
+All have the same calls: `tokenize`, `embed_text`, `embed_image` and `text_condition`. The small one
+is a toy of three convolutions; data/embed.py trains it in a minute.
+"""
+
+import collections
+import hashlib
+import math
+import re
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from common import checkpoint
+from common.config import UserError, explained, need
+from common.data import files
+from common.data.media import central_square, resize
+from common.models import nn as layers
+
+PAD = 0
+START = 1
+END = 2
+BYTES = 3  # token BYTES + b is the byte b
+WORDS = BYTES + 256  # and token WORDS + i the word i of the vocabulary
+WORD = re.compile(r"\w+|[^\w\s]")  # a word, or a sign
+
+
+class Tokenizer:
+    """A token for each word or sign of `vocabulary`. Others become a space and UTF-8 bytes."""
+
+    def __init__(self, vocabulary):
+        self.vocabulary = list(vocabulary)
+        self.token_of = {word: WORDS + i for i, word in enumerate(self.vocabulary)}
+
+    @classmethod
+    def learn(cls, texts, size):
+        """A tokenizer of the `size` most frequent words and signs of `texts`.
+
+        Of equally frequent ones, the alphabetically first are taken.
+        """
+        words = sorted(WORD.findall("\n".join(texts).lower()))
+        return cls(word for word, _ in collections.Counter(words).most_common(size))
+
+    def encode(self, text):
+        """Tokens of `text`, without START and END. Case and spaces do not matter."""
+        tokens = []
+        for word in WORD.findall(text.lower()):
+            if word in self.token_of:
+                tokens.append(self.token_of[word])
+            else:  # half a surrogate pair, which has no bytes, becomes "?"
+                spelled = f" {word}".encode(errors="replace")
+                tokens += [BYTES + byte for byte in spelled]
+        return tokens
+
+    def __len__(self):
+        return WORDS + len(self.vocabulary)
+
+
+def text_note(texts, encode, max_tokens):
+    """A note on texts that are empty, or of more than `max_tokens` tokens; "" if none is.
+
+    encode: function of a text that gives its tokens.
+    """
+    empty = sum(not text for text in texts)
+    longer = sum(len(encode(text)) > max_tokens for text in texts)
+    if not empty + longer:
+        return ""
+    return (
+        f"of {len(texts)} texts looked at {empty} are empty, and {longer} are cut, as they are "
+        f"longer than {max_tokens} tokens"
+    )
+
+
+class Encoder(nn.Module):
+    """What all CLIPs here share."""
+
+    def caption_note(self, dataset, length):
+        """`text_note` of the captions of a dataset, for a model of `length` tokens."""
+        texts = dataset.texts(files.evenly_spaced(len(dataset), 256))
+        max_tokens = min(self.context, length) - 2  # START and END
+        return text_note(texts, self.tokenizer.encode, max_tokens)
+
+    @torch.no_grad()
+    def text_condition(self, texts, length):
+        """{"text_embed" (B, D), "text_enc" (B, L, E), "text_mask" (B, L)} of texts, L = `length`.
+
+        Longer texts are cut, shorter ones padded. All is fp32, also within autocast.
+        """
+        device = next(self.parameters()).device
+        with torch.autocast(device.type, enabled=False):
+            embedding, encodings, mask = self.embed_text(self.tokenize(texts).to(device))
+        padding = length - encodings.shape[1]  # below 0 it cuts
+        return {
+            "text_embed": embedding,
+            "text_enc": F.pad(encodings.float(), (0, 0, 0, padding)),
+            "text_mask": F.pad(mask, (0, padding)),
+        }
+
+
+class CLIP(Encoder):
+    """A small convolutional image encoder and a small text transformer into one space.
+
+    Embeddings are compared by their cosine. vocabulary: see Tokenizer. image_size: height and width
+    in pixels that images are brought to. context: longest text in tokens. text_width: of encodings,
+    a multiple of 32.
+    """
+
+    def __init__(self, vocabulary, image_size, context, embed_width, text_width):
+        super().__init__()
+        self.tokenizer = Tokenizer(vocabulary)
+        self.image_size = image_size
+        self.context = context
+        self.embed_width = embed_width
+        self.encoding_width = text_width
+        self.token_embedding = nn.Embedding(len(self.tokenizer), text_width)
+        self.transformer = layers.Transformer(text_width, 1, text_width // 32)
+        self.text_projection = nn.Linear(text_width, embed_width, bias=False)
+        # Flattened, not averaged: an average would lose the place of a thing, which captions name.
+        features = 96 * math.ceil(image_size / 8) ** 2
+        self.image_encoder = nn.Sequential(
+            nn.Conv2d(3, 24, 5, 2, 2),
+            nn.ReLU(),
+            nn.Conv2d(24, 48, 3, 2, 1),
+            nn.ReLU(),
+            nn.Conv2d(48, 96, 3, 2, 1),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.LayerNorm(features),
+            nn.Linear(features, embed_width, bias=False),
+        )
+        for convolution in self.image_encoder[:6:2]:
+            # For ReLU (He et al. 2015): torch's default is smaller by √6.
+            nn.init.kaiming_normal_(convolution.weight)
+        self.image_encoder.to(memory_format=torch.channels_last)  # twice as fast on a CPU
+        nn.init.normal_(self.token_embedding.weight, std=0.02)
+        # The logarithm of the inverse temperature (Radford et al. 2021, §2.3).
+        self.logit_scale = nn.Parameter(torch.tensor(math.log(1 / 0.07)))
+
+    def fingerprint(self):
+        """A digest of weights and vocabulary. It identifies a CLIP wherever its file is."""
+        digest = hashlib.sha256(repr(self.tokenizer.vocabulary).encode())
+        for value in self.state_dict().values():
+            digest.update(value.cpu().numpy().tobytes())
+        return digest.hexdigest()[:16]
+
+    def tokenize(self, texts):
+        """int64 (B, L): START, at most L - 2 tokens, END, and PAD."""
+        tokens = torch.full((len(texts), self.context), PAD)
+        for row, text in zip(tokens, texts):
+            encoded = [START, *self.tokenizer.encode(text)[: self.context - 2], END]
+            row[: len(encoded)] = torch.tensor(encoded)
+        return tokens
+
+    def embed_text(self, tokens):
+        """tokens (B, L) -> embedding (B, D), encodings (B, L, W), zero at padding, mask (B, L)."""
+        mask = tokens != PAD
+        end = mask.sum(1) - 1
+        x = self.transformer(self.token_embedding(tokens))  # (B, L, W), causal: blind to padding
+        embedding = self.text_projection(x[torch.arange(len(x), device=x.device), end])
+        return embedding.float(), x * mask[..., None], mask
+
+    def embed_image(self, images):
+        """uint8 (B, H, W, 3), or float (B, 3, H, W) in [0, 1] -> (B, D)."""
+        pixels = center_crop(images, self.image_size) * 2 - 1
+        return self.image_encoder(pixels.contiguous(memory_format=torch.channels_last)).float()
+
+
+def center_crop(images, size):
+    """The central squares of images, resized.
+
+    images: uint8 (B, H, W, 3), or float (B, 3, H, W) in [0, 1]. Returns float (B, 3, size, size).
+    """
+    if images.dtype == torch.uint8:
+        images = images.permute(0, 3, 1, 2).float() / 255
+    return resize(central_square(images), size).clamp(0, 1)
+
+
+class OpenCLIP(Encoder):
+    """A pretrained model of the package open_clip, with the calls and attributes of `CLIP`."""
+
+    def __init__(self, spec):
+        super().__init__()
+        open_clip = need("open_clip", spec, "open_clip_torch")
+        self.spec = spec
+        name, _, weights = spec.removeprefix("open_clip:").partition("/")
+        with explained(
+            f"{spec}: expected open_clip:MODEL/WEIGHTS, such as open_clip:ViT-L-14/openai, or a "
+            "file in place of WEIGHTS"
+        ):
+            # Where weights need QuickGELU, as OpenAI's do, open_clip builds GELU and only warns.
+            pretrained_cfg = open_clip.get_pretrained_cfg(name, weights) or {}
+            self.model = open_clip.create_model(
+                name,
+                pretrained=weights,
+                require_pretrained=True,
+                force_quick_gelu=pretrained_cfg.get("quick_gelu", False),
+            )
+        self.tokenizer = open_clip.get_tokenizer(name)
+        if not isinstance(self.tokenizer, open_clip.SimpleTokenizer):
+            raise UserError(
+                f"{spec}: its text encoder is not that of the original CLIP; "
+                "take a model such as ViT-L-14/openai"
+            )
+        text = getattr(self.model, "text", self.model)  # CLIP is its own text tower
+        self.text_norm = text.ln_final
+        visual = self.model.visual
+        self.context = self.model.context_length
+        # One number, or height and width.
+        self.image_size = int(torch.tensor(visual.image_size).max())
+        self.register_buffer("mean", torch.tensor(visual.image_mean).view(3, 1, 1))
+        self.register_buffer("std", torch.tensor(visual.image_std).view(3, 1, 1))
+        embedding, encodings, _ = self.embed_text(self.tokenize([""]))
+        self.embed_width = embedding.shape[-1]
+        self.encoding_width = encodings.shape[-1]
+
+    def fingerprint(self):
+        return self.spec
+
+    def tokenize(self, texts):
+        return self.tokenizer(list(texts), context_length=self.context)
+
+    def embed_text(self, tokens):
+        outputs = []  # of the last norm, which open_clip does not return
+        hook = self.text_norm.register_forward_hook(lambda *call: outputs.append(call[-1]))
+        embedding = self.model.encode_text(tokens)
+        hook.remove()
+        end = tokens.argmax(1, keepdim=True)  # END is the largest token
+        mask = torch.arange(tokens.shape[1], device=tokens.device) <= end
+        return embedding.float(), outputs[0] * mask[..., None], mask
+
+    def embed_image(self, images):
+        pixels = (center_crop(images, self.image_size) - self.mean) / self.std
+        return self.model.encode_image(pixels).float()
+
+
+def load(spec, device, fingerprint=None):
+    """The frozen CLIP `spec`: a run folder, model.pt or open_clip:MODEL/WEIGHTS.
+
+    UserError if it has another `fingerprint`.
+    """
+    if not spec:
+        raise UserError("which CLIP made the embeddings is not known; name it with --clip")
+    spec = str(spec)
+    if spec.startswith("open_clip:"):
+        model = OpenCLIP(spec)
+    else:
+        path = Path(spec)
+        if not path.is_file():
+            path = path / "model.pt"
+        contents = checkpoint.load(path) if path.is_file() else {}
+        if contents.get("kind") != "clip":
+            raise UserError(
+                f"{path}: there is no CLIP here; train one by python -m common.data.embed train, "
+                'name another with --clip, or train with --clip "", which is without a CLIP'
+            )
+        with checkpoint.damaged(path):
+            model = CLIP(**contents["settings"])
+            checkpoint.load_weights(model, contents["model"], path)
+    found = model.fingerprint()
+    if fingerprint and found != fingerprint and "open_clip:" not in found + fingerprint:
+        raise UserError(
+            f"{spec}: not the CLIP that made the embeddings, or trained anew since: fingerprint "
+            f"{found}, expected {fingerprint}; embed the data again, or name the right one "
+            "with --clip"
+        )
+    return model.to(device).eval().requires_grad_(False)
+
+
+def check_widths(clip_model, where, embed_width, encoding_width=0):
+    """UserError, which begins with `where`, unless the CLIP has these widths; 0 is any."""
+    for name, found, expected in (
+        ("embeddings", clip_model.embed_width, embed_width),
+        ("text encodings", clip_model.encoding_width, encoding_width),
+    ):
+        if expected and found != expected:
+            raise UserError(
+                f"{where}: the CLIP's {name} are {found} wide, but {expected} are needed"
+            )

@@ -1,0 +1,70 @@
+"""Muon: momentum that is orthogonalized before it is added to the weights (Jordan 2024)."""
+
+import itertools
+
+import torch
+
+from common import dist
+
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # coefficients of the quintic iteration (Jordan 2024)
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum, orthogonalized before it is added to the weights (Jordan 2024).
+
+    torch.optim.Muon does the same in bf16 on every device, which is slow on a CPU without bf16
+    units, and takes no kernels. Here kernels (out, in, *k) are matrices (out, in·k), and the work
+    is dealt to the ranks, which all get the same result. The rate is scaled so that updates have
+    the size of AdamW's, 0.2·lr an entry (Liu et al. 2025, §2.2): AdamW's rate fits.
+    """
+
+    def __init__(self, matrices, lr, weight_decay, momentum=0.95):
+        defaults = dict(lr=lr, weight_decay=weight_decay, momentum=momentum)
+        by_shape = sorted(matrices, key=lambda matrix: matrix.flatten(1).shape)
+        super().__init__(by_shape, defaults)
+
+    @torch.no_grad()
+    def step(self):
+        """Take a step with gradients that are the same on all ranks."""
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            updates = []
+            for parameter in parameters:
+                state = self.state[parameter]
+                if not state:
+                    state["momentum_buffer"] = torch.zeros_like(parameter)
+                buffer = state["momentum_buffer"]
+                buffer.lerp_(parameter.grad, 1 - group["momentum"])
+                nesterov = parameter.grad.lerp(buffer, group["momentum"])
+                updates.append(nesterov.flatten(1))  # (out, in·k)
+
+            # Equal shapes are neighbors, so that every rank gets its share of the large ones.
+            local = updates[dist.rank() :: dist.world_size()]
+            for _, same_shape in itertools.groupby(local, key=lambda update: update.shape):
+                same_shape = list(same_shape)
+                results = orthogonalize(torch.stack(same_shape))
+                for update, result in zip(same_shape, results):
+                    update.copy_(result)
+            dist.exchange_owned(updates)
+
+            for parameter, update in zip(parameters, updates):
+                scale = 0.2 * max(update.shape) ** 0.5
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                parameter.add_(update.view_as(parameter), alpha=-group["lr"] * scale)
+
+
+def orthogonalize(stack):
+    """The matrices (N, rows, columns), each near U·V^T of its SVD: singular values become about 1.
+
+    Newton-Schulz iteration (Jordan 2024); in fp32 on CPUs, and in bf16 on GPUs, as published.
+    """
+    if stack.shape[1] > stack.shape[2]:
+        return orthogonalize(stack.mT).mT
+    a, b, c = NEWTON_SCHULZ
+    x = stack.bfloat16() if stack.is_cuda else stack
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    for _ in range(5):
+        gram = x @ x.mT  # (N, rows, rows)
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, polynomial, x, beta=a)
+    return x.to(stack.dtype)

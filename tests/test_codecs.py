@@ -1,0 +1,89 @@
+"""Published codecs: with random weights of small sizes, their codes and waves are the package's."""
+
+import pytest
+import torch
+from torch.nn.functional import pad
+from torch.testing import assert_close
+
+from common.config import UserError
+from common.interop.codecs import PublishedCodec
+
+CODECS = {
+    "encodec": dict(
+        target_bandwidths=[0.4, 0.8],
+        num_filters=2,
+        hidden_size=8,
+        upsampling_ratios=[5, 4, 4, 2],
+    ),
+    "dac": dict(
+        encoder_hidden_size=2,
+        decoder_hidden_size=16,
+        n_codebooks=4,
+        codebook_dim=4,
+        downsampling_ratios=[2, 5, 3],
+    ),
+    "mimi": dict(
+        num_filters=2,
+        hidden_size=16,
+        num_quantizers=4,
+        codebook_dim=8,
+        vector_quantization_hidden_dimension=8,
+        upsampling_ratios=[5, 4, 4],
+        upsample_groups=16,
+        num_hidden_layers=1,
+    ),
+}
+
+
+def published(folder, kind, **settings):
+    """A tiny random model of `kind` in `folder`, whose codes vary."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    settings = {**CODECS[kind], "sampling_rate": 8000, "codebook_size": 16, **settings}
+    model = transformers.AutoModel.from_config(transformers.AutoConfig.for_model(kind, **settings))
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if name.endswith(("embed", "embed_sum")):  # codebooks
+            torch.nn.init.normal_(tensor)
+        elif tensor.requires_grad and kind == "encodec":  # as they start, biases outweigh the sound
+            tensor.data += 0.4 * torch.randn_like(tensor)
+    model.save_pretrained(folder)
+    return transformers.AutoModel.from_pretrained(folder).eval()
+
+
+@pytest.mark.parametrize(
+    "kind, hop_length, two_codes",
+    [
+        ("encodec", 160, dict(bandwidth=0.4)),
+        ("dac", 30, dict(n_quantizers=2)),
+        ("mimi", 160, dict(num_quantizers=2)),
+    ],
+)
+@torch.no_grad()
+def test_codes_and_waves_are_the_packages_own(kind, hop_length, two_codes, tmp_path):
+    torch.manual_seed(0)
+    model = published(tmp_path, kind)
+    codec = PublishedCodec(f"hf:{tmp_path}", "cpu")
+    assert (codec.hop_length, codec.frame_rate) == (hop_length, 8000 / hop_length)
+    assert (codec.sample_rate, codec.num_quantizers, codec.codebook_size) == (8000, 4, 16)
+
+    wave = torch.randn(2, 12 * hop_length + 1)
+    padded = pad(wave, (0, hop_length - 1))[:, None]
+    all_codes = {"bandwidth": 0.8} if kind == "encodec" else {}
+    codes = codec.encode(wave)
+    assert (codes[:, 1:] != codes[:, :-1]).any()
+    for count, settings in ((4, all_codes), (2, two_codes)):
+        theirs = model(padded, **settings)
+        first = codes[..., :count]  # those of fewer quantizers are the first ones
+        assert torch.equal(first, theirs.audio_codes.view(2, count, 13).transpose(1, 2))
+        sound = codec.decode(first)
+        assert sound.shape == (2, 13 * hop_length)
+        values = theirs.audio_values.flatten(1)  # DAC's are fewer where a stride is odd
+        assert_close(sound[:, : values.shape[1]], values)
+
+    published(tmp_path, kind)
+    assert PublishedCodec(f"hf:{tmp_path}", "cpu").checksum != codec.checksum
+
+
+def test_a_model_that_does_not_fit_is_refused(tmp_path):
+    published(tmp_path, "encodec", normalize=True)
+    with pytest.raises(UserError, match="two channels, or one that normalizes chunks"):
+        PublishedCodec(f"hf:{tmp_path}", "cpu")

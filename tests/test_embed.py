@@ -1,0 +1,146 @@
+"""Training the small CLIP and embedding captioned images, as a user does."""
+
+import os
+from functools import partial
+from pathlib import Path
+
+import helpers
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import flags, write_captioned
+
+from common import config
+from common.data import embed, embeddings, media, order, synthetic
+from common.models import clip
+
+CPU = torch.device("cpu")
+TINY = dict(image_size=16, text_width=32, embed_width=16, batch_size=64, steps=150)
+run_embed = partial(helpers.run, "common.data.embed")
+
+
+def train(folder, monkeypatch, rows=64, **settings):
+    monkeypatch.setattr(embed, "BUILTIN_ROWS", rows)
+    return embed.train(embed.Config(run_dir=str(folder), **{**TINY, **settings}), CPU)
+
+
+def test_training_repeats_bit_for_bit_and_depends_on_the_seed(tmp_path, monkeypatch):
+    model = train(tmp_path, monkeypatch, steps=2)
+    torch.manual_seed(123)  # has no effect
+    assert train(tmp_path, monkeypatch, steps=2).fingerprint() == model.fingerprint()
+    assert train(tmp_path, monkeypatch, steps=2, seed=1).fingerprint() != model.fingerprint()
+    assert not model.training
+    assert not any(p.requires_grad for p in model.parameters())
+
+
+def test_training_learns_what_captions_say_of_images(tmp_path, monkeypatch):
+    model = train(tmp_path, monkeypatch, 320)
+    # It was trained on none of these, the scripts' data.
+    images, records = synthetic.shapes(range(320), size=16)
+    batches = [(images[:100], records[:100]), (images[100:], records[100:])]
+    (image, text), embedded = embed.embed(model, batches)
+    assert embedded == records
+    np.testing.assert_allclose(np.linalg.norm(image, axis=1), 1, rtol=1e-5)
+    raw, texts, encodings = embed.embed(model, batches, encodings=True, raw=True)[0]
+    np.testing.assert_allclose(raw, model.embed_image(torch.from_numpy(images)), atol=1e-5)
+    np.testing.assert_allclose(F.normalize(torch.from_numpy(texts)), text, atol=1e-5)
+    assert encodings.shape == (320, 24, 32)
+
+    nearest = (text @ image.T).argmax(1)
+    named = synthetic.named_attributes(records)
+    values = synthetic.attribute_values(records)
+    fits = (values[nearest] == values) | ~named
+    assert fits.all(1).mean() > 0.12  # of an untrained one 0.02
+
+
+# The commands
+
+
+@pytest.fixture
+def captioned(tmp_path, monkeypatch):
+    """80 captioned shapes in the folder images, among files that cannot be used; a CLIP of them."""
+    monkeypatch.chdir(tmp_path)
+    images, records = write_captioned(Path("images"), 80, size=24)
+    Path("images/damaged.png").write_bytes(b"damaged")
+    Path("images/damaged.txt").touch()
+    Path("images/00001.txt").write_text("")
+    records[1]["caption"] = ""
+    settings = {**TINY, "data": "images", "run_dir": "clip", "steps": 2, "batch_size": 32}
+    out = run_embed("train", *flags(**settings))
+    assert "Next: python -m common.data.embed embed --data images --run_dir clip --out emb" in out
+    return images, records, out
+
+
+def test_a_clip_learns_the_words_of_its_training_images(captioned):
+    _, records, out = captioned
+    assert "texts looked at 1 are empty, and 0 are cut" in out
+    words = set()
+    keys = [f"{i:05d}" for i in range(80)]
+    for i in order.split_keys(keys, "train", 0.1, 0.1):
+        words |= set(records[i]["caption"].split())
+    assert set(clip.load("clip", CPU).tokenizer.vocabulary) == words
+
+
+def test_images_that_can_be_used_are_embedded_as_the_prior_reads_them(captioned, tmp_path):
+    images, records, _ = captioned
+    words = flags(data="images", run_dir="clip", out="emb")
+    out = run_embed("embed", *words, "--encodings", "--raw")
+    assert "1 of 81 images cannot be used and are left out: images/damaged.png" in out
+    assert "train_prior.py --data emb " in out
+    model = clip.load("clip", CPU)
+    assert config.read_json("emb/clip.json") == {
+        "clip": str(tmp_path / "clip"),
+        "fingerprint": model.fingerprint(),
+    }
+    small = media.resize_uint8(torch.from_numpy(images), 16).numpy()
+    arrays, _ = embed.embed(model, [(small, records)], encodings=True, raw=True)
+    dataset = embeddings.Embeddings("emb", True)
+    batch, _ = dataset.fetch(np.arange(len(dataset)))
+    for name, expected in zip(("image_embed", "text_embed", "text_enc"), arrays, strict=True):
+        np.testing.assert_allclose(batch[name], expected, rtol=1e-2, atol=1e-2)
+    assert dataset.records([3]) == [{"caption": records[3]["caption"], "key": "00003"}]
+
+
+def test_built_in_data_are_made_once_and_anew_if_damaged_or_of_other_settings(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(embed, "BUILTIN_ROWS", 256)
+    monkeypatch.setattr(embed, "Config", partial(embed.Config, steps=1))
+    folder = Path(embed.builtin_data(tmp_path, CPU))
+    dataset = embeddings.Embeddings(folder, captions=True)
+    assert len(dataset) == 256
+    assert dataset.records([7]) == synthetic.shapes([7])[1]
+
+    path = tmp_path / "clip/model.pt"
+    for change, is_new in (
+        (lambda: None, False),
+        (path.unlink, True),
+        ((folder / "clip.json").unlink, True),
+        (lambda: monkeypatch.setattr(embed, "BUILTIN_ROWS", 300), True),
+    ):
+        change()
+        before = os.stat(path).st_mtime_ns if path.exists() else 0
+        assert embed.builtin_data(tmp_path, CPU) == str(folder)
+        assert (os.stat(path).st_mtime_ns != before) == is_new
+
+
+@pytest.mark.parametrize(
+    "words, status, message",
+    [
+        ("train --data missing", 1, "missing"),
+        ("train --data few --batch_size 4", 1, "few: 1 training images, fewer than a batch of 4"),
+        ("train --data few --context 2", 1, "--context of 3 or more"),
+        ("embed --data broken --run_dir clip", 1, "broken: none of its images can be used"),
+        ("convert", 2, "convert: expected one of train, embed"),
+    ],
+)
+def test_bad_commands_end_in_one_line(words, status, message, monkeypatch):
+    train("clip", monkeypatch, steps=1)
+    for folder in ("broken", "few"):
+        Path(folder).mkdir()
+        Path(folder, "star.txt").write_text("a star")
+    Path("broken/star.png").write_bytes(b"not a picture")
+    media.write_png("few/star.png", np.zeros((8, 8, 3), np.uint8))
+    out = run_embed(*words.split(), expect=status)
+    assert message in out.splitlines()[-1]

@@ -1,0 +1,233 @@
+"""Embeddings: rows and captions come as they were written, and every fault of a file is named."""
+import json
+import pickle
+import shutil
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from common import checkpoint
+from common.config import UserError
+from common.data import embeddings, order
+from common.data.embeddings import Embeddings, write_shards
+
+ROWS = 150  # in shards of 70, 70 and 10
+
+
+@pytest.fixture
+def tables():
+    """Image embeddings, text embeddings, text encodings."""
+    rng = np.random.default_rng(0)
+    shapes = [(ROWS, 6), (ROWS, 6), (ROWS, 3, 2)]
+    return [rng.standard_normal(shape).astype(np.float16) for shape in shapes]
+
+
+@pytest.fixture
+def folder(tables, tmp_path):
+    image, text, encodings = tables
+    records = [{"caption": f"row {row} ü", "n": row} for row in range(ROWS)]
+    write_shards(tmp_path, image, torch.from_numpy(text), records, encodings, 70)
+    return tmp_path
+
+
+def change_rows(path, rows, value):
+    table = np.load(path)
+    table[rows] = value
+    np.save(path, table)
+
+
+def test_rows_and_records_are_read_in_any_order_as_they_were_written(tables, folder):
+    dataset = Embeddings(folder, text_encodings=True, captions=True)
+    dataset = pickle.loads(pickle.dumps(dataset))  # as a worker gets it
+    rows = np.random.default_rng(1).permutation(ROWS)
+    batch, usable = dataset.fetch(rows)
+    assert usable.all()
+    for name, table in zip(embeddings.FOLDERS, tables):
+        assert batch[name].dtype == torch.float32
+        np.testing.assert_array_equal(batch[name], table[rows])
+    assert batch["caption"] == dataset.texts(rows) == [f"row {row} ü" for row in rows]
+    assert [record["n"] for record in dataset.records(range(ROWS))] == list(range(ROWS))
+    assert dataset.fault(149) == "img_emb_2.npy row 9"
+    assert "caption" not in Embeddings(folder).fetch(rows)[0]
+
+
+def test_shards_are_in_the_order_of_their_numbers_and_may_be_empty(tmp_path):
+    # 10 comes after 9, not after 1.
+    table = np.arange(44, dtype=np.float32)[:, None]
+    ends = np.cumsum((3, 1, 4, 0, 5, 9, 2, 6, 5, 3, 6))
+    for number, shard in enumerate(np.split(table, ends[:-1])):
+        np.save(tmp_path / f"img_emb_{number}.npy", shard)
+    shards = embeddings.Shards(tmp_path, "img_emb")
+    rows = np.random.default_rng(1).permutation(44)
+    np.testing.assert_array_equal(shards[rows], table[rows])
+
+
+@pytest.mark.parametrize("dtype, stored", [("f2", "f2"), ("f4", "f4"), ("f8", "f4")])
+def test_written_shards_keep_their_precision_and_replace_those_that_were_there(
+        dtype, stored, folder):
+    rows = np.linspace(0, 1, 6).reshape(3, 2).astype(dtype)
+    write_shards(folder, rows, rows, [])
+    assert np.load(folder / "img_emb/img_emb_0.npy").dtype == np.dtype(stored)
+    assert len(Embeddings(folder)) == 3
+    assert not list((folder / "text_enc").iterdir())
+
+
+def test_arrays_of_unequal_lengths_are_refused_before_shards_are_removed(folder):
+    rows = np.ones((3, 2))
+    for texts, records in ((rows[:2], []), (rows, [{"caption": "a"}])):
+        with pytest.raises(AssertionError, match="different lengths"):
+            write_shards(folder, rows, texts, records)
+    assert len(Embeddings(folder)) == ROWS
+
+
+def test_zeros_and_what_is_not_finite_are_unusable_but_for_padding_in_encodings(folder):
+    change_rows(folder / "text_enc/text_enc_0.npy", 1, 0)
+    change_rows(folder / "text_enc/text_enc_0.npy", (2, 2, 1), np.inf)
+    change_rows(folder / "img_emb/img_emb_0.npy", 3, 0)
+    change_rows(folder / "text_emb/text_emb_0.npy", (4, 0), np.nan)
+    _, usable = Embeddings(folder, text_encodings=True).fetch(np.arange(6))
+    assert usable.tolist() == [True, True, False, False, False, True]
+
+
+def test_one_unusable_row_in_a_hundred_is_named_and_more_are_refused(folder):
+    path = folder / "text_emb/text_emb_1.npy"
+    change_rows(path, 10, 0)
+    dataset = Embeddings(folder)
+    assert dataset.check() == (1, ROWS, ["img_emb_1.npy row 10"])
+    change_rows(path, 11, np.nan)
+    with pytest.raises(UserError, match=r"2 of 150 rows .*: img_emb_1\.npy row 10, "):
+        dataset.check()
+
+
+def test_the_fingerprint_changes_with_the_data_and_only_then(tables, folder):
+    image, text, _ = tables
+    other = image.copy()
+    other[0] += 1
+    seen = []
+    for images, rows in ((image, 100), (image, 100), (other, 100), (image, 50)):
+        write_shards(folder, images, text, [], rows_per_shard=rows)
+        fingerprint = Embeddings(folder).fingerprint()
+        assert json.loads(json.dumps(fingerprint)) == fingerprint
+        seen.append(fingerprint["digest"])
+    assert seen[0] == seen[1]
+    assert len(set(seen)) == 3
+
+
+def remove(name):
+    return lambda folder: (folder / name).unlink()
+
+
+def remove_folder(name):
+    return lambda folder: shutil.rmtree(folder / name)
+
+
+def replace(name, *shape, dtype=np.float16):
+    return lambda folder: np.save(folder / name, np.ones(shape, dtype))
+
+
+def cut(folder):
+    path = folder / "img_emb/img_emb_1.npy"
+    path.write_bytes(path.read_bytes()[:150])
+
+
+@pytest.mark.parametrize("fault, message", [
+    (remove_folder("img_emb"), "img_emb: no such folder, or no img_emb_N.npy files"),
+    (remove("text_emb/text_emb_1.npy"), r"text_emb must match; .* in one only: \[\(1, 70\)\]"),
+    (replace("text_enc/text_enc_1.npy", 7, 3, 2), r"text_enc .* \[\(1, 7\), \(1, 70\)\]"),
+    (replace("img_emb/img_emb_1.npy", 8, 5), r"img_emb: .* of one shape: \{\([56],\), \([56],\)"),
+    (replace("img_emb/img_emb_0.npy", 5, 6, dtype=np.int64),
+     r"img_emb_0.npy: .*expected float16 or float32 of 2 dimensions .*int64 of shape \(5, 6\)"),
+    (cut, "img_emb_1.npy: not a readable .npy array"),
+    (remove_folder("captions"), "no captions for shard 0; expected captions/captions_N.jsonl"),
+])
+def test_a_fault_of_the_shards_is_found_at_the_start_and_named(fault, message, folder):
+    fault(folder)
+    with pytest.raises(UserError, match=message):
+        Embeddings(folder, text_encodings=True, captions=True)
+
+
+# Captions
+
+@pytest.mark.parametrize("line, message", [
+    (b"hello\n", "JSONDecodeError"),
+    (b"[1]\n", "TypeError"),
+    (b'{"text": "a"}\n', r"KeyError\('caption'\)"),
+    (b"", "69 captions"),
+    (b"[" * 100_000 + b"\n", "RecursionError"),
+    ("größe".encode("cp1252") + b"\n", "UnicodeDecodeError"),
+])
+def test_a_fault_of_a_caption_is_named_by_its_file(line, message, folder):
+    path = folder / "captions/captions_1.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    lines[3] = line
+    path.write_bytes(b"".join(lines))
+    dataset = Embeddings(folder, captions=True)
+    with pytest.raises(UserError, match=f"captions_1.jsonl: .*{message}"):
+        dataset.fetch(np.array([2, 73]))
+
+
+def test_several_captions_of_a_row_are_drawn_and_a_mark_or_another_end_of_line_is_no_part(
+        tmp_path):
+    write_shards(tmp_path, np.ones((2, 2)), np.ones((2, 2)), [{"caption": ""}] * 2)
+    text = '{"caption": ["a", "b"]}\r\n{"caption": "größe"}'
+    (tmp_path / "captions/captions_0.jsonl").write_bytes(text.encode("utf-8-sig"))
+    dataset = Embeddings(tmp_path, captions=True)
+    assert dataset.fetch(np.array([0, 1]))[0]["caption"] == ["a", "größe"]
+    drawn, _ = dataset.fetch(np.zeros(99, int), order.random_words(np.arange(99), 0))
+    assert set(drawn["caption"]) == {"a", "b"}
+
+
+@pytest.fixture
+def parquet_folder(folder):
+    """Captions in parquet, in place of jsonl."""
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    shutil.rmtree(folder / "captions")
+    (folder / "metadata").mkdir()
+    captions = [f"row {row} ü" for row in range(ROWS)]
+    captions[6] = None
+    for number in range(3):
+        table = pyarrow.table({"caption": captions[70 * number : 70 * number + 70]})
+        parquet.write_table(table, folder / f"metadata/metadata_{number:03d}.parquet")
+    return folder
+
+
+def test_captions_in_parquet_are_read_in_any_order_without_text_embeddings(parquet_folder):
+    shutil.rmtree(parquet_folder / "text_emb")
+    dataset = Embeddings(parquet_folder, captions=True)
+    assert dataset.fetch(np.arange(9))[0].keys() == {"image_embed", "caption"}
+    captions = dataset.texts([149, 0, 6, 71])
+    assert captions == ["row 149 ü", "row 0 ü", "", "row 71 ü"]
+
+
+def test_a_fault_of_a_parquet_file_is_named(parquet_folder):
+    (parquet_folder / "metadata/metadata_001.parquet").write_bytes(b"hello")
+    dataset = Embeddings(parquet_folder, captions=True)
+    with pytest.raises(UserError, match=r"metadata_001\.parquet: expected a 'caption' for each"):
+        dataset.fetch(np.array([75]))
+
+
+# The CLIP of embeddings
+
+def test_a_folder_names_its_clip_and_whether_it_is_built_in(folder):
+    assert embeddings.clip_of(folder) == (None, None)
+    checkpoint.save({"model": {}, "clip": "y", "clip_fingerprint": "g"}, "model.pt")
+    assert embeddings.clip_of(folder, "model.pt") == ("y", "g")
+    note = {"clip": "x", "fingerprint": "f"}
+    for more in ({}, {"made_from": "y"}):
+        (folder / "clip.json").write_text(json.dumps(note | more))
+        assert embeddings.clip_of(folder) == ("x", "f")
+        assert embeddings.is_built_in(folder) == bool(more)
+
+
+def test_embeddings_of_unit_length_are_refused_by_a_model_of_raw_ones(tables, folder):
+    image, text, _ = tables
+    embeddings.check_lengths(SimpleNamespace(raw_embeddings=True), Embeddings(folder), folder)
+    image = image / np.linalg.norm(image, axis=1, keepdims=True)
+    write_shards(folder, image, text, [])
+    dataset = Embeddings(folder)
+    embeddings.check_lengths(SimpleNamespace(raw_embeddings=False), dataset, folder)
+    with pytest.raises(UserError, match=r"of unit length, .* embed --raw"):
+        embeddings.check_lengths(SimpleNamespace(raw_embeddings=True), dataset, folder)

@@ -1,0 +1,71 @@
+"""Files below a folder, texts, captions, digests."""
+import pytest
+from helpers import write_files
+
+from common.config import UserError
+from common.data import files
+
+
+def test_links_to_folders_are_entered_once_and_broken_ones_are_counted(tmp_path, capsys):
+    write_files(tmp_path, {"elsewhere/deep/b": b"", "data/own/a": b""})
+    folder = tmp_path / "data"
+    links = {
+        "first": tmp_path / "elsewhere",
+        "second": tmp_path / "elsewhere",
+        "own/cycle": folder,
+        "itself": folder / "itself",
+        "broken": tmp_path / "nowhere",
+        "file": folder / "own/a",
+    }
+    for name, target in links.items():
+        (folder / name).symlink_to(target)
+    names = [path.relative_to(folder).as_posix() for path in files.files_below(folder)]
+    assert names == ["file", "first/deep/b", "own/a"]
+    message = f"note: 2 links lead nowhere, and are left out: {folder / 'broken'}"
+    assert message in capsys.readouterr().err
+
+
+def test_a_folder_that_may_not_be_read_is_an_error(tmp_path, monkeypatch):
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("os.scandir", refuse)
+    with pytest.raises(PermissionError, match=str(tmp_path)):
+        files.files_below(tmp_path)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+def test_text_is_utf_8_or_what_its_byte_order_mark_says(encoding):
+    text = "größer als 三角形"
+    assert files.decode_text(text.encode(encoding), "a") == text
+
+
+@pytest.mark.parametrize("encoding", ["cp1252", "utf-16-le"])
+def test_text_in_another_encoding_is_refused_by_name(encoding):
+    with pytest.raises(UserError, match=r"a\.txt: not text in UTF-8.*save it as UTF-8"):
+        files.decode_text("größe".encode(encoding), "a.txt")
+
+
+def test_a_caption_may_be_missing_one_text_or_several():
+    for value in (None, [], "", " ", [" "]):
+        assert files.clean_caption(value) == ""
+    assert files.clean_caption([" a "]) == files.clean_caption(" a\n") == "a"
+    several = files.clean_caption([" a", "b ", "c"])
+    assert several == ["a", "b", "c"]
+    fractions = (0.0, 0.32, 0.34, 0.99)
+    assert [files.choose_caption(several, f) for f in fractions] == ["a", "a", "b", "c"]
+    assert files.choose_caption("abc", 0.9) == "abc"
+    for value in (1, {"a": 1}, [1]):
+        with pytest.raises(TypeError, match="not a text"):
+            files.clean_caption(value)
+
+
+def test_a_digest_changes_with_names_sizes_and_contents(tmp_path):
+    def digest(**contents):
+        write_files(tmp_path, {name: text.encode() for name, text in contents.items()})
+        return files.digest_of([tmp_path / name for name in contents])
+
+    first = digest(a="one", b="two")
+    assert digest(a="one", b="two") == first
+    others = [digest(a="one", c="two"), digest(a="one", b="twos"), digest(a="one", b="twO")]
+    assert len({first, *others}) == 4

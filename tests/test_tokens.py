@@ -1,0 +1,116 @@
+"""Token caches and crops: ranks share the work, and streams of a crop are of the same time."""
+
+import itertools
+import types
+
+import numpy as np
+import pytest
+
+from common.config import UserError
+from common.data import order, tokens
+from common.data.files import Unusable
+from common.data.recordings import Syllables
+
+
+def codes_of(index):
+    return np.full((index % 5 + 1, 3), 100 * index)
+
+
+def cached(folder, count, key, failing=None):
+    """(error or "", recordings encoded in this process) of a cache; 7 is unusable."""
+    encoded = []
+
+    def encode(index):
+        if index == failing:
+            raise UserError(f"recording {index}: out of order")
+        if index == 7:
+            raise Unusable(f"recording {index}")
+        encoded.append(index)
+        return codes_of(index)
+
+    try:
+        cache = tokens.token_cache(folder, Syllables(count), {"codec": key}, encode, "tokens")
+    except UserError as error:
+        return str(error), encoded
+    for index in range(count):
+        expected = codes_of(index)[: 0 if index == 7 else None]
+        assert cache[index].dtype == np.uint16
+        np.testing.assert_array_equal(cache[index], expected)
+    return "", encoded
+
+
+def cached_again(folder):
+    calls = [(1, "a"), (20, "a", 19), (20, "a"), (20, "a"), (20, "b")]
+    return [cached(folder, *call) for call in calls]
+
+
+def test_ranks_share_the_work_of_a_cache_and_after_an_error_what_was_done_is_kept(
+    tmp_path, on_ranks
+):
+    alone = cached_again(tmp_path / "one")
+    ranks = on_ranks(2, cached_again, tmp_path / "two")
+    counts = []
+    for results in (alone, *ranks):
+        errors = [error for error, _ in results]
+        assert errors == ["", "recording 19: out of order", "", "", ""]
+        counts.append([len(encoded) for _, encoded in results])
+    assert counts[0] == [1, 18, 1, 0, 19]
+    assert np.add(*counts[1:]).tolist() == counts[0]
+    assert abs(counts[1][4] - counts[2][4]) == 1
+
+
+@pytest.mark.parametrize("fault", ["cut", "changed", "empty"])
+def test_a_damaged_part_of_a_cache_is_made_anew(fault, tmp_path):
+    cached(tmp_path, 20, "a")
+    [path] = tmp_path.rglob("19.npz")
+    good = path.read_bytes()
+    changed = good.replace((1900).to_bytes(2, "little"), b"12", 1)
+    path.write_bytes({"cut": good[:-1], "changed": changed, "empty": b""}[fault])
+    assert cached(tmp_path, 20, "a") == ("", [19])  # it compares the tokens
+
+
+def make_crops(frames, frame_rate=50):
+    """TokenCrops of 40 frames of recordings of so many `frames`.
+
+    Each token is the number of its frame, plus 1,000 a quantizer.
+    """
+    dataset = types.SimpleNamespace(text=lambda index: f"text {index}")
+    words = [np.arange(n * 50 / frame_rate, dtype=int)[:, None] for n in frames]
+    codes = [np.arange(n)[:, None] + [0, 1000, 2000, 3000, 4000] for n in frames]
+
+    def ends(samples):
+        return {"ended": [ended for _, ended in samples]}
+
+    return tokens.TokenCrops(dataset, 40 / frame_rate, ends, words, codes, frame_rate, [2, 2])
+
+
+@pytest.mark.parametrize("rate", [25, 50, 62.5, 80])
+def test_tokens_of_a_crop_are_of_the_same_time_and_only_true_ends_end(rate):
+    lengths = [200, 40, 31, 41]
+    crops = make_crops(lengths, rate)
+    for index, offset in itertools.product(range(4), (0.0, 0.21, 0.499, 0.5, 0.77, 0.999)):
+        (words, coarse, fine), ended = crops.crop(index, offset)
+        first, last = coarse[[0, -1], 0]
+        assert len(coarse) == min(40, lengths[index])
+        assert (fine == coarse + 2000).all()  # the other quantizers
+        assert abs(first / rate - words[0] / 50) <= 0.5 / 50 + 1e-6
+        assert abs((last + 1) / rate - (words[-1] + 1) / 50) <= 1 / 50 + 1e-6
+        assert ended == (last == lengths[index] - 1)
+        assert not ended or words[-1] == len(crops.semantic_tokens[index]) - 1
+    batch, usable = crops.fetch(np.arange(4))
+    assert batch == {"ended": [False, True, True, False], "text": [f"text {i}" for i in range(4)]}
+    assert usable.all()
+    batch, _ = crops.fetch(np.zeros(2000, int), order.random_words(np.arange(2000), 0))
+    assert 2 < sum(batch["ended"]) < 30  # one crop in 161
+
+
+def test_repeated_semantic_tokens_are_removed_and_empty_recordings_are_unusable():
+    crops = make_crops([6, 0])
+    crops.semantic_tokens[0] = np.array([[5], [5], [3], [3], [3], [5]])
+    (words, _, _), _ = crops.crop(0)
+    assert words.tolist() == [[5], [3], [5]]
+    _, usable = crops.fetch(np.arange(2))
+    assert usable.tolist() == [True, False]
+    assert crops.readable(np.arange(2)) == [0]
+    crops.quantizers = [2]
+    assert crops.lengths(np.arange(2)) == (6, 3, 50)
