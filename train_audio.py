@@ -11,7 +11,8 @@
 
 The same command again resumes. Each stage is a run of its own: RUN/soundstream, RUN/semantic,
 RUN/coarse and RUN/fine. Later stages read the folders of earlier ones. A published codec can
-replace the first stage (--stage coarse --soundstream hf:kyutai/mimi, and so for fine).
+replace the first stage (--stage coarse --soundstream hf:kyutai/mimi --sample_rate 24000, and so for
+fine).
 `python train_audio.py [train|evaluate|sample] --help` lists the settings, for train those that all
 stages share; `--stage NAME --help` lists those of a stage.
 
@@ -237,7 +238,7 @@ class CodecConfig(SharedConfig):
     cosine: bool = field(True, "decay to 0 along half a cosine after the warm-up; off: constant")
     cosine_steps: NonNegativeInt = field(0, "step at which the cosine reaches 0; 0: the last")
     weight_decay: NonNegativeFloat = field(0.0, "decoupled weight decay of the codec's kernels")
-    betas: tuple[Fraction, ...] = field(
+    betas: tuple[Fraction, Fraction] = field(
         (0.8, 0.99), "Adam's decays of the mean of gradients, and of the mean of their squares"
     )
     eps: PositiveFloat = field(1e-8, "Adam's epsilon")
@@ -298,7 +299,7 @@ SOUNDSTREAM_24KHZ = dict(
     codebook_decay=0.99,  # §III-C
     dead_code_threshold=2.0,  # §III-C
     quantizer_start=0,  # k-means before the first step (§III-C)
-    mel_weight=1.0,  # λ_rec (§III-E)
+    mel_weight=1.0,  # λ_rec (§III-E), but of spectra of another scale (`spectral_distance`)
     wave_weight=0.0,  # not in the paper
     commitment_weight=1.0,
     discriminator_start=0,
@@ -316,7 +317,7 @@ SOUNDSTREAM_24KHZ = dict(
 )
 
 CROP_SECONDS = 1.0  # length of the codec's crops in evaluation
-R1_EVERY = 4  # steps between R1 penalties, which are not multiplied by it as in StyleGAN2
+R1_EVERY = 4  # steps between R1 penalties; StyleGAN2 multiplies them by this, here they are not
 
 
 # Model (SoundStream §III-A, §III-B)
@@ -337,8 +338,8 @@ class CausalUpsample(nn.ConvTranspose1d):
     """Transposed convolution with a kernel of two strides: (B, C, T) -> (B, C', T · stride)."""
 
     def forward(self, x):
-        # But for rounding this is `super().forward(x)[..., : -self.stride[0]]`: what is cut off at
-        # the end needs later inputs, and silence before the beginning adds nothing.
+        # What is cut off at the end needs later inputs. Silence before the beginning adds nothing
+        # but other rounding: `super().forward(x)[..., : -self.stride[0]]` would do.
         silence = torch.zeros_like(x[..., :1])
         x = super().forward(torch.cat([silence, x], dim=2))
         return x[..., self.stride[0] : -self.stride[0]]
@@ -718,7 +719,7 @@ def train_soundstream(cfg, device, next_command=""):
     dataset, indices = splits["train"]
     crops = copy.copy(dataset)
     crops.crop = cfg.crop
-    finished = loop.find_start(run, cfg, dataset)
+    identity, finished = loop.identify(run, cfg, dataset)
     if finished:
         return loop.announce(run, finished, next_command)
 
@@ -738,7 +739,7 @@ def train_soundstream(cfg, device, next_command=""):
         ema,
         [*optimizers, *discriminator_optimizers],
         scaler,
-        run.identity,
+        identity,
         {"kind": "soundstream"},
         others={"discriminators": discriminators},
     )
@@ -756,7 +757,8 @@ def train_soundstream(cfg, device, next_command=""):
         codec.train()
         while True:
             # Evaluate: the averaged weights are those that are kept. Before k-means there are no
-            # codes, so that codec cannot be the best one.
+            # codes, so that codec cannot be the best one. Its loss is of longer crops than the
+            # training's, and a sum over their frames, without the discriminators.
             if eval_due(state.step) and codec.quantizer.ready:
                 split = splits["validation"]
                 samples = {}
@@ -823,7 +825,7 @@ def train_soundstream(cfg, device, next_command=""):
                 if stepped and adversarial:
                     dist.sum_gradients(discriminators)
                     norm, taken = amp.step(scaler, discriminator_optimizers, cfg.max_grad_norm)
-                    if taken:  # what is not finite in either network ends the run
+                    if taken:  # 0 · nan is nan: what is not finite in either ends the run
                         grad_norm = grad_norm + 0 * norm
                 amp.update(scaler)
                 codec.zero_grad(set_to_none=True)
@@ -919,7 +921,7 @@ class TransformerConfig(SharedConfig):
     cosine: bool = field(True, "decay to 0 along half a cosine after the warm-up; off: constant")
     cosine_steps: NonNegativeInt = field(0, "step at which the cosine reaches 0; 0: the last")
     weight_decay: NonNegativeFloat = field(0.01, "decoupled weight decay of matrices")
-    betas: tuple[Fraction, ...] = field(
+    betas: tuple[Fraction, Fraction] = field(
         (0.9, 0.99), "Adam's decays of the mean of gradients, and of the mean of their squares"
     )
     eps: PositiveFloat = field(1e-8, "Adam's epsilon")
@@ -1302,23 +1304,23 @@ def generate_long(model, context_of, prompts, limits, seeds, sampling, texts=Non
     the context, it may not end. Returns B of (T_b, Q), with the prompts.
     """
     max_frames, max_context, _ = model.lengths
-    sounds = [codes.cpu() for codes in prompts]
-    ended = [False] * len(sounds)
+    codes_of = [codes.cpu() for codes in prompts]
+    ended = [False] * len(codes_of)
     for number in itertools.count():
-        active = [b for b in range(len(sounds)) if len(sounds[b]) < limits[b] and not ended[b]]
+        active = [b for b in range(len(codes_of)) if len(codes_of[b]) < limits[b] and not ended[b]]
         if not active:
-            return sounds
+            return codes_of
 
         samples = []
         window_limits = []
         window_may_end = []
         for b in active:
-            length = len(sounds[b])
+            length = len(codes_of[b])
             start = 0
             if length >= max_frames:
                 start = length - max_frames // 2  # the window is full: keep its later half
-            window = sounds[b][start:]
-            context = context_of(b, sounds[b][:start])  # of the time of the window
+            window = codes_of[b][start:]
+            context = context_of(b, codes_of[b][:start])  # of the time of the window
             samples.append([*(codes[:max_context] for codes in context), window])
             window_limits.append(min(max_frames - len(window), limits[b] - length))
             # If the context is cut, EOS is forbidden: the remaining context is for later windows.
@@ -1335,7 +1337,7 @@ def generate_long(model, context_of, prompts, limits, seeds, sampling, texts=Non
             texts and [texts[b] for b in active],
         )
         for i, b in enumerate(active):
-            sounds[b] = torch.cat([sounds[b], new[i]])
+            codes_of[b] = torch.cat([codes_of[b], new[i]])
             ended[b] = came_to_eos[i]
 
 
@@ -1443,7 +1445,7 @@ def train_transformer(cfg, device, next_command=""):
     splits = dist.together(lambda: open_recordings(cfg, hop_length))
     dataset, indices = splits["train"]
     # Another codec or k-means makes other tokens: then the run cannot be resumed.
-    finished = loop.find_start(run, cfg, dataset, **made_with)
+    identity, finished = loop.identify(run, cfg, dataset, **made_with)
     if finished:
         return loop.announce(run, finished, next_command)
 
@@ -1476,7 +1478,7 @@ def train_transformer(cfg, device, next_command=""):
         "vocabulary": vocabulary,
         "made_with": made_with,
     }
-    state = checkpoint.State(cfg, model, ema, optimizers, scaler, run.identity, info)
+    state = checkpoint.State(cfg, model, ema, optimizers, scaler, identity, info)
     loop.resume(run, state)  # or take the weights of --init_from
     if cfg.compile:
         model.compile()

@@ -21,7 +21,8 @@ Saharia et al. 2022; Karlo: kakaobrain/karlo-v1-alpha. What differs from the pap
 - The default sizes are small enough for two CPU cores. Crops of the default upsampler are half of
   the image's side; those of the paper and of the presets are a quarter of it.
 - The bound that trains the learned variance takes a clipped x0; ADM's code does not clip it.
-- The low resolution is shrunk by a box filter and enlarged bicubically; ADM enlarges bilinearly.
+- All images are shrunk by a box filter. The low resolution is enlarged bicubically; ADM enlarges
+  bilinearly. The presets clip gradients at 1 and warm up for 10,000 steps. Flow has 1,000 levels.
 - The input of an upsampler is blurred with probability 0.5. It can also be noised (Imagen), which
   is off by default. DALL-E 2 degrades the input of its second upsampler (256 -> 1024) by BSR.
 - A model without attention levels has no attention in the middle either, where ADM has some.
@@ -71,6 +72,7 @@ from common.ema import EMA
 from common.models import clip, diffusion
 from common.models.nn import Attention, NullText, TimeEmbedding, zero_init
 
+# A group norm has at least four channels a group.
 MultipleOf4 = Annotated[PositiveInt, ("a multiple of 4", lambda width: width % 4 == 0)]
 Objective = Literal["x0", "v", "epsilon", "flow"]
 Density = Literal["uniform", "logit_normal", "mode"]
@@ -146,7 +148,7 @@ class UNetConfig(SharedConfig):
     cosine: bool = field(True, "decay along half a cosine after the warm-up; off: constant")
     cosine_steps: NonNegativeInt = field(0, "step at which the cosine reaches 0; 0: the last")
     weight_decay: NonNegativeFloat = field(0.01, "decoupled weight decay of matrices and kernels")
-    betas: tuple[Fraction, ...] = field(
+    betas: tuple[Fraction, Fraction] = field(
         (0.9, 0.99), "Adam's decays of the mean of gradients, and of the mean of their squares"
     )
     eps: PositiveFloat = field(1e-8, "Adam's epsilon")
@@ -206,6 +208,7 @@ class BaseConfig(UNetConfig):
         "muon", "muon: for matrices, with AdamW for the others", fixed=True
     )
 
+    # Constants of this stage, which UNet reads as it reads settings
     image_condition = True
     max_text_len = 77  # of CLIP, in tokens
     noise_schedule = "cosine"  # of all objectives but flow
@@ -268,6 +271,7 @@ class UpsampleConfig(UNetConfig):
     eval_every: Interval = field("400", "steps between evaluations, or as 10min; 0: only the last")
     eval_steps: PositiveInt = field(10, "sampling steps")
 
+    # Constants of this stage, which UNet reads as it reads settings
     image_condition = False  # the low resolution alone (DALL-E 2 §2.1)
     text_encodings = "none"
     raw_embeddings = False
@@ -634,7 +638,7 @@ def conditioning(batch, cfg, clip_model):
     if cfg.image_condition and "image_embed" in batch:
         condition["image_embed"] = batch["image_embed"]
     elif cfg.image_condition:
-        with amp.autocast(batch["clip_image"].device, "fp32"):
+        with amp.autocast(batch["clip_image"].device, "fp32"):  # also within an autocast
             condition["image_embed"] = clip_model.embed_image(batch["clip_image"])
     if cfg.text_encodings == "clip":
         condition |= clip_model.text_condition(batch["caption"], cfg.max_text_len)
@@ -877,14 +881,14 @@ def open_dataset(cfg, path, image_size, clip_model):
     return dataset
 
 
-def open_data(cfg, image_size, device):
+def open_data(cfg, image_size, source, device):
     """({split: (dataset, indices)}, CLIP or None, {name: plain value} of both for model files).
 
     The CLIP is for evaluation, for text, and for images without embeddings. image_size: that of
-    the model `cfg`, or of the last stage of its cascade.
+    the model `cfg`, or of the last stage of its cascade. source: model file that says which CLIP it
+    is, if neither cfg nor the data do; or None.
     """
-    # The CLIP as given, else the one that made the embeddings, else the one of --init_from.
-    spec, fingerprint = embeddings.clip_of(cfg.data, cfg.init_from)
+    spec, fingerprint = embeddings.clip_of(cfg.data, source)
     if cfg.clip != "auto":
         spec = cfg.clip
     clip_model = None
@@ -1173,7 +1177,7 @@ def open_evaluation(args, device):
     elif last.data == "shapes":  # an imported model: training replaces it by a path
         raise UserError(f"{args.run_dir[-1]}: its data are not known; name some with --data")
     cfg = dataclasses.replace(first, **settings)
-    splits, clip_model, info = open_data(cfg, last.image_size, device)
+    splits, clip_model, info = open_data(cfg, last.image_size, None, device)
     if info["widths"] != unets[0].widths:
         raise UserError(
             f"{cfg.data}: widths of embeddings and of text encodings (0: none) are "
@@ -1208,12 +1212,14 @@ def train_stage(cfg, device, command=""):
 
     # Rank 0 takes the run folder, then all open the data.
     run, cfg = loop.open_run(cfg, Path(cfg.run_dir) / cfg.stage, MAX_CHUNK)
-    splits, clip_model, info = dist.main_first(lambda: open_data(cfg, cfg.image_size, device))
+    splits, clip_model, info = dist.main_first(
+        lambda: open_data(cfg, cfg.image_size, run.source, device)
+    )
     dataset, indices = splits["train"]
     facts = {}
     if clip_model:
         facts["clip"] = info["clip_fingerprint"]
-    finished = loop.find_start(run, cfg, dataset, **facts)
+    identity, finished = loop.identify(run, cfg, dataset, **facts)
     if finished:
         return loop.announce(run, finished, command)
 
@@ -1234,7 +1240,7 @@ def train_stage(cfg, device, command=""):
     ema = EMA(
         trainable, cfg.ema_update_every, decay=cfg.ema_decay, update_after=cfg.ema_update_after
     )
-    state = checkpoint.State(cfg, trainable, ema, optimizers, scaler, run.identity, info)
+    state = checkpoint.State(cfg, trainable, ema, optimizers, scaler, identity, info)
     loop.resume(run, state, unet=unet)
     if cfg.compile:
         unet.compile()
@@ -1327,7 +1333,7 @@ def train(cfg):
         run_dir=(cfg.run_dir,),
         seed=cfg.seed,
         device=cfg.device,
-        eval_samples=2 * cfg.eval_samples,
+        eval_samples=2 * cfg.eval_samples,  # it is done once
         grid=str(run_dir / "cascade.png"),
         out=str(run_dir / "cascade.json"),
     )

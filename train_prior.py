@@ -119,7 +119,7 @@ class Config(config.TrainingRun):
     cosine_steps: NonNegativeInt = field(0, "step at which the cosine reaches 0; 0: the last")
     # Decay is for what multiplies activations, not for biases, norms and learned tokens.
     weight_decay: NonNegativeFloat = field(0.01, "decoupled weight decay of matrices and kernels")
-    betas: tuple[Fraction, ...] = field(
+    betas: tuple[Fraction, Fraction] = field(
         (0.9, 0.99), "Adam's decays of the mean of gradients, and of the mean of their squares"
     )
     eps: PositiveFloat = field(1e-8, "Adam's epsilon")
@@ -144,7 +144,7 @@ class Config(config.TrainingRun):
                 f"--width {self.width}: expected an even multiple of --heads {self.heads}"
             )
         diffusion.check_settings(self)
-        self.check_sampling(self.guidance_scale, max(self.eval_timesteps, default=1))
+        self.check_sampling(self.guidance_scale, max(self.eval_timesteps, default=0))
         tracker.check(self)
         if self.lora_rank and not self.init_from:
             raise UserError("--lora_rank: adapters need the model that --init_from names")
@@ -436,8 +436,7 @@ def best_embeddings(
 ):
     """(embeddings (texts, num_samples, D), cosine similarities with the texts).
 
-    Each is the best of `best_of` candidates: the most similar to its text (DALL-E 2 §2.2). Texts of
-    another width than D cannot be compared: each is the first candidate, of similarity nan.
+    Each is the best of `best_of` candidates: the most similar to its text (DALL-E 2 §2.2).
     condition: `conditioning` of the texts. keys: one a text; a candidate's noise is seeded by
     (seed, key, number), so it is the same in any batch.
     """
@@ -570,10 +569,11 @@ class Evaluator:
 # Training
 
 
-def open_data(cfg, device):
+def open_data(cfg, source, device):
     """({split: (dataset, indices)}, CLIP or None, {name: plain value} of both for model files).
 
-    The CLIP encodes captions for a model of --text_encodings clip, and "no text" for any.
+    The CLIP encodes captions for a model of --text_encodings clip, and "no text" for any. source:
+    model file that says which CLIP it is, if neither cfg nor the data do; or None.
     """
     with_captions = cfg.text_encodings == "clip"
 
@@ -592,8 +592,7 @@ def open_data(cfg, device):
                 f"{cfg.data} are {dataset.width}"
             )
 
-    # The CLIP of the embeddings: as given, else the one that their folder or --init_from names.
-    spec, fingerprint = embeddings.clip_of(cfg.data, cfg.init_from)
+    spec, fingerprint = embeddings.clip_of(cfg.data, source)
     if cfg.clip != "auto":
         spec = cfg.clip
     clip_model = None
@@ -636,7 +635,7 @@ def train(cfg):
         path = dist.on_main(lambda: embed.builtin_data(folder, device))
         cfg = dataclasses.replace(cfg, data=path)
     run, cfg = loop.open_run(cfg, cfg.run_dir, MAX_CHUNK)
-    splits, clip_model, info = dist.main_first(lambda: open_data(cfg, device))
+    splits, clip_model, info = dist.main_first(lambda: open_data(cfg, run.source, device))
     dataset, indices = splits["train"]
     facts = {}
     if clip_model:
@@ -645,7 +644,7 @@ def train(cfg):
     if info["clip"]:
         command = "sample --text 'a small red star'"
     command = f"train_prior.py {command} --run_dir {shlex.quote(cfg.run_dir)}"
-    finished = loop.find_start(run, cfg, dataset, **facts)
+    identity, finished = loop.identify(run, cfg, dataset, **facts)
     if finished:
         return loop.announce(run, finished, command)
 
@@ -654,10 +653,6 @@ def train(cfg):
     prior = Prior(cfg, *info["widths"]).to(device)
     if clip_model:
         prior.null_text.fill(conditioning({"caption": [""]}, cfg, clip_model))
-    # Resumed or initialized weights bring the statistics of raw embeddings.
-    if cfg.raw_embeddings and not (run.resume_from or cfg.init_from):
-        batch, usable = dataset.fetch(indices[files.evenly_spaced(len(indices), 10_000)])
-        prior.measure_embeddings(batch["image_embed"][usable])
     trainable = prior  # with LoRA, the adapters alone
     if cfg.lora_rank:
         from common.models import lora
@@ -670,8 +665,12 @@ def train(cfg):
     ema = EMA(
         trainable, cfg.ema_update_every, decay=cfg.ema_decay, update_after=cfg.ema_update_after
     )
-    state = checkpoint.State(cfg, trainable, ema, optimizers, scaler, run.identity, info)
+    state = checkpoint.State(cfg, trainable, ema, optimizers, scaler, identity, info)
     loop.resume(run, state, prior=prior)
+    # Weights that are loaded bring the statistics of raw embeddings.
+    if cfg.raw_embeddings and not (run.resume_from or (cfg.init_from and cfg.init_strict)):
+        batch, usable = dataset.fetch(indices[files.evenly_spaced(len(indices), 10_000)])
+        prior.measure_embeddings(batch["image_embed"][usable])
     if cfg.compile:
         prior.compile()
 
@@ -709,7 +708,7 @@ def train(cfg):
                     # All that is random in a chunk follows from (seed, step, chunk), on any rank.
                     accumulate.seed_all(cfg.seed, state.step, chunk.index)
                     batch = order.to_device(batch, device)
-                    condition = conditioning(batch, cfg, clip_model)
+                    condition = conditioning(batch, cfg, clip_model)  # the CLIP is in fp32
                     with amp.autocast(device, cfg.precision):
                         loss = diffusion_loss(prior, batch, condition)
                     # Weights add up to 1 over a batch: the gradient is that of its mean loss.
@@ -799,7 +798,8 @@ def open_evaluator(args, device):
     )
     if cfg.data == "shapes":  # an imported model: training replaces it by a path
         raise UserError(f"{args.run_dir}: its data are not known; name some with --data")
-    splits, clip_model, info = open_data(cfg, device)
+    source = Path(args.run_dir) / args.model
+    splits, clip_model, info = open_data(cfg, source, device)
     if info["widths"] != contents["widths"]:
         raise UserError(
             f"{cfg.data}: widths of embeddings and text encodings (0: none) are {info['widths']}; "

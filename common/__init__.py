@@ -11,7 +11,7 @@
     loop          start and end of a run, log lines, what is not finite
     tracker       metrics.jsonl, console, the logger
 
-    models/       layers and mathematics: tensors in, tensors out
+    models/       layers, mathematics, tokenizers, and the small CLIP
     data/         sources of samples, and their order
     interop/      what is other people's: published weights, loggers, copies; a fork may delete it
 """

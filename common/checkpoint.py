@@ -38,9 +38,9 @@ KEEP = 3  # newest checkpoints that are kept; --save copies others elsewhere
 
 
 def lock(file, wait=False):
-    """Lock an open file until it is closed. BlockingIOError if another process has it, or `wait`.
+    """Lock an open file until it is closed; a note on a file system without locks.
 
-    On a file system without locks print a note.
+    If another process has it, `wait` for that, or raise BlockingIOError.
     """
     if not fcntl:
         return
@@ -335,7 +335,8 @@ class RunFolder:
                 "--load FILE and a new --run_dir"
             ):
                 record = json.loads(path.read_text())
-                self.record |= {**record, "checkpoints": list(record["checkpoints"])}
+                if list(record["checkpoints"]):  # else it is a new run
+                    self.record = record
         # Written at once: a first save that is cut off before it is recorded is known as such.
         self.write_record()
 
@@ -343,17 +344,19 @@ class RunFolder:
         self.record |= entries
         write_json(self.record, self.folder / "auto_resume.json")
 
-    def newest(self):
-        """(path of the newest intact checkpoint, or None; notes). UserError if all are damaged."""
-        notes = []
-        entries = self.record["checkpoints"]
-        for number, entry in enumerate(entries):
+    def newest_intact(self):
+        """(path of the newest intact checkpoint, or None; paths of newer ones that are not).
+
+        The record forgets the latter: their steps are taken again.
+        """
+        damaged = []
+        for number, entry in enumerate(self.record["checkpoints"]):
             path = self.folder / entry["file"]
             if path.is_file() and checksum(path) == entry["sha256"]:
-                self.record["checkpoints"] = entries[number:]  # newer steps will be taken again
-                return path, notes
-            notes.append(f"{path}: damaged or missing, trying the one before it")
-        return None, notes
+                self.record["checkpoints"] = self.record["checkpoints"][number:]
+                return path, damaged
+            damaged.append(path)
+        return None, damaged
 
     def save(self, state, log):
         """Begin to save `state` as the checkpoint of its step, and drop the oldest. Collective.
@@ -361,7 +364,7 @@ class RunFolder:
         log: the Tracker. Its lines are made durable first; after the save it sends copies.
         UserError if the ranks differ.
         """
-        state.check_in_step()
+        state.check_in_step()  # ranks that drifted apart must not go on for weeks
         self.wait()  # for the save before, which may be the one of this step
         entries = self.record["checkpoints"]
         if not dist.is_main() or (entries and entries[0]["step"] == state.step):

@@ -1,7 +1,8 @@
 """Settings: a flat frozen dataclass <-> command line (argparse) <-> JSON file.
 
 A setting is declared once, by `field`. Flags win over `--config FILE.json`, which wins over
-`--preset NAME`, which wins over the defaults.
+`--preset NAME`, which wins over the defaults. All of these become words of a command line, which
+argparse checks.
 """
 
 import argparse
@@ -10,6 +11,7 @@ import dataclasses
 import difflib
 import importlib
 import inspect
+import itertools
 import json
 import math
 import os
@@ -40,9 +42,10 @@ class UserError(ValueError):
 
 @contextlib.contextmanager
 def explained(message, kind=UserError):
-    """Context that makes a `kind` of UserError, the message and the reason, of any error but it.
+    """Context that raises any error as a `kind` of UserError, with `message` before the reason.
 
-    For what reads files, and meets a dozen types of errors if they are damaged or foreign.
+    A `kind` passes through. For what reads files, and meets a dozen types of errors if they are
+    damaged or foreign.
     """
     try:
         yield
@@ -82,7 +85,7 @@ def field(default, help="", model=False, fixed=False):
     return dataclasses.field(default=default, metadata=rules)
 
 
-def named(cfg, rule):
+def settings_with(cfg, rule):
     """{name: value} of the settings of which `rule` of `field` is true."""
     chosen = [each.name for each in dataclasses.fields(cfg) if each.metadata.get(rule)]
     return {name: getattr(cfg, name) for name in chosen}
@@ -228,8 +231,12 @@ def converter(kind):
     """The function of a word that gives a value of the type `kind`; ValueError if it is none."""
 
     def values(word):
-        item = converter(typing.get_args(kind)[0])
-        return tuple(item(each.strip()) for each in word.split(",") if each.strip())
+        kinds = typing.get_args(kind)
+        item = converter(kinds[0])
+        items = tuple(item(each.strip()) for each in word.split(",") if each.strip())
+        if kinds[-1] is not Ellipsis and len(items) != len(kinds):
+            raise ValueError(word)
+        return items
 
     def true_or_false(word):
         return ("false", "true").index(word.lower()) == 1
@@ -265,6 +272,8 @@ def make_parser(cls, usage=""):
             options = {"type": converter(kind), "metavar": inspect.formatannotation(kind)}
             if kind is bool:  # --flip, or --flip false
                 options |= {"nargs": "?", "const": True}
+            if typing.get_origin(kind) is tuple:  # the flag may come more than once
+                options["action"] = "append"
             if typing.get_origin(kind) is Literal:
                 options = {"choices": typing.get_args(kind)}
             text = f"{setting.metadata.get('help', '')} [{as_word(setting.default)}]"
@@ -282,7 +291,11 @@ def read_words(parser, words, source="", elsewhere=None):
     except argparse.ArgumentError as error:
         raise UserError(source + str(error).removeprefix("argument ")) from None
     if not unknown:
-        return vars(settings)
+        settings = vars(settings)
+        for name, value in settings.items():
+            if isinstance(value, list):
+                settings[name] = tuple(itertools.chain(*value))
+        return settings
     flag = unknown[0].partition("=")[0].replace("-", "_").lstrip("_")
     known = [action.dest for action in parser._actions]
     close = difflib.get_close_matches(flag, known)

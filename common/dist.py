@@ -1,6 +1,6 @@
 """Data parallel training (DDP) by hand: torchrun's group, sums over ranks, one stop for all.
 
-In a single process all of it does nothing.
+In a single process there is nothing to exchange.
 """
 
 import atexit
@@ -111,18 +111,22 @@ class Stopped(Exception):
         self.number = number
 
 
-received = None  # the newest signal to this process, 0 for none; None: nobody listens
+# The newest signal to this process, 0 for none yet; None while nobody listens.
+received = None
 
 
 @contextlib.contextmanager
 def listening():
     """Context in which SIGNALS are noted, for `stop_together`, and do not end the process.
 
-    Whatever comes after a first Ctrl-C ends it at once.
+    A second Ctrl-C ends it at once. What is ignored, as SIGHUP by nohup, stays so.
     """
     global received
     received = 0
-    handlers = {number: signal.signal(number, note_signal) for number in SIGNALS}
+    handlers = {}
+    for number in SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            handlers[number] = signal.signal(number, note_signal)
     try:
         yield
     finally:
@@ -135,8 +139,7 @@ def note_signal(number, frame):
     global received
     received = number
     if number == signal.SIGINT:
-        for each in SIGNALS:
-            signal.signal(each, signal.SIG_DFL)
+        signal.signal(number, signal.SIG_DFL)
 
 
 def stop_together():
@@ -155,9 +158,9 @@ def stop_together():
 
 
 def deal(count):
-    """This rank's numbers below `count`: rank, rank + world_size, … All ranks meet before each.
+    """This rank's numbers below `count`: rank, rank + world_size, …
 
-    It raises Stopped on all ranks after a signal to any.
+    While they listen for signals, all ranks meet before each: `stop_together`.
     """
     for first in range(0, count, world_size()):
         stop_together()
@@ -196,22 +199,6 @@ def broadcast_tensor(tensor):
     """Give every rank what `tensor` is on rank 0, in place."""
     if world_size() > 1:
         td.broadcast(tensor, src=0)
-
-
-def exchange_owned(tensors):
-    """Give every rank what each tensor's owner has in it. Rank i % world_size owns tensor i."""
-    if world_size() == 1:
-        return
-    messages = []
-    for owner in range(world_size()):
-        owned = tensors[owner :: world_size()]
-        if owned:
-            flat = torch.cat([tensor.flatten() for tensor in owned])
-            work = td.broadcast(flat, owner, async_op=True)
-            messages.append((work, flat, owned))
-    for work, flat, owned in messages:
-        work.wait()
-        copy_from_flat(flat, owned)
 
 
 # Plain values
@@ -261,7 +248,10 @@ def fail(message, shown_by=0):
 
 
 def together(work, here=True):
-    """Run `work()`, without collectives, where `here`; a UserError reaches every rank."""
+    """Run `work()`, without collectives, on the ranks where `here`; each gets its own result.
+
+    A UserError or OSError of one reaches every rank.
+    """
     result = None
     failure = None
     try:
@@ -276,7 +266,7 @@ def together(work, here=True):
 
 
 def on_main(work):
-    """Run `work()` on rank 0 while the others wait; every rank gets its result or UserError."""
+    """Run `work()` on rank 0 while the others wait; every rank gets its result, or its error."""
     return broadcast(together(work, is_main()))
 
 

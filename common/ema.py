@@ -19,7 +19,7 @@ class EMA:
     model: torch.nn.Module
     update_every: int = 1  # steps between updates of the shadow
     decay: float = 0.9999  # the highest; 0: nothing is averaged, all is the model's own
-    update_after: int = 0  # up to this step, and the next, the parameters are copied
+    update_after: int = 0  # up to this step, and at the update after it, they are copied
     warmup: str = "power"  # how the decay rises: "power" or "ratio"
     inv_gamma: float = 1.0  # of "power"
     power: float = 0.75  # of "power"
@@ -40,7 +40,7 @@ class EMA:
         [min_decay, decay]. s = step - update_after - 1 are the steps averaged before.
         """
         s = step - self.update_after - 1
-        if s <= 0:
+        if s <= 0 or step <= self.update_every:  # the first update copies: no random weights
             return 0.0
         value = {
             "power": 1 - (1 + s / self.inv_gamma) ** -self.power,

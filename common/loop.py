@@ -1,7 +1,7 @@
 """What the training loops share: start and end of a run, log lines, what is not finite.
 
 The loop with its optimizer step stands in each script. A script calls, in this order: `open_run`
-(lock, chunk size), `find_start` (checks, where to resume), `resume` (weights and state), `batches`,
+(lock, where to resume, chunk size), `identify` (checks), `resume` (weights and state), `batches`,
 `begin` (loggers), then `Progress` around the loop, `finish` after it.
 """
 
@@ -24,30 +24,38 @@ from common.data import order
 def open_run(cfg, folder, max_chunk):
     """(the RunFolder `folder`, locked; `cfg` with all that it leaves open). Collective.
 
-    That is a local file for --init_from, the settings of its model, and a chunk size of at most
-    `max_chunk`.
+    run.resume_from is the checkpoint to resume from, or None: the newest intact one, or --load.
+    run.source is the file that the model is from: that, or --init_from, or None. What `cfg` leaves
+    open: a local file for --init_from, the settings of its model, and a chunk size of at most
+    `max_chunk`. UserError if all checkpoints are damaged.
     """
     run = checkpoint.RunFolder(folder)
 
     def open_on_main():
         run.open()
+        newest, damaged = run.newest_intact()
+        for path in damaged:
+            config.note(f"{path}: damaged or missing, trying the one before it")
+        if not newest and cfg.load and (damaged or not cfg.load_only_auto_resume):
+            newest = local_file(cfg.load, run)
+        if damaged and not newest:
+            raise UserError(
+                f"{run.folder}: all {len(damaged)} checkpoints are damaged or missing; go on from "
+                "a copy with --load, or give another --run_dir"
+            )
+        source = newest
         complete = cfg
-        begun = bool(run.record["checkpoints"])
-        if cfg.init_from and (not begun or getattr(cfg, "lora_rank", 0)):
+        # A run that goes on has its weights, but adapters need their base at every start.
+        if cfg.init_from and (not newest or getattr(cfg, "lora_rank", 0)):
             complete = dataclasses.replace(cfg, init_from=local_file(cfg.init_from, run))
+            source = newest or complete.init_from
         if cfg.init_from and cfg.init_strict:
-            source = complete.init_from
-            if begun:  # what the run began with may be gone
-                source = run.folder / "config.json"
-                settings = config.read_json(source)
-            else:
-                settings = checkpoint.load(source, mmap=True).get("config", {})
-            complete = with_model(complete, settings, source)
+            complete = with_model(complete, source)
         size = choose_chunk_size(complete, run.record.get("chunk_size", 0), max_chunk)
         run.record["chunk_size"] = size
-        return dataclasses.replace(complete, chunk_size=size), run.record
+        return newest, source, dataclasses.replace(complete, chunk_size=size)
 
-    cfg, run.record = dist.on_main(open_on_main)
+    run.resume_from, run.source, cfg = dist.on_main(open_on_main)
     return run, cfg
 
 
@@ -60,29 +68,31 @@ def local_file(address, run):
     return store.fetch(address, run.folder.parent / "downloads")
 
 
-def with_model(cfg, settings, source):
-    """`cfg` with the `settings` {name: value} of a model, where it has the defaults.
+def with_model(cfg, path):
+    """`cfg` with the settings of the model in the file `path`, where it has the defaults.
 
-    UserError, which names the file `source`, if others are given.
+    UserError if others are given.
     """
-    settings = config.from_json(type(cfg), settings, source)
+    contents = checkpoint.load(path, mmap=True)
+    with checkpoint.damaged(path):
+        settings = config.from_json(type(cfg), contents["config"], path)
     changes = {}
-    for name, value in config.named(cfg, "model").items():
+    for name, value in config.settings_with(cfg, "model").items():
         wanted = settings.get(name, value)
         if wanted != value and value != getattr(type(cfg), name):
             raise UserError(
-                f"--{name} {config.as_word(value)}: {source} is of {config.as_word(wanted)}; leave "
-                "it out, or take what fits by --init_strict false"
+                f"--{name} {config.as_word(value)}: {path} has {config.as_word(wanted)}; leave it "
+                "out, or take what fits by --init_strict false"
             )
         changes[name] = wanted
     return dataclasses.replace(cfg, **changes)
 
 
 def choose_chunk_size(cfg, earlier, most):
-    """Samples of a chunk: as given, else as the run had `earlier` (or 0), else to fit the ranks.
+    """Samples of a chunk: those of the flag, else those that the run had `earlier`, if it had any.
 
-    With more ranks than chunks they are smaller. A chunk is what is seeded, so other chunks have
-    other noise.
+    Else, and with more ranks than chunks, as many as give each rank as much, at most `most`. A
+    chunk is what is seeded: other chunks have other noise.
     """
     size = cfg.chunk_size or earlier
     if not size or math.ceil(cfg.batch_size / size) < dist.world_size():
@@ -93,21 +103,22 @@ def choose_chunk_size(cfg, earlier, most):
     return size
 
 
-def find_start(run, cfg, dataset, **facts):
-    """Find run.resume_from and run.identity; returns the results if the run is finished, or None.
+def identify(run, cfg, dataset, **facts):
+    """(identity of the run: {name: plain value}; its results if it is finished, or None).
 
     facts: what else must not change while the run goes on, such as checksums of other models.
-    Collective. UserError if the training data cannot be used, if the run is of another model or
-    other data, or if all its checkpoints are damaged.
+    Collective. UserError if the training data cannot be used, or if the run is of another model or
+    other data.
     """
-    run.identity = {**config.named(cfg, "fixed"), **facts}
-    if getattr(cfg, "lora_rank", 0):  # adapters fit no other base
-        run.identity["base"] = checkpoint.checksum(cfg.init_from)
+    identity = {**config.settings_with(cfg, "fixed"), **facts}
+    identity["own validation set"] = bool(cfg.val_data)  # the other splits depend on it
+    if getattr(cfg, "lora_rank", 0):
+        identity["base"] = checkpoint.checksum(cfg.init_from)
     for name, value in dataset.fingerprint().items():
-        run.identity[f"data {name}"] = value
-    run.identity = json.loads(json.dumps(run.identity))  # lists for tuples, as in files
+        identity[f"data {name}"] = value
+    identity = json.loads(json.dumps(identity))  # lists for tuples, as in files
 
-    def find():
+    def check():
         unusable, checked, names = dataset.check()
         if unusable:
             config.note(
@@ -115,25 +126,12 @@ def find_start(run, cfg, dataset, **facts):
                 f"place: {', '.join(names)}"
             )
         if run.record["checkpoints"]:
-            checkpoint.check_identity(run.record.get("identity", {}), run.identity, run.folder)
-        path, notes = run.newest()
-        for text in notes:
-            config.note(text)
+            checkpoint.check_identity(run.record.get("identity", {}), identity, run.folder)
         finished = run.record.get("finished")
-        is_finished = finished and finished["step"] >= cfg.steps
-        if path and is_finished and (run.folder / "model.pt").is_file():
-            return path, finished
-        if not path and cfg.load and (notes or not cfg.load_only_auto_resume):
-            path = local_file(cfg.load, run)
-        elif notes and not path:
-            raise UserError(
-                f"{run.folder}: all {len(notes)} checkpoints are damaged or missing; go on from a "
-                "copy with --load, or give another --run_dir"
-            )
-        return path, None
+        if finished and finished["step"] >= cfg.steps and (run.folder / "model.pt").is_file():
+            return finished
 
-    run.resume_from, finished = dist.on_main(find)
-    return finished
+    return identity, dist.on_main(check)
 
 
 def resume(run, state, **frozen):
@@ -185,7 +183,7 @@ class Due:
 
     def __init__(self, interval, last_step):
         """interval: "200" steps, "10min", or "0", which is the last step alone."""
-        number, self.by_minutes, _ = str(interval).partition("min")
+        number, self.is_minutes, _ = str(interval).partition("min")
         self.every = int(number)
         self.last_step = last_step
         self.started = time.monotonic()
@@ -193,7 +191,7 @@ class Due:
     def __call__(self, step):
         """Collective if it is by minutes: rank 0's clock decides."""
         due = False
-        if self.by_minutes:
+        if self.every and self.is_minutes:
             due = dist.broadcast(time.monotonic() - self.started >= 60 * self.every)
         elif self.every:
             due = step % self.every == 0
@@ -239,9 +237,10 @@ class Progress:
     def __exit__(self, kind, error, trace):
         self.bar.close()
         try:
-            if isinstance(error, dist.Stopped):  # more signals do not disturb the save
+            if isinstance(error, dist.Stopped):  # another SIGTERM does not disturb the save
                 self.save()
                 self.run.wait()
+                dist.gather(None)  # torchrun kills all when one has ended
                 self.log.print(
                     f"stopped by {error} at step {self.state.step}, all saved; the same command "
                     "goes on"
@@ -275,14 +274,15 @@ class Progress:
     def check_finite(self, values):
         """UserError on every rank unless `values` of the newest steps are finite, one a step.
 
-        The loss of a step is that of the weights before it: their checkpoint is dropped, too.
+        The loss of step N is of the weights after step N - 1: that checkpoint is dropped, too.
         """
         for number, value in enumerate(values, self.state.step - len(values) + 1):
             if not math.isfinite(value):
                 self.run.drop_from(number - 1)
                 dist.fail(
                     f"{self.run.folder}: loss or gradient is not finite at step {number}; lower "
-                    "--lr or --max_grad_norm. The same command goes on from an earlier checkpoint"
+                    "--lr or --max_grad_norm: with that the same command goes on from an earlier "
+                    "checkpoint"
                 )
 
     def line(self):
@@ -325,7 +325,10 @@ class Progress:
         return metrics
 
     def save(self):
-        """Save the state, unless it is not finite: UserError. Collective."""
+        """Save the state, unless it is not finite: UserError. Collective.
+
+        A loss that is not finite, on any rank, makes the norm of the summed gradients so.
+        """
         if self.norms:
             self.check_finite(torch.stack(self.norms).tolist())
         with self.paused():
@@ -365,7 +368,7 @@ def finish(run, state, log, metrics, samples=None):
     results = {"step": state.step, "best_val_loss": run.best_val_loss, **results}
     run.finish(state, results)
     dist.gather(None)  # a barrier: a next stage reads model.pt
-    dist.stop_together()  # there is none after a signal
+    dist.stop_together()  # after a signal there is no next stage
     return results
 
 

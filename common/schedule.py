@@ -31,7 +31,7 @@ def of_config(step, cfg):
 
 
 def set_learning_rate(optimizers, lr):
-    """Give every parameter group of the `optimizers` the rate `lr`."""
+    """Give every parameter group of the `optimizers` the rate `lr`, whatever it had."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = lr

@@ -293,7 +293,7 @@ def test_the_newest_few_are_kept_and_what_was_not_recorded_goes(tmp_path):
     run = opened(tmp_path)
     assert [entry["step"] for entry in run.record["checkpoints"]] == [40, 30, 20]
     assert len(os.listdir(tmp_path / "checkpoints")) == 3
-    path, _ = run.newest()
+    path, _ = run.newest_intact()
     assert same(checkpoint.load(path), state.contents())
 
 
@@ -304,12 +304,11 @@ def test_a_damaged_or_missing_newest_is_told_and_the_one_before_it_taken(tmp_pat
     paths = [tmp_path / f"checkpoints/step_000000{step}.pt" for step in (10, 20, 30)]
     content = paths[2].read_bytes()
     paths[2].write_bytes(content[:-1] + b"\1")
-    damaged = f"{paths[2]}: damaged or missing, trying the one before it"
-    assert run.newest() == (paths[1], [damaged])
+    assert run.newest_intact() == (paths[1], [paths[2]])
     paths[1].unlink()
-    assert run.newest()[0] == paths[0]
+    assert run.newest_intact()[0] == paths[0]
     commit(run, 15)  # continued from there: the damaged one is no longer the newest
-    path, notes = opened(tmp_path).newest()
+    path, notes = opened(tmp_path).newest_intact()
     assert (path.name, notes) == ("step_00000015.pt", [])
 
 
@@ -368,7 +367,7 @@ def test_a_save_that_failed_ends_the_run_at_the_next_and_the_last_checkpoint_sta
     run.save(state, log_to([]))
     with pytest.raises(OSError, match=r"No space left, writing.*step_00000011\.pt"):
         run.save(state, log_to([]))
-    assert opened(tmp_path).newest() == (tmp_path / "checkpoints/step_00000010.pt", [])
+    assert opened(tmp_path).newest_intact() == (tmp_path / "checkpoints/step_00000010.pt", [])
 
 
 def test_the_best_is_kept_only_while_it_is_the_best_and_none_that_is_not_finite(tmp_path):
@@ -386,7 +385,9 @@ def test_the_best_is_kept_only_while_it_is_the_best_and_none_that_is_not_finite(
     assert events == ["send", "send"]
     found = checkpoint.load(path)
     assert same(found["model"], state.ema.state_dict())
-    assert found["val_loss"] == opened(tmp_path).best_val_loss == 0.25
+    assert found["val_loss"] == run.best_val_loss == 0.25
+    # Without a checkpoint the next start is a new run, whose best one is its own.
+    assert opened(tmp_path).best_val_loss == math.inf
 
 
 # Processes
@@ -454,7 +455,7 @@ def test_what_a_kill_at_any_moment_of_saving_leaves_is_a_complete_run_that_goes_
     for folder in left:
         run = opened(folder)
         again = state_of("run")
-        path, notes = run.newest()
+        path, notes = run.newest_intact()
         if path:
             again.restore(path)
         assert notes == []

@@ -116,8 +116,8 @@ def test_a_model_of_an_earlier_script_may_have_other_settings_which_are_noted(ca
 
 
 def test_rules_of_a_setting_stand_with_it():
-    assert config.named(Low(), "model") == {"widths": (64, 128)}
-    assert config.named(Low(), "fixed") == {"widths": (64, 128), "seed": 0}
+    assert config.settings_with(Low(), "model") == {"widths": (64, 128)}
+    assert config.settings_with(Low(), "fixed") == {"widths": (64, 128), "seed": 0}
 
 
 @pytest.mark.parametrize("words, message", [

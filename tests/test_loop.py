@@ -171,10 +171,9 @@ def test_the_chunk_size_is_the_one_given_or_the_runs_or_gives_every_rank_a_chunk
 
 def start_of(folder, rows=20, **settings):
     """(checkpoint to resume from, results of the finished run) of a run folder."""
-    run = checkpoint.RunFolder(folder)
-    run.open()
+    run, cfg = loop.open_run(Settings(**settings), folder, 16)
     dataset = SimpleNamespace(check=lambda: (0, 0, []), fingerprint=lambda: {"rows": rows})
-    finished = loop.find_start(run, Settings(**settings), dataset)
+    _, finished = loop.identify(run, cfg, dataset)
     return run.resume_from, finished
 
 

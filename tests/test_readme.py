@@ -182,7 +182,7 @@ def small_settings(name, words):
         small |= PRESETS[words[words.index("--preset") + 1]]
     script = importlib.import_module(name)
     if "--init_from" in words and hasattr(script, "Config"):  # the file has the model's settings
-        for setting in config.named(script.Config(), "model"):
+        for setting in config.settings_with(script.Config(), "model"):
             small.pop(setting, None)
     return small
 

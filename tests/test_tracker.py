@@ -38,6 +38,7 @@ def tracker_of(folder, step=0, **given):
     run = checkpoint.RunFolder(folder)
     if dist.is_main():
         run.open()
+        run.write_record(checkpoints=[{"file": "x.pt", "step": step, "sha256": ""}])
         checkpoint.write_json({"marker": "config of the run"}, folder / "config.json")
     cfg = Settings(run_dir=str(folder), batch_size=8, **given)
     return tracker.Tracker(run, SimpleNamespace(cfg=cfg, step=step))

@@ -136,8 +136,8 @@ class Embeddings:
     """Embeddings in `img_emb/`, `text_emb/`, and optionally `text_enc/` and captions.
 
     Files are matched by shard number. With `captions`, `text_emb/` may be missing. `self.captions`
-    holds the files of captions by number; it is empty if there are none. Image embeddings are
-    `width` wide; those of texts may have another width.
+    holds the files of captions by number; it is empty if there are none. Embeddings of images and
+    of texts are `width` wide.
 
     `fetch` returns {"image_embed" (n, D), "text_embed" (n, D), "text_enc" (n, L, E), "caption"
     list}, in float32. A row is not usable if one of its embeddings is all zero or not finite.
@@ -154,6 +154,12 @@ class Embeddings:
         self.tables = {name: Shards(self.folder / FOLDERS[name], FOLDERS[name]) for name in names}
         self.images = self.tables["image_embed"]
         self.width = self.images.shape[0]
+        text_width = self.tables.get("text_embed", self.images).shape[0]
+        if text_width != self.width:
+            raise UserError(
+                f"{folder}: img_emb is {self.width} wide and text_emb {text_width}; expected "
+                "embeddings of one CLIP"
+            )
         for name, table in self.tables.items():
             differences = self.images.sizes.items() ^ table.sizes.items()
             if differences:
@@ -303,16 +309,16 @@ def is_built_in(folder):
     return path.is_file() and "made_from" in config.read_json(path)
 
 
-def clip_of(folder, init_from=""):
+def clip_of(folder, model_file=None):
     """The CLIP that clip.json in a folder of data names, or None, and its fingerprint.
 
-    Without clip.json it is the CLIP of the model `init_from`, if any.
+    Without clip.json it is the CLIP of the model in the file, if one is given.
     """
     path = Path(folder, "clip.json")
     if path.is_file():
         note = config.read_json(path)
         return note.get("clip"), note.get("fingerprint")
-    contents = checkpoint.load(init_from, mmap=True) if init_from else {}
+    contents = checkpoint.load(model_file, mmap=True) if model_file else {}
     return contents.get("clip"), contents.get("clip_fingerprint")
 
 

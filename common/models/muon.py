@@ -3,6 +3,7 @@
 import itertools
 
 import torch
+import torch.distributed as td
 
 from common import dist
 
@@ -45,7 +46,7 @@ class Muon(torch.optim.Optimizer):
                 results = orthogonalize(torch.stack(same_shape))
                 for update, result in zip(same_shape, results):
                     update.copy_(result)
-            dist.exchange_owned(updates)
+            exchange_owned(updates)
 
             for parameter, update in zip(parameters, updates):
                 scale = 0.2 * max(update.shape) ** 0.5
@@ -68,3 +69,19 @@ def orthogonalize(stack):
         polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         x = torch.baddbmm(x, polynomial, x, beta=a)
     return x.to(stack.dtype)
+
+
+def exchange_owned(tensors):
+    """Give every rank what each tensor's owner has in it. Rank i % world_size owns tensor i."""
+    if dist.world_size() == 1:
+        return
+    messages = []
+    for owner in range(dist.world_size()):
+        owned = tensors[owner :: dist.world_size()]
+        if owned:
+            flat = torch.cat([tensor.flatten() for tensor in owned])
+            work = td.broadcast(flat, owner, async_op=True)
+            messages.append((work, flat, owned))
+    for work, flat, owned in messages:
+        work.wait()
+        dist.copy_from_flat(flat, owned)

@@ -211,7 +211,7 @@ class ResidualQuantizer(torch.nn.Module):
             picks = picks[dead]
             self.codebook[dead] = picks
             self.ema_sum[dead] = picks * self.dead_below
-            self.ema_count[dead] = self.dead_below  # so that it is not dead at once again
+            self.ema_count[dead] = self.dead_below  # an unused one is dead again at the next update
         self.discard()
 
     def discard(self):
