@@ -67,7 +67,7 @@ from common.config import (
     UserError,
     field,
 )
-from common.data import embed, embeddings, images, media, order, synthetic
+from common.data import embed, embeddings, files, images, media, order, synthetic
 from common.ema import EMA
 from common.models import clip, diffusion
 from common.models.nn import Attention, NullText, TimeEmbedding, zero_init
@@ -1447,7 +1447,7 @@ def sample(args):
         known = open_image(args.image, size).to(device)
         mask = open_image(args.mask, size).to(device)
         keep_mask = (mask[:, :1] < 0).float()  # black is kept
-    texts = config.texts_of(args.text, args.texts)
+    texts = files.texts_of(args.text, args.texts)
     embeds = image_embeddings(args, first, clip_model, texts)
 
     # Sample. The noise of a sample follows from its text and number, so it is the same in any

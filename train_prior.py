@@ -861,7 +861,7 @@ def sample(args):
 
     # Load the prior. Read texts, or text embeddings, or take "no text".
     prior, contents = load_with_settings(args, device)
-    texts = config.texts_of(args.text, args.texts)
+    texts = files.texts_of(args.text, args.texts)
     conditional = bool(texts or args.text_embeds)
     steps = args.steps or max(prior.cfg.eval_timesteps)
     guidance_scale = prior.cfg.guidance_scale if conditional else 1.0

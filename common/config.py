@@ -334,8 +334,8 @@ def parse(cls, words, usage="", presets=None):
     path = flags.pop("config", None)
     if path:
         settings |= read_json(path)
-    stage = settings.get("stage", getattr(cls, "stage", None))
-    if stage != getattr(cls, "stage", None):
+    stage = settings.get("stage")
+    if stage and stage != cls.stage:
         raise UserError(f"these settings are of a stage: give --stage {stage}, too")
     if "versions" in settings:  # config.json of a run, maybe of an earlier script
         settings = from_json(cls, settings, path)
@@ -384,21 +384,6 @@ def run(commands, usage, default=None, presets=None):
         raise SystemExit(status) from None
     except KeyboardInterrupt:  # before training, which saves first
         raise SystemExit(130) from None
-
-
-# Checks that several commands share
-
-
-def texts_of(text, path):
-    """The text, or the lines of the file `path`, that are not blank; UserError of an empty file."""
-    if not path:
-        return [text.strip()] if text.strip() else []
-    with explained(f"{path}: expected a text file in UTF-8"):
-        lines = Path(path).read_text("utf-8-sig").splitlines()
-    texts = [line.strip() for line in lines if line.strip()]
-    if not texts:
-        raise UserError(f"{path}: no text in it")
-    return texts
 
 
 def check_one(cfg, *names):

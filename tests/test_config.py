@@ -245,16 +245,6 @@ def test_a_package_that_is_missing_is_named_with_the_way_to_install_it():
         config.need("nothing_such", "y", "other")
 
 
-def test_texts_are_those_of_the_flag_or_the_lines_of_a_file_in_utf_8(tmp_path):
-    path = tmp_path / "texts.txt"
-    path.write_text(" ein rotes △\r\n\n빨간 😀\n", encoding="utf-8-sig")
-    assert config.texts_of("", path) == ["ein rotes △", "빨간 😀"]
-    assert [config.texts_of(text, "") for text in (" a b ", " ")] == [["a b"], []]
-    for content, message in (("über".encode("cp1252"), "text file in UTF-8"), (b"\n", "no text")):
-        path.write_bytes(content)
-        with pytest.raises(UserError, match=rf"texts\.txt: .*{message}"):
-            config.texts_of("", path)
-
 
 def test_what_a_console_of_ascii_cannot_print_is_escaped(script, monkeypatch):
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")

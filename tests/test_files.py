@@ -69,3 +69,14 @@ def test_a_digest_changes_with_names_sizes_and_contents(tmp_path):
     assert digest(a="one", b="two") == first
     others = [digest(a="one", c="two"), digest(a="one", b="twos"), digest(a="one", b="twO")]
     assert len({first, *others}) == 4
+
+
+def test_texts_are_those_of_the_flag_or_the_lines_of_a_file_in_utf_8(tmp_path):
+    path = tmp_path / "texts.txt"
+    path.write_text(" ein rotes △\r\n\n빨간 😀\n", encoding="utf-8-sig")
+    assert files.texts_of("", path) == ["ein rotes △", "빨간 😀"]
+    assert [files.texts_of(text, "") for text in (" a b ", " ")] == [["a b"], []]
+    for content, message in (("über".encode("cp1252"), "not text in UTF-8"), (b"\n", "no text")):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=rf"texts\.txt: .*{message}"):
+            files.texts_of("", path)

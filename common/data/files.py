@@ -96,3 +96,14 @@ def digest_of(files):
         with open(files[number], "rb") as file:
             digest.update(file.read(2**16))
     return digest.hexdigest()[:16]
+
+
+def texts_of(text, path):
+    """The text, or the lines of the file `path`, that are not blank; UserError of an empty file."""
+    texts = [text]
+    if path:
+        texts = decode_text(Path(path).read_bytes(), path).splitlines()
+    texts = [each.strip() for each in texts if each.strip()]
+    if path and not texts:
+        raise UserError(f"{path}: no text in it")
+    return texts
