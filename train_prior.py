@@ -668,7 +668,8 @@ def train(cfg):
     state = checkpoint.State(cfg, trainable, ema, optimizers, scaler, identity, info)
     loop.resume(run, state, prior=prior)
     # Weights that are loaded bring the statistics of raw embeddings.
-    if cfg.raw_embeddings and not (run.resume_from or (cfg.init_from and cfg.init_strict)):
+    has_statistics = run.resume_from or cfg.lora_rank or (cfg.init_from and cfg.init_strict)
+    if cfg.raw_embeddings and not has_statistics:
         batch, usable = dataset.fetch(indices[files.evenly_spaced(len(indices), 10_000)])
         prior.measure_embeddings(batch["image_embed"][usable])
     if cfg.compile:
@@ -790,6 +791,7 @@ def open_evaluator(args, device):
         prior.cfg,
         data=args.data or prior.cfg.data,
         val_data="" if args.data else prior.cfg.val_data,
+        validation=prior.cfg.validation or 0.1,
         eval_samples=args.eval_samples,
         eval_timesteps=args.eval_timesteps or prior.cfg.eval_timesteps,
         seed=args.seed,

@@ -5,7 +5,7 @@ the checkpoint is written, then auto_resume.json, which names it. Files hold ten
 values only, and every load is `weights_only=True`.
 
     checkpoints/step_N.pt    {"kind", "model", "config", "versions", "step", …, "ema", "training"}
-    model.pt best.pt         the same without the last two; "model" is the averaged weights
+    model.pt best.pt         the same without the last two, with results; "model" is averaged
 """
 
 import concurrent.futures
@@ -94,7 +94,7 @@ def load(path, mmap=False):
     mmap: tensors are read from the file only where they are used.
     """
     if not Path(path).is_file():
-        raise UserError(f"{path}: no such checkpoint")
+        raise UserError(f"{path}: no such checkpoint; train first, or name another file")
     try:
         contents = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
         if isinstance(contents["model"], dict):
@@ -151,6 +151,7 @@ def load_weights(module, weights, path, strict=True):
         for name, value in weights.items():
             if name in own and own[name].shape == value.shape:
                 fitting[name] = value
+        config.note(f"{path}: {len(fitting)} of {len(own)} weights of the model are in it and fit")
         strict = not fitting
         weights = fitting or weights
     try:
@@ -177,7 +178,9 @@ def read_model(classes, path, weights="ema"):
         )
     cls = classes[contents["kind"]]
     with damaged(path):
-        cfg = cls(**config.from_json(cls, contents["config"], path))
+        settings = config.from_json(cls, contents["config"], path)
+        settings |= {"logger": "console", "save": ()}  # which this program may not have
+        cfg = cls(**settings)
     if weights == "ema":
         contents = model_contents(contents)
     return cfg, contents
@@ -352,11 +355,19 @@ class RunFolder:
         damaged = []
         for number, entry in enumerate(self.record["checkpoints"]):
             path = self.folder / entry["file"]
-            if path.is_file() and checksum(path) == entry["sha256"]:
-                self.record["checkpoints"] = self.record["checkpoints"][number:]
-                return path, damaged
+            with contextlib.suppress(OSError):
+                if checksum(path) == entry["sha256"]:
+                    self.record["checkpoints"] = self.record["checkpoints"][number:]
+                    return path, damaged
             damaged.append(path)
+            entry["step"] = -1  # also if none is intact, its step is saved again
         return None, damaged
+
+    def finished(self, steps):
+        """The results of the run if it has finished so many `steps`, or None."""
+        results = self.record.get("finished")
+        if results and results["step"] >= steps and (self.folder / "model.pt").is_file():
+            return results
 
     def save(self, state, log):
         """Begin to save `state` as the checkpoint of its step, and drop the oldest. Collective.
@@ -394,7 +405,12 @@ class RunFolder:
     def save_best(self, state, val_loss, log):
         """Write best.pt if `val_loss` is the lowest so far. UserError if it is not finite."""
         if not math.isfinite(val_loss):
-            dist.fail(f"{self.folder}: the validation loss is {val_loss} at step {state.step}")
+            self.drop_from(state.step)
+            dist.fail(
+                f"{self.folder}: the validation loss is {val_loss} at step {state.step}; if the "
+                "validation data are good, lower --lr: the same command goes on from an earlier "
+                "checkpoint"
+            )
         if dist.is_main() and val_loss < self.best_val_loss:
             self.wait()
             contents = {**model_contents(state.contents()), "val_loss": val_loss}

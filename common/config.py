@@ -221,7 +221,8 @@ def as_word(value):
 
 def as_words(settings):
     """{setting: value} as the words of a command line."""
-    return [f"--{name}={as_word(value)}" for name, value in settings.items()]
+    given = {name: value for name, value in settings.items() if value is not None}
+    return [f"--{name}={as_word(value)}" for name, value in given.items()]
 
 
 # Command line
@@ -272,7 +273,7 @@ def make_parser(cls, usage=""):
             options = {"type": converter(kind), "metavar": inspect.formatannotation(kind)}
             if kind is bool:  # --flip, or --flip false
                 options |= {"nargs": "?", "const": True}
-            if typing.get_origin(kind) is tuple:  # the flag may come more than once
+            if Ellipsis in typing.get_args(kind):  # a tuple: the flag may come more than once
                 options["action"] = "append"
             if typing.get_origin(kind) is Literal:
                 options = {"choices": typing.get_args(kind)}
@@ -296,6 +297,8 @@ def read_words(parser, words, source="", elsewhere=None):
             if isinstance(value, list):
                 settings[name] = tuple(itertools.chain(*value))
         return settings
+    if not unknown[0].startswith("-"):
+        raise UserError(f"{source}{unknown[0]}: of no setting; join values by commas, quote spaces")
     flag = unknown[0].partition("=")[0].replace("-", "_").lstrip("_")
     known = [action.dest for action in parser._actions]
     close = difflib.get_close_matches(flag, known)
@@ -335,7 +338,7 @@ def parse(cls, words, usage="", presets=None):
     if path:
         settings |= read_json(path)
     stage = settings.get("stage")
-    if stage and stage != cls.stage:
+    if stage and stage != getattr(cls, "stage", stage):
         raise UserError(f"these settings are of a stage: give --stage {stage}, too")
     if "versions" in settings:  # config.json of a run, maybe of an earlier script
         settings = from_json(cls, settings, path)

@@ -38,7 +38,7 @@ def open_run(cfg, folder, max_chunk):
             config.note(f"{path}: damaged or missing, trying the one before it")
         if not newest and cfg.load and (damaged or not cfg.load_only_auto_resume):
             newest = local_file(cfg.load, run)
-        if damaged and not newest:
+        if damaged and not newest and not run.finished(cfg.steps):
             raise UserError(
                 f"{run.folder}: all {len(damaged)} checkpoints are damaged or missing; go on from "
                 "a copy with --load, or give another --run_dir"
@@ -127,9 +127,7 @@ def identify(run, cfg, dataset, **facts):
             )
         if run.record["checkpoints"]:
             checkpoint.check_identity(run.record.get("identity", {}), identity, run.folder)
-        finished = run.record.get("finished")
-        if finished and finished["step"] >= cfg.steps and (run.folder / "model.pt").is_file():
-            return finished
+        return run.finished(cfg.steps)
 
     return identity, dist.on_main(check)
 
@@ -166,7 +164,8 @@ def begin(run, state, about, device):
     if dist.is_main():
         settings = {**config.as_json(cfg), "versions": state.versions}
         checkpoint.write_json(settings, run.folder / "config.json")
-    log = tracker.Tracker(run, state)
+    evaluates = Due(cfg.eval_every, cfg.steps)(state.step)
+    log = tracker.Tracker(run, state, evaluates)
     parameters = sum(p.numel() for p in state.model.parameters())
     log.print(
         f"{about}; {parameters:,} parameters to train, batches of {cfg.batch_size} in chunks of "
@@ -247,6 +246,8 @@ class Progress:
                 )
                 raise SystemExit(128 + error.number)
         finally:
+            with contextlib.suppress(OSError):  # whatever ended the run, what was begun is saved
+                self.run.wait()
             self.listening.__exit__(None, None, None)
 
     def add(self, losses, norm, batches, **others):

@@ -63,9 +63,10 @@ def make_logger(cfg):
     """The logger that --logger describes; UserError."""
     kinds = LOGGERS
     if cfg.logger.split(" ")[0] not in kinds:
-        from common.interop import loggers
+        with contextlib.suppress(ImportError):  # a fork may have no common/interop
+            from common.interop import loggers
 
-        kinds = {**LOGGERS, **loggers.LOGGERS}
+            kinds = {**LOGGERS, **loggers.LOGGERS}
     return parse("logger", cfg.logger, kinds)
 
 
@@ -95,17 +96,20 @@ class Tracker:
     their way. On resume it drops the lines that will come again.
     """
 
-    def __init__(self, run, state):
-        """run: the open checkpoint.RunFolder. state: the State to resume. Collective."""
+    def __init__(self, run, state, evaluates=True):
+        """run: the open checkpoint.RunFolder. state: the State to resume. Collective.
+
+        evaluates: whether it begins with an evaluation, whose line may be there from before.
+        """
         self.enabled = dist.is_main()
         self.run = run
         self.cfg = state.cfg
         self.path = run.folder / "metrics.jsonl"
         self.savers = make_savers(state.cfg)
         self.copier = concurrent.futures.ThreadPoolExecutor(1)
-        dist.on_main(lambda: self.open(state.step))
+        dist.on_main(lambda: self.open(state.step, evaluates))
 
-    def open(self, step):
+    def open(self, step, evaluates):
         # Another logger, or another run there, would split the curves.
         self.logger = make_logger(self.cfg)
         kind = self.cfg.logger.split()[0]
@@ -122,7 +126,8 @@ class Tracker:
         lines = read_metrics(self.path)
         with checkpoint.atomic_write(self.path) as file:
             for line in lines:
-                repeated = line["step"] == step and ("val_loss" in line or "test_loss" in line)
+                is_evaluation = "val_loss" in line or "test_loss" in line
+                repeated = evaluates and is_evaluation and line["step"] == step
                 if line["step"] <= step and not repeated:
                     file.write(json.dumps(line).encode() + b"\n")
         self.file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 (for the whole run)
@@ -204,10 +209,11 @@ class Tracker:
 
     def __exit__(self, kind, error, trace):
         if self.enabled:
-            self.copier.shutdown()  # wait for copies on their way
-            self.call_logger("finish", error)
-            with contextlib.suppress(OSError):  # a full disk, which has been told
-                self.file.close()
+            with dist.listening():  # torchrun sends SIGTERM when another rank has ended
+                self.copier.shutdown()  # wait for copies on their way
+                self.call_logger("finish", error)
+                with contextlib.suppress(OSError):  # a full disk, which has been told
+                    self.file.close()
 
 
 def read_metrics(path):

@@ -260,8 +260,9 @@ def loader(chunks, spans, workers=0, pin_memory=False, timeout=0):
         if "DataLoader timed out" not in str(error):
             raise
         raise UserError(f"--workers {workers}: {error}; is the data's disk still there?") from None
-    except UserError as error:  # a worker puts its traceback before the message
-        raise UserError(str(error).rpartition("UserError: ")[2].strip()) from None
+    except (UserError, OSError) as error:  # a worker puts its traceback before the message
+        message = str(error).strip().splitlines()[-1]
+        raise UserError(message.rpartition("UserError: ")[2]) from None
 
 
 def ignore_signals(worker):
