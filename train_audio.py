@@ -57,7 +57,6 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 import collections
 import copy
 import dataclasses
-import functools
 import itertools
 import math
 import shlex
@@ -100,7 +99,7 @@ Stage = Literal["all", "soundstream", "semantic", "coarse", "fine"]
 
 @dataclass(frozen=True)
 class SharedConfig(config.TrainingRun):
-    """Run and data, in all stages"""
+    """Run, data and optimization, in all stages"""
 
     stage: Stage = field(
         "all", "stage to train; all: one after the other, each with its defaults", fixed=True
@@ -115,6 +114,14 @@ class SharedConfig(config.TrainingRun):
     speaker_pattern: str = field(
         "", 'regular expression; group 1 in a file name is the speaker; "": the folder is'
     )
+    # Optimization
+    warmup_steps: NonNegativeInt = field(50, "steps of linear warm-up")
+    cosine: bool = field(True, "decay to 0 along half a cosine after the warm-up; off: constant")
+    cosine_steps: NonNegativeInt = field(0, "step at which the cosine reaches 0; 0: the last")
+    eps: PositiveFloat = field(1e-8, "Adam's epsilon")
+    ema_update_after: NonNegativeInt = field(0, "first steps, in which the average is a copy")
+    ema_update_every: PositiveInt = field(1, "steps between updates of the average")
+    # Evaluation
     eval_every: Interval = field("500", "steps between evaluations, or as 10min; 0: only the last")
 
     def __post_init__(self):
@@ -129,16 +136,14 @@ def open_recordings(cfg, hop_length, crop=0):
 
     hop_length: samples of a frame; shorter recordings are unusable. crop: samples of a crop.
     """
-    datasets = []
-    for path in filter(None, (cfg.data, cfg.val_data)):
+
+    def open_folder(path):
         if path == "syllables":
-            opened = recordings.Syllables(BUILTIN_ROWS, crop, hop_length, cfg.sample_rate)
-        else:
-            opened = recordings.Recordings(
-                path, cfg.sample_rate, crop, hop_length, cfg.speaker_pattern
-            )
-        datasets.append(opened)
-    return order.splits(datasets[0], cfg, *datasets[1:])
+            return recordings.Syllables(BUILTIN_ROWS, crop, hop_length, cfg.sample_rate)
+        return recordings.Recordings(path, cfg.sample_rate, crop, hop_length, cfg.speaker_pattern)
+
+    val_dataset = open_folder(cfg.val_data) if cfg.val_data else None
+    return order.splits(open_folder(cfg.data), cfg, val_dataset)
 
 
 def means(sums):
@@ -148,29 +153,23 @@ def means(sums):
     return {name: value / count for name, value in sums.items()}
 
 
-def model_file(path, name="model.pt", weights="ema"):
-    """The file `name` of a stage's run, given the run folder or the file itself.
+def load_model(stage, folder, device, name="model.pt", weights="ema"):
+    """(model of a stage in eval mode and frozen, contents of its file), of its run folder.
 
-    With "online" weights it is the newest checkpoint. UserError if it is missing.
+    name: of the file. With "online" weights it is by default the newest checkpoint.
     """
-    path = Path(path)
-    file = path / name if path.is_dir() or not path.suffix else path
-    # Only checkpoints have the online weights.
-    if weights == "online" and name == "model.pt":
-        file = max((path / "checkpoints").glob("step_*.pt"), default=file)
-    if not file.is_file():
-        raise UserError(f"{file}: missing; train its stage first, or name a run that has it")
-    return file
-
-
-def load_model(make, cls, file, device, weights="ema"):
-    """(model in eval mode and frozen, contents) of a model file of the config class `cls`.
-
-    make(cfg, contents): the model.
-    """
-    cfg, contents = checkpoint.read_model({cls.stage: cls}, file, weights)
+    file = Path(folder) / name
+    if weights == "online" and name == "model.pt":  # only checkpoints have the online weights
+        file = max(Path(folder).glob("checkpoints/step_*.pt"), default=file)
+    cfg, contents = checkpoint.read_model({stage: STAGES[stage]}, file, weights)
     with checkpoint.damaged(file):
-        model = make(cfg, contents)
+        if stage == "soundstream":
+            model = SoundStream(cfg)
+            model.checksum = checkpoint.checksum(file)[:16]
+        else:
+            streams = [Stream(*stream) for stream in contents["streams"]]
+            lengths = Lengths(*contents["lengths"])
+            model = TokenTransformer(cfg, streams, lengths, contents["vocabulary"])
         checkpoint.load_weights(model, contents["model"], file)
     return model.to(device).eval().requires_grad_(False), contents
 
@@ -234,21 +233,15 @@ class CodecConfig(SharedConfig):
     steps: PositiveInt = field(1050, "optimizer steps")
     batch_size: PositiveInt = field(16, "samples a step, over all ranks", fixed=True)
     lr: PositiveFloat = field(2e-3, "peak learning rate")
-    warmup_steps: NonNegativeInt = field(50, "steps of linear warm-up")
-    cosine: bool = field(True, "decay to 0 along half a cosine after the warm-up; off: constant")
-    cosine_steps: NonNegativeInt = field(0, "step at which the cosine reaches 0; 0: the last")
     weight_decay: NonNegativeFloat = field(0.0, "decoupled weight decay of the codec's kernels")
     betas: tuple[Fraction, Fraction] = field(
         (0.8, 0.99), "Adam's decays of the mean of gradients, and of the mean of their squares"
     )
-    eps: PositiveFloat = field(1e-8, "Adam's epsilon")
     max_grad_norm: NonNegativeFloat = field(
         5.0, "clip gradients of codec and of discriminators to this norm, 0: no clipping"
     )
     # It rises to the highest (ema.py).
     ema_decay: Fraction = field(0.99, "highest decay of the averaged weights, 0: no averaging")
-    ema_update_after: NonNegativeInt = field(0, "first steps, in which the average is a copy")
-    ema_update_every: PositiveInt = field(1, "steps between updates of the average")
     eval_samples: NonNegativeInt = field(96, "first held-out samples to evaluate on, 0: all")
 
     def __post_init__(self):
@@ -256,7 +249,7 @@ class CodecConfig(SharedConfig):
         if self.stft_window % 128:
             raise UserError(f"--stft_window {self.stft_window}: expected a multiple of 128")
         # The STFT discriminator halves the frames three times.
-        if self.discriminator_start < self.steps and self.crop < 1.75 * self.stft_window:
+        if self.crop < 1.75 * self.stft_window:
             raise UserError(
                 f"--seconds: {self.crop} samples are too short for a discriminator of "
                 f"--stft_window {self.stft_window}; expected 1.75 windows or more"
@@ -370,7 +363,6 @@ class SoundStream(nn.Module):
 
     def __init__(self, cfg):
         super().__init__()
-        self.checksum = ""  # of its file, once it is loaded to make tokens
         self.sample_rate = cfg.sample_rate
         self.hop_length = math.prod(cfg.strides)
         self.frame_rate = cfg.sample_rate / self.hop_length
@@ -642,11 +634,12 @@ def evaluate_codec(codec, cfg, split, device):
     split: (recordings, indices). Collective.
     """
     Q = cfg.num_quantizers
-    log_mel = functools.partial(
-        recordings.log_mel, rate=cfg.sample_rate, window=1024, hop=256, bins=64
-    )
+
+    def log_mel(wave):
+        return recordings.log_mel(wave, cfg.sample_rate, window=1024, hop=256, bins=64)
+
     sums = collections.defaultdict(float)
-    codes_seen = [torch.zeros(0, Q, dtype=torch.long)]
+    codes_seen = [torch.zeros(0, Q).long()]
     for _, batch in order.batches(*split, cfg.eval_samples, cfg.chunk_size):
         real = batch["wave"].to(device)  # (B, T), silence behind short recordings
         size, length = real.shape
@@ -671,19 +664,15 @@ def evaluate_codec(codec, cfg, split, device):
     return metrics
 
 
-def write_reconstructions(codec, split, folder, name, device):
-    """Rank 0 writes the first recordings and their reconstructions; see `sounds.write_sounds`."""
-    if not dist.is_main():
-        return {}
+def reconstructions(codec, split, device):
+    """The first recordings of a split and what the codec makes of them; see `write_sounds`."""
     dataset, indices = split
-    written = []
-    readable, waves = dataset.load_usable(indices[:NUM_SOUNDS])
-    for number, wave in enumerate(waves):
+    usable = zip(*dataset.load_usable(indices[:NUM_SOUNDS]))
+    for number, (index, wave) in enumerate(usable):
         codes = tokens.encode_wave(codec, wave, device)
-        fake = tokens.decode_codes(codec, codes, device)[: len(wave)]
-        caption = dataset.names[readable[number]]
-        written += [(f"{number}_real", wave, caption), (number, fake, caption)]
-    return sounds.write_sounds(written, codec.sample_rate, folder, name)
+        fake = tokens.decode_codes(codec, codes, device)
+        yield f"{number}_real", wave, dataset.names[index]
+        yield number, fake[: len(wave)], dataset.names[index]
 
 
 # Training
@@ -707,7 +696,7 @@ def initialize_codebooks(codec, cfg, dataset, indices, device):
     codec.quantizer.initialize(frames, accumulate.derive_seed(cfg.seed, "kmeans"))
 
 
-def train_soundstream(cfg, device, next_command=""):
+def train_soundstream(cfg, device):
     started = time.monotonic()
 
     # Rank 0 takes the run folder, then all open the data: short crops to train on, long ones to
@@ -721,7 +710,7 @@ def train_soundstream(cfg, device, next_command=""):
     crops.crop = cfg.crop
     identity, finished = loop.identify(run, cfg, dataset)
     if finished:
-        return loop.announce(run, finished, next_command)
+        return loop.announce(run, finished)
 
     # Build codec, discriminators, their optimizers and the EMA. Restore them if resuming.
     accumulate.seed_all(cfg.seed, "weights")  # the same start on all ranks
@@ -754,7 +743,6 @@ def train_soundstream(cfg, device, next_command=""):
     save_due = loop.Due(cfg.save_every, cfg.steps)
 
     with log, loop.Progress(run, state, log, cfg.stage) as progress:
-        codec.train()
         while True:
             # Evaluate: the averaged weights are those that are kept. Before k-means there are no
             # codes, so that codec cannot be the best one. Its loss is of longer crops than the
@@ -769,8 +757,10 @@ def train_soundstream(cfg, device, next_command=""):
                         metrics = evaluate_codec(codec, cfg, split, device)
                         if state.step < cfg.steps:  # else the test is next
                             name = f"step_{state.step:08d}"
-                            samples = write_reconstructions(codec, split, run.folder, name, device)
-                    codec.train()
+                            written = reconstructions(codec, split, device)
+                            samples = sounds.write_sounds(
+                                written, cfg.sample_rate, run.folder, name
+                            )
                 metrics["val_loss"] = metrics.pop("loss")
                 metrics |= {"val_loss_online": loss_online, "evaluation_s": progress.paused_s}
                 log.evaluation(state.step, metrics, samples)
@@ -779,6 +769,7 @@ def train_soundstream(cfg, device, next_command=""):
                 break
 
             # Set the learning rates. Codebooks and discriminators start when they are due.
+            codec.train()
             schedule.set_learning_rate(optimizers, schedule.of_config(state.step, cfg))
             if state.step == cfg.quantizer_start:
                 initialize_codebooks(codec, cfg, crops, indices, device)
@@ -852,9 +843,10 @@ def train_soundstream(cfg, device, next_command=""):
         codec.eval()
         with ema.applied(codec):
             metrics = evaluate_codec(codec, cfg, splits["test"], device)
-            samples = write_reconstructions(codec, splits["test"], run.folder, "test", device)
+            written = reconstructions(codec, splits["test"], device)
+            samples = sounds.write_sounds(written, cfg.sample_rate, run.folder, "test")
         results = loop.finish(run, state, log, metrics, samples)
-    loop.announce(run, results, next_command, started)
+    loop.announce(run, results, started=started)
 
 
 # Part 2: AudioLM
@@ -863,21 +855,15 @@ def train_soundstream(cfg, device, next_command=""):
 # frame_rate, num_quantizers, codebook_size, checksum
 
 
-def load_codec(path, device, name="model.pt", weights="ema"):
-    """The codec of a run folder, of a file or of hf:MODEL, frozen."""
+def load_codec(cfg, device):
+    """The codec of a coarse or fine stage; UserError if it does not fit `cfg`."""
+    path = cfg.soundstream or f"{cfg.run_dir}/soundstream"
     if path.startswith("hf:"):
         from common.interop.codecs import PublishedCodec
 
-        return PublishedCodec(path, device)
-    file = model_file(path, name, weights)
-    codec, _ = load_model(lambda cfg, _: SoundStream(cfg), CodecConfig, file, device, weights)
-    codec.checksum = checkpoint.checksum(file)[:16]
-    return codec
-
-
-def codec_of(cfg, device):
-    """The codec of a coarse or fine stage; UserError if it does not fit `cfg`."""
-    codec = load_codec(cfg.soundstream or f"{cfg.run_dir}/soundstream", device)
+        codec = PublishedCodec(path, device)
+    else:
+        codec, _ = load_model("soundstream", path, device)
     if codec.sample_rate != cfg.sample_rate:
         raise UserError(
             f"--sample_rate: {cfg.sample_rate}, but the codec's is {codec.sample_rate}; give that"
@@ -889,12 +875,6 @@ def codec_of(cfg, device):
             f"has {codec.num_quantizers}, and fine needs one"
         )
     return codec
-
-
-def kmeans_of(cfg, device):
-    """The semantic tokenizer of a coarse stage."""
-    run_dir = cfg.semantic or f"{cfg.run_dir}/semantic"
-    return tokens.load_kmeans(model_file(run_dir, KMEANS_FILE), device)
 
 
 # Config
@@ -917,19 +897,13 @@ class TransformerConfig(SharedConfig):
         "adamw", "muon: for matrices, with AdamW for the others", fixed=True
     )
     lr: PositiveFloat = field(3e-3, "peak learning rate")
-    warmup_steps: NonNegativeInt = field(50, "steps of linear warm-up")
-    cosine: bool = field(True, "decay to 0 along half a cosine after the warm-up; off: constant")
-    cosine_steps: NonNegativeInt = field(0, "step at which the cosine reaches 0; 0: the last")
     weight_decay: NonNegativeFloat = field(0.01, "decoupled weight decay of matrices")
     betas: tuple[Fraction, Fraction] = field(
         (0.9, 0.99), "Adam's decays of the mean of gradients, and of the mean of their squares"
     )
-    eps: PositiveFloat = field(1e-8, "Adam's epsilon")
     max_grad_norm: NonNegativeFloat = field(1.0, "clip gradients to this norm, 0: no clipping")
     # It rises to the highest (ema.py).
     ema_decay: Fraction = field(0.98, "highest decay of the averaged weights, 0: no averaging")
-    ema_update_after: NonNegativeInt = field(0, "first steps, in which the average is a copy")
-    ema_update_every: PositiveInt = field(1, "steps between updates of the average")
     # Evaluation
     temperature: NonNegativeFloat = field(0.7, "temperature of sampling, 0: the most probable code")
     eval_samples: NonNegativeInt = field(192, "first held-out samples to evaluate on, 0: all")
@@ -966,7 +940,7 @@ class SemanticConfig(TransformerConfig):
 class CodesConfig(TransformerConfig):
     """Codec of the coarse and fine stages"""
 
-    soundstream: str = field("", 'codec to use: run, file or hf:MODEL; "": RUN/soundstream')
+    soundstream: str = field("", 'codec to use: run folder or hf:MODEL; "": RUN/soundstream')
     coarse_quantizers: PositiveInt = field(
         2, "quantizers that coarse predicts; fine predicts the rest", model=True
     )
@@ -980,7 +954,6 @@ class CoarseConfig(CodesConfig):
     """Coarse stage"""
 
     stage: Stage = field("coarse", "stage to train", fixed=True)
-    semantic: str = field("", 'run whose semantic tokens to use; "": RUN/semantic')
     # In the same time Muon reaches a higher text_heard than Adam, which AudioLM uses.
     steps: PositiveInt = field(620, "optimizer steps")
     optimizer: Literal["adamw", "muon"] = field(
@@ -1206,9 +1179,12 @@ class TokenTransformer(nn.Module):
 
 
 class SamplingParams(NamedTuple):
-    temperature: float = 1.0  # 0: the most probable code
+    temperature: float = -1.0  # 0: the most probable code, below 0: as trained
     top_k: int = 0  # 0: all codes
     guidance_scale: float = 1.0  # 1: none
+
+
+AS_TRAINED = SamplingParams()
 
 
 def sample_token(logits, uniform, sampling):
@@ -1303,6 +1279,8 @@ def generate_long(model, context_of, prompts, limits, seeds, sampling, texts=Non
     A window has at most the max_frames and the max_context of training. If it does not see all of
     the context, it may not end. Returns B of (T_b, Q), with the prompts.
     """
+    if sampling.temperature < 0:
+        sampling = sampling._replace(temperature=model.cfg.temperature)
     max_frames, max_context, _ = model.lengths
     codes_of = [codes.cpu() for codes in prompts]
     ended = [False] * len(codes_of)
@@ -1376,7 +1354,7 @@ def evaluate_transformer(model, cfg, split, device):
     """
     stream = model.streams[-1]
     sums = collections.defaultdict(float)
-    tokens_seen = [torch.zeros(0, stream.num_quantizers, dtype=torch.long)]
+    tokens_seen = [torch.zeros(0, stream.num_quantizers).long()]
     for _, batch in order.batches(*split, cfg.eval_samples, cfg.chunk_size):
         batch = order.to_device(batch, device)
         with amp.autocast(device, cfg.precision):
@@ -1391,73 +1369,68 @@ def evaluate_transformer(model, cfg, split, device):
     return metrics
 
 
-def write_continuations(model, cfg, split, codec, folder, name, device):
-    """Rank 0 writes what coarse or fine makes of real tokens; see `sounds.write_sounds`.
+def continuations(model, cfg, split, codec, device):
+    """What coarse or fine makes of real tokens, of the first recordings; see `write_sounds`.
 
     coarse: continuations of prompts, from real semantic tokens. fine: with real coarse codes.
     """
-    if not dist.is_main() or cfg.stage == "semantic":  # tokens without a codec make no sound
-        return {}
+    if cfg.stage == "semantic":  # tokens without a codec make no sound
+        return
     crops, indices = split
-    max_frames, _, frame_rate = model.lengths
-    prompt_frames = round(PROMPT_SECONDS * frame_rate) if cfg.stage == "coarse" else 0
-    written = []
+    prompt_frames = 0
+    if cfg.stage == "coarse":
+        prompt_frames = round(PROMPT_SECONDS * model.lengths.frame_rate)
     for number, index in enumerate(crops.readable(indices)[:NUM_SOUNDS]):
         (context, real), _ = crops.crop(index)
-        frames = min(len(real), max_frames)  # of one window
         (codes,) = generate_long(
             model,
             lambda b, past, context=context: [context],
             [real[:prompt_frames]],
-            [frames],
+            [len(real)],
             # Seeded by the recording, so sounds of different steps can be compared.
             [accumulate.derive_seed(cfg.seed, "sound", index)],
-            SamplingParams(cfg.temperature),
+            AS_TRAINED,
             may_end=False,
         )
         if cfg.stage == "fine":
-            codes = torch.cat([context[:frames], codes], dim=1)
-        wave = tokens.decode_codes(codec, codes, device)
-        written.append((number, wave, crops.dataset.names[index]))
-    return sounds.write_sounds(written, codec.sample_rate, folder, name)
+            codes = torch.cat([context, codes], dim=1)
+        yield number, tokens.decode_codes(codec, codes, device), crops.dataset.names[index]
 
 
 # Training
 
 
-def train_transformer(cfg, device, next_command=""):
+def train_transformer(cfg, device):
     started = time.monotonic()
 
     # Rank 0 takes the run folder, then all open the earlier stages and the data.
     run, cfg = loop.open_run(cfg, Path(cfg.run_dir) / cfg.stage, MAX_CHUNK)
-    # Semantic needs no codec; fine needs no semantic tokens.
     codec = None
     kmeans = None
     made_with = {}  # what decides the tokens
-    hop_length = cfg.sample_rate // semantic.FRAME_RATE
+    hop_length = 1  # for semantic tokens a recording may be of any length
     if cfg.stage != "semantic":
-        codec = dist.main_first(lambda: codec_of(cfg, device))
+        codec = dist.main_first(lambda: load_codec(cfg, device))
         hop_length = codec.hop_length
-        made_with["codec"] = codec.checksum
+        made_with = {"codec": codec.checksum, "coarse_quantizers": cfg.coarse_quantizers}
     if cfg.stage == "coarse":
-        kmeans = dist.together(lambda: kmeans_of(cfg, device))
+        path = f"{cfg.run_dir}/semantic/{KMEANS_FILE}"
+        kmeans = dist.together(lambda: tokens.load_kmeans(path, device))
         made_with["kmeans"] = kmeans.checksum
     splits = dist.together(lambda: open_recordings(cfg, hop_length))
     dataset, indices = splits["train"]
     # Another codec or k-means makes other tokens: then the run cannot be resumed.
     identity, finished = loop.identify(run, cfg, dataset, **made_with)
     if finished:
-        return loop.announce(run, finished, next_command)
+        return loop.announce(run, finished)
 
     # Make tokens of all recordings, unless an earlier start has done so. The semantic stage first
     # fits its k-means.
     if cfg.stage == "semantic":
         kmeans = tokens.fit_kmeans(run.folder / KMEANS_FILE, dataset, indices, cfg, device)
-        made_with["kmeans"] = kmeans.checksum
+        made_with = {"kmeans": kmeans.checksum}
     streams = make_streams(cfg, kmeans, codec)
-    quantizers = [stream.num_quantizers for stream in streams if stream.name != "semantic"]
-    batch_of = functools.partial(lay_out, streams)
-    splits = tokens.tokenize_splits(cfg, splits, batch_of, kmeans, codec, quantizers, device)
+    splits = tokens.tokenize_splits(cfg, splits, streams, lay_out, kmeans, codec, device)
     crops, indices = splits["train"]
 
     # Build model, optimizer and EMA. Restore them if resuming.
@@ -1473,7 +1446,7 @@ def train_transformer(cfg, device, next_command=""):
     ema = EMA(model, cfg.ema_update_every, decay=cfg.ema_decay, update_after=cfg.ema_update_after)
     info = {
         "kind": cfg.stage,
-        "streams": [list(stream) for stream in streams],
+        "streams": list(map(list, streams)),
         "lengths": list(lengths),
         "vocabulary": vocabulary,
         "made_with": made_with,
@@ -1489,11 +1462,7 @@ def train_transformer(cfg, device, next_command=""):
     eval_due = loop.Due(cfg.eval_every, cfg.steps)
     save_due = loop.Due(cfg.save_every, cfg.steps)
 
-    def continuations(split, name):
-        return write_continuations(model, cfg, splits[split], codec, run.folder, name, device)
-
     with log, loop.Progress(run, state, log, cfg.stage) as progress:
-        model.train()
         while True:
             # Evaluate: the averaged weights are those that are kept and sampled from.
             if eval_due(state.step):
@@ -1505,8 +1474,11 @@ def train_transformer(cfg, device, next_command=""):
                     with ema.applied(model):
                         metrics = evaluate_transformer(model, cfg, split, device)
                         if state.step < cfg.steps:  # else the test is next
-                            samples = continuations("validation", f"step_{state.step:08d}")
-                    model.train()
+                            name = f"step_{state.step:08d}"
+                            written = continuations(model, cfg, split, codec, device)
+                            samples = sounds.write_sounds(
+                                written, cfg.sample_rate, run.folder, name
+                            )
                 metrics["val_loss"] = metrics.pop("loss")
                 metrics["val_accuracy"] = metrics.pop("accuracy")
                 metrics |= {"val_loss_online": loss_online, "evaluation_s": progress.paused_s}
@@ -1516,6 +1488,7 @@ def train_transformer(cfg, device, next_command=""):
                 break
 
             # Take one optimizer step. The learning rate is a function of the step alone.
+            model.train()
             schedule.set_learning_rate(optimizers, schedule.of_config(state.step, cfg))
             step_batches = [next(batches) for _ in plan]
             stepped = False
@@ -1552,9 +1525,10 @@ def train_transformer(cfg, device, next_command=""):
         model.eval()
         with ema.applied(model):
             metrics = evaluate_transformer(model, cfg, splits["test"], device)
-            samples = continuations("test", "test")
+            written = continuations(model, cfg, splits["test"], codec, device)
+            samples = sounds.write_sounds(written, cfg.sample_rate, run.folder, "test")
         results = loop.finish(run, state, log, metrics, samples)
-    loop.announce(run, results, next_command, started)
+    loop.announce(run, results, started=started)
 
 
 STAGES = {
@@ -1563,18 +1537,6 @@ STAGES = {
     "coarse": CoarseConfig,
     "fine": FineConfig,
 }
-
-
-def load_transformer(file, stage, device, weights="ema"):
-    """(model in eval mode, {what decided its tokens}) of a stage's model file."""
-
-    def make(cfg, contents):
-        streams = [Stream(*stream) for stream in contents["streams"]]
-        lengths = Lengths(*contents["lengths"])
-        return TokenTransformer(cfg, streams, lengths, contents["vocabulary"])
-
-    model, contents = load_model(make, STAGES[stage], file, device, weights)
-    return model, contents["made_with"]
 
 
 # The pipeline: text -> semantic -> coarse -> fine -> wave (AudioLM, Fig. 2)
@@ -1593,25 +1555,32 @@ class Pipeline:
     UserError if they were not trained on each other's tokens.
     """
 
-    def __init__(self, run_dir, device, weights="ema", model="model.pt"):
+    def __init__(self, args, device):
+        """args: a PipelineConfig."""
         self.device = device
         self.models = {}
         made_with = {}
         for stage in ("semantic", "coarse", "fine"):
-            file = model_file(f"{run_dir}/{stage}", model, weights)
-            self.models[stage], made_with[stage] = load_transformer(file, stage, device, weights)
-        # The codec and the k-means that coarse was trained with, in this folder if in its own.
-        cfg = dataclasses.replace(self.models["coarse"].cfg, run_dir=str(run_dir))
-        self.codec = codec_of(cfg, device)
-        self.kmeans = kmeans_of(cfg, device)
+            folder = f"{args.run_dir}/{stage}"
+            model, contents = load_model(stage, folder, device, args.model, args.weights)
+            self.models[stage] = model
+            made_with[stage] = contents["made_with"]
+
+        # The codec that coarse was trained with: in this folder, if it was in its own.
+        cfg = dataclasses.replace(self.models["coarse"].cfg, run_dir=args.run_dir)
+        self.codec = load_codec(cfg, device)
+        self.kmeans = tokens.load_kmeans(f"{args.run_dir}/semantic/{KMEANS_FILE}", device)
         # What decides the tokens must be what the models were trained with.
-        expected = {"codec": self.codec.checksum, "kmeans": self.kmeans.checksum}
+        expected = {
+            "codec": self.codec.checksum,
+            "coarse_quantizers": cfg.coarse_quantizers,
+            "kmeans": self.kmeans.checksum,
+        }
         for stage, found in made_with.items():
-            same_streams = self.models[stage].streams[0] in self.models["coarse"].streams
-            if not found.items() <= expected.items() or not same_streams:
+            if not found.items() <= expected.items():
                 raise UserError(
-                    f"{run_dir}/{stage}: trained with other tokens (codec, k-means, or "
-                    "--coarse_quantizers) than coarse; train it anew"
+                    f"{args.run_dir}/{stage}: trained with other tokens, {found}; those of coarse "
+                    f"and the files are {expected}"
                 )
 
     def encode(self, wave):
@@ -1638,24 +1607,20 @@ class Pipeline:
         return Prompt(self.semantic_tokens(wave), self.encode(wave))
 
     def empty_prompt(self):
-        no_tokens = torch.zeros(0, 1, dtype=torch.long)
-        return Prompt(no_tokens, torch.zeros(0, self.codec.num_quantizers, dtype=torch.long))
+        codes = torch.zeros(0, self.codec.num_quantizers).long()
+        return Prompt(codes[:, :1], codes)  # semantic tokens are of one quantizer
 
-    def generate(self, prompts, seconds, seeds, texts=None, sampling=None, fine=True):
+    def generate(self, prompts, seconds, seeds, texts=None, sampling=AS_TRAINED, fine=True):
         """Codes of B sounds, each (T, Q): those of its prompt, and at most `seconds` more.
 
-        texts: B, or None. sampling: SamplingParams, whose temperature None is that of training.
-        fine: else it is the codes of the coarse quantizers alone.
+        texts: B, or None. fine: else it is the codes of the coarse quantizers alone.
         """
 
         def run(stage, context_of, prompts, limits, may_end=True):
             model = self.models[stage]
-            params = sampling or SamplingParams(None)
-            if params.temperature is None:
-                params = params._replace(temperature=model.cfg.temperature)
             stage_seeds = [accumulate.derive_seed(seed, stage) for seed in seeds]
             return generate_long(
-                model, context_of, prompts, limits, stage_seeds, params, texts, may_end
+                model, context_of, prompts, limits, stage_seeds, sampling, texts, may_end
             )
 
         # Content: semantic tokens, from the text or the prompt (§III-C1).
@@ -1717,46 +1682,45 @@ class EvaluateConfig(PipelineConfig):
     eval_samples: NonNegativeInt = field(192, "most held-out recordings to continue, 0: all")
 
 
-def evaluate_pipeline(args, device, next_command=""):
+def evaluate_pipeline(args, device):
     """Continue held-out recordings, and write and print their metrics. Collective.
 
     The metrics are in scores.json, the sounds in sounds/. The built-in recordings are also scored
     (`syllables.SyllableScores`), in their voices if they go on for 0.2 s or more.
     """
-    pipeline = dist.main_first(lambda: Pipeline(args.run_dir, device, args.weights, args.model))
+    pipeline = dist.main_first(lambda: Pipeline(args, device))
     hop_length = pipeline.codec.hop_length
     rate = pipeline.codec.sample_rate
     # Nothing is trained: the training split may be smaller than a batch.
     cfg = dataclasses.replace(pipeline.models["coarse"].cfg, batch_size=1)
     splits = dist.together(lambda: open_recordings(cfg, hop_length))
     dataset, indices = splits["test"]
-    indices = indices[: args.eval_samples or len(indices)]
-    scores = None
+    indices = indices[: args.eval_samples or None]
     found = collections.defaultdict(list)  # {metric: values}
+    scores = None
     if cfg.data == "syllables":
         _, training = splits["train"]
-        scores = syllables.SyllableScores(pipeline, dataset, training[:200])
-        found = scores.found
+        scores = syllables.SyllableScores(pipeline, dataset, training[:200], found)
 
     for number in dist.deal(math.ceil(len(indices) / EVAL_BATCH)):
         first = number * EVAL_BATCH
         readable, waves = dataset.load_usable(indices[first : first + EVAL_BATCH])
-        seeds = [accumulate.derive_seed(args.seed, "goes on", index) for index in readable]
-        starts = []
+        prompts = []
         for wave in waves:  # a prompt is at most half of its recording, in whole frames
             frames = min(round(PROMPT_SECONDS * rate), len(wave) // 2) // hop_length
-            starts.append(max(1, frames) * hop_length)
-        prompts = [pipeline.prompt(wave[:start]) for wave, start in zip(waves, starts)]
+            prompts.append(pipeline.prompt(wave[: max(1, frames) * hop_length]))
+        seeds = [accumulate.derive_seed(args.seed, "goes on", index) for index in readable]
         generated = pipeline.generate(prompts, CONTINUE_SECONDS, seeds)
-        for i, index in enumerate(readable):
+        for i, wave in enumerate(waves):
+            start = len(prompts[i].codes) * hop_length
             sound = pipeline.decode(generated[i])
-            found["seconds_added"].append((len(sound) - starts[i]) / rate)
+            found["seconds_added"].append((len(sound) - start) / rate)
+            if scores:
+                scores.add_continuation(readable[i], wave, sound, start)
             if first + i < NUM_SOUNDS:
                 path = f"{args.run_dir}/sounds/{i}"
-                sounds.write_sound(waves[i], rate, f"{path}_real.wav")
+                sounds.write_sound(wave, rate, f"{path}_real.wav")
                 sounds.write_sound(sound, rate, f"{path}_continued.wav")
-            if scores:
-                scores.add_continuation(index, waves[i], sound, starts[i])
         if scores and pipeline.models["semantic"].has_text:
             scores.add_texts(readable, seeds)
     sums = dist.total_by_name({name: sum(values) for name, values in found.items()})
@@ -1765,7 +1729,10 @@ def evaluate_pipeline(args, device, next_command=""):
     if dist.is_main():
         checkpoint.write_json(metrics, f"{args.run_dir}/scores.json")
     headline = f"The stages together ({args.run_dir}/sounds):"
-    tracker.print_results(headline, metrics, next_command)
+    run_dir = shlex.quote(args.run_dir)
+    prompt = f"{run_dir}/sounds/0_real.wav --prompt_seconds {PROMPT_SECONDS}"
+    command = f"train_audio.py sample --prompt {prompt} --run_dir {run_dir}"
+    tracker.print_results(headline, metrics, command)
 
 
 def evaluate(args):
@@ -1787,7 +1754,7 @@ class SampleConfig(PipelineConfig):
     guidance_scale: NonNegativeFloat = field(1.0, "guidance toward the text, 1: none")
     fine: bool = field(True, "add the codes of the fine stage to the coarse ones")
     reconstruct: str = field("", "recording to encode and decode by the codec")
-    num_quantizers: NonNegativeInt = field(0, "quantizers of the codec for that, 0: all")
+    num_quantizers: NonNegativeInt = field(0, "first quantizers to decode in that, 0: all")
     out: str = field("out.wav", "file of the sound; its spectrogram is beside it, as .png")
 
     def __post_init__(self):
@@ -1800,49 +1767,48 @@ class SampleConfig(PipelineConfig):
 
 def read_wave(path, codec):
     """The wave (T,) of a recording, at the codec's rate; UserError if shorter than a frame."""
-    channels, rate, length = recordings.read(path)
-    if length * codec.sample_rate < codec.hop_length * rate:
-        raise UserError(
-            f"{path}: {length} samples at {rate} Hz, shorter than a frame of {codec.hop_length} "
-            f"at {codec.sample_rate} Hz"
-        )
-    return recordings.resample(torch.from_numpy(channels).mean(0), rate, codec.sample_rate)
+    channels, rate, _ = recordings.read(path)
+    wave = recordings.resample(torch.from_numpy(channels).mean(0), rate, codec.sample_rate)
+    if len(wave) < codec.hop_length:
+        raise UserError(f"{path}: {len(wave)} samples, shorter than a frame of {codec.hop_length}")
+    return wave
 
 
 def check_text(args, model):
     """UserError if the semantic stage cannot do what the settings say about text."""
     if args.text and not model.has_text:
         raise UserError(f"--text: {args.run_dir} was trained without texts; give --prompt alone")
-    # A model that always had its text knows no "no text", which guidance needs.
+    # Guidance needs a model that also knows "no text".
     can_drop = model.has_text and model.cfg.text_drop
-    if model.has_text and not args.text and not can_drop:
-        raise UserError(f"{args.run_dir}: trained with --text_drop 0, so it needs --text")
-    if args.guidance_scale != 1 and not can_drop:
-        raise UserError(f"--guidance_scale: {args.run_dir} was trained with --text_drop 0")
+    needs_text = model.has_text and not args.text
+    if not can_drop and (needs_text or args.guidance_scale != 1):
+        raise UserError(
+            f"{args.run_dir}: trained with --text_drop 0, or without texts, so it needs --text if "
+            "it has texts, and a guidance scale of 1"
+        )
 
 
 def read_prompt(args, pipeline):
     """The Prompt of the end of a recording, at most what the coarse stage was trained on."""
     if not args.prompt:
         return pipeline.empty_prompt()
-    hop_length = pipeline.codec.hop_length
-    wave = read_wave(args.prompt, pipeline.codec)
-    max_length = hop_length * (pipeline.models["coarse"].lengths.max_frames - 1)  # and a new frame
-    length = round(args.prompt_seconds * pipeline.codec.sample_rate) or max_length
-    length = min(max(length, hop_length), max_length)
-    return pipeline.prompt(wave[-length:])
+    codec = pipeline.codec
+    max_frames = pipeline.models["coarse"].lengths.max_frames
+    most = codec.hop_length * (max_frames - 1)  # and a new frame
+    length = min(round(args.prompt_seconds * codec.sample_rate) or most, most)
+    wave = read_wave(args.prompt, codec)
+    return pipeline.prompt(wave[-max(length, codec.hop_length) :])
 
 
 def generate_sound(args, device):
     """Write the sound of a text, of a prompt, or of both."""
-    pipeline = Pipeline(args.run_dir, device, args.weights, args.model)
+    pipeline = Pipeline(args, device)
     check_text(args, pipeline.models["semantic"])
-    temperature = args.temperature if args.temperature >= 0 else None
-    sampling = SamplingParams(temperature, args.top_k, args.guidance_scale)
     prompt = read_prompt(args, pipeline)
     # Another text has other noise.
     seed = accumulate.derive_seed(args.seed, args.text, 0)
     texts = [args.text] if args.text else None
+    sampling = SamplingParams(args.temperature, args.top_k, args.guidance_scale)
     (codes,) = pipeline.generate([prompt], args.seconds, [seed], texts, sampling, args.fine)
     sounds.write_sound(pipeline.decode(codes), pipeline.codec.sample_rate, args.out)
     print(f"wrote {args.out}")
@@ -1850,7 +1816,8 @@ def generate_sound(args, device):
 
 def reconstruct(args, device):
     """Send a recording through the codec of a run, and print how well it comes out."""
-    codec = load_codec(f"{args.run_dir}/soundstream", device, args.model, args.weights)
+    folder = f"{args.run_dir}/soundstream"
+    codec, _ = load_model("soundstream", folder, device, args.model, args.weights)
     count = args.num_quantizers or codec.num_quantizers
     if count > codec.num_quantizers:
         raise UserError(f"--num_quantizers {count}: the codec has {codec.num_quantizers}")
@@ -1880,26 +1847,19 @@ def sample(args):
 def train(cfg):
     """Train one stage, or all in turn and then evaluate them together."""
     device = dist.setup(cfg.device, cfg.timeout_minutes)
-    run_dir = shlex.quote(cfg.run_dir)
-    command = f"train_audio.py evaluate --run_dir {run_dir}"
-    if cfg.stage == "soundstream":
-        wave = shlex.quote(f"{cfg.run_dir}/soundstream/samples/test_0_real.wav")
-        command = f"train_audio.py sample --reconstruct {wave} --run_dir {run_dir}"
-        return train_soundstream(cfg, device, command)
-    if cfg.stage != "all":
-        return train_transformer(cfg, device, command)
-
-    # Each stage is a run of its own, so a stopped command resumes in its stage.
-    shared = {**vars(cfg)}
-    del shared["stage"]
-    codec, *transformers = [cls(**shared) for cls in STAGES.values()]
-    train_soundstream(codec, device)
-    for stage in transformers:
-        train_transformer(stage, device)
-    args = EvaluateConfig(run_dir=cfg.run_dir, seed=cfg.seed)
-    wave = shlex.quote(f"{cfg.run_dir}/sounds/0_real.wav")
-    prompt = f"--prompt {wave} --prompt_seconds {PROMPT_SECONDS}"
-    evaluate_pipeline(args, device, f"train_audio.py sample {prompt} --run_dir {run_dir}")
+    stages = [cfg]
+    if cfg.stage == "all":
+        # Each stage is a run of its own, so a stopped command resumes in its stage.
+        shared = dict(vars(cfg))
+        del shared["stage"]
+        stages = [cls(**shared) for cls in STAGES.values()]
+    for stage in stages:
+        if stage.stage == "soundstream":
+            train_soundstream(stage, device)
+        else:
+            train_transformer(stage, device)
+    if cfg.stage == "all":
+        evaluate_pipeline(EvaluateConfig(run_dir=cfg.run_dir, seed=cfg.seed), device)
 
 
 COMMANDS = {

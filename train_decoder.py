@@ -970,7 +970,7 @@ class Evaluator:
             return diffusion_loss(unet, batch, condition, for_eval=True)
 
         dataset, indices = self.splits[split]
-        return loop.mean_loss(unet, loss_of, dataset, indices, self.cfg, self.device)
+        return order.mean_loss(unet, loss_of, dataset, indices, self.cfg, self.device)
 
     def sample(self, unets, batch, prior_fn=None):
         """Samples of a cascade for a batch, uint8 (B, H, H, 3)."""

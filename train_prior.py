@@ -480,7 +480,7 @@ class Evaluator:
             return diffusion_loss(prior, batch, condition, for_eval=True)
 
         dataset, indices = self.splits[split]
-        return loop.mean_loss(prior, loss_of, dataset, indices, self.cfg, self.device)
+        return order.mean_loss(prior, loss_of, dataset, indices, self.cfg, self.device)
 
     def sample(self, prior, condition, sampling_steps):
         with amp.autocast(self.device, self.cfg.precision):

@@ -66,11 +66,12 @@ def atomic_write(path):
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-        if hasattr(os, "O_DIRECTORY"):  # Windows opens no folders
-            folder = os.open(path.parent, os.O_DIRECTORY)
-            with contextlib.suppress(OSError):  # some file systems sync no folders
+        with contextlib.suppress(OSError):  # Windows opens no folders, some systems sync none
+            folder = os.open(path.parent, os.O_RDONLY)
+            try:
                 os.fsync(folder)
-            os.close(folder)
+            finally:
+                os.close(folder)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
         # torch's own error hides that of the disk.
@@ -260,9 +261,12 @@ class State:
             },
         }
 
-    def check_in_step(self):
-        """UserError on every rank unless all have bit for bit the same weights."""
-        dist.check_in_step({"model": self.model, **self.others}, self.step)
+    def check_in_step(self, **frozen):
+        """UserError on every rank unless all have bit for bit the same weights.
+
+        frozen: {name: module} that is not trained.
+        """
+        dist.check_in_step({"model": self.model, **self.others, **frozen}, self.step)
 
     def start_from(self, path, strict=True):
         """Take the (averaged) weights, and nothing else, of a model.pt or a checkpoint."""

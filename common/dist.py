@@ -103,12 +103,15 @@ def teardown():
 # Stops
 
 
-class Stopped(Exception):
-    """Some rank was sent the signal `number`. All ranks raise this at the same place, to save."""
+class Stopped(SystemExit):
+    """Some rank was sent a signal. All ranks raise this at the same place, to save and to end.
+
+    The exit status is 128 and the number of the signal, as a shell gives it.
+    """
 
     def __init__(self, number):
-        super().__init__(signal.Signals(number).name)
-        self.number = number
+        super().__init__(128 + number)
+        self.signal = signal.Signals(number).name
 
 
 # The newest signal to this process, 0 for none yet; None while nobody listens.

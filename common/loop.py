@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from common import accumulate, amp, checkpoint, config, dist, tracker
+from common import accumulate, checkpoint, config, dist, tracker
 from common.config import UserError
 from common.data import order
 
@@ -142,7 +142,7 @@ def resume(run, state, **frozen):
         dist.together(lambda: state.restore(run.resume_from))
     elif cfg.init_from and not getattr(cfg, "lora_rank", 0):
         dist.together(lambda: state.start_from(cfg.init_from, cfg.init_strict))
-    dist.check_in_step({"model": state.model, **state.others, **frozen}, state.step)
+    state.check_in_step(**frozen)
 
 
 def batches(cfg, dataset, indices, step, device):
@@ -241,10 +241,9 @@ class Progress:
                 self.run.wait()
                 dist.gather(None)  # torchrun kills all when one has ended
                 self.log.print(
-                    f"stopped by {error} at step {self.state.step}, all saved; the same command "
-                    "goes on"
+                    f"stopped by {error.signal} at step {self.state.step}, all saved; the same "
+                    "command goes on"
                 )
-                raise SystemExit(128 + error.number)
         finally:
             with contextlib.suppress(OSError):  # whatever ended the run, what was begun is saved
                 self.run.wait()
@@ -334,28 +333,6 @@ class Progress:
             self.check_finite(torch.stack(self.norms).tolist())
         with self.paused():
             self.run.save(self.state, self.log)
-
-
-@torch.no_grad()
-def mean_loss(model, loss_of, dataset, indices, cfg, device):
-    """Mean of `loss_of(batch)` over the first eval_samples of `indices`, on all ranks.
-
-    The noise is the same every time. `model` is in eval mode meanwhile, and afterwards in the mode
-    that it was in. Collective.
-    """
-    mode = model.training
-    model.eval()
-    loss_sum = 0.0
-    count = 0
-    for number, batch in order.batches(dataset, indices, cfg.eval_samples, cfg.chunk_size):
-        accumulate.seed_all(cfg.seed, "loss", number)
-        size = len(batch["index"])
-        with amp.autocast(device, cfg.precision):
-            loss_sum += loss_of(order.to_device(batch, device)).item() * size
-        count += size
-    model.train(mode)
-    loss_sum, count = dist.total([loss_sum, count])
-    return loss_sum / count
 
 
 # End of a run

@@ -238,17 +238,12 @@ def progress(steps=None, **settings):
     return tqdm(steps, dynamic_ncols=True, mininterval=interval, **settings)
 
 
-def format_table(metrics):
-    """`metrics` as aligned lines, one a name."""
-    return [
-        f"{name:<40} {value:.4f}" if isinstance(value, float) else f"{name:<40} {value}"
-        for name, value in metrics.items()
-    ]
-
-
 def print_results(headline, results, command=""):
     """Print a headline, `results` as a table, and the command to run next; rank 0 alone does."""
     if dist.is_main():
-        tqdm.write("\n  ".join([f"\n{headline}\n", *format_table(results)]))
+        tqdm.write(f"\n{headline}\n")
+        for name, value in results.items():
+            text = f"{value:.4f}" if isinstance(value, float) else value
+            tqdm.write(f"  {name:<40} {text}")
         if command:
             tqdm.write(f"\nNext: python {command}")

@@ -1,7 +1,9 @@
 """What several tests share: functions run in real processes, programs, embeddings and a server."""
 import concurrent.futures
+import contextlib
 import multiprocessing
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -25,9 +27,14 @@ FORKS.set_forkserver_preload(["torch", "torch._dynamo", "numpy", "pytest"])
 
 
 def free_port():
-    """A port of loopback that nobody listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
+    """A port of loopback that nobody listens on.
+
+    It is below those that Linux gives by itself, which a test beside this one may get at any time.
+    """
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def environment(rank, ranks, port):

@@ -161,7 +161,7 @@ def places_of_stops(cases):
                     if len(dealt) == 2 and number < 0:
                         os.kill(os.getpid(), -number)
         except dist.Stopped as error:
-            stopped = error.number
+            stopped = error.code - 128
         places.append((steps, dealt, stopped))
     return places
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from common import checkpoint, dist, loop
 from common.config import UserError
+from common.data import order
 
 
 def progress_of(step):
@@ -141,7 +142,7 @@ def mean_of(chunk_size, most=0):
         noise.append(torch.rand(()).item())
         return batch["x"].float().mean()
 
-    mean = loop.mean_loss(model, loss_of, Dataset(), np.arange(20), cfg, torch.device("cpu"))
+    mean = order.mean_loss(model, loss_of, Dataset(), np.arange(20), cfg, torch.device("cpu"))
     assert model.training
     return mean, noise
 

@@ -1,5 +1,6 @@
 """Token caches and crops: ranks share the work, and streams of a crop are of the same time."""
 
+import collections
 import itertools
 import types
 
@@ -10,6 +11,9 @@ from common.config import UserError
 from common.data import order, tokens
 from common.data.files import Unusable
 from common.data.recordings import Syllables
+
+Stream = collections.namedtuple("Stream", "name num_quantizers")
+STREAMS = [Stream("semantic", 1), Stream("coarse", 2), Stream("fine", 2)]
 
 
 def codes_of(index):
@@ -78,10 +82,11 @@ def make_crops(frames, frame_rate=50):
     words = [np.arange(n * 50 / frame_rate, dtype=int)[:, None] for n in frames]
     codes = [np.arange(n)[:, None] + [0, 1000, 2000, 3000, 4000] for n in frames]
 
-    def ends(samples):
+    def ends(streams, samples):
+        assert streams == STREAMS
         return {"ended": [ended for _, ended in samples]}
 
-    return tokens.TokenCrops(dataset, 40 / frame_rate, ends, words, codes, frame_rate, [2, 2])
+    return tokens.TokenCrops(dataset, 40 / frame_rate, STREAMS, ends, words, codes, frame_rate)
 
 
 @pytest.mark.parametrize("rate", [25, 50, 62.5, 80])
@@ -112,5 +117,5 @@ def test_repeated_semantic_tokens_are_removed_and_empty_recordings_are_unusable(
     _, usable = crops.fetch(np.arange(2))
     assert usable.tolist() == [True, False]
     assert crops.readable(np.arange(2)) == [0]
-    crops.quantizers = [2]
+    crops.streams = STREAMS[:2]
     assert crops.lengths(np.arange(2)) == (6, 3, 50)

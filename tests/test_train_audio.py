@@ -18,7 +18,6 @@ from helpers import (
     saved,
     write_voices,
 )
-from test_codecs import published
 from torch.testing import assert_close
 
 import train_audio
@@ -43,8 +42,6 @@ def words_of(whole, stage, folder, **settings):
     words = {**STAGES[stage], "data": whole.parent / "voices", "run_dir": folder}
     if stage in ("coarse", "fine") and folder != whole:
         words["soundstream"] = whole / "soundstream"
-    if stage == "coarse" and folder != whole:
-        words["semantic"] = whole / "semantic"
     return flags(**{**words, **settings})
 
 
@@ -60,7 +57,8 @@ def whole(tmp_path_factory):
         assert "1 of 41 samples looked at cannot be used" in out
         assert "41 recordings, 40 transcripts" in out
         assert "is finished, at step 6; to train on, give more --steps" in run(*words)
-    follow(out, "--device=cpu")
+    out = run("evaluate", *flags(run_dir=folder / "whole", device="cpu"))
+    follow(out, "--device=cpu", "--out", folder / "next.wav")
     assert (folder / "whole/scores.json").exists()
     return folder / "whole"
 
@@ -77,12 +75,13 @@ def wave(voice):
 
 @pytest.fixture
 def codec(whole):
-    return train_audio.load_codec(str(whole / "soundstream"), CPU)
+    codec, _ = train_audio.load_model("soundstream", whole / "soundstream", CPU)
+    return codec
 
 
 @pytest.fixture
 def pipeline(whole):
-    return train_audio.Pipeline(whole, CPU)
+    return train_audio.Pipeline(train_audio.PipelineConfig(run_dir=str(whole)), CPU)
 
 
 @pytest.fixture(autouse=True)
@@ -432,7 +431,7 @@ def test_all_stages_are_trained_and_the_built_in_syllables_scored_alike_on_any_r
     evaluated = [line["step"] for line in metrics(tmp_path / "soundstream") if "val_loss" in line]
     assert evaluated == [4, 6]
     scores = config.read_json(tmp_path / "scores.json")
-    assert {"voice_kept_real", "text_heard", "text_heard_real"} < scores.keys()
+    assert {"voice_kept_real", "text_heard", "text_heard_real"} <= scores.keys()
     few("evaluate", *flags(run_dir=tmp_path, device="cpu"), ranks=2)
     assert scores == pytest.approx(config.read_json(tmp_path / "scores.json"), rel=1e-3)
 
@@ -504,14 +503,28 @@ def test_prompts_are_whole_frames_of_codes_and_of_semantic_tokens(pipeline):
 
 
 def test_a_published_codec_takes_the_place_of_soundstream(whole, voice, tmp_path):
-    published(tmp_path / "mimi", "mimi")
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    mimi = transformers.MimiConfig(
+        num_filters=2,
+        hidden_size=16,
+        num_quantizers=4,
+        codebook_dim=8,
+        codebook_size=16,
+        vector_quantization_hidden_dimension=8,
+        upsampling_ratios=[5, 4, 4],
+        upsample_groups=16,
+        num_hidden_layers=1,
+        sampling_rate=8000,
+    )
+    transformers.MimiModel(mimi).save_pretrained(tmp_path / "mimi")
     settings = dict(soundstream=f"hf:{tmp_path}/mimi", coarse_quantizers=1, codec_quantizers=3)
     shutil.copytree(whole / "semantic", tmp_path / "run/semantic")
     for stage in ("coarse", "fine"):
         run(*words_of(whole, stage, tmp_path / "run", steps=2, **settings))
     _, sound = sampled(tmp_path, run_dir=tmp_path / "run", prompt=voice, prompt_seconds=0.2)
     assert len(sound) > 1600
-    words = words_of(whole, "fine", tmp_path / "other", **{**settings, "codec_quantizers": 5})
+    settings["codec_quantizers"] = 5
+    words = words_of(whole, "fine", tmp_path / "other", **settings)
     assert "--codec_quantizers 5: the codec has 4" in run(*words, expect=1)
 
 
@@ -547,9 +560,9 @@ def test_mistakes_on_the_command_line_are_one_line_and_status_2(words, message):
     "settings, message",
     [
         (dict(reconstruct="short.wav"), "shorter than a frame of 160"),
-        (dict(model="worst.pt"), "semantic/worst.pt: missing"),
+        (dict(model="worst.pt"), "semantic/worst.pt: no such checkpoint"),
         (dict(weights="online", model="best.pt"), "averaged weights alone; --weights online needs"),
-        (dict(run_dir="."), "semantic/model.pt: missing; train its stage first"),
+        (dict(run_dir="."), "semantic/model.pt: no such checkpoint; train first"),
     ],
 )
 def test_mistakes_that_files_show_are_one_line_and_status_1(settings, message, whole):

@@ -23,7 +23,7 @@ import signal
 import numpy as np
 import torch
 
-from common import dist
+from common import accumulate, amp, dist
 from common.config import UserError
 
 MAX_UNUSABLE = 0.01  # a larger fraction of unusable rows is refused
@@ -309,3 +309,25 @@ def to_device(batch, device):
         if isinstance(value, (np.ndarray, torch.Tensor)):
             moved[name] = torch.as_tensor(value).to(device, non_blocking=True)
     return moved
+
+
+@torch.no_grad()
+def mean_loss(model, loss_of, dataset, indices, cfg, device):
+    """Mean of `loss_of(batch)` over the first eval_samples of `indices`, on all ranks.
+
+    The noise is the same every time. `model` is in eval mode meanwhile, and afterwards in the mode
+    that it was in. Collective.
+    """
+    mode = model.training
+    model.eval()
+    loss_sum = 0.0
+    count = 0
+    for number, batch in batches(dataset, indices, cfg.eval_samples, cfg.chunk_size):
+        accumulate.seed_all(cfg.seed, "loss", number)
+        size = len(batch["index"])
+        with amp.autocast(device, cfg.precision):
+            loss_sum += loss_of(to_device(batch, device)).item() * size
+        count += size
+    model.train(mode)
+    loss_sum, count = dist.total([loss_sum, count])
+    return loss_sum / count

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from common import checkpoint
+from common import checkpoint, dist
 from common.data import media, recordings
 
 
@@ -17,9 +17,11 @@ def write_sound(wave, sample_rate, path):
 def write_sounds(sounds, sample_rate, folder, name):
     """Write sounds as samples/NAME_NUMBER.wav in a run folder; returns {file: caption}.
 
-    sounds: [(number, wave (T,), caption)].
+    sounds: yields (number, wave (T,), caption). Rank 0 alone runs it; the others return {}.
     """
     written = {}
+    if not dist.is_main():
+        return written
     for number, wave, caption in sounds:
         path = f"samples/{name}_{number}"
         write_sound(wave, sample_rate, Path(folder) / f"{path}.wav")

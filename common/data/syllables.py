@@ -1,7 +1,5 @@
 """Scores of sounds in the world of the built-in recordings: which syllables, in which voice."""
 
-import collections
-
 import numpy as np
 
 from common.data import recordings, synthetic
@@ -14,24 +12,29 @@ MAX_TEXT_SECONDS = 2.0  # longest sound of a text
 class SyllableScores:
     """Scores of what a pipeline (train_audio.Pipeline) makes of recordings.Syllables.
 
-    found: {metric: values}. Those ending in _real are of the real recordings after the codec: the
-    best that can be reached.
+    They are added to `found`, a defaultdict {metric: values}. Those ending in _real are of the real
+    recordings after the codec: the best that can be reached.
     """
 
-    def __init__(self, pipeline, dataset, indices):
+    def __init__(self, pipeline, dataset, indices, found):
         """indices: of training. By these each semantic token gets the syllable it mostly is."""
         self.pipeline = pipeline
         self.dataset = dataset
-        self.found = collections.defaultdict(list)
+        self.found = found
         readable, waves = dataset.load_usable(indices)
         tokens = []
         labels = []
         for record, wave in zip(dataset.records(readable), waves):
-            tokens.append(pipeline.tokenize(wave))
-            labels.append(synthetic.syllable_labels(record, len(tokens[-1]), semantic.FRAME_RATE))
+            tokens_of_wave = pipeline.tokenize(wave)
+            tokens.append(tokens_of_wave)
+            labels.append(
+                synthetic.syllable_labels(record, len(tokens_of_wave), semantic.FRAME_RATE)
+            )
         # Tokens are clusters without names: a vote names them.
         self.syllable_of_token = synthetic.majority(
-            np.concatenate(tokens), np.concatenate(labels), pipeline.kmeans.clusters
+            np.concatenate(tokens),
+            np.concatenate(labels),
+            pipeline.kmeans.clusters,
         )
 
     def add_continuation(self, index, wave, sound, start):

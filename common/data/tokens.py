@@ -34,13 +34,11 @@ def fit_kmeans(path, dataset, indices, cfg, device):
     return load_kmeans(path, device)
 
 
-@torch.no_grad()
 def encode_wave(codec, wave, device):
     """Codes (frames, Q) of a wave (T,), on the CPU, by a codec on `device`."""
     return codec.encode(wave[None].to(device))[0].cpu()
 
 
-@torch.no_grad()
 def decode_codes(codec, codes, device):
     """The wave (T,) of codes (frames, n) of the first n quantizers, on the CPU."""
     return codec.decode(codes[None].to(device))[0].cpu()
@@ -147,28 +145,28 @@ class TokenCrops:
     """A dataset (see order.py): crops of recordings as streams of tokens, of one and the same time.
 
     semantic_tokens, codes: of the recordings, as of `semantic_cache` and `code_cache`, or None.
-    frame_rate: codes a second. The streams are the semantic tokens, if there are any, then for each
-    number n of `quantizers` the codes of the next n quantizers. A crop is `seconds` long, in frames
-    of the codes or, without these, of the semantic tokens.
-    lay_out(samples): a batch of [(codes of each stream (T, Q), whether the recording ends)].
+    frame_rate: codes a second. Each of the `streams` has a name and num_quantizers: "semantic" is
+    of the semantic tokens, each other one of the next quantizers' codes. A crop is `seconds` long,
+    in frames of the codes or, without these, of the semantic tokens.
+    lay_out(streams, samples): a batch of [(codes of each stream (T, Q), whether it ends there)].
     """
 
     def __init__(
         self,
         dataset,
         seconds,
+        streams,
         lay_out,
         semantic_tokens,
         codes,
         frame_rate=semantic.FRAME_RATE,
-        quantizers=(),
     ):
         self.dataset = dataset
+        self.streams = streams
         self.lay_out = lay_out
         self.semantic_tokens = semantic_tokens
         self.codes = codes
         self.frame_rate = frame_rate
-        self.quantizers = quantizers
         self.timebase = codes or semantic_tokens  # crops are cut in frames of these
         self.crop_frames = max(1, round(seconds * frame_rate))
 
@@ -193,20 +191,23 @@ class TokenCrops:
         start = int(offset * (max(0, frames - self.crop_frames) + 1))
         stop = min(frames, start + self.crop_frames)
         ended = stop == frames
-        streams = []
-        if self.semantic_tokens is not None:
-            # The same time, at another frame rate. At the end rounding must not lose a token.
-            ratio = semantic.FRAME_RATE / self.frame_rate
-            last = None if ended else round(stop * ratio)
-            tokens = self.semantic_tokens[index][round(start * ratio) : last, 0].astype(np.int64)
-            # Consecutive repetitions are removed, so coarse must model durations (AudioLM §III-C).
-            streams.append(semantic.unique_consecutive(tokens)[:, None])  # (N, 1)
-        first = 0
-        for count in self.quantizers:
-            codes = self.codes[index][start:stop, first : first + count]  # (T, n)
-            streams.append(codes.astype(np.int64))  # caches hold 16 bits, embeddings take 64
-            first += count
-        return list(map(torch.from_numpy, streams)), ended
+        found = []
+        first = 0  # quantizer of the codes that come next
+        for stream in self.streams:
+            if stream.name == "semantic":
+                # The same time, at another frame rate. At the end rounding must not lose a token.
+                ratio = semantic.FRAME_RATE / self.frame_rate
+                last = None if ended else round(stop * ratio)
+                tokens = self.semantic_tokens[index][round(start * ratio) : last, 0]
+                # Without repetitions, so coarse must model durations (AudioLM §III-C).
+                codes = semantic.unique_consecutive(tokens)[:, None]  # (N, 1)
+            else:
+                last = first + stream.num_quantizers
+                codes = self.codes[index][start:stop, first:last]  # (T, n)
+                first = last
+            # Caches hold 16 bits, embeddings take 64.
+            found.append(torch.from_numpy(codes.astype(np.int64)))
+        return found, ended
 
     def fetch(self, indices, random_words=None):
         """(the batch of `lay_out` with "text": [B transcripts], usable (B,))."""
@@ -215,7 +216,7 @@ class TokenCrops:
         if random_words is not None:
             offsets = order.uniform(random_words, 1)[:, 0]
         samples = [self.crop(*each) for each in zip(indices.tolist(), offsets)]
-        batch = self.lay_out(samples)
+        batch = self.lay_out(self.streams, samples)
         batch["text"] = [self.dataset.text(index) for index in indices.tolist()]
         # Recordings that could not be read have no tokens.
         return batch, np.array([all(map(len, streams)) for streams, _ in samples])
@@ -241,7 +242,7 @@ class TokenCrops:
         return int(np.quantile(lengths, 0.95)), 0, frame_rate
 
 
-def tokenize_splits(cfg, splits, lay_out, kmeans, codec, quantizers, device):
+def tokenize_splits(cfg, splits, streams, lay_out, kmeans, codec, device):
     """`splits` of recordings as splits of their TokenCrops, which say what the others are.
 
     All recordings are made tokens once, in files below RUN/tokens. kmeans, codec: None if the crops
@@ -263,11 +264,11 @@ def tokenize_splits(cfg, splits, lay_out, kmeans, codec, quantizers, device):
         crops[dataset] = TokenCrops(
             dataset,
             cfg.seconds,
+            streams,
             lay_out,
             semantic_tokens,
             codes,
             frame_rate,
-            quantizers,
         )
     return {name: (crops[dataset], indices) for name, (dataset, indices) in splits.items()}
 
