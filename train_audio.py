@@ -1778,13 +1778,13 @@ def check_text(args, model):
     """UserError if the semantic stage cannot do what the settings say about text."""
     if args.text and not model.has_text:
         raise UserError(f"--text: {args.run_dir} was trained without texts; give --prompt alone")
-    # Guidance needs a model that also knows "no text".
+    # A model that always had its text knows no "no text", which guidance needs.
     can_drop = model.has_text and model.cfg.text_drop
-    needs_text = model.has_text and not args.text
-    if not can_drop and (needs_text or args.guidance_scale != 1):
+    if model.has_text and not args.text and not can_drop:
+        raise UserError(f"{args.run_dir}: trained with --text_drop 0, so it needs --text")
+    if args.guidance_scale != 1 and not can_drop:
         raise UserError(
-            f"{args.run_dir}: trained with --text_drop 0, or without texts, so it needs --text if "
-            "it has texts, and a guidance scale of 1"
+            f"--guidance_scale: {args.run_dir} was trained with --text_drop 0, or without texts"
         )
 
 

@@ -4,15 +4,12 @@ import math
 import os
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from helpers import Settings
-from torch import nn
 
 from common import checkpoint, dist, loop
 from common.config import UserError
-from common.data import order
 
 
 def progress_of(step):
@@ -121,38 +118,6 @@ def test_it_is_due_by_steps_or_minutes_and_at_the_end_but_not_at_the_start(monke
     assert steps("3") == [3, 6, 7]
     assert steps("0") == [7]
     assert steps("1min") == [2, 5, 7]
-
-
-# Evaluation
-
-class Dataset:
-    """Numbers, each its own index."""
-
-    def fetch(self, indices, random_words=None):
-        return {"x": torch.tensor(indices)}, np.ones(len(indices), dtype=bool)
-
-
-def mean_of(chunk_size, most=0):
-    model = nn.Dropout()
-    cfg = Settings(chunk_size=chunk_size, eval_samples=most)
-    noise = []
-
-    def loss_of(batch):
-        assert not model.training and not torch.is_grad_enabled()
-        noise.append(torch.rand(()).item())
-        return batch["x"].float().mean()
-
-    mean = order.mean_loss(model, loss_of, Dataset(), np.arange(20), cfg, torch.device("cpu"))
-    assert model.training
-    return mean, noise
-
-
-def test_a_mean_loss_is_the_same_in_chunks_of_any_size_and_on_any_ranks(on_ranks):
-    """Promise 9"""
-    assert mean_of(7) == mean_of(7)  # also the noise
-    assert mean_of(7)[0] == mean_of(20)[0] == 9.5
-    assert mean_of(7, 10)[0] == 4.5
-    assert [mean for mean, _ in on_ranks(2, mean_of, 7)] == [9.5, 9.5]
 
 
 # Start

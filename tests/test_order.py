@@ -7,6 +7,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from helpers import Settings
+from torch import nn
 
 from common import accumulate
 from common.config import UserError
@@ -256,6 +258,36 @@ def test_evaluation_takes_the_first_samples_of_a_split_in_order_and_nothing_rand
 def test_two_ranks_take_the_batches_in_turns(on_ranks):
     alone = evaluated(50)
     assert on_ranks(2, evaluated, 50) == [alone[0::2], alone[1::2]]
+
+
+class Dataset:
+    """Numbers, each its own index."""
+
+    def fetch(self, indices, random_words=None):
+        return {"x": torch.tensor(indices)}, np.ones(len(indices), dtype=bool)
+
+
+def mean_of(chunk_size, most=0):
+    model = nn.Dropout()
+    cfg = Settings(chunk_size=chunk_size, eval_samples=most)
+    noise = []
+
+    def loss_of(batch):
+        assert not model.training and not torch.is_grad_enabled()
+        noise.append(torch.rand(()).item())
+        return batch["x"].float().mean()
+
+    mean = order.mean_loss(model, loss_of, Dataset(), np.arange(20), cfg, torch.device("cpu"))
+    assert model.training
+    return mean, noise
+
+
+def test_a_mean_loss_is_the_same_in_chunks_of_any_size_and_on_any_ranks(on_ranks):
+    """Promise 9"""
+    assert mean_of(7) == mean_of(7)  # also the noise
+    assert mean_of(7)[0] == mean_of(20)[0] == 9.5
+    assert mean_of(7, 10)[0] == 4.5
+    assert [mean for mean, _ in on_ranks(2, mean_of, 7)] == [9.5, 9.5]
 
 
 @pytest.mark.parametrize("workers", [0, 1])
