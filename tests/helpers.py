@@ -93,6 +93,31 @@ STAGES = {
     "coarse": dict(TOKENS, stage="coarse"),
     "fine": dict(TOKENS, stage="fine"),
 }
+CODECS = {
+    "encodec": dict(
+        target_bandwidths=[0.4, 0.8],
+        num_filters=2,
+        hidden_size=8,
+        upsampling_ratios=[5, 4, 4, 2],
+    ),
+    "dac": dict(
+        encoder_hidden_size=2,
+        decoder_hidden_size=16,
+        n_codebooks=4,
+        codebook_dim=4,
+        downsampling_ratios=[2, 5, 3],
+    ),
+    "mimi": dict(
+        num_filters=2,
+        hidden_size=16,
+        num_quantizers=4,
+        codebook_dim=8,
+        vector_quantization_hidden_dimension=8,
+        upsampling_ratios=[5, 4, 4],
+        upsample_groups=16,
+        num_hidden_layers=1,
+    ),
+}
 KILLS = int(os.environ.get("KILLS", 2))
 
 
@@ -419,3 +444,17 @@ def write_pipeline(folder, width, length):
             model.clip_std.data.uniform_(0.5, 1.5, generator=generator)
         model.save_pretrained(Path(folder, name))
     return models
+
+
+def published_codec(folder, kind, **settings):
+    """A tiny random model of `kind` in `folder`, whose codes vary."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    settings = {**CODECS[kind], "sampling_rate": 8000, "codebook_size": 16, **settings}
+    model = transformers.AutoModel.from_config(transformers.AutoConfig.for_model(kind, **settings))
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if name.endswith(("embed", "embed_sum")):  # codebooks
+            torch.nn.init.normal_(tensor)
+        elif tensor.requires_grad and kind == "encodec":  # as they start, biases outweigh the sound
+            tensor.data += 0.4 * torch.randn_like(tensor)
+    model.save_pretrained(folder)
+    return transformers.AutoModel.from_pretrained(folder).eval()

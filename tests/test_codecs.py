@@ -2,51 +2,12 @@
 
 import pytest
 import torch
+from helpers import published_codec
 from torch.nn.functional import pad
 from torch.testing import assert_close
 
 from common.config import UserError
 from common.interop.codecs import PublishedCodec
-
-CODECS = {
-    "encodec": dict(
-        target_bandwidths=[0.4, 0.8],
-        num_filters=2,
-        hidden_size=8,
-        upsampling_ratios=[5, 4, 4, 2],
-    ),
-    "dac": dict(
-        encoder_hidden_size=2,
-        decoder_hidden_size=16,
-        n_codebooks=4,
-        codebook_dim=4,
-        downsampling_ratios=[2, 5, 3],
-    ),
-    "mimi": dict(
-        num_filters=2,
-        hidden_size=16,
-        num_quantizers=4,
-        codebook_dim=8,
-        vector_quantization_hidden_dimension=8,
-        upsampling_ratios=[5, 4, 4],
-        upsample_groups=16,
-        num_hidden_layers=1,
-    ),
-}
-
-
-def published(folder, kind, **settings):
-    """A tiny random model of `kind` in `folder`, whose codes vary."""
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    settings = {**CODECS[kind], "sampling_rate": 8000, "codebook_size": 16, **settings}
-    model = transformers.AutoModel.from_config(transformers.AutoConfig.for_model(kind, **settings))
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if name.endswith(("embed", "embed_sum")):  # codebooks
-            torch.nn.init.normal_(tensor)
-        elif tensor.requires_grad and kind == "encodec":  # as they start, biases outweigh the sound
-            tensor.data += 0.4 * torch.randn_like(tensor)
-    model.save_pretrained(folder)
-    return transformers.AutoModel.from_pretrained(folder).eval()
 
 
 @pytest.mark.parametrize(
@@ -60,7 +21,7 @@ def published(folder, kind, **settings):
 @torch.no_grad()
 def test_codes_and_waves_are_the_packages_own(kind, hop_length, two_codes, tmp_path):
     torch.manual_seed(0)
-    model = published(tmp_path, kind)
+    model = published_codec(tmp_path, kind)
     codec = PublishedCodec(f"hf:{tmp_path}", "cpu")
     assert (codec.hop_length, codec.frame_rate) == (hop_length, 8000 / hop_length)
     assert (codec.sample_rate, codec.num_quantizers, codec.codebook_size) == (8000, 4, 16)
@@ -79,11 +40,11 @@ def test_codes_and_waves_are_the_packages_own(kind, hop_length, two_codes, tmp_p
         values = theirs.audio_values.flatten(1)  # DAC's are fewer where a stride is odd
         assert_close(sound[:, : values.shape[1]], values)
 
-    published(tmp_path, kind)
+    published_codec(tmp_path, kind)
     assert PublishedCodec(f"hf:{tmp_path}", "cpu").checksum != codec.checksum
 
 
 def test_a_model_that_does_not_fit_is_refused(tmp_path):
-    published(tmp_path, "encodec", normalize=True)
+    published_codec(tmp_path, "encodec", normalize=True)
     with pytest.raises(UserError, match="two channels, or one that normalizes chunks"):
         PublishedCodec(f"hf:{tmp_path}", "cpu")

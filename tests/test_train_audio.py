@@ -14,11 +14,11 @@ from helpers import (
     flags,
     follow,
     metrics,
+    published_codec,
     read_picture,
     saved,
     write_voices,
 )
-from test_codecs import published
 from torch.testing import assert_close
 
 import train_audio
@@ -504,7 +504,7 @@ def test_prompts_are_whole_frames_of_codes_and_of_semantic_tokens(pipeline):
 
 
 def test_a_published_codec_takes_the_place_of_soundstream(whole, voice, tmp_path):
-    published(tmp_path / "mimi", "mimi")
+    published_codec(tmp_path / "mimi", "mimi")
     settings = dict(soundstream=f"hf:{tmp_path}/mimi", coarse_quantizers=1, codec_quantizers=3)
     shutil.copytree(whole / "semantic", tmp_path / "run/semantic")
     for stage in ("coarse", "fine"):
