@@ -61,7 +61,9 @@ def test_the_last_tokens_alone_are_those_of_the_whole_run(rotary):
     whole = model(x)
     _, cache = model(x[:, :4], return_cache=True)
     for num_last in (1, 3, 5):
-        close(model(x, num_last=num_last), whole[:, -num_last:])
+        found = model(x, num_last=num_last)
+        assert found.shape[1] == num_last
+        close(found, whole[:, -num_last:])
         close(model(x, mask=mask, num_last=num_last), whole[:, -num_last:])
         close(model(x[:, 4:], cache=cache, num_last=num_last), whole[:, -num_last:])
 

@@ -230,9 +230,11 @@ def attribute_values(records):
 
 def named_attributes(records):
     """Which attributes a record's caption names: bool (N, 5)."""
-    names = list(ATTRIBUTES)
-    named = [np.isin(names, record["named"]) for record in records]
-    return np.array(named)
+    columns = {name: column for column, name in enumerate(ATTRIBUTES)}
+    table = np.zeros((len(records), len(columns)), bool)
+    for row, record in zip(table, records):
+        row[[columns[name] for name in record["named"]]] = True
+    return table
 
 
 class Judge(NamedTuple):
