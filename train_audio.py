@@ -11,8 +11,8 @@
 
 The same command again resumes. Each stage is a run of its own: RUN/soundstream, RUN/semantic,
 RUN/coarse and RUN/fine. Later stages read the folders of earlier ones. A published codec can
-replace the first stage (--stage coarse --soundstream hf:kyutai/mimi --sample_rate 24000, and so for
-fine).
+replace the first stage (--stage semantic --sample_rate 24000, then --stage coarse --soundstream
+hf:kyutai/mimi, and so for fine).
 `python train_audio.py [train|evaluate|sample] --help` lists the settings, for train those that all
 stages share; `--stage NAME --help` lists those of a stage.
 
@@ -25,28 +25,28 @@ SoundStream: Zeghidour et al. 2021. AudioLM: Borsos et al. 2022.
 What differs from the papers, also in the presets:
 SoundStream
 - No FiLM, so no denoising (§III-F). Residual units start as the identity.
+- Recordings are brought to one loudness, crops by themselves, and inside to a size of 1. With
+  --pre_emphasis the codec is of x[t] - a x[t-1], and so are its losses and discriminators.
 - Weights are averaged (EMA); codebooks are moving averages already, and are not averaged again.
-- Codebooks start by k-means++ on frames of many batches, not of the first one. Dead codes become
-  evenly spaced frames of the first chunk, not random ones of the batch.
+- Codebooks start by k-means++ on frames of many batches, not of the first one. Codes are dead by
+  their share of use, and become evenly spaced frames of the first chunk, not random ones.
 - Discriminators have no weight norm, slopes of 0.1 and zero padding; the wave at a quarter of its
   rate is pooled once by 4, not twice by 2. Feature matching is a mean over channels too.
 - Mel spectra have a scale and a floor of their own (`spectral_distance`), and filters that are wide
   enough for the shortest window (`recordings.mel_filters`).
-- By default also: an L1 loss of waves, an R1 penalty of the summed scores, no quantizer in the
-  first 300 steps, discriminators only in the last 40 of 1,050 steps. The preset has none of these.
+- By default, but not by soundstream-24khz: an L1 loss of waves, an R1 penalty of the summed scores,
+  no quantizer in the first 300 steps, discriminators only in the last 40 of 1,050 steps.
 AudioLM
-- Semantic tokens are 50 a second. By default they are of MFCC, normalized in each recording, so a
-  prompt alone has other tokens than it has inside its recording.
+- Semantic tokens are 50 a second. By default they are of MFCC.
 - Positions are rotary: AudioLM's relative ones (T5) are a bias of all scores, which would prevent
   fast attention. Blocks are pre-norm with GELU; the paper names neither. Each quantizer has its own
   embeddings and its own output head.
-- Text is added, in words that the training has often and bytes for others, and EOS. A crop is
-  trained with the transcript of its whole recording, so of long ones a text says some part. The
-  preset audiolm-semantic has this, too, cut to 24 tokens (--max_text_len 0: no text).
-- The training loss is a mean over samples of their means over tokens, val_loss a mean over tokens.
-- Long sounds are made in windows that overlap by half. A later window of coarse counts the semantic
-  tokens of the sound so far, to find the rest.
-- By default Muon trains the coarse stage. The presets' weight decay and betas are the defaults.
+- Text is added, in words that the training has often and bytes for others, and EOS. Crops that are
+  not a whole recording go without text. The preset of AudioLM has no text.
+- The losses are means over samples of their means over tokens.
+- Long sounds are made in windows that overlap by half. For a later window of coarse the semantic
+  tokens of the sound so far are heard in it, to find the rest.
+- By default Muon trains the coarse stage, and the codec.
 """
 
 import os
@@ -104,6 +104,10 @@ class SharedConfig(config.TrainingRun):
     stage: Stage = field(
         "all", "stage to train; all: one after the other, each with its defaults", fixed=True
     )
+    preset: str = field(
+        "",
+        "settings by name: speech-small, audiolm-16khz, soundstream-24khz; --config and flags win",
+    )
     run_dir: str = field("runs/audio", "folder of the runs; a stage's run is RUN/STAGE")
     data: str = field(
         "syllables", 'folder of recordings (wav, flac, ogg, mp3), or "syllables": built in'
@@ -153,14 +157,19 @@ def means(sums):
     return {name: value / count for name, value in sums.items()}
 
 
-def load_model(stage, folder, device, name="model.pt", weights="ema"):
+def load_model(stage, folder, device, name="", weights="ema"):
     """(model of a stage in eval mode and frozen, contents of its file), of its run folder.
 
-    name: of the file. With "online" weights it is by default the newest checkpoint.
+    name: of the file. By default it is the newest checkpoint for "online" weights; the last of a
+    codec, whose validation loss leaves out the discriminators; else see `checkpoint.model_file`.
     """
-    file = Path(folder) / name
-    if weights == "online" and name == "model.pt":  # only checkpoints have the online weights
-        file = max(Path(folder).glob("checkpoints/step_*.pt"), default=file)
+    if stage == "soundstream" and weights == "ema":
+        name = name or "model.pt"
+    files = sorted(Path(folder).glob("checkpoints/step_*.pt"))
+    if weights == "online" and not name and files:  # only checkpoints have the online weights
+        file = files[-1]
+    else:
+        file = checkpoint.model_file(folder, name)
     cfg, contents = checkpoint.read_model({stage: STAGES[stage]}, file, weights)
     with checkpoint.damaged(file):
         if stage == "soundstream":
@@ -193,14 +202,14 @@ class CodecConfig(SharedConfig):
         (2, 4, 5, 8), "strides; their product is the hop length", model=True
     )
     latent_dim: PositiveInt = field(128, "width of a frame", model=True)
+    pre_emphasis: Fraction = field(
+        0.0, "a of x[t] - a x[t-1], which is coded; speech is weak at high frequencies", model=True
+    )
     num_quantizers: PositiveInt = field(
         4, "residual quantizers; the first n alone are a lower bitrate", model=True
     )
     codebook_size: PositiveInt = field(256, "codes of a quantizer", model=True)
     codebook_decay: Fraction = field(0.95, "decay of the codebooks' averages")
-    dead_code_threshold: NonNegativeFloat = field(
-        0.1, "re-seed codes with fewer frames a step; 2 needs large batches"
-    )
     quantizer_start: NonNegativeInt = field(
         300, "steps without quantizer, before k-means (paper: 0)", fixed=True
     )
@@ -219,20 +228,19 @@ class CodecConfig(SharedConfig):
         1010, "first step with discriminators (paper: 0)", fixed=True
     )
     r1_weight: NonNegativeFloat = field(10.0, "weight of the R1 gradient penalty (paper: 0)")
-    discriminator_channels: PositiveInt = field(
-        4, "channels of their first layers; of spectra twice as many", fixed=True
-    )
-    stft_window: PositiveInt = field(
-        512, "window of the STFT discriminator, in samples", fixed=True
-    )
     discriminator_lr: PositiveFloat = field(3e-4, "their peak learning rate")
     discriminator_warmup_steps: NonNegativeInt = field(
         20, "steps of their linear warm-up, from their start on"
     )
-    # Optimization: Adam
+    # Optimization
+    augment: bool = field(False, "other loudness, and mixes of two recordings (EnCodec §4.1)")
     steps: PositiveInt = field(1050, "optimizer steps")
     batch_size: PositiveInt = field(16, "samples a step, over all ranks", fixed=True)
-    lr: PositiveFloat = field(2e-3, "peak learning rate")
+    # In the same time Muon reaches 15 dB on syllables, Adam, which the paper uses, 11 dB.
+    optimizer: Literal["adamw", "muon"] = field(
+        "muon", "muon: for matrices, with AdamW for the others", fixed=True
+    )
+    lr: PositiveFloat = field(3e-3, "peak learning rate")
     weight_decay: NonNegativeFloat = field(0.0, "decoupled weight decay of the codec's kernels")
     betas: tuple[Fraction, Fraction] = field(
         (0.8, 0.99), "Adam's decays of the mean of gradients, and of the mean of their squares"
@@ -246,13 +254,11 @@ class CodecConfig(SharedConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.stft_window % 128:
-            raise UserError(f"--stft_window {self.stft_window}: expected a multiple of 128")
         # The STFT discriminator halves the frames three times.
         if self.crop < 1.75 * self.stft_window:
             raise UserError(
-                f"--seconds: {self.crop} samples are too short for a discriminator of "
-                f"--stft_window {self.stft_window}; expected 1.75 windows or more"
+                f"--seconds: {self.crop} samples are too short for the STFT discriminator; "
+                f"expected {1.75 * self.stft_window:.0f} or more"
             )
         # Then the run would end without codebooks.
         if self.steps <= self.quantizer_start and not self.init_from:
@@ -265,6 +271,11 @@ class CodecConfig(SharedConfig):
     def crop(self):
         """Samples of a training crop."""
         return round(self.seconds * self.sample_rate)
+
+    @property
+    def stft_window(self):
+        """Samples of the STFT discriminator's window, W: 512 at 8 kHz, 1024 at 16 and 24 kHz."""
+        return max(128, 2 ** round(math.log2(self.sample_rate / 20)))
 
 
 # SoundStream §III. Batch, crop, learning rates and commitment weight are not in the paper.
@@ -290,7 +301,6 @@ SOUNDSTREAM_24KHZ = dict(
     num_quantizers=8,  # of 10 bits each: 6 kbit/s at 75 frames a second
     codebook_size=1024,  # K
     codebook_decay=0.99,  # §III-C
-    dead_code_threshold=2.0,  # §III-C
     quantizer_start=0,  # k-means before the first step (§III-C)
     mel_weight=1.0,  # λ_rec (§III-E), but of spectra of another scale (`spectral_distance`)
     wave_weight=0.0,  # not in the paper
@@ -299,17 +309,22 @@ SOUNDSTREAM_24KHZ = dict(
     adversarial_weight=1.0,  # λ_adv
     feature_weight=100.0,  # λ_feat
     r1_weight=0.0,  # not in the paper
-    discriminator_channels=16,  # over waves; 32 over spectra
-    stft_window=1024,  # W; the hop is W / 4
     discriminator_lr=1e-4,
     discriminator_warmup_steps=1_000,
     seconds=1.0,
     batch_size=64,
     chunk_size=16,
+    optimizer="adamw",
     betas=(0.5, 0.9),  # Adam's; the first is low, as in many GANs
 )
 
+# A code is dead below this share of its quantizer's mean use. The paper's 2 vectors a batch depend
+# on the batch, and are more of the last quantizers, which dropout often leaves out.
+DEAD_BELOW = 0.2
+INNER_SCALE = 10.0  # of waves inside of the codec: those of LOUDNESS get a size of 1
+BLOCK_FRAMES = 3_000  # in one pass: an hour at once would not fit into memory
 CROP_SECONDS = 1.0  # length of the codec's crops in evaluation
+MEL_FLOOR = 1e-4  # of magnitudes: 60 dB below LOUDNESS
 R1_EVERY = 4  # steps between R1 penalties; StyleGAN2 multiplies them by this, here they are not
 
 
@@ -338,6 +353,32 @@ class CausalUpsample(nn.ConvTranspose1d):
         return x[..., self.stride[0] : -self.stride[0]]
 
 
+class FastELU(torch.autograd.Function):
+    """ELU in fp32 on a CPU, equal to rounding: torch's takes up to 8 times longer with AVX-512."""
+
+    @staticmethod
+    def forward(ctx, x):
+        y = x.clamp(max=0).exp_().sub_(1)
+        y = torch.maximum(x, y, out=y)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (y,) = ctx.saved_tensors
+        # The slope is 1 where y > 0, else exp(x) = y + 1.
+        return y.clamp(max=0).add_(1).mul_(gradient)
+
+
+class ELU(nn.Module):
+    """Exponential linear unit (Clevert et al. 2016): x where x > 0, else exp(x) - 1."""
+
+    def forward(self, x):
+        if x.is_cuda or x.dtype != torch.float32:
+            return F.elu(x)
+        return FastELU.apply(x)
+
+
 class ResidualUnit(nn.Module):
     """Dilated convolution of kernel 7, then one of kernel 1 (SoundStream, Fig. 3)."""
 
@@ -345,13 +386,26 @@ class ResidualUnit(nn.Module):
         super().__init__()
         self.conv1 = CausalConv(channels, channels, 7, dilation=dilation)
         self.conv2 = CausalConv(channels, channels, 1)
+        self.elu = ELU()
 
     def forward(self, x):
-        return x + self.conv2(F.elu(self.conv1(F.elu(x))))
+        return x + self.conv2(self.elu(self.conv1(self.elu(x))))
 
 
 def residual_units(channels):
     return [ResidualUnit(channels, dilation) for dilation in (1, 3, 9)]
+
+
+def deemphasize(wave, a):
+    """The waves x (B, T) of which `wave` is x[t] - a x[t-1].
+
+    x[t] is the sum of a^n wave[t-n]. With twice as many terms each time that is a few additions.
+    """
+    shift = 1
+    while a**shift > 1e-6 and shift < wave.shape[1]:
+        wave = wave + a**shift * F.pad(wave[:, :-shift], (shift, 0))
+        shift *= 2
+    return wave
 
 
 class SoundStream(nn.Module):
@@ -368,25 +422,32 @@ class SoundStream(nn.Module):
         self.frame_rate = cfg.sample_rate / self.hop_length
         self.num_quantizers = cfg.num_quantizers
         self.codebook_size = cfg.codebook_size
+        self.register_buffer("inner_scale", torch.tensor(INNER_SCALE))
+        self.pre_emphasis = a = cfg.pre_emphasis
+        # The power is 1 + a² - 2·a·r times as large, where neighbors correlate by r, about 0.9.
+        self.emphasis_gain = (1 + a * a - 1.8 * a) ** -0.5
+        # A frame depends on fewer frames than these before it: on about 80 for each stride, if all
+        # are 1.
+        self.reach = 100 * len(cfg.strides)
 
         # The decoder mirrors the encoder, so it is built from its end.
         channels = cfg.channels  # doubled by each stride
         encoder = [CausalConv(1, channels, 7)]  # a wave has one channel
-        decoder = [nn.ELU(), CausalConv(channels, 1, 7)]
+        decoder = [ELU(), CausalConv(channels, 1, 7)]
         for stride in cfg.strides:
             downsample = CausalConv(channels, 2 * channels, 2 * stride, stride)
             upsample = CausalUpsample(2 * channels, channels, 2 * stride, stride)
-            encoder += [*residual_units(channels), nn.ELU(), downsample]
-            decoder = [nn.ELU(), upsample, *residual_units(channels), *decoder]
+            encoder += [*residual_units(channels), ELU(), downsample]
+            decoder = [ELU(), upsample, *residual_units(channels), *decoder]
             channels *= 2
-        self.encoder = nn.Sequential(*encoder, nn.ELU(), CausalConv(channels, cfg.latent_dim, 3))
+        self.encoder = nn.Sequential(*encoder, ELU(), CausalConv(channels, cfg.latent_dim, 3))
         self.decoder = nn.Sequential(CausalConv(cfg.latent_dim, channels, 7), *decoder)
         self.quantizer = ResidualQuantizer(
             cfg.latent_dim,
             cfg.num_quantizers,
             cfg.codebook_size,
             cfg.codebook_decay,
-            cfg.dead_code_threshold,
+            DEAD_BELOW,
             dropout=1.0,  # all samples of training have a random number of quantizers (§III-C)
         )
         self.apply(self.initialize)
@@ -403,29 +464,51 @@ class SoundStream(nn.Module):
         elif isinstance(layer, ResidualUnit):
             nn.init.zeros_(layer.conv2.weight)
 
+    def emphasize(self, wave):
+        """x[t] - a x[t-1] of waves x (B, T), about as loud as they are."""
+        past = F.pad(wave[:, :-1], (1, 0))
+        return (wave - self.pre_emphasis * past) * self.emphasis_gain
+
     def encode_latents(self, wave):
-        """Frames (B, ceil(T / hop_length), D) of waves (B, T)."""
+        """Frames (B, ceil(T / hop_length), D) of emphasized waves (B, T)."""
         x = F.pad(wave, (0, -wave.shape[1] % self.hop_length))  # silence up to a whole frame
-        return self.encoder(x[:, None]).transpose(1, 2)  # (B, frames, D)
+        # Below a size of about 1 an ELU is almost linear.
+        return self.encoder(x[:, None] * self.inner_scale).transpose(1, 2)  # (B, frames, D)
 
     def decode_latents(self, latents):
-        """Waves (B, T · hop_length) of frames (B, T, D), in fp32."""
-        return self.decoder(latents.transpose(1, 2))[:, 0].float()  # (B, T), the only channel
+        """Emphasized waves (B, T · hop_length) of frames (B, T, D), in fp32."""
+        x = self.decoder(latents.transpose(1, 2))[:, 0].float()  # (B, T), the only channel
+        return x / self.inner_scale
 
     def forward(self, wave):
-        """(reconstruction (B, T), commitment loss) of waves (B, T)."""
+        """(reconstruction (B, T), commitment loss) of emphasized waves (B, T)."""
         quantized, _, commitment = self.quantizer(self.encode_latents(wave))  # (B, frames, D)
         return self.decode_latents(quantized)[:, : wave.shape[1]], commitment
 
     @torch.no_grad()
     def encode(self, wave):
-        """Codes (B, frames, Q) of waves (B, T)."""
-        return self.quantizer.encode(self.encode_latents(wave))
+        """Codes (B, frames, Q) of waves (B, T); of an hour as of a second, see BLOCK_FRAMES."""
+        codes = []
+        wave = self.emphasize(wave)
+        frames = -(-wave.shape[1] // self.hop_length)  # rounded up
+        for start in range(0, frames, BLOCK_FRAMES):
+            first = max(0, start - self.reach)  # it is causal: what is after a block has no effect
+            samples = slice(first * self.hop_length, (start + BLOCK_FRAMES) * self.hop_length)
+            latents = self.encode_latents(wave[:, samples])
+            codes.append(self.quantizer.encode(latents[:, start - first :]))
+        return torch.cat(codes, dim=1)
 
     @torch.no_grad()
     def decode(self, codes):
         """Waves (B, frames · hop_length) of codes (B, frames, n) of the first n quantizers."""
-        return self.decode_latents(self.quantizer.decode(codes))
+        waves = []
+        for start in range(0, codes.shape[1], BLOCK_FRAMES):
+            first = max(0, start - self.reach)
+            latents = self.quantizer.decode(codes[:, first : start + BLOCK_FRAMES])
+            wave = self.decode_latents(latents)
+            waves.append(wave[:, (start - first) * self.hop_length :])
+        wave = torch.cat(waves, dim=1) / self.emphasis_gain
+        return deemphasize(wave, self.pre_emphasis)
 
 
 # Discriminators (SoundStream §III-D)
@@ -448,7 +531,7 @@ class WaveDiscriminator(nn.Module):
         # Channels grow four times a layer, to at most 64 times.
         widths = [channels * mult for mult in (1, 4, 16, 64, 64)]
         for narrow, wide in itertools.pairwise(widths):
-            groups = max(1, narrow // 4)  # of four channels each
+            groups = math.gcd(narrow, max(1, narrow // 4))  # of four channels each
             self.layers.append(nn.Conv1d(narrow, wide, 41, stride=4, padding=20, groups=groups))
         self.layers.append(nn.Conv1d(widths[-1], widths[-1], 5, padding=2))
         self.out = nn.Conv1d(widths[-1], 1, 3, padding=1)
@@ -502,12 +585,18 @@ class STFTDiscriminator(nn.Module):
 
     def spectrum(self, wave):
         """Real and imaginary parts (B, 2, F, T') of waves (B, T), F = window / 2, in fp32."""
+        half = self.window // 2
+        # Mirrored at the ends; the gradient of torch's own way varies from run to run on GPUs.
+        left = wave[:, 1 : half + 1].flip(1)
+        right = wave[:, -half - 1 : -1].flip(1)
+        wave = torch.cat([left, wave, right], dim=1)
         with torch.autocast(wave.device.type, enabled=False):
             x = torch.stft(
                 wave.float(),
                 self.window,
                 self.window // 4,
                 window=self.hann,
+                center=False,
                 return_complex=True,
             )
             x = x[:, :-1]  # without the highest frequency
@@ -526,7 +615,7 @@ class STFTDiscriminator(nn.Module):
 
 def make_discriminators(cfg):
     """Three wave discriminators, at 1, 1/2 and 1/4 of the rate, and one STFT discriminator."""
-    channels = cfg.discriminator_channels
+    channels = max(1, cfg.channels // 2)
     return nn.ModuleList(
         [
             WaveDiscriminator(channels, downsample=1),
@@ -555,7 +644,7 @@ def spectral_distance(fake, real, sample_rate):
         filters = recordings.mel_filters(sample_rate, window, 64, device=real.device)
         x = recordings.stft_magnitude(fake, window, window // 4) @ filters  # (B, frames, 64)
         y = recordings.stft_magnitude(real, window, window // 4) @ filters
-        difference = x.clamp(min=1e-3).log() - y.clamp(min=1e-3).log()
+        difference = x.clamp(min=MEL_FLOOR).log() - y.clamp(min=MEL_FLOOR).log()
         log_distance = (difference.square().sum(2) + 1e-8).sqrt()  # with a finite gradient at 0
         distance = (x - y).abs().sum(2) + (window / 2) ** 0.5 * log_distance  # (B, frames)
         total = total + distance.sum(1)  # (B,)
@@ -647,7 +736,12 @@ def evaluate_codec(codec, cfg, split, device):
         with amp.autocast(device, cfg.precision):
             codes = codec.encode(real)  # (B, frames, Q)
             fake = codec.decode(codes)[:, :length]
-        loss = reconstruction_loss(cfg, fake, real, commitment=torch.zeros((), device=device))
+        loss = reconstruction_loss(
+            cfg,
+            codec.emphasize(fake),
+            codec.emphasize(real),
+            commitment=torch.zeros((), device=device),
+        )
         sums["count"] += size
         sums["loss"] += loss.item() * size
         distance = (log_mel(fake) - log_mel(real)).abs().mean((1, 2))  # (B,)
@@ -678,9 +772,21 @@ def reconstructions(codec, split, device):
 # Training
 
 
+def augment(waves):
+    """Waves (B, T) of other loudness, -10 to 6 dB; half of them have another one mixed in.
+
+    So does EnCodec (§4.1). Of few recordings less is learned by heart.
+    """
+    size = len(waves), 1
+    device = waves.device
+    share = torch.rand(size, device=device) * (torch.rand(size, device=device) < 0.5)
+    decibels = torch.rand(size, device=device) * 16 - 10
+    return (waves + share * waves.roll(1, 0)) * 10 ** (decibels / 20)
+
+
 @torch.no_grad()
 def initialize_codebooks(codec, cfg, dataset, indices, device):
-    """k-means on frames of training crops, by rank 0: the same on any number of ranks."""
+    """k-means on frames of training crops, not augmented, by rank 0: the same on any ranks."""
     if codec.quantizer.ready:  # by --init_from
         return
     chunks = order.ChunkDataset(dataset, indices, accumulate.derive_seed(cfg.seed, "codebooks"))
@@ -688,7 +794,7 @@ def initialize_codebooks(codec, cfg, dataset, indices, device):
     start = 0
     # As many frames as k-means needs: 32 for each code.
     while dist.is_main() and len(frames) < 32 * cfg.codebook_size:
-        wave = chunks[start, start + cfg.chunk_size]["wave"].to(device)
+        wave = codec.emphasize(chunks[start, start + cfg.chunk_size]["wave"].to(device))
         new = codec.encode_latents(wave).flatten(0, 1).float()  # (B · frames, D)
         frames = torch.cat([frames, new])
         start += cfg.chunk_size
@@ -716,7 +822,7 @@ def train_soundstream(cfg, device):
     accumulate.seed_all(cfg.seed, "weights")  # the same start on all ranks
     codec = SoundStream(cfg).to(device)  # encoder, quantizer, decoder
     discriminators = make_discriminators(cfg).to(device)  # unused before discriminator_start
-    optimizers = optim.make(codec, "adamw", cfg.lr, cfg.weight_decay, cfg.betas, cfg.eps)
+    optimizers = optim.make(codec, cfg.optimizer, cfg.lr, cfg.weight_decay, cfg.betas, cfg.eps)
     discriminator_optimizers = optim.make(
         discriminators, "adamw", cfg.discriminator_lr, 0.0, cfg.betas, cfg.eps
     )
@@ -796,6 +902,9 @@ def train_soundstream(cfg, device):
                     accumulate.seed_all(cfg.seed, state.step, chunk.index)
                     size = chunk.stop - chunk.start
                     real = batch["wave"].to(device, non_blocking=True)
+                    if cfg.augment:
+                        real = augment(real)
+                    real = codec.emphasize(real)
                     with amp.autocast(device, cfg.precision):
                         fake, commitment = codec(real)
                         loss = reconstruction_loss(cfg, fake, real, commitment)
@@ -855,16 +964,20 @@ def train_soundstream(cfg, device):
 # frame_rate, num_quantizers, codebook_size, checksum
 
 
-def load_codec(cfg, device):
-    """The codec of a coarse or fine stage; UserError if it does not fit `cfg`."""
-    path = cfg.soundstream or f"{cfg.run_dir}/soundstream"
+def open_codec(path, device, name="", weights="ema"):
+    """The codec of a run folder, of its file `name`, or a published one, hf:MODEL."""
     if path.startswith("hf:"):
         from common.interop.codecs import PublishedCodec
 
-        codec = PublishedCodec(path, device)
-    else:
-        codec, _ = load_model("soundstream", path, device)
-    if codec.sample_rate != cfg.sample_rate:
+        return PublishedCodec(path, device)
+    codec, _ = load_model("soundstream", path, device, name, weights)
+    return codec
+
+
+def load_codec(cfg, device):
+    """The codec of a coarse or fine stage; UserError if it does not fit `cfg`."""
+    codec = open_codec(cfg.soundstream or f"{cfg.run_dir}/soundstream", device)
+    if codec.sample_rate != (cfg.sample_rate or codec.sample_rate):
         raise UserError(
             f"--sample_rate: {cfg.sample_rate}, but the codec's is {codec.sample_rate}; give that"
         )
@@ -928,7 +1041,7 @@ class SemanticConfig(TransformerConfig):
         fixed=True,
     )
     clusters: PositiveInt = field(
-        12, "different semantic tokens; speech needs more, such as 100", model=True
+        36, "different semantic tokens; AudioLM has 1,024", model=True
     )
     max_text_len: NonNegativeInt = field(
         24, "longest transcript in tokens, longer is cut, 0: no text", model=True
@@ -940,6 +1053,7 @@ class SemanticConfig(TransformerConfig):
 class CodesConfig(TransformerConfig):
     """Codec of the coarse and fine stages"""
 
+    sample_rate: NonNegativeInt = field(0, "samples a second; 0: the codec's", fixed=True)
     soundstream: str = field("", 'codec to use: run folder or hf:MODEL; "": RUN/soundstream')
     coarse_quantizers: PositiveInt = field(
         2, "quantizers that coarse predicts; fine predicts the rest", model=True
@@ -972,35 +1086,82 @@ class FineConfig(CodesConfig):
 
 
 # AudioLM §IV-A: 12 layers, 16 heads, width 1024; crops of 30, 10 and 3 s; 1M steps of 256.
-# §IV-B: temperatures. Learning rates are not in the paper. Its codec is the preset above with
-# --sample_rate 16000 and --num_quantizers 12. Its semantic tokens are of layer 7 of w2v-BERT XL,
-# 25 a second. That model is not published. Here they are of w2v-BERT 2.0, 50 a second.
+# §IV-B: temperatures. The other settings of training are not in the paper. Its semantic tokens are
+# of layer 7 of w2v-BERT XL, 25 a second. That model is not published. Here they are of w2v-BERT
+# 2.0, 50 a second.
 AUDIOLM = dict(
     LARGE,
     sample_rate=16_000,
     width=1024,  # §IV-A
     depth=12,
     heads=16,
+    dropout=0.1,
     batch_size=256,
     chunk_size=8,  # a crop of 30 s is 1,500 tokens
     optimizer="adamw",
     lr=3e-4,
+    weight_decay=0.01,
+    betas=(0.9, 0.99),
+    max_grad_norm=1.0,
     warmup_steps=4_000,
     precision="bf16",
 )
-CODES = dict(AUDIOLM, coarse_quantizers=4)  # Q' of Q = 12
-PRESETS = {
-    "soundstream-24khz": SOUNDSTREAM_24KHZ,
-    "audiolm-semantic": dict(
+AUDIOLM_16KHZ = {
+    "soundstream": dict(SOUNDSTREAM_24KHZ, sample_rate=16_000, num_quantizers=12),  # §IV-A
+    "semantic": dict(
         AUDIOLM,
-        stage="semantic",
         seconds=30.0,
         temperature=0.6,
         tokenizer="hf:facebook/w2v-bert-2.0:7",  # layer 7, as in the paper
         clusters=1024,
+        max_text_len=0,  # the paper has no text
     ),
-    "audiolm-coarse": dict(CODES, stage="coarse", seconds=10.0, temperature=0.8),
-    "audiolm-fine": dict(CODES, stage="fine", seconds=3.0, temperature=0.6),
+    "coarse": dict(AUDIOLM, seconds=10.0, temperature=0.8, coarse_quantizers=4),  # Q' of Q = 12
+    "fine": dict(AUDIOLM, seconds=3.0, temperature=0.6, coarse_quantizers=4),
+}
+# Recordings of speech, and two cores. Tried on spoken digits: 600 recordings of four speakers.
+SPEECH = dict(sample_rate=8_000, log_every=50, eval_every="100", save_every="500")
+SPEECH_TOKENS = dict(
+    SPEECH,
+    dropout=0.3,
+    weight_decay=0.1,
+    steps=300,  # few recordings are soon learned by heart
+    batch_size=32,
+    lr=1e-3,
+)
+SPEECH_SMALL = {
+    "all": SPEECH,
+    "soundstream": dict(
+        SPEECH,
+        strides=(2, 4, 5, 4),  # 50 frames a second
+        latent_dim=32,
+        num_quantizers=8,  # of 8 bits each: 3.2 kbit/s
+        pre_emphasis=0.9,
+        codebook_decay=0.99,
+        quantizer_start=500,
+        # Phases cost bits, and are not heard: spectra count more than waves.
+        mel_weight=2e-4,
+        wave_weight=10.0,
+        discriminator_start=6_800,
+        augment=True,
+        steps=8_000,
+    ),
+    # A text is given to recordings that are not longer than a crop.
+    "semantic": dict(
+        SPEECH_TOKENS,
+        seconds=10.0,
+        clusters=64,
+        max_text_len=64,
+        dropout=0.2,
+        steps=1_000,
+    ),
+    "coarse": dict(SPEECH_TOKENS, seconds=3.0, optimizer="adamw"),
+    "fine": dict(SPEECH_TOKENS, seconds=0.5),
+}
+PRESETS = {
+    "speech-small": SPEECH_SMALL,
+    "soundstream-24khz": SOUNDSTREAM_24KHZ,
+    "audiolm-16khz": AUDIOLM_16KHZ,
 }
 
 PROMPT_SECONDS = 0.4  # length of the prompts in evaluation
@@ -1123,7 +1284,7 @@ class TokenTransformer(nn.Module):
     def condition(self, texts, drop):
         """Embeddings (B, L, D) of B texts, of "no text" where `drop` (B,) is true.
 
-        With texts None they are all of "no text". None for a model without text.
+        So is "". With texts None they are all of "no text". None for a model without text.
         """
         if not self.has_text:
             return None
@@ -1131,6 +1292,7 @@ class TokenTransformer(nn.Module):
         if texts is None:
             return null_text.expand(len(drop), -1, -1)
         length = self.cfg.max_text_len
+        drop = drop | torch.tensor([not text for text in texts], device=drop.device)
         tokens = torch.zeros(len(texts), length, dtype=torch.long)  # padded with 0
         for i, text in enumerate(texts):
             encoded = self.tokenizer.encode(text)[:length]
@@ -1275,9 +1437,9 @@ def generate_long(model, context_of, prompts, limits, seeds, sampling, texts=Non
     """`generate` past the training length, in windows that overlap by half.
 
     prompts: B of (T_b, Q). limits: the most frames of each sound, with its prompt. context_of(b,
-    past): the earlier streams of sample b for a window that begins after the frames `past` (T, Q).
-    A window has at most the max_frames and the max_context of training. If it does not see all of
-    the context, it may not end. Returns B of (T_b, Q), with the prompts.
+    codes, start): the earlier streams of sample b for a window that begins with the frame `start`
+    of the codes (T, Q) so far. A window has at most the max_frames and the max_context of training.
+    If it does not see all of the context, it may not end. Returns B of (T_b, Q), with the prompts.
     """
     if sampling.temperature < 0:
         sampling = sampling._replace(temperature=model.cfg.temperature)
@@ -1298,7 +1460,7 @@ def generate_long(model, context_of, prompts, limits, seeds, sampling, texts=Non
             if length >= max_frames:
                 start = length - max_frames // 2  # the window is full: keep its later half
             window = codes_of[b][start:]
-            context = context_of(b, codes_of[b][:start])  # of the time of the window
+            context = context_of(b, codes_of[b], start)  # of the time of the window
             samples.append([*(codes[:max_context] for codes in context), window])
             window_limits.append(min(max_frames - len(window), limits[b] - length))
             # If the context is cut, EOS is forbidden: the remaining context is for later windows.
@@ -1348,9 +1510,10 @@ def lay_out(streams, samples):
 
 @torch.no_grad()
 def evaluate_transformer(model, cfg, split, device):
-    """Loss per token of the last stream, accuracy, and unigram entropy: a model without context.
+    """Loss and accuracy, as in training means over samples of their means over tokens.
 
-    split: (TokenCrops, indices). Collective.
+    unigram_entropy, over all tokens, is about the loss of a model without context. split:
+    (TokenCrops, indices). Collective.
     """
     stream = model.streams[-1]
     sums = collections.defaultdict(float)
@@ -1359,11 +1522,12 @@ def evaluate_transformer(model, cfg, split, device):
         batch = order.to_device(batch, device)
         with amp.autocast(device, cfg.precision):
             loss, count, correct = model(batch)
-        sums["loss"] += loss.sum().item()
-        sums["accuracy"] += correct.sum().item()
-        sums["count"] += count.sum().item()
+        count = count.clamp(min=1)
+        sums["loss"] += (loss / count).sum().item()
+        sums["accuracy"] += (correct / count).sum().item()
+        sums["count"] += len(loss)
         tokens_seen.append(batch["target"].flatten(0, 1).cpu())
-    metrics = means(sums)  # over tokens, so long crops count more
+    metrics = means(sums)
     entropies, counts = tokens.code_entropies(tokens_seen, stream.codebook_size + 1)  # with EOS
     metrics["unigram_entropy"] = (entropies @ counts / counts.sum()).item()
     return metrics
@@ -1381,19 +1545,24 @@ def continuations(model, cfg, split, codec, device):
     if cfg.stage == "coarse":
         prompt_frames = round(PROMPT_SECONDS * model.lengths.frame_rate)
     for number, index in enumerate(crops.readable(indices)[:NUM_SOUNDS]):
-        (context, real), _ = crops.crop(index)
+        (_, real), _ = crops.crop(index)
+        stop = len(real)
+
+        def context_of(b, codes, start, index=index, stop=stop):
+            return crops.window(index, start, stop)[:1]
+
         (codes,) = generate_long(
             model,
-            lambda b, past, context=context: [context],
+            context_of,
             [real[:prompt_frames]],
-            [len(real)],
+            [stop],
             # Seeded by the recording, so sounds of different steps can be compared.
             [accumulate.derive_seed(cfg.seed, "sound", index)],
             AS_TRAINED,
             may_end=False,
         )
         if cfg.stage == "fine":
-            codes = torch.cat([context, codes], dim=1)
+            codes = torch.cat([*context_of(0, codes, 0), codes], dim=1)
         yield number, tokens.decode_codes(codec, codes, device), crops.dataset.names[index]
 
 
@@ -1411,11 +1580,17 @@ def train_transformer(cfg, device):
     hop_length = 1  # for semantic tokens a recording may be of any length
     if cfg.stage != "semantic":
         codec = dist.main_first(lambda: load_codec(cfg, device))
+        cfg = dataclasses.replace(cfg, sample_rate=codec.sample_rate)
         hop_length = codec.hop_length
         made_with = {"codec": codec.checksum, "coarse_quantizers": cfg.coarse_quantizers}
     if cfg.stage == "coarse":
         path = f"{cfg.run_dir}/semantic/{KMEANS_FILE}"
         kmeans = dist.together(lambda: tokens.load_kmeans(path, device))
+        if kmeans.sample_rate != cfg.sample_rate:
+            dist.fail(
+                f"--sample_rate: {cfg.sample_rate}, but that of {cfg.run_dir}/semantic is "
+                f"{kmeans.sample_rate}; train it at this rate, too"
+            )
         made_with["kmeans"] = kmeans.checksum
     splits = dist.together(lambda: open_recordings(cfg, hop_length))
     dataset, indices = splits["train"]
@@ -1437,7 +1612,7 @@ def train_transformer(cfg, device):
     lengths = Lengths(*crops.lengths(indices))  # generation will stay within these
     vocabulary = []
     if cfg.stage == "semantic" and cfg.max_text_len:
-        vocabulary = tokens.learn_vocabulary(dataset, indices, TEXT_WORDS, cfg.max_text_len)
+        vocabulary = tokens.learn_vocabulary(crops, indices, TEXT_WORDS, cfg.max_text_len)
     accumulate.seed_all(cfg.seed, "weights")  # the same start on all ranks
     model = TokenTransformer(cfg, streams, lengths, vocabulary).to(device)
     text_drop = cfg.text_drop if model.has_text else 0.0
@@ -1628,25 +1803,25 @@ class Pipeline:
         spoken = [prompt.semantic for prompt in prompts]  # B of (N, 1)
         more = math.ceil(seconds * self.models["semantic"].lengths.frame_rate)
         limits = [len(prompt) + more for prompt in spoken]
-        content = run("semantic", lambda b, past: [], spoken, limits)  # no stream before it
+        content = run("semantic", lambda b, codes, start: [], spoken, limits)  # no stream before it
 
-        def content_after(b, past):
-            """The semantic tokens of sample b for a window after the codes `past`.
+        def content_from(b, codes, start):
+            """The semantic tokens of sample b for a window from the frame `start` of `codes` on.
 
-            Tokens without repetitions have no timing, so those of the sound so far are counted.
+            Tokens without repetitions have no timing. It is heard in the sound so far.
             """
-            count = 0
-            if len(past):
-                count = len(self.semantic_tokens(self.decode(past)))
-            # At least one token, as in training.
-            return [content[b][min(len(content[b]) - 1, count) :]]
+            if not start:
+                return [content[b]]
+            heard = self.tokenize(self.decode(codes))
+            ratio = semantic.FRAME_RATE / self.codec.frame_rate
+            return [tokens.tokens_of_window(content[b], heard, round(start * ratio))]
 
         # Voice and sound: coarse codes, from the semantic tokens (§III-C2), up to EOS.
         first = self.models["coarse"].streams[-1].num_quantizers  # Q'
         known = [prompt.codes[:, :first] for prompt in prompts]  # B of (T, Q')
         more = max(1, round(seconds * self.codec.frame_rate))
         limits = [len(prompt) + more for prompt in known]
-        coarse = run("coarse", content_after, known, limits)
+        coarse = run("coarse", content_from, known, limits)
         if not fine:
             return coarse
 
@@ -1654,7 +1829,7 @@ class Pipeline:
         last = first + self.models["fine"].streams[-1].num_quantizers
         details = run(
             "fine",
-            lambda b, past: [coarse[b][len(past) :]],
+            lambda b, codes, start: [coarse[b][start:]],
             [prompt.codes[:, first:last] for prompt in prompts],
             [len(codes) for codes in coarse],
             may_end=False,
@@ -1754,6 +1929,7 @@ class SampleConfig(PipelineConfig):
     guidance_scale: NonNegativeFloat = field(1.0, "guidance toward the text, 1: none")
     fine: bool = field(True, "add the codes of the fine stage to the coarse ones")
     reconstruct: str = field("", "recording to encode and decode by the codec")
+    soundstream: str = field("", 'codec for that: run folder or hf:MODEL; "": RUN/soundstream')
     num_quantizers: NonNegativeInt = field(0, "first quantizers to decode in that, 0: all")
     out: str = field("out.wav", "file of the sound; its spectrogram is beside it, as .png")
 
@@ -1768,7 +1944,8 @@ class SampleConfig(PipelineConfig):
 def read_wave(path, codec):
     """The wave (T,) of a recording, at the codec's rate; UserError if shorter than a frame."""
     channels, rate, _ = recordings.read(path)
-    wave = recordings.resample(torch.from_numpy(channels).mean(0), rate, codec.sample_rate)
+    wave = torch.from_numpy(recordings.mix_down(channels))
+    wave = recordings.resample(wave, rate, codec.sample_rate)
     if len(wave) < codec.hop_length:
         raise UserError(f"{path}: {len(wave)} samples, shorter than a frame of {codec.hop_length}")
     return wave
@@ -1789,41 +1966,47 @@ def check_text(args, model):
 
 
 def read_prompt(args, pipeline):
-    """The Prompt of the end of a recording, at most what the coarse stage was trained on."""
+    """The Prompt of the end of a recording, and the gain that brought it to LOUDNESS.
+
+    It is at most what the coarse stage was trained on.
+    """
     if not args.prompt:
-        return pipeline.empty_prompt()
+        return pipeline.empty_prompt(), 1.0
     codec = pipeline.codec
     max_frames = pipeline.models["coarse"].lengths.max_frames
     most = codec.hop_length * (max_frames - 1)  # and a new frame
     length = min(round(args.prompt_seconds * codec.sample_rate) or most, most)
-    wave = read_wave(args.prompt, codec)
-    return pipeline.prompt(wave[-max(length, codec.hop_length) :])
+    wave = read_wave(args.prompt, codec)[-max(length, codec.hop_length) :]
+    gain = recordings.level(wave)
+    return pipeline.prompt(wave * gain), gain
 
 
 def generate_sound(args, device):
     """Write the sound of a text, of a prompt, or of both."""
     pipeline = Pipeline(args, device)
     check_text(args, pipeline.models["semantic"])
-    prompt = read_prompt(args, pipeline)
+    prompt, gain = read_prompt(args, pipeline)
     # Another text has other noise.
     seed = accumulate.derive_seed(args.seed, args.text, 0)
     texts = [args.text] if args.text else None
     sampling = SamplingParams(args.temperature, args.top_k, args.guidance_scale)
     (codes,) = pipeline.generate([prompt], args.seconds, [seed], texts, sampling, args.fine)
-    sounds.write_sound(pipeline.decode(codes), pipeline.codec.sample_rate, args.out)
+    sound = pipeline.decode(codes) / gain  # as loud as the prompt
+    sounds.write_sound(sound, pipeline.codec.sample_rate, args.out)
     print(f"wrote {args.out}")
 
 
 def reconstruct(args, device):
-    """Send a recording through the codec of a run, and print how well it comes out."""
-    folder = f"{args.run_dir}/soundstream"
-    codec, _ = load_model("soundstream", folder, device, args.model, args.weights)
+    """Send a recording through a codec, and print how well it comes out."""
+    folder = args.soundstream or f"{args.run_dir}/soundstream"
+    codec = open_codec(folder, device, args.model, args.weights)
     count = args.num_quantizers or codec.num_quantizers
     if count > codec.num_quantizers:
         raise UserError(f"--num_quantizers {count}: the codec has {codec.num_quantizers}")
     wave = read_wave(args.reconstruct, codec)
-    codes = tokens.encode_wave(codec, wave, device)[:, :count]
-    sound = tokens.decode_codes(codec, codes, device)[: len(wave)]
+    gain = recordings.level(wave)  # of the loudness that models were trained on
+    codes = tokens.encode_wave(codec, wave * gain, device)[:, :count]
+    sound = tokens.decode_codes(codec, codes, device)[: len(wave)] / gain
     sounds.write_sound(sound, codec.sample_rate, args.out)
     # Codes of K values have log2(K) bits.
     bitrate = count * math.log2(codec.codebook_size) * codec.frame_rate
@@ -1852,7 +2035,10 @@ def train(cfg):
         # Each stage is a run of its own, so a stopped command resumes in its stage.
         shared = dict(vars(cfg))
         del shared["stage"]
-        stages = [cls(**shared) for cls in STAGES.values()]
+        stages = []
+        for stage, cls in STAGES.items():
+            preset = PRESETS.get(cfg.preset, {}).get(stage, {})
+            stages.append(cls(**{**preset, **shared}))
     for stage in stages:
         if stage.stage == "soundstream":
             train_soundstream(stage, device)

@@ -1078,7 +1078,8 @@ def load_cascade(args, device):
     unets = []
     files = []
     for stage, folder in enumerate(folders):
-        unet, contents = load_unet(folder / args.model, device, args.weights)
+        path = checkpoint.model_file(folder, args.model)
+        unet, contents = load_unet(path, device, args.weights)
         if (folder / LAST_STEP).is_file():
             unet.last_step_unet, _ = load_unet(folder / LAST_STEP, device)
         # What is not given is as in training.
@@ -1112,7 +1113,7 @@ def load_prior(args, decoder, clip_model):
     """
     import train_prior  # the only place where a script needs another one
 
-    path = Path(args.prior, "model.pt")
+    path = checkpoint.model_file(args.prior)
     if not path.is_file():
         raise UserError(
             f"--prior {args.prior}: there is no prior's model.pt; train one (torchrun "

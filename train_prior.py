@@ -202,7 +202,7 @@ class Prior(nn.Module):
     Kandinsky, whose weights load (common/interop/pretrained.py).
 
     The text prefix, before the bar, does not depend on the noise. So it is computed once: for all
-    `noise_draws` of a sample in training, and for all steps in sampling.
+    `noise_draws` of a sample in training, in one pass, and for all steps in sampling.
 
     B batch, D width of embeddings, W width of the transformer, L text length, K noise draws, P
     tokens of the prefix.
@@ -265,8 +265,8 @@ class Prior(nn.Module):
             image_embed = F.normalize(image_embed, dim=-1)
         return image_embed
 
-    def text_cache(self, condition, drop):
-        """Run the text prefix; returns (its keys and values, which of its tokens are keys (B, P)).
+    def text_tokens(self, condition, drop):
+        """The text prefix: tokens (B, P, W), their mask (B, 1, P, P), which are keys (B, P).
 
         Where `drop` (B,) is true, the text is replaced by "no text".
         """
@@ -286,15 +286,15 @@ class Prior(nn.Module):
         # A padding token is a key for itself alone: a row of the softmax must not be empty.
         itself = torch.eye(prefix_len, dtype=torch.bool, device=tokens.device)
         visible = key_mask[:, None, None] | itself
-        mask = causal_mask(prefix_len, prefix_len, tokens.device) & visible  # (B, 1, P, P)
-        # Nothing is predicted from the prefix: its keys and values are all that is used.
-        _, cache = self.transformer(tokens, mask, num_last=1, return_cache=True)
-        return cache, key_mask
+        mask = causal_mask(prefix_len, prefix_len, tokens.device) & visible
+        return tokens, mask, key_mask
 
-    def denoise(self, x_t, timestep, cache, key_mask):
-        """Predictions (B, K, D) for x_t (B, K, D) at `timestep` (B, K), given the `text_cache`."""
+    def noised_tokens(self, x_t, timestep, key_mask):
+        """Three tokens for each draw: (B, 3K, W), and their mask (B, 1, 3K, P + 3K).
+
+        x_t (B, K, D), timestep (B, K). key_mask (B, P): which tokens of the text are keys.
+        """
         draws = timestep.shape[1]
-        # Three tokens for each draw: timestep, noised image embedding, query.
         noised = self.image_in(x_t)  # (B, K, W)
         time = self.time_in(timestep.flatten()).unflatten(0, timestep.shape).to(noised.dtype)
         query = self.query.weight.to(noised.dtype).expand_as(noised)
@@ -312,14 +312,34 @@ class Prior(nn.Module):
         same_draw = torch.kron(torch.ones(3, 3).tril(), torch.eye(draws)).bool().to(x_t.device)
         same_draw = same_draw.expand(len(x_t), -1, -1)  # (B, 3K, 3K)
         text = key_mask[:, None].expand(-1, 3 * draws, -1)  # (B, 3K, P)
-        mask = torch.cat([text, same_draw], dim=2)[:, None]  # (B, 1, 3K, P + 3K)
-        # The last K tokens are the queries.
-        return self.out(self.transformer(tokens.flatten(1, 2), mask, cache=cache, num_last=draws))
+        mask = torch.cat([text, same_draw], dim=2)[:, None]
+        return tokens.flatten(1, 2), mask
 
     def forward(self, x_t, timestep, condition, drop):
-        """Predictions (B, K, D) for K noise draws a sample, from one pass over its text."""
-        cache, key_mask = self.text_cache(condition, drop)
-        return self.denoise(x_t, timestep, cache, key_mask)
+        """Predictions (B, K, D) for K noise draws a sample, with its text in one pass."""
+        text, text_mask, key_mask = self.text_tokens(condition, drop)
+        noised, noised_mask = self.noised_tokens(x_t, timestep, key_mask)
+        tokens = torch.cat([text, noised.to(text.dtype)], dim=1)  # (B, P + 3K, W)
+        # The text sees nothing of what is noised.
+        text_mask = F.pad(text_mask, (0, noised.shape[1]))  # (B, 1, P, P + 3K)
+        mask = torch.cat([text_mask, noised_mask], dim=2)
+        # The last K tokens are the queries.
+        return self.out(self.transformer(tokens, mask, num_last=timestep.shape[1]))
+
+    def text_cache(self, condition, drop):
+        """(keys and values of the text prefix, which are keys (B, P)), for all steps of sampling.
+
+        Nothing is predicted from the prefix: no more of it is used.
+        """
+        tokens, mask, key_mask = self.text_tokens(condition, drop)
+        _, cache = self.transformer(tokens, mask, num_last=1, return_cache=True)
+        return cache, key_mask
+
+    def denoise(self, x_t, timestep, cache, key_mask):
+        """Predictions (B, K, D) for x_t (B, K, D) at `timestep` (B, K), given the `text_cache`."""
+        tokens, mask = self.noised_tokens(x_t, timestep, key_mask)
+        draws = timestep.shape[1]
+        return self.out(self.transformer(tokens, mask, cache=cache, num_last=draws))
 
 
 @torch.no_grad()
@@ -766,7 +786,8 @@ def load_prior(path, device, weights="ema"):
 
 def load_with_settings(args, device):
     """`load_prior` for a command, with its guidance scale where it is given."""
-    prior, contents = load_prior(Path(args.run_dir) / args.model, device, args.weights)
+    path = checkpoint.model_file(args.run_dir, args.model)
+    prior, contents = load_prior(path, device, args.weights)
     if args.guidance_scale >= 0:
         prior.cfg = dataclasses.replace(prior.cfg, guidance_scale=args.guidance_scale)
     return prior, contents
@@ -800,7 +821,7 @@ def open_evaluator(args, device):
     )
     if cfg.data == "shapes":  # an imported model: training replaces it by a path
         raise UserError(f"{args.run_dir}: its data are not known; name some with --data")
-    source = Path(args.run_dir) / args.model
+    source = checkpoint.model_file(args.run_dir, args.model)
     splits, clip_model, info = open_data(cfg, source, device)
     if info["widths"] != contents["widths"]:
         raise UserError(

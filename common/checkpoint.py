@@ -187,6 +187,27 @@ def read_model(classes, path, weights="ema"):
     return cfg, contents
 
 
+def model_file(folder, name=""):
+    """The path of a run's file `name`; without it that of best.pt, if it is better than model.pt.
+
+    It is, if an earlier step than the last had the lowest validation loss. A note says so.
+    """
+    folder = Path(folder)
+    record = {}
+    with contextlib.suppress(OSError, UserError):  # there is none beside a published model
+        record = config.read_json(folder / "auto_resume.json")
+    best = record.get("best")
+    last = record.get("finished")
+    path = folder / "best.pt"
+    if name or not best or not path.is_file() or (last and best["step"] >= last["step"]):
+        return folder / (name or "model.pt")
+    config.note(
+        f"{path}: of step {best['step']}, whose validation loss {best['val_loss']:.4f} was "
+        "the lowest"
+    )
+    return path
+
+
 def model_contents(contents):
     """The contents of model.pt from those of a checkpoint: averaged weights, and what they need."""
     model = contents.get("ema", contents["model"])
@@ -317,6 +338,7 @@ class RunFolder:
         self.record = {"checkpoints": []}
         self.thread = concurrent.futures.ThreadPoolExecutor(1)  # writes beside training
         self.writing = None  # Future of the last write
+        self.said_rising = False
 
     def open(self):
         """Lock the folder, and read its record. UserError if a live process has it."""
@@ -422,6 +444,13 @@ class RunFolder:
             best = {"file": "best.pt", "step": state.step, "val_loss": val_loss}
             self.write_record(best=best)
             log.send()
+        lowest = self.record.get("best", {}).get("step", state.step)
+        if state.step >= 2 * lowest and not self.said_rising:
+            self.said_rising = True
+            log.print(
+                f"the validation loss was the lowest at step {lowest}, and for half of the run it "
+                "has been higher: best.pt is of that step"
+            )
 
     def drop_from(self, step):
         """Forget the checkpoints of `step` or later: a run does not go on from them."""

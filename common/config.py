@@ -170,8 +170,9 @@ class Inference(Settings):
     """Running: the same in all commands that use trained models"""
 
     model: str = field(
-        "model.pt",
-        "file of the run: model.pt (last), best.pt (lowest validation loss), checkpoints/…",
+        "",
+        "file of the run: model.pt (last), best.pt (lowest validation loss), checkpoints/…; "
+        '"": the better of the first two',
     )
     weights: Literal["ema", "online"] = field(
         "ema", "of a checkpoint: averaged, or as the optimizer left them"
@@ -314,7 +315,8 @@ def parse(cls, words, usage="", presets=None):
     """The config for the words of a command line; UserError, or SystemExit(0) after --help.
 
     cls: a config class, or {stage: its class}, which --stage chooses, the first by default.
-    presets: {name: {setting: value}}; of one stage, if "stage" is in it.
+    presets: {name: {setting: value}}, of one stage if "stage" is in it; or {name: {stage: {setting:
+    value}}}, of several.
     """
     presets = presets or {}
     stages = {}
@@ -325,7 +327,8 @@ def parse(cls, words, usage="", presets=None):
         cls = stages[finder.parse_known_args(words)[0].stage]
     parser = make_parser(cls, usage)
     parser.add_argument("--config", metavar="FILE.json", help="settings; flags win over them")
-    if presets:
+    has_preset = "preset" in typing.get_type_hints(cls)
+    if presets and not has_preset:
         parser.add_argument("--preset", choices=presets, help="--config and flags win over it")
     if "--help" in words or "-h" in words:
         if os.environ.get("RANK", "0") == "0":  # the other ranks are silent
@@ -333,10 +336,21 @@ def parse(cls, words, usage="", presets=None):
         raise SystemExit(0)
 
     flags = read_words(parser, words, elsewhere=stages)
-    settings = dict(presets.get(flags.pop("preset", None), {}))
     path = flags.pop("config", None)
-    if path:
-        settings |= read_json(path)
+    given = read_json(path) if path else {}
+    # A run's config.json has all settings, those of its preset, too.
+    name = flags.pop("preset", "" if "versions" in given else given.get("preset", ""))
+    if name and name not in presets:
+        raise UserError(f"--preset {name}: expected one of {', '.join(presets)}")
+    settings = presets.get(name, {})
+    stage = getattr(cls, "stage", "")
+    if any(isinstance(value, dict) for value in settings.values()):  # it is of several stages
+        if stage not in settings:
+            raise UserError(f"--preset {name}: give --stage, too: {', '.join(settings)}")
+        settings = settings[stage]
+    settings = {**settings, **given}
+    if name and has_preset:
+        settings["preset"] = name
     stage = settings.get("stage")
     if stage and stage != getattr(cls, "stage", stage):
         raise UserError(f"these settings are of a stage: give --stage {stage}, too")

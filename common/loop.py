@@ -318,6 +318,8 @@ class Progress:
         }
         for name, value in zip(names, sums[len(losses) :]):
             metrics[name] = value / cfg.batch_size
+        if torch.cuda.is_initialized():
+            metrics["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30  # of rank 0
         if self.state.scaler.is_enabled():
             metrics["scale"] = self.state.scaler.get_scale()
         self.bar.set_postfix_str(f"loss {loss:.4f}, {rate:.0f} samples/s", refresh=False)

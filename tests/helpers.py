@@ -80,8 +80,6 @@ CODEC = dict(
     latent_dim=16,
     num_quantizers=4,
     codebook_size=16,
-    discriminator_channels=1,
-    stft_window=256,
     quantizer_start=2,
     discriminator_start=3,
     seconds=0.4,
@@ -89,7 +87,7 @@ CODEC = dict(
 TOKENS = dict(AUDIO, width=16, depth=2, heads=2, seconds=0.4)
 STAGES = {
     "soundstream": CODEC,
-    "semantic": dict(TOKENS, stage="semantic", clusters=8),
+    "semantic": dict(TOKENS, stage="semantic", clusters=8, seconds=1.2),  # whole recordings
     "coarse": dict(TOKENS, stage="coarse"),
     "fine": dict(TOKENS, stage="fine"),
 }

@@ -36,6 +36,7 @@ def log_to(events):
     return SimpleNamespace(
         sync=lambda: events.append("sync"),
         send=lambda: events.append("send"),
+        print=events.append,
         values=lambda step: {"step": step},
     )
 
@@ -382,12 +383,32 @@ def test_the_best_is_kept_only_while_it_is_the_best_and_none_that_is_not_finite(
         assert checkpoint.load(path)["step"] == best
     with pytest.raises(UserError, match="validation loss is nan at step 4"):
         run.save_best(state, math.nan, log_to(events))
-    assert events == ["send", "send"]
+    first, rising, last = events
+    assert (first, last) == ("send", "send")
+    assert "lowest at step 1, and for half of the run it has been higher" in rising  # once
     found = checkpoint.load(path)
     assert same(found["model"], state.ema.state_dict())
     assert found["val_loss"] == run.best_val_loss == 0.25
     # Without a checkpoint the next start is a new run, whose best one is its own.
     assert opened(tmp_path).best_val_loss == math.inf
+
+
+def test_a_model_for_use_is_the_best_one_if_that_is_of_an_earlier_step(tmp_path, capsys):
+    run = opened(tmp_path)
+    state = state_of(tmp_path)
+    assert checkpoint.model_file(tmp_path) == tmp_path / "model.pt"  # there is neither
+    take_steps(state)
+    run.save_best(state, 0.5, log_to([]))
+    assert checkpoint.model_file(tmp_path) == tmp_path / "best.pt"
+    run.finish(state, {"step": 1})
+    assert checkpoint.model_file(tmp_path) == tmp_path / "model.pt"  # both are of this step
+    take_steps(state)
+    run.save_best(state, 0.75, log_to([]))
+    run.finish(state, {"step": 2})
+    capsys.readouterr()
+    assert checkpoint.model_file(tmp_path) == tmp_path / "best.pt"
+    assert "of step 1, whose validation loss 0.5000 was the lowest" in capsys.readouterr().err
+    assert checkpoint.model_file(tmp_path, "model.pt") == tmp_path / "model.pt"
 
 
 # Processes

@@ -84,6 +84,32 @@ def test_flags_become_values_of_the_types_of_the_stages_class(words, expected):
     assert parse(cls=STAGES) == Shared()
 
 
+@dataclasses.dataclass(frozen=True)
+class Several(Shared):
+    """Settings of all stages"""
+
+    preset: str = field("", "settings by name")
+
+
+def test_a_preset_of_several_stages_gives_each_its_own_and_is_named(tmp_path):
+    presets = {"wide": {"all": {"steps": 3}, "high": {"steps": 4}}, "old": {"low": {"steps": 5}}}
+    high = dataclasses.make_dataclass("HighOfSeveral", [], bases=(High, Several), frozen=True)
+    stages = {"all": Several, "high": high}
+
+    def found(*words):
+        return config.parse(stages, words, presets=presets)
+
+    assert found("--preset=wide") == Several(steps=3, preset="wide")
+    assert found("--stage=high", "--preset=wide") == high(steps=4, preset="wide")
+    path = tmp_path / "a.json"
+    path.write_text('{"preset": "wide", "lr": 0.5}')
+    assert found("--stage=high", f"--config={path}") == high(steps=4, lr=0.5, preset="wide")
+    with pytest.raises(UserError, match="--preset old: give --stage, too: low"):
+        found("--preset=old")
+    with pytest.raises(UserError, match="--preset tall: expected one of wide, old"):
+        found("--preset=tall")
+
+
 def test_each_source_wins_over_the_weaker_ones_in_any_order(tmp_path):
     path = tmp_path / "a.json"
     path.write_text('{"lr": 0.25, "steps": 8, "widths": [1, 2]}')

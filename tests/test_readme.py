@@ -61,8 +61,6 @@ STAGES = {
             channels=2,
             latent_dim=16,
             codebook_size=16,
-            discriminator_channels=1,
-            stft_window=256,
             quantizer_start=2,
             discriminator_start=3,
         ),
@@ -74,6 +72,7 @@ STAGES = {
 # The presets' own 4 and 8 workers a rank would be 32 and 64 processes more.
 PRESET = dict(TRAIN, validation=0.1, test=0.1, workers=0)
 PRESETS = {
+    "speech-small": {},  # see with_small_data
     "dalle2": dict(PRESET, text_encodings="none"),
     "dalle2-64": dict(
         PRESET,
@@ -124,6 +123,11 @@ def with_small_data(patch):
             patch.setattr(script, cls.__name__, cls)
             patch.setitem(script.STAGES, name, cls)
             patch.setitem(script.COMMANDS["train"][1], name, cls)
+    for stage, settings in train_audio.SPEECH_SMALL.items():
+        small = {**SHORT, **STAGES[train_audio].get(stage, {})}
+        if stage == "all":
+            del small["steps"]  # which each stage has
+        patch.setitem(train_audio.SPEECH_SMALL, stage, {**settings, **small})
 
 
 def main():

@@ -256,7 +256,29 @@ def test_a_folder_tree_is_read_in_the_order_of_names_mixed_down_and_resampled(tm
     for i in (0, 1, 7):
         mono = noise(1 + i % 2, 2000 + 300 * i, i).mean(0)
         expected = recordings.resample(torch.from_numpy(mono), RATES[i % 3], 16000)
-        assert torch.equal(dataset.wave(i), expected)
+        expected *= 0.1 / expected.square().mean().sqrt()
+        assert_close(dataset.wave(i), expected)
+
+
+def test_channels_are_mixed_down_which_is_said_once_unless_they_cancel_out(tmp_path, capsys):
+    left = noise(1, 3000)[0]
+    pairs = {"a": [left, 0.5 * left], "b": [0.5 * left, -0.5 * left], "c": [left, left]}
+    for name, channels in pairs.items():
+        write_files(tmp_path, {f"{name}.wav": wav(np.stack(channels), 8000)})
+    dataset = Recordings(tmp_path, 8000)
+    capsys.readouterr()
+    waves = [dataset.wave(i) for i in range(3)]
+    for wave in waves:
+        assert_close(wave, waves[0], atol=1e-3, rtol=0)
+    assert capsys.readouterr().err.count("recordings of several channels are mixed down") == 1
+
+
+def test_every_recording_is_as_loud_but_silence(tmp_path):
+    for number, size in enumerate((0.9, 0.02, 0.0)):
+        write_files(tmp_path, {f"{number}.wav": wav(size * noise(1, 3000), 8000)})
+    dataset = Recordings(tmp_path, 8000)
+    loudness = [dataset.wave(i).square().mean().sqrt().item() for i in range(3)]
+    np.testing.assert_allclose(loudness, [0.1, 0.1, 0], atol=1e-3)
 
 
 def test_speakers_are_found_by_a_pattern(tmp_path):
@@ -349,6 +371,11 @@ def test_a_fingerprint_changes_with_the_data_and_the_rate_alone(tmp_path):
         seen.append(fingerprint())
 
 
+def as_loud(waves):
+    """Waves (..., T) of the loudness that recordings are read with."""
+    return waves * 0.1 / waves.square().mean(-1, keepdim=True).sqrt()
+
+
 @pytest.mark.parametrize("rate", [16000, 24000, 11025])
 def test_crops_are_slices_of_the_whole_and_little_more_is_decoded(rate, path, monkeypatch):
     path.write_bytes(wav(noise(2, 100_000)))
@@ -365,23 +392,24 @@ def test_crops_are_slices_of_the_whole_and_little_more_is_decoded(rate, path, mo
         starts = (len(whole) - length) // 100 + 1
         start = int(fraction * starts) * 100
         crop = dataset.wave(0, length, fraction)
-        assert_close(crop, whole[start:start + length], atol=2e-5, rtol=0)
+        expected = as_loud(whole[start : start + length])
+        assert_close(crop, expected, atol=2e-5, rtol=0)
     assert 0 < sum(counts) < 12_000
     assert torch.equal(dataset.wave(0, 10 ** 6, 0.5), whole)
 
 
 def test_crops_begin_at_frames_chosen_at_random_or_in_the_middle():
     dataset = Syllables(9, crop=2500, hop_length=200)
-    windows = dataset.wave(8).unfold(0, 2500, 200)  # at all multiples of hop_length
+    windows = as_loud(dataset.wave(8).unfold(0, 2500, 200))  # at all multiples of hop_length
     words = order.random_words(np.arange(300), 0)
     batch, _ = dataset.fetch(np.full(300, 8), words)
     places = torch.cdist(batch["wave"], windows).argmin(1)
-    assert torch.equal(windows[places], batch["wave"])
+    assert_close(windows[places], batch["wave"])
     assert len(places.unique()) == len(windows)
     alone, _ = dataset.fetch([8], words[5:6])
     assert torch.equal(alone["wave"][0], batch["wave"][5])
     middle, _ = dataset.fetch([8])
-    assert torch.equal(middle["wave"][0], windows[len(windows) // 2])
+    assert_close(middle["wave"][0], windows[len(windows) // 2])
 
 
 def test_splits_are_chosen_by_name_and_from_20_speakers_on_by_speaker():
@@ -433,6 +461,6 @@ def test_syllables_are_a_dataset_at_any_rate():
         assert dataset.text(i) == record["text"]
         assert dataset.speaker_of[i] == str(record["speaker"])
         dataset.wave(i).zero_()  # a copy
-        np.testing.assert_array_equal(dataset.wave(i), wave)
+        assert_close(dataset.wave(i), as_loud(torch.from_numpy(wave)))
         resampled = recordings.resample(torch.from_numpy(wave), 8000, 6000)
-        assert torch.equal(slower.wave(i), resampled)
+        assert_close(slower.wave(i), as_loud(resampled))

@@ -2,7 +2,6 @@
 
 import collections
 import itertools
-import types
 
 import numpy as np
 import pytest
@@ -73,12 +72,25 @@ def test_a_damaged_part_of_a_cache_is_made_anew(fault, tmp_path):
     assert cached(tmp_path, 20, "a") == ("", [19])  # it compares the tokens
 
 
+class Texts(list):
+    """A dataset of recordings of these names."""
+
+    has_texts = True
+
+    @property
+    def names(self):
+        return self
+
+    def text(self, index):
+        return f"text {index}"
+
+
 def make_crops(frames, frame_rate=50):
     """TokenCrops of 40 frames of recordings of so many `frames`.
 
     Each token is the number of its frame, plus 1,000 a quantizer.
     """
-    dataset = types.SimpleNamespace(text=lambda index: f"text {index}")
+    dataset = Texts(f"{index}.wav" for index in range(len(frames)))
     words = [np.arange(n * 50 / frame_rate, dtype=int)[:, None] for n in frames]
     codes = [np.arange(n)[:, None] + [0, 1000, 2000, 3000, 4000] for n in frames]
 
@@ -103,7 +115,8 @@ def test_tokens_of_a_crop_are_of_the_same_time_and_only_true_ends_end(rate):
         assert ended == (last == lengths[index] - 1)
         assert not ended or words[-1] == len(crops.semantic_tokens[index]) - 1
     batch, usable = crops.fetch(np.arange(4))
-    assert batch == {"ended": [False, True, True, False], "text": [f"text {i}" for i in range(4)]}
+    # A text says all of a recording: a crop that is a part of one has none.
+    assert batch == {"ended": [False, True, True, False], "text": ["", "text 1", "text 2", ""]}
     assert usable.all()
     batch, _ = crops.fetch(np.zeros(2000, int), order.random_words(np.arange(2000), 0))
     assert 2 < sum(batch["ended"]) < 30  # one crop in 161
@@ -119,3 +132,40 @@ def test_repeated_semantic_tokens_are_removed_and_empty_recordings_are_unusable(
     assert crops.readable(np.arange(2)) == [0]
     crops.streams = STREAMS[:2]
     assert crops.lengths(np.arange(2)) == (6, 3, 50)
+
+
+@pytest.mark.parametrize(
+    "start, stop, expected",
+    [
+        (0, 30, "ABC"),
+        (15, 30, "BC"),  # B is still sounding
+        (20, None, "C"),
+        (9, 11, "AB"),
+        (10, 20, "B"),
+        (29, None, "C"),
+        (12, 12, "B"),  # no time at all
+        (0, 0, "A"),
+        (40, None, "C"),  # past the end
+    ],
+)
+def test_a_window_has_the_tokens_that_sound_in_it_and_one_at_least(start, stop, expected):
+    heard = np.repeat([7, 8, 9], 10)
+    content = np.array([[7], [8], [9]])
+    window = tokens.tokens_of_window(content, heard, start, stop)
+    assert "".join("ABC"[token - 7] for token in window[:, 0]) == expected
+
+
+def test_a_window_of_a_sound_that_is_known_in_part_has_all_that_is_to_come():
+    heard = np.repeat([7, 8], 10)  # of 7, 8, 9, 5
+    content = np.array([[7], [8], [9], [5]])
+    assert tokens.tokens_of_window(content, heard, 15).tolist() == [[8], [9], [5]]
+    assert tokens.tokens_of_window(content, heard[:0], 0).tolist() == content.tolist()
+
+
+def test_it_is_said_how_many_recordings_are_too_long_for_their_text(capsys):
+    crops = make_crops([200, 40, 31])
+    assert tokens.learn_vocabulary(crops, np.arange(3), 5, 20)
+    err = capsys.readouterr().err
+    assert "1 of 3 recordings are longer than a crop, up to 4.00 s (0.wav)" in err
+    with pytest.raises(UserError, match=r"up to 4\.00 s \(0\.wav\).* give --seconds 4\.00"):
+        tokens.learn_vocabulary(crops, np.arange(1), 5, 20)

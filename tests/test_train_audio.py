@@ -1,5 +1,7 @@
 """Codec and transformers against themselves computed another way; the script as a user runs it."""
 
+import collections
+import dataclasses
 import functools
 import itertools
 import shutil
@@ -23,7 +25,7 @@ from torch.testing import assert_close
 
 import train_audio
 from common import amp, checkpoint, config
-from common.data import recordings
+from common.data import recordings, tokens
 from train_audio import CodecConfig, Lengths, SamplingParams, Stream, build_sequence, targets
 
 CPU = torch.device("cpu")
@@ -147,6 +149,46 @@ def test_encoder_and_decoder_are_causal_by_frame():
 
 
 @torch.no_grad()
+def test_a_long_sound_is_coded_in_blocks_as_in_one_piece(monkeypatch):
+    codec = make_codec(strides=(2, 2), pre_emphasis=0.9)
+    wave = 0.1 * torch.randn(2, 4_001)
+    codes = codec.encode(wave)
+    decoded = codec.decode(codes)
+    monkeypatch.setattr(train_audio, "BLOCK_FRAMES", 300)
+    assert torch.equal(codec.encode(wave), codes)
+    assert_close(codec.decode(codes), decoded)
+
+
+def test_emphasis_is_undone_and_keeps_the_size_of_sound_whose_neighbors_are_alike():
+    codec = make_codec(pre_emphasis=0.95)
+    wave = torch.randn(2, 3_000, dtype=torch.float64)
+    restored = train_audio.deemphasize(codec.emphasize(wave) / codec.emphasis_gain, 0.95)
+    assert_close(restored, wave, atol=1e-4, rtol=0)
+    for t in range(1, 3_000):  # an autoregressive process: neighbors correlate by 0.9
+        wave[:, t] = 0.9 * wave[:, t - 1] + 0.19**0.5 * wave[:, t]
+    assert 0.9 < codec.emphasize(wave).std() / wave.std() < 1.1
+
+
+def test_the_elu_is_torchs_with_its_gradient():
+    x = torch.linspace(-9, 9, 1001).requires_grad_()
+    for dtype in (torch.float32, torch.bfloat16):
+        ours = train_audio.ELU()(x.to(dtype))
+        theirs = F.elu(x.to(dtype))
+        assert_close(ours, theirs, atol=1e-6, rtol=1e-6)
+        gradients = [torch.autograd.grad((y * y).sum(), x)[0] for y in (ours, theirs)]
+        assert_close(*gradients, atol=2e-6, rtol=1e-5)
+
+
+def test_augmented_waves_are_louder_or_softer_and_some_are_mixes():
+    torch.manual_seed(0)
+    waves = torch.eye(200)  # each sounds at a time of its own
+    found = train_audio.augment(waves)
+    gains = 20 * found.diagonal().log10()
+    assert -10 <= gains.min() < -9 and 5 < gains.max() <= 6
+    assert 60 < ((found > 0).sum(1) == 2).sum() < 140
+
+
+@torch.no_grad()
 def test_the_stft_discriminator_sees_real_and_imaginary_parts_and_shrinks_as_in_the_paper():
     d = train_audio.STFTDiscriminator(8, 256)
     wave = torch.randn(3, 2048)
@@ -167,7 +209,7 @@ def test_the_reconstruction_loss_is_the_papers_in_fp32_and_has_a_gradient_at_sil
     for window in (64, 128, 256, 512, 1024, 2048):  # Eq. 4 and 5 of SoundStream
         spectra = recordings.stft_magnitude(torch.cat([fake, real]), window, window // 4)
         x, y = (spectra @ recordings.mel_filters(8000, window, 64)).chunk(2)
-        logs = x.clamp(min=1e-3).log() - y.clamp(min=1e-3).log()
+        logs = x.clamp(min=1e-4).log() - y.clamp(min=1e-4).log()
         distances = (x - y).abs().sum(2) + (window / 2) ** 0.5 * logs.norm(dim=2)
         expected = expected + 1e-3 * distances.sum(1).mean()
 
@@ -332,9 +374,9 @@ def test_a_long_sound_comes_in_windows_that_overlap_by_half_alike_in_any_batch()
     samples = random_tokens([WORDS, COARSE], [4, 5, 6], [3, 0, 11])
 
     def generated(*indices):
-        def context_of(i, past):
-            pasts.append(len(past))
-            return [samples[indices[i]][0][len(past) // 4 :]]
+        def context_of(i, codes, start):
+            pasts.append(start)
+            return [samples[indices[i]][0][start // 4 :]]
 
         pasts = []
         sounds = train_audio.generate_long(
@@ -382,7 +424,7 @@ def test_a_discriminator_that_is_not_finite_ends_the_run_before_it_is_saved(
 def test_an_fp16_overflow_is_a_step_that_did_not_happen(whole, tmp_path, monkeypatch):
     settings = dict(
         precision="fp16",
-        seconds=0.1,
+        seconds=0.12,
         steps=5,
         chunk_size=4,
         log_every=1,
@@ -448,8 +490,10 @@ def sampled(folder, **settings):
 
 def test_a_recording_goes_through_the_codec_at_a_bitrate(whole, codec, voice, wave, tmp_path):
     out, sound = sampled(tmp_path, run_dir=whole, reconstruct=voice, num_quantizers=3)
-    codes = codec.encode(wave[None])
-    assert_close(sound, codec.decode(codes[..., :3])[0, : len(wave)], atol=1e-4, rtol=0)
+    gain = 0.1 / wave.square().mean().sqrt()
+    codes = codec.encode(gain * wave[None])
+    expected = codec.decode(codes[..., :3])[0, : len(wave)] / gain  # as loud as it was
+    assert_close(sound, expected, atol=1e-4, rtol=0)
     # 4 bits a code, 50 frames a second.
     assert "3 codes a frame, 600 bits a second, si_sdr_db" in out
     assert read_picture(tmp_path / "out.png").any()
@@ -459,7 +503,8 @@ def test_a_prompt_is_continued_also_when_the_run_has_moved(whole, codec, voice, 
     moved = shutil.copytree(whole, tmp_path / "moved")
     settings = dict(run_dir=whole, prompt=voice, prompt_seconds=0.3, temperature=1)
     _, usual = sampled(tmp_path, **settings)
-    prompt = codec.encode(wave[None, -2400:])
+    gain = 0.1 / wave[-2400:].square().mean().sqrt()
+    prompt = codec.encode(gain * wave[None, -2400:])
     assert 2400 < len(usual) <= 2400 + 25 * 160
     for name, value, alike in [
         ("run_dir", moved, True),
@@ -468,28 +513,42 @@ def test_a_prompt_is_continued_also_when_the_run_has_moved(whole, codec, voice, 
         ("weights", "online", False),
     ]:
         _, sound = sampled(tmp_path, **{**settings, name: value})
-        assert_close(sound[:2400], codec.decode(prompt)[0], atol=1e-4, rtol=0)
+        assert_close(sound[:2400], codec.decode(prompt)[0] / gain, atol=1e-4, rtol=0)
         assert torch.equal(sound, usual) == alike, name
     _, sound = sampled(tmp_path, fine="false", **settings)
-    assert_close(sound[:2400], codec.decode(prompt[..., :2])[0], atol=1e-4, rtol=0)
+    assert_close(sound[:2400], codec.decode(prompt[..., :2])[0] / gain, atol=1e-4, rtol=0)
 
 
 def test_a_sound_five_times_as_long_as_a_crop_shows_a_stage_no_more_than_its_training(
     pipeline, wave, monkeypatch
 ):
     def watched(model, samples, limits, *rest, generate=train_audio.generate):
-        ((*context, prompt),) = samples
+        ((*context, window),) = samples
         assert all(len(codes) <= model.lengths.max_context <= 20 for codes in context)
         # Crops of 0.4 s have 20 frames.
-        assert len(prompt) + limits[0] <= model.lengths.max_frames <= 20
-        return generate(model, samples, limits, *rest)
+        assert len(window) + limits[0] <= model.lengths.max_frames <= 20
+        new, ended = generate(model, samples, limits, *rest)
+        calls[model.streams[-1].name].append((context, window, new[0]))
+        return new, ended
 
     monkeypatch.setattr(train_audio, "generate", watched)
     for model in pipeline.models.values():
         model.heads.data[:, -1] = 0  # EOS is never the most probable
     for prompt in (pipeline.empty_prompt(), pipeline.prompt(wave)):
+        calls = collections.defaultdict(list)
         (sound,) = pipeline.generate([prompt], 5 * 0.4, [0], sampling=GREEDY)
         assert sound.shape == (len(prompt.codes) + 100, 4)  # 50 frames a second
+        # A later window of coarse begins with the semantic token that is heard there.
+        content = torch.cat([prompt.semantic, *(new for _, _, new in calls["semantic"])])
+        known = prompt.codes[:, :2]
+        for (context,), window, new in calls["coarse"]:
+            start = len(known) - len(window)
+            heard = pipeline.tokenize(pipeline.decode(known)) if start else known[:0, 0].numpy()
+            expected = tokens.tokens_of_window(content, heard, start)
+            assert torch.equal(context, expected[:20][: len(context)])
+            assert start or torch.equal(context, content[: len(context)])
+            known = torch.cat([known, new])
+        assert len(calls["coarse"]) > 5
 
 
 def test_prompts_are_whole_frames_of_codes_and_of_semantic_tokens(pipeline):
@@ -503,6 +562,29 @@ def test_prompts_are_whole_frames_of_codes_and_of_semantic_tokens(pipeline):
     assert words[:, 0].tolist() == train_audio.semantic.unique_consecutive(tokens[:6]).tolist()
 
 
+def test_every_stage_keeps_the_rate_of_its_models_and_all_of_a_preset_share_settings(
+    whole, tmp_path
+):
+    folder = shutil.copytree(whole / "semantic", tmp_path / "run/semantic")
+    contents = checkpoint.load(folder / "kmeans.pt")
+    contents["settings"]["sample_rate"] = 16000
+    checkpoint.save(contents, folder / "kmeans.pt")
+    words = words_of(whole, "coarse", tmp_path / "run")
+    out = run(*words, expect=1)
+    assert "--sample_rate: 8000, but that of" in out
+    assert "is 16000; train it at this rate, too" in out
+
+    shared = {each.name for each in dataclasses.fields(train_audio.SharedConfig)}
+    preset = train_audio.PRESETS["speech-small"]
+    for settings in preset.values():
+        found = {name: value for name, value in settings.items() if name in shared}
+        assert found == preset["all"]
+    for preset in train_audio.PRESETS.values():
+        for stage, cls in train_audio.STAGES.items():
+            if stage in preset:
+                cls(**preset[stage])
+
+
 def test_a_published_codec_takes_the_place_of_soundstream(whole, voice, tmp_path):
     published_codec(tmp_path / "mimi", "mimi")
     settings = dict(soundstream=f"hf:{tmp_path}/mimi", coarse_quantizers=1, codec_quantizers=3)
@@ -511,6 +593,9 @@ def test_a_published_codec_takes_the_place_of_soundstream(whole, voice, tmp_path
         run(*words_of(whole, stage, tmp_path / "run", steps=2, **settings))
     _, sound = sampled(tmp_path, run_dir=tmp_path / "run", prompt=voice, prompt_seconds=0.2)
     assert len(sound) > 1600
+    words = flags(reconstruct=voice, soundstream=settings["soundstream"], out=tmp_path / "mimi.wav")
+    assert "4 codes a frame" in run("sample", *words, "--device=cpu")
+    assert len(read_wave(tmp_path / "mimi.wav")) == len(read_wave(voice))
     words = words_of(whole, "fine", tmp_path / "other", **{**settings, "codec_quantizers": 5})
     assert "--codec_quantizers 5: the codec has 4" in run(*words, expect=1)
 
@@ -531,9 +616,8 @@ def mistake(*words, status):
     [
         ("--stage semantic --channels 4", "--channels: no such setting; it is one of a stage"),
         ("--channels 4", "--channels: no such setting; it is one of a stage: give --stage sound"),
-        ("--stage soundstream --seconds 0.1", "too short for a discriminator"),
+        ("--stage soundstream --seconds 0.1", "too short for the STFT discriminator"),
         ("--stage soundstream --steps 300", "before --quantizer_start 300"),
-        ("--stage soundstream --stft_window 600", "--stft_window 600: expected a multiple of 128"),
         ("--stage fine --width 30", "--heads: --width 30 must be an even multiple"),
         ("sample --out a.mp3", "--out a.mp3: expected a name that ends in .wav"),
         ("sample --text a --reconstruct a.wav", "--reconstruct, --text: give one of them"),

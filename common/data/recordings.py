@@ -1,7 +1,8 @@
 """Audio files, resampling and spectra; datasets of recordings (see order.py).
 
 The standard library reads WAV files of 16-bit PCM. Any other file (WAV of 24 bits, floats, mu-law
-or ADPCM, flac, ogg, opus, mp3) is read by soundfile. A wave is float in [-1, 1], time last.
+or ADPCM, flac, ogg, opus, mp3) is read by soundfile. A wave is float, time last; in files within
+[-1, 1].
 """
 
 import collections
@@ -26,6 +27,8 @@ SUFFIXES = (".wav", ".flac", ".ogg", ".mp3", ".opus")
 # Seconds to decode before a crop: MP3 has a reservoir of bits, Vorbis pages of several seconds.
 LEAD = {"MP3": 2, "OGG": 5}
 RATES = range(1_000, 768_001)  # Hz
+LOUDNESS = 0.1  # root mean square of a wave; EnCodec normalizes files, too (§4.1)
+MOST_GAIN = 30.0  # silence stays silence
 MARGIN = 1024  # samples: silence behind a resampled wave, and what is read on both sides of a crop
 
 # Tables of transcripts: {end of a file's /NAME: (separator of its columns, their names)}, where ()
@@ -147,6 +150,26 @@ def resample(wave, rate, to):
     return resampled[..., : resampled_length(length, rate, to)]
 
 
+def mix_down(channels):
+    """The mean (T,) of the channels (C, T) of a wave, numpy; the loudest if they cancel out."""
+    wave = channels.mean(0)
+    loudest = max(channels, key=lambda channel: np.square(channel).sum())
+    if np.square(wave).sum() < 1e-3 * np.square(loudest).sum():
+        return loudest
+    return wave
+
+
+@functools.cache  # once; workers that read ahead know of it
+def say_mixed(path):
+    config.note(f"{path}: recordings of several channels are mixed down to one")
+
+
+def level(wave):
+    """The gain that brings a wave (T,) to LOUDNESS; at most MOST_GAIN."""
+    rms = wave.square().mean().sqrt().item()
+    return min(MOST_GAIN, LOUDNESS / max(rms, 1e-9))
+
+
 def stft_magnitude(wave, window, hop):
     """Magnitudes (B, ceil(T / hop), window // 2 + 1) of the short-time Fourier transform, in fp32.
 
@@ -235,7 +258,10 @@ def spectrogram(wave, rate):
 
 
 class Recordings:
-    """A dataset: the audio files below a folder, at `rate`, mixed down to one channel.
+    """A dataset: the audio files below a folder, at `rate`, in one channel, of one loudness.
+
+    Several channels are mixed down, which is said once. A wave that is read has a root mean square
+    of LOUDNESS: a crop by itself, a whole recording as a whole.
 
     Transcripts are found as `read_transcripts` says. A note counts them, unless all are there.
     The speaker of a file is its folder; in trees of numbers as of LibriSpeech and LibriTTS
@@ -314,10 +340,13 @@ class Recordings:
         first_block = max(0, start // up - math.ceil(MARGIN / down))
         first = first_block * down
         stop = resampled_length(start + length, self.rate, file_rate) + MARGIN
-        wave, _, _ = self.read(index, first, stop)
-        wave = torch.from_numpy(wave.mean(0))
+        channels, _, _ = self.read(index, first, stop)
+        if len(channels) > 1:
+            say_mixed(self.path)
+        wave = torch.from_numpy(mix_down(channels))
         resampled = resample(wave, file_rate, self.rate)
-        return resampled[start - first_block * up :][:length]
+        wave = resampled[start - first_block * up :][:length]
+        return wave * level(wave)
 
     def load_usable(self, indices):
         """The indices of those recordings that can be read, and their waves, as two lists."""
@@ -371,7 +400,7 @@ class Recordings:
         The digest is of names, speakers, transcripts, sizes, and a few contents.
         """
         contents = files.digest_of([self.path / name for name in self.names])
-        facts = repr((self.names, self.speaker_of, self.texts, contents))
+        facts = repr((self.names, self.speaker_of, self.texts, contents, LOUDNESS))
         digest = hashlib.sha256(facts.encode()).hexdigest()
         return {"recordings": len(self), "rate": self.rate, "digest": digest[:16]}
 
@@ -459,7 +488,7 @@ class Syllables(Recordings):
         return wave[None, start:stop], synthetic.RATE, len(wave)
 
     def fingerprint(self):
-        return {"recordings": len(self), "rate": self.rate, "digest": "syllables"}
+        return {"recordings": len(self), "rate": self.rate, "digest": f"syllables {LOUDNESS}"}
 
 
 @functools.lru_cache(2**13)  # 250 MB, for all the stages of a process

@@ -41,10 +41,13 @@ class SyllableScores:
         """Score a recording's wave (T,), and the `sound` made of its samples before `start`."""
         real = self.pipeline.decode(self.pipeline.encode(wave))
         self.add_text("text_heard_real", index, real)
-        for name, other in (("voice_kept_real", real), ("voice_kept", sound)):
-            new = other[start:]
-            if len(new) >= MIN_SECONDS * self.dataset.rate:
-                self.found[name].append(self.same_voice(wave[:start], new))
+        least = start + MIN_SECONDS * self.dataset.rate
+        if len(real) < least:  # neither counts
+            return
+        self.found["voice_kept_real"].append(self.same_voice(wave[:start], real[start:]))
+        goes_on = len(sound) >= least  # a sound that ends at once keeps no voice
+        kept = goes_on and self.same_voice(wave[:start], sound[start:])
+        self.found["voice_kept"].append(kept)
 
     def add_texts(self, indices, seeds):
         """Let the pipeline say the texts of recordings, without a prompt, and score it."""

@@ -141,6 +141,25 @@ def _load_tokens(path):
 # Crops
 
 
+def tokens_of_window(content, heard, start, stop=None):
+    """The semantic tokens (N, 1) of a window of a sound: those that sound in it.
+
+    content (N', 1): of the whole sound, without repetitions. heard (T,): with repetitions, of its
+    beginning or of all of it; in a sound that was made they may differ a little. The window is of
+    the frames `start` to `stop`, or to the end. It begins with the token that is sounding at
+    `start`, and has one at least.
+    """
+    if not len(heard):
+        return content
+    changes = (heard[1:] != heard[:-1]).cumsum()
+    places = np.concatenate([[0], changes])  # of each frame's token in `content`
+    first = min(places[min(start, len(heard) - 1)], len(content) - 1)
+    if stop is None or stop >= len(heard):
+        return content[first:]
+    last = places[max(start, stop - 1)]
+    return content[first : last + 1]
+
+
 class TokenCrops:
     """A dataset (see order.py): crops of recordings as streams of tokens, of one and the same time.
 
@@ -190,34 +209,48 @@ class TokenCrops:
         # Every frame at which a whole crop fits is equally probable.
         start = int(offset * (max(0, frames - self.crop_frames) + 1))
         stop = min(frames, start + self.crop_frames)
-        ended = stop == frames
+        return self.window(index, start, stop), stop == frames
+
+    def window(self, index, start, stop):
+        """The tokens of each stream, int64 (T, Q), of the frames `start` to `stop`."""
         found = []
         first = 0  # quantizer of the codes that come next
         for stream in self.streams:
             if stream.name == "semantic":
                 # The same time, at another frame rate. At the end rounding must not lose a token.
                 ratio = semantic.FRAME_RATE / self.frame_rate
+                ended = stop == len(self.timebase[index])
                 last = None if ended else round(stop * ratio)
-                tokens = self.semantic_tokens[index][round(start * ratio) : last, 0]
                 # Without repetitions, so coarse must model durations (AudioLM §III-C).
-                codes = semantic.unique_consecutive(tokens)[:, None]  # (N, 1)
+                heard = self.semantic_tokens[index][:, 0]
+                content = semantic.unique_consecutive(heard)[:, None]  # (N, 1)
+                codes = tokens_of_window(content, heard, round(start * ratio), last)
             else:
                 last = first + stream.num_quantizers
                 codes = self.codes[index][start:stop, first:last]  # (T, n)
                 first = last
             # Caches hold 16 bits, embeddings take 64.
             found.append(torch.from_numpy(codes.astype(np.int64)))
-        return found, ended
+        return found
+
+    def is_whole(self, index):
+        """Whether every crop of a recording is all of it."""
+        return len(self.timebase[index]) <= self.crop_frames
 
     def fetch(self, indices, random_words=None):
-        """(the batch of `lay_out` with "text": [B transcripts], usable (B,))."""
+        """(the batch of `lay_out` with "text": [B], usable (B,)).
+
+        A text says all of a recording, so a crop that is a part of one has none: "".
+        """
         # In evaluation every crop is the beginning of its recording.
         offsets = np.zeros(len(indices))
         if random_words is not None:
             offsets = order.uniform(random_words, 1)[:, 0]
         samples = [self.crop(*each) for each in zip(indices.tolist(), offsets)]
         batch = self.lay_out(self.streams, samples)
-        batch["text"] = [self.dataset.text(index) for index in indices.tolist()]
+        batch["text"] = []
+        for index in indices.tolist():
+            batch["text"].append(self.dataset.text(index) if self.is_whole(index) else "")
         # Recordings that could not be read have no tokens.
         return batch, np.array([all(map(len, streams)) for streams, _ in samples])
 
@@ -276,13 +309,29 @@ def tokenize_splits(cfg, splits, streams, lay_out, kmeans, codec, device):
 # Texts
 
 
-def learn_vocabulary(dataset, indices, size, max_tokens):
+def learn_vocabulary(crops, indices, size, max_tokens):
     """The `size` most frequent words of training transcripts, [] if there are no transcripts.
 
-    A note says how many texts are empty, or longer than `max_tokens`.
+    crops: TokenCrops. A note says how many texts are empty, or longer than `max_tokens`, and how
+    many recordings are longer than a crop: these are trained on without text. UserError if all are.
     """
+    dataset = crops.dataset
     if not dataset.has_texts:
         return []
+    readable = crops.readable(indices)
+    longer = [index for index in readable if not crops.is_whole(index)]
+    if longer:
+        longest = max(longer, key=lambda index: len(crops.timebase[index]))
+        seconds = len(crops.timebase[longest]) / crops.frame_rate
+        about = f"longer than a crop, up to {seconds:.2f} s ({dataset.names[longest]})"
+        if len(longer) == len(readable):
+            dist.fail(
+                f"--seconds: all recordings are {about}; no crop is what a text says: give "
+                f"--seconds {seconds:.2f}, or --max_text_len 0"
+            )
+        config.note(
+            f"--seconds: {len(longer)} of {len(readable)} recordings are {about}, and have no text"
+        )
     texts = [dataset.text(index) for index in indices[:20_000].tolist()]
     tokenizer = clip.Tokenizer.learn(texts, size)
     texts = [dataset.text(index) for index in files.evenly_spaced(len(dataset), 256)]

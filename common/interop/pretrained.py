@@ -462,7 +462,7 @@ def export_command(args):
     out = Path(args.out)
     if not args.out or any(out.glob("*")):
         raise UserError(f"--out {args.out}: expected a new folder, or an empty one")
-    path = Path(args.run_dir, "model.pt")
+    path = checkpoint.model_file(args.run_dir)
     cfg, contents = checkpoint.read_model(CONFIGS, path)
     if cfg.timesteps != 1000:
         raise UserError(f"{path}: {cfg.timesteps} timesteps; diffusers embeds those of 1000")

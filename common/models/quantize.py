@@ -63,9 +63,9 @@ class ResidualQuantizer(torch.nn.Module):
     training step `forward` gathers statistics of each chunk, but only in training mode with
     gradients enabled. Then all ranks call `update`, or `discard` if the step overflowed.
 
-    width: D. decay: of the averages, a step. dead_below: codes of fewer frames a step, on average,
-    are replaced; 0: none. dropout: the probability that a sample in training uses only its first n
-    quantizers, n uniform in 1..Q (Section III-C).
+    width: D. decay: of the averages, a step. dead_below: codes of fewer vectors than this share of
+    their quantizer's mean are replaced; 0: none. dropout: the probability that a sample in training
+    uses only its first n quantizers, n uniform in 1..Q (Section III-C).
     """
 
     def __init__(
@@ -201,7 +201,8 @@ class ResidualQuantizer(torch.nn.Module):
         codebook = torch.where(used[..., None], means, self.codebook)
         self.codebook.copy_(codebook)
 
-        dead = used & (self.ema_count < self.dead_below)  # (Q, K)
+        least = self.dead_below * self.ema_count.mean(-1, keepdim=True)  # (Q, 1)
+        dead = used & (self.ema_count < least)  # (Q, K)
         if dead.any():
             # They become inputs of rank 0's first chunk, of which `gather` took evenly spaced ones.
             generator = torch.Generator().manual_seed(seed)
@@ -210,8 +211,10 @@ class ResidualQuantizer(torch.nn.Module):
             dist.broadcast_tensor(picks)
             picks = picks[dead]
             self.codebook[dead] = picks
-            self.ema_sum[dead] = picks * self.dead_below
-            self.ema_count[dead] = self.dead_below  # an unused one is dead again at the next update
+            # An unused one is dead again at the next update.
+            counts = least.expand_as(self.ema_count)[dead]
+            self.ema_sum[dead] = picks * counts[:, None]
+            self.ema_count[dead] = counts
         self.discard()
 
     def discard(self):

@@ -31,6 +31,7 @@ MFCC_WINDOW = 400  # samples
 MFCC_FLOOR = 1e-3  # least mel magnitude
 MEL_BINS = 26
 CEPSTRA = 12  # coefficients, without the one of loudness
+BLOCK_SECONDS = 30  # of a long sound, with a second more on both sides
 LLOYD_ROUNDS = 30  # of k-means
 MAX_FRAMES = 30 * 60 * FRAME_RATE  # to fit k-means to: half an hour
 
@@ -38,16 +39,18 @@ MAX_FRAMES = 30 * 60 * FRAME_RATE  # to fit k-means to: half an hour
 class KMeans(nn.Module):
     """Maps each 20 ms of a wave to the nearest of `clusters` centers, in the space of its features.
 
-    features: "mfcc" (Davis & Mermelstein 1980), normalized to mean 0 and variance 1 in each
-    recording, which removes much of the speaker, but gives a prompt alone other tokens than it has
-    inside its recording; or "hf:MODEL:LAYER", such as "hf:facebook/w2v-bert-2.0:7": a layer of a
-    published model, see interop/speech.py.
+    features: "mfcc" (Davis & Mermelstein 1980), or "hf:MODEL:LAYER", such as
+    "hf:facebook/w2v-bert-2.0:7": a layer of a published model, see interop/speech.py. They are
+    normalized by the mean and deviation of the training data. So of MFCC a prompt alone has the
+    tokens that it has inside its recording; a layer of a published model sees all of a block. Long
+    sounds are taken in blocks, so an hour fits into memory.
     """
 
-    def __init__(self, clusters, features="mfcc"):
+    def __init__(self, clusters, features, sample_rate):
         super().__init__()
         self.clusters = clusters
         self.kind = features
+        self.sample_rate = sample_rate  # of the recordings that it was fitted to
         self.speech = None
         self.rate = MFCC_RATE
         width = CEPSTRA
@@ -67,7 +70,11 @@ class KMeans(nn.Module):
         """Tensors and plain values for checkpoint.save. `load` makes the tokenizer of it."""
         return {
             "kind": "kmeans",
-            "settings": {"clusters": self.clusters, "features": self.kind},
+            "settings": {
+                "clusters": self.clusters,
+                "features": self.kind,
+                "sample_rate": self.sample_rate,
+            },
             "model": self.state_dict(),
         }
 
@@ -76,12 +83,22 @@ class KMeans(nn.Module):
         """Features (ceil(seconds * FRAME_RATE), D) of a wave, a tensor (T,) at `rate`."""
         wave = wave.to(self.centers.device)[None]
         wave = resample(wave, rate, self.rate)
+        hop = self.rate // FRAME_RATE
+        block = BLOCK_SECONDS * self.rate
+        features = []
+        for start in range(0, wave.shape[1], block):
+            first = max(0, start - self.rate)  # a second of what is around it
+            x = self.features_of_block(wave[:, first : start + block + self.rate])
+            skipped = (start - first) // hop
+            features.append(x[skipped : skipped + block // hop])
+        return torch.cat(features)
+
+    def features_of_block(self, wave):
+        """Features (T', D) of waves (1, T) at `self.rate`."""
         if self.speech:
             return self.speech(wave)
         mel = log_mel(wave, MFCC_RATE, MFCC_WINDOW, MFCC_HOP, MEL_BINS, MFCC_FLOOR)
-        x = mel[0] @ dct(wave.device)
-        std = x.std(0, correction=0).clamp(min=1e-5)
-        return (x - x.mean(0)) / std
+        return mel[0] @ dct(wave.device)
 
     def encode(self, wave, rate):
         """Tokens, int64 numpy (ceil(seconds * FRAME_RATE),), of a wave, a tensor (T,) at `rate`."""
@@ -105,7 +122,7 @@ def load(state, path):
         raise UserError(f"{path}: not a tokenizer: its kind is {kind!r}, expected 'kmeans'")
     with checkpoint.damaged(path):
         settings = state["settings"]
-        tokenizer = KMeans(settings["clusters"], settings["features"])
+        tokenizer = KMeans(**settings)
         checkpoint.load_weights(tokenizer, state["model"], path)
         return tokenizer
 
@@ -117,7 +134,7 @@ def fit(dataset, indices, clusters=100, seed=0, features="mfcc", device="cpu"):
     are skipped. Features are normalized to mean 0 and variance 1 (AudioLM §III-B).
     Collective: rank 0 fits for all. UserError if there are fewer frames than clusters.
     """
-    tokenizer = dist.main_first(lambda: KMeans(clusters, features)).to(device)
+    tokenizer = dist.main_first(lambda: KMeans(clusters, features, dataset.rate)).to(device)
     key = accumulate.derive_seed("kmeans", seed)
     order = np.random.default_rng(key).permutation(indices).tolist()
 

@@ -33,9 +33,8 @@ CODEC = dict(
     latent_dim=512,
     num_quantizers=8,
     codebook_size=1024,
-    discriminator_channels=16,
-    stft_window=1024,
     seconds=1.0,
+    optimizer="adamw",
     lr=1e-4,
 )
 TOKENS = dict(width=512, depth=6, heads=8, dropout=0.0, optimizer="adamw", lr=3e-4)
@@ -49,6 +48,7 @@ def settings(args, stage):
     """The config of a stage at the benchmark's size, or a preset's."""
     if args.preset:
         sizes = train_audio.PRESETS[args.preset]
+        sizes = sizes.get(stage, sizes)  # it may be of several stages
         if sizes.get("stage", stage) != stage:
             raise SystemExit(f"--preset {args.preset} is of --stage {sizes['stage']}, not {stage}")
     elif stage == "soundstream":
