@@ -165,11 +165,10 @@ def load_model(stage, folder, device, name="", weights="ema"):
     """
     if stage == "soundstream" and weights == "ema":
         name = name or "model.pt"
-    files = sorted(Path(folder).glob("checkpoints/step_*.pt"))
-    if weights == "online" and not name and files:  # only checkpoints have the online weights
-        file = files[-1]
-    else:
-        file = checkpoint.model_file(folder, name)
+    newest = None
+    if weights == "online" and not name:  # only checkpoints have the online weights
+        newest = max(Path(folder).glob("checkpoints/step_*.pt"), default=None)
+    file = newest or checkpoint.model_file(folder, name)
     cfg, contents = checkpoint.read_model({stage: STAGES[stage]}, file, weights)
     with checkpoint.damaged(file):
         if stage == "soundstream":
@@ -422,6 +421,7 @@ class SoundStream(nn.Module):
         self.frame_rate = cfg.sample_rate / self.hop_length
         self.num_quantizers = cfg.num_quantizers
         self.codebook_size = cfg.codebook_size
+        # A buffer: a file of a codec without it is refused.
         self.register_buffer("inner_scale", torch.tensor(INNER_SCALE))
         self.pre_emphasis = a = cfg.pre_emphasis
         # The power is 1 + a² - 2·a·r times as large, where neighbors correlate by r, about 0.9.
@@ -1977,7 +1977,7 @@ def read_prompt(args, pipeline):
     most = codec.hop_length * (max_frames - 1)  # and a new frame
     length = min(round(args.prompt_seconds * codec.sample_rate) or most, most)
     wave = read_wave(args.prompt, codec)[-max(length, codec.hop_length) :]
-    gain = recordings.level(wave)
+    gain = recordings.loudness_gain(wave)
     return pipeline.prompt(wave * gain), gain
 
 
@@ -2004,7 +2004,7 @@ def reconstruct(args, device):
     if count > codec.num_quantizers:
         raise UserError(f"--num_quantizers {count}: the codec has {codec.num_quantizers}")
     wave = read_wave(args.reconstruct, codec)
-    gain = recordings.level(wave)  # of the loudness that models were trained on
+    gain = recordings.loudness_gain(wave)  # of the loudness that models were trained on
     codes = tokens.encode_wave(codec, wave * gain, device)[:, :count]
     sound = tokens.decode_codes(codec, codes, device)[: len(wave)] / gain
     sounds.write_sound(sound, codec.sample_rate, args.out)

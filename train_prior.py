@@ -784,9 +784,8 @@ def load_prior(path, device, weights="ema"):
     return prior.to(device).eval(), contents
 
 
-def load_with_settings(args, device):
+def load_with_settings(args, path, device):
     """`load_prior` for a command, with its guidance scale where it is given."""
-    path = checkpoint.model_file(args.run_dir, args.model)
     prior, contents = load_prior(path, device, args.weights)
     if args.guidance_scale >= 0:
         prior.cfg = dataclasses.replace(prior.cfg, guidance_scale=args.guidance_scale)
@@ -806,7 +805,8 @@ class EvaluateConfig(PriorConfig):
 
 def open_evaluator(args, device):
     """(prior, Evaluator) of the evaluate command, checked."""
-    prior, contents = load_with_settings(args, device)
+    path = checkpoint.model_file(args.run_dir, args.model)
+    prior, contents = load_with_settings(args, path, device)
     # The settings of the training, but for what the command says.
     cfg = dataclasses.replace(
         prior.cfg,
@@ -821,8 +821,7 @@ def open_evaluator(args, device):
     )
     if cfg.data == "shapes":  # an imported model: training replaces it by a path
         raise UserError(f"{args.run_dir}: its data are not known; name some with --data")
-    source = checkpoint.model_file(args.run_dir, args.model)
-    splits, clip_model, info = open_data(cfg, source, device)
+    splits, clip_model, info = open_data(cfg, path, device)
     if info["widths"] != contents["widths"]:
         raise UserError(
             f"{cfg.data}: widths of embeddings and text encodings (0: none) are {info['widths']}; "
@@ -883,7 +882,8 @@ def sample(args):
         return
 
     # Load the prior. Read texts, or text embeddings, or take "no text".
-    prior, contents = load_with_settings(args, device)
+    path = checkpoint.model_file(args.run_dir, args.model)
+    prior, contents = load_with_settings(args, path, device)
     texts = files.texts_of(args.text, args.texts)
     conditional = bool(texts or args.text_embeds)
     steps = args.steps or max(prior.cfg.eval_timesteps)

@@ -164,7 +164,7 @@ def say_mixed(path):
     config.note(f"{path}: recordings of several channels are mixed down to one")
 
 
-def level(wave):
+def loudness_gain(wave):
     """The gain that brings a wave (T,) to LOUDNESS; at most MOST_GAIN."""
     rms = wave.square().mean().sqrt().item()
     return min(MOST_GAIN, LOUDNESS / max(rms, 1e-9))
@@ -346,7 +346,7 @@ class Recordings:
         wave = torch.from_numpy(mix_down(channels))
         resampled = resample(wave, file_rate, self.rate)
         wave = resampled[start - first_block * up :][:length]
-        return wave * level(wave)
+        return wave * loudness_gain(wave)
 
     def load_usable(self, indices):
         """The indices of those recordings that can be read, and their waves, as two lists."""
