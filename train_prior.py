@@ -182,7 +182,17 @@ DALLE2 = dict(
 )
 # The sizes of the published configs. How these were trained is not public: the rest is DALL-E 2's.
 KARLO = dict(DALLE2, depth=20, raw_embeddings=True, guidance_scale=4.0, eval_timesteps=(25,))
+# Thousands of captioned pictures. Tried on 6,000 emoji, on two cores.
+PICTURES_CPU = dict(dropout=0.1, steps=1000, eval_every="250")
+PICTURES_GPU = dict(
+    PICTURES_CPU,
+    text_encodings="clip",
+    width=512, depth=6, heads=8,  # 20 M weights
+    batch_size=512, steps=4000, lr=1e-3, eval_every="500", precision="bf16",
+)
 PRESETS = {
+    "pictures-cpu": PICTURES_CPU,
+    "pictures-gpu": PICTURES_GPU,
     "dalle2": DALLE2,
     "karlo": KARLO,
     "kandinsky-2-2": dict(KARLO, clip="open_clip:ViT-bigG-14/laion2b_s39b_b160k"),

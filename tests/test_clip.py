@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 
@@ -95,6 +96,21 @@ def test_images_are_cut_to_the_central_square_and_resized_with_pixels_from_minus
 
 
 # Files
+
+
+def test_retrieval_counts_what_is_nearest_by_the_hundred():
+    rng = np.random.default_rng(0)
+    references = rng.standard_normal((250, 8))
+    references /= np.linalg.norm(references, axis=1, keepdims=True)
+    captions = [f"caption {i}" for i in range(250)]
+    assert clip.retrieval(references, references, captions) == 1
+    queries = references.copy()
+    queries[:20] = references[20:40]  # 20 of the 200 find another; 50 are left over
+    queries[200:] = 0
+    assert clip.retrieval(queries, references, captions) == 0.9
+    captions[0] = captions[20]  # an equal caption is right
+    assert clip.retrieval(queries, references, captions) == 0.905
+    assert clip.retrieval(references[[1, 1]], references[:2], captions[:2]) == 0.5  # of two
 
 
 def test_a_clip_survives_its_file_and_what_is_none_or_another_is_named(tmp_path, model):

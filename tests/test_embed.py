@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from helpers import flags, write_captioned
 
-from common import config
-from common.data import embed, embeddings, media, order, synthetic
+from common import accumulate, config
+from common.data import embed, embeddings, images, media, order, synthetic
 from common.models import clip
 
 CPU = torch.device("cpu")
@@ -37,13 +37,13 @@ def test_training_repeats_bit_for_bit_and_depends_on_the_seed(tmp_path, monkeypa
 def test_training_learns_what_captions_say_of_images(tmp_path, monkeypatch):
     model = train(tmp_path, monkeypatch, 320)
     # It was trained on none of these, the scripts' data.
-    images, records = synthetic.shapes(range(320), size=16)
-    batches = [(images[:100], records[:100]), (images[100:], records[100:])]
+    pictures, records = synthetic.shapes(range(320), size=16)
+    batches = [(pictures[:100], records[:100]), (pictures[100:], records[100:])]
     (image, text), embedded = embed.embed(model, batches)
     assert embedded == records
     np.testing.assert_allclose(np.linalg.norm(image, axis=1), 1, rtol=1e-5)
     raw, texts, encodings = embed.embed(model, batches, encodings=True, raw=True)[0]
-    np.testing.assert_allclose(raw, model.embed_image(torch.from_numpy(images)), atol=1e-5)
+    np.testing.assert_allclose(raw, model.embed_image(torch.from_numpy(pictures)), atol=1e-5)
     np.testing.assert_allclose(F.normalize(torch.from_numpy(texts)), text, atol=1e-5)
     assert encodings.shape == (320, 24, 32)
 
@@ -61,7 +61,7 @@ def test_training_learns_what_captions_say_of_images(tmp_path, monkeypatch):
 def captioned(tmp_path, monkeypatch):
     """80 captioned shapes in the folder images, among files that cannot be used; a CLIP of them."""
     monkeypatch.chdir(tmp_path)
-    images, records = write_captioned(Path("images"), 80, size=24)
+    pictures, records = write_captioned(Path("images"), 80, size=24)
     Path("images/damaged.png").write_bytes(b"damaged")
     Path("images/damaged.txt").touch()
     Path("images/00001.txt").write_text("")
@@ -69,7 +69,7 @@ def captioned(tmp_path, monkeypatch):
     settings = {**TINY, "data": "images", "run_dir": "clip", "steps": 2, "batch_size": 32}
     out = run_embed("train", *flags(**settings))
     assert "Next: python -m common.data.embed embed --data images --run_dir clip --out emb" in out
-    return images, records, out
+    return pictures, records, out
 
 
 def test_a_clip_learns_the_words_of_its_training_images(captioned):
@@ -83,7 +83,7 @@ def test_a_clip_learns_the_words_of_its_training_images(captioned):
 
 
 def test_images_that_can_be_used_are_embedded_as_the_prior_reads_them(captioned, tmp_path):
-    images, records, _ = captioned
+    pictures, records, _ = captioned
     words = flags(data="images", run_dir="clip", out="emb")
     out = run_embed("embed", *words, "--encodings", "--raw")
     assert "1 of 81 images cannot be used and are left out: images/damaged.png" in out
@@ -93,13 +93,48 @@ def test_images_that_can_be_used_are_embedded_as_the_prior_reads_them(captioned,
         "clip": str(tmp_path / "clip"),
         "fingerprint": model.fingerprint(),
     }
-    small = media.resize_uint8(torch.from_numpy(images), 16).numpy()
+    small = media.resize_uint8(torch.from_numpy(pictures), 16).numpy()
     arrays, _ = embed.embed(model, [(small, records)], encodings=True, raw=True)
     dataset = embeddings.Embeddings("emb", True)
     batch, _ = dataset.fetch(np.arange(len(dataset)))
     for name, expected in zip(("image_embed", "text_embed", "text_enc"), arrays, strict=True):
         np.testing.assert_allclose(batch[name], expected, rtol=1e-2, atol=1e-2)
     assert dataset.records([3]) == [{"caption": records[3]["caption"], "key": "00003"}]
+
+
+def test_the_best_weights_on_held_out_images_are_kept_and_said(captioned, monkeypatch):
+    words = flags(**TINY | dict(data="images", run_dir="best", steps=20, batch_size=32))
+    out = run_embed("train", *words, "--crop_scale", 0.5, "--flip")
+    shares = [float(line.split()[1]) for line in out.splitlines() if line.startswith("  retrieval")]
+    assert len(shares) == 10 and f"retrieval {max(shares):.3f}: the caption finds" in out
+    held_out = list(embed.read("images", 16, "validation"))
+    (image, text), records = embed.embed(clip.load("best", CPU), held_out)
+    share = clip.retrieval(text, image, embed.first_captions(records))
+    assert share == pytest.approx(max(shares), abs=1e-4)
+
+
+def test_random_squares_of_images_are_inside_and_mirrored():
+    accumulate.seed_all(0)
+    ramp = torch.arange(0, 256, 8, dtype=torch.uint8)  # from left to right
+    images = ramp[None, None, :, None].repeat(400, 32, 1, 3)
+    whole = embed.augment(images, 1.0, False) * 255
+    torch.testing.assert_close(whole, images.permute(0, 3, 1, 2).float())
+    row = embed.augment(images, 0.25, True)[:, 0, 16] * 255
+    extent = row[:, -1] - row[:, 0]
+    assert 0.4 < (extent < 0).float().mean() < 0.6
+    assert extent.abs().min() > 0.45 * 248 and extent.abs().max() < 248.5
+    assert row.min() >= 0 and row.max() <= 248
+
+
+def test_what_is_embedded_for_training_leaves_out_what_the_decoder_is_tested_on(captioned):
+    run_embed("embed", *flags(data="images", run_dir="clip", out="emb", split="train"))
+    dataset = embeddings.Embeddings("emb", captions=True)
+    keys = {record["key"] for record in dataset.records(range(len(dataset)))}
+    decoder = images.Pictures("images", 16)
+    held_out = [*decoder.split("validation", 0.1, 0.1), *decoder.split("test", 0.1, 0.1)]
+    assert keys == {decoder.key(i) for i in range(len(decoder))} - {
+        "damaged", *map(decoder.key, held_out)
+    }
 
 
 def test_built_in_data_are_made_once_and_anew_if_damaged_or_of_other_settings(

@@ -73,6 +73,7 @@ STAGES = {
 PRESET = dict(TRAIN, validation=0.1, test=0.1, workers=0)
 PRESETS = {
     "speech-small": {},  # see with_small_data
+    "pictures-cpu": {},
     "dalle2": dict(PRESET, text_encodings="none"),
     "dalle2-64": dict(
         PRESET,
@@ -123,6 +124,13 @@ def with_small_data(patch):
             patch.setattr(script, cls.__name__, cls)
             patch.setitem(script.STAGES, name, cls)
             patch.setitem(script.COMMANDS["train"][1], name, cls)
+    for stage, settings in train_decoder.PICTURES_CPU.items():
+        small = STAGES[train_decoder].get(stage, {})
+        if stage == "base":
+            small = dict(small, image_size=16)
+        if stage == "upsample":
+            small = dict(small, image_size=32, low_res_size=16, random_crop=16)
+        patch.setitem(train_decoder.PICTURES_CPU, stage, {**settings, **small})
     for stage, settings in train_audio.SPEECH_SMALL.items():
         small = {**SHORT, **STAGES[train_audio].get(stage, {})}
         if stage == "all":

@@ -364,6 +364,10 @@ def test_evaluate_repeats_the_metrics_of_training_on_any_ranks_and_takes_a_prior
     by_prior = evaluate(*words, "--prior", world / "prior")
     assert by_prior["clip_score"] != real["clip_score"]
     assert by_prior["clip_score_real"] == real["clip_score_real"]
+    for name in ("picture_retrieval", "caption_retrieval", "caption_retrieval_ceiling"):
+        assert 0 <= real[name] <= 1
+    ceiling = "caption_retrieval_ceiling"
+    assert by_prior[ceiling] == real[ceiling] > 0
 
 
 # Training, as a user runs it
@@ -508,8 +512,16 @@ def test_mistakes_in_files_are_one_line_and_status_1(words, message, trained, wo
     assert message in mistake(*words.split(), "--device", "cpu")
 
 
-@pytest.mark.parametrize("preset", train_decoder.PRESETS.values(), ids=train_decoder.PRESETS)
-def test_presets_are_a_stage_with_the_papers_diffusion(preset):
+@pytest.mark.parametrize("name", train_decoder.PRESETS)
+def test_presets_are_stages_and_those_of_papers_have_their_diffusion(name):
+    preset = train_decoder.PRESETS[name]
+    if name == "pictures-cpu":
+        base, upsample = (cls(**preset[stage]) for stage, cls in train_decoder.STAGES.items())
+        assert (base.image_size, upsample.image_size) == (upsample.low_res_size, 64)
+        return
     cfg = train_decoder.STAGES[preset["stage"]](**preset)
+    if name == "pictures-gpu":
+        assert cfg.image_size == 64
+        return
     assert (cfg.objective, cfg.timestep_density, cfg.optimizer) == ("epsilon", "uniform", "adamw")
     assert cfg.eta == 1 or not cfg.learned_variance  # else it has no effect

@@ -4,17 +4,20 @@
     python -m common.data.embed embed --data PATH --run_dir runs/clip --out emb    # writes shards
 """
 
+import copy
 import dataclasses
 import hashlib
 import math
+import shlex
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 from common import accumulate, checkpoint, config, dist, optim, schedule, tracker
-from common.config import PositiveFloat, PositiveInt, UserError, field
+from common.config import Fraction, PositiveFloat, PositiveInt, UserError, field
 from common.data import embeddings, files, order, synthetic
 from common.data.images import BUILTIN_ROWS, CaptionedImages
 from common.data.media import to_uint8
@@ -43,6 +46,10 @@ class Config(DataConfig):
     )
     embed_width: PositiveInt = field(64, "of the embeddings")
     text_width: PositiveInt = field(64, "of the text encodings, a multiple of 32")
+    crop_scale: Fraction = field(
+        1.0, "minimum area of random square crops, as a fraction of the image"
+    )
+    flip: bool = field(False, "mirror half of the images; not for captions with left or right")
     steps: PositiveInt = field(700, "optimizer steps")
     batch_size: PositiveInt = field(256, "pairs; each contrasts with all others")
     lr: PositiveFloat = field(3e-3, "highest learning rate")
@@ -55,6 +62,9 @@ class EmbedConfig(DataConfig):
 
     run_dir: str = field("runs/clip", "the CLIP: folder, model.pt, or open_clip:MODEL/WEIGHTS")
     out: str = field("emb", "folder for img_emb/, text_emb/, captions/ and clip.json")
+    split: Literal["all", "train"] = field(
+        "all", "which images; train: only those that train_decoder.py trains on by default"
+    )
     raw: bool = field(
         False, "embeddings as the CLIP gives them, for --raw_embeddings; off: of unit length"
     )
@@ -65,20 +75,20 @@ def first_captions(records):
     return [files.choose_caption(record["caption"]) for record in records]
 
 
-def read(path, image_size, training=False):
+def read(path, image_size, split="all"):
     """Yield batches of captioned images: uint8 (B, S, S, 3), and B records {"caption": …}.
 
-    path: a folder, or "shapes", the built-in ones. training: only those that the scripts train on,
-    or, of the built-in ones, others than the scripts have.
+    path: a folder, or "shapes", the built-in ones. split: "all", or "train" or "validation" as the
+    scripts split by default. Of the built-in ones "train" are others than the scripts have.
     """
     if path == "shapes":
-        first = BUILTIN_ROWS if training else 0
+        first = BUILTIN_ROWS if split == "train" else 0
         indices = range(first, first + BUILTIN_ROWS)
     else:
         dataset = CaptionedImages(path)
         indices = range(len(dataset))
-        if training:  # the scripts split in this way by default
-            indices = order.split_keys(map(dataset.key, indices), "train", 0.1, 0.1)
+        if split != "all":
+            indices = order.split_keys(map(dataset.key, indices), split, 0.1, 0.1)
     faults = []
     for start in tracker.progress(range(0, len(indices), 256), desc="reading", unit="batch"):
         batch = indices[start : start + 256]
@@ -104,15 +114,36 @@ def read(path, image_size, training=False):
         )
 
 
-def train(cfg, device):
-    """Train a CLIP, write it to RUN/model.pt, and print its last loss.
+def augment(images, crop_scale, flip):
+    """Random squares of uint8 images (B, S, S, 3), of `crop_scale` to 1 of their area, at size S.
 
-    It repeats bit for bit on the same device and number of threads. There are no flips and no
-    crops, as captions may name places.
+    Returns float (B, 3, S, S) in [0, 1]. flip: half of them are mirrored.
+    """
+    images = clip.center_crop(images, images.shape[1])
+    area = torch.empty(len(images)).uniform_(crop_scale, 1)
+    side = area.sqrt()
+    mirrored = torch.rand(len(images)) < 0.5 * flip
+    # What is seen of an image, whose edges are at -1 and 1: x -> scale · x + shift
+    window = torch.zeros(len(images), 2, 3)
+    window[:, 0, 0] = torch.where(mirrored, -side, side)
+    window[:, 1, 1] = side
+    window[:, :, 2] = (2 * torch.rand(len(images), 2) - 1) * (1 - side)[:, None]
+    grid = F.affine_grid(window.to(images.device), images.shape, align_corners=False)
+    return F.grid_sample(images, grid, padding_mode="border", align_corners=False)
+
+
+def train(cfg, device):
+    """Train a CLIP, and write it to RUN/model.pt.
+
+    On images of one's own its retrieval of held-out ones is measured ten times, and the best
+    weights are kept. It repeats bit for bit on the same device and number of threads.
     """
     if cfg.context < 3 or cfg.text_width % 32:
         raise UserError("expected --context of 3 or more, and --text_width of a multiple of 32")
-    batches = list(read(cfg.data, cfg.image_size, training=True))
+    batches = list(read(cfg.data, cfg.image_size, "train"))
+    held_out = []
+    if cfg.data != "shapes":
+        held_out = list(read(cfg.data, cfg.image_size, "validation"))
     captions = [caption for _, records in batches for caption in first_captions(records)]
     if len(captions) < cfg.batch_size:
         raise UserError(
@@ -139,20 +170,36 @@ def train(cfg, device):
     longest = (tokens != clip.PAD).sum(1).max()
     tokens = tokens[:, :longest].to(device)  # (N, L)
     labels = torch.arange(cfg.batch_size, device=device)  # caption i is that of image i
-    for step in tracker.progress(range(cfg.steps), desc="small CLIP", unit="step"):
-        lr = schedule.learning_rate(step, cfg.lr, cfg.steps // 10, cfg.steps, cosine=True)
+    best = -1.0
+    for step in tracker.progress(range(1, cfg.steps + 1), desc="small CLIP", unit="step"):
+        lr = schedule.learning_rate(step - 1, cfg.lr, cfg.steps // 10, cfg.steps, cosine=True)
         schedule.set_learning_rate([optimizer], lr)
-        position = step * cfg.batch_size + np.arange(cfg.batch_size)
+        position = (step - 1) * cfg.batch_size + np.arange(cfg.batch_size)
         indices = order.shuffle(position, len(captions), cfg.seed)
+        images = pixels[indices]
+        if cfg.crop_scale < 1 or cfg.flip:
+            images = augment(images, cfg.crop_scale, cfg.flip)
         # Radford et al. 2021, Figure 3.
-        image = F.normalize(model.embed_image(pixels[indices]), dim=-1)
+        image = F.normalize(model.embed_image(images), dim=-1)
         text = F.normalize(model.embed_text(tokens[indices])[0], dim=-1)
         logits = model.logit_scale.clamp(max=math.log(100)).exp() * image @ text.T  # (B, B)
         loss = (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        # Few images are soon learned by heart: the best weights are kept, not the last.
+        if held_out and (step % max(1, cfg.steps // 10) == 0 or step == cfg.steps):
+            (image, text), records = embed(model, held_out)
+            share = clip.retrieval(text, image, first_captions(records))
+            tracker.print_results(f"step {step}", {"loss": loss.item(), "retrieval": share})
+            if share > best:
+                best = share
+                weights = copy.deepcopy(model.state_dict())
     print(f"small CLIP: last loss {loss:.3f}; chance is {math.log(cfg.batch_size):.3f}")
+    if held_out:
+        model.load_state_dict(weights)
+        gallery = min(clip.GALLERY, len(records))
+        print(f"retrieval {best:.3f}: the caption finds its held-out image among {gallery}")
     contents = {"kind": "clip", "model": model.state_dict(), "settings": settings}
     checkpoint.save(contents, Path(cfg.run_dir, "model.pt"))
     return model.eval().requires_grad_(False)
@@ -186,7 +233,7 @@ def embed_all(cfg, device):
     clip_model = clip.load(cfg.run_dir, device)
     out = Path(cfg.out)
     (out / "clip.json").unlink(missing_ok=True)  # it may name another CLIP
-    batches = read(cfg.data, clip_model.image_size)
+    batches = read(cfg.data, clip_model.image_size, cfg.split)
     arrays, records = embed(clip_model, batches, cfg.encodings, cfg.raw)
     if not records:
         raise UserError(f"{cfg.data}: none of its images can be used")
@@ -234,13 +281,14 @@ def builtin_data(folder, device):
 
 def train_command(cfg):
     train(cfg, dist.setup(cfg.device))
-    flags = f"--data {cfg.data} --run_dir {cfg.run_dir} --out emb"
+    flags = shlex.join(["--data", cfg.data, "--run_dir", cfg.run_dir, "--out", "emb"])
     print(f"Next: python -m common.data.embed embed {flags}")
 
 
 def embed_command(cfg):
     embed_all(cfg, dist.setup(cfg.device))
-    print(f"Next: python train_prior.py --data {cfg.out} --run_dir runs/my_prior")
+    out = shlex.quote(cfg.out)
+    print(f"Next: python train_prior.py --data {out} --run_dir runs/my_prior")
 
 
 def main():

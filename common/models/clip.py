@@ -1,7 +1,7 @@
 """CLIPs (Radford et al. 2021): a small one, and those of the package open_clip.
 
 All have the same calls: `tokenize`, `embed_text`, `embed_image` and `text_condition`. The small one
-is a toy of three convolutions; data/embed.py trains it in a minute.
+is a toy of a few convolutions; data/embed.py trains it in minutes.
 """
 
 import collections
@@ -10,6 +10,7 @@ import math
 import re
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -26,6 +27,7 @@ END = 2
 BYTES = 3  # token BYTES + b is the byte b
 WORDS = BYTES + 256  # and token WORDS + i the word i of the vocabulary
 WORD = re.compile(r"\w+|[^\w\s]")  # a word, or a sign
+GALLERY = 100  # references that `retrieval` looks among
 
 
 class Tokenizer:
@@ -118,22 +120,28 @@ class CLIP(Encoder):
         self.token_embedding = nn.Embedding(len(self.tokenizer), text_width)
         self.transformer = layers.Transformer(text_width, 1, text_width // 32)
         self.text_projection = nn.Linear(text_width, embed_width, bias=False)
+        # Each convolution halves the image, until 4x4 are left.
+        encoder = []
+        width_in = 3
+        width = 24
+        size = image_size
+        while size > 4 or len(encoder) < 6:
+            kernel = 3 if encoder else 5
+            encoder += [nn.Conv2d(width_in, width, kernel, 2, kernel // 2), nn.ReLU()]
+            width_in = width
+            width *= 2
+            size = math.ceil(size / 2)
         # Flattened, not averaged: an average would lose the place of a thing, which captions name.
-        features = 96 * math.ceil(image_size / 8) ** 2
-        self.image_encoder = nn.Sequential(
-            nn.Conv2d(3, 24, 5, 2, 2),
-            nn.ReLU(),
-            nn.Conv2d(24, 48, 3, 2, 1),
-            nn.ReLU(),
-            nn.Conv2d(48, 96, 3, 2, 1),
-            nn.ReLU(),
+        features = width_in * size**2
+        encoder += [
             nn.Flatten(),
             nn.LayerNorm(features),
             nn.Linear(features, embed_width, bias=False),
-        )
-        for convolution in self.image_encoder[:6:2]:
+        ]
+        for convolution in encoder[:-3:2]:
             # For ReLU (He et al. 2015): torch's default is smaller by √6.
             nn.init.kaiming_normal_(convolution.weight)
+        self.image_encoder = nn.Sequential(*encoder)
         self.image_encoder.to(memory_format=torch.channels_last)  # twice as fast on a CPU
         nn.init.normal_(self.token_embedding.weight, std=0.02)
         # The logarithm of the inverse temperature (Radford et al. 2021, §2.3).
@@ -234,6 +242,23 @@ class OpenCLIP(Encoder):
     def embed_image(self, images):
         pixels = (center_crop(images, self.image_size) - self.mean) / self.std
         return self.model.encode_image(pixels).float()
+
+
+def retrieval(queries, references, captions):
+    """The fraction of queries (N, D) whose nearest of 100 references (N, D) has their caption.
+
+    Embeddings of images or texts, numpy, of unit length. Row i of both is of caption i. They are
+    compared by the hundred, in order; rows that are left over do not count. With captions as
+    references it is AttnGAN's R-precision (Xu et al. 2018, §4).
+    """
+    captions = np.asarray(captions)
+    gallery = min(GALLERY, len(captions))
+    hits = []
+    for start in range(0, len(captions) - gallery + 1, gallery):
+        rows = slice(start, start + gallery)
+        nearest = (queries[rows] @ references[rows].T).argmax(1)
+        hits.append(captions[rows][nearest] == captions[rows])
+    return float(np.mean(hits))
 
 
 def load(spec, device, fingerprint=None):
