@@ -141,20 +141,36 @@ def copy_to_host(contents):
 # Models
 
 
+def plain(weights):
+    """{name: tensor} without what torch.compile and DistributedDataParallel put before names."""
+    return {
+        name.replace("_orig_mod.", "").removeprefix("module."): value
+        for name, value in weights.items()
+    }
+
+
 def load_weights(module, weights, path, strict=True):
     """Load {name: tensor} into `module`. UserError, which names `path`, unless all fit.
 
-    strict: else those of other names or shapes are left out, but one must fit.
+    strict: else those of other names or shapes are left out, but half of the numbers must fit.
     """
+    own = module.state_dict()
+    if not weights.keys() <= own.keys():
+        weights = plain(weights)
     if not strict:
-        own = module.state_dict()
+        total = sum(map(torch.numel, own.values()))
+        share = 0
         fitting = {}
         for name, value in weights.items():
             if name in own and own[name].shape == value.shape:
+                share += value.numel() / total
                 fitting[name] = value
-        config.note(f"{path}: {len(fitting)} of {len(own)} weights of the model are in it and fit")
-        strict = not fitting
-        weights = fitting or weights
+        config.note(
+            f"{path}: {len(fitting)} of {len(own)} weights of the model are in it and fit: "
+            f"{share:.1%} of the numbers, of which half must"
+        )
+        strict = share < 0.5
+        weights = fitting
     try:
         module.load_state_dict(weights, strict=strict)
     except (RuntimeError, ValueError, AttributeError, TypeError) as error:

@@ -141,7 +141,7 @@ def save_adapters(folder):
     model = Small()
     base = folder / "base.pt"
     path = folder / "adapters.pt"
-    checkpoint.save({"model": model.state_dict(), "step": 1}, base)
+    checkpoint.save({"model": torch.compile(model).state_dict(), "step": 1}, base)
     adapters, info = lora.start(model, base, 4)
     weights = randomize(adapters).state_dict()
     checkpoint.save({"model": weights, "step": 2, "lora": info}, path)

@@ -476,7 +476,7 @@ def export_command(args):
     if "lora" in contents:
         write_adapters(out, model, contents)
         return
-    tensors = published(model, contents["model"])
+    tensors = published(model, checkpoint.plain(contents["model"]))
     if kind != "base":
         write_folder(out, about, tensors)
         return
