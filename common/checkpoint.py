@@ -143,10 +143,8 @@ def copy_to_host(contents):
 
 def plain(weights):
     """{name: tensor} without what torch.compile and DistributedDataParallel put before names."""
-    return {
-        name.replace("_orig_mod.", "").removeprefix("module."): value
-        for name, value in weights.items()
-    }
+    prefixes = r"^(module\.|_orig_mod\.)+|_orig_mod\."
+    return {re.sub(prefixes, "", name): value for name, value in weights.items()}
 
 
 def load_weights(module, weights, path, strict=True):
@@ -233,6 +231,15 @@ def model_contents(contents):
     return contents
 
 
+def with_base(contents, path):
+    """`contents` of the file `path`; of adapters, merged into their base."""
+    if "lora" in contents:
+        from common.models import lora
+
+        contents = lora.merged(contents, path)
+    return contents
+
+
 # State of a run
 
 
@@ -306,8 +313,12 @@ class State:
         dist.check_in_step({"model": self.model, **self.others, **frozen}, self.step)
 
     def start_from(self, path, strict=True):
-        """Take the (averaged) weights, and nothing else, of a model.pt or a checkpoint."""
-        load_weights(self.model, model_contents(load(path))["model"], path, strict)
+        """Take the (averaged) weights, and nothing else, of a model.pt or a checkpoint.
+
+        Of adapters they are those of the model with the adapters merged in.
+        """
+        contents = with_base(model_contents(load(path)), path)
+        load_weights(self.model, contents["model"], path, strict)
         self.ema.load_state_dict(self.model.state_dict())
 
     def restore(self, path):

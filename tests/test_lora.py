@@ -7,6 +7,7 @@ from helpers import SMALL, flags, metrics, run
 from torch import nn
 from torch.testing import assert_close
 
+import train_prior
 from common import checkpoint, optim
 from common.config import UserError
 from common.models import lora
@@ -126,12 +127,20 @@ def test_adapters_are_trained_and_saved_alone_and_resume_but_not_on_another_base
     assert losses[1][-1] < losses[1][0] < losses[0][0]  # it starts where the base ends
 
     path = base / "model.pt"
-    info = {"rank": 4, "base": str(path), "base_sha256": checkpoint.checksum(path)}
+    digest = checkpoint.checksum(path)
+    info = {"rank": 4, "base": str(path), "base_sha256": digest, "source": str(path)}
     for name in ("model.pt", "checkpoints/step_00000016.pt"):
         contents = checkpoint.load(tmp_path / "run" / name)
         assert contents["lora"] == info
         assert len(contents["model"]) == 12
         assert all(key.endswith((".A", ".B")) for key in contents["model"])
+
+
+    # Another run starts from the model that they make.
+    words = dict(SMALL, init_from=tmp_path / "run/model.pt", steps=1, lr=1e-9)
+    run("train_prior", *flags(data=emb, run_dir=tmp_path / "all", **words))
+    expected = train_prior.load_prior(tmp_path / "run/model.pt", "cpu")[0].state_dict()
+    assert_close(checkpoint.load(tmp_path / "all/model.pt")["model"], expected, rtol=0, atol=1e-6)
 
 
 # Files

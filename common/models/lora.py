@@ -88,7 +88,8 @@ def merge(model):
 def start(model, path, rank):
     """Give `model` the (averaged) weights of the file `path`, and adapters of that rank.
 
-    Returns (adapters, {"rank", "base", "base_sha256"}, the entry "lora" of the run's files).
+    Returns (adapters, {"rank", "base", "base_sha256", "source"}, the entry "lora" of the run's
+    files). source: what the base was imported from, if it was, else its path.
     UserError if the file is of another model, or of adapters.
     """
     contents = checkpoint.model_contents(checkpoint.load(path))
@@ -96,7 +97,12 @@ def start(model, path, rank):
         raise UserError(f"{path}: LoRA adapters, not a model; give their base")
     checkpoint.load_weights(model, contents["model"], path)
     base = Path(path).absolute()
-    info = {"rank": rank, "base": str(base), "base_sha256": checkpoint.checksum(base)}
+    info = {
+        "rank": rank,
+        "base": str(base),
+        "base_sha256": checkpoint.checksum(base),
+        "source": contents.get("source", str(base)),
+    }
     return inject(model, rank), info
 
 
