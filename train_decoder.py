@@ -1106,8 +1106,14 @@ def load_cascade(args, device):
     for stage, folder in enumerate(folders):
         path = checkpoint.model_file(folder, args.model)
         unet, contents = load_unet(path, device, args.weights)
-        if (folder / LAST_STEP).is_file():
-            unet.last_step_unet, _ = load_unet(folder / LAST_STEP, device)
+        last_step = folder / (contents.get("last_step") or LAST_STEP)
+        if last_step.is_file():
+            unet.last_step_unet, _ = load_unet(last_step, device)
+        elif contents.get("last_step"):
+            config.note(
+                f"{last_step} is missing: {path} draws the last step of sampling, which it has not "
+                "learned; import the whole pipeline"
+            )
         # What is not given is as in training.
         sampling = {
             "eval_steps": args.steps,
@@ -1255,6 +1261,12 @@ def train_stage(cfg, device, command=""):
     unet = UNet(cfg, *info["widths"]).to(device)
     if cfg.text_encodings == "clip":  # "no text" is the encoding of ""
         unet.null_text.fill(clip_model.text_condition([""], cfg.max_text_len))
+    if run.source and cfg.init_strict:  # the second U-Net of an imported model is kept
+        last_step = checkpoint.load(run.source, mmap=True).get("last_step")
+        if last_step:
+            last_step = Path(run.source).absolute().parent / last_step
+            info["last_step"] = str(last_step)
+            config.note(f"the last step of sampling is that of {last_step}, which is not trained")
     trainable = unet  # with LoRA, the adapters alone
     if cfg.lora_rank:
         from common.models import lora

@@ -82,6 +82,9 @@ class Config(config.TrainingRun):
     raw_embeddings: bool = field(
         False, "embeddings as the CLIP gives them (Karlo), not of unit length", model=True
     )
+    x0_bound: PositiveFloat = field(
+        10.0, "bound of |x0| in sampling of raw embeddings (10: Karlo's code)", model=True
+    )
     checkpointing: bool = field(False, "recompute blocks in the backward pass to save memory")
     lora_rank: NonNegativeInt = field(
         0, "rank of adapters trained on the frozen --init_from, 0: train all weights", fixed=True
@@ -198,8 +201,6 @@ PRESETS = {
     "kandinsky-2-2": dict(KARLO, clip="open_clip:ViT-bigG-14/laion2b_s39b_b160k"),
 }
 # fmt: on
-
-X0_BOUND = 10.0  # bound of |x0| in sampling, for raw embeddings (Karlo, Kandinsky)
 
 
 # Model
@@ -431,7 +432,7 @@ def sample_embeddings(
     cache, key_mask = prior.text_cache(condition, drop)  # the text prefix, once for all steps
 
     # Bound of |x0|. An embedding of unit length has an x0 of length √D: no component is greater.
-    bound = X0_BOUND if cfg.raw_embeddings else prior.embed_width**0.5
+    bound = cfg.x0_bound if cfg.raw_embeddings else prior.embed_width**0.5
 
     def denoise(x_t, timestep):
         x_in = x_t.repeat(copies, 1)[:, None]  # (copies·B, 1, D), one draw a text

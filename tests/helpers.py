@@ -441,6 +441,9 @@ def write_pipeline(folder, width, length):
             model.clip_mean.data.normal_(generator=generator)
             model.clip_std.data.uniform_(0.5, 1.5, generator=generator)
         model.save_pretrained(Path(folder, name))
+    # Karlo's is 5.
+    scheduler = diffusers.UnCLIPScheduler(clip_sample_range=0.5)
+    scheduler.save_pretrained(Path(folder, "prior_scheduler"))
     return models
 
 

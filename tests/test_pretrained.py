@@ -1,6 +1,8 @@
 """Published weights: with random ones of small sizes, ours computes what diffusers and peft do."""
 
+import copy
 import shutil
+from pathlib import Path
 
 import helpers
 import numpy as np
@@ -90,6 +92,13 @@ def load(folder):
     return loader(path, "cpu")[0]
 
 
+def upsampler_of(folder):
+    """(U-Net of a run folder as it is sampled from, its CLIP)."""
+    args = train_decoder.SampleConfig(run_dir=(str(folder),))
+    [unet], spec, _ = train_decoder.load_cascade(args, "cpu")
+    return unet, spec
+
+
 def export(run_dir, out):
     run(MODULE, "export", *flags(run_dir=run_dir, out=out))
 
@@ -132,7 +141,7 @@ def test_the_prior_samples_as_karlos_pipeline_does(published):
         return unconditional + 4 * (conditional - unconditional)
 
     settings = dict(
-        variance_type="fixed_small_log", prediction_type="sample", clip_sample_range=10.0
+        variance_type="fixed_small_log", prediction_type="sample", clip_sample_range=0.5
     )
     torch.manual_seed(0)
     expected = scheduled(settings, 25, (3, D), predict)
@@ -167,8 +176,7 @@ def test_the_decoder_samples_as_karlos_pipeline_does(published):
 
 @torch.no_grad()
 def test_the_upsampler_samples_as_karlos_with_its_second_unet_in_the_last_step(published):
-    args = train_decoder.SampleConfig(run_dir=(str(published.runs / "upsample"),))
-    [unet], *_ = train_decoder.load_cascade(args, "cpu")
+    unet, _ = upsampler_of(published.runs / "upsample")
     assert (unet.cfg.eval_steps, unet.cfg.eta) == (7, 1.0)
     low_res = torch.rand(1, 3, 8, 8) * 2 - 1
     large = F.interpolate(low_res, size=(32, 32), mode="bicubic", antialias=True)
@@ -248,10 +256,12 @@ def test_adapters_are_loaded_by_peft(published, stage, part, tmp_path):
     path = published.runs / stage / "model.pt"
     model = load(published.runs / stage)
     adapters = helpers.awake(lora.inject(model, 2))
-    about = {"rank": 2, "base": str(path), "base_sha256": ""}
+    _, about = lora.start(load(published.runs / stage), path, 2)
     contents = {**checkpoint.load(path), "model": adapters.state_dict(), "lora": about}
     checkpoint.save(contents, tmp_path / "run/model.pt")
     export(tmp_path / "run", tmp_path / "out")
+    about = config.read_json(tmp_path / "out/adapter_config.json")
+    assert about["base_model_name_or_path"] == str(published.folder / part)
     base = type(getattr(published, part)).from_pretrained(published.folder / part)
     theirs = peft.PeftModel.from_pretrained(base, tmp_path / "out").eval()
     assert_close(*outputs(published, model, theirs), rtol=0, atol=1e-5)
@@ -295,13 +305,31 @@ def test_a_folder_of_another_form_is_refused(published, change, message, tmp_pat
     about = config.read_json(folder / "config.json")
     checkpoint.write_json({**about, **change}, folder / "config.json")
     with pytest.raises(UserError, match=message):
-        pretrained.import_folder(folder, tmp_path / "out/model.pt", published.spec)
+        pretrained.import_folder(folder, tmp_path / "out/model.pt", published.spec, "")
     assert not (tmp_path / "out").exists()
 
 
-def test_nothing_is_overwritten(published):
-    words = (MODULE, "import", published.folder / "prior", "--out", published.runs / "prior")
-    assert "is there already" in run(*words, expect=1)
+def test_weights_that_are_not_finite_and_files_in_place_of_folders_are_refused(published, tmp_path):
+    prior = copy.deepcopy(published.prior)
+    prior.norm_out.bias.data[3] = torch.nan
+    prior.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    for source, message in (
+        (tmp_path, f"{tmp_path}: norm_out.bias: not finite"),
+        (file, f"{file}: a file; expected its folder"),
+    ):
+        words = flags(source=source, out=tmp_path / "run", clip=published.spec)
+        assert message in run(MODULE, "import", *words, expect=1)
+
+
+def test_nothing_is_overwritten_and_an_import_that_broke_off_goes_on(published, tmp_path):
+    shutil.copytree(published.runs / "prior", tmp_path / "prior")
+    words = (MODULE, "import", *flags(clip=published.spec))
+    out = run(*words, "--source", published.folder, "--out", tmp_path)
+    assert f"{tmp_path}/prior/model.pt: is there already" in out
+    assert (tmp_path / "upsample/last_step.pt").is_file()
+    words += "--source", published.folder / "decoder", "--out", tmp_path / "prior"
+    assert "is there already; give another" in run(*words, expect=1)
 
 
 def test_what_diffusers_has_no_class_for_is_not_exported():
@@ -310,12 +338,75 @@ def test_what_diffusers_has_no_class_for_is_not_exported():
         pretrained.about_unet(cfg, (D, D), "model.pt")
 
 
-def test_of_a_repository_the_folders_asked_for_are_fetched(monkeypatch, tmp_path):
-    hub = pytest.importorskip("huggingface_hub")
+# The hub
 
-    def snapshot_download(repository, allow_patterns, ignore_patterns):
-        assert (repository, allow_patterns) == ("me/model", ["prior/*", "text_proj/*"])
-        return tmp_path
+
+@pytest.mark.parametrize(
+    "place, dtype, settings",
+    [
+        ("", torch.float, {"max_shard_size": "200KB"}),
+        ("", torch.half, {"variant": "fp16"}),
+        ("prior", torch.half, {"variant": "fp16", "max_shard_size": "200KB"}),
+        ("deep/prior", torch.float, {"max_shard_size": "200KB", "safe_serialization": False}),
+    ],
+)
+def test_a_repository_is_imported_with_its_folders_shards_and_half_precision(
+    published, place, dtype, settings, monkeypatch, tmp_path
+):
+    hub = pytest.importorskip("huggingface_hub")
+    remote = tmp_path / "remote"
+    copy.deepcopy(published.prior).to(dtype).save_pretrained(remote / place, **settings)
+    beside = Path(remote, place or "prior").with_name("prior_scheduler")
+    shutil.copytree(published.folder / "prior_scheduler", beside)
+    (remote / "other.safetensors").touch()
+
+    def snapshot_download(repository, **patterns):
+        assert repository == "me/model"
+        names = [str(path.relative_to(remote)) for path in remote.rglob("*.*")]
+        wanted = hub.utils.filter_repo_objects(names, **patterns)
+        files = {name: (remote / name).read_bytes() for name in wanted}
+        assert "other.safetensors" not in files
+        return helpers.write_files(tmp_path / "here", files)
 
     monkeypatch.setattr(hub, "snapshot_download", snapshot_download)
-    assert pretrained.fetch("me/model/prior") == tmp_path / "prior"
+    source = f"me/model/{place}".rstrip("/")
+    run(MODULE, "import", source, *flags(out=tmp_path, clip=published.spec))
+    contents = checkpoint.load(tmp_path / "model.pt")
+    expected = checkpoint.load(published.runs / "prior/model.pt")
+    assert_close(contents["model"], expected["model"], rtol=0, atol=1e-3)
+    assert contents["source"] == source
+    assert contents["config"]["x0_bound"] == (0.5 if place else 10)
+
+
+# The second U-Net of an upsampler
+
+
+def test_a_fine_tuned_upsampler_keeps_the_imported_last_step_or_says_that_it_is_missing(
+    published, tmp_path, capsys
+):
+    helpers.write_captioned(tmp_path / "images", 12)
+    imported = shutil.copytree(published.runs / "upsample", tmp_path / "imported")
+    last_step = imported / "last_step.pt"
+    words = flags(
+        stage="upsample",
+        data=tmp_path / "images",
+        init_from=imported / "model.pt",
+        run_dir=tmp_path,
+        batch_size=2,
+        eval_samples=1,
+        eval_steps=1,
+    )
+    for steps in (1, 2):  # it is known after a resume, too
+        out = run("train_decoder", *words, "--steps", steps)
+        assert f"last step of sampling is that of {last_step}" in out
+    unet, _ = upsampler_of(tmp_path / "upsample")
+    expected = checkpoint.load(last_step)["model"]
+    assert_close(unet.last_step_unet.state_dict(), expected, rtol=0, atol=0)
+
+    last_step.unlink()
+    run(MODULE, "import", published.folder / "super_res_first", "--out", tmp_path / "alone")
+    for folder in ("upsample", "alone"):
+        unet, spec = upsampler_of(tmp_path / folder)
+        assert unet.last_step_unet is None
+        assert "last_step.pt is missing: " in capsys.readouterr().err
+    assert not spec

@@ -89,6 +89,14 @@ PARTS = {
     "super_res_first": "upsample/model.pt",
     "super_res_last": "upsample/last_step.pt",
 }
+WEIGHTS = (  # the first that is there, and of 16 bits only if there is no other
+    "diffusion_pytorch_model.safetensors",
+    "diffusion_pytorch_model-*-of-?????.safetensors",
+    "diffusion_pytorch_model.bin",
+    "diffusion_pytorch_model-*-of-?????.bin",
+    "diffusion_pytorch_model.fp16*.safetensors",
+    "diffusion_pytorch_model.fp16*.bin",
+)
 CLIPS = {768: "open_clip:ViT-L-14/openai", 1280: "open_clip:ViT-bigG-14/laion2b_s39b_b160k"}
 
 # Of Karlo and Kandinsky, besides the sizes in the files: objective and sampling.
@@ -130,7 +138,7 @@ FORMS = {
 def layer_names(table, ours="", theirs=""):
     """{our layer: names of the published ones that it joins}, with prefixes, of a table above."""
     names = {}
-    for line in table.split("\n")[1:-1]:
+    for line in table.strip().splitlines():
         name, published = line.split()
         names[ours + name] = [theirs + layer for layer in published.split("+")]
     return names
@@ -203,6 +211,8 @@ def convert(model, tensors, path):
         shape = tuple(expected[name].shape)
         with explained(f"{path}: {', '.join(published)}: missing, or not of the shape {shape}"):
             value = torch.cat([tensors.pop(layer) for layer in published]).float()
+            if not value.isfinite().all():
+                raise UserError(f"{path}: {', '.join(published)}: not finite")
             if name.startswith("image_tokens_in."):  # theirs has the tokens innermost
                 value = value.unflatten(0, (-1, 4)).transpose(0, 1)
             weights[name] = value.reshape(shape)
@@ -224,12 +234,17 @@ def settings_of(about, folder):
             )
     if name == "PriorTransformer":
         heads = about["num_attention_heads"]
-        return "prior", {
+        settings = {
             "width": heads * about["attention_head_dim"],
             "heads": heads,
             "depth": about["num_layers"],
             "max_text_len": about["num_embeddings"],
         }
+        for scheduler in ("scheduler", "prior_scheduler"):
+            path = folder.parent / scheduler / "scheduler_config.json"
+            if path.is_file():
+                settings["x0_bound"] = config.read_json(path)["clip_sample_range"]
+        return "prior", settings
     size = about["sample_size"]
     widths = about["block_out_channels"]
     settings = {
@@ -255,22 +270,30 @@ def settings_of(about, folder):
 
 
 def read_folder(folder):
-    """(contents of config.json, tensors) of a folder of diffusers."""
-    path = folder / "diffusion_pytorch_model.safetensors"
-    with explained(f"{folder}: expected config.json, {path.name} or .bin, of tensors alone"):
+    """(contents of config.json, tensors) of a folder of diffusers. Weights may be in shards."""
+    tensors = {}
+    with explained(f"{folder}: expected config.json, {WEIGHTS[0]} or .bin, of tensors alone"):
         about = config.read_json(folder / "config.json")
-        if path.is_file():
-            return about, need("safetensors.torch", str(path), "safetensors").load_file(path)
-        return about, torch.load(path.with_suffix(".bin"), map_location="cpu", weights_only=True)
+        found = [sorted(folder.glob(name)) for name in WEIGHTS]
+        for path in next(filter(None, found)):
+            if path.suffix == ".bin":
+                tensors |= torch.load(path, map_location="cpu", weights_only=True)
+            else:
+                tensors |= need("safetensors.torch", str(path), "safetensors").load_file(path)
+    return about, tensors
 
 
-def import_folder(folder, out, spec):
+def import_folder(folder, out, spec, source):
     """Write the model.pt `out` of a folder of diffusers; a decoder's text_proj lies beside it.
 
-    spec: the CLIP, "" for the one of this width. Nothing is overwritten.
+    spec: the CLIP, "" for the one of this width. source: what to call the folder. Nothing is
+    overwritten.
     """
     if out.exists():
-        raise UserError(f"{out}: is there already; give another --out")
+        if checkpoint.load(out, mmap=True).get("source") != source:
+            raise UserError(f"{out}: is there already; give another --out")
+        config.note(f"{out}: is there already, from {source}")
+        return
     about, tensors = read_folder(folder)
     with checkpoint.damaged(folder / "config.json"):
         kind, settings = settings_of(about, folder)
@@ -282,8 +305,6 @@ def import_folder(folder, out, spec):
     widths = [width, width]  # of embeddings and of text encodings
 
     spec = spec or CLIPS.get(width, "")
-    if Path(spec).exists():
-        spec = str(Path(spec).resolve())
     cfg = CONFIGS[kind](
         **SETTINGS[kind],
         **settings,
@@ -304,11 +325,13 @@ def import_folder(folder, out, spec):
         "kind": kind,
         "model": weights,
         "config": config.as_json(cfg),
-        "versions": {},
         "step": 0,
         "widths": widths,
         "clip": spec,
         "clip_fingerprint": fingerprint,
+        "source": source,
+        # Its last step of sampling is another U-Net's, which may be imported or not.
+        "last_step": train_decoder.LAST_STEP if folder.name == "super_res_first" else None,
     }
     checkpoint.save(contents, out)
     print(f"wrote {out}: a {kind} model; to train it further, give --optimizer adamw --lr 1e-5")
@@ -331,19 +354,28 @@ class ImportConfig(config.Settings):
 
 def fetch(source):
     """The local folder of `source`, downloaded if it is not here."""
-    if Path(source).is_dir():
-        return Path(source)
+    path = Path(source)
+    if path.is_dir():
+        return path.resolve()
+    if path.is_file():
+        raise UserError(f"{source}: a file; expected its folder, which also has config.json")
     hub = need("huggingface_hub", f"import {source}")
     with explained(f"{source}: no such folder, nor OWNER/REPOSITORY[/FOLDER] of the hub"):
         owner, name, *inside = source.split("/")
-        folders = ["/".join(inside)] if inside else list(PARTS)
-        folders.append("/".join([*inside[:-1], "text_proj"]))  # a part of the decoder
-        folder = hub.snapshot_download(
-            f"{owner}/{name}",
-            allow_patterns=[f"{folder}/*" for folder in folders],
-            ignore_patterns=["*.fp16.*"],
-        )
-    return Path(folder, *inside)
+        folders = ["/".join(inside)] if inside else PARTS
+        patterns = [f"{folder}/*" for folder in folders]
+        # A model that is in no folder, and what parts need of folders beside them.
+        patterns += ["config.json", *WEIGHTS, "*scheduler/*", "*text_proj/*"]
+        for ignored in ("*.fp16*", None):  # weights of 16 bits only where there are no others
+            folder = hub.snapshot_download(
+                f"{owner}/{name}",
+                allow_patterns=patterns,
+                ignore_patterns=ignored,
+            )
+            path = Path(folder, *inside)
+            if any(path.rglob("diffusion_pytorch_model*")):
+                break
+    return path
 
 
 def import_command(args):
@@ -355,8 +387,9 @@ def import_command(args):
         files = {part: file for part, file in PARTS.items() if (path / part).is_dir()}
     if not files:
         raise UserError(f"{path}: neither config.json nor one of the folders {', '.join(PARTS)}")
+    source = path if Path(args.source).is_dir() else args.source
     for part, file in files.items():
-        import_folder(path / part, Path(args.out, file), args.clip)
+        import_folder(path / part, Path(args.out, file), args.clip, str(Path(source, part)))
 
 
 # From ours to theirs
@@ -506,13 +539,14 @@ def write_adapters(out, model, contents):
             targets.append(target)
             tensors[f"base_model.model.{target}.lora_A.weight"] = adapters[f"{layer}.A"].clone()
             tensors[f"base_model.model.{target}.lora_B.weight"] = piece.contiguous()
-    rank = contents["lora"]["rank"]
+    info = contents["lora"]
+    rank = info["rank"]
     about = {
         "peft_type": "LORA",
         "r": rank,
         "lora_alpha": rank,
         "target_modules": targets,
-        "base_model_name_or_path": contents["lora"]["base"],
+        "base_model_name_or_path": info.get("source", info["base"]),
     }
     write_folder(out, about, tensors, "adapter_config", "adapter_model")
 
