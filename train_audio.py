@@ -911,19 +911,19 @@ def train_soundstream(cfg, device):
                         if adversarial:
                             loss = loss + adversarial_loss(cfg, discriminators, fake, real)
                     # Weights add up to 1 over a batch: the gradient is that of its mean loss.
-                    scaler.scale(loss * chunk.weight).backward()
+                    with dist.sum_gradients(codec, chunk is plan[-1]):  # over all ranks
+                        scaler.scale(loss * chunk.weight).backward()
                     chunk_losses.append(loss.detach() * size)
                     # The discriminators learn from the same fakes, before the codec moves.
                     if adversarial:
                         with amp.autocast(device, cfg.precision):
                             loss = discriminator_loss(discriminators, fake, real, r1_weight)
-                        scaler.scale(loss * chunk.weight).backward()
+                        with dist.sum_gradients(discriminators, chunk is plan[-1]):
+                            scaler.scale(loss * chunk.weight).backward()
                         discriminator_sum += loss.detach() * size
-                dist.sum_gradients(codec)  # over all ranks
                 grad_norm, stepped = amp.step(scaler, optimizers, cfg.max_grad_norm)
                 # If these overflow alone, they miss a step: the codec has taken its own.
                 if stepped and adversarial:
-                    dist.sum_gradients(discriminators)
                     norm, taken = amp.step(scaler, discriminator_optimizers, cfg.max_grad_norm)
                     if taken:  # 0 · nan is nan: what is not finite in either ends the run
                         grad_norm = grad_norm + 0 * norm
@@ -1678,9 +1678,9 @@ def train_transformer(cfg, device):
                         loss_sums, counts, _ = model(batch, drop)
                         # Each sample counts alike, so a batch's loss is the mean of its chunks'.
                         loss = (loss_sums / counts.clamp(min=1)).mean()
-                    scaler.scale(loss * chunk.weight).backward()
+                    with dist.sum_gradients(model, chunk is plan[-1]):  # over all ranks
+                        scaler.scale(loss * chunk.weight).backward()
                     chunk_losses.append(loss.detach() * (chunk.stop - chunk.start))
-                dist.sum_gradients(model)  # over all ranks
                 grad_norm, stepped = amp.step(scaler, optimizers, cfg.max_grad_norm)
                 amp.update(scaler)
                 model.zero_grad(set_to_none=True)

@@ -744,9 +744,9 @@ def train(cfg):
                     with amp.autocast(device, cfg.precision):
                         loss = diffusion_loss(prior, batch, condition)
                     # Weights add up to 1 over a batch: the gradient is that of its mean loss.
-                    scaler.scale(loss * chunk.weight).backward()
+                    with dist.sum_gradients(trainable, chunk is plan[-1]):  # over all ranks
+                        scaler.scale(loss * chunk.weight).backward()
                     chunk_losses.append(loss.detach() * (chunk.stop - chunk.start))
-                dist.sum_gradients(trainable)  # over all ranks
                 grad_norm, stepped = amp.step(scaler, optimizers, cfg.max_grad_norm)
                 amp.update(scaler)
                 prior.zero_grad(set_to_none=True)

@@ -4,6 +4,7 @@ In a single process there is nothing to exchange.
 """
 
 import atexit
+import collections
 import contextlib
 import ctypes
 import gc
@@ -174,28 +175,61 @@ def deal(count):
 # Tensors
 
 
-def sum_gradients(*modules):
-    """Add up the gradients of the modules over the ranks, in place. None counts as zeros.
+BUCKET = 25 * 2**20  # bytes of gradients in an all-reduce
 
-    It is one all-reduce after a rank's last chunk, in the order of the parameters. So sums are
-    added in the same order at every start, and a run resumes bit for bit. DistributedDataParallel
-    lays its gradients out anew after the first step, which changes that order.
+
+@contextlib.contextmanager
+def sum_gradients(module, last=True):
+    """Context of a backward pass; in that of a rank's `last` chunk, gradients add up over ranks.
+
+    Buckets of gradients, those of the last parameters first, are all-reduced while the pass goes on
+    with the others. None counts as zeros. Buckets and their order follow from the parameters alone,
+    so a run resumes bit for bit: DistributedDataParallel makes others after the first step.
     """
-    parameters = [p for module in modules for p in module.parameters() if p.requires_grad]
+    parameters = [p for p in module.parameters() if last and p.requires_grad]
+    buckets = collections.defaultdict(list)
+    position = 0
+    for parameter in parameters:
+        buckets[parameter.dtype, position // BUCKET].append(parameter)
+        position += parameter.nbytes
+    waiting = list(buckets.values())
+    ready = set()
+    works = []
+
+    def note(*parameters):
+        ready.update(parameters)
+        while waiting and ready.issuperset(waiting[-1]):  # the ranks keep to one order
+            works.append(all_reduce_gradients(waiting.pop()))
+
+    hooks = []
+    if world_size() > 1:
+        hooks = [p.register_post_accumulate_grad_hook(note) for p in parameters]
+    yield
+    for hook in hooks:
+        hook.remove()
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    if world_size() > 1:
-        gradients = [parameter.grad for parameter in parameters]
-        flat = torch.cat([gradient.flatten() for gradient in gradients])
-        td.all_reduce(flat)
-        copy_from_flat(flat, gradients)
+    if hooks:
+        note(*parameters)
+    for work in works:
+        work.wait()
 
 
-def copy_from_flat(flat, tensors):
-    """Give the tensors the values that stand one after the other in `flat` (N,)."""
-    for tensor, values in zip(tensors, flat.split([tensor.numel() for tensor in tensors])):
-        tensor.copy_(values.view_as(tensor))
+def all_reduce_gradients(parameters):
+    """Start to add up the gradients of `parameters` over the ranks; returns the work to wait for.
+
+    They move into one tensor, where each is laid out as its parameter is. So there is no second
+    copy of all gradients.
+    """
+    flat = parameters[0].new_empty(sum(p.numel() for p in parameters))
+    offset = 0
+    for parameter in parameters:
+        part = flat.as_strided(parameter.shape, parameter.stride(), offset)
+        part.copy_(parameter.grad)
+        parameter.grad = part
+        offset += parameter.numel()
+    return td.all_reduce(flat, async_op=True)
 
 
 def broadcast_tensor(tensor):
@@ -217,18 +251,12 @@ def gather(value):
 
 def broadcast(value):
     """Rank 0's `value`, a plain Python object, on every rank."""
-    values = [value]
-    if world_size() > 1:
-        td.broadcast_object_list(values, src=0)
-    return values[0]
+    return gather(value)[0]
 
 
 def total(values):
-    """Sums over all ranks of a list of numbers, in float64. Collective."""
-    values = torch.tensor(values, dtype=torch.float64)
-    if world_size() > 1:
-        td.all_reduce(values)
-    return values.tolist()
+    """Sums over all ranks of a list of numbers, as Python adds them, in float64. Collective."""
+    return [sum(of_ranks, 0.0) for of_ranks in zip(*gather(values))]
 
 
 def total_by_name(sums):

@@ -54,11 +54,12 @@ def chunked_gradients():
     gradients = []
     for chunk_size in (1, 2, 3, 4):
         model, inputs, targets = whole_batch()
-        for chunk in accumulate.plan(10, chunk_size, dist.rank(), dist.world_size()):
+        plan = accumulate.plan(10, chunk_size, dist.rank(), dist.world_size())
+        for chunk in plan:
             samples = slice(chunk.start, chunk.stop)
             loss = mse_loss(model(inputs[samples]), targets[samples])
-            (loss * chunk.weight).backward()
-        dist.sum_gradients(model)
+            with dist.sum_gradients(model, chunk is plan[-1]):
+                (loss * chunk.weight).backward()
         gradients.append(gradient_of(model))
     return gradients
 

@@ -1,4 +1,5 @@
 """Processes: exact sums, one decision for all, ranks kept in step; with real gloo processes."""
+import contextlib
 import os
 import signal
 from pathlib import Path
@@ -118,21 +119,45 @@ def test_ranks_that_differ_in_one_bit_of_a_module_or_in_the_step_are_found_out(
 
 # Tensors
 
-def sum_up():
-    used = nn.Conv2d(1, 2, 3).to(memory_format=torch.channels_last)
+def sum_up(bucket):
+    """(sums over ranks of the gradients of each, gradients that the ranks summed).
+
+    Ranks have different numbers of chunks. One layer is never used, one not on each rank.
+    """
+    dist.BUCKET = bucket
+    kernel = nn.Conv2d(2, 2, 2).to(memory_format=torch.channels_last)
+    last = nn.Linear(2, 2).double()
     frozen = nn.Linear(2, 2).requires_grad_(False)
-    model = nn.ModuleList([used, nn.Linear(2, 2), frozen])
-    used.weight.grad = torch.arange(18.0).view_as(used.weight) * 10.0 ** dist.rank()
-    strides = used.weight.grad.stride()
-    dist.sum_gradients(model)
-    assert used.weight.grad.stride() == strides
+    model = nn.ModuleList([kernel, nn.Linear(2, 2), nn.Linear(2, 2), frozen, last])
+    for parameter in model.parameters():
+        nn.init.ones_(parameter)
+    early = []  # bytes that lie with the gradient of the last layer, when the first has none yet
+
+    def gradients(context):
+        model.zero_grad()
+        for chunk in range(dist.rank() + 1):
+            x = kernel(torch.full((1, 2, 2, 2), chunk + 1.0)).flatten(1)
+            x.register_hook(lambda _: early.append(last.weight.grad.untyped_storage().nbytes()))
+            if dist.rank() < 2:
+                x = model[2](x)
+            with context(model, chunk == dist.rank()):
+                last(x.double()).sum().backward()
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+        return [grad.flatten().tolist() for grad in grads]
+
+    plain = gradients(lambda *_: contextlib.nullcontext())
+    summed = gradients(dist.sum_gradients)
+    assert kernel.weight.grad.stride() == kernel.weight.stride()
     assert frozen.weight.grad is None
-    return [p.grad.flatten().tolist() for p in model.parameters() if p.requires_grad]
+    assert early[-1] == 48  # its weight and bias are being summed
+    return [dist.total(values) for values in plain], summed
 
 
-def test_gradients_are_summed_where_they_lie_and_are_zero_where_there_are_none(on_ranks):
-    weight = [111.0 * i for i in range(18)]
-    assert on_ranks(3, sum_up) == [[weight, [0.0] * 2, [0.0] * 4, [0.0] * 2]] * 3
+@pytest.mark.parametrize("bucket", [60, 2**20])  # in three all-reduces or two
+def test_gradients_are_summed_while_the_pass_goes_on_and_are_zero_where_there_are_none(
+        bucket, on_ranks):
+    for expected, summed in on_ranks(3, sum_up, bucket):
+        assert summed == expected
 
 
 # Signals
@@ -219,8 +244,8 @@ from common import dist, optim
 
 def work():
     model = torch.nn.Linear(2, 2)
-    model(torch.ones(1, 2)).sum().backward()
-    dist.sum_gradients(model)
+    with dist.sum_gradients(model):
+        model(torch.ones(1, 2)).sum().backward()
     for optimizer in optim.make(model, "muon", 0.1, 0.1):  # which imports what may hold the group
         optimizer.step()
     model.around = [model]  # the group is held in a circle, which only the garbage collector finds

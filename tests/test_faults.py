@@ -164,7 +164,7 @@ def whole(emb, tmp_path_factory):
 
 
 @pytest.mark.parametrize("where, number, step", [
-    ("sum_gradients:10", signal.SIGUSR1, 10),  # between two log lines
+    ("sum_gradients:20", signal.SIGUSR1, 10),  # between two log lines; two chunks a step
     ("diffusion_loss:27", signal.SIGINT, 12),  # in the loss of an evaluation
     ("sample_embeddings:5", signal.SIGHUP, 24),  # in the test
 ])

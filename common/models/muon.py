@@ -84,4 +84,5 @@ def exchange_owned(tensors):
             messages.append((work, flat, owned))
     for work, flat, owned in messages:
         work.wait()
-        dist.copy_from_flat(flat, owned)
+        for tensor, values in zip(owned, flat.split([tensor.numel() for tensor in owned])):
+            tensor.copy_(values.view_as(tensor))
