@@ -107,7 +107,7 @@ class SharedConfig(config.TrainingRun):
     flip: bool = field(
         False, "mirror half of the images; not for captions that mention left or right", fixed=True
     )
-    eval_samples: NonNegativeInt = field(192, "first held-out samples to evaluate on, 0: all")
+    eval_samples: NonNegativeInt = field(192, "held-out samples to evaluate on, 0: all")
 
     def __post_init__(self):
         super().__post_init__()

@@ -133,7 +133,7 @@ class Config(config.TrainingRun):
     ema_update_every: PositiveInt = field(1, "steps between updates of the average")
     # Evaluation
     eval_every: Interval = field("575", "steps between evaluations, or as 10min; 0: only the last")
-    eval_samples: NonNegativeInt = field(512, "first held-out samples to evaluate on, 0: all")
+    eval_samples: NonNegativeInt = field(512, "held-out samples to evaluate on, 0: all")
     eval_timesteps: tuple[PositiveInt, ...] = field(
         (8, 64), "numbers of sampling steps to evaluate with"
     )
@@ -538,10 +538,9 @@ class Evaluator:
         """{metric: mean cosine similarity} of sampled embeddings."""
         cfg = self.cfg
         dataset, indices = self.splits[split]
-        size = min(len(indices), cfg.eval_samples or len(indices))
-        indices = indices[np.arange(size)]
+        indices = order.some_of(indices, cfg.eval_samples)
         # Baseline: the text of another sample, half the split away.
-        unrelated = order.ChunkDataset(dataset, np.roll(indices, -(size // 2)))
+        unrelated = order.ChunkDataset(dataset, np.roll(indices, -(len(indices) // 2)))
 
         # Ranks take turns with the chunks. Sums are exact means in the end.
         sums = collections.defaultdict(float)
@@ -701,7 +700,7 @@ def train(cfg):
     # Weights that are loaded bring the statistics of raw embeddings.
     has_statistics = run.resume_from or cfg.lora_rank or (cfg.init_from and cfg.init_strict)
     if cfg.raw_embeddings and not has_statistics:
-        batch, usable = dataset.fetch(indices[files.evenly_spaced(len(indices), 10_000)])
+        batch, usable = dataset.fetch(order.some_of(indices, 10_000))
         prior.measure_embeddings(batch["image_embed"][usable])
     if cfg.compile:
         prior.compile()

@@ -25,6 +25,7 @@ import torch
 
 from common import accumulate, amp, dist
 from common.config import UserError
+from common.data import files
 
 MAX_UNUSABLE = 0.01  # a larger fraction of unusable rows is refused
 UNIT = 10**9  # fractions are rounded to billionths, so that all sums are exact in 64-bit integers
@@ -290,13 +291,18 @@ def training_spans(plan, batch_size, step):
             yield start + chunk.start, start + chunk.stop
 
 
+def some_of(indices, limit):
+    """At most `limit` (0: all) of the indices of a split, evenly spaced: all sources have some."""
+    return indices[files.evenly_spaced(len(indices), limit or len(indices))]
+
+
 def batches(dataset, indices, limit, chunk_size):
-    """This rank's (number, batch) of the first `limit` (0: all) samples; ranks take turns.
+    """This rank's (number, batch) of `some_of` the samples; ranks take turns.
 
     Collective: all ranks read to the end, and meet before every batch to see whether to stop.
     """
-    chunks = ChunkDataset(dataset, indices)
-    count = min(len(indices), limit or len(indices))
+    chunks = ChunkDataset(dataset, some_of(indices, limit))
+    count = len(chunks.indices)
     for number in dist.deal(math.ceil(count / chunk_size)):
         start = number * chunk_size
         yield number, chunks[start, min(count, start + chunk_size)]
@@ -313,7 +319,7 @@ def to_device(batch, device):
 
 @torch.no_grad()
 def mean_loss(model, loss_of, dataset, indices, cfg, device):
-    """Mean of `loss_of(batch)` over the first eval_samples of `indices`, on all ranks.
+    """Mean of `loss_of(batch)` over eval_samples of `indices`, on all ranks.
 
     The noise is the same every time. `model` is in eval mode meanwhile, and afterwards in the mode
     that it was in. Collective.
