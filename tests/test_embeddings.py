@@ -202,6 +202,21 @@ def test_captions_in_parquet_are_read_in_any_order_without_text_embeddings(parqu
     assert captions == ["row 149 ü", "row 0 ü", "", "row 71 ü"]
 
 
+def test_a_few_of_many_files_of_parquet_are_kept_in_memory(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    write_shards(tmp_path, np.ones((80, 2)), np.ones((80, 2)), [], rows_per_shard=2)
+    (tmp_path / "metadata").mkdir()
+    for number in range(40):
+        table = pyarrow.table({"caption": [f"{number} " + 100_000 * "a", "b"]})
+        parquet.write_table(table, tmp_path / f"metadata/metadata_{number}.parquet")
+    dataset = Embeddings(tmp_path, captions=True)
+    before = pyarrow.total_allocated_bytes()
+    captions = dataset.texts(np.arange(80)[::-1])
+    assert [text[:3] for text in captions[-4:]] == ["b", "1 a", "b", "0 a"]
+    assert pyarrow.total_allocated_bytes() - before < 20 * 100_000
+
+
 def test_a_fault_of_a_parquet_file_is_named(parquet_folder):
     (parquet_folder / "metadata/metadata_001.parquet").write_bytes(b"hello")
     dataset = Embeddings(parquet_folder, captions=True)

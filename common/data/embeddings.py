@@ -122,7 +122,7 @@ class JsonLines:
         return json.loads(files.decode_text(self.lines[line], self.path))
 
 
-@functools.lru_cache(64)  # shards; all of a large data set may not fit in memory
+@functools.lru_cache(16)  # shards: every worker of every rank holds as many
 def parquet_captions(path):
     """The captions of a metadata_N.parquet: a pyarrow array.
 
@@ -222,7 +222,10 @@ class Embeddings:
 
     def records(self, indices):
         """The records of samples, at least {"caption": see files.clean_caption}."""
-        return list(map(self._record, *self.images.locate(np.asarray(indices))))
+        shards, rows = self.images.locate(np.asarray(indices))
+        by_shard = np.argsort(shards)  # so that each is read once
+        records = {i: self._record(shards[i], rows[i]) for i in by_shard}
+        return [records[i] for i in range(len(records))]
 
     def _record(self, shard, row):
         path = self.captions[shard]
