@@ -485,9 +485,8 @@ def best_embeddings(
     # Keep the candidate that is the most similar to its text.
     text_embed = condition["text_embed"][:, None, None]  # (texts, 1, 1, D)
     similarity, best = F.cosine_similarity(embeds, text_embed, dim=-1).max(-1)
-    # (texts, num_samples), as an index into the axis of candidates
-    best = best[..., None, None].expand(-1, -1, 1, embeds.shape[-1])
-    return embeds.gather(2, best).squeeze(2), similarity
+    best = best[..., None, None]  # (texts, num_samples, 1, 1), an index into the candidates
+    return embeds.take_along_dim(best, 2).squeeze(2), similarity
 
 
 # Evaluation
@@ -649,6 +648,7 @@ def open_data(cfg, source, device):
         "widths": [dataset.width, encoding_width],
         "clip": spec,
         "clip_fingerprint": fingerprint,
+        "text_length": dataset.text_embeds.usual_length,
     }
     return order.splits(dataset, cfg, val_dataset), clip_model, info
 
@@ -868,17 +868,26 @@ class SampleConfig(PriorConfig):
         config.check_one(self, "text", "texts", "text_embeds")
 
 
-def read_text_embeddings(path, prior):
-    """Text embeddings (N, D) of a .npy file; UserError if they do not fit the prior."""
+def read_text_embeddings(path, prior, usual_length):
+    """Text embeddings (N, D) of a .npy file; UserError if they do not fit the prior.
+
+    usual_length: of those that it was trained on, or None if it is not known.
+    """
     if prior.cfg.text_encodings != "none":
         raise UserError(
             "--text_embeds: this prior also needs text encodings; give --text or --texts"
         )
-    rows = embeddings.NpyFile(path, 2)
-    embeds = torch.from_numpy(rows[np.arange(len(rows))])
+    embeds = torch.from_numpy(embeddings.NpyFile(path, 2)[:])
     if embeds.shape[1] != prior.embed_width or not embeds.isfinite().all():
         raise UserError(
             f"{path}: {embeds.shape[1]} wide, or not finite; expected {prior.embed_width}"
+        )
+    # A raw embedding goes in as it is. Of another length it is another text.
+    length = embeds.norm(dim=1).median()
+    if prior.cfg.raw_embeddings and usual_length and not 0.5 < length / usual_length < 2:
+        raise UserError(
+            f"{path}: its embeddings are of length {length:.3g}, but those of the training of "
+            f"{usual_length:.3g}; write them as those, by python -m common.data.embed embed --raw"
         )
     return embeds
 
@@ -907,7 +916,8 @@ def sample(args):
         clip.check_widths(clip_model, f"--clip {spec}", *contents["widths"])
         inputs = {"caption": texts}
     elif args.text_embeds:
-        inputs = {"text_embed": read_text_embeddings(args.text_embeds, prior).to(device)}
+        embeds = read_text_embeddings(args.text_embeds, prior, contents.get("text_length"))
+        inputs = {"text_embed": embeds.to(device)}
 
     # Sample some texts at a time: their conditions are repeated for each candidate.
     results = []
@@ -927,7 +937,7 @@ def sample(args):
         )
         results.append(result)
     # Print the similarities, and write the embeddings.
-    embeds, similarity = (torch.cat(column) for column in zip(*results))
+    embeds, similarity = map(torch.cat, zip(*results))
     for text, cosines in zip(texts[:100], similarity.tolist()):
         cosines = ", ".join(f"{cosine:.3f}" for cosine in cosines)
         print(f"{text!r}: similarity with the text {cosines}")

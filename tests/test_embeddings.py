@@ -82,13 +82,16 @@ def test_arrays_of_unequal_lengths_are_refused_before_shards_are_removed(folder)
     assert len(Embeddings(folder)) == ROWS
 
 
-def test_zeros_and_what_is_not_finite_are_unusable_but_for_padding_in_encodings(folder):
+def test_what_is_zero_not_finite_or_of_another_length_is_unusable_but_for_padding_in_encodings(
+        folder):
     change_rows(folder / "text_enc/text_enc_0.npy", 1, 0)
     change_rows(folder / "text_enc/text_enc_0.npy", (2, 2, 1), np.inf)
     change_rows(folder / "img_emb/img_emb_0.npy", 3, 0)
     change_rows(folder / "text_emb/text_emb_0.npy", (4, 0), np.nan)
-    _, usable = Embeddings(folder, text_encodings=True).fetch(np.arange(6))
-    assert usable.tolist() == [True, True, False, False, False, True]
+    change_rows(folder / "img_emb/img_emb_0.npy", (5, 0), 60_000)  # half precision ends there
+    change_rows(folder / "text_emb/text_emb_0.npy", 6, 1e-3)
+    _, usable = Embeddings(folder, text_encodings=True).fetch(np.arange(8))
+    assert usable.tolist() == [True, True, False, False, False, False, False, True]
 
 
 def test_one_unusable_row_in_a_hundred_is_named_and_more_are_refused(folder):

@@ -158,7 +158,9 @@ def test_image_embeddings_get_length_root_d_inside_and_unit_length_outside():
     torch.testing.assert_close(prior.destandardize(x0 * 2), unit)
 
 
-def test_raw_image_embeddings_of_the_training_split_get_mean_0_and_deviation_1_inside(tmp_path):
+def test_raw_embeddings_get_mean_0_and_deviation_1_inside_and_texts_of_unit_length_are_refused(
+    tmp_path,
+):
     rows = 3 * np.random.default_rng(0).standard_normal((100, 16)) + 1
     embeddings.write_shards(tmp_path, rows, rows, [])
     settings = dict(SHORT, steps=1, run_dir=tmp_path / "run")
@@ -171,6 +173,14 @@ def test_raw_image_embeddings_of_the_training_split_get_mean_0_and_deviation_1_i
     torch.testing.assert_close(x0.mean(0), torch.zeros(16), rtol=0, atol=1e-5)
     torch.testing.assert_close(x0.std(0), torch.ones(16))
     torch.testing.assert_close(prior.destandardize(x0), image_embed)
+    rows = rows.astype(np.float32)
+    np.save("raw.npy", rows / 1.5)
+    np.save("unit.npy", rows / np.linalg.norm(rows, axis=1, keepdims=True))
+    words = ("sample", "--run_dir", tmp_path / "run", "--steps", 1, "--text_embeds")
+    run(*words, "raw.npy")
+    out = run(*words, "unit.npy", expect=1)
+    assert "unit.npy: its embeddings are of length 1, but those of the training of 12" in out
+    assert "embed --raw" in out
 
 
 @pytest.mark.parametrize("raw", [False, True])

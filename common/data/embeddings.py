@@ -16,6 +16,8 @@ from common.config import UserError
 from common.data import files, order
 
 FOLDERS = {"image_embed": "img_emb", "text_embed": "text_emb", "text_enc": "text_enc"}
+MAX_LOG_RATIO = 2  # of a usable embedding's length to the median one: a factor of 7.4
+MIN_COSINE = 0.3  # of a CLIP's embeddings with stored ones: with those of another it is about 0
 
 
 class NpyFile:
@@ -75,6 +77,12 @@ class Shards:
 
     def __len__(self):
         return int(self.starts[-1])
+
+    @functools.cached_property
+    def usual_length(self):
+        """The median length of 256 rows (n, D)."""
+        rows = self[files.evenly_spaced(len(self), 256)]
+        return torch.from_numpy(rows).norm(dim=1).nanmedian().item()
 
     def locate(self, indices):
         """The shard number of each of `indices` (n,) and its row there, as two int arrays (n,)."""
@@ -140,7 +148,8 @@ class Embeddings:
     of texts are `width` wide.
 
     `fetch` returns {"image_embed" (n, D), "text_embed" (n, D), "text_enc" (n, L, E), "caption"
-    list}, in float32. A row is not usable if one of its embeddings is all zero or not finite.
+    list}, in float32. A row is not usable if one of its embeddings is all zero, not finite, or much
+    longer or shorter than most are.
     """
 
     def __init__(self, folder, text_encodings=False, captions=False):
@@ -154,7 +163,8 @@ class Embeddings:
         self.tables = {name: Shards(self.folder / FOLDERS[name], FOLDERS[name]) for name in names}
         self.images = self.tables["image_embed"]
         self.width = self.images.shape[0]
-        text_width = self.tables.get("text_embed", self.images).shape[0]
+        self.text_embeds = self.tables.get("text_embed", self.images)
+        text_width = self.text_embeds.shape[0]
         if text_width != self.width:
             raise UserError(
                 f"{folder}: img_emb is {self.width} wide and text_emb {text_width}; expected "
@@ -193,15 +203,15 @@ class Embeddings:
     def _embeddings(self, indices):
         """`fetch` without captions."""
         batch = {}
-        usable = np.ones(len(indices), bool)
+        usable = torch.ones(len(indices), dtype=torch.bool)
         for name, table in self.tables.items():
-            values = table[indices]
-            flat = values.reshape(len(indices), -1)
-            usable &= np.isfinite(flat).all(1)
+            batch[name] = torch.from_numpy(table[indices])
+            length = batch[name].flatten(1).norm(dim=1)
+            usable &= length.isfinite()
             if name != "text_enc":  # whose padding is all zero
-                usable &= flat.any(1)
-            batch[name] = torch.from_numpy(values)
-        return batch, usable
+                ratio = length / table.usual_length
+                usable &= ratio.log().abs() < MAX_LOG_RATIO  # so zero is not usable
+        return batch, usable.numpy()
 
     def fetch(self, indices, random_words=None):
         """Read samples in any order. Of several captions of one, a random word chooses."""
@@ -256,8 +266,8 @@ class Embeddings:
         names = list(map(self.fault, unusable[:5]))
         if len(unusable) > order.MAX_UNUSABLE * len(checked):
             raise UserError(
-                f"{self.folder}: {len(unusable)} of {len(checked)} rows are not finite "
-                f"or all zero: {', '.join(names)}, …; mend or remove them"
+                f"{self.folder}: {len(unusable)} of {len(checked)} rows are not finite, all zero, "
+                f"or much longer or shorter than most: {', '.join(names)}, …; mend or remove them"
             )
         return len(unusable), len(checked), names
 
