@@ -899,7 +899,7 @@ def open_dataset(cfg, path, image_size, clip_model):
     if clip_model:
         clip.check_widths(clip_model, f"{path}, --clip {cfg.clip}", dataset.width)
     if cfg.image_condition:
-        embeddings.check_lengths(cfg, dataset, path)
+        embeddings.check_source(cfg, dataset, path, clip_model)
     return dataset
 
 
@@ -928,6 +928,8 @@ def open_data(cfg, image_size, source, device):
         widths[0] = dataset.width or clip_model.embed_width
     if cfg.text_encodings == "clip":
         widths = [clip_model.embed_width, clip_model.encoding_width]
+        texts = dataset.texts(files.evenly_spaced(len(dataset), 256))
+        clip_model.note_cut(texts, cfg.max_text_len)
     # Stored with the model: what it takes to build it and to sample from texts.
     info = {
         "kind": cfg.stage,

@@ -605,10 +605,25 @@ def open_data(cfg, source, device):
     model file that says which CLIP it is, if neither cfg nor the data do; or None.
     """
     with_captions = cfg.text_encodings == "clip"
+    spec, fingerprint = embeddings.clip_of(cfg.data, source)
+    if cfg.clip != "auto":
+        spec = cfg.clip
+    clip_model = None
+    # open_clip's may be large, or have to be downloaded: it is loaded only if captions need it.
+    is_small = spec and not spec.startswith("open_clip:")
+    if with_captions or is_small:
+        from common.models import clip
+
+        clip_model = clip.load(spec, device, fingerprint)
+        fingerprint = clip_model.fingerprint()
 
     def open_folder(path):
         dataset = embeddings.Embeddings(path, cfg.text_encodings == "shards", with_captions)
-        embeddings.check_lengths(cfg, dataset, path)
+        if clip_model:  # one of other widths cannot have made these embeddings
+            clip.check_widths(
+                clip_model, f"--clip {spec} for {path}", dataset.width, dataset.encoding_width
+            )
+        embeddings.check_source(cfg, dataset, path, clip_model)
         return dataset
 
     dataset = open_folder(cfg.data)
@@ -620,28 +635,11 @@ def open_data(cfg, source, device):
                 f"--val_data {cfg.val_data}: embeddings {val_dataset.width} wide, but those of "
                 f"{cfg.data} are {dataset.width}"
             )
-
-    spec, fingerprint = embeddings.clip_of(cfg.data, source)
-    if cfg.clip != "auto":
-        spec = cfg.clip
-    clip_model = None
-    encoding_width = 0
-    if cfg.text_encodings == "shards":
-        encoding_width = dataset.tables["text_enc"].shape[1]
-    # open_clip's may be large, or have to be downloaded: it is loaded only if captions need it.
-    is_small = spec and not spec.startswith("open_clip:")
-    if with_captions or is_small:
-        from common.models import clip
-
-        clip_model = clip.load(spec, device, fingerprint)
-        # A CLIP of other widths cannot have made these embeddings.
-        clip.check_widths(
-            clip_model, f"--clip {spec} for {cfg.data}", dataset.width, encoding_width
-        )
-        fingerprint = clip_model.fingerprint()
-        if with_captions:
-            encoding_width = clip_model.encoding_width
-            config.note(clip_model.caption_note(dataset, cfg.max_text_len))
+    encoding_width = dataset.encoding_width
+    if with_captions:
+        encoding_width = clip_model.encoding_width
+        some = files.evenly_spaced(len(dataset), 256)
+        clip_model.note_cut(dataset.texts(some), cfg.max_text_len)
     # Stored with the model: what it takes to build it and to sample from texts.
     info = {
         "kind": "prior",
@@ -914,6 +912,7 @@ def sample(args):
         spec = args.clip or contents["clip"]
         clip_model = clip.load(spec, device, contents["clip_fingerprint"])
         clip.check_widths(clip_model, f"--clip {spec}", *contents["widths"])
+        clip_model.note_cut(texts, prior.cfg.max_text_len)
         inputs = {"caption": texts}
     elif args.text_embeds:
         embeds = read_text_embeddings(args.text_embeds, prior, contents.get("text_length"))

@@ -242,10 +242,10 @@ def test_a_folder_names_its_clip_and_whether_it_is_built_in(folder):
 
 def test_embeddings_of_unit_length_are_refused_by_a_model_of_raw_ones(tables, folder):
     image, text, _ = tables
-    embeddings.check_lengths(SimpleNamespace(raw_embeddings=True), Embeddings(folder), folder)
+    embeddings.check_source(SimpleNamespace(raw_embeddings=True), Embeddings(folder), folder)
     image = image / np.linalg.norm(image, axis=1, keepdims=True)
     write_shards(folder, image, text, [])
     dataset = Embeddings(folder)
-    embeddings.check_lengths(SimpleNamespace(raw_embeddings=False), dataset, folder)
+    embeddings.check_source(SimpleNamespace(raw_embeddings=False), dataset, folder)
     with pytest.raises(UserError, match=r"of unit length, .* embed --raw"):
-        embeddings.check_lengths(SimpleNamespace(raw_embeddings=True), dataset, folder)
+        embeddings.check_source(SimpleNamespace(raw_embeddings=True), dataset, folder)

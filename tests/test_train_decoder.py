@@ -23,7 +23,7 @@ import train_decoder
 import train_prior
 from common import checkpoint, config
 from common.data import embed, embeddings, media
-from common.models import diffusion
+from common.models import clip, diffusion
 
 CPU = torch.device("cpu")
 UNET = dict(width=8, channel_mult=(1, 2))
@@ -143,6 +143,20 @@ def inputs(unet, count=3):
 
 def at(table, timestep):
     return table[timestep][:, None, None, None]
+
+
+def test_stored_embeddings_of_another_clip_are_refused(world, tmp_path):
+    model = clip.load(world / "clip", CPU)
+    shutil.copytree(world / "plain", tmp_path, dirs_exist_ok=True)
+    for path in tmp_path.glob("*.png"):
+        image_embed = model.embed_image(torch.tensor(read_picture(path))[None])
+        np.save(path.with_suffix(".npy"), image_embed[0].numpy())
+    cfg = train_decoder.BaseConfig(**BASE, data=str(tmp_path))
+    train_decoder.open_data(cfg, 16, None, CPU)
+    for path in tmp_path.glob("*.npy"):
+        np.save(path, np.roll(np.load(path), 5))
+    with pytest.raises(config.UserError, match="its embeddings are not of this CLIP"):
+        train_decoder.open_data(cfg, 16, None, CPU)
 
 
 # The U-Net

@@ -1,5 +1,6 @@
 """The prior: its model against itself computed another way, and the script as a user runs it."""
 
+import dataclasses
 import json
 import os
 import re
@@ -26,6 +27,7 @@ from helpers import (
 
 import train_prior
 from common import amp, checkpoint, config, dist
+from common.config import UserError
 from common.data import embed, embeddings, order
 from common.models import clip, diffusion
 
@@ -527,7 +529,10 @@ def test_samples_without_a_text_are_those_of_the_clips_encoding_of_an_empty_text
     assert "similarity" not in out
     _, of_empty = sample(world / "run", text_embeds="empty.npy", best_of=1)
     np.testing.assert_allclose(samples, of_empty, atol=1e-5)
-    _, of_text = sample(world / "run", text=STAR)
+    out, of_text = sample(world / "run", text=STAR)
+    assert "cut" not in out
+    out, _ = sample(world / "run", text=20 * "red ")
+    assert "1 are cut, as they are longer than 18 tokens" in out
     _, guided = sample(world / "run", text=STAR, guidance_scale=3)
     assert np.abs(of_text - samples).max() > 1e-3
     assert np.abs(of_text - guided).max() > 1e-3
@@ -543,6 +548,17 @@ def test_evaluate_gives_the_metrics_of_the_end_of_training(ranks, world):
     assert {"caption_match@4", "coverage@4", "coverage_ceiling"} < evaluated.keys()
     expected = {name: last[f"test_{name}"] for name in evaluated}
     assert evaluated == pytest.approx(expected, rel=1e-4)
+
+
+def test_another_clip_of_the_same_width_is_refused(world, tmp_path):
+    shutil.copytree(world / "emb", tmp_path / "emb")
+    (tmp_path / "emb/clip.json").unlink()
+    settings = {**SMALL, "eval_timesteps": (4,), "data": str(tmp_path / "emb")}
+    cfg = train_prior.Config(**settings, clip=str(world / "clip"))
+    train_prior.open_data(cfg, None, CPU)
+    cfg = dataclasses.replace(cfg, clip=str(world / "other"))
+    with pytest.raises(UserError, match="emb: its embeddings are not of this CLIP"):
+        train_prior.open_data(cfg, None, CPU)
 
 
 def test_the_built_in_data_are_not_scored_with_another_validation_set(world):

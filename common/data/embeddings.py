@@ -161,6 +161,7 @@ class Embeddings:
         if text_encodings:
             names.append("text_enc")
         self.tables = {name: Shards(self.folder / FOLDERS[name], FOLDERS[name]) for name in names}
+        self.encoding_width = self.tables["text_enc"].shape[1] if text_encodings else 0
         self.images = self.tables["image_embed"]
         self.width = self.images.shape[0]
         self.text_embeds = self.tables.get("text_embed", self.images)
@@ -217,18 +218,18 @@ class Embeddings:
         """Read samples in any order. Of several captions of one, a random word chooses."""
         batch, usable = self._embeddings(indices)
         if self.with_captions:
-            fractions = np.zeros(len(indices))
-            if random_words is not None:
-                fractions = order.uniform(random_words, 1)[:, 0]
-            captions = [record["caption"] for record in self.records(indices)]
-            batch["caption"] = list(map(files.choose_caption, captions, fractions))
+            batch["caption"] = self.texts(indices, random_words)
         return batch, usable
 
-    def texts(self, indices):
-        """A caption of each of the samples, if the model is conditioned on captions."""
-        if not self.with_captions:
+    def texts(self, indices, random_words=None):
+        """A caption of each of the samples, if there are captions."""
+        if not self.captions:
             return []
-        return [files.choose_caption(record["caption"]) for record in self.records(indices)]
+        fractions = np.zeros(len(indices))
+        if random_words is not None:
+            fractions = order.uniform(random_words, 1)[:, 0]
+        captions = [record["caption"] for record in self.records(indices)]
+        return list(map(files.choose_caption, captions, fractions))
 
     def records(self, indices):
         """The records of samples, at least {"caption": see files.clean_caption}."""
@@ -335,16 +336,38 @@ def clip_of(folder, model_file=None):
     return contents.get("clip"), contents.get("clip_fingerprint")
 
 
-def check_lengths(cfg, dataset, path):
-    """UserError if a model of raw embeddings would get unit-length ones, the default of files."""
-    if not cfg.raw_embeddings:
-        return
-    batch, _ = dataset.fetch(files.evenly_spaced(len(dataset), 16))
+def check_source(cfg, dataset, path, clip_model=None):
+    """UserError if the embeddings are not those that a model needs, by some of them.
+
+    They must not be of unit length for a model of raw ones, nor those of another CLIP than
+    `clip_model`, if there is one.
+    """
+    indices = files.evenly_spaced(len(dataset), 16)
+    batch, _ = dataset.fetch(indices)
     if "image_embed" not in batch:  # a CLIP will compute them
         return
-    length = batch["image_embed"].norm(dim=1).nanmedian().item()
-    if abs(length - 1) < 0.01:
+    stored = batch["image_embed"]
+    length = stored.norm(dim=1).nanmedian()
+    if cfg.raw_embeddings and abs(length - 1) < 0.01:
         raise UserError(
             f"{path}: its embeddings are of unit length, but the model is one of raw embeddings; "
             "write them anew with python -m common.data.embed embed --raw"
+        )
+
+    # Embed the same texts, or else images, again.
+    if not clip_model:
+        return
+    if "text_embed" in batch and dataset.captions:
+        stored = batch["text_embed"]
+        found = clip_model.text_condition(dataset.texts(indices), 1)["text_embed"]
+    elif "image" in batch:
+        device = next(clip_model.parameters()).device
+        found = clip_model.embed_image(batch["image"].to(device))
+    else:
+        return
+    cosine = torch.cosine_similarity(found.cpu(), stored).nanmean()
+    if cosine < MIN_COSINE:
+        raise UserError(
+            f"{path}: its embeddings are not of this CLIP, whose own have a mean cosine of "
+            f"{cosine:.2f} with them; name the one that made them with --clip"
         )

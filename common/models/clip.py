@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from common import checkpoint
-from common.config import UserError, explained, need
-from common.data import files
+from common.config import UserError, explained, need, note
 from common.data.media import central_square, resize
 from common.models import nn as layers
 
@@ -79,11 +78,10 @@ def text_note(texts, encode, max_tokens):
 class Encoder(nn.Module):
     """What all CLIPs here share."""
 
-    def caption_note(self, dataset, length):
-        """`text_note` of the captions of a dataset, for a model of `length` tokens."""
-        texts = dataset.texts(files.evenly_spaced(len(dataset), 256))
+    def note_cut(self, texts, length):
+        """Print the `text_note` of texts, for a model of `length` tokens."""
         max_tokens = min(self.context, length) - 2  # START and END
-        return text_note(texts, self.tokenizer.encode, max_tokens)
+        note(text_note(texts, self.tokenizer.encode, max_tokens))
 
     @torch.no_grad()
     def text_condition(self, texts, length):
