@@ -1007,7 +1007,7 @@ class Evaluator:
             real = media.from_uint8(batch["image"])
             low_res = media.resize(real, first.low_res_size, RESIZE)
         if prior_fn:
-            batch = {**batch, "image_embed": prior_fn(batch["caption"], 1, indices)[:, 0]}
+            batch = {**batch, "image_embed": prior_fn(batch["caption"], indices)}
         return sample_cascade(unets, batch, self.clip_model, seeds, low_res)
 
     @torch.no_grad()
@@ -1141,7 +1141,7 @@ def load_cascade(args, device):
 
 
 def load_prior(args, decoder, clip_model):
-    """prior_fn(texts, num_samples, keys) -> image embeddings (texts, num_samples, D), by --prior.
+    """prior_fn(texts, keys) -> image embeddings (texts, D), by --prior.
 
     decoder: the U-Net that takes them. keys: one a text; with --seed they seed the noise.
     """
@@ -1162,19 +1162,19 @@ def load_prior(args, decoder, clip_model):
             "--raw_embeddings; take a prior of raw ones"
         )
 
-    def prior_fn(texts, num_samples, keys):
+    def prior_fn(texts, keys):
         condition = train_prior.conditioning({"caption": texts}, prior.cfg, clip_model)
         embeds, _ = train_prior.best_embeddings(
             prior,
             condition,
             keys,
-            num_samples,
+            1,
             max(prior.cfg.eval_timesteps),
             prior.cfg.guidance_scale,
             best_of=2,  # DALL-E 2 §2.2
             seed=args.seed,
         )
-        return embeds
+        return embeds[:, 0]
 
     return prior_fn
 
@@ -1434,10 +1434,10 @@ def slerp(start, end, fraction):
     return weighted / torch.sin(angle)
 
 
-def image_embeddings(args, decoder, clip_model, texts):
-    """Image embeddings (texts or 1, num_samples, D) for the first U-Net; zeros mean none.
+def image_embeddings(args, decoder, clip_model, count):
+    """Image embeddings (count, D) for the first U-Net, without a prior; zeros mean none.
 
-    They are made by the prior from texts, or by the CLIP from --image, or between --image and --to.
+    They are made by the CLIP from --image, or between --image and --to.
     """
     device = decoder.alpha.device
 
@@ -1446,19 +1446,14 @@ def image_embeddings(args, decoder, clip_model, texts):
         return clip_model.embed_image(pixels.to(device)).float()
 
     # Unconditional, or an upsampler, which takes no image embeddings
-    if not (decoder.cfg.image_condition and (texts or args.image)):
-        rows = max(1, len(texts))
-        return torch.zeros(rows, args.num_samples, decoder.widths[0], device=device)
-    # unCLIP: text -> image embedding -> image (DALL-E 2 §2)
-    if texts:
-        prior_fn = load_prior(args, decoder, clip_model)
-        return prior_fn(texts, args.num_samples, texts)
+    if not (decoder.cfg.image_condition and args.image):
+        return torch.zeros(1, decoder.widths[0], device=device).expand(count, -1)
     # Variations of an image (§3.1), or interpolations of two (§3.2)
     start = embed_file(args.image)  # (1, D)
     if not args.to:
-        return start.expand(1, args.num_samples, -1)
-    fraction = torch.linspace(0, 1, args.num_samples, device=device)[:, None]
-    return slerp(start, embed_file(args.to), fraction)[None]
+        return start.expand(count, -1)
+    fraction = torch.linspace(0, 1, count, device=device)[:, None]
+    return slerp(start, embed_file(args.to), fraction)
 
 
 @torch.no_grad()
@@ -1470,12 +1465,17 @@ def sample(args):
     # Load the models. An upsampler alone needs no CLIP.
     unets, spec, fingerprint = load_cascade(args, device)
     first = unets[0]
+    texts = files.texts_of(args.text, args.texts)
     clip_model = None
     if any(first.widths):
         clip_model = clip.load(spec, device, fingerprint)
         clip.check_widths(clip_model, f"--clip {spec}", *first.widths)
+        clip_model.note_cut(texts, clip_model.context)
+    prior_fn = None
+    if texts and first.cfg.image_condition:
+        prior_fn = load_prior(args, first, clip_model)
 
-    # Read the inputs.
+    # Read the images.
     low_res = known = keep_mask = None
     if bool(args.low_res) != bool(first.cfg.low_res_size):
         raise UserError(
@@ -1489,19 +1489,20 @@ def sample(args):
         known = open_image(args.image, size).to(device)
         mask = open_image(args.mask, size).to(device)
         keep_mask = (mask[:, :1] < 0).float()  # black is kept
-    texts = files.texts_of(args.text, args.texts)
-    embeds = image_embeddings(args, first, clip_model, texts)
 
-    # Sample. The noise of a sample follows from its text and number, so it is the same in any
-    # batch. Between two images all samples share one noise.
+    # Sample. The noise of a sample follows from the numbers of its text and its own, so it is the
+    # same in any batch. Between two images all samples share one noise.
     captions = []
     seeds = []
-    for text, k in itertools.product(texts or [""], range(args.num_samples)):
+    for (number, text), k in itertools.product(enumerate(texts or [""]), range(args.num_samples)):
         captions.append(text)
-        seeds.append(accumulate.derive_seed(args.seed, "picture", text, 0 if args.to else k))
-    samples = {"image_embed": embeds.flatten(0, 1), "caption": captions, "seeds": seeds}
+        seeds.append(accumulate.derive_seed(args.seed, "picture", number, 0 if args.to else k))
+    embeds = image_embeddings(args, first, clip_model, len(captions))
+    samples = {"image_embed": embeds, "caption": captions, "seeds": seeds}
     pictures = []
     for batch in accumulate.split(samples, args.max_batch):
+        if prior_fn:  # unCLIP: text -> image embedding -> image (DALL-E 2 §2)
+            batch["image_embed"] = prior_fn(batch["caption"], batch["seeds"])
         out = sample_cascade(
             unets,
             batch,

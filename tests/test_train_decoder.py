@@ -431,17 +431,33 @@ def sample(folder, **settings):
     return np.stack([read_picture(path) for path in files]).astype(int)
 
 
-def test_a_sample_is_the_same_in_any_batch(trained, world, tmp_path):
-    (tmp_path / "texts.txt").write_text("a small red star\n\n something blue \n")
+def test_a_sample_is_the_same_in_any_batch_but_for_the_same_text_twice(
+    trained, world, tmp_path, monkeypatch
+):
+    (tmp_path / "texts.txt").write_text("a small red star\n\n something blue \na small red star")
     settings = dict(run_dir=trained, prior=world / "prior", guidance_scale=2, eta=0.5)
     texts = dict(settings, texts=tmp_path / "texts.txt", num_samples=3)
     together = sample(tmp_path, **texts)
-    assert together.shape == (6, 32, 32, 3)
+    assert together.shape == (9, 32, 32, 3)
     assert (tmp_path / "pictures/0001_0002.png").is_file()  # TEXT_NUMBER.png
     assert np.abs(together - sample(tmp_path, **texts, seed=1)).max() > 10
-    assert np.abs(together - sample(tmp_path, **texts, max_batch=1)).max() <= 1
+    assert np.abs(together[:3] - together[6:]).max() > 10
+    sizes = []
+    best_embeddings = train_prior.best_embeddings
+
+    def spy(prior, condition, *others, **settings):
+        sizes.append(len(condition["text_embed"]))
+        return best_embeddings(prior, condition, *others, **settings)
+
+    monkeypatch.setattr(train_prior, "best_embeddings", spy)
+    assert np.abs(together - sample(tmp_path, **texts, max_batch=2)).max() <= 1
+    assert sizes == [2, 2, 2, 2, 1]  # texts are encoded as few at a time
     alone = sample(tmp_path, **settings, text="a small red star")
     assert np.abs(together[:2] - alone).max() <= 1
+    words = flags(run_dir=trained, prior=world / "prior", num_samples=1, steps=1, device="cpu")
+    assert "1 are cut, as they are longer than 22 tokens" in run(
+        "sample", *words, "--text", 30 * "red "
+    )
 
 
 def test_images_are_varied_and_interpolated(trained, world, tmp_path):
