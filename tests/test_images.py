@@ -125,12 +125,24 @@ def test_what_is_transparent_is_white_whatever_color_hides_there():
     assert decoded([[1, 2, 3], [4, 5, 6]], transparency=(1, 2, 3)) == [WHITE, [4, 5, 6]]
 
 
+def test_colors_of_an_icc_profile_become_srgb_and_one_that_does_not_fit_is_left_out():
+    ImageCms = pytest.importorskip("PIL.ImageCms")
+    profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+    swapped = profile.replace(b"rXYZ", b"?").replace(b"gXYZ", b"rXYZ").replace(b"?", b"gXYZ")
+    assert decoded([[200, 100, 50]], icc_profile=swapped) == [[100, 200, 50]]
+    colors = [[200, 100, 50, 255], [0, 0, 0, 0]]
+    assert decoded(colors, icc_profile=swapped) == [[100, 200, 50], WHITE]
+    assert decoded([[200, 100, 50]], icc_profile=swapped[:300]) == [[200, 100, 50]]
+    assert decoded([7], icc_profile=swapped) == [[7] * 3]
+
+
 # Captions of every kind
 
 @pytest.mark.parametrize("name, text, caption", [
     ("x.txt", " größer als 三角形\n", "größer als 三角形"),
     ("x.JSON", '{"caption": "größer als 三角形"}', "größer als 三角形"),
     ("x.json", '{"caption": null}', ""),
+    ("x.json", '{"text": "a"}', "a"),
     ("x.json", '{"caption": ["a", "b"]}', ["a", "b"]),
 ])
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])

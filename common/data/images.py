@@ -35,15 +35,17 @@ BUILTIN_ROWS = 25_000  # of the captioned shapes
 def decode_image(content, name):
     """Decode the image file `content` (bytes): uint8 RGB (H, W, 3). Unusable if it is damaged.
 
-    It is turned upright as its EXIF says. What is transparent is white. 16 bits become 8.
+    It is turned upright as its EXIF says, and brought to sRGB from its ICC profile. What is
+    transparent is white. 16 bits become 8.
     """
     Image = config.need("PIL.Image", f"{name}: reading {Path(name).suffix} images", "pillow")
-    from PIL import ImageOps
+    from PIL import ImageCms, ImageOps
 
     with config.explained(f"{name}: not a readable image", Unusable):
         # Other formats are refused, because Pillow runs programs for some.
         image = Image.open(io.BytesIO(content), formats=("JPEG", "PNG", "WEBP"))
         image.load()
+        profile = io.BytesIO(image.info.get("icc_profile"))
         with contextlib.suppress(Exception):  # a damaged EXIF has no orientation
             ImageOps.exif_transpose(image, in_place=True)
         if image.mode.startswith("I"):  # gray of 16 bits, which `convert` would cut off at 255
@@ -54,6 +56,15 @@ def decode_image(content, name):
         if image.has_transparency_data:
             white = Image.new("RGBA", image.size, "white")
             image = Image.alpha_composite(white, image.convert("RGBA"))
+        if image.mode == "P":  # which has RGB's profile
+            image = image.convert("RGB")
+        with contextlib.suppress(Exception):  # no profile, a damaged one, or one of other channels
+            image = ImageCms.profileToProfile(
+                image,
+                ImageCms.ImageCmsProfile(profile),
+                ImageCms.createProfile("sRGB"),
+                outputMode="RGB",
+            )
         return np.asarray(image.convert("RGB"))
 
 
