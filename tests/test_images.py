@@ -44,8 +44,8 @@ def members(numbers):
     return files
 
 
-def write_tar(path, files):
-    with tarfile.open(path, "w") as archive:
+def write_tar(path, files, mode="w"):
+    with tarfile.open(path, mode) as archive:
         for name, content in files.items():
             member = tarfile.TarInfo(name)
             member.size = len(content)
@@ -151,10 +151,13 @@ def test_a_caption_is_read_in_every_marked_encoding(name, text, caption, encodin
     assert images.CaptionedImages(tmp_path).caption(0) == caption
 
 
-@pytest.mark.parametrize("content", [b"{", b"[]", b"{}", b'{"caption": [1]}', b"[" * 100_000])
+@pytest.mark.parametrize("content", [
+    b"{", b"[]", b"{}", b'{"caption": [1]}', b"[" * 100_000, b'{"url": "no caption in it"}',
+])
 def test_a_json_without_a_caption_is_unusable_by_name(content, tmp_path):
     write_files(tmp_path, {"x.png": png(picture(0)), "x.json": content})
-    with pytest.raises(Unusable, match=r"x\.json: no caption in it"):
+    found = ".*but url" if b"url" in content else ""
+    with pytest.raises(Unusable, match=rf"x\.json: no caption in it{found}"):
         images.CaptionedImages(tmp_path).caption(0)
 
 
@@ -192,6 +195,23 @@ def test_a_folder_of_images_may_have_its_captions_in_a_table(name, content, tmp_
     assert images.Pictures(tmp_path, 8).fingerprint() != before
 
 
+def test_a_row_of_a_table_is_of_that_file_alone_and_what_does_not_fit_is_named(tmp_path, capsys):
+    names = ["a.png", "a.webp", "a.jpg", "b.jpg", "in/d.jpg", "caf\xe9.png", "e.png", "f.png"]
+    rows = ["a.png,A", "a.webp,B", "b.png,C", "x/../in/d.jpg,D", "cafe\u0301.png,E", "e.png"]
+    table = "\n".join(["file_name,text", *rows, "f.png,F, G"])
+    write_files(tmp_path, dict.fromkeys(names, png(picture(0))) | {"metadata.csv": table.encode()})
+    note = "1 rows of tables, which name no image here, such as b.png, 2 without a caption"
+    dataset = images.Pictures(tmp_path, 8)
+    assert note in capsys.readouterr().err
+    found = {}
+    for i in range(len(dataset)):
+        name = dataset.name(i).removeprefix(f"{tmp_path}/")
+        found[name] = "".join(dataset.texts([i]))
+        assert (f"/{name}: no caption in it" in dataset.fault(i)) == (name in ("e.png", "f.png"))
+    texts = ["A", "B", "D", "E", "", ""]
+    assert found == dict(zip(["a.png", "a.webp", *names[4:]], texts))
+
+
 @pytest.mark.parametrize("content", ['{"file_name": "x.png"}', "{", "[1]"])
 def test_a_fault_of_a_table_of_captions_is_named(content, tmp_path):
     write_files(tmp_path, {"x.png": png(picture(0)), "metadata.jsonl": content.encode()})
@@ -201,17 +221,18 @@ def test_a_fault_of_a_table_of_captions_is_named(content, tmp_path):
 
 @pytest.mark.parametrize("pattern", ["{00000..00002}.tar", "0000[0-2].tar", ""])
 def test_tars_may_be_a_range_a_pattern_or_a_folder(pattern, tmp_path):
+    extension = "tar" if pattern else "TAR"
     for number in range(3):
-        write_tar(tmp_path / f"{number:05d}.tar", members([number]))
+        write_tar(tmp_path / f"{number:05d}.{extension}", members([number]))
     dataset = images.CaptionedImages(tmp_path / pattern)
     assert [dataset.key(i) for i in range(len(dataset))] == [f"{i:09d}" for i in range(3)]
 
 
-@pytest.mark.parametrize("name", ["{00000..00001}.tar", "0.tar.gz"])
+@pytest.mark.parametrize("name", ["{00000..00001}.tar", "0.tar.gz", "metadata.csv"])
 def test_a_tar_that_is_missing_or_compressed_is_named(name, tmp_path):
     write_tar(tmp_path / "00000.tar", members([0]))
-    (tmp_path / "0.tar.gz").touch()
-    message = r"(00001\.tar|0\.tar\.gz): no such file, or not a \.tar; compressed .* gunzip"
+    write_files(tmp_path, {"0.tar.gz": b"", "metadata.csv": b""})
+    message = r"(00001\.tar|0\.tar\.gz|csv): no such file, or not a \.tar; expected .* gunzip"
     with pytest.raises(UserError, match=message):
         images.CaptionedImages(tmp_path / name)
 
@@ -227,6 +248,36 @@ def test_files_that_are_not_used_are_counted_and_an_extension_begins_at_the_firs
     assert [dataset.key(i) for i in range(len(dataset))] == ["a"]
     note = f"{tmp_path / path}: left out are 2 gif, 1 image.png, 1 without a caption\n"
     assert capsys.readouterr().err == f"note: {note}"
+
+
+@pytest.mark.parametrize("second, pictures", [
+    ("a.jpg a.txt", {"a": "1"}),
+    ("a.json a.png a.txt", {"a": "1"}),
+    ("a.txt a.webp", {"a": "1"}),
+    ("a.txt", {"a": "0"}),
+    ("a.webp b.txt", {"a": "0"}),
+    ("a.jpg c.jpg a.txt c.txt", {"a": "1", "c": "1"}),
+])
+def test_of_joined_tars_the_last_picture_of_a_name_counts_with_the_caption_of_its_place(
+        second, pictures, tmp_path, capsys):
+    for part, names in enumerate(("a.jpg a.txt b.txt b.jpg", second)):
+        write_tar(tmp_path / "0.tar", dict.fromkeys(names.split(), f"{part}".encode()), "a")
+    dataset = images.CaptionedImages(tmp_path)
+    found = {dataset.key(i): dataset.caption(i) for i in range(len(dataset))}
+    assert found == {"b": "0", **pictures}
+    for i in range(len(dataset)):
+        assert dataset.read(i, "image").decode() == dataset.caption(i)
+    assert " of a name that comes again" in capsys.readouterr().err
+
+
+def test_a_tar_that_may_not_be_read_is_not_called_damaged(tmp_path, monkeypatch):
+    def refuse(path, *_):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    write_tar(tmp_path / "0.tar", {})
+    monkeypatch.setattr("builtins.open", refuse)
+    with pytest.raises(PermissionError, match=r"0\.tar"):
+        images.CaptionedImages(tmp_path)
 
 
 @pytest.mark.parametrize("size", [4000, 5120])  # in a file, and between two

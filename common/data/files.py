@@ -3,6 +3,7 @@
 import codecs
 import hashlib
 import os
+import unicodedata
 from pathlib import Path
 
 import numpy as np
@@ -52,6 +53,19 @@ def decode_text(content, name):
         if "\0" in text:  # UTF-16 without a mark
             raise ValueError("it has zero bytes")
         return text
+
+
+def nfc(text):
+    """A text or a file's name with each accent in its letter: macOS writes it after the letter."""
+    return unicodedata.normalize("NFC", text)
+
+
+def caption_in(record):
+    """The value of "caption" in a dict, or of "text", as the package datasets has it; KeyError."""
+    for name in ("caption", "text"):
+        if name in record:
+            return record[name]
+    raise KeyError(f"no caption or text, but {', '.join(record)}")
 
 
 def clean_caption(value):

@@ -74,16 +74,18 @@ class CaptionedImages:
     path: tars, see `find_tars`, or a folder of images. They have KEY.jpg|png|webp with KEY.txt or
     KEY.json; a folder may have metadata.jsonl or metadata.csv instead. KEY is the name up to the
     first dot, as in webdataset: KEY.image.png is no image. Tars are indexed once, then read at
-    random. A note counts the files that are left out. In JSON the caption is named "caption".
+    random. A note counts what is left out.
     """
 
     def __init__(self, path):
         self.path = Path(path)
         self.tars = find_tars(path)
         self.metadata = []  # files
-        self.table = {}  # {KEY: caption} in them
+        self.captions = {}  # those of tables, by index
+        table = {}  # rows whose file was not found yet
+        unused = collections.Counter()
         if self.tars:
-            listings = [list_tar(tar) for tar in self.tars]
+            listings = map(list_tar, self.tars)
         else:
             loose = []
             for file in files.files_below(path):
@@ -91,30 +93,37 @@ class CaptionedImages:
                     self.metadata.append(file)
                 else:
                     loose.append((file.relative_to(path).as_posix(), 0, file.stat().st_size))
-            self.table = read_metadata(self.path, self.metadata)
+            table = read_metadata(self.path, self.metadata)
             listings = [group(loose)]
 
         keys = []
         entries = []
-        unused = collections.Counter()
-        for tar, samples in enumerate(listings):
-            for key, members in samples.items():
-                images = [members[kind] for kind in IMAGES if kind in members]
-                captions = [members[kind] for kind in CAPTIONS if kind in members]
-                if key in self.table:
-                    captions = [("", 0, 0)]
+        for tar, groups in enumerate(listings):
+            for key, parts in groups.items():
+                samples = list(parts.values())
+                whole = [each for each in samples if pick(each, IMAGES) and pick(each, CAPTIONS)]
+                members = (whole or samples)[-1]  # the last of a name counts, as for tar itself
+                unused["of a name that comes again"] += len(samples) - 1
                 unused.update(members.keys() - {*IMAGES, *CAPTIONS, "npy"})
-                if images and captions:
-                    embedding = members.get("npy", ("npy", 0, 0))
-                    keys.append(os.fsencode(key))
-                    entries.append((tar, images[0], captions[0], embedding))
-                elif images:
-                    unused["without a caption"] += 1
+                captions = pick(members, CAPTIONS)[:1]
+                for image in pick(members, IMAGES):
+                    file = files.nfc(f"{key}.{image[0]}")
+                    if file in table:
+                        self.captions[len(keys)] = table.pop(file)
+                        captions.append(("", 0, 0))
+                    if captions:
+                        embedding = members.get("npy", ("npy", 0, 0))
+                        keys.append(os.fsencode(key))
+                        entries.append((tar, image, captions.pop(), embedding))
+                    else:
+                        unused["without a caption"] += 1
+        if table:
+            unused[f"rows of tables, which name no image here, such as {min(table)}"] = len(table)
         # Arrays: lists of millions of objects would be copied to every worker.
         self.keys = np.array(keys, np.bytes_)
         self.entries = np.array(entries, ENTRY)
-        if unused:
-            counts = [f"{number} {kind}" for kind, number in sorted(unused.items())]
+        counts = [f"{number} {kind}" for kind, number in sorted(unused.items()) if number]
+        if counts:
             config.note(f"{path}: left out are {', '.join(counts)}")
         if not keys:
             raise UserError(
@@ -145,14 +154,14 @@ class CaptionedImages:
 
     def caption(self, index):
         """The caption of an image, see files.clean_caption; raises Unusable."""
-        key = self.key(index)
-        if key in self.table:
-            return self.table[key]
-        name = self.name(index, "caption")
-        with config.explained(f"{name}: no caption in it", Unusable):
-            caption = files.decode_text(self.read(index, "caption"), name).strip()
+        in_table = index in self.captions
+        name = self.name(index, "image" if in_table else "caption")
+        with config.explained(f"{name}: no caption in it, or in its row", Unusable):
+            if in_table:
+                return files.clean_caption(self.captions[index])
+            caption = files.decode_text(self.read(index, "caption"), name)
             if name.lower().endswith(".json"):
-                caption = json.loads(caption)["caption"]
+                caption = files.caption_in(json.loads(caption))
             return files.clean_caption(caption)
 
     def __getitem__(self, index):
@@ -171,36 +180,35 @@ def find_tars(path):
         numbers = range(int(first), int(last) + 1)
         tars = [str(path).replace(braces[0], f"{number:0{len(first)}}") for number in numbers]
     elif Path(path).is_dir():
-        tars = Path(path).glob("*.tar")
+        tars = Path(path).glob("[!.]*.[tT][aA][rR]")
     else:
         tars = glob.glob(str(path))
     tars = sorted(map(Path, tars))
     for tar in tars:
-        if tar.suffix != ".tar" or not tar.is_file():
+        if tar.suffix.lower() != ".tar" or not tar.is_file():
             raise UserError(
-                f"{tar}: no such file, or not a .tar; compressed ones cannot be read at random: "
-                "unpack them, as by gunzip"
+                f"{tar}: no such file, or not a .tar; expected tars, or a folder of images, with "
+                "their metadata.csv or .jsonl in it; unpack compressed tars, as by gunzip"
             )
     return tars
 
 
 def read_metadata(folder, paths):
-    """{KEY: caption} of the metadata.jsonl and metadata.csv at `paths` below a folder.
+    """{file: value of caption} of the metadata.jsonl and metadata.csv at `paths` below a folder.
 
-    Each row has a file_name relative to its file, and a "caption", or "text" as the package
-    datasets writes it.
+    Each row has a file_name relative to its table, and see files.caption_in. In the dict, files are
+    relative to `folder`, in NFC. Rows of CSV that are too short or too long have no caption.
     """
     table = {}
     for path in paths:
         text = files.decode_text(path.read_bytes(), path)
         with config.explained(f"{path}: expected file_name and caption or text in every row"):
-            rows = csv.DictReader(io.StringIO(text))
+            rows = csv.DictReader(io.StringIO(text), restval=False)
             if path.suffix.lower() == ".jsonl":
                 rows = (json.loads(line) for line in text.split("\n") if line.strip())
             for row in rows:
-                name = (path.parent / row["file_name"]).relative_to(folder)
-                caption = row["caption"] if "caption" in row else row["text"]
-                table[key_of(name.as_posix())] = files.clean_caption(caption)
+                name = os.path.relpath(path.parent / row["file_name"], folder)
+                table[files.nfc(name)] = row if None in row else files.caption_in(row)
     return table
 
 
@@ -208,30 +216,47 @@ def list_tar(tar):
     """The files in a tar, as `group` returns them. UserError if it is damaged."""
     members = []
     damaged = config.explained(f"{tar}: corrupt or truncated tar; write it again")
-    with damaged, tarfile.open(tar, "r:") as archive:
+    with open(tar, "rb") as file, damaged, tarfile.open(fileobj=file, mode="r:") as archive:
         for member in archive:
             if member.size < 0:  # the next member would be an earlier one, without end
                 raise tarfile.ReadError(f"{member.name} of {member.size} bytes")
             if member.isfile():
                 members.append((member.name, member.offset_data, member.size))
-        archive.fileobj.seek(archive.offset)
-        if archive.fileobj.read(512) != bytes(512):  # tarfile stops silently at damage
+        file.seek(archive.offset)
+        if file.read(512) != bytes(512):  # tarfile stops silently at damage
             raise tarfile.ReadError(f"no member and no end at byte {archive.offset}")
     return group(members)
 
 
 def group(members):
-    """{folders and KEY: {extension in lower case: (extension, offset, size)}} of files.
+    """{folders and KEY: {part: {extension in lower case: (extension, offset, size)}}} of files.
 
     members: (name, offset, size) of each. Hidden ones are left out.
+
+    Where tars were joined, names come again. There a file that is there already, or a second image
+    of a KEY, begins another part, which has samples of its own: no caption comes to the image of
+    another part. Within a part the files of a sample may lie apart.
     """
-    samples = collections.defaultdict(dict)
+    names = {name for name, _, _ in members}
+    joined = len(names) < len(members)
+    part = 0
+    groups = collections.defaultdict(lambda: collections.defaultdict(dict))
     for name, offset, size in members:
         key = key_of(name)
         extension = name[len(key) + 1 :]
+        kind = extension.lower()
         if key and not key.endswith("/"):
-            samples[key][extension.lower()] = extension, offset, size
-    return samples
+            sample = groups[key][part]
+            second_image = kind in IMAGES and pick(sample, IMAGES)
+            if joined and (second_image or kind in sample):
+                part += 1
+            groups[key][part][kind] = extension, offset, size
+    return groups
+
+
+def pick(sample, kinds):
+    """Those of the files of a sample that are of `kinds`."""
+    return [sample[kind] for kind in kinds if kind in sample]
 
 
 def key_of(name):
@@ -302,8 +327,7 @@ class Pictures(CaptionedImages):
 
     def split(self, name, validation, test, seed=0):
         """Indices (int64, ascending) of "train", "validation" or "test", by a hash of the keys."""
-        keys = map(self.key, range(len(self)))
-        return order.split_keys(keys, name, validation, test, seed)
+        return order.split_keys(map(self.key, range(len(self))), name, validation, test, seed)
 
     def texts(self, indices):
         """A caption of each of the samples that have one. Their images are not read."""
