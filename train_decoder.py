@@ -1418,12 +1418,16 @@ class SampleConfig(CascadeConfig):
             raise UserError("--image: beside a text it needs --mask, where to draw the text")
 
 
-def open_image(path, size=0):
-    """Central square of an image file, float (1, 3, H, H) in [-1, 1], at `size` if given."""
+def open_image(path):
+    """The image in a file, uint8 (1, H, W, 3)."""
+    return torch.tensor(images.decode_image(Path(path).read_bytes(), path)[None])
+
+
+def open_square(path, size):
+    """Central square of an image file, float (1, 3, size, size) in [-1, 1]."""
     # Cropped, not squeezed, as images of the training data are.
-    pixels = torch.tensor(images.decode_image(Path(path).read_bytes(), path)[None])
-    square = media.central_square(media.from_uint8(pixels))
-    return media.resize(square, size or square.shape[2], RESIZE)
+    square = media.central_square(media.from_uint8(open_image(path)))
+    return media.resize(square, size, RESIZE)
 
 
 def slerp(start, end, fraction):
@@ -1442,8 +1446,7 @@ def image_embeddings(args, decoder, clip_model, count):
     device = decoder.alpha.device
 
     def embed_file(path):
-        pixels = (open_image(path) + 1) / 2  # in [0, 1], as CLIPs take them
-        return clip_model.embed_image(pixels.to(device)).float()
+        return clip_model.embed_image(open_image(path).to(device))
 
     # Unconditional, or an upsampler, which takes no image embeddings
     if not (decoder.cfg.image_condition and args.image):
@@ -1483,11 +1486,18 @@ def sample(args):
             f"{args.run_dir[0]} begins with stage {first.cfg.stage}"
         )
     if args.low_res:
-        low_res = open_image(args.low_res, first.cfg.low_res_size).to(device)
+        low_res = open_square(args.low_res, first.cfg.low_res_size).to(device)
     if args.mask:
+        _, height, width, _ = open_image(args.image).shape
+        _, mask_height, mask_width, _ = open_image(args.mask).shape
+        if abs(width * mask_height / height / mask_width - 1) > 0.01:  # more than rounded
+            raise UserError(
+                f"--mask {args.mask}: {mask_width}x{mask_height} pixels, but --image has "
+                f"{width}x{height}; expected the same proportions"
+            )
         size = unets[-1].cfg.image_size
-        known = open_image(args.image, size).to(device)
-        mask = open_image(args.mask, size).to(device)
+        known = open_square(args.image, size).to(device)
+        mask = open_square(args.mask, size).to(device)
         keep_mask = (mask[:, :1] < 0).float()  # black is kept
 
     # Sample. The noise of a sample follows from the numbers of its text and its own, so it is the
