@@ -59,12 +59,14 @@ def test_resizing_is_pillows(mode, height, width, size):
     images = torch.randn(1, 3, height, width)
     resized = media.resize(images, size, mode)
     method = Image.Resampling[mode.upper()]
+    shorter = min(height, width)
+    size = (size * width // shorter, size * height // shorter)
     for before, after in zip(images[0], resized[0]):
-        expected = Image.fromarray(before.numpy()).resize((size, size), method)
+        expected = Image.fromarray(before.numpy()).resize(size, method)
         np.testing.assert_allclose(after, np.asarray(expected), atol=5e-6)
 
 
-@pytest.mark.parametrize("mode", media.RESIZE_MODES)
+@pytest.mark.parametrize("mode", [*media.KERNELS, "nearest", "nearest_exact"])
 def test_resizing_keeps_dtype_and_argument_and_an_image_of_that_size(mode):
     images = torch.randn(2, 3, 12, 12).bfloat16()
     before = images.clone()
@@ -75,11 +77,11 @@ def test_resizing_keeps_dtype_and_argument_and_an_image_of_that_size(mode):
 
 @pytest.mark.parametrize("mode, row, column", [
     ("nearest", 0, 0),
-    ("nearest_exact", 1, 3),
+    ("nearest_exact", 1, 1),
 ])
 def test_nearest_takes_pixels(mode, row, column):
     images = torch.randn(2, 3, 12, 24)
-    pixels = images[:, :, row::3, column::6]
+    pixels = images[:, :, row::3, column::3]
     assert torch.equal(media.resize(images, 4, mode), pixels)
 
 

@@ -64,7 +64,6 @@ KERNELS = {  # Pillow's, of the distance x in pixels of the coarser grid
     "box": box,
     "hamming": hamming,
 }
-RESIZE_MODES = (*KERNELS, "nearest", "nearest_exact")
 
 
 def write_png(file, image):
@@ -92,9 +91,9 @@ def write_png(file, image):
         Path(file).write_bytes(content)
 
 
-def draw_caption(caption, columns, max_lines=4):
+def draw_caption(caption, columns):
     """A caption of so many characters a line: uint8 (10 · lines, 6 · columns), black on white."""
-    lines = textwrap.wrap(caption.lower(), columns, max_lines=max_lines, placeholder=" ...")
+    lines = textwrap.wrap(caption.lower(), columns, max_lines=4, placeholder=" ...")
     text = "".join(line.ljust(columns) for line in lines)
     characters = [CHARACTERS.find(character) for character in text]  # -1, the box, for others
     cells = CELLS[characters].reshape(len(lines), columns, 10, 6)
@@ -146,27 +145,30 @@ def _weights(length, size, mode, device):
 
 
 def resize(images, size, mode="bicubic"):
-    """Resize float images (B, C, H, W) to (B, C, size, size).
+    """Resize float images (B, C, H, W) so that the shorter side is `size`, rounding down the other.
 
     nearest and nearest_exact take pixels as torch does, the other modes are Pillow's, antialiased.
     bicubic and lanczos overshoot at sharp edges; nothing is clamped, because only the caller knows
     the range.
     """
     _, _, height, width = images.shape
-    if height == width == size:
+    shorter = min(height, width)
+    if shorter == size:
         return images
+    new_height = size * height // shorter
+    new_width = size * width // shorter
     if mode not in KERNELS:
         mode = mode.replace("_", "-")
-        return F.interpolate(images, (size, size), mode=mode)
-    rows = _weights(height, size, mode, images.device)
-    columns = _weights(width, size, mode, images.device)
+        return F.interpolate(images, (new_height, new_width), mode=mode)
+    rows = _weights(height, new_height, mode, images.device)
+    columns = _weights(width, new_width, mode, images.device)
     with torch.autocast(images.device.type, enabled=False):  # sums of many pixels
         resized = rows @ (images.float() @ columns.T)
     return resized.to(images.dtype)
 
 
 def resize_uint8(images, size, mode="bicubic"):
-    """uint8 (B, H, W, 3) -> uint8 (B, size, size, 3), as `resize` does."""
+    """`resize` of uint8 (B, H, W, 3), which gives uint8."""
     images = images.permute(0, 3, 1, 2).float()
     images = resize(images, size, mode)
     images = images.round().clamp(0, 255).byte()
@@ -205,8 +207,8 @@ def central_square(images):
     """The largest central squares (B, C, S, S) of images (B, C, H, W)."""
     height, width = images.shape[2:]
     size = min(height, width)
-    top = (height - size) // 2
-    left = (width - size) // 2
+    top = round((height - size) / 2)  # as in CLIP's preprocessing
+    left = round((width - size) / 2)
     return images[:, :, top : top + size, left : left + size]
 
 

@@ -29,6 +29,11 @@ WORD = re.compile(r"\w+|[^\w\s]")  # a word, or a sign
 GALLERY = 100  # references that `retrieval` looks among
 
 
+def words_of(text):
+    """Words and signs in lower case. An accent of its own, which is no \\w, would be a sign."""
+    return WORD.findall(files.nfc(text).lower())
+
+
 class Tokenizer:
     """A token for each word or sign of `vocabulary`. Others become a space and UTF-8 bytes."""
 
@@ -42,13 +47,13 @@ class Tokenizer:
 
         Of equally frequent ones, the alphabetically first are taken.
         """
-        words = sorted(WORD.findall("\n".join(texts).lower()))
+        words = sorted(words_of("\n".join(texts)))
         return cls(word for word, _ in collections.Counter(words).most_common(size))
 
     def encode(self, text):
         """Tokens of `text`, without START and END. Case and spaces do not matter."""
         tokens = []
-        for word in WORD.findall(text.lower()):
+        for word in words_of(text):
             if word in self.token_of:
                 tokens.append(self.token_of[word])
             else:  # half a surrogate pair, which has no bytes, becomes "?"
@@ -169,19 +174,18 @@ class CLIP(Encoder):
         return embedding.float(), x * mask[..., None], mask
 
     def embed_image(self, images):
-        """uint8 (B, H, W, 3), or float (B, 3, H, W) in [0, 1] -> (B, D)."""
+        """uint8 (B, H, W, 3) -> (B, D)."""
         pixels = center_crop(images, self.image_size) * 2 - 1
         return self.image_encoder(pixels.contiguous(memory_format=torch.channels_last)).float()
 
 
 def center_crop(images, size):
-    """The central squares of images, resized.
+    """The central squares of images, of which the shorter side was brought to `size`, as CLIP does.
 
-    images: uint8 (B, H, W, 3), or float (B, 3, H, W) in [0, 1]. Returns float (B, 3, size, size).
+    images: uint8 (B, H, W, 3). Returns float (B, 3, size, size) in [0, 1].
     """
-    if images.dtype == torch.uint8:
-        images = images.permute(0, 3, 1, 2).float() / 255
-    return resize(central_square(images), size).clamp(0, 1)
+    images = images.permute(0, 3, 1, 2).float() / 255
+    return central_square(resize(images, size)).clamp(0, 1)
 
 
 class OpenCLIP(Encoder):
