@@ -213,9 +213,11 @@ class CodecConfig(SharedConfig):
         300, "steps without quantizer, before k-means (paper: 0)", fixed=True
     )
     # Losses. The paper's weights are for a loss summed over features and long training.
-    mel_weight: NonNegativeFloat = field(2e-5, "weight of the distance of mel spectra (paper: 1)")
+    mel_weight: NonNegativeFloat = field(
+        2e-5, "weight of the distance of mel spectra (paper: 1)", measure=True
+    )
     wave_weight: NonNegativeFloat = field(
-        10.0, "weight of the L1 distance of waves, EnCodec Eq. 1 (paper: 0)"
+        10.0, "weight of the L1 distance of waves, EnCodec Eq. 1 (paper: 0)", measure=True
     )
     commitment_weight: NonNegativeFloat = field(
         0.25, "weight of the distance of frames to their codes"
@@ -249,7 +251,9 @@ class CodecConfig(SharedConfig):
     )
     # It rises to the highest (ema.py).
     ema_decay: Fraction = field(0.99, "highest decay of the averaged weights, 0: no averaging")
-    eval_samples: NonNegativeInt = field(96, "first held-out samples to evaluate on, 0: all")
+    eval_samples: NonNegativeInt = field(
+        96, "held-out samples to evaluate on, 0: all", measure=True
+    )
 
     def __post_init__(self):
         super().__post_init__()
@@ -814,7 +818,7 @@ def train_soundstream(cfg, device):
     dataset, indices = splits["train"]
     crops = copy.copy(dataset)
     crops.crop = cfg.crop
-    identity, finished = loop.identify(run, cfg, dataset)
+    identity, finished = loop.identify(run, cfg, splits)
     if finished:
         return loop.announce(run, finished)
 
@@ -927,12 +931,12 @@ def train_soundstream(cfg, device):
                     norm, taken = amp.step(scaler, discriminator_optimizers, cfg.max_grad_norm)
                     if taken:  # 0 · nan is nan: what is not finite in either ends the run
                         grad_norm = grad_norm + 0 * norm
-                amp.update(scaler)
+                scaler.update()
                 codec.zero_grad(set_to_none=True)
                 discriminators.zero_grad(set_to_none=True)
                 if not stepped:
                     codec.quantizer.discard()  # the statistics of a step that did not happen
-                progress.overflows += not stepped
+                progress.count_overflow(stepped)
             # Move the codebooks to the statistics of all ranks, and re-seed codes that are dead.
             codec.quantizer.update(accumulate.derive_seed(cfg.seed, "codes", state.step))
             state.step += 1
@@ -1019,7 +1023,9 @@ class TransformerConfig(SharedConfig):
     ema_decay: Fraction = field(0.98, "highest decay of the averaged weights, 0: no averaging")
     # Evaluation
     temperature: NonNegativeFloat = field(0.7, "temperature of sampling, 0: the most probable code")
-    eval_samples: NonNegativeInt = field(192, "first held-out samples to evaluate on, 0: all")
+    eval_samples: NonNegativeInt = field(
+        192, "held-out samples to evaluate on, 0: all", measure=True
+    )
 
     def __post_init__(self):
         super().__post_init__()
@@ -1595,7 +1601,7 @@ def train_transformer(cfg, device):
     splits = dist.together(lambda: open_recordings(cfg, hop_length))
     dataset, indices = splits["train"]
     # Another codec or k-means makes other tokens: then the run cannot be resumed.
-    identity, finished = loop.identify(run, cfg, dataset, **made_with)
+    identity, finished = loop.identify(run, cfg, splits, **made_with)
     if finished:
         return loop.announce(run, finished)
 
@@ -1682,9 +1688,9 @@ def train_transformer(cfg, device):
                         scaler.scale(loss * chunk.weight).backward()
                     chunk_losses.append(loss.detach() * (chunk.stop - chunk.start))
                 grad_norm, stepped = amp.step(scaler, optimizers, cfg.max_grad_norm)
-                amp.update(scaler)
+                scaler.update()
                 model.zero_grad(set_to_none=True)
-                progress.overflows += not stepped
+                progress.count_overflow(stepped)
             state.step += 1
             ema.update(state.step)
             progress.add(chunk_losses, grad_norm, step_batches)

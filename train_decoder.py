@@ -107,7 +107,9 @@ class SharedConfig(config.TrainingRun):
     flip: bool = field(
         False, "mirror half of the images; not for captions that mention left or right", fixed=True
     )
-    eval_samples: NonNegativeInt = field(192, "held-out samples to evaluate on, 0: all")
+    eval_samples: NonNegativeInt = field(
+        192, "held-out samples to evaluate on, 0: all", measure=True
+    )
 
     def __post_init__(self):
         super().__post_init__()
@@ -256,7 +258,7 @@ class UpsampleConfig(UNetConfig):
         True, "the timestep scales and shifts a norm; off: it is added before the norm", model=True
     )
     # In training the input is corrupted, and crops are enough, as there is no attention.
-    low_res_blur: Fraction = field(0.5, "probability of blurring the input")
+    low_res_blur: Fraction = field(0.5, "probability of blurring the input", measure=True)
     low_res_noise: Fraction = field(
         0.0, "maximum noise on the input, as a fraction of the timesteps (Imagen)", model=True
     )
@@ -1254,7 +1256,7 @@ def train_stage(cfg, device, command=""):
     facts = {}
     if clip_model:
         facts["clip"] = info["clip_fingerprint"]
-    identity, finished = loop.identify(run, cfg, dataset, **facts)
+    identity, finished = loop.identify(run, cfg, splits, **facts)
     if finished:
         return loop.announce(run, finished, command)
 
@@ -1332,9 +1334,9 @@ def train_stage(cfg, device, command=""):
                         scaler.scale(loss * chunk.weight).backward()
                     chunk_losses.append(loss.detach() * (chunk.stop - chunk.start))
                 grad_norm, stepped = amp.step(scaler, optimizers, cfg.max_grad_norm)
-                amp.update(scaler)
+                scaler.update()
                 unet.zero_grad(set_to_none=True)
-                progress.overflows += not stepped
+                progress.count_overflow(stepped)
             state.step += 1
             ema.update(state.step)
             progress.add(chunk_losses, grad_norm, step_batches)

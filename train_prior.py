@@ -99,7 +99,7 @@ class Config(config.TrainingRun):
     timesteps: PositiveInt = field(1000, "number of noise levels", model=True)
     # Uniform is DDPM's; the others are of SD3.
     timestep_density: Literal["uniform", "logit_normal", "mode"] = field(
-        "uniform", "distribution of the timesteps in training (SD3 §3.1)"
+        "uniform", "distribution of the timesteps in training (SD3 §3.1)", measure=True
     )
     loss_weight: Literal["none", "min_snr", "sigma_sqrt", "cosmap"] = field(
         "none", "weight of the loss by noise level; sigma_sqrt and cosmap: flow only"
@@ -109,7 +109,9 @@ class Config(config.TrainingRun):
         1, "number of (timestep, noise) draws per sample, which share one pass over its text"
     )
     # "10% of the time" (DALL-E 2 §2.2)
-    text_drop: Fraction = field(0.1, "probability of dropping the text, for guidance")
+    text_drop: Fraction = field(
+        0.1, "probability of dropping the text, for guidance", measure=True
+    )
     # Optimization: minutes on two cores. The paper has no decay of the learning rate.
     steps: PositiveInt = field(1150, "optimizer steps")
     batch_size: PositiveInt = field(256, "samples a step, over all ranks", fixed=True)
@@ -133,7 +135,9 @@ class Config(config.TrainingRun):
     ema_update_every: PositiveInt = field(1, "steps between updates of the average")
     # Evaluation
     eval_every: Interval = field("575", "steps between evaluations, or as 10min; 0: only the last")
-    eval_samples: NonNegativeInt = field(512, "held-out samples to evaluate on, 0: all")
+    eval_samples: NonNegativeInt = field(
+        512, "held-out samples to evaluate on, 0: all", measure=True
+    )
     eval_timesteps: tuple[PositiveInt, ...] = field(
         (8, 64), "numbers of sampling steps to evaluate with"
     )
@@ -672,7 +676,7 @@ def train(cfg):
     if info["clip"]:
         command = "sample --text 'a small red star'"
     command = f"train_prior.py {command} --run_dir {shlex.quote(cfg.run_dir)}"
-    identity, finished = loop.identify(run, cfg, dataset, **facts)
+    identity, finished = loop.identify(run, cfg, splits, **facts)
     if finished:
         return loop.announce(run, finished, command)
 
@@ -745,9 +749,9 @@ def train(cfg):
                         scaler.scale(loss * chunk.weight).backward()
                     chunk_losses.append(loss.detach() * (chunk.stop - chunk.start))
                 grad_norm, stepped = amp.step(scaler, optimizers, cfg.max_grad_norm)
-                amp.update(scaler)
+                scaler.update()
                 prior.zero_grad(set_to_none=True)
-                progress.overflows += not stepped
+                progress.count_overflow(stepped)
             state.step += 1
             ema.update(state.step)
             progress.add(chunk_losses, grad_norm, step_batches)

@@ -2,8 +2,6 @@
 
 import torch
 
-from common import config, dist
-
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -22,7 +20,8 @@ def step(scaler, optimizers, max_grad_norm):
 
     optimizers: of the model. max_grad_norm: 0 is no clipping. Returns the norm before clipping, (),
     and whether it stepped. After an overflow of fp16 it does not: for the caller the step has not
-    happened. All ranks decide alike, because their gradients are summed before.
+    happened. All ranks decide alike, because their gradients are summed before. After all models
+    the caller adapts the scale, once, by `scaler.update()`.
     """
     parameters = []
     for optimizer in optimizers:
@@ -38,18 +37,7 @@ def step(scaler, optimizers, max_grad_norm):
     return norm, stepped
 
 
-def update(scaler):
-    """Adapt the scale, once an iteration, after the `step` of each model."""
-    scaler.update()
-    if scaler.is_enabled() and scaler.get_scale() < 2**-20:
-        dist.fail("gradients overflow fp16 at any scale; use --precision bf16 or a lower --lr")
-
-
 def load_scaler(scaler, state):
-    """Restore `state`, {} without fp16; a note says so if the precision changed."""
-    if scaler.is_enabled() and not state:
-        config.note("gradient scale started anew")
-    elif state and not scaler.is_enabled():
-        config.note("gradient scale of the fp16 run dropped")
-    else:
+    """Restore `state`, {} without fp16: if the precision changed, the scale starts anew."""
+    if state:  # which a disabled scaler ignores
         scaler.load_state_dict(state)

@@ -147,6 +147,15 @@ def plain(weights):
     return {re.sub(prefixes, "", name): value for name, value in weights.items()}
 
 
+def not_finite(weights):
+    """The names of {name: tensor} whose values are not all finite."""
+    return [
+        name
+        for name, value in weights.items()
+        if torch.is_tensor(value) and not value.isfinite().all()
+    ]
+
+
 def load_weights(module, weights, path, strict=True):
     """Load {name: tensor} into `module`. UserError, which names `path`, unless all fit.
 
@@ -155,6 +164,12 @@ def load_weights(module, weights, path, strict=True):
     own = module.state_dict()
     if not weights.keys() <= own.keys():
         weights = plain(weights)
+    names = not_finite(weights)
+    if names:
+        raise UserError(
+            f"{path}: weights that are not finite, as {names[0]}; take another file (without this "
+            "one its run goes on from the checkpoint before it)"
+        )
     if not strict:
         total = sum(map(torch.numel, own.values()))
         share = 0
@@ -224,10 +239,9 @@ def model_file(folder, name=""):
 
 def model_contents(contents):
     """The contents of model.pt from those of a checkpoint: averaged weights, and what they need."""
-    model = contents.get("ema", contents["model"])
-    contents = {**contents, "model": model}
-    for name in ("ema", "training"):
-        contents.pop(name, None)
+    contents = dict(contents)
+    contents["model"] = contents.pop("ema", contents["model"])
+    contents.pop("training", None)
     return contents
 
 
@@ -366,6 +380,7 @@ class RunFolder:
         self.thread = concurrent.futures.ThreadPoolExecutor(1)  # writes beside training
         self.writing = None  # Future of the last write
         self.said_rising = False
+        self.lock_file = None  # of rank 0
 
     def open(self):
         """Lock the folder, and read its record. UserError if a live process has it."""
@@ -419,8 +434,10 @@ class RunFolder:
     def finished(self, steps):
         """The results of the run if it has finished so many `steps`, or None."""
         results = self.record.get("finished")
-        if results and results["step"] >= steps and (self.folder / "model.pt").is_file():
-            return results
+        if results and results["step"] >= steps:
+            with contextlib.suppress(UserError):  # model.pt is missing or damaged
+                if load(self.folder / "model.pt", mmap=True).get("step") == results["step"]:
+                    return results
 
     def save(self, state, log):
         """Begin to save `state` as the checkpoint of its step, and drop the oldest. Collective.
@@ -442,9 +459,9 @@ class RunFolder:
             entry["sha256"] = save(contents, self.folder / file)
             kept = [entry, *self.record["checkpoints"]][:KEEP]
             self.write_record(checkpoints=kept, identity=state.identity, finished=None)
-            names = [Path(each["file"]).name for each in kept]
+            paths = [self.folder / each["file"] for each in kept]
             for path in self.folder.glob("checkpoints/step_*.pt"):
-                if path.name not in names:
+                if path not in paths:
                     path.unlink()
             log.send()
 
@@ -459,10 +476,12 @@ class RunFolder:
         """Write best.pt if `val_loss` is the lowest so far. UserError if it is not finite."""
         if not math.isfinite(val_loss):
             self.drop_from(state.step)
+            advice = "lower --lr"
+            if not not_finite(state.ema.state_dict()):
+                advice = f"the weights are finite: look at the validation set, or {advice}"
             dist.fail(
-                f"{self.folder}: the validation loss is {val_loss} at step {state.step}; if the "
-                "validation data are good, lower --lr: the same command goes on from an earlier "
-                "checkpoint"
+                f"{self.folder}: the validation loss is {val_loss} at step {state.step}; {advice}. "
+                "The same command goes on from an earlier checkpoint"
             )
         if dist.is_main() and val_loss < self.best_val_loss:
             self.wait()
@@ -487,11 +506,22 @@ class RunFolder:
             self.write_record(checkpoints=earlier)
 
     def wait(self):
-        """Wait for what is being written; an error that it met is raised here."""
+        """Wait for what is being written; an error that it met is raised here.
+
+        OSError, too, if the folder is not there any more: a save would make another one.
+        """
         writing = self.writing
         self.writing = None
         if writing:
             writing.result()
+        path = self.folder / ".lock"
+        if self.lock_file and not (
+            path.exists() and os.path.samefile(path, self.lock_file.fileno())
+        ):
+            raise OSError(
+                f"{self.folder}: renamed or removed while the run was writing to it; the same "
+                "command goes on from its last checkpoint once the folder is back"
+            )
 
     def finish(self, state, results):
         """Write model.pt, and record that the run is finished, with its `results`."""

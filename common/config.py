@@ -57,9 +57,14 @@ def explained(message, kind=UserError):
         raise kind(f"{message} ({reason:.200})") from error
 
 
+def is_main():
+    """Whether this process is rank 0, as without torchrun. It logs, writes and decides."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def note(text):
     """Print a line for the user, unless it is empty, by rank 0 alone."""
-    if text and os.environ.get("RANK", "0") == "0":
+    if text and is_main():
         print(f"note: {text}", file=sys.stderr, flush=True)
 
 
@@ -75,13 +80,14 @@ def need(module, wanted_by, package=None):
 # Settings
 
 
-def field(default, help="", model=False, fixed=False):
+def field(default, help="", model=False, fixed=False, measure=False):
     """A setting of a config class: its default and its line in --help.
 
     fixed: a run that goes on must keep it. model: so, too, and it is part of the model: a run with
-    --init_from FILE takes it from the file.
+    --init_from FILE takes it from the file. measure: val_loss depends on it, so that losses under
+    another value cannot be compared.
     """
-    rules = {"help": help, "model": model, "fixed": model or fixed}
+    rules = {"help": help, "model": model, "fixed": model or fixed, "measure": measure}
     return dataclasses.field(default=default, metadata=rules)
 
 
@@ -222,8 +228,8 @@ def as_word(value):
 
 def as_words(settings):
     """{setting: value} as the words of a command line."""
-    given = {name: value for name, value in settings.items() if value is not None}
-    return [f"--{name}={as_word(value)}" for name, value in given.items()]
+    items = settings.items()
+    return [f"--{name}={as_word(value)}" for name, value in items if value is not None]
 
 
 # Command line
@@ -331,7 +337,7 @@ def parse(cls, words, usage="", presets=None):
     if presets and not has_preset:
         parser.add_argument("--preset", choices=presets, help="--config and flags win over it")
     if "--help" in words or "-h" in words:
-        if os.environ.get("RANK", "0") == "0":  # the other ranks are silent
+        if is_main():  # the other ranks are silent
             parser.print_help()
         raise SystemExit(0)
 
@@ -361,6 +367,18 @@ def parse(cls, words, usage="", presets=None):
     return cls(**{**settings, **flags})
 
 
+# RuntimeErrors that are not the program's: {words in them: what to say}
+SHM = "/dev/shm is missing or too small; give --workers 0, or more of it (docker run --shm-size=8g)"
+PEER = "another rank has ended, or did not answer for --timeout_minutes; what it printed says why"
+OUTSIDE = {
+    "</torch_": f"--workers: {SHM}",  # the name of shared memory
+    "DataLoader worker (pid": "--workers: one was killed, maybe for lack of memory; give fewer",
+    "DataLoader timed out": "--workers: one does not answer; is the data's disk still there?",
+    "gloo": PEER,
+    "NCCL": PEER,
+}
+
+
 def run(commands, usage, default=None, presets=None):
     """Run the command that the first word of the command line names, or `default`.
 
@@ -388,15 +406,13 @@ def run(commands, usage, default=None, presets=None):
     except (UserError, OSError, argparse.ArgumentError, RuntimeError) as error:
         message = str(error).removeprefix("argument ")  # argparse's
         if isinstance(error, RuntimeError):
-            if "gloo" not in message and "NCCL" not in message:
+            known = [words for words in OUTSIDE if words in message]
+            if not known:
                 raise
-            message = (
-                "another rank has ended, or did not answer for --timeout_minutes; what it printed "
-                f"says why ({message.splitlines()[0]})"
-            )
+            lines = [line for line in message.splitlines() if known[0] in line]
+            message = f"{OUTSIDE[known[0]]} ({lines[0]})"
         # Of a mistake on the command line rank 0 tells; later, the rank that met the error.
-        on_this_rank = status == 1 or os.environ.get("RANK", "0") == "0"
-        if on_this_rank and getattr(error, "is_shown", True):
+        if (status == 1 or is_main()) and getattr(error, "is_shown", True):
             print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr, flush=True)
         raise SystemExit(status) from None
     except KeyboardInterrupt:  # before training, which saves first

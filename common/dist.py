@@ -20,7 +20,7 @@ import torch.distributed as td
 # Imported before there is a group, which its default arguments would keep alive.
 import torch.distributed.nn
 
-from common.config import UserError
+from common.config import UserError, is_main, note
 
 # What clusters and terminals send before they take a machine away; Windows lacks the last two.
 NAMES = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")
@@ -37,11 +37,6 @@ def world_size():
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
-def is_main():
-    """Whether this process logs, writes and decides."""
-    return rank() == 0
-
-
 # The process group
 
 
@@ -50,6 +45,8 @@ def setup(device="auto", timeout_minutes=30.0):
     if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
         # PR_SET_PDEATHSIG: a rank whose torchrun was killed gets SIGTERM, and does not train on.
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+    if os.environ.get("SLURM_NTASKS", "1") != "1" and "RANK" not in os.environ:
+        note("a task of Slurm, which trains alone; for ranks, let srun start torchrun on each node")
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # ranks of this machine
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     gpus = torch.cuda.device_count()
@@ -59,8 +56,8 @@ def setup(device="auto", timeout_minutes=30.0):
             device = "cuda"
         elif torch.backends.mps.is_available() and world_size() == 1:
             device = "mps"
-        if gpus and device == "cpu" and is_main():
-            print(f"{local_size} processes, but {gpus} GPU(s): computing on the CPU", flush=True)
+        if gpus and device == "cpu":
+            note(f"{local_size} processes, but {gpus} GPU(s): computing on the CPU")
     if device == "cuda":
         if local_rank >= gpus:
             raise UserError(

@@ -74,10 +74,13 @@ def with_model(cfg, path):
     UserError if others are given.
     """
     contents = checkpoint.load(path, mmap=True)
+    present = config.settings_with(cfg, "model")
     with checkpoint.damaged(path):
-        settings = config.from_json(type(cfg), contents["config"], path)
+        saved = contents["config"]
+        words = config.as_words({name: saved[name] for name in present if name in saved})
+        settings = config.read_words(config.make_parser(type(cfg)), words, f"{path}: ")
     changes = {}
-    for name, value in config.settings_with(cfg, "model").items():
+    for name, value in present.items():
         wanted = settings.get(name, value)
         if wanted != value and value != getattr(type(cfg), name):
             raise UserError(
@@ -95,28 +98,34 @@ def choose_chunk_size(cfg, earlier, most):
     chunk is what is seeded: other chunks have other noise.
     """
     size = cfg.chunk_size or earlier
+    before = earlier or size
     if not size or math.ceil(cfg.batch_size / size) < dist.world_size():
         size = accumulate.chunk_size_for(cfg.batch_size, dist.world_size(), size or most)
-    if size != (earlier or cfg.chunk_size or size):
-        before = earlier or cfg.chunk_size
+    if before not in (0, size):
         config.note(f"chunks of {size} samples, not of {before}: the noise is another from here on")
     return size
 
 
-def identify(run, cfg, dataset, **facts):
+def identify(run, cfg, splits, **facts):
     """(identity of the run: {name: plain value}; its results if it is finished, or None).
 
-    facts: what else must not change while the run goes on, such as checksums of other models.
+    splits: of `order.splits`. facts: what else must not change while the run goes on, such as
+    checksums of other models. If validation has changed since, the run forgets its best loss.
     Collective. UserError if the training data cannot be used, or if the run is of another model or
     other data.
     """
+    dataset, _ = splits["train"]
     identity = {**config.settings_with(cfg, "fixed"), **facts}
     identity["own validation set"] = bool(cfg.val_data)  # the other splits depend on it
     if getattr(cfg, "lora_rank", 0):
         identity["base"] = checkpoint.checksum(cfg.init_from)
     for name, value in dataset.fingerprint().items():
         identity[f"data {name}"] = value
-    identity = json.loads(json.dumps(identity))  # lists for tuples, as in files
+    measure = config.settings_with(cfg, "measure")
+    if cfg.val_data:
+        measure |= splits["validation"][0].fingerprint()
+    # Lists for tuples, as in files.
+    identity, measure = json.loads(json.dumps([identity, measure]))
 
     def check():
         unusable, checked, names = dataset.check()
@@ -127,6 +136,10 @@ def identify(run, cfg, dataset, **facts):
             )
         if run.record["checkpoints"]:
             checkpoint.check_identity(run.record.get("identity", {}), identity, run.folder)
+        before = run.record.get("measure", measure)
+        if before != measure and run.record.pop("best", None):
+            config.note(f"validation changed from {before} to {measure}: best.pt starts anew")
+        run.record["measure"] = measure
         return run.finished(cfg.steps)
 
     return identity, dist.on_main(check)
@@ -212,6 +225,7 @@ class Progress:
         self.log = log
         self.listening = dist.listening()
         self.named_unusable = set()
+        self.overflow_steps = set()
         self.bar = tracker.progress(
             total=state.cfg.steps,
             initial=state.step,
@@ -248,6 +262,22 @@ class Progress:
             with contextlib.suppress(OSError):  # whatever ended the run, what was begun is saved
                 self.run.wait()
             self.listening.__exit__(None, None, None)
+
+    def count_overflow(self, stepped):
+        """Count an overflow of fp16, if a step was not taken. It is tried again, at a lower scale.
+
+        UserError on every rank if it overflows at any scale.
+        """
+        if stepped:
+            return
+        self.overflows += 1
+        self.overflow_steps.add(self.state.step + 1)
+        if self.state.scaler.get_scale() < 2**-20:
+            steps = sorted(self.overflow_steps)[-10:]
+            dist.fail(
+                f"{self.run.folder}: gradients overflow fp16 at any scale, the last at the steps "
+                f"{config.as_word(steps)}; use --precision bf16 or fp32"
+            )
 
     def add(self, losses, norm, batches, **others):
         """Count a step.

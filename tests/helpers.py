@@ -39,7 +39,7 @@ class Settings(config.TrainingRun):
     cosine_steps: int = 0
     ema_decay: float = 0.9999
     eval_every: int = 500
-    eval_samples: int = 192
+    eval_samples: int = config.field(192, measure=True)
 
 
 # A prior that trains in seconds.

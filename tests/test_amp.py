@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 from common import amp, dist, optim
-from common.config import UserError
 
 CPU = torch.device("cpu")
 
@@ -37,7 +36,7 @@ def test_a_step_is_the_plain_one_with_all_gradients_of_the_model_clipped_togethe
     for step in range(4):
         backward(model, step, scaler)
         norm, stepped = amp.step(scaler, optimizers, limit)
-        amp.update(scaler)
+        scaler.update()
         backward(plain, step, amp.scaler(CPU, "fp32"))
         expected = nn.utils.clip_grad_norm_(plain.parameters(), limit or torch.inf)
         for optimizer in plain_optimizers:
@@ -73,7 +72,7 @@ def steps_of_two_models(overflows):
                 pass
             norm, stepped = amp.step(scaler, optimizers, 1.0)
             assert norm.isfinite() == stepped
-        amp.update(scaler)
+        scaler.update()
         found.append((scaler.get_scale(), *[weights_of(model).tolist() for model, _ in pairs]))
     return found
 
@@ -87,35 +86,16 @@ def test_an_overflow_on_one_rank_stops_its_model_on_all_and_lowers_the_scale_onc
         assert [after != before for before, after in itertools.pairwise(weights)] == expected
 
 
-def test_a_run_whose_gradients_overflow_at_any_scale_ends_with_a_way_out():
-    model, optimizers = make()
-    scaler = amp.scaler(CPU, "fp16")
-
-    def step(gradient):
-        backward(model, 0, scaler)
-        model[0].bias.grad[0] = gradient
-        _, stepped = amp.step(scaler, optimizers, 1.0)
-        amp.update(scaler)
-        return stepped
-
-    while scaler.get_scale() > 2**-20:
-        assert not step(torch.nan)
-    assert step(0.0)  # the last scale to be tried is still good for a step
-    with pytest.raises(UserError, match="overflow fp16 at any scale; use --precision bf16"):
-        step(torch.nan)
-
-
-@pytest.mark.parametrize("before, after, scale, note", [
-    ("fp16", "fp16", 512.0, ""),
-    ("fp16", "bf16", 1.0, "note: gradient scale of the fp16 run dropped\n"),
-    ("fp32", "fp16", 2.0**16, "note: gradient scale started anew\n"),
-    ("fp32", "bf16", 1.0, ""),
+@pytest.mark.parametrize("before, after, scale", [
+    ("fp16", "fp16", 512.0),
+    ("fp16", "bf16", 1.0),
+    ("fp32", "fp16", 2.0**16),
+    ("fp32", "bf16", 1.0),
 ])
-def test_a_scale_is_resumed_and_a_change_of_precision_is_reported(
-        before, after, scale, note, capsys):
+def test_a_scale_is_resumed_and_starts_anew_after_a_change_of_precision(before, after, scale):
     scaler = amp.scaler(CPU, before)
     scaler.scale(torch.ones(()))  # a scaler makes its state when it is first used
     scaler.update(512.0)
     resumed = amp.scaler(CPU, after)
     amp.load_scaler(resumed, scaler.state_dict())
-    assert (resumed.get_scale(), capsys.readouterr().err) == (scale, note)
+    assert resumed.get_scale() == scale

@@ -71,7 +71,7 @@ def take_steps(state, count=1):
         loss = sum(model(data).square().mean() for model in models)
         state.scaler.scale(loss).backward()
         amp.step(state.scaler, state.optimizers, 1.0)
-        amp.update(state.scaler)
+        state.scaler.update()
         models.zero_grad()
         state.step += 1
         state.ema.update(state.step)
@@ -248,12 +248,11 @@ def test_a_restored_state_goes_on_bit_for_bit(settings, tmp_path):
 
 
 def test_a_changed_learning_rate_holds_and_what_has_changed_is_noted(tmp_path, capsys):
-    state = state_of(tmp_path, precision="fp16")
+    state = state_of(tmp_path, precision="fp16")  # whose scale starts anew
     state.versions["code"] = "abc"
     other = state_of(tmp_path, lr=0.5)
     other.restore(written(state, tmp_path / "0.pt"))
     assert capsys.readouterr().err.splitlines() == [
-        "note: gradient scale of the fp16 run dropped",
         f"note: resuming {tmp_path}/0.pt at step 0 of 1000",
         f"note: code changed from abc to {other.versions['code']}",
         "note: precision changed from fp16 to fp32",
@@ -286,6 +285,12 @@ def test_another_models_file_is_refused_with_names_and_not_strict_takes_what_fit
     after = state.model.state_dict()
     assert same(after, {**before["ema"], **weights})
     assert same(state.ema.state_dict(), after)  # it starts where the weights do
+
+    state.model[1].running_var[2] = math.nan
+    path = written(state, path)
+    for load in (state.start_from, state.restore):
+        with pytest.raises(UserError, match=rf"{path}: .* not finite, as 1\.running_var; take ano"):
+            load(path)
 
 
 @pytest.mark.parametrize("wrap", [
@@ -390,6 +395,26 @@ def test_a_save_that_failed_ends_the_run_at_the_next_and_the_last_checkpoint_sta
     assert opened(tmp_path).newest_intact() == (tmp_path / "checkpoints/step_00000010.pt", [])
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_a_folder_that_is_renamed_or_removed_under_a_run_ends_it_at_the_next_save(again, tmp_path):
+    """Promise 3"""
+    run = opened(tmp_path / "run")
+    state = commit(run, 10)
+    moved = run.folder.rename(tmp_path / "moved")
+    left = contents(moved)
+    if again:  # another run begins there
+        other = opened(run.folder)
+    take_steps(state)
+    for write in (lambda: run.save(state, log_to([])), lambda: run.finish(state, {})):
+        with pytest.raises(OSError, match=f"^{run.folder}: renamed or removed while the run"):
+            write()
+    assert contents(moved) == left
+    if again:
+        assert list(contents(run.folder)) == ["auto_resume.json"] and other.wait() is None
+    else:
+        assert not run.folder.exists()
+
+
 def test_the_best_is_kept_only_while_it_is_the_best_and_none_that_is_not_finite(tmp_path):
     """Promise 4"""
     run = opened(tmp_path)
@@ -400,7 +425,7 @@ def test_the_best_is_kept_only_while_it_is_the_best_and_none_that_is_not_finite(
         take_steps(state)
         run.save_best(state, loss, log_to(events))
         assert checkpoint.load(path)["step"] == best
-    with pytest.raises(UserError, match="validation loss is nan at step 4"):
+    with pytest.raises(UserError, match="nan at step 4; the weights are finite: look at the vali"):
         run.save_best(state, math.nan, log_to(events))
     first, rising, last = events
     assert (first, last) == ("send", "send")
@@ -408,6 +433,9 @@ def test_the_best_is_kept_only_while_it_is_the_best_and_none_that_is_not_finite(
     found = checkpoint.load(path)
     assert same(found["model"], state.ema.state_dict())
     assert found["val_loss"] == run.best_val_loss == 0.25
+    state.model[0].weight.data[0, 0] = state.ema.averages["0.weight"][0, 0] = math.nan
+    with pytest.raises(UserError, match="at step 4; lower --lr"):
+        run.save_best(state, math.nan, log_to(events))
     # Without a checkpoint the next start is a new run, whose best one is its own.
     assert opened(tmp_path).best_val_loss == math.inf
 

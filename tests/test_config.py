@@ -305,7 +305,7 @@ def test_torchrun_hands_on_every_flag_and_none_begins_one_of_its_own(script):
 
 
 def test_flags_that_messages_and_comments_name_exist(monkeypatch):
-    known = {"--config", "--preset", "--help", "--nproc_per_node"}
+    known = {"--config", "--preset", "--help", "--nproc_per_node", "--shm"}  # of docker
 
     def run(commands, *more, **named):
         known.update(flags_of(commands))

@@ -285,6 +285,15 @@ def test_a_group_that_does_not_come_together_is_one_line(variables, message, mon
         dist.setup("cpu", timeout_minutes=0.02)
 
 
+def test_a_task_of_slurm_without_torchrun_is_told_to_use_it(monkeypatch, capsys):
+    monkeypatch.setenv("SLURM_NTASKS", "8")
+    for rank in (None, "0"):
+        if rank:
+            monkeypatch.setenv("RANK", rank)
+        dist.setup("cpu")
+        assert ("let srun start torchrun" in capsys.readouterr().err) == (rank is None)
+
+
 # Devices
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -304,14 +313,14 @@ def test_ranks_of_a_machine_share_its_cores_unless_their_number_was_chosen(
 @pytest.mark.parametrize("gpus, mps, best, out", [
     (0, True, "mps", ""),
     (0, False, "cpu", ""),
-    (1, False, "cpu", "2 processes, but 1 GPU(s): computing on the CPU\n"),
+    (1, False, "cpu", "note: 2 processes, but 1 GPU(s): computing on the CPU\n"),
 ])
 def test_the_best_device_is_taken_that_all_ranks_have(gpus, mps, best, out, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(gpus + 1))
     assert [dist.setup(name).type for name in ("auto", best, "cpu")] == [best, best, "cpu"]
-    assert capsys.readouterr().out == out
+    assert capsys.readouterr().err == out
 
 
 @pytest.mark.parametrize("device, message", [

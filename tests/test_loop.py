@@ -94,6 +94,19 @@ def test_a_loss_or_gradient_that_is_not_finite_ends_the_run_by_its_step_and_is_n
     assert set(progress.run.saved) == {f"without {step - 1}"}
 
 
+def test_a_run_whose_gradients_overflow_at_any_scale_ends_with_the_steps_and_a_way_out():
+    progress = progress_of(3)
+    progress.count_overflow(False)
+    progress.count_overflow(True)
+    progress.state.step = 8
+    progress.state.scaler.get_scale = lambda: 2**-20  # still good for a step
+    progress.count_overflow(False)
+    assert progress.overflows == 2
+    progress.state.scaler.get_scale = lambda: 2**-21
+    with pytest.raises(UserError, match=r"at any scale, .* steps 4,9; use --precision bf16 or"):
+        progress.count_overflow(False)
+
+
 @pytest.mark.parametrize("number", dist.SIGNALS)
 def test_after_a_signal_all_is_saved_and_the_status_is_128_and_its_number(number):
     """Promise 2"""
@@ -139,7 +152,8 @@ def start_of(folder, rows=20, **settings):
     """(checkpoint to resume from, results of the finished run) of a run folder."""
     run, cfg = loop.open_run(Settings(**settings), folder, 16)
     dataset = SimpleNamespace(check=lambda: (0, 0, []), fingerprint=lambda: {"rows": rows})
-    _, finished = loop.identify(run, cfg, dataset)
+    splits = {"train": (dataset, None), "validation": (dataset, None)}
+    _, finished = loop.identify(run, cfg, splits)
     return run.resume_from, finished
 
 
@@ -160,8 +174,9 @@ def test_a_run_goes_on_where_it_was_left_and_one_of_other_data_models_or_setting
     }
     checkpoint.write_json(record, tmp_path / "auto_resume.json")
     assert start_of(tmp_path, **only) == (path, None)
-    (tmp_path / "model.pt").touch()
-    assert start_of(tmp_path, steps=8) == (path, {"step": 8})
+    for step, finished in ((7, None), (8, {"step": 8})):  # the first is of another record
+        checkpoint.save({"model": {}, "step": step}, tmp_path / "model.pt")
+        assert start_of(tmp_path, steps=8) == (path, finished)
     assert start_of(tmp_path, steps=9) == (path, None)  # there is more to train
 
     with pytest.raises(UserError, match="data rows is 20 there and 21 here"):
@@ -173,3 +188,26 @@ def test_a_run_goes_on_where_it_was_left_and_one_of_other_data_models_or_setting
     with pytest.raises(UserError, match=r"all 1 checkpoints are .*--load, or .*another --run_dir"):
         start_of(tmp_path)
     assert start_of(tmp_path, **only) == (load, None)
+
+
+def test_where_validation_has_changed_the_best_starts_anew_with_a_note(tmp_path, capsys):
+    def best_after(rows, **settings):
+        """Whether a run with a best loss goes on with it."""
+        run, cfg = loop.open_run(Settings(val_data="val", **settings), tmp_path, 16)
+        train = SimpleNamespace(check=lambda: (0, 0, []), fingerprint=lambda: {"rows": 9})
+        validation = SimpleNamespace(fingerprint=lambda: {"rows": rows, "shape": (2, 3)})
+        splits = {"train": (train, None), "validation": (validation, None)}
+        loop.identify(run, cfg, splits)
+        goes_on = "best" in run.record
+        run.write_record(checkpoints=[{"file": "8.pt", "step": 8, "sha256": ""}], best={"step": 8})
+        checkpoint.save({"model": {}, "step": 8}, tmp_path / "model.pt")
+        run.write_record(finished={"step": 8})
+        run.lock_file.close()
+        return goes_on
+
+    assert not best_after(20)
+    assert best_after(20, steps=8, lr=0.5)
+    assert not capsys.readouterr().err.count("best.pt")
+    for changed in (dict(rows=21), dict(rows=21, eval_samples=8)):
+        assert not best_after(steps=8, **changed)
+        assert "best.pt starts anew" in capsys.readouterr().err

@@ -302,21 +302,41 @@ def test_data_with_nothing_usable_ends_in_one_line(workers):
 
 
 FAILS = """
+import os, resource, signal, sys, time
 import torch
+from common import config
 from common.data import order
 
 class Numbers(torch.utils.data.Dataset):
     def __getitem__(self, span):
-        return span
+        if fault == "kill" and span[0]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if fault == "shm":  # as if /dev/shm had no room
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1, 1))
+        return torch.ones(span[1])
 
-batches = order.loader(Numbers(), [(0, 1), (1, 2)], workers=1)
-next(batches)
-raise MemoryError
+def train(cfg):
+    batches = order.loader(Numbers(), [(0, 1), (1, 2)], workers=1)
+    next(batches)
+    if fault == "kill":
+        time.sleep(60)  # as in a step, which the end of a worker interrupts
+    raise MemoryError
+
+fault = sys.argv.pop()
+config.run({"train": (train, config.Settings)}, "", default="train")
 """
 
 
-def test_a_process_that_ends_by_an_error_does_not_wait_for_its_workers(script):
-    assert "MemoryError" in script(FAILS).stderr
+@pytest.mark.parametrize("fault, message", [
+    ("error", "MemoryError"),
+    ("kill", "error: --workers: one was killed, "),
+    ("shm", "error: --workers: /dev/shm is missing or too small; give --workers 0, or "),
+])
+def test_a_process_ends_in_one_line_for_its_workers_and_does_not_wait_for_them(
+        fault, message, script):
+    err = script(FAILS, fault).stderr
+    assert message in err
+    assert ("Traceback" in err) == (fault == "error")
 
 
 def test_tensors_and_arrays_go_to_the_device_and_the_rest_stays():

@@ -22,8 +22,9 @@ import signal
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_map_only
 
-from common import accumulate, amp, dist
+from common import accumulate, amp, config, dist
 from common.config import UserError
 from common.data import files
 
@@ -243,11 +244,12 @@ class ChunkDataset(torch.utils.data.Dataset):
 def loader(chunks, spans, workers=0, pin_memory=False, timeout=0):
     """Items of a ChunkDataset at `spans`, an iterable, in order, read ahead by `workers`.
 
-    timeout: seconds after which a worker that does not answer is a UserError, 0: none.
+    timeout: seconds after which a worker that does not answer is an error, 0: none.
     """
-    if workers:
-        atexit.register(kill_workers)
     try:
+        if workers:
+            atexit.register(kill_workers)
+            multiprocessing.Lock()  # without /dev/shm an error, to which torch adds a traceback
         yield from torch.utils.data.DataLoader(
             chunks,
             batch_size=None,
@@ -256,14 +258,22 @@ def loader(chunks, spans, workers=0, pin_memory=False, timeout=0):
             pin_memory=pin_memory,
             worker_init_fn=ignore_signals,
             timeout=timeout if workers else 0,
+            collate_fn=share if workers else None,
         )
-    except RuntimeError as error:
-        if "DataLoader timed out" not in str(error):
-            raise
-        raise UserError(f"--workers {workers}: {error}; is the data's disk still there?") from None
     except (UserError, OSError) as error:  # a worker puts its traceback before the message
-        message = str(error).strip().splitlines()[-1]
-        raise UserError(message.rpartition("UserError: ")[2]) from None
+        message = str(error).strip().splitlines()[-1].rpartition("UserError: ")[2]
+        if workers and getattr(error, "errno", None):  # of this process
+            message = f"--workers {workers}: {message}; {config.SHM}"
+        raise UserError(message) from None
+
+
+def share(batch):
+    """`batch` as tensors in shared memory.
+
+    A worker does it itself: torch would do it in a thread, of which a rank hears no error.
+    """
+    batch = torch.utils.data.default_convert(batch)
+    return tree_map_only(torch.Tensor, torch.Tensor.share_memory_, batch)
 
 
 def ignore_signals(worker):

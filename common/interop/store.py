@@ -183,6 +183,8 @@ def savers(cfg):
             )
         names = ", ".join(values)
         with explained(f"--save: in braces may stand {names}, with a format as in {{step:08d}}"):
+            if re.search(r"{[^}]*\d{4}", "".join(paths)):  # it would fill the memory
+                raise ValueError("a width of more than 999")
             "".join(paths).format(**values)
         saver.cfg = cfg
     return found
