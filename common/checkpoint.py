@@ -19,11 +19,12 @@ import os
 import platform
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from torch.utils._pytree import tree_map_only
 
-from common import amp, config, dist, optim
+from common import amp, config, dist, optim, schedule
 from common.config import UserError
 from common.ema import EMA
 
@@ -356,6 +357,10 @@ class State:
             saved = {**contents["versions"], **contents["config"]}
         config.note(f"resuming {path} at step {self.step} of {self.cfg.steps}")
         present = {**self.versions, **config.as_json(self.cfg)}
+        for values in (saved, present):
+            with contextlib.suppress(AttributeError):  # a fork may have a schedule of its own
+                cfg = SimpleNamespace(**{**present, **values})
+                values["learning rate of the next step"] = schedule.of_config(self.step, cfg)
         for name in {**saved, **present}:
             before = saved.get(name, "no setting")
             now = present.get(name, "no setting")

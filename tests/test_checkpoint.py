@@ -257,6 +257,7 @@ def test_a_changed_learning_rate_holds_and_what_has_changed_is_noted(tmp_path, c
         f"note: code changed from abc to {other.versions['code']}",
         "note: precision changed from fp16 to fp32",
         "note: lr changed from 0.001 to 0.5",
+        "note: learning rate of the next step changed from 2e-05 to 0.01",
     ]
     assert other.optimizers[0].param_groups[0]["lr"] == 0.5
 
