@@ -219,13 +219,16 @@ class Tracker:
 def read_metrics(path):
     """The lines {"step": …} of a metrics.jsonl, if it is there, without those that are damaged."""
     lines = []
+    damaged = []  # their numbers
     content = path.read_bytes() if path.exists() else b""
-    for line in content.split(b"\n")[:-1]:  # without a torn one
+    for number, line in enumerate(content.split(b"\n")[:-1], 1):  # without a torn one
         try:
             metrics = json.loads(line)
             lines.append({"step": metrics["step"], **metrics})
         except (ValueError, TypeError, KeyError):
-            print(f"{path}: a damaged line is left out", file=sys.stderr)
+            damaged.append(number)
+    if damaged:
+        config.note(f"{path}: {len(damaged)} damaged lines are left out, from line {damaged[0]}")
     return lines
 
 

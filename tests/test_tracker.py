@@ -71,7 +71,7 @@ def test_what_is_logged_reads_back_and_what_is_not_finite_is_null(tmp_path):
 
 
 @pytest.mark.parametrize("torn", [b'{"step": 3, "lo', b'{"step": 3}', b"\xff\xfe\n[1, 2]\n{}\n"])
-def test_on_resume_later_and_torn_lines_are_dropped_and_come_again_once(torn, tmp_path):
+def test_on_resume_later_and_torn_lines_are_dropped_and_come_again_once(torn, tmp_path, capsys):
     """Promise 1"""
     def log_from(log, first):
         for step in range(first, 11):
@@ -83,6 +83,8 @@ def test_on_resume_later_and_torn_lines_are_dropped_and_come_again_once(torn, tm
     expected = path.read_bytes()
     path.write_bytes(expected + torn)
     log = tracker_of(tmp_path, 5)
+    err = capsys.readouterr().err
+    assert err.count("metrics.jsonl: 3 damaged lines are left out, from line 13") == (b"{}" in torn)
     assert [line["step"] for line in lines(tmp_path)] == [0, 1, 2, 3, 4, 5]
     log_from(log, 6)
     assert path.read_bytes() == expected
