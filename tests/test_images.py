@@ -196,8 +196,8 @@ def test_a_folder_of_images_may_have_its_captions_in_a_table(name, content, tmp_
 
 
 def test_a_row_of_a_table_is_of_that_file_alone_and_what_does_not_fit_is_named(tmp_path, capsys):
-    names = ["a.png", "a.webp", "a.jpg", "b.jpg", "in/d.jpg", "caf\xe9.png", "e.png", "f.png"]
-    rows = ["a.png,A", "a.webp,B", "b.png,C", "x/../in/d.jpg,D", "cafe\u0301.png,E", "e.png"]
+    names = ["a.png", "a.webp", "a.jpg", "b.jpg", "in/d.1.jpg", "caf\xe9.png", "e.png", "f.png"]
+    rows = ["a.png,A", "a.webp,B", "b.png,C", "x/../in/d.1.jpg,D", "cafe\u0301.png,E", "e.png"]
     table = "\n".join(["file_name,text", *rows, "f.png,F, G"])
     write_files(tmp_path, dict.fromkeys(names, png(picture(0))) | {"metadata.csv": table.encode()})
     note = "1 rows of tables, which name no image here, such as b.png, 2 without a caption"

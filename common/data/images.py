@@ -73,8 +73,8 @@ class CaptionedImages:
 
     path: tars, see `find_tars`, or a folder of images. They have KEY.jpg|png|webp with KEY.txt or
     KEY.json; a folder may have metadata.jsonl or metadata.csv instead. KEY is the name up to the
-    first dot, as in webdataset: KEY.image.png is no image. Tars are indexed once, then read at
-    random. A note counts what is left out.
+    first dot, as in webdataset: KEY.image.png is no image, unless a table has a row of this file.
+    Tars are indexed once, then read at random. A note counts what is left out.
     """
 
     def __init__(self, path):
@@ -94,7 +94,7 @@ class CaptionedImages:
                 else:
                     loose.append((file.relative_to(path).as_posix(), 0, file.stat().st_size))
             table = read_metadata(self.path, self.metadata)
-            listings = [group(loose)]
+            listings = [group(loose, table)]
 
         keys = []
         entries = []
@@ -228,10 +228,10 @@ def list_tar(tar):
     return group(members)
 
 
-def group(members):
+def group(members, table=()):
     """{folders and KEY: {part: {extension in lower case: (extension, offset, size)}}} of files.
 
-    members: (name, offset, size) of each. Hidden ones are left out.
+    members: (name, offset, size) of each. Hidden ones are left out. table: see `key_of`.
 
     Where tars were joined, names come again. There a file that is there already, or a second image
     of a KEY, begins another part, which has samples of its own: no caption comes to the image of
@@ -242,7 +242,7 @@ def group(members):
     part = 0
     groups = collections.defaultdict(lambda: collections.defaultdict(dict))
     for name, offset, size in members:
-        key = key_of(name)
+        key = key_of(name, table)
         extension = name[len(key) + 1 :]
         kind = extension.lower()
         if key and not key.endswith("/"):
@@ -259,8 +259,10 @@ def pick(sample, kinds):
     return [sample[kind] for kind in kinds if kind in sample]
 
 
-def key_of(name):
-    """The folders of a file's name, and the name up to its first dot."""
+def key_of(name, table=()):
+    """The folders of a file's name, and the name up to its first dot; its last if in the table."""
+    if files.nfc(name) in table:
+        return posixpath.splitext(name)[0]
     folder, file = posixpath.split(name)
     return posixpath.join(folder, file.partition(".")[0])
 
