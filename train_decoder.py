@@ -1091,7 +1091,10 @@ class CascadeConfig(config.Inference):
 def load_unet(path, device, weights="ema"):
     """(U-Net in eval mode, contents of the file) of a model.pt or checkpoint, adapters merged."""
     cfg, contents = checkpoint.read_model(STAGES, path, weights)
-    contents = checkpoint.with_base(contents, path)
+    if "lora" in contents:
+        from common.models import lora
+
+        contents = lora.merged(contents, path)
     with checkpoint.damaged(path):
         unet = UNet(cfg, *contents["widths"])
         checkpoint.load_weights(unet, contents["model"], path)

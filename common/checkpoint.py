@@ -246,15 +246,6 @@ def model_contents(contents):
     return contents
 
 
-def with_base(contents, path):
-    """`contents` of the file `path`; of adapters, merged into their base."""
-    if "lora" in contents:
-        from common.models import lora
-
-        contents = lora.merged(contents, path)
-    return contents
-
-
 # State of a run
 
 
@@ -327,13 +318,9 @@ class State:
         """
         dist.check_in_step({"model": self.model, **self.others, **frozen}, self.step)
 
-    def start_from(self, path, strict=True):
-        """Take the (averaged) weights, and nothing else, of a model.pt or a checkpoint.
-
-        Of adapters they are those of the model with the adapters merged in.
-        """
-        contents = with_base(model_contents(load(path)), path)
-        load_weights(self.model, contents["model"], path, strict)
+    def start_from(self, weights, path, strict=True):
+        """Take the weights {name: tensor} of the file `path`, and nothing else."""
+        load_weights(self.model, weights, path, strict)
         self.ema.load_state_dict(self.model.state_dict())
 
     def restore(self, path):

@@ -151,10 +151,20 @@ def resume(run, state, **frozen):
     frozen: {name: module} that is not trained, but must be the same on all ranks.
     """
     cfg = state.cfg
+
+    def start():
+        path = cfg.init_from
+        contents = checkpoint.model_contents(checkpoint.load(path))
+        if "lora" in contents:  # adapters: the model with them merged in
+            from common.models import lora
+
+            contents = lora.merged(contents, path)
+        state.start_from(contents["model"], path, cfg.init_strict)
+
     if run.resume_from:
         dist.together(lambda: state.restore(run.resume_from))
     elif cfg.init_from and not getattr(cfg, "lora_rank", 0):
-        dist.together(lambda: state.start_from(cfg.init_from, cfg.init_strict))
+        dist.together(start)
     state.check_in_step(**frozen)
 
 

@@ -271,15 +271,20 @@ def test_another_models_file_is_refused_with_names_and_not_strict_takes_what_fit
     with pytest.raises(UserError, match=f"{path}: of a run of another.*width is 12 there and 8 he"):
         state.restore(path)
     message = rf"{path}: weights of another model; .*size mismatch for 0\.weight: "
+
+    def start_from(path, strict=True):
+        contents = checkpoint.model_contents(checkpoint.load(path))
+        state.start_from(contents["model"], path, strict)
+
     with pytest.raises(UserError, match=message):
-        state.start_from(path)
+        start_from(path)
     with pytest.raises(UserError, match=r"12\.pt: weights of another model; .*Missing key"):
-        state.start_from(path, strict=False)
+        start_from(path, strict=False)
     assert same(state.contents()["ema"], before["ema"])
     weights = state_of(tmp_path, seed=2).model.state_dict()
     del weights["3.weight"]
     checkpoint.save({"model": weights}, path)
-    state.start_from(path, strict=False)
+    start_from(path, strict=False)
     first, second = capsys.readouterr().err.splitlines()
     assert "2 of 9 weights of the model are in it and fit: 2.4% of the numbers" in first
     assert "8 of 9 weights of the model are in it and fit: 90.2% of the numbers" in second
@@ -289,7 +294,7 @@ def test_another_models_file_is_refused_with_names_and_not_strict_takes_what_fit
 
     state.model[1].running_var[2] = math.nan
     path = written(state, path)
-    for load in (state.start_from, state.restore):
+    for load in (start_from, state.restore):
         with pytest.raises(UserError, match=rf"{path}: .* not finite, as 1\.running_var; take ano"):
             load(path)
 
@@ -303,8 +308,7 @@ def test_another_models_file_is_refused_with_names_and_not_strict_takes_what_fit
 def test_weights_of_a_compiled_or_parallel_model_are_taken_by_a_plain_one(wrap, tmp_path):
     state = state_of(tmp_path)
     other = state_of(tmp_path, seed=1).model
-    checkpoint.save({"model": wrap(other).state_dict()}, tmp_path / "file.pt")
-    state.start_from(tmp_path / "file.pt")
+    state.start_from(wrap(other).state_dict(), "file.pt")
     assert same(state.model.state_dict(), other.state_dict())
 
 

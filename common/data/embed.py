@@ -20,7 +20,7 @@ from common import accumulate, checkpoint, config, dist, optim, schedule, tracke
 from common.config import Fraction, PositiveFloat, PositiveInt, UserError, field
 from common.data import embeddings, files, order, synthetic
 from common.data.images import BUILTIN_ROWS, CaptionedImages
-from common.data.media import to_uint8
+from common.data.media import from_uint8, to_uint8
 from common.models import clip
 
 
@@ -117,9 +117,9 @@ def read(path, image_size, split="all"):
 def augment(images, crop_scale, flip):
     """Random squares of uint8 images (B, S, S, 3), of `crop_scale` to 1 of their area, at size S.
 
-    Returns float (B, 3, S, S) in [0, 1]. flip: half of them are mirrored.
+    flip: half of them are mirrored.
     """
-    images = clip.center_crop(images, images.shape[1])
+    images = from_uint8(images)  # (B, 3, S, S)
     area = torch.empty(len(images)).uniform_(crop_scale, 1)
     side = area.sqrt()
     mirrored = torch.rand(len(images)) < 0.5 * flip
@@ -129,7 +129,7 @@ def augment(images, crop_scale, flip):
     window[:, 1, 1] = side
     window[:, :, 2] = (2 * torch.rand(len(images), 2) - 1) * (1 - side)[:, None]
     grid = F.affine_grid(window.to(images.device), images.shape, align_corners=False)
-    return F.grid_sample(images, grid, padding_mode="border", align_corners=False)
+    return to_uint8(F.grid_sample(images, grid, padding_mode="border", align_corners=False))
 
 
 def train(cfg, device):

@@ -17,6 +17,7 @@ from torch import nn
 
 from common import checkpoint
 from common.config import UserError, explained, need, note
+from common.data import files
 from common.data.media import central_square, resize
 from common.models import nn as layers
 
