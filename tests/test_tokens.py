@@ -19,20 +19,27 @@ def codes_of(index):
     return np.full((index % 5 + 1, 3), 100 * index)
 
 
+class Numbers(Syllables):
+    """Recordings whose waves are their numbers; 7 is unusable."""
+
+    def wave(self, index):
+        if index == 7:
+            raise Unusable(f"recording {index}")
+        return index
+
+
 def cached(folder, count, key, failing=None):
-    """(error or "", recordings encoded in this process) of a cache; 7 is unusable."""
+    """(error or "", recordings encoded in this process) of a cache."""
     encoded = []
 
     def encode(index):
         if index == failing:
             raise UserError(f"recording {index}: out of order")
-        if index == 7:
-            raise Unusable(f"recording {index}")
         encoded.append(index)
         return codes_of(index)
 
     try:
-        cache = tokens.token_cache(folder, Syllables(count), {"codec": key}, encode, "tokens")
+        cache = tokens.token_cache(folder, Numbers(count), {"codec": key}, encode, "tokens")
     except UserError as error:
         return str(error), encoded
     for index in range(count):

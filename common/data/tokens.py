@@ -62,32 +62,14 @@ def code_entropies(codes, size):
 # Caches
 
 
-def semantic_cache(folder, dataset, kmeans):
-    """Semantic tokens (T, 1) of all recordings, with repetitions; see `token_cache`."""
-
-    def encode(index):
-        return kmeans.encode(dataset.wave(index), dataset.rate)[:, None]
-
-    return token_cache(folder, dataset, {"kmeans": kmeans.checksum}, encode, "semantic tokens")
-
-
-def code_cache(folder, dataset, codec, device):
-    """The codec's codes (T, Q) of all recordings; see `token_cache`."""
-
-    def encode(index):
-        return encode_wave(codec, dataset.wave(index), device).numpy()
-
-    return token_cache(folder, dataset, {"codec": codec.checksum}, encode, "codes")
-
-
 def token_cache(folder, dataset, key, encode, desc):
     """The tokens of a dataset's recordings: a list of uint16 numpy (frames, Q), as of `encode`.
 
     All ranks call it, and encode their share of what is missing.
 
-    encode(index) gives int numpy (frames, Q), below 65536, or raises Unusable: that recording has
-    no tokens then. key: plain values that change with what encodes. The tokens are kept in up to
-    64 files below `folder`: a rank that is killed repeats one of them.
+    encode(wave) gives int numpy (frames, Q), below 65536. Recordings that are unusable have no
+    tokens. key: plain values that change with what encodes. The tokens are kept in up to 64 files
+    below `folder`: a rank that is killed repeats one of them.
     """
     fingerprint = dataset.fingerprint()
     # Before a rank looks for its tokens at a place that no other rank knows.
@@ -103,7 +85,7 @@ def token_cache(folder, dataset, key, encode, desc):
         progress = tracker.progress(share, desc=desc, delay=1, disable=not dist.is_main())
         for path, part in progress:
             if not _load_tokens(path):
-                _save_tokens(path, part.tolist(), encode)
+                _save_tokens(path, dataset, part.tolist(), encode)
 
     dist.together(encode_missing)
     loaded = dist.together(lambda: [_load_tokens(path) for path, _ in parts])
@@ -114,13 +96,13 @@ def token_cache(folder, dataset, key, encode, desc):
     return np.split(np.concatenate(tokens), ends[:-1])
 
 
-def _save_tokens(path, indices, encode):
+def _save_tokens(path, dataset, indices, encode):
     """Write the tokens uint16 (sum of frames, Q) of some recordings, and the frames of each."""
     tokens = []
     lengths = np.zeros(len(indices), np.int64)
     for i, index in enumerate(indices):
         with contextlib.suppress(Unusable):
-            codes = encode(index).astype(np.uint16)
+            codes = encode(dataset.wave(index)).astype(np.uint16)
             tokens.append(codes)
             lengths[i] = len(codes)
     if tokens:
@@ -163,7 +145,7 @@ def tokens_of_window(content, heard, start, stop=None):
 class TokenCrops:
     """A dataset (see order.py): crops of recordings as streams of tokens, of one and the same time.
 
-    semantic_tokens, codes: of the recordings, as of `semantic_cache` and `code_cache`, or None.
+    semantic_tokens, codes: of all recordings, as of `token_cache`, or None.
     frame_rate: codes a second. Each of the `streams` has a name and num_quantizers: "semantic" is
     of the semantic tokens, each other one of the next quantizers' codes. A crop is `seconds` long,
     in frames of the codes or, without these, of the semantic tokens.
@@ -264,7 +246,7 @@ class TokenCrops:
         lengths = []
         for index in indices:
             streams, _ = self.crop(index)
-            lengths.append([len(tokens) for tokens in streams])
+            lengths.append(list(map(len, streams)))
         lengths = np.array(lengths)  # (recordings, streams)
         if self.codes is not None:
             context, frames = lengths.max(0).tolist()
@@ -290,9 +272,21 @@ def tokenize_splits(cfg, splits, streams, lay_out, kmeans, codec, device):
         codes = None
         frame_rate = semantic.FRAME_RATE
         if kmeans:
-            semantic_tokens = semantic_cache(folder, dataset, kmeans)
+            semantic_tokens = token_cache(
+                folder,
+                dataset,
+                {"kmeans": kmeans.checksum},
+                lambda wave: kmeans.encode(wave, cfg.sample_rate)[:, None],  # with repetitions
+                "semantic tokens",
+            )
         if codec:
-            codes = code_cache(folder, dataset, codec, device)
+            codes = token_cache(
+                folder,
+                dataset,
+                {"codec": codec.checksum},
+                lambda wave: encode_wave(codec, wave, device).numpy(),
+                "codes",
+            )
             frame_rate = codec.frame_rate
         crops[dataset] = TokenCrops(
             dataset,
