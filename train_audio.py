@@ -93,6 +93,7 @@ KMEANS_FILE = "kmeans.pt"  # in the folder of the semantic run
 NUM_SOUNDS = 2  # recordings that an evaluation writes as WAV and PNG
 
 Stage = Literal["all", "soundstream", "semantic", "coarse", "fine"]
+Optimizer = Literal["adamw", "muon"]
 
 # What all stages share
 
@@ -238,7 +239,7 @@ class CodecConfig(SharedConfig):
     steps: PositiveInt = field(1050, "optimizer steps")
     batch_size: PositiveInt = field(16, "samples a step, over all ranks", fixed=True)
     # In the same time Muon reaches 15 dB on syllables, Adam, which the paper uses, 11 dB.
-    optimizer: Literal["adamw", "muon"] = field(
+    optimizer: Optimizer = field(
         "muon", "muon: for matrices, with AdamW for the others", fixed=True
     )
     lr: PositiveFloat = field(3e-3, "peak learning rate")
@@ -620,14 +621,8 @@ class STFTDiscriminator(nn.Module):
 def make_discriminators(cfg):
     """Three wave discriminators, at 1, 1/2 and 1/4 of the rate, and one STFT discriminator."""
     channels = max(1, cfg.channels // 2)
-    return nn.ModuleList(
-        [
-            WaveDiscriminator(channels, downsample=1),
-            WaveDiscriminator(channels, downsample=2),
-            WaveDiscriminator(channels, downsample=4),
-            STFTDiscriminator(2 * channels, cfg.stft_window),
-        ]
-    )
+    waves = [WaveDiscriminator(channels, downsample) for downsample in (1, 2, 4)]
+    return nn.ModuleList([*waves, STFTDiscriminator(2 * channels, cfg.stft_window)])
 
 
 # Losses (SoundStream §III-E)
@@ -1010,7 +1005,7 @@ class TransformerConfig(SharedConfig):
     # Optimization
     steps: PositiveInt = field(300, "optimizer steps")
     batch_size: PositiveInt = field(64, "samples a step, over all ranks", fixed=True)
-    optimizer: Literal["adamw", "muon"] = field(
+    optimizer: Optimizer = field(
         "adamw", "muon: for matrices, with AdamW for the others", fixed=True
     )
     lr: PositiveFloat = field(3e-3, "peak learning rate")
@@ -1076,7 +1071,7 @@ class CoarseConfig(CodesConfig):
     stage: Stage = field("coarse", "stage to train", fixed=True)
     # In the same time Muon reaches a higher text_heard than Adam, which AudioLM uses.
     steps: PositiveInt = field(620, "optimizer steps")
-    optimizer: Literal["adamw", "muon"] = field(
+    optimizer: Optimizer = field(
         "muon", "muon: for matrices, with AdamW for the others", fixed=True
     )
     lr: PositiveFloat = field(6e-3, "peak learning rate")
@@ -1101,14 +1096,10 @@ AUDIOLM = dict(
     width=1024,  # §IV-A
     depth=12,
     heads=16,
-    dropout=0.1,
     batch_size=256,
     chunk_size=8,  # a crop of 30 s is 1,500 tokens
     optimizer="adamw",
     lr=3e-4,
-    weight_decay=0.01,
-    betas=(0.9, 0.99),
-    max_grad_norm=1.0,
     warmup_steps=4_000,
     precision="bf16",
 )
@@ -1145,9 +1136,8 @@ SPEECH_SMALL = {
         pre_emphasis=0.9,
         codebook_decay=0.99,
         quantizer_start=500,
-        # Phases cost bits, and are not heard: spectra count more than waves.
+        # Phases cost bits, and are not heard: spectra count more than by default.
         mel_weight=2e-4,
-        wave_weight=10.0,
         discriminator_start=6_800,
         augment=True,
         steps=8_000,
@@ -1295,15 +1285,16 @@ class TokenTransformer(nn.Module):
         if not self.has_text:
             return None
         null_text = self.null_text.weight
+        device = null_text.device
         if texts is None:
             return null_text.expand(len(drop), -1, -1)
         length = self.cfg.max_text_len
-        drop = drop | torch.tensor([not text for text in texts], device=drop.device)
+        drop = drop | torch.tensor([not text for text in texts], device=device)
         tokens = torch.zeros(len(texts), length, dtype=torch.long)  # padded with 0
         for i, text in enumerate(texts):
             encoded = self.tokenizer.encode(text)[:length]
             tokens[i, : len(encoded)] = torch.tensor(encoded)
-        x = self.text_encoder(self.text_embed(tokens.to(drop.device)))
+        x = self.text_encoder(self.text_embed(tokens.to(device)))
         return torch.where(drop[:, None, None], null_text.to(x.dtype), x)  # (B, L, D)
 
     def run(self, inputs, condition):
@@ -1314,18 +1305,15 @@ class TokenTransformer(nn.Module):
         x, cache = self.transformer(x, return_cache=True)
         return x[:, -inputs.shape[1] :], cache
 
-    def forward(self, batch, drop=None):
+    def forward(self, batch, drop=False):
         """(cross-entropy summed, number of tokens, correct predictions) of each sample, (B,).
 
         batch: "inputs" (B, N), "start" (B,), "target" (B, T + 1, Q), as of `build_sequence` and
-        `targets`, padded; "text" [B]. drop (B,): samples that go without their text.
+        `targets`, padded; "text" [B]. drop: samples that go without their text, (B,), or False.
         """
-        inputs = batch["inputs"]
         target = batch["target"]
-        if drop is None:
-            drop = torch.zeros(len(inputs), dtype=torch.bool, device=inputs.device)
         # Padding stands at the end, so the causal mask hides it.
-        x, _ = self.run(inputs, self.condition(batch["text"], drop))
+        x, _ = self.run(batch["inputs"], self.condition(batch["text"], drop))
         # Outputs at the positions start to start + (T + 1) · Q - 1 predict the flattened target.
         frames, num_quantizers = target.shape[1:]
         positions = batch["start"][:, None] + torch.arange(frames * num_quantizers, device=x.device)
@@ -1392,7 +1380,7 @@ def generate(model, samples, limits, may_end, seeds, sampling, texts=None):
     without_text = torch.arange(len(sequences), device=device) >= B
 
     # One pass over the prompts fills the KV cache. x: the output at each sample's last input.
-    lengths = torch.tensor([len(sequence) for sequence in sequences], device=device)
+    lengths = torch.tensor(list(map(len, sequences)), device=device)
     inputs = pad_sequence(sequences, batch_first=True).to(device)  # (B or 2B, N)
     outputs, cache = model.run(inputs, model.condition(texts, without_text))
     x = outputs[torch.arange(len(outputs), device=device), lengths - 1]  # (B or 2B, D)
@@ -1776,16 +1764,13 @@ class Pipeline:
         """Semantic tokens (frames,) of a wave (T,), numpy."""
         return self.kmeans.encode(wave, self.codec.sample_rate)
 
-    def semantic_tokens(self, wave):
-        """Semantic tokens (N, 1) of the whole frames of a wave (T,), without repetitions."""
+    def prompt(self, wave):
+        """The Prompt of the end of a wave (T,), in whole frames of both kinds of tokens."""
+        wave = wave[len(wave) % self.codec.hop_length :]  # the end is what is continued
         frames = len(wave) * semantic.FRAME_RATE // self.codec.sample_rate
         found = self.tokenize(wave)[: max(1, frames)]  # the next one would be mostly of silence
-        return torch.from_numpy(semantic.unique_consecutive(found))[:, None]
-
-    def prompt(self, wave):
-        """The Prompt of the end of a wave (T,), in whole frames."""
-        wave = wave[len(wave) % self.codec.hop_length :]  # the end is what is continued
-        return Prompt(self.semantic_tokens(wave), self.encode(wave))
+        content = torch.from_numpy(semantic.unique_consecutive(found))[:, None]
+        return Prompt(content, self.encode(wave))
 
     def empty_prompt(self):
         codes = torch.zeros(0, self.codec.num_quantizers).long()
@@ -1861,14 +1846,17 @@ class EvaluateConfig(PipelineConfig):
     """What to evaluate"""
 
     eval_samples: NonNegativeInt = field(192, "most held-out recordings to continue, 0: all")
+    out: str = field("", 'folder of scores.json and sounds/; "": the folder of the runs')
 
 
-def evaluate_pipeline(args, device):
+def evaluate_pipeline(args, device=None):
     """Continue held-out recordings, and write and print their metrics. Collective.
 
     The metrics are in scores.json, the sounds in sounds/. The built-in recordings are also scored
     (`syllables.SyllableScores`), in their voices if they go on for 0.2 s or more.
     """
+    device = device or dist.setup(args.device)
+    out = args.out or args.run_dir
     pipeline = dist.main_first(lambda: Pipeline(args, device))
     hop_length = pipeline.codec.hop_length
     rate = pipeline.codec.sample_rate
@@ -1899,7 +1887,7 @@ def evaluate_pipeline(args, device):
             if scores:
                 scores.add_continuation(readable[i], wave, sound, start)
             if first + i < NUM_SOUNDS:
-                path = f"{args.run_dir}/sounds/{i}"
+                path = f"{out}/sounds/{i}"
                 sounds.write_sound(wave, rate, f"{path}_real.wav")
                 sounds.write_sound(sound, rate, f"{path}_continued.wav")
         if scores and pipeline.models["semantic"].has_text:
@@ -1908,16 +1896,11 @@ def evaluate_pipeline(args, device):
     counts = dist.total_by_name({name: len(values) for name, values in found.items()})
     metrics = {name: value / counts[name] for name, value in sums.items()}
     if dist.is_main():
-        checkpoint.write_json(metrics, f"{args.run_dir}/scores.json")
-    headline = f"The stages together ({args.run_dir}/sounds):"
+        checkpoint.write_json(metrics, f"{out}/scores.json")
+    prompt = f"{shlex.quote(out)}/sounds/0_real.wav --prompt_seconds {PROMPT_SECONDS}"
     run_dir = shlex.quote(args.run_dir)
-    prompt = f"{run_dir}/sounds/0_real.wav --prompt_seconds {PROMPT_SECONDS}"
     command = f"train_audio.py sample --prompt {prompt} --run_dir {run_dir}"
-    tracker.print_results(headline, metrics, command)
-
-
-def evaluate(args):
-    evaluate_pipeline(args, dist.setup(args.device))
+    tracker.print_results(f"The stages together ({out}/sounds):", metrics, command)
 
 
 @dataclass(frozen=True)
@@ -1950,7 +1933,7 @@ class SampleConfig(PipelineConfig):
 def read_wave(path, codec):
     """The wave (T,) of a recording, at the codec's rate; UserError if shorter than a frame."""
     channels, rate, _ = recordings.read(path)
-    wave = torch.from_numpy(recordings.mix_down(channels))
+    wave = torch.from_numpy(recordings.mix_down(channels, path))
     wave = recordings.resample(wave, rate, codec.sample_rate)
     if len(wave) < codec.hop_length:
         raise UserError(f"{path}: {len(wave)} samples, shorter than a frame of {codec.hop_length}")
@@ -2056,7 +2039,7 @@ def train(cfg):
 
 COMMANDS = {
     "train": (train, {"all": SharedConfig, **STAGES}),
-    "evaluate": (evaluate, EvaluateConfig),
+    "evaluate": (evaluate_pipeline, EvaluateConfig),
     "sample": (sample, SampleConfig),
 }
 

@@ -262,15 +262,32 @@ def test_a_folder_tree_is_read_in_the_order_of_names_mixed_down_and_resampled(tm
 
 def test_channels_are_mixed_down_which_is_said_once_unless_they_cancel_out(tmp_path, capsys):
     left = noise(1, 3000)[0]
-    pairs = {"a": [left, 0.5 * left], "b": [0.5 * left, -0.5 * left], "c": [left, left]}
+    hum = 0.02 * noise(1, 3000, 1)[0]  # all that a mix would leave
+    pairs = {"a": [left, 0.5 * left], "b": [0.5 * left, hum - 0.45 * left], "c": [left, left]}
+    pairs["d"] = pairs["b"]
     for name, channels in pairs.items():
         write_files(tmp_path, {f"{name}.wav": wav(np.stack(channels), 8000)})
     dataset = Recordings(tmp_path, 8000)
     capsys.readouterr()
-    waves = [dataset.wave(i) for i in range(3)]
+    waves = [dataset.wave(i) for i in range(4)]
     for wave in waves:
         assert_close(wave, waves[0], atol=1e-3, rtol=0)
-    assert capsys.readouterr().err.count("recordings of several channels are mixed down") == 1
+    err = capsys.readouterr().err
+    assert err.count("recordings of several channels are mixed down") == 1
+    assert err.count("channels that cancel out are not mixed: the loudest is taken") == 1
+
+
+def test_it_is_said_which_rates_are_resampled_and_of_long_recordings_a_beginning_is_evaluated(
+        tmp_path, capsys):
+    write_files(tmp_path, {"long.wav": wav(noise(1, 11_000), 1000)})
+    dataset = Recordings(folder(tmp_path), 1000)
+    dataset.check()
+    found = "{1000: 1, 16000: 4, 8000: 4, 22050: 4}"
+    assert f"recordings are brought to 1000 Hz; rates: {found}" in capsys.readouterr().err
+    [(index, wave)] = zip(*dataset.load_usable([0]))
+    assert_close(wave, dataset.wave(index)[:10_000], atol=1e-3, rtol=0)
+    Syllables(9).check()
+    assert not capsys.readouterr().err
 
 
 def test_every_recording_is_as_loud_but_silence(tmp_path):
@@ -314,7 +331,7 @@ LAYOUTS = {
     "LJSpeech": (
         {"LJ/wavs/LJ1-1.wav": GOOD, "LJ/wavs/LJ1-2.wav": GOOD,
          "LJ/metadata.csv": 'LJ1-1|in 1455, "so"|in fourteen, "so"\nLJ1-2|a\u2028b\r\n'
-         '\nx|y|z'.encode()},
+         '\nx|y|y'.encode()},
         {"LJ/wavs/LJ1-1.wav": ('in fourteen, "so"', "wavs"),
          "LJ/wavs/LJ1-2.wav": ("a\u2028b", "wavs")}),
     "Common Voice": (
@@ -331,6 +348,37 @@ LAYOUTS = {
     "the same name in several folders": (
         {"s1/001.wav": GOOD, "s2/001.wav": GOOD, "s1/001.txt": b"a", "s3/001.txt": b"b"},
         {"s1/001.wav": ("a", "s1"), "s2/001.wav": ("", "s2")}),
+    "a transcript of another folder's recording that is gone": (
+        {"s1/7.wav": GOOD, "s2/8.wav": GOOD, "s2/7.txt": b"wrong", "s2/8.txt": b"right"},
+        {"s1/7.wav": ("", "s1"), "s2/8.wav": ("right", "s2")}),
+    "so in trees beside each other": (
+        {"wav/s1/7.wav": GOOD, "wav/s2/8.wav": GOOD, "txt/s2/7.txt": b"wrong",
+         "txt/s2/8.txt": b"right"},
+        {"wav/s1/7.wav": ("", "s1"), "wav/s2/8.wav": ("right", "s2")}),
+    "the same names in trees beside each other": (
+        {"wav48/s1/1.wav": GOOD, "wav16/s1/1.wav": GOOD, "wav48/s2/1.wav": GOOD,
+         "txt/s1/1.txt": b"one", "txt/s2/1.txt": b"two"},
+        {"wav48/s1/1.wav": ("one", "s1"), "wav16/s1/1.wav": ("one", "s1"),
+         "wav48/s2/1.wav": ("two", "s2")}),
+    "two corpora": (
+        {"A/wavs/1.wav": GOOD, "B/wavs/1.wav": GOOD, "B/wavs/2.wav": GOOD,
+         "A/metadata.csv": b"1|one\n2|wrong", "B/metadata.csv": b"1|first"},
+        {"A/wavs/1.wav": ("one", "wavs"), "B/wavs/1.wav": ("first", "wavs"),
+         "B/wavs/2.wav": ("", "wavs")}),
+    "Coqui": (
+        {"wavs/a.wav": GOOD, "wavs/b.wav": GOOD,
+         "metadata.csv": b"audio_file|text|speaker_name\nwavs/a.wav|this|eve\nwavs/b.wav|that|bob"},
+        {"wavs/a.wav": ("this", "eve"), "wavs/b.wav": ("that", "bob")}),
+    "a third column that is no text": (
+        {"a.wav": GOOD, "b.wav": GOOD, "metadata.csv": b"a.wav|this|eve\nb.wav|that|bob"},
+        {"a.wav": ("this", ""), "b.wav": ("that", "")}),
+    "a third column that is empty": (
+        {"a.wav": GOOD, "b.wav": GOOD, "metadata.csv": b"a|this|\nb|that| that"},
+        {"a.wav": ("this", ""), "b.wav": ("that", "")}),
+    "accents in both forms of Unicode": (
+        {"u\u0308/a\u0308.wav": GOOD, "\xfc/\xe4.txt": b"one", "o\u0308.wav": GOOD,
+         "metadata.csv": "\xf6|two".encode()},
+        {"u\u0308/a\u0308.wav": ("one", "u\u0308"), "o\u0308.wav": ("two", "")}),
 }
 
 
@@ -342,9 +390,14 @@ def test_transcripts_and_speakers_are_found_in_the_layouts_of_known_corpora(layo
     assert dict(found) == expected
 
 
-def test_it_is_said_how_many_recordings_have_a_transcript(tmp_path, capsys):
-    Recordings(write_files(tmp_path, {"0.wav": GOOD, "1.wav": GOOD, "1.txt": b"a"}), 16000)
-    assert "2 recordings, 1 transcripts" in capsys.readouterr().err
+def test_it_is_said_how_many_recordings_and_transcripts_go_without_the_other(tmp_path, capsys):
+    table = b"0.wav|a|eve\n2.wav|absent|eve\n1.wav\nc\n"  # the third row is short
+    write_files(tmp_path, {"0.wav": GOOD, "1.wav": GOOD, "3.txt": b"a", "metadata.csv": table})
+    Recordings(tmp_path, 16000)
+    err = capsys.readouterr().err
+    assert "2 recordings, 1 transcripts" in err
+    assert "transcripts without text or recording: 4, as 3.txt" in err
+    assert "metadata.csv: no names of columns, so the second is taken as the text" in err
 
 
 @pytest.mark.parametrize("name", ["a.txt", "x.trans.txt", "metadata.csv", "validated.tsv"])

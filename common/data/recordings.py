@@ -10,7 +10,9 @@ import contextlib
 import functools
 import hashlib
 import math
+import operator
 import re
+import unicodedata
 import wave as wavfile
 from fractions import Fraction
 from pathlib import Path
@@ -29,17 +31,24 @@ LEAD = {"MP3": 2, "OGG": 5}
 RATES = range(1_000, 768_001)  # Hz
 LOUDNESS = 0.1  # root mean square of a wave; EnCodec normalizes files, too (§4.1)
 MOST_GAIN = 30.0  # silence stays silence
+EXCERPT_SECONDS = 10  # of recordings that are evaluated as a whole
 MARGIN = 1024  # samples: silence behind a resampled wave, and what is read on both sides of a crop
 
-# Tables of transcripts: {end of a file's /NAME: (separator of its columns, their names)}, where ()
-# says that the first line has the names. Of two columns of one name the last counts.
+# Tables of transcripts: {end of a file's /NAME: (separator of its columns, their names)}. Names in
+# the first line win, but in LibriSpeech, where it is a text.
 TABLES = {
-    ".trans.txt": (" ", ("path", "sentence")),  # LibriSpeech
-    "/metadata.csv": ("|", ("path", "sentence", "sentence")),  # LJSpeech: as written, as spoken
-    "/validated.tsv": ("\t", ()),  # Common Voice
+    ".trans.txt": (" ", ["path", "sentence"]),  # LibriSpeech
+    "/metadata.csv": ("|", ["path", "sentence", "spoken"]),  # LJSpeech: as written, as spoken
+    "/validated.tsv": ("\t", ["path", "sentence"]),  # Common Voice
 }
-# What may follow the name of its recording in the name of a transcript, or in a table.
-ENDINGS = r"(?i)(\.(wav|flac|ogg|mp3|opus|normalized|original|txt))+$"
+COLUMNS = {  # as Coqui names them
+    "audio_file": "path",
+    "text": "sentence",
+    "speaker": "client_id",
+    "speaker_name": "client_id",
+}
+# What may follow a name: in VCTK the microphone, and endings of recordings and transcripts.
+ENDINGS = r"(?i)(_mic\d)?(\.(wav|flac|ogg|mp3|opus|normalized|original|txt))*$"
 SPEAKER_CHAPTER = r"(?:^|/)(\d+)/(\d+)/\1[-_]\2[-_][^/]*$"  # LibriSpeech and LibriTTS
 
 
@@ -150,18 +159,22 @@ def resample(wave, rate, to):
     return resampled[..., : resampled_length(length, rate, to)]
 
 
-def mix_down(channels):
-    """The mean (T,) of the channels (C, T) of a wave, numpy; the loudest if they cancel out."""
+note_once = functools.cache(config.note)  # workers that read ahead know what was said before
+
+
+def mix_down(channels, path):
+    """The mean (T,) of the channels (C, T) of a wave, numpy; the loudest if they cancel out.
+
+    Both are said once for a `path`.
+    """
+    if len(channels) > 1:
+        note_once(f"{path}: recordings of several channels are mixed down to one")
     wave = channels.mean(0)
-    loudest = max(channels, key=lambda channel: np.square(channel).sum())
-    if np.square(wave).sum() < 1e-3 * np.square(loudest).sum():
-        return loudest
+    energy = np.square(channels).sum(1)
+    if np.square(wave).sum() < 0.01 * energy.max():  # 20 dB
+        note_once(f"{path}: channels that cancel out are not mixed: the loudest is taken")
+        return channels[energy.argmax()]
     return wave
-
-
-@functools.cache  # once; workers that read ahead know of it
-def say_mixed(path):
-    config.note(f"{path}: recordings of several channels are mixed down to one")
 
 
 def loudness_gain(wave):
@@ -280,6 +293,7 @@ class Recordings:
     ):
         self.path = Path(path)
         self.rate = rate
+        self.rates = collections.Counter()  # of files that were read
         self.crop = crop
         self.hop_length = hop_length
 
@@ -297,7 +311,7 @@ class Recordings:
         self.texts = [text for text, _ in transcripts]
         self.has_texts = any(self.texts)
         if not all(self.texts):
-            count = sum(map(bool, self.texts)) or "no"
+            count = sum(map(bool, self.texts))
             config.note(f"{path}: {len(audio)} recordings, {count} transcripts")
         with config.explained(
             f"--speaker_pattern {pattern}: finds no speaker, in (), in some file's name"
@@ -325,6 +339,7 @@ class Recordings:
         chooses which. Only the crop is decoded. Unusable: damaged, or shorter than a frame.
         """
         _, file_rate, frames = self.read(index, 0, 0)
+        self.rates[file_rate] += 1
         total = resampled_length(frames, file_rate, self.rate)
         if total < self.hop_length:
             raise Unusable(
@@ -341,19 +356,20 @@ class Recordings:
         first = first_block * down
         stop = resampled_length(start + length, self.rate, file_rate) + MARGIN
         channels, _, _ = self.read(index, first, stop)
-        if len(channels) > 1:
-            say_mixed(self.path)
-        wave = torch.from_numpy(mix_down(channels))
+        wave = torch.from_numpy(mix_down(channels, self.path))
         resampled = resample(wave, file_rate, self.rate)
         wave = resampled[start - first_block * up :][:length]
         return wave * loudness_gain(wave)
 
     def load_usable(self, indices):
-        """The indices of those recordings that can be read, and their waves, as two lists."""
+        """The indices of those recordings that can be read, and their waves, as two lists.
+
+        Of long ones it is the first EXCERPT_SECONDS: an hour takes minutes to encode.
+        """
         waves = {}
         for index in map(int, indices):
             with contextlib.suppress(Unusable):
-                waves[index] = self.wave(index)
+                waves[index] = self.wave(index, EXCERPT_SECONDS * self.rate)
         return list(waves), list(waves.values())
 
     def fetch(self, indices, random_words=None):
@@ -391,8 +407,15 @@ class Recordings:
         return ""
 
     def check(self):
-        """See files.check_samples. UserError if more than five, or all, are unusable."""
-        return files.check_samples(self, 5)
+        """See files.check_samples. UserError if more than five, or all, are unusable.
+
+        A note counts rates, if recordings are resampled.
+        """
+        checked = files.check_samples(self, 5)
+        if set(self.rates) - {self.rate}:
+            counts = dict(self.rates)  # of those looked at
+            config.note(f"{self.path}: recordings are brought to {self.rate} Hz; rates: {counts}")
+        return checked
 
     def fingerprint(self):
         """Plain values that change when the data does.
@@ -409,49 +432,86 @@ def read_transcripts(folder, audio, others):
     """[(transcript, speaker that a table names, or "")] of the files `audio`.
 
     All paths are relative to `folder`. A transcript is NAME.txt, or NAME.normalized.txt, else
-    NAME.original.txt (LibriTTS), or in a row of one of TABLES; "" if there is none. It is in its
-    recording's folder, or in any if no other recording or transcript has this name, as in VCTK's
-    wav48/p225/p225_001_mic1.flac and txt/p225/p225_001.txt.
-    UserError names a transcript that is not text.
+    NAME.original.txt (LibriTTS), or in a row of one of TABLES, whose paths are relative to it; ""
+    if there is none. It is of the recording NAME in its folder. If there are no recordings in its
+    folder, it is of one below it or, if none are below it either, in a folder whose path differs
+    in one place, as VCTK's txt/p225 and wav48/p225; but only if no other can be meant.
+    A note counts transcripts without a text or a recording. UserError names one that is not text.
     """
-    transcripts = collections.defaultdict(dict)  # {name: {folder: (text, or its file; speaker)}}
-    for file in others:
-        name = f"/{file.name}".lower()
-        rows = []
-        if name.endswith(".txt"):
-            rows = [{"path": file.name, "sentence": file}]
-        for ending in filter(name.endswith, TABLES):
-            rows = _read_table(folder / file, *TABLES[ending])
-        for row in rows:
-            name = re.sub(ENDINGS, "", row.get("path", ""))
-            transcript = row.get("sentence", ""), row.get("client_id", "")
-            # In the order of names the normalized text comes before the original.
-            transcripts[name].setdefault(file.parent, transcript)
+    located = list(map(_locate, audio))
+    places = collections.defaultdict(set)  # {name: folders of its recordings}
+    taken = set()  # folders with recordings in them
+    above = set()  # folders with recordings below them
+    for place, name in located:
+        places[name].add(place)
+        taken.add(place)
+        above.update(place.parents)
 
-    names = [re.sub(r"_mic\d$", "", file.stem) for file in audio]
-    places = {(file.parent, name) for file, name in zip(audio, names)}
-    folders = collections.Counter(name for _, name in places)
-    found = []
-    for file, name in zip(audio, names):
-        candidates = transcripts[file.stem] or transcripts[name]
-        text, speaker = candidates.get(file.parent, ("", ""))
-        if file.parent not in candidates and len(candidates) == folders[name] == 1:
+    found = collections.defaultdict(dict)  # {(folder, name): {folder of a transcript: (…)}}
+    left = []
+    for file in others:
+        ending = f"/{file.name}".lower()
+        rows = []
+        if ending.endswith(".txt"):
+            rows = [(file.name, folder / file, "")]
+        for table in filter(ending.endswith, TABLES):
+            rows = _read_table(folder / file, *TABLES[table])
+        for path, text, speaker in rows:
+            place, name = _locate(file.parent / path)
+            owners = places[name] & {place}
+            if place not in taken:
+                for own in places[name]:
+                    differing = sum(map(operator.ne, place.parts, own.parts))
+                    if differing <= (place not in above):
+                        owners.add(own)
+            if len({own.name for own in owners}) > 1:
+                owners = ()  # it may be of any of these speakers
+            # In the order of names the normalized text comes before the original.
+            for own in owners:
+                found[own, name].setdefault(place, (text, speaker))
+            if not (owners and text):
+                left.append(file.parent / path)
+    if left:
+        config.note(f"{folder}: transcripts without text or recording: {len(left)}, as {left[0]}")
+
+    transcripts = []
+    for place, name in located:
+        candidates = found[place, name]
+        text, speaker = candidates.get(place, ("", ""))
+        if len(candidates) == 1:
             [(text, speaker)] = candidates.values()
         if isinstance(text, Path):
-            text = files.decode_text((folder / text).read_bytes(), folder / text)
-        found.append((text.strip(), speaker))
-    return found
+            text = files.decode_text(text.read_bytes(), text)
+        transcripts.append((text.strip(), speaker))
+    return transcripts
+
+
+def _locate(path):
+    """(folder, name without ENDINGS) of a path, in one of the Unicode forms of accents."""
+    path = Path(unicodedata.normalize("NFC", str(path)))
+    return path.parent, re.sub(ENDINGS, "", path.name)
 
 
 def _read_table(path, separator, columns):
-    """Yield the rows of a table as {column: value}."""
-    text = files.decode_text(path.read_bytes(), path)
-    lines = re.split("\r?\n", text)  # splitlines also splits at other characters
-    columns = columns or lines.pop(0).split(separator)
-    for line in lines:
-        if separator in line:
-            cells = line.split(separator, len(columns) - 1)  # the last column has the rest
-            yield dict(zip(columns, cells))
+    """Yield (path, text, speaker) of the rows of a table, "" for what is not there."""
+    lines = re.split("\r?\n", files.decode_text(path.read_bytes(), path))  # not at U+2028
+    header = [COLUMNS.get(name, name) for name in lines[0].lower().split(separator)]
+    if separator != " " and {"path", "sentence"} <= set(header):
+        columns = header
+        del lines[0]
+    rows = []
+    for line in filter(str.strip, lines):
+        cells = line.split(separator, len(columns) - 1)  # the last column has the rest
+        rows.append(collections.defaultdict(str, zip(columns, map(str.strip, cells))))
+
+    # A third column that is often the same as the second is a text, else it may be a speaker.
+    alike = [row["spoken"] == row["sentence"] for row in rows if row["spoken"]]
+    is_text = 10 * sum(alike) > len(alike)
+    if alike and not is_text:
+        config.note(f"{path}: no names of columns, so the second is taken as the text")
+    for row in rows:
+        text = (is_text and row["spoken"]) or row["sentence"]
+        yield row["path"], text, row["client_id"]
 
 
 def _speaker(path: Path, speaker, pattern):
@@ -466,14 +526,16 @@ def _speaker(path: Path, speaker, pattern):
 class Syllables(Recordings):
     """The first `count` of the built-in syllables. They are made when needed."""
 
+    path = Path("syllables")
+
     def __init__(self, count, crop=0, hop_length=1, rate=synthetic.RATE):
         self.rate = rate
+        self.rates = collections.Counter()  # of files that were read
         self.crop = crop
         self.hop_length = hop_length
         self.names = [f"syllables {index}" for index in range(count)]
         self.has_texts = True
-        speakers = synthetic.speakers_of(range(count))
-        self.speaker_of = [str(speaker) for speaker in speakers]
+        self.speaker_of = list(map(str, synthetic.speakers_of(range(count))))
         self.speakers = sorted(set(self.speaker_of))
 
     def records(self, indices):
