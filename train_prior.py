@@ -516,10 +516,10 @@ class Evaluator:
         dataset, indices = self.splits[split]
         return order.mean_loss(prior, loss_of, dataset, indices, self.cfg, self.device)
 
-    def sample(self, prior, condition, sampling_steps):
+    def sample(self, prior, condition, sampling_steps, noise_fn=torch.randn_like):
         with amp.autocast(self.device, self.cfg.precision):
             return sample_embeddings(
-                prior, condition, sampling_steps, self.cfg.guidance_scale, self.eta
+                prior, condition, sampling_steps, self.cfg.guidance_scale, self.eta, noise_fn
             )
 
     @torch.no_grad()
@@ -587,9 +587,10 @@ class Evaluator:
 
         steps = max(self.cfg.eval_timesteps)
 
-        def sample_fn(batch):
+        def sample_fn(batch, seeds):
             condition = conditioning(order.to_device(batch, self.device), self.cfg, self.clip_model)
-            return self.sample(prior, condition, steps)
+            noise_fn = diffusion.noise_generator(seeds, self.device)
+            return self.sample(prior, condition, steps, noise_fn)
 
         scores = synthetic.embedding_scores(self.splits, split, sample_fn, self.cfg.seed)
         # Ceilings are of real embeddings: they have no number of steps.

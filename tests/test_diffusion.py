@@ -212,6 +212,8 @@ def test_a_sample_has_the_same_noise_in_any_batch():
     for noise in draws:
         assert torch.equal(noise[1:2], of_one(torch.zeros(1, 4)))
     assert len(torch.cat(draws).unique(dim=0)) == 6
+    of_pairs = diffusion.noise_generator([5, 6], "cpu")(torch.zeros(4, 4))
+    assert torch.equal(of_pairs[2:], diffusion.noise_generator([6], "cpu")(torch.zeros(2, 4)))
 
 
 @pytest.mark.parametrize("name", ["flow", "linear", "cosine"])

@@ -279,7 +279,7 @@ def test_evaluation_has_no_dropout_and_no_loss_weights_and_leaves_the_mode_as_it
 
 def test_similarities_are_means_over_samples(emb, monkeypatch):
     def sample(prior, condition, steps, *settings):
-        assert settings == (2, 1.0)
+        assert settings == (2, 1.0, torch.randn_like)
         return condition["text_embed"] * (3 - steps)  # copies of the text, or their opposites
 
     monkeypatch.setattr(train_prior, "sample_embeddings", sample)

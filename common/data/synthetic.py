@@ -11,6 +11,7 @@ Sample k is a pure function of k, and all that is in it is known.
 import collections
 import functools
 import itertools
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -288,6 +289,7 @@ def embedding_scores(
     seed,
     max_captions=96,
     draws=16,
+    at_once=16,
 ):
     """caption_match and coverage of sampled image embeddings, and their ceilings. Collective.
 
@@ -296,8 +298,8 @@ def embedding_scores(
     the entropy among the neighbors of a caption's samples, over that among all images that fit the
     caption. For the ceilings, embeddings of fitting training images take the place of samples.
 
-    splits: {name: (dataset, indices)}. sample_fn(batch): embeddings (N, D) for a batch of the
-    dataset.
+    splits: {name: (dataset, indices)}. sample_fn(batch, seeds): embeddings (N, D) for a batch of
+    the dataset, which has `draws` rows for each of `at_once` captions; seeds: one a caption.
     """
     dataset, captions = splits[split]
     _, train = splits["train"]
@@ -310,26 +312,30 @@ def embedding_scores(
     judge = Judge(unit_embeddings(dataset, held_out), attributes[held_out])
 
     sums = collections.defaultdict(float)
-    for number in dist.deal(min(max_captions, len(captions))):
-        index = captions[number]
-        accumulate.seed_all(seed, "scores", number)
-        names = mentioned[index]
-        fits = (attributes == attributes[index])[:, names].all(1)
-        fitting = np.flatnonzero(fits)
-        training = np.intersect1d(fitting, train)
-        if not len(training):  # then there is no ceiling
-            continue
+    captions = captions[np.arange(min(max_captions, len(captions)))]
+    for group in dist.deal(math.ceil(len(captions) / at_once)):
+        start = group * at_once
+        indices = captions[start : start + at_once]
+        seeds = [accumulate.derive_seed(seed, "scores", start + k) for k in range(len(indices))]
+        batch, _ = dataset.fetch(np.repeat(indices, draws))
+        embeds = sample_fn(batch, seeds).float().cpu().numpy()
+        for index, sampled, number in zip(indices, np.split(embeds, len(indices)), seeds):
+            names = mentioned[index]
+            fits = (attributes == attributes[index])[:, names].all(1)
+            fitting = np.flatnonzero(fits)
+            training = np.intersect1d(fitting, train)
+            if not len(training):  # then there is no ceiling
+                continue
 
-        batch, _ = dataset.fetch(np.repeat(index, draws))
-        sampled = sample_fn(batch).float().cpu().numpy()
-        real = unit_embeddings(dataset, np.random.choice(training, draws))
-        sums["draws"] += draws
-        sums["possible entropy"] += entropy_of_columns(attributes[fitting][:, ~names])
-        for kind, embeds in (("sampled", sampled), ("real", real)):
-            neighbors = judge.attributes(embeds)  # (draws, attributes)
-            matches = (neighbors == attributes[index])[:, names].all(1)
-            sums[f"{kind} matches"] += matches.sum()
-            sums[f"{kind} entropy"] += entropy_of_columns(neighbors[:, ~names])
+            random = np.random.RandomState(number % 2**32)
+            real = unit_embeddings(dataset, random.choice(training, draws))
+            sums["draws"] += draws
+            sums["possible entropy"] += entropy_of_columns(attributes[fitting][:, ~names])
+            for kind, rows in (("sampled", sampled), ("real", real)):
+                neighbors = judge.attributes(rows)  # (draws, attributes)
+                matches = (neighbors == attributes[index])[:, names].all(1)
+                sums[f"{kind} matches"] += matches.sum()
+                sums[f"{kind} entropy"] += entropy_of_columns(neighbors[:, ~names])
 
     sums = dist.total_by_name(sums)
     return {

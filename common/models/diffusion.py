@@ -269,14 +269,15 @@ def sample(
 def noise_generator(seeds, device):
     """A `noise_fn(x) -> noise like x`, with a stream for each sample k, seeded by `seeds[k]`.
 
-    So a sample is the same in any batch and on any number of ranks. It is drawn where it is used: a
-    copy from the host would wait for the device at every step. Another kind of device draws others.
+    With fewer seeds, each is of as many neighbors in the batch. So a sample is the same in any
+    batch and on any number of ranks. It is drawn where it is used: a copy from the host would wait
+    for the device at every step. Another kind of device draws others.
     """
     generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
 
     def noise_fn(x):
-        shape = x.shape[1:]
+        shape = (len(x) // len(seeds), *x.shape[1:])
         noise = [torch.randn(shape, generator=g, device=device) for g in generators]
-        return torch.stack(noise).to(x.dtype)
+        return torch.cat(noise).to(x.dtype)
 
     return noise_fn
