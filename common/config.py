@@ -369,10 +369,11 @@ def parse(cls, words, usage="", presets=None):
 
 # RuntimeErrors that are not the program's: {words in them: what to say}
 SHM = "/dev/shm is missing or too small; give --workers 0, or more of it (docker run --shm-size=8g)"
+KILLED = "--workers: one was killed, maybe for lack of memory; give fewer"
 PEER = "another rank has ended, or did not answer for --timeout_minutes; what it printed says why"
 OUTSIDE = {
     "</torch_": f"--workers: {SHM}",  # the name of shared memory
-    "DataLoader worker (pid": "--workers: one was killed, maybe for lack of memory; give fewer",
+    "DataLoader worker (pid": KILLED,
     "DataLoader timed out": "--workers: one does not answer; is the data's disk still there?",
     "gloo": PEER,
     "NCCL": PEER,

@@ -211,3 +211,10 @@ def test_where_validation_has_changed_the_best_starts_anew_with_a_note(tmp_path,
     for changed in (dict(rows=21), dict(rows=21, eval_samples=8)):
         assert not best_after(steps=8, **changed)
         assert "best.pt starts anew" in capsys.readouterr().err
+
+
+def test_of_a_file_to_start_from_only_the_settings_of_the_model_are_read(tmp_path, capsys):
+    path = str(tmp_path / "of_another_kind.pt")
+    checkpoint.save({"model": {}, "config": {"image_size": 3}}, path)
+    _, cfg = loop.open_run(Settings(init_from=path), tmp_path / "run", 16)
+    assert (cfg.init_from, capsys.readouterr().err) == (path, "")  # not all that it lacks

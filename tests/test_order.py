@@ -329,7 +329,7 @@ config.run({"train": (train, config.Settings)}, "", default="train")
 
 @pytest.mark.parametrize("fault, message", [
     ("error", "MemoryError"),
-    ("kill", "error: --workers: one was killed, "),
+    ("kill", "error: --workers: one was killed"),
     ("shm", "error: --workers: /dev/shm is missing or too small; give --workers 0, or "),
 ])
 def test_a_process_ends_in_one_line_for_its_workers_and_does_not_wait_for_them(

@@ -260,9 +260,13 @@ def loader(chunks, spans, workers=0, pin_memory=False, timeout=0):
             timeout=timeout if workers else 0,
             collate_fn=share if workers else None,
         )
-    except (UserError, OSError) as error:  # a worker puts its traceback before the message
-        message = str(error).strip().splitlines()[-1].rpartition("UserError: ")[2]
-        if workers and getattr(error, "errno", None):  # of this process
+    except (UserError, OSError, EOFError) as error:
+        kill_workers()  # their ends are no further errors
+        # A worker puts its traceback before the message.
+        message = str(error).strip().rpartition("\n")[2].rpartition("UserError: ")[2]
+        if isinstance(error, (ConnectionError, EOFError)):  # it ended while it was sending
+            message = config.KILLED
+        elif workers and getattr(error, "errno", None):  # of this process
             message = f"--workers {workers}: {message}; {config.SHM}"
         raise UserError(message) from None
 

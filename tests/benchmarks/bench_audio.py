@@ -100,7 +100,7 @@ def bench_soundstream(args):
         scaler.scale(their_loss).backward()
         amp.step(scaler, optimizers, cfg.max_grad_norm)
         amp.step(scaler, theirs, cfg.max_grad_norm)
-        amp.update(scaler)
+        scaler.update()
         for module in codec, discriminators:
             module.zero_grad(set_to_none=True)
         codec.quantizer.update(len(losses))
@@ -185,7 +185,7 @@ def bench_step(args, stage):
             loss = (sums / counts).mean()
         scaler.scale(loss).backward()
         amp.step(scaler, optimizers, cfg.max_grad_norm)
-        amp.update(scaler)
+        scaler.update()
         model.zero_grad(set_to_none=True)
         average.update(len(losses))
         losses.append(loss.detach())

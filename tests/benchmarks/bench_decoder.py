@@ -76,7 +76,7 @@ def bench_train(args, upsample):
             loss = train_decoder.diffusion_loss(unet, batch, condition)
         scaler.scale(loss).backward()
         amp.step(scaler, optimizers, 0.5)
-        amp.update(scaler)
+        scaler.update()
         for optimizer in optimizers:
             optimizer.zero_grad(set_to_none=True)
         losses.append(loss.detach())

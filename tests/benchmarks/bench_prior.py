@@ -187,7 +187,7 @@ def bench_train(args, encodings):
             loss = train_prior.diffusion_loss(prior, batch, condition)
         scaler.scale(loss).backward()
         amp.step(scaler, optimizers, 0.5)
-        amp.update(scaler)
+        scaler.update()
         for optimizer in optimizers:
             optimizer.zero_grad(set_to_none=True)
         count += 1
