@@ -371,6 +371,7 @@ class RunFolder:
         self.record = {"checkpoints": []}
         self.thread = concurrent.futures.ThreadPoolExecutor(1)  # writes beside training
         self.writing = None  # Future of the last write
+        self.said_rising = False
         self.lock_file = None  # of rank 0
 
     def open(self):
@@ -481,6 +482,13 @@ class RunFolder:
             best = {"file": "best.pt", "step": state.step, "val_loss": val_loss}
             self.write_record(best=best)
             log.send()
+        lowest = self.record.get("best", {}).get("step", state.step)
+        if state.step >= 2 * lowest and not self.said_rising:
+            self.said_rising = True
+            log.print(
+                f"the validation loss was the lowest at step {lowest}, and for half of the run it "
+                "has been higher: best.pt is of that step"
+            )
 
     def drop_from(self, step):
         """Forget the checkpoints of `step` or later: a run does not go on from them."""
