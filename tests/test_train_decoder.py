@@ -154,7 +154,7 @@ def test_stored_embeddings_of_another_clip_are_refused(world, tmp_path):
     cfg = train_decoder.BaseConfig(**BASE, data=str(tmp_path))
     train_decoder.open_data(cfg, 16, None, CPU)
     for path in tmp_path.glob("*.npy"):
-        np.save(path, np.roll(np.load(path), 5))
+        np.save(path, -np.roll(np.load(path), 5))
     with pytest.raises(config.UserError, match="its embeddings are not of this CLIP"):
         train_decoder.open_data(cfg, 16, None, CPU)
 
