@@ -1864,7 +1864,7 @@ def evaluate_pipeline(args, device=None):
     cfg = dataclasses.replace(pipeline.models["coarse"].cfg, batch_size=1)
     splits = dist.together(lambda: open_recordings(cfg, hop_length))
     dataset, indices = splits["test"]
-    indices = indices[: args.eval_samples or None]
+    indices = order.some_of(indices, args.eval_samples)
     found = collections.defaultdict(list)  # {metric: values}
     scores = None
     if cfg.data == "syllables":

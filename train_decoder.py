@@ -1372,10 +1372,20 @@ def train(cfg):
         command += shlex.quote(str(run_dir / cfg.stage))
         return train_stage(cfg, device, command)
 
-    # Train the stages in turn, then evaluate them together, from embeddings of real images.
+    stages = []
     for stage, stage_config in STAGES.items():
         preset = PRESETS.get(cfg.preset, {}).get(stage, {})
-        train_stage(stage_config(**{**preset, **shared_settings(cfg)}), device)
+        stages.append(stage_config(**{**preset, **shared_settings(cfg)}))
+
+    def check():
+        splits, _, _ = open_data(stages[-1], stages[-1].image_size, None, device)
+        splits["train"][0].check()
+
+    dist.on_main(check)  # pictures may be too small for the last stage
+
+    # Train the stages in turn, then evaluate them together, from embeddings of real images.
+    for stage in stages:
+        train_stage(stage, device)
     args = EvaluateConfig(
         run_dir=(cfg.run_dir,),
         seed=cfg.seed,

@@ -535,6 +535,7 @@ def test_mistakes_on_the_command_line_are_one_line_and_status_2(words, message):
         ),
         ("evaluate --run_dir trained --data plain --clip none", "there is no CLIP here"),
         ("--data plain --clip= --stage base", "no embeddings there, so a CLIP must"),
+        ("--data plain --clip clip --preset pictures-cpu", "smaller than 64"),  # before the base
         (
             "--data plain --stage upsample --init_from trained/base/model.pt",
             "--stage: invalid choice: 'base'",

@@ -192,7 +192,7 @@ def train(cfg, device):
             (image, text), records = embed(model, held_out)
             share = clip.retrieval(text, image, first_captions(records))
             tracker.print_results(f"step {step}", {"loss": loss.item(), "retrieval": share})
-            if share > best:
+            if share >= best:
                 best = share
                 weights = copy.deepcopy(model.state_dict())
     print(f"small CLIP: last loss {loss:.3f}; chance is {math.log(cfg.batch_size):.3f}")

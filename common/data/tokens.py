@@ -239,10 +239,10 @@ class TokenCrops:
     def lengths(self, indices):
         """(frames of the last stream, of the one before it, frames of the last one a second).
 
-        They are those of crops of the first 200 recordings, which a model sees in training: the
+        They are those of crops of 200 recordings, which a model sees in training: the
         longest or, of semantic tokens alone, the 95th percentile, as these have no fixed rate.
         """
-        indices = self.readable(indices[:200])
+        indices = self.readable(order.some_of(indices, 200))
         lengths = []
         for index in indices:
             streams, _ = self.crop(index)
@@ -326,7 +326,7 @@ def learn_vocabulary(crops, indices, size, max_tokens):
         config.note(
             f"--seconds: {len(longer)} of {len(readable)} recordings are {about}, and have no text"
         )
-    texts = [dataset.text(index) for index in indices[:20_000].tolist()]
+    texts = [dataset.text(index) for index in order.some_of(indices, 20_000).tolist()]
     tokenizer = clip.Tokenizer.learn(texts, size)
     texts = [dataset.text(index) for index in files.evenly_spaced(len(dataset), 256)]
     note = clip.text_note(texts, tokenizer.encode, max_tokens)

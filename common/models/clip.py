@@ -254,7 +254,7 @@ def retrieval(queries, references, captions):
     compared by the hundred, in order; rows that are left over do not count. With captions as
     references it is AttnGAN's R-precision (Xu et al. 2018, §4).
     """
-    captions = np.asarray(captions)
+    captions = np.array(captions, object)  # not all as wide as the longest
     gallery = min(GALLERY, len(captions))
     hits = []
     for start in range(0, len(captions) - gallery + 1, gallery):
