@@ -1101,6 +1101,18 @@ def load_unet(path, device, weights="ema"):
     return unet.to(device).eval(), contents
 
 
+def take_last_step(unet, path, device):
+    """Let `unet` take the last step of sampling by the U-Net in the file `path`, if it is there."""
+    if path.is_file():
+        # Not as a submodule, which would be trained and saved.
+        vars(unet)["last_step_unet"], _ = load_unet(path, device)
+    else:
+        config.note(
+            f"{path} is missing: the model draws the last step of sampling, which it has not "
+            "learned; import the whole pipeline"
+        )
+
+
 def load_cascade(args, device):
     """([U-Net of each stage, in eval mode], name of their CLIP or None, its fingerprint)."""
     # A run folder of a stage, or a folder RUN with RUN/base and RUN/upsample.
@@ -1113,14 +1125,9 @@ def load_cascade(args, device):
     for stage, folder in enumerate(folders):
         path = checkpoint.model_file(folder, args.model)
         unet, contents = load_unet(path, device, args.weights)
-        last_step = folder / (contents.get("last_step") or LAST_STEP)
-        if last_step.is_file():
-            unet.last_step_unet, _ = load_unet(last_step, device)
-        elif contents.get("last_step"):
-            config.note(
-                f"{last_step} is missing: {path} draws the last step of sampling, which it has not "
-                "learned; import the whole pipeline"
-            )
+        last_step = contents.get("last_step")
+        if last_step or (folder / LAST_STEP).is_file():
+            take_last_step(unet, folder / (last_step or LAST_STEP), device)
         # What is not given is as in training.
         sampling = {
             "eval_steps": args.steps,
@@ -1274,6 +1281,7 @@ def train_stage(cfg, device, command=""):
             last_step = Path(run.source).absolute().parent / last_step
             info["last_step"] = str(last_step)
             config.note(f"the last step of sampling is that of {last_step}, which is not trained")
+            take_last_step(unet, last_step, device)
     trainable = unet  # with LoRA, the adapters alone
     if cfg.lora_rank:
         from common.models import lora

@@ -163,31 +163,34 @@ def load_weights(module, weights, path, strict=True):
     strict: else those of other names or shapes are left out, but half of the numbers must fit.
     """
     own = module.state_dict()
-    if not weights.keys() <= own.keys():
-        weights = plain(weights)
-    names = not_finite(weights)
-    if names:
-        raise UserError(
-            f"{path}: weights that are not finite, as {names[0]}; take another file (without this "
-            "one its run goes on from the checkpoint before it)"
-        )
-    if not strict:
-        total = sum(map(torch.numel, own.values()))
-        share = 0
-        fitting = {}
-        for name, value in weights.items():
-            if name in own and own[name].shape == value.shape:
-                share += value.numel() / total
-                fitting[name] = value
-        config.note(
-            f"{path}: {len(fitting)} of {len(own)} weights of the model are in it and fit: "
-            f"{share:.1%} of the numbers, of which half must"
-        )
-        strict = share < 0.5
-        weights = fitting
     try:
+        if not weights.keys() <= own.keys():
+            weights = plain(weights)
+        names = not_finite(weights)
+        if names:
+            raise UserError(
+                f"{path}: weights that are not finite, as {names[0]}; take another file (without "
+                "this one its run goes on from the checkpoint before it)"
+            )
+        if not strict:
+            total = sum(map(torch.numel, own.values()))
+            share = 0
+            fitting = {}
+            for name, value in weights.items():
+                if name in own and own[name].shape == value.shape:
+                    share += value.numel() / total
+                    fitting[name] = value
+            config.note(
+                f"{path}: {len(fitting)} of {len(own)} weights of the model are in it and fit: "
+                f"{share:.1%} of the numbers, of which half must"
+            )
+            strict = share < 0.5
+            if not strict:
+                weights = fitting
         module.load_state_dict(weights, strict=strict)
-    except (RuntimeError, ValueError, AttributeError, TypeError) as error:
+    except UserError:
+        raise
+    except (RuntimeError, ValueError, AttributeError, TypeError, NotImplementedError) as error:
         reason = " ".join(str(error).split())
         raise UserError(
             f"{path}: weights of another model; give its settings ({reason:.500})"
@@ -498,14 +501,15 @@ class RunFolder:
             self.write_record(checkpoints=earlier)
 
     def wait(self):
-        """Wait for what is being written; an error that it met is raised here.
-
-        OSError, too, if the folder is not there any more: a save would make another one.
-        """
+        """Wait for what is being written; an error that it met is raised here."""
         writing = self.writing
         self.writing = None
         if writing:
             writing.result()
+        self.check_there()
+
+    def check_there(self):
+        """OSError if the folder is not there any more: what is written would make another one."""
         path = self.folder / ".lock"
         if self.lock_file and not (
             path.exists() and os.path.samefile(path, self.lock_file.fileno())

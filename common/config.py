@@ -372,6 +372,8 @@ SHM = "/dev/shm is missing or too small; give --workers 0, or more of it (docker
 KILLED = "--workers: one was killed, maybe for lack of memory; give fewer"
 PEER = "another rank has ended, or did not answer for --timeout_minutes; what it printed says why"
 OUTSIDE = {
+    "Too many open files": "--workers: give fewer, or raise the limit of open files (ulimit -n)",
+    "Bus error": f"--workers: {SHM}",
     "</torch_": f"--workers: {SHM}",  # the name of shared memory
     "DataLoader worker (pid": KILLED,
     "DataLoader timed out": "--workers: one does not answer; is the data's disk still there?",
@@ -408,7 +410,8 @@ def run(commands, usage, default=None, presets=None):
         message = str(error).removeprefix("argument ")  # argparse's
         if isinstance(error, RuntimeError):
             known = [words for words in OUTSIDE if words in message]
-            if not known:
+            alone = os.environ.get("WORLD_SIZE", "1") == "1"
+            if not known or (alone and OUTSIDE[known[0]] == PEER):
                 raise
             lines = [line for line in message.splitlines() if known[0] in line]
             message = f"{OUTSIDE[known[0]]} ({lines[0]})"

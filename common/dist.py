@@ -193,14 +193,14 @@ def sum_gradients(module, last=True):
     ready = set()
     works = []
 
-    def note(*parameters):
+    def arrived(*parameters):
         ready.update(parameters)
         while waiting and ready.issuperset(waiting[-1]):  # the ranks keep to one order
             works.append(all_reduce_gradients(waiting.pop()))
 
     hooks = []
     if world_size() > 1:
-        hooks = [p.register_post_accumulate_grad_hook(note) for p in parameters]
+        hooks = [p.register_post_accumulate_grad_hook(arrived) for p in parameters]
     yield
     for hook in hooks:
         hook.remove()
@@ -208,7 +208,7 @@ def sum_gradients(module, last=True):
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
     if hooks:
-        note(*parameters)
+        arrived(*parameters)
     for work in works:
         work.wait()
 

@@ -136,11 +136,14 @@ def identify(run, cfg, splits, **facts):
             )
         if run.record["checkpoints"]:
             checkpoint.check_identity(run.record.get("identity", {}), identity, run.folder)
+        finished = run.finished(cfg.steps)
+        if finished:
+            return finished
         before = run.record.get("measure", measure)
         if before != measure and run.record.pop("best", None):
             config.note(f"validation changed from {before} to {measure}: best.pt starts anew")
         run.record["measure"] = measure
-        return run.finished(cfg.steps)
+        return None
 
     return identity, dist.on_main(check)
 
@@ -305,7 +308,8 @@ class Progress:
 
     @contextlib.contextmanager
     def paused(self):
-        """Context whose time does not count as that of training."""
+        """Context of an evaluation, whose time does not count as that of training."""
+        self.run.check_there()
         before = time.monotonic()
         yield
         self.paused_s = time.monotonic() - before  # of the newest pause

@@ -189,9 +189,10 @@ class Tracker:
                 self.print(f"{error}; training continues")
 
     def print(self, text):
-        """Print a line above the progress bar."""
+        """Print a line above the progress bar, if the terminal is still there."""
         if self.enabled:
-            tqdm.write(text)
+            with contextlib.suppress(OSError):
+                tqdm.write(text)
 
     def sync(self):
         """Make the lines so far durable. A checkpoint follows, and they do not come again."""

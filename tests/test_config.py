@@ -239,6 +239,7 @@ def failing(error):
 def test_an_error_while_running_ends_in_one_line_of_the_rank_that_met_it(
         error, status, printed, run, monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     assert run("", *failing(error)) == status
     out, err = capsys.readouterr()
     assert out == "" and err.startswith(printed) and err.count("\n") == bool(printed)
@@ -250,6 +251,8 @@ def test_an_error_while_running_ends_in_one_line_of_the_rank_that_met_it(
 def test_a_fault_of_the_program_keeps_its_traceback(run):
     with pytest.raises(RuntimeError, match="shapes differ"):
         run("", *failing(RuntimeError("shapes differ")))
+    with pytest.raises(RuntimeError, match="gloomy"):  # without other ranks
+        run("", *failing(RuntimeError("gloomy")))
 
 
 @pytest.mark.parametrize("given", [

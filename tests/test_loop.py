@@ -17,6 +17,7 @@ def progress_of(step):
     saved = []
     printed = []
     run = SimpleNamespace(
+        check_there=lambda: None,
         folder="runs/x",
         save=lambda state, log: saved.append(state.step),
         wait=lambda: None,
@@ -199,17 +200,21 @@ def test_where_validation_has_changed_the_best_starts_anew_with_a_note(tmp_path,
         splits = {"train": (train, None), "validation": (validation, None)}
         loop.identify(run, cfg, splits)
         goes_on = "best" in run.record
-        run.write_record(checkpoints=[{"file": "8.pt", "step": 8, "sha256": ""}], best={"step": 8})
-        checkpoint.save({"model": {}, "step": 8}, tmp_path / "model.pt")
+        for file in ("8.pt", "model.pt"):
+            checkpoint.save({"model": {}, "step": 8}, tmp_path / file)
+        digest = checkpoint.checksum(tmp_path / "8.pt")
+        newest = {"file": "8.pt", "step": 8, "sha256": digest}
+        run.write_record(checkpoints=[newest], best={"step": 8})
         run.write_record(finished={"step": 8})
         run.lock_file.close()
         return goes_on
 
     assert not best_after(20)
     assert best_after(20, steps=8, lr=0.5)
+    assert best_after(21, steps=8)  # it is finished
     assert not capsys.readouterr().err.count("best.pt")
     for changed in (dict(rows=21), dict(rows=21, eval_samples=8)):
-        assert not best_after(steps=8, **changed)
+        assert not best_after(steps=9, **changed)
         assert "best.pt starts anew" in capsys.readouterr().err
 
 

@@ -14,6 +14,7 @@ and the others by `batches`.
 
 import atexit
 import dataclasses
+import errno
 import hashlib
 import itertools
 import math
@@ -267,7 +268,9 @@ def loader(chunks, spans, workers=0, pin_memory=False, timeout=0):
         if isinstance(error, (ConnectionError, EOFError)):  # it ended while it was sending
             message = config.KILLED
         elif workers and getattr(error, "errno", None):  # of this process
-            message = f"--workers {workers}: {message}; {config.SHM}"
+            message = f"--workers {workers}: {message}"
+            if error.errno in (errno.ENOENT, errno.ENOSPC, errno.ENOSYS):
+                message += f"; {config.SHM}"
         raise UserError(message) from None
 
 

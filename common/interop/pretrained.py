@@ -243,7 +243,9 @@ def settings_of(about, folder):
         for scheduler in ("scheduler", "prior_scheduler"):
             path = folder.parent / scheduler / "scheduler_config.json"
             if path.is_file():
-                settings["x0_bound"] = config.read_json(path)["clip_sample_range"]
+                bound = config.read_json(path).get("clip_sample_range")  # of UnCLIPScheduler
+                if bound:
+                    settings["x0_bound"] = bound
         return "prior", settings
     size = about["sample_size"]
     widths = about["block_out_channels"]
