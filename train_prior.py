@@ -610,6 +610,7 @@ def open_data(cfg, source, device):
     model file that says which CLIP it is, if neither cfg nor the data do; or None.
     """
     with_captions = cfg.text_encodings == "clip"
+    # Which CLIP made the embeddings: the flag says it, else the data, else the model's file.
     spec, fingerprint = embeddings.clip_of(cfg.data, source)
     if cfg.clip != "auto":
         spec = cfg.clip
@@ -635,13 +636,13 @@ def open_data(cfg, source, device):
     val_dataset = None
     if cfg.val_data:
         val_dataset = open_folder(cfg.val_data)
-        if val_dataset.width != dataset.width:
+        if val_dataset.width != dataset.width:  # else an error of shapes at the first evaluation
             raise UserError(
                 f"--val_data {cfg.val_data}: embeddings {val_dataset.width} wide, but those of "
                 f"{cfg.data} are {dataset.width}"
             )
     encoding_width = dataset.encoding_width
-    if with_captions:
+    if with_captions:  # said now, as nobody sees in a sample that half of its text was cut
         encoding_width = clip_model.encoding_width
         some = files.evenly_spaced(len(dataset), 256)
         clip_model.note_cut(dataset.texts(some), cfg.max_text_len)
@@ -651,7 +652,7 @@ def open_data(cfg, source, device):
         "widths": [dataset.width, encoding_width],
         "clip": spec,
         "clip_fingerprint": fingerprint,
-        "text_length": dataset.text_embeds.usual_length,
+        "text_length": dataset.text_embeds.usual_length,  # which `sample --text_embeds` must have
     }
     return order.splits(dataset, cfg, val_dataset), clip_model, info
 
@@ -913,11 +914,12 @@ def sample(args):
     best_of = args.best_of if conditional else 1  # without a text there is no best one
     prior.cfg.check_sampling(guidance_scale, steps, conditional)
     clip_model = None
-    inputs = dict(prior.null_text.named_buffers())
+    inputs = dict(prior.null_text.named_buffers())  # "no text"
     if texts:
         from common.models import clip
 
         spec = args.clip or contents["clip"]
+        # Texts of another CLIP would be drawn without an error, as if they said something else.
         clip_model = clip.load(spec, device, contents["clip_fingerprint"])
         clip.check_widths(clip_model, f"--clip {spec}", *contents["widths"])
         clip_model.note_cut(texts, prior.cfg.max_text_len)

@@ -84,5 +84,6 @@ def exchange_owned(tensors):
             messages.append((work, flat, owned))
     for work, flat, owned in messages:
         work.wait()
-        for tensor, values in zip(owned, flat.split([tensor.numel() for tensor in owned])):
+        sizes = [tensor.numel() for tensor in owned]
+        for tensor, values in zip(owned, flat.split(sizes)):
             tensor.copy_(values.view_as(tensor))
