@@ -132,10 +132,14 @@ def captioned_grid(
 
 
 @functools.lru_cache(maxsize=64)
-def _weights(length, size, mode, device):
-    """The matrix (size, length) that resizes a line as Pillow does, in float32."""
+def _weights(length, size, kept, mode, device):
+    """The matrix (kept, length) that resizes a line to `size` pixels as Pillow does, in float32.
+
+    It gives the central `kept` of them, see `central_square`.
+    """
     ratio = length / size
-    centers = torch.arange(size, dtype=torch.float64) + 0.5
+    first = round((size - kept) / 2)
+    centers = torch.arange(first, first + kept, dtype=torch.float64) + 0.5
     centers = centers * ratio
     distances = torch.arange(length) - centers[:, None] + 0.5
     scale = max(1.0, ratio)  # kernels are widened to shrink, so that no pixel is left out
@@ -144,12 +148,12 @@ def _weights(length, size, mode, device):
     return table.to(device, torch.float32)
 
 
-def resize(images, size, mode="bicubic"):
+def resize(images, size, mode="bicubic", longest=2**31):
     """Resize float images (B, C, H, W) so that the shorter side is `size`, rounding down the other.
 
     nearest and nearest_exact take pixels as torch does, the other modes are Pillow's, antialiased.
     bicubic and lanczos overshoot at sharp edges; nothing is clamped, because only the caller knows
-    the range.
+    the range. Pillow's modes compute no more than the central `longest` pixels of the longer side.
     """
     _, _, height, width = images.shape
     shorter = min(height, width)
@@ -160,8 +164,8 @@ def resize(images, size, mode="bicubic"):
     if mode not in KERNELS:
         mode = mode.replace("_", "-")
         return F.interpolate(images, (new_height, new_width), mode=mode)
-    rows = _weights(height, new_height, mode, images.device)
-    columns = _weights(width, new_width, mode, images.device)
+    rows = _weights(height, new_height, min(new_height, longest), mode, images.device)
+    columns = _weights(width, new_width, min(new_width, longest), mode, images.device)
     with torch.autocast(images.device.type, enabled=False):  # sums of many pixels
         resized = rows @ (images.float() @ columns.T)
     return resized.to(images.dtype)
