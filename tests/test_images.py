@@ -130,6 +130,8 @@ def test_colors_of_an_icc_profile_become_srgb_and_one_that_does_not_fit_is_left_
     profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
     swapped = profile.replace(b"rXYZ", b"?").replace(b"gXYZ", b"rXYZ").replace(b"?", b"gXYZ")
     assert decoded([[200, 100, 50]], icc_profile=swapped) == [[100, 200, 50]]
+    assert images.to_srgb(profile, "RGB") is None  # there is nothing to do
+    assert images.to_srgb(swapped, "RGB") is images.to_srgb(swapped, "RGB")  # built once
     colors = [[200, 100, 50, 255], [0, 0, 0, 0]]
     assert decoded(colors, icc_profile=swapped) == [[100, 200, 50], WHITE]
     assert decoded([[200, 100, 50]], icc_profile=swapped[:300]) == [[200, 100, 50]]

@@ -6,6 +6,7 @@
 import collections
 import contextlib
 import csv
+import functools
 import glob
 import hashlib
 import io
@@ -45,7 +46,7 @@ def decode_image(content, name):
         # Other formats are refused, because Pillow runs programs for some.
         image = Image.open(io.BytesIO(content), formats=("JPEG", "PNG", "WEBP"))
         image.load()
-        profile = io.BytesIO(image.info.get("icc_profile"))
+        profile = image.info.get("icc_profile")
         with contextlib.suppress(Exception):  # a damaged EXIF has no orientation
             ImageOps.exif_transpose(image, in_place=True)
         if image.mode.startswith("I"):  # gray of 16 bits, which `convert` would cut off at 255
@@ -59,13 +60,27 @@ def decode_image(content, name):
         if image.mode == "P":  # which has RGB's profile
             image = image.convert("RGB")
         with contextlib.suppress(Exception):  # no profile, a damaged one, or one of other channels
-            image = ImageCms.profileToProfile(
-                image,
-                ImageCms.ImageCmsProfile(profile),
-                ImageCms.createProfile("sRGB"),
-                outputMode="RGB",
-            )
+            transform = to_srgb(profile, image.mode)
+            if transform:
+                image = ImageCms.applyTransform(image, transform)
         return np.asarray(image.convert("RGB"))
+
+
+@functools.lru_cache(maxsize=64)  # building it takes longer than decoding a small image
+def to_srgb(profile, mode):
+    """Pillow's transform to sRGB of images of a mode with an ICC profile (bytes).
+
+    It is None if colors stay as they are, so that most images need none. The profile's name does
+    not tell: those of a linear sRGB have "sRGB" in it, too.
+    """
+    from PIL import Image, ImageCms
+
+    profile = ImageCms.ImageCmsProfile(io.BytesIO(profile))
+    transform = ImageCms.buildTransform(profile, ImageCms.createProfile("sRGB"), mode, "RGB")
+    colors = np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)
+    converted = ImageCms.applyTransform(Image.fromarray(colors).convert(mode), transform)
+    errors = np.subtract(converted, colors, dtype=int)
+    return transform if np.abs(errors).max() > 2 else None
 
 
 class CaptionedImages:
