@@ -192,6 +192,8 @@ def test_a_folder_of_images_may_have_its_captions_in_a_table(name, content, tmp_
     dataset = images.CaptionedImages(tmp_path)
     captions = {dataset.key(i): dataset.caption(i) for i in range(len(dataset))}
     assert captions == {"x": "a, b", "in/y": ["c", "d"] if "jsonl" in name else "c"}
+    for shared in (dataset.captions, dataset.ends):  # by the workers, without a copy
+        assert isinstance(shared, (bytearray, np.ndarray))
     before = images.Pictures(tmp_path, 8).fingerprint()
     write_files(tmp_path, {name: content.replace("a, b", "A, b").encode()})
     assert images.Pictures(tmp_path, 8).fingerprint() != before
@@ -202,16 +204,26 @@ def test_a_row_of_a_table_is_of_that_file_alone_and_what_does_not_fit_is_named(t
     rows = ["a.png,A", "a.webp,B", "b.png,C", "x/../in/d.1.jpg,D", "cafe\u0301.png,E", "e.png"]
     table = "\n".join(["file_name,text", *rows, "f.png,F, G"])
     write_files(tmp_path, dict.fromkeys(names, png(picture(0))) | {"metadata.csv": table.encode()})
-    note = "1 rows of tables, which name no image here, such as b.png, 2 without a caption"
     dataset = images.Pictures(tmp_path, 8)
-    assert note in capsys.readouterr().err
+    note = capsys.readouterr().err
+    assert "1 rows of tables, which name no image here, such as b.png" in note
+    assert re.search("2 rows of .*csv without .*, such as .*e.png.*, 4 without a caption", note)
     found = {}
     for i in range(len(dataset)):
-        name = dataset.name(i).removeprefix(f"{tmp_path}/")
-        found[name] = "".join(dataset.texts([i]))
-        assert (f"/{name}: no caption in it" in dataset.fault(i)) == (name in ("e.png", "f.png"))
-    texts = ["A", "B", "D", "E", "", ""]
-    assert found == dict(zip(["a.png", "a.webp", *names[4:]], texts))
+        found[dataset.name(i).removeprefix(f"{tmp_path}/")] = "".join(dataset.texts([i]))
+    assert found == dict(zip(["a.png", "a.webp", *names[4:6]], ["A", "B", "D", "E"]))
+
+
+@pytest.mark.parametrize("name, content", [
+    ("metadata.csv", "text,file_name\nA,a.png\nonly\nB,b.png,more\n"),
+    ("metadata.jsonl", '{"file_name": "a.png", "text": "A"}\n{"file_name": null, "text": "B"}\n{'),
+    ("metadata.jsonl", '[]\n{"file_name": "b.png"}\n{"file_name": "a.png", "text": "A"}'),
+])
+def test_a_bad_row_of_a_table_is_counted_and_the_others_are_used(name, content, tmp_path, capsys):
+    write_files(tmp_path, {"a.png": png(picture(0)), name: content.encode()})
+    dataset = images.CaptionedImages(tmp_path)
+    assert [dataset.caption(i) for i in range(len(dataset))] == ["A"]
+    assert f"2 rows of {tmp_path / name} without a file_name or caption" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("content", ['{"file_name": "x.png"}', "{", "[1]"])
@@ -252,24 +264,33 @@ def test_files_that_are_not_used_are_counted_and_an_extension_begins_at_the_firs
     assert capsys.readouterr().err == f"note: {note}"
 
 
-@pytest.mark.parametrize("second, pictures", [
-    ("a.jpg a.txt", {"a": "1"}),
-    ("a.json a.png a.txt", {"a": "1"}),
-    ("a.txt a.webp", {"a": "1"}),
-    ("a.txt", {"a": "0"}),
-    ("a.webp b.txt", {"a": "0"}),
-    ("a.jpg c.jpg a.txt c.txt", {"a": "1", "c": "1"}),
+JOINED = "a.jpg a.txt b.txt b.jpg "
+
+
+@pytest.mark.parametrize("names, pairs", [  # places of image and caption
+    (JOINED + "a.jpg a.txt", "32 45"),
+    (JOINED + "a.json a.png a.txt", "32 56"),
+    (JOINED + "a.txt a.webp", "32 54"),
+    (JOINED + "a.txt", "01 32"),
+    (JOINED + "a.webp b.txt", "01 32"),
+    (JOINED + "a.jpg c.jpg a.txt c.txt", "32 46 57"),
+    (JOINED + "b.jpg a.jpg b.txt a.txt", "46 57"),  # the same picture is last and first
+    (JOINED + "d.jpg a.jpg d.txt e.txt", "01 32 46"),
+    ("a.txt b.jpg b.txt c.jpg c.txt a.jpg a.txt", "12 34 56"),
+    ("a.jpg b.jpg c.jpg b.jpg a.txt b.txt c.txt", "04 26 35"),
+    ("a.jpg b.jpg LICENSE c.jpg LICENSE a.txt b.txt c.txt", "05 16 37"),
+    ("a.jpg a.jpg a.txt b.txt b.jpg b.jpg c.jpg c.txt", "12 43 67"),
 ])
-def test_of_joined_tars_the_last_picture_of_a_name_counts_with_the_caption_of_its_place(
-        second, pictures, tmp_path, capsys):
-    for part, names in enumerate(("a.jpg a.txt b.txt b.jpg", second)):
-        write_tar(tmp_path / "0.tar", dict.fromkeys(names.split(), f"{part}".encode()), "a")
+def test_of_a_name_that_comes_again_in_a_tar_the_last_picture_counts_with_the_caption_of_its_place(
+        names, pairs, tmp_path, capsys):
+    for place, name in enumerate(names.split()):
+        write_tar(tmp_path / "0.tar", {name: f"{place}".encode()}, "a")
     dataset = images.CaptionedImages(tmp_path)
-    found = {dataset.key(i): dataset.caption(i) for i in range(len(dataset))}
-    assert found == {"b": "0", **pictures}
-    for i in range(len(dataset)):
-        assert dataset.read(i, "image").decode() == dataset.caption(i)
-    assert " of a name that comes again" in capsys.readouterr().err
+    found = [dataset.read(i, "image").decode() + dataset.caption(i) for i in range(len(dataset))]
+    assert " ".join(sorted(found)) == pairs
+    note = capsys.readouterr().err
+    assert " of a name that comes again" in note
+    assert (", 1 without an extension" in note) == ("LICENSE" in names)
 
 
 def test_a_tar_that_may_not_be_read_is_not_called_damaged(tmp_path, monkeypatch):

@@ -96,8 +96,9 @@ class CaptionedImages:
         self.path = Path(path)
         self.tars = find_tars(path)
         self.metadata = []  # files
-        self.captions = {}  # those of tables, by index
         table = {}  # rows whose file was not found yet
+        self.captions = bytearray()  # those of tables, as JSON
+        ends = [0]  # of the caption of each image in it, which is empty without a table
         unused = collections.Counter()
         if self.tars:
             listings = map(list_tar, self.tars)
@@ -108,33 +109,34 @@ class CaptionedImages:
                     self.metadata.append(file)
                 else:
                     loose.append((file.relative_to(path).as_posix(), 0, file.stat().st_size))
-            table = read_metadata(self.path, self.metadata)
-            listings = [group(loose, table)]
+            table = read_metadata(self.path, self.metadata, unused)
+            listings = [loose]
 
         keys = []
         entries = []
-        for tar, groups in enumerate(listings):
-            for key, parts in groups.items():
-                samples = list(parts.values())
+        for tar, members in enumerate(listings):
+            for key, samples in group(members, table).items():
                 whole = [each for each in samples if pick(each, IMAGES) and pick(each, CAPTIONS)]
-                members = (whole or samples)[-1]  # the last of a name counts, as for tar itself
+                sample = (whole or samples)[-1]  # the last of a name counts, as for tar itself
                 unused["of a name that comes again"] += len(samples) - 1
-                unused.update(members.keys() - {*IMAGES, *CAPTIONS, "npy"})
-                captions = pick(members, CAPTIONS)[:1]
-                for image in pick(members, IMAGES):
+                unused.update(sample.keys() - {*IMAGES, *CAPTIONS, "npy"})
+                captions = pick(sample, CAPTIONS)[:1]
+                for image in pick(sample, IMAGES):
                     file = files.nfc(f"{key}.{image[0]}")
                     if file in table:
-                        self.captions[len(keys)] = table.pop(file)
+                        self.captions += json.dumps(table.pop(file)).encode()
                         captions.append(("", 0, 0))
                     if captions:
-                        embedding = members.get("npy", ("npy", 0, 0))
+                        ends.append(len(self.captions))
+                        embedding = sample.get("npy", ("npy", 0, 0))
                         keys.append(os.fsencode(key))
                         entries.append((tar, image, captions.pop(), embedding))
                     else:
                         unused["without a caption"] += 1
         if table:
             unused[f"rows of tables, which name no image here, such as {min(table)}"] = len(table)
-        # Arrays: lists of millions of objects would be copied to every worker.
+        # Arrays, and bytes: millions of objects would be copied to every worker.
+        self.ends = np.array(ends)
         self.keys = np.array(keys, np.bytes_)
         self.entries = np.array(entries, ENTRY)
         counts = [f"{number} {kind}" for kind, number in sorted(unused.items()) if number]
@@ -169,11 +171,11 @@ class CaptionedImages:
 
     def caption(self, index):
         """The caption of an image, see files.clean_caption; raises Unusable."""
-        in_table = index in self.captions
-        name = self.name(index, "image" if in_table else "caption")
-        with config.explained(f"{name}: no caption in it, or in its row", Unusable):
-            if in_table:
-                return files.clean_caption(self.captions[index])
+        in_table = self.captions[self.ends[index] : self.ends[index + 1]]
+        if in_table:
+            return json.loads(in_table)
+        name = self.name(index, "caption")
+        with config.explained(f"{name}: no caption in it", Unusable):
             caption = files.decode_text(self.read(index, "caption"), name)
             if name.lower().endswith(".json"):
                 caption = files.caption_in(json.loads(caption))
@@ -208,27 +210,40 @@ def find_tars(path):
     return tars
 
 
-def read_metadata(folder, paths):
-    """{file: value of caption} of the metadata.jsonl and metadata.csv at `paths` below a folder.
+def read_metadata(folder, paths, unused):
+    """{file: caption} of the metadata.jsonl and metadata.csv at `paths` below a folder.
 
     Each row has a file_name relative to its table, and see files.caption_in. In the dict, files are
-    relative to `folder`, in NFC. Rows of CSV that are too short or too long have no caption.
+    relative to `folder`, in NFC. `unused` counts other rows; UserError if a table has no others.
     """
     table = {}
     for path in paths:
         text = files.decode_text(path.read_bytes(), path)
-        with config.explained(f"{path}: expected file_name and caption or text in every row"):
-            rows = csv.DictReader(io.StringIO(text), restval=False)
+        found = {}
+        faults = []
+        with config.explained(f"{path}: expected file_name and caption or text in its rows"):
+            # In a row that is too long or too short, file_name or caption is no text.
+            rows = csv.DictReader(io.StringIO(text), restkey="file_name", restval=False)
             if path.suffix.lower() == ".jsonl":
-                rows = (json.loads(line) for line in text.split("\n") if line.strip())
+                rows = filter(str.strip, text.split("\n"))
             for row in rows:
-                name = os.path.relpath(path.parent / row["file_name"], folder)
-                table[files.nfc(name)] = row if None in row else files.caption_in(row)
+                try:
+                    record = json.loads(row) if isinstance(row, str) else row
+                    name = os.path.relpath(path.parent / record["file_name"], folder)
+                    found[files.nfc(name)] = files.clean_caption(files.caption_in(record))
+                except Exception:  # of a dozen types
+                    faults.append(f"{row!s:.100}")
+            if faults:
+                kind = f"rows of {path} without a file_name or caption, such as {faults[0]}"
+                unused[kind] = len(faults)
+                if not found:
+                    raise ValueError(faults[0])
+        table |= found
     return table
 
 
 def list_tar(tar):
-    """The files in a tar, as `group` returns them. UserError if it is damaged."""
+    """(name, offset, size) of the files in a tar. UserError if it is damaged."""
     members = []
     damaged = config.explained(f"{tar}: corrupt or truncated tar; write it again")
     with open(tar, "rb") as file, damaged, tarfile.open(fileobj=file, mode="r:") as archive:
@@ -240,32 +255,36 @@ def list_tar(tar):
         file.seek(archive.offset)
         if file.read(512) != bytes(512):  # tarfile stops silently at damage
             raise tarfile.ReadError(f"no member and no end at byte {archive.offset}")
-    return group(members)
+    return members
 
 
-def group(members, table=()):
-    """{folders and KEY: {part: {extension in lower case: (extension, offset, size)}}} of files.
+def group(members, table):
+    """{folders and KEY: [{extension in lower case: (extension, offset, size)}]} of files.
 
     members: (name, offset, size) of each. Hidden ones are left out. table: see `key_of`.
 
-    Where tars were joined, names come again. There a file that is there already, or a second image
-    of a KEY, begins another part, which has samples of its own: no caption comes to the image of
-    another part. Within a part the files of a sample may lie apart.
+    Consecutive files of a KEY, of which none comes again, are of one place. The places of a KEY are
+    one sample, as where images and captions lie apart. Only a place with a name or an image that
+    the sample has already, as in joined tars, begins another sample: image and caption are of the
+    same tar, if none of the first tar lacks its other half.
     """
-    names = {name for name, _, _ in members}
-    joined = len(names) < len(members)
-    part = 0
-    groups = collections.defaultdict(lambda: collections.defaultdict(dict))
-    for name, offset, size in members:
+    groups = collections.defaultdict(lambda: [{}])
+    last_key = ""
+    place = {}
+    for name, offset, size in [*members, ("", 0, 0)]:  # its empty key ends the last place
         key = key_of(name, table)
         extension = name[len(key) + 1 :]
-        kind = extension.lower()
-        if key and not key.endswith("/"):
-            sample = groups[key][part]
-            second_image = kind in IMAGES and pick(sample, IMAGES)
-            if joined and (second_image or kind in sample):
-                part += 1
-            groups[key][part][kind] = extension, offset, size
+        kind = extension.lower() or "without an extension"
+        if key != last_key or kind in place:
+            if posixpath.basename(last_key):
+                samples = groups[last_key]
+                images = pick(place, IMAGES) and pick(samples[-1], IMAGES)
+                if not table and (images or pick(place, samples[-1])):  # a folder has a name once
+                    samples.append({})
+                samples[-1].update(place)
+            last_key = key
+            place = {}
+        place[kind] = extension, offset, size
     return groups
 
 
@@ -274,7 +293,7 @@ def pick(sample, kinds):
     return [sample[kind] for kind in kinds if kind in sample]
 
 
-def key_of(name, table=()):
+def key_of(name, table):
     """The folders of a file's name, and the name up to its first dot; its last if in the table."""
     if files.nfc(name) in table:
         return posixpath.splitext(name)[0]
