@@ -275,6 +275,15 @@ def test_channels_are_mixed_down_which_is_said_once_unless_they_cancel_out(tmp_p
     err = capsys.readouterr().err
     assert err.count("recordings of several channels are mixed down") == 1
     assert err.count("channels that cancel out are not mixed: the loudest is taken") == 1
+    recordings.mix_down(np.stack([left] + 14 * [0 * left]), "one of 15 microphones")
+    assert "15 microphones: channels that cancel" not in capsys.readouterr().err
+
+
+def test_workers_that_read_ahead_say_once_that_channels_are_mixed_down(tmp_path, capfd):
+    files = {f"{i}.wav": wav(noise(2, 3000, i), 8000) for i in range(8)}
+    chunks = order.ChunkDataset(Recordings(write_files(tmp_path, files), 8000, 9), np.arange(8), 0)
+    list(order.loader(chunks, [(0, 4), (4, 8)], workers=2))
+    assert capfd.readouterr().err.count("are mixed down to one") == 1
 
 
 def test_it_is_said_which_rates_are_resampled_and_of_long_recordings_a_beginning_is_evaluated(
@@ -344,22 +353,43 @@ LAYOUTS = {
         {"a.wav": GOOD, "a.flac": GOOD, "b_mic1.wav": GOOD, "a.txt": b"first",
          "b_mic1.wav.txt": b"second"},
         {"a.flac": ("first", ""), "a.wav": ("first", ""), "b_mic1.wav": ("second", "")}),
+    "a transcript of each file": (
+        {"t_mic1.wav": GOOD, "t_mic2.wav": GOOD, "t_mic1.txt": b"one", "t_mic2.txt": b"two",
+         "u.original.wav": GOOD, "u.wav": GOOD, "u.original.txt": b"three", "u.txt": b"four",
+         "x.mp3": GOOD, "x.wav": GOOD, "x.mp3.txt": b"five", "x.wav.txt": b"six",
+         "y_mic1.wav": GOOD, "y_mic2.wav": GOOD, "y_mic1.txt": b"seven"},
+        {"t_mic1.wav": ("one", ""), "t_mic2.wav": ("two", ""), "u.original.wav": ("three", ""),
+         "u.wav": ("four", ""), "x.mp3": ("five", ""), "x.wav": ("six", ""),
+         "y_mic1.wav": ("seven", ""), "y_mic2.wav": ("", "")}),
     # Of several recordings of one name, a transcript elsewhere may be of any.
     "the same name in several folders": (
-        {"s1/001.wav": GOOD, "s2/001.wav": GOOD, "s1/001.txt": b"a", "s3/001.txt": b"b"},
+        {"s1/001.wav": GOOD, "s2/001.wav": GOOD, "s1/001.txt": b"a", "s3/001.txt": b"b",
+         "s3/001.m4a": b"", "txt/001.txt": b"c", "metadata.csv": b"001|d"},
         {"s1/001.wav": ("a", "s1"), "s2/001.wav": ("", "s2")}),
     "a transcript of another folder's recording that is gone": (
-        {"s1/7.wav": GOOD, "s2/8.wav": GOOD, "s2/7.txt": b"wrong", "s2/8.txt": b"right"},
-        {"s1/7.wav": ("", "s1"), "s2/8.wav": ("right", "s2")}),
+        {"s1/7.wav": GOOD, "s2/8.wav": GOOD, "s2/7.txt": b"wrong", "s2/8.txt": b"right",
+         "s1/wav/9.wav": GOOD, "s2/wav/9.wav": GOOD, "s3/wav/9.txt": b"wrong"},
+        {"s1/7.wav": ("", "s1"), "s2/8.wav": ("right", "s2"), "s1/wav/9.wav": ("", "wav"),
+         "s2/wav/9.wav": ("", "wav")}),
     "so in trees beside each other": (
         {"wav/s1/7.wav": GOOD, "wav/s2/8.wav": GOOD, "txt/s2/7.txt": b"wrong",
          "txt/s2/8.txt": b"right"},
         {"wav/s1/7.wav": ("", "s1"), "wav/s2/8.wav": ("right", "s2")}),
     "the same names in trees beside each other": (
         {"wav48/s1/1.wav": GOOD, "wav16/s1/1.wav": GOOD, "wav48/s2/1.wav": GOOD,
+         "wav48_silence_trimmed/s1/1_mic1.wav": GOOD,
          "txt/s1/1.txt": b"one", "txt/s2/1.txt": b"two"},
         {"wav48/s1/1.wav": ("one", "s1"), "wav16/s1/1.wav": ("one", "s1"),
-         "wav48/s2/1.wav": ("two", "s2")}),
+         "wav48/s2/1.wav": ("two", "s2"), "wav48_silence_trimmed/s1/1_mic1.wav": ("one", "s1")}),
+    "so below each speaker": (
+        {"s1/wav/1.wav": GOOD, "s2/wav/1.wav": GOOD, "s2/Transcripts/1.txt": b"two"},
+        {"s1/wav/1.wav": ("", "wav"), "s2/wav/1.wav": ("two", "wav")}),
+    "a tree of transcripts beside speakers": (
+        {"s1/1.wav": GOOD, "s2/1.wav": GOOD, "txt/s1/1.txt": b"one", "s3/1.wav": GOOD,
+         "txt/s3/1.txt": b"three"},
+        {"s1/1.wav": ("one", "s1"), "s2/1.wav": ("", "s2"), "s3/1.wav": ("three", "s3")}),
+    "a folder of recordings and one of transcripts": (
+        {"wavs/a.wav": GOOD, "txt/a.txt": b"one"}, {"wavs/a.wav": ("one", "wavs")}),
     "two corpora": (
         {"A/wavs/1.wav": GOOD, "B/wavs/1.wav": GOOD, "B/wavs/2.wav": GOOD,
          "A/metadata.csv": b"1|one\n2|wrong", "B/metadata.csv": b"1|first"},
@@ -396,7 +426,7 @@ def test_it_is_said_how_many_recordings_and_transcripts_go_without_the_other(tmp
     Recordings(tmp_path, 16000)
     err = capsys.readouterr().err
     assert "2 recordings, 1 transcripts" in err
-    assert "transcripts without text or recording: 4, as 3.txt" in err
+    assert f"transcripts without text or recording: 4, as {tmp_path}/3.txt" in err
     assert "metadata.csv: no names of columns, so the second is taken as the text" in err
 
 

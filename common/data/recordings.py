@@ -12,9 +12,9 @@ import hashlib
 import math
 import operator
 import re
-import unicodedata
 import wave as wavfile
 from fractions import Fraction
+from os.path import abspath, dirname, join, splitext
 from pathlib import Path
 
 import numpy as np
@@ -47,8 +47,13 @@ COLUMNS = {  # as Coqui names them
     "speaker": "client_id",
     "speaker_name": "client_id",
 }
-# What may follow a name: in VCTK the microphone, and endings of recordings and transcripts.
-ENDINGS = r"(?i)(_mic\d)?(\.(wav|flac|ogg|mp3|opus|normalized|original|txt))*$"
+# Folders of one kind of files, as wav48 and txt in VCTK. Without their names, a recording and its
+# transcript have the same path.
+KINDS = (
+    r"(?i)/((wav|flac)s?(_?\d\d[^/]*)?|mp3|ogg|opus|audio|clips|recordings"
+    r"|txt|texts?|transcripts?)(?=/)"
+)
+ENDINGS = r"(?i)\.(wav|flac|ogg|mp3|opus|normalized|original|txt)$"  # of a transcript's path
 SPEAKER_CHAPTER = r"(?:^|/)(\d+)/(\d+)/\1[-_]\2[-_][^/]*$"  # LibriSpeech and LibriTTS
 
 
@@ -159,7 +164,12 @@ def resample(wave, rate, to):
     return resampled[..., : resampled_length(length, rate, to)]
 
 
-note_once = functools.cache(config.note)  # workers that read ahead know what was said before
+@functools.cache
+def note_once(text):
+    """Print a note once. Of workers that read ahead the first does, unless it was said before."""
+    worker = torch.utils.data.get_worker_info()
+    if not (worker and worker.id):
+        config.note(text)
 
 
 def mix_down(channels, path):
@@ -169,12 +179,11 @@ def mix_down(channels, path):
     """
     if len(channels) > 1:
         note_once(f"{path}: recordings of several channels are mixed down to one")
-    wave = channels.mean(0)
     energy = np.square(channels).sum(1)
-    if np.square(wave).sum() < 0.01 * energy.max():  # 20 dB
+    if np.square(channels.sum(0)).sum() < 0.04 * energy.max():  # of two the mean is 20 dB lower
         note_once(f"{path}: channels that cancel out are not mixed: the loudest is taken")
         return channels[energy.argmax()]
-    return wave
+    return channels.mean(0)
 
 
 def loudness_gain(wave):
@@ -213,10 +222,9 @@ def mel_filters(rate, window, bins, device="cpu"):
     highest = math.log10(1 + rate / 2 / 700)  # m / 2595
     edges = 700 * (np.logspace(0, highest, bins + 2) - 1)  # Hz
     centers = edges[1:-1]
-    widths = np.diff(edges)
-    widths = np.maximum(widths, rate / window)  # each triangle reaches a frequency of the spectrum
-    frequencies = np.linspace(0, rate / 2, window // 2 + 1)
-    frequencies = frequencies[:, None]
+    # Each triangle reaches a frequency of the spectrum.
+    widths = np.maximum(np.diff(edges), rate / window)
+    frequencies = np.linspace(0, rate / 2, window // 2 + 1)[:, None]
     rising = (frequencies - centers) / widths[:-1]
     falling = (centers - frequencies) / widths[1:]
     filters = np.clip(1 + np.minimum(rising, falling), 0, None)
@@ -237,10 +245,8 @@ def si_sdr(estimate, target):
     10 log10(|αs|² / |αs - ŝ|²) with α = ŝ·s / |s|², for the estimate ŝ of the target s, both of
     mean 0 (Le Roux et al. 2019, Eq. 3).
     """
-    estimate = estimate.float()
-    estimate = estimate - estimate.mean(1, keepdim=True)
-    target = target.float()
-    target = target - target.mean(1, keepdim=True)
+    pair = torch.stack([estimate, target]).float()
+    estimate, target = pair - pair.mean(2, keepdim=True)
 
     tiny = 1e-10  # far below the energy of a wave of 16 bits; silence for silence is 0 dB
     energy = target.square().sum(1, keepdim=True) + tiny
@@ -261,8 +267,7 @@ def spectrogram(wave, rate):
     mel = mel.mT.flip(0).cpu().numpy()  # upward
     decibels = 20 / math.log(10) * mel
     loudest = max(decibels.max(), -20)
-    level = np.clip(1 + (decibels - loudest) / 80, 0, 1)
-    level = level[..., None]
+    level = np.clip(1 + (decibels - loudest) / 80, 0, 1)[..., None]
     colors = np.clip(3 * level - [0, 1, 2], 0, 1)
     return (255 * colors).astype(np.uint8)
 
@@ -307,17 +312,17 @@ class Recordings:
             raise UserError(f"{path}: no such folder, or no {', '.join(SUFFIXES)} below it")
         self.names = [file.as_posix() for file in audio]
 
-        transcripts = read_transcripts(self.path, audio, others)
-        self.texts = [text for text, _ in transcripts]
-        self.has_texts = any(self.texts)
-        if not all(self.texts):
-            count = sum(map(bool, self.texts))
+        texts, speakers = zip(*read_transcripts(self.path, audio, others))
+        self.texts = list(texts)
+        count = sum(map(bool, texts))
+        self.has_texts = count > 0
+        if count < len(audio):
             config.note(f"{path}: {len(audio)} recordings, {count} transcripts")
         with config.explained(
             f"--speaker_pattern {pattern}: finds no speaker, in (), in some file's name"
         ):
             self.speaker_of = [
-                _speaker(file, speaker, pattern) for file, (_, speaker) in zip(audio, transcripts)
+                _speaker(file, speaker, pattern) for file, speaker in zip(audio, speakers)
             ]
             self.speakers = sorted(set(self.speaker_of))
 
@@ -429,26 +434,26 @@ class Recordings:
 
 
 def read_transcripts(folder, audio, others):
-    """[(transcript, speaker that a table names, or "")] of the files `audio`.
+    """Yield (transcript, speaker that a table names, or "") of each of the files `audio`.
 
     All paths are relative to `folder`. A transcript is NAME.txt, or NAME.normalized.txt, else
     NAME.original.txt (LibriTTS), or in a row of one of TABLES, whose paths are relative to it; ""
-    if there is none. It is of the recording NAME in its folder. If there are no recordings in its
-    folder, it is of one below it or, if none are below it either, in a folder whose path differs
-    in one place, as VCTK's txt/p225 and wav48/p225; but only if no other can be meant.
+    if there is none. It is of the recordings NAME and NAME_mic1 in its folder. If there are none of
+    any name in its folder, it is of those whose paths are the same without the folders of KINDS:
+    VCTK's txt/p225 and wav48/p225 are, those of two speakers never are.
     A note counts transcripts without a text or a recording. UserError names one that is not text.
     """
-    located = list(map(_locate, audio))
-    places = collections.defaultdict(set)  # {name: folders of its recordings}
-    taken = set()  # folders with recordings in them
-    above = set()  # folders with recordings below them
-    for place, name in located:
-        places[name].add(place)
-        taken.add(place)
-        above.update(place.parents)
+    paths = [files.nfc(abspath(folder / file)) for file in audio]
+    places = set(map(dirname, paths))
+    index = collections.defaultdict(list)  # {path without KINDS: numbers of recordings}
+    for i, path in enumerate(paths):
+        stem, _ = splitext(path)
+        for name in {path, stem, re.sub(r"_mic\d$", "", stem)}:  # VCTK's microphones have one text
+            index[re.sub(KINDS, "", name)].append(i)
 
-    found = collections.defaultdict(dict)  # {(folder, name): {folder of a transcript: (…)}}
-    left = []
+    best = [((), "", "")] * len(audio)  # ((in its folder, letters), text or its file, speaker)
+    left = 0
+    first = ""
     for file in others:
         ending = f"/{file.name}".lower()
         rows = []
@@ -457,61 +462,51 @@ def read_transcripts(folder, audio, others):
         for table in filter(ending.endswith, TABLES):
             rows = _read_table(folder / file, *TABLES[table])
         for path, text, speaker in rows:
-            place, name = _locate(file.parent / path)
-            owners = places[name] & {place}
-            if place not in taken:
-                for own in places[name]:
-                    differing = sum(map(operator.ne, place.parts, own.parts))
-                    if differing <= (place not in above):
-                        owners.add(own)
-            if len({own.name for own in owners}) > 1:
-                owners = ()  # it may be of any of these speakers
-            # In the order of names the normalized text comes before the original.
-            for own in owners:
-                found[own, name].setdefault(place, (text, speaker))
+            path = files.nfc(abspath(join(folder, file.parent, path)))
+            name = re.sub(KINDS, "", path)
+            while name not in index and re.search(ENDINGS, name):
+                name, _ = splitext(name)
+            place = dirname(path)
+            owners = [
+                i for i in index[name] if dirname(paths[i]) == place or place not in places
+            ]
+            for i in owners:
+                fit = (dirname(paths[i]) == place, len(name))
+                if fit > best[i][0]:  # of equal ones the first: normalized before original
+                    best[i] = fit, text, speaker
             if not (owners and text):
-                left.append(file.parent / path)
+                left += 1
+                first = first or path
     if left:
-        config.note(f"{folder}: transcripts without text or recording: {len(left)}, as {left[0]}")
+        config.note(f"transcripts without text or recording: {left}, as {first}")
 
-    transcripts = []
-    for place, name in located:
-        candidates = found[place, name]
-        text, speaker = candidates.get(place, ("", ""))
-        if len(candidates) == 1:
-            [(text, speaker)] = candidates.values()
+    for _, text, speaker in best:
         if isinstance(text, Path):
             text = files.decode_text(text.read_bytes(), text)
-        transcripts.append((text.strip(), speaker))
-    return transcripts
-
-
-def _locate(path):
-    """(folder, name without ENDINGS) of a path, in one of the Unicode forms of accents."""
-    path = Path(unicodedata.normalize("NFC", str(path)))
-    return path.parent, re.sub(ENDINGS, "", path.name)
+        yield text.strip(), speaker
 
 
 def _read_table(path, separator, columns):
     """Yield (path, text, speaker) of the rows of a table, "" for what is not there."""
-    lines = re.split("\r?\n", files.decode_text(path.read_bytes(), path))  # not at U+2028
-    header = [COLUMNS.get(name, name) for name in lines[0].lower().split(separator)]
+    text = files.decode_text(path.read_bytes(), path)
+    first, _, rest = text.partition("\n")
+    header = [COLUMNS.get(name, name) for name in first.strip().lower().split(separator)]
     if separator != " " and {"path", "sentence"} <= set(header):
         columns = header
-        del lines[0]
+        text = rest
     rows = []
-    for line in filter(str.strip, lines):
-        cells = line.split(separator, len(columns) - 1)  # the last column has the rest
-        rows.append(collections.defaultdict(str, zip(columns, map(str.strip, cells))))
+    for line in re.finditer(r".*\S", text):  # str.splitlines would also split at U+2028
+        cells = line[0].split(separator, len(columns) - 1)  # the last column has the rest
+        row = collections.defaultdict(str, zip(columns, map(str.strip, cells)))
+        rows.append(operator.itemgetter("path", "sentence", "spoken", "client_id")(row))
 
     # A third column that is often the same as the second is a text, else it may be a speaker.
-    alike = [row["spoken"] == row["sentence"] for row in rows if row["spoken"]]
+    alike = [spoken == sentence for _, sentence, spoken, _ in rows if spoken]
     is_text = 10 * sum(alike) > len(alike)
     if alike and not is_text:
         config.note(f"{path}: no names of columns, so the second is taken as the text")
-    for row in rows:
-        text = (is_text and row["spoken"]) or row["sentence"]
-        yield row["path"], text, row["client_id"]
+    for path, sentence, spoken, speaker in rows:
+        yield path, (is_text and spoken) or sentence, speaker
 
 
 def _speaker(path: Path, speaker, pattern):
