@@ -3,6 +3,7 @@ import contextlib
 import itertools
 import json
 import math
+import sys
 import threading
 import time
 import wave
@@ -26,6 +27,8 @@ def offline(monkeypatch):
     """No network; TensorBoard's files of one second are named in the order of their starts."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
+    if "wandb" in sys.modules:
+        sys.modules["wandb"].teardown()  # it keeps the environment of earlier tests until then
     with contextlib.suppress(ImportError):
         from tensorboard.summary.writer import event_file_writer
         clock = itertools.count(time.time())
