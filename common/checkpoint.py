@@ -163,7 +163,7 @@ def load_weights(module, weights, path, strict=True):
     strict: else those of other names or shapes are left out, but half of the numbers must fit.
     """
     own = module.state_dict()
-    try:
+    with config.explained(f"{path}: weights of another model; give its settings"):
         if not weights.keys() <= own.keys():
             weights = plain(weights)
         names = not_finite(weights)
@@ -184,17 +184,9 @@ def load_weights(module, weights, path, strict=True):
                 f"{path}: {len(fitting)} of {len(own)} weights of the model are in it and fit: "
                 f"{share:.1%} of the numbers, of which half must"
             )
-            strict = share < 0.5
-            if not strict:
-                weights = fitting
-        module.load_state_dict(weights, strict=strict)
-    except UserError:
-        raise
-    except (RuntimeError, ValueError, AttributeError, TypeError, NotImplementedError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(
-            f"{path}: weights of another model; give its settings ({reason:.500})"
-        ) from None
+            if share >= 0.5:
+                weights = {**own, **fitting}
+        module.load_state_dict(weights)
 
 
 def read_model(classes, path, weights="ema"):

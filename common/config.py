@@ -53,8 +53,8 @@ def explained(message, kind=UserError):
         raise
     except Exception as error:
         # Without addresses in memory, a fault has the same message whenever it is met.
-        reason = re.sub(" at 0x[0-9a-f]+", "", repr(error))
-        raise kind(f"{message} ({reason:.200})") from error
+        reason = re.sub(r" at 0x[0-9a-f]+|(\\[nt])+", " ", repr(error))
+        raise kind(f"{message} ({reason:.300})") from error
 
 
 def is_main():
