@@ -64,6 +64,11 @@ class Config(config.TrainingRun):
     """Data, model and training of the prior"""
 
     # Run and data
+    preset: str = field(
+        "",
+        "settings by name: pictures-cpu, pictures-gpu, dalle2, karlo, kandinsky-2-2; --config and "
+        "flags win",
+    )
     run_dir: str = field("runs/prior", "folder of this run; the same command again resumes it")
     data: str = field("shapes", 'folder with img_emb/ and text_emb/, or "shapes": built in')
     clip: str = field(

@@ -321,8 +321,8 @@ def parse(cls, words, usage="", presets=None):
     """The config for the words of a command line; UserError, or SystemExit(0) after --help.
 
     cls: a config class, or {stage: its class}, which --stage chooses, the first by default.
-    presets: {name: {setting: value}}, of one stage if "stage" is in it; or {name: {stage: {setting:
-    value}}}, of several.
+    presets: what its setting `preset` names: {name: {setting: value}}, of one stage if "stage" is
+    in it; or {name: {stage: {setting: value}}}, of several.
     """
     presets = presets or {}
     stages = {}
@@ -333,9 +333,6 @@ def parse(cls, words, usage="", presets=None):
         cls = stages[finder.parse_known_args(words)[0].stage]
     parser = make_parser(cls, usage)
     parser.add_argument("--config", metavar="FILE.json", help="settings; flags win over them")
-    has_preset = "preset" in typing.get_type_hints(cls)
-    if presets and not has_preset:
-        parser.add_argument("--preset", choices=presets, help="--config and flags win over it")
     if "--help" in words or "-h" in words:
         if is_main():  # the other ranks are silent
             parser.print_help()
@@ -345,7 +342,7 @@ def parse(cls, words, usage="", presets=None):
     path = flags.pop("config", None)
     given = read_json(path) if path else {}
     # A run's config.json has all settings, those of its preset, too.
-    name = flags.pop("preset", "" if "versions" in given else given.get("preset", ""))
+    name = flags.get("preset", "" if "versions" in given else given.get("preset"))
     if name and name not in presets:
         raise UserError(f"--preset {name}: expected one of {', '.join(presets)}")
     settings = presets.get(name, {})
@@ -355,8 +352,6 @@ def parse(cls, words, usage="", presets=None):
             raise UserError(f"--preset {name}: give --stage, too: {', '.join(settings)}")
         settings = settings[stage]
     settings = {**settings, **given}
-    if name and has_preset:
-        settings["preset"] = name
     stage = settings.get("stage")
     if stage and stage != getattr(cls, "stage", stage):
         raise UserError(f"these settings are of a stage: give --stage {stage}, too")

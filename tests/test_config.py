@@ -18,6 +18,7 @@ class Shared(config.Settings):
     """Shared settings"""
 
     stage: Literal["all", "low", "high"] = field("all", "which to train")
+    preset: str = field("", "settings by name")
     steps: PositiveInt = field(10, "optimizer steps")
     lr: PositiveFloat = field(1e-3, "learning rate, 100 % of it")
     cosine: bool = field(True, "whether the rate falls")
@@ -74,8 +75,8 @@ def run(monkeypatch):
     ("--widths=8, --share 0", Low(widths=(8,), share=0.0)),
     ("--data=--odd-one", Low(data="--odd-one")),
     ("--scales 1,.5", High(scales=(1.0, 0.5))),
-    ("--preset tall", High(steps=5)),
-    ("--preset large", Shared(steps=7, lr=0.5)),
+    ("--preset tall", High(steps=5, preset="tall")),
+    ("--preset large", Shared(steps=7, lr=0.5, preset="large")),
 ])
 def test_flags_become_values_of_the_types_of_the_stages_class(words, expected):
     found = parse("--stage", expected.stage, *words.split(), cls=STAGES)
@@ -84,26 +85,17 @@ def test_flags_become_values_of_the_types_of_the_stages_class(words, expected):
     assert parse(cls=STAGES) == Shared()
 
 
-@dataclasses.dataclass(frozen=True)
-class Several(Shared):
-    """Settings of all stages"""
-
-    preset: str = field("", "settings by name")
-
-
 def test_a_preset_of_several_stages_gives_each_its_own_and_is_named(tmp_path):
     presets = {"wide": {"all": {"steps": 3}, "high": {"steps": 4}}, "old": {"low": {"steps": 5}}}
-    high = dataclasses.make_dataclass("HighOfSeveral", [], bases=(High, Several), frozen=True)
-    stages = {"all": Several, "high": high}
 
     def found(*words):
-        return config.parse(stages, words, presets=presets)
+        return config.parse(STAGES, words, presets=presets)
 
-    assert found("--preset=wide") == Several(steps=3, preset="wide")
-    assert found("--stage=high", "--preset=wide") == high(steps=4, preset="wide")
+    assert found("--preset=wide") == Shared(steps=3, preset="wide")
+    assert found("--stage=high", "--preset=wide") == High(steps=4, preset="wide")
     path = tmp_path / "a.json"
     path.write_text('{"preset": "wide", "lr": 0.5}')
-    assert found("--stage=high", f"--config={path}") == high(steps=4, lr=0.5, preset="wide")
+    assert found("--stage=high", f"--config={path}") == High(steps=4, lr=0.5, preset="wide")
     with pytest.raises(UserError, match="--preset old: give --stage, too: low"):
         found("--preset=old")
     with pytest.raises(UserError, match="--preset tall: expected one of wide, old"):
@@ -115,7 +107,7 @@ def test_each_source_wins_over_the_weaker_ones_in_any_order(tmp_path):
     path.write_text('{"lr": 0.25, "steps": 8, "widths": [1, 2]}')
     words = ["--preset=large", f"--config={path}", "--steps=9"]
     for order in (words, words[::-1]):
-        assert parse(*order) == Low(steps=9, lr=0.25, widths=(1, 2))
+        assert parse(*order) == Low(steps=9, lr=0.25, widths=(1, 2), preset="large")
 
 
 def test_the_config_of_a_run_reads_back_as_it_was(tmp_path, capsys):
@@ -163,7 +155,7 @@ def test_rules_of_a_setting_stand_with_it():
     ("sample --share 1.5", "--share 1.5: expected a number within 0 and 1"),
     ("sample --even 3", "--even 3: expected an even number"),
     ("--lr nan", "--lr nan: expected a finite number"),
-    ("sample --preset large", "--preset: no such setting"),
+    ("sample --preset large", "--preset large: expected one of "),
     ("smaple", "smaple: expected one of train, sample"),
 ])
 def test_a_mistake_on_the_command_line_ends_in_one_line_of_rank_0_and_status_2(
@@ -199,10 +191,10 @@ def test_help_has_each_field_once_with_type_default_and_comment(monkeypatch, cap
     out = capsys.readouterr().out
     names = [each.name for each in dataclasses.fields(Low)]
     found = re.findall(r"^  --(\w+)", out, re.MULTILINE)
-    assert sorted(found) == sorted([*names, "config", "preset"])
+    assert sorted(found) == sorted([*names, "config"])
     # The settings of the script come before the shared ones.
     assert re.search(
-        r"^how to use it .*--preset {large,tall} .*Settings of the script: .*"
+        r"^how to use it .*--config FILE.json .*Settings of the script: .*"
         r"--steps int steps of this stage \[100\] .*"
         r"--widths tuple\[int, ...\] of the levels \[64,128\] .*"
         r"Shared settings: .*--lr float learning rate, 100 % of it \[0.001\] "
@@ -287,7 +279,7 @@ def test_what_a_console_of_ascii_cannot_print_is_escaped(script, monkeypatch):
 # The flags of the scripts
 
 def flags_of(commands):
-    """Flags of all `commands`, but --config and --preset."""
+    """Flags of all `commands`, but --config."""
     classes = []
     for _, cls in commands.values():
         classes += cls.values() if isinstance(cls, dict) else [cls]
@@ -308,7 +300,7 @@ def test_torchrun_hands_on_every_flag_and_none_begins_one_of_its_own(script):
 
 
 def test_flags_that_messages_and_comments_name_exist(monkeypatch):
-    known = {"--config", "--preset", "--help", "--nproc_per_node", "--shm"}  # of docker
+    known = {"--config", "--help", "--nproc_per_node", "--shm"}  # of docker
 
     def run(commands, *more, **named):
         known.update(flags_of(commands))
