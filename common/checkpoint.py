@@ -97,16 +97,11 @@ def load(path, mmap=False):
     """
     if not Path(path).is_file():
         raise UserError(f"{path}: no such checkpoint; train first, or name another file")
-    try:
+    with config.explained(f"{path}: not a checkpoint of this program, or damaged"):
         contents = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-        if isinstance(contents["model"], dict):
-            return contents
-        reason = "it has no weights"
-    except Exception as error:  # torch raises a dozen types for what it does not know
-        # The reason without torch's advice around it, which is to load without weights_only.
-        reason = str(error).rpartition("WeightsUnpickler error:")[2].strip()
-        reason = re.split(r"\n|\. ", reason)[0] or type(error).__name__
-    raise UserError(f"{path}: not a checkpoint of this program, or damaged ({reason:.200})")
+        if not isinstance(contents["model"], dict):
+            raise TypeError("it has no weights")
+        return contents
 
 
 def checksum(path):

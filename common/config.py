@@ -52,8 +52,13 @@ def explained(message, kind=UserError):
     except kind:
         raise
     except Exception as error:
-        # Without addresses in memory, a fault has the same message whenever it is met.
-        reason = re.sub(r" at 0x[0-9a-f]+|(\\[nt])+", " ", repr(error))
+        # Without torch's advice, which is to load files with code, and without addresses in
+        # memory: a fault has the same message whenever it is met.
+        advice = (
+            r"Weights only load.*(WeightsUnpickler error:|trusted source\.)|"
+            r"(Please use|Check the documentation of torch).*"
+        )
+        reason = re.sub(rf"{advice}| at 0x[0-9a-f]+|(\\[nt])+", " ", repr(error))
         raise kind(f"{message} ({reason:.300})") from error
 
 

@@ -152,8 +152,9 @@ def test_loading_runs_no_code_and_refuses_a_foreign_or_torn_file_in_one_line(
     path.write_bytes(content)
     # Without torch's advice, which is to load without weights_only.
     message = f"^{path}: not a checkpoint of this program, or damaged [^\n]*{reason}[^\n]*$"
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=message) as caught:
         checkpoint.load(path)
+    assert "weights_only" not in str(caught.value)
     assert not Path("executed").exists()
     with pytest.raises(UserError, match=f"{tmp_path}: no such checkpoint"):
         checkpoint.load(tmp_path)
