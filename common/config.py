@@ -11,7 +11,6 @@ import dataclasses
 import difflib
 import importlib
 import inspect
-import itertools
 import json
 import math
 import os
@@ -286,7 +285,7 @@ def make_parser(cls, usage=""):
             if kind is bool:  # --flip, or --flip false
                 options |= {"nargs": "?", "const": True}
             if Ellipsis in typing.get_args(kind):  # a tuple: the flag may come more than once
-                options["action"] = "append"
+                options["action"] = "extend"
             if typing.get_origin(kind) is Literal:
                 options = {"choices": typing.get_args(kind)}
             text = f"{setting.metadata.get('help', '')} [{as_word(setting.default)}]"
@@ -307,7 +306,7 @@ def read_words(parser, words, source="", elsewhere=None):
         settings = vars(settings)
         for name, value in settings.items():
             if isinstance(value, list):
-                settings[name] = tuple(itertools.chain(*value))
+                settings[name] = tuple(value)
         return settings
     if not unknown[0].startswith("-"):
         raise UserError(f"{source}{unknown[0]}: of no setting; join values by commas, quote spaces")

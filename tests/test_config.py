@@ -73,6 +73,7 @@ def run(monkeypatch):
     ("--lr 2.5e-4 --compile", Low(lr=0.00025, compile=True)),
     ("--compile FALSE --cosine false", Low(cosine=False)),
     ("--widths=8, --share 0", Low(widths=(8,), share=0.0)),
+    ("--widths 8,9 --widths 7", Low(widths=(8, 9, 7))),
     ("--data=--odd-one", Low(data="--odd-one")),
     ("--scales 1,.5", High(scales=(1.0, 0.5))),
     ("--preset tall", High(steps=5, preset="tall")),
