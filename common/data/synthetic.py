@@ -231,11 +231,10 @@ def attribute_values(records):
 
 def named_attributes(records):
     """Which attributes a record's caption names: bool (N, 5)."""
-    columns = {name: column for column, name in enumerate(ATTRIBUTES)}
-    table = np.zeros((len(records), len(columns)), bool)
-    for row, record in zip(table, records):
-        row[[columns[name] for name in record["named"]]] = True
-    return table
+    rows = []
+    for record in records:
+        rows.append([name in record["named"] for name in ATTRIBUTES])
+    return np.array(rows)
 
 
 class Judge(NamedTuple):
