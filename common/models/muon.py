@@ -28,6 +28,7 @@ class Muon(torch.optim.Optimizer):
     def step(self):
         """Take a step with gradients that are the same on all ranks."""
         for group in self.param_groups:
+            momentum = group["momentum"]
             parameters = [p for p in group["params"] if p.grad is not None]
             updates = []
             for parameter in parameters:
@@ -35,9 +36,11 @@ class Muon(torch.optim.Optimizer):
                 if not state:
                     state["momentum_buffer"] = torch.zeros_like(parameter)
                 buffer = state["momentum_buffer"]
-                buffer.lerp_(parameter.grad, 1 - group["momentum"])
-                nesterov = parameter.grad.lerp(buffer, group["momentum"])
-                updates.append(nesterov.flatten(1))  # (out, in·k)
+                gradient = parameter.grad
+                buffer.lerp_(gradient, 1 - momentum)
+                nesterov = gradient.lerp(buffer, momentum)
+                matrix = nesterov.flatten(1)  # (out, in·k)
+                updates.append(matrix.contiguous())  # as broadcasting needs it
 
             # Equal shapes are neighbors, so that every rank gets its share of the large ones.
             local = updates[dist.rank() :: dist.world_size()]
@@ -48,10 +51,13 @@ class Muon(torch.optim.Optimizer):
                     update.copy_(result)
             exchange_owned(updates)
 
+            lr = group["lr"]
+            decay = 1 - lr * group["weight_decay"]
             for parameter, update in zip(parameters, updates):
                 scale = 0.2 * max(update.shape) ** 0.5
-                parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                parameter.add_(update.view_as(parameter), alpha=-group["lr"] * scale)
+                update = update.view_as(parameter)
+                parameter.mul_(decay)
+                parameter.add_(update, alpha=-lr * scale)
 
 
 def orthogonalize(stack):
@@ -63,7 +69,8 @@ def orthogonalize(stack):
         return orthogonalize(stack.mT).mT
     a, b, c = NEWTON_SCHULZ
     x = stack.bfloat16() if stack.is_cuda else stack
-    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    length = x.norm(dim=(1, 2), keepdim=True)
+    x = x / length.clamp(min=1e-7)
     for _ in range(5):
         gram = x @ x.mT  # (N, rows, rows)
         polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
@@ -75,15 +82,9 @@ def exchange_owned(tensors):
     """Give every rank what each tensor's owner has in it. Rank i % world_size owns tensor i."""
     if dist.world_size() == 1:
         return
-    messages = []
-    for owner in range(dist.world_size()):
-        owned = tensors[owner :: dist.world_size()]
-        if owned:
-            flat = torch.cat([tensor.flatten() for tensor in owned])
-            work = td.broadcast(flat, owner, async_op=True)
-            messages.append((work, flat, owned))
-    for work, flat, owned in messages:
+    works = []
+    for number, tensor in enumerate(tensors):
+        owner = number % dist.world_size()
+        works.append(td.broadcast(tensor, owner, async_op=True))
+    for work in works:
         work.wait()
-        sizes = [tensor.numel() for tensor in owned]
-        for tensor, values in zip(owned, flat.split(sizes)):
-            tensor.copy_(values.view_as(tensor))
