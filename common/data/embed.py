@@ -152,9 +152,7 @@ def train(cfg, device):
         )
     accumulate.seed_all(cfg.seed, "clip")
     tokenizer = clip.Tokenizer.learn(captions, cfg.vocabulary)
-    note = clip.text_note(captions, tokenizer.encode, cfg.context - 2)
-    if note:
-        config.note(note)
+    clip.note_texts(captions, tokenizer.encode, cfg.context - 2)
     settings = {
         "vocabulary": tokenizer.vocabulary,
         "image_size": cfg.image_size,

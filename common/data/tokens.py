@@ -329,7 +329,5 @@ def learn_vocabulary(crops, indices, size, max_tokens):
     texts = [dataset.text(index) for index in order.some_of(indices, 20_000).tolist()]
     tokenizer = clip.Tokenizer.learn(texts, size)
     texts = [dataset.text(index) for index in files.evenly_spaced(len(dataset), 256)]
-    note = clip.text_note(texts, tokenizer.encode, max_tokens)
-    if note:
-        config.note(note)
+    clip.note_texts(texts, tokenizer.encode, max_tokens)
     return tokenizer.vocabulary

@@ -66,28 +66,27 @@ class Tokenizer:
         return WORDS + len(self.vocabulary)
 
 
-def text_note(texts, encode, max_tokens):
-    """A note on texts that are empty, or of more than `max_tokens` tokens; "" if none is.
+def note_texts(texts, encode, max_tokens):
+    """Print a note, if some of the texts are empty, or of more than `max_tokens` tokens.
 
     encode: function of a text that gives its tokens.
     """
     empty = sum(not text for text in texts)
     longer = sum(len(encode(text)) > max_tokens for text in texts)
-    if not empty + longer:
-        return ""
-    return (
-        f"of {len(texts)} texts looked at {empty} are empty, and {longer} are cut, as they are "
-        f"longer than {max_tokens} tokens"
-    )
+    if empty + longer:
+        note(
+            f"of {len(texts)} texts looked at {empty} are empty, and {longer} are cut, as they are "
+            f"longer than {max_tokens} tokens"
+        )
 
 
 class Encoder(nn.Module):
     """What all CLIPs here share."""
 
     def note_cut(self, texts, length):
-        """Print the `text_note` of texts, for a model of `length` tokens."""
+        """`note_texts` for a model of `length` tokens."""
         max_tokens = min(self.context, length) - 2  # START and END
-        note(text_note(texts, self.tokenizer.encode, max_tokens))
+        note_texts(texts, self.tokenizer.encode, max_tokens)
 
     @torch.no_grad()
     def text_condition(self, texts, length):
