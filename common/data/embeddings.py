@@ -225,9 +225,7 @@ class Embeddings:
         """A caption of each of the samples, if there are captions."""
         if not self.captions:
             return []
-        fractions = np.zeros(len(indices))
-        if random_words is not None:
-            fractions = order.uniform(random_words, 1)[:, 0]
+        fractions = order.fractions(random_words, len(indices))
         captions = [record["caption"] for record in self.records(indices)]
         return list(map(files.choose_caption, captions, fractions))
 

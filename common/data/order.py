@@ -56,6 +56,13 @@ def uniform(words, count):
     return np.stack(columns, axis=1) * 2.0**-53
 
 
+def fractions(words, count, otherwise=0.0):
+    """A number in [0, 1) for each of `count` samples, from random words; without, `otherwise`."""
+    if words is None:
+        return np.full(count, otherwise)
+    return uniform(words, 1)[:, 0]
+
+
 def permute(index, n, *key):
     """Entries at `index` (int array) of a pseudo-random permutation of range(n) -> int64 array.
 

@@ -383,9 +383,7 @@ class Recordings:
         They begin at random, or without `random_words` (B,) are from the middle. Silence follows
         recordings shorter than a crop.
         """
-        fractions = np.full(len(indices), 0.5)
-        if random_words is not None:
-            fractions = order.uniform(random_words, 1)[:, 0]
+        fractions = order.fractions(random_words, len(indices), 0.5)
         waves = torch.zeros(len(indices), self.crop)
         lengths = torch.zeros(len(indices), dtype=torch.int64)
         for i, index in enumerate(indices):

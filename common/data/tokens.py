@@ -225,9 +225,7 @@ class TokenCrops:
         A text says all of a recording, so a crop that is a part of one has none: "".
         """
         # In evaluation every crop is the beginning of its recording.
-        offsets = np.zeros(len(indices))
-        if random_words is not None:
-            offsets = order.uniform(random_words, 1)[:, 0]
+        offsets = order.fractions(random_words, len(indices))
         samples = [self.crop(*each) for each in zip(indices.tolist(), offsets)]
         batch = self.lay_out(self.streams, samples)
         batch["text"] = []
