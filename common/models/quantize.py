@@ -41,7 +41,8 @@ def kmeans(x, size, generator, rounds=10):
     distances = torch.full_like(x[:, 0], 1e30)  # equal, so the first center is any vector
     for k in range(size):
         cumulative = distances.cpu().double().cumsum(0)
-        index = torch.searchsorted(cumulative, uniform[k] * cumulative[-1])
+        threshold = uniform[k] * cumulative[-1]
+        index = torch.searchsorted(cumulative, threshold)
         centers[k] = x[index]
         from_this = (x - centers[k]).square().sum(-1)
         distances = torch.minimum(distances, from_this)
@@ -51,8 +52,9 @@ def kmeans(x, size, generator, rounds=10):
         counts = codes.bincount(minlength=size)
         sums = torch.zeros_like(centers)
         sums.index_add_(0, codes, x)
-        means = sums / counts[:, None].clamp(min=1)
-        centers = torch.where(counts[:, None] > 0, means, centers)
+        column = counts[:, None]
+        means = sums / column.clamp(min=1)
+        centers = torch.where(column > 0, means, centers)
     return centers, counts
 
 
@@ -110,7 +112,7 @@ class ResidualQuantizer(torch.nn.Module):
         x = z.float()
         size = len(z)
         codes = self.encode(z)
-        vectors = torch.stack(self.lookup(codes))  # (Q, B, T, D)
+        vectors = self.lookup(codes)  # (Q, B, T, D)
         residuals = x - vectors.cumsum(0)  # after each quantizer
         errors = residuals.square().mean((2, 3))  # (Q, B)
 
@@ -157,8 +159,11 @@ class ResidualQuantizer(torch.nn.Module):
         return torch.stack(codes, -1).unflatten(0, z.shape[:2])
 
     def lookup(self, codes):
-        """The vectors (B, T, D) of codes (B, T, n), of each of the first n quantizers."""
-        return [codebook[code] for codebook, code in zip(self.codebook, codes.unbind(-1))]
+        """The vectors (n, B, T, D) of codes (B, T, n) of the first n quantizers."""
+        vectors = []
+        for codebook, code in zip(self.codebook, codes.unbind(-1)):
+            vectors.append(codebook[code])
+        return torch.stack(vectors)
 
     def decode(self, codes):
         """codes (B, T, n) of the first n quantizers -> (B, T, D), the sum of their vectors."""
@@ -192,8 +197,9 @@ class ResidualQuantizer(torch.nn.Module):
         # (Q, 1). False for quantizers that dropout skipped in all samples, and if not `ready`.
         used = counts.any(-1, keepdim=True) & self.initialized
         rate = (1 - self.decay) * used
+        sums = self.pending[..., 1:]
         self.ema_count += rate * (counts - self.ema_count)
-        self.ema_sum += rate[..., None] * (self.pending[..., 1:] - self.ema_sum)
+        self.ema_sum += rate[..., None] * (sums - self.ema_sum)
         total = self.ema_count.sum(-1, keepdim=True)
         smoothed = self.ema_count + 1e-5
         smoothed /= 1 + 1e-5 * self.codebook_size / total
