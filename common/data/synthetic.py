@@ -523,8 +523,12 @@ def majority(tokens, labels, count):
 
 def recognize_syllables(labels):
     """Names of the syllables that last for four frames or more in `labels` (frames,)."""
-    runs = [label for label, run in itertools.groupby(labels) if len(list(run)) >= 4]
-    return [NAMES[label] for label, _ in itertools.groupby(runs)]
+    lasting = []
+    for label, run in itertools.groupby(labels):
+        frames = len(list(run))
+        if frames >= 4:
+            lasting.append(label)
+    return [NAMES[label] for label, _ in itertools.groupby(lasting)]
 
 
 def text_similarity(found, expected):
