@@ -232,9 +232,10 @@ class Embeddings:
     def records(self, indices):
         """The records of samples, at least {"caption": see files.clean_caption}."""
         shards, rows = self.images.locate(np.asarray(indices))
-        by_shard = np.argsort(shards)  # so that each is read once
-        records = {i: self._record(shards[i], rows[i]) for i in by_shard}
-        return [records[i] for i in range(len(records))]
+        records = [None] * len(rows)
+        for i in np.argsort(shards):  # so that each is read once
+            records[i] = self._record(shards[i], rows[i])
+        return records
 
     def _record(self, shard, row):
         path = self.captions[shard]
