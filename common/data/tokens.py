@@ -160,7 +160,7 @@ class TokenCrops:
         lay_out,
         semantic_tokens,
         codes,
-        frame_rate=semantic.FRAME_RATE,
+        frame_rate,
     ):
         self.dataset = dataset
         self.streams = streams

@@ -78,7 +78,7 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """Linear, GELU, Linear, with a hidden layer of four times the width, as in GPT and CLIP."""
 
-    def __init__(self, width, dropout=0.0):
+    def __init__(self, width, dropout):
         super().__init__()
         self.up = nn.Linear(width, 4 * width)
         self.down = nn.Linear(4 * width, width)
@@ -132,7 +132,7 @@ class KVCache:
 class Block(nn.Module):
     """Pre-norm transformer block."""
 
-    def __init__(self, width, num_heads, dropout=0.0):
+    def __init__(self, width, num_heads, dropout):
         super().__init__()
         self.attention_norm = nn.LayerNorm(width)
         self.attention = Attention(width, num_heads, dropout)
@@ -147,8 +147,8 @@ class Block(nn.Module):
         mask,
         causal,
         table,
-        past=None,
-        num_last=None,
+        past,
+        num_last,
     ):
         """x (B, N, D) -> (B, num_last or N, D), and the keys and values of x.
 
