@@ -16,8 +16,8 @@ What differs from the paper:
 - Sampling takes evenly spaced steps of DDPM; Table 3 has the analytic variance of Bao et al. 2022.
 - "No text" is the CLIP's encoding of "". Without a loaded CLIP (none is known, or an open_clip
   model while captions are not used) it is zeros.
-- Estimates of x0 are bounded in sampling, by 10 for raw embeddings as in Karlo's own code;
-  diffusers' conversion of Karlo has 5.
+- Estimates of x0 are bounded in sampling, by 10 for raw embeddings as in Karlo's own code; an
+  imported model has the bound of its scheduler (5 in diffusers' conversion of Karlo).
 - Warm-up of 10,000 steps in the preset: the paper names none.
 - Off by default, not in the paper: --noise_draws, --loss_weight, other objectives, LoRA.
 """

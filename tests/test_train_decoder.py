@@ -378,8 +378,6 @@ def test_evaluate_repeats_the_metrics_of_training_on_any_ranks_and_takes_a_prior
     by_prior = evaluate(*words, "--prior", world / "prior")
     assert by_prior["clip_score"] != real["clip_score"]
     assert by_prior["clip_score_real"] == real["clip_score_real"]
-    for name in ("picture_retrieval", "caption_retrieval", "caption_retrieval_ceiling"):
-        assert 0 <= real[name] <= 1
     ceiling = "caption_retrieval_ceiling"
     assert by_prior[ceiling] == real[ceiling] > 0
 

@@ -188,10 +188,10 @@ def train(cfg, device):
         # Few images are soon learned by heart: the best weights are kept, not the last.
         if held_out and (step % max(1, cfg.steps // 10) == 0 or step == cfg.steps):
             (image, text), records = embed(model, held_out)
-            share = clip.retrieval(text, image, first_captions(records))
-            tracker.print_results(f"step {step}", {"loss": loss.item(), "retrieval": share})
-            if share >= best:
-                best = share
+            recall = clip.retrieval(text, image, first_captions(records))
+            tracker.print_results(f"step {step}", {"loss": loss.item(), "retrieval": recall})
+            if recall >= best:
+                best = recall
                 weights = copy.deepcopy(model.state_dict())
     print(f"small CLIP: last loss {loss:.3f}; chance is {math.log(cfg.batch_size):.3f}")
     if held_out:
