@@ -1350,10 +1350,12 @@ def sample_token(logits, uniform, sampling):
     classes = logits.shape[-1]
     k = min(sampling.top_k or classes, classes)  # 0 is all
     top_logits, codes = logits.topk(k, dim=-1)  # (B, k), from the most probable on
-    # Inverse transform sampling; in fp64, as the sum of many fp32 numbers is not exactly 1.
-    cumulative = (top_logits / sampling.temperature).softmax(-1).double().cumsum(-1)
+    # Inverse transform sampling; in whole numbers, whose sums are exact on every device.
+    probabilities = (top_logits / sampling.temperature).softmax(-1)
+    cumulative = (probabilities.double() * 2**40).long().cumsum(-1)
     # The first code whose cumulative probability reaches the random number.
-    index = (cumulative < uniform[:, None] * cumulative[:, -1:]).sum(-1, keepdim=True)
+    threshold = uniform[:, None].double() * cumulative[:, -1:]
+    index = (cumulative < threshold).sum(-1, keepdim=True)
     return codes.gather(-1, index).squeeze(-1)
 
 

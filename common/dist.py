@@ -66,6 +66,10 @@ def setup(device="auto", timeout_minutes=30.0):
             )
         torch.cuda.set_device(local_rank)
         torch.set_float32_matmul_precision("high")  # TF32
+        # The same bits in every run, and after a resume. cuBLAS asks for the variable.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # which costs time
         device = f"cuda:{local_rank}"
     elif device == "mps" and not torch.backends.mps.is_available():
         raise UserError("--device mps: there is none on this machine; use --device cpu")

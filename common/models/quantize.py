@@ -1,5 +1,7 @@
 """Residual vector quantization (SoundStream, Zeghidour et al. 2021, Section III-C, Algorithm 1)."""
 
+import itertools
+
 import torch
 import torch.distributed as td
 import torch.nn.functional as F
@@ -113,7 +115,9 @@ class ResidualQuantizer(torch.nn.Module):
         size = len(z)
         codes = self.encode(z)
         vectors = self.lookup(codes)  # (Q, B, T, D)
-        residuals = x - vectors.cumsum(0)  # after each quantizer
+        # Not by cumsum, which torch refuses on GPUs where all must be the same in every run.
+        sums = torch.stack([*itertools.accumulate(vectors.double())]).float()
+        residuals = x - sums  # (Q, B, T, D), after each quantizer
         errors = residuals.square().mean((2, 3))  # (Q, B)
 
         active = torch.ones_like(errors, dtype=torch.bool)
