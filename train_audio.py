@@ -84,7 +84,7 @@ from common.config import (
 from common.data import order, recordings, sounds, syllables, tokens
 from common.ema import EMA
 from common.models import clip, diffusion, semantic
-from common.models.nn import KVCache, Transformer, learned_tokens
+from common.models.nn import KVCache, Transformer, compile_blocks, learned_tokens
 from common.models.quantize import ResidualQuantizer
 
 MAX_CHUNK = 64  # recordings in one forward pass, at most, where --chunk_size is 0
@@ -897,7 +897,7 @@ def train_soundstream(cfg, device):
                 chunk_losses = []  # summed over the samples of a chunk
                 discriminator_sum = torch.zeros((), device=device)  # so, too
                 for chunk, batch in zip(plan, step_batches):
-                    # All that is random in a chunk follows from (seed, step, chunk), on any rank.
+                    # All that is random follows from (seed, step, chunk), on any rank.
                     accumulate.seed_all(cfg.seed, state.step, chunk.index)
                     size = chunk.stop - chunk.start
                     real = batch["wave"].to(device, non_blocking=True)
@@ -1625,7 +1625,7 @@ def train_transformer(cfg, device):
     state = checkpoint.State(cfg, model, ema, optimizers, scaler, identity, info)
     loop.resume(run, state)  # or take the weights of --init_from
     if cfg.compile:
-        model.compile()
+        compile_blocks(model.transformer.blocks)
 
     # The order of samples follows from seed and step. Write config.json and open the logger.
     plan, batches = loop.batches(cfg, crops, indices, state.step, device)
@@ -1665,18 +1665,19 @@ def train_transformer(cfg, device):
             stepped = False
             while not stepped:  # a step that overflows fp16 is tried again, at a lower scale
                 chunk_losses = []  # summed over the samples of a chunk
-                for chunk, batch in zip(plan, step_batches):
-                    # All that is random in a chunk follows from (seed, step, chunk), on any rank.
-                    accumulate.seed_all(cfg.seed, state.step, chunk.index)
-                    batch = order.to_device(batch, device)
-                    drop = torch.rand(len(batch["inputs"]), device=device) < text_drop
-                    with amp.autocast(device, cfg.precision):
-                        loss_sums, counts, _ = model(batch, drop)
-                        # Each sample counts alike, so a batch's loss is the mean of its chunks'.
-                        loss = (loss_sums / counts.clamp(min=1)).mean()
-                    with dist.sum_gradients(model, chunk is plan[-1]):  # over all ranks
-                        scaler.scale(loss * chunk.weight).backward()
-                    chunk_losses.append(loss.detach() * (chunk.stop - chunk.start))
+                with amp.casts_kept(device):
+                    for chunk, batch in zip(plan, step_batches):
+                        # All that is random follows from (seed, step, chunk), on any rank.
+                        accumulate.seed_all(cfg.seed, state.step, chunk.index)
+                        batch = order.to_device(batch, device)
+                        drop = torch.rand(len(batch["inputs"]), device=device) < text_drop
+                        with amp.autocast(device, cfg.precision):
+                            loss_sums, counts, _ = model(batch, drop)
+                            # Each sample counts alike: a batch's loss is the mean of its chunks'.
+                            loss = (loss_sums / counts.clamp(min=1)).mean()
+                        with dist.sum_gradients(model, chunk is plan[-1]):  # over all ranks
+                            scaler.scale(loss * chunk.weight).backward()
+                        chunk_losses.append(loss.detach() * (chunk.stop - chunk.start))
                 grad_norm, stepped = amp.step(scaler, optimizers, cfg.max_grad_norm)
                 scaler.update()
                 model.zero_grad(set_to_none=True)

@@ -70,7 +70,14 @@ from common.config import (
 from common.data import embed, embeddings, files, images, media, order, synthetic
 from common.ema import EMA
 from common.models import clip, diffusion
-from common.models.nn import Attention, NullText, TimeEmbedding, zero_init
+from common.models.nn import (
+    Attention,
+    GroupNorm,
+    NullText,
+    TimeEmbedding,
+    compile_blocks,
+    zero_init,
+)
 
 # A group norm has at least four channels a group.
 MultipleOf4 = Annotated[PositiveInt, ("a multiple of 4", lambda width: width % 4 == 0)]
@@ -341,7 +348,7 @@ DALLE2_256 = dict(
     eval_steps=27,
 )
 # Thousands of captioned pictures. On two CPU cores: a base of 32 pixels and an upsampler, tried on
-# 6,000 emoji. On one GPU: a base of 64 pixels. It was not tried there.
+# 6,000 emoji. On one GPU: a base of 64 pixels, of which 300 steps were tried.
 PICTURES_CPU = {
     "all": {},
     "base": dict(image_size=32, dropout=0.1, steps=1500, guidance_scale=3.0),
@@ -352,7 +359,7 @@ PICTURES_GPU = dict(
     text_encodings="clip",
     image_size=64, width=96, channel_mult=(1, 2, 3, 4), num_res_blocks=2,  # 58 M weights
     attention_levels=(2, 3), cond_width=256, dropout=0.1,
-    batch_size=256, steps=2500, lr=1e-3, precision="bf16", workers=8,
+    batch_size=256, chunk_size=256, steps=1000, precision="bf16", workers=8,
     guidance_scale=3.0,
 )
 PRESETS = {
@@ -406,7 +413,7 @@ def group_norm(width):
     groups = 32
     while width % groups or width < 4 * groups:
         groups //= 2
-    return nn.GroupNorm(groups, width)
+    return GroupNorm(groups, width)
 
 
 class ResBlock(nn.Module):
@@ -485,10 +492,10 @@ class ResBlock(nn.Module):
     def attend(self, x, context, context_mask):
         """Attention of the pixels of x (B, W, H, H) to the context and to each other.
 
-        context: tokens (B, J, E) or None. context_mask: which tokens are attended to (B, J); None
-        means all.
+        context: tokens (B, J, E) or None. context_mask: which of them and of the pixels after them
+        are attended to (B, 1, 1, J + H² or more); None means all.
         """
-        h = self.attention_norm(x).flatten(2).transpose(1, 2)  # (B, H², W), one a pixel
+        h = self.attention_norm(x).flatten(2).transpose(1, 2).contiguous()  # (B, H², W)
         keys, values = self.attention.keys_values(h)  # (B, heads, H², d)
         if context is not None:
             # Keys and values of the context stand before those of the pixels (GLIDE §2.3).
@@ -498,9 +505,8 @@ class ResBlock(nn.Module):
             keys = torch.cat([context_keys, keys], dim=2)  # (B, heads, J + H², d)
             values = torch.cat([context_values, values], dim=2)
         mask = None
-        if context_mask is not None:  # the pixels are never masked
-            mask = F.pad(context_mask, (0, h.shape[1]), value=True)  # (B, J + H²)
-            mask = mask[:, None, None]  # for all heads and all pixels
+        if context_mask is not None:
+            mask = context_mask[..., : keys.shape[2]]  # (B, 1, 1, J + H²)
         h = self.attention(h, keys, values, mask)  # (B, H², W)
         return h.transpose(1, 2).unflatten(2, x.shape[2:])  # (B, W, H, H)
 
@@ -580,7 +586,6 @@ class UNet(nn.Module):
         alpha, sigma = diffusion.alphas_sigmas(schedule_name, cfg.timesteps)
         self.register_buffer("alpha", alpha, persistent=False)  # (T,)
         self.register_buffer("sigma", sigma, persistent=False)  # (T,)
-        self.to(memory_format=torch.channels_last)  # convolutions are faster so
 
     def scale_embedding(self, embed):
         """CLIP embeddings (B, D) at length √D, the scale of unit noise; raw ones are unchanged."""
@@ -589,7 +594,7 @@ class UNet(nn.Module):
         return F.normalize(embed.float(), dim=-1) * embed.shape[-1] ** 0.5
 
     def embed_conditions(self, condition, drop_image, drop_text):
-        """(added to the timestep (B, 4W), context (B, J, E) or None, context_mask (B, J) or None).
+        """(added to the timestep (B, 4W), context (B, J, E), context_mask (B, J)); None: without.
 
         condition: see `conditioning`. drop_image, drop_text (B,): for which samples the image
         embedding and the text are replaced by learned or empty ones. Guidance needs
@@ -630,13 +635,17 @@ class UNet(nn.Module):
         the noise on it.
         """
         added, context, context_mask = self.embed_conditions(condition, drop_image, drop_text)
+        if context_mask is not None:  # pixels are never masked; those of the finest level suffice
+            size = x_t.shape[-1] >> min(self.cfg.attention_levels)
+            context_mask = F.pad(context_mask, (0, size**2), value=True)
+            context_mask = context_mask[:, None, None]  # for all heads and all pixels
         emb = self.time_in(timestep) + added  # (B, 4W)
         if low_res_level is not None:
             emb = emb + self.low_res_level_in(low_res_level)  # Imagen §2.4
         x = x_t
         if low_res is not None:  # an upsampler sees it at every step (DALL-E 2 §2.1)
             x = torch.cat([x_t, low_res], dim=1)  # (B, 6, H, H)
-        x = self.stem(x.contiguous(memory_format=torch.channels_last))  # (B, W, H, H)
+        x = self.stem(x)  # (B, W, H, H), laid out as the weights are
         skips = [x]  # outputs of the way down
         for block in self.downs:
             x = block(x, emb, context, context_mask)  # H is halved after each level
@@ -648,6 +657,16 @@ class UNet(nn.Module):
                 x = torch.cat([x, skips.pop()], dim=1)
             x = block(x, emb, context, context_mask)  # H is doubled after each level
         return self.out(x)  # (B, 3 or 6, H, H)
+
+
+def place(unet, device):
+    """`unet` on `device`, in the layout that is fastest there.
+
+    Convolutions are faster with the channels last, but torch's group norm for GPUs would copy that.
+    """
+    on_cpu = torch.device(device).type == "cpu"
+    layout = torch.channels_last if on_cpu else torch.contiguous_format
+    return unet.to(device, memory_format=layout)
 
 
 @torch.no_grad()
@@ -1098,7 +1117,7 @@ def load_unet(path, device, weights="ema"):
     with checkpoint.damaged(path):
         unet = UNet(cfg, *contents["widths"])
         checkpoint.load_weights(unet, contents["model"], path)
-    return unet.to(device).eval(), contents
+    return place(unet, device).eval(), contents
 
 
 def take_last_step(unet, path, device):
@@ -1272,7 +1291,7 @@ def train_stage(cfg, device, command=""):
 
     # Build model, optimizer and EMA. Restore them if resuming.
     accumulate.seed_all(cfg.seed, "weights")  # the same start on all ranks
-    unet = UNet(cfg, *info["widths"]).to(device)
+    unet = place(UNet(cfg, *info["widths"]), device)
     if cfg.text_encodings == "clip":  # "no text" is the encoding of ""
         unet.null_text.fill(clip_model.text_condition([""], cfg.max_text_len))
     if run.source and cfg.init_strict:  # the second U-Net of an imported model is kept
@@ -1297,7 +1316,7 @@ def train_stage(cfg, device, command=""):
     state = checkpoint.State(cfg, trainable, ema, optimizers, scaler, identity, info)
     loop.resume(run, state, unet=unet)
     if cfg.compile:
-        unet.compile()
+        compile_blocks([*unet.downs, *unet.middle, *unet.ups])
 
     # The order of samples follows from seed and step. Write config.json and open the logger.
     plan, batches = loop.batches(cfg, dataset, indices, state.step, device)
@@ -1333,17 +1352,18 @@ def train_stage(cfg, device, command=""):
             stepped = False
             while not stepped:  # a step that overflows fp16 is tried again, at a lower scale
                 chunk_losses = []  # summed over the samples of a chunk
-                for chunk, batch in zip(plan, step_batches):
-                    # All that is random in a chunk follows from (seed, step, chunk), on any rank.
-                    accumulate.seed_all(cfg.seed, state.step, chunk.index)
-                    batch = order.to_device(batch, device)
-                    condition = conditioning(batch, cfg, clip_model)
-                    with amp.autocast(device, cfg.precision):
-                        loss = diffusion_loss(unet, batch, condition)
-                    # Weights add up to 1 over a batch: the gradient is that of its mean loss.
-                    with dist.sum_gradients(trainable, chunk is plan[-1]):  # over all ranks
-                        scaler.scale(loss * chunk.weight).backward()
-                    chunk_losses.append(loss.detach() * (chunk.stop - chunk.start))
+                with amp.casts_kept(device):
+                    for chunk, batch in zip(plan, step_batches):
+                        # All that is random follows from (seed, step, chunk), on any rank.
+                        accumulate.seed_all(cfg.seed, state.step, chunk.index)
+                        batch = order.to_device(batch, device)
+                        condition = conditioning(batch, cfg, clip_model)
+                        with amp.autocast(device, cfg.precision):
+                            loss = diffusion_loss(unet, batch, condition)
+                        # Weights add up to 1 over a batch: the gradient is that of its mean loss.
+                        with dist.sum_gradients(trainable, chunk is plan[-1]):  # over all ranks
+                            scaler.scale(loss * chunk.weight).backward()
+                        chunk_losses.append(loss.detach() * (chunk.stop - chunk.start))
                 grad_norm, stepped = amp.step(scaler, optimizers, cfg.max_grad_norm)
                 scaler.update()
                 unet.zero_grad(set_to_none=True)

@@ -54,7 +54,14 @@ from common.config import (
 from common.data import embeddings, files, order
 from common.ema import EMA
 from common.models import diffusion
-from common.models.nn import NullText, TimeEmbedding, Transformer, causal_mask, learned_tokens
+from common.models.nn import (
+    NullText,
+    TimeEmbedding,
+    Transformer,
+    causal_mask,
+    compile_blocks,
+    learned_tokens,
+)
 
 # Config
 
@@ -200,7 +207,7 @@ PICTURES_GPU = dict(
     PICTURES_CPU,
     text_encodings="clip",
     width=512, depth=6, heads=8,  # 20 M weights
-    batch_size=512, steps=4000, lr=1e-3, eval_every="500", precision="bf16",
+    batch_size=512, steps=800, lr=1e-3, eval_every="200", precision="bf16",
 )
 PRESETS = {
     "pictures-cpu": PICTURES_CPU,
@@ -712,7 +719,7 @@ def train(cfg):
         batch, usable = dataset.fetch(order.some_of(indices, 10_000))
         prior.measure_embeddings(batch["image_embed"][usable])
     if cfg.compile:
-        prior.compile()
+        compile_blocks(prior.transformer.blocks)
 
     # The order of samples follows from seed and step. Write config.json and open the logger.
     plan, batches = loop.batches(cfg, dataset, indices, state.step, device)
@@ -744,17 +751,18 @@ def train(cfg):
             stepped = False
             while not stepped:  # a step that overflows fp16 is tried again, at a lower scale
                 chunk_losses = []  # summed over the samples of a chunk
-                for chunk, batch in zip(plan, step_batches):
-                    # All that is random in a chunk follows from (seed, step, chunk), on any rank.
-                    accumulate.seed_all(cfg.seed, state.step, chunk.index)
-                    batch = order.to_device(batch, device)
-                    condition = conditioning(batch, cfg, clip_model)  # the CLIP is in fp32
-                    with amp.autocast(device, cfg.precision):
-                        loss = diffusion_loss(prior, batch, condition)
-                    # Weights add up to 1 over a batch: the gradient is that of its mean loss.
-                    with dist.sum_gradients(trainable, chunk is plan[-1]):  # over all ranks
-                        scaler.scale(loss * chunk.weight).backward()
-                    chunk_losses.append(loss.detach() * (chunk.stop - chunk.start))
+                with amp.casts_kept(device):
+                    for chunk, batch in zip(plan, step_batches):
+                        # All that is random follows from (seed, step, chunk), on any rank.
+                        accumulate.seed_all(cfg.seed, state.step, chunk.index)
+                        batch = order.to_device(batch, device)
+                        condition = conditioning(batch, cfg, clip_model)  # the CLIP is in fp32
+                        with amp.autocast(device, cfg.precision):
+                            loss = diffusion_loss(prior, batch, condition)
+                        # Weights add up to 1 over a batch: the gradient is that of its mean loss.
+                        with dist.sum_gradients(trainable, chunk is plan[-1]):  # over all ranks
+                            scaler.scale(loss * chunk.weight).backward()
+                        chunk_losses.append(loss.detach() * (chunk.stop - chunk.start))
                 grad_norm, stepped = amp.step(scaler, optimizers, cfg.max_grad_norm)
                 scaler.update()
                 prior.zero_grad(set_to_none=True)

@@ -10,6 +10,11 @@ def autocast(device, precision):
     return torch.autocast(device.type, DTYPES[precision], enabled=precision != "fp32")
 
 
+def casts_kept(device):
+    """Context around all chunks of a step, in which autocast casts each weight once."""
+    return torch.autocast(device.type, enabled=False)  # autocasts within share its cache
+
+
 def scaler(device, precision):
     """A GradScaler that is enabled for fp16 only, so that the training loop needs no branch."""
     return torch.amp.GradScaler(device.type, enabled=precision == "fp16")

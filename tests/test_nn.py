@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+import torch._dynamo.testing
 import torch.nn.functional as F
 from torch.testing import assert_close
 
@@ -212,3 +213,38 @@ def test_token_by_token_gives_what_one_run_does_for_samples_of_any_lengths(rotar
     assert kv_cache.max_len == max(lengths) + 5
     for keys, values in kv_cache.layers:
         assert keys.shape[2] == values.shape[2] == 9  # no room was added on the way
+
+
+@pytest.mark.parametrize("norm, theirs", [
+    (nn.LayerNorm(8), torch.nn.LayerNorm(8)),
+    (nn.GroupNorm(2, 8), torch.nn.GroupNorm(2, 8)),
+])
+def test_a_norm_gives_the_type_of_its_input_and_within_its_rounding_what_torchs_gives(norm, theirs):
+    torch.manual_seed(0)
+    for parameter in norm.parameters():
+        torch.nn.init.normal_(parameter, 1.0)
+    theirs.load_state_dict(norm.state_dict())
+    x = 5 + torch.randn(4, 8, 8)
+    assert torch.equal(norm(x), theirs(x))
+    with torch.autocast("cpu", torch.bfloat16):
+        outputs = norm(x.bfloat16())
+        expected = theirs(x.bfloat16())
+        assert torch.equal(norm(x), theirs(x))  # fp32 stays so
+    assert outputs.dtype == torch.bfloat16
+    assert_close(outputs.float(), expected.float(), rtol=2**-7, atol=0.03)
+
+
+def test_blocks_are_compiled_once_a_shape_and_compute_the_same(monkeypatch):
+    counter = torch._dynamo.testing.CompileCounter()
+    compiled = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self: compiled(self, backend=counter))
+    torch._dynamo.reset()
+    blocks = []
+    for width in range(1, 13):  # more than the eight that torch.compile takes by default
+        blocks += [torch.nn.Linear(width, width) for _ in range(2)]
+    inputs = [torch.randn(2, block.in_features) for block in blocks]
+    expected = [block(x) for block, x in zip(blocks, inputs)]
+    nn.compile_blocks(blocks)
+    for block, x, y in zip(blocks, inputs, expected):
+        assert_close(block(x), y)
+    assert counter.frame_count == 12

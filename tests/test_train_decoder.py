@@ -102,7 +102,8 @@ def make(**settings):
     cfg = type("Config", (train_decoder.BaseConfig,), constants)(**settings)
     torch.manual_seed(0)
     has_text = cfg.text_encodings == "clip"
-    unet = awake(train_decoder.UNet(cfg, 16, 12 if has_text else 0))
+    unet = train_decoder.UNet(cfg, 16, 12 if has_text else 0)
+    unet = awake(train_decoder.place(unet, "cpu"))
     if has_text:
         unet.null_text.fill(text_condition(1))
     return unet
@@ -558,3 +559,15 @@ def test_presets_are_stages_and_those_of_papers_have_their_diffusion(name):
         return
     assert (cfg.objective, cfg.timestep_density, cfg.optimizer) == ("epsilon", "uniform", "adamw")
     assert cfg.eta == 1 or not cfg.learned_variance  # else it has no effect
+
+
+def test_on_a_cpu_all_images_within_the_unet_have_their_channels_last():
+    unet = make(text_encodings="clip")
+    layouts = set()
+    for module in unet.modules():
+        if isinstance(module, torch.nn.Conv2d):
+            module.register_forward_hook(lambda module, inputs, y: layouts.add(y.stride(1)))
+    drop = torch.zeros(2, dtype=torch.bool)
+    condition = {"image_embed": torch.randn(2, 16), **text_condition(2)}
+    unet(torch.randn(2, 3, 16, 16), torch.tensor([3, 40]), condition, drop, drop)
+    assert layouts == {1}

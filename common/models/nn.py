@@ -89,6 +89,29 @@ class FeedForward(nn.Module):
         return self.down(self.dropout(hidden))
 
 
+class LayerNorm(nn.LayerNorm):
+    """Of the type of x also under autocast, where torch's gives fp32, which all that follows casts.
+
+    Mean and variance are in fp32 in both.
+    """
+
+    def forward(self, x):
+        with torch.autocast(x.device.type, enabled=False):
+            weight = self.weight.to(x.dtype)
+            bias = self.bias.to(x.dtype)
+            return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
+
+
+class GroupNorm(nn.GroupNorm):
+    """As LayerNorm above."""
+
+    def forward(self, x):
+        with torch.autocast(x.device.type, enabled=False):
+            weight = self.weight.to(x.dtype)
+            bias = self.bias.to(x.dtype)
+            return F.group_norm(x, self.num_groups, weight, bias, self.eps)
+
+
 class KVCache:
     """Keys and values of all blocks, for generation token by token.
 
@@ -134,9 +157,9 @@ class Block(nn.Module):
 
     def __init__(self, width, num_heads, dropout):
         super().__init__()
-        self.attention_norm = nn.LayerNorm(width)
+        self.attention_norm = LayerNorm(width)
         self.attention = Attention(width, num_heads, dropout)
-        self.ff_norm = nn.LayerNorm(width)
+        self.ff_norm = LayerNorm(width)
         self.ff = FeedForward(width, dropout)
         zero_init(self.attention.out)  # a block starts as the identity
         zero_init(self.ff.down)
@@ -202,7 +225,7 @@ class Transformer(nn.Module):
         self.checkpointing = checkpointing
         blocks = [Block(width, num_heads, dropout) for _ in range(depth)]
         self.blocks = nn.ModuleList(blocks)
-        self.norm = nn.LayerNorm(width)
+        self.norm = LayerNorm(width)
 
     def rotary_table(self, positions):
         """`rotary_table` of positions (…, N), or None in a model without."""
@@ -258,6 +281,17 @@ class Transformer(nn.Module):
         cache.length = cache.length + 1  # not in place: the tensor is the caller's
         cache.max_len += 1
         return self.norm(x)[:, 0]
+
+
+def compile_blocks(blocks):
+    """Have torch.compile compile each block at its first call; blocks of one shape are done once.
+
+    That takes minutes less than a whole model.
+    """
+    # For each shape, in training and without gradients; torch gives up after 8.
+    torch._dynamo.config.recompile_limit = 128
+    for block in blocks:
+        block.compile()
 
 
 def learned_tokens(count, width):

@@ -174,7 +174,7 @@ def bench_step(args, stage):
         "text": [""] * len(samples),
     }
     if args.compile:
-        model.compile()
+        train_audio.compile_blocks(model.transformer.blocks)
     optimizers, average = training(model, cfg)
     scaler = amp.scaler(args.device, cfg.precision)
     losses = []

@@ -48,9 +48,10 @@ def make(args, upsample, batch):
     cfg = train_decoder.STAGES["upsample" if upsample else "base"](**settings)
     torch.manual_seed(0)
     has_text = cfg.text_encodings != "none"
-    unet = train_decoder.UNet(cfg, args.embed, args.embed if has_text else 0).to(args.device)
+    unet = train_decoder.UNet(cfg, args.embed, args.embed if has_text else 0)
+    train_decoder.place(unet, args.device)
     if args.compile:
-        unet.compile()
+        train_decoder.compile_blocks([*unet.downs, *unet.middle, *unet.ups])
     size = cfg.image_size
     fields = {"image": torch.randint(256, (batch, size, size, 3), dtype=torch.uint8)}
     condition = {}  # as a CLIP would give it

@@ -163,7 +163,7 @@ def make(args, encodings):
     width = args.embed
     prior = train_prior.Prior(cfg, width, width if encodings else 0).to(args.device)
     if args.compile:
-        prior.compile()
+        train_prior.compile_blocks(prior.transformer.blocks)
     optimizers = optim.make(prior, "adamw", cfg.lr, cfg.weight_decay)
     batch = {}
     batch["text_embed"] = torch.randn(args.batch, width)
