@@ -115,9 +115,8 @@ class ResidualQuantizer(torch.nn.Module):
         size = len(z)
         codes = self.encode(z)
         vectors = self.lookup(codes)  # (Q, B, T, D)
-        # Not by cumsum, which torch refuses on GPUs where all must be the same in every run.
-        sums = torch.stack([*itertools.accumulate(vectors.double())]).float()
-        residuals = x - sums  # (Q, B, T, D), after each quantizer
+        # After each quantizer. Not by cumsum, which on GPUs is not the same in every run.
+        residuals = x - torch.stack([*itertools.accumulate(vectors)])  # (Q, B, T, D)
         errors = residuals.square().mean((2, 3))  # (Q, B)
 
         active = torch.ones_like(errors, dtype=torch.bool)
