@@ -400,18 +400,6 @@ def residual_units(channels):
     return [ResidualUnit(channels, dilation) for dilation in (1, 3, 9)]
 
 
-def deemphasize(wave, a):
-    """The waves x (B, T) of which `wave` is x[t] - a x[t-1].
-
-    x[t] is the sum of a^n wave[t-n]. With twice as many terms each time that is a few additions.
-    """
-    shift = 1
-    while a**shift > 1e-6 and shift < wave.shape[1]:
-        wave = wave + a**shift * F.pad(wave[:, :-shift], (shift, 0))
-        shift *= 2
-    return wave
-
-
 class SoundStream(nn.Module):
     """Waves -> codes -> waves (SoundStream §III, Fig. 3).
 
@@ -474,6 +462,19 @@ class SoundStream(nn.Module):
         past = F.pad(wave[:, :-1], (1, 0))
         return (wave - self.pre_emphasis * past) * self.emphasis_gain
 
+    def deemphasize(self, wave):
+        """The waves (B, T) that `emphasize` makes `wave` of.
+
+        x[t] is the sum of a^n wave[t-n]. With twice as many terms each time it is a few additions.
+        """
+        wave = wave / self.emphasis_gain
+        a = self.pre_emphasis
+        shift = 1
+        while a**shift > 1e-6 and shift < wave.shape[1]:
+            wave = wave + a**shift * F.pad(wave[:, :-shift], (shift, 0))
+            shift *= 2
+        return wave
+
     def encode_latents(self, wave):
         """Frames (B, ceil(T / hop_length), D) of emphasized waves (B, T)."""
         x = F.pad(wave, (0, -wave.shape[1] % self.hop_length))  # silence up to a whole frame
@@ -492,28 +493,28 @@ class SoundStream(nn.Module):
 
     @torch.no_grad()
     def encode(self, wave):
-        """Codes (B, frames, Q) of waves (B, T); of an hour as of a second, see BLOCK_FRAMES."""
+        """Codes (frames, Q) of a wave (T,), on the CPU; of an hour as of a second."""
         codes = []
-        wave = self.emphasize(wave)
+        wave = self.emphasize(wave[None].to(self.inner_scale.device))
         frames = -(-wave.shape[1] // self.hop_length)  # rounded up
         for start in range(0, frames, BLOCK_FRAMES):
             first = max(0, start - self.reach)  # it is causal: what is after a block has no effect
             samples = slice(first * self.hop_length, (start + BLOCK_FRAMES) * self.hop_length)
             latents = self.encode_latents(wave[:, samples])
             codes.append(self.quantizer.encode(latents[:, start - first :]))
-        return torch.cat(codes, dim=1)
+        return torch.cat(codes, dim=1)[0].cpu()
 
     @torch.no_grad()
     def decode(self, codes):
-        """Waves (B, frames · hop_length) of codes (B, frames, n) of the first n quantizers."""
+        """The wave (frames · hop_length,), on the CPU, of codes (frames, n) of n quantizers."""
         waves = []
+        codes = codes[None].to(self.inner_scale.device)
         for start in range(0, codes.shape[1], BLOCK_FRAMES):
             first = max(0, start - self.reach)
             latents = self.quantizer.decode(codes[:, first : start + BLOCK_FRAMES])
             wave = self.decode_latents(latents)
             waves.append(wave[:, (start - first) * self.hop_length :])
-        wave = torch.cat(waves, dim=1) / self.emphasis_gain
-        return deemphasize(wave, self.pre_emphasis)
+        return self.deemphasize(torch.cat(waves, dim=1))[0].cpu()
 
 
 # Discriminators (SoundStream §III-D)
@@ -731,16 +732,13 @@ def evaluate_codec(codec, cfg, split, device):
     for _, batch in order.batches(*split, cfg.eval_samples, cfg.chunk_size):
         real = batch["wave"].to(device)  # (B, T), silence behind short recordings
         size, length = real.shape
+        target = codec.emphasize(real)
         # Spectra are in fp32; only the networks run in the precision of training.
         with amp.autocast(device, cfg.precision):
-            codes = codec.encode(real)  # (B, frames, Q)
-            fake = codec.decode(codes)[:, :length]
-        loss = reconstruction_loss(
-            cfg,
-            codec.emphasize(fake),
-            codec.emphasize(real),
-            commitment=torch.zeros((), device=device),
-        )
+            codes = codec.quantizer.encode(codec.encode_latents(target))  # (B, frames, Q)
+            fake = codec.decode_latents(codec.quantizer.decode(codes))[:, :length]
+        loss = reconstruction_loss(cfg, fake, target, commitment=torch.zeros(()))
+        fake = codec.deemphasize(fake)
         sums["count"] += size
         sums["loss"] += loss.item() * size
         distance = (log_mel(fake) - log_mel(real)).abs().mean((1, 2))  # (B,)
@@ -757,13 +755,12 @@ def evaluate_codec(codec, cfg, split, device):
     return metrics
 
 
-def reconstructions(codec, split, device):
+def reconstructions(codec, split):
     """The first recordings of a split and what the codec makes of them; see `write_sounds`."""
     dataset, indices = split
     usable = zip(*dataset.load_usable(indices[:NUM_SOUNDS]))
     for number, (index, wave) in enumerate(usable):
-        codes = tokens.encode_wave(codec, wave, device)
-        fake = tokens.decode_codes(codec, codes, device)
+        fake = codec.decode(codec.encode(wave))
         yield f"{number}_real", wave, dataset.names[index]
         yield number, fake[: len(wave)], dataset.names[index]
 
@@ -862,7 +859,7 @@ def train_soundstream(cfg, device):
                         metrics = evaluate_codec(codec, cfg, split, device)
                         if state.step < cfg.steps:  # else the test is next
                             name = f"step_{state.step:08d}"
-                            written = reconstructions(codec, split, device)
+                            written = reconstructions(codec, split)
                             samples = sounds.write_sounds(
                                 written, cfg.sample_rate, run.folder, name
                             )
@@ -951,7 +948,7 @@ def train_soundstream(cfg, device):
         codec.eval()
         with ema.applied(codec):
             metrics = evaluate_codec(codec, cfg, splits["test"], device)
-            written = reconstructions(codec, splits["test"], device)
+            written = reconstructions(codec, splits["test"])
             samples = sounds.write_sounds(written, cfg.sample_rate, run.folder, "test")
         results = loop.finish(run, state, log, metrics, samples)
     loop.announce(run, results, started=started)
@@ -959,8 +956,8 @@ def train_soundstream(cfg, device):
 
 # Part 2: AudioLM
 
-# The codec, as the token transformers use it: `encode`, `decode`, sample_rate, hop_length,
-# frame_rate, num_quantizers, codebook_size, checksum
+# The codec, as the token transformers use it: encode(wave (T,)) -> codes (frames, Q), decode(codes)
+# -> wave, sample_rate, hop_length, frame_rate, num_quantizers, codebook_size, checksum
 
 
 def open_codec(path, device, name="", weights="ema"):
@@ -1529,7 +1526,7 @@ def evaluate_transformer(model, cfg, split, device):
     return metrics
 
 
-def continuations(model, cfg, split, codec, device):
+def continuations(model, cfg, split, codec):
     """What coarse or fine makes of real tokens, of the first recordings; see `write_sounds`.
 
     coarse: continuations of prompts, from real semantic tokens. fine: with real coarse codes.
@@ -1559,7 +1556,7 @@ def continuations(model, cfg, split, codec, device):
         )
         if cfg.stage == "fine":
             codes = torch.cat([*context_of(0, codes, 0), codes], dim=1)
-        yield number, tokens.decode_codes(codec, codes, device), crops.dataset.names[index]
+        yield number, codec.decode(codes), crops.dataset.names[index]
 
 
 # Training
@@ -1601,7 +1598,7 @@ def train_transformer(cfg, device):
         kmeans = tokens.fit_kmeans(run.folder / KMEANS_FILE, dataset, indices, cfg, device)
         made_with = {"kmeans": kmeans.checksum}
     streams = make_streams(cfg, kmeans, codec)
-    splits = tokens.tokenize_splits(cfg, splits, streams, lay_out, kmeans, codec, device)
+    splits = tokens.tokenize_splits(cfg, splits, streams, lay_out, kmeans, codec)
     crops, indices = splits["train"]
 
     # Build model, optimizer and EMA. Restore them if resuming.
@@ -1646,7 +1643,7 @@ def train_transformer(cfg, device):
                         metrics = evaluate_transformer(model, cfg, split, device)
                         if state.step < cfg.steps:  # else the test is next
                             name = f"step_{state.step:08d}"
-                            written = continuations(model, cfg, split, codec, device)
+                            written = continuations(model, cfg, split, codec)
                             samples = sounds.write_sounds(
                                 written, cfg.sample_rate, run.folder, name
                             )
@@ -1697,7 +1694,7 @@ def train_transformer(cfg, device):
         model.eval()
         with ema.applied(model):
             metrics = evaluate_transformer(model, cfg, splits["test"], device)
-            written = continuations(model, cfg, splits["test"], codec, device)
+            written = continuations(model, cfg, splits["test"], codec)
             samples = sounds.write_sounds(written, cfg.sample_rate, run.folder, "test")
         results = loop.finish(run, state, log, metrics, samples)
     loop.announce(run, results, started=started)
@@ -1729,7 +1726,6 @@ class Pipeline:
 
     def __init__(self, args, device):
         """args: a PipelineConfig."""
-        self.device = device
         self.models = {}
         made_with = {}
         for stage in ("semantic", "coarse", "fine"):
@@ -1755,14 +1751,6 @@ class Pipeline:
                     f"and the files are {expected}"
                 )
 
-    def encode(self, wave):
-        """Codes (frames, Q) of a wave (T,)."""
-        return tokens.encode_wave(self.codec, wave, self.device)
-
-    def decode(self, codes):
-        """The wave (T,) of codes (frames, n)."""
-        return tokens.decode_codes(self.codec, codes, self.device)
-
     def tokenize(self, wave):
         """Semantic tokens (frames,) of a wave (T,), numpy."""
         return self.kmeans.encode(wave, self.codec.sample_rate)
@@ -1773,7 +1761,7 @@ class Pipeline:
         frames = len(wave) * semantic.FRAME_RATE // self.codec.sample_rate
         found = self.tokenize(wave)[: max(1, frames)]  # the next one would be mostly of silence
         content = torch.from_numpy(semantic.unique_consecutive(found))[:, None]
-        return Prompt(content, self.encode(wave))
+        return Prompt(content, self.codec.encode(wave))
 
     def empty_prompt(self):
         codes = torch.zeros(0, self.codec.num_quantizers).long()
@@ -1806,7 +1794,7 @@ class Pipeline:
             """
             if not start:
                 return [content[b]]
-            heard = self.tokenize(self.decode(codes))
+            heard = self.tokenize(self.codec.decode(codes))
             ratio = semantic.FRAME_RATE / self.codec.frame_rate
             return [tokens.tokens_of_window(content[b], heard, round(start * ratio))]
 
@@ -1885,7 +1873,7 @@ def evaluate_pipeline(args, device=None):
         generated = pipeline.generate(prompts, CONTINUE_SECONDS, seeds)
         for i, wave in enumerate(waves):
             start = len(prompts[i].codes) * hop_length
-            sound = pipeline.decode(generated[i])
+            sound = pipeline.codec.decode(generated[i])
             found["seconds_added"].append((len(sound) - start) / rate)
             if scores:
                 scores.add_continuation(readable[i], wave, sound, start)
@@ -1983,7 +1971,7 @@ def generate_sound(args, device):
     texts = [args.text] if args.text else None
     sampling = SamplingParams(args.temperature, args.top_k, args.guidance_scale)
     (codes,) = pipeline.generate([prompt], args.seconds, [seed], texts, sampling, args.fine)
-    sound = pipeline.decode(codes) / gain  # as loud as the prompt
+    sound = pipeline.codec.decode(codes) / gain  # as loud as the prompt
     sounds.write_sound(sound, pipeline.codec.sample_rate, args.out)
     print(f"wrote {args.out}")
 
@@ -1997,8 +1985,8 @@ def reconstruct(args, device):
         raise UserError(f"--num_quantizers {count}: the codec has {codec.num_quantizers}")
     wave = read_wave(args.reconstruct, codec)
     gain = recordings.loudness_gain(wave)  # of the loudness that models were trained on
-    codes = tokens.encode_wave(codec, wave * gain, device)[:, :count]
-    sound = tokens.decode_codes(codec, codes, device)[: len(wave)] / gain
+    codes = codec.encode(wave * gain)[:, :count]
+    sound = codec.decode(codes)[: len(wave)] / gain
     sounds.write_sound(sound, codec.sample_rate, args.out)
     # Codes of K values have log2(K) bits.
     bitrate = count * math.log2(codec.codebook_size) * codec.frame_rate

@@ -39,7 +39,8 @@ class SyllableScores:
 
     def add_continuation(self, index, wave, sound, start):
         """Score a recording's wave (T,), and the `sound` made of its samples before `start`."""
-        real = self.pipeline.decode(self.pipeline.encode(wave))
+        codec = self.pipeline.codec
+        real = codec.decode(codec.encode(wave))
         self.add_text("text_heard_real", index, real)
         least = start + MIN_SECONDS * self.dataset.rate
         if len(real) < least:  # neither counts
@@ -55,7 +56,7 @@ class SyllableScores:
         prompts = [self.pipeline.empty_prompt()] * len(texts)
         sounds = self.pipeline.generate(prompts, MAX_TEXT_SECONDS, seeds, texts)
         for index, codes in zip(indices, sounds):
-            self.add_text("text_heard", index, self.pipeline.decode(codes))
+            self.add_text("text_heard", index, self.pipeline.codec.decode(codes))
 
     def add_text(self, name, index, wave):
         """Add 1 - syllable error rate of a wave (T,), at least 0."""

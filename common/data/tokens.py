@@ -34,16 +34,6 @@ def fit_kmeans(path, dataset, indices, cfg, device):
     return load_kmeans(path, device)
 
 
-def encode_wave(codec, wave, device):
-    """Codes (frames, Q) of a wave (T,), on the CPU, by a codec on `device`."""
-    return codec.encode(wave[None].to(device))[0].cpu()
-
-
-def decode_codes(codec, codes, device):
-    """The wave (T,) of codes (frames, n) of the first n quantizers, on the CPU."""
-    return codec.decode(codes[None].to(device))[0].cpu()
-
-
 def code_entropies(codes, size):
     """(entropy (Q,) in nats, count (Q,)) of each quantizer's codes, over all ranks. Collective.
 
@@ -255,7 +245,7 @@ class TokenCrops:
         return int(np.quantile(lengths, 0.95)), 0, frame_rate
 
 
-def tokenize_splits(cfg, splits, streams, lay_out, kmeans, codec, device):
+def tokenize_splits(cfg, splits, streams, lay_out, kmeans, codec):
     """`splits` of recordings as splits of their TokenCrops, which say what the others are.
 
     All recordings are made tokens once, in files below RUN/tokens. kmeans, codec: None if the crops
@@ -282,7 +272,7 @@ def tokenize_splits(cfg, splits, streams, lay_out, kmeans, codec, device):
                 folder,
                 dataset,
                 {"codec": codec.checksum},
-                lambda wave: encode_wave(codec, wave, device).numpy(),
+                lambda wave: codec.encode(wave).numpy(),
                 "codes",
             )
             frame_rate = codec.frame_rate

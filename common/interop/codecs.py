@@ -60,24 +60,24 @@ class PublishedCodec:
 
     @torch.no_grad()
     def encode(self, wave):
-        """Codes (B, frames, Q) of waves (B, T)."""
-        wave = F.pad(wave, (0, -wave.shape[1] % self.hop_length))[:, None]
+        """Codes (frames, Q) of a wave (T,), on the CPU."""
+        wave = F.pad(wave, (0, -len(wave) % self.hop_length))[None, None].to(self.model.device)
         options = {}
         if self.is_encodec:
             # By default EnCodec takes its lowest bitrate.
             options["bandwidth"] = max(self.model.config.target_bandwidths)
         codes = self.model.encode(wave, return_dict=True, **options).audio_codes
-        codes = codes.flatten(0, -3)  # EnCodec's have an axis of chunks before the batch
-        return codes.transpose(1, 2)[..., : self.num_quantizers]
+        codes = codes.flatten(0, -3)[0]  # EnCodec's have an axis of chunks before the batch
+        return codes.T[:, : self.num_quantizers].cpu()
 
     @torch.no_grad()
     def decode(self, codes):
-        """Waves (B, frames · hop_length) of codes (B, frames, n) of the first n quantizers."""
-        length = codes.shape[1] * self.hop_length
-        codes = codes.transpose(1, 2)  # (B, n, frames), as the package has them
+        """The wave (frames · hop_length,), on the CPU, of codes (frames, n) of n quantizers."""
+        length = len(codes) * self.hop_length
+        codes = codes.T[None].to(self.model.device)  # (1, n, frames), as the package has them
         if self.is_encodec:
             out = self.model.decode(codes[None], [None], return_dict=True)
         else:
             out = self.model.decode(audio_codes=codes, return_dict=True)
-        wave = out.audio_values.flatten(1)  # (B, T), the only channel
-        return F.pad(wave, (0, length - wave.shape[1]))  # DAC's is shorter where a stride is odd
+        wave = out.audio_values.flatten().cpu()  # (T,), the only channel
+        return F.pad(wave, (0, length - len(wave)))  # DAC's is shorter where a stride is odd

@@ -125,10 +125,10 @@ def bench_soundstream(args):
 
 
 def bench_tokenize(args):
-    """Waves to codes, and codes to waves."""
+    """A wave to codes, and codes to a wave, as long as a batch."""
     cfg = settings(args, "soundstream")
     codec = codec_of(cfg, args.device).eval().requires_grad_(False)
-    wave = 0.3 * torch.randn(args.batch, round(cfg.seconds * cfg.sample_rate), device=args.device)
+    wave = 0.3 * torch.randn(args.batch * round(cfg.seconds * cfg.sample_rate))
     codes = codec.encode(wave)
     with amp.autocast(args.device, args.precision):
         works = {"tokenize": lambda: codec.encode(wave), "decode": lambda: codec.decode(codes)}
