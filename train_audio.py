@@ -1578,12 +1578,7 @@ def train_transformer(cfg, device):
         made_with = {"codec": codec.checksum, "coarse_quantizers": cfg.coarse_quantizers}
     if cfg.stage == "coarse":
         path = f"{cfg.run_dir}/semantic/{KMEANS_FILE}"
-        kmeans = dist.together(lambda: tokens.load_kmeans(path, device))
-        if kmeans.sample_rate != cfg.sample_rate:
-            dist.fail(
-                f"--sample_rate: {cfg.sample_rate}, but that of {cfg.run_dir}/semantic is "
-                f"{kmeans.sample_rate}; train it at this rate, too"
-            )
+        kmeans = dist.together(lambda: tokens.load_kmeans(path, cfg.sample_rate, device))
         made_with["kmeans"] = kmeans.checksum
     splits = dist.together(lambda: open_recordings(cfg, hop_length))
     dataset, indices = splits["train"]
@@ -1737,7 +1732,8 @@ class Pipeline:
         # The codec that coarse was trained with: in this folder, if it was in its own.
         cfg = dataclasses.replace(self.models["coarse"].cfg, run_dir=args.run_dir)
         self.codec = load_codec(cfg, device)
-        self.kmeans = tokens.load_kmeans(f"{args.run_dir}/semantic/{KMEANS_FILE}", device)
+        path = f"{args.run_dir}/semantic/{KMEANS_FILE}"
+        self.kmeans = tokens.load_kmeans(path, self.codec.sample_rate, device)
         # What decides the tokens must be what the models were trained with.
         expected = {
             "codec": self.codec.checksum,
@@ -1751,16 +1747,13 @@ class Pipeline:
                     f"and the files are {expected}"
                 )
 
-    def tokenize(self, wave):
-        """Semantic tokens (frames,) of a wave (T,), numpy."""
-        return self.kmeans.encode(wave, self.codec.sample_rate)
-
     def prompt(self, wave):
         """The Prompt of the end of a wave (T,), in whole frames of both kinds of tokens."""
         wave = wave[len(wave) % self.codec.hop_length :]  # the end is what is continued
         frames = len(wave) * semantic.FRAME_RATE // self.codec.sample_rate
-        found = self.tokenize(wave)[: max(1, frames)]  # the next one would be mostly of silence
-        content = torch.from_numpy(semantic.unique_consecutive(found))[:, None]
+        # The next token would be mostly of silence.
+        heard = self.kmeans.encode(wave)[: max(1, frames)]
+        content = torch.from_numpy(semantic.unique_consecutive(heard))[:, None]
         return Prompt(content, self.codec.encode(wave))
 
     def empty_prompt(self):
@@ -1794,7 +1787,7 @@ class Pipeline:
             """
             if not start:
                 return [content[b]]
-            heard = self.tokenize(self.codec.decode(codes))
+            heard = self.kmeans.encode(self.codec.decode(codes))
             ratio = semantic.FRAME_RATE / self.codec.frame_rate
             return [tokens.tokens_of_window(content[b], heard, round(start * ratio))]
 

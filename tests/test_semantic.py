@@ -47,7 +47,7 @@ def tokenizer(dataset, split):
 
 def labeled(tokenizer, dataset, indices):
     """(tokens, syllables) of all frames of some recordings."""
-    tokens = [tokenizer.encode(dataset.wave(i), dataset.rate) for i in indices]
+    tokens = [tokenizer.encode(dataset.wave(i)) for i in indices]
     labels = [synthetic.syllable_labels(dataset.records[i], len(frames), 50)
               for i, frames in zip(indices, tokens)]
     return np.concatenate(tokens), np.concatenate(labels)
@@ -62,7 +62,7 @@ def test_tokens_are_of_syllables_also_of_unseen_speakers(tokenizer, dataset, spl
 
 
 def test_features_are_cepstra(tokenizer, dataset):
-    x = tokenizer.features(dataset.wave(0), dataset.rate)
+    x = tokenizer.features(dataset.wave(0))
     mel = recordings.log_mel(dataset.wave(0)[None], 8_000, 400, 160, 26, 1e-3)[0].double().numpy()
     cosine = np.cos(np.pi * 2 * (np.arange(26) + 0.5) / 26)  # the DCT-II
     np.testing.assert_allclose(x[:, 1], mel @ cosine * (2 / 26) ** 0.5, atol=1e-3)
@@ -73,18 +73,19 @@ def test_a_sound_has_the_same_tokens_alone_inside_of_another_and_in_blocks(
 ):
     waves = torch.cat([dataset.wave(i) for i in range(10)])
     waves = waves[: len(waves) // 160 * 160]
-    whole = tokenizer.encode(waves, 8_000)
+    whole = tokenizer.encode(waves)
     # A window reaches 120 samples beyond its frame.
-    prompt = tokenizer.encode(waves[:8_000], 8_000)
+    prompt = tokenizer.encode(waves[:8_000])
     np.testing.assert_array_equal(prompt[:-1], whole[:49])
     monkeypatch.setattr(semantic, "BLOCK_SECONDS", 2)
-    np.testing.assert_array_equal(tokenizer.encode(waves, 8_000), whole)
+    np.testing.assert_array_equal(tokenizer.encode(waves), whole)
 
 
 @pytest.mark.parametrize("rate", [8_000, 22_050])
-def test_there_is_a_token_for_each_20_ms_begun_at_any_rate(rate, tokenizer):
+def test_there_is_a_token_for_each_20_ms_begun_at_any_rate(rate):
+    tokenizer = semantic.KMeans(8, "mfcc", rate)
     for samples in (rate // 2, rate // 2 + 1, 100):
-        assert len(tokenizer.encode(torch.randn(samples), rate)) == -(-samples * 50 // rate)
+        assert len(tokenizer.encode(torch.randn(samples))) == -(-samples * 50 // rate)
 
 
 def test_a_tokenizer_survives_being_saved_and_another_file_is_refused(tokenizer, dataset, tmp_path):
@@ -92,7 +93,7 @@ def test_a_tokenizer_survives_being_saved_and_another_file_is_refused(tokenizer,
     checkpoint.save(tokenizer.state(), path)
     loaded = semantic.load(checkpoint.load(path), path)
     wave = dataset.wave(1)
-    np.testing.assert_array_equal(loaded.encode(wave, 8_000), tokenizer.encode(wave, 8_000))
+    np.testing.assert_array_equal(loaded.encode(wave), tokenizer.encode(wave))
     for kind, message in (("prior", "not a tokenizer: its kind is 'prior'"), ("kmeans", "damaged")):
         with pytest.raises(UserError, match=rf"other\.pt: {message}"):
             semantic.load({"kind": kind, "model": {}}, "other.pt")
@@ -134,7 +135,7 @@ def test_features_of_a_published_layer_are_of_the_wave_at_its_rate(monkeypatch):
     tokenizer = semantic.KMeans(8, "hf:model:1", 8_000)
     wave = torch.randn(4_000)
     expected = recordings.resample(wave[None], 8_000, 16_000)[0, ::320, None]
-    assert_close(tokenizer.features(wave, 8_000), expected)
+    assert_close(tokenizer.features(wave), expected)
     assert tokenizer.state_dict().keys() == {"centers", "mean", "std"}  # the layer is not saved
     with pytest.raises(UserError, match="--tokenizer mel: expected"):
         semantic.KMeans(8, "mel", 8_000)

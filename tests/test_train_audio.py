@@ -554,7 +554,7 @@ def test_a_sound_five_times_as_long_as_a_crop_shows_a_stage_no_more_than_its_tra
             start = len(known) - len(window)
             heard = known[:0, 0].numpy()
             if start:
-                heard = pipeline.tokenize(pipeline.codec.decode(known))
+                heard = pipeline.kmeans.encode(pipeline.codec.decode(known))
             expected = tokens.tokens_of_window(content, heard, start)
             assert torch.equal(context, expected[:20][: len(context)])
             assert start or torch.equal(context, content[: len(context)])
@@ -568,7 +568,7 @@ def test_prompts_are_whole_frames_of_codes_and_of_semantic_tokens(pipeline):
     words, codes = pipeline.prompt(wave)
     assert len(codes) == 10
     assert torch.equal(codes, pipeline.codec.encode(wave[37:]))
-    tokens = pipeline.tokenize(wave[37:])
+    tokens = pipeline.kmeans.encode(wave[37:])
     assert len(tokens) == 7  # the last is mostly of silence
     assert words[:, 0].tolist() == train_audio.semantic.unique_consecutive(tokens[:6]).tolist()
 
@@ -583,7 +583,7 @@ def test_every_stage_keeps_the_rate_of_its_models_and_all_of_a_preset_share_sett
     words = words_of(whole, "coarse", tmp_path / "run")
     out = run(*words, expect=1)
     assert "--sample_rate: 8000, but that of" in out
-    assert "is 16000; train it at this rate, too" in out
+    assert "is 16000; train the semantic stage at this rate, too" in out
 
     shared = {each.name for each in dataclasses.fields(train_audio.SharedConfig)}
     preset = train_audio.PRESETS["speech-small"]

@@ -25,7 +25,7 @@ class SyllableScores:
         tokens = []
         labels = []
         for record, wave in zip(dataset.records(readable), waves):
-            tokens_of_wave = pipeline.tokenize(wave)
+            tokens_of_wave = pipeline.kmeans.encode(wave)
             tokens.append(tokens_of_wave)
             labels.append(
                 synthetic.syllable_labels(record, len(tokens_of_wave), semantic.FRAME_RATE)
@@ -60,7 +60,7 @@ class SyllableScores:
 
     def add_text(self, name, index, wave):
         """Add 1 - syllable error rate of a wave (T,), at least 0."""
-        syllables = self.syllable_of_token[self.pipeline.tokenize(wave)]
+        syllables = self.syllable_of_token[self.pipeline.kmeans.encode(wave)]
         text = self.dataset.text(index).split()
         similarity = synthetic.text_similarity(synthetic.recognize_syllables(syllables), text)
         self.found[name].append(similarity)

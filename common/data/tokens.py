@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from common import checkpoint, config, dist, tracker
+from common.config import UserError
 from common.data import files, order
 from common.data.files import Unusable
 from common.models import clip, semantic
@@ -15,9 +16,17 @@ from common.models import clip, semantic
 # Tokenizers
 
 
-def load_kmeans(path, device):
-    """The semantic tokenizer of a file, a semantic.KMeans, with the file's `checksum`."""
+def load_kmeans(path, sample_rate, device):
+    """The semantic tokenizer of a file, a semantic.KMeans, with the file's `checksum`.
+
+    UserError if it was fitted to recordings of another rate.
+    """
     kmeans = semantic.load(checkpoint.load(path), path).to(device)
+    if kmeans.sample_rate != sample_rate:
+        raise UserError(
+            f"--sample_rate: {sample_rate}, but that of {path} is {kmeans.sample_rate}; train the "
+            "semantic stage at this rate, too"
+        )
     kmeans.checksum = checkpoint.checksum(path)[:16]
     return kmeans
 
@@ -31,7 +40,7 @@ def fit_kmeans(path, dataset, indices, cfg, device):
     if not dist.on_main(path.exists):
         kmeans = semantic.fit(dataset, indices, cfg.clusters, cfg.seed, features, device)
         dist.on_main(lambda: checkpoint.save(kmeans.state(), path))
-    return load_kmeans(path, device)
+    return load_kmeans(path, dataset.rate, device)
 
 
 def code_entropies(codes, size):
@@ -264,7 +273,7 @@ def tokenize_splits(cfg, splits, streams, lay_out, kmeans, codec):
                 folder,
                 dataset,
                 {"kmeans": kmeans.checksum},
-                lambda wave: kmeans.encode(wave, cfg.sample_rate)[:, None],  # with repetitions
+                lambda wave: kmeans.encode(wave)[:, None],  # with repetitions
                 "semantic tokens",
             )
         if codec:

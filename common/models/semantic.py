@@ -1,7 +1,7 @@
 """Semantic tokens, 50 a second: k-means on MFCC, or on a layer of a published speech model.
 
     tokenizer = semantic.fit(dataset, indices, clusters=100)   # the same on every rank
-    tokens = tokenizer.encode(wave, rate)                      # int64 (T,)
+    tokens = tokenizer.encode(wave)                            # int64 (T,)
 
 They encode content, not speaker identity. AudioLM (Borsos et al. 2022, §III-B) takes 1,024 clusters
 of layer 7 of w2v-BERT XL, 25 a second. That model is not published; w2v-BERT 2.0 is of its family.
@@ -50,7 +50,7 @@ class KMeans(nn.Module):
         super().__init__()
         self.clusters = clusters
         self.kind = features
-        self.sample_rate = sample_rate  # of the recordings that it was fitted to
+        self.sample_rate = sample_rate  # of all recordings, also of those to fit it to
         self.speech = None
         self.rate = MFCC_RATE
         width = CEPSTRA
@@ -79,10 +79,10 @@ class KMeans(nn.Module):
         }
 
     @torch.no_grad()
-    def features(self, wave, rate):
-        """Features (ceil(seconds * FRAME_RATE), D) of a wave, a tensor (T,) at `rate`."""
+    def features(self, wave):
+        """Features (ceil(seconds * FRAME_RATE), D) of a wave, a tensor (T,) at `sample_rate`."""
         wave = wave.to(self.centers.device)[None]
-        wave = resample(wave, rate, self.rate)
+        wave = resample(wave, self.sample_rate, self.rate)
         hop = self.rate // FRAME_RATE
         block = BLOCK_SECONDS * self.rate
         features = []
@@ -100,9 +100,9 @@ class KMeans(nn.Module):
         mel = log_mel(wave, MFCC_RATE, MFCC_WINDOW, MFCC_HOP, MEL_BINS, MFCC_FLOOR)
         return mel[0] @ dct(wave.device)
 
-    def encode(self, wave, rate):
-        """Tokens, int64 numpy (ceil(seconds * FRAME_RATE),), of a wave, a tensor (T,) at `rate`."""
-        x = self.features(wave, rate)
+    def encode(self, wave):
+        """Tokens, int64 numpy (ceil(seconds * FRAME_RATE),), of a wave, a tensor (T,)."""
+        x = self.features(wave)
         tokens = quantize.nearest_codes((x - self.mean) / self.std, self.centers)
         return tokens.cpu().numpy()
 
@@ -144,7 +144,7 @@ def fit(dataset, indices, clusters=100, seed=0, features="mfcc", device="cpu"):
         progress = tracker.progress(order, desc="k-means: features", delay=3, leave=False)
         for index in progress:
             with contextlib.suppress(Unusable):
-                x = tokenizer.features(dataset.wave(index), dataset.rate)
+                x = tokenizer.features(dataset.wave(index))
                 features.append(x.cpu())
                 frames += len(x)
             if frames >= MAX_FRAMES:
