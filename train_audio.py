@@ -151,11 +151,11 @@ def open_recordings(cfg, hop_length, crop=0):
     return order.splits(open_folder(cfg.data), cfg, val_dataset)
 
 
-def means(sums):
-    """{metric: mean} of sums over samples or tokens, whose number is sums["count"]. Collective."""
-    sums = dist.total_by_name(sums)
-    count = sums.pop("count")
-    return {name: value / count for name, value in sums.items()}
+def means(found):
+    """{metric: mean over all ranks} of {metric: values on this rank}. Collective."""
+    sums = dist.total_by_name({name: sum(found[name]) for name in found})
+    counts = dist.total_by_name({name: len(found[name]) for name in found})
+    return {name: sums[name] / counts[name] for name in sums}
 
 
 def load_model(stage, folder, device, name="", weights="ema"):
@@ -722,33 +722,31 @@ def evaluate_codec(codec, cfg, split, device):
 
     split: (recordings, indices). Collective.
     """
+    codec.eval()
     Q = cfg.num_quantizers
 
     def log_mel(wave):
         return recordings.log_mel(wave, cfg.sample_rate, window=1024, hop=256, bins=64)
 
-    sums = collections.defaultdict(float)
+    found = collections.defaultdict(list)  # {metric: values}
     codes_seen = [torch.zeros(0, Q).long()]
     for _, batch in order.batches(*split, cfg.eval_samples, cfg.chunk_size):
         real = batch["wave"].to(device)  # (B, T), silence behind short recordings
-        size, length = real.shape
         target = codec.emphasize(real)
         # Spectra are in fp32; only the networks run in the precision of training.
         with amp.autocast(device, cfg.precision):
             codes = codec.quantizer.encode(codec.encode_latents(target))  # (B, frames, Q)
-            fake = codec.decode_latents(codec.quantizer.decode(codes))[:, :length]
+            fake = codec.decode_latents(codec.quantizer.decode(codes))[:, : real.shape[1]]
         loss = reconstruction_loss(cfg, fake, target, commitment=torch.zeros(()))
         fake = codec.deemphasize(fake)
-        sums["count"] += size
-        sums["loss"] += loss.item() * size
-        distance = (log_mel(fake) - log_mel(real)).abs().mean((1, 2))  # (B,)
-        sums[f"mel_distance@{Q}"] += distance.sum().item()
-        sums[f"si_sdr_db@{Q}"] += recordings.si_sdr(fake, real).sum().item()
+        found["loss"] += [loss.item()] * len(real)
+        found[f"mel_distance@{Q}"] += (log_mel(fake) - log_mel(real)).abs().mean((1, 2)).tolist()
+        found[f"si_sdr_db@{Q}"] += recordings.si_sdr(fake, real).tolist()
         # Codes of the silence behind a short recording do not count.
         frames = -(-batch["length"][:, None] // codec.hop_length)  # rounded up
         codes_seen.append(codes.cpu()[torch.arange(codes.shape[1]) < frames])
 
-    metrics = means(sums)
+    metrics = means(found)
     entropies, _ = tokens.code_entropies(codes_seen, cfg.codebook_size)
     for q, perplexity in enumerate(entropies.exp().tolist(), 1):
         metrics[f"codebook_perplexity@{q}"] = perplexity
@@ -851,18 +849,13 @@ def train_soundstream(cfg, device):
             # training's, and a sum over their frames, without the discriminators.
             if eval_due(state.step) and codec.quantizer.ready:
                 split = splits["validation"]
-                samples = {}
                 with progress.paused():
-                    codec.eval()
                     loss_online = evaluate_codec(codec, cfg, split, device)["loss"]
                     with ema.applied(codec):
                         metrics = evaluate_codec(codec, cfg, split, device)
-                        if state.step < cfg.steps:  # else the test is next
-                            name = f"step_{state.step:08d}"
-                            written = reconstructions(codec, split)
-                            samples = sounds.write_sounds(
-                                written, cfg.sample_rate, run.folder, name
-                            )
+                        written = reconstructions(codec, split)
+                        name = f"step_{state.step:08d}"
+                        samples = sounds.write_sounds(written, cfg.sample_rate, run.folder, name)
                 metrics["val_loss"] = metrics.pop("loss")
                 metrics |= {"val_loss_online": loss_online, "evaluation_s": progress.paused_s}
                 log.evaluation(state.step, metrics, samples)
@@ -945,7 +938,6 @@ def train_soundstream(cfg, device):
             dist.stop_together()
 
         # Test the averaged weights, and save them last of all.
-        codec.eval()
         with ema.applied(codec):
             metrics = evaluate_codec(codec, cfg, splits["test"], device)
             written = reconstructions(codec, splits["test"])
@@ -1508,19 +1500,17 @@ def evaluate_transformer(model, cfg, split, device):
     unigram_entropy, over all tokens, is about the loss of a model without context. split:
     (TokenCrops, indices). Collective.
     """
+    model.eval()  # no dropout
     stream = model.streams[-1]
-    sums = collections.defaultdict(float)
+    found = collections.defaultdict(list)  # {metric: values}
     tokens_seen = [torch.zeros(0, stream.num_quantizers).long()]
     for _, batch in order.batches(*split, cfg.eval_samples, cfg.chunk_size):
-        batch = order.to_device(batch, device)
+        tokens_seen.append(batch["target"].flatten(0, 1))
         with amp.autocast(device, cfg.precision):
-            loss, count, correct = model(batch)
-        count = count.clamp(min=1)
-        sums["loss"] += (loss / count).sum().item()
-        sums["accuracy"] += (correct / count).sum().item()
-        sums["count"] += len(loss)
-        tokens_seen.append(batch["target"].flatten(0, 1).cpu())
-    metrics = means(sums)
+            loss, count, correct = model(order.to_device(batch, device))
+        found["loss"] += (loss / count).tolist()
+        found["accuracy"] += (correct / count).tolist()
+    metrics = means(found)
     entropies, counts = tokens.code_entropies(tokens_seen, stream.codebook_size + 1)  # with EOS
     metrics["unigram_entropy"] = (entropies @ counts / counts.sum()).item()
     return metrics
@@ -1630,18 +1620,13 @@ def train_transformer(cfg, device):
             # Evaluate: the averaged weights are those that are kept and sampled from.
             if eval_due(state.step):
                 split = splits["validation"]
-                samples = {}
                 with progress.paused():
-                    model.eval()  # no dropout
                     loss_online = evaluate_transformer(model, cfg, split, device)["loss"]
                     with ema.applied(model):
                         metrics = evaluate_transformer(model, cfg, split, device)
-                        if state.step < cfg.steps:  # else the test is next
-                            name = f"step_{state.step:08d}"
-                            written = continuations(model, cfg, split, codec)
-                            samples = sounds.write_sounds(
-                                written, cfg.sample_rate, run.folder, name
-                            )
+                        written = continuations(model, cfg, split, codec)
+                        name = f"step_{state.step:08d}"
+                        samples = sounds.write_sounds(written, cfg.sample_rate, run.folder, name)
                 metrics["val_loss"] = metrics.pop("loss")
                 metrics["val_accuracy"] = metrics.pop("accuracy")
                 metrics |= {"val_loss_online": loss_online, "evaluation_s": progress.paused_s}
@@ -1666,7 +1651,7 @@ def train_transformer(cfg, device):
                         with amp.autocast(device, cfg.precision):
                             loss_sums, counts, _ = model(batch, drop)
                             # Each sample counts alike: a batch's loss is the mean of its chunks'.
-                            loss = (loss_sums / counts.clamp(min=1)).mean()
+                            loss = (loss_sums / counts).mean()
                         with dist.sum_gradients(model, chunk is plan[-1]):  # over all ranks
                             scaler.scale(loss * chunk.weight).backward()
                         chunk_losses.append(loss.detach() * (chunk.stop - chunk.start))
@@ -1686,7 +1671,6 @@ def train_transformer(cfg, device):
             dist.stop_together()
 
         # Test the averaged weights, and save them last of all.
-        model.eval()
         with ema.applied(model):
             metrics = evaluate_transformer(model, cfg, splits["test"], device)
             written = continuations(model, cfg, splits["test"], codec)
@@ -1876,9 +1860,7 @@ def evaluate_pipeline(args, device=None):
                 sounds.write_sound(sound, rate, f"{path}_continued.wav")
         if scores and pipeline.models["semantic"].has_text:
             scores.add_texts(readable, seeds)
-    sums = dist.total_by_name({name: sum(values) for name, values in found.items()})
-    counts = dist.total_by_name({name: len(values) for name, values in found.items()})
-    metrics = {name: value / counts[name] for name, value in sums.items()}
+    metrics = means(found)
     if dist.is_main():
         checkpoint.write_json(metrics, f"{out}/scores.json")
     prompt = f"{shlex.quote(out)}/sounds/0_real.wav --prompt_seconds {PROMPT_SECONDS}"

@@ -48,14 +48,14 @@ def code_entropies(codes, size):
 
     codes: list of (N, Q), each code below `size`, or -100 for none.
     """
-    counts = []
+    uses = []
     for column in torch.cat(codes).T:
-        counts.append(torch.bincount(column[column >= 0], minlength=size))
-    # Summed over ranks before taking the entropy, which is not additive.
-    counts = torch.stack(counts)  # (Q, size)
-    counts = torch.tensor(dist.total(counts.flatten().tolist())).view(counts.shape)
-    frequencies = counts / counts.sum(1, keepdim=True)
-    return torch.special.entr(frequencies).sum(1), counts.sum(1)
+        counts = torch.bincount(column[column >= 0], minlength=size)
+        # Summed over ranks before taking the entropy, which is not additive.
+        uses.append(dist.total(counts.tolist()))
+    uses = torch.tensor(uses)  # (Q, size)
+    totals = uses.sum(1)
+    return torch.special.entr(uses / totals[:, None]).sum(1), totals
 
 
 # Caches
