@@ -89,10 +89,8 @@ from common.models.quantize import ResidualQuantizer
 
 MAX_CHUNK = 64  # recordings in one forward pass, at most, where --chunk_size is 0
 BUILTIN_ROWS = 6_000  # recordings of the built-in syllables
-KMEANS_FILE = "kmeans.pt"  # in the folder of the semantic run
 NUM_SOUNDS = 2  # recordings that an evaluation writes as WAV and PNG
 
-Stage = Literal["all", "soundstream", "semantic", "coarse", "fine"]
 Optimizer = Literal["adamw", "muon"]
 
 # What all stages share
@@ -102,7 +100,7 @@ Optimizer = Literal["adamw", "muon"]
 class SharedConfig(config.TrainingRun):
     """Run, data and optimization, in all stages"""
 
-    stage: Stage = field(
+    stage: str = field(
         "all", "stage to train; all: one after the other, each with its defaults", fixed=True
     )
     preset: str = field(
@@ -159,7 +157,7 @@ def means(found):
 
 
 def load_model(stage, folder, device, name="", weights="ema"):
-    """(model of a stage in eval mode and frozen, contents of its file), of its run folder.
+    """The model of a stage in eval mode and frozen, of its run folder.
 
     name: of the file. By default it is the newest checkpoint for "online" weights; the last of a
     codec, whose validation loss leaves out the discriminators; else see `checkpoint.model_file`.
@@ -179,8 +177,9 @@ def load_model(stage, folder, device, name="", weights="ema"):
             streams = [Stream(*stream) for stream in contents["streams"]]
             lengths = Lengths(*contents["lengths"])
             model = TokenTransformer(cfg, streams, lengths, contents["vocabulary"])
+            model.made_with = contents["made_with"]
         checkpoint.load_weights(model, contents["model"], file)
-    return model.to(device).eval().requires_grad_(False), contents
+    return model.to(device).eval().requires_grad_(False)
 
 
 # Part 1: SoundStream
@@ -192,7 +191,7 @@ def load_model(stage, folder, device, name="", weights="ema"):
 class CodecConfig(SharedConfig):
     """Codec: model, losses and optimization"""
 
-    stage: Stage = field("soundstream", "stage to train", fixed=True)
+    stage: str = field("soundstream", "stage to train", fixed=True)
     seconds: PositiveFloat = field(0.32, "length of a training crop", fixed=True)
     # Model
     channels: PositiveInt = field(
@@ -958,8 +957,7 @@ def open_codec(path, device, name="", weights="ema"):
         from common.interop.codecs import PublishedCodec
 
         return PublishedCodec(path, device)
-    codec, _ = load_model("soundstream", path, device, name, weights)
-    return codec
+    return load_model("soundstream", path, device, name, weights)
 
 
 def load_codec(cfg, device):
@@ -1024,7 +1022,7 @@ class TransformerConfig(SharedConfig):
 class SemanticConfig(TransformerConfig):
     """Semantic stage"""
 
-    stage: Stage = field("semantic", "stage to train", fixed=True)
+    stage: str = field("semantic", "stage to train", fixed=True)
     tokenizer: str = field(
         "kmeans",
         "semantic tokens: kmeans of MFCC, or hf:MODEL:LAYER (HuBERT, WavLM, w2v-BERT 2.0)",
@@ -1057,7 +1055,7 @@ class CodesConfig(TransformerConfig):
 class CoarseConfig(CodesConfig):
     """Coarse stage"""
 
-    stage: Stage = field("coarse", "stage to train", fixed=True)
+    stage: str = field("coarse", "stage to train", fixed=True)
     # In the same time Muon reaches a higher text_heard than Adam, which AudioLM uses.
     steps: PositiveInt = field(620, "optimizer steps")
     optimizer: Optimizer = field(
@@ -1070,7 +1068,7 @@ class CoarseConfig(CodesConfig):
 class FineConfig(CodesConfig):
     """Fine stage"""
 
-    stage: Stage = field("fine", "stage to train", fixed=True)
+    stage: str = field("fine", "stage to train", fixed=True)
     seconds: PositiveFloat = field(0.4, "length of a training crop", fixed=True)
     steps: PositiveInt = field(150, "optimizer steps")
 
@@ -1567,8 +1565,8 @@ def train_transformer(cfg, device):
         hop_length = codec.hop_length
         made_with = {"codec": codec.checksum, "coarse_quantizers": cfg.coarse_quantizers}
     if cfg.stage == "coarse":
-        path = f"{cfg.run_dir}/semantic/{KMEANS_FILE}"
-        kmeans = dist.together(lambda: tokens.load_kmeans(path, cfg.sample_rate, device))
+        folder = f"{cfg.run_dir}/semantic"
+        kmeans = dist.together(lambda: tokens.load_kmeans(folder, cfg.sample_rate, device))
         made_with["kmeans"] = kmeans.checksum
     splits = dist.together(lambda: open_recordings(cfg, hop_length))
     dataset, indices = splits["train"]
@@ -1580,7 +1578,7 @@ def train_transformer(cfg, device):
     # Make tokens of all recordings, unless an earlier start has done so. The semantic stage first
     # fits its k-means.
     if cfg.stage == "semantic":
-        kmeans = tokens.fit_kmeans(run.folder / KMEANS_FILE, dataset, indices, cfg, device)
+        kmeans = tokens.fit_kmeans(run.folder, dataset, indices, cfg, device)
         made_with = {"kmeans": kmeans.checksum}
     streams = make_streams(cfg, kmeans, codec)
     splits = tokens.tokenize_splits(cfg, splits, streams, lay_out, kmeans, codec)
@@ -1706,29 +1704,26 @@ class Pipeline:
     def __init__(self, args, device):
         """args: a PipelineConfig."""
         self.models = {}
-        made_with = {}
         for stage in ("semantic", "coarse", "fine"):
             folder = f"{args.run_dir}/{stage}"
-            model, contents = load_model(stage, folder, device, args.model, args.weights)
-            self.models[stage] = model
-            made_with[stage] = contents["made_with"]
+            self.models[stage] = load_model(stage, folder, device, args.model, args.weights)
 
         # The codec that coarse was trained with: in this folder, if it was in its own.
         cfg = dataclasses.replace(self.models["coarse"].cfg, run_dir=args.run_dir)
         self.codec = load_codec(cfg, device)
-        path = f"{args.run_dir}/semantic/{KMEANS_FILE}"
-        self.kmeans = tokens.load_kmeans(path, self.codec.sample_rate, device)
+        folder = f"{args.run_dir}/semantic"
+        self.kmeans = tokens.load_kmeans(folder, self.codec.sample_rate, device)
         # What decides the tokens must be what the models were trained with.
         expected = {
             "codec": self.codec.checksum,
             "coarse_quantizers": cfg.coarse_quantizers,
             "kmeans": self.kmeans.checksum,
         }
-        for stage, found in made_with.items():
-            if not found.items() <= expected.items():
+        for stage, model in self.models.items():
+            if not model.made_with.items() <= expected.items():
                 raise UserError(
-                    f"{args.run_dir}/{stage}: trained with other tokens, {found}; those of coarse "
-                    f"and the files are {expected}"
+                    f"{args.run_dir}/{stage}: trained with other tokens, {model.made_with}; those "
+                    f"of coarse and the files are {expected}"
                 )
 
     def prompt(self, wave):
@@ -1985,20 +1980,16 @@ def sample(args):
 def train(cfg):
     """Train one stage, or all in turn and then evaluate them together."""
     device = dist.setup(cfg.device, cfg.timeout_minutes)
-    stages = [cfg]
+    configs = [cfg]
     if cfg.stage == "all":
         # Each stage is a run of its own, so a stopped command resumes in its stage.
-        shared = dict(vars(cfg))
-        del shared["stage"]
-        stages = []
+        preset = PRESETS.get(cfg.preset, {})
+        configs = []
         for stage, cls in STAGES.items():
-            preset = PRESETS.get(cfg.preset, {}).get(stage, {})
-            stages.append(cls(**{**preset, **shared}))
-    for stage in stages:
-        if stage.stage == "soundstream":
-            train_soundstream(stage, device)
-        else:
-            train_transformer(stage, device)
+            configs.append(cls(**{**preset.get(stage, {}), **vars(cfg), "stage": stage}))
+    for each in configs:
+        train_stage = train_soundstream if each.stage == "soundstream" else train_transformer
+        train_stage(each, device)
     if cfg.stage == "all":
         evaluate_pipeline(EvaluateConfig(run_dir=cfg.run_dir, seed=cfg.seed), device)
 

@@ -82,8 +82,7 @@ def wave(voice):
 
 @pytest.fixture
 def codec(whole):
-    codec, _ = train_audio.load_model("soundstream", whole / "soundstream", CPU)
-    return codec
+    return train_audio.load_model("soundstream", whole / "soundstream", CPU)
 
 
 @pytest.fixture

@@ -13,14 +13,17 @@ from common.data import files, order
 from common.data.files import Unusable
 from common.models import clip, semantic
 
+KMEANS_FILE = "kmeans.pt"  # in the folder of the semantic run
+
 # Tokenizers
 
 
-def load_kmeans(path, sample_rate, device):
-    """The semantic tokenizer of a file, a semantic.KMeans, with the file's `checksum`.
+def load_kmeans(folder, sample_rate, device):
+    """The semantic tokenizer of a run folder, a semantic.KMeans, with its file's `checksum`.
 
     UserError if it was fitted to recordings of another rate.
     """
+    path = Path(folder) / KMEANS_FILE
     kmeans = semantic.load(checkpoint.load(path), path).to(device)
     if kmeans.sample_rate != sample_rate:
         raise UserError(
@@ -31,16 +34,17 @@ def load_kmeans(path, sample_rate, device):
     return kmeans
 
 
-def fit_kmeans(path, dataset, indices, cfg, device):
+def fit_kmeans(folder, dataset, indices, cfg, device):
     """As `load_kmeans`. Unless there is such a file, one is first made by `semantic.fit`.
 
     cfg: with clusters, seed, and the tokenizer, "kmeans" of MFCC or hf:MODEL:LAYER. Collective.
     """
     features = "mfcc" if cfg.tokenizer == "kmeans" else cfg.tokenizer
+    path = folder / KMEANS_FILE
     if not dist.on_main(path.exists):
         kmeans = semantic.fit(dataset, indices, cfg.clusters, cfg.seed, features, device)
         dist.on_main(lambda: checkpoint.save(kmeans.state(), path))
-    return load_kmeans(path, dataset.rate, device)
+    return load_kmeans(folder, dataset.rate, device)
 
 
 def code_entropies(codes, size):
@@ -261,13 +265,13 @@ def tokenize_splits(cfg, splits, streams, lay_out, kmeans, codec):
     have none of their tokens. Collective.
     """
     folder = Path(cfg.run_dir) / "tokens"
+    semantic_tokens = None
+    codes = None
+    frame_rate = semantic.FRAME_RATE
     crops = {}  # of each dataset: of --data and, if given, of --val_data
     for dataset, _ in splits.values():
         if dataset in crops:
             continue
-        semantic_tokens = None
-        codes = None
-        frame_rate = semantic.FRAME_RATE
         if kmeans:
             semantic_tokens = token_cache(
                 folder,
