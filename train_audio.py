@@ -1858,9 +1858,7 @@ def evaluate_pipeline(args, device=None):
     metrics = means(found)
     if dist.is_main():
         checkpoint.write_json(metrics, f"{out}/scores.json")
-    prompt = f"{shlex.quote(out)}/sounds/0_real.wav --prompt_seconds {PROMPT_SECONDS}"
-    run_dir = shlex.quote(args.run_dir)
-    command = f"train_audio.py sample --prompt {prompt} --run_dir {run_dir}"
+    command = f"train_audio.py sample --run_dir {shlex.quote(args.run_dir)}"
     tracker.print_results(f"The stages together ({out}/sounds):", metrics, command)
 
 
@@ -1891,90 +1889,77 @@ class SampleConfig(PipelineConfig):
         config.check_one(self, "reconstruct", "prompt")
 
 
-def read_wave(path, codec):
-    """The wave (T,) of a recording, at the codec's rate; UserError if shorter than a frame."""
+def read_wave(path, codec, length=0):
+    """The last `length` samples of a recording, or all (T,), at LOUDNESS; the gain to that.
+
+    They are at the codec's rate. UserError if they are shorter than a frame.
+    """
     channels, rate, _ = recordings.read(path)
     wave = torch.from_numpy(recordings.mix_down(channels, path))
-    wave = recordings.resample(wave, rate, codec.sample_rate)
+    wave = recordings.resample(wave, rate, codec.sample_rate)[-length:]
     if len(wave) < codec.hop_length:
         raise UserError(f"{path}: {len(wave)} samples, shorter than a frame of {codec.hop_length}")
-    return wave
+    gain = recordings.loudness_gain(wave)
+    return wave * gain, gain
 
 
 def check_text(args, model):
     """UserError if the semantic stage cannot do what the settings say about text."""
-    if args.text and not model.has_text:
-        raise UserError(f"--text: {args.run_dir} was trained without texts; give --prompt alone")
-    # A model that always had its text knows no "no text", which guidance needs.
-    can_drop = model.has_text and model.cfg.text_drop
-    if model.has_text and not args.text and not can_drop:
-        raise UserError(f"{args.run_dir}: trained with --text_drop 0, so it needs --text")
-    if args.guidance_scale != 1 and not can_drop:
+    guided = args.guidance_scale != 1
+    if (args.text or guided) and not model.has_text:
         raise UserError(
-            f"--guidance_scale: {args.run_dir} was trained with --text_drop 0, or without texts"
+            f"--text, --guidance_scale: {args.run_dir} was trained without texts; give --prompt"
+        )
+    # A model that always had its text knows no "no text", which guidance needs.
+    if model.has_text and (guided or not args.text) and not model.cfg.text_drop:
+        raise UserError(
+            f"{args.run_dir}: trained with --text_drop 0, so it needs --text, and has no guidance"
         )
 
 
-def read_prompt(args, pipeline):
-    """The Prompt of the end of a recording, and the gain that brought it to LOUDNESS.
-
-    It is at most what the coarse stage was trained on.
-    """
-    if not args.prompt:
-        return pipeline.empty_prompt(), 1.0
-    codec = pipeline.codec
-    max_frames = pipeline.models["coarse"].lengths.max_frames
-    most = codec.hop_length * (max_frames - 1)  # and a new frame
-    length = min(round(args.prompt_seconds * codec.sample_rate) or most, most)
-    wave = read_wave(args.prompt, codec)[-max(length, codec.hop_length) :]
-    gain = recordings.loudness_gain(wave)
-    return pipeline.prompt(wave * gain), gain
-
-
-def generate_sound(args, device):
-    """Write the sound of a text, of a prompt, or of both."""
+def continue_sound(args, device):
+    """(codec, sound) of a text, of a prompt, or of both."""
     pipeline = Pipeline(args, device)
     check_text(args, pipeline.models["semantic"])
-    prompt, gain = read_prompt(args, pipeline)
+    codec = pipeline.codec
+    prompt = pipeline.empty_prompt()
+    gain = 1.0
+    if args.prompt:  # at most what coarse was trained on, with a new frame
+        most = codec.hop_length * (pipeline.models["coarse"].lengths.max_frames - 1)
+        length = round(args.prompt_seconds * codec.sample_rate) or most
+        wave, gain = read_wave(args.prompt, codec, min(length, most))
+        prompt = pipeline.prompt(wave)
     # Another text has other noise.
     seed = accumulate.derive_seed(args.seed, args.text, 0)
     texts = [args.text] if args.text else None
     sampling = SamplingParams(args.temperature, args.top_k, args.guidance_scale)
     (codes,) = pipeline.generate([prompt], args.seconds, [seed], texts, sampling, args.fine)
-    sound = pipeline.codec.decode(codes) / gain  # as loud as the prompt
-    sounds.write_sound(sound, pipeline.codec.sample_rate, args.out)
-    print(f"wrote {args.out}")
+    return codec, codec.decode(codes) / gain  # as loud as the prompt
 
 
 def reconstruct(args, device):
-    """Send a recording through a codec, and print how well it comes out."""
+    """(codec, sound) of a recording that goes through a codec."""
     folder = args.soundstream or f"{args.run_dir}/soundstream"
     codec = open_codec(folder, device, args.model, args.weights)
     count = args.num_quantizers or codec.num_quantizers
     if count > codec.num_quantizers:
         raise UserError(f"--num_quantizers {count}: the codec has {codec.num_quantizers}")
-    wave = read_wave(args.reconstruct, codec)
-    gain = recordings.loudness_gain(wave)  # of the loudness that models were trained on
-    codes = codec.encode(wave * gain)[:, :count]
-    sound = codec.decode(codes)[: len(wave)] / gain
-    sounds.write_sound(sound, codec.sample_rate, args.out)
+    wave, gain = read_wave(args.reconstruct, codec)
     # Codes of K values have log2(K) bits.
     bitrate = count * math.log2(codec.codebook_size) * codec.frame_rate
-    si_sdr = recordings.si_sdr(sound[None], wave[None]).item()
-    print(
-        f"wrote {args.out}: {count} codes a frame, {bitrate:.0f} bits a second, "
-        f"si_sdr_db {si_sdr:.2f}"
-    )
+    print(f"{count} codes a frame, {bitrate:.0f} bits a second")
+    return codec, codec.decode(codec.encode(wave)[:, :count])[: len(wave)] / gain
 
 
 def sample(args):
+    """Write a sound."""
     device = dist.setup(args.device)
     if not dist.is_main():  # a single process samples
         return
-    if args.reconstruct:
-        reconstruct(args, device)
-    else:
-        generate_sound(args, device)
+    make_sound = reconstruct if args.reconstruct else continue_sound
+    codec, sound = make_sound(args, device)
+    sounds.write_sound(sound, codec.sample_rate, args.out)
+    print(f"wrote {args.out}")
 
 
 def train(cfg):
