@@ -1034,7 +1034,6 @@ class SemanticConfig(TransformerConfig):
     max_text_len: NonNegativeInt = field(
         24, "longest transcript in tokens, longer is cut, 0: no text", model=True
     )
-    text_drop: Fraction = field(0.1, "probability of dropping the text, for guidance")
 
 
 @dataclass(frozen=True)
@@ -1150,6 +1149,7 @@ PRESETS = {
 PROMPT_SECONDS = 0.4  # length of the prompts in evaluation
 TEXT_WORDS = 320  # words with a token of their own; others are spelled
 TEXT_DEPTH = 2  # blocks of the text encoder
+TEXT_DROP = 0.1  # probability of training on a sample without its text, for guidance
 
 # Streams of tokens (AudioLM §III-C)
 
@@ -1591,7 +1591,6 @@ def train_transformer(cfg, device):
         vocabulary = tokens.learn_vocabulary(crops, indices, TEXT_WORDS, cfg.max_text_len)
     accumulate.seed_all(cfg.seed, "weights")  # the same start on all ranks
     model = TokenTransformer(cfg, streams, lengths, vocabulary).to(device)
-    text_drop = cfg.text_drop if model.has_text else 0.0
     optimizers = optim.make(model, cfg.optimizer, cfg.lr, cfg.weight_decay, cfg.betas, cfg.eps)
     scaler = amp.scaler(device, cfg.precision)
     ema = EMA(model, cfg.ema_update_every, decay=cfg.ema_decay, update_after=cfg.ema_update_after)
@@ -1645,7 +1644,7 @@ def train_transformer(cfg, device):
                         # All that is random follows from (seed, step, chunk), on any rank.
                         accumulate.seed_all(cfg.seed, state.step, chunk.index)
                         batch = order.to_device(batch, device)
-                        drop = torch.rand(len(batch["inputs"]), device=device) < text_drop
+                        drop = torch.rand(len(batch["inputs"]), device=device) < TEXT_DROP
                         with amp.autocast(device, cfg.precision):
                             loss_sums, counts, _ = model(batch, drop)
                             # Each sample counts alike: a batch's loss is the mean of its chunks'.
@@ -1903,24 +1902,13 @@ def read_wave(path, codec, length=0):
     return wave * gain, gain
 
 
-def check_text(args, model):
-    """UserError if the semantic stage cannot do what the settings say about text."""
-    guided = args.guidance_scale != 1
-    if (args.text or guided) and not model.has_text:
-        raise UserError(
-            f"--text, --guidance_scale: {args.run_dir} was trained without texts; give --prompt"
-        )
-    # A model that always had its text knows no "no text", which guidance needs.
-    if model.has_text and (guided or not args.text) and not model.cfg.text_drop:
-        raise UserError(
-            f"{args.run_dir}: trained with --text_drop 0, so it needs --text, and has no guidance"
-        )
-
-
 def continue_sound(args, device):
     """(codec, sound) of a text, of a prompt, or of both."""
     pipeline = Pipeline(args, device)
-    check_text(args, pipeline.models["semantic"])
+    if (args.text or args.guidance_scale != 1) and not pipeline.models["semantic"].has_text:
+        raise UserError(
+            f"--text, --guidance_scale: {args.run_dir} was trained without texts; give --prompt"
+        )
     codec = pipeline.codec
     prompt = pipeline.empty_prompt()
     gain = 1.0
