@@ -34,7 +34,7 @@ SoundStream
   rate is pooled once by 4, not twice by 2. Feature matching is a mean over channels too.
 - Mel spectra have a scale and a floor of their own (`spectral_distance`), and filters that are wide
   enough for the shortest window (`recordings.mel_filters`).
-- By default, but not by soundstream-24khz: an L1 loss of waves, an R1 penalty of the summed scores,
+- By default, but not by audiolm-16khz: an L1 loss of waves, an R1 penalty of the summed scores,
   no quantizer in the first 300 steps, discriminators only in the last 40 of 1,050 steps.
 AudioLM
 - Semantic tokens are 50 a second. By default they are of MFCC.
@@ -104,8 +104,7 @@ class SharedConfig(config.TrainingRun):
         "all", "stage to train; all: one after the other, each with its defaults", fixed=True
     )
     preset: str = field(
-        "",
-        "settings by name: speech-small, audiolm-16khz, soundstream-24khz; --config and flags win",
+        "", "settings by name: speech-small, audiolm-16khz; --config and flags win"
     )
     run_dir: str = field("runs/audio", "folder of the runs; a stage's run is RUN/STAGE")
     data: str = field(
@@ -295,13 +294,12 @@ LARGE = dict(
     save_every=2_000,
     workers=4,
 )
-SOUNDSTREAM_24KHZ = dict(
+SOUNDSTREAM = dict(
     LARGE,
-    stage="soundstream",
-    sample_rate=24_000,
+    sample_rate=16_000,  # AudioLM §IV-A; SoundStream's own is 24 kHz, of 8 quantizers: 6 kbit/s
     channels=32,  # C_enc and C_dec (§III-A)
     latent_dim=512,  # D
-    num_quantizers=8,  # of 10 bits each: 6 kbit/s at 75 frames a second
+    num_quantizers=12,  # of 10 bits each, at 50 frames a second
     codebook_size=1024,  # K
     codebook_decay=0.99,  # §III-C
     quantizer_start=0,  # k-means before the first step (§III-C)
@@ -1090,7 +1088,7 @@ AUDIOLM = dict(
     precision="bf16",
 )
 AUDIOLM_16KHZ = {
-    "soundstream": dict(SOUNDSTREAM_24KHZ, sample_rate=16_000, num_quantizers=12),  # §IV-A
+    "soundstream": SOUNDSTREAM,
     "semantic": dict(
         AUDIOLM,
         seconds=30.0,
@@ -1142,7 +1140,6 @@ SPEECH_SMALL = {
 }
 PRESETS = {
     "speech-small": SPEECH_SMALL,
-    "soundstream-24khz": SOUNDSTREAM_24KHZ,
     "audiolm-16khz": AUDIOLM_16KHZ,
 }
 
