@@ -484,9 +484,9 @@ class SoundStream(nn.Module):
         return x / self.inner_scale
 
     def forward(self, wave):
-        """(reconstruction (B, T), commitment loss) of emphasized waves (B, T)."""
-        quantized, _, commitment = self.quantizer(self.encode_latents(wave))  # (B, frames, D)
-        return self.decode_latents(quantized)[:, : wave.shape[1]], commitment
+        """(reconstruction (B, T), codes (B, frames, Q), commitment loss) of emphasized waves."""
+        quantized, codes, commitment = self.quantizer(self.encode_latents(wave))  # (B, frames, D)
+        return self.decode_latents(quantized)[:, : wave.shape[1]], codes, commitment
 
     @torch.no_grad()
     def encode(self, wave):
@@ -732,8 +732,7 @@ def evaluate_codec(codec, cfg, split, device):
         target = codec.emphasize(real)
         # Spectra are in fp32; only the networks run in the precision of training.
         with amp.autocast(device, cfg.precision):
-            codes = codec.quantizer.encode(codec.encode_latents(target))  # (B, frames, Q)
-            fake = codec.decode_latents(codec.quantizer.decode(codes))[:, : real.shape[1]]
+            fake, codes, _ = codec(target)  # (B, T), (B, frames, Q)
         loss = reconstruction_loss(cfg, fake, target, commitment=torch.zeros(()))
         fake = codec.deemphasize(fake)
         found["loss"] += [loss.item()] * len(real)
@@ -892,7 +891,7 @@ def train_soundstream(cfg, device):
                         real = augment(real)
                     real = codec.emphasize(real)
                     with amp.autocast(device, cfg.precision):
-                        fake, commitment = codec(real)
+                        fake, _, commitment = codec(real)
                         loss = reconstruction_loss(cfg, fake, real, commitment)
                         if adversarial:
                             loss = loss + adversarial_loss(cfg, discriminators, fake, real)

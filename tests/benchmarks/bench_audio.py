@@ -90,7 +90,7 @@ def bench_soundstream(args):
 
     def step():
         with amp.autocast(device, cfg.precision):
-            fake, commitment = codec(wave)
+            fake, _, commitment = codec(wave)
             loss = train_audio.reconstruction_loss(cfg, fake, wave, commitment)
             loss = loss + train_audio.adversarial_loss(cfg, discriminators, fake, wave)
         scaler.scale(loss).backward()
