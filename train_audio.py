@@ -838,6 +838,14 @@ def train_soundstream(cfg, device):
     eval_due = loop.Due(cfg.eval_every, cfg.steps)
     save_due = loop.Due(cfg.save_every, cfg.steps)
 
+    def evaluate(split, name):
+        """(metrics of the averaged weights, their sounds as files)"""
+        with ema.applied(codec):
+            metrics = evaluate_codec(codec, cfg, split, device)
+            written = reconstructions(codec, split)
+            samples = sounds.write_sounds(written, cfg.sample_rate, run.folder, name)
+        return metrics, samples
+
     with log, loop.Progress(run, state, log, cfg.stage) as progress:
         while True:
             # Evaluate: the averaged weights are those that are kept. Before k-means there are no
@@ -847,11 +855,7 @@ def train_soundstream(cfg, device):
                 split = splits["validation"]
                 with progress.paused():
                     loss_online = evaluate_codec(codec, cfg, split, device)["loss"]
-                    with ema.applied(codec):
-                        metrics = evaluate_codec(codec, cfg, split, device)
-                        written = reconstructions(codec, split)
-                        name = f"step_{state.step:08d}"
-                        samples = sounds.write_sounds(written, cfg.sample_rate, run.folder, name)
+                    metrics, samples = evaluate(split, f"step_{state.step:08d}")
                 metrics["val_loss"] = metrics.pop("loss")
                 metrics |= {"val_loss_online": loss_online, "evaluation_s": progress.paused_s}
                 log.evaluation(state.step, metrics, samples)
@@ -934,10 +938,7 @@ def train_soundstream(cfg, device):
             dist.stop_together()
 
         # Test the averaged weights, and save them last of all.
-        with ema.applied(codec):
-            metrics = evaluate_codec(codec, cfg, splits["test"], device)
-            written = reconstructions(codec, splits["test"])
-            samples = sounds.write_sounds(written, cfg.sample_rate, run.folder, "test")
+        metrics, samples = evaluate(splits["test"], "test")
         results = loop.finish(run, state, log, metrics, samples)
     loop.announce(run, results, started=started)
 
@@ -1608,6 +1609,14 @@ def train_transformer(cfg, device):
     eval_due = loop.Due(cfg.eval_every, cfg.steps)
     save_due = loop.Due(cfg.save_every, cfg.steps)
 
+    def evaluate(split, name):
+        """(metrics of the averaged weights, their sounds as files)"""
+        with ema.applied(model):
+            metrics = evaluate_transformer(model, cfg, split, device)
+            written = continuations(model, cfg, split, codec)
+            samples = sounds.write_sounds(written, cfg.sample_rate, run.folder, name)
+        return metrics, samples
+
     with log, loop.Progress(run, state, log, cfg.stage) as progress:
         while True:
             # Evaluate: the averaged weights are those that are kept and sampled from.
@@ -1615,11 +1624,7 @@ def train_transformer(cfg, device):
                 split = splits["validation"]
                 with progress.paused():
                     loss_online = evaluate_transformer(model, cfg, split, device)["loss"]
-                    with ema.applied(model):
-                        metrics = evaluate_transformer(model, cfg, split, device)
-                        written = continuations(model, cfg, split, codec)
-                        name = f"step_{state.step:08d}"
-                        samples = sounds.write_sounds(written, cfg.sample_rate, run.folder, name)
+                    metrics, samples = evaluate(split, f"step_{state.step:08d}")
                 metrics["val_loss"] = metrics.pop("loss")
                 metrics["val_accuracy"] = metrics.pop("accuracy")
                 metrics |= {"val_loss_online": loss_online, "evaluation_s": progress.paused_s}
@@ -1664,10 +1669,7 @@ def train_transformer(cfg, device):
             dist.stop_together()
 
         # Test the averaged weights, and save them last of all.
-        with ema.applied(model):
-            metrics = evaluate_transformer(model, cfg, splits["test"], device)
-            written = continuations(model, cfg, splits["test"], codec)
-            samples = sounds.write_sounds(written, cfg.sample_rate, run.folder, "test")
+        metrics, samples = evaluate(splits["test"], "test")
         results = loop.finish(run, state, log, metrics, samples)
     loop.announce(run, results, started=started)
 
