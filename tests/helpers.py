@@ -124,7 +124,7 @@ def write_voices(folder, rows=range(40), rate=8000):
         path = folder / f"voice_{record['speaker'] % 4}/{row:03d}.wav"
         path.parent.mkdir(parents=True, exist_ok=True)
         wave = recordings.resample(torch.from_numpy(wave), synthetic.RATE, rate)
-        recordings.write_wav(path, wave, rate)
+        recordings.write_wav(str(path), wave, rate)
         path.with_suffix(".txt").write_text(record["text"])
     return folder
 

@@ -120,7 +120,7 @@ def test_samples_that_are_not_finite_are_unusable(soundfile, path):
 
 def test_written_waves_read_back_rounded_and_clipped_and_then_bit_for_bit(path):
     wave = torch.linspace(-1.2, 1.2, 50, requires_grad=True)
-    recordings.write_wav(path, wave, 22050)
+    recordings.write_wav(str(path), wave, 22050)
     found, rate, _ = recordings.read(path)
     assert rate == 22050
     expected = wave.detach().clamp(-1, 1 - 2 ** -15)

@@ -120,12 +120,10 @@ def _read_by_soundfile(path, start, stop):
 
 
 def write_wav(file, wave: torch.Tensor, rate):
-    """Write a wave (T,), clipped to ±1, as WAV of 16-bit PCM to a path or an open binary file."""
+    """Write a wave (T,), clipped to ±1, as WAV of 16-bit PCM to an open binary file, or a name."""
     wave = wave.detach().cpu() * 32768
     samples = wave.round().clamp(-32768, 32767)
     samples = samples.short().numpy()
-    if isinstance(file, Path):
-        file = str(file)
     with wavfile.open(file, "wb") as output:
         output.setnchannels(1)
         output.setsampwidth(2)
