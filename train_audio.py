@@ -752,8 +752,8 @@ def evaluate_codec(codec, cfg, split, device):
 def reconstructions(codec, split):
     """The first recordings of a split and what the codec makes of them; see `write_sounds`."""
     dataset, indices = split
-    usable = zip(*dataset.load_usable(indices[:NUM_SOUNDS]))
-    for number, (index, wave) in enumerate(usable):
+    usable = dataset.load_usable(indices[:NUM_SOUNDS])
+    for number, (index, wave) in enumerate(usable.items()):
         fake = codec.decode(codec.encode(wave))
         yield f"{number}_real", wave, dataset.names[index]
         yield number, fake[: len(wave)], dataset.names[index]
@@ -1833,25 +1833,25 @@ def evaluate_pipeline(args, device=None):
 
     for number in dist.deal(math.ceil(len(indices) / EVAL_BATCH)):
         first = number * EVAL_BATCH
-        readable, waves = dataset.load_usable(indices[first : first + EVAL_BATCH])
+        usable = dataset.load_usable(indices[first : first + EVAL_BATCH])
         prompts = []
-        for wave in waves:  # a prompt is at most half of its recording, in whole frames
+        for wave in usable.values():  # a prompt is at most half of its recording, in whole frames
             frames = min(round(PROMPT_SECONDS * rate), len(wave) // 2) // hop_length
             prompts.append(pipeline.prompt(wave[: max(1, frames) * hop_length]))
-        seeds = [accumulate.derive_seed(args.seed, "goes on", index) for index in readable]
+        seeds = [accumulate.derive_seed(args.seed, "goes on", index) for index in usable]
         generated = pipeline.generate(prompts, CONTINUE_SECONDS, seeds)
-        for i, wave in enumerate(waves):
+        for i, (index, wave) in enumerate(usable.items()):
             start = len(prompts[i].codes) * hop_length
             sound = pipeline.codec.decode(generated[i])
             found["seconds_added"].append((len(sound) - start) / rate)
             if scores:
-                scores.add_continuation(readable[i], wave, sound, start)
+                scores.add_continuation(index, wave, sound, start)
             if first + i < NUM_SOUNDS:
                 path = f"{out}/sounds/{i}"
                 sounds.write_sound(wave, rate, f"{path}_real.wav")
                 sounds.write_sound(sound, rate, f"{path}_continued.wav")
         if scores and pipeline.models["semantic"].has_text:
-            scores.add_texts(readable, seeds)
+            scores.add_texts(usable, seeds)
     metrics = means(found)
     if dist.is_main():
         checkpoint.write_json(metrics, f"{out}/scores.json")

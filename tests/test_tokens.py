@@ -82,8 +82,6 @@ def test_a_damaged_part_of_a_cache_is_made_anew(fault, tmp_path):
 class Texts(list):
     """A dataset of recordings of these names."""
 
-    has_texts = True
-
     @property
     def names(self):
         return self

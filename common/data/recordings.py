@@ -313,7 +313,6 @@ class Recordings:
         texts, speakers = zip(*read_transcripts(self.path, audio, others))
         self.texts = list(texts)
         count = sum(map(bool, texts))
-        self.has_texts = count > 0
         if count < len(audio):
             config.note(f"{path}: {len(audio)} recordings, {count} transcripts")
         with config.explained(
@@ -322,7 +321,6 @@ class Recordings:
             self.speaker_of = [
                 _speaker(file, speaker, pattern) for file, speaker in zip(audio, speakers)
             ]
-            self.speakers = sorted(set(self.speaker_of))
 
     def __len__(self):
         return len(self.names)
@@ -365,7 +363,7 @@ class Recordings:
         return wave * loudness_gain(wave)
 
     def load_usable(self, indices):
-        """The indices of those recordings that can be read, and their waves, as two lists.
+        """{index: wave} of those recordings that can be read.
 
         Of long ones it is the first EXCERPT_SECONDS: an hour takes minutes to encode.
         """
@@ -373,7 +371,7 @@ class Recordings:
         for index in map(int, indices):
             with contextlib.suppress(Unusable):
                 waves[index] = self.wave(index, EXCERPT_SECONDS * self.rate)
-        return list(waves), list(waves.values())
+        return waves
 
     def fetch(self, indices, random_words=None):
         """Crops {"wave": float32 (B, crop), "length": int64 (B,)}, and which are usable: bool (B,).
@@ -395,7 +393,7 @@ class Recordings:
     def split(self, name, validation, test, seed=0):
         """Indices (int64) of "train", "validation" or "test", by a hash of speakers or names."""
         keys = self.names
-        if len(self.speakers) >= 20:  # so that validation is on unseen speakers
+        if len(set(self.speaker_of)) >= 20:  # so that validation is on unseen speakers
             keys = self.speaker_of
         return order.split_keys(keys, name, validation, test, seed)
 
@@ -508,7 +506,7 @@ def _read_table(path, separator, columns):
 def _speaker(path: Path, speaker, pattern):
     """The speaker of a file; speaker: what a table says, or ""."""
     if pattern:
-        return re.search(pattern, path.name)[1]
+        return files.nfc(re.search(pattern, path.name)[1])
     numbered = re.search(SPEAKER_CHAPTER, path.as_posix())
     folder = numbered[1] if numbered else path.parent.name
     return speaker or folder
@@ -525,9 +523,7 @@ class Syllables(Recordings):
         self.crop = crop
         self.hop_length = hop_length
         self.names = [f"syllables {index}" for index in range(count)]
-        self.has_texts = True
         self.speaker_of = list(map(str, synthetic.speakers_of(range(count))))
-        self.speakers = sorted(set(self.speaker_of))
 
     def records(self, indices):
         """The records of synthetic.syllables: a dict with "text" and "speaker" for each."""

@@ -21,10 +21,10 @@ class SyllableScores:
         self.pipeline = pipeline
         self.dataset = dataset
         self.found = found
-        readable, waves = dataset.load_usable(indices)
+        usable = dataset.load_usable(indices)
         tokens = []
         labels = []
-        for record, wave in zip(dataset.records(readable), waves):
+        for record, wave in zip(dataset.records(usable), usable.values()):
             tokens_of_wave = pipeline.kmeans.encode(wave)
             tokens.append(tokens_of_wave)
             labels.append(

@@ -311,7 +311,8 @@ def learn_vocabulary(crops, indices, size, max_tokens):
     many recordings are longer than a crop: these are trained on without text. UserError if all are.
     """
     dataset = crops.dataset
-    if not dataset.has_texts:
+    texts = [dataset.text(index) for index in order.some_of(indices, 20_000).tolist()]
+    if not any(texts):
         return []
     readable = crops.readable(indices)
     longer = [index for index in readable if not crops.is_whole(index)]
@@ -327,7 +328,6 @@ def learn_vocabulary(crops, indices, size, max_tokens):
         config.note(
             f"--seconds: {len(longer)} of {len(readable)} recordings are {about}, and have no text"
         )
-    texts = [dataset.text(index) for index in order.some_of(indices, 20_000).tolist()]
     tokenizer = clip.Tokenizer.learn(texts, size)
     texts = [dataset.text(index) for index in files.evenly_spaced(len(dataset), 256)]
     clip.note_texts(texts, tokenizer.encode, max_tokens)
