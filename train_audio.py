@@ -156,11 +156,15 @@ def means(found):
 
 
 def load_model(stage, folder, device, name="", weights="ema"):
-    """The model of a stage in eval mode and frozen, of its run folder.
+    """The model of a stage in eval mode and frozen, of its run folder; or a codec, hf:MODEL.
 
     name: of the file. By default it is the newest checkpoint for "online" weights; the last of a
     codec, whose validation loss leaves out the discriminators; else see `checkpoint.model_file`.
     """
+    if folder.startswith("hf:"):
+        from common.interop.codecs import PublishedCodec
+
+        return PublishedCodec(folder, device)
     if stage == "soundstream" and weights == "ema":
         name = name or "model.pt"
     newest = None
@@ -949,18 +953,10 @@ def train_soundstream(cfg, device):
 # -> wave, sample_rate, hop_length, frame_rate, num_quantizers, codebook_size, checksum
 
 
-def open_codec(path, device, name="", weights="ema"):
-    """The codec of a run folder, of its file `name`, or a published one, hf:MODEL."""
-    if path.startswith("hf:"):
-        from common.interop.codecs import PublishedCodec
-
-        return PublishedCodec(path, device)
-    return load_model("soundstream", path, device, name, weights)
-
-
 def load_codec(cfg, device):
     """The codec of a coarse or fine stage; UserError if it does not fit `cfg`."""
-    codec = open_codec(cfg.soundstream or f"{cfg.run_dir}/soundstream", device)
+    folder = cfg.soundstream or f"{cfg.run_dir}/soundstream"
+    codec = load_model("soundstream", folder, device)
     if codec.sample_rate != (cfg.sample_rate or codec.sample_rate):
         raise UserError(
             f"--sample_rate: {cfg.sample_rate}, but the codec's is {codec.sample_rate}; give that"
@@ -1926,7 +1922,7 @@ def continue_sound(args, device):
 def reconstruct(args, device):
     """(codec, sound) of a recording that goes through a codec."""
     folder = args.soundstream or f"{args.run_dir}/soundstream"
-    codec = open_codec(folder, device, args.model, args.weights)
+    codec = load_model("soundstream", folder, device, args.model, args.weights)
     count = args.num_quantizers or codec.num_quantizers
     if count > codec.num_quantizers:
         raise UserError(f"--num_quantizers {count}: the codec has {codec.num_quantizers}")

@@ -82,7 +82,7 @@ def wave(voice):
 
 @pytest.fixture
 def codec(whole):
-    return train_audio.load_model("soundstream", whole / "soundstream", CPU)
+    return train_audio.load_model("soundstream", f"{whole}/soundstream", CPU)
 
 
 @pytest.fixture
