@@ -89,7 +89,7 @@ from common.models.quantize import ResidualQuantizer
 
 MAX_CHUNK = 64  # recordings in one forward pass, at most, where --chunk_size is 0
 BUILTIN_ROWS = 6_000  # recordings of the built-in syllables
-NUM_SOUNDS = 2  # recordings that an evaluation writes as WAV and PNG
+NUM_SOUNDS = 2  # recordings that an evaluation writes
 
 Optimizer = Literal["adamw", "muon"]
 
@@ -1872,7 +1872,7 @@ class SampleConfig(PipelineConfig):
     reconstruct: str = field("", "recording to encode and decode by the codec")
     soundstream: str = field("", 'codec for that: run folder or hf:MODEL; "": RUN/soundstream')
     num_quantizers: NonNegativeInt = field(0, "first quantizers to decode in that, 0: all")
-    out: str = field("out.wav", "file of the sound; its spectrogram is beside it, as .png")
+    out: str = field("out.wav", "file of the sound")
 
     def __post_init__(self):
         super().__post_init__()

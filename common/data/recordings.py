@@ -255,21 +255,6 @@ def si_sdr(estimate, target):
     return 10 * ratio.log10()
 
 
-def spectrogram(wave, rate):
-    """A picture uint8 (160, frames of about 8 ms, 3) of a wave (T,): mel upward, 80 dB of range.
-
-    Black is silence; louder is red, then yellow, then white.
-    """
-    window = 2 ** round(math.log2(rate * 0.032))
-    mel = log_mel(wave[None], rate, window, hop=window // 4, bins=160)[0]
-    mel = mel.mT.flip(0).cpu().numpy()  # upward
-    decibels = 20 / math.log(10) * mel
-    loudest = max(decibels.max(), -20)
-    level = np.clip(1 + (decibels - loudest) / 80, 0, 1)[..., None]
-    colors = np.clip(3 * level - [0, 1, 2], 0, 1)
-    return (255 * colors).astype(np.uint8)
-
-
 # Datasets
 
 

@@ -1,17 +1,15 @@
-"""Sounds as files: WAV, with a picture of the spectrum beside it."""
+"""Sounds as WAV files."""
 
 from pathlib import Path
 
 from common import checkpoint, dist
-from common.data import media, recordings
+from common.data import recordings
 
 
 def write_sound(wave, sample_rate, path):
-    """Write a wave (T,) to a .wav file, and its spectrogram beside it as .png."""
+    """Write a wave (T,) to a .wav file, all of it or nothing."""
     with checkpoint.atomic_write(path) as file:
         recordings.write_wav(file, wave, sample_rate)
-    with checkpoint.atomic_write(Path(path).with_suffix(".png")) as file:
-        media.write_png(file, recordings.spectrogram(wave, sample_rate))
 
 
 def write_sounds(sounds, sample_rate, folder, name):
@@ -23,7 +21,7 @@ def write_sounds(sounds, sample_rate, folder, name):
     if not dist.is_main():
         return written
     for number, wave, caption in sounds:
-        path = f"samples/{name}_{number}"
-        write_sound(wave, sample_rate, Path(folder) / f"{path}.wav")
-        written |= {f"{path}.wav": caption, f"{path}.png": caption}
+        path = f"samples/{name}_{number}.wav"
+        write_sound(wave, sample_rate, Path(folder) / path)
+        written[path] = caption
     return written
