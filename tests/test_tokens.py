@@ -39,7 +39,7 @@ def cached(folder, count, key, failing=None):
         return codes_of(index)
 
     try:
-        cache = tokens.token_cache(folder, Numbers(count), {"codec": key}, encode, "tokens")
+        cache = tokens.token_cache(folder, Numbers(count), key, encode, "tokens")
     except UserError as error:
         return str(error), encoded
     for index in range(count):

@@ -71,7 +71,7 @@ def token_cache(folder, dataset, key, encode, desc):
     All ranks call it, and encode their share of what is missing.
 
     encode(wave) gives int numpy (frames, Q), below 65536. Recordings that are unusable have no
-    tokens. key: plain values that change with what encodes. The tokens are kept in up to 64 files
+    tokens. key: text that changes with what encodes. The tokens are kept in up to 64 files
     below `folder`: a rank that is killed repeats one of them.
     """
     fingerprint = dataset.fingerprint()
@@ -276,7 +276,7 @@ def tokenize_splits(cfg, splits, streams, lay_out, kmeans, codec):
             semantic_tokens = token_cache(
                 folder,
                 dataset,
-                {"kmeans": kmeans.checksum},
+                kmeans.checksum,
                 lambda wave: kmeans.encode(wave)[:, None],  # with repetitions
                 "semantic tokens",
             )
@@ -284,7 +284,7 @@ def tokenize_splits(cfg, splits, streams, lay_out, kmeans, codec):
             codes = token_cache(
                 folder,
                 dataset,
-                {"codec": codec.checksum},
+                codec.checksum,
                 lambda wave: codec.encode(wave).numpy(),
                 "codes",
             )
