@@ -1420,7 +1420,7 @@ def generate_long(model, context_of, prompts, limits, seeds, sampling, texts=Non
     if sampling.temperature < 0:
         sampling = sampling._replace(temperature=model.cfg.temperature)
     max_frames, max_context, _ = model.lengths
-    codes_of = [codes.cpu() for codes in prompts]
+    codes_of = list(prompts)
     ended = [False] * len(codes_of)
     for number in itertools.count():
         active = [b for b in range(len(codes_of)) if len(codes_of[b]) < limits[b] and not ended[b]]
