@@ -949,8 +949,9 @@ def train_soundstream(cfg, device):
 
 # Part 2: AudioLM
 
-# The codec, as the token transformers use it: encode(wave (T,)) -> codes (frames, Q), decode(codes)
-# -> wave, sample_rate, hop_length, frame_rate, num_quantizers, codebook_size, checksum
+# What AudioLM needs of a codec, a SoundStream or a published one (`interop.codecs`), on any device:
+# encode(wave (T,)) -> codes (frames, Q), decode(codes (frames, n)) -> wave, both on the CPU;
+# sample_rate, hop_length, frame_rate, num_quantizers, codebook_size; checksum, of its file.
 
 
 def load_codec(cfg, device):
@@ -1677,6 +1678,8 @@ STAGES = {
     "fine": FineConfig,
 }
 
+
+# Part 3: pipeline and commands
 
 # The pipeline: text -> semantic -> coarse -> fine -> wave (AudioLM, Fig. 2)
 
