@@ -168,14 +168,14 @@ class Config(config.TrainingRun):
         if self.lora_rank and not self.init_from:
             raise UserError("--lora_rank: adapters need the model that --init_from names")
 
-    def check_sampling(self, guidance_scale, steps, conditional=True):
+    def check_sampling(self, guidance_scale, steps):
         """UserError for what the model cannot sample.
 
         A model that was trained without dropping its text has no guidance, and needs texts.
         """
         if not 1 <= steps <= self.timesteps:
-            raise UserError(f"{steps} sampling steps: expected 1 to --timesteps {self.timesteps}")
-        if self.text_drop == 0 and (guidance_scale != 1 or not conditional):
+            raise UserError(f"{steps} sampling steps: expected 1 to {self.timesteps}")
+        if self.text_drop == 0 and guidance_scale != 1:
             raise UserError(
                 f"{self.run_dir} is trained with --text_drop 0, so it needs a text, and a guidance "
                 "scale of 1"
@@ -508,108 +508,94 @@ def best_embeddings(
 # Evaluation
 
 
-@dataclass
-class Evaluator:
-    """Metrics on held-out data; independent of the number of ranks, up to rounding. Collective."""
+def mean_loss(prior, split, clip_model):
+    """Mean diffusion loss over a split (dataset, indices), without loss weights. Collective."""
 
-    cfg: Config
-    splits: dict  # {split: (dataset, indices)}
-    clip_model: nn.Module | None
-    device: torch.device
-    eta: float = 1.0  # of sampling
+    def loss_of(batch):
+        condition = conditioning(batch, prior.cfg, clip_model)
+        return diffusion_loss(prior, batch, condition, for_eval=True)
 
-    def loss(self, prior, split):
-        """Mean diffusion loss over a split, without loss weights."""
+    return order.mean_loss(prior, loss_of, *split, prior.cfg, prior.alpha.device)
 
-        def loss_of(batch):
-            condition = conditioning(batch, self.cfg, self.clip_model)
-            return diffusion_loss(prior, batch, condition, for_eval=True)
 
-        dataset, indices = self.splits[split]
-        return order.mean_loss(prior, loss_of, dataset, indices, self.cfg, self.device)
+def similarities(prior, split, clip_model):
+    """{metric: mean cosine similarity} of embeddings sampled in each number of eval_timesteps.
 
-    def sample(self, prior, condition, sampling_steps, noise_fn=torch.randn_like):
-        with amp.autocast(self.device, self.cfg.precision):
-            return sample_embeddings(
-                prior, condition, sampling_steps, self.cfg.guidance_scale, self.eta, noise_fn
-            )
+    split: (dataset, indices). The same on any number of ranks, to rounding. Collective.
+    """
+    cfg = prior.cfg
+    device = prior.alpha.device
+    dataset, indices = split
+    indices = order.some_of(indices, cfg.eval_samples)
+    # Baseline: the text of another sample, half the split away.
+    unrelated = order.ChunkDataset(dataset, np.roll(indices, -(len(indices) // 2)))
 
-    @torch.no_grad()
-    def metrics(self, prior, split):
-        """Cosine similarities of embeddings sampled in each number of eval_timesteps.
-
-        On the built-in data also caption_match and coverage.
-        """
-        mode = prior.training
-        prior.eval()  # no dropout
-        result = self.similarities(prior, split)
-        dataset, _ = self.splits[split]
-        if embeddings.is_built_in(dataset.folder) and not self.cfg.val_data:
-            result |= self.built_in_metrics(prior, split)
-        prior.train(mode)  # as it was
-        return result
-
-    def similarities(self, prior, split):
-        """{metric: mean cosine similarity} of sampled embeddings."""
-        cfg = self.cfg
-        dataset, indices = self.splits[split]
-        indices = order.some_of(indices, cfg.eval_samples)
-        # Baseline: the text of another sample, half the split away.
-        unrelated = order.ChunkDataset(dataset, np.roll(indices, -(len(indices) // 2)))
-
-        # Ranks take turns with the chunks. Sums are exact means in the end.
-        sums = collections.defaultdict(float)
-        for number, batch in order.batches(dataset, indices, 0, cfg.chunk_size):
-            start = number * cfg.chunk_size
-            other = unrelated[start, start + len(batch["index"])]
-            batch = order.to_device(batch, self.device)
-            other = order.to_device(other, self.device)
-            condition = conditioning(batch, cfg, self.clip_model)
-            references = {
-                "image": batch["image_embed"],
-                "text": condition["text_embed"],
-                "unrelated_text": conditioning(other, cfg, self.clip_model)["text_embed"],
-            }
-            baseline = F.cosine_similarity(references["text"], references["image"])
-            sums["samples"] += len(baseline)
-            sums["baseline_similarity"] += baseline.sum().item()
-            for steps in cfg.eval_timesteps:
-                # The same noise at every evaluation, so that metrics compare.
-                accumulate.seed_all(cfg.seed, "similarities", number, steps)
-                sampled = self.sample(prior, condition, steps)
-                for name, reference in references.items():
-                    similarity = F.cosine_similarity(sampled, reference).sum().item()
-                    sums[f"similarity_with_{name}@{steps}"] += similarity
-
-        # Means over all ranks.
-        sums = dist.total_by_name(sums)
-        samples = sums.pop("samples")
-        means = {name: value / samples for name, value in sums.items()}
-        for steps in cfg.eval_timesteps:
-            difference = means[f"similarity_with_text@{steps}"] - means["baseline_similarity"]
-            means[f"difference_from_baseline@{steps}"] = difference
-        return means
-
-    def built_in_metrics(self, prior, split):
-        """caption_match and coverage at the most sampling steps, and their ceilings.
-
-        See `synthetic.embedding_scores`.
-        """
-        from common.data import synthetic
-
-        steps = max(self.cfg.eval_timesteps)
-
-        def sample_fn(batch, seeds):
-            condition = conditioning(order.to_device(batch, self.device), self.cfg, self.clip_model)
-            noise_fn = diffusion.noise_generator(seeds, self.device)
-            return self.sample(prior, condition, steps, noise_fn)
-
-        scores = synthetic.embedding_scores(self.splits, split, sample_fn, self.cfg.seed)
-        # Ceilings are of real embeddings: they have no number of steps.
-        return {
-            name if name.endswith("ceiling") else f"{name}@{steps}": value
-            for name, value in scores.items()
+    # Ranks take turns with the chunks. Sums are exact means in the end.
+    sums = collections.defaultdict(float)
+    for number, batch in order.batches(dataset, indices, 0, cfg.chunk_size):
+        start = number * cfg.chunk_size
+        other = unrelated[start, start + len(batch["index"])]
+        batch = order.to_device(batch, device)
+        other = order.to_device(other, device)
+        condition = conditioning(batch, cfg, clip_model)
+        references = {
+            "image": batch["image_embed"],
+            "text": condition["text_embed"],
+            "unrelated_text": conditioning(other, cfg, clip_model)["text_embed"],
         }
+        baseline = F.cosine_similarity(references["text"], references["image"])
+        sums["samples"] += len(baseline)
+        sums["baseline_similarity"] += baseline.sum().item()
+        for steps in cfg.eval_timesteps:
+            # The same noise at every evaluation, so that metrics compare.
+            accumulate.seed_all(cfg.seed, "similarities", number, steps)
+            sampled = sample_embeddings(prior, condition, steps, cfg.guidance_scale)
+            for name, reference in references.items():
+                similarity = F.cosine_similarity(sampled, reference).sum().item()
+                sums[f"similarity_with_{name}@{steps}"] += similarity
+
+    # Means over all ranks.
+    sums = dist.total_by_name(sums)
+    samples = sums.pop("samples")
+    means = {name: value / samples for name, value in sums.items()}
+    for steps in cfg.eval_timesteps:
+        difference = means[f"similarity_with_text@{steps}"] - means["baseline_similarity"]
+        means[f"difference_from_baseline@{steps}"] = difference
+    return means
+
+
+@torch.no_grad()
+def sample_metrics(prior, splits, split, clip_model):
+    """Metrics of sampled embeddings: `similarities`, and those of the built-in data. Collective.
+
+    These are caption_match and coverage at the most sampling steps, and their ceilings: see
+    `synthetic.embedding_scores`.
+    """
+    cfg = prior.cfg
+    device = prior.alpha.device
+    dataset, _ = splits[split]
+    mode = prior.training
+    prior.eval()  # no dropout
+    with amp.autocast(device, cfg.precision):
+        metrics = similarities(prior, splits[split], clip_model)
+        if embeddings.is_built_in(dataset.folder) and not cfg.val_data:
+            from common.data import synthetic
+
+            steps = max(cfg.eval_timesteps)
+
+            def sample_fn(batch, seeds):
+                condition = conditioning(order.to_device(batch, device), cfg, clip_model)
+                noise_fn = diffusion.noise_generator(seeds, device)
+                return sample_embeddings(
+                    prior, condition, steps, cfg.guidance_scale, noise_fn=noise_fn
+                )
+
+            scores = synthetic.embedding_scores(splits, split, sample_fn, cfg.seed)
+            # Ceilings are of real embeddings: they have no number of steps.
+            for name, value in scores.items():
+                metrics[name if name.endswith("ceiling") else f"{name}@{steps}"] = value
+    prior.train(mode)  # as it was
+    return metrics
 
 
 # Training
@@ -723,7 +709,6 @@ def train(cfg):
 
     # The order of samples follows from seed and step. Write config.json and open the logger.
     plan, batches = loop.batches(cfg, dataset, indices, state.step, device)
-    evaluator = Evaluator(cfg, splits, clip_model, device)
     about = f"{len(dataset):,} embeddings of width {dataset.width}"
     log = loop.begin(run, state, about, device)
     eval_due = loop.Due(cfg.eval_every, cfg.steps)
@@ -735,11 +720,12 @@ def train(cfg):
             # Evaluate: the averaged weights are those that are kept and sampled from.
             if eval_due(state.step):
                 with progress.paused():
-                    metrics = {"val_loss_online": evaluator.loss(prior, "validation")}
+                    validation = splits["validation"]
+                    metrics = {"val_loss_online": mean_loss(prior, validation, clip_model)}
                     with ema.applied(trainable):
-                        metrics["val_loss"] = evaluator.loss(prior, "validation")
+                        metrics["val_loss"] = mean_loss(prior, validation, clip_model)
                         if state.step < cfg.steps:  # else the test is next
-                            metrics |= evaluator.metrics(prior, "validation")
+                            metrics |= sample_metrics(prior, splits, "validation", clip_model)
                 log.evaluation(state.step, {**metrics, "evaluation_s": progress.paused_s})
                 run.save_best(state, metrics["val_loss"], log)
             if state.step >= cfg.steps:
@@ -780,8 +766,8 @@ def train(cfg):
 
         # Test the averaged weights, and save them last of all.
         with ema.applied(trainable):
-            metrics = {"loss": evaluator.loss(prior, "test")}
-            metrics |= evaluator.metrics(prior, "test")
+            metrics = {"loss": mean_loss(prior, splits["test"], clip_model)}
+            metrics |= sample_metrics(prior, splits, "test", clip_model)
         results = loop.finish(run, state, log, metrics)
     loop.announce(run, results, command, started)
 
@@ -794,8 +780,7 @@ class PriorConfig(config.Inference):
     """The prior"""
 
     run_dir: str = field("runs/prior", "run folder of the prior")
-    guidance_scale: float = field(-1.0, "guidance, 1: none, below 0: as in its training")
-    eta: Fraction = field(1.0, "noise of sampling: 1 as DDPM, 0 as DDIM")
+    guidance_scale: NonNegativeFloat = field(0.0, "guidance, 1: none; 0: as in its training")
 
 
 def load_prior(path, device, weights="ema"):
@@ -811,58 +796,48 @@ def load_prior(path, device, weights="ema"):
     return prior.to(device).eval(), contents
 
 
-def load_with_settings(args, path, device):
-    """`load_prior` for a command, with its guidance scale where it is given."""
-    prior, contents = load_prior(path, device, args.weights)
-    if args.guidance_scale >= 0:
-        prior.cfg = dataclasses.replace(prior.cfg, guidance_scale=args.guidance_scale)
-    return prior, contents
-
-
 @dataclass(frozen=True)
 class EvaluateConfig(PriorConfig):
     """What to evaluate on"""
 
     data: str = field("", "embeddings, by default those of the training")
-    split: Literal["train", "validation", "test"] = field("test", "which of them")
-    eval_samples: NonNegativeInt = field(0, "samples to take at most, 0: all")
+    eval_samples: NonNegativeInt = field(0, "samples of the test split to take at most, 0: all")
     eval_timesteps: tuple[PositiveInt, ...] = field((), "sampling steps, by default as in training")
     out: str = field("", "JSON file to write the metrics to")
 
 
-def open_evaluator(args, device):
-    """(prior, Evaluator) of the evaluate command, checked."""
+def open_evaluation(args, device):
+    """(prior with the settings of its evaluation, splits, CLIP or None), checked."""
     path = checkpoint.model_file(args.run_dir, args.model)
-    prior, contents = load_with_settings(args, path, device)
+    prior, contents = load_prior(path, device, args.weights)
     # The settings of the training, but for what the command says.
-    cfg = dataclasses.replace(
-        prior.cfg,
-        data=args.data or prior.cfg.data,
-        val_data="" if args.data else prior.cfg.val_data,
-        validation=prior.cfg.validation or 0.1,
+    cfg = prior.cfg
+    prior.cfg = dataclasses.replace(
+        cfg,
+        data=args.data or cfg.data,
+        val_data="" if args.data else cfg.val_data,
         eval_samples=args.eval_samples,
-        eval_timesteps=args.eval_timesteps or prior.cfg.eval_timesteps,
+        eval_timesteps=args.eval_timesteps or cfg.eval_timesteps,
+        guidance_scale=args.guidance_scale or cfg.guidance_scale,
         seed=args.seed,
         batch_size=1,  # nothing is trained: the training split may be small
-        chunk_size=prior.cfg.chunk_size or MAX_CHUNK,
+        chunk_size=cfg.chunk_size or MAX_CHUNK,
     )
-    if cfg.data == "shapes":  # an imported model: training replaces it by a path
-        raise UserError(f"{args.run_dir}: its data are not known; name some with --data")
-    splits, clip_model, info = open_data(cfg, path, device)
+    splits, clip_model, info = open_data(prior.cfg, path, device)
     if info["widths"] != contents["widths"]:
         raise UserError(
-            f"{cfg.data}: widths of embeddings and text encodings (0: none) are {info['widths']}; "
-            f"the prior's are {contents['widths']}"
+            f"{prior.cfg.data}: widths of embeddings and text encodings (0: none) are "
+            f"{info['widths']}; the prior's are {contents['widths']}"
         )
-    return prior, Evaluator(cfg, splits, clip_model, device, args.eta)
+    return prior, splits, clip_model
 
 
 def evaluate(args):
     device = dist.setup(args.device)
-    prior, evaluator = dist.main_first(lambda: open_evaluator(args, device))
-    metrics = {"loss": evaluator.loss(prior, args.split)}
-    metrics |= evaluator.metrics(prior, args.split)
-    tracker.print_results(f"{args.run_dir}, split {args.split}:", metrics)
+    prior, splits, clip_model = dist.main_first(lambda: open_evaluation(args, device))
+    metrics = {"loss": mean_loss(prior, splits["test"], clip_model)}
+    metrics |= sample_metrics(prior, splits, "test", clip_model)
+    tracker.print_results(f"{args.run_dir}, test split:", metrics)
     if args.out and dist.is_main():
         checkpoint.write_json(metrics, args.out)
 
@@ -875,6 +850,7 @@ class SampleConfig(PriorConfig):
     texts: str = field("", "file with one text a line")
     text_embeds: str = field("", ".npy file of text embeddings (N, D), which need no CLIP")
     num_samples: PositiveInt = field(4, "embeddings for each text")
+    eta: Fraction = field(1.0, "noise of sampling: 1 as DDPM, 0 as DDIM")
     best_of: PositiveInt = field(
         2, "candidates for each embedding; the most similar to the text is kept"
     )
@@ -919,15 +895,12 @@ def sample(args):
 
     # Load the prior. Read texts, or text embeddings, or take "no text".
     path = checkpoint.model_file(args.run_dir, args.model)
-    prior, contents = load_with_settings(args, path, device)
+    prior, contents = load_prior(path, device, args.weights)
     texts = files.texts_of(args.text, args.texts)
-    conditional = bool(texts or args.text_embeds)
     steps = args.steps or max(prior.cfg.eval_timesteps)
-    guidance_scale = prior.cfg.guidance_scale if conditional else 1.0
-    best_of = args.best_of if conditional else 1  # without a text there is no best one
-    prior.cfg.check_sampling(guidance_scale, steps, conditional)
+    guidance_scale = args.guidance_scale or prior.cfg.guidance_scale
+    best_of = args.best_of
     clip_model = None
-    inputs = dict(prior.null_text.named_buffers())  # "no text"
     if texts:
         from common.models import clip
 
@@ -940,12 +913,17 @@ def sample(args):
     elif args.text_embeds:
         embeds = read_text_embeddings(args.text_embeds, prior, contents.get("text_length"))
         inputs = {"text_embed": embeds.to(device)}
+    else:
+        inputs = dict(prior.null_text.named_buffers())
+        guidance_scale = 0.0  # the prediction for "no text" alone
+        best_of = 1  # without a text there is no best one
+    prior.cfg.check_sampling(guidance_scale, steps)
 
     # Sample some texts at a time: their conditions are repeated for each candidate.
     results = []
     count = max(1, args.max_batch // (args.num_samples * best_of))
     for number, batch in enumerate(accumulate.split(inputs, count)):
-        condition = conditioning(batch, prior.cfg, clip_model) if conditional else batch
+        condition = conditioning(batch, prior.cfg, clip_model)
         result = best_embeddings(
             prior,
             condition,
@@ -960,8 +938,7 @@ def sample(args):
         results.append(result)
     # Print the similarities, and write the embeddings.
     embeds, similarity = map(torch.cat, zip(*results))
-    for text, cosines in zip(texts[:100], similarity.tolist()):
-        cosines = ", ".join(f"{cosine:.3f}" for cosine in cosines)
+    for text, cosines in zip(texts[:100], similarity.cpu().numpy().round(3)):
         print(f"{text!r}: similarity with the text {cosines}")
     embeds = embeds.flatten(0, 1).cpu().numpy()
     with checkpoint.atomic_write(args.out) as file:
