@@ -29,7 +29,6 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import collections
 import dataclasses
-import shlex
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,8 +72,7 @@ class Config(config.TrainingRun):
     # Run and data
     preset: str = field(
         "",
-        "settings by name: pictures-cpu, pictures-gpu, dalle2, karlo, kandinsky-2-2; --config and "
-        "flags win",
+        "settings by name: pictures-cpu, pictures-gpu, dalle2, karlo; --config and flags win",
     )
     run_dir: str = field("runs/prior", "folder of this run; the same command again resumes it")
     data: str = field("shapes", 'folder with img_emb/ and text_emb/, or "shapes": built in')
@@ -108,7 +106,6 @@ class Config(config.TrainingRun):
     noise_schedule: Literal["cosine", "linear"] = field(
         "cosine", "noise schedule; flow has its own", model=True
     )
-    timesteps: PositiveInt = field(1000, "number of noise levels", model=True)
     # Uniform is DDPM's; the others are of SD3.
     timestep_density: Literal["uniform", "logit_normal", "mode"] = field(
         "uniform", "distribution of the timesteps in training (SD3 §3.1)", measure=True
@@ -154,6 +151,8 @@ class Config(config.TrainingRun):
         (8, 64), "numbers of sampling steps to evaluate with"
     )
     guidance_scale: NonNegativeFloat = field(1.0, "guidance in evaluation, 1: none")
+
+    timesteps = 1000  # number of noise levels T (DALL-E 2, Table 3)
 
     def __post_init__(self):
         super().__post_init__()
@@ -214,7 +213,6 @@ PRESETS = {
     "pictures-gpu": PICTURES_GPU,
     "dalle2": DALLE2,
     "karlo": KARLO,
-    "kandinsky-2-2": dict(KARLO, clip="open_clip:ViT-bigG-14/laion2b_s39b_b160k"),
 }
 # fmt: on
 
@@ -663,28 +661,23 @@ def train(cfg):
     if cfg.data == "shapes":
         from common.data import embed
 
-        folder = Path(cfg.run_dir).parent
-        path = dist.on_main(lambda: embed.builtin_data(folder, device))
+        path = dist.on_main(lambda: embed.builtin_data(Path(cfg.run_dir).parent, device))
         cfg = dataclasses.replace(cfg, data=path)
     run, cfg = loop.open_run(cfg, cfg.run_dir, MAX_CHUNK)
     splits, clip_model, info = dist.main_first(lambda: open_data(cfg, run.source, device))
     dataset, indices = splits["train"]
-    facts = {}
-    if clip_model:
-        facts["clip"] = info["clip_fingerprint"]
-    command = "evaluate"  # without a CLIP there is no text to sample from
-    if info["clip"]:
-        command = "sample --text 'a small red star'"
-    command = f"train_prior.py {command} --run_dir {shlex.quote(cfg.run_dir)}"
-    identity, finished = loop.identify(run, cfg, splits, **facts)
+    identity, finished = loop.identify(run, cfg, splits, clip=info["clip_fingerprint"])
     if finished:
-        return loop.announce(run, finished, command)
+        return loop.announce(run, finished)
 
     # Build model, optimizer and EMA. Restore them if resuming.
     accumulate.seed_all(cfg.seed, "weights")  # the same start on all ranks
     prior = Prior(cfg, *info["widths"]).to(device)
     if clip_model:
         prior.null_text.fill(conditioning({"caption": [""]}, cfg, clip_model))
+    if cfg.raw_embeddings:  # weights that are loaded below bring their own statistics
+        batch, usable = dataset.fetch(order.some_of(indices, 10_000))
+        prior.measure_embeddings(batch["image_embed"][usable])
     trainable = prior  # with LoRA, the adapters alone
     if cfg.lora_rank:
         from common.models import lora
@@ -699,11 +692,6 @@ def train(cfg):
     )
     state = checkpoint.State(cfg, trainable, ema, optimizers, scaler, identity, info)
     loop.resume(run, state, prior=prior)
-    # Weights that are loaded bring the statistics of raw embeddings.
-    has_statistics = run.resume_from or cfg.lora_rank or (cfg.init_from and cfg.init_strict)
-    if cfg.raw_embeddings and not has_statistics:
-        batch, usable = dataset.fetch(order.some_of(indices, 10_000))
-        prior.measure_embeddings(batch["image_embed"][usable])
     if cfg.compile:
         compile_blocks(prior.transformer.blocks)
 
@@ -769,7 +757,7 @@ def train(cfg):
             metrics = {"loss": mean_loss(prior, splits["test"], clip_model)}
             metrics |= sample_metrics(prior, splits, "test", clip_model)
         results = loop.finish(run, state, log, metrics)
-    loop.announce(run, results, command, started)
+    loop.announce(run, results, started=started)
 
 
 # Commands
