@@ -41,10 +41,8 @@ import os
 # Set before torch is imported: idle OpenMP threads stop spinning early, so ranks can share cores.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
-import collections
 import dataclasses
 import itertools
-import shlex
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -980,15 +978,15 @@ def frechet_distance(fake, real):
     root2 = root_covariance(real)
     # The singular values of R₁R₂ᵀ are the roots of the eigenvalues of C₁C₂.
     cross = np.linalg.norm(root1 @ root2.T, "nuc")
-    return float(means + (root1**2).sum() + (root2**2).sum() - 2 * cross)
+    return means + (root1**2).sum() + (root2**2).sum() - 2 * cross
 
 
-def count_correct(pictures, records):
-    """How many built-in pictures, uint8 (B, H, H, 3), have all that their captions mention."""
+def is_correct(pictures, records):
+    """Whether built-in pictures, uint8 (B, H, H, 3), have all that their captions mention: (B,)."""
     features = synthetic.picture_features(pictures.cpu().numpy())
     # A nearest neighbor among drawings of all combinations of attributes recognizes them.
     correct = synthetic.picture_judge().attributes(features) == synthetic.attribute_values(records)
-    return (correct | ~synthetic.named_attributes(records)).all(1).sum()  # others are free
+    return (correct | ~synthetic.named_attributes(records)).all(1)  # others are free
 
 
 def write_grid(path, pictures, captions, columns):
@@ -998,96 +996,81 @@ def write_grid(path, pictures, captions, columns):
         media.write_png(file, grid)
 
 
-@dataclass
-class Evaluator:
-    """Metrics on held-out images; independent of the number of ranks, to rounding. Collective."""
+def mean_loss(unet, split, clip_model):
+    """Mean diffusion loss over a split (dataset, indices), without loss weights. Collective."""
 
-    cfg: UNetConfig
-    splits: dict  # {split: (dataset, indices)}
-    clip_model: nn.Module | None
-    device: torch.device
+    def loss_of(batch):
+        condition = conditioning(batch, unet.cfg, clip_model)
+        return diffusion_loss(unet, batch, condition, for_eval=True)
 
-    def loss(self, unet, split):
-        """Mean diffusion loss over a split, without loss weights."""
+    return order.mean_loss(unet, loss_of, *split, unet.cfg, unet.alpha.device)
 
-        def loss_of(batch):
-            condition = conditioning(batch, self.cfg, self.clip_model)
-            return diffusion_loss(unet, batch, condition, for_eval=True)
 
-        dataset, indices = self.splits[split]
-        return order.mean_loss(unet, loss_of, dataset, indices, self.cfg, self.device)
+@torch.no_grad()
+def sample_metrics(cfg, unets, split, clip_model, grid_file="", prior_fn=None):
+    """{metric: value} of samples of a cascade for a split (dataset, indices). Collective.
 
-    def sample(self, unets, batch, prior_fn=None):
-        """Samples of a cascade for a batch, uint8 (B, H, H, 3)."""
-        first = unets[0].cfg
-        indices = batch["index"].tolist()
+    The same on any number of ranks, to rounding. cfg: settings of the evaluation. prior_fn: makes
+    the image embeddings (see `load_prior`); by default they are those of the real images.
+    grid_file: PNG of the first eight real images and, below, samples for them.
+    """
+    dataset, indices = split
+    first = unets[0]
+    mode = first.training  # in training there is one
+    first.eval()
+    found = []  # of this rank: (number, captions, embeddings (3, B, D), correct (2, B))
+    for number, batch in order.batches(dataset, indices, cfg.eval_samples, cfg.chunk_size):
+        batch = order.to_device(batch, first.alpha.device)
+        captions = batch["caption"]
+        real = batch["image"]
         # The noise follows from the index, so it is the same in all evaluations.
-        seeds = [accumulate.derive_seed(self.cfg.seed, "picture", index) for index in indices]
+        keys = batch["index"].tolist()
+        seeds = [accumulate.derive_seed(cfg.seed, "picture", key) for key in keys]
         low_res = None
-        if first.low_res_size:  # a cascade without its base starts from real images
-            real = media.from_uint8(batch["image"])
-            low_res = media.resize(real, first.low_res_size, RESIZE)
+        if first.cfg.low_res_size:  # a cascade without its base starts from real images
+            low_res = media.resize(media.from_uint8(real), first.cfg.low_res_size, RESIZE)
         if prior_fn:
-            batch = {**batch, "image_embed": prior_fn(batch["caption"], indices)}
-        return sample_cascade(unets, batch, self.clip_model, seeds, low_res)
+            batch["image_embed"] = prior_fn(captions, keys)
+        fake = sample_cascade(unets, batch, clip_model, seeds, low_res)  # (B, H, H, 3)
 
-    @torch.no_grad()
-    def metrics(self, unets, split, grid_file="", prior_fn=None):
-        """{metric: value} of samples of a cascade for a split.
+        # How well images fit their captions, by the CLIP and, for built-in data, exactly.
+        embeds = correct = None
+        if clip_model:
+            # Whole texts are embedded; of their encodings, which are not used, one token stays.
+            text = clip_model.text_condition(captions, 1)["text_embed"]  # (B, D)
+            embeds = [clip_model.embed_image(fake), clip_model.embed_image(real), text]
+            embeds = F.normalize(torch.stack(embeds), dim=-1).double().cpu().numpy()
+        # The judge takes averages of 16 x 16 boxes.
+        if isinstance(dataset, images.Shapes) and real.shape[1] % 16 == 0:
+            records = dataset.records(keys)
+            correct = [is_correct(fake, records), is_correct(real, records)]
+        found.append((number, captions, embeds, correct))
+        if number == 0 and grid_file:  # the first batch is rank 0's
+            pairs = torch.cat([real[:8], fake[:8]]).cpu()
+            write_grid(grid_file, pairs, 2 * captions[:8], len(pairs) // 2)
+    first.train(mode)  # as it was
 
-        prior_fn: makes the image embeddings (see `load_prior`); by default they are those of the
-        real images. grid_file: PNG of the first eight real images and, below, samples for them.
-        """
-        cfg = self.cfg
-        dataset, indices = self.splits[split]
-        cascade = nn.ModuleList(unets)
-        mode = unets[0].training  # in training there is one
-        cascade.eval()
-        sums = collections.defaultdict(float)  # over this rank's samples
-        features = []  # (number, embeddings of fakes, real images and texts (3, B, D), captions)
-        for number, batch in order.batches(dataset, indices, cfg.eval_samples, cfg.chunk_size):
-            batch = order.to_device(batch, self.device)
-            captions = batch["caption"]
-            fake = self.sample(unets, batch, prior_fn)  # (B, H, H, 3)
-            real = batch["image"]
-            sums["samples"] += len(fake)
-            # How well images fit their captions, by the CLIP and, for built-in data, exactly.
-            if self.clip_model:
-                # Whole texts are embedded; of their encodings, which are not used, one token stays.
-                text = self.clip_model.text_condition(captions, 1)["text_embed"]  # (B, D)
-                embeds = [self.clip_model.embed_image(pictures) for pictures in (fake, real)]
-                embeds = torch.stack(embeds)  # (2, B, D)
-                scores = F.cosine_similarity(embeds, text, dim=-1).clamp(min=0).sum(1).tolist()
-                # CLIPScore (Hessel et al. 2021) in percent, without its factor of 2.5
-                sums["clip_score"] += 100 * scores[0]
-                sums["clip_score_real"] += 100 * scores[1]
-                embeds = F.normalize(torch.cat([embeds, text[None]]), dim=-1)
-                features.append((number, embeds.double().cpu().numpy(), captions))
-            # The judge takes averages of 16 x 16 boxes.
-            if isinstance(dataset, images.Shapes) and real.shape[1] % 16 == 0:
-                records = dataset.records(batch["index"].tolist())
-                sums["caption_accuracy"] += count_correct(fake, records)
-                sums["caption_accuracy_ceiling"] += count_correct(real, records)
-            if number == 0 and grid_file:  # the first batch is rank 0's
-                pairs = torch.cat([real[:8], fake[:8]]).cpu()
-                write_grid(grid_file, pairs, 2 * captions[:8], len(pairs) // 2)
-        cascade.train(mode)  # as it was
-
-        sums = dist.total_by_name(sums)
-        count = sums.pop("samples")
-        metrics = {name: total / count for name, total in sums.items()}
-        if self.clip_model:
-            # These are not means over samples. They take the features of all ranks at once.
-            features = sorted(itertools.chain.from_iterable(dist.gather(features)))
-            _, embeds, captions = zip(*features)
-            fake, real, text = np.concatenate(embeds, axis=1)  # (N, D) each
-            captions = list(itertools.chain.from_iterable(captions))
-            metrics["frechet_distance"] = frechet_distance(fake, real)
+    # All ranks together, in the order of the samples.
+    found = sorted(itertools.chain.from_iterable(dist.gather(found)))
+    _, captions, embeds, correct = zip(*found)
+    metrics = {}
+    if correct[0]:
+        fake, real = np.concatenate(correct, axis=1)  # (N,) each
+        metrics |= {"caption_accuracy": fake.mean(), "caption_accuracy_ceiling": real.mean()}
+    if clip_model:
+        fake, real, text = np.concatenate(embeds, axis=1)  # (N, D) each
+        captions = list(itertools.chain.from_iterable(captions))
+        metrics |= {
+            # CLIPScore (Hessel et al. 2021) in percent, without its factor of 2.5
+            "clip_score": 100 * (fake * text).sum(1).clip(0).mean(),
+            "clip_score_real": 100 * (real * text).sum(1).clip(0).mean(),
+            "frechet_distance": frechet_distance(fake, real),
             # Among a hundred pictures, or a hundred captions, which is the nearest?
-            metrics["picture_retrieval"] = clip.retrieval(fake, real, captions)
-            metrics["caption_retrieval"] = clip.retrieval(fake, text, captions)
-            metrics["caption_retrieval_ceiling"] = clip.retrieval(real, text, captions)
-        return metrics
+            "picture_retrieval": clip.retrieval(fake, real, captions),
+            "caption_retrieval": clip.retrieval(fake, text, captions),
+            "caption_retrieval_ceiling": clip.retrieval(real, text, captions),
+        }
+    return {name: float(value) for name, value in metrics.items()}
 
 
 @dataclass(frozen=True)
@@ -1218,14 +1201,13 @@ class EvaluateConfig(CascadeConfig):
         "", "prior that makes embeddings from captions; by default those of real images are used"
     )
     data: str = field("", "images, by default those that the last stage was trained on")
-    split: Literal["train", "validation", "test"] = field("test", "split of these images")
-    eval_samples: NonNegativeInt = field(512, "maximum number of images; 0: all")
+    eval_samples: NonNegativeInt = field(512, "images of the test split to take at most; 0: all")
     grid: str = field("", "PNG file for eight real images and samples for them")
     out: str = field("", "JSON file for the metrics")
 
 
 def open_evaluation(args, device):
-    """(U-Nets, Evaluator, prior_fn or None) of the evaluate command, checked."""
+    """(settings, U-Nets, test split, CLIP or None, prior_fn or None) of an evaluation, checked."""
     unets, spec, fingerprint = load_cascade(args, device)
     first = unets[0].cfg
     last = unets[-1].cfg
@@ -1240,8 +1222,6 @@ def open_evaluation(args, device):
     }
     if args.data:  # the other settings are those of the training data
         settings |= {"data": args.data, "val_data": ""}
-    elif last.data == "shapes":  # an imported model: training replaces it by a path
-        raise UserError(f"{args.run_dir[-1]}: its data are not known; name some with --data")
     cfg = dataclasses.replace(first, **settings)
     splits, clip_model, info = open_data(cfg, last.image_size, None, device)
     if info["widths"] != unets[0].widths:
@@ -1254,26 +1234,26 @@ def open_evaluation(args, device):
         # Real embeddings beside the data need no CLIP, but the prior's texts do.
         clip_model = clip_model or clip.load(spec, device, fingerprint)
         prior_fn = load_prior(args, unets[0], clip_model)
-    return unets, Evaluator(cfg, splits, clip_model, device), prior_fn
+    return cfg, unets, splits["test"], clip_model, prior_fn
 
 
-def evaluate(args, device=None, headline="Metrics:", command=""):
-    """Print the headline, the metrics, and the command to give next."""
+def evaluate(args, device=None):
     device = device or dist.setup(args.device)
-    unets, evaluator, prior_fn = dist.main_first(lambda: open_evaluation(args, device))
-    metrics = evaluator.metrics(unets, args.split, args.grid, prior_fn)
+    cfg, unets, split, clip_model, prior_fn = dist.main_first(
+        lambda: open_evaluation(args, device)
+    )
+    metrics = sample_metrics(cfg, unets, split, clip_model, args.grid, prior_fn)
     if dist.is_main() and args.out:
         checkpoint.write_json(metrics, args.out)
-    if not metrics:
-        headline = "No metrics: they need a CLIP, which --clip names"
-    tracker.print_results(headline, metrics, command)
+    metrics = metrics or {"no metrics": "they need a CLIP, which --clip names"}
+    tracker.print_results(f"{config.as_word(args.run_dir)}, on test pictures:", metrics)
 
 
 # Training
 
 
-def train_stage(cfg, device, command=""):
-    """Train one stage in RUN_DIR/STAGE. command: to give next."""
+def train_stage(cfg, device):
+    """Train one stage in RUN_DIR/STAGE."""
     started = time.monotonic()
 
     # Rank 0 takes the run folder, then all open the data.
@@ -1282,12 +1262,9 @@ def train_stage(cfg, device, command=""):
         lambda: open_data(cfg, cfg.image_size, run.source, device)
     )
     dataset, indices = splits["train"]
-    facts = {}
-    if clip_model:
-        facts["clip"] = info["clip_fingerprint"]
-    identity, finished = loop.identify(run, cfg, splits, **facts)
+    identity, finished = loop.identify(run, cfg, splits, clip=info["clip_fingerprint"])
     if finished:
-        return loop.announce(run, finished, command)
+        return loop.announce(run, finished)
 
     # Build model, optimizer and EMA. Restore them if resuming.
     accumulate.seed_all(cfg.seed, "weights")  # the same start on all ranks
@@ -1320,7 +1297,6 @@ def train_stage(cfg, device, command=""):
 
     # The order of samples follows from seed and step. Write config.json and open the logger.
     plan, batches = loop.batches(cfg, dataset, indices, state.step, device)
-    evaluator = Evaluator(cfg, splits, clip_model, device)
     about = f"{cfg.stage}: {len(dataset):,} images of {cfg.image_size}x{cfg.image_size}"
     log = loop.begin(run, state, about, device)
     eval_due = loop.Due(cfg.eval_every, cfg.steps)
@@ -1333,13 +1309,16 @@ def train_stage(cfg, device, command=""):
             if eval_due(state.step):
                 samples = {}
                 with progress.paused():
-                    metrics = {"val_loss_online": evaluator.loss(unet, "validation")}
+                    validation = splits["validation"]
+                    metrics = {"val_loss_online": mean_loss(unet, validation, clip_model)}
                     with ema.applied(trainable):
-                        metrics["val_loss"] = evaluator.loss(unet, "validation")
+                        metrics["val_loss"] = mean_loss(unet, validation, clip_model)
                         if state.step < cfg.steps:  # else the test is next
                             file = f"samples/step_{state.step:08d}.png"
                             samples[file] = GRID_CAPTION
-                            metrics |= evaluator.metrics([unet], "validation", run.folder / file)
+                            metrics |= sample_metrics(
+                                cfg, [unet], validation, clip_model, run.folder / file
+                            )
                 metrics["evaluation_s"] = progress.paused_s
                 log.evaluation(state.step, metrics, samples)
                 run.save_best(state, metrics["val_loss"], log)
@@ -1382,10 +1361,12 @@ def train_stage(cfg, device, command=""):
         # Test the averaged weights, and save them last of all.
         file = "samples/test.png"
         with ema.applied(trainable):
-            metrics = {"loss": evaluator.loss(unet, "test")}
-            metrics |= evaluator.metrics([unet], "test", run.folder / file)
+            metrics = {"loss": mean_loss(unet, splits["test"], clip_model)}
+            metrics |= sample_metrics(
+                cfg, [unet], splits["test"], clip_model, run.folder / file
+            )
         results = loop.finish(run, state, log, metrics, {file: GRID_CAPTION})
-    loop.announce(run, results, command, started)
+    loop.announce(run, results, started=started)
 
 
 def train(cfg):
@@ -1395,21 +1376,16 @@ def train(cfg):
     if cfg.data == "shapes":
         path = dist.on_main(lambda: embed.builtin_data(run_dir.parent, device))
         cfg = dataclasses.replace(cfg, data=path)
-    command = "train_decoder.py evaluate --grid grid.png --run_dir "
     if cfg.stage != "all":
-        command += shlex.quote(str(run_dir / cfg.stage))
-        return train_stage(cfg, device, command)
+        return train_stage(cfg, device)
 
     stages = []
     for stage, stage_config in STAGES.items():
         preset = PRESETS.get(cfg.preset, {}).get(stage, {})
         stages.append(stage_config(**{**preset, **shared_settings(cfg)}))
-
-    def check():
-        splits, _, _ = open_data(stages[-1], stages[-1].image_size, None, device)
-        splits["train"][0].check()
-
-    dist.on_main(check)  # pictures may be too small for the last stage
+    last = stages[-1]
+    # Pictures may be too small for the last stage, which is known before the first is trained.
+    dist.on_main(lambda: open_data(last, last.image_size, None, device)[0]["train"][0].check())
 
     # Train the stages in turn, then evaluate them together, from embeddings of real images.
     for stage in stages:
@@ -1422,8 +1398,7 @@ def train(cfg):
         grid=str(run_dir / "cascade.png"),
         out=str(run_dir / "cascade.json"),
     )
-    headline = f"The stages together, on test pictures ({args.grid}):"
-    evaluate(args, device, headline, command + shlex.quote(cfg.run_dir))
+    evaluate(args, device)
 
 
 # Sampling from the command line
