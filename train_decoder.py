@@ -263,7 +263,6 @@ class UpsampleConfig(UNetConfig):
         True, "the timestep scales and shifts a norm; off: it is added before the norm", model=True
     )
     # In training the input is corrupted, and crops are enough, as there is no attention.
-    low_res_blur: Fraction = field(0.5, "probability of blurring the input", measure=True)
     low_res_noise: Fraction = field(
         0.0, "maximum noise on the input, as a fraction of the timesteps (Imagen)", model=True
     )
@@ -280,11 +279,11 @@ class UpsampleConfig(UNetConfig):
         "cosine", "noise schedule; flow has its own", model=True
     )
     steps: PositiveInt = field(800, "optimizer steps")
-    eval_every: Interval = field("400", "steps between evaluations, or as 10min; 0: only the last")
     eval_steps: PositiveInt = field(10, "sampling steps")
 
     # Constants of this stage, which UNet reads as it reads settings
     image_condition = False  # the low resolution alone (DALL-E 2 §2.1)
+    low_res_blur = 0.5  # probability of blurring the input in training, as in DALLE2-pytorch
     text_encodings = "none"
     raw_embeddings = False
     attention_levels = ()
@@ -393,14 +392,12 @@ IMAGE_DROP = 0.1
 TEXT_DROP = 0.5
 VLB_WEIGHT = 1e-3  # λ of the variational bound (Nichol & Dhariwal 2021, §3.1)
 # Range of the blur's sigma, in pixels of the low resolution. DALL-E 2 §2.1 gives no numbers. In
-# DALLE2-pytorch sigma is 0.6 and the probability 0.5, which is the default of --low_res_blur.
+# DALLE2-pytorch it is 0.6.
 BLUR_SIGMA = (0.4, 0.8)
 REPAINT_ROUNDS = 5  # times that RePaint takes a step, so that the new pixels fit the known ones
 GRID_CAPTION = "real images, and samples below"
 RESIZE = "box"  # filter that shrinks images: the mean of the pixels
 MAX_CHUNK = 64  # samples in one forward pass, at most, where --chunk_size is 0
-LAST_STEP = "last_step.pt"  # in a run folder: another U-Net for the last step of sampling (Karlo)
-DEFAULT_PRIOR = "runs/prior"
 
 
 # Model
@@ -1100,12 +1097,20 @@ def load_unet(path, device, weights="ema"):
     with checkpoint.damaged(path):
         unet = UNet(cfg, *contents["widths"])
         checkpoint.load_weights(unet, contents["model"], path)
+    take_last_step(unet, path, contents, device)
     return place(unet, device).eval(), contents
 
 
-def take_last_step(unet, path, device):
-    """Let `unet` take the last step of sampling by the U-Net in the file `path`, if it is there."""
+def take_last_step(unet, path, contents, device):
+    """Let `unet` take the last step of sampling by another U-Net, if its file names one (Karlo).
+
+    path, contents: of the file. Returns the path of the other, or None.
+    """
+    if not contents.get("last_step"):
+        return None
+    path = Path(path).absolute().parent / contents["last_step"]
     if path.is_file():
+        config.note(f"the last step of sampling is that of {path}")
         # Not as a submodule, which would be trained and saved.
         vars(unet)["last_step_unet"], _ = load_unet(path, device)
     else:
@@ -1113,6 +1118,7 @@ def take_last_step(unet, path, device):
             f"{path} is missing: the model draws the last step of sampling, which it has not "
             "learned; import the whole pipeline"
         )
+    return str(path)
 
 
 def load_cascade(args, device):
@@ -1127,9 +1133,6 @@ def load_cascade(args, device):
     for stage, folder in enumerate(folders):
         path = checkpoint.model_file(folder, args.model)
         unet, contents = load_unet(path, device, args.weights)
-        last_step = contents.get("last_step")
-        if last_step or (folder / LAST_STEP).is_file():
-            take_last_step(unet, folder / (last_step or LAST_STEP), device)
         # What is not given is as in training.
         sampling = {
             "eval_steps": args.steps,
@@ -1162,11 +1165,6 @@ def load_prior(args, decoder, clip_model):
     import train_prior  # the only place where a script needs another one
 
     path = checkpoint.model_file(args.prior)
-    if not path.is_file():
-        raise UserError(
-            f"--prior {args.prior}: there is no prior's model.pt; train one (torchrun "
-            "--nproc_per_node=2 train_prior.py), or name its run folder"
-        )
     # It must be of the same CLIP, and of embeddings of the same length.
     prior, contents = train_prior.load_prior(path, decoder.alpha.device)
     clip.check_widths(clip_model, f"--prior {path}", *contents["widths"][:2])
@@ -1272,12 +1270,8 @@ def train_stage(cfg, device):
     if cfg.text_encodings == "clip":  # "no text" is the encoding of ""
         unet.null_text.fill(clip_model.text_condition([""], cfg.max_text_len))
     if run.source and cfg.init_strict:  # the second U-Net of an imported model is kept
-        last_step = checkpoint.load(run.source, mmap=True).get("last_step")
-        if last_step:
-            last_step = Path(run.source).absolute().parent / last_step
-            info["last_step"] = str(last_step)
-            config.note(f"the last step of sampling is that of {last_step}, which is not trained")
-            take_last_step(unet, last_step, device)
+        source = checkpoint.load(run.source, mmap=True)
+        info["last_step"] = take_last_step(unet, run.source, source, device)
     trainable = unet  # with LoRA, the adapters alone
     if cfg.lora_rank:
         from common.models import lora
@@ -1422,7 +1416,7 @@ class SampleConfig(CascadeConfig):
     num_samples: PositiveInt = field(
         8, "samples of a caption or image, or number of steps from --image to --to"
     )
-    prior: str = field(DEFAULT_PRIOR, "prior that makes image embeddings from text")
+    prior: str = field("runs/prior", "prior that makes image embeddings from text")
     max_batch: PositiveInt = field(64, "maximum number of images computed at once")
     out: str = field("grid.png", "PNG of all samples with their captions")
     pictures: str = field("", "folder for one PNG a sample, TEXT_NUMBER.png")
@@ -1441,11 +1435,10 @@ def open_image(path):
     return torch.tensor(images.decode_image(Path(path).read_bytes(), path)[None])
 
 
-def open_square(path, size):
-    """Central square of an image file, float (1, 3, size, size) in [-1, 1]."""
+def square(image, size):
+    """The central square of uint8 images (B, H, W, 3), float (B, 3, size, size) in [-1, 1]."""
     # Cropped, not squeezed, as images of the training data are.
-    square = media.central_square(media.from_uint8(open_image(path)))
-    return media.resize(square, size, RESIZE)
+    return media.resize(media.central_square(media.from_uint8(image)), size, RESIZE)
 
 
 def slerp(start, end, fraction):
@@ -1462,19 +1455,15 @@ def image_embeddings(args, decoder, clip_model, count):
     They are made by the CLIP from --image, or between --image and --to.
     """
     device = decoder.alpha.device
-
-    def embed_file(path):
-        return clip_model.embed_image(open_image(path).to(device))
-
     # Unconditional, or an upsampler, which takes no image embeddings
     if not (decoder.cfg.image_condition and args.image):
-        return torch.zeros(1, decoder.widths[0], device=device).expand(count, -1)
+        return torch.zeros(count, decoder.widths[0], device=device)
     # Variations of an image (§3.1), or interpolations of two (§3.2)
-    start = embed_file(args.image)  # (1, D)
-    if not args.to:
-        return start.expand(count, -1)
+    ends = []
+    for path in (args.image, args.to or args.image):
+        ends.append(clip_model.embed_image(open_image(path).to(device)))  # (1, D)
     fraction = torch.linspace(0, 1, count, device=device)[:, None]
-    return slerp(start, embed_file(args.to), fraction)
+    return slerp(*ends, fraction)
 
 
 @torch.no_grad()
@@ -1504,19 +1493,18 @@ def sample(args):
             f"{args.run_dir[0]} begins with stage {first.cfg.stage}"
         )
     if args.low_res:
-        low_res = open_square(args.low_res, first.cfg.low_res_size).to(device)
+        low_res = square(open_image(args.low_res), first.cfg.low_res_size).to(device)
     if args.mask:
-        _, height, width, _ = open_image(args.image).shape
-        _, mask_height, mask_width, _ = open_image(args.mask).shape
-        if abs(width * mask_height / height / mask_width - 1) > 0.01:  # more than rounded
+        image = open_image(args.image)
+        mask = open_image(args.mask)
+        if mask.shape != image.shape:
             raise UserError(
-                f"--mask {args.mask}: {mask_width}x{mask_height} pixels, but --image has "
-                f"{width}x{height}; expected the same proportions"
+                f"--mask {args.mask}: {[*mask.shape[1:3]]} pixels high and wide, but --image "
+                f"{[*image.shape[1:3]]}; expected the same size"
             )
         size = unets[-1].cfg.image_size
-        known = open_square(args.image, size).to(device)
-        mask = open_square(args.mask, size).to(device)
-        keep_mask = (mask[:, :1] < 0).float()  # black is kept
+        known = square(image, size).to(device)
+        keep_mask = (square(mask, size)[:, :1] < 0).float().to(device)  # black is kept
 
     # Sample. The noise of a sample follows from the numbers of its text and its own, so it is the
     # same in any batch. Between two images all samples share one noise.

@@ -525,11 +525,11 @@ def test_mistakes_on_the_command_line_are_one_line_and_status_2(words, message):
     "words, message",
     [
         ("sample --run_dir trained/upsample,trained/base", "starts from pictures of 0 pixels"),
-        ("sample --text x --run_dir trained", "--prior runs/prior: there is no prior's model.pt"),
+        ("sample --text x --run_dir trained", "runs/prior/model.pt: no such checkpoint"),
         ("sample --run_dir trained/upsample", "--low_res: an upsampler, and no other stage"),
         (
             "sample --run_dir trained --image plain/00000.png --mask trained/cascade.png",
-            "pixels, but --image has 32x32; expected the same proportions",
+            "pixels high and wide, but --image [32, 32]; expected the same size",
         ),
         ("evaluate --run_dir trained --data plain --clip none", "there is no CLIP here"),
         ("--data plain --clip= --stage base", "no embeddings there, so a CLIP must"),

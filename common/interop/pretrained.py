@@ -333,7 +333,7 @@ def import_folder(folder, out, spec, source):
         "clip_fingerprint": fingerprint,
         "source": source,
         # Its last step of sampling is another U-Net's, which may be imported or not.
-        "last_step": train_decoder.LAST_STEP if folder.name == "super_res_first" else None,
+        "last_step": "last_step.pt" if folder.name == "super_res_first" else None,
     }
     checkpoint.save(contents, out)
     print(f"wrote {out}: a {kind} model; to train it further, give --optimizer adamw --lr 1e-5")
