@@ -302,12 +302,6 @@ class UpsampleConfig(UNetConfig):
 STAGES = {"base": BaseConfig, "upsample": UpsampleConfig}
 
 
-def shared_settings(cfg):
-    """{name: value} of the settings that all stages have, but for the stage."""
-    names = {each.name for each in dataclasses.fields(SharedConfig)}
-    return {name: getattr(cfg, name) for name in names - {"stage"}}
-
-
 # fmt: off
 # DALL-E 2, Table 3: what the decoder and both upsamplers have in common.
 DALLE2 = dict(
@@ -1167,7 +1161,7 @@ def load_prior(args, decoder, clip_model):
     path = checkpoint.model_file(args.prior)
     # It must be of the same CLIP, and of embeddings of the same length.
     prior, contents = train_prior.load_prior(path, decoder.alpha.device)
-    clip.check_widths(clip_model, f"--prior {path}", *contents["widths"][:2])
+    clip.check_widths(clip_model, f"--prior {path}", *contents["widths"])
     if decoder.cfg.raw_embeddings and not prior.cfg.raw_embeddings:
         raise UserError(
             f"--prior {path}: makes embeddings of unit length, but the decoder is one of "
@@ -1198,30 +1192,28 @@ class EvaluateConfig(CascadeConfig):
     prior: str = field(
         "", "prior that makes embeddings from captions; by default those of real images are used"
     )
-    data: str = field("", "images, by default those that the last stage was trained on")
+    data: str = field("", "images, by default those that the first stage was trained on")
     eval_samples: NonNegativeInt = field(512, "images of the test split to take at most; 0: all")
     grid: str = field("", "PNG file for eight real images and samples for them")
     out: str = field("", "JSON file for the metrics")
 
 
 def open_evaluation(args, device):
-    """(settings, U-Nets, test split, CLIP or None, prior_fn or None) of an evaluation, checked."""
-    unets, spec, fingerprint = load_cascade(args, device)
-    first = unets[0].cfg
-    last = unets[-1].cfg
-    # The images are those of the last stage. The first says which conditions they need.
-    settings = shared_settings(last)
-    settings |= {
-        "eval_samples": args.eval_samples,
-        "seed": args.seed,
-        "clip": spec or "auto",
-        "batch_size": 1,  # nothing is trained: the training split may be small
-        "chunk_size": last.chunk_size or MAX_CHUNK,
-    }
-    if args.data:  # the other settings are those of the training data
-        settings |= {"data": args.data, "val_data": ""}
-    cfg = dataclasses.replace(first, **settings)
-    splits, clip_model, info = open_data(cfg, last.image_size, None, device)
+    """The arguments of `sample_metrics` for the evaluate command, checked."""
+    unets, spec, _ = load_cascade(args, device)
+    cfg = unets[0].cfg
+    # The settings of the first stage's training, but for what the command says.
+    cfg = dataclasses.replace(
+        cfg,
+        data=args.data or cfg.data,
+        val_data="" if args.data else cfg.val_data,
+        clip=spec or "auto",
+        eval_samples=args.eval_samples,
+        seed=args.seed,
+        batch_size=1,  # nothing is trained: the training split may be small
+        chunk_size=cfg.chunk_size or MAX_CHUNK,
+    )
+    splits, clip_model, info = open_data(cfg, unets[-1].cfg.image_size, None, device)
     if info["widths"] != unets[0].widths:
         raise UserError(
             f"{cfg.data}: widths of embeddings and of text encodings (0: none) are "
@@ -1230,17 +1222,14 @@ def open_evaluation(args, device):
     prior_fn = None
     if args.prior:
         # Real embeddings beside the data need no CLIP, but the prior's texts do.
-        clip_model = clip_model or clip.load(spec, device, fingerprint)
+        clip_model = clip_model or clip.load(spec, device)
         prior_fn = load_prior(args, unets[0], clip_model)
-    return cfg, unets, splits["test"], clip_model, prior_fn
+    return cfg, unets, splits["test"], clip_model, args.grid, prior_fn
 
 
 def evaluate(args, device=None):
     device = device or dist.setup(args.device)
-    cfg, unets, split, clip_model, prior_fn = dist.main_first(
-        lambda: open_evaluation(args, device)
-    )
-    metrics = sample_metrics(cfg, unets, split, clip_model, args.grid, prior_fn)
+    metrics = sample_metrics(*dist.main_first(lambda: open_evaluation(args, device)))
     if dist.is_main() and args.out:
         checkpoint.write_json(metrics, args.out)
     metrics = metrics or {"no metrics": "they need a CLIP, which --clip names"}
@@ -1376,7 +1365,7 @@ def train(cfg):
     stages = []
     for stage, stage_config in STAGES.items():
         preset = PRESETS.get(cfg.preset, {}).get(stage, {})
-        stages.append(stage_config(**{**preset, **shared_settings(cfg)}))
+        stages.append(stage_config(**{**preset, **vars(cfg), "stage": stage}))
     last = stages[-1]
     # Pictures may be too small for the last stage, which is known before the first is trained.
     dist.on_main(lambda: open_data(last, last.image_size, None, device)[0]["train"][0].check())
