@@ -528,38 +528,31 @@ def similarities(prior, split, clip_model):
     # Baseline: the text of another sample, half the split away.
     unrelated = order.ChunkDataset(dataset, np.roll(indices, -(len(indices) // 2)))
 
-    # Ranks take turns with the chunks. Sums are exact means in the end.
-    sums = collections.defaultdict(float)
+    # Ranks take turns with the chunks.
+    found = collections.defaultdict(list)  # {metric: values of this rank's samples}
     for number, batch in order.batches(dataset, indices, 0, cfg.chunk_size):
         start = number * cfg.chunk_size
         other = unrelated[start, start + len(batch["index"])]
         batch = order.to_device(batch, device)
         other = order.to_device(other, device)
         condition = conditioning(batch, cfg, clip_model)
-        references = {
-            "image": batch["image_embed"],
-            "text": condition["text_embed"],
-            "unrelated_text": conditioning(other, cfg, clip_model)["text_embed"],
-        }
-        baseline = F.cosine_similarity(references["text"], references["image"])
-        sums["samples"] += len(baseline)
-        sums["baseline_similarity"] += baseline.sum().item()
+        image = batch["image_embed"]
+        text = condition["text_embed"]
+        unrelated_text = conditioning(other, cfg, clip_model)["text_embed"]
+        baseline = F.cosine_similarity(text, image)  # (B,)
+        found["baseline_similarity"] += baseline.tolist()
         for steps in cfg.eval_timesteps:
             # The same noise at every evaluation, so that metrics compare.
             accumulate.seed_all(cfg.seed, "similarities", number, steps)
             sampled = sample_embeddings(prior, condition, steps, cfg.guidance_scale)
-            for name, reference in references.items():
-                similarity = F.cosine_similarity(sampled, reference).sum().item()
-                sums[f"similarity_with_{name}@{steps}"] += similarity
-
-    # Means over all ranks.
-    sums = dist.total_by_name(sums)
-    samples = sums.pop("samples")
-    means = {name: value / samples for name, value in sums.items()}
-    for steps in cfg.eval_timesteps:
-        difference = means[f"similarity_with_text@{steps}"] - means["baseline_similarity"]
-        means[f"difference_from_baseline@{steps}"] = difference
-    return means
+            with_text = F.cosine_similarity(sampled, text)
+            with_image = F.cosine_similarity(sampled, image)
+            with_unrelated = F.cosine_similarity(sampled, unrelated_text)
+            found[f"similarity_with_text@{steps}"] += with_text.tolist()
+            found[f"similarity_with_image@{steps}"] += with_image.tolist()
+            found[f"similarity_with_unrelated_text@{steps}"] += with_unrelated.tolist()
+            found[f"difference_from_baseline@{steps}"] += (with_text - baseline).tolist()
+    return order.means(found)
 
 
 @torch.no_grad()

@@ -361,3 +361,10 @@ def mean_loss(model, loss_of, dataset, indices, cfg, device):
     model.train(mode)
     loss_sum, count = dist.total([loss_sum, count])
     return loss_sum / count
+
+
+def means(found):
+    """{metric: mean over all ranks} of {metric: values on this rank}. Collective."""
+    sums = dist.total_by_name({name: sum(found[name]) for name in found})
+    counts = dist.total_by_name({name: len(found[name]) for name in found})
+    return {name: sums[name] / counts[name] for name in sums}
