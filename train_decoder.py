@@ -920,9 +920,7 @@ def open_data(cfg, image_size, source, device):
     the model `cfg`, or of the last stage of its cascade. source: model file that says which CLIP it
     is, if neither cfg nor the data do; or None.
     """
-    spec, fingerprint = embeddings.clip_of(cfg.data, source)
-    if cfg.clip != "auto":
-        spec = cfg.clip
+    spec, fingerprint = embeddings.clip_of(cfg, source)
     clip_model = None
     if spec or cfg.text_encodings == "clip":
         clip_model = clip.load(spec, device, fingerprint)

@@ -600,13 +600,10 @@ def open_data(cfg, source, device):
     """
     with_captions = cfg.text_encodings == "clip"
     # Which CLIP made the embeddings: the flag says it, else the data, else the model's file.
-    spec, fingerprint = embeddings.clip_of(cfg.data, source)
-    if cfg.clip != "auto":
-        spec = cfg.clip
+    spec, fingerprint = embeddings.clip_of(cfg, source)
     clip_model = None
     # open_clip's may be large, or have to be downloaded: it is loaded only if captions need it.
-    is_small = spec and not spec.startswith("open_clip:")
-    if with_captions or is_small:
+    if with_captions or (spec and not spec.startswith("open_clip:")):
         from common.models import clip
 
         clip_model = clip.load(spec, device, fingerprint)

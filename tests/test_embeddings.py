@@ -230,14 +230,17 @@ def test_a_fault_of_a_parquet_file_is_named(parquet_folder):
 # The CLIP of embeddings
 
 def test_a_folder_names_its_clip_and_whether_it_is_built_in(folder):
-    assert embeddings.clip_of(folder) == (None, None)
+    cfg = SimpleNamespace(data=folder, clip="auto")
+    assert embeddings.clip_of(cfg) == (None, None)
     checkpoint.save({"model": {}, "clip": "y", "clip_fingerprint": "g"}, "model.pt")
-    assert embeddings.clip_of(folder, "model.pt") == ("y", "g")
+    assert embeddings.clip_of(cfg, "model.pt") == ("y", "g")
     note = {"clip": "x", "fingerprint": "f"}
     for more in ({}, {"made_from": "y"}):
         (folder / "clip.json").write_text(json.dumps(note | more))
-        assert embeddings.clip_of(folder) == ("x", "f")
+        assert embeddings.clip_of(cfg) == ("x", "f")
         assert embeddings.is_built_in(folder) == bool(more)
+    cfg.clip = "z"
+    assert embeddings.clip_of(cfg, "model.pt") == ("z", "f")
 
 
 def test_embeddings_of_unit_length_are_refused_by_a_model_of_raw_ones(tables, folder):

@@ -322,17 +322,25 @@ def is_built_in(folder):
     return path.is_file() and "made_from" in config.read_json(path)
 
 
-def clip_of(folder, model_file=None):
-    """The CLIP that clip.json in a folder of data names, or None, and its fingerprint.
+def clip_of(cfg, model_file=None):
+    """The CLIP that --clip names, or None, and the fingerprint of the one that is known, or None.
 
-    Without clip.json it is the CLIP of the model in the file, if one is given.
+    "auto" is that of clip.json in --data; without clip.json that of the model in the file, if one
+    is given.
     """
-    path = Path(folder, "clip.json")
+    path = Path(cfg.data, "clip.json")
+    spec = fingerprint = None
     if path.is_file():
         note = config.read_json(path)
-        return note.get("clip"), note.get("fingerprint")
-    contents = checkpoint.load(model_file, mmap=True) if model_file else {}
-    return contents.get("clip"), contents.get("clip_fingerprint")
+        spec = note.get("clip")
+        fingerprint = note.get("fingerprint")
+    elif model_file:
+        contents = checkpoint.load(model_file, mmap=True)
+        spec = contents.get("clip")
+        fingerprint = contents.get("clip_fingerprint")
+    if cfg.clip != "auto":
+        spec = cfg.clip
+    return spec, fingerprint
 
 
 def check_source(cfg, dataset, path, clip_model=None):
