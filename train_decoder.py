@@ -853,15 +853,12 @@ def sample_images(
 
 
 @torch.no_grad()
-def sample_cascade(
-    unets, batch, clip_model, seeds, low_res=None, known=None, keep_mask=None, low_res_noise=0.0
-):
+def sample_cascade(unets, batch, clip_model, seeds, low_res=None, known=None, keep_mask=None):
     """Images of the last of `unets`, uint8 (B, H, H, 3), for embeddings and captions of `batch`.
 
     The sampling settings of each stage are those of its cfg. seeds: an int for each image, from
     which all its noise follows; so it is the same in any batch and on any rank. low_res (B or 1, 3,
-    h, h): input of a first stage that is an upsampler. known, keep_mask, low_res_noise: see
-    `sample_images`.
+    h, h): input of a first stage that is an upsampler. known, keep_mask: see `sample_images`.
     """
     noise_fn = diffusion.noise_generator(seeds, unets[0].alpha.device)  # one stream an image
     for unet in unets:
@@ -878,9 +875,8 @@ def sample_cascade(
                 cfg.eta,
                 noise_fn,
                 low_res,
-                min(low_res_noise, cfg.low_res_noise),  # the levels that it was trained on
-                known,
-                keep_mask,
+                known=known,
+                keep_mask=keep_mask,
             )
     return media.to_uint8(low_res.float())
 
@@ -1353,9 +1349,8 @@ def train_stage(cfg, device):
 def train(cfg):
     # Join the ranks, and make the built-in data.
     device = dist.setup(cfg.device, cfg.timeout_minutes)
-    run_dir = Path(cfg.run_dir)
     if cfg.data == "shapes":
-        path = dist.on_main(lambda: embed.builtin_data(run_dir.parent, device))
+        path = dist.on_main(lambda: embed.builtin_data(Path(cfg.run_dir).parent, device))
         cfg = dataclasses.replace(cfg, data=path)
     if cfg.stage != "all":
         return train_stage(cfg, device)
@@ -1376,8 +1371,8 @@ def train(cfg):
         seed=cfg.seed,
         device=cfg.device,
         eval_samples=2 * cfg.eval_samples,  # it is done once
-        grid=str(run_dir / "cascade.png"),
-        out=str(run_dir / "cascade.json"),
+        grid=f"{cfg.run_dir}/cascade.png",
+        out=f"{cfg.run_dir}/cascade.json",
     )
     evaluate(args, device)
 
@@ -1395,11 +1390,6 @@ class SampleConfig(CascadeConfig):
     to: str = field("", "second image, to interpolate to (DALL-E 2 §3.2)")
     mask: str = field("", "image of the size of --image: black is kept, white is drawn anew")
     low_res: str = field("", "image to enlarge, if the first stage is an upsampler")
-    low_res_noise: Fraction = field(
-        0.0,
-        "noise on the input of upsamplers, as a fraction of the timesteps (Imagen §2.4), at most "
-        "as in training",
-    )
     num_samples: PositiveInt = field(
         8, "samples of a caption or image, or number of steps from --image to --to"
     )
@@ -1514,7 +1504,6 @@ def sample(args):
             low_res,
             known,
             keep_mask,
-            args.low_res_noise,
         )
         # On the CPU, so that max_batch bounds the memory of the device.
         pictures += [*out.cpu().numpy()]  # uint8 (H, H, 3) each
