@@ -174,6 +174,12 @@ def test_raw_embeddings_get_mean_0_and_deviation_1_inside_and_texts_of_unit_leng
     torch.testing.assert_close(x0.mean(0), torch.zeros(16), rtol=0, atol=1e-5)
     torch.testing.assert_close(x0.std(0), torch.ones(16))
     torch.testing.assert_close(prior.destandardize(x0), image_embed)
+    # Weights bring their statistics to other data.
+    embeddings.write_shards(tmp_path / "other", 2 * rows, 2 * rows, [])
+    others = dict(run_dir=tmp_path / "tuned", init_from=tmp_path / "run/model.pt")
+    run(*flags(data=tmp_path / "other", **{**settings, **others}))
+    tuned, _ = train_prior.load_prior(tmp_path / "tuned/model.pt", CPU)
+    assert torch.equal(tuned.clip_std, prior.clip_std)
     rows = rows.astype(np.float32)
     np.save("raw.npy", rows / 1.5)
     np.save("unit.npy", rows / np.linalg.norm(rows, axis=1, keepdims=True))
