@@ -129,8 +129,11 @@ class SharedConfig(config.TrainingRun):
     def __post_init__(self):
         super().__post_init__()
         tracker.check(self)
-        if self.stage == "all" and (self.init_from or self.load):
-            raise UserError("--init_from and --load are for one stage: give --stage, too")
+        of_one = self.init_from or self.load or self.save or " id=" in self.logger
+        if self.stage == "all" and of_one:  # a stage would take or overwrite that of the one before
+            raise UserError(
+                "--init_from, --load, --save, id in --logger: they are of one stage; give --stage"
+            )
 
 
 def open_recordings(cfg, hop_length, crop=0):
@@ -146,13 +149,6 @@ def open_recordings(cfg, hop_length, crop=0):
 
     val_dataset = open_folder(cfg.val_data) if cfg.val_data else None
     return order.splits(open_folder(cfg.data), cfg, val_dataset)
-
-
-def means(found):
-    """{metric: mean over all ranks} of {metric: values on this rank}. Collective."""
-    sums = dist.total_by_name({name: sum(found[name]) for name in found})
-    counts = dist.total_by_name({name: len(found[name]) for name in found})
-    return {name: sums[name] / counts[name] for name in sums}
 
 
 def load_model(stage, folder, device, name="", weights="ema"):
@@ -329,7 +325,7 @@ DEAD_BELOW = 0.2
 INNER_SCALE = 10.0  # of waves inside of the codec: those of LOUDNESS get a size of 1
 BLOCK_FRAMES = 3_000  # in one pass: an hour at once would not fit into memory
 CROP_SECONDS = 1.0  # length of the codec's crops in evaluation
-MEL_FLOOR = 1e-4  # of magnitudes: 60 dB below LOUDNESS
+MEL_FLOOR = 3e-5  # of magnitudes: 70 dB below LOUDNESS
 R1_EVERY = 4  # steps between R1 penalties; StyleGAN2 multiplies them by this, here they are not
 
 
@@ -746,7 +742,7 @@ def evaluate_codec(codec, cfg, split, device):
         frames = -(-batch["length"][:, None] // codec.hop_length)  # rounded up
         codes_seen.append(codes.cpu()[torch.arange(codes.shape[1]) < frames])
 
-    metrics = means(found)
+    metrics = order.means(found)
     entropies, _ = tokens.code_entropies(codes_seen, cfg.codebook_size)
     for q, perplexity in enumerate(entropies.exp().tolist(), 1):
         metrics[f"codebook_perplexity@{q}"] = perplexity
@@ -1119,9 +1115,9 @@ SPEECH_SMALL = {
         quantizer_start=500,
         # Phases cost bits, and are not heard: spectra count more than by default.
         mel_weight=2e-4,
-        discriminator_start=6_800,
+        discriminator_start=9_300,
         augment=True,
-        steps=8_000,
+        steps=9_500,
     ),
     # A text is given to recordings that are not longer than a crop.
     "semantic": dict(
@@ -1331,12 +1327,13 @@ def sample_token(logits, uniform, sampling):
     classes = logits.shape[-1]
     k = min(sampling.top_k or classes, classes)  # 0 is all
     top_logits, codes = logits.topk(k, dim=-1)  # (B, k), from the most probable on
-    # Inverse transform sampling; in whole numbers, whose sums are exact on every device.
+    # Inverse transform sampling. In whole numbers, whose sums are the same on every device: of
+    # probabilities in 2^-32, and of random numbers in 2^-24, of which torch.rand draws multiples.
     probabilities = (top_logits / sampling.temperature).softmax(-1)
-    cumulative = (probabilities.double() * 2**40).long().cumsum(-1)
+    cumulative = (probabilities * 2**32).long().cumsum(-1)  # (B, k)
+    threshold = (uniform * 2**24).long()[:, None] * cumulative[:, -1:]
     # The first code whose cumulative probability reaches the random number.
-    threshold = uniform[:, None].double() * cumulative[:, -1:]
-    index = (cumulative < threshold).sum(-1, keepdim=True)
+    index = (cumulative * 2**24 < threshold).sum(-1, keepdim=True)
     return codes.gather(-1, index).squeeze(-1)
 
 
@@ -1502,7 +1499,7 @@ def evaluate_transformer(model, cfg, split, device):
             loss, count, correct = model(order.to_device(batch, device))
         found["loss"] += (loss / count).tolist()
         found["accuracy"] += (correct / count).tolist()
-    metrics = means(found)
+    metrics = order.means(found)
     entropies, counts = tokens.code_entropies(tokens_seen, stream.codebook_size + 1)  # with EOS
     metrics["unigram_entropy"] = (entropies @ counts / counts.sum()).item()
     return metrics
@@ -1851,7 +1848,7 @@ def evaluate_pipeline(args, device=None):
                 sounds.write_sound(sound, rate, f"{path}_continued.wav")
         if scores and pipeline.models["semantic"].has_text:
             scores.add_texts(usable, seeds)
-    metrics = means(found)
+    metrics = order.means(found)
     if dist.is_main():
         checkpoint.write_json(metrics, f"{out}/scores.json")
     command = f"train_audio.py sample --run_dir {shlex.quote(args.run_dir)}"

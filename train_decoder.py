@@ -1024,7 +1024,7 @@ def sample_metrics(cfg, unets, split, clip_model, grid_file="", prior_fn=None):
             # Whole texts are embedded; of their encodings, which are not used, one token stays.
             text = clip_model.text_condition(captions, 1)["text_embed"]  # (B, D)
             embeds = [clip_model.embed_image(fake), clip_model.embed_image(real), text]
-            embeds = F.normalize(torch.stack(embeds), dim=-1).double().cpu().numpy()
+            embeds = F.normalize(torch.stack(embeds), dim=-1).cpu().double().numpy()
         # The judge takes averages of 16 x 16 boxes.
         if isinstance(dataset, images.Shapes) and real.shape[1] % 16 == 0:
             records = dataset.records(keys)

@@ -623,6 +623,7 @@ def mistake(*words, status):
     "words, message",
     [
         ("--stage semantic --channels 4", "--channels: no such setting; it is one of a stage"),
+        ("--init_from a.pt", "they are of one stage"),
         ("--channels 4", "--channels: no such setting; it is one of a stage: give --stage sound"),
         ("--stage soundstream --seconds 0.1", "too short for the STFT discriminator"),
         ("--stage soundstream --steps 300", "before --quantizer_start 300"),
