@@ -104,6 +104,14 @@ def test_one_unusable_row_in_a_hundred_is_named_and_more_are_refused(folder):
         dataset.check()
 
 
+def test_a_file_that_claims_more_rows_than_were_written_is_refused_at_once(folder):
+    for name in ("img_emb", "text_emb"):  # sparse: it takes no space
+        path = folder / name / f"{name}_0.npy"
+        np.lib.format.open_memmap(path, "w+", np.float16, (10**9, 6))
+    with pytest.raises(UserError, match="img_emb: most rows are all zero"):
+        Embeddings(folder).fetch(np.arange(2))
+
+
 def test_the_fingerprint_changes_with_the_data_and_only_then(tables, folder):
     image, text, _ = tables
     other = image.copy()
@@ -156,7 +164,7 @@ def test_a_fault_of_the_shards_is_found_at_the_start_and_named(fault, message, f
 @pytest.mark.parametrize("line, message", [
     (b"hello\n", "JSONDecodeError"),
     (b"[1]\n", "TypeError"),
-    (b'{"text": "a"}\n', r"KeyError\('caption'\)"),
+    (b'{"url": "a"}\n', "no caption or text, but url"),
     (b"", "69 captions"),
     (b"[" * 100_000 + b"\n", "RecursionError"),
     ("größe".encode("cp1252") + b"\n", "UnicodeDecodeError"),

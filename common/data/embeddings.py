@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common import accumulate, checkpoint, config
+from common import accumulate, checkpoint, config, tracker
 from common.config import UserError
 from common.data import files, order
 
@@ -61,6 +61,7 @@ class Shards:
     """The rows of all arrays `FOLDER/NAME_N.npy`, by N: item (int array) -> float32 rows."""
 
     def __init__(self, folder, name):
+        self.folder = folder
         ndim = 3 if name == "text_enc" else 2
         paths = shard_files(folder, name, ".npy")
         self.arrays = {number: NpyFile(path, ndim) for number, path in paths.items()}
@@ -80,9 +81,12 @@ class Shards:
 
     @functools.cached_property
     def usual_length(self):
-        """The median length of 256 rows (n, D)."""
+        """The median length of 256 rows (n, D); UserError if it is no length."""
         rows = self[files.evenly_spaced(len(self), 256)]
-        return torch.from_numpy(rows).norm(dim=1).nanmedian().item()
+        length = torch.from_numpy(rows).norm(dim=1).nanmedian().item()
+        if not 0 < length < math.inf:  # as of a file that claims more rows than were written
+            raise UserError(f"{self.folder}: most rows are all zero or not finite; write it anew")
+        return length
 
     def locate(self, indices):
         """The shard number of each of `indices` (n,) and its row there, as two int arrays (n,)."""
@@ -137,7 +141,8 @@ def parquet_captions(path):
     A row cannot be read alone. In random order, more shards than are kept are slow; write .jsonl.
     """
     parquet = config.need("pyarrow.parquet", f"{path}: reading parquet")
-    return parquet.read_table(path, columns=["caption"])["caption"]
+    column = files.caption_in({name: name for name in parquet.read_schema(path).names})
+    return parquet.read_table(path, columns=[column])[column]
 
 
 class Embeddings:
@@ -251,7 +256,7 @@ class Embeddings:
                 record = captions[row]
             if len(captions) != size:
                 raise ValueError(f"{len(captions)} captions")
-            return {**record, "caption": files.clean_caption(record["caption"])}
+            return {**record, "caption": files.clean_caption(files.caption_in(record))}
 
     def check(self, limit=100_000):
         """(unusable, checked, names of the first) of `limit` evenly spaced rows.
@@ -260,7 +265,8 @@ class Embeddings:
         """
         checked = files.evenly_spaced(len(self), limit)
         unusable = []
-        for indices in np.array_split(checked, math.ceil(len(checked) / 256)):
+        batches = np.array_split(checked, math.ceil(len(checked) / 256))
+        for indices in tracker.progress(batches, desc="checking", unit="batch", delay=5):
             _, usable = self._embeddings(indices)
             unusable += indices[~usable].tolist()
         names = list(map(self.fault, unusable[:5]))

@@ -108,12 +108,13 @@ def stratified(n, count, total, *key):
     """
     if not count:
         return np.zeros(0, np.int64)
-    intervals = -(-n * count // total)
-    edges = np.arange(intervals + 1) * total // count
-    sizes = np.diff(edges).astype(np.uint64)
-    offsets = random_words(np.arange(intervals), *key) % sizes
-    picks = edges[:-1] + offsets.astype(np.int64)
-    return picks[picks < n]
+    picks = np.arange(-(-n * count // total))  # the intervals' numbers, which become the picks
+    for block in np.array_split(picks, len(picks) // 2**20 + 1):  # little memory besides
+        start = block * total // count
+        size = (block + 1) * total // count - start
+        offset = random_words(block, *key) % size.astype(np.uint64)
+        block[:] = start + offset.astype(np.int64)
+    return picks[: np.searchsorted(picks, n)]
 
 
 class Complement:
