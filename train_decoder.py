@@ -1455,7 +1455,7 @@ def sample(args):
     texts = files.texts_of(args.text, args.texts)
     clip_model = None
     if any(first.widths):
-        clip_model = clip.load(spec, device, fingerprint)
+        clip_model = clip.load(spec, device, fingerprint, text_only=not args.image)
         clip.check_widths(clip_model, f"--clip {spec}", *first.widths)
         clip_model.note_cut(texts, clip_model.context)
     prior_fn = None

@@ -606,7 +606,7 @@ def open_data(cfg, source, device):
     if with_captions or (spec and not spec.startswith("open_clip:")):
         from common.models import clip
 
-        clip_model = clip.load(spec, device, fingerprint)
+        clip_model = clip.load(spec, device, fingerprint, text_only=True)
         fingerprint = clip_model.fingerprint()
 
     def open_folder(path):
@@ -884,7 +884,7 @@ def sample(args):
 
         spec = args.clip or contents["clip"]
         # Texts of another CLIP would be drawn without an error, as if they said something else.
-        clip_model = clip.load(spec, device, contents["clip_fingerprint"])
+        clip_model = clip.load(spec, device, contents["clip_fingerprint"], text_only=True)
         clip.check_widths(clip_model, f"--clip {spec}", *contents["widths"])
         clip_model.note_cut(texts, prior.cfg.max_text_len)
         inputs = {"caption": texts}

@@ -160,11 +160,12 @@ def open_clip(monkeypatch, tmp_path):
     torch.save(package.create_model("ViT-L-14").state_dict(), tmp_path / "weights.pt")
 
     def download(cfg, **_):
-        if cfg["hf_hub"] or cfg["url"]:
+        if cfg and (cfg["hf_hub"] or cfg["url"]):
             return str(tmp_path / "weights.pt")
         raise OSError("no download here\nand much more")
 
-    monkeypatch.setattr(package.factory, "download_pretrained", download)
+    for module in (package, package.factory):
+        monkeypatch.setattr(module, "download_pretrained", download)
     return package
 
 
@@ -186,6 +187,11 @@ def test_embeddings_are_those_of_open_clip_with_the_activation_of_the_weights(op
     end = encodings[range(4), mask.sum(1) - 1]
     torch.testing.assert_close(end @ theirs.text_projection, embedding)
 
+    text_only = clip.load(ours.spec, "cpu", text_only=True)
+    assert text_only.model.visual is None
+    outputs = text_only.embed_text(tokens)
+    torch.testing.assert_close(outputs, (embedding, encodings, mask), rtol=0, atol=0)
+
     # Photos that are square or not, by its own preprocessing
     Image = pytest.importorskip("PIL.Image")
     mean, std = theirs.visual.image_mean, theirs.visual.image_std
@@ -199,8 +205,10 @@ def test_embeddings_are_those_of_open_clip_with_the_activation_of_the_weights(op
 
 def test_what_open_clip_lacks_and_other_text_encoders_are_refused_in_a_line(open_clip, monkeypatch):
     for spec in ("other/tag", "ViT-L-14", "ViT-L-14/other"):
-        with pytest.raises(UserError, match=f"^open_clip:{spec}: expected open_clip:MODEL/WEIGHTS"):
-            clip.load(f"open_clip:{spec}", "cpu")
+        for text_only in (False, True):
+            message = f"^open_clip:{spec}: expected open_clip:MODEL/WEIGHTS"
+            with pytest.raises(UserError, match=message):
+                clip.load(f"open_clip:{spec}", "cpu", text_only=text_only)
     monkeypatch.setattr(open_clip, "get_tokenizer", lambda name: lambda texts, **_: None)
     with pytest.raises(UserError, match="its text encoder is not that of the original CLIP"):
         clip.load("open_clip:ViT-L-14/openai", "cpu")

@@ -317,7 +317,7 @@ def import_folder(folder, out, spec, source):
     weights = convert(model, tensors, folder)
     fingerprint = None
     if width:  # "no text" is the CLIP's encoding of ""
-        clip_model = clip.load(spec, "cpu")
+        clip_model = clip.load(spec, "cpu", text_only=True)
         clip.check_widths(clip_model, f"--clip {spec} for {folder}", *widths)
         fingerprint = clip_model.fingerprint()
         null = clip_model.text_condition([""], cfg.max_text_len)

@@ -190,9 +190,12 @@ def center_crop(images, size):
 
 
 class OpenCLIP(Encoder):
-    """A pretrained model of the package open_clip, with the calls and attributes of `CLIP`."""
+    """A pretrained model of the package open_clip, with the calls and attributes of `CLIP`.
 
-    def __init__(self, spec):
+    text_only: for `embed_text` alone. The image encoder is not loaded; ViT-bigG-14's takes 7 GB.
+    """
+
+    def __init__(self, spec, text_only=False):
         super().__init__()
         open_clip = need("open_clip", spec, "open_clip_torch")
         self.spec = spec
@@ -203,12 +206,25 @@ class OpenCLIP(Encoder):
         ):
             # Where weights need QuickGELU, as OpenAI's do, open_clip builds GELU and only warns.
             pretrained_cfg = open_clip.get_pretrained_cfg(name, weights) or {}
-            self.model = open_clip.create_model(
-                name,
-                pretrained=weights,
-                require_pretrained=True,
-                force_quick_gelu=pretrained_cfg.get("quick_gelu", False),
-            )
+            quick_gelu = pretrained_cfg.get("quick_gelu", False)
+            settings = open_clip.get_model_config(name) or {}
+            text_only &= "custom_text" not in settings  # some of those need it to be loaded
+            if text_only:
+                settings["vision_cfg"] = {"layers": 0}
+                settings["quick_gelu"] = settings.get("quick_gelu", quick_gelu)
+                self.model = open_clip.CLIP(**settings)
+                self.model.visual = None
+                path = open_clip.download_pretrained(pretrained_cfg) or weights
+                missing, _ = open_clip.load_checkpoint(self.model, path, strict=False)
+                if missing:
+                    raise KeyError(missing[0])
+            else:
+                self.model = open_clip.create_model(
+                    name,
+                    pretrained=weights,
+                    require_pretrained=True,
+                    force_quick_gelu=quick_gelu,
+                )
         self.tokenizer = open_clip.get_tokenizer(name)
         if not isinstance(self.tokenizer, open_clip.SimpleTokenizer):
             raise UserError(
@@ -217,12 +233,13 @@ class OpenCLIP(Encoder):
             )
         text = getattr(self.model, "text", self.model)  # CLIP is its own text tower
         self.text_norm = text.ln_final
-        visual = self.model.visual
         self.context = self.model.context_length
-        # One number, or height and width.
-        self.image_size = int(torch.tensor(visual.image_size).max())
-        self.register_buffer("mean", torch.tensor(visual.image_mean).view(3, 1, 1))
-        self.register_buffer("std", torch.tensor(visual.image_std).view(3, 1, 1))
+        visual = self.model.visual
+        if visual:
+            # One number, or height and width.
+            self.image_size = int(torch.tensor(visual.image_size).max())
+            self.register_buffer("mean", torch.tensor(visual.image_mean).view(3, 1, 1))
+            self.register_buffer("std", torch.tensor(visual.image_std).view(3, 1, 1))
         embedding, encodings, _ = self.embed_text(self.tokenize([""]))
         self.embed_width = embedding.shape[-1]
         self.encoding_width = encodings.shape[-1]
@@ -264,16 +281,16 @@ def retrieval(queries, references, captions):
     return float(np.mean(hits))
 
 
-def load(spec, device, fingerprint=None):
+def load(spec, device, fingerprint=None, text_only=False):
     """The frozen CLIP `spec`: a run folder, model.pt or open_clip:MODEL/WEIGHTS.
 
-    UserError if it has another `fingerprint`.
+    text_only: see OpenCLIP. UserError if it has another `fingerprint`.
     """
     if not spec:
         raise UserError("which CLIP made the embeddings is not known; name it with --clip")
     spec = str(spec)
     if spec.startswith("open_clip:"):
-        model = OpenCLIP(spec)
+        model = OpenCLIP(spec, text_only)
     else:
         path = Path(spec)
         if not path.is_file():
