@@ -895,6 +895,7 @@ def open_dataset(cfg, path, image_size, clip_model):
             crop_scale=cfg.crop_scale,
             flip=cfg.flip,
             resize=RESIZE,
+            needs_captions=cfg.text_encodings == "clip",
         )
         # Without stored embeddings, the CLIP embeds the crops on the fly.
         if dataset.width is None and cfg.image_condition:
@@ -1045,16 +1046,17 @@ def sample_metrics(cfg, unets, split, clip_model, grid_file="", prior_fn=None):
     if clip_model:
         fake, real, text = np.concatenate(embeds, axis=1)  # (N, D) each
         captions = list(itertools.chain.from_iterable(captions))
-        metrics |= {
-            # CLIPScore (Hessel et al. 2021) in percent, without its factor of 2.5
-            "clip_score": 100 * (fake * text).sum(1).clip(0).mean(),
-            "clip_score_real": 100 * (real * text).sum(1).clip(0).mean(),
-            "frechet_distance": frechet_distance(fake, real),
-            # Among a hundred pictures, or a hundred captions, which is the nearest?
-            "picture_retrieval": clip.retrieval(fake, real, captions),
-            "caption_retrieval": clip.retrieval(fake, text, captions),
-            "caption_retrieval_ceiling": clip.retrieval(real, text, captions),
-        }
+        metrics["frechet_distance"] = frechet_distance(fake, real)
+        if any(captions):
+            metrics |= {
+                # CLIPScore (Hessel et al. 2021) in percent, without its factor of 2.5
+                "clip_score": 100 * (fake * text).sum(1).clip(0).mean(),
+                "clip_score_real": 100 * (real * text).sum(1).clip(0).mean(),
+                # Among a hundred pictures, or a hundred captions, which is the nearest?
+                "picture_retrieval": clip.retrieval(fake, real, captions),
+                "caption_retrieval": clip.retrieval(fake, text, captions),
+                "caption_retrieval_ceiling": clip.retrieval(real, text, captions),
+            }
     return {name: float(value) for name, value in metrics.items()}
 
 

@@ -54,6 +54,15 @@ def write_tar(path, files, mode="w"):
 
 # Images and captions
 
+@pytest.mark.parametrize("extra", [{}, {"a.json": b'{"url": "x"}', "b.json": b'{"caption": null}'}])
+def test_without_a_caption_all_images_are_taken_where_none_is_needed(extra, tmp_path):
+    write_tar(tmp_path / "0.tar", {"a.png": png(ramp(8, 8)), "b.png": png(ramp(8, 8)), **extra})
+    dataset = images.Pictures(tmp_path, 8, needs_captions=False)
+    batch, usable = dataset.fetch(range(2))
+    assert usable.all()
+    assert batch["caption"] == dataset.texts(range(2)) == ["", ""]
+
+
 def test_a_place_without_captioned_images_is_refused(tmp_path):
     write_tar(tmp_path / "a.tar", {"a.tiff": b"", "b.txt": b"alone", ".c.png": b"", ".c.txt": b""})
     for name in ("nowhere", "a.tar"):

@@ -90,9 +90,12 @@ class CaptionedImages:
     KEY.json; a folder may have metadata.jsonl or metadata.csv instead. KEY is the name up to the
     first dot, as in webdataset: KEY.image.png is no image, unless a table has a row of this file.
     Tars are indexed once, then read at random. A note counts what is left out.
+
+    Images without a caption are left out. But if none has one, and not `needs_captions`, all are
+    taken, and their captions are "".
     """
 
-    def __init__(self, path):
+    def __init__(self, path, needs_captions=True):
         self.path = Path(path)
         self.tars = find_tars(path)
         self.metadata = []  # files
@@ -112,8 +115,8 @@ class CaptionedImages:
             table = read_metadata(self.path, self.metadata, unused)
             listings = [loose]
 
-        keys = []
-        entries = []
+        captioned = []  # (key, entry) of each image
+        bare = []
         for tar, members in enumerate(listings):
             for key, samples in group(members, table).items():
                 whole = [each for each in samples if pick(each, IMAGES) and pick(each, CAPTIONS)]
@@ -126,27 +129,36 @@ class CaptionedImages:
                     if file in table:
                         self.captions += json.dumps(table.pop(file)).encode()
                         captions.append(("", 0, 0))
+                    caption = "", 0, 0
+                    found = bare
                     if captions:
                         ends.append(len(self.captions))
-                        embedding = sample.get("npy", ("npy", 0, 0))
-                        keys.append(os.fsencode(key))
-                        entries.append((tar, image, captions.pop(), embedding))
-                    else:
-                        unused["without a caption"] += 1
+                        caption = captions.pop()
+                        found = captioned
+                    embedding = sample.get("npy", ("npy", 0, 0))
+                    found.append((os.fsencode(key), (tar, image, caption, embedding)))
         if table:
             unused[f"rows of tables, which name no image here, such as {min(table)}"] = len(table)
+        samples = captioned
+        if captioned or needs_captions:
+            unused["without a caption"] = len(bare)
+        else:
+            samples = bare
         # Arrays, and bytes: millions of objects would be copied to every worker.
         self.ends = np.array(ends)
-        self.keys = np.array(keys, np.bytes_)
-        self.entries = np.array(entries, ENTRY)
+        self.keys = np.array([key for key, _ in samples], np.bytes_)
+        self.entries = np.array([entry for _, entry in samples], ENTRY)
+        self.captioned = bool(captioned)
         counts = [f"{number} {kind}" for kind, number in sorted(unused.items()) if number]
         if counts:
             config.note(f"{path}: left out are {', '.join(counts)}")
-        if not keys:
+        if not samples:
             raise UserError(
                 f"{path}: no such folder, or no captioned images found; expected "
                 "KEY.jpg, .png or .webp with KEY.txt, KEY.json or metadata.jsonl"
             )
+        if not needs_captions:  # a KEY.json may have none
+            self.captioned = any(self.texts(files.evenly_spaced(len(self), 16)))
 
     def __len__(self):
         return len(self.entries)
@@ -171,6 +183,8 @@ class CaptionedImages:
 
     def caption(self, index):
         """The caption of an image, see files.clean_caption; raises Unusable."""
+        if not self.captioned:
+            return ""
         in_table = self.captions[self.ends[index] : self.ends[index + 1]]
         if in_table:
             return json.loads(in_table)
@@ -180,6 +194,14 @@ class CaptionedImages:
             if name.lower().endswith(".json"):
                 caption = files.caption_in(json.loads(caption))
             return files.clean_caption(caption)
+
+    def texts(self, indices):
+        """A caption of each of the samples that have one. Their images are not read."""
+        texts = []
+        for index in indices:
+            with contextlib.suppress(Unusable):
+                texts.append(files.choose_caption(self.caption(index)))
+        return texts
 
     def __getitem__(self, index):
         image = decode_image(self.read(index, "image"), self.name(index))
@@ -325,8 +347,9 @@ class Pictures(CaptionedImages):
         crop_scale=1.0,
         flip=False,
         resize="bicubic",
+        needs_captions=True,
     ):
-        super().__init__(path)
+        super().__init__(path, needs_captions)
         self.size = size
         self.clip_size = clip_size
         self.crop_scale = crop_scale
@@ -364,14 +387,6 @@ class Pictures(CaptionedImages):
     def split(self, name, validation, test, seed=0):
         """Indices (int64, ascending) of "train", "validation" or "test", by a hash of the keys."""
         return order.split_keys(map(self.key, range(len(self))), name, validation, test, seed)
-
-    def texts(self, indices):
-        """A caption of each of the samples that have one. Their images are not read."""
-        texts = []
-        for index in indices:
-            with contextlib.suppress(Unusable):
-                texts.append(files.choose_caption(self.caption(index)))
-        return texts
 
     def fetch(self, indices, random_words=None):
         """Read samples in any order, augmented if there are random words."""
