@@ -212,6 +212,12 @@ def test_what_is_exported_is_what_was_imported(published, stage, parts, tmp_path
         for name, value in before.config.items():
             value = list(value) if isinstance(value, tuple) else value
             assert name.startswith("_") or after.config[name] == value, name
+    if stage == "prior":
+        run(MODULE, "import", tmp_path, *flags(out=tmp_path / "run", clip=published.spec))
+        contents = checkpoint.load(tmp_path / "run/model.pt")
+        assert contents["config"]["x0_bound"] == 0.5
+        scheduler = diffusers.UnCLIPScheduler.from_pretrained(tmp_path / "scheduler")
+        assert scheduler.config.clip_sample_range == 0.5
 
 
 def outputs(published, model, theirs):
@@ -329,8 +335,12 @@ def test_nothing_is_overwritten_and_an_import_that_broke_off_goes_on(published, 
     out = run(*words, "--source", published.folder, "--out", tmp_path)
     assert f"{tmp_path}/prior/model.pt: is there already" in out
     assert (tmp_path / "upsample/last_step.pt").is_file()
-    words += "--source", published.folder / "decoder", "--out", tmp_path / "prior"
-    assert "is there already; give another" in run(*words, expect=1)
+    prior = "--out", tmp_path / "prior"
+    refused = "is there already, of another source or --clip"
+    assert refused in run(*words, "--source", published.folder / "decoder", *prior, expect=1)
+    words = MODULE, "import", published.folder / "prior", *prior
+    assert "is there already, from" in run(*words)
+    assert refused in run(*words, "--clip", "other", expect=1)
 
 
 def test_what_diffusers_has_no_class_for_is_not_exported():
@@ -340,6 +350,19 @@ def test_what_diffusers_has_no_class_for_is_not_exported():
 
 
 # The hub
+
+
+def serve(hub, remote, monkeypatch, tmp_path):
+    """Let the package find the folder `remote` at the hub, as me/model."""
+
+    def snapshot_download(repository, **patterns):
+        assert repository == "me/model"
+        names = [str(path.relative_to(remote)) for path in remote.rglob("*.*")]
+        wanted = hub.utils.filter_repo_objects(names, **patterns)
+        files = {name: (remote / name).read_bytes() for name in wanted}
+        return helpers.write_files(tmp_path / "here", files)
+
+    monkeypatch.setattr(hub, "snapshot_download", snapshot_download)
 
 
 @pytest.mark.parametrize(
@@ -361,22 +384,26 @@ def test_a_repository_is_imported_with_its_folders_shards_and_half_precision(
     shutil.copytree(published.folder / "prior_scheduler", beside)
     (remote / "other.safetensors").touch()
 
-    def snapshot_download(repository, **patterns):
-        assert repository == "me/model"
-        names = [str(path.relative_to(remote)) for path in remote.rglob("*.*")]
-        wanted = hub.utils.filter_repo_objects(names, **patterns)
-        files = {name: (remote / name).read_bytes() for name in wanted}
-        assert "other.safetensors" not in files
-        return helpers.write_files(tmp_path / "here", files)
-
-    monkeypatch.setattr(hub, "snapshot_download", snapshot_download)
+    serve(hub, remote, monkeypatch, tmp_path)
     source = f"me/model/{place}".rstrip("/")
     run(MODULE, "import", source, *flags(out=tmp_path, clip=published.spec))
     contents = checkpoint.load(tmp_path / "model.pt")
     expected = checkpoint.load(published.runs / "prior/model.pt")
     assert_close(contents["model"], expected["model"], rtol=0, atol=1e-3)
     assert contents["source"] == source
-    assert contents["config"]["x0_bound"] == (0.5 if place else 10)
+    assert contents["config"]["x0_bound"] == 0.5
+    assert not (tmp_path / "here/other.safetensors").exists()
+
+
+def test_parts_that_have_16_bits_alone_come_with_those_of_32(published, monkeypatch, tmp_path):
+    hub = pytest.importorskip("huggingface_hub")
+    remote = tmp_path / "remote"
+    published.super_res_first.save_pretrained(remote / "super_res_first")
+    half = copy.deepcopy(published.super_res_last).half()
+    half.save_pretrained(remote / "super_res_last", variant="fp16")
+    serve(hub, remote, monkeypatch, tmp_path)
+    run(MODULE, "import", "me/model", "--out", tmp_path)
+    assert (tmp_path / "upsample/last_step.pt").is_file()
 
 
 # The second U-Net of an upsampler

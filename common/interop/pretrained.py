@@ -89,6 +89,7 @@ PARTS = {
     "super_res_first": "upsample/model.pt",
     "super_res_last": "upsample/last_step.pt",
 }
+SCHEDULERS = "../scheduler", "../prior_scheduler", "scheduler", "prior_scheduler"  # of a prior
 WEIGHTS = (  # the first that is there, and of 16 bits only if there is no other
     "diffusion_pytorch_model.safetensors",
     "diffusion_pytorch_model-*-of-?????.safetensors",
@@ -106,6 +107,13 @@ SETTINGS = {
     "prior": {**CONDITION, "guidance_scale": 4.0, "eval_timesteps": (25,)},
     "base": {**CONDITION, **EPSILON, "guidance_scale": 8.0, "eval_steps": 25},
     "upsample": {**EPSILON, "eval_steps": 7},
+}
+
+# That of a prior of x0; `export` adds the bound.
+SCHEDULER = {
+    "_class_name": "UnCLIPScheduler",
+    "prediction_type": "sample",
+    "variance_type": "fixed_small_log",
 }
 
 # Fields of a config.json that have one value here and do not show in the weights, or that diffusers
@@ -240,8 +248,8 @@ def settings_of(about, folder):
             "depth": about["num_layers"],
             "max_text_len": about["num_embeddings"],
         }
-        for scheduler in ("scheduler", "prior_scheduler"):
-            path = folder.parent / scheduler / "scheduler_config.json"
+        for scheduler in SCHEDULERS:
+            path = folder / scheduler / "scheduler_config.json"
             if path.is_file():
                 bound = config.read_json(path).get("clip_sample_range")  # of UnCLIPScheduler
                 if bound:
@@ -292,8 +300,11 @@ def import_folder(folder, out, spec, source):
     overwritten.
     """
     if out.exists():
-        if checkpoint.load(out, mmap=True).get("source") != source:
-            raise UserError(f"{out}: is there already; give another --out")
+        contents = checkpoint.load(out, mmap=True)
+        if contents.get("source") != source or spec not in ("", contents["clip"]):
+            raise UserError(
+                f"{out}: is there already, of another source or --clip; give another --out"
+            )
         config.note(f"{out}: is there already, from {source}")
         return
     about, tensors = read_folder(folder)
@@ -374,10 +385,10 @@ def fetch(source):
                 allow_patterns=patterns,
                 ignore_patterns=ignored,
             )
-            path = Path(folder, *inside)
-            if any(path.rglob("diffusion_pytorch_model*")):
+            models = [file.parent for file in Path(folder).rglob("config.json")]
+            if all(any(model.glob("*model*")) for model in models):
                 break
-    return path
+    return Path(folder, *inside)
 
 
 def import_command(args):
@@ -512,6 +523,9 @@ def export_command(args):
     tensors = published(model, checkpoint.plain(contents["model"]))
     if kind != "base":
         write_folder(out, about, tensors)
+        if kind == "prior" and (cfg.objective, cfg.noise_schedule) == ("x0", "cosine"):
+            scheduler = {**SCHEDULER, "clip_sample_range": cfg.x0_bound}
+            checkpoint.write_json(scheduler, out / "scheduler/scheduler_config.json")
         return
     prefix = "text_proj."
     names = [name for name in tensors if name.startswith(prefix)]
