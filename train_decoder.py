@@ -1217,6 +1217,9 @@ def open_evaluation(args, device):
         )
     prior_fn = None
     if args.prior:
+        dataset, _ = splits["test"]
+        if not any(dataset.texts(files.evenly_spaced(len(dataset), 16))):
+            raise UserError(f"{cfg.data}: no captions, which --prior needs")
         # Real embeddings beside the data need no CLIP, but the prior's texts do.
         clip_model = clip_model or clip.load(spec, device)
         prior_fn = load_prior(args, unets[0], clip_model)

@@ -179,6 +179,13 @@ def test_a_fault_of_a_caption_is_named_by_its_file(line, message, folder):
         dataset.fetch(np.array([2, 73]))
 
 
+def test_captions_of_some_shards_alone_are_none_where_none_are_needed(folder):
+    (folder / "captions/captions_1.jsonl").unlink()
+    dataset = Embeddings(folder)
+    assert dataset.fetch(np.array([0, 71]))[1].all()
+    assert dataset.texts([0]) == []
+
+
 def test_several_captions_of_a_row_are_drawn_and_a_mark_or_another_end_of_line_is_no_part(
         tmp_path):
     write_shards(tmp_path, np.ones((2, 2)), np.ones((2, 2)), [{"caption": ""}] * 2)

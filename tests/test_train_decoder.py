@@ -380,6 +380,16 @@ def test_evaluate_repeats_the_metrics_of_training_on_any_ranks_and_takes_a_prior
     ceiling = "caption_retrieval_ceiling"
     assert by_prior[ceiling] == real[ceiling] > 0
 
+    # Without captions
+    (tmp_path / "bare").mkdir()
+    for path in [*(world / "plain").glob("*.png"), *(world / "plain").glob("*.npy")]:
+        shutil.copy(path, tmp_path / "bare")
+    shutil.copy(world / "plain/clip.json", tmp_path / "bare")
+    words = flags(data=tmp_path / "bare", split="train")
+    assert evaluate(*words) == {"frechet_distance": real["frechet_distance"]}
+    words += "--run_dir", trained[0], "--prior", world / "prior"
+    assert "bare: no captions, which --prior needs" in run("evaluate", *words, expect=1)
+
 
 # Training, as a user runs it
 

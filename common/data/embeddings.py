@@ -188,11 +188,13 @@ class Embeddings:
         if not self.captions:
             self.captions = shard_files(self.folder / "metadata", "metadata", ".parquet")
         missing = self.images.sizes.keys() - self.captions.keys()
-        if missing and (captions or self.captions):
+        if missing and captions:
             raise UserError(
                 f"{folder}: no captions for shard {min(missing)}; expected captions/"
                 "captions_N.jsonl or metadata/metadata_N.parquet beside img_emb/"
             )
+        if missing:
+            self.captions = {}
         self.lines = {}  # the JsonLines of shards that were read
 
     def __len__(self):

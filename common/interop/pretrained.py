@@ -109,13 +109,6 @@ SETTINGS = {
     "upsample": {**EPSILON, "eval_steps": 7},
 }
 
-# That of a prior of x0; `export` adds the bound.
-SCHEDULER = {
-    "_class_name": "UnCLIPScheduler",
-    "prediction_type": "sample",
-    "variance_type": "fixed_small_log",
-}
-
 # Fields of a config.json that have one value here and do not show in the weights, or that diffusers
 # needs: other models have another form than ours.
 UNET_FORM = {
@@ -523,8 +516,12 @@ def export_command(args):
     tensors = published(model, checkpoint.plain(contents["model"]))
     if kind != "base":
         write_folder(out, about, tensors)
-        if kind == "prior" and (cfg.objective, cfg.noise_schedule) == ("x0", "cosine"):
-            scheduler = {**SCHEDULER, "clip_sample_range": cfg.x0_bound}
+        if kind == "prior" and cfg.objective == "x0":
+            scheduler = {
+                "_class_name": "UnCLIPScheduler",
+                "prediction_type": "sample",
+                "clip_sample_range": cfg.x0_bound,
+            }
             checkpoint.write_json(scheduler, out / "scheduler/scheduler_config.json")
         return
     prefix = "text_proj."
