@@ -385,7 +385,7 @@ def test_evaluate_repeats_the_metrics_of_training_on_any_ranks_and_takes_a_prior
     for path in [*(world / "plain").glob("*.png"), *(world / "plain").glob("*.npy")]:
         shutil.copy(path, tmp_path / "bare")
     shutil.copy(world / "plain/clip.json", tmp_path / "bare")
-    words = flags(data=tmp_path / "bare", split="train")
+    words = flags(data=tmp_path / "bare")
     assert evaluate(*words) == {"frechet_distance": real["frechet_distance"]}
     words += "--run_dir", trained[0], "--prior", world / "prior"
     assert "bare: no captions, which --prior needs" in run("evaluate", *words, expect=1)
