@@ -60,9 +60,8 @@ def atomic_write(path):
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
-    temporary.unlink(missing_ok=True)
     try:
-        with open(temporary, "xb") as file:  # it must be new: a link of this name is not followed
+        with open(temporary, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -168,13 +167,12 @@ def load_weights(module, weights, path, strict=True):
                 "this one its run goes on from the checkpoint before it)"
             )
         if not strict:
-            total = sum(map(torch.numel, own.values()))
-            share = 0
-            fitting = {}
-            for name, value in weights.items():
-                if name in own and own[name].shape == value.shape:
-                    share += value.numel() / total
-                    fitting[name] = value
+            fitting = {
+                name: value
+                for name, value in weights.items()
+                if name in own and own[name].shape == value.shape
+            }
+            share = sum(map(torch.numel, fitting.values())) / sum(map(torch.numel, own.values()))
             config.note(
                 f"{path}: {len(fitting)} of {len(own)} weights of the model are in it and fit: "
                 f"{share:.1%} of the numbers, of which half must"
@@ -208,23 +206,20 @@ def read_model(classes, path, weights="ema"):
 
 
 def model_file(folder, name=""):
-    """The path of a run's file `name`; without it that of best.pt, if it is better than model.pt.
+    """The path of a run's file `name`; without it best.pt, if that is not of model.pt's step.
 
-    It is, if an earlier step than the last had the lowest validation loss. A note says so.
+    best.pt had the lowest validation loss. A note says so.
     """
-    folder = Path(folder)
-    record = {}
-    with contextlib.suppress(OSError, UserError):  # there is none beside a published model
-        record = config.read_json(folder / "auto_resume.json")
-    best = record.get("best")
-    last = record.get("finished")
-    path = folder / "best.pt"
-    if name or not best or not path.is_file() or (last and best["step"] >= last["step"]):
-        return folder / (name or "model.pt")
-    config.note(
-        f"{path}: of step {best['step']}, whose validation loss {best['val_loss']:.4f} was "
-        "the lowest"
-    )
+    path = Path(folder, name or "model.pt")
+    best = Path(folder, "best.pt")
+    if not name and best.is_file():
+        contents = load(best, mmap=True)
+        if not path.is_file() or load(path, mmap=True).get("step") != contents["step"]:
+            config.note(
+                f"{best}: of step {contents['step']}, whose validation loss "
+                f"{contents['val_loss']:.4f} was the lowest"
+            )
+            return best
     return path
 
 
@@ -313,9 +308,8 @@ class State:
         load_weights(self.model, weights, path, strict)
         self.ema.load_state_dict(self.model.state_dict())
 
-    def restore(self, path):
-        """Resume from the checkpoint `path`; notes say what has changed since."""
-        contents = load(path)
+    def restore(self, contents, path):
+        """Resume from the contents of the checkpoint `path`; notes say what has changed since."""
         training = contents.get("training")
         if not training:
             raise UserError(
@@ -361,7 +355,6 @@ class RunFolder:
         self.record = {"checkpoints": []}
         self.thread = concurrent.futures.ThreadPoolExecutor(1)  # writes beside training
         self.writing = None  # Future of the last write
-        self.said_rising = False
         self.lock_file = None  # of rank 0
 
     def open(self):
@@ -402,24 +395,23 @@ class RunFolder:
 
         The record forgets the latter: their steps are taken again.
         """
+        entries = self.record["checkpoints"]
         damaged = []
-        for number, entry in enumerate(self.record["checkpoints"]):
-            path = self.folder / entry["file"]
+        while entries:
+            path = self.folder / entries[0]["file"]
             with contextlib.suppress(OSError):
-                if checksum(path) == entry["sha256"]:
-                    self.record["checkpoints"] = self.record["checkpoints"][number:]
+                if checksum(path) == entries[0]["sha256"]:
                     return path, damaged
             damaged.append(path)
-            entry["step"] = -1  # also if none is intact, its step is saved again
+            del entries[0]
         return None, damaged
 
     def finished(self, steps):
         """The results of the run if it has finished so many `steps`, or None."""
         results = self.record.get("finished")
-        if results and results["step"] >= steps:
-            with contextlib.suppress(UserError):  # model.pt is missing or damaged
-                if load(self.folder / "model.pt", mmap=True).get("step") == results["step"]:
-                    return results
+        if results and results["step"] >= steps and (self.folder / "model.pt").is_file():
+            return results
+        return None
 
     def save(self, state, log):
         """Begin to save `state` as the checkpoint of its step, and drop the oldest. Collective.
@@ -434,16 +426,16 @@ class RunFolder:
             return
         log.sync()
         file = f"checkpoints/step_{state.step:08d}.pt"
-        entry = {"file": file, "step": state.step}
+        newest = {"file": file, "step": state.step}  # as it is now: training goes on
         contents = copy_to_host(state.contents())
 
         def write():
-            entry["sha256"] = save(contents, self.folder / file)
-            kept = [entry, *self.record["checkpoints"]][:KEEP]
+            newest["sha256"] = save(contents, self.folder / file)
+            kept = [newest, *entries][:KEEP]
             self.write_record(checkpoints=kept, identity=state.identity, finished=None)
-            paths = [self.folder / each["file"] for each in kept]
+            kept_paths = [self.folder / entry["file"] for entry in kept]
             for path in self.folder.glob("checkpoints/step_*.pt"):
-                if path not in paths:
+                if path not in kept_paths:
                     path.unlink()
             log.send()
 
@@ -472,13 +464,6 @@ class RunFolder:
             best = {"file": "best.pt", "step": state.step, "val_loss": val_loss}
             self.write_record(best=best)
             log.send()
-        lowest = self.record.get("best", {}).get("step", state.step)
-        if state.step >= 2 * lowest and not self.said_rising:
-            self.said_rising = True
-            log.print(
-                f"the validation loss was the lowest at step {lowest}, and for half of the run it "
-                "has been higher: best.pt is of that step"
-            )
 
     def drop_from(self, step):
         """Forget the checkpoints of `step` or later: a run does not go on from them."""
@@ -488,15 +473,14 @@ class RunFolder:
             self.write_record(checkpoints=earlier)
 
     def wait(self):
-        """Wait for what is being written; an error that it met is raised here."""
+        """Wait for what is being written; an error that it met is raised here.
+
+        OSError if the folder is not there any more: what is written would make another one.
+        """
         writing = self.writing
         self.writing = None
         if writing:
             writing.result()
-        self.check_there()
-
-    def check_there(self):
-        """OSError if the folder is not there any more: what is written would make another one."""
         path = self.folder / ".lock"
         if self.lock_file and not (
             path.exists() and os.path.samefile(path, self.lock_file.fileno())

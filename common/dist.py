@@ -19,6 +19,7 @@ import torch.distributed as td
 
 # Imported before there is a group, which its default arguments would keep alive.
 import torch.distributed.nn
+from torch.utils._pytree import tree_map_only
 
 from common.config import UserError, is_main, note
 
@@ -237,6 +238,22 @@ def broadcast_tensor(tensor):
     """Give every rank what `tensor` is on rank 0, in place."""
     if world_size() > 1:
         td.broadcast(tensor, src=0)
+
+
+def broadcast_tree(tree):
+    """Rank 0's nested dicts and lists of CPU tensors and plain values, on every rank.
+
+    The tensors are sent one by one, so rank 0 holds no second copy. The other ranks' `tree` counts
+    for nothing.
+    """
+    if world_size() == 1:
+        return tree
+    # Tensors of the device "meta" have shapes, types and strides alone.
+    layout = broadcast(tree_map_only(torch.Tensor, lambda x: x.to("meta"), tree))
+    if not is_main():
+        tree = tree_map_only(torch.Tensor, lambda x: torch.empty_like(x, device="cpu"), layout)
+    tree_map_only(torch.Tensor, broadcast_tensor, tree)
+    return tree
 
 
 # Plain values

@@ -154,20 +154,25 @@ def resume(run, state, **frozen):
     frozen: {name: module} that is not trained, but must be the same on all ranks.
     """
     cfg = state.cfg
-
-    def start():
+    path = run.resume_from
+    if not path and not getattr(cfg, "lora_rank", 0):
         path = cfg.init_from
-        contents = checkpoint.model_contents(checkpoint.load(path))
-        if "lora" in contents:  # adapters: the model with them merged in
+
+    def restore():
+        if run.resume_from:
+            return state.restore(contents, path)
+        weights = checkpoint.model_contents(contents)
+        if "lora" in weights:  # adapters: the model with them merged in
             from common.models import lora
 
-            contents = lora.merged(contents, path)
-        state.start_from(contents["model"], path, cfg.init_strict)
+            weights = lora.merged(weights, path)
+        state.start_from(weights["model"], path, cfg.init_strict)
 
-    if run.resume_from:
-        dist.together(lambda: state.restore(run.resume_from))
-    elif cfg.init_from and not getattr(cfg, "lora_rank", 0):
-        dist.together(start)
+    if path:
+        # Rank 0 reads the file. It is sent to the others.
+        contents = dist.together(lambda: checkpoint.load(path), dist.is_main())
+        contents = dist.broadcast_tree(contents)
+        dist.together(restore)
     state.check_in_step(**frozen)
 
 
@@ -309,7 +314,6 @@ class Progress:
     @contextlib.contextmanager
     def paused(self):
         """Context of an evaluation, whose time does not count as that of training."""
-        self.run.check_there()
         before = time.monotonic()
         yield
         self.paused_s = time.monotonic() - before  # of the newest pause

@@ -20,7 +20,7 @@ from conftest import FORKS
 from helpers import Settings, saved
 from torch import nn
 
-from common import amp, checkpoint, config, dist, ema, optim
+from common import amp, checkpoint, config, dist, ema, loop, optim
 from common.config import UserError
 
 
@@ -36,8 +36,6 @@ def log_to(events):
     return SimpleNamespace(
         sync=lambda: events.append("sync"),
         send=lambda: events.append("send"),
-        print=events.append,
-        values=lambda step: {"step": step},
     )
 
 
@@ -188,7 +186,6 @@ def test_an_error_in_the_middle_of_writing_leaves_the_old_file_and_nothing_else(
         raise KeyboardInterrupt
     assert contents(tmp_path) == old
     assert not synced
-    (tmp_path / "values.json.tmp").symlink_to(path)  # a link of this name is not followed
     with checkpoint.atomic_write(path) as file:
         file.write(b"whole")
         assert contents(tmp_path)["values.json"] == old["values.json"]
@@ -227,7 +224,7 @@ def test_a_model_is_read_by_its_kind_with_the_weights_wanted(tmp_path):
     with pytest.raises(UserError, match=f"{path}: expected a model of the kind decoder"):
         checkpoint.read_model({"decoder": Config}, path)
     with pytest.raises(UserError, match=r"without the state of a run; .*--init_from"):
-        state.restore(averaged)
+        state.restore(checkpoint.load(averaged), averaged)
 
 
 # What a run is made of
@@ -240,7 +237,7 @@ def test_a_restored_state_goes_on_bit_for_bit(settings, tmp_path):
     take_steps(straight, 4)
     path = written(straight, tmp_path / "4.pt")
     restored = state_of(tmp_path, seed=1, **settings)
-    restored.restore(path)
+    restored.restore(checkpoint.load(path), path)
     assert restored.step == 4
     for _ in range(2):
         assert same(restored.contents(), straight.contents())
@@ -252,7 +249,8 @@ def test_a_changed_learning_rate_holds_and_what_has_changed_is_noted(tmp_path, c
     state = state_of(tmp_path, precision="fp16")  # whose scale starts anew
     state.versions["code"] = "abc"
     other = state_of(tmp_path, lr=0.5)
-    other.restore(written(state, tmp_path / "0.pt"))
+    path = written(state, tmp_path / "0.pt")
+    other.restore(checkpoint.load(path), path)
     assert capsys.readouterr().err.splitlines() == [
         f"note: resuming {tmp_path}/0.pt at step 0 of 1000",
         f"note: code changed from abc to {other.versions['code']}",
@@ -270,7 +268,7 @@ def test_another_models_file_is_refused_with_names_and_not_strict_takes_what_fit
     state = state_of(tmp_path, seed=1)
     before = checkpoint.copy_to_host(state.contents())
     with pytest.raises(UserError, match=f"{path}: of a run of another.*width is 12 there and 8 he"):
-        state.restore(path)
+        state.restore(checkpoint.load(path), path)
     message = rf"{path}: weights of another model; .*size mismatch for 0\.weight: "
 
     def start_from(path, strict=True):
@@ -295,9 +293,10 @@ def test_another_models_file_is_refused_with_names_and_not_strict_takes_what_fit
 
     state.model[1].running_var[2] = math.nan
     path = written(state, path)
-    for load in (start_from, state.restore):
-        with pytest.raises(UserError, match=rf"{path}: .* not finite, as 1\.running_var; take ano"):
-            load(path)
+    with pytest.raises(UserError, match=rf"{path}: .* not finite, as 1\.running_var; take ano"):
+        start_from(path)
+    with pytest.raises(UserError, match=rf"{path}: .* not finite, as 1\.running_var; take ano"):
+        state.restore(checkpoint.load(path), path)
 
 
 @pytest.mark.parametrize("wrap", [
@@ -337,7 +336,8 @@ def test_a_damaged_or_missing_newest_is_told_and_the_one_before_it_taken(tmp_pat
     paths[2].write_bytes(content[:-1] + b"\1")
     assert run.newest_intact() == (paths[1], [paths[2]])
     paths[1].unlink()
-    assert run.newest_intact()[0] == paths[0]
+    run.record["checkpoints"] = saved(tmp_path)
+    assert run.newest_intact() == (paths[0], [paths[2], paths[1]])
     commit(run, 15)  # continued from there: the damaged one is no longer the newest
     path, notes = opened(tmp_path).newest_intact()
     assert (path.name, notes) == ("step_00000015.pt", [])
@@ -371,6 +371,7 @@ def test_a_save_that_has_begun_is_of_the_state_as_it_was(tmp_path, monkeypatch):
     gate.set()
     run.wait()
     assert events == ["sync", "send"]
+    assert [entry["step"] for entry in saved(tmp_path)] == [2]
     assert same(checkpoint.load(tmp_path / "checkpoints/step_00000002.pt"), before)
 
 
@@ -433,9 +434,7 @@ def test_the_best_is_kept_only_while_it_is_the_best_and_none_that_is_not_finite(
         assert checkpoint.load(path)["step"] == best
     with pytest.raises(UserError, match="nan at step 4; the weights are finite: look at the vali"):
         run.save_best(state, math.nan, log_to(events))
-    first, rising, last = events
-    assert (first, last) == ("send", "send")
-    assert "lowest at step 1, and for half of the run it has been higher" in rising  # once
+    assert events == ["send", "send"]
     found = checkpoint.load(path)
     assert same(found["model"], state.ema.state_dict())
     assert found["val_loss"] == run.best_val_loss == 0.25
@@ -531,7 +530,7 @@ def test_what_a_kill_at_any_moment_of_saving_leaves_is_a_complete_run_that_goes_
         again = state_of("run")
         path, notes = run.newest_intact()
         if path:
-            again.restore(path)
+            again.restore(checkpoint.load(path), path)
         assert notes == []
         assert reached <= again.step
         reached = again.step
@@ -541,6 +540,21 @@ def test_what_a_kill_at_any_moment_of_saving_leaves_is_a_complete_run_that_goes_
         (file,) = (folder / "checkpoints").iterdir()  # no scrap of a save that was cut off is left
         assert same(checkpoint.load(file), state.contents())
     assert reached == 3
+
+
+def resume_from(path, folder):
+    """Whether loop.resume gives this rank the state of the file, which rank 0 alone has."""
+    state = state_of(folder, seed=dist.rank())
+    run = SimpleNamespace(resume_from=path if dist.is_main() else "nowhere.pt")
+    loop.resume(run, state)
+    return same(state.contents(), checkpoint.load(path))
+
+
+def test_on_resume_rank_0_alone_reads_the_checkpoint_and_all_have_it(tmp_path, on_ranks):
+    state = state_of(tmp_path)
+    take_steps(state)
+    path = written(state, tmp_path / "1.pt")
+    assert on_ranks(2, resume_from, path, tmp_path) == [True, True]
 
 
 def start_apart(folder):

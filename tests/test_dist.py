@@ -31,6 +31,25 @@ def test_sums_over_unevenly_filled_ranks_are_exact_and_values_reach_every_rank(o
     assert on_ranks(2, exchange) == [expected] * 2
 
 
+def receive():
+    """The tree of rank 0, which alone has one."""
+    def plant():
+        kernel = torch.arange(16.0).view(1, 4, 2, 2).to(memory_format=torch.channels_last)
+        tensors = [kernel, kernel[0, 0, 0].bfloat16(), torch.tensor(3), torch.zeros(0).bool()]
+        return {"state": {7: tensors}, "plain": (1, "a", None)}
+
+    expected = plant()
+    tree = dist.broadcast_tree(plant() if dist.is_main() else None)
+    for got, wanted in zip(tree["state"].pop(7), expected["state"].pop(7), strict=True):
+        assert torch.equal(got, wanted)
+        assert (got.dtype, got.stride()) == (wanted.dtype, wanted.stride())
+    assert tree == expected
+
+
+def test_a_tree_of_tensors_of_rank_0_reaches_every_rank_bit_for_bit(on_ranks):
+    on_ranks(3, receive)
+
+
 def alone():
     dist.check_in_step({"model": nn.Linear(2, 2)}, 1)
     with dist.listening():
