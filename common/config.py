@@ -24,8 +24,8 @@ from typing import Annotated, Literal
 # Types with bounds: the bound in words, and as a test.
 PositiveInt = Annotated[int, ("a number above 0", lambda value: value > 0)]
 NonNegativeInt = Annotated[int, ("a number 0 or more", lambda value: value >= 0)]
-PositiveFloat = Annotated[float, ("a number above 0", lambda value: value > 0)]
-NonNegativeFloat = Annotated[float, ("a number 0 or more", lambda value: value >= 0)]
+PositiveFloat = Annotated[float, ("a number above 0", lambda value: 0 < value < math.inf)]
+NonNegativeFloat = Annotated[float, ("a number 0 or more", lambda value: 0 <= value < math.inf)]
 Fraction = Annotated[float, ("a number within 0 and 1", lambda value: 0 <= value <= 1)]
 Interval = Annotated[
     str, ("steps, or minutes as in 10min", lambda value: re.fullmatch(r"\d+(min)?", str(value)))
@@ -97,8 +97,11 @@ def field(default, help="", model=False, fixed=False, measure=False):
 
 def settings_with(cfg, rule):
     """{name: value} of the settings of which `rule` of `field` is true."""
-    chosen = [each.name for each in dataclasses.fields(cfg) if each.metadata.get(rule)]
-    return {name: getattr(cfg, name) for name in chosen}
+    return {
+        each.name: getattr(cfg, each.name)
+        for each in dataclasses.fields(cfg)
+        if each.metadata.get(rule)
+    }
 
 
 @dataclass(frozen=True)
@@ -110,17 +113,15 @@ class Settings:
 
     def __post_init__(self):
         for name, kind in typing.get_type_hints(type(self), include_extras=True).items():
-            value = getattr(self, name)
-            values = [value]
-            if isinstance(value, tuple):
-                values = value
+            values = getattr(self, name)
+            if isinstance(values, tuple):
                 kind = typing.get_args(kind)[0]
-            for number in values:
-                if isinstance(number, float) and not math.isfinite(number):
-                    raise UserError(f"--{name} {number}: expected a finite number")
+            else:
+                values = [values]
+            for value in values:
                 for words, holds in getattr(kind, "__metadata__", ()):
-                    if not holds(number):
-                        raise UserError(f"--{name} {number}: expected {words}")
+                    if not holds(value):
+                        raise UserError(f"--{name} {value}: expected {words}")
 
 
 @dataclass(frozen=True)
@@ -219,8 +220,17 @@ def from_json(cls, values, source):
         note(f"{source}: left out, as this script has no such setting: {', '.join(unknown)}")
     if missing:
         note(f"{source}: not in it, so by default: {', '.join(missing)}")
-    words = as_words({name: values[name] for name in known if name in values})
-    return read_words(make_parser(cls), words, f"{source}: ")
+    return typed(cls, {name: values[name] for name in known if name in values}, source)
+
+
+def typed(cls, values, source, stages=None):
+    """{setting: value} of plain values, as JSON has them, checked and converted as flags are.
+
+    UserError begins with `source`. stages: see `read_words`.
+    """
+    items = values.items()
+    words = [f"--{name}={as_word(value)}" for name, value in items if value is not None]
+    return read_words(make_parser(cls), words, f"{source}: ", stages)
 
 
 def as_word(value):
@@ -228,12 +238,6 @@ def as_word(value):
     if isinstance(value, (list, tuple)):
         return ",".join(map(str, value))
     return str(value)
-
-
-def as_words(settings):
-    """{setting: value} as the words of a command line."""
-    items = settings.items()
-    return [f"--{name}={as_word(value)}" for name, value in items if value is not None]
 
 
 # Command line
@@ -256,8 +260,6 @@ def converter(kind):
     if typing.get_origin(kind) is tuple:
         values.__name__ = inspect.formatannotation(kind)  # for argparse's message
         return values
-    if typing.get_origin(kind) is Literal:
-        return str
     return true_or_false if kind is bool else kind
 
 
@@ -275,10 +277,8 @@ def make_parser(cls, usage=""):
     kinds = typing.get_type_hints(cls)
     fields = {each.name: each for each in dataclasses.fields(cls)}
     for base in cls.__mro__:
-        declared = [name for name in inspect.get_annotations(base) if name in fields]
-        if declared:
-            group = parser.add_argument_group(base.__doc__.splitlines()[0].rstrip("."))
-        for name in declared:
+        group = parser.add_argument_group(base.__doc__.splitlines()[0].rstrip("."))
+        for name in [name for name in inspect.get_annotations(base) if name in fields]:
             setting = fields.pop(name)
             kind = kinds[name]
             options = {"type": converter(kind), "metavar": inspect.formatannotation(kind)}
@@ -293,10 +293,10 @@ def make_parser(cls, usage=""):
     return parser
 
 
-def read_words(parser, words, source="", elsewhere=None):
+def read_words(parser, words, source="", stages=None):
     """{name: value} of the words of a command line; UserError, which begins with `source`.
 
-    elsewhere: {stage: its config class}, to say of which stage an unknown setting is.
+    stages: {stage: its config class}, to say of which stage an unknown setting is.
     """
     try:
         settings, unknown = parser.parse_known_args(words)
@@ -314,7 +314,7 @@ def read_words(parser, words, source="", elsewhere=None):
     known = [action.dest for action in parser._actions]
     close = difflib.get_close_matches(flag, known)
     hint = f"did you mean --{close[0]}?" if close else "see --help"
-    for stage, cls in (elsewhere or {}).items():
+    for stage, cls in (stages or {}).items():
         if flag in typing.get_type_hints(cls) and flag not in known:
             hint = f"it is one of a stage: give --stage {stage}, too"
             break
@@ -324,46 +324,46 @@ def read_words(parser, words, source="", elsewhere=None):
 def parse(cls, words, usage="", presets=None):
     """The config for the words of a command line; UserError, or SystemExit(0) after --help.
 
-    cls: a config class, or {stage: its class}, which --stage chooses, the first by default.
-    presets: what its setting `preset` names: {name: {setting: value}}, of one stage if "stage" is
-    in it; or {name: {stage: {setting: value}}}, of several.
+    cls: a config class, or {stage: its class}, the first by default. presets: {name: its settings},
+    which may name their stage; or {name: {stage: its settings}}.
     """
     presets = presets or {}
     stages = {}
+    # What decides on the settings that there are.
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for name in ("config", "preset", "stage"):
+        finder.add_argument(f"--{name}")
+    found, _ = finder.parse_known_args(words)
+    given = read_json(found.config) if found.config else {}
+    preset = found.preset or given.get("preset", "")
+    if preset and preset not in presets:
+        raise UserError(f"--preset {preset}: expected one of {', '.join(presets)}")
+    settings = presets.get(preset, {})
     if isinstance(cls, dict):
         stages = cls
-        finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-        finder.add_argument("--stage", choices=stages, default=next(iter(stages)))
-        cls = stages[finder.parse_known_args(words)[0].stage]
+        stage = found.stage or given.get("stage") or settings.get("stage") or next(iter(stages))
+        if stage not in stages:
+            raise UserError(f"--stage {stage}: expected one of {', '.join(stages)}")
+        cls = stages[stage]
+        if any(isinstance(value, dict) for value in settings.values()):  # it is of several stages
+            if stage not in settings:
+                raise UserError(f"--preset {preset}: give --stage, too: {', '.join(settings)}")
+            settings = settings[stage]
+
     parser = make_parser(cls, usage)
     parser.add_argument("--config", metavar="FILE.json", help="settings; flags win over them")
     if "--help" in words or "-h" in words:
         if is_main():  # the other ranks are silent
             parser.print_help()
         raise SystemExit(0)
-
-    flags = read_words(parser, words, elsewhere=stages)
-    path = flags.pop("config", None)
-    given = read_json(path) if path else {}
-    # A run's config.json has all settings, those of its preset, too.
-    name = flags.get("preset", "" if "versions" in given else given.get("preset"))
-    if name and name not in presets:
-        raise UserError(f"--preset {name}: expected one of {', '.join(presets)}")
-    settings = presets.get(name, {})
-    stage = getattr(cls, "stage", "")
-    if any(isinstance(value, dict) for value in settings.values()):  # it is of several stages
-        if stage not in settings:
-            raise UserError(f"--preset {name}: give --stage, too: {', '.join(settings)}")
-        settings = settings[stage]
-    settings = {**settings, **given}
-    stage = settings.get("stage")
-    if stage and stage != getattr(cls, "stage", stage):
-        raise UserError(f"these settings are of a stage: give --stage {stage}, too")
-    if "versions" in settings:  # config.json of a run, maybe of an earlier script
-        settings = from_json(cls, settings, path)
-    source = f"{path}: " if path else ""
-    settings = read_words(make_parser(cls), as_words(settings), source, stages)
-    return cls(**{**settings, **flags})
+    flags = read_words(parser, words, stages=stages)
+    flags.pop("config", None)
+    settings = typed(cls, settings, f"--preset {preset}", stages)
+    if "versions" in given:  # config.json of a run, maybe of an earlier script
+        given = from_json(cls, given, found.config)
+    else:
+        given = typed(cls, given, found.config, stages)
+    return cls(**{**settings, **given, **flags})
 
 
 # RuntimeErrors that are not the program's: {words in them: what to say}
@@ -376,7 +376,7 @@ OUTSIDE = {
     "</torch_": f"--workers: {SHM}",  # the name of shared memory
     "DataLoader worker (pid": KILLED,
     "DataLoader timed out": "--workers: one does not answer; is the data's disk still there?",
-    "gloo": PEER,
+    "gloo/": PEER,
     "NCCL": PEER,
 }
 
@@ -409,8 +409,7 @@ def run(commands, usage, default=None, presets=None):
         message = str(error).removeprefix("argument ")  # argparse's
         if isinstance(error, RuntimeError):
             known = [words for words in OUTSIDE if words in message]
-            alone = os.environ.get("WORLD_SIZE", "1") == "1"
-            if not known or (alone and OUTSIDE[known[0]] == PEER):
+            if not known:
                 raise
             lines = [line for line in message.splitlines() if known[0] in line]
             message = f"{OUTSIDE[known[0]]} ({lines[0]})"

@@ -76,19 +76,15 @@ def with_model(cfg, path):
     contents = checkpoint.load(path, mmap=True)
     present = config.settings_with(cfg, "model")
     with checkpoint.damaged(path):
-        saved = contents["config"]
-        words = config.as_words({name: saved[name] for name in present if name in saved})
-        settings = config.read_words(config.make_parser(type(cfg)), words, f"{path}: ")
-    changes = {}
-    for name, value in present.items():
-        wanted = settings.get(name, value)
-        if wanted != value and value != getattr(type(cfg), name):
+        saved = {name: value for name, value in contents["config"].items() if name in present}
+        saved = config.typed(type(cfg), saved, path)
+    for name, value in saved.items():
+        if present[name] not in (value, getattr(type(cfg), name)):
             raise UserError(
-                f"--{name} {config.as_word(value)}: {path} has {config.as_word(wanted)}; leave it "
-                "out, or take what fits by --init_strict false"
+                f"--{name} {config.as_word(present[name])}: {path} has {config.as_word(value)}; "
+                "leave it out, or take what fits by --init_strict false"
             )
-        changes[name] = wanted
-    return dataclasses.replace(cfg, **changes)
+    return dataclasses.replace(cfg, **saved)
 
 
 def choose_chunk_size(cfg, earlier, most):

@@ -83,6 +83,8 @@ def test_flags_become_values_of_the_types_of_the_stages_class(words, expected):
     found = parse("--stage", expected.stage, *words.split(), cls=STAGES)
     assert repr(found) == repr(expected)  # which tells 3 from 3.0
     assert parse(*words.split(), cls=type(expected)) == expected
+    if expected.preset == "tall":  # which names its stage
+        assert parse(*words.split(), cls=STAGES) == expected
     assert parse(cls=STAGES) == Shared()
 
 
@@ -117,7 +119,7 @@ def test_the_config_of_a_run_reads_back_as_it_was(tmp_path, capsys):
     values = {**config.as_json(cfg), "versions": {"torch": "2.13"}}
     path.write_text(json.dumps(values), encoding="utf-8")
     assert parse("--config", str(path)) == cfg
-    assert parse("--config", str(path), "--stage=low", cls=STAGES) == cfg
+    assert parse("--config", str(path), cls=STAGES) == cfg  # also its stage
     assert Low(**config.from_json(Low, values, path)) == cfg
     assert capsys.readouterr().err == ""
 
@@ -145,17 +147,17 @@ def test_rules_of_a_setting_stand_with_it():
     ("--steps 1.5", "--steps: invalid int value: '1.5'"),
     ("--lr --steps 5", "--lr: expected one argument"),
     ("--cosine maybe", "--cosine: invalid true_or_false value: 'maybe'"),
-    ("--stage middle", "--stage: invalid choice: 'middle'"),
+    ("--stage middle", "--stage middle: expected one of all, low, high"),
     ("--scales 1", "--scales: no such setting; it is one of a stage: give --stage high, too"),
     ("--stage low --scales 1", "it is one of a stage: give --stage high, too"),
-    ("--preset tall", "these settings are of a stage: give --stage high, too"),
-    ("--preset tall --stage low", "these settings are of a stage: give --stage high, too"),
+    ("--preset tall --stage low", "--preset tall: --stage: invalid choice: 'high'"),
     ("--config nowhere.json", "nowhere.json: expected a JSON object (FileNotFoundError"),
     ("sample --widths 1,x", "--widths: invalid tuple[int, ...] value: '1,x'"),
     ("sample --widths 3,0", "--widths 0: expected a number above 0"),
     ("sample --share 1.5", "--share 1.5: expected a number within 0 and 1"),
     ("sample --even 3", "--even 3: expected an even number"),
-    ("--lr nan", "--lr nan: expected a finite number"),
+    ("--lr nan", "--lr nan: expected a number above 0"),
+    ("--lr inf", "--lr inf: expected a number above 0"),
     ("sample --preset large", "--preset large: expected one of "),
     ("smaple", "smaple: expected one of train, sample"),
 ])

@@ -522,7 +522,6 @@ def mistake(*words, status=1):
         ("--stage base --lora_rank 2", "adapters need the model that --init_from"),
         ("--stage upsample --random_crop 7", "multiples of 2, as 2 levels"),
         ("--stage upsample --low_res_size 32", "--image_size 32: --low_res_size must be smaller"),
-        ("--preset dalle2-64", "give --stage base, too"),
         ("sample --text x --mask a.png", "--mask: they need --image"),
         ("sample --text x --image a.png", "it needs --mask"),
     ],
