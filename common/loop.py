@@ -7,6 +7,7 @@ The loop with its optimizer step stands in each script. A script calls, in this 
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import time
@@ -130,8 +131,7 @@ def identify(run, cfg, splits, **facts):
                 f"{unusable} of {checked} samples looked at cannot be used; others take their "
                 f"place: {', '.join(names)}"
             )
-        if run.record["checkpoints"]:
-            checkpoint.check_identity(run.record.get("identity", {}), identity, run.folder)
+        checkpoint.check_identity(run.record.get("identity", {}), identity, run.folder)
         finished = run.finished(cfg.steps)
         if finished:
             return finished
@@ -227,9 +227,9 @@ class Due:
 
 
 class Progress:
-    """The progress bar, and the sums of the steps since the last log line.
+    """The progress bar, and what the next log line is made of.
 
-    Sums are taken without waiting for the device. As a context, it stands around the loop: after a
+    It is collected without waiting for the device. As a context, it stands around the loop: after a
     signal to any rank it saves, and ends the process.
     """
 
@@ -239,7 +239,6 @@ class Progress:
         self.log = log
         self.listening = dist.listening()
         self.named_unusable = set()
-        self.overflow_steps = set()
         self.bar = tracker.progress(
             total=state.cfg.steps,
             initial=state.step,
@@ -253,9 +252,9 @@ class Progress:
         self.started = time.monotonic()
         self.losses = []  # of each step, summed over this rank's samples
         self.norms = []  # of each step
-        self.others = {}
-        self.unusable = []
-        self.overflows = 0
+        self.others = {}  # of the last step
+        self.unusable = []  # names of samples
+        self.overflows = []  # steps that were tried again
 
     def __enter__(self):
         self.listening.__enter__()
@@ -284,13 +283,11 @@ class Progress:
         """
         if stepped:
             return
-        self.overflows += 1
-        self.overflow_steps.add(self.state.step + 1)
+        self.overflows.append(self.state.step + 1)
         if self.state.scaler.get_scale() < 2**-20:
-            steps = sorted(self.overflow_steps)[-10:]
             dist.fail(
                 f"{self.run.folder}: gradients overflow fp16 at any scale, the last at the steps "
-                f"{config.as_word(steps)}; use --precision bf16 or fp32"
+                f"{config.as_word(sorted(set(self.overflows)))}; use --precision bf16 or fp32"
             )
 
     def add(self, losses, norm, batches, **others):
@@ -335,35 +332,29 @@ class Progress:
         The ranks meet here, and the host waits for its device. UserError if a loss or gradient is
         not finite.
         """
-        cfg = self.state.cfg
-        step = self.state.step
-        names = sorted(self.others)
-        sums = torch.stack([*self.losses, *(self.others[name] for name in names)]).tolist()
-        sums = dist.total([*sums, len(self.unusable)])
-        losses = sums[: len(self.losses)]
+        losses = dist.total(torch.stack(self.losses).tolist())
         norms = torch.stack(self.norms).tolist()
         self.check_finite([loss + norm for loss, norm in zip(losses, norms)])
-        if sums[-1]:
-            found = set().union(*dist.gather(self.unusable[:10]))
-            new = sorted(found - self.named_unusable)
-            if new:
-                self.log.print(f"unusable, and replaced by the next sample: {', '.join(new)}")
-            self.named_unusable |= found
-        loss = sum(losses) / (len(losses) * cfg.batch_size)
-        rate = len(losses) * cfg.batch_size / (time.monotonic() - self.started)
+        others = dist.total_by_name({name: loss.item() for name, loss in self.others.items()})
+        unusable = list(itertools.chain(*dist.gather(self.unusable)))  # of all ranks
+        new = sorted(set(unusable) - self.named_unusable)
+        if new:
+            self.named_unusable.update(new)
+            self.log.print(f"unusable, and replaced by the next sample: {', '.join(new[:10])}")
+        batch_size = self.state.cfg.batch_size
+        loss = sum(losses) / (len(losses) * batch_size)
+        rate = len(losses) * batch_size / (time.monotonic() - self.started)
         metrics = {
-            "samples_seen": step * cfg.batch_size,
+            "samples_seen": self.state.step * batch_size,
             "loss": loss,
             "lr": self.state.optimizers[0].param_groups[0]["lr"],
             "grad_norm": norms[-1],
-            "overflows": self.overflows,
-            "unusable_rows": int(sums[-1]),
+            "overflows": len(self.overflows),
+            "unusable_rows": len(unusable),
             "samples_per_s": rate,
         }
-        for name, value in zip(names, sums[len(losses) :]):
-            metrics[name] = value / cfg.batch_size
-        if torch.cuda.is_initialized():
-            metrics["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30  # of rank 0
+        for name, value in others.items():
+            metrics[name] = value / batch_size
         if self.state.scaler.is_enabled():
             metrics["scale"] = self.state.scaler.get_scale()
         self.bar.set_postfix_str(f"loss {loss:.4f}, {rate:.0f} samples/s", refresh=False)

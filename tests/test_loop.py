@@ -48,7 +48,7 @@ def two_lines(losses, unusable):
     progress = progress_of(3)
     for loss, names in zip(losses[dist.rank()], unusable[dist.rank()]):
         add(progress, loss, unusable=names)
-    progress.overflows += 1
+    progress.overflows.append(4)
     lines = [progress.line()]
     add(progress, 8, unusable=["a"])
     lines.append(progress.line())
@@ -101,7 +101,7 @@ def test_a_run_whose_gradients_overflow_at_any_scale_ends_with_the_steps_and_a_w
     progress.state.step = 8
     progress.state.scaler.get_scale = lambda: 2**-20  # still good for a step
     progress.count_overflow(False)
-    assert progress.overflows == 2
+    assert progress.overflows == [4, 9]
     progress.state.scaler.get_scale = lambda: 2**-21
     with pytest.raises(UserError, match=r"at any scale, .* steps 4,9; use --precision bf16 or"):
         progress.count_overflow(False)
