@@ -49,22 +49,15 @@ class EMA:
         return max(self.min_decay, min(self.decay, value))
 
     def update(self, step):
-        """Average in the parameters after optimizer step `step`, if `update_every` divides it.
-
-        ValueError if the model has lost one that is averaged, or has it in another shape.
-        """
+        """Average in the parameters after optimizer step `step`, if `update_every` divides it."""
         if step % self.update_every or not self.averages:
             return
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        missing = sorted(shapes(self.averages) - shapes(parameters))
-        if missing:
-            raise ValueError(f"the model has other parameters than its EMA: no {missing[:5]}")
         live = [parameters[name].detach().to(average) for name, average in self.averages.items()]
         torch._foreach_lerp_([*self.averages.values()], live, 1 - self.decay_at(step))
 
     def copy_to(self, model):
-        """Write the averaged weights into `model`; ValueError names what does not fit."""
-        self.check(model.state_dict())
+        """Write the averaged weights into `model`; torch's error names what does not fit."""
         model.load_state_dict(self.state_dict())
 
     def store(self, model):
@@ -108,15 +101,11 @@ class EMA:
 
         What is not averaged has been loaded with the model.
         """
-        self.check(state)
-        for name, average in self.averages.items():
-            average.copy_(state[name])
-
-    def check(self, state):
-        """ValueError unless `state` has the names and shapes of the model and its averages."""
         different = sorted(shapes(state) ^ shapes(self.state_dict()))
         if different:
             raise ValueError(f"EMA state of another model, which differs in {different[:5]}")
+        for name, average in self.averages.items():
+            average.copy_(state[name])
 
 
 def shapes(state):

@@ -62,11 +62,10 @@ def parse(flag, text, kinds):
 def make_logger(cfg):
     """The logger that --logger describes; UserError."""
     kinds = LOGGERS
-    if cfg.logger.split(" ")[0] not in kinds:
-        with contextlib.suppress(ImportError):  # a fork may have no common/interop
-            from common.interop import loggers
+    with contextlib.suppress(ImportError):  # a fork may have no common/interop
+        from common.interop import loggers
 
-            kinds = {**LOGGERS, **loggers.LOGGERS}
+        kinds = {**LOGGERS, **loggers.LOGGERS}
     return parse("logger", cfg.logger, kinds)
 
 

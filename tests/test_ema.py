@@ -193,16 +193,6 @@ def test_a_model_that_was_moved_cast_or_got_other_parameters_is_followed(change)
         assert torch.equal(averages[name], expected)
 
 
-def test_a_parameter_that_the_model_lost_or_has_in_another_shape_is_named_at_the_next_update():
-    model, ema = make()
-    before = copy.deepcopy(ema.averages)
-    model.second = nn.Linear(7, 2, bias=False)
-    message = r"no \[\('second.bias', \(2,\)\), \('second.weight', \(2, 6\)\)\]"
-    with pytest.raises(ValueError, match=message):
-        ema.update(6)
-    assert same(ema.averages, before)
-
-
 def test_a_state_of_another_model_is_refused_by_name_and_changes_nothing():
     ema = EMA(Model())
     before = copy.deepcopy(ema.state_dict())
@@ -210,9 +200,8 @@ def test_a_state_of_another_model_is_refused_by_name_and_changes_nothing():
     other.second = nn.Linear(7, 2)
     other.third = nn.Linear(1, 1, bias=False)
     del other.norm.bias
-    for mistake in (ema.copy_to, lambda model: ema.load_state_dict(model.state_dict())):
-        with pytest.raises(ValueError, match="EMA state of another model") as caught:
-            mistake(other)
-        for entry in (("norm.bias", (6,)), ("second.weight", (2, 7)), ("third.weight", (1, 1))):
-            assert str(entry) in str(caught.value)
+    with pytest.raises(ValueError, match="EMA state of another model") as caught:
+        ema.load_state_dict(other.state_dict())
+    for entry in (("norm.bias", (6,)), ("second.weight", (2, 7)), ("third.weight", (1, 1))):
+        assert str(entry) in str(caught.value)
     assert same(ema.state_dict(), before)
