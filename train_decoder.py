@@ -1273,7 +1273,7 @@ def train_stage(cfg, device):
         trainable, cfg.ema_update_every, decay=cfg.ema_decay, update_after=cfg.ema_update_after
     )
     state = checkpoint.State(cfg, trainable, ema, optimizers, scaler, identity, info)
-    loop.resume(run, state, unet=unet)
+    loop.resume(run, state)
     if cfg.compile:
         compile_blocks([*unet.downs, *unet.middle, *unet.ups])
 

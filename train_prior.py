@@ -681,7 +681,7 @@ def train(cfg):
         trainable, cfg.ema_update_every, decay=cfg.ema_decay, update_after=cfg.ema_update_after
     )
     state = checkpoint.State(cfg, trainable, ema, optimizers, scaler, identity, info)
-    loop.resume(run, state, prior=prior)
+    loop.resume(run, state)
     if cfg.compile:
         compile_blocks(prior.transformer.blocks)
 

@@ -296,13 +296,6 @@ class State:
             },
         }
 
-    def check_in_step(self, **frozen):
-        """UserError on every rank unless all have bit for bit the same weights.
-
-        frozen: {name: module} that is not trained.
-        """
-        dist.check_in_step({"model": self.model, **self.others, **frozen}, self.step)
-
     def start_from(self, weights, path, strict=True):
         """Take the weights {name: tensor} of the file `path`, and nothing else."""
         load_weights(self.model, weights, path, strict)
@@ -414,12 +407,10 @@ class RunFolder:
         return None
 
     def save(self, state, log):
-        """Begin to save `state` as the checkpoint of its step, and drop the oldest. Collective.
+        """Begin to save `state` as the checkpoint of its step, and drop the oldest.
 
         log: the Tracker. Its lines are made durable first; after the save it sends copies.
-        UserError if the ranks differ.
         """
-        state.check_in_step()  # ranks that drifted apart must not go on for weeks
         self.wait()  # for the save before, which may be the one of this step
         entries = self.record["checkpoints"]
         if not dist.is_main() or (entries and entries[0]["step"] == state.step):

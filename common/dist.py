@@ -8,7 +8,6 @@ import collections
 import contextlib
 import ctypes
 import gc
-import hashlib
 import os
 import signal
 import sys
@@ -339,19 +338,3 @@ def check_alike(facts):
                     f"rank {number} has another {name} than rank 0, {theirs.get(name)!r} and "
                     f"{expected!r}; start all ranks with the same data, code and versions"
                 )
-
-
-def check_in_step(modules, step):
-    """UserError on every rank unless all have the same step and bit for bit the same modules.
-
-    modules: {name: module}.
-    """
-    if world_size() == 1:
-        return
-    facts = {"step": step}
-    for name, module in modules.items():
-        digest = hashlib.sha256()
-        for tensor in module.state_dict().values():
-            digest.update(tensor.detach().cpu().flatten().view(torch.uint8).numpy())
-        facts[f"{name} at step {step}"] = digest.hexdigest()[:16]
-    check_alike(facts)

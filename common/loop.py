@@ -144,11 +144,8 @@ def identify(run, cfg, splits, **facts):
     return identity, dist.on_main(check)
 
 
-def resume(run, state, **frozen):
-    """Give `state` the weights of the checkpoint to resume from, or of --init_from. Collective.
-
-    frozen: {name: module} that is not trained, but must be the same on all ranks.
-    """
+def resume(run, state):
+    """Give `state` the weights of the checkpoint to resume from, or of --init_from. Collective."""
     cfg = state.cfg
     path = run.resume_from
     if not path and not getattr(cfg, "lora_rank", 0):
@@ -169,7 +166,6 @@ def resume(run, state, **frozen):
         contents = dist.together(lambda: checkpoint.load(path), dist.is_main())
         contents = dist.broadcast_tree(contents)
         dist.together(restore)
-    state.check_in_step(**frozen)
 
 
 def batches(cfg, dataset, indices, step, device):

@@ -558,17 +558,11 @@ def test_on_resume_rank_0_alone_reads_the_checkpoint_and_all_have_it(tmp_path, o
 
 
 def start_apart(folder):
-    state = state_of(folder, other=True)
-    if not dist.is_main():
-        state.others["discriminators"].bias.data.add_(1)
-    with pytest.raises(UserError, match="rank 1 has another discriminators at step 0 than rank 0"):
-        checkpoint.RunFolder(folder).save(state, log_to([]))
     checkpoint.versions = lambda script: {"code": dist.rank()}
     with pytest.raises(UserError, match="rank 1 has another code than rank 0"):
         state_of(folder)
 
 
-def test_ranks_of_other_code_or_other_weights_do_not_start_or_save(tmp_path, on_ranks):
+def test_ranks_of_other_code_do_not_start(tmp_path, on_ranks):
     """Promise 6"""
     on_ranks(2, start_apart, tmp_path)
-    assert not contents(tmp_path)

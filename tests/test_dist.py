@@ -1,4 +1,4 @@
-"""Processes: exact sums, one decision for all, ranks kept in step; with real gloo processes."""
+"""Processes: exact sums, one decision for all; with real gloo processes."""
 import contextlib
 import os
 import signal
@@ -51,7 +51,6 @@ def test_a_tree_of_tensors_of_rank_0_reaches_every_rank_bit_for_bit(on_ranks):
 
 
 def alone():
-    dist.check_in_step({"model": nn.Linear(2, 2)}, 1)
     with dist.listening():
         dealt = [*dist.deal(3)]
     values = dist.gather("x"), dist.broadcast("y"), dist.on_main(lambda: "z")
@@ -97,43 +96,6 @@ def test_the_first_mistake_reaches_every_rank_and_is_printed_by_the_rank_that_me
         of_main = ("rank 0", rank == 0)
         of_first = ("rank 1", rank == 1)
         assert found == [rank, 0, rank] + [of_main] * 3 + [of_first, 0, of_first]
-
-
-# Ranks in step
-
-def add_ulp(model):
-    model.weight[0, 0] = torch.nextafter(model.weight[0, 0], torch.tensor(1.0))
-
-
-def change_buffer(model):
-    model.usage[2] = 1
-
-
-@torch.no_grad()
-def drift(change):
-    torch.manual_seed(0)
-    model = nn.Linear(64, 64)
-    model.register_buffer("usage", torch.zeros(3))
-    model.weight[0, :2] = torch.tensor([1e-20, 0.5])  # an ulp of the first changes no sum
-    modules = {"codec": nn.Linear(2, 2).bfloat16(), "model": model}
-    dist.check_in_step(modules, 3)
-    if dist.rank() == 1 and change:
-        change(model)
-    step = 4 if change else 4 + dist.rank()
-    with pytest.raises(UserError) as caught:
-        dist.check_in_step(modules, step)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("change, differing", [
-    (add_ulp, "model at step 4"),
-    (change_buffer, "model at step 4"),
-    (None, "step"),
-])
-def test_ranks_that_differ_in_one_bit_of_a_module_or_in_the_step_are_found_out(
-        change, differing, on_ranks):
-    for message in on_ranks(2, drift, change):
-        assert message.startswith(f"rank 1 has another {differing} than rank 0, ")
 
 
 # Tensors
