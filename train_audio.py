@@ -846,7 +846,7 @@ def train_soundstream(cfg, device):
             samples = sounds.write_sounds(written, cfg.sample_rate, run.folder, name)
         return metrics, samples
 
-    with log, loop.Progress(run, state, log, cfg.stage) as progress:
+    with log, loop.progress(run, state, log, cfg.stage) as progress:
         while True:
             # Evaluate: the averaged weights are those that are kept. Before k-means there are no
             # codes, so that codec cannot be the best one. Its loss is of longer crops than the
@@ -1611,7 +1611,7 @@ def train_transformer(cfg, device):
             samples = sounds.write_sounds(written, cfg.sample_rate, run.folder, name)
         return metrics, samples
 
-    with log, loop.Progress(run, state, log, cfg.stage) as progress:
+    with log, loop.progress(run, state, log, cfg.stage) as progress:
         while True:
             # Evaluate: the averaged weights are those that are kept and sampled from.
             if eval_due(state.step):

@@ -1284,7 +1284,7 @@ def train_stage(cfg, device):
     eval_due = loop.Due(cfg.eval_every, cfg.steps)
     save_due = loop.Due(cfg.save_every, cfg.steps)
 
-    with log, loop.Progress(run, state, log, cfg.stage) as progress:
+    with log, loop.progress(run, state, log, cfg.stage) as progress:
         unet.train()
         while True:
             # Evaluate: the averaged weights are those that are kept and sampled from.

@@ -692,7 +692,7 @@ def train(cfg):
     eval_due = loop.Due(cfg.eval_every, cfg.steps)
     save_due = loop.Due(cfg.save_every, cfg.steps)
 
-    with log, loop.Progress(run, state, log, "prior") as progress:
+    with log, loop.progress(run, state, log, "prior") as progress:
         prior.train()
         while True:
             # Evaluate: the averaged weights are those that are kept and sampled from.

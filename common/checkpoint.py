@@ -98,18 +98,14 @@ def load(path, mmap=False):
         raise UserError(f"{path}: no such checkpoint; train first, or name another file")
     with config.explained(f"{path}: not a checkpoint of this program, or damaged"):
         contents = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-        if not isinstance(contents["model"], dict):
-            raise TypeError("it has no weights")
+        contents["model"].items()  # what else is there has no weights
         return contents
 
 
 def checksum(path):
     """sha256 of a file, as hexadecimal digits."""
-    digest = hashlib.sha256()
     with open(path, "rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_json(values, path):

@@ -2,7 +2,7 @@
 
 The loop with its optimizer step stands in each script. A script calls, in this order: `open_run`
 (lock, where to resume, chunk size), `identify` (checks), `resume` (weights and state), `batches`,
-`begin` (loggers), then `Progress` around the loop, `finish` after it.
+`begin` (loggers), then `progress` around the loop, `finish` after it.
 """
 
 import contextlib
@@ -225,15 +225,13 @@ class Due:
 class Progress:
     """The progress bar, and what the next log line is made of.
 
-    It is collected without waiting for the device. As a context, it stands around the loop: after a
-    signal to any rank it saves, and ends the process.
+    It is collected without waiting for the device.
     """
 
     def __init__(self, run, state, log, title):
         self.run = run
         self.state = state
         self.log = log
-        self.listening = dist.listening()
         self.named_unusable = set()
         self.bar = tracker.progress(
             total=state.cfg.steps,
@@ -251,26 +249,6 @@ class Progress:
         self.others = {}  # of the last step
         self.unusable = []  # names of samples
         self.overflows = []  # steps that were tried again
-
-    def __enter__(self):
-        self.listening.__enter__()
-        return self
-
-    def __exit__(self, kind, error, trace):
-        self.bar.close()
-        try:
-            if isinstance(error, dist.Stopped):  # another SIGTERM does not disturb the save
-                self.save()
-                self.run.wait()
-                dist.gather(None)  # torchrun kills all when one has ended
-                self.log.print(
-                    f"stopped by {error.signal} at step {self.state.step}, all saved; the same "
-                    "command goes on"
-                )
-        finally:
-            with contextlib.suppress(OSError):  # whatever ended the run, what was begun is saved
-                self.run.wait()
-            self.listening.__exit__(None, None, None)
 
     def count_overflow(self, stepped):
         """Count an overflow of fp16, if a step was not taken. It is tried again, at a lower scale.
@@ -366,6 +344,31 @@ class Progress:
             self.check_finite(torch.stack(self.norms).tolist())
         with self.paused():
             self.run.save(self.state, self.log)
+
+
+@contextlib.contextmanager
+def progress(run, state, log, title):
+    """Context of the loop, which gives its Progress.
+
+    After a signal to any rank it saves, and ends the process.
+    """
+    steps = Progress(run, state, log, title)
+    with dist.listening():  # another SIGTERM does not disturb the save
+        try:
+            yield steps
+        except dist.Stopped as stop:
+            steps.save()
+            run.wait()
+            dist.gather(None)  # torchrun kills all when one has ended
+            log.print(
+                f"stopped by {stop.signal} at step {state.step}, all saved; the same command goes "
+                "on"
+            )
+            raise
+        finally:
+            steps.bar.close()
+            with contextlib.suppress(OSError):  # whatever ended the run, what was begun is saved
+                run.wait()
 
 
 # End of a run

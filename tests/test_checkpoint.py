@@ -139,7 +139,7 @@ def as_file(value):
 @pytest.mark.parametrize("content, reason", [
     (pickle.dumps({"model": Secret()}), ""),
     (as_file({"model": Secret()}), "Unsupported global: GLOBAL"),
-    (as_file({"model": 1}), "it has no weights"),
+    (as_file({"model": 1}), "no attribute 'items'"),
     (b"", ""),
     (as_file({"model": {}})[:-200], "failed finding central"),
 ])

@@ -12,8 +12,8 @@ from common import checkpoint, dist, loop
 from common.config import UserError
 
 
-def progress_of(step):
-    """A Progress from `step` on in batches of 8; what it saves and prints is in lists."""
+def run_at(step):
+    """(run, state, log, title) of a run at `step`, which keep what they are told."""
     saved = []
     printed = []
     run = SimpleNamespace(
@@ -30,7 +30,11 @@ def progress_of(step):
         scaler=SimpleNamespace(is_enabled=lambda: True, get_scale=lambda: 4.0),
     )
     log = SimpleNamespace(enabled=False, print=printed.append, printed=printed)
-    return loop.Progress(run, state, log, "test")
+    return run, state, log, "test"
+
+
+def progress_of(step):
+    return loop.Progress(*run_at(step))
 
 
 def add(progress, loss, norm=2.0, unusable=()):
@@ -110,8 +114,7 @@ def test_a_run_whose_gradients_overflow_at_any_scale_ends_with_the_steps_and_a_w
 @pytest.mark.parametrize("number", dist.SIGNALS)
 def test_after_a_signal_all_is_saved_and_the_status_is_128_and_its_number(number):
     """Promise 2"""
-    progress = progress_of(8)
-    with pytest.raises(SystemExit) as ended, progress:
+    with pytest.raises(SystemExit) as ended, loop.progress(*run_at(8)) as progress:
         dist.stop_together()
         add(progress, 8)
         os.kill(os.getpid(), number)
