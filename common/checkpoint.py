@@ -98,7 +98,8 @@ def load(path, mmap=False):
         raise UserError(f"{path}: no such checkpoint; train first, or name another file")
     with config.explained(f"{path}: not a checkpoint of this program, or damaged"):
         contents = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-        contents["model"].items()  # what else is there has no weights
+        if not isinstance(contents["model"], dict):
+            raise TypeError("it has no weights")
         return contents
 
 
@@ -132,7 +133,7 @@ def copy_to_host(contents):
 # Models
 
 
-def plain(weights):
+def strip_prefixes(weights):
     """{name: tensor} without what torch.compile and DistributedDataParallel put before names."""
     prefixes = r"^(module\.|_orig_mod\.)+|_orig_mod\."
     return {re.sub(prefixes, "", name): value for name, value in weights.items()}
@@ -155,7 +156,7 @@ def load_weights(module, weights, path, strict=True):
     own = module.state_dict()
     with config.explained(f"{path}: weights of another model; give its settings"):
         if not weights.keys() <= own.keys():
-            weights = plain(weights)
+            weights = strip_prefixes(weights)
         names = not_finite(weights)
         if names:
             raise UserError(
@@ -386,13 +387,14 @@ class RunFolder:
         """
         entries = self.record["checkpoints"]
         damaged = []
-        while entries:
-            path = self.folder / entries[0]["file"]
+        for number, entry in enumerate(entries):
+            path = self.folder / entry["file"]
             with contextlib.suppress(OSError):
-                if checksum(path) == entries[0]["sha256"]:
+                if checksum(path) == entry["sha256"]:
+                    del entries[:number]
                     return path, damaged
             damaged.append(path)
-            del entries[0]
+            entry["step"] = -1  # also if none is intact, its step is saved again
         return None, damaged
 
     def finished(self, steps):

@@ -115,7 +115,7 @@ def identify(run, cfg, splits, **facts):
     identity = {**config.settings_with(cfg, "fixed"), **facts}
     identity["own validation set"] = bool(cfg.val_data)  # the other splits depend on it
     if getattr(cfg, "lora_rank", 0):
-        identity["base"] = checkpoint.checksum(cfg.init_from)
+        identity["base"] = dist.on_main(lambda: checkpoint.checksum(cfg.init_from))
     for name, value in dataset.fingerprint().items():
         identity[f"data {name}"] = value
     measure = config.settings_with(cfg, "measure")

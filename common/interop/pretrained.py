@@ -513,7 +513,7 @@ def export_command(args):
     if "lora" in contents:
         write_adapters(out, model, contents)
         return
-    tensors = published(model, checkpoint.plain(contents["model"]))
+    tensors = published(model, checkpoint.strip_prefixes(contents["model"]))
     if kind != "base":
         write_folder(out, about, tensors)
         if kind == "prior" and cfg.objective == "x0":

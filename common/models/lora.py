@@ -115,7 +115,7 @@ def merged(contents, path, scale=1.0):
     adapters = contents["model"]
     info = contents["lora"]
     base = info["base"]
-    weights = checkpoint.plain(checkpoint.model_contents(checkpoint.load(base))["model"])
+    weights = checkpoint.strip_prefixes(checkpoint.model_contents(checkpoint.load(base))["model"])
     if checkpoint.checksum(base) != info["base_sha256"]:
         config.note(f"{path} was trained on {base}, which has changed since")
     for name in sorted({key.removesuffix(".A").removesuffix(".B") for key in adapters}):
