@@ -213,14 +213,14 @@ def from_json(cls, values, source):
     The run may have had other settings than the script has now: a fork may add, remove and rename
     some. That is a note.
     """
-    known = [each.name for each in dataclasses.fields(cls)]
-    unknown = [name for name in values if name not in known and name != "versions"]
-    missing = [name for name in known if name not in values]
+    known = {each.name for each in dataclasses.fields(cls)}
+    unknown = sorted(values.keys() - known - {"versions"})
+    missing = sorted(known - values.keys())
     if unknown:
         note(f"{source}: left out, as this script has no such setting: {', '.join(unknown)}")
     if missing:
         note(f"{source}: not in it, so by default: {', '.join(missing)}")
-    return typed(cls, {name: values[name] for name in known if name in values}, source)
+    return typed(cls, {name: values[name] for name in values if name in known}, source)
 
 
 def typed(cls, values, source, stages=None):
@@ -277,7 +277,8 @@ def make_parser(cls, usage=""):
     kinds = typing.get_type_hints(cls)
     fields = {each.name: each for each in dataclasses.fields(cls)}
     for base in cls.__mro__:
-        group = parser.add_argument_group(base.__doc__.splitlines()[0].rstrip("."))
+        heading = str(base.__doc__).splitlines()[0]  # shown if there are settings below it
+        group = parser.add_argument_group(heading.rstrip("."))
         for name in [name for name in inspect.get_annotations(base) if name in fields]:
             setting = fields.pop(name)
             kind = kinds[name]
