@@ -1259,7 +1259,9 @@ def train_stage(cfg, device):
         unet.null_text.fill(clip_model.text_condition([""], cfg.max_text_len))
     if run.source and cfg.init_strict:  # the second U-Net of an imported model is kept
         source = checkpoint.load(run.source, mmap=True)
-        info["last_step"] = take_last_step(unet, run.source, source, device)
+        last_step = take_last_step(unet, run.source, source, device)
+        if last_step:
+            info["last_step"] = last_step
     trainable = unet  # with LoRA, the adapters alone
     if cfg.lora_rank:
         from common.models import lora

@@ -105,8 +105,11 @@ def load(path, mmap=False):
 
 def checksum(path):
     """sha256 of a file, as hexadecimal digits."""
+    digest = hashlib.sha256()
     with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def write_json(values, path):
@@ -345,6 +348,7 @@ class RunFolder:
         self.record = {"checkpoints": []}
         self.thread = concurrent.futures.ThreadPoolExecutor(1)  # writes beside training
         self.writing = None  # Future of the last write
+        self.said_rising = False
         self.lock_file = None  # of rank 0
 
     def open(self):
@@ -453,6 +457,13 @@ class RunFolder:
             best = {"file": "best.pt", "step": state.step, "val_loss": val_loss}
             self.write_record(best=best)
             log.send()
+        lowest = self.record.get("best", {}).get("step", state.step)
+        if state.step >= 2 * lowest and not self.said_rising:
+            self.said_rising = True
+            log.print(
+                f"the validation loss was the lowest at step {lowest}, and for half of the run it "
+                "has been higher: best.pt is of that step"
+            )
 
     def drop_from(self, step):
         """Forget the checkpoints of `step` or later: a run does not go on from them."""

@@ -166,6 +166,10 @@ def resume(run, state):
         contents = dist.together(lambda: checkpoint.load(path), dist.is_main())
         contents = dist.broadcast_tree(contents)
         dist.together(restore)
+    # The same start on all ranks, also on unlike machines. DistributedDataParallel does so, too.
+    for module in (state.model, *state.others.values()):
+        for tensor in module.state_dict().values():
+            dist.broadcast_tensor(tensor)
 
 
 def batches(cfg, dataset, indices, step, device):
@@ -329,6 +333,8 @@ class Progress:
         }
         for name, value in others.items():
             metrics[name] = value / batch_size
+        if torch.cuda.is_initialized():
+            metrics["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30  # of rank 0
         if self.state.scaler.is_enabled():
             metrics["scale"] = self.state.scaler.get_scale()
         self.bar.set_postfix_str(f"loss {loss:.4f}, {rate:.0f} samples/s", refresh=False)
@@ -386,7 +392,7 @@ def finish(run, state, log, metrics, samples=None):
     return results
 
 
-def announce(run, results, next_command="", started=None):
+def announce(run, results, started=None):
     """Print the results of a finished run; started: when this start of it began, if it did."""
     step = results["step"]
     headline = f"{run.folder} is finished, at step {step}; to train on, give more --steps."
@@ -394,4 +400,4 @@ def announce(run, results, next_command="", started=None):
         seconds = time.monotonic() - started
         page = run.folder / "report.html"
         headline = f"Trained {run.folder}; this start took {seconds:.0f} s. See {page}"
-    tracker.print_results(headline, results, next_command)
+    tracker.print_results(headline, results)
