@@ -166,10 +166,11 @@ def resume(run, state):
         contents = dist.together(lambda: checkpoint.load(path), dist.is_main())
         contents = dist.broadcast_tree(contents)
         dist.together(restore)
-    # The same start on all ranks, also on unlike machines. DistributedDataParallel does so, too.
-    for module in (state.model, *state.others.values()):
-        for tensor in module.state_dict().values():
-            dist.broadcast_tensor(tensor)
+    else:  # as with DistributedDataParallel the ranks start alike, also on unlike machines
+        for module in (state.model, *state.others.values()):
+            for tensor in module.state_dict().values():
+                dist.broadcast_tensor(tensor)
+        state.ema.load_state_dict(state.model.state_dict())
 
 
 def batches(cfg, dataset, indices, step, device):

@@ -56,12 +56,14 @@ class PublishedCodec:
 
         # The weights of a folder may change under the same name.
         files = sorted(Path(name).glob("*.safetensors"))
-        self.checksum = " ".join(checkpoint.checksum(file)[:16] for file in files) or name
+        digests = [checkpoint.checksum(file)[:16] for file in files]
+        self.checksum = " ".join(digests) or name
 
     @torch.no_grad()
     def encode(self, wave):
         """Codes (frames, Q) of a wave (T,), on the CPU."""
-        wave = F.pad(wave, (0, -len(wave) % self.hop_length))[None, None].to(self.model.device)
+        missing = -len(wave) % self.hop_length
+        wave = F.pad(wave, (0, missing))[None, None].to(self.model.device)  # (1, 1, T)
         options = {}
         if self.is_encodec:
             # By default EnCodec takes its lowest bitrate.
