@@ -241,8 +241,8 @@ def test_blocks_are_compiled_once_a_shape_and_compute_the_same(monkeypatch):
     torch._dynamo.reset()
     blocks = []
     for width in range(1, 13):  # more than the eight that torch.compile takes by default
-        blocks += [torch.nn.Linear(width, width) for _ in range(2)]
-    inputs = [torch.randn(2, block.in_features) for block in blocks]
+        blocks += [nn.FeedForward(width, 0.0) for _ in range(2)]
+    inputs = [torch.randn(2, block.up.in_features) for block in blocks]
     expected = [block(x) for block, x in zip(blocks, inputs)]
     nn.compile_blocks(blocks)
     for block, x, y in zip(blocks, inputs, expected):
