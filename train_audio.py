@@ -1497,6 +1497,7 @@ def evaluate_transformer(model, cfg, split, device):
         tokens_seen.append(batch["target"].flatten(0, 1))
         with amp.autocast(device, cfg.precision):
             loss, count, correct = model(order.to_device(batch, device))
+        count = count.clamp(min=1)
         found["loss"] += (loss / count).tolist()
         found["accuracy"] += (correct / count).tolist()
     metrics = order.means(found)
@@ -1643,7 +1644,7 @@ def train_transformer(cfg, device):
                         with amp.autocast(device, cfg.precision):
                             loss_sums, counts, _ = model(batch, drop)
                             # Each sample counts alike: a batch's loss is the mean of its chunks'.
-                            loss = (loss_sums / counts).mean()
+                            loss = (loss_sums / counts.clamp(min=1)).mean()
                         with dist.sum_gradients(model, chunk is plan[-1]):  # over all ranks
                             scaler.scale(loss * chunk.weight).backward()
                         chunk_losses.append(loss.detach() * (chunk.stop - chunk.start))

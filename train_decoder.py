@@ -1209,6 +1209,8 @@ def open_evaluation(args, device):
         batch_size=1,  # nothing is trained: the training split may be small
         chunk_size=cfg.chunk_size or MAX_CHUNK,
     )
+    if cfg.data == "shapes":  # an imported model: training replaces it by a path
+        raise UserError(f"{args.run_dir[0]}: its data are not known; name some with --data")
     splits, clip_model, info = open_data(cfg, unets[-1].cfg.image_size, None, device)
     if info["widths"] != unets[0].widths:
         raise UserError(
@@ -1443,11 +1445,12 @@ def image_embeddings(args, decoder, clip_model, count):
     if not (decoder.cfg.image_condition and args.image):
         return torch.zeros(count, decoder.widths[0], device=device)
     # Variations of an image (§3.1), or interpolations of two (§3.2)
-    ends = []
-    for path in (args.image, args.to or args.image):
-        ends.append(clip_model.embed_image(open_image(path).to(device)))  # (1, D)
+    start = clip_model.embed_image(open_image(args.image).to(device))  # (1, D)
+    if not args.to:
+        return start.expand(count, -1)
+    end = clip_model.embed_image(open_image(args.to).to(device))
     fraction = torch.linspace(0, 1, count, device=device)[:, None]
-    return slerp(*ends, fraction)
+    return slerp(start, end, fraction)
 
 
 @torch.no_grad()

@@ -758,7 +758,7 @@ class PriorConfig(config.Inference):
     """The prior"""
 
     run_dir: str = field("runs/prior", "run folder of the prior")
-    guidance_scale: NonNegativeFloat = field(0.0, "guidance, 1: none; 0: as in its training")
+    guidance_scale: float = field(-1.0, "guidance, 1: none, below 0: as in its training")
 
 
 def load_prior(path, device, weights="ema"):
@@ -772,6 +772,11 @@ def load_prior(path, device, weights="ema"):
         prior = Prior(cfg, *contents["widths"])
         checkpoint.load_weights(prior, contents["model"], path)
     return prior.to(device).eval(), contents
+
+
+def guidance_of(args, cfg):
+    """The guidance scale of a command, or that of the training."""
+    return args.guidance_scale if args.guidance_scale >= 0 else cfg.guidance_scale
 
 
 @dataclass(frozen=True)
@@ -796,11 +801,13 @@ def open_evaluation(args, device):
         val_data="" if args.data else cfg.val_data,
         eval_samples=args.eval_samples,
         eval_timesteps=args.eval_timesteps or cfg.eval_timesteps,
-        guidance_scale=args.guidance_scale or cfg.guidance_scale,
+        guidance_scale=guidance_of(args, cfg),
         seed=args.seed,
         batch_size=1,  # nothing is trained: the training split may be small
         chunk_size=cfg.chunk_size or MAX_CHUNK,
     )
+    if prior.cfg.data == "shapes":  # an imported model: training replaces it by a path
+        raise UserError(f"{args.run_dir}: its data are not known; name some with --data")
     splits, clip_model, info = open_data(prior.cfg, path, device)
     if info["widths"] != contents["widths"]:
         raise UserError(
@@ -876,7 +883,7 @@ def sample(args):
     prior, contents = load_prior(path, device, args.weights)
     texts = files.texts_of(args.text, args.texts)
     steps = args.steps or max(prior.cfg.eval_timesteps)
-    guidance_scale = args.guidance_scale or prior.cfg.guidance_scale
+    guidance_scale = guidance_of(args, prior.cfg)
     best_of = args.best_of
     clip_model = None
     if texts:

@@ -11,8 +11,11 @@ def autocast(device, precision):
 
 
 def casts_kept(device):
-    """Context around all chunks of a step, in which autocast casts each weight once."""
-    return torch.autocast(device.type, enabled=False)  # autocasts within share its cache
+    """Context around all chunks of a step, in which autocast casts each weight once.
+
+    The outermost autocast, on or off, keeps the cast weights for those within until it ends.
+    """
+    return torch.autocast(device.type, enabled=False)
 
 
 def scaler(device, precision):

@@ -245,13 +245,13 @@ def versions(script):
 def check_identity(saved, identity, path):
     """UserError unless the run of the checkpoint `path` has the same identity.
 
-    saved, identity: {name: plain value} of what must not change while a run goes on. A name that
-    only one of them has belongs to a setting that a fork added, removed or renamed.
+    saved, identity: {name: plain value} of what must not change while a run goes on; None is not
+    known. A name that only one of them has belongs to a setting that a fork added or removed.
     """
     changed = [
         f"{name} is {saved[name]!r} there and {value!r} here"
         for name, value in identity.items()
-        if name in saved and saved[name] != value
+        if None not in (saved.get(name), value) and saved[name] != value
     ]
     if changed:
         raise UserError(

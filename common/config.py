@@ -24,8 +24,8 @@ from typing import Annotated, Literal
 # Types with bounds: the bound in words, and as a test.
 PositiveInt = Annotated[int, ("a number above 0", lambda value: value > 0)]
 NonNegativeInt = Annotated[int, ("a number 0 or more", lambda value: value >= 0)]
-PositiveFloat = Annotated[float, ("a number above 0", lambda value: 0 < value < math.inf)]
-NonNegativeFloat = Annotated[float, ("a number 0 or more", lambda value: 0 <= value < math.inf)]
+PositiveFloat = Annotated[float, ("a number above 0", lambda value: value > 0)]
+NonNegativeFloat = Annotated[float, ("a number 0 or more", lambda value: value >= 0)]
 Fraction = Annotated[float, ("a number within 0 and 1", lambda value: 0 <= value <= 1)]
 Interval = Annotated[
     str, ("steps, or minutes as in 10min", lambda value: re.fullmatch(r"\d+(min)?", str(value)))
@@ -119,6 +119,8 @@ class Settings:
             else:
                 values = [values]
             for value in values:
+                if isinstance(value, float) and not math.isfinite(value):
+                    raise UserError(f"--{name} {value}: expected a finite number")
                 for words, holds in getattr(kind, "__metadata__", ()):
                     if not holds(value):
                         raise UserError(f"--{name} {value}: expected {words}")

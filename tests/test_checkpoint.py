@@ -262,6 +262,14 @@ def test_a_changed_learning_rate_holds_and_what_has_changed_is_noted(tmp_path, c
     assert other.optimizers[0].param_groups[0]["lr"] == 0.5
 
 
+def test_what_was_or_is_not_known_is_no_other_identity():
+    known = {"clip": "a", "width": 8}
+    for before, now in ((known, {"clip": None}), ({"clip": None}, known), ({}, known), (known, {})):
+        checkpoint.check_identity(before, now, "run")
+    with pytest.raises(UserError, match="clip is 'a' there and 'b' here"):
+        checkpoint.check_identity(known, {"clip": "b"}, "run")
+
+
 def test_another_models_file_is_refused_with_names_and_not_strict_takes_what_fits(
         tmp_path, capsys):
     """Promises 3 and 5"""

@@ -156,8 +156,8 @@ def test_rules_of_a_setting_stand_with_it():
     ("sample --widths 3,0", "--widths 0: expected a number above 0"),
     ("sample --share 1.5", "--share 1.5: expected a number within 0 and 1"),
     ("sample --even 3", "--even 3: expected an even number"),
-    ("--lr nan", "--lr nan: expected a number above 0"),
-    ("--lr inf", "--lr inf: expected a number above 0"),
+    ("--lr nan", "--lr nan: expected a finite number"),
+    ("--lr inf", "--lr inf: expected a finite number"),
     ("sample --preset large", "--preset large: expected one of "),
     ("smaple", "smaple: expected one of train, sample"),
 ])

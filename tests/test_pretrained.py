@@ -409,6 +409,13 @@ def test_parts_that_have_16_bits_alone_come_with_those_of_32(published, monkeypa
 # The second U-Net of an upsampler
 
 
+@pytest.mark.parametrize("script, model", [("train_prior", "prior"), ("train_decoder", "base")])
+def test_an_imported_model_is_evaluated_on_data_that_are_named(published, script, model):
+    folder = published.runs / model
+    out = run(script, "evaluate", *flags(run_dir=folder), expect=1)
+    assert out.endswith(f"{folder}: its data are not known; name some with --data\n")
+
+
 def test_a_fine_tuned_upsampler_keeps_the_imported_last_step_or_says_that_it_is_missing(
     published, tmp_path, capsys
 ):

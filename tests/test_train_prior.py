@@ -539,6 +539,8 @@ def test_samples_without_a_text_are_those_of_the_clips_encoding_of_an_empty_text
     assert "cut" not in out
     out, _ = sample(world / "run", text=20 * "red ")
     assert "1 are cut, as they are longer than 18 tokens" in out
+    _, unguided = sample(world / "run", text=STAR, guidance_scale=0, best_of=1)
+    np.testing.assert_allclose(samples, unguided, atol=1e-5)
     _, guided = sample(world / "run", text=STAR, guidance_scale=3)
     assert np.abs(of_text - samples).max() > 1e-3
     assert np.abs(of_text - guided).max() > 1e-3
