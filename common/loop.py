@@ -251,7 +251,7 @@ class Progress:
         self.started = time.monotonic()
         self.losses = []  # of each step, summed over this rank's samples
         self.norms = []  # of each step
-        self.others = {}  # of the last step
+        self.others = {}  # summed over the steps
         self.unusable = []  # names of samples
         self.overflows = []  # steps that were tried again
 
@@ -274,12 +274,13 @@ class Progress:
 
         losses: of this rank's chunks, each summed over its samples. norm: of the gradients, the
         same on all ranks. batches: the chunks of this rank, which name samples that were unusable.
-        others: more losses, summed over samples; those of the last step are logged.
+        others: more losses by name, summed over samples.
         """
         self.bar.update()
         self.losses.append(sum(losses))
         self.norms.append(norm)
-        self.others = others
+        for name, loss in others.items():
+            self.others[name] = self.others.get(name, 0.0) + loss
         for batch in batches:
             self.unusable += batch["unusable"]
 
@@ -321,8 +322,9 @@ class Progress:
             self.named_unusable.update(new)
             self.log.print(f"unusable, and replaced by the next sample: {', '.join(new[:10])}")
         batch_size = self.state.cfg.batch_size
-        loss = sum(losses) / (len(losses) * batch_size)
-        rate = len(losses) * batch_size / (time.monotonic() - self.started)
+        samples = len(losses) * batch_size
+        loss = sum(losses) / samples
+        rate = samples / (time.monotonic() - self.started)
         metrics = {
             "samples_seen": self.state.step * batch_size,
             "loss": loss,
@@ -333,7 +335,7 @@ class Progress:
             "samples_per_s": rate,
         }
         for name, value in others.items():
-            metrics[name] = value / batch_size
+            metrics[name] = value / samples
         if torch.cuda.is_initialized():
             metrics["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30  # of rank 0
         if self.state.scaler.is_enabled():

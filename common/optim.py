@@ -6,7 +6,8 @@ from torch import nn
 from common.config import UserError
 
 MATRICES = (nn.Linear, nn.Conv1d, nn.Conv2d)  # layers whose weights are (out, in, *kernel)
-GIVEN = ("lr", "weight_decay", "betas", "eps")  # what the command line gives for a group
+# What the command line, or a fork's own line, gives for a group: a resumed run takes the new value.
+GIVEN = ("lr", "weight_decay", "betas", "eps", "momentum")
 
 
 def groups(model):
@@ -76,7 +77,7 @@ def state(optimizers):
 def load(optimizers, states, path):
     """Restore the `state` of optimizers of any class, from the file `path`.
 
-    Rates, decay and betas stay as the command line gives them. UserError for states of other
+    Rates, decay, betas and momentum stay as they are given now. UserError for states of other
     classes: they would be misread, or ignored.
     """
     saved = [state["class"] for state in states]

@@ -73,7 +73,7 @@ def test_a_line_is_of_the_steps_since_the_last_over_all_ranks_and_names_unusable
             "grad_norm": 2.0,
             "overflows": 1,
             "unusable_rows": 3,
-            "other_loss": 4.0,  # of the last step
+            "other_loss": 5.0,  # twice the loss
             "scale": 4.0,
         }
         assert [second[name] for name in ("loss", "overflows", "unusable_rows")] == [2.0, 0, 2]

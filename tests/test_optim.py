@@ -8,6 +8,8 @@ from common.config import UserError
 from common.models import lora, muon
 from common.models.nn import learned_tokens
 
+GIVEN = ("lr", "weight_decay", "betas", "eps")
+
 
 class Model(nn.Module):
     def __init__(self):
@@ -60,7 +62,7 @@ def test_adamw_decays_those_parameters_alone():
     expected = [({*matrices, *decayed}, 0.3), ({*undecayed}, 0.0)]
     for group, (parameters, decay) in zip(adamw.param_groups, expected, strict=True):
         assert {*group["params"]} == parameters
-        assert [group[name] for name in optim.GIVEN] == [0.05, decay, (0.8, 0.95), 1e-6]
+        assert [group[name] for name in GIVEN] == [0.05, decay, (0.8, 0.95), 1e-6]
 
 
 SHAPES = [(8, 8), (8, 8), (4, 24), (24, 4), (8, 8), (16, 3)]
@@ -185,7 +187,15 @@ def test_rate_decay_betas_and_eps_stay_those_of_the_command_line():
     resumed, = optim.make(model, "adamw", 0.5, 0.2, (0.8, 0.9), 1e-6)
     optim.load([resumed], optim.state(saved), "x.pt")
     for group, decay in zip(resumed.param_groups, (0.2, 0.0)):
-        assert [group[name] for name in optim.GIVEN] == [0.5, decay, (0.8, 0.9), 1e-6]
+        assert [group[name] for name in GIVEN] == [0.5, decay, (0.8, 0.9), 1e-6]
+
+
+def test_momentum_stays_that_of_a_forks_own_line():
+    weight = torch.nn.Parameter(torch.ones(2))
+    saved = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+    resumed = torch.optim.SGD([weight], lr=0.1, momentum=0.5)
+    optim.load([resumed], optim.state([saved]), "x.pt")
+    assert resumed.param_groups[0]["momentum"] == 0.5
 
 
 @pytest.mark.parametrize("kind, present", [
