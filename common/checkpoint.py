@@ -8,7 +8,6 @@ values only, and every load is `weights_only=True`.
     model.pt best.pt         the same without the last two, with results; "model" is averaged
 """
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import hashlib
@@ -22,7 +21,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from common import amp, config, dist, optim, schedule
 from common.config import UserError
@@ -126,11 +124,6 @@ def finite(values):
 def damaged(path):
     """Context that turns errors from a damaged or foreign file into a UserError that names it."""
     return config.explained(f"{path}: damaged, or of another program")
-
-
-def copy_to_host(contents):
-    """A copy in host memory of nested dicts and lists of tensors and plain values."""
-    return tree_map_only(torch.Tensor, lambda x: x.detach().to("cpu", copy=True), contents)
 
 
 # Models
@@ -346,8 +339,6 @@ class RunFolder:
     def __init__(self, folder):
         self.folder = Path(folder)
         self.record = {"checkpoints": []}
-        self.thread = concurrent.futures.ThreadPoolExecutor(1)  # writes beside training
-        self.writing = None  # Future of the last write
         self.said_rising = False
         self.lock_file = None  # of rank 0
 
@@ -409,30 +400,24 @@ class RunFolder:
         return None
 
     def save(self, state, log):
-        """Begin to save `state` as the checkpoint of its step, and drop the oldest.
+        """Save `state` as the checkpoint of its step, unless it is there, and drop the oldest.
 
         log: the Tracker. Its lines are made durable first; after the save it sends copies.
         """
-        self.wait()  # for the save before, which may be the one of this step
         entries = self.record["checkpoints"]
         if not dist.is_main() or (entries and entries[0]["step"] == state.step):
             return
+        self.check_in_place()
         log.sync()
         file = f"checkpoints/step_{state.step:08d}.pt"
-        newest = {"file": file, "step": state.step}  # as it is now: training goes on
-        contents = copy_to_host(state.contents())
-
-        def write():
-            newest["sha256"] = save(contents, self.folder / file)
-            kept = [newest, *entries][:KEEP]
-            self.write_record(checkpoints=kept, identity=state.identity, finished=None)
-            kept_paths = [self.folder / entry["file"] for entry in kept]
-            for path in self.folder.glob("checkpoints/step_*.pt"):
-                if path not in kept_paths:
-                    path.unlink()
-            log.send()
-
-        self.writing = self.thread.submit(write)
+        sha256 = save(state.contents(), self.folder / file)
+        entries = [{"file": file, "step": state.step, "sha256": sha256}, *entries][:KEEP]
+        self.write_record(checkpoints=entries, identity=state.identity, finished=None)
+        kept_paths = [self.folder / entry["file"] for entry in entries]
+        for path in self.folder.glob("checkpoints/step_*.pt"):
+            if path not in kept_paths:
+                path.unlink()
+        log.send()
 
     @property
     def best_val_loss(self):
@@ -451,7 +436,7 @@ class RunFolder:
                 "The same command goes on from an earlier checkpoint"
             )
         if dist.is_main() and val_loss < self.best_val_loss:
-            self.wait()
+            self.check_in_place()
             contents = {**model_contents(state.contents()), "val_loss": val_loss}
             save(contents, self.folder / "best.pt")
             best = {"file": "best.pt", "step": state.step, "val_loss": val_loss}
@@ -467,24 +452,14 @@ class RunFolder:
 
     def drop_from(self, step):
         """Forget the checkpoints of `step` or later: a run does not go on from them."""
-        self.wait()
         earlier = [entry for entry in self.record["checkpoints"] if entry["step"] < step]
         if dist.is_main():
             self.write_record(checkpoints=earlier)
 
-    def wait(self):
-        """Wait for what is being written; an error that it met is raised here.
-
-        OSError if the folder is not there any more: what is written would make another one.
-        """
-        writing = self.writing
-        self.writing = None
-        if writing:
-            writing.result()
+    def check_in_place(self):
+        """OSError if the folder is not there any more: a save would make another one."""
         path = self.folder / ".lock"
-        if self.lock_file and not (
-            path.exists() and os.path.samefile(path, self.lock_file.fileno())
-        ):
+        if not (path.exists() and os.path.samefile(path, self.lock_file.fileno())):
             raise OSError(
                 f"{self.folder}: renamed or removed while the run was writing to it; the same "
                 "command goes on from its last checkpoint once the folder is back"
@@ -492,8 +467,8 @@ class RunFolder:
 
     def finish(self, state, results):
         """Write model.pt, and record that the run is finished, with its `results`."""
-        self.wait()
         if dist.is_main():
+            self.check_in_place()
             contents = {**model_contents(state.contents()), **results}
             save(contents, self.folder / "model.pt")
             self.write_record(finished=results)

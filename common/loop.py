@@ -367,7 +367,6 @@ def progress(run, state, log, title):
             yield steps
         except dist.Stopped as stop:
             steps.save()
-            run.wait()
             dist.gather(None)  # torchrun kills all when one has ended
             log.print(
                 f"stopped by {stop.signal} at step {state.step}, all saved; the same command goes "
@@ -376,8 +375,6 @@ def progress(run, state, log, title):
             raise
         finally:
             steps.bar.close()
-            with contextlib.suppress(OSError):  # whatever ended the run, what was begun is saved
-                run.wait()
 
 
 # End of a run

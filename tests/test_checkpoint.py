@@ -1,5 +1,6 @@
 """Saving as a commit: whatever is cut off, killed, full or damaged, a complete run stays."""
 import contextlib
+import copy
 import dataclasses
 import errno
 import fcntl
@@ -10,7 +11,7 @@ import os
 import pickle
 import resource
 import shutil
-import threading
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -102,7 +103,6 @@ def commit(run, *steps):
     state = state_of(run.folder)
     for state.step in steps:
         run.save(state, log_to([]))
-        run.wait()
     return state
 
 
@@ -275,7 +275,7 @@ def test_another_models_file_is_refused_with_names_and_not_strict_takes_what_fit
     """Promises 3 and 5"""
     path = written(state_of(tmp_path, width=12), tmp_path / "12.pt")
     state = state_of(tmp_path, seed=1)
-    before = checkpoint.copy_to_host(state.contents())
+    before = copy.deepcopy(state.contents())
     with pytest.raises(UserError, match=f"{path}: of a run of another.*width is 12 there and 8 he"):
         state.restore(checkpoint.load(path), path)
     message = rf"{path}: weights of another model; .*size mismatch for 0\.weight: "
@@ -363,37 +363,17 @@ def test_a_missing_or_damaged_record_is_named_with_the_way_out(content, tmp_path
         opened(tmp_path)
 
 
-def test_a_save_that_has_begun_is_of_the_state_as_it_was(tmp_path, monkeypatch):
+def test_a_step_is_saved_once_with_its_lines_before_it_and_copies_after_it(tmp_path):
     run = opened(tmp_path)
     state = state_of(tmp_path)
     events = []
-    gate = threading.Event()
-    save = checkpoint.save
-    monkeypatch.setattr(checkpoint, "save", lambda *args: gate.wait(60) and save(*args))
-    take_steps(state, 2)
-    before = checkpoint.copy_to_host(state.contents())
-    run.save(state, log_to(events))
-    take_steps(state)  # as training continues
-    assert events == ["sync"]  # lines are durable before the checkpoint
-    assert not run.record["checkpoints"]
-    gate.set()
-    run.wait()
-    assert events == ["sync", "send"]
-    assert [entry["step"] for entry in saved(tmp_path)] == [2]
-    assert same(checkpoint.load(tmp_path / "checkpoints/step_00000002.pt"), before)
-
-
-def test_a_step_is_saved_once_also_while_its_save_is_on_its_way(tmp_path):
-    run = opened(tmp_path)
-    state = commit(run, 1)
-    take_steps(state)
     for _ in range(2):  # by the plan, and after a signal
-        run.save(state, log_to([]))
-    run.wait()
-    assert [entry["step"] for entry in saved(tmp_path)] == [2, 1]
+        run.save(state, log_to(events))
+        assert events == ["sync", "send"]
+    assert [entry["step"] for entry in saved(tmp_path)] == [0]
 
 
-def test_a_save_that_failed_ends_the_run_at_the_next_and_the_last_checkpoint_stands(
+def test_a_save_that_fails_ends_the_run_and_the_last_checkpoint_stands(
         tmp_path, monkeypatch):
     """Promise 3"""
     run = opened(tmp_path)
@@ -404,7 +384,6 @@ def test_a_save_that_failed_ends_the_run_at_the_next_and_the_last_checkpoint_sta
 
     monkeypatch.setattr(torch, "save", fail)
     take_steps(state)
-    run.save(state, log_to([]))
     with pytest.raises(OSError, match=r"No space left, writing.*step_00000011\.pt"):
         run.save(state, log_to([]))
     assert opened(tmp_path).newest_intact() == (tmp_path / "checkpoints/step_00000010.pt", [])
@@ -425,7 +404,8 @@ def test_a_folder_that_is_renamed_or_removed_under_a_run_ends_it_at_the_next_sav
             write()
     assert contents(moved) == left
     if again:
-        assert list(contents(run.folder)) == ["auto_resume.json"] and other.wait() is None
+        assert list(contents(run.folder)) == ["auto_resume.json"]
+        other.check_in_place()
     else:
         assert not run.folder.exists()
 
@@ -510,14 +490,13 @@ def copies(run, place):
     """
     left = []
 
-    def copy(frame, event, argument):
+    def copy_folder(frame, event, argument):
         if event == "c_call" and argument.__name__ in MOMENTS:
             left.append(shutil.copytree(run.folder, place / str(len(os.listdir(place)))))
 
-    threading.setprofile(copy)  # of the thread that writes
+    sys.setprofile(copy_folder)
     yield left
-    threading.setprofile(None)
-    run.thread.shutdown()
+    sys.setprofile(None)
 
 
 def test_what_a_kill_at_any_moment_of_saving_leaves_is_a_complete_run_that_goes_on_bit_for_bit(
@@ -530,7 +509,6 @@ def test_what_a_kill_at_any_moment_of_saving_leaves_is_a_complete_run_that_goes_
         for _ in range(3):
             take_steps(state)
             run.save(state, log_to([]))
-            run.wait()
     take_steps(state)
 
     assert len(left) > 30
@@ -546,7 +524,6 @@ def test_what_a_kill_at_any_moment_of_saving_leaves_is_a_complete_run_that_goes_
         reached = again.step
         take_steps(again, 4 - reached)
         run.save(again, log_to([]))
-        run.wait()
         (file,) = (folder / "checkpoints").iterdir()  # no scrap of a save that was cut off is left
         assert same(checkpoint.load(file), state.contents())
     assert reached == 3
