@@ -382,14 +382,13 @@ class RunFolder:
         """
         entries = self.record["checkpoints"]
         damaged = []
-        for number, entry in enumerate(entries):
-            path = self.folder / entry["file"]
+        while entries:
+            path = self.folder / entries[0]["file"]
             with contextlib.suppress(OSError):
-                if checksum(path) == entry["sha256"]:
-                    del entries[:number]
+                if checksum(path) == entries[0]["sha256"]:
                     return path, damaged
             damaged.append(path)
-            entry["step"] = -1  # also if none is intact, its step is saved again
+            del entries[0]
         return None, damaged
 
     def finished(self, steps):
