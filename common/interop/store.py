@@ -11,7 +11,7 @@ import json
 import re
 import shutil
 import socket
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,12 +19,9 @@ from tqdm import tqdm
 
 from common import checkpoint
 from common.config import UserError, explained, need
-from common.interop import loggers
 from common.tracker import parse
 
 TIMEOUT = 60  # seconds without a byte after which a download fails
-# What may stand in braces in the path of a copy, besides the names of --metadata.
-FIELDS = ("run", "step", "best_val_loss")
 CARD = """---
 library_name: pytorch
 ---
@@ -33,26 +30,6 @@ library_name: pytorch
 Files of a training run. `torch.load(FILE, weights_only=True)` gives a dict of tensors and plain
 values: its entry "model" has the weights, and "config" the settings of the training.
 """
-
-
-def metadata(cfg):
-    """{name: text} of the pairs in cfg.metadata; UserError."""
-    values = dict(pair.partition("=")[::2] for pair in cfg.metadata)
-    for name, text in values.items():
-        if not name.isidentifier() or not text or name in FIELDS:
-            raise UserError(
-                f"--metadata: {name!r}: expected NAME=VALUE; reserved names are {', '.join(FIELDS)}"
-            )
-    return values
-
-
-def path_values(cfg, folder, step=1, best_val_loss=0.5):
-    """{name: value} of what may stand in braces in the path of a copy; folder: of the run."""
-    values = (Path(folder).as_posix().lstrip("/"), step, best_val_loss)
-    return {**dict(zip(FIELDS, values)), **metadata(cfg)}
-
-
-# Loaders
 
 
 def fetch(address, folder):
@@ -94,38 +71,29 @@ class Saver:
     save_latest_to: str = ""  # format strings of paths
     save_best_to: str = ""  # best.pt, which is a model
     save_meta_to: str = ""  # a folder
-    cfg: object = field(default=None, init=False, repr=False)  # of the run
-    sent: dict = field(default_factory=dict, init=False, repr=False)  # {event: entries}
 
-    def check(self, logger):
-        """UserError if it cannot work beside this tracker.Logger."""
+    def send(self, event, entry, run):
+        """Send what the run folder `run` has saved last, if that is wanted.
 
-    def send(self, event, run):
-        """Send the newest file of an event, "latest", "best" or "meta", unless it is sent."""
-        path = getattr(self, f"save_{event}_to")
-        entries = run.record["checkpoints"][:1]
-        if event == "best":
-            entries = [run.record["best"]] if "best" in run.record else []
-        if not path or not entries or self.sent.get(event) == entries:
+        event: "latest", "best" or "meta". entry: {"file", "step"} in auto_resume.json.
+        """
+        values = path_values(self.cfg, run.folder, entry["step"], run.best_val_loss)
+        path = getattr(self, f"save_{event}_to").format(**values)
+        file = run.folder / entry["file"]
+        if not path:
             return
-        file = run.folder / entries[0]["file"]
-        step = entries[0]["step"]
-        values = path_values(self.cfg, run.folder, step, run.best_val_loss)
-        path = path.format(**values)
         if event == "meta":
-            values = json.dumps(checkpoint.finite(values), indent=2)
-            self.put(f"{path}/metadata.json", io.BytesIO(values.encode()))
-            settings = (run.folder / "config.json").read_bytes()
-            self.put(f"{path}/config.json", io.BytesIO(settings))
-        elif self.kind == "model":
-            buffer = io.BytesIO()
-            torch.save(checkpoint.model_contents(checkpoint.load(file)), buffer)
-            buffer.seek(0)
-            self.put(path, buffer)
-        else:
-            with open(file, "rb") as content:  # it stays readable if the run drops or replaces it
-                self.put(path, content)
-        self.sent[event] = entries
+            about = json.dumps(checkpoint.finite(values), indent=2)
+            self.put(f"{path}/metadata.json", io.BytesIO(about.encode()))
+            path = f"{path}/config.json"
+            file = run.folder / "config.json"
+        with open(file, "rb") as content:  # it stays readable if the run drops or replaces it
+            if event == "latest" and self.kind == "model":
+                model = checkpoint.model_contents(checkpoint.load(file))
+                content = io.BytesIO()
+                torch.save(model, content)
+                content.seek(0)
+            self.put(path, content)
 
     def put(self, path, content):
         """Write the binary file `content` there as the file `path`."""
@@ -135,12 +103,6 @@ class Saver:
 
 class WandBSaver(Saver):
     """Files of the run of --logger wandb, while it is open."""
-
-    def check(self, logger):
-        if not isinstance(logger, loggers.WandB):
-            raise UserError(
-                "--save wandb: copies are files of the run there; it needs --logger wandb"
-            )
 
     def put(self, path, content):
         import wandb
@@ -170,23 +132,43 @@ class HuggingFaceSaver(Saver):
 SAVERS = {"local": Saver, "wandb": WandBSaver, "huggingface": HuggingFaceSaver}
 
 
+def path_values(cfg, folder, step, best_val_loss):
+    """{name: value} of what may stand in braces in the path of a copy; UserError.
+
+    folder: of the run.
+    """
+    with explained("--metadata: expected NAME=VALUE, and no name of run, step, best_val_loss"):
+        return dict(
+            run=Path(folder).as_posix().lstrip("/"),
+            step=step,
+            best_val_loss=best_val_loss,
+            **dict(pair.split("=", 1) for pair in cfg.metadata),
+        )
+
+
 def savers(cfg):
     """The savers that cfg.save names; UserError."""
-    values = path_values(cfg, cfg.run_dir)
+    values = path_values(cfg, cfg.run_dir, step=1, best_val_loss=0.5)
     found = [parse("save", text, SAVERS) for text in cfg.save]
     for saver in found:
-        paths = saver.save_latest_to, saver.save_best_to, saver.save_meta_to
-        if not any(paths) or saver.kind not in ("checkpoint", "model"):
+        paths = saver.save_latest_to + saver.save_best_to + saver.save_meta_to
+        if not paths or saver.kind not in ("checkpoint", "model"):
             raise UserError(
                 "--save: expected save_latest_to=PATH, save_best_to=PATH or "
                 "save_meta_to=FOLDER, and as kind checkpoint or model"
             )
-        names = ", ".join(values)
-        with explained(f"--save: in braces may stand {names}, with a format as in {{step:08d}}"):
-            if re.search(r"{[^}]*\d{4}", "".join(paths)):  # it would fill the memory
+        if isinstance(saver, WandBSaver) and cfg.logger.split()[0] != "wandb":
+            raise UserError(
+                "--save wandb: copies are files of the run there; it needs --logger wandb"
+            )
+        with explained(
+            f"--save: in braces may stand {', '.join(values)}, with a format as in {{step:08d}}"
+        ):
+            if re.search(r"{[^}]*\d{4}", paths):  # it would fill the memory
                 raise ValueError("a width of more than 999")
-            "".join(paths).format(**values)
+            paths.format(**values)
         saver.cfg = cfg
+        saver.sent = {}  # {event: entry of auto_resume.json}
     return found
 
 
@@ -195,10 +177,15 @@ def send(savers, run):
 
     So what failed is sent at the next save.
     """
+    checkpoints = run.record["checkpoints"]
+    newest = checkpoints[0] if checkpoints else None
+    entries = {"latest": newest, "best": run.record.get("best"), "meta": newest}
     for saver in savers:
-        for event in ("latest", "best", "meta"):
+        for event, entry in entries.items():
             try:
-                saver.send(event, run)
+                if saver.sent.get(event) != entry:
+                    saver.send(event, entry, run)
+                    saver.sent[event] = entry
             except Exception as error:  # of a network, a quota, a token: training continues
                 tqdm.write(
                     f"the {event} copy by {saver} failed: {type(error).__name__}: {error}; "
