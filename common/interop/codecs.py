@@ -38,13 +38,16 @@ class PublishedCodec:
         name = spec.removeprefix("hf:")
         self.model = from_transformers(flag, name, ("encodec", "dac", "mimi")).to(device)
         settings = self.model.config
-        # Refuse what is not done here.
         stereo = getattr(settings, "audio_channels", 1) > 1
         if stereo or getattr(settings, "normalize", False):
             raise UserError(
                 f"{flag}: a model of two channels, or one that normalizes chunks of sound; "
                 "expected another, such as hf:facebook/encodec_24khz"
             )
+        self.is_encodec = settings.model_type == "encodec"
+        if self.is_encodec:
+            # By default it takes the first bitrate, which is the lowest.
+            settings.target_bandwidths = settings.target_bandwidths[-1:]
         # The three models name these in three ways.
         self.sample_rate = settings.sampling_rate
         hop_length = getattr(settings, "hop_length", 0)
@@ -52,7 +55,6 @@ class PublishedCodec:
         self.frame_rate = self.sample_rate / self.hop_length
         self.codebook_size = settings.codebook_size
         self.num_quantizers = getattr(settings, "n_codebooks", 0) or settings.num_quantizers
-        self.is_encodec = settings.model_type == "encodec"
 
         # The weights of a folder may change under the same name.
         files = sorted(Path(name).glob("*.safetensors"))
@@ -64,13 +66,9 @@ class PublishedCodec:
         """Codes (frames, Q) of a wave (T,), on the CPU."""
         missing = -len(wave) % self.hop_length
         wave = F.pad(wave, (0, missing))[None, None].to(self.model.device)  # (1, 1, T)
-        options = {}
-        if self.is_encodec:
-            # By default EnCodec takes its lowest bitrate.
-            options["bandwidth"] = max(self.model.config.target_bandwidths)
-        codes = self.model.encode(wave, return_dict=True, **options).audio_codes
-        codes = codes.flatten(0, -3)[0]  # EnCodec's have an axis of chunks before the batch
-        return codes.T[:, : self.num_quantizers].cpu()
+        codes = self.model.encode(wave).audio_codes
+        # (…, Q, frames): before the batch, EnCodec's have an axis of chunks.
+        return codes.flatten(0, -3)[0].T.cpu()
 
     @torch.no_grad()
     def decode(self, codes):
@@ -78,8 +76,8 @@ class PublishedCodec:
         length = len(codes) * self.hop_length
         codes = codes.T[None].to(self.model.device)  # (1, n, frames), as the package has them
         if self.is_encodec:
-            out = self.model.decode(codes[None], [None], return_dict=True)
+            out = self.model.decode(codes[None], [None])
         else:
-            out = self.model.decode(audio_codes=codes, return_dict=True)
+            out = self.model.decode(audio_codes=codes)
         wave = out.audio_values.flatten().cpu()  # (T,), the only channel
         return F.pad(wave, (0, length - len(wave)))  # DAC's is shorter where a stride is odd

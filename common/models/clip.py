@@ -40,7 +40,7 @@ class Tokenizer:
 
     def __init__(self, vocabulary):
         self.vocabulary = list(vocabulary)
-        self.token_of = {word: WORDS + i for i, word in enumerate(self.vocabulary)}
+        self.token_of = {word: token for token, word in enumerate(self.vocabulary, WORDS)}
 
     @classmethod
     def learn(cls, texts, size):
@@ -159,11 +159,11 @@ class CLIP(Encoder):
 
     def tokenize(self, texts):
         """int64 (B, L): START, at most L - 2 tokens, END, and PAD."""
-        tokens = torch.full((len(texts), self.context), PAD)
-        for row, text in zip(tokens, texts):
-            encoded = [START, *self.tokenizer.encode(text)[: self.context - 2], END]
-            row[: len(encoded)] = torch.tensor(encoded)
-        return tokens
+        rows = []
+        for text in texts:
+            tokens = [START, *self.tokenizer.encode(text)[: self.context - 2], END]
+            rows.append(tokens + [PAD] * (self.context - len(tokens)))
+        return torch.tensor(rows)
 
     def embed_text(self, tokens):
         """tokens (B, L) -> embedding (B, D), encodings (B, L, W), zero at padding, mask (B, L)."""
@@ -205,13 +205,12 @@ class OpenCLIP(Encoder):
             "file in place of WEIGHTS"
         ):
             # Where weights need QuickGELU, as OpenAI's do, open_clip builds GELU and only warns.
-            pretrained_cfg = open_clip.get_pretrained_cfg(name, weights) or {}
+            pretrained_cfg = open_clip.get_pretrained_cfg(name, weights)
             quick_gelu = pretrained_cfg.get("quick_gelu", False)
-            settings = open_clip.get_model_config(name) or {}
-            text_only &= "custom_text" not in settings  # some of those need it to be loaded
-            if text_only:
+            settings = open_clip.get_model_config(name)
+            if text_only and "custom_text" not in settings:  # some of those need it to be loaded
                 settings["vision_cfg"] = {"layers": 0}
-                settings["quick_gelu"] = settings.get("quick_gelu", quick_gelu)
+                settings.setdefault("quick_gelu", quick_gelu)
                 self.model = open_clip.CLIP(**settings)
                 self.model.visual = None
                 path = open_clip.download_pretrained(pretrained_cfg) or weights
@@ -231,18 +230,15 @@ class OpenCLIP(Encoder):
                 f"{spec}: its text encoder is not that of the original CLIP; "
                 "take a model such as ViT-L-14/openai"
             )
-        text = getattr(self.model, "text", self.model)  # CLIP is its own text tower
-        self.text_norm = text.ln_final
+        self.text_norm = getattr(self.model, "text", self.model).ln_final
         self.context = self.model.context_length
+        self.embed_width = settings["embed_dim"]
+        self.encoding_width = len(self.text_norm.weight)
         visual = self.model.visual
         if visual:
-            # One number, or height and width.
-            self.image_size = int(torch.tensor(visual.image_size).max())
-            self.register_buffer("mean", torch.tensor(visual.image_mean).view(3, 1, 1))
-            self.register_buffer("std", torch.tensor(visual.image_std).view(3, 1, 1))
-        embedding, encodings, _ = self.embed_text(self.tokenize([""]))
-        self.embed_width = embedding.shape[-1]
-        self.encoding_width = encodings.shape[-1]
+            self.image_size = int(np.max(visual.image_size))  # of a number, or height and width
+            statistics = torch.tensor([visual.image_mean, visual.image_std])
+            self.register_buffer("statistics", statistics.view(2, 3, 1, 1))
 
     def fingerprint(self):
         return self.spec
@@ -260,7 +256,8 @@ class OpenCLIP(Encoder):
         return embedding.float(), outputs[0] * mask[..., None], mask
 
     def embed_image(self, images):
-        pixels = (center_crop(images, self.image_size) - self.mean) / self.std
+        mean, std = self.statistics
+        pixels = (center_crop(images, self.image_size) - mean) / std
         return self.model.encode_image(pixels).float()
 
 
@@ -316,11 +313,10 @@ def load(spec, device, fingerprint=None, text_only=False):
 
 def check_widths(clip_model, where, embed_width, encoding_width=0):
     """UserError, which begins with `where`, unless the CLIP has these widths; 0 is any."""
-    for name, found, expected in (
-        ("embeddings", clip_model.embed_width, embed_width),
-        ("text encodings", clip_model.encoding_width, encoding_width),
-    ):
-        if expected and found != expected:
-            raise UserError(
-                f"{where}: the CLIP's {name} are {found} wide, but {expected} are needed"
-            )
+    found = [clip_model.embed_width, clip_model.encoding_width]
+    expected = [embed_width or found[0], encoding_width or found[1]]
+    if found != expected:
+        raise UserError(
+            f"{where}: the CLIP's embeddings and text encodings are {found} wide, but {expected} "
+            "are needed"
+        )
