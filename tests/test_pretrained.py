@@ -326,7 +326,7 @@ def test_weights_that_are_not_finite_and_files_in_place_of_folders_are_refused(p
     file = tmp_path / "config.json"
     for source, message in (
         (tmp_path, f"{tmp_path}: norm_out.bias: expected finite numbers of shape"),
-        (file, f"{file}: expected a folder with config.json"),
+        (file, f"{file}: expected a folder, with config.json"),
     ):
         words = flags(source=source, out=tmp_path / "run", clip=published.spec)
         assert message in run(MODULE, "import", *words, expect=1)

@@ -9,10 +9,8 @@ class TensorBoard(Logger):
     """Event files in RUN/tensorboard. Of steps that a resumed run repeats, the last ones count."""
 
     def open(self, cfg, folder, known, step):
-        need("tensorboard", "--logger tensorboard")
-        from torch.utils.tensorboard import SummaryWriter
-
-        self.writer = SummaryWriter(folder / "tensorboard", purge_step=step + 1)
+        tensorboard = need("torch.utils.tensorboard", "--logger tensorboard", "tensorboard")
+        self.writer = tensorboard.SummaryWriter(folder / "tensorboard", purge_step=step + 1)
         return {}
 
     def log(self, step, metrics, samples):

@@ -229,10 +229,6 @@ def their_config(cfg, widths, path):
         "norm_num_groups": 32,
         "norm_eps": 1e-5,
         "act_fn": "silu",
-        "freq_shift": 0,
-        "flip_sin_to_cos": True,
-        "center_input_sample": False,
-        "mid_block_scale_factor": 1,
     }
     if cfg.low_res_size:
         return about | {"_class_name": "UNet2DModel", "add_attention": False}
@@ -242,7 +238,6 @@ def their_config(cfg, widths, path):
         "attention_head_dim": cfg.head_dim,
         "class_embed_type": "identity",
         "mid_block_type": "UNetMidBlock2DSimpleCrossAttn",
-        "resnet_skip_time_act": False,
     }
 
 
@@ -352,7 +347,7 @@ class ImportConfig(config.Settings):
         "", "folder of diffusers, or OWNER/REPOSITORY[/FOLDER] of the Hugging Face hub"
     )
     out: str = config.field(
-        "", "run folder to write; of a whole pipeline, the folder of its run folders"
+        "runs/imported", "run folder to write; of a whole pipeline, the folder of its run folders"
     )
     clip: str = config.field(
         "", "CLIP of its embeddings, by default ViT-L/14 or ViT-bigG/14, by their width"
@@ -370,28 +365,17 @@ def fetch(source):
         patterns = [f"{folder}/*" for folder in inside or PARTS]
         # A model that is in no folder, and what parts need of folders beside them.
         patterns += ["config.json", *WEIGHTS, "*scheduler/*", "*text_proj/*"]
-        for ignored in ("*.fp16*", None):  # weights of 16 bits only where there are no others
-            folder = hub.snapshot_download(
-                f"{owner}/{name}",
-                allow_patterns=patterns,
-                ignore_patterns=ignored,
-            )
-            models = [file.parent for file in Path(folder).rglob("config.json")]
-            if all(any(model.glob("*model*")) for model in models):
-                break
+        folder = hub.snapshot_download(f"{owner}/{name}", allow_patterns=patterns)
     return Path(folder, *inside)
 
 
 def import_command(args):
-    if not args.out:
-        raise UserError("expected: import FOLDER|OWNER/REPOSITORY --out FOLDER")
     path = fetch(args.source)
     source = path if Path(args.source).exists() else args.source
     parts = [part for part in PARTS if (path / part / "config.json").is_file()]
     if not parts:
         raise UserError(
-            f"{path}: expected a folder with config.json, or with one of the folders "
-            f"{', '.join(PARTS)}"
+            f"{path}: expected a folder, with config.json in it or in one of {', '.join(PARTS)}"
         )
     for part in parts:
         import_folder(path / part, Path(args.out, PARTS[part]), args.clip, str(Path(source, part)))
@@ -407,7 +391,7 @@ class ExportConfig(config.Settings):
     run_dir: str = config.field(
         "runs/prior", "run folder of a prior, a stage of the decoder, or their adapters"
     )
-    out: str = config.field("", "folder to write")
+    out: str = config.field("exported", "folder to write, new or empty")
 
 
 def their_weights(cfg, weights):
@@ -455,8 +439,8 @@ def write_adapters(out, weights, info):
 
 def export_command(args):
     out = Path(args.out)
-    if not args.out or any(out.glob("*")):
-        raise UserError(f"--out {args.out}: expected a new folder, or an empty one")
+    if any(out.glob("*")):
+        raise UserError(f"--out {out}: expected a new folder, or an empty one")
     path = checkpoint.model_file(args.run_dir)
     cfg, contents = checkpoint.read_model(CONFIGS, path)
     widths = contents["widths"]

@@ -1,6 +1,7 @@
 """`report.html` in a run folder: one page to look at, which needs no other file and no script."""
 
 import base64
+import collections
 import html
 import math
 from pathlib import Path
@@ -8,8 +9,6 @@ from pathlib import Path
 from common import checkpoint, config
 
 POINTS = 600  # of a curve, at most
-WIDTH = 400  # of a chart, in pixels
-HEIGHT = 200
 STYLE = """body{font:15px system-ui,sans-serif;max-width:1300px;margin:16px auto;padding:0 16px}
 div{display:flex;flex-wrap:wrap;gap:14px}figure{margin:0;max-width:100%}
 img{image-rendering:pixelated}td{padding:1px 14px 1px 0;vertical-align:top}"""
@@ -26,26 +25,24 @@ def write(folder, lines):
     """
     folder = Path(folder)
     newest = {}
-    curves = {}
+    curves = collections.defaultdict(list)
     for metrics in lines:
-        newest.update(metrics)
+        newest |= metrics
         if "test_loss" in metrics:  # of other samples than the curves
             continue
         for name, value in metrics.items():
-            if isinstance(value, (int, float)) and name != "step":
-                curves.setdefault(name, []).append((metrics["step"], value))
+            if isinstance(value, (int, float)):
+                curves[name].append((metrics["step"], value))
+    curves.pop("step", None)
 
-    samples = []
-    for file, caption in newest.pop("samples", {}).items():
-        path = folder / file
-        if path.is_file():
-            samples.append(figure(path, caption))
+    samples = newest.pop("samples", {})
+    figures = [figure(folder / file, caption) for file, caption in samples.items()]
     charts = [chart(name, points) for name, points in curves.items() if len(points) > 1]
     settings = config.read_json(folder / "config.json")
     title = html.escape(str(folder))
     page = f"""<!doctype html><meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>
 <h1>{title}</h1>
-<h2>Newest samples</h2><div>{"".join(samples)}</div>
+<h2>Newest samples</h2><div>{"".join(figures)}</div>
 <h2>Curves</h2><div>{"".join(charts)}</div>
 <h2>Newest metrics</h2>{table(newest)}
 <h2>Settings</h2>{table(settings)}"""
@@ -54,7 +51,9 @@ def write(folder, lines):
 
 
 def figure(path, caption):
-    """A sample, a PNG or WAV file, in the page itself."""
+    """A sample, a PNG or WAV file, in the page itself; nothing if it is gone."""
+    if not path.is_file():
+        return ""
     media = MEDIA[path.suffix].format(base64.b64encode(path.read_bytes()).decode())
     caption = html.escape(f"{path.name} {caption}")
     return f"<figure><figcaption>{caption}</figcaption>{media}</figure>"
@@ -65,19 +64,17 @@ def chart(name, points):
     points = points[:: -math.ceil(len(points) / POINTS)]
     steps, values = zip(*points)
     left = min(steps)
+    low = min(values)
     high = max(values)
     width = max(steps) - left or 1
-    height = high - min(values) or 1
-    corners = []
-    for step, value in points:
-        x = (step - left) / width * WIDTH
-        y = (high - value) / height * HEIGHT
-        corners.append(f"{x:.1f},{y:.1f}")
-    caption = f"{name} {values[0]:.4g} ({min(values):.4g} to {high:.4g}, step {left} to {steps[0]})"
+    height = high - low or 1
+    corners = [f"{step},{-value}" for step, value in points]  # y points down
+    caption = f"{name} {values[0]:.4g} ({low:.4g} to {high:.4g}, step {left} to {steps[0]})"
     return (
         f"<figure><figcaption>{html.escape(caption)}</figcaption>"
-        f'<svg width="{WIDTH}" height="{HEIGHT}">'
-        f'<polyline fill="none" stroke="#2563eb" points="{" ".join(corners)}"/></svg></figure>'
+        f'<svg width="400" height="200" viewBox="{left} {-high} {width} {height}" '
+        'preserveAspectRatio="none"><polyline fill="none" stroke="#2563eb" '
+        f'vector-effect="non-scaling-stroke" points="{" ".join(corners)}"/></svg></figure>'
     )
 
 

@@ -12,8 +12,9 @@ from common.interop.codecs import from_transformers
 
 SAMPLE_RATE = 16_000
 HOP = 320  # samples of a frame
-# Samples that a frame sees, by model_type. w2v-BERT's is two windows of 400, 160 apart.
-RECEPTIVE_FIELDS = {"hubert": 400, "wavlm": 400, "wav2vec2": 400, "wav2vec2-bert": 560}
+# Samples that a frame sees beside its own on each side, by model_type: 400 or, of w2v-BERT's two
+# windows of 400, 160 apart, 560 in all.
+MARGINS = {"hubert": 40, "wavlm": 40, "wav2vec2": 40, "wav2vec2-bert": 120}
 
 
 class SpeechLayer:
@@ -28,7 +29,7 @@ class SpeechLayer:
         if not name or not layer.isdigit():
             raise UserError(f"{flag}: expected hf:MODEL:LAYER, such as hf:facebook/w2v-bert-2.0:7")
         self.layer = int(layer)
-        self.model = from_transformers(flag, name, RECEPTIVE_FIELDS)
+        self.model = from_transformers(flag, name, MARGINS)
         layers = self.model.config.num_hidden_layers
         if self.layer > layers:
             raise UserError(f"{flag}: that model has layers 0 to {layers}")
@@ -42,10 +43,10 @@ class SpeechLayer:
         kind = self.model.config.model_type
         takes_mel = kind == "wav2vec2-bert"  # (1, frames, 160): two windows of 80 mel bins
         if not takes_mel and self.extractor.do_normalize:
-            wave = (wave - wave.mean()) / (wave.var(correction=0) + 1e-7).sqrt()
-        side = (RECEPTIVE_FIELDS[kind] - HOP) // 2  # a frame is centered on its 20 ms
+            wave = F.layer_norm(wave, wave.shape, eps=1e-7)
+        margin = MARGINS[kind]  # a frame is centered on its 20 ms
         incomplete = -wave.shape[1] % HOP  # samples missing from the last frame
-        x = F.pad(wave, (side, side + incomplete))
+        x = F.pad(wave, (margin, margin + incomplete))
         if takes_mel:
             padded = x[0].cpu().numpy()
             features = self.extractor(padded, sampling_rate=SAMPLE_RATE, return_tensors="pt")

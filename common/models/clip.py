@@ -136,15 +136,15 @@ class CLIP(Encoder):
             size = math.ceil(size / 2)
         # Flattened, not averaged: an average would lose the place of a thing, which captions name.
         features = width_in * size**2
-        encoder += [
+        self.image_encoder = nn.Sequential(
+            *encoder,
             nn.Flatten(),
             nn.LayerNorm(features),
             nn.Linear(features, embed_width, bias=False),
-        ]
-        for convolution in encoder[:-3:2]:
+        )
+        for convolution in encoder[::2]:
             # For ReLU (He et al. 2015): torch's default is smaller by √6.
             nn.init.kaiming_normal_(convolution.weight)
-        self.image_encoder = nn.Sequential(*encoder)
         self.image_encoder.to(memory_format=torch.channels_last)  # twice as fast on a CPU
         nn.init.normal_(self.token_embedding.weight, std=0.02)
         # The logarithm of the inverse temperature (Radford et al. 2021, §2.3).
