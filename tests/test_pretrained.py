@@ -332,18 +332,16 @@ def test_weights_that_are_not_finite_and_files_in_place_of_folders_are_refused(p
         assert message in run(MODULE, "import", *words, expect=1)
 
 
-def test_nothing_is_overwritten_and_an_import_that_broke_off_goes_on(published, tmp_path):
-    shutil.copytree(published.runs / "prior", tmp_path / "prior")
-    words = (MODULE, "import", *flags(clip=published.spec))
-    out = run(*words, "--source", published.folder, "--out", tmp_path)
-    assert f"{tmp_path}/prior/model.pt: is there already" in out
-    assert (tmp_path / "upsample/last_step.pt").is_file()
-    prior = "--out", tmp_path / "prior"
-    refused = "is there already, of another source or --clip"
-    assert refused in run(*words, "--source", published.folder / "decoder", *prior, expect=1)
-    words = MODULE, "import", published.folder / "prior", *prior
-    assert "is there already, from" in run(*words)
-    assert refused in run(*words, "--clip", "other", expect=1)
+def test_another_model_is_not_overwritten_and_an_import_that_broke_off_is_repeated(
+    published, tmp_path
+):
+    runs = shutil.copytree(published.runs, tmp_path / "runs")
+    (runs / "upsample/last_step.pt").unlink()
+    words = MODULE, "import", *flags(out=runs, clip=published.spec)
+    run(*words, "--source", published.folder)
+    assert (runs / "upsample/last_step.pt").is_file()
+    words = MODULE, "import", published.folder / "decoder", "--out", runs / "prior"
+    assert "is there already, of another source" in run(*words, expect=1)
 
 
 def test_what_diffusers_has_no_class_for_is_not_exported():
@@ -353,19 +351,6 @@ def test_what_diffusers_has_no_class_for_is_not_exported():
 
 
 # The hub
-
-
-def serve(hub, remote, monkeypatch, tmp_path):
-    """Let the package find the folder `remote` at the hub, as me/model."""
-
-    def snapshot_download(repository, **patterns):
-        assert repository == "me/model"
-        names = [str(path.relative_to(remote)) for path in remote.rglob("*.*")]
-        wanted = hub.utils.filter_repo_objects(names, **patterns)
-        files = {name: (remote / name).read_bytes() for name in wanted}
-        return helpers.write_files(tmp_path / "here", files)
-
-    monkeypatch.setattr(hub, "snapshot_download", snapshot_download)
 
 
 @pytest.mark.parametrize(
@@ -387,7 +372,15 @@ def test_a_repository_is_imported_with_its_folders_shards_and_half_precision(
     shutil.copytree(published.folder / "prior_scheduler", beside)
     (remote / "other.safetensors").touch()
 
-    serve(hub, remote, monkeypatch, tmp_path)
+    def snapshot_download(repository, **patterns):
+        assert repository == "me/model"
+        names = [str(path.relative_to(remote)) for path in remote.rglob("*.*")]
+        wanted = list(hub.utils.filter_repo_objects(names, **patterns))
+        assert "other.safetensors" not in wanted
+        files = {name: (remote / name).read_bytes() for name in wanted}
+        return helpers.write_files(tmp_path / "here", files)
+
+    monkeypatch.setattr(hub, "snapshot_download", snapshot_download)
     source = f"me/model/{place}".rstrip("/")
     run(MODULE, "import", source, *flags(out=tmp_path, clip=published.spec))
     contents = checkpoint.load(tmp_path / "model.pt")
@@ -395,18 +388,6 @@ def test_a_repository_is_imported_with_its_folders_shards_and_half_precision(
     assert_close(contents["model"], expected["model"], rtol=0, atol=1e-3)
     assert contents["source"] == source
     assert contents["config"]["x0_bound"] == 0.5
-    assert not (tmp_path / "here/other.safetensors").exists()
-
-
-def test_parts_that_have_16_bits_alone_come_with_those_of_32(published, monkeypatch, tmp_path):
-    hub = pytest.importorskip("huggingface_hub")
-    remote = tmp_path / "remote"
-    published.super_res_first.save_pretrained(remote / "super_res_first")
-    half = copy.deepcopy(published.super_res_last).half()
-    half.save_pretrained(remote / "super_res_last", variant="fp16")
-    serve(hub, remote, monkeypatch, tmp_path)
-    run(MODULE, "import", "me/model", "--out", tmp_path)
-    assert (tmp_path / "upsample/last_step.pt").is_file()
 
 
 # The second U-Net of an upsampler

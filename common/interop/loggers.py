@@ -1,7 +1,7 @@
 """Loggers of other people's: TensorBoard, Weights & Biases."""
 
 from common import config
-from common.config import UserError, need
+from common.config import explained, need
 from common.tracker import Logger
 
 
@@ -48,18 +48,17 @@ class WandB(Logger):
 
     def open(self, cfg, folder, known, step):
         wandb = need("wandb", "--logger wandb")
-        try:
+        # No account, no network: the package's own types of errors.
+        with explained(
+            "--logger wandb: is there an account (`wandb login`), a network, the run to resume? "
+            "WANDB_MODE=offline needs none"
+        ):
             self.run = wandb.init(
                 **{"name": str(folder), **known, **self.options},
                 config=config.as_json(cfg),
                 dir=folder,
                 resume="must" if known else "allow",
             )
-        except Exception as error:  # no account, no network: the package's own types
-            raise UserError(
-                f"--logger wandb: {error}; is there an account (`wandb login`), a "
-                "network, the run to resume? WANDB_MODE=offline needs none"
-            ) from error
         self.media = {".png": wandb.Image, ".wav": wandb.Audio}
         return {name: getattr(self.run, name) for name in ("project", "entity", "id")}
 

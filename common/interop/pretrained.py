@@ -284,16 +284,10 @@ def import_folder(folder, out, spec, source):
     """Write the model.pt `out` of a folder of diffusers; a decoder's text_proj lies beside it.
 
     spec: the CLIP, "" for the one of this width. source: what to call the folder. Nothing is
-    overwritten.
+    overwritten but an earlier import of the same.
     """
-    if out.exists():
-        contents = checkpoint.load(out, mmap=True)
-        if contents.get("source") != source or spec not in ("", contents["clip"]):
-            raise UserError(
-                f"{out}: is there already, of another source or --clip; give another --out"
-            )
-        config.note(f"{out}: is there already, from {source}")
-        return
+    if out.exists() and checkpoint.load(out, mmap=True).get("source") != source:
+        raise UserError(f"{out}: is there already, of another source; give another --out")
     about, tensors = read_folder(folder)
     width = about.get("embedding_dim", 0)  # of embeddings and of text encodings
     with explained(
