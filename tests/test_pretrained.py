@@ -302,16 +302,17 @@ def test_presets_have_the_published_number_of_parameters(kind, preset, width, co
 
 
 @pytest.mark.parametrize(
-    "change, message",
+    "part, change, message",
     [
-        ({"time_embed_act_fn": "gelu"}, "time_embed_act_fn is 'gelu'"),
-        ({"_class_name": "AutoencoderKL"}, "a AutoencoderKL; expected a PriorTransformer"),
-        ({"num_layers": 2}, "weights are unknown: transformer_blocks.2"),
-        ({"num_embeddings": 9}, r"positional_embedding: .* of shape \(13, 64\)"),
+        ("prior", {"time_embed_act_fn": "gelu"}, "time_embed_act_fn is 'gelu'"),
+        ("prior", {"_class_name": "AutoencoderKL"}, "a AutoencoderKL; expected a PriorTransformer"),
+        ("prior", {"num_layers": 2}, "weights are unknown: transformer_blocks.2"),
+        ("prior", {"num_embeddings": 9}, r"positional_embedding: .* of shape \(13, 64\)"),
+        ("decoder", {"attention_head_dim": 32}, "attention_head_dim is 32; only 64"),
     ],
 )
-def test_a_folder_of_another_form_is_refused(published, change, message, tmp_path):
-    folder = shutil.copytree(published.folder / "prior", tmp_path / "prior")
+def test_a_folder_of_another_form_is_refused(published, part, change, message, tmp_path):
+    folder = shutil.copytree(published.folder / part, tmp_path / part)
     about = config.read_json(folder / "config.json")
     checkpoint.write_json({**about, **change}, folder / "config.json")
     with pytest.raises(UserError, match=message):

@@ -123,19 +123,17 @@ def test_metadata_has_names_that_are_not_reserved(pair):
 
 # Copies
 
-def entry_of(folder, file, step):
-    """An entry of auto_resume.json, and its file."""
-    averaged = {"ema": {"w": torch.full((2,), -float(step))}} if "step_" in file else {}
-    model(folder / file, step, **averaged)
-    return {"file": file, "step": step}
-
-
-def run_of(folder, *steps, best=None):
-    """A run in `folder` that has saved checkpoints of `steps`, newest first, and a `best` step."""
+def run_of(folder, latest=None, best=None):
+    """A run in `folder` that has saved a checkpoint of the step `latest`, and the step `best`."""
     folder = folder / "run"
-    record = {"checkpoints": [entry_of(folder, f"checkpoints/step_{n:08d}.pt", n) for n in steps]}
+    record = {"checkpoints": []}
+    if latest:
+        averaged = {"w": torch.full((2,), -float(latest))}
+        model(folder / "checkpoints/x.pt", latest, ema=averaged)
+        record["checkpoints"] = [{"file": "checkpoints/x.pt", "step": latest}]
     if best:
-        record["best"] = entry_of(folder, "best.pt", best)
+        model(folder / "best.pt", best)
+        record["best"] = {"file": "best.pt", "step": best}
     checkpoint.write_json({"lr": 1.0}, folder / "config.json")
     return SimpleNamespace(folder=folder, record=record, best_val_loss=math.inf)
 
@@ -148,11 +146,11 @@ def run_of(folder, *steps, best=None):
 def test_copies_are_of_the_kind_and_at_the_place_that_is_given(
         text, step, weight, tmp_path, capsys):
     text = f"local {text}{tmp_path}/copies/{{fold}}_{{step:04d}}_{{best_val_loss:.3f}}.pt"
-    store.send(savers_of(text), run_of(tmp_path, 12, 8, 4, best=8))
+    store.send(savers_of(text), run_of(tmp_path, 12, best=8))
     contents = checkpoint.load(tmp_path / f"copies/3_{step:04d}_inf.pt")
     assert contents["step"] == step
     assert contents["model"]["w"].tolist() == [weight] * 2
-    assert ("ema" in contents) == (weight == step == 12)
+    assert ("ema" in contents) == (weight == 12)
     assert capsys.readouterr().out == ""
 
 
@@ -160,16 +158,15 @@ def test_what_was_sent_is_not_sent_again_and_what_is_new_is(tmp_path):
     latest = tmp_path / "latest"
     best = tmp_path / "best"
     savers = savers_of(f"local save_latest_to={latest} save_best_to={best}")
-    for steps, best_step, sent in (
-        ((), None, []),  # nothing is saved
-        ((4,), 4, [latest, best]),
-        ((4,), 4, []),
-        ((8, 4), 4, [latest]),
+    for steps, sent in (
+        ((None, None), {}),  # nothing is saved
+        ((4, 4), {latest: 4, best: 4}),
+        ((4, 4), {}),
+        ((8, 4), {latest: 8}),
     ):
-        store.send(savers, run_of(tmp_path, *steps, best=best_step))
-        assert [path for path in (latest, best) if path.exists()] == sent
+        store.send(savers, run_of(tmp_path, *steps))
+        assert {path: step_of(path) for path in (latest, best) if path.exists()} == sent
         for path in sent:
-            assert step_of(path) == (steps[0] if path == latest else best_step)
             path.unlink()
 
 
@@ -224,7 +221,7 @@ def test_hugging_face_copies_are_sent_by_the_real_client(tmp_path, hub, capsys):
     hub.fail = None
     store.send(savers, run)
     assert capsys.readouterr().out == ""
-    assert hub.stored["ck/12.pt"] == (run.folder / "checkpoints/step_00000012.pt").read_bytes()
+    assert hub.stored["ck/12.pt"] == (run.folder / "checkpoints/x.pt").read_bytes()
     about = json.loads(hub.stored["about/metadata.json"])
     name = run.folder.as_posix()[1:]
     assert about == {"run": name, "step": 12, "best_val_loss": None, "fold": "3"}

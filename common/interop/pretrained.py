@@ -295,7 +295,7 @@ def import_folder(folder, out, spec, source):
         "UNet2DConditionModel or UNet2DModel"
     ):
         kind, settings = our_settings(about, folder)
-    cfg = CONFIGS[kind](**settings, run_dir=str(out.parent))
+        cfg = CONFIGS[kind](**settings, run_dir=str(out.parent))
     for field, expected in their_config(cfg, [width, width], folder).items():
         if about.get(field, expected) != expected:
             raise UserError(
