@@ -21,16 +21,14 @@ def needs(package):
 class Server:
     """HTTP on loopback.
 
-    `files`: {path: bytes} for GET. `asked`: [(method, path, headers, body), ...]. `fail`: a status
-    for all requests. POST answers as a Hugging Face Hub does, which keeps what it gets in `stored`,
-    {name: bytes}, and HEAD says whether a name is there. POST /graphql answers as Weights & Biases,
-    of a run abc with `files`.
+    `files`: {path: bytes} for GET. `asked`: [(method, path, headers, body), ...]. POST answers as a
+    Hugging Face Hub does, which keeps what it gets in `stored`, {name: bytes}, and HEAD says
+    whether a name is there. POST /graphql answers as Weights & Biases, of a run abc with `files`.
     """
 
     def __init__(self):
         self.files = {}
         self.asked = []
-        self.fail = None
         self.stored = {}
         outer = self
 
@@ -64,8 +62,6 @@ class Server:
 
     def reply(self, method, path, body):
         """(status, bytes)"""
-        if self.fail:
-            return self.fail, b'{"error": "no"}'
         if method == "POST":
             return 200, json.dumps(self.post(path, body)).encode()
         if method == "HEAD":
@@ -89,16 +85,15 @@ class Server:
         return {"url": f"{self.url}/me/prior"}  # of a new repository
 
     def graphql(self):
-        nodes = [{"node": self.file(path[1:]), "cursor": "0"} for path in self.files]
+        nodes = []
+        for path, content in self.files.items():
+            url = self.url + path
+            file = {"name": path[1:], "url": url, "directUrl": url, "sizeBytes": str(len(content))}
+            nodes.append({"node": file, "cursor": "0"})
         files = {"edges": nodes, "pageInfo": {"endCursor": "0", "hasNextPage": False}}
         run = {"name": "abc", "state": "finished", "files": files}
         project = {"internalId": "1", "run": run}
         return {"data": {"project": project, "viewer": {"id": "1", "entity": "me"}}}
-
-    def file(self, name):
-        address = f"{self.url}/{name}"
-        size = len(self.files[f"/{name}"])
-        return {"name": name, "url": address, "directUrl": address, "sizeBytes": str(size)}
 
 
 def records_of(folder):

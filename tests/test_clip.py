@@ -78,12 +78,10 @@ def test_the_condition_of_texts_is_cut_or_padded_and_always_fp32(model, length):
 
 
 def test_images_are_cut_to_the_central_square_and_resized_with_pixels_from_minus_one_to_one(model):
-    pixels = []
-    hook = model.image_encoder.register_forward_pre_hook(lambda _, inputs: pixels.append(inputs[0]))
-    images = torch.tensor([0, 255], dtype=torch.uint8).expand(16, 16, 3, 2).permute(3, 0, 1, 2)
-    with hook:
-        model.embed_image(images)
-    assert [image.unique().tolist() for image in pixels[0]] == [[-1], [1]]
+    for value, pixel in ((0, -1.0), (255, 1.0)):
+        image = torch.full((1, 16, 16, 3), value, dtype=torch.uint8)
+        expected = model.image_encoder(torch.full((1, 3, 16, 16), pixel))
+        torch.testing.assert_close(model.embed_image(image), expected)
 
     drawn, _ = synthetic.shapes(range(4), size=64)
     wide = torch.from_numpy(drawn[:, :50])  # bicubic overshoots

@@ -262,9 +262,9 @@ def test_adapters_are_loaded_by_peft(published, stage, part, tmp_path):
     peft = pytest.importorskip("peft")
     path = published.runs / stage / "model.pt"
     model = load(published.runs / stage)
-    adapters = helpers.awake(lora.inject(model, 2))
-    _, about = lora.start(load(published.runs / stage), path, 2)
-    contents = {**checkpoint.load(path), "model": adapters.state_dict(), "lora": about}
+    adapters, about = lora.start(model, path, 2)
+    weights = helpers.awake(adapters).state_dict()
+    contents = {**checkpoint.load(path), "model": weights, "lora": about}
     checkpoint.save(contents, tmp_path / "run/model.pt")
     export(tmp_path / "run", tmp_path / "out")
     about = config.read_json(tmp_path / "out/adapter_config.json")
