@@ -87,8 +87,7 @@ def published(tmp_path_factory):
 def load(folder):
     """Our model of a run folder."""
     path = folder / "model.pt"
-    is_prior = checkpoint.load(path)["kind"] == "prior"
-    loader = train_prior.load_prior if is_prior else train_decoder.load_unet
+    loader = train_decoder.load_unet if folder.name == "base" else train_prior.load_prior
     return loader(path, "cpu")[0]
 
 
@@ -287,9 +286,8 @@ def test_adapters_are_loaded_by_peft(published, stage, part, tmp_path):
     ],
 )
 def test_presets_have_the_published_number_of_parameters(kind, preset, width, count):
-    script, model_class = train_decoder, train_decoder.UNet
-    if kind == "prior":
-        script, model_class = train_prior, train_prior.Prior
+    script = train_prior if kind == "prior" else train_decoder
+    model_class = train_prior.Prior if kind == "prior" else train_decoder.UNet
     cfg = pretrained.CONFIGS[kind](**script.PRESETS[preset])
     with torch.device("meta"):
         model = model_class(cfg, width, width)

@@ -151,22 +151,21 @@ def savers(cfg):
     values = path_values(cfg, cfg.run_dir, step=1, best_val_loss=0.5)
     found = [parse("save", text, SAVERS) for text in cfg.save]
     for saver in found:
-        paths = saver.save_latest_to + saver.save_best_to + saver.save_meta_to
-        if not paths or saver.kind not in ("checkpoint", "model"):
-            raise UserError(
-                "--save: expected save_latest_to=PATH, save_best_to=PATH or "
-                "save_meta_to=FOLDER, and as kind checkpoint or model"
-            )
+        with explained(
+            "--save: expected save_latest_to=PATH, save_best_to=PATH or save_meta_to=FOLDER, as "
+            f"kind checkpoint or model; in braces may stand {', '.join(values)}, with a format as "
+            "in {step:08d}"
+        ):
+            paths = saver.save_latest_to + saver.save_best_to + saver.save_meta_to
+            # A width of more than 999 would fill the memory.
+            too_wide = re.search(r"{[^}]*\d{4}", paths)
+            if not paths or too_wide or saver.kind not in ("checkpoint", "model"):
+                raise ValueError(saver)
+            paths.format(**values)
         if isinstance(saver, WandBSaver) and cfg.logger.split()[0] != "wandb":
             raise UserError(
                 "--save wandb: copies are files of the run there; it needs --logger wandb"
             )
-        with explained(
-            f"--save: in braces may stand {', '.join(values)}, with a format as in {{step:08d}}"
-        ):
-            if re.search(r"{[^}]*\d{4}", paths):  # it would fill the memory
-                raise ValueError("a width of more than 999")
-            paths.format(**values)
         saver.cfg = cfg
         saver.sent = {}  # {event: entry of auto_resume.json}
     return found
