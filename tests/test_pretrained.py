@@ -292,7 +292,8 @@ def test_presets_have_the_published_number_of_parameters(kind, preset, width, co
     with torch.device("meta"):
         model = model_class(cfg, width, width)
     weights = model.state_dict()
-    names = pretrained.published_names(cfg, weights)
+    table = pretrained.PRIOR if kind == "prior" else pretrained.UNET + pretrained.TEXT_PROJ
+    names = pretrained.published_names(cfg, table, weights)
     assert sum(weights[name].numel() for name in names) == count
 
 

@@ -27,8 +27,9 @@ CONFIGS = {
     "upsample": train_decoder.UpsampleConfig,
 }
 
-# How names of parameters begin: ours, diffusers'. One of ours may join two of theirs.
-PRIOR = """
+# How names of parameters begin: ours, diffusers'. One of ours may join two of theirs. Of a decoder
+# diffusers keeps the projections of image and text apart, in text_proj.
+PRIOR = """\
 positions.weight              positional_embedding
 query.weight                  prd_embedding
 clip_mean                     clip_mean
@@ -48,16 +49,10 @@ encoding_in                   encoder_hidden_states_proj
 transformer.norm              norm_out
 out                           proj_to_clip_embeddings
 """
-UNET = """
+UNET = """\
 stem                          conv_in
 time_in.layers.0              time_embedding.linear_1
 time_in.layers.2              time_embedding.linear_2
-null_image                    text_proj.learned_classifier_free_guidance_embeddings
-image_in                      text_proj.clip_image_embeddings_project_to_time_embeddings
-image_tokens_in               text_proj.clip_extra_context_tokens_proj
-text_in                       text_proj.embedding_proj
-encoding_in                   text_proj.encoder_hidden_states_proj
-encoding_norm                 text_proj.text_encoder_hidden_states_norm
 {ours}.norm1                  {theirs}.norm1
 {ours}.conv1                  {theirs}.conv1
 {ours}.modulation             {theirs}.time_emb_proj
@@ -71,6 +66,14 @@ encoding_norm                 text_proj.text_encoder_hidden_states_norm
 {ours}.attention.out          {attention}.to_out.0
 out.0                         conv_norm_out
 out.2                         conv_out
+"""
+TEXT_PROJ = """\
+null_image                    learned_classifier_free_guidance_embeddings
+image_in                      clip_image_embeddings_project_to_time_embeddings
+image_tokens_in               clip_extra_context_tokens_proj
+text_in                       embedding_proj
+encoding_in                   encoder_hidden_states_proj
+encoding_norm                 text_encoder_hidden_states_norm
 """
 
 # Folders of a pipeline or of a single model, and the files they become.
@@ -114,17 +117,16 @@ def blocks_of(cfg):
             yield f"{direction}s.{i}", f"{direction}_blocks.{level}.{layer}"
 
 
-def published_names(cfg, names):
-    """{name: the published ones that it joins}, of `names` of parameters of a model of `cfg`.
+def published_names(cfg, table, names):
+    """{name: the published ones that it joins}, by a table above, of a model of `cfg`.
 
-    Those that ours alone has are left out.
+    names: of our parameters. Those that are not in the table are left out.
     """
-    table = PRIOR if isinstance(cfg, train_prior.Config) else UNET
     published = {}
     for ours, theirs in blocks_of(cfg):
         attention = theirs.replace("resnets", "attentions")  # it has the number of its block
         lines = table.format(ours=ours, theirs=theirs, attention=attention)
-        for line in lines.strip().splitlines():
+        for line in lines.splitlines():
             beginning, replacements = line.split()
             for name in names:
                 if name.startswith(beginning):
@@ -258,14 +260,14 @@ def read_folder(folder):
     return about, tensors
 
 
-def our_weights(cfg, expected, tensors, path):
-    """Our {name: tensor}, as those in `expected`, of the published `tensors`.
+def our_weights(names, expected, tensors, path):
+    """Our {name: tensor} of the published `tensors`, of the shapes of those in `expected`.
 
-    UserError unless every one fits. Tensors that are taken leave the dict: joined ones are copies
-    of gigabytes.
+    names: of `published_names`. UserError unless every one fits. Tensors that are taken leave the
+    dict: joined ones are copies of gigabytes.
     """
     weights = {}
-    for name, theirs in published_names(cfg, expected).items():
+    for name, theirs in names.items():
         shape = tuple(expected[name].shape)
         with explained(f"{path}: {', '.join(theirs)}: expected finite numbers of shape {shape}"):
             value = torch.cat([tensors.pop(layer) for layer in theirs]).float()
@@ -275,8 +277,8 @@ def our_weights(cfg, expected, tensors, path):
                 value = value.unflatten(0, (-1, 4)).transpose(0, 1)
             weights[name] = value.reshape(shape)
     if tensors:
-        names = ", ".join(sorted(tensors)[:5])
-        raise UserError(f"{path}: {len(tensors)} weights are unknown: {names}")
+        unknown = ", ".join(sorted(tensors)[:5])
+        raise UserError(f"{path}: {len(tensors)} weights are unknown: {unknown}")
     return weights
 
 
@@ -304,11 +306,13 @@ def import_folder(folder, out, spec, source):
     if kind == "base":
         projection, more = read_folder(folder.parent / "text_proj")
         width = projection["clip_embeddings_dim"]
-        tensors |= {f"text_proj.{name}": value for name, value in more.items()}
+        tensors |= more
     with torch.device("meta"):  # without memory
         model_class = train_prior.Prior if kind == "prior" else train_decoder.UNet
         expected = model_class(cfg, width, width).state_dict()
-    weights = our_weights(cfg, expected, tensors, folder)
+    table = PRIOR if kind == "prior" else UNET + TEXT_PROJ
+    names = published_names(cfg, table, expected)
+    weights = our_weights(names, expected, tensors, folder)
     spec = spec or CLIPS.get(width, "")
     fingerprint = None
     if width:  # "no text" is the CLIP's encoding of ""
@@ -388,14 +392,14 @@ class ExportConfig(config.Settings):
     out: str = config.field("exported", "folder to write, new or empty")
 
 
-def their_weights(cfg, weights):
-    """{published name: tensor} of our `weights`, those of a model or of adapters."""
+def their_weights(cfg, table, weights):
+    """{published name: tensor} of our `weights` in a table, those of a model or of adapters."""
     tensors = {}
-    for name, theirs in published_names(cfg, weights).items():
+    for name, theirs in published_names(cfg, table, weights).items():
         value = weights[name]
         if name.startswith("image_tokens_in"):  # theirs has the tokens innermost
             value = value.unflatten(0, (4, -1)).transpose(0, 1).flatten(0, 1)
-        if "." not in theirs[0]:  # not of a layer: their first dimension is 1
+        if table == PRIOR and "." not in theirs[0]:  # not of a layer: their first dimension is 1
             value = value[None]
         if name.endswith(".A"):  # of an adapter: joined layers share it
             value = value.repeat(len(theirs), 1)
@@ -447,13 +451,12 @@ def export_command(args):
     weights = checkpoint.strip_prefixes(contents["model"])
     # In a file of adapters a layer a.b is "a/b".
     weights = {name.replace("/", "."): value for name, value in weights.items()}
-    weights = their_weights(cfg, weights)
+    table = PRIOR if contents["kind"] == "prior" else UNET
+    tensors = their_weights(cfg, table, weights)
     if "lora" in contents:
-        write_adapters(out, weights, contents["lora"])
+        write_adapters(out, tensors, contents["lora"])
         return
-    if contents["kind"] == "base":  # diffusers keeps its projections apart
-        names = [name for name in weights if name.startswith("text_proj.")]
-        projection = {name.removeprefix("text_proj."): weights.pop(name) for name in names}
+    if contents["kind"] == "base":
         about_projection = {
             "_class_name": "UnCLIPTextProjModel",
             "clip_extra_context_tokens": 4,
@@ -461,9 +464,10 @@ def export_command(args):
             "time_embed_dim": 4 * cfg.width,
             "cross_attention_dim": cfg.cond_width,
         }
+        projection = their_weights(cfg, TEXT_PROJ, weights)
         write_folder(out / "text_proj", about_projection, projection)
         out = out / "decoder"
-    write_folder(out, about, weights)
+    write_folder(out, about, tensors)
     if contents["kind"] == "prior" and cfg.objective == "x0":
         scheduler = {
             "_class_name": "UnCLIPScheduler",
