@@ -4,7 +4,6 @@ import base64
 import collections
 import html
 import math
-from pathlib import Path
 
 from common import checkpoint, config
 
@@ -21,9 +20,9 @@ MEDIA = {
 def write(folder, lines):
     """Write report.html into a run folder: newest samples, curves, newest metrics, settings.
 
-    lines: those of metrics.jsonl, [{"step": …, name: value, …}, …]; "samples" is {file: caption}.
+    folder: a Path. lines: those of metrics.jsonl, [{"step": …, name: value, …}, …], of which
+    "samples" is {file: caption}.
     """
-    folder = Path(folder)
     newest = {}
     curves = collections.defaultdict(list)
     for metrics in lines:
@@ -31,10 +30,8 @@ def write(folder, lines):
         if "test_loss" in metrics:  # of other samples than the curves
             continue
         for name, value in metrics.items():
-            if isinstance(value, (int, float)):
+            if isinstance(value, (int, float)) and name != "step":
                 curves[name].append((metrics["step"], value))
-    curves.pop("step", None)
-
     samples = newest.pop("samples", {})
     figures = [figure(folder / file, caption) for file, caption in samples.items()]
     charts = [chart(name, points) for name, points in curves.items() if len(points) > 1]
