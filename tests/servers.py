@@ -107,9 +107,8 @@ def records_of(folder):
 
 
 def tensorboard_of(folder):
-    from tensorboard.backend.event_processing import event_accumulator as events
-    everything = {events.SCALARS: 0, events.IMAGES: 0, events.AUDIO: 0}
-    found = events.EventAccumulator(str(folder / "tensorboard"), everything).Reload()
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    found = EventAccumulator(str(folder / "tensorboard")).Reload()
     tags = found.Tags()
     samples = {name: len(found.Images(name)) for name in tags["images"]}
     samples |= {name: len(found.Audio(name)) for name in tags["audio"]}
