@@ -444,9 +444,8 @@ def export_command(args):
     widths = contents["widths"]
     about = their_config(cfg, widths, path)
     print(
-        f"note: diffusers has to be told that it predicts {cfg.objective}, and that embeddings are "
-        f"raw: {cfg.raw_embeddings} (False: they are scaled to length √D, as none of its pipelines "
-        "does)"
+        f"note: diffusers has to be told that it predicts {cfg.objective}. Its pipelines give raw "
+        f"embeddings; the model takes raw ones: {cfg.raw_embeddings} (False: of length √D)"
     )
     weights = checkpoint.strip_prefixes(contents["model"])
     # In a file of adapters a layer a.b is "a/b".
