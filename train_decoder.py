@@ -979,7 +979,7 @@ def write_grid(path, pictures, captions, columns):
     """PNG of uint8 pictures (N, H, W, 3) in rows, with their N captions."""
     grid = media.captioned_grid(np.asarray(pictures), captions, columns)
     with checkpoint.atomic_write(path) as file:
-        media.write_png(file, grid)
+        file.write(media.png(grid))
 
 
 def mean_loss(unet, split, clip_model):
@@ -1526,7 +1526,7 @@ def sample(args):
         for i, picture in enumerate(pictures):
             text, k = divmod(i, args.num_samples)
             with checkpoint.atomic_write(f"{args.pictures}/{text:04d}_{k:04d}.png") as file:
-                media.write_png(file, picture)
+                file.write(media.png(picture))
         print(f"wrote each to {args.pictures}/TEXT_NUMBER.png")
 
 

@@ -858,7 +858,7 @@ def read_text_embeddings(path, prior, usual_length):
         raise UserError(
             "--text_embeds: this prior also needs text encodings; give --text or --texts"
         )
-    embeds = torch.from_numpy(embeddings.NpyFile(path, 2)[:])
+    embeds = torch.from_numpy(embeddings.open_npy(path).astype(np.float32))
     if embeds.shape[1] != prior.embed_width or not embeds.isfinite().all():
         raise UserError(
             f"{path}: {embeds.shape[1]} wide, or not finite; expected {prior.embed_width}"

@@ -134,7 +134,7 @@ def write_captioned(folder, count, size=32):
     pictures, records = synthetic.shapes(range(count), size=size)
     folder.mkdir()
     for i, record in enumerate(records):
-        media.write_png(folder / f"{i:05d}.png", pictures[i])
+        (folder / f"{i:05d}.png").write_bytes(media.png(pictures[i]))
         (folder / f"{i:05d}.txt").write_text(record["caption"])
     return pictures, records
 

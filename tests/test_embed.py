@@ -109,7 +109,7 @@ def test_the_best_weights_on_held_out_images_are_kept_and_said(captioned, monkey
     assert len(shares) == 10 and f"retrieval {max(shares):.3f}: the caption finds" in out
     held_out = list(embed.read("images", 16, "validation"))
     (image, text), records = embed.embed(clip.load("best", CPU), held_out)
-    share = clip.retrieval(text, image, embed.first_captions(records))
+    share = clip.retrieval(text, image, embed.captions_of(records))
     assert share == pytest.approx(max(shares), abs=1e-4)
 
 
@@ -175,6 +175,6 @@ def test_bad_commands_end_in_one_line(words, status, message, monkeypatch):
         Path(folder).mkdir()
         Path(folder, "star.txt").write_text("a star")
     Path("broken/star.png").write_bytes(b"not a picture")
-    media.write_png("few/star.png", np.zeros((8, 8, 3), np.uint8))
+    Path("few/star.png").write_bytes(media.png(np.zeros((8, 8, 3), np.uint8)))
     out = run_embed(*words.split(), expect=status)
     assert message in out.splitlines()[-1]

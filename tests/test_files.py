@@ -34,27 +34,23 @@ def test_a_folder_that_may_not_be_read_is_an_error(tmp_path, monkeypatch):
         files.files_below(tmp_path)
 
 
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
-def test_text_is_utf_8_or_what_its_byte_order_mark_says(encoding):
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+def test_text_is_utf_8(encoding):
     text = "größer als 三角形"
     assert files.decode_text(text.encode(encoding), "a") == text
 
 
-@pytest.mark.parametrize("encoding", ["cp1252", "utf-16-le"])
+@pytest.mark.parametrize("encoding", ["cp1252", "utf-16", "utf-16-le"])
 def test_text_in_another_encoding_is_refused_by_name(encoding):
-    with pytest.raises(UserError, match=r"a\.txt: not text in UTF-8.*save it as UTF-8"):
+    with pytest.raises(UserError, match=r"a\.txt: not text in UTF-8; save it as UTF-8"):
         files.decode_text("größe".encode(encoding), "a.txt")
 
 
-def test_a_caption_may_be_missing_one_text_or_several():
+def test_a_caption_may_be_missing_one_text_or_several_of_which_the_first_counts():
     for value in (None, [], "", " ", [" "]):
         assert files.clean_caption(value) == ""
-    assert files.clean_caption([" a "]) == files.clean_caption(" a\n") == "a"
-    several = files.clean_caption([" a", "b ", "c"])
-    assert several == ["a", "b", "c"]
-    fractions = (0.0, 0.32, 0.34, 0.99)
-    assert [files.choose_caption(several, f) for f in fractions] == ["a", "a", "b", "c"]
-    assert files.choose_caption("abc", 0.9) == "abc"
+    for value in (" a\n", [" a "], ["a", "b"]):
+        assert files.clean_caption(value) == "a"
     for value in (1, {"a": 1}, [1]):
         with pytest.raises(TypeError, match="not a text"):
             files.clean_caption(value)

@@ -17,12 +17,6 @@ from common.data.embeddings import write_shards
 from common.data.files import Unusable
 
 
-def png(image):
-    stream = io.BytesIO()
-    media.write_png(stream, image)
-    return stream.getvalue()
-
-
 def picture(number, size=8):
     shape = (size, size + number % 3, 3)
     return np.random.default_rng(number).integers(0, 256, shape).astype(np.uint8)
@@ -38,7 +32,7 @@ def members(numbers):
     """Files as img2dataset names them: {name: bytes}."""
     files = {}
     for i in numbers:
-        files[f"{i:09d}.png"] = png(picture(i))
+        files[f"{i:09d}.png"] = media.png(picture(i))
         files[f"{i:09d}.txt"] = f" caption {i} ü\n".encode()
         files[f"{i:09d}.json"] = json.dumps({"caption": "of the json", "key": i}).encode()
     return files
@@ -56,7 +50,8 @@ def write_tar(path, files, mode="w"):
 
 @pytest.mark.parametrize("extra", [{}, {"a.json": b'{"url": "x"}', "b.json": b'{"caption": null}'}])
 def test_without_a_caption_all_images_are_taken_where_none_is_needed(extra, tmp_path):
-    write_tar(tmp_path / "0.tar", {"a.png": png(ramp(8, 8)), "b.png": png(ramp(8, 8)), **extra})
+    image = media.png(ramp(8, 8))
+    write_tar(tmp_path / "0.tar", {"a.png": image, "b.png": image, **extra})
     dataset = images.Pictures(tmp_path, 8, needs_captions=False)
     batch, usable = dataset.fetch(range(2))
     assert usable.all()
@@ -65,9 +60,8 @@ def test_without_a_caption_all_images_are_taken_where_none_is_needed(extra, tmp_
 
 def test_a_place_without_captioned_images_is_refused(tmp_path):
     write_tar(tmp_path / "a.tar", {"a.tiff": b"", "b.txt": b"alone", ".c.png": b"", ".c.txt": b""})
-    for name in ("nowhere", "a.tar"):
-        with pytest.raises(UserError, match=f"{name}: no such folder, or no captioned images"):
-            images.CaptionedImages(tmp_path / name)
+    with pytest.raises(UserError, match=r"a\.tar: no such folder, or no captioned images"):
+        images.CaptionedImages(tmp_path / "a.tar")
 
 
 @pytest.mark.parametrize("name, mode, loss", [
@@ -81,9 +75,9 @@ def test_an_image_of_any_kind_comes_as_rgb(name, mode, loss, tmp_path):
     smooth = Image.radial_gradient("L").resize((16, 16)).convert(mode)
     smooth.save(tmp_path / name)
     write_files(tmp_path, {"a.txt": b"b"})
-    image, *words = images.CaptionedImages(tmp_path)[0]
-    assert words == ["b", "a"]
-    difference = np.subtract(image, smooth.convert("RGB"), dtype=int)
+    dataset = images.CaptionedImages(tmp_path)
+    assert [dataset.caption(0), dataset.key(0)] == ["b", "a"]
+    difference = np.subtract(dataset.image(0), smooth.convert("RGB"), dtype=int)
     assert np.abs(difference).max() <= loss
 
 
@@ -130,7 +124,6 @@ def test_what_is_transparent_is_white_whatever_color_hides_there():
     assert decoded([[7, 255], [7, 0]]) == [[7] * 3, WHITE]
     # One color, gray or RGB, stands for what is transparent.
     assert decoded([7, 8], transparency=7) == [WHITE, [8] * 3]
-    assert decoded([1000, 2570], np.uint16, transparency=1000) == [WHITE, [10] * 3]
     assert decoded([[1, 2, 3], [4, 5, 6]], transparency=(1, 2, 3)) == [WHITE, [4, 5, 6]]
 
 
@@ -154,11 +147,10 @@ def test_colors_of_an_icc_profile_become_srgb_and_one_that_does_not_fit_is_left_
     ("x.JSON", '{"caption": "größer als 三角形"}', "größer als 三角形"),
     ("x.json", '{"caption": null}', ""),
     ("x.json", '{"text": "a"}', "a"),
-    ("x.json", '{"caption": ["a", "b"]}', ["a", "b"]),
+    ("x.json", '{"caption": ["a", "b"]}', "a"),
 ])
-@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
-def test_a_caption_is_read_in_every_marked_encoding(name, text, caption, encoding, tmp_path):
-    write_files(tmp_path, {"x.png": png(picture(0)), name: text.encode(encoding)})
+def test_a_caption_is_a_text_or_in_a_json(name, text, caption, tmp_path):
+    write_files(tmp_path, {"x.png": media.png(picture(0)), name: text.encode("utf-8-sig")})
     assert images.CaptionedImages(tmp_path).caption(0) == caption
 
 
@@ -166,21 +158,10 @@ def test_a_caption_is_read_in_every_marked_encoding(name, text, caption, encodin
     b"{", b"[]", b"{}", b'{"caption": [1]}', b"[" * 100_000, b'{"url": "no caption in it"}',
 ])
 def test_a_json_without_a_caption_is_unusable_by_name(content, tmp_path):
-    write_files(tmp_path, {"x.png": png(picture(0)), "x.json": content})
+    write_files(tmp_path, {"x.png": media.png(picture(0)), "x.json": content})
     found = ".*but url" if b"url" in content else ""
     with pytest.raises(Unusable, match=rf"x\.json: no caption in it{found}"):
         images.CaptionedImages(tmp_path).caption(0)
-
-
-def test_one_of_several_captions_is_drawn_and_the_first_without_random_words(tmp_path):
-    texts = ["a", "b", "c", "d"]
-    files = {"x.png": png(picture(0)), "x.json": json.dumps({"caption": texts}).encode()}
-    write_files(tmp_path, files)
-    dataset = images.Pictures(tmp_path, 8)
-    assert dataset.texts([0]) == dataset.fetch([0])[0]["caption"] == ["a"]
-    batch, _ = dataset.fetch([0] * 400, order.random_words(np.arange(400), 0))
-    for text in texts:
-        assert 60 < batch["caption"].count(text) < 140
 
 
 # Layouts
@@ -192,17 +173,16 @@ def test_one_of_several_captions_is_drawn_and_the_first_without_random_words(tmp
 ])
 def test_a_folder_of_images_may_have_its_captions_in_a_table(name, content, tmp_path):
     files = {
-        "x.png": png(picture(0)),
-        "in/y.png": png(picture(1)),
-        "z.png": png(picture(2)),
+        "x.png": media.png(picture(0)),
+        "in/y.png": media.png(picture(1)),
+        "z.png": media.png(picture(2)),
         name: content.encode("utf-8-sig"),
     }
     write_files(tmp_path, files)
     dataset = images.CaptionedImages(tmp_path)
     captions = {dataset.key(i): dataset.caption(i) for i in range(len(dataset))}
-    assert captions == {"x": "a, b", "in/y": ["c", "d"] if "jsonl" in name else "c"}
-    for shared in (dataset.captions, dataset.ends):  # by the workers, without a copy
-        assert isinstance(shared, (bytearray, np.ndarray))
+    assert captions == {"x": "a, b", "in/y": "c"}
+    assert isinstance(dataset.rows, np.ndarray)  # which workers share without a copy
     before = images.Pictures(tmp_path, 8).fingerprint()
     write_files(tmp_path, {name: content.replace("a, b", "A, b").encode()})
     assert images.Pictures(tmp_path, 8).fingerprint() != before
@@ -212,11 +192,12 @@ def test_a_row_of_a_table_is_of_that_file_alone_and_what_does_not_fit_is_named(t
     names = ["a.png", "a.webp", "a.jpg", "b.jpg", "in/d.1.jpg", "caf\xe9.png", "e.png", "f.png"]
     rows = ["a.png,A", "a.webp,B", "b.png,C", "x/../in/d.1.jpg,D", "cafe\u0301.png,E", "e.png"]
     table = "\n".join(["file_name,text", *rows, "f.png,F, G"])
-    write_files(tmp_path, dict.fromkeys(names, png(picture(0))) | {"metadata.csv": table.encode()})
+    files = dict.fromkeys(names, media.png(picture(0)))
+    write_files(tmp_path, {**files, "metadata.csv": table.encode()})
     dataset = images.Pictures(tmp_path, 8)
     note = capsys.readouterr().err
     assert "1 rows of tables, which name no image here, such as b.png" in note
-    assert re.search("2 rows of .*csv without .*, such as .*e.png.*, 4 without a caption", note)
+    assert re.search("2 rows without .*, such as .*csv: .*e.png.*, 4 without a caption", note)
     found = {}
     for i in range(len(dataset)):
         found[dataset.name(i).removeprefix(f"{tmp_path}/")] = "".join(dataset.texts([i]))
@@ -229,21 +210,22 @@ def test_a_row_of_a_table_is_of_that_file_alone_and_what_does_not_fit_is_named(t
     ("metadata.jsonl", '[]\n{"file_name": "b.png"}\n{"file_name": "a.png", "text": "A"}'),
 ])
 def test_a_bad_row_of_a_table_is_counted_and_the_others_are_used(name, content, tmp_path, capsys):
-    write_files(tmp_path, {"a.png": png(picture(0)), name: content.encode()})
+    write_files(tmp_path, {"a.png": media.png(picture(0)), name: content.encode()})
     dataset = images.CaptionedImages(tmp_path)
     assert [dataset.caption(i) for i in range(len(dataset))] == ["A"]
-    assert f"2 rows of {tmp_path / name} without a file_name or caption" in capsys.readouterr().err
+    assert f"2 rows without a file_name or caption, such as {tmp_path / name}: " in (
+        capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("content", ['{"file_name": "x.png"}', "{", "[1]"])
 def test_a_fault_of_a_table_of_captions_is_named(content, tmp_path):
-    write_files(tmp_path, {"x.png": png(picture(0)), "metadata.jsonl": content.encode()})
-    with pytest.raises(UserError, match=r"metadata\.jsonl: expected file_name and caption or text"):
+    write_files(tmp_path, {"x.png": media.png(picture(0)), "metadata.jsonl": content.encode()})
+    with pytest.raises(UserError, match=r"metadata\.jsonl: .*: expected file_name and caption"):
         images.CaptionedImages(tmp_path)
 
 
-@pytest.mark.parametrize("pattern", ["{00000..00002}.tar", "0000[0-2].tar", ""])
-def test_tars_may_be_a_range_a_pattern_or_a_folder(pattern, tmp_path):
+@pytest.mark.parametrize("pattern", ["{00000..00002}.tar", ""])
+def test_tars_may_be_a_range_or_a_folder(pattern, tmp_path):
     extension = "tar" if pattern else "TAR"
     for number in range(3):
         write_tar(tmp_path / f"{number:05d}.{extension}", members([number]))
@@ -251,26 +233,32 @@ def test_tars_may_be_a_range_a_pattern_or_a_folder(pattern, tmp_path):
     assert [dataset.key(i) for i in range(len(dataset))] == [f"{i:09d}" for i in range(3)]
 
 
-@pytest.mark.parametrize("name", ["{00000..00001}.tar", "0.tar.gz", "metadata.csv"])
-def test_a_tar_that_is_missing_or_compressed_is_named(name, tmp_path):
+@pytest.mark.parametrize("name, message", [
+    ("nowhere", "nowhere"),
+    ("{00000..00001}.tar", r"00001\.tar"),
+    ("0.tar.gz", r"0\.tar\.gz: corrupt .* or another file; expected tars, unpacked as by gunzip"),
+    ("metadata.csv", r"metadata\.csv: corrupt .* or another file; expected .* their metadata\.csv"),
+])
+def test_what_is_no_tar_is_named(name, message, tmp_path):
     write_tar(tmp_path / "00000.tar", members([0]))
     write_files(tmp_path, {"0.tar.gz": b"", "metadata.csv": b""})
-    message = r"(00001\.tar|0\.tar\.gz|csv): no such file, or not a \.tar; expected .* gunzip"
-    with pytest.raises(UserError, match=message):
+    with pytest.raises((UserError, OSError), match=message):
         images.CaptionedImages(tmp_path / name)
 
 
-@pytest.mark.parametrize("write, path", [(write_files, "folder"), (write_tar, "0.tar")])
-def test_files_that_are_not_used_are_counted_and_an_extension_begins_at_the_first_dot(
-        write, path, tmp_path, capsys):
-    image = png(picture(0))
-    files = {"a.PNG": image, "a.txt": b"a", "a.npy": b"", "b.png": image, "c.image.png": b"",
-             "c.txt": b"c", "d.gif": b"", "e/f.gif": b"", "e/.hidden.bmp": b""}
+@pytest.mark.parametrize("write, path, keys, unused", [
+    (write_files, "folder", ["a", "c.d"], "2 gif, 1 without a caption"),
+    (write_tar, "0.tar", ["a"], "1 d.png, 1 d.txt, 2 gif, 1 without a caption"),
+])
+def test_files_that_are_not_used_are_counted_and_a_key_ends_at_the_last_dot_in_tars_at_the_first(
+        write, path, keys, unused, tmp_path, capsys):
+    image = media.png(picture(0))
+    files = {"a.PNG": image, "a.txt": b"a", "a.npy": b"", "b.png": image, "c.d.png": image,
+             "c.d.txt": b"c", "d.gif": b"", "e/f.gif": b"", "e/.hidden.bmp": b""}
     write(tmp_path / path, files)
     dataset = images.CaptionedImages(tmp_path / path)
-    assert [dataset.key(i) for i in range(len(dataset))] == ["a"]
-    note = f"{tmp_path / path}: left out are 2 gif, 1 image.png, 1 without a caption\n"
-    assert capsys.readouterr().err == f"note: {note}"
+    assert [dataset.key(i) for i in range(len(dataset))] == keys
+    assert capsys.readouterr().err == f"note: {tmp_path / path}: left out are {unused}\n"
 
 
 JOINED = "a.jpg a.txt b.txt b.jpg "
@@ -348,7 +336,7 @@ def write_pictures(path, arrangement="beside"):
         for i in range(count):
             number = shard * 10_000 + i
             key = f"{shard:05d}{i:04d}"
-            files[f"{key}.png"] = png(picture(number))
+            files[f"{key}.png"] = media.png(picture(number))
             files[f"{key}.txt"] = f"picture {number}".encode()
             if arrangement in ("inside", "loose with"):
                 files[f"{key}.npy"] = npy(code(number)[None] if i == 1 else code(number))
@@ -414,7 +402,7 @@ def test_an_embedding_inside_that_is_not_like_the_others_is_named(content, tmp_p
 # Crops
 
 def write_image(path, image):
-    write_files(path, {"a.png": png(image), "a.txt": b"picture 0"})
+    write_files(path, {"a.png": media.png(image), "a.txt": b"picture 0"})
 
 
 def test_a_square_is_resized_by_its_mode_and_for_clip_by_bicubic(tmp_path):
@@ -434,7 +422,7 @@ def test_a_square_is_resized_by_its_mode_and_for_clip_by_bicubic(tmp_path):
 def test_random_numbers_choose_area_and_place_of_a_square_and_whether_it_is_mirrored(
         numbers, size, top, left, tmp_path, monkeypatch):
     write_image(tmp_path, ramp(40, 60))
-    uniform = np.array([[*numbers, 0.4, 0], [*numbers, 0.6, 0]]) * (1 - 1e-9)
+    uniform = np.array([[*numbers, 0.4], [*numbers, 0.6]]) * (1 - 1e-9)
     monkeypatch.setattr(order, "uniform", lambda words, count: uniform)
     dataset = images.Pictures(tmp_path, size, crop_scale=0.25, flip=True, clip_size=size)
     batch, _ = dataset.fetch([0, 0], [0, 0])
@@ -463,7 +451,7 @@ def test_the_fingerprint_changes_with_the_data_and_only_then(tmp_path):
     np.save(tmp_path / "img_emb_003.npy", np.ones((9, WIDTH), np.float16))
     seen |= {fingerprint(), fingerprint()}
     for caption in (b"a", b"ab"):
-        files = {"000030000.png": png(picture(1)), "000030000.txt": caption}
+        files = {"000030000.png": media.png(picture(1)), "000030000.txt": caption}
         write_tar(tmp_path / "00003.tar", files)
         seen.add(fingerprint())
     assert len(seen) == 5
@@ -473,8 +461,8 @@ def test_the_fingerprint_changes_with_the_data_and_only_then(tmp_path):
 
 @pytest.mark.parametrize("name, content, reason", [
     ("000000001.png", b"hello", "not a readable image"),
-    ("000000001.png", png(picture(1))[:99], "not a readable image"),
-    ("000000001.png", png(ramp(5, 20)), "20x5 pixels, smaller than 8; lower --image_size"),
+    ("000000001.png", media.png(picture(1))[:99], "not a readable image"),
+    ("000000001.png", media.png(ramp(5, 20)), "20x5 pixels, smaller than 8; lower --image_size"),
     ("000000001.txt", "größe".encode("cp1252"), "not text in UTF-8"),
 ])
 def test_one_bad_picture_is_skipped_and_named_and_mostly_bad_ones_are_refused(

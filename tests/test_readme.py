@@ -171,8 +171,8 @@ def home(tmp_path_factory):
     rows = np.random.default_rng(0).normal(size=(60, 64))
 
     for name, picture in zip(("a", "b", "hole"), pictures):
-        media.write_png(folder / f"{name}.png", picture)
-    media.write_png(folder / "small.png", pictures[3][::2, ::2])
+        (folder / f"{name}.png").write_bytes(media.png(picture))
+    (folder / "small.png").write_bytes(media.png(pictures[3][::2, ::2]))
     helpers.write_voices(folder / "recordings", range(60))
     write_published(folder)
     longer = 3 * rows  # not of unit length

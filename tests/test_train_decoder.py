@@ -491,7 +491,7 @@ def test_inpainting_keeps_the_black_of_the_mask_exactly(text, trained, world, tm
     image = world / "plain/00001.png"
     mask = np.zeros((32, 32, 3), np.uint8)
     mask[8:24, 10:] = 255
-    media.write_png(tmp_path / "mask.png", mask)
+    (tmp_path / "mask.png").write_bytes(media.png(mask))
     settings = dict(image=image, mask=tmp_path / "mask.png", prior=world / "prior")
     for picture in sample(tmp_path, run_dir=trained, text=text, eta=1.0, **settings):
         difference = np.abs(picture - read_picture(image))

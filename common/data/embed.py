@@ -71,8 +71,8 @@ class EmbedConfig(DataConfig):
     encodings: bool = field(False, "also write the text encodings of every token, to text_enc/")
 
 
-def first_captions(records):
-    return [files.choose_caption(record["caption"]) for record in records]
+def captions_of(records):
+    return [record["caption"] for record in records]
 
 
 def read(path, image_size, split="all"):
@@ -88,7 +88,7 @@ def read(path, image_size, split="all"):
         dataset = CaptionedImages(path)
         indices = range(len(dataset))
         if split != "all":
-            indices = order.split_keys(map(dataset.key, indices), split, 0.1, 0.1)
+            indices = dataset.split(split, 0.1, 0.1)
     faults = []
     for start in tracker.progress(range(0, len(indices), 256), desc="reading", unit="batch"):
         batch = indices[start : start + 256]
@@ -99,12 +99,11 @@ def read(path, image_size, split="all"):
         records = []
         for index in batch:
             try:
-                image, caption, key = dataset[index]
+                image = torch.tensor(dataset.image(index))[None]
+                records.append({"caption": dataset.caption(index), "key": dataset.key(index)})
+                images.append(clip.center_crop(image, image_size))
             except files.Unusable as error:
                 faults.append(str(error))
-                continue
-            images.append(clip.center_crop(torch.tensor(image)[None], image_size))
-            records.append({"caption": caption, "key": key})
         if records:
             yield to_uint8(torch.cat(images) * 2 - 1).numpy(), records
     if faults:
@@ -144,7 +143,7 @@ def train(cfg, device):
     held_out = []
     if cfg.data != "shapes":
         held_out = list(read(cfg.data, cfg.image_size, "validation"))
-    captions = [caption for _, records in batches for caption in first_captions(records)]
+    captions = [caption for _, records in batches for caption in captions_of(records)]
     if len(captions) < cfg.batch_size:
         raise UserError(
             f"{cfg.data}: {len(captions)} training images, fewer than a batch of "
@@ -188,7 +187,7 @@ def train(cfg, device):
         # Few images are soon learned by heart: the best weights are kept, not the last.
         if held_out and (step % max(1, cfg.steps // 10) == 0 or step == cfg.steps):
             (image, text), records = embed(model, held_out)
-            recall = clip.retrieval(text, image, first_captions(records))
+            recall = clip.retrieval(text, image, captions_of(records))
             tracker.print_results(f"step {step}", {"loss": loss.item(), "retrieval": recall})
             if recall >= best:
                 best = recall
@@ -215,7 +214,7 @@ def embed(clip_model, batches, encodings=False, raw=False):
     records = []
     for pixels, batch in batches:
         image = clip_model.embed_image(torch.from_numpy(pixels).to(device))
-        tokens = clip_model.tokenize(first_captions(batch)).to(device)
+        tokens = clip_model.tokenize(captions_of(batch)).to(device)
         text, text_enc, _ = clip_model.embed_text(tokens)
         if not raw:
             image = F.normalize(image, dim=-1)

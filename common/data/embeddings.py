@@ -4,6 +4,7 @@
 """
 
 import functools
+import itertools
 import json
 import math
 from pathlib import Path
@@ -11,40 +12,28 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common import accumulate, checkpoint, config, tracker
+from common import accumulate, checkpoint, config
 from common.config import UserError
 from common.data import files, order
 
 FOLDERS = {"image_embed": "img_emb", "text_embed": "text_emb", "text_enc": "text_enc"}
 MAX_LOG_RATIO = 2  # of a usable embedding's length to the median one: a factor of 7.4
 MIN_COSINE = 0.3  # of a CLIP's embeddings with stored ones: with those of another it is about 0
+BLOCK = 64  # lines of captions of which the first's place is held
 
 
-class NpyFile:
-    """A float16 or float32 .npy file of `ndim` dimensions: item (int array) -> float32 rows.
+def open_npy(path, ndim=2):
+    """The float16 or float32 array of `ndim` dimensions in a .npy file, read where it is indexed.
 
-    It is opened anew at each reading, because thousands of files cannot be open at once. Opening
-    compares its size with its header, so a file that was cut meanwhile is an error, not a crash.
+    Thousands of files cannot be open at once, so each reading opens anew. That compares a file's
+    size with its header: of a file that was cut meanwhile it is an error, not a crash.
     """
-
-    def __init__(self, path, ndim):
-        self.path = path
-        self.ndim = ndim
-        self.shape = self._open().shape
-
-    def _open(self):
-        expected = f"float16 or float32 of {self.ndim} dimensions"
-        with config.explained(f"{self.path}: not a readable .npy array; expected {expected}"):
-            array = np.load(self.path, mmap_mode="r")
-            if array.dtype not in (np.float16, np.float32) or array.ndim != self.ndim:
-                raise ValueError(f"{array.dtype} of shape {array.shape}")
-            return array
-
-    def __len__(self):
-        return self.shape[0]
-
-    def __getitem__(self, indices):
-        return self._open()[indices].astype(np.float32)
+    expected = f"float16 or float32 of {ndim} dimensions"
+    with config.explained(f"{path}: not a readable .npy array; expected {expected}"):
+        array = np.load(path, mmap_mode="r")
+        if array.dtype not in (np.float16, np.float32) or array.ndim != ndim:
+            raise ValueError(f"{array.dtype} of shape {array.shape}")
+        return array
 
 
 def shard_files(folder, name, suffix):
@@ -62,18 +51,17 @@ class Shards:
 
     def __init__(self, folder, name):
         self.folder = folder
-        ndim = 3 if name == "text_enc" else 2
-        paths = shard_files(folder, name, ".npy")
-        self.arrays = {number: NpyFile(path, ndim) for number, path in paths.items()}
-        self.sizes = {number: len(array) for number, array in self.arrays.items()}
-        shapes = {array.shape[1:] for array in self.arrays.values()}
+        self.ndim = 3 if name == "text_enc" else 2
+        self.paths = shard_files(folder, name, ".npy")
+        shapes = [open_npy(path, self.ndim).shape for path in self.paths.values()]
+        self.sizes = {number: shape[0] for number, shape in zip(self.paths, shapes)}
+        shapes = {shape[1:] for shape in shapes}
         if len(shapes) != 1:
             raise UserError(
                 f"{folder}: no such folder, or no {name}_N.npy files with rows of one "
                 f"shape: {shapes or 'none'}"
             )
         [self.shape] = shapes
-        self.numbers = np.array(list(paths))
         self.starts = np.cumsum([0, *self.sizes.values()])  # first row of each, and the end
 
     def __len__(self):
@@ -89,60 +77,43 @@ class Shards:
         return length
 
     def locate(self, indices):
-        """The shard number of each of `indices` (n,) and its row there, as two int arrays (n,)."""
+        """Yield the number of each shard with some of `indices` (n,), which (bool), its rows."""
+        numbers = list(self.sizes)
         shards = np.searchsorted(self.starts, indices, side="right") - 1
-        return self.numbers[shards], indices - self.starts[shards]
-
-    def __getitem__(self, indices):
-        shards, rows = self.locate(indices)
-        values = np.empty((len(indices), *self.shape), np.float32)
         for shard in np.unique(shards).tolist():
             inside = shards == shard
-            values[inside] = self.arrays[shard][rows[inside]]
+            yield numbers[shard], inside, indices[inside] - self.starts[shard]
+
+    def read(self, number, rows):
+        """Rows of a shard in float32."""
+        return open_npy(self.paths[number], self.ndim)[rows].astype(np.float32)
+
+    def __getitem__(self, indices):
+        values = np.empty((len(indices), *self.shape), np.float32)
+        for number, inside, rows in self.locate(indices):
+            values[inside] = self.read(number, rows)
         return values
 
 
 # Captions
 
 
-class JsonLines:
-    """The records of a captions_N.jsonl: item (int) -> dict.
-
-    Training reads rows in random order. So this holds where every 64th line begins, which is less
-    than a byte a row, and the 64 lines that were read last.
-    """
-
-    def __init__(self, path):
-        self.path = path
-        content = np.frombuffer(path.read_bytes().rstrip(b"\n") + b"\n", np.uint8)
-        ends = np.flatnonzero(content == ord("\n")) + 1
-        self.size = len(ends)
-        self.starts = [0, *ends[63::64].tolist(), len(content)]
-        self.block = None  # the number of the 64 lines that were read last
-
-    def __len__(self):
-        return self.size
-
-    def __getitem__(self, row):
-        block, line = divmod(row, 64)
-        if block != self.block:
-            start, stop = self.starts[block : block + 2]
-            with open(self.path, "rb") as file:
-                file.seek(start)
-                self.lines = file.read(stop - start).split(b"\n")
-            self.block = block
-        return json.loads(files.decode_text(self.lines[line], self.path))
+def line_starts(path):
+    """The number of lines of a file, and where every 64th begins: less than a byte a line."""
+    content = np.frombuffer(path.read_bytes().rstrip(b"\n"), np.uint8)
+    starts = np.append(0, np.flatnonzero(content == ord("\n")) + 1)
+    return len(starts), starts[::BLOCK].tolist()
 
 
 @functools.lru_cache(16)  # shards: every worker of every rank holds as many
 def parquet_captions(path):
-    """The captions of a metadata_N.parquet: a pyarrow array.
+    """The captions of a metadata_N.parquet: a pyarrow table of one column.
 
     A row cannot be read alone. In random order, more shards than are kept are slow; write .jsonl.
     """
     parquet = config.need("pyarrow.parquet", f"{path}: reading parquet")
     column = files.caption_in({name: name for name in parquet.read_schema(path).names})
-    return parquet.read_table(path, columns=[column])[column]
+    return parquet.read_table(path, columns=[column])
 
 
 class Embeddings:
@@ -158,23 +129,26 @@ class Embeddings:
     """
 
     def __init__(self, folder, text_encodings=False, captions=False):
-        self.folder = Path(folder)
+        self.path = self.folder = Path(folder)
         self.with_captions = captions
-        names = ["image_embed"]
-        if not captions or (self.folder / "text_emb").is_dir():
-            names.append("text_embed")
-        if text_encodings:
-            names.append("text_enc")
-        self.tables = {name: Shards(self.folder / FOLDERS[name], FOLDERS[name]) for name in names}
+        present = {
+            "image_embed": True,
+            "text_embed": not captions or (self.folder / "text_emb").is_dir(),
+            "text_enc": text_encodings,
+        }
+        self.tables = {
+            name: Shards(self.folder / subfolder, subfolder)
+            for name, subfolder in FOLDERS.items()
+            if present[name]
+        }
         self.encoding_width = self.tables["text_enc"].shape[1] if text_encodings else 0
         self.images = self.tables["image_embed"]
-        self.width = self.images.shape[0]
+        [self.width] = self.images.shape
         self.text_embeds = self.tables.get("text_embed", self.images)
-        text_width = self.text_embeds.shape[0]
-        if text_width != self.width:
+        if self.text_embeds.shape != self.images.shape:
             raise UserError(
-                f"{folder}: img_emb is {self.width} wide and text_emb {text_width}; expected "
-                "embeddings of one CLIP"
+                f"{folder}: img_emb is {self.width} wide and text_emb "
+                f"{self.text_embeds.shape[0]}; expected embeddings of one CLIP"
             )
         for name, table in self.tables.items():
             differences = self.images.sizes.items() ^ table.sizes.items()
@@ -195,7 +169,7 @@ class Embeddings:
             )
         if missing:
             self.captions = {}
-        self.lines = {}  # the JsonLines of shards that were read
+        self.lines = {}  # `line_starts` of captions that were read
 
     def __len__(self):
         return len(self.images)
@@ -204,9 +178,12 @@ class Embeddings:
         return order.split_indices(len(self), name, validation, test, seed)
 
     def fault(self, index):
-        """The shard of a row and its place in it, for messages."""
-        shard, row = self.images.locate(index)
-        return f"img_emb_{shard}.npy row {row}"
+        """The shard of a row, its place in it, and why it cannot be used; "" if it can."""
+        indices = np.array([index])
+        _, usable = self._embeddings(indices)
+        [(number, _, [row])] = self.images.locate(indices)
+        reason = "all zero, not finite, or much longer or shorter than most"
+        return "" if usable else f"img_emb_{number}.npy row {row}: {reason}"
 
     def _embeddings(self, indices):
         """`fetch` without captions."""
@@ -222,69 +199,58 @@ class Embeddings:
         return batch, usable.numpy()
 
     def fetch(self, indices, random_words=None):
-        """Read samples in any order. Of several captions of one, a random word chooses."""
+        """Read samples in any order."""
         batch, usable = self._embeddings(indices)
         if self.with_captions:
-            batch["caption"] = self.texts(indices, random_words)
+            batch["caption"] = self.texts(indices)
         return batch, usable
 
-    def texts(self, indices, random_words=None):
-        """A caption of each of the samples, if there are captions."""
-        if not self.captions:
-            return []
-        fractions = order.fractions(random_words, len(indices))
-        captions = [record["caption"] for record in self.records(indices)]
-        return list(map(files.choose_caption, captions, fractions))
+    def texts(self, indices):
+        """The captions of samples."""
+        return [record["caption"] for record in self.records(indices)]
 
     def records(self, indices):
         """The records of samples, at least {"caption": see files.clean_caption}."""
-        shards, rows = self.images.locate(np.asarray(indices))
-        records = [None] * len(rows)
-        for i in np.argsort(shards):  # so that each is read once
-            records[i] = self._record(shards[i], rows[i])
-        return records
+        records = np.empty(len(indices), object)
+        for number, inside, rows in self.images.locate(np.asarray(indices)):
+            records[inside] = self._records(number, rows)
+        return records.tolist()
 
-    def _record(self, shard, row):
-        path = self.captions[shard]
-        size = self.images.sizes[shard]
+    def _records(self, number, rows):
+        """The records of rows of a shard."""
+        path = self.captions[number]
+        size = self.images.sizes[number]
         with config.explained(f"{path}: expected a 'caption' for each of {size} rows of the shard"):
             if path.suffix == ".parquet":
                 captions = parquet_captions(path)
-                record = {"caption": captions[row].as_py()}
-            else:
-                if shard not in self.lines:
-                    self.lines[shard] = JsonLines(path)
-                captions = self.lines[shard]
-                record = captions[row]
-            if len(captions) != size:
-                raise ValueError(f"{len(captions)} captions")
-            return {**record, "caption": files.clean_caption(files.caption_in(record))}
+                count = len(captions)
+                records = captions.take(rows).to_pylist()
+            else:  # rows come in random order, and the file may be large
+                if number not in self.lines:
+                    self.lines[number] = line_starts(path)
+                count, starts = self.lines[number]
+                records = []
+                with open(path, "rb") as file:
+                    for row in rows:
+                        file.seek(starts[row // BLOCK])
+                        line = next(itertools.islice(file, row % BLOCK, None))
+                        records.append(json.loads(line))
+            if count != size:
+                raise ValueError(f"{count} captions")
+            for record in records:
+                record["caption"] = files.clean_caption(files.caption_in(record))
+            return records
 
-    def check(self, limit=100_000):
-        """(unusable, checked, names of the first) of `limit` evenly spaced rows.
-
-        UserError if many are unusable.
-        """
-        checked = files.evenly_spaced(len(self), limit)
-        unusable = []
-        batches = np.array_split(checked, math.ceil(len(checked) / 256))
-        for indices in tracker.progress(batches, desc="checking", unit="batch", delay=5):
-            _, usable = self._embeddings(indices)
-            unusable += indices[~usable].tolist()
-        names = list(map(self.fault, unusable[:5]))
-        if len(unusable) > order.MAX_UNUSABLE * len(checked):
-            raise UserError(
-                f"{self.folder}: {len(unusable)} of {len(checked)} rows are not finite, all zero, "
-                f"or much longer or shorter than most: {', '.join(names)}, …; mend or remove them"
-            )
-        return len(unusable), len(checked), names
+    def check(self):
+        """See files.check_samples. UserError if most rows are unusable."""
+        return files.check_samples(self)
 
     def fingerprint(self):
         """Values that change when the data does: rows, width, digest of the files' starts."""
         paths = []
         for name, table in self.tables.items():
             if not (name == "text_embed" and self.with_captions):  # then it may be missing
-                paths += [array.path for array in table.arrays.values()]
+                paths += table.paths.values()
         paths += self.captions.values()
         return {"rows": len(self), "width": self.width, "digest": files.digest_of(paths)}
 
@@ -302,7 +268,7 @@ def write_shards(
     if encodings is not None:
         tables["text_enc"] = encodings
     if records:
-        tables["captions"] = records
+        tables["captions"] = [json.dumps(record).encode() + b"\n" for record in records]
     shards = list(accumulate.split(tables, rows_per_shard))
     for name in (*FOLDERS.values(), "captions"):
         for path in (folder / name).glob(f"{name}_*"):
@@ -313,8 +279,7 @@ def write_shards(
             suffix = ".jsonl" if name == "captions" else ".npy"
             with checkpoint.atomic_write(folder / name / f"{name}_{number}{suffix}") as file:
                 if name == "captions":
-                    for record in rows:
-                        file.write(json.dumps(record).encode() + b"\n")
+                    file.writelines(rows)
                 else:
                     values = np.asarray(rows)
                     dtype = np.float16 if values.dtype == np.float16 else np.float32
@@ -337,18 +302,14 @@ def clip_of(cfg, model_file=None):
     is given.
     """
     path = Path(cfg.data, "clip.json")
-    spec = fingerprint = None
+    known = {}
     if path.is_file():
-        note = config.read_json(path)
-        spec = note.get("clip")
-        fingerprint = note.get("fingerprint")
+        known = config.read_json(path)
     elif model_file:
         contents = checkpoint.load(model_file, mmap=True)
-        spec = contents.get("clip")
-        fingerprint = contents.get("clip_fingerprint")
-    if cfg.clip != "auto":
-        spec = cfg.clip
-    return spec, fingerprint
+        known = {"clip": contents.get("clip"), "fingerprint": contents.get("clip_fingerprint")}
+    spec = known.get("clip") if cfg.clip == "auto" else cfg.clip
+    return spec, known.get("fingerprint")
 
 
 def check_source(cfg, dataset, path, clip_model=None):

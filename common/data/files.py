@@ -1,6 +1,5 @@
 """What all sources of samples share: finding files, reading texts, captions, unusable samples."""
 
-import codecs
 import hashlib
 import os
 import unicodedata
@@ -46,11 +45,10 @@ def fail_if_refused(error):
 
 
 def decode_text(content, name):
-    """The text of `content` (bytes): UTF-8, or UTF-16 with a byte order mark; UserError."""
-    is_utf16 = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-    with config.explained(f"{name}: not text in UTF-8, nor marked as UTF-16; save it as UTF-8"):
-        text = content.decode("utf-16" if is_utf16 else "utf-8-sig")
-        if "\0" in text:  # UTF-16 without a mark
+    """The text of `content` (bytes), which is UTF-8; UserError."""
+    with config.explained(f"{name}: not text in UTF-8; save it as UTF-8"):
+        text = content.decode("utf-8-sig")
+        if "\0" in text:  # UTF-16
             raise ValueError("it has zero bytes")
         return text
 
@@ -69,25 +67,19 @@ def caption_in(record):
 
 
 def clean_caption(value):
-    """The caption of a sample: a text, or a list of several. TypeError of another `value`.
+    """The caption of a sample: a text, or the first of a list of texts. TypeError of another value.
 
     None and an empty list are "".
     """
-    texts = value if isinstance(value, list) else ["" if value is None else value]
-    if not all(isinstance(text, str) for text in texts):
+    if isinstance(value, list):
+        value = value[0] if value else None
+    text = "" if value is None else value
+    if not isinstance(text, str):
         raise TypeError(f"{value!r:.100} is not a text, nor a list of texts")
-    texts = [text.strip() for text in texts] or [""]
-    return texts if len(texts) > 1 else texts[0]
+    return text.strip()
 
 
-def choose_caption(caption, fraction=0.0):
-    """One text of a caption (see `clean_caption`), by a `fraction` in [0, 1), or the first."""
-    if isinstance(caption, str):
-        return caption
-    return caption[int(fraction * len(caption))]
-
-
-def check_samples(dataset, limit):
+def check_samples(dataset, limit=128):
     """(unusable, looked at, first faults) of 256 evenly spaced samples, by `dataset.fault`.
 
     UserError if more than `limit`, or all, are unusable.

@@ -6,8 +6,8 @@
 import collections
 import contextlib
 import csv
+import dataclasses
 import functools
-import glob
 import hashlib
 import io
 import json
@@ -27,10 +27,18 @@ from common.data.files import Unusable
 
 IMAGES = ("jpg", "jpeg", "png", "webp")
 CAPTIONS = ("txt", "json")
+USED = {*IMAGES, *CAPTIONS, "npy", "jsonl", "csv"}
 METADATA = ("metadata.jsonl", "metadata.csv")
+# Names of visible files: folders and KEY, extension. In a tar KEY ends at the first dot, as in
+# webdataset; in a folder at the last.
+TAR_NAME = r"(?s)((?:.*/)?[^/.]+)\.?([^/]*)"
+FILE_NAME = r"(?s)((?:.*/)?[^/.][^/]*?)(?:\.|\Z)([^/.]*)"
 FILE = [("extension", "S5"), ("offset", np.int64), ("size", np.int64)]
 ENTRY = np.dtype([("tar", np.int32), ("image", FILE), ("caption", FILE), ("embedding", FILE)])
 BUILTIN_ROWS = 25_000  # of the captioned shapes
+MIDDLE = 0.4999999  # of the places of a square; below 1/2, as an odd pixel is left over behind it
+# The random numbers of the largest square in the middle, not mirrored.
+CENTRAL = (1, MIDDLE, MIDDLE, 1)
 
 
 def decode_image(content, name):
@@ -50,9 +58,7 @@ def decode_image(content, name):
         with contextlib.suppress(Exception):  # a damaged EXIF has no orientation
             ImageOps.exif_transpose(image, in_place=True)
         if image.mode.startswith("I"):  # gray of 16 bits, which `convert` would cut off at 255
-            values = np.asarray(image).astype(np.int64)
-            opaque = values != image.info.get("transparency", -1)
-            gray = np.where(opaque, (values + 128) // 257, 255)
+            gray = (np.asarray(image).astype(np.int64) + 128) // 257
             image = Image.fromarray(gray.astype(np.uint8))
         if image.has_transparency_data:
             white = Image.new("RGBA", image.size, "white")
@@ -83,72 +89,53 @@ def to_srgb(profile, mode):
     return transform if np.abs(errors).max() > 2 else None
 
 
+# Finding images and captions
+
+
 class CaptionedImages:
-    """Images with captions: item (int) -> (image uint8 (H, W, 3), caption, key).
+    """Images with captions, by their numbers.
 
     path: tars, see `find_tars`, or a folder of images. They have KEY.jpg|png|webp with KEY.txt or
-    KEY.json; a folder may have metadata.jsonl or metadata.csv instead. KEY is the name up to the
-    first dot, as in webdataset: KEY.image.png is no image, unless a table has a row of this file.
-    Tars are indexed once, then read at random. A note counts what is left out.
+    KEY.json; a folder may have metadata.jsonl or metadata.csv instead. Tars are indexed once, then
+    read at random. A note counts what is left out.
 
-    Images without a caption are left out. But if none has one, and not `needs_captions`, all are
-    taken, and their captions are "".
+    Images without a caption are left out. But if not `needs_captions`, all are taken, and a caption
+    that is missing or damaged is "".
     """
 
     def __init__(self, path, needs_captions=True):
         self.path = Path(path)
+        self.needs_captions = needs_captions
         self.tars = find_tars(path)
         self.metadata = []  # files
-        table = {}  # rows whose file was not found yet
-        self.captions = bytearray()  # those of tables, as JSON
-        ends = [0]  # of the caption of each image in it, which is empty without a table
-        unused = collections.Counter()
-        if self.tars:
-            listings = map(list_tar, self.tars)
-        else:
-            loose = []
-            for file in files.files_below(path):
-                if file.name.lower() in METADATA:
-                    self.metadata.append(file)
-                else:
-                    loose.append((file.relative_to(path).as_posix(), 0, file.stat().st_size))
+        unused = collections.Counter()  # {kind: files}, for the note
+        table = {}  # rows whose image was not found yet
+        listings = map(list_tar, self.tars)
+        pattern = TAR_NAME
+        if not self.tars:
+            found = files.files_below(path)
+            self.metadata = [file for file in found if file.name.lower() in METADATA]
             table = read_metadata(self.path, self.metadata, unused)
-            listings = [loose]
+            sizes = {file.relative_to(path).as_posix(): file.stat().st_size for file in found}
+            listings = [[(name, 0, size) for name, size in sizes.items()]]
+            pattern = FILE_NAME
 
-        captioned = []  # (key, entry) of each image
-        bare = []
+        samples = []  # (key, entry, row of a table)
         for tar, members in enumerate(listings):
-            for key, samples in group(members, table).items():
-                whole = [each for each in samples if pick(each, IMAGES) and pick(each, CAPTIONS)]
-                sample = (whole or samples)[-1]  # the last of a name counts, as for tar itself
-                unused["of a name that comes again"] += len(samples) - 1
-                unused.update(sample.keys() - {*IMAGES, *CAPTIONS, "npy"})
+            for key, sample in group(members, pattern, unused):
                 captions = pick(sample, CAPTIONS)[:1]
                 for image in pick(sample, IMAGES):
-                    file = files.nfc(f"{key}.{image[0]}")
-                    if file in table:
-                        self.captions += json.dumps(table.pop(file)).encode()
-                        captions.append(("", 0, 0))
+                    row = table.pop(files.nfc(f"{key}.{image[0]}"), None)
                     caption = "", 0, 0
-                    found = bare
-                    if captions:
-                        ends.append(len(self.captions))
+                    if row is None and captions:
                         caption = captions.pop()
-                        found = captioned
-                    embedding = sample.get("npy", ("npy", 0, 0))
-                    found.append((os.fsencode(key), (tar, image, caption, embedding)))
+                    elif row is None and needs_captions:
+                        unused["without a caption"] += 1
+                        continue
+                    entry = tar, image, caption, sample.get("npy", ("npy", 0, 0))
+                    samples.append((os.fsencode(key), entry, row or ""))
         if table:
             unused[f"rows of tables, which name no image here, such as {min(table)}"] = len(table)
-        samples = captioned
-        if captioned or needs_captions:
-            unused["without a caption"] = len(bare)
-        else:
-            samples = bare
-        # Arrays, and bytes: millions of objects would be copied to every worker.
-        self.ends = np.array(ends)
-        self.keys = np.array([key for key, _ in samples], np.bytes_)
-        self.entries = np.array([entry for _, entry in samples], ENTRY)
-        self.captioned = bool(captioned)
         counts = [f"{number} {kind}" for kind, number in sorted(unused.items()) if number]
         if counts:
             config.note(f"{path}: left out are {', '.join(counts)}")
@@ -157,8 +144,11 @@ class CaptionedImages:
                 f"{path}: no such folder, or no captioned images found; expected "
                 "KEY.jpg, .png or .webp with KEY.txt, KEY.json or metadata.jsonl"
             )
-        if not needs_captions:  # a KEY.json may have none
-            self.captioned = any(self.texts(files.evenly_spaced(len(self), 16)))
+        # Arrays: millions of objects would be copied to every worker.
+        keys, entries, rows = zip(*samples)
+        self.keys = np.array(keys, np.bytes_)
+        self.entries = np.array(list(entries), ENTRY)
+        self.rows = np.array(rows, "T")  # captions of tables, each of its own length
 
     def __len__(self):
         return len(self.entries)
@@ -166,6 +156,10 @@ class CaptionedImages:
     def key(self, index):
         """KEY of an image; it includes folders in the tar or below `path`."""
         return os.fsdecode(self.keys[index])
+
+    def split(self, name, validation, test, seed=0):
+        """Indices (int64, ascending) of "train", "validation" or "test", by a hash of the keys."""
+        return order.split_keys(map(self.key, range(len(self))), name, validation, test, seed)
 
     def name(self, index, kind="image"):
         """Path of the "image", "caption" or "embedding" of a sample; in a tar: tar and member."""
@@ -181,133 +175,126 @@ class CaptionedImages:
             file.seek(entry[kind]["offset"])
             return file.read(entry[kind]["size"])
 
+    def image(self, index):
+        """An image, uint8 (H, W, 3), see `decode_image`."""
+        return decode_image(self.read(index, "image"), self.name(index))
+
     def caption(self, index):
         """The caption of an image, see files.clean_caption; raises Unusable."""
-        if not self.captioned:
-            return ""
-        in_table = self.captions[self.ends[index] : self.ends[index + 1]]
-        if in_table:
-            return json.loads(in_table)
+        if not self.entries[index]["caption"]["extension"]:
+            return self.rows[index]
         name = self.name(index, "caption")
-        with config.explained(f"{name}: no caption in it", Unusable):
+        unreadable = contextlib.suppress(Exception)
+        if self.needs_captions:
+            unreadable = config.explained(f"{name}: no caption in it", Unusable)
+        with unreadable:
             caption = files.decode_text(self.read(index, "caption"), name)
             if name.lower().endswith(".json"):
                 caption = files.caption_in(json.loads(caption))
             return files.clean_caption(caption)
+        return ""
 
     def texts(self, indices):
         """A caption of each of the samples that have one. Their images are not read."""
         texts = []
         for index in indices:
             with contextlib.suppress(Unusable):
-                texts.append(files.choose_caption(self.caption(index)))
+                texts.append(self.caption(index))
         return texts
-
-    def __getitem__(self, index):
-        image = decode_image(self.read(index, "image"), self.name(index))
-        return image, self.caption(index), self.key(index)
 
 
 def find_tars(path):
-    """The tars that `path` names, sorted.
-
-    path: a tar, FOLDER of *.tar, or a pattern, such as "FOLDER/{00000..00219}.tar" or "FOLDER/0*".
-    """
+    """The tars that `path` names: a tar, FOLDER of *.tar, or "FOLDER/{00000..00219}.tar"."""
+    if Path(path).is_dir():
+        return sorted(Path(path).glob("[!.]*.[tT][aA][rR]"))
     braces = re.search(r"\{(\d+)\.\.(\d+)\}", str(path))
-    if braces:
-        first, last = braces.groups()
-        numbers = range(int(first), int(last) + 1)
-        tars = [str(path).replace(braces[0], f"{number:0{len(first)}}") for number in numbers]
-    elif Path(path).is_dir():
-        tars = Path(path).glob("[!.]*.[tT][aA][rR]")
-    else:
-        tars = glob.glob(str(path))
-    tars = sorted(map(Path, tars))
-    for tar in tars:
-        if tar.suffix.lower() != ".tar" or not tar.is_file():
-            raise UserError(
-                f"{tar}: no such file, or not a .tar; expected tars, or a folder of images, with "
-                "their metadata.csv or .jsonl in it; unpack compressed tars, as by gunzip"
-            )
-    return tars
-
-
-def read_metadata(folder, paths, unused):
-    """{file: caption} of the metadata.jsonl and metadata.csv at `paths` below a folder.
-
-    Each row has a file_name relative to its table, and see files.caption_in. In the dict, files are
-    relative to `folder`, in NFC. `unused` counts other rows; UserError if a table has no others.
-    """
-    table = {}
-    for path in paths:
-        text = files.decode_text(path.read_bytes(), path)
-        found = {}
-        faults = []
-        with config.explained(f"{path}: expected file_name and caption or text in its rows"):
-            # In a row that is too long or too short, file_name or caption is no text.
-            rows = csv.DictReader(io.StringIO(text), restkey="file_name", restval=False)
-            if path.suffix.lower() == ".jsonl":
-                rows = filter(str.strip, text.split("\n"))
-            for row in rows:
-                try:
-                    record = json.loads(row) if isinstance(row, str) else row
-                    name = os.path.relpath(path.parent / record["file_name"], folder)
-                    found[files.nfc(name)] = files.clean_caption(files.caption_in(record))
-                except Exception:  # of a dozen types
-                    faults.append(f"{row!s:.100}")
-            if faults:
-                kind = f"rows of {path} without a file_name or caption, such as {faults[0]}"
-                unused[kind] = len(faults)
-                if not found:
-                    raise ValueError(faults[0])
-        table |= found
-    return table
+    if not braces:
+        return [Path(path)]
+    first, last = braces.groups()
+    numbers = range(int(first), int(last) + 1)
+    return [Path(str(path).replace(braces[0], f"{n:0{len(first)}}")) for n in numbers]
 
 
 def list_tar(tar):
-    """(name, offset, size) of the files in a tar. UserError if it is damaged."""
-    members = []
-    damaged = config.explained(f"{tar}: corrupt or truncated tar; write it again")
+    """(name, offset, size) of the files in a tar. UserError if it is damaged, or another file."""
+    damaged = config.explained(
+        f"{tar}: corrupt or truncated tar, or another file; expected tars, unpacked as by gunzip, "
+        "or a folder of images, with their metadata.csv or .jsonl in it"
+    )
     with open(tar, "rb") as file, damaged, tarfile.open(fileobj=file, mode="r:") as archive:
-        for member in archive:
-            if member.size < 0:  # the next member would be an earlier one, without end
-                raise tarfile.ReadError(f"{member.name} of {member.size} bytes")
-            if member.isfile():
-                members.append((member.name, member.offset_data, member.size))
+        members = [(each.name, each.offset_data, each.size) for each in archive if each.isfile()]
         file.seek(archive.offset)
         if file.read(512) != bytes(512):  # tarfile stops silently at damage
             raise tarfile.ReadError(f"no member and no end at byte {archive.offset}")
     return members
 
 
-def group(members, table):
-    """{folders and KEY: [{extension in lower case: (extension, offset, size)}]} of files.
+def read_metadata(folder, paths, unused):
+    """{file: caption} of the metadata.jsonl and metadata.csv at `paths` below a folder.
 
-    members: (name, offset, size) of each. Hidden ones are left out. table: see `key_of`.
+    Each row has a file_name relative to its table, and see files.caption_in. In the dict, files are
+    relative to `folder`, in NFC. `unused` counts other rows; UserError if there are no others.
+    """
+    table = {}
+    faults = []
+    for path in paths:
+        text = files.decode_text(path.read_bytes(), path)
+        rows = filter(str.strip, text.split("\n"))
+        if path.suffix.lower() == ".csv":
+            # In a row that is too long or too short, file_name or caption is no text.
+            records = csv.DictReader(io.StringIO(text), restkey="file_name", restval=False)
+            rows = map(json.dumps, records)
+        with config.explained(f"{path}: not a table"):
+            for row in rows:
+                try:
+                    record = json.loads(row)
+                    name = os.path.relpath(path.parent / record["file_name"], folder)
+                    table[files.nfc(name)] = files.clean_caption(files.caption_in(record))
+                except Exception:  # of a dozen types
+                    faults.append(f"{path}: {row:.100}")
+    if faults and not table:
+        raise UserError(f"{faults[0]}: expected file_name and caption or text in its rows")
+    if faults:
+        unused[f"rows without a file_name or caption, such as {faults[0]}"] = len(faults)
+    return table
+
+
+def group(members, pattern, unused):
+    """Yield samples (folders and KEY, {extension in lower case: (extension, offset, size)}).
+
+    members: (name, offset, size) of files. Those whose name has not the `pattern` are hidden.
+    unused: counts files that are no part of a sample.
 
     Consecutive files of a KEY, of which none comes again, are of one place. The places of a KEY are
     one sample, as where images and captions lie apart. Only a place with a name or an image that
     the sample has already, as in joined tars, begins another sample: image and caption are of the
-    same tar, if none of the first tar lacks its other half.
+    same tar, if none of the first tar lacks its other half. The last whole sample of a KEY counts,
+    as for tar itself.
     """
-    groups = collections.defaultdict(lambda: [{}])
-    last_key = ""
-    place = {}
-    for name, offset, size in [*members, ("", 0, 0)]:  # its empty key ends the last place
-        key = key_of(name, table)
-        extension = name[len(key) + 1 :]
+    places = [("", {})]
+    for name, offset, size in members:
+        match = re.fullmatch(pattern, name)
+        if not match:
+            continue
+        key, extension = match.groups()
         kind = extension.lower() or "without an extension"
-        if key != last_key or kind in place:
-            if posixpath.basename(last_key):
-                samples = groups[last_key]
-                images = pick(place, IMAGES) and pick(samples[-1], IMAGES)
-                if not table and (images or pick(place, samples[-1])):  # a folder has a name once
-                    samples.append({})
-                samples[-1].update(place)
-            last_key = key
-            place = {}
-        place[kind] = extension, offset, size
-    return groups
+        if key != places[-1][0] or kind in places[-1][1]:
+            places.append((key, {}))
+        places[-1][1][kind] = extension, offset, size
+
+    groups = collections.defaultdict(lambda: [{}])  # {key: samples}
+    for key, place in places[1:]:
+        samples = groups[key]
+        images = pick(place, IMAGES) and pick(samples[-1], IMAGES)
+        if images or pick(place, samples[-1]):
+            samples.append({})
+        samples[-1].update(place)
+    for key, samples in groups.items():
+        whole = [each for each in samples if pick(each, IMAGES) and pick(each, CAPTIONS)]
+        sample = (whole or samples)[-1]
+        unused["of a name that comes again"] += len(samples) - 1
+        unused.update(sample.keys() - USED)
+        yield key, sample
 
 
 def pick(sample, kinds):
@@ -315,14 +302,10 @@ def pick(sample, kinds):
     return [sample[kind] for kind in kinds if kind in sample]
 
 
-def key_of(name, table):
-    """The folders of a file's name, and the name up to its first dot; its last if in the table."""
-    if files.nfc(name) in table:
-        return posixpath.splitext(name)[0]
-    folder, file = posixpath.split(name)
-    return posixpath.join(folder, file.partition(".")[0])
+# With embeddings
 
 
+@dataclasses.dataclass(eq=False)
 class Pictures(CaptionedImages):
     """Captioned images as square pictures, with embeddings of the whole image.
 
@@ -339,60 +322,47 @@ class Pictures(CaptionedImages):
     smaller than `size`.
     """
 
-    def __init__(
-        self,
-        path,
-        size,
-        clip_size=0,
-        crop_scale=1.0,
-        flip=False,
-        resize="bicubic",
-        needs_captions=True,
-    ):
-        super().__init__(path, needs_captions)
-        self.size = size
-        self.clip_size = clip_size
-        self.crop_scale = crop_scale
-        self.flip = flip
-        self.resize = resize
-        self.arrays = {}  # NpyFile by number of the tar
-        self.width = None
+    path: Path
+    size: int
+    clip_size: int = 0
+    crop_scale: float = 1.0
+    flip: bool = False
+    resize: str = "bicubic"
+    needs_captions: bool = True
 
+    def __post_init__(self):
+        super().__init__(self.path, self.needs_captions)
+        self.beside = None  # embeddings in img_emb_NNNNN.npy
+        self.width = None
         inside = np.flatnonzero(self.entries["embedding"]["size"])
         if len(inside):
             self.width = len(self._embedding(inside[0]))
         elif self.tars and any(self.tars[0].parent.glob("img_emb_*.npy")):
-            table = embeddings.Shards(self.tars[0].parent, "img_emb")
-            self.arrays = table.arrays
-            self.width = table.shape[0]
+            self.beside = embeddings.Shards(self.tars[0].parent, "img_emb")
+            [self.width] = self.beside.shape
 
     def _embedding(self, index):
         """The embedding (D,) of an image in float32; raises Unusable."""
-        name = self.name(index, "image" if self.arrays else "embedding")
+        name = self.name(index, "image" if self.beside else "embedding")
         with config.explained(f"{name}: no usable embedding", Unusable):
-            if self.arrays:
+            if self.beside:
                 tar = self.tars[self.entries[index]["tar"]].stem
                 row = posixpath.basename(self.key(index)).removeprefix(tar)
-                # Unsigned, so that -1 is no row.
-                values = self.arrays[int(tar)][np.array(int(row), np.uint64)]
+                values = self.beside.read(int(tar), np.uint64(row))  # unsigned: -1 is no row
             else:
                 values = np.load(io.BytesIO(self.read(index, "embedding"))).astype(np.float32)
-            usable = np.isfinite(values).all() and values.any()
-            if not usable or values.size != (self.width or values.size):
+            length = np.linalg.norm(values)
+            if values.size != (self.width or values.size) or not 0 < length < np.inf:
                 raise ValueError(
                     f"{values.size} numbers, expected {self.width}, or all zero or not finite"
                 )
             return values.ravel()
 
-    def split(self, name, validation, test, seed=0):
-        """Indices (int64, ascending) of "train", "validation" or "test", by a hash of the keys."""
-        return order.split_keys(map(self.key, range(len(self))), name, validation, test, seed)
-
     def fetch(self, indices, random_words=None):
         """Read samples in any order, augmented if there are random words."""
-        uniform = [None] * len(indices)
+        uniform = [CENTRAL] * len(indices)
         if random_words is not None:
-            uniform = order.uniform(random_words, 5)
+            uniform = order.uniform(random_words, 4)
         samples = []
         usable = np.zeros(len(indices), bool)
         for i, index in enumerate(indices):
@@ -402,13 +372,10 @@ class Pictures(CaptionedImages):
         batch = torch.utils.data.default_collate(samples) if samples else {}
         return batch, usable
 
-    def _sample(self, index, uniform=None):
-        """The entries of `fetch` for an image; five numbers in [0, 1) choose what is random."""
-        sample = {}
-        if self.width:
-            sample["image_embed"] = torch.from_numpy(self._embedding(index))
-        image, caption, _ = self[index]
-        sample["caption"] = files.choose_caption(caption, 0 if uniform is None else uniform[4])
+    def _sample(self, index, uniform=CENTRAL):
+        """The entries of `fetch` for an image; four numbers in [0, 1) choose what is random."""
+        image = self.image(index)
+        area, down, right, mirror = uniform
         height, width, _ = image.shape
         side = min(height, width)
         if side < self.size:
@@ -417,18 +384,21 @@ class Pictures(CaptionedImages):
                 f"{self.size}; lower --image_size or remove it"
             )
 
-        top = (height - side) // 2
-        left = (width - side) // 2
-        if uniform is not None and self.crop_scale < 1:
-            area = self.crop_scale + (1 - self.crop_scale) * uniform[0]
-            side = max(self.size, round(side * area**0.5))
-            top = int(uniform[1] * (height - side + 1))
-            left = int(uniform[2] * (width - side + 1))
+        if self.crop_scale == 1:
+            down = right = MIDDLE
+        area = self.crop_scale + (1 - self.crop_scale) * area
+        side = max(self.size, round(side * area**0.5))
+        top = int(down * (height - side + 1))
+        left = int(right * (width - side + 1))
         crop = torch.tensor(image[top : top + side, left : left + side])[None]  # (1, side, side, 3)
-        if uniform is not None and self.flip and uniform[3] < 0.5:
+        if self.flip and mirror < 0.5:
             crop = crop.flip(2)
-
-        sample["image"] = media.resize_uint8(crop, self.size, self.resize)[0]
+        sample = {
+            "image": media.resize_uint8(crop, self.size, self.resize)[0],
+            "caption": self.caption(index),
+        }
+        if self.width:
+            sample["image_embed"] = torch.from_numpy(self._embedding(index))
         if self.clip_size:
             sample["clip_image"] = media.resize_uint8(crop, self.clip_size)[0]  # bicubic: CLIP's
         return sample
@@ -443,13 +413,15 @@ class Pictures(CaptionedImages):
 
     def check(self):
         """See files.check_samples. UserError if most of the images are unusable."""
-        return files.check_samples(self, min(len(self), 256) / 2)
+        return files.check_samples(self)
 
     def fingerprint(self):
         """Values that change when the data does: rows, width, digest of names, sizes and tars."""
-        paths = [*self.tars, *self.metadata, *(array.path for array in self.arrays.values())]
-        digest = hashlib.sha256(self.keys.tobytes() + self.entries.tobytes())
-        digest.update(files.digest_of(paths).encode())
+        paths = [*self.tars, *self.metadata]
+        if self.beside:
+            paths += self.beside.paths.values()
+        content = self.keys.tobytes() + self.entries.tobytes() + files.digest_of(paths).encode()
+        digest = hashlib.sha256(content)
         return {"rows": len(self), "width": self.width, "digest": digest.hexdigest()[:16]}
 
 

@@ -5,7 +5,6 @@ import math
 import struct
 import textwrap
 import zlib
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -23,11 +22,9 @@ FONT = (
     "00006060000000a06000000036360000000007000000005f00000201510906080808080808083e0808001c224100"
     "0041221c0020100804027f4141417f"
 )
-FONT_BYTES = np.frombuffer(bytes.fromhex(FONT), np.uint8)
-COLUMNS = np.unpackbits(FONT_BYTES, bitorder="little")
+COLUMNS = np.unpackbits(np.frombuffer(bytes.fromhex(FONT), np.uint8), bitorder="little")
 GLYPHS = COLUMNS.reshape(-1, 5, 8).swapaxes(1, 2)  # (characters, 8, 5), 1 for ink
-ROOM = (0, 0), (2, 0), (0, 1)  # above and to the right of each
-CELLS = np.pad(GLYPHS, ROOM)  # (characters, 10, 6)
+CELLS = np.pad(GLYPHS, [(0, 0), (2, 0), (0, 1)])  # (characters, 10, 6): above, and to the right
 
 
 def bicubic(x):
@@ -38,67 +35,31 @@ def bicubic(x):
     return torch.where(x < 1, inner, outer * (x < 2))
 
 
-def bilinear(x):
-    return (1 - x.abs()).clamp(min=0)
-
-
-def lanczos(x):
-    window = torch.sinc(x / 3)
-    return torch.sinc(x) * window * (x.abs() < 3)
-
-
-def box(x):
-    inside = (x > -0.5) & (x <= 0.5)
-    return inside.double()
-
-
-def hamming(x):
-    window = 0.54 + 0.46 * torch.cos(torch.pi * x)
-    return torch.sinc(x) * window * (x.abs() < 1)
-
-
 KERNELS = {  # Pillow's, of the distance x in pixels of the coarser grid
-    "bilinear": bilinear,
+    "bilinear": lambda x: (1 - x.abs()).clamp(min=0),
     "bicubic": bicubic,
-    "lanczos": lanczos,
-    "box": box,
-    "hamming": hamming,
+    "lanczos": lambda x: torch.sinc(x) * torch.sinc(x / 3) * (x.abs() < 3),
+    "box": lambda x: ((x > -0.5) & (x <= 0.5)).double(),
+    "hamming": lambda x: torch.sinc(x) * (0.54 + 0.46 * torch.cos(torch.pi * x)) * (x.abs() < 1),
 }
 
 
-def write_png(file, image):
-    """Write an image, uint8 (H, W, 3), to a path or an open binary file.
+def png(image):
+    """The PNG file (bytes) of an image, uint8 (H, W, 3).
 
     Sections in comments are those of W3C's Portable Network Graphics, 2nd edition, 2003.
     """
+
+    def chunk(kind, body):  # (§5.3)
+        content = kind + body
+        return struct.pack(">I", len(body)) + content + struct.pack(">I", zlib.crc32(content))
+
     height, width, _ = image.shape
-    lines = image.reshape(height, -1)
-    lines = np.insert(lines, 0, 0, axis=1)  # a 0 before each line: no filter (§9)
-    rgb = 8, 2, 0, 0, 0  # 8 bits, color, default methods (§11.2.2)
-    chunks = {
-        b"IHDR": struct.pack(">IIBBBBB", width, height, *rgb),
-        b"IDAT": zlib.compress(lines.tobytes(), 9),
-        b"IEND": b"",
-    }
-    content = SIGNATURE
-    for kind, body in chunks.items():  # (§5.3)
-        content += struct.pack(">I", len(body))
-        content += kind + body
-        content += struct.pack(">I", zlib.crc32(kind + body))
-    if hasattr(file, "write"):
-        file.write(content)
-    else:
-        Path(file).write_bytes(content)
-
-
-def draw_caption(caption, columns):
-    """A caption of so many characters a line: uint8 (10 · lines, 6 · columns), black on white."""
-    lines = textwrap.wrap(caption.lower(), columns, max_lines=4, placeholder=" ...")
-    text = "".join(line.ljust(columns) for line in lines)
-    characters = [CHARACTERS.find(character) for character in text]  # -1, the box, for others
-    cells = CELLS[characters].reshape(len(lines), columns, 10, 6)
-    ink = cells.swapaxes(1, 2).reshape(-1, 6 * columns)
-    return 255 - 255 * ink
+    # 8 bits, color, default methods (§11.2.2)
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    lines = np.insert(image.reshape(height, -1), 0, 0, axis=1)  # a 0 each: no filter (§9)
+    pixels = zlib.compress(lines.tobytes(), 9)
+    return SIGNATURE + chunk(b"IHDR", header) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
 
 
 def captioned_grid(
@@ -109,26 +70,25 @@ def captioned_grid(
 ):
     """Arrange images, uint8 (N, H, W, 3), in rows of `columns` on white -> uint8 (H', W', 3).
 
-    Images are enlarged to at least 96 pixels. Their captions stand below them.
+    Images are enlarged to at least 96 pixels. Below each is room for four lines of its caption.
     """
     scale = math.ceil(96 / images.shape[2])
     images = images.repeat(scale, axis=1).repeat(scale, axis=2)
     count, height, width, _ = images.shape
-    texts = [draw_caption(caption, width // 6) for caption in captions]
-    tile_height = height + max(map(len, texts)) + gap
-    tile_width = width + gap
     rows = math.ceil(count / columns)
-
-    sheet_height = rows * tile_height + gap
-    sheet_width = columns * tile_width + gap
-    sheet = np.full((sheet_height, sheet_width, 3), 255, np.uint8)
-    for i, text in enumerate(texts):
-        top = gap + i // columns * tile_height
-        left = gap + i % columns * tile_width
-        tile = sheet[top:, left:]
-        tile[:height, :width] = images[i]
-        tile[height : height + len(text), : text.shape[1]] = text[..., None]
-    return sheet
+    tile_height = gap + height + 40
+    tiles = np.full((rows * columns, tile_height, gap + width, 3), 255, np.uint8)
+    tiles[:count, gap : gap + height, gap:] = images
+    for tile, caption in zip(tiles, captions):
+        lines = textwrap.wrap(caption.lower(), width // 6, max_lines=4, placeholder=" ...")
+        for i, line in enumerate(lines):
+            top = gap + height + 10 * i
+            characters = [CHARACTERS.find(each) for each in line]  # -1, the box, for others
+            ink = np.hstack(CELLS[characters])[..., None]  # (10, 6 · characters, 1)
+            tile[top : top + 10, gap : gap + ink.shape[1]] -= 255 * ink
+    sheet = tiles.reshape(rows, columns, *tiles.shape[1:]).swapaxes(1, 2)
+    sheet = sheet.reshape(rows * tile_height, -1, 3)
+    return np.pad(sheet, [(0, gap), (0, gap), (0, 0)], constant_values=255)
 
 
 @functools.lru_cache(maxsize=64)
