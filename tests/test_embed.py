@@ -22,7 +22,8 @@ run_embed = partial(helpers.run, "common.data.embed")
 
 def train(folder, monkeypatch, rows=64, **settings):
     monkeypatch.setattr(embed, "BUILTIN_ROWS", rows)
-    return embed.train(embed.Config(run_dir=str(folder), **{**TINY, **settings}), CPU)
+    embed.train(embed.Config(run_dir=str(folder), **{**TINY, **settings}), CPU)
+    return clip.load(folder, CPU)
 
 
 def test_training_repeats_bit_for_bit_and_depends_on_the_seed(tmp_path, monkeypatch):
@@ -30,8 +31,6 @@ def test_training_repeats_bit_for_bit_and_depends_on_the_seed(tmp_path, monkeypa
     torch.manual_seed(123)  # has no effect
     assert train(tmp_path, monkeypatch, steps=2).fingerprint() == model.fingerprint()
     assert train(tmp_path, monkeypatch, steps=2, seed=1).fingerprint() != model.fingerprint()
-    assert not model.training
-    assert not any(p.requires_grad for p in model.parameters())
 
 
 def test_training_learns_what_captions_say_of_images(tmp_path, monkeypatch):

@@ -25,14 +25,14 @@ def test_a_captioned_grid_has_enlarged_pictures_in_their_places_above_their_capt
     images, _ = synthetic.shapes(range(5), size=size)
     captions = ["Größe 9!", "", "a large red circle on blue", "long " * 200, "a"]
     side = scale * size
-    sheet = media.captioned_grid(images, captions, columns=3, gap=3)
-    tile = side + 4 * 10 + 3
-    height = 2 * tile + 3
-    width = 3 * (side + 3) + 3
+    sheet = media.captioned_grid(images, captions, columns=3)
+    tile = side + 4 * 10 + 4
+    height = 2 * tile + 4
+    width = 3 * (side + 4) + 4
     expected = np.full((height, width, 3), 255, np.uint8)
     for i, (image, caption) in enumerate(zip(images, captions)):
         row, column = divmod(i, 3)
-        place = expected[3 + tile * row :, 3 + (side + 3) * column :]
+        place = expected[4 + tile * row :, 4 + (side + 4) * column :]
         enlarged = np.kron(image, np.ones((scale, scale, 1)))
         place[:side, :side] = enlarged
         lines = textwrap.wrap(caption, side // 6, max_lines=4, placeholder=" ...")

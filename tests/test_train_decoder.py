@@ -57,7 +57,8 @@ def world(tmp_path_factory):
     pictures, records = write_captioned(plain, 160)
     settings = dict(steps=30, batch_size=32, embed_width=16, text_width=32, image_size=16)
     clip_config = embed.Config(run_dir=str(folder / "clip"), data=str(plain), **settings)
-    (image, text), _ = embed.embed(embed.train(clip_config, CPU), [(pictures, records)])
+    embed.train(clip_config, CPU)
+    (image, text), _ = embed.embed(clip.load(clip_config.run_dir, CPU), [(pictures, records)])
     embeddings.write_shards(folder / "shapes", image, text, records)
     note = {"clip": str(folder / "clip")}
     checkpoint.write_json(note, plain / "clip.json")

@@ -98,11 +98,27 @@ class Shards:
 # Captions
 
 
-def line_starts(path):
-    """The number of lines of a file, and where every 64th begins: less than a byte a line."""
+@functools.cache
+def line_starts(path, modified):
+    """The number of lines of a file, and where every 64th begins: less than a byte a line.
+
+    modified: when, so that the places are not those of an earlier file.
+    """
     content = np.frombuffer(path.read_bytes().rstrip(b"\n"), np.uint8)
     starts = np.append(0, np.flatnonzero(content == ord("\n")) + 1)
     return len(starts), starts[::BLOCK].tolist()
+
+
+def read_jsonl(path, rows):
+    """The number of records (dicts) of a captions_N.jsonl, and those of `rows`, in any order."""
+    count, starts = line_starts(path, path.stat().st_mtime_ns)
+    records = []
+    with open(path, "rb") as file:
+        for row in rows:
+            file.seek(starts[row // BLOCK])
+            line = next(itertools.islice(file, row % BLOCK, None))
+            records.append(json.loads(line))
+    return count, records
 
 
 @functools.lru_cache(16)  # shards: every worker of every rank holds as many
@@ -169,7 +185,6 @@ class Embeddings:
             )
         if missing:
             self.captions = {}
-        self.lines = {}  # `line_starts` of captions that were read
 
     def __len__(self):
         return len(self.images)
@@ -180,13 +195,13 @@ class Embeddings:
     def fault(self, index):
         """The shard of a row, its place in it, and why it cannot be used; "" if it can."""
         indices = np.array([index])
-        _, usable = self._embeddings(indices)
+        _, usable = self.fetch(indices)
         [(number, _, [row])] = self.images.locate(indices)
         reason = "all zero, not finite, or much longer or shorter than most"
         return "" if usable else f"img_emb_{number}.npy row {row}: {reason}"
 
-    def _embeddings(self, indices):
-        """`fetch` without captions."""
+    def fetch(self, indices, random_words=None):
+        """Read samples in any order; nothing is random."""
         batch = {}
         usable = torch.ones(len(indices), dtype=torch.bool)
         for name, table in self.tables.items():
@@ -196,14 +211,9 @@ class Embeddings:
             if name != "text_enc":  # whose padding is all zero
                 ratio = length / table.usual_length
                 usable &= ratio.log().abs() < MAX_LOG_RATIO  # so zero is not usable
-        return batch, usable.numpy()
-
-    def fetch(self, indices, random_words=None):
-        """Read samples in any order."""
-        batch, usable = self._embeddings(indices)
         if self.with_captions:
             batch["caption"] = self.texts(indices)
-        return batch, usable
+        return batch, usable.numpy()
 
     def texts(self, indices):
         """The captions of samples."""
@@ -213,33 +223,21 @@ class Embeddings:
         """The records of samples, at least {"caption": see files.clean_caption}."""
         records = np.empty(len(indices), object)
         for number, inside, rows in self.images.locate(np.asarray(indices)):
-            records[inside] = self._records(number, rows)
+            path = self.captions[number]
+            size = self.images.sizes[number]
+            with config.explained(f"{path}: expected a 'caption' for each of {size} rows"):
+                if path.suffix == ".parquet":
+                    captions = parquet_captions(path)
+                    count = len(captions)
+                    found = captions.take(rows).to_pylist()
+                else:
+                    count, found = read_jsonl(path, rows)
+                if count != size:
+                    raise ValueError(f"{count} captions")
+                for record in found:
+                    record["caption"] = files.clean_caption(files.caption_in(record))
+            records[inside] = found
         return records.tolist()
-
-    def _records(self, number, rows):
-        """The records of rows of a shard."""
-        path = self.captions[number]
-        size = self.images.sizes[number]
-        with config.explained(f"{path}: expected a 'caption' for each of {size} rows of the shard"):
-            if path.suffix == ".parquet":
-                captions = parquet_captions(path)
-                count = len(captions)
-                records = captions.take(rows).to_pylist()
-            else:  # rows come in random order, and the file may be large
-                if number not in self.lines:
-                    self.lines[number] = line_starts(path)
-                count, starts = self.lines[number]
-                records = []
-                with open(path, "rb") as file:
-                    for row in rows:
-                        file.seek(starts[row // BLOCK])
-                        line = next(itertools.islice(file, row % BLOCK, None))
-                        records.append(json.loads(line))
-            if count != size:
-                raise ValueError(f"{count} captions")
-            for record in records:
-                record["caption"] = files.clean_caption(files.caption_in(record))
-            return records
 
     def check(self):
         """See files.check_samples. UserError if most rows are unusable."""
@@ -331,12 +329,10 @@ def check_source(cfg, dataset, path, clip_model=None):
         )
 
     # Embed the same texts, or else images, again.
-    if not clip_model:
-        return
-    if "text_embed" in batch and dataset.captions:
+    if clip_model and "text_embed" in batch and dataset.captions:
         stored = batch["text_embed"]
         found = clip_model.text_condition(dataset.texts(indices), 1)["text_embed"]
-    elif "image" in batch:
+    elif clip_model and "image" in batch:
         device = next(clip_model.parameters()).device
         found = clip_model.embed_image(batch["image"].to(device))
     else:

@@ -109,7 +109,7 @@ def texts_of(text, path):
     texts = [text]
     if path:
         texts = decode_text(Path(path).read_bytes(), path).splitlines()
-    texts = [each.strip() for each in texts if each.strip()]
+    texts = list(filter(None, map(str.strip, texts)))
     if path and not texts:
         raise UserError(f"{path}: no text in it")
     return texts

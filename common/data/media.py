@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+GAP = 4  # pixels between the images of a grid
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 .,:'!?-+()/"
 # Five bytes a character, one for each column, the lowest bit on top. The last is the box that
@@ -62,12 +63,7 @@ def png(image):
     return SIGNATURE + chunk(b"IHDR", header) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
 
 
-def captioned_grid(
-    images,
-    captions,
-    columns,
-    gap=4,
-):
+def captioned_grid(images, captions, columns):
     """Arrange images, uint8 (N, H, W, 3), in rows of `columns` on white -> uint8 (H', W', 3).
 
     Images are enlarged to at least 96 pixels. Below each is room for four lines of its caption.
@@ -76,19 +72,19 @@ def captioned_grid(
     images = images.repeat(scale, axis=1).repeat(scale, axis=2)
     count, height, width, _ = images.shape
     rows = math.ceil(count / columns)
-    tile_height = gap + height + 40
-    tiles = np.full((rows * columns, tile_height, gap + width, 3), 255, np.uint8)
-    tiles[:count, gap : gap + height, gap:] = images
+    tile_height = GAP + height + 40
+    tiles = np.full((rows * columns, tile_height, GAP + width, 3), 255, np.uint8)
+    tiles[:count, GAP : GAP + height, GAP:] = images
     for tile, caption in zip(tiles, captions):
         lines = textwrap.wrap(caption.lower(), width // 6, max_lines=4, placeholder=" ...")
         for i, line in enumerate(lines):
-            top = gap + height + 10 * i
+            top = GAP + height + 10 * i
             characters = [CHARACTERS.find(each) for each in line]  # -1, the box, for others
             ink = np.hstack(CELLS[characters])[..., None]  # (10, 6 · characters, 1)
-            tile[top : top + 10, gap : gap + ink.shape[1]] -= 255 * ink
+            tile[top : top + 10, GAP : GAP + ink.shape[1]] -= 255 * ink
     sheet = tiles.reshape(rows, columns, *tiles.shape[1:]).swapaxes(1, 2)
     sheet = sheet.reshape(rows * tile_height, -1, 3)
-    return np.pad(sheet, [(0, gap), (0, gap), (0, 0)], constant_values=255)
+    return np.pad(sheet, [(0, GAP), (0, GAP), (0, 0)], constant_values=255)
 
 
 @functools.lru_cache(maxsize=64)
