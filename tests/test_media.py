@@ -75,13 +75,10 @@ def test_resizing_keeps_dtype_and_argument_and_an_image_of_that_size(mode):
     assert torch.equal(media.resize(images, 12, mode), before)
 
 
-@pytest.mark.parametrize("mode, row, column", [
-    ("nearest", 0, 0),
-    ("nearest_exact", 1, 1),
-])
-def test_nearest_takes_pixels(mode, row, column):
+@pytest.mark.parametrize("mode, first", [("nearest", 0), ("nearest_exact", 1)])
+def test_nearest_takes_pixels(mode, first):
     images = torch.randn(2, 3, 12, 24)
-    pixels = images[:, :, row::3, column::3]
+    pixels = images[:, :, first::3, first::3]
     assert torch.equal(media.resize(images, 4, mode), pixels)
 
 
@@ -97,23 +94,18 @@ def test_resizing_and_blurring_are_done_in_full_precision_under_autocast(work, a
 
 
 def test_uint8_is_resized_as_float_is_and_rounded_and_kept_in_range():
-    images = torch.randint(2, (2, 3, 12, 9)) * 255.0
-    exact = media.resize(images, 5).clamp(0, 255)  # bicubic, which overshoots
-    pixels = images.permute(0, 2, 3, 1).byte()
-    resized = media.resize_uint8(pixels, 5)
-    assert resized.dtype == torch.uint8
-    error = resized.permute(0, 3, 1, 2) - exact
+    pixels = torch.randint(2, (2, 12, 9, 3), dtype=torch.uint8) * 255
+    exact = media.resize(pixels.permute(0, 3, 1, 2).float(), 5).clamp(0, 255)  # it overshoots
+    error = media.resize_uint8(pixels, 5).permute(0, 3, 1, 2) - exact
     assert error.abs().max() < 0.501
 
 
 # Pixels
 
 def test_uint8_becomes_numbers_within_1_and_comes_back():
-    images = torch.arange(255, dtype=torch.uint8)
-    images = images.view(1, 5, 17, 3)
+    images = torch.arange(255, dtype=torch.uint8).view(1, 5, 17, 3)
     numbers = media.from_uint8(images)
-    expected = images.permute(0, 3, 1, 2) / 127.5 - 1
-    assert_close(numbers, expected)
+    assert_close(numbers, images.permute(0, 3, 1, 2) / 127.5 - 1)
     assert torch.equal(media.to_uint8(numbers), images)
     beyond = torch.tensor([-3.0, 3.0, 0.0]).view(1, 3, 1, 1)
     assert media.to_uint8(beyond).flatten().tolist() == [0, 255, 128]
@@ -135,8 +127,8 @@ def test_a_blur_has_the_width_asked_for_both_ways_and_keeps_constants():
 
 def test_a_central_square_is_as_large_as_the_shorter_side():
     images = torch.randn(2, 3, 9, 4)
-    square = images[:, :, 2:6]
-    assert torch.equal(media.central_square(images), square)
+    square = media.central_square(images)
+    assert torch.equal(square, images[:, :, 2:6])
     assert torch.equal(media.central_square(images.mT), square.mT)
 
 
