@@ -84,14 +84,10 @@ class Shards:
             inside = shards == shard
             yield numbers[shard], inside, indices[inside] - self.starts[shard]
 
-    def read(self, number, rows):
-        """Rows of a shard in float32."""
-        return open_npy(self.paths[number], self.ndim)[rows].astype(np.float32)
-
     def __getitem__(self, indices):
         values = np.empty((len(indices), *self.shape), np.float32)
         for number, inside, rows in self.locate(indices):
-            values[inside] = self.read(number, rows)
+            values[inside] = open_npy(self.paths[number], self.ndim)[rows]
         return values
 
 
@@ -318,9 +314,9 @@ def check_source(cfg, dataset, path, clip_model=None):
     """
     indices = files.evenly_spaced(len(dataset), 16)
     batch, _ = dataset.fetch(indices)
-    if "image_embed" not in batch:  # a CLIP will compute them
+    stored = batch.get("image_embed")
+    if stored is None:  # a CLIP will compute them
         return
-    stored = batch["image_embed"]
     length = stored.norm(dim=1).nanmedian()
     if cfg.raw_embeddings and abs(length - 1) < 0.01:
         raise UserError(

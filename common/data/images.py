@@ -333,14 +333,15 @@ class Pictures(CaptionedImages):
 
     def __post_init__(self):
         super().__init__(self.path, self.needs_captions)
-        self.beside = None  # embeddings in img_emb_NNNNN.npy
+        self.beside = {}  # {NNNNN of a tar: path of its img_emb_NNNNN.npy}
         self.width = None
         inside = np.flatnonzero(self.entries["embedding"]["size"])
         if len(inside):
             self.width = len(self._embedding(inside[0]))
-        elif self.tars and any(self.tars[0].parent.glob("img_emb_*.npy")):
-            self.beside = embeddings.Shards(self.tars[0].parent, "img_emb")
-            [self.width] = self.beside.shape
+        elif self.tars:
+            self.beside = embeddings.shard_files(self.tars[0].parent, "img_emb", ".npy")
+        for path in self.beside.values():
+            self.width = embeddings.open_npy(path).shape[1]
 
     def _embedding(self, index):
         """The embedding (D,) of an image in float32; raises Unusable."""
@@ -349,9 +350,11 @@ class Pictures(CaptionedImages):
             if self.beside:
                 tar = self.tars[self.entries[index]["tar"]].stem
                 row = posixpath.basename(self.key(index)).removeprefix(tar)
-                values = self.beside.read(int(tar), np.uint64(row))  # unsigned: -1 is no row
+                table = embeddings.open_npy(self.beside[int(tar)])
+                values = table[np.uint64(row)]  # unsigned, so that -1 is no row
             else:
-                values = np.load(io.BytesIO(self.read(index, "embedding"))).astype(np.float32)
+                values = np.load(io.BytesIO(self.read(index, "embedding")))
+            values = values.astype(np.float32)
             length = np.linalg.norm(values)
             if values.size != (self.width or values.size) or not 0 < length < np.inf:
                 raise ValueError(
@@ -418,9 +421,7 @@ class Pictures(CaptionedImages):
 
     def fingerprint(self):
         """Values that change when the data does: rows, width, digest of names, sizes and tars."""
-        paths = [*self.tars, *self.metadata]
-        if self.beside:
-            paths += self.beside.paths.values()
+        paths = [*self.tars, *self.metadata, *self.beside.values()]
         content = self.keys.tobytes() + self.entries.tobytes() + files.digest_of(paths).encode()
         digest = hashlib.sha256(content)
         return {"rows": len(self), "width": self.width, "digest": digest.hexdigest()[:16]}
