@@ -118,8 +118,7 @@ def augment(images, crop_scale, flip):
     flip: half of them are mirrored.
     """
     images = from_uint8(images)  # (B, 3, S, S)
-    area = torch.empty(len(images)).uniform_(crop_scale, 1)
-    side = area.sqrt()
+    side = torch.empty(len(images)).uniform_(crop_scale, 1).sqrt()
     mirrored = torch.rand(len(images)) < 0.5 * flip
     # What is seen of an image, whose edges are at -1 and 1: x -> scale · x + shift
     window = torch.zeros(len(images), 2, 3)

@@ -208,12 +208,12 @@ def find_tars(path):
     """The tars that `path` names: a tar, FOLDER of *.tar, or "FOLDER/{00000..00219}.tar"."""
     if Path(path).is_dir():
         return sorted(Path(path).glob("[!.]*.[tT][aA][rR]"))
-    braces = re.search(r"\{(\d+)\.\.(\d+)\}", str(path))
+    braces = re.fullmatch(r"(.*)\{(\d+)\.\.(\d+)\}(.*)", str(path))
     if not braces:
         return [Path(path)]
-    first, last = braces.groups()
+    before, first, last, after = braces.groups()
     numbers = range(int(first), int(last) + 1)
-    return [Path(str(path).replace(braces[0], f"{n:0{len(first)}}")) for n in numbers]
+    return [Path(f"{before}{number:0{len(first)}}{after}") for number in numbers]
 
 
 def list_tar(tar):
@@ -272,7 +272,7 @@ def group(members, pattern, unused):
     same tar, if none of the first tar lacks its other half. The last whole sample of a KEY counts,
     as for tar itself.
     """
-    places = [("", {})]
+    places = [("", {})]  # (KEY, files), after one that is empty
     for name, offset, size in members:
         match = re.fullmatch(pattern, name)
         if not match:

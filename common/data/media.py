@@ -129,22 +129,18 @@ def resize(images, size, mode="bicubic", longest=2**31):
 
 def resize_uint8(images, size, mode="bicubic"):
     """`resize` of uint8 (B, H, W, 3), which gives uint8."""
-    images = images.permute(0, 3, 1, 2).float()
-    images = resize(images, size, mode)
-    images = images.round().clamp(0, 255).byte()
-    return images.permute(0, 2, 3, 1)
+    images = resize(images.permute(0, 3, 1, 2).float(), size, mode)
+    return images.round().clamp(0, 255).byte().permute(0, 2, 3, 1)
 
 
 def from_uint8(images):
     """uint8 (B, H, W, 3) -> float (B, 3, H, W) in [-1, 1]."""
-    images = images.permute(0, 3, 1, 2).float()
-    return images / 127.5 - 1
+    return images.permute(0, 3, 1, 2).float() / 127.5 - 1
 
 
 def to_uint8(images):
     """float (B, 3, H, W) in [-1, 1] -> uint8 (B, H, W, 3)."""
-    images = images.permute(0, 2, 3, 1)
-    images = (images + 1) * 127.5
+    images = (images.permute(0, 2, 3, 1) + 1) * 127.5
     return images.round().clamp(0, 255).byte()
 
 
@@ -154,8 +150,7 @@ def blur(images, sigma):
     At the edges, the weights of the pixels inside are normalized.
     """
     position = torch.arange(images.shape[2], device=images.device)
-    distance = position - position[:, None]
-    distance = distance / sigma[:, None, None]  # (B, H, H)
+    distance = (position - position[:, None]) / sigma[:, None, None]  # (B, H, H)
     kernel = torch.exp(-0.5 * distance**2)
     kernel = kernel / kernel.sum(2, keepdim=True)
     kernel = kernel[:, None]  # (B, 1, H, H)
