@@ -10,7 +10,10 @@ from torch.testing import assert_close
 from common.data import media, synthetic
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 3), (64, 33, 3)])
+@pytest.mark.parametrize("shape", [
+    (1, 1, 3),
+    (64, 33, 3),
+])
 def test_what_is_written_is_read_back_by_pillow(shape):
     Image = pytest.importorskip("PIL.Image")
     image = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
@@ -75,7 +78,10 @@ def test_resizing_keeps_dtype_and_argument_and_an_image_of_that_size(mode):
     assert torch.equal(media.resize(images, 12, mode), before)
 
 
-@pytest.mark.parametrize("mode, first", [("nearest", 0), ("nearest_exact", 1)])
+@pytest.mark.parametrize("mode, first", [
+    ("nearest", 0),
+    ("nearest_exact", 1),
+])
 def test_nearest_takes_pixels(mode, first):
     images = torch.randn(2, 3, 12, 24)
     pixels = images[:, :, first::3, first::3]
@@ -95,7 +101,8 @@ def test_resizing_and_blurring_are_done_in_full_precision_under_autocast(work, a
 
 def test_uint8_is_resized_as_float_is_and_rounded_and_kept_in_range():
     pixels = torch.randint(2, (2, 12, 9, 3), dtype=torch.uint8) * 255
-    exact = media.resize(pixels.permute(0, 3, 1, 2).float(), 5).clamp(0, 255)  # it overshoots
+    images = pixels.permute(0, 3, 1, 2).float()
+    exact = media.resize(images, 5).clamp(0, 255)  # it overshoots
     error = media.resize_uint8(pixels, 5).permute(0, 3, 1, 2) - exact
     assert error.abs().max() < 0.501
 
@@ -103,7 +110,8 @@ def test_uint8_is_resized_as_float_is_and_rounded_and_kept_in_range():
 # Pixels
 
 def test_uint8_becomes_numbers_within_1_and_comes_back():
-    images = torch.arange(255, dtype=torch.uint8).view(1, 5, 17, 3)
+    images = torch.arange(255, dtype=torch.uint8)
+    images = images.view(1, 5, 17, 3)
     numbers = media.from_uint8(images)
     assert_close(numbers, images.permute(0, 3, 1, 2) / 127.5 - 1)
     assert torch.equal(media.to_uint8(numbers), images)

@@ -23,9 +23,15 @@ FONT = (
     "00006060000000a06000000036360000000007000000005f00000201510906080808080808083e0808001c224100"
     "0041221c0020100804027f4141417f"
 )
-COLUMNS = np.unpackbits(np.frombuffer(bytes.fromhex(FONT), np.uint8), bitorder="little")
+FONT_BYTES = np.frombuffer(bytes.fromhex(FONT), np.uint8)
+COLUMNS = np.unpackbits(FONT_BYTES, bitorder="little")
 GLYPHS = COLUMNS.reshape(-1, 5, 8).swapaxes(1, 2)  # (characters, 8, 5), 1 for ink
-CELLS = np.pad(GLYPHS, [(0, 0), (2, 0), (0, 1)])  # (characters, 10, 6): above, and to the right
+ROOM = [
+    (0, 0),
+    (2, 0),  # above
+    (0, 1),  # to the right
+]
+CELLS = np.pad(GLYPHS, ROOM)  # (characters, 10, 6)
 
 
 def bicubic(x):
@@ -53,14 +59,28 @@ def png(image):
 
     def chunk(kind, body):  # (§5.3)
         content = kind + body
-        return struct.pack(">I", len(body)) + content + struct.pack(">I", zlib.crc32(content))
+        length = struct.pack(">I", len(body))
+        checksum = struct.pack(">I", zlib.crc32(content))
+        return length + content + checksum
 
     height, width, _ = image.shape
-    # 8 bits, color, default methods (§11.2.2)
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    lines = np.insert(image.reshape(height, -1), 0, 0, axis=1)  # a 0 each: no filter (§9)
+    header = struct.pack(  # (§11.2.2)
+        ">IIBBBBB",
+        width,
+        height,
+        8,  # bits
+        2,  # color
+        0,  # and the default methods
+        0,
+        0,
+    )
+    lines = image.reshape(height, -1)
+    lines = np.insert(lines, 0, 0, axis=1)  # a 0 before each line: no filter (§9)
     pixels = zlib.compress(lines.tobytes(), 9)
-    return SIGNATURE + chunk(b"IHDR", header) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
+    content = SIGNATURE
+    content += chunk(b"IHDR", header)
+    content += chunk(b"IDAT", pixels)
+    return content + chunk(b"IEND", b"")
 
 
 def captioned_grid(images, captions, columns):
@@ -73,18 +93,30 @@ def captioned_grid(images, captions, columns):
     count, height, width, _ = images.shape
     rows = math.ceil(count / columns)
     tile_height = GAP + height + 40
-    tiles = np.full((rows * columns, tile_height, GAP + width, 3), 255, np.uint8)
+    tile_shape = (
+        tile_height,
+        GAP + width,
+        3,
+    )
+    tiles = np.full((rows * columns, *tile_shape), 255, np.uint8)
     tiles[:count, GAP : GAP + height, GAP:] = images
     for tile, caption in zip(tiles, captions):
         lines = textwrap.wrap(caption.lower(), width // 6, max_lines=4, placeholder=" ...")
         for i, line in enumerate(lines):
             top = GAP + height + 10 * i
             characters = [CHARACTERS.find(each) for each in line]  # -1, the box, for others
-            ink = np.hstack(CELLS[characters])[..., None]  # (10, 6 · characters, 1)
+            ink = np.hstack(CELLS[characters])
+            ink = ink[..., None]  # (10, 6 · characters, 1)
             tile[top : top + 10, GAP : GAP + ink.shape[1]] -= 255 * ink
-    sheet = tiles.reshape(rows, columns, *tiles.shape[1:]).swapaxes(1, 2)
+    sheet = tiles.reshape(rows, columns, *tile_shape)
+    sheet = sheet.swapaxes(1, 2)
     sheet = sheet.reshape(rows * tile_height, -1, 3)
-    return np.pad(sheet, [(0, GAP), (0, GAP), (0, 0)], constant_values=255)
+    right_and_below = [
+        (0, GAP),
+        (0, GAP),
+        (0, 0),
+    ]
+    return np.pad(sheet, right_and_below, constant_values=255)
 
 
 @functools.lru_cache(maxsize=64)
@@ -120,8 +152,20 @@ def resize(images, size, mode="bicubic", longest=2**31):
     if mode not in KERNELS:
         mode = mode.replace("_", "-")
         return F.interpolate(images, (new_height, new_width), mode=mode)
-    rows = _weights(height, new_height, min(new_height, longest), mode, images.device)
-    columns = _weights(width, new_width, min(new_width, longest), mode, images.device)
+    rows = _weights(
+        height,
+        new_height,
+        min(new_height, longest),
+        mode,
+        images.device,
+    )
+    columns = _weights(
+        width,
+        new_width,
+        min(new_width, longest),
+        mode,
+        images.device,
+    )
     with torch.autocast(images.device.type, enabled=False):  # sums of many pixels
         resized = rows @ (images.float() @ columns.T)
     return resized.to(images.dtype)
