@@ -103,9 +103,7 @@ class SharedConfig(config.TrainingRun):
     stage: str = field(
         "all", "stage to train; all: one after the other, each with its defaults", fixed=True
     )
-    preset: str = field(
-        "", "settings by name: speech-small, audiolm-16khz; --config and flags win"
-    )
+    preset: str = field("", "settings by name: speech-small, audiolm-16khz; --config and flags win")
     run_dir: str = field("runs/audio", "folder of the runs; a stage's run is RUN/STAGE")
     data: str = field(
         "syllables", 'folder of recordings (wav, flac, ogg, mp3), or "syllables": built in'
@@ -161,21 +159,19 @@ def load_model(stage, folder, device, name="", weights="ema"):
         from common.interop.codecs import PublishedCodec
 
         return PublishedCodec(folder, device)
-    if stage == "soundstream" and weights == "ema":
+    if weights == "online":  # only checkpoints have them
+        checkpoints = Path(folder).absolute().glob("checkpoints/step_*.pt")
+        name = name or max(checkpoints, default="")
+    elif stage == "soundstream":
         name = name or "model.pt"
-    newest = None
-    if weights == "online" and not name:  # only checkpoints have the online weights
-        newest = max(Path(folder).glob("checkpoints/step_*.pt"), default=None)
-    file = newest or checkpoint.model_file(folder, name)
+    file = checkpoint.model_file(folder, name)
     cfg, contents = checkpoint.read_model({stage: STAGES[stage]}, file, weights)
     with checkpoint.damaged(file):
         if stage == "soundstream":
             model = SoundStream(cfg)
             model.checksum = checkpoint.checksum(file)[:16]
         else:
-            streams = [Stream(*stream) for stream in contents["streams"]]
-            lengths = Lengths(*contents["lengths"])
-            model = TokenTransformer(cfg, streams, lengths, contents["vocabulary"])
+            model = TokenTransformer(cfg, *contents["arguments"])
             model.made_with = contents["made_with"]
         checkpoint.load_weights(model, contents["model"], file)
     return model.to(device).eval().requires_grad_(False)
@@ -190,7 +186,6 @@ def load_model(stage, folder, device, name="", weights="ema"):
 class CodecConfig(SharedConfig):
     """Codec: model, losses and optimization"""
 
-    stage: str = field("soundstream", "stage to train", fixed=True)
     seconds: PositiveFloat = field(0.32, "length of a training crop", fixed=True)
     # Model
     channels: PositiveInt = field(
@@ -489,35 +484,58 @@ class SoundStream(nn.Module):
         return self.decode_latents(quantized)[:, : wave.shape[1]], codes, commitment
 
     @torch.no_grad()
-    def encode(self, wave):
-        """Codes (frames, Q) of a wave (T,), on the CPU; of an hour as of a second."""
-        codes = []
-        wave = self.emphasize(wave[None].to(self.inner_scale.device))
-        frames = -(-wave.shape[1] // self.hop_length)  # rounded up
-        for start in range(0, frames, BLOCK_FRAMES):
-            first = max(0, start - self.reach)  # it is causal: what is after a block has no effect
-            samples = slice(first * self.hop_length, (start + BLOCK_FRAMES) * self.hop_length)
-            latents = self.encode_latents(wave[:, samples])
-            codes.append(self.quantizer.encode(latents[:, start - first :]))
-        return torch.cat(codes, dim=1)[0].cpu()
+    def in_blocks(self, work, x, frame_in, frame_out):
+        """work(x) (1, T · frame_out, …) of x (1, T · frame_in, …): an hour as a second.
 
-    @torch.no_grad()
+        It is causal: a block needs a few frames before it, and none after it.
+        """
+        outputs = []
+        for start in range(0, x.shape[1], BLOCK_FRAMES * frame_in):
+            first = max(0, start - self.reach * frame_in)
+            output = work(x[:, first : start + BLOCK_FRAMES * frame_in])
+            outputs.append(output[:, (start - first) // frame_in * frame_out :])
+        return torch.cat(outputs, dim=1)
+
+    def encode(self, wave):
+        """Codes (frames, Q) of a wave (T,), on the CPU."""
+        wave = self.emphasize(wave[None].to(self.inner_scale.device))
+
+        def codes_of(block):
+            return self.quantizer.encode(self.encode_latents(block))
+
+        return self.in_blocks(codes_of, wave, self.hop_length, 1)[0].cpu()
+
     def decode(self, codes):
         """The wave (frames · hop_length,), on the CPU, of codes (frames, n) of n quantizers."""
-        waves = []
         codes = codes[None].to(self.inner_scale.device)
-        for start in range(0, codes.shape[1], BLOCK_FRAMES):
-            first = max(0, start - self.reach)
-            latents = self.quantizer.decode(codes[:, first : start + BLOCK_FRAMES])
-            wave = self.decode_latents(latents)
-            waves.append(wave[:, (start - first) * self.hop_length :])
-        return self.deemphasize(torch.cat(waves, dim=1))[0].cpu()
+
+        def wave_of(block):
+            return self.decode_latents(self.quantizer.decode(block))
+
+        wave = self.in_blocks(wave_of, codes, 1, self.hop_length)
+        return self.deemphasize(wave)[0].cpu()
 
 
 # Discriminators (SoundStream §III-D)
 
 
-class WaveDiscriminator(nn.Module):
+class Discriminator(nn.Module):
+    """Layers over what `transform` makes of waves: what both kinds share.
+
+    MelGAN has a slope of 0.2, and weight norm.
+    """
+
+    def forward(self, wave):
+        """Scores (B, T') of waves (B, T), higher for real ones, and the features of every layer."""
+        x = self.transform(wave)
+        features = []  # for feature matching
+        for layer in self.layers:
+            x = F.leaky_relu(layer(x), 0.1)
+            features.append(x)  # (B, C, T') or (B, C, F, T')
+        return self.out(x).flatten(1), features
+
+
+class WaveDiscriminator(Discriminator):
     """Strided, grouped convolutions over a wave (MelGAN, Kumar et al. 2019, Table 1b).
 
     downsample: the wave is averaged to 1 / downsample of its rate first.
@@ -534,20 +552,13 @@ class WaveDiscriminator(nn.Module):
         # Channels grow four times a layer, to at most 64 times.
         widths = [channels * mult for mult in (1, 4, 16, 64, 64)]
         for narrow, wide in itertools.pairwise(widths):
-            groups = math.gcd(narrow, max(1, narrow // 4))  # of four channels each
+            groups = math.gcd(narrow, narrow // 4)  # of four channels each
             self.layers.append(nn.Conv1d(narrow, wide, 41, stride=4, padding=20, groups=groups))
-        self.layers.append(nn.Conv1d(widths[-1], widths[-1], 5, padding=2))
-        self.out = nn.Conv1d(widths[-1], 1, 3, padding=1)
+        self.layers.append(nn.Conv1d(wide, wide, 5, padding=2))
+        self.out = nn.Conv1d(wide, 1, 3, padding=1)
 
-    def forward(self, wave):
-        """Scores (B, T') of waves (B, T), higher for real ones, and the features of every layer."""
-        x = self.pool(wave[:, None])  # (B, 1, T)
-        features = []  # for feature matching
-        for layer in self.layers:
-            # MelGAN has a slope of 0.2, and weight norm.
-            x = F.leaky_relu(layer(x), 0.1)
-            features.append(x)  # (B, C, T')
-        return self.out(x)[:, 0], features
+    def transform(self, wave):
+        return self.pool(wave[:, None])  # (B, 1, T)
 
 
 class STFTUnit(nn.Module):
@@ -562,11 +573,10 @@ class STFTUnit(nn.Module):
 
     def forward(self, x):
         h = self.conv2(F.leaky_relu(self.conv1(x), 0.1))  # (B, C', F / 2, T or T / 2)
-        shortcut = self.shortcut(x)[..., : h.shape[3]]  # an odd T leaves one frame more
-        return F.leaky_relu(h + shortcut, 0.1)
+        return h + self.shortcut(x)[..., : h.shape[3]]  # an odd T leaves one frame more
 
 
-class STFTDiscriminator(nn.Module):
+class STFTDiscriminator(Discriminator):
     """Residual units over the short-time Fourier transform (SoundStream §III-D, Fig. 4).
 
     Its real and imaginary parts are two channels. The paper names no activation and no shortcut:
@@ -576,17 +586,16 @@ class STFTDiscriminator(nn.Module):
     def __init__(self, channels, window):
         super().__init__()
         self.window = window
-        self.conv_in = nn.Conv2d(2, channels, 7, padding=3)  # real and imaginary part
-        self.units = nn.ModuleList()
+        # Real and imaginary part.
+        self.layers = nn.ModuleList([nn.Conv2d(2, channels, 7, padding=3)])
         widths = [channels * mult for mult in (1, 2, 4, 4, 8, 8, 16)]
         for i, (narrow, wide) in enumerate(itertools.pairwise(widths)):
             # Frequencies are halved by each unit, times by every second one.
-            stride = (2, 1 + i % 2)  # over frequency and time
-            self.units.append(STFTUnit(narrow, wide, stride))
-        self.out = nn.Conv2d(widths[-1], 1, (window // 128, 1))  # over all remaining frequencies
+            self.layers.append(STFTUnit(narrow, wide, stride=(2, 1 + i % 2)))
+        self.out = nn.Conv2d(wide, 1, (window // 128, 1))  # over all remaining frequencies
         self.register_buffer("hann", torch.hann_window(window), persistent=False)
 
-    def spectrum(self, wave):
+    def transform(self, wave):
         """Real and imaginary parts (B, 2, F, T') of waves (B, T), F = window / 2, in fp32."""
         half = self.window // 2
         # Mirrored at the ends; the gradient of torch's own way varies from run to run on GPUs.
@@ -605,15 +614,6 @@ class STFTDiscriminator(nn.Module):
             x = x[:, :-1]  # without the highest frequency
             # Real convolutions over two channels, as in the paper, not complex ones.
             return torch.view_as_real(x).permute(0, 3, 1, 2)
-
-    def forward(self, wave):
-        """Scores (B, T' / 8) of waves (B, T), higher for real ones, and features of every unit."""
-        x = F.leaky_relu(self.conv_in(self.spectrum(wave)), 0.1)  # (B, C, F, T')
-        features = [x]
-        for unit in self.units:
-            x = unit(x)
-            features.append(x)
-        return self.out(x).flatten(1), features  # (B, T' / 8)
 
 
 def make_discriminators(cfg):
@@ -776,19 +776,17 @@ def augment(waves):
 
 @torch.no_grad()
 def initialize_codebooks(codec, cfg, dataset, indices, device):
-    """k-means on frames of training crops, not augmented, by rank 0: the same on any ranks."""
+    """k-means on frames of training crops, not augmented: the same on any ranks. Collective."""
     if codec.quantizer.ready:  # by --init_from
         return
     chunks = order.ChunkDataset(dataset, indices, accumulate.derive_seed(cfg.seed, "codebooks"))
     frames = torch.zeros(0, cfg.latent_dim, device=device)
     start = 0
-    # As many frames as k-means needs: 32 for each code.
-    while dist.is_main() and len(frames) < 32 * cfg.codebook_size:
+    while len(frames) < 32 * cfg.codebook_size:  # as many as k-means needs
         wave = codec.emphasize(chunks[start, start + cfg.chunk_size]["wave"].to(device))
         new = codec.encode_latents(wave).flatten(0, 1).float()  # (B · frames, D)
         frames = torch.cat([frames, new])
         start += cfg.chunk_size
-    # Collective: the others get the codebooks of rank 0.
     codec.quantizer.initialize(frames, accumulate.derive_seed(cfg.seed, "kmeans"))
 
 
@@ -797,7 +795,7 @@ def train_soundstream(cfg, device):
 
     # Rank 0 takes the run folder, then all open the data: short crops to train on, long ones to
     # evaluate.
-    run, cfg = loop.open_run(cfg, Path(cfg.run_dir) / cfg.stage, MAX_CHUNK)
+    run, cfg = loop.open_run(cfg, f"{cfg.run_dir}/{cfg.stage}", MAX_CHUNK)
     hop_length = math.prod(cfg.strides)
     long_crop = round(CROP_SECONDS * cfg.sample_rate)
     splits = dist.together(lambda: open_recordings(cfg, hop_length, long_crop))
@@ -817,7 +815,7 @@ def train_soundstream(cfg, device):
         discriminators, "adamw", cfg.discriminator_lr, 0.0, cfg.betas, cfg.eps
     )
     scaler = amp.scaler(device, cfg.precision)  # one for both
-    ema = EMA(codec, cfg.ema_update_every, decay=cfg.ema_decay, update_after=cfg.ema_update_after)
+    ema = EMA(codec, cfg.ema_update_every, cfg.ema_decay, cfg.ema_update_after)
     state = checkpoint.State(
         cfg,
         codec,
@@ -917,8 +915,8 @@ def train_soundstream(cfg, device):
                     if taken:  # 0 · nan is nan: what is not finite in either ends the run
                         grad_norm = grad_norm + 0 * norm
                 scaler.update()
-                codec.zero_grad(set_to_none=True)
-                discriminators.zero_grad(set_to_none=True)
+                codec.zero_grad()
+                discriminators.zero_grad()
                 if not stepped:
                     codec.quantizer.discard()  # the statistics of a step that did not happen
                 progress.count_overflow(stepped)
@@ -950,8 +948,11 @@ def train_soundstream(cfg, device):
 # sample_rate, hop_length, frame_rate, num_quantizers, codebook_size; checksum, of its file.
 
 
-def load_codec(cfg, device):
-    """The codec of a coarse or fine stage; UserError if it does not fit `cfg`."""
+def load_tokenizers(cfg, device):
+    """(codec, k-means, what decides the tokens) of a coarse stage; a fine one has no k-means.
+
+    UserError if the codec does not fit `cfg`.
+    """
     folder = cfg.soundstream or f"{cfg.run_dir}/soundstream"
     codec = load_model("soundstream", folder, device)
     if codec.sample_rate != (cfg.sample_rate or codec.sample_rate):
@@ -964,7 +965,12 @@ def load_codec(cfg, device):
             f"--coarse_quantizers {cfg.coarse_quantizers}, --codec_quantizers {used}: the codec "
             f"has {codec.num_quantizers}, and fine needs one"
         )
-    return codec
+    kmeans = None
+    made_with = {"codec": codec.checksum, "coarse_quantizers": cfg.coarse_quantizers}
+    if cfg.stage == "coarse":
+        kmeans = tokens.load_kmeans(f"{cfg.run_dir}/semantic", codec.sample_rate, device)
+        made_with["kmeans"] = kmeans.checksum
+    return codec, kmeans, made_with
 
 
 # Config
@@ -1013,15 +1019,12 @@ class TransformerConfig(SharedConfig):
 class SemanticConfig(TransformerConfig):
     """Semantic stage"""
 
-    stage: str = field("semantic", "stage to train", fixed=True)
     tokenizer: str = field(
         "kmeans",
         "semantic tokens: kmeans of MFCC, or hf:MODEL:LAYER (HuBERT, WavLM, w2v-BERT 2.0)",
         fixed=True,
     )
-    clusters: PositiveInt = field(
-        36, "different semantic tokens; AudioLM has 1,024", model=True
-    )
+    clusters: PositiveInt = field(36, "different semantic tokens; AudioLM has 1,024", model=True)
     max_text_len: NonNegativeInt = field(
         24, "longest transcript in tokens, longer is cut, 0: no text", model=True
     )
@@ -1045,7 +1048,6 @@ class CodesConfig(TransformerConfig):
 class CoarseConfig(CodesConfig):
     """Coarse stage"""
 
-    stage: str = field("coarse", "stage to train", fixed=True)
     # In the same time Muon reaches a higher text_heard than Adam, which AudioLM uses.
     steps: PositiveInt = field(620, "optimizer steps")
     optimizer: Optimizer = field(
@@ -1058,7 +1060,6 @@ class CoarseConfig(CodesConfig):
 class FineConfig(CodesConfig):
     """Fine stage"""
 
-    stage: str = field("fine", "stage to train", fixed=True)
     seconds: PositiveFloat = field(0.4, "length of a training crop", fixed=True)
     steps: PositiveInt = field(150, "optimizer steps")
 
@@ -1218,14 +1219,6 @@ def targets(stream, codes, ended):
 # Model
 
 
-class Lengths(NamedTuple):
-    """What a transformer was trained on: its generation goes no further."""
-
-    max_frames: int  # of the last stream
-    max_context: int  # of the stream before it
-    frame_rate: float  # frames of the last stream a second
-
-
 class TokenTransformer(nn.Module):
     """A causal transformer over streams of tokens that predicts the last one.
 
@@ -1237,15 +1230,17 @@ class TokenTransformer(nn.Module):
     def __init__(self, cfg, streams, lengths, vocabulary=()):
         super().__init__()
         self.cfg = cfg
-        self.streams = streams
-        self.lengths = lengths
-        self.has_text = len(vocabulary) > 0
-        self.offsets = stream_offsets(streams)  # of their embedding rows
+        self.streams = [Stream(*stream) for stream in streams]
+        # What it is trained on: frames of the last stream and of the one before it, at most, and
+        # frames of the last one a second. Generation goes no further.
+        self.max_frames, self.max_context, self.frame_rate = lengths
+        self.has_text = bool(vocabulary)
+        self.offsets = stream_offsets(self.streams)  # of their embedding rows
         width = cfg.width
         self.embed = nn.Embedding(self.offsets[-1], width, padding_idx=0)  # of all streams
         nn.init.normal_(self.embed.weight[1:], std=width**-0.5)
-        classes = streams[-1].codebook_size + 1  # with EOS
-        heads = torch.randn(streams[-1].num_quantizers, classes, width)  # (Q, K + 1, D)
+        last = self.streams[-1]
+        heads = torch.randn(last.num_quantizers, last.codebook_size + 1, width)  # EOS is class K
         self.heads = nn.Parameter(heads * 0.5 * width**-0.5)
         self.transformer = Transformer(width, cfg.depth, cfg.heads, dropout=cfg.dropout)
         if self.has_text:
@@ -1254,17 +1249,15 @@ class TokenTransformer(nn.Module):
             self.text_encoder = Transformer(width, TEXT_DEPTH, cfg.heads, causal=False)
             self.null_text = learned_tokens(cfg.max_text_len, width)  # in place of a dropped text
 
-    def condition(self, texts, drop):
-        """Embeddings (B, L, D) of B texts, of "no text" where `drop` (B,) is true.
+    def condition(self, texts, drop=False):
+        """Embeddings (B, L, D) of B texts, of "no text" where `drop` (B,) is true, and for "".
 
-        So is "". With texts None they are all of "no text". None for a model without text.
+        None for a model without text.
         """
         if not self.has_text:
             return None
         null_text = self.null_text.weight
         device = null_text.device
-        if texts is None:
-            return null_text.expand(len(drop), -1, -1)
         length = self.cfg.max_text_len
         drop = drop | torch.tensor([not text for text in texts], device=device)
         tokens = torch.zeros(len(texts), length, dtype=torch.long)  # padded with 0
@@ -1283,7 +1276,7 @@ class TokenTransformer(nn.Module):
         return x[:, -inputs.shape[1] :], cache
 
     def forward(self, batch, drop=False):
-        """(cross-entropy summed, number of tokens, correct predictions) of each sample, (B,).
+        """(cross-entropy, accuracy) of each sample, (B,), means over its tokens.
 
         batch: "inputs" (B, N), "start" (B,), "target" (B, T + 1, Q), as of `build_sequence` and
         `targets`, padded; "text" [B]. drop: samples that go without their text, (B,), or False.
@@ -1299,13 +1292,11 @@ class TokenTransformer(nn.Module):
         x = x.unflatten(1, (frames, num_quantizers))  # (B, T + 1, Q, D)
         # Each quantizer has its own head; (B, T + 1, Q, K + 1).
         logits = torch.einsum("btqd,qkd->btqk", x, self.heads.to(x.dtype)).float()
-        loss = F.cross_entropy(
-            logits.flatten(0, 2), target.flatten(), ignore_index=-100, reduction="none"
-        )
-        loss = loss.view(target.shape).sum((1, 2))  # (B,)
-        count = (target >= 0).sum((1, 2))  # (B,)
+        loss = F.cross_entropy(logits.flatten(0, 2), target.flatten(), reduction="none")
+        loss = loss.view(target.shape).sum((1, 2))
         correct = (logits.detach().argmax(-1) == target).sum((1, 2))
-        return loss, count, correct
+        count = (target >= 0).sum((1, 2))
+        return loss / count, correct / count
 
 
 # Generation (AudioLM §III-D)
@@ -1323,91 +1314,84 @@ AS_TRAINED = SamplingParams()
 def sample_token(logits, uniform, sampling):
     """Codes (B,) sampled from logits (B, K) by random numbers `uniform` (B,) in [0, 1)."""
     if sampling.temperature == 0:
-        return logits.argmax(-1)
-    classes = logits.shape[-1]
-    k = min(sampling.top_k or classes, classes)  # 0 is all
-    top_logits, codes = logits.topk(k, dim=-1)  # (B, k), from the most probable on
+        return logits.argmax(1)
+    K = logits.shape[1]
+    top_logits, codes = logits.topk(min(sampling.top_k or K, K))  # (B, k), most probable first
     # Inverse transform sampling. In whole numbers, whose sums are the same on every device: of
     # probabilities in 2^-32, and of random numbers in 2^-24, of which torch.rand draws multiples.
-    probabilities = (top_logits / sampling.temperature).softmax(-1)
-    cumulative = (probabilities * 2**32).long().cumsum(-1)  # (B, k)
+    probabilities = (top_logits / sampling.temperature).softmax(1)
+    cumulative = (probabilities * 2**32).long().cumsum(1)  # (B, k)
     threshold = (uniform * 2**24).long()[:, None] * cumulative[:, -1:]
     # The first code whose cumulative probability reaches the random number.
-    index = (cumulative * 2**24 < threshold).sum(-1, keepdim=True)
-    return codes.gather(-1, index).squeeze(-1)
+    index = (cumulative * 2**24 < threshold).sum(1, keepdim=True)
+    return codes.gather(1, index)[:, 0]
 
 
 @torch.no_grad()
-def generate(model, samples, limits, may_end, seeds, sampling, texts=None):
-    """Continue the last stream of B samples, each up to its own limit or up to EOS.
+def generate(model, samples, min_frames, max_frames, seeds, sampling, texts=()):
+    """The frames, B of (T, Q), that continue the last stream of B samples, each up to EOS.
 
-    samples: for each, its streams' codes (T, Q); those of the last stream may be empty. limits: the
-    most new frames of each. may_end: whether EOS is allowed, for each. seeds: of each; the random
-    numbers of a sample come from its own alone. texts: B, or None.
-    Returns the new frames, B of (T, Q), and for each whether it came to EOS.
+    samples: for each, its streams' codes (T, Q); those of the last stream may be empty. min_frames,
+    max_frames: the fewest and the most frames to add to each. seeds: of each; the random numbers of
+    a sample come from its own alone. texts: B, of which "" is none.
     """
-    *_, stream = model.streams
+    stream = model.streams[-1]
     eos = stream.codebook_size  # class K of each head
     Q = stream.num_quantizers
-    B = len(samples)
     device = model.embed.weight.device
     # Sequences end with what there is of the last stream, so the next code is predicted there.
     sequences = [build_sequence(model.streams, codes)[0] for codes in samples]
-    guided = model.has_text and texts is not None and sampling.guidance_scale != 1
+    guided = model.has_text and sampling.guidance_scale != 1
     if guided:  # a second half of the batch goes without the text
         sequences = sequences * 2
-        texts = texts * 2
-    without_text = torch.arange(len(sequences), device=device) >= B
+        texts = texts + [""] * len(samples)
 
     # One pass over the prompts fills the KV cache. x: the output at each sample's last input.
     lengths = torch.tensor(list(map(len, sequences)), device=device)
     inputs = pad_sequence(sequences, batch_first=True).to(device)  # (B or 2B, N)
-    outputs, cache = model.run(inputs, model.condition(texts, without_text))
+    outputs, cache = model.run(inputs, model.condition(texts))
     x = outputs[torch.arange(len(outputs), device=device), lengths - 1]  # (B or 2B, D)
     size = cache[0][0].shape[2]  # padded length, with the text prefix
     prefix = size - inputs.shape[1]
-    num_frames = max(limits)
+    num_frames = max(max_frames)
     kv_cache = KVCache(cache, prefix + lengths, size + num_frames * Q)
 
     # Random numbers are drawn for each sample alone, so they do not depend on the batch.
-    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-    uniform = [torch.rand(num_frames, Q, generator=generator) for generator in generators]
+    uniform = []
+    for seed in seeds:
+        generator = torch.Generator().manual_seed(seed)
+        uniform.append(torch.rand(num_frames, Q, generator=generator))
     uniform = torch.stack(uniform).to(device)  # (B, frames, Q)
-    # EOS stands only where a frame would begin, and no recording is empty.
-    is_empty = torch.tensor([len(codes[-1]) == 0 for codes in samples], device=device)
-    first_end = is_empty.long()  # the first frame where it may stand
-    first_end[~torch.tensor(may_end, device=device)] = num_frames
 
-    limits = torch.tensor(limits, device=device)
-    ends = limits  # frames of each before EOS, or before its limit
-    generated = torch.zeros(B, num_frames, Q, dtype=torch.long, device=device)
-    for i in range(num_frames * Q):
-        t, q = divmod(i, Q)
-        logits = F.linear(x, model.heads[q].to(x.dtype)).float()  # (B or 2B, K + 1)
-        if guided:  # classifier-free guidance (Ho & Salimans 2022, Eq. 6)
-            conditional, unconditional = logits.chunk(2)
-            logits = diffusion.classifier_free_guidance(
-                conditional, unconditional, sampling.guidance_scale
-            )
-        logits[:, eos].masked_fill_((t < first_end) | (q > 0), -torch.inf)
-        code = sample_token(logits, uniform[:, t, q], sampling)
-        ends = torch.where(code == eos, ends.clamp(max=t), ends)
-        # Once a frame the host waits for the device, to see whether all have ended.
-        if q == 0 and bool((ends <= t).all()):
-            break
-        code = code.clamp(max=eos - 1)  # samples that have ended go on, and are cut below
-        generated[:, t, q] = code
-        if i + 1 < num_frames * Q:
+    first_end = torch.tensor(min_frames, device=device)  # the first frame where EOS may stand
+    ends = torch.tensor(max_frames, device=device)  # one past the last frame of each
+    generated = torch.zeros(len(samples), num_frames, Q, dtype=torch.long, device=device)
+    for t in range(num_frames):
+        for q in range(Q):
+            logits = F.linear(x, model.heads[q].to(x.dtype)).float()  # (B or 2B, K + 1)
+            if guided:  # classifier-free guidance (Ho & Salimans 2022, Eq. 6)
+                conditional, unconditional = logits.chunk(2)
+                logits = diffusion.classifier_free_guidance(
+                    conditional, unconditional, sampling.guidance_scale
+                )
+            # EOS stands only where a frame would begin.
+            logits[:, eos].masked_fill_((t < first_end) | (q > 0), -torch.inf)
+            code = sample_token(logits, uniform[:, t, q], sampling)
+            ends = torch.where(code == eos, ends.clamp(max=t), ends)
+            code = code.clamp(max=eos - 1)  # samples that have ended go on, and are cut below
+            generated[:, t, q] = code
             # The new code is the next input, as in `build_sequence`.
-            rows = model.offsets[-2] + 1 + q * stream.codebook_size + code
+            rows = model.offsets[-2] + 1 + q * eos + code
             if guided:
                 rows = rows.repeat(2)  # the same code with and without the text
             x = model.transformer.step(model.embed(rows), kv_cache)  # (B or 2B, D)
-    new = [codes[:end] for codes, end in zip(generated.cpu(), ends.tolist())]
-    return new, (ends < limits).tolist()
+        # Once a frame the host waits for the device, to see whether all have ended.
+        if (ends <= t + 1).all():
+            break
+    return [codes[:end] for codes, end in zip(generated.cpu(), ends.tolist())]
 
 
-def generate_long(model, context_of, prompts, limits, seeds, sampling, texts=None, may_end=True):
+def generate_long(model, context_of, prompts, limits, seeds, sampling, texts=(), may_end=True):
     """`generate` past the training length, in windows that overlap by half.
 
     prompts: B of (T_b, Q). limits: the most frames of each sound, with its prompt. context_of(b,
@@ -1417,42 +1401,45 @@ def generate_long(model, context_of, prompts, limits, seeds, sampling, texts=Non
     """
     if sampling.temperature < 0:
         sampling = sampling._replace(temperature=model.cfg.temperature)
-    max_frames, max_context, _ = model.lengths
-    codes_of = list(prompts)
-    ended = [False] * len(codes_of)
+    sounds = list(prompts)
+    limits = list(limits)
     for number in itertools.count():
-        active = [b for b in range(len(codes_of)) if len(codes_of[b]) < limits[b] and not ended[b]]
+        active = [b for b, codes in enumerate(sounds) if len(codes) < limits[b]]
         if not active:
-            return codes_of
+            return sounds
 
         samples = []
-        window_limits = []
-        window_may_end = []
+        fewest = []
+        most = []
         for b in active:
-            length = len(codes_of[b])
+            codes = sounds[b]
             start = 0
-            if length >= max_frames:
-                start = length - max_frames // 2  # the window is full: keep its later half
-            window = codes_of[b][start:]
-            context = context_of(b, codes_of[b], start)  # of the time of the window
-            samples.append([*(codes[:max_context] for codes in context), window])
-            window_limits.append(min(max_frames - len(window), limits[b] - length))
+            if len(codes) >= model.max_frames:
+                # The window is full: keep its later half.
+                start = len(codes) - model.max_frames // 2
+            window = codes[start:]
+            context = context_of(b, codes, start)  # of the time of the window
+            samples.append([*(each[: model.max_context] for each in context), window])
+            most.append(min(model.max_frames - len(window), limits[b] - len(codes)))
             # If the context is cut, EOS is forbidden: the remaining context is for later windows.
-            sees_all = all(len(codes) <= max_context for codes in context)
-            window_may_end.append(may_end and sees_all)
+            if not may_end or any(len(each) > model.max_context for each in context):
+                fewest.append(most[-1])
+            else:
+                fewest.append(int(not len(codes)))  # no recording is empty
 
-        new, came_to_eos = generate(
+        new = generate(
             model,
             samples,
-            window_limits,
-            window_may_end,
+            fewest,
+            most,
             [accumulate.derive_seed(seeds[b], number) for b in active],
             sampling,
             texts and [texts[b] for b in active],
         )
-        for i, b in enumerate(active):
-            codes_of[b] = torch.cat([codes_of[b], new[i]])
-            ended[b] = came_to_eos[i]
+        for b, added, room in zip(active, new, most):
+            sounds[b] = torch.cat([sounds[b], added])
+            if len(added) < room:  # it came to EOS
+                limits[b] = 0
 
 
 # Data
@@ -1496,10 +1483,9 @@ def evaluate_transformer(model, cfg, split, device):
     for _, batch in order.batches(*split, cfg.eval_samples, cfg.chunk_size):
         tokens_seen.append(batch["target"].flatten(0, 1))
         with amp.autocast(device, cfg.precision):
-            loss, count, correct = model(order.to_device(batch, device))
-        count = count.clamp(min=1)
-        found["loss"] += (loss / count).tolist()
-        found["accuracy"] += (correct / count).tolist()
+            loss, accuracy = model(order.to_device(batch, device))
+        found["loss"] += loss.tolist()
+        found["accuracy"] += accuracy.tolist()
     metrics = order.means(found)
     entropies, counts = tokens.code_entropies(tokens_seen, stream.codebook_size + 1)  # with EOS
     metrics["unigram_entropy"] = (entropies @ counts / counts.sum()).item()
@@ -1511,14 +1497,14 @@ def continuations(model, cfg, split, codec):
 
     coarse: continuations of prompts, from real semantic tokens. fine: with real coarse codes.
     """
-    if cfg.stage == "semantic":  # tokens without a codec make no sound
+    if not codec:  # semantic tokens alone make no sound
         return
     crops, indices = split
     prompt_frames = 0
     if cfg.stage == "coarse":
-        prompt_frames = round(PROMPT_SECONDS * model.lengths.frame_rate)
+        prompt_frames = round(PROMPT_SECONDS * codec.frame_rate)
     for number, index in enumerate(crops.readable(indices)[:NUM_SOUNDS]):
-        (_, real), _ = crops.crop(index)
+        (context, real), _ = crops.crop(index)
         stop = len(real)
 
         def context_of(b, codes, start, index=index, stop=stop):
@@ -1535,7 +1521,7 @@ def continuations(model, cfg, split, codec):
             may_end=False,
         )
         if cfg.stage == "fine":
-            codes = torch.cat([*context_of(0, codes, 0), codes], dim=1)
+            codes = torch.cat([context, codes], dim=1)
         yield number, codec.decode(codes), crops.dataset.names[index]
 
 
@@ -1546,20 +1532,15 @@ def train_transformer(cfg, device):
     started = time.monotonic()
 
     # Rank 0 takes the run folder, then all open the earlier stages and the data.
-    run, cfg = loop.open_run(cfg, Path(cfg.run_dir) / cfg.stage, MAX_CHUNK)
+    run, cfg = loop.open_run(cfg, f"{cfg.run_dir}/{cfg.stage}", MAX_CHUNK)
     codec = None
     kmeans = None
     made_with = {}  # what decides the tokens
     hop_length = 1  # for semantic tokens a recording may be of any length
     if cfg.stage != "semantic":
-        codec = dist.main_first(lambda: load_codec(cfg, device))
+        codec, kmeans, made_with = dist.main_first(lambda: load_tokenizers(cfg, device))
         cfg = dataclasses.replace(cfg, sample_rate=codec.sample_rate)
         hop_length = codec.hop_length
-        made_with = {"codec": codec.checksum, "coarse_quantizers": cfg.coarse_quantizers}
-    if cfg.stage == "coarse":
-        folder = f"{cfg.run_dir}/semantic"
-        kmeans = dist.together(lambda: tokens.load_kmeans(folder, cfg.sample_rate, device))
-        made_with["kmeans"] = kmeans.checksum
     splits = dist.together(lambda: open_recordings(cfg, hop_length))
     dataset, indices = splits["train"]
     # Another codec or k-means makes other tokens: then the run cannot be resumed.
@@ -1577,22 +1558,17 @@ def train_transformer(cfg, device):
     crops, indices = splits["train"]
 
     # Build model, optimizer and EMA. Restore them if resuming.
-    lengths = Lengths(*crops.lengths(indices))  # generation will stay within these
     vocabulary = []
     if cfg.stage == "semantic" and cfg.max_text_len:
         vocabulary = tokens.learn_vocabulary(crops, indices, TEXT_WORDS, cfg.max_text_len)
     accumulate.seed_all(cfg.seed, "weights")  # the same start on all ranks
-    model = TokenTransformer(cfg, streams, lengths, vocabulary).to(device)
+    # Plain values, as the files of the model have them. Generation stays within the lengths.
+    arguments = [list(map(list, streams)), crops.lengths(indices), vocabulary]
+    model = TokenTransformer(cfg, *arguments).to(device)
     optimizers = optim.make(model, cfg.optimizer, cfg.lr, cfg.weight_decay, cfg.betas, cfg.eps)
     scaler = amp.scaler(device, cfg.precision)
-    ema = EMA(model, cfg.ema_update_every, decay=cfg.ema_decay, update_after=cfg.ema_update_after)
-    info = {
-        "kind": cfg.stage,
-        "streams": list(map(list, streams)),
-        "lengths": list(lengths),
-        "vocabulary": vocabulary,
-        "made_with": made_with,
-    }
+    ema = EMA(model, cfg.ema_update_every, cfg.ema_decay, cfg.ema_update_after)
+    info = {"kind": cfg.stage, "arguments": arguments, "made_with": made_with}
     state = checkpoint.State(cfg, model, ema, optimizers, scaler, identity, info)
     loop.resume(run, state)  # or take the weights of --init_from
     if cfg.compile:
@@ -1642,15 +1618,14 @@ def train_transformer(cfg, device):
                         batch = order.to_device(batch, device)
                         drop = torch.rand(len(batch["inputs"]), device=device) < TEXT_DROP
                         with amp.autocast(device, cfg.precision):
-                            loss_sums, counts, _ = model(batch, drop)
-                            # Each sample counts alike: a batch's loss is the mean of its chunks'.
-                            loss = (loss_sums / counts.clamp(min=1)).mean()
+                            losses, _ = model(batch, drop)
+                            loss = losses.mean()  # each sample counts alike, whatever its length
                         with dist.sum_gradients(model, chunk is plan[-1]):  # over all ranks
                             scaler.scale(loss * chunk.weight).backward()
                         chunk_losses.append(loss.detach() * (chunk.stop - chunk.start))
                 grad_norm, stepped = amp.step(scaler, optimizers, cfg.max_grad_norm)
                 scaler.update()
-                model.zero_grad(set_to_none=True)
+                model.zero_grad()
                 progress.count_overflow(stepped)
             state.step += 1
             ema.update(state.step)
@@ -1696,23 +1671,15 @@ class Pipeline:
     """
 
     def __init__(self, args, device):
-        """args: a PipelineConfig."""
+        """args: an EvaluateConfig or SampleConfig."""
         self.models = {}
         for stage in ("semantic", "coarse", "fine"):
             folder = f"{args.run_dir}/{stage}"
             self.models[stage] = load_model(stage, folder, device, args.model, args.weights)
 
-        # The codec that coarse was trained with: in this folder, if it was in its own.
+        # What coarse was trained with: in this folder, if it was in its own.
         cfg = dataclasses.replace(self.models["coarse"].cfg, run_dir=args.run_dir)
-        self.codec = load_codec(cfg, device)
-        folder = f"{args.run_dir}/semantic"
-        self.kmeans = tokens.load_kmeans(folder, self.codec.sample_rate, device)
-        # What decides the tokens must be what the models were trained with.
-        expected = {
-            "codec": self.codec.checksum,
-            "coarse_quantizers": cfg.coarse_quantizers,
-            "kmeans": self.kmeans.checksum,
-        }
+        self.codec, self.kmeans, expected = load_tokenizers(cfg, device)
         for stage, model in self.models.items():
             if not model.made_with.items() <= expected.items():
                 raise UserError(
@@ -1733,11 +1700,12 @@ class Pipeline:
         codes = torch.zeros(0, self.codec.num_quantizers).long()
         return Prompt(codes[:, :1], codes)  # semantic tokens are of one quantizer
 
-    def generate(self, prompts, seconds, seeds, texts=None, sampling=AS_TRAINED, fine=True):
+    def generate(self, prompts, seconds, seeds, texts=(), sampling=AS_TRAINED, fine=True):
         """Codes of B sounds, each (T, Q): those of its prompt, and at most `seconds` more.
 
-        texts: B, or None. fine: else it is the codes of the coarse quantizers alone.
+        texts: B, or none. fine: else it is the codes of the coarse quantizers alone.
         """
+        texts = texts or [""] * len(prompts)
 
         def run(stage, context_of, prompts, limits, may_end=True):
             model = self.models[stage]
@@ -1749,7 +1717,7 @@ class Pipeline:
         # Content: semantic tokens, from the text or the prompt (§III-C1).
         # A prompt without tokens begins with the start token alone.
         spoken = [prompt.semantic for prompt in prompts]  # B of (N, 1)
-        more = math.ceil(seconds * self.models["semantic"].lengths.frame_rate)
+        more = math.ceil(seconds * self.models["semantic"].frame_rate)
         limits = [len(prompt) + more for prompt in spoken]
         content = run("semantic", lambda b, codes, start: [], spoken, limits)  # no stream before it
 
@@ -1792,16 +1760,10 @@ EVAL_BATCH = 48  # recordings to continue at a time
 
 
 @dataclass(frozen=True)
-class PipelineConfig(config.Inference):
-    """The models"""
-
-    run_dir: str = field("runs/audio", "folder of the runs, one for each stage")
-
-
-@dataclass(frozen=True)
-class EvaluateConfig(PipelineConfig):
+class EvaluateConfig(config.Inference):
     """What to evaluate"""
 
+    run_dir: str = field("runs/audio", "folder of the runs, one for each stage")
     eval_samples: NonNegativeInt = field(192, "most held-out recordings to continue, 0: all")
     out: str = field("", 'folder of scores.json and sounds/; "": the folder of the runs')
 
@@ -1857,9 +1819,10 @@ def evaluate_pipeline(args, device=None):
 
 
 @dataclass(frozen=True)
-class SampleConfig(PipelineConfig):
+class SampleConfig(config.Inference):
     """What to sample"""
 
+    run_dir: str = field("runs/audio", "folder of the runs, one for each stage")
     text: str = field("", "text to say; without a text and a prompt, the sound is any")
     prompt: str = field("", "recording to continue, in its voice")
     prompt_seconds: NonNegativeFloat = field(
@@ -1908,15 +1871,14 @@ def continue_sound(args, device):
     prompt = pipeline.empty_prompt()
     gain = 1.0
     if args.prompt:  # at most what coarse was trained on, with a new frame
-        most = codec.hop_length * (pipeline.models["coarse"].lengths.max_frames - 1)
+        most = codec.hop_length * (pipeline.models["coarse"].max_frames - 1)
         length = round(args.prompt_seconds * codec.sample_rate) or most
         wave, gain = read_wave(args.prompt, codec, min(length, most))
         prompt = pipeline.prompt(wave)
     # Another text has other noise.
     seed = accumulate.derive_seed(args.seed, args.text, 0)
-    texts = [args.text] if args.text else None
     sampling = SamplingParams(args.temperature, args.top_k, args.guidance_scale)
-    (codes,) = pipeline.generate([prompt], args.seconds, [seed], texts, sampling, args.fine)
+    (codes,) = pipeline.generate([prompt], args.seconds, [seed], [args.text], sampling, args.fine)
     return codec, codec.decode(codes) / gain  # as loud as the prompt
 
 
@@ -1952,9 +1914,10 @@ def train(cfg):
     if cfg.stage == "all":
         # Each stage is a run of its own, so a stopped command resumes in its stage.
         preset = PRESETS.get(cfg.preset, {})
-        configs = []
-        for stage, cls in STAGES.items():
-            configs.append(cls(**{**preset.get(stage, {}), **vars(cfg), "stage": stage}))
+        configs = [
+            cls(**{**preset.get(stage, {}), **vars(cfg), "stage": stage})
+            for stage, cls in STAGES.items()
+        ]
     for each in configs:
         train_stage = train_soundstream if each.stage == "soundstream" else train_transformer
         train_stage(each, device)

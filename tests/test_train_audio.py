@@ -26,7 +26,7 @@ from torch.testing import assert_close
 import train_audio
 from common import amp, checkpoint, config
 from common.data import recordings, tokens
-from train_audio import CodecConfig, Lengths, SamplingParams, Stream, build_sequence, targets
+from train_audio import CodecConfig, SamplingParams, Stream, build_sequence, targets
 
 CPU = torch.device("cpu")
 WORDS = Stream("semantic", 1, 7)
@@ -86,7 +86,7 @@ def codec(whole):
 
 @pytest.fixture
 def pipeline(whole):
-    return train_audio.Pipeline(train_audio.PipelineConfig(run_dir=str(whole)), CPU)
+    return train_audio.Pipeline(train_audio.EvaluateConfig(run_dir=str(whole)), CPU)
 
 
 @pytest.fixture(autouse=True)
@@ -110,7 +110,7 @@ def make_codec(**settings):
 
 def transformer(*streams, vocabulary=()):
     cfg = train_audio.SemanticConfig(width=16, depth=2, heads=2, dropout=0.0, max_text_len=4)
-    lengths = Lengths(max_frames=8, max_context=4, frame_rate=50.0)
+    lengths = (8, 4, 50.0)  # frames, frames of context, frames a second
     model = train_audio.TokenTransformer(cfg, streams, lengths, vocabulary)
     model.heads.data *= 5  # so that rounding does not decide what is most probable
     return awake(model, std=0.5).eval()
@@ -195,7 +195,7 @@ def test_the_stft_discriminator_sees_real_and_imaginary_parts_and_shrinks_as_in_
     d = train_audio.STFTDiscriminator(8, 256)
     wave = torch.randn(3, 2048)
     spectrum = torch.stft(wave, 256, 64, window=torch.hann_window(256), return_complex=True)
-    assert_close(torch.complex(*d.spectrum(wave).unbind(1)), spectrum[:, :128])
+    assert_close(torch.complex(*d.transform(wave).unbind(1)), spectrum[:, :128])
     scores, features = d(wave)
     # Every unit halves the 128 frequencies, every second one the 33 times.
     shapes = [tuple(x.shape[1:]) for x in features]
@@ -285,8 +285,8 @@ def test_a_padded_sample_loses_what_it_does_alone():
         outputs, _ = model.run(rows[None], condition[b : b + 1])
         logits = [model.heads[i % 2] @ outputs[0, start + i] for i in range(len(classes))]
         logits = torch.stack(logits)
-        loss = F.cross_entropy(logits, classes, reduction="sum")
-        expected.append([loss, len(classes), (logits.argmax(1) == classes).sum()])
+        accuracy = (logits.argmax(1) == classes).float().mean()
+        expected.append([F.cross_entropy(logits, classes), accuracy])
     batch = {**train_audio.lay_out(streams, samples), "text": TEXTS}
     found = torch.stack(model(batch, drop), 1)
     assert_close(found, torch.tensor(expected), rtol=1e-4, atol=1e-4)
@@ -344,23 +344,21 @@ def test_cached_generation_in_an_uneven_batch_is_a_naive_loop_over_each_sample(
     samples = random_tokens(streams, [5, 2, 4], [3, 0, 1])
     sampling = SamplingParams(0.0, 0, scale)
     limits = [6, 5, 7]
-    generated, ended = train_audio.generate(
-        model, samples, limits, [True] * 3, [0, 1, 2], sampling, TEXTS
+    generated = train_audio.generate(
+        model, samples, [0, 1, 0], limits, [0, 1, 2], sampling, TEXTS
     )
     for b, (context, prompt) in enumerate(samples):
         expected = naive(model, (context, prompt), limits[b], TEXTS[b : b + 1], scale)
         assert [*prompt.flatten().tolist(), *generated[b].flatten().tolist()] == expected
-        assert ended[b] == (len(generated[b]) < limits[b])
 
 
 @torch.no_grad()
 def test_each_sample_ends_by_itself_at_the_start_of_a_frame_and_every_code_can_be_produced():
     model = transformer(COARSE, FINE)
     samples = random_tokens([COARSE, FINE], [2] * 90, [0] * 60 + [1] * 30)
-    may_end = [True] * 80 + [False] * 10
-    generated, ended = train_audio.generate(model, samples, [12] * 90, may_end, range(90), UNIFORM)
+    fewest = [1] * 60 + [0] * 20 + [12] * 10
+    generated = train_audio.generate(model, samples, fewest, [12] * 90, range(90), UNIFORM)
     added = torch.tensor([*map(len, generated)])
-    assert torch.equal(added < 12, torch.tensor(ended))
     assert len(added.unique()) > 8
     assert added[:60].min() == 1  # no recording is empty
     assert added[60:80].min() == 0
@@ -528,14 +526,14 @@ def test_a_prompt_is_continued_also_when_the_run_has_moved(whole, codec, voice, 
 def test_a_sound_five_times_as_long_as_a_crop_shows_a_stage_no_more_than_its_training(
     pipeline, wave, monkeypatch
 ):
-    def watched(model, samples, limits, *rest, generate=train_audio.generate):
+    def watched(model, samples, fewest, most, *rest, generate=train_audio.generate):
         ((*context, window),) = samples
-        assert all(len(codes) <= model.lengths.max_context <= 20 for codes in context)
+        assert all(len(codes) <= model.max_context <= 20 for codes in context)
         # Crops of 0.4 s have 20 frames.
-        assert len(window) + limits[0] <= model.lengths.max_frames <= 20
-        new, ended = generate(model, samples, limits, *rest)
+        assert len(window) + most[0] <= model.max_frames <= 20
+        new = generate(model, samples, fewest, most, *rest)
         calls[model.streams[-1].name].append((context, window, new[0]))
-        return new, ended
+        return new
 
     monkeypatch.setattr(train_audio, "generate", watched)
     for model in pipeline.models.values():

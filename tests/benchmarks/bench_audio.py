@@ -152,7 +152,7 @@ def make(args, stage):
     fine = train_audio.Stream("fine", quantizers - COARSE_QUANTIZERS, 1024)
     streams = {"semantic": [semantic], "coarse": [semantic, coarse], "fine": [coarse, fine]}[stage]
     torch.manual_seed(0)
-    model = train_audio.TokenTransformer(cfg, streams, None).to(args.device)
+    model = train_audio.TokenTransformer(cfg, streams, (1, 1, 50.0)).to(args.device)
     samples = []
     for _ in range(args.batch):
         samples.append(
@@ -181,8 +181,8 @@ def bench_step(args, stage):
 
     def step():
         with amp.autocast(args.device, cfg.precision):
-            sums, counts, _ = model(batch)
-            loss = (sums / counts).mean()
+            losses_of_samples, _ = model(batch)
+            loss = losses_of_samples.mean()
         scaler.scale(loss).backward()
         amp.step(scaler, optimizers, cfg.max_grad_norm)
         scaler.update()
@@ -215,13 +215,12 @@ def bench_generate(args, stage):
     samples = [[*earlier, last[:0]] for *earlier, last in samples]
     sampling = train_audio.SamplingParams(1.0, 100)
     limits = [frames] * args.batch
-    may_end = [False] * args.batch
     if args.compile:
         model.transformer.step = torch.compile(model.transformer.step)
 
     def work():
         with amp.autocast(args.device, args.precision):
-            train_audio.generate(model, samples, limits, may_end, range(args.batch), sampling)
+            train_audio.generate(model, samples, limits, limits, range(args.batch), sampling)
 
     count = args.batch * frames * model.streams[-1].num_quantizers
     measure(
