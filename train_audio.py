@@ -433,7 +433,6 @@ class SoundStream(nn.Module):
             cfg.codebook_size,
             cfg.codebook_decay,
             DEAD_BELOW,
-            dropout=1.0,  # all samples of training have a random number of quantizers (§III-C)
         )
         self.apply(self.initialize)
 
@@ -485,9 +484,9 @@ class SoundStream(nn.Module):
 
     @torch.no_grad()
     def in_blocks(self, work, x, frame_in, frame_out):
-        """work(x) (1, T · frame_out, …) of x (1, T · frame_in, …): an hour as a second.
+        """work(x) (1, T · frame_out, …) of x (1, T · frame_in, …), in blocks, so an hour fits, too.
 
-        It is causal: a block needs a few frames before it, and none after it.
+        `work` is causal: a block needs some frames before it, and none after it.
         """
         outputs = []
         for start in range(0, x.shape[1], BLOCK_FRAMES * frame_in):
@@ -667,10 +666,8 @@ def adversarial_loss(cfg, discriminators, fake, real):
     discriminators.requires_grad_(False)
     hinges = []
     distances = []
-    # Real features are targets; gradients reach the codec through the fake ones.
     for discriminator in discriminators:
-        with torch.no_grad():
-            _, real_features = discriminator(real)  # targets, without a gradient
+        _, real_features = discriminator(real)  # targets: nothing here has a gradient
         score, fake_features = discriminator(fake)
         hinges.append(F.relu(1 - score.float()).mean())
         layers = []
@@ -691,23 +688,20 @@ def discriminator_loss(discriminators, fake, real, r1_weight=0.0):
     """
     # Detached: no gradient reaches the codec. It is not run again, so the codebooks' statistics
     # count every sample once.
-    hinges = []
+    waves = torch.cat([real, fake.detach()])
+    real = real.detach().requires_grad_()  # R1 takes gradients at the waves
+    losses = []
     for discriminator in discriminators:
-        score, _ = discriminator(torch.cat([real, fake.detach()]))
+        score, _ = discriminator(waves)
         real_score, fake_score = score.float().chunk(2)  # (B, T') each
-        hinges.append(F.relu(1 - real_score).mean() + F.relu(1 + fake_score).mean())
-    loss = torch.stack(hinges).mean()
-    if not r1_weight:
-        return loss
-
-    real = real.detach().requires_grad_()  # gradients are taken at the waves
-    penalties = []
-    with torch.autocast(real.device.type, enabled=False):  # fp16 would overflow at any loss scale
-        for discriminator in discriminators:
-            score, _ = discriminator(real)
-            (gradient,) = torch.autograd.grad(score.sum(), real, create_graph=True)  # (B, T)
-            penalties.append(gradient.square().sum(1).mean())
-    return loss + r1_weight * torch.stack(penalties).mean()
+        loss = F.relu(1 - real_score).mean() + F.relu(1 + fake_score).mean()
+        if r1_weight:
+            with torch.autocast(real.device.type, enabled=False):  # fp16 overflows at any scale
+                score, _ = discriminator(real)
+                (gradient,) = torch.autograd.grad(score.sum(), real, create_graph=True)  # (B, T)
+                loss = loss + r1_weight * gradient.square().sum(1).mean()
+        losses.append(loss)
+    return torch.stack(losses).mean()
 
 
 # Evaluation
@@ -1733,7 +1727,8 @@ class Pipeline:
             return [tokens.tokens_of_window(content[b], heard, round(start * ratio))]
 
         # Voice and sound: coarse codes, from the semantic tokens (§III-C2), up to EOS.
-        first = self.models["coarse"].streams[-1].num_quantizers  # Q'
+        coarse_stream, fine_stream = self.models["fine"].streams
+        first = coarse_stream.num_quantizers  # Q'
         known = [prompt.codes[:, :first] for prompt in prompts]  # B of (T, Q')
         more = max(1, round(seconds * self.codec.frame_rate))
         limits = [len(prompt) + more for prompt in known]
@@ -1742,7 +1737,7 @@ class Pipeline:
             return coarse
 
         # Detail: fine codes, from the coarse ones (§III-C3).
-        last = first + self.models["fine"].streams[-1].num_quantizers
+        last = first + fine_stream.num_quantizers
         details = run(
             "fine",
             lambda b, codes, start: [coarse[b][start:]],

@@ -1,6 +1,7 @@
 """The residual quantizer, against brute force and formulas, for any chunks and number of ranks."""
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.testing import assert_close
 
 from common import dist
@@ -12,9 +13,9 @@ def latents(batch=8, frames=20, width=6, seed=1):
     return torch.randn(batch, frames, width, generator=torch.Generator().manual_seed(seed))
 
 
-def make(ready=True, decay=0.95, dead_below=0.8, dropout=0.0):
+def make(ready=True, decay=0.95, dead_below=0.8):
     """A quantizer of 16 codes, of 25 vectors each on average, of which some die in an update."""
-    quantizer = ResidualQuantizer(6, 3, 16, decay, dead_below, dropout)
+    quantizer = ResidualQuantizer(6, 3, 16, decay, dead_below)
     if ready:
         quantizer.initialize(latents(20).flatten(0, 1), seed=0)
     return quantizer
@@ -31,14 +32,23 @@ def buffers(quantizer):
     return {name: tensor.clone() for name, tensor in quantizer.named_buffers()}
 
 
-def after_a_step(quantizer, seed=0):
+def after_a_step(quantizer):
+    torch.manual_seed(0)
     quantizer.train()(latents())
-    quantizer.update(seed)
+    quantizer.update(seed=0)
     return buffers(quantizer)
 
 
 def assert_same(ours, theirs):
     assert_close(ours, theirs, rtol=0, atol=0)
+
+
+@pytest.fixture
+def no_dropout(monkeypatch):
+    def most(low, high, size, device):
+        return torch.full(size, high - 1)
+
+    monkeypatch.setattr(torch, "randint", most)
 
 
 def test_kmeans_finds_well_separated_blobs_and_repeats_bit_for_bit_by_seed():
@@ -68,16 +78,15 @@ def test_the_nearest_codes_are_found_in_full_precision():
 def test_each_quantizer_codes_what_those_before_it_leave_over():
     quantizer = make()
     z = latents()
-    codes = quantizer.encode(z)
     left = residuals(quantizer, z)
     distances = torch.cdist(left[:-1].flatten(1, 2), quantizer.codebook)
-    assert_close(codes.flatten(0, 1).T, distances.argmin(-1))
+    assert_close(quantizer.encode(z).flatten(0, 1).T, distances.argmin(-1))
     errors = left.square().mean((1, 2, 3))
     assert (errors[1:] < 0.8 * errors[:-1]).all()
 
 
 def test_the_gradient_goes_straight_through_and_the_commitment_pulls_z_to_its_codes():
-    quantizer = make()
+    quantizer = make().eval()
     z = latents().requires_grad_()
     direction = latents(seed=2)
     quantized, _, loss = quantizer(z)
@@ -87,9 +96,8 @@ def test_the_gradient_goes_straight_through_and_the_commitment_pulls_z_to_its_co
     assert quantizer(z.bfloat16())[0].dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.7])
-def test_dropout_uses_the_first_n_quantizers_and_the_loss_is_the_mean_of_the_samples(dropout):
-    quantizer = make(dropout=dropout)
+def test_training_uses_the_first_n_quantizers_and_the_loss_is_the_mean_of_the_samples():
+    quantizer = make()
     z = latents(batch=400, frames=2)
     torch.manual_seed(0)
     quantized, codes, loss = quantizer(z)
@@ -99,8 +107,7 @@ def test_dropout_uses_the_first_n_quantizers_and_the_loss_is_the_mean_of_the_sam
     n = (left - (z - quantized)).abs().amax((2, 3)).argmin(0) + 1
     samples = torch.arange(400)
     assert_close(left[n - 1, samples], z - quantized)
-    expected = torch.tensor([dropout / 3, dropout / 3, 1 - dropout * 2 / 3])
-    assert_close(torch.bincount(n, minlength=4)[1:] / 400, expected, rtol=0, atol=0.07)
+    assert (torch.bincount(n, minlength=4)[1:] > 100).all()
     losses = [left[:n[b], b].square().mean() for b in samples]
     assert_close(loss, torch.stack(losses).mean())
     counts = quantizer.pending[..., 0].sum(-1)
@@ -108,16 +115,14 @@ def test_dropout_uses_the_first_n_quantizers_and_the_loss_is_the_mean_of_the_sam
     assert_close(quantizer.eval()(z)[0], z - left[2])
 
 
-def test_codebooks_are_moving_averages_over_all_chunks_and_unused_quantizers_stay():
+def test_codebooks_are_moving_averages_over_all_chunks_and_unused_quantizers_stay(no_dropout):
     quantizer = make(decay=0.9, dead_below=0.0)
     z = latents(8, 1)
     quantizer.ema_count /= 1000  # so that smoothing matters
     quantizer.ema_sum /= 1000
-    quantizer.codebook[:, 0] = 100  # dead, but not replaced
-    quantizer.ema_count[:, 0] = 0
-    quantizer.ema_sum[:, 0] = 0
+    quantizer.ema_count[:, 0] = 0  # dead, but not replaced
     before = {name: tensor.double() for name, tensor in buffers(quantizer).items()}
-    hits = torch.nn.functional.one_hot(quantizer.encode(z), 16).double()  # (B, T, Q, K)
+    hits = F.one_hot(quantizer.encode(z), 16).double()  # (B, T, Q, K)
     inputs = residuals(quantizer, z)[:-1].double()
     for chunk in z.split(5):
         quantizer(chunk)
@@ -130,12 +135,12 @@ def test_codebooks_are_moving_averages_over_all_chunks_and_unused_quantizers_sta
     smoothed = (count + 1e-5) / (all_counts + 16e-5) * all_counts
     expected = dict(ema_count=count, ema_sum=total, codebook=total / smoothed[..., None])
     for name, value in expected.items():
-        ours = quantizer.get_buffer(name)
-        assert_close(ours[:2], value[:2].float(), rtol=1e-5, atol=1e-5)
-        assert_same(ours[2], before[name][2].float())
+        ours = quantizer.get_buffer(name).double()
+        assert_close(ours[:2], value[:2], rtol=1e-5, atol=1e-5)
+        assert_same(ours[2], before[name][2])
 
 
-def test_codes_used_less_than_a_share_of_the_mean_become_vectors_of_the_first_chunk():
+def test_codes_used_less_than_a_share_of_the_mean_become_vectors_of_the_first_chunk(no_dropout):
     quantizer = make()
     z = latents(1)
     inputs = residuals(quantizer, z)[:-1]  # (Q, 1, T, D)
@@ -147,15 +152,13 @@ def test_codes_used_less_than_a_share_of_the_mean_become_vectors_of_the_first_ch
     least = 0.8 * undisturbed.ema_count.mean(1, keepdim=True)  # (Q, 1)
     quantizer.update(seed=0)
     dead = undisturbed.ema_count < least
+    assert dead.any(1).all() and not dead.all()
     distances = (quantizer.codebook[:, :, None] - inputs).abs().amax(-1).amin(-1)  # (Q, K)
     assert torch.equal(distances < 1e-5, dead)
-    assert dead.any(1).all() and not dead.all()
-    counts = least.expand_as(dead)[dead]
-    assert_close(quantizer.ema_count[dead], counts)
-    assert_same(quantizer.ema_count[~dead], undisturbed.ema_count[~dead])
+    assert_close(quantizer.ema_count, undisturbed.ema_count.maximum(least))
     replaced = quantizer.codebook[dead]
     assert len(replaced.unique(dim=0)) == len(replaced)
-    assert_close(quantizer.ema_sum[dead], counts[:, None] * replaced)
+    assert_close(quantizer.ema_sum[dead], quantizer.ema_count[dead][:, None] * replaced)
 
 
 def train(world_size):
@@ -165,8 +168,10 @@ def train(world_size):
     z = latents(20 - 19 * rank, seed=rank)  # of which rank 0's count
     quantizer.initialize(z.flatten(0, 1), seed=rank)
     for step in range(3):
-        for chunk in latents(seed=step).split(3)[rank::world_size]:
-            quantizer(chunk)
+        chunks = latents(seed=step).split(3)
+        for number in range(rank, 3, world_size):
+            torch.manual_seed(number)
+            quantizer(chunks[number])
         quantizer.update(step)
     return {name: tensor.numpy() for name, tensor in quantizer.state_dict().items()}
 
@@ -188,7 +193,7 @@ def test_passes_without_gradients_or_training_and_discarded_steps_leave_no_trace
     with torch.no_grad():
         quantizer(z)
     quantizer.eval()(z)
-    assert all(map(torch.equal, buffers(quantizer).values(), before.values()))
+    assert_same(buffers(quantizer), before)
     assert_same(after_a_step(quantizer), after_a_step(make()))
 
 

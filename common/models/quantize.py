@@ -52,11 +52,9 @@ def kmeans(x, size, generator, rounds=10):
     for _ in range(rounds):
         codes = nearest_codes(x, centers)
         counts = codes.bincount(minlength=size)
-        sums = torch.zeros_like(centers)
-        sums.index_add_(0, codes, x)
+        sums = torch.zeros_like(centers).index_add_(0, codes, x)
         column = counts[:, None]
-        means = sums / column.clamp(min=1)
-        centers = torch.where(column > 0, means, centers)
+        centers = torch.where(column > 0, sums / column, centers)
     return centers, counts
 
 
@@ -67,26 +65,18 @@ class ResidualQuantizer(torch.nn.Module):
     training step `forward` gathers statistics of each chunk, but only in training mode with
     gradients enabled. Then all ranks call `update`, or `discard` if the step overflowed.
 
+    In training a sample uses its first n quantizers alone, n uniform in 1..Q (Section III-C).
+
     width: D. decay: of the averages, a step. dead_below: codes of fewer vectors than this share of
-    their quantizer's mean are replaced; 0: none. dropout: the probability that a sample in training
-    uses only its first n quantizers, n uniform in 1..Q (Section III-C).
+    their quantizer's mean are replaced; 0: none.
     """
 
-    def __init__(
-        self,
-        width,
-        num_quantizers,
-        codebook_size,
-        decay,
-        dead_below,
-        dropout,
-    ):
+    def __init__(self, width, num_quantizers, codebook_size, decay, dead_below):
         super().__init__()
         self.num_quantizers = num_quantizers
         self.codebook_size = codebook_size
         self.decay = decay
         self.dead_below = dead_below
-        self.dropout = dropout
         vectors = torch.zeros(num_quantizers, codebook_size, width)
         # A tensor, so that checkpoints and EMA copies have it, too.
         self.register_buffer("initialized", torch.tensor(False))
@@ -112,7 +102,6 @@ class ResidualQuantizer(torch.nn.Module):
         quantizers of a sample, then over samples.
         """
         x = z.float()
-        size = len(z)
         codes = self.encode(z)
         vectors = self.lookup(codes)  # (Q, B, T, D)
         # After each quantizer. Not by cumsum, which on GPUs is not the same in every run.
@@ -120,10 +109,9 @@ class ResidualQuantizer(torch.nn.Module):
         errors = residuals.square().mean((2, 3))  # (Q, B)
 
         active = torch.ones_like(errors, dtype=torch.bool)
-        if self.training and self.dropout:
-            n = torch.randint(1, self.num_quantizers + 1, (size,), device=z.device)
-            keeps_all = torch.rand(size, device=z.device) >= self.dropout
-            active = (active.cumsum(0) <= n) | keeps_all
+        if self.training:
+            n = torch.randint(1, self.num_quantizers + 1, (len(z),), device=z.device)
+            active = active.cumsum(0) <= n
 
         errors = (errors * active).sum(0) / active.sum(0)
         loss = errors.mean() * self.initialized
@@ -134,21 +122,18 @@ class ResidualQuantizer(torch.nn.Module):
 
         straight_through = x - x.detach()  # zeros, with the gradient of x
         quantized = (vectors * active).sum(0) + straight_through
-        quantized = quantized.to(z.dtype)
-        quantized = torch.where(self.initialized, quantized, z)
+        quantized = torch.where(self.initialized, quantized.to(z.dtype), z)
         return quantized, codes, loss
 
     def gather(self, inputs, codes, active):
         """Note for `update` the inputs (Q, B, T, D) of codes (B, T, Q) where they are active."""
         rows = F.pad(inputs, (1, 0), value=1.0) * active
-        for q, code in enumerate(codes.unbind(-1)):
-            rows_of_q = rows[q].flatten(0, 1)
-            self.pending[q].index_add_(0, code.flatten(), rows_of_q)
+        for pending, code, rows_of_q in zip(self.pending, codes.unbind(-1), rows):
+            pending.index_add_(0, code.flatten(), rows_of_q.flatten(0, 1))
         if self._candidates is None:
             inputs = inputs.flatten(1, 2)  # (Q, N, D)
             # Evenly spaced, so that nothing is drawn.
-            frames = torch.arange(self.codebook_size)
-            frames = frames * inputs.shape[1] // self.codebook_size
+            frames = torch.arange(self.codebook_size) * inputs.shape[1] // self.codebook_size
             self._candidates = inputs[:, frames]
 
     def encode(self, z):
@@ -197,18 +182,16 @@ class ResidualQuantizer(torch.nn.Module):
         if dist.world_size() > 1:
             td.all_reduce(self.pending)
         counts = self.pending[..., 0]
+        sums = self.pending[..., 1:]
         # (Q, 1). False for quantizers that dropout skipped in all samples, and if not `ready`.
         used = counts.any(-1, keepdim=True) & self.initialized
         rate = (1 - self.decay) * used
-        sums = self.pending[..., 1:]
         self.ema_count += rate * (counts - self.ema_count)
         self.ema_sum += rate[..., None] * (sums - self.ema_sum)
         total = self.ema_count.sum(-1, keepdim=True)
-        smoothed = self.ema_count + 1e-5
-        smoothed /= 1 + 1e-5 * self.codebook_size / total
+        smoothed = (self.ema_count + 1e-5) / (1 + 1e-5 * self.codebook_size / total)
         means = self.ema_sum / smoothed[..., None]
-        codebook = torch.where(used[..., None], means, self.codebook)
-        self.codebook.copy_(codebook)
+        self.codebook.copy_(torch.where(used[..., None], means, self.codebook))
 
         least = self.dead_below * self.ema_count.mean(-1, keepdim=True)  # (Q, 1)
         dead = used & (self.ema_count < least)  # (Q, K)
@@ -218,12 +201,10 @@ class ResidualQuantizer(torch.nn.Module):
             order = torch.randperm(self.codebook_size, generator=generator)
             picks = self._candidates[:, order]  # (Q, K, D)
             dist.broadcast_tensor(picks)
-            picks = picks[dead]
-            self.codebook[dead] = picks
             # An unused one is dead again at the next update.
-            counts = least.expand_as(self.ema_count)[dead]
-            self.ema_sum[dead] = picks * counts[:, None]
-            self.ema_count[dead] = counts
+            self.ema_count.copy_(torch.where(dead, least, self.ema_count))
+            self.ema_sum[dead] = (picks * self.ema_count[..., None])[dead]
+            self.codebook[dead] = picks[dead]
         self.discard()
 
     def discard(self):

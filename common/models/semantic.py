@@ -48,18 +48,19 @@ class KMeans(nn.Module):
 
     def __init__(self, clusters, features, sample_rate):
         super().__init__()
+        # `sample_rate` is of all recordings, also of those to fit it to.
+        self.settings = {"clusters": clusters, "features": features, "sample_rate": sample_rate}
         self.clusters = clusters
-        self.kind = features
-        self.sample_rate = sample_rate  # of all recordings, also of those to fit it to
-        self.speech = None
+        self.sample_rate = sample_rate
+        self.frames_of = mfcc  # a wave (1, T) at `self.rate` -> features (T', D)
         self.rate = MFCC_RATE
         width = CEPSTRA
         if features.startswith("hf:"):
             from common.interop import speech
 
-            self.speech = speech.SpeechLayer(features)
+            self.frames_of = speech.SpeechLayer(features)
             self.rate = speech.SAMPLE_RATE
-            width = self.speech.width
+            width = self.frames_of.width
         elif features != "mfcc":
             raise UserError(f"--tokenizer {features}: expected kmeans or hf:MODEL:LAYER")
         self.register_buffer("centers", torch.zeros(clusters, width))
@@ -68,15 +69,7 @@ class KMeans(nn.Module):
 
     def state(self):
         """Tensors and plain values for checkpoint.save. `load` makes the tokenizer of it."""
-        return {
-            "kind": "kmeans",
-            "settings": {
-                "clusters": self.clusters,
-                "features": self.kind,
-                "sample_rate": self.sample_rate,
-            },
-            "model": self.state_dict(),
-        }
+        return {"settings": self.settings, "model": self.state_dict()}
 
     @torch.no_grad()
     def features(self, wave):
@@ -88,17 +81,10 @@ class KMeans(nn.Module):
         features = []
         for start in range(0, wave.shape[1], block):
             first = max(0, start - self.rate)  # a second of what is around it
-            x = self.features_of_block(wave[:, first : start + block + self.rate])
+            x = self.frames_of(wave[:, first : start + block + self.rate])
             skipped = (start - first) // hop
             features.append(x[skipped : skipped + block // hop])
         return torch.cat(features)
-
-    def features_of_block(self, wave):
-        """Features (T', D) of waves (1, T) at `self.rate`."""
-        if self.speech:
-            return self.speech(wave)
-        mel = log_mel(wave, MFCC_RATE, MFCC_WINDOW, MFCC_HOP, MEL_BINS, MFCC_FLOOR)
-        return mel[0] @ dct(wave.device)
 
     def encode(self, wave):
         """Tokens, int64 numpy (ceil(seconds * FRAME_RATE),), of a wave, a tensor (T,)."""
@@ -107,22 +93,22 @@ class KMeans(nn.Module):
         return tokens.cpu().numpy()
 
 
-def dct(device):
-    """The orthonormal DCT-II without its constant, (MEL_BINS, CEPSTRA)."""
+def mfcc(wave):
+    """Mel cepstra (T', CEPSTRA) of a wave (1, T): of its log-mel spectrum the DCT-II.
+
+    It is orthonormal, and without its constant.
+    """
+    mel = log_mel(wave, MFCC_RATE, MFCC_WINDOW, MFCC_HOP, MEL_BINS, MFCC_FLOOR)
     places = np.arange(MEL_BINS)[:, None] + 0.5
     angles = np.pi / MEL_BINS * places * np.arange(1, CEPSTRA + 1)
-    matrix = np.cos(angles) * (2 / MEL_BINS) ** 0.5
-    return torch.tensor(matrix, dtype=torch.float32, device=device)
+    matrix = np.cos(angles) * (2 / MEL_BINS) ** 0.5  # (MEL_BINS, CEPSTRA)
+    return mel[0] @ torch.tensor(matrix, dtype=mel.dtype, device=mel.device)
 
 
 def load(state, path):
-    """The tokenizer of a `state` read from the file `path`. UserError: a file of another kind."""
-    kind = state.get("kind")
-    if kind != "kmeans":
-        raise UserError(f"{path}: not a tokenizer: its kind is {kind!r}, expected 'kmeans'")
+    """The tokenizer of a `state` read from the file `path`."""
     with checkpoint.damaged(path):
-        settings = state["settings"]
-        tokenizer = KMeans(**settings)
+        tokenizer = KMeans(**state["settings"])
         checkpoint.load_weights(tokenizer, state["model"], path)
         return tokenizer
 
@@ -141,8 +127,7 @@ def fit(dataset, indices, clusters=100, seed=0, features="mfcc", device="cpu"):
     def fit_centers():
         features = [torch.zeros(0, len(tokenizer.mean))]
         frames = 0
-        progress = tracker.progress(order, desc="k-means: features", delay=3, leave=False)
-        for index in progress:
+        for index in tracker.progress(order, desc="k-means: features", delay=3, leave=False):
             with contextlib.suppress(Unusable):
                 x = tokenizer.features(dataset.wave(index))
                 features.append(x.cpu())
@@ -154,8 +139,7 @@ def fit(dataset, indices, clusters=100, seed=0, features="mfcc", device="cpu"):
             raise UserError(f"--clusters {clusters}: only {len(x)} frames of 20 ms to fit them to")
         mean = x.mean(0)
         std = x.std(0, correction=0).clamp(min=1e-5)
-        generator = torch.Generator()
-        generator.manual_seed(accumulate.derive_seed("centers", seed))
+        generator = torch.Generator().manual_seed(accumulate.derive_seed("centers", seed))
         centers, _ = quantize.kmeans((x - mean) / std, clusters, generator, LLOYD_ROUNDS)
         return {"centers": centers.cpu(), "mean": mean.cpu(), "std": std.cpu()}
 
