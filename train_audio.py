@@ -1255,9 +1255,9 @@ class TokenTransformer(nn.Module):
         length = self.cfg.max_text_len
         drop = drop | torch.tensor([not text for text in texts], device=device)
         tokens = torch.zeros(len(texts), length, dtype=torch.long)  # padded with 0
-        for i, text in enumerate(texts):
-            encoded = self.tokenizer.encode(text)[:length]
-            tokens[i, : len(encoded)] = torch.tensor(encoded)
+        for row, text in zip(tokens, texts):
+            encoded = torch.tensor(self.tokenizer.encode(text)[:length])
+            row[: len(encoded)] = encoded
         x = self.text_encoder(self.text_embed(tokens.to(device)))
         return torch.where(drop[:, None, None], null_text.to(x.dtype), x)  # (B, L, D)
 
@@ -1279,11 +1279,10 @@ class TokenTransformer(nn.Module):
         # Padding stands at the end, so the causal mask hides it.
         x, _ = self.run(batch["inputs"], self.condition(batch["text"], drop))
         # Outputs at the positions start to start + (T + 1) · Q - 1 predict the flattened target.
-        frames, num_quantizers = target.shape[1:]
-        positions = batch["start"][:, None] + torch.arange(frames * num_quantizers, device=x.device)
+        positions = batch["start"][:, None] + torch.arange(target[0].numel(), device=x.device)
         positions = positions.clamp(max=x.shape[1] - 1)  # those beyond have no target
         x = x.gather(1, positions[..., None].expand(-1, -1, x.shape[2]))  # (B, (T + 1) · Q, D)
-        x = x.unflatten(1, (frames, num_quantizers))  # (B, T + 1, Q, D)
+        x = x.unflatten(1, target.shape[1:])  # (B, T + 1, Q, D)
         # Each quantizer has its own head; (B, T + 1, Q, K + 1).
         logits = torch.einsum("btqd,qkd->btqk", x, self.heads.to(x.dtype)).float()
         loss = F.cross_entropy(logits.flatten(0, 2), target.flatten(), reduction="none")
@@ -1359,7 +1358,7 @@ def generate(model, samples, min_frames, max_frames, seeds, sampling, texts=()):
 
     first_end = torch.tensor(min_frames, device=device)  # the first frame where EOS may stand
     ends = torch.tensor(max_frames, device=device)  # one past the last frame of each
-    generated = torch.zeros(len(samples), num_frames, Q, dtype=torch.long, device=device)
+    generated = torch.zeros_like(uniform, dtype=torch.long)
     for t in range(num_frames):
         for q in range(Q):
             logits = F.linear(x, model.heads[q].to(x.dtype)).float()  # (B or 2B, K + 1)
