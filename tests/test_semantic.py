@@ -7,71 +7,48 @@ from torch.testing import assert_close
 
 from common import checkpoint
 from common.config import UserError
-from common.data import files, recordings, synthetic
+from common.data import recordings, synthetic
 from common.interop import speech
 from common.models import semantic
 
-
-class Dataset:
-    """The first of the built-in recordings; those of `unusable` cannot be read."""
-
-    rate = synthetic.RATE
-
-    def __init__(self, count, unusable=()):
-        waves, self.records = synthetic.syllables(range(count))
-        self.waves = [torch.from_numpy(wave) for wave in waves]
-        self.unusable = unusable
-
-    def wave(self, index):
-        if index in self.unusable:
-            raise files.Unusable(f"recording {index}")
-        return self.waves[index]
+DATASET = recordings.Syllables(300)
+EVEN, ODD = (np.flatnonzero(np.array(DATASET.speaker_of, int) % 2 == odd) for odd in (0, 1))
 
 
 @pytest.fixture(scope="module")
-def dataset():
-    return Dataset(300)
+def tokenizer():
+    return semantic.fit(DATASET, EVEN, clusters=36)
 
 
-@pytest.fixture(scope="module")
-def speakers(dataset):
-    return np.array([record["speaker"] for record in dataset.records])
-
-
-@pytest.fixture(scope="module")
-def tokenizer(dataset, speakers):
-    return semantic.fit(dataset, np.flatnonzero(speakers % 2 == 0), clusters=36)
-
-
-def labeled(tokenizer, dataset, indices):
+def labeled(tokenizer, indices):
     """(tokens, syllables) of all frames of some recordings."""
     tokens = []
     labels = []
-    for i in indices:
-        tokens.append(tokenizer.encode(dataset.wave(i)))
-        labels.append(synthetic.syllable_labels(dataset.records[i], len(tokens[-1]), 50))
+    for i, record in zip(indices, DATASET.records(indices)):
+        tokens.append(tokenizer.encode(DATASET.wave(i)))
+        labels.append(synthetic.syllable_labels(record, len(tokens[-1]), 50))
     return np.concatenate(tokens), np.concatenate(labels)
 
 
-def test_tokens_are_of_syllables_also_of_unseen_speakers(tokenizer, dataset, speakers):
-    tokens, labels = labeled(tokenizer, dataset, np.flatnonzero(speakers % 2 == 0))
+def test_tokens_are_of_syllables_also_of_unseen_speakers(tokenizer):
+    tokens, labels = labeled(tokenizer, EVEN)
     syllables = synthetic.majority(tokens, labels, tokenizer.clusters)
-    tokens, labels = labeled(tokenizer, dataset, np.flatnonzero(speakers % 2))
-    assert (syllables[tokens] == labels).mean() > 0.97
+    tokens, labels = labeled(tokenizer, ODD)
+    assert (syllables[tokens] == labels).mean() > 0.85
     assert len(set(tokens.tolist())) > 30
 
 
-def test_features_are_cepstra(tokenizer, dataset):
-    x = tokenizer.features(dataset.wave(0))
-    mel = recordings.log_mel(dataset.wave(0)[None], 8_000, 400, 160, 26, 1e-3)[0].double().numpy()
+def test_features_are_cepstra(tokenizer):
+    x = tokenizer.features(DATASET.wave(0))
+    mel = recordings.log_mel(DATASET.wave(0)[None], 8_000, 400, 160, 26, 1e-3)[0].double().numpy()
     cosine = np.cos(np.pi * 2 * (np.arange(26) + 0.5) / 26)  # the DCT-II
     np.testing.assert_allclose(x[:, 1], mel @ cosine * (2 / 26) ** 0.5, atol=1e-3)
 
 
 def test_a_sound_has_the_same_tokens_alone_inside_of_another_and_in_blocks(
-    tokenizer, dataset, monkeypatch
+    tokenizer, monkeypatch
 ):
-    waves = torch.cat([dataset.wave(i) for i in range(10)])
+    waves = torch.cat([DATASET.wave(i) for i in range(10)])
     waves = waves[: len(waves) // 160 * 160]
     whole = tokenizer.encode(waves)
     # A window reaches 120 samples beyond its frame.
@@ -88,18 +65,19 @@ def test_there_is_a_token_for_each_20_ms_begun_at_any_rate(rate):
         assert len(tokenizer.encode(torch.randn(samples))) == -(-samples * 50 // rate)
 
 
-def test_a_tokenizer_survives_being_saved_and_another_file_is_refused(tokenizer, dataset, tmp_path):
+def test_a_tokenizer_survives_being_saved_and_another_file_is_refused(tokenizer, tmp_path):
     path = tmp_path / "kmeans.pt"
     checkpoint.save(tokenizer.state(), path)
     loaded = semantic.load(checkpoint.load(path), path)
-    wave = dataset.wave(1)
+    wave = DATASET.wave(1)
     np.testing.assert_array_equal(loaded.encode(wave), tokenizer.encode(wave))
     with pytest.raises(UserError, match=r"other\.pt: damaged, or of another program"):
         semantic.load({"model": {}}, "other.pt")
 
 
-def fitted(seed=3, **settings):
-    return semantic.fit(Dataset(40, **settings), np.arange(40), 8, seed).centers.numpy()
+def fitted(seed=3, hop_length=1):
+    dataset = recordings.Syllables(40, hop_length=hop_length)
+    return semantic.fit(dataset, np.arange(40), 8, seed).centers.numpy()
 
 
 def test_a_fit_is_the_same_on_every_rank_and_in_one_process(on_ranks):
@@ -111,7 +89,7 @@ def test_a_fit_repeats_varies_with_the_seed_and_takes_what_can_be_read(monkeypat
     centers = fitted()
     np.testing.assert_array_equal(fitted(), centers)
     assert not np.allclose(fitted(seed=1), centers)
-    assert not np.allclose(fitted(unusable=(1, 5, 6)), centers)
+    assert not np.allclose(fitted(hop_length=7_000), centers)  # shorter ones are unusable
     monkeypatch.setattr(semantic, "MAX_FRAMES", 7)
     with pytest.raises(UserError, match=r"--clusters 8: only 7 frames"):
         fitted()
