@@ -498,20 +498,22 @@ class SoundStream(nn.Module):
     def encode(self, wave):
         """Codes (frames, Q) of a wave (T,), on the CPU."""
         wave = self.emphasize(wave[None].to(self.inner_scale.device))
-
-        def codes_of(block):
-            return self.quantizer.encode(self.encode_latents(block))
-
-        return self.in_blocks(codes_of, wave, self.hop_length, 1)[0].cpu()
+        codes = self.in_blocks(
+            lambda block: self.quantizer.encode(self.encode_latents(block)),
+            wave,
+            self.hop_length,
+            1,
+        )
+        return codes[0].cpu()
 
     def decode(self, codes):
         """The wave (frames · hop_length,), on the CPU, of codes (frames, n) of n quantizers."""
-        codes = codes[None].to(self.inner_scale.device)
-
-        def wave_of(block):
-            return self.decode_latents(self.quantizer.decode(block))
-
-        wave = self.in_blocks(wave_of, codes, 1, self.hop_length)
+        wave = self.in_blocks(
+            lambda block: self.decode_latents(self.quantizer.decode(block)),
+            codes[None].to(self.inner_scale.device),
+            1,
+            self.hop_length,
+        )
         return self.deemphasize(wave)[0].cpu()
 
 
@@ -1003,7 +1005,7 @@ class TransformerConfig(SharedConfig):
     def __post_init__(self):
         super().__post_init__()
         # Rotary positions turn pairs of the numbers of a head.
-        if self.width % self.heads or self.width // self.heads % 2:
+        if self.width % (2 * self.heads):
             raise UserError(
                 f"--heads: --width {self.width} must be an even multiple of --heads {self.heads}"
             )
@@ -1374,7 +1376,7 @@ def generate(model, samples, min_frames, max_frames, seeds, sampling, texts=()):
             code = code.clamp(max=eos - 1)  # samples that have ended go on, and are cut below
             generated[:, t, q] = code
             # The new code is the next input, as in `build_sequence`.
-            rows = model.offsets[-2] + 1 + q * eos + code
+            rows = model.offsets[-2] + 1 + q * stream.codebook_size + code
             if guided:
                 rows = rows.repeat(2)  # the same code with and without the text
             x = model.transformer.step(model.embed(rows), kv_cache)  # (B or 2B, D)
