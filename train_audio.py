@@ -1361,28 +1361,29 @@ def generate(model, samples, min_frames, max_frames, seeds, sampling, texts=()):
     first_end = torch.tensor(min_frames, device=device)  # the first frame where EOS may stand
     ends = torch.tensor(max_frames, device=device)  # one past the last frame of each
     generated = torch.zeros_like(uniform, dtype=torch.long)
-    for t in range(num_frames):
-        for q in range(Q):
-            logits = F.linear(x, model.heads[q].to(x.dtype)).float()  # (B or 2B, K + 1)
-            if guided:  # classifier-free guidance (Ho & Salimans 2022, Eq. 6)
-                conditional, unconditional = logits.chunk(2)
-                logits = diffusion.classifier_free_guidance(
-                    conditional, unconditional, sampling.guidance_scale
-                )
-            # EOS stands only where a frame would begin.
-            logits[:, eos].masked_fill_((t < first_end) | (q > 0), -torch.inf)
-            code = sample_token(logits, uniform[:, t, q], sampling)
-            ends = torch.where(code == eos, ends.clamp(max=t), ends)
-            code = code.clamp(max=eos - 1)  # samples that have ended go on, and are cut below
-            generated[:, t, q] = code
+    for i in range(num_frames * Q):
+        t, q = divmod(i, Q)
+        logits = F.linear(x, model.heads[q].to(x.dtype)).float()  # (B or 2B, K + 1)
+        if guided:  # classifier-free guidance (Ho & Salimans 2022, Eq. 6)
+            conditional, unconditional = logits.chunk(2)
+            logits = diffusion.classifier_free_guidance(
+                conditional, unconditional, sampling.guidance_scale
+            )
+        # EOS stands only where a frame would begin.
+        logits[:, eos].masked_fill_((t < first_end) | (q > 0), -torch.inf)
+        code = sample_token(logits, uniform[:, t, q], sampling)
+        ends = torch.where(code == eos, ends.clamp(max=t), ends)
+        # Once a frame the host waits for the device, to see whether all have ended.
+        if q == 0 and (ends <= t).all():
+            break
+        code = code.clamp(max=eos - 1)  # samples that have ended go on, and are cut below
+        generated[:, t, q] = code
+        if i + 1 < num_frames * Q:
             # The new code is the next input, as in `build_sequence`.
             rows = model.offsets[-2] + 1 + q * stream.codebook_size + code
             if guided:
                 rows = rows.repeat(2)  # the same code with and without the text
             x = model.transformer.step(model.embed(rows), kv_cache)  # (B or 2B, D)
-        # Once a frame the host waits for the device, to see whether all have ended.
-        if (ends <= t + 1).all():
-            break
     return [codes[:end] for codes, end in zip(generated.cpu(), ends.tolist())]
 
 
