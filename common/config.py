@@ -95,6 +95,11 @@ def field(default, help="", model=False, fixed=False, measure=False):
     return dataclasses.field(default=default, metadata=rules)
 
 
+def model_field(default, help=""):
+    """A setting that is part of the model: see `field`."""
+    return field(default, help, model=True)
+
+
 def settings_with(cfg, rule):
     """{name: value} of the settings of which `rule` of `field` is true."""
     return {
