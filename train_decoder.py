@@ -64,6 +64,7 @@ from common.config import (
     PositiveInt,
     UserError,
     field,
+    model_field,
 )
 from common.data import embed, embeddings, files, images, media, order, synthetic
 from common.ema import EMA
@@ -131,20 +132,20 @@ class UNetConfig(SharedConfig):
     """Model and training of a U-Net"""
 
     # Model: the U-Net of ADM
-    image_size: PositiveInt = field(16, "width and height of the images", model=True)
-    width: MultipleOf4 = field(32, "channels of the first level", model=True)
-    channel_mult: tuple[PositiveInt, ...] = field(
-        (1, 2, 4), "channels of each level by width; each level halves the size", model=True
+    image_size: PositiveInt = model_field(16, "width and height of the images")
+    width: MultipleOf4 = model_field(32, "channels of the first level")
+    channel_mult: tuple[PositiveInt, ...] = model_field(
+        (1, 2, 4), "channels of each level by width; each level halves the size"
     )
-    num_res_blocks: PositiveInt = field(
-        1, "residual blocks of a level on the way down; the way up has one more", model=True
+    num_res_blocks: PositiveInt = model_field(
+        1, "residual blocks of a level on the way down; the way up has one more"
     )
     dropout: Fraction = field(0.0, "dropout before the second convolution of a block")
     checkpointing: bool = field(False, "recompute blocks in the backward pass to save memory")
     # Diffusion: x_t = α_t·x0 + σ_t·ε
-    objective: Objective = field("flow", "what the network predicts", model=True)
-    timestep_density: Density = field(
-        "logit_normal", "distribution of the timesteps in training (SD3 §3.1)", model=True
+    objective: Objective = model_field("flow", "what the network predicts")
+    timestep_density: Density = model_field(
+        "logit_normal", "distribution of the timesteps in training (SD3 §3.1)"
     )
     loss_weight: Literal["none", "min_snr", "sigma_sqrt", "cosmap"] = field(
         "none", "weight of the loss by noise level; sigma_sqrt and cosmap: flow only"
@@ -198,19 +199,19 @@ class UNetConfig(SharedConfig):
 class BaseConfig(UNetConfig):
     """The base: CLIP image embedding, and maybe text -> image"""
 
-    stage: Literal["base"] = field("base", "this stage", model=True)
-    attention_levels: tuple[NonNegativeInt, ...] = field(
-        (1, 2), "levels with attention; 0 is the finest", model=True
+    stage: Literal["base"] = model_field("base", "this stage")
+    attention_levels: tuple[NonNegativeInt, ...] = model_field(
+        (1, 2), "levels with attention; 0 is the finest"
     )
-    cond_width: PositiveInt = field(64, "width of the context tokens", model=True)
-    text_encodings: Literal["none", "clip"] = field(
-        "none", "condition on the captions too, as the CLIP encodes them (GLIDE §2.3)", model=True
+    cond_width: PositiveInt = model_field(64, "width of the context tokens")
+    text_encodings: Literal["none", "clip"] = model_field(
+        "none", "condition on the captions too, as the CLIP encodes them (GLIDE §2.3)"
     )
-    raw_embeddings: bool = field(
-        False, "embeddings as the CLIP gives them (Karlo), not of unit length", model=True
+    raw_embeddings: bool = model_field(
+        False, "embeddings as the CLIP gives them (Karlo), not of unit length"
     )
-    learned_variance: bool = field(
-        False, "also learn the variance of DDPM's steps (Nichol & Dhariwal 2021)", model=True
+    learned_variance: bool = model_field(
+        False, "also learn the variance of DDPM's steps (Nichol & Dhariwal 2021)"
     )
     lora_rank: NonNegativeInt = field(
         0, "rank of adapters trained on the frozen --init_from, 0: train all weights", fixed=True
@@ -238,8 +239,8 @@ class BaseConfig(UNetConfig):
                 "--learned_variance: it needs --timestep_density uniform and another objective "
                 "than flow, as the bound is a sum over the timesteps of DDPM"
             )
-        if self.text_encodings == "clip" and not self.attention_levels:
-            raise UserError("--text_encodings: only --attention_levels see them")
+        if not self.attention_levels:
+            raise UserError("--attention_levels: the base needs some, which see image and text")
         if self.lora_rank and not self.init_from:
             raise UserError("--lora_rank: adapters need the model that --init_from names")
 
@@ -253,37 +254,36 @@ class BaseConfig(UNetConfig):
 class UpsampleConfig(UNetConfig):
     """The upsampler: low-resolution image -> image, without condition or attention"""
 
-    stage: Literal["upsample"] = field("upsample", "this stage", model=True)
-    low_res_size: PositiveInt = field(16, "width and height of the input", model=True)
-    image_size: PositiveInt = field(32, "width and height of the images", model=True)
-    channel_mult: tuple[PositiveInt, ...] = field(
-        (1, 2), "channels of each level by width; each level halves the size", model=True
+    stage: Literal["upsample"] = model_field("upsample", "this stage")
+    low_res_size: PositiveInt = model_field(16, "width and height of the input")
+    image_size: PositiveInt = model_field(32, "width and height of the images")
+    channel_mult: tuple[PositiveInt, ...] = model_field(
+        (1, 2), "channels of each level by width; each level halves the size"
     )
-    scale_shift: bool = field(
-        True, "the timestep scales and shifts a norm; off: it is added before the norm", model=True
+    scale_shift: bool = model_field(
+        True, "the timestep scales and shifts a norm; off: it is added before the norm"
     )
     # In training the input is corrupted, and crops are enough, as there is no attention.
-    low_res_noise: Fraction = field(
-        0.0, "maximum noise on the input, as a fraction of the timesteps (Imagen)", model=True
+    low_res_noise: Fraction = model_field(
+        0.0, "maximum noise on the input, as a fraction of the timesteps (Imagen)"
     )
     # Half of the side. The paper and the presets take a quarter of it (DALL-E 2 §2.1).
-    random_crop: NonNegativeInt = field(
-        16, "train on random crops of this size, 0: on whole images", model=True
+    random_crop: NonNegativeInt = model_field(
+        16, "train on random crops of this size, 0: on whole images"
     )
     # Flow leaves grain in the images, which x0 does not.
-    objective: Objective = field("x0", "what the network predicts", model=True)
-    timestep_density: Density = field(
-        "uniform", "distribution of the timesteps in training (SD3 §3.1)", model=True
+    objective: Objective = model_field("x0", "what the network predicts")
+    timestep_density: Density = model_field(
+        "uniform", "distribution of the timesteps in training (SD3 §3.1)"
     )
-    noise_schedule: Literal["cosine", "linear"] = field(
-        "cosine", "noise schedule; flow has its own", model=True
+    noise_schedule: Literal["cosine", "linear"] = model_field(
+        "cosine", "noise schedule; flow has its own"
     )
     steps: PositiveInt = field(800, "optimizer steps")
     eval_steps: PositiveInt = field(10, "sampling steps")
 
     # Constants of this stage, which UNet reads as it reads settings
     image_condition = False  # the low resolution alone (DALL-E 2 §2.1)
-    low_res_blur = 0.5  # probability of blurring the input in training, as in DALLE2-pytorch
     text_encodings = "none"
     raw_embeddings = False
     attention_levels = ()
@@ -388,7 +388,7 @@ VLB_WEIGHT = 1e-3  # λ of the variational bound (Nichol & Dhariwal 2021, §3.1)
 # Range of the blur's sigma, in pixels of the low resolution. DALL-E 2 §2.1 gives no numbers. In
 # DALLE2-pytorch it is 0.6.
 BLUR_SIGMA = (0.4, 0.8)
-REPAINT_ROUNDS = 5  # times that RePaint takes a step, so that the new pixels fit the known ones
+BLUR_PROBABILITY = 0.5  # as in DALLE2-pytorch
 GRID_CAPTION = "real images, and samples below"
 RESIZE = "box"  # filter that shrinks images: the mean of the pixels
 MAX_CHUNK = 64  # samples in one forward pass, at most, where --chunk_size is 0
@@ -411,25 +411,16 @@ class ResBlock(nn.Module):
     The residual path is norm, SiLU and convolution, twice.
     """
 
-    def __init__(
-        self,
-        cfg,
-        width_in,
-        width,
-        has_attention=False,
-        resample=None,
-        takes_skip=False,
-    ):
+    def __init__(self, cfg, width_in, width, has_attention=False, resample=None, takes_skip=False):
         """resample: halves or doubles the image before the first convolution, on both paths.
 
         That is BigGAN's (Brock et al. 2018). takes_skip: the output of a block on the way down is
         a part of the input, which the caller concatenates.
         """
         super().__init__()
-        self.takes_skip = takes_skip
-        self.checkpointing = cfg.checkpointing
-        self.scale_shift = cfg.scale_shift
+        self.cfg = cfg
         self.has_attention = has_attention
+        self.takes_skip = takes_skip
         self.resample = resample or nn.Identity()
         self.norm1 = group_norm(width_in)
         self.conv1 = nn.Conv2d(width_in, width, 3, padding=1)
@@ -440,17 +431,16 @@ class ResBlock(nn.Module):
         self.conv2 = zero_init(nn.Conv2d(width, width, 3, padding=1))
         self.skip = nn.Conv2d(width_in, width, 1) if width_in != width else nn.Identity()
         if has_attention:
-            self.num_heads = max(1, width // cfg.head_dim)
-            while width % self.num_heads:  # fewer and wider heads, so that they divide the width
-                self.num_heads -= 1
+            num_heads = width // cfg.head_dim
+            while width % num_heads:  # fewer and wider heads, so that they divide the width
+                num_heads -= 1
             self.attention_norm = group_norm(width)
-            self.attention = Attention(width, self.num_heads)  # attention of the pixels
+            self.attention = Attention(width, num_heads)  # attention of the pixels
             zero_init(self.attention.out)  # it adds nothing at first
-            if cfg.image_condition:
-                self.token_key_value = nn.Linear(cfg.cond_width, 2 * width)
+            self.token_key_value = nn.Linear(cfg.cond_width, 2 * width)
 
     def forward(self, *inputs):
-        if self.checkpointing and torch.is_grad_enabled():
+        if self.cfg.checkpointing:
             return torch.utils.checkpoint.checkpoint(self.compute, *inputs, use_reentrant=False)
         return self.compute(*inputs)
 
@@ -466,7 +456,7 @@ class ResBlock(nn.Module):
 
         # The timestep and the conditions enter here (ADM §3, "adaptive group normalization").
         modulation = self.modulation(F.silu(emb))[:, :, None, None]
-        if self.scale_shift:
+        if self.cfg.scale_shift:
             scale, shift = modulation.chunk(2, dim=1)  # (B, W, 1, 1)
             h = self.norm2(h) * (1 + scale) + shift
         else:
@@ -481,22 +471,19 @@ class ResBlock(nn.Module):
     def attend(self, x, context, context_mask):
         """Attention of the pixels of x (B, W, H, H) to the context and to each other.
 
-        context: tokens (B, J, E) or None. context_mask: which of them and of the pixels after them
-        are attended to (B, 1, 1, J + H² or more); None means all.
+        context: tokens (B, J, E). context_mask: which of them are attended to (B, 1, 1, J); None
+        means all.
         """
         h = self.attention_norm(x).flatten(2).transpose(1, 2).contiguous()  # (B, H², W)
-        keys, values = self.attention.keys_values(h)  # (B, heads, H², d)
-        if context is not None:
-            # Keys and values of the context stand before those of the pixels (GLIDE §2.3).
-            key_value = self.token_key_value(context)  # (B, J, 2W)
-            key_value = key_value.unflatten(-1, (2 * self.num_heads, -1)).transpose(1, 2)
-            context_keys, context_values = key_value.chunk(2, dim=1)  # (B, heads, J, d)
-            keys = torch.cat([context_keys, keys], dim=2)  # (B, heads, J + H², d)
-            values = torch.cat([context_values, values], dim=2)
-        mask = None
-        if context_mask is not None:
-            mask = context_mask[..., : keys.shape[2]]  # (B, 1, 1, J + H²)
-        h = self.attention(h, keys, values, mask)  # (B, H², W)
+        pixels = self.attention.keys_values(h)  # (B, heads, H², d) each
+        # Keys and values of the context stand before those of the pixels (GLIDE §2.3).
+        tokens = self.token_key_value(context)  # (B, J, 2W)
+        tokens = tokens.unflatten(-1, (2 * self.attention.num_heads, -1)).transpose(1, 2)
+        tokens = tokens.chunk(2, dim=1)  # (B, heads, J, d) each
+        keys, values = [torch.cat(both, dim=2) for both in zip(tokens, pixels)]
+        if context_mask is not None:  # pixels are never masked
+            context_mask = F.pad(context_mask, (0, h.shape[1]), value=True)  # (B, 1, 1, J + H²)
+        h = self.attention(h, keys, values, context_mask)  # (B, H², W)
         return h.transpose(1, 2).unflatten(2, x.shape[2:])  # (B, W, H, H)
 
 
@@ -519,11 +506,10 @@ class UNet(nn.Module):
         self.time_in = TimeEmbedding(cfg.width, emb_width, cfg.timesteps)
         if cfg.low_res_noise:
             self.low_res_level_in = TimeEmbedding(cfg.width, emb_width, cfg.timesteps)
-        if cfg.image_condition:
+        if embed_width:
             self.null_image = nn.Parameter(torch.randn(embed_width))  # stands for a dropped image
             self.image_in = nn.Linear(embed_width, emb_width)  # added to the timestep
-            if cfg.attention_levels:
-                self.image_tokens_in = nn.Linear(embed_width, IMAGE_TOKENS * cfg.cond_width)
+            self.image_tokens_in = nn.Linear(embed_width, IMAGE_TOKENS * cfg.cond_width)
         if encoding_width:
             self.null_text = NullText(embed_width, encoding_width, cfg.max_text_len)  # of ""
             self.text_in = nn.Linear(embed_width, emb_width)  # added to the timestep
@@ -537,28 +523,25 @@ class UNet(nn.Module):
         self.stem = nn.Conv2d(6 if cfg.low_res_size else 3, width, 3, padding=1)  # x_t, low_res
         self.downs = nn.ModuleList()
         for level, width_out in enumerate(level_widths):
-            has_attention = level in cfg.attention_levels
-            for _ in range(cfg.num_res_blocks):
-                self.downs.append(ResBlock(cfg, width, width_out, has_attention))
-                width = width_out
-                skip_widths.append(width)
-            if level < len(level_widths) - 1:
-                half = nn.AvgPool2d(2)  # to the next level
+            if level > 0:  # from the level before
+                half = nn.AvgPool2d(2)
                 self.downs.append(ResBlock(cfg, width, width, resample=half))
+                skip_widths.append(width)
+            for _ in range(cfg.num_res_blocks):
+                self.downs.append(ResBlock(cfg, width, width_out, level in cfg.attention_levels))
+                width = width_out
                 skip_widths.append(width)
 
         # The middle, at the coarsest level. ADM attends here always, this one if any level does.
-        has_attention = bool(cfg.attention_levels)
-        self.middle = nn.ModuleList()
-        self.middle.append(ResBlock(cfg, width, width, has_attention))
-        self.middle.append(ResBlock(cfg, width, width))
+        first = ResBlock(cfg, width, width, bool(cfg.attention_levels))
+        self.middle = nn.ModuleList([first, ResBlock(cfg, width, width)])
 
         # The way up. Every block that does not double takes one of those outputs as its skip.
         self.ups = nn.ModuleList()
         for level, width_out in reversed([*enumerate(level_widths)]):
-            has_attention = level in cfg.attention_levels
             for _ in range(cfg.num_res_blocks + 1):
                 width_in = width + skip_widths.pop()
+                has_attention = level in cfg.attention_levels
                 self.ups.append(ResBlock(cfg, width_in, width_out, has_attention, takes_skip=True))
                 width = width_out
             if level > 0:  # to the next level
@@ -583,36 +566,30 @@ class UNet(nn.Module):
         return F.normalize(embed.float(), dim=-1) * embed.shape[-1] ** 0.5
 
     def embed_conditions(self, condition, drop_image, drop_text):
-        """(added to the timestep (B, 4W), context (B, J, E), context_mask (B, J)); None: without.
+        """(added to the timestep (B, 4W), context (B, J, E), context_mask (B, 1, 1, J)).
 
         condition: see `conditioning`. drop_image, drop_text (B,): for which samples the image
-        embedding and the text are replaced by learned or empty ones. Guidance needs
-        predictions with and without conditions.
+        embedding and the text are replaced by learned or empty ones. Guidance needs predictions
+        with and without conditions. None: without context, or without a mask.
         """
-        added = 0.0
-        context = []
-        context_mask = None
-        if self.cfg.image_condition:
-            # The image embedding is added to the timestep's, and becomes four tokens (§2.1).
-            embed = condition["image_embed"]  # (B, D)
-            drop_image = drop_image | ~embed.any(-1)  # zeros mean "no image"
-            embed = torch.where(drop_image[:, None], self.null_image, self.scale_embedding(embed))
-            added = self.image_in(embed)  # (B, 4W)
-            if self.cfg.attention_levels:
-                tokens = self.image_tokens_in(embed).unflatten(-1, (IMAGE_TOKENS, -1))
-                context.append(tokens)  # (B, 4, E)
-        if self.cfg.text_encodings != "none":
-            # GLIDE §2.3: the text's embedding is added too, and its encodings are further tokens.
-            condition = self.null_text(condition, drop_text)
-            text_embed = self.scale_embedding(condition["text_embed"])
-            added = added + self.text_in(text_embed)  # (B, 4W)
-            context_mask = condition["text_mask"]  # (B, L), False for padding
-            context_mask = F.pad(context_mask, (IMAGE_TOKENS, 0), value=True)  # (B, 4 + L)
-            encodings = self.encoding_in(condition["text_enc"])  # (B, L, E)
-            context.append(self.encoding_norm(encodings))  # (B, L, E)
-        # Without attention there is no context.
-        context = torch.cat(context, dim=1) if context else None  # (B, J, E): image tokens, text
-        return added, context, context_mask
+        if not condition:  # an upsampler
+            return 0.0, None, None
+        # The image embedding is added to the timestep's, and becomes four tokens (§2.1).
+        embed = condition["image_embed"]  # (B, D)
+        drop_image = drop_image | ~embed.any(-1)  # zeros mean "no image"
+        embed = torch.where(drop_image[:, None], self.null_image, self.scale_embedding(embed))
+        added = self.image_in(embed)  # (B, 4W)
+        context = self.image_tokens_in(embed).unflatten(-1, (IMAGE_TOKENS, -1))  # (B, 4, E)
+        if self.cfg.text_encodings == "none":
+            return added, context, None
+
+        # GLIDE §2.3: the text's embedding is added too, and its encodings are further tokens.
+        condition = self.null_text(condition, drop_text)
+        added = added + self.text_in(self.scale_embedding(condition["text_embed"]))
+        encodings = self.encoding_in(condition["text_enc"])  # (B, L, E)
+        context = torch.cat([context, self.encoding_norm(encodings)], dim=1)  # (B, 4 + L, E)
+        mask = condition["text_mask"][:, None, None]  # (B, 1, 1, L), False for padding
+        return added, context, F.pad(mask, (IMAGE_TOKENS, 0), value=True)
 
     def forward(
         self, x_t, timestep, condition, drop_image, drop_text, low_res=None, low_res_level=None
@@ -623,11 +600,7 @@ class UNet(nn.Module):
         `embed_conditions`. low_res: low-resolution image at size H. low_res_level (B,): timestep of
         the noise on it.
         """
-        added, context, context_mask = self.embed_conditions(condition, drop_image, drop_text)
-        if context_mask is not None:  # pixels are never masked; those of the finest level suffice
-            size = x_t.shape[-1] >> min(self.cfg.attention_levels)
-            context_mask = F.pad(context_mask, (0, size**2), value=True)
-            context_mask = context_mask[:, None, None]  # for all heads and all pixels
+        added, *context = self.embed_conditions(condition, drop_image, drop_text)
         emb = self.time_in(timestep) + added  # (B, 4W)
         if low_res_level is not None:
             emb = emb + self.low_res_level_in(low_res_level)  # Imagen §2.4
@@ -637,14 +610,12 @@ class UNet(nn.Module):
         x = self.stem(x)  # (B, W, H, H), laid out as the weights are
         skips = [x]  # outputs of the way down
         for block in self.downs:
-            x = block(x, emb, context, context_mask)  # H is halved after each level
+            x = block(x, emb, *context)  # H is halved before each level but the first
             skips.append(x)
-        for block in self.middle:
-            x = block(x, emb, context, context_mask)
-        for block in self.ups:
+        for block in [*self.middle, *self.ups]:
             if block.takes_skip:
                 x = torch.cat([x, skips.pop()], dim=1)
-            x = block(x, emb, context, context_mask)  # H is doubled after each level
+            x = block(x, emb, *context)  # H is doubled after each level
         return self.out(x)  # (B, 3 or 6, H, H)
 
 
@@ -680,17 +651,15 @@ def conditioning(batch, cfg, clip_model):
 # Loss
 
 
-def augment_low_res(unet, low_res, fraction, noise):
-    """(low_res with noise, the noise's timestep (B,)): Imagen's noise augmentation (§2.4).
+def augment_low_res(unet, low_res, level, noise):
+    """(low_res with noise of `level` (B,), the level): Imagen's noise augmentation (§2.4).
 
-    fraction (B,): how much noise, as a fraction of the timesteps. The model is told the level. A
-    model without --low_res_noise gets low_res as it is.
+    The level is a timestep, which the model is told. A model without --low_res_noise gets low_res
+    as it is.
     """
     if not unet.cfg.low_res_noise:
         return low_res, None
-    level = (fraction * (unet.cfg.timesteps - 1)).round().long()  # (B,)
-    alpha = diffusion.extract(unet.alpha, level, low_res)
-    sigma = diffusion.extract(unet.sigma, level, low_res)
+    alpha, sigma = diffusion.levels(unet, level, low_res)
     return alpha * low_res + sigma * noise, level
 
 
@@ -707,7 +676,7 @@ def upsampler_inputs(unet, x0):
 
     # Gaussian blur, of a random width, on some of the images.
     blur_sigma = torch.empty(size, device=device).uniform_(*BLUR_SIGMA)
-    is_blurred = torch.rand(size, device=device) < cfg.low_res_blur  # (B,)
+    is_blurred = torch.rand(size, device=device) < BLUR_PROBABILITY  # (B,)
     blurred = media.blur(low_res, blur_sigma)
     low_res = torch.where(is_blurred[:, None, None, None], blurred, low_res)
     low_res = media.resize(low_res, cfg.image_size, "bicubic")  # (B, 3, H, H)
@@ -718,11 +687,10 @@ def upsampler_inputs(unet, x0):
         x0 = media.crop(x0, cfg.random_crop, corners)
         low_res = media.crop(low_res, cfg.random_crop, corners)
 
-    # Noise of a random level, up to --low_res_noise.
+    # Noise of a random level, up to --low_res_noise of the timesteps.
     fraction = torch.rand(size, device=device) * cfg.low_res_noise
-    noise = torch.randn_like(low_res)
-    low_res, level = augment_low_res(unet, low_res, fraction, noise)
-    return x0, low_res, level
+    level = (fraction * (cfg.timesteps - 1)).round().long()  # (B,)
+    return x0, *augment_low_res(unet, low_res, level, torch.randn_like(low_res))
 
 
 def diffusion_loss(unet, batch, condition, for_eval=False):
@@ -734,9 +702,9 @@ def diffusion_loss(unet, batch, condition, for_eval=False):
     x0 = media.from_uint8(batch["image"])  # (B, 3, H, H) in [-1, 1]
     size = len(x0)
     device = x0.device
-    low_res = low_res_level = None
+    low_res = []  # image and level
     if cfg.low_res_size:
-        x0, low_res, low_res_level = upsampler_inputs(unet, x0)
+        x0, *low_res = upsampler_inputs(unet, x0)
     timestep = diffusion.sample_timesteps(cfg.timestep_density, (size,), cfg.timesteps, device)
     noise = torch.randn_like(x0)  # ε
 
@@ -745,18 +713,16 @@ def diffusion_loss(unet, batch, condition, for_eval=False):
     drop_text = torch.rand(size, device=device) < TEXT_DROP
 
     # DDPM, Eq. 4: x_t = α_t·x0 + σ_t·ε
-    alpha = diffusion.extract(unet.alpha, timestep, x0)  # (B, 1, 1, 1)
-    sigma = diffusion.extract(unet.sigma, timestep, x0)
+    alpha, sigma = diffusion.levels(unet, timestep, x0)  # (B, 1, 1, 1)
     x_t = alpha * x0 + sigma * noise  # (B, 3, H, H)
     target = diffusion.target(cfg.objective, x0, noise, alpha, sigma)
 
-    out = unet(x_t, timestep, condition, drop_image, drop_text, low_res, low_res_level)
-    out = out.float()  # (B, 3 or 6, H, H)
+    # The loss is in fp32, whatever the precision of the model.
+    out = unet(x_t, timestep, condition, drop_image, drop_text, *low_res).float()
     prediction = out[:, :3]
-    loss = F.mse_loss(prediction, target, reduction="none")  # (B, 3, H, H)
+    loss = (prediction - target) ** 2  # (B, 3, H, H)
     if not for_eval:  # the weight of a noise level
-        weight = diffusion.loss_weight(cfg.loss_weight, cfg.objective, alpha, sigma)
-        loss = loss * weight
+        loss = loss * diffusion.loss_weight(cfg.loss_weight, cfg.objective, alpha, sigma)
     loss = loss.mean()
     if cfg.learned_variance:
         # The bound trains the variance alone: its mean has no gradient.
@@ -782,15 +748,14 @@ def sample_images(
     eta=0.0,
     noise_fn=torch.randn_like,
     low_res=None,
-    low_res_noise=0.0,
     known=None,
     keep_mask=None,
 ):
     """`count` images (B, 3, H, H) in [-1, 1] for a `condition` of as many (see `conditioning`).
 
-    eta: noise of a step, 1 for DDPM and 0 for DDIM. low_res: images (B, 3, h, h) of the stage
-    before. low_res_noise: noise added to them, as a fraction of the timesteps. known, keep_mask:
-    pixels of `known` (B or 1, 3, h, h) are kept where keep_mask (1, 1, h, h) is 1.
+    eta: noise of a step, 1 for DDPM and 0 for DDIM. low_res: images (B or 1, 3, h, h) of the stage
+    before, or larger ones, for an upsampler. known, keep_mask: pixels of `known` (B or 1, 3, h, h)
+    are kept where keep_mask (1, 1, h, h) is 1.
     """
     cfg = unet.cfg
     device = unet.alpha.device
@@ -799,47 +764,49 @@ def sample_images(
     # same noisy image and the same low resolution.
     guided = bool(condition) and guidance_scale != 1
     copies = 2 if guided else 1
-    condition = {name: torch.cat([value] * copies) for name, value in condition.items()}  # (2B, …)
+
+    def copied(x):
+        return torch.cat([x] * copies)
+
+    condition = {name: copied(value) for name, value in condition.items()}  # (2B, …)
     drop = torch.arange(copies * count, device=device) >= count  # true for the second copy
-    low_res_level = None
-    if low_res is not None:  # the model is told how much noise is on it
-        low_res = media.resize(low_res.expand(count, -1, -1, -1), cfg.image_size, "bicubic")
-        noise = noise_fn(low_res).repeat(copies, 1, 1, 1)
-        low_res = low_res.repeat(copies, 1, 1, 1)
-        fraction = torch.full((copies * count,), low_res_noise, device=device)
-        low_res, low_res_level = augment_low_res(unet, low_res, fraction, noise)
-    inputs = [condition, drop, drop, low_res, low_res_level]
-    if known is not None:
+    inputs = [condition, drop, drop]
+    if cfg.low_res_size:
+        low_res = media.resize(low_res, cfg.low_res_size, RESIZE).expand(count, -1, -1, -1)
+        low_res = media.resize(low_res, cfg.image_size, "bicubic")
+        noise = copied(noise_fn(low_res))
+        level = torch.zeros_like(drop, dtype=torch.long)  # the least noise
+        inputs += augment_low_res(unet, copied(low_res), level, noise)
+    if keep_mask is not None:
         # This stage may be coarser than the mask. Then a pixel is kept only if all of its area is.
         known = media.resize(known, cfg.image_size, "box")
         keep_mask = media.resize(keep_mask, cfg.image_size, "box") > 0.999
 
     def denoise(x_t, timestep):
-        """(x0, fraction of the variance or None), as diffusion.sample takes it."""
+        """(x0, fraction of the variance), as diffusion.sample takes it."""
         model = unet
         if unet.last_step_unet is not None and timestep[0] == 0:
             model = unet.last_step_unet
         # One pass for both copies.
-        out = model(x_t.repeat(copies, 1, 1, 1), timestep.repeat(copies), *inputs).float()
-        prediction = out[:count, :3]  # with all conditions
+        out = model(copied(x_t), copied(timestep), *inputs).float()
+        prediction = out[:, :3]
         if guided:
+            conditional, unconditional = prediction.chunk(2)
             prediction = diffusion.classifier_free_guidance(
-                prediction, out[count:, :3], guidance_scale
+                conditional, unconditional, guidance_scale
             )
-        alpha = diffusion.extract(unet.alpha, timestep, x_t)
-        sigma = diffusion.extract(unet.sigma, timestep, x_t)
+        alpha, sigma = diffusion.levels(unet, timestep, x_t)
         x0 = diffusion.predict_x0(cfg.objective, prediction, x_t, alpha, sigma).clamp(-1, 1)
-        fraction = None  # of the variance
+        fraction = 0.0  # of the variance: the posterior's
         if cfg.learned_variance:
             fraction = (out[:count, 3:] + 1) / 2
         return x0, fraction
 
-    shape = (count, 3, cfg.image_size, cfg.image_size)
-    x_T = noise_fn(torch.empty(shape, device=device))
+    x_T = torch.empty(count, 3, cfg.image_size, cfg.image_size, device=device)
     # With `known`, every step replaces its pixels by noised ones (RePaint, Lugmayr et al. 2022).
-    x0 = diffusion.sample(
+    return diffusion.sample(
         denoise,
-        x_T,
+        noise_fn(x_T),
         unet.alpha,
         unet.sigma,
         steps,
@@ -847,9 +814,7 @@ def sample_images(
         noise_fn,
         known,
         keep_mask,
-        REPAINT_ROUNDS,
     )
-    return x0.clamp(-1, 1)
 
 
 @torch.no_grad()
@@ -857,14 +822,15 @@ def sample_cascade(unets, batch, clip_model, seeds, low_res=None, known=None, ke
     """Images of the last of `unets`, uint8 (B, H, H, 3), for embeddings and captions of `batch`.
 
     The sampling settings of each stage are those of its cfg. seeds: an int for each image, from
-    which all its noise follows; so it is the same in any batch and on any rank. low_res (B or 1, 3,
-    h, h): input of a first stage that is an upsampler. known, keep_mask: see `sample_images`.
+    which all its noise follows; so it is the same in any batch and on any rank. low_res, known,
+    keep_mask: see `sample_images`.
     """
-    noise_fn = diffusion.noise_generator(seeds, unets[0].alpha.device)  # one stream an image
+    device = unets[0].alpha.device
+    noise_fn = diffusion.noise_generator(seeds, device)  # one stream an image
     for unet in unets:
         cfg = unet.cfg
         condition = conditioning(batch, cfg, clip_model)
-        with amp.autocast(unet.alpha.device, cfg.precision):
+        with amp.autocast(device, cfg.precision):
             # What a stage makes is the low resolution of the next one.
             low_res = sample_images(
                 unet,
@@ -875,39 +841,13 @@ def sample_cascade(unets, batch, clip_model, seeds, low_res=None, known=None, ke
                 cfg.eta,
                 noise_fn,
                 low_res,
-                known=known,
-                keep_mask=keep_mask,
+                known,
+                keep_mask,
             )
     return media.to_uint8(low_res.float())
 
 
 # Data
-
-
-def open_dataset(cfg, path, image_size, clip_model):
-    """The built-in shapes or the user's images in `path`, which is --data or --val_data."""
-    if embeddings.is_built_in(path):
-        dataset = images.Shapes(path, image_size)  # drawn on the fly
-    else:
-        dataset = images.Pictures(
-            path,
-            image_size,
-            crop_scale=cfg.crop_scale,
-            flip=cfg.flip,
-            resize=RESIZE,
-            needs_captions=cfg.text_encodings == "clip",
-        )
-        # Without stored embeddings, the CLIP embeds the crops on the fly.
-        if dataset.width is None and cfg.image_condition:
-            if not clip_model:
-                raise UserError(f"{path}: no embeddings there, so a CLIP must make them: --clip")
-            dataset.clip_size = clip_model.image_size
-    # A CLIP of another width, or embeddings of another length, would train without an error.
-    if clip_model:
-        clip.check_widths(clip_model, f"{path}, --clip {cfg.clip}", dataset.width)
-    if cfg.image_condition:
-        embeddings.check_source(cfg, dataset, path, clip_model)
-    return dataset
 
 
 def open_data(cfg, image_size, source, device):
@@ -917,24 +857,49 @@ def open_data(cfg, image_size, source, device):
     the model `cfg`, or of the last stage of its cascade. source: model file that says which CLIP it
     is, if neither cfg nor the data do; or None.
     """
+    has_text = cfg.text_encodings == "clip"
     spec, fingerprint = embeddings.clip_of(cfg, source)
     clip_model = None
-    if spec or cfg.text_encodings == "clip":
+    if spec or has_text:
         clip_model = clip.load(spec, device, fingerprint)
         fingerprint = clip_model.fingerprint()
-    dataset = open_dataset(cfg, cfg.data, image_size, clip_model)
-    val_dataset = None
-    if cfg.val_data:
-        val_dataset = open_dataset(cfg, cfg.val_data, image_size, clip_model)
 
+    def open_folder(path):
+        """The built-in shapes, drawn on the fly, or the user's images in `path`."""
+        if embeddings.is_built_in(path):
+            dataset = images.Shapes(path, image_size)
+        else:
+            dataset = images.Pictures(
+                path,
+                image_size,
+                crop_scale=cfg.crop_scale,
+                flip=cfg.flip,
+                resize=RESIZE,
+                needs_captions=has_text,
+            )
+            # Without stored embeddings, the CLIP embeds the crops on the fly.
+            if dataset.width is None and cfg.image_condition:
+                if not clip_model:
+                    raise UserError(
+                        f"{path}: no embeddings there, so a CLIP must make them: --clip"
+                    )
+                dataset.clip_size = clip_model.image_size
+        # A CLIP of another width, or embeddings of another length, would train without an error.
+        if clip_model:
+            clip.check_widths(clip_model, f"{path}, --clip {cfg.clip}", dataset.width)
+        embeddings.check_source(cfg, dataset, path, clip_model)
+        return dataset
+
+    dataset = open_folder(cfg.data)
+    val_dataset = open_folder(cfg.val_data) if cfg.val_data else None
     # Widths of image or text embeddings and of text encodings; 0 if the model has none.
     widths = [0, 0]
     if cfg.image_condition:
         widths[0] = dataset.width or clip_model.embed_width
-    if cfg.text_encodings == "clip":
-        widths = [clip_model.embed_width, clip_model.encoding_width]
-        texts = dataset.texts(files.evenly_spaced(len(dataset), 256))
-        clip_model.note_cut(texts, cfg.max_text_len)
+    if has_text:
+        widths[1] = clip_model.encoding_width
+        some = files.evenly_spaced(len(dataset), 256)
+        clip_model.note_cut(dataset.texts(some), cfg.max_text_len)
     # Stored with the model: what it takes to build it and to sample from texts.
     info = {
         "kind": cfg.stage,
@@ -977,7 +942,7 @@ def is_correct(pictures, records):
 
 def write_grid(path, pictures, captions, columns):
     """PNG of uint8 pictures (N, H, W, 3) in rows, with their N captions."""
-    grid = media.captioned_grid(np.asarray(pictures), captions, columns)
+    grid = media.captioned_grid(pictures, captions, columns)
     with checkpoint.atomic_write(path) as file:
         file.write(media.png(grid))
 
@@ -993,17 +958,18 @@ def mean_loss(unet, split, clip_model):
 
 
 @torch.no_grad()
-def sample_metrics(cfg, unets, split, clip_model, grid_file="", prior_fn=None):
+def sample_metrics(unets, split, clip_model, grid_file="", prior_fn=None):
     """{metric: value} of samples of a cascade for a split (dataset, indices). Collective.
 
-    The same on any number of ranks, to rounding. cfg: settings of the evaluation. prior_fn: makes
-    the image embeddings (see `load_prior`); by default they are those of the real images.
-    grid_file: PNG of the first eight real images and, below, samples for them.
+    The same on any number of ranks, to rounding. How many, and the seed, are settings of the first
+    U-Net. prior_fn: makes the image embeddings (see `load_prior`); by default they are those of the
+    real images. grid_file: PNG of the first eight real images and, below, samples for them.
     """
-    dataset, indices = split
     first = unets[0]
-    mode = first.training  # in training there is one
+    cfg = first.cfg
+    mode = first.training  # in training it is the only one
     first.eval()
+    dataset, indices = split
     found = []  # of this rank: (number, captions, embeddings (3, B, D), correct (2, B))
     for number, batch in order.batches(dataset, indices, cfg.eval_samples, cfg.chunk_size):
         batch = order.to_device(batch, first.alpha.device)
@@ -1012,12 +978,13 @@ def sample_metrics(cfg, unets, split, clip_model, grid_file="", prior_fn=None):
         # The noise follows from the index, so it is the same in all evaluations.
         keys = batch["index"].tolist()
         seeds = [accumulate.derive_seed(cfg.seed, "picture", key) for key in keys]
-        low_res = None
-        if first.cfg.low_res_size:  # a cascade without its base starts from real images
-            low_res = media.resize(media.from_uint8(real), first.cfg.low_res_size, RESIZE)
         if prior_fn:
             batch["image_embed"] = prior_fn(captions, keys)
-        fake = sample_cascade(unets, batch, clip_model, seeds, low_res)  # (B, H, H, 3)
+        # A cascade without its base starts from real images.
+        fake = sample_cascade(unets, batch, clip_model, seeds, media.from_uint8(real))
+        if grid_file and number == 0:  # the first batch is rank 0's
+            pairs = torch.cat([real[:8], fake[:8]]).cpu().numpy()
+            write_grid(grid_file, pairs, 2 * captions[:8], len(pairs) // 2)
 
         # How well images fit their captions, by the CLIP and, for built-in data, exactly.
         embeds = correct = None
@@ -1031,22 +998,19 @@ def sample_metrics(cfg, unets, split, clip_model, grid_file="", prior_fn=None):
             records = dataset.records(keys)
             correct = [is_correct(fake, records), is_correct(real, records)]
         found.append((number, captions, embeds, correct))
-        if number == 0 and grid_file:  # the first batch is rank 0's
-            pairs = torch.cat([real[:8], fake[:8]]).cpu()
-            write_grid(grid_file, pairs, 2 * captions[:8], len(pairs) // 2)
     first.train(mode)  # as it was
 
     # All ranks together, in the order of the samples.
-    found = sorted(itertools.chain.from_iterable(dist.gather(found)))
+    found = sorted(itertools.chain(*dist.gather(found)))
     _, captions, embeds, correct = zip(*found)
     metrics = {}
     if correct[0]:
         fake, real = np.concatenate(correct, axis=1)  # (N,) each
-        metrics |= {"caption_accuracy": fake.mean(), "caption_accuracy_ceiling": real.mean()}
+        metrics = {"caption_accuracy": fake.mean(), "caption_accuracy_ceiling": real.mean()}
     if clip_model:
         fake, real, text = np.concatenate(embeds, axis=1)  # (N, D) each
-        captions = list(itertools.chain.from_iterable(captions))
         metrics["frechet_distance"] = frechet_distance(fake, real)
+        captions = [*itertools.chain(*captions)]
         if any(captions):
             metrics |= {
                 # CLIPScore (Hessel et al. 2021) in percent, without its factor of 2.5
@@ -1058,6 +1022,9 @@ def sample_metrics(cfg, unets, split, clip_model, grid_file="", prior_fn=None):
                 "caption_retrieval_ceiling": clip.retrieval(real, text, captions),
             }
     return {name: float(value) for name, value in metrics.items()}
+
+
+# Commands
 
 
 @dataclass(frozen=True)
@@ -1087,18 +1054,19 @@ def load_unet(path, device, weights="ema"):
     with checkpoint.damaged(path):
         unet = UNet(cfg, *contents["widths"])
         checkpoint.load_weights(unet, contents["model"], path)
-    take_last_step(unet, path, contents, device)
+    take_last_step(unet, path, device)
     return place(unet, device).eval(), contents
 
 
-def take_last_step(unet, path, contents, device):
+def take_last_step(unet, path, device):
     """Let `unet` take the last step of sampling by another U-Net, if its file names one (Karlo).
 
-    path, contents: of the file. Returns the path of the other, or None.
+    path: of the file of `unet`. Returns the path of the other, or None.
     """
-    if not contents.get("last_step"):
+    name = checkpoint.load(path, mmap=True).get("last_step")
+    if not name:
         return None
-    path = Path(path).absolute().parent / contents["last_step"]
+    path = Path(path).absolute().parent / name
     if path.is_file():
         config.note(f"the last step of sampling is that of {path}")
         # Not as a submodule, which would be trained and saved.
@@ -1116,35 +1084,28 @@ def load_cascade(args, device):
     # A run folder of a stage, or a folder RUN with RUN/base and RUN/upsample.
     folders = []
     for run_dir in args.run_dir:
-        stages = [Path(run_dir, stage) for stage in STAGES if Path(run_dir, stage).is_dir()]
-        folders += stages or [Path(run_dir)]
+        stages = filter(Path.is_dir, [Path(run_dir, stage) for stage in STAGES])
+        folders += list(stages) or [run_dir]
+    given = {"eval_steps": args.steps, "guidance_scale": args.guidance_scale, "eta": args.eta}
     unets = []
-    files = []
-    for stage, folder in enumerate(folders):
+    clips = []
+    for number, folder in enumerate(folders):
         path = checkpoint.model_file(folder, args.model)
         unet, contents = load_unet(path, device, args.weights)
-        # What is not given is as in training.
-        sampling = {
-            "eval_steps": args.steps,
-            "guidance_scale": args.guidance_scale,
-            "eta": args.eta,
-        }
-        for name, values in sampling.items():
-            if values:
-                value = values[min(stage, len(values) - 1)]  # the last holds for further stages
+        for name, values in given.items():
+            if values:  # else as in training
+                value = values[: number + 1][-1]  # the last holds for further stages
                 unet.cfg = dataclasses.replace(unet.cfg, **{name: value})
-        unets.append(unet)
-        files.append(contents)
-
-    # Each stage must start from images of the size that the one before it makes.
-    for below, above in itertools.pairwise([unet.cfg for unet in unets]):
-        if below.image_size != above.low_res_size:
+        # Each stage must start from images of the size that the one before it makes.
+        if unets and unets[-1].cfg.image_size != unet.cfg.low_res_size:
             raise UserError(
-                f"stage {above.stage} starts from pictures of {above.low_res_size} pixels (0: "
-                f"none), but {below.stage} before it makes {below.image_size}; order --run_dir, or "
-                "train each --stage"
+                f"{folder}: starts from pictures of {unet.cfg.low_res_size} pixels (0: none), but "
+                f"the stage before it makes {unets[-1].cfg.image_size}; order --run_dir, or train "
+                "each --stage"
             )
-    return unets, args.clip or files[0]["clip"], files[0]["clip_fingerprint"]
+        unets.append(unet)
+        clips.append((args.clip or contents["clip"], contents["clip_fingerprint"]))
+    return unets, *clips[0]
 
 
 def load_prior(args, decoder, clip_model):
@@ -1157,22 +1118,23 @@ def load_prior(args, decoder, clip_model):
     path = checkpoint.model_file(args.prior)
     # It must be of the same CLIP, and of embeddings of the same length.
     prior, contents = train_prior.load_prior(path, decoder.alpha.device)
+    cfg = prior.cfg
     clip.check_widths(clip_model, f"--prior {path}", *contents["widths"])
-    if decoder.cfg.raw_embeddings and not prior.cfg.raw_embeddings:
+    if decoder.cfg.raw_embeddings and not cfg.raw_embeddings:
         raise UserError(
             f"--prior {path}: makes embeddings of unit length, but the decoder is one of "
             "--raw_embeddings; take a prior of raw ones"
         )
 
     def prior_fn(texts, keys):
-        condition = train_prior.conditioning({"caption": texts}, prior.cfg, clip_model)
+        condition = train_prior.conditioning({"caption": texts}, cfg, clip_model)
         embeds, _ = train_prior.best_embeddings(
             prior,
             condition,
             keys,
             1,
-            max(prior.cfg.eval_timesteps),
-            prior.cfg.guidance_scale,
+            max(cfg.eval_timesteps),
+            cfg.guidance_scale,
             best_of=2,  # DALL-E 2 §2.2
             seed=args.seed,
         )
@@ -1197,35 +1159,36 @@ class EvaluateConfig(CascadeConfig):
 def open_evaluation(args, device):
     """The arguments of `sample_metrics` for the evaluate command, checked."""
     unets, spec, _ = load_cascade(args, device)
-    cfg = unets[0].cfg
+    first = unets[0]
     # The settings of the first stage's training, but for what the command says.
     cfg = dataclasses.replace(
-        cfg,
-        data=args.data or cfg.data,
-        val_data="" if args.data else cfg.val_data,
+        first.cfg,
+        data=args.data or first.cfg.data,
+        val_data="" if args.data else first.cfg.val_data,
         clip=spec or "auto",
         eval_samples=args.eval_samples,
         seed=args.seed,
         batch_size=1,  # nothing is trained: the training split may be small
-        chunk_size=cfg.chunk_size or MAX_CHUNK,
+        chunk_size=first.cfg.chunk_size or MAX_CHUNK,
     )
     if cfg.data == "shapes":  # an imported model: training replaces it by a path
         raise UserError(f"{args.run_dir[0]}: its data are not known; name some with --data")
     splits, clip_model, info = open_data(cfg, unets[-1].cfg.image_size, None, device)
-    if info["widths"] != unets[0].widths:
+    if info["widths"] != first.widths:
         raise UserError(
             f"{cfg.data}: widths of embeddings and of text encodings (0: none) are "
-            f"{info['widths']}; the decoder's are {unets[0].widths}"
+            f"{info['widths']}; the decoder's are {first.widths}"
         )
+    dataset, indices = splits["test"]
     prior_fn = None
     if args.prior:
-        dataset, _ = splits["test"]
-        if not any(dataset.texts(files.evenly_spaced(len(dataset), 16))):
+        if not any(dataset.texts(indices[:16])):
             raise UserError(f"{cfg.data}: no captions, which --prior needs")
         # Real embeddings beside the data need no CLIP, but the prior's texts do.
         clip_model = clip_model or clip.load(spec, device)
-        prior_fn = load_prior(args, unets[0], clip_model)
-    return cfg, unets, splits["test"], clip_model, args.grid, prior_fn
+        prior_fn = load_prior(args, first, clip_model)
+    first.cfg = cfg
+    return unets, splits["test"], clip_model, args.grid, prior_fn
 
 
 def evaluate(args, device=None):
@@ -1249,7 +1212,6 @@ def train_stage(cfg, device):
     splits, clip_model, info = dist.main_first(
         lambda: open_data(cfg, cfg.image_size, run.source, device)
     )
-    dataset, indices = splits["train"]
     identity, finished = loop.identify(run, cfg, splits, clip=info["clip_fingerprint"])
     if finished:
         return loop.announce(run, finished)
@@ -1260,10 +1222,7 @@ def train_stage(cfg, device):
     if cfg.text_encodings == "clip":  # "no text" is the encoding of ""
         unet.null_text.fill(clip_model.text_condition([""], cfg.max_text_len))
     if run.source and cfg.init_strict:  # the second U-Net of an imported model is kept
-        source = checkpoint.load(run.source, mmap=True)
-        last_step = take_last_step(unet, run.source, source, device)
-        if last_step:
-            info["last_step"] = last_step
+        info["last_step"] = take_last_step(unet, run.source, device)
     trainable = unet  # with LoRA, the adapters alone
     if cfg.lora_rank:
         from common.models import lora
@@ -1282,6 +1241,7 @@ def train_stage(cfg, device):
         compile_blocks([*unet.downs, *unet.middle, *unet.ups])
 
     # The order of samples follows from seed and step. Write config.json and open the logger.
+    dataset, indices = splits["train"]
     plan, batches = loop.batches(cfg, dataset, indices, state.step, device)
     about = f"{cfg.stage}: {len(dataset):,} images of {cfg.image_size}x{cfg.image_size}"
     log = loop.begin(run, state, about, device)
@@ -1300,10 +1260,10 @@ def train_stage(cfg, device):
                     with ema.applied(trainable):
                         metrics["val_loss"] = mean_loss(unet, validation, clip_model)
                         if state.step < cfg.steps:  # else the test is next
-                            file = f"samples/step_{state.step:08d}.png"
-                            samples[file] = GRID_CAPTION
+                            grid = f"samples/step_{state.step:08d}.png"
+                            samples[grid] = GRID_CAPTION
                             metrics |= sample_metrics(
-                                cfg, [unet], validation, clip_model, run.folder / file
+                                [unet], validation, clip_model, run.folder / grid
                             )
                 metrics["evaluation_s"] = progress.paused_s
                 log.evaluation(state.step, metrics, samples)
@@ -1331,7 +1291,7 @@ def train_stage(cfg, device):
                         chunk_losses.append(loss.detach() * (chunk.stop - chunk.start))
                 grad_norm, stepped = amp.step(scaler, optimizers, cfg.max_grad_norm)
                 scaler.update()
-                unet.zero_grad(set_to_none=True)
+                unet.zero_grad()
                 progress.count_overflow(stepped)
             state.step += 1
             ema.update(state.step)
@@ -1345,13 +1305,11 @@ def train_stage(cfg, device):
             dist.stop_together()
 
         # Test the averaged weights, and save them last of all.
-        file = "samples/test.png"
+        grid = "samples/test.png"
         with ema.applied(trainable):
             metrics = {"loss": mean_loss(unet, splits["test"], clip_model)}
-            metrics |= sample_metrics(
-                cfg, [unet], splits["test"], clip_model, run.folder / file
-            )
-        results = loop.finish(run, state, log, metrics, {file: GRID_CAPTION})
+            metrics |= sample_metrics([unet], splits["test"], clip_model, run.folder / grid)
+        results = loop.finish(run, state, log, metrics, {grid: GRID_CAPTION})
     loop.announce(run, results, started=started)
 
 
@@ -1378,7 +1336,6 @@ def train(cfg):
     args = EvaluateConfig(
         run_dir=(cfg.run_dir,),
         seed=cfg.seed,
-        device=cfg.device,
         eval_samples=2 * cfg.eval_samples,  # it is done once
         grid=f"{cfg.run_dir}/cascade.png",
         out=f"{cfg.run_dir}/cascade.json",
@@ -1416,9 +1373,10 @@ class SampleConfig(CascadeConfig):
             raise UserError("--image: beside a text it needs --mask, where to draw the text")
 
 
-def open_image(path):
+def open_image(path, device):
     """The image in a file, uint8 (1, H, W, 3)."""
-    return torch.tensor(images.decode_image(Path(path).read_bytes(), path)[None])
+    content = Path(path).read_bytes()
+    return torch.tensor(images.decode_image(content, path)[None], device=device)
 
 
 def square(image, size):
@@ -1427,30 +1385,16 @@ def square(image, size):
     return media.resize(media.central_square(media.from_uint8(image)), size, RESIZE)
 
 
-def slerp(start, end, fraction):
-    """Spherical interpolation (N, D) of start and end (1, D) at fraction (N, 1) (Shoemake 1985)."""
-    cosine = F.cosine_similarity(start, end, dim=-1).clamp(-1, 1)  # (1,); rounding may pass 1
-    angle = torch.acos(cosine).clamp(min=1e-4)[..., None]  # for equal ends
+def between(start, end, count):
+    """`count` embeddings (count, D) on the way from `start` to `end` (1, D) (DALL-E 2 §3.2).
+
+    The interpolation is spherical (Shoemake 1985).
+    """
+    cosine = F.cosine_similarity(start, end).clamp(-1, 1)  # (1,); rounding may pass 1
+    angle = torch.acos(cosine).clamp(min=1e-4)  # for equal ends
+    fraction = torch.linspace(0, 1, count, device=start.device)[:, None]
     weighted = torch.sin((1 - fraction) * angle) * start + torch.sin(fraction * angle) * end
     return weighted / torch.sin(angle)
-
-
-def image_embeddings(args, decoder, clip_model, count):
-    """Image embeddings (count, D) for the first U-Net, without a prior; zeros mean none.
-
-    They are made by the CLIP from --image, or between --image and --to.
-    """
-    device = decoder.alpha.device
-    # Unconditional, or an upsampler, which takes no image embeddings
-    if not (decoder.cfg.image_condition and args.image):
-        return torch.zeros(count, decoder.widths[0], device=device)
-    # Variations of an image (§3.1), or interpolations of two (§3.2)
-    start = clip_model.embed_image(open_image(args.image).to(device))  # (1, D)
-    if not args.to:
-        return start.expand(count, -1)
-    end = clip_model.embed_image(open_image(args.to).to(device))
-    fraction = torch.linspace(0, 1, count, device=device)[:, None]
-    return slerp(start, end, fraction)
 
 
 @torch.no_grad()
@@ -1462,17 +1406,26 @@ def sample(args):
     # Load the models. An upsampler alone needs no CLIP.
     unets, spec, fingerprint = load_cascade(args, device)
     first = unets[0]
+    size = unets[-1].cfg.image_size
     texts = files.texts_of(args.text, args.texts)
-    clip_model = None
+    clip_model = prior_fn = None
     if any(first.widths):
         clip_model = clip.load(spec, device, fingerprint, text_only=not args.image)
         clip.check_widths(clip_model, f"--clip {spec}", *first.widths)
         clip_model.note_cut(texts, clip_model.context)
-    prior_fn = None
-    if texts and first.cfg.image_condition:
-        prior_fn = load_prior(args, first, clip_model)
+        if texts:
+            prior_fn = load_prior(args, first, clip_model)
+
+    # A sample's noise follows from the numbers of its text and its own, so it is the same in any
+    # batch. Between two images all samples share one noise.
+    captions = []
+    seeds = []
+    for (number, text), k in itertools.product(enumerate(texts or [""]), range(args.num_samples)):
+        captions.append(text)
+        seeds.append(accumulate.derive_seed(args.seed, "picture", number, 0 if args.to else k))
 
     # Read the images.
+    embeds = torch.zeros(len(captions), first.widths[0], device=device)  # none
     low_res = known = keep_mask = None
     if bool(args.low_res) != bool(first.cfg.low_res_size):
         raise UserError(
@@ -1480,46 +1433,38 @@ def sample(args):
             f"{args.run_dir[0]} begins with stage {first.cfg.stage}"
         )
     if args.low_res:
-        low_res = square(open_image(args.low_res), first.cfg.low_res_size).to(device)
+        low_res = square(open_image(args.low_res, device), first.cfg.low_res_size)
+    if args.image:
+        image = open_image(args.image, device)
+        known = square(image, size)
+        if clip_model:  # variations (DALL-E 2 §3.1)
+            embeds += clip_model.embed_image(image)
+    if args.to and clip_model:
+        end = clip_model.embed_image(open_image(args.to, device))
+        embeds = between(embeds[:1], end, len(captions))
     if args.mask:
-        image = open_image(args.image)
-        mask = open_image(args.mask)
+        mask = open_image(args.mask, device)
         if mask.shape != image.shape:
             raise UserError(
                 f"--mask {args.mask}: {[*mask.shape[1:3]]} pixels high and wide, but --image "
                 f"{[*image.shape[1:3]]}; expected the same size"
             )
-        size = unets[-1].cfg.image_size
-        known = square(image, size).to(device)
-        keep_mask = (square(mask, size)[:, :1] < 0).float().to(device)  # black is kept
+        keep_mask = (square(mask, size)[:, :1] < 0).float()  # black is kept
 
-    # Sample. The noise of a sample follows from the numbers of its text and its own, so it is the
-    # same in any batch. Between two images all samples share one noise.
-    captions = []
-    seeds = []
-    for (number, text), k in itertools.product(enumerate(texts or [""]), range(args.num_samples)):
-        captions.append(text)
-        seeds.append(accumulate.derive_seed(args.seed, "picture", number, 0 if args.to else k))
-    embeds = image_embeddings(args, first, clip_model, len(captions))
+    # Sample.
     samples = {"image_embed": embeds, "caption": captions, "seeds": seeds}
     pictures = []
     for batch in accumulate.split(samples, args.max_batch):
         if prior_fn:  # unCLIP: text -> image embedding -> image (DALL-E 2 §2)
             batch["image_embed"] = prior_fn(batch["caption"], batch["seeds"])
         out = sample_cascade(
-            unets,
-            batch,
-            clip_model,
-            batch["seeds"],
-            low_res,
-            known,
-            keep_mask,
+            unets, batch, clip_model, batch["seeds"], low_res, known, keep_mask
         )
         # On the CPU, so that max_batch bounds the memory of the device.
         pictures += [*out.cpu().numpy()]  # uint8 (H, H, 3) each
 
     # Write the grid, and each image.
-    write_grid(args.out, pictures, captions, min(args.num_samples, 8))
+    write_grid(args.out, np.stack(pictures), captions, min(args.num_samples, 8))
     height, width, _ = pictures[0].shape
     print(f"wrote {args.out}: {len(pictures)} pictures of {width}x{height}")
     if args.pictures:

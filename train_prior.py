@@ -460,7 +460,7 @@ def sample_embeddings(
         alpha = diffusion.extract(prior.alpha, timestep, x_t)
         sigma = diffusion.extract(prior.sigma, timestep, x_t)
         x0 = diffusion.predict_x0(cfg.objective, prediction, x_t, alpha, sigma)
-        return x0.clamp(-bound, bound), None  # no learned variance
+        return x0.clamp(-bound, bound), 0.0  # no learned variance
 
     x_T = noise_fn(torch.empty(size, prior.embed_width, device=device))
     x0 = diffusion.sample(denoise, x_T, prior.alpha, prior.sigma, sampling_steps, eta, noise_fn)

@@ -236,7 +236,7 @@ def test_ancestral_steps_are_bayes_posterior_from_the_level_of_each_input_to_x0(
         level, again = t.tolist()
         assert level == again
         inputs[level] = x_t.double()
-        return predictions[level], None
+        return predictions[level], 0.0
 
     def noise_fn(x):
         return next(unused)
@@ -260,14 +260,14 @@ def test_ancestral_steps_are_bayes_posterior_from_the_level_of_each_input_to_x0(
 
 @pytest.mark.parametrize("name", ["linear", "flow"])
 @pytest.mark.parametrize("eta", [0.5, 0.0])
-@pytest.mark.parametrize("fraction", [0.3, 1.0, None])
+@pytest.mark.parametrize("fraction", [0.0, 0.3, 1.0])
 def test_learned_variance_runs_from_the_posteriors_to_betas_times_eta(name, eta, fraction):
     alpha, sigma = diffusion.alphas_sigmas(name, T)
     inputs = []
 
     def denoise(x_t, t):
         inputs.append(x_t.item())
-        return torch.zeros(1, 1), None if fraction is None else torch.tensor(fraction)
+        return torch.zeros(1, 1), fraction
 
     noise_fn = torch.ones_like
     diffusion.sample(denoise, torch.ones(1, 1), alpha, sigma, 6, eta, noise_fn)
@@ -276,8 +276,7 @@ def test_learned_variance_runs_from_the_posteriors_to_betas_times_eta(name, eta,
     s = sigma.double().tolist()
     beta = s[t] ** 2 - (a[t] / a[t_prev]) ** 2 * s[t_prev] ** 2
     posterior = beta * (s[t_prev] / s[t]) ** 2
-    f = fraction or 0.0
-    spread = eta * math.sqrt(beta ** f * posterior ** (1 - f))
+    spread = eta * math.sqrt(beta ** fraction * posterior ** (1 - fraction))
     direction = math.sqrt(s[t_prev] ** 2 - eta ** 2 * posterior)  # whatever the variance
     assert inputs[1] == pytest.approx(direction / s[t] + spread, rel=1e-4)
 
@@ -291,7 +290,7 @@ def correlated(alpha, sigma, rho):
     def denoise(x_t, t):
         a = alpha[t[0]]
         total = a ** 2 * covariance + sigma[t[0]] ** 2 * torch.eye(2)
-        return x_t @ (a * covariance @ torch.linalg.inv(total)).T, None
+        return x_t @ (a * covariance @ torch.linalg.inv(total)).T, 0.0
     return denoise
 
 

@@ -72,6 +72,11 @@ def extract(table, timestep, like):
     return values.reshape(values.shape + ones)
 
 
+def levels(model, timestep, like):
+    """(α_t, σ_t) at `timestep` of the tables that a `model` has, shaped as by `extract`."""
+    return extract(model.alpha, timestep, like), extract(model.sigma, timestep, like)
+
+
 def target(objective, x0, noise, alpha, sigma):
     """What the network learns to predict from x_t."""
     if objective == "x0":
@@ -212,7 +217,7 @@ def sample(
     noise_fn=torch.randn_like,
     known=None,
     keep_mask=None,
-    resample=1,
+    resample=5,
 ):
     """Integrate from noise x at level T-1 to x₀ in `steps` steps.
 
@@ -231,7 +236,7 @@ def sample(
     timesteps = sampling_timesteps(len(alpha), steps)
     alphas = alpha.tolist()
     sigmas = sigma.tolist()
-    if known is None:
+    if keep_mask is None:
         resample = 1  # nothing to fit
     else:
         keep_mask = keep_mask.bool()
@@ -241,7 +246,7 @@ def sample(
             timestep = torch.full((len(x),), t, device=x.device)
             x0, fraction = denoise(x, timestep)
             if t_prev is None:
-                return x0 if known is None else torch.where(keep_mask, known, x0)
+                return x0 if keep_mask is None else torch.where(keep_mask, known, x0)
 
             # The respaced chain: x_t = ratio·x_prev + √β·noise, with β̃ = (σ_prev/σ_t)²·β.
             ratio = alphas[t] / alphas[t_prev]
@@ -254,11 +259,10 @@ def sample(
             remaining = max(0.0, sigmas[t_prev] ** 2 - variance)
             x = alphas[t_prev] * x0 + math.sqrt(remaining) * noise
             if eta:
-                exponent = 1.0 if fraction is None else 1 - fraction
-                noise_std = eta * sigma_ratio**exponent * math.sqrt(beta)
+                noise_std = eta * sigma_ratio ** (1 - fraction) * math.sqrt(beta)
                 x = x + noise_std * noise_fn(x)
 
-            if known is not None:
+            if keep_mask is not None:
                 noise = noise_fn(x)
                 noised = alphas[t_prev] * known + sigmas[t_prev] * noise
                 x = torch.where(keep_mask, noised, x)
