@@ -46,7 +46,7 @@ import itertools
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -78,8 +78,6 @@ from common.models.nn import (
     zero_init,
 )
 
-# A group norm has at least four channels a group.
-MultipleOf4 = Annotated[PositiveInt, ("a multiple of 4", lambda width: width % 4 == 0)]
 Objective = Literal["x0", "v", "epsilon", "flow"]
 Density = Literal["uniform", "logit_normal", "mode"]
 
@@ -133,7 +131,7 @@ class UNetConfig(SharedConfig):
 
     # Model: the U-Net of ADM
     image_size: PositiveInt = model_field(16, "width and height of the images")
-    width: MultipleOf4 = model_field(32, "channels of the first level")
+    width: PositiveInt = model_field(32, "channels of the first level")
     channel_mult: tuple[PositiveInt, ...] = model_field(
         (1, 2, 4), "channels of each level by width; each level halves the size"
     )
@@ -186,11 +184,12 @@ class UNetConfig(SharedConfig):
                 f"--attention_levels {self.attention_levels}: expected numbers below {levels}, the "
                 "number of levels"
             )
-        divisor = 2 ** (levels - 1)  # every level but the last is halved
-        if self.image_size % divisor or self.random_crop % divisor:
+        # Group norms have at least four channels a group. Every level but the last is halved.
+        divisor = 2 ** (levels - 1)
+        if self.width % 4 or self.image_size % divisor or self.random_crop % divisor:
             raise UserError(
-                f"--image_size, --random_crop: expected multiples of {divisor}, as {levels} levels "
-                "need"
+                f"--width {self.width}, --image_size, --random_crop: expected a multiple of 4, and "
+                f"multiples of {divisor}, as {levels} levels need"
             )
         diffusion.check_settings(self)
 
@@ -303,13 +302,15 @@ STAGES = {"base": BaseConfig, "upsample": UpsampleConfig}
 
 
 # fmt: off
-# DALL-E 2, Table 3: what the decoder and both upsamplers have in common.
+# DALL-E 2, Table 3: what the columns "64" and "64 -> 256" have in common.
 DALLE2 = dict(
+    channel_mult=(1, 2, 3, 4), num_res_blocks=3,
+    dropout=0.1,  # of "64" it is GLIDE's and Karlo's, as the table does not say
     objective="epsilon", timestep_density="uniform",
     # Adam, without weight decay.
     optimizer="adamw", betas=(0.9, 0.999), weight_decay=0.0,
     # A constant learning rate: the table has no decay.
-    warmup_steps=10_000, cosine=False,
+    lr=1.2e-4, warmup_steps=10_000, cosine=False,
     precision="bf16",
     # Not in the table: how often to evaluate and save on a large data set.
     validation=0.005, test=0.005, eval_samples=2048, workers=8,
@@ -320,13 +321,12 @@ DALLE2_64 = dict(
     DALLE2,
     stage="base",
     clip="open_clip:ViT-L-14/openai", text_encodings="clip",
-    image_size=64, channel_mult=(1, 2, 3, 4), num_res_blocks=3,
+    image_size=64,
     attention_levels=(1, 2, 3),  # at 32, 16 and 8 pixels
-    # Of GLIDE and Karlo. The table does not say.
-    dropout=0.1, crop_scale=0.75,
+    crop_scale=0.75,  # of GLIDE and Karlo
     # A learned variance has an effect only with the noise of DDPM.
     learned_variance=True, eta=1.0,
-    batch_size=2048, lr=1.2e-4, steps=800_000,
+    batch_size=2048, steps=800_000,
     eval_steps=250, guidance_scale=2.0,
 )
 # Table 3, column "64 -> 256".
@@ -334,8 +334,8 @@ DALLE2_256 = dict(
     DALLE2,
     stage="upsample",
     image_size=256, low_res_size=64, random_crop=64,
-    width=320, channel_mult=(1, 2, 3, 4), num_res_blocks=3, dropout=0.1,
-    batch_size=1024, lr=1.2e-4, steps=1_000_000,
+    width=320,
+    batch_size=1024, steps=1_000_000,
     eval_steps=27,
 )
 # Thousands of captioned pictures. On two CPU cores: a base of 32 pixels and an upsampler, tried on
@@ -475,12 +475,11 @@ class ResBlock(nn.Module):
         means all.
         """
         h = self.attention_norm(x).flatten(2).transpose(1, 2).contiguous()  # (B, H², W)
-        pixels = self.attention.keys_values(h)  # (B, heads, H², d) each
         # Keys and values of the context stand before those of the pixels (GLIDE §2.3).
-        tokens = self.token_key_value(context)  # (B, J, 2W)
-        tokens = tokens.unflatten(-1, (2 * self.attention.num_heads, -1)).transpose(1, 2)
-        tokens = tokens.chunk(2, dim=1)  # (B, heads, J, d) each
-        keys, values = [torch.cat(both, dim=2) for both in zip(tokens, pixels)]
+        both = [self.token_key_value(context), self.attention.key_value(h)]
+        both = torch.cat(both, dim=1)  # (B, J + H², 2W)
+        both = both.unflatten(-1, (2 * self.attention.num_heads, -1)).transpose(1, 2)
+        keys, values = both.chunk(2, dim=1)  # (B, heads, J + H², d)
         if context_mask is not None:  # pixels are never masked
             context_mask = F.pad(context_mask, (0, h.shape[1]), value=True)  # (B, 1, 1, J + H²)
         h = self.attention(h, keys, values, context_mask)  # (B, H², W)
@@ -506,7 +505,7 @@ class UNet(nn.Module):
         self.time_in = TimeEmbedding(cfg.width, emb_width, cfg.timesteps)
         if cfg.low_res_noise:
             self.low_res_level_in = TimeEmbedding(cfg.width, emb_width, cfg.timesteps)
-        if embed_width:
+        if cfg.image_condition:
             self.null_image = nn.Parameter(torch.randn(embed_width))  # stands for a dropped image
             self.image_in = nn.Linear(embed_width, emb_width)  # added to the timestep
             self.image_tokens_in = nn.Linear(embed_width, IMAGE_TOKENS * cfg.cond_width)
@@ -524,8 +523,7 @@ class UNet(nn.Module):
         self.downs = nn.ModuleList()
         for level, width_out in enumerate(level_widths):
             if level > 0:  # from the level before
-                half = nn.AvgPool2d(2)
-                self.downs.append(ResBlock(cfg, width, width, resample=half))
+                self.downs.append(ResBlock(cfg, width, width, resample=nn.AvgPool2d(2)))
                 skip_widths.append(width)
             for _ in range(cfg.num_res_blocks):
                 self.downs.append(ResBlock(cfg, width, width_out, level in cfg.attention_levels))
@@ -544,14 +542,12 @@ class UNet(nn.Module):
                 has_attention = level in cfg.attention_levels
                 self.ups.append(ResBlock(cfg, width_in, width_out, has_attention, takes_skip=True))
                 width = width_out
-            if level > 0:  # to the next level
-                double = nn.Upsample(scale_factor=2)  # nearest neighbor, as in ADM
-                self.ups.append(ResBlock(cfg, width, width, resample=double))
+            if level > 0:  # to the next level, by the nearest neighbor, as in ADM
+                self.ups.append(ResBlock(cfg, width, width, resample=nn.Upsample(scale_factor=2)))
 
         # A learned variance takes three more channels.
-        out_channels = 6 if cfg.learned_variance else 3
-        conv_out = zero_init(nn.Conv2d(width, out_channels, 3, padding=1))
-        self.out = nn.Sequential(group_norm(width), nn.SiLU(), conv_out)
+        conv_out = nn.Conv2d(width, 6 if cfg.learned_variance else 3, 3, padding=1)
+        self.out = nn.Sequential(group_norm(width), nn.SiLU(), zero_init(conv_out))
 
         # Noise levels α_t and σ_t. They follow from the config, so they are not saved.
         schedule_name = "flow" if cfg.objective == "flow" else cfg.noise_schedule
@@ -748,14 +744,13 @@ def sample_images(
     eta=0.0,
     noise_fn=torch.randn_like,
     low_res=None,
-    known=None,
-    keep_mask=None,
+    kept=None,
 ):
     """`count` images (B, 3, H, H) in [-1, 1] for a `condition` of as many (see `conditioning`).
 
     eta: noise of a step, 1 for DDPM and 0 for DDIM. low_res: images (B or 1, 3, h, h) of the stage
-    before, or larger ones, for an upsampler. known, keep_mask: pixels of `known` (B or 1, 3, h, h)
-    are kept where keep_mask (1, 1, h, h) is 1.
+    before, or larger ones, for an upsampler. kept: for inpainting, images (B or 1, 3, h, h) and a
+    mask (1, 1, h, h), which is 1 where their pixels are kept.
     """
     cfg = unet.cfg
     device = unet.alpha.device
@@ -777,10 +772,10 @@ def sample_images(
         noise = copied(noise_fn(low_res))
         level = torch.zeros_like(drop, dtype=torch.long)  # the least noise
         inputs += augment_low_res(unet, copied(low_res), level, noise)
-    if keep_mask is not None:
+    if kept:
         # This stage may be coarser than the mask. Then a pixel is kept only if all of its area is.
-        known = media.resize(known, cfg.image_size, "box")
-        keep_mask = media.resize(keep_mask, cfg.image_size, "box") > 0.999
+        known, mask = [media.resize(x, cfg.image_size, "box") for x in kept]
+        kept = known, mask > 0.999
 
     def denoise(x_t, timestep):
         """(x0, fraction of the variance), as diffusion.sample takes it."""
@@ -803,27 +798,19 @@ def sample_images(
         return x0, fraction
 
     x_T = torch.empty(count, 3, cfg.image_size, cfg.image_size, device=device)
-    # With `known`, every step replaces its pixels by noised ones (RePaint, Lugmayr et al. 2022).
+    # Every step replaces pixels that are kept by noised ones (RePaint, Lugmayr et al. 2022).
     return diffusion.sample(
-        denoise,
-        noise_fn(x_T),
-        unet.alpha,
-        unet.sigma,
-        steps,
-        eta,
-        noise_fn,
-        known,
-        keep_mask,
+        denoise, noise_fn(x_T), unet.alpha, unet.sigma, steps, eta, noise_fn, kept
     )
 
 
 @torch.no_grad()
-def sample_cascade(unets, batch, clip_model, seeds, low_res=None, known=None, keep_mask=None):
+def sample_cascade(unets, batch, clip_model, seeds, low_res=None, kept=None):
     """Images of the last of `unets`, uint8 (B, H, H, 3), for embeddings and captions of `batch`.
 
     The sampling settings of each stage are those of its cfg. seeds: an int for each image, from
-    which all its noise follows; so it is the same in any batch and on any rank. low_res, known,
-    keep_mask: see `sample_images`.
+    which all its noise follows; so it is the same in any batch and on any rank. low_res, kept:
+    see `sample_images`.
     """
     device = unets[0].alpha.device
     noise_fn = diffusion.noise_generator(seeds, device)  # one stream an image
@@ -841,8 +828,7 @@ def sample_cascade(unets, batch, clip_model, seeds, low_res=None, known=None, ke
                 cfg.eta,
                 noise_fn,
                 low_res,
-                known,
-                keep_mask,
+                kept,
             )
     return media.to_uint8(low_res.float())
 
@@ -1008,14 +994,16 @@ def sample_metrics(unets, split, clip_model, grid_file="", prior_fn=None):
         fake, real = np.concatenate(correct, axis=1)  # (N,) each
         metrics = {"caption_accuracy": fake.mean(), "caption_accuracy_ceiling": real.mean()}
     if clip_model:
-        fake, real, text = np.concatenate(embeds, axis=1)  # (N, D) each
+        embeds = np.concatenate(embeds, axis=1)  # (3, N, D)
+        fake, real, text = embeds
         metrics["frechet_distance"] = frechet_distance(fake, real)
         captions = [*itertools.chain(*captions)]
         if any(captions):
+            # CLIPScore (Hessel et al. 2021) in percent, without its factor of 2.5
+            clip_score, clip_score_real, _ = 100 * (embeds * text).sum(2).clip(0).mean(1)
             metrics |= {
-                # CLIPScore (Hessel et al. 2021) in percent, without its factor of 2.5
-                "clip_score": 100 * (fake * text).sum(1).clip(0).mean(),
-                "clip_score_real": 100 * (real * text).sum(1).clip(0).mean(),
+                "clip_score": clip_score,
+                "clip_score_real": clip_score_real,
                 # Among a hundred pictures, or a hundred captions, which is the nearest?
                 "picture_retrieval": clip.retrieval(fake, real, captions),
                 "caption_retrieval": clip.retrieval(fake, text, captions),
@@ -1086,26 +1074,26 @@ def load_cascade(args, device):
     for run_dir in args.run_dir:
         stages = filter(Path.is_dir, [Path(run_dir, stage) for stage in STAGES])
         folders += list(stages) or [run_dir]
+    loaded = []
+    for folder in folders:
+        loaded.append(load_unet(checkpoint.model_file(folder, args.model), device, args.weights))
+    unets = [unet for unet, _ in loaded]
+    _, contents = loaded[0]
+
     given = {"eval_steps": args.steps, "guidance_scale": args.guidance_scale, "eta": args.eta}
-    unets = []
-    clips = []
-    for number, folder in enumerate(folders):
-        path = checkpoint.model_file(folder, args.model)
-        unet, contents = load_unet(path, device, args.weights)
+    for number, unet in enumerate(unets):
         for name, values in given.items():
             if values:  # else as in training
                 value = values[: number + 1][-1]  # the last holds for further stages
                 unet.cfg = dataclasses.replace(unet.cfg, **{name: value})
         # Each stage must start from images of the size that the one before it makes.
-        if unets and unets[-1].cfg.image_size != unet.cfg.low_res_size:
+        if number and unets[number - 1].cfg.image_size != unet.cfg.low_res_size:
             raise UserError(
-                f"{folder}: starts from pictures of {unet.cfg.low_res_size} pixels (0: none), but "
-                f"the stage before it makes {unets[-1].cfg.image_size}; order --run_dir, or train "
+                f"{folders[number]}: starts from pictures of {unet.cfg.low_res_size} pixels (0: "
+                f"none), not of those that the stage before it makes; order --run_dir, or train "
                 "each --stage"
             )
-        unets.append(unet)
-        clips.append((args.clip or contents["clip"], contents["clip_fingerprint"]))
-    return unets, *clips[0]
+    return unets, args.clip or contents["clip"], contents["clip_fingerprint"]
 
 
 def load_prior(args, decoder, clip_model):
@@ -1420,13 +1408,14 @@ def sample(args):
     # batch. Between two images all samples share one noise.
     captions = []
     seeds = []
-    for (number, text), k in itertools.product(enumerate(texts or [""]), range(args.num_samples)):
-        captions.append(text)
-        seeds.append(accumulate.derive_seed(args.seed, "picture", number, 0 if args.to else k))
+    for number, text in enumerate(texts or [""]):
+        for k in range(args.num_samples):
+            captions.append(text)
+            seeds.append(accumulate.derive_seed(args.seed, "picture", number, 0 if args.to else k))
 
     # Read the images.
     embeds = torch.zeros(len(captions), first.widths[0], device=device)  # none
-    low_res = known = keep_mask = None
+    low_res = kept = None
     if bool(args.low_res) != bool(first.cfg.low_res_size):
         raise UserError(
             "--low_res: an upsampler, and no other stage, starts from an image; "
@@ -1436,7 +1425,6 @@ def sample(args):
         low_res = square(open_image(args.low_res, device), first.cfg.low_res_size)
     if args.image:
         image = open_image(args.image, device)
-        known = square(image, size)
         if clip_model:  # variations (DALL-E 2 §3.1)
             embeds += clip_model.embed_image(image)
     if args.to and clip_model:
@@ -1449,7 +1437,8 @@ def sample(args):
                 f"--mask {args.mask}: {[*mask.shape[1:3]]} pixels high and wide, but --image "
                 f"{[*image.shape[1:3]]}; expected the same size"
             )
-        keep_mask = (square(mask, size)[:, :1] < 0).float()  # black is kept
+        is_black = square(mask, size)[:, :1] < 0
+        kept = square(image, size), is_black.float()
 
     # Sample.
     samples = {"image_embed": embeds, "caption": captions, "seeds": seeds}
@@ -1457,9 +1446,7 @@ def sample(args):
     for batch in accumulate.split(samples, args.max_batch):
         if prior_fn:  # unCLIP: text -> image embedding -> image (DALL-E 2 §2)
             batch["image_embed"] = prior_fn(batch["caption"], batch["seeds"])
-        out = sample_cascade(
-            unets, batch, clip_model, batch["seeds"], low_res, known, keep_mask
-        )
+        out = sample_cascade(unets, batch, clip_model, batch["seeds"], low_res, kept)
         # On the CPU, so that max_batch bounds the memory of the device.
         pictures += [*out.cpu().numpy()]  # uint8 (H, H, 3) each
 

@@ -302,9 +302,9 @@ def test_inpainting_keeps_what_is_known_and_resampling_fits_the_rest_to_it(name)
     known = torch.tensor([[1.5, 77.0]]).expand(4000, 2)  # the 77 is not kept and must not matter
     errors = []
     for resample in (1, 10):
-        inpainting = dict(known=known, keep_mask=torch.tensor([[1, 0]]), resample=resample)
+        kept = known, torch.tensor([[True, False]])
         x_T = torch.randn(4000, 2)
-        out = diffusion.sample(denoise, x_T, alpha, sigma, 40, **inpainting)
+        out = diffusion.sample(denoise, x_T, alpha, sigma, 40, kept=kept, resample=resample)
         assert torch.equal(out[:, 0], known[:, 0])
         errors.append((out[:, 1].mean() - 0.9 * 1.5).abs().item())
     assert errors[1] < 0.12 and errors[1] < errors[0] / 3

@@ -215,8 +215,7 @@ def sample(
     steps,
     eta=1.0,
     noise_fn=torch.randn_like,
-    known=None,
-    keep_mask=None,
+    kept=None,
     resample=5,
 ):
     """Integrate from noise x at level T-1 to x₀ in `steps` steps.
@@ -228,25 +227,26 @@ def sample(
     f, the variance is exp(f·log β + (1-f)·log β̃) of the respaced chain, times eta² (Nichol &
     Dhariwal 2021, Eq. 15 and §4); None counts as 0.
 
-    Inpainting (RePaint, Lugmayr et al. 2022, Alg. 1, with a jump length of 1): where `keep_mask`
-    (broadcast) is 1 or true, the result is exactly `known`, images of x₀; the rest is filled in.
+    Inpainting (RePaint, Lugmayr et al. 2022, Alg. 1, with a jump length of 1): `kept` is images of
+    x₀ and a bool mask (broadcast). Where it is true, the result is exactly these; the rest is
+    filled in.
     Every step but the last is taken `resample` times, noised again in between, so that what is
     filled in fits what is kept: 1 is fast and fits badly, 5 to 10 is usual.
     """
     timesteps = sampling_timesteps(len(alpha), steps)
     alphas = alpha.tolist()
     sigmas = sigma.tolist()
-    if keep_mask is None:
-        resample = 1  # nothing to fit
+    if kept:
+        known, mask = kept
     else:
-        keep_mask = keep_mask.bool()
+        resample = 1  # nothing to fit
 
     for t, t_prev in zip(timesteps, [*timesteps[1:], None]):
         for repeat in range(resample):
             timestep = torch.full((len(x),), t, device=x.device)
             x0, fraction = denoise(x, timestep)
             if t_prev is None:
-                return x0 if keep_mask is None else torch.where(keep_mask, known, x0)
+                return torch.where(mask, known, x0) if kept else x0
 
             # The respaced chain: x_t = ratio·x_prev + √β·noise, with β̃ = (σ_prev/σ_t)²·β.
             ratio = alphas[t] / alphas[t_prev]
@@ -262,10 +262,10 @@ def sample(
                 noise_std = eta * sigma_ratio ** (1 - fraction) * math.sqrt(beta)
                 x = x + noise_std * noise_fn(x)
 
-            if keep_mask is not None:
+            if kept:
                 noise = noise_fn(x)
                 noised = alphas[t_prev] * known + sigmas[t_prev] * noise
-                x = torch.where(keep_mask, noised, x)
+                x = torch.where(mask, noised, x)
             if repeat < resample - 1:
                 x = ratio * x + math.sqrt(beta) * noise_fn(x)
 
