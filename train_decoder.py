@@ -1034,14 +1034,7 @@ class CascadeConfig(config.Inference):
 
 def load_unet(path, device, weights="ema"):
     """(U-Net in eval mode, contents of the file) of a model.pt or checkpoint, adapters merged."""
-    cfg, contents = checkpoint.read_model(STAGES, path, weights)
-    if "lora" in contents:
-        from common.models import lora
-
-        contents = lora.merged(contents, path)
-    with checkpoint.damaged(path):
-        unet = UNet(cfg, *contents["widths"])
-        checkpoint.load_weights(unet, contents["model"], path)
+    unet, contents = checkpoint.load_model(UNet, STAGES, path, weights)
     take_last_step(unet, path, device)
     return place(unet, device).eval(), contents
 

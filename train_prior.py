@@ -763,14 +763,7 @@ class PriorConfig(config.Inference):
 
 def load_prior(path, device, weights="ema"):
     """(prior in eval mode, contents of the file) of a model.pt or checkpoint, adapters merged."""
-    cfg, contents = checkpoint.read_model({"prior": Config}, path, weights)
-    if "lora" in contents:
-        from common.models import lora
-
-        contents = lora.merged(contents, path)
-    with checkpoint.damaged(path):
-        prior = Prior(cfg, *contents["widths"])
-        checkpoint.load_weights(prior, contents["model"], path)
+    prior, contents = checkpoint.load_model(Prior, {"prior": Config}, path, weights)
     return prior.to(device).eval(), contents
 
 

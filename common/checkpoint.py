@@ -198,6 +198,22 @@ def read_model(classes, path, weights="ema"):
     return cfg, contents
 
 
+def load_model(make, classes, path, weights="ema"):
+    """(model, contents of the file) of a model file, adapters merged: see `read_model`.
+
+    make: function of a config and the file's "widths", which gives the model.
+    """
+    cfg, contents = read_model(classes, path, weights)
+    if "lora" in contents:
+        from common.models import lora
+
+        contents = lora.merged(contents, path)
+    with damaged(path):
+        model = make(cfg, *contents["widths"])
+        load_weights(model, contents["model"], path)
+    return model, contents
+
+
 def model_file(folder, name=""):
     """The path of a run's file `name`; without it best.pt, if that is not of model.pt's step.
 

@@ -512,7 +512,7 @@ def mistake(*words, status=1):
     [
         ("--width 8", "it is one of a stage: give --stage base"),
         ("--init_from a.pt", "they are of one stage"),
-        ("--stage base --width 30", "--width 30, --image_size, --random_crop: expected a multiple of 4"),
+        ("--stage base --width 30", "--width 30, --image_size, --random_crop: "),
         ("--stage base --image_size 18", "multiples of 4, as 3 levels"),
         ("--stage base --attention_levels 3", "expected numbers below 3"),
         ("--stage base --learned_variance", "--timestep_density uniform"),
