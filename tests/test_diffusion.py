@@ -15,10 +15,8 @@ objectives = pytest.mark.parametrize("objective", ["x0", "v", "epsilon", "flow"]
 # Levels of noise
 
 def test_the_linear_betas_are_the_published_ones():
-    beta = diffusion.noise_betas("linear", 1001)
-    expected = [1e-4, (1e-4 + 0.02) / 2, 0.02]
-    betas = beta[[0, 500, 1000]] * 1001 / 1000
-    assert betas.tolist() == pytest.approx(expected, rel=1e-9)
+    betas = diffusion.noise_betas("linear", 1001)[::500] * 1001 / 1000
+    assert betas.tolist() == pytest.approx([1e-4, (1e-4 + 0.02) / 2, 0.02], rel=1e-9)
     alpha, sigma = diffusion.alphas_sigmas("linear", T)
     assert_close(alpha ** 2 + sigma ** 2, torch.ones(T))
     assert (alpha.diff() < 0).all()
@@ -27,12 +25,8 @@ def test_the_linear_betas_are_the_published_ones():
 def test_cosine_levels_follow_the_closed_form():
     alpha, sigma = diffusion.alphas_sigmas("cosine", T)
     assert_close(alpha ** 2 + sigma ** 2, torch.ones(T))
-
-    def f(t):
-        return math.cos((t / T + 0.008) / 1.008 * math.pi / 2) ** 2
-
-    for t in (0, 17, 100, 180):
-        assert alpha[t].item() ** 2 == pytest.approx(f(t + 1) / f(0), rel=1e-4)
+    f = torch.cos((torch.arange(T) / T + 0.008) / 1.008 * math.pi / 2) ** 2
+    assert_close(alpha[:180] ** 2, f[1:181] / f[0], rtol=1e-4, atol=0)
     assert diffusion.noise_betas("cosine", 2).max() == 0.999  # α is never 0
 
 
@@ -85,47 +79,38 @@ def test_min_snr_weighs_every_objective_alike(objective):
     x0, noise, error = torch.randn(3, len(a), dtype=torch.float64)
     prediction = prediction_of(objective, x0 + error, a * x0 + s * noise, a, s)
     loss = (prediction - diffusion.target(objective, x0, noise, a, s)) ** 2
-    weight = diffusion.loss_weight("min_snr", objective, a, s, 0.5)
-    expected = ((a / s) ** 2).clamp(max=0.5) * error ** 2
+    weight = diffusion.loss_weight("min_snr", objective, a, s)
+    expected = ((a / s) ** 2).clamp(max=5) * error ** 2
     assert_close(weight * loss, expected, rtol=1e-5, atol=1e-9)
 
 
 def test_weights_are_finite_at_pure_noise_and_those_of_flow_follow_their_formulas():
     alpha, sigma = diffusion.alphas_sigmas("flow", 1000)  # α ends at 0
     for objective in ("x0", "v", "epsilon", "flow"):
-        weight = diffusion.loss_weight("min_snr", objective, alpha, sigma, 1.0)
+        weight = diffusion.loss_weight("min_snr", objective, alpha, sigma)
         assert weight.isfinite().all() and (weight >= 0).all()
     sigma = torch.tensor([0.1, 0.5, 1.0])
     expected = {"none": [1, 1, 1], "sigma_sqrt": [100, 4, 1], "cosmap": [2 / 0.82, 4, 2]}
     expected["cosmap"] = [value / math.pi for value in expected["cosmap"]]
     for kind, values in expected.items():
-        weight = diffusion.loss_weight(kind, "flow", 1 - sigma, sigma, 5.0)
+        weight = diffusion.loss_weight(kind, "flow", 1 - sigma, sigma)
         assert weight.tolist() == pytest.approx(values)
 
 
-@pytest.mark.parametrize("density, mean, std", [
-    ("uniform", 0.0, 1.0),
-    ("logit_normal", 0.0, 1.0),
-    ("logit_normal", 0.7, 0.5),
-    ("mode", 0.0, 1.0),
-])
-def test_timesteps_have_the_published_density(density, mean, std):
+@pytest.mark.parametrize("density", ["uniform", "logit_normal", "mode"])
+def test_timesteps_have_the_published_density(density):
     torch.manual_seed(0)
-    drawn = diffusion.sample_timesteps(density, (400, 500), 20, "cpu", mean, std)
-    assert drawn.dtype == torch.int64 and drawn.shape == (400, 500)
+    drawn = diffusion.sample_timesteps(density, (400, 500), 20, "cpu")
     # The times at all quantiles (SD3, Eq. 19 and 20).
     u = (torch.arange(100_000, dtype=torch.float64) + 0.5) / 100_000
     time = {
         "uniform": u,
-        "logit_normal": torch.sigmoid(mean + std * torch.special.ndtri(u)),
+        "logit_normal": torch.special.ndtri(u).sigmoid(),
         "mode": 1 - u - 1.29 * (torch.cos(math.pi / 2 * u) ** 2 - 1 + u),
     }[density]
     expected = torch.histc(time, 20, 0, 1) / len(time)
     fractions = torch.bincount(drawn.flatten(), minlength=20) / drawn.numel()
     assert (fractions - expected).abs().sum() / 2 < 0.008  # 0.004 is usual for so many
-    # A sigmoid may round to 1.
-    late = diffusion.sample_timesteps("logit_normal", (9,), 3, "cpu", 40.0)
-    assert late.tolist() == [2] * 9
 
 
 def test_dream_moves_input_and_target_along_the_networks_error():
@@ -138,7 +123,6 @@ def test_dream_moves_input_and_target_along_the_networks_error():
     moved, target = diffusion.dream(x_t, noise, predicted, sigma)
     assert_close(moved, alpha * x0 + sigma * target)  # still of x0, with that noise
     assert_close(target, noise + (noise - predicted) * sigma)
-    assert x_t._version == noise._version == 0  # the caller's tensors were not written to
 
 
 # The bound on the likelihood
@@ -178,25 +162,18 @@ def test_variational_bound_is_the_kl_of_the_two_gaussians():
 
 @pytest.mark.parametrize("estimate, fraction", [(0.3, 0.0), (-0.97, 1.0), (1.02, 0.5)])
 def test_the_first_term_is_the_likelihood_of_eight_bit_pixels(estimate, fraction):
-    alpha, sigma = diffusion.alphas_sigmas("linear", T)
-    pixels = torch.arange(256) / 127.5 - 1
-    bits = diffusion.variational_bound(
-        pixels[:, None],
-        torch.zeros(256, dtype=torch.int64),
-        torch.full((256, 1), estimate),
-        torch.full((256, 1), fraction),
-        alpha,
-        sigma,
-    )
-    mass = torch.exp2(-bits.double())
+    pixels = torch.arange(256)[:, None] / 127.5 - 1
+    first = torch.zeros(256, dtype=torch.int64)
+    values = torch.full((256, 1), estimate), torch.full((256, 1), fraction)
+    levels = diffusion.alphas_sigmas("linear", T)
+    bits = diffusion.variational_bound(pixels, first, *values, *levels)
     beta = diffusion.noise_betas("linear", T)
     bar = torch.cumprod(1 - beta, 0)
     stand_in = beta[1] * (1 - bar[0]) / (1 - bar[1])  # Nichol & Dhariwal's, as β̃₀ is 0
-    variance = math.exp(fraction * math.log(beta[0]) + (1 - fraction) * math.log(stand_in))
-    edges = (pixels[:-1].double() + 1 / 255)
-    below = Normal(estimate, math.sqrt(variance)).cdf(edges)
+    std = (beta[0] ** fraction * stand_in ** (1 - fraction)).sqrt()
+    below = Normal(estimate, std).cdf(pixels[:-1, 0].double() + 1 / 255)
     below = torch.cat([torch.zeros(1), below, torch.ones(1)])
-    assert_close(mass, below.diff(), rtol=2e-3, atol=1e-7)
+    assert_close(torch.exp2(-bits.double()), below.diff(), rtol=2e-3, atol=1e-7)
 
 
 # Sampling
@@ -209,17 +186,13 @@ def test_sampling_timesteps_run_evenly_from_the_noisiest_level_to_the_first():
 
 def test_a_sample_has_the_same_noise_in_any_batch():
     of_three = diffusion.noise_generator([5, 6, 7], "cpu")
+    of_pairs = diffusion.noise_generator([5, 6], "cpu")
     of_one = diffusion.noise_generator([6], "cpu")
     draws = [of_three(torch.zeros(3, 4)) for _ in range(2)]
-    for noise in draws:
-        assert torch.equal(noise[1:2], of_one(torch.zeros(1, 4)))
-    different = torch.cat(draws).unique(dim=0)
-    assert len(different) == 6
-    of_pairs = diffusion.noise_generator([5, 6], "cpu")
-    pairs = of_pairs(torch.zeros(4, 4))
-    of_last = diffusion.noise_generator([6], "cpu")
-    expected = of_last(torch.zeros(2, 4))
-    assert torch.equal(pairs[2:], expected)
+    expected = of_one(torch.zeros(2, 4))  # in pairs two samples are of one seed
+    assert torch.equal(torch.stack(draws)[:, 1], expected)
+    assert torch.equal(of_pairs(torch.zeros(4, 4))[2:], expected)
+    assert len(torch.cat(draws).unique(dim=0)) == 6
 
 
 @pytest.mark.parametrize("name", ["flow", "linear", "cosine"])

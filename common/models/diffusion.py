@@ -47,17 +47,16 @@ def alphas_sigmas(name, timesteps):
     return alphas_bar.sqrt().float(), (1 - alphas_bar).sqrt().float()
 
 
-def sample_timesteps(density, shape, timesteps, device, mean=0.0, std=1.0):
+def sample_timesteps(density, shape, timesteps, device):
     """int64 timesteps of `shape`, of a density of SD3 (Esser et al. 2024, §3.1) on (0, 1), times T.
 
-    "uniform". "logit_normal" (Eq. 19): the sigmoid of a normal of that mean and std. "mode" (Eq. 20
-    with s = 1.29): mostly the middle.
+    "uniform". "logit_normal" (Eq. 19): the sigmoid of a standard normal. "mode" (Eq. 20 with
+    s = 1.29): mostly the middle.
     """
     if density == "uniform":
         return torch.randint(timesteps, shape, device=device)
     if density == "logit_normal":
-        normal = torch.randn(shape, device=device)
-        time = torch.sigmoid(mean + std * normal)
+        time = torch.randn(shape, device=device).sigmoid()
     else:
         assert density == "mode", density
         u = torch.rand(shape, device=device)
@@ -117,10 +116,10 @@ def snr(alpha, sigma):
     return ratio.clamp(min=1e-20)
 
 
-def loss_weight(kind, objective, alpha, sigma, gamma=5.0):
+def loss_weight(kind, objective, alpha, sigma):
     """Weight of a squared error of the `objective`, at each level (α, σ).
 
-    "min_snr": min(SNR, γ) on x₀ (Hang et al. 2023, §3.4), converted to the objective: an error e in
+    "min_snr": min(SNR, 5) on x₀ (Hang et al. 2023, §3.4), converted to the objective: an error e in
     x₀ is e·α/σ in epsilon, and e/σ in v (σ² = 1/(SNR + 1)) and in flow.
     Of flow alone: "cosmap" = 2/(π(1 - 2σ + 2σ²)) (Esser et al. 2024, Eq. 21), "sigma_sqrt" = σ^-2,
     at most T².
@@ -133,16 +132,9 @@ def loss_weight(kind, objective, alpha, sigma, gamma=5.0):
         return sigma**-2
     assert kind == "min_snr", kind
     ratio = snr(alpha, sigma)
-    weight = ratio.clamp(max=gamma)  # on x0
-    return (
-        weight
-        / {
-            "x0": 1,
-            "epsilon": ratio,
-            "v": ratio + 1,
-            "flow": sigma**-2,
-        }[objective]
-    )
+    weight = ratio.clamp(max=5.0)  # on x0
+    x0_per_error = {"x0": 1, "epsilon": ratio, "v": ratio + 1, "flow": sigma**-2}  # squared
+    return weight / x0_per_error[objective]
 
 
 def classifier_free_guidance(conditional, unconditional, scale):
@@ -183,14 +175,12 @@ def variational_bound(x0, timestep, predicted_x0, fraction, alpha, sigma):
     # tails, in logarithms. The outermost bins go on to infinity.
     half_bin = 1 / 255
     inverse_std = (-0.5 * log_variance).exp()
-    distance = error.abs()
+    is_outermost = x0.abs() > 0.999
+    distance = torch.where(is_outermost, error * x0.sign(), error.abs())
     upper = log_ndtr((half_bin - distance) * inverse_std)
     lower = log_ndtr((-half_bin - distance) * inverse_std)
-    outward = error * x0.sign()
-    outermost = log_ndtr((half_bin - outward) * inverse_std)
     mass_ratio = (lower - upper).clamp(max=-1e-6).exp()  # < 1 however large the variance
-    inside = upper + torch.log1p(-mass_ratio)
-    likelihood = torch.where(x0.abs() > 0.999, outermost, inside)
+    likelihood = upper + torch.log1p(-mass_ratio.masked_fill(is_outermost, 0))
 
     kl = kl.flatten(1).mean(1)
     decoder_nll = -likelihood.flatten(1).mean(1)
@@ -220,18 +210,17 @@ def sample(
 ):
     """Integrate from noise x at level T-1 to x₀ in `steps` steps.
 
-    `denoise(x_t, t (B,))` returns (x₀, f): the prediction, and f of a learned variance or None.
+    `denoise(x_t, t (B,))` returns (x₀, f): the prediction, and f of a learned variance, or 0.
     eta = 0 is DDIM (for flow: Euler's method), eta = 1 is ancestral sampling: the posterior of the
     respaced chain (DDIM, Song et al. 2021, Eq. 12 and 16). `denoise` is given the level that x_t is
     at. The last step ends at x₀ itself. alpha, sigma: (T,). `noise_fn(x)` draws noise like x. With
     f, the variance is exp(f·log β + (1-f)·log β̃) of the respaced chain, times eta² (Nichol &
-    Dhariwal 2021, Eq. 15 and §4); None counts as 0.
+    Dhariwal 2021, Eq. 15 and §4).
 
     Inpainting (RePaint, Lugmayr et al. 2022, Alg. 1, with a jump length of 1): `kept` is images of
     x₀ and a bool mask (broadcast). Where it is true, the result is exactly these; the rest is
-    filled in.
-    Every step but the last is taken `resample` times, noised again in between, so that what is
-    filled in fits what is kept: 1 is fast and fits badly, 5 to 10 is usual.
+    filled in. Every step but the last is taken `resample` times, noised again in between, so that
+    what is filled in fits what is kept: 1 is fast and fits badly, 5 to 10 is usual.
     """
     timesteps = sampling_timesteps(len(alpha), steps)
     alphas = alpha.tolist()
@@ -249,22 +238,25 @@ def sample(
                 return torch.where(mask, known, x0) if kept else x0
 
             # The respaced chain: x_t = ratio·x_prev + √β·noise, with β̃ = (σ_prev/σ_t)²·β.
-            ratio = alphas[t] / alphas[t_prev]
-            beta = max(0.0, sigmas[t] ** 2 - (ratio * sigmas[t_prev]) ** 2)
-            sigma_ratio = sigmas[t_prev] / sigmas[t]
+            alpha_t = alphas[t]
+            sigma_t = sigmas[t]
+            alpha_prev = alphas[t_prev]
+            sigma_prev = sigmas[t_prev]
+            ratio = alpha_t / alpha_prev
+            beta = max(0.0, sigma_t**2 - (ratio * sigma_prev) ** 2)
+            sigma_ratio = sigma_prev / sigma_t
 
             # Eq. 12 and 16: x_prev = α_prev·x₀ + √(σ_prev² - η²β̃)·ε + η·√β̃·noise.
-            noise = (x - alphas[t] * x0) / sigmas[t]
+            noise = (x - alpha_t * x0) / sigma_t
             variance = (eta * sigma_ratio * math.sqrt(beta)) ** 2
-            remaining = max(0.0, sigmas[t_prev] ** 2 - variance)
-            x = alphas[t_prev] * x0 + math.sqrt(remaining) * noise
+            remaining = max(0.0, sigma_prev**2 - variance)
+            x = alpha_prev * x0 + math.sqrt(remaining) * noise
             if eta:
                 noise_std = eta * sigma_ratio ** (1 - fraction) * math.sqrt(beta)
                 x = x + noise_std * noise_fn(x)
 
             if kept:
-                noise = noise_fn(x)
-                noised = alphas[t_prev] * known + sigmas[t_prev] * noise
+                noised = alpha_prev * known + sigma_prev * noise_fn(x)
                 x = torch.where(mask, noised, x)
             if repeat < resample - 1:
                 x = ratio * x + math.sqrt(beta) * noise_fn(x)
