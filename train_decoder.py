@@ -24,7 +24,8 @@ Saharia et al. 2022; Karlo: kakaobrain/karlo-v1-alpha. What differs from the pap
 - All images are shrunk by a box filter. The low resolution is enlarged bicubically; ADM enlarges
   bilinearly. The presets clip gradients at 1 and warm up for 10,000 steps. Flow has 1,000 levels.
 - The input of an upsampler is blurred with probability 0.5. It can also be noised (Imagen), which
-  is off by default. DALL-E 2 degrades the input of its second upsampler (256 -> 1024) by BSR.
+  is off by default; in sampling it then has the least noise. DALL-E 2 degrades the input of its
+  second upsampler (256 -> 1024) by BSR.
 - A model without attention levels has no attention in the middle either, where ADM has some.
 - A group norm of a narrow layer has fewer than 32 groups.
 - The average of the weights has a warm-up (ema.py).

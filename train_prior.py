@@ -408,8 +408,7 @@ def diffusion_loss(prior, batch, condition, for_eval=False):
     drop = torch.rand(len(x0), device=x0.device) < cfg.text_drop
 
     # Forward process: x_t = α·x0 + σ·ε (DDPM Eq. 4).
-    alpha = diffusion.extract(prior.alpha, timestep, x0)  # (B, K, 1)
-    sigma = diffusion.extract(prior.sigma, timestep, x0)
+    alpha, sigma = diffusion.levels(prior, timestep, x0)  # (B, K, 1)
     x_t = alpha * x0 + sigma * noise
     target = diffusion.target(cfg.objective, x0, noise, alpha, sigma)
 
@@ -457,8 +456,7 @@ def sample_embeddings(
             prediction = diffusion.classifier_free_guidance(
                 conditional, unconditional, guidance_scale
             )
-        alpha = diffusion.extract(prior.alpha, timestep, x_t)
-        sigma = diffusion.extract(prior.sigma, timestep, x_t)
+        alpha, sigma = diffusion.levels(prior, timestep, x_t)
         x0 = diffusion.predict_x0(cfg.objective, prediction, x_t, alpha, sigma)
         return x0.clamp(-bound, bound), 0.0  # no learned variance
 
