@@ -27,8 +27,8 @@ import os
 # Set before torch is imported: idle OpenMP threads stop spinning early, so ranks can share cores.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
-import collections
 import dataclasses
+import itertools
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +49,7 @@ from common.config import (
     PositiveInt,
     UserError,
     field,
+    model_field,
 )
 from common.data import embeddings, files, order
 from common.ema import EMA
@@ -57,7 +58,6 @@ from common.models.nn import (
     NullText,
     TimeEmbedding,
     Transformer,
-    causal_mask,
     compile_blocks,
     learned_tokens,
 )
@@ -80,31 +80,31 @@ class Config(config.TrainingRun):
         "auto", "CLIP of the embeddings: folder, model.pt, open_clip:MODEL/WEIGHTS; auto: DATA's"
     )
     # Model: a transformer over text and noised image embedding
-    width: PositiveInt = field(192, "width of the transformer", model=True)
+    width: PositiveInt = model_field(192, "width of the transformer")
     # A few million parameters; the paper has a billion (--preset dalle2).
-    depth: PositiveInt = field(4, "number of blocks", model=True)
-    heads: PositiveInt = field(3, "number of attention heads", model=True)
+    depth: PositiveInt = model_field(4, "number of blocks")
+    heads: PositiveInt = model_field(3, "number of attention heads")
     dropout: Fraction = field(0.0, "dropout in attention and feed-forward")
-    text_encodings: Literal["none", "shards", "clip"] = field(
-        "none", "also condition on token encodings: from DATA/text_enc, or by the CLIP", model=True
+    text_encodings: Literal["none", "shards", "clip"] = model_field(
+        "none", "also condition on token encodings: from DATA/text_enc, or by the CLIP"
     )
-    max_text_len: PositiveInt = field(77, "longest text in tokens; longer is cut", model=True)
-    raw_embeddings: bool = field(
-        False, "embeddings as the CLIP gives them (Karlo), not of unit length", model=True
+    max_text_len: PositiveInt = model_field(77, "longest text in tokens; longer is cut")
+    raw_embeddings: bool = model_field(
+        False, "embeddings as the CLIP gives them (Karlo), not of unit length"
     )
-    x0_bound: PositiveFloat = field(
-        10.0, "bound of |x0| in sampling of raw embeddings (10: Karlo's code)", model=True
+    x0_bound: PositiveFloat = model_field(
+        10.0, "bound of |x0| in sampling of raw embeddings (10: Karlo's code)"
     )
     checkpointing: bool = field(False, "recompute blocks in the backward pass to save memory")
     lora_rank: NonNegativeInt = field(
         0, "rank of adapters trained on the frozen --init_from, 0: train all weights", fixed=True
     )
     # Diffusion: DALL-E 2 predicts x0 under the cosine schedule
-    objective: Literal["x0", "v", "epsilon", "flow"] = field(
-        "x0", "what the network predicts", model=True
+    objective: Literal["x0", "v", "epsilon", "flow"] = model_field(
+        "x0", "what the network predicts"
     )
-    noise_schedule: Literal["cosine", "linear"] = field(
-        "cosine", "noise schedule; flow has its own", model=True
+    noise_schedule: Literal["cosine", "linear"] = model_field(
+        "cosine", "noise schedule; flow has its own"
     )
     # Uniform is DDPM's; the others are of SD3.
     timestep_density: Literal["uniform", "logit_normal", "mode"] = field(
@@ -184,36 +184,33 @@ class Config(config.TrainingRun):
 MAX_CHUNK = 256  # samples in one forward pass, at most, where --chunk_size is 0
 
 # fmt: off
-# DALL-E 2's Table 3 for the diffusion prior, over the CLIP at hand.
-DALLE2 = dict(
-    clip="open_clip:ViT-L-14/openai",
-    text_encodings="clip",  # of all tokens, besides the text embedding
-    # Model
-    width=2048, depth=24, heads=32,  # 1B parameters
-    # Optimization: AdamW, EMA of 0.9999
-    optimizer="adamw", batch_size=4096, steps=600_000, lr=1.1e-4,
-    cosine=False, betas=(0.9, 0.96), eps=1e-6, weight_decay=0.06,
-    # Not in the paper: how to run it
-    warmup_steps=10_000, chunk_size=64, precision="bf16", workers=4,
-    validation=0.01, test=0.01,
-    log_every=100, eval_every="10000", save_every="2000",
-)
-# The sizes of the published configs. How these were trained is not public: the rest is DALL-E 2's.
-KARLO = dict(DALLE2, depth=20, raw_embeddings=True, guidance_scale=4.0, eval_timesteps=(25,))
-# Thousands of captioned pictures. Tried on 6,000 emoji, on two cores.
-PICTURES_CPU = dict(dropout=0.1, steps=1000, eval_every="250")
-PICTURES_GPU = dict(
-    PICTURES_CPU,
-    text_encodings="clip",
-    width=512, depth=6, heads=8,  # 20 M weights
-    batch_size=512, steps=800, lr=1e-3, eval_every="200", precision="bf16",
-)
 PRESETS = {
-    "pictures-cpu": PICTURES_CPU,
-    "pictures-gpu": PICTURES_GPU,
-    "dalle2": DALLE2,
-    "karlo": KARLO,
+    # Thousands of captioned pictures. Tried on 6,000 emoji, on two cores.
+    "pictures-cpu": dict(dropout=0.1, steps=1000, eval_every="250"),
+    "pictures-gpu": dict(
+        text_encodings="clip",
+        width=512, depth=6, heads=8, dropout=0.1,  # 20 M weights
+        batch_size=512, steps=800, lr=1e-3, eval_every="200", precision="bf16",
+    ),
+    # DALL-E 2's Table 3 for the diffusion prior, over the CLIP at hand.
+    "dalle2": dict(
+        clip="open_clip:ViT-L-14/openai",
+        text_encodings="clip",  # of all tokens, besides the text embedding
+        # Model
+        width=2048, depth=24, heads=32,  # 1B parameters
+        # Optimization: AdamW, EMA of 0.9999
+        batch_size=4096, steps=600_000, lr=1.1e-4,
+        cosine=False, betas=(0.9, 0.96), eps=1e-6, weight_decay=0.06,
+        # Not in the paper: how to run it
+        warmup_steps=10_000, chunk_size=64, precision="bf16", workers=4,
+        validation=0.01, test=0.01,
+        log_every=100, eval_every="10000", save_every="2000",
+    ),
 }
+# The sizes of the published configs. How these were trained is not public: the rest is DALL-E 2's.
+PRESETS["karlo"] = dict(
+    PRESETS["dalle2"], depth=20, raw_embeddings=True, guidance_scale=4.0, eval_timesteps=(25,)
+)
 # fmt: on
 
 
@@ -239,9 +236,10 @@ class Prior(nn.Module):
         self.cfg = cfg
         self.embed_width = embed_width
         width = cfg.width
-        text_len = cfg.max_text_len if encoding_width else 0
+        text_len = 0
         # Each kind of token has its own projection to the width of the transformer.
         if encoding_width:
+            text_len = cfg.max_text_len
             self.encoding_in = nn.Linear(encoding_width, width)
         self.text_in = nn.Linear(embed_width, width)
         self.time_in = TimeEmbedding(width, width, cfg.timesteps)
@@ -276,98 +274,92 @@ class Prior(nn.Module):
         # A dimension that is constant must not divide by zero.
         self.clip_std.copy_(image_embed.std(0).clamp(min=1e-6))
 
-    def standardize(self, image_embed):
+    def normalized(self, embed):
+        """Embeddings (…, D), of unit length unless the model is one of raw embeddings."""
+        if self.cfg.raw_embeddings:
+            return embed
+        return F.normalize(embed, dim=-1)
+
+    def standardize(self, embed):
         """Image embeddings (…, D) of a CLIP -> x0 of mean 0 and variance 1, as the noise has."""
-        if not self.cfg.raw_embeddings:
-            image_embed = F.normalize(image_embed.float(), dim=-1)
         # Without this, embeddings of unit length would drown in noise of length √D.
-        return (image_embed - self.clip_mean) / self.clip_std
+        return (self.normalized(embed) - self.clip_mean) / self.clip_std
 
     def destandardize(self, x0):
-        """The inverse of `standardize`; of unit length unless the model is of raw embeddings."""
-        image_embed = x0 * self.clip_std + self.clip_mean
-        if not self.cfg.raw_embeddings:
-            image_embed = F.normalize(image_embed, dim=-1)
-        return image_embed
+        """The inverse of `standardize`."""
+        return self.normalized(x0 * self.clip_std + self.clip_mean)
 
     def text_tokens(self, condition, drop):
-        """The text prefix: tokens (B, P, W), their mask (B, 1, P, P), which are keys (B, P).
+        """The text prefix (B, P, W), and which of its tokens are no padding, (B, P).
 
         Where `drop` (B,) is true, the text is replaced by "no text".
         """
         condition = self.null_text(condition, drop)  # only the text is dropped, never x_t
         text_embed = condition["text_embed"]
         if not self.cfg.raw_embeddings:  # to length √D, as the noised image embedding has
-            text_embed = F.normalize(text_embed.float(), dim=-1) * self.embed_width**0.5
+            text_embed = self.standardize(text_embed)
         tokens = self.text_in(text_embed)[:, None]  # (B, 1, W)
-        key_mask = torch.ones_like(drop)[:, None]  # (B, 1), true; padding will be false
+        is_text = torch.ones_like(drop)[:, None]  # (B, 1)
         if self.cfg.text_encodings != "none":
             encodings = self.encoding_in(condition["text_enc"])  # (B, L, W)
             tokens = torch.cat([encodings, tokens], dim=1)  # (B, P, W)
-            key_mask = torch.cat([condition["text_mask"], key_mask], dim=1)  # (B, P)
-        prefix_len = tokens.shape[1]
-        tokens = tokens + self.positions.weight[:prefix_len].to(tokens.dtype)
+            is_text = torch.cat([condition["text_mask"], is_text], dim=1)
+        positions = self.positions.weight[:-3]
+        return tokens + positions.to(tokens.dtype), is_text
 
-        # A padding token is a key for itself alone: a row of the softmax must not be empty.
-        itself = torch.eye(prefix_len, dtype=torch.bool, device=tokens.device)
-        visible = key_mask[:, None, None] | itself
-        mask = causal_mask(prefix_len, prefix_len, tokens.device) & visible
-        return tokens, mask, key_mask
+    def mask(self, is_text, draws):
+        """Which tokens (rows) see which, (B, 1, P + 3K, P + 3K), with K noise draws.
 
-    def noised_tokens(self, x_t, timestep, key_mask):
-        """Three tokens for each draw: (B, 3K, W), and their mask (B, 1, 3K, P + 3K).
-
-        x_t (B, K, D), timestep (B, K). key_mask (B, P): which tokens of the text are keys.
+        A token sees the text before it and, of its own draw, itself and the tokens before it.
+        Tokens are ordered by kind, then by draw. A text with padding, and two draws:
+          1 0 0 | 0 0 | 0 0 | 0 0     text encodings
+          1 1 0 | 0 0 | 0 0 | 0 0     padding
+          1 0 1 | 0 0 | 0 0 | 0 0     text embedding
+          1 0 1 | 1 0 | 0 0 | 0 0     time, of draw 0 and of draw 1
+          1 0 1 | 0 1 | 0 0 | 0 0
+          1 0 1 | 1 0 | 1 0 | 0 0     noised image embedding
+          1 0 1 | 0 1 | 0 1 | 0 0
+          1 0 1 | 1 0 | 1 0 | 1 0     query
+          1 0 1 | 0 1 | 0 1 | 0 1
         """
-        draws = timestep.shape[1]
-        noised = self.image_in(x_t)  # (B, K, W)
-        time = self.time_in(timestep.flatten()).unflatten(0, timestep.shape).to(noised.dtype)
-        query = self.query.weight.to(noised.dtype).expand_as(noised)
-        tokens = torch.stack([time, noised, query], dim=1)  # (B, 3, K, W)
-        tokens = tokens + self.positions.weight[-3:, None].to(tokens.dtype)  # the last three
-
-        # A token sees the whole text and, of its own draw, itself and the tokens before it. Tokens
-        # are ordered by kind, then by draw: token (i, k) sees (j, k) for j <= i. With two draws:
-        #   1 0 | 0 0 | 0 0     time, of draw 0 and of draw 1
-        #   0 1 | 0 0 | 0 0
-        #   1 0 | 1 0 | 0 0     noised image embedding
-        #   0 1 | 0 1 | 0 0
-        #   1 0 | 1 0 | 1 0     query
-        #   0 1 | 0 1 | 0 1
-        same_draw = torch.kron(torch.ones(3, 3).tril(), torch.eye(draws)).bool().to(x_t.device)
-        same_draw = same_draw.expand(len(x_t), -1, -1)  # (B, 3K, 3K)
-        text = key_mask[:, None].expand(-1, 3 * draws, -1)  # (B, 3K, P)
-        mask = torch.cat([text, same_draw], dim=2)[:, None]
-        return tokens.flatten(1, 2), mask
+        prefix_len = is_text.shape[1]
+        # A draw is a group of tokens. A token of text is one by itself: where all before it is
+        # padding, it has one to see, as a row of the softmax must not be empty.
+        group = torch.arange(prefix_len + draws, device=is_text.device)
+        group = torch.cat([group, group[prefix_len:], group[prefix_len:]])
+        same_group = group[:, None] == group
+        is_text = F.pad(is_text, (0, 3 * draws))[:, None, None]
+        return (same_group | is_text).tril()
 
     def forward(self, x_t, timestep, condition, drop):
         """Predictions (B, K, D) for K noise draws a sample, with its text in one pass."""
-        text, text_mask, key_mask = self.text_tokens(condition, drop)
-        noised, noised_mask = self.noised_tokens(x_t, timestep, key_mask)
-        tokens = torch.cat([text, noised.to(text.dtype)], dim=1)  # (B, P + 3K, W)
-        # The text sees nothing of what is noised.
-        text_mask = F.pad(text_mask, (0, noised.shape[1]))  # (B, 1, P, P + 3K)
-        mask = torch.cat([text_mask, noised_mask], dim=2)
-        # The last K tokens are the queries.
-        return self.out(self.transformer(tokens, mask, num_last=timestep.shape[1]))
+        return self.denoise(x_t, timestep, *self.text_tokens(condition, drop))
 
     def text_cache(self, condition, drop):
-        """(keys and values of the text prefix, which are keys (B, P)), for all steps of sampling.
-
-        Nothing is predicted from the prefix: no more of it is used.
-        """
-        tokens, mask, key_mask = self.text_tokens(condition, drop)
+        """The text for all steps of sampling, as `denoise` takes it: cached, not as tokens."""
+        tokens, is_text = self.text_tokens(condition, drop)
+        mask = self.mask(is_text, 0)
+        # Nothing is predicted from the text: no more of the output is computed.
         _, cache = self.transformer(tokens, mask, num_last=1, return_cache=True)
-        return cache, key_mask
+        return tokens[:, :0], is_text, cache
 
-    def denoise(self, x_t, timestep, cache, key_mask):
-        """Predictions (B, K, D) for x_t (B, K, D) at `timestep` (B, K), given the `text_cache`."""
-        tokens, mask = self.noised_tokens(x_t, timestep, key_mask)
-        draws = timestep.shape[1]
+    def denoise(self, x_t, timestep, text, is_text, cache=None):
+        """Predictions (B, K, D) for x_t (B, K, D) at `timestep` (B, K).
+
+        text, is_text: of `text_tokens`; or these and the cache, of `text_cache`.
+        """
+        noised = self.image_in(x_t)  # (B, K, W)
+        query = self.query.weight.to(noised.dtype).expand_as(noised)
+        noised = torch.stack([self.time_in(timestep), noised, query], dim=1)  # (B, 3, K, W)
+        positions = self.positions.weight[-3:, None]
+        noised = noised + positions.to(noised.dtype)
+        tokens = torch.cat([text, noised.flatten(1, 2)], dim=1)  # (B, P + 3K or 3K, W)
+        draws = x_t.shape[1]
+        mask = self.mask(is_text, draws)[..., -tokens.shape[1] :, :]
+        # The last K tokens are the queries.
         return self.out(self.transformer(tokens, mask, cache=cache, num_last=draws))
 
 
-@torch.no_grad()
 def conditioning(batch, cfg, clip_model):
     """{"text_embed" (B, D), "text_enc" (B, L, E), "text_mask" (B, L)}: the model's conditions.
 
@@ -376,23 +368,23 @@ def conditioning(batch, cfg, clip_model):
     """
     if "caption" in batch:
         return clip_model.text_condition(batch["caption"], cfg.max_text_len)
-    # Embeddings that were written beforehand, in float16 or float32
-    condition = {"text_embed": batch["text_embed"].float()}  # (B, D)
+    condition = {"text_embed": batch["text_embed"]}  # (B, D)
     if "text_enc" in batch:
-        encodings = batch["text_enc"].float()  # (B, L', E), of any length
+        encodings = batch["text_enc"]  # (B, L', E), of any length
         missing = cfg.max_text_len - encodings.shape[1]  # negative: longer texts are cut
-        condition["text_enc"] = F.pad(encodings, (0, 0, 0, missing))
-        condition["text_mask"] = condition["text_enc"].any(-1)  # rows of zeros are padding
+        encodings = F.pad(encodings, (0, 0, 0, missing))
+        condition["text_enc"] = encodings
+        condition["text_mask"] = encodings.any(-1)  # rows of zeros are padding
     return condition
 
 
 # Loss
 
 
-def diffusion_loss(prior, batch, condition, for_eval=False):
+def diffusion_loss(prior, batch, condition):
     """Mean loss over a chunk.
 
-    for_eval: without loss weights. Text drop, draws and density are those of training.
+    In eval mode it is without loss weights. Text drop, draws and density are those of training.
     """
     cfg = prior.cfg
     x0 = prior.standardize(batch["image_embed"])  # (B, D)
@@ -415,7 +407,7 @@ def diffusion_loss(prior, batch, condition, for_eval=False):
     # The loss is in fp32, whatever the precision of the model.
     prediction = prior(x_t, timestep, condition, drop)  # (B, K, D)
     loss = (prediction.float() - target) ** 2
-    if not for_eval:  # the weight of a noise level
+    if prior.training:  # the weight of a noise level
         weight = diffusion.loss_weight(cfg.loss_weight, cfg.objective, alpha, sigma)
         loss = loss * weight
     return loss.mean()
@@ -438,11 +430,10 @@ def sample_embeddings(
     device = prior.alpha.device
 
     # Guidance runs every text a second time as "no text". The noised input is the same for both.
-    guided = guidance_scale != 1
-    copies = 2 if guided else 1
+    copies = 1 if guidance_scale == 1 else 2
     condition = {name: torch.cat([value] * copies) for name, value in condition.items()}
     drop = torch.arange(copies * size, device=device) >= size
-    cache, key_mask = prior.text_cache(condition, drop)  # the text prefix, once for all steps
+    text = prior.text_cache(condition, drop)  # once for all steps
 
     # Bound of |x0|. An embedding of unit length has an x0 of length √D: no component is greater.
     bound = cfg.x0_bound if cfg.raw_embeddings else prior.embed_width**0.5
@@ -450,12 +441,10 @@ def sample_embeddings(
     def denoise(x_t, timestep):
         x_in = x_t.repeat(copies, 1)[:, None]  # (copies·B, 1, D), one draw a text
         t_in = timestep.repeat(copies)[:, None]
-        prediction = prior.denoise(x_in, t_in, cache, key_mask)[:, 0].float()
-        if guided:
-            conditional, unconditional = prediction.chunk(2)
-            prediction = diffusion.classifier_free_guidance(
-                conditional, unconditional, guidance_scale
-            )
+        prediction = prior.denoise(x_in, t_in, *text)[:, 0].float()
+        prediction = diffusion.classifier_free_guidance(
+            prediction[:size], prediction[-size:], guidance_scale
+        )
         alpha, sigma = diffusion.levels(prior, timestep, x_t)
         x0 = diffusion.predict_x0(cfg.objective, prediction, x_t, alpha, sigma)
         return x0.clamp(-bound, bound), 0.0  # no learned variance
@@ -465,7 +454,6 @@ def sample_embeddings(
     return prior.destandardize(x0)
 
 
-@torch.no_grad()
 def best_embeddings(
     prior,
     condition,
@@ -492,7 +480,7 @@ def best_embeddings(
     noise_fn = diffusion.noise_generator(seeds, device)
     with amp.autocast(device, prior.cfg.precision):
         embeds = sample_embeddings(prior, repeated, sampling_steps, guidance_scale, eta, noise_fn)
-    embeds = embeds.float().unflatten(0, (-1, num_samples, best_of))
+    embeds = embeds.unflatten(0, (-1, num_samples, best_of))
 
     # Keep the candidate that is the most similar to its text.
     text_embed = condition["text_embed"][:, None, None]  # (texts, 1, 1, D)
@@ -509,64 +497,55 @@ def mean_loss(prior, split, clip_model):
 
     def loss_of(batch):
         condition = conditioning(batch, prior.cfg, clip_model)
-        return diffusion_loss(prior, batch, condition, for_eval=True)
+        return diffusion_loss(prior, batch, condition)
 
     return order.mean_loss(prior, loss_of, *split, prior.cfg, prior.alpha.device)
 
 
-def similarities(prior, split, clip_model):
-    """{metric: mean cosine similarity} of embeddings sampled in each number of eval_timesteps.
-
-    split: (dataset, indices). The same on any number of ranks, to rounding. Collective.
-    """
-    cfg = prior.cfg
-    device = prior.alpha.device
-    dataset, indices = split
-    indices = order.some_of(indices, cfg.eval_samples)
-    # Baseline: the text of another sample, half the split away.
-    unrelated = order.ChunkDataset(dataset, np.roll(indices, -(len(indices) // 2)))
-
-    # Ranks take turns with the chunks.
-    found = collections.defaultdict(list)  # {metric: values of this rank's samples}
-    for number, batch in order.batches(dataset, indices, 0, cfg.chunk_size):
-        start = number * cfg.chunk_size
-        other = unrelated[start, start + len(batch["index"])]
-        batch = order.to_device(batch, device)
-        other = order.to_device(other, device)
-        condition = conditioning(batch, cfg, clip_model)
-        image = batch["image_embed"]
-        text = condition["text_embed"]
-        unrelated_text = conditioning(other, cfg, clip_model)["text_embed"]
-        baseline = F.cosine_similarity(text, image)  # (B,)
-        found["baseline_similarity"] += baseline.tolist()
-        for steps in cfg.eval_timesteps:
-            # The same noise at every evaluation, so that metrics compare.
-            accumulate.seed_all(cfg.seed, "similarities", number, steps)
-            sampled = sample_embeddings(prior, condition, steps, cfg.guidance_scale)
-            with_text = F.cosine_similarity(sampled, text)
-            with_image = F.cosine_similarity(sampled, image)
-            with_unrelated = F.cosine_similarity(sampled, unrelated_text)
-            found[f"similarity_with_text@{steps}"] += with_text.tolist()
-            found[f"similarity_with_image@{steps}"] += with_image.tolist()
-            found[f"similarity_with_unrelated_text@{steps}"] += with_unrelated.tolist()
-            found[f"difference_from_baseline@{steps}"] += (with_text - baseline).tolist()
-    return order.means(found)
-
-
-@torch.no_grad()
 def sample_metrics(prior, splits, split, clip_model):
-    """Metrics of sampled embeddings: `similarities`, and those of the built-in data. Collective.
+    """{metric: value} of sampled embeddings for a split. Collective.
 
-    These are caption_match and coverage at the most sampling steps, and their ceilings: see
+    Mean cosine similarities at each number of eval_timesteps, the same on any number of ranks. For
+    the built-in data caption_match and coverage at the most steps, and their ceilings: see
     `synthetic.embedding_scores`.
     """
     cfg = prior.cfg
     device = prior.alpha.device
-    dataset, _ = splits[split]
+    dataset, indices = splits[split]
     mode = prior.training
     prior.eval()  # no dropout
     with amp.autocast(device, cfg.precision):
-        metrics = similarities(prior, splits[split], clip_model)
+        # Ranks take turns with the chunks.
+        found = []  # of this rank: (number, embeddings (2 + eval_timesteps, B, D))
+        for number, batch in order.batches(dataset, indices, cfg.eval_samples, cfg.chunk_size):
+            batch = order.to_device(batch, device)
+            condition = conditioning(batch, cfg, clip_model)
+            embeds = [batch["image_embed"], condition["text_embed"]]
+            for steps in cfg.eval_timesteps:
+                # The same noise at every evaluation, so that metrics compare.
+                accumulate.seed_all(cfg.seed, "similarities", number, steps)
+                embeds.append(sample_embeddings(prior, condition, steps, cfg.guidance_scale))
+            found.append((number, torch.stack(embeds).cpu()))
+        # All ranks together, in the order of the samples.
+        found = sorted(itertools.chain(*dist.gather(found)))
+        image, text, *samples = torch.cat([embeds for _, embeds in found], dim=1)  # (N, D) each
+
+        # Baselines: the real image, and the text of another sample, half the split away.
+        unrelated_text = text.roll(-(len(text) // 2), 0)
+        baseline = F.cosine_similarity(text, image)  # (N,)
+        cosines = {"baseline_similarity": baseline}
+        for steps, sampled in zip(cfg.eval_timesteps, samples):
+            with_text = F.cosine_similarity(sampled, text)
+            cosines |= {
+                f"similarity_with_text@{steps}": with_text,
+                f"similarity_with_image@{steps}": F.cosine_similarity(sampled, image),
+                f"similarity_with_unrelated_text@{steps}": F.cosine_similarity(
+                    sampled, unrelated_text
+                ),
+                f"difference_from_baseline@{steps}": with_text - baseline,
+            }
+        metrics = {name: sum(values.tolist()) / len(values) for name, values in cosines.items()}
+
         if embeddings.is_built_in(dataset.folder) and not cfg.val_data:
             from common.data import synthetic
 
@@ -590,11 +569,12 @@ def sample_metrics(prior, splits, split, clip_model):
 # Training
 
 
-def open_data(cfg, source, device):
+def open_data(cfg, source, device, widths=None):
     """({split: (dataset, indices)}, CLIP or None, {name: plain value} of both for model files).
 
     The CLIP encodes captions for a model of --text_encodings clip, and "no text" for any. source:
-    model file that says which CLIP it is, if neither cfg nor the data do; or None.
+    model file that says which CLIP it is, if neither cfg nor the data do; or None. widths: those of
+    image and text embeddings, and of text encodings (0: none), of the model, if there is one.
     """
     with_captions = cfg.text_encodings == "clip"
     # Which CLIP made the embeddings: the flag says it, else the data, else the model's file.
@@ -607,38 +587,38 @@ def open_data(cfg, source, device):
         clip_model = clip.load(spec, device, fingerprint, text_only=True)
         fingerprint = clip_model.fingerprint()
 
-    def open_folder(path):
+    datasets = []
+    for path in filter(None, (cfg.data, cfg.val_data)):
         dataset = embeddings.Embeddings(path, cfg.text_encodings == "shards", with_captions)
+        encoding_width = dataset.encoding_width
         if clip_model:  # one of other widths cannot have made these embeddings
             clip.check_widths(
-                clip_model, f"--clip {spec} for {path}", dataset.width, dataset.encoding_width
+                clip_model, f"--clip {spec} for {path}", dataset.width, encoding_width
             )
         embeddings.check_source(cfg, dataset, path, clip_model)
-        return dataset
-
-    dataset = open_folder(cfg.data)
-    val_dataset = None
-    if cfg.val_data:
-        val_dataset = open_folder(cfg.val_data)
-        if val_dataset.width != dataset.width:  # else an error of shapes at the first evaluation
+        if with_captions:  # said now, as nobody sees in a sample that half of its text was cut
+            encoding_width = clip_model.encoding_width
+            some = files.evenly_spaced(len(dataset), 256)
+            clip_model.note_cut(dataset.texts(some), cfg.max_text_len)
+        found = [dataset.width, encoding_width]
+        widths = widths or found  # else an error of shapes at the first step or evaluation
+        if found != widths:
             raise UserError(
-                f"--val_data {cfg.val_data}: embeddings {val_dataset.width} wide, but those of "
-                f"{cfg.data} are {dataset.width}"
+                f"{path}: widths of embeddings and text encodings (0: none) are {found}; those of "
+                f"the model are {widths}"
             )
-    encoding_width = dataset.encoding_width
-    if with_captions:  # said now, as nobody sees in a sample that half of its text was cut
-        encoding_width = clip_model.encoding_width
-        some = files.evenly_spaced(len(dataset), 256)
-        clip_model.note_cut(dataset.texts(some), cfg.max_text_len)
+        datasets.append(dataset)
+
     # Stored with the model: what it takes to build it and to sample from texts.
     info = {
         "kind": "prior",
-        "widths": [dataset.width, encoding_width],
+        "widths": widths,
         "clip": spec,
         "clip_fingerprint": fingerprint,
-        "text_length": dataset.text_embeds.usual_length,  # which `sample --text_embeds` must have
+        # Of text embeddings, which `sample --text_embeds` must have.
+        "text_length": datasets[0].text_embeds.usual_length,
     }
-    return order.splits(dataset, cfg, val_dataset), clip_model, info
+    return order.splits(datasets[0], cfg, *datasets[1:]), clip_model, info
 
 
 def train(cfg):
@@ -662,7 +642,7 @@ def train(cfg):
     accumulate.seed_all(cfg.seed, "weights")  # the same start on all ranks
     prior = Prior(cfg, *info["widths"]).to(device)
     if clip_model:
-        prior.null_text.fill(conditioning({"caption": [""]}, cfg, clip_model))
+        prior.null_text.fill(clip_model.text_condition([""], cfg.max_text_len))
     if cfg.raw_embeddings:  # weights that are loaded below bring their own statistics
         batch, usable = dataset.fetch(order.some_of(indices, 10_000))
         prior.measure_embeddings(batch["image_embed"][usable])
@@ -727,7 +707,7 @@ def train(cfg):
                         chunk_losses.append(loss.detach() * (chunk.stop - chunk.start))
                 grad_norm, stepped = amp.step(scaler, optimizers, cfg.max_grad_norm)
                 scaler.update()
-                prior.zero_grad(set_to_none=True)
+                prior.zero_grad()
                 progress.count_overflow(stepped)
             state.step += 1
             ema.update(state.step)
@@ -799,12 +779,7 @@ def open_evaluation(args, device):
     )
     if prior.cfg.data == "shapes":  # an imported model: training replaces it by a path
         raise UserError(f"{args.run_dir}: its data are not known; name some with --data")
-    splits, clip_model, info = open_data(prior.cfg, path, device)
-    if info["widths"] != contents["widths"]:
-        raise UserError(
-            f"{prior.cfg.data}: widths of embeddings and text encodings (0: none) are "
-            f"{info['widths']}; the prior's are {contents['widths']}"
-        )
+    splits, clip_model, _ = open_data(prior.cfg, path, device, contents["widths"])
     return prior, splits, clip_model
 
 
@@ -896,14 +871,15 @@ def sample(args):
     prior.cfg.check_sampling(guidance_scale, steps)
 
     # Sample some texts at a time: their conditions are repeated for each candidate.
-    results = []
+    samples = []
     count = max(1, args.max_batch // (args.num_samples * best_of))
     for number, batch in enumerate(accumulate.split(inputs, count)):
         condition = conditioning(batch, prior.cfg, clip_model)
-        result = best_embeddings(
+        first = number * count
+        embeds, similarity = best_embeddings(
             prior,
             condition,
-            range(number * count, number * count + len(condition["text_embed"])),
+            range(first, first + len(condition["text_embed"])),
             args.num_samples,
             steps,
             guidance_scale,
@@ -911,15 +887,13 @@ def sample(args):
             best_of,
             args.seed,
         )
-        results.append(result)
-    # Print the similarities, and write the embeddings.
-    embeds, similarity = map(torch.cat, zip(*results))
-    for text, cosines in zip(texts[:100], similarity.cpu().numpy().round(3)):
-        print(f"{text!r}: similarity with the text {cosines}")
-    embeds = embeds.flatten(0, 1).cpu().numpy()
+        samples.append(embeds.flatten(0, 1).cpu())
+        for text, cosines in zip(batch.get("caption", ()), similarity.cpu().numpy().round(3)):
+            print(f"{text!r}: similarity with the text {cosines}")
+    samples = torch.cat(samples).numpy()
     with checkpoint.atomic_write(args.out) as file:
-        np.save(file, embeds)
-    print(f"wrote {args.out}: float32 {embeds.shape}")
+        np.save(file, samples)
+    print(f"wrote {args.out}: float32 {samples.shape}")
 
 
 COMMANDS = {

@@ -64,14 +64,6 @@ def extract(model):
     return adapters
 
 
-def load(model, weights, path):
-    """Give an adapted model the `weights` {name: tensor} of the adapters in the file `path`.
-
-    UserError names those that do not fit.
-    """
-    checkpoint.load_weights(extract(model), weights, path)
-
-
 def set_scale(model, scale):
     """Let the adapters count `scale` times: 0 is the model without them, 1 as they were trained."""
     for adapter in extract(model).values():
@@ -106,28 +98,23 @@ def start(model, path, rank):
     return inject(model, rank), info
 
 
-def merged(contents, path, scale=1.0):
-    """The contents of a model's file, of those of the file `path` of adapters and of their base.
+def merged(contents, path):
+    """The contents of a model's file, if those of the file `path` are of adapters on a base.
 
     All entries are those of the adapters, without "lora"; "model" has the weights of the base with
-    the adapters added `scale` times.
+    the adapters added. Other contents are returned as they are.
     """
+    if "lora" not in contents:
+        return contents
     adapters = contents["model"]
-    info = contents["lora"]
-    base = info["base"]
+    base = contents["lora"]["base"]
     weights = checkpoint.strip_prefixes(checkpoint.model_contents(checkpoint.load(base))["model"])
-    if checkpoint.checksum(base) != info["base_sha256"]:
+    if checkpoint.checksum(base) != contents["lora"]["base_sha256"]:
         config.note(f"{path} was trained on {base}, which has changed since")
-    for name in sorted({key.removesuffix(".A").removesuffix(".B") for key in adapters}):
-        a = adapters[f"{name}.A"]
-        b = adapters[f"{name}.B"]
+    for name in sorted({key[:-2] for key in adapters}):  # without .A and .B
         layer = name.replace("/", ".") + ".weight"
-        if layer not in weights or weights[layer].shape != (len(b), a.shape[1]):
-            raise UserError(
-                f"{path}: adapters of another model than {base}: "
-                f"{layer} is not {len(b)} x {a.shape[1]}"
-            )
-        weights[layer] = weights[layer] + scale * (b @ a)
-    merged_contents = {**contents, "model": weights}
-    del merged_contents["lora"]
-    return merged_contents
+        with config.explained(f"{path}: adapters of another model than {base}: {layer}"):
+            weights[layer] = weights[layer] + adapters[f"{name}.B"] @ adapters[f"{name}.A"]
+    contents = {**contents, "model": weights}
+    del contents["lora"]
+    return contents

@@ -8,6 +8,7 @@ import torch.distributed as td
 from common import dist
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # coefficients of the quintic iteration (Jordan 2024)
+MOMENTUM = 0.95  # also Jordan's
 
 
 class Muon(torch.optim.Optimizer):
@@ -19,16 +20,14 @@ class Muon(torch.optim.Optimizer):
     the size of AdamW's, 0.2·lr an entry (Liu et al. 2025, §2.2): AdamW's rate fits.
     """
 
-    def __init__(self, matrices, lr, weight_decay, momentum=0.95):
-        defaults = dict(lr=lr, weight_decay=weight_decay, momentum=momentum)
+    def __init__(self, matrices, lr, weight_decay):
         by_shape = sorted(matrices, key=lambda matrix: matrix.flatten(1).shape)
-        super().__init__(by_shape, defaults)
+        super().__init__(by_shape, dict(lr=lr, weight_decay=weight_decay))
 
     @torch.no_grad()
     def step(self):
         """Take a step with gradients that are the same on all ranks."""
         for group in self.param_groups:
-            momentum = group["momentum"]
             parameters = [p for p in group["params"] if p.grad is not None]
             updates = []
             for parameter in parameters:
@@ -36,28 +35,24 @@ class Muon(torch.optim.Optimizer):
                 if not state:
                     state["momentum_buffer"] = torch.zeros_like(parameter)
                 buffer = state["momentum_buffer"]
-                gradient = parameter.grad
-                buffer.lerp_(gradient, 1 - momentum)
-                nesterov = gradient.lerp(buffer, momentum)
-                matrix = nesterov.flatten(1)  # (out, in·k)
-                updates.append(matrix.contiguous())  # as broadcasting needs it
+                buffer.lerp_(parameter.grad, 1 - MOMENTUM)
+                nesterov = parameter.grad.lerp(buffer, MOMENTUM)
+                # (out, in·k), laid out as broadcasting needs it
+                updates.append(nesterov.flatten(1).contiguous())
 
             # Equal shapes are neighbors, so that every rank gets its share of the large ones.
             local = updates[dist.rank() :: dist.world_size()]
             for _, same_shape in itertools.groupby(local, key=lambda update: update.shape):
                 same_shape = list(same_shape)
                 results = orthogonalize(torch.stack(same_shape))
-                for update, result in zip(same_shape, results):
-                    update.copy_(result)
+                torch._foreach_copy_(same_shape, results.unbind())
             exchange_owned(updates)
 
             lr = group["lr"]
-            decay = 1 - lr * group["weight_decay"]
             for parameter, update in zip(parameters, updates):
                 scale = 0.2 * max(update.shape) ** 0.5
-                update = update.view_as(parameter)
-                parameter.mul_(decay)
-                parameter.add_(update, alpha=-lr * scale)
+                parameter.mul_(1 - lr * group["weight_decay"])
+                parameter.add_(update.view_as(parameter), alpha=-lr * scale)
 
 
 def orthogonalize(stack):
@@ -75,16 +70,15 @@ def orthogonalize(stack):
         gram = x @ x.mT  # (N, rows, rows)
         polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         x = torch.baddbmm(x, polynomial, x, beta=a)
-    return x.to(stack.dtype)
+    return x
 
 
 def exchange_owned(tensors):
     """Give every rank what each tensor's owner has in it. Rank i % world_size owns tensor i."""
-    if dist.world_size() == 1:
-        return
     works = []
-    for number, tensor in enumerate(tensors):
-        owner = number % dist.world_size()
-        works.append(td.broadcast(tensor, owner, async_op=True))
+    if dist.world_size() > 1:
+        for number, tensor in enumerate(tensors):
+            owner = number % dist.world_size()
+            works.append(td.broadcast(tensor, owner, async_op=True))
     for work in works:
         work.wait()

@@ -3,6 +3,7 @@
 Shapes: B batch, N tokens, D width, d width of a head.
 """
 
+import collections
 import math
 
 import torch
@@ -11,14 +12,16 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 
-def rotary_table(positions, head_dim):
-    """(cos, ∓sin), stacked (2, …, N, d), of `positions` (…, N), for `rotate`.
+def rotary_table(positions, rotary_dim):
+    """(cos, ∓sin), stacked (2, …, N, d), of `positions` (…, N), for `rotate`; None if d is 0.
 
     RoFormer, Su et al. 2021, Eq. 34, with its θ = 10000.
     """
-    exponent = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
-    frequencies = 10000.0 ** (-exponent / head_dim)
-    angles = positions.float()[..., None] * frequencies  # (…, N, d/2)
+    if not rotary_dim:
+        return None
+    exponent = torch.arange(0, rotary_dim, 2, device=positions.device, dtype=torch.float32)
+    frequencies = 10000.0 ** (-exponent / rotary_dim)
+    angles = positions[..., None] * frequencies  # (…, N, d/2)
     angles = torch.cat([-angles, angles], dim=-1)
     return torch.stack([angles.cos(), angles.sin()])
 
@@ -37,79 +40,67 @@ def rotate(x, table):
 
 
 class Attention(nn.Module):
-    """Multi-head attention (Vaswani et al. 2017, §3.2)."""
+    """Multi-head attention (Vaswani et al. 2017, §3.2).
 
-    def __init__(self, width, num_heads, dropout=0.0):
+    causal: without a mask, a token attends to itself and those before it.
+    """
+
+    def __init__(self, width, num_heads, dropout=0.0, causal=False):
         super().__init__()
         self.num_heads = num_heads
         self.dropout = dropout
+        self.causal = causal
         self.query = nn.Linear(width, width)
         self.key_value = nn.Linear(width, 2 * width)
         self.out = nn.Linear(width, width)
 
     def keys_values(self, x, table=None):
         """Keys and values, each (B, heads, N, d), of x (B, N, D); `table` rotates the keys."""
-        both = self.key_value(x)
-        both = both.unflatten(-1, (2 * self.num_heads, -1)).transpose(1, 2)
+        both = self.key_value(x).unflatten(-1, (2 * self.num_heads, -1)).transpose(1, 2)
         keys, values = both.chunk(2, dim=1)
         return rotate(keys, table), values
 
-    def forward(self, x, keys, values, mask=None, causal=False, table=None):
+    def forward(self, x, keys, values, mask=None, table=None):
         """Attend from x (B, M, D) to `keys`, `values` (B, heads, N, d) -> (B, M, D).
 
-        mask: (M, N) or (B, 1, M, N), True = attend. causal: only for M = N, because SDPA aligns it
-        to the top left. table: rotates the queries.
+        mask: (M, N) or (B, 1, M, N), True = attend. table: rotates the queries.
         """
-        query = self.query(x)
-        query = query.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # (B, heads, M, d)
-        query = rotate(query, table)
+        query = self.query(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
         x = F.scaled_dot_product_attention(
-            query,
+            rotate(query, table),  # (B, heads, M, d)
             keys,
             values,
             attn_mask=mask,
-            is_causal=causal,
+            is_causal=self.causal and mask is None,
             dropout_p=self.dropout if self.training else 0.0,
         )
-        x = x.transpose(1, 2).flatten(2)  # (B, M, D)
-        return self.out(x)
+        return self.out(x.transpose(1, 2).flatten(2))
 
 
-class FeedForward(nn.Module):
-    """Linear, GELU, Linear, with a hidden layer of four times the width, as in GPT and CLIP."""
+def normalized(norm, function, x, groups):
+    """`function` of x by the weights of `norm`, in the type of x also under autocast.
 
-    def __init__(self, width, dropout):
-        super().__init__()
-        self.up = nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x):
-        hidden = F.gelu(self.up(x))
-        return self.down(self.dropout(hidden))
+    There torch's own norms give fp32, which all that follows casts. Mean and variance are in fp32
+    in both.
+    """
+    with torch.autocast(x.device.type, enabled=False):
+        weight = norm.weight.to(x.dtype)
+        bias = norm.bias.to(x.dtype)
+        return function(x, groups, weight, bias, norm.eps)
 
 
 class LayerNorm(nn.LayerNorm):
-    """Of the type of x also under autocast, where torch's gives fp32, which all that follows casts.
-
-    Mean and variance are in fp32 in both.
-    """
+    """torch's, of the type of x."""
 
     def forward(self, x):
-        with torch.autocast(x.device.type, enabled=False):
-            weight = self.weight.to(x.dtype)
-            bias = self.bias.to(x.dtype)
-            return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
+        return normalized(self, F.layer_norm, x, self.normalized_shape)
 
 
 class GroupNorm(nn.GroupNorm):
-    """As LayerNorm above."""
+    """torch's, of the type of x."""
 
     def forward(self, x):
-        with torch.autocast(x.device.type, enabled=False):
-            weight = self.weight.to(x.dtype)
-            bias = self.bias.to(x.dtype)
-            return F.group_norm(x, self.num_groups, weight, bias, self.eps)
+        return normalized(self, F.group_norm, x, self.num_groups)
 
 
 class KVCache:
@@ -129,77 +120,61 @@ class KVCache:
         self.layers = []
         for keys, values in cache:
             padding = (0, 0, 0, size - keys.shape[2])
-            keys = F.pad(keys, padding)
-            values = F.pad(values, padding)
-            self.layers.append((keys, values))
+            self.layers.append((F.pad(keys, padding), F.pad(values, padding)))
 
-    def append(self, layer, new_keys, new_values):
-        """Write one token a sample, keys and values (B, heads, 1, d), of block `layer`.
+    def append(self, layer, new):
+        """Write one token a sample, `new` keys and values (B, heads, 1, d), of block `layer`.
 
         Returns the keys and values of the first max_len + 1 tokens.
         """
-        keys, values = self.layers[layer]
-        samples = torch.arange(len(keys), device=keys.device)
-        keys[samples, :, self.length] = new_keys[:, :, 0]
-        values[samples, :, self.length] = new_values[:, :, 0]
-        stop = self.max_len + 1
-        return keys[:, :, :stop], values[:, :, :stop]
+        samples = torch.arange(len(self.length), device=self.length.device)
+        extended = []
+        for buffer, token in zip(self.layers[layer], new):
+            buffer[samples, :, self.length] = token[:, :, 0]
+            extended.append(buffer[:, :, : self.max_len + 1])
+        return extended
 
     def mask(self):
         """Which of the first max_len + 1 tokens a sample's next one attends to, (B, 1, 1, N)."""
         positions = torch.arange(self.max_len + 1, device=self.length.device)
-        mask = positions <= self.length[:, None]
-        return mask[:, None, None]
+        return positions <= self.length[:, None, None, None]
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block."""
+    """Pre-norm transformer block. The feed-forward is four times as wide, as in GPT and CLIP."""
 
-    def __init__(self, width, num_heads, dropout):
+    def __init__(self, width, num_heads, dropout, causal):
         super().__init__()
         self.attention_norm = LayerNorm(width)
-        self.attention = Attention(width, num_heads, dropout)
+        self.attention = Attention(width, num_heads, dropout, causal)
         self.ff_norm = LayerNorm(width)
-        self.ff = FeedForward(width, dropout)
+        feed_forward = collections.OrderedDict(
+            up=nn.Linear(width, 4 * width),
+            gelu=nn.GELU(),
+            dropout=nn.Dropout(dropout),
+            down=nn.Linear(4 * width, width),
+        )
+        self.ff = nn.Sequential(feed_forward)
         zero_init(self.attention.out)  # a block starts as the identity
         zero_init(self.ff.down)
 
-    def forward(
-        self,
-        x,
-        mask,
-        causal,
-        table,
-        past,
-        num_last,
-    ):
+    def forward(self, x, mask, table, past, num_last):
         """x (B, N, D) -> (B, num_last or N, D), and the keys and values of x.
 
         past: keys and values (B, heads, P, d) of earlier tokens. num_last: compute only so many of
         the last tokens, which needs a mask; those before them serve as keys alone.
         """
         h = self.attention_norm(x)
-        keys, values = self.attention.keys_values(h, table)
-        new = (keys, values)
+        new = self.attention.keys_values(h, table)
+        keys, values = new
         if past is not None:
-            keys = torch.cat([past[0], keys], dim=2)
-            values = torch.cat([past[1], values], dim=2)
+            keys, values = [torch.cat(pair, dim=2) for pair in zip(past, new)]
         if num_last:
             x = x[:, -num_last:]
             h = h[:, -num_last:]
             mask = mask[..., -num_last:, :]
-        return self.attend(x, h, keys, values, mask, causal, table), new
-
-    def attend(self, x, h, keys, values, mask, causal, table):
-        """x (B, M, D) -> (B, M, D), by attention from h, the normalized x, to keys and values."""
-        x = x + self.attention(h, keys, values, mask, causal, table)
-        return x + self.ff(self.ff_norm(x))
-
-
-def causal_mask(queries, keys, device):
-    """(queries, keys), True = attend: the queries are the last of the keys' tokens."""
-    mask = torch.ones(queries, keys, dtype=torch.bool, device=device)
-    return mask.tril(keys - queries)
+        x = x + self.attention(h, keys, values, mask, table)
+        return x + self.ff(self.ff_norm(x)), new
 
 
 class Transformer(nn.Module):
@@ -219,43 +194,32 @@ class Transformer(nn.Module):
         checkpointing=False,
     ):
         super().__init__()
-        self.causal = causal
-        self.rotary = rotary
-        self.head_dim = width // num_heads
+        self.rotary_dim = width // num_heads if rotary else 0
         self.checkpointing = checkpointing
-        blocks = [Block(width, num_heads, dropout) for _ in range(depth)]
+        blocks = [Block(width, num_heads, dropout, causal) for _ in range(depth)]
         self.blocks = nn.ModuleList(blocks)
         self.norm = LayerNorm(width)
-
-    def rotary_table(self, positions):
-        """`rotary_table` of positions (…, N), or None in a model without."""
-        if not self.rotary:
-            return None
-        return rotary_table(positions, self.head_dim)
 
     def forward(self, x, mask=None, cache=None, num_last=None, return_cache=False):
         """x (B, N, D) -> (B, num_last or N, D), or (that, cache of x) with `return_cache`.
 
         mask: (N, P + N) or (B, 1, N, P + N), True = attend; without one, attention is causal if the
-        model is.
+        model is. `cache` and `num_last` need one.
         cache: keys and values of P earlier tokens, a pair for each block, each (B, heads, P, d).
         num_last: the last block computes only so many of the last tokens; the others serve as keys
-        alone. It needs a mask or a causal model.
+        alone.
         """
-        length = x.shape[1]
-        prefix = 0 if cache is None else cache[0][0].shape[2]
-        positions = torch.arange(prefix, prefix + length, device=x.device)
-        table = self.rotary_table(positions)
-        causal = self.causal and mask is None
-        if causal and (prefix or num_last):
-            mask = causal_mask(length, prefix + length, x.device)
-            causal = False
+        # SDPA's own causal mask is aligned to the top left: earlier tokens would be hidden.
+        assert mask is not None or cache is None
+        prefix = cache[0][0].shape[2] if cache else 0
+        positions = torch.arange(prefix, prefix + x.shape[1], device=x.device)
+        table = rotary_table(positions, self.rotary_dim)
 
         new_cache = []
         for i, block in enumerate(self.blocks):
             past = cache[i] if cache else None
             num_last_here = num_last if block is self.blocks[-1] else None
-            args = (x, mask, causal, table, past, num_last_here)
+            args = (x, mask, table, past, num_last_here)
             if self.checkpointing:
                 x, new = checkpoint(block, *args, use_reentrant=False)
             else:
@@ -270,14 +234,14 @@ class Transformer(nn.Module):
     def step(self, x, cache):
         """The next token x (B, D) of every sample -> (B, D); it is appended to the KVCache."""
         # (B, 1, 1), for heads and tokens: each sample has a position of its own.
-        table = self.rotary_table(cache.length[:, None, None])
+        table = rotary_table(cache.length[:, None, None], self.rotary_dim)
         mask = cache.mask()
         x = x[:, None]
         for i, block in enumerate(self.blocks):
             h = block.attention_norm(x)
-            new = block.attention.keys_values(h, table)
-            keys, values = cache.append(i, *new)
-            x = block.attend(x, h, keys, values, mask, False, table)
+            keys, values = cache.append(i, block.attention.keys_values(h, table))
+            x = x + block.attention(h, keys, values, mask, table)
+            x = x + block.ff(block.ff_norm(x))
         cache.length = cache.length + 1  # not in place: the tensor is the caller's
         cache.max_len += 1
         return self.norm(x)[:, 0]
@@ -313,31 +277,26 @@ class NullText(nn.Module):
         super().__init__()
         self.register_buffer("text_embed", torch.zeros(1, embed_width))
         if encoding_width:
-            encoding = torch.zeros(1, length, encoding_width)
-            mask = torch.ones(1, length, dtype=torch.bool)
-            self.register_buffer("text_enc", encoding)
-            self.register_buffer("text_mask", mask)
+            self.register_buffer("text_enc", torch.zeros(1, length, encoding_width))
+            self.register_buffer("text_mask", torch.ones(1, length, dtype=torch.bool))
 
     def fill(self, condition):
-        """Take the `condition` of the text "": {buffer: (1, …)}."""
-        for name, buffer in self.named_buffers():
-            buffer.copy_(condition[name])
+        """Take the `condition` of the text "": {buffer: (1, …), and others}."""
+        self.load_state_dict(condition, strict=False)
 
     def forward(self, condition, drop):
         """`condition`, {buffer: (B, …), and others}, with "no text" where `drop` (B,) is true."""
         replaced = dict(condition)
-        for name, buffer in self.named_buffers():
-            value = condition[name]
-            where = drop.reshape(-1, *(1,) * (value.ndim - 1))
-            null = buffer.to(value.dtype)
-            replaced[name] = torch.where(where, null, value)
+        for name, null in self.named_buffers():
+            where = drop.reshape(-1, *[1] * (null.ndim - 1))
+            replaced[name] = torch.where(where, null, condition[name])
         return replaced
 
 
 class TimeEmbedding(nn.Module):
-    """A timestep in [0, timesteps), whole or not, (B,) -> (B, hidden) (DDPM, App. B).
+    """A timestep in [0, timesteps), whole or not, (…) -> (…, hidden) (DDPM, App. B).
 
-    A sinusoid of `width` numbers, and two layers.
+    Cosines and sines at `width`/2 geometric frequencies (Vaswani et al. 2017, §3.5), two layers.
     """
 
     def __init__(self, width, hidden, timesteps):
@@ -352,20 +311,12 @@ class TimeEmbedding(nn.Module):
 
     def forward(self, timestep):
         per_thousand = timestep * (1000.0 / self.timesteps)
-        return self.layers(sinusoid(per_thousand, self.width))
-
-
-def sinusoid(t, width):
-    """Cosines and sines of t (B,) at `width`/2 geometric frequencies -> (B, width).
-
-    Vaswani et al. 2017, §3.5.
-    """
-    half = width // 2
-    exponent = torch.arange(half, device=t.device, dtype=torch.float32) / half
-    # As exp, not as a power: they differ by 1e-7, times 999 for the last timestep.
-    frequencies = torch.exp(-math.log(10000.0) * exponent)
-    angles = t.float()[:, None] * frequencies
-    return torch.cat([angles.cos(), angles.sin()], dim=-1)
+        half = self.width // 2
+        exponent = torch.arange(half, device=timestep.device, dtype=torch.float32) / half
+        # As exp, not as a power: they differ by 1e-7, times 999 for the last timestep.
+        frequencies = torch.exp(-math.log(10000.0) * exponent)
+        angles = per_thousand[..., None] * frequencies
+        return self.layers(torch.cat([angles.cos(), angles.sin()], dim=-1))
 
 
 def zero_init(layer):
