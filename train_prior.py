@@ -480,13 +480,13 @@ def best_embeddings(
     noise_fn = diffusion.noise_generator(seeds, device)
     with amp.autocast(device, prior.cfg.precision):
         embeds = sample_embeddings(prior, repeated, sampling_steps, guidance_scale, eta, noise_fn)
-    embeds = embeds.unflatten(0, (-1, num_samples, best_of))
+    similarity = F.cosine_similarity(embeds, repeated["text_embed"])
 
     # Keep the candidate that is the most similar to its text.
-    text_embed = condition["text_embed"][:, None, None]  # (texts, 1, 1, D)
-    similarity, best = F.cosine_similarity(embeds, text_embed, dim=-1).max(-1)
+    shape = (-1, num_samples, best_of)
+    similarity, best = similarity.unflatten(0, shape).max(-1)
     best = best[..., None, None]  # (texts, num_samples, 1, 1), an index into the candidates
-    return embeds.take_along_dim(best, 2).squeeze(2), similarity
+    return embeds.unflatten(0, shape).take_along_dim(best, 2).squeeze(2), similarity
 
 
 # Evaluation
@@ -847,9 +847,10 @@ def sample(args):
     # Load the prior. Read texts, or text embeddings, or take "no text".
     path = checkpoint.model_file(args.run_dir, args.model)
     prior, contents = load_prior(path, device, args.weights)
+    cfg = prior.cfg
     texts = files.texts_of(args.text, args.texts)
-    steps = args.steps or max(prior.cfg.eval_timesteps)
-    guidance_scale = guidance_of(args, prior.cfg)
+    steps = args.steps or max(cfg.eval_timesteps)
+    guidance_scale = guidance_of(args, cfg)
     best_of = args.best_of
     clip_model = None
     if texts:
@@ -859,7 +860,7 @@ def sample(args):
         # Texts of another CLIP would be drawn without an error, as if they said something else.
         clip_model = clip.load(spec, device, contents["clip_fingerprint"], text_only=True)
         clip.check_widths(clip_model, f"--clip {spec}", *contents["widths"])
-        clip_model.note_cut(texts, prior.cfg.max_text_len)
+        clip_model.note_cut(texts, cfg.max_text_len)
         inputs = {"caption": texts}
     elif args.text_embeds:
         embeds = read_text_embeddings(args.text_embeds, prior, contents.get("text_length"))
@@ -868,13 +869,13 @@ def sample(args):
         inputs = dict(prior.null_text.named_buffers())
         guidance_scale = 0.0  # the prediction for "no text" alone
         best_of = 1  # without a text there is no best one
-    prior.cfg.check_sampling(guidance_scale, steps)
+    cfg.check_sampling(guidance_scale, steps)
 
     # Sample some texts at a time: their conditions are repeated for each candidate.
     samples = []
     count = max(1, args.max_batch // (args.num_samples * best_of))
     for number, batch in enumerate(accumulate.split(inputs, count)):
-        condition = conditioning(batch, prior.cfg, clip_model)
+        condition = conditioning(batch, cfg, clip_model)
         first = number * count
         embeds, similarity = best_embeddings(
             prior,
