@@ -1,6 +1,5 @@
 """The prior: its model against itself computed another way, and the script as a user runs it."""
 
-import dataclasses
 import json
 import os
 import re
@@ -16,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from helpers import (
     SMALL,
-    Forked,
     awake,
     check_loading,
     differences,
@@ -25,8 +23,7 @@ from helpers import (
 )
 
 import train_prior
-from common import amp, checkpoint, config, dist
-from common.config import UserError
+from common import amp, checkpoint, config
 from common.data import embed, embeddings, order
 from common.models import clip, diffusion
 
@@ -116,7 +113,7 @@ def test_text_encodings_are_cut_or_padded_and_rows_of_zeros_are_padding(length, 
     encodings = inputs.condition["text_enc"]
     encodings[1, 4:] = 0  # padding
     encodings[2, 0, :11] = 0  # no padding: a number is left
-    cfg = make_prior(max_text_len=length).cfg
+    cfg = train_prior.Config(max_text_len=length)
     condition = train_prior.conditioning(inputs.condition, cfg, None)
     expected = F.pad(encodings, (0, 0, 0, 2))[:, :length]
     assert torch.equal(condition["text_enc"], expected)
@@ -148,15 +145,6 @@ def test_every_parameter_gets_a_gradient_also_in_bf16_and_the_batch_is_not_chang
     assert bf16 != fp32
     torch.testing.assert_close(bf16, fp32, rtol=0.02, atol=0)
     torch.testing.assert_close(batch, before, rtol=0, atol=0)
-
-
-def test_image_embeddings_get_length_root_d_inside_and_unit_length_outside():
-    prior = make_prior()
-    image_embed = torch.randn(5, 16) * 3 + 1
-    unit = image_embed / image_embed.norm(dim=-1, keepdim=True)
-    x0 = prior.standardize(image_embed)
-    torch.testing.assert_close(x0, unit * 4)
-    torch.testing.assert_close(prior.destandardize(x0 * 2), unit)
 
 
 def test_raw_embeddings_get_mean_0_and_deviation_1_inside_and_texts_of_unit_length_are_refused(
@@ -343,32 +331,24 @@ def test_a_finished_run_started_again_changes_nothing(emb, finished, tmp_path):
     assert not differences(finished, folder)
 
 
-def main():
-    """The script; the tenth loss of its second rank overflows when it is scaled."""
-    scale = torch.amp.GradScaler.scale
+def test_an_fp16_overflow_is_a_step_that_did_not_happen(emb, tmp_path, monkeypatch):
+    words = flags(data=emb, **{**SMALL, "steps": 8, "eval_every": 0, "precision": "fp16"})
+    scale_loss = torch.amp.GradScaler.scale
     losses = []
 
     def overflowing(scaler, loss):
         losses.append(loss)
-        scaled = scale(scaler, loss)
-        if dist.rank() == 1 and len(losses) == 10:
-            return scaled * float("inf")
-        return scaled
+        scaled = scale_loss(scaler, loss)
+        return scaled * torch.inf if len(losses) == 10 else scaled
 
-    torch.amp.GradScaler.scale = overflowing
-    train_prior.main()
-
-
-def test_an_fp16_overflow_on_one_rank_of_two_is_a_step_that_did_not_happen(emb, tmp_path):
-    settings = {**SMALL, "steps": 8, "eval_every": 0, "precision": "fp16"}
     runs = []
-    for script in ("train_prior", "test_train_prior"):
-        folder = tmp_path / script
-        Forked(script, *flags(data=emb, run_dir=folder, **settings), ranks=2).finish()
-        lines = metrics(folder)
+    for name in ("usual", "disturbed"):
+        run(*words, "--run_dir", tmp_path / name)
+        lines = metrics(tmp_path / name)
         overflows = sum(line.pop("overflows", 0) for line in lines)
         scales = [line.pop("scale") for line in lines if "scale" in line]
         runs.append((lines, overflows, scales[-1]))
+        monkeypatch.setattr(torch.amp.GradScaler, "scale", overflowing)
     (usual, overflows, scale), disturbed = runs
     # Some cosines are near zero.
     usual = [pytest.approx(line, rel=1e-3, abs=1e-4) for line in usual]
@@ -505,20 +485,20 @@ def test_samples_of_texts_do_not_depend_on_the_batch_and_equal_those_of_their_em
 
 
 def test_samples_without_a_text_are_those_of_the_clips_encoding_of_an_empty_text(world):
+    folder = world / "run"
     np.save("empty.npy", embed_texts(world, [""]))
-    out, samples = sample(world / "run")
+    out, samples = sample(folder)
     assert "similarity" not in out
-    _, of_empty = sample(world / "run", text_embeds="empty.npy", best_of=1)
-    np.testing.assert_allclose(samples, of_empty, atol=1e-5)
-    out, of_text = sample(world / "run", text=STAR)
+    for settings in (dict(text_embeds="empty.npy"), dict(text=STAR, guidance_scale=0)):
+        _, others = sample(folder, best_of=1, **settings)
+        np.testing.assert_allclose(others, samples, atol=1e-5)
+    out, of_text = sample(folder, text=STAR)
     assert "cut" not in out
-    out, _ = sample(world / "run", text=20 * "red ")
+    _, guided = sample(folder, text=STAR, guidance_scale=3)
+    for others in (samples, guided):
+        assert np.abs(of_text - others).max() > 1e-3
+    out, _ = sample(folder, text=20 * "red ")
     assert "1 are cut, as they are longer than 18 tokens" in out
-    _, unguided = sample(world / "run", text=STAR, guidance_scale=0, best_of=1)
-    np.testing.assert_allclose(samples, unguided, atol=1e-5)
-    _, guided = sample(world / "run", text=STAR, guidance_scale=3)
-    assert np.abs(of_text - samples).max() > 1e-3
-    assert np.abs(of_text - guided).max() > 1e-3
 
 
 @pytest.mark.parametrize("ranks", [0, 2])
@@ -536,12 +516,10 @@ def test_evaluate_gives_the_metrics_of_the_end_of_training(ranks, world):
 def test_another_clip_of_the_same_width_is_refused(world, tmp_path):
     shutil.copytree(world / "emb", tmp_path / "emb")
     (tmp_path / "emb/clip.json").unlink()
-    settings = {**SMALL, "eval_timesteps": (4,), "data": str(tmp_path / "emb")}
-    cfg = train_prior.Config(**settings, clip=str(world / "clip"))
-    train_prior.open_data(cfg, None, CPU)
-    cfg = dataclasses.replace(cfg, clip=str(world / "other"))
-    with pytest.raises(UserError, match="emb: its embeddings are not of this CLIP"):
-        train_prior.open_data(cfg, None, CPU)
+    words = flags(data=tmp_path / "emb", run_dir=tmp_path / "run", **SHORT)
+    out = run(*words, "--clip", world / "other", expect=1)
+    assert "emb: its embeddings are not of this CLIP" in out
+    run(*words, "--clip", world / "clip")
 
 
 def test_the_built_in_data_are_not_scored_with_another_validation_set(world):
