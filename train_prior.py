@@ -810,10 +810,6 @@ class SampleConfig(PriorConfig):
     clip: str = field("", "CLIP for the text, by default that of the training")
     out: str = field("embeddings.npy", ".npy file for embeddings (texts · num_samples, D)")
 
-    def __post_init__(self):
-        super().__post_init__()
-        config.check_one(self, "text", "texts", "text_embeds")
-
 
 def read_text_embeddings(path, prior, usual_length):
     """Text embeddings (N, D) of a .npy file; UserError if they do not fit the prior.
@@ -845,6 +841,7 @@ def sample(args):
         return
 
     # Load the prior. Read texts, or text embeddings, or take "no text".
+    config.check_one(args, "text", "texts", "text_embeds")
     path = checkpoint.model_file(args.run_dir, args.model)
     prior, contents = load_prior(path, device, args.weights)
     cfg = prior.cfg
