@@ -338,10 +338,10 @@ class Prior(nn.Module):
     def text_cache(self, condition, drop):
         """The text for all steps of sampling, as `denoise` takes it: cached, not as tokens."""
         tokens, is_text = self.text_tokens(condition, drop)
-        mask = self.mask(is_text, 0)
+        mask = self.mask(is_text, 0)  # (B, 1, P, P)
         # Nothing is predicted from the text: no more of the output is computed.
         _, cache = self.transformer(tokens, mask, num_last=1, return_cache=True)
-        return tokens[:, :0], is_text, cache
+        return tokens[:, :0], is_text, cache  # of the tokens none
 
     def denoise(self, x_t, timestep, text, is_text, cache=None):
         """Predictions (B, K, D) for x_t (B, K, D) at `timestep` (B, K).
@@ -355,6 +355,7 @@ class Prior(nn.Module):
         noised = noised + positions.to(noised.dtype)
         tokens = torch.cat([text, noised.flatten(1, 2)], dim=1)  # (B, P + 3K or 3K, W)
         draws = x_t.shape[1]
+        # As queries there are only these tokens; as keys, also those in the cache.
         mask = self.mask(is_text, draws)[..., -tokens.shape[1] :, :]
         # The last K tokens are the queries.
         return self.out(self.transformer(tokens, mask, cache=cache, num_last=draws))
@@ -480,7 +481,7 @@ def best_embeddings(
     noise_fn = diffusion.noise_generator(seeds, device)
     with amp.autocast(device, prior.cfg.precision):
         embeds = sample_embeddings(prior, repeated, sampling_steps, guidance_scale, eta, noise_fn)
-    similarity = F.cosine_similarity(embeds, repeated["text_embed"])
+    similarity = F.cosine_similarity(embeds, repeated["text_embed"])  # (texts · candidates,)
 
     # Keep the candidate that is the most similar to its text.
     shape = (-1, num_samples, best_of)
@@ -531,7 +532,7 @@ def sample_metrics(prior, splits, split, clip_model):
         image, text, *samples = torch.cat([embeds for _, embeds in found], dim=1)  # (N, D) each
 
         # Baselines: the real image, and the text of another sample, half the split away.
-        unrelated_text = text.roll(-(len(text) // 2), 0)
+        unrelated_text = text.roll(-(len(text) // 2), 0)  # (N, D)
         baseline = F.cosine_similarity(text, image)  # (N,)
         cosines = {"baseline_similarity": baseline}
         for steps, sampled in zip(cfg.eval_timesteps, samples):

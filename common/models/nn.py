@@ -56,7 +56,8 @@ class Attention(nn.Module):
 
     def keys_values(self, x, table=None):
         """Keys and values, each (B, heads, N, d), of x (B, N, D); `table` rotates the keys."""
-        both = self.key_value(x).unflatten(-1, (2 * self.num_heads, -1)).transpose(1, 2)
+        both = self.key_value(x)
+        both = both.unflatten(-1, (2 * self.num_heads, -1)).transpose(1, 2)
         keys, values = both.chunk(2, dim=1)
         return rotate(keys, table), values
 
@@ -65,7 +66,8 @@ class Attention(nn.Module):
 
         mask: (M, N) or (B, 1, M, N), True = attend. table: rotates the queries.
         """
-        query = self.query(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        query = self.query(x)
+        query = query.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
         x = F.scaled_dot_product_attention(
             rotate(query, table),  # (B, heads, M, d)
             keys,
@@ -120,7 +122,9 @@ class KVCache:
         self.layers = []
         for keys, values in cache:
             padding = (0, 0, 0, size - keys.shape[2])
-            self.layers.append((F.pad(keys, padding), F.pad(values, padding)))
+            keys = F.pad(keys, padding)
+            values = F.pad(values, padding)
+            self.layers.append((keys, values))
 
     def append(self, layer, new):
         """Write one token a sample, `new` keys and values (B, heads, 1, d), of block `layer`.
@@ -316,7 +320,8 @@ class TimeEmbedding(nn.Module):
         # As exp, not as a power: they differ by 1e-7, times 999 for the last timestep.
         frequencies = torch.exp(-math.log(10000.0) * exponent)
         angles = per_thousand[..., None] * frequencies
-        return self.layers(torch.cat([angles.cos(), angles.sin()], dim=-1))
+        sinusoid = torch.cat([angles.cos(), angles.sin()], dim=-1)
+        return self.layers(sinusoid)
 
 
 def zero_init(layer):
