@@ -33,13 +33,19 @@ MAX_UNUSABLE = 0.01  # a larger fraction of unusable rows is refused
 UNIT = 10**9  # fractions are rounded to billionths, so that all sums are exact in 64-bit integers
 
 
+def hash_of(content):
+    """An integer below 2^64, a hash of `content` (bytes)."""
+    digest = hashlib.blake2b(content, digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
 def random_words(numbers, *key):
     """A hash (uint64) of each of the integers `numbers` (n,) and the key.
 
-    The hash is splitmix64 (Steele, Lea & Flood 2014, Figure 16), started at a digest of the key.
+    The hash is splitmix64 (Steele, Lea & Flood 2014, Figure 16), started at a hash of the key.
     """
-    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
-    return splitmix64(np.frombuffer(digest, np.uint64), np.asarray(numbers, np.uint64))
+    start = np.full(1, hash_of(repr(key).encode()), np.uint64)
+    return splitmix64(start, np.asarray(numbers, np.uint64))
 
 
 def splitmix64(start, numbers):
@@ -72,19 +78,16 @@ def permute(index, n, *key):
     """
     a = math.isqrt(n - 1) + 1
     b = math.ceil(n / a)
-
-    def network(x):
-        left = x % a
-        right = x // a
+    x = np.array(index, np.uint64)
+    walking = np.arange(len(x))  # places in x of what is not a result yet
+    while len(walking):
+        left = x[walking] % a
+        right = x[walking] // a
         for i in range(3):
             left = (left + random_words(right, i, *key) % a) % a
             right = (right + random_words(left, i, *key) % b) % b
-        return left + a * right
-
-    x = network(np.asarray(index, np.uint64))
-    while (x >= n).any():
-        outside = x >= n
-        x[outside] = network(x[outside])
+        x[walking] = left + a * right
+        walking = walking[x[walking] >= n]
     return x.astype(np.int64)
 
 
@@ -94,7 +97,7 @@ def shuffle(positions, n, seed):
     Every n positions are an epoch, in an order of its own.
     """
     epochs = positions // n
-    indices = np.empty(len(positions), np.int64)
+    indices = np.empty_like(positions)
     for epoch in np.unique(epochs):
         inside = epochs == epoch
         indices[inside] = permute(positions[inside] % n, n, seed, int(epoch))
@@ -108,13 +111,12 @@ def stratified(n, count, total, *key):
     """
     if not count:
         return np.zeros(0, np.int64)
-    picks = np.arange(-(-n * count // total))  # the intervals' numbers, which become the picks
-    for block in np.array_split(picks, len(picks) // 2**20 + 1):  # little memory besides
-        start = block * total // count
-        size = (block + 1) * total // count - start
-        offset = random_words(block, *key) % size.astype(np.uint64)
-        block[:] = start + offset.astype(np.int64)
-    return picks[: np.searchsorted(picks, n)]
+    interval = np.arange(-(-n * count // total))
+    start = interval * total // count
+    size = (interval + 1) * total // count - start
+    offset = random_words(interval, *key) % size.astype(np.uint64)
+    picks = start + offset.astype(np.int64)
+    return picks[picks < n]
 
 
 class Complement:
@@ -157,6 +159,9 @@ def split_indices(
     return np.delete(held_out, chosen)
 
 
+SPLITS = ("validation", "test", "train")
+
+
 def split_keys(
     keys,
     split,
@@ -172,16 +177,14 @@ def split_keys(
     hashes = []
     for key in keys:
         text = f"{seed} {key}".encode(errors="surrogateescape")  # a file name may be no UTF-8
-        digest = hashlib.blake2b(text, digest_size=8).digest()
-        hashes.append(int.from_bytes(digest, "little") / 2**64)
+        hashes.append(hash_of(text) / 2**64)
     hashes = np.array(hashes)
-    names = ("validation", "test", "train")
     splits = np.searchsorted([validation, validation + test], hashes, side="right")
     for number, share in enumerate((validation, test)):
         training = hashes[splits == 2]
         if share and number not in splits and len(set(training)) > 1:
             splits[hashes == training.min()] = number
-    return np.flatnonzero(splits == names.index(split))
+    return np.flatnonzero(splits == SPLITS.index(split))
 
 
 # Splits of a dataset
@@ -194,17 +197,17 @@ def splits(dataset, cfg, val_dataset=None):
     """
     validation = 0.0 if val_dataset else cfg.validation
     found = {}
-    for name in ("train", "validation", "test"):
+    for name in SPLITS:
         found[name] = dataset, dataset.split(name, validation, cfg.test, cfg.split_seed)
     if val_dataset:
         found["validation"] = val_dataset, val_dataset.split("train", 0.0, 0.0)
 
-    needed = {"train": cfg.batch_size, "validation": 1, "test": 1}
     for name, (_, indices) in found.items():
-        if len(indices) < needed[name]:
+        least = cfg.batch_size if name == "train" else 1
+        if len(indices) < least:
             raise UserError(
-                f"{cfg.data}: {len(indices)} samples for {name}, expected at least "
-                f"{needed[name]}; change --batch_size, --validation or --test"
+                f"{cfg.data}: {len(indices)} samples for {name}, expected at least {least}; "
+                "change --batch_size, --validation or --test"
             )
     return found
 
@@ -335,11 +338,8 @@ def batches(dataset, indices, limit, chunk_size):
 
 def to_device(batch, device):
     """`batch` with tensors and numpy arrays moved to `device`, other values unchanged."""
-    moved = dict(batch)
-    for name, value in batch.items():
-        if isinstance(value, (np.ndarray, torch.Tensor)):
-            moved[name] = torch.as_tensor(value).to(device, non_blocking=True)
-    return moved
+    kinds = (np.ndarray, torch.Tensor)
+    return tree_map_only(kinds, lambda x: torch.as_tensor(x).to(device, non_blocking=True), batch)
 
 
 @torch.no_grad()
