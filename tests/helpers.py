@@ -21,7 +21,7 @@ import torch
 from conftest import FORKS, ROOT, environment, free_port
 
 from common import checkpoint, config, dist
-from common.data import images, media, recordings, synthetic
+from common.data import images, media, recordings, sounds, synthetic
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,12 +120,11 @@ KILLS = int(os.environ.get("KILLS", 2))
 
 
 def write_voices(folder, rows=range(40), rate=8000):
-    for row, wave, record in zip(rows, *synthetic.syllables(rows)):
-        path = folder / f"voice_{record['speaker'] % 4}/{row:03d}.wav"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        wave = recordings.resample(torch.from_numpy(wave), synthetic.RATE, rate)
-        recordings.write_wav(str(path), wave, rate)
-        path.with_suffix(".txt").write_text(record["text"])
+    for row, text, speaker in zip(rows, *synthetic.syllables(rows)):
+        path = folder / f"voice_{speaker % 4}/{row:03d}.wav"
+        wave = torch.from_numpy(synthetic.speak(text, speaker))
+        sounds.write_sound(recordings.resample(wave, synthetic.RATE, rate), rate, path)
+        path.with_suffix(".txt").write_text(text)
     return folder
 
 

@@ -24,15 +24,17 @@ def labeled(tokenizer, indices):
     """(tokens, syllables) of all frames of some recordings."""
     tokens = []
     labels = []
-    for i, record in zip(indices, DATASET.records(indices)):
+    for i in indices:
         tokens.append(tokenizer.encode(DATASET.wave(i)))
-        labels.append(synthetic.syllable_labels(record, len(tokens[-1]), 50))
+        labels.append(synthetic.syllable_labels(DATASET.texts[i], len(tokens[-1]), 50))
     return np.concatenate(tokens), np.concatenate(labels)
 
 
 def test_tokens_are_of_syllables_also_of_unseen_speakers(tokenizer):
     tokens, labels = labeled(tokenizer, EVEN)
-    syllables = synthetic.majority(tokens, labels, tokenizer.clusters)
+    votes = np.zeros((tokenizer.clusters, 6))
+    np.add.at(votes, (tokens, labels), 1)
+    syllables = votes.argmax(1)
     tokens, labels = labeled(tokenizer, ODD)
     assert (syllables[tokens] == labels).mean() > 0.85
     assert len(set(tokens.tolist())) > 30

@@ -2,6 +2,7 @@
 
 import collections
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -28,7 +29,7 @@ class Numbers(Syllables):
         return index
 
 
-def cached(folder, count, key, failing=None):
+def cached(folder, count, checksum, failing=None):
     """(error or "", recordings encoded in this process) of a cache."""
     encoded = []
 
@@ -38,8 +39,9 @@ def cached(folder, count, key, failing=None):
         encoded.append(index)
         return codes_of(index)
 
+    tokenizer = SimpleNamespace(checksum=checksum, encode=encode)
     try:
-        cache = tokens.token_cache(folder, Numbers(count), key, encode, "tokens")
+        cache = tokens.token_cache(folder, Numbers(count), tokenizer)
     except UserError as error:
         return str(error), encoded
     for index in range(count):
@@ -79,24 +81,17 @@ def test_a_damaged_part_of_a_cache_is_made_anew(fault, tmp_path):
     assert cached(tmp_path, 20, "a") == ("", [19])  # it compares the tokens
 
 
-class Texts(list):
-    """A dataset of recordings of these names."""
-
-    @property
-    def names(self):
-        return self
-
-    def text(self, index):
-        return f"text {index}"
-
-
 def make_crops(frames, frame_rate=50):
     """TokenCrops of 40 frames of recordings of so many `frames`.
 
     Each token is the number of its frame, plus 1,000 a quantizer.
     """
-    dataset = Texts(f"{index}.wav" for index in range(len(frames)))
-    words = [np.arange(n * 50 / frame_rate, dtype=int)[:, None] for n in frames]
+    numbers = range(len(frames))
+    dataset = SimpleNamespace(
+        texts=[f"text {index}" for index in numbers],
+        names=[f"{index}.wav" for index in numbers],
+    )
+    words = [np.arange(n * 50 / frame_rate, dtype=int) for n in frames]
     codes = [np.arange(n)[:, None] + [0, 1000, 2000, 3000, 4000] for n in frames]
 
     def ends(streams, samples):
@@ -129,7 +124,7 @@ def test_tokens_of_a_crop_are_of_the_same_time_and_only_true_ends_end(rate):
 
 def test_repeated_semantic_tokens_are_removed_and_empty_recordings_are_unusable():
     crops = make_crops([6, 0])
-    crops.semantic_tokens[0] = np.array([[5], [5], [3], [3], [3], [5]])
+    crops.semantic_tokens[0] = np.array([5, 5, 3, 3, 3, 5])
     (words, _, _), _ = crops.crop(0)
     assert words.tolist() == [[5], [3], [5]]
     _, usable = crops.fetch(np.arange(2))

@@ -25,7 +25,7 @@ from torch.testing import assert_close
 
 import train_audio
 from common import amp, checkpoint, config
-from common.data import recordings, tokens
+from common.data import recordings, sounds, tokens
 from train_audio import CodecConfig, SamplingParams, Stream, build_sequence, targets
 
 CPU = torch.device("cpu")
@@ -626,7 +626,7 @@ def test_mistakes_on_the_command_line_are_one_line_and_status_2(words, message):
     ],
 )
 def test_mistakes_that_files_show_are_one_line_and_status_1(settings, message, whole):
-    recordings.write_wav("short.wav", torch.zeros(159), 8000)
+    sounds.write_sound(torch.zeros(159), 8000, "short.wav")
     words = flags(**{"run_dir": whole, "device": "cpu", **settings})
     assert message in mistake("sample", *words, status=1)
 

@@ -10,11 +10,10 @@ import contextlib
 import functools
 import hashlib
 import math
-import operator
 import re
 import wave as wavfile
 from fractions import Fraction
-from os.path import abspath, dirname, join, splitext
+from os.path import abspath, commonprefix, dirname, join
 from pathlib import Path
 
 import numpy as np
@@ -47,13 +46,14 @@ COLUMNS = {  # as Coqui names them
     "speaker": "client_id",
     "speaker_name": "client_id",
 }
-# Folders of one kind of files, as wav48 and txt in VCTK. Without their names, a recording and its
-# transcript have the same path.
-KINDS = (
+# What may be different in the paths of a recording and of its transcript: folders of one kind of
+# files, as wav48 and txt in VCTK, and endings.
+DIFFERENT = (
     r"(?i)/((wav|flac)s?(_?\d\d[^/]*)?|mp3|ogg|opus|audio|clips|recordings"
     r"|txt|texts?|transcripts?)(?=/)"
+    r"|(\.(wav|flac|ogg|mp3|opus|normalized|original|txt))+$"
 )
-ENDINGS = r"(?i)\.(wav|flac|ogg|mp3|opus|normalized|original|txt)$"  # of a transcript's path
+MICROPHONE = r"_mic\d$"  # VCTK's have one text
 SPEAKER_CHAPTER = r"(?:^|/)(\d+)/(\d+)/\1[-_]\2[-_][^/]*$"  # LibriSpeech and LibriTTS
 
 
@@ -79,56 +79,30 @@ def read(path, start=0, stop=math.inf):
 
 def _read_pcm16(path, start, stop):
     """As `read`, or None unless the file is a complete WAV file of 16-bit PCM."""
-    try:
-        with wavfile.open(str(path)) as file:
-            frames = file.getnframes()
-            channels = file.getnchannels()
-            file.setpos(frames - 1)
-            last = file.readframes(1)  # is not there if the file was cut, or written as a stream
-            if file.getsampwidth() != 2 or len(last) != 2 * channels:
-                return None
+    # The last of these errors: chunks beyond the end of the file.
+    errors = (wavfile.Error, EOFError, RuntimeError)
+    with contextlib.suppress(*errors), wavfile.open(str(path)) as file:
+        channels, width, rate, frames, *_ = file.getparams()
+        file.setpos(frames - 1)
+        last = file.readframes(1)  # is not there if the file was cut, or written as a stream
+        if width == 2 and len(last) == 2 * channels:
             file.setpos(start)
             content = file.readframes(min(stop, frames) - start)
             samples = np.frombuffer(content, np.int16).reshape(-1, channels)
-            wave = samples.T.astype(np.float32) / 32768
-            return wave, file.getframerate(), frames
-    except (wavfile.Error, EOFError, RuntimeError):  # the last: chunks beyond the end of the file
-        return None
+            return samples.T.astype(np.float32) / 32768, rate, frames
+    return None
 
 
 def _read_by_soundfile(path, start, stop):
-    try:
-        import soundfile
-    except ImportError:
-        raise Unusable(
-            f"{path}: not a complete WAV file of 16-bit PCM, so it needs soundfile: "
-            "pip install soundfile"
-        ) from None
-    try:
+    with config.explained(f"{path}: not a readable audio file", Unusable):
+        soundfile = config.need("soundfile", "what is not a complete WAV file of 16-bit PCM")
         with soundfile.SoundFile(str(path)) as file:
             lead = LEAD.get(file.format, 0) * file.samplerate
             first = max(0, start - lead)
             file.seek(first)
-            samples = file.read(
-                min(stop, file.frames) - first,  # at once: soundfile seeks after each call
-                dtype="float32",
-                always_2d=True,
-            )
+            count = min(stop, file.frames) - first  # at once: soundfile seeks after each call
+            samples = file.read(count, dtype="float32", always_2d=True)
             return samples[start - first :].T, file.samplerate, file.frames
-    except soundfile.SoundFileError as error:
-        raise Unusable(f"{path}: not a readable audio file ({error})") from error
-
-
-def write_wav(file, wave: torch.Tensor, rate):
-    """Write a wave (T,), clipped to ±1, as WAV of 16-bit PCM to an open binary file, or a name."""
-    wave = wave.detach().cpu() * 32768
-    samples = wave.round().clamp(-32768, 32767)
-    samples = samples.short().numpy()
-    with wavfile.open(file, "wb") as output:
-        output.setnchannels(1)
-        output.setsampwidth(2)
-        output.setframerate(rate)
-        output.writeframes(samples.tobytes())
 
 
 # Resampling and spectra
@@ -149,16 +123,14 @@ def resample(wave, rate, to):
     up, down = Fraction(to, rate).as_integer_ratio()
     length = wave.shape[-1]
     blocks = 1 << ((length + MARGIN) // down).bit_length()  # of `down` samples, which become `up`
-    spectrum = torch.fft.rfft(wave.float(), blocks * down)
     bins = blocks * min(up, down) // 2 + 1
-    spectrum = spectrum[..., :bins]
+    spectrum = torch.fft.rfft(wave.float(), blocks * down)[..., :bins]
 
     # An abrupt end of the spectrum would ring: the highest 14 % fade out.
     fraction = torch.linspace(0, 1, bins, device=wave.device)
     angle = (fraction - 0.86).clamp(min=0) / 0.14
     fade = torch.cos(angle * (math.pi / 2)).square()
-    spectrum = spectrum * fade * (up / down)
-    resampled = torch.fft.irfft(spectrum, blocks * up)
+    resampled = torch.fft.irfft(spectrum * fade * (up / down), blocks * up)
     return resampled[..., : resampled_length(length, rate, to)]
 
 
@@ -225,7 +197,7 @@ def mel_filters(rate, window, bins, device="cpu"):
     frequencies = np.linspace(0, rate / 2, window // 2 + 1)[:, None]
     rising = (frequencies - centers) / widths[:-1]
     falling = (centers - frequencies) / widths[1:]
-    filters = np.clip(1 + np.minimum(rising, falling), 0, None)
+    filters = np.maximum(1 + np.minimum(rising, falling), 0)
     return torch.tensor(filters, dtype=torch.float32, device=device)
 
 
@@ -246,12 +218,12 @@ def si_sdr(estimate, target):
     pair = torch.stack([estimate, target]).float()
     estimate, target = pair - pair.mean(2, keepdim=True)
 
-    tiny = 1e-10  # far below the energy of a wave of 16 bits; silence for silence is 0 dB
-    energy = target.square().sum(1, keepdim=True) + tiny
-    scale = (estimate * target).sum(1, keepdim=True) / energy
-    scaled = target * scale
-    distortion = (estimate - scaled).square().sum(1) + tiny
-    ratio = (scaled.square().sum(1) + tiny) / distortion
+    def energy(x):  # more than that of a wave of 16 bits can be: silence for silence is 0 dB
+        return x.square().sum(1) + 1e-10
+
+    scale = (estimate * target).sum(1) / energy(target)
+    scaled = target * scale[:, None]
+    ratio = energy(scaled) / energy(estimate - scaled)
     return 10 * ratio.log10()
 
 
@@ -271,14 +243,7 @@ class Recordings:
     crop: samples of a crop. hop_length: samples of a frame; shorter recordings are unusable.
     """
 
-    def __init__(
-        self,
-        path,
-        rate,
-        crop=0,
-        hop_length=1,
-        pattern="",
-    ):
+    def __init__(self, path, rate, crop=0, hop_length=1, pattern=""):
         self.path = Path(path)
         self.rate = rate
         self.rates = collections.Counter()  # of files that were read
@@ -294,25 +259,17 @@ class Recordings:
         if not audio:
             raise UserError(f"{path}: no such folder, or no {', '.join(SUFFIXES)} below it")
         self.names = [file.as_posix() for file in audio]
-
-        texts, speakers = zip(*read_transcripts(self.path, audio, others))
-        self.texts = list(texts)
-        count = sum(map(bool, texts))
+        self.texts = []
+        self.speaker_of = []
+        for file, (text, speaker) in zip(audio, read_transcripts(self.path, audio, others)):
+            self.texts.append(text)
+            self.speaker_of.append(_speaker(file, speaker, pattern))
+        count = sum(map(bool, self.texts))
         if count < len(audio):
             config.note(f"{path}: {len(audio)} recordings, {count} transcripts")
-        with config.explained(
-            f"--speaker_pattern {pattern}: finds no speaker, in (), in some file's name"
-        ):
-            self.speaker_of = [
-                _speaker(file, speaker, pattern) for file, speaker in zip(audio, speakers)
-            ]
 
     def __len__(self):
         return len(self.names)
-
-    def text(self, index):
-        """The transcript of a recording, "" if there is none."""
-        return self.texts[index]
 
     def read(self, index, start, stop):
         """As the function `read`, of a recording."""
@@ -339,9 +296,8 @@ class Recordings:
         # `down` samples of the file become `up`. Whole blocks of them keep the phase.
         up, down = Fraction(self.rate, file_rate).as_integer_ratio()
         first_block = max(0, start // up - math.ceil(MARGIN / down))
-        first = first_block * down
         stop = resampled_length(start + length, self.rate, file_rate) + MARGIN
-        channels, _, _ = self.read(index, first, stop)
+        channels, _, _ = self.read(index, first_block * down, stop)
         wave = torch.from_numpy(mix_down(channels, self.path))
         resampled = resample(wave, file_rate, self.rate)
         wave = resampled[start - first_block * up :][:length]
@@ -372,8 +328,7 @@ class Recordings:
                 wave = self.wave(index, self.crop, fractions[i])
                 waves[i, : len(wave)] = wave
                 lengths[i] = len(wave)
-        batch = {"wave": waves, "length": lengths}
-        return batch, lengths.numpy() > 0
+        return {"wave": waves, "length": lengths}, lengths.numpy() > 0
 
     def split(self, name, validation, test, seed=0):
         """Indices (int64) of "train", "validation" or "test", by a hash of speakers or names."""
@@ -413,26 +368,26 @@ class Recordings:
 
 
 def read_transcripts(folder, audio, others):
-    """Yield (transcript, speaker that a table names, or "") of each of the files `audio`.
+    """[(transcript, speaker that a table names, or "")] of the files `audio`.
 
     All paths are relative to `folder`. A transcript is NAME.txt, or NAME.normalized.txt, else
     NAME.original.txt (LibriTTS), or in a row of one of TABLES, whose paths are relative to it; ""
-    if there is none. It is of the recordings NAME and NAME_mic1 in its folder. If there are none of
-    any name in its folder, it is of those whose paths are the same without the folders of KINDS:
-    VCTK's txt/p225 and wav48/p225 are, those of two speakers never are.
+    if there is none. It is of recordings in its folder, as NAME.wav and NAME_mic1.wav. If there are
+    none of any name in its folder, it is of those whose paths are the same but for what is
+    DIFFERENT: VCTK's txt/p225 and wav48/p225 are, those of two speakers never are. Of several
+    transcripts the one whose path is most like the recording's is taken.
     A note counts transcripts without a text or a recording. UserError names one that is not text.
     """
+
+    def common(path):
+        return re.sub(DIFFERENT, "", path)
+
     paths = [files.nfc(abspath(folder / file)) for file in audio]
     places = set(map(dirname, paths))
-    index = collections.defaultdict(list)  # {path without KINDS: numbers of recordings}
-    for i, path in enumerate(paths):
-        stem, _ = splitext(path)
-        for name in {path, stem, re.sub(r"_mic\d$", "", stem)}:  # VCTK's microphones have one text
-            index[re.sub(KINDS, "", name)].append(i)
-
-    best = [((), "", "")] * len(audio)  # ((in its folder, letters), text or its file, speaker)
-    left = 0
-    first = ""
+    names = set(map(common, paths))
+    names |= {re.sub(MICROPHONE, "", name) for name in names}
+    transcripts = collections.defaultdict(list)  # {common path: [(path, text or file, speaker)]}
+    left = []
     for file in others:
         ending = f"/{file.name}".lower()
         rows = []
@@ -442,56 +397,61 @@ def read_transcripts(folder, audio, others):
             rows = _read_table(folder / file, *TABLES[table])
         for path, text, speaker in rows:
             path = files.nfc(abspath(join(folder, file.parent, path)))
-            name = re.sub(KINDS, "", path)
-            while name not in index and re.search(ENDINGS, name):
-                name, _ = splitext(name)
-            place = dirname(path)
-            owners = [
-                i for i in index[name] if dirname(paths[i]) == place or place not in places
-            ]
-            for i in owners:
-                fit = (dirname(paths[i]) == place, len(name))
-                if fit > best[i][0]:  # of equal ones the first: normalized before original
-                    best[i] = fit, text, speaker
-            if not (owners and text):
-                left += 1
-                first = first or path
+            transcripts[common(path)].append((path, text, speaker))
+            if not text or common(path) not in names:
+                left.append(path)
     if left:
-        config.note(f"transcripts without text or recording: {left}, as {first}")
+        config.note(f"transcripts without text or recording: {len(left)}, as {left[0]}")
 
-    for _, text, speaker in best:
+    found = []
+    for path in paths:
+        name = common(path)
+        if name not in transcripts:
+            name = re.sub(MICROPHONE, "", name)
+        best = ((), "", "")  # (how well it fits, text or file, speaker)
+        for other, text, speaker in transcripts[name]:
+            if dirname(other) == dirname(path) or dirname(other) not in places:
+                alike = len(commonprefix([path, other]))  # noqa: RUF071 (in characters)
+                fit = (alike, ".original." not in other)
+                if fit > best[0]:
+                    best = (fit, text, speaker)
+        _, text, speaker = best
         if isinstance(text, Path):
             text = files.decode_text(text.read_bytes(), text)
-        yield text.strip(), speaker
+        found.append((text.strip(), speaker))
+    return found
 
 
 def _read_table(path, separator, columns):
     """Yield (path, text, speaker) of the rows of a table, "" for what is not there."""
-    text = files.decode_text(path.read_bytes(), path)
-    first, _, rest = text.partition("\n")
-    header = [COLUMNS.get(name, name) for name in first.strip().lower().split(separator)]
+    # str.splitlines would also split at U+2028.
+    lines = files.decode_text(path.read_bytes(), path).split("\n")
+    header = [COLUMNS.get(name, name) for name in lines[0].strip().lower().split(separator)]
     if separator != " " and {"path", "sentence"} <= set(header):
         columns = header
-        text = rest
+        del lines[0]
     rows = []
-    for line in re.finditer(r".*\S", text):  # str.splitlines would also split at U+2028
-        cells = line[0].split(separator, len(columns) - 1)  # the last column has the rest
-        row = collections.defaultdict(str, zip(columns, map(str.strip, cells)))
-        rows.append(operator.itemgetter("path", "sentence", "spoken", "client_id")(row))
+    for line in filter(str.strip, lines):
+        cells = line.split(separator, len(columns) - 1)  # the last column has the rest
+        rows.append(collections.defaultdict(str, zip(columns, map(str.strip, cells))))
 
-    # A third column that is often the same as the second is a text, else it may be a speaker.
-    alike = [spoken == sentence for _, sentence, spoken, _ in rows if spoken]
-    is_text = 10 * sum(alike) > len(alike)
-    if alike and not is_text:
-        config.note(f"{path}: no names of columns, so the second is taken as the text")
-    for path, sentence, spoken, speaker in rows:
-        yield path, (is_text and spoken) or sentence, speaker
+    column = "spoken"
+    spoken = [row for row in rows if row["spoken"]]
+    if all(row["spoken"] != row["sentence"] for row in spoken):  # it may be the speaker
+        column = "sentence"
+        if spoken:
+            config.note(f"{path}: no names of columns, so the second is taken as the text")
+    for row in rows:
+        yield row["path"], row[column] or row["sentence"], row["client_id"]
 
 
 def _speaker(path: Path, speaker, pattern):
     """The speaker of a file; speaker: what a table says, or ""."""
     if pattern:
-        return files.nfc(re.search(pattern, path.name)[1])
+        with config.explained(
+            f"--speaker_pattern {pattern}: finds no speaker, in (), in some file's name"
+        ):
+            return files.nfc(re.search(pattern, path.name)[1])
     numbered = re.search(SPEAKER_CHAPTER, path.as_posix())
     folder = numbered[1] if numbered else path.parent.name
     return speaker or folder
@@ -508,25 +468,12 @@ class Syllables(Recordings):
         self.crop = crop
         self.hop_length = hop_length
         self.names = [f"syllables {index}" for index in range(count)]
-        self.speaker_of = list(map(str, synthetic.speakers_of(range(count))))
-
-    def records(self, indices):
-        """The records of synthetic.syllables: a dict with "text" and "speaker" for each."""
-        return [_syllables(int(index))[1] for index in indices]
-
-    def text(self, index):
-        return self.records([index])[0]["text"]
+        self.texts, self.speakers = synthetic.syllables(range(count))
+        self.speaker_of = list(map(str, self.speakers))
 
     def read(self, index, start, stop):
-        wave, _ = _syllables(int(index))
+        wave = synthetic.speak(self.texts[index], self.speakers[index])
         return wave[None, start:stop], synthetic.RATE, len(wave)
 
     def fingerprint(self):
         return {"recordings": len(self), "rate": self.rate, "digest": f"syllables {LOUDNESS}"}
-
-
-@functools.lru_cache(2**13)  # 250 MB, for all the stages of a process
-def _syllables(index):
-    """(wave float32 numpy (T,) at synthetic.RATE, record) of a built-in recording."""
-    waves, records = synthetic.syllables([index])
-    return waves[0], records[0]

@@ -21,21 +21,14 @@ class SyllableScores:
         self.pipeline = pipeline
         self.dataset = dataset
         self.found = found
-        usable = dataset.load_usable(indices)
-        tokens = []
-        labels = []
-        for record, wave in zip(dataset.records(usable), usable.values()):
-            tokens_of_wave = pipeline.kmeans.encode(wave)
-            tokens.append(tokens_of_wave)
-            labels.append(
-                synthetic.syllable_labels(record, len(tokens_of_wave), semantic.FRAME_RATE)
-            )
         # Tokens are clusters without names: a vote names them.
-        self.syllable_of_token = synthetic.majority(
-            np.concatenate(tokens),
-            np.concatenate(labels),
-            pipeline.kmeans.clusters,
-        )
+        votes = np.zeros((pipeline.kmeans.clusters, len(synthetic.NAMES)))
+        for index, wave in dataset.load_usable(indices).items():
+            tokens = pipeline.kmeans.encode(wave)
+            text = dataset.texts[index]
+            labels = synthetic.syllable_labels(text, len(tokens), semantic.FRAME_RATE)
+            np.add.at(votes, (tokens, labels), 1)
+        self.syllable_of_token = votes.argmax(1)
 
     def add_continuation(self, index, wave, sound, start):
         """Score a recording's wave (T,), and the `sound` made of its samples before `start`."""
@@ -45,14 +38,15 @@ class SyllableScores:
         least = start + MIN_SECONDS * self.dataset.rate
         if len(real) < least:  # neither counts
             return
-        self.found["voice_kept_real"].append(self.same_voice(wave[:start], real[start:]))
-        goes_on = len(sound) >= least  # a sound that ends at once keeps no voice
-        kept = goes_on and self.same_voice(wave[:start], sound[start:])
-        self.found["voice_kept"].append(kept)
+        prompt = self.voice(wave[:start])
+        for name, whole in (("voice_kept_real", real), ("voice_kept", sound)):
+            goes_on = len(whole) >= least  # a sound that ends at once keeps no voice
+            kept = goes_on and synthetic.same_voice(prompt, self.voice(whole[start:]))
+            self.found[name].append(kept)
 
     def add_texts(self, indices, seeds):
         """Let the pipeline say the texts of recordings, without a prompt, and score it."""
-        texts = [self.dataset.text(index) for index in indices]
+        texts = [self.dataset.texts[index] for index in indices]
         prompts = [self.pipeline.empty_prompt()] * len(texts)
         sounds = self.pipeline.generate(prompts, MAX_TEXT_SECONDS, seeds, texts)
         for index, codes in zip(indices, sounds):
@@ -60,15 +54,12 @@ class SyllableScores:
 
     def add_text(self, name, index, wave):
         """Add 1 - syllable error rate of a wave (T,), at least 0."""
-        syllables = self.syllable_of_token[self.pipeline.kmeans.encode(wave)]
-        text = self.dataset.text(index).split()
-        similarity = synthetic.text_similarity(synthetic.recognize_syllables(syllables), text)
-        self.found[name].append(similarity)
+        labels = self.syllable_of_token[self.pipeline.kmeans.encode(wave)]
+        syllables = synthetic.recognize_syllables(labels)
+        text = self.dataset.texts[index].split()
+        self.found[name].append(synthetic.text_similarity(syllables, text))
 
-    def same_voice(self, wave, other):
-        """Whether two waves (T,) are of the same voice."""
-        voices = []
-        for each in (wave, other):
-            each = recordings.resample(each, self.dataset.rate, synthetic.RATE)
-            voices.append(synthetic.estimate_voice(each.numpy()))
-        return synthetic.same_voice(*voices)
+    def voice(self, wave):
+        """The voice of a wave (T,)."""
+        wave = recordings.resample(wave, self.dataset.rate, synthetic.RATE)
+        return synthetic.estimate_voice(wave.numpy())

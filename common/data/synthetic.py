@@ -1,17 +1,16 @@
 """Built-in data, made from a seed: captioned shapes and spoken syllables, and their scores.
 
-    images, records = synthetic.shapes(range(20_000))     # uint8 (20000, 32, 32, 3), records
-    waves, records = synthetic.syllables(range(1_000))    # float32 (T_i,) at 8 kHz, records
+    images, records = synthetic.shapes(range(20_000))      # uint8 (20000, 32, 32, 3), records
+    texts, speakers = synthetic.syllables(range(1_000))    # what is spoken, int (1000,)
+    wave = synthetic.speak(texts[0], speakers[0])          # float32 (T,) at 8 kHz
 
 A caption names only some attributes. So one caption fits many images, and a model of images given
 captions has something left to decide. The text and the speaker of a recording are independent.
 Sample k is a pure function of k, and all that is in it is known.
 """
 
-import collections
 import functools
 import itertools
-import math
 from typing import NamedTuple
 
 import numpy as np
@@ -59,24 +58,12 @@ def _moon(x, y):
 # Signed distances to the outlines of shapes that fill about [-1, 1]: negative inside, y upward,
 # exact near the outline. A turn by a few degrees does not make two of them alike: there is no
 # hexagon beside the circle, and no diamond beside the square.
-def _circle(x, y):
-    return np.hypot(x, y) - 0.97
-
-
-def _square(x, y):
-    return np.maximum(abs(x), abs(y)) - 0.85
-
-
-def _ring(x, y):
-    return abs(np.hypot(x, y) - 0.75) - 0.27
-
-
 SHAPES = {
-    "circle": _circle,
-    "square": _square,
+    "circle": lambda x, y: np.hypot(x, y) - 0.97,
+    "square": lambda x, y: np.maximum(abs(x), abs(y)) - 0.85,
     "triangle": _triangle,
     "star": _star,
-    "ring": _ring,
+    "ring": lambda x, y: abs(np.hypot(x, y) - 0.75) - 0.27,
     "cross": _cross,
     "heart": _heart,
     "moon": _moon,
@@ -111,7 +98,7 @@ ATTRIBUTES = {
     "place": list(PLACES),
     "background": list(BACKGROUNDS),
 }
-NUM_OPTIONS = [len(options) for options in ATTRIBUTES.values()]
+NUM_OPTIONS = list(map(len, ATTRIBUTES.values()))
 # Probability that a caption names the attribute.
 NAMED = {
     "shape": 0.85,
@@ -135,9 +122,7 @@ def shapes(indices, size=32):
 
 
 def _record(values, uniform):
-    attributes = {}
-    for name, value in zip(ATTRIBUTES, values):
-        attributes[name] = ATTRIBUTES[name][value]
+    attributes = {name: ATTRIBUTES[name][value] for name, value in zip(ATTRIBUTES, values)}
     named = [name for name, number in zip(NAMED, uniform) if number < NAMED[name]]
     if not named:
         position = int(uniform[5] * len(NAMED))
@@ -165,7 +150,7 @@ def _caption(named):
 
 def _uniform(seed, indices, count):
     """Numbers in [0, 1) of shape (N, count): hashes of (seed, index, column)."""
-    x = np.full((1, 1), seed, np.uint64)
+    x = np.full(1, seed, np.uint64)
     rows = np.asarray(indices, np.uint64)[:, None]
     columns = np.arange(1, count + 1, dtype=np.uint64)
     for numbers in (1, rows, columns):
@@ -196,24 +181,16 @@ def draw(values, variation, size=32):
         shift_x, shift_y, turn, stretch, shade, background_shade = vary
         scale = _look_up(SIZES, scale) * (1 + 0.06 * stretch)  # (n, 1, 1)
         center = _look_up(PLACES, place)  # (n, 1, 1, 2)
-        x = grid - center[..., 0] - 0.03 * shift_x
-        x = x / scale  # (n, 1, W)
-        y = center[..., 1] + 0.03 * shift_y - grid[:, None]
-        y = y / scale  # (n, H, 1), upward
+        x = (grid - center[..., 0] - 0.03 * shift_x) / scale  # (n, 1, W)
+        y = (center[..., 1] + 0.03 * shift_y - grid[:, None]) / scale  # (n, H, 1), upward
         cos = np.cos(0.2 * turn)  # at most 11 degrees
         sin = np.sin(0.2 * turn)
-        turned_x = cos * x + sin * y
-        turned_y = cos * y - sin * x
-        distance = distance_to(turned_x, turned_y)
-        distance = distance * scale * size  # (n, H, W), in pixels
+        distance = distance_to(cos * x + sin * y, cos * y - sin * x)
         # The edge is one pixel wide.
-        inside = np.clip(0.5 - distance, 0, 1)[..., None]
-        front = _look_up(COLORS, color)
-        front = front * (1 + 0.12 * shade[..., None])
-        back = _look_up(BACKGROUNDS, background)
-        back = back + 14 * background_shade[..., None]
-        pixels = back + inside * (front - back) + 0.5
-        images[chosen] = np.clip(pixels, 0, 255)
+        inside = np.clip(0.5 - distance * scale * size, 0, 1)[..., None]  # (n, H, W, 1)
+        front = _look_up(COLORS, color) * (1 + 0.12 * shade[..., None])
+        back = _look_up(BACKGROUNDS, background) + 14 * background_shade[..., None]
+        images[chosen] = np.clip(back + inside * (front - back) + 0.5, 0, 255)
     return images
 
 
@@ -267,29 +244,17 @@ def picture_judge():
     values = np.indices(NUM_OPTIONS).reshape(5, -1).T
     features = []
     for seed in range(8):
-        uniform = _uniform(seed, range(len(values)), 11)
-        variation = uniform[:, 5:]
+        variation = _uniform(seed, range(len(values)), 11)[:, 5:]
         features.append(picture_features(draw(values, variation)))
-    values = np.tile(values, (8, 1))
-    return Judge(np.concatenate(features), values)
+    return Judge(np.concatenate(features), np.tile(values, (8, 1)))
 
 
-def entropy(values):
-    """Entropy in nats of the frequencies of integer `values` (n,)."""
-    _, counts = np.unique(values, return_counts=True)
-    fractions = counts / len(values)
-    return float(-(fractions * np.log(fractions)).sum())
+MAX_CAPTIONS = 96  # of a split
+DRAWS = 16  # samples of a caption
+AT_ONCE = 16  # captions to sample for at a time
 
 
-def embedding_scores(
-    splits,
-    split,
-    sample_fn,
-    seed,
-    max_captions=96,
-    draws=16,
-    at_once=16,
-):
+def embedding_scores(splits, split, sample_fn, seed):
     """caption_match and coverage of sampled image embeddings, and their ceilings. Collective.
 
     caption_match: fraction of the samples whose nearest neighbor among held-out images has what the
@@ -298,50 +263,47 @@ def embedding_scores(
     caption. For the ceilings, embeddings of fitting training images take the place of samples.
 
     splits: {name: (dataset, indices)}. sample_fn(batch, seeds): embeddings (N, D) for a batch of
-    the dataset, which has `draws` rows for each of `at_once` captions; seeds: one a caption.
+    the dataset, which has DRAWS rows for each of at most AT_ONCE captions; seeds: one a caption.
     """
     dataset, captions = splits[split]
-    _, train = splits["train"]
-    train = train[np.arange(len(train))]  # as an array
+    rows = np.repeat(captions[:MAX_CAPTIONS], DRAWS)
     held_out = np.concatenate([splits[name][1] for name in ("validation", "test")])
-    records = dataset.records(range(len(dataset)))
     with checkpoint.damaged(dataset.folder / "captions"):
+        records = dataset.records(range(len(dataset)))
         attributes = attribute_values(records)  # (images, attributes)
         mentioned = named_attributes(records)  # bool, of the same shape
     judge = Judge(unit_embeddings(dataset, held_out), attributes[held_out])
 
-    sums = collections.defaultdict(float)
-    captions = captions[np.arange(min(max_captions, len(captions)))]
-    for group in dist.deal(math.ceil(len(captions) / at_once)):
-        start = group * at_once
-        indices = captions[start : start + at_once]
-        seeds = [accumulate.derive_seed(seed, "scores", start + k) for k in range(len(indices))]
-        batch, _ = dataset.fetch(np.repeat(indices, draws))
+    sums = np.zeros((3, 2))  # of matches and entropies: sampled, real, possible
+    for number, batch in order.batches(dataset, rows, 0, AT_ONCE * DRAWS):
+        indices = batch["index"][::DRAWS].tolist()
+        first = number * AT_ONCE
+        seeds = [accumulate.derive_seed(seed, "scores", first + k) for k in range(len(indices))]
         embeds = sample_fn(batch, seeds).float().cpu().numpy()
-        for index, sampled, number in zip(indices, np.split(embeds, len(indices)), seeds):
-            names = mentioned[index]
-            fits = (attributes == attributes[index])[:, names].all(1)
-            fitting = np.flatnonzero(fits)
-            training = np.intersect1d(fitting, train)
+        for index, sampled, seed_of_caption in zip(indices, np.split(embeds, len(indices)), seeds):
+            named = mentioned[index]
+            fits = (attributes == attributes[index])[:, named].all(1)
+            training = np.setdiff1d(np.flatnonzero(fits), held_out)
             if not len(training):  # then there is no ceiling
                 continue
 
-            random = np.random.RandomState(number % 2**32)
-            real = unit_embeddings(dataset, random.choice(training, draws))
-            sums["draws"] += draws
-            sums["possible entropy"] += entropy_of_columns(attributes[fitting][:, ~names])
-            for kind, rows in (("sampled", sampled), ("real", real)):
-                neighbors = judge.attributes(rows)  # (draws, attributes)
-                matches = (neighbors == attributes[index])[:, names].all(1)
-                sums[f"{kind} matches"] += matches.sum()
-                sums[f"{kind} entropy"] += entropy_of_columns(neighbors[:, ~names])
+            random = np.random.RandomState(seed_of_caption % 2**32)
+            real = unit_embeddings(dataset, random.choice(training, DRAWS))
+            scores = []
+            for embeds_of_kind in (sampled, real):
+                neighbors = judge.attributes(embeds_of_kind)  # (DRAWS, attributes)
+                matches = (neighbors == attributes[index])[:, named].all(1)
+                scores.append([matches.sum(), entropy(neighbors[:, ~named])])
+            scores.append([DRAWS, entropy(attributes[fits][:, ~named])])
+            sums += scores
 
-    sums = dist.total_by_name(sums)
+    sums = np.reshape(dist.total(sums.flatten()), (3, 2))
+    sampled, real = (sums[:2] / sums[2]).tolist()
     return {
-        "caption_match": sums["sampled matches"] / sums["draws"],
-        "caption_match_ceiling": sums["real matches"] / sums["draws"],
-        "coverage": sums["sampled entropy"] / sums["possible entropy"],
-        "coverage_ceiling": sums["real entropy"] / sums["possible entropy"],
+        "caption_match": sampled[0],
+        "caption_match_ceiling": real[0],
+        "coverage": sampled[1],
+        "coverage_ceiling": real[1],
     }
 
 
@@ -351,9 +313,14 @@ def unit_embeddings(dataset, indices):
     return torch.nn.functional.normalize(batch["image_embed"], dim=-1).numpy()
 
 
-def entropy_of_columns(attributes):
-    """Sum of the entropies of the columns of (N, attributes)."""
-    return sum(entropy(column) for column in attributes.T)
+def entropy(attributes):
+    """Sum of the entropies, in nats, of the columns of (N, attributes)."""
+    total = 0.0
+    for column in attributes.T:
+        _, counts = np.unique(column, return_counts=True)
+        fractions = counts / len(column)
+        total -= (fractions * np.log(fractions)).sum()
+    return total
 
 
 # Sounds
@@ -383,43 +350,34 @@ def voice_of(speaker):
     return 100 + 12.5 * (speaker % 10), timbre
 
 
-def speakers_of(indices):
-    """The speaker of each of `indices` (N,) of `syllables`: int (N,), below SPEAKERS."""
-    uniform = _uniform(0, indices, 1)[:, 0]
-    return (uniform * SPEAKERS).astype(int)
-
-
 def syllables(indices):
-    """Speak samples of an endless data set: float32 waves (T_i,) in [-1, 1] at RATE, and records.
+    """Samples of an endless data set for `speak`: texts, and speakers int (N,) below SPEAKERS.
 
-    A sample is 3 to 5 different syllables by one speaker. A record has the "text" (names of
-    SYLLABLES) and the "speaker".
+    A text is 3 to 5 different names of SYLLABLES.
     """
-    waves = []
-    records = []
     # Numbers for the speaker, the count, and the order of the six syllables.
     uniform = _uniform(0, indices, 8)
-    for speaker, numbers in zip(speakers_of(indices), uniform):
+    texts = []
+    for numbers in uniform:
         count = 3 + int(3 * numbers[1])
         labels = np.argsort(numbers[2:])[:count]
-        names = [NAMES[label] for label in labels]
-        waves.append(speak(names, speaker))
-        text = " ".join(names)
-        records.append({"text": text, "speaker": int(speaker)})
-    return waves, records
+        texts.append(" ".join(NAMES[label] for label in labels))
+    return texts, (uniform[:, 0] * SPEAKERS).astype(int)
 
 
-def speak(names, speaker):
-    """The wave float32 (T,) of the syllables `names` by a speaker.
+@functools.lru_cache(2**13)  # 250 MB, for all the stages of a process
+def speak(text, speaker):
+    """The wave float32 (T,) in [-1, 1] at RATE of a text, names of SYLLABLES, by a speaker.
 
     Nothing in it is random: a codec would spend its codes on noise.
     """
+    names = text.split()
     samples = int(len(names) * LENGTH * RATE)
     time = np.arange(samples) / RATE
     wave = 0
     rise = 1
     for position, name in enumerate(names):
-        sound = np.resize(_sound(name, *voice_of(speaker)), len(time))
+        sound = np.resize(_sound(name, *voice_of(speaker)), samples)
         if position:  # the sound before fades into this one, in phase
             begin = position * LENGTH
             rise = np.clip((time - begin) / GLIDE + 0.5, 0, 1)
@@ -466,10 +424,8 @@ def estimate_voice(wave):
     if not correlation[0] > 1e-6:
         return np.nan, np.nan
 
-    lags = np.arange(33, 95)  # of pitches from 242 to 85 Hz
-    before = correlation[lags - 1]
-    here = correlation[lags]
-    after = correlation[lags + 1]
+    # At lags from 33 to 94, of pitches from 242 to 85 Hz.
+    before, here, after = [correlation[start : start + 62] for start in (32, 33, 34)]
     is_peak = (here >= before) & (here >= after)
     is_high = here > 0.85 * here.max()
     # Without a peak this is 0, the pitch of no speaker.
@@ -478,8 +434,7 @@ def estimate_voice(wave):
     slope = (before - after)[best]
     curvature = (before - 2 * here + after)[best]
     shift = slope / (2 * min(-1e-9, curvature))
-    lag = lags[best] + np.clip(shift, -0.5, 0.5)
-    pitch = RATE / lag
+    pitch = RATE / (33 + best + np.clip(shift, -0.5, 0.5))
 
     harmonic = np.arange(1, int(2000 / pitch))[:, None]
     near = harmonic + np.linspace(-0.2, 0.2, 21)
@@ -500,45 +455,30 @@ def same_voice(voice, other):
     return bool(pitch < 0.02 and timbre < 0.45)
 
 
-def syllable_labels(record, frames, rate):
+def syllable_labels(text, frames, rate):
     """The number of the syllable in each of `frames` frames, `rate` a second: int (frames,)."""
-    names = record["text"].split()
-    labels = np.array([NAMES.index(name) for name in names])
+    labels = np.array([NAMES.index(name) for name in text.split()])
     middle = (np.arange(frames) + 0.5) / rate
     position = (middle / LENGTH).astype(int)
     return labels[position.clip(max=len(labels) - 1)]
-
-
-def majority(tokens, labels, count):
-    """The most frequent label of each token below `count`: int (count,), 0 where there is none.
-
-    tokens, labels: int (N,).
-    """
-    best = []
-    for token in range(count):
-        counts = np.bincount(labels[tokens == token], minlength=1)
-        best.append(counts.argmax())
-    return np.array(best)
 
 
 def recognize_syllables(labels):
     """Names of the syllables that last for four frames or more in `labels` (frames,)."""
     lasting = []
     for label, run in itertools.groupby(labels):
-        frames = len(list(run))
-        if frames >= 4:
-            lasting.append(label)
-    return [NAMES[label] for label, _ in itertools.groupby(lasting)]
+        if len(list(run)) >= 4:
+            lasting.append(NAMES[label])
+    return [name for name, _ in itertools.groupby(lasting)]
 
 
 def text_similarity(found, expected):
     """1 - edit distance / number of expected syllables, at least 0 (Levenshtein 1966)."""
-    costs = np.arange(len(expected) + 1)
-    for i, name in enumerate(found, 1):
-        row = [i]
+    costs = range(len(expected) + 1)  # of nothing to the first 0, 1, … of `expected`
+    for name in found:
+        row = [costs[0] + 1]
         for j, other in enumerate(expected):
             substituted = costs[j] + (name != other)
-            inserted = row[j] + 1
-            row.append(min(substituted, inserted, costs[j + 1] + 1))
+            row.append(min(substituted, row[j] + 1, costs[j + 1] + 1))
         costs = row
     return max(0.0, 1 - costs[-1] / len(expected))

@@ -1,6 +1,8 @@
 """Recordings as tokens: the semantic tokenizer of a run, caches of tokens, crops of them."""
 
 import contextlib
+import dataclasses
+import functools
 import hashlib
 from pathlib import Path
 
@@ -65,51 +67,50 @@ def code_entropies(codes, size):
 # Caches
 
 
-def token_cache(folder, dataset, key, encode, desc):
-    """The tokens of a dataset's recordings: a list of uint16 numpy (frames, Q), as of `encode`.
+def token_cache(folder, dataset, tokenizer):
+    """The tokens of a dataset's recordings: a list of uint16 numpy, (T,) or (T, Q).
 
     All ranks call it, and encode their share of what is missing.
 
-    encode(wave) gives int numpy (frames, Q), below 65536. Recordings that are unusable have no
-    tokens. key: text that changes with what encodes. The tokens are kept in up to 64 files
-    below `folder`: a rank that is killed repeats one of them.
+    tokenizer: its `encode` of a wave gives integers below 65536, and its `checksum` changes with
+    them. Recordings that are unusable have no tokens. The tokens are kept in up to 64 files below
+    `folder`: a rank that is killed repeats one of them.
     """
     fingerprint = dataset.fingerprint()
     # Before a rank looks for its tokens at a place that no other rank knows.
     dist.check_alike({f"data {name}": value for name, value in fingerprint.items()})
-    identity = repr((key, fingerprint))
+    identity = repr((fingerprint, tokenizer.checksum))
     digest = hashlib.sha256(identity.encode()).hexdigest()
-    place = Path(folder) / digest[:16]
-    indices = np.array_split(range(len(dataset)), 64)
-    parts = [(place / f"{number:02d}.npz", part) for number, part in enumerate(indices)]
+    count = len(dataset)
+    indices = np.array_split(range(count), min(count, 64))
+    parts = [(Path(folder, digest[:16], f"{i:02d}.npz"), part) for i, part in enumerate(indices)]
 
     def encode_missing():
         share = parts[dist.rank() :: dist.world_size()]
-        progress = tracker.progress(share, desc=desc, delay=1, disable=not dist.is_main())
+        progress = tracker.progress(share, desc="tokens", delay=1, disable=not dist.is_main())
         for path, part in progress:
             if not _load_tokens(path):
-                _save_tokens(path, dataset, part.tolist(), encode)
+                _save_tokens(path, dataset, part.tolist(), tokenizer)
 
     dist.together(encode_missing)
     loaded = dist.together(lambda: [_load_tokens(path) for path, _ in parts])
-    tokens = [tokens for tokens, _ in loaded if len(tokens)]
-    lengths = [lengths for _, lengths in loaded]
+    tokens, lengths = zip(*loaded)
+    tokens = [each for each in tokens if len(each)]
     ends = np.cumsum(np.concatenate(lengths))
     # An hour of 4 quantizers at 50 Hz takes 1.4 MB.
     return np.split(np.concatenate(tokens), ends[:-1])
 
 
-def _save_tokens(path, dataset, indices, encode):
-    """Write the tokens uint16 (sum of frames, Q) of some recordings, and the frames of each."""
+def _save_tokens(path, dataset, indices, tokenizer):
+    """Write the tokens of some recordings, uint16 in a row, and how many each has."""
     tokens = []
-    lengths = np.zeros(len(indices), np.int64)
-    for i, index in enumerate(indices):
+    for index in indices:
+        codes = []
         with contextlib.suppress(Unusable):
-            codes = encode(dataset.wave(index)).astype(np.uint16)
-            tokens.append(codes)
-            lengths[i] = len(codes)
-    if tokens:
-        tokens = np.concatenate(tokens)
+            codes = tokenizer.encode(dataset.wave(index))
+        tokens.append(torch.as_tensor(codes, dtype=torch.int64))
+    lengths = list(map(len, tokens))
+    tokens = torch.cat(tokens).numpy().astype(np.uint16)
     with checkpoint.atomic_write(path) as file:
         np.savez(file, tokens=tokens, lengths=lengths)
 
@@ -136,8 +137,8 @@ def tokens_of_window(content, heard, start, stop=None):
     """
     if not len(heard):
         return content
-    changes = (heard[1:] != heard[:-1]).cumsum()
-    places = np.concatenate([[0], changes])  # of each frame's token in `content`
+    # The place of each frame's token in `content`.
+    places = (np.diff(heard, prepend=heard[0]) != 0).cumsum()
     first = min(places[min(start, len(heard) - 1)], len(content) - 1)
     if stop is None or stop >= len(heard):
         return content[first:]
@@ -145,34 +146,29 @@ def tokens_of_window(content, heard, start, stop=None):
     return content[first : last + 1]
 
 
+@dataclasses.dataclass(eq=False)
 class TokenCrops:
     """A dataset (see order.py): crops of recordings as streams of tokens, of one and the same time.
 
-    semantic_tokens, codes: of all recordings, as of `token_cache`, or None.
-    frame_rate: codes a second. Each of the `streams` has a name and num_quantizers: "semantic" is
-    of the semantic tokens, each other one of the next quantizers' codes. A crop is `seconds` long,
-    in frames of the codes or, without these, of the semantic tokens.
-    lay_out(streams, samples): a batch of [(codes of each stream (T, Q), whether it ends there)].
+    A crop is `seconds` long, in frames of the codes or, without these, of the semantic tokens.
     """
 
-    def __init__(
-        self,
-        dataset,
-        seconds,
-        streams,
-        lay_out,
-        semantic_tokens,
-        codes,
-        frame_rate,
-    ):
-        self.dataset = dataset
-        self.streams = streams
-        self.lay_out = lay_out
-        self.semantic_tokens = semantic_tokens
-        self.codes = codes
-        self.frame_rate = frame_rate
-        self.timebase = codes or semantic_tokens  # crops are cut in frames of these
-        self.crop_frames = max(1, round(seconds * frame_rate))
+    dataset: object
+    seconds: float
+    # Each has a name and num_quantizers: "semantic" is of the semantic tokens, each other one of
+    # the next quantizers' codes.
+    streams: list
+    # Function (streams, samples) -> a batch of [(codes of each stream (T, Q), whether it ends
+    # there)].
+    lay_out: object
+    # Of all recordings, as of `token_cache`, or None: (T,) and (T, Q).
+    semantic_tokens: list | None
+    codes: list | None
+    frame_rate: float  # codes a second
+
+    def __post_init__(self):
+        self.timebase = self.codes or self.semantic_tokens  # crops are cut in frames of these
+        self.crop_frames = max(1, round(self.seconds * self.frame_rate))
 
     def __len__(self):
         return len(self.dataset)
@@ -207,7 +203,7 @@ class TokenCrops:
                 ended = stop == len(self.timebase[index])
                 last = None if ended else round(stop * ratio)
                 # Without repetitions, so coarse must model durations (AudioLM §III-C).
-                heard = self.semantic_tokens[index][:, 0]
+                heard = self.semantic_tokens[index]
                 content = semantic.unique_consecutive(heard)[:, None]  # (N, 1)
                 codes = tokens_of_window(content, heard, round(start * ratio), last)
             else:
@@ -229,11 +225,11 @@ class TokenCrops:
         """
         # In evaluation every crop is the beginning of its recording.
         offsets = order.fractions(random_words, len(indices))
-        samples = [self.crop(*each) for each in zip(indices.tolist(), offsets)]
+        samples = list(map(self.crop, indices.tolist(), offsets))
         batch = self.lay_out(self.streams, samples)
         batch["text"] = []
         for index in indices.tolist():
-            batch["text"].append(self.dataset.text(index) if self.is_whole(index) else "")
+            batch["text"].append(self.dataset.texts[index] if self.is_whole(index) else "")
         # Recordings that could not be read have no tokens.
         return batch, np.array([all(map(len, streams)) for streams, _ in samples])
 
@@ -244,12 +240,8 @@ class TokenCrops:
         longest or, of semantic tokens alone, the 95th percentile, as these have no fixed rate.
         """
         indices = self.readable(order.some_of(indices, 200))
-        lengths = []
-        for index in indices:
-            streams, _ = self.crop(index)
-            lengths.append(list(map(len, streams)))
-        lengths = np.array(lengths)  # (recordings, streams)
-        if self.codes is not None:
+        lengths = np.array([list(map(len, streams)) for streams, _ in map(self.crop, indices)])
+        if self.codes is not None:  # lengths: (recordings, streams)
             context, frames = lengths.max(0).tolist()
             return frames, context, self.frame_rate
         frames = [min(self.crop_frames, len(self.timebase[index])) for index in indices]
@@ -264,32 +256,14 @@ def tokenize_splits(cfg, splits, streams, lay_out, kmeans, codec):
     All recordings are made tokens once, in files below RUN/tokens. kmeans, codec: None if the crops
     have none of their tokens. Collective.
     """
-    folder = Path(cfg.run_dir) / "tokens"
-    semantic_tokens = None
-    codes = None
-    frame_rate = semantic.FRAME_RATE
-    crops = {}  # of each dataset: of --data and, if given, of --val_data
-    for dataset, _ in splits.values():
-        if dataset in crops:
-            continue
-        if kmeans:
-            semantic_tokens = token_cache(
-                folder,
-                dataset,
-                kmeans.checksum,
-                lambda wave: kmeans.encode(wave)[:, None],  # with repetitions
-                "semantic tokens",
-            )
-        if codec:
-            codes = token_cache(
-                folder,
-                dataset,
-                codec.checksum,
-                lambda wave: codec.encode(wave).numpy(),
-                "codes",
-            )
-            frame_rate = codec.frame_rate
-        crops[dataset] = TokenCrops(
+    folder = Path(cfg.run_dir, "tokens")
+    frame_rate = codec.frame_rate if codec else semantic.FRAME_RATE
+
+    @functools.cache  # for --data and, if given, for --val_data
+    def crops_of(dataset):
+        semantic_tokens = token_cache(folder, dataset, kmeans) if kmeans else None
+        codes = token_cache(folder, dataset, codec) if codec else None
+        return TokenCrops(
             dataset,
             cfg.seconds,
             streams,
@@ -298,7 +272,8 @@ def tokenize_splits(cfg, splits, streams, lay_out, kmeans, codec):
             codes,
             frame_rate,
         )
-    return {name: (crops[dataset], indices) for name, (dataset, indices) in splits.items()}
+
+    return {name: (crops_of(dataset), indices) for name, (dataset, indices) in splits.items()}
 
 
 # Texts
@@ -311,7 +286,7 @@ def learn_vocabulary(crops, indices, size, max_tokens):
     many recordings are longer than a crop: these are trained on without text. UserError if all are.
     """
     dataset = crops.dataset
-    texts = [dataset.text(index) for index in order.some_of(indices, 20_000).tolist()]
+    texts = [dataset.texts[index] for index in order.some_of(indices, 20_000)]
     if not any(texts):
         return []
     readable = crops.readable(indices)
@@ -329,6 +304,6 @@ def learn_vocabulary(crops, indices, size, max_tokens):
             f"--seconds: {len(longer)} of {len(readable)} recordings are {about}, and have no text"
         )
     tokenizer = clip.Tokenizer.learn(texts, size)
-    texts = [dataset.text(index) for index in files.evenly_spaced(len(dataset), 256)]
+    texts = [dataset.texts[index] for index in files.evenly_spaced(len(dataset.texts), 256)]
     clip.note_texts(texts, tokenizer.encode, max_tokens)
     return tokenizer.vocabulary
