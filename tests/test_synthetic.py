@@ -91,8 +91,7 @@ def test_the_drawing_has_the_place_and_the_size():
     ("background", synthetic.BACKGROUNDS, 0),
 ])
 def test_the_drawing_has_the_colors(name, table, pixel):
-    pixels = draw(name, table)[:, pixel, pixel]
-    np.testing.assert_array_equal(pixels, list(table.values()))
+    np.testing.assert_array_equal(draw(name, table)[:, pixel, pixel], list(table.values()))
 
 
 # Recognizing attributes

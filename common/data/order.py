@@ -111,11 +111,12 @@ def stratified(n, count, total, *key):
     """
     if not count:
         return np.zeros(0, np.int64)
-    interval = np.arange(-(-n * count // total))
-    start = interval * total // count
-    size = (interval + 1) * total // count - start
-    offset = random_words(interval, *key) % size.astype(np.uint64)
-    picks = start + offset.astype(np.int64)
+    picks = np.arange(-(-n * count // total))  # the intervals' numbers, which become the picks
+    for block in np.array_split(picks, len(picks) // 2**20 + 1):  # little memory besides
+        start = block * total // count
+        size = (block + 1) * total // count - start
+        offset = random_words(block, *key) % size.astype(np.uint64)
+        block[:] = start + offset.astype(np.int64)
     return picks[picks < n]
 
 

@@ -397,8 +397,9 @@ def read_transcripts(folder, audio, others):
             rows = _read_table(folder / file, *TABLES[table])
         for path, text, speaker in rows:
             path = files.nfc(abspath(join(folder, file.parent, path)))
-            transcripts[common(path)].append((path, text, speaker))
-            if not text or common(path) not in names:
+            name = common(path)
+            transcripts[name].append((path, text, speaker))
+            if not text or name not in names:
                 left.append(path)
     if left:
         config.note(f"transcripts without text or recording: {len(left)}, as {left[0]}")
