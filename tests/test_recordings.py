@@ -389,7 +389,7 @@ def test_it_is_said_how_many_recordings_and_transcripts_go_without_the_other(tmp
     Recordings(tmp_path, 16000)
     err = capsys.readouterr().err
     assert "2 recordings, 1 transcripts" in err
-    assert f"transcripts without text or recording: 4, as {tmp_path}/3.txt" in err
+    assert f"transcripts without text or recording: 4, as {tmp_path}/3\n" in err
     assert "metadata.csv: no names of columns, so the second is taken as the text" in err
 
 

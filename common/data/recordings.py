@@ -13,7 +13,7 @@ import math
 import re
 import wave as wavfile
 from fractions import Fraction
-from os.path import abspath, commonprefix, dirname, join
+from os.path import abspath, dirname, join, splitext
 from pathlib import Path
 
 import numpy as np
@@ -46,14 +46,14 @@ COLUMNS = {  # as Coqui names them
     "speaker": "client_id",
     "speaker_name": "client_id",
 }
-# What may be different in the paths of a recording and of its transcript: folders of one kind of
-# files, as wav48 and txt in VCTK, and endings.
-DIFFERENT = (
+# Folders of one kind of files, as wav48 and txt in VCTK. Without their names, a recording and its
+# transcript have the same path.
+KINDS = (
     r"(?i)/((wav|flac)s?(_?\d\d[^/]*)?|mp3|ogg|opus|audio|clips|recordings"
     r"|txt|texts?|transcripts?)(?=/)"
-    r"|(\.(wav|flac|ogg|mp3|opus|normalized|original|txt))+$"
 )
-MICROPHONE = r"_mic\d$"  # VCTK's have one text
+# What a transcript, named without .txt, may have behind the name of its recording; the best first.
+ENDINGS = ("", *SUFFIXES, ".WAV", ".normalized", ".original")
 SPEAKER_CHAPTER = r"(?:^|/)(\d+)/(\d+)/\1[-_]\2[-_][^/]*$"  # LibriSpeech and LibriTTS
 
 
@@ -372,54 +372,48 @@ def read_transcripts(folder, audio, others):
 
     All paths are relative to `folder`. A transcript is NAME.txt, or NAME.normalized.txt, else
     NAME.original.txt (LibriTTS), or in a row of one of TABLES, whose paths are relative to it; ""
-    if there is none. It is of recordings in its folder, as NAME.wav and NAME_mic1.wav. If there are
-    none of any name in its folder, it is of those whose paths are the same but for what is
-    DIFFERENT: VCTK's txt/p225 and wav48/p225 are, those of two speakers never are. Of several
-    transcripts the one whose path is most like the recording's is taken.
+    if there is none. It is of the recordings NAME and NAME_mic1 in its folder. If there are none of
+    any name in its folder, it is of those whose paths are the same without the folders of KINDS:
+    VCTK's txt/p225 and wav48/p225 are, those of two speakers never are.
     A note counts transcripts without a text or a recording. UserError names one that is not text.
     """
 
-    def common(path):
-        return re.sub(DIFFERENT, "", path)
+    def elsewhere(path):
+        return "elsewhere" + re.sub(KINDS, "", path)
 
     paths = [files.nfc(abspath(folder / file)) for file in audio]
     places = set(map(dirname, paths))
-    names = set(map(common, paths))
-    names |= {re.sub(MICROPHONE, "", name) for name in names}
-    transcripts = collections.defaultdict(list)  # {common path: [(path, text or file, speaker)]}
-    left = []
+    transcripts = {}  # {key: (path of the recording, text or its file, speaker)}
     for file in others:
         ending = f"/{file.name}".lower()
         rows = []
         if ending.endswith(".txt"):
-            rows = [(file.name, folder / file, "")]
+            rows = [(file.stem, folder / file, "")]
         for table in filter(ending.endswith, TABLES):
             rows = _read_table(folder / file, *TABLES[table])
         for path, text, speaker in rows:
             path = files.nfc(abspath(join(folder, file.parent, path)))
-            name = common(path)
-            transcripts[name].append((path, text, speaker))
-            if not text or name not in names:
-                left.append(path)
-    if left:
-        config.note(f"transcripts without text or recording: {len(left)}, as {left[0]}")
+            key = path if dirname(path) in places else elsewhere(path)
+            transcripts.setdefault(key, (path, text, speaker))
 
     found = []
+    used = set()
     for path in paths:
-        name = common(path)
-        if name not in transcripts:
-            name = re.sub(MICROPHONE, "", name)
-        best = ((), "", "")  # (how well it fits, text or file, speaker)
-        for other, text, speaker in transcripts[name]:
-            if dirname(other) == dirname(path) or dirname(other) not in places:
-                alike = len(commonprefix([path, other]))  # noqa: RUF071 (in characters)
-                fit = (alike, ".original." not in other)
-                if fit > best[0]:
-                    best = (fit, text, speaker)
-        _, text, speaker = best
+        keys = []  # of its transcripts, the best first
+        for place in (path, elsewhere(path)):
+            stem, suffix = splitext(place)
+            for name in (stem, re.sub(r"_mic\d$", "", stem)):  # VCTK's microphones have one text
+                keys += [name + ending for ending in (suffix, *ENDINGS)]
+        keys = [key for key in keys if key in transcripts]
+        used.update(keys)
+        _, text, speaker = transcripts[keys[0]] if keys else ("", "", "")
         if isinstance(text, Path):
             text = files.decode_text(text.read_bytes(), text)
         found.append((text.strip(), speaker))
+
+    left = [path for key, (path, text, _) in transcripts.items() if not text or key not in used]
+    if left:
+        config.note(f"transcripts without text or recording: {len(left)}, as {left[0]}")
     return found
 
 

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import hashlib
 from pathlib import Path
 
 import numpy as np
@@ -79,11 +78,11 @@ def token_cache(folder, dataset, tokenizer):
     fingerprint = dataset.fingerprint()
     # Before a rank looks for its tokens at a place that no other rank knows.
     dist.check_alike({f"data {name}": value for name, value in fingerprint.items()})
-    identity = repr((fingerprint, tokenizer.checksum))
-    digest = hashlib.sha256(identity.encode()).hexdigest()
+    digest = order.hash_of(repr((fingerprint, tokenizer.checksum)).encode())
+    place = Path(folder, f"{digest:016x}")
     count = len(dataset)
     indices = np.array_split(range(count), min(count, 64))
-    parts = [(Path(folder, digest[:16], f"{i:02d}.npz"), part) for i, part in enumerate(indices)]
+    parts = [(place / f"{number:02d}.npz", part) for number, part in enumerate(indices)]
 
     def encode_missing():
         share = parts[dist.rank() :: dist.world_size()]
@@ -93,8 +92,7 @@ def token_cache(folder, dataset, tokenizer):
                 _save_tokens(path, dataset, part.tolist(), tokenizer)
 
     dist.together(encode_missing)
-    loaded = dist.together(lambda: [_load_tokens(path) for path, _ in parts])
-    tokens, lengths = zip(*loaded)
+    tokens, lengths = zip(*[_load_tokens(path) for path, _ in parts])
     tokens = [each for each in tokens if len(each)]
     ends = np.cumsum(np.concatenate(lengths))
     # An hour of 4 quantizers at 50 Hz takes 1.4 MB.
@@ -244,8 +242,8 @@ class TokenCrops:
         if self.codes is not None:  # lengths: (recordings, streams)
             context, frames = lengths.max(0).tolist()
             return frames, context, self.frame_rate
-        frames = [min(self.crop_frames, len(self.timebase[index])) for index in indices]
-        seconds = np.array(frames) / self.frame_rate
+        frames = [len(self.timebase[index]) for index in indices]
+        seconds = np.minimum(frames, self.crop_frames) / self.frame_rate
         frame_rate = float(np.quantile(lengths[:, 0] / seconds, 0.95))
         return int(np.quantile(lengths, 0.95)), 0, frame_rate
 
