@@ -440,7 +440,7 @@ def _read_table(path, separator, columns):
         yield row["path"], row[column] or row["sentence"], row["client_id"]
 
 
-def _speaker(path: Path, speaker, pattern):
+def _speaker(path, speaker, pattern):
     """The speaker of a file; speaker: what a table says, or ""."""
     if pattern:
         with config.explained(

@@ -117,7 +117,7 @@ def shapes(indices, size=32):
     # 5 numbers for the attributes, 6 for the drawing, 6 for the caption.
     uniform = _uniform(0, indices, 17)
     values = (uniform[:, :5] * NUM_OPTIONS).astype(int)
-    records = [_record(*sample) for sample in zip(values, uniform[:, 11:])]
+    records = list(map(_record, values, uniform[:, 11:]))
     return draw(values, uniform[:, 5:11], size), records
 
 
