@@ -117,7 +117,7 @@ def stratified(n, count, total, *key):
         size = (block + 1) * total // count - start
         offset = random_words(block, *key) % size.astype(np.uint64)
         block[:] = start + offset.astype(np.int64)
-    return picks[picks < n]
+    return picks[: np.searchsorted(picks, n)]
 
 
 class Complement:

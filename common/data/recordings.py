@@ -124,7 +124,8 @@ def resample(wave, rate, to):
     length = wave.shape[-1]
     blocks = 1 << ((length + MARGIN) // down).bit_length()  # of `down` samples, which become `up`
     bins = blocks * min(up, down) // 2 + 1
-    spectrum = torch.fft.rfft(wave.float(), blocks * down)[..., :bins]
+    spectrum = torch.fft.rfft(wave.float(), blocks * down)
+    spectrum = spectrum[..., :bins]
 
     # An abrupt end of the spectrum would ring: the highest 14 % fade out.
     fraction = torch.linspace(0, 1, bins, device=wave.device)
@@ -243,7 +244,14 @@ class Recordings:
     crop: samples of a crop. hop_length: samples of a frame; shorter recordings are unusable.
     """
 
-    def __init__(self, path, rate, crop=0, hop_length=1, pattern=""):
+    def __init__(
+        self,
+        path,
+        rate,
+        crop=0,
+        hop_length=1,
+        pattern="",
+    ):
         self.path = Path(path)
         self.rate = rate
         self.rates = collections.Counter()  # of files that were read

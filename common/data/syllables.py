@@ -30,7 +30,13 @@ class SyllableScores:
             np.add.at(votes, (tokens, labels), 1)
         self.syllable_of_token = votes.argmax(1)
 
-    def add_continuation(self, index, wave, sound, start):
+    def add_continuation(
+        self,
+        index,
+        wave,
+        sound,
+        start,
+    ):
         """Score a recording's wave (T,), and the `sound` made of its samples before `start`."""
         codec = self.pipeline.codec
         real = codec.decode(codec.encode(wave))

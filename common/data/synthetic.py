@@ -128,7 +128,11 @@ def _record(values, uniform):
         position = int(uniform[5] * len(NAMED))
         named = [list(NAMED)[position]]
     caption = _caption({name: attributes[name] for name in named})
-    return {"caption": caption, "attributes": attributes, "named": named}
+    return {
+        "caption": caption,
+        "attributes": attributes,
+        "named": named,
+    }
 
 
 def _caption(named):
@@ -181,16 +185,24 @@ def draw(values, variation, size=32):
         shift_x, shift_y, turn, stretch, shade, background_shade = vary
         scale = _look_up(SIZES, scale) * (1 + 0.06 * stretch)  # (n, 1, 1)
         center = _look_up(PLACES, place)  # (n, 1, 1, 2)
-        x = (grid - center[..., 0] - 0.03 * shift_x) / scale  # (n, 1, W)
-        y = (center[..., 1] + 0.03 * shift_y - grid[:, None]) / scale  # (n, H, 1), upward
+        x = grid - center[..., 0] - 0.03 * shift_x
+        x = x / scale  # (n, 1, W)
+        y = center[..., 1] + 0.03 * shift_y - grid[:, None]
+        y = y / scale  # (n, H, 1), upward
         cos = np.cos(0.2 * turn)  # at most 11 degrees
         sin = np.sin(0.2 * turn)
-        distance = distance_to(cos * x + sin * y, cos * y - sin * x)
+        turned_x = cos * x + sin * y
+        turned_y = cos * y - sin * x
+        distance = distance_to(turned_x, turned_y)
+        distance = distance * scale * size  # (n, H, W), in pixels
         # The edge is one pixel wide.
-        inside = np.clip(0.5 - distance * scale * size, 0, 1)[..., None]  # (n, H, W, 1)
-        front = _look_up(COLORS, color) * (1 + 0.12 * shade[..., None])
-        back = _look_up(BACKGROUNDS, background) + 14 * background_shade[..., None]
-        images[chosen] = np.clip(back + inside * (front - back) + 0.5, 0, 255)
+        inside = np.clip(0.5 - distance, 0, 1)[..., None]
+        front = _look_up(COLORS, color)
+        front = front * (1 + 0.12 * shade[..., None])
+        back = _look_up(BACKGROUNDS, background)
+        back = back + 14 * background_shade[..., None]
+        pixels = back + inside * (front - back) + 0.5
+        images[chosen] = np.clip(pixels, 0, 255)
     return images
 
 
@@ -246,7 +258,8 @@ def picture_judge():
     for seed in range(8):
         variation = _uniform(seed, range(len(values)), 11)[:, 5:]
         features.append(picture_features(draw(values, variation)))
-    return Judge(np.concatenate(features), np.tile(values, (8, 1)))
+    values = np.tile(values, (8, 1))
+    return Judge(np.concatenate(features), values)
 
 
 MAX_CAPTIONS = 96  # of a split
@@ -254,7 +267,12 @@ DRAWS = 16  # samples of a caption
 AT_ONCE = 16  # captions to sample for at a time
 
 
-def embedding_scores(splits, split, sample_fn, seed):
+def embedding_scores(
+    splits,
+    split,
+    sample_fn,
+    seed,
+):
     """caption_match and coverage of sampled image embeddings, and their ceilings. Collective.
 
     caption_match: fraction of the samples whose nearest neighbor among held-out images has what the
@@ -278,7 +296,8 @@ def embedding_scores(splits, split, sample_fn, seed):
     for number, batch in order.batches(dataset, rows, 0, AT_ONCE * DRAWS):
         indices = batch["index"][::DRAWS].tolist()
         first = number * AT_ONCE
-        seeds = [accumulate.derive_seed(seed, "scores", first + k) for k in range(len(indices))]
+        numbers = range(first, first + len(indices))
+        seeds = [accumulate.derive_seed(seed, "scores", k) for k in numbers]
         embeds = sample_fn(batch, seeds).float().cpu().numpy()
         for index, sampled, seed_of_caption in zip(indices, np.split(embeds, len(indices)), seeds):
             named = mentioned[index]
@@ -294,7 +313,8 @@ def embedding_scores(splits, split, sample_fn, seed):
                 neighbors = judge.attributes(embeds_of_kind)  # (DRAWS, attributes)
                 matches = (neighbors == attributes[index])[:, named].all(1)
                 scores.append([matches.sum(), entropy(neighbors[:, ~named])])
-            scores.append([DRAWS, entropy(attributes[fits][:, ~named])])
+            possible = entropy(attributes[fits][:, ~named])
+            scores.append([DRAWS, possible])
             sums += scores
 
     sums = np.reshape(dist.total(sums.flatten()), (3, 2))
@@ -362,7 +382,8 @@ def syllables(indices):
         count = 3 + int(3 * numbers[1])
         labels = np.argsort(numbers[2:])[:count]
         texts.append(" ".join(NAMES[label] for label in labels))
-    return texts, (uniform[:, 0] * SPEAKERS).astype(int)
+    speakers = (uniform[:, 0] * SPEAKERS).astype(int)
+    return texts, speakers
 
 
 @functools.lru_cache(2**13)  # 250 MB, for all the stages of a process
@@ -419,13 +440,16 @@ def estimate_voice(wave):
     # A power of 2, and 8 times as long as the wave, for a fine spectrum.
     size = 8 << (len(wave) - 1).bit_length()
     windowed = wave * np.hanning(len(wave))
-    power = np.abs(np.fft.rfft(windowed, size)) ** 2
+    spectrum = np.fft.rfft(windowed, size)
+    power = np.abs(spectrum) ** 2
     correlation = np.fft.irfft(power)
     if not correlation[0] > 1e-6:
         return np.nan, np.nan
 
     # At lags from 33 to 94, of pitches from 242 to 85 Hz.
-    before, here, after = [correlation[start : start + 62] for start in (32, 33, 34)]
+    before = correlation[32:94]
+    here = correlation[33:95]
+    after = correlation[34:96]
     is_peak = (here >= before) & (here >= after)
     is_high = here > 0.85 * here.max()
     # Without a peak this is 0, the pitch of no speaker.
@@ -436,7 +460,8 @@ def estimate_voice(wave):
     shift = slope / (2 * min(-1e-9, curvature))
     pitch = RATE / (33 + best + np.clip(shift, -0.5, 0.5))
 
-    harmonic = np.arange(1, int(2000 / pitch))[:, None]
+    highest = int(2000 / pitch)
+    harmonic = np.arange(1, highest)[:, None]
     near = harmonic + np.linspace(-0.2, 0.2, 21)
     bins = np.round(near * pitch * size / RATE).astype(int)
     level = np.sqrt(power[bins].max(1))
