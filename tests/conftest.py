@@ -76,25 +76,26 @@ def on_ranks():
     return run
 
 
+def start(*words, **variables):
+    """The running process of `python WORDS`, its output in pipes; variables: of its environment."""
+    return subprocess.Popen(
+        [sys.executable, *map(str, words)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
 @pytest.fixture
 def script():
-    """script(text, *words) -> the finished process of a Python program with arguments `words`.
-
-    text: the program. With `wait=False` it is the running process, its output in pipes.
-    """
-    def start(text, *words, wait=True):
-        process = subprocess.Popen(
-            [sys.executable, "-c", text, *map(str, words)],
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        if not wait:
-            return process
+    """script(text, *words) -> the finished process of a Python program with arguments `words`."""
+    def run(text, *words):
+        process = start("-c", text, *words)
         out, err = process.communicate(timeout=60)
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
-    return start
+    return run
 
 
 @pytest.fixture(autouse=True)

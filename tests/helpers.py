@@ -8,14 +8,12 @@ import importlib
 import io
 import json
 import os
-import random
 import re
 import shlex
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 
+import conftest
 import pytest
 import torch
 from conftest import FORKS, ROOT, environment, free_port
@@ -116,7 +114,6 @@ CODECS = {
         num_hidden_layers=1,
     ),
 }
-KILLS = int(os.environ.get("KILLS", 2))
 
 
 def write_voices(folder, rows=range(40), rate=8000):
@@ -147,14 +144,6 @@ def write_files(folder, files):
     return folder
 
 
-def two_copies(folder, place, name):
-    """Folders 0 and 1 of `place`, one for each of two ranks, each with a copy of `folder`."""
-    ranks = [place / "0", place / "1"]
-    for each in ranks:
-        shutil.copytree(folder, each / name)
-    return ranks
-
-
 def awake(module, std=0.1):
     """`module` without parameters of zero: those that start there would hide mistakes."""
     for parameter in module.parameters():
@@ -180,19 +169,10 @@ def flags(**settings):
     return words
 
 
-def start(script, *words, ranks=0, folder=ROOT):
-    """The process of FOLDER/SCRIPT.py: by plain python, or by torchrun on `ranks` processes."""
-    torchrun = []
-    if ranks:
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    return subprocess.Popen(
-        [sys.executable, *torchrun, str(folder / f"{script}.py"), *map(str, words)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+def start(script, *words, ranks):
+    """The process of torchrun of SCRIPT.py on `ranks` processes."""
+    torchrun = ["torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    return conftest.start("-m", *torchrun, ROOT / f"{script}.py", *words)
 
 
 def run(name, *words, ranks=0, expect=0):
@@ -279,27 +259,6 @@ def _forked(folder, writer, variables, script, words):
         dist.teardown()  # a forked process ends without what is registered for its exit
 
 
-def kill_ranks(usual):
-    """On how many ranks to kill: `usual`, or on one to three if KILLS asks for many."""
-    return (1, 2, 3) if KILLS > 2 else (usual,)
-
-
-def kill_often(script, words, ranks, seed):
-    """Start a script KILLS times, and kill it at random moments.
-
-    Returns how often all ranks were still running.
-    """
-    rng = random.Random(seed)
-    running = 0
-    for _ in range(KILLS):
-        process = Forked(script, *words, ranks=ranks)
-        for _ in range(rng.randint(1, 5)):  # wait for so many lines of its output,
-            process.out.readline()
-        sum(i * i for i in range(rng.randint(0, 1_000_000)))  # and then a little
-        running += process.kill()
-    return running
-
-
 # Runs
 
 def metrics(folder):
@@ -318,13 +277,16 @@ def saved(folder):
     return json.loads((Path(folder) / "auto_resume.json").read_text())["checkpoints"]
 
 
-def leaves(value):
-    """All tensors and plain values in nested dicts and lists, in order."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    if not isinstance(value, (list, tuple)):
-        return [value]
-    return [leaf for item in value for leaf in leaves(item)]
+def same(left, right):
+    """Whether nested dicts and lists of tensors and plain values agree bit for bit."""
+    if isinstance(left, torch.Tensor):
+        return left.dtype == right.dtype and torch.equal(left, right)
+    if isinstance(left, dict):
+        left = [*left.items()]
+        right = [*right.items()]
+    if isinstance(left, (list, tuple)):
+        return len(left) == len(right) and all(map(same, left, right))
+    return left == right
 
 
 def differences(first, second):
@@ -332,21 +294,13 @@ def differences(first, second):
     found = []
     if metrics(first) != metrics(second):
         found.append("metrics")
-    newest = saved(first)[0]["file"]
-    for name in ("model.pt", "best.pt", newest):
-        values = []
-        for folder in (first, second):
-            contents = checkpoint.load(Path(folder) / name)
-            values.append(leaves({**contents, "config": 0}))
-        if len(values[0]) != len(values[1]) or not all(map(same, *values)):
+    for name in ("model.pt", "best.pt", saved(first)[0]["file"]):
+        contents = [checkpoint.load(Path(folder, name)) for folder in (first, second)]
+        for each in contents:
+            del each["config"]
+        if not same(*contents):
             found.append(name)
     return found
-
-
-def same(left, right):
-    if isinstance(left, torch.Tensor):
-        return torch.equal(left, right)
-    return left == right
 
 
 def check_loading(words, folder, server, new):
@@ -359,26 +313,22 @@ def check_loading(words, folder, server, new):
     path = folder / whole["file"]
     model = folder / "model.pt"
     server.files = {"/whole.pt": path.read_bytes(), "/model.pt": model.read_bytes()}
-    url = f"{server.url}/whole.pt"
 
-    def train(name, *more, expect=0):
-        return run("train_prior", *words, "--run_dir", new / name, *more, expect=expect)
+    def train(name, *more):
+        """(output, lines of metrics.jsonl) of a run."""
+        out = run("train_prior", *words, "--run_dir", new / name, *more)
+        return out, metrics(new / name)
 
-    later = [line for line in metrics(folder) if line["step"] > whole["step"]]
-    for name, address in (("file", path), ("url", f"{url}#sha256={whole['sha256']}")):
-        out = train(name, "--load", address)
-        assert f"at step {whole['step']} of {last['step']}" in out
-        assert metrics(new / name) == later
-    assert "lr changed from" in train("rate", "--load", url, "--lr=1e-5", "--cosine=false")
-    assert {line.get("lr", 1e-5) for line in metrics(new / "rate")} == {1e-5}
-
-    train("model_file", "--init_from", model)
-    train("model_url", "--init_from", f"{server.url}/model.pt")
-    assert not differences(new / "model_file", new / "model_url")
-    first = metrics(new / "model_url")[0]
+    out, lines = train("url", "--load", f"{server.url}/whole.pt#sha256={whole['sha256']}")
+    assert f"at step {whole['step']} of {last['step']}" in out
+    assert lines == [line for line in metrics(folder) if line["step"] > whole["step"]]
+    out, lines = train("rate", "--load", path, "--lr=1e-5", "--cosine=false")
+    assert "lr changed from" in out
+    assert {line.get("lr", 1e-5) for line in lines} == {1e-5}
+    _, (line, *_) = train("model", "--init_from", f"{server.url}/model.pt")
     from_scratch = metrics(folder)[0]
-    assert first["step"] == from_scratch["step"]
-    assert first["loss"] != from_scratch["loss"]
+    assert line["step"] == from_scratch["step"]
+    assert line["loss"] < from_scratch["loss"]
 
 
 # Published models

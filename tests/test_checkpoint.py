@@ -4,12 +4,10 @@ import copy
 import dataclasses
 import errno
 import fcntl
-import hashlib
 import io
 import math
 import os
 import pickle
-import resource
 import shutil
 import sys
 from pathlib import Path
@@ -18,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import FORKS
-from helpers import Settings, saved
+from helpers import Settings, same
 from torch import nn
 
 from common import amp, checkpoint, config, dist, ema, loop, optim
@@ -77,16 +75,6 @@ def take_steps(state, count=1):
         state.ema.update(state.step)
 
 
-def same(a, b):
-    if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[name], b[name]) for name in a)
-    if isinstance(a, (list, tuple)):
-        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
-    return a == b
-
-
 def written(state, path):
     checkpoint.save(state.contents(), path)
     return path
@@ -102,7 +90,8 @@ def commit(run, *steps):
     """Commit a State at each of `steps`; returns it."""
     state = state_of(run.folder)
     for state.step in steps:
-        run.save(state, log_to([]))
+        for _ in range(2):  # by the plan, and after a signal
+            run.save(state, log_to([]))
     return state
 
 
@@ -112,16 +101,6 @@ def contents(folder):
 
 
 # Files
-
-def test_a_saved_state_is_read_as_it_was_and_known_by_its_sha256(tmp_path):
-    path = tmp_path / "deep/state.pt"
-    weights = {"w": torch.randn(9), "half": torch.ones(3).bfloat16()}
-    state = {"model": weights, "plan": [1, (2, "a"), None]}
-    digest = checkpoint.save(state, path)
-    assert same(checkpoint.load(path), state)
-    (content,) = contents(tmp_path).values()
-    assert digest == checkpoint.checksum(path) == hashlib.sha256(content).hexdigest()
-
 
 class Secret:
     """What a pickle can do to who loads it."""
@@ -159,21 +138,6 @@ def test_loading_runs_no_code_and_refuses_a_foreign_or_torn_file_in_one_line(
         checkpoint.load(tmp_path)
 
 
-def test_a_full_disk_is_reported_with_the_files_name_and_leaves_the_old_file(tmp_path):
-    """Promise 3"""
-    path = tmp_path / "state.pt"
-    checkpoint.save({"model": {}}, path)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
-    try:
-        with pytest.raises(OSError, match=rf"\[Errno 27\] File too large, writing: '{path}'"):
-            checkpoint.save({"model": {"w": torch.zeros(100_000)}}, path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert list(contents(tmp_path)) == ["state.pt"]
-    assert checkpoint.load(path) == {"model": {}}
-
-
 def test_an_error_in_the_middle_of_writing_leaves_the_old_file_and_nothing_else(
         tmp_path, monkeypatch):
     """Promise 3"""
@@ -181,16 +145,14 @@ def test_an_error_in_the_middle_of_writing_leaves_the_old_file_and_nothing_else(
     checkpoint.write_json({"a": math.nan}, path)
     old = {"values.json": b'{\n  "a": null\n}\n'}
     synced = []
-    monkeypatch.setattr(checkpoint.os, "fsync", synced.append)
+    monkeypatch.setattr(os, "fsync", synced.append)
     with pytest.raises(KeyboardInterrupt), checkpoint.atomic_write(path) as file:
         file.write(b"half a li")
         raise KeyboardInterrupt
     assert contents(tmp_path) == old
     assert not synced
-    with checkpoint.atomic_write(path) as file:
-        file.write(b"whole")
-        assert contents(tmp_path)["values.json"] == old["values.json"]
-    assert contents(tmp_path) == {"values.json": b"whole"}
+    with checkpoint.atomic_write(path):
+        pass
     assert len(synced) == 2  # the file and its folder
 
 
@@ -217,9 +179,9 @@ def test_a_model_is_read_by_its_kind_with_the_weights_wanted(tmp_path):
 
     opened(tmp_path).finish(state, {"test_loss": 0.5})
     averaged = tmp_path / "model.pt"
-    expected = checkpoint.read_model(classes, path)[1]
-    assert expected.keys() == {"kind", "model", "config", "versions", "step"}
-    assert same(checkpoint.load(averaged), {**expected, "test_loss": 0.5})
+    finished = checkpoint.load(averaged)
+    assert finished.keys() == {"kind", "model", "config", "versions", "step", "test_loss"}
+    assert same(finished["model"], state.ema.state_dict())
     with pytest.raises(UserError, match=f"{averaged}: .*--weights online needs one of RUN/check"):
         checkpoint.read_model(classes, averaged, "online")
     with pytest.raises(UserError, match=f"{path}: expected a model of the kind decoder"):
@@ -229,22 +191,6 @@ def test_a_model_is_read_by_its_kind_with_the_weights_wanted(tmp_path):
 
 
 # What a run is made of
-
-@pytest.mark.parametrize(
-    "settings", [{}, dict(optimizer="muon"), dict(precision="fp16"), dict(other=True)])
-def test_a_restored_state_goes_on_bit_for_bit(settings, tmp_path):
-    """Promise 1"""
-    straight = state_of(tmp_path, **settings)
-    take_steps(straight, 4)
-    path = written(straight, tmp_path / "4.pt")
-    restored = state_of(tmp_path, seed=1, **settings)
-    restored.restore(checkpoint.load(path), path)
-    assert restored.step == 4
-    for _ in range(2):
-        assert same(restored.contents(), straight.contents())
-        take_steps(straight, 3)
-        take_steps(restored, 3)
-
 
 def test_a_changed_learning_rate_holds_and_what_has_changed_is_noted(tmp_path, capsys):
     state = state_of(tmp_path, precision="fp16")  # whose scale starts anew
@@ -272,23 +218,20 @@ def test_what_was_or_is_not_known_is_no_other_identity():
 
 def test_another_models_file_is_refused_with_names_and_not_strict_takes_what_fits(
         tmp_path, capsys):
-    """Promises 3 and 5"""
+    """Promise 5"""
     path = written(state_of(tmp_path, width=12), tmp_path / "12.pt")
     state = state_of(tmp_path, seed=1)
-    before = copy.deepcopy(state.contents())
-    with pytest.raises(UserError, match=f"{path}: of a run of another.*width is 12 there and 8 he"):
-        state.restore(checkpoint.load(path), path)
-    message = rf"{path}: weights of another model; .*size mismatch for 0\.weight: "
+    before = copy.deepcopy(state.ema.state_dict())
 
     def start_from(path, strict=True):
         contents = checkpoint.model_contents(checkpoint.load(path))
         state.start_from(contents["model"], path, strict)
 
-    with pytest.raises(UserError, match=message):
-        start_from(path)
-    with pytest.raises(UserError, match=r"12\.pt: weights of another model; .*size mismatch"):
-        start_from(path, strict=False)
-    assert same(state.contents()["ema"], before["ema"])
+    for strict in (True, False):
+        message = rf"{path}: weights of another model; .*size mismatch for 0\.weight: "
+        with pytest.raises(UserError, match=message):
+            start_from(path, strict)
+    assert same(state.ema.state_dict(), before)
     weights = state_of(tmp_path, seed=2).model.state_dict()
     del weights["3.weight"]
     checkpoint.save({"model": weights}, path)
@@ -297,7 +240,7 @@ def test_another_models_file_is_refused_with_names_and_not_strict_takes_what_fit
     assert "2 of 9 weights of the model are in it and fit: 2.4% of the numbers" in first
     assert "8 of 9 weights of the model are in it and fit: 90.2% of the numbers" in second
     after = state.model.state_dict()
-    assert same(after, {**before["ema"], **weights})
+    assert same(after, {**before, **weights})
     assert same(state.ema.state_dict(), after)  # it starts where the weights do
 
     state.model[1].running_var[2] = math.nan
@@ -323,7 +266,7 @@ def test_weights_of_a_compiled_or_parallel_model_are_taken_by_a_plain_one(wrap, 
 
 # Run folders
 
-def test_the_newest_few_are_kept_and_what_was_not_recorded_goes(tmp_path):
+def test_the_newest_few_are_kept_once_and_what_was_not_recorded_goes(tmp_path):
     opened(tmp_path)
     for name in ("05.pt", "50.pt.tmp"):  # of a save that was not recorded, or was cut off
         checkpoint.save({"model": {}}, tmp_path / f"checkpoints/step_000000{name}")
@@ -334,21 +277,6 @@ def test_the_newest_few_are_kept_and_what_was_not_recorded_goes(tmp_path):
     assert len(os.listdir(tmp_path / "checkpoints")) == 3
     path, _ = run.newest_intact()
     assert same(checkpoint.load(path), state.contents())
-
-
-def test_a_damaged_or_missing_newest_is_told_and_the_one_before_it_taken(tmp_path):
-    """Promise 3"""
-    run = opened(tmp_path)
-    commit(run, 10, 20, 30)
-    paths = [tmp_path / f"checkpoints/step_000000{step}.pt" for step in (10, 20, 30)]
-    content = paths[2].read_bytes()
-    paths[2].write_bytes(content[:-1] + b"\1")
-    assert run.newest_intact() == (paths[1], [paths[2]])
-    paths[1].unlink()
-    assert run.newest_intact()[0] == paths[0]
-    commit(run, 15)  # continued from there: the damaged one is no longer the newest
-    path, notes = opened(tmp_path).newest_intact()
-    assert (path.name, notes) == ("step_00000015.pt", [])
 
 
 @pytest.mark.parametrize("content", [None, b"[]", b"{}", b"\xff"])
@@ -363,51 +291,33 @@ def test_a_missing_or_damaged_record_is_named_with_the_way_out(content, tmp_path
         opened(tmp_path)
 
 
-def test_a_step_is_saved_once_with_its_lines_before_it_and_copies_after_it(tmp_path):
+def test_lines_are_durable_before_a_checkpoint_and_copies_are_sent_after_it(tmp_path):
     run = opened(tmp_path)
-    state = state_of(tmp_path)
     events = []
-    for _ in range(2):  # by the plan, and after a signal
-        run.save(state, log_to(events))
-        assert events == ["sync", "send"]
-    assert [entry["step"] for entry in saved(tmp_path)] == [0]
+    run.save(state_of(tmp_path), log_to(events))
+    assert events == ["sync", "send"]
 
 
-def test_a_save_that_fails_ends_the_run_and_the_last_checkpoint_stands(
-        tmp_path, monkeypatch):
-    """Promise 3"""
-    run = opened(tmp_path)
-    state = commit(run, 10)
-
-    def fail(*arguments):
-        raise OSError(errno.ENOSPC, "No space left")
-
-    monkeypatch.setattr(torch, "save", fail)
-    take_steps(state)
-    with pytest.raises(OSError, match=r"No space left, writing.*step_00000011\.pt"):
-        run.save(state, log_to([]))
-    assert opened(tmp_path).newest_intact() == (tmp_path / "checkpoints/step_00000010.pt", [])
-
-
-@pytest.mark.parametrize("again", [False, True])
-def test_a_folder_that_is_renamed_or_removed_under_a_run_ends_it_at_the_next_save(again, tmp_path):
+def test_a_folder_that_is_renamed_or_removed_under_a_run_ends_it_at_the_next_save(tmp_path):
     """Promise 3"""
     run = opened(tmp_path / "run")
     state = commit(run, 10)
     moved = run.folder.rename(tmp_path / "moved")
     left = contents(moved)
-    if again:  # another run begins there
-        other = opened(run.folder)
     take_steps(state)
-    for write in (lambda: run.save(state, log_to([])), lambda: run.finish(state, {})):
-        with pytest.raises(OSError, match=f"^{run.folder}: renamed or removed while the run"):
-            write()
+
+    def check_refused():
+        for write in (lambda: run.save(state, log_to([])), lambda: run.finish(state, {})):
+            with pytest.raises(OSError, match=f"^{run.folder}: renamed or removed while the run"):
+                write()
+
+    check_refused()
+    assert not run.folder.exists()
+    other = opened(run.folder)  # another run begins there
+    check_refused()
+    other.check_in_place()
     assert contents(moved) == left
-    if again:
-        assert list(contents(run.folder)) == ["auto_resume.json"]
-        other.check_in_place()
-    else:
-        assert not run.folder.exists()
+    assert list(contents(run.folder)) == ["auto_resume.json"]
 
 
 def test_the_best_is_kept_only_while_it_is_the_best_and_none_that_is_not_finite(tmp_path):
@@ -499,12 +409,14 @@ def copies(run, place):
     sys.setprofile(None)
 
 
+@pytest.mark.parametrize(
+    "settings", [{}, dict(optimizer="muon"), dict(precision="fp16"), dict(other=True)])
 def test_what_a_kill_at_any_moment_of_saving_leaves_is_a_complete_run_that_goes_on_bit_for_bit(
-        tmp_path, monkeypatch):
+        settings, tmp_path, monkeypatch):
     """Promises 1 and 3"""
     monkeypatch.setattr(checkpoint, "KEEP", 1)
     run = opened(tmp_path / "run")
-    state = state_of("run")  # the same config wherever the folder is
+    state = state_of("run", **settings)  # the same config wherever the folder is
     with copies(run, tmp_path) as left:
         for _ in range(3):
             take_steps(state)
@@ -515,7 +427,7 @@ def test_what_a_kill_at_any_moment_of_saving_leaves_is_a_complete_run_that_goes_
     reached = 0
     for folder in left:
         run = opened(folder)
-        again = state_of("run")
+        again = state_of("run", seed=reached, **settings)
         path, notes = run.newest_intact()
         if path:
             again.restore(checkpoint.load(path), path)
@@ -529,32 +441,26 @@ def test_what_a_kill_at_any_moment_of_saving_leaves_is_a_complete_run_that_goes_
     assert reached == 3
 
 
-def resume_from(path, folder):
-    """Whether loop.resume gives this rank the state of the file, which rank 0 alone has."""
-    state = state_of(folder, seed=dist.rank())
-    run = SimpleNamespace(resume_from=path if dist.is_main() else "nowhere.pt")
-    loop.resume(run, state)
-    return same(state.contents(), checkpoint.load(path))
-
-
-def test_on_resume_rank_0_alone_reads_the_checkpoint_and_all_have_it(tmp_path, on_ranks):
-    state = state_of(tmp_path)
-    take_steps(state)
-    path = written(state, tmp_path / "1.pt")
-    assert on_ranks(2, resume_from, path, tmp_path) == [True, True]
-
-
-def start(folder):
-    """This rank's state after the start of a run, begun with weights of its own."""
+def start(path, folder):
+    """The contents of this rank's state, resumed from the file that rank 0 alone has, or not."""
     state = state_of(folder, seed=dist.rank(), other=True)
-    loop.resume(SimpleNamespace(resume_from=None), state)
+    run = SimpleNamespace(resume_from=path)
+    if path and not dist.is_main():
+        run.resume_from = "nowhere.pt"
+    loop.resume(run, state)
     return state.contents()
 
 
-def test_ranks_start_from_the_weights_of_rank_0(tmp_path, on_ranks):
-    first, second = on_ranks(2, start, tmp_path)
-    assert same(first, second)
-    assert same(first["model"], state_of(tmp_path, other=True).contents()["model"])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_ranks_start_from_the_checkpoint_that_rank_0_reads_or_from_its_weights(
+        steps, tmp_path, on_ranks):
+    state = state_of(tmp_path, other=True)
+    take_steps(state, steps)
+    path = None
+    if steps:
+        path = written(state, tmp_path / "2.pt")
+    for found in on_ranks(2, start, path, tmp_path):
+        assert same(found, state.contents())
 
 
 def start_apart(folder):

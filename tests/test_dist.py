@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import environment, free_port
+from conftest import environment, free_port, start
 from torch import nn
 
 from common import dist
@@ -29,25 +29,6 @@ def test_sums_over_unevenly_filled_ranks_are_exact_and_values_reach_every_rank(o
     by_name = {"both": 3.0, "0": 2.0, "1": 2.0}
     expected = (sums, by_name, ("first", 0))
     assert on_ranks(2, exchange) == [expected] * 2
-
-
-def receive():
-    """The tree of rank 0, which alone has one."""
-    def plant():
-        kernel = torch.arange(16.0).view(1, 4, 2, 2).to(memory_format=torch.channels_last)
-        tensors = [kernel, kernel[0, 0, 0].bfloat16(), torch.tensor(3), torch.zeros(0).bool()]
-        return {"state": {7: tensors}, "plain": (1, "a", None)}
-
-    expected = plant()
-    tree = dist.broadcast_tree(plant() if dist.is_main() else None)
-    for got, wanted in zip(tree["state"].pop(7), expected["state"].pop(7), strict=True):
-        assert torch.equal(got, wanted)
-        assert (got.dtype, got.stride()) == (wanted.dtype, wanted.stride())
-    return tree == expected
-
-
-def test_a_tree_of_tensors_of_rank_0_reaches_every_rank_bit_for_bit(on_ranks):
-    assert on_ranks(3, receive) == [True] * 3
 
 
 def alone():
@@ -218,8 +199,7 @@ def test_whatever_comes_after_a_ctrl_c_ends_at_once(names, status, out, script):
 # The start and the end of the group
 
 LEAVE = """
-import os, sys
-os.environ.update(line.split("=") for line in sys.argv[1:])
+import os
 import torch
 from common import dist, optim
 
@@ -244,13 +224,9 @@ print(has_threads())
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks at the threads of Linux")
-def test_no_thread_of_the_group_outlives_it_and_aborts_the_process_at_its_end(script):
+def test_no_thread_of_the_group_outlives_it_and_aborts_the_process_at_its_end():
     port = free_port()
-    processes = []
-    for rank in range(2):
-        variables = environment(rank, 2, port).items()
-        processes.append(script(LEAVE, *map("=".join, variables), wait=False))
-    for process in processes:
+    for process in [start("-c", LEAVE, **environment(rank, 2, port)) for rank in range(2)]:
         out, err = process.communicate(timeout=60)
         assert (process.returncode, out) == (0, "True\nFalse\n"), err
 

@@ -3,15 +3,12 @@
 It is one script and common/ without common/interop, arrays without captions, and the README's
 recipes. It trains on two processes, is killed, goes on with four, and samples.
 """
-import os
 import re
 import shutil
-import subprocess
-import sys
 
 import numpy as np
 import pytest
-from conftest import ROOT, environment, free_port
+from conftest import ROOT, environment, free_port, start
 from helpers import SMALL, flags, metrics
 
 README = (ROOT / "README.md").read_text()
@@ -44,22 +41,14 @@ def edit(path, changes):
 def launch(fork, *words, ranks=1):
     """Processes of the fork's script, one for each rank."""
     port = free_port()
-    return [
-        subprocess.Popen(
-            [sys.executable, fork / "train_prior.py", *words, "--run_dir", fork / "run"],
-            env={**os.environ, **environment(rank, ranks, port), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
+    words = (fork / "train_prior.py", *words, "--run_dir", fork / "run")
+    return [start(*words, **environment(rank, ranks, port)) for rank in range(ranks)]
 
 
 def finish(processes):
     """The output of rank 0 of processes that must end well."""
-    outputs = [process.communicate()[0] for process in processes]
-    assert not any(process.returncode for process in processes), "".join(outputs)
+    outputs = ["".join(process.communicate()) for process in processes]
+    assert not any(process.returncode for process in processes), outputs
     return outputs[0]
 
 
