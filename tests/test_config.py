@@ -136,11 +136,6 @@ def test_a_model_of_an_earlier_script_may_have_other_settings_which_are_noted(ca
         config.from_json(Low, {**values, "widths": [1, "x"]}, "x.pt")
 
 
-def test_rules_of_a_setting_stand_with_it():
-    assert config.settings_with(Low(), "model") == {"widths": (64, 128)}
-    assert config.settings_with(Low(), "fixed") == {"widths": (64, 128), "seed": 0}
-
-
 @pytest.mark.parametrize("words, message", [
     ("--step 5", "--step: no such setting; did you mean --steps?"),
     ("--learning-rate 5 --qqqqqq", "--learning_rate: no such setting; see --help"),

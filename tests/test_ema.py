@@ -3,6 +3,7 @@ import copy
 
 import pytest
 import torch
+from helpers import same
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -42,23 +43,26 @@ def make(steps=5, **settings):
     return model, ema
 
 
-def same(a, b):
-    """Whether two state dicts agree bit for bit."""
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-@pytest.mark.parametrize("settings", [dict(min_decay=0.9999), dict(decay=0.8, update_after=3)])
-def test_the_average_is_torchs_averagedmodel_of_those_decays_bit_for_bit(settings):
+@pytest.mark.parametrize("settings", [
+    dict(min_decay=0.9999),
+    dict(decay=0.8, update_after=3),
+    dict(min_decay=0.9, update_every=4),
+])
+def test_the_average_is_torchs_averagedmodel_of_those_decays_and_all_else_is_the_models_own(
+        settings):
     model, ema = make(0, **settings)
     reference = AveragedModel(model)
 
     def after_step(step):
         ema.update(step)
-        reference.multi_avg_fn = get_ema_multi_avg_fn(ema.decay_at(step))
-        reference.update_parameters(model)
+        if step % ema.update_every == 0:
+            reference.multi_avg_fn = get_ema_multi_avg_fn(ema.decay_at(step))
+            reference.update_parameters(model)
+        expected = model.state_dict()  # buffers and what is frozen
         for name, parameter in reference.module.named_parameters():
             if parameter.requires_grad:
-                assert torch.equal(ema.state_dict()[name], parameter)
+                expected[name] = parameter
+        assert same(ema.state_dict(), expected)
 
     train(model, range(1, 41), after_step)
     assert not torch.equal(ema.state_dict()["first.weight"], model.first.weight)
@@ -84,29 +88,6 @@ def test_the_decay_follows_the_formulas(warmup, inv_gamma, power, min_decay, upd
     expected = formulas[warmup].clamp(min_decay, 0.95).tolist()
     # Up to and including the step after `update_after`, the parameters are copied.
     assert decays == pytest.approx([0.0] * (update_after + 1) + expected, rel=1e-12)
-
-
-def test_between_updates_the_average_stands_still():
-    model, ema = make(0, update_every=4)
-    values = []
-
-    def after_step(step):
-        ema.update(step)
-        values.append(ema.state_dict()["first.weight"][0, 0].item())
-
-    train(model, range(1, 13), after_step)
-    changed = [step for step in range(2, 13) if values[step - 1] != values[step - 2]]
-    assert changed == [4, 8, 12]
-
-
-def test_buffers_and_frozen_parameters_are_the_models_own():
-    model, ema = make()
-    weights = model.state_dict()
-    averages = ema.state_dict()
-    equal = {name for name in weights if torch.equal(averages[name], weights[name])}
-    buffers = {name for name, _ in model.named_buffers()}
-    assert equal >= {"frozen.weight", "frozen.bias", *buffers}
-    assert "norm.weight" not in equal
 
 
 def test_a_bf16_model_has_an_fp32_average_that_moves_where_bf16_would_stand_still():
@@ -135,17 +116,6 @@ def test_applied_gives_the_averages_and_then_the_models_own_weights_bit_for_bit(
         ema.store(model)
     assert same(model.state_dict(), weights)
     assert all(p is q for p, q in zip(parameters, model.parameters()))
-
-
-def test_an_average_survives_a_round_trip_and_goes_on_bit_for_bit():
-    model, ema = make()
-    resumed = Model(seed=1)
-    resumed_ema = EMA(resumed)
-    resumed.load_state_dict(model.state_dict())
-    resumed_ema.load_state_dict(ema.state_dict())
-    train(model, range(6, 11), ema.update)
-    train(resumed, range(6, 11), resumed_ema.update)
-    assert same(ema.state_dict(), resumed_ema.state_dict())
 
 
 def test_averages_can_be_moved_pinned_and_cast_and_go_on_there():
@@ -179,17 +149,18 @@ def test_with_decay_0_nothing_is_averaged_and_all_is_the_models_own():
 ])
 def test_a_model_that_was_moved_cast_or_got_other_parameters_is_followed(change):
     model, ema = make()
+    before = copy.deepcopy(ema.state_dict())
     change(model)
-    shadow = copy.deepcopy(ema.averages)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(1)
     ema.update(6)
     averages = ema.state_dict()
+    trainable = {name for name, p in model.named_parameters() if p.requires_grad}
     for name, weight in model.state_dict().items():
         expected = weight
-        if name in shadow:
-            expected = shadow[name].lerp(weight.float(), 1 - ema.decay_at(6))
+        if name in trainable:
+            expected = before[name].lerp(weight.float(), 1 - ema.decay_at(6))
         assert torch.equal(averages[name], expected)
 
 

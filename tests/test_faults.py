@@ -215,24 +215,6 @@ def test_ranks_save_when_torchrun_passes_a_signal_on_or_is_killed(end, workers, 
 
 # Ranks
 
-def test_a_run_goes_on_with_fewer_ranks_to_rounding_and_with_more_in_smaller_chunks(
-        emb, tmp_path):
-    """Promise 1"""
-    words = flags(data=emb, cosine_steps=24, **SMALL)
-    for steps, ranks, size in ((8, 2, 24), (16, 1, 24), (20, 4, 12), (24, 2, 12)):
-        more = flags(run_dir=tmp_path / "run", chunk_size=0, steps=steps)
-        out = Forked("train_prior", *words, *more, ranks=ranks).finish()
-        assert f"in chunks of {size}, {ranks} rank(s)" in out
-        noted = f"chunks of {size} samples, not of 24: the noise is another" in out
-        assert noted == (steps == 20)
-    run(*words, *flags(run_dir=tmp_path / "whole", chunk_size=24, steps=16))
-    losses = []
-    for name in ("run", "whole"):
-        lines = metrics(tmp_path / name)
-        losses.append([line["loss"] for line in lines if "loss" in line and line["step"] <= 16])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
-
-
 def two_copies(emb, place):
     """Folders 0 and 1 of `place`, one for each of two ranks, each with a copy of `emb`."""
     ranks = [place / "0", place / "1"]

@@ -151,72 +151,76 @@ def test_the_chunk_size_is_the_one_given_or_the_runs_or_gives_every_rank_a_chunk
     assert loop.choose_chunk_size(cfg, earlier, 16) == expected
 
 
-def start_of(folder, rows=20, **settings):
-    """(checkpoint to resume from, results of the finished run) of a run folder."""
+def write_run(folder, **record):
+    """Write a run folder with a checkpoint; returns its path."""
+    path = folder / "checkpoints/8.pt"
+    entry = {"file": "checkpoints/8.pt", "sha256": checkpoint.save({"model": {}}, path)}
+    record = {"checkpoints": [entry], "finished": {"step": 8}, **record}
+    checkpoint.write_json(record, folder / "auto_resume.json")
+    return path
+
+
+def start_of(folder, rows=20, val_rows=20, **settings):
+    """(RunFolder, results of the finished run) of a run folder."""
     run, cfg = loop.open_run(Settings(**settings), folder, 16)
-    dataset = SimpleNamespace(check=lambda: (0, 0, []), fingerprint=lambda: {"rows": rows})
-    splits = {"train": (dataset, None), "validation": (dataset, None)}
+    splits = {}
+    for name, number in (("train", rows), ("validation", val_rows)):
+        fingerprint = {"rows": number, "shape": (2, 3)}
+        dataset = SimpleNamespace(
+            check=lambda: (0, 0, []), fingerprint=lambda fingerprint=fingerprint: fingerprint)
+        splits[name] = (dataset, None)
     _, finished = loop.identify(run, cfg, splits)
-    return run.resume_from, finished
+    return run, finished
 
 
 def test_a_run_goes_on_where_it_was_left_and_one_of_other_data_models_or_settings_is_refused(
         tmp_path):
     """Promise 3"""
+    def start(**settings):
+        run, finished = start_of(tmp_path, **settings)
+        return run.resume_from, finished
+
     load = str(tmp_path / "elsewhere.pt")
     only = dict(load=load, load_only_auto_resume=True)
-    assert start_of(tmp_path, load=load) == (load, None)
-    assert start_of(tmp_path, **only) == (None, None)
+    assert start(load=load) == (load, None)
+    assert start(**only) == (None, None)
 
-    path = tmp_path / "checkpoints/8.pt"
-    entry = {"file": "checkpoints/8.pt", "sha256": checkpoint.save({"model": {}}, path)}
-    record = {
-        "checkpoints": [entry],
-        "identity": {"seed": 0, "data rows": 20},
-        "finished": {"step": 8},
-    }
-    checkpoint.write_json(record, tmp_path / "auto_resume.json")
-    assert start_of(tmp_path, **only) == (path, None)
-    assert start_of(tmp_path, steps=8) == (path, None)  # model.pt is lost
+    path = write_run(tmp_path, identity={"seed": 0, "data rows": 20})
+    assert start(**only) == (path, None)
+    assert start(steps=8) == (path, None)  # model.pt is lost
     checkpoint.save({"model": {}}, tmp_path / "model.pt")
-    assert start_of(tmp_path, steps=8) == (path, {"step": 8})
-    assert start_of(tmp_path, steps=9) == (path, None)  # there is more to train
+    assert start(steps=8) == (path, {"step": 8})
+    assert start(steps=9) == (path, None)  # there is more to train
 
     with pytest.raises(UserError, match="data rows is 20 there and 21 here"):
-        start_of(tmp_path, rows=21)
+        start(rows=21)
     with pytest.raises(UserError, match=f"{tmp_path}: .*seed is 0 there and 1 here"):
-        start_of(tmp_path, seed=1)
+        start(seed=1)
 
     path.write_bytes(b"")
     with pytest.raises(UserError, match=r"all 1 checkpoints are .*--load, or .*another --run_dir"):
-        start_of(tmp_path)
-    assert start_of(tmp_path, **only) == (load, None)
+        start()
+    assert start(**only) == (load, None)
 
 
 def test_where_validation_has_changed_the_best_starts_anew_with_a_note(tmp_path, capsys):
-    def best_after(rows, **settings):
-        """Whether a run with a best loss goes on with it."""
-        run, cfg = loop.open_run(Settings(val_data="val", **settings), tmp_path, 16)
-        train = SimpleNamespace(check=lambda: (0, 0, []), fingerprint=lambda: {"rows": 9})
-        validation = SimpleNamespace(fingerprint=lambda: {"rows": rows, "shape": (2, 3)})
-        splits = {"train": (train, None), "validation": (validation, None)}
-        loop.identify(run, cfg, splits)
-        goes_on = "best" in run.record
-        for file in ("8.pt", "model.pt"):
-            checkpoint.save({"model": {}, "step": 8}, tmp_path / file)
-        digest = checkpoint.checksum(tmp_path / "8.pt")
-        newest = {"file": "8.pt", "step": 8, "sha256": digest}
-        run.write_record(checkpoints=[newest], best={"step": 8})
-        run.write_record(finished={"step": 8})
-        run.lock_file.close()
-        return goes_on
+    write_run(tmp_path)
+    checkpoint.save({"model": {}}, tmp_path / "model.pt")
 
-    assert not best_after(20)
-    assert best_after(20, steps=8, lr=0.5)
-    assert best_after(21, steps=8)  # it is finished
-    assert not capsys.readouterr().err.count("best.pt")
-    for changed in (dict(rows=21), dict(rows=21, eval_samples=8)):
-        assert not best_after(steps=9, **changed)
+    def goes_on(**settings):
+        """Whether the run goes on with the best loss that it had."""
+        run, _ = start_of(tmp_path, val_data="val", **settings)
+        found = "best" in run.record
+        run.write_record(best={"step": 8})
+        run.lock_file.close()
+        return found
+
+    assert not goes_on()
+    assert goes_on(lr=0.5)
+    assert goes_on(val_rows=21, steps=8)  # it is finished
+    assert "best.pt" not in capsys.readouterr().err
+    for changed in (dict(val_rows=21), dict(val_rows=21, eval_samples=8)):
+        assert not goes_on(**changed)
         assert "best.pt starts anew" in capsys.readouterr().err
 
 
