@@ -85,10 +85,3 @@ def test_one_key_gives_one_stream_and_other_keys_give_others():
     assert random_numbers(*keys[0]) == numbers[0]
     for of_generator in zip(*numbers):
         assert len(set(of_generator)) == len(keys)
-
-
-def test_fields_of_one_length_are_cut_alike():
-    fields = {"image": torch.arange(14).reshape(7, 2), "caption": list("abcdefg")}
-    chunks = list(accumulate.split(fields, 3))
-    assert [chunk["caption"] for chunk in chunks] == [["a", "b", "c"], ["d", "e", "f"], ["g"]]
-    assert torch.equal(torch.cat([chunk["image"] for chunk in chunks]), fields["image"])

@@ -252,9 +252,7 @@ def test_another_models_file_is_refused_with_names_and_not_strict_takes_what_fit
 
 
 @pytest.mark.parametrize("wrap", [
-    torch.compile,
-    nn.DataParallel,  # names as of DistributedDataParallel
-    lambda model: torch.compile(nn.DataParallel(model)),
+    lambda model: torch.compile(nn.DataParallel(model)),  # names as of DistributedDataParallel
     lambda model: nn.DataParallel(torch.compile(model)),
 ])
 def test_weights_of_a_compiled_or_parallel_model_are_taken_by_a_plain_one(wrap, tmp_path):
@@ -348,19 +346,18 @@ def test_the_best_is_kept_only_while_it_is_the_best_and_none_that_is_not_finite(
 def test_a_model_for_use_is_the_best_one_if_that_is_of_an_earlier_step(tmp_path, capsys):
     run = opened(tmp_path)
     state = state_of(tmp_path)
-    assert checkpoint.model_file(tmp_path) == tmp_path / "model.pt"  # there is neither
-    take_steps(state)
-    run.save_best(state, 0.5, log_to([]))
-    assert checkpoint.model_file(tmp_path) == tmp_path / "best.pt"
-    run.finish(state, {"step": 1})
-    assert checkpoint.model_file(tmp_path) == tmp_path / "model.pt"  # both are of this step
-    take_steps(state)
-    run.save_best(state, 0.75, log_to([]))
-    run.finish(state, {"step": 2})
-    capsys.readouterr()
-    assert checkpoint.model_file(tmp_path) == tmp_path / "best.pt"
+    last = tmp_path / "model.pt"
+    best = tmp_path / "best.pt"
+    assert checkpoint.model_file(tmp_path) == last  # there is neither
+    for loss, expected in ((0.5, last), (0.75, best)):
+        take_steps(state)
+        run.save_best(state, loss, log_to([]))
+        run.finish(state, {})
+        assert checkpoint.model_file(tmp_path) == expected
     assert "of step 1, whose validation loss 0.5000 was the lowest" in capsys.readouterr().err
-    assert checkpoint.model_file(tmp_path, "model.pt") == tmp_path / "model.pt"
+    assert checkpoint.model_file(tmp_path, "model.pt") == last
+    last.unlink()
+    assert checkpoint.model_file(tmp_path) == best
 
 
 # Processes

@@ -132,16 +132,6 @@ def test_averages_can_be_moved_pinned_and_cast_and_go_on_there():
         assert torch.equal(model.first.weight, average.float())
 
 
-def test_with_decay_0_nothing_is_averaged_and_all_is_the_models_own():
-    model, ema = make(decay=0.0, update_after=3)
-    weights = copy.deepcopy(model.state_dict())
-    assert same(ema.state_dict(), weights)
-    ema.load_state_dict({name: tensor + 1 for name, tensor in weights.items()})  # of averages
-    with ema.applied(model):
-        assert same(model.state_dict(), weights)
-    assert same(model.state_dict(), weights)
-
-
 @pytest.mark.parametrize("change", [
     lambda model: model.double(),
     lambda model: setattr(model.first, "weight", nn.Parameter(torch.ones(6, 4))),

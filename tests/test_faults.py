@@ -348,12 +348,12 @@ def test_a_damaged_newest_checkpoint_is_told_and_the_run_goes_on_from_one_before
     """Promise 3"""
     folder = shutil.copytree(finished, tmp_path / "run")
     words = flags(data=emb, run_dir=folder, **SMALL)
-    newest, before = (folder / entry["file"] for entry in saved(folder)[:2])
-    os.truncate(newest, 9000)
-    before.unlink()
+    paths = [folder / entry["file"] for entry in saved(folder)[:2]]
+    os.truncate(paths[0], 9000)
+    paths[1].unlink()
     (folder / "model.pt").unlink()  # else the run is finished
     out = run(*words)
-    for path in (newest, before):
+    for path in paths:
         assert f"{path}: damaged or missing, trying the one before it" in out
     assert "at step 8 of 24" in out
     assert not differences(finished, folder)

