@@ -35,8 +35,6 @@ class Settings(config.TrainingRun):
     warmup_steps: int = 50
     cosine: bool = True
     cosine_steps: int = 0
-    ema_decay: float = 0.9999
-    eval_every: int = 500
     eval_samples: int = config.field(192, measure=True)
 
 

@@ -10,7 +10,6 @@ import pytest
 import train_decoder
 import train_prior
 
-SIDE = 256  # of the matrices whose product is the peak
 UNET = dict(
     width=8,
     channel_mult=(1, 2),
@@ -47,20 +46,6 @@ DECODERS = {
 }
 
 
-@pytest.fixture
-def load(monkeypatch):
-    """load(name) -> the benchmark, with small constants."""
-    monkeypatch.syspath_prepend(Path(__file__).parent / "benchmarks")
-
-    def load(name):
-        bench = importlib.import_module(name)
-        for constant in CONSTANTS.keys() & vars(bench).keys():
-            monkeypatch.setattr(bench, constant, CONSTANTS[constant])
-        monkeypatch.setattr("bench_prior.SIDE", SIDE)
-        return bench
-    return load
-
-
 @pytest.mark.parametrize("name, words, cases", [
     ("bench_audio", "--tokens 6 --batch 2", None),
     ("bench_prior", "--embed 8 --batch 2", None),
@@ -70,11 +55,15 @@ def load(monkeypatch):
     ("bench_decoder", "--batch 1 --sample_batch 1 --preset upsampler",
      ["train_upsample", "sample_upsample"]),
 ])
-def test_every_case_gives_a_line_of_its_own(name, words, cases, load, monkeypatch, capsys):
+def test_every_case_gives_a_line_of_its_own(name, words, cases, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(Path(__file__).parent / "benchmarks")
+    bench = importlib.import_module(name)
+    for constant in CONSTANTS.keys() & vars(bench).keys():
+        monkeypatch.setattr(bench, constant, CONSTANTS[constant])
+    monkeypatch.setattr("bench_prior.SIDE", 256)  # of the matrices whose product is the peak
     monkeypatch.setattr(train_prior, "PRESETS", PRIORS)
     monkeypatch.setattr(train_decoder, "PRESETS", DECODERS)
     monkeypatch.setattr("sys.argv", [name, *words.split(), "--repeats", "1", "--threads", "1"])
-    bench = load(name)
     bench.main()
     found = set()
     for line in map(json.loads, capsys.readouterr().out.splitlines()):

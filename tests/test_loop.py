@@ -11,14 +11,13 @@ from common import checkpoint, dist, loop
 from common.config import UserError
 
 
-def run_at(step):
-    """(run, state, log, title) of a run at `step`, which keep what they are told."""
+def progress_of(step):
+    """The Progress of a run at `step`, whose parts keep what they are told."""
     saved = []
     printed = []
     run = SimpleNamespace(
         folder="runs/x",
         save=lambda state, log: saved.append(state.step),
-        wait=lambda: None,
         saved=saved,
         drop_from=lambda step: saved.append(f"without {step}"),
     )
@@ -29,11 +28,7 @@ def run_at(step):
         scaler=SimpleNamespace(is_enabled=lambda: True, get_scale=lambda: 4.0),
     )
     log = SimpleNamespace(enabled=False, print=printed.append, printed=printed)
-    return run, state, log, "test"
-
-
-def progress_of(step):
-    return loop.Progress(*run_at(step))
+    return loop.Progress(run, state, log, "test")
 
 
 def add(progress, loss, norm=2.0, unusable=()):
