@@ -1209,7 +1209,8 @@ def train_stage(cfg, device):
     if cfg.lora_rank:
         from common.models import lora
 
-        trainable, info["lora"] = lora.start(unet, cfg.init_from, cfg.lora_rank)
+        digest = identity["base"]
+        trainable, info["lora"] = lora.start(unet, cfg.init_from, cfg.lora_rank, digest)
     optimizers = optim.make(
         trainable, cfg.optimizer, cfg.lr, cfg.weight_decay, cfg.betas, cfg.eps
     )

@@ -651,7 +651,8 @@ def train(cfg):
     if cfg.lora_rank:
         from common.models import lora
 
-        trainable, info["lora"] = lora.start(prior, cfg.init_from, cfg.lora_rank)
+        digest = identity["base"]
+        trainable, info["lora"] = lora.start(prior, cfg.init_from, cfg.lora_rank, digest)
     optimizers = optim.make(
         trainable, cfg.optimizer, cfg.lr, cfg.weight_decay, cfg.betas, cfg.eps
     )

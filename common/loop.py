@@ -151,20 +151,25 @@ def resume(run, state):
     if not path and not getattr(cfg, "lora_rank", 0):
         path = cfg.init_from
 
+    def read():
+        contents = checkpoint.load(path)
+        if not run.resume_from:
+            contents = checkpoint.model_contents(contents)
+            if "lora" in contents:  # adapters: the model with them merged in
+                from common.models import lora
+
+                contents = lora.merged(contents, path)
+        return contents
+
     def restore():
         if run.resume_from:
-            return state.restore(contents, path)
-        weights = checkpoint.model_contents(contents)
-        if "lora" in weights:  # adapters: the model with them merged in
-            from common.models import lora
-
-            weights = lora.merged(weights, path)
-        state.start_from(weights["model"], path, cfg.init_strict)
+            state.restore(contents, path)
+        else:
+            state.start_from(contents["model"], path, cfg.init_strict)
 
     if path:
         # Rank 0 reads the file. It is sent to the others.
-        contents = dist.together(lambda: checkpoint.load(path), dist.is_main())
-        contents = dist.broadcast_tree(contents)
+        contents = dist.broadcast_tree(dist.together(read, dist.is_main()))
         dist.together(restore)
     else:  # as with DistributedDataParallel the ranks start alike, also on unlike machines
         for module in (state.model, *state.others.values()):

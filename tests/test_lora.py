@@ -1,15 +1,18 @@
 """Low-rank adapters: their algebra, their files, and training them as a user does."""
 import copy
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
-from helpers import SMALL, flags, metrics, run
+from helpers import SMALL, Settings, flags, metrics, run
 from torch import nn
 from torch.testing import assert_close
 
 import train_prior
-from common import checkpoint, optim
+from common import checkpoint, dist, loop, optim
 from common.config import UserError
+from common.ema import EMA
 from common.models import lora
 from common.models import nn as layers
 
@@ -139,7 +142,7 @@ def save_adapters(folder):
     base = folder / "base.pt"
     path = folder / "adapters.pt"
     checkpoint.save({"model": torch.compile(model).state_dict(), "step": 1}, base)
-    adapters, info = lora.start(model, base, 4)
+    adapters, info = lora.start(model, base, 4, checkpoint.checksum(base))
     weights = randomize(adapters).state_dict()
     checkpoint.save({"model": weights, "step": 2, "lora": info}, path)
     return base, path, model
@@ -165,7 +168,7 @@ def test_a_file_with_adapters_merged_in_or_loaded_equals_the_adapted_model(tmp_p
 def test_mistakes_with_files_of_adapters_are_named(tmp_path, capsys):
     base, path, _ = save_adapters(tmp_path)
     with pytest.raises(UserError, match=f"{path}: LoRA adapters, not a model; give their base"):
-        lora.start(Small(), path, 4)
+        lora.start(Small(), path, 4, "digest")
     contents = checkpoint.load(path)
     checkpoint.save({"model": Small().state_dict(), "step": 5}, base)
     lora.merged(contents, path)
@@ -175,3 +178,28 @@ def test_mistakes_with_files_of_adapters_are_named(tmp_path, capsys):
                "transformer.blocks.0.attention.key_value.weight")
     with pytest.raises(UserError, match=message):
         lora.merged(contents, path)
+
+
+def start_adapted(base, path):
+    """Weights of a new adapted model, and of one that begins with adapters merged in."""
+    models = [Small(), Small()]
+    for parameter in (*models[0].parameters(), *models[1].parameters()):
+        nn.init.zeros_(parameter)
+    if not dist.is_main():  # which has no files
+        base = path = "nowhere.pt"
+    lora.start(models[0], base, 4, "digest")
+    lora.merge(models[0])
+    state = checkpoint.State(
+        Settings(init_from=str(path)), models[1], EMA(models[1]), [], None, {}, {})
+    loop.resume(SimpleNamespace(resume_from=None), state)
+    return [{name: x.numpy() for name, x in model.state_dict().items()} for model in models]
+
+
+def test_rank_0_alone_reads_the_base_of_adapters_and_all_have_it(tmp_path, on_ranks):
+    base, path, _ = save_adapters(tmp_path)
+    merged = lora.merged(checkpoint.load(path), path)["model"]
+    for found in on_ranks(2, start_adapted, base, path):
+        for weights, expected in zip(found, (Small().state_dict(), merged)):
+            assert weights.keys() == expected.keys()
+            for name, values in weights.items():
+                np.testing.assert_array_equal(values, expected[name])

@@ -261,7 +261,7 @@ def test_adapters_are_loaded_by_peft(published, stage, part, tmp_path):
     peft = pytest.importorskip("peft")
     path = published.runs / stage / "model.pt"
     model = load(published.runs / stage)
-    adapters, about = lora.start(model, path, 2)
+    adapters, about = lora.start(model, path, 2, "digest")
     weights = helpers.awake(adapters).state_dict()
     contents = {**checkpoint.load(path), "model": weights, "lora": about}
     checkpoint.save(contents, tmp_path / "run/model.pt")

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from common import checkpoint, config
+from common import checkpoint, config, dist
 from common.config import UserError
 
 # The projections of models/nn.py's attention.
@@ -77,23 +77,29 @@ def merge(model):
         parametrize.remove_parametrizations(layer, "weight")
 
 
-def start(model, path, rank):
+def start(model, path, rank, sha256):
     """Give `model` the (averaged) weights of the file `path`, and adapters of that rank.
 
     Returns (adapters, {"rank", "base", "base_sha256", "source"}, the entry "lora" of the run's
-    files). source: what the base was imported from, if it was, else its path.
+    files). source: what the base was imported from, if it was, else its path. Rank 0 reads the
+    file, whose digest is `sha256`, and sends it to the others. Collective.
     UserError if the file is of another model, or of adapters.
     """
-    contents = checkpoint.model_contents(checkpoint.load(path))
-    if "lora" in contents:
-        raise UserError(f"{path}: LoRA adapters, not a model; give their base")
-    checkpoint.load_weights(model, contents["model"], path)
-    base = Path(path).absolute()
+
+    def read():
+        contents = checkpoint.model_contents(checkpoint.load(path))
+        if "lora" in contents:
+            raise UserError(f"{path}: LoRA adapters, not a model; give their base")
+        return contents
+
+    contents = dist.broadcast_tree(dist.together(read, dist.is_main()))
+    dist.together(lambda: checkpoint.load_weights(model, contents["model"], path))
+    base = str(Path(path).absolute())
     info = {
         "rank": rank,
-        "base": str(base),
-        "base_sha256": checkpoint.checksum(base),
-        "source": contents.get("source", str(base)),
+        "base": base,
+        "base_sha256": sha256,
+        "source": contents.get("source", base),
     }
     return inject(model, rank), info
 
