@@ -1874,6 +1874,9 @@ def continue_sound(args, device):
         prompt = pipeline.prompt(wave)
     # Another text has other noise.
     seed = accumulate.derive_seed(args.seed, args.text, 0)
+    if args.text:
+        model = pipeline.models["semantic"]
+        clip.note_texts([args.text], model.tokenizer.encode, model.cfg.max_text_len)
     sampling = SamplingParams(args.temperature, args.top_k, args.guidance_scale)
     (codes,) = pipeline.generate([prompt], args.seconds, [seed], [args.text], sampling, args.fine)
     return codec, codec.decode(codes) / gain  # as loud as the prompt

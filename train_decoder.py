@@ -1090,10 +1090,11 @@ def load_cascade(args, device):
     return unets, args.clip or contents["clip"], contents["clip_fingerprint"]
 
 
-def load_prior(args, decoder, clip_model):
+def load_prior(args, decoder, clip_model, texts):
     """prior_fn(texts, keys) -> image embeddings (texts, D), by --prior.
 
-    decoder: the U-Net that takes them. keys: one a text; with --seed they seed the noise.
+    decoder: the U-Net that takes them. texts: some, for a note of those that the prior cuts. keys:
+    one a text; with --seed they seed the noise.
     """
     import train_prior  # the only place where a script needs another one
 
@@ -1102,6 +1103,7 @@ def load_prior(args, decoder, clip_model):
     prior, contents = train_prior.load_prior(path, decoder.alpha.device)
     cfg = prior.cfg
     clip.check_widths(clip_model, f"--prior {path}", *contents["widths"])
+    clip_model.note_cut(texts, cfg.max_text_len)
     if decoder.cfg.raw_embeddings and not cfg.raw_embeddings:
         raise UserError(
             f"--prior {path}: makes embeddings of unit length, but the decoder is one of "
@@ -1164,11 +1166,12 @@ def open_evaluation(args, device):
     dataset, indices = splits["test"]
     prior_fn = None
     if args.prior:
-        if not any(dataset.texts(indices[:16])):
+        texts = dataset.texts(indices[:256])
+        if not any(texts):
             raise UserError(f"{cfg.data}: no captions, which --prior needs")
         # Real embeddings beside the data need no CLIP, but the prior's texts do.
         clip_model = clip_model or clip.load(spec, device)
-        prior_fn = load_prior(args, first, clip_model)
+        prior_fn = load_prior(args, first, clip_model, texts)
     first.cfg = cfg
     return unets, splits["test"], clip_model, args.grid, prior_fn
 
@@ -1395,9 +1398,8 @@ def sample(args):
     if any(first.widths):
         clip_model = clip.load(spec, device, fingerprint, text_only=not args.image)
         clip.check_widths(clip_model, f"--clip {spec}", *first.widths)
-        clip_model.note_cut(texts, clip_model.context)
         if texts:
-            prior_fn = load_prior(args, first, clip_model)
+            prior_fn = load_prior(args, first, clip_model, texts)
 
     # A sample's noise follows from the numbers of its text and its own, so it is the same in any
     # batch. Between two images all samples share one noise.

@@ -63,7 +63,7 @@ def world(tmp_path_factory):
     note = {"clip": str(folder / "clip")}
     checkpoint.write_json(note, plain / "clip.json")
     checkpoint.write_json({**note, "made_from": "a seed"}, folder / "shapes/clip.json")
-    cfg = train_prior.Config(width=16, depth=1, heads=2, eval_timesteps=(4,))
+    cfg = train_prior.Config(width=16, depth=1, heads=2, eval_timesteps=(4,), max_text_len=20)
     contents = {"kind": "prior", "widths": [16, 0], "config": config.as_json(cfg)}
     contents["model"] = awake(train_prior.Prior(cfg, 16)).state_dict()
     checkpoint.save(contents, folder / "prior/model.pt")
@@ -450,9 +450,8 @@ def test_a_sample_is_the_same_in_any_batch_but_for_the_same_text_twice(
     alone = sample(tmp_path, **settings, text="a small red star")
     assert np.abs(together[:2] - alone).max() <= 1
     words = flags(run_dir=trained, prior=world / "prior", num_samples=1, steps=1, device="cpu")
-    assert "1 are cut, as they are longer than 22 tokens" in run(
-        "sample", *words, "--text", 30 * "red "
-    )
+    out = run("sample", *words, "--text", 30 * "red ")
+    assert out.count("1 are cut, as they are longer than 18 tokens") == 1  # by the prior
 
 
 def test_images_are_varied_and_interpolated(trained, world, tmp_path):
