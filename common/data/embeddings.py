@@ -3,6 +3,7 @@
 `Embeddings` is a dataset (see order.py).
 """
 
+import contextlib
 import functools
 import itertools
 import json
@@ -325,9 +326,13 @@ def check_source(cfg, dataset, path, clip_model=None):
         )
 
     # Embed the same texts, or else images, again.
+    texts = []
     if clip_model and "text_embed" in batch and dataset.captions:
+        with contextlib.suppress(UserError):  # the captions of a model that needs none
+            texts = dataset.texts(indices)
+    if texts:
         stored = batch["text_embed"]
-        found = clip_model.text_condition(dataset.texts(indices), 1)["text_embed"]
+        found = clip_model.text_condition(texts, 1)["text_embed"]
     elif clip_model and "image" in batch:
         device = next(clip_model.parameters()).device
         found = clip_model.embed_image(batch["image"].to(device))
