@@ -189,13 +189,15 @@ def test_a_folder_of_images_may_have_its_captions_in_a_table(name, content, tmp_
 
 def test_a_row_of_a_table_is_of_that_file_alone_and_what_does_not_fit_is_named(tmp_path, capsys):
     names = ["a.png", "a.webp", "a.jpg", "b.jpg", "in/d.1.jpg", "caf\xe9.png", "e.png", "f.png"]
-    rows = ["a.png,A", "a.webp,B", "b.png,C", "x/../in/d.1.jpg,D", "cafe\u0301.png,E", "e.png"]
+    rows = ["a.png,Z", "a.webp,B", "b.png,C", "x/../in/d.1.jpg,D", "cafe\u0301.png,E", "e.png",
+            "a.png,A"]
     table = "\n".join(["file_name,text", *rows, "f.png,F, G"])
     files = dict.fromkeys(names, media.png(picture(0)))
     write_files(tmp_path, {**files, "metadata.csv": table.encode()})
     dataset = images.Pictures(tmp_path, 8)
     note = capsys.readouterr().err
     assert "1 rows of tables, which name no image here, such as b.png" in note
+    assert "1 rows of tables for a file that comes again" in note  # the last counts
     assert re.search("2 rows without .*, such as .*csv: .*e.png.*, 4 without a caption", note)
     found = {}
     for i in range(len(dataset)):

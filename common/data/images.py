@@ -249,8 +249,10 @@ def read_metadata(folder, paths, unused):
             for row in rows:
                 try:
                     record = json.loads(row)
-                    name = os.path.relpath(path.parent / record["file_name"], folder)
-                    table[files.nfc(name)] = files.clean_caption(files.caption_in(record))
+                    name = files.nfc(os.path.relpath(path.parent / record["file_name"], folder))
+                    caption = files.clean_caption(files.caption_in(record))
+                    unused["rows of tables for a file that comes again"] += name in table
+                    table[name] = caption
                 except Exception:  # of a dozen types
                     faults.append(f"{path}: {row:.100}")
     if faults and not table:
