@@ -29,7 +29,7 @@ from helpers import SMALL, STAGES, flags  # noqa: E402
 from common import checkpoint  # noqa: E402
 from common.data import embeddings  # noqa: E402
 
-HANG = 120  # seconds
+HANG = 300  # seconds, also beside other work
 TRAIN = dict(SMALL, steps=2, log_every=1, eval_every=0, save_every=1, eval_samples=8)
 UNET = dict(
     width=8,
