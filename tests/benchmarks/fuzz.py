@@ -18,9 +18,6 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-import pyarrow.parquet
-import soundfile
-from PIL import Image
 
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
 import helpers  # noqa: E402
@@ -103,6 +100,10 @@ KINDS = {  # name: (file, command that reads it)
 
 def make_world():
     """Data and runs of all scripts, in the current folder."""
+    import pyarrow.parquet
+    import soundfile
+    from PIL import Image
+
     helpers.write_captioned(Path("images"), 80)
     shutil.make_archive("tars/00000", "tar", "images")
     for name, suffix in (("00000", "jpg"), ("00002", "webp")):
