@@ -15,7 +15,8 @@ def nearest_codes(x, codebook):
     In fp32, also under autocast or TF32: rounded products give wrong codes where two are close.
     """
     # |x - c|² / 2 = |x|² / 2 + |c|² / 2 - x·c, of which the first is the same for all codes.
-    half_squares = codebook.square().sum(-1) / 2
+    squares = codebook.square().sum(-1)
+    half_squares = squares / 2
     rows = 2**24 // len(codebook)  # at a time: all distances of a long sound would take gigabytes
     codes = []
     precision = torch.get_float32_matmul_precision()
@@ -23,7 +24,8 @@ def nearest_codes(x, codebook):
     with torch.autocast(x.device.type, enabled=False):
         for vectors in x.split(rows):
             distances = torch.addmm(half_squares, vectors, codebook.T, alpha=-1)
-            codes.append(distances.argmin(-1))
+            nearest = distances.argmin(-1)
+            codes.append(nearest)
     torch.set_float32_matmul_precision(precision)
     return torch.cat(codes)
 
@@ -42,19 +44,23 @@ def kmeans(x, size, generator, rounds=10):
     centers = x.new_empty(size, x.shape[1])
     distances = torch.full_like(x[:, 0], 1e30)  # equal, so the first center is any vector
     for k in range(size):
-        cumulative = distances.cpu().double().cumsum(0)
+        distances_on_cpu = distances.cpu().double()
+        cumulative = distances_on_cpu.cumsum(0)
         threshold = uniform[k] * cumulative[-1]
         index = torch.searchsorted(cumulative, threshold)
         centers[k] = x[index]
-        from_this = (x - centers[k]).square().sum(-1)
+        differences = x - centers[k]
+        from_this = differences.square().sum(-1)
         distances = torch.minimum(distances, from_this)
 
     for _ in range(rounds):
         codes = nearest_codes(x, centers)
         counts = codes.bincount(minlength=size)
-        sums = torch.zeros_like(centers).index_add_(0, codes, x)
+        sums = torch.zeros_like(centers)
+        sums.index_add_(0, codes, x)
         column = counts[:, None]
-        centers = torch.where(column > 0, sums / column, centers)
+        means = sums / column
+        centers = torch.where(column > 0, means, centers)
     return centers, counts
 
 
@@ -105,46 +111,58 @@ class ResidualQuantizer(torch.nn.Module):
         codes = self.encode(z)
         vectors = self.lookup(codes)  # (Q, B, T, D)
         # After each quantizer. Not by cumsum, which on GPUs is not the same in every run.
-        residuals = x - torch.stack([*itertools.accumulate(vectors)])  # (Q, B, T, D)
-        errors = residuals.square().mean((2, 3))  # (Q, B)
+        partial_sums = [*itertools.accumulate(vectors)]
+        residuals = x - torch.stack(partial_sums)  # (Q, B, T, D)
+        squares = residuals.square()
+        errors = squares.mean((2, 3))  # (Q, B)
 
         active = torch.ones_like(errors, dtype=torch.bool)
         if self.training:
             n = torch.randint(1, self.num_quantizers + 1, (len(z),), device=z.device)
             active = active.cumsum(0) <= n
 
-        errors = (errors * active).sum(0) / active.sum(0)
+        error_sum = (errors * active).sum(0)
+        errors = error_sum / active.sum(0)
         loss = errors.mean() * self.initialized
         active = active[..., None, None]  # (Q, B, 1, 1)
         if self.training and torch.is_grad_enabled():
-            inputs = torch.cat([x[None], residuals[:-1]]).detach()
-            self.gather(inputs, codes, active)
+            inputs = torch.cat([x[None], residuals[:-1]])
+            self.gather(inputs.detach(), codes, active)
 
         straight_through = x - x.detach()  # zeros, with the gradient of x
-        quantized = (vectors * active).sum(0) + straight_through
-        quantized = torch.where(self.initialized, quantized.to(z.dtype), z)
+        active_vectors = vectors * active
+        quantized = active_vectors.sum(0) + straight_through
+        quantized = quantized.to(z.dtype)
+        quantized = torch.where(self.initialized, quantized, z)
         return quantized, codes, loss
 
     def gather(self, inputs, codes, active):
         """Note for `update` the inputs (Q, B, T, D) of codes (B, T, Q) where they are active."""
-        rows = F.pad(inputs, (1, 0), value=1.0) * active
+        rows = F.pad(inputs, (1, 0), value=1.0)  # a column that counts
+        rows = rows * active
+        rows = rows.flatten(1, 2)  # (Q, N, 1 + D)
+        codes = codes.flatten(0, 1)  # (N, Q)
         for pending, code, rows_of_q in zip(self.pending, codes.unbind(-1), rows):
-            pending.index_add_(0, code.flatten(), rows_of_q.flatten(0, 1))
+            pending.index_add_(0, code, rows_of_q)
         if self._candidates is None:
             inputs = inputs.flatten(1, 2)  # (Q, N, D)
             # Evenly spaced, so that nothing is drawn.
-            frames = torch.arange(self.codebook_size) * inputs.shape[1] // self.codebook_size
+            count = inputs.shape[1]
+            numbers = torch.arange(self.codebook_size)
+            frames = numbers * count // self.codebook_size
             self._candidates = inputs[:, frames]
 
     def encode(self, z):
         """z (B, T, D) -> codes (B, T, Q) int64."""
-        residual = z.detach().float().flatten(0, 1)
+        residual = z.detach().float()
+        residual = residual.flatten(0, 1)
         codes = []
         for codebook in self.codebook:
             code = nearest_codes(residual, codebook)
             residual = residual - codebook[code]
             codes.append(code)
-        return torch.stack(codes, -1).unflatten(0, z.shape[:2])
+        codes = torch.stack(codes, -1)
+        return codes.unflatten(0, z.shape[:2])
 
     def lookup(self, codes):
         """The vectors (n, B, T, D) of codes (B, T, n) of the first n quantizers."""
@@ -155,7 +173,8 @@ class ResidualQuantizer(torch.nn.Module):
 
     def decode(self, codes):
         """codes (B, T, n) of the first n quantizers -> (B, T, D), the sum of their vectors."""
-        return sum(self.lookup(codes))
+        vectors = self.lookup(codes)
+        return sum(vectors)
 
     def initialize(self, z, seed):
         """Fit all codebooks by k-means to rank 0's z (N, D), on all ranks."""
@@ -170,7 +189,8 @@ class ResidualQuantizer(torch.nn.Module):
                 residual = residual - centers[codes]
         dist.broadcast_tensor(self.codebook)
         dist.broadcast_tensor(self.ema_count)
-        self.ema_sum.copy_(self.codebook * self.ema_count[..., None])
+        counts = self.ema_count[..., None]
+        self.ema_sum.copy_(self.codebook * counts)
         self.initialized.fill_(True)
         self.discard()
 
@@ -189,11 +209,14 @@ class ResidualQuantizer(torch.nn.Module):
         self.ema_count += rate * (counts - self.ema_count)
         self.ema_sum += rate[..., None] * (sums - self.ema_sum)
         total = self.ema_count.sum(-1, keepdim=True)
-        smoothed = (self.ema_count + 1e-5) / (1 + 1e-5 * self.codebook_size / total)
+        scale = 1 + 1e-5 * self.codebook_size / total
+        smoothed = (self.ema_count + 1e-5) / scale
         means = self.ema_sum / smoothed[..., None]
-        self.codebook.copy_(torch.where(used[..., None], means, self.codebook))
+        codebook = torch.where(used[..., None], means, self.codebook)
+        self.codebook.copy_(codebook)
 
-        least = self.dead_below * self.ema_count.mean(-1, keepdim=True)  # (Q, 1)
+        mean_count = self.ema_count.mean(-1, keepdim=True)
+        least = self.dead_below * mean_count  # (Q, 1)
         dead = used & (self.ema_count < least)  # (Q, K)
         if dead.any():
             # They become inputs of rank 0's first chunk, of which `gather` took evenly spaced ones.
@@ -202,8 +225,10 @@ class ResidualQuantizer(torch.nn.Module):
             picks = self._candidates[:, order]  # (Q, K, D)
             dist.broadcast_tensor(picks)
             # An unused one is dead again at the next update.
-            self.ema_count.copy_(torch.where(dead, least, self.ema_count))
-            self.ema_sum[dead] = (picks * self.ema_count[..., None])[dead]
+            counts = torch.where(dead, least, self.ema_count)
+            self.ema_count.copy_(counts)
+            sums = picks * counts[..., None]
+            self.ema_sum[dead] = sums[dead]
             self.codebook[dead] = picks[dead]
         self.discard()
 
