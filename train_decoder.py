@@ -339,8 +339,8 @@ DALLE2_256 = dict(
     batch_size=1024, steps=1_000_000,
     eval_steps=27,
 )
-# Thousands of captioned pictures. On two CPU cores: a base of 32 pixels and an upsampler, tried on
-# 6,000 emoji. On one GPU: a base of 64 pixels, of which 300 steps were tried.
+# Thousands of captioned pictures. Both were run to their end on 6,000 emoji. On two CPU cores: a
+# base of 32 pixels and an upsampler. On one GPU: a base of 64 pixels, 358 s on an H200.
 PICTURES_CPU = {
     "all": {},
     "base": dict(image_size=32, dropout=0.1, steps=1500, guidance_scale=3.0),
@@ -472,17 +472,17 @@ class ResBlock(nn.Module):
     def attend(self, x, context, context_mask):
         """Attention of the pixels of x (B, W, H, H) to the context and to each other.
 
-        context: tokens (B, J, E). context_mask: which of them are attended to (B, 1, 1, J); None
-        means all.
+        context: tokens (B, J, E). context_mask: which of them and of the pixels are attended to
+        (B, 1, 1, J + H² or more); None means all.
         """
         h = self.attention_norm(x).flatten(2).transpose(1, 2).contiguous()  # (B, H², W)
         # Keys and values of the context stand before those of the pixels (GLIDE §2.3).
         both = [self.token_key_value(context), self.attention.key_value(h)]
         both = torch.cat(both, dim=1)  # (B, J + H², 2W)
+        if context_mask is not None:
+            context_mask = context_mask[..., : both.shape[1]]  # (B, 1, 1, J + H²)
         both = both.unflatten(-1, (2 * self.attention.num_heads, -1)).transpose(1, 2)
         keys, values = both.chunk(2, dim=1)  # (B, heads, J + H², d)
-        if context_mask is not None:  # pixels are never masked
-            context_mask = F.pad(context_mask, (0, h.shape[1]), value=True)  # (B, 1, 1, J + H²)
         h = self.attention(h, keys, values, context_mask)  # (B, H², W)
         return h.transpose(1, 2).unflatten(2, x.shape[2:])  # (B, W, H, H)
 
@@ -563,11 +563,12 @@ class UNet(nn.Module):
         return F.normalize(embed.float(), dim=-1) * embed.shape[-1] ** 0.5
 
     def embed_conditions(self, condition, drop_image, drop_text):
-        """(added to the timestep (B, 4W), context (B, J, E), context_mask (B, 1, 1, J)).
+        """(added to the timestep (B, 4W), context (B, J, E), text_mask (B, L)).
 
         condition: see `conditioning`. drop_image, drop_text (B,): for which samples the image
         embedding and the text are replaced by learned or empty ones. Guidance needs predictions
-        with and without conditions. None: without context, or without a mask.
+        with and without conditions. text_mask is false for padding. None: without context, or
+        without text.
         """
         if not condition:  # an upsampler
             return 0.0, None, None
@@ -585,8 +586,7 @@ class UNet(nn.Module):
         added = added + self.text_in(self.scale_embedding(condition["text_embed"]))
         encodings = self.encoding_in(condition["text_enc"])  # (B, L, E)
         context = torch.cat([context, self.encoding_norm(encodings)], dim=1)  # (B, 4 + L, E)
-        mask = condition["text_mask"][:, None, None]  # (B, 1, 1, L), False for padding
-        return added, context, F.pad(mask, (IMAGE_TOKENS, 0), value=True)
+        return added, context, condition["text_mask"]
 
     def forward(
         self, x_t, timestep, condition, drop_image, drop_text, low_res=None, low_res_level=None
@@ -597,7 +597,12 @@ class UNet(nn.Module):
         `embed_conditions`. low_res: low-resolution image at size H. low_res_level (B,): timestep of
         the noise on it.
         """
-        added, *context = self.embed_conditions(condition, drop_image, drop_text)
+        added, context, mask = self.embed_conditions(condition, drop_image, drop_text)
+        if mask is not None:
+            # Image tokens and pixels are never masked. Padded once, for the finest level with
+            # attention; the others take its beginning. On GPUs each small kernel costs time.
+            pixels = (x_t.shape[-1] >> min(self.cfg.attention_levels)) ** 2
+            mask = F.pad(mask[:, None, None], (IMAGE_TOKENS, pixels), value=True)
         emb = self.time_in(timestep) + added  # (B, 4W)
         if low_res_level is not None:
             emb = emb + self.low_res_level_in(low_res_level)  # Imagen §2.4
@@ -607,12 +612,12 @@ class UNet(nn.Module):
         x = self.stem(x)  # (B, W, H, H), laid out as the weights are
         skips = [x]  # outputs of the way down
         for block in self.downs:
-            x = block(x, emb, *context)  # H is halved before each level but the first
+            x = block(x, emb, context, mask)  # H is halved before each level but the first
             skips.append(x)
         for block in [*self.middle, *self.ups]:
             if block.takes_skip:
                 x = torch.cat([x, skips.pop()], dim=1)
-            x = block(x, emb, *context)  # H is doubled after each level
+            x = block(x, emb, context, mask)  # H is doubled after each level
         return self.out(x)  # (B, 3 or 6, H, H)
 
 
