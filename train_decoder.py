@@ -695,10 +695,10 @@ def upsampler_inputs(unet, x0):
     return x0, *augment_low_res(unet, low_res, level, torch.randn_like(low_res))
 
 
-def diffusion_loss(unet, batch, condition, for_eval=False):
+def diffusion_loss(unet, batch, condition):
     """Mean loss of a chunk with uint8 images (B, H, H, 3): one pass of the model.
 
-    for_eval: without loss weights, so that validation losses compare across them.
+    In eval mode it is without loss weights, so that validation losses compare across them.
     """
     cfg = unet.cfg
     x0 = media.from_uint8(batch["image"])  # (B, 3, H, H) in [-1, 1]
@@ -723,7 +723,7 @@ def diffusion_loss(unet, batch, condition, for_eval=False):
     out = unet(x_t, timestep, condition, drop_image, drop_text, *low_res).float()
     prediction = out[:, :3]
     loss = (prediction - target) ** 2  # (B, 3, H, H)
-    if not for_eval:  # the weight of a noise level
+    if unet.training:  # the weight of a noise level
         loss = loss * diffusion.loss_weight(cfg.loss_weight, cfg.objective, alpha, sigma)
     loss = loss.mean()
     if cfg.learned_variance:
@@ -944,7 +944,7 @@ def mean_loss(unet, split, clip_model):
 
     def loss_of(batch):
         condition = conditioning(batch, unet.cfg, clip_model)
-        return diffusion_loss(unet, batch, condition, for_eval=True)
+        return diffusion_loss(unet, batch, condition)
 
     return order.mean_loss(unet, loss_of, *split, unet.cfg, unet.alpha.device)
 

@@ -225,7 +225,7 @@ def test_embeddings_are_brought_to_length_root_d_unless_they_are_raw(raw_embeddi
 # Loss and sampling
 
 
-@pytest.mark.parametrize("for_eval", [False, True])
+@pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize(
     "settings",
     [
@@ -235,21 +235,21 @@ def test_embeddings_are_brought_to_length_root_d_unless_they_are_raw(raw_embeddi
     ],
     ids=str,
 )
-def test_loss_equals_a_slow_one_and_in_evaluation_has_no_weights(settings, for_eval):
-    unet = make(**settings)
+def test_loss_equals_a_slow_one_and_in_evaluation_has_no_weights(settings, training):
+    unet = make(**settings).train(training)
     cfg = unet.cfg
     batch = {"image": torch.randint(256, (200, 16, 16, 3)).to(torch.uint8)}
     condition = inputs(unet, 200)["condition"]
     passes = []
     unet.register_forward_hook(lambda _, given, out: passes.append((given, out)))
-    loss = train_decoder.diffusion_loss(unet, batch, condition, for_eval)
+    loss = train_decoder.diffusion_loss(unet, batch, condition)
     [((x_t, timestep, _, *drops), out)] = passes
     x0 = media.from_uint8(batch["image"])
     alpha, sigma = levels = diffusion.levels(unet, timestep, x0)
     noise = (x_t - alpha * x0) / sigma
     assert abs(noise.mean()) < 0.02 and abs(noise.std() - 1) < 0.02
     expected = (out[:, :3] - diffusion.target(cfg.objective, x0, noise, *levels)) ** 2
-    if not for_eval:
+    if training:
         expected *= diffusion.loss_weight(cfg.loss_weight, cfg.objective, *levels)
     expected = expected.mean()
     if cfg.learned_variance:

@@ -42,9 +42,13 @@ def alphas_sigmas(name, timesteps):
     if name == "flow":
         # Liu et al. 2022. Their time is σ, counted from the data (Esser et al. 2024, Eq. 13).
         sigma = torch.arange(1, timesteps + 1, dtype=torch.float64) / timesteps
-        return (1 - sigma).float(), sigma.float()
-    alphas_bar = torch.cumprod(1 - noise_betas(name, timesteps), 0)
-    return alphas_bar.sqrt().float(), (1 - alphas_bar).sqrt().float()
+        alpha = 1 - sigma
+    else:
+        beta = noise_betas(name, timesteps)
+        alphas_bar = torch.cumprod(1 - beta, 0)
+        alpha = alphas_bar.sqrt()
+        sigma = (1 - alphas_bar).sqrt()
+    return alpha.float(), sigma.float()
 
 
 def sample_timesteps(density, shape, timesteps, device):
