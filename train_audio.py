@@ -868,7 +868,7 @@ def train_soundstream(cfg, device):
                     state.step - cfg.discriminator_start,
                     cfg.discriminator_lr,
                     cfg.discriminator_warmup_steps,
-                    cfg.steps - cfg.discriminator_start,
+                    (cfg.cosine_steps or cfg.steps) - cfg.discriminator_start,
                     cfg.cosine,
                 )
                 schedule.set_learning_rate(discriminator_optimizers, discriminator_lr)
@@ -1820,7 +1820,9 @@ class SampleConfig(config.Inference):
     """What to sample"""
 
     run_dir: str = field("runs/audio", "folder of the runs, one for each stage")
-    text: str = field("", "text to say; without a text and a prompt, the sound is any")
+    text: str = field(
+        "", "text to say, beginning with that of a --prompt; without both, the sound is any"
+    )
     prompt: str = field("", "recording to continue, in its voice")
     prompt_seconds: NonNegativeFloat = field(
         0.0, "length of its end to take, 0: the most that coarse was trained on"

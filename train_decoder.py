@@ -73,6 +73,7 @@ from common.models import clip, diffusion
 from common.models.nn import (
     Attention,
     GroupNorm,
+    LayerNorm,
     NullText,
     TimeEmbedding,
     compile_blocks,
@@ -514,7 +515,7 @@ class UNet(nn.Module):
             self.null_text = NullText(embed_width, encoding_width, cfg.max_text_len)  # of ""
             self.text_in = nn.Linear(embed_width, emb_width)  # added to the timestep
             self.encoding_in = nn.Linear(encoding_width, cfg.cond_width)  # context
-            self.encoding_norm = nn.LayerNorm(cfg.cond_width)
+            self.encoding_norm = LayerNorm(cfg.cond_width)
 
         # The way down. Every block leaves its output for the way up.
         level_widths = [cfg.width * mult for mult in cfg.channel_mult]  # the finest level first
@@ -1429,6 +1430,11 @@ def sample(args):
         image = open_image(args.image, device)
         if clip_model:  # variations (DALL-E 2 §3.1)
             embeds += clip_model.embed_image(image)
+        elif not args.mask:
+            raise UserError(
+                f"--image: {args.run_dir[0]} begins with stage {first.cfg.stage}, which takes no "
+                "image embedding; give --mask, too, or --low_res alone"
+            )
     if args.to and clip_model:
         end = clip_model.embed_image(open_image(args.to, device))
         embeds = between(embeds[:1], end, len(captions))

@@ -115,7 +115,9 @@ class Config(config.TrainingRun):
     )
     # More draws cost little where the text is long, as they share its pass.
     noise_draws: PositiveInt = field(
-        1, "number of (timestep, noise) draws per sample, which share one pass over its text"
+        1,
+        "number of (timestep, noise) draws per sample, which share one pass over its text",
+        measure=True,
     )
     # "10% of the time" (DALL-E 2 §2.2)
     text_drop: Fraction = field(
