@@ -798,9 +798,9 @@ def train_soundstream(cfg, device):
     dataset, indices = splits["train"]
     crops = copy.copy(dataset)
     crops.crop = cfg.crop
-    identity, finished = loop.identify(run, cfg, splits)
-    if finished:
-        return loop.announce(run, finished)
+    identity = loop.identify(run, cfg, splits)
+    if run.results:  # it is finished
+        return loop.announce(run)
 
     # Build codec, discriminators, their optimizers and the EMA. Restore them if resuming.
     accumulate.seed_all(cfg.seed, "weights")  # the same start on all ranks
@@ -933,8 +933,8 @@ def train_soundstream(cfg, device):
 
         # Test the averaged weights, and save them last of all.
         metrics, samples = evaluate(splits["test"], "test")
-        results = loop.finish(run, state, log, metrics, samples)
-    loop.announce(run, results, started=started)
+        loop.finish(run, state, log, metrics, samples)
+    loop.announce(run, started)
 
 
 # Part 2: AudioLM
@@ -1540,9 +1540,9 @@ def train_transformer(cfg, device):
     splits = dist.together(lambda: open_recordings(cfg, hop_length))
     dataset, indices = splits["train"]
     # Another codec or k-means makes other tokens: then the run cannot be resumed.
-    identity, finished = loop.identify(run, cfg, splits, **made_with)
-    if finished:
-        return loop.announce(run, finished)
+    identity = loop.identify(run, cfg, splits, **made_with)
+    if run.results:  # it is finished
+        return loop.announce(run)
 
     # Make tokens of all recordings, unless an earlier start has done so. The semantic stage first
     # fits its k-means.
@@ -1636,8 +1636,8 @@ def train_transformer(cfg, device):
 
         # Test the averaged weights, and save them last of all.
         metrics, samples = evaluate(splits["test"], "test")
-        results = loop.finish(run, state, log, metrics, samples)
-    loop.announce(run, results, started=started)
+        loop.finish(run, state, log, metrics, samples)
+    loop.announce(run, started)
 
 
 STAGES = {

@@ -1203,9 +1203,9 @@ def train_stage(cfg, device):
     splits, clip_model, info = dist.main_first(
         lambda: open_data(cfg, cfg.image_size, run.source, device)
     )
-    identity, finished = loop.identify(run, cfg, splits, clip=info["clip_fingerprint"])
-    if finished:
-        return loop.announce(run, finished)
+    identity = loop.identify(run, cfg, splits, clip=info["clip_fingerprint"])
+    if run.results:  # it is finished
+        return loop.announce(run)
 
     # Build model, optimizer and EMA. Restore them if resuming.
     accumulate.seed_all(cfg.seed, "weights")  # the same start on all ranks
@@ -1301,8 +1301,8 @@ def train_stage(cfg, device):
         with ema.applied(trainable):
             metrics = {"loss": mean_loss(unet, splits["test"], clip_model)}
             metrics |= sample_metrics([unet], splits["test"], clip_model, run.folder / grid)
-        results = loop.finish(run, state, log, metrics, {grid: GRID_CAPTION})
-    loop.announce(run, results, started=started)
+        loop.finish(run, state, log, metrics, {grid: GRID_CAPTION})
+    loop.announce(run, started)
 
 
 def train(cfg):

@@ -638,9 +638,9 @@ def train(cfg):
     run, cfg = loop.open_run(cfg, cfg.run_dir, MAX_CHUNK)
     splits, clip_model, info = dist.main_first(lambda: open_data(cfg, run.source, device))
     dataset, indices = splits["train"]
-    identity, finished = loop.identify(run, cfg, splits, clip=info["clip_fingerprint"])
-    if finished:
-        return loop.announce(run, finished)
+    identity = loop.identify(run, cfg, splits, clip=info["clip_fingerprint"])
+    if run.results:  # it is finished
+        return loop.announce(run)
 
     # Build model, optimizer and EMA. Restore them if resuming.
     accumulate.seed_all(cfg.seed, "weights")  # the same start on all ranks
@@ -729,8 +729,8 @@ def train(cfg):
         with ema.applied(trainable):
             metrics = {"loss": mean_loss(prior, splits["test"], clip_model)}
             metrics |= sample_metrics(prior, splits, "test", clip_model)
-        results = loop.finish(run, state, log, metrics)
-    loop.announce(run, results, started=started)
+        loop.finish(run, state, log, metrics)
+    loop.announce(run, started)
 
 
 # Commands

@@ -5,7 +5,8 @@ the checkpoint is written, then auto_resume.json, which names it. Files hold ten
 values only, and every load is `weights_only=True`.
 
     checkpoints/step_N.pt    {"kind", "model", "config", "versions", "step", …, "ema", "training"}
-    model.pt best.pt         the same without the last two, with results; "model" is averaged
+    model.pt best.pt         the same without the last two; "model" is averaged. model.pt has the
+                             results of the test, best.pt its "val_loss" and "measure"
 """
 
 import contextlib
@@ -204,7 +205,7 @@ def load_model(make, classes, path, weights="ema"):
     make: function of a config and the file's "widths", which gives the model.
     """
     cfg, contents = read_model(classes, path, weights)
-    if "lora" in contents:
+    if "lora" in contents:  # a fork may have no adapters
         from common.models import lora
 
         contents = lora.merged(contents, path)
@@ -251,17 +252,25 @@ def versions(script):
     return {"torch": str(torch.__version__), "code": digest.hexdigest()[:12]}
 
 
-def check_identity(saved, identity, path):
-    """UserError unless the run of the checkpoint `path` has the same identity.
+def check_identity(path, identity):
+    """UserError unless the checkpoint `path` is of a run with the same identity.
 
-    saved, identity: {name: plain value} of what must not change while a run goes on; None is not
-    known. A name that only one of them has belongs to a setting that a fork added or removed.
+    identity: {name: plain value} of what must not change while a run goes on; None is not known. A
+    name that only one of them has belongs to a setting that a fork added or removed.
     """
-    changed = [
-        f"{name} is {saved[name]!r} there and {value!r} here"
-        for name, value in identity.items()
-        if None not in (saved.get(name), value) and saved[name] != value
-    ]
+    contents = load(path, mmap=True)
+    if "training" not in contents:
+        raise UserError(
+            f"{path}: weights without the state of a run; start from them with --init_from, "
+            "not --load"
+        )
+    with damaged(path):
+        saved = contents["training"]["identity"]
+        changed = [
+            f"{name} is {saved[name]!r} there and {value!r} here"
+            for name, value in identity.items()
+            if None not in (saved.get(name), value) and saved[name] != value
+        ]
     if changed:
         raise UserError(
             f"{path}: of a run of another model or other data: {'; '.join(changed)}. Give the same "
@@ -305,21 +314,10 @@ class State:
             },
         }
 
-    def start_from(self, weights, path, strict=True):
-        """Take the weights {name: tensor} of the file `path`, and nothing else."""
-        load_weights(self.model, weights, path, strict)
-        self.ema.load_state_dict(self.model.state_dict())
-
     def restore(self, contents, path):
         """Resume from the contents of the checkpoint `path`; notes say what has changed since."""
-        training = contents.get("training")
-        if not training:
-            raise UserError(
-                f"{path}: weights without the state of a run; start from them with --init_from, "
-                "not --load"
-            )
         with damaged(path):
-            check_identity(training["identity"], self.identity, path)
+            training = contents["training"]
             load_weights(self.model, contents["model"], path)
             for name, module in self.others.items():
                 load_weights(module, training["others"][name], path)
@@ -330,10 +328,10 @@ class State:
             saved = {**contents["versions"], **contents["config"]}
         config.note(f"resuming {path} at step {self.step} of {self.cfg.steps}")
         present = {**self.versions, **config.as_json(self.cfg)}
-        for values in (saved, present):
-            with contextlib.suppress(AttributeError):  # a fork may have a schedule of its own
-                cfg = SimpleNamespace(**{**present, **values})
-                values["learning rate of the next step"] = schedule.of_config(self.step, cfg)
+        with contextlib.suppress(AttributeError):  # a fork may have a schedule of its own
+            rate = "learning rate of the next step"
+            present[rate] = schedule.of_config(self.step, self.cfg)
+            saved[rate] = schedule.of_config(self.step, SimpleNamespace(**{**present, **saved}))
         for name in {**saved, **present}:
             before = saved.get(name, "no setting")
             now = present.get(name, "no setting")
@@ -347,16 +345,21 @@ class State:
 class RunFolder:
     """A run folder, written by rank 0 alone: locked, and resumable at every instant.
 
-    record: what auto_resume.json says: {"checkpoints": [{"file", "step", "sha256"}, …], newest
-    first, "identity", "chunk_size", "logger", "best", "finished"}, the others once they are
-    known.
+    Its attributes are those of rank 0, but for those that loop.open_run gives it.
     """
 
     def __init__(self, folder):
         self.folder = Path(folder)
-        self.record = {"checkpoints": []}
+        self.lock_file = None
+        # What auto_resume.json has. All else that a resume takes is in the files that it names.
+        self.checkpoints = []  # {"file", "step", "sha256"} of each, newest first
+        self.logger_identity = {}  # {name: plain value}: see tracker.Logger.open
+        self.best = {}  # {"file", "step"} of best.pt, once there is one
+        self.results = None  # {name: value} of the test, once the run is finished
+        # The rest it has not.
+        self.best_val_loss = math.inf
+        self.measure = {}  # {name: plain value} of what the validation loss depends on
         self.said_rising = False
-        self.lock_file = None  # of rank 0
 
     def open(self):
         """Lock the folder, and read its record. UserError if a live process has it."""
@@ -373,8 +376,6 @@ class RunFolder:
         self.lock_file.truncate(0)
         self.lock_file.write(f"process {os.getpid()} on {platform.node()}\n")
         self.lock_file.flush()
-        for leftover in self.folder.glob("checkpoints/*.tmp"):  # of a process killed while saving
-            leftover.unlink()
         path = self.folder / "auto_resume.json"
         if path.exists() or any(self.folder.glob("checkpoints/step_*.pt")):
             with config.explained(
@@ -382,62 +383,78 @@ class RunFolder:
                 "--load FILE and a new --run_dir"
             ):
                 record = json.loads(path.read_text())
-                if list(record["checkpoints"]):  # else it is a new run
-                    self.record = record
+                self.checkpoints = list(record["checkpoints"])  # none: it is a new run
+                if self.checkpoints:
+                    self.logger_identity = dict(record.get("logger", {}))
+                    self.best = dict(record.get("best", {}))
+                    self.results = record.get("results")
         # Written at once: a first save that is cut off before it is recorded is known as such.
         self.write_record()
 
-    def write_record(self, **entries):
-        self.record |= entries
-        write_json(self.record, self.folder / "auto_resume.json")
+    def write_record(self):
+        """Write auto_resume.json."""
+        record = {
+            "checkpoints": self.checkpoints,
+            "logger": self.logger_identity,
+            "best": self.best,
+            "results": self.results,
+        }
+        write_json(record, self.folder / "auto_resume.json")
 
     def newest_intact(self):
-        """(path of the newest intact checkpoint, or None; paths of newer ones that are not).
+        """The path of the newest intact checkpoint, or None.
 
-        The record forgets the latter: their steps are taken again.
+        The record forgets newer ones, with a note: their steps are taken again.
         """
-        entries = self.record["checkpoints"]
-        damaged = []
-        while entries:
-            path = self.folder / entries[0]["file"]
+        while self.checkpoints:
+            path = self.folder / self.checkpoints[0]["file"]
             with contextlib.suppress(OSError):
-                if checksum(path) == entries[0]["sha256"]:
-                    return path, damaged
-            damaged.append(path)
-            del entries[0]
-        return None, damaged
+                if checksum(path) == self.checkpoints[0]["sha256"]:
+                    return path
+            config.note(f"{path}: damaged or missing, trying the one before it")
+            del self.checkpoints[0]
+        return None
 
     def finished(self, steps):
         """The results of the run if it has finished so many `steps`, or None."""
-        results = self.record.get("finished")
+        results = self.results
         if results and results["step"] >= steps and (self.folder / "model.pt").is_file():
             return results
         return None
 
+    def read_best(self):
+        """Take the loss of best.pt as the best so far, unless it is of another measure."""
+        path = self.folder / "best.pt"
+        if not self.best or not path.is_file():
+            return
+        contents = load(path, mmap=True)
+        before = contents.get("measure")
+        if before == self.measure:
+            self.best_val_loss = contents["val_loss"]
+        else:
+            self.best = {}
+            config.note(f"validation changed from {before} to {self.measure}: best.pt starts anew")
+
     def save(self, state, log):
-        """Save `state` as the checkpoint of its step, unless it is there, and drop the oldest.
+        """Save `state` as the checkpoint of its step, unless it is there, and drop all but KEEP.
 
         log: the Tracker. Its lines are made durable first; after the save it sends copies.
         """
-        entries = self.record["checkpoints"]
-        if not dist.is_main() or (entries and entries[0]["step"] == state.step):
+        newest = self.checkpoints[0]["step"] if self.checkpoints else None
+        if not dist.is_main() or newest == state.step:
             return
         self.check_in_place()
         log.sync()
         file = f"checkpoints/step_{state.step:08d}.pt"
         sha256 = save(state.contents(), self.folder / file)
-        entries = [{"file": file, "step": state.step, "sha256": sha256}, *entries][:KEEP]
-        self.write_record(checkpoints=entries, identity=state.identity, finished=None)
-        kept_paths = [self.folder / entry["file"] for entry in entries]
-        for path in self.folder.glob("checkpoints/step_*.pt"):
-            if path not in kept_paths:
+        entry = {"file": file, "step": state.step, "sha256": sha256}
+        self.checkpoints = [entry, *self.checkpoints][:KEEP]
+        self.write_record()
+        kept_paths = [self.folder / entry["file"] for entry in self.checkpoints]
+        for path in self.folder.glob("checkpoints/step_*"):
+            if path not in kept_paths:  # or, as .tmp, of a process killed while saving
                 path.unlink()
         log.send()
-
-    @property
-    def best_val_loss(self):
-        """The validation loss of best.pt, infinite if there is none. Of rank 0."""
-        return self.record.get("best", {}).get("val_loss", math.inf)
 
     def save_best(self, state, val_loss, log):
         """Write best.pt if `val_loss` is the lowest so far. UserError if it is not finite."""
@@ -451,13 +468,12 @@ class RunFolder:
                 "The same command goes on from an earlier checkpoint"
             )
         if dist.is_main() and val_loss < self.best_val_loss:
-            self.check_in_place()
-            contents = {**model_contents(state.contents()), "val_loss": val_loss}
-            save(contents, self.folder / "best.pt")
-            best = {"file": "best.pt", "step": state.step, "val_loss": val_loss}
-            self.write_record(best=best)
+            self.write_model(state, "best.pt", val_loss=val_loss, measure=self.measure)
+            self.best = {"file": "best.pt", "step": state.step}
+            self.best_val_loss = val_loss
+            self.write_record()
             log.send()
-        lowest = self.record.get("best", {}).get("step", state.step)
+        lowest = self.best.get("step", state.step)
         if state.step >= 2 * lowest and not self.said_rising:
             self.said_rising = True
             log.print(
@@ -465,11 +481,16 @@ class RunFolder:
                 "has been higher: best.pt is of that step"
             )
 
+    def write_model(self, state, file, **entries):
+        """Write the model of `state`, its weights averaged, and more `entries`."""
+        self.check_in_place()
+        save({**model_contents(state.contents()), **entries}, self.folder / file)
+
     def drop_from(self, step):
         """Forget the checkpoints of `step` or later: a run does not go on from them."""
-        earlier = [entry for entry in self.record["checkpoints"] if entry["step"] < step]
         if dist.is_main():
-            self.write_record(checkpoints=earlier)
+            self.checkpoints = [entry for entry in self.checkpoints if entry["step"] < step]
+            self.write_record()
 
     def check_in_place(self):
         """OSError if the folder is not there any more: a save would make another one."""
@@ -479,11 +500,3 @@ class RunFolder:
                 f"{self.folder}: renamed or removed while the run was writing to it; the same "
                 "command goes on from its last checkpoint once the folder is back"
             )
-
-    def finish(self, state, results):
-        """Write model.pt, and record that the run is finished, with its `results`."""
-        if dist.is_main():
-            self.check_in_place()
-            contents = {**model_contents(state.contents()), **results}
-            save(contents, self.folder / "model.pt")
-            self.write_record(finished=results)

@@ -144,7 +144,7 @@ class TrainingRun(Settings):
     )
     init_strict: bool = field(True, "refuse weights that do not all fit; off: take those that do")
     chunk_size: NonNegativeInt = field(
-        0, "samples in one forward pass, kept by the run; 0: to fit the ranks"
+        0, "samples in one forward pass, kept by the run; 0: to fit the ranks", measure=True
     )
     precision: Literal["fp32", "bf16", "fp16"] = field(
         "fp32", "of matrix products; fp32 is TF32 on GPUs"

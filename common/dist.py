@@ -276,15 +276,6 @@ def total(values):
     return [sum(of_ranks, 0.0) for of_ranks in zip(*gather(values))]
 
 
-def total_by_name(sums):
-    """{name: sum over all ranks} of {name: number}; a rank may lack some names. Collective."""
-    totals = {}
-    for sums_of_rank in gather(dict(sums)):
-        for name, value in sums_of_rank.items():
-            totals[name] = totals.get(name, 0.0) + float(value)
-    return totals
-
-
 # Work and mistakes that all ranks share
 
 
@@ -328,9 +319,9 @@ def main_first(work):
     return first if is_main() else later
 
 
-def check_alike(facts):
-    """UserError on every rank unless the plain `facts` {name: value} are the same on all."""
-    first, *others = gather(facts)
+def check_alike(values):
+    """UserError on every rank unless the plain `values`, by name, are the same on all."""
+    first, *others = gather(values)
     for number, theirs in enumerate(others, 1):
         for name, expected in first.items():
             if theirs.get(name) != expected:

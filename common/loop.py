@@ -26,23 +26,24 @@ def open_run(cfg, folder, max_chunk):
     """(the RunFolder `folder`, locked; `cfg` with all that it leaves open). Collective.
 
     run.resume_from is the checkpoint to resume from, or None: the newest intact one, or --load.
-    run.source is the file that the model is from: that, or --init_from, or None. What `cfg` leaves
-    open: a local file for --init_from, the settings of its model, and a chunk size of at most
-    `max_chunk`. UserError if all checkpoints are damaged.
+    run.source is the file that the model is from: that, or --init_from, or None. run.results are
+    those of a run that has finished cfg.steps, or None. What `cfg` leaves open: a local file for
+    --init_from, the settings of its model, and a chunk size of at most `max_chunk`. UserError if
+    all checkpoints are damaged.
     """
     run = checkpoint.RunFolder(folder)
 
     def open_on_main():
         run.open()
-        newest, damaged = run.newest_intact()
-        for path in damaged:
-            config.note(f"{path}: damaged or missing, trying the one before it")
-        if not newest and cfg.load and (damaged or not cfg.load_only_auto_resume):
+        has_begun = bool(run.checkpoints)
+        results = run.finished(cfg.steps)
+        newest = run.newest_intact()
+        if not newest and cfg.load and (has_begun or not cfg.load_only_auto_resume):
             newest = local_file(cfg.load, run)
-        if damaged and not newest and not run.finished(cfg.steps):
+        if has_begun and not newest and not results:
             raise UserError(
-                f"{run.folder}: all {len(damaged)} checkpoints are damaged or missing; go on from "
-                "a copy with --load, or give another --run_dir"
+                f"{run.folder}: all checkpoints are damaged or missing; go on from a copy with "
+                "--load, or give another --run_dir"
             )
         source = newest
         complete = cfg
@@ -50,13 +51,18 @@ def open_run(cfg, folder, max_chunk):
         if cfg.init_from and (not newest or getattr(cfg, "lora_rank", 0)):
             complete = dataclasses.replace(cfg, init_from=local_file(cfg.init_from, run))
             source = newest or complete.init_from
+        settings = {}
+        if source:
+            with checkpoint.damaged(source):
+                settings = dict(checkpoint.load(source, mmap=True).get("config", {}))
         if cfg.init_from and cfg.init_strict:
-            complete = with_model(complete, source)
-        size = choose_chunk_size(complete, run.record.get("chunk_size", 0), max_chunk)
-        run.record["chunk_size"] = size
-        return newest, source, dataclasses.replace(complete, chunk_size=size)
+            complete = with_model(complete, settings, source)
+        earlier = settings.get("chunk_size", 0) if newest else 0
+        chunk_size = choose_chunk_size(complete, earlier, max_chunk)
+        complete = dataclasses.replace(complete, chunk_size=chunk_size)
+        return newest, source, results, complete
 
-    run.resume_from, run.source, cfg = dist.on_main(open_on_main)
+    run.resume_from, run.source, run.results, cfg = dist.on_main(open_on_main)
     return run, cfg
 
 
@@ -69,16 +75,14 @@ def local_file(address, run):
     return store.fetch(address, run.folder.parent / "downloads")
 
 
-def with_model(cfg, path):
-    """`cfg` with the settings of the model in the file `path`, where it has the defaults.
+def with_model(cfg, settings, path):
+    """`cfg` with those `settings` of the file `path` that are of its model, where it has defaults.
 
     UserError if others are given.
     """
-    contents = checkpoint.load(path, mmap=True)
     present = config.settings_with(cfg, "model")
-    with checkpoint.damaged(path):
-        saved = {name: value for name, value in contents["config"].items() if name in present}
-        saved = config.typed(type(cfg), saved, path)
+    saved = {name: value for name, value in settings.items() if name in present}
+    saved = config.typed(type(cfg), saved, path)
     for name, value in saved.items():
         if present[name] not in (value, getattr(type(cfg), name)):
             raise UserError(
@@ -103,16 +107,15 @@ def choose_chunk_size(cfg, earlier, most):
     return size
 
 
-def identify(run, cfg, splits, **facts):
-    """(identity of the run: {name: plain value}; its results if it is finished, or None).
+def identify(run, cfg, splits, **others):
+    """The identity of the run: {name: plain value} of what must not change while it goes on.
 
-    splits: of `order.splits`. facts: what else must not change while the run goes on, such as
-    checksums of other models. If validation has changed since, the run forgets its best loss.
-    Collective. UserError if the training data cannot be used, or if the run is of another model or
-    other data.
+    splits: of `order.splits`. others: more such values, as checksums of other models. If validation
+    has changed since, the run forgets its best loss. Collective. UserError if the training data
+    cannot be used, or if the run is of another model or other data.
     """
     dataset, _ = splits["train"]
-    identity = {**config.settings_with(cfg, "fixed"), **facts}
+    identity = {**config.settings_with(cfg, "fixed"), **others}
     identity["own validation set"] = bool(cfg.val_data)  # the other splits depend on it
     if getattr(cfg, "lora_rank", 0):
         identity["base"] = dist.on_main(lambda: checkpoint.checksum(cfg.init_from))
@@ -122,7 +125,7 @@ def identify(run, cfg, splits, **facts):
     if cfg.val_data:
         measure |= splits["validation"][0].fingerprint()
     # Lists for tuples, as in files.
-    identity, measure = json.loads(json.dumps([identity, measure]))
+    identity, run.measure = json.loads(json.dumps([identity, measure]))
 
     def check():
         unusable, checked, names = dataset.check()
@@ -131,51 +134,41 @@ def identify(run, cfg, splits, **facts):
                 f"{unusable} of {checked} samples looked at cannot be used; others take their "
                 f"place: {', '.join(names)}"
             )
-        checkpoint.check_identity(run.record.get("identity", {}), identity, run.folder)
-        finished = run.finished(cfg.steps)
-        if finished:
-            return finished
-        before = run.record.get("measure", measure)
-        if before != measure and run.record.pop("best", None):
-            config.note(f"validation changed from {before} to {measure}: best.pt starts anew")
-        run.record["measure"] = measure
-        return None
+        if run.resume_from:
+            checkpoint.check_identity(run.resume_from, identity)
+        if not run.results:
+            run.read_best()
 
-    return identity, dist.on_main(check)
+    dist.on_main(check)
+    return identity
 
 
 def resume(run, state):
-    """Give `state` the weights of the checkpoint to resume from, or of --init_from. Collective."""
+    """Give `state` what the checkpoint has, or the weights of --init_from. Collective."""
     cfg = state.cfg
     path = run.resume_from
-    if not path and not getattr(cfg, "lora_rank", 0):
-        path = cfg.init_from
-
-    def read():
-        contents = checkpoint.load(path)
-        if not run.resume_from:
-            contents = checkpoint.model_contents(contents)
-            if "lora" in contents:  # adapters: the model with them merged in
-                from common.models import lora
-
-                contents = lora.merged(contents, path)
-        return contents
-
-    def restore():
-        if run.resume_from:
-            state.restore(contents, path)
-        else:
-            state.start_from(contents["model"], path, cfg.init_strict)
-
     if path:
         # Rank 0 reads the file. It is sent to the others.
-        contents = dist.broadcast_tree(dist.together(read, dist.is_main()))
-        dist.together(restore)
-    else:  # as with DistributedDataParallel the ranks start alike, also on unlike machines
-        for module in (state.model, *state.others.values()):
-            for tensor in module.state_dict().values():
-                dist.broadcast_tensor(tensor)
-        state.ema.load_state_dict(state.model.state_dict())
+        contents = dist.together(lambda: checkpoint.load(path), dist.is_main())
+        contents = dist.broadcast_tree(contents)
+        dist.together(lambda: state.restore(contents, path))
+        return
+
+    def start_from():
+        contents = checkpoint.model_contents(checkpoint.load(cfg.init_from))
+        if "lora" in contents:  # adapters: the model with them merged in
+            from common.models import lora
+
+            contents = lora.merged(contents, cfg.init_from)
+        checkpoint.load_weights(state.model, contents["model"], cfg.init_from, cfg.init_strict)
+
+    if cfg.init_from and not getattr(cfg, "lora_rank", 0):
+        dist.on_main(start_from)
+    # As with DistributedDataParallel the ranks start alike, also on unlike machines.
+    for module in (state.model, *state.others.values()):
+        for tensor in module.state_dict().values():
+            dist.broadcast_tensor(tensor)
+    state.ema.load_state_dict(state.model.state_dict())
 
 
 def batches(cfg, dataset, indices, step, device):
@@ -216,16 +209,15 @@ class Due:
     def __init__(self, interval, last_step):
         """interval: "200" steps, "10min", or "0", which is the last step alone."""
         number, self.is_minutes, _ = str(interval).partition("min")
-        self.every = int(number)
+        self.every = int(number) or math.inf
         self.last_step = last_step
         self.started = time.monotonic()
 
     def __call__(self, step):
         """Collective if it is by minutes: rank 0's clock decides."""
-        due = False
-        if self.every and self.is_minutes:
+        if self.is_minutes:
             due = dist.broadcast(time.monotonic() - self.started >= 60 * self.every)
-        elif self.every:
+        else:
             due = step % self.every == 0
         if due:
             self.started = time.monotonic()
@@ -320,7 +312,7 @@ class Progress:
         losses = dist.total(torch.stack(self.losses).tolist())
         norms = torch.stack(self.norms).tolist()
         self.check_finite([loss + norm for loss, norm in zip(losses, norms)])
-        others = dist.total_by_name({name: loss.item() for name, loss in self.others.items()})
+        others = dist.total([loss.item() for loss in self.others.values()])
         unusable = list(itertools.chain(*dist.gather(self.unusable)))  # of all ranks
         new = sorted(set(unusable) - self.named_unusable)
         if new:
@@ -339,7 +331,7 @@ class Progress:
             "unusable_rows": len(unusable),
             "samples_per_s": rate,
         }
-        for name, value in others.items():
+        for name, value in zip(self.others, others):
             metrics[name] = value / samples
         if torch.cuda.is_initialized():
             metrics["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30  # of rank 0
@@ -386,23 +378,24 @@ def progress(run, state, log, title):
 
 
 def finish(run, state, log, metrics, samples=None):
-    """Log the test's `metrics` and write model.pt; returns what to announce. Collective."""
+    """Log the test's `metrics`, and write model.pt and run.results. Collective."""
     results = {f"test_{name}": value for name, value in metrics.items()}
     log.log(state.step, samples, **results)
     log.write_page()
-    results = {"step": state.step, "best_val_loss": run.best_val_loss, **results}
-    run.finish(state, results)
+    run.results = {"step": state.step, "best_val_loss": run.best_val_loss, **results}
+    if dist.is_main():
+        run.write_model(state, "model.pt", **run.results)
+        run.write_record()
     dist.gather(None)  # a barrier: a next stage reads model.pt
     dist.stop_together()  # after a signal there is no next stage
-    return results
 
 
-def announce(run, results, started=None):
+def announce(run, started=None):
     """Print the results of a finished run; started: when this start of it began, if it did."""
-    step = results["step"]
+    step = run.results["step"]
     headline = f"{run.folder} is finished, at step {step}; to train on, give more --steps."
     if started:
         seconds = time.monotonic() - started
         page = run.folder / "report.html"
         headline = f"Trained {run.folder}; this start took {seconds:.0f} s. See {page}"
-    tracker.print_results(headline, results)
+    tracker.print_results(headline, run.results)

@@ -111,9 +111,7 @@ class Tracker:
         # Another logger, or another run there, would split the curves.
         self.logger = make_logger(self.cfg)
         kind = self.cfg.logger.split()[0]
-        known = {}
-        if step:
-            known = dict(self.run.record.get("logger", {}))
+        known = dict(self.run.logger_identity) if step else {}
         given = {"kind": kind, **self.logger.options}
         if any(known.get(name, value) != value for name, value in given.items()):
             raise UserError(
@@ -131,7 +129,8 @@ class Tracker:
         self.file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 (for the whole run)
         known.pop("kind", None)
         identity = self.logger.open(self.cfg, self.run.folder, known, step)
-        self.run.write_record(logger={"kind": kind, **identity})
+        self.run.logger_identity = {"kind": kind, **identity}
+        self.run.write_record()
         self.call_logger("file", self.run.folder / "config.json")
 
     def log(self, step, samples=None, **metrics):

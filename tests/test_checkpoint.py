@@ -177,7 +177,13 @@ def test_a_model_is_read_by_its_kind_with_the_weights_wanted(tmp_path):
         assert cfg.width == 4
         assert same(found["model"], module.state_dict())
 
-    opened(tmp_path).finish(state, {"test_loss": 0.5})
+    results = {"step": 1, "test_loss": 0.5}
+    run = opened(tmp_path)
+    run.save(state, log_to([]))
+    run.results = results
+    assert run.finished(1) is None  # without its model
+    run.write_model(state, "model.pt", **results)
+    assert [run.finished(steps) for steps in (1, 2)] == [results, None]
     averaged = tmp_path / "model.pt"
     finished = checkpoint.load(averaged)
     assert finished.keys() == {"kind", "model", "config", "versions", "step", "test_loss"}
@@ -187,7 +193,7 @@ def test_a_model_is_read_by_its_kind_with_the_weights_wanted(tmp_path):
     with pytest.raises(UserError, match=f"{path}: expected a model of the kind decoder"):
         checkpoint.read_model({"decoder": Config}, path)
     with pytest.raises(UserError, match=r"without the state of a run; .*--init_from"):
-        state.restore(checkpoint.load(averaged), averaged)
+        checkpoint.check_identity(averaged, {})
 
 
 # What a run is made of
@@ -208,12 +214,18 @@ def test_a_changed_learning_rate_holds_and_what_has_changed_is_noted(tmp_path, c
     assert other.optimizers[0].param_groups[0]["lr"] == 0.5
 
 
-def test_what_was_or_is_not_known_is_no_other_identity():
+def test_what_was_or_is_not_known_is_no_other_identity(tmp_path):
+    path = tmp_path / "1.pt"
     known = {"clip": "a", "width": 8}
+
+    def check(before, now):
+        checkpoint.save({"model": {}, "training": {"identity": before}}, path)
+        checkpoint.check_identity(path, now)
+
     for before, now in ((known, {"clip": None}), ({"clip": None}, known), ({}, known), (known, {})):
-        checkpoint.check_identity(before, now, "run")
-    with pytest.raises(UserError, match="clip is 'a' there and 'b' here"):
-        checkpoint.check_identity(known, {"clip": "b"}, "run")
+        check(before, now)
+    with pytest.raises(UserError, match=f"{path}: .*clip is 'a' there and 'b' here"):
+        check(known, {"clip": "b"})
 
 
 def test_another_models_file_is_refused_with_names_and_not_strict_takes_what_fits(
@@ -221,17 +233,16 @@ def test_another_models_file_is_refused_with_names_and_not_strict_takes_what_fit
     """Promise 5"""
     path = written(state_of(tmp_path, width=12), tmp_path / "12.pt")
     state = state_of(tmp_path, seed=1)
-    before = copy.deepcopy(state.ema.state_dict())
 
     def start_from(path, strict=True):
         contents = checkpoint.model_contents(checkpoint.load(path))
-        state.start_from(contents["model"], path, strict)
+        checkpoint.load_weights(state.model, contents["model"], path, strict)
 
     for strict in (True, False):
         message = rf"{path}: weights of another model; .*size mismatch for 0\.weight: "
         with pytest.raises(UserError, match=message):
             start_from(path, strict)
-    assert same(state.ema.state_dict(), before)
+    before = copy.deepcopy(state.model.state_dict())
     weights = state_of(tmp_path, seed=2).model.state_dict()
     del weights["3.weight"]
     checkpoint.save({"model": weights}, path)
@@ -239,9 +250,7 @@ def test_another_models_file_is_refused_with_names_and_not_strict_takes_what_fit
     first, second = capsys.readouterr().err.splitlines()
     assert "2 of 9 weights of the model are in it and fit: 2.4% of the numbers" in first
     assert "8 of 9 weights of the model are in it and fit: 90.2% of the numbers" in second
-    after = state.model.state_dict()
-    assert same(after, {**before, **weights})
-    assert same(state.ema.state_dict(), after)  # it starts where the weights do
+    assert same(state.model.state_dict(), {**before, **weights})
 
     state.model[1].running_var[2] = math.nan
     path = written(state, path)
@@ -256,7 +265,7 @@ def test_another_models_file_is_refused_with_names_and_not_strict_takes_what_fit
 def test_weights_of_a_compiled_or_parallel_model_are_taken_by_a_plain_one(wrap, tmp_path):
     state = state_of(tmp_path)
     other = state_of(tmp_path, seed=1).model
-    state.start_from(wrap(other).state_dict(), "file.pt")
+    checkpoint.load_weights(state.model, wrap(other).state_dict(), "file.pt")
     assert same(state.model.state_dict(), other.state_dict())
 
 
@@ -269,9 +278,9 @@ def test_the_newest_few_are_kept_once_and_what_was_not_recorded_goes(tmp_path):
     run = opened(tmp_path)
     state = commit(run, 10, 20, 30, 40)
     run = opened(tmp_path)
-    assert [entry["step"] for entry in run.record["checkpoints"]] == [40, 30, 20]
+    assert [entry["step"] for entry in run.checkpoints] == [40, 30, 20]
     assert len(os.listdir(tmp_path / "checkpoints")) == 3
-    path, _ = run.newest_intact()
+    path = run.newest_intact()
     assert same(checkpoint.load(path), state.contents())
 
 
@@ -303,7 +312,7 @@ def test_a_folder_that_is_renamed_or_removed_under_a_run_ends_it_at_the_next_sav
     take_steps(state)
 
     def check_refused():
-        for write in (lambda: run.save(state, log_to([])), lambda: run.finish(state, {})):
+        for write in (lambda: run.save(state, log_to([])), lambda: run.write_model(state, "x")):
             with pytest.raises(OSError, match=f"^{run.folder}: renamed or removed while the run"):
                 write()
 
@@ -350,7 +359,7 @@ def test_a_model_for_use_is_the_best_one_if_that_is_of_an_earlier_step(tmp_path,
     for loss, expected in ((0.5, last), (0.75, best)):
         take_steps(state)
         run.save_best(state, loss, log_to([]))
-        run.finish(state, {})
+        run.write_model(state, "model.pt")
         assert checkpoint.model_file(tmp_path) == expected
     assert "of step 1, whose validation loss 0.5000 was the lowest" in capsys.readouterr().err
     assert checkpoint.model_file(tmp_path, "model.pt") == last
@@ -407,7 +416,7 @@ def copies(run, place):
 @pytest.mark.parametrize(
     "settings", [{}, dict(optimizer="muon"), dict(precision="fp16"), dict(other=True)])
 def test_what_a_kill_at_any_moment_of_saving_leaves_is_a_complete_run_that_goes_on_bit_for_bit(
-        settings, tmp_path, monkeypatch):
+        settings, tmp_path, monkeypatch, capsys):
     """Promises 1 and 3"""
     monkeypatch.setattr(checkpoint, "KEEP", 1)
     run = opened(tmp_path / "run")
@@ -423,10 +432,10 @@ def test_what_a_kill_at_any_moment_of_saving_leaves_is_a_complete_run_that_goes_
     for folder in left:
         run = opened(folder)
         again = state_of("run", seed=reached, **settings)
-        path, notes = run.newest_intact()
+        path = run.newest_intact()
         if path:
             again.restore(checkpoint.load(path), path)
-        assert notes == []
+        assert "damaged" not in capsys.readouterr().err
         assert reached <= again.step
         reached = again.step
         take_steps(again, 4 - reached)

@@ -131,11 +131,13 @@ def test_the_chunk_size_is_the_one_given_or_the_runs_or_gives_every_rank_a_chunk
     assert loop.choose_chunk_size(cfg, earlier, 16) == expected
 
 
-def write_run(folder, **record):
+def write_run(folder, **identity):
     """Write a run folder with a checkpoint; returns its path."""
     path = folder / "checkpoints/8.pt"
-    entry = {"file": "checkpoints/8.pt", "sha256": checkpoint.save({"model": {}}, path)}
-    record = {"checkpoints": [entry], "finished": {"step": 8}, **record}
+    contents = {"model": {}, "training": {"identity": identity}}
+    entry = {"file": "checkpoints/8.pt", "sha256": checkpoint.save(contents, path)}
+    record = {"checkpoints": [entry], "best": {"file": "best.pt", "step": 8}}
+    record["results"] = {"step": 8}
     checkpoint.write_json(record, folder / "auto_resume.json")
     return path
 
@@ -146,58 +148,60 @@ def dataset_of(rows):
 
 
 def start_of(folder, rows=20, val_rows=20, **settings):
-    """(RunFolder, results of the finished run) of a run folder."""
+    """The RunFolder `folder`, begun or gone on with."""
     run, cfg = loop.open_run(Settings(**settings), folder, 16)
     splits = {"train": (dataset_of(rows), None), "validation": (dataset_of(val_rows), None)}
-    _, finished = loop.identify(run, cfg, splits)
-    return run, finished
+    loop.identify(run, cfg, splits)
+    return run
 
 
 def test_a_run_goes_on_where_it_was_left_and_one_of_other_data_models_or_settings_is_refused(
         tmp_path):
     """Promise 3"""
     def start(**settings):
-        run, finished = start_of(tmp_path, **settings)
-        return run.resume_from, finished
+        run = start_of(tmp_path, **settings)
+        return run.resume_from, run.results
 
-    load = str(tmp_path / "elsewhere.pt")
+    load = str(write_run(tmp_path / "elsewhere"))
     only = dict(load=load, load_only_auto_resume=True)
     assert start(load=load) == (load, None)
     assert start(**only) == (None, None)
 
-    path = write_run(tmp_path, identity={"seed": 0, "data rows": 20})
+    path = write_run(tmp_path, **{"seed": 0, "data rows": 20})
     assert start(**only) == (path, None)
     assert start(steps=8) == (path, None)  # model.pt is lost
+    path = write_run(tmp_path, **{"seed": 0, "data rows": 20})
     checkpoint.save({"model": {}}, tmp_path / "model.pt")
     assert start(steps=8) == (path, {"step": 8})
+    write_run(tmp_path, **{"seed": 0, "data rows": 20})
     assert start(steps=9) == (path, None)  # there is more to train
 
     with pytest.raises(UserError, match="data rows is 20 there and 21 here"):
         start(rows=21)
-    with pytest.raises(UserError, match=f"{tmp_path}: .*seed is 0 there and 1 here"):
+    with pytest.raises(UserError, match=f"{path}: .*seed is 0 there and 1 here"):
         start(seed=1)
 
     path.write_bytes(b"")
-    with pytest.raises(UserError, match=r"all 1 checkpoints are .*--load, or .*another --run_dir"):
+    with pytest.raises(UserError, match=r"all checkpoints are .*--load, or .*another --run_dir"):
         start()
     assert start(**only) == (load, None)
 
 
 def test_where_validation_has_changed_the_best_starts_anew_with_a_note(tmp_path, capsys):
     write_run(tmp_path)
-    checkpoint.save({"model": {}}, tmp_path / "model.pt")
 
     def goes_on(**settings):
         """Whether the run goes on with the best loss that it had."""
-        run, _ = start_of(tmp_path, val_data="val", **settings)
-        found = "best" in run.record
-        run.write_record(best={"step": 8})
+        run = start_of(tmp_path, val_data="val", **settings)
+        contents = {"model": {}, "step": 8, "val_loss": 0.5, "measure": run.measure}
+        checkpoint.save(contents, tmp_path / "best.pt")
+        run.best = {"file": "best.pt", "step": 8}
+        run.write_record()
         run.lock_file.close()
-        return found
+        return run.best_val_loss == 0.5
 
     assert not goes_on()
     assert goes_on(lr=0.5)
-    assert goes_on(val_rows=21, steps=8)  # it is finished
     assert "best.pt" not in capsys.readouterr().err
     for changed in (dict(val_rows=21), dict(val_rows=21, eval_samples=8)):
         assert not goes_on(**changed)

@@ -124,16 +124,18 @@ def test_metadata_has_names_that_are_not_reserved(pair):
 def run_of(folder, latest=None, best=None):
     """A run in `folder` that has saved a checkpoint of the step `latest`, and the step `best`."""
     folder = folder / "run"
-    record = {"checkpoints": []}
+    checkpoints = []
+    best_entry = {}
     if latest:
         averaged = {"w": torch.full((2,), -float(latest))}
         model(folder / "checkpoints/x.pt", latest, ema=averaged)
-        record["checkpoints"] = [{"file": "checkpoints/x.pt", "step": latest}]
+        checkpoints = [{"file": "checkpoints/x.pt", "step": latest}]
     if best:
         model(folder / "best.pt", best)
-        record["best"] = {"file": "best.pt", "step": best}
+        best_entry = {"file": "best.pt", "step": best}
     checkpoint.write_json({"lr": 1.0}, folder / "config.json")
-    return SimpleNamespace(folder=folder, record=record, best_val_loss=math.inf)
+    return SimpleNamespace(
+        folder=folder, checkpoints=checkpoints, best=best_entry, best_val_loss=math.inf)
 
 
 @pytest.mark.parametrize("text, step, weight", [

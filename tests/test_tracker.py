@@ -39,7 +39,8 @@ def tracker_of(folder, step=0, **given):
     run = checkpoint.RunFolder(folder)
     if dist.is_main():
         run.open()
-        run.write_record(checkpoints=[{"file": "x.pt", "step": step, "sha256": ""}])
+        run.checkpoints = [{"file": "x.pt", "step": step, "sha256": ""}]
+        run.write_record()
         checkpoint.write_json({"marker": "config of the run"}, folder / "config.json")
     cfg = Settings(run_dir=str(folder), batch_size=8, **given)
     return tracker.Tracker(run, SimpleNamespace(cfg=cfg, step=step))
@@ -130,11 +131,11 @@ def test_a_resumed_logger_has_each_step_once_and_samples_settings_and_errors(
     log = tracker_of(tmp_path, logger=kind)
     log_steps(log, range(1, 13))  # of which a checkpoint has the first 8
     log.logger.finish(SystemExit(1))
-    first = log.run.record["logger"]
+    first = log.run.logger_identity
     with pytest.raises(ZeroDivisionError), tracker_of(tmp_path, 8, logger=kind) as log:
         log_steps(log, range(9, 16))
         1 / 0  # noqa: B018 (the error is meant)
-    assert log.run.record["logger"] == first and first["kind"] == kind
+    assert log.run.logger_identity == first and first["kind"] == kind
     curves, samples = records_of(tmp_path)
     assert curves == {
         "loss": [(step, pytest.approx(1 / step)) for step in range(1, 16)],
@@ -177,7 +178,8 @@ def test_a_wandb_that_cannot_start_is_reported_before_training(tmp_path):
 def test_another_logger_than_that_of_the_run_is_refused_with_the_way_out(logger, tmp_path):
     """Promise 3"""
     log = tracker_of(tmp_path)
-    log.run.write_record(logger={"kind": "wandb", "id": "x"})
+    log.run.logger_identity = {"kind": "wandb", "id": "x"}
+    log.run.write_record()
     message = "was logged with {'kind': 'wandb', 'id': 'x'}.*would split.*--load"
     with pytest.raises(UserError, match=message):
         tracker_of(tmp_path, 8, logger=logger)
@@ -204,7 +206,7 @@ def test_copies_are_sent_beside_training_which_waits_for_them_at_the_end(tmp_pat
     about = tmp_path / "about"
     monkeypatch.setattr(store.Saver, "put", lambda *given: gate.wait(20) and put(*given))
     with tracker_of(tmp_path / "run", save=(f"local save_meta_to={about}",)) as log:
-        log.run.record["checkpoints"] = [{"file": "x.pt", "step": 8}]
+        log.run.checkpoints = [{"file": "x.pt", "step": 8}]
         log.send()
         assert not about.exists()
         gate.set()

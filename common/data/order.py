@@ -13,6 +13,7 @@ and the others by `batches`.
 """
 
 import atexit
+import collections
 import dataclasses
 import errno
 import hashlib
@@ -367,6 +368,10 @@ def mean_loss(model, loss_of, dataset, indices, cfg, device):
 
 def means(found):
     """{metric: mean over all ranks} of {metric: values on this rank}. Collective."""
-    sums = dist.total_by_name({name: sum(found[name]) for name in found})
-    counts = dist.total_by_name({name: len(found[name]) for name in found})
+    sums = collections.defaultdict(float)
+    counts = collections.defaultdict(int)
+    for values_of_rank in dist.gather(dict(found)):  # which may lack some metrics
+        for name, values in values_of_rank.items():
+            sums[name] += sum(values)
+            counts[name] += len(values)
     return {name: sums[name] / counts[name] for name in sums}

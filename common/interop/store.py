@@ -75,7 +75,7 @@ class Saver:
     def send(self, event, entry, run):
         """Send what the run folder `run` has saved last, if that is wanted.
 
-        event: "latest", "best" or "meta". entry: {"file", "step"} in auto_resume.json.
+        event: "latest", "best" or "meta". entry: {"file", "step"}, of run.checkpoints or run.best.
         """
         values = path_values(self.cfg, run.folder, entry["step"], run.best_val_loss)
         path = getattr(self, f"save_{event}_to").format(**values)
@@ -167,7 +167,7 @@ def savers(cfg):
                 "--save wandb: copies are files of the run there; it needs --logger wandb"
             )
         saver.cfg = cfg
-        saver.sent = {}  # {event: entry of auto_resume.json}
+        saver.sent = {}  # {event: entry}
     return found
 
 
@@ -176,13 +176,12 @@ def send(savers, run):
 
     So what failed is sent at the next save.
     """
-    checkpoints = run.record["checkpoints"]
-    newest = checkpoints[0] if checkpoints else None
-    entries = {"latest": newest, "best": run.record.get("best"), "meta": newest}
+    newest = run.checkpoints[0] if run.checkpoints else {}
+    entries = {"latest": newest, "best": run.best, "meta": newest}
     for saver in savers:
         for event, entry in entries.items():
             try:
-                if saver.sent.get(event) != entry:
+                if entry and saver.sent.get(event) != entry:
                     saver.send(event, entry, run)
                     saver.sent[event] = entry
             except Exception as error:  # of a network, a quota, a token: training continues
