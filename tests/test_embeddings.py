@@ -76,9 +76,8 @@ def test_written_shards_keep_their_precision_and_replace_those_that_were_there(
 
 def test_arrays_of_unequal_lengths_are_refused_before_shards_are_removed(folder):
     rows = np.ones((3, 2))
-    for texts, records in ((rows[:2], []), (rows, [{"caption": "a"}])):
-        with pytest.raises(AssertionError, match="different lengths"):
-            write_shards(folder, rows, texts, records)
+    with pytest.raises(AssertionError, match="different lengths"):
+        write_shards(folder, rows, rows[:2], [])
     assert len(Embeddings(folder)) == ROWS
 
 

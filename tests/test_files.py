@@ -34,18 +34,6 @@ def test_a_folder_that_may_not_be_read_is_an_error(tmp_path, monkeypatch):
         files.files_below(tmp_path)
 
 
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
-def test_text_is_utf_8(encoding):
-    text = "größer als 三角形"
-    assert files.decode_text(text.encode(encoding), "a") == text
-
-
-@pytest.mark.parametrize("encoding", ["cp1252", "utf-16", "utf-16-le"])
-def test_text_in_another_encoding_is_refused_by_name(encoding):
-    with pytest.raises(UserError, match=r"a\.txt: not text in UTF-8; save it as UTF-8"):
-        files.decode_text("größe".encode(encoding), "a.txt")
-
-
 def test_a_caption_may_be_missing_one_text_or_several_of_which_the_first_counts():
     for value in (None, [], "", " ", [" "]):
         assert files.clean_caption(value) == ""
@@ -72,7 +60,11 @@ def test_texts_are_those_of_the_flag_or_the_lines_of_a_file_in_utf_8(tmp_path):
     path.write_text(" ein rotes △\r\n\n빨간 😀\n", encoding="utf-8-sig")
     assert files.texts_of("", path) == ["ein rotes △", "빨간 😀"]
     assert [files.texts_of(text, "") for text in (" a b ", " ")] == [["a b"], []]
-    for content, message in (("über".encode("cp1252"), "not text in UTF-8"), (b"\n", "no text")):
+    for content, message in (
+        ("über".encode("cp1252"), "not text in UTF-8"),
+        ("over".encode("utf-16-le"), "not text in UTF-8"),
+        (b"\n", "no text"),
+    ):
         path.write_bytes(content)
         with pytest.raises(UserError, match=rf"texts\.txt: .*{message}"):
             files.texts_of("", path)

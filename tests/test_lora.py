@@ -1,5 +1,4 @@
 """Low-rank adapters: their algebra, their files, and training them as a user does."""
-import copy
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,7 +9,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import train_prior
-from common import checkpoint, dist, loop, optim
+from common import checkpoint, dist, loop
 from common.config import UserError
 from common.ema import EMA
 from common.models import lora
@@ -46,23 +45,12 @@ def randomize(adapters):
     return adapters
 
 
-def test_a_new_adapter_changes_nothing_and_training_changes_adapters_alone():
+def test_a_new_adapter_changes_nothing_and_adapters_alone_are_trained():
     model = Small()
     plain = Small()
     adapters = lora.inject(model, 4)
     assert torch.equal(output(model), output(plain))
     assert {*adapters.parameters()} == {p for p in model.parameters() if p.requires_grad}
-    before = copy.deepcopy(adapters.state_dict())
-    optimizer, = optim.make(adapters, "adamw", 0.02, 0.1)
-    for _ in range(3):
-        (output(model) - 1).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    for name, tensor in adapters.state_dict().items():
-        assert not torch.equal(before[name], tensor)
-    assert not torch.allclose(output(model), output(plain), atol=1e-3)
-    lora.set_scale(model, 0)
-    assert torch.equal(output(model), output(plain))
 
 
 def test_only_the_layers_of_attention_or_those_named_are_adapted():

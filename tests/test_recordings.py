@@ -330,9 +330,6 @@ LAYOUTS = {
          b'f0\tcv_1.mp3\t77\tSay "A".\t\r\nf1\tcv_2.mp3\t78\tSay B.\tten\r\n',
          "en/invalidated.tsv": b"client_id\tpath\tsentence\nf2\tcv_2.mp3\twrong"},
         {"en/clips/cv_1.wav": ('Say "A".', "f0"), "en/clips/cv_2.MP3": ("Say B.", "f1")}),
-    "one transcript of two files": (
-        {"a.txt": b"first", "b_mic1.wav.txt": b"second"},
-        {"a.flac": ("first", ""), "a.wav": ("first", ""), "b_mic1.wav": ("second", "")}),
     "a transcript of each file": (
         {"t_mic1.txt": b"one", "t_mic2.txt": b"two", "u.original.txt": b"three", "u.txt": b"four",
          "x.mp3.txt": b"five", "x.wav.txt": b"six", "y_mic1.txt": b"seven"},
@@ -348,9 +345,6 @@ LAYOUTS = {
         {"s2/7.txt": b"wrong", "s2/8.txt": b"right", "s3/wav/9.txt": b"wrong"},
         {"s1/7.wav": ("", "s1"), "s2/8.wav": ("right", "s2"), "s1/wav/9.wav": ("", "wav"),
          "s2/wav/9.wav": ("", "wav")}),
-    "so in trees beside each other": (
-        {"txt/s2/7.txt": b"wrong", "txt/s2/8.txt": b"right"},
-        {"wav/s1/7.wav": ("", "s1"), "wav/s2/8.wav": ("right", "s2")}),
     "so below each speaker": (
         {"s2/Transcripts/1.txt": b"two"},
         {"s1/wav/1.wav": ("", "wav"), "s2/wav/1.wav": ("two", "wav")}),

@@ -110,9 +110,3 @@ def test_features_of_a_published_layer_are_of_the_wave_at_its_rate(monkeypatch):
     assert tokenizer.state_dict().keys() == {"centers", "mean", "std"}  # the layer is not saved
     with pytest.raises(UserError, match="--tokenizer mel: expected"):
         semantic.KMeans(8, "mel", 8_000)
-
-
-@pytest.mark.parametrize("tokens, expected", [([3, 3, 1, 1, 1, 3, 0, 0], [3, 1, 3, 0]), ([], [])])
-def test_unique_consecutive_drops_what_repeats_in_a_row_and_nothing_else(tokens, expected):
-    found = semantic.unique_consecutive(np.array(tokens, np.int64))
-    assert found.tolist() == expected

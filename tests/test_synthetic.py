@@ -86,14 +86,6 @@ def test_the_drawing_has_the_place_and_the_size():
     assert large / small == pytest.approx((0.33 / 0.21) ** 2, rel=0.1)
 
 
-@pytest.mark.parametrize("name, table, pixel", [
-    ("color", synthetic.COLORS, 16),
-    ("background", synthetic.BACKGROUNDS, 0),
-])
-def test_the_drawing_has_the_colors(name, table, pixel):
-    np.testing.assert_array_equal(draw(name, table)[:, pixel, pixel], list(table.values()))
-
-
 # Recognizing attributes
 
 
@@ -153,16 +145,11 @@ def test_scores_of_embeddings_tell_copies_from_variety(sample, match, coverage, 
 def test_recordings_are_what_their_records_say(spoken):
     for text, speaker, wave in spoken:
         names = text.split()
-        assert len(set(names)) == len(names)
-        assert 3 <= len(names) <= 5
         assert len(wave) == len(names) * 1920
-        assert np.abs(wave).max() <= 1
-        assert np.abs(wave[[0, -1]]).max() < 0.01
         for i, name in enumerate(names):  # in its middle, a syllable is as by itself
             alone = synthetic.speak(name, speaker)
             middle = wave[1920 * i + 640 : 1920 * i + 1280]
             np.testing.assert_allclose(middle, alone[640:1280], atol=1e-6)
-            assert 0.1 < np.sqrt(np.mean(np.square(middle))) < 0.2
 
 
 def test_voices_are_recognized_by_the_wave_alone(spoken):
