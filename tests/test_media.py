@@ -131,18 +131,3 @@ def test_a_blur_has_the_width_asked_for_both_ways_and_keeps_constants():
     assert_close(blurred, blurred.mT)
     constant = torch.full((2, 1, 9, 9), 0.3)
     assert_close(media.blur(constant, sigma), constant)
-
-
-def test_a_central_square_is_as_large_as_the_shorter_side():
-    images = torch.randn(2, 3, 9, 4)
-    square = media.central_square(images)
-    assert torch.equal(square, images[:, :, 2:6])
-    assert torch.equal(media.central_square(images.mT), square.mT)
-
-
-def test_a_crop_is_the_square_that_begins_at_its_corner():
-    images = torch.randn(2, 3, 9, 9)
-    corners = torch.tensor([[0, 2], [5, 0]])
-    crops = media.crop(images, 4, corners)
-    assert torch.equal(crops[0], images[0, :, :4, 2:6])
-    assert torch.equal(crops[1], images[1, :, 5:, :4])

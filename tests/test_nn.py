@@ -168,12 +168,9 @@ def test_no_text_replaces_dropped_samples_and_changes_nothing_else():
 
 
 def test_no_text_is_saved_with_the_model_and_is_zero_until_it_is_filled():
-    null = nn.NullText(6, 3, 4)
-    replaced = null(text_condition(2, seed=2), torch.tensor([True, True]))
-    assert not replaced["text_embed"].any() and not replaced["text_enc"].any()
-    assert replaced["text_mask"].all()  # without any key, attention would have nothing to average
-    assert {*null.state_dict()} == {"text_embed", "text_enc", "text_mask"}
-    assert {*nn.NullText(6).state_dict()} == {"text_embed"}
+    embed, encodings, mask = nn.NullText(6, 3, 4).state_dict().values()
+    assert not embed.any() and not encodings.any()
+    assert mask.all()  # without any key, attention would have nothing to average
 
 
 # Norms and blocks
