@@ -18,7 +18,6 @@ UNET = dict(
     timestep_density="uniform",
 )
 BASE = dict(image_size=8, cond_width=16, attention_levels=(1,), learned_variance=True)
-UPSAMPLER = dict(image_size=16, random_crop=8)
 TEXT = dict(text_encodings="clip", raw_embeddings=True)
 
 # The benchmarks' own sizes, small, and a small preset of each form.
@@ -35,15 +34,12 @@ CONSTANTS = {
     "FRAMES": {"semantic": 8, "coarse": 4, "fine": 4},
     "MODEL": UNET,
     "BASE": BASE,
-    "UPSAMPLE": dict(UPSAMPLER, low_res_size=8),
+    "UPSAMPLE": dict(image_size=16, random_crop=8, low_res_size=8),
     "SIZES": dict(width=16, depth=1, heads=2),
     "STEPS": 2,
 }
 PRIORS = {"small": dict(TEXT, max_text_len=4, width=16, depth=1, heads=2)}
-DECODERS = {
-    "small": dict(TEXT, **UNET, **BASE, stage="base"),
-    "upsampler": dict(UNET, **UPSAMPLER, stage="upsample", low_res_size=4),
-}
+DECODERS = {"small": dict(TEXT, **UNET, **BASE, stage="base")}
 
 
 @pytest.mark.parametrize("name, words, cases", [
@@ -52,8 +48,6 @@ DECODERS = {
     ("bench_prior", "--embed 8 --batch 2 --preset small train", ["train"]),
     ("bench_decoder", "--embed 8 --batch 1 --sample_batch 1", None),
     ("bench_decoder", "--embed 8 --batch 1 --sample_batch 1 --preset small", ["train", "sample"]),
-    ("bench_decoder", "--batch 1 --sample_batch 1 --preset upsampler",
-     ["train_upsample", "sample_upsample"]),
 ])
 def test_every_case_gives_a_line_of_its_own(name, words, cases, monkeypatch, capsys):
     monkeypatch.syspath_prepend(Path(__file__).parent / "benchmarks")

@@ -116,16 +116,13 @@ def test_samples_that_are_not_finite_are_unusable(soundfile, path):
         recordings.read(path)
 
 
-def test_written_waves_read_back_rounded_and_clipped_and_then_bit_for_bit(path):
+def test_written_waves_read_back_rounded_and_clipped(path):
     wave = torch.linspace(-1.2, 1.2, 50, requires_grad=True)
     sounds.write_sound(wave, 22050, path)
     found, rate, _ = recordings.read(path)
     assert rate == 22050
     expected = wave.detach().clamp(-1, 1 - 2 ** -15)
     np.testing.assert_allclose(found, expected[None], atol=2 ** -16 + 1e-7)
-    content = path.read_bytes()
-    sounds.write_sound(torch.from_numpy(found[0]), rate, path)
-    assert path.read_bytes() == content
 
 
 # Resampling and spectra

@@ -171,7 +171,6 @@ def test_syllables_are_recognized_in_the_labels_of_frames(spoken):
 
 @pytest.mark.parametrize("found, similarity", [
     ("aio", 1),
-    ("ao", 2 / 3),
     ("aiou", 2 / 3),
     ("uuuuuuu", 0),
     ("oia", 1 / 3),
