@@ -158,21 +158,20 @@ def test_built_in_data_are_made_once_and_anew_if_damaged_or_of_other_settings(
 
 
 @pytest.mark.parametrize(
-    "words, status, message",
+    "words, message",
     [
-        ("train --data missing", 1, "missing"),
-        ("train --data few --batch_size 4", 1, "few: 1 training images, fewer than a batch of 4"),
-        ("train --data few --context 2", 1, "--context of 3 or more"),
-        ("embed --data broken --run_dir clip", 1, "broken: none of its images can be used"),
-        ("convert", 2, "convert: expected one of train, embed"),
+        ("train --data missing", "missing"),
+        ("train --data few --batch_size 4", "few: 1 training images, fewer than a batch of 4"),
+        ("train --data few --context 2", "--context of 3 or more"),
+        ("embed --data broken --run_dir clip", "broken: none of its images can be used"),
     ],
 )
-def test_bad_commands_end_in_one_line(words, status, message, monkeypatch):
+def test_bad_commands_end_in_one_line(words, message, monkeypatch):
     train("clip", monkeypatch, steps=1)
     for folder in ("broken", "few"):
         Path(folder).mkdir()
         Path(folder, "star.txt").write_text("a star")
     Path("broken/star.png").write_bytes(b"not a picture")
     Path("few/star.png").write_bytes(media.png(np.zeros((8, 8, 3), np.uint8)))
-    out = run_embed(*words.split(), expect=status)
+    out = run_embed(*words.split(), expect=1)
     assert message in out.splitlines()[-1]

@@ -357,8 +357,7 @@ def test_what_diffusers_has_no_class_for_is_not_exported():
     "place, dtype, settings",
     [
         ("", torch.float, {"max_shard_size": "200KB"}),
-        ("", torch.half, {"variant": "fp16"}),
-        ("prior", torch.half, {"variant": "fp16", "max_shard_size": "200KB"}),
+        ("prior", torch.half, {"variant": "fp16"}),
         ("deep/prior", torch.float, {"max_shard_size": "200KB", "safe_serialization": False}),
     ],
 )
