@@ -253,7 +253,7 @@ JOINED = "a.jpg a.txt b.txt b.jpg "
 @pytest.mark.parametrize("names, pairs", [  # places of image and caption
     (JOINED + "a.jpg a.txt", "32 45"),
     (JOINED + "a.json a.png a.txt", "32 56"),
-    (JOINED + "a.txt a.webp", "32 54"),
+    ("a.jpg b.jpg a.webp a.txt b.txt", "14 23"),  # a.jpg lacks its caption
     (JOINED + "a.txt", "01 32"),
     (JOINED + "a.webp b.txt", "01 32"),
     (JOINED + "a.jpg c.jpg a.txt c.txt", "32 46 57"),
