@@ -67,7 +67,8 @@ def seed_all(*key):
 
 def split(fields, chunk_size):
     """Cut a dict of tensors, arrays and lists of one length into dicts of at most `chunk_size`."""
-    (length,) = {len(value) for value in fields.values()}  # ValueError if they differ
-    for start in range(0, length, chunk_size):
+    lengths = {name: len(value) for name, value in fields.items()}
+    assert len(set(lengths.values())) == 1, f"fields of different lengths: {lengths}"
+    for start in range(0, max(lengths.values()), chunk_size):
         stop = start + chunk_size
         yield {name: value[start:stop] for name, value in fields.items()}
