@@ -89,9 +89,12 @@ def opened(folder):
 def commit(run, *steps):
     """Commit a State at each of `steps`; returns it."""
     state = state_of(run.folder)
+    events = []
     for state.step in steps:
         for _ in range(2):  # by the plan, and after a signal
-            run.save(state, log_to([]))
+            run.save(state, log_to(events))
+    # Lines are durable before a checkpoint, and copies are sent after it.
+    assert events == ["sync", "send"] * len(steps)
     return state
 
 
@@ -294,13 +297,6 @@ def test_a_missing_or_damaged_record_is_named_with_the_way_out(content, tmp_path
         path.write_bytes(content)
     with pytest.raises(UserError, match=f"{path}: damaged or missing; .*--load FILE"):
         opened(tmp_path)
-
-
-def test_lines_are_durable_before_a_checkpoint_and_copies_are_sent_after_it(tmp_path):
-    run = opened(tmp_path)
-    events = []
-    run.save(state_of(tmp_path), log_to(events))
-    assert events == ["sync", "send"]
 
 
 def test_a_folder_that_is_renamed_or_removed_under_a_run_ends_it_at_the_next_save(tmp_path):
