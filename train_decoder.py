@@ -1213,7 +1213,9 @@ def train_stage(cfg, device):
     if cfg.text_encodings == "clip":  # "no text" is the encoding of ""
         unet.null_text.fill(clip_model.text_condition([""], cfg.max_text_len))
     if run.source and cfg.init_strict:  # the second U-Net of an imported model is kept
-        info["last_step"] = take_last_step(unet, run.source, device)
+        last_step = take_last_step(unet, run.source, device)
+        if last_step:
+            info["last_step"] = last_step
     trainable = unet  # with LoRA, the adapters alone
     if cfg.lora_rank:
         from common.models import lora
