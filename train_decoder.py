@@ -1084,7 +1084,7 @@ def load_cascade(args, device):
     for number, unet in enumerate(unets):
         for name, values in given.items():
             if values:  # else as in training
-                value = values[: number + 1][-1]  # the last holds for further stages
+                value = values[min(number, len(values) - 1)]  # the last holds for further stages
                 unet.cfg = dataclasses.replace(unet.cfg, **{name: value})
         # Each stage must start from images of the size that the one before it makes.
         if number and unets[number - 1].cfg.image_size != unet.cfg.low_res_size:
