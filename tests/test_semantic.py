@@ -11,7 +11,15 @@ from common.data import recordings, synthetic
 from common.interop import speech
 from common.models import semantic
 
-DATASET = recordings.Syllables(300)
+
+class Raw(recordings.Syllables):
+    """Syllables as they are made, not brought to one loudness."""
+
+    def wave(self, index):
+        return torch.from_numpy(synthetic.speak(self.texts[index], self.speakers[index]))
+
+
+DATASET = Raw(300)
 EVEN, ODD = (np.flatnonzero(np.array(DATASET.speaker_of, int) % 2 == odd) for odd in (0, 1))
 
 
@@ -36,7 +44,7 @@ def test_tokens_are_of_syllables_also_of_unseen_speakers(tokenizer):
     np.add.at(votes, (tokens, labels), 1)
     syllables = votes.argmax(1)
     tokens, labels = labeled(tokenizer, ODD)
-    assert (syllables[tokens] == labels).mean() > 0.85
+    assert (syllables[tokens] == labels).mean() > 0.97
     assert len(set(tokens.tolist())) > 30
 
 
