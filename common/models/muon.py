@@ -29,16 +29,19 @@ class Muon(torch.optim.Optimizer):
         """Take a step with gradients that are the same on all ranks."""
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
-            updates = []
-            for parameter in parameters:
+            # One tensor for all updates: a collective each would take longer than the work it spares.
+            flat = torch.zeros(sum(p.numel() for p in parameters), device=parameters[0].device)
+            parts = flat.split([p.numel() for p in parameters])
+            updates = [part.view(len(p), -1) for part, p in zip(parts, parameters)]
+            for number, (parameter, update) in enumerate(zip(parameters, updates)):
                 state = self.state[parameter]
                 if not state:
                     state["momentum_buffer"] = torch.zeros_like(parameter)
                 buffer = state["momentum_buffer"]
                 buffer.lerp_(parameter.grad, 1 - MOMENTUM)
-                nesterov = parameter.grad.lerp(buffer, MOMENTUM)
-                # (out, in·k), laid out as broadcasting needs it
-                updates.append(nesterov.flatten(1).contiguous())
+                if number % dist.world_size() == dist.rank():
+                    nesterov = parameter.grad.lerp(buffer, MOMENTUM)
+                    update.copy_(nesterov.flatten(1))
 
             # Equal shapes are neighbors, so that every rank gets its share of the large ones.
             local = updates[dist.rank() :: dist.world_size()]
@@ -46,7 +49,8 @@ class Muon(torch.optim.Optimizer):
                 same_shape = list(same_shape)
                 results = orthogonalize(torch.stack(same_shape))
                 torch._foreach_copy_(same_shape, results.unbind())
-            exchange_owned(updates)
+            if dist.world_size() > 1:
+                td.all_reduce(flat)  # zeros are what the others have there
 
             lr = group["lr"]
             for parameter, update in zip(parameters, updates):
@@ -71,14 +75,3 @@ def orthogonalize(stack):
         polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         x = torch.baddbmm(x, polynomial, x, beta=a)
     return x
-
-
-def exchange_owned(tensors):
-    """Give every rank what each tensor's owner has in it. Rank i % world_size owns tensor i."""
-    works = []
-    if dist.world_size() > 1:
-        for number, tensor in enumerate(tensors):
-            owner = number % dist.world_size()
-            works.append(td.broadcast(tensor, owner, async_op=True))
-    for work in works:
-        work.wait()
