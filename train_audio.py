@@ -783,7 +783,8 @@ def initialize_codebooks(codec, cfg, dataset, indices, device):
         new = codec.encode_latents(wave).flatten(0, 1).float()  # (B · frames, D)
         frames = torch.cat([frames, new])
         start += cfg.chunk_size
-    codec.quantizer.initialize(frames, accumulate.derive_seed(cfg.seed, "kmeans"))
+    per_step = cfg.batch_size * math.ceil(cfg.crop / codec.hop_length)
+    codec.quantizer.initialize(frames, accumulate.derive_seed(cfg.seed, "kmeans"), per_step)
 
 
 def train_soundstream(cfg, device):
@@ -1112,9 +1113,9 @@ SPEECH_SMALL = {
         quantizer_start=500,
         # Phases cost bits, and are not heard: spectra count more than by default.
         mel_weight=2e-4,
-        discriminator_start=9_300,
+        discriminator_start=10_800,
         augment=True,
-        steps=9_500,
+        steps=11_000,
     ),
     # A text is given to recordings that are not longer than a crop.
     "semantic": dict(

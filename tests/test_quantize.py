@@ -14,11 +14,11 @@ def latents(batch=8, frames=20, width=6, seed=1):
     return torch.randn(batch, frames, width, generator=torch.Generator().manual_seed(seed))
 
 
-def make(ready=True, decay=0.95, dead_below=0.8):
+def make(ready=True, decay=0.95, dead_below=0.8, per_step=400):
     """A quantizer of 16 codes, of 25 vectors each on average, of which some die in an update."""
     quantizer = ResidualQuantizer(6, 3, 16, decay, dead_below)
     if ready:
-        quantizer.initialize(latents(20).flatten(0, 1), seed=0)
+        quantizer.initialize(latents(20).flatten(0, 1), seed=0, per_step=per_step)
     return quantizer
 
 
@@ -113,10 +113,9 @@ def test_training_uses_the_first_n_quantizers_and_the_loss_is_the_mean_of_the_sa
 
 
 def test_codebooks_are_moving_averages_over_all_chunks_and_unused_quantizers_stay(no_dropout):
-    quantizer = make(decay=0.9, dead_below=0.0)
+    quantizer = make(decay=0.9, dead_below=0.0, per_step=0.4)  # so few that smoothing matters
+    assert_close(quantizer.ema_count.sum(-1), torch.full((3,), 0.4))
     z = latents(8, 1)
-    quantizer.ema_count /= 1000  # so that smoothing matters
-    quantizer.ema_sum /= 1000
     quantizer.ema_count[:, 0] = 0  # dead, but not replaced
     before = {name: tensor.double() for name, tensor in buffers(quantizer).items()}
     hits = F.one_hot(quantizer.encode(z), 16).double()  # (B, T, Q, K)
@@ -163,7 +162,7 @@ def train(world_size):
     quantizer = make(ready=False)
     rank = dist.rank()
     z = latents(20 - 19 * rank, seed=rank)  # of which rank 0's count
-    quantizer.initialize(z.flatten(0, 1), seed=rank)
+    quantizer.initialize(z.flatten(0, 1), seed=rank, per_step=len(z) * 20)
     for step in range(3):
         chunks = latents(seed=step).split(3)
         for number in range(rank, 3, world_size):
@@ -203,7 +202,7 @@ def test_before_initialization_z_passes_and_nothing_counts():
     assert torch.equal(gradient, torch.ones_like(z))
     assert not any(tensor.any() for tensor in after_a_step(quantizer).values())
     quantizer(z + 1)
-    quantizer.initialize(latents(20).flatten(0, 1), seed=0)
+    quantizer.initialize(latents(20).flatten(0, 1), seed=0, per_step=400)
     assert same(after_a_step(quantizer), after_a_step(make()))
 
 

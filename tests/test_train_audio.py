@@ -104,7 +104,7 @@ def make_codec(**settings):
     codec = awake(train_audio.SoundStream(cfg), std=0.2).eval()
     with torch.no_grad():
         frames = codec.encode_latents(torch.randn(20, 20 * codec.hop_length))
-    codec.quantizer.initialize(frames.flatten(0, 1), 0)
+    codec.quantizer.initialize(frames.flatten(0, 1), 0, 100)
     return codec
 
 

@@ -176,15 +176,19 @@ class ResidualQuantizer(torch.nn.Module):
         vectors = self.lookup(codes)
         return sum(vectors)
 
-    def initialize(self, z, seed):
-        """Fit all codebooks by k-means to rank 0's z (N, D), on all ranks."""
+    def initialize(self, z, seed, per_step):
+        """Fit all codebooks by k-means to rank 0's z (N, D), on all ranks.
+
+        per_step: vectors of a step of training. The averages start with the weight of so many:
+        with that of all N, codes would hardly move until it has decayed.
+        """
         if dist.is_main():
             residual = z.detach().float()
             generator = torch.Generator().manual_seed(seed)
             for q in range(self.num_quantizers):
                 centers, counts = kmeans(residual, self.codebook_size, generator)
                 self.codebook[q] = centers
-                self.ema_count[q] = counts
+                self.ema_count[q] = counts * (per_step / len(z))
                 codes = nearest_codes(residual, centers)
                 residual = residual - centers[codes]
         dist.broadcast_tensor(self.codebook)

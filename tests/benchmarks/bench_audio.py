@@ -64,7 +64,7 @@ def codec_of(cfg, device):
     torch.manual_seed(0)
     codec = train_audio.SoundStream(cfg).to(device)
     vectors = torch.randn(2 * cfg.codebook_size, cfg.latent_dim, device=device)
-    codec.quantizer.initialize(vectors, 0)
+    codec.quantizer.initialize(vectors, 0, len(vectors))
     return codec
 
 
