@@ -27,8 +27,8 @@ import os
 # Set before torch is imported: idle OpenMP threads stop spinning early, so ranks can share cores.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
+import collections
 import dataclasses
-import itertools
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -519,36 +519,34 @@ def sample_metrics(prior, splits, split, clip_model):
     mode = prior.training
     prior.eval()  # no dropout
     with amp.autocast(device, cfg.precision):
-        # Ranks take turns with the chunks.
-        found = []  # of this rank: (number, embeddings (2 + eval_timesteps, B, D))
-        for number, batch in order.batches(dataset, indices, cfg.eval_samples, cfg.chunk_size):
+        indices = order.some_of(indices, cfg.eval_samples)
+        others = np.roll(indices, -(len(indices) // 2))  # unrelated: half the split away
+        cosines = collections.defaultdict(list)  # of this rank; ranks take turns with the chunks
+        for (number, batch), (_, other) in zip(
+            order.batches(dataset, indices, 0, cfg.chunk_size),
+            order.batches(dataset, others, 0, cfg.chunk_size),
+        ):
             batch = order.to_device(batch, device)
+            other = order.to_device(other, device)
             condition = conditioning(batch, cfg, clip_model)
-            embeds = [batch["image_embed"], condition["text_embed"]]
+            unrelated_text = conditioning(other, cfg, clip_model)["text_embed"]  # (B, D)
+            text = condition["text_embed"]
+            image = batch["image_embed"]
+            baseline = F.cosine_similarity(text, image)  # (B,)
+            cosines["baseline_similarity"] += baseline.tolist()
             for steps in cfg.eval_timesteps:
                 # The same noise at every evaluation, so that metrics compare.
                 accumulate.seed_all(cfg.seed, "similarities", number, steps)
-                embeds.append(sample_embeddings(prior, condition, steps, cfg.guidance_scale))
-            found.append((number, torch.stack(embeds).cpu()))
-        # All ranks together, in the order of the samples.
-        found = sorted(itertools.chain(*dist.gather(found)))
-        image, text, *samples = torch.cat([embeds for _, embeds in found], dim=1)  # (N, D) each
-
-        # Baselines: the real image, and the text of another sample, half the split away.
-        unrelated_text = text.roll(-(len(text) // 2), 0)  # (N, D)
-        baseline = F.cosine_similarity(text, image)  # (N,)
-        cosines = {"baseline_similarity": baseline}
-        for steps, sampled in zip(cfg.eval_timesteps, samples):
-            with_text = F.cosine_similarity(sampled, text)
-            cosines |= {
-                f"similarity_with_text@{steps}": with_text,
-                f"similarity_with_image@{steps}": F.cosine_similarity(sampled, image),
-                f"similarity_with_unrelated_text@{steps}": F.cosine_similarity(
-                    sampled, unrelated_text
-                ),
-                f"difference_from_baseline@{steps}": with_text - baseline,
-            }
-        metrics = {name: sum(values.tolist()) / len(values) for name, values in cosines.items()}
+                sampled = sample_embeddings(prior, condition, steps, cfg.guidance_scale)
+                with_text = F.cosine_similarity(sampled, text)
+                with_image = F.cosine_similarity(sampled, image)
+                with_unrelated = F.cosine_similarity(sampled, unrelated_text)
+                cosines[f"similarity_with_text@{steps}"] += with_text.tolist()
+                cosines[f"similarity_with_image@{steps}"] += with_image.tolist()
+                cosines[f"similarity_with_unrelated_text@{steps}"] += with_unrelated.tolist()
+                difference = with_text - baseline
+                cosines[f"difference_from_baseline@{steps}"] += difference.tolist()
+        metrics = order.means(cosines)
 
         if embeddings.is_built_in(dataset.folder) and not cfg.val_data:
             from common.data import synthetic

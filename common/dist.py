@@ -205,9 +205,11 @@ def sum_gradients(module, last=True):
     hooks = []
     if world_size() > 1:
         hooks = [p.register_post_accumulate_grad_hook(arrived) for p in parameters]
-    yield
-    for hook in hooks:
-        hook.remove()
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)

@@ -29,9 +29,11 @@ class Muon(torch.optim.Optimizer):
         """Take a step with gradients that are the same on all ranks."""
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
-            # One tensor for all updates: a collective each would take longer than the work it spares.
-            flat = torch.zeros(sum(p.numel() for p in parameters), device=parameters[0].device)
-            parts = flat.split([p.numel() for p in parameters])
+            # All updates are parts of one tensor, which needs one collective: with one each, small
+            # models would wait longer than the work takes that is shared.
+            sizes = [p.numel() for p in parameters]
+            flat = group["params"][0].new_zeros(sum(sizes))
+            parts = flat.split(sizes)
             updates = [part.view(len(p), -1) for part, p in zip(parts, parameters)]
             for number, (parameter, update) in enumerate(zip(parameters, updates)):
                 state = self.state[parameter]
