@@ -134,16 +134,22 @@ class SharedConfig(config.TrainingRun):
             )
 
 
-def open_recordings(cfg, hop_length, crop=0):
+def open_recordings(cfg, hop_length, crop=0, shifts=1):
     """{split: (recordings, indices)} of the data.
 
     hop_length: samples of a frame; shorter recordings are unusable. crop: samples of a crop.
+    shifts: see `Recordings.repeat`.
     """
 
     def open_folder(path):
         if path == "syllables":
-            return recordings.Syllables(BUILTIN_ROWS, crop, hop_length, cfg.sample_rate)
-        return recordings.Recordings(path, cfg.sample_rate, crop, hop_length, cfg.speaker_pattern)
+            found = recordings.Syllables(BUILTIN_ROWS, crop, hop_length, cfg.sample_rate)
+        else:
+            found = recordings.Recordings(
+                path, cfg.sample_rate, crop, hop_length, cfg.speaker_pattern
+            )
+        found.repeat(shifts)
+        return found
 
     val_dataset = open_folder(cfg.val_data) if cfg.val_data else None
     return order.splits(open_folder(cfg.data), cfg, val_dataset)
@@ -978,6 +984,9 @@ class TransformerConfig(SharedConfig):
     """Token transformer: model and optimization"""
 
     seconds: PositiveFloat = field(1.2, "length of a training crop", fixed=True)
+    shifts: PositiveInt = field(
+        1, "copies of a recording, each a part of a frame later: helps if there are few", fixed=True
+    )
     # Model
     width: PositiveInt = field(128, "width of the transformer", model=True)
     depth: PositiveInt = field(4, "number of blocks", model=True)
@@ -1097,7 +1106,8 @@ SPEECH_TOKENS = dict(
     SPEECH,
     dropout=0.3,
     weight_decay=0.1,
-    steps=300,  # few recordings are soon learned by heart
+    shifts=4,  # few recordings are soon learned by heart
+    steps=600,
     batch_size=32,
     lr=1e-3,
 )
@@ -1124,7 +1134,7 @@ SPEECH_SMALL = {
         clusters=64,
         max_text_len=64,
         dropout=0.2,
-        steps=1_000,
+        steps=400,
     ),
     "coarse": dict(SPEECH_TOKENS, seconds=3.0, optimizer="adamw"),
     "fine": dict(SPEECH_TOKENS, seconds=0.5),
@@ -1538,7 +1548,7 @@ def train_transformer(cfg, device):
         codec, kmeans, made_with = dist.main_first(lambda: load_tokenizers(cfg, device))
         cfg = dataclasses.replace(cfg, sample_rate=codec.sample_rate)
         hop_length = codec.hop_length
-    splits = dist.together(lambda: open_recordings(cfg, hop_length))
+    splits = dist.together(lambda: open_recordings(cfg, hop_length, shifts=cfg.shifts))
     dataset, indices = splits["train"]
     # Another codec or k-means makes other tokens: then the run cannot be resumed.
     identity = loop.identify(run, cfg, splits, **made_with)

@@ -448,6 +448,20 @@ def test_crops_begin_at_frames_chosen_at_random_or_in_the_middle():
     assert_close(middle["wave"][0], windows[len(windows) // 2])
 
 
+def test_repeated_recordings_begin_parts_of_a_frame_later_and_share_a_split():
+    dataset = Syllables(50, hop_length=80)
+    whole = dataset.wave(7)
+    text = dataset.texts[7]
+    dataset.repeat(4)
+    for shift in range(4):
+        index = 4 * 7 + shift
+        later = whole[20 * shift:]
+        assert_close(dataset.wave(index), later * recordings.loudness_gain(later))
+        assert dataset.texts[index] == text
+    parts = [set(dataset.split(name, 0.2, 0.2) // 4) for name in order.SPLITS]
+    assert sum(map(len, parts)) == 50
+
+
 def test_splits_are_chosen_by_name_and_from_20_speakers_on_by_speaker():
     few = Syllables(9)
     many = Syllables(200)

@@ -16,7 +16,7 @@ class Raw(recordings.Syllables):
     """Syllables as they are made, not brought to one loudness."""
 
     def wave(self, index):
-        return torch.from_numpy(synthetic.speak(self.texts[index], self.speakers[index]))
+        return torch.from_numpy(synthetic.speak(self.texts[index], int(self.speaker_of[index])))
 
 
 DATASET = Raw(300)

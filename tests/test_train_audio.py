@@ -581,10 +581,12 @@ def test_every_stage_keeps_the_rate_of_its_models_and_all_of_a_preset_share_sett
 
 def test_a_published_codec_takes_the_place_of_soundstream(whole, voice, tmp_path):
     published_codec(tmp_path / "mimi", "mimi")
-    settings = dict(soundstream=f"hf:{tmp_path}/mimi", coarse_quantizers=1, codec_quantizers=3)
+    settings = dict(
+        soundstream=f"hf:{tmp_path}/mimi", coarse_quantizers=1, codec_quantizers=3, shifts=2)
     shutil.copytree(whole / "semantic", tmp_path / "run/semantic")
     for stage in ("coarse", "fine"):
-        run(*words_of(whole, stage, tmp_path / "run", steps=2, **settings))
+        out = run(*words_of(whole, stage, tmp_path / "run", steps=2, **settings))
+        assert "2 of 82 samples looked at cannot be used" in out
     _, sound = sampled(tmp_path, run_dir=tmp_path / "run", prompt=voice, prompt_seconds=0.2)
     assert len(sound) > 1600
     words = flags(reconstruct=voice, soundstream=settings["soundstream"], out=tmp_path / "mimi.wav")

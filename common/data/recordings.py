@@ -244,6 +244,8 @@ class Recordings:
     crop: samples of a crop. hop_length: samples of a frame; shorter recordings are unusable.
     """
 
+    shifts = 1
+
     def __init__(
         self,
         path,
@@ -279,6 +281,17 @@ class Recordings:
     def __len__(self):
         return len(self.names)
 
+    def repeat(self, shifts):
+        """Make `shifts` recordings of each. They begin 0, 1, 2, … parts of a frame later.
+
+        Their tokens differ, so less is learned by heart. They are all in the same split.
+        """
+        self.shifts = shifts
+        for attribute in ("names", "texts", "speaker_of"):
+            values = getattr(self, attribute)
+            repeated = [value for value in values for _ in range(shifts)]
+            setattr(self, attribute, repeated)
+
     def read(self, index, start, stop):
         """As the function `read`, of a recording."""
         return read(self.path / self.names[index], start, stop)
@@ -286,12 +299,13 @@ class Recordings:
     def wave(self, index, length=math.inf, fraction=0.0):
         """A crop of a recording, float32 (T,), at most `length` samples; by default the whole.
 
-        It begins at a multiple of `hop_length`, as the codec's frames do; `fraction` in [0, 1)
-        chooses which. Only the crop is decoded. Unusable: damaged, or shorter than a frame.
+        It begins at a frame, that is at a multiple of `hop_length`; `fraction` in [0, 1) chooses
+        which. Only the crop is decoded. Unusable: damaged, or shorter than a frame.
         """
         _, file_rate, frames = self.read(index, 0, 0)
         self.rates[file_rate] += 1
-        total = resampled_length(frames, file_rate, self.rate)
+        first = index % self.shifts * self.hop_length // self.shifts
+        total = resampled_length(frames, file_rate, self.rate) - first
         if total < self.hop_length:
             raise Unusable(
                 f"{self.path / self.names[index]}: {frames} samples at {file_rate} Hz, "
@@ -299,7 +313,7 @@ class Recordings:
             )
         length = min(length, total)
         starts = (total - length) // self.hop_length + 1
-        start = int(fraction * starts) * self.hop_length
+        start = first + int(fraction * starts) * self.hop_length
 
         # `down` samples of the file become `up`. Whole blocks of them keep the phase.
         up, down = Fraction(self.rate, file_rate).as_integer_ratio()
@@ -354,11 +368,11 @@ class Recordings:
         return ""
 
     def check(self):
-        """See files.check_samples. UserError if more than five, or all, are unusable.
+        """See files.check_samples. UserError if more than five files, or all, are unusable.
 
         A note counts rates, if recordings are resampled.
         """
-        checked = files.check_samples(self, 5)
+        checked = files.check_samples(self, 5 * self.shifts)
         if set(self.rates) - {self.rate}:
             counts = dict(self.rates)  # of those looked at
             config.note(f"{self.path}: recordings are brought to {self.rate} Hz; rates: {counts}")
@@ -471,11 +485,11 @@ class Syllables(Recordings):
         self.crop = crop
         self.hop_length = hop_length
         self.names = [f"syllables {index}" for index in range(count)]
-        self.texts, self.speakers = synthetic.syllables(range(count))
-        self.speaker_of = list(map(str, self.speakers))
+        self.texts, speakers = synthetic.syllables(range(count))
+        self.speaker_of = list(map(str, speakers))
 
     def read(self, index, start, stop):
-        wave = synthetic.speak(self.texts[index], self.speakers[index])
+        wave = synthetic.speak(self.texts[index], int(self.speaker_of[index]))
         return wave[None, start:stop], synthetic.RATE, len(wave)
 
     def fingerprint(self):
