@@ -1110,6 +1110,7 @@ SPEECH_TOKENS = dict(
     steps=600,
     batch_size=32,
     lr=1e-3,
+    temperature=0.5,
 )
 SPEECH_SMALL = {
     "all": SPEECH,
