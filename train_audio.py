@@ -1138,7 +1138,7 @@ SPEECH_SMALL = {
         steps=400,
     ),
     "coarse": dict(SPEECH_TOKENS, seconds=3.0, optimizer="adamw"),
-    "fine": dict(SPEECH_TOKENS, seconds=0.5),
+    "fine": dict(SPEECH_TOKENS, seconds=0.5, steps=200),
 }
 PRESETS = {
     "speech-small": SPEECH_SMALL,

@@ -520,14 +520,13 @@ def sample_metrics(prior, splits, split, clip_model):
     prior.eval()  # no dropout
     with amp.autocast(device, cfg.precision):
         indices = order.some_of(indices, cfg.eval_samples)
-        others = np.roll(indices, -(len(indices) // 2))  # unrelated: half the split away
+        # Unrelated texts are those half the split away.
+        others = order.ChunkDataset(dataset, np.roll(indices, -(len(indices) // 2)))
         cosines = collections.defaultdict(list)  # of this rank; ranks take turns with the chunks
-        for (number, batch), (_, other) in zip(
-            order.batches(dataset, indices, 0, cfg.chunk_size),
-            order.batches(dataset, others, 0, cfg.chunk_size),
-        ):
+        for number, batch in order.batches(dataset, indices, 0, cfg.chunk_size):
+            start = number * cfg.chunk_size
+            other = order.to_device(others[start, start + len(batch["index"])], device)
             batch = order.to_device(batch, device)
-            other = order.to_device(other, device)
             condition = conditioning(batch, cfg, clip_model)
             unrelated_text = conditioning(other, cfg, clip_model)["text_embed"]  # (B, D)
             text = condition["text_embed"]
