@@ -80,6 +80,7 @@ from common.config import (
     PositiveInt,
     UserError,
     field,
+    model_field,
 )
 from common.data import order, recordings, sounds, syllables, tokens
 from common.ema import EMA
@@ -194,20 +195,18 @@ class CodecConfig(SharedConfig):
 
     seconds: PositiveFloat = field(0.32, "length of a training crop", fixed=True)
     # Model
-    channels: PositiveInt = field(
-        8, "channels of the first layer; each stride doubles them", model=True
+    channels: PositiveInt = model_field(8, "channels of the first layer; each stride doubles them")
+    strides: tuple[PositiveInt, ...] = model_field(
+        (2, 4, 5, 8), "strides; their product is the hop length"
     )
-    strides: tuple[PositiveInt, ...] = field(
-        (2, 4, 5, 8), "strides; their product is the hop length", model=True
+    latent_dim: PositiveInt = model_field(128, "width of a frame")
+    pre_emphasis: Fraction = model_field(
+        0.0, "a of x[t] - a x[t-1], which is coded; speech is weak at high frequencies"
     )
-    latent_dim: PositiveInt = field(128, "width of a frame", model=True)
-    pre_emphasis: Fraction = field(
-        0.0, "a of x[t] - a x[t-1], which is coded; speech is weak at high frequencies", model=True
+    num_quantizers: PositiveInt = model_field(
+        4, "residual quantizers; the first n alone are a lower bitrate"
     )
-    num_quantizers: PositiveInt = field(
-        4, "residual quantizers; the first n alone are a lower bitrate", model=True
-    )
-    codebook_size: PositiveInt = field(256, "codes of a quantizer", model=True)
+    codebook_size: PositiveInt = model_field(256, "codes of a quantizer")
     codebook_decay: Fraction = field(0.95, "decay of the codebooks' averages")
     quantizer_start: NonNegativeInt = field(
         300, "steps without quantizer, before k-means (paper: 0)", fixed=True
@@ -988,9 +987,9 @@ class TransformerConfig(SharedConfig):
         1, "copies of a recording, each a part of a frame later: helps if there are few", fixed=True
     )
     # Model
-    width: PositiveInt = field(128, "width of the transformer", model=True)
-    depth: PositiveInt = field(4, "number of blocks", model=True)
-    heads: PositiveInt = field(4, "number of attention heads", model=True)
+    width: PositiveInt = model_field(128, "width of the transformer")
+    depth: PositiveInt = model_field(4, "number of blocks")
+    heads: PositiveInt = model_field(4, "number of attention heads")
     dropout: Fraction = field(0.1, "dropout in attention and feed-forward")  # §IV-A
     # Optimization
     steps: PositiveInt = field(300, "optimizer steps")
@@ -1030,9 +1029,9 @@ class SemanticConfig(TransformerConfig):
         "semantic tokens: kmeans of MFCC, or hf:MODEL:LAYER (HuBERT, WavLM, w2v-BERT 2.0)",
         fixed=True,
     )
-    clusters: PositiveInt = field(36, "different semantic tokens; AudioLM has 1,024", model=True)
-    max_text_len: NonNegativeInt = field(
-        24, "longest transcript in tokens, longer is cut, 0: no text", model=True
+    clusters: PositiveInt = model_field(36, "different semantic tokens; AudioLM has 1,024")
+    max_text_len: NonNegativeInt = model_field(
+        24, "longest transcript in tokens, longer is cut, 0: no text"
     )
 
 
@@ -1042,11 +1041,11 @@ class CodesConfig(TransformerConfig):
 
     sample_rate: NonNegativeInt = field(0, "samples a second; 0: the codec's", fixed=True)
     soundstream: str = field("", 'codec to use: run folder or hf:MODEL; "": RUN/soundstream')
-    coarse_quantizers: PositiveInt = field(
-        2, "quantizers that coarse predicts; fine predicts the rest", model=True
+    coarse_quantizers: PositiveInt = model_field(
+        2, "quantizers that coarse predicts; fine predicts the rest"
     )
-    codec_quantizers: NonNegativeInt = field(
-        0, "first quantizers of the codec to use, 0: all", model=True
+    codec_quantizers: NonNegativeInt = model_field(
+        0, "first quantizers of the codec to use, 0: all"
     )
 
 
