@@ -323,7 +323,6 @@ SOUNDSTREAM = dict(
 # on the batch, and are more of the last quantizers, which dropout often leaves out.
 DEAD_BELOW = 0.2
 INNER_SCALE = 10.0  # of waves inside of the codec: those of LOUDNESS get a size of 1
-BLOCK_FRAMES = 3_000  # in one pass: an hour at once would not fit into memory
 CROP_SECONDS = 1.0  # length of the codec's crops in evaluation
 MEL_FLOOR = 3e-5  # of magnitudes: 70 dB below LOUDNESS
 R1_EVERY = 4  # steps between R1 penalties; StyleGAN2 multiplies them by this, here they are not
@@ -487,39 +486,24 @@ class SoundStream(nn.Module):
         quantized, codes, commitment = self.quantizer(self.encode_latents(wave))  # (B, frames, D)
         return self.decode_latents(quantized)[:, : wave.shape[1]], codes, commitment
 
-    @torch.no_grad()
-    def in_blocks(self, work, x, frame_in, frame_out):
-        """work(x) (1, T · frame_out, …) of x (1, T · frame_in, …), in blocks, so an hour fits, too.
-
-        `work` is causal: a block needs some frames before it, and none after it.
-        """
-        outputs = []
-        for start in range(0, x.shape[1], BLOCK_FRAMES * frame_in):
-            first = max(0, start - self.reach * frame_in)
-            output = work(x[:, first : start + BLOCK_FRAMES * frame_in])
-            outputs.append(output[:, (start - first) // frame_in * frame_out :])
-        return torch.cat(outputs, dim=1)
-
     def encode(self, wave):
         """Codes (frames, Q) of a wave (T,), on the CPU."""
-        wave = self.emphasize(wave[None].to(self.inner_scale.device))
-        codes = self.in_blocks(
-            lambda block: self.quantizer.encode(self.encode_latents(block)),
-            wave,
-            self.hop_length,
-            1,
-        )
-        return codes[0].cpu()
+        wave = self.emphasize(wave[None].to(self.inner_scale.device))[0]
+
+        def work(block):
+            return self.quantizer.encode(self.encode_latents(block[None]))[0]
+
+        return recordings.in_blocks(work, wave, self.hop_length, 1, self.reach).cpu()
 
     def decode(self, codes):
         """The wave (frames · hop_length,), on the CPU, of codes (frames, n) of n quantizers."""
-        wave = self.in_blocks(
-            lambda block: self.decode_latents(self.quantizer.decode(block)),
-            codes[None].to(self.inner_scale.device),
-            1,
-            self.hop_length,
-        )
-        return self.deemphasize(wave)[0].cpu()
+
+        def work(block):
+            return self.decode_latents(self.quantizer.decode(block[None]))[0]
+
+        codes = codes.to(self.inner_scale.device)
+        wave = recordings.in_blocks(work, codes, 1, self.hop_length, self.reach)
+        return self.deemphasize(wave[None])[0].cpu()
 
 
 # Discriminators (SoundStream §III-D)

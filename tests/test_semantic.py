@@ -64,7 +64,7 @@ def test_a_sound_has_the_same_tokens_alone_inside_of_another_and_in_blocks(
     # A window reaches 120 samples beyond its frame.
     prompt = tokenizer.encode(waves[:8_000])
     np.testing.assert_array_equal(prompt[:-1], whole[:49])
-    monkeypatch.setattr(semantic, "BLOCK_SECONDS", 2)
+    monkeypatch.setattr(recordings, "BLOCK_FRAMES", 100)
     np.testing.assert_array_equal(tokenizer.encode(waves), whole)
 
 

@@ -153,7 +153,7 @@ def test_a_long_sound_is_coded_in_blocks_as_in_one_piece(monkeypatch):
     wave = 0.1 * torch.randn(4_001)
     codes = codec.encode(wave)
     decoded = codec.decode(codes)
-    monkeypatch.setattr(train_audio, "BLOCK_FRAMES", 300)
+    monkeypatch.setattr(recordings, "BLOCK_FRAMES", 300)
     assert torch.equal(codec.encode(wave), codes)
     assert_close(codec.decode(codes), decoded)
 

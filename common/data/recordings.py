@@ -30,6 +30,7 @@ LEAD = {"MP3": 2, "OGG": 5}
 RATES = range(1_000, 768_001)  # Hz
 LOUDNESS = 0.1  # root mean square of a wave; EnCodec normalizes files, too (§4.1)
 MOST_GAIN = 30.0  # silence stays silence
+BLOCK_FRAMES = 1_500  # of codes or semantic tokens in one pass
 EXCERPT_SECONDS = 10  # of recordings that are evaluated as a whole
 MARGIN = 1024  # samples: silence behind a resampled wave, and what is read on both sides of a crop
 
@@ -133,6 +134,22 @@ def resample(wave, rate, to):
     fade = torch.cos(angle * (math.pi / 2)).square()
     resampled = torch.fft.irfft(spectrum * fade * (up / down), blocks * up)
     return resampled[..., : resampled_length(length, rate, to)]
+
+
+@torch.no_grad()
+def in_blocks(work, x, frame_in, frame_out, before, after=0):
+    """work(x) (T · frame_out, …) of x (T · frame_in, …), in blocks: so an hour fits into memory.
+
+    before, after: frames beside an output frame that it may depend on.
+    """
+    block = BLOCK_FRAMES * frame_in
+    outputs = []
+    for start in range(0, len(x), block):
+        first = max(0, start - before * frame_in)
+        output = work(x[first : start + block + after * frame_in])
+        output = output[(start - first) // frame_in * frame_out :]
+        outputs.append(output[: BLOCK_FRAMES * frame_out])
+    return torch.cat(outputs)
 
 
 @functools.cache

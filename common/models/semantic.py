@@ -20,7 +20,7 @@ from torch import nn
 from common import accumulate, checkpoint, dist, tracker
 from common.config import UserError
 from common.data.files import Unusable
-from common.data.recordings import log_mel, resample
+from common.data.recordings import in_blocks, log_mel, resample
 from common.models import quantize
 
 FRAME_RATE = 50  # tokens a second
@@ -31,7 +31,6 @@ MFCC_WINDOW = 400  # samples
 MFCC_FLOOR = 1e-3  # least mel magnitude
 MEL_BINS = 26
 CEPSTRA = 12  # coefficients, without the one of loudness
-BLOCK_SECONDS = 30  # of a long sound, with a second more on both sides
 LLOYD_ROUNDS = 30  # of k-means
 MAX_FRAMES = 30 * 60 * FRAME_RATE  # to fit k-means to: half an hour
 
@@ -71,20 +70,16 @@ class KMeans(nn.Module):
         """Tensors and plain values for checkpoint.save. `load` makes the tokenizer of it."""
         return {"settings": self.settings, "model": self.state_dict()}
 
-    @torch.no_grad()
     def features(self, wave):
         """Features (ceil(seconds * FRAME_RATE), D) of a wave, a tensor (T,) at `sample_rate`."""
-        wave = wave.to(self.centers.device)[None]
-        wave = resample(wave, self.sample_rate, self.rate)
+        wave = resample(wave.to(self.centers.device), self.sample_rate, self.rate)
+
+        def work(block):
+            return self.frames_of(block[None])
+
         hop = self.rate // FRAME_RATE
-        block = BLOCK_SECONDS * self.rate
-        features = []
-        for start in range(0, wave.shape[1], block):
-            first = max(0, start - self.rate)  # a second of what is around it
-            x = self.frames_of(wave[:, first : start + block + self.rate])
-            skipped = (start - first) // hop
-            features.append(x[skipped : skipped + block // hop])
-        return torch.cat(features)
+        # A second of what is around a block.
+        return in_blocks(work, wave, hop, 1, FRAME_RATE, FRAME_RATE)
 
     def encode(self, wave):
         """Tokens, int64 numpy (ceil(seconds * FRAME_RATE),), of a wave, a tensor (T,)."""
