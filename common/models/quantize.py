@@ -15,19 +15,13 @@ def nearest_codes(x, codebook):
     In fp32, also under autocast or TF32: rounded products give wrong codes where two are close.
     """
     # |x - c|² / 2 = |x|² / 2 + |c|² / 2 - x·c, of which the first is the same for all codes.
-    squares = codebook.square().sum(-1)
-    half_squares = squares / 2
-    rows = 2**24 // len(codebook)  # at a time: all distances of a long sound would take gigabytes
-    codes = []
+    half_squares = codebook.square().sum(-1) / 2
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     with torch.autocast(x.device.type, enabled=False):
-        for vectors in x.split(rows):
-            distances = torch.addmm(half_squares, vectors, codebook.T, alpha=-1)
-            nearest = distances.argmin(-1)
-            codes.append(nearest)
+        distances = torch.addmm(half_squares, x, codebook.T, alpha=-1)
     torch.set_float32_matmul_precision(precision)
-    return torch.cat(codes)
+    return distances.argmin(-1)
 
 
 @torch.no_grad()
@@ -177,13 +171,13 @@ class ResidualQuantizer(torch.nn.Module):
         return sum(vectors)
 
     def initialize(self, z, seed, per_step):
-        """Fit all codebooks by k-means to rank 0's z (N, D), on all ranks.
+        """Fit all codebooks by k-means to rank 0's z (N, D), fp32, on all ranks.
 
         per_step: vectors of a step of training. The averages start with the weight of so many:
         with that of all N, codes would hardly move until it has decayed.
         """
         if dist.is_main():
-            residual = z.detach().float()
+            residual = z
             generator = torch.Generator().manual_seed(seed)
             for q in range(self.num_quantizers):
                 centers, counts = kmeans(residual, self.codebook_size, generator)
