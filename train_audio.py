@@ -836,12 +836,10 @@ def train_soundstream(cfg, device):
             # codes, so that codec cannot be the best one. Its loss is of longer crops than the
             # training's, and a sum over their frames, without the discriminators.
             if eval_due(state.step) and codec.quantizer.ready:
-                split = splits["validation"]
                 with progress.paused():
-                    loss_online = evaluate_codec(codec, cfg, split, device)["loss"]
-                    metrics, samples = evaluate(split, f"step_{state.step:08d}")
+                    metrics, samples = evaluate(splits["validation"], f"step_{state.step:08d}")
                 metrics["val_loss"] = metrics.pop("loss")
-                metrics |= {"val_loss_online": loss_online, "evaluation_s": progress.paused_s}
+                metrics["evaluation_s"] = progress.paused_s
                 log.evaluation(state.step, metrics, samples)
                 run.save_best(state, metrics["val_loss"], log)
             if state.step >= cfg.steps:
@@ -1583,13 +1581,11 @@ def train_transformer(cfg, device):
         while True:
             # Evaluate: the averaged weights are those that are kept and sampled from.
             if eval_due(state.step):
-                split = splits["validation"]
                 with progress.paused():
-                    loss_online = evaluate_transformer(model, cfg, split, device)["loss"]
-                    metrics, samples = evaluate(split, f"step_{state.step:08d}")
+                    metrics, samples = evaluate(splits["validation"], f"step_{state.step:08d}")
                 metrics["val_loss"] = metrics.pop("loss")
                 metrics["val_accuracy"] = metrics.pop("accuracy")
-                metrics |= {"val_loss_online": loss_online, "evaluation_s": progress.paused_s}
+                metrics["evaluation_s"] = progress.paused_s
                 log.evaluation(state.step, metrics, samples)
                 run.save_best(state, metrics["val_loss"], log)
             if state.step >= cfg.steps:
