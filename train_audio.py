@@ -1007,8 +1007,8 @@ class SemanticConfig(TransformerConfig):
     """Semantic stage"""
 
     tokenizer: str = field(
-        "kmeans",
-        "semantic tokens: kmeans of MFCC, or hf:MODEL:LAYER (HuBERT, WavLM, w2v-BERT 2.0)",
+        "mfcc",
+        "semantic tokens: k-means of mfcc, or of hf:MODEL:LAYER (HuBERT, WavLM, w2v-BERT 2.0)",
         fixed=True,
     )
     clusters: PositiveInt = model_field(36, "different semantic tokens; AudioLM has 1,024")

@@ -1,5 +1,7 @@
 """Semantic tokens hold the syllables, whoever says them; a fit is the same everywhere."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,7 @@ from torch.testing import assert_close
 
 from common import checkpoint
 from common.config import UserError
-from common.data import recordings, synthetic
+from common.data import recordings, synthetic, tokens
 from common.interop import speech
 from common.models import semantic
 
@@ -75,14 +77,18 @@ def test_there_is_a_token_for_each_20_ms_begun_at_any_rate(rate):
         assert len(tokenizer.encode(torch.randn(samples))) == -(-samples * 50 // rate)
 
 
+def saved(folder, clusters, seed, dataset, indices):
+    cfg = SimpleNamespace(clusters=clusters, seed=seed, tokenizer="mfcc")
+    return tokens.fit_kmeans(folder, dataset, indices, cfg, "cpu")
+
+
 def test_a_tokenizer_survives_being_saved_and_another_file_is_refused(tokenizer, tmp_path):
-    path = tmp_path / "kmeans.pt"
-    checkpoint.save(tokenizer.state(), path)
-    loaded = semantic.load(checkpoint.load(path), path)
+    arguments = tmp_path, 36, 0, DATASET, EVEN
     wave = DATASET.wave(1)
-    np.testing.assert_array_equal(loaded.encode(wave), tokenizer.encode(wave))
-    with pytest.raises(UserError, match=r"other\.pt: damaged, or of another program"):
-        semantic.load({"model": {}}, "other.pt")
+    np.testing.assert_array_equal(saved(*arguments).encode(wave), tokenizer.encode(wave))
+    checkpoint.save({"model": {}}, tmp_path / "kmeans.pt")
+    with pytest.raises(UserError, match=r"kmeans\.pt: damaged, or of another program"):
+        saved(*arguments)
 
 
 def fitted(seed=3, hop_length=1):
@@ -90,8 +96,12 @@ def fitted(seed=3, hop_length=1):
     return semantic.fit(dataset, np.arange(40), 8, seed).centers.numpy()
 
 
-def test_a_fit_is_the_same_on_every_rank_and_in_one_process(on_ranks):
-    for centers in on_ranks(2, fitted):
+def saved_centers(folder):
+    return saved(folder, 8, 3, recordings.Syllables(40), np.arange(40)).centers.numpy()
+
+
+def test_a_fit_is_the_same_on_every_rank_and_in_one_process(on_ranks, tmp_path):
+    for centers in on_ranks(2, saved_centers, tmp_path):
         np.testing.assert_allclose(centers, fitted(), rtol=1e-5)
 
 
@@ -106,6 +116,9 @@ def test_a_fit_repeats_varies_with_the_seed_and_takes_what_can_be_read(monkeypat
 
 
 def test_features_of_a_published_layer_are_of_the_wave_at_its_rate(monkeypatch):
+    with pytest.raises(UserError, match="--tokenizer mel: expected mfcc or hf:MODEL:LAYER"):
+        semantic.KMeans(8, "mel", 8_000)
+
     def layer(wave):  # in place of it: the first sample of each frame
         return wave[0, ::320, None]
 
@@ -116,5 +129,3 @@ def test_features_of_a_published_layer_are_of_the_wave_at_its_rate(monkeypatch):
     expected = recordings.resample(wave[None], 8_000, 16_000)[0, ::320, None]
     assert_close(tokenizer.features(wave), expected)
     assert tokenizer.state_dict().keys() == {"centers", "mean", "std"}  # the layer is not saved
-    with pytest.raises(UserError, match="--tokenizer mel: expected"):
-        semantic.KMeans(8, "mel", 8_000)

@@ -57,7 +57,7 @@ def test_models_and_layers_that_do_not_fit_are_named(tmp_path):
     save_model(tmp_path / "hubert", "Hubert")
     transformers.MimiConfig().save_pretrained(tmp_path / "mimi")
     for spec, message in [
-        ("hf:x", "expected hf:MODEL:LAYER"),
+        ("hf:x", "expected mfcc or hf:MODEL:LAYER"),
         ("hf:/nowhere:1", "/nowhere"),
         (f"hf:{tmp_path}/hubert:3", "layers 0 to 2"),
         (f"hf:{tmp_path}/mimi:1", "kind mimi; expected hubert, wavlm"),

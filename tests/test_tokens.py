@@ -47,7 +47,7 @@ def cached(folder, count, checksum, failing=None):
     for index in range(count):
         expected = codes_of(index)[: 0 if index == 7 else None]
         assert cache[index].dtype == np.uint16
-        np.testing.assert_array_equal(cache[index], expected)
+        assert cache[index].tolist() == expected.tolist()
     return "", encoded
 
 
@@ -157,7 +157,6 @@ def test_a_window_of_a_sound_that_is_known_in_part_has_all_that_is_to_come():
     heard = np.repeat([7, 8], 10)  # of 7, 8, 9, 5
     content = np.array([[7], [8], [9], [5]])
     assert tokens.tokens_of_window(content, heard, 15).tolist() == [[8], [9], [5]]
-    assert tokens.tokens_of_window(content, heard[:0], 0).tolist() == content.tolist()
 
 
 def test_it_is_said_how_many_recordings_are_too_long_for_their_text(capsys):

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,10 @@ def load_kmeans(folder, sample_rate, device):
     UserError if it was fitted to recordings of another rate.
     """
     path = Path(folder) / KMEANS_FILE
-    kmeans = semantic.load(checkpoint.load(path), path).to(device)
+    contents = checkpoint.load(path)
+    with checkpoint.damaged(path):
+        kmeans = semantic.KMeans(**contents["settings"]).to(device)
+        checkpoint.load_weights(kmeans, contents["model"], path)
     if kmeans.sample_rate != sample_rate:
         raise UserError(
             f"--sample_rate: {sample_rate}, but that of {path} is {kmeans.sample_rate}; train the "
@@ -38,13 +42,17 @@ def load_kmeans(folder, sample_rate, device):
 def fit_kmeans(folder, dataset, indices, cfg, device):
     """As `load_kmeans`. Unless there is such a file, one is first made by `semantic.fit`.
 
-    cfg: with clusters, seed, and the tokenizer, "kmeans" of MFCC or hf:MODEL:LAYER. Collective.
+    cfg: with clusters, seed, and the tokenizer, mfcc or hf:MODEL:LAYER. Collective.
     """
-    features = "mfcc" if cfg.tokenizer == "kmeans" else cfg.tokenizer
     path = folder / KMEANS_FILE
-    if not dist.on_main(path.exists):
-        kmeans = semantic.fit(dataset, indices, cfg.clusters, cfg.seed, features, device)
-        dist.on_main(lambda: checkpoint.save(kmeans.state(), path))
+
+    def make():
+        if not path.exists():
+            kmeans = semantic.fit(dataset, indices, cfg.clusters, cfg.seed, cfg.tokenizer, device)
+            contents = {"settings": kmeans.settings, "model": kmeans.state_dict()}
+            checkpoint.save(contents, path)
+
+    dist.on_main(make)
     return load_kmeans(folder, dataset.rate, device)
 
 
@@ -88,36 +96,32 @@ def token_cache(folder, dataset, tokenizer):
         share = parts[dist.rank() :: dist.world_size()]
         progress = tracker.progress(share, desc="tokens", delay=1, disable=not dist.is_main())
         for path, part in progress:
-            if not _load_tokens(path):
-                _save_tokens(path, dataset, part.tolist(), tokenizer)
+            if _load_tokens(path):
+                continue
+            tokens = []
+            for index in part.tolist():
+                codes = []
+                with contextlib.suppress(Unusable):
+                    codes = tokenizer.encode(dataset.wave(index))
+                tokens.append(torch.as_tensor(codes, dtype=torch.int64))
+            # In a row: files of an array for each recording take ten times as long to read.
+            row = torch.cat(tokens).numpy().astype(np.uint16)
+            with checkpoint.atomic_write(path) as file:
+                np.savez(file, tokens=row, lengths=list(map(len, tokens)))
 
     dist.together(encode_missing)
-    tokens, lengths = zip(*[_load_tokens(path) for path, _ in parts])
-    tokens = [each for each in tokens if len(each)]
-    ends = np.cumsum(np.concatenate(lengths))
     # An hour of 4 quantizers at 50 Hz takes 1.4 MB.
-    return np.split(np.concatenate(tokens), ends[:-1])
-
-
-def _save_tokens(path, dataset, indices, tokenizer):
-    """Write the tokens of some recordings, uint16 in a row, and how many each has."""
-    tokens = []
-    for index in indices:
-        codes = []
-        with contextlib.suppress(Unusable):
-            codes = tokenizer.encode(dataset.wave(index))
-        tokens.append(torch.as_tensor(codes, dtype=torch.int64))
-    lengths = list(map(len, tokens))
-    tokens = torch.cat(tokens).numpy().astype(np.uint16)
-    with checkpoint.atomic_write(path) as file:
-        np.savez(file, tokens=tokens, lengths=lengths)
+    return list(itertools.chain(*[_load_tokens(path) for path, _ in parts]))
 
 
 def _load_tokens(path):
-    """(tokens, lengths) of a file, or None: missing or damaged, as zip files have checksums."""
+    """The tokens of each recording of a file, or None: missing or damaged.
+
+    Zip files have checksums.
+    """
     try:
         with np.load(path) as file:
-            return file["tokens"], file["lengths"]
+            return np.split(file["tokens"], file["lengths"].cumsum()[:-1])
     except Exception:  # numpy and zipfile raise a dozen types for a damaged file
         return None
 
@@ -133,8 +137,6 @@ def tokens_of_window(content, heard, start, stop=None):
     the frames `start` to `stop`, or to the end. It begins with the token that is sounding at
     `start`, and has one at least.
     """
-    if not len(heard):
-        return content
     # The place of each frame's token in `content`.
     places = (np.diff(heard, prepend=heard[0]) != 0).cumsum()
     first = min(places[min(start, len(heard) - 1)], len(content) - 1)
@@ -167,9 +169,6 @@ class TokenCrops:
     def __post_init__(self):
         self.timebase = self.codes or self.semantic_tokens  # crops are cut in frames of these
         self.crop_frames = max(1, round(self.seconds * self.frame_rate))
-
-    def __len__(self):
-        return len(self.dataset)
 
     def fault(self, index):
         """Why a recording has no tokens; "" if it can be read now."""
@@ -217,10 +216,14 @@ class TokenCrops:
         return len(self.timebase[index]) <= self.crop_frames
 
     def fetch(self, indices, random_words=None):
-        """(the batch of `lay_out` with "text": [B], usable (B,)).
+        """(the batch of `lay_out` with "text": [B], or {} unless all are usable; usable (B,)).
 
         A text says all of a recording, so a crop that is a part of one has none: "".
         """
+        # Recordings that could not be read have no tokens.
+        usable = np.isin(indices, self.readable(indices))
+        if not usable.all():
+            return {}, usable
         # In evaluation every crop is the beginning of its recording.
         offsets = order.fractions(random_words, len(indices))
         samples = list(map(self.crop, indices.tolist(), offsets))
@@ -228,8 +231,7 @@ class TokenCrops:
         batch["text"] = []
         for index in indices.tolist():
             batch["text"].append(self.dataset.texts[index] if self.is_whole(index) else "")
-        # Recordings that could not be read have no tokens.
-        return batch, np.array([all(map(len, streams)) for streams, _ in samples])
+        return batch, usable
 
     def lengths(self, indices):
         """(frames of the last stream, of the one before it, frames of the last one a second).

@@ -27,7 +27,9 @@ class SpeechLayer:
         flag = f"--tokenizer {spec}"
         name, _, layer = spec.removeprefix("hf:").rpartition(":")
         if not name or not layer.isdigit():
-            raise UserError(f"{flag}: expected hf:MODEL:LAYER, such as hf:facebook/w2v-bert-2.0:7")
+            raise UserError(
+                f"{flag}: expected mfcc or hf:MODEL:LAYER, as hf:facebook/w2v-bert-2.0:7"
+            )
         self.layer = int(layer)
         self.model = from_transformers(flag, name, MARGINS)
         layers = self.model.config.num_hidden_layers

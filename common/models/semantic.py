@@ -1,14 +1,15 @@
 """Semantic tokens, 50 a second: k-means on MFCC, or on a layer of a published speech model.
 
-    tokenizer = semantic.fit(dataset, indices, clusters=100)   # the same on every rank
+    tokenizer = semantic.fit(dataset, indices, clusters=100)
     tokens = tokenizer.encode(wave)                            # int64 (T,)
 
 They encode content, not speaker identity. AudioLM (Borsos et al. 2022, §III-B) takes 1,024 clusters
 of layer 7 of w2v-BERT XL, 25 a second. That model is not published; w2v-BERT 2.0 is of its family.
 HuBERT (Hsu et al. 2021, §III-A) and WavLM (Chen et al. 2021) are used in the same way.
 
-A semantic model of another kind goes in the place of KMeans: it needs `clusters`, `encode`, `state`
-and, if it is fitted, the buffers that `fit` fills; its tokens must be FRAME_RATE a second.
+A semantic model of another kind goes in the place of KMeans: it needs `settings` (its arguments,
+which its file has), `clusters`, `encode` and, if it is fitted, the buffers that `fit` fills; its
+tokens must be FRAME_RATE a second.
 """
 
 import contextlib
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from common import accumulate, checkpoint, dist, tracker
+from common import accumulate, tracker
 from common.config import UserError
 from common.data.files import Unusable
 from common.data.recordings import in_blocks, log_mel, resample
@@ -54,21 +55,15 @@ class KMeans(nn.Module):
         self.frames_of = mfcc  # a wave (1, T) at `self.rate` -> features (T', D)
         self.rate = MFCC_RATE
         width = CEPSTRA
-        if features.startswith("hf:"):
+        if features != "mfcc":
             from common.interop import speech
 
             self.frames_of = speech.SpeechLayer(features)
             self.rate = speech.SAMPLE_RATE
             width = self.frames_of.width
-        elif features != "mfcc":
-            raise UserError(f"--tokenizer {features}: expected kmeans or hf:MODEL:LAYER")
         self.register_buffer("centers", torch.zeros(clusters, width))
         self.register_buffer("mean", torch.zeros(width))
         self.register_buffer("std", torch.ones(width))
-
-    def state(self):
-        """Tensors and plain values for checkpoint.save. `load` makes the tokenizer of it."""
-        return {"settings": self.settings, "model": self.state_dict()}
 
     def features(self, wave):
         """Features (ceil(seconds * FRAME_RATE), D) of a wave, a tensor (T,) at `sample_rate`."""
@@ -100,45 +95,33 @@ def mfcc(wave):
     return mel[0] @ torch.tensor(matrix, dtype=mel.dtype, device=mel.device)
 
 
-def load(state, path):
-    """The tokenizer of a `state` read from the file `path`."""
-    with checkpoint.damaged(path):
-        tokenizer = KMeans(**state["settings"])
-        checkpoint.load_weights(tokenizer, state["model"], path)
-        return tokenizer
-
-
 def fit(dataset, indices, clusters=100, seed=0, features="mfcc", device="cpu"):
-    """Fit a tokenizer to at most half an hour of the recordings `indices`; it will be on `device`.
+    """A tokenizer that is fitted to at most half an hour of the recordings `indices`.
 
     dataset.wave(index) is a float32 tensor (T,) at dataset.rate; recordings that raise Unusable
-    are skipped. Features are normalized to mean 0 and variance 1 (AudioLM §III-B).
-    Collective: rank 0 fits for all. UserError if there are fewer frames than clusters.
+    are skipped. Features are normalized to mean 0 and variance 1 (AudioLM §III-B). UserError if
+    there are fewer frames than clusters.
     """
-    tokenizer = dist.main_first(lambda: KMeans(clusters, features, dataset.rate)).to(device)
+    tokenizer = KMeans(clusters, features, dataset.rate).to(device)
     key = accumulate.derive_seed("kmeans", seed)
     order = np.random.default_rng(key).permutation(indices).tolist()
-
-    def fit_centers():
-        features = [torch.zeros(0, len(tokenizer.mean))]
-        frames = 0
-        for index in tracker.progress(order, desc="k-means: features", delay=3, leave=False):
-            with contextlib.suppress(Unusable):
-                x = tokenizer.features(dataset.wave(index))
-                features.append(x.cpu())
-                frames += len(x)
-            if frames >= MAX_FRAMES:
-                break
-        x = torch.cat(features)[:MAX_FRAMES].to(device)
-        if len(x) < clusters:
-            raise UserError(f"--clusters {clusters}: only {len(x)} frames of 20 ms to fit them to")
-        mean = x.mean(0)
-        std = x.std(0, correction=0).clamp(min=1e-5)
-        generator = torch.Generator().manual_seed(accumulate.derive_seed("centers", seed))
-        centers, _ = quantize.kmeans((x - mean) / std, clusters, generator, LLOYD_ROUNDS)
-        return {"centers": centers.cpu(), "mean": mean.cpu(), "std": std.cpu()}
-
-    tokenizer.load_state_dict(dist.on_main(fit_centers))
+    features = [torch.zeros(0, len(tokenizer.mean))]
+    frames = 0
+    for index in tracker.progress(order, desc="k-means: features", delay=3, leave=False):
+        with contextlib.suppress(Unusable):
+            x = tokenizer.features(dataset.wave(index))
+            features.append(x.cpu())
+            frames += len(x)
+        if frames >= MAX_FRAMES:
+            break
+    x = torch.cat(features)[:MAX_FRAMES].to(device)
+    if len(x) < clusters:
+        raise UserError(f"--clusters {clusters}: only {len(x)} frames of 20 ms to fit them to")
+    tokenizer.mean = x.mean(0)
+    tokenizer.std = x.std(0, correction=0).clamp(min=1e-5)
+    generator = torch.Generator().manual_seed(accumulate.derive_seed("centers", seed))
+    x = (x - tokenizer.mean) / tokenizer.std
+    tokenizer.centers, _ = quantize.kmeans(x, clusters, generator, LLOYD_ROUNDS)
     return tokenizer
 
 
