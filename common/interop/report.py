@@ -48,9 +48,7 @@ def write(folder, lines):
 
 
 def figure(path, caption):
-    """A sample, a PNG or WAV file, in the page itself; nothing if it is gone."""
-    if not path.is_file():
-        return ""
+    """A sample, a PNG or WAV file, in the page itself."""
     media = MEDIA[path.suffix].format(base64.b64encode(path.read_bytes()).decode())
     caption = html.escape(f"{path.name} {caption}")
     return f"<figure><figcaption>{caption}</figcaption>{media}</figure>"
