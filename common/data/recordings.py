@@ -201,7 +201,6 @@ def stft_magnitude(wave, window, hop):
 
 
 @functools.lru_cache(64)
-@torch.inference_mode(False)  # wherever they are first needed, they can be used in training
 def mel_filters(rate, window, bins, device="cpu"):
     """Triangular filters (window // 2 + 1, bins) of height 1, from 0 Hz to rate / 2.
 
