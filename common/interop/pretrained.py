@@ -430,7 +430,7 @@ def write_adapters(out, weights, info):
         "r": info["rank"],
         "lora_alpha": info["rank"],
         "target_modules": sorted(layers),
-        "base_model_name_or_path": info.get("source", info["base"]),
+        "base_model_name_or_path": info["source"],
     }
     write_folder(out, about, tensors, "adapter_config", "adapter_model")
 
