@@ -237,9 +237,7 @@ class CodecConfig(SharedConfig):
     steps: PositiveInt = field(1050, "optimizer steps")
     batch_size: PositiveInt = field(16, "samples a step, over all ranks", fixed=True)
     # In the same time Muon reaches 15 dB on syllables, Adam, which the paper uses, 11 dB.
-    optimizer: Optimizer = field(
-        "muon", "muon: for matrices, with AdamW for the others", fixed=True
-    )
+    optimizer: Optimizer = field("muon", "muon: for matrices, with AdamW for the others")
     lr: PositiveFloat = field(3e-3, "peak learning rate")
     weight_decay: NonNegativeFloat = field(0.0, "decoupled weight decay of the codec's kernels")
     betas: tuple[Fraction, Fraction] = field(
@@ -638,11 +636,11 @@ def spectral_distance(fake, real, sample_rate):
     return total
 
 
-def reconstruction_loss(cfg, fake, real, commitment):
+def reconstruction_loss(cfg, fake, real, commitment=0.0):
     """Reconstruction part of the codec's loss for waves (B, T), in fp32."""
     with torch.autocast(real.device.type, enabled=False):
         fake = fake.float()  # (B, T)
-        loss = cfg.commitment_weight * commitment.float()
+        loss = cfg.commitment_weight * commitment
         loss = loss + cfg.wave_weight * (fake - real).abs().mean()  # EnCodec Eq. 1
         return loss + cfg.mel_weight * spectral_distance(fake, real, cfg.sample_rate).mean()
 
@@ -718,7 +716,7 @@ def evaluate_codec(codec, cfg, split, device):
         # Spectra are in fp32; only the networks run in the precision of training.
         with amp.autocast(device, cfg.precision):
             fake, codes, _ = codec(target)  # (B, T), (B, frames, Q)
-        loss = reconstruction_loss(cfg, fake, target, commitment=torch.zeros(()))
+        loss = reconstruction_loss(cfg, fake, target)
         fake = codec.deemphasize(fake)
         found["loss"] += [loss.item()] * len(real)
         found[f"mel_distance@{Q}"] += (log_mel(fake) - log_mel(real)).abs().mean((1, 2)).tolist()
@@ -765,15 +763,14 @@ def initialize_codebooks(codec, cfg, dataset, indices, device):
     if codec.quantizer.ready:  # by --init_from
         return
     chunks = order.ChunkDataset(dataset, indices, accumulate.derive_seed(cfg.seed, "codebooks"))
-    frames = torch.zeros(0, cfg.latent_dim, device=device)
-    start = 0
-    while len(frames) < 32 * cfg.codebook_size:  # as many as k-means needs
+    per_crop = math.ceil(cfg.crop / codec.hop_length)  # frames
+    crops = math.ceil(32 * cfg.codebook_size / per_crop)  # as many as k-means needs
+    frames = []
+    for start in range(0, crops, cfg.chunk_size):
         wave = codec.emphasize(chunks[start, start + cfg.chunk_size]["wave"].to(device))
-        new = codec.encode_latents(wave).flatten(0, 1).float()  # (B · frames, D)
-        frames = torch.cat([frames, new])
-        start += cfg.chunk_size
-    per_step = cfg.batch_size * math.ceil(cfg.crop / codec.hop_length)
-    codec.quantizer.initialize(frames, accumulate.derive_seed(cfg.seed, "kmeans"), per_step)
+        frames.append(codec.encode_latents(wave).flatten(0, 1).float())  # (B · frames, D)
+    seed = accumulate.derive_seed(cfg.seed, "kmeans")
+    codec.quantizer.initialize(torch.cat(frames), seed, cfg.batch_size * per_crop)
 
 
 def train_soundstream(cfg, device):
@@ -976,9 +973,7 @@ class TransformerConfig(SharedConfig):
     # Optimization
     steps: PositiveInt = field(300, "optimizer steps")
     batch_size: PositiveInt = field(64, "samples a step, over all ranks", fixed=True)
-    optimizer: Optimizer = field(
-        "adamw", "muon: for matrices, with AdamW for the others", fixed=True
-    )
+    optimizer: Optimizer = field("adamw", "muon: for matrices, with AdamW for the others")
     lr: PositiveFloat = field(3e-3, "peak learning rate")
     weight_decay: NonNegativeFloat = field(0.01, "decoupled weight decay of matrices")
     betas: tuple[Fraction, Fraction] = field(
@@ -1037,9 +1032,7 @@ class CoarseConfig(CodesConfig):
 
     # In the same time Muon reaches a higher text_heard than Adam, which AudioLM uses.
     steps: PositiveInt = field(620, "optimizer steps")
-    optimizer: Optimizer = field(
-        "muon", "muon: for matrices, with AdamW for the others", fixed=True
-    )
+    optimizer: Optimizer = field("muon", "muon: for matrices, with AdamW for the others")
     lr: PositiveFloat = field(6e-3, "peak learning rate")
 
 
@@ -1082,7 +1075,7 @@ AUDIOLM_16KHZ = {
     "fine": dict(AUDIOLM, seconds=3.0, temperature=0.6, coarse_quantizers=4),
 }
 # Recordings of speech, and two cores. Tried on spoken digits: 600 recordings of four speakers.
-SPEECH = dict(sample_rate=8_000, log_every=50, eval_every="100", save_every="500")
+SPEECH = dict(log_every=50, eval_every="100", save_every="500")
 SPEECH_TOKENS = dict(
     SPEECH,
     dropout=0.3,
@@ -1249,11 +1242,11 @@ class TokenTransformer(nn.Module):
         device = null_text.device
         length = self.cfg.max_text_len
         drop = drop | torch.tensor([not text for text in texts], device=device)
-        tokens = torch.zeros(len(texts), length, dtype=torch.long)  # padded with 0
-        for row, text in zip(tokens, texts):
-            encoded = torch.tensor(self.tokenizer.encode(text)[:length])
-            row[: len(encoded)] = encoded
-        x = self.text_encoder(self.text_embed(tokens.to(device)))
+        rows = []
+        for text in texts:
+            encoded = self.tokenizer.encode(text)[:length]
+            rows.append(encoded + [0] * (length - len(encoded)))  # padded
+        x = self.text_encoder(self.text_embed(torch.tensor(rows, device=device)))
         return torch.where(drop[:, None, None], null_text.to(x.dtype), x)  # (B, L, D)
 
     def run(self, inputs, condition):
@@ -1276,13 +1269,13 @@ class TokenTransformer(nn.Module):
         # Outputs at the positions start to start + (T + 1) · Q - 1 predict the flattened target.
         positions = batch["start"][:, None] + torch.arange(target[0].numel(), device=x.device)
         positions = positions.clamp(max=x.shape[1] - 1)  # those beyond have no target
-        x = x.gather(1, positions[..., None].expand(-1, -1, x.shape[2]))  # (B, (T + 1) · Q, D)
+        x = x.take_along_dim(positions[..., None], dim=1)  # (B, (T + 1) · Q, D)
         x = x.unflatten(1, target.shape[1:])  # (B, T + 1, Q, D)
         # Each quantizer has its own head; (B, T + 1, Q, K + 1).
         logits = torch.einsum("btqd,qkd->btqk", x, self.heads.to(x.dtype)).float()
         loss = F.cross_entropy(logits.flatten(0, 2), target.flatten(), reduction="none")
         loss = loss.view(target.shape).sum((1, 2))
-        correct = (logits.detach().argmax(-1) == target).sum((1, 2))
+        correct = (logits.argmax(-1) == target).sum((1, 2))
         count = (target >= 0).sum((1, 2))
         return loss / count, correct / count
 
@@ -1371,12 +1364,11 @@ def generate(model, samples, min_frames, max_frames, seeds, sampling, texts=()):
             break
         code = code.clamp(max=eos - 1)  # samples that have ended go on, and are cut below
         generated[:, t, q] = code
-        if i + 1 < num_frames * Q:
-            # The new code is the next input, as in `build_sequence`.
-            rows = model.offsets[-2] + 1 + q * stream.codebook_size + code
-            if guided:
-                rows = rows.repeat(2)  # the same code with and without the text
-            x = model.transformer.step(model.embed(rows), kv_cache)  # (B or 2B, D)
+        # The new code is the next input, as in `build_sequence`.
+        rows = model.offsets[-2] + 1 + q * stream.codebook_size + code
+        if guided:
+            rows = rows.repeat(2)  # the same code with and without the text
+        x = model.transformer.step(model.embed(rows), kv_cache)  # (B or 2B, D)
     return [codes[:end] for codes, end in zip(generated.cpu(), ends.tolist())]
 
 
@@ -1680,7 +1672,7 @@ class Pipeline:
         frames = len(wave) * semantic.FRAME_RATE // self.codec.sample_rate
         # The next token would be mostly of silence.
         heard = self.kmeans.encode(wave)[: max(1, frames)]
-        content = torch.from_numpy(semantic.unique_consecutive(heard))[:, None]
+        content = torch.from_numpy(heard).unique_consecutive()[:, None]
         return Prompt(content, self.codec.encode(wave))
 
     def empty_prompt(self):

@@ -200,15 +200,15 @@ class TokenCrops:
                 ended = stop == len(self.timebase[index])
                 last = None if ended else round(stop * ratio)
                 # Without repetitions, so coarse must model durations (AudioLM §III-C).
-                heard = self.semantic_tokens[index]
-                content = semantic.unique_consecutive(heard)[:, None]  # (N, 1)
+                heard = self.semantic_tokens[index].astype(np.int64)
+                content = torch.from_numpy(heard).unique_consecutive()[:, None]  # (N, 1)
                 codes = tokens_of_window(content, heard, round(start * ratio), last)
             else:
                 last = first + stream.num_quantizers
                 codes = self.codes[index][start:stop, first:last]  # (T, n)
+                codes = torch.from_numpy(codes.astype(np.int64))
                 first = last
-            # Caches hold 16 bits, embeddings take 64.
-            found.append(torch.from_numpy(codes.astype(np.int64)))
+            found.append(codes)  # caches hold 16 bits, embeddings take 64
         return found
 
     def is_whole(self, index):

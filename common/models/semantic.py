@@ -123,8 +123,3 @@ def fit(dataset, indices, clusters=100, seed=0, features="mfcc", device="cpu"):
     x = (x - tokenizer.mean) / tokenizer.std
     tokenizer.centers, _ = quantize.kmeans(x, clusters, generator, LLOYD_ROUNDS)
     return tokenizer
-
-
-def unique_consecutive(tokens):
-    """Tokens (T,) without repetitions in a row (AudioLM §III-C)."""
-    return tokens[np.diff(tokens, prepend=-1) != 0]
