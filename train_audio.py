@@ -167,8 +167,7 @@ def load_model(stage, folder, device, name="", weights="ema"):
 
         return PublishedCodec(folder, device)
     if weights == "online":  # only checkpoints have them
-        checkpoints = Path(folder).absolute().glob("checkpoints/step_*.pt")
-        name = name or max(checkpoints, default="")
+        name = name or max(Path(folder).absolute().glob("checkpoints/step_*.pt"), default="")
     elif stage == "soundstream":
         name = name or "model.pt"
     file = checkpoint.model_file(folder, name)
@@ -669,11 +668,11 @@ def adversarial_loss(cfg, discriminators, fake, real):
     return cfg.adversarial_weight * hinge_loss + cfg.feature_weight * feature_loss
 
 
-def discriminator_loss(discriminators, fake, real, r1_weight=0.0):
+def discriminator_loss(discriminators, fake, real, r1_weight):
     """The discriminators' hinge loss (Eq. 1) for waves (B, T), a mean over them.
 
-    With r1_weight it has the R1 penalty, too: the squared norm of a sample's gradient at real waves
-    (Mescheder et al. 2018, Eq. 9).
+    r1_weight: of the R1 penalty, the squared norm of a sample's gradient at real waves (Mescheder
+    et al. 2018, Eq. 9); 0: none.
     """
     # Detached: no gradient reaches the codec. It is not run again, so the codebooks' statistics
     # count every sample once.
@@ -1333,9 +1332,8 @@ def generate(model, samples, min_frames, max_frames, seeds, sampling, texts=()):
     outputs, cache = model.run(inputs, model.condition(texts))
     x = outputs[torch.arange(len(outputs), device=device), lengths - 1]  # (B or 2B, D)
     size = cache[0][0].shape[2]  # padded length, with the text prefix
-    prefix = size - inputs.shape[1]
     num_frames = max(max_frames)
-    kv_cache = KVCache(cache, prefix + lengths, size + num_frames * Q)
+    kv_cache = KVCache(cache, size - inputs.shape[1] + lengths, size + num_frames * Q)
 
     # Random numbers are drawn for each sample alone, so they do not depend on the batch.
     uniform = []
@@ -1431,17 +1429,11 @@ def lay_out(streams, samples):
 
     samples: [(codes of each stream (T, Q), whether the recording ends there)].
     """
-    inputs = []
-    starts = []
-    target = []
-    for codes, ended in samples:
-        sequence, start = build_sequence(streams, codes)
-        inputs.append(sequence)
-        starts.append(start)
-        # EOS is a target only where the recording ends, not where a crop does.
-        target.append(targets(streams[-1], codes[-1], ended))
+    sequences, starts = zip(*[build_sequence(streams, codes) for codes, _ in samples])
+    # EOS is a target only where the recording ends, not where a crop does.
+    target = [targets(streams[-1], codes[-1], ended) for codes, ended in samples]
     return {
-        "inputs": pad_sequence(inputs, batch_first=True),
+        "inputs": pad_sequence(sequences, batch_first=True),
         "start": torch.tensor(starts),
         "target": pad_sequence(target, batch_first=True, padding_value=-100),
     }
@@ -1672,7 +1664,7 @@ class Pipeline:
         frames = len(wave) * semantic.FRAME_RATE // self.codec.sample_rate
         # The next token would be mostly of silence.
         heard = self.kmeans.encode(wave)[: max(1, frames)]
-        content = torch.from_numpy(heard).unique_consecutive()[:, None]
+        content = heard.unique_consecutive()[:, None]
         return Prompt(content, self.codec.encode(wave))
 
     def empty_prompt(self):
@@ -1686,9 +1678,10 @@ class Pipeline:
         """
         texts = texts or [""] * len(prompts)
 
-        def run(stage, context_of, prompts, limits, may_end=True):
+        def run(stage, context_of, prompts, limits):
             model = self.models[stage]
             stage_seeds = [accumulate.derive_seed(seed, stage) for seed in seeds]
+            may_end = stage != "fine"
             return generate_long(
                 model, context_of, prompts, limits, stage_seeds, sampling, texts, may_end
             )
@@ -1728,7 +1721,6 @@ class Pipeline:
             lambda b, codes, start: [coarse[b][start:]],
             [prompt.codes[:, first:last] for prompt in prompts],
             [len(codes) for codes in coarse],
-            may_end=False,
         )
         return [torch.cat(pair, dim=1) for pair in zip(coarse, details)]
 
@@ -1752,7 +1744,7 @@ def evaluate_pipeline(args, device=None):
     """Continue held-out recordings, and write and print their metrics. Collective.
 
     The metrics are in scores.json, the sounds in sounds/. The built-in recordings are also scored
-    (`syllables.SyllableScores`), in their voices if they go on for 0.2 s or more.
+    (`syllables.SyllableScores`).
     """
     device = device or dist.setup(args.device)
     out = args.out or args.run_dir

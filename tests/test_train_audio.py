@@ -554,7 +554,7 @@ def test_prompts_are_whole_frames_of_codes_and_of_semantic_tokens(pipeline):
     assert torch.equal(codes, pipeline.codec.encode(wave[37:]))
     tokens = pipeline.kmeans.encode(wave[37:])
     assert len(tokens) == 7  # the last is mostly of silence
-    assert words[:, 0].tolist() == torch.from_numpy(tokens[:6]).unique_consecutive().tolist()
+    assert words[:, 0].tolist() == tokens[:6].unique_consecutive().tolist()
 
 
 def test_every_stage_keeps_the_rate_of_its_models_and_all_of_a_preset_share_settings(

@@ -8,8 +8,7 @@ from common import checkpoint, dist
 
 def write_sound(wave, sample_rate, path):
     """Write a wave (T,), clipped to ±1, as a WAV file of 16-bit PCM: all of it or nothing."""
-    samples = (wave.detach().cpu() * 32768).round()
-    samples = samples.clamp(-32768, 32767).short().numpy()
+    samples = (wave * 32768).round().clamp(-32768, 32767).short().numpy()
     with checkpoint.atomic_write(path) as file, wavfile.open(file, "wb") as output:
         output.setnchannels(1)
         output.setsampwidth(2)

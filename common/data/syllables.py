@@ -41,9 +41,7 @@ class SyllableScores:
         codec = self.pipeline.codec
         real = codec.decode(codec.encode(wave))
         self.add_text("text_heard_real", index, real)
-        least = start + MIN_SECONDS * self.dataset.rate
-        if len(real) < least:  # neither counts
-            return
+        least = start + MIN_SECONDS * self.dataset.rate  # all real ones are as long
         prompt = self.voice(wave[:start])
         for name, whole in (("voice_kept_real", real), ("voice_kept", sound)):
             goes_on = len(whole) >= least  # a sound that ends at once keeps no voice

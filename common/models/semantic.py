@@ -77,10 +77,10 @@ class KMeans(nn.Module):
         return in_blocks(work, wave, hop, 1, FRAME_RATE, FRAME_RATE)
 
     def encode(self, wave):
-        """Tokens, int64 numpy (ceil(seconds * FRAME_RATE),), of a wave, a tensor (T,)."""
+        """Tokens, int64 (ceil(seconds * FRAME_RATE),), on the CPU, of a wave, a tensor (T,)."""
         x = self.features(wave)
         tokens = quantize.nearest_codes((x - self.mean) / self.std, self.centers)
-        return tokens.cpu().numpy()
+        return tokens.cpu()
 
 
 def mfcc(wave):
