@@ -55,7 +55,6 @@ import os
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import collections
-import copy
 import dataclasses
 import itertools
 import math
@@ -320,7 +319,6 @@ SOUNDSTREAM = dict(
 # on the batch, and are more of the last quantizers, which dropout often leaves out.
 DEAD_BELOW = 0.2
 INNER_SCALE = 10.0  # of waves inside of the codec: those of LOUDNESS get a size of 1
-CROP_SECONDS = 1.0  # length of the codec's crops in evaluation
 MEL_FLOOR = 3e-5  # of magnitudes: 70 dB below LOUDNESS
 R1_EVERY = 4  # steps between R1 penalties; StyleGAN2 multiplies them by this, here they are not
 
@@ -708,7 +706,7 @@ def evaluate_codec(codec, cfg, split, device):
         return recordings.log_mel(wave, cfg.sample_rate, window=1024, hop=256, bins=64)
 
     found = collections.defaultdict(list)  # {metric: values}
-    codes_seen = [torch.zeros(0, Q).long()]
+    codes_seen = []
     for _, batch in order.batches(*split, cfg.eval_samples, cfg.chunk_size):
         real = batch["wave"].to(device)  # (B, T), silence behind short recordings
         target = codec.emphasize(real)
@@ -725,7 +723,7 @@ def evaluate_codec(codec, cfg, split, device):
         codes_seen.append(codes.cpu()[torch.arange(codes.shape[1]) < frames])
 
     metrics = order.means(found)
-    entropies, _ = tokens.code_entropies(codes_seen, cfg.codebook_size)
+    entropies, _ = tokens.code_entropies(codes_seen, Q, cfg.codebook_size)
     for q, perplexity in enumerate(entropies.exp().tolist(), 1):
         metrics[f"codebook_perplexity@{q}"] = perplexity
     return metrics
@@ -736,9 +734,8 @@ def reconstructions(codec, split):
     dataset, indices = split
     usable = dataset.load_usable(indices[:NUM_SOUNDS])
     for number, (index, wave) in enumerate(usable.items()):
-        fake = codec.decode(codec.encode(wave))
         yield f"{number}_real", wave, dataset.names[index]
-        yield number, fake[: len(wave)], dataset.names[index]
+        yield number, codec.decode(codec.encode(wave))[: len(wave)], dataset.names[index]
 
 
 # Training
@@ -775,15 +772,11 @@ def initialize_codebooks(codec, cfg, dataset, indices, device):
 def train_soundstream(cfg, device):
     started = time.monotonic()
 
-    # Rank 0 takes the run folder, then all open the data: short crops to train on, long ones to
-    # evaluate.
+    # Rank 0 takes the run folder, then all open the data.
     run, cfg = loop.open_run(cfg, f"{cfg.run_dir}/{cfg.stage}", MAX_CHUNK)
     hop_length = math.prod(cfg.strides)
-    long_crop = round(CROP_SECONDS * cfg.sample_rate)
-    splits = dist.together(lambda: open_recordings(cfg, hop_length, long_crop))
+    splits = dist.together(lambda: open_recordings(cfg, hop_length, cfg.crop))
     dataset, indices = splits["train"]
-    crops = copy.copy(dataset)
-    crops.crop = cfg.crop
     identity = loop.identify(run, cfg, splits)
     if run.results:  # it is finished
         return loop.announce(run)
@@ -813,7 +806,7 @@ def train_soundstream(cfg, device):
         codec.compile()
 
     # The order of samples follows from seed and step. Write config.json and open the logger.
-    plan, batches = loop.batches(cfg, crops, indices, state.step, device)
+    plan, batches = loop.batches(cfg, dataset, indices, state.step, device)
     log = loop.begin(run, state, f"{len(dataset):,} recordings", device)
     eval_due = loop.Due(cfg.eval_every, cfg.steps)
     save_due = loop.Due(cfg.save_every, cfg.steps)
@@ -845,7 +838,7 @@ def train_soundstream(cfg, device):
             codec.train()
             schedule.set_learning_rate(optimizers, schedule.of_config(state.step, cfg))
             if state.step == cfg.quantizer_start:
-                initialize_codebooks(codec, cfg, crops, indices, device)
+                initialize_codebooks(codec, cfg, dataset, indices, device)
             adversarial = state.step >= cfg.discriminator_start
             if adversarial:
                 discriminator_lr = schedule.learning_rate(
@@ -1400,11 +1393,11 @@ def generate_long(model, context_of, prompts, limits, seeds, sampling, texts=(),
             context = context_of(b, codes, start)  # of the time of the window
             samples.append([*(each[: model.max_context] for each in context), window])
             most.append(min(model.max_frames - len(window), limits[b] - len(codes)))
+            least = int(not len(codes))  # no recording is empty
             # If the context is cut, EOS is forbidden: the remaining context is for later windows.
             if not may_end or any(len(each) > model.max_context for each in context):
-                fewest.append(most[-1])
-            else:
-                fewest.append(int(not len(codes)))  # no recording is empty
+                least = most[-1]
+            fewest.append(least)
 
         new = generate(
             model,
@@ -1452,7 +1445,7 @@ def evaluate_transformer(model, cfg, split, device):
     model.eval()  # no dropout
     stream = model.streams[-1]
     found = collections.defaultdict(list)  # {metric: values}
-    tokens_seen = [torch.zeros(0, stream.num_quantizers).long()]
+    tokens_seen = []
     for _, batch in order.batches(*split, cfg.eval_samples, cfg.chunk_size):
         tokens_seen.append(batch["target"].flatten(0, 1))
         with amp.autocast(device, cfg.precision):
@@ -1460,7 +1453,8 @@ def evaluate_transformer(model, cfg, split, device):
         found["loss"] += loss.tolist()
         found["accuracy"] += accuracy.tolist()
     metrics = order.means(found)
-    entropies, counts = tokens.code_entropies(tokens_seen, stream.codebook_size + 1)  # with EOS
+    size = stream.codebook_size + 1  # with EOS
+    entropies, counts = tokens.code_entropies(tokens_seen, stream.num_quantizers, size)
     metrics["unigram_entropy"] = (entropies @ counts / counts.sum()).item()
     return metrics
 
@@ -1478,16 +1472,11 @@ def continuations(model, cfg, split, codec):
         prompt_frames = round(PROMPT_SECONDS * codec.frame_rate)
     for number, index in enumerate(crops.readable(indices)[:NUM_SOUNDS]):
         (context, real), _ = crops.crop(index)
-        stop = len(real)
-
-        def context_of(b, codes, start, index=index, stop=stop):
-            return crops.window(index, start, stop)[:1]
-
         (codes,) = generate_long(
             model,
-            context_of,
+            lambda b, codes, start: crops.window(index, start, len(real))[:1],  # noqa: B023 (now)
             [real[:prompt_frames]],
-            [stop],
+            [len(real)],
             # Seeded by the recording, so sounds of different steps can be compared.
             [accumulate.derive_seed(cfg.seed, "sound", index)],
             AS_TRAINED,

@@ -31,6 +31,7 @@ RATES = range(1_000, 768_001)  # Hz
 LOUDNESS = 0.1  # root mean square of a wave; EnCodec normalizes files, too (§4.1)
 MOST_GAIN = 30.0  # silence stays silence
 BLOCK_FRAMES = 1_500  # of codes or semantic tokens in one pass
+CROP_SECONDS = 1  # of crops in evaluation
 EXCERPT_SECONDS = 10  # of recordings that are evaluated as a whole
 MARGIN = 1024  # samples: silence behind a resampled wave, and what is read on both sides of a crop
 
@@ -257,7 +258,8 @@ class Recordings:
     The speaker of a file is its folder; in trees of numbers as of LibriSpeech and LibriTTS
     (SPEAKER/CHAPTER/SPEAKER_CHAPTER_…) the folder above; or what a table says; or, with a regular
     expression `pattern`, what its first group finds in the file's name.
-    crop: samples of a crop. hop_length: samples of a frame; shorter recordings are unusable.
+    crop: samples of a training crop. hop_length: samples of a frame; shorter recordings are
+    unusable.
     """
 
     shifts = 1
@@ -353,17 +355,18 @@ class Recordings:
         return waves
 
     def fetch(self, indices, random_words=None):
-        """Crops {"wave": float32 (B, crop), "length": int64 (B,)}, and which are usable: bool (B,).
+        """Crops {"wave": float32 (B, T), "length": int64 (B,)}, and which are usable: bool (B,).
 
-        They begin at random, or without `random_words` (B,) are from the middle. Silence follows
-        recordings shorter than a crop.
+        They are of `crop` samples and begin at random, or without `random_words` (B,), for
+        evaluation, are CROP_SECONDS from the middle. Silence follows shorter recordings.
         """
         fractions = order.fractions(random_words, len(indices), 0.5)
-        waves = torch.zeros(len(indices), self.crop)
+        length = CROP_SECONDS * self.rate if random_words is None else self.crop
+        waves = torch.zeros(len(indices), length)
         lengths = torch.zeros(len(indices), dtype=torch.int64)
         for i, index in enumerate(indices):
             with contextlib.suppress(Unusable):
-                wave = self.wave(index, self.crop, fractions[i])
+                wave = self.wave(index, length, fractions[i])
                 waves[i, : len(wave)] = wave
                 lengths[i] = len(wave)
         return {"wave": waves, "length": lengths}, lengths.numpy() > 0

@@ -11,7 +11,7 @@ import torch
 
 from common import checkpoint, config, dist, tracker
 from common.config import UserError
-from common.data import files, order
+from common.data import order
 from common.data.files import Unusable
 from common.models import clip, semantic
 
@@ -56,13 +56,13 @@ def fit_kmeans(folder, dataset, indices, cfg, device):
     return load_kmeans(folder, dataset.rate, device)
 
 
-def code_entropies(codes, size):
+def code_entropies(codes, Q, size):
     """(entropy (Q,) in nats, count (Q,)) of each quantizer's codes, over all ranks. Collective.
 
-    codes: list of (N, Q), each code below `size`, or -100 for none.
+    codes: list of (N, Q), empty on a rank without any; each code below `size`, or -100 for none.
     """
     uses = []
-    for column in torch.cat(codes).T:
+    for column in torch.cat([torch.zeros(0, Q, dtype=torch.int64), *codes]).T:
         counts = torch.bincount(column[column >= 0], minlength=size)
         # Summed over ranks before taking the entropy, which is not additive.
         uses.append(dist.total(counts.tolist()))
@@ -304,6 +304,5 @@ def learn_vocabulary(crops, indices, size, max_tokens):
             f"--seconds: {len(longer)} of {len(readable)} recordings are {about}, and have no text"
         )
     tokenizer = clip.Tokenizer.learn(texts, size)
-    texts = [dataset.texts[index] for index in files.evenly_spaced(len(dataset.texts), 256)]
     clip.note_texts(texts, tokenizer.encode, max_tokens)
     return tokenizer.vocabulary
