@@ -43,7 +43,8 @@ class SyllableScores:
         self.add_text("text_heard_real", index, real)
         least = start + MIN_SECONDS * self.dataset.rate  # all real ones are as long
         prompt = self.voice(wave[:start])
-        for name, whole in (("voice_kept_real", real), ("voice_kept", sound)):
+        sounds = {"voice_kept_real": real, "voice_kept": sound}
+        for name, whole in sounds.items():
             goes_on = len(whole) >= least  # a sound that ends at once keeps no voice
             kept = goes_on and synthetic.same_voice(prompt, self.voice(whole[start:]))
             self.found[name].append(kept)
