@@ -7,7 +7,7 @@ from common.config import UserError
 
 MATRICES = (nn.Linear, nn.Conv1d, nn.Conv2d)  # layers whose weights are (out, in, *kernel)
 # What the command line, or a fork's own line, gives for a group: a resumed run takes the new value.
-GIVEN = ("lr", "weight_decay", "betas", "eps", "momentum")
+GIVEN = {"lr", "weight_decay", "betas", "eps", "momentum"}
 
 
 def groups(model):
@@ -89,8 +89,6 @@ def load(optimizers, states, path):
         )
     for optimizer, state in zip(optimizers, states):
         # An optimizer may keep more than these in its groups.
-        groups = []
-        for saved_group, group in zip(state["param_groups"], optimizer.param_groups, strict=True):
-            given = {name: group[name] for name in GIVEN if name in group}
-            groups.append({**saved_group, **given})
-        optimizer.load_state_dict({**state, "param_groups": groups})
+        for saved_group, group in zip(state["param_groups"], optimizer.param_groups):
+            saved_group.update({name: group[name] for name in GIVEN & group.keys()})
+        optimizer.load_state_dict(state)
