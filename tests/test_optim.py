@@ -127,9 +127,10 @@ def test_any_number_of_ranks_takes_the_same_step_bit_for_bit(ranks, shapes, on_r
     (nn.Linear(4, 4, bias=False), "Muon"),
     (nn.LayerNorm(4), "AdamW"),
 ])
-def test_no_optimizer_or_group_is_empty(model, name):
+def test_no_optimizer_is_empty_and_one_with_an_empty_group_steps(model, name):
     optimizer, = optim.make(model, "muon", 0.1, 0.1)
-    assert (type(optimizer).__name__, len(optimizer.param_groups)) == (name, 1)
+    assert type(optimizer).__name__ == name
+    train(model, [optimizer], [0])
 
 
 # Resuming
