@@ -230,14 +230,14 @@ def from_json(cls, values, source):
     return typed(cls, {name: values[name] for name in values if name in known}, source)
 
 
-def typed(cls, values, source, stages=None):
+def typed(cls, values, source):
     """{setting: value} of plain values, as JSON has them, checked and converted as flags are.
 
-    UserError begins with `source`. stages: see `read_words`.
+    UserError begins with `source`.
     """
     items = values.items()
     words = [f"--{name}={as_word(value)}" for name, value in items if value is not None]
-    return read_words(make_parser(cls), words, f"{source}: ", stages)
+    return read_words(make_parser(cls), words, f"{source}: ")
 
 
 def as_word(value):
@@ -301,11 +301,8 @@ def make_parser(cls, usage=""):
     return parser
 
 
-def read_words(parser, words, source="", stages=None):
-    """{name: value} of the words of a command line; UserError, which begins with `source`.
-
-    stages: {stage: its config class}, to say of which stage an unknown setting is.
-    """
+def read_words(parser, words, source=""):
+    """{name: value} of the words of a command line; UserError, which begins with `source`."""
     try:
         settings, unknown = parser.parse_known_args(words)
     except argparse.ArgumentError as error:
@@ -322,10 +319,8 @@ def read_words(parser, words, source="", stages=None):
     known = [action.dest for action in parser._actions]
     close = difflib.get_close_matches(flag, known)
     hint = f"did you mean --{close[0]}?" if close else "see --help"
-    for stage, cls in (stages or {}).items():
-        if flag in typing.get_type_hints(cls) and flag not in known:
-            hint = f"it is one of a stage: give --stage {stage}, too"
-            break
+    if "stage" in known:
+        hint += "; those of one stage need --stage NAME"
     raise UserError(f"{source}--{flag}: no such setting; {hint}")
 
 
@@ -336,7 +331,6 @@ def parse(cls, words, usage="", presets=None):
     which may name their stage; or {name: {stage: its settings}}.
     """
     presets = presets or {}
-    stages = {}
     # What decides on the settings that there are.
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for name in ("config", "preset", "stage"):
@@ -348,11 +342,10 @@ def parse(cls, words, usage="", presets=None):
         raise UserError(f"--preset {preset}: expected one of {', '.join(presets)}")
     settings = presets.get(preset, {})
     if isinstance(cls, dict):
-        stages = cls
-        stage = found.stage or given.get("stage") or settings.get("stage") or next(iter(stages))
-        if stage not in stages:
-            raise UserError(f"--stage {stage}: expected one of {', '.join(stages)}")
-        cls = stages[stage]
+        stage = found.stage or given.get("stage") or settings.get("stage") or next(iter(cls))
+        if stage not in cls:
+            raise UserError(f"--stage {stage}: expected one of {', '.join(cls)}")
+        cls = cls[stage]
         if any(isinstance(value, dict) for value in settings.values()):  # it is of several stages
             if stage not in settings:
                 raise UserError(f"--preset {preset}: give --stage, too: {', '.join(settings)}")
@@ -364,13 +357,13 @@ def parse(cls, words, usage="", presets=None):
         if is_main():  # the other ranks are silent
             parser.print_help()
         raise SystemExit(0)
-    flags = read_words(parser, words, stages=stages)
+    flags = read_words(parser, words)
     flags.pop("config", None)
-    settings = typed(cls, settings, f"--preset {preset}", stages)
+    settings = typed(cls, settings, f"--preset {preset}")
     if "versions" in given:  # config.json of a run, maybe of an earlier script
         given = from_json(cls, given, found.config)
     else:
-        given = typed(cls, given, found.config, stages)
+        given = typed(cls, given, found.config)
     return cls(**{**settings, **given, **flags})
 
 

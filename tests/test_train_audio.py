@@ -610,9 +610,8 @@ def mistake(*words, status):
 @pytest.mark.parametrize(
     "words, message",
     [
-        ("--stage semantic --channels 4", "--channels: no such setting; it is one of a stage"),
         ("--init_from a.pt", "they are of one stage"),
-        ("--channels 4", "--channels: no such setting; it is one of a stage: give --stage sound"),
+        ("--channels 4", "see --help; those of one stage need --stage NAME"),
         ("--stage soundstream --seconds 0.1", "too short for the STFT discriminator"),
         ("--stage soundstream --steps 300", "before --quantizer_start 300"),
         ("--stage fine --width 30", "--heads: --width 30 must be an even multiple"),

@@ -499,7 +499,7 @@ def mistake(*words, status=1):
 @pytest.mark.parametrize(
     "words, message",
     [
-        ("--width 8", "it is one of a stage: give --stage base"),
+        ("--width 8", "those of one stage need --stage NAME"),
         ("--init_from a.pt", "they are of one stage"),
         ("--stage base --width 30", "--width 30, --image_size, --random_crop: "),
         ("--stage base --image_size 18", "multiples of 4, as 3 levels"),
