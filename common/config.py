@@ -395,12 +395,12 @@ def run(commands, usage, default=None, presets=None):
     words = sys.argv[1:]
     status = 2
     try:
-        if not default and words[:1] in (["--help"], ["-h"]):
-            print(f"{usage}\nSettings: COMMAND --help, with a COMMAND of {', '.join(commands)}")
-            raise SystemExit(0)
         name = words.pop(0) if words and not words[0].startswith("-") else default
         if name not in commands:
-            raise UserError(f"{name or 'command'}: expected one of {', '.join(commands)}")
+            names = ", ".join(commands)
+            raise UserError(
+                f"{name or 'command'}: expected one of {names}; COMMAND --help lists its settings"
+            )
         function, cls = commands[name]
         usage = f"{usage}\nSettings of {name}:\n"
         cfg = parse(cls, words, usage, presets if name == default else None)
