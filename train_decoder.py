@@ -289,7 +289,6 @@ class UpsampleConfig(UNetConfig):
     raw_embeddings = False
     attention_levels = ()
     learned_variance = False
-    lora_rank = 0  # adapters are of attention
 
     def __post_init__(self):
         super().__post_init__()

@@ -173,13 +173,14 @@ class TrainingRun(Settings):
         30.0, "how long a rank waits for another, or for its data, before it gives up"
     )
 
+    lora_rank = 0  # a setting where adapters of attention can be trained
+
     def __post_init__(self):
         super().__post_init__()
-        held_out = [self.test] if self.val_data else [self.validation, self.test]
-        if sum(held_out) >= 1 or 0 in held_out:
+        if self.validation + self.test >= 1:
             raise UserError(
                 f"--validation {self.validation} and --test {self.test}: expected two fractions "
-                "above 0 that add up to less than 1"
+                "that add up to less than 1"
             )
 
 
@@ -205,8 +206,7 @@ class Inference(Settings):
 def read_json(path):
     """The JSON object in the file `path`; UserError or OSError names the file."""
     with explained(f"{path}: expected a JSON object"):
-        values = json.loads(Path(path).read_text("utf-8-sig"))
-        return dict(values.items())  # an error of a list or a number
+        return dict(json.loads(Path(path).read_text("utf-8-sig")))
 
 
 def as_json(cfg):
@@ -277,15 +277,14 @@ def make_parser(cls, usage=""):
         description=usage,
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
-        add_help=False,
         exit_on_error=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     kinds = typing.get_type_hints(cls)
     fields = {each.name: each for each in dataclasses.fields(cls)}
     for base in cls.__mro__:
-        heading = str(base.__doc__).splitlines()[0]  # shown if there are settings below it
-        group = parser.add_argument_group(heading.rstrip("."))
+        heading = base.__doc__.splitlines()[0]  # shown if there are settings below it
+        group = parser.add_argument_group(heading)
         for name in [name for name in inspect.get_annotations(base) if name in fields]:
             setting = fields.pop(name)
             kind = kinds[name]
@@ -334,7 +333,7 @@ def parse(cls, words, usage="", presets=None):
     # What decides on the settings that there are.
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for name in ("config", "preset", "stage"):
-        finder.add_argument(f"--{name}")
+        finder.add_argument(f"--{name}", nargs="?")  # one without a value is told below
     found, _ = finder.parse_known_args(words)
     given = read_json(found.config) if found.config else {}
     preset = found.preset or given.get("preset", "")
@@ -353,10 +352,6 @@ def parse(cls, words, usage="", presets=None):
 
     parser = make_parser(cls, usage)
     parser.add_argument("--config", metavar="FILE.json", help="settings; flags win over them")
-    if "--help" in words or "-h" in words:
-        if is_main():  # the other ranks are silent
-            parser.print_help()
-        raise SystemExit(0)
     flags = read_words(parser, words)
     flags.pop("config", None)
     settings = typed(cls, settings, f"--preset {preset}")
@@ -385,8 +380,8 @@ OUTSIDE = {
 def run(commands, usage, default=None, presets=None):
     """Run the command that the first word of the command line names, or `default`.
 
-    commands: {name: (function of a config, config class or {stage: class})}. presets: of the
-    default command. An error on the command line ends with one line and status 2, a later UserError
+    commands: {name: (function of a config, config class or {stage: class})}. presets: see
+    `parse`. An error on the command line ends with one line and status 2, a later UserError
     or OSError with status 1.
     """
     for stream in (sys.stdout, sys.stderr):
@@ -403,11 +398,11 @@ def run(commands, usage, default=None, presets=None):
             )
         function, cls = commands[name]
         usage = f"{usage}\nSettings of {name}:\n"
-        cfg = parse(cls, words, usage, presets if name == default else None)
+        cfg = parse(cls, words, usage, presets)
         status = 1
         function(cfg)
-    except (UserError, OSError, argparse.ArgumentError, RuntimeError) as error:
-        message = str(error).removeprefix("argument ")  # argparse's
+    except (UserError, OSError, RuntimeError) as error:
+        message = str(error)
         if isinstance(error, RuntimeError):
             known = [words for words in OUTSIDE if words in message]
             if not known:

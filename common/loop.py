@@ -48,7 +48,7 @@ def open_run(cfg, folder, max_chunk):
         source = newest
         complete = cfg
         # A run that goes on has its weights, but adapters need their base at every start.
-        if cfg.init_from and (not newest or getattr(cfg, "lora_rank", 0)):
+        if cfg.init_from and (not newest or cfg.lora_rank):
             complete = dataclasses.replace(cfg, init_from=local_file(cfg.init_from, run))
             source = newest or complete.init_from
         settings = {}
@@ -117,7 +117,7 @@ def identify(run, cfg, splits, **others):
     dataset, _ = splits["train"]
     identity = {**config.settings_with(cfg, "fixed"), **others}
     identity["own validation set"] = bool(cfg.val_data)  # the other splits depend on it
-    if getattr(cfg, "lora_rank", 0):
+    if cfg.lora_rank:
         identity["base"] = dist.on_main(lambda: checkpoint.checksum(cfg.init_from))
     for name, value in dataset.fingerprint().items():
         identity[f"data {name}"] = value
@@ -162,7 +162,7 @@ def resume(run, state):
             contents = lora.merged(contents, cfg.init_from)
         checkpoint.load_weights(state.model, contents["model"], cfg.init_from, cfg.init_strict)
 
-    if cfg.init_from and not getattr(cfg, "lora_rank", 0):
+    if cfg.init_from and not cfg.lora_rank:
         dist.on_main(start_from)
     # As with DistributedDataParallel the ranks start alike, also on unlike machines.
     for module in (state.model, *state.others.values()):

@@ -185,7 +185,7 @@ def test_with_a_validation_set_all_of_it_is_validated_on_and_nothing_held_out_fo
 
 @pytest.mark.parametrize("change, message", [
     ({"batch_size": 281}, "a: 280 samples for train, expected at least 281; .* --batch_size"),
-    ({"validation": 1e-6}, "a: 0 samples for validation, expected at least 1; .* --validation"),
+    ({"validation": 0.0}, "a: 0 samples for validation, expected at least 1; .* --validation"),
 ])
 def test_a_split_with_too_few_rows_is_refused(change, message):
     with pytest.raises(UserError, match=message):
