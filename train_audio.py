@@ -59,7 +59,6 @@ import dataclasses
 import itertools
 import math
 import shlex
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -770,8 +769,6 @@ def initialize_codebooks(codec, cfg, dataset, indices, device):
 
 
 def train_soundstream(cfg, device):
-    started = time.monotonic()
-
     # Rank 0 takes the run folder, then all open the data.
     run, cfg = loop.open_run(cfg, f"{cfg.run_dir}/{cfg.stage}", MAX_CHUNK)
     hop_length = math.prod(cfg.strides)
@@ -911,7 +908,7 @@ def train_soundstream(cfg, device):
         # Test the averaged weights, and save them last of all.
         metrics, samples = evaluate(splits["test"], "test")
         loop.finish(run, state, log, metrics, samples)
-    loop.announce(run, started)
+    loop.announce(run)
 
 
 # Part 2: AudioLM
@@ -1491,8 +1488,6 @@ def continuations(model, cfg, split, codec):
 
 
 def train_transformer(cfg, device):
-    started = time.monotonic()
-
     # Rank 0 takes the run folder, then all open the earlier stages and the data.
     run, cfg = loop.open_run(cfg, f"{cfg.run_dir}/{cfg.stage}", MAX_CHUNK)
     codec = None
@@ -1601,7 +1596,7 @@ def train_transformer(cfg, device):
         # Test the averaged weights, and save them last of all.
         metrics, samples = evaluate(splits["test"], "test")
         loop.finish(run, state, log, metrics, samples)
-    loop.announce(run, started)
+    loop.announce(run)
 
 
 STAGES = {

@@ -44,7 +44,6 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import dataclasses
 import itertools
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -1195,8 +1194,6 @@ def evaluate(args, device=None):
 
 def train_stage(cfg, device):
     """Train one stage in RUN_DIR/STAGE."""
-    started = time.monotonic()
-
     # Rank 0 takes the run folder, then all open the data.
     run, cfg = loop.open_run(cfg, Path(cfg.run_dir) / cfg.stage, MAX_CHUNK)
     splits, clip_model, info = dist.main_first(
@@ -1303,7 +1300,7 @@ def train_stage(cfg, device):
             metrics = {"loss": mean_loss(unet, splits["test"], clip_model)}
             metrics |= sample_metrics([unet], splits["test"], clip_model, run.folder / grid)
         loop.finish(run, state, log, metrics, {grid: GRID_CAPTION})
-    loop.announce(run, started)
+    loop.announce(run)
 
 
 def train(cfg):

@@ -29,7 +29,6 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import collections
 import dataclasses
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -623,8 +622,6 @@ def open_data(cfg, source, device, widths=None):
 
 
 def train(cfg):
-    started = time.monotonic()
-
     # Join the ranks. Rank 0 takes the run folder, then all open the data.
     device = dist.setup(cfg.device, cfg.timeout_minutes)
     if cfg.data == "shapes":
@@ -727,7 +724,7 @@ def train(cfg):
             metrics = {"loss": mean_loss(prior, splits["test"], clip_model)}
             metrics |= sample_metrics(prior, splits, "test", clip_model)
         loop.finish(run, state, log, metrics)
-    loop.announce(run, started)
+    loop.announce(run)
 
 
 # Commands

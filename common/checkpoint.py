@@ -438,13 +438,12 @@ class RunFolder:
     def save(self, state, log):
         """Save `state` as the checkpoint of its step, unless it is there, and drop all but KEEP.
 
-        log: the Tracker. Its lines are made durable first; after the save it sends copies.
+        log: the Tracker, which then sends copies.
         """
         newest = self.checkpoints[0]["step"] if self.checkpoints else None
         if not dist.is_main() or newest == state.step:
             return
         self.check_in_place()
-        log.sync()
         file = f"checkpoints/step_{state.step:08d}.pt"
         sha256 = save(state.contents(), self.folder / file)
         entry = {"file": file, "step": state.step, "sha256": sha256}

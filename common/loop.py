@@ -335,8 +335,6 @@ class Progress:
             metrics[name] = value / samples
         if torch.cuda.is_initialized():
             metrics["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30  # of rank 0
-        if self.state.scaler.is_enabled():
-            metrics["scale"] = self.state.scaler.get_scale()
         self.bar.set_postfix_str(f"loss {loss:.4f}, {rate:.0f} samples/s", refresh=False)
         self.restart()
         return metrics
@@ -390,12 +388,10 @@ def finish(run, state, log, metrics, samples=None):
     dist.stop_together()  # after a signal there is no next stage
 
 
-def announce(run, started=None):
-    """Print the results of a finished run; started: when this start of it began, if it did."""
-    step = run.results["step"]
-    headline = f"{run.folder} is finished, at step {step}; to train on, give more --steps."
-    if started:
-        seconds = time.monotonic() - started
-        page = run.folder / "report.html"
-        headline = f"Trained {run.folder}; this start took {seconds:.0f} s. See {page}"
-    tracker.print_results(headline, run.results)
+def announce(run):
+    """Print the results of a finished run."""
+    tracker.print_results(
+        f"{run.folder} is finished, at step {run.results['step']}; to train on, give more --steps. "
+        "See its report.html",
+        run.results,
+    )

@@ -6,7 +6,6 @@
 import concurrent.futures
 import contextlib
 import json
-import os
 import shlex
 import sys
 
@@ -190,10 +189,6 @@ class Tracker:
         if self.enabled:
             with contextlib.suppress(OSError):
                 tqdm.write(text)
-
-    def sync(self):
-        """Make the lines so far durable. A checkpoint follows, and they do not come again."""
-        os.fsync(self.file.fileno())
 
     def send(self):
         """Begin to send copies of what is new, after each save."""

@@ -25,7 +25,7 @@ def progress_of(step):
         cfg=Settings(batch_size=8),
         step=step,
         optimizers=[SimpleNamespace(param_groups=[{"lr": 0.5}])],
-        scaler=SimpleNamespace(is_enabled=lambda: True, get_scale=lambda: 4.0),
+        scaler=SimpleNamespace(get_scale=lambda: 4.0),
     )
     log = SimpleNamespace(enabled=False, print=printed.append, printed=printed)
     return loop.Progress(run, state, log, "test")
@@ -68,7 +68,6 @@ def test_a_line_is_of_the_steps_since_the_last_over_all_ranks_and_names_unusable
             "overflows": 1,
             "unusable_rows": 3,
             "other_loss": 5.0,  # twice the loss
-            "scale": 4.0,
         }
         assert [second[name] for name in ("loss", "overflows", "unusable_rows")] == [2.0, 0, 2]
         assert printed == ["unusable, and replaced by the next sample: a, b"]
