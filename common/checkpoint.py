@@ -216,21 +216,16 @@ def load_model(make, classes, path, weights="ema"):
 
 
 def model_file(folder, name=""):
-    """The path of a run's file `name`; without it best.pt, if that is not of model.pt's step.
-
-    best.pt had the lowest validation loss. A note says so.
-    """
-    path = Path(folder, name or "model.pt")
+    """The path of a run's file `name`; without a name best.pt, with a note, or else model.pt."""
     best = Path(folder, "best.pt")
-    if not name and best.is_file():
-        contents = load(best, mmap=True)
-        if not path.is_file() or load(path, mmap=True).get("step") != contents["step"]:
-            config.note(
-                f"{best}: of step {contents['step']}, whose validation loss "
-                f"{contents['val_loss']:.4f} was the lowest"
-            )
-            return best
-    return path
+    if name or not best.is_file():
+        return Path(folder, name or "model.pt")
+    contents = load(best, mmap=True)
+    config.note(
+        f"{best}: of step {contents['step']}, whose validation loss {contents['val_loss']:.4f} "
+        "was the lowest"
+    )
+    return best
 
 
 def model_contents(contents):

@@ -191,7 +191,7 @@ class Inference(Settings):
     model: str = field(
         "",
         "file of the run: model.pt (last), best.pt (lowest validation loss), checkpoints/…; "
-        '"": the better of the first two',
+        '"": best.pt, or else model.pt',
     )
     weights: Literal["ema", "online"] = field(
         "ema", "of a checkpoint: averaged, or as the optimizer left them"
