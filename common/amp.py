@@ -43,9 +43,3 @@ def step(scaler, optimizers, max_grad_norm):
         for optimizer in optimizers:
             scaler.step(optimizer)
     return norm, stepped
-
-
-def load_scaler(scaler, state):
-    """Restore `state`, {} without fp16: if the precision changed, the scale starts anew."""
-    if state:  # which a disabled scaler ignores
-        scaler.load_state_dict(state)

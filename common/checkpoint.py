@@ -23,7 +23,7 @@ from types import SimpleNamespace
 
 import torch
 
-from common import amp, config, dist, optim, schedule
+from common import config, dist, optim, schedule
 from common.config import UserError
 from common.ema import EMA
 
@@ -93,9 +93,10 @@ def load(path, mmap=False):
 
     mmap: tensors are read from the file only where they are used.
     """
-    if not Path(path).is_file():
-        raise UserError(f"{path}: no such checkpoint; train first, or name another file")
-    with config.explained(f"{path}: not a checkpoint of this program, or damaged"):
+    with config.explained(
+        f"{path}: no such checkpoint, or damaged, or of another program; train first, or name "
+        "another file"
+    ):
         contents = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
         if not isinstance(contents["model"], dict):
             raise TypeError("it has no weights")
@@ -318,7 +319,8 @@ class State:
                 load_weights(module, training["others"][name], path)
             self.ema.load_state_dict(contents["ema"])
             optim.load(self.optimizers, training["optimizers"], path)
-            amp.load_scaler(self.scaler, training["scaler"])
+            if training["scaler"]:  # {} without fp16; a disabled scaler ignores it
+                self.scaler.load_state_dict(training["scaler"])
             self.step = contents["step"]
             saved = {**contents["versions"], **contents["config"]}
         config.note(f"resuming {path} at step {self.step} of {self.cfg.steps}")
@@ -362,7 +364,7 @@ class RunFolder:
         self.lock_file = open(self.folder / ".lock", "a+")  # noqa: SIM115 (open until the end)
         try:
             lock(self.lock_file)
-        except (BlockingIOError, PermissionError) as error:
+        except OSError as error:
             self.lock_file.seek(0)
             raise UserError(
                 f"{self.folder}: in use by another live process ({self.lock_file.read().strip()}); "
@@ -378,11 +380,11 @@ class RunFolder:
                 "--load FILE and a new --run_dir"
             ):
                 record = json.loads(path.read_text())
-                self.checkpoints = list(record["checkpoints"])  # none: it is a new run
-                if self.checkpoints:
-                    self.logger_identity = dict(record.get("logger", {}))
-                    self.best = dict(record.get("best", {}))
-                    self.results = record.get("results")
+                self.checkpoints = record["checkpoints"]
+                if self.checkpoints:  # else it is a new run
+                    self.logger_identity = record["logger"]
+                    self.best = record["best"]
+                    self.results = record["results"]
         # Written at once: a first save that is cut off before it is recorded is known as such.
         self.write_record()
 

@@ -20,7 +20,7 @@ import torch.distributed as td
 import torch.distributed.nn
 from torch.utils._pytree import tree_map_only
 
-from common.config import UserError, is_main, note
+from common.config import UserError, explained, is_main, note
 
 # What clusters and terminals send before they take a machine away; Windows lacks the last two.
 NAMES = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")
@@ -84,10 +84,8 @@ def setup(device="auto", timeout_minutes=30.0):
         # Gloo is for what the hosts agree on, also where gradients are on GPUs.
         backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"
         timeout = timedelta(minutes=timeout_minutes)
-        try:
+        with explained("start all ranks by torchrun"):
             td.init_process_group(backend, timeout=timeout)
-        except (ValueError, RuntimeError) as error:  # a variable, or the network
-            raise UserError(f"start all ranks by torchrun; {str(error).splitlines()[0]}") from error
         atexit.register(teardown)
     return torch.device(device)
 

@@ -15,7 +15,7 @@ from common.config import UserError
 @pytest.mark.parametrize("world_size", [1, 2, 7])
 @pytest.mark.parametrize("batch_size, chunk_size", [(7, 1), (64, 8), (100, 14)])
 def test_the_ranks_chunks_cover_the_batch_once(batch_size, chunk_size, world_size):
-    whole = accumulate.plan(batch_size, chunk_size)
+    whole = accumulate.plan(batch_size, chunk_size, 0, 1)
     samples = [range(chunk.start, chunk.stop) for chunk in whole]
     assert [*itertools.chain(*samples)] == list(range(batch_size))
     for rank in range(world_size):

@@ -53,21 +53,6 @@ def test_autocast_runs_products_in_the_precision_and_says_nothing(precision):
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == amp.DTYPES[precision]
 
 
-@pytest.mark.parametrize("before, after, scale", [
-    ("fp16", "fp16", 512.0),
-    ("fp16", "bf16", 1.0),
-    ("fp32", "fp16", 2.0**16),
-    ("fp32", "bf16", 1.0),
-])
-def test_a_scale_is_resumed_and_starts_anew_after_a_change_of_precision(before, after, scale):
-    scaler = amp.scaler(CPU, before)
-    scaler.scale(torch.ones(()))  # a scaler makes its state when it is first used
-    scaler.update(512.0)
-    resumed = amp.scaler(CPU, after)
-    amp.load_scaler(resumed, scaler.state_dict())
-    assert resumed.get_scale() == scale
-
-
 class CountCasts(TorchDispatchMode):
     def __init__(self):
         super().__init__()

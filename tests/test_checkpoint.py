@@ -127,13 +127,29 @@ def test_loading_runs_no_code_and_refuses_a_foreign_or_torn_file_in_one_line(
     path = tmp_path / "state.pt"
     path.write_bytes(content)
     # Without torch's advice, which is to load without weights_only.
-    message = f"^{path}: not a checkpoint of this program, or damaged [^\n]*{reason}[^\n]*$"
+    message = f"^{path}: no such checkpoint, or damaged, [^\n]*{reason}[^\n]*$"
     with pytest.raises(UserError, match=message) as caught:
         checkpoint.load(path)
     assert "weights_only" not in str(caught.value)
     assert not Path("executed").exists()
     with pytest.raises(UserError, match=f"{tmp_path}: no such checkpoint"):
         checkpoint.load(tmp_path)
+
+
+@pytest.mark.parametrize("before, after, scale", [
+    ("fp16", "fp16", 512.0),
+    ("fp16", "bf16", 1.0),
+    ("fp32", "fp16", 2.0**16),
+    ("fp32", "bf16", 1.0),
+])
+def test_a_scale_is_resumed_and_starts_anew_after_a_change_of_precision(
+        before, after, scale, tmp_path):
+    state = state_of(tmp_path, precision=before)
+    state.scaler.scale(torch.ones(()))  # a scaler makes its state when it is first used
+    state.scaler.update(512.0)
+    resumed = state_of(tmp_path, precision=after)
+    resumed.restore(state.contents(), "x.pt")
+    assert resumed.scaler.get_scale() == scale
 
 
 def test_an_error_in_the_middle_of_writing_leaves_the_old_file_and_nothing_else(

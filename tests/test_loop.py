@@ -136,7 +136,7 @@ def write_run(folder, **identity):
     contents = {"model": {}, "training": {"identity": identity}}
     entry = {"file": "checkpoints/8.pt", "sha256": checkpoint.save(contents, path)}
     record = {"checkpoints": [entry], "best": {"file": "best.pt", "step": 8}}
-    record["results"] = {"step": 8}
+    record |= {"logger": {}, "results": {"step": 8}}
     checkpoint.write_json(record, folder / "auto_resume.json")
     return path
 
