@@ -1768,10 +1768,10 @@ def evaluate_pipeline(args, device=None):
         if scores and pipeline.models["semantic"].has_text:
             scores.add_texts(usable, seeds)
     metrics = order.means(found)
+    tracker.print_results(f"The stages together ({out}/sounds):", metrics)
     if dist.is_main():
         checkpoint.write_json(metrics, f"{out}/scores.json")
-    command = f"train_audio.py sample --run_dir {shlex.quote(args.run_dir)}"
-    tracker.print_results(f"The stages together ({out}/sounds):", metrics, command)
+        print(f"\nNext: python train_audio.py sample --run_dir {shlex.quote(args.run_dir)}")
 
 
 @dataclass(frozen=True)

@@ -234,12 +234,10 @@ def progress(steps=None, **settings):
     return tqdm(steps, dynamic_ncols=True, mininterval=interval, **settings)
 
 
-def print_results(headline, results, command=""):
-    """Print a headline, `results` as a table, and the command to run next; rank 0 alone does."""
+def print_results(headline, results):
+    """Print a headline, and `results` as a table; rank 0 alone does."""
     if dist.is_main():
         tqdm.write(f"\n{headline}\n")
         for name, value in results.items():
             text = f"{value:.4f}" if isinstance(value, float) else value
             tqdm.write(f"  {name:<40} {text}")
-        if command:
-            tqdm.write(f"\nNext: python {command}")
