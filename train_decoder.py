@@ -1116,13 +1116,14 @@ def load_prior(args, decoder, clip_model, texts):
 
     def prior_fn(texts, keys):
         condition = train_prior.conditioning({"caption": texts}, cfg, clip_model)
-        embeds, _ = train_prior.best_embeddings(
+        embeds = train_prior.best_embeddings(
             prior,
             condition,
             keys,
             1,
             max(cfg.eval_timesteps),
             cfg.guidance_scale,
+            eta=1.0,
             best_of=2,  # DALL-E 2 §2.2
             seed=args.seed,
         )

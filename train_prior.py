@@ -463,12 +463,12 @@ def best_embeddings(
     keys,
     num_samples,
     sampling_steps,
-    guidance_scale=1.0,
-    eta=1.0,
-    best_of=1,
-    seed=0,
+    guidance_scale,
+    eta,
+    best_of,
+    seed,
 ):
-    """(embeddings (texts, num_samples, D), cosine similarities with the texts).
+    """Image embeddings (texts, num_samples, D).
 
     Each is the best of `best_of` candidates: the most similar to its text (DALL-E 2 §2.2).
     condition: `conditioning` of the texts. keys: one a text; a candidate's noise is seeded by
@@ -487,9 +487,8 @@ def best_embeddings(
 
     # Keep the candidate that is the most similar to its text.
     shape = (-1, num_samples, best_of)
-    similarity, best = similarity.unflatten(0, shape).max(-1)
-    best = best[..., None, None]  # (texts, num_samples, 1, 1), an index into the candidates
-    return embeds.unflatten(0, shape).take_along_dim(best, 2).squeeze(2), similarity
+    best = similarity.unflatten(0, shape).argmax(-1)[..., None, None]  # an index, (…, 1, 1)
+    return embeds.unflatten(0, shape).take_along_dim(best, 2).squeeze(2)
 
 
 # Evaluation
@@ -537,13 +536,14 @@ def sample_metrics(prior, splits, split, clip_model):
                 accumulate.seed_all(cfg.seed, "similarities", number, steps)
                 sampled = sample_embeddings(prior, condition, steps, cfg.guidance_scale)
                 with_text = F.cosine_similarity(sampled, text)
-                with_image = F.cosine_similarity(sampled, image)
-                with_unrelated = F.cosine_similarity(sampled, unrelated_text)
-                cosines[f"similarity_with_text@{steps}"] += with_text.tolist()
-                cosines[f"similarity_with_image@{steps}"] += with_image.tolist()
-                cosines[f"similarity_with_unrelated_text@{steps}"] += with_unrelated.tolist()
-                difference = with_text - baseline
-                cosines[f"difference_from_baseline@{steps}"] += difference.tolist()
+                found = {
+                    "similarity_with_text": with_text,
+                    "similarity_with_image": F.cosine_similarity(sampled, image),
+                    "similarity_with_unrelated_text": F.cosine_similarity(sampled, unrelated_text),
+                    "difference_from_baseline": with_text - baseline,
+                }
+                for name, values in found.items():
+                    cosines[f"{name}@{steps}"] += values.tolist()
         metrics = order.means(cosines)
 
         if embeddings.is_built_in(dataset.folder) and not cfg.val_data:
@@ -648,15 +648,12 @@ def train(cfg):
     if cfg.lora_rank:
         from common.models import lora
 
-        digest = identity["base"]
-        trainable, info["lora"] = lora.start(prior, cfg.init_from, cfg.lora_rank, digest)
+        trainable, info["lora"] = lora.start(prior, cfg.init_from, cfg.lora_rank, identity["base"])
     optimizers = optim.make(
         trainable, cfg.optimizer, cfg.lr, cfg.weight_decay, cfg.betas, cfg.eps
     )
     scaler = amp.scaler(device, cfg.precision)
-    ema = EMA(
-        trainable, cfg.ema_update_every, decay=cfg.ema_decay, update_after=cfg.ema_update_after
-    )
+    ema = EMA(trainable, cfg.ema_update_every, cfg.ema_decay, cfg.ema_update_after)
     state = checkpoint.State(cfg, trainable, ema, optimizers, scaler, identity, info)
     loop.resume(run, state)
     if cfg.compile:
@@ -664,8 +661,9 @@ def train(cfg):
 
     # The order of samples follows from seed and step. Write config.json and open the logger.
     plan, batches = loop.batches(cfg, dataset, indices, state.step, device)
-    about = f"{len(dataset):,} embeddings of width {dataset.width}"
-    log = loop.begin(run, state, about, device)
+    log = loop.begin(
+        run, state, f"{len(dataset):,} embeddings of width {dataset.width}", device
+    )
     eval_due = loop.Due(cfg.eval_every, cfg.steps)
     save_due = loop.Due(cfg.save_every, cfg.steps)
 
@@ -876,7 +874,7 @@ def sample(args):
     for number, batch in enumerate(accumulate.split(inputs, count)):
         condition = conditioning(batch, cfg, clip_model)
         first = number * count
-        embeds, similarity = best_embeddings(
+        embeds = best_embeddings(
             prior,
             condition,
             range(first, first + len(condition["text_embed"])),
@@ -888,8 +886,6 @@ def sample(args):
             args.seed,
         )
         samples.append(embeds.flatten(0, 1).cpu())
-        for text, cosines in zip(batch.get("caption", ()), similarity.cpu().numpy().round(3)):
-            print(f"{text!r}: similarity with the text {cosines}")
     samples = torch.cat(samples).numpy()
     with checkpoint.atomic_write(args.out) as file:
         np.save(file, samples)

@@ -629,7 +629,7 @@ def test_mistakes_on_the_command_line_are_one_line_and_status_2(words, message):
         (dict(reconstruct="short.wav"), "shorter than a frame of 160"),
         (dict(model="worst.pt"), "semantic/worst.pt: no such checkpoint"),
         (dict(weights="online", model="best.pt"), "averaged weights alone; --weights online needs"),
-        (dict(run_dir="."), "model.pt: no such checkpoint, or damaged, or of another program; train first"),
+        (dict(run_dir="."), "another program; train first, or name another file (FileNotFound"),
     ],
 )
 def test_mistakes_that_files_show_are_one_line_and_status_1(settings, message, whole):

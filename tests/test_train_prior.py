@@ -460,9 +460,8 @@ def embed_texts(world, texts):
 def test_the_samples_kept_are_the_most_similar_to_the_text(encodings, world, tmp_path):
     settings = dict(text_encodings=encodings, objective="v", **SHORT)
     run(*flags(data=world / "emb", run_dir=tmp_path, **settings))
-    out, candidates = sample(tmp_path, text=STAR, num_samples=6, best_of=1)
+    _, candidates = sample(tmp_path, text=STAR, num_samples=6, best_of=1)
     cosines = candidates @ F.normalize(embed_texts(world, [STAR])[0], dim=0).numpy()
-    assert f"{STAR!r}: similarity with the text {cosines.round(3)}" in out
     _, best = sample(tmp_path, text=STAR, num_samples=2, best_of=3)
     kept = [cosines[:3].argmax(), 3 + cosines[3:].argmax()]
     np.testing.assert_allclose(best, candidates[kept], atol=1e-5)
