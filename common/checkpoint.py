@@ -412,13 +412,6 @@ class RunFolder:
             del self.checkpoints[0]
         return None
 
-    def finished(self, steps):
-        """The results of the run if it has finished so many `steps`, or None."""
-        results = self.results
-        if results and results["step"] >= steps and (self.folder / "model.pt").is_file():
-            return results
-        return None
-
     def read_best(self):
         """Take the loss of best.pt as the best so far, unless it is of another measure."""
         path = self.folder / "best.pt"

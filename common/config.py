@@ -235,8 +235,7 @@ def typed(cls, values, source):
 
     UserError begins with `source`.
     """
-    items = values.items()
-    words = [f"--{name}={as_word(value)}" for name, value in items if value is not None]
+    words = [f"--{name}={as_word(value)}" for name, value in values.items()]
     return read_words(make_parser(cls), words, f"{source}: ")
 
 

@@ -106,12 +106,8 @@ def teardown():
 class Stopped(SystemExit):
     """Some rank was sent a signal. All ranks raise this at the same place, to save and to end.
 
-    The exit status is 128 and the number of the signal, as a shell gives it.
+    The exit status, its `code`, is 128 and the number of the signal, as a shell gives it.
     """
-
-    def __init__(self, number):
-        super().__init__(128 + number)
-        self.signal = signal.Signals(number).name
 
 
 # The newest signal to this process, 0 for none yet; None while nobody listens.
@@ -157,7 +153,7 @@ def stop_together():
     if world_size() > 1:
         td.all_reduce(newest, td.ReduceOp.MAX)
     if newest:
-        raise Stopped(int(newest))
+        raise Stopped(128 + int(newest))
 
 
 def deal(count):

@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 import json
 import math
+import signal
 import time
 from pathlib import Path
 
@@ -36,7 +37,9 @@ def open_run(cfg, folder, max_chunk):
     def open_on_main():
         run.open()
         has_begun = bool(run.checkpoints)
-        results = run.finished(cfg.steps)
+        results = run.results
+        if results and (results["step"] < cfg.steps or not (run.folder / "model.pt").is_file()):
+            results = None
         newest = run.newest_intact()
         if not newest and cfg.load and (has_begun or not cfg.load_only_auto_resume):
             newest = local_file(cfg.load, run)
@@ -363,9 +366,9 @@ def progress(run, state, log, title):
         except dist.Stopped as stop:
             steps.save()
             dist.gather(None)  # torchrun kills all when one has ended
+            name = signal.Signals(stop.code - 128).name
             log.print(
-                f"stopped by {stop.signal} at step {state.step}, all saved; the same command goes "
-                "on"
+                f"stopped by {name} at step {state.step}, all saved; the same command goes on"
             )
             raise
         finally:

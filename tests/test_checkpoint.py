@@ -191,13 +191,7 @@ def test_a_model_is_read_by_its_kind_with_the_weights_wanted(tmp_path):
         assert cfg.width == 4
         assert same(found["model"], module.state_dict())
 
-    results = {"step": 1, "test_loss": 0.5}
-    run = opened(tmp_path)
-    run.save(state, log_to([]))
-    run.results = results
-    assert run.finished(1) is None  # without its model
-    run.write_model(state, "model.pt", **results)
-    assert [run.finished(steps) for steps in (1, 2)] == [results, None]
+    opened(tmp_path).write_model(state, "model.pt", step=1, test_loss=0.5)
     averaged = tmp_path / "model.pt"
     finished = checkpoint.load(averaged)
     assert finished.keys() == {"kind", "model", "config", "versions", "step", "test_loss"}
