@@ -58,13 +58,11 @@ def decode_image(content, name):
         with contextlib.suppress(Exception):  # a damaged EXIF has no orientation
             ImageOps.exif_transpose(image, in_place=True)
         if image.mode.startswith("I"):  # gray of 16 bits, which `convert` would cut off at 255
-            gray = (np.asarray(image).astype(np.int64) + 128) // 257
+            gray = np.asarray(image) / 257 + 0.5
             image = Image.fromarray(gray.astype(np.uint8))
-        if image.has_transparency_data:
+        if image.mode == "P" or image.has_transparency_data:  # a palette has RGB's profile
             white = Image.new("RGBA", image.size, "white")
             image = Image.alpha_composite(white, image.convert("RGBA"))
-        if image.mode == "P":  # which has RGB's profile
-            image = image.convert("RGB")
         with contextlib.suppress(Exception):  # no profile, a damaged one, or one of other channels
             transform = to_srgb(profile, image.mode)
             if transform:
