@@ -142,12 +142,11 @@ class CaptionedImages:
                 f"{path}: no such folder, or no captioned images found; expected "
                 "KEY.jpg, .png or .webp with KEY.txt, KEY.json or metadata.jsonl"
             )
-        # Arrays and one text: millions of objects would be copied to every worker.
-        keys, entries, rows = zip(*samples)
+        # Arrays: millions of objects would be copied to every worker. Without a table all of the
+        # rows are one object.
+        keys, entries, self.rows = zip(*samples)
         self.keys = np.array(keys, np.bytes_)
         self.entries = np.array(list(entries), ENTRY)
-        self.rows = "".join(rows)  # captions of tables
-        self.ends = np.cumsum([0, *map(len, rows)])  # of that of each image, which may be empty
 
     def __len__(self):
         return len(self.entries)
@@ -181,7 +180,7 @@ class CaptionedImages:
     def caption(self, index):
         """The caption of an image, see files.clean_caption; raises Unusable."""
         if not self.entries[index]["caption"]["extension"]:
-            return self.rows[self.ends[index] : self.ends[index + 1]]
+            return self.rows[index]
         name = self.name(index, "caption")
         unreadable = contextlib.suppress(Exception)
         if self.needs_captions:
