@@ -67,7 +67,6 @@ def captioned(tmp_path, monkeypatch):
     records[1]["caption"] = ""
     settings = {**TINY, "data": "images", "run_dir": "clip", "steps": 2, "batch_size": 32}
     out = run_embed("train", *flags(**settings))
-    assert "Next: python -m common.data.embed embed --data images --run_dir clip --out emb" in out
     return pictures, records, out
 
 
@@ -86,7 +85,6 @@ def test_images_that_can_be_used_are_embedded_as_the_prior_reads_them(captioned,
     words = flags(data="images", run_dir="clip", out="emb")
     out = run_embed("embed", *words, "--encodings", "--raw")
     assert "1 of 81 images cannot be used and are left out: images/damaged.png" in out
-    assert "train_prior.py --data emb " in out
     model = clip.load("clip", CPU)
     assert config.read_json("emb/clip.json") == {
         "clip": str(tmp_path / "clip"),

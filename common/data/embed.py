@@ -7,7 +7,6 @@
 import dataclasses
 import hashlib
 import math
-import shlex
 from pathlib import Path
 from typing import Literal
 
@@ -129,13 +128,14 @@ def augment(images, crop_scale, flip):
     return to_uint8(F.grid_sample(images, grid, padding_mode="border", align_corners=False))
 
 
-def train(cfg, device):
+def train(cfg, device=None):
     """Train a CLIP, and write it to RUN/model.pt.
 
     It is saved ten times; on images of one's own only where its retrieval of held-out ones is not
     worse than before: few images are soon learned by heart. It repeats bit for bit on the same
     device and number of threads.
     """
+    device = device or dist.setup(cfg.device)
     if cfg.context < 3 or cfg.text_width % 32:
         raise UserError("expected --context of 3 or more, and --text_width of a multiple of 32")
     batches = list(read(cfg.data, cfg.image_size, "train"))
@@ -225,8 +225,9 @@ def embed(clip_model, batches, encodings=False, raw=False):
     return [np.concatenate(column) for column in zip(*arrays)], records
 
 
-def embed_all(cfg, device):
+def embed_all(cfg, device=None):
     """Write embeddings of all images of `data` as shards, and clip.json, which names the CLIP."""
+    device = device or dist.setup(cfg.device)
     clip_model = clip.load(cfg.run_dir, device)
     out = Path(cfg.out)
     (out / "clip.json").unlink(missing_ok=True)  # it may name another CLIP
@@ -276,20 +277,8 @@ def builtin_data(folder, device):
     return str(out)
 
 
-def train_command(cfg):
-    train(cfg, dist.setup(cfg.device))
-    flags = shlex.join(["--data", cfg.data, "--run_dir", cfg.run_dir, "--out", "emb"])
-    print(f"Next: python -m common.data.embed embed {flags}")
-
-
-def embed_command(cfg):
-    embed_all(cfg, dist.setup(cfg.device))
-    out = shlex.quote(cfg.out)
-    print(f"Next: python train_prior.py --data {out} --run_dir runs/my_prior")
-
-
 def main():
-    config.run({"train": (train_command, Config), "embed": (embed_command, EmbedConfig)}, __doc__)
+    config.run({"train": (train, Config), "embed": (embed_all, EmbedConfig)}, __doc__)
 
 
 if __name__ == "__main__":
