@@ -59,9 +59,7 @@ def png(image):
 
     def chunk(kind, body):  # (§5.3)
         content = kind + body
-        length = struct.pack(">I", len(body))
-        checksum = struct.pack(">I", zlib.crc32(content))
-        return length + content + checksum
+        return struct.pack(f">I{len(content)}sI", len(body), content, zlib.crc32(content))
 
     height, width, _ = image.shape
     header = struct.pack(  # (§11.2.2)
@@ -120,14 +118,10 @@ def captioned_grid(images, captions, columns):
 
 
 @functools.lru_cache(maxsize=64)
-def _weights(length, size, kept, mode, device):
-    """The matrix (kept, length) that resizes a line to `size` pixels as Pillow does, in float32.
-
-    It gives the central `kept` of them, see `central_square`.
-    """
+def _weights(length, size, mode, device):
+    """The matrix (size, length) that resizes a line to `size` pixels as Pillow does, in float32."""
     ratio = length / size
-    first = round((size - kept) / 2)
-    centers = torch.arange(first, first + kept, dtype=torch.float64) + 0.5
+    centers = torch.arange(size, dtype=torch.float64) + 0.5
     centers = centers * ratio
     distances = torch.arange(length) - centers[:, None] + 0.5
     scale = max(1.0, ratio)  # kernels are widened to shrink, so that no pixel is left out
@@ -136,12 +130,12 @@ def _weights(length, size, kept, mode, device):
     return table.to(device, torch.float32)
 
 
-def resize(images, size, mode="bicubic", longest=2**31):
+def resize(images, size, mode="bicubic"):
     """Resize float images (B, C, H, W) so that the shorter side is `size`, rounding down the other.
 
     nearest and nearest_exact take pixels as torch does, the other modes are Pillow's, antialiased.
     bicubic and lanczos overshoot at sharp edges; nothing is clamped, because only the caller knows
-    the range. Pillow's modes compute no more than the central `longest` pixels of the longer side.
+    the range.
     """
     _, _, height, width = images.shape
     shorter = min(height, width)
@@ -152,20 +146,8 @@ def resize(images, size, mode="bicubic", longest=2**31):
     if mode not in KERNELS:
         mode = mode.replace("_", "-")
         return F.interpolate(images, (new_height, new_width), mode=mode)
-    rows = _weights(
-        height,
-        new_height,
-        min(new_height, longest),
-        mode,
-        images.device,
-    )
-    columns = _weights(
-        width,
-        new_width,
-        min(new_width, longest),
-        mode,
-        images.device,
-    )
+    rows = _weights(height, new_height, mode, images.device)
+    columns = _weights(width, new_width, mode, images.device)
     with torch.autocast(images.device.type, enabled=False):  # sums of many pixels
         resized = rows @ (images.float() @ columns.T)
     return resized.to(images.dtype)
@@ -202,19 +184,23 @@ def blur(images, sigma):
         return kernel @ images @ kernel.mT
 
 
-def central_square(images):
-    """The largest central squares (B, C, S, S) of images (B, C, H, W)."""
-    height, width = images.shape[2:]
-    size = min(height, width)
-    top = round((height - size) / 2)  # as in CLIP's preprocessing
-    left = round((width - size) / 2)
-    return images[:, :, top : top + size, left : left + size]
+def central_square(images, ratio=1):
+    """The largest central squares (B, C, S, S) of images (B, C, H, W).
+
+    ratio: of longer side to shorter one at most, so that above 1 it takes more of the longer side.
+    """
+    longest = ratio * min(images.shape[2:])
+    for dim in (2, 3):
+        length = images.shape[dim]
+        kept = min(length, longest)
+        first = round((length - kept) / 2)  # as in CLIP's preprocessing
+        images = images.narrow(dim, first, kept)
+    return images
 
 
 def crop(images, size, corners):
     """The squares of `size` of (B, C, H, W) that begin at `corners` (B, 2): pixels down, right."""
     crops = []
     for image, (top, left) in zip(images, corners.tolist()):
-        rows = image[:, top : top + size]
-        crops.append(rows[:, :, left : left + size])
+        crops.append(image[:, top : top + size, left : left + size])
     return torch.stack(crops)

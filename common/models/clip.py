@@ -185,8 +185,8 @@ def center_crop(images, size):
     images: uint8 (B, H, W, 3). Returns float (B, 3, size, size) in [0, 1].
     """
     images = images.permute(0, 3, 1, 2).float() / 255
-    images = resize(images, size, longest=size)  # of a long image, all would be gigabytes
-    return central_square(images).clamp(0, 1)
+    images = central_square(images, ratio=16)  # a longer one would be gigabytes where it is resized
+    return central_square(resize(images, size)).clamp(0, 1)
 
 
 class OpenCLIP(Encoder):
