@@ -502,9 +502,9 @@ class UNet(nn.Module):
         emb_width = 4 * cfg.width
 
         # Timestep and conditions.
-        self.time_in = TimeEmbedding(cfg.width, emb_width, cfg.timesteps)
+        self.time_in = TimeEmbedding(cfg.width, emb_width)
         if cfg.low_res_noise:
-            self.low_res_level_in = TimeEmbedding(cfg.width, emb_width, cfg.timesteps)
+            self.low_res_level_in = TimeEmbedding(cfg.width, emb_width)
         if cfg.image_condition:
             self.null_image = nn.Parameter(torch.randn(embed_width))  # stands for a dropped image
             self.image_in = nn.Linear(embed_width, emb_width)  # added to the timestep
@@ -549,11 +549,7 @@ class UNet(nn.Module):
         conv_out = nn.Conv2d(width, 6 if cfg.learned_variance else 3, 3, padding=1)
         self.out = nn.Sequential(group_norm(width), nn.SiLU(), zero_init(conv_out))
 
-        # Noise levels α_t and σ_t. They follow from the config, so they are not saved.
-        schedule_name = "flow" if cfg.objective == "flow" else cfg.noise_schedule
-        alpha, sigma = diffusion.alphas_sigmas(schedule_name, cfg.timesteps)
-        self.register_buffer("alpha", alpha, persistent=False)  # (T,)
-        self.register_buffer("sigma", sigma, persistent=False)  # (T,)
+        diffusion.add_levels(self, cfg)  # noise levels α_t and σ_t
 
     def scale_embedding(self, embed):
         """CLIP embeddings (B, D) at length √D, the scale of unit noise; raw ones are unchanged."""

@@ -244,7 +244,7 @@ class Prior(nn.Module):
             text_len = cfg.max_text_len
             self.encoding_in = nn.Linear(encoding_width, width)
         self.text_in = nn.Linear(embed_width, width)
-        self.time_in = TimeEmbedding(width, width, cfg.timesteps)
+        self.time_in = TimeEmbedding(width, width)
         self.image_in = nn.Linear(embed_width, width)
         self.query = learned_tokens(1, width)  # the output here is the prediction
         self.positions = learned_tokens(text_len + 4, width)  # text, embedding, time, image, query
@@ -264,11 +264,7 @@ class Prior(nn.Module):
         self.register_buffer("clip_mean", torch.zeros(embed_width))
         self.register_buffer("clip_std", torch.full((embed_width,), embed_width**-0.5))
 
-        # Noise levels (T,). They follow from the config, so they are not saved.
-        schedule_name = "flow" if cfg.objective == "flow" else cfg.noise_schedule
-        alpha, sigma = diffusion.alphas_sigmas(schedule_name, cfg.timesteps)
-        self.register_buffer("alpha", alpha, persistent=False)
-        self.register_buffer("sigma", sigma, persistent=False)
+        diffusion.add_levels(self, cfg)  # noise levels α_t and σ_t
 
     def measure_embeddings(self, image_embed):
         """Take mean and standard deviation from raw image embeddings (N, D) of training data."""

@@ -28,12 +28,8 @@ def noise_betas(name, timesteps):
         time = torch.arange(timesteps + 1, dtype=torch.float64) / timesteps
         f = torch.cos((time + 0.008) / 1.008 * math.pi / 2) ** 2
         beta = 1 - f[1:] / f[:-1]
-    else:
-        assert name == "linear", name  # Ho et al. 2020, §4, whose ends are for T = 1000
-        low = 1000 / timesteps * 1e-4
-        high = 1000 / timesteps * 0.02
-        u = torch.linspace(0, 1, timesteps, dtype=torch.float64)
-        beta = low + (high - low) * u
+    else:  # "linear": Ho et al. 2020, §4, whose ends are for T = 1000
+        beta = torch.linspace(1e-4, 0.02, timesteps, dtype=torch.float64)
     return beta.clamp(max=0.999)
 
 
@@ -51,6 +47,17 @@ def alphas_sigmas(name, timesteps):
     return alpha.float(), sigma.float()
 
 
+def add_levels(model, cfg):
+    """Give a `model` the levels of noise of its config: buffers `alpha` and `sigma`, each (T,).
+
+    They follow from the config, so they are not saved.
+    """
+    name = "flow" if cfg.objective == "flow" else cfg.noise_schedule
+    alpha, sigma = alphas_sigmas(name, cfg.timesteps)
+    model.register_buffer("alpha", alpha, persistent=False)
+    model.register_buffer("sigma", sigma, persistent=False)
+
+
 def sample_timesteps(density, shape, timesteps, device):
     """int64 timesteps of `shape`, of a density of SD3 (Esser et al. 2024, §3.1) on (0, 1), times T.
 
@@ -61,8 +68,7 @@ def sample_timesteps(density, shape, timesteps, device):
         return torch.randint(timesteps, shape, device=device)
     if density == "logit_normal":
         time = torch.randn(shape, device=device).sigmoid()
-    else:
-        assert density == "mode", density
+    else:  # "mode"
         u = torch.rand(shape, device=device)
         time = 1 - u - 1.29 * (torch.cos(math.pi / 2 * u) ** 2 - 1 + u)
     return (time * timesteps).long().clamp(0, timesteps - 1)
@@ -76,7 +82,7 @@ def extract(table, timestep, like):
 
 
 def levels(model, timestep, like):
-    """(α_t, σ_t) at `timestep` of the tables that a `model` has, shaped as by `extract`."""
+    """(α_t, σ_t) at `timestep` of a `model` with `add_levels`, shaped as by `extract`."""
     return extract(model.alpha, timestep, like), extract(model.sigma, timestep, like)
 
 
@@ -88,8 +94,7 @@ def target(objective, x0, noise, alpha, sigma):
         return noise
     if objective == "v":  # Salimans & Ho 2022, App. D
         return alpha * noise - sigma * x0
-    assert objective == "flow", objective  # Liu et al. 2022, Eq. 1
-    return noise - x0
+    return noise - x0  # "flow": Liu et al. 2022, Eq. 1
 
 
 def predict_x0(objective, prediction, x_t, alpha, sigma):
@@ -100,8 +105,7 @@ def predict_x0(objective, prediction, x_t, alpha, sigma):
         return (x_t - sigma * prediction) / alpha
     if objective == "v":
         return alpha * x_t - sigma * prediction
-    assert objective == "flow", objective
-    return x_t - sigma * prediction
+    return x_t - sigma * prediction  # "flow"
 
 
 def dream(x_t, noise, predicted, sigma):
@@ -134,8 +138,7 @@ def loss_weight(kind, objective, alpha, sigma):
         return 2 / (math.pi * (1 - 2 * sigma + 2 * sigma**2))
     if kind == "sigma_sqrt":
         return sigma**-2
-    assert kind == "min_snr", kind
-    ratio = snr(alpha, sigma)
+    ratio = snr(alpha, sigma)  # "min_snr"
     weight = ratio.clamp(max=5.0)  # on x0
     x0_per_error = {"x0": 1, "epsilon": ratio, "v": ratio + 1, "flow": sigma**-2}  # squared
     return weight / x0_per_error[objective]

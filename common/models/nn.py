@@ -277,7 +277,7 @@ class NullText(nn.Module):
     They are zero until `fill`, and stay so where no CLIP is loaded.
     """
 
-    def __init__(self, embed_width, encoding_width=0, length=0):
+    def __init__(self, embed_width, encoding_width, length):
         super().__init__()
         self.register_buffer("text_embed", torch.zeros(1, embed_width))
         if encoding_width:
@@ -298,15 +298,14 @@ class NullText(nn.Module):
 
 
 class TimeEmbedding(nn.Module):
-    """A timestep in [0, timesteps), whole or not, (…) -> (…, hidden) (DDPM, App. B).
+    """A timestep in [0, 1000), whole or not, (…) -> (…, hidden) (DDPM, App. B).
 
     Cosines and sines at `width`/2 geometric frequencies (Vaswani et al. 2017, §3.5), two layers.
     """
 
-    def __init__(self, width, hidden, timesteps):
+    def __init__(self, width, hidden):
         super().__init__()
         self.width = width
-        self.timesteps = timesteps
         self.layers = nn.Sequential(
             nn.Linear(width, hidden),
             nn.SiLU(),
@@ -314,12 +313,11 @@ class TimeEmbedding(nn.Module):
         )
 
     def forward(self, timestep):
-        per_thousand = timestep * (1000.0 / self.timesteps)
         half = self.width // 2
         exponent = torch.arange(half, device=timestep.device, dtype=torch.float32) / half
         # As exp, not as a power: they differ by 1e-7, times 999 for the last timestep.
         frequencies = torch.exp(-math.log(10000.0) * exponent)
-        angles = per_thousand[..., None] * frequencies
+        angles = timestep[..., None] * frequencies
         sinusoid = torch.cat([angles.cos(), angles.sin()], dim=-1)
         return self.layers(sinusoid)
 
