@@ -120,11 +120,10 @@ class KVCache:
         self.length = length
         self.max_len = int(length.max())
         self.layers = []
-        for keys, values in cache:
-            padding = (0, 0, 0, size - keys.shape[2])
-            keys = F.pad(keys, padding)
-            values = F.pad(values, padding)
-            self.layers.append((keys, values))
+        for keys_values in cache:
+            both = torch.stack(keys_values, dim=1)  # (B, 2, heads, N, d)
+            padding = (0, 0, 0, size - both.shape[3])
+            self.layers.append(F.pad(both, padding))
 
     def append(self, layer, new):
         """Write one token a sample, `new` keys and values (B, heads, 1, d), of block `layer`.
@@ -132,11 +131,9 @@ class KVCache:
         Returns the keys and values of the first max_len + 1 tokens.
         """
         samples = torch.arange(len(self.length), device=self.length.device)
-        extended = []
-        for buffer, token in zip(self.layers[layer], new):
-            buffer[samples, :, self.length] = token[:, :, 0]
-            extended.append(buffer[:, :, : self.max_len + 1])
-        return extended
+        both = self.layers[layer]
+        both[samples, :, :, self.length] = torch.stack(new, dim=1)[..., 0, :]
+        return both[..., : self.max_len + 1, :].unbind(1)
 
     def mask(self):
         """Which of the first max_len + 1 tokens a sample's next one attends to, (B, 1, 1, N)."""
