@@ -42,6 +42,7 @@ import os
 # Set before torch is imported: idle OpenMP threads stop spinning early, so ranks can share cores.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
+import collections
 import dataclasses
 import itertools
 from dataclasses import dataclass
@@ -180,11 +181,6 @@ class UNetConfig(SharedConfig):
     def __post_init__(self):
         super().__post_init__()
         levels = len(self.channel_mult)
-        if max(self.attention_levels, default=0) >= levels:  # such a level would be ignored
-            raise UserError(
-                f"--attention_levels {self.attention_levels}: expected numbers below {levels}, the "
-                "number of levels"
-            )
         # Group norms have at least four channels a group. Every level but the last is halved.
         divisor = 2 ** (levels - 1)
         if self.width % 4 or self.image_size % divisor or self.random_crop % divisor:
@@ -239,15 +235,14 @@ class BaseConfig(UNetConfig):
                 "--learned_variance: it needs --timestep_density uniform and another objective "
                 "than flow, as the bound is a sum over the timesteps of DDPM"
             )
-        if not self.attention_levels:
-            raise UserError("--attention_levels: the base needs some, which see image and text")
+        levels = len(self.channel_mult)
+        if max(self.attention_levels, default=levels) >= levels:
+            raise UserError(
+                f"--attention_levels {self.attention_levels}: expected numbers below {levels}, the "
+                "number of levels, and one at least, which sees image and text"
+            )
         if self.lora_rank and not self.init_from:
             raise UserError("--lora_rank: adapters need the model that --init_from names")
-
-    @property
-    def head_dim(self):
-        """Channels of an attention head: 64 (ADM §3.1), fewer in a model that is narrower."""
-        return min(64, self.width)
 
 
 @dataclass(frozen=True)
@@ -431,7 +426,8 @@ class ResBlock(nn.Module):
         self.conv2 = zero_init(nn.Conv2d(width, width, 3, padding=1))
         self.skip = nn.Conv2d(width_in, width, 1) if width_in != width else nn.Identity()
         if has_attention:
-            num_heads = width // cfg.head_dim
+            # Heads of 64 channels (ADM §3.1), of fewer in a model that is narrower.
+            num_heads = width // min(64, cfg.width)
             while width % num_heads:  # fewer and wider heads, so that they divide the width
                 num_heads -= 1
             self.attention_norm = group_norm(width)
@@ -724,7 +720,7 @@ def diffusion_loss(unet, batch, condition):
     if cfg.learned_variance:
         # The bound trains the variance alone: its mean has no gradient.
         fraction = (out[:, 3:] + 1) / 2  # 0: posterior variance β̃_t, 1: β_t
-        x0_hat = diffusion.predict_x0(cfg.objective, prediction.detach(), x_t, alpha, sigma)
+        x0_hat = diffusion.predict_x0(cfg.objective, prediction, x_t, alpha, sigma)
         x0_hat = x0_hat.clamp(-1, 1)  # as in sampling; ADM's code does not clip it here
         bound = diffusion.variational_bound(x0, timestep, x0_hat, fraction, unet.alpha, unet.sigma)
         # The bound of an image is a sum over the timesteps, of which this is a sample.
@@ -893,6 +889,7 @@ def open_data(cfg, image_size, source, device):
         "widths": widths,
         "clip": spec,
         "clip_fingerprint": fingerprint,
+        "last_step": None,  # path of another U-Net, see `take_last_step`
     }
     return order.splits(dataset, cfg, val_dataset), clip_model, info
 
@@ -958,7 +955,8 @@ def sample_metrics(unets, split, clip_model, grid_file="", prior_fn=None):
     mode = first.training  # in training it is the only one
     first.eval()
     dataset, indices = split
-    found = []  # of this rank: (number, captions, embeddings (3, B, D), correct (2, B))
+    correct = collections.defaultdict(list)  # of this rank: {metric: whether each image is}
+    found = []  # of this rank: (number, captions, embeddings (3, B, D))
     for number, batch in order.batches(dataset, indices, cfg.eval_samples, cfg.chunk_size):
         batch = order.to_device(batch, first.alpha.device)
         captions = batch["caption"]
@@ -975,27 +973,24 @@ def sample_metrics(unets, split, clip_model, grid_file="", prior_fn=None):
             write_grid(grid_file, pairs, 2 * captions[:8], len(pairs) // 2)
 
         # How well images fit their captions, by the CLIP and, for built-in data, exactly.
-        embeds = correct = None
         if clip_model:
             # Whole texts are embedded; of their encodings, which are not used, one token stays.
             text = clip_model.text_condition(captions, 1)["text_embed"]  # (B, D)
             embeds = [clip_model.embed_image(fake), clip_model.embed_image(real), text]
             embeds = F.normalize(torch.stack(embeds), dim=-1).cpu().double().numpy()
+            found.append((number, captions, embeds))
         # The judge takes averages of 16 x 16 boxes.
         if isinstance(dataset, images.Shapes) and real.shape[1] % 16 == 0:
             records = dataset.records(keys)
-            correct = [is_correct(fake, records), is_correct(real, records)]
-        found.append((number, captions, embeds, correct))
+            correct["caption_accuracy"] += is_correct(fake, records).tolist()
+            correct["caption_accuracy_ceiling"] += is_correct(real, records).tolist()
     first.train(mode)  # as it was
 
     # All ranks together, in the order of the samples.
+    metrics = order.means(correct)
     found = sorted(itertools.chain(*dist.gather(found)))
-    _, captions, embeds, correct = zip(*found)
-    metrics = {}
-    if correct[0]:
-        fake, real = np.concatenate(correct, axis=1)  # (N,) each
-        metrics = {"caption_accuracy": fake.mean(), "caption_accuracy_ceiling": real.mean()}
     if clip_model:
+        _, captions, embeds = zip(*found)
         embeds = np.concatenate(embeds, axis=1)  # (3, N, D)
         fake, real, text = embeds
         metrics["frechet_distance"] = frechet_distance(fake, real)
@@ -1069,26 +1064,24 @@ def load_cascade(args, device):
     for run_dir in args.run_dir:
         stages = filter(Path.is_dir, [Path(run_dir, stage) for stage in STAGES])
         folders += list(stages) or [run_dir]
-    loaded = []
-    for folder in folders:
-        loaded.append(load_unet(checkpoint.model_file(folder, args.model), device, args.weights))
-    unets = [unet for unet, _ in loaded]
-    _, contents = loaded[0]
+    paths = [checkpoint.model_file(folder, args.model) for folder in folders]
+    unets, contents = zip(*[load_unet(path, device, args.weights) for path in paths])
 
     given = {"eval_steps": args.steps, "guidance_scale": args.guidance_scale, "eta": args.eta}
+    given = {name: values for name, values in given.items() if values}  # others as in training
     for number, unet in enumerate(unets):
         for name, values in given.items():
-            if values:  # else as in training
-                value = values[min(number, len(values) - 1)]  # the last holds for further stages
-                unet.cfg = dataclasses.replace(unet.cfg, **{name: value})
-        # Each stage must start from images of the size that the one before it makes.
-        if number and unets[number - 1].cfg.image_size != unet.cfg.low_res_size:
+            value = values[min(number, len(values) - 1)]  # the last holds for further stages
+            unet.cfg = dataclasses.replace(unet.cfg, **{name: value})
+    # Each stage must start from images of the size that the one before it makes.
+    for before, unet, path in zip(unets, unets[1:], paths[1:]):
+        if before.cfg.image_size != unet.cfg.low_res_size:
             raise UserError(
-                f"{folders[number]}: starts from pictures of {unet.cfg.low_res_size} pixels (0: "
+                f"{path}: starts from pictures of {unet.cfg.low_res_size} pixels (0: "
                 f"none), not of those that the stage before it makes; order --run_dir, or train "
                 "each --stage"
             )
-    return unets, args.clip or contents["clip"], contents["clip_fingerprint"]
+    return unets, args.clip or contents[0]["clip"], contents[0]["clip_fingerprint"]
 
 
 def load_prior(args, decoder, clip_model, texts):
@@ -1207,9 +1200,7 @@ def train_stage(cfg, device):
     if cfg.text_encodings == "clip":  # "no text" is the encoding of ""
         unet.null_text.fill(clip_model.text_condition([""], cfg.max_text_len))
     if run.source and cfg.init_strict:  # the second U-Net of an imported model is kept
-        last_step = take_last_step(unet, run.source, device)
-        if last_step:
-            info["last_step"] = last_step
+        info["last_step"] = take_last_step(unet, run.source, device)
     trainable = unet  # with LoRA, the adapters alone
     if cfg.lora_rank:
         from common.models import lora
@@ -1340,10 +1331,11 @@ class SampleConfig(CascadeConfig):
 
     text: str = field("", "a caption; without text and image the samples are unconditional")
     texts: str = field("", "file with one caption a line")
-    image: str = field("", "image to draw variations of, or to inpaint with --mask")
+    image: str = field(
+        "", "image to draw variations of, to inpaint with --mask, or for an upsampler to enlarge"
+    )
     to: str = field("", "second image, to interpolate to (DALL-E 2 §3.2)")
     mask: str = field("", "image of the size of --image: black is kept, white is drawn anew")
-    low_res: str = field("", "image to enlarge, if the first stage is an upsampler")
     num_samples: PositiveInt = field(
         8, "samples of a caption or image, or number of steps from --image to --to"
     )
@@ -1415,22 +1407,14 @@ def sample(args):
     # Read the images.
     embeds = torch.zeros(len(captions), first.widths[0], device=device)  # none
     low_res = kept = None
-    if bool(args.low_res) != bool(first.cfg.low_res_size):
-        raise UserError(
-            "--low_res: an upsampler, and no other stage, starts from an image; "
-            f"{args.run_dir[0]} begins with stage {first.cfg.stage}"
-        )
-    if args.low_res:
-        low_res = square(open_image(args.low_res, device), first.cfg.low_res_size)
     if args.image:
         image = open_image(args.image, device)
         if clip_model:  # variations (DALL-E 2 §3.1)
             embeds += clip_model.embed_image(image)
-        elif not args.mask:
-            raise UserError(
-                f"--image: {args.run_dir[0]} begins with stage {first.cfg.stage}, which takes no "
-                "image embedding; give --mask, too, or --low_res alone"
-            )
+        else:
+            low_res = square(image, first.cfg.low_res_size)
+    elif not clip_model:
+        raise UserError(f"{args.run_dir[0]}: an upsampler needs the --image that it enlarges")
     if args.to and clip_model:
         end = clip_model.embed_image(open_image(args.to, device))
         embeds = between(embeds[:1], end, len(captions))
@@ -1456,8 +1440,7 @@ def sample(args):
 
     # Write the grid, and each image.
     write_grid(args.out, np.stack(pictures), captions, min(args.num_samples, 8))
-    height, width, _ = pictures[0].shape
-    print(f"wrote {args.out}: {len(pictures)} pictures of {width}x{height}")
+    print(f"wrote {args.out}: {len(pictures)} pictures of {size}x{size}")
     if args.pictures:
         for i, picture in enumerate(pictures):
             text, k = divmod(i, args.num_samples)

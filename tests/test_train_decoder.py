@@ -467,8 +467,8 @@ def test_an_upsampler_alone_enlarges_images_without_a_clip(trained, world, tmp_p
     contents = checkpoint.load(trained[1] / "model.pt")
     checkpoint.save({**contents, "clip": None}, tmp_path / "alone/model.pt")
     settings = dict(run_dir=tmp_path / "alone", num_samples=1)
-    first = sample(tmp_path, **settings, low_res=world / "plain/00000.png")
-    second = sample(tmp_path, **settings, low_res=world / "plain/00001.png")
+    first = sample(tmp_path, **settings, image=world / "plain/00000.png")
+    second = sample(tmp_path, **settings, image=world / "plain/00001.png")
     assert np.abs(first - second).max() > 1
 
 
@@ -521,7 +521,7 @@ def test_mistakes_on_the_command_line_are_one_line_and_status_2(words, message):
     [
         ("sample --run_dir trained/upsample,trained/base", "starts from pictures of 0 pixels"),
         ("sample --text x --run_dir trained", "runs/prior/model.pt: no such checkpoint"),
-        ("sample --run_dir trained/upsample", "--low_res: an upsampler, and no other stage"),
+        ("sample --run_dir trained/upsample", "an upsampler needs the --image that it enlarges"),
         (
             "sample --run_dir trained --image plain/00000.png --mask trained/cascade.png",
             "pixels high and wide, but --image [32, 32]; expected the same size",

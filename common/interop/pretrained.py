@@ -237,7 +237,7 @@ def their_config(cfg, widths, path):
     return about | {
         "_class_name": "UNet2DConditionModel",
         "cross_attention_dim": cfg.cond_width,
-        "attention_head_dim": cfg.head_dim,
+        "attention_head_dim": 64,
         "class_embed_type": "identity",
         "mid_block_type": "UNetMidBlock2DSimpleCrossAttn",
     }
