@@ -857,7 +857,6 @@ def open_data(cfg, image_size, source, device):
                 image_size,
                 crop_scale=cfg.crop_scale,
                 flip=cfg.flip,
-                resize=RESIZE,
                 needs_captions=has_text,
             )
             # Without stored embeddings, the CLIP embeds the crops on the fly.

@@ -392,7 +392,7 @@ def write_image(path, image):
 
 def test_a_square_is_resized_by_its_mode_and_for_clip_by_bicubic(tmp_path):
     write_image(tmp_path, ramp(8, 8))
-    batch, _ = images.Pictures(tmp_path, 4, clip_size=2, resize="box").fetch([0])
+    batch, _ = images.Pictures(tmp_path, 4, clip_size=2).fetch([0])
     for name, size, mode in (("image", 4, "box"), ("clip_image", 2, "bicubic")):
         expected = media.resize_uint8(torch.from_numpy(ramp(8, 8))[None], size, mode)
         assert torch.equal(batch[name], expected)

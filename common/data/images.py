@@ -327,7 +327,6 @@ class Pictures(CaptionedImages):
     clip_size: int = 0
     crop_scale: float = 1.0
     flip: bool = False
-    resize: str = "bicubic"
     needs_captions: bool = True
 
     def __post_init__(self):
@@ -397,7 +396,7 @@ class Pictures(CaptionedImages):
         if self.flip and mirror < 0.5:
             crop = crop.flip(2)
         sample = {
-            "image": media.resize_uint8(crop, self.size, self.resize)[0],
+            "image": media.resize_uint8(crop, self.size, "box")[0],
             "caption": self.caption(index),
         }
         if self.width:
