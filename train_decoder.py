@@ -476,8 +476,7 @@ class ResBlock(nn.Module):
         both = torch.cat(both, dim=1)  # (B, J + H², 2W)
         if context_mask is not None:
             context_mask = context_mask[..., : both.shape[1]]  # (B, 1, 1, J + H²)
-        both = both.unflatten(-1, (2 * self.attention.num_heads, -1)).transpose(1, 2)
-        keys, values = both.chunk(2, dim=1)  # (B, heads, J + H², d)
+        keys, values = self.attention.split_heads(both)  # (B, heads, J + H², d)
         h = self.attention(h, keys, values, context_mask)  # (B, H², W)
         return h.transpose(1, 2).unflatten(2, x.shape[2:])  # (B, W, H, H)
 
@@ -802,7 +801,7 @@ def sample_images(
 
 
 @torch.no_grad()
-def sample_cascade(unets, batch, clip_model, seeds, low_res=None, kept=None):
+def sample_cascade(unets, batch, clip_model, seeds, low_res, kept=None):
     """Images of the last of `unets`, uint8 (B, H, H, 3), for embeddings and captions of `batch`.
 
     The sampling settings of each stage are those of its cfg. seeds: an int for each image, from
@@ -924,11 +923,10 @@ def is_correct(pictures, records):
     return (correct | ~synthetic.named_attributes(records)).all(1)  # others are free
 
 
-def write_grid(path, pictures, captions, columns):
-    """PNG of uint8 pictures (N, H, W, 3) in rows, with their N captions."""
-    grid = media.captioned_grid(pictures, captions, columns)
+def write_png(picture, path):
+    """Write an uint8 picture (H, W, 3)."""
     with checkpoint.atomic_write(path) as file:
-        file.write(media.png(grid))
+        file.write(media.png(picture))
 
 
 def mean_loss(unet, split, clip_model):
@@ -942,12 +940,12 @@ def mean_loss(unet, split, clip_model):
 
 
 @torch.no_grad()
-def sample_metrics(unets, split, clip_model, grid_file="", prior_fn=None):
+def sample_metrics(unets, split, clip_model, grid_file, prior_fn=None):
     """{metric: value} of samples of a cascade for a split (dataset, indices). Collective.
 
     The same on any number of ranks, to rounding. How many, and the seed, are settings of the first
     U-Net. prior_fn: makes the image embeddings (see `load_prior`); by default they are those of the
-    real images. grid_file: PNG of the first eight real images and, below, samples for them.
+    real images. grid_file: PNG of the first eight real images and, below, samples for them, or "".
     """
     first = unets[0]
     cfg = first.cfg
@@ -969,7 +967,8 @@ def sample_metrics(unets, split, clip_model, grid_file="", prior_fn=None):
         fake = sample_cascade(unets, batch, clip_model, seeds, media.from_uint8(real))
         if grid_file and number == 0:  # the first batch is rank 0's
             pairs = torch.cat([real[:8], fake[:8]]).cpu().numpy()
-            write_grid(grid_file, pairs, 2 * captions[:8], len(pairs) // 2)
+            grid = media.captioned_grid(pairs, 2 * captions[:8], len(pairs) // 2)
+            write_png(grid, grid_file)
 
         # How well images fit their captions, by the CLIP and, for built-in data, exactly.
         if clip_model:
@@ -990,16 +989,13 @@ def sample_metrics(unets, split, clip_model, grid_file="", prior_fn=None):
     found = sorted(itertools.chain(*dist.gather(found)))
     if clip_model:
         _, captions, embeds = zip(*found)
-        embeds = np.concatenate(embeds, axis=1)  # (3, N, D)
-        fake, real, text = embeds
+        fake, real, text = np.concatenate(embeds, axis=1)  # (N, D) each
         metrics["frechet_distance"] = frechet_distance(fake, real)
         captions = [*itertools.chain(*captions)]
         if any(captions):
-            # CLIPScore (Hessel et al. 2021) in percent, without its factor of 2.5
-            clip_score, clip_score_real, _ = 100 * (embeds * text).sum(2).clip(0).mean(1)
             metrics |= {
-                "clip_score": clip_score,
-                "clip_score_real": clip_score_real,
+                # CLIPScore (Hessel et al. 2021) in percent, without its factor of 2.5
+                "clip_score": 100 * (fake * text).sum(1).clip(0).mean(),
                 # Among a hundred pictures, or a hundred captions, which is the nearest?
                 "picture_retrieval": clip.retrieval(fake, real, captions),
                 "caption_retrieval": clip.retrieval(fake, text, captions),
@@ -1438,13 +1434,13 @@ def sample(args):
         pictures += [*out.cpu().numpy()]  # uint8 (H, H, 3) each
 
     # Write the grid, and each image.
-    write_grid(args.out, np.stack(pictures), captions, min(args.num_samples, 8))
+    grid = media.captioned_grid(np.stack(pictures), captions, min(args.num_samples, 8))
+    write_png(grid, args.out)
     print(f"wrote {args.out}: {len(pictures)} pictures of {size}x{size}")
     if args.pictures:
         for i, picture in enumerate(pictures):
             text, k = divmod(i, args.num_samples)
-            with checkpoint.atomic_write(f"{args.pictures}/{text:04d}_{k:04d}.png") as file:
-                file.write(media.png(picture))
+            write_png(picture, f"{args.pictures}/{text:04d}_{k:04d}.png")
         print(f"wrote each to {args.pictures}/TEXT_NUMBER.png")
 
 

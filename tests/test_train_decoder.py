@@ -366,8 +366,8 @@ def test_evaluate_repeats_the_metrics_of_training_on_any_ranks_and_takes_a_prior
     assert evaluate(*words, ranks=2) == pytest.approx(real, rel=1e-4)
     by_prior = evaluate(*words, "--prior", world / "prior")
     assert by_prior["clip_score"] != real["clip_score"]
-    for name in ("clip_score_real", "caption_retrieval_ceiling"):
-        assert by_prior[name] == real[name] > 0
+    name = "caption_retrieval_ceiling"
+    assert by_prior[name] == real[name] > 0
 
     # Without captions
     ignore = shutil.ignore_patterns("*.txt")

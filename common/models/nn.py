@@ -54,11 +54,14 @@ class Attention(nn.Module):
         self.key_value = nn.Linear(width, 2 * width)
         self.out = nn.Linear(width, width)
 
+    def split_heads(self, both):
+        """Keys and values, each (B, heads, N, d), of `key_value`'s output (B, N, 2D)."""
+        both = both.unflatten(-1, (2 * self.num_heads, -1)).transpose(1, 2)
+        return both.chunk(2, dim=1)
+
     def keys_values(self, x, table=None):
         """Keys and values, each (B, heads, N, d), of x (B, N, D); `table` rotates the keys."""
-        both = self.key_value(x)
-        both = both.unflatten(-1, (2 * self.num_heads, -1)).transpose(1, 2)
-        keys, values = both.chunk(2, dim=1)
+        keys, values = self.split_heads(self.key_value(x))
         return rotate(keys, table), values
 
     def forward(self, x, keys, values, mask=None, table=None):
