@@ -776,7 +776,7 @@ def sample_images(
     def denoise(x_t, timestep):
         """(x0, fraction of the variance), as diffusion.sample takes it."""
         model = unet
-        if unet.last_step_unet is not None and timestep[0] == 0:
+        if unet.last_step_unet and timestep[0] == 0:
             model = unet.last_step_unet
         # One pass for both copies.
         out = model(copied(x_t), copied(timestep), *inputs).float()
@@ -1402,15 +1402,17 @@ def sample(args):
     # Read the images.
     embeds = torch.zeros(len(captions), first.widths[0], device=device)  # none
     low_res = kept = None
+    if not clip_model and (args.to or not args.image):
+        raise UserError(
+            f"{args.run_dir[0]}: an upsampler needs the --image that it enlarges, and takes no --to"
+        )
     if args.image:
         image = open_image(args.image, device)
         if clip_model:  # variations (DALL-E 2 §3.1)
             embeds += clip_model.embed_image(image)
         else:
             low_res = square(image, first.cfg.low_res_size)
-    elif not clip_model:
-        raise UserError(f"{args.run_dir[0]}: an upsampler needs the --image that it enlarges")
-    if args.to and clip_model:
+    if args.to:
         end = clip_model.embed_image(open_image(args.to, device))
         embeds = between(embeds[:1], end, len(captions))
     if args.mask:

@@ -63,22 +63,16 @@ def png(image):
 
     height, width, _ = image.shape
     header = struct.pack(  # (§11.2.2)
-        ">IIBBBBB",
+        ">IIBB3x",  # three zeros at the end: the default methods
         width,
         height,
         8,  # bits
         2,  # color
-        0,  # and the default methods
-        0,
-        0,
     )
     lines = image.reshape(height, -1)
     lines = np.insert(lines, 0, 0, axis=1)  # a 0 before each line: no filter (§9)
     pixels = zlib.compress(lines.tobytes(), 9)
-    content = SIGNATURE
-    content += chunk(b"IHDR", header)
-    content += chunk(b"IDAT", pixels)
-    return content + chunk(b"IEND", b"")
+    return SIGNATURE + chunk(b"IHDR", header) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
 
 
 def captioned_grid(images, captions, columns):
