@@ -307,9 +307,11 @@ def embedding_scores(
                 # (DRAWS, attributes)
                 neighbors = nearest(embeds_of_kind, references, attributes[held_out])
                 matches = (neighbors == attributes[index])[:, named].all(1)
-                found[f"caption_match{ending}"].append(matches.mean().item())
+                match = matches.mean().item()
+                found[f"caption_match{ending}"].append(match)
                 found[f"coverage{ending}"].append(entropy(neighbors[:, ~named]))
-            found["possible"].append(entropy(attributes[fits][:, ~named]))
+            possible = entropy(attributes[fits][:, ~named])
+            found["possible"].append(possible)
 
     scores = order.means(found)
     possible = scores.pop("possible", 1.0)

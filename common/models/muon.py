@@ -27,38 +27,45 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self):
         """Take a step with gradients that are the same on all ranks."""
+        rank = dist.rank()
+        world_size = dist.world_size()
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             # All updates are parts of one tensor, which needs one collective: with one each, small
             # models would wait longer than the work takes that is shared.
             sizes = [p.numel() for p in parameters]
             flat = group["params"][0].new_zeros(sum(sizes))
-            parts = flat.split(sizes)
-            updates = [part.view(len(p), -1) for part, p in zip(parts, parameters)]
-            for number, (parameter, update) in enumerate(zip(parameters, updates)):
+            updates = []
+            for parameter, part in zip(parameters, flat.split(sizes)):
                 state = self.state[parameter]
                 if not state:
                     state["momentum_buffer"] = torch.zeros_like(parameter)
                 buffer = state["momentum_buffer"]
                 buffer.lerp_(parameter.grad, 1 - MOMENTUM)
-                if number % dist.world_size() == dist.rank():
+                is_own = len(updates) % world_size == rank
+                update = part.view(len(parameter), -1)  # (out, in·k)
+                updates.append(update)
+                if is_own:
                     nesterov = parameter.grad.lerp(buffer, MOMENTUM)
                     update.copy_(nesterov.flatten(1))
 
             # Equal shapes are neighbors, so that every rank gets its share of the large ones.
-            local = updates[dist.rank() :: dist.world_size()]
-            for _, same_shape in itertools.groupby(local, key=lambda update: update.shape):
+            own = updates[rank::world_size]
+            for _, same_shape in itertools.groupby(own, key=lambda update: update.shape):
                 same_shape = list(same_shape)
-                results = orthogonalize(torch.stack(same_shape))
+                stack = torch.stack(same_shape)
+                results = orthogonalize(stack)
                 torch._foreach_copy_(same_shape, results.unbind())
-            if dist.world_size() > 1:
+            if world_size > 1:
                 td.all_reduce(flat)  # zeros are what the others have there
 
             lr = group["lr"]
+            decay = 1 - lr * group["weight_decay"]
             for parameter, update in zip(parameters, updates):
                 scale = 0.2 * max(update.shape) ** 0.5
-                parameter.mul_(1 - lr * group["weight_decay"])
-                parameter.add_(update.view_as(parameter), alpha=-lr * scale)
+                update = update.view_as(parameter)
+                parameter.mul_(decay)
+                parameter.add_(update, alpha=-lr * scale)
 
 
 def orthogonalize(stack):

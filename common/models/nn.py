@@ -56,7 +56,8 @@ class Attention(nn.Module):
 
     def split_heads(self, both):
         """Keys and values, each (B, heads, N, d), of `key_value`'s output (B, N, 2D)."""
-        both = both.unflatten(-1, (2 * self.num_heads, -1)).transpose(1, 2)
+        both = both.unflatten(-1, (2 * self.num_heads, -1))
+        both = both.transpose(1, 2)  # (B, 2 · heads, N, d)
         return both.chunk(2, dim=1)
 
     def keys_values(self, x, table=None):
@@ -135,7 +136,8 @@ class KVCache:
         """
         samples = torch.arange(len(self.length), device=self.length.device)
         both = self.layers[layer]
-        both[samples, :, :, self.length] = torch.stack(new, dim=1)[..., 0, :]
+        new = torch.stack(new, dim=1)
+        both[samples, :, :, self.length] = new[..., 0, :]
         return both[..., : self.max_len + 1, :].unbind(1)
 
     def mask(self):
