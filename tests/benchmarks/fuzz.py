@@ -94,7 +94,7 @@ KINDS = {  # name: (file, command that reads it)
     "prompt": ("voices/a.wav", (*SPEAK, "--prompt", "voices/a.wav")),
     "codec": ("runs/soundstream/model.pt", SPEAK),
     "kmeans": ("runs/semantic/kmeans.pt", SPEAK),
-    "transformer": ("runs/coarse/model.pt", SPEAK),
+    "transformer": ("runs/coarse/best.pt", SPEAK),
 }
 
 
