@@ -44,6 +44,7 @@ AudioLM
 - Text is added, in words that the training has often and bytes for others, and EOS. Crops that are
   not a whole recording go without text. The preset of AudioLM has no text.
 - The losses are means over samples of their means over tokens.
+- The preset for few recordings shows each at four shifts of a part of a frame (--shifts).
 - Long sounds are made in windows that overlap by half. For a later window of coarse the semantic
   tokens of the sound so far are heard in it, to find the rest.
 - By default Muon trains the coarse stage, and the codec.
@@ -952,7 +953,7 @@ class TransformerConfig(SharedConfig):
 
     seconds: PositiveFloat = field(1.2, "length of a training crop", fixed=True)
     shifts: PositiveInt = field(
-        1, "copies of a recording, each a part of a frame later: helps if there are few", fixed=True
+        1, "versions of a recording, shifted by parts of a frame; more help few data", fixed=True
     )
     # Model
     width: PositiveInt = model_field(128, "width of the transformer")

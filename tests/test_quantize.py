@@ -162,7 +162,7 @@ def train(world_size):
     quantizer = make(ready=False)
     rank = dist.rank()
     z = latents(20 - 19 * rank, seed=rank)  # of which rank 0's count
-    quantizer.initialize(z.flatten(0, 1), seed=rank, per_step=len(z) * 20)
+    quantizer.initialize(z.flatten(0, 1), seed=rank, per_step=400)
     for step in range(3):
         chunks = latents(seed=step).split(3)
         for number in range(rank, 3, world_size):
