@@ -936,7 +936,7 @@ def mean_loss(unet, split, clip_model):
         condition = conditioning(batch, unet.cfg, clip_model)
         return diffusion_loss(unet, batch, condition)
 
-    return order.mean_loss(unet, loss_of, *split, unet.cfg, unet.alpha.device)
+    return order.mean_loss(unet, loss_of, *split)
 
 
 @torch.no_grad()
@@ -1134,19 +1134,8 @@ def open_evaluation(args, device):
     """The arguments of `sample_metrics` for the evaluate command, checked."""
     unets, spec, _ = load_cascade(args, device)
     first = unets[0]
-    # The settings of the first stage's training, but for what the command says.
-    cfg = dataclasses.replace(
-        first.cfg,
-        data=args.data or first.cfg.data,
-        val_data="" if args.data else first.cfg.val_data,
-        clip=spec or "auto",
-        eval_samples=args.eval_samples,
-        seed=args.seed,
-        batch_size=1,  # nothing is trained: the training split may be small
-        chunk_size=first.cfg.chunk_size or MAX_CHUNK,
-    )
-    if cfg.data == "shapes":  # an imported model: training replaces it by a path
-        raise UserError(f"{args.run_dir[0]}: its data are not known; name some with --data")
+    cfg = order.evaluation_settings(first.cfg, args, MAX_CHUNK)
+    cfg = dataclasses.replace(cfg, clip=spec or "auto")
     splits, clip_model, info = open_data(cfg, unets[-1].cfg.image_size, None, device)
     if info["widths"] != first.widths:
         raise UserError(
@@ -1291,8 +1280,7 @@ def train(cfg):
     # Join the ranks, and make the built-in data.
     device = dist.setup(cfg.device, cfg.timeout_minutes)
     if cfg.data == "shapes":
-        path = dist.on_main(lambda: embed.builtin_data(Path(cfg.run_dir).parent, device))
-        cfg = dataclasses.replace(cfg, data=path)
+        cfg = embed.with_builtin_data(cfg, device)
     if cfg.stage != "all":
         return train_stage(cfg, device)
 

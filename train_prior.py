@@ -30,7 +30,6 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 import collections
 import dataclasses
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -497,7 +496,7 @@ def mean_loss(prior, split, clip_model):
         condition = conditioning(batch, prior.cfg, clip_model)
         return diffusion_loss(prior, batch, condition)
 
-    return order.mean_loss(prior, loss_of, *split, prior.cfg, prior.alpha.device)
+    return order.mean_loss(prior, loss_of, *split)
 
 
 def sample_metrics(prior, splits, split, clip_model):
@@ -623,8 +622,7 @@ def train(cfg):
     if cfg.data == "shapes":
         from common.data import embed
 
-        path = dist.on_main(lambda: embed.builtin_data(Path(cfg.run_dir).parent, device))
-        cfg = dataclasses.replace(cfg, data=path)
+        cfg = embed.with_builtin_data(cfg, device)
     run, cfg = loop.open_run(cfg, cfg.run_dir, MAX_CHUNK)
     splits, clip_model, info = dist.main_first(lambda: open_data(cfg, run.source, device))
     dataset, indices = splits["train"]
@@ -757,21 +755,12 @@ def open_evaluation(args, device):
     """(prior with the settings of its evaluation, splits, CLIP or None), checked."""
     path = checkpoint.model_file(args.run_dir, args.model)
     prior, contents = load_prior(path, device, args.weights)
-    # The settings of the training, but for what the command says.
-    cfg = prior.cfg
+    cfg = order.evaluation_settings(prior.cfg, args, MAX_CHUNK)
     prior.cfg = dataclasses.replace(
         cfg,
-        data=args.data or cfg.data,
-        val_data="" if args.data else cfg.val_data,
-        eval_samples=args.eval_samples,
         eval_timesteps=args.eval_timesteps or cfg.eval_timesteps,
         guidance_scale=guidance_of(args, cfg),
-        seed=args.seed,
-        batch_size=1,  # nothing is trained: the training split may be small
-        chunk_size=cfg.chunk_size or MAX_CHUNK,
     )
-    if prior.cfg.data == "shapes":  # an imported model: training replaces it by a path
-        raise UserError(f"{args.run_dir}: its data are not known; name some with --data")
     splits, clip_model, _ = open_data(prior.cfg, path, device, contents["widths"])
     return prior, splits, clip_model
 

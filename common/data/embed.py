@@ -277,6 +277,12 @@ def builtin_data(folder, device):
     return str(out)
 
 
+def with_builtin_data(cfg, device):
+    """The settings `cfg` with the folder of `builtin_data` as their data. Collective."""
+    folder = dist.on_main(lambda: builtin_data(Path(cfg.run_dir).parent, device))
+    return dataclasses.replace(cfg, data=folder)
+
+
 def main():
     config.run({"train": (train, Config), "embed": (embed_all, EmbedConfig)}, __doc__)
 

@@ -214,6 +214,26 @@ def splits(dataset, cfg, val_dataset=None):
     return found
 
 
+def evaluation_settings(cfg, args, max_chunk):
+    """The settings `cfg` of a training, but for what the command `args` of an evaluation says.
+
+    max_chunk: samples in one forward pass, if the training has not chosen that yet.
+    """
+    if not args.data and cfg.data == "shapes":  # an imported model: training replaces it by a path
+        raise UserError(
+            f"{config.as_word(args.run_dir)}: its data are not known; name some with --data"
+        )
+    return dataclasses.replace(
+        cfg,
+        data=args.data or cfg.data,
+        val_data="" if args.data else cfg.val_data,
+        eval_samples=args.eval_samples,
+        seed=args.seed,
+        batch_size=1,  # nothing is trained: the training split may be small
+        chunk_size=cfg.chunk_size or max_chunk,
+    )
+
+
 # Chunks and batches
 
 
@@ -345,12 +365,14 @@ def to_device(batch, device):
 
 
 @torch.no_grad()
-def mean_loss(model, loss_of, dataset, indices, cfg, device):
+def mean_loss(model, loss_of, dataset, indices):
     """Mean of `loss_of(batch)` over eval_samples of `indices`, on all ranks.
 
-    The noise is the same every time. `model` is in eval mode meanwhile, and afterwards in the mode
-    that it was in. Collective.
+    The settings are model.cfg. The noise is the same every time. `model` is in eval mode meanwhile,
+    and afterwards in the mode that it was in. Collective.
     """
+    cfg = model.cfg
+    device = next(model.parameters()).device
     mode = model.training
     model.eval()
     loss_sum = 0.0
