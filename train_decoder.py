@@ -217,7 +217,7 @@ class BaseConfig(UNetConfig):
         "muon", "muon: for matrices, with AdamW for the others", fixed=True
     )
 
-    # Constants of this stage, which UNet reads as it reads settings
+    # Constants of this stage, which UNet reads as it reads settings: without a type it is no flag.
     image_condition = True
     max_text_len = 77  # of CLIP, in tokens
     noise_schedule = "cosine"  # of all objectives but flow
@@ -1366,13 +1366,14 @@ def sample(args):
     if not dist.is_main():  # a single process samples
         return
 
-    # Load the models. An upsampler alone needs no CLIP.
+    # Load the models. An upsampler needs no CLIP, nor does a base without text or image.
     unets, spec, fingerprint = load_cascade(args, device)
     first = unets[0]
     size = unets[-1].cfg.image_size
     texts = files.texts_of(args.text, args.texts)
     clip_model = prior_fn = None
-    if any(first.widths):
+    is_base = any(first.widths)
+    if is_base and (texts or args.image or first.cfg.text_encodings == "clip"):
         clip_model = clip.load(spec, device, fingerprint, text_only=not args.image)
         clip.check_widths(clip_model, f"--clip {spec}", *first.widths)
         if texts:
@@ -1390,7 +1391,7 @@ def sample(args):
     # Read the images.
     embeds = torch.zeros(len(captions), first.widths[0], device=device)  # none
     low_res = kept = None
-    if not clip_model and (args.to or not args.image):
+    if not is_base and (args.to or not args.image):
         raise UserError(
             f"{args.run_dir[0]}: an upsampler needs the --image that it enlarges, and takes no --to"
         )

@@ -330,17 +330,17 @@ class Prior(nn.Module):
 
     def forward(self, x_t, timestep, condition, drop):
         """Predictions (B, K, D) for K noise draws a sample, with its text in one pass."""
-        return self.denoise(x_t, timestep, *self.text_tokens(condition, drop))
+        return self.predict(x_t, timestep, *self.text_tokens(condition, drop))
 
     def text_cache(self, condition, drop):
-        """The text for all steps of sampling, as `denoise` takes it: cached, not as tokens."""
+        """The text for all steps of sampling, as `predict` takes it: cached, not as tokens."""
         tokens, is_text = self.text_tokens(condition, drop)
         mask = self.mask(is_text, 0)  # (B, 1, P, P)
         # Nothing is predicted from the text: no more of the output is computed.
         _, cache = self.transformer(tokens, mask, num_last=1, return_cache=True)
         return tokens[:, :0], is_text, cache  # of the tokens none
 
-    def denoise(self, x_t, timestep, text, is_text, cache=None):
+    def predict(self, x_t, timestep, text, is_text, cache=None):
         """Predictions (B, K, D) for x_t (B, K, D) at `timestep` (B, K).
 
         text, is_text: of `text_tokens`; or these and the cache, of `text_cache`.
@@ -439,7 +439,7 @@ def sample_embeddings(
     def denoise(x_t, timestep):
         x_in = x_t.repeat(copies, 1)[:, None]  # (copies·B, 1, D), one draw a text
         t_in = timestep.repeat(copies)[:, None]
-        prediction = prior.denoise(x_in, t_in, *text)[:, 0].float()
+        prediction = prior.predict(x_in, t_in, *text)[:, 0].float()
         prediction = diffusion.classifier_free_guidance(
             prediction[:size], prediction[-size:], guidance_scale
         )

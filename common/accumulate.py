@@ -1,4 +1,4 @@
-"""The plan that cuts a global batch into chunks and deals them to ranks.
+"""The plan that cuts a global batch into chunks and deals them to ranks, and the seeds of chunks.
 
 A chunk is the unit of everything random: it is seeded by (seed, step, chunk), so what it sees does
 not depend on the number of ranks. Gradient accumulation and data parallelism are one mechanism.

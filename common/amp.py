@@ -13,7 +13,8 @@ def autocast(device, precision):
 def casts_kept(device):
     """Context around all chunks of a step, in which autocast casts each weight once.
 
-    The outermost autocast, on or off, keeps the cast weights for those within until it ends.
+    Torch forgets its cast weights when the outermost autocast ends. This one, which is off, spans
+    the step; those of the chunks stand within it.
     """
     return torch.autocast(device.type, enabled=False)
 

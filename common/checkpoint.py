@@ -5,8 +5,8 @@ the checkpoint is written, then auto_resume.json, which names it. Files hold ten
 values only, and every load is `weights_only=True`.
 
     checkpoints/step_N.pt    {"kind", "model", "config", "versions", "step", …, "ema", "training"}
-    model.pt best.pt         the same without the last two; "model" is averaged. model.pt has the
-                             results of the test, best.pt its "val_loss" and "measure"
+    model.pt best.pt         the same without "ema" and "training"; "model" is averaged. model.pt
+                             has the results of the test, best.pt its "val_loss" and "measure"
 """
 
 import contextlib
@@ -351,9 +351,9 @@ class RunFolder:
         # What auto_resume.json has. All else that a resume takes is in the files that it names.
         self.checkpoints = []  # {"file", "step", "sha256"} of each, newest first
         self.logger_identity = {}  # {name: plain value}: see tracker.Logger.open
-        self.best = {}  # {"file", "step"} of best.pt, once there is one
         self.results = None  # {name: value} of the test, once the run is finished
         # The rest it has not.
+        self.best = {}  # {"file", "step"} of best.pt, once there is one
         self.best_val_loss = math.inf
         self.measure = {}  # {name: plain value} of what the validation loss depends on
         self.said_rising = False
@@ -383,7 +383,6 @@ class RunFolder:
                 self.checkpoints = record["checkpoints"]
                 if self.checkpoints:  # else it is a new run
                     self.logger_identity = record["logger"]
-                    self.best = record["best"]
                     self.results = record["results"]
         # Written at once: a first save that is cut off before it is recorded is known as such.
         self.write_record()
@@ -393,7 +392,6 @@ class RunFolder:
         record = {
             "checkpoints": self.checkpoints,
             "logger": self.logger_identity,
-            "best": self.best,
             "results": self.results,
         }
         write_json(record, self.folder / "auto_resume.json")
@@ -413,16 +411,16 @@ class RunFolder:
         return None
 
     def read_best(self):
-        """Take the loss of best.pt as the best so far, unless it is of another measure."""
+        """Take the loss of best.pt as the best so far, unless it is of another run or measure."""
         path = self.folder / "best.pt"
-        if not self.best or not path.is_file():
+        if not self.checkpoints or not path.is_file():
             return
         contents = load(path, mmap=True)
         before = contents.get("measure")
         if before == self.measure:
+            self.best = {"file": "best.pt", "step": contents["step"]}
             self.best_val_loss = contents["val_loss"]
         else:
-            self.best = {}
             config.note(f"validation changed from {before} to {self.measure}: best.pt starts anew")
 
     def save(self, state, log):
@@ -460,7 +458,6 @@ class RunFolder:
             self.write_model(state, "best.pt", val_loss=val_loss, measure=self.measure)
             self.best = {"file": "best.pt", "step": state.step}
             self.best_val_loss = val_loss
-            self.write_record()
             log.send()
         lowest = self.best.get("step", state.step)
         if state.step >= 2 * lowest and not self.said_rising:

@@ -41,10 +41,10 @@ class UserError(ValueError):
 
 @contextlib.contextmanager
 def explained(message, kind=UserError):
-    """Context that raises any error as a `kind` of UserError, with `message` before the reason.
+    """Context that turns any error into a `kind` of UserError, with `message` before the reason.
 
-    A `kind` passes through. For what reads files, and meets a dozen types of errors if they are
-    damaged or foreign.
+    An error that is a `kind` already stays as it is. For what reads files, and meets a dozen types
+    of errors if they are damaged or foreign.
     """
     try:
         yield

@@ -144,8 +144,8 @@ def note_signal(number, frame):
 def stop_together():
     """Raise Stopped on all ranks if any was sent a signal. Collective, by the hosts alone.
 
-    Ranks agree on it at every step, however the gradients are summed: torchrun kills them 30 s
-    after it passes a signal on, and log lines may be further apart.
+    Ranks agree on it at every step: torchrun kills them 30 s after it passes a signal on, and log
+    lines may be further apart. Gradients may be summed by DDP or FSDP instead: this stays.
     """
     if received is None:
         return

@@ -17,7 +17,7 @@ class EMA:
     """
 
     model: torch.nn.Module
-    update_every: int = 1  # steps between updates of the shadow
+    update_every: int = 1  # steps between updates of the averages
     decay: float = 0.9999  # the highest; 0: nothing is averaged, all is the model's own
     update_after: int = 0  # up to this step, and in the next, the parameters are copied
     warmup: str = "power"  # how the decay rises: "power" or "ratio"

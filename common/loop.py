@@ -193,8 +193,9 @@ def begin(run, state, about, device):
     if dist.is_main():
         settings = {**config.as_json(cfg), "versions": state.versions}
         checkpoint.write_json(settings, run.folder / "config.json")
-    evaluates = Due(cfg.eval_every, cfg.steps)(state.step)
-    log = tracker.Tracker(run, state, evaluates)
+    # The loop evaluates at its top: after a resume at such a step it does so again.
+    repeats_evaluation = Due(cfg.eval_every, cfg.steps)(state.step)
+    log = tracker.Tracker(run, state, repeats_evaluation)
     parameters = sum(p.numel() for p in state.model.parameters())
     log.print(
         f"{about}; {parameters:,} parameters to train, batches of {cfg.batch_size} in chunks of "
@@ -295,7 +296,8 @@ class Progress:
     def check_finite(self, values):
         """UserError on every rank unless `values` of the newest steps are finite, one a step.
 
-        The loss of step N is of the weights after step N - 1: that checkpoint is dropped, too.
+        The weights after step N - 1 gave the loss of step N, so the checkpoints of N - 1 and later
+        are dropped.
         """
         for number, value in enumerate(values, self.state.step - len(values) + 1):
             if not math.isfinite(value):

@@ -87,7 +87,8 @@ def load(optimizers, states, path):
             "--init_from and a new --run_dir"
         )
     for optimizer, state in zip(optimizers, states):
-        # An optimizer may keep more than these in its groups.
+        # The values given now win, so they are written into what is loaded. What else an optimizer
+        # keeps in its groups comes from the file.
         for saved_group, group in zip(state["param_groups"], optimizer.param_groups):
             saved_group.update({name: group[name] for name in GIVEN & group.keys()})
         optimizer.load_state_dict(state)

@@ -93,10 +93,10 @@ class Tracker:
     their way. On resume it drops the lines that will come again.
     """
 
-    def __init__(self, run, state, evaluates=True):
+    def __init__(self, run, state, repeats_evaluation=True):
         """run: the open checkpoint.RunFolder. state: the State to resume. Collective.
 
-        evaluates: whether it begins with an evaluation, whose line may be there from before.
+        repeats_evaluation: whether it begins with one, whose line may be there from before.
         """
         self.enabled = dist.is_main()
         self.run = run
@@ -104,9 +104,9 @@ class Tracker:
         self.path = run.folder / "metrics.jsonl"
         self.savers = make_savers(state.cfg)
         self.copier = concurrent.futures.ThreadPoolExecutor(1)
-        dist.on_main(lambda: self.open(state.step, evaluates))
+        dist.on_main(lambda: self.open(state.step, repeats_evaluation))
 
-    def open(self, step, evaluates):
+    def open(self, step, repeats_evaluation):
         # Another logger, or another run there, would split the curves.
         self.logger = make_logger(self.cfg)
         kind = self.cfg.logger.split()[0]
@@ -122,7 +122,7 @@ class Tracker:
         with checkpoint.atomic_write(self.path) as file:
             for line in lines:
                 is_evaluation = "val_loss" in line or "test_loss" in line
-                repeated = evaluates and is_evaluation and line["step"] == step
+                repeated = repeats_evaluation and is_evaluation and line["step"] == step
                 if line["step"] <= step and not repeated:
                     file.write(json.dumps(line).encode() + b"\n")
         self.file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 (for the whole run)
@@ -207,6 +207,9 @@ class Tracker:
                 self.call_logger("finish", error)
                 with contextlib.suppress(OSError):  # a full disk, which has been told
                     self.file.close()
+                number = dist.received
+            if number and not error:  # no next stage begins
+                raise dist.Stopped(128 + number)
 
 
 def read_metrics(path):

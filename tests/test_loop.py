@@ -135,8 +135,7 @@ def write_run(folder, **identity):
     path = folder / "checkpoints/8.pt"
     contents = {"model": {}, "training": {"identity": identity}}
     entry = {"file": "checkpoints/8.pt", "sha256": checkpoint.save(contents, path)}
-    record = {"checkpoints": [entry], "best": {"file": "best.pt", "step": 8}}
-    record |= {"logger": {}, "results": {"step": 8}}
+    record = {"checkpoints": [entry], "logger": {}, "results": {"step": 8}}
     checkpoint.write_json(record, folder / "auto_resume.json")
     return path
 
@@ -194,8 +193,6 @@ def test_where_validation_has_changed_the_best_starts_anew_with_a_note(tmp_path,
         run = start_of(tmp_path, val_data="val", **settings)
         contents = {"model": {}, "step": 8, "val_loss": 0.5, "measure": run.measure}
         checkpoint.save(contents, tmp_path / "best.pt")
-        run.best = {"file": "best.pt", "step": 8}
-        run.write_record()
         run.lock_file.close()
         return run.best_val_loss == 0.5
 

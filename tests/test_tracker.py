@@ -3,6 +3,7 @@ import contextlib
 import itertools
 import json
 import math
+import signal
 import sys
 import threading
 import time
@@ -102,6 +103,15 @@ def test_a_page_a_line_or_a_logger_that_fails_is_told_and_training_continues(tmp
     assert "No space left on device; training continues" in out
     with pytest.raises(OSError, match="of a checkpoint"), log:  # not hidden by that of a line
         raise OSError("of a checkpoint")
+
+
+def test_a_signal_while_the_logger_finishes_ends_the_process_after_that(tmp_path):
+    """Promise 2"""
+    log = tracker_of(tmp_path)
+    log.logger.finish = lambda error: signal.raise_signal(signal.SIGTERM)
+    with pytest.raises(dist.Stopped, match="143"), log:
+        pass
+    assert log.file.closed
 
 
 # Loggers

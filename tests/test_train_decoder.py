@@ -463,10 +463,12 @@ def test_images_are_varied_and_interpolated(trained, world, tmp_path):
     assert all(np.abs(way[1] - end).max() > 1 for end in ends)
 
 
-def test_an_upsampler_alone_enlarges_images_without_a_clip(trained, world, tmp_path):
-    contents = checkpoint.load(trained[1] / "model.pt")
-    checkpoint.save({**contents, "clip": None}, tmp_path / "alone/model.pt")
-    settings = dict(run_dir=tmp_path / "alone", num_samples=1)
+def test_an_upsampler_and_a_base_without_text_or_image_need_no_clip(trained, world, tmp_path):
+    for folder in trained:
+        contents = checkpoint.load(folder / "model.pt")
+        checkpoint.save({**contents, "clip": None}, tmp_path / folder.name / "model.pt")
+    sample(tmp_path, run_dir=tmp_path / "base")
+    settings = dict(run_dir=tmp_path / "upsample", num_samples=1)
     first = sample(tmp_path, **settings, image=world / "plain/00000.png")
     second = sample(tmp_path, **settings, image=world / "plain/00001.png")
     assert np.abs(first - second).max() > 1

@@ -76,7 +76,7 @@ def test_draws_that_share_a_text_equal_separate_passes_and_cached_ones(settings,
     for k in range(3):
         draw = inputs.x_t[:, [k]], inputs.timestep[:, [k]]
         separate.append(prior(*draw, inputs.condition, inputs.drop))
-        cached.append(prior.denoise(*draw, *cache))
+        cached.append(prior.predict(*draw, *cache))
 
     def with_gradients(out):
         return [out, *torch.autograd.grad(out.square().mean(), prior.parameters())]

@@ -1,6 +1,7 @@
 """Which samples come when: splits, the order of an epoch, chunks, batches.
 
-Orders and splits are pure functions of numbers and a seed. A dataset has these methods:
+Orders and splits are pure functions of numbers and a seed. For training, a dataset has these
+methods; a script's `open_data` and evaluation ask for more of their own kind:
     len(dataset)
     fetch(indices, random_words=None) -> (batch, usable)    dict of tensors and lists, bool (n,)
     split(name, validation, test, seed) -> indices          name: "train", "validation" or "test"

@@ -167,7 +167,7 @@ class TokenCrops:
     frame_rate: float  # codes a second
 
     def __post_init__(self):
-        self.timebase = self.codes or self.semantic_tokens  # crops are cut in frames of these
+        self.frames_of = self.codes or self.semantic_tokens  # crops are cut in frames of these
         self.crop_frames = max(1, round(self.seconds * self.frame_rate))
 
     def fault(self, index):
@@ -176,14 +176,14 @@ class TokenCrops:
 
     def readable(self, indices):
         """Those of `indices` whose recordings have tokens."""
-        return [index for index in indices.tolist() if len(self.timebase[index])]
+        return [index for index in indices.tolist() if len(self.frames_of[index])]
 
     def crop(self, index, offset=0.0):
         """(tokens of each stream, int64 (T, Q), and whether the recording ends there).
 
         offset: within [0, 1), from the first to the last possible crop.
         """
-        frames = len(self.timebase[index])
+        frames = len(self.frames_of[index])
         # Every frame at which a whole crop fits is equally probable.
         start = int(offset * (max(0, frames - self.crop_frames) + 1))
         stop = min(frames, start + self.crop_frames)
@@ -197,7 +197,7 @@ class TokenCrops:
             if stream.name == "semantic":
                 # The same time, at another frame rate. At the end rounding must not lose a token.
                 ratio = semantic.FRAME_RATE / self.frame_rate
-                ended = stop == len(self.timebase[index])
+                ended = stop == len(self.frames_of[index])
                 last = None if ended else round(stop * ratio)
                 # Without repetitions, so coarse must model durations (AudioLM §III-C).
                 heard = self.semantic_tokens[index].astype(np.int64)
@@ -213,7 +213,7 @@ class TokenCrops:
 
     def is_whole(self, index):
         """Whether every crop of a recording is all of it."""
-        return len(self.timebase[index]) <= self.crop_frames
+        return len(self.frames_of[index]) <= self.crop_frames
 
     def fetch(self, indices, random_words=None):
         """(the batch of `lay_out` with "text": [B], or {} unless all are usable; usable (B,)).
@@ -244,7 +244,7 @@ class TokenCrops:
         if self.codes is not None:  # lengths: (recordings, streams)
             context, frames = lengths.max(0).tolist()
             return frames, context, self.frame_rate
-        frames = [len(self.timebase[index]) for index in indices]
+        frames = [len(self.frames_of[index]) for index in indices]
         seconds = np.minimum(frames, self.crop_frames) / self.frame_rate
         frame_rate = float(np.quantile(lengths[:, 0] / seconds, 0.95))
         return int(np.quantile(lengths, 0.95)), 0, frame_rate
@@ -292,8 +292,8 @@ def learn_vocabulary(crops, indices, size, max_tokens):
     readable = crops.readable(indices)
     longer = [index for index in readable if not crops.is_whole(index)]
     if longer:
-        longest = max(longer, key=lambda index: len(crops.timebase[index]))
-        seconds = len(crops.timebase[longest]) / crops.frame_rate
+        longest = max(longer, key=lambda index: len(crops.frames_of[index]))
+        seconds = len(crops.frames_of[longest]) / crops.frame_rate
         about = f"longer than a crop, up to {seconds:.2f} s ({dataset.names[longest]})"
         if len(longer) == len(readable):
             dist.fail(

@@ -7,9 +7,10 @@ They encode content, not speaker identity. AudioLM (Borsos et al. 2022, §III-B)
 of layer 7 of w2v-BERT XL, 25 a second. That model is not published; w2v-BERT 2.0 is of its family.
 HuBERT (Hsu et al. 2021, §III-A) and WavLM (Chen et al. 2021) are used in the same way.
 
-A semantic model of another kind goes in the place of KMeans: it needs `settings` (its arguments,
-which its file has), `clusters`, `encode` and, if it is fitted, the buffers that `fit` fills; its
-tokens must be FRAME_RATE a second.
+Features of another model are a class as SpeechLayer of interop/speech.py, and a branch in
+KMeans.__init__. A semantic model without k-means goes in the place of KMeans: it needs `settings`
+(its arguments, which its file has), `clusters`, `encode` and, if it is fitted, the buffers that
+`fit` fills; its tokens must be FRAME_RATE a second.
 """
 
 import contextlib
