@@ -49,7 +49,6 @@ STAGES = {
             channels=2,
             latent_dim=16,
             codebook_size=16,
-            quantizer_start=2,
             discriminator_start=3,
         ),
         "semantic": TOKENS,
