@@ -342,16 +342,20 @@ class State:
 class RunFolder:
     """A run folder, written by rank 0 alone: locked, and resumable at every instant.
 
-    Its attributes are those of rank 0, but for those that loop.open_run gives it.
+    Its attributes are those of rank 0, but for those that every rank has.
     """
 
     def __init__(self, folder):
+        # What every rank has; `loop.open_run` finds the last three.
         self.folder = Path(folder)
+        self.resume_from = None  # checkpoint to resume from
+        self.source = None  # file that the model is from: that, or the one of --init_from
+        self.results = None  # {name: value} of the test, once the run is finished
+        # What rank 0 has.
         self.lock_file = None
-        # What auto_resume.json has. All else that a resume takes is in the files that it names.
+        # What auto_resume.json has besides results. All else of a resume is in the files it names.
         self.checkpoints = []  # {"file", "step", "sha256"} of each, newest first
         self.logger_identity = {}  # {name: plain value}: see tracker.Logger.open
-        self.results = None  # {name: value} of the test, once the run is finished
         # The rest it has not.
         self.best = {}  # {"file", "step"} of best.pt, once there is one
         self.best_val_loss = math.inf

@@ -20,17 +20,18 @@ from common import accumulate, checkpoint, config, dist, tracker
 from common.config import UserError
 from common.data import order
 
+MAX_TRIES = 64  # of a step that overflows fp16: nearly each halves the scale
+
 # Start of a run
 
 
 def open_run(cfg, folder, max_chunk):
     """(the RunFolder `folder`, locked; `cfg` with all that it leaves open). Collective.
 
-    run.resume_from is the checkpoint to resume from, or None: the newest intact one, or --load.
-    run.source is the file that the model is from: that, or --init_from, or None. run.results are
-    those of a run that has finished cfg.steps, or None. What `cfg` leaves open: a local file for
-    --init_from, the settings of its model, and a chunk size of at most `max_chunk`. UserError if
-    all checkpoints are damaged.
+    It resumes from the newest intact checkpoint, or from that of --load. run.results are those of a
+    run that has finished cfg.steps, or None. What `cfg` leaves open: a local file for --init_from,
+    the settings of its model, and a chunk size of at most `max_chunk`. UserError if all checkpoints
+    are damaged.
     """
     run = checkpoint.RunFolder(folder)
 
@@ -263,8 +264,9 @@ class Progress:
         """
         if stepped:
             return
-        self.overflows.append(self.state.step + 1)
-        if self.state.scaler.get_scale() < 2**-20:
+        step = self.state.step + 1
+        self.overflows.append(step)
+        if self.overflows.count(step) == MAX_TRIES:
             dist.fail(
                 f"{self.run.folder}: gradients overflow fp16 at any scale, the last at the steps "
                 f"{config.as_word(sorted(set(self.overflows)))}; use --precision bf16 or fp32"
