@@ -61,7 +61,6 @@ import itertools
 import math
 import shlex
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
@@ -158,18 +157,16 @@ def open_recordings(cfg, hop_length, crop=0, shifts=1):
 def load_model(stage, folder, device, name="", weights="ema"):
     """The model of a stage in eval mode and frozen, of its run folder; or a codec, hf:MODEL.
 
-    name: of the file. By default it is the newest checkpoint for "online" weights; the last of a
-    codec, whose validation loss leaves out the discriminators; else see `checkpoint.model_file`.
+    name: of the file; see `checkpoint.model_file`. By default a codec is the last one, as its
+    validation loss leaves out the discriminators.
     """
     if folder.startswith("hf:"):
         from common.interop.codecs import PublishedCodec
 
         return PublishedCodec(folder, device)
-    if weights == "online":  # only checkpoints have them
-        name = name or max(Path(folder).absolute().glob("checkpoints/step_*.pt"), default="")
-    elif stage == "soundstream":
+    if stage == "soundstream" and weights == "ema":
         name = name or "model.pt"
-    file = checkpoint.model_file(folder, name)
+    file = checkpoint.model_file(folder, name, weights)
     cfg, contents = checkpoint.read_model({stage: STAGES[stage]}, file, weights)
     with checkpoint.damaged(file):
         if stage == "soundstream":

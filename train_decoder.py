@@ -1059,7 +1059,7 @@ def load_cascade(args, device):
     for run_dir in args.run_dir:
         stages = filter(Path.is_dir, [Path(run_dir, stage) for stage in STAGES])
         folders += list(stages) or [run_dir]
-    paths = [checkpoint.model_file(folder, args.model) for folder in folders]
+    paths = [checkpoint.model_file(folder, args.model, args.weights) for folder in folders]
     unets, contents = zip(*[load_unet(path, device, args.weights) for path in paths])
 
     given = {"eval_steps": args.steps, "guidance_scale": args.guidance_scale, "eta": args.eta}

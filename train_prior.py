@@ -753,7 +753,7 @@ class EvaluateConfig(PriorConfig):
 
 def open_evaluation(args, device):
     """(prior with the settings of its evaluation, splits, CLIP or None), checked."""
-    path = checkpoint.model_file(args.run_dir, args.model)
+    path = checkpoint.model_file(args.run_dir, args.model, args.weights)
     prior, contents = load_prior(path, device, args.weights)
     cfg = order.evaluation_settings(prior.cfg, args, MAX_CHUNK)
     prior.cfg = dataclasses.replace(
@@ -809,7 +809,7 @@ def read_text_embeddings(path, prior, usual_length):
     embeds = torch.from_numpy(embeddings.open_npy(path).astype(np.float32))
     if embeds.shape[1] != prior.embed_width or not embeds.isfinite().all():
         raise UserError(
-            f"{path}: {embeds.shape[1]} wide, or not finite; expected {prior.embed_width}"
+            f"{path}: {embeds.shape[1]} wide; expected {prior.embed_width}, and finite numbers"
         )
     # A raw embedding goes in as it is. Of another length it is another text.
     length = embeds.norm(dim=1).median()
@@ -827,7 +827,7 @@ def sample(args):
         return
 
     # Load the prior. Read texts, or text embeddings, or take "no text".
-    path = checkpoint.model_file(args.run_dir, args.model)
+    path = checkpoint.model_file(args.run_dir, args.model, args.weights)
     prior, contents = load_prior(path, device, args.weights)
     cfg = prior.cfg
     texts = files.texts_of(args.text, args.texts)

@@ -216,8 +216,14 @@ def load_model(make, classes, path, weights="ema"):
     return model, contents
 
 
-def model_file(folder, name=""):
-    """The path of a run's file `name`; without a name best.pt, with a note, or else model.pt."""
+def model_file(folder, name="", weights="ema"):
+    """The path of a run's file `name`.
+
+    Without a name it is best.pt, with a note, or else model.pt; for "online" weights, which only
+    checkpoints have, the newest of these.
+    """
+    if weights == "online":
+        name = name or max(Path(folder).absolute().glob("checkpoints/step_*.pt"), default="")
     best = Path(folder, "best.pt")
     if name or not best.is_file():
         return Path(folder, name or "model.pt")

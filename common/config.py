@@ -361,7 +361,7 @@ def parse(cls, words, usage="", presets=None):
     return cls(**{**settings, **given, **flags})
 
 
-# RuntimeErrors that are not the program's: {words in them: what to say}
+# Errors that are not the program's: {words in them: what to say}
 SHM = "/dev/shm is missing or too small; give --workers 0, or more of it (docker run --shm-size=8g)"
 KILLED = "--workers: one was killed, maybe for lack of memory; give fewer"
 PEER = "another rank has ended, or did not answer for --timeout_minutes; what it printed says why"
@@ -373,6 +373,7 @@ OUTSIDE = {
     "DataLoader timed out": "--workers: one does not answer; is the data's disk still there?",
     "gloo/": PEER,
     "NCCL": PEER,
+    "common.interop": "a flag needs common/interop, which was left out here",
 }
 
 
@@ -400,9 +401,9 @@ def run(commands, usage, default=None, presets=None):
         cfg = parse(cls, words, usage, presets)
         status = 1
         function(cfg)
-    except (UserError, OSError, RuntimeError) as error:
+    except (UserError, OSError, RuntimeError, ImportError) as error:
         message = str(error)
-        if isinstance(error, RuntimeError):
+        if isinstance(error, (RuntimeError, ImportError)):
             known = [words for words in OUTSIDE if words in message]
             if not known:
                 raise

@@ -69,8 +69,8 @@ def make_logger(cfg):
 
 
 def make_savers(cfg):
-    """The savers that --save names; UserError."""
-    if not cfg.save:
+    """The savers that --save names; UserError, also for --metadata."""
+    if not (cfg.save or cfg.metadata):
         return []
     from common.interop import store
 

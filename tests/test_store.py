@@ -116,7 +116,7 @@ def test_a_saver_that_cannot_be_meant_is_refused(text, message):
 @pytest.mark.parametrize("pair", ["step=3", "note"])
 def test_metadata_has_names_that_are_not_reserved(pair):
     with pytest.raises(UserError, match="--metadata: expected NAME=VALUE, and no name of run, "):
-        store.savers(settings(metadata=(pair,)))
+        tracker.check(settings(metadata=(pair,)))
 
 
 # Copies

@@ -468,6 +468,7 @@ def test_an_upsampler_and_a_base_without_text_or_image_need_no_clip(trained, wor
         contents = checkpoint.load(folder / "model.pt")
         checkpoint.save({**contents, "clip": None}, tmp_path / folder.name / "model.pt")
     sample(tmp_path, run_dir=tmp_path / "base")
+    sample(tmp_path, run_dir=trained, weights="online")  # of the newest checkpoints
     settings = dict(run_dir=tmp_path / "upsample", num_samples=1)
     first = sample(tmp_path, **settings, image=world / "plain/00000.png")
     second = sample(tmp_path, **settings, image=world / "plain/00001.png")

@@ -53,6 +53,14 @@ class Config(DataConfig):
     lr: PositiveFloat = field(3e-3, "highest learning rate")
     seed: int = field(0, "of weights and order")
 
+    def __post_init__(self):
+        super().__post_init__()
+        if self.context < 3 or self.text_width % 32:
+            raise UserError(
+                f"--context {self.context}, --text_width {self.text_width}: expected 3 or more, "
+                "and a multiple of 32"
+            )
+
 
 @dataclasses.dataclass(frozen=True)
 class EmbedConfig(DataConfig):
@@ -136,8 +144,6 @@ def train(cfg, device=None):
     device and number of threads.
     """
     device = device or dist.setup(cfg.device)
-    if cfg.context < 3 or cfg.text_width % 32:
-        raise UserError("expected --context of 3 or more, and --text_width of a multiple of 32")
     batches = list(read(cfg.data, cfg.image_size, "train"))
     held_out = []
     if cfg.data != "shapes":
@@ -243,6 +249,7 @@ def embed_all(cfg, device=None):
         spec = str(Path(spec).resolve())
     values = {"clip": spec, "fingerprint": clip_model.fingerprint()}
     checkpoint.write_json(values, out / "clip.json")
+    print(f"wrote {out}: {len(records)} embeddings")
 
 
 def builtin_data(folder, device):

@@ -119,9 +119,12 @@ class HuggingFaceSaver(Saver):
     repo: str  # OWNER/NAME
     token_file: str = ""  # holds the token; "": it is that of HF_TOKEN or of `hf auth login`
 
+    def __post_init__(self):
+        self.hub = need("huggingface_hub", "--save huggingface")
+
     def put(self, path, content):
         token = Path(self.token_file).read_text().strip() if self.token_file else None
-        api = need("huggingface_hub", "--save huggingface").HfApi(token=token)
+        api = self.hub.HfApi(token=token)
         repo = api.create_repo(self.repo, private=True, exist_ok=True).repo_id
         api.upload_file(path_or_fileobj=content, path_in_repo=path, repo_id=repo)
         if not api.file_exists(repo, "README.md"):

@@ -77,6 +77,13 @@ def merge(model):
         parametrize.remove_parametrizations(layer, "weight")
 
 
+def cast_trainable(model, dtype=torch.float32):
+    """Cast the trainable parameters alone. A GradScaler takes gradients in fp32, not in fp16."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.to(dtype)
+
+
 def start(model, path, rank, sha256):
     """Give `model` the (averaged) weights of the file `path`, and adapters of that rank.
 
