@@ -235,7 +235,7 @@ def test_a_fault_of_a_parquet_file_is_named(parquet_folder):
 
 # The CLIP of embeddings
 
-def test_a_folder_names_its_clip_and_whether_it_is_built_in(folder):
+def test_a_folder_names_its_clip_and_whether_it_is_built_in(folder, capsys):
     cfg = SimpleNamespace(data=folder, clip="auto")
     assert embeddings.clip_of(cfg) == (None, None)
     checkpoint.save({"model": {}, "clip": "y", "clip_fingerprint": "g"}, "model.pt")
@@ -246,7 +246,9 @@ def test_a_folder_names_its_clip_and_whether_it_is_built_in(folder):
         assert embeddings.clip_of(cfg) == ("x", "f")
         assert embeddings.is_built_in(folder) == bool(more)
     cfg.clip = "z"
+    assert capsys.readouterr().err == ""
     assert embeddings.clip_of(cfg, "model.pt") == ("z", "f")
+    assert "learned with another CLIP" in capsys.readouterr().err
 
 
 def test_embeddings_of_unit_length_are_refused_by_a_model_of_raw_ones(tables, folder):

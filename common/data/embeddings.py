@@ -312,15 +312,18 @@ def clip_of(cfg, model_file=None):
     """The CLIP that --clip names, or None, and the fingerprint of the one that is known, or None.
 
     "auto" is that of clip.json in --data; without clip.json that of the model in the file, if one
-    is given.
+    is given. A note says if the two are not the same.
     """
-    path = Path(cfg.data, "clip.json")
     known = {}
-    if path.is_file():
-        known = config.read_json(path)
-    elif model_file:
+    if model_file:
         contents = checkpoint.load(model_file, mmap=True)
         known = {"clip": contents.get("clip"), "fingerprint": contents.get("clip_fingerprint")}
+    path = Path(cfg.data, "clip.json")
+    if path.is_file():
+        before = known.get("fingerprint")
+        known = config.read_json(path)
+        if before and before != known.get("fingerprint"):
+            config.note(f"{model_file}: learned with another CLIP than that of {path}")
     spec = known.get("clip") if cfg.clip == "auto" else cfg.clip
     return spec, known.get("fingerprint")
 
