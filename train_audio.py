@@ -1045,7 +1045,8 @@ AUDIOLM_16KHZ = {
     "coarse": dict(AUDIOLM, seconds=10.0, temperature=0.8, coarse_quantizers=4),  # Q' of Q = 12
     "fine": dict(AUDIOLM, seconds=3.0, temperature=0.6, coarse_quantizers=4),
 }
-# Recordings of speech, and two cores. Tried on spoken digits: 600 recordings of four speakers.
+# Recordings of speech, and two cores. Tried on spoken digits: 600 recordings of four speakers. For
+# all stages at once, what they share is that of "all".
 SPEECH = dict(log_every=50, eval_every="100", save_every="500")
 SPEECH_TOKENS = dict(
     SPEECH,
@@ -1448,7 +1449,7 @@ def continuations(model, cfg, split, codec):
     prompt_frames = 0
     if cfg.stage == "coarse":
         prompt_frames = round(PROMPT_SECONDS * codec.frame_rate)
-    for number, index in enumerate(crops.readable(indices)[:NUM_SOUNDS]):
+    for number, index in enumerate(crops.readable(indices[:: cfg.shifts])[:NUM_SOUNDS]):
         (context, real), _ = crops.crop(index)
         (codes,) = generate_long(
             model,

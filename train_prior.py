@@ -338,7 +338,7 @@ class Prior(nn.Module):
         mask = self.mask(is_text, 0)  # (B, 1, P, P)
         # Nothing is predicted from the text: no more of the output is computed.
         _, cache = self.transformer(tokens, mask, num_last=1, return_cache=True)
-        return tokens[:, :0], is_text, cache  # of the tokens none
+        return tokens[:, :0], is_text, cache  # no tokens: the cache stands for them
 
     def predict(self, x_t, timestep, text, is_text, cache=None):
         """Predictions (B, K, D) for x_t (B, K, D) at `timestep` (B, K).

@@ -172,7 +172,7 @@ def load_weights(module, weights, path, strict=True):
                 f"{path}: {len(fitting)} of {len(own)} weights of the model are in it and fit: "
                 f"{share:.1%} of the numbers, of which half must"
             )
-            if share >= 0.5:
+            if share >= 0.5:  # else the next line refuses, and names what differs
                 weights = {**own, **fitting}
         module.load_state_dict(weights)
 
@@ -348,7 +348,7 @@ class State:
 class RunFolder:
     """A run folder, written by rank 0 alone: locked, and resumable at every instant.
 
-    Its attributes are those of rank 0, but for those that every rank has.
+    Most of what it knows rank 0 alone knows.
     """
 
     def __init__(self, folder):
@@ -362,7 +362,7 @@ class RunFolder:
         # What auto_resume.json has besides results. All else of a resume is in the files it names.
         self.checkpoints = []  # {"file", "step", "sha256"} of each, newest first
         self.logger_identity = {}  # {name: plain value}: see tracker.Logger.open
-        # The rest it has not.
+        # Not in it: found again at every start.
         self.best = {}  # {"file", "step"} of best.pt, once there is one
         self.best_val_loss = math.inf
         self.measure = {}  # {name: plain value} of what the validation loss depends on
@@ -426,6 +426,8 @@ class RunFolder:
         if not self.checkpoints or not path.is_file():
             return
         contents = load(path, mmap=True)
+        if contents["step"] > self.checkpoints[0]["step"]:  # of steps that are taken again
+            return
         before = contents.get("measure")
         if before == self.measure:
             self.best = {"file": "best.pt", "step": contents["step"]}

@@ -16,6 +16,7 @@ import math
 import os
 import re
 import sys
+import time
 import typing
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,9 +88,9 @@ def need(module, wanted_by, package=None):
 def field(default, help="", model=False, fixed=False, measure=False):
     """A setting of a config class: its default and its line in --help.
 
-    fixed: a run that goes on must keep it. model: so, too, and it is part of the model: a run with
-    --init_from FILE takes it from the file. measure: val_loss depends on it, so that losses under
-    another value cannot be compared.
+    fixed: a run that goes on must keep it, as batch_size. model: so, too, and it is part of the
+    model, as width: a run with --init_from FILE takes it from the file. measure: val_loss depends
+    on it, as on eval_samples, so that losses under another value cannot be compared.
     """
     rules = {"help": help, "model": model, "fixed": model or fixed, "measure": measure}
     return dataclasses.field(default=default, metadata=rules)
@@ -173,7 +174,7 @@ class TrainingRun(Settings):
         30.0, "how long a rank waits for another, or for its data, before it gives up"
     )
 
-    lora_rank = 0  # a setting where adapters of attention can be trained
+    lora_rank = 0  # no flag, as it has no type; one where adapters of attention can be trained
 
     def __post_init__(self):
         super().__post_init__()
@@ -409,6 +410,8 @@ def run(commands, usage, default=None, presets=None):
                 raise
             lines = [line for line in message.splitlines() if known[0] in line]
             message = f"{OUTSIDE[known[0]]} ({lines[0]})"
+            if PEER in message and "TORCHELASTIC_RUN_ID" in os.environ:
+                time.sleep(10)  # the other rank tells, and torchrun ends this one meanwhile
         # Of a mistake on the command line rank 0 tells; later, the rank that met the error.
         if (status == 1 or is_main()) and getattr(error, "is_shown", True):
             print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr, flush=True)

@@ -144,8 +144,8 @@ def note_signal(number, frame):
 def stop_together():
     """Raise Stopped on all ranks if any was sent a signal. Collective, by the hosts alone.
 
-    Ranks agree on it at every step: torchrun kills them 30 s after it passes a signal on, and log
-    lines may be further apart. Gradients may be summed by DDP or FSDP instead: this stays.
+    Ranks agree on it at every step, whatever sums the gradients: torchrun kills them 30 s after it
+    passes a signal on, and log lines may be further apart.
     """
     if received is None:
         return
@@ -180,6 +180,10 @@ def sum_gradients(module, last=True):
     Buckets of gradients, those of the last parameters first, are all-reduced while the pass goes on
     with the others. None counts as zeros. Buckets and their order follow from the parameters alone,
     so a run resumes bit for bit: DistributedDataParallel makes others after the first step.
+
+    DistributedDataParallel in its place is called as the model in the loss alone, in `no_sync()`
+    for all chunks but the last, and it takes means: multiply the loss by world_size(). FSDP needs
+    another EMA and another `checkpoint.State.contents`, too.
     """
     parameters = [p for p in module.parameters() if last and p.requires_grad]
     buckets = collections.defaultdict(list)
@@ -193,7 +197,9 @@ def sum_gradients(module, last=True):
 
     def arrived(*parameters):
         ready.update(parameters)
-        while waiting and ready.issuperset(waiting[-1]):  # the ranks keep to one order
+        # waiting[-1] has the last parameters, whose gradients come first. All ranks keep to one
+        # order of buckets.
+        while waiting and ready.issuperset(waiting[-1]):
             works.append(all_reduce_gradients(waiting.pop()))
 
     hooks = []
@@ -208,7 +214,7 @@ def sum_gradients(module, last=True):
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
     if hooks:
-        arrived(*parameters)
+        arrived(*parameters)  # also those without a gradient
     for work in works:
         work.wait()
 
@@ -272,7 +278,9 @@ def total(values):
     return [sum(of_ranks, 0.0) for of_ranks in zip(*gather(values))]
 
 
-# Work and mistakes that all ranks share
+# Work and mistakes that all ranks share. `together`: each runs it and has its own result;
+# `on_main`: rank 0 runs it, all have its result; `main_first`: each runs it, rank 0 before the
+# others. A mistake of one ends all, with one message.
 
 
 def fail(message, shown_by=0):

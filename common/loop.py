@@ -103,7 +103,7 @@ def choose_chunk_size(cfg, earlier, most):
     chunk is what is seeded: other chunks have other noise.
     """
     size = cfg.chunk_size or earlier
-    before = earlier or size
+    before = earlier or size  # a note needs to know it
     if not size or math.ceil(cfg.batch_size / size) < dist.world_size():
         size = accumulate.chunk_size_for(cfg.batch_size, dist.world_size(), size or most)
     if before not in (0, size):
@@ -194,7 +194,7 @@ def begin(run, state, about, device):
     if dist.is_main():
         settings = {**config.as_json(cfg), "versions": state.versions}
         checkpoint.write_json(settings, run.folder / "config.json")
-    # The loop evaluates at its top: after a resume at such a step it does so again.
+    # The loop evaluates at its top. After a resume at such a step it does so again.
     repeats_evaluation = Due(cfg.eval_every, cfg.steps)(state.step)
     log = tracker.Tracker(run, state, repeats_evaluation)
     parameters = sum(p.numel() for p in state.model.parameters())

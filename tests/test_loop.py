@@ -132,7 +132,7 @@ def write_run(folder, **identity):
     """Write a run folder with a checkpoint; returns its path."""
     path = folder / "checkpoints/8.pt"
     contents = {"model": {}, "training": {"identity": identity}}
-    entry = {"file": "checkpoints/8.pt", "sha256": checkpoint.save(contents, path)}
+    entry = {"file": "checkpoints/8.pt", "step": 8, "sha256": checkpoint.save(contents, path)}
     record = {"checkpoints": [entry], "logger": {}, "results": {"step": 8}}
     checkpoint.write_json(record, folder / "auto_resume.json")
     return path
@@ -196,6 +196,9 @@ def test_where_validation_has_changed_the_best_starts_anew_with_a_note(tmp_path,
 
     assert not goes_on()
     assert goes_on(lr=0.5)
+    contents = checkpoint.load(tmp_path / "best.pt")
+    checkpoint.save(contents | {"step": 9}, tmp_path / "best.pt")  # later than the checkpoint
+    assert not goes_on()
     assert "best.pt" not in capsys.readouterr().err
     for changed in (dict(val_rows=21), dict(val_rows=21, eval_samples=8)):
         assert not goes_on(**changed)

@@ -1,13 +1,17 @@
 """Which samples come when: splits, the order of an epoch, chunks, batches.
 
 Orders and splits are pure functions of numbers and a seed. For training, a dataset has these
-methods; a script's `open_data` and evaluation ask for more of their own kind:
+methods:
     len(dataset)
     fetch(indices, random_words=None) -> (batch, usable)    dict of tensors and lists, bool (n,)
     split(name, validation, test, seed) -> indices          name: "train", "validation" or "test"
     fault(index) -> text                                    name of an unusable sample, and why
     check() -> (unusable, checked, faults)                  before training
     fingerprint() -> dict                                   changes when the data does
+
+To open and evaluate it, train_prior.py also takes folder, width, encoding_width, captions, texts
+and text_embeds.usual_length; train_decoder.py width, captions and texts; train_audio.py names,
+texts, rate, wave and load_usable.
 
 A script reads the training split without end by `loader(ChunkDataset(…), training_spans(…))`,
 and the others by `batches`.
@@ -162,7 +166,7 @@ def split_indices(
     return np.delete(held_out, chosen)
 
 
-SPLITS = ("validation", "test", "train")
+SPLITS = ("validation", "test", "train")  # in the order of the fractions of hashes
 
 
 def split_keys(

@@ -33,6 +33,7 @@ MOST_GAIN = 30.0  # silence stays silence
 BLOCK_FRAMES = 1_500  # of codes or semantic tokens in one pass
 CROP_SECONDS = 1  # of crops in evaluation
 EXCERPT_SECONDS = 10  # of recordings that are evaluated as a whole
+SHIFT_RATE = 50  # shifts are parts of 1/50 s, a frame of semantic tokens
 MARGIN = 1024  # samples: silence behind a resampled wave, and what is read on both sides of a crop
 
 # Tables of transcripts: {end of a file's /NAME: (separator of its columns, their names)}. Names in
@@ -300,7 +301,7 @@ class Recordings:
         return len(self.names)
 
     def repeat(self, shifts):
-        """Make `shifts` recordings of each. They begin 0, 1, 2, … parts of a frame later.
+        """Make `shifts` recordings of each. They begin 0, 1, 2, … parts of 1/50 s later.
 
         Their tokens differ, so less is learned by heart. They are all in the same split.
         """
@@ -322,7 +323,7 @@ class Recordings:
         """
         _, file_rate, frames = self.read(index, 0, 0)
         self.rates[file_rate] += 1
-        first = index % self.shifts * self.hop_length // self.shifts
+        first = index % self.shifts * self.rate // (SHIFT_RATE * self.shifts)
         total = resampled_length(frames, file_rate, self.rate) - first
         if total < self.hop_length:
             raise Unusable(

@@ -148,7 +148,7 @@ def tokens_of_window(content, heard, start, stop=None):
 
 @dataclasses.dataclass(eq=False)
 class TokenCrops:
-    """A dataset (see order.py): crops of recordings as streams of tokens, of one and the same time.
+    """A dataset to train on: crops of recordings as streams of tokens, of one and the same time.
 
     A crop is `seconds` long, in frames of the codes or, without these, of the semantic tokens.
     """
