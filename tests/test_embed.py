@@ -1,6 +1,5 @@
 """Training the small CLIP and embedding captioned images, as a user does."""
 
-import os
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +21,7 @@ run_embed = partial(helpers.run, "common.data.embed")
 
 def train(folder, monkeypatch, rows=64, **settings):
     monkeypatch.setattr(embed, "BUILTIN_ROWS", rows)
-    embed.train(embed.Config(run_dir=str(folder), **{**TINY, **settings}), CPU)
+    embed.train(embed.Config(run_dir=str(folder), **TINY | settings), CPU)
     return clip.load(folder, CPU)
 
 
@@ -33,17 +32,18 @@ def test_training_repeats_bit_for_bit_and_depends_on_the_seed(tmp_path, monkeypa
     assert train(tmp_path, monkeypatch, steps=2, seed=1).fingerprint() != model.fingerprint()
 
 
-def test_training_learns_what_captions_say_of_images(tmp_path, monkeypatch):
-    model = train(tmp_path, monkeypatch, 320)
+@pytest.mark.parametrize("settings", [{}, dict(optimizer="muon", steps=50)])
+def test_training_learns_what_captions_say_of_images(settings, tmp_path, monkeypatch):
+    model = train(tmp_path, monkeypatch, 320, **settings)
     # It was trained on none of these, the scripts' data.
     pictures, records = synthetic.shapes(range(320), size=16)
     batches = [(pictures[:100], records[:100]), (pictures[100:], records[100:])]
     (image, text), embedded = embed.embed(model, batches)
     assert embedded == records
-    np.testing.assert_allclose(np.linalg.norm(image, axis=1), 1, rtol=1e-5)
     raw, texts, encodings = embed.embed(model, batches, encodings=True, raw=True)[0]
     np.testing.assert_allclose(raw, model.embed_image(torch.from_numpy(pictures)), atol=1e-5)
-    np.testing.assert_allclose(F.normalize(torch.from_numpy(texts)), text, atol=1e-5)
+    for values, unit in ((raw, image), (texts, text)):
+        np.testing.assert_allclose(F.normalize(torch.from_numpy(values)), unit, atol=1e-5)
     assert encodings.shape == (320, 24, 32)
 
     nearest = (text @ image.T).argmax(1)
@@ -65,9 +65,8 @@ def captioned(tmp_path, monkeypatch):
     Path("images/damaged.txt").touch()
     Path("images/00001.txt").write_text("")
     records[1]["caption"] = ""
-    settings = {**TINY, "data": "images", "run_dir": "clip", "steps": 2, "batch_size": 32}
-    out = run_embed("train", *flags(**settings))
-    return pictures, records, out
+    words = flags(**TINY | dict(data="images", run_dir="clip", steps=2, batch_size=32))
+    return pictures, records, run_embed("train", *words)
 
 
 def test_a_clip_learns_the_words_of_its_training_images(captioned):
@@ -82,8 +81,9 @@ def test_a_clip_learns_the_words_of_its_training_images(captioned):
 
 def test_images_that_can_be_used_are_embedded_as_the_prior_reads_them(captioned, tmp_path):
     pictures, records, _ = captioned
-    words = flags(data="images", run_dir="clip", out="emb")
-    out = run_embed("embed", *words, "--encodings", "--raw")
+    out = run_embed(
+        "embed", *flags(data="images", run_dir="clip", out="emb"), "--encodings", "--raw"
+    )
     assert "1 of 81 images cannot be used and are left out: images/damaged.png" in out
     model = clip.load("clip", CPU)
     assert config.read_json("emb/clip.json") == {
@@ -149,10 +149,10 @@ def test_built_in_data_are_made_once_and_anew_if_damaged_or_of_other_settings(
         ((folder / "clip.json").unlink, True),
         (lambda: monkeypatch.setattr(embed, "BUILTIN_ROWS", 300), True),
     ):
+        before = path.stat().st_mtime_ns
         change()
-        before = os.stat(path).st_mtime_ns if path.exists() else 0
         assert embed.builtin_data(tmp_path, CPU) == str(folder)
-        assert (os.stat(path).st_mtime_ns != before) == is_new
+        assert (path.stat().st_mtime_ns != before) == is_new
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,9 @@ class Config(DataConfig):
     steps: PositiveInt = field(700, "optimizer steps")
     batch_size: PositiveInt = field(256, "pairs; each contrasts with all others")
     lr: PositiveFloat = field(3e-3, "highest learning rate")
+    optimizer: Literal["adamw", "muon"] = field(
+        "adamw", "muon: for matrices, with AdamW for the others; needs fewer steps"
+    )
     seed: int = field(0, "of weights and order")
 
     def __post_init__(self):
@@ -166,7 +169,7 @@ def train(cfg, device=None):
     }
     model = clip.CLIP(**settings).to(device).train()
     # Betas and epsilon: Radford et al. 2021, Table 18.
-    [optimizer] = optim.make(model, "adamw", cfg.lr, 0.1, (0.9, 0.98), 1e-6)
+    optimizers = optim.make(model, cfg.optimizer, cfg.lr, 0.1, (0.9, 0.98), 1e-6)
     pixels = torch.from_numpy(np.concatenate([pixels for pixels, _ in batches])).to(device)
     tokens = model.tokenize(captions)
     tokens = tokens[:, (tokens != clip.PAD).any(0)].to(device)  # (N, L), L of the longest text
@@ -174,7 +177,7 @@ def train(cfg, device=None):
     best = 0.0
     for step in tracker.progress(range(1, cfg.steps + 1), desc="small CLIP", unit="step"):
         lr = schedule.learning_rate(step - 1, cfg.lr, cfg.steps // 10, cfg.steps, cosine=True)
-        schedule.set_learning_rate([optimizer], lr)
+        schedule.set_learning_rate(optimizers, lr)
         stop = step * cfg.batch_size
         positions = np.arange(stop - cfg.batch_size, stop)
         indices = order.shuffle(positions, len(captions), cfg.seed)
@@ -187,8 +190,9 @@ def train(cfg, device=None):
         logits = model.logit_scale.clamp(max=math.log(100)).exp() * image @ text.T  # (B, B)
         loss = (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
 
         if step % max(1, cfg.steps // 10) and step < cfg.steps:
             continue
