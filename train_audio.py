@@ -35,7 +35,7 @@ SoundStream
 - Mel spectra have a scale and a floor of their own (`spectral_distance`), and filters that are wide
   enough for the shortest window (`recordings.mel_filters`).
 - By default, but not by audiolm-16khz: an L1 loss of waves, an R1 penalty of the summed scores,
-  discriminators only in the last 40 of 1,050 steps.
+  no quantizer in the first 300 steps, discriminators only in the last 40 of 1,050 steps.
 AudioLM
 - Semantic tokens are 50 a second. By default they are of MFCC.
 - Positions are rotary: AudioLM's relative ones (T5) are a bias of all scores, which would prevent
@@ -203,6 +203,9 @@ class CodecConfig(SharedConfig):
     )
     codebook_size: PositiveInt = model_field(256, "codes of a quantizer")
     codebook_decay: Fraction = field(0.95, "decay of the codebooks' averages")
+    quantizer_start: NonNegativeInt = field(
+        300, "steps without quantizer, before k-means (paper: 0)", fixed=True
+    )
     # Losses. The paper's weights are for a loss summed over features and long training.
     mel_weight: NonNegativeFloat = field(
         2e-5, "weight of the distance of mel spectra (paper: 1)", measure=True
@@ -252,6 +255,12 @@ class CodecConfig(SharedConfig):
                 f"--seconds: {self.crop} samples are too short for the STFT discriminator; "
                 f"expected {1.75 * self.stft_window:.0f} or more"
             )
+        # Then the run would end without codebooks.
+        if self.steps <= self.quantizer_start and not self.init_from:
+            raise UserError(
+                f"--steps {self.steps}: there are no codebooks before --quantizer_start "
+                f"{self.quantizer_start}"
+            )
 
     @property
     def crop(self):
@@ -286,6 +295,7 @@ SOUNDSTREAM = dict(
     num_quantizers=12,  # of 10 bits each, at 50 frames a second
     codebook_size=1024,  # K
     codebook_decay=0.99,  # §III-C
+    quantizer_start=0,  # k-means before the first step (§III-C)
     mel_weight=1.0,  # λ_rec (§III-E), but of spectra of another scale (`spectral_distance`)
     wave_weight=0.0,  # not in the paper
     commitment_weight=1.0,
@@ -328,7 +338,11 @@ class CausalUpsample(nn.ConvTranspose1d):
     """Transposed convolution with a kernel of two strides: (B, C, T) -> (B, C', T · stride)."""
 
     def forward(self, x):
-        return super().forward(x)[..., : -self.stride[0]]  # the rest needs later inputs
+        # What is cut off at the end needs later inputs. Silence before the beginning adds nothing
+        # but other rounding: `super().forward(x)[..., : -self.stride[0]]` would do.
+        silence = torch.zeros_like(x[..., :1])
+        x = super().forward(torch.cat([silence, x], dim=2))
+        return x[..., self.stride[0] : -self.stride[0]]
 
 
 class FastELU(torch.autograd.Function):
@@ -739,7 +753,7 @@ def augment(waves):
 @torch.no_grad()
 def initialize_codebooks(codec, cfg, dataset, indices, device):
     """k-means on frames of training crops, not augmented: the same on any ranks. Collective."""
-    if codec.quantizer.codebook.any():  # of a checkpoint, or of --init_from
+    if codec.quantizer.ready:  # by --init_from
         return
     chunks = order.ChunkDataset(dataset, indices, accumulate.derive_seed(cfg.seed, "codebooks"))
     per_crop = math.ceil(cfg.crop / codec.hop_length)  # frames
@@ -783,7 +797,6 @@ def train_soundstream(cfg, device):
         others={"discriminators": discriminators},
     )
     loop.resume(run, state)  # or take the weights of --init_from
-    initialize_codebooks(codec, cfg, dataset, indices, device)
     if cfg.compile:
         codec.compile()
 
@@ -803,9 +816,10 @@ def train_soundstream(cfg, device):
 
     with log, loop.progress(run, state, log, cfg.stage) as progress:
         while True:
-            # Evaluate: the averaged weights are those that are kept. Its loss is of longer crops
-            # than the training's, and a sum over their frames, without the discriminators.
-            if eval_due(state.step):
+            # Evaluate: the averaged weights are those that are kept. Before k-means there are no
+            # codes, so that codec cannot be the best one. Its loss is of longer crops than the
+            # training's, and a sum over their frames, without the discriminators.
+            if eval_due(state.step) and codec.quantizer.ready:
                 with progress.paused():
                     metrics, samples = evaluate(splits["validation"], f"step_{state.step:08d}")
                 metrics["val_loss"] = metrics.pop("loss")
@@ -815,9 +829,11 @@ def train_soundstream(cfg, device):
             if state.step >= cfg.steps:
                 break
 
-            # Set the learning rates. The discriminators start when they are due.
+            # Set the learning rates. Codebooks and discriminators start when they are due.
             codec.train()
             schedule.set_learning_rate(optimizers, schedule.of_config(state.step, cfg))
+            if state.step == cfg.quantizer_start:
+                initialize_codebooks(codec, cfg, dataset, indices, device)
             adversarial = state.step >= cfg.discriminator_start
             if adversarial:
                 discriminator_lr = schedule.learning_rate(
@@ -1067,6 +1083,7 @@ SPEECH_SMALL = {
         num_quantizers=8,  # of 8 bits each: 3.2 kbit/s
         pre_emphasis=0.9,
         codebook_decay=0.99,
+        quantizer_start=500,
         # Phases cost bits, and are not heard: spectra count more than by default.
         mel_weight=2e-4,
         discriminator_start=10_800,

@@ -76,6 +76,7 @@ CODEC = dict(
     latent_dim=16,
     num_quantizers=4,
     codebook_size=16,
+    quantizer_start=2,
     discriminator_start=3,
     seconds=0.4,
 )

@@ -192,12 +192,27 @@ def test_passes_without_gradients_or_training_and_discarded_steps_leave_no_trace
     assert same(after_a_step(quantizer), after_a_step(make()))
 
 
-def test_codebooks_survive_state_dicts_and_ema_copies():
+def test_before_initialization_z_passes_and_nothing_counts():
+    quantizer = make(ready=False)
+    z = latents().requires_grad_()
+    quantized, codes, loss = quantizer(z)
+    assert torch.equal(quantized, z)
+    assert codes.shape == (8, 20, 3) and not codes.any() and loss == 0
+    gradient, = torch.autograd.grad(quantized.sum() + loss, z)
+    assert torch.equal(gradient, torch.ones_like(z))
+    assert not any(tensor.any() for tensor in after_a_step(quantizer).values())
+    quantizer(z + 1)
+    quantizer.initialize(latents(20).flatten(0, 1), seed=0, per_step=400)
+    assert same(after_a_step(quantizer), after_a_step(make()))
+
+
+def test_being_ready_survives_state_dicts_and_ema_copies():
     quantizer = make()
     loaded = make(ready=False)
     averaged = make(ready=False)
-    assert not loaded.codebook.any()
+    assert not loaded.ready
     loaded.load_state_dict(quantizer.state_dict())
     EMA(quantizer).copy_to(averaged)
     for copy in (loaded, averaged):
+        assert copy.ready
         assert same(after_a_step(copy), after_a_step(make()))

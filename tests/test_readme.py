@@ -49,6 +49,7 @@ STAGES = {
             channels=2,
             latent_dim=16,
             codebook_size=16,
+            quantizer_start=2,
             discriminator_start=3,
         ),
         "semantic": TOKENS,

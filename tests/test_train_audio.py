@@ -454,8 +454,9 @@ def test_all_stages_are_trained_and_the_built_in_syllables_scored_alike_on_any_r
     assert "wrote" in follow(out, "--device=cpu", "--out", tmp_path / "next.wav")
     for name in ("step_00000004_0", "test_1"):
         assert read_wave(tmp_path / f"coarse/samples/{name}.wav").any()
+    # In step 2 the codec has no codebooks yet.
     evaluated = [line["step"] for line in metrics(tmp_path / "soundstream") if "val_loss" in line]
-    assert evaluated == [2, 4, 6]
+    assert evaluated == [4, 6]
     scores = config.read_json(tmp_path / "scores.json")
     assert {"voice_kept_real", "text_heard", "text_heard_real"} < scores.keys()
     few("evaluate", *flags(run_dir=tmp_path, device="cpu"), ranks=2)
@@ -612,6 +613,7 @@ def mistake(*words, status):
         ("--init_from a.pt", "they are of one stage"),
         ("--channels 4", "see --help; those of one stage need --stage NAME"),
         ("--stage soundstream --seconds 0.1", "too short for the STFT discriminator"),
+        ("--stage soundstream --steps 300", "before --quantizer_start 300"),
         ("--stage fine --width 30", "--heads: --width 30 must be an even multiple"),
         ("sample --out a.mp3", "--out a.mp3: expected a name that ends in .wav"),
         ("sample --text a --reconstruct a.wav", "--reconstruct, --text: give one of them"),

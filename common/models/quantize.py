@@ -78,7 +78,9 @@ class ResidualQuantizer(torch.nn.Module):
         self.decay = decay
         self.dead_below = dead_below
         vectors = torch.zeros(num_quantizers, codebook_size, width)
-        self.register_buffer("codebook", vectors)  # zeros until `initialize`
+        # A tensor, so that checkpoints and EMA copies have it, too.
+        self.register_buffer("initialized", torch.tensor(False))
+        self.register_buffer("codebook", vectors)
         self.register_buffer("ema_count", vectors.sum(-1))
         self.register_buffer("ema_sum", vectors.clone())
         # Of each code: the number of its vectors since the last update, and their sum.
@@ -86,9 +88,14 @@ class ResidualQuantizer(torch.nn.Module):
         self.register_buffer("pending", pending, persistent=False)
         self._candidates = None  # (Q, K, D), inputs of the quantizers in the first chunk
 
+    @property
+    def ready(self):
+        """Whether there are codebooks. It waits for a GPU, so do not ask in every step."""
+        return bool(self.initialized)
+
     @torch.compiler.disable  # a compiled graph cannot change buffers and matrix precision
     def forward(self, z):
-        """z (B, T, D) -> (quantized (B, T, D), codes (B, T, Q), loss).
+        """z (B, T, D) -> (quantized (B, T, D), codes (B, T, Q), loss). Not `ready`: z, zeros and 0.
 
         The gradient goes straight through. loss: commitment, the mean squared difference of each
         quantizer's input and its code's vector (held constant), averaged over the active
@@ -110,7 +117,7 @@ class ResidualQuantizer(torch.nn.Module):
 
         error_sum = (errors * active).sum(0)
         errors = error_sum / active.sum(0)
-        loss = errors.mean()
+        loss = errors.mean() * self.initialized
         active = active[..., None, None]  # (Q, B, 1, 1)
         if self.training and torch.is_grad_enabled():
             inputs = torch.cat([x[None], residuals[:-1]])
@@ -119,7 +126,9 @@ class ResidualQuantizer(torch.nn.Module):
         straight_through = x - x.detach()  # zeros, with the gradient of x
         active_vectors = vectors * active
         quantized = active_vectors.sum(0) + straight_through
-        return quantized.to(z.dtype), codes, loss
+        quantized = quantized.to(z.dtype)
+        quantized = torch.where(self.initialized, quantized, z)
+        return quantized, codes, loss
 
     def gather(self, inputs, codes, active):
         """Note for `update` the inputs (Q, B, T, D) of codes (B, T, Q) where they are active."""
@@ -180,6 +189,7 @@ class ResidualQuantizer(torch.nn.Module):
         dist.broadcast_tensor(self.ema_count)
         counts = self.ema_count[..., None]
         self.ema_sum.copy_(self.codebook * counts)
+        self.initialized.fill_(True)
         self.discard()
 
     def update(self, seed):
@@ -191,8 +201,8 @@ class ResidualQuantizer(torch.nn.Module):
             td.all_reduce(self.pending)
         counts = self.pending[..., 0]
         sums = self.pending[..., 1:]
-        # (Q, 1). False for quantizers that dropout skipped in all samples.
-        used = counts.any(-1, keepdim=True)
+        # (Q, 1). False for quantizers that dropout skipped in all samples, and if not `ready`.
+        used = counts.any(-1, keepdim=True) & self.initialized
         rate = (1 - self.decay) * used
         self.ema_count += rate * (counts - self.ema_count)
         self.ema_sum += rate[..., None] * (sums - self.ema_sum)

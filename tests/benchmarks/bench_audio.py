@@ -52,7 +52,7 @@ def settings(args, stage):
         if sizes.get("stage", stage) != stage:
             raise SystemExit(f"--preset {args.preset} is of --stage {sizes['stage']}, not {stage}")
     elif stage == "soundstream":
-        sizes = dict(CODEC, discriminator_start=0)
+        sizes = dict(CODEC, quantizer_start=0, discriminator_start=0)
     else:
         sizes = TOKENS
     machine = dict(precision=args.precision, batch_size=args.batch, chunk_size=args.batch)
