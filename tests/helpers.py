@@ -53,21 +53,11 @@ SMALL = dict(
     eval_samples=100,
     device="cpu",
     warmup_steps=5,
-    optimizer="adamw",
     lr=2e-3,
 )
+BRIEF = dict(log_every=2, eval_every=4, save_every=2, warmup_steps=2, device="cpu")
 # The stages of audio: what all take, and what each takes besides.
-AUDIO = dict(
-    steps=6,
-    batch_size=4,
-    chunk_size=2,
-    eval_samples=4,
-    log_every=2,
-    eval_every=4,
-    save_every=2,
-    warmup_steps=2,
-    device="cpu",
-)
+AUDIO = dict(BRIEF, steps=6, batch_size=4, chunk_size=2, eval_samples=4)
 CODEC = dict(
     AUDIO,
     stage="soundstream",

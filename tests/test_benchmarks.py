@@ -19,6 +19,7 @@ UNET = dict(
 )
 BASE = dict(image_size=8, cond_width=16, attention_levels=(1,), learned_variance=True)
 TEXT = dict(text_encodings="clip", raw_embeddings=True)
+TRANSFORMER = dict(width=16, depth=1, heads=2)
 
 # The benchmarks' own sizes, small, and a small preset of each form.
 CONSTANTS = {
@@ -30,15 +31,15 @@ CONSTANTS = {
         seconds=0.12,
         sample_rate=8_000,
     ),
-    "TOKENS": dict(width=16, depth=1, heads=2),
+    "TOKENS": TRANSFORMER,
     "FRAMES": {"semantic": 8, "coarse": 4, "fine": 4},
     "MODEL": UNET,
     "BASE": BASE,
     "UPSAMPLE": dict(image_size=16, random_crop=8, low_res_size=8),
-    "SIZES": dict(width=16, depth=1, heads=2),
+    "SIZES": TRANSFORMER,
     "STEPS": 2,
 }
-PRIORS = {"small": dict(TEXT, max_text_len=4, width=16, depth=1, heads=2)}
+PRIORS = {"small": dict(TEXT, **TRANSFORMER, max_text_len=4)}
 DECODERS = {"small": dict(TEXT, **UNET, **BASE, stage="base")}
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from conftest import environment, free_port, start
 from helpers import (
+    BRIEF,
     SMALL,
     STAGES,
     Forked,
@@ -79,19 +80,15 @@ PRIOR = dict(
     optimizer="muon",
 )
 UNET = dict(
+    BRIEF,
     data="pictures",
     width=8,
     channel_mult=(1, 2),
     batch_size=12,
     chunk_size=4,
     steps=3 * KILLS,
-    warmup_steps=2,
-    log_every=2,
-    eval_every=4,
-    save_every=2,
     eval_samples=6,
     eval_steps=2,
-    device="cpu",
     optimizer="muon",
     crop_scale=0.5,
     flip="true",

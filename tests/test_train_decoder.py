@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import (
+    BRIEF,
     awake,
     flags,
     metrics,
@@ -27,18 +28,15 @@ from common.models import clip, diffusion
 CPU = torch.device("cpu")
 UNET = dict(width=8, channel_mult=(1, 2))
 TINY = dict(
-    UNET,
+    BRIEF,
+    **UNET,
     batch_size=12,
     chunk_size=5,
     steps=4,
     lr=0.01,
-    warmup_steps=2,
-    log_every=2,
     eval_every=2,
-    save_every=2,
     eval_samples=6,
     eval_steps=2,
-    device="cpu",
     optimizer="adamw",
 )
 BASE = dict(TINY, stage="base", attention_levels=(1,), cond_width=8)
