@@ -37,37 +37,46 @@ def open_run(cfg, folder, max_chunk):
 
     def open_on_main():
         run.open()
-        has_begun = bool(run.checkpoints)
         results = run.results
         if results and (results["step"] < cfg.steps or not (run.folder / "model.pt").is_file()):
-            results = None
-        newest = run.newest_intact()
-        if not newest and cfg.load and (has_begun or not cfg.load_only_auto_resume):
-            newest = local_file(cfg.load, run)
-        if has_begun and not newest and not results:
-            raise UserError(
-                f"{run.folder}: all checkpoints are damaged or missing; go on from a copy with "
-                "--load, or give another --run_dir"
-            )
-        source = newest
-        complete = cfg
-        # A run that goes on has its weights, but adapters need their base at every start.
-        if cfg.init_from and (not newest or cfg.lora_rank):
-            complete = dataclasses.replace(cfg, init_from=local_file(cfg.init_from, run))
-            source = newest or complete.init_from
-        settings = {}
-        if source:
-            with checkpoint.damaged(source):
-                settings = dict(checkpoint.load(source, mmap=True).get("config", {}))
-        if cfg.init_from and cfg.init_strict:
-            complete = with_model(complete, settings, source)
-        earlier = settings.get("chunk_size", 0) if newest else 0
-        chunk_size = choose_chunk_size(complete, earlier, max_chunk)
-        complete = dataclasses.replace(complete, chunk_size=chunk_size)
-        return newest, source, results, complete
+            run.results = None
+        run.resume_from = find_checkpoint(run, cfg)
+        complete = complete_settings(run, cfg, max_chunk)
+        return run.resume_from, run.source, run.results, complete
 
     run.resume_from, run.source, run.results, cfg = dist.on_main(open_on_main)
     return run, cfg
+
+
+def find_checkpoint(run, cfg):
+    """The path of the checkpoint to resume from, or None for a new run."""
+    has_begun = bool(run.checkpoints)
+    newest = run.newest_intact()
+    if not newest and cfg.load and (has_begun or not cfg.load_only_auto_resume):
+        newest = local_file(cfg.load, run)
+    if has_begun and not newest and not run.results:
+        raise UserError(
+            f"{run.folder}: all checkpoints are damaged or missing; go on from a copy with --load, "
+            "or give another --run_dir"
+        )
+    return newest
+
+
+def complete_settings(run, cfg, max_chunk):
+    """`cfg` with what it leaves open, see `open_run`, and run.source."""
+    run.source = run.resume_from
+    # A run that goes on has its weights, but adapters need their base at every start.
+    if cfg.init_from and (not run.resume_from or cfg.lora_rank):
+        cfg = dataclasses.replace(cfg, init_from=local_file(cfg.init_from, run))
+        run.source = run.resume_from or cfg.init_from
+    saved = {}  # settings of that file
+    if run.source:
+        with checkpoint.damaged(run.source):
+            saved = dict(checkpoint.load(run.source, mmap=True).get("config", {}))
+    if cfg.init_from and cfg.init_strict:
+        cfg = with_model(cfg, saved, run.source)
+    earlier = saved.get("chunk_size", 0) if run.resume_from else 0
+    return dataclasses.replace(cfg, chunk_size=choose_chunk_size(cfg, earlier, max_chunk))
 
 
 def local_file(address, run):
