@@ -56,6 +56,7 @@ SMALL = dict(
     lr=2e-3,
 )
 BRIEF = dict(log_every=2, eval_every=4, save_every=2, warmup_steps=2, device="cpu")
+UNET = dict(width=8, channel_mult=(1, 2))
 # The stages of audio: what all take, and what each takes besides.
 AUDIO = dict(BRIEF, steps=6, batch_size=4, chunk_size=2, eval_samples=4)
 CODEC = dict(
@@ -184,6 +185,14 @@ def run(name, *words, ranks=0, expect=0):
             status = end.code
     assert status == expect, out.getvalue()
     return out.getvalue()
+
+
+def mistake(name, *words, status=1):
+    """The one line, after notes, in which a command must end."""
+    *notes, error = run(name, *words, expect=status).splitlines()
+    assert all(note.startswith("note: ") for note in notes)
+    assert error.startswith(f"{name}.py: error: ")
+    return error
 
 
 def follow(out, *words):

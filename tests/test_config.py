@@ -146,6 +146,7 @@ def test_the_config_of_a_run_reads_back_as_it_was_or_with_notes_if_a_script_has_
     ("sample --share 1.5", "--share 1.5: expected a number within 0 and 1"),
     ("sample --even 3", "--even 3: expected an even number"),
     ("--lr nan", "--lr nan: expected a finite number"),
+    ("--lr inf", "--lr inf: expected a finite number"),
     ("sample --preset big", "--preset big: expected one of large, tall"),
     ("smaple", "smaple: expected one of train, sample; COMMAND --help"),
 ])
@@ -162,7 +163,9 @@ def test_a_mistake_on_the_command_line_ends_in_one_line_of_rank_0_and_status_2(
 
 
 @pytest.mark.parametrize("text, message", [
+    ('{"step": 5}', "--step: no such setting; did you mean --steps?"),
     ('{"steps": true}', "--steps: invalid int value: 'True'"),
+    ("[1, 2]", "expected a JSON object"),
     ('{"steps": 5', "expected a JSON object"),
     ('{"data": ' + '{"a":' * 100_000, "expected a JSON object"),
 ])

@@ -15,6 +15,7 @@ from helpers import (
     BRIEF,
     SMALL,
     STAGES,
+    UNET,
     Forked,
     differences,
     flags,
@@ -79,11 +80,10 @@ PRIOR = dict(
     objective="v",
     optimizer="muon",
 )
-UNET = dict(
+DECODER = dict(
     BRIEF,
+    **UNET,
     data="pictures",
-    width=8,
-    channel_mult=(1, 2),
     batch_size=12,
     chunk_size=4,
     steps=3 * KILLS,
@@ -95,9 +95,9 @@ UNET = dict(
 )
 CASES = {
     "prior": ("train_prior", "", PRIOR),
-    "base": ("train_decoder", "base", dict(UNET, image_size=8, attention_levels=1)),
+    "base": ("train_decoder", "base", dict(DECODER, image_size=8, attention_levels=1)),
     "upsample": (
-        "train_decoder", "upsample", dict(UNET, image_size=16, low_res_size=8, random_crop=8)),
+        "train_decoder", "upsample", dict(DECODER, image_size=16, low_res_size=8, random_crop=8)),
     "soundstream": ("train_audio", "soundstream", {}),
     "semantic": ("train_audio", "semantic", {}),
     "coarse": ("train_audio", "coarse", {"soundstream": "soundstream"}),

@@ -196,10 +196,14 @@ def test_before_initialization_z_passes_and_nothing_counts():
     quantizer = make(ready=False)
     z = latents().requires_grad_()
     quantized, codes, loss = quantizer(z)
-    assert torch.equal(quantized, z) and not codes.any() and loss == 0
+    assert torch.equal(quantized, z) and loss == 0
+    assert codes.shape == (8, 20, 3) and not codes.any()
     gradient, = torch.autograd.grad(quantized.sum() + loss, z)
     assert (gradient == 1).all()
     assert not any(tensor.any() for tensor in after_a_step(quantizer).values())
+    quantizer(z + 1)
+    quantizer.initialize(latents(20).flatten(0, 1), seed=0, per_step=400)
+    assert same(after_a_step(quantizer), after_a_step(make()))
 
 
 def test_being_ready_survives_state_dicts_and_ema_copies():

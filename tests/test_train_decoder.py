@@ -12,6 +12,7 @@ import pytest
 import torch
 from helpers import (
     BRIEF,
+    UNET,
     awake,
     flags,
     metrics,
@@ -26,7 +27,6 @@ from common.data import embed, embeddings, media
 from common.models import clip, diffusion
 
 CPU = torch.device("cpu")
-UNET = dict(width=8, channel_mult=(1, 2))
 TINY = dict(
     BRIEF,
     **UNET,
@@ -489,12 +489,7 @@ def test_inpainting_keeps_the_black_of_the_mask_exactly(text, trained, world, tm
 # Mistakes
 
 
-def mistake(*words, status=1):
-    """The one line, after notes, in which a command must end."""
-    *notes, error = run(*words, expect=status).splitlines()
-    assert all(note.startswith("note: ") for note in notes)
-    assert error.startswith("train_decoder.py: error: ")
-    return error
+mistake = functools.partial(helpers.mistake, "train_decoder")
 
 
 @pytest.mark.parametrize(

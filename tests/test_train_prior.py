@@ -398,6 +398,7 @@ def test_guidance_is_refused_for_a_model_that_never_trained_without_text(emb, tm
         ("--eval_timesteps 1,2000", 2, "2000 sampling steps"),
         ("--guidance_scale 2 --text_drop 0", 2, "is trained with --text_drop 0"),
         ("sample --text x --texts y", 2, "--text, --texts: give one"),
+        ("sample --text x --text_embeds y", 2, "--text, --text_embeds: give one"),
         ("sample --run_dir used --text_embeds narrow/text_emb/text_emb_0.npy", 1, "8 wide"),
         (f"sample --run_dir used --texts {os.devnull}", 1, "no text in it"),
         ("sample --run_dir used --steps 1001", 1, "1001 sampling steps: expected 1 to"),

@@ -52,7 +52,7 @@ class Config(DataConfig):
     batch_size: PositiveInt = field(256, "pairs; each contrasts with all others")
     lr: PositiveFloat = field(3e-3, "highest learning rate")
     optimizer: Literal["adamw", "muon"] = field(
-        "adamw", "muon: for matrices, with AdamW for the others; needs fewer steps"
+        "adamw", "muon: for matrices, with AdamW for the others"
     )
     seed: int = field(0, "of weights and order")
 
