@@ -536,7 +536,7 @@ class WaveDiscriminator(Discriminator):
         # Channels grow four times a layer, to at most 64 times.
         widths = [channels * mult for mult in (1, 4, 16, 64, 64)]
         for narrow, wide in itertools.pairwise(widths):
-            groups = math.gcd(narrow, narrow // 4)  # of four channels each
+            groups = math.gcd(narrow, narrow // 4)  # of four channels each, if 4 divides
             self.layers.append(nn.Conv1d(narrow, wide, 41, stride=4, padding=20, groups=groups))
         self.layers.append(nn.Conv1d(wide, wide, 5, padding=2))
         self.out = nn.Conv1d(wide, 1, 3, padding=1)
@@ -669,7 +669,7 @@ def discriminator_loss(discriminators, fake, real, r1_weight):
     """The discriminators' hinge loss (Eq. 1) for waves (B, T), a mean over them.
 
     r1_weight: of the R1 penalty, the squared norm of a sample's gradient at real waves (Mescheder
-    et al. 2018, Eq. 9); 0: none.
+    et al. 2018, Eq. 9, whose γ/2 it is); 0: none.
     """
     # Detached: no gradient reaches the codec. It is not run again, so the codebooks' statistics
     # count every sample once.
@@ -765,7 +765,8 @@ def initialize_codebooks(codec, cfg, dataset, indices, device):
         wave = codec.emphasize(chunks[start, start + cfg.chunk_size]["wave"].to(device))
         frames.append(codec.encode_latents(wave).flatten(0, 1).float())  # (B · frames, D)
     seed = accumulate.derive_seed(cfg.seed, "kmeans")
-    codec.quantizer.initialize(torch.cat(frames), seed, cfg.batch_size * per_crop)
+    frames = torch.cat(frames)[: crops * per_crop]
+    codec.quantizer.initialize(frames, seed, cfg.batch_size * per_crop)
 
 
 def train_soundstream(cfg, device):
@@ -882,7 +883,7 @@ def train_soundstream(cfg, device):
                 # If these overflow alone, they miss a step: the codec has taken its own.
                 if stepped and adversarial:
                     norm, taken = amp.step(scaler, discriminator_optimizers, cfg.max_grad_norm)
-                    if taken:  # 0 · nan is nan: what is not finite in either ends the run
+                    if taken:  # 0 · nan is nan: a norm of either that is not finite ends the run
                         grad_norm = grad_norm + 0 * norm
                 scaler.update()
                 codec.zero_grad()
@@ -1235,7 +1236,8 @@ class TokenTransformer(nn.Module):
         rows = []
         for text in texts:
             encoded = self.tokenizer.encode(text)[:length]
-            rows.append(encoded + [0] * (length - len(encoded)))  # padded
+            # Padded. Padding is attended to as well: it says where the text has ended.
+            rows.append(encoded + [0] * (length - len(encoded)))
         x = self.text_encoder(self.text_embed(torch.tensor(rows, device=device)))
         return torch.where(drop[:, None, None], null_text.to(x.dtype), x)  # (B, L, D)
 
@@ -1371,18 +1373,18 @@ def generate_long(model, context_of, prompts, limits, seeds, sampling, texts=(),
     """
     if sampling.temperature < 0:
         sampling = sampling._replace(temperature=model.cfg.temperature)
-    sounds = list(prompts)
+    done = list(prompts)  # codes so far
     limits = list(limits)
     for number in itertools.count():
-        active = [b for b, codes in enumerate(sounds) if len(codes) < limits[b]]
+        active = [b for b, codes in enumerate(done) if len(codes) < limits[b]]
         if not active:
-            return sounds
+            return done
 
         samples = []
         fewest = []
         most = []
         for b in active:
-            codes = sounds[b]
+            codes = done[b]
             start = 0
             if len(codes) >= model.max_frames:
                 # The window is full: keep its later half.
@@ -1407,9 +1409,9 @@ def generate_long(model, context_of, prompts, limits, seeds, sampling, texts=(),
             texts and [texts[b] for b in active],
         )
         for b, added, room in zip(active, new, most):
-            sounds[b] = torch.cat([sounds[b], added])
+            done[b] = torch.cat([done[b], added])
             if len(added) < room:  # it came to EOS
-                limits[b] = 0
+                limits[b] = len(done[b])
 
 
 # Data
@@ -1509,7 +1511,7 @@ def train_transformer(cfg, device):
     # Make tokens of all recordings, unless an earlier start has done so. The semantic stage first
     # fits its k-means.
     if cfg.stage == "semantic":
-        kmeans = tokens.fit_kmeans(run.folder, dataset, indices, cfg, device)
+        kmeans = tokens.fit_kmeans(run, dataset, indices, cfg, device)
         made_with = {"kmeans": kmeans.checksum}
     streams = make_streams(cfg, kmeans, codec)
     splits = tokens.tokenize_splits(cfg, splits, streams, lay_out, kmeans, codec)
@@ -1637,6 +1639,7 @@ class Pipeline:
         cfg = dataclasses.replace(self.models["coarse"].cfg, run_dir=args.run_dir)
         self.codec, self.kmeans, expected = load_tokenizers(cfg, device)
         for stage, model in self.models.items():
+            # What semantic was trained with, its k-means, is a part of that.
             if not model.made_with.items() <= expected.items():
                 raise UserError(
                     f"{args.run_dir}/{stage}: trained with other tokens, {model.made_with}; those "

@@ -47,7 +47,7 @@ import dataclasses
 import itertools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
@@ -82,6 +82,8 @@ from common.models.nn import (
 
 Objective = Literal["x0", "v", "epsilon", "flow"]
 Density = Literal["uniform", "logit_normal", "mode"]
+TIMESTEPS = 1000  # number of noise levels T (DALL-E 2, Table 3)
+Steps = Annotated[int, (f"1 to {TIMESTEPS}", lambda value: 1 <= value <= TIMESTEPS)]
 
 # Config: what all stages share, what both U-Nets have, and each of the two
 
@@ -172,11 +174,11 @@ class UNetConfig(SharedConfig):
     ema_update_every: PositiveInt = field(1, "steps between updates of the average")
     # Evaluation, and sampling by default
     eval_every: Interval = field("500", "steps between evaluations, or as 10min; 0: only the last")
-    eval_steps: PositiveInt = field(25, "sampling steps")
+    eval_steps: Steps = field(25, "sampling steps")
     guidance_scale: NonNegativeFloat = field(1.0, "guidance of sampling, 1: none")
     eta: Fraction = field(0.0, "noise of sampling, 1: DDPM, 0: DDIM")
 
-    timesteps = 1000  # number of noise levels T (DALL-E 2, Table 3)
+    timesteps = TIMESTEPS
 
     def __post_init__(self):
         super().__post_init__()
@@ -275,7 +277,7 @@ class UpsampleConfig(UNetConfig):
         "cosine", "noise schedule; flow has its own"
     )
     steps: PositiveInt = field(800, "optimizer steps")
-    eval_steps: PositiveInt = field(10, "sampling steps")
+    eval_steps: Steps = field(10, "sampling steps")
 
     # Constants of this stage, which UNet reads as it reads settings
     image_condition = False  # the low resolution alone (DALL-E 2 §2.1)
@@ -1014,7 +1016,7 @@ class CascadeConfig(config.Inference):
     run_dir: tuple[str, ...] = field(
         ("runs/decoder",), "folder RUN_DIR of a training, or run folders of the stages in order"
     )
-    steps: tuple[PositiveInt, ...] = field((), "sampling steps; by default as in training")
+    steps: tuple[Steps, ...] = field((), "sampling steps; by default as in training")
     guidance_scale: tuple[NonNegativeFloat, ...] = field(
         (), "guidance scale, 1: no guidance; by default as in training"
     )
@@ -1042,7 +1044,7 @@ def take_last_step(unet, path, device):
     path = Path(path).absolute().parent / name
     if path.is_file():
         config.note(f"the last step of sampling is that of {path}")
-        # Not as a submodule, which would be trained and saved.
+        # Not by setattr, which makes a submodule of it, to be trained and saved.
         vars(unet)["last_step_unet"], _ = load_unet(path, device)
     else:
         config.note(
@@ -1287,6 +1289,7 @@ def train(cfg):
     stages = []
     for stage, stage_config in STAGES.items():
         preset = PRESETS.get(cfg.preset, {}).get(stage, {})
+        # What the stages share is settled in cfg, by a flag or its default.
         stages.append(stage_config(**{**preset, **vars(cfg), "stage": stage}))
     last = stages[-1]
     # Pictures may be too small for the last stage, which is known before the first is trained.
@@ -1411,7 +1414,7 @@ def sample(args):
                 f"--mask {args.mask}: {[*mask.shape[1:3]]} pixels high and wide, but --image "
                 f"{[*image.shape[1:3]]}; expected the same size"
             )
-        is_black = square(mask, size)[:, :1] < 0
+        is_black = square(mask, size).mean(1, keepdim=True) < 0
         kept = square(image, size), is_black.float()
 
     # Sample.

@@ -184,13 +184,15 @@ class Config(config.TrainingRun):
 MAX_CHUNK = 256  # samples in one forward pass, at most, where --chunk_size is 0
 
 # fmt: off
+PICTURES = dict(dropout=0.1, validation=0.03, test=0.03, guidance_scale=2.0)
 PRESETS = {
-    # Thousands of captioned pictures. Both were run to their end on 6,000 emoji, the first on two
-    # cores, the second on one H200 (108 s).
-    "pictures-cpu": dict(dropout=0.1, steps=1000, eval_every="250"),
+    # Thousands of captioned pictures. Both were run to their end on 6,000 emoji: the first on two
+    # cores, the second on one H200 (108 s), without guidance and with more held out.
+    "pictures-cpu": dict(PICTURES, steps=1000, eval_every="125"),
     "pictures-gpu": dict(
+        PICTURES,
         text_encodings="clip",
-        width=512, depth=6, heads=8, dropout=0.1,  # 20 M weights
+        width=512, depth=6, heads=8,  # 20 M weights
         batch_size=512, steps=800, lr=1e-3, eval_every="200", precision="bf16",
     ),
     # DALL-E 2's Table 3 for the diffusion prior, over the CLIP at hand.
@@ -338,7 +340,7 @@ class Prior(nn.Module):
         mask = self.mask(is_text, 0)  # (B, 1, P, P)
         # Nothing is predicted from the text: no more of the output is computed.
         _, cache = self.transformer(tokens, mask, num_last=1, return_cache=True)
-        return tokens[:, :0], is_text, cache  # no tokens: the cache stands for them
+        return tokens[:, :0], is_text, cache  # (B, 0, W): the cache stands for these tokens
 
     def predict(self, x_t, timestep, text, is_text, cache=None):
         """Predictions (B, K, D) for x_t (B, K, D) at `timestep` (B, K).

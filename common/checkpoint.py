@@ -193,7 +193,8 @@ def read_model(classes, path, weights="ema"):
     cls = classes[contents["kind"]]
     with damaged(path):
         settings = config.from_json(cls, contents["config"], path)
-        settings |= {"logger": "console", "save": ()}  # which this program may not have
+        # Which this program may not have.
+        settings |= {"logger": "console", "save": (), "metadata": ()}
         cfg = cls(**settings)
     if weights == "ema":
         contents = model_contents(contents)
@@ -425,7 +426,11 @@ class RunFolder:
         path = self.folder / "best.pt"
         if not self.checkpoints or not path.is_file():
             return
-        contents = load(path, mmap=True)
+        try:
+            contents = load(path, mmap=True)
+        except UserError:
+            config.note(f"{path}: damaged, so best.pt starts anew")
+            return
         if contents["step"] > self.checkpoints[0]["step"]:  # of steps that are taken again
             return
         before = contents.get("measure")

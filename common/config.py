@@ -134,7 +134,11 @@ class Settings:
 
 @dataclass(frozen=True)
 class TrainingRun(Settings):
-    """Running, saving, logging: the same in all training scripts"""
+    """Running, saving, logging: the same in all training scripts
+
+    `common/` also reads these settings of a script's own: run_dir, data, steps, batch_size,
+    eval_every, eval_samples, and of the schedule lr, warmup_steps, cosine, cosine_steps.
+    """
 
     val_data: str = field("", 'folder of the validation set; "": a fraction of --data is held out')
     validation: Fraction = field(0.1, "fraction of the data held out for validation", fixed=True)
@@ -174,7 +178,8 @@ class TrainingRun(Settings):
         30.0, "how long a rank waits for another, or for its data, before it gives up"
     )
 
-    lora_rank = 0  # no flag, as it has no type; one where adapters of attention can be trained
+    # No flag, as it has no type. It is one in the scripts whose models can have adapters.
+    lora_rank = 0
 
     def __post_init__(self):
         super().__post_init__()
@@ -253,7 +258,7 @@ def as_word(value):
 def converter(kind):
     """The function of a word that gives a value of the type `kind`; ValueError if it is none."""
 
-    def values(word):
+    def tuple_of(word):
         kinds = typing.get_args(kind)
         item = converter(kinds[0])
         items = tuple(item(each.strip()) for each in word.split(",") if each.strip())
@@ -265,8 +270,8 @@ def converter(kind):
         return ("false", "true").index(word.lower()) == 1
 
     if typing.get_origin(kind) is tuple:
-        values.__name__ = inspect.formatannotation(kind)  # for argparse's message
-        return values
+        tuple_of.__name__ = inspect.formatannotation(kind)  # for argparse's message
+        return tuple_of
     return true_or_false if kind is bool else kind
 
 
@@ -374,6 +379,7 @@ OUTSIDE = {
     "DataLoader timed out": "--workers: one does not answer; is the data's disk still there?",
     "gloo/": PEER,
     "NCCL": PEER,
+    "out of memory": "give a lower --chunk_size, or --checkpointing",  # of a GPU
     "common.interop": "a flag needs common/interop, which was left out here",
 }
 

@@ -19,7 +19,7 @@ class EMA:
     model: torch.nn.Module
     update_every: int = 1  # steps between updates of the averages
     decay: float = 0.9999  # the highest; 0: nothing is averaged, all is the model's own
-    update_after: int = 0  # up to this step, and in the next, the parameters are copied
+    update_after: int = 0  # steps 1 to update_after + 1 copy the parameters
     warmup: str = "power"  # how the decay rises: "power" or "ratio"
     inv_gamma: float = 1.0  # of "power"
     power: float = 0.75  # of "power"

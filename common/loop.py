@@ -112,7 +112,7 @@ def choose_chunk_size(cfg, earlier, most):
     chunk is what is seeded: other chunks have other noise.
     """
     size = cfg.chunk_size or earlier
-    before = earlier or size  # a note needs to know it
+    before = earlier or size  # 0 of a new run without the flag: nothing to note
     if not size or math.ceil(cfg.batch_size / size) < dist.world_size():
         size = accumulate.chunk_size_for(cfg.batch_size, dist.world_size(), size or most)
     if before not in (0, size):
@@ -203,7 +203,8 @@ def begin(run, state, about, device):
     if dist.is_main():
         settings = {**config.as_json(cfg), "versions": state.versions}
         checkpoint.write_json(settings, run.folder / "config.json")
-    # The loop evaluates at its top. After a resume at such a step it does so again.
+    # The loop evaluates at its top, so after a resume at such a step it does so again. By minutes
+    # it does so at the last step alone.
     repeats_evaluation = Due(cfg.eval_every, cfg.steps)(state.step)
     log = tracker.Tracker(run, state, repeats_evaluation)
     parameters = sum(p.numel() for p in state.model.parameters())
@@ -218,7 +219,10 @@ def begin(run, state, about, device):
 
 
 class Due:
-    """Whether to evaluate, or to save: every so many steps or minutes, and at the last step."""
+    """Whether to evaluate, or to save: every so many steps or minutes, and at the last step.
+
+    Minutes count from the beginning of the last time.
+    """
 
     def __init__(self, interval, last_step):
         """interval: "200" steps, "10min", or "0", which is the last step alone."""

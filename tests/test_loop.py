@@ -186,20 +186,25 @@ def test_a_run_goes_on_where_it_was_left_and_one_of_other_data_models_or_setting
 def test_where_validation_has_changed_the_best_starts_anew_with_a_note(tmp_path, capsys):
     write_run(tmp_path)
 
+    best = tmp_path / "best.pt"
+
     def goes_on(**settings):
         """Whether the run goes on with the best loss that it had."""
         run = start_of(tmp_path, val_data="val", **settings)
         contents = {"model": {}, "step": 8, "val_loss": 0.5, "measure": run.measure}
-        checkpoint.save(contents, tmp_path / "best.pt")
+        checkpoint.save(contents, best)
         run.lock_file.close()
         return run.best_val_loss == 0.5
 
     assert not goes_on()
     assert goes_on(lr=0.5)
-    contents = checkpoint.load(tmp_path / "best.pt")
-    checkpoint.save(contents | {"step": 9}, tmp_path / "best.pt")  # later than the checkpoint
+    contents = checkpoint.load(best)
+    checkpoint.save(contents | {"step": 9}, best)  # later than the checkpoint
     assert not goes_on()
     assert "best.pt" not in capsys.readouterr().err
+    best.write_bytes(best.read_bytes()[:99])
+    assert not goes_on()
+    assert "best.pt: damaged, so best.pt starts anew" in capsys.readouterr().err
     for changed in (dict(val_rows=21), dict(val_rows=21, eval_samples=8)):
         assert not goes_on(**changed)
         assert "best.pt starts anew" in capsys.readouterr().err

@@ -77,17 +77,21 @@ def test_there_is_a_token_for_each_20_ms_begun_at_any_rate(rate):
         assert len(tokenizer.encode(torch.randn(samples))) == -(-samples * 50 // rate)
 
 
-def saved(folder):
-    cfg = SimpleNamespace(clusters=36, seed=0, tokenizer="mfcc")
-    return tokens.fit_kmeans(folder, DATASET, EVEN, cfg, "cpu")
+def saved(folder, clusters=36, resume_from=None):
+    run = SimpleNamespace(folder=folder, resume_from=resume_from)
+    cfg = SimpleNamespace(clusters=clusters, seed=0, tokenizer="mfcc")
+    return tokens.fit_kmeans(run, DATASET, EVEN, cfg, "cpu")
 
 
 def test_a_tokenizer_survives_being_saved_and_another_file_is_refused(tokenizer, tmp_path):
     wave = DATASET.wave(1)
-    np.testing.assert_array_equal(saved(tmp_path).encode(wave), tokenizer.encode(wave))
+    assert saved(tmp_path, clusters=8).clusters == 8  # of a start that was broken off
+    for resume_from in (None, "a checkpoint"):
+        found = saved(tmp_path, resume_from=resume_from)
+        np.testing.assert_array_equal(found.encode(wave), tokenizer.encode(wave))
     checkpoint.save({"model": {}}, tmp_path / "kmeans.pt")
     with pytest.raises(UserError, match=r"kmeans\.pt: damaged, or of another program"):
-        saved(tmp_path)
+        saved(tmp_path, resume_from="a checkpoint")
 
 
 def fitted(seed=3, hop_length=1):

@@ -113,7 +113,7 @@ def shuffle(positions, n, seed):
 def stratified(n, count, total, *key):
     """Random numbers below n, ascending: one in each interval of total / count numbers.
 
-    A larger n only appends more of them.
+    With n = 10, one of 5: one of 0 to 4, and one of 5 to 9. A larger n only appends more of them.
     """
     if not count:
         return np.zeros(0, np.int64)
@@ -257,15 +257,16 @@ class ChunkDataset(torch.utils.data.Dataset):
     seed: int | None = None
 
     def __getitem__(self, span):
-        positions = np.arange(*span)
+        positions = np.arange(*span)  # of the run
         words = None
+        places = positions  # in `indices`
         if self.seed is not None:
             words = random_words(positions, self.seed)
-            positions = shuffle(positions, len(self.indices), self.seed)
+            places = shuffle(positions, len(self.indices), self.seed)
 
         unusable = []
         while True:
-            indices = self.indices[positions]
+            indices = self.indices[places]
             batch, usable = self.dataset.fetch(indices, words)
             if usable.all():
                 return {**batch, "index": torch.from_numpy(indices), "unusable": unusable}
@@ -277,7 +278,7 @@ class ChunkDataset(torch.utils.data.Dataset):
                     f"{len(unusable)} unusable rows (not finite, all zero or "
                     f"unreadable): {unusable[0]}, …; mend or remove them"
                 )
-            positions[~usable] = (positions[~usable] + 1) % len(self.indices)
+            places[~usable] = (places[~usable] + 1) % len(self.indices)
 
 
 def loader(chunks, spans, workers=0, pin_memory=False, timeout=0):

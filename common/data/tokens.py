@@ -39,21 +39,22 @@ def load_kmeans(folder, sample_rate, device):
     return kmeans
 
 
-def fit_kmeans(folder, dataset, indices, cfg, device):
-    """As `load_kmeans`. Unless there is such a file, one is first made by `semantic.fit`.
+def fit_kmeans(run, dataset, indices, cfg, device):
+    """As `load_kmeans` of the RunFolder `run`, whose file is first made by `semantic.fit`.
 
+    A run that goes on has one. That of a start that was broken off may be of other settings.
     cfg: with clusters, seed, and the tokenizer, mfcc or hf:MODEL:LAYER. Collective.
     """
-    path = folder / KMEANS_FILE
+    path = run.folder / KMEANS_FILE
 
     def make():
-        if not path.exists():
+        if not (run.resume_from and path.exists()):
             kmeans = semantic.fit(dataset, indices, cfg.clusters, cfg.seed, cfg.tokenizer, device)
             contents = {"settings": kmeans.settings, "model": kmeans.state_dict()}
             checkpoint.save(contents, path)
 
     dist.on_main(make)
-    return load_kmeans(folder, dataset.rate, device)
+    return load_kmeans(run.folder, dataset.rate, device)
 
 
 def code_entropies(codes, Q, size):
@@ -139,6 +140,7 @@ def tokens_of_window(content, heard, start, stop=None):
     """
     # The place of each frame's token in `content`.
     places = (np.diff(heard, prepend=heard[0]) != 0).cumsum()
+    # A window may begin at the very end of what is heard.
     first = min(places[min(start, len(heard) - 1)], len(content) - 1)
     if stop is None or stop >= len(heard):
         return content[first:]
@@ -198,16 +200,16 @@ class TokenCrops:
                 # The same time, at another frame rate. At the end rounding must not lose a token.
                 ratio = semantic.FRAME_RATE / self.frame_rate
                 ended = stop == len(self.frames_of[index])
-                last = None if ended else round(stop * ratio)
+                stop_heard = None if ended else round(stop * ratio)
                 # Without repetitions, so coarse must model durations (AudioLM §III-C).
                 heard = self.semantic_tokens[index].astype(np.int64)
                 content = torch.from_numpy(heard).unique_consecutive()[:, None]  # (N, 1)
-                codes = tokens_of_window(content, heard, round(start * ratio), last)
+                codes = tokens_of_window(content, heard, round(start * ratio), stop_heard)
             else:
-                last = first + stream.num_quantizers
-                codes = self.codes[index][start:stop, first:last]  # (T, n)
+                first_of_next = first + stream.num_quantizers
+                codes = self.codes[index][start:stop, first:first_of_next]  # (T, n)
                 codes = torch.from_numpy(codes.astype(np.int64))
-                first = last
+                first = first_of_next
             found.append(codes)  # caches hold 16 bits, embeddings take 64
         return found
 

@@ -111,9 +111,9 @@ class ResidualQuantizer(torch.nn.Module):
         errors = squares.mean((2, 3))  # (Q, B)
 
         active = torch.ones_like(errors, dtype=torch.bool)
-        if self.training:
+        if self.training:  # of each sample the first n alone
             n = torch.randint(1, self.num_quantizers + 1, (len(z),), device=z.device)
-            active = active.cumsum(0) <= n
+            active = active.cumsum(0) <= n  # cumsum counts the quantizers: 1, 2, …, Q
 
         error_sum = (errors * active).sum(0)
         errors = error_sum / active.sum(0)
@@ -222,7 +222,7 @@ class ResidualQuantizer(torch.nn.Module):
             order = torch.randperm(self.codebook_size, generator=generator)
             picks = self._candidates[:, order]  # (Q, K, D)
             dist.broadcast_tensor(picks)
-            # An unused one is dead again at the next update.
+            # Just alive: one that no input takes is dead again at the next update.
             counts = torch.where(dead, least, self.ema_count)
             self.ema_count.copy_(counts)
             sums = picks * counts[..., None]

@@ -106,16 +106,16 @@ def fit(dataset, indices, clusters=100, seed=0, features="mfcc", device="cpu"):
     tokenizer = KMeans(clusters, features, dataset.rate).to(device)
     key = accumulate.derive_seed("kmeans", seed)
     order = np.random.default_rng(key).permutation(indices).tolist()
-    features = [torch.zeros(0, len(tokenizer.mean))]
+    found = [torch.zeros(0, len(tokenizer.mean))]
     frames = 0
     for index in tracker.progress(order, desc="k-means: features", delay=3, leave=False):
         with contextlib.suppress(Unusable):
             x = tokenizer.features(dataset.wave(index))
-            features.append(x.cpu())
+            found.append(x.cpu())
             frames += len(x)
         if frames >= MAX_FRAMES:
             break
-    x = torch.cat(features)[:MAX_FRAMES].to(device)
+    x = torch.cat(found)[:MAX_FRAMES].to(device)
     if len(x) < clusters:
         raise UserError(f"--clusters {clusters}: only {len(x)} frames of 20 ms to fit them to")
     tokenizer.mean = x.mean(0)
