@@ -408,8 +408,7 @@ def diffusion_loss(prior, batch, condition):
     prediction = prior(x_t, timestep, condition, drop)  # (B, K, D)
     loss = (prediction.float() - target) ** 2
     if prior.training:  # the weight of a noise level
-        weight = diffusion.loss_weight(cfg.loss_weight, cfg.objective, alpha, sigma)
-        loss = loss * weight
+        loss = loss * diffusion.loss_weight(cfg.loss_weight, cfg.objective, alpha, sigma)
     return loss.mean()
 
 
