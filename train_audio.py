@@ -70,6 +70,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from common import accumulate, amp, checkpoint, config, dist, loop, optim, schedule, tracker
 from common.config import (
+    Beta,
     Fraction,
     Interval,
     NonNegativeFloat,
@@ -237,7 +238,7 @@ class CodecConfig(SharedConfig):
     optimizer: Optimizer = field("muon", "muon: for matrices, with AdamW for the others")
     lr: PositiveFloat = field(3e-3, "peak learning rate")
     weight_decay: NonNegativeFloat = field(0.0, "decoupled weight decay of the codec's kernels")
-    betas: tuple[Fraction, Fraction] = field(
+    betas: tuple[Beta, Beta] = field(
         (0.8, 0.99), "Adam's decays of the mean of gradients, and of the mean of their squares"
     )
     max_grad_norm: NonNegativeFloat = field(
@@ -966,7 +967,7 @@ class TransformerConfig(SharedConfig):
     optimizer: Optimizer = field("adamw", "muon: for matrices, with AdamW for the others")
     lr: PositiveFloat = field(3e-3, "peak learning rate")
     weight_decay: NonNegativeFloat = field(0.01, "decoupled weight decay of matrices")
-    betas: tuple[Fraction, Fraction] = field(
+    betas: tuple[Beta, Beta] = field(
         (0.9, 0.99), "Adam's decays of the mean of gradients, and of the mean of their squares"
     )
     max_grad_norm: NonNegativeFloat = field(1.0, "clip gradients to this norm, 0: no clipping")

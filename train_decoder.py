@@ -57,6 +57,7 @@ from torch import nn
 
 from common import accumulate, amp, checkpoint, config, dist, loop, optim, schedule, tracker
 from common.config import (
+    Beta,
     Fraction,
     Interval,
     NonNegativeFloat,
@@ -163,7 +164,7 @@ class UNetConfig(SharedConfig):
     cosine: bool = field(True, "decay along half a cosine after the warm-up; off: constant")
     cosine_steps: NonNegativeInt = field(0, "step at which the cosine reaches 0; 0: the last")
     weight_decay: NonNegativeFloat = field(0.01, "decoupled weight decay of matrices and kernels")
-    betas: tuple[Fraction, Fraction] = field(
+    betas: tuple[Beta, Beta] = field(
         (0.9, 0.99), "Adam's decays of the mean of gradients, and of the mean of their squares"
     )
     eps: PositiveFloat = field(1e-8, "Adam's epsilon")

@@ -39,6 +39,7 @@ from torch import nn
 
 from common import accumulate, amp, checkpoint, config, dist, loop, optim, schedule, tracker
 from common.config import (
+    Beta,
     Fraction,
     Interval,
     NonNegativeFloat,
@@ -133,7 +134,7 @@ class Config(config.TrainingRun):
     cosine_steps: NonNegativeInt = field(0, "step at which the cosine reaches 0; 0: the last")
     # Decay is for what multiplies activations, not for biases, norms and learned tokens.
     weight_decay: NonNegativeFloat = field(0.01, "decoupled weight decay of matrices and kernels")
-    betas: tuple[Fraction, Fraction] = field(
+    betas: tuple[Beta, Beta] = field(
         (0.9, 0.99), "Adam's decays of the mean of gradients, and of the mean of their squares"
     )
     eps: PositiveFloat = field(1e-8, "Adam's epsilon")
@@ -749,7 +750,6 @@ class EvaluateConfig(PriorConfig):
     data: str = field("", "embeddings, by default those of the training")
     eval_samples: NonNegativeInt = field(0, "samples of the test split to take at most, 0: all")
     eval_timesteps: tuple[PositiveInt, ...] = field((), "sampling steps, by default as in training")
-    out: str = field("", "JSON file to write the metrics to")
 
 
 def open_evaluation(args, device):
@@ -772,8 +772,6 @@ def evaluate(args):
     metrics = {"loss": mean_loss(prior, splits["test"], clip_model)}
     metrics |= sample_metrics(prior, splits, "test", clip_model)
     tracker.print_results(f"{args.run_dir}, test split:", metrics)
-    if args.out and dist.is_main():
-        checkpoint.write_json(metrics, args.out)
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,9 @@ def step(scaler, optimizers, max_grad_norm):
     """Unscale the gradients of a model, clip them together, and step.
 
     optimizers: of the model. max_grad_norm: 0 is no clipping. Returns (the norm before clipping, a
-    scalar tensor; whether it stepped). After an overflow of fp16 it does not: for the caller the
-    step has not happened. All ranks decide alike, because their gradients are summed before. After
-    all models the caller adapts the scale, once, by `scaler.update()`.
+    scalar tensor; whether it stepped). After an overflow of fp16 no optimizer steps, and the caller
+    repeats the step. All ranks decide alike, because their gradients are summed before. After all
+    models the caller adapts the scale, once, by `scaler.update()`.
     """
     parameters = []
     for optimizer in optimizers:

@@ -149,7 +149,7 @@ def not_finite(weights):
 def load_weights(module, weights, path, strict=True):
     """Load {name: tensor} into `module`. UserError, which names `path`, unless all fit.
 
-    strict: else those of other names or shapes are left out, but half of the numbers must fit.
+    strict=False: tensors that do not fit are left out, but half of the numbers must fit.
     """
     own = module.state_dict()
     with config.explained(f"{path}: weights of another model; give its settings"):
@@ -349,7 +349,7 @@ class State:
 class RunFolder:
     """A run folder, written by rank 0 alone: locked, and resumable at every instant.
 
-    Most of what it knows rank 0 alone knows.
+    On other ranks only folder, resume_from, source, results and measure are known.
     """
 
     def __init__(self, folder):

@@ -28,6 +28,7 @@ NonNegativeInt = Annotated[int, ("a number 0 or more", lambda value: value >= 0)
 PositiveFloat = Annotated[float, ("a number above 0", lambda value: value > 0)]
 NonNegativeFloat = Annotated[float, ("a number 0 or more", lambda value: value >= 0)]
 Fraction = Annotated[float, ("a number within 0 and 1", lambda value: 0 <= value <= 1)]
+Beta = Annotated[float, ("numbers from 0 to below 1", lambda value: 0 <= value < 1)]
 Interval = Annotated[
     str, ("steps, or minutes as in 10min", lambda value: re.fullmatch(r"\d+(min)?", str(value)))
 ]
@@ -88,7 +89,7 @@ def need(module, wanted_by, package=None):
 def field(default, help="", model=False, fixed=False, measure=False):
     """A setting of a config class: its default and its line in --help.
 
-    fixed: a run that goes on must keep it, as batch_size. model: so, too, and it is part of the
+    fixed: a run that goes on must keep it, as batch_size. model: as `fixed`, and a part of the
     model, as width: a run with --init_from FILE takes it from the file. measure: val_loss depends
     on it, as on eval_samples, so that losses under another value cannot be compared.
     """

@@ -181,10 +181,10 @@ def sum_gradients(module, last=True):
     with the others. None counts as zeros. Buckets and their order follow from the parameters alone,
     so a run resumes bit for bit: DistributedDataParallel makes others after the first step.
 
-    DistributedDataParallel in its place is made after `loop.resume`, and called in the loss where
-    the model is. Loss and backward pass of all chunks but the last are in its `no_sync()`. It takes
-    means, so the loss is multiplied by world_size(). FSDP needs another EMA, another clipping in
-    amp.step, and another `checkpoint.State.contents`, too.
+    For DistributedDataParallel instead, wrap the model in it after `loop.resume`, and call the
+    wrapper where the loss calls the model. Loss and backward pass of all chunks but the last are
+    in its `no_sync()`. It takes means, so multiply the loss by world_size(). FSDP needs another
+    EMA, another clipping in amp.step, and another `checkpoint.State.contents`, too.
     """
     parameters = [p for p in module.parameters() if last and p.requires_grad]
     buckets = collections.defaultdict(list)

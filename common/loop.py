@@ -221,7 +221,7 @@ def begin(run, state, about, device):
 class Due:
     """Whether to evaluate, or to save: every so many steps or minutes, and at the last step.
 
-    Minutes count from the beginning of the last time.
+    Minutes count from when it was last due.
     """
 
     def __init__(self, interval, last_step):

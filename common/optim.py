@@ -77,18 +77,22 @@ def load(optimizers, states, path):
     """Restore the `state` of optimizers of any class, from the file `path`.
 
     Rates, decay, betas and momentum stay as they are given now. UserError for states of other
-    classes: they would be misread, or ignored.
+    classes, which would be misread or ignored, or of other groups of parameters.
     """
-    saved = [state["class"] for state in states]
-    present = [type(optimizer).__name__ for optimizer in optimizers]
+
+    def kind(state):
+        return state["class"], [len(group["params"]) for group in state["param_groups"]]
+
+    saved = list(map(kind, states))
+    present = list(map(kind, state(optimizers)))
     if saved != present:
         raise UserError(
             f"{path}: its optimizers are {saved}, these are {present}; start from its weights with "
             "--init_from and a new --run_dir"
         )
-    for optimizer, state in zip(optimizers, states):
+    for optimizer, saved_state in zip(optimizers, states):
         # The values given now win, so they are written into what is loaded. What else an optimizer
         # keeps in its groups comes from the file.
-        for saved_group, group in zip(state["param_groups"], optimizer.param_groups):
+        for saved_group, group in zip(saved_state["param_groups"], optimizer.param_groups):
             saved_group.update({name: group[name] for name in GIVEN & group.keys()})
-        optimizer.load_state_dict(state)
+        optimizer.load_state_dict(saved_state)

@@ -509,6 +509,7 @@ mistake = functools.partial(helpers.mistake, "train_decoder")
         ("sample --text x --mask a.png", "--mask: they need --image"),
         ("sample --text x --image a.png", "it needs --mask"),
         ("sample --text x --steps 25,1001", "--steps 1001: expected 1 to 1000"),
+        ("--stage base --betas 0.9,1", "--betas 1.0: expected numbers from 0 to below 1"),
     ],
 )
 def test_mistakes_on_the_command_line_are_one_line_and_status_2(words, message):

@@ -112,13 +112,11 @@ def start(model, path, rank, sha256):
 
 
 def merged(contents, path):
-    """The contents of a model's file, if those of the file `path` are of adapters on a base.
+    """The contents of a model's file, from those of the file `path`, of adapters on a base.
 
     All entries are those of the adapters, without "lora"; "model" has the weights of the base with
-    the adapters added. Other contents are returned as they are.
+    the adapters added.
     """
-    if "lora" not in contents:
-        return contents
     adapters = contents["model"]
     base = contents["lora"]["base"]
     weights = checkpoint.strip_prefixes(checkpoint.model_contents(checkpoint.load(base))["model"])
