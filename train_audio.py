@@ -1234,11 +1234,8 @@ class TokenTransformer(nn.Module):
         device = null_text.device
         length = self.cfg.max_text_len
         drop = drop | torch.tensor([not text for text in texts], device=device)
-        rows = []
-        for text in texts:
-            encoded = self.tokenizer.encode(text)[:length]
-            # Padded. Padding is attended to as well: it says where the text has ended.
-            rows.append(encoded + [0] * (length - len(encoded)))
+        # Cut, or padded. Padding is attended to as well: it says where the text has ended.
+        rows = [(self.tokenizer.encode(text) + [0] * length)[:length] for text in texts]
         x = self.text_encoder(self.text_embed(torch.tensor(rows, device=device)))
         return torch.where(drop[:, None, None], null_text.to(x.dtype), x)  # (B, L, D)
 

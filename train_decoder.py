@@ -756,8 +756,7 @@ def sample_images(
 
     # Guidance runs each sample twice. The second copy has neither image embedding nor text, but the
     # same noisy image and the same low resolution.
-    guided = bool(condition) and guidance_scale != 1
-    copies = 2 if guided else 1
+    copies = 2 if condition and guidance_scale != 1 else 1
 
     def copied(x):
         return torch.cat([x] * copies)
@@ -783,12 +782,9 @@ def sample_images(
             model = unet.last_step_unet
         # One pass for both copies.
         out = model(copied(x_t), copied(timestep), *inputs).float()
-        prediction = out[:, :3]
-        if guided:
-            conditional, unconditional = prediction.chunk(2)
-            prediction = diffusion.classifier_free_guidance(
-                conditional, unconditional, guidance_scale
-            )
+        prediction = diffusion.classifier_free_guidance(
+            out[:count, :3], out[-count:, :3], guidance_scale
+        )
         alpha, sigma = diffusion.levels(unet, timestep, x_t)
         x0 = diffusion.predict_x0(cfg.objective, prediction, x_t, alpha, sigma).clamp(-1, 1)
         fraction = 0.0  # of the variance: the posterior's
@@ -1066,11 +1062,11 @@ def load_cascade(args, device):
     unets, contents = zip(*[load_unet(path, device, args.weights) for path in paths])
 
     given = {"eval_steps": args.steps, "guidance_scale": args.guidance_scale, "eta": args.eta}
-    given = {name: values for name, values in given.items() if values}  # others as in training
     for number, unet in enumerate(unets):
         for name, values in given.items():
-            value = values[min(number, len(values) - 1)]  # the last holds for further stages
-            unet.cfg = dataclasses.replace(unet.cfg, **{name: value})
+            if values:  # else as in training
+                value = values[min(number, len(values) - 1)]  # the last holds for further stages
+                unet.cfg = dataclasses.replace(unet.cfg, **{name: value})
     # Each stage must start from images of the size that the one before it makes.
     for before, unet, path in zip(unets, unets[1:], paths[1:]):
         if before.cfg.image_size != unet.cfg.low_res_size:
@@ -1148,6 +1144,8 @@ def open_evaluation(args, device):
     dataset, indices = splits["test"]
     prior_fn = None
     if args.prior:
+        if not any(first.widths):
+            raise UserError(f"--prior: {args.run_dir[0]} is an upsampler, which needs none")
         texts = dataset.texts(indices[:256])
         if not any(texts):
             raise UserError(f"{cfg.data}: no captions, which --prior needs")
@@ -1395,9 +1393,10 @@ def sample(args):
     # Read the images.
     embeds = torch.zeros(len(captions), first.widths[0], device=device)  # none
     low_res = kept = None
-    if not is_base and (args.to or not args.image):
+    if not is_base and (texts or args.to or not args.image):
         raise UserError(
-            f"{args.run_dir[0]}: an upsampler needs the --image that it enlarges, and takes no --to"
+            f"{args.run_dir[0]}: an upsampler needs the --image that it enlarges, and takes no "
+            "text and no --to"
         )
     if args.image:
         image = open_image(args.image, device)

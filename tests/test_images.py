@@ -407,7 +407,7 @@ def test_random_numbers_choose_area_and_place_of_a_square_and_whether_it_is_mirr
         numbers, size, top, left, tmp_path, monkeypatch):
     write_image(tmp_path, ramp(40, 60))
     uniform = np.array([[*numbers, 0.4], [*numbers, 0.6]]) * (1 - 1e-9)
-    monkeypatch.setattr(order, "uniform", lambda words, count: uniform)
+    monkeypatch.setattr(order, "uniform", lambda *_: uniform)
     dataset = images.Pictures(tmp_path, size, crop_scale=0.25, flip=True, clip_size=size)
     batch, _ = dataset.fetch([0, 0], [0, 0])
     square = ramp(40, 60)[top:top + size, left:left + size]

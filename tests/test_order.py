@@ -50,7 +50,7 @@ def test_a_random_word_is_splitmix64_of_the_number_and_a_hash_of_the_key():
 
 def test_uniform_numbers_fill_the_unit_interval_in_every_column():
     words = order.random_words(np.arange(20_000), 3)
-    for column in order.uniform(words, 3).T:
+    for column in order.uniform(words, 20_000, [0.5] * 3).T:
         assert chi_square((column * 10).astype(int), 10) < 40
 
 

@@ -523,6 +523,11 @@ def test_mistakes_on_the_command_line_are_one_line_and_status_2(words, message):
         ("sample --text x --run_dir trained", "runs/prior/model.pt: no such checkpoint"),
         ("sample --run_dir trained/upsample", "an upsampler needs the --image that it enlarges"),
         (
+            "sample --run_dir trained/upsample --text x --image plain/0.png --mask plain/0.png",
+            "takes no text",
+        ),
+        ("evaluate --run_dir trained/upsample --prior prior", "an upsampler, which needs none"),
+        (
             "sample --run_dir trained --image plain/00000.png --mask trained/cascade.png",
             "pixels high and wide, but --image [32, 32]; expected the same size",
         ),

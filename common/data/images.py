@@ -362,9 +362,7 @@ class Pictures(CaptionedImages):
 
     def fetch(self, indices, random_words=None):
         """Read samples in any order, augmented if there are random words."""
-        uniform = [CENTRAL] * len(indices)
-        if random_words is not None:
-            uniform = order.uniform(random_words, 4)
+        uniform = order.uniform(random_words, len(indices), CENTRAL)
         samples = []
         usable = np.zeros(len(indices), bool)
         for i, index in enumerate(indices):

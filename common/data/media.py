@@ -83,32 +83,20 @@ def captioned_grid(images, captions, columns):
     scale = math.ceil(96 / images.shape[2])
     images = images.repeat(scale, axis=1).repeat(scale, axis=2)
     count, height, width, _ = images.shape
+    down = GAP + height + 40
+    right = GAP + width
     rows = math.ceil(count / columns)
-    tile_height = GAP + height + 40
-    tile_shape = (
-        tile_height,
-        GAP + width,
-        3,
-    )
-    tiles = np.full((rows * columns, *tile_shape), 255, np.uint8)
-    tiles[:count, GAP : GAP + height, GAP:] = images
-    for tile, caption in zip(tiles, captions):
+    sheet = np.full((rows * down + GAP, columns * right + GAP, 3), 255, np.uint8)
+    for number, (image, caption) in enumerate(zip(images, captions)):
+        row, column = divmod(number, columns)
+        tile = sheet[row * down + GAP :, column * right + GAP :]
+        tile[:height, :width] = image
         lines = textwrap.wrap(caption.lower(), width // 6, max_lines=4, placeholder=" ...")
         for i, line in enumerate(lines):
-            top = GAP + height + 10 * i
             characters = [CHARACTERS.find(each) for each in line]  # -1, the box, for others
-            ink = np.hstack(CELLS[characters])
-            ink = ink[..., None]  # (10, 6 · characters, 1)
-            tile[top : top + 10, GAP : GAP + ink.shape[1]] -= 255 * ink
-    sheet = tiles.reshape(rows, columns, *tile_shape)
-    sheet = sheet.swapaxes(1, 2)
-    sheet = sheet.reshape(rows * tile_height, -1, 3)
-    right_and_below = [
-        (0, GAP),
-        (0, GAP),
-        (0, 0),
-    ]
-    return np.pad(sheet, right_and_below, constant_values=255)
+            ink = np.hstack(CELLS[characters])[..., None]  # (10, 6 · characters, 1)
+            tile[height + 10 * i :][:10, : ink.shape[1]] -= 255 * ink
+    return sheet
 
 
 @functools.lru_cache(maxsize=64)

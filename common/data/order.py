@@ -62,17 +62,15 @@ def splitmix64(start, numbers):
     return x ^ (x >> 31)
 
 
-def uniform(words, count):
-    """Random numbers in [0, 1), (n, count), from the random words (n,) of n samples."""
-    columns = [random_words(words, i) >> 11 for i in range(count)]  # a double holds 53 bits
-    return np.stack(columns, axis=1) * 2.0**-53
+def uniform(words, count, otherwise):
+    """Random numbers in [0, 1), (count, n), from the random words (count,) of samples.
 
-
-def fractions(words, count, otherwise=0.0):
-    """A number in [0, 1) for each of `count` samples, from random words; without, `otherwise`."""
+    Without words each row is the n numbers `otherwise`.
+    """
     if words is None:
-        return np.full(count, otherwise)
-    return uniform(words, 1)[:, 0]
+        return np.tile(otherwise, (count, 1))
+    columns = [random_words(words, i) >> 11 for i in range(len(otherwise))]
+    return np.stack(columns, axis=1) * 2.0**-53  # a double holds 53 bits
 
 
 def permute(index, n, *key):
@@ -117,12 +115,11 @@ def stratified(n, count, total, *key):
     """
     if not count:
         return np.zeros(0, np.int64)
-    picks = np.arange(-(-n * count // total))  # the intervals' numbers, which become the picks
-    for block in np.array_split(picks, len(picks) // 2**20 + 1):  # little memory besides
-        start = block * total // count
-        size = (block + 1) * total // count - start
-        offset = random_words(block, *key) % size.astype(np.uint64)
-        block[:] = start + offset.astype(np.int64)
+    interval = np.arange(-(-n * count // total))
+    start = interval * total // count
+    size = (interval + 1) * total // count - start
+    offset = random_words(interval, *key) % size.astype(np.uint64)
+    picks = start + offset.astype(np.int64)
     return picks[: np.searchsorted(picks, n)]
 
 

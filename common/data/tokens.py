@@ -227,7 +227,7 @@ class TokenCrops:
         if not usable.all():
             return {}, usable
         # In evaluation every crop is the beginning of its recording.
-        offsets = order.fractions(random_words, len(indices))
+        [offsets] = order.uniform(random_words, len(indices), [0.0]).T
         samples = list(map(self.crop, indices.tolist(), offsets))
         batch = self.lay_out(self.streams, samples)
         batch["text"] = []

@@ -21,11 +21,7 @@ from common import checkpoint, config
 from common.config import UserError, explained, need
 from common.models import clip
 
-CONFIGS = {
-    "prior": train_prior.Config,
-    "base": train_decoder.BaseConfig,
-    "upsample": train_decoder.UpsampleConfig,
-}
+CONFIGS = {"prior": train_prior.Config, **train_decoder.STAGES}
 
 # How names of parameters begin: ours, diffusers'. One of ours may join two of theirs. Of a decoder
 # diffusers keeps the projections of image and text apart, in text_proj.

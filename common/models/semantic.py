@@ -96,7 +96,7 @@ def mfcc(wave):
     return mel[0] @ torch.tensor(matrix, dtype=mel.dtype, device=mel.device)
 
 
-def fit(dataset, indices, clusters=100, seed=0, features="mfcc", device="cpu"):
+def fit(dataset, indices, clusters, seed=0, features="mfcc", device="cpu"):
     """A tokenizer that is fitted to at most half an hour of the recordings `indices`.
 
     dataset.wave(index) is a float32 tensor (T,) at dataset.rate; recordings that raise Unusable
