@@ -53,6 +53,8 @@ def explained(message, kind=UserError):
     except kind:
         raise
     except Exception as error:
+        if "out of memory" in str(error):  # which `run` explains
+            raise
         # Without torch's advice, which is to load files with code, and without addresses in
         # memory: a fault has the same message whenever it is met.
         advice = (

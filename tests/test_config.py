@@ -217,6 +217,7 @@ def failing(error):
     (UserError("no such data"), 1, "x.py: error: no such data\n"),
     (OSError(28, "No space", "x.pt"), 1, "x.py: error: [Errno 28] No space: 'x.pt'\n"),
     (RuntimeError(GLOO), 1, "x.py: error: another rank has ended, "),
+    (RuntimeError("CUDA out of memory."), 1, "x.py: error: give a lower --chunk_size, or --check"),
     (KeyboardInterrupt(), 130, ""),
 ])
 def test_an_error_while_running_ends_in_one_line_of_the_rank_that_met_it(
@@ -236,6 +237,8 @@ def test_a_fault_of_the_program_keeps_its_traceback(run):
         run("", *failing(RuntimeError("shapes differ")))
     with pytest.raises(RuntimeError, match="gloomy"):  # without other ranks
         run("", *failing(RuntimeError("gloomy")))
+    with pytest.raises(RuntimeError), config.explained("x.pt: damaged"):
+        raise RuntimeError("CUDA out of memory.")
 
 
 def test_fractions_held_out_that_leave_nothing_are_refused():
