@@ -670,7 +670,7 @@ def discriminator_loss(discriminators, fake, real, r1_weight):
     """The discriminators' hinge loss (Eq. 1) for waves (B, T), a mean over them.
 
     r1_weight: of the R1 penalty, the squared norm of a sample's gradient at real waves (Mescheder
-    et al. 2018, Eq. 9, whose γ/2 it is); 0: none.
+    et al. 2018, Eq. 9); it stands for the γ/2 there; 0: none.
     """
     # Detached: no gradient reaches the codec. It is not run again, so the codebooks' statistics
     # count every sample once.

@@ -560,8 +560,8 @@ class UNet(nn.Module):
 
         condition: see `conditioning`. drop_image, drop_text (B,): for which samples the image
         embedding and the text are replaced by learned or empty ones. Guidance needs predictions
-        with and without conditions. text_mask is false for padding. None: without context, or
-        without text.
+        with and without conditions. text_mask is false for padding. The context is None for an
+        upsampler, text_mask is None for a model without text.
         """
         if not condition:  # an upsampler
             return 0.0, None, None

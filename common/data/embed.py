@@ -88,7 +88,7 @@ def read(path, image_size, split="all"):
     """Yield batches of captioned images: uint8 (B, S, S, 3), and B records {"caption": …}.
 
     path: a folder, or "shapes", the built-in ones. split: "all", or "train" or "validation" as the
-    scripts split by default. Of the built-in ones "train" are others than the scripts have.
+    scripts split by default. For "shapes" "train" gives pictures that the scripts never have.
     """
     if path == "shapes":
         first = BUILTIN_ROWS if split == "train" else 0

@@ -36,7 +36,8 @@ FILE_NAME = r"(?s)((?:.*/)?[^/.][^/]*?)(?:\.|\Z)([^/.]*)"
 FILE = [("extension", "S5"), ("offset", np.int64), ("size", np.int64)]
 ENTRY = np.dtype([("tar", np.int32), ("image", FILE), ("caption", FILE), ("embedding", FILE)])
 BUILTIN_ROWS = 25_000  # of the captioned shapes
-MIDDLE = 0.4999999  # of the places of a square; below 1/2, as an odd pixel is left over behind it
+# Of the places of a square. 1/2 itself would be the later one of the two in an even number.
+MIDDLE = 0.4999999
 # The random numbers of the largest square in the middle, not mirrored.
 CENTRAL = (1, MIDDLE, MIDDLE, 1)
 
@@ -265,11 +266,10 @@ def group(members, pattern, unused):
     members: (name, offset, size) of files. Those whose name has not the `pattern` are hidden.
     unused: counts files that are no part of a sample.
 
-    Consecutive files of a KEY, of which none comes again, are of one place. The places of a KEY are
-    one sample, as where images and captions lie apart. Only a place with a name or an image that
-    the sample has already, as in joined tars, begins another sample: image and caption are of the
-    same tar, if none of the first tar lacks its other half. The last whole sample of a KEY counts,
-    as for tar itself.
+    Neighbors of one KEY, none of whose kinds comes again, form a place. The places of a KEY join
+    into one sample, as where images and captions lie apart. But a place with a kind of file that
+    the sample has already, or with a second image, begins another one, as in joined tars. The last
+    sample of a KEY that has image and caption counts, as for tar itself.
     """
     places = [("", {})]  # (KEY, files), after one that is empty
     for name, offset, size in members:

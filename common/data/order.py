@@ -111,7 +111,7 @@ def shuffle(positions, n, seed):
 def stratified(n, count, total, *key):
     """Random numbers below n, ascending: one in each interval of total / count numbers.
 
-    With n = 10, one of 5: one of 0 to 4, and one of 5 to 9. A larger n only appends more of them.
+    With n = 10 and 1 of 5: one of 0 to 4, and one of 5 to 9. A larger n only appends more of them.
     """
     if not count:
         return np.zeros(0, np.int64)

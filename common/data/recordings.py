@@ -275,7 +275,7 @@ class Recordings:
     ):
         self.path = Path(path)
         self.rate = rate
-        self.rates = collections.Counter()  # of files that were read
+        self.rates = collections.Counter()  # how many files were read at each rate
         self.crop = crop
         self.hop_length = hop_length
 

@@ -42,8 +42,8 @@ class KMeans(nn.Module):
 
     features: "mfcc" (Davis & Mermelstein 1980), or "hf:MODEL:LAYER", such as
     "hf:facebook/w2v-bert-2.0:7": a layer of a published model, see interop/speech.py. They are
-    normalized by the mean and deviation of the training data. So of MFCC a prompt alone has the
-    tokens that it has inside its recording; a layer of a published model sees all of a block. Long
+    normalized by the mean and deviation of the training data. So with MFCC a prompt has the same
+    tokens alone as within its recording; a layer of a published model sees all of a block. Long
     sounds are taken in blocks, so an hour fits into memory.
     """
 
