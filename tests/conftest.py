@@ -4,6 +4,7 @@ import contextlib
 import multiprocessing
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -18,6 +19,8 @@ from common import dist
 from common.data import embeddings
 
 torch.set_num_threads(1)  # the models are tiny, and other processes run beside this one
+# A shell ignores Ctrl-C for what it starts in the background. Tests send it to what they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 ROOT = Path(__file__).parent.parent
 
 # A server imports torch once, and forks a process for each rank in no time. Optimizers import
