@@ -86,16 +86,25 @@ def captioned_grid(images, captions, columns):
     down = GAP + height + 40
     right = GAP + width
     rows = math.ceil(count / columns)
-    sheet = np.full((rows * down + GAP, columns * right + GAP, 3), 255, np.uint8)
+    shape = (
+        rows * down + GAP,
+        columns * right + GAP,
+        3,
+    )
+    sheet = np.full(shape, 255, np.uint8)
     for number, (image, caption) in enumerate(zip(images, captions)):
         row, column = divmod(number, columns)
-        tile = sheet[row * down + GAP :, column * right + GAP :]
+        top = GAP + row * down
+        left = GAP + column * right
+        tile = sheet[top:, left:]
         tile[:height, :width] = image
         lines = textwrap.wrap(caption.lower(), width // 6, max_lines=4, placeholder=" ...")
         for i, line in enumerate(lines):
             characters = [CHARACTERS.find(each) for each in line]  # -1, the box, for others
-            ink = np.hstack(CELLS[characters])[..., None]  # (10, 6 · characters, 1)
-            tile[height + 10 * i :][:10, : ink.shape[1]] -= 255 * ink
+            ink = np.hstack(CELLS[characters])
+            ink = ink[..., None]  # (10, 6 · characters, 1)
+            start = height + 10 * i
+            tile[start : start + 10, : ink.shape[1]] -= 255 * ink
     return sheet
 
 

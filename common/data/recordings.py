@@ -361,7 +361,8 @@ class Recordings:
         They are of `crop` samples and begin at random, or without `random_words` (B,), for
         evaluation, are CROP_SECONDS from the middle. Silence follows shorter recordings.
         """
-        [fractions] = order.uniform(random_words, len(indices), [0.5]).T
+        fractions = order.uniform(random_words, len(indices), [0.5])
+        fractions = fractions[:, 0]
         length = CROP_SECONDS * self.rate if random_words is None else self.crop
         waves = torch.zeros(len(indices), length)
         lengths = torch.zeros(len(indices), dtype=torch.int64)
