@@ -84,7 +84,7 @@ from common.models.nn import (
 Objective = Literal["x0", "v", "epsilon", "flow"]
 Density = Literal["uniform", "logit_normal", "mode"]
 TIMESTEPS = 1000  # number of noise levels T (DALL-E 2, Table 3)
-Steps = Annotated[int, (f"1 to {TIMESTEPS}", lambda value: 1 <= value <= TIMESTEPS)]
+SamplingSteps = Annotated[int, (f"1 to {TIMESTEPS}", lambda value: 1 <= value <= TIMESTEPS)]
 
 # Config: what all stages share, what both U-Nets have, and each of the two
 
@@ -175,7 +175,7 @@ class UNetConfig(SharedConfig):
     ema_update_every: PositiveInt = field(1, "steps between updates of the average")
     # Evaluation, and sampling by default
     eval_every: Interval = field("500", "steps between evaluations, or as 10min; 0: only the last")
-    eval_steps: Steps = field(25, "sampling steps")
+    eval_steps: SamplingSteps = field(25, "sampling steps")
     guidance_scale: NonNegativeFloat = field(1.0, "guidance of sampling, 1: none")
     eta: Fraction = field(0.0, "noise of sampling, 1: DDPM, 0: DDIM")
 
@@ -278,7 +278,7 @@ class UpsampleConfig(UNetConfig):
         "cosine", "noise schedule; flow has its own"
     )
     steps: PositiveInt = field(800, "optimizer steps")
-    eval_steps: Steps = field(10, "sampling steps")
+    eval_steps: SamplingSteps = field(10, "sampling steps")
 
     # Constants of this stage, which UNet reads as it reads settings
     image_condition = False  # the low resolution alone (DALL-E 2 §2.1)
@@ -1013,7 +1013,7 @@ class CascadeConfig(config.Inference):
     run_dir: tuple[str, ...] = field(
         ("runs/decoder",), "folder RUN_DIR of a training, or run folders of the stages in order"
     )
-    steps: tuple[Steps, ...] = field((), "sampling steps; by default as in training")
+    steps: tuple[SamplingSteps, ...] = field((), "sampling steps; by default as in training")
     guidance_scale: tuple[NonNegativeFloat, ...] = field(
         (), "guidance scale, 1: no guidance; by default as in training"
     )

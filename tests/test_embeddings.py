@@ -246,6 +246,7 @@ def test_a_folder_names_its_clip_and_whether_it_is_built_in(folder, capsys):
         assert embeddings.clip_of(cfg) == ("x", "f")
         assert embeddings.is_built_in(folder) == bool(more)
     cfg.clip = "z"
+    assert capsys.readouterr().err == ""
     assert embeddings.clip_of(cfg, "model.pt") == ("z", "f")
     assert "learned with another CLIP" in capsys.readouterr().err
 
