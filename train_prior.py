@@ -477,7 +477,7 @@ def best_embeddings(
     for key in keys:
         seeds += [accumulate.derive_seed(seed, key, k) for k in range(candidates)]
     device = prior.alpha.device
-    noise_fn = diffusion.noise_generator(seeds, device)
+    noise_fn = diffusion.noise_generator(seeds, device, sampling_steps)
     with amp.autocast(device, prior.cfg.precision):
         embeds = sample_embeddings(prior, repeated, sampling_steps, guidance_scale, eta, noise_fn)
     similarity = F.cosine_similarity(embeds, repeated["text_embed"])  # (texts · candidates,)
@@ -550,7 +550,7 @@ def sample_metrics(prior, splits, split, clip_model):
 
             def sample_fn(batch, seeds):
                 condition = conditioning(order.to_device(batch, device), cfg, clip_model)
-                noise_fn = diffusion.noise_generator(seeds, device)
+                noise_fn = diffusion.noise_generator(seeds, device, steps)
                 return sample_embeddings(
                     prior, condition, steps, cfg.guidance_scale, noise_fn=noise_fn
                 )

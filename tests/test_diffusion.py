@@ -200,11 +200,13 @@ def test_a_sample_has_the_same_noise_in_any_batch():
     of_three = diffusion.noise_generator([5, 6, 7], "cpu")
     of_pairs = diffusion.noise_generator([5, 6], "cpu")
     of_one = diffusion.noise_generator([6], "cpu")
-    draws = [of_three(torch.zeros(3, 4)) for _ in range(2)]
-    expected = of_one(torch.zeros(2, 4))  # in pairs two samples are of one seed
-    assert torch.equal(torch.stack(draws)[:, 1], expected)
-    assert torch.equal(of_pairs(torch.zeros(4, 4))[2:], expected)
-    assert len(torch.cat(draws).unique(dim=0)) == 6
+    draws = torch.stack([of_three(torch.zeros(3, 16)) for _ in range(3)])
+    expected = of_one(torch.zeros(2, 16))  # in pairs two samples are of one seed
+    assert torch.equal(draws[:2, 1], expected)
+    assert torch.equal(of_pairs(torch.zeros(4, 16))[2:], expected)
+    assert len(torch.cat(list(draws)).unique(dim=0)) == 9
+    by_two = diffusion.noise_generator([5, 6, 7], "cpu", draws=2)
+    assert torch.equal(draws, torch.stack([by_two(torch.zeros(3, 16)) for _ in range(3)]))
 
 
 @pytest.mark.parametrize("name", ["flow", "linear", "cosine"])

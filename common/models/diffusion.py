@@ -269,18 +269,22 @@ def sample(
                 x = ratio * x + math.sqrt(beta) * noise_fn(x)
 
 
-def noise_generator(seeds, device):
+def noise_generator(seeds, device, draws=1):
     """A `noise_fn(x) -> noise like x`, with a stream for each sample k, seeded by `seeds[k]`.
 
     With fewer seeds, each is of as many neighbors in the batch. So a sample is the same in any
     batch and on any number of ranks. It is drawn where it is used: a copy from the host would wait
-    for the device at every step. Another kind of device draws others.
+    for the device at every step. Another kind of device draws others. draws: how many are wanted;
+    64 at most are drawn at once, as a GPU waits for the host at each launch.
     """
     generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
+    ahead = []
 
     def noise_fn(x):
-        shape = (len(x) // len(seeds), *x.shape[1:])
-        noise = [torch.randn(shape, generator=g, device=device) for g in generators]
-        return torch.cat(noise).to(x.dtype)
+        if not ahead:
+            shape = (min(draws, 64), len(x) // len(seeds), *x.shape[1:])
+            noise = [torch.randn(shape, generator=g, device=device) for g in generators]
+            ahead.extend(torch.cat(noise, dim=1))
+        return ahead.pop(0).to(x.dtype)
 
     return noise_fn

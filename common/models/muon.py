@@ -21,8 +21,8 @@ class Muon(torch.optim.Optimizer):
     """
 
     def __init__(self, matrices, lr, weight_decay):
-        by_shape = sorted(matrices, key=lambda matrix: matrix.flatten(1).shape)
-        super().__init__(by_shape, dict(lr=lr, weight_decay=weight_decay))
+        matrices = sorted(matrices, key=matrix_shape)
+        super().__init__(matrices, dict(lr=lr, weight_decay=weight_decay))
 
     @torch.no_grad()
     def step(self):
@@ -31,41 +31,58 @@ class Muon(torch.optim.Optimizer):
         world_size = dist.world_size()
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
+            gradients = [p.grad for p in parameters]
+            buffers = []
+            for parameter in parameters:
+                state = self.state[parameter]
+                if not state:
+                    state["momentum_buffer"] = torch.zeros_like(parameter)
+                buffers.append(state["momentum_buffer"])
+            # All tensors at once: on a GPU, small models wait for the host at each launch.
+            torch._foreach_lerp_(buffers, gradients, 1 - MOMENTUM)
+
             # All updates are parts of one tensor, which needs one collective: with one each, small
             # models would wait longer than the work takes that is shared.
             sizes = [p.numel() for p in parameters]
             flat = group["params"][0].new_zeros(sum(sizes))
             updates = []
             for parameter, part in zip(parameters, flat.split(sizes)):
-                state = self.state[parameter]
-                if not state:
-                    state["momentum_buffer"] = torch.zeros_like(parameter)
-                buffer = state["momentum_buffer"]
-                buffer.lerp_(parameter.grad, 1 - MOMENTUM)
-                is_own = len(updates) % world_size == rank
-                update = part.view(len(parameter), -1)  # (out, in·k)
-                updates.append(update)
-                if is_own:
-                    nesterov = parameter.grad.lerp(buffer, MOMENTUM)
-                    update.copy_(nesterov.flatten(1))
+                updates.append(part.view(parameter.shape))
 
             # Equal shapes are neighbors, so that every rank gets its share of the large ones.
-            own = updates[rank::world_size]
-            for _, same_shape in itertools.groupby(own, key=lambda update: update.shape):
-                same_shape = list(same_shape)
-                stack = torch.stack(same_shape)
-                results = orthogonalize(stack)
-                torch._foreach_copy_(same_shape, results.unbind())
+            own = slice(rank, None, world_size)
+            for results, *momentum in by_shape(updates[own], gradients[own], buffers[own]):
+                nesterov = torch._foreach_lerp(*momentum, MOMENTUM)
+                stack = torch.stack([matrix.flatten(1) for matrix in nesterov])
+                stack = orthogonalize(stack)
+                results = [result.flatten(1) for result in results]
+                torch._foreach_copy_(results, stack.unbind())
             if world_size > 1:
                 td.all_reduce(flat)  # zeros are what the others have there
 
             lr = group["lr"]
-            decay = 1 - lr * group["weight_decay"]
-            for parameter, update in zip(parameters, updates):
-                scale = 0.2 * max(update.shape) ** 0.5
-                update = update.view_as(parameter)
-                parameter.mul_(decay)
-                parameter.add_(update, alpha=-lr * scale)
+            torch._foreach_mul_(parameters, 1 - lr * group["weight_decay"])
+            for some, their_updates in by_shape(parameters, updates):
+                scale = 0.2 * max(matrix_shape(some[0])) ** 0.5
+                torch._foreach_add_(some, their_updates, alpha=-lr * scale)
+
+
+def matrix_shape(kernel):
+    """(out, in·k) of a kernel (out, in, *k)."""
+    rows = len(kernel)
+    return rows, kernel.numel() // rows
+
+
+def by_shape(*lists):
+    """Parts of equally long lists: neighbors whose first tensors are matrices of one shape."""
+
+    def shape_of_first(row):
+        first = row[0]
+        return matrix_shape(first)
+
+    rows = zip(*lists)
+    for _, neighbors in itertools.groupby(rows, shape_of_first):
+        yield map(list, zip(*neighbors))
 
 
 def orthogonalize(stack):
