@@ -337,7 +337,7 @@ DALLE2_256 = dict(
     eval_steps=27,
 )
 # Thousands of captioned pictures. Both were run to their end on 6,000 emoji. On two CPU cores: a
-# base of 32 pixels and an upsampler. On one GPU: a base of 64 pixels, 358 s on an H200.
+# base of 32 pixels and an upsampler. On one GPU: a base of 64 pixels, 383 s on an H200.
 PICTURES_CPU = {
     "all": {},
     "base": dict(image_size=32, dropout=0.1, steps=1500, guidance_scale=3.0),

@@ -188,13 +188,13 @@ MAX_CHUNK = 256  # samples in one forward pass, at most, where --chunk_size is 0
 PICTURES = dict(dropout=0.1, validation=0.03, test=0.03, guidance_scale=2.0)
 PRESETS = {
     # Thousands of captioned pictures. Both were run to their end on 6,000 emoji: the first on two
-    # cores, the second on one H200 (108 s), without guidance and with more held out.
+    # cores, the second on one H200 (79 s).
     "pictures-cpu": dict(PICTURES, steps=1000, eval_every="125"),
     "pictures-gpu": dict(
         PICTURES,
         text_encodings="clip",
         width=512, depth=6, heads=8,  # 20 M weights
-        batch_size=512, steps=800, lr=1e-3, eval_every="200", precision="bf16",
+        batch_size=512, steps=500, lr=1e-3, eval_every="125", precision="bf16",
     ),
     # DALL-E 2's Table 3 for the diffusion prior, over the CLIP at hand.
     "dalle2": dict(
