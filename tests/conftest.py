@@ -105,6 +105,7 @@ def script():
 def scratch_folder(tmp_path_factory, monkeypatch):
     """Let a test work in its own folder: the scripts' default ones, `runs/prior`, may be in use."""
     monkeypatch.chdir(tmp_path_factory.mktemp("scratch"))
+    torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session")

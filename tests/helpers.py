@@ -13,10 +13,9 @@ import shlex
 import sys
 from pathlib import Path
 
-import conftest
 import pytest
 import torch
-from conftest import FORKS, ROOT, environment, free_port
+from conftest import FORKS, environment, free_port
 
 from common import checkpoint, config, dist
 from common.data import images, media, recordings, sounds, synthetic
@@ -158,12 +157,6 @@ def flags(**settings):
     return words
 
 
-def start(script, *words, ranks):
-    """The process of torchrun of SCRIPT.py on `ranks` processes."""
-    torchrun = ["torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    return conftest.start("-m", *torchrun, ROOT / f"{script}.py", *words)
-
-
 def run(name, *words, ranks=0, expect=0):
     """Output of NAME.py, or of `python -m NAME`, which must end with the status `expect`.
 
@@ -298,34 +291,6 @@ def differences(first, second):
         if not same(*contents):
             found.append(name)
     return found
-
-
-def check_loading(words, folder, server, new):
-    """The files of a finished prior in `folder` load from a path and from a URL.
-
-    words: the command line that trained it, but for --run_dir; new: a folder for runs that begin
-    from it.
-    """
-    last, whole, *_ = saved(folder)
-    path = folder / whole["file"]
-    model = folder / "model.pt"
-    server.files = {"/whole.pt": path.read_bytes(), "/model.pt": model.read_bytes()}
-
-    def train(name, *more):
-        """(output, lines of metrics.jsonl) of a run."""
-        out = run("train_prior", *words, "--run_dir", new / name, *more)
-        return out, metrics(new / name)
-
-    out, lines = train("url", "--load", f"{server.url}/whole.pt#sha256={whole['sha256']}")
-    assert f"at step {whole['step']} of {last['step']}" in out
-    assert lines == [line for line in metrics(folder) if line["step"] > whole["step"]]
-    out, lines = train("rate", "--load", path, "--lr=1e-5", "--cosine=false")
-    assert "lr changed from" in out
-    assert {line.get("lr", 1e-5) for line in lines} == {1e-5}
-    _, (line, *_) = train("model", "--init_from", f"{server.url}/model.pt")
-    from_scratch = metrics(folder)[0]
-    assert line["step"] == from_scratch["step"]
-    assert line["loss"] < from_scratch["loss"]
 
 
 # Published models

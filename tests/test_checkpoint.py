@@ -140,7 +140,6 @@ def test_loading_runs_no_code_and_refuses_a_foreign_or_torn_file_in_one_line(
     ("fp16", "fp16", 512.0),
     ("fp16", "bf16", 1.0),
     ("fp32", "fp16", 2.0**16),
-    ("fp32", "bf16", 1.0),
 ])
 def test_a_scale_is_resumed_and_starts_anew_after_a_change_of_precision(
         before, after, scale, tmp_path):

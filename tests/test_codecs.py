@@ -20,7 +20,6 @@ from common.interop.codecs import PublishedCodec
 )
 @torch.no_grad()
 def test_codes_and_waves_are_the_packages_own(kind, hop_length, two_codes, tmp_path):
-    torch.manual_seed(0)
     model = published_codec(tmp_path, kind)
     codec = PublishedCodec(f"hf:{tmp_path}", "cpu")
     assert (codec.hop_length, codec.frame_rate) == (hop_length, 8000 / hop_length)

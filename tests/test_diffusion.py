@@ -18,9 +18,6 @@ objectives = pytest.mark.parametrize("objective", OBJECTIVES)
 def test_the_linear_betas_are_the_published_ones():
     betas = diffusion.noise_betas("linear", 1001)[::500]
     assert betas.tolist() == pytest.approx([1e-4, (1e-4 + 0.02) / 2, 0.02], rel=1e-9)
-    alpha, sigma = diffusion.alphas_sigmas("linear", T)
-    assert_close(alpha ** 2 + sigma ** 2, torch.ones(T))
-    assert (alpha.diff() < 0).all()
 
 
 def test_cosine_levels_follow_the_closed_form():
@@ -56,7 +53,6 @@ def prediction_of(objective, x0, x_t, alpha, sigma):
 
 @objectives
 def test_the_true_x0_follows_from_the_true_target(objective):
-    torch.manual_seed(0)
     alpha, sigma = levels_of(objective)
     x0, noise = torch.randn(2, 64, 3, 5)
     t = torch.randint(T - 20, (64, 3))
@@ -74,7 +70,6 @@ def test_the_true_x0_follows_from_the_true_target(objective):
 @objectives
 def test_min_snr_weighs_every_objective_alike(objective):
     """Weight times loss is min(SNR, γ) times the squared error in x0."""
-    torch.manual_seed(0)
     alpha, sigma = levels_of(objective)
     a = alpha.double()[:T - 5]
     s = sigma.double()[:T - 5]
@@ -106,7 +101,6 @@ def test_weights_are_finite_at_pure_noise_and_those_of_flow_follow_their_formula
 
 @pytest.mark.parametrize("density", ["uniform", "logit_normal", "mode"])
 def test_timesteps_have_the_published_density(density):
-    torch.manual_seed(0)
     drawn = diffusion.sample_timesteps(density, (400, 500), 20, "cpu")
     # The times at all quantiles (SD3, Eq. 19 and 20).
     u = (torch.arange(100_000, dtype=torch.float64) + 0.5) / 100_000
@@ -121,7 +115,6 @@ def test_timesteps_have_the_published_density(density):
 
 
 def test_dream_moves_input_and_target_along_the_networks_error():
-    torch.manual_seed(0)
     alpha, sigma = diffusion.alphas_sigmas("cosine", T)
     alpha = alpha[:, None]
     sigma = sigma[:, None]
@@ -135,7 +128,6 @@ def test_dream_moves_input_and_target_along_the_networks_error():
 # The bound on the likelihood
 
 def test_variational_bound_is_the_kl_of_the_two_gaussians():
-    torch.manual_seed(0)
     beta = diffusion.noise_betas("linear", T)
     alphas_bar = torch.cumprod(1 - beta, 0)
     alpha, sigma = diffusion.alphas_sigmas("linear", T)
@@ -214,7 +206,6 @@ def test_a_sample_has_the_same_noise_in_any_batch():
 def test_ancestral_steps_are_bayes_posterior_from_the_level_of_each_input_to_x0(name, steps):
     """q(x_s | x_t, x0) by multiplying the Gaussians q(x_s | x0) and q(x_t | x_s), in float64."""
     alpha, sigma = diffusion.alphas_sigmas(name, T)
-    torch.manual_seed(0)
     predictions, noises = torch.randn(2, T, 2, 3)
     unused = iter(noises)
     inputs = {}
@@ -287,7 +278,6 @@ def correlated(alpha, sigma, rho):
 
 @pytest.mark.parametrize("name", ["cosine", "flow"])
 def test_inpainting_keeps_what_is_known_and_resampling_fits_the_rest_to_it(name):
-    torch.manual_seed(0)
     alpha, sigma = diffusion.alphas_sigmas(name, 200)
     denoise = correlated(alpha, sigma, 0.9)
     known = torch.tensor([[1.5, 77.0]]).expand(4000, 2)  # the 77 is not kept and must not matter

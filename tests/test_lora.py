@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from helpers import SMALL, Settings, flags, metrics, run
+from helpers import SMALL, Settings, awake, flags, metrics, run
 from torch import nn
 from torch.testing import assert_close
 
@@ -25,9 +25,7 @@ class Small(nn.Module):
         self.conv = nn.Conv2d(3, width, 3, padding=1, stride=4)
         self.transformer = layers.Transformer(width, 2, 4)
         self.out = nn.Linear(width, 5)
-        for name, parameter in self.named_parameters():
-            if name.endswith(("out.weight", "down.weight")):  # of zeros, which would hide mistakes
-                nn.init.normal_(parameter, std=0.1)
+        awake(self)
 
     def forward(self, x):
         return self.out(self.transformer(self.conv(x).flatten(2).mT))
@@ -36,13 +34,6 @@ class Small(nn.Module):
 def output(model):
     inputs = torch.randn(6, 3, 16, 16, generator=torch.Generator().manual_seed(1))
     return model(inputs).float()
-
-
-def randomize(adapters):
-    """Give every B values, as training would."""
-    for adapter in adapters.values():
-        nn.init.normal_(adapter.B, std=0.1)
-    return adapters
 
 
 def test_a_new_adapter_changes_nothing_and_adapters_alone_are_trained():
@@ -75,7 +66,7 @@ def test_only_the_layers_of_attention_or_those_named_are_adapted():
 def test_every_adapted_weight_is_the_formula_at_that_scale_also_when_merged(scale):
     model = Small()
     expected = Small()
-    adapters = randomize(lora.inject(model, 4))
+    adapters = awake(lora.inject(model, 4))
     lora.set_scale(model, scale)
     for name, adapter in adapters.items():
         layer = expected.get_submodule(name.replace("/", "."))
@@ -133,7 +124,7 @@ def save_adapters(folder):
     path = folder / "adapters.pt"
     checkpoint.save({"model": torch.compile(model).state_dict(), "step": 1}, base)
     adapters, info = lora.start(model, base, 4, checkpoint.checksum(base))
-    weights = randomize(adapters).state_dict()
+    weights = awake(adapters).state_dict()
     checkpoint.save({"model": weights, "step": 2, "lora": info}, path)
     return base, path, model
 

@@ -86,7 +86,6 @@ def turned(x):
 
 @pytest.mark.parametrize("mode", ["all", "causal", "mask", "rotary"])
 def test_attention_is_softmax_attention_written_slowly(mode):
-    torch.manual_seed(0)
     layer = nn.Attention(WIDTH, HEADS, causal=mode == "causal").double()
     x = tokens(6)
     masks = {
@@ -104,7 +103,6 @@ def test_attention_is_softmax_attention_written_slowly(mode):
 
 
 def test_a_new_block_is_the_identity():
-    torch.manual_seed(0)
     new = nn.Transformer(WIDTH, 3, HEADS).double()
     assert_close(new(tokens(4)), F.layer_norm(tokens(4), (WIDTH,)))
 
@@ -133,7 +131,6 @@ def test_recomputing_the_blocks_gives_the_same_gradients_from_less_memory():
 
 
 def test_an_embedding_of_timesteps_has_their_cosines_and_sines_at_geometric_frequencies():
-    torch.manual_seed(0)
     embedding = nn.TimeEmbedding(WIDTH, 48)
     angles = torch.tensor([[0], [300], [900]]) * 10000 ** (-torch.arange(16) / 16)
     expected = embedding.layers(torch.cat([angles.cos(), angles.sin()], 1))
@@ -152,7 +149,6 @@ def text_condition(size):
 
 
 def test_no_text_replaces_dropped_samples_and_changes_nothing_else():
-    torch.manual_seed(0)
     null = nn.NullText(6, 3, 4)
     empty = text_condition(1)
     null.fill(empty)
@@ -180,7 +176,6 @@ def test_no_text_is_saved_with_the_model_and_is_zero_until_it_is_filled():
     (nn.GroupNorm(2, 8), torch.nn.GroupNorm(2, 8)),
 ])
 def test_a_norm_gives_the_type_of_its_input_and_within_its_rounding_what_torchs_gives(norm, theirs):
-    torch.manual_seed(0)
     for parameter in norm.parameters():
         torch.nn.init.normal_(parameter, 1.0)
     theirs.load_state_dict(norm.state_dict())

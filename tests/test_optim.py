@@ -101,7 +101,6 @@ def test_muon_takes_a_kernel_as_a_matrix_of_its_outputs():
 
 @pytest.mark.parametrize("shape", [(2, 6, 6), (1, 4, 30), (3, 30, 4)])
 def test_orthogonalize_changes_singular_values_by_five_rounds_of_the_published_polynomial(shape):
-    torch.manual_seed(0)
     stack = torch.randn(shape)
     u, s, v = torch.linalg.svd(stack, full_matrices=False)
     s = s / s.square().sum(1, keepdim=True).sqrt()
@@ -161,8 +160,6 @@ def build(kind):
     "adamw",
     "muon",
     lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9, nesterov=True),
-    lambda parameters: torch.optim.Adam(parameters, amsgrad=True),
-    lambda parameters: torch.optim.RMSprop(parameters, centered=True, momentum=0.5),
     torch.optim.Adafactor,
     Adaptive,
 ])

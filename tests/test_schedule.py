@@ -43,6 +43,7 @@ def test_the_cosine_ends_at_zero_and_stays_there(step, warmup_steps, expected):
 
 def test_the_cosine_is_as_long_as_the_run():
     assert schedule.of_config(10, Settings(warmup_steps=2, steps=10)) == 0.0
+    assert schedule.of_config(1000, Settings(cosine=False)) == 1e-3
 
 
 def test_every_group_of_all_optimizers_gets_the_rate():

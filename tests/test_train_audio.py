@@ -89,11 +89,6 @@ def pipeline(whole):
     return train_audio.Pipeline(train_audio.EvaluateConfig(run_dir=str(whole)), CPU)
 
 
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
-
-
 def read_wave(path):
     channels, *_ = recordings.read(path)
     return torch.from_numpy(channels)[0]
@@ -176,7 +171,6 @@ def test_the_elu_is_torchs_with_its_gradient():
 
 
 def test_augmented_waves_are_louder_or_softer_and_some_are_mixes():
-    torch.manual_seed(0)
     waves = torch.eye(200)  # each sounds at a time of its own
     found = train_audio.augment(waves)
     gains = 20 * found.diagonal().log10()
@@ -542,8 +536,6 @@ def test_a_sound_five_times_as_long_as_a_crop_shows_a_stage_no_more_than_its_tra
         expected = tokens.tokens_of_window(content, heard, len(known) - length)
         assert torch.equal(context, expected[:20][: len(context)])
         known = torch.cat([known, new])
-    (sound,) = pipeline.generate([pipeline.empty_prompt()], 5 * 0.4, [0], sampling=GREEDY)
-    assert sound.shape == (100, 4)
 
 
 def test_prompts_are_whole_frames_of_codes_and_of_semantic_tokens(pipeline):
