@@ -380,7 +380,7 @@ class ResidualUnit(nn.Module):
     def __init__(self, channels, dilation):
         super().__init__()
         self.conv1 = CausalConv(channels, channels, 7, dilation=dilation)
-        self.conv2 = CausalConv(channels, channels, 1)
+        self.conv2 = nn.Conv1d(channels, channels, 1)
         self.elu = ELU()
 
     def forward(self, x):
@@ -588,17 +588,11 @@ class STFTDiscriminator(Discriminator):
         right = wave[:, -half - 1 : -1].flip(1)
         wave = torch.cat([left, wave, right], dim=1)
         with torch.autocast(wave.device.type, enabled=False):
-            x = torch.stft(
-                wave.float(),
-                self.window,
-                self.window // 4,
-                window=self.hann,
-                center=False,
-                return_complex=True,
-            )
-            x = x[:, :-1]  # without the highest frequency
+            samples = wave.float().unfold(1, self.window, self.window // 4)  # (B, T', window)
+            x = torch.fft.rfft(samples * self.hann)
+            x = x[..., :-1]  # without the highest frequency
             # Real convolutions over two channels, as in the paper, not complex ones.
-            return torch.view_as_real(x).permute(0, 3, 1, 2)
+            return torch.view_as_real(x).permute(0, 3, 2, 1)
 
 
 def make_discriminators(cfg):
@@ -1259,7 +1253,8 @@ class TokenTransformer(nn.Module):
         # Outputs at the positions start to start + (T + 1) · Q - 1 predict the flattened target.
         positions = batch["start"][:, None] + torch.arange(target[0].numel(), device=x.device)
         positions = positions.clamp(max=x.shape[1] - 1)  # those beyond have no target
-        x = x.take_along_dim(positions[..., None], dim=1)  # (B, (T + 1) · Q, D)
+        samples = torch.arange(len(x), device=x.device)[:, None]
+        x = x[samples, positions]  # (B, (T + 1) · Q, D)
         x = x.unflatten(1, target.shape[1:])  # (B, T + 1, Q, D)
         # Each quantizer has its own head; (B, T + 1, Q, K + 1).
         logits = torch.einsum("btqd,qkd->btqk", x, self.heads.to(x.dtype)).float()

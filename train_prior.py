@@ -289,8 +289,8 @@ class Prior(nn.Module):
         """The inverse of `standardize`."""
         return self.normalized(x0 * self.clip_std + self.clip_mean)
 
-    def text_tokens(self, condition, drop):
-        """The text prefix (B, P, W), and which of its tokens are no padding, (B, P).
+    def text_tokens(self, condition, drop, draws):
+        """The text prefix (B, P, W), and the mask for it and so many noise draws, of `mask`.
 
         Where `drop` (B,) is true, the text is replaced by "no text".
         """
@@ -305,13 +305,14 @@ class Prior(nn.Module):
             tokens = torch.cat([encodings, tokens], dim=1)  # (B, P, W)
             is_text = torch.cat([condition["text_mask"], is_text], dim=1)
         positions = self.positions.weight[:-3]
-        return tokens + positions.to(tokens.dtype), is_text
+        return tokens + positions.to(tokens.dtype), self.mask(is_text, draws)
 
     def mask(self, is_text, draws):
         """Which tokens (rows) see which, (B, 1, P + 3K, P + 3K), with K noise draws.
 
-        A token sees the text before it and, of its own draw, itself and the tokens before it.
-        Tokens are ordered by kind, then by draw. A text with padding, and two draws:
+        is_text (B, P): which tokens of the prefix are no padding. A token sees the text before it
+        and, of its own draw, itself and the tokens before it. Tokens are ordered by kind, then by
+        draw. A text with padding, and two draws:
           1 0 0 | 0 0 | 0 0 | 0 0     text encodings
           1 1 0 | 0 0 | 0 0 | 0 0     padding
           1 0 1 | 0 0 | 0 0 | 0 0     text embedding
@@ -333,20 +334,20 @@ class Prior(nn.Module):
 
     def forward(self, x_t, timestep, condition, drop):
         """Predictions (B, K, D) for K noise draws a sample, with its text in one pass."""
-        return self.predict(x_t, timestep, *self.text_tokens(condition, drop))
+        return self.predict(x_t, timestep, *self.text_tokens(condition, drop, x_t.shape[1]))
 
     def text_cache(self, condition, drop):
         """The text for all steps of sampling, as `predict` takes it: cached, not as tokens."""
-        tokens, is_text = self.text_tokens(condition, drop)
-        mask = self.mask(is_text, 0)  # (B, 1, P, P)
+        tokens, mask = self.text_tokens(condition, drop, 1)
+        of_text = mask[..., :-3, :-3]  # (B, 1, P, P)
         # Nothing is predicted from the text: no more of the output is computed.
-        _, cache = self.transformer(tokens, mask, num_last=1, return_cache=True)
-        return tokens[:, :0], is_text, cache  # (B, 0, W): the cache stands for these tokens
+        _, cache = self.transformer(tokens, of_text, num_last=1, return_cache=True)
+        return tokens[:, :0], mask, cache  # (B, 0, W): the cache stands for these tokens
 
-    def predict(self, x_t, timestep, text, is_text, cache=None):
+    def predict(self, x_t, timestep, text, mask, cache=None):
         """Predictions (B, K, D) for x_t (B, K, D) at `timestep` (B, K).
 
-        text, is_text: of `text_tokens`; or these and the cache, of `text_cache`.
+        text, mask: of `text_tokens`; or these and the cache, of `text_cache`.
         """
         noised = self.image_in(x_t)  # (B, K, W)
         query = self.query.weight.to(noised.dtype).expand_as(noised)
@@ -354,11 +355,10 @@ class Prior(nn.Module):
         positions = self.positions.weight[-3:, None]
         noised = noised + positions.to(noised.dtype)
         tokens = torch.cat([text, noised.flatten(1, 2)], dim=1)  # (B, P + 3K or 3K, W)
-        draws = x_t.shape[1]
         # As queries there are only these tokens; as keys, also those in the cache.
-        mask = self.mask(is_text, draws)[..., -tokens.shape[1] :, :]
+        mask = mask[..., -tokens.shape[1] :, :]
         # The last K tokens are the queries.
-        return self.out(self.transformer(tokens, mask, cache=cache, num_last=draws))
+        return self.out(self.transformer(tokens, mask, cache=cache, num_last=x_t.shape[1]))
 
 
 def conditioning(batch, cfg, clip_model):

@@ -170,7 +170,8 @@ def mix_down(channels, path):
     if len(channels) > 1:
         note_once(f"{path}: recordings of several channels are mixed down to one")
     energy = np.square(channels).sum(1)
-    if np.square(channels.sum(0)).sum() < 0.04 * energy.max():  # of two the mean is 20 dB lower
+    energy_of_sum = np.square(channels.sum(0)).sum()
+    if energy_of_sum < 0.04 * energy.max():  # of two the mean is 20 dB lower
         note_once(f"{path}: channels that cancel out are not mixed: the loudest is taken")
         return channels[energy.argmax()]
     return channels.mean(0)
@@ -182,6 +183,9 @@ def loudness_gain(wave):
     return min(MOST_GAIN, LOUDNESS / max(rms, 1e-9))
 
 
+hann_window = functools.cache(torch.hann_window)  # made once for each length and device
+
+
 def stft_magnitude(wave, window, hop):
     """Magnitudes (B, ceil(T / hop), window // 2 + 1) of the short-time Fourier transform, in fp32.
 
@@ -190,16 +194,16 @@ def stft_magnitude(wave, window, hop):
     """
     frames = -(-wave.shape[1] // hop)
     left = (window - hop) // 2  # frame i is centered on the samples i * hop to (i + 1) * hop
-    right = (frames - 1) * hop + window - left - wave.shape[1]
-    spectrum = torch.stft(
-        torch.nn.functional.pad(wave.float(), (left, right)),
-        n_fft=window,
-        hop_length=hop,
-        window=torch.hann_window(window, device=wave.device),
-        center=False,
-        return_complex=True,
-    )
-    return spectrum.abs().mT * (4 / window)  # 2 / Σ w[n]
+    length = (frames - 1) * hop + window  # of all frames
+    right = length - left - wave.shape[1]
+    wave = wave.float()
+    wave = torch.nn.functional.pad(wave, (left, right))
+    # Not by torch.stft: on a GPU its gradient needs a sort to have the same bits in every run.
+    samples = wave.unfold(1, window, hop)  # (B, ceil(T / hop), window)
+    weights = hann_window(window, device=wave.device)
+    spectrum = torch.fft.rfft(samples * weights)
+    scale = 4 / window  # 2 / Σ w[n]
+    return spectrum.abs() * scale
 
 
 @functools.lru_cache(64)
@@ -510,7 +514,8 @@ class Syllables(Recordings):
         self.speaker_of = list(map(str, speakers))
 
     def read(self, index, start, stop):
-        wave = synthetic.speak(self.texts[index], int(self.speaker_of[index]))
+        speaker = int(self.speaker_of[index])
+        wave = synthetic.speak(self.texts[index], speaker)
         return wave[None, start:stop], synthetic.RATE, len(wave)
 
     def fingerprint(self):

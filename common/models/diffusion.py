@@ -274,8 +274,8 @@ def noise_generator(seeds, device, draws=1):
 
     With fewer seeds, each is of as many neighbors in the batch. So a sample is the same in any
     batch and on any number of ranks. It is drawn where it is used: a copy from the host would wait
-    for the device at every step. Another kind of device draws others. draws: how many are wanted;
-    64 at most are drawn at once, as a GPU waits for the host at each launch.
+    for the device at every step. Another kind of device draws others. draws: how many of one shape
+    are wanted; 64 at most are drawn at once, as a GPU waits for the host at each launch.
     """
     generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
     ahead = []

@@ -112,8 +112,9 @@ class GroupNorm(nn.GroupNorm):
 class KVCache:
     """Keys and values of all blocks, for generation token by token.
 
-    They are written in place, so that no step copies the past. length (B,): how many tokens each
-    sample has, so the position of its next one. max_len: the greatest of them.
+    They are written in place, so that no step copies the past: for all samples in one place, after
+    the longest. length (B,): how many tokens each sample has, so the position of its next one.
+    filled: how many there is a place for, with the padding of shorter samples.
     """
 
     def __init__(self, cache, length, size):
@@ -122,7 +123,10 @@ class KVCache:
         cache: the keys and values of each block, (B, heads, N, d).
         """
         self.length = length
-        self.max_len = int(length.max())
+        self.filled = cache[0][0].shape[2]
+        places = torch.arange(size, device=length.device)
+        is_padding = (places >= length[:, None]) & (places < self.filled)
+        self.mask = ~is_padding[:, None, None]  # (B, 1, 1, size)
         self.layers = []
         for keys_values in cache:
             both = torch.stack(keys_values, dim=1)  # (B, 2, heads, N, d)
@@ -132,18 +136,13 @@ class KVCache:
     def append(self, layer, new):
         """Write one token a sample, `new` keys and values (B, heads, 1, d), of block `layer`.
 
-        Returns the keys and values of the first max_len + 1 tokens.
+        Returns the keys and values so far, in `filled` + 1 places.
         """
-        samples = torch.arange(len(self.length), device=self.length.device)
         both = self.layers[layer]
-        new = torch.stack(new, dim=1)
-        both[samples, :, :, self.length] = new[..., 0, :]
-        return both[..., : self.max_len + 1, :].unbind(1)
-
-    def mask(self):
-        """Which of the first max_len + 1 tokens a sample's next one attends to, (B, 1, 1, N)."""
-        positions = torch.arange(self.max_len + 1, device=self.length.device)
-        return positions <= self.length[:, None, None, None]
+        new = torch.stack(new, dim=1)  # (B, 2, heads, 1, d)
+        stop = self.filled + 1
+        both[..., self.filled : stop, :] = new
+        return both[..., :stop, :].unbind(1)
 
 
 class Block(nn.Module):
@@ -241,7 +240,7 @@ class Transformer(nn.Module):
         """The next token x (B, D) of every sample -> (B, D); it is appended to the KVCache."""
         # (B, 1, 1), for heads and tokens: each sample has a position of its own.
         table = rotary_table(cache.length[:, None, None], self.rotary_dim)
-        mask = cache.mask()
+        mask = cache.mask[..., : cache.filled + 1]
         x = x[:, None]
         for i, block in enumerate(self.blocks):
             h = block.attention_norm(x)
@@ -249,7 +248,7 @@ class Transformer(nn.Module):
             x = x + block.attention(h, keys, values, mask, table)
             x = x + block.ff(block.ff_norm(x))
         cache.length = cache.length + 1  # not in place: the tensor is the caller's
-        cache.max_len += 1
+        cache.filled += 1
         return self.norm(x)[:, 0]
 
 

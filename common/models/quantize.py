@@ -134,10 +134,10 @@ class ResidualQuantizer(torch.nn.Module):
         """Note for `update` the inputs (Q, B, T, D) of codes (B, T, Q) where they are active."""
         rows = F.pad(inputs, (1, 0), value=1.0)  # a column that counts
         rows = rows * active
-        rows = rows.flatten(1, 2)  # (Q, N, 1 + D)
-        codes = codes.flatten(0, 1)  # (N, Q)
-        for pending, code, rows_of_q in zip(self.pending, codes.unbind(-1), rows):
-            pending.index_add_(0, code, rows_of_q)
+        first = self.codebook_size * torch.arange(self.num_quantizers, device=codes.device)
+        places = (codes + first).movedim(-1, 0)  # (Q, B, T), in all codebooks in a row
+        pending = self.pending.flatten(0, 1)
+        pending.index_add_(0, places.flatten(), rows.flatten(0, 2))
         if self._candidates is None:
             inputs = inputs.flatten(1, 2)  # (Q, N, D)
             # Evenly spaced, so that nothing is drawn.
@@ -225,9 +225,12 @@ class ResidualQuantizer(torch.nn.Module):
             # Just alive: one that no input takes is dead again at the next update.
             counts = torch.where(dead, least, self.ema_count)
             self.ema_count.copy_(counts)
+            dead = dead[..., None]
             sums = picks * counts[..., None]
-            self.ema_sum[dead] = sums[dead]
-            self.codebook[dead] = picks[dead]
+            sums = torch.where(dead, sums, self.ema_sum)
+            self.ema_sum.copy_(sums)
+            codebook = torch.where(dead, picks, self.codebook)
+            self.codebook.copy_(codebook)
         self.discard()
 
     def discard(self):
