@@ -578,7 +578,6 @@ class STFTDiscriminator(Discriminator):
             # Frequencies are halved by each unit, times by every second one.
             self.layers.append(STFTUnit(narrow, wide, stride=(2, 1 + i % 2)))
         self.out = nn.Conv2d(wide, 1, (window // 128, 1))  # over all remaining frequencies
-        self.register_buffer("hann", torch.hann_window(window), persistent=False)
 
     def transform(self, wave):
         """Real and imaginary parts (B, 2, F, T') of waves (B, T), F = window / 2, in fp32."""
@@ -588,8 +587,7 @@ class STFTDiscriminator(Discriminator):
         right = wave[:, -half - 1 : -1].flip(1)
         wave = torch.cat([left, wave, right], dim=1)
         with torch.autocast(wave.device.type, enabled=False):
-            samples = wave.float().unfold(1, self.window, self.window // 4)  # (B, T', window)
-            x = torch.fft.rfft(samples * self.hann)
+            x = recordings.stft(wave.float(), self.window, self.window // 4)
             x = x[..., :-1]  # without the highest frequency
             # Real convolutions over two channels, as in the paper, not complex ones.
             return torch.view_as_real(x).permute(0, 3, 2, 1)

@@ -160,6 +160,8 @@ def build(kind):
     "adamw",
     "muon",
     lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9, nesterov=True),
+    lambda parameters: torch.optim.Adam(parameters, amsgrad=True),
+    lambda parameters: torch.optim.RMSprop(parameters, centered=True, momentum=0.5),
     torch.optim.Adafactor,
     Adaptive,
 ])

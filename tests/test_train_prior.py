@@ -231,10 +231,13 @@ def test_the_loss_equals_a_slow_one_and_in_evaluation_has_no_weights(training, s
     a = prior.alpha[timestep][..., None]
     s = prior.sigma[timestep][..., None]
     x0 = 4 * F.normalize(batch["image_embed"], dim=-1)[:, None]
-    target = diffusion.target(cfg.objective, x0, e, a, s)
-    expected = (prior(a * x0 + s * e, timestep, batch, drop) - target) ** 2
-    if training:
-        expected *= diffusion.loss_weight(cfg.loss_weight, cfg.objective, a, s)
+    target, weight = {
+        "x0": (x0, 1),
+        "flow": (e - x0, 2 / torch.pi / (1 - 2 * s + 2 * s**2)),
+        "epsilon": (e, (5 * (s / a) ** 2).clamp(max=1)),
+    }[cfg.objective]
+    error = prior(a * x0 + s * e, timestep, batch, drop) - target
+    expected = error**2 * (weight if training else 1)
     torch.testing.assert_close(loss, expected.mean())
 
 

@@ -194,4 +194,5 @@ def crop(images, size, corners):
     windows = images.unfold(2, size, 1).unfold(3, size, 1)  # (B, C, tops, lefts, size, size)
     samples = torch.arange(len(images), device=images.device)
     top, left = corners.T
+    # Contiguous, as noise drawn like it depends on the layout.
     return windows[samples, :, top, left].contiguous()

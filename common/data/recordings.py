@@ -186,6 +186,16 @@ def loudness_gain(wave):
 hann_window = functools.cache(torch.hann_window)  # made once for each length and device
 
 
+def stft(wave, window, hop):
+    """Spectra, complex (B, frames, window // 2 + 1), of waves (B, T) in Hann windows, all within T.
+
+    Not by torch.stft: on a GPU its gradient needs a sort to have the same bits in every run.
+    """
+    samples = wave.unfold(1, window, hop)  # (B, frames, window)
+    weights = hann_window(window, device=wave.device)
+    return torch.fft.rfft(samples * weights)
+
+
 def stft_magnitude(wave, window, hop):
     """Magnitudes (B, ceil(T / hop), window // 2 + 1) of the short-time Fourier transform, in fp32.
 
@@ -198,10 +208,7 @@ def stft_magnitude(wave, window, hop):
     right = length - left - wave.shape[1]
     wave = wave.float()
     wave = torch.nn.functional.pad(wave, (left, right))
-    # Not by torch.stft: on a GPU its gradient needs a sort to have the same bits in every run.
-    samples = wave.unfold(1, window, hop)  # (B, ceil(T / hop), window)
-    weights = hann_window(window, device=wave.device)
-    spectrum = torch.fft.rfft(samples * weights)
+    spectrum = stft(wave, window, hop)
     scale = 4 / window  # 2 / Σ w[n]
     return spectrum.abs() * scale
 

@@ -54,7 +54,7 @@ class Muon(torch.optim.Optimizer):
             for results, *momentum in by_shape(updates[own], gradients[own], buffers[own]):
                 nesterov = torch._foreach_lerp(*momentum, MOMENTUM)
                 stack = torch.stack([matrix.flatten(1) for matrix in nesterov])
-                stack = orthogonalize(stack).contiguous()
+                stack = orthogonalize(stack).contiguous()  # as the places are, for one copy
                 results = [result.flatten(1) for result in results]
                 torch._foreach_copy_(results, stack.unbind())
             if world_size > 1:

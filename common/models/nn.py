@@ -114,7 +114,7 @@ class KVCache:
 
     They are written in place, so that no step copies the past: for all samples in one place, after
     the longest. length (B,): how many tokens each sample has, so the position of its next one.
-    filled: how many there is a place for, with the padding of shorter samples.
+    filled: how many places are taken, with the padding of shorter samples.
     """
 
     def __init__(self, cache, length, size):

@@ -136,7 +136,7 @@ class ResidualQuantizer(torch.nn.Module):
         rows = rows * active
         first = self.codebook_size * torch.arange(self.num_quantizers, device=codes.device)
         places = (codes + first).movedim(-1, 0)  # (Q, B, T), in all codebooks in a row
-        pending = self.pending.flatten(0, 1)
+        pending = self.pending.flatten(0, 1)  # a view
         pending.index_add_(0, places.flatten(), rows.flatten(0, 2))
         if self._candidates is None:
             inputs = inputs.flatten(1, 2)  # (Q, N, D)
