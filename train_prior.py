@@ -787,7 +787,7 @@ class SampleConfig(PriorConfig):
         2, "candidates for each embedding; the most similar to the text is kept"
     )
     steps: NonNegativeInt = field(0, "sampling steps, 0: the most of the prior's eval_timesteps")
-    max_batch: PositiveInt = field(256, "embeddings computed at once, at most")
+    max_batch: PositiveInt = field(256, "embeddings computed at once; at least those of a text")
     clip: str = field("", "CLIP for the text, by default that of the training")
     out: str = field("embeddings.npy", ".npy file for embeddings (texts · num_samples, D)")
 
@@ -806,9 +806,10 @@ def read_text_embeddings(path, prior, usual_length):
             "--text_embeds: this prior also needs text encodings; give --text or --texts"
         )
     embeds = torch.from_numpy(embeddings.open_npy(path).astype(np.float32))
-    if embeds.shape[1] != prior.embed_width or not embeds.isfinite().all():
+    rows, width = embeds.shape
+    if not rows or width != prior.embed_width or not embeds.isfinite().all():
         raise UserError(
-            f"{path}: {embeds.shape[1]} wide; expected {prior.embed_width}, and finite numbers"
+            f"{path}: {rows} rows {width} wide; expected {prior.embed_width}, and finite numbers"
         )
     # A raw embedding goes in as it is. Of another length it is another text.
     length = embeds.norm(dim=1).median()

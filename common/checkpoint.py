@@ -57,8 +57,10 @@ def lock(file, wait=False):
 def atomic_write(path):
     """Context that gives a binary file. Left without an error, `path` has what was written."""
     path = Path(path)
+    if path.exists() and not path.is_file():  # such as /dev/null, which root could replace
+        raise FileExistsError(f"{path}: is there, and not a file")
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = Path(f"{path}.tmp")
     try:
         with open(temporary, "wb") as file:
             yield file
@@ -173,7 +175,7 @@ def load_weights(module, weights, path, strict=True):
                 f"{share:.1%} of the numbers, of which half must"
             )
             if share >= 0.5:  # else the next line refuses, and names what differs
-                weights = {**own, **fitting}
+                weights = own | fitting
         module.load_state_dict(weights)
 
 
@@ -229,10 +231,11 @@ def model_file(folder, name="", weights="ema"):
     if name or not best.is_file():
         return Path(folder, name or "model.pt")
     contents = load(best, mmap=True)
-    config.note(
-        f"{best}: of step {contents['step']}, whose validation loss {contents['val_loss']:.4f} "
-        "was the lowest"
-    )
+    with damaged(best):
+        config.note(
+            f"{best}: of step {contents['step']}, whose validation loss "
+            f"{contents['val_loss']:.4f} was the lowest"
+        )
     return best
 
 
@@ -298,7 +301,7 @@ class State:
 
     def __post_init__(self):
         self.versions = versions(inspect.getfile(type(self.cfg)))  # the script has the Config
-        dist.check_alike({**self.versions, **self.identity})
+        dist.check_alike(self.versions | self.identity)
 
     def contents(self):
         """The contents of a checkpoint, with the tensors themselves, not copies."""
@@ -329,14 +332,14 @@ class State:
             if training["scaler"]:  # {} without fp16; a disabled scaler ignores it
                 self.scaler.load_state_dict(training["scaler"])
             self.step = contents["step"]
-            saved = {**contents["versions"], **contents["config"]}
+            saved = contents["versions"] | contents["config"]
         config.note(f"resuming {path} at step {self.step} of {self.cfg.steps}")
-        present = {**self.versions, **config.as_json(self.cfg)}
+        present = self.versions | config.as_json(self.cfg)
         with contextlib.suppress(AttributeError):  # a fork may have a schedule of its own
             rate = "learning rate of the next step"
             present[rate] = schedule.of_config(self.step, self.cfg)
-            saved[rate] = schedule.of_config(self.step, SimpleNamespace(**{**present, **saved}))
-        for name in {**saved, **present}:
+            saved[rate] = schedule.of_config(self.step, SimpleNamespace(**(present | saved)))
+        for name in saved | present:
             before = saved.get(name, "no setting")
             now = present.get(name, "no setting")
             if now != before:
@@ -381,9 +384,10 @@ class RunFolder:
                 f"{self.folder}: in use by another live process ({self.lock_file.read().strip()}); "
                 "wait for it, stop it, or give another --run_dir"
             ) from error
-        self.lock_file.truncate(0)
-        self.lock_file.write(f"process {os.getpid()} on {platform.node()}\n")
-        self.lock_file.flush()
+        with contextlib.suppress(OSError):  # a full disk: the record below names its file
+            self.lock_file.truncate(0)
+            self.lock_file.write(f"process {os.getpid()} on {platform.node()}\n")
+            self.lock_file.flush()
         path = self.folder / "auto_resume.json"
         if path.exists() or any(self.folder.glob("checkpoints/step_*.pt")):
             with config.explained(
@@ -456,7 +460,9 @@ class RunFolder:
         self.write_record()
         kept_paths = [self.folder / entry["file"] for entry in self.checkpoints]
         for path in self.folder.glob("checkpoints/step_*"):
-            if path not in kept_paths:  # or, as .tmp, of a process killed while saving
+            # Or, as .tmp, of a process killed while saving. Other names are the user's copies.
+            is_ours = re.fullmatch(r"step_\d+\.pt(\.tmp)?", path.name)
+            if is_ours and path not in kept_paths:
                 path.unlink()
         log.send()
 
@@ -487,7 +493,7 @@ class RunFolder:
     def write_model(self, state, file, **entries):
         """Write the model of `state`, its weights averaged, and more `entries`."""
         self.check_in_place()
-        save({**model_contents(state.contents()), **entries}, self.folder / file)
+        save(model_contents(state.contents()) | entries, self.folder / file)
 
     def drop_from(self, step):
         """Forget the checkpoints of `step` or later: a run does not go on from them."""

@@ -53,7 +53,7 @@ def explained(message, kind=UserError):
     except kind:
         raise
     except Exception as error:
-        if "out of memory" in str(error):  # which `run` explains
+        if any(words in str(error) for words in NO_MEMORY):  # which `run` explains
             raise
         # Without torch's advice, which is to load files with code, and without addresses in
         # memory: a fault has the same message whenever it is met.
@@ -344,12 +344,13 @@ def parse(cls, words, usage="", presets=None):
         finder.add_argument(f"--{name}", nargs="?")  # one without a value is told below
     found, _ = finder.parse_known_args(words)
     given = read_json(found.config) if found.config else {}
-    preset = found.preset or given.get("preset", "")
+    preset = found.preset or str(given.get("preset", ""))
     if preset and preset not in presets:
         raise UserError(f"--preset {preset}: expected one of {', '.join(presets)}")
     settings = presets.get(preset, {})
     if isinstance(cls, dict):
         stage = found.stage or given.get("stage") or settings.get("stage") or next(iter(cls))
+        stage = str(stage)  # a file may have anything
         if stage not in cls:
             raise UserError(f"--stage {stage}: expected one of {', '.join(cls)}")
         cls = cls[stage]
@@ -367,14 +368,19 @@ def parse(cls, words, usage="", presets=None):
         given = from_json(cls, given, found.config)
     else:
         given = typed(cls, given, found.config)
-    return cls(**{**settings, **given, **flags})
+    return cls(**(settings | given | flags))
 
 
-# Errors that are not the program's: {words in them: what to say}
+# Errors that are not the program's
+NO_MEMORY = ("out of memory", "can't allocate memory", "Unable to allocate")  # GPU, CPU, numpy
+SMALLER = (
+    "too large for the memory: lower --chunk_size or --max_batch, give --checkpointing, or make "
+    "the model smaller"
+)
 SHM = "/dev/shm is missing or too small; give --workers 0, or more of it (docker run --shm-size=8g)"
 KILLED = "--workers: one was killed, maybe for lack of memory; give fewer"
 PEER = "another rank has ended, or did not answer for --timeout_minutes; what it printed says why"
-OUTSIDE = {
+OUTSIDE = {  # {words in an error: what to say}
     "Too many open files": "--workers: give fewer, or raise the limit of open files (ulimit -n)",
     "Bus error": f"--workers: {SHM}",
     "</torch_": f"--workers: {SHM}",  # the name of shared memory
@@ -382,7 +388,7 @@ OUTSIDE = {
     "DataLoader timed out": "--workers: one does not answer; is the data's disk still there?",
     "gloo/": PEER,
     "NCCL": PEER,
-    "out of memory": "give a lower --chunk_size, or --checkpointing",  # of a GPU
+    **dict.fromkeys(NO_MEMORY, SMALLER),
     "common.interop": "a flag needs common/interop, which was left out here",
 }
 
@@ -411,9 +417,9 @@ def run(commands, usage, default=None, presets=None):
         cfg = parse(cls, words, usage, presets)
         status = 1
         function(cfg)
-    except (UserError, OSError, RuntimeError, ImportError) as error:
+    except (UserError, OSError, RuntimeError, ImportError, MemoryError) as error:
         message = str(error)
-        if isinstance(error, (RuntimeError, ImportError)):
+        if not isinstance(error, (UserError, OSError)):
             known = [words for words in OUTSIDE if words in message]
             if not known:
                 raise

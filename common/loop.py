@@ -128,7 +128,7 @@ def identify(run, cfg, splits, **others):
     cannot be used, or if the run is of another model or other data.
     """
     dataset, _ = splits["train"]
-    identity = {**config.settings_with(cfg, "fixed"), **others}
+    identity = config.settings_with(cfg, "fixed") | others
     identity["own validation set"] = bool(cfg.val_data)  # the other splits depend on it
     if cfg.lora_rank:
         identity["base"] = dist.on_main(lambda: checkpoint.checksum(cfg.init_from))
@@ -200,13 +200,13 @@ def begin(run, state, about, device):
     about: what is trained on, in words.
     """
     cfg = state.cfg
-    if dist.is_main():
-        settings = {**config.as_json(cfg), "versions": state.versions}
-        checkpoint.write_json(settings, run.folder / "config.json")
     # The loop evaluates at its top, so after a resume at such a step it does so again. By minutes
     # it does so at the last step alone.
     repeats_evaluation = Due(cfg.eval_every, cfg.steps)(state.step)
     log = tracker.Tracker(run, state, repeats_evaluation)
+    if dist.is_main():  # not before: the tracker refuses another logger
+        settings = config.as_json(cfg) | {"versions": state.versions}
+        checkpoint.write_json(settings, run.folder / "config.json")
     parameters = sum(p.numel() for p in state.model.parameters())
     log.print(
         f"{about}; {parameters:,} parameters to train, batches of {cfg.batch_size} in chunks of "
@@ -280,9 +280,11 @@ class Progress:
         step = self.state.step + 1
         self.overflows.append(step)
         if self.overflows.count(step) == MAX_TRIES:
+            self.run.drop_from(step - 1)  # whose weights may be the cause, as in `check_finite`
             dist.fail(
                 f"{self.run.folder}: gradients overflow fp16 at any scale, the last at the steps "
-                f"{config.as_word(sorted(set(self.overflows)))}; use --precision bf16 or fp32"
+                f"{config.as_word(sorted(set(self.overflows)))}; use --precision bf16 or fp32, or "
+                "lower --lr"
             )
 
     def add(self, losses, norm, batches, **others):
@@ -401,6 +403,7 @@ def finish(run, state, log, metrics, samples=None):
     log.log(state.step, samples, **results)
     log.write_page()
     run.results = {"step": state.step, "best_val_loss": run.best_val_loss, **results}
+    run.save(state, log)  # of --load, if that had all steps
     if dist.is_main():
         run.write_model(state, "model.pt", **run.results)
         run.write_record()

@@ -64,7 +64,7 @@ def make_logger(cfg):
     with contextlib.suppress(ImportError):  # a fork may have no common/interop
         from common.interop import loggers
 
-        kinds = {**LOGGERS, **loggers.LOGGERS}
+        kinds = LOGGERS | loggers.LOGGERS
     return parse("logger", cfg.logger, kinds)
 
 
@@ -130,7 +130,6 @@ class Tracker:
         identity = self.logger.open(self.cfg, self.run.folder, known, step)
         self.run.logger_identity = {"kind": kind, **identity}
         self.run.write_record()
-        self.call_logger("file", self.run.folder / "config.json")
 
     def log(self, step, samples=None, **metrics):
         """Append {"step": step, **metrics} to metrics.jsonl. What is not finite becomes null.
@@ -151,7 +150,7 @@ class Tracker:
             self.file.write(json.dumps(line) + "\n")
             self.file.flush()
         except OSError as error:  # a full disk does not end training
-            self.print(f"{error}; training continues")
+            self.print(f"{self.path}: {error}; training continues")
         numbers = {name: value for name, value in metrics.items() if line[name] is not None}
         self.call_logger("log", step, numbers, media)
 
@@ -198,6 +197,8 @@ class Tracker:
             self.copier.submit(store.send, self.savers, self.run)
 
     def __enter__(self):
+        if self.enabled:
+            self.call_logger("file", self.run.folder / "config.json")
         return self
 
     def __exit__(self, kind, error, trace):
@@ -240,7 +241,8 @@ def progress(steps=None, **settings):
 def print_results(headline, results):
     """Print a headline, and `results` as a table; rank 0 alone does."""
     if dist.is_main():
-        tqdm.write(f"\n{headline}\n")
-        for name, value in results.items():
-            text = f"{value:.4f}" if isinstance(value, float) else value
-            tqdm.write(f"  {name:<40} {text}")
+        with contextlib.suppress(OSError):  # the terminal is gone
+            tqdm.write(f"\n{headline}\n")
+            for name, value in results.items():
+                text = f"{value:.4f}" if isinstance(value, float) else value
+                tqdm.write(f"  {name:<40} {text}")

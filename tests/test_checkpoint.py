@@ -280,13 +280,15 @@ def test_weights_of_a_compiled_or_parallel_model_are_taken_by_a_plain_one(wrap, 
 
 def test_the_newest_few_are_kept_once_and_what_was_not_recorded_goes(tmp_path):
     opened(tmp_path)
-    for name in ("05.pt", "50.pt.tmp"):  # of a save that was not recorded, or was cut off
+    # Of a save that was not recorded, one that was cut off, and a copy by the user.
+    for name in ("05.pt", "50.pt.tmp", "10_mine.pt"):
         checkpoint.save({"model": {}}, tmp_path / f"checkpoints/step_000000{name}")
     run = opened(tmp_path)
     state = commit(run, 10, 20, 30, 40)
     run = opened(tmp_path)
     assert [entry["step"] for entry in run.checkpoints] == [40, 30, 20]
-    assert len(os.listdir(tmp_path / "checkpoints")) == 3
+    assert len(os.listdir(tmp_path / "checkpoints")) == 4
+    assert (tmp_path / "checkpoints/step_00000010_mine.pt").is_file()
     path = run.newest_intact()
     assert same(checkpoint.load(path), state.contents())
 
@@ -362,6 +364,9 @@ def test_a_model_for_use_is_the_best_one_if_there_is_one(tmp_path, capsys):
         assert checkpoint.model_file(tmp_path) == best
     assert "of step 1, whose validation loss 0.5000 was the lowest" in capsys.readouterr().err
     assert checkpoint.model_file(tmp_path, "model.pt") == last
+    run.write_model(state, "best.pt")  # without its loss, as a copy of model.pt
+    with pytest.raises(UserError, match=r"best\.pt: damaged, .*'val_loss'"):
+        checkpoint.model_file(tmp_path)
 
 
 # Processes

@@ -217,7 +217,8 @@ def failing(error):
     (UserError("no such data"), 1, "x.py: error: no such data\n"),
     (OSError(28, "No space", "x.pt"), 1, "x.py: error: [Errno 28] No space: 'x.pt'\n"),
     (RuntimeError(GLOO), 1, "x.py: error: another rank has ended, "),
-    (RuntimeError("CUDA out of memory."), 1, "x.py: error: give a lower --chunk_size, or --check"),
+    (RuntimeError("CUDA out of memory."), 1, "x.py: error: too large for the memory: lower --chun"),
+    (MemoryError("Unable to allocate 3 GiB"), 1, "x.py: error: too large for the memory: lower"),
     (KeyboardInterrupt(), 130, ""),
 ])
 def test_an_error_while_running_ends_in_one_line_of_the_rank_that_met_it(

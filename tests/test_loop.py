@@ -98,6 +98,7 @@ def test_a_run_whose_gradients_overflow_at_any_scale_ends_with_the_steps_and_a_w
     assert set(progress.overflows) == {4, 9}
     with pytest.raises(UserError, match=r"at any scale, .* steps 4,9; use --precision bf16 or"):
         progress.count_overflow(False)
+    assert progress.run.saved == ["without 8"]
 
 
 def test_it_is_due_by_steps_or_minutes_and_at_the_end_but_not_at_the_start(monkeypatch):

@@ -1,6 +1,7 @@
 """Order, splits and batches: pure functions of data and seed, in little memory."""
 import hashlib
 import itertools
+import signal
 import tracemalloc
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ import torch
 from helpers import Settings
 from torch import nn
 
-from common import accumulate
+from common import accumulate, dist
 from common.config import UserError
 from common.data import order
 
@@ -283,6 +284,18 @@ def test_data_with_nothing_usable_ends_in_one_line(workers):
     with pytest.raises(UserError, match=r"^104 unusable rows .*: row \d+, …; mend or remove them$"):
         next(order.loader(chunks, [(0, 8)], workers))
     order.kill_workers()  # as at the end of a rank; pytest keeps the error, and so the loader
+
+
+class Blocked(torch.utils.data.Dataset):
+    def __getitem__(self, span):
+        return [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])]
+
+
+def test_signals_are_left_to_the_rank_by_its_workers_from_their_start_on():
+    blocked = next(order.loader(Blocked(), [(0, 1)], workers=1))
+    assert set(dist.SIGNALS) <= set(blocked)
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    order.kill_workers()
 
 
 FAILS = """

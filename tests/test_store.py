@@ -170,6 +170,15 @@ def test_what_was_sent_is_not_sent_again_and_what_is_new_is(tmp_path):
             path.unlink()
 
 
+def test_metadata_is_sent_again_when_a_checkpoint_proves_the_best(tmp_path):
+    savers = savers_of(f"local save_meta_to={tmp_path}/about")
+    for best, loss in ((8, 0.5), (12, 0.25)):
+        run = run_of(tmp_path, 12, best)
+        run.best_val_loss = loss
+        store.send(savers, run)
+        assert json.loads((tmp_path / "about/metadata.json").read_text())["best_val_loss"] == loss
+
+
 def test_a_failure_is_printed_and_tried_again_at_the_next_save(tmp_path, capsys):
     wall = tmp_path / "wall"
     wall.write_text("a file where a folder should be")

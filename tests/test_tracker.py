@@ -3,6 +3,7 @@ import contextlib
 import itertools
 import json
 import math
+import os
 import signal
 import sys
 import threading
@@ -99,10 +100,15 @@ def test_a_page_a_line_or_a_logger_that_fails_is_told_and_training_continues(tmp
     log.log(3)
     out = capsys.readouterr().out
     assert out.count("logger console failed: ZeroDivisionError: division by zero") == 1
-    assert out.count("report.html'; training continues") == 2
+    assert out.count("report.html: is there, and not a file; training continues") == 2
     assert "No space left on device; training continues" in out
     with pytest.raises(OSError, match="of a checkpoint"), log:  # not hidden by that of a line
         raise OSError("of a checkpoint")
+
+
+def test_a_terminal_that_is_gone_does_not_end_a_run(monkeypatch):
+    monkeypatch.setattr(tracker.tqdm, "write", lambda text: os.fsync(10**6))
+    tracker.print_results("step 1", {"loss": 1.0})
 
 
 def test_a_signal_while_the_logger_finishes_ends_the_process_after_that(tmp_path):

@@ -326,6 +326,14 @@ def test_a_finished_run_started_again_changes_nothing(emb, finished, tmp_path):
     assert "is finished, at step 24" in out
     assert "test_loss" in out
     assert not differences(finished, folder)
+    # From a checkpoint that has all steps
+    whole = folder / helpers.saved(folder)[0]["file"]
+    run(*flags(data=emb, run_dir=tmp_path / "loaded", load=whole, **SMALL))
+    assert [entry["step"] for entry in helpers.saved(tmp_path / "loaded")] == [24]
+    # Refused, it changes nothing either.
+    words = flags(data=emb, run_dir=folder, **SMALL | {"steps": 25}, logger="tensorboard")
+    assert "split its curves" in run(*words, expect=1)
+    assert config.read_json(folder / "config.json")["logger"] == "console"
 
 
 def test_an_fp16_overflow_is_a_step_that_did_not_happen(emb, tmp_path, monkeypatch):

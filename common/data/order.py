@@ -287,16 +287,22 @@ def loader(chunks, spans, workers=0, pin_memory=False, timeout=0):
         if workers:
             atexit.register(kill_workers)
             multiprocessing.Lock()  # without /dev/shm an error, to which torch adds a traceback
-        yield from torch.utils.data.DataLoader(
+        loading = torch.utils.data.DataLoader(
             chunks,
             batch_size=None,
             sampler=spans,
             num_workers=workers,
             pin_memory=pin_memory,
-            worker_init_fn=ignore_signals,
             timeout=timeout if workers else 0,
             collate_fn=share if workers else None,
         )
+        # Signals are sent to the workers, too, which leave them to their rank: they begin with
+        # them blocked, and stay so. A handler of their own would come too late for the first.
+        mask = getattr(signal, "pthread_sigmask", lambda *_: None)  # Windows has none
+        mask(signal.SIG_BLOCK, dist.SIGNALS)
+        batches = iter(loading)
+        mask(signal.SIG_UNBLOCK, dist.SIGNALS)
+        yield from batches
     except (UserError, OSError, EOFError) as error:
         kill_workers()  # their ends are no further errors
         # A worker puts its traceback before the message.
@@ -319,16 +325,10 @@ def share(batch):
     return tree_map_only(torch.Tensor, torch.Tensor.share_memory_, batch)
 
 
-def ignore_signals(worker):
-    """Leave SIGTERM and Ctrl-C to the rank: they are also sent to its workers."""
-    for number in dist.SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-
-
 def kill_workers():
     """End the workers of a rank that ends by an error.
 
-    Python would send them SIGTERM, which they ignore, and wait for them without end.
+    Python would send them SIGTERM, which is blocked there, and wait for them without end.
     """
     if hasattr(signal, "SIGCHLD"):  # which torch handles, and would report a killed worker by
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
