@@ -1,6 +1,7 @@
 """Embeddings: rows and captions come as they were written, and every fault of a file is named."""
 import json
 import pickle
+import re
 import shutil
 from types import SimpleNamespace
 
@@ -166,14 +167,16 @@ def test_a_fault_of_the_shards_is_found_at_the_start_and_named(fault, message, f
     (b"[" * 100_000 + b"\n", "RecursionError"),
     ("größe".encode("cp1252") + b"\n", "UnicodeDecodeError"),
 ])
-def test_a_fault_of_a_caption_is_named_by_its_file(line, message, folder):
+def test_a_fault_of_a_caption_costs_a_sample_and_is_named_by_its_file(line, message, folder):
     path = folder / "captions/captions_1.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
     lines[3] = line
     path.write_bytes(b"".join(lines))
     dataset = Embeddings(folder, captions=True)
-    with pytest.raises(UserError, match=f"captions_1.jsonl: .*{message}"):
-        dataset.fetch(np.array([2, 73]))
+    _, usable = dataset.fetch(np.array([2, 73]))
+    assert usable.tolist() == [True, False]
+    assert re.search(f"^row 73: .*captions_1.jsonl: .*{message}", dataset.fault(73))
+    assert not dataset.fault(2)
 
 
 def test_captions_of_some_shards_alone_are_none_where_none_are_needed(folder):
@@ -229,8 +232,7 @@ def test_a_few_of_many_files_of_parquet_are_kept_in_memory(tmp_path):
 def test_a_fault_of_a_parquet_file_is_named(parquet_folder):
     (parquet_folder / "metadata/metadata_001.parquet").write_bytes(b"hello")
     dataset = Embeddings(parquet_folder, captions=True)
-    with pytest.raises(UserError, match=r"metadata_001\.parquet: expected a 'caption' for each"):
-        dataset.fetch(np.array([75]))
+    assert "metadata_001.parquet: expected a 'caption' for each" in dataset.fault(75)
 
 
 # The CLIP of embeddings

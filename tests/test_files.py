@@ -6,8 +6,9 @@ from common.config import UserError
 from common.data import files
 
 
-def test_links_to_folders_are_entered_once_and_broken_ones_are_counted(tmp_path, capsys):
-    write_files(tmp_path, {"elsewhere/deep/b": b"", "data/own/a": b""})
+def test_links_to_folders_are_entered_once_broken_ones_counted_and_hidden_folders_left_out(
+        tmp_path, capsys):
+    write_files(tmp_path, {"elsewhere/deep/b": b"", "data/own/a": b"", "data/.trash/c": b""})
     folder = tmp_path / "data"
     links = {
         "first": tmp_path / "elsewhere",

@@ -372,16 +372,19 @@ def test_embeddings_beside_that_are_not_usable_are_skipped_and_named(tmp_path):
     assert usable.tolist() == [True, False, True, True, False, False, True]
 
 
-@pytest.mark.parametrize("content", [npy(np.zeros(4)), npy(np.ones(5)), npy(np.ones(4))[:-3], b""])
-def test_an_embedding_inside_that_is_not_like_the_others_is_named(content, tmp_path):
+@pytest.mark.parametrize("number, content", [
+    (0, npy(np.zeros(4))), (2, npy(np.ones(5))), (0, npy(np.ones(4))[:-3]), (2, b"")])
+def test_an_embedding_inside_that_is_not_like_the_others_is_named(number, content, tmp_path):
     write_pictures(tmp_path, "inside")
-    key = "000030002"
+    key = f"00003{number:04d}"
     files = {f"{key}.png": media.png(picture(2)), f"{key}.txt": b"a", f"{key}.npy": content}
     write_tar(tmp_path / "00003.tar", files, "a")
     dataset = images.Pictures(tmp_path, 8)
     _, usable = dataset.fetch(np.arange(3))
-    assert usable.tolist() == [True, True, False]
-    assert f"/00003.tar: {key}.npy: no usable embedding (" in dataset.fault(2)
+    assert np.flatnonzero(~usable).tolist() == [number]
+    assert f"/00003.tar: {key}.npy: no usable embedding (" in dataset.fault(number)
+    (tmp_path / "00003.tar").unlink()  # as a disk that is gone
+    assert f"/00003.tar: {key}.png: cannot be read (FileNotFoundError" in dataset.fault(number)
 
 
 # Crops

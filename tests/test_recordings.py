@@ -318,9 +318,9 @@ LAYOUTS = {
          "LJ/wavs/LJ1-2.wav": ("a\u2028b", "wavs")}),
     "Common Voice": (
         {"en/validated.tsv": b"client_id\tpath\tsentence_id\tsentence\tage\r\n"
-         b'f0\tcv_1.mp3\t77\tSay "A".\t\r\nf1\tcv_2.mp3\t78\tSay B.\tten\r\n',
+         b'f0\tcv_1.mp3\t77\tSay "A".\t\r\nf1\tcv_2.mp3\t78\t"Say ""B""."\tten\r\n',
          "en/invalidated.tsv": b"client_id\tpath\tsentence\nf2\tcv_2.mp3\twrong"},
-        {"en/clips/cv_1.wav": ('Say "A".', "f0"), "en/clips/cv_2.MP3": ("Say B.", "f1")}),
+        {"en/clips/cv_1.wav": ('Say "A".', "f0"), "en/clips/cv_2.MP3": ('Say "B".', "f1")}),
     "a transcript of each file": (
         {"t_mic1.txt": b"one", "t_mic2.txt": b"two", "u.original.txt": b"three", "u.txt": b"four",
          "x.mp3.txt": b"five", "x.wav.txt": b"six", "y_mic1.txt": b"seven"},
@@ -464,6 +464,9 @@ def test_splits_are_chosen_by_name_and_from_20_speakers_on_by_speaker():
         for name in order.SPLITS:
             expected = order.split_keys(keys, name, 0.3, 0.2, seed=1)
             np.testing.assert_array_equal(dataset.split(name, 0.3, 0.2, seed=1), expected)
+    few.names = [f"a{i // 2}_mic{i % 2 + 1}.wav" for i in range(60)]  # of VCTK, in pairs
+    parts = [set(few.split(name, 0.3, 0.2) // 2) for name in order.SPLITS]
+    assert sum(map(len, parts)) == 30
 
 
 def test_unusable_recordings_are_passed_over_by_name_and_more_than_five_are_refused(tmp_path):

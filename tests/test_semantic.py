@@ -17,7 +17,7 @@ from common.models import semantic
 class Raw(recordings.Syllables):
     """Syllables as they are made, not brought to one loudness."""
 
-    def wave(self, index):
+    def wave(self, index, *crop):
         return torch.from_numpy(synthetic.speak(self.texts[index], int(self.speaker_of[index])))
 
 

@@ -2,6 +2,7 @@
 
 import collections
 import itertools
+import multiprocessing
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,10 +24,15 @@ def codes_of(index):
 class Numbers(Syllables):
     """Recordings whose waves are their numbers; 7 is unusable."""
 
+    unusable = 7
+
     def wave(self, index):
-        if index == 7:
-            raise Unusable(f"recording {index}")
+        if fault := self.fault(index):
+            raise Unusable(fault)
         return index
+
+    def fault(self, index):
+        return "" if index != self.unusable else f"recording {index}"
 
 
 def cached(folder, count, checksum, failing=None):
@@ -45,7 +51,7 @@ def cached(folder, count, checksum, failing=None):
     except UserError as error:
         return str(error), encoded
     for index in range(count):
-        expected = codes_of(index)[: 0 if index == 7 else None]
+        expected = codes_of(index)[: 0 if index == Numbers.unusable else None]
         assert cache[index].dtype == np.uint16
         assert cache[index].tolist() == expected.tolist()
     return "", encoded
@@ -69,6 +75,24 @@ def test_ranks_share_the_work_of_a_cache_and_after_an_error_what_was_done_is_kep
     assert counts[0] == [1, 18, 1, 0, 19]
     assert np.add(*counts[1:]).tolist() == counts[0]
     assert abs(counts[1][4] - counts[2][4]) == 1
+
+
+FORK = multiprocessing.get_context("fork")
+TOGETHER = FORK.Barrier(2)
+
+
+def cached_together(folder):
+    TOGETHER.wait()
+    return cached(folder, 20, "a")
+
+
+def test_runs_at_the_same_time_share_a_cache_and_what_was_mended_is_encoded(tmp_path, monkeypatch):
+    with FORK.Pool(2) as pool:
+        results = pool.map(cached_together, [tmp_path] * 2, chunksize=1)
+    assert [error for error, _ in results] == ["", ""]
+    assert sum(len(encoded) for _, encoded in results) == 19
+    monkeypatch.setattr(Numbers, "unusable", None)
+    assert cached(tmp_path, 20, "a") == ("", [7])
 
 
 @pytest.mark.parametrize("fault", ["cut", "changed", "empty"])

@@ -138,7 +138,7 @@ class Embeddings:
 
     `fetch` returns {"image_embed" (n, D), "text_embed" (n, D), "text_enc" (n, L, E), "caption"
     list}, in float32. A row is not usable if one of its embeddings is all zero, not finite, or much
-    longer or shorter than most are.
+    longer or shorter than most are, or if its caption cannot be read.
     """
 
     def __init__(self, folder, text_encodings=False, captions=False):
@@ -192,7 +192,12 @@ class Embeddings:
     def fault(self, index):
         """The shard of a row, its place in it, and why it cannot be used; "" if it can."""
         indices = np.array([index])
-        _, usable = self.fetch(indices)
+        if self.with_captions:
+            try:
+                self.texts(indices)
+            except UserError as error:
+                return f"row {index}: {error}"
+        _, usable = self._embeddings(indices)
         [(number, _, [row])] = self.images.locate(indices)
         reason = "all zero, not finite, or much longer or shorter than most"
         return "" if usable else f"img_emb_{number}.npy row {row}: {reason}"
@@ -201,7 +206,10 @@ class Embeddings:
         """Read samples in any order; nothing is random."""
         batch, usable = self._embeddings(indices)
         if self.with_captions:
-            batch["caption"] = self.texts(indices)
+            try:
+                batch["caption"] = self.texts(indices)
+            except UserError:  # of one at least
+                usable = np.array([not self.fault(index) for index in indices])
         return batch, usable
 
     def _embeddings(self, indices):
@@ -269,12 +277,19 @@ class Embeddings:
 
 
 def write_shards(
-    folder, image_embeddings, text_embeddings, records, encodings=None, rows_per_shard=100_000
+    folder,
+    image_embeddings,
+    text_embeddings,
+    records,
+    encodings=None,
+    rows_per_shard=100_000,
+    first=0,
 ):
     """Write embeddings (N, D) and maybe token encodings (N, L, E) as shards.
 
     records: N captions [{"caption": text}], or []. Earlier shards in `folder` are removed, so that
-    two sets of embeddings never mix. float16 stays, all else becomes float32.
+    two sets of embeddings never mix; but none if `first`, the number of the first shard, is given.
+    float16 stays, all else becomes float32.
     """
     folder = Path(folder)
     tables = {"img_emb": image_embeddings, "text_emb": text_embeddings}
@@ -284,10 +299,10 @@ def write_shards(
         tables["captions"] = [json.dumps(record).encode() + b"\n" for record in records]
     shards = list(accumulate.split(tables, rows_per_shard))
     for name in (*FOLDERS.values(), "captions"):
-        for path in (folder / name).glob(f"{name}_*"):
+        for path in () if first else (folder / name).glob(f"{name}_*"):
             path.unlink()
 
-    for number, shard in enumerate(shards):
+    for number, shard in enumerate(shards, first):
         for name, rows in shard.items():
             suffix = ".jsonl" if name == "captions" else ".npy"
             with checkpoint.atomic_write(folder / name / f"{name}_{number}{suffix}") as file:

@@ -30,7 +30,8 @@ def files_below(folder):
             folders.clear()  # os.walk goes no deeper
             continue
         entered.add(real)
-        folders.sort()  # which of two links is entered must not depend on the file system
+        # Not hidden ones. Which of two links is entered must not depend on the file system.
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
         files += [Path(parent, name) for name in names]
     broken = [file for file in files if not file.exists()]
     if broken:

@@ -119,8 +119,14 @@ class CaptionedImages:
             listings = [[(name, 0, size) for name, size in sizes.items()]]
             pattern = FILE_NAME
 
-        samples = []  # (key, entry, row of a table)
+        # Arrays, one of each tar: millions of objects would take gigabytes, in every worker too.
+        # Without a table all of the rows are one object.
+        all_keys = []
+        all_entries = []
+        self.rows = []
         for tar, members in enumerate(listings):
+            keys = []
+            entries = []
             for key, sample in group(members, pattern, unused):
                 captions = pick(sample, CAPTIONS)[:1]
                 for image in pick(sample, IMAGES):
@@ -131,23 +137,23 @@ class CaptionedImages:
                     elif row is None and needs_captions:
                         unused["without a caption"] += 1
                         continue
-                    entry = tar, image, caption, sample.get("npy", ("npy", 0, 0))
-                    samples.append((os.fsencode(key), entry, row or ""))
+                    keys.append(os.fsencode(key))
+                    entries.append((tar, image, caption, sample.get("npy", ("npy", 0, 0))))
+                    self.rows.append(row or "")
+            all_keys.append(np.array(keys, np.bytes_))
+            all_entries.append(np.array(entries, ENTRY))
         if table:
             unused[f"rows of tables, which name no image here, such as {min(table)}"] = len(table)
         counts = [f"{number} {kind}" for kind, number in sorted(unused.items()) if number]
         if counts:
             config.note(f"{path}: left out are {', '.join(counts)}")
-        if not samples:
+        if not self.rows:
             raise UserError(
                 f"{path}: no such folder, or no captioned images found; expected "
                 "KEY.jpg, .png or .webp with KEY.txt, KEY.json or metadata.jsonl"
             )
-        # Arrays: millions of objects would be copied to every worker. Without a table all of the
-        # rows are one object.
-        keys, entries, self.rows = zip(*samples)
-        self.keys = np.array(keys, np.bytes_)
-        self.entries = np.array(list(entries), ENTRY)
+        self.keys = np.concatenate(all_keys)
+        self.entries = np.concatenate(all_entries)
 
     def __len__(self):
         return len(self.entries)
@@ -169,8 +175,9 @@ class CaptionedImages:
     def read(self, index, kind):
         """The bytes of the "image", "caption" or "embedding" of a sample."""
         entry = self.entries[index]
-        path = self.tars[entry["tar"]] if self.tars else self.name(index, kind)
-        with open(path, "rb") as file:
+        name = self.name(index, kind)
+        path = self.tars[entry["tar"]] if self.tars else name
+        with config.explained(f"{name}: cannot be read", Unusable), open(path, "rb") as file:
             file.seek(entry[kind]["offset"])
             return file.read(entry[kind]["size"])
 
@@ -334,9 +341,13 @@ class Pictures(CaptionedImages):
         self.beside = {}  # {NNNNN of a tar: path of its img_emb_NNNNN.npy}
         self.width = None
         inside = np.flatnonzero(self.entries["embedding"]["size"])
-        if len(inside):
-            self.width = len(self._embedding(inside[0]))
-        elif self.tars:
+        for index in inside[:100]:  # the first ones may be damaged
+            with contextlib.suppress(Unusable):
+                self.width = len(self._embedding(index))
+                break
+        if len(inside) and not self.width:
+            self._embedding(inside[0])  # which says what is wrong
+        if self.tars and not len(inside):
             self.beside = embeddings.shard_files(self.tars[0].parent, "img_emb", ".npy")
         for path in self.beside.values():
             self.width = embeddings.open_npy(path).shape[1]

@@ -82,8 +82,8 @@ def read(path, start=0, stop=math.inf):
 
 def _read_pcm16(path, start, stop):
     """As `read`, or None unless the file is a complete WAV file of 16-bit PCM."""
-    # The last of these errors: chunks beyond the end of the file.
-    errors = (wavfile.Error, EOFError, RuntimeError)
+    # RuntimeError: chunks beyond the end of the file. OSError: a disk that cannot read it.
+    errors = (wavfile.Error, EOFError, RuntimeError, OSError)
     with contextlib.suppress(*errors), wavfile.open(str(path)) as file:
         channels, width, rate, frames, *_ = file.getparams()
         file.setpos(frames - 1)
@@ -353,6 +353,8 @@ class Recordings:
         wave = torch.from_numpy(mix_down(channels, self.path))
         resampled = resample(wave, file_rate, self.rate)
         wave = resampled[start - first_block * up :][:length]
+        if not len(wave):
+            raise Unusable(f"{self.path / self.names[index]}: it ends before its header says")
         return wave * loudness_gain(wave)
 
     def load_usable(self, indices):
@@ -386,7 +388,8 @@ class Recordings:
 
     def split(self, name, validation, test, seed=0):
         """Indices (int64) of "train", "validation" or "test", by a hash of speakers or names."""
-        keys = self.names
+        # VCTK's two microphones hear the same.
+        keys = [re.sub(r"_mic\d(?=\.)", "", name) for name in self.names]
         if len(set(self.speaker_of)) >= 20:  # so that validation is on unseen speakers
             keys = self.speaker_of
         return order.split_keys(keys, name, validation, test, seed)
@@ -491,7 +494,11 @@ def _read_table(path, separator, columns):
         if spoken:
             config.note(f"{path}: no names of columns, so the second is taken as the text")
     for row in rows:
-        yield row["path"], row[column] or row["sentence"], row["client_id"]
+        text = row[column] or row["sentence"]
+        quoted = r'"([^"]|"")*"'  # in Common Voice before 2020, as in csv
+        if separator == "\t" and re.fullmatch(quoted, text):
+            text = text[1:-1].replace('""', '"')
+        yield row["path"], text, row["client_id"]
 
 
 def _speaker(path, speaker, pattern):

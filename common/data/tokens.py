@@ -93,22 +93,30 @@ def token_cache(folder, dataset, tokenizer):
     indices = np.array_split(range(count), min(count, 64))
     parts = [(place / f"{number:02d}.npz", part) for number, part in enumerate(indices)]
 
+    def encode(path, part):
+        tokens = []
+        for index in part:
+            codes = []
+            with contextlib.suppress(Unusable):
+                codes = tokenizer.encode(dataset.wave(index))
+            tokens.append(torch.as_tensor(codes, dtype=torch.int64))
+        # In a row: an array for each of 100,000 recordings takes 8 s to read, these 0.3 s.
+        row = torch.cat(tokens).numpy().astype(np.uint16)
+        with checkpoint.atomic_write(path) as file:
+            np.savez(file, tokens=row, lengths=list(map(len, tokens)))
+
     def encode_missing():
+        place.mkdir(parents=True, exist_ok=True)
         share = parts[dist.rank() :: dist.world_size()]
         progress = tracker.progress(share, desc="tokens", delay=1, disable=not dist.is_main())
         for path, part in progress:
-            if _load_tokens(path):
-                continue
-            tokens = []
-            for index in part.tolist():
-                codes = []
-                with contextlib.suppress(Unusable):
-                    codes = tokenizer.encode(dataset.wave(index))
-                tokens.append(torch.as_tensor(codes, dtype=torch.int64))
-            # In a row: an array for each of 100,000 recordings takes 8 s to read, these 0.3 s.
-            row = torch.cat(tokens).numpy().astype(np.uint16)
-            with checkpoint.atomic_write(path) as file:
-                np.savez(file, tokens=row, lengths=list(map(len, tokens)))
+            with open(path.with_suffix(".lock"), "w") as lock:
+                checkpoint.lock(lock, wait=True)  # coarse and fine may be trained at once
+                found = _load_tokens(path)
+                # What was unusable may have been mended since.
+                missing = [index for index, row in zip(part, found or []) if not len(row)]
+                if not found or not all(map(dataset.fault, missing)):
+                    encode(path, part.tolist())
 
     dist.together(encode_missing)
     # An hour of 4 quantizers at 50 Hz takes 1.4 MB.

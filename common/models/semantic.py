@@ -110,7 +110,8 @@ def fit(dataset, indices, clusters, seed=0, features="mfcc", device="cpu"):
     frames = 0
     for index in tracker.progress(order, desc="k-means: features", delay=3, leave=False):
         with contextlib.suppress(Unusable):
-            x = tokenizer.features(dataset.wave(index))
+            # Of long recordings a part, so that the half hour is of many.
+            x = tokenizer.features(dataset.wave(index, 10 * dataset.rate, 0.5))
             found.append(x.cpu())
             frames += len(x)
         if frames >= MAX_FRAMES:
