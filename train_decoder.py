@@ -872,6 +872,8 @@ def open_data(cfg, image_size, source, device):
 
     dataset = open_folder(cfg.data)
     val_dataset = open_folder(cfg.val_data) if cfg.val_data else None
+    if cfg.image_condition and val_dataset and val_dataset.width != dataset.width:
+        raise UserError(f"{cfg.val_data}: embeddings of another width than those of {cfg.data}")
     # Widths of image or text embeddings and of text encodings; 0 if the model has none.
     widths = [0, 0]
     if cfg.image_condition:
@@ -1055,7 +1057,7 @@ def load_cascade(args, device):
     """([U-Net of each stage, in eval mode], name of their CLIP or None, its fingerprint)."""
     # A run folder of a stage, or a folder RUN with RUN/base and RUN/upsample.
     folders = []
-    for run_dir in args.run_dir:
+    for run_dir in args.run_dir or [""]:
         stages = filter(Path.is_dir, [Path(run_dir, stage) for stage in STAGES])
         folders += list(stages) or [run_dir]
     paths = [checkpoint.model_file(folder, args.model, args.weights) for folder in folders]
@@ -1091,6 +1093,7 @@ def load_prior(args, decoder, clip_model, texts):
     prior, contents = train_prior.load_prior(path, decoder.alpha.device)
     cfg = prior.cfg
     clip.check_widths(clip_model, f"--prior {path}", *contents["widths"])
+    clip.check_fingerprint(clip_model, f"--prior {path}", contents.get("clip_fingerprint"))
     clip_model.note_cut(texts, cfg.max_text_len)
     if decoder.cfg.raw_embeddings and not cfg.raw_embeddings:
         raise UserError(
@@ -1131,7 +1134,7 @@ class EvaluateConfig(CascadeConfig):
 
 def open_evaluation(args, device):
     """The arguments of `sample_metrics` for the evaluate command, checked."""
-    unets, spec, _ = load_cascade(args, device)
+    unets, spec, fingerprint = load_cascade(args, device)
     first = unets[0]
     cfg = order.evaluation_settings(first.cfg, args, MAX_CHUNK)
     cfg = dataclasses.replace(cfg, clip=spec or "auto")
@@ -1141,6 +1144,8 @@ def open_evaluation(args, device):
             f"{cfg.data}: widths of embeddings and of text encodings (0: none) are "
             f"{info['widths']}; the decoder's are {first.widths}"
         )
+    if clip_model and any(first.widths):  # it makes the conditions
+        clip.check_fingerprint(clip_model, f"--clip {spec}", fingerprint)
     dataset, indices = splits["test"]
     prior_fn = None
     if args.prior:
@@ -1334,8 +1339,8 @@ class SampleConfig(CascadeConfig):
         config.check_one(self, "text", "texts")
         if (self.to or self.mask) and not self.image:
             raise UserError("--to, --mask: they need --image")
-        if self.image and not self.mask and (self.text or self.texts):
-            raise UserError("--image: beside a text it needs --mask, where to draw the text")
+        if (self.text or self.texts) and (self.to or (self.image and not self.mask)):
+            raise UserError("--image: beside a text it needs --mask, where to draw it, and no --to")
 
 
 def open_image(path, device):
@@ -1344,10 +1349,10 @@ def open_image(path, device):
     return torch.tensor(images.decode_image(content, path)[None], device=device)
 
 
-def square(image, size):
-    """The central square of uint8 images (B, H, W, 3), float (B, 3, size, size) in [-1, 1]."""
+def square(image):
+    """The central square of uint8 images (B, H, W, 3), float (B, 3, S, S) in [-1, 1]."""
     # Cropped, not squeezed, as images of the training data are.
-    return media.resize(media.central_square(media.from_uint8(image)), size, RESIZE)
+    return media.central_square(media.from_uint8(image))
 
 
 def between(start, end, count):
@@ -1403,7 +1408,7 @@ def sample(args):
         if clip_model:  # variations (DALL-E 2 §3.1)
             embeds += clip_model.embed_image(image)
         else:
-            low_res = square(image, first.cfg.low_res_size)
+            low_res = square(image)
     if args.to:
         end = clip_model.embed_image(open_image(args.to, device))
         embeds = between(embeds[:1], end, len(captions))
@@ -1414,8 +1419,8 @@ def sample(args):
                 f"--mask {args.mask}: {[*mask.shape[1:3]]} pixels high and wide, but --image "
                 f"{[*image.shape[1:3]]}; expected the same size"
             )
-        is_black = square(mask, size).mean(1, keepdim=True) < 0
-        kept = square(image, size), is_black.float()
+        is_black = square(mask).mean(1, keepdim=True) < 0
+        kept = square(image), is_black.float()
 
     # Sample.
     samples = {"image_embed": embeds, "caption": captions, "seeds": seeds}

@@ -344,6 +344,14 @@ def test_another_model_is_not_overwritten_and_an_import_that_broke_off_is_repeat
     assert "is there already, of another source" in run(*words, expect=1)
 
 
+def test_an_exported_upsampler_of_our_own_comes_back_with_its_diffusion():
+    settings = dict(width=128, image_size=32, random_crop=8, noise_schedule="linear", eval_steps=7)
+    cfg = train_decoder.UpsampleConfig(**settings, eta=1.0)
+    about = pretrained.their_config(cfg, (0, 0), "model.pt")
+    kind, found = pretrained.our_settings(about, None)
+    assert train_decoder.STAGES[kind](**found) == cfg
+
+
 def test_what_diffusers_has_no_class_for_is_not_exported():
     cfg = train_decoder.BaseConfig(width=96)  # it would take other groups in its norms
     with pytest.raises(UserError, match="diffusers has no class for it"):

@@ -366,6 +366,12 @@ def test_evaluate_repeats_the_metrics_of_training_on_any_ranks_and_takes_a_prior
     assert by_prior["clip_score"] != real["clip_score"]
     name = "caption_retrieval_ceiling"
     assert by_prior[name] == real[name] > 0
+    settings = dict(data=world / "plain", run_dir=trained[0], prior=world / "prior")
+    for name in ("run_dir", "prior"):
+        contents = checkpoint.load(settings[name] / "model.pt") | {"clip_fingerprint": "another"}
+        checkpoint.save(contents, tmp_path / name / "model.pt")
+        words = flags(**settings | {name: tmp_path / name}, device="cpu")
+        assert "not the CLIP that made the embeddings" in run("evaluate", *words, expect=1)
 
     # Without captions
     ignore = shutil.ignore_patterns("*.txt")
@@ -480,8 +486,15 @@ def test_inpainting_keeps_the_black_of_the_mask_exactly(text, trained, world, tm
     mask[8:24, 10:] = 255
     mask[:4] = (0, 255, 0)  # white alone is drawn
     mask[4:8] = (255, 0, 0)
-    (tmp_path / "mask.png").write_bytes(media.png(mask))
-    settings = dict(image=image, mask=tmp_path / "mask.png", prior=world / "prior")
+    # Larger than the model: a pixel that is white in part is drawn.
+    pixels = read_picture(image).astype(np.uint8)
+    for name, array in (("image", pixels), ("mask", mask)):
+        array = array.repeat(3, axis=0).repeat(3, axis=1)
+        array[72, 30:] = 255
+        (tmp_path / f"{name}.png").write_bytes(media.png(array))
+    mask[24, 10:] = 255
+    settings = dict(image=tmp_path / "image.png", mask=tmp_path / "mask.png")
+    settings["prior"] = world / "prior"
     for picture in sample(tmp_path, run_dir=trained, text=text, eta=1.0, **settings):
         difference = np.abs(picture - read_picture(image))
         assert not difference[mask.min(-1) == 0].any()
@@ -508,6 +521,7 @@ mistake = functools.partial(helpers.mistake, "train_decoder")
         ("--stage upsample --low_res_size 32", "--image_size 32: --low_res_size must be smaller"),
         ("sample --text x --mask a.png", "--mask: they need --image"),
         ("sample --text x --image a.png", "it needs --mask"),
+        ("sample --text x --image a.png --mask b.png --to c.png", "and no --to"),
         ("sample --text x --steps 25,1001", "--steps 1001: expected 1 to 1000"),
         ("--stage base --betas 0.9,1", "--betas 1.0: expected numbers from 0 to below 1"),
     ],
@@ -527,6 +541,8 @@ def test_mistakes_on_the_command_line_are_one_line_and_status_2(words, message):
             "takes no text",
         ),
         ("evaluate --run_dir trained/upsample --prior prior", "an upsampler, which needs none"),
+        ("sample --run_dir=", "model.pt: no such checkpoint"),
+        ("sample --run_dir trained/base --steps 1 --out .", ": .: is there, and not a file"),
         (
             "sample --run_dir trained --image plain/00000.png --mask trained/cascade.png",
             "pixels high and wide, but --image [32, 32]; expected the same size",

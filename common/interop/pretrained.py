@@ -164,14 +164,15 @@ def our_settings(about, folder):
         "width": widths[0],
         "channel_mult": tuple(width // widths[0] for width in widths),
         "num_res_blocks": about["layers_per_block"],
-        "objective": "epsilon",
+        "objective": about.get("objective", "epsilon"),  # of one of our exports
         "timestep_density": "uniform",
         "eta": 1.0,
     }
     if about["_class_name"] == "UNet2DModel":
         return "upsample", {
             **settings,
-            "low_res_size": size // 4,
+            "low_res_size": about.get("low_res_size", size // 4),
+            "noise_schedule": about.get("noise_schedule", "cosine"),
             "random_crop": size // 4,
             "scale_shift": about["resnet_time_scale_shift"] == "scale_shift",
             "eval_steps": 7,
@@ -182,7 +183,7 @@ def our_settings(about, folder):
         "attention_levels": tuple(i for i, kind in enumerate(kinds) if "CrossAttn" in kind),
         "cond_width": about["cross_attention_dim"],
         "learned_variance": about["out_channels"] == 6,
-        "raw_embeddings": True,
+        "raw_embeddings": about.get("raw_embeddings", True),
         "text_encodings": "clip",
         "guidance_scale": 8.0,
         "eval_steps": 25,
@@ -195,6 +196,11 @@ def their_config(cfg, widths, path):
     widths: of embeddings and of text encodings.
     """
     if isinstance(cfg, train_prior.Config):
+        if widths[1] not in (0, widths[0]):
+            raise UserError(
+                f"{path}: diffusers has no class for it: its text encodings are {widths[1]} wide, "
+                f"expected {widths[0]}, as its embeddings"
+            )
         return {
             "_class_name": "PriorTransformer",
             "time_embed_act_fn": "silu",
@@ -223,6 +229,11 @@ def their_config(cfg, widths, path):
         "down_block_types": [kind.format("Down") for kind in kinds],
         "up_block_types": [kind.format("Up") for kind in reversed(kinds)],
         "resnet_time_scale_shift": "scale_shift" if cfg.scale_shift else "default",
+        # What diffusers does not know, for an import of the folder.
+        "objective": cfg.objective,
+        "low_res_size": cfg.low_res_size,
+        "noise_schedule": cfg.noise_schedule,
+        "raw_embeddings": cfg.raw_embeddings,
         # Of one value here; they do not show in the weights.
         "norm_num_groups": 32,
         "norm_eps": 1e-5,
@@ -467,7 +478,7 @@ def export_command(args):
         scheduler = {
             "_class_name": "UnCLIPScheduler",
             "prediction_type": "sample",
-            "clip_sample_range": cfg.x0_bound,
+            "clip_sample_range": cfg.x0_bound if cfg.raw_embeddings else widths[0] ** 0.5,
         }
         checkpoint.write_json(scheduler, out / "scheduler/scheduler_config.json")
 

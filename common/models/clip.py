@@ -301,14 +301,19 @@ def load(spec, device, fingerprint=None, text_only=False):
         with checkpoint.damaged(path):
             model = CLIP(**contents["settings"])
             checkpoint.load_weights(model, contents["model"], path)
-    found = model.fingerprint()
+    check_fingerprint(model, spec, fingerprint)
+    return model.to(device).eval().requires_grad_(False)
+
+
+def check_fingerprint(clip_model, where, fingerprint):
+    """UserError, which begins with `where`, if another CLIP has this fingerprint; None is any."""
+    found = clip_model.fingerprint()
     if fingerprint and found != fingerprint and "open_clip:" not in found + fingerprint:
         raise UserError(
-            f"{spec}: not the CLIP that made the embeddings, or trained anew since: fingerprint "
+            f"{where}: not the CLIP that made the embeddings, or trained anew since: fingerprint "
             f"{found}, expected {fingerprint}; embed the data again, or name the right one "
             "with --clip"
         )
-    return model.to(device).eval().requires_grad_(False)
 
 
 def check_widths(clip_model, where, embed_width, encoding_width=0):
