@@ -448,20 +448,20 @@ class SoundStream(nn.Module):
             nn.init.zeros_(layer.conv2.weight)
 
     def emphasize(self, wave):
-        """x[t] - a x[t-1] of waves x (B, T), about as loud as they are."""
-        past = F.pad(wave[:, :-1], (1, 0))
+        """x[t] - a x[t-1] of waves x (..., T), about as loud as they are."""
+        past = F.pad(wave[..., :-1], (1, 0))
         return (wave - self.pre_emphasis * past) * self.emphasis_gain
 
     def deemphasize(self, wave):
-        """The waves (B, T) that `emphasize` makes `wave` of.
+        """The waves (..., T) that `emphasize` makes `wave` of.
 
         x[t] is the sum of a^n wave[t-n]. With twice as many terms each time it is a few additions.
         """
         wave = wave / self.emphasis_gain
         a = self.pre_emphasis
         shift = 1
-        while a**shift > 1e-6 and shift < wave.shape[1]:
-            wave = wave + a**shift * F.pad(wave[:, :-shift], (shift, 0))
+        while a**shift > 1e-6 and shift < wave.shape[-1]:
+            wave = wave + a**shift * F.pad(wave[..., :-shift], (shift, 0))
             shift *= 2
         return wave
 
@@ -483,7 +483,7 @@ class SoundStream(nn.Module):
 
     def encode(self, wave):
         """Codes (frames, Q) of a wave (T,), on the CPU."""
-        wave = self.emphasize(wave[None].to(self.inner_scale.device))[0]
+        wave = self.emphasize(wave.to(self.inner_scale.device))
 
         def work(block):
             return self.quantizer.encode(self.encode_latents(block[None]))[0]
@@ -498,7 +498,7 @@ class SoundStream(nn.Module):
 
         codes = codes.to(self.inner_scale.device)
         wave = recordings.in_blocks(work, codes, 1, self.hop_length, self.reach)
-        return self.deemphasize(wave[None])[0].cpu()
+        return self.deemphasize(wave).cpu()
 
 
 # Discriminators (SoundStream §III-D)
@@ -793,6 +793,8 @@ def train_soundstream(cfg, device):
         others={"discriminators": discriminators},
     )
     loop.resume(run, state)  # or take the weights of --init_from
+    # By --init_strict false this mark may come without codebooks, which are of another size.
+    codec.quantizer.initialized &= codec.quantizer.ema_count.any()
     if cfg.compile:
         codec.compile()
 
@@ -1333,10 +1335,7 @@ def generate(model, samples, min_frames, max_frames, seeds, sampling, texts=()):
         t, q = divmod(i, Q)
         logits = F.linear(x, model.heads[q].to(x.dtype)).float()  # (B or 2B, K + 1)
         if guided:  # classifier-free guidance (Ho & Salimans 2022, Eq. 6)
-            conditional, unconditional = logits.chunk(2)
-            logits = diffusion.classifier_free_guidance(
-                conditional, unconditional, sampling.guidance_scale
-            )
+            logits = diffusion.classifier_free_guidance(*logits.chunk(2), sampling.guidance_scale)
         # EOS stands only where a frame would begin.
         logits[:, eos].masked_fill_((t < first_end) | (q > 0), -torch.inf)
         code = sample_token(logits, uniform[:, t, q], sampling)
@@ -1520,6 +1519,15 @@ def train_transformer(cfg, device):
     scaler = amp.scaler(device, cfg.precision)
     ema = EMA(model, cfg.ema_update_every, cfg.ema_decay, cfg.ema_update_after)
     info = {"kind": cfg.stage, "arguments": arguments, "made_with": made_with}
+    if cfg.init_from and cfg.init_strict and not run.resume_from:
+        with checkpoint.damaged(cfg.init_from):
+            theirs = checkpoint.load(cfg.init_from, mmap=True)
+            differs = theirs["made_with"] != made_with or theirs["arguments"][2] != vocabulary
+        if differs:
+            dist.fail(
+                f"--init_from {cfg.init_from}: of other tokens or other words, so its embeddings "
+                "mean others; --init_strict false takes them all the same"
+            )
     state = checkpoint.State(cfg, model, ema, optimizers, scaler, identity, info)
     loop.resume(run, state)  # or take the weights of --init_from
     if cfg.compile:
@@ -1621,20 +1629,23 @@ class Pipeline:
 
     def __init__(self, args, device):
         """args: an EvaluateConfig or SampleConfig."""
-        self.models = {}
-        for stage in ("semantic", "coarse", "fine"):
+        self.models = []
+        stages = ["semantic", "coarse", "fine"]
+        for stage in stages if getattr(args, "fine", True) else stages[:2]:
             folder = f"{args.run_dir}/{stage}"
-            self.models[stage] = load_model(stage, folder, device, args.model, args.weights)
+            self.models.append(load_model(stage, folder, device, args.model, args.weights))
+        self.semantic, self.coarse, *_ = self.models
+        self.fine = self.models[-1]
 
         # What coarse was trained with: in this folder, if it was in its own.
-        cfg = dataclasses.replace(self.models["coarse"].cfg, run_dir=args.run_dir)
+        cfg = dataclasses.replace(self.coarse.cfg, run_dir=args.run_dir)
         self.codec, self.kmeans, expected = load_tokenizers(cfg, device)
-        for stage, model in self.models.items():
+        for model in self.models:
             # What semantic was trained with, its k-means, is a part of that.
             if not model.made_with.items() <= expected.items():
                 raise UserError(
-                    f"{args.run_dir}/{stage}: trained with other tokens, {model.made_with}; those "
-                    f"of coarse and the files are {expected}"
+                    f"{args.run_dir}/{model.cfg.stage}: trained with other tokens, "
+                    f"{model.made_with}; those of coarse and the files are {expected}"
                 )
 
     def prompt(self, wave):
@@ -1657,10 +1668,9 @@ class Pipeline:
         """
         texts = texts or [""] * len(prompts)
 
-        def run(stage, context_of, prompts, limits):
-            model = self.models[stage]
-            stage_seeds = [accumulate.derive_seed(seed, stage) for seed in seeds]
-            may_end = stage != "fine"
+        def run(model, context_of, prompts, limits):
+            stage_seeds = [accumulate.derive_seed(seed, model.cfg.stage) for seed in seeds]
+            may_end = model.cfg.stage != "fine"
             return generate_long(
                 model, context_of, prompts, limits, stage_seeds, sampling, texts, may_end
             )
@@ -1668,9 +1678,10 @@ class Pipeline:
         # Content: semantic tokens, from the text or the prompt (§III-C1).
         # A prompt without tokens begins with the start token alone.
         spoken = [prompt.semantic for prompt in prompts]  # B of (N, 1)
-        more = math.ceil(seconds * self.models["semantic"].frame_rate)
+        more = math.ceil(seconds * self.semantic.frame_rate)
         limits = [len(prompt) + more for prompt in spoken]
-        content = run("semantic", lambda b, codes, start: [], spoken, limits)  # no stream before it
+        # There is no stream before it.
+        content = run(self.semantic, lambda b, codes, start: [], spoken, limits)
 
         def content_from(b, codes, start):
             """The semantic tokens of sample b for a window from the frame `start` of `codes` on.
@@ -1684,19 +1695,18 @@ class Pipeline:
             return [tokens.tokens_of_window(content[b], heard, round(start * ratio))]
 
         # Voice and sound: coarse codes, from the semantic tokens (§III-C2), up to EOS.
-        coarse_stream, fine_stream = self.models["fine"].streams
-        first = coarse_stream.num_quantizers  # Q'
+        first = self.coarse.streams[-1].num_quantizers  # Q'
         known = [prompt.codes[:, :first] for prompt in prompts]  # B of (T, Q')
         more = max(1, round(seconds * self.codec.frame_rate))
         limits = [len(prompt) + more for prompt in known]
-        coarse = run("coarse", content_from, known, limits)
+        coarse = run(self.coarse, content_from, known, limits)
         if not fine:
             return coarse
 
         # Detail: fine codes, from the coarse ones (§III-C3).
-        last = first + fine_stream.num_quantizers
+        last = first + self.fine.streams[-1].num_quantizers
         details = run(
-            "fine",
+            self.fine,
             lambda b, codes, start: [coarse[b][start:]],
             [prompt.codes[:, first:last] for prompt in prompts],
             [len(codes) for codes in coarse],
@@ -1731,7 +1741,7 @@ def evaluate_pipeline(args, device=None):
     hop_length = pipeline.codec.hop_length
     rate = pipeline.codec.sample_rate
     # Nothing is trained: the training split may be smaller than a batch.
-    cfg = dataclasses.replace(pipeline.models["coarse"].cfg, batch_size=1)
+    cfg = dataclasses.replace(pipeline.coarse.cfg, batch_size=1)
     splits = dist.together(lambda: open_recordings(cfg, hop_length))
     dataset, indices = splits["test"]
     indices = order.some_of(indices, args.eval_samples)
@@ -1760,7 +1770,7 @@ def evaluate_pipeline(args, device=None):
                 path = f"{out}/sounds/{i}"
                 sounds.write_sound(wave, rate, f"{path}_real.wav")
                 sounds.write_sound(sound, rate, f"{path}_continued.wav")
-        if scores and pipeline.models["semantic"].has_text:
+        if scores and pipeline.semantic.has_text:
             scores.add_texts(usable, seeds)
     metrics = order.means(found)
     tracker.print_results(f"The stages together ({out}/sounds):", metrics)
@@ -1816,7 +1826,7 @@ def read_wave(path, codec, length=0):
 def continue_sound(args, device):
     """(codec, sound) of a text, of a prompt, or of both."""
     pipeline = Pipeline(args, device)
-    if (args.text or args.guidance_scale != 1) and not pipeline.models["semantic"].has_text:
+    if (args.text or args.guidance_scale != 1) and not pipeline.semantic.has_text:
         raise UserError(
             f"--text, --guidance_scale: {args.run_dir} was trained without texts; give --prompt"
         )
@@ -1824,14 +1834,14 @@ def continue_sound(args, device):
     prompt = pipeline.empty_prompt()
     gain = 1.0
     if args.prompt:  # at most what coarse was trained on, with a new frame
-        most = codec.hop_length * (pipeline.models["coarse"].max_frames - 1)
+        most = codec.hop_length * (pipeline.coarse.max_frames - 1)
         length = round(args.prompt_seconds * codec.sample_rate) or most
         wave, gain = read_wave(args.prompt, codec, min(length, most))
         prompt = pipeline.prompt(wave)
     # Another text has other noise.
     seed = accumulate.derive_seed(args.seed, args.text, 0)
     if args.text:
-        model = pipeline.models["semantic"]
+        model = pipeline.semantic
         clip.note_texts([args.text], model.tokenizer.encode, model.cfg.max_text_len)
     sampling = SamplingParams(args.temperature, args.top_k, args.guidance_scale)
     (codes,) = pipeline.generate([prompt], args.seconds, [seed], [args.text], sampling, args.fine)

@@ -6,6 +6,7 @@ import functools
 import itertools
 import shutil
 import wave as wavfile
+from unittest import mock
 
 import helpers
 import pytest
@@ -26,6 +27,7 @@ from torch.testing import assert_close
 import train_audio
 from common import amp, checkpoint, config
 from common.data import recordings, sounds, tokens
+from common.models import quantize
 from train_audio import CodecConfig, SamplingParams, Stream, build_sequence, targets
 
 CPU = torch.device("cpu")
@@ -497,7 +499,8 @@ def test_a_prompt_is_continued_also_when_the_run_has_moved(whole, codec, voice, 
         _, sound = sampled(tmp_path, **{**settings, name: value})
         assert_close(sound[:2400], codec.decode(prompt) / gain, atol=1e-4, rtol=0)
         assert torch.equal(sound, usual) == alike, name
-    _, sound = sampled(tmp_path, fine="false", **settings)
+    shutil.rmtree(moved / "fine")  # which is not needed
+    _, sound = sampled(tmp_path, **settings | {"run_dir": moved, "fine": "false"})
     assert_close(sound[:2400], codec.decode(prompt[:, :2]) / gain, atol=1e-4, rtol=0)
 
 
@@ -521,7 +524,7 @@ def test_a_sound_five_times_as_long_as_a_crop_shows_a_stage_no_more_than_its_tra
         return new
 
     monkeypatch.setattr(train_audio, "generate", watched)
-    for model in pipeline.models.values():
+    for model in pipeline.models:
         model.heads.data[:, -1] = 0  # EOS is never the most probable
     calls = collections.defaultdict(list)
     prompt = pipeline.prompt(wave)
@@ -630,3 +633,17 @@ def test_runs_that_do_not_fit_each_other_are_refused(whole, tmp_path):
     checkpoint.save({**checkpoint.load(path), "changed": True}, path)
     words = flags(run_dir=tmp_path / "moved", device="cpu")
     assert "trained with other tokens" in mistake("sample", *words, status=1)
+    shutil.rmtree(tmp_path / "moved/coarse")
+    settings = dict(soundstream=path.parent, init_from=whole / "coarse/model.pt")
+    words = words_of(whole, "coarse", tmp_path / "moved", **settings)
+    assert "of other tokens or other words, so its embeddings mean others" in run(*words, expect=1)
+
+
+def test_codebooks_that_do_not_come_with_other_weights_start_by_k_means(
+    whole, tmp_path, monkeypatch
+):
+    start = mock.Mock(wraps=quantize.kmeans)
+    monkeypatch.setattr(quantize, "kmeans", start)
+    settings = dict(num_quantizers=3, init_from=whole / "soundstream/model.pt")
+    run(*words_of(whole, "soundstream", tmp_path, **settings, init_strict="false"))
+    assert start.called
