@@ -516,7 +516,7 @@ def sample_metrics(prior, splits, split, clip_model):
     with amp.autocast(device, cfg.precision):
         indices = order.some_of(indices, cfg.eval_samples)
         # Unrelated texts are those half the split away.
-        others = order.ChunkDataset(dataset, np.roll(indices, -(len(indices) // 2)))
+        others = order.ChunkDataset(dataset, np.roll(indices, len(indices) // 2))
         cosines = collections.defaultdict(list)  # of this rank; ranks take turns with the chunks
         for number, batch in order.batches(dataset, indices, 0, cfg.chunk_size):
             start = number * cfg.chunk_size
@@ -675,7 +675,7 @@ def train(cfg):
                         metrics["val_loss"] = mean_loss(prior, validation, clip_model)
                         if state.step < cfg.steps:  # else the test is next
                             metrics |= sample_metrics(prior, splits, "validation", clip_model)
-                log.evaluation(state.step, {**metrics, "evaluation_s": progress.paused_s})
+                log.evaluation(state.step, metrics | {"evaluation_s": progress.paused_s})
                 run.save_best(state, metrics["val_loss"], log)
             if state.step >= cfg.steps:
                 break
@@ -855,7 +855,7 @@ def sample(args):
 
     # Sample some texts at a time: their conditions are repeated for each candidate.
     samples = []
-    count = max(1, args.max_batch // (args.num_samples * best_of))
+    count = args.max_batch // (args.num_samples * best_of) or 1
     for number, batch in enumerate(accumulate.split(inputs, count)):
         condition = conditioning(batch, cfg, clip_model)
         first = number * count

@@ -117,11 +117,9 @@ def emb(tmp_path_factory):
     def normal(*shape):
         return rng.standard_normal(shape).astype(np.float32)
 
-    def of_unit_length(rows):
-        return rows / np.linalg.norm(rows, axis=1, keepdims=True)
-
-    text = of_unit_length(normal(1500, 16))
-    image = of_unit_length(0.8 * text + 0.2 * normal(1500, 16) / 4)
+    text = normal(1500, 16)
+    text /= np.linalg.norm(text, axis=1, keepdims=True)
+    image = 0.8 * text + 0.2 * normal(1500, 16) / 4
     encodings = normal(1500, 5, 12)
     lengths = rng.integers(2, 6, 1500)
     encodings[np.arange(5) >= lengths[:, None]] = 0  # padding

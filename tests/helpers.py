@@ -264,7 +264,7 @@ def metrics(folder):
 
 def saved(folder):
     """The checkpoints of a run, {"file", "step", "sha256"} each, newest first."""
-    return json.loads((Path(folder) / "auto_resume.json").read_text())["checkpoints"]
+    return config.read_json(Path(folder, "auto_resume.json"))["checkpoints"]
 
 
 def same(left, right):

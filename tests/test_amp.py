@@ -5,6 +5,7 @@ import pytest
 import torch
 from helpers import same
 from torch import nn
+from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common import amp, optim
@@ -12,8 +13,8 @@ from common import amp, optim
 CPU = torch.device("cpu")
 
 
-def make(seed=0):
-    torch.manual_seed(seed)
+def make():
+    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.SiLU(), nn.Linear(8, 2))
     return model, optim.make(model, "muon", 0.1, 0.01)
 
@@ -40,10 +41,10 @@ def test_a_step_is_the_plain_one_with_all_gradients_of_the_model_clipped_togethe
         for optimizer in plain_optimizers:
             optimizer.step()
         assert stepped and norm > 0.01
-        torch.testing.assert_close(norm, expected)
+        assert_close(norm, expected)
     # Bit for bit, but for what is clipped.
     weights = [model.state_dict(), plain.state_dict()]
-    torch.testing.assert_close(*weights, rtol=tolerance, atol=tolerance)
+    assert_close(*weights, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.filterwarnings("error")

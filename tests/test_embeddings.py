@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from numpy.testing import assert_array_equal
 
 from common import checkpoint
 from common.config import UserError
@@ -47,7 +48,7 @@ def test_rows_and_records_are_read_in_any_order_as_they_were_written(tables, fol
     assert usable.all()
     for name, table in zip(embeddings.FOLDERS, tables):
         assert batch[name].dtype == torch.float32
-        np.testing.assert_array_equal(batch[name], table[rows])
+        assert_array_equal(batch[name], table[rows])
     assert batch["caption"] == dataset.texts(rows) == [f"row {row} ü" for row in rows]
     assert [record["n"] for record in dataset.records(range(ROWS))] == list(range(ROWS))
     assert dataset.fault(149) == ""
@@ -62,7 +63,7 @@ def test_shards_are_in_the_order_of_their_numbers_and_may_be_empty(tmp_path):
         np.save(tmp_path / f"img_emb_{number}.npy", shard)
     shards = embeddings.Shards(tmp_path, "img_emb")
     rows = np.random.default_rng(1).permutation(44)
-    np.testing.assert_array_equal(shards[rows], table[rows])
+    assert_array_equal(shards[rows], table[rows])
 
 
 @pytest.mark.parametrize("dtype, stored", [("f2", "f2"), ("f4", "f4"), ("f8", "f4")])
@@ -124,10 +125,6 @@ def test_the_fingerprint_changes_with_the_data_and_only_then(tables, folder):
     assert len(set(seen)) == 3
 
 
-def remove(name):
-    return lambda folder: (folder / name).unlink()
-
-
 def remove_folder(name):
     return lambda folder: shutil.rmtree(folder / name)
 
@@ -143,7 +140,8 @@ def cut(folder):
 
 @pytest.mark.parametrize("fault, message", [
     (remove_folder("img_emb"), "img_emb: no such folder, or no img_emb_N.npy files"),
-    (remove("text_emb/text_emb_1.npy"), r"text_emb must match; .* in one only: \[\(1, 70\)\]"),
+    (lambda folder: (folder / "text_emb/text_emb_1.npy").unlink(),
+     r"text_emb must match; .* in one only: \[\(1, 70\)\]"),
     (replace("text_enc/text_enc_1.npy", 7, 3, 2), r"text_enc .* \[\(1, 7\), \(1, 70\)\]"),
     (replace("img_emb/img_emb_1.npy", 8, 5), r"img_emb: .* of one shape: \{\([56],\), \([56],\)"),
     (replace("img_emb/img_emb_0.npy", 5, 6, dtype=np.int64),
@@ -193,18 +191,24 @@ def test_a_mark_and_another_end_of_line_are_no_part_of_a_caption(tmp_path):
     assert Embeddings(tmp_path, captions=True).texts([0, 1]) == ["a", "größe"]
 
 
+def write_parquet(folder, shards):
+    """Write a file for each of `shards`, lists of captions; returns the package."""
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    (folder / "metadata").mkdir()
+    for number, captions in enumerate(shards):
+        table = pyarrow.table({"caption": captions})
+        parquet.write_table(table, folder / f"metadata/metadata_{number:03d}.parquet")
+    return pyarrow
+
+
 @pytest.fixture
 def parquet_folder(folder):
     """Captions in parquet, in place of jsonl."""
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
     shutil.rmtree(folder / "captions")
-    (folder / "metadata").mkdir()
     captions = [f"row {row} ü" for row in range(ROWS)]
     captions[6] = None
-    for number in range(3):
-        table = pyarrow.table({"caption": captions[70 * number : 70 * number + 70]})
-        parquet.write_table(table, folder / f"metadata/metadata_{number:03d}.parquet")
+    write_parquet(folder, [captions[:70], captions[70:140], captions[140:]])
     return folder
 
 
@@ -217,13 +221,8 @@ def test_captions_in_parquet_are_read_in_any_order_without_text_embeddings(parqu
 
 
 def test_a_few_of_many_files_of_parquet_are_kept_in_memory(tmp_path):
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
     write_shards(tmp_path, np.ones((40, 2)), np.ones((40, 2)), [], rows_per_shard=1)
-    (tmp_path / "metadata").mkdir()
-    for number in range(40):
-        table = pyarrow.table({"caption": [100_000 * "a"]})
-        parquet.write_table(table, tmp_path / f"metadata/metadata_{number}.parquet")
+    pyarrow = write_parquet(tmp_path, [[100_000 * "a"]] * 40)
     before = pyarrow.total_allocated_bytes()
     Embeddings(tmp_path, captions=True).texts(np.arange(40))
     assert pyarrow.total_allocated_bytes() - before < 20 * 100_000

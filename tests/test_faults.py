@@ -36,9 +36,7 @@ KILLS = int(os.environ.get("KILLS", 2))
 def run(*words, expect=0):
     """Output of train_prior; if it fails, one line that is no traceback."""
     out = helpers.run("train_prior", *words, expect=expect)
-    if expect:
-        assert out.count("error:") == 1
-        assert "Traceback" not in out
+    assert out.count("error:") == expect
     return out
 
 
@@ -200,7 +198,7 @@ def test_a_signal_to_one_rank_stops_all_within_a_step_and_the_run_goes_on_bit_fo
 def test_ranks_save_when_torchrun_passes_a_signal_on_or_is_killed(end, workers, emb, tmp_path):
     """Promise 2"""
     settings = dict(steps=100_000, log_every=2, save_every=0, eval_every=2, eval_samples=8)
-    words = flags(data=emb, run_dir=tmp_path, workers=workers, **{**SMALL, **settings})
+    words = flags(data=emb, run_dir=tmp_path, workers=workers, **SMALL | settings)
     torchrun = ["torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     process = start("-m", *torchrun, ROOT / "train_prior.py", *words)
     assert "step 2\n" in process.stdout
@@ -358,9 +356,8 @@ def test_a_damaged_newest_checkpoint_is_told_and_the_run_goes_on_from_one_before
     assert not differences(finished, folder)
 
     roll_rows(shutil.copytree(emb, tmp_path / "emb"))
-    for name, value in (("width", 64), ("data", tmp_path / "emb")):
-        out = run(*words, f"--{name}", value, expect=1)
-        assert "of a run of another model or other data" in out and name in out
+    out = run(*words, "--data", tmp_path / "emb", expect=1)
+    assert "of a run of another model or other data: data digest is" in out
 
 
 @pytest.mark.parametrize("name, change, message", [

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import write_files
+from numpy.testing import assert_array_equal
 
 from common.config import UserError
 from common.data import images, media, order, synthetic
@@ -92,7 +93,7 @@ def test_an_image_is_turned_upright_as_its_exif_says():
     exif[0x0112] = 6  # the first row of pixels is to be seen on the right
     pixels = ramp(8, 12)
     image = images.decode_image(encoded(pixels, exif=exif), "a.png")
-    np.testing.assert_array_equal(image, np.rot90(pixels, -1))
+    assert_array_equal(image, np.rot90(pixels, -1))
 
 
 WHITE = [255, 255, 255]
@@ -347,14 +348,14 @@ def test_each_picture_comes_with_its_embedding_and_caption_wherever_they_lie(
     assert sorted(numbers) == NUMBERS
     for number, image in zip(numbers, batch["image"]):
         left = (number % 3) // 2  # of the central square
-        np.testing.assert_array_equal(image, picture(number)[:, left:left + 8])
+        assert_array_equal(image, picture(number)[:, left:left + 8])
     if arrangement in ("loose", "none"):
         assert dataset.width is None
         assert "image_embed" not in batch
     else:
         assert dataset.width == WIDTH
         assert batch["image_embed"].dtype == torch.float32
-        np.testing.assert_array_equal(batch["image_embed"], list(map(code, numbers)))
+        assert_array_equal(batch["image_embed"], list(map(code, numbers)))
 
 
 def test_embeddings_beside_that_are_not_usable_are_skipped_and_named(tmp_path):
@@ -415,7 +416,7 @@ def test_random_numbers_choose_area_and_place_of_a_square_and_whether_it_is_mirr
     batch, _ = dataset.fetch([0, 0], [0, 0])
     square = ramp(40, 60)[top:top + size, left:left + size]
     for name in ("image", "clip_image"):
-        np.testing.assert_array_equal(batch[name], [square[:, ::-1], square])
+        assert_array_equal(batch[name], [square[:, ::-1], square])
 
 
 # Splits and fingerprints

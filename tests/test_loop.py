@@ -167,10 +167,8 @@ def test_a_run_goes_on_where_it_was_left_and_one_of_other_data_models_or_setting
     path = write_run(tmp_path, **{"seed": 0, "data rows": 20})
     assert start(**only) == (path, None)
     assert start(steps=8) == (path, None)  # model.pt is lost
-    path = write_run(tmp_path, **{"seed": 0, "data rows": 20})
     checkpoint.save({"model": {}}, tmp_path / "model.pt")
     assert start(steps=8) == (path, {"step": 8})
-    write_run(tmp_path, **{"seed": 0, "data rows": 20})
     assert start(steps=9) == (path, None)  # there is more to train
 
     with pytest.raises(UserError, match="data rows is 20 there and 21 here"):

@@ -5,6 +5,7 @@ import textwrap
 import numpy as np
 import pytest
 import torch
+from numpy.testing import assert_allclose, assert_array_equal
 from torch.testing import assert_close
 
 from common.data import media, synthetic
@@ -14,7 +15,7 @@ def test_what_is_written_is_read_back_by_pillow():
     Image = pytest.importorskip("PIL.Image")
     image = np.random.default_rng(0).integers(0, 256, (64, 33, 3), dtype=np.uint8)
     stream = io.BytesIO(media.png(image))
-    np.testing.assert_array_equal(np.asarray(Image.open(stream)), image)
+    assert_array_equal(np.asarray(Image.open(stream)), image)
 
 
 # Grids
@@ -40,7 +41,7 @@ def test_a_captioned_grid_has_enlarged_pictures_in_their_places_above_their_capt
                 glyph = media.GLYPHS[media.CHARACTERS.find(character)]
                 cell = place[side + 10 * y + 2 :, 6 * x :]
                 cell[:8, :5][glyph == 1] = 0
-    np.testing.assert_array_equal(sheet, expected)
+    assert_array_equal(sheet, expected)
 
 
 # Resizing
@@ -60,7 +61,7 @@ def test_resizing_is_pillows(mode, height, width, size):
     size = (size * width // shorter, size * height // shorter)
     for before, after in zip(images[0], resized[0]):
         expected = Image.fromarray(before.numpy()).resize(size, method)
-        np.testing.assert_allclose(after, np.asarray(expected), atol=5e-6)
+        assert_allclose(after, np.asarray(expected), atol=5e-6)
 
 
 @pytest.mark.parametrize("mode", [*media.KERNELS, "nearest", "nearest_exact"])

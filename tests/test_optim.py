@@ -2,6 +2,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.testing import assert_close
 
 from common import checkpoint, optim
 from common.config import UserError
@@ -14,7 +15,6 @@ GIVEN = ("lr", "weight_decay", "betas", "eps")
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
-        torch.manual_seed(0)
         self.embedding = nn.Embedding(5, 8)
         self.null = learned_tokens(2, 8)
         self.convolution = nn.Conv1d(8, 6, 3)
@@ -96,7 +96,7 @@ def test_muon_takes_a_kernel_as_a_matrix_of_its_outputs():
         torch.manual_seed(0)
         layer.weight.grad = torch.randn(8, 27).view_as(layer.weight)
         optimizer.step()
-    torch.testing.assert_close(kernel.weight.flatten(1), matrix.weight)
+    assert_close(kernel.weight.flatten(1), matrix.weight)
 
 
 @pytest.mark.parametrize("shape", [(2, 6, 6), (1, 4, 30), (3, 30, 4)])
@@ -107,7 +107,7 @@ def test_orthogonalize_changes_singular_values_by_five_rounds_of_the_published_p
     for _ in range(5):
         s = 3.4445 * s - 4.7750 * s ** 3 + 2.0315 * s ** 5  # Jordan 2024
     expected = u @ s.diag_embed() @ v
-    torch.testing.assert_close(muon.orthogonalize(stack), expected, rtol=1e-4, atol=1e-5)
+    assert_close(muon.orthogonalize(stack), expected, rtol=1e-4, atol=1e-5)
     assert not muon.orthogonalize(0 * stack).any()  # and no gradient moves nothing
 
 

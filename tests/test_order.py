@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import Settings
+from numpy.testing import assert_array_equal
 from torch import nn
 
 from common import accumulate, dist
@@ -22,9 +23,9 @@ HUGE = 2 * 10**9
 def test_a_permutation_has_every_number_once_in_any_order_of_reading(n):
     table = order.permute(np.arange(n), n, 0, 1)
     assert table.dtype == np.int64
-    np.testing.assert_array_equal(np.sort(table), np.arange(n))
+    assert_array_equal(np.sort(table), np.arange(n))
     some = order.permute(np.arange(n)[::-2], n, 0, 1)
-    np.testing.assert_array_equal(some, table[::-2])
+    assert_array_equal(some, table[::-2])
 
 
 def chi_square(values, bins):
@@ -59,11 +60,11 @@ def test_each_epoch_has_every_index_once_in_a_new_order():
     n = 50
     indices = order.shuffle(np.arange(4 * n), n, 5)
     epochs = indices.reshape(4, n)
-    np.testing.assert_array_equal(np.sort(epochs), np.tile(np.arange(n), (4, 1)))
+    assert_array_equal(np.sort(epochs), np.tile(np.arange(n), (4, 1)))
     other_seed = order.shuffle(np.arange(n), n, 6)
     assert len(np.unique([*epochs, other_seed], axis=0)) == 5
     some = np.random.default_rng(0).permutation(4 * n)[:2 * n]
-    np.testing.assert_array_equal(order.shuffle(some, n, 5), indices[some])
+    assert_array_equal(order.shuffle(some, n, 5), indices[some])
 
 
 # Splits
@@ -83,7 +84,7 @@ def rows_of(n, validation=0.05, test=0.02, seed=0):
 ])
 def test_the_splits_have_every_row_once_in_the_fractions_given(n, validation, test):
     splits = rows_of(n, validation, test)
-    np.testing.assert_array_equal(np.sort(np.concatenate(splits)), np.arange(n))
+    assert_array_equal(np.sort(np.concatenate(splits)), np.arange(n))
     for rows, fraction in zip(splits, (validation, test, 1 - validation - test)):
         assert abs(len(rows) - fraction * n) < 2
         assert fraction or not len(rows)
@@ -96,7 +97,7 @@ def test_the_splits_have_every_row_once_in_the_fractions_given(n, validation, te
 ])
 def test_rows_keep_their_split_when_the_data_grows(small, large):
     for before, after in zip(rows_of(small), rows_of(large)):
-        np.testing.assert_array_equal(np.sort(before), np.sort(after[after < small]))
+        assert_array_equal(np.sort(before), np.sort(after[after < small]))
 
 
 def test_of_two_billion_rows_only_the_held_out_ones_take_memory():
@@ -207,7 +208,7 @@ def read_steps(world_size, first_step, steps, workers=0):
         for step in range(steps):
             for chunk in plan:
                 batch = next(batches)
-                np.testing.assert_array_equal(batch["row"], batch["index"])
+                assert_array_equal(batch["row"], batch["index"])
                 values[0, step, chunk.start:chunk.stop] = batch["row"]
                 values[1, step, chunk.start:chunk.stop] = batch["words"]
                 unusable.update(batch["unusable"])
@@ -230,7 +231,7 @@ def test_samples_come_in_one_order_on_any_number_of_ranks_and_workers_and_from_a
     assert len(np.unique(values[1])) == 200  # another word each time that a row comes
     for world_size, first, workers in ((1, 13, 2), (2, 6, 0), (3, 0, 0)):
         again, _ = read_steps(world_size, first, 7, workers)
-        np.testing.assert_array_equal(again, values[:, first:first + 7])
+        assert_array_equal(again, values[:, first:first + 7])
 
 
 def evaluated(limit):

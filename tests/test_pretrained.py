@@ -74,11 +74,6 @@ def their_prior(prior, x_t, timestep, condition):
     return prior(x_t, timestep, proj_embedding=embedding, **names).predicted_image_embedding
 
 
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(3)
-
-
 @pytest.fixture(scope="module")
 def published(tmp_path_factory):
     return Published(tmp_path_factory.mktemp("published"))
@@ -202,20 +197,20 @@ def test_the_upsampler_samples_as_karlos_with_its_second_unet_in_the_last_step(p
         ("base", {"decoder": "decoder", "text_proj": "text_proj"}),
     ],
 )
-def test_what_is_exported_is_what_was_imported(published, stage, parts, tmp_path):
-    export(published.runs / stage, tmp_path)
+def test_what_is_exported_is_what_was_imported(published, stage, parts):
+    export(published.runs / stage, "out")
     for part, folder in parts.items():
         before = getattr(published, part)
-        after = type(before).from_pretrained(tmp_path / folder)
+        after = type(before).from_pretrained(f"out/{folder}")
         assert_close(after.state_dict(), before.state_dict(), rtol=0, atol=0)
         for name, value in before.config.items():
             value = list(value) if isinstance(value, tuple) else value
             assert name.startswith("_") or after.config[name] == value, name
     if stage == "prior":
-        run(MODULE, "import", tmp_path, *flags(out=tmp_path / "run", clip=published.spec))
-        contents = checkpoint.load(tmp_path / "run/model.pt")
+        run(MODULE, "import", "out", *flags(out="run", clip=published.spec))
+        contents = checkpoint.load("run/model.pt")
         assert contents["config"]["x0_bound"] == 0.5
-        scheduler = diffusers.UnCLIPScheduler.from_pretrained(tmp_path / "scheduler")
+        scheduler = diffusers.UnCLIPScheduler.from_pretrained("out/scheduler")
         assert scheduler.config.clip_sample_range == 0.5
 
 
@@ -233,43 +228,43 @@ def outputs(published, model, theirs):
     return model(x_t, TIMESTEPS, condition, KEPT, KEPT), expected
 
 
-def test_an_imported_prior_is_trained_resumed_and_exported(published, tmp_path):
+def test_an_imported_prior_is_trained_resumed_and_exported(published):
     images = np.random.default_rng(0).standard_normal((64, D)).astype(np.float32) * 3
-    embeddings.write_shards(tmp_path / "raw", images, images, [{"caption": "a red star"}] * 64)
-    shutil.rmtree(tmp_path / "raw/text_emb")  # they are not the CLIP's
+    embeddings.write_shards("raw", images, images, [{"caption": "a red star"}] * 64)
+    shutil.rmtree("raw/text_emb")  # they are not the CLIP's
     words = flags(
-        data=tmp_path / "raw",
+        data="raw",
         clip=published.spec,
         init_from=published.runs / "prior/model.pt",
-        run_dir=tmp_path / "run",
+        run_dir="run",
         batch_size=4,
         eval_samples=2,
         lr=1e-3,
     )
     run("train_prior", *words, "--steps", 2)
     assert "resuming" in run("train_prior", *words, "--steps", 3)
-    export(tmp_path / "run", tmp_path / "out")
-    theirs = diffusers.PriorTransformer.from_pretrained(tmp_path / "out").eval()
+    export("run", "out")
+    theirs = diffusers.PriorTransformer.from_pretrained("out").eval()
     with torch.no_grad():
-        got, expected = outputs(published, load(tmp_path / "run"), theirs)
+        got, expected = outputs(published, load(Path("run")), theirs)
     assert_close(got, expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("stage, part", [("prior", "prior"), ("base", "decoder")])
 @torch.no_grad()
-def test_adapters_are_loaded_by_peft(published, stage, part, tmp_path):
+def test_adapters_are_loaded_by_peft(published, stage, part):
     peft = pytest.importorskip("peft")
     path = published.runs / stage / "model.pt"
     model = load(published.runs / stage)
     adapters, about = lora.start(model, path, 2, "digest")
     weights = helpers.awake(adapters).state_dict()
     contents = {**checkpoint.load(path), "model": weights, "lora": about}
-    checkpoint.save(contents, tmp_path / "run/model.pt")
-    export(tmp_path / "run", tmp_path / "out")
-    about = config.read_json(tmp_path / "out/adapter_config.json")
+    checkpoint.save(contents, "run/model.pt")
+    export("run", "out")
+    about = config.read_json("out/adapter_config.json")
     assert about["base_model_name_or_path"] == str(published.folder / part)
     base = type(getattr(published, part)).from_pretrained(published.folder / part)
-    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "out").eval()
+    theirs = peft.PeftModel.from_pretrained(base, "out").eval()
     assert_close(*outputs(published, model, theirs), rtol=0, atol=1e-5)
 
 
@@ -313,7 +308,7 @@ def test_presets_have_the_published_number_of_parameters(kind, preset, width, co
 def test_a_folder_of_another_form_is_refused(published, part, change, message, tmp_path):
     folder = shutil.copytree(published.folder / part, tmp_path / part)
     about = config.read_json(folder / "config.json")
-    checkpoint.write_json({**about, **change}, folder / "config.json")
+    checkpoint.write_json(about | change, folder / "config.json")
     with pytest.raises(UserError, match=message):
         pretrained.import_folder(folder, tmp_path / "out/model.pt", published.spec, "")
     assert not (tmp_path / "out").exists()

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import write_files
+from numpy.testing import assert_allclose, assert_array_equal
 from torch.testing import assert_close
 
 from common.config import UserError
@@ -52,7 +53,7 @@ def test_16_bit_wav_needs_no_package_and_parts_are_slices(channels, path, monkey
     for start, stop in ((0, math.inf), (33, 53), (95, 145)):
         found, rate, frames = recordings.read(path, start, stop)
         assert (found.dtype, rate, frames) == (np.float32, 11025, 101)
-        np.testing.assert_array_equal(found, wave[:, start:min(stop, 101)])
+        assert_array_equal(found, wave[:, start:min(stop, 101)])
 
 
 @pytest.mark.parametrize("name, kind, subtype, near", [
@@ -70,11 +71,11 @@ def test_other_formats_are_read_by_soundfile_also_in_part(
     soundfile.write(path, wave.T, 16000, format=kind, subtype=subtype)
     whole, *about = recordings.read(path)
     assert about == [16000, whole.shape[1]]
-    np.testing.assert_allclose(whole[:, :199_500], wave[:, :-500], atol=near)
+    assert_allclose(whole[:, :199_500], wave[:, :-500], atol=near)
 
     for start in range(0, 190_000, 40_000):  # mp3 and ogg alone are wrong after a seek
         found, _, _ = recordings.read(path, start, start + 500)
-        np.testing.assert_allclose(found, whole[:, start:start + 500], atol=1e-5)
+        assert_allclose(found, whole[:, start:start + 500], atol=1e-5)
 
 
 GOOD = wav(noise(1, 100))  # the length of its samples is at byte 40
@@ -92,7 +93,7 @@ def test_a_wav_file_that_was_cut_or_streamed_is_read_by_soundfile_up_to_its_end(
         content, expected, soundfile, path, monkeypatch):
     path.write_bytes(content)
     found, _, _ = recordings.read(path)
-    np.testing.assert_array_equal(found, noise(1, 100)[:, :expected])
+    assert_array_equal(found, noise(1, 100)[:, :expected])
     monkeypatch.setitem(sys.modules, "soundfile", None)
     with pytest.raises(Unusable, match=r"a\.wav: .* not a complete WAV .*: pip install soundfile"):
         recordings.read(path)
@@ -119,7 +120,7 @@ def test_written_waves_read_back_rounded_and_clipped(path):
     found, rate, _ = recordings.read(path)
     assert rate == 22050
     expected = wave.clamp(-1, 1 - 2 ** -15)
-    np.testing.assert_allclose(found, expected[None], atol=2 ** -16 + 1e-7)
+    assert_allclose(found, expected[None], atol=2 ** -16 + 1e-7)
 
 
 # Resampling and spectra
@@ -170,7 +171,7 @@ def test_magnitudes_equal_an_explicit_fourier_sum(window, hop):
     frames = padded[:, starts[:, None] + n]  # (2, frames, window)
     expected = np.abs(frames * taper @ fourier) * 2 / taper.sum()
     found = recordings.stft_magnitude(torch.from_numpy(wave), window, hop)
-    np.testing.assert_allclose(found, expected, atol=1e-5)
+    assert_allclose(found, expected, atol=1e-5)
 
 
 def test_mel_filters_are_triangles_evenly_spaced_in_mel():
@@ -178,9 +179,9 @@ def test_mel_filters_are_triangles_evenly_spaced_in_mel():
     ratio = (1 + 8000 / 700) ** (1 / 21)
     hertz = 700 * (ratio ** np.arange(1, 21) - 1)
     centers = hertz / 16000 * 16384
-    np.testing.assert_allclose(filters.argmax(0), centers, atol=1)
+    assert_allclose(filters.argmax(0), centers, atol=1)
     between = filters.sum(1)[math.ceil(centers[0]):int(centers[-1])]
-    np.testing.assert_allclose(between, 1, atol=1e-5)
+    assert_allclose(between, 1, atol=1e-5)
     # Each reaches a frequency, also where triangles are narrower than the steps between these.
     assert recordings.mel_filters(16000, 512, 160).sum(0).min() >= 0.5
 
@@ -463,7 +464,7 @@ def test_splits_are_chosen_by_name_and_from_20_speakers_on_by_speaker():
     for dataset, keys in ((few, few.names), (many, many.speaker_of)):
         for name in order.SPLITS:
             expected = order.split_keys(keys, name, 0.3, 0.2, seed=1)
-            np.testing.assert_array_equal(dataset.split(name, 0.3, 0.2, seed=1), expected)
+            assert_array_equal(dataset.split(name, 0.3, 0.2, seed=1), expected)
     few.names = [f"a{i // 2}_mic{i % 2 + 1}.wav" for i in range(60)]  # of VCTK, in pairs
     parts = [set(few.split(name, 0.3, 0.2) // 2) for name in order.SPLITS]
     assert sum(map(len, parts)) == 30

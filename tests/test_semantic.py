@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from numpy.testing import assert_allclose, assert_array_equal
 from torch.testing import assert_close
 
 from common import checkpoint
@@ -54,7 +55,7 @@ def test_features_are_cepstra(tokenizer):
     x = tokenizer.features(DATASET.wave(0))
     mel = recordings.log_mel(DATASET.wave(0)[None], 8_000, 400, 160, 26, 1e-3)[0].double().numpy()
     cosine = np.cos(np.pi * 2 * (np.arange(26) + 0.5) / 26)  # the DCT-II
-    np.testing.assert_allclose(x[:, 1], mel @ cosine * (2 / 26) ** 0.5, atol=1e-3)
+    assert_allclose(x[:, 1], mel @ cosine * (2 / 26) ** 0.5, atol=1e-3)
 
 
 def test_a_sound_has_the_same_tokens_alone_inside_of_another_and_in_blocks(
@@ -65,9 +66,9 @@ def test_a_sound_has_the_same_tokens_alone_inside_of_another_and_in_blocks(
     whole = tokenizer.encode(waves)
     # A window reaches 120 samples beyond its frame.
     prompt = tokenizer.encode(waves[:8_000])
-    np.testing.assert_array_equal(prompt[:-1], whole[:49])
+    assert_array_equal(prompt[:-1], whole[:49])
     monkeypatch.setattr(recordings, "BLOCK_FRAMES", 100)
-    np.testing.assert_array_equal(tokenizer.encode(waves), whole)
+    assert_array_equal(tokenizer.encode(waves), whole)
 
 
 @pytest.mark.parametrize("rate", [8_000, 22_050])
@@ -88,7 +89,7 @@ def test_a_tokenizer_survives_being_saved_and_another_file_is_refused(tokenizer,
     assert saved(tmp_path, clusters=8).clusters == 8  # of a start that was broken off
     for resume_from in (None, "a checkpoint"):
         found = saved(tmp_path, resume_from=resume_from)
-        np.testing.assert_array_equal(found.encode(wave), tokenizer.encode(wave))
+        assert_array_equal(found.encode(wave), tokenizer.encode(wave))
     checkpoint.save({"model": {}}, tmp_path / "kmeans.pt")
     with pytest.raises(UserError, match=r"kmeans\.pt: damaged, or of another program"):
         saved(tmp_path, resume_from="a checkpoint")
@@ -105,12 +106,12 @@ def saved_centers(folder):
 
 def test_a_fit_is_the_same_on_every_rank_and_in_one_process(tokenizer, on_ranks, tmp_path):
     for centers in on_ranks(2, saved_centers, tmp_path):
-        np.testing.assert_allclose(centers, tokenizer.centers, rtol=1e-5)
+        assert_allclose(centers, tokenizer.centers, rtol=1e-5)
 
 
 def test_a_fit_repeats_varies_with_the_seed_and_takes_what_can_be_read(monkeypatch):
     centers = fitted()
-    np.testing.assert_array_equal(fitted(), centers)
+    assert_array_equal(fitted(), centers)
     assert not np.allclose(fitted(seed=1), centers)
     assert not np.allclose(fitted(hop_length=7_000), centers)  # shorter ones are unusable
     monkeypatch.setattr(semantic, "MAX_FRAMES", 7)

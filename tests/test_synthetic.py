@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from numpy.testing import assert_allclose, assert_array_equal
 
 from common.data import embeddings, synthetic
 
@@ -34,7 +35,7 @@ def test_a_sample_does_not_depend_on_the_others(make):
     indices = [42, 7, 10**12]  # the data set has no end
     for all_of_them, few in zip(make(range(50)), make(indices)):
         for i, index in enumerate(indices[:2]):
-            np.testing.assert_array_equal(few[i], all_of_them[index])
+            assert_array_equal(few[i], all_of_them[index])
 
 
 def test_the_built_in_data_are_what_they_were():
@@ -42,11 +43,11 @@ def test_the_built_in_data_are_what_they_were():
     images, records = synthetic.shapes(range(512))
     assert sum(len(record["caption"]) for record in records) == 16713
     means = [135.304453, 134.629026, 133.695710]
-    np.testing.assert_allclose(images.mean((0, 1, 2)), means, rtol=1e-6)
+    assert_allclose(images.mean((0, 1, 2)), means, rtol=1e-6)
     waves = [synthetic.speak(*sample) for sample in zip(*synthetic.syllables(range(3)))]
     assert [len(wave) for wave in waves] == [5760, 9600, 7680]
     chirps = [np.cos(2e-5 * np.arange(len(wave)) ** 2) @ wave for wave in waves]
-    np.testing.assert_allclose(chirps, [28.8419, -5.4676, 13.0694], atol=1e-3)
+    assert_allclose(chirps, [28.8419, -5.4676, 13.0694], atol=1e-3)
 
 
 # Shapes
@@ -74,7 +75,7 @@ def draw(name, options):
 def test_the_drawing_has_the_place_and_the_size():
     ink = draw("place", synthetic.PLACES)[..., 1] < 128  # red on white is dark in green
     centers = [np.argwhere(picture).mean(0)[::-1] / 31 for picture in ink]
-    np.testing.assert_allclose(centers, list(synthetic.PLACES.values()), atol=0.04)
+    assert_allclose(centers, list(synthetic.PLACES.values()), atol=0.04)
     small, large = (draw("size", synthetic.SIZES)[..., 1] < 128).sum((1, 2))
     assert large / small == pytest.approx((0.33 / 0.21) ** 2, rel=0.1)
 
@@ -142,7 +143,7 @@ def test_recordings_are_what_their_records_say(spoken):
         for i, name in enumerate(names):  # in its middle, a syllable is as by itself
             alone = synthetic.speak(name, speaker)
             middle = wave[1920 * i + 640 : 1920 * i + 1280]
-            np.testing.assert_allclose(middle, alone[640:1280], atol=1e-6)
+            assert_allclose(middle, alone[640:1280], atol=1e-6)
 
 
 def test_voices_are_recognized_by_the_wave_alone(spoken):

@@ -190,7 +190,7 @@ def test_a_wandb_that_cannot_start_is_reported_before_training(tmp_path):
         tracker_of(tmp_path, logger="wandb projekt=x")
 
 
-@pytest.mark.parametrize("logger", ["console", "tensorboard", "wandb id=y"])
+@pytest.mark.parametrize("logger", ["console", "wandb id=y"])
 def test_another_logger_than_that_of_the_run_is_refused_with_the_way_out(logger, tmp_path):
     """Promise 3"""
     log = tracker_of(tmp_path)

@@ -12,16 +12,7 @@ import helpers
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import (
-    STAGES,
-    awake,
-    flags,
-    follow,
-    metrics,
-    published_codec,
-    saved,
-    write_voices,
-)
+from helpers import STAGES, awake, flags, follow, metrics, published_codec, saved, write_voices
 from torch.testing import assert_close
 
 import train_audio
@@ -47,7 +38,7 @@ def words_of(whole, stage, folder, **settings):
     words = {**STAGES[stage], "data": whole.parent / "voices", "run_dir": folder}
     if stage in ("coarse", "fine") and folder != whole:
         words["soundstream"] = whole / "soundstream"
-    return flags(**{**words, **settings})
+    return flags(**words | settings)
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +88,7 @@ def read_wave(path):
 
 
 def make_codec(**settings):
-    cfg = CodecConfig(**{**STAGES["soundstream"], **settings})
+    cfg = CodecConfig(**STAGES["soundstream"] | settings)
     codec = awake(train_audio.SoundStream(cfg), std=0.2).eval()
     with torch.no_grad():
         frames = codec.encode_latents(torch.randn(20, 20 * codec.hop_length))
@@ -388,17 +379,15 @@ def test_two_ranks_lose_what_one_process_does(whole, tmp_path):
         assert metrics(tmp_path / stage) == expected
 
 
-def test_a_discriminator_that_is_not_finite_ends_the_run_before_it_is_saved(
-    whole, tmp_path, monkeypatch
-):
+def test_a_discriminator_that_is_not_finite_ends_the_run_before_it_is_saved(whole, monkeypatch):
     loss = train_audio.discriminator_loss
     monkeypatch.setattr(train_audio, "discriminator_loss", lambda *args: loss(*args) * torch.nan)
-    out = run(*words_of(whole, "soundstream", tmp_path), expect=1)
+    out = run(*words_of(whole, "soundstream", "run"), expect=1)
     assert "loss or gradient is not finite at step 4" in out
-    assert [entry["step"] for entry in saved(tmp_path / "soundstream")] == [2]
+    assert [entry["step"] for entry in saved("run/soundstream")] == [2]
 
 
-def test_an_fp16_overflow_is_a_step_that_did_not_happen(whole, tmp_path, monkeypatch):
+def test_an_fp16_overflow_is_a_step_that_did_not_happen(whole, monkeypatch):
     settings = dict(
         precision="fp16",
         seconds=0.12,
@@ -411,10 +400,10 @@ def test_an_fp16_overflow_is_a_step_that_did_not_happen(whole, tmp_path, monkeyp
     monkeypatch.setattr(amp, "scaler", lambda *_: torch.amp.GradScaler("cpu", 64.0))
 
     def train(name):
-        run(*words_of(whole, "soundstream", tmp_path / name, **settings))
-        folder = tmp_path / name / "soundstream"
+        run(*words_of(whole, "soundstream", name, **settings))
+        folder = f"{name}/soundstream"
         last = metrics(folder)[-3]  # before those of validation and test
-        state = checkpoint.load(folder / "checkpoints/step_00000005.pt")
+        state = checkpoint.load(f"{folder}/checkpoints/step_00000005.pt")
         weights = state["model"], state["ema"], state["training"]["others"]
         return (last["overflows"], state["training"]["scaler"]["scale"]), weights
 
@@ -442,38 +431,38 @@ def main():
     train_audio.main()
 
 
-def test_all_stages_are_trained_and_the_built_in_syllables_scored_alike_on_any_ranks(tmp_path):
+def test_all_stages_are_trained_and_the_built_in_syllables_scored_alike_on_any_ranks():
     few = functools.partial(helpers.run, "test_train_audio")
     settings = dict(chunk_size=2, precision="bf16", validation=0.2, test=0.2, eval_every=2)
-    out = few(*flags(run_dir=tmp_path, device="cpu", **settings), ranks=1)
+    out = few(*flags(run_dir="run", device="cpu", **settings), ranks=1)
     assert out.count("is finished") == 4
-    assert "wrote" in follow(out, "--device=cpu", "--out", tmp_path / "next.wav")
+    assert "wrote" in follow(out, "--device=cpu", "--out", "next.wav")
     for name in ("step_00000004_0", "test_1"):
-        assert read_wave(tmp_path / f"coarse/samples/{name}.wav").any()
+        assert read_wave(f"run/coarse/samples/{name}.wav").any()
     # In step 2 the codec has no codebooks yet.
-    evaluated = [line["step"] for line in metrics(tmp_path / "soundstream") if "val_loss" in line]
+    evaluated = [line["step"] for line in metrics("run/soundstream") if "val_loss" in line]
     assert evaluated == [4, 6]
-    scores = config.read_json(tmp_path / "scores.json")
+    scores = config.read_json("run/scores.json")
     assert {"voice_kept_real", "text_heard", "text_heard_real"} < scores.keys()
-    few("evaluate", *flags(run_dir=tmp_path, device="cpu"), ranks=2)
-    assert scores == pytest.approx(config.read_json(tmp_path / "scores.json"), rel=1e-3)
+    few("evaluate", *flags(run_dir="run", device="cpu"), ranks=2)
+    assert scores == pytest.approx(config.read_json("run/scores.json"), rel=1e-3)
 
 
 # The pipeline
 
 
-def sampled(folder, **settings):
+def sampled(**settings):
     """What `sample` prints, and the wave of the file that it writes."""
-    words = flags(seconds=0.5, device="cpu", out=folder / "out.wav", **settings)
-    return run("sample", *words), read_wave(folder / "out.wav")
+    words = flags(seconds=0.5, device="cpu", out="out.wav", **settings)
+    return run("sample", *words), read_wave("out.wav")
 
 
-def test_a_recording_goes_through_the_codec_at_a_bitrate(whole, codec, wave, tmp_path):
+def test_a_recording_goes_through_the_codec_at_a_bitrate(whole, codec, wave):
     with wavfile.open("stereo.wav", "wb") as file:  # whose mean is silence
         file.setparams((2, 2, 8000, 0, "NONE", ""))
         stereo = torch.stack([wave, -wave], dim=1) * 32768
         file.writeframes(stereo.short().numpy().tobytes())
-    out, sound = sampled(tmp_path, run_dir=whole, reconstruct="stereo.wav", num_quantizers=3)
+    out, sound = sampled(run_dir=whole, reconstruct="stereo.wav", num_quantizers=3)
     assert "stereo.wav: channels that cancel out are not mixed" in out
     gain = 0.1 / wave.square().mean().sqrt()
     codes = codec.encode(gain * wave)
@@ -483,31 +472,31 @@ def test_a_recording_goes_through_the_codec_at_a_bitrate(whole, codec, wave, tmp
     assert "3 codes a frame, 600 bits a second" in out
 
 
-def test_a_prompt_is_continued_also_when_the_run_has_moved(whole, codec, voice, wave, tmp_path):
-    moved = shutil.copytree(whole, tmp_path / "moved")
+def test_a_prompt_is_continued_also_when_the_run_has_moved(whole, codec, voice, wave):
+    shutil.copytree(whole, "moved")
     settings = dict(run_dir=whole, prompt=voice, prompt_seconds=0.3, temperature=1)
-    _, usual = sampled(tmp_path, **settings)
+    _, usual = sampled(**settings)
     gain = 0.1 / wave[-2400:].square().mean().sqrt()
     prompt = codec.encode(gain * wave[-2400:])
     assert 2400 < len(usual) <= 2400 + 25 * 160
     for name, value, alike in [
-        ("run_dir", moved, True),
+        ("run_dir", "moved", True),
         ("seed", 1, False),
         ("top_k", 1, False),
         ("weights", "online", False),
     ]:
-        _, sound = sampled(tmp_path, **{**settings, name: value})
+        _, sound = sampled(**settings | {name: value})
         assert_close(sound[:2400], codec.decode(prompt) / gain, atol=1e-4, rtol=0)
         assert torch.equal(sound, usual) == alike, name
-    shutil.rmtree(moved / "fine")  # which is not needed
-    _, sound = sampled(tmp_path, **settings | {"run_dir": moved, "fine": "false"})
+    shutil.rmtree("moved/fine")  # which is not needed
+    _, sound = sampled(**settings | {"run_dir": "moved", "fine": "false"})
     assert_close(sound[:2400], codec.decode(prompt[:, :2]) / gain, atol=1e-4, rtol=0)
 
 
-def test_a_text_longer_than_those_of_training_is_cut_with_a_note(whole, tmp_path):
-    out, _ = sampled(tmp_path, run_dir=whole, text=25 * "a ")
+def test_a_text_longer_than_those_of_training_is_cut_with_a_note(whole):
+    out, _ = sampled(run_dir=whole, text=25 * "a ")
     assert "1 are cut, as they are longer than 24 tokens" in out
-    out, _ = sampled(tmp_path, run_dir=whole, text=24 * "a ")
+    out, _ = sampled(run_dir=whole, text=24 * "a ")
     assert "are cut" not in out
 
 
@@ -552,14 +541,12 @@ def test_prompts_are_whole_frames_of_codes_and_of_semantic_tokens(pipeline):
     assert words[:, 0].tolist() == tokens[:6].unique_consecutive().tolist()
 
 
-def test_every_stage_keeps_the_rate_of_its_models_and_all_of_a_preset_share_settings(
-    whole, tmp_path
-):
-    folder = shutil.copytree(whole / "semantic", tmp_path / "run/semantic")
-    contents = checkpoint.load(folder / "kmeans.pt")
+def test_every_stage_keeps_the_rate_of_its_models_and_all_of_a_preset_share_settings(whole):
+    shutil.copytree(whole / "semantic", "run/semantic")
+    contents = checkpoint.load("run/semantic/kmeans.pt")
     contents["settings"]["sample_rate"] = 16000
-    checkpoint.save(contents, folder / "kmeans.pt")
-    words = words_of(whole, "coarse", tmp_path / "run")
+    checkpoint.save(contents, "run/semantic/kmeans.pt")
+    words = words_of(whole, "coarse", "run")
     out = run(*words, expect=1)
     assert "--sample_rate: 8000, but that of" in out
     assert "is 16000; train the semantic stage at this rate, too" in out
@@ -578,16 +565,16 @@ def test_a_published_codec_takes_the_place_of_soundstream(whole, voice, tmp_path
     published_codec(tmp_path / "mimi", "mimi")
     settings = dict(
         soundstream=f"hf:{tmp_path}/mimi", coarse_quantizers=1, codec_quantizers=3, shifts=2)
-    shutil.copytree(whole / "semantic", tmp_path / "run/semantic")
+    shutil.copytree(whole / "semantic", "run/semantic")
     for stage in ("coarse", "fine"):
-        out = run(*words_of(whole, stage, tmp_path / "run", steps=2, **settings))
+        out = run(*words_of(whole, stage, "run", steps=2, **settings))
         assert "2 of 82 samples looked at cannot be used" in out
-    _, sound = sampled(tmp_path, run_dir=tmp_path / "run", prompt=voice, prompt_seconds=0.2)
+    _, sound = sampled(run_dir="run", prompt=voice, prompt_seconds=0.2)
     assert len(sound) > 1600
-    words = flags(reconstruct=voice, soundstream=settings["soundstream"], out=tmp_path / "mimi.wav")
+    words = flags(reconstruct=voice, soundstream=settings["soundstream"], out="mimi.wav")
     assert "4 codes a frame" in run("sample", *words, "--device=cpu")
-    assert len(read_wave(tmp_path / "mimi.wav")) == len(read_wave(voice))
-    words = words_of(whole, "fine", tmp_path / "other", **{**settings, "codec_quantizers": 5})
+    assert len(read_wave("mimi.wav")) == len(read_wave(voice))
+    words = words_of(whole, "fine", "other", **settings | {"codec_quantizers": 5})
     assert "--codec_quantizers 5: the codec has 4" in run(*words, expect=1)
 
 
@@ -601,7 +588,6 @@ mistake = functools.partial(helpers.mistake, "train_audio")
     "words, message",
     [
         ("--init_from a.pt", "they are of one stage"),
-        ("--channels 4", "see --help; those of one stage need --stage NAME"),
         ("--stage soundstream --seconds 0.1", "too short for the STFT discriminator"),
         ("--stage soundstream --steps 300", "before --quantizer_start 300"),
         ("--stage fine --width 30", "--heads: --width 30 must be an even multiple"),
@@ -628,22 +614,21 @@ def test_mistakes_that_files_show_are_one_line_and_status_1(settings, message, w
     assert message in mistake("sample", *words, status=1)
 
 
-def test_runs_that_do_not_fit_each_other_are_refused(whole, tmp_path):
-    path = shutil.copytree(whole, tmp_path / "moved") / "soundstream/model.pt"
+def test_runs_that_do_not_fit_each_other_are_refused(whole):
+    shutil.copytree(whole, "moved")
+    path = "moved/soundstream/model.pt"
     checkpoint.save({**checkpoint.load(path), "changed": True}, path)
-    words = flags(run_dir=tmp_path / "moved", device="cpu")
+    words = flags(run_dir="moved", device="cpu")
     assert "trained with other tokens" in mistake("sample", *words, status=1)
-    shutil.rmtree(tmp_path / "moved/coarse")
-    settings = dict(soundstream=path.parent, init_from=whole / "coarse/model.pt")
-    words = words_of(whole, "coarse", tmp_path / "moved", **settings)
+    shutil.rmtree("moved/coarse")
+    settings = dict(soundstream="moved/soundstream", init_from=whole / "coarse/model.pt")
+    words = words_of(whole, "coarse", "moved", **settings)
     assert "of other tokens or other words, so its embeddings mean others" in run(*words, expect=1)
 
 
-def test_codebooks_that_do_not_come_with_other_weights_start_by_k_means(
-    whole, tmp_path, monkeypatch
-):
+def test_codebooks_that_do_not_come_with_other_weights_start_by_k_means(whole, monkeypatch):
     start = mock.Mock(wraps=quantize.kmeans)
     monkeypatch.setattr(quantize, "kmeans", start)
     settings = dict(num_quantizers=3, init_from=whole / "soundstream/model.pt")
-    run(*words_of(whole, "soundstream", tmp_path, **settings, init_strict="false"))
+    run(*words_of(whole, "soundstream", "run", **settings, init_strict="false"))
     assert start.called

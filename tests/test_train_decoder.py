@@ -2,23 +2,16 @@
 
 import dataclasses
 import functools
-import json
 import shutil
 import types
+from pathlib import Path
 
 import helpers
 import numpy as np
 import pytest
 import torch
-from helpers import (
-    BRIEF,
-    UNET,
-    awake,
-    flags,
-    metrics,
-    read_picture,
-    write_captioned,
-)
+from helpers import BRIEF, UNET, awake, flags, metrics, read_picture, write_captioned
+from torch.testing import assert_close
 
 import train_decoder
 import train_prior
@@ -92,7 +85,7 @@ def make(**settings):
     settings: of the base's config. Others are constants of its class, as those of a fork are.
     """
     defaults = dict(UNET, attention_levels=(1,), cond_width=8, objective="v", timesteps=50)
-    settings = {**defaults, "timestep_density": "uniform", **settings}
+    settings = defaults | {"timestep_density": "uniform"} | settings
     fields = {each.name for each in dataclasses.fields(train_decoder.BaseConfig)}
     constants = {name: settings.pop(name) for name in settings.keys() - fields}
     cfg = type("Config", (train_decoder.BaseConfig,), constants)(**settings)
@@ -209,7 +202,7 @@ def test_zeros_condition_as_a_dropped_embedding_does():
     unet = make()
     given = inputs(unet)
     kept = unet(**given)
-    dropped = unet(**{**given, "drop_image": ~given["drop_image"]})
+    dropped = unet(**given | {"drop_image": ~given["drop_image"]})
     given["condition"]["image_embed"] *= 0
     assert torch.equal(unet(**given), dropped) and not torch.equal(kept, dropped)
 
@@ -255,7 +248,7 @@ def test_loss_equals_a_slow_one_and_in_evaluation_has_no_weights(settings, train
         fraction = (out[:, 3:] + 1) / 2
         bound = diffusion.variational_bound(x0, timestep, x0_hat, fraction, unet.alpha, unet.sigma)
         expected += 0.001 * 50 * bound.mean()
-    torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-5)
+    assert_close(loss, expected, rtol=1e-4, atol=1e-5)
     shares = [drop.float().mean().item() for drop in drops]
     assert shares == pytest.approx([0.1, 0.5], abs=0.1)  # DALL-E 2 §2.1
 
@@ -316,7 +309,7 @@ def test_sampling_equals_one_with_two_passes_a_step(scale, eta, settings):
     def denoise(x, t):
         given.update(x_t=x, timestep=t)
         out = unet(**given)
-        dropped = unet(**{**given, **null})
+        dropped = unet(**given | null)
         guided = (dropped + scale * (out - dropped))[:, :3]
         levels = diffusion.levels(unet, t, x)
         x0 = diffusion.predict_x0(cfg.objective, guided, x, *levels).clamp(-1, 1)
@@ -327,7 +320,7 @@ def test_sampling_equals_one_with_two_passes_a_step(scale, eta, settings):
     sampled = train_decoder.sample_images(
         unet, given["condition"], 3, 4, scale, eta, noise_fn, low_res
     )
-    torch.testing.assert_close(sampled, expected, rtol=1e-3, atol=5e-4)
+    assert_close(sampled, expected, rtol=1e-3, atol=5e-4)
 
 
 # Evaluation
@@ -346,19 +339,16 @@ def test_frechet_distance_equals_its_formula():
     assert np.isfinite(train_decoder.frechet_distance(fake[:1], real[:1]))
 
 
-def test_evaluate_repeats_the_metrics_of_training_on_any_ranks_and_takes_a_prior(
-    trained, world, tmp_path
-):
+def test_evaluate_repeats_the_metrics_of_training_on_any_ranks_and_takes_a_prior(trained, world):
     def evaluate(*words, ranks=0):
-        out = tmp_path / "metrics.json"
-        given = flags(steps=2, eval_samples=12, device="cpu", run_dir=trained, out=out)
+        given = flags(steps=2, eval_samples=12, device="cpu", run_dir=trained, out="metrics.json")
         run("evaluate", *given, *words, ranks=ranks)
-        return json.loads(out.read_text())
+        return config.read_json("metrics.json")
 
-    again = evaluate("--grid", tmp_path / "grid.png")
-    assert again == json.loads((world / "trained/cascade.json").read_text())
+    again = evaluate("--grid", "grid.png")
+    assert again == config.read_json(world / "trained/cascade.json")
     grid = world / "trained/cascade.png"
-    assert (tmp_path / "grid.png").read_bytes() == grid.read_bytes()
+    assert Path("grid.png").read_bytes() == grid.read_bytes()
     words = flags(data=world / "plain")
     real = evaluate(*words)
     assert evaluate(*words, ranks=2) == pytest.approx(real, rel=1e-4)
@@ -369,14 +359,14 @@ def test_evaluate_repeats_the_metrics_of_training_on_any_ranks_and_takes_a_prior
     settings = dict(data=world / "plain", run_dir=trained[0], prior=world / "prior")
     for name in ("run_dir", "prior"):
         contents = checkpoint.load(settings[name] / "model.pt") | {"clip_fingerprint": "another"}
-        checkpoint.save(contents, tmp_path / name / "model.pt")
-        words = flags(**settings | {name: tmp_path / name}, device="cpu")
+        checkpoint.save(contents, f"{name}/model.pt")
+        words = flags(**settings | {name: name}, device="cpu")
         assert "not the CLIP that made the embeddings" in run("evaluate", *words, expect=1)
 
     # Without captions
     ignore = shutil.ignore_patterns("*.txt")
-    shutil.copytree(world / "plain", tmp_path / "bare", ignore=ignore)
-    words = flags(data=tmp_path / "bare")
+    shutil.copytree(world / "plain", "bare", ignore=ignore)
+    words = flags(data="bare")
     assert evaluate(*words) == {"frechet_distance": real["frechet_distance"]}
     words += "--run_dir", trained[0], "--prior", world / "prior"
     assert "bare: no captions, which --prior needs" in run("evaluate", *words, expect=1)
@@ -385,9 +375,9 @@ def test_evaluate_repeats_the_metrics_of_training_on_any_ranks_and_takes_a_prior
 # Training, as a user runs it
 
 
-def test_one_command_trains_both_stages_and_2_ranks_lose_the_same(trained, world, tmp_path):
+def test_one_command_trains_both_stages_and_2_ranks_lose_the_same(trained, world):
     for folder, settings in zip(trained, (BASE, UPSAMPLE)):
-        out = run(*flags(data=world / "shapes", run_dir=tmp_path, **settings), ranks=2)
+        out = run(*flags(data=world / "shapes", run_dir="run", **settings), ranks=2)
         assert "2 rank(s) on cpu" in out and out.count("is finished") == 1
         assert (folder / "report.html").is_file()
         lines = metrics(folder)
@@ -396,20 +386,20 @@ def test_one_command_trains_both_stages_and_2_ranks_lose_the_same(trained, world
         assert "test_frechet_distance" in lines[-1]
         grid = read_picture(folder / "samples/step_00000002.png")
         assert len(grid) > 2 * 96  # real images above samples
-        for ours, theirs in zip(lines, metrics(tmp_path / folder.name), strict=True):
+        for ours, theirs in zip(lines, metrics(f"run/{folder.name}"), strict=True):
             assert ours == pytest.approx(theirs, rel=2e-3)
         again = run("--config", folder / "config.json", "--stage", folder.name)
         assert "is finished, at step 4; to train on, give more --steps" in again
 
 
-def test_adapters_alone_are_trained(trained, world, tmp_path):
+def test_adapters_alone_are_trained(trained, world):
     base = trained[0] / "model.pt"
     settings = dict(BASE, lr=0.05, lora_rank=1, init_from=base)
-    run(*flags(data=world / "plain", run_dir=tmp_path, **settings))
-    words = flags(run_dir=tmp_path / "base", steps=2, device="cpu")
+    run(*flags(data=world / "plain", run_dir="run", **settings))
+    words = flags(run_dir="run/base", steps=2, device="cpu")
     assert "frechet_distance" in run("evaluate", *words)
     weights = checkpoint.load(base)["model"]
-    unet, _ = train_decoder.load_unet(tmp_path / "base/model.pt", CPU)
+    unet, _ = train_decoder.load_unet("run/base/model.pt", CPU)
     adapted = unet.state_dict()
     changed = [name for name in weights if not torch.equal(weights[name], adapted[name])]
     assert changed and all("attention." in name for name in changed)
@@ -418,28 +408,27 @@ def test_adapters_alone_are_trained(trained, world, tmp_path):
 # Sampling, as a user runs it
 
 
-def sample(folder, **settings):
+def sample(**settings):
     """The pictures (N, H, W, 3) that the sample command writes."""
-    given = dict(steps=(3, 2), num_samples=2, device="cpu", pictures=folder / "pictures")
-    given |= dict(out=folder / "grid.png")
-    shutil.rmtree(folder / "pictures", ignore_errors=True)
-    out = run("sample", *flags(**{**given, **settings}))
-    files = sorted((folder / "pictures").iterdir())
-    assert f"wrote {folder}/grid.png: {len(files)} pictures of" in out
-    assert read_picture(folder / "grid.png").shape[2] == 3
+    given = dict(steps=(3, 2), num_samples=2, device="cpu", pictures="pictures", out="grid.png")
+    shutil.rmtree("pictures", ignore_errors=True)
+    out = run("sample", *flags(**given | settings))
+    files = sorted(Path("pictures").iterdir())
+    assert f"wrote grid.png: {len(files)} pictures of" in out
+    assert read_picture("grid.png").shape[2] == 3
     return np.stack([read_picture(path) for path in files]).astype(int)
 
 
 def test_a_sample_is_the_same_in_any_batch_but_for_the_same_text_twice(
-    trained, world, tmp_path, monkeypatch
+    trained, world, monkeypatch
 ):
-    (tmp_path / "texts.txt").write_text("a small red star\n\n something blue \na small red star")
+    Path("texts.txt").write_text("a small red star\n\n something blue \na small red star")
     settings = dict(run_dir=trained, prior=world / "prior", guidance_scale=2, eta=0.5)
-    texts = dict(settings, texts=tmp_path / "texts.txt", num_samples=3)
-    together = sample(tmp_path, **texts)
+    texts = dict(settings, texts="texts.txt", num_samples=3)
+    together = sample(**texts)
     assert together.shape == (9, 32, 32, 3)
-    assert (tmp_path / "pictures/0001_0002.png").is_file()  # TEXT_NUMBER.png
-    assert np.abs(together - sample(tmp_path, **texts, seed=1)).max() > 10
+    assert Path("pictures/0001_0002.png").is_file()  # TEXT_NUMBER.png
+    assert np.abs(together - sample(**texts, seed=1)).max() > 10
     assert np.abs(together[:3] - together[6:]).max() > 10
     sizes = []
     best_embeddings = train_prior.best_embeddings
@@ -449,38 +438,38 @@ def test_a_sample_is_the_same_in_any_batch_but_for_the_same_text_twice(
         return best_embeddings(prior, condition, *others, **settings)
 
     monkeypatch.setattr(train_prior, "best_embeddings", spy)
-    assert np.abs(together - sample(tmp_path, **texts, max_batch=2)).max() <= 1
+    assert np.abs(together - sample(**texts, max_batch=2)).max() <= 1
     assert sizes == [2, 2, 2, 2, 1]  # texts are encoded as few at a time
-    alone = sample(tmp_path, **settings, text="a small red star")
+    alone = sample(**settings, text="a small red star")
     assert np.abs(together[:2] - alone).max() <= 1
     words = flags(run_dir=trained, prior=world / "prior", num_samples=1, steps=1, device="cpu")
     out = run("sample", *words, "--text", 30 * "red ")
     assert out.count("1 are cut, as they are longer than 18 tokens") == 1  # by the prior
 
 
-def test_images_are_varied_and_interpolated(trained, world, tmp_path):
+def test_images_are_varied_and_interpolated(trained, world):
     settings = dict(run_dir=trained, guidance_scale=20)
     files = [world / f"plain/{i:05d}.png" for i in range(2)]
-    ends = [sample(tmp_path, **settings, image=file, num_samples=1)[0] for file in files]
-    way = sample(tmp_path, **settings, image=files[0], to=files[1], num_samples=3)
+    ends = [sample(**settings, image=file, num_samples=1)[0] for file in files]
+    way = sample(**settings, image=files[0], to=files[1], num_samples=3)
     assert np.abs(way[[0, 2]] - ends).max() <= 1
     assert all(np.abs(way[1] - end).max() > 1 for end in ends)
 
 
-def test_an_upsampler_and_a_base_without_text_or_image_need_no_clip(trained, world, tmp_path):
+def test_an_upsampler_and_a_base_without_text_or_image_need_no_clip(trained, world):
     for folder in trained:
         contents = checkpoint.load(folder / "model.pt")
-        checkpoint.save({**contents, "clip": None}, tmp_path / folder.name / "model.pt")
-    sample(tmp_path, run_dir=tmp_path / "base")
-    sample(tmp_path, run_dir=trained, weights="online")  # of the newest checkpoints
-    settings = dict(run_dir=tmp_path / "upsample", num_samples=1)
-    first = sample(tmp_path, **settings, image=world / "plain/00000.png")
-    second = sample(tmp_path, **settings, image=world / "plain/00001.png")
+        checkpoint.save({**contents, "clip": None}, f"{folder.name}/model.pt")
+    sample(run_dir="base")
+    sample(run_dir=trained, weights="online")  # of the newest checkpoints
+    settings = dict(run_dir="upsample", num_samples=1)
+    first = sample(**settings, image=world / "plain/00000.png")
+    second = sample(**settings, image=world / "plain/00001.png")
     assert np.abs(first - second).max() > 1
 
 
 @pytest.mark.parametrize("text", ["", "a red star"])
-def test_inpainting_keeps_the_black_of_the_mask_exactly(text, trained, world, tmp_path):
+def test_inpainting_keeps_the_black_of_the_mask_exactly(text, trained, world):
     image = world / "plain/00001.png"
     mask = np.zeros((32, 32, 3), np.uint8)
     mask[8:24, 10:] = 255
@@ -491,11 +480,10 @@ def test_inpainting_keeps_the_black_of_the_mask_exactly(text, trained, world, tm
     for name, array in (("image", pixels), ("mask", mask)):
         array = array.repeat(3, axis=0).repeat(3, axis=1)
         array[72, 30:] = 255
-        (tmp_path / f"{name}.png").write_bytes(media.png(array))
+        Path(f"{name}.png").write_bytes(media.png(array))
     mask[24, 10:] = 255
-    settings = dict(image=tmp_path / "image.png", mask=tmp_path / "mask.png")
-    settings["prior"] = world / "prior"
-    for picture in sample(tmp_path, run_dir=trained, text=text, eta=1.0, **settings):
+    settings = dict(image="image.png", mask="mask.png", prior=world / "prior")
+    for picture in sample(run_dir=trained, text=text, eta=1.0, **settings):
         difference = np.abs(picture - read_picture(image))
         assert not difference[mask.min(-1) == 0].any()
         assert difference[mask.min(-1) > 0].mean() > 5
@@ -510,7 +498,6 @@ mistake = functools.partial(helpers.mistake, "train_decoder")
 @pytest.mark.parametrize(
     "words, message",
     [
-        ("--width 8", "those of one stage need --stage NAME"),
         ("--init_from a.pt", "they are of one stage"),
         ("--stage base --width 30", "--width 30, --image_size, --random_crop: "),
         ("--stage base --image_size 18", "multiples of 4, as 3 levels"),

@@ -1,6 +1,5 @@
 """The prior: its model against itself computed another way, and the script as a user runs it."""
 
-import os
 import re
 import shutil
 from functools import partial
@@ -12,13 +11,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import (
-    SMALL,
-    awake,
-    differences,
-    flags,
-    metrics,
-)
+from helpers import SMALL, awake, differences, flags, metrics
+from numpy.testing import assert_allclose
+from torch.testing import assert_close
 
 import train_prior
 from common import amp, checkpoint, config
@@ -45,7 +40,7 @@ class Inputs(NamedTuple):
 def make_prior(**settings):
     torch.manual_seed(0)
     sizes = dict(width=32, depth=3, heads=4, text_encodings="shards", max_text_len=6)
-    cfg = train_prior.Config(**{**sizes, **settings})
+    cfg = train_prior.Config(**sizes | settings)
     encoding_width = 0 if cfg.text_encodings == "none" else 12
     return awake(train_prior.Prior(cfg, 16, encoding_width))
 
@@ -61,7 +56,6 @@ def make_batch(size):
 
 @pytest.fixture
 def inputs():
-    torch.manual_seed(1)
     drop = torch.tensor([True, False, False, True])
     return Inputs(torch.randn(4, 3, 16), torch.randint(1000, (4, 3)), make_batch(4), drop)
 
@@ -83,7 +77,7 @@ def test_draws_that_share_a_text_equal_separate_passes_and_cached_ones(settings,
     together = with_gradients(prior(*inputs))
     for outputs in (separate, cached):
         others = with_gradients(torch.cat(outputs, dim=1))
-        torch.testing.assert_close(others, together, rtol=1e-3, atol=1e-5)
+        assert_close(others, together, rtol=1e-3, atol=1e-5)
 
 
 def test_the_null_branch_drops_the_text_and_nothing_else(inputs):
@@ -141,35 +135,33 @@ def test_every_parameter_gets_a_gradient_also_in_bf16_and_the_batch_is_not_chang
     fp32, bf16 = losses
     assert bf16.dtype == torch.float32
     assert bf16 != fp32
-    torch.testing.assert_close(bf16, fp32, rtol=0.02, atol=0)
-    torch.testing.assert_close(batch, before, rtol=0, atol=0)
+    assert_close(bf16, fp32, rtol=0.02, atol=0)
+    assert_close(batch, before, rtol=0, atol=0)
 
 
-def test_raw_embeddings_get_mean_0_and_deviation_1_inside_and_texts_of_unit_length_are_refused(
-    tmp_path,
-):
+def test_raw_embeddings_get_mean_0_and_deviation_1_inside_and_texts_of_unit_length_are_refused():
     rows = 3 * np.random.default_rng(0).standard_normal((100, 16), np.float32) + 1
     priors = []
     for name, scale, more in (
         ("run", 1, ["--raw_embeddings"]),
-        ("tuned", 2, ["--init_from", tmp_path / "run/model.pt"]),
+        ("tuned", 2, ["--init_from", "run/model.pt"]),
     ):
-        embeddings.write_shards(tmp_path / name, scale * rows, scale * rows, [])
-        settings = dict(SHORT, steps=1, data=tmp_path / name, run_dir=tmp_path / name)
+        embeddings.write_shards(name, scale * rows, scale * rows, [])
+        settings = dict(SHORT, steps=1, data=name, run_dir=name)
         run(*flags(**settings), *more)
-        priors.append(train_prior.load_prior(tmp_path / name / "model.pt", CPU)[0])
+        priors.append(train_prior.load_prior(f"{name}/model.pt", CPU)[0])
     prior, tuned = priors
-    _, indices = order.splits(embeddings.Embeddings(tmp_path / "run"), prior.cfg)["train"]
+    _, indices = order.splits(embeddings.Embeddings("run"), prior.cfg)["train"]
     image_embed = torch.from_numpy(rows[indices[np.arange(len(indices))]])
     x0 = prior.standardize(image_embed)
-    torch.testing.assert_close(x0.mean(0), torch.zeros(16), rtol=0, atol=1e-5)
-    torch.testing.assert_close(x0.std(0), torch.ones(16))
-    torch.testing.assert_close(prior.destandardize(x0), image_embed)
+    assert_close(x0.mean(0), torch.zeros(16), rtol=0, atol=1e-5)
+    assert_close(x0.std(0), torch.ones(16))
+    assert_close(prior.destandardize(x0), image_embed)
     assert torch.equal(tuned.clip_std, prior.clip_std)  # weights bring theirs to other data
 
     np.save("raw.npy", rows / 1.5)
     np.save("unit.npy", rows / np.linalg.norm(rows, axis=1, keepdims=True))
-    words = ("sample", "--run_dir", tmp_path / "run", "--steps", 1, "--text_embeds")
+    words = ("sample", "--run_dir", "run", "--steps", 1, "--text_embeds")
     run(*words, "raw.npy")
     out = run(*words, "unit.npy", expect=1)
     assert "unit.npy: its embeddings are of length 1, but those of the training of 12" in out
@@ -206,7 +198,7 @@ def test_sampling_with_guidance_equals_a_slow_uncached_loop(inputs):
         if after is not None:
             noise = (x - prior.alpha[t] * x0) / prior.sigma[t]
             x = prior.alpha[after] * x0 + prior.sigma[after] * noise
-    torch.testing.assert_close(out, F.normalize(x0, dim=-1), rtol=1e-3, atol=1e-4)
+    assert_close(out, F.normalize(x0, dim=-1), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -238,7 +230,7 @@ def test_the_loss_equals_a_slow_one_and_in_evaluation_has_no_weights(training, s
     }[cfg.objective]
     error = prior(a * x0 + s * e, timestep, batch, drop) - target
     expected = error**2 * (weight if training else 1)
-    torch.testing.assert_close(loss, expected.mean())
+    assert_close(loss, expected.mean())
 
 
 # Evaluation
@@ -336,8 +328,8 @@ def test_a_finished_run_started_again_changes_nothing(emb, finished, tmp_path):
     assert config.read_json(folder / "config.json")["logger"] == "console"
 
 
-def test_an_fp16_overflow_is_a_step_that_did_not_happen(emb, tmp_path, monkeypatch):
-    words = flags(data=emb, **{**SMALL, "steps": 8, "eval_every": 0, "precision": "fp16"})
+def test_an_fp16_overflow_is_a_step_that_did_not_happen(emb, monkeypatch):
+    words = flags(data=emb, **SMALL | {"steps": 8, "eval_every": 0, "precision": "fp16"})
     scale_loss = torch.amp.GradScaler.scale
     losses = []
 
@@ -348,10 +340,10 @@ def test_an_fp16_overflow_is_a_step_that_did_not_happen(emb, tmp_path, monkeypat
 
     runs = []
     for name in ("usual", "disturbed"):
-        run(*words, "--run_dir", tmp_path / name)
-        lines = metrics(tmp_path / name)
+        run(*words, "--run_dir", name)
+        lines = metrics(name)
         overflows = sum(line.pop("overflows", 0) for line in lines)
-        state = checkpoint.load(tmp_path / name / "checkpoints/step_00000008.pt")
+        state = checkpoint.load(f"{name}/checkpoints/step_00000008.pt")
         runs.append((lines, overflows, state["training"]["scaler"]["scale"]))
         monkeypatch.setattr(torch.amp.GradScaler, "scale", overflowing)
     (usual, overflows, scale), disturbed = runs
@@ -360,15 +352,15 @@ def test_an_fp16_overflow_is_a_step_that_did_not_happen(emb, tmp_path, monkeypat
     assert disturbed == (usual, overflows + 1, scale / 2)
 
 
-def test_checkpoints_load_from_urls(emb, finished, server, tmp_path):
+def test_checkpoints_load_from_urls(emb, finished, server):
     _, whole, _ = helpers.saved(finished)
     files = {"/whole.pt": finished / whole["file"], "/model.pt": finished / "model.pt"}
     server.files = {name: path.read_bytes() for name, path in files.items()}
 
     def train(flag, address):
         """(output, lines of metrics.jsonl) of a run."""
-        words = flags(data=emb, run_dir=tmp_path / flag, **{**SMALL, flag: server.url + address})
-        return run(*words), metrics(tmp_path / flag)
+        words = flags(data=emb, run_dir=flag, **SMALL | {flag: server.url + address})
+        return run(*words), metrics(flag)
 
     out, lines = train("load", f"/whole.pt#sha256={whole['sha256']}")
     assert "at step 16 of 24" in out
@@ -379,19 +371,18 @@ def test_checkpoints_load_from_urls(emb, finished, server, tmp_path):
     assert line["loss"] < from_scratch[0]["loss"]
 
 
-def test_a_validation_set_a_split_seed_a_cosine_length_and_no_averaging(emb, tmp_path):
-    noise = tmp_path / "noise"
+def test_a_validation_set_a_split_seed_a_cosine_length_and_no_averaging(emb):
     embeds = np.random.default_rng(1).normal(size=(2, 60, 16))
-    embeddings.write_shards(noise, *embeds, [{"caption": ""}] * 60)
-    settings = dict(val_data=noise, split_seed=1, ema_decay=0, cosine_steps=10, eval_every=4)
-    words = flags(data=emb, run_dir=tmp_path / "run", **{**SMALL, **settings})
+    embeddings.write_shards("noise", *embeds, [{"caption": ""}] * 60)
+    settings = dict(val_data="noise", split_seed=1, ema_decay=0, cosine_steps=10, eval_every=4)
+    words = flags(data=emb, run_dir="run", **SMALL | settings)
     run(*words)
-    lines = metrics(tmp_path / "run")
+    lines = metrics("run")
     assert [line["lr"] == 0 for line in lines if "loss" in line] == [False] * 2 + [True] * 4
     validations = [line for line in lines if "val_loss" in line]
     losses = [line["val_loss"] for line in validations]
     assert losses == [line["val_loss_online"] for line in validations]
-    best = checkpoint.load(tmp_path / "run/best.pt")
+    best = checkpoint.load("run/best.pt")
     assert best["step"] == 4 + 4 * int(np.argmin(losses))
 
     baseline = F.cosine_similarity(*torch.from_numpy(embeds)).mean()
@@ -400,10 +391,10 @@ def test_a_validation_set_a_split_seed_a_cosine_length_and_no_averaging(emb, tmp
     assert "split_seed is 1 there and 2 here" in out
 
 
-def test_guidance_is_refused_for_a_model_that_never_trained_without_text(emb, tmp_path):
-    run(*flags(data=emb, run_dir=tmp_path, **{**SMALL, "steps": 1, "text_drop": 0}))
+def test_guidance_is_refused_for_a_model_that_never_trained_without_text(emb):
+    run(*flags(data=emb, run_dir="run", **SMALL | {"steps": 1, "text_drop": 0}))
     for command in ("evaluate", "sample"):
-        out = run(command, "--run_dir", tmp_path, "--guidance_scale", 2, expect=1)
+        out = run(command, "--run_dir", "run", "--guidance_scale", 2, expect=1)
         assert "is trained with --text_drop 0" in out
 
 
@@ -420,11 +411,9 @@ def test_guidance_is_refused_for_a_model_that_never_trained_without_text(emb, tm
         ("sample --text x --texts y", 2, "--text, --texts: give one"),
         ("sample --text x --text_embeds y", 2, "--text, --text_embeds: give one"),
         ("sample --run_dir used --text_embeds narrow/text_emb/text_emb_0.npy", 1, "8 wide"),
-        (f"sample --run_dir used --texts {os.devnull}", 1, "no text in it"),
         ("sample --run_dir used --steps 1001", 1, "1001 sampling steps: expected 1 to"),
         ("sample --run_dir used --text x --steps 1000", 1, "name it with --clip"),
         ("evaluate --run_dir used --data narrow", 1, "[8, 0]; those of the model are [16, 0]"),
-        ("--data no", 1, "no such folder"),
         ("--data emb --run_dir used", 1, "width is 32 there"),
         ("--data emb --val_data narrow", 1, "narrow: widths of embeddings"),
         ("--data emb --text_encodings clip", 1, "name it with --clip"),
@@ -477,14 +466,14 @@ def embed_texts(world, texts):
 
 
 @pytest.mark.parametrize("encodings", ["clip", "shards"])
-def test_the_samples_kept_are_the_most_similar_to_the_text(encodings, world, tmp_path):
+def test_the_samples_kept_are_the_most_similar_to_the_text(encodings, world):
     settings = dict(text_encodings=encodings, objective="v", **SHORT)
-    run(*flags(data=world / "emb", run_dir=tmp_path, **settings))
-    _, candidates = sample(tmp_path, text=STAR, num_samples=6, best_of=1)
+    run(*flags(data=world / "emb", run_dir="run", **settings))
+    _, candidates = sample("run", text=STAR, num_samples=6, best_of=1)
     cosines = candidates @ F.normalize(embed_texts(world, [STAR])[0], dim=0).numpy()
-    _, best = sample(tmp_path, text=STAR, num_samples=2, best_of=3)
+    _, best = sample("run", text=STAR, num_samples=2, best_of=3)
     kept = [cosines[:3].argmax(), 3 + cosines[3:].argmax()]
-    np.testing.assert_allclose(best, candidates[kept], atol=1e-5)
+    assert_allclose(best, candidates[kept], atol=1e-5)
     assert np.abs(best[0] - best[1]).max() > 1e-3
 
 
@@ -498,20 +487,18 @@ def test_samples_of_texts_do_not_depend_on_the_batch_and_equal_those_of_their_em
     settings = dict(text_embeds="texts.npy", clip="nowhere", num_samples=2)
     _, of_embeddings = sample(world / "run", **settings)
     assert of_texts.shape == (4, 16)
-    np.testing.assert_allclose(of_texts[:2], first, atol=1e-5)
-    np.testing.assert_allclose(of_embeddings, of_texts, atol=1e-5)
+    assert_allclose(of_texts[:2], first, atol=1e-5)
+    assert_allclose(of_embeddings, of_texts, atol=1e-5)
 
 
 def test_samples_without_a_text_are_those_of_the_clips_encoding_of_an_empty_text(world):
     folder = world / "run"
     np.save("empty.npy", embed_texts(world, [""]))
-    out, samples = sample(folder)
-    assert "similarity" not in out
+    _, samples = sample(folder)
     for settings in (dict(text_embeds="empty.npy"), dict(text=STAR, guidance_scale=0)):
         _, others = sample(folder, best_of=1, **settings)
-        np.testing.assert_allclose(others, samples, atol=1e-5)
-    out, of_text = sample(folder, text=STAR)
-    assert "cut" not in out
+        assert_allclose(others, samples, atol=1e-5)
+    _, of_text = sample(folder, text=STAR)
     _, guided = sample(folder, text=STAR, guidance_scale=3)
     for others in (samples, guided):
         assert np.abs(of_text - others).max() > 1e-3
@@ -540,13 +527,13 @@ def test_evaluate_gives_the_metrics_of_the_end_of_training(ranks, world, on_rank
     assert run("evaluate", *words, ranks=ranks).count("similarity_with_text@4") == 1
 
 
-def test_another_clip_of_the_same_width_is_refused(world, tmp_path):
-    shutil.copytree(world / "emb", tmp_path / "emb")
-    (tmp_path / "emb/clip.json").unlink()
-    words = flags(data=tmp_path / "emb", run_dir=tmp_path / "run", **SHORT)
+def test_another_clip_of_the_same_width_is_refused(world):
+    shutil.copytree(world / "emb", "emb")
+    Path("emb/clip.json").unlink()
+    words = flags(data="emb", run_dir="run", **SHORT)
     out = run(*words, "--clip", world / "other", expect=1)
     assert "emb: its embeddings are not of this CLIP" in out
-    for path in (tmp_path / "emb/captions").iterdir():
+    for path in Path("emb/captions").iterdir():
         path.write_bytes(path.read_bytes().replace(b'"caption"', b'"prompt"'))
     run(*words, "--clip", world / "clip")  # this model needs no captions
 
@@ -557,14 +544,14 @@ def test_the_built_in_data_are_not_scored_with_another_validation_set(world):
 
 
 def test_a_run_on_captions_needs_no_text_embeddings_and_resumes_with_its_clip_alone(
-    world, tmp_path
+    world,
 ):
-    shutil.copytree(world / "emb", tmp_path / "emb")
-    shutil.copytree(world / "clip", tmp_path / "clip")
-    shutil.rmtree(tmp_path / "emb/text_emb")
-    words = flags(clip=tmp_path / "clip", run_dir=tmp_path / "run", text_encodings="clip", **SHORT)
+    shutil.copytree(world / "emb", "emb")
+    shutil.copytree(world / "clip", "clip")
+    shutil.rmtree("emb/text_emb")
+    words = flags(clip="clip", run_dir="run", text_encodings="clip", **SHORT)
     run(*words, "--data", world / "emb", "--steps", 4)
-    assert "at step 4 of 8" in run(*words, "--data", tmp_path / "emb")
-    (tmp_path / "clip/model.pt").write_bytes((world / "other/model.pt").read_bytes())
+    assert "at step 4 of 8" in run(*words, "--data", "emb")
+    Path("clip/model.pt").write_bytes((world / "other/model.pt").read_bytes())
     out = run(*words, "--data", world / "emb", "--steps", 12, expect=1)
     assert "not the CLIP that made the embeddings, or trained anew since" in out

@@ -75,7 +75,8 @@ def chart(name, points):
 
 def table(values):
     """{name: value} as rows."""
-    rows = []
-    for name, value in values.items():
-        rows.append(f"<tr><td>{html.escape(name)}</td><td>{html.escape(str(value))}</td></tr>")
+    rows = [
+        f"<tr><td>{html.escape(name)}</td><td>{html.escape(str(value))}</td></tr>"
+        for name, value in values.items()
+    ]
     return f"<table>{''.join(rows)}</table>"

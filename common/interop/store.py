@@ -180,7 +180,7 @@ def send(savers, run):
     So what failed is sent at the next save.
     """
     newest = run.checkpoints[0] if run.checkpoints else {}
-    entries = {"latest": newest, "best": run.best, "meta": newest and {**newest, "best": run.best}}
+    entries = {"latest": newest, "best": run.best, "meta": newest and newest | {"best": run.best}}
     for saver in savers:
         for event, entry in entries.items():
             try:

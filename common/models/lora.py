@@ -126,6 +126,6 @@ def merged(contents, path):
         layer = name.replace("/", ".") + ".weight"
         with config.explained(f"{path}: adapters of another model than {base}: {layer}"):
             weights[layer] = weights[layer] + adapters[f"{name}.B"] @ adapters[f"{name}.A"]
-    contents = {**contents, "model": weights}
+    contents = contents | {"model": weights}
     del contents["lora"]
     return contents
