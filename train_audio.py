@@ -794,7 +794,7 @@ def train_soundstream(cfg, device):
     )
     loop.resume(run, state)  # or take the weights of --init_from
     # By --init_strict false this mark may come without codebooks, which are of another size.
-    codec.quantizer.initialized &= codec.quantizer.ema_count.any()
+    codec.quantizer.initialized &= codec.quantizer.codebook.any()
     if cfg.compile:
         codec.compile()
 
@@ -1480,6 +1480,19 @@ def continuations(model, cfg, split, codec):
 # Training
 
 
+def check_source(path, made_with, vocabulary):
+    """UserError if the transformer in the file `path` has embeddings of other tokens or words."""
+    with checkpoint.damaged(path):
+        contents = checkpoint.load(path, mmap=True)
+        *_, words = contents["arguments"]
+        tokens_of = contents["made_with"]
+    if tokens_of != made_with or words != vocabulary:
+        raise UserError(
+            f"--init_from {path}: of other tokens or other words, so its embeddings mean others; "
+            "--init_strict false takes them all the same"
+        )
+
+
 def train_transformer(cfg, device):
     # Rank 0 takes the run folder, then all open the earlier stages and the data.
     run, cfg = loop.open_run(cfg, f"{cfg.run_dir}/{cfg.stage}", MAX_CHUNK)
@@ -1520,14 +1533,7 @@ def train_transformer(cfg, device):
     ema = EMA(model, cfg.ema_update_every, cfg.ema_decay, cfg.ema_update_after)
     info = {"kind": cfg.stage, "arguments": arguments, "made_with": made_with}
     if cfg.init_from and cfg.init_strict and not run.resume_from:
-        with checkpoint.damaged(cfg.init_from):
-            theirs = checkpoint.load(cfg.init_from, mmap=True)
-            differs = theirs["made_with"] != made_with or theirs["arguments"][2] != vocabulary
-        if differs:
-            dist.fail(
-                f"--init_from {cfg.init_from}: of other tokens or other words, so its embeddings "
-                "mean others; --init_strict false takes them all the same"
-            )
+        dist.on_main(lambda: check_source(cfg.init_from, made_with, vocabulary))
     state = checkpoint.State(cfg, model, ema, optimizers, scaler, identity, info)
     loop.resume(run, state)  # or take the weights of --init_from
     if cfg.compile:
@@ -1622,20 +1628,22 @@ class Prompt(NamedTuple):
 
 
 class Pipeline:
-    """The three transformers of a folder of runs, with their codec and semantic tokenizer.
+    """The transformers of a folder of runs, with their codec and semantic tokenizer.
 
     UserError if they were not trained on each other's tokens.
     """
 
     def __init__(self, args, device):
-        """args: an EvaluateConfig or SampleConfig."""
-        self.models = []
+        """args: an EvaluateConfig or SampleConfig. The latter may do without fine."""
         stages = ["semantic", "coarse", "fine"]
-        for stage in stages if getattr(args, "fine", True) else stages[:2]:
+        if not getattr(args, "fine", True):
+            stages.remove("fine")
+        self.models = []
+        for stage in stages:
             folder = f"{args.run_dir}/{stage}"
             self.models.append(load_model(stage, folder, device, args.model, args.weights))
-        self.semantic, self.coarse, *_ = self.models
-        self.fine = self.models[-1]
+        self.semantic, self.coarse, *fine = self.models
+        self.fine = fine[0] if fine else None
 
         # What coarse was trained with: in this folder, if it was in its own.
         cfg = dataclasses.replace(self.coarse.cfg, run_dir=args.run_dir)

@@ -872,12 +872,12 @@ def open_data(cfg, image_size, source, device):
 
     dataset = open_folder(cfg.data)
     val_dataset = open_folder(cfg.val_data) if cfg.val_data else None
-    if cfg.image_condition and val_dataset and val_dataset.width != dataset.width:
-        raise UserError(f"{cfg.val_data}: embeddings of another width than those of {cfg.data}")
     # Widths of image or text embeddings and of text encodings; 0 if the model has none.
     widths = [0, 0]
     if cfg.image_condition:
         widths[0] = dataset.width or clip_model.embed_width
+        if val_dataset and val_dataset.width not in (None, widths[0]):
+            raise UserError(f"{cfg.val_data}: embeddings of another width than {cfg.data}")
     if has_text:
         widths[1] = clip_model.encoding_width
         some = files.evenly_spaced(len(dataset), 256)
@@ -1093,7 +1093,8 @@ def load_prior(args, decoder, clip_model, texts):
     prior, contents = train_prior.load_prior(path, decoder.alpha.device)
     cfg = prior.cfg
     clip.check_widths(clip_model, f"--prior {path}", *contents["widths"])
-    clip.check_fingerprint(clip_model, f"--prior {path}", contents.get("clip_fingerprint"))
+    where = f"the decoder's CLIP, for --prior {path}"
+    clip.check_fingerprint(clip_model, where, contents.get("clip_fingerprint"))
     clip_model.note_cut(texts, cfg.max_text_len)
     if decoder.cfg.raw_embeddings and not cfg.raw_embeddings:
         raise UserError(

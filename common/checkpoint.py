@@ -50,7 +50,10 @@ def lock(file, wait=False):
     except (BlockingIOError, PermissionError):
         raise
     except OSError:  # Lustre and NFS may have none
-        config.note(f"{file.name} cannot be locked; make sure that no other process trains here")
+        if not wait:  # of a run
+            config.note(
+                f"{file.name} cannot be locked; make sure that no other process trains here"
+            )
 
 
 @contextlib.contextmanager

@@ -411,6 +411,7 @@ def test_guidance_is_refused_for_a_model_that_never_trained_without_text(emb):
         ("sample --text x --texts y", 2, "--text, --texts: give one"),
         ("sample --text x --text_embeds y", 2, "--text, --text_embeds: give one"),
         ("sample --run_dir used --text_embeds narrow/text_emb/text_emb_0.npy", 1, "8 wide"),
+        ("sample --run_dir used --text_embeds none.npy", 1, "0 rows 16 wide"),
         ("sample --run_dir used --steps 1001", 1, "1001 sampling steps: expected 1 to"),
         ("sample --run_dir used --text x --steps 1000", 1, "name it with --clip"),
         ("evaluate --run_dir used --data narrow", 1, "[8, 0]; those of the model are [16, 0]"),
@@ -421,6 +422,7 @@ def test_guidance_is_refused_for_a_model_that_never_trained_without_text(emb):
 )
 def test_a_mistake_ends_in_one_line_and_a_status(words, status, message, emb, finished):
     embeddings.write_shards("narrow", np.ones((9, 8)), np.ones((9, 8)), [{}] * 9)
+    np.save("none.npy", np.ones((0, 16), np.float32))
     Path("emb").symlink_to(emb)
     Path("used").symlink_to(finished)
     out = run(*words.split(), expect=status)

@@ -6,7 +6,6 @@
 
 import dataclasses
 import hashlib
-import itertools
 import math
 from pathlib import Path
 from typing import Literal
@@ -21,9 +20,6 @@ from common.data import embeddings, files, order, synthetic
 from common.data.images import BUILTIN_ROWS, CaptionedImages
 from common.data.media import from_uint8, to_uint8
 from common.models import clip
-
-BATCH = 256  # images that are embedded at once
-BATCHES = 128  # in a shard of embeddings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,8 +99,8 @@ def read(path, image_size, split="all"):
         if split != "all":
             indices = dataset.split(split, 0.1, 0.1)
     faults = []
-    for start in tracker.progress(range(0, len(indices), BATCH), desc="reading", unit="batch"):
-        batch = indices[start : start + BATCH]
+    for start in tracker.progress(range(0, len(indices), 256), desc="reading", unit="batch"):
+        batch = indices[start : start + 256]
         if path == "shapes":
             yield synthetic.shapes(batch, size=image_size)
             continue
@@ -202,8 +198,8 @@ def train(cfg, device=None):
 
         if step % max(1, cfg.steps // 10) and step < cfg.steps:
             continue
-        if not loss.isfinite():
-            raise UserError(f"step {step}: the loss is not finite; give a lower --lr")
+        if checkpoint.not_finite(model.state_dict()):
+            raise UserError(f"step {step}: weights that are not finite; give a lower --lr")
         recall = 0.0
         if held_out:
             (image, text), records = embed(model, held_out)
@@ -250,24 +246,18 @@ def embed_all(cfg, device=None):
     out = Path(cfg.out)
     (out / "clip.json").unlink(missing_ok=True)  # it may name another CLIP
     batches = read(cfg.data, clip_model.image_size, cfg.split)
-    count = 0
-    for shard in itertools.count():  # one at a time, so that all need not fit into memory
-        of_shard = itertools.islice(batches, BATCHES)
-        arrays, records = embed(clip_model, of_shard, cfg.encodings, cfg.raw)
-        if not records:
-            break
-        # In half precision, as clip-retrieval writes them.
-        image, text, *encodings = [array.astype(np.float16) for array in arrays]
-        embeddings.write_shards(out, image, text, records, *encodings, first=shard)
-        count += len(records)
-    if not count:
+    arrays, records = embed(clip_model, batches, cfg.encodings, cfg.raw)
+    if not records:
         raise UserError(f"{cfg.data}: none of its images can be used")
+    # In half precision, as clip-retrieval writes them.
+    image, text, *encodings = [array.astype(np.float16) for array in arrays]
+    embeddings.write_shards(out, image, text, records, *encodings)
     spec = cfg.run_dir
     if not spec.startswith("open_clip:"):
         spec = str(Path(spec).resolve())
     values = {"clip": spec, "fingerprint": clip_model.fingerprint()}
     checkpoint.write_json(values, out / "clip.json")
-    print(f"wrote {out}: {count} embeddings")
+    print(f"wrote {out}: {len(records)} embeddings")
 
 
 def builtin_data(folder, device):

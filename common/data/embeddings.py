@@ -210,6 +210,8 @@ class Embeddings:
                 batch["caption"] = self.texts(indices)
             except UserError:  # of one at least
                 usable = np.array([not self.fault(index) for index in indices])
+                if usable.all():  # a second reading succeeds, as over a network
+                    return self.fetch(indices)
         return batch, usable
 
     def _embeddings(self, indices):
@@ -277,19 +279,12 @@ class Embeddings:
 
 
 def write_shards(
-    folder,
-    image_embeddings,
-    text_embeddings,
-    records,
-    encodings=None,
-    rows_per_shard=100_000,
-    first=0,
+    folder, image_embeddings, text_embeddings, records, encodings=None, rows_per_shard=100_000
 ):
     """Write embeddings (N, D) and maybe token encodings (N, L, E) as shards.
 
     records: N captions [{"caption": text}], or []. Earlier shards in `folder` are removed, so that
-    two sets of embeddings never mix; but none if `first`, the number of the first shard, is given.
-    float16 stays, all else becomes float32.
+    two sets of embeddings never mix. float16 stays, all else becomes float32.
     """
     folder = Path(folder)
     tables = {"img_emb": image_embeddings, "text_emb": text_embeddings}
@@ -299,10 +294,10 @@ def write_shards(
         tables["captions"] = [json.dumps(record).encode() + b"\n" for record in records]
     shards = list(accumulate.split(tables, rows_per_shard))
     for name in (*FOLDERS.values(), "captions"):
-        for path in () if first else (folder / name).glob(f"{name}_*"):
+        for path in (folder / name).glob(f"{name}_*"):
             path.unlink()
 
-    for number, shard in enumerate(shards, first):
+    for number, shard in enumerate(shards):
         for name, rows in shard.items():
             suffix = ".jsonl" if name == "captions" else ".npy"
             with checkpoint.atomic_write(folder / name / f"{name}_{number}{suffix}") as file:

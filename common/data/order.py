@@ -19,6 +19,7 @@ and the others by `batches`.
 
 import atexit
 import collections
+import contextlib
 import dataclasses
 import errno
 import hashlib
@@ -296,12 +297,8 @@ def loader(chunks, spans, workers=0, pin_memory=False, timeout=0):
             timeout=timeout if workers else 0,
             collate_fn=share if workers else None,
         )
-        # Signals are sent to the workers, too, which leave them to their rank: they begin with
-        # them blocked, and stay so. A handler of their own would come too late for the first.
-        mask = getattr(signal, "pthread_sigmask", lambda *_: None)  # Windows has none
-        mask(signal.SIG_BLOCK, dist.SIGNALS)
-        batches = iter(loading)
-        mask(signal.SIG_UNBLOCK, dist.SIGNALS)
+        with signals_blocked() if workers else contextlib.nullcontext():
+            batches = iter(loading)
         yield from batches
     except (UserError, OSError, EOFError) as error:
         kill_workers()  # their ends are no further errors
@@ -323,6 +320,22 @@ def share(batch):
     """
     batch = torch.utils.data.default_convert(batch)
     return tree_map_only(torch.Tensor, torch.Tensor.share_memory_, batch)
+
+
+@contextlib.contextmanager
+def signals_blocked():
+    """Context in which workers are started: they leave SIGTERM and Ctrl-C to their rank.
+
+    They inherit the mask and keep it. A handler that they set would come too late for some signals.
+    """
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, dist.SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def kill_workers():

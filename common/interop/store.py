@@ -180,7 +180,9 @@ def send(savers, run):
     So what failed is sent at the next save.
     """
     newest = run.checkpoints[0] if run.checkpoints else {}
-    entries = {"latest": newest, "best": run.best, "meta": newest and newest | {"best": run.best}}
+    entries = {"latest": newest, "best": run.best, "meta": {}}
+    if newest:
+        entries["meta"] = {**newest, "best": run.best}  # it names both
     for saver in savers:
         for event, entry in entries.items():
             try:

@@ -99,9 +99,9 @@ def mfcc(wave):
 def fit(dataset, indices, clusters, seed=0, features="mfcc", device="cpu"):
     """A tokenizer that is fitted to at most half an hour of the recordings `indices`.
 
-    dataset.wave(index) is a float32 tensor (T,) at dataset.rate; recordings that raise Unusable
-    are skipped. Features are normalized to mean 0 and variance 1 (AudioLM §III-B). UserError if
-    there are fewer frames than clusters.
+    dataset.wave(index, length, fraction) is as that of Recordings, at dataset.rate; recordings that
+    raise Unusable are skipped. Features are normalized to mean 0 and variance 1 (AudioLM §III-B).
+    UserError if there are fewer frames than clusters.
     """
     tokenizer = KMeans(clusters, features, dataset.rate).to(device)
     key = accumulate.derive_seed("kmeans", seed)
