@@ -1480,7 +1480,7 @@ def continuations(model, cfg, split, codec):
 # Training
 
 
-def check_source(path, made_with, vocabulary):
+def check_init_from(path, made_with, vocabulary):
     """UserError if the transformer in the file `path` has embeddings of other tokens or words."""
     with checkpoint.damaged(path):
         contents = checkpoint.load(path, mmap=True)
@@ -1533,7 +1533,7 @@ def train_transformer(cfg, device):
     ema = EMA(model, cfg.ema_update_every, cfg.ema_decay, cfg.ema_update_after)
     info = {"kind": cfg.stage, "arguments": arguments, "made_with": made_with}
     if cfg.init_from and cfg.init_strict and not run.resume_from:
-        dist.on_main(lambda: check_source(cfg.init_from, made_with, vocabulary))
+        dist.on_main(lambda: check_init_from(cfg.init_from, made_with, vocabulary))
     state = checkpoint.State(cfg, model, ema, optimizers, scaler, identity, info)
     loop.resume(run, state)  # or take the weights of --init_from
     if cfg.compile:
@@ -1636,7 +1636,7 @@ class Pipeline:
     def __init__(self, args, device):
         """args: an EvaluateConfig or SampleConfig. The latter may do without fine."""
         stages = ["semantic", "coarse", "fine"]
-        if not getattr(args, "fine", True):
+        if not args.fine:
             stages.remove("fine")
         self.models = []
         for stage in stages:
@@ -1735,6 +1735,8 @@ class EvaluateConfig(config.Inference):
     run_dir: str = field("runs/audio", "folder of the runs, one for each stage")
     eval_samples: NonNegativeInt = field(192, "most held-out recordings to continue, 0: all")
     out: str = field("", 'folder of scores.json and sounds/; "": the folder of the runs')
+
+    fine = True  # of all stages; without a type it is no flag
 
 
 def evaluate_pipeline(args, device=None):

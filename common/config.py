@@ -53,9 +53,9 @@ def explained(message, kind=UserError):
     except kind:
         raise
     except Exception as error:
-        # What `run` explains. A sample alone that is too large is Unusable.
-        ours = NO_MEMORY if kind is UserError else FILES
-        if any(words in str(error) for words in ours):
+        # Left to `run`. A sample alone may be too large for the memory; it is then Unusable.
+        explained_there = NO_MEMORY if kind is UserError else [OPEN_FILES]
+        if any(words in str(error) for words in explained_there):
             raise
         # Without torch's advice, which is to load files with code, and without addresses in
         # memory: a fault has the same message whenever it is met.
@@ -374,7 +374,7 @@ def parse(cls, words, usage="", presets=None):
 
 
 # Errors that are not the program's
-FILES = ("Too many open files",)
+OPEN_FILES = "Too many open files"
 NO_MEMORY = ("out of memory", "can't allocate memory", "Unable to allocate")  # GPU, CPU, numpy
 SMALLER = (
     "too large for the memory: lower --chunk_size or --max_batch, give --checkpointing, or make "
@@ -384,7 +384,7 @@ SHM = "/dev/shm is missing or too small; give --workers 0, or more of it (docker
 KILLED = "--workers: one was killed, maybe for lack of memory; give fewer"
 PEER = "another rank has ended, or did not answer for --timeout_minutes; what it printed says why"
 OUTSIDE = {  # {words in an error: what to say}
-    FILES[0]: "--workers: give fewer, or raise the limit of open files (ulimit -n)",
+    OPEN_FILES: "--workers: give fewer, or raise the limit of open files (ulimit -n)",
     "Bus error": f"--workers: {SHM}",
     "</torch_": f"--workers: {SHM}",  # the name of shared memory
     "DataLoader worker (pid": KILLED,

@@ -297,8 +297,8 @@ def loader(chunks, spans, workers=0, pin_memory=False, timeout=0):
             timeout=timeout if workers else 0,
             collate_fn=share if workers else None,
         )
-        with signals_blocked() if workers else contextlib.nullcontext():
-            batches = iter(loading)
+        with signals_blocked():
+            batches = iter(loading)  # which starts the workers
         yield from batches
     except (UserError, OSError, EOFError) as error:
         kill_workers()  # their ends are no further errors

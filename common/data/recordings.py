@@ -388,8 +388,11 @@ class Recordings:
 
     def split(self, name, validation, test, seed=0):
         """Indices (int64) of "train", "validation" or "test", by a hash of speakers or names."""
-        # VCTK's two microphones hear the same.
-        keys = [re.sub(r"_mic\d(?=\.)", "", name) for name in self.names]
+        microphone = re.compile(r"_mic\d(?=\.)")  # of VCTK, whose two hear the same
+        keys = [
+            microphone.sub("", name)
+            for name in self.names
+        ]
         if len(set(self.speaker_of)) >= 20:  # so that validation is on unseen speakers
             keys = self.speaker_of
         return order.split_keys(keys, name, validation, test, seed)

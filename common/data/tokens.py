@@ -115,8 +115,13 @@ def token_cache(folder, dataset, tokenizer):
                 checkpoint.lock(lock, wait=True)  # coarse and fine may be trained at once
                 found = _load_tokens(path)
                 # What was unusable may have been mended since.
-                missing = [index for index, row in zip(part, found or []) if not len(row)]
-                if not found or any(len(encode(index)) for index in missing):
+                missing = [
+                    index
+                    for index, row in zip(part, found or [])
+                    if not len(row)
+                ]
+                is_mended = any(len(encode(index)) for index in missing)
+                if is_mended or not found:
                     write(path, part.tolist())
 
     dist.together(encode_missing)

@@ -45,7 +45,9 @@ class Muon(torch.optim.Optimizer):
             # models would wait longer than the work takes that is shared.
             sizes = [p.numel() for p in parameters]
             flat = group["params"][0].new_zeros(sum(sizes))
-            updates = [part.view(p.shape) for p, part in zip(parameters, flat.split(sizes))]
+            updates = []
+            for parameter, part in zip(parameters, flat.split(sizes)):
+                updates.append(part.view(parameter.shape))
 
             # Equal shapes are neighbors, so that every rank gets its share of the large ones.
             own = slice(rank, None, world_size)
@@ -73,7 +75,13 @@ def matrix_shape(kernel):
 
 def by_shape(*lists):
     """Parts of equally long lists: neighbors whose first tensors are matrices of one shape."""
-    for _, neighbors in itertools.groupby(zip(*lists), lambda row: matrix_shape(row[0])):
+
+    def shape_of_first(row):
+        first = row[0]
+        return matrix_shape(first)
+
+    rows = zip(*lists)
+    for _, neighbors in itertools.groupby(rows, shape_of_first):
         yield map(list, zip(*neighbors))
 
 
