@@ -61,7 +61,7 @@ import itertools
 import math
 import shlex
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -92,6 +92,8 @@ BUILTIN_ROWS = 6_000  # recordings of the built-in syllables
 NUM_SOUNDS = 2  # recordings that an evaluation writes
 
 Optimizer = Literal["adamw", "muon"]
+# Tokens are kept in 16 bits.
+Codes = Annotated[int, ("a number from 1 to 65536", lambda value: 0 < value <= 2**16)]
 
 # What all stages share
 
@@ -127,11 +129,6 @@ class SharedConfig(config.TrainingRun):
     def __post_init__(self):
         super().__post_init__()
         tracker.check(self)
-        of_one = self.init_from or self.load or self.save or " id=" in self.logger
-        if self.stage == "all" and of_one:  # a stage would take or overwrite that of the one before
-            raise UserError(
-                "--init_from, --load, --save, id in --logger: they are of one stage; give --stage"
-            )
 
 
 def open_recordings(cfg, hop_length, crop=0, shifts=1):
@@ -202,7 +199,7 @@ class CodecConfig(SharedConfig):
     num_quantizers: PositiveInt = model_field(
         4, "residual quantizers; the first n alone are a lower bitrate"
     )
-    codebook_size: PositiveInt = model_field(256, "codes of a quantizer")
+    codebook_size: Codes = model_field(256, "codes of a quantizer")
     codebook_decay: Fraction = field(0.95, "decay of the codebooks' averages")
     # k-means of an untrained encoder's frames is worse: mel distance 0.54 on speech, not 0.43.
     quantizer_start: NonNegativeInt = field(
@@ -276,7 +273,7 @@ class CodecConfig(SharedConfig):
         return max(128, 2 ** round(math.log2(self.sample_rate / 20)))
 
 
-# SoundStream §III. Batch, crop, learning rates and commitment weight are not in the paper.
+# What the papers' sizes share.
 LARGE = dict(
     lr=1e-4,
     steps=1_000_000,
@@ -290,6 +287,7 @@ LARGE = dict(
     save_every=2_000,
     workers=4,
 )
+# SoundStream §III. Batch, crop, learning rates and commitment weight are not in the paper.
 SOUNDSTREAM = dict(
     LARGE,
     sample_rate=16_000,  # AudioLM §IV-A; SoundStream's own is 24 kHz, of 8 quantizers: 6 kbit/s
@@ -486,7 +484,7 @@ class SoundStream(nn.Module):
         wave = self.emphasize(wave.to(self.inner_scale.device))
 
         def work(block):
-            return self.quantizer.encode(self.encode_latents(block[None]))[0]
+            return self.quantizer.encode(self.encode_latents(block))
 
         return recordings.in_blocks(work, wave, self.hop_length, 1, self.reach).cpu()
 
@@ -494,7 +492,7 @@ class SoundStream(nn.Module):
         """The wave (frames · hop_length,), on the CPU, of codes (frames, n) of n quantizers."""
 
         def work(block):
-            return self.decode_latents(self.quantizer.decode(block[None]))[0]
+            return self.decode_latents(self.quantizer.decode(block))
 
         codes = codes.to(self.inner_scale.device)
         wave = recordings.in_blocks(work, codes, 1, self.hop_length, self.reach)
@@ -798,11 +796,11 @@ def train_soundstream(cfg, device):
     if cfg.compile:
         codec.compile()
 
-    # The order of samples follows from seed and step. Write config.json and open the logger.
+    # The order of samples follows from seed and step.
     plan, batches = loop.batches(cfg, dataset, indices, state.step, device)
-    log = loop.begin(run, state, f"{len(dataset):,} recordings", device)
-    eval_due = loop.Due(cfg.eval_every, cfg.steps)
-    save_due = loop.Due(cfg.save_every, cfg.steps)
+    about = f"{len(dataset):,} recordings"
+    eval_due = loop.Due(cfg.eval_every, state)
+    save_due = loop.Due(cfg.save_every, state)
 
     def evaluate(split, name):
         """(metrics of the averaged weights, their sounds as files)"""
@@ -812,18 +810,17 @@ def train_soundstream(cfg, device):
             samples = sounds.write_sounds(written, cfg.sample_rate, run.folder, name)
         return metrics, samples
 
-    with log, loop.progress(run, state, log, cfg.stage) as progress:
+    # Write config.json and open the logger.
+    with loop.begin(run, state, about, device) as progress:
         while True:
             # Evaluate: the averaged weights are those that are kept. Before k-means there are no
             # codes, so that codec cannot be the best one. Its loss is of longer crops than the
             # training's, and a sum over their frames, without the discriminators.
-            if eval_due(state.step) and codec.quantizer.ready:
+            if eval_due() and codec.quantizer.ready:
                 with progress.paused():
                     metrics, samples = evaluate(splits["validation"], f"step_{state.step:08d}")
                 metrics["val_loss"] = metrics.pop("loss")
-                metrics["evaluation_s"] = progress.paused_s
-                log.evaluation(state.step, metrics, samples)
-                run.save_best(state, metrics["val_loss"], log)
+                progress.evaluation(metrics, samples)  # logs it, and saves the best
             if state.step >= cfg.steps:
                 break
 
@@ -849,11 +846,10 @@ def train_soundstream(cfg, device):
             stepped = False
             while not stepped:  # a step that overflows fp16 is tried again, at a lower scale
                 chunk_losses = []  # summed over the samples of a chunk
-                discriminator_sum = torch.zeros((), device=device)  # so, too
+                discriminator_sum = torch.zeros((), device=device)  # summed over samples, too
                 for chunk, batch in zip(plan, step_batches):
                     # All that is random follows from (seed, step, chunk), on any rank.
                     accumulate.seed_all(cfg.seed, state.step, chunk.index)
-                    size = chunk.stop - chunk.start
                     real = batch["wave"].to(device, non_blocking=True)
                     if cfg.augment:
                         real = augment(real)
@@ -866,14 +862,14 @@ def train_soundstream(cfg, device):
                     # Weights add up to 1 over a batch: the gradient is that of its mean loss.
                     with dist.sum_gradients(codec, chunk is plan[-1]):  # over all ranks
                         scaler.scale(loss * chunk.weight).backward()
-                    chunk_losses.append(loss.detach() * size)
+                    chunk_losses.append(loss.detach() * chunk.size)
                     # The discriminators learn from the same fakes, before the codec moves.
                     if adversarial:
                         with amp.autocast(device, cfg.precision):
                             loss = discriminator_loss(discriminators, fake, real, r1_weight)
                         with dist.sum_gradients(discriminators, chunk is plan[-1]):
                             scaler.scale(loss * chunk.weight).backward()
-                        discriminator_sum += loss.detach() * size
+                        discriminator_sum += loss.detach() * chunk.size
                 grad_norm, stepped = amp.step(scaler, optimizers, cfg.max_grad_norm)
                 # If these overflow alone, they miss a step: the codec has taken its own.
                 if stepped and adversarial:
@@ -896,15 +892,14 @@ def train_soundstream(cfg, device):
 
             # Log and save. After a signal to any rank, `progress` saves and ends the process.
             if state.step % cfg.log_every == 0 or state.step == cfg.steps:
-                log.log(state.step, **progress.line())  # waits for the ranks and the device
-            if save_due(state.step):
+                progress.log_line()  # waits for the ranks and the device
+            if save_due():
                 progress.save()
             dist.stop_together()
 
         # Test the averaged weights, and save them last of all.
         metrics, samples = evaluate(splits["test"], "test")
-        loop.finish(run, state, log, metrics, samples)
-    loop.announce(run)
+        progress.finish(metrics, samples)
 
 
 # Part 2: AudioLM
@@ -991,7 +986,7 @@ class SemanticConfig(TransformerConfig):
         "semantic tokens: k-means of mfcc, or of hf:MODEL:LAYER (HuBERT, WavLM, w2v-BERT 2.0)",
         fixed=True,
     )
-    clusters: PositiveInt = model_field(36, "different semantic tokens; AudioLM has 1,024")
+    clusters: Codes = model_field(36, "different semantic tokens; AudioLM has 1,024")
     max_text_len: NonNegativeInt = model_field(
         24, "longest transcript in tokens, longer is cut, 0: no text"
     )
@@ -1539,11 +1534,11 @@ def train_transformer(cfg, device):
     if cfg.compile:
         compile_blocks(model.transformer.blocks)
 
-    # The order of samples follows from seed and step. Write config.json and open the logger.
+    # The order of samples follows from seed and step.
     plan, batches = loop.batches(cfg, crops, indices, state.step, device)
-    log = loop.begin(run, state, f"{len(dataset):,} recordings", device)
-    eval_due = loop.Due(cfg.eval_every, cfg.steps)
-    save_due = loop.Due(cfg.save_every, cfg.steps)
+    about = f"{len(dataset):,} recordings"
+    eval_due = loop.Due(cfg.eval_every, state)
+    save_due = loop.Due(cfg.save_every, state)
 
     def evaluate(split, name):
         """(metrics of the averaged weights, their sounds as files)"""
@@ -1553,17 +1548,16 @@ def train_transformer(cfg, device):
             samples = sounds.write_sounds(written, cfg.sample_rate, run.folder, name)
         return metrics, samples
 
-    with log, loop.progress(run, state, log, cfg.stage) as progress:
+    # Write config.json and open the logger.
+    with loop.begin(run, state, about, device) as progress:
         while True:
             # Evaluate: the averaged weights are those that are kept and sampled from.
-            if eval_due(state.step):
+            if eval_due():
                 with progress.paused():
                     metrics, samples = evaluate(splits["validation"], f"step_{state.step:08d}")
                 metrics["val_loss"] = metrics.pop("loss")
                 metrics["val_accuracy"] = metrics.pop("accuracy")
-                metrics["evaluation_s"] = progress.paused_s
-                log.evaluation(state.step, metrics, samples)
-                run.save_best(state, metrics["val_loss"], log)
+                progress.evaluation(metrics, samples)  # logs it, and saves the best
             if state.step >= cfg.steps:
                 break
 
@@ -1585,7 +1579,7 @@ def train_transformer(cfg, device):
                             loss = losses.mean()  # each sample counts alike, whatever its length
                         with dist.sum_gradients(model, chunk is plan[-1]):  # over all ranks
                             scaler.scale(loss * chunk.weight).backward()
-                        chunk_losses.append(loss.detach() * (chunk.stop - chunk.start))
+                        chunk_losses.append(loss.detach() * chunk.size)
                 grad_norm, stepped = amp.step(scaler, optimizers, cfg.max_grad_norm)
                 scaler.update()
                 model.zero_grad()
@@ -1596,15 +1590,14 @@ def train_transformer(cfg, device):
 
             # Log and save. After a signal to any rank, `progress` saves and ends the process.
             if state.step % cfg.log_every == 0 or state.step == cfg.steps:
-                log.log(state.step, **progress.line())  # waits for the ranks and the device
-            if save_due(state.step):
+                progress.log_line()  # waits for the ranks and the device
+            if save_due():
                 progress.save()
             dist.stop_together()
 
         # Test the averaged weights, and save them last of all.
         metrics, samples = evaluate(splits["test"], "test")
-        loop.finish(run, state, log, metrics, samples)
-    loop.announce(run)
+        progress.finish(metrics, samples)
 
 
 STAGES = {

@@ -52,7 +52,6 @@ from typing import Annotated, Literal
 import numpy as np
 import torch
 import torch.nn.functional as F
-import torch.utils.checkpoint
 from torch import nn
 
 from common import accumulate, amp, checkpoint, config, dist, loop, optim, schedule, tracker
@@ -78,6 +77,7 @@ from common.models.nn import (
     NullText,
     TimeEmbedding,
     compile_blocks,
+    run_block,
     zero_init,
 )
 
@@ -123,11 +123,6 @@ class SharedConfig(config.TrainingRun):
     def __post_init__(self):
         super().__post_init__()
         tracker.check(self)
-        of_one = self.init_from or self.load or self.save or " id=" in self.logger
-        if self.stage == "all" and of_one:  # the second stage would take or overwrite the first's
-            raise UserError(
-                "--init_from, --load, --save, id in --logger: they are of one stage; give --stage"
-            )
 
 
 @dataclass(frozen=True)
@@ -244,8 +239,6 @@ class BaseConfig(UNetConfig):
                 f"--attention_levels {self.attention_levels}: expected numbers below {levels}, the "
                 "number of levels, and one at least, which sees image and text"
             )
-        if self.lora_rank and not self.init_from:
-            raise UserError("--lora_rank: adapters need the model that --init_from names")
 
 
 @dataclass(frozen=True)
@@ -413,7 +406,7 @@ class ResBlock(nn.Module):
         """resample: halves or doubles the image before the first convolution, on both paths.
 
         That is BigGAN's (Brock et al. 2018). takes_skip: the output of a block on the way down is
-        a part of the input, which the caller concatenates.
+        a part of the input, which the caller concatenates. Another block needs it, too.
         """
         super().__init__()
         self.cfg = cfg
@@ -438,12 +431,7 @@ class ResBlock(nn.Module):
             zero_init(self.attention.out)  # it adds nothing at first
             self.token_key_value = nn.Linear(cfg.cond_width, 2 * width)
 
-    def forward(self, *inputs):
-        if self.cfg.checkpointing:
-            return torch.utils.checkpoint.checkpoint(self.compute, *inputs, use_reentrant=False)
-        return self.compute(*inputs)
-
-    def compute(self, x, emb, context, context_mask):
+    def forward(self, x, emb, context, context_mask):
         """x (B, W_in, H, H) -> (B, W, H, H), or half or twice H with `resample`.
 
         emb: embedding of timestep and conditions (B, 4·width). context, context_mask: as `attend`
@@ -479,8 +467,8 @@ class ResBlock(nn.Module):
         both = torch.cat(both, dim=1)  # (B, J + H², 2W)
         if context_mask is not None:
             context_mask = context_mask[..., : both.shape[1]]  # (B, 1, 1, J + H²)
-        keys, values = self.attention.split_heads(both)  # (B, heads, J + H², d)
-        h = self.attention(h, keys, values, context_mask)  # (B, H², W)
+        keys_values = self.attention.split_heads(both)  # each (B, heads, J + H², d)
+        h = self.attention(h, *keys_values, context_mask)  # (B, H², W)
         return h.transpose(1, 2).unflatten(2, x.shape[2:])  # (B, W, H, H)
 
 
@@ -605,12 +593,14 @@ class UNet(nn.Module):
         x = self.stem(x)  # (B, W, H, H), laid out as the weights are
         skips = [x]  # outputs of the way down
         for block in self.downs:
-            x = block(x, emb, context, mask)  # H is halved before each level but the first
+            # H is halved before each level but the first.
+            x = run_block(block, self.cfg.checkpointing, x, emb, context, mask)
             skips.append(x)
         for block in [*self.middle, *self.ups]:
             if block.takes_skip:
                 x = torch.cat([x, skips.pop()], dim=1)
-            x = block(x, emb, context, mask)  # H is doubled after each level
+            # H is doubled after each level.
+            x = run_block(block, self.cfg.checkpointing, x, emb, context, mask)
         return self.out(x)  # (B, 3 or 6, H, H)
 
 
@@ -866,7 +856,7 @@ def open_data(cfg, image_size, source, device):
                 dataset.clip_size = clip_model.image_size
         # A CLIP of another width, or embeddings of another length, would train without an error.
         if clip_model:
-            clip.check_widths(clip_model, f"{path}, --clip {cfg.clip}", dataset.width)
+            clip_model.check_widths(f"{path}, --clip {cfg.clip}", dataset.width)
         embeddings.check_source(cfg, dataset, path, clip_model)
         return dataset
 
@@ -991,18 +981,18 @@ def sample_metrics(unets, split, clip_model, grid_file, prior_fn=None):
     if clip_model:
         _, captions, embeds = zip(*found)
         fake, real, text = np.concatenate(embeds, axis=1)  # (N, D) each
-        metrics["frechet_distance"] = frechet_distance(fake, real)
+        metrics["frechet_distance"] = float(frechet_distance(fake, real))
         captions = [*itertools.chain(*captions)]
         if any(captions):
             metrics |= {
                 # CLIPScore (Hessel et al. 2021) in percent, without its factor of 2.5
-                "clip_score": 100 * (fake * text).sum(1).clip(0).mean(),
+                "clip_score": float(100 * (fake * text).sum(1).clip(0).mean()),
                 # Among a hundred pictures, or a hundred captions, which is the nearest?
                 "picture_retrieval": clip.retrieval(fake, real, captions),
                 "caption_retrieval": clip.retrieval(fake, text, captions),
                 "caption_retrieval_ceiling": clip.retrieval(real, text, captions),
             }
-    return {name: float(value) for name, value in metrics.items()}
+    return metrics
 
 
 # Commands
@@ -1092,9 +1082,9 @@ def load_prior(args, decoder, clip_model, texts):
     # It must be of the same CLIP, and of embeddings of the same length.
     prior, contents = train_prior.load_prior(path, decoder.alpha.device)
     cfg = prior.cfg
-    clip.check_widths(clip_model, f"--prior {path}", *contents["widths"])
+    clip_model.check_widths(f"--prior {path}", *contents["widths"])
     where = f"the decoder's CLIP, for --prior {path}"
-    clip.check_fingerprint(clip_model, where, contents.get("clip_fingerprint"))
+    clip_model.check_fingerprint(where, contents.get("clip_fingerprint"))
     clip_model.note_cut(texts, cfg.max_text_len)
     if decoder.cfg.raw_embeddings and not cfg.raw_embeddings:
         raise UserError(
@@ -1104,7 +1094,7 @@ def load_prior(args, decoder, clip_model, texts):
 
     def prior_fn(texts, keys):
         condition = train_prior.conditioning({"caption": texts}, cfg, clip_model)
-        embeds = train_prior.best_embeddings(
+        return train_prior.best_embeddings(
             prior,
             condition,
             keys,
@@ -1115,7 +1105,6 @@ def load_prior(args, decoder, clip_model, texts):
             best_of=2,  # DALL-E 2 §2.2
             seed=args.seed,
         )
-        return embeds[:, 0]
 
     return prior_fn
 
@@ -1146,7 +1135,7 @@ def open_evaluation(args, device):
             f"{info['widths']}; the decoder's are {first.widths}"
         )
     if clip_model and any(first.widths):  # it makes the conditions
-        clip.check_fingerprint(clip_model, f"--clip {spec}", fingerprint)
+        clip_model.check_fingerprint(f"--clip {spec}", fingerprint)
     dataset, indices = splits["test"]
     prior_fn = None
     if args.prior:
@@ -1196,33 +1185,30 @@ def train_stage(cfg, device):
     if cfg.lora_rank:
         from common.models import lora
 
-        digest = identity["base"]
-        trainable, info["lora"] = lora.start(unet, cfg.init_from, cfg.lora_rank, digest)
+        trainable, info["lora"] = lora.start(unet, cfg.init_from, cfg.lora_rank, identity["base"])
     optimizers = optim.make(
         trainable, cfg.optimizer, cfg.lr, cfg.weight_decay, cfg.betas, cfg.eps
     )
     scaler = amp.scaler(device, cfg.precision)
-    ema = EMA(
-        trainable, cfg.ema_update_every, decay=cfg.ema_decay, update_after=cfg.ema_update_after
-    )
+    ema = EMA(trainable, cfg.ema_update_every, cfg.ema_decay, cfg.ema_update_after)
     state = checkpoint.State(cfg, trainable, ema, optimizers, scaler, identity, info)
     loop.resume(run, state)
     if cfg.compile:
         compile_blocks([*unet.downs, *unet.middle, *unet.ups])
 
-    # The order of samples follows from seed and step. Write config.json and open the logger.
+    # The order of samples follows from seed and step.
     dataset, indices = splits["train"]
     plan, batches = loop.batches(cfg, dataset, indices, state.step, device)
     about = f"{cfg.stage}: {len(dataset):,} images of {cfg.image_size}x{cfg.image_size}"
-    log = loop.begin(run, state, about, device)
-    eval_due = loop.Due(cfg.eval_every, cfg.steps)
-    save_due = loop.Due(cfg.save_every, cfg.steps)
+    eval_due = loop.Due(cfg.eval_every, state)
+    save_due = loop.Due(cfg.save_every, state)
 
-    with log, loop.progress(run, state, log, cfg.stage) as progress:
+    # Write config.json and open the logger.
+    with loop.begin(run, state, about, device) as progress:
         unet.train()
         while True:
             # Evaluate: the averaged weights are those that are kept and sampled from.
-            if eval_due(state.step):
+            if eval_due():
                 samples = {}
                 with progress.paused():
                     validation = splits["validation"]
@@ -1235,9 +1221,7 @@ def train_stage(cfg, device):
                             metrics |= sample_metrics(
                                 [unet], validation, clip_model, run.folder / grid
                             )
-                metrics["evaluation_s"] = progress.paused_s
-                log.evaluation(state.step, metrics, samples)
-                run.save_best(state, metrics["val_loss"], log)
+                progress.evaluation(metrics, samples)  # logs it, and saves the best
             if state.step >= cfg.steps:
                 break
 
@@ -1258,7 +1242,7 @@ def train_stage(cfg, device):
                         # Weights add up to 1 over a batch: the gradient is that of its mean loss.
                         with dist.sum_gradients(trainable, chunk is plan[-1]):  # over all ranks
                             scaler.scale(loss * chunk.weight).backward()
-                        chunk_losses.append(loss.detach() * (chunk.stop - chunk.start))
+                        chunk_losses.append(loss.detach() * chunk.size)
                 grad_norm, stepped = amp.step(scaler, optimizers, cfg.max_grad_norm)
                 scaler.update()
                 unet.zero_grad()
@@ -1269,8 +1253,8 @@ def train_stage(cfg, device):
 
             # Log and save. After a signal to any rank, `progress` saves and ends the process.
             if state.step % cfg.log_every == 0 or state.step == cfg.steps:
-                log.log(state.step, **progress.line())  # waits for the ranks and the device
-            if save_due(state.step):
+                progress.log_line()  # waits for the ranks and the device
+            if save_due():
                 progress.save()
             dist.stop_together()
 
@@ -1279,8 +1263,7 @@ def train_stage(cfg, device):
         with ema.applied(trainable):
             metrics = {"loss": mean_loss(unet, splits["test"], clip_model)}
             metrics |= sample_metrics([unet], splits["test"], clip_model, run.folder / grid)
-        loop.finish(run, state, log, metrics, {grid: GRID_CAPTION})
-    loop.announce(run)
+        progress.finish(metrics, {grid: GRID_CAPTION})
 
 
 def train(cfg):
@@ -1383,7 +1366,7 @@ def sample(args):
     is_base = any(first.widths)
     if is_base and (texts or args.image or first.cfg.text_encodings == "clip"):
         clip_model = clip.load(spec, device, fingerprint, text_only=not args.image)
-        clip.check_widths(clip_model, f"--clip {spec}", *first.widths)
+        clip_model.check_widths(f"--clip {spec}", *first.widths)
         if texts:
             prior_fn = load_prior(args, first, clip_model, texts)
 

@@ -28,6 +28,7 @@ import os
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import collections
+import contextlib
 import dataclasses
 from dataclasses import dataclass
 from typing import Literal
@@ -165,8 +166,6 @@ class Config(config.TrainingRun):
         diffusion.check_settings(self)
         self.check_sampling(self.guidance_scale, max(self.eval_timesteps, default=0))
         tracker.check(self)
-        if self.lora_rank and not self.init_from:
-            raise UserError("--lora_rank: adapters need the model that --init_from names")
 
     def check_sampling(self, guidance_scale, steps):
         """UserError for what the model cannot sample.
@@ -290,7 +289,7 @@ class Prior(nn.Module):
         return self.normalized(x0 * self.clip_std + self.clip_mean)
 
     def text_tokens(self, condition, drop, draws):
-        """The text prefix (B, P, W), and the mask for it and so many noise draws, of `mask`.
+        """The text prefix (B, P, W), and the `mask` for it followed by `draws` noise draws.
 
         Where `drop` (B,) is true, the text is replaced by "no text".
         """
@@ -465,7 +464,7 @@ def best_embeddings(
     best_of,
     seed,
 ):
-    """Image embeddings (texts, num_samples, D).
+    """Image embeddings (texts · num_samples, D), text by text.
 
     Each is the best of `best_of` candidates: the most similar to its text (DALL-E 2 §2.2).
     condition: `conditioning` of the texts. keys: one a text; a candidate's noise is seeded by
@@ -483,9 +482,9 @@ def best_embeddings(
     similarity = F.cosine_similarity(embeds, repeated["text_embed"])  # (texts · candidates,)
 
     # Keep the candidate that is the most similar to its text.
-    shape = (-1, num_samples, best_of)
-    best = similarity.unflatten(0, shape).argmax(-1)[..., None, None]  # an index, (…, 1, 1)
-    return embeds.unflatten(0, shape).take_along_dim(best, 2).squeeze(2)
+    shape = (-1, best_of)
+    best = similarity.unflatten(0, shape).argmax(1)[:, None, None]  # an index, (…, 1, 1)
+    return embeds.unflatten(0, shape).take_along_dim(best, 1).squeeze(1)
 
 
 # Evaluation
@@ -589,14 +588,13 @@ def open_data(cfg, source, device, widths=None):
         dataset = embeddings.Embeddings(path, cfg.text_encodings == "shards", with_captions)
         encoding_width = dataset.encoding_width
         if clip_model:  # one of other widths cannot have made these embeddings
-            clip.check_widths(
-                clip_model, f"--clip {spec} for {path}", dataset.width, encoding_width
-            )
+            clip_model.check_widths(f"--clip {spec} for {path}", dataset.width, encoding_width)
         embeddings.check_source(cfg, dataset, path, clip_model)
         if with_captions:  # said now, as nobody sees in a sample that half of its text was cut
             encoding_width = clip_model.encoding_width
             some = files.evenly_spaced(len(dataset), 256)
-            clip_model.note_cut(dataset.texts(some), cfg.max_text_len)
+            with contextlib.suppress(UserError):  # a damaged caption costs a sample, and this note
+                clip_model.note_cut(dataset.texts(some), cfg.max_text_len)
         found = [dataset.width, encoding_width]
         widths = widths or found  # else an error of shapes at the first step or evaluation
         if found != widths:
@@ -655,19 +653,18 @@ def train(cfg):
     if cfg.compile:
         compile_blocks(prior.transformer.blocks)
 
-    # The order of samples follows from seed and step. Write config.json and open the logger.
+    # The order of samples follows from seed and step.
     plan, batches = loop.batches(cfg, dataset, indices, state.step, device)
-    log = loop.begin(
-        run, state, f"{len(dataset):,} embeddings of width {dataset.width}", device
-    )
-    eval_due = loop.Due(cfg.eval_every, cfg.steps)
-    save_due = loop.Due(cfg.save_every, cfg.steps)
+    about = f"{len(dataset):,} embeddings of width {dataset.width}"
+    eval_due = loop.Due(cfg.eval_every, state)
+    save_due = loop.Due(cfg.save_every, state)
 
-    with log, loop.progress(run, state, log, "prior") as progress:
+    # Write config.json and open the logger.
+    with loop.begin(run, state, about, device) as progress:
         prior.train()
         while True:
             # Evaluate: the averaged weights are those that are kept and sampled from.
-            if eval_due(state.step):
+            if eval_due():
                 with progress.paused():
                     validation = splits["validation"]
                     metrics = {"val_loss_online": mean_loss(prior, validation, clip_model)}
@@ -675,8 +672,7 @@ def train(cfg):
                         metrics["val_loss"] = mean_loss(prior, validation, clip_model)
                         if state.step < cfg.steps:  # else the test is next
                             metrics |= sample_metrics(prior, splits, "validation", clip_model)
-                log.evaluation(state.step, metrics | {"evaluation_s": progress.paused_s})
-                run.save_best(state, metrics["val_loss"], log)
+                progress.evaluation(metrics)  # logs it, and saves the best
             if state.step >= cfg.steps:
                 break
 
@@ -697,7 +693,7 @@ def train(cfg):
                         # Weights add up to 1 over a batch: the gradient is that of its mean loss.
                         with dist.sum_gradients(trainable, chunk is plan[-1]):  # over all ranks
                             scaler.scale(loss * chunk.weight).backward()
-                        chunk_losses.append(loss.detach() * (chunk.stop - chunk.start))
+                        chunk_losses.append(loss.detach() * chunk.size)
                 grad_norm, stepped = amp.step(scaler, optimizers, cfg.max_grad_norm)
                 scaler.update()
                 prior.zero_grad()
@@ -708,8 +704,8 @@ def train(cfg):
 
             # Log and save. After a signal to any rank, `progress` saves and ends the process.
             if state.step % cfg.log_every == 0 or state.step == cfg.steps:
-                log.log(state.step, **progress.line())  # waits for the ranks and the device
-            if save_due(state.step):
+                progress.log_line()  # waits for the ranks and the device
+            if save_due():
                 progress.save()
             dist.stop_together()
 
@@ -717,8 +713,7 @@ def train(cfg):
         with ema.applied(trainable):
             metrics = {"loss": mean_loss(prior, splits["test"], clip_model)}
             metrics |= sample_metrics(prior, splits, "test", clip_model)
-        loop.finish(run, state, log, metrics)
-    loop.announce(run)
+        progress.finish(metrics)
 
 
 # Commands
@@ -841,7 +836,7 @@ def sample(args):
         spec = args.clip or contents["clip"]
         # Texts of another CLIP would be drawn without an error, as if they said something else.
         clip_model = clip.load(spec, device, contents["clip_fingerprint"], text_only=True)
-        clip.check_widths(clip_model, f"--clip {spec}", *contents["widths"])
+        clip_model.check_widths(f"--clip {spec}", *contents["widths"])
         clip_model.note_cut(texts, cfg.max_text_len)
         inputs = {"caption": texts}
     elif args.text_embeds:
@@ -870,7 +865,7 @@ def sample(args):
             best_of,
             args.seed,
         )
-        samples.append(embeds.flatten(0, 1).cpu())
+        samples.append(embeds.cpu())
     samples = torch.cat(samples).numpy()
     with checkpoint.atomic_write(args.out) as file:
         np.save(file, samples)

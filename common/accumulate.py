@@ -18,7 +18,7 @@ from common.config import UserError
 class Chunk(NamedTuple):
     index: int  # number of the chunk in its batch
     start: int  # its first sample in the batch
-    stop: int  # one past its last sample
+    size: int  # number of its samples
     weight: float  # its fraction of the batch: weight · mean loss adds up to the batch's mean
 
 
@@ -41,12 +41,10 @@ def chunk_size_for(batch_size, world_size, most):
 
 def plan(batch_size, chunk_size, rank, world_size):
     """The chunks that `rank` of `world_size` takes from each batch: rank, rank + world_size, …"""
-    count = math.ceil(batch_size / chunk_size)
     chunks = []
-    for index in range(rank, count, world_size):
-        start = index * chunk_size
-        stop = min(start + chunk_size, batch_size)
-        chunks.append(Chunk(index, start, stop, (stop - start) / batch_size))
+    for start in range(rank * chunk_size, batch_size, world_size * chunk_size):
+        size = min(chunk_size, batch_size - start)
+        chunks.append(Chunk(start // chunk_size, start, size, size / batch_size))
     return chunks
 
 

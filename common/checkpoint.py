@@ -86,11 +86,9 @@ def atomic_write(path):
 
 
 def save(contents, path):
-    """Write nested dicts and lists of tensors and plain values; returns the file's sha256."""
+    """Write nested dicts and lists of tensors and plain values."""
     with atomic_write(path) as file:
         torch.save(contents, file)
-        file.flush()
-        return checksum(file.name)
 
 
 def load(path, mmap=False):
@@ -120,12 +118,7 @@ def checksum(path):
 def write_json(values, path):
     """Write `values` as indented JSON, atomically."""
     with atomic_write(path) as file:
-        file.write((json.dumps(finite(values), indent=2) + "\n").encode())
-
-
-def finite(values):
-    """`values`, plain ones, with None for numbers that JSON has no word for."""
-    return json.loads(json.dumps(values), parse_constant=lambda word: None)
+        file.write((json.dumps(config.finite(values), indent=2) + "\n").encode())
 
 
 def damaged(path):
@@ -340,8 +333,8 @@ class State:
         present = self.versions | config.as_json(self.cfg)
         with contextlib.suppress(AttributeError):  # a fork may have a schedule of its own
             rate = "learning rate of the next step"
-            present[rate] = schedule.of_config(self.step, self.cfg)
             saved[rate] = schedule.of_config(self.step, SimpleNamespace(**(present | saved)))
+            present[rate] = schedule.of_config(self.step, self.cfg)
         for name in saved | present:
             before = saved.get(name, "no setting")
             now = present.get(name, "no setting")
@@ -359,38 +352,38 @@ class RunFolder:
     """
 
     def __init__(self, folder):
-        # What every rank has; `loop.open_run` finds the last three.
+        # On every rank. `loop.open_run` finds all but the last one, which is of `loop.identify`.
         self.folder = Path(folder)
         self.resume_from = None  # checkpoint to resume from
-        self.source = None  # file that the model is from: that, or the one of --init_from
+        self.source = ""  # file that the model is from: that, or the one of --init_from
         self.results = None  # {name: value} of the test, once the run is finished
-        # What rank 0 has.
-        self.lock_file = None
-        # What auto_resume.json has besides results. All else of a resume is in the files it names.
+        self.measure = {}  # {name: plain value} of what the validation loss depends on
+        # On rank 0, and with the results in auto_resume.json. All else of a resume is in the files
+        # that it names.
         self.checkpoints = []  # {"file", "step", "sha256"} of each, newest first
         self.logger_identity = {}  # {name: plain value}: see tracker.Logger.open
-        # Not in it: found again at every start.
+        # On rank 0, found again at every start.
         self.best = {}  # {"file", "step"} of best.pt, once there is one
         self.best_val_loss = math.inf
-        self.measure = {}  # {name: plain value} of what the validation loss depends on
         self.said_rising = False
 
     def open(self):
         """Lock the folder, and read its record. UserError if a live process has it."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.lock_file = open(self.folder / ".lock", "a+")  # noqa: SIM115 (open until the end)
+        file = open(self.folder / ".lock", "a+")  # noqa: SIM115 (open until the end)
         try:
-            lock(self.lock_file)
+            lock(file)
         except OSError as error:
-            self.lock_file.seek(0)
+            file.seek(0)
             raise UserError(
-                f"{self.folder}: in use by another live process ({self.lock_file.read().strip()}); "
+                f"{self.folder}: in use by another live process ({file.read().strip()}); "
                 "wait for it, stop it, or give another --run_dir"
             ) from error
         with contextlib.suppress(OSError):  # a full disk: the record below names its file
-            self.lock_file.truncate(0)
-            self.lock_file.write(f"process {os.getpid()} on {platform.node()}\n")
-            self.lock_file.flush()
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {platform.node()}\n")
+            file.flush()
+        self.lock_file = file
         path = self.folder / "auto_resume.json"
         if path.exists() or any(self.folder.glob("checkpoints/step_*.pt")):
             with config.explained(
@@ -438,7 +431,7 @@ class RunFolder:
         except UserError:
             config.note(f"{path}: damaged, so best.pt starts anew")
             return
-        if contents["step"] > self.checkpoints[0]["step"]:  # of steps that are taken again
+        if contents["step"] > self.checkpoints[0]["step"]:  # its steps are taken again
             return
         before = contents.get("measure")
         if before == self.measure:
@@ -457,7 +450,8 @@ class RunFolder:
             return
         self.check_in_place()
         file = f"checkpoints/step_{state.step:08d}.pt"
-        sha256 = save(state.contents(), self.folder / file)
+        save(state.contents(), self.folder / file)
+        sha256 = checksum(self.folder / file)
         entry = {"file": file, "step": state.step, "sha256": sha256}
         self.checkpoints = [entry, *self.checkpoints][:KEEP]
         self.write_record()

@@ -38,7 +38,7 @@ Device = Literal["auto", "cuda", "mps", "cpu"]
 class UserError(ValueError):
     """A mistake that the user can correct. `run` prints its message without a traceback."""
 
-    is_shown = True  # by this rank: other ranks may print the same
+    is_shown = True  # False on a rank that leaves the printing to another: see dist.fail
 
 
 @contextlib.contextmanager
@@ -53,9 +53,10 @@ def explained(message, kind=UserError):
     except kind:
         raise
     except Exception as error:
-        # Left to `run`. A sample alone may be too large for the memory; it is then Unusable.
-        explained_there = NO_MEMORY if kind is UserError else [OPEN_FILES]
-        if any(words in str(error) for words in explained_there):
+        # `run` explains these, see OUTSIDE. But a sample alone that is too large for the memory is
+        # the sample's fault, so it is Unusable.
+        passed_on = NO_MEMORY if kind is UserError else [OPEN_FILES]
+        if any(words in str(error) for words in passed_on):
             raise
         # Without torch's advice, which is to load files with code, and without addresses in
         # memory: a fault has the same message whenever it is met.
@@ -183,7 +184,8 @@ class TrainingRun(Settings):
         30.0, "how long a rank waits for another, or for its data, before it gives up"
     )
 
-    # No flag, as it has no type. It is one in the scripts whose models can have adapters.
+    # No flags, as they have no types. They are flags where there are stages, or adapters.
+    stage = ""
     lora_rank = 0
 
     def __post_init__(self):
@@ -192,6 +194,13 @@ class TrainingRun(Settings):
             raise UserError(
                 f"--validation {self.validation} and --test {self.test}: expected two fractions "
                 "that add up to less than 1"
+            )
+        if self.lora_rank and not self.init_from:
+            raise UserError("--lora_rank: adapters need the model that --init_from names")
+        of_one = self.init_from or self.load or self.save or " id=" in self.logger
+        if self.stage == "all" and of_one:  # a stage would take or overwrite that of the one before
+            raise UserError(
+                "--init_from, --load, --save, id in --logger: they are of one stage; give --stage"
             )
 
 
@@ -220,9 +229,14 @@ def read_json(path):
         return dict(json.loads(Path(path).read_text("utf-8-sig")))
 
 
+def finite(values):
+    """Plain `values` as they come back from a JSON file, with None for what is not finite."""
+    return json.loads(json.dumps(values), parse_constant=lambda word: None)
+
+
 def as_json(cfg):
     """The config as plain JSON values, as they come back from a file."""
-    return json.loads(json.dumps(dataclasses.asdict(cfg)))
+    return finite(dataclasses.asdict(cfg))
 
 
 def from_json(cls, values, source):
@@ -244,7 +258,7 @@ def from_json(cls, values, source):
 def typed(cls, values, source):
     """{setting: value} of plain values, as JSON has them, checked and converted as flags are.
 
-    UserError begins with `source`.
+    They become words of a command line, so that argparse does it. UserError begins with `source`.
     """
     words = [f"--{name}={as_word(value)}" for name, value in values.items()]
     return read_words(make_parser(cls), words, f"{source}: ")
@@ -346,7 +360,9 @@ def parse(cls, words, usage="", presets=None):
         finder.add_argument(f"--{name}", nargs="?")  # one without a value is told below
     found, _ = finder.parse_known_args(words)
     given = read_json(found.config) if found.config else {}
-    preset = found.preset or str(given.get("preset", ""))
+    preset = ""
+    if presets:  # of this command
+        preset = found.preset or str(given.get("preset", ""))
     if preset and preset not in presets:
         raise UserError(f"--preset {preset}: expected one of {', '.join(presets)}")
     settings = presets.get(preset, {})
@@ -399,9 +415,9 @@ OUTSIDE = {  # {words in an error: what to say}
 def run(commands, usage, default=None, presets=None):
     """Run the command that the first word of the command line names, or `default`.
 
-    commands: {name: (function of a config, config class or {stage: class})}. presets: see
-    `parse`. An error on the command line ends with one line and status 2, a later UserError
-    or OSError with status 1.
+    commands: {name: (function of a config, config class or {stage: class})}. presets: of the
+    default, see `parse`. An error on the command line ends with one line and status 2, a later
+    UserError or OSError with status 1.
     """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, OSError):  # it is closed, or not a stream
@@ -417,7 +433,7 @@ def run(commands, usage, default=None, presets=None):
             )
         function, cls = commands[name]
         usage = f"{usage}\nSettings of {name}:\n"
-        cfg = parse(cls, words, usage, presets)
+        cfg = parse(cls, words, usage, presets if name == default else None)
         status = 1
         function(cfg)
     except (UserError, OSError, RuntimeError, ImportError, MemoryError) as error:

@@ -186,7 +186,10 @@ def sum_gradients(module, last=True):
     in its `no_sync()`. It takes means, so multiply the loss by world_size(). FSDP needs another
     EMA, another clipping in amp.step, and another `checkpoint.State.contents`, too.
     """
-    parameters = [p for p in module.parameters() if last and p.requires_grad]
+    if not last:
+        yield
+        return
+    parameters = [p for p in module.parameters() if p.requires_grad]
     buckets = collections.defaultdict(list)
     position = 0
     for parameter in parameters:
@@ -242,16 +245,14 @@ def broadcast_tensor(tensor):
         td.broadcast(tensor, src=0)
 
 
-def broadcast_tree(tree):
-    """Rank 0's nested dicts and lists of CPU tensors and plain values, on every rank.
+def broadcast(tree):
+    """Rank 0's plain value, or nested dicts and lists of these and of CPU tensors, on every rank.
 
     The tensors are sent one by one, so rank 0 holds no second copy. The other ranks' `tree` counts
     for nothing.
     """
-    if world_size() == 1:
-        return tree
     # Tensors of the device "meta" have shapes, types and strides alone.
-    layout = broadcast(tree_map_only(torch.Tensor, lambda x: x.to("meta"), tree))
+    layout = gather(tree_map_only(torch.Tensor, lambda x: x.to("meta"), tree))[0]
     if not is_main():
         tree = tree_map_only(torch.Tensor, lambda x: torch.empty_like(x, device="cpu"), layout)
     tree_map_only(torch.Tensor, broadcast_tensor, tree)
@@ -267,11 +268,6 @@ def gather(value):
     if world_size() > 1:
         td.all_gather_object(values, value)
     return values
-
-
-def broadcast(value):
-    """Rank 0's `value`, a plain Python object, on every rank."""
-    return gather(value)[0]
 
 
 def total(values):

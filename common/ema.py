@@ -1,6 +1,7 @@
 """An exponential moving average of a model's parameters, in fp32, kept beside the model."""
 
 import contextlib
+import copy
 import dataclasses
 
 import torch
@@ -10,10 +11,11 @@ import torch
 class EMA:
     """The averages, in fp32, of the parameters of `model` that are trainable when it is made.
 
-    All else, such as buffers, is the model's own. Both are looked up in the model whenever they are
-    needed: it may be moved and cast, and get other parameters of the same names and shapes. The
-    average follows from the parameters of the steps alone, so only its tensors are saved. Made
-    when the model is on its device, it is there, too.
+    The options are those of diffusers' EMAModel, under other names. All else, such as buffers, is
+    the model's own. Both are looked up in the model whenever they are needed: it may be moved and
+    cast, and get other parameters of the same names and shapes. The average follows from the
+    parameters of the steps alone, so only its tensors are saved. Made when the model is on its
+    device, it is there, too.
     """
 
     model: torch.nn.Module
@@ -52,8 +54,8 @@ class EMA:
         """Average in the parameters after optimizer step `step`, if `update_every` divides it."""
         if step % self.update_every or not self.averages:
             return
-        parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        live = [parameters[name].detach().to(average) for name, average in self.averages.items()]
+        weights = self.model.state_dict()
+        live = [weights[name].to(average) for name, average in self.averages.items()]
         torch._foreach_lerp_([*self.averages.values()], live, 1 - self.decay_at(step))
 
     def copy_to(self, model):
@@ -63,7 +65,7 @@ class EMA:
     def store(self, model):
         """Keep a copy of the weights of `model` until `restore`."""
         assert self.stored is None, "the weights stored before have not been restored"
-        self.stored = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        self.stored = copy.deepcopy(model.state_dict())
 
     def restore(self, model):
         """Give `model` the weights that `store` kept, bit for bit."""

@@ -2,13 +2,13 @@
 
 The loop with its optimizer step stands in each script. A script calls, in this order: `open_run`
 (lock, where to resume, chunk size), `identify` (checks), `resume` (weights and state), `batches`,
-`begin` (loggers), then `progress` around the loop, `finish` after it.
+then `begin`, the context of the loop. It gives the loop's `Progress`, which logs and saves.
 """
 
+import collections
 import contextlib
 import dataclasses
 import itertools
-import json
 import math
 import signal
 import time
@@ -42,9 +42,10 @@ def open_run(cfg, folder, max_chunk):
             run.results = None
         run.resume_from = find_checkpoint(run, cfg)
         complete = complete_settings(run, cfg, max_chunk)
-        return run.resume_from, run.source, run.results, complete
+        return run.resume_from, run.results, complete
 
-    run.resume_from, run.source, run.results, cfg = dist.on_main(open_on_main)
+    run.resume_from, run.results, cfg = dist.on_main(open_on_main)
+    run.source = run.resume_from or cfg.init_from
     return run, cfg
 
 
@@ -63,18 +64,17 @@ def find_checkpoint(run, cfg):
 
 
 def complete_settings(run, cfg, max_chunk):
-    """`cfg` with what it leaves open, see `open_run`, and run.source."""
-    run.source = run.resume_from
+    """`cfg` with what it leaves open, see `open_run`."""
     # A run that goes on has its weights, but adapters need their base at every start.
     if cfg.init_from and (not run.resume_from or cfg.lora_rank):
         cfg = dataclasses.replace(cfg, init_from=local_file(cfg.init_from, run))
-        run.source = run.resume_from or cfg.init_from
+    source = run.resume_from or cfg.init_from
     saved = {}  # settings of that file
-    if run.source:
-        with checkpoint.damaged(run.source):
-            saved = dict(checkpoint.load(run.source, mmap=True).get("config", {}))
+    if source:
+        with checkpoint.damaged(source):
+            saved = dict(checkpoint.load(source, mmap=True).get("config", {}))
     if cfg.init_from and cfg.init_strict:
-        cfg = with_model(cfg, saved, run.source)
+        cfg = with_model(cfg, saved, source)
     earlier = saved.get("chunk_size", 0) if run.resume_from else 0
     return dataclasses.replace(cfg, chunk_size=choose_chunk_size(cfg, earlier, max_chunk))
 
@@ -108,8 +108,9 @@ def with_model(cfg, settings, path):
 def choose_chunk_size(cfg, earlier, most):
     """Samples of a chunk: those of the flag, else those that the run had `earlier`, if it had any.
 
-    Else, and with more ranks than chunks, as many as give each rank as much, at most `most`. A
-    chunk is what is seeded: other chunks have other noise.
+    Else, and with more ranks than chunks, as many as give each rank as much, at most `most`: of 256
+    samples 128 on two ranks; on one they stay 128, and on four they become 64. A chunk is what is
+    seeded: other chunks have other noise.
     """
     size = cfg.chunk_size or earlier
     before = earlier or size  # 0 of a new run without the flag: nothing to note
@@ -138,7 +139,7 @@ def identify(run, cfg, splits, **others):
     if cfg.val_data:
         measure |= splits["validation"][0].fingerprint()
     # Lists for tuples, as in files.
-    identity, run.measure = json.loads(json.dumps([identity, measure]))
+    identity, run.measure = config.finite([identity, measure])
 
     def check():
         unusable, checked, names = dataset.check()
@@ -162,8 +163,7 @@ def resume(run, state):
     path = run.resume_from
     if path:
         # Rank 0 reads the file. It is sent to the others.
-        contents = dist.together(lambda: checkpoint.load(path), dist.is_main())
-        contents = dist.broadcast_tree(contents)
+        contents = dist.on_main(lambda: checkpoint.load(path))
         dist.together(lambda: state.restore(contents, path))
         return
 
@@ -194,27 +194,6 @@ def batches(cfg, dataset, indices, step, device):
     return plan, order.loader(chunks, spans, cfg.workers, pin_memory, timeout)
 
 
-def begin(run, state, about, device):
-    """Write config.json, open the logger, print what the run is; returns the Tracker. Collective.
-
-    about: what is trained on, in words.
-    """
-    cfg = state.cfg
-    # The loop evaluates at its top, so after a resume at such a step it does so again. By minutes
-    # it does so at the last step alone.
-    repeats_evaluation = Due(cfg.eval_every, cfg.steps)(state.step)
-    log = tracker.Tracker(run, state, repeats_evaluation)
-    if dist.is_main():  # not before: the tracker refuses another logger
-        settings = config.as_json(cfg) | {"versions": state.versions}
-        checkpoint.write_json(settings, run.folder / "config.json")
-    parameters = sum(p.numel() for p in state.model.parameters())
-    log.print(
-        f"{about}; {parameters:,} parameters to train, batches of {cfg.batch_size} in chunks of "
-        f"{cfg.chunk_size}, {dist.world_size()} rank(s) on {device.type}"
-    )
-    return log
-
-
 # In the loop
 
 
@@ -224,31 +203,32 @@ class Due:
     Minutes count from when it was last due.
     """
 
-    def __init__(self, interval, last_step):
+    def __init__(self, interval, state):
         """interval: "200" steps, "10min", or "0", which is the last step alone."""
         number, self.is_minutes, _ = str(interval).partition("min")
         self.every = int(number) or math.inf
-        self.last_step = last_step
+        self.state = state
         self.started = time.monotonic()
 
-    def __call__(self, step):
+    def __call__(self):
         """Collective if it is by minutes: rank 0's clock decides."""
+        step = self.state.step
         if self.is_minutes:
             due = dist.broadcast(time.monotonic() - self.started >= 60 * self.every)
         else:
             due = step % self.every == 0
         if due:
             self.started = time.monotonic()
-        return step > 0 and (due or step == self.last_step)
+        return step > 0 and (due or step == self.state.cfg.steps)
 
 
 class Progress:
-    """The progress bar, and what the next log line is made of.
+    """The progress bar. It collects losses for the next log line; it logs and saves.
 
-    It is collected without waiting for the device.
+    To collect does not wait for the device.
     """
 
-    def __init__(self, run, state, log, title):
+    def __init__(self, run, state, log):
         self.run = run
         self.state = state
         self.log = log
@@ -256,7 +236,7 @@ class Progress:
         self.bar = tracker.progress(
             total=state.cfg.steps,
             initial=state.step,
-            desc=title,
+            desc=state.info["kind"],
             unit="step",
             disable=not log.enabled,
         )
@@ -266,7 +246,7 @@ class Progress:
         self.started = time.monotonic()
         self.losses = []  # of each step, summed over this rank's samples
         self.norms = []  # of each step
-        self.others = {}  # summed over the steps
+        self.extra_losses = collections.Counter()  # by name, summed over the steps
         self.unusable = []  # names of samples
         self.overflows = []  # steps that were tried again
 
@@ -297,8 +277,7 @@ class Progress:
         self.bar.update()
         self.losses.append(sum(losses))
         self.norms.append(norm)
-        for name, loss in others.items():
-            self.others[name] = self.others.get(name, 0.0) + loss
+        self.extra_losses.update(others)  # a Counter adds
         for batch in batches:
             self.unusable += batch["unusable"]
 
@@ -325,8 +304,8 @@ class Progress:
                     "checkpoint"
                 )
 
-    def line(self):
-        """{name: value} of the steps since the last line, for the log. Collective.
+    def log_line(self):
+        """Log the steps since the last line. Collective.
 
         The ranks meet here, and the host waits for its device. UserError if a loss or gradient is
         not finite.
@@ -334,7 +313,6 @@ class Progress:
         losses = dist.total(torch.stack(self.losses).tolist())
         norms = torch.stack(self.norms).tolist()
         self.check_finite([loss + norm for loss, norm in zip(losses, norms)])
-        others = dist.total([loss.item() for loss in self.others.values()])
         unusable = list(itertools.chain(*dist.gather(self.unusable)))  # of all ranks
         new = sorted(set(unusable) - self.named_unusable)
         if new:
@@ -353,13 +331,24 @@ class Progress:
             "unusable_rows": len(unusable),
             "samples_per_s": rate,
         }
-        for name, value in zip(self.others, others):
-            metrics[name] = value / samples
+        for name, value in self.extra_losses.items():
+            metrics[name] = sum(dist.gather(value.item())) / samples
         if torch.cuda.is_initialized():
             metrics["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30  # of rank 0
         self.bar.set_postfix_str(f"loss {loss:.4f}, {rate:.0f} samples/s", refresh=False)
         self.restart()
-        return metrics
+        self.log.log(self.state.step, **metrics)
+
+    def evaluation(self, metrics, samples=None):
+        """Log and print the evaluation that was `paused`; it is best.pt if its val_loss is lowest.
+
+        samples: see tracker.Tracker.log. Collective.
+        """
+        metrics = metrics | {"evaluation_s": self.paused_s}
+        self.log.log(self.state.step, samples, **metrics)
+        tracker.print_results(f"step {self.state.step}", metrics)
+        self.log.write_page()
+        self.run.save_best(self.state, metrics["val_loss"], self.log)
 
     def save(self):
         """Save the state, unless it is not finite: UserError. Collective.
@@ -371,19 +360,53 @@ class Progress:
         with self.paused():
             self.run.save(self.state, self.log)
 
+    def finish(self, metrics, samples=None):
+        """Log the test's `metrics`, and write model.pt and run.results. Collective."""
+        run = self.run
+        state = self.state
+        results = {f"test_{name}": value for name, value in metrics.items()}
+        self.log.log(state.step, samples, **results)
+        self.log.write_page()
+        run.results = {"step": state.step, "best_val_loss": run.best_val_loss, **results}
+        self.save()  # nothing, unless --load brought a run that had all its steps
+        if dist.is_main():
+            run.write_model(state, "model.pt", **run.results)
+            run.write_record()
+        dist.gather(None)  # a barrier: a next stage reads model.pt
+        dist.stop_together()  # after a signal there is no next stage
+
+
+# The loop's frame
+
 
 @contextlib.contextmanager
-def progress(run, state, log, title):
-    """Context of the loop, which gives its Progress.
+def begin(run, state, about, device):
+    """Context of the loop, which gives its Progress. Collective.
 
-    After a signal to any rank it saves, and ends the process.
+    It writes config.json, opens the logger, and prints what the run is, and at the end its results.
+    about: what is trained on, in words. After a signal to any rank it saves, and ends the process.
     """
-    steps = Progress(run, state, log, title)
-    with dist.listening():  # another SIGTERM does not disturb the save
+    cfg = state.cfg
+    # If an evaluation is due at this step, the loop begins with it: its line may be there already,
+    # and is dropped. By minutes none is due but at the last step.
+    repeats_evaluation = Due(cfg.eval_every, state)()
+    log = tracker.Tracker(run, state, repeats_evaluation)
+    if dist.is_main():  # after the tracker: if it refuses the logger, config.json stays as it was
+        settings = config.as_json(cfg) | {"versions": state.versions}
+        path = run.folder / "config.json"
+        checkpoint.write_json(settings, path)
+        log.call_logger("file", path)
+    parameters = sum(p.numel() for p in state.model.parameters())
+    log.print(
+        f"{about}; {parameters:,} parameters to train, batches of {cfg.batch_size} in chunks of "
+        f"{cfg.chunk_size}, {dist.world_size()} rank(s) on {device.type}"
+    )
+    with log, dist.listening():  # another SIGTERM does not disturb the save
+        progress = Progress(run, state, log)
         try:
-            yield steps
+            yield progress
         except dist.Stopped as stop:
-            steps.save()
+            progress.save()
             dist.gather(None)  # torchrun kills all when one has ended
             name = signal.Signals(stop.code - 128).name
             log.print(
@@ -391,24 +414,8 @@ def progress(run, state, log, title):
             )
             raise
         finally:
-            steps.bar.close()
-
-
-# End of a run
-
-
-def finish(run, state, log, metrics, samples=None):
-    """Log the test's `metrics`, and write model.pt and run.results. Collective."""
-    results = {f"test_{name}": value for name, value in metrics.items()}
-    log.log(state.step, samples, **results)
-    log.write_page()
-    run.results = {"step": state.step, "best_val_loss": run.best_val_loss, **results}
-    run.save(state, log)  # of --load, if that had all steps
-    if dist.is_main():
-        run.write_model(state, "model.pt", **run.results)
-        run.write_record()
-    dist.gather(None)  # a barrier: a next stage reads model.pt
-    dist.stop_together()  # after a signal there is no next stage
+            progress.bar.close()
+    announce(run)
 
 
 def announce(run):

@@ -4,7 +4,7 @@ import math
 
 
 def learning_rate(step, lr, warmup_steps, steps, cosine):
-    """Rate of the optimizer step number `step` (0 is the first).
+    """Rate of the optimizer step that follows `step` steps.
 
     It rises by lr/warmup_steps a step to `lr`. Then it stays there, or with `cosine` falls by half
     a cosine to 0 at `steps` (SGDR, Loshchilov & Hutter 2017, Eq. 5). The cosine begins where the

@@ -86,7 +86,7 @@ def check(cfg):
 # Lines and samples
 
 
-class Tracker:
+class Tracker(contextlib.AbstractContextManager):
     """Sends lines and samples to the run's folder and logger, and copies of saves to its savers.
 
     Rank 0 alone acts. As a context it tells the logger how the run ended, and waits for copies on
@@ -109,7 +109,7 @@ class Tracker:
     def open(self, step, repeats_evaluation):
         # Another logger, or another run there, would split the curves.
         self.logger = make_logger(self.cfg)
-        kind = self.cfg.logger.split()[0]
+        kind = shlex.split(self.cfg.logger)[0]
         known = dict(self.run.logger_identity) if step else {}
         given = {"kind": kind, **self.logger.options}
         if any(known.get(name, value) != value for name, value in given.items()):
@@ -121,7 +121,9 @@ class Tracker:
         lines = read_metrics(self.path)
         with checkpoint.atomic_write(self.path) as file:
             for line in lines:
-                is_evaluation = "val_loss" in line or "test_loss" in line
+                # The test comes again, unless there are more steps now.
+                is_last = step >= self.cfg.steps
+                is_evaluation = "val_loss" in line or (is_last and "test_loss" in line)
                 repeated = repeats_evaluation and is_evaluation and line["step"] == step
                 if line["step"] <= step and not repeated:
                     file.write(json.dumps(line).encode() + b"\n")
@@ -139,7 +141,7 @@ class Tracker:
         """
         if not self.enabled:
             return
-        line = {"step": step, **checkpoint.finite(metrics)}
+        line = {"step": step, **config.finite(metrics)}
         media = []
         if samples:
             line["samples"] = samples
@@ -154,18 +156,11 @@ class Tracker:
         numbers = {name: value for name, value in metrics.items() if line[name] is not None}
         self.call_logger("log", step, numbers, media)
 
-    def evaluation(self, step, metrics, samples=None):
-        """`log` an evaluation, print it, and write the page."""
-        self.log(step, samples, **metrics)
-        print_results(f"step {step}", metrics)
-        self.write_page()
-
     def call_logger(self, method, *arguments):
         try:
-            if self.logger:
-                getattr(self.logger, method)(*arguments)
+            getattr(self.logger, method)(*arguments)
         except Exception as error:  # of a network, a disk, a package: training continues
-            self.logger = None
+            self.logger = Logger()
             self.print(
                 f"logger {self.cfg.logger} failed: {type(error).__name__}: {error}; "
                 "metrics.jsonl continues alone"
@@ -195,11 +190,6 @@ class Tracker:
             from common.interop import store
 
             self.copier.submit(store.send, self.savers, self.run)
-
-    def __enter__(self):
-        if self.enabled:
-            self.call_logger("file", self.run.folder / "config.json")
-        return self
 
     def __exit__(self, kind, error, trace):
         if self.enabled:

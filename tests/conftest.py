@@ -4,6 +4,7 @@ import contextlib
 import multiprocessing
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -22,6 +23,7 @@ torch.set_num_threads(1)  # the models are tiny, and other processes run beside 
 # A shell ignores Ctrl-C for what it starts in the background. Tests send it to what they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
 
 # A server imports torch once, and forks a process for each rank in no time. Optimizers import
 # torch._dynamo.
@@ -91,14 +93,11 @@ def start(*words, **variables):
     )
 
 
-@pytest.fixture
-def script():
-    """script(text, *words) -> the finished process of a Python program with arguments `words`."""
-    def run(text, *words):
-        process = start("-c", text, *words)
-        out, err = process.communicate(timeout=60)
-        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
-    return run
+def script(text, *words):
+    """(status, stdout, stderr) of a Python program with arguments `words`."""
+    process = start("-c", text, *words)
+    out, err = process.communicate(timeout=60)
+    return process.returncode, out, err
 
 
 @pytest.fixture(autouse=True)
@@ -125,6 +124,16 @@ def emb(tmp_path_factory):
     encodings[np.arange(5) >= lengths[:, None]] = 0  # padding
     records = [{"caption": f"number {i}"} for i in range(1500)]
     embeddings.write_shards(folder, image, text, records, encodings, 600)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def finished(emb, tmp_path_factory):
+    """The folder of a finished run of the small prior, which no test changes."""
+    from helpers import SMALL, run
+    folder = tmp_path_factory.mktemp("finished")
+    out = run("train_prior", data=emb, run_dir=folder, **SMALL)
+    assert re.search(r"(?s)1,500 embeddings of width 16; .*step 12\n.*24/24", out), out
     return folder
 
 

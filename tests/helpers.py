@@ -11,14 +11,16 @@ import os
 import re
 import shlex
 import sys
+import wave as wavfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import FORKS, environment, free_port
 
 from common import checkpoint, config, dist
-from common.data import images, media, recordings, sounds, synthetic
+from common.data import images, media, sounds, synthetic
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +39,7 @@ class Settings(config.TrainingRun):
     eval_samples: int = config.field(192, measure=True)
 
 
+CPU = torch.device("cpu")
 # A prior that trains in seconds.
 SMALL = dict(
     steps=24,
@@ -104,13 +107,22 @@ CODECS = {
 }
 
 
-def write_voices(folder, rows=range(40), rate=8000):
+def write_voices(folder, rows=range(40)):
     for row, text, speaker in zip(rows, *synthetic.syllables(rows)):
         path = folder / f"voice_{speaker % 4}/{row:03d}.wav"
         wave = torch.from_numpy(synthetic.speak(text, speaker))
-        sounds.write_sound(recordings.resample(wave, synthetic.RATE, rate), rate, path)
+        sounds.write_sound(wave, synthetic.RATE, path)
         path.with_suffix(".txt").write_text(text)
     return folder
+
+
+def wav(wave, rate=16000):
+    """A WAV file of 16-bit PCM as bytes, of a wave (C, T)."""
+    stream = io.BytesIO()
+    with wavfile.open(stream, "wb") as file:
+        file.setparams((len(wave), 2, rate, 0, "NONE", ""))
+        file.writeframes((wave.T * 32768).astype(np.int16).tobytes())
+    return stream.getvalue()
 
 
 def write_captioned(folder, count, size=32):
@@ -157,11 +169,12 @@ def flags(**settings):
     return words
 
 
-def run(name, *words, ranks=0, expect=0):
+def run(name, *words, ranks=0, expect=0, **settings):
     """Output of NAME.py, or of `python -m NAME`, which must end with the status `expect`.
 
-    It runs in this process, or on `ranks` forked processes.
+    It runs in this process, or on `ranks` forked processes. settings: `flags` after the `words`.
     """
+    words = [*words, *flags(**settings)]
     if ranks:
         return Forked(name, *words, ranks=ranks).finish(expect)
     status = 0
@@ -180,9 +193,9 @@ def run(name, *words, ranks=0, expect=0):
     return out.getvalue()
 
 
-def mistake(name, *words, status=1):
+def mistake(name, *words, status=1, **settings):
     """The one line, after notes, in which a command must end."""
-    *notes, error = run(name, *words, expect=status).splitlines()
+    *notes, error = run(name, *words, expect=status, **settings).splitlines()
     assert all(note.startswith("note: ") for note in notes)
     assert error.startswith(f"{name}.py: error: ")
     return error
@@ -295,10 +308,10 @@ def differences(first, second):
 
 # Published models
 
-def write_pipeline(folder, width, length):
+def write_pipeline(folder):
     """{part: model} of a pipeline in Karlo's form, small and of random weights, in `folder`.
 
-    width: of embeddings and text encodings. length: of texts. The files are diffusers' own.
+    Embeddings and text encodings are 64 wide, texts 24 long. The files are diffusers' own.
     """
     import diffusers
 
@@ -318,8 +331,8 @@ def write_pipeline(folder, width, length):
             num_attention_heads=4,
             attention_head_dim=16,
             num_layers=3,
-            embedding_dim=width,
-            num_embeddings=length,
+            embedding_dim=64,
+            num_embeddings=24,
         ),
         "decoder": diffusers.UNet2DConditionModel(
             sample_size=8,
@@ -337,7 +350,7 @@ def write_pipeline(folder, width, length):
         ),
         "text_proj": pipeline.UnCLIPTextProjModel(
             clip_extra_context_tokens=4,
-            clip_embeddings_dim=width,
+            clip_embeddings_dim=64,
             time_embed_dim=512,
             cross_attention_dim=48,
         ),

@@ -16,7 +16,7 @@ from common.config import UserError
 @pytest.mark.parametrize("batch_size, chunk_size", [(7, 1), (64, 8), (100, 14)])
 def test_the_ranks_chunks_cover_the_batch_once(batch_size, chunk_size, world_size):
     whole = accumulate.plan(batch_size, chunk_size, 0, 1)
-    samples = [range(chunk.start, chunk.stop) for chunk in whole]
+    samples = [range(chunk.start, chunk.start + chunk.size) for chunk in whole]
     assert [*itertools.chain(*samples)] == list(range(batch_size))
     for rank in range(world_size):
         chunks = accumulate.plan(batch_size, chunk_size, rank, world_size)
@@ -56,7 +56,7 @@ def chunked_gradients():
         model, inputs, targets = whole_batch()
         plan = accumulate.plan(10, chunk_size, dist.rank(), dist.world_size())
         for chunk in plan:
-            samples = slice(chunk.start, chunk.stop)
+            samples = slice(chunk.start, chunk.start + chunk.size)
             loss = mse_loss(model(inputs[samples]), targets[samples])
             with dist.sum_gradients(model, chunk is plan[-1]):
                 (loss * chunk.weight).backward()

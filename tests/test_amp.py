@@ -3,14 +3,12 @@ import contextlib
 
 import pytest
 import torch
-from helpers import same
+from helpers import CPU, same
 from torch import nn
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common import amp, optim
-
-CPU = torch.device("cpu")
 
 
 def make():
@@ -55,9 +53,7 @@ def test_autocast_runs_products_in_the_precision_and_says_nothing(precision):
 
 
 class CountCasts(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.count = 0
+    count = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         self.count += function is torch.ops.aten._to_copy.default

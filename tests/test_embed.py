@@ -7,15 +7,13 @@ import helpers
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
-from helpers import flags, write_captioned
+from helpers import CPU, write_captioned
 from numpy.testing import assert_allclose
 
 from common import config
 from common.data import embed, embeddings, images, media, order, synthetic
 from common.models import clip
 
-CPU = torch.device("cpu")
 TINY = dict(image_size=16, text_width=32, embed_width=16, batch_size=64, steps=150)
 run_embed = partial(helpers.run, "common.data.embed")
 
@@ -44,7 +42,8 @@ def test_training_learns_what_captions_say_of_images(settings, tmp_path, monkeyp
     raw, texts, encodings = embed.embed(model, batches, encodings=True, raw=True)[0]
     assert_allclose(raw, model.embed_image(torch.from_numpy(pictures)), atol=1e-5)
     for values, unit in ((raw, image), (texts, text)):
-        assert_allclose(F.normalize(torch.from_numpy(values)), unit, atol=1e-5)
+        found = torch.nn.functional.normalize(torch.from_numpy(values))
+        assert_allclose(found, unit, atol=1e-5)
     assert encodings.shape == (320, 24, 32)
 
     nearest = (text @ image.T).argmax(1)
@@ -66,8 +65,8 @@ def captioned(tmp_path, monkeypatch):
     Path("images/damaged.txt").touch()
     Path("images/00001.txt").write_text("")
     records[1]["caption"] = ""
-    words = flags(**TINY | dict(data="images", run_dir="clip", steps=2, batch_size=32))
-    return pictures, records, run_embed("train", *words)
+    settings = TINY | dict(data="images", run_dir="clip", steps=2, batch_size=32)
+    return pictures, records, run_embed("train", **settings)
 
 
 def test_a_clip_learns_the_words_of_its_training_images(captioned):
@@ -82,9 +81,7 @@ def test_a_clip_learns_the_words_of_its_training_images(captioned):
 
 def test_images_that_can_be_used_are_embedded_as_the_prior_reads_them(captioned, tmp_path):
     pictures, records, _ = captioned
-    out = run_embed(
-        "embed", *flags(data="images", run_dir="clip", out="emb"), "--encodings", "--raw"
-    )
+    out = run_embed("embed", "--encodings", "--raw", data="images", run_dir="clip", out="emb")
     assert "1 of 81 images cannot be used and are left out: images/damaged.png" in out
     model = clip.load("clip", CPU)
     assert config.read_json("emb/clip.json") == {
@@ -101,8 +98,8 @@ def test_images_that_can_be_used_are_embedded_as_the_prior_reads_them(captioned,
 
 
 def test_the_best_weights_on_held_out_images_are_kept_and_said(captioned, monkeypatch):
-    words = flags(**TINY | dict(data="images", run_dir="best", steps=20, batch_size=32))
-    out = run_embed("train", *words, "--crop_scale", 0.5, "--flip")
+    settings = TINY | dict(data="images", run_dir="best", steps=20, batch_size=32)
+    out = run_embed("train", "--flip", crop_scale=0.5, **settings)
     shares = [float(line.split()[1]) for line in out.splitlines() if line.startswith("  retrieval")]
     assert len(shares) == 10 and f"retrieval {max(shares):.3f}: the caption finds" in out
     held_out = list(embed.read("images", 16, "validation"))
@@ -122,7 +119,7 @@ def test_random_squares_of_images_are_inside_and_mirrored():
 
 
 def test_what_is_embedded_for_training_leaves_out_what_the_decoder_is_tested_on(captioned):
-    run_embed("embed", *flags(data="images", run_dir="clip", out="emb", split="train"))
+    run_embed("embed", data="images", run_dir="clip", out="emb", split="train")
     dataset = embeddings.Embeddings("emb", captions=True)
     keys = {record["key"] for record in dataset.records(range(len(dataset)))}
     decoder = images.Pictures("images", 16)

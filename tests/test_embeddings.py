@@ -1,5 +1,6 @@
 """Embeddings: rows and captions come as they were written, and every fault of a file is named."""
 import json
+import os
 import pickle
 import re
 import shutil
@@ -70,7 +71,11 @@ def test_shards_are_in_the_order_of_their_numbers_and_may_be_empty(tmp_path):
 def test_written_shards_keep_their_precision_and_replace_those_that_were_there(
         dtype, stored, folder):
     rows = np.ones((3, 2), dtype)
+    table = folder / "metadata/metadata_0.parquet"
+    table.parent.mkdir()
+    table.touch()
     write_shards(folder, rows, rows, [])
+    assert not table.exists()  # captions of the embeddings before
     assert np.load(folder / "img_emb/img_emb_0.npy").dtype == np.dtype(stored)
     assert len(Embeddings(folder)) == 3
     assert not list((folder / "text_enc").iterdir())
@@ -133,11 +138,6 @@ def replace(name, *shape, dtype=np.float16):
     return lambda folder: np.save(folder / name, np.ones(shape, dtype))
 
 
-def cut(folder):
-    path = folder / "img_emb/img_emb_1.npy"
-    path.write_bytes(path.read_bytes()[:150])
-
-
 @pytest.mark.parametrize("fault, message", [
     (remove_folder("img_emb"), "img_emb: no such folder, or no img_emb_N.npy files"),
     (lambda folder: (folder / "text_emb/text_emb_1.npy").unlink(),
@@ -146,7 +146,8 @@ def cut(folder):
     (replace("img_emb/img_emb_1.npy", 8, 5), r"img_emb: .* of one shape: \{\([56],\), \([56],\)"),
     (replace("img_emb/img_emb_0.npy", 5, 6, dtype=np.int64),
      r"img_emb_0.npy: .*expected float16 or float32 of 2 dimensions .*int64 of shape \(5, 6\)"),
-    (cut, "img_emb_1.npy: not a readable .npy array"),
+    (lambda folder: os.truncate(folder / "img_emb/img_emb_1.npy", 150),
+     "img_emb_1.npy: not a readable .npy array"),
     (remove_folder("captions"), "no captions for shard 0; expected captions/captions_N.jsonl"),
 ])
 def test_a_fault_of_the_shards_is_found_at_the_start_and_named(fault, message, folder):

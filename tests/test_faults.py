@@ -41,13 +41,6 @@ def run(*words, expect=0):
 
 
 @pytest.fixture(scope="module")
-def finished(emb, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("faults") / "run"
-    run(*flags(data=emb, run_dir=folder, **SMALL))
-    return folder
-
-
-@pytest.fixture(scope="module")
 def world(emb, tmp_path_factory):
     """Data of all scripts, and a codec and a tokenizer for the later stages of audio."""
     folder = tmp_path_factory.mktemp("world")
@@ -59,8 +52,8 @@ def world(emb, tmp_path_factory):
     path.write_bytes(b"hello")
     write_voices(folder / "voices")
     for stage in ("soundstream", "semantic"):
-        words = flags(data=folder / "voices", run_dir=folder, **STAGES[stage])
-        helpers.run("train_audio", *words)
+        settings = STAGES[stage]
+        helpers.run("train_audio", data=folder / "voices", run_dir=folder, **settings)
     return folder
 
 
@@ -292,13 +285,13 @@ def test_a_rank_whose_data_are_gone_or_never_come_ends_all_in_one_line_each(
 
 # Disks and numbers
 
-def go_on(words, step, finished, folder, but=()):
-    """The same command goes on from `step`, and ends in the bits of the run without a fault.
+def go_on(words, finished, folder, but=()):
+    """The same command goes on from step 8, and ends in the bits of the run without a fault.
 
     but: what differs all the same.
     """
-    assert saved(folder)[0]["step"] == step
-    assert f"at step {step} of 24" in run(*words)
+    assert saved(folder)[0]["step"] == 8
+    assert "at step 8 of 24" in run(*words)
     assert differences(finished, folder) == list(but)
 
 
@@ -316,7 +309,7 @@ def test_a_full_disk_ends_the_run_by_the_files_name_and_the_last_checkpoint_stan
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert f"File too large, writing: '{tmp_path}/checkpoints/step_00000016.pt'" in out
     # The first end, at step 8, has been evaluated, and its lines stay.
-    go_on(words, 8, finished, tmp_path, but=["metrics"])
+    go_on(words, finished, tmp_path, but=["metrics"])
 
 
 def test_a_loss_that_is_not_finite_is_told_by_its_step_and_the_run_goes_on_from_before(
@@ -335,7 +328,7 @@ def test_a_loss_that_is_not_finite_is_told_by_its_step_and_the_run_goes_on_from_
         patch.setattr(train_prior, "diffusion_loss", broken)
         assert "not finite at step 11; lower --lr" in run(*words, expect=1)
     assert metrics(tmp_path)[-1]["step"] == 8
-    go_on(words, 8, finished, tmp_path)
+    go_on(words, finished, tmp_path)
 
 
 # What is loaded

@@ -8,10 +8,10 @@ import shutil
 
 import numpy as np
 import pytest
-from conftest import ROOT, environment, free_port, start
+from conftest import README, ROOT, environment, free_port, start
 from helpers import SMALL, flags, metrics
 
-README = (ROOT / "README.md").read_text()
+from common.data.embeddings import write_shards
 
 
 def recipe(title):
@@ -61,11 +61,9 @@ def fork(tmp_path_factory):
     shutil.copy(ROOT / "train_prior.py", folder)
     edit(folder / "train_prior.py", CHANGES)
     rng = np.random.default_rng(0)
-    text = rng.standard_normal((300, 16)).astype(np.float32)
-    image = text + rng.standard_normal((300, 16)).astype(np.float32) / 4
-    for name, rows in (("text_emb", text), ("img_emb", image)):
-        (folder / "emb" / name).mkdir(parents=True)
-        np.save(folder / "emb" / name / f"{name}_0.npy", rows)
+    text = rng.standard_normal((300, 16))
+    image = text + rng.standard_normal((300, 16)) / 4
+    write_shards(folder / "emb", image, text, [])
     return folder
 
 

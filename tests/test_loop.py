@@ -25,9 +25,17 @@ def progress_of(step):
         cfg=Settings(batch_size=8),
         step=step,
         optimizers=[SimpleNamespace(param_groups=[{"lr": 0.5}])],
+        info={"kind": "test"},
     )
-    log = SimpleNamespace(enabled=False, print=printed.append, printed=printed)
-    return loop.Progress(run, state, log, "test")
+    lines = []
+    log = SimpleNamespace(
+        enabled=False,
+        print=printed.append,
+        printed=printed,
+        log=lambda step, **metrics: lines.append(metrics),
+        lines=lines,
+    )
+    return loop.Progress(run, state, log)
 
 
 def add(progress, loss, norm=2.0, unusable=()):
@@ -41,15 +49,15 @@ def add(progress, loss, norm=2.0, unusable=()):
 # Lines
 
 def two_lines(losses, unusable):
-    """(lines, what was printed) of two steps, and then of one, on this rank."""
+    """(lines, what was printed, what the bar says) of two steps, and of one, on this rank."""
     progress = progress_of(3)
     for loss, names in zip(losses[dist.rank()], unusable[dist.rank()]):
         add(progress, loss, unusable=names)
     progress.overflows.append(4)
-    lines = [progress.line()]
+    progress.log_line()
     add(progress, 8, unusable=["a"])
-    lines.append(progress.line())
-    return lines, progress.log.printed
+    progress.log_line()
+    return progress.log.lines, progress.log.printed, progress.bar.postfix
 
 
 def test_a_line_is_of_the_steps_since_the_last_over_all_ranks_and_names_unusable_samples_once(
@@ -57,7 +65,7 @@ def test_a_line_is_of_the_steps_since_the_last_over_all_ranks_and_names_unusable
     """Promise 7"""
     losses = [(10, 6), (14, 10)]
     unusable = [(["b"], ["a"]), (["b"], [])]
-    for (first, second), printed in on_ranks(2, two_lines, losses, unusable):
+    for (first, second), printed, bar in on_ranks(2, two_lines, losses, unusable):
         assert first.pop("samples_per_s") > 0
         assert first == {
             "samples_seen": 40,
@@ -70,6 +78,7 @@ def test_a_line_is_of_the_steps_since_the_last_over_all_ranks_and_names_unusable
         }
         assert [second[name] for name in ("loss", "overflows", "unusable_rows")] == [2.0, 0, 2]
         assert printed == ["unusable, and replaced by the next sample: a, b"]
+        assert bar.startswith("loss 2.0000, ")
 
 
 @pytest.mark.parametrize("loss, norm", [(math.nan, 1.0), (1.0, math.inf)])
@@ -81,7 +90,7 @@ def test_a_loss_or_gradient_that_is_not_finite_ends_the_run_by_its_step_and_is_n
     add(progress, loss, norm)
     add(progress, 1)
     with pytest.raises(UserError, match=r"runs/x: .*at step 9; lower --lr"):
-        progress.line()
+        progress.log_line()
     if math.isinf(norm):
         with pytest.raises(UserError, match="at step 9"):
             progress.save()
@@ -106,8 +115,13 @@ def test_it_is_due_by_steps_or_minutes_and_at_the_end_but_not_at_the_start(monke
     monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: next(clock)))
 
     def steps(interval):
-        due = loop.Due(interval, 7)
-        return [step for step in range(8) if due(step)]
+        state = SimpleNamespace(cfg=Settings(steps=7), step=0)
+        due = loop.Due(interval, state)
+        found = []
+        for state.step in range(8):
+            if due():
+                found.append(state.step)
+        return found
 
     assert steps("3") == [3, 6, 7]
     assert steps("0") == [7]
@@ -133,7 +147,8 @@ def write_run(folder, **identity):
     """Write a run folder with a checkpoint; returns its path."""
     path = folder / "checkpoints/8.pt"
     contents = {"model": {}, "training": {"identity": identity}}
-    entry = {"file": "checkpoints/8.pt", "step": 8, "sha256": checkpoint.save(contents, path)}
+    checkpoint.save(contents, path)
+    entry = {"file": "checkpoints/8.pt", "step": 8, "sha256": checkpoint.checksum(path)}
     record = {"checkpoints": [entry], "logger": {}, "results": {"step": 8}}
     checkpoint.write_json(record, folder / "auto_resume.json")
     return path

@@ -3,7 +3,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import SMALL, Settings, awake, flags, metrics, run
+from helpers import SMALL, Settings, awake, metrics, run
 from torch import nn
 from torch.testing import assert_close
 
@@ -78,27 +78,24 @@ def test_every_adapted_weight_is_the_formula_at_that_scale_also_when_merged(scal
 
 # The prior, as a user trains it
 
-def test_adapters_are_trained_and_saved_alone_and_resume_but_not_on_another_base(emb, tmp_path):
-    base = tmp_path / "base"
-    run("train_prior", *flags(data=emb, run_dir=base, **SMALL))
+def test_adapters_are_trained_and_saved_alone_and_resume_but_not_on_another_base(emb, finished):
+    base = finished / "model.pt"
 
-    def adapt(expect=0, **changed):
-        settings = dict(SMALL, lr=0.01, lora_rank=4, init_from=base / "model.pt", cosine="false")
-        words = flags(data=emb, run_dir="run", **settings | changed)
-        return run("train_prior", *words, expect=expect)
+    def adapt(**changed):
+        settings = dict(SMALL, lr=0.01, lora_rank=4, init_from=base, cosine="false")
+        return run("train_prior", data=emb, run_dir="run", **settings | changed)
 
     adapt(steps=8)
-    out = adapt(expect=1, init_from=base / "best.pt")
+    out = adapt(expect=1, init_from=finished / "best.pt")
     assert "another model" in out
     adapt(steps=16)
     losses = []
-    for folder in (base, "run"):
+    for folder in (finished, "run"):
         losses.append([line["val_loss"] for line in metrics(folder) if "val_loss" in line])
     assert losses[1][-1] < losses[1][0] < losses[0][0]  # it starts where the base ends
 
-    path = base / "model.pt"
-    digest = checkpoint.checksum(path)
-    info = {"rank": 4, "base": str(path), "base_sha256": digest, "source": str(path)}
+    digest = checkpoint.checksum(base)
+    info = {"rank": 4, "base": str(base), "base_sha256": digest, "source": str(base)}
     for name in ("model.pt", "checkpoints/step_00000016.pt"):
         contents = checkpoint.load(f"run/{name}")
         assert contents["lora"] == info
@@ -108,7 +105,7 @@ def test_adapters_are_trained_and_saved_alone_and_resume_but_not_on_another_base
     # Another run starts from the model that they make.
     path = "run/model.pt"
     words = dict(SMALL, init_from=path, steps=1, lr=1e-9)
-    run("train_prior", *flags(data=emb, run_dir="all", **words))
+    run("train_prior", data=emb, run_dir="all", **words)
     expected, _ = train_prior.load_prior(path, "cpu")
     found, _ = train_prior.load_prior("all/model.pt", "cpu")
     assert_close(found.state_dict(), expected.state_dict(), rtol=0, atol=1e-6)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import flags, run
+from helpers import run
 from torch.testing import assert_close
 
 import train_decoder
@@ -36,7 +36,7 @@ class Published:
     def __init__(self, root):
         self.folder = root / "pipeline"
         self.runs = root / "runs"
-        vars(self).update(helpers.write_pipeline(self.folder, D, L))
+        vars(self).update(helpers.write_pipeline(self.folder))
         settings = dict(
             vocabulary=["a", "red", "car", "star"],
             image_size=32,
@@ -51,7 +51,7 @@ class Published:
         contents = {"kind": "clip", "settings": settings, "model": self.clip.state_dict()}
         self.spec = str(root / "clip.pt")
         checkpoint.save(contents, self.spec)
-        run(MODULE, "import", self.folder, *flags(out=self.runs, clip=self.spec))
+        run(MODULE, "import", self.folder, out=self.runs, clip=self.spec)
 
     def condition(self, texts=TEXTS, length=L):
         """Our condition of texts, of `length` tokens."""
@@ -93,8 +93,9 @@ def upsampler_of(folder):
     return unet, spec
 
 
-def export(run_dir, out):
-    run(MODULE, "export", *flags(run_dir=run_dir, out=out))
+def export(run_dir):
+    """Export a run folder to `out`."""
+    run(MODULE, "export", run_dir=run_dir, out="out")
 
 
 # Sampling
@@ -198,7 +199,7 @@ def test_the_upsampler_samples_as_karlos_with_its_second_unet_in_the_last_step(p
     ],
 )
 def test_what_is_exported_is_what_was_imported(published, stage, parts):
-    export(published.runs / stage, "out")
+    export(published.runs / stage)
     for part, folder in parts.items():
         before = getattr(published, part)
         after = type(before).from_pretrained(f"out/{folder}")
@@ -207,7 +208,7 @@ def test_what_is_exported_is_what_was_imported(published, stage, parts):
             value = list(value) if isinstance(value, tuple) else value
             assert name.startswith("_") or after.config[name] == value, name
     if stage == "prior":
-        run(MODULE, "import", "out", *flags(out="run", clip=published.spec))
+        run(MODULE, "import", "out", out="run", clip=published.spec)
         contents = checkpoint.load("run/model.pt")
         assert contents["config"]["x0_bound"] == 0.5
         scheduler = diffusers.UnCLIPScheduler.from_pretrained("out/scheduler")
@@ -232,7 +233,7 @@ def test_an_imported_prior_is_trained_resumed_and_exported(published):
     images = np.random.default_rng(0).standard_normal((64, D)).astype(np.float32) * 3
     embeddings.write_shards("raw", images, images, [{"caption": "a red star"}] * 64)
     shutil.rmtree("raw/text_emb")  # they are not the CLIP's
-    words = flags(
+    settings = dict(
         data="raw",
         clip=published.spec,
         init_from=published.runs / "prior/model.pt",
@@ -241,9 +242,9 @@ def test_an_imported_prior_is_trained_resumed_and_exported(published):
         eval_samples=2,
         lr=1e-3,
     )
-    run("train_prior", *words, "--steps", 2)
-    assert "resuming" in run("train_prior", *words, "--steps", 3)
-    export("run", "out")
+    run("train_prior", steps=2, **settings)
+    assert "resuming" in run("train_prior", steps=3, **settings)
+    export("run")
     theirs = diffusers.PriorTransformer.from_pretrained("out").eval()
     with torch.no_grad():
         got, expected = outputs(published, load(Path("run")), theirs)
@@ -260,7 +261,7 @@ def test_adapters_are_loaded_by_peft(published, stage, part):
     weights = helpers.awake(adapters).state_dict()
     contents = {**checkpoint.load(path), "model": weights, "lora": about}
     checkpoint.save(contents, "run/model.pt")
-    export("run", "out")
+    export("run")
     about = config.read_json("out/adapter_config.json")
     assert about["base_model_name_or_path"] == str(published.folder / part)
     base = type(getattr(published, part)).from_pretrained(published.folder / part)
@@ -323,8 +324,8 @@ def test_weights_that_are_not_finite_and_files_in_place_of_folders_are_refused(p
         (tmp_path, f"{tmp_path}: norm_out.bias: expected finite numbers of shape"),
         (file, f"{file}: expected a folder, with config.json"),
     ):
-        words = flags(source=source, out=tmp_path / "run", clip=published.spec)
-        assert message in run(MODULE, "import", *words, expect=1)
+        out = run(MODULE, "import", source, out="run", clip=published.spec, expect=1)
+        assert message in out
 
 
 def test_another_model_is_not_overwritten_and_an_import_that_broke_off_is_repeated(
@@ -332,19 +333,31 @@ def test_another_model_is_not_overwritten_and_an_import_that_broke_off_is_repeat
 ):
     runs = shutil.copytree(published.runs, tmp_path / "runs")
     (runs / "upsample/last_step.pt").unlink()
-    words = MODULE, "import", *flags(out=runs, clip=published.spec)
-    run(*words, "--source", published.folder)
+    run(MODULE, "import", published.folder, out=runs, clip=published.spec)
     assert (runs / "upsample/last_step.pt").is_file()
     words = MODULE, "import", published.folder / "decoder", "--out", runs / "prior"
     assert "is there already, of another source" in run(*words, expect=1)
 
 
-def test_an_exported_upsampler_of_our_own_comes_back_with_its_diffusion():
-    settings = dict(width=128, image_size=32, random_crop=8, noise_schedule="linear", eval_steps=7)
-    cfg = train_decoder.UpsampleConfig(**settings, eta=1.0)
-    about = pretrained.their_config(cfg, (0, 0), "model.pt")
-    kind, found = pretrained.our_settings(about, None)
-    assert train_decoder.STAGES[kind](**found) == cfg
+@pytest.mark.parametrize("kind, model_class, width, settings", [
+    ("prior", train_prior.Prior, D, dict(width=32, depth=1, heads=2, objective="v")),
+    ("upsample", train_decoder.UNet, 0,
+     dict(width=128, channel_mult=(1,), num_res_blocks=1, image_size=32, random_crop=8)),
+])
+def test_an_exported_model_of_our_own_comes_back_with_its_diffusion(
+        kind, model_class, width, settings, published):
+    cfg = pretrained.CONFIGS[kind](noise_schedule="linear", **settings)
+    weights = model_class(cfg, width).state_dict()
+    contents = {"kind": kind, "model": weights, "config": config.as_json(cfg), "widths": [width, 0]}
+    checkpoint.save(contents, "run/model.pt")
+    export("run")
+    run(MODULE, "import", "out", out="again", clip=published.spec)
+    again = checkpoint.load("again/model.pt")
+    assert again["widths"] == [width, 0]
+    model_settings = config.finite(config.settings_with(cfg, "model"))
+    assert again["config"] | model_settings == again["config"]
+    again["model"].pop("null_text.text_embed", None)  # it is the CLIP's
+    assert helpers.same(again["model"], {name: weights[name] for name in again["model"]})
 
 
 def test_what_diffusers_has_no_class_for_is_not_exported():
@@ -384,7 +397,7 @@ def test_a_repository_is_imported_with_its_folders_shards_and_half_precision(
 
     monkeypatch.setattr(hub, "snapshot_download", snapshot_download)
     source = f"me/model/{place}".rstrip("/")
-    run(MODULE, "import", source, *flags(out=tmp_path, clip=published.spec))
+    run(MODULE, "import", source, out=tmp_path, clip=published.spec)
     contents = checkpoint.load(tmp_path / "model.pt")
     expected = checkpoint.load(published.runs / "prior/model.pt")
     assert_close(contents["model"], expected["model"], rtol=0, atol=1e-3)
@@ -398,7 +411,7 @@ def test_a_repository_is_imported_with_its_folders_shards_and_half_precision(
 @pytest.mark.parametrize("script, model", [("train_prior", "prior"), ("train_decoder", "base")])
 def test_an_imported_model_is_evaluated_on_data_that_are_named(published, script, model):
     folder = published.runs / model
-    out = run(script, "evaluate", *flags(run_dir=folder), expect=1)
+    out = run(script, "evaluate", run_dir=folder, expect=1)
     assert out.endswith(f"{folder}: its data are not known; name some with --data\n")
 
 
@@ -408,7 +421,7 @@ def test_a_fine_tuned_upsampler_keeps_the_imported_last_step_or_says_that_it_is_
     helpers.write_captioned(tmp_path / "images", 12)
     imported = shutil.copytree(published.runs / "upsample", tmp_path / "imported")
     last_step = imported / "last_step.pt"
-    words = flags(
+    settings = dict(
         stage="upsample",
         data=tmp_path / "images",
         init_from=imported / "model.pt",
@@ -418,7 +431,7 @@ def test_a_fine_tuned_upsampler_keeps_the_imported_last_step_or_says_that_it_is_
         eval_steps=1,
     )
     for steps in (1, 2):  # it is known after a resume, too
-        out = run("train_decoder", *words, "--steps", steps)
+        out = run("train_decoder", steps=steps, **settings)
         assert f"last step of sampling is that of {last_step}" in out
     unet, _ = upsampler_of(tmp_path / "upsample")
     expected = checkpoint.load(last_step)["model"]

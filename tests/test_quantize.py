@@ -1,7 +1,6 @@
 """The residual quantizer, against brute force and formulas, for any chunks and number of ranks."""
 import pytest
 import torch
-import torch.nn.functional as F
 from helpers import same
 from torch.testing import assert_close
 
@@ -118,7 +117,7 @@ def test_codebooks_are_moving_averages_over_all_chunks_and_unused_quantizers_sta
     z = latents(8, 1)
     quantizer.ema_count[:, 0] = 0  # dead, but not replaced
     before = {name: tensor.double() for name, tensor in buffers(quantizer).items()}
-    hits = F.one_hot(quantizer.encode(z), 16).double()  # (B, T, Q, K)
+    hits = torch.nn.functional.one_hot(quantizer.encode(z), 16).double()  # (B, T, Q, K)
     inputs = residuals(quantizer, z)[:-1].double()
     for chunk in z.split(5):
         quantizer(chunk)

@@ -5,7 +5,6 @@ names. What needs a network is not run: pip, and the CLIP of the presets, whose 
 one takes.
 """
 import dataclasses
-import importlib
 import importlib.util
 import json
 import os
@@ -17,13 +16,12 @@ import tarfile
 import helpers
 import numpy as np
 import pytest
-from conftest import ROOT
+from conftest import README
 
 import train_audio
 import train_decoder
 from common.data import embed, embeddings, media
 
-README = (ROOT / "README.md").read_text()
 # (command, "") or ("", recipe) of all of them but the changes to a fork, which test_fork.py runs
 ITEMS = re.findall(
     r"^    (?:pip .* && )?((?:python|torchrun) (?!-m pytest)[^\n]*)|^```python\n(.*?)^```",
@@ -127,7 +125,7 @@ def home(tmp_path_factory):
     helpers.write_voices(folder / "recordings", range(60))
     if importlib.util.find_spec("diffusers"):  # the published models, small
         for name in ("kandinsky-community/kandinsky-2-2-prior", "kakaobrain/karlo-v1-alpha"):
-            helpers.write_pipeline(folder / name, 64, 24)
+            helpers.write_pipeline(folder / name)
 
     rows = np.random.default_rng(0).normal(size=(60, 64))
     embeddings.write_shards(folder / "mine", 3 * rows, 3 * rows, records)  # not of unit length

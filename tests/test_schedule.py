@@ -7,29 +7,21 @@ from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, Se
 from common import optim, schedule
 
 
-def torch_rates(lr, warmup_steps, steps, cosine):
-    """The rates of the steps 0, 1, … by torch's schedulers."""
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=lr)
-    scheduler = ConstantLR(optimizer, factor=1.0)
-    if cosine:
-        scheduler = CosineAnnealingLR(optimizer, steps - warmup_steps)
-    if warmup_steps:
-        warmup = LinearLR(optimizer, 1 / warmup_steps, total_iters=warmup_steps - 1)
-        scheduler = SequentialLR(optimizer, [warmup, scheduler], [warmup_steps])
-    rates = []
-    for _ in range(steps):
-        rates.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        scheduler.step()
-    return rates
-
-
 @pytest.mark.parametrize("cosine", [True, False])
 @pytest.mark.parametrize("warmup_steps", [0, 2, 59])
 def test_rates_are_those_of_torchs_warmup_and_cosine(warmup_steps, cosine):
-    settings = (3e-4, warmup_steps, 60, cosine)
-    rates = [schedule.learning_rate(step, *settings) for step in range(60)]
-    assert rates == pytest.approx(torch_rates(*settings), rel=1e-9, abs=1e-15)
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=3e-4)
+    scheduler = ConstantLR(optimizer, factor=1.0)
+    if cosine:
+        scheduler = CosineAnnealingLR(optimizer, 60 - warmup_steps)
+    if warmup_steps:
+        warmup = LinearLR(optimizer, 1 / warmup_steps, total_iters=warmup_steps - 1)
+        scheduler = SequentialLR(optimizer, [warmup, scheduler], [warmup_steps])
+    for step in range(60):
+        rate = schedule.learning_rate(step, 3e-4, warmup_steps, 60, cosine)
+        assert rate == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-9, abs=1e-15)
+        optimizer.step()
+        scheduler.step()
 
 
 @pytest.mark.parametrize("step, warmup_steps, expected", [

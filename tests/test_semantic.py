@@ -19,11 +19,11 @@ class Raw(recordings.Syllables):
     """Syllables as they are made, not brought to one loudness."""
 
     def wave(self, index, *crop):
-        return torch.from_numpy(synthetic.speak(self.texts[index], int(self.speaker_of[index])))
+        return torch.from_numpy(synthetic.speak(self.texts[index], self.speaker_of[index]))
 
 
 DATASET = Raw(300)
-EVEN, ODD = (np.flatnonzero(np.array(DATASET.speaker_of, int) % 2 == odd) for odd in (0, 1))
+EVEN, ODD = (np.flatnonzero(np.array(DATASET.speaker_of) % 2 == odd) for odd in (0, 1))
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +124,7 @@ def test_features_of_a_published_layer_are_of_the_wave_at_its_rate(monkeypatch):
         semantic.KMeans(8, "mel", 8_000)
 
     def layer(wave):  # in place of it: the first sample of each frame
-        return wave[0, ::320, None]
+        return wave[:, ::320, None]
 
     layer.width = 1
     monkeypatch.setattr(speech, "SpeechLayer", lambda spec: layer)

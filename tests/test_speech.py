@@ -38,7 +38,7 @@ def test_features_are_a_layers_outputs_of_centered_frames(kind, normalize, tmp_p
     for samples in (16_000, 16_001, 8_319):
         wave = 0.1 * torch.randn(1, samples) + 0.05
         frames = -(-samples // 320)
-        found = layer(wave)
+        [found] = layer(wave)
         assert found.shape == (frames, layer.width)
         incomplete = frames * 320 - samples
         if kind == "Wav2Vec2Bert":  # a frame sees 560 samples, 320 apart

@@ -19,11 +19,6 @@ PLAIN = {
 
 
 @pytest.fixture(scope="module")
-def world():
-    return synthetic.shapes(range(4000))
-
-
-@pytest.fixture(scope="module")
 def spoken():
     """[(text, speaker, wave)]"""
     samples = zip(*synthetic.syllables(range(300)))
@@ -53,11 +48,12 @@ def test_the_built_in_data_are_what_they_were():
 # Shapes
 
 
-def test_captions_name_what_they_claim_and_nothing_else(world):
+def test_captions_name_what_they_claim_and_nothing_else():
     attribute_of = {}
     for name, options in synthetic.ATTRIBUTES.items():
         attribute_of |= dict.fromkeys(options, name)
-    for record in world[1]:
+    _, records = synthetic.shapes(range(4000))
+    for record in records:
         caption = f" {record['caption']} "
         named = {name for option, name in attribute_of.items() if f" {option} " in caption}
         assert named == set(record["named"]), record

@@ -38,11 +38,10 @@ def offline(monkeypatch):
 def tracker_of(folder, step=0, **given):
     """A Tracker of a run in `folder` that goes on from `step`."""
     run = checkpoint.RunFolder(folder)
-    if dist.is_main():
-        run.open()
-        run.checkpoints = [{"file": "x.pt", "step": step, "sha256": ""}]
-        run.write_record()
-        checkpoint.write_json({"marker": "config of the run"}, folder / "config.json")
+    run.open()
+    run.checkpoints = [{"file": "x.pt", "step": step, "sha256": ""}]
+    run.write_record()
+    checkpoint.write_json({"marker": "config of the run"}, folder / "config.json")
     cfg = Settings(run_dir=str(folder), batch_size=8, **given)
     return tracker.Tracker(run, SimpleNamespace(cfg=cfg, step=step))
 
@@ -87,12 +86,23 @@ def test_on_resume_later_and_torn_lines_are_dropped_and_come_again_once(torn, tm
     assert path.read_bytes() == expected
 
 
+def test_of_the_last_step_the_test_comes_again_unless_more_steps_follow(tmp_path):
+    log = tracker_of(tmp_path)
+    log.log(5, val_loss=0.5)
+    log.log(5, test_loss=0.5)
+    tracker_of(tmp_path, 5, steps=9)
+    assert lines(tmp_path) == [{"step": 5, "test_loss": 0.5}]
+    tracker_of(tmp_path, 5, steps=5)
+    assert lines(tmp_path) == []
+
+
 def test_a_page_a_line_or_a_logger_that_fails_is_told_and_training_continues(tmp_path, capsys):
     log = tracker_of(tmp_path)
     (tmp_path / "report.html").mkdir()
     log.logger.log = lambda *arguments: 1 / 0
     for step in (1, 2):
-        log.evaluation(step, {})
+        log.log(step)
+        log.write_page()
     assert len(lines(tmp_path)) == 2
     log.file.close()
     log.file = open("/dev/full", "a")  # noqa: SIM115 (closed by the tracker)
@@ -155,6 +165,7 @@ def test_a_resumed_logger_has_each_step_once_and_samples_settings_and_errors(
     log.logger.finish(SystemExit(1))
     first = log.run.logger_identity
     with pytest.raises(ZeroDivisionError), tracker_of(tmp_path, 8, logger=kind) as log:
+        log.call_logger("file", tmp_path / "config.json")
         log_steps(log, range(9, 16))
         1 / 0  # noqa: B018 (the error is meant)
     assert log.run.logger_identity == first and first["kind"] == kind
@@ -206,6 +217,7 @@ def test_another_logger_than_that_of_the_run_is_refused_with_the_way_out(logger,
     with pytest.raises(UserError, match=message):
         tracker_of(tmp_path, 8, logger=logger)
     tracker_of(tmp_path, logger="console")  # a run that has no checkpoint begins anew
+    tracker_of(tmp_path, 8, logger="'console'")  # as the shell's quotes
 
 
 @pytest.mark.parametrize("logger, message", [

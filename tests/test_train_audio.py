@@ -5,14 +5,14 @@ import dataclasses
 import functools
 import itertools
 import shutil
-import wave as wavfile
+from pathlib import Path
 from unittest import mock
 
 import helpers
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import STAGES, awake, flags, follow, metrics, published_codec, saved, write_voices
+from helpers import CPU, STAGES, awake, follow, metrics, published_codec, saved, write_voices
 from torch.testing import assert_close
 
 import train_audio
@@ -21,7 +21,6 @@ from common.data import recordings, sounds, tokens
 from common.models import quantize
 from train_audio import CodecConfig, SamplingParams, Stream, build_sequence, targets
 
-CPU = torch.device("cpu")
 WORDS = Stream("semantic", 1, 7)
 COARSE = Stream("coarse", 2, 5)
 FINE = Stream("fine", 3, 5)
@@ -33,12 +32,12 @@ UNIFORM = SamplingParams(1e4)  # as good as uniform: EOS comes soon
 run = functools.partial(helpers.run, "train_audio")
 
 
-def words_of(whole, stage, folder, **settings):
-    """The command line that trains one stage in `folder`, on earlier stages of the run `whole`."""
-    words = {**STAGES[stage], "data": whole.parent / "voices", "run_dir": folder}
+def train(whole, stage, folder, **settings):
+    """Train one stage in `folder`, on earlier stages of the run `whole`; returns the output."""
+    usual = {**STAGES[stage], "data": whole.parent / "voices", "run_dir": folder}
     if stage in ("coarse", "fine") and folder != whole:
-        words["soundstream"] = whole / "soundstream"
-    return flags(**words | settings)
+        usual["soundstream"] = whole / "soundstream"
+    return run(**usual | settings)
 
 
 @pytest.fixture(scope="module")
@@ -48,13 +47,12 @@ def whole(tmp_path_factory):
     voices = write_voices(folder / "voices")
     (voices / "z.wav").write_bytes(b"")
     for stage in STAGES:
-        words = words_of(folder / "whole", stage, folder / "whole")
-        out = run(*words)
+        out = train(folder / "whole", stage, folder / "whole")
         assert "1 of 41 samples looked at cannot be used" in out
-        assert "41 recordings, 40 transcripts" in out
-        assert "is finished, at step 6; to train on, give more --steps" in run(*words)
+        again = train(folder / "whole", stage, folder / "whole")
+        assert "is finished, at step 6; to train on, give more --steps" in again
     # A run may be in a folder that only others may write to.
-    out = run("evaluate", *flags(run_dir=folder / "whole", out=folder / "scores", device="cpu"))
+    out = run("evaluate", run_dir=folder / "whole", out=folder / "scores", device="cpu")
     follow(out, "--device=cpu", "--out", folder / "next.wav")
     assert (folder / "scores/scores.json").exists()
     assert not (folder / "whole/scores.json").exists()
@@ -373,7 +371,7 @@ def test_a_long_sound_is_the_same_in_any_batch():
 
 def test_two_ranks_lose_what_one_process_does(whole, tmp_path):
     for stage in STAGES:
-        out = run(*words_of(tmp_path, stage, tmp_path, data=whole.parent / "voices"), ranks=2)
+        out = train(tmp_path, stage, tmp_path, data=whole.parent / "voices", ranks=2)
         assert "2 rank(s) on cpu" in out
         expected = [pytest.approx(line, rel=2e-3) for line in metrics(whole / stage)]
         assert metrics(tmp_path / stage) == expected
@@ -382,7 +380,7 @@ def test_two_ranks_lose_what_one_process_does(whole, tmp_path):
 def test_a_discriminator_that_is_not_finite_ends_the_run_before_it_is_saved(whole, monkeypatch):
     loss = train_audio.discriminator_loss
     monkeypatch.setattr(train_audio, "discriminator_loss", lambda *args: loss(*args) * torch.nan)
-    out = run(*words_of(whole, "soundstream", "run"), expect=1)
+    out = train(whole, "soundstream", "run", expect=1)
     assert "loss or gradient is not finite at step 4" in out
     assert [entry["step"] for entry in saved("run/soundstream")] == [2]
 
@@ -399,15 +397,15 @@ def test_an_fp16_overflow_is_a_step_that_did_not_happen(whole, monkeypatch):
     )
     monkeypatch.setattr(amp, "scaler", lambda *_: torch.amp.GradScaler("cpu", 64.0))
 
-    def train(name):
-        run(*words_of(whole, "soundstream", name, **settings))
+    def outcome(name):
+        train(whole, "soundstream", name, **settings)
         folder = f"{name}/soundstream"
         last = metrics(folder)[-3]  # before those of validation and test
         state = checkpoint.load(f"{folder}/checkpoints/step_00000005.pt")
         weights = state["model"], state["ema"], state["training"]["others"]
         return (last["overflows"], state["training"]["scaler"]["scale"]), weights
 
-    scales, usual = train("usual")
+    scales, usual = outcome("usual")
     assert scales == (0, 64)
     scale = torch.amp.GradScaler.scale
     numbers = itertools.count()
@@ -417,7 +415,7 @@ def test_an_fp16_overflow_is_a_step_that_did_not_happen(whole, monkeypatch):
         return scale(scaler, loss * torch.inf if next(numbers) == 5 else loss)
 
     monkeypatch.setattr(torch.amp.GradScaler, "scale", overflow)
-    scales, disturbed = train("disturbed")
+    scales, disturbed = outcome("disturbed")
     assert scales == (1, 32)
     assert_close(disturbed, usual, rtol=1e-3, atol=1e-3)
 
@@ -434,7 +432,7 @@ def main():
 def test_all_stages_are_trained_and_the_built_in_syllables_scored_alike_on_any_ranks():
     few = functools.partial(helpers.run, "test_train_audio")
     settings = dict(chunk_size=2, precision="bf16", validation=0.2, test=0.2, eval_every=2)
-    out = few(*flags(run_dir="run", device="cpu", **settings), ranks=1)
+    out = few(run_dir="run", device="cpu", ranks=1, **settings)
     assert out.count("is finished") == 4
     assert "wrote" in follow(out, "--device=cpu", "--out", "next.wav")
     for name in ("step_00000004_0", "test_1"):
@@ -444,7 +442,7 @@ def test_all_stages_are_trained_and_the_built_in_syllables_scored_alike_on_any_r
     assert evaluated == [4, 6]
     scores = config.read_json("run/scores.json")
     assert {"voice_kept_real", "text_heard", "text_heard_real"} < scores.keys()
-    few("evaluate", *flags(run_dir="run", device="cpu"), ranks=2)
+    few("evaluate", run_dir="run", device="cpu", ranks=2)
     assert scores == pytest.approx(config.read_json("run/scores.json"), rel=1e-3)
 
 
@@ -453,15 +451,13 @@ def test_all_stages_are_trained_and_the_built_in_syllables_scored_alike_on_any_r
 
 def sampled(**settings):
     """What `sample` prints, and the wave of the file that it writes."""
-    words = flags(seconds=0.5, device="cpu", out="out.wav", **settings)
-    return run("sample", *words), read_wave("out.wav")
+    out = run("sample", seconds=0.5, device="cpu", out="out.wav", **settings)
+    return out, read_wave("out.wav")
 
 
 def test_a_recording_goes_through_the_codec_at_a_bitrate(whole, codec, wave):
-    with wavfile.open("stereo.wav", "wb") as file:  # whose mean is silence
-        file.setparams((2, 2, 8000, 0, "NONE", ""))
-        stereo = torch.stack([wave, -wave], dim=1) * 32768
-        file.writeframes(stereo.short().numpy().tobytes())
+    stereo = torch.stack([wave, -wave]).numpy()  # whose mean is silence
+    Path("stereo.wav").write_bytes(helpers.wav(stereo, 8000))
     out, sound = sampled(run_dir=whole, reconstruct="stereo.wav", num_quantizers=3)
     assert "stereo.wav: channels that cancel out are not mixed" in out
     gain = 0.1 / wave.square().mean().sqrt()
@@ -546,8 +542,7 @@ def test_every_stage_keeps_the_rate_of_its_models_and_all_of_a_preset_share_sett
     contents = checkpoint.load("run/semantic/kmeans.pt")
     contents["settings"]["sample_rate"] = 16000
     checkpoint.save(contents, "run/semantic/kmeans.pt")
-    words = words_of(whole, "coarse", "run")
-    out = run(*words, expect=1)
+    out = train(whole, "coarse", "run", expect=1)
     assert "--sample_rate: 8000, but that of" in out
     assert "is 16000; train the semantic stage at this rate, too" in out
 
@@ -567,15 +562,15 @@ def test_a_published_codec_takes_the_place_of_soundstream(whole, voice, tmp_path
         soundstream=f"hf:{tmp_path}/mimi", coarse_quantizers=1, codec_quantizers=3, shifts=2)
     shutil.copytree(whole / "semantic", "run/semantic")
     for stage in ("coarse", "fine"):
-        out = run(*words_of(whole, stage, "run", steps=2, **settings))
+        out = train(whole, stage, "run", steps=2, **settings)
         assert "2 of 82 samples looked at cannot be used" in out
     _, sound = sampled(run_dir="run", prompt=voice, prompt_seconds=0.2)
     assert len(sound) > 1600
-    words = flags(reconstruct=voice, soundstream=settings["soundstream"], out="mimi.wav")
-    assert "4 codes a frame" in run("sample", *words, "--device=cpu")
-    assert len(read_wave("mimi.wav")) == len(read_wave(voice))
-    words = words_of(whole, "fine", "other", **settings | {"codec_quantizers": 5})
-    assert "--codec_quantizers 5: the codec has 4" in run(*words, expect=1)
+    out, sound = sampled(reconstruct=voice, soundstream=settings["soundstream"])
+    assert "4 codes a frame" in out
+    assert len(sound) == len(read_wave(voice))
+    out = train(whole, "fine", "other", **settings | {"codec_quantizers": 5}, expect=1)
+    assert "--codec_quantizers 5: the codec has 4" in out
 
 
 # Mistakes
@@ -610,25 +605,23 @@ def test_mistakes_on_the_command_line_are_one_line_and_status_2(words, message):
 )
 def test_mistakes_that_files_show_are_one_line_and_status_1(settings, message, whole):
     sounds.write_sound(torch.zeros(159), 8000, "short.wav")
-    words = flags(**{"run_dir": whole, "device": "cpu", **settings})
-    assert message in mistake("sample", *words, status=1)
+    assert message in mistake("sample", **{"run_dir": whole, "device": "cpu", **settings})
 
 
 def test_runs_that_do_not_fit_each_other_are_refused(whole):
     shutil.copytree(whole, "moved")
     path = "moved/soundstream/model.pt"
     checkpoint.save({**checkpoint.load(path), "changed": True}, path)
-    words = flags(run_dir="moved", device="cpu")
-    assert "trained with other tokens" in mistake("sample", *words, status=1)
+    assert "trained with other tokens" in mistake("sample", run_dir="moved", device="cpu")
     shutil.rmtree("moved/coarse")
     settings = dict(soundstream="moved/soundstream", init_from=whole / "coarse/model.pt")
-    words = words_of(whole, "coarse", "moved", **settings)
-    assert "of other tokens or other words, so its embeddings mean others" in run(*words, expect=1)
+    out = train(whole, "coarse", "moved", expect=1, **settings)
+    assert "of other tokens or other words, so its embeddings mean others" in out
 
 
 def test_codebooks_that_do_not_come_with_other_weights_start_by_k_means(whole, monkeypatch):
     start = mock.Mock(wraps=quantize.kmeans)
     monkeypatch.setattr(quantize, "kmeans", start)
     settings = dict(num_quantizers=3, init_from=whole / "soundstream/model.pt")
-    run(*words_of(whole, "soundstream", "run", **settings, init_strict="false"))
+    train(whole, "soundstream", "run", **settings, init_strict="false")
     assert start.called

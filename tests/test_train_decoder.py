@@ -10,7 +10,7 @@ import helpers
 import numpy as np
 import pytest
 import torch
-from helpers import BRIEF, UNET, awake, flags, metrics, read_picture, write_captioned
+from helpers import BRIEF, CPU, UNET, awake, metrics, read_picture, write_captioned
 from torch.testing import assert_close
 
 import train_decoder
@@ -19,7 +19,6 @@ from common import checkpoint, config
 from common.data import embed, embeddings, media
 from common.models import clip, diffusion
 
-CPU = torch.device("cpu")
 TINY = dict(
     BRIEF,
     **UNET,
@@ -73,7 +72,7 @@ def trained(world):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(embed, "builtin_data", lambda folder, device: str(world / "shapes"))
         patch.setattr(train_decoder, "train_stage", train_small)
-        out = run(*flags(run_dir=world / "trained", device="cpu", eval_samples=6))
+        out = run(run_dir=world / "trained", device="cpu", eval_samples=6)
     assert "trained, on test pictures:" in out
     assert read_picture(world / "trained/cascade.png").any()
     return world / "trained/base", world / "trained/upsample"
@@ -340,36 +339,35 @@ def test_frechet_distance_equals_its_formula():
 
 
 def test_evaluate_repeats_the_metrics_of_training_on_any_ranks_and_takes_a_prior(trained, world):
-    def evaluate(*words, ranks=0):
-        given = flags(steps=2, eval_samples=12, device="cpu", run_dir=trained, out="metrics.json")
-        run("evaluate", *given, *words, ranks=ranks)
+    def evaluate(**settings):
+        given = dict(steps=2, eval_samples=12, device="cpu", run_dir=trained, out="metrics.json")
+        run("evaluate", **given, **settings)
         return config.read_json("metrics.json")
 
-    again = evaluate("--grid", "grid.png")
+    again = evaluate(grid="grid.png")
     assert again == config.read_json(world / "trained/cascade.json")
     grid = world / "trained/cascade.png"
     assert Path("grid.png").read_bytes() == grid.read_bytes()
-    words = flags(data=world / "plain")
-    real = evaluate(*words)
-    assert evaluate(*words, ranks=2) == pytest.approx(real, rel=1e-4)
-    by_prior = evaluate(*words, "--prior", world / "prior")
+    plain = world / "plain"
+    real = evaluate(data=plain)
+    assert evaluate(data=plain, ranks=2) == pytest.approx(real, rel=1e-4)
+    by_prior = evaluate(data=plain, prior=world / "prior")
     assert by_prior["clip_score"] != real["clip_score"]
     name = "caption_retrieval_ceiling"
     assert by_prior[name] == real[name] > 0
-    settings = dict(data=world / "plain", run_dir=trained[0], prior=world / "prior")
+    settings = dict(data=plain, run_dir=trained[0], prior=world / "prior")
     for name in ("run_dir", "prior"):
         contents = checkpoint.load(settings[name] / "model.pt") | {"clip_fingerprint": "another"}
         checkpoint.save(contents, f"{name}/model.pt")
-        words = flags(**settings | {name: name}, device="cpu")
-        assert "not the CLIP that made the embeddings" in run("evaluate", *words, expect=1)
+        out = run("evaluate", **settings | {name: name}, device="cpu", expect=1)
+        assert "not the CLIP that made the embeddings" in out
 
     # Without captions
     ignore = shutil.ignore_patterns("*.txt")
-    shutil.copytree(world / "plain", "bare", ignore=ignore)
-    words = flags(data="bare")
-    assert evaluate(*words) == {"frechet_distance": real["frechet_distance"]}
-    words += "--run_dir", trained[0], "--prior", world / "prior"
-    assert "bare: no captions, which --prior needs" in run("evaluate", *words, expect=1)
+    shutil.copytree(plain, "bare", ignore=ignore)
+    assert evaluate(data="bare") == {"frechet_distance": real["frechet_distance"]}
+    out = run("evaluate", **settings | {"data": "bare"}, expect=1)
+    assert "bare: no captions, which --prior needs" in out
 
 
 # Training, as a user runs it
@@ -377,7 +375,7 @@ def test_evaluate_repeats_the_metrics_of_training_on_any_ranks_and_takes_a_prior
 
 def test_one_command_trains_both_stages_and_2_ranks_lose_the_same(trained, world):
     for folder, settings in zip(trained, (BASE, UPSAMPLE)):
-        out = run(*flags(data=world / "shapes", run_dir="run", **settings), ranks=2)
+        out = run(data=world / "shapes", run_dir="run", ranks=2, **settings)
         assert "2 rank(s) on cpu" in out and out.count("is finished") == 1
         assert (folder / "report.html").is_file()
         lines = metrics(folder)
@@ -395,9 +393,8 @@ def test_one_command_trains_both_stages_and_2_ranks_lose_the_same(trained, world
 def test_adapters_alone_are_trained(trained, world):
     base = trained[0] / "model.pt"
     settings = dict(BASE, lr=0.05, lora_rank=1, init_from=base)
-    run(*flags(data=world / "plain", run_dir="run", **settings))
-    words = flags(run_dir="run/base", steps=2, device="cpu")
-    assert "frechet_distance" in run("evaluate", *words)
+    run(data=world / "plain", run_dir="run", **settings)
+    assert "frechet_distance" in run("evaluate", run_dir="run/base", steps=2, device="cpu")
     weights = checkpoint.load(base)["model"]
     unet, _ = train_decoder.load_unet("run/base/model.pt", CPU)
     adapted = unet.state_dict()
@@ -412,11 +409,16 @@ def sample(**settings):
     """The pictures (N, H, W, 3) that the sample command writes."""
     given = dict(steps=(3, 2), num_samples=2, device="cpu", pictures="pictures", out="grid.png")
     shutil.rmtree("pictures", ignore_errors=True)
-    out = run("sample", *flags(**given | settings))
+    out = run("sample", **given | settings)
     files = sorted(Path("pictures").iterdir())
     assert f"wrote grid.png: {len(files)} pictures of" in out
     assert read_picture("grid.png").shape[2] == 3
     return np.stack([read_picture(path) for path in files]).astype(int)
+
+
+def difference(left, right):
+    """The greatest of a pixel."""
+    return np.abs(left - right).max()
 
 
 def test_a_sample_is_the_same_in_any_batch_but_for_the_same_text_twice(
@@ -428,8 +430,8 @@ def test_a_sample_is_the_same_in_any_batch_but_for_the_same_text_twice(
     together = sample(**texts)
     assert together.shape == (9, 32, 32, 3)
     assert Path("pictures/0001_0002.png").is_file()  # TEXT_NUMBER.png
-    assert np.abs(together - sample(**texts, seed=1)).max() > 10
-    assert np.abs(together[:3] - together[6:]).max() > 10
+    assert difference(together, sample(**texts, seed=1)) > 10
+    assert difference(together[:3], together[6:]) > 10
     sizes = []
     best_embeddings = train_prior.best_embeddings
 
@@ -438,12 +440,12 @@ def test_a_sample_is_the_same_in_any_batch_but_for_the_same_text_twice(
         return best_embeddings(prior, condition, *others, **settings)
 
     monkeypatch.setattr(train_prior, "best_embeddings", spy)
-    assert np.abs(together - sample(**texts, max_batch=2)).max() <= 1
+    assert difference(together, sample(**texts, max_batch=2)) <= 1
     assert sizes == [2, 2, 2, 2, 1]  # texts are encoded as few at a time
     alone = sample(**settings, text="a small red star")
-    assert np.abs(together[:2] - alone).max() <= 1
-    words = flags(run_dir=trained, prior=world / "prior", num_samples=1, steps=1, device="cpu")
-    out = run("sample", *words, "--text", 30 * "red ")
+    assert difference(together[:2], alone) <= 1
+    settings |= dict(num_samples=1, steps=1, device="cpu", text=30 * "red ")
+    out = run("sample", **settings)
     assert out.count("1 are cut, as they are longer than 18 tokens") == 1  # by the prior
 
 
@@ -452,8 +454,8 @@ def test_images_are_varied_and_interpolated(trained, world):
     files = [world / f"plain/{i:05d}.png" for i in range(2)]
     ends = [sample(**settings, image=file, num_samples=1)[0] for file in files]
     way = sample(**settings, image=files[0], to=files[1], num_samples=3)
-    assert np.abs(way[[0, 2]] - ends).max() <= 1
-    assert all(np.abs(way[1] - end).max() > 1 for end in ends)
+    assert difference(way[[0, 2]], ends) <= 1
+    assert all(difference(way[1], end) > 1 for end in ends)
 
 
 def test_an_upsampler_and_a_base_without_text_or_image_need_no_clip(trained, world):
@@ -465,7 +467,7 @@ def test_an_upsampler_and_a_base_without_text_or_image_need_no_clip(trained, wor
     settings = dict(run_dir="upsample", num_samples=1)
     first = sample(**settings, image=world / "plain/00000.png")
     second = sample(**settings, image=world / "plain/00001.png")
-    assert np.abs(first - second).max() > 1
+    assert difference(first, second) > 1
 
 
 @pytest.mark.parametrize("text", ["", "a red star"])
@@ -484,9 +486,9 @@ def test_inpainting_keeps_the_black_of_the_mask_exactly(text, trained, world):
     mask[24, 10:] = 255
     settings = dict(image="image.png", mask="mask.png", prior=world / "prior")
     for picture in sample(run_dir=trained, text=text, eta=1.0, **settings):
-        difference = np.abs(picture - read_picture(image))
-        assert not difference[mask.min(-1) == 0].any()
-        assert difference[mask.min(-1) > 0].mean() > 5
+        change = np.abs(picture - read_picture(image))
+        assert not change[mask.min(-1) == 0].any()
+        assert change[mask.min(-1) > 0].mean() > 5
 
 
 # Mistakes

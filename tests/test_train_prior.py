@@ -1,6 +1,5 @@
 """The prior: its model against itself computed another way, and the script as a user runs it."""
 
-import re
 import shutil
 from functools import partial
 from pathlib import Path
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import SMALL, awake, differences, flags, metrics
+from helpers import CPU, SMALL, awake, differences, flags, metrics
 from numpy.testing import assert_allclose
 from torch.testing import assert_close
 
@@ -20,7 +19,6 @@ from common import amp, checkpoint, config
 from common.data import embed, embeddings, order
 from common.models import clip, diffusion
 
-CPU = torch.device("cpu")
 SHORT = {**SMALL, "steps": 8, "max_text_len": 20}
 STAR = "a small red star"
 run = partial(helpers.run, "train_prior")
@@ -148,7 +146,7 @@ def test_raw_embeddings_get_mean_0_and_deviation_1_inside_and_texts_of_unit_leng
     ):
         embeddings.write_shards(name, scale * rows, scale * rows, [])
         settings = dict(SHORT, steps=1, data=name, run_dir=name)
-        run(*flags(**settings), *more)
+        run(*more, **settings)
         priors.append(train_prior.load_prior(f"{name}/model.pt", CPU)[0])
     prior, tuned = priors
     _, indices = order.splits(embeddings.Embeddings("run"), prior.cfg)["train"]
@@ -284,18 +282,9 @@ def test_similarities_are_means_over_samples(emb, monkeypatch):
 # Training
 
 
-@pytest.fixture(scope="module")
-def finished(emb, tmp_path_factory):
-    """A finished run."""
-    folder = tmp_path_factory.mktemp("runs") / "whole"
-    out = run(*flags(data=emb, run_dir=folder, **SMALL))
-    assert re.search(r"(?s)1,500 embeddings of width 16; .*step 12\n.*24/24", out), out
-    words = flags(run_dir=folder, eval_timesteps=2, device="cpu")
-    assert "similarity_with_text@2" in run("evaluate", *words)
-    return folder
-
-
 def test_a_run_writes_a_complete_folder(finished):
+    out = run("evaluate", run_dir=finished, eval_timesteps=2, device="cpu")
+    assert "similarity_with_text@2" in out
     assert [saved["step"] for saved in helpers.saved(finished)] == [24, 16, 8]
     assert (finished / "report.html").is_file()
     lines = metrics(finished)
@@ -314,22 +303,22 @@ def test_a_run_writes_a_complete_folder(finished):
 
 def test_a_finished_run_started_again_changes_nothing(emb, finished, tmp_path):
     folder = shutil.copytree(finished, tmp_path / "run")
-    out = run(*flags(data=emb, run_dir=folder, **SMALL))
+    out = run(data=emb, run_dir=folder, **SMALL)
     assert "is finished, at step 24" in out
     assert "test_loss" in out
     assert not differences(finished, folder)
     # From a checkpoint that has all steps
     whole = folder / helpers.saved(folder)[0]["file"]
-    run(*flags(data=emb, run_dir=tmp_path / "loaded", load=whole, **SMALL))
-    assert [entry["step"] for entry in helpers.saved(tmp_path / "loaded")] == [24]
+    run(data=emb, run_dir="loaded", load=whole, **SMALL)
+    assert [entry["step"] for entry in helpers.saved("loaded")] == [24]
     # Refused, it changes nothing either.
-    words = flags(data=emb, run_dir=folder, **SMALL | {"steps": 25}, logger="tensorboard")
-    assert "split its curves" in run(*words, expect=1)
+    out = run(data=emb, run_dir=folder, **SMALL | {"steps": 25}, logger="tensorboard", expect=1)
+    assert "split its curves" in out
     assert config.read_json(folder / "config.json")["logger"] == "console"
 
 
 def test_an_fp16_overflow_is_a_step_that_did_not_happen(emb, monkeypatch):
-    words = flags(data=emb, **SMALL | {"steps": 8, "eval_every": 0, "precision": "fp16"})
+    settings = SMALL | dict(steps=8, eval_every=0, precision="fp16")
     scale_loss = torch.amp.GradScaler.scale
     losses = []
 
@@ -340,7 +329,7 @@ def test_an_fp16_overflow_is_a_step_that_did_not_happen(emb, monkeypatch):
 
     runs = []
     for name in ("usual", "disturbed"):
-        run(*words, "--run_dir", name)
+        run(data=emb, run_dir=name, **settings)
         lines = metrics(name)
         overflows = sum(line.pop("overflows", 0) for line in lines)
         state = checkpoint.load(f"{name}/checkpoints/step_00000008.pt")
@@ -359,8 +348,8 @@ def test_checkpoints_load_from_urls(emb, finished, server):
 
     def train(flag, address):
         """(output, lines of metrics.jsonl) of a run."""
-        words = flags(data=emb, run_dir=flag, **SMALL | {flag: server.url + address})
-        return run(*words), metrics(flag)
+        out = run(data=emb, run_dir=flag, **SMALL, **{flag: server.url + address})
+        return out, metrics(flag)
 
     out, lines = train("load", f"/whole.pt#sha256={whole['sha256']}")
     assert "at step 16 of 24" in out
@@ -392,7 +381,7 @@ def test_a_validation_set_a_split_seed_a_cosine_length_and_no_averaging(emb):
 
 
 def test_guidance_is_refused_for_a_model_that_never_trained_without_text(emb):
-    run(*flags(data=emb, run_dir="run", **SMALL | {"steps": 1, "text_drop": 0}))
+    run(data=emb, run_dir="run", **SMALL | {"steps": 1, "text_drop": 0})
     for command in ("evaluate", "sample"):
         out = run(command, "--run_dir", "run", "--guidance_scale", 2, expect=1)
         assert "is trained with --text_drop 0" in out
@@ -425,9 +414,7 @@ def test_a_mistake_ends_in_one_line_and_a_status(words, status, message, emb, fi
     np.save("none.npy", np.ones((0, 16), np.float32))
     Path("emb").symlink_to(emb)
     Path("used").symlink_to(finished)
-    out = run(*words.split(), expect=status)
-    assert message in out
-    [_] = [line for line in out.splitlines() if not line.startswith("note: used/best.pt")]
+    assert message in helpers.mistake("train_prior", *words.split(), status=status)
 
 
 # Texts, by a CLIP
@@ -452,14 +439,14 @@ def world(tmp_path_factory):
         note = config.read_json(f"{out}/clip.json")
         checkpoint.write_json({**note, "made_from": "shapes"}, f"{out}/clip.json")
         patch.setattr(embed, "builtin_data", lambda *_: out)
-        run(*flags(run_dir=folder / "run", **SHORT))
+        run(run_dir=folder / "run", **SHORT)
     return folder
 
 
 def sample(folder, **settings):
     """(output, embeddings (N, 16)) of the sample command."""
-    words = flags(run_dir=folder, steps=3, device="cpu", out="out.npy", **settings)
-    return run("sample", *words), np.load("out.npy")
+    out = run("sample", run_dir=folder, steps=3, device="cpu", out="out.npy", **settings)
+    return out, np.load("out.npy")
 
 
 def embed_texts(world, texts):
@@ -470,7 +457,7 @@ def embed_texts(world, texts):
 @pytest.mark.parametrize("encodings", ["clip", "shards"])
 def test_the_samples_kept_are_the_most_similar_to_the_text(encodings, world):
     settings = dict(text_encodings=encodings, objective="v", **SHORT)
-    run(*flags(data=world / "emb", run_dir="run", **settings))
+    run(data=world / "emb", run_dir="run", **settings)
     _, candidates = sample("run", text=STAR, num_samples=6, best_of=1)
     cosines = candidates @ F.normalize(embed_texts(world, [STAR])[0], dim=0).numpy()
     _, best = sample("run", text=STAR, num_samples=2, best_of=3)
@@ -551,9 +538,16 @@ def test_a_run_on_captions_needs_no_text_embeddings_and_resumes_with_its_clip_al
     shutil.copytree(world / "emb", "emb")
     shutil.copytree(world / "clip", "clip")
     shutil.rmtree("emb/text_emb")
+    about = config.read_json("emb/clip.json")
+    del about["made_from"]  # as one's own data, whose captions have no attributes
+    checkpoint.write_json(about, "emb/clip.json")
+    captions = Path("emb/captions/captions_0.jsonl")
+    _, *rows = captions.read_text().splitlines()
+    captions.write_text("\n".join(["{}", *rows]) + "\n")  # a damaged one costs its sample
     words = flags(clip="clip", run_dir="run", text_encodings="clip", **SHORT)
-    run(*words, "--data", world / "emb", "--steps", 4)
-    assert "at step 4 of 8" in run(*words, "--data", "emb")
+    run(*words, "--data", "emb", "--steps", 4)
+    shutil.move("emb", "moved")
+    assert "at step 4 of 8" in run(*words, "--data", "moved")
     Path("clip/model.pt").write_bytes((world / "other/model.pt").read_bytes())
-    out = run(*words, "--data", world / "emb", "--steps", 12, expect=1)
+    out = run(*words, "--data", "moved", "--steps", 12, expect=1)
     assert "not the CLIP that made the embeddings, or trained anew since" in out

@@ -72,7 +72,7 @@ class EmbedConfig(DataConfig):
     run_dir: str = field("runs/clip", "the CLIP: folder, model.pt, or open_clip:MODEL/WEIGHTS")
     out: str = field("emb", "folder for img_emb/, text_emb/, captions/ and clip.json")
     split: Literal["all", "train"] = field(
-        "all", "which images; train: only those that train_decoder.py trains on by default"
+        "all", 'which; train: those that train_decoder.py trains on by default (of "shapes" others)'
     )
     raw: bool = field(
         False, "embeddings as the CLIP gives them, for --raw_embeddings; off: of unit length"
@@ -227,14 +227,13 @@ def embed(clip_model, batches, encodings=False, raw=False):
     records = []
     for pixels, batch in batches:
         image = clip_model.embed_image(torch.from_numpy(pixels).to(device))
-        tokens = clip_model.tokenize(captions_of(batch)).to(device)
-        text, text_enc, _ = clip_model.embed_text(tokens)
-        outputs = [image, text]
+        text = clip_model.text_condition(captions_of(batch), clip_model.context)
+        outputs = [image, text["text_embed"]]
         if not raw:
             outputs = [F.normalize(each, dim=-1) for each in outputs]
         if encodings:
-            outputs.append(text_enc)
-        arrays.append([output.float().cpu().numpy() for output in outputs])
+            outputs.append(text["text_enc"])
+        arrays.append([output.cpu().numpy() for output in outputs])
         records += batch
     return [np.concatenate(column) for column in zip(*arrays)], records
 
@@ -265,8 +264,8 @@ def builtin_data(folder, device):
 
     Returns the path of the latter.
     """
-    run_dir = str(Path(folder).resolve() / "clip")
-    out = Path(folder) / "shapes"
+    run_dir = str(folder.resolve() / "clip")
+    out = folder / "shapes"
     path = out / "clip.json"
     pictures, _ = synthetic.shapes(range(64))
     made_from = {

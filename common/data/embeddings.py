@@ -40,7 +40,7 @@ def open_npy(path, ndim=2):
 def shard_files(folder, name, suffix):
     """{N: path} of the files NAME_N.suffix in `folder`, by number; N may have leading zeros."""
     paths = {}
-    for path in Path(folder).glob(f"{name}_*{suffix}"):
+    for path in folder.glob(f"{name}_*{suffix}"):
         number = path.stem.removeprefix(f"{name}_")
         if number.isdecimal():
             paths[int(number)] = path
@@ -293,7 +293,7 @@ def write_shards(
     if records:
         tables["captions"] = [json.dumps(record).encode() + b"\n" for record in records]
     shards = list(accumulate.split(tables, rows_per_shard))
-    for name in (*FOLDERS.values(), "captions"):
+    for name in (*FOLDERS.values(), "captions", "metadata"):
         for path in (folder / name).glob(f"{name}_*"):
             path.unlink()
 

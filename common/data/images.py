@@ -105,7 +105,7 @@ class CaptionedImages:
     def __init__(self, path, needs_captions=True):
         self.path = Path(path)
         self.needs_captions = needs_captions
-        self.tars = find_tars(path)
+        self.tars = find_tars(self.path)
         self.metadata = []  # files
         unused = collections.Counter()  # {kind: files}, for the note
         table = {}  # rows whose image was not found yet
@@ -115,8 +115,10 @@ class CaptionedImages:
             found = files.files_below(path)
             self.metadata = [file for file in found if file.name.lower() in METADATA]
             table = read_metadata(self.path, self.metadata, unused)
-            sizes = {file.relative_to(path).as_posix(): file.stat().st_size for file in found}
-            listings = [[(name, 0, size) for name, size in sizes.items()]]
+            members = [
+                (file.relative_to(path).as_posix(), 0, file.stat().st_size) for file in found
+            ]
+            listings = [members]
             pattern = FILE_NAME
 
         # Arrays, one of each tar: millions of objects would take gigabytes, in every worker too.
@@ -211,11 +213,11 @@ class CaptionedImages:
 
 def find_tars(path):
     """The tars that `path` names: a tar, FOLDER of *.tar, or "FOLDER/{00000..00219}.tar"."""
-    if Path(path).is_dir():
-        return sorted(Path(path).glob("[!.]*.[tT][aA][rR]"))
+    if path.is_dir():
+        return sorted(path.glob("[!.]*.[tT][aA][rR]"))
     braces = re.fullmatch(r"(.*)\{(\d+)\.\.(\d+)\}(.*)", str(path))
     if not braces:
-        return [Path(path)]
+        return [path]
     before, first, last, after = braces.groups()
     numbers = range(int(first), int(last) + 1)
     return [Path(f"{before}{number:0{len(first)}}{after}") for number in numbers]
@@ -276,29 +278,32 @@ def group(members, pattern, unused):
     Neighbors of one KEY, none of whose kinds comes again, form a place. The places of a KEY join
     into one sample, as where images and captions lie apart. But a place with a kind of file that
     the sample has already, or with a second image, begins another one, as in joined tars. The last
-    sample of a KEY that has image and caption counts, as for tar itself.
+    sample of a KEY that has image and caption counts, as for tar itself; else the last image's.
     """
-    places = [("", {})]  # (KEY, files), after one that is empty
+    places_of = collections.defaultdict(list)  # {KEY: its places}
+    last = None  # KEY of the file before
     for name, offset, size in members:
         match = re.fullmatch(pattern, name)
         if not match:
             continue
         key, extension = match.groups()
         kind = extension.lower() or "without an extension"
-        if key != places[-1][0] or kind in places[-1][1]:
-            places.append((key, {}))
-        places[-1][1][kind] = extension, offset, size
+        places = places_of[key]
+        if key != last or kind in places[-1]:
+            places.append({})
+        places[-1][kind] = extension, offset, size
+        last = key
 
-    groups = collections.defaultdict(lambda: [{}])  # {key: samples}
-    for key, place in places[1:]:
-        samples = groups[key]
-        images = pick(place, IMAGES) and pick(samples[-1], IMAGES)
-        if images or pick(place, samples[-1]):
-            samples.append({})
-        samples[-1].update(place)
-    for key, samples in groups.items():
-        whole = [each for each in samples if pick(each, IMAGES) and pick(each, CAPTIONS)]
-        sample = (whole or samples)[-1]
+    for key, places in places_of.items():
+        samples = [{}]
+        for place in places:
+            images = pick(place, IMAGES) and pick(samples[-1], IMAGES)
+            if images or pick(place, samples[-1]):
+                samples.append({})
+            samples[-1].update(place)
+        with_image = [each for each in samples if pick(each, IMAGES)]
+        whole = [each for each in with_image if pick(each, CAPTIONS)]
+        sample = (whole or with_image or samples)[-1]
         unused["of a name that comes again"] += len(samples) - 1
         unused.update(sample.keys() - USED)
         yield key, sample

@@ -13,25 +13,20 @@ import torch.nn.functional as F
 GAP = 4  # pixels between the images of a grid
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 .,:'!?-+()/"
-# Five bytes a character, one for each column, the lowest bit on top. The last is the box that
-# stands for all other characters.
+# Six bytes a character, one for each column, the lowest bit on top; the sixth is the space to the
+# next one. The last is the box that stands for all other characters.
 FONT = (
-    "20545454787f444444383844444428384444447f385454541800087e090218a4a4a47c7f0404047800447d400040"
-    "80847d007f1028440000417f40007c047804787c080404783844444438fc2424241818242424fc7c080404084854"
-    "545424043f4444203c4040207c1c2040201c3c4030403c44281028441ca0a0a07c4464544c443e5149453e00427f"
-    "400042615149462141454b311814127f1027454545393c4a49493001710905033649494936064949291e00000000"
-    "00006060000000a06000000036360000000007000000005f00000201510906080808080808083e0808001c224100"
-    "0041221c0020100804027f4141417f"
+    "2054545478007f4444443800384444442800384444447f0038545454180000087e09020018a4a4a47c007f040404"
+    "780000447d4000004080847d00007f102844000000417f4000007c04780478007c0804047800384444443800fc24"
+    "2424180018242424fc007c0804040800485454542400043f444420003c4040207c001c2040201c003c4030403c00"
+    "4428102844001ca0a0a07c004464544c44003e5149453e0000427f4000004261514946002141454b31001814127f"
+    "10002745454539003c4a49493000017109050300364949493600064949291e0000000000000000606000000000a0"
+    "6000000000363600000000000700000000005f00000002015109060008080808080008083e080800001c22410000"
+    "0041221c00002010080402007f4141417f00"
 )
 FONT_BYTES = np.frombuffer(bytes.fromhex(FONT), np.uint8)
 COLUMNS = np.unpackbits(FONT_BYTES, bitorder="little")
-GLYPHS = COLUMNS.reshape(-1, 5, 8).swapaxes(1, 2)  # (characters, 8, 5), 1 for ink
-ROOM = [
-    (0, 0),
-    (2, 0),  # above
-    (0, 1),  # to the right
-]
-CELLS = np.pad(GLYPHS, ROOM)  # (characters, 10, 6)
+GLYPHS = COLUMNS.reshape(-1, 6, 8).swapaxes(1, 2)  # (characters, 8, 6), 1 for ink
 
 
 def bicubic(x):
@@ -101,10 +96,10 @@ def captioned_grid(images, captions, columns):
         lines = textwrap.wrap(caption.lower(), width // 6, max_lines=4, placeholder=" ...")
         for i, line in enumerate(lines):
             characters = [CHARACTERS.find(each) for each in line]  # -1, the box, for others
-            ink = np.hstack(CELLS[characters])
-            ink = ink[..., None]  # (10, 6 · characters, 1)
-            start = height + 10 * i
-            tile[start : start + 10, : ink.shape[1]] -= 255 * ink
+            ink = np.hstack(GLYPHS[characters])
+            ink = ink[..., None]  # (8, 6 · characters, 1)
+            start = height + 10 * i + 2  # two rows stay white between lines
+            tile[start : start + 8, : ink.shape[1]] -= 255 * ink
     return sheet
 
 
@@ -144,21 +139,29 @@ def resize(images, size, mode="bicubic"):
     return resized.to(images.dtype)
 
 
+def to_floats(images):
+    """uint8 (B, H, W, 3) -> float (B, 3, H, W), of the same values."""
+    return images.permute(0, 3, 1, 2).float()
+
+
+def to_bytes(images):
+    """float (B, 3, H, W) of 0 to 255 -> uint8 (B, H, W, 3), rounded and clamped."""
+    return images.permute(0, 2, 3, 1).round().clamp(0, 255).byte()
+
+
 def resize_uint8(images, size, mode="bicubic"):
     """`resize` of uint8 (B, H, W, 3), which gives uint8."""
-    images = resize(images.permute(0, 3, 1, 2).float(), size, mode)
-    return images.round().clamp(0, 255).byte().permute(0, 2, 3, 1)
+    return to_bytes(resize(to_floats(images), size, mode))
 
 
 def from_uint8(images):
     """uint8 (B, H, W, 3) -> float (B, 3, H, W) in [-1, 1]."""
-    return images.permute(0, 3, 1, 2).float() / 127.5 - 1
+    return to_floats(images) / 127.5 - 1
 
 
 def to_uint8(images):
     """float (B, 3, H, W) in [-1, 1] -> uint8 (B, H, W, 3)."""
-    images = (images.permute(0, 2, 3, 1) + 1) * 127.5
-    return images.round().clamp(0, 255).byte()
+    return to_bytes((images + 1) * 127.5)
 
 
 def blur(images, sigma):

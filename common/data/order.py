@@ -4,7 +4,7 @@ Orders and splits are pure functions of numbers and a seed. For training, a data
 methods:
     len(dataset)
     fetch(indices, random_words=None) -> (batch, usable)    dict of tensors and lists, bool (n,)
-    split(name, validation, test, seed) -> indices          name: "train", "validation" or "test"
+    split(name, validation, test, seed=0) -> indices        name: "train", "validation" or "test"
     fault(index) -> text                                    name of an unusable sample, and why
     check() -> (unusable, checked, faults)                  before training
     fingerprint() -> dict                                   changes when the data does
@@ -354,7 +354,8 @@ def training_spans(plan, batch_size, step):
     """The spans (first position, one past the last) of a rank's chunks from `step` on, endless."""
     for start in itertools.count(step * batch_size, batch_size):
         for chunk in plan:
-            yield start + chunk.start, start + chunk.stop
+            first = start + chunk.start
+            yield first, first + chunk.size
 
 
 def some_of(indices, limit):
@@ -408,7 +409,7 @@ def means(found):
     """{metric: mean over all ranks} of {metric: values on this rank}. Collective."""
     sums = collections.defaultdict(float)
     counts = collections.defaultdict(int)
-    for values_of_rank in dist.gather(dict(found)):  # which may lack some metrics
+    for values_of_rank in dist.gather(found):  # which may lack some metrics
         for name, values in values_of_rank.items():
             sums[name] += sum(values)
             counts[name] += len(values)

@@ -142,13 +142,14 @@ def resample(wave, rate, to):
 def in_blocks(work, x, frame_in, frame_out, before, after=0):
     """work(x) (T · frame_out, …) of x (T · frame_in, …), in blocks: so an hour fits into memory.
 
-    before, after: frames beside an output frame that it may depend on.
+    `work` takes and gives a batch of one. before, after: frames beside an output frame that it may
+    depend on.
     """
     block = BLOCK_FRAMES * frame_in
     outputs = []
     for start in range(0, len(x), block):
         first = max(0, start - before * frame_in)
-        output = work(x[first : start + block + after * frame_in])
+        output = work(x[None, first : start + block + after * frame_in])[0]
         output = output[(start - first) // frame_in * frame_out :]
         outputs.append(output[: BLOCK_FRAMES * frame_out])
     return torch.cat(outputs)
@@ -528,11 +529,10 @@ class Syllables(Recordings):
         self.hop_length = hop_length
         self.names = [f"syllables {index}" for index in range(count)]
         self.texts, speakers = synthetic.syllables(range(count))
-        self.speaker_of = list(map(str, speakers))
+        self.speaker_of = speakers.tolist()  # numbers
 
     def read(self, index, start, stop):
-        speaker = int(self.speaker_of[index])
-        wave = synthetic.speak(self.texts[index], speaker)
+        wave = synthetic.speak(self.texts[index], self.speaker_of[index])
         return wave[None, start:stop], synthetic.RATE, len(wave)
 
     def fingerprint(self):

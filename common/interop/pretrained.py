@@ -18,7 +18,7 @@ import torch
 import train_decoder
 import train_prior
 from common import checkpoint, config
-from common.config import UserError, explained, need
+from common.config import Settings, UserError, explained, field, need
 from common.models import clip
 
 CONFIGS = {"prior": train_prior.Config, **train_decoder.STAGES}
@@ -164,15 +164,14 @@ def our_settings(about, folder):
         "width": widths[0],
         "channel_mult": tuple(width // widths[0] for width in widths),
         "num_res_blocks": about["layers_per_block"],
-        "objective": about.get("objective", "epsilon"),  # of one of our exports
+        "objective": "epsilon",
         "timestep_density": "uniform",
         "eta": 1.0,
     }
     if about["_class_name"] == "UNet2DModel":
         return "upsample", {
             **settings,
-            "low_res_size": about.get("low_res_size", size // 4),
-            "noise_schedule": about.get("noise_schedule", "cosine"),
+            "low_res_size": size // 4,
             "random_crop": size // 4,
             "scale_shift": about["resnet_time_scale_shift"] == "scale_shift",
             "eval_steps": 7,
@@ -183,7 +182,7 @@ def our_settings(about, folder):
         "attention_levels": tuple(i for i, kind in enumerate(kinds) if "CrossAttn" in kind),
         "cond_width": about["cross_attention_dim"],
         "learned_variance": about["out_channels"] == 6,
-        "raw_embeddings": about.get("raw_embeddings", True),
+        "raw_embeddings": True,
         "text_encodings": "clip",
         "guidance_scale": 8.0,
         "eval_steps": 25,
@@ -229,11 +228,6 @@ def their_config(cfg, widths, path):
         "down_block_types": [kind.format("Down") for kind in kinds],
         "up_block_types": [kind.format("Up") for kind in reversed(kinds)],
         "resnet_time_scale_shift": "scale_shift" if cfg.scale_shift else "default",
-        # What diffusers does not know, for an import of the folder.
-        "objective": cfg.objective,
-        "low_res_size": cfg.low_res_size,
-        "noise_schedule": cfg.noise_schedule,
-        "raw_embeddings": cfg.raw_embeddings,
         # Of one value here; they do not show in the weights.
         "norm_num_groups": 32,
         "norm_eps": 1e-5,
@@ -304,19 +298,22 @@ def import_folder(folder, out, spec, source):
         "UNet2DConditionModel or UNet2DModel"
     ):
         kind, settings = our_settings(about, folder)
+        # Of one of our exports, which says more than diffusers knows.
+        settings |= config.typed(CONFIGS[kind], about.get("settings", {}), folder)
         cfg = CONFIGS[kind](**settings, run_dir=str(out.parent))
-    for field, expected in their_config(cfg, [width, width], folder).items():
-        if about.get(field, expected) != expected:
+    encoding_width = 0 if cfg.text_encodings == "none" else width
+    for name, expected in their_config(cfg, [width, encoding_width], folder).items():
+        if about.get(name, expected) != expected:
             raise UserError(
-                f"{folder}: {field} is {about[field]!r}; only {expected!r} is of the form here"
+                f"{folder}: {name} is {about[name]!r}; only {expected!r} is of the form here"
             )
     if kind == "base":
         projection, more = read_folder(folder.parent / "text_proj")
-        width = projection["clip_embeddings_dim"]
+        width = encoding_width = projection["clip_embeddings_dim"]
         tensors |= more
     with torch.device("meta"):  # without memory
         model_class = train_prior.Prior if kind == "prior" else train_decoder.UNet
-        expected = model_class(cfg, width, width).state_dict()
+        expected = model_class(cfg, width, encoding_width).state_dict()
     table = PRIOR if kind == "prior" else UNET + TEXT_PROJ
     names = published_names(cfg, table, expected)
     weights = our_weights(names, expected, tensors, folder)
@@ -324,16 +321,17 @@ def import_folder(folder, out, spec, source):
     fingerprint = None
     if width:  # "no text" is the CLIP's encoding of ""
         clip_model = clip.load(spec, "cpu", text_only=True)
-        clip.check_widths(clip_model, f"--clip {spec} for {folder}", width, width)
+        clip_model.check_widths(f"--clip {spec} for {folder}", width, encoding_width)
         fingerprint = clip_model.fingerprint()
-        null_text = clip_model.text_condition([""], cfg.max_text_len)
-        weights |= {f"null_text.{name}": value for name, value in null_text.items()}
+        for name, value in clip_model.text_condition([""], cfg.max_text_len).items():
+            if f"null_text.{name}" in expected:  # a prior may see the embedding alone
+                weights[f"null_text.{name}"] = value
     contents = {
         "kind": kind,
         "model": weights,
         "config": {**config.as_json(cfg), "clip": spec},
         "step": 0,
-        "widths": [width, width],
+        "widths": [width, encoding_width],
         "clip": spec,
         "clip_fingerprint": fingerprint,
         "source": source,
@@ -345,25 +343,22 @@ def import_folder(folder, out, spec, source):
 
 
 @dataclass(frozen=True)
-class ImportConfig(config.Settings):
+class ImportConfig(Settings):
     """What to import"""
 
-    source: str = config.field(
+    source: str = field(
         "", "folder of diffusers, or OWNER/REPOSITORY[/FOLDER] of the Hugging Face hub"
     )
-    out: str = config.field(
+    out: str = field(
         "runs/imported", "run folder to write; of a whole pipeline, the folder of its run folders"
     )
-    clip: str = config.field(
+    clip: str = field(
         "", "CLIP of its embeddings, by default ViT-L/14 or ViT-bigG/14, by their width"
     )
 
 
 def fetch(source):
-    """The local path of `source`, downloaded if it is not here."""
-    path = Path(source)
-    if path.exists():
-        return path.resolve()
+    """The local path of `source`, downloaded from the hub."""
     hub = need("huggingface_hub", f"import {source}")
     with explained(f"{source}: no such folder, nor OWNER/REPOSITORY[/FOLDER] of the hub"):
         owner, name, *inside = source.split("/", 2)
@@ -375,8 +370,10 @@ def fetch(source):
 
 
 def import_command(args):
-    path = fetch(args.source)
-    source = path if Path(args.source).exists() else args.source
+    path = source = Path(args.source).resolve()
+    if not path.exists():
+        path = fetch(args.source)
+        source = args.source
     parts = [part for part in PARTS if (path / part / "config.json").is_file()]
     if not parts:
         raise UserError(
@@ -390,13 +387,13 @@ def import_command(args):
 
 
 @dataclass(frozen=True)
-class ExportConfig(config.Settings):
+class ExportConfig(Settings):
     """What to export"""
 
-    run_dir: str = config.field(
+    run_dir: str = field(
         "runs/prior", "run folder of a prior, a stage of the decoder, or their adapters"
     )
-    out: str = config.field("exported", "folder to write, new or empty")
+    out: str = field("exported", "folder to write, new or empty")
 
 
 def their_weights(cfg, table, weights):
@@ -449,7 +446,7 @@ def export_command(args):
     path = checkpoint.model_file(args.run_dir)
     cfg, contents = checkpoint.read_model(CONFIGS, path)
     widths = contents["widths"]
-    about = their_config(cfg, widths, path)
+    about = their_config(cfg, widths, path) | {"settings": config.settings_with(cfg, "model")}
     print(
         f"note: diffusers has to be told that it predicts {cfg.objective}. Its pipelines give raw "
         f"embeddings; the model takes raw ones: {cfg.raw_embeddings} (False: of length √D)"
@@ -474,7 +471,7 @@ def export_command(args):
         write_folder(out / "text_proj", about_projection, projection)
         out = out / "decoder"
     write_folder(out, about, tensors)
-    if contents["kind"] == "prior" and cfg.objective == "x0":
+    if contents["kind"] == "prior" and (cfg.objective, cfg.noise_schedule) == ("x0", "cosine"):
         scheduler = {
             "_class_name": "UnCLIPScheduler",
             "prediction_type": "sample",

@@ -12,9 +12,7 @@ from common.interop.codecs import from_transformers
 
 SAMPLE_RATE = 16_000
 HOP = 320  # samples of a frame
-# Samples that a frame sees beside its own on each side, by model_type: 400 or, of w2v-BERT's two
-# windows of 400, 160 apart, 560 in all.
-MARGINS = {"hubert": 40, "wavlm": 40, "wav2vec2": 40, "wav2vec2-bert": 120}
+KINDS = ("hubert", "wavlm", "wav2vec2", "wav2vec2-bert")  # of model_type
 
 
 class SpeechLayer:
@@ -31,7 +29,7 @@ class SpeechLayer:
                 f"{flag}: expected mfcc or hf:MODEL:LAYER, as hf:facebook/w2v-bert-2.0:7"
             )
         self.layer = int(layer)
-        self.model = from_transformers(flag, name, MARGINS)
+        self.model = from_transformers(flag, name, KINDS)
         layers = self.model.config.num_hidden_layers
         if self.layer > layers:
             raise UserError(f"{flag}: that model has layers 0 to {layers}")
@@ -41,12 +39,14 @@ class SpeechLayer:
         self.extractor = transformers.AutoFeatureExtractor.from_pretrained(name)
 
     def __call__(self, wave):
-        """The layer's outputs (ceil(T / 320), D) for a wave (1, T) of 16 kHz."""
-        kind = self.model.config.model_type
-        takes_mel = kind == "wav2vec2-bert"  # (1, frames, 160): two windows of 80 mel bins
+        """The layer's outputs (1, ceil(T / 320), D) for a wave (1, T) of 16 kHz."""
+        # (1, frames, 160): two windows of 80 mel bins
+        takes_mel = self.model.config.model_type == "wav2vec2-bert"
         if not takes_mel and self.extractor.do_normalize:
             wave = F.layer_norm(wave, wave.shape, eps=1e-7)
-        margin = MARGINS[kind]  # a frame is centered on its 20 ms
+        # A frame is centered on its 20 ms. It sees 400 samples, or 560 of w2v-BERT's two windows
+        # of 400, which are 160 apart: so many more on each side.
+        margin = 120 if takes_mel else 40
         incomplete = -wave.shape[1] % HOP  # samples missing from the last frame
         x = F.pad(wave, (margin, margin + incomplete))
         if takes_mel:
@@ -55,4 +55,4 @@ class SpeechLayer:
             x = features["input_features"]
         model = self.model.to(wave.device)
         outputs = model(x.to(wave.device), output_hidden_states=True)
-        return outputs.hidden_states[self.layer][0]
+        return outputs.hidden_states[self.layer]

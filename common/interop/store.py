@@ -9,6 +9,7 @@
 import io
 import json
 import re
+import shlex
 import shutil
 import socket
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from common import checkpoint
+from common import checkpoint, config
 from common.config import UserError, explained, need
 from common.tracker import parse
 
@@ -39,9 +40,9 @@ def fetch(address, folder):
     that of the address is not fetched again.
     """
     url, _, sha256 = address.partition("#sha256=")
-    path = Path(folder, re.sub(r"[^\w.-]+", "_", url)[-200:])
-    if sha256 and path.is_file() and checkpoint.checksum(path).startswith(sha256):
-        return str(path)
+    path = str(folder / re.sub(r"[^\w.-]+", "_", url)[-200:])
+    if sha256 and Path(path).is_file() and checkpoint.checksum(path).startswith(sha256):
+        return path
     wandb_file = re.fullmatch("wandb:([^/]+/[^/]+/[^/]+)/([^/].*)", url)
     with explained(
         f"{address}: expected a file, http(s)://HOST/FILE[#sha256=HEX] or "
@@ -50,14 +51,14 @@ def fetch(address, folder):
         if wandb_file:
             run, name = wandb_file.groups()
             file = need("wandb", "--load or --init_from").Api().run(run).file(name)
-            return file.download(root=str(path), replace=True).name
-        path.parent.mkdir(parents=True, exist_ok=True)
+            return file.download(root=path, replace=True).name
+        folder.mkdir(parents=True, exist_ok=True)
         socket.setdefaulttimeout(TIMEOUT)  # else torch waits forever
         try:
-            torch.hub.download_url_to_file(url, str(path), sha256)
+            torch.hub.download_url_to_file(url, path, sha256)
         finally:
             socket.setdefaulttimeout(None)
-    return str(path)
+    return path
 
 
 # Savers
@@ -83,7 +84,7 @@ class Saver:
         if not path:
             return
         if event == "meta":
-            about = json.dumps(checkpoint.finite(values), indent=2)
+            about = json.dumps(config.finite(values), indent=2)
             self.put(f"{path}/metadata.json", io.BytesIO(about.encode()))
             path = f"{path}/config.json"
             file = run.folder / "config.json"
@@ -161,11 +162,11 @@ def savers(cfg):
         ):
             paths = saver.save_latest_to + saver.save_best_to + saver.save_meta_to
             # A width of more than 999 would fill the memory.
-            too_wide = re.search(r"{[^}]*\d{4}", paths)
+            too_wide = re.search(r"{[^}:]*:[^}]*\d{4}", paths)
             if not paths or too_wide or saver.kind not in ("checkpoint", "model"):
                 raise ValueError(saver)
             paths.format(**values)
-        if isinstance(saver, WandBSaver) and cfg.logger.split()[0] != "wandb":
+        if isinstance(saver, WandBSaver) and shlex.split(cfg.logger)[0] != "wandb":
             raise UserError(
                 "--save wandb: copies are files of the run there; it needs --logger wandb"
             )

@@ -18,7 +18,7 @@ from torch import nn
 from common import checkpoint
 from common.config import UserError, explained, need, note
 from common.data import files
-from common.data.media import central_square, resize
+from common.data.media import central_square, resize, to_floats
 from common.models import nn as layers
 
 PAD = 0
@@ -104,6 +104,26 @@ class Encoder(nn.Module):
             "text_mask": F.pad(mask, (0, padding)),
         }
 
+    def check_fingerprint(self, where, fingerprint):
+        """UserError, which begins with `where`, if another CLIP has this one; None is any."""
+        found = self.fingerprint()
+        if fingerprint and found != fingerprint and "open_clip:" not in found + fingerprint:
+            raise UserError(
+                f"{where}: not the CLIP that made the embeddings, or trained anew since: "
+                f"fingerprint {found}, expected {fingerprint}; embed the data again, or name the "
+                "right one with --clip"
+            )
+
+    def check_widths(self, where, embed_width, encoding_width=0):
+        """UserError, which begins with `where`, unless the CLIP has these widths; 0 is any."""
+        found = [self.embed_width, self.encoding_width]
+        expected = [embed_width or found[0], encoding_width or found[1]]
+        if found != expected:
+            raise UserError(
+                f"{where}: the CLIP's embeddings and text encodings are {found} wide, but "
+                f"{expected} are needed"
+            )
+
 
 class CLIP(Encoder):
     """A small convolutional image encoder and a small text transformer into one space.
@@ -184,7 +204,7 @@ def center_crop(images, size):
 
     images: uint8 (B, H, W, 3). Returns float (B, 3, size, size) in [0, 1].
     """
-    images = images.permute(0, 3, 1, 2).float() / 255
+    images = to_floats(images) / 255
     images = central_square(images, ratio=16)  # a longer one would be gigabytes where it is resized
     return central_square(resize(images, size)).clamp(0, 1)
 
@@ -301,27 +321,5 @@ def load(spec, device, fingerprint=None, text_only=False):
         with checkpoint.damaged(path):
             model = CLIP(**contents["settings"])
             checkpoint.load_weights(model, contents["model"], path)
-    check_fingerprint(model, spec, fingerprint)
+    model.check_fingerprint(spec, fingerprint)
     return model.to(device).eval().requires_grad_(False)
-
-
-def check_fingerprint(clip_model, where, fingerprint):
-    """UserError, which begins with `where`, if another CLIP has this fingerprint; None is any."""
-    found = clip_model.fingerprint()
-    if fingerprint and found != fingerprint and "open_clip:" not in found + fingerprint:
-        raise UserError(
-            f"{where}: not the CLIP that made the embeddings, or trained anew since: fingerprint "
-            f"{found}, expected {fingerprint}; embed the data again, or name the right one "
-            "with --clip"
-        )
-
-
-def check_widths(clip_model, where, embed_width, encoding_width=0):
-    """UserError, which begins with `where`, unless the CLIP has these widths; 0 is any."""
-    found = [clip_model.embed_width, clip_model.encoding_width]
-    expected = [embed_width or found[0], encoding_width or found[1]]
-    if found != expected:
-        raise UserError(
-            f"{where}: the CLIP's embeddings and text encodings are {found} wide, but {expected} "
-            "are needed"
-        )

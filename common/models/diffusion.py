@@ -250,23 +250,23 @@ def sample(
             alpha_prev = alphas[t_prev]
             sigma_prev = sigmas[t_prev]
             ratio = alpha_t / alpha_prev
-            beta = max(0.0, sigma_t**2 - (ratio * sigma_prev) ** 2)
+            root_beta = math.sqrt(max(0.0, sigma_t**2 - (ratio * sigma_prev) ** 2))  # √β
             sigma_ratio = sigma_prev / sigma_t
 
             # Eq. 12 and 16: x_prev = α_prev·x₀ + √(σ_prev² - η²β̃)·ε + η·√β̃·noise.
             noise = (x - alpha_t * x0) / sigma_t
-            variance = (eta * sigma_ratio * math.sqrt(beta)) ** 2
+            variance = (eta * sigma_ratio * root_beta) ** 2
             remaining = max(0.0, sigma_prev**2 - variance)
             x = alpha_prev * x0 + math.sqrt(remaining) * noise
             if eta:
-                noise_std = eta * sigma_ratio ** (1 - fraction) * math.sqrt(beta)
+                noise_std = eta * sigma_ratio ** (1 - fraction) * root_beta
                 x = x + noise_std * noise_fn(x)
 
             if kept:
                 noised = alpha_prev * known + sigma_prev * noise_fn(x)
                 x = torch.where(mask, noised, x)
             if repeat < resample - 1:
-                x = ratio * x + math.sqrt(beta) * noise_fn(x)
+                x = ratio * x + root_beta * noise_fn(x)
 
 
 def noise_generator(seeds, device, draws=1):

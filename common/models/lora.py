@@ -99,7 +99,7 @@ def start(model, path, rank, sha256):
             raise UserError(f"{path}: LoRA adapters, not a model; give their base")
         return contents
 
-    contents = dist.broadcast_tree(dist.together(read, dist.is_main()))
+    contents = dist.on_main(read)
     dist.together(lambda: checkpoint.load_weights(model, contents["model"], path))
     base = str(Path(path).absolute())
     info = {

@@ -130,7 +130,7 @@ class KVCache:
         self.layers = []
         for keys_values in cache:
             both = torch.stack(keys_values, dim=1)  # (B, 2, heads, N, d)
-            padding = (0, 0, 0, size - both.shape[3])
+            padding = (0, 0, 0, size - self.filled)
             self.layers.append(F.pad(both, padding))
 
     def append(self, layer, new):
@@ -171,15 +171,22 @@ class Block(nn.Module):
         """
         h = self.attention_norm(x)
         new = self.attention.keys_values(h, table)
-        keys, values = new
-        if past is not None:
-            keys, values = [torch.cat(pair, dim=2) for pair in zip(past, new)]
+        keys_values = new
+        if past:
+            keys_values = [torch.cat(pair, dim=2) for pair in zip(past, new)]
         if num_last:
             x = x[:, -num_last:]
             h = h[:, -num_last:]
             mask = mask[..., -num_last:, :]
-        x = x + self.attention(h, keys, values, mask, table)
+        x = x + self.attention(h, *keys_values, mask, table)
         return x + self.ff(self.ff_norm(x)), new
+
+
+def run_block(block, checkpointing, *inputs):
+    """`block` of the inputs; with `checkpointing` the backward pass computes it again."""
+    if checkpointing:
+        return checkpoint(block, *inputs, use_reentrant=False)
+    return block(*inputs)
 
 
 class Transformer(nn.Module):
@@ -224,11 +231,8 @@ class Transformer(nn.Module):
         for i, block in enumerate(self.blocks):
             past = cache[i] if cache else None
             num_last_here = num_last if block is self.blocks[-1] else None
-            args = (x, mask, table, past, num_last_here)
-            if self.checkpointing:
-                x, new = checkpoint(block, *args, use_reentrant=False)
-            else:
-                x, new = block(*args)
+            inputs = (x, mask, table, past, num_last_here)
+            x, new = run_block(block, self.checkpointing, *inputs)
             if return_cache:  # else not kept alive: with checkpointing that saves memory
                 new_cache.append(new)
         x = self.norm(x)
@@ -244,8 +248,8 @@ class Transformer(nn.Module):
         x = x[:, None]
         for i, block in enumerate(self.blocks):
             h = block.attention_norm(x)
-            keys, values = cache.append(i, block.attention.keys_values(h, table))
-            x = x + block.attention(h, keys, values, mask, table)
+            keys_values = cache.append(i, block.attention.keys_values(h, table))
+            x = x + block.attention(h, *keys_values, mask, table)
             x = x + block.ff(block.ff_norm(x))
         cache.length = cache.length + 1  # not in place: the tensor is the caller's
         cache.filled += 1

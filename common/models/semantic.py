@@ -53,7 +53,7 @@ class KMeans(nn.Module):
         self.settings = {"clusters": clusters, "features": features, "sample_rate": sample_rate}
         self.clusters = clusters
         self.sample_rate = sample_rate
-        self.frames_of = mfcc  # a wave (1, T) at `self.rate` -> features (T', D)
+        self.frames_of = mfcc  # a wave (1, T) at `self.rate` -> features (1, T', D)
         self.rate = MFCC_RATE
         width = CEPSTRA
         if features != "mfcc":
@@ -69,13 +69,9 @@ class KMeans(nn.Module):
     def features(self, wave):
         """Features (ceil(seconds * FRAME_RATE), D) of a wave, a tensor (T,) at `sample_rate`."""
         wave = resample(wave.to(self.centers.device), self.sample_rate, self.rate)
-
-        def work(block):
-            return self.frames_of(block[None])
-
         hop = self.rate // FRAME_RATE
         # A second of what is around a block.
-        return in_blocks(work, wave, hop, 1, FRAME_RATE, FRAME_RATE)
+        return in_blocks(self.frames_of, wave, hop, 1, FRAME_RATE, FRAME_RATE)
 
     def encode(self, wave):
         """Tokens, int64 (ceil(seconds * FRAME_RATE),), on the CPU, of a wave, a tensor (T,)."""
@@ -85,7 +81,7 @@ class KMeans(nn.Module):
 
 
 def mfcc(wave):
-    """Mel cepstra (T', CEPSTRA) of a wave (1, T): of its log-mel spectrum the DCT-II.
+    """Mel cepstra (1, T', CEPSTRA) of a wave (1, T): of its log-mel spectrum the DCT-II.
 
     It is orthonormal, and without its constant.
     """
@@ -93,7 +89,7 @@ def mfcc(wave):
     places = np.arange(MEL_BINS)[:, None] + 0.5
     angles = np.pi / MEL_BINS * places * np.arange(1, CEPSTRA + 1)
     matrix = np.cos(angles) * (2 / MEL_BINS) ** 0.5  # (MEL_BINS, CEPSTRA)
-    return mel[0] @ torch.tensor(matrix, dtype=mel.dtype, device=mel.device)
+    return mel @ torch.tensor(matrix, dtype=mel.dtype, device=mel.device)
 
 
 def fit(dataset, indices, clusters, seed=0, features="mfcc", device="cpu"):
