@@ -222,7 +222,10 @@ def test_no_thread_of_the_group_outlives_it_and_aborts_the_process_at_its_end():
     port = free_port()
     for process in [start("-c", LEAVE, **environment(rank, 2, port)) for rank in range(2)]:
         out, err = process.communicate(timeout=60)
-        assert (process.returncode, out) == (0, "True\nFalse\n"), err
+        assert process.returncode == 0, err
+        if not out.endswith("True\nFalse\n"):
+            assert torch.__version__ < "2.13" and out.endswith("False\nFalse\n"), out
+            pytest.skip("this torch gives these threads no names")
 
 
 @pytest.mark.parametrize("variables, message", [
