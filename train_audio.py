@@ -93,7 +93,7 @@ NUM_SOUNDS = 2  # recordings that an evaluation writes
 
 Optimizer = Literal["adamw", "muon"]
 # Tokens are kept in 16 bits.
-Codes = Annotated[int, ("a number from 1 to 65536", lambda value: 0 < value <= 2**16)]
+CodebookSize = Annotated[int, ("a number from 1 to 65536", lambda value: 0 < value <= 2**16)]
 
 # What all stages share
 
@@ -108,7 +108,7 @@ class SharedConfig(config.TrainingRun):
     preset: str = field("", "settings by name: speech-small, audiolm-16khz; --config and flags win")
     run_dir: str = field("runs/audio", "folder of the runs; a stage's run is RUN/STAGE")
     data: str = field(
-        "syllables", 'folder of recordings (wav, flac, ogg, mp3), or "syllables": built in'
+        "syllables", 'folder of recordings (wav, flac, ogg, opus, mp3), or "syllables": built in'
     )
     sample_rate: PositiveInt = field(
         8_000, "samples a second; recordings of other rates are resampled", fixed=True
@@ -199,7 +199,7 @@ class CodecConfig(SharedConfig):
     num_quantizers: PositiveInt = model_field(
         4, "residual quantizers; the first n alone are a lower bitrate"
     )
-    codebook_size: Codes = model_field(256, "codes of a quantizer")
+    codebook_size: CodebookSize = model_field(256, "codes of a quantizer")
     codebook_decay: Fraction = field(0.95, "decay of the codebooks' averages")
     # k-means of an untrained encoder's frames is worse: mel distance 0.54 on speech, not 0.43.
     quantizer_start: NonNegativeInt = field(
@@ -810,7 +810,7 @@ def train_soundstream(cfg, device):
             samples = sounds.write_sounds(written, cfg.sample_rate, run.folder, name)
         return metrics, samples
 
-    # Write config.json and open the logger.
+    # Open the logger and write config.json.
     with loop.begin(run, state, about, device) as progress:
         while True:
             # Evaluate: the averaged weights are those that are kept. Before k-means there are no
@@ -820,7 +820,7 @@ def train_soundstream(cfg, device):
                 with progress.paused():
                     metrics, samples = evaluate(splits["validation"], f"step_{state.step:08d}")
                 metrics["val_loss"] = metrics.pop("loss")
-                progress.evaluation(metrics, samples)  # logs it, and saves the best
+                progress.log_evaluation(metrics, samples)  # and save the best
             if state.step >= cfg.steps:
                 break
 
@@ -890,7 +890,7 @@ def train_soundstream(cfg, device):
                 chunk_losses, grad_norm, step_batches, discriminator_loss=discriminator_sum
             )
 
-            # Log and save. After a signal to any rank, `progress` saves and ends the process.
+            # Log and save. After a signal to any rank `loop.begin` saves and ends the process.
             if state.step % cfg.log_every == 0 or state.step == cfg.steps:
                 progress.log_line()  # waits for the ranks and the device
             if save_due():
@@ -986,7 +986,7 @@ class SemanticConfig(TransformerConfig):
         "semantic tokens: k-means of mfcc, or of hf:MODEL:LAYER (HuBERT, WavLM, w2v-BERT 2.0)",
         fixed=True,
     )
-    clusters: Codes = model_field(36, "different semantic tokens; AudioLM has 1,024")
+    clusters: CodebookSize = model_field(36, "different semantic tokens; AudioLM has 1,024")
     max_text_len: NonNegativeInt = model_field(
         24, "longest transcript in tokens, longer is cut, 0: no text"
     )
@@ -1548,7 +1548,7 @@ def train_transformer(cfg, device):
             samples = sounds.write_sounds(written, cfg.sample_rate, run.folder, name)
         return metrics, samples
 
-    # Write config.json and open the logger.
+    # Open the logger and write config.json.
     with loop.begin(run, state, about, device) as progress:
         while True:
             # Evaluate: the averaged weights are those that are kept and sampled from.
@@ -1557,7 +1557,7 @@ def train_transformer(cfg, device):
                     metrics, samples = evaluate(splits["validation"], f"step_{state.step:08d}")
                 metrics["val_loss"] = metrics.pop("loss")
                 metrics["val_accuracy"] = metrics.pop("accuracy")
-                progress.evaluation(metrics, samples)  # logs it, and saves the best
+                progress.log_evaluation(metrics, samples)  # and save the best
             if state.step >= cfg.steps:
                 break
 
@@ -1588,7 +1588,7 @@ def train_transformer(cfg, device):
             ema.update(state.step)
             progress.add(chunk_losses, grad_norm, step_batches)
 
-            # Log and save. After a signal to any rank, `progress` saves and ends the process.
+            # Log and save. After a signal to any rank `loop.begin` saves and ends the process.
             if state.step % cfg.log_every == 0 or state.step == cfg.steps:
                 progress.log_line()  # waits for the ranks and the device
             if save_due():

@@ -406,7 +406,8 @@ class ResBlock(nn.Module):
         """resample: halves or doubles the image before the first convolution, on both paths.
 
         That is BigGAN's (Brock et al. 2018). takes_skip: the output of a block on the way down is
-        a part of the input, which the caller concatenates. Another block needs it, too.
+        a part of the input, which the caller concatenates. A block of another class needs
+        this attribute, too.
         """
         super().__init__()
         self.cfg = cfg
@@ -1203,7 +1204,7 @@ def train_stage(cfg, device):
     eval_due = loop.Due(cfg.eval_every, state)
     save_due = loop.Due(cfg.save_every, state)
 
-    # Write config.json and open the logger.
+    # Open the logger and write config.json.
     with loop.begin(run, state, about, device) as progress:
         unet.train()
         while True:
@@ -1221,7 +1222,7 @@ def train_stage(cfg, device):
                             metrics |= sample_metrics(
                                 [unet], validation, clip_model, run.folder / grid
                             )
-                progress.evaluation(metrics, samples)  # logs it, and saves the best
+                progress.log_evaluation(metrics, samples)  # and save the best
             if state.step >= cfg.steps:
                 break
 
@@ -1251,7 +1252,7 @@ def train_stage(cfg, device):
             ema.update(state.step)
             progress.add(chunk_losses, grad_norm, step_batches)
 
-            # Log and save. After a signal to any rank, `progress` saves and ends the process.
+            # Log and save. After a signal to any rank `loop.begin` saves and ends the process.
             if state.step % cfg.log_every == 0 or state.step == cfg.steps:
                 progress.log_line()  # waits for the ranks and the device
             if save_due():

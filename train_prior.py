@@ -592,9 +592,13 @@ def open_data(cfg, source, device, widths=None):
         embeddings.check_source(cfg, dataset, path, clip_model)
         if with_captions:  # said now, as nobody sees in a sample that half of its text was cut
             encoding_width = clip_model.encoding_width
-            some = files.evenly_spaced(len(dataset), 256)
-            with contextlib.suppress(UserError):  # a damaged caption costs a sample, and this note
-                clip_model.note_cut(dataset.texts(some), cfg.max_text_len)
+            texts = []
+            for index in files.evenly_spaced(len(dataset), 256):
+                with contextlib.suppress(UserError):  # a damaged caption costs its sample alone
+                    texts += dataset.texts([index])
+            if not texts:
+                dataset.texts([0])  # which says what is wrong
+            clip_model.note_cut(texts, cfg.max_text_len)
         found = [dataset.width, encoding_width]
         widths = widths or found  # else an error of shapes at the first step or evaluation
         if found != widths:
@@ -659,7 +663,7 @@ def train(cfg):
     eval_due = loop.Due(cfg.eval_every, state)
     save_due = loop.Due(cfg.save_every, state)
 
-    # Write config.json and open the logger.
+    # Open the logger and write config.json.
     with loop.begin(run, state, about, device) as progress:
         prior.train()
         while True:
@@ -672,7 +676,7 @@ def train(cfg):
                         metrics["val_loss"] = mean_loss(prior, validation, clip_model)
                         if state.step < cfg.steps:  # else the test is next
                             metrics |= sample_metrics(prior, splits, "validation", clip_model)
-                progress.evaluation(metrics)  # logs it, and saves the best
+                progress.log_evaluation(metrics)  # and save the best
             if state.step >= cfg.steps:
                 break
 
@@ -702,7 +706,7 @@ def train(cfg):
             ema.update(state.step)
             progress.add(chunk_losses, grad_norm, step_batches)
 
-            # Log and save. After a signal to any rank, `progress` saves and ends the process.
+            # Log and save. After a signal to any rank `loop.begin` saves and ends the process.
             if state.step % cfg.log_every == 0 or state.step == cfg.steps:
                 progress.log_line()  # waits for the ranks and the device
             if save_due():

@@ -333,8 +333,9 @@ class State:
         present = self.versions | config.as_json(self.cfg)
         with contextlib.suppress(AttributeError):  # a fork may have a schedule of its own
             rate = "learning rate of the next step"
+            now = schedule.of_config(self.step, self.cfg)
             saved[rate] = schedule.of_config(self.step, SimpleNamespace(**(present | saved)))
-            present[rate] = schedule.of_config(self.step, self.cfg)
+            present[rate] = now
         for name in saved | present:
             before = saved.get(name, "no setting")
             now = present.get(name, "no setting")
@@ -352,13 +353,13 @@ class RunFolder:
     """
 
     def __init__(self, folder):
-        # On every rank. `loop.open_run` finds all but the last one, which is of `loop.identify`.
+        # On every rank, found by `loop.open_run`; `measure` by `loop.identify`.
         self.folder = Path(folder)
         self.resume_from = None  # checkpoint to resume from
         self.source = ""  # file that the model is from: that, or the one of --init_from
         self.results = None  # {name: value} of the test, once the run is finished
         self.measure = {}  # {name: plain value} of what the validation loss depends on
-        # On rank 0, and with the results in auto_resume.json. All else of a resume is in the files
+        # On rank 0. auto_resume.json has these and `results`; all else of a resume is in the files
         # that it names.
         self.checkpoints = []  # {"file", "step", "sha256"} of each, newest first
         self.logger_identity = {}  # {name: plain value}: see tracker.Logger.open

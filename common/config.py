@@ -416,8 +416,8 @@ def run(commands, usage, default=None, presets=None):
     """Run the command that the first word of the command line names, or `default`.
 
     commands: {name: (function of a config, config class or {stage: class})}. presets: of the
-    default, see `parse`. An error on the command line ends with one line and status 2, a later
-    UserError or OSError with status 1.
+    default command, see `parse`. An error on the command line ends with one line and status 2, a
+    later UserError or OSError with status 1.
     """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, OSError):  # it is closed, or not a stream

@@ -11,11 +11,10 @@ import torch
 class EMA:
     """The averages, in fp32, of the parameters of `model` that are trainable when it is made.
 
-    The options are those of diffusers' EMAModel, under other names. All else, such as buffers, is
-    the model's own. Both are looked up in the model whenever they are needed: it may be moved and
-    cast, and get other parameters of the same names and shapes. The average follows from the
-    parameters of the steps alone, so only its tensors are saved. Made when the model is on its
-    device, it is there, too.
+    All else, such as buffers, is the model's own. Both are looked up in the model whenever they are
+    needed: it may be moved and cast, and get other parameters of the same names and shapes. The
+    average follows from the parameters of the steps alone, so only its tensors are saved. Made
+    when the model is on its device, it is there, too. The warm-up is that of diffusers' EMAModel.
     """
 
     model: torch.nn.Module

@@ -108,9 +108,9 @@ def with_model(cfg, settings, path):
 def choose_chunk_size(cfg, earlier, most):
     """Samples of a chunk: those of the flag, else those that the run had `earlier`, if it had any.
 
-    Else, and with more ranks than chunks, as many as give each rank as much, at most `most`: of 256
-    samples 128 on two ranks; on one they stay 128, and on four they become 64. A chunk is what is
-    seeded: other chunks have other noise.
+    Else, and with more ranks than chunks, as many as give each rank as much, at most `most`. A run
+    of 256 samples a batch that begins on two ranks has chunks of 128. Resumed on one rank it keeps
+    them; on four it takes 64. A chunk is what is seeded: other chunks have other noise.
     """
     size = cfg.chunk_size or earlier
     before = earlier or size  # 0 of a new run without the flag: nothing to note
@@ -339,8 +339,8 @@ class Progress:
         self.restart()
         self.log.log(self.state.step, **metrics)
 
-    def evaluation(self, metrics, samples=None):
-        """Log and print the evaluation that was `paused`; it is best.pt if its val_loss is lowest.
+    def log_evaluation(self, metrics, samples=None):
+        """Log and print the evaluation that was `paused`, and write best.pt if val_loss is lowest.
 
         samples: see tracker.Tracker.log. Collective.
         """
@@ -383,8 +383,9 @@ class Progress:
 def begin(run, state, about, device):
     """Context of the loop, which gives its Progress. Collective.
 
-    It writes config.json, opens the logger, and prints what the run is, and at the end its results.
-    about: what is trained on, in words. After a signal to any rank it saves, and ends the process.
+    It opens the logger, writes config.json, and prints what the run is, and at the end its results.
+    So the loop ends with `progress.finish`. After a signal to any rank it saves, and ends the
+    process. about: what is trained on, in words.
     """
     cfg = state.cfg
     # If an evaluation is due at this step, the loop begins with it: its line may be there already,

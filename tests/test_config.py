@@ -149,6 +149,7 @@ def test_the_config_of_a_run_reads_back_as_it_was_or_with_notes_if_a_script_has_
     ("--lr nan", "--lr nan: expected a finite number"),
     ("--lr inf", "--lr inf: expected a finite number"),
     ("--preset big", "--preset big: expected one of large, tall"),
+    ("sample --preset big --lp 1", "--lp: no such setting"),  # presets are of the default command
     ("smaple", "smaple: expected one of train, sample; COMMAND --help"),
 ])
 def test_a_mistake_on_the_command_line_ends_in_one_line_of_rank_0_and_status_2(

@@ -71,11 +71,7 @@ def test_shards_are_in_the_order_of_their_numbers_and_may_be_empty(tmp_path):
 def test_written_shards_keep_their_precision_and_replace_those_that_were_there(
         dtype, stored, folder):
     rows = np.ones((3, 2), dtype)
-    table = folder / "metadata/metadata_0.parquet"
-    table.parent.mkdir()
-    table.touch()
     write_shards(folder, rows, rows, [])
-    assert not table.exists()  # captions of the embeddings before
     assert np.load(folder / "img_emb/img_emb_0.npy").dtype == np.dtype(stored)
     assert len(Embeddings(folder)) == 3
     assert not list((folder / "text_enc").iterdir())

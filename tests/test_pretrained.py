@@ -207,6 +207,12 @@ def test_what_is_exported_is_what_was_imported(published, stage, parts):
         for name, value in before.config.items():
             value = list(value) if isinstance(value, tuple) else value
             assert name.startswith("_") or after.config[name] == value, name
+    if stage == "base":
+        run(MODULE, "import", "out", out="run", clip=published.spec)
+        paths = Path("run/base/model.pt"), published.runs / "base/model.pt"
+        left, right = [checkpoint.load(path) for path in paths]
+        assert helpers.same(left["model"], right["model"])
+        assert left["config"] == right["config"] | {"run_dir": "run/base"}
     if stage == "prior":
         run(MODULE, "import", "out", out="run", clip=published.spec)
         contents = checkpoint.load("run/model.pt")
@@ -340,7 +346,7 @@ def test_another_model_is_not_overwritten_and_an_import_that_broke_off_is_repeat
 
 
 @pytest.mark.parametrize("kind, model_class, width, settings", [
-    ("prior", train_prior.Prior, D, dict(width=32, depth=1, heads=2, objective="v")),
+    ("prior", train_prior.Prior, D, dict(width=32, depth=1, heads=2)),
     ("upsample", train_decoder.UNet, 0,
      dict(width=128, channel_mult=(1,), num_res_blocks=1, image_size=32, random_crop=8)),
 ])
@@ -357,6 +363,8 @@ def test_an_exported_model_of_our_own_comes_back_with_its_diffusion(
     model_settings = config.finite(config.settings_with(cfg, "model"))
     assert again["config"] | model_settings == again["config"]
     again["model"].pop("null_text.text_embed", None)  # it is the CLIP's
+    assert again["model"].keys() == weights.keys() - {"null_text.text_embed"}
+    assert not Path("out/scheduler").exists()  # diffusers' knows the cosine levels alone
     assert helpers.same(again["model"], {name: weights[name] for name in again["model"]})
 
 

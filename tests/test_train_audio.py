@@ -586,6 +586,7 @@ mistake = functools.partial(helpers.mistake, "train_audio")
         ("--stage soundstream --seconds 0.1", "too short for the STFT discriminator"),
         ("--stage soundstream --steps 300", "before --quantizer_start 300"),
         ("--stage fine --width 30", "--heads: --width 30 must be an even multiple"),
+        ("--stage semantic --clusters 65537", "65537: expected a number from 1 to 65536"),
         ("sample --out a.mp3", "--out a.mp3: expected a name that ends in .wav"),
         ("sample --text a --reconstruct a.wav", "--reconstruct, --text: give one of them"),
     ],

@@ -15,7 +15,7 @@ from numpy.testing import assert_allclose
 from torch.testing import assert_close
 
 import train_prior
-from common import amp, checkpoint, config
+from common import amp, checkpoint, config, tracker
 from common.data import embed, embeddings, order
 from common.models import clip, diffusion
 
@@ -532,12 +532,33 @@ def test_the_built_in_data_are_not_scored_with_another_validation_set(world):
     assert "coverage@4" not in train_prior.sample_metrics(prior, splits, "test", None)
 
 
+def test_a_logger_gets_the_config_of_every_start(emb, monkeypatch):
+    steps = []
+
+    class Kept(tracker.Logger):
+        def file(self, path):
+            steps.append(config.read_json(path)["steps"])
+
+    monkeypatch.setitem(tracker.LOGGERS, "kept", Kept)
+    for count in (1, 2):
+        run(data=emb, run_dir="run", **SMALL | dict(steps=count, logger="kept"))
+    assert steps == [1, 2]
+
+
+def test_captions_that_are_all_damaged_are_told_before_the_run_begins(world):
+    shutil.copytree(world / "emb", "emb")
+    captions = Path("emb/captions/captions_0.jsonl")
+    captions.write_text(captions.read_text().replace('"caption"', '"prompt"'))
+    settings = dict(data="emb", run_dir="run", text_encodings="clip", **SHORT)
+    error = helpers.mistake("train_prior", **settings)
+    assert "captions_0.jsonl: expected a 'caption' for each of 600 rows" in error
+
+
 def test_a_run_on_captions_needs_no_text_embeddings_and_resumes_with_its_clip_alone(
     world,
 ):
     shutil.copytree(world / "emb", "emb")
     shutil.copytree(world / "clip", "clip")
-    shutil.rmtree("emb/text_emb")
     about = config.read_json("emb/clip.json")
     del about["made_from"]  # as one's own data, whose captions have no attributes
     checkpoint.write_json(about, "emb/clip.json")
@@ -547,6 +568,7 @@ def test_a_run_on_captions_needs_no_text_embeddings_and_resumes_with_its_clip_al
     words = flags(clip="clip", run_dir="run", text_encodings="clip", **SHORT)
     run(*words, "--data", "emb", "--steps", 4)
     shutil.move("emb", "moved")
+    shutil.rmtree("moved/text_emb")
     assert "at step 4 of 8" in run(*words, "--data", "moved")
     Path("clip/model.pt").write_bytes((world / "other/model.pt").read_bytes())
     out = run(*words, "--data", "moved", "--steps", 12, expect=1)

@@ -72,7 +72,9 @@ class EmbedConfig(DataConfig):
     run_dir: str = field("runs/clip", "the CLIP: folder, model.pt, or open_clip:MODEL/WEIGHTS")
     out: str = field("emb", "folder for img_emb/, text_emb/, captions/ and clip.json")
     split: Literal["all", "train"] = field(
-        "all", 'which; train: those that train_decoder.py trains on by default (of "shapes" others)'
+        "all",
+        "which images; train: those that train_decoder.py trains on by default; of shapes, images "
+        "that no script uses",
     )
     raw: bool = field(
         False, "embeddings as the CLIP gives them, for --raw_embeddings; off: of unit length"

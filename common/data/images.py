@@ -278,7 +278,8 @@ def group(members, pattern, unused):
     Neighbors of one KEY, none of whose kinds comes again, form a place. The places of a KEY join
     into one sample, as where images and captions lie apart. But a place with a kind of file that
     the sample has already, or with a second image, begins another one, as in joined tars. The last
-    sample of a KEY that has image and caption counts, as for tar itself; else the last image's.
+    sample of a KEY that has image and caption counts, as for tar itself; without one, the last that
+    has an image.
     """
     places_of = collections.defaultdict(list)  # {KEY: its places}
     last = None  # KEY of the file before

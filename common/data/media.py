@@ -14,7 +14,7 @@ GAP = 4  # pixels between the images of a grid
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 .,:'!?-+()/"
 # Six bytes a character, one for each column, the lowest bit on top; the sixth is the space to the
-# next one. The last is the box that stands for all other characters.
+# next one. The last character is the box that stands for all others.
 FONT = (
     "2054545478007f4444443800384444442800384444447f0038545454180000087e09020018a4a4a47c007f040404"
     "780000447d4000004080847d00007f102844000000417f4000007c04780478007c0804047800384444443800fc24"

@@ -140,10 +140,9 @@ def resample(wave, rate, to):
 
 @torch.no_grad()
 def in_blocks(work, x, frame_in, frame_out, before, after=0):
-    """work(x) (T · frame_out, …) of x (T · frame_in, …), in blocks: so an hour fits into memory.
+    """work(x[None])[0] (T · frame_out, …) of x (T · frame_in, …), in blocks, for an hour of sound.
 
-    `work` takes and gives a batch of one. before, after: frames beside an output frame that it may
-    depend on.
+    before, after: frames beside an output frame that it may depend on.
     """
     block = BLOCK_FRAMES * frame_in
     outputs = []

@@ -370,7 +370,8 @@ def fetch(source):
 
 
 def import_command(args):
-    path = source = Path(args.source).resolve()
+    path = Path(args.source).resolve()
+    source = path
     if not path.exists():
         path = fetch(args.source)
         source = args.source
@@ -471,7 +472,8 @@ def export_command(args):
         write_folder(out / "text_proj", about_projection, projection)
         out = out / "decoder"
     write_folder(out, about, tensors)
-    if contents["kind"] == "prior" and (cfg.objective, cfg.noise_schedule) == ("x0", "cosine"):
+    is_unclips = cfg.objective == "x0" and cfg.noise_schedule == "cosine"
+    if contents["kind"] == "prior" and is_unclips:
         scheduler = {
             "_class_name": "UnCLIPScheduler",
             "prediction_type": "sample",

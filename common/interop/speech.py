@@ -45,7 +45,7 @@ class SpeechLayer:
         if not takes_mel and self.extractor.do_normalize:
             wave = F.layer_norm(wave, wave.shape, eps=1e-7)
         # A frame is centered on its 20 ms. It sees 400 samples, or 560 of w2v-BERT's two windows
-        # of 400, which are 160 apart: so many more on each side.
+        # of 400, which are 160 apart: 40 or 120 more on each side.
         margin = 120 if takes_mel else 40
         incomplete = -wave.shape[1] % HOP  # samples missing from the last frame
         x = F.pad(wave, (margin, margin + incomplete))

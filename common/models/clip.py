@@ -105,7 +105,7 @@ class Encoder(nn.Module):
         }
 
     def check_fingerprint(self, where, fingerprint):
-        """UserError, which begins with `where`, if another CLIP has this one; None is any."""
+        """UserError, which begins with `where`, unless it has this fingerprint; None is any."""
         found = self.fingerprint()
         if fingerprint and found != fingerprint and "open_clip:" not in found + fingerprint:
             raise UserError(
