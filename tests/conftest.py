@@ -112,14 +112,10 @@ def emb(tmp_path_factory):
     """A folder of embeddings in three shards, with text encodings."""
     folder = tmp_path_factory.mktemp("emb")
     rng = np.random.default_rng(0)
-
-    def normal(*shape):
-        return rng.standard_normal(shape).astype(np.float32)
-
-    text = normal(1500, 16)
+    text = rng.standard_normal((1500, 16))
     text /= np.linalg.norm(text, axis=1, keepdims=True)
-    image = 0.8 * text + 0.2 * normal(1500, 16) / 4
-    encodings = normal(1500, 5, 12)
+    image = 0.8 * text + 0.05 * rng.standard_normal((1500, 16))
+    encodings = rng.standard_normal((1500, 5, 12))
     lengths = rng.integers(2, 6, 1500)
     encodings[np.arange(5) >= lengths[:, None]] = 0  # padding
     records = [{"caption": f"number {i}"} for i in range(1500)]

@@ -373,7 +373,7 @@ def write_pipeline(folder):
 
 def published_codec(folder, kind, **settings):
     """A tiny random model of `kind` in `folder`, whose codes vary."""
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    transformers = pytest.importorskip("transformers")
     settings = {**CODECS[kind], "sampling_rate": 8000, "codebook_size": 16, **settings}
     model = transformers.AutoModel.from_config(transformers.AutoConfig.for_model(kind, **settings))
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):

@@ -114,13 +114,13 @@ def as_file(value):
 
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
-@pytest.mark.parametrize("content, reason", [
-    (pickle.dumps({"model": Secret()}), ""),
-    (as_file({"model": Secret()}), "Unsupported global: GLOBAL"),
-    (as_file({"model": 1}), "it has no weights"),
-    (b"", ""),
-    (as_file({"model": {}})[:-200], "failed finding central"),
-])
+@pytest.mark.parametrize("content, reason", {
+    pickle.dumps({"model": Secret()}): "",
+    as_file({"model": Secret()}): "Unsupported global: GLOBAL",
+    as_file({"model": 1}): "it has no weights",
+    b"": "",
+    as_file({"model": {}})[:-200]: "failed finding central",
+}.items())
 def test_loading_runs_no_code_and_refuses_a_foreign_or_torn_file_in_one_line(
         content, reason, tmp_path):
     """Promise 5"""

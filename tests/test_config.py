@@ -67,18 +67,18 @@ def run(monkeypatch):
     return end
 
 
-@pytest.mark.parametrize("words, expected", [
-    ("--steps=5 --lr=3", Low(steps=5, lr=3.0)),
-    ("--seed 9007199254740993 --plain -5", Low(seed=2**53 + 1, plain=-5)),
-    ("--lr 2.5e-4 --compile", Low(lr=0.00025, compile=True)),
-    ("--compile FALSE --cosine false", Low(cosine=False)),
-    ("--widths=8, --share 0", Low(widths=(8,), share=0.0)),
-    ("--widths 8,9 --widths 7", Low(widths=(8, 9, 7))),
-    ("--data=--odd-one", Low(data="--odd-one")),
-    ("--scales 1,.5", High(scales=(1.0, 0.5))),
-    ("--preset tall", High(steps=5, preset="tall")),
-    ("--preset large", Shared(steps=7, lr=0.5, preset="large")),
-])
+@pytest.mark.parametrize("words, expected", {
+    "--steps=5 --lr=3": Low(steps=5, lr=3.0),
+    "--seed 9007199254740993 --plain -5": Low(seed=2**53 + 1, plain=-5),
+    "--lr 2.5e-4 --compile": Low(lr=0.00025, compile=True),
+    "--compile FALSE --cosine false": Low(cosine=False),
+    "--widths=8, --share 0": Low(widths=(8,), share=0.0),
+    "--widths 8,9 --widths 7": Low(widths=(8, 9, 7)),
+    "--data=--odd-one": Low(data="--odd-one"),
+    "--scales 1,.5": High(scales=(1.0, 0.5)),
+    "--preset tall": High(steps=5, preset="tall"),
+    "--preset large": Shared(steps=7, lr=0.5, preset="large"),
+}.items())
 def test_flags_become_values_of_the_types_of_the_stages_class(words, expected):
     found = parse("--stage", expected.stage, *words.split(), cls=STAGES)
     assert repr(found) == repr(expected)  # which tells 3 from 3.0
@@ -164,13 +164,13 @@ def test_a_mistake_on_the_command_line_ends_in_one_line_of_rank_0_and_status_2(
     assert capsys.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("text, message", [
-    ('{"step": 5}', "--step: no such setting; did you mean --steps?"),
-    ('{"steps": true}', "--steps: invalid int value: 'True'"),
-    ("[1, 2]", "expected a JSON object"),
-    ('{"steps": 5', "expected a JSON object"),
-    ('{"data": ' + '{"a":' * 100_000, "expected a JSON object"),
-])
+@pytest.mark.parametrize("text, message", {
+    '{"step": 5}': "--step: no such setting; did you mean --steps?",
+    '{"steps": true}': "--steps: invalid int value: 'True'",
+    "[1, 2]": "expected a JSON object",
+    '{"steps": 5': "expected a JSON object",
+    '{"data": ' + '{"a":' * 100_000: "expected a JSON object",
+}.items())
 def test_a_bad_json_file_is_refused_by_its_name_and_the_key(text, message, tmp_path):
     path = tmp_path / "settings.json"
     path.write_text(text)

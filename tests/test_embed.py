@@ -152,15 +152,12 @@ def test_built_in_data_are_made_once_and_anew_if_damaged_or_of_other_settings(
         assert (path.stat().st_mtime_ns != before) == is_new
 
 
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        ("train --data missing", "missing"),
-        ("train --data few --batch_size 4", "few: 1 training images, fewer than a batch of 4"),
-        ("embed --data broken --run_dir clip", "broken: none of its images can be used"),
-        ("train --data few --batch_size 1 --steps 2 --lr 1e30", "weights that are not finite;"),
-    ],
-)
+@pytest.mark.parametrize("words, message", {
+    "train --data missing": "missing",
+    "train --data few --batch_size 4": "few: 1 training images, fewer than a batch of 4",
+    "embed --data broken --run_dir clip": "broken: none of its images can be used",
+    "train --data few --batch_size 1 --steps 2 --lr 1e30": "weights that are not finite;",
+}.items())
 def test_bad_commands_end_in_one_line(words, message, monkeypatch):
     train("clip", monkeypatch, steps=1)
     for folder in ("broken", "few"):

@@ -154,14 +154,14 @@ def test_a_fault_of_the_shards_is_found_at_the_start_and_named(fault, message, f
 
 # Captions
 
-@pytest.mark.parametrize("line, message", [
-    (b"hello\n", "JSONDecodeError"),
-    (b"[1]\n", "TypeError"),
-    (b'{"url": "a"}\n', "no caption or text, but url"),
-    (b"", "69 captions"),
-    (b"[" * 100_000 + b"\n", "RecursionError"),
-    ("größe".encode("cp1252") + b"\n", "UnicodeDecodeError"),
-])
+@pytest.mark.parametrize("line, message", {
+    b"hello\n": "JSONDecodeError",
+    b"[1]\n": "TypeError",
+    b'{"url": "a"}\n': "no caption or text, but url",
+    b"": "69 captions",
+    b"[" * 100_000 + b"\n": "RecursionError",
+    "größe".encode("cp1252") + b"\n": "UnicodeDecodeError",
+}.items())
 def test_a_fault_of_a_caption_costs_a_sample_and_is_named_by_its_file(line, message, folder):
     path = folder / "captions/captions_1.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)

@@ -68,10 +68,8 @@ def test_a_place_without_captioned_images_is_refused(tmp_path):
 def encoded(image, kind="png", **settings):
     """The bytes of an image, Pillow's or numpy's, in a file of a kind."""
     Image = pytest.importorskip("PIL.Image")
-    if isinstance(image, np.ndarray):
-        image = Image.fromarray(image)
     stream = io.BytesIO()
-    image.save(stream, kind, **settings)
+    Image.fromarray(np.asarray(image)).save(stream, kind, **settings)
     return stream.getvalue()
 
 
@@ -250,19 +248,19 @@ def test_files_that_are_not_used_are_counted_and_a_key_ends_at_the_last_dot_in_t
 JOINED = "a.jpg a.txt b.txt b.jpg "
 
 
-@pytest.mark.parametrize("names, pairs", [  # places of image and caption
-    (JOINED + "a.jpg a.txt", "32 45"),
-    (JOINED + "a.json a.png a.txt", "32 56"),
-    ("a.jpg b.jpg a.webp a.txt b.txt", "14 23"),  # a.jpg lacks its caption
-    (JOINED + "a.txt", "01 32"),
-    (JOINED + "a.webp b.txt", "01 32"),
-    (JOINED + "a.jpg c.jpg a.txt c.txt", "32 46 57"),
-    (JOINED + "b.jpg a.jpg b.txt a.txt", "46 57"),  # the same picture is last and first
-    (JOINED + "d.jpg a.jpg d.txt e.txt", "01 32 46"),
-    ("a.txt b.jpg b.txt c.jpg c.txt a.jpg a.txt", "12 34 56"),
-    ("a.jpg b.jpg LICENSE c.jpg LICENSE a.txt b.txt c.txt", "05 16 37"),
-    ("a.jpg a.jpg a.txt b.txt b.jpg b.jpg c.jpg c.txt", "12 43 67"),
-])
+@pytest.mark.parametrize("names, pairs", {  # places of image and caption
+    JOINED + "a.jpg a.txt": "32 45",
+    JOINED + "a.json a.png a.txt": "32 56",
+    "a.jpg b.jpg a.webp a.txt b.txt": "14 23",  # a.jpg lacks its caption
+    JOINED + "a.txt": "01 32",
+    JOINED + "a.webp b.txt": "01 32",
+    JOINED + "a.jpg c.jpg a.txt c.txt": "32 46 57",
+    JOINED + "b.jpg a.jpg b.txt a.txt": "46 57",  # the same picture is last and first
+    JOINED + "d.jpg a.jpg d.txt e.txt": "01 32 46",
+    "a.txt b.jpg b.txt c.jpg c.txt a.jpg a.txt": "12 34 56",
+    "a.jpg b.jpg LICENSE c.jpg LICENSE a.txt b.txt c.txt": "05 16 37",
+    "a.jpg a.jpg a.txt b.txt b.jpg b.jpg c.jpg c.txt": "12 43 67",
+}.items())
 def test_of_a_name_that_comes_again_in_a_tar_the_last_picture_counts_with_the_caption_of_its_place(
         names, pairs, tmp_path, capsys):
     for place, name in enumerate(names.split()):
@@ -477,7 +475,7 @@ def test_without_pillow_reading_ends_in_the_line_that_installs_it(tmp_path, monk
 @pytest.mark.parametrize("size, box", [(8, 4), (48, 1)])
 def test_shapes_are_drawn_or_averaged_from_32_pixels_with_captions_and_embeddings(
         size, box, tmp_path):
-    embeddings = np.ones((300, WIDTH), np.float32)
+    embeddings = np.ones((300, WIDTH))
     write_shards(tmp_path, embeddings, embeddings, synthetic.shapes(range(300))[1])
     rows = np.array([7, 290, 7, 0, 41])
     batch, _ = images.Shapes(tmp_path, size).fetch(rows, order.random_words(rows, 0))

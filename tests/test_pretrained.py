@@ -236,7 +236,7 @@ def outputs(published, model, theirs):
 
 
 def test_an_imported_prior_is_trained_resumed_and_exported(published):
-    images = np.random.default_rng(0).standard_normal((64, D)).astype(np.float32) * 3
+    images = np.random.default_rng(0).standard_normal((64, D)) * 3
     embeddings.write_shards("raw", images, images, [{"caption": "a red star"}] * 64)
     shutil.rmtree("raw/text_emb")  # they are not the CLIP's
     settings = dict(

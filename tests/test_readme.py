@@ -146,7 +146,7 @@ def test_each_command_and_recipe_works_in_their_order(command, recipe, home, mon
         exec(recipe, names)
         return
     if re.search("k22|karlo", command):
-        pytest.importorskip("diffusers", reason="no diffusers, which makes the published models")
+        pytest.importorskip("diffusers")  # which makes the published models
     command = re.sub(r"open_clip:\S+", "runs/clip", command)
     launcher, *words = shlex.split(command, comments=True)
     small = {}

@@ -24,7 +24,7 @@ def noise(channels, frames, seed=0):
 
 @pytest.fixture
 def soundfile():
-    return pytest.importorskip("soundfile", reason="soundfile is not installed")
+    return pytest.importorskip("soundfile")
 
 
 @pytest.fixture
@@ -265,7 +265,7 @@ def test_it_is_said_which_rates_are_resampled_and_of_long_recordings_a_beginning
 
 
 def test_every_recording_is_as_loud_but_silence(path):
-    for size, loudness in ((0.9, 0.1), (0.02, 0.1), (0, 0)):
+    for size, loudness in ((0.02, 0.1), (0, 0)):
         path.write_bytes(wav(size * noise(1, 3000)))
         wave = Recordings(path.parent, 16000).wave(0)
         assert wave.square().mean().sqrt() == pytest.approx(loudness, abs=1e-3)

@@ -8,7 +8,7 @@ from torch.testing import assert_close
 from common.config import UserError
 from common.interop.speech import SpeechLayer
 
-transformers = pytest.importorskip("transformers", reason="needs transformers")
+transformers = pytest.importorskip("transformers")
 
 
 def save_model(folder, kind, normalize=True):

@@ -207,7 +207,7 @@ def test_wandb_keeps_copies_with_the_run(tmp_path):
 
 
 def test_hugging_face_copies_are_sent_by_the_real_client(tmp_path, server, monkeypatch, capsys):
-    constants = pytest.importorskip("huggingface_hub.constants", reason="not installed")
+    constants = pytest.importorskip("huggingface_hub.constants")
     files = server.url + "/{repo_id}/resolve/{revision}/{filename}"
     monkeypatch.setattr(constants, "ENDPOINT", server.url)
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", files)

@@ -167,12 +167,12 @@ def test_syllables_are_recognized_in_the_labels_of_frames(spoken):
     assert synthetic.recognize_syllables(np.array([1] * 4 + [2] * 3)) == ["e"]
 
 
-@pytest.mark.parametrize("found, similarity", [
-    ("aio", 1),
-    ("aiou", 2 / 3),
-    ("uuuuuuu", 0),
-    ("oia", 1 / 3),
-])
+@pytest.mark.parametrize("found, similarity", {
+    "aio": 1,
+    "aiou": 2 / 3,
+    "uuuuuuu": 0,
+    "oia": 1 / 3,
+}.items())
 def test_texts_are_compared_by_edits(found, similarity):
     measured = synthetic.text_similarity(list(found), list("aio"))
     assert measured == pytest.approx(similarity)

@@ -159,7 +159,7 @@ def log_steps(log, steps):
 ])
 def test_a_resumed_logger_has_each_step_once_and_samples_settings_and_errors(
         kind, files, settings, tmp_path):
-    pytest.importorskip("PIL", reason="pillow is not installed")
+    pytest.importorskip("PIL")
     log = tracker_of(tmp_path, logger=kind)
     log_steps(log, range(1, 13))  # of which a checkpoint has the first 8
     log.logger.finish(SystemExit(1))
@@ -220,12 +220,12 @@ def test_another_logger_than_that_of_the_run_is_refused_with_the_way_out(logger,
     tracker_of(tmp_path, 8, logger="'console'")  # as the shell's quotes
 
 
-@pytest.mark.parametrize("logger, message", [
-    ("disk", "expected one of console, tensorboard, wandb, then OPTION=VALUE.*'disk'"),
-    ("", "expected one of"),
-    ("tensorboard id=x", "takes no arguments"),
-    ("wandb 'id=x", "No closing quotation"),
-])
+@pytest.mark.parametrize("logger, message", {
+    "disk": "expected one of console, tensorboard, wandb, then OPTION=VALUE.*'disk'",
+    "": "expected one of",
+    "tensorboard id=x": "takes no arguments",
+    "wandb 'id=x": "No closing quotation",
+}.items())
 def test_a_logger_that_cannot_be_meant_is_refused(logger, message):
     """Promise 8"""
     with pytest.raises(UserError, match=f"--logger.*{message}"):

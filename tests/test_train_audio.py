@@ -579,18 +579,15 @@ def test_a_published_codec_takes_the_place_of_soundstream(whole, voice, tmp_path
 mistake = functools.partial(helpers.mistake, "train_audio")
 
 
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        ("--init_from a.pt", "they are of one stage"),
-        ("--stage soundstream --seconds 0.1", "too short for the STFT discriminator"),
-        ("--stage soundstream --steps 300", "before --quantizer_start 300"),
-        ("--stage fine --width 30", "--heads: --width 30 must be an even multiple"),
-        ("--stage semantic --clusters 65537", "65537: expected a number from 1 to 65536"),
-        ("sample --out a.mp3", "--out a.mp3: expected a name that ends in .wav"),
-        ("sample --text a --reconstruct a.wav", "--reconstruct, --text: give one of them"),
-    ],
-)
+@pytest.mark.parametrize("words, message", {
+    "--init_from a.pt": "they are of one stage",
+    "--stage soundstream --seconds 0.1": "too short for the STFT discriminator",
+    "--stage soundstream --steps 300": "before --quantizer_start 300",
+    "--stage fine --width 30": "--heads: --width 30 must be an even multiple",
+    "--stage semantic --clusters 65537": "65537: expected a number from 1 to 65536",
+    "sample --out a.mp3": "--out a.mp3: expected a name that ends in .wav",
+    "sample --text a --reconstruct a.wav": "--reconstruct, --text: give one of them",
+}.items())
 def test_mistakes_on_the_command_line_are_one_line_and_status_2(words, message):
     assert message in mistake(*words.split(), status=2)
 

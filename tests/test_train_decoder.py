@@ -147,7 +147,7 @@ def test_stored_embeddings_of_another_clip_are_refused(world, tmp_path):
 # The U-Net
 
 
-@pytest.mark.parametrize("width, groups", [(4, 1), (36, 4), (124, 4), (132, 4), (320, 32)])
+@pytest.mark.parametrize("width, groups", {4: 1, 36: 4, 124: 4, 132: 4, 320: 32}.items())
 def test_norms_have_32_groups_where_each_gets_four_channels_and_else_fewer(width, groups):
     assert train_decoder.group_norm(width).num_groups == groups
 
@@ -497,54 +497,42 @@ def test_inpainting_keeps_the_black_of_the_mask_exactly(text, trained, world):
 mistake = functools.partial(helpers.mistake, "train_decoder")
 
 
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        ("--init_from a.pt", "they are of one stage"),
-        ("--stage base --width 30", "--width 30, --image_size, --random_crop: "),
-        ("--stage base --image_size 18", "multiples of 4, as 3 levels"),
-        ("--stage base --attention_levels 3", "expected numbers below 3"),
-        ("--stage base --learned_variance", "--timestep_density uniform"),
-        ("--stage base --lora_rank 2", "adapters need the model that --init_from"),
-        ("--stage upsample --random_crop 7", "multiples of 2, as 2 levels"),
-        ("--stage upsample --low_res_size 32", "--image_size 32: --low_res_size must be smaller"),
-        ("sample --text x --mask a.png", "--mask: they need --image"),
-        ("sample --text x --image a.png", "it needs --mask"),
-        ("sample --text x --image a.png --mask b.png --to c.png", "and no --to"),
-        ("sample --text x --steps 25,1001", "--steps 1001: expected 1 to 1000"),
-        ("--stage base --betas 0.9,1", "--betas 1.0: expected numbers from 0 to below 1"),
-    ],
-)
+@pytest.mark.parametrize("words, message", {
+    "--init_from a.pt": "they are of one stage",
+    "--stage base --width 30": "--width 30, --image_size, --random_crop: ",
+    "--stage base --image_size 18": "multiples of 4, as 3 levels",
+    "--stage base --attention_levels 3": "expected numbers below 3",
+    "--stage base --learned_variance": "--timestep_density uniform",
+    "--stage base --lora_rank 2": "adapters need the model that --init_from",
+    "--stage upsample --random_crop 7": "multiples of 2, as 2 levels",
+    "--stage upsample --low_res_size 32": "--image_size 32: --low_res_size must be smaller",
+    "sample --text x --mask a.png": "--mask: they need --image",
+    "sample --text x --image a.png": "it needs --mask",
+    "sample --text x --image a.png --mask b.png --to c.png": "and no --to",
+    "sample --text x --steps 25,1001": "--steps 1001: expected 1 to 1000",
+    "--stage base --betas 0.9,1": "--betas 1.0: expected numbers from 0 to below 1",
+}.items())
 def test_mistakes_on_the_command_line_are_one_line_and_status_2(words, message):
     assert message in mistake(*words.split(), status=2)
 
 
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        ("sample --run_dir trained/upsample,trained/base", "starts from pictures of 0 pixels"),
-        ("sample --text x --run_dir trained", "runs/prior/model.pt: no such checkpoint"),
-        ("sample --run_dir trained/upsample", "an upsampler needs the --image that it enlarges"),
-        (
-            "sample --run_dir trained/upsample --text x --image plain/0.png --mask plain/0.png",
-            "takes no text",
-        ),
-        ("evaluate --run_dir trained/upsample --prior prior", "an upsampler, which needs none"),
-        ("sample --run_dir=", "model.pt: no such checkpoint"),
-        ("sample --run_dir trained/base --steps 1 --out .", ": .: is there, and not a file"),
-        (
-            "sample --run_dir trained --image plain/00000.png --mask trained/cascade.png",
-            "pixels high and wide, but --image [32, 32]; expected the same size",
-        ),
-        ("evaluate --run_dir trained --data plain --clip none", "there is no CLIP here"),
-        ("--data plain --clip= --stage base", "no embeddings there, so a CLIP must"),
-        ("--data plain --clip clip --preset pictures-cpu", "smaller than 64"),  # before the base
-        (
-            "--data plain --stage upsample --init_from trained/base/model.pt",
-            "--stage: invalid choice: 'base'",
-        ),
-    ],
-)
+@pytest.mark.parametrize("words, message", {
+    "sample --run_dir trained/upsample,trained/base": "starts from pictures of 0 pixels",
+    "sample --text x --run_dir trained": "runs/prior/model.pt: no such checkpoint",
+    "sample --run_dir trained/upsample": "an upsampler needs the --image that it enlarges",
+    "sample --run_dir trained/upsample --text x --image plain/0.png --mask plain/0.png":
+        "takes no text",
+    "evaluate --run_dir trained/upsample --prior prior": "an upsampler, which needs none",
+    "sample --run_dir=": "model.pt: no such checkpoint",
+    "sample --run_dir trained/base --steps 1 --out .": ": .: is there, and not a file",
+    "sample --run_dir trained --image plain/00000.png --mask trained/cascade.png":
+        "pixels high and wide, but --image [32, 32]; expected the same size",
+    "evaluate --run_dir trained --data plain --clip none": "there is no CLIP here",
+    "--data plain --clip= --stage base": "no embeddings there, so a CLIP must",
+    "--data plain --clip clip --preset pictures-cpu": "smaller than 64",  # before the base
+    "--data plain --stage upsample --init_from trained/base/model.pt":
+        "--stage: invalid choice: 'base'",
+}.items())
 def test_mistakes_in_files_are_one_line_and_status_1(words, message, trained, world, monkeypatch):
     monkeypatch.chdir(world)
     assert message in mistake(*words.split(), "--device", "cpu")
