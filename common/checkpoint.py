@@ -334,8 +334,9 @@ class State:
         with contextlib.suppress(AttributeError):  # a fork may have a schedule of its own
             rate = "learning rate of the next step"
             now = schedule.of_config(self.step, self.cfg)
-            saved[rate] = schedule.of_config(self.step, SimpleNamespace(**(present | saved)))
-            present[rate] = now
+            before = schedule.of_config(self.step, SimpleNamespace(**(present | saved)))
+            present[rate] = now  # both, or neither if one fails
+            saved[rate] = before
         for name in saved | present:
             before = saved.get(name, "no setting")
             now = present.get(name, "no setting")

@@ -93,7 +93,7 @@ def test_of_the_last_step_the_test_comes_again_unless_more_steps_follow(tmp_path
     tracker_of(tmp_path, 5, steps=9)
     assert lines(tmp_path) == [{"step": 5, "test_loss": 0.5}]
     tracker_of(tmp_path, 5, steps=5)
-    assert lines(tmp_path) == []
+    assert not lines(tmp_path)
 
 
 def test_a_page_a_line_or_a_logger_that_fails_is_told_and_training_continues(tmp_path, capsys):

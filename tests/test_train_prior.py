@@ -549,9 +549,9 @@ def test_captions_that_are_all_damaged_are_told_before_the_run_begins(world):
     shutil.copytree(world / "emb", "emb")
     captions = Path("emb/captions/captions_0.jsonl")
     captions.write_text(captions.read_text().replace('"caption"', '"prompt"'))
-    settings = dict(data="emb", run_dir="run", text_encodings="clip", **SHORT)
-    error = helpers.mistake("train_prior", **settings)
-    assert "captions_0.jsonl: expected a 'caption' for each of 600 rows" in error
+    told = helpers.mistake("train_prior", data="emb", run_dir="run", text_encodings="clip", **SHORT)
+    assert "captions_0.jsonl: expected a 'caption' for each of 600 rows" in told
+    assert not Path("run/config.json").exists()
 
 
 def test_a_run_on_captions_needs_no_text_embeddings_and_resumes_with_its_clip_alone(
