@@ -89,8 +89,8 @@ def captions_of(records):
 def read(path, image_size, split="all"):
     """Yield batches of captioned images: uint8 (B, S, S, 3), and B records {"caption": …}.
 
-    path: a folder, or "shapes", the built-in ones. split: "all", or "train" or "validation" as the
-    scripts split by default. For "shapes" "train" gives pictures that the scripts never have.
+    path: a folder, or "shapes", the built-in ones. split: "all", or "train", "validation" or "test"
+    as the scripts split by default. For "shapes" "train" gives pictures that they never have.
     """
     if path == "shapes":
         first = BUILTIN_ROWS if split == "train" else 0
