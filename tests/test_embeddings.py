@@ -213,8 +213,7 @@ def test_captions_in_parquet_are_read_in_any_order_without_text_embeddings(parqu
     shutil.rmtree(parquet_folder / "text_emb")
     dataset = Embeddings(parquet_folder, captions=True)
     assert dataset.fetch(np.arange(9))[0].keys() == {"image_embed", "caption"}
-    captions = dataset.texts([149, 0, 6, 71])
-    assert captions == ["row 149 ü", "row 0 ü", "", "row 71 ü"]
+    assert dataset.texts([149, 0, 6, 71]) == ["row 149 ü", "row 0 ü", "", "row 71 ü"]
 
 
 def test_a_few_of_many_files_of_parquet_are_kept_in_memory(tmp_path):

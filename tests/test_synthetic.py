@@ -174,5 +174,4 @@ def test_syllables_are_recognized_in_the_labels_of_frames(spoken):
     "oia": 1 / 3,
 }.items())
 def test_texts_are_compared_by_edits(found, similarity):
-    measured = synthetic.text_similarity(list(found), list("aio"))
-    assert measured == pytest.approx(similarity)
+    assert synthetic.text_similarity(list(found), list("aio")) == pytest.approx(similarity)

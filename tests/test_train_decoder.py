@@ -344,8 +344,7 @@ def test_evaluate_repeats_the_metrics_of_training_on_any_ranks_and_takes_a_prior
         run("evaluate", **given, **settings)
         return config.read_json("metrics.json")
 
-    again = evaluate(grid="grid.png")
-    assert again == config.read_json(world / "trained/cascade.json")
+    assert evaluate(grid="grid.png") == config.read_json(world / "trained/cascade.json")
     grid = world / "trained/cascade.png"
     assert Path("grid.png").read_bytes() == grid.read_bytes()
     plain = world / "plain"
