@@ -332,18 +332,20 @@ DALLE2_256 = dict(
 # Thousands of captioned pictures. Both were run to their end on 6,000 emoji. On two CPU cores: a
 # base of 32 pixels and an upsampler, in small batches, which learn more in the same time. On one
 # GPU: a base of 64 pixels, 383 s on an H200.
+PICTURES = dict(eval_samples=100)  # retrieval is among a hundred
 PICTURES_CPU = {
-    "all": dict(eval_samples=100),  # retrieval is among a hundred
+    "all": PICTURES,
     "base": dict(
+        PICTURES,
         image_size=32, dropout=0.1,
         batch_size=32, steps=1500,
-        eval_samples=100, guidance_scale=3.0,
+        guidance_scale=3.0,
         eta=1.0,  # in as many steps, cleaner pictures than without noise
     ),
     "upsample": dict(
+        PICTURES,
         image_size=64, low_res_size=32, random_crop=32,
         batch_size=32, steps=500,
-        eval_samples=100,
     ),
 }
 PICTURES_GPU = dict(

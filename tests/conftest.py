@@ -21,9 +21,10 @@ from common.data import embeddings
 
 torch.set_num_threads(1)  # the models are tiny, and other processes run beside this one
 # A shell ignores Ctrl-C for what it starts in the background, and nohup a hangup. Tests send both
-# to what they start, which has the defaults again. This process itself lives on after a hangup.
+# to what they start, which has the defaults again. Under nohup this process still lives on.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-signal.signal(signal.SIGHUP, lambda *_: None)
+if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda *_: None)
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 

@@ -288,8 +288,7 @@ def test_the_newest_few_are_kept_once_and_what_was_not_recorded_goes(tmp_path):
     assert [entry["step"] for entry in run.checkpoints] == [40, 30, 20]
     assert len(os.listdir(tmp_path / "checkpoints")) == 4
     assert (tmp_path / "checkpoints/step_00000010_mine.pt").is_file()
-    path = run.newest_intact()
-    assert same(checkpoint.load(path), state.contents())
+    assert same(checkpoint.load(run.newest_intact()), state.contents())
 
 
 @pytest.mark.parametrize("content", [None, b"[]", b"{}", b"\xff"])
