@@ -1808,8 +1808,15 @@ class SampleConfig(config.Inference):
         super().__post_init__()
         if not self.out.endswith(".wav"):
             raise UserError(f"--out {self.out}: expected a name that ends in .wav")
-        config.check_one(self, "reconstruct", "text")
-        config.check_one(self, "reconstruct", "prompt")
+        if self.reconstruct:
+            names = [*SamplingParams._fields, "text", "prompt", "prompt_seconds", "seconds", "fine"]
+            config.check_unused(self, "with --reconstruct", *names)
+            return
+        config.check_unused(self, "without --reconstruct", "soundstream", "num_quantizers")
+        if not self.prompt:
+            config.check_unused(self, "without --prompt", "prompt_seconds")
+        if not self.text:
+            config.check_unused(self, "without --text", "guidance_scale")
 
 
 def read_wave(path, codec, length=0):
@@ -1829,10 +1836,8 @@ def read_wave(path, codec, length=0):
 def continue_sound(args, device):
     """(codec, sound) of a text, of a prompt, or of both."""
     pipeline = Pipeline(args, device)
-    if (args.text or args.guidance_scale != 1) and not pipeline.semantic.has_text:
-        raise UserError(
-            f"--text, --guidance_scale: {args.run_dir} was trained without texts; give --prompt"
-        )
+    if args.text and not pipeline.semantic.has_text:
+        raise UserError(f"--text: {args.run_dir} was trained without texts; give --prompt")
     codec = pipeline.codec
     prompt = pipeline.empty_prompt()
     gain = 1.0

@@ -1333,10 +1333,13 @@ class SampleConfig(CascadeConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        config.check_one(self, "text", "texts")
-        if (self.to or self.mask) and not self.image:
-            raise UserError("--to, --mask: they need --image")
-        if (self.text or self.texts) and (self.to or (self.image and not self.mask)):
+        if self.text:
+            config.check_unused(self, "beside --text", "texts")
+        if not self.image:
+            config.check_unused(self, "without --image", "to", "mask")
+        if not self.text and not self.texts:
+            config.check_unused(self, "without a text", "prior")
+        elif self.to or (self.image and not self.mask):
             raise UserError("--image: beside a text it needs --mask, where to draw it, and no --to")
 
 

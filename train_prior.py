@@ -792,7 +792,14 @@ class SampleConfig(PriorConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        config.check_one(self, "text", "texts", "text_embeds")
+        if self.text:
+            config.check_unused(self, "beside --text", "texts", "text_embeds")
+        elif self.texts:
+            config.check_unused(self, "beside --texts", "text_embeds")
+        else:
+            config.check_unused(self, "without a text", "clip")
+            if not self.text_embeds:
+                config.check_unused(self, "without a text", "guidance_scale", "best_of")
 
 
 def read_text_embeddings(path, prior, usual_length):

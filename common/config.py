@@ -454,8 +454,8 @@ def run(commands, usage, default=None, presets=None):
         raise SystemExit(130) from None
 
 
-def check_one(cfg, *names):
-    """UserError if more than one of the settings `names` is given."""
-    flags = [f"--{name}" for name in names if getattr(cfg, name)]
-    if len(flags) > 1:
-        raise UserError(f"{', '.join(flags)}: give one of them")
+def check_unused(cfg, case, *names):
+    """UserError if a setting of `names` is given, as it would do nothing in this `case`."""
+    for name in names:
+        if getattr(cfg, name) != cfg.__dataclass_fields__[name].default:
+            raise UserError(f"--{name}: {case} it does nothing; leave it out")

@@ -41,8 +41,7 @@ def test_a_step_is_the_plain_one_with_all_gradients_of_the_model_clipped_togethe
         assert stepped and norm > 0.01
         assert_close(norm, expected)
     # Bit for bit, but for what is clipped.
-    weights = [model.state_dict(), plain.state_dict()]
-    assert_close(*weights, rtol=tolerance, atol=tolerance)
+    assert_close(model.state_dict(), plain.state_dict(), rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.filterwarnings("error")

@@ -117,8 +117,7 @@ def test_a_clip_survives_its_file_and_what_is_none_or_another_is_named(tmp_path,
     checkpoint.save({**contents, "settings": {**settings, "embed_width": 8}}, tmp_path / "odd.pt")
     loaded = clip.load(tmp_path, "cpu", model.fingerprint())
     texts = [TRIANGLE, "a new word"]
-    expected = model.text_condition(texts, 9)
-    assert same(loaded.text_condition(texts, 9), expected)
+    assert same(loaded.text_condition(texts, 9), model.text_condition(texts, 9))
     for name, message in (
         ("nowhere", "there is no CLIP here; train one"),
         ("prior.pt", "there is no CLIP here"),
@@ -178,8 +177,7 @@ def test_embeddings_are_those_of_open_clip_with_the_activation_of_the_weights(op
 
     text_only = clip.load(ours.spec, "cpu", text_only=True)
     assert text_only.model.visual is None
-    outputs = text_only.embed_text(tokens)
-    assert same(outputs, (embedding, encodings, mask))
+    assert same(text_only.embed_text(tokens), (embedding, encodings, mask))
 
     # Photos that are square or not, by its own preprocessing
     Image = pytest.importorskip("PIL.Image")

@@ -25,8 +25,7 @@ def exchange():
 
 def test_sums_over_unevenly_filled_ranks_are_exact_and_values_reach_every_rank(on_ranks):
     sums = [13.0, 4.0, 0.0, 2.0**20 + 2.0**-30]  # float32 would lose the last one
-    expected = (sums, ("first", 0))
-    assert on_ranks(2, exchange) == [expected] * 2
+    assert on_ranks(2, exchange) == [(sums, ("first", 0))] * 2
 
 
 def alone():

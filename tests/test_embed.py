@@ -165,6 +165,5 @@ def test_bad_commands_end_in_one_line(words, message, monkeypatch):
         Path(folder, "star.txt").write_text("a star")
     Path("broken/star.png").write_bytes(b"not a picture")
     Path("few/star.png").write_bytes(media.png(np.zeros((8, 8, 3), np.uint8)))
-    out = run_embed(*words.split(), expect=1)
-    assert message in out.splitlines()[-1]
+    assert message in run_embed(*words.split(), expect=1).splitlines()[-1]
     assert "--context 2, --text_width" in run_embed("train", "--context", "2", expect=2)

@@ -52,8 +52,7 @@ def world(emb, tmp_path_factory):
     path.write_bytes(b"hello")
     write_voices(folder / "voices")
     for stage in ("soundstream", "semantic"):
-        settings = STAGES[stage]
-        helpers.run("train_audio", data=folder / "voices", run_dir=folder, **settings)
+        helpers.run("train_audio", data=folder / "voices", run_dir=folder, **STAGES[stage])
     return folder
 
 

@@ -104,8 +104,7 @@ def decoded(pixels, dtype=np.uint8, **settings):
 
 
 def test_16_bits_become_8():
-    grays = [0, 1000, 32896, 65535]
-    assert decoded(grays, np.uint16) == [[0] * 3, [4] * 3, [128] * 3, WHITE]
+    assert decoded([0, 1000, 32896, 65535], np.uint16) == [[0] * 3, [4] * 3, [128] * 3, WHITE]
 
 
 def test_what_is_transparent_is_white_whatever_color_hides_there():

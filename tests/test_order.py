@@ -26,8 +26,7 @@ def test_a_permutation_has_every_number_once_in_any_order_of_reading(n):
     table = order.permute(np.arange(n), n, 0, 1)
     assert table.dtype == np.int64
     assert_array_equal(np.sort(table), np.arange(n))
-    some = order.permute(np.arange(n)[::-2], n, 0, 1)
-    assert_array_equal(some, table[::-2])
+    assert_array_equal(order.permute(np.arange(n)[::-2], n, 0, 1), table[::-2])
 
 
 def chi_square(values):

@@ -215,8 +215,7 @@ def test_what_is_exported_is_what_was_imported(published, stage, parts):
         assert left["config"] == right["config"] | {"run_dir": "run/base"}
     if stage == "prior":
         run(MODULE, "import", "out", out="run", clip=published.spec)
-        contents = checkpoint.load("run/model.pt")
-        assert contents["config"]["x0_bound"] == 0.5
+        assert checkpoint.load("run/model.pt")["config"]["x0_bound"] == 0.5
         scheduler = diffusers.UnCLIPScheduler.from_pretrained("out/scheduler")
         assert scheduler.config.clip_sample_range == 0.5
 

@@ -193,8 +193,7 @@ def test_si_sdr_ignores_scale_and_offset_and_is_the_ratio_of_energies():
     target = sine(500, 16000)[None]
     error = target.roll(8, 1)  # a quarter of a period later: orthogonal
     for estimate in (target + 0.1 * error, 7 * target + 0.7 * error + 3):
-        found = recordings.si_sdr(estimate, target)
-        assert_close(found, torch.tensor([20.0]), atol=0.01, rtol=0)
+        assert_close(recordings.si_sdr(estimate, target), torch.tensor([20.0]), atol=0.01, rtol=0)
     assert recordings.si_sdr(target, -target) > 100
     silence = torch.zeros(2, 10)
     assert recordings.si_sdr(silence, silence).tolist() == [0, 0]
@@ -413,8 +412,7 @@ def test_crops_are_slices_of_the_whole_and_little_more_is_decoded(rate, path):
         starts = (len(whole) - length) // 100 + 1
         start = int(fraction * starts) * 100
         crop = dataset.wave(0, length, fraction)
-        expected = as_loud(whole[start : start + length])
-        assert_close(crop, expected, atol=2e-5, rtol=0)
+        assert_close(crop, as_loud(whole[start : start + length]), atol=2e-5, rtol=0)
     assert 0 < sum(counts) < 12_000
     assert torch.equal(dataset.wave(0, 10 ** 6, 0.5), whole)
 

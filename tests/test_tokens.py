@@ -69,8 +69,7 @@ def test_ranks_share_the_work_of_a_cache_and_after_an_error_what_was_done_is_kep
     ranks = on_ranks(2, cached_again, tmp_path / "two")
     counts = []
     for results in (alone, *ranks):
-        errors = [error for error, _ in results]
-        assert errors == ["", "recording 19: out of order", "", "", ""]
+        assert [error for error, _ in results] == ["", "recording 19: out of order", "", "", ""]
         counts.append([len(encoded) for _, encoded in results])
     assert counts[0] == [1, 18, 1, 0, 19]
     assert np.add(*counts[1:]).tolist() == counts[0]

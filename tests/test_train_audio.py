@@ -451,7 +451,7 @@ def test_all_stages_are_trained_and_the_built_in_syllables_scored_alike_on_any_r
 
 def sampled(**settings):
     """What `sample` prints, and the wave of the file that it writes."""
-    out = run("sample", seconds=0.5, device="cpu", out="out.wav", **settings)
+    out = run("sample", device="cpu", out="out.wav", **settings)
     return out, read_wave("out.wav")
 
 
@@ -470,7 +470,7 @@ def test_a_recording_goes_through_the_codec_at_a_bitrate(whole, codec, wave):
 
 def test_a_prompt_is_continued_also_when_the_run_has_moved(whole, codec, voice, wave):
     shutil.copytree(whole, "moved")
-    settings = dict(run_dir=whole, prompt=voice, prompt_seconds=0.3, temperature=1)
+    settings = dict(run_dir=whole, prompt=voice, prompt_seconds=0.3, seconds=0.5, temperature=1)
     _, usual = sampled(**settings)
     gain = 0.1 / wave[-2400:].square().mean().sqrt()
     prompt = codec.encode(gain * wave[-2400:])
@@ -586,7 +586,10 @@ mistake = functools.partial(helpers.mistake, "train_audio")
     "--stage fine --width 30": "--heads: --width 30 must be an even multiple",
     "--stage semantic --clusters 65537": "65537: expected a number from 1 to 65536",
     "sample --out a.mp3": "--out a.mp3: expected a name that ends in .wav",
-    "sample --text a --reconstruct a.wav": "--reconstruct, --text: give one of them",
+    "sample --text a --reconstruct a.wav": "--text: with --reconstruct it does nothing",
+    "sample --text a --num_quantizers 2": "--num_quantizers: without --reconstruct it does",
+    "sample --prompt_seconds 1": "--prompt_seconds: without --prompt",
+    "sample --prompt a.wav --guidance_scale 2": "--guidance_scale: without --text",
 }.items())
 def test_mistakes_on_the_command_line_are_one_line_and_status_2(words, message):
     assert message in mistake(*words.split(), status=2)

@@ -382,8 +382,8 @@ def test_a_validation_set_a_split_seed_a_cosine_length_and_no_averaging(emb):
 
 def test_guidance_is_refused_for_a_model_that_never_trained_without_text(emb):
     run(data=emb, run_dir="run", **SMALL | {"steps": 1, "text_drop": 0})
-    for command in ("evaluate", "sample"):
-        out = run(command, "--run_dir", "run", "--guidance_scale", 2, expect=1)
+    for words in (["evaluate", "--guidance_scale", 2], ["sample"]):
+        out = run(*words, "--run_dir", "run", expect=1)
         assert "is trained with --text_drop 0" in out
 
 
@@ -397,8 +397,10 @@ def test_guidance_is_refused_for_a_model_that_never_trained_without_text(emb):
         ("--width 9", 2, "--width 9: expected an even multiple of --heads 3"),
         ("--eval_timesteps 1,2000", 2, "2000 sampling steps"),
         ("--guidance_scale 2 --text_drop 0", 2, "is trained with --text_drop 0"),
-        ("sample --text x --texts y", 2, "--text, --texts: give one"),
-        ("sample --text x --text_embeds y", 2, "--text, --text_embeds: give one"),
+        ("sample --text x --texts y", 2, "--texts: beside --text it does nothing"),
+        ("sample --texts x --text_embeds y", 2, "--text_embeds: beside --texts"),
+        ("sample --text_embeds y --clip z", 2, "--clip: without a text it does nothing"),
+        ("sample --best_of 3", 2, "--best_of: without a text"),
         ("sample --run_dir used --text_embeds narrow/text_emb/text_emb_0.npy", 1, "8 wide"),
         ("sample --run_dir used --text_embeds none.npy", 1, "0 rows 16 wide"),
         ("sample --run_dir used --steps 1001", 1, "1001 sampling steps: expected 1 to"),
@@ -473,8 +475,7 @@ def test_samples_of_texts_do_not_depend_on_the_batch_and_equal_those_of_their_em
     _, first = sample(world / "run", text=STAR, num_samples=2)
     _, of_texts = sample(world / "run", texts="texts", num_samples=2, max_batch=3)
     # No CLIP is needed.
-    settings = dict(text_embeds="texts.npy", clip="nowhere", num_samples=2)
-    _, of_embeddings = sample(world / "run", **settings)
+    _, of_embeddings = sample(world / "run", text_embeds="texts.npy", num_samples=2)
     assert of_texts.shape == (4, 16)
     assert_allclose(of_texts[:2], first, atol=1e-5)
     assert_allclose(of_embeddings, of_texts, atol=1e-5)
