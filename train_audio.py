@@ -1811,8 +1811,8 @@ class SampleConfig(config.Inference):
         if self.reconstruct:
             names = [*SamplingParams._fields, "text", "prompt", "prompt_seconds", "seconds", "fine"]
             config.check_unused(self, "with --reconstruct", *names)
-            return
-        config.check_unused(self, "without --reconstruct", "soundstream", "num_quantizers")
+        else:
+            config.check_unused(self, "without --reconstruct", "soundstream", "num_quantizers")
         if not self.prompt:
             config.check_unused(self, "without --prompt", "prompt_seconds")
         if not self.text:
