@@ -457,5 +457,5 @@ def run(commands, usage, default=None, presets=None):
 def check_unused(cfg, case, *names):
     """UserError if a setting of `names` is given, as it would do nothing in this `case`."""
     for name in names:
-        if getattr(cfg, name) != cfg.__dataclass_fields__[name].default:
+        if getattr(cfg, name) != getattr(type(cfg), name):  # its default
             raise UserError(f"--{name}: {case} it does nothing; leave it out")

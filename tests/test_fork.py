@@ -62,7 +62,8 @@ def fork(tmp_path_factory):
     edit(folder / "train_prior.py", CHANGES)
     rng = np.random.default_rng(0)
     text = rng.standard_normal((300, 16))
-    write_shards(folder / "emb", text + rng.standard_normal((300, 16)) / 4, text, [])
+    image = text + rng.standard_normal((300, 16)) / 4
+    write_shards(folder / "emb", image, text, [])
     return folder
 
 

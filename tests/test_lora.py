@@ -119,7 +119,8 @@ def save_adapters(folder):
     path = folder / "adapters.pt"
     checkpoint.save({"model": torch.compile(model).state_dict(), "step": 1}, base)
     adapters, info = lora.start(model, base, 4, checkpoint.checksum(base))
-    checkpoint.save({"model": awake(adapters).state_dict(), "step": 2, "lora": info}, path)
+    weights = awake(adapters).state_dict()
+    checkpoint.save({"model": weights, "step": 2, "lora": info}, path)
     return base, path, model
 
 

@@ -57,7 +57,8 @@ def test_kmeans_finds_well_separated_blobs_and_repeats_bit_for_bit_by_seed():
         runs.append(centers)
     assert torch.equal(*runs)
     assert counts.tolist() == [20] * 32
-    assert_close(centers[torch.cdist(means[:, 0], centers).argmin(1)], blobs.mean(1))
+    nearest = torch.cdist(means[:, 0], centers).argmin(1)
+    assert_close(centers[nearest], blobs.mean(1))
 
 
 def test_the_nearest_codes_are_found_in_full_precision():

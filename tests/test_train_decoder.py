@@ -469,7 +469,7 @@ def test_an_upsampler_and_a_base_without_text_or_image_need_no_clip(trained, wor
     assert difference(first, second) > 1
 
 
-@pytest.mark.parametrize("text", [None, "a red star"])
+@pytest.mark.parametrize("text", ["", "a red star"])
 def test_inpainting_keeps_the_black_of_the_mask_exactly(text, trained, world):
     image = world / "plain/00001.png"
     mask = np.zeros((32, 32, 3), np.uint8)
