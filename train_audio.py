@@ -20,7 +20,8 @@ stages share; `--stage NAME --help` lists those of a stage.
     wave (T,) -> k-means of MFCC or HuBERT -> semantic tokens (N,): what is said, not by whom
     text -> [semantic] -> [semantic | coarse] -> [coarse | fine] -> SoundStream's decoder -> wave
 
-SoundStream: Zeghidour et al. 2021. AudioLM: Borsos et al. 2022.
+SoundStream: Zeghidour et al. 2021. AudioLM: Borsos et al. 2022. Their models are in common/models,
+in soundstream.py and token_lm.py.
 
 What differs from the papers, also in the presets:
 SoundStream
@@ -32,8 +33,8 @@ SoundStream
   their share of use, and become evenly spaced frames of the first chunk, not random ones.
 - Discriminators have no weight norm, slopes of 0.1 and zero padding; the wave at a quarter of its
   rate is pooled once by 4, not twice by 2. Feature matching is a mean over channels too.
-- Mel spectra have a scale and a floor of their own (`spectral_distance`), and filters that are wide
-  enough for the shortest window (`recordings.mel_filters`).
+- Mel spectra have a scale and a floor of their own (`soundstream.spectral_distance`), and filters
+  that are wide enough for the shortest window (`audio.mel_filters`).
 - By default, but not by audiolm-16khz: an L1 loss of waves, an R1 penalty of the summed scores,
   no quantizer in the first 300 steps, discriminators only in the last 40 of 1,050 steps.
 AudioLM
@@ -57,18 +58,27 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import collections
 import dataclasses
-import itertools
 import math
 import shlex
 from dataclasses import dataclass
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import torch
-import torch.nn.functional as F
-from torch import nn
-from torch.nn.utils.rnn import pad_sequence
 
-from common import accumulate, amp, checkpoint, config, dist, loop, optim, schedule, tracker
+from common import (
+    accumulate,
+    amp,
+    checkpoint,
+    config,
+    dist,
+    loader,
+    loop,
+    optim,
+    order,
+    resume,
+    schedule,
+    tracker,
+)
 from common.config import (
     Beta,
     Fraction,
@@ -81,11 +91,10 @@ from common.config import (
     field,
     model_field,
 )
-from common.data import order, recordings, sounds, syllables, tokens
+from common.data import recordings, sounds, syllables, tokens
 from common.ema import EMA
-from common.models import clip, diffusion, semantic
-from common.models.nn import KVCache, Transformer, compile_blocks, learned_tokens
-from common.models.quantize import ResidualQuantizer
+from common.models import audio, clip, semantic, soundstream, token_lm
+from common.models.nn import compile_blocks
 
 MAX_CHUNK = 64  # recordings in one forward pass, at most, where --chunk_size is 0
 BUILTIN_ROWS = 6_000  # recordings of the built-in syllables
@@ -152,31 +161,6 @@ def open_recordings(cfg, hop_length, crop=0, shifts=1):
     return order.splits(open_folder(cfg.data), cfg, val_dataset)
 
 
-def load_model(stage, folder, device, name="", weights="ema"):
-    """The model of a stage in eval mode and frozen, of its run folder; or a codec, hf:MODEL.
-
-    name: of the file; see `checkpoint.model_file`. By default a codec is the last one, as its
-    validation loss leaves out the discriminators.
-    """
-    if folder.startswith("hf:"):
-        from common.interop.codecs import PublishedCodec
-
-        return PublishedCodec(folder, device)
-    if stage == "soundstream" and weights == "ema":
-        name = name or "model.pt"
-    file = checkpoint.model_file(folder, name, weights)
-    cfg, contents = checkpoint.read_model({stage: STAGES[stage]}, file, weights)
-    with checkpoint.damaged(file):
-        if stage == "soundstream":
-            model = SoundStream(cfg)
-            model.checksum = checkpoint.checksum(file)[:16]
-        else:
-            model = TokenTransformer(cfg, *contents["arguments"])
-            model.made_with = contents["made_with"]
-        checkpoint.load_weights(model, contents["model"], file)
-    return model.to(device).eval().requires_grad_(False)
-
-
 # Part 1: SoundStream
 
 # Config
@@ -207,11 +191,11 @@ class CodecConfig(SharedConfig):
     )
     # Losses. The paper's weights are for a loss summed over features and long training.
     mel_weight: NonNegativeFloat = field(
-        2e-5, "weight of the distance of mel spectra (paper: 1)", measure=True
+        2e-5, "weight of the distance of mel spectra (paper: 1)", affects_val_loss=True
     )
     # Without it the phases are free: on syllables -3 dB of SI-SDR, not 13, in the same steps.
     wave_weight: NonNegativeFloat = field(
-        10.0, "weight of the L1 distance of waves, EnCodec Eq. 1 (paper: 0)", measure=True
+        10.0, "weight of the L1 distance of waves, EnCodec Eq. 1 (paper: 0)", affects_val_loss=True
     )
     commitment_weight: NonNegativeFloat = field(
         0.25, "weight of the distance of frames to their codes"
@@ -244,7 +228,7 @@ class CodecConfig(SharedConfig):
     # It rises to the highest (ema.py).
     ema_decay: Fraction = field(0.99, "highest decay of the averaged weights, 0: no averaging")
     eval_samples: NonNegativeInt = field(
-        96, "held-out samples to evaluate on, 0: all", measure=True
+        96, "held-out samples to evaluate on, 0: all", affects_val_loss=True
     )
 
     def __post_init__(self):
@@ -273,411 +257,7 @@ class CodecConfig(SharedConfig):
         return max(128, 2 ** round(math.log2(self.sample_rate / 20)))
 
 
-# What the papers' sizes share.
-LARGE = dict(
-    lr=1e-4,
-    steps=1_000_000,
-    warmup_steps=1_000,
-    cosine=False,  # the papers name no decay
-    ema_decay=0.9999,  # the papers have no EMA
-    validation=0.01,
-    test=0.01,
-    log_every=100,
-    eval_every=10_000,
-    save_every=2_000,
-    workers=4,
-)
-# SoundStream §III. Batch, crop, learning rates and commitment weight are not in the paper.
-SOUNDSTREAM = dict(
-    LARGE,
-    sample_rate=16_000,  # AudioLM §IV-A; SoundStream's own is 24 kHz, of 8 quantizers: 6 kbit/s
-    channels=32,  # C_enc and C_dec (§III-A)
-    latent_dim=512,  # D
-    num_quantizers=12,  # of 10 bits each, at 50 frames a second
-    codebook_size=1024,  # K
-    codebook_decay=0.99,  # §III-C
-    quantizer_start=0,  # k-means before the first step (§III-C)
-    mel_weight=1.0,  # λ_rec (§III-E), but of spectra of another scale (`spectral_distance`)
-    wave_weight=0.0,  # not in the paper
-    commitment_weight=1.0,
-    discriminator_start=0,
-    adversarial_weight=1.0,  # λ_adv
-    feature_weight=100.0,  # λ_feat
-    r1_weight=0.0,  # not in the paper
-    discriminator_lr=1e-4,
-    discriminator_warmup_steps=1_000,
-    seconds=1.0,
-    batch_size=64,
-    chunk_size=16,
-    optimizer="adamw",
-    betas=(0.5, 0.9),  # Adam's; the first is low, as in many GANs
-)
-
-# A code is dead below this share of its quantizer's mean use. The paper's 2 vectors a batch depend
-# on the batch, and are more of the last quantizers, which dropout often leaves out.
-DEAD_BELOW = 0.2
-INNER_SCALE = 10.0  # of waves inside of the codec: those of LOUDNESS get a size of 1
-MEL_FLOOR = 3e-5  # of magnitudes: 70 dB below LOUDNESS
 R1_EVERY = 4  # steps between R1 penalties; StyleGAN2 multiplies them by this, here they are not
-
-
-# Model (SoundStream §III-A, §III-B)
-
-
-class CausalConv(nn.Conv1d):
-    """Convolution that pads on the left alone: (B, C, T) -> (B, C', T / stride).
-
-    An output sees the inputs up to the end of its own stride, and none after it.
-    """
-
-    def forward(self, x):
-        field_of_view = self.dilation[0] * (self.kernel_size[0] - 1) + 1
-        return super().forward(F.pad(x, (field_of_view - self.stride[0], 0)))
-
-
-class CausalUpsample(nn.ConvTranspose1d):
-    """Transposed convolution with a kernel of two strides: (B, C, T) -> (B, C', T · stride)."""
-
-    def forward(self, x):
-        # What is cut off at the end needs later inputs. Silence before the beginning adds nothing
-        # but other rounding: `super().forward(x)[..., : -self.stride[0]]` would do.
-        silence = torch.zeros_like(x[..., :1])
-        x = super().forward(torch.cat([silence, x], dim=2))
-        return x[..., self.stride[0] : -self.stride[0]]
-
-
-class FastELU(torch.autograd.Function):
-    """ELU in fp32 on a CPU, equal to rounding: torch's takes up to 8 times longer with AVX-512."""
-
-    @staticmethod
-    def forward(ctx, x):
-        y = x.clamp(max=0).exp_().sub_(1)
-        y = torch.maximum(x, y, out=y)
-        ctx.save_for_backward(y)
-        return y
-
-    @staticmethod
-    def backward(ctx, gradient):
-        (y,) = ctx.saved_tensors
-        # The slope is 1 where y > 0, else exp(x) = y + 1.
-        return y.clamp(max=0).add_(1).mul_(gradient)
-
-
-class ELU(nn.Module):
-    """Exponential linear unit (Clevert et al. 2016): x where x > 0, else exp(x) - 1."""
-
-    def forward(self, x):
-        if x.is_cuda or x.dtype != torch.float32:
-            return F.elu(x)
-        return FastELU.apply(x)
-
-
-class ResidualUnit(nn.Module):
-    """Dilated convolution of kernel 7, then one of kernel 1 (SoundStream, Fig. 3)."""
-
-    def __init__(self, channels, dilation):
-        super().__init__()
-        self.conv1 = CausalConv(channels, channels, 7, dilation=dilation)
-        self.conv2 = nn.Conv1d(channels, channels, 1)
-        self.elu = ELU()
-
-    def forward(self, x):
-        return x + self.conv2(self.elu(self.conv1(self.elu(x))))
-
-
-def residual_units(channels):
-    return [ResidualUnit(channels, dilation) for dilation in (1, 3, 9)]
-
-
-class SoundStream(nn.Module):
-    """Waves -> codes -> waves (SoundStream §III, Fig. 3).
-
-    T samples become ceil(T / hop_length) frames of Q codes each. It is causal by frame: later
-    samples change nothing in earlier frames.
-    """
-
-    def __init__(self, cfg):
-        super().__init__()
-        self.sample_rate = cfg.sample_rate
-        self.hop_length = math.prod(cfg.strides)
-        self.frame_rate = cfg.sample_rate / self.hop_length
-        self.num_quantizers = cfg.num_quantizers
-        self.codebook_size = cfg.codebook_size
-        # A buffer: a file of a codec without it is refused.
-        self.register_buffer("inner_scale", torch.tensor(INNER_SCALE))
-        self.pre_emphasis = a = cfg.pre_emphasis
-        # The power is 1 + a² - 2·a·r times as large, where neighbors correlate by r, about 0.9.
-        self.emphasis_gain = (1 + a * a - 1.8 * a) ** -0.5
-        # A frame depends on fewer frames than these before it: on about 80 for each stride, if all
-        # are 1.
-        self.reach = 100 * len(cfg.strides)
-
-        # The decoder mirrors the encoder, so it is built from its end.
-        channels = cfg.channels  # doubled by each stride
-        encoder = [CausalConv(1, channels, 7)]  # a wave has one channel
-        decoder = [ELU(), CausalConv(channels, 1, 7)]
-        for stride in cfg.strides:
-            downsample = CausalConv(channels, 2 * channels, 2 * stride, stride)
-            upsample = CausalUpsample(2 * channels, channels, 2 * stride, stride)
-            encoder += [*residual_units(channels), ELU(), downsample]
-            decoder = [ELU(), upsample, *residual_units(channels), *decoder]
-            channels *= 2
-        self.encoder = nn.Sequential(*encoder, ELU(), CausalConv(channels, cfg.latent_dim, 3))
-        self.decoder = nn.Sequential(CausalConv(cfg.latent_dim, channels, 7), *decoder)
-        self.quantizer = ResidualQuantizer(
-            cfg.latent_dim,
-            cfg.num_quantizers,
-            cfg.codebook_size,
-            cfg.codebook_decay,
-            DEAD_BELOW,
-        )
-        self.apply(self.initialize)
-
-    @staticmethod
-    def initialize(layer):
-        """Keep the variance (LeCun et al. 1998, §4.6). A residual unit starts as the identity."""
-        if isinstance(layer, (nn.Conv1d, nn.ConvTranspose1d)):
-            taps = layer.kernel_size[0]
-            if isinstance(layer, nn.ConvTranspose1d):
-                taps //= layer.stride[0]  # an output sees so many inputs
-            nn.init.normal_(layer.weight, std=(layer.in_channels * taps) ** -0.5)
-            nn.init.zeros_(layer.bias)
-        elif isinstance(layer, ResidualUnit):
-            nn.init.zeros_(layer.conv2.weight)
-
-    def emphasize(self, wave):
-        """x[t] - a x[t-1] of waves x (..., T), about as loud as they are."""
-        past = F.pad(wave[..., :-1], (1, 0))
-        return (wave - self.pre_emphasis * past) * self.emphasis_gain
-
-    def deemphasize(self, wave):
-        """The waves (..., T) that `emphasize` makes `wave` of.
-
-        x[t] is the sum of a^n wave[t-n]. With twice as many terms each time it is a few additions.
-        """
-        wave = wave / self.emphasis_gain
-        a = self.pre_emphasis
-        shift = 1
-        while a**shift > 1e-6 and shift < wave.shape[-1]:
-            wave = wave + a**shift * F.pad(wave[..., :-shift], (shift, 0))
-            shift *= 2
-        return wave
-
-    def encode_latents(self, wave):
-        """Frames (B, ceil(T / hop_length), D) of emphasized waves (B, T)."""
-        x = F.pad(wave, (0, -wave.shape[1] % self.hop_length))  # silence up to a whole frame
-        # Below a size of about 1 an ELU is almost linear.
-        return self.encoder(x[:, None] * self.inner_scale).transpose(1, 2)  # (B, frames, D)
-
-    def decode_latents(self, latents):
-        """Emphasized waves (B, T · hop_length) of frames (B, T, D), in fp32."""
-        x = self.decoder(latents.transpose(1, 2))[:, 0].float()  # (B, T), the only channel
-        return x / self.inner_scale
-
-    def forward(self, wave):
-        """(reconstruction (B, T), codes (B, frames, Q), commitment loss) of emphasized waves."""
-        quantized, codes, commitment = self.quantizer(self.encode_latents(wave))  # (B, frames, D)
-        return self.decode_latents(quantized)[:, : wave.shape[1]], codes, commitment
-
-    def encode(self, wave):
-        """Codes (frames, Q) of a wave (T,), on the CPU."""
-        wave = self.emphasize(wave.to(self.inner_scale.device))
-
-        def work(block):
-            return self.quantizer.encode(self.encode_latents(block))
-
-        return recordings.in_blocks(work, wave, self.hop_length, 1, self.reach).cpu()
-
-    def decode(self, codes):
-        """The wave (frames · hop_length,), on the CPU, of codes (frames, n) of n quantizers."""
-
-        def work(block):
-            return self.decode_latents(self.quantizer.decode(block))
-
-        codes = codes.to(self.inner_scale.device)
-        wave = recordings.in_blocks(work, codes, 1, self.hop_length, self.reach)
-        return self.deemphasize(wave).cpu()
-
-
-# Discriminators (SoundStream §III-D)
-
-
-class Discriminator(nn.Module):
-    """Layers over what `transform` makes of waves: what both kinds share.
-
-    MelGAN has a slope of 0.2, and weight norm.
-    """
-
-    def forward(self, wave):
-        """Scores (B, T') of waves (B, T), higher for real ones, and the features of every layer."""
-        x = self.transform(wave)
-        features = []  # for feature matching
-        for layer in self.layers:
-            x = F.leaky_relu(layer(x), 0.1)
-            features.append(x)  # (B, C, T') or (B, C, F, T')
-        return self.out(x).flatten(1), features
-
-
-class WaveDiscriminator(Discriminator):
-    """Strided, grouped convolutions over a wave (MelGAN, Kumar et al. 2019, Table 1b).
-
-    downsample: the wave is averaged to 1 / downsample of its rate first.
-    """
-
-    def __init__(self, channels, downsample):
-        super().__init__()
-        self.pool = nn.Identity()
-        if downsample > 1:
-            self.pool = nn.AvgPool1d(
-                2 * downsample, downsample, downsample // 2, count_include_pad=False
-            )
-        self.layers = nn.ModuleList([nn.Conv1d(1, channels, 15, padding=7)])
-        # Channels grow four times a layer, to at most 64 times.
-        widths = [channels * mult for mult in (1, 4, 16, 64, 64)]
-        for narrow, wide in itertools.pairwise(widths):
-            groups = math.gcd(narrow, narrow // 4)  # of four channels each, if 4 divides
-            self.layers.append(nn.Conv1d(narrow, wide, 41, stride=4, padding=20, groups=groups))
-        self.layers.append(nn.Conv1d(wide, wide, 5, padding=2))
-        self.out = nn.Conv1d(wide, 1, 3, padding=1)
-
-    def transform(self, wave):
-        return self.pool(wave[:, None])  # (B, 1, T)
-
-
-class STFTUnit(nn.Module):
-    """Residual unit over (B, C, F, T) that halves F, and also T if `stride` says so."""
-
-    def __init__(self, channels, out_channels, stride):
-        super().__init__()
-        kernel = (stride[0] + 2, stride[1] + 2)
-        self.conv1 = nn.Conv2d(channels, channels, 3, padding=1)
-        self.conv2 = nn.Conv2d(channels, out_channels, kernel, stride, padding=1)
-        self.shortcut = nn.Conv2d(channels, out_channels, 1, stride)
-
-    def forward(self, x):
-        h = self.conv2(F.leaky_relu(self.conv1(x), 0.1))  # (B, C', F / 2, T or T / 2)
-        return h + self.shortcut(x)[..., : h.shape[3]]  # an odd T leaves one frame more
-
-
-class STFTDiscriminator(Discriminator):
-    """Residual units over the short-time Fourier transform (SoundStream §III-D, Fig. 4).
-
-    Its real and imaginary parts are two channels. The paper names no activation and no shortcut:
-    here a leaky ReLU, as over waves, and a strided convolution of kernel 1.
-    """
-
-    def __init__(self, channels, window):
-        super().__init__()
-        self.window = window
-        # Real and imaginary part.
-        self.layers = nn.ModuleList([nn.Conv2d(2, channels, 7, padding=3)])
-        widths = [channels * mult for mult in (1, 2, 4, 4, 8, 8, 16)]
-        for i, (narrow, wide) in enumerate(itertools.pairwise(widths)):
-            # Frequencies are halved by each unit, times by every second one.
-            self.layers.append(STFTUnit(narrow, wide, stride=(2, 1 + i % 2)))
-        self.out = nn.Conv2d(wide, 1, (window // 128, 1))  # over all remaining frequencies
-
-    def transform(self, wave):
-        """Real and imaginary parts (B, 2, F, T') of waves (B, T), F = window / 2, in fp32."""
-        half = self.window // 2
-        # Mirrored at the ends; the gradient of torch's own way varies from run to run on GPUs.
-        left = wave[:, 1 : half + 1].flip(1)
-        right = wave[:, -half - 1 : -1].flip(1)
-        wave = torch.cat([left, wave, right], dim=1)
-        with torch.autocast(wave.device.type, enabled=False):
-            x = recordings.stft(wave.float(), self.window, self.window // 4)
-            x = x[..., :-1]  # without the highest frequency
-            # Real convolutions over two channels, as in the paper, not complex ones.
-            return torch.view_as_real(x).permute(0, 3, 2, 1)
-
-
-def make_discriminators(cfg):
-    """Three wave discriminators, at 1, 1/2 and 1/4 of the rate, and one STFT discriminator."""
-    channels = max(1, cfg.channels // 2)
-    waves = [WaveDiscriminator(channels, downsample) for downsample in (1, 2, 4)]
-    return nn.ModuleList([*waves, STFTDiscriminator(2 * channels, cfg.stft_window)])
-
-
-# Losses (SoundStream §III-E)
-
-
-def spectral_distance(fake, real, sample_rate):
-    """Distance (B,) of mel spectra of waves (B, T) at windows s = 64, 128, ... 2048 (Eq. 4, 5).
-
-    L1 plus sqrt(s / 2) times the L2 norm of the logarithms, over 64 mel bins, summed over windows
-    and over frames, s / 4 samples apart: a crop twice as long has twice this loss.
-
-    The paper gives no scale of its spectra. Here a sine of amplitude a has the magnitude a, which
-    is s / 4 times smaller than that of an FFT. So --mel_weight 1 is not the paper's 1.
-    """
-    total = 0
-    for exponent in range(6, 12):
-        window = 2**exponent  # s of Eq. 4
-        filters = recordings.mel_filters(sample_rate, window, 64, device=real.device)
-        x = recordings.stft_magnitude(fake, window, window // 4) @ filters  # (B, frames, 64)
-        y = recordings.stft_magnitude(real, window, window // 4) @ filters
-        difference = x.clamp(min=MEL_FLOOR).log() - y.clamp(min=MEL_FLOOR).log()
-        log_distance = (difference.square().sum(2) + 1e-8).sqrt()  # with a finite gradient at 0
-        distance = (x - y).abs().sum(2) + (window / 2) ** 0.5 * log_distance  # (B, frames)
-        total = total + distance.sum(1)  # (B,)
-    return total
-
-
-def reconstruction_loss(cfg, fake, real, commitment=0.0):
-    """Reconstruction part of the codec's loss for waves (B, T), in fp32."""
-    with torch.autocast(real.device.type, enabled=False):
-        fake = fake.float()  # (B, T)
-        loss = cfg.commitment_weight * commitment
-        loss = loss + cfg.wave_weight * (fake - real).abs().mean()  # EnCodec Eq. 1
-        return loss + cfg.mel_weight * spectral_distance(fake, real, cfg.sample_rate).mean()
-
-
-def adversarial_loss(cfg, discriminators, fake, real):
-    """The codec's hinge loss (Eq. 2) and L1 feature matching (Eq. 3).
-
-    Both are averaged over discriminators; distances of features first over layers.
-
-    The discriminators are frozen meanwhile: the codec's step must not leave gradients in them.
-    """
-    discriminators.requires_grad_(False)
-    hinges = []
-    distances = []
-    for discriminator in discriminators:
-        _, real_features = discriminator(real)  # targets: nothing here has a gradient
-        score, fake_features = discriminator(fake)
-        hinges.append(F.relu(1 - score.float()).mean())
-        layers = []
-        for fake_layer, real_layer in zip(fake_features, real_features):
-            layers.append(F.l1_loss(fake_layer.float(), real_layer.float()))
-        distances.append(torch.stack(layers).mean())  # one discriminator counts like another
-    discriminators.requires_grad_(True)
-    hinge_loss = torch.stack(hinges).mean()
-    feature_loss = torch.stack(distances).mean()
-    return cfg.adversarial_weight * hinge_loss + cfg.feature_weight * feature_loss
-
-
-def discriminator_loss(discriminators, fake, real, r1_weight):
-    """The discriminators' hinge loss (Eq. 1) for waves (B, T), a mean over them.
-
-    r1_weight: of the R1 penalty, the squared norm of a sample's gradient at real waves (Mescheder
-    et al. 2018, Eq. 9); it stands for the γ/2 there; 0: none.
-    """
-    # Detached: no gradient reaches the codec. It is not run again, so the codebooks' statistics
-    # count every sample once.
-    waves = torch.cat([real, fake.detach()])
-    real = real.detach().requires_grad_()  # R1 takes gradients at the waves
-    losses = []
-    for discriminator in discriminators:
-        score, _ = discriminator(waves)
-        real_score, fake_score = score.float().chunk(2)  # (B, T') each
-        loss = F.relu(1 - real_score).mean() + F.relu(1 + fake_score).mean()
-        if r1_weight:
-            with torch.autocast(real.device.type, enabled=False):  # fp16 overflows at any scale
-                score, _ = discriminator(real)
-                (gradient,) = torch.autograd.grad(score.sum(), real, create_graph=True)  # (B, T)
-                loss = loss + r1_weight * gradient.square().sum(1).mean()
-        losses.append(loss)
-    return torch.stack(losses).mean()
 
 
 # Evaluation
@@ -693,26 +273,28 @@ def evaluate_codec(codec, cfg, split, device):
     Q = cfg.num_quantizers
 
     def log_mel(wave):
-        return recordings.log_mel(wave, cfg.sample_rate, window=1024, hop=256, bins=64)
+        return audio.log_mel(wave, cfg.sample_rate, window=1024, hop=256, bins=64)
 
     found = collections.defaultdict(list)  # {metric: values}
     codes_seen = []
-    for _, batch in order.batches(*split, cfg.eval_samples, cfg.chunk_size):
+    for _, batch in loader.eval_batches(*split, cfg.eval_samples, cfg.chunk_size):
         real = batch["wave"].to(device)  # (B, T), silence behind short recordings
         target = codec.emphasize(real)
         # Spectra are in fp32; only the networks run in the precision of training.
         with amp.autocast(device, cfg.precision):
             fake, codes, _ = codec(target)  # (B, T), (B, frames, Q)
-        loss = reconstruction_loss(cfg, fake, target)
+        loss = soundstream.reconstruction_loss(
+            fake, target, cfg.sample_rate, cfg.wave_weight, cfg.mel_weight
+        )
         fake = codec.deemphasize(fake)
         found["loss"] += [loss.item()] * len(real)
         found[f"mel_distance@{Q}"] += (log_mel(fake) - log_mel(real)).abs().mean((1, 2)).tolist()
-        found[f"si_sdr_db@{Q}"] += recordings.si_sdr(fake, real).tolist()
+        found[f"si_sdr_db@{Q}"] += audio.si_sdr(fake, real).tolist()
         # Codes of the silence behind a short recording do not count.
         frames = -(-batch["length"][:, None] // codec.hop_length)  # rounded up
         codes_seen.append(codes.cpu()[torch.arange(codes.shape[1]) < frames])
 
-    metrics = order.means(found)
+    metrics = loop.means(found)
     entropies, _ = tokens.code_entropies(codes_seen, Q, cfg.codebook_size)
     for q, perplexity in enumerate(entropies.exp().tolist(), 1):
         metrics[f"codebook_perplexity@{q}"] = perplexity
@@ -748,7 +330,7 @@ def initialize_codebooks(codec, cfg, dataset, indices, device):
     """k-means on frames of training crops, not augmented: the same on any ranks. Collective."""
     if codec.quantizer.ready:  # by --init_from
         return
-    chunks = order.ChunkDataset(dataset, indices, accumulate.derive_seed(cfg.seed, "codebooks"))
+    chunks = loader.ChunkDataset(dataset, indices, accumulate.derive_seed(cfg.seed, "codebooks"))
     per_crop = math.ceil(cfg.crop / codec.hop_length)  # frames
     crops = math.ceil(32 * cfg.codebook_size / per_crop)  # as many as k-means needs
     frames = []
@@ -762,25 +344,26 @@ def initialize_codebooks(codec, cfg, dataset, indices, device):
 
 def train_soundstream(cfg, device):
     # Rank 0 takes the run folder, then all open the data.
-    run, cfg = loop.open_run(cfg, f"{cfg.run_dir}/{cfg.stage}", MAX_CHUNK)
+    run, cfg = resume.open_run(cfg, f"{cfg.run_dir}/{cfg.stage}", MAX_CHUNK)
     hop_length = math.prod(cfg.strides)
-    splits = dist.together(lambda: open_recordings(cfg, hop_length, cfg.crop))
+    splits = dist.on_all(lambda: open_recordings(cfg, hop_length, cfg.crop))
     dataset, indices = splits["train"]
-    identity = loop.identify(run, cfg, splits)
+    identity = resume.identify(run, cfg, splits)
     if run.results:  # it is finished
         return loop.announce(run)
 
     # Build codec, discriminators, their optimizers and the EMA. Restore them if resuming.
     accumulate.seed_all(cfg.seed, "weights")  # the same start on all ranks
-    codec = SoundStream(cfg).to(device)  # encoder, quantizer, decoder
-    discriminators = make_discriminators(cfg).to(device)  # unused before discriminator_start
+    codec = soundstream.SoundStream(cfg).to(device)  # encoder, quantizer, decoder
+    # Unused before discriminator_start.
+    discriminators = soundstream.make_discriminators(cfg.channels, cfg.stft_window).to(device)
     optimizers = optim.make(codec, cfg.optimizer, cfg.lr, cfg.weight_decay, cfg.betas, cfg.eps)
     discriminator_optimizers = optim.make(
         discriminators, "adamw", cfg.discriminator_lr, 0.0, cfg.betas, cfg.eps
     )
     scaler = amp.scaler(device, cfg.precision)  # one for both
     ema = EMA(codec, cfg.ema_update_every, cfg.ema_decay, cfg.ema_update_after)
-    state = checkpoint.State(
+    state = resume.State(
         cfg,
         codec,
         ema,
@@ -790,14 +373,12 @@ def train_soundstream(cfg, device):
         {"kind": "soundstream"},
         others={"discriminators": discriminators},
     )
-    loop.resume(run, state)  # or take the weights of --init_from
-    # By --init_strict false this mark may come without codebooks, which are of another size.
-    codec.quantizer.initialized &= codec.quantizer.codebook.any()
+    resume.restore(run, state)  # or take the weights of --init_from
     if cfg.compile:
         codec.compile()
 
     # The order of samples follows from seed and step.
-    plan, batches = loop.batches(cfg, dataset, indices, state.step, device)
+    plan, batches = loader.train_batches(cfg, dataset, indices, state.step, device)
     about = f"{len(dataset):,} recordings"
     eval_due = loop.Due(cfg.eval_every, state)
     save_due = loop.Due(cfg.save_every, state)
@@ -856,9 +437,22 @@ def train_soundstream(cfg, device):
                     real = codec.emphasize(real)
                     with amp.autocast(device, cfg.precision):
                         fake, _, commitment = codec(real)
-                        loss = reconstruction_loss(cfg, fake, real, commitment)
+                        loss = soundstream.reconstruction_loss(
+                            fake,
+                            real,
+                            cfg.sample_rate,
+                            cfg.wave_weight,
+                            cfg.mel_weight,
+                            cfg.commitment_weight * commitment,
+                        )
                         if adversarial:
-                            loss = loss + adversarial_loss(cfg, discriminators, fake, real)
+                            loss = loss + soundstream.adversarial_loss(
+                                discriminators,
+                                fake,
+                                real,
+                                cfg.adversarial_weight,
+                                cfg.feature_weight,
+                            )
                     # Weights add up to 1 over a batch: the gradient is that of its mean loss.
                     with dist.sum_gradients(codec, chunk is plan[-1]):  # over all ranks
                         scaler.scale(loss * chunk.weight).backward()
@@ -866,7 +460,9 @@ def train_soundstream(cfg, device):
                     # The discriminators learn from the same fakes, before the codec moves.
                     if adversarial:
                         with amp.autocast(device, cfg.precision):
-                            loss = discriminator_loss(discriminators, fake, real, r1_weight)
+                            loss = soundstream.discriminator_loss(
+                                discriminators, fake, real, r1_weight
+                            )
                         with dist.sum_gradients(discriminators, chunk is plan[-1]):
                             scaler.scale(loss * chunk.weight).backward()
                         discriminator_sum += loss.detach() * chunk.size
@@ -902,37 +498,31 @@ def train_soundstream(cfg, device):
         progress.finish(metrics, samples)
 
 
+def load_codec(folder, device, name="", weights="ema"):
+    """The codec of a run folder in eval mode and frozen; or a published one, hf:MODEL.
+
+    name: of the file; see `checkpoint.model_file`. By default it is the last codec, as its
+    validation loss leaves out the discriminators.
+    """
+    if folder.startswith("hf:"):
+        from common.interop.codecs import PublishedCodec
+
+        return PublishedCodec(folder, device)
+    if weights == "ema":
+        name = name or "model.pt"
+    file = checkpoint.model_file(folder, name, weights)
+    cfg, contents = checkpoint.read_model({"soundstream": CodecConfig}, file, weights)
+    codec = soundstream.SoundStream(cfg)
+    codec.checksum = checkpoint.checksum(file)[:16]
+    checkpoint.load_weights(codec, contents["model"], file)
+    return codec.to(device).eval().requires_grad_(False)
+
+
 # Part 2: AudioLM
 
 # What AudioLM needs of a codec, a SoundStream or a published one (`interop.codecs`), on any device:
 # encode(wave (T,)) -> codes (frames, Q), decode(codes (frames, n)) -> wave, both on the CPU;
 # sample_rate, hop_length, frame_rate, num_quantizers, codebook_size; checksum, of its file.
-
-
-def load_tokenizers(cfg, device):
-    """(codec, k-means, what decides the tokens) of a coarse stage; a fine one has no k-means.
-
-    UserError if the codec does not fit `cfg`.
-    """
-    folder = cfg.soundstream or f"{cfg.run_dir}/soundstream"
-    codec = load_model("soundstream", folder, device)
-    if codec.sample_rate != (cfg.sample_rate or codec.sample_rate):
-        raise UserError(
-            f"--sample_rate: {cfg.sample_rate}, but the codec's is {codec.sample_rate}; give that"
-        )
-    used = cfg.codec_quantizers or codec.num_quantizers
-    if not cfg.coarse_quantizers < used <= codec.num_quantizers:
-        raise UserError(
-            f"--coarse_quantizers {cfg.coarse_quantizers}, --codec_quantizers {used}: the codec "
-            f"has {codec.num_quantizers}, and fine needs one"
-        )
-    kmeans = None
-    made_with = {"codec": codec.checksum, "coarse_quantizers": cfg.coarse_quantizers}
-    if cfg.stage == "coarse":
-        kmeans = tokens.load_kmeans(f"{cfg.run_dir}/semantic", codec.sample_rate, device)
-        made_with["kmeans"] = kmeans.checksum
-    return codec, kmeans, made_with
-
 
 # Config
 
@@ -965,7 +555,7 @@ class TransformerConfig(SharedConfig):
     # Evaluation
     temperature: NonNegativeFloat = field(0.7, "temperature of sampling, 0: the most probable code")
     eval_samples: NonNegativeInt = field(
-        192, "held-out samples to evaluate on, 0: all", measure=True
+        192, "held-out samples to evaluate on, 0: all", affects_val_loss=True
     )
 
     def __post_init__(self):
@@ -1024,6 +614,611 @@ class FineConfig(CodesConfig):
     steps: PositiveInt = field(150, "optimizer steps")
 
 
+STAGES = {
+    "soundstream": CodecConfig,
+    "semantic": SemanticConfig,
+    "coarse": CoarseConfig,
+    "fine": FineConfig,
+}
+
+PROMPT_SECONDS = 0.4  # length of the prompts in evaluation
+TEXT_WORDS = 320  # words with a token of their own; others are spelled
+TEXT_DROP = 0.1  # probability of training on a sample without its text, for guidance
+
+# Data: recordings as tokens
+
+
+def make_features(tokenizer):
+    """Features of waves, whose clusters are the semantic tokens: those that --tokenizer names."""
+    if tokenizer == "mfcc":
+        return semantic.MFCC()
+    from common.interop.speech import SpeechLayer
+
+    return SpeechLayer(tokenizer)  # or UserError
+
+
+def load_tokenizers(cfg, device):
+    """(codec, k-means, what decides the tokens) of a coarse stage; a fine one has no k-means.
+
+    UserError if the codec does not fit `cfg`.
+    """
+    folder = cfg.soundstream or f"{cfg.run_dir}/soundstream"
+    codec = load_codec(folder, device)
+    if codec.sample_rate != (cfg.sample_rate or codec.sample_rate):
+        raise UserError(
+            f"--sample_rate: {cfg.sample_rate}, but the codec's is {codec.sample_rate}; give that"
+        )
+    used = cfg.codec_quantizers or codec.num_quantizers
+    if not cfg.coarse_quantizers < used <= codec.num_quantizers:
+        raise UserError(
+            f"--coarse_quantizers {cfg.coarse_quantizers}, --codec_quantizers {used}: the codec "
+            f"has {codec.num_quantizers}, and fine needs one"
+        )
+    kmeans = None
+    made_with = {"codec": codec.checksum, "coarse_quantizers": cfg.coarse_quantizers}
+    if cfg.stage == "coarse":
+        kmeans = tokens.load_kmeans(
+            f"{cfg.run_dir}/semantic", codec.sample_rate, device, make_features
+        )
+        made_with["kmeans"] = kmeans.checksum
+    return codec, kmeans, made_with
+
+
+def make_streams(cfg, kmeans, codec):
+    """The streams of a stage's transformer. It predicts the last one from the one before it.
+
+    kmeans, codec: None if the stage has none of their tokens.
+    """
+    streams = []
+    if kmeans:
+        streams.append(token_lm.Stream("semantic", 1, kmeans.clusters))
+    if codec:
+        streams.append(token_lm.Stream("coarse", cfg.coarse_quantizers, codec.codebook_size))
+    if cfg.stage == "fine":
+        used = cfg.codec_quantizers or codec.num_quantizers
+        streams.append(token_lm.Stream("fine", used - cfg.coarse_quantizers, codec.codebook_size))
+    return streams
+
+
+# Evaluation
+
+
+@torch.no_grad()
+def evaluate_transformer(model, cfg, split, device):
+    """Loss and accuracy, as in training means over samples of their means over tokens.
+
+    unigram_entropy, over all tokens, is about the loss of a model without context. split:
+    (TokenCrops, indices). Collective.
+    """
+    model.eval()  # no dropout
+    stream = model.streams[-1]
+    found = collections.defaultdict(list)  # {metric: values}
+    tokens_seen = []
+    for _, batch in loader.eval_batches(*split, cfg.eval_samples, cfg.chunk_size):
+        tokens_seen.append(batch["target"].flatten(0, 1))
+        with amp.autocast(device, cfg.precision):
+            loss, accuracy = model(loader.to_device(batch, device))
+        found["loss"] += loss.tolist()
+        found["accuracy"] += accuracy.tolist()
+    metrics = loop.means(found)
+    size = stream.codebook_size + 1  # with EOS
+    entropies, counts = tokens.code_entropies(tokens_seen, stream.num_quantizers, size)
+    metrics["unigram_entropy"] = (entropies @ counts / counts.sum()).item()
+    return metrics
+
+
+def continuations(model, cfg, split, codec):
+    """What coarse or fine makes of real tokens, of the first recordings; see `write_sounds`.
+
+    coarse: continuations of prompts, from real semantic tokens. fine: with real coarse codes.
+    """
+    if not codec:  # semantic tokens alone make no sound
+        return
+    crops, indices = split
+    prompt_frames = 0
+    if cfg.stage == "coarse":
+        prompt_frames = round(PROMPT_SECONDS * codec.frame_rate)
+
+    def continuation(index):
+        (context, real), _ = crops.crop(index)
+        (codes,) = token_lm.generate_long(
+            model,
+            lambda b, codes, start: crops.window(index, start, len(real))[:1],
+            [real[:prompt_frames]],
+            [len(real)],
+            # Seeded by the recording, so sounds of different steps can be compared.
+            [accumulate.derive_seed(cfg.seed, "sound", index)],
+            token_lm.AS_TRAINED,
+            may_end=False,
+        )
+        if cfg.stage == "fine":
+            codes = torch.cat([context, codes], dim=1)
+        return codes
+
+    for number, index in enumerate(crops.readable(indices[:: cfg.shifts])[:NUM_SOUNDS]):
+        yield number, codec.decode(continuation(index)), crops.dataset.names[index]
+
+
+# Training
+
+
+def check_init_from(path, made_with, vocabulary):
+    """UserError if the transformer in the file `path` has embeddings of other tokens or words."""
+    contents = checkpoint.load(path, "arguments", "made_with", mmap=True)
+    words = contents["arguments"]["vocabulary"]
+    if contents["made_with"] != made_with or words != vocabulary:
+        raise UserError(
+            f"--init_from {path}: of other tokens or other words, so its embeddings mean others"
+        )
+
+
+def train_transformer(cfg, device):
+    # Rank 0 takes the run folder, then all open the earlier stages and the data.
+    run, cfg = resume.open_run(cfg, f"{cfg.run_dir}/{cfg.stage}", MAX_CHUNK)
+    codec = None
+    kmeans = None
+    made_with = {}  # what decides the tokens
+    hop_length = 1  # for semantic tokens a recording may be of any length
+    if cfg.stage != "semantic":
+        codec, kmeans, made_with = dist.on_all(lambda: load_tokenizers(cfg, device))
+        cfg = dataclasses.replace(cfg, sample_rate=codec.sample_rate)
+        hop_length = codec.hop_length
+    splits = dist.on_all(lambda: open_recordings(cfg, hop_length, shifts=cfg.shifts))
+    dataset, indices = splits["train"]
+    # Another codec or k-means makes other tokens: then the run cannot be resumed.
+    identity = resume.identify(run, cfg, splits, **made_with)
+    if run.results:  # it is finished
+        return loop.announce(run)
+
+    # Make tokens of all recordings, unless an earlier start has done so. The semantic stage first
+    # fits its k-means.
+    if cfg.stage == "semantic":
+        kmeans = tokens.fit_kmeans(run, dataset, indices, cfg, device, make_features)
+        made_with = {"kmeans": kmeans.checksum}
+    streams = make_streams(cfg, kmeans, codec)
+    splits = tokens.tokenize_splits(cfg, splits, streams, token_lm.lay_out, kmeans, codec)
+    crops, indices = splits["train"]
+
+    # Build model, optimizer and EMA. Restore them if resuming.
+    vocabulary = []
+    if cfg.stage == "semantic" and cfg.max_text_len:
+        vocabulary = tokens.learn_vocabulary(crops, indices, TEXT_WORDS, cfg.max_text_len)
+    accumulate.seed_all(cfg.seed, "weights")  # the same start on all ranks
+    # Plain values, as the files of the model have them. Generation stays within the lengths.
+    arguments = {
+        "streams": list(map(list, streams)),
+        "vocabulary": vocabulary,
+        **crops.lengths(indices),
+    }
+    model = token_lm.TokenTransformer(cfg, **arguments).to(device)
+    optimizers = optim.make(model, cfg.optimizer, cfg.lr, cfg.weight_decay, cfg.betas, cfg.eps)
+    scaler = amp.scaler(device, cfg.precision)
+    ema = EMA(model, cfg.ema_update_every, cfg.ema_decay, cfg.ema_update_after)
+    info = {"kind": cfg.stage, "arguments": arguments, "made_with": made_with}
+    if cfg.init_from and not run.resume_from:
+        dist.on_main(lambda: check_init_from(cfg.init_from, made_with, vocabulary))
+    state = resume.State(cfg, model, ema, optimizers, scaler, identity, info)
+    resume.restore(run, state)  # or take the weights of --init_from
+    if cfg.compile:
+        compile_blocks(model.transformer.blocks)
+
+    # The order of samples follows from seed and step.
+    plan, batches = loader.train_batches(cfg, crops, indices, state.step, device)
+    about = f"{len(dataset):,} recordings"
+    eval_due = loop.Due(cfg.eval_every, state)
+    save_due = loop.Due(cfg.save_every, state)
+
+    def evaluate(split, name):
+        """(metrics of the averaged weights, their sounds as files)"""
+        with ema.applied(model):
+            metrics = evaluate_transformer(model, cfg, split, device)
+            written = continuations(model, cfg, split, codec)
+            samples = sounds.write_sounds(written, cfg.sample_rate, run.folder, name)
+        return metrics, samples
+
+    # Open the logger and write config.json.
+    with loop.begin(run, state, about, device) as progress:
+        while True:
+            # Evaluate: the averaged weights are those that are kept and sampled from.
+            if eval_due():
+                with progress.paused():
+                    metrics, samples = evaluate(splits["validation"], f"step_{state.step:08d}")
+                metrics["val_loss"] = metrics.pop("loss")
+                metrics["val_accuracy"] = metrics.pop("accuracy")
+                progress.log_evaluation(metrics, samples)  # and save the best
+            if state.step >= cfg.steps:
+                break
+
+            # Take one optimizer step. The learning rate is a function of the step alone.
+            model.train()
+            schedule.set_learning_rate(optimizers, schedule.of_config(state.step, cfg))
+            step_batches = [next(batches) for _ in plan]
+            stepped = False
+            while not stepped:  # a step that overflows fp16 is tried again, at a lower scale
+                chunk_losses = []  # summed over the samples of a chunk
+                with amp.casts_kept(device):
+                    for chunk, batch in zip(plan, step_batches):
+                        # All that is random follows from (seed, step, chunk), on any rank.
+                        accumulate.seed_all(cfg.seed, state.step, chunk.index)
+                        batch = loader.to_device(batch, device)
+                        drop = torch.rand(len(batch["inputs"]), device=device) < TEXT_DROP
+                        with amp.autocast(device, cfg.precision):
+                            losses, _ = model(batch, drop)
+                            loss = losses.mean()  # each sample counts alike, whatever its length
+                        with dist.sum_gradients(model, chunk is plan[-1]):  # over all ranks
+                            scaler.scale(loss * chunk.weight).backward()
+                        chunk_losses.append(loss.detach() * chunk.size)
+                grad_norm, stepped = amp.step(scaler, optimizers, cfg.max_grad_norm)
+                scaler.update()
+                model.zero_grad()
+                progress.count_overflow(stepped)
+            state.step += 1
+            ema.update(state.step)
+            progress.add(chunk_losses, grad_norm, step_batches)
+
+            # Log and save. After a signal to any rank `loop.begin` saves and ends the process.
+            if state.step % cfg.log_every == 0 or state.step == cfg.steps:
+                progress.log_line()  # waits for the ranks and the device
+            if save_due():
+                progress.save()
+            dist.stop_together()
+
+        # Test the averaged weights, and save them last of all.
+        metrics, samples = evaluate(splits["test"], "test")
+        progress.finish(metrics, samples)
+
+
+# Part 3: pipeline and commands
+
+# The pipeline: text -> semantic -> coarse -> fine -> wave (AudioLM, Fig. 2)
+
+
+class Prompt(NamedTuple):
+    """What generation continues, at the same time in both kinds of tokens."""
+
+    semantic: torch.Tensor  # (N, 1)
+    codes: torch.Tensor  # (T, Q)
+
+
+def load_transformer(stage, folder, device, name="", weights="ema"):
+    """The model of a stage in eval mode and frozen, of its run folder; name: as of `load_codec`."""
+    file = checkpoint.model_file(folder, name, weights)
+    cfg, contents = checkpoint.read_model({stage: STAGES[stage]}, file, weights)
+    model = token_lm.TokenTransformer(cfg, **contents["arguments"])
+    model.made_with = contents["made_with"]
+    checkpoint.load_weights(model, contents["model"], file)
+    return model.to(device).eval().requires_grad_(False)
+
+
+class Pipeline:
+    """The transformers of a folder of runs, with their codec and semantic tokenizer.
+
+    UserError if they were not trained on each other's tokens.
+    """
+
+    def __init__(self, args, device):
+        """args: an EvaluateConfig or SampleConfig. The latter may do without fine."""
+        stages = ["semantic", "coarse", "fine"]
+        if not args.fine:
+            stages.remove("fine")
+        self.models = []
+        for stage in stages:
+            folder = f"{args.run_dir}/{stage}"
+            model = load_transformer(stage, folder, device, args.model, args.weights)
+            self.models.append(model)
+        self.semantic, self.coarse, *fine = self.models
+        self.fine = fine[0] if fine else None
+
+        # What coarse was trained with: in this folder, if it was in its own.
+        cfg = dataclasses.replace(self.coarse.cfg, run_dir=args.run_dir)
+        self.codec, self.kmeans, expected = load_tokenizers(cfg, device)
+        for model in self.models:
+            # What semantic was trained with, its k-means, is a part of that.
+            if not model.made_with.items() <= expected.items():
+                raise UserError(
+                    f"{args.run_dir}/{model.cfg.stage}: trained with other tokens, "
+                    f"{model.made_with}; those of coarse and the files are {expected}"
+                )
+
+    def prompt(self, wave):
+        """The Prompt of the end of a wave (T,), in whole frames of both kinds of tokens."""
+        wave = wave[len(wave) % self.codec.hop_length :]  # the end is what is continued
+        frames = len(wave) * semantic.FRAME_RATE // self.codec.sample_rate
+        # The next token would be mostly of silence.
+        heard = self.kmeans.encode(wave)[: max(1, frames)]
+        content = heard.unique_consecutive()[:, None]
+        return Prompt(content, self.codec.encode(wave))
+
+    def empty_prompt(self):
+        codes = torch.zeros(0, self.codec.num_quantizers).long()
+        return Prompt(codes[:, :1], codes)  # semantic tokens are of one quantizer
+
+    def generate(self, prompts, seconds, seeds, texts=(), sampling=token_lm.AS_TRAINED, fine=True):
+        """Codes of B sounds, each (T, Q): those of its prompt, and at most `seconds` more.
+
+        texts: B, or none. fine: else it is the codes of the coarse quantizers alone.
+        """
+        texts = texts or [""] * len(prompts)
+
+        def generate_stage(model, context_of, prompts, limits):
+            stage_seeds = [accumulate.derive_seed(seed, model.cfg.stage) for seed in seeds]
+            may_end = model.cfg.stage != "fine"
+            return token_lm.generate_long(
+                model, context_of, prompts, limits, stage_seeds, sampling, texts, may_end
+            )
+
+        # Content: semantic tokens, from the text or the prompt (§III-C1).
+        # A prompt without tokens begins with the start token alone.
+        spoken = [prompt.semantic for prompt in prompts]  # B of (N, 1)
+        more = math.ceil(seconds * self.semantic.frame_rate)
+        limits = [len(prompt) + more for prompt in spoken]
+        # There is no stream before it.
+        content = generate_stage(self.semantic, lambda b, codes, start: [], spoken, limits)
+
+        def content_from(b, codes, start):
+            """The semantic tokens of sample b for a window from the frame `start` of `codes` on.
+
+            Tokens without repetitions have no timing. It is heard in the sound so far.
+            """
+            if not start:
+                return [content[b]]
+            heard = self.kmeans.encode(self.codec.decode(codes))
+            ratio = semantic.FRAME_RATE / self.codec.frame_rate
+            return [tokens.tokens_of_window(content[b], heard, round(start * ratio))]
+
+        # Voice and sound: coarse codes, from the semantic tokens (§III-C2), up to EOS.
+        num_coarse = self.coarse.streams[-1].num_quantizers  # Q'
+        known = [prompt.codes[:, :num_coarse] for prompt in prompts]  # B of (T, Q')
+        more = max(1, round(seconds * self.codec.frame_rate))
+        limits = [len(prompt) + more for prompt in known]
+        coarse = generate_stage(self.coarse, content_from, known, limits)
+        if not fine:
+            return coarse
+
+        # Detail: fine codes, from the coarse ones (§III-C3).
+        stop = num_coarse + self.fine.streams[-1].num_quantizers
+        details = generate_stage(
+            self.fine,
+            lambda b, codes, start: [coarse[b][start:]],
+            [prompt.codes[:, num_coarse:stop] for prompt in prompts],
+            [len(codes) for codes in coarse],
+        )
+        return [torch.cat(pair, dim=1) for pair in zip(coarse, details)]
+
+
+# Commands
+
+CONTINUE_SECONDS = 1.0  # length of continuations in evaluation
+EVAL_BATCH = 48  # recordings to continue at a time
+
+
+@dataclass(frozen=True)
+class EvaluateConfig(config.Inference):
+    """What to evaluate"""
+
+    run_dir: str = field("runs/audio", "folder of the runs, one for each stage")
+    eval_samples: NonNegativeInt = field(192, "most held-out recordings to continue, 0: all")
+    out: str = field("", 'folder of scores.json and sounds/; "": the folder of the runs')
+
+    fine: ClassVar[bool] = True  # of all stages
+
+
+def evaluate_pipeline(args, device=None):
+    """Continue held-out recordings, and write and print their metrics. Collective.
+
+    The metrics are in scores.json, the sounds in sounds/. The built-in recordings are also scored
+    (`syllables.SyllableScores`).
+    """
+    device = device or dist.setup(args.device)
+    out = args.out or args.run_dir
+    pipeline = dist.on_all(lambda: Pipeline(args, device))
+    hop_length = pipeline.codec.hop_length
+    rate = pipeline.codec.sample_rate
+    # Nothing is trained: the training split may be smaller than a batch.
+    cfg = dataclasses.replace(pipeline.coarse.cfg, batch_size=1)
+    splits = dist.on_all(lambda: open_recordings(cfg, hop_length))
+    dataset, indices = splits["test"]
+    indices = order.some_of(indices, args.eval_samples)
+    found = collections.defaultdict(list)  # {metric: values}
+    scores = None
+    if cfg.data == "syllables":
+        _, training = splits["train"]
+        scores = syllables.SyllableScores(pipeline, dataset, training[:200], found)
+
+    for number in dist.my_share(math.ceil(len(indices) / EVAL_BATCH)):
+        first = number * EVAL_BATCH
+        usable = dataset.load_usable(indices[first : first + EVAL_BATCH])
+        prompts = []
+        for wave in usable.values():  # a prompt is at most half of its recording, in whole frames
+            frames = min(round(PROMPT_SECONDS * rate), len(wave) // 2) // hop_length
+            prompts.append(pipeline.prompt(wave[: max(1, frames) * hop_length]))
+        seeds = [accumulate.derive_seed(args.seed, "goes on", index) for index in usable]
+        generated = pipeline.generate(prompts, CONTINUE_SECONDS, seeds)
+        for i, (index, wave) in enumerate(usable.items()):
+            start = len(prompts[i].codes) * hop_length
+            sound = pipeline.codec.decode(generated[i])
+            found["seconds_added"].append((len(sound) - start) / rate)
+            if scores:
+                scores.add_continuation(index, wave, sound, start)
+            if first + i < NUM_SOUNDS:
+                path = f"{out}/sounds/{i}"
+                sounds.write_sound(wave, rate, f"{path}_real.wav")
+                sounds.write_sound(sound, rate, f"{path}_continued.wav")
+        if scores and pipeline.semantic.has_text:
+            scores.add_texts(usable, seeds)
+    metrics = loop.means(found)
+    tracker.print_results(f"The stages together ({out}/sounds):", metrics)
+    if dist.is_main():
+        checkpoint.write_json(metrics, f"{out}/scores.json")
+        print(f"\nNext: python train_audio.py sample --run_dir {shlex.quote(args.run_dir)}")
+
+
+@dataclass(frozen=True)
+class SampleConfig(config.Inference):
+    """What to sample"""
+
+    run_dir: str = field("runs/audio", "folder of the runs, one for each stage")
+    text: str = field(
+        "", "text to say, beginning with that of a --prompt; without both, the sound is any"
+    )
+    prompt: str = field("", "recording to continue, in its voice")
+    prompt_seconds: NonNegativeFloat = field(
+        0.0, "length of its end to take, 0: the most that coarse was trained on"
+    )
+    seconds: PositiveFloat = field(2.0, "most seconds after the prompt")
+    temperature: float = field(-1.0, "temperature, 0: most probable codes, below 0: as trained")
+    top_k: NonNegativeInt = field(0, "sample from the k most probable codes, 0: all")
+    guidance_scale: NonNegativeFloat = field(1.0, "guidance toward the text, 1: none")
+    fine: bool = field(True, "add the codes of the fine stage to the coarse ones")
+    reconstruct: str = field("", "recording to encode and decode by the codec")
+    soundstream: str = field("", 'codec for that: run folder or hf:MODEL; "": RUN/soundstream')
+    num_quantizers: NonNegativeInt = field(0, "first quantizers to decode in that, 0: all")
+    out: str = field("out.wav", "file of the sound")
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not self.out.endswith(".wav"):
+            raise UserError(f"--out {self.out}: expected a name that ends in .wav")
+        if self.reconstruct:
+            sampling = token_lm.SamplingParams._fields
+            names = ["text", "prompt", "prompt_seconds", "seconds", "fine"]
+            config.check_unused(self, "with --reconstruct", *sampling, *names)
+        else:
+            config.check_unused(self, "without --reconstruct", "soundstream", "num_quantizers")
+        if not self.prompt:
+            config.check_unused(self, "without --prompt", "prompt_seconds")
+        if not self.text:
+            config.check_unused(self, "without --text", "guidance_scale")
+
+
+def read_wave(path, codec, length=0):
+    """The last `length` samples of a recording, or all (T,), at LOUDNESS; the gain to that.
+
+    They are at the codec's rate. UserError if they are shorter than a frame.
+    """
+    channels, rate, _ = recordings.read(path)
+    wave = torch.from_numpy(recordings.mix_down(channels, path))
+    wave = audio.resample(wave, rate, codec.sample_rate)[-length:]
+    if len(wave) < codec.hop_length:
+        raise UserError(f"{path}: {len(wave)} samples, shorter than a frame of {codec.hop_length}")
+    gain = audio.loudness_gain(wave)
+    return wave * gain, gain
+
+
+def continue_sound(args, device):
+    """(codec, sound) of a text, of a prompt, or of both."""
+    pipeline = Pipeline(args, device)
+    if args.text and not pipeline.semantic.has_text:
+        raise UserError(f"--text: {args.run_dir} was trained without texts; give --prompt")
+    codec = pipeline.codec
+    prompt = pipeline.empty_prompt()
+    gain = 1.0
+    if args.prompt:  # at most what coarse was trained on, with a new frame
+        most = codec.hop_length * (pipeline.coarse.max_frames - 1)
+        length = round(args.prompt_seconds * codec.sample_rate) or most
+        wave, gain = read_wave(args.prompt, codec, min(length, most))
+        prompt = pipeline.prompt(wave)
+    # Another text has other noise.
+    seed = accumulate.derive_seed(args.seed, args.text, 0)
+    if args.text:
+        model = pipeline.semantic
+        clip.note_texts([args.text], model.tokenizer.encode, model.cfg.max_text_len)
+    sampling = token_lm.SamplingParams(args.temperature, args.top_k, args.guidance_scale)
+    (codes,) = pipeline.generate([prompt], args.seconds, [seed], [args.text], sampling, args.fine)
+    return codec, codec.decode(codes) / gain  # as loud as the prompt
+
+
+def reconstruct(args, device):
+    """(codec, sound) of a recording that goes through a codec."""
+    folder = args.soundstream or f"{args.run_dir}/soundstream"
+    codec = load_codec(folder, device, args.model, args.weights)
+    count = args.num_quantizers or codec.num_quantizers
+    if count > codec.num_quantizers:
+        raise UserError(f"--num_quantizers {count}: the codec has {codec.num_quantizers}")
+    wave, gain = read_wave(args.reconstruct, codec)
+    # Codes of K values have log2(K) bits.
+    bitrate = count * math.log2(codec.codebook_size) * codec.frame_rate
+    print(f"{count} codes a frame, {bitrate:.0f} bits a second")
+    return codec, codec.decode(codec.encode(wave)[:, :count])[: len(wave)] / gain
+
+
+def sample(args):
+    """Write a sound."""
+    device = dist.setup(args.device)
+    if not dist.is_main():  # a single process samples
+        return
+    make_sound = reconstruct if args.reconstruct else continue_sound
+    codec, sound = make_sound(args, device)
+    sounds.write_sound(sound, codec.sample_rate, args.out)
+    print(f"wrote {args.out}")
+
+
+TRAIN = {
+    "soundstream": train_soundstream,
+    "semantic": train_transformer,
+    "coarse": train_transformer,
+    "fine": train_transformer,
+}
+
+
+def train(cfg):
+    """Train one stage, or all in turn and then evaluate them together."""
+    device = dist.setup(cfg.device, cfg.timeout_minutes)
+    configs = [cfg]
+    if cfg.stage == "all":
+        # Each stage is a run of its own, so a stopped command resumes in its stage.
+        preset = PRESETS.get(cfg.preset, {})
+        configs = [
+            cls(**{**preset.get(stage, {}), **dataclasses.asdict(cfg), "stage": stage})
+            for stage, cls in STAGES.items()
+        ]
+    for each in configs:
+        TRAIN[each.stage](each, device)
+    if cfg.stage == "all":
+        evaluate_pipeline(EvaluateConfig(run_dir=cfg.run_dir, seed=cfg.seed), device)
+
+
+# Presets
+
+# What the papers' sizes share.
+LARGE = dict(
+    lr=1e-4,
+    steps=1_000_000,
+    warmup_steps=1_000,
+    cosine=False,  # the papers name no decay
+    ema_decay=0.9999,  # the papers have no EMA
+    validation=0.01,
+    test=0.01,
+    log_every=100,
+    eval_every=10_000,
+    save_every=2_000,
+    workers=4,
+)
+# SoundStream §III. Batch, crop, learning rates and commitment weight are not in the paper.
+SOUNDSTREAM = dict(
+    LARGE,
+    sample_rate=16_000,  # AudioLM §IV-A; SoundStream's own is 24 kHz, of 8 quantizers: 6 kbit/s
+    channels=32,  # C_enc and C_dec (§III-A)
+    latent_dim=512,  # D
+    num_quantizers=12,  # of 10 bits each, at 50 frames a second
+    codebook_size=1024,  # K
+    codebook_decay=0.99,  # §III-C
+    quantizer_start=0,  # k-means before the first step (§III-C)
+    mel_weight=1.0,  # λ_rec (§III-E), but of spectra of another scale (`spectral_distance`)
+    wave_weight=0.0,  # not in the paper
+    commitment_weight=1.0,
+    discriminator_start=0,
+    adversarial_weight=1.0,  # λ_adv
+    feature_weight=100.0,  # λ_feat
+    r1_weight=0.0,  # not in the paper
+    discriminator_lr=1e-4,
+    discriminator_warmup_steps=1_000,
+    seconds=1.0,
+    batch_size=64,
+    chunk_size=16,
+    optimizer="adamw",
+    betas=(0.5, 0.9),  # Adam's; the first is low, as in many GANs
+)
 # AudioLM §IV-A: 12 layers, 16 heads, width 1024; crops of 30, 10 and 3 s; 1M steps of 256.
 # §IV-B: temperatures. The other settings of training are not in the paper. Its semantic tokens are
 # of layer 7 of w2v-BERT XL, 25 a second. That model is not published. Here they are of w2v-BERT
@@ -1099,805 +1294,6 @@ PRESETS = {
     "speech-small": SPEECH_SMALL,
     "audiolm-16khz": AUDIOLM_16KHZ,
 }
-
-PROMPT_SECONDS = 0.4  # length of the prompts in evaluation
-TEXT_WORDS = 320  # words with a token of their own; others are spelled
-TEXT_DEPTH = 2  # blocks of the text encoder
-TEXT_DROP = 0.1  # probability of training on a sample without its text, for guidance
-
-# Streams of tokens (AudioLM §III-C)
-
-
-class Stream(NamedTuple):
-    """A kind of tokens: frames of Q codes below K."""
-
-    name: str
-    num_quantizers: int  # Q
-    codebook_size: int  # K
-
-
-def make_streams(cfg, kmeans, codec):
-    """The streams of a stage's transformer. It predicts the last one from the one before it.
-
-    kmeans, codec: None if the stage has none of their tokens.
-    """
-    streams = []
-    if kmeans:
-        streams.append(Stream("semantic", 1, kmeans.clusters))
-    if codec:
-        streams.append(Stream("coarse", cfg.coarse_quantizers, codec.codebook_size))
-    if cfg.stage == "fine":
-        used = cfg.codec_quantizers or codec.num_quantizers
-        streams.append(Stream("fine", used - cfg.coarse_quantizers, codec.codebook_size))
-    return streams
-
-
-def stream_offsets(streams):
-    """The first embedding row of each stream, and the number of rows.
-
-    Row 0 is padding. A stream has a row for its start token, and Q · K for its codes.
-    """
-    offsets = [1]  # after padding
-    for stream in streams:
-        rows = 1 + stream.num_quantizers * stream.codebook_size  # the start token, the codes
-        offsets.append(offsets[-1] + rows)
-    return offsets
-
-
-def build_sequence(streams, codes):
-    """(embedding rows (N,) of the streams of a recording, position of the last stream's start).
-
-    codes: for each stream (T, Q) int64. The coarse stage, with two frames of two quantizers after
-    three semantic tokens; C01 is the code of frame 0 and quantizer 1, <s> and <c> are start tokens:
-
-        position   0    1    2    3    4    5    6    7    8
-        input     <s>  S0   S1   S2   <c>  C00  C01  C10  C11
-        target                        C00  C01  C10  C11  EOS
-
-    Code (t, q) is predicted at position start + t·Q + q, from all before it. EOS is class K of the
-    first quantizer's head. It is the target after the last frame, only if the recording truly ends
-    there (see `targets`). The row of a code is offset + 1 + q·K + code, so no two kinds of tokens
-    share a row.
-    """
-    sequence = []
-    for stream, offset, stream_codes in zip(streams, stream_offsets(streams), codes):
-        start = sum(map(len, sequence))
-        quantizer_offsets = torch.arange(stream.num_quantizers) * stream.codebook_size
-        rows = offset + 1 + quantizer_offsets + stream_codes  # (T, Q)
-        sequence += [torch.tensor([offset]), rows.flatten()]
-    return torch.cat(sequence), start
-
-
-def targets(stream, codes, ended):
-    """Targets (T + 1, Q) from the start token on, for codes (T, Q); -100 is no target.
-
-    The frame after the last one is EOS in its first quantizer if the recording `ended`.
-    """
-    target = F.pad(codes, (0, 0, 0, 1), value=-100)  # (T + 1, Q)
-    if ended:
-        target[-1, 0] = stream.codebook_size
-    return target
-
-
-# Model
-
-
-class TokenTransformer(nn.Module):
-    """A causal transformer over streams of tokens that predicts the last one.
-
-    Each quantizer has its own embeddings, and its own output head over K codes and EOS. Only the
-    first head predicts EOS. Text is not in AudioLM. It is a prefix, as in SPEAR-TTS (Kharitonov et
-    al. 2023), and is dropped at times for guidance. Without a vocabulary the model takes no text.
-    """
-
-    def __init__(self, cfg, streams, lengths, vocabulary=()):
-        super().__init__()
-        self.cfg = cfg
-        self.streams = [Stream(*stream) for stream in streams]
-        # What it is trained on: frames of the last stream and of the one before it, at most, and
-        # frames of the last one a second. Generation goes no further.
-        self.max_frames, self.max_context, self.frame_rate = lengths
-        self.has_text = bool(vocabulary)
-        self.offsets = stream_offsets(self.streams)  # of their embedding rows
-        width = cfg.width
-        self.embed = nn.Embedding(self.offsets[-1], width, padding_idx=0)  # of all streams
-        nn.init.normal_(self.embed.weight[1:], std=width**-0.5)
-        last = self.streams[-1]
-        heads = torch.randn(last.num_quantizers, last.codebook_size + 1, width)  # EOS is class K
-        self.heads = nn.Parameter(heads * 0.5 * width**-0.5)
-        self.transformer = Transformer(width, cfg.depth, cfg.heads, dropout=cfg.dropout)
-        if self.has_text:
-            self.tokenizer = clip.Tokenizer(vocabulary)
-            self.text_embed = nn.Embedding(len(self.tokenizer), width)
-            self.text_encoder = Transformer(width, TEXT_DEPTH, cfg.heads, causal=False)
-            self.null_text = learned_tokens(cfg.max_text_len, width)  # in place of a dropped text
-
-    def condition(self, texts, drop=False):
-        """Embeddings (B, L, D) of B texts, of "no text" where `drop` (B,) is true, and for "".
-
-        None for a model without text.
-        """
-        if not self.has_text:
-            return None
-        null_text = self.null_text.weight
-        device = null_text.device
-        length = self.cfg.max_text_len
-        drop = drop | torch.tensor([not text for text in texts], device=device)
-        # Cut, or padded. Padding is attended to as well: it says where the text has ended.
-        rows = [(self.tokenizer.encode(text) + [0] * length)[:length] for text in texts]
-        x = self.text_encoder(self.text_embed(torch.tensor(rows, device=device)))
-        return torch.where(drop[:, None, None], null_text.to(x.dtype), x)  # (B, L, D)
-
-    def run(self, inputs, condition):
-        """(outputs (B, N, D), KV cache) at inputs (B, N) after a text prefix."""
-        x = self.embed(inputs)  # (B, N, D)
-        if condition is not None:
-            x = torch.cat([condition.to(x.dtype), x], dim=1)  # (B, L + N, D)
-        x, cache = self.transformer(x, return_cache=True)
-        return x[:, -inputs.shape[1] :], cache
-
-    def forward(self, batch, drop=False):
-        """(cross-entropy, accuracy) of each sample, (B,), means over its tokens.
-
-        batch: "inputs" (B, N), "start" (B,), "target" (B, T + 1, Q), as of `build_sequence` and
-        `targets`, padded; "text" [B]. drop: samples that go without their text, (B,), or False.
-        """
-        target = batch["target"]
-        # Padding stands at the end, so the causal mask hides it.
-        x, _ = self.run(batch["inputs"], self.condition(batch["text"], drop))
-        # Outputs at the positions start to start + (T + 1) · Q - 1 predict the flattened target.
-        positions = batch["start"][:, None] + torch.arange(target[0].numel(), device=x.device)
-        positions = positions.clamp(max=x.shape[1] - 1)  # those beyond have no target
-        samples = torch.arange(len(x), device=x.device)[:, None]
-        x = x[samples, positions]  # (B, (T + 1) · Q, D)
-        x = x.unflatten(1, target.shape[1:])  # (B, T + 1, Q, D)
-        # Each quantizer has its own head; (B, T + 1, Q, K + 1).
-        logits = torch.einsum("btqd,qkd->btqk", x, self.heads.to(x.dtype)).float()
-        loss = F.cross_entropy(logits.flatten(0, 2), target.flatten(), reduction="none")
-        loss = loss.view(target.shape).sum((1, 2))
-        correct = (logits.argmax(-1) == target).sum((1, 2))
-        count = (target >= 0).sum((1, 2))
-        return loss / count, correct / count
-
-
-# Generation (AudioLM §III-D)
-
-
-class SamplingParams(NamedTuple):
-    temperature: float = -1.0  # 0: the most probable code, below 0: as trained
-    top_k: int = 0  # 0: all codes
-    guidance_scale: float = 1.0  # 1: none
-
-
-AS_TRAINED = SamplingParams()
-
-
-def sample_token(logits, uniform, sampling):
-    """Codes (B,) sampled from logits (B, K) by random numbers `uniform` (B,) in [0, 1)."""
-    if sampling.temperature == 0:
-        return logits.argmax(1)
-    K = logits.shape[1]
-    top_logits, codes = logits.topk(min(sampling.top_k or K, K))  # (B, k), most probable first
-    # Inverse transform sampling. In whole numbers, whose sums are the same on every device: of
-    # probabilities in 2^-32, and of random numbers in 2^-24, of which torch.rand draws multiples.
-    probabilities = (top_logits / sampling.temperature).softmax(1)
-    cumulative = (probabilities * 2**32).long().cumsum(1)  # (B, k)
-    threshold = (uniform * 2**24).long()[:, None] * cumulative[:, -1:]
-    # The first code whose cumulative probability reaches the random number.
-    index = (cumulative * 2**24 < threshold).sum(1, keepdim=True)
-    return codes.gather(1, index)[:, 0]
-
-
-@torch.no_grad()
-def generate(model, samples, min_frames, max_frames, seeds, sampling, texts=()):
-    """The frames, B of (T, Q), that continue the last stream of B samples, each up to EOS.
-
-    samples: for each, its streams' codes (T, Q); those of the last stream may be empty. min_frames,
-    max_frames: the fewest and the most frames to add to each. seeds: of each; the random numbers of
-    a sample come from its own alone. texts: B, of which "" is none.
-    """
-    stream = model.streams[-1]
-    eos = stream.codebook_size  # class K of each head
-    Q = stream.num_quantizers
-    device = model.embed.weight.device
-    # Sequences end with what there is of the last stream, so the next code is predicted there.
-    sequences = [build_sequence(model.streams, codes)[0] for codes in samples]
-    guided = model.has_text and sampling.guidance_scale != 1
-    if guided:  # a second half of the batch goes without the text
-        sequences = sequences * 2
-        texts = texts + [""] * len(samples)
-
-    # One pass over the prompts fills the KV cache. x: the output at each sample's last input.
-    lengths = torch.tensor(list(map(len, sequences)), device=device)
-    inputs = pad_sequence(sequences, batch_first=True).to(device)  # (B or 2B, N)
-    outputs, cache = model.run(inputs, model.condition(texts))
-    x = outputs[torch.arange(len(outputs), device=device), lengths - 1]  # (B or 2B, D)
-    size = cache[0][0].shape[2]  # padded length, with the text prefix
-    num_frames = max(max_frames)
-    kv_cache = KVCache(cache, size - inputs.shape[1] + lengths, size + num_frames * Q)
-
-    # Random numbers are drawn for each sample alone, so they do not depend on the batch.
-    uniform = []
-    for seed in seeds:
-        generator = torch.Generator().manual_seed(seed)
-        uniform.append(torch.rand(num_frames, Q, generator=generator))
-    uniform = torch.stack(uniform).to(device)  # (B, frames, Q)
-
-    first_end = torch.tensor(min_frames, device=device)  # the first frame where EOS may stand
-    ends = torch.tensor(max_frames, device=device)  # one past the last frame of each
-    generated = torch.zeros_like(uniform, dtype=torch.long)
-    for i in range(num_frames * Q):
-        t, q = divmod(i, Q)
-        logits = F.linear(x, model.heads[q].to(x.dtype)).float()  # (B or 2B, K + 1)
-        if guided:  # classifier-free guidance (Ho & Salimans 2022, Eq. 6)
-            logits = diffusion.classifier_free_guidance(*logits.chunk(2), sampling.guidance_scale)
-        # EOS stands only where a frame would begin.
-        logits[:, eos].masked_fill_((t < first_end) | (q > 0), -torch.inf)
-        code = sample_token(logits, uniform[:, t, q], sampling)
-        ends = torch.where(code == eos, ends.clamp(max=t), ends)
-        # Once a frame the host waits for the device, to see whether all have ended.
-        if q == 0 and (ends <= t).all():
-            break
-        code = code.clamp(max=eos - 1)  # samples that have ended go on, and are cut below
-        generated[:, t, q] = code
-        # The new code is the next input, as in `build_sequence`.
-        rows = model.offsets[-2] + 1 + q * stream.codebook_size + code
-        if guided:
-            rows = rows.repeat(2)  # the same code with and without the text
-        x = model.transformer.step(model.embed(rows), kv_cache)  # (B or 2B, D)
-    return [codes[:end] for codes, end in zip(generated.cpu(), ends.tolist())]
-
-
-def generate_long(model, context_of, prompts, limits, seeds, sampling, texts=(), may_end=True):
-    """`generate` past the training length, in windows that overlap by half.
-
-    prompts: B of (T_b, Q). limits: the most frames of each sound, with its prompt. context_of(b,
-    codes, start): the earlier streams of sample b for a window that begins with the frame `start`
-    of the codes (T, Q) so far. A window has at most the max_frames and the max_context of training.
-    If it does not see all of the context, it may not end. Returns B of (T_b, Q), with the prompts.
-    """
-    if sampling.temperature < 0:
-        sampling = sampling._replace(temperature=model.cfg.temperature)
-    done = list(prompts)  # codes so far
-    limits = list(limits)
-    for number in itertools.count():
-        active = [b for b, codes in enumerate(done) if len(codes) < limits[b]]
-        if not active:
-            return done
-
-        samples = []
-        fewest = []
-        most = []
-        for b in active:
-            codes = done[b]
-            start = 0
-            if len(codes) >= model.max_frames:
-                # The window is full: keep its later half.
-                start = len(codes) - model.max_frames // 2
-            window = codes[start:]
-            context = context_of(b, codes, start)  # of the time of the window
-            samples.append([*(each[: model.max_context] for each in context), window])
-            most.append(min(model.max_frames - len(window), limits[b] - len(codes)))
-            least = int(not len(codes))  # no recording is empty
-            # If the context is cut, EOS is forbidden: the remaining context is for later windows.
-            if not may_end or any(len(each) > model.max_context for each in context):
-                least = most[-1]
-            fewest.append(least)
-
-        new = generate(
-            model,
-            samples,
-            fewest,
-            most,
-            [accumulate.derive_seed(seeds[b], number) for b in active],
-            sampling,
-            texts and [texts[b] for b in active],
-        )
-        for b, added, room in zip(active, new, most):
-            done[b] = torch.cat([done[b], added])
-            if len(added) < room:  # it came to EOS
-                limits[b] = len(done[b])
-
-
-# Data
-
-
-def lay_out(streams, samples):
-    """A batch for TokenTransformer: {"inputs", "start", "target"}, padded.
-
-    samples: [(codes of each stream (T, Q), whether the recording ends there)].
-    """
-    sequences, starts = zip(*[build_sequence(streams, codes) for codes, _ in samples])
-    # EOS is a target only where the recording ends, not where a crop does.
-    target = [targets(streams[-1], codes[-1], ended) for codes, ended in samples]
-    return {
-        "inputs": pad_sequence(sequences, batch_first=True),
-        "start": torch.tensor(starts),
-        "target": pad_sequence(target, batch_first=True, padding_value=-100),
-    }
-
-
-# Evaluation
-
-
-@torch.no_grad()
-def evaluate_transformer(model, cfg, split, device):
-    """Loss and accuracy, as in training means over samples of their means over tokens.
-
-    unigram_entropy, over all tokens, is about the loss of a model without context. split:
-    (TokenCrops, indices). Collective.
-    """
-    model.eval()  # no dropout
-    stream = model.streams[-1]
-    found = collections.defaultdict(list)  # {metric: values}
-    tokens_seen = []
-    for _, batch in order.batches(*split, cfg.eval_samples, cfg.chunk_size):
-        tokens_seen.append(batch["target"].flatten(0, 1))
-        with amp.autocast(device, cfg.precision):
-            loss, accuracy = model(order.to_device(batch, device))
-        found["loss"] += loss.tolist()
-        found["accuracy"] += accuracy.tolist()
-    metrics = order.means(found)
-    size = stream.codebook_size + 1  # with EOS
-    entropies, counts = tokens.code_entropies(tokens_seen, stream.num_quantizers, size)
-    metrics["unigram_entropy"] = (entropies @ counts / counts.sum()).item()
-    return metrics
-
-
-def continuations(model, cfg, split, codec):
-    """What coarse or fine makes of real tokens, of the first recordings; see `write_sounds`.
-
-    coarse: continuations of prompts, from real semantic tokens. fine: with real coarse codes.
-    """
-    if not codec:  # semantic tokens alone make no sound
-        return
-    crops, indices = split
-    prompt_frames = 0
-    if cfg.stage == "coarse":
-        prompt_frames = round(PROMPT_SECONDS * codec.frame_rate)
-    for number, index in enumerate(crops.readable(indices[:: cfg.shifts])[:NUM_SOUNDS]):
-        (context, real), _ = crops.crop(index)
-        (codes,) = generate_long(
-            model,
-            lambda b, codes, start: crops.window(index, start, len(real))[:1],  # noqa: B023 (now)
-            [real[:prompt_frames]],
-            [len(real)],
-            # Seeded by the recording, so sounds of different steps can be compared.
-            [accumulate.derive_seed(cfg.seed, "sound", index)],
-            AS_TRAINED,
-            may_end=False,
-        )
-        if cfg.stage == "fine":
-            codes = torch.cat([context, codes], dim=1)
-        yield number, codec.decode(codes), crops.dataset.names[index]
-
-
-# Training
-
-
-def check_init_from(path, made_with, vocabulary):
-    """UserError if the transformer in the file `path` has embeddings of other tokens or words."""
-    with checkpoint.damaged(path):
-        contents = checkpoint.load(path, mmap=True)
-        *_, words = contents["arguments"]
-        tokens_of = contents["made_with"]
-    if tokens_of != made_with or words != vocabulary:
-        raise UserError(
-            f"--init_from {path}: of other tokens or other words, so its embeddings mean others; "
-            "--init_strict false takes them all the same"
-        )
-
-
-def train_transformer(cfg, device):
-    # Rank 0 takes the run folder, then all open the earlier stages and the data.
-    run, cfg = loop.open_run(cfg, f"{cfg.run_dir}/{cfg.stage}", MAX_CHUNK)
-    codec = None
-    kmeans = None
-    made_with = {}  # what decides the tokens
-    hop_length = 1  # for semantic tokens a recording may be of any length
-    if cfg.stage != "semantic":
-        codec, kmeans, made_with = dist.main_first(lambda: load_tokenizers(cfg, device))
-        cfg = dataclasses.replace(cfg, sample_rate=codec.sample_rate)
-        hop_length = codec.hop_length
-    splits = dist.together(lambda: open_recordings(cfg, hop_length, shifts=cfg.shifts))
-    dataset, indices = splits["train"]
-    # Another codec or k-means makes other tokens: then the run cannot be resumed.
-    identity = loop.identify(run, cfg, splits, **made_with)
-    if run.results:  # it is finished
-        return loop.announce(run)
-
-    # Make tokens of all recordings, unless an earlier start has done so. The semantic stage first
-    # fits its k-means.
-    if cfg.stage == "semantic":
-        kmeans = tokens.fit_kmeans(run, dataset, indices, cfg, device)
-        made_with = {"kmeans": kmeans.checksum}
-    streams = make_streams(cfg, kmeans, codec)
-    splits = tokens.tokenize_splits(cfg, splits, streams, lay_out, kmeans, codec)
-    crops, indices = splits["train"]
-
-    # Build model, optimizer and EMA. Restore them if resuming.
-    vocabulary = []
-    if cfg.stage == "semantic" and cfg.max_text_len:
-        vocabulary = tokens.learn_vocabulary(crops, indices, TEXT_WORDS, cfg.max_text_len)
-    accumulate.seed_all(cfg.seed, "weights")  # the same start on all ranks
-    # Plain values, as the files of the model have them. Generation stays within the lengths.
-    arguments = [list(map(list, streams)), crops.lengths(indices), vocabulary]
-    model = TokenTransformer(cfg, *arguments).to(device)
-    optimizers = optim.make(model, cfg.optimizer, cfg.lr, cfg.weight_decay, cfg.betas, cfg.eps)
-    scaler = amp.scaler(device, cfg.precision)
-    ema = EMA(model, cfg.ema_update_every, cfg.ema_decay, cfg.ema_update_after)
-    info = {"kind": cfg.stage, "arguments": arguments, "made_with": made_with}
-    if cfg.init_from and cfg.init_strict and not run.resume_from:
-        dist.on_main(lambda: check_init_from(cfg.init_from, made_with, vocabulary))
-    state = checkpoint.State(cfg, model, ema, optimizers, scaler, identity, info)
-    loop.resume(run, state)  # or take the weights of --init_from
-    if cfg.compile:
-        compile_blocks(model.transformer.blocks)
-
-    # The order of samples follows from seed and step.
-    plan, batches = loop.batches(cfg, crops, indices, state.step, device)
-    about = f"{len(dataset):,} recordings"
-    eval_due = loop.Due(cfg.eval_every, state)
-    save_due = loop.Due(cfg.save_every, state)
-
-    def evaluate(split, name):
-        """(metrics of the averaged weights, their sounds as files)"""
-        with ema.applied(model):
-            metrics = evaluate_transformer(model, cfg, split, device)
-            written = continuations(model, cfg, split, codec)
-            samples = sounds.write_sounds(written, cfg.sample_rate, run.folder, name)
-        return metrics, samples
-
-    # Open the logger and write config.json.
-    with loop.begin(run, state, about, device) as progress:
-        while True:
-            # Evaluate: the averaged weights are those that are kept and sampled from.
-            if eval_due():
-                with progress.paused():
-                    metrics, samples = evaluate(splits["validation"], f"step_{state.step:08d}")
-                metrics["val_loss"] = metrics.pop("loss")
-                metrics["val_accuracy"] = metrics.pop("accuracy")
-                progress.log_evaluation(metrics, samples)  # and save the best
-            if state.step >= cfg.steps:
-                break
-
-            # Take one optimizer step. The learning rate is a function of the step alone.
-            model.train()
-            schedule.set_learning_rate(optimizers, schedule.of_config(state.step, cfg))
-            step_batches = [next(batches) for _ in plan]
-            stepped = False
-            while not stepped:  # a step that overflows fp16 is tried again, at a lower scale
-                chunk_losses = []  # summed over the samples of a chunk
-                with amp.casts_kept(device):
-                    for chunk, batch in zip(plan, step_batches):
-                        # All that is random follows from (seed, step, chunk), on any rank.
-                        accumulate.seed_all(cfg.seed, state.step, chunk.index)
-                        batch = order.to_device(batch, device)
-                        drop = torch.rand(len(batch["inputs"]), device=device) < TEXT_DROP
-                        with amp.autocast(device, cfg.precision):
-                            losses, _ = model(batch, drop)
-                            loss = losses.mean()  # each sample counts alike, whatever its length
-                        with dist.sum_gradients(model, chunk is plan[-1]):  # over all ranks
-                            scaler.scale(loss * chunk.weight).backward()
-                        chunk_losses.append(loss.detach() * chunk.size)
-                grad_norm, stepped = amp.step(scaler, optimizers, cfg.max_grad_norm)
-                scaler.update()
-                model.zero_grad()
-                progress.count_overflow(stepped)
-            state.step += 1
-            ema.update(state.step)
-            progress.add(chunk_losses, grad_norm, step_batches)
-
-            # Log and save. After a signal to any rank `loop.begin` saves and ends the process.
-            if state.step % cfg.log_every == 0 or state.step == cfg.steps:
-                progress.log_line()  # waits for the ranks and the device
-            if save_due():
-                progress.save()
-            dist.stop_together()
-
-        # Test the averaged weights, and save them last of all.
-        metrics, samples = evaluate(splits["test"], "test")
-        progress.finish(metrics, samples)
-
-
-STAGES = {
-    "soundstream": CodecConfig,
-    "semantic": SemanticConfig,
-    "coarse": CoarseConfig,
-    "fine": FineConfig,
-}
-
-
-# Part 3: pipeline and commands
-
-# The pipeline: text -> semantic -> coarse -> fine -> wave (AudioLM, Fig. 2)
-
-
-class Prompt(NamedTuple):
-    """What generation continues, at the same time in both kinds of tokens."""
-
-    semantic: torch.Tensor  # (N, 1)
-    codes: torch.Tensor  # (T, Q)
-
-
-class Pipeline:
-    """The transformers of a folder of runs, with their codec and semantic tokenizer.
-
-    UserError if they were not trained on each other's tokens.
-    """
-
-    def __init__(self, args, device):
-        """args: an EvaluateConfig or SampleConfig. The latter may do without fine."""
-        stages = ["semantic", "coarse", "fine"]
-        if not args.fine:
-            stages.remove("fine")
-        self.models = []
-        for stage in stages:
-            folder = f"{args.run_dir}/{stage}"
-            self.models.append(load_model(stage, folder, device, args.model, args.weights))
-        self.semantic, self.coarse, *fine = self.models
-        self.fine = fine[0] if fine else None
-
-        # What coarse was trained with: in this folder, if it was in its own.
-        cfg = dataclasses.replace(self.coarse.cfg, run_dir=args.run_dir)
-        self.codec, self.kmeans, expected = load_tokenizers(cfg, device)
-        for model in self.models:
-            # What semantic was trained with, its k-means, is a part of that.
-            if not model.made_with.items() <= expected.items():
-                raise UserError(
-                    f"{args.run_dir}/{model.cfg.stage}: trained with other tokens, "
-                    f"{model.made_with}; those of coarse and the files are {expected}"
-                )
-
-    def prompt(self, wave):
-        """The Prompt of the end of a wave (T,), in whole frames of both kinds of tokens."""
-        wave = wave[len(wave) % self.codec.hop_length :]  # the end is what is continued
-        frames = len(wave) * semantic.FRAME_RATE // self.codec.sample_rate
-        # The next token would be mostly of silence.
-        heard = self.kmeans.encode(wave)[: max(1, frames)]
-        content = heard.unique_consecutive()[:, None]
-        return Prompt(content, self.codec.encode(wave))
-
-    def empty_prompt(self):
-        codes = torch.zeros(0, self.codec.num_quantizers).long()
-        return Prompt(codes[:, :1], codes)  # semantic tokens are of one quantizer
-
-    def generate(self, prompts, seconds, seeds, texts=(), sampling=AS_TRAINED, fine=True):
-        """Codes of B sounds, each (T, Q): those of its prompt, and at most `seconds` more.
-
-        texts: B, or none. fine: else it is the codes of the coarse quantizers alone.
-        """
-        texts = texts or [""] * len(prompts)
-
-        def run(model, context_of, prompts, limits):
-            stage_seeds = [accumulate.derive_seed(seed, model.cfg.stage) for seed in seeds]
-            may_end = model.cfg.stage != "fine"
-            return generate_long(
-                model, context_of, prompts, limits, stage_seeds, sampling, texts, may_end
-            )
-
-        # Content: semantic tokens, from the text or the prompt (§III-C1).
-        # A prompt without tokens begins with the start token alone.
-        spoken = [prompt.semantic for prompt in prompts]  # B of (N, 1)
-        more = math.ceil(seconds * self.semantic.frame_rate)
-        limits = [len(prompt) + more for prompt in spoken]
-        # There is no stream before it.
-        content = run(self.semantic, lambda b, codes, start: [], spoken, limits)
-
-        def content_from(b, codes, start):
-            """The semantic tokens of sample b for a window from the frame `start` of `codes` on.
-
-            Tokens without repetitions have no timing. It is heard in the sound so far.
-            """
-            if not start:
-                return [content[b]]
-            heard = self.kmeans.encode(self.codec.decode(codes))
-            ratio = semantic.FRAME_RATE / self.codec.frame_rate
-            return [tokens.tokens_of_window(content[b], heard, round(start * ratio))]
-
-        # Voice and sound: coarse codes, from the semantic tokens (§III-C2), up to EOS.
-        first = self.coarse.streams[-1].num_quantizers  # Q'
-        known = [prompt.codes[:, :first] for prompt in prompts]  # B of (T, Q')
-        more = max(1, round(seconds * self.codec.frame_rate))
-        limits = [len(prompt) + more for prompt in known]
-        coarse = run(self.coarse, content_from, known, limits)
-        if not fine:
-            return coarse
-
-        # Detail: fine codes, from the coarse ones (§III-C3).
-        last = first + self.fine.streams[-1].num_quantizers
-        details = run(
-            self.fine,
-            lambda b, codes, start: [coarse[b][start:]],
-            [prompt.codes[:, first:last] for prompt in prompts],
-            [len(codes) for codes in coarse],
-        )
-        return [torch.cat(pair, dim=1) for pair in zip(coarse, details)]
-
-
-# Commands
-
-CONTINUE_SECONDS = 1.0  # length of continuations in evaluation
-EVAL_BATCH = 48  # recordings to continue at a time
-
-
-@dataclass(frozen=True)
-class EvaluateConfig(config.Inference):
-    """What to evaluate"""
-
-    run_dir: str = field("runs/audio", "folder of the runs, one for each stage")
-    eval_samples: NonNegativeInt = field(192, "most held-out recordings to continue, 0: all")
-    out: str = field("", 'folder of scores.json and sounds/; "": the folder of the runs')
-
-    fine = True  # of all stages; without a type it is no flag
-
-
-def evaluate_pipeline(args, device=None):
-    """Continue held-out recordings, and write and print their metrics. Collective.
-
-    The metrics are in scores.json, the sounds in sounds/. The built-in recordings are also scored
-    (`syllables.SyllableScores`).
-    """
-    device = device or dist.setup(args.device)
-    out = args.out or args.run_dir
-    pipeline = dist.main_first(lambda: Pipeline(args, device))
-    hop_length = pipeline.codec.hop_length
-    rate = pipeline.codec.sample_rate
-    # Nothing is trained: the training split may be smaller than a batch.
-    cfg = dataclasses.replace(pipeline.coarse.cfg, batch_size=1)
-    splits = dist.together(lambda: open_recordings(cfg, hop_length))
-    dataset, indices = splits["test"]
-    indices = order.some_of(indices, args.eval_samples)
-    found = collections.defaultdict(list)  # {metric: values}
-    scores = None
-    if cfg.data == "syllables":
-        _, training = splits["train"]
-        scores = syllables.SyllableScores(pipeline, dataset, training[:200], found)
-
-    for number in dist.deal(math.ceil(len(indices) / EVAL_BATCH)):
-        first = number * EVAL_BATCH
-        usable = dataset.load_usable(indices[first : first + EVAL_BATCH])
-        prompts = []
-        for wave in usable.values():  # a prompt is at most half of its recording, in whole frames
-            frames = min(round(PROMPT_SECONDS * rate), len(wave) // 2) // hop_length
-            prompts.append(pipeline.prompt(wave[: max(1, frames) * hop_length]))
-        seeds = [accumulate.derive_seed(args.seed, "goes on", index) for index in usable]
-        generated = pipeline.generate(prompts, CONTINUE_SECONDS, seeds)
-        for i, (index, wave) in enumerate(usable.items()):
-            start = len(prompts[i].codes) * hop_length
-            sound = pipeline.codec.decode(generated[i])
-            found["seconds_added"].append((len(sound) - start) / rate)
-            if scores:
-                scores.add_continuation(index, wave, sound, start)
-            if first + i < NUM_SOUNDS:
-                path = f"{out}/sounds/{i}"
-                sounds.write_sound(wave, rate, f"{path}_real.wav")
-                sounds.write_sound(sound, rate, f"{path}_continued.wav")
-        if scores and pipeline.semantic.has_text:
-            scores.add_texts(usable, seeds)
-    metrics = order.means(found)
-    tracker.print_results(f"The stages together ({out}/sounds):", metrics)
-    if dist.is_main():
-        checkpoint.write_json(metrics, f"{out}/scores.json")
-        print(f"\nNext: python train_audio.py sample --run_dir {shlex.quote(args.run_dir)}")
-
-
-@dataclass(frozen=True)
-class SampleConfig(config.Inference):
-    """What to sample"""
-
-    run_dir: str = field("runs/audio", "folder of the runs, one for each stage")
-    text: str = field(
-        "", "text to say, beginning with that of a --prompt; without both, the sound is any"
-    )
-    prompt: str = field("", "recording to continue, in its voice")
-    prompt_seconds: NonNegativeFloat = field(
-        0.0, "length of its end to take, 0: the most that coarse was trained on"
-    )
-    seconds: PositiveFloat = field(2.0, "most seconds after the prompt")
-    temperature: float = field(-1.0, "temperature, 0: most probable codes, below 0: as trained")
-    top_k: NonNegativeInt = field(0, "sample from the k most probable codes, 0: all")
-    guidance_scale: NonNegativeFloat = field(1.0, "guidance toward the text, 1: none")
-    fine: bool = field(True, "add the codes of the fine stage to the coarse ones")
-    reconstruct: str = field("", "recording to encode and decode by the codec")
-    soundstream: str = field("", 'codec for that: run folder or hf:MODEL; "": RUN/soundstream')
-    num_quantizers: NonNegativeInt = field(0, "first quantizers to decode in that, 0: all")
-    out: str = field("out.wav", "file of the sound")
-
-    def __post_init__(self):
-        super().__post_init__()
-        if not self.out.endswith(".wav"):
-            raise UserError(f"--out {self.out}: expected a name that ends in .wav")
-        if self.reconstruct:
-            names = [*SamplingParams._fields, "text", "prompt", "prompt_seconds", "seconds", "fine"]
-            config.check_unused(self, "with --reconstruct", *names)
-        else:
-            config.check_unused(self, "without --reconstruct", "soundstream", "num_quantizers")
-        if not self.prompt:
-            config.check_unused(self, "without --prompt", "prompt_seconds")
-        if not self.text:
-            config.check_unused(self, "without --text", "guidance_scale")
-
-
-def read_wave(path, codec, length=0):
-    """The last `length` samples of a recording, or all (T,), at LOUDNESS; the gain to that.
-
-    They are at the codec's rate. UserError if they are shorter than a frame.
-    """
-    channels, rate, _ = recordings.read(path)
-    wave = torch.from_numpy(recordings.mix_down(channels, path))
-    wave = recordings.resample(wave, rate, codec.sample_rate)[-length:]
-    if len(wave) < codec.hop_length:
-        raise UserError(f"{path}: {len(wave)} samples, shorter than a frame of {codec.hop_length}")
-    gain = recordings.loudness_gain(wave)
-    return wave * gain, gain
-
-
-def continue_sound(args, device):
-    """(codec, sound) of a text, of a prompt, or of both."""
-    pipeline = Pipeline(args, device)
-    if args.text and not pipeline.semantic.has_text:
-        raise UserError(f"--text: {args.run_dir} was trained without texts; give --prompt")
-    codec = pipeline.codec
-    prompt = pipeline.empty_prompt()
-    gain = 1.0
-    if args.prompt:  # at most what coarse was trained on, with a new frame
-        most = codec.hop_length * (pipeline.coarse.max_frames - 1)
-        length = round(args.prompt_seconds * codec.sample_rate) or most
-        wave, gain = read_wave(args.prompt, codec, min(length, most))
-        prompt = pipeline.prompt(wave)
-    # Another text has other noise.
-    seed = accumulate.derive_seed(args.seed, args.text, 0)
-    if args.text:
-        model = pipeline.semantic
-        clip.note_texts([args.text], model.tokenizer.encode, model.cfg.max_text_len)
-    sampling = SamplingParams(args.temperature, args.top_k, args.guidance_scale)
-    (codes,) = pipeline.generate([prompt], args.seconds, [seed], [args.text], sampling, args.fine)
-    return codec, codec.decode(codes) / gain  # as loud as the prompt
-
-
-def reconstruct(args, device):
-    """(codec, sound) of a recording that goes through a codec."""
-    folder = args.soundstream or f"{args.run_dir}/soundstream"
-    codec = load_model("soundstream", folder, device, args.model, args.weights)
-    count = args.num_quantizers or codec.num_quantizers
-    if count > codec.num_quantizers:
-        raise UserError(f"--num_quantizers {count}: the codec has {codec.num_quantizers}")
-    wave, gain = read_wave(args.reconstruct, codec)
-    # Codes of K values have log2(K) bits.
-    bitrate = count * math.log2(codec.codebook_size) * codec.frame_rate
-    print(f"{count} codes a frame, {bitrate:.0f} bits a second")
-    return codec, codec.decode(codec.encode(wave)[:, :count])[: len(wave)] / gain
-
-
-def sample(args):
-    """Write a sound."""
-    device = dist.setup(args.device)
-    if not dist.is_main():  # a single process samples
-        return
-    make_sound = reconstruct if args.reconstruct else continue_sound
-    codec, sound = make_sound(args, device)
-    sounds.write_sound(sound, codec.sample_rate, args.out)
-    print(f"wrote {args.out}")
-
-
-def train(cfg):
-    """Train one stage, or all in turn and then evaluate them together."""
-    device = dist.setup(cfg.device, cfg.timeout_minutes)
-    configs = [cfg]
-    if cfg.stage == "all":
-        # Each stage is a run of its own, so a stopped command resumes in its stage.
-        preset = PRESETS.get(cfg.preset, {})
-        configs = [
-            cls(**{**preset.get(stage, {}), **vars(cfg), "stage": stage})
-            for stage, cls in STAGES.items()
-        ]
-    for each in configs:
-        train_stage = train_soundstream if each.stage == "soundstream" else train_transformer
-        train_stage(each, device)
-    if cfg.stage == "all":
-        evaluate_pipeline(EvaluateConfig(run_dir=cfg.run_dir, seed=cfg.seed), device)
-
 
 COMMANDS = {
     "train": (train, {"all": SharedConfig, **STAGES}),

@@ -24,8 +24,8 @@ Saharia et al. 2022; Karlo: kakaobrain/karlo-v1-alpha. What differs from the pap
 - All images are shrunk by a box filter. The low resolution is enlarged bicubically; ADM enlarges
   bilinearly. The presets clip gradients at 1 and warm up for 10,000 steps. Flow has 1,000 levels.
 - The input of an upsampler is blurred with probability 0.5. It can also be noised (Imagen), which
-  is off by default; in sampling it then has the least noise. DALL-E 2 degrades the input of its
-  second upsampler (256 -> 1024) by BSR.
+  is off by default; in sampling it then has the least noise, or that of `sample --low_res_noise`.
+  DALL-E 2 degrades the input of its second upsampler (256 -> 1024) by BSR.
 - A model without attention levels has no attention in the middle either, where ADM has some.
 - A group norm of a narrow layer has fewer than 32 groups.
 - The average of the weights has a warm-up (ema.py).
@@ -34,7 +34,7 @@ Saharia et al. 2022; Karlo: kakaobrain/karlo-v1-alpha. What differs from the pap
 - Inpainting is RePaint with a jump length of 1, not a fine-tuned model as in GLIDE. Without a text
   it is conditioned on the embedding of the whole image, so what was in the hole may come back.
 - There are no text diffs (§3.3).
-- Off by default and not in the papers: --loss_weight, LoRA.
+- Off by default and not in the papers: --loss_weight, --dream, LoRA.
 """
 
 import os
@@ -47,14 +47,27 @@ import dataclasses
 import itertools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from common import accumulate, amp, checkpoint, config, dist, loop, optim, schedule, tracker
+from common import (
+    accumulate,
+    amp,
+    checkpoint,
+    config,
+    dist,
+    loader,
+    loop,
+    optim,
+    order,
+    resume,
+    schedule,
+    tracker,
+)
 from common.config import (
     Beta,
     Fraction,
@@ -67,9 +80,9 @@ from common.config import (
     field,
     model_field,
 )
-from common.data import embed, embeddings, files, images, media, order, synthetic
+from common.data import clips, embed, files, images, media, synthetic
 from common.ema import EMA
-from common.models import clip, diffusion
+from common.models import clip, diffusion, pixels
 from common.models.nn import (
     Attention,
     GroupNorm,
@@ -117,7 +130,7 @@ class SharedConfig(config.TrainingRun):
         False, "mirror half of the images; not for captions that mention left or right", fixed=True
     )
     eval_samples: NonNegativeInt = field(
-        192, "held-out samples to evaluate on, 0: all", measure=True
+        192, "held-out samples to evaluate on, 0: all", affects_val_loss=True
     )
 
     def __post_init__(self):
@@ -148,6 +161,9 @@ class UNetConfig(SharedConfig):
     loss_weight: Literal["none", "min_snr", "sigma_sqrt", "cosmap"] = field(
         "none", "weight of the loss by noise level; sigma_sqrt and cosmap: flow only"
     )
+    dream: bool = field(
+        False, "move x_t by the model's own error (DREAM), for one more pass a step; upsampling"
+    )
     # Optimization: minutes on two cores
     steps: PositiveInt = field(900, "optimizer steps")
     batch_size: PositiveInt = field(64, "samples a step, over all ranks", fixed=True)
@@ -174,7 +190,7 @@ class UNetConfig(SharedConfig):
     guidance_scale: NonNegativeFloat = field(1.0, "guidance of sampling, 1: none")
     eta: Fraction = field(0.0, "noise of sampling, 1: DDPM, 0: DDIM")
 
-    timesteps = TIMESTEPS
+    timesteps: ClassVar[int] = TIMESTEPS
 
     def __post_init__(self):
         super().__post_init__()
@@ -198,8 +214,8 @@ class BaseConfig(UNetConfig):
         (1, 2), "levels with attention; 0 is the finest"
     )
     cond_width: PositiveInt = model_field(64, "width of the context tokens")
-    text_encodings: Literal["none", "clip"] = model_field(
-        "none", "condition on the captions too, as the CLIP encodes them (GLIDE §2.3)"
+    text_encodings: bool = model_field(
+        False, "condition on the captions too, as the CLIP encodes them (GLIDE §2.3)"
     )
     raw_embeddings: bool = model_field(
         False, "embeddings as the CLIP gives them (Karlo), not of unit length"
@@ -215,14 +231,14 @@ class BaseConfig(UNetConfig):
         "muon", "muon: for matrices, with AdamW for the others", fixed=True
     )
 
-    # Constants of this stage, which UNet reads as it reads settings: without a type it is no flag.
-    image_condition = True
-    max_text_len = 77  # of CLIP, in tokens
-    noise_schedule = "cosine"  # of all objectives but flow
-    scale_shift = True
-    low_res_size = 0  # none
-    low_res_noise = 0.0
-    random_crop = 0  # whole images
+    # Constants of this stage, which UNet reads as it reads settings. They are no flags.
+    image_condition: ClassVar[bool] = True
+    max_text_len: ClassVar[int] = 77  # of CLIP, in tokens
+    noise_schedule: ClassVar[str] = "cosine"  # of all objectives but flow
+    scale_shift: ClassVar[bool] = True
+    low_res_size: ClassVar[int] = 0  # none
+    low_res_noise: ClassVar[float] = 0.0
+    random_crop: ClassVar[int] = 0  # whole images
 
     def __post_init__(self):
         super().__post_init__()
@@ -274,11 +290,11 @@ class UpsampleConfig(UNetConfig):
     eval_steps: SamplingSteps = field(10, "sampling steps")
 
     # Constants of this stage, which UNet reads as it reads settings
-    image_condition = False  # the low resolution alone (DALL-E 2 §2.1)
-    text_encodings = "none"
-    raw_embeddings = False
-    attention_levels = ()
-    learned_variance = False
+    image_condition: ClassVar[bool] = False  # the low resolution alone (DALL-E 2 §2.1)
+    text_encodings: ClassVar[bool] = False
+    raw_embeddings: ClassVar[bool] = False
+    attention_levels: ClassVar[tuple] = ()
+    learned_variance: ClassVar[bool] = False
 
     def __post_init__(self):
         super().__post_init__()
@@ -290,97 +306,6 @@ class UpsampleConfig(UNetConfig):
 
 
 STAGES = {"base": BaseConfig, "upsample": UpsampleConfig}
-
-
-# fmt: off
-# DALL-E 2, Table 3: what the columns "64" and "64 -> 256" have in common.
-DALLE2 = dict(
-    channel_mult=(1, 2, 3, 4), num_res_blocks=3,
-    dropout=0.1,  # of "64" it is GLIDE's and Karlo's, as the table does not say
-    objective="epsilon", timestep_density="uniform",
-    # Adam, without weight decay.
-    optimizer="adamw", betas=(0.9, 0.999), weight_decay=0.0,
-    # A constant learning rate: the table has no decay.
-    lr=1.2e-4, warmup_steps=10_000, cosine=False,
-    precision="bf16",
-    # Not in the table: how often to evaluate and save on a large data set.
-    validation=0.005, test=0.005, eval_samples=2048, workers=8,
-    log_every=100, eval_every="10000", save_every="2000",
-)
-# Table 3, column "64".
-DALLE2_64 = dict(
-    DALLE2,
-    stage="base",
-    clip="open_clip:ViT-L-14/openai", text_encodings="clip",
-    image_size=64,
-    attention_levels=(1, 2, 3),  # at 32, 16 and 8 pixels
-    crop_scale=0.75,  # of GLIDE and Karlo
-    # A learned variance has an effect only with the noise of DDPM.
-    learned_variance=True, eta=1.0,
-    batch_size=2048, steps=800_000,
-    eval_steps=250, guidance_scale=2.0,
-)
-# Table 3, column "64 -> 256".
-DALLE2_256 = dict(
-    DALLE2,
-    stage="upsample",
-    image_size=256, low_res_size=64, random_crop=64,
-    width=320,
-    batch_size=1024, steps=1_000_000,
-    eval_steps=27,
-)
-# Thousands of captioned pictures. Both were run to their end on 6,000 emoji. On two CPU cores: a
-# base of 32 pixels and an upsampler, in small batches, which learn more in the same time. On one
-# GPU: a base of 64 pixels, 383 s on an H200.
-PICTURES = dict(eval_samples=100)  # retrieval is among a hundred
-PICTURES_CPU = {
-    "all": PICTURES,
-    "base": dict(
-        PICTURES,
-        image_size=32, dropout=0.1,
-        batch_size=32, steps=1500,
-        guidance_scale=3.0,
-        eta=1.0,  # in as many steps, cleaner pictures than without noise
-    ),
-    "upsample": dict(
-        PICTURES,
-        image_size=64, low_res_size=32, random_crop=32,
-        batch_size=32, steps=500,
-    ),
-}
-PICTURES_GPU = dict(
-    stage="base",
-    text_encodings="clip",
-    image_size=64, width=96, channel_mult=(1, 2, 3, 4), num_res_blocks=2,  # 58 M weights
-    attention_levels=(2, 3), cond_width=256, dropout=0.1,
-    batch_size=256, chunk_size=256, steps=1000, precision="bf16", workers=8,
-    guidance_scale=3.0,
-)
-PRESETS = {
-    "pictures-cpu": PICTURES_CPU,
-    "pictures-gpu": PICTURES_GPU,
-    "dalle2-64": dict(DALLE2_64, width=512, cond_width=2048),
-    "dalle2-256": DALLE2_256,
-    # Table 3, column "256 -> 1024".
-    "dalle2-1024": dict(
-        DALLE2_256,
-        image_size=1024, low_res_size=256, random_crop=256,
-        width=192, channel_mult=(1, 1, 2, 2, 4, 4), num_res_blocks=2, dropout=0.0,
-        noise_schedule="linear",
-        batch_size=512, lr=1e-4,
-        eval_steps=15,
-    ),
-    # Karlo: sizes and sampling of its public configs. Its training is not public, so the
-    # other settings are those of DALL-E 2.
-    "karlo-64": dict(
-        DALLE2_64,
-        raw_embeddings=True,
-        width=320, cond_width=1536,
-        eval_steps=25, guidance_scale=8.0,
-    ),
-    "karlo-256": dict(DALLE2_256, scale_shift=False, eta=1.0, eval_steps=7),
-}
-# fmt: on
 
 IMAGE_TOKENS = 4  # "four extra tokens of context" (DALL-E 2 §2.1)
 # For guidance, some samples are trained without their conditions (Ho & Salimans 2022): "10% of the
@@ -503,7 +428,7 @@ class UNet(nn.Module):
         # Timestep and conditions.
         self.time_in = TimeEmbedding(cfg.width, emb_width)
         if cfg.low_res_noise:
-            self.low_res_level_in = TimeEmbedding(cfg.width, emb_width)
+            self.low_res_time_in = TimeEmbedding(cfg.width, emb_width)
         if cfg.image_condition:
             self.null_image = nn.Parameter(torch.randn(embed_width))  # stands for a dropped image
             self.image_in = nn.Linear(embed_width, emb_width)  # added to the timestep
@@ -572,7 +497,7 @@ class UNet(nn.Module):
         embed = torch.where(drop_image[:, None], self.null_image, self.scale_embedding(embed))
         added = self.image_in(embed)  # (B, 4W)
         context = self.image_tokens_in(embed).unflatten(-1, (IMAGE_TOKENS, -1))  # (B, 4, E)
-        if self.cfg.text_encodings == "none":
+        if not self.cfg.text_encodings:
             return added, context, None
 
         # GLIDE §2.3: the text's embedding is added too, and its encodings are further tokens.
@@ -583,13 +508,13 @@ class UNet(nn.Module):
         return added, context, condition["text_mask"]
 
     def forward(
-        self, x_t, timestep, condition, drop_image, drop_text, low_res=None, low_res_level=None
+        self, x_t, timestep, condition, drop_image, drop_text, low_res=None, low_res_timestep=None
     ):
         """Prediction (B, 3, H, H) for x_t (B, 3, H, H) at `timestep` (B,).
 
         With a learned variance it is (B, 6, H, H). condition, drop_image, drop_text: see
-        `embed_conditions`. low_res: low-resolution image at size H. low_res_level (B,): timestep of
-        the noise on it.
+        `embed_conditions`. low_res: low-resolution image at size H. low_res_timestep (B,): of the
+        noise on it.
         """
         added, context, mask = self.embed_conditions(condition, drop_image, drop_text)
         if mask is not None:
@@ -598,8 +523,8 @@ class UNet(nn.Module):
             pixels = (x_t.shape[-1] >> min(self.cfg.attention_levels)) ** 2
             mask = F.pad(mask[:, None, None], (IMAGE_TOKENS, pixels), value=True)
         emb = self.time_in(timestep) + added  # (B, 4W)
-        if low_res_level is not None:
-            emb = emb + self.low_res_level_in(low_res_level)  # Imagen §2.4
+        if low_res_timestep is not None:
+            emb = emb + self.low_res_time_in(low_res_timestep)  # Imagen §2.4
         x = x_t
         if low_res is not None:  # an upsampler sees it at every step (DALL-E 2 §2.1)
             x = torch.cat([x_t, low_res], dim=1)  # (B, 6, H, H)
@@ -641,7 +566,7 @@ def conditioning(batch, cfg, clip_model):
     elif cfg.image_condition:
         with amp.autocast(batch["clip_image"].device, "fp32"):  # also within an autocast
             condition["image_embed"] = clip_model.embed_image(batch["clip_image"])
-    if cfg.text_encodings == "clip":
+    if cfg.text_encodings:
         condition |= clip_model.text_condition(batch["caption"], cfg.max_text_len)
     return condition
 
@@ -649,20 +574,19 @@ def conditioning(batch, cfg, clip_model):
 # Loss
 
 
-def augment_low_res(unet, low_res, level, noise):
-    """(low_res with noise of `level` (B,), the level): Imagen's noise augmentation (§2.4).
+def augment_low_res(unet, low_res, timestep, noise):
+    """(low_res with the noise of `timestep` (B,), the timestep): noise augmentation (Imagen §2.4).
 
-    The level is a timestep, which the model is told. A model without --low_res_noise gets low_res
-    as it is.
+    The model is told the timestep. A model without --low_res_noise gets low_res as it is, and None.
     """
     if not unet.cfg.low_res_noise:
         return low_res, None
-    alpha, sigma = diffusion.levels(unet, level, low_res)
-    return alpha * low_res + sigma * noise, level
+    alpha, sigma = diffusion.levels(unet, timestep, low_res)
+    return alpha * low_res + sigma * noise, timestep
 
 
 def upsampler_inputs(unet, x0):
-    """(x0, low_res, low_res_level) to train an upsampler with, from images x0 (B, 3, H, H).
+    """(x0, low_res, low_res_timestep) to train an upsampler with, from images x0 (B, 3, H, H).
 
     The stage before draws images that are less sharp than real ones. So the real low-resolution
     image is corrupted in training (DALL-E 2 §2.1). Both images are cropped alike.
@@ -670,39 +594,41 @@ def upsampler_inputs(unet, x0):
     cfg = unet.cfg
     size = len(x0)
     device = x0.device
-    low_res = media.resize(x0, cfg.low_res_size, RESIZE)  # (B, 3, h, h)
+    low_res = pixels.resize(x0, cfg.low_res_size, RESIZE)  # (B, 3, h, h)
 
     # Gaussian blur, of a random width, on some of the images.
     blur_sigma = torch.empty(size, device=device).uniform_(*BLUR_SIGMA)
     is_blurred = torch.rand(size, device=device) < BLUR_PROBABILITY  # (B,)
-    blurred = media.blur(low_res, blur_sigma)
+    blurred = pixels.blur(low_res, blur_sigma)
     low_res = torch.where(is_blurred[:, None, None, None], blurred, low_res)
-    low_res = media.resize(low_res, cfg.image_size, "bicubic")  # (B, 3, H, H)
+    low_res = pixels.resize(low_res, cfg.image_size, "bicubic")  # (B, 3, H, H)
 
     # The model is convolutional: it learns on crops and samples whole images (DALL-E 2 §2.1).
     if cfg.random_crop:
         corners = torch.randint(cfg.image_size - cfg.random_crop + 1, (size, 2), device=device)
-        x0 = media.crop(x0, cfg.random_crop, corners)
-        low_res = media.crop(low_res, cfg.random_crop, corners)
+        x0 = pixels.crop(x0, cfg.random_crop, corners)
+        low_res = pixels.crop(low_res, cfg.random_crop, corners)
 
-    # Noise of a random level, up to --low_res_noise of the timesteps.
+    # Noise of a random timestep, up to --low_res_noise of them.
     fraction = torch.rand(size, device=device) * cfg.low_res_noise
-    level = (fraction * (cfg.timesteps - 1)).round().long()  # (B,)
-    return x0, *augment_low_res(unet, low_res, level, torch.randn_like(low_res))
+    low_res_timestep = (fraction * (cfg.timesteps - 1)).round().long()  # (B,)
+    noise = torch.randn_like(low_res)
+    low_res, low_res_timestep = augment_low_res(unet, low_res, low_res_timestep, noise)
+    return x0, low_res, low_res_timestep
 
 
 def diffusion_loss(unet, batch, condition):
     """Mean loss of a chunk with uint8 images (B, H, H, 3): one pass of the model.
 
-    In eval mode it is without loss weights, so that validation losses compare across them.
+    In eval mode it is without loss weights and DREAM, so that validation losses compare.
     """
     cfg = unet.cfg
-    x0 = media.from_uint8(batch["image"])  # (B, 3, H, H) in [-1, 1]
+    x0 = pixels.from_uint8(batch["image"])  # (B, 3, H, H) in [-1, 1]
     size = len(x0)
     device = x0.device
-    low_res = []  # image and level
+    low_res = low_res_timestep = None
     if cfg.low_res_size:
-        x0, *low_res = upsampler_inputs(unet, x0)
+        x0, low_res, low_res_timestep = upsampler_inputs(unet, x0)
     timestep = diffusion.sample_timesteps(cfg.timestep_density, (size,), cfg.timesteps, device)
     noise = torch.randn_like(x0)  # ε
 
@@ -710,13 +636,21 @@ def diffusion_loss(unet, batch, condition):
     drop_image = torch.rand(size, device=device) < IMAGE_DROP
     drop_text = torch.rand(size, device=device) < TEXT_DROP
 
+    inputs = (timestep, condition, drop_image, drop_text, low_res, low_res_timestep)
+
     # DDPM, Eq. 4: x_t = α_t·x0 + σ_t·ε
     alpha, sigma = diffusion.levels(unet, timestep, x0)  # (B, 1, 1, 1)
     x_t = alpha * x0 + sigma * noise  # (B, 3, H, H)
+    if cfg.dream and unet.training:
+        # Not by no_grad: autocast would keep casts of the weights that take no gradient.
+        prediction = unet(x_t, *inputs)[:, :3].detach().float()
+        x0_hat = diffusion.predict_x0(cfg.objective, prediction, x_t, alpha, sigma)
+        noise = diffusion.dream(noise, (x_t - alpha * x0_hat) / sigma, sigma)
+        x_t = alpha * x0 + sigma * noise
     target = diffusion.target(cfg.objective, x0, noise, alpha, sigma)
 
     # The loss is in fp32, whatever the precision of the model.
-    out = unet(x_t, timestep, condition, drop_image, drop_text, *low_res).float()
+    out = unet(x_t, *inputs).float()
     prediction = out[:, :3]
     loss = (prediction - target) ** 2  # (B, 3, H, H)
     if unet.training:  # the weight of a noise level
@@ -724,10 +658,12 @@ def diffusion_loss(unet, batch, condition):
     loss = loss.mean()
     if cfg.learned_variance:
         # The bound trains the variance alone: its mean has no gradient.
-        fraction = (out[:, 3:] + 1) / 2  # 0: posterior variance β̃_t, 1: β_t
+        interpolation = (out[:, 3:] + 1) / 2  # 0: posterior variance β̃_t, 1: β_t
         x0_hat = diffusion.predict_x0(cfg.objective, prediction, x_t, alpha, sigma)
         x0_hat = x0_hat.clamp(-1, 1)  # as in sampling; ADM's code does not clip it here
-        bound = diffusion.variational_bound(x0, timestep, x0_hat, fraction, unet.alpha, unet.sigma)
+        bound = diffusion.variational_bound(
+            x0, timestep, x0_hat, interpolation, unet.alpha, unet.sigma
+        )
         # The bound of an image is a sum over the timesteps, of which this is a sample.
         loss = loss + VLB_WEIGHT * cfg.timesteps * bound.mean()
     return loss
@@ -746,13 +682,16 @@ def sample_images(
     eta=0.0,
     noise_fn=torch.randn_like,
     low_res=None,
+    low_res_noise=0.0,
     kept=None,
+    resample=5,
 ):
     """`count` images (B, 3, H, H) in [-1, 1] for a `condition` of as many (see `conditioning`).
 
     eta: noise of a step, 1 for DDPM and 0 for DDIM. low_res: images (B or 1, 3, h, h) of the stage
-    before, or larger ones, for an upsampler. kept: for inpainting, images (B or 1, 3, h, h) and a
-    mask (1, 1, h, h), which is 1 where their pixels are kept.
+    before, or larger ones, for an upsampler. low_res_noise: noise on these, as a fraction of the
+    timesteps. kept: for inpainting, images (B or 1, 3, h, h) and a mask (1, 1, h, h), which is 1
+    where their pixels are kept. resample: see `diffusion.sample`.
     """
     cfg = unet.cfg
     device = unet.alpha.device
@@ -766,49 +705,56 @@ def sample_images(
 
     condition = {name: copied(value) for name, value in condition.items()}  # (2B, …)
     drop = torch.arange(copies * count, device=device) >= count  # true for the second copy
-    inputs = [condition, drop, drop]
+    low_res_timestep = None
     if cfg.low_res_size:
-        low_res = media.resize(low_res, cfg.low_res_size, RESIZE).expand(count, -1, -1, -1)
-        low_res = media.resize(low_res, cfg.image_size, "bicubic")
+        low_res = pixels.resize(low_res, cfg.low_res_size, RESIZE).expand(count, -1, -1, -1)
+        low_res = pixels.resize(low_res, cfg.image_size, "bicubic")
         noise = copied(noise_fn(low_res))
-        level = torch.zeros_like(drop, dtype=torch.long)  # the least noise
-        inputs += augment_low_res(unet, copied(low_res), level, noise)
+        low_res_timestep = torch.zeros_like(drop, dtype=torch.long)  # the least noise
+        low_res_timestep += round(low_res_noise * (cfg.timesteps - 1))
+        low_res, low_res_timestep = augment_low_res(unet, copied(low_res), low_res_timestep, noise)
+    else:
+        low_res = None  # a base that inpaints, or that is evaluated, is given images
     if kept:
         # This stage may be coarser than the mask. Then a pixel is kept only if all of its area is.
-        known, mask = [media.resize(x, cfg.image_size, "box") for x in kept]
+        known, mask = [pixels.resize(x, cfg.image_size, "box") for x in kept]
         kept = known, mask > 0.999
 
     def denoise(x_t, timestep):
-        """(x0, fraction of the variance), as diffusion.sample takes it."""
+        """(x0, interpolation of the variance), as diffusion.sample takes it."""
         model = unet
         if unet.last_step_unet and timestep[0] == 0:
             model = unet.last_step_unet
         # One pass for both copies.
-        out = model(copied(x_t), copied(timestep), *inputs).float()
+        out = model(
+            copied(x_t), copied(timestep), condition, drop, drop, low_res, low_res_timestep
+        ).float()
         prediction = diffusion.classifier_free_guidance(
             out[:count, :3], out[-count:, :3], guidance_scale
         )
         alpha, sigma = diffusion.levels(unet, timestep, x_t)
         x0 = diffusion.predict_x0(cfg.objective, prediction, x_t, alpha, sigma).clamp(-1, 1)
-        fraction = 0.0  # of the variance: the posterior's
+        interpolation = 0.0  # the posterior's variance
         if cfg.learned_variance:
-            fraction = (out[:count, 3:] + 1) / 2
-        return x0, fraction
+            interpolation = (out[:count, 3:] + 1) / 2
+        return x0, interpolation
 
     x_T = torch.empty(count, 3, cfg.image_size, cfg.image_size, device=device)
     # Every step replaces pixels that are kept by noised ones (RePaint, Lugmayr et al. 2022).
     return diffusion.sample(
-        denoise, noise_fn(x_T), unet.alpha, unet.sigma, steps, eta, noise_fn, kept
+        denoise, noise_fn(x_T), unet.alpha, unet.sigma, steps, eta, noise_fn, kept, resample
     )
 
 
 @torch.no_grad()
-def sample_cascade(unets, batch, clip_model, seeds, low_res, kept=None):
+def sample_cascade(
+    unets, batch, clip_model, seeds, low_res, low_res_noise=0.0, kept=None, resample=5
+):
     """Images of the last of `unets`, uint8 (B, H, H, 3), for embeddings and captions of `batch`.
 
     The sampling settings of each stage are those of its cfg. seeds: an int for each image, from
-    which all its noise follows; so it is the same in any batch and on any rank. low_res, kept:
-    see `sample_images`.
+    which all its noise follows; so it is the same in any batch and on any rank. low_res,
+    low_res_noise, kept, resample: see `sample_images`.
     """
     device = unets[0].alpha.device
     noise_fn = diffusion.noise_generator(seeds, device)  # one stream an image
@@ -826,9 +772,11 @@ def sample_cascade(unets, batch, clip_model, seeds, low_res, kept=None):
                 cfg.eta,
                 noise_fn,
                 low_res,
+                low_res_noise,
                 kept,
+                resample,
             )
-    return media.to_uint8(low_res.float())
+    return pixels.to_uint8(low_res.float())
 
 
 # Data
@@ -841,16 +789,15 @@ def open_data(cfg, image_size, source, device):
     the model `cfg`, or of the last stage of its cascade. source: model file that says which CLIP it
     is, if neither cfg nor the data do; or None.
     """
-    has_text = cfg.text_encodings == "clip"
-    spec, fingerprint = embeddings.clip_of(cfg, source)
+    spec, fingerprint = clips.clip_of(cfg, source)
     clip_model = None
-    if spec or has_text:
-        clip_model = clip.load(spec, device, fingerprint)
+    if spec or cfg.text_encodings:
+        clip_model = clips.load(spec, device, fingerprint)
         fingerprint = clip_model.fingerprint()
 
     def open_folder(path):
         """The built-in shapes, drawn on the fly, or the user's images in `path`."""
-        if embeddings.is_built_in(path):
+        if synthetic.is_built_in(path):
             dataset = images.Shapes(path, image_size)
         else:
             dataset = images.Pictures(
@@ -858,7 +805,7 @@ def open_data(cfg, image_size, source, device):
                 image_size,
                 crop_scale=cfg.crop_scale,
                 flip=cfg.flip,
-                needs_captions=has_text,
+                needs_captions=cfg.text_encodings,
             )
             # Without stored embeddings, the CLIP embeds the crops on the fly.
             if dataset.width is None and cfg.image_condition:
@@ -870,7 +817,7 @@ def open_data(cfg, image_size, source, device):
         # A CLIP of another width, or embeddings of another length, would train without an error.
         if clip_model:
             clip_model.check_widths(f"{path}, --clip {cfg.clip}", dataset.width)
-        embeddings.check_source(cfg, dataset, path, clip_model)
+        clips.check_source(cfg, dataset, path, clip_model)
         return dataset
 
     dataset = open_folder(cfg.data)
@@ -881,9 +828,9 @@ def open_data(cfg, image_size, source, device):
         widths[0] = dataset.width or clip_model.embed_width
         if val_dataset and val_dataset.width not in (None, widths[0]):
             raise UserError(f"{cfg.val_data}: embeddings of another width than {cfg.data}")
-    if has_text:
+    if cfg.text_encodings:
         widths[1] = clip_model.encoding_width
-        some = files.evenly_spaced(len(dataset), 256)
+        some = order.evenly_spaced(len(dataset), 256)
         clip_model.note_cut(dataset.texts(some), cfg.max_text_len)
     # Stored with the model: what it takes to build it and to sample from texts.
     info = {
@@ -918,15 +865,6 @@ def frechet_distance(fake, real):
     return means + (root1**2).sum() + (root2**2).sum() - 2 * cross
 
 
-def is_correct(pictures, records):
-    """Whether built-in pictures, uint8 (B, H, H, 3), have all that their captions mention: (B,)."""
-    features = synthetic.picture_features(pictures.cpu().numpy())
-    # A nearest neighbor among drawings of all combinations of attributes recognizes them.
-    found = synthetic.nearest(features, *synthetic.picture_references())
-    correct = found == synthetic.attribute_values(records)
-    return (correct | ~synthetic.named_attributes(records)).all(1)  # others are free
-
-
 def write_png(picture, path):
     """Write an uint8 picture (H, W, 3)."""
     with checkpoint.atomic_write(path) as file:
@@ -940,7 +878,7 @@ def mean_loss(unet, split, clip_model):
         condition = conditioning(batch, unet.cfg, clip_model)
         return diffusion_loss(unet, batch, condition)
 
-    return order.mean_loss(unet, loss_of, *split)
+    return loop.mean_loss(unet, loss_of, *split)
 
 
 @torch.no_grad()
@@ -958,8 +896,8 @@ def sample_metrics(unets, split, clip_model, grid_file, prior_fn=None):
     dataset, indices = split
     correct = collections.defaultdict(list)  # of this rank: {metric: whether each image is}
     found = []  # of this rank: (number, captions, embeddings (3, B, D))
-    for number, batch in order.batches(dataset, indices, cfg.eval_samples, cfg.chunk_size):
-        batch = order.to_device(batch, first.alpha.device)
+    for number, batch in loader.eval_batches(dataset, indices, cfg.eval_samples, cfg.chunk_size):
+        batch = loader.to_device(batch, first.alpha.device)
         captions = batch["caption"]
         real = batch["image"]
         # The noise follows from the index, so it is the same in all evaluations.
@@ -968,29 +906,26 @@ def sample_metrics(unets, split, clip_model, grid_file, prior_fn=None):
         if prior_fn:
             batch["image_embed"] = prior_fn(captions, keys)
         # A cascade without its base starts from real images.
-        fake = sample_cascade(unets, batch, clip_model, seeds, media.from_uint8(real))
+        fake = sample_cascade(unets, batch, clip_model, seeds, pixels.from_uint8(real))
         if grid_file and number == 0:  # the first batch is rank 0's
             pairs = torch.cat([real[:8], fake[:8]]).cpu().numpy()
             grid = media.captioned_grid(pairs, 2 * captions[:8], len(pairs) // 2)
             write_png(grid, grid_file)
 
         # How well images fit their captions, by the CLIP and, for built-in data, exactly.
+        for name, values in images.caption_accuracy(dataset, keys, fake, real).items():
+            correct[name] += values
         if clip_model:
             # Whole texts are embedded; of their encodings, which are not used, one token stays.
             text = clip_model.text_condition(captions, 1)["text_embed"]  # (B, D)
             embeds = [clip_model.embed_image(fake), clip_model.embed_image(real), text]
             embeds = F.normalize(torch.stack(embeds), dim=-1).cpu().double().numpy()
             found.append((number, captions, embeds))
-        # The judge takes averages of 16 x 16 boxes.
-        if isinstance(dataset, images.Shapes) and real.shape[1] % 16 == 0:
-            records = dataset.records(keys)
-            correct["caption_accuracy"] += is_correct(fake, records).tolist()
-            correct["caption_accuracy_ceiling"] += is_correct(real, records).tolist()
     first.train(mode)  # as it was
 
     # All ranks together, in the order of the samples.
-    metrics = order.means(correct)
-    found = sorted(itertools.chain(*dist.gather(found)))
+    metrics = loop.means(correct)
+    found = sorted(itertools.chain(*dist.all_gather(found)))
     if clip_model:
         _, captions, embeds = zip(*found)
         fake, real, text = np.concatenate(embeds, axis=1)  # (N, D) each
@@ -1025,12 +960,13 @@ class CascadeConfig(config.Inference):
     eta: tuple[Fraction, ...] = field(
         (), "noise of sampling, 1: DDPM, 0: DDIM; by default as in training"
     )
+    lora_scale: tuple[float, ...] = field((), "scale of adapters; by default 1")
     clip: str = field("", "CLIP of texts and images; by default that of the training")
 
 
-def load_unet(path, device, weights="ema"):
+def load_unet(path, device, weights="ema", lora_scale=1.0):
     """(U-Net in eval mode, contents of the file) of a model.pt or checkpoint, adapters merged."""
-    unet, contents = checkpoint.load_model(UNet, STAGES, path, weights)
+    unet, contents = checkpoint.load_model(UNet, STAGES, path, weights, lora_scale)
     take_last_step(unet, path, device)
     return place(unet, device).eval(), contents
 
@@ -1064,14 +1000,20 @@ def load_cascade(args, device):
         stages = filter(Path.is_dir, [Path(run_dir, stage) for stage in STAGES])
         folders += list(stages) or [run_dir]
     paths = [checkpoint.model_file(folder, args.model, args.weights) for folder in folders]
-    unets, contents = zip(*[load_unet(path, device, args.weights) for path in paths])
-
     given = {"eval_steps": args.steps, "guidance_scale": args.guidance_scale, "eta": args.eta}
-    for number, unet in enumerate(unets):
-        for name, values in given.items():
-            if values:  # else as in training
-                value = values[min(number, len(values) - 1)]  # the last holds for further stages
-                unet.cfg = dataclasses.replace(unet.cfg, **{name: value})
+    unets = []
+    contents = []
+    for number, path in enumerate(paths):
+
+        def of_stage(values, number=number):
+            return values[min(number, len(values) - 1)]  # the last is for further stages
+
+        lora_scale = of_stage(args.lora_scale or (1.0,))
+        unet, contents_of_stage = load_unet(path, device, args.weights, lora_scale)
+        settings = {name: of_stage(values) for name, values in given.items() if values}
+        unet.cfg = dataclasses.replace(unet.cfg, **settings)
+        unets.append(unet)
+        contents.append(contents_of_stage)
     # Each stage must start from images of the size that the one before it makes.
     for before, unet, path in zip(unets, unets[1:], paths[1:]):
         if before.cfg.image_size != unet.cfg.low_res_size:
@@ -1139,7 +1081,7 @@ def open_evaluation(args, device):
     """The arguments of `sample_metrics` for the evaluate command, checked."""
     unets, spec, fingerprint = load_cascade(args, device)
     first = unets[0]
-    cfg = order.evaluation_settings(first.cfg, args, MAX_CHUNK)
+    cfg = loop.evaluation_settings(first.cfg, args, MAX_CHUNK)
     cfg = dataclasses.replace(cfg, clip=spec or "auto")
     splits, clip_model, info = open_data(cfg, unets[-1].cfg.image_size, None, device)
     if info["widths"] != first.widths:
@@ -1158,7 +1100,7 @@ def open_evaluation(args, device):
         if not any(texts):
             raise UserError(f"{cfg.data}: no captions, which --prior needs")
         # Real embeddings beside the data need no CLIP, but the prior's texts do.
-        clip_model = clip_model or clip.load(spec, device)
+        clip_model = clip_model or clips.load(spec, device)
         prior_fn = load_prior(args, first, clip_model, texts)
     first.cfg = cfg
     return unets, splits["test"], clip_model, args.grid, prior_fn
@@ -1166,7 +1108,7 @@ def open_evaluation(args, device):
 
 def evaluate(args, device=None):
     device = device or dist.setup(args.device)
-    metrics = sample_metrics(*dist.main_first(lambda: open_evaluation(args, device)))
+    metrics = sample_metrics(*dist.on_all(lambda: open_evaluation(args, device)))
     if dist.is_main() and args.out:
         checkpoint.write_json(metrics, args.out)
     metrics = metrics or {"no metrics": "they need a CLIP, which --clip names"}
@@ -1179,39 +1121,37 @@ def evaluate(args, device=None):
 def train_stage(cfg, device):
     """Train one stage in RUN_DIR/STAGE."""
     # Rank 0 takes the run folder, then all open the data.
-    run, cfg = loop.open_run(cfg, Path(cfg.run_dir) / cfg.stage, MAX_CHUNK)
-    splits, clip_model, info = dist.main_first(
+    run, cfg = resume.open_run(cfg, Path(cfg.run_dir) / cfg.stage, MAX_CHUNK)
+    splits, clip_model, info = dist.on_all(
         lambda: open_data(cfg, cfg.image_size, run.source, device)
     )
-    identity = loop.identify(run, cfg, splits, clip=info["clip_fingerprint"])
+    identity = resume.identify(run, cfg, splits, clip=info["clip_fingerprint"])
     if run.results:  # it is finished
         return loop.announce(run)
 
     # Build model, optimizer and EMA. Restore them if resuming.
     accumulate.seed_all(cfg.seed, "weights")  # the same start on all ranks
     unet = place(UNet(cfg, *info["widths"]), device)
-    if cfg.text_encodings == "clip":  # "no text" is the encoding of ""
+    if cfg.text_encodings:  # "no text" is the encoding of ""
         unet.null_text.fill(clip_model.text_condition([""], cfg.max_text_len))
-    if run.source and cfg.init_strict:  # the second U-Net of an imported model is kept
+    if run.source:  # the second U-Net of an imported model is kept
         info["last_step"] = take_last_step(unet, run.source, device)
     trainable = unet  # with LoRA, the adapters alone
     if cfg.lora_rank:
-        from common.models import lora
-
-        trainable, info["lora"] = lora.start(unet, cfg.init_from, cfg.lora_rank, identity["base"])
+        trainable, info["lora"] = resume.add_adapters(unet, cfg, identity["base"])
     optimizers = optim.make(
         trainable, cfg.optimizer, cfg.lr, cfg.weight_decay, cfg.betas, cfg.eps
     )
     scaler = amp.scaler(device, cfg.precision)
     ema = EMA(trainable, cfg.ema_update_every, cfg.ema_decay, cfg.ema_update_after)
-    state = checkpoint.State(cfg, trainable, ema, optimizers, scaler, identity, info)
-    loop.resume(run, state)
+    state = resume.State(cfg, trainable, ema, optimizers, scaler, identity, info)
+    resume.restore(run, state)
     if cfg.compile:
         compile_blocks([*unet.downs, *unet.middle, *unet.ups])
 
     # The order of samples follows from seed and step.
     dataset, indices = splits["train"]
-    plan, batches = loop.batches(cfg, dataset, indices, state.step, device)
+    plan, batches = loader.train_batches(cfg, dataset, indices, state.step, device)
     about = f"{cfg.stage}: {len(dataset):,} images of {cfg.image_size}x{cfg.image_size}"
     eval_due = loop.Due(cfg.eval_every, state)
     save_due = loop.Due(cfg.save_every, state)
@@ -1248,7 +1188,7 @@ def train_stage(cfg, device):
                     for chunk, batch in zip(plan, step_batches):
                         # All that is random follows from (seed, step, chunk), on any rank.
                         accumulate.seed_all(cfg.seed, state.step, chunk.index)
-                        batch = order.to_device(batch, device)
+                        batch = loader.to_device(batch, device)
                         condition = conditioning(batch, cfg, clip_model)
                         with amp.autocast(device, cfg.precision):
                             loss = diffusion_loss(unet, batch, condition)
@@ -1291,7 +1231,7 @@ def train(cfg):
     for stage, stage_config in STAGES.items():
         preset = PRESETS.get(cfg.preset, {}).get(stage, {})
         # What the stages share is settled in cfg, by a flag or its default.
-        stages.append(stage_config(**{**preset, **vars(cfg), "stage": stage}))
+        stages.append(stage_config(**{**preset, **dataclasses.asdict(cfg), "stage": stage}))
     last = stages[-1]
     # Pictures may be too small for the last stage, which is known before the first is trained.
     dist.on_main(lambda: open_data(last, last.image_size, None, device)[0]["train"][0].check())
@@ -1323,6 +1263,12 @@ class SampleConfig(CascadeConfig):
     )
     to: str = field("", "second image, to interpolate to (DALL-E 2 §3.2)")
     mask: str = field("", "image of the size of --image: black is kept, white is drawn anew")
+    resample: PositiveInt = field(
+        5, "times that each step is taken to fit what --mask keeps (RePaint); 1: fast, fits badly"
+    )
+    low_res_noise: Fraction = field(
+        0.0, "noise on the input of upsamplers trained with it, as a fraction of the timesteps"
+    )
     num_samples: PositiveInt = field(
         8, "samples of a caption or image, or number of steps from --image to --to"
     )
@@ -1337,6 +1283,8 @@ class SampleConfig(CascadeConfig):
             config.check_unused(self, "beside --text", "texts")
         if not self.image:
             config.check_unused(self, "without --image", "to", "mask")
+        if not self.mask:
+            config.check_unused(self, "without --mask", "resample")
         if not self.text and not self.texts:
             config.check_unused(self, "without a text", "prior")
         elif self.to or (self.image and not self.mask):
@@ -1352,7 +1300,7 @@ def open_image(path, device):
 def square(image):
     """The central square of uint8 images (B, H, W, 3), float (B, 3, S, S) in [-1, 1]."""
     # Cropped, not squeezed, as images of the training data are.
-    return media.central_square(media.from_uint8(image))
+    return pixels.central_square(pixels.from_uint8(image))
 
 
 def between(start, end, count):
@@ -1375,13 +1323,15 @@ def sample(args):
 
     # Load the models. An upsampler needs no CLIP, nor does a base without text or image.
     unets, spec, fingerprint = load_cascade(args, device)
+    if not any(unet.cfg.low_res_noise for unet in unets):
+        config.check_unused(args, "without a stage that was trained with it", "low_res_noise")
     first = unets[0]
     size = unets[-1].cfg.image_size
     texts = files.texts_of(args.text, args.texts)
     clip_model = prior_fn = None
     is_base = any(first.widths)
-    if is_base and (texts or args.image or first.cfg.text_encodings == "clip"):
-        clip_model = clip.load(spec, device, fingerprint, text_only=not args.image)
+    if is_base and (texts or args.image or first.cfg.text_encodings):
+        clip_model = clips.load(spec, device, fingerprint, text_only=not args.image)
         clip_model.check_widths(f"--clip {spec}", *first.widths)
         if texts:
             prior_fn = load_prior(args, first, clip_model, texts)
@@ -1428,7 +1378,16 @@ def sample(args):
     for batch in accumulate.split(samples, args.max_batch):
         if prior_fn:  # unCLIP: text -> image embedding -> image (DALL-E 2 §2)
             batch["image_embed"] = prior_fn(batch["caption"], batch["seeds"])
-        out = sample_cascade(unets, batch, clip_model, batch["seeds"], low_res, kept)
+        out = sample_cascade(
+            unets,
+            batch,
+            clip_model,
+            batch["seeds"],
+            low_res,
+            args.low_res_noise,
+            kept,
+            args.resample,
+        )
         # On the CPU, so that max_batch bounds the memory of the device.
         pictures += [*out.cpu().numpy()]  # uint8 (H, H, 3) each
 
@@ -1448,6 +1407,96 @@ COMMANDS = {
     "evaluate": (evaluate, EvaluateConfig),
     "sample": (sample, SampleConfig),
 }
+
+# fmt: off
+# DALL-E 2, Table 3: what the columns "64" and "64 -> 256" have in common.
+DALLE2 = dict(
+    channel_mult=(1, 2, 3, 4), num_res_blocks=3,
+    dropout=0.1,  # of "64" it is GLIDE's and Karlo's, as the table does not say
+    objective="epsilon", timestep_density="uniform",
+    # Adam, without weight decay.
+    optimizer="adamw", betas=(0.9, 0.999), weight_decay=0.0,
+    # A constant learning rate: the table has no decay.
+    lr=1.2e-4, warmup_steps=10_000, cosine=False,
+    precision="bf16",
+    # Not in the table: how often to evaluate and save on a large data set.
+    validation=0.005, test=0.005, eval_samples=2048, workers=8,
+    log_every=100, eval_every="10000", save_every="2000",
+)
+# Table 3, column "64".
+DALLE2_64 = dict(
+    DALLE2,
+    stage="base",
+    clip="open_clip:ViT-L-14/openai", text_encodings=True,
+    image_size=64,
+    attention_levels=(1, 2, 3),  # at 32, 16 and 8 pixels
+    crop_scale=0.75,  # of GLIDE and Karlo
+    # A learned variance has an effect only with the noise of DDPM.
+    learned_variance=True, eta=1.0,
+    batch_size=2048, steps=800_000,
+    eval_steps=250, guidance_scale=2.0,
+)
+# Table 3, column "64 -> 256".
+DALLE2_256 = dict(
+    DALLE2,
+    stage="upsample",
+    image_size=256, low_res_size=64, random_crop=64,
+    width=320,
+    batch_size=1024, steps=1_000_000,
+    eval_steps=27,
+)
+# Thousands of captioned pictures. Both were run to their end on 6,000 emoji. On two CPU cores: a
+# base of 32 pixels and an upsampler, in small batches, which learn more in the same time. On one
+# GPU: a base of 64 pixels, 383 s on an H200.
+PICTURES = dict(eval_samples=100)  # retrieval is among a hundred
+PICTURES_CPU = {
+    "all": PICTURES,
+    "base": dict(
+        PICTURES,
+        image_size=32, dropout=0.1,
+        batch_size=32, steps=1500,
+        guidance_scale=3.0,
+        eta=1.0,  # in as many steps, cleaner pictures than without noise
+    ),
+    "upsample": dict(
+        PICTURES,
+        image_size=64, low_res_size=32, random_crop=32,
+        batch_size=32, steps=500,
+    ),
+}
+PICTURES_GPU = dict(
+    stage="base",
+    text_encodings=True,
+    image_size=64, width=96, channel_mult=(1, 2, 3, 4), num_res_blocks=2,  # 58 M weights
+    attention_levels=(2, 3), cond_width=256, dropout=0.1,
+    batch_size=256, chunk_size=256, steps=1000, precision="bf16", workers=8,
+    guidance_scale=3.0,
+)
+PRESETS = {
+    "pictures-cpu": PICTURES_CPU,
+    "pictures-gpu": PICTURES_GPU,
+    "dalle2-64": dict(DALLE2_64, width=512, cond_width=2048),
+    "dalle2-256": DALLE2_256,
+    # Table 3, column "256 -> 1024".
+    "dalle2-1024": dict(
+        DALLE2_256,
+        image_size=1024, low_res_size=256, random_crop=256,
+        width=192, channel_mult=(1, 1, 2, 2, 4, 4), num_res_blocks=2, dropout=0.0,
+        noise_schedule="linear",
+        batch_size=512, lr=1e-4,
+        eval_steps=15,
+    ),
+    # Karlo: sizes and sampling of its public configs. Its training is not public, so the
+    # other settings are those of DALL-E 2.
+    "karlo-64": dict(
+        DALLE2_64,
+        raw_embeddings=True,
+        width=320, cond_width=1536,
+        eval_steps=25, guidance_scale=8.0,
+    ),
+    "karlo-256": dict(DALLE2_256, scale_shift=False, eta=1.0, eval_steps=7),
+}
+# fmt: on
 
 
 def main():

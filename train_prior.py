@@ -31,14 +31,27 @@ import collections
 import contextlib
 import dataclasses
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from common import accumulate, amp, checkpoint, config, dist, loop, optim, schedule, tracker
+from common import (
+    accumulate,
+    amp,
+    checkpoint,
+    config,
+    dist,
+    loader,
+    loop,
+    optim,
+    order,
+    resume,
+    schedule,
+    tracker,
+)
 from common.config import (
     Beta,
     Fraction,
@@ -51,7 +64,7 @@ from common.config import (
     field,
     model_field,
 )
-from common.data import embeddings, files, order
+from common.data import clips, embeddings, files
 from common.ema import EMA
 from common.models import diffusion
 from common.models.nn import (
@@ -85,8 +98,11 @@ class Config(config.TrainingRun):
     depth: PositiveInt = model_field(4, "number of blocks")
     heads: PositiveInt = model_field(3, "number of attention heads")
     dropout: Fraction = field(0.0, "dropout in attention and feed-forward")
-    text_encodings: Literal["none", "shards", "clip"] = model_field(
-        "none", "also condition on token encodings: from DATA/text_enc, or by the CLIP"
+    text_encodings: bool = model_field(
+        False, "condition on the encodings of the text's tokens, besides its embedding"
+    )
+    text_source: Literal["shards", "clip"] = field(
+        "shards", "where text embeddings and encodings come from: DATA, or captions by the CLIP"
     )
     max_text_len: PositiveInt = model_field(77, "longest text in tokens; longer is cut")
     raw_embeddings: bool = model_field(
@@ -108,7 +124,7 @@ class Config(config.TrainingRun):
     )
     # Uniform is DDPM's; the others are of SD3.
     timestep_density: Literal["uniform", "logit_normal", "mode"] = field(
-        "uniform", "distribution of the timesteps in training (SD3 §3.1)", measure=True
+        "uniform", "distribution of the timesteps in training (SD3 §3.1)", affects_val_loss=True
     )
     loss_weight: Literal["none", "min_snr", "sigma_sqrt", "cosmap"] = field(
         "none", "weight of the loss by noise level; sigma_sqrt and cosmap: flow only"
@@ -117,11 +133,11 @@ class Config(config.TrainingRun):
     noise_draws: PositiveInt = field(
         1,
         "number of (timestep, noise) draws per sample, which share one pass over its text",
-        measure=True,
+        affects_val_loss=True,
     )
     # "10% of the time" (DALL-E 2 §2.2)
     text_drop: Fraction = field(
-        0.1, "probability of dropping the text, for guidance", measure=True
+        0.1, "probability of dropping the text, for guidance", affects_val_loss=True
     )
     # Optimization: minutes on two cores. The paper has no decay of the learning rate.
     steps: PositiveInt = field(1150, "optimizer steps")
@@ -147,14 +163,14 @@ class Config(config.TrainingRun):
     # Evaluation
     eval_every: Interval = field("575", "steps between evaluations, or as 10min; 0: only the last")
     eval_samples: NonNegativeInt = field(
-        512, "held-out samples to evaluate on, 0: all", measure=True
+        512, "held-out samples to evaluate on, 0: all", affects_val_loss=True
     )
     eval_timesteps: tuple[PositiveInt, ...] = field(
         (8, 64), "numbers of sampling steps to evaluate with"
     )
     guidance_scale: NonNegativeFloat = field(1.0, "guidance in evaluation, 1: none")
 
-    timesteps = 1000  # number of noise levels T (DALL-E 2, Table 3)
+    timesteps: ClassVar[int] = 1000  # number of noise levels T (DALL-E 2, Table 3)
 
     def __post_init__(self):
         super().__post_init__()
@@ -182,39 +198,6 @@ class Config(config.TrainingRun):
 
 
 MAX_CHUNK = 256  # samples in one forward pass, at most, where --chunk_size is 0
-
-# fmt: off
-PICTURES = dict(dropout=0.1, validation=0.03, test=0.03, guidance_scale=2.0)
-PRESETS = {
-    # Thousands of captioned pictures. Both were run to their end on 6,000 emoji: the first on two
-    # cores, the second on one H200 (79 s).
-    "pictures-cpu": dict(PICTURES, steps=1000, eval_every="125"),
-    "pictures-gpu": dict(
-        PICTURES,
-        text_encodings="clip",
-        width=512, depth=6, heads=8,  # 20 M weights
-        batch_size=512, steps=500, lr=1e-3, eval_every="125", precision="bf16",
-    ),
-    # DALL-E 2's Table 3 for the diffusion prior, over the CLIP at hand.
-    "dalle2": dict(
-        clip="open_clip:ViT-L-14/openai",
-        text_encodings="clip",  # of all tokens, besides the text embedding
-        # Model
-        width=2048, depth=24, heads=32,  # 1B parameters
-        # Optimization: AdamW, EMA of 0.9999
-        batch_size=4096, steps=600_000, lr=1.1e-4,
-        cosine=False, betas=(0.9, 0.96), eps=1e-6, weight_decay=0.06,
-        # Not in the paper: how to run it
-        warmup_steps=10_000, chunk_size=64, precision="bf16", workers=4,
-        validation=0.01, test=0.01,
-        log_every=100, eval_every="10000", save_every="2000",
-    ),
-}
-# The sizes of the published configs. How these were trained is not public: the rest is DALL-E 2's.
-PRESETS["karlo"] = dict(
-    PRESETS["dalle2"], depth=20, raw_embeddings=True, guidance_scale=4.0, eval_timesteps=(25,)
-)
-# fmt: on
 
 
 # Model
@@ -299,7 +282,7 @@ class Prior(nn.Module):
             text_embed = self.standardize(text_embed)
         tokens = self.text_in(text_embed)[:, None]  # (B, 1, W)
         is_text = torch.ones_like(drop)[:, None]  # (B, 1)
-        if self.cfg.text_encodings != "none":
+        if self.cfg.text_encodings:
             encodings = self.encoding_in(condition["text_enc"])  # (B, L, W)
             tokens = torch.cat([encodings, tokens], dim=1)  # (B, P, W)
             is_text = torch.cat([condition["text_mask"], is_text], dim=1)
@@ -497,15 +480,14 @@ def mean_loss(prior, split, clip_model):
         condition = conditioning(batch, prior.cfg, clip_model)
         return diffusion_loss(prior, batch, condition)
 
-    return order.mean_loss(prior, loss_of, *split)
+    return loop.mean_loss(prior, loss_of, *split)
 
 
 def sample_metrics(prior, splits, split, clip_model):
     """{metric: value} of sampled embeddings for a split. Collective.
 
-    Mean cosine similarities at each number of eval_timesteps, the same on any number of ranks. For
-    the built-in data caption_match and coverage at the most steps, and their ceilings: see
-    `synthetic.embedding_scores`.
+    Mean cosine similarities at each number of eval_timesteps, the same on any number of ranks, and
+    `builtin_scores`.
     """
     cfg = prior.cfg
     device = prior.alpha.device
@@ -515,12 +497,12 @@ def sample_metrics(prior, splits, split, clip_model):
     with amp.autocast(device, cfg.precision):
         indices = order.some_of(indices, cfg.eval_samples)
         # Unrelated texts are those half the split away.
-        others = order.ChunkDataset(dataset, np.roll(indices, len(indices) // 2))
+        others = loader.ChunkDataset(dataset, np.roll(indices, len(indices) // 2))
         cosines = collections.defaultdict(list)  # of this rank; ranks take turns with the chunks
-        for number, batch in order.batches(dataset, indices, 0, cfg.chunk_size):
+        for number, batch in loader.eval_batches(dataset, indices, 0, cfg.chunk_size):
             start = number * cfg.chunk_size
-            other = order.to_device(others[start, start + len(batch["index"])], device)
-            batch = order.to_device(batch, device)
+            other = loader.to_device(others[start, start + len(batch["index"])], device)
+            batch = loader.to_device(batch, device)
             condition = conditioning(batch, cfg, clip_model)
             unrelated_text = conditioning(other, cfg, clip_model)["text_embed"]  # (B, D)
             text = condition["text_embed"]
@@ -540,26 +522,34 @@ def sample_metrics(prior, splits, split, clip_model):
                 }
                 for name, values in found.items():
                     cosines[f"{name}@{steps}"] += values.tolist()
-        metrics = order.means(cosines)
-
-        if embeddings.is_built_in(dataset.folder) and not cfg.val_data:
-            from common.data import synthetic
-
-            steps = max(cfg.eval_timesteps)
-
-            def sample_fn(batch, seeds):
-                condition = conditioning(order.to_device(batch, device), cfg, clip_model)
-                noise_fn = diffusion.noise_generator(seeds, device, steps)
-                return sample_embeddings(
-                    prior, condition, steps, cfg.guidance_scale, noise_fn=noise_fn
-                )
-
-            scores = synthetic.embedding_scores(splits, split, sample_fn, cfg.seed)
-            # Ceilings are of real embeddings: they have no number of steps.
-            for name, value in scores.items():
-                metrics[name if name.endswith("ceiling") else f"{name}@{steps}"] = value
+        metrics = loop.means(cosines)
+        metrics |= builtin_scores(prior, splits, split, clip_model)
     prior.train(mode)  # as it was
     return metrics
+
+
+def builtin_scores(prior, splits, split, clip_model):
+    """caption_match and coverage at the most eval_timesteps, and their ceilings. Collective.
+
+    See `synthetic.embedding_scores`. Only the built-in data have them.
+    """
+    from common.data import synthetic
+
+    cfg = prior.cfg
+    device = prior.alpha.device
+    steps = max(cfg.eval_timesteps)
+
+    def sample_fn(batch, seeds):
+        condition = conditioning(loader.to_device(batch, device), cfg, clip_model)
+        noise_fn = diffusion.noise_generator(seeds, device, steps)
+        return sample_embeddings(prior, condition, steps, cfg.guidance_scale, noise_fn=noise_fn)
+
+    scores = synthetic.embedding_scores(splits, split, sample_fn, cfg.seed)
+    # Ceilings are of real embeddings: they have no number of steps.
+    return {
+        name if name.endswith("ceiling") else f"{name}@{steps}": value
+        for name, value in scores.items()
+    }
 
 
 # Training
@@ -568,32 +558,32 @@ def sample_metrics(prior, splits, split, clip_model):
 def open_data(cfg, source, device, widths=None):
     """({split: (dataset, indices)}, CLIP or None, {name: plain value} of both for model files).
 
-    The CLIP encodes captions for a model of --text_encodings clip, and "no text" for any. source:
-    model file that says which CLIP it is, if neither cfg nor the data do; or None. widths: those of
-    image and text embeddings, and of text encodings (0: none), of the model, if there is one.
+    The CLIP encodes captions with --text_source clip, and "no text" always. source: model file that
+    says which CLIP it is, if neither cfg nor the data do; or None. widths: those of image and text
+    embeddings, and of text encodings (0: none), of the model, if there is one.
     """
-    with_captions = cfg.text_encodings == "clip"
+    with_captions = cfg.text_source == "clip"
+    with_encodings = cfg.text_encodings and not with_captions  # from the shards
     # Which CLIP made the embeddings: the flag says it, else the data, else the model's file.
-    spec, fingerprint = embeddings.clip_of(cfg, source)
+    spec, fingerprint = clips.clip_of(cfg, source)
     clip_model = None
     # open_clip's may be large, or have to be downloaded: it is loaded only if captions need it.
     if with_captions or (spec and not spec.startswith("open_clip:")):
-        from common.models import clip
-
-        clip_model = clip.load(spec, device, fingerprint, text_only=True)
+        clip_model = clips.load(spec, device, fingerprint, text_only=True)
         fingerprint = clip_model.fingerprint()
 
     datasets = []
     for path in filter(None, (cfg.data, cfg.val_data)):
-        dataset = embeddings.Embeddings(path, cfg.text_encodings == "shards", with_captions)
+        dataset = embeddings.Embeddings(path, with_encodings, with_captions)
         encoding_width = dataset.encoding_width
         if clip_model:  # one of other widths cannot have made these embeddings
             clip_model.check_widths(f"--clip {spec} for {path}", dataset.width, encoding_width)
-        embeddings.check_source(cfg, dataset, path, clip_model)
+        clips.check_source(cfg, dataset, path, clip_model)
         if with_captions:  # said now, as nobody sees in a sample that half of its text was cut
-            encoding_width = clip_model.encoding_width
+            if cfg.text_encodings:
+                encoding_width = clip_model.encoding_width
             texts = []
-            for index in files.evenly_spaced(len(dataset), 256):
+            for index in order.evenly_spaced(len(dataset), 256):
                 with contextlib.suppress(UserError):  # a damaged caption costs its sample alone
                     texts += dataset.texts([index])
             if not texts:
@@ -615,7 +605,7 @@ def open_data(cfg, source, device, widths=None):
         "clip": spec,
         "clip_fingerprint": fingerprint,
         # Of text embeddings, which `sample --text_embeds` must have.
-        "text_length": datasets[0].text_embeds.usual_length,
+        "text_norm": datasets[0].text_embeds.median_norm,
     }
     return order.splits(datasets[0], cfg, *datasets[1:]), clip_model, info
 
@@ -627,10 +617,10 @@ def train(cfg):
         from common.data import embed
 
         cfg = embed.with_builtin_data(cfg, device)
-    run, cfg = loop.open_run(cfg, cfg.run_dir, MAX_CHUNK)
-    splits, clip_model, info = dist.main_first(lambda: open_data(cfg, run.source, device))
+    run, cfg = resume.open_run(cfg, cfg.run_dir, MAX_CHUNK)
+    splits, clip_model, info = dist.on_all(lambda: open_data(cfg, run.source, device))
     dataset, indices = splits["train"]
-    identity = loop.identify(run, cfg, splits, clip=info["clip_fingerprint"])
+    identity = resume.identify(run, cfg, splits, clip=info["clip_fingerprint"])
     if run.results:  # it is finished
         return loop.announce(run)
 
@@ -644,21 +634,19 @@ def train(cfg):
         prior.measure_embeddings(batch["image_embed"][usable])
     trainable = prior  # with LoRA, the adapters alone
     if cfg.lora_rank:
-        from common.models import lora
-
-        trainable, info["lora"] = lora.start(prior, cfg.init_from, cfg.lora_rank, identity["base"])
+        trainable, info["lora"] = resume.add_adapters(prior, cfg, identity["base"])
     optimizers = optim.make(
         trainable, cfg.optimizer, cfg.lr, cfg.weight_decay, cfg.betas, cfg.eps
     )
     scaler = amp.scaler(device, cfg.precision)
     ema = EMA(trainable, cfg.ema_update_every, cfg.ema_decay, cfg.ema_update_after)
-    state = checkpoint.State(cfg, trainable, ema, optimizers, scaler, identity, info)
-    loop.resume(run, state)
+    state = resume.State(cfg, trainable, ema, optimizers, scaler, identity, info)
+    resume.restore(run, state)
     if cfg.compile:
         compile_blocks(prior.transformer.blocks)
 
     # The order of samples follows from seed and step.
-    plan, batches = loop.batches(cfg, dataset, indices, state.step, device)
+    plan, batches = loader.train_batches(cfg, dataset, indices, state.step, device)
     about = f"{len(dataset):,} embeddings of width {dataset.width}"
     eval_due = loop.Due(cfg.eval_every, state)
     save_due = loop.Due(cfg.save_every, state)
@@ -690,7 +678,7 @@ def train(cfg):
                     for chunk, batch in zip(plan, step_batches):
                         # All that is random follows from (seed, step, chunk), on any rank.
                         accumulate.seed_all(cfg.seed, state.step, chunk.index)
-                        batch = order.to_device(batch, device)
+                        batch = loader.to_device(batch, device)
                         condition = conditioning(batch, cfg, clip_model)  # the CLIP is in fp32
                         with amp.autocast(device, cfg.precision):
                             loss = diffusion_loss(prior, batch, condition)
@@ -728,12 +716,13 @@ class PriorConfig(config.Inference):
     """The prior"""
 
     run_dir: str = field("runs/prior", "run folder of the prior")
+    lora_scale: float = field(1.0, "scale of its adapters, 0: the model without them")
     guidance_scale: float = field(-1.0, "guidance, 1: none, below 0: as in its training")
 
 
-def load_prior(path, device, weights="ema"):
+def load_prior(path, device, weights="ema", lora_scale=1.0):
     """(prior in eval mode, contents of the file) of a model.pt or checkpoint, adapters merged."""
-    prior, contents = checkpoint.load_model(Prior, {"prior": Config}, path, weights)
+    prior, contents = checkpoint.load_model(Prior, {"prior": Config}, path, weights, lora_scale)
     return prior.to(device).eval(), contents
 
 
@@ -754,8 +743,8 @@ class EvaluateConfig(PriorConfig):
 def open_evaluation(args, device):
     """(prior with the settings of its evaluation, splits, CLIP or None), checked."""
     path = checkpoint.model_file(args.run_dir, args.model, args.weights)
-    prior, contents = load_prior(path, device, args.weights)
-    cfg = order.evaluation_settings(prior.cfg, args, MAX_CHUNK)
+    prior, contents = load_prior(path, device, args.weights, args.lora_scale)
+    cfg = loop.evaluation_settings(prior.cfg, args, MAX_CHUNK)
     prior.cfg = dataclasses.replace(
         cfg,
         eval_timesteps=args.eval_timesteps or cfg.eval_timesteps,
@@ -767,7 +756,7 @@ def open_evaluation(args, device):
 
 def evaluate(args):
     device = dist.setup(args.device)
-    prior, splits, clip_model = dist.main_first(lambda: open_evaluation(args, device))
+    prior, splits, clip_model = dist.on_all(lambda: open_evaluation(args, device))
     metrics = {"loss": mean_loss(prior, splits["test"], clip_model)}
     metrics |= sample_metrics(prior, splits, "test", clip_model)
     tracker.print_results(f"{args.run_dir}, test split:", metrics)
@@ -802,12 +791,12 @@ class SampleConfig(PriorConfig):
                 config.check_unused(self, "without a text", "guidance_scale", "best_of")
 
 
-def read_text_embeddings(path, prior, usual_length):
+def read_text_embeddings(path, prior, median_norm):
     """Text embeddings (N, D) of a .npy file; UserError if they do not fit the prior.
 
-    usual_length: of those that it was trained on, or None if it is not known.
+    median_norm: of those that it was trained on, or None if it is not known.
     """
-    if prior.cfg.text_encodings != "none":
+    if prior.cfg.text_encodings:
         raise UserError(
             "--text_embeds: this prior also needs text encodings; give --text or --texts"
         )
@@ -819,10 +808,10 @@ def read_text_embeddings(path, prior, usual_length):
         )
     # A raw embedding goes in as it is. Of another length it is another text.
     length = embeds.norm(dim=1).median()
-    if prior.cfg.raw_embeddings and usual_length and not 0.5 < length / usual_length < 2:
+    if prior.cfg.raw_embeddings and median_norm and not 0.5 < length / median_norm < 2:
         raise UserError(
             f"{path}: its embeddings are of length {length:.3g}, but those of the training of "
-            f"{usual_length:.3g}; write them as those, by python -m common.data.embed embed --raw"
+            f"{median_norm:.3g}; write them as those, by python -m common.data.embed embed --raw"
         )
     return embeds
 
@@ -834,7 +823,7 @@ def sample(args):
 
     # Load the prior. Read texts, or text embeddings, or take "no text".
     path = checkpoint.model_file(args.run_dir, args.model, args.weights)
-    prior, contents = load_prior(path, device, args.weights)
+    prior, contents = load_prior(path, device, args.weights, args.lora_scale)
     cfg = prior.cfg
     texts = files.texts_of(args.text, args.texts)
     steps = args.steps or max(cfg.eval_timesteps)
@@ -842,16 +831,14 @@ def sample(args):
     best_of = args.best_of
     clip_model = None
     if texts:
-        from common.models import clip
-
         spec = args.clip or contents["clip"]
         # Texts of another CLIP would be drawn without an error, as if they said something else.
-        clip_model = clip.load(spec, device, contents["clip_fingerprint"], text_only=True)
+        clip_model = clips.load(spec, device, contents["clip_fingerprint"], text_only=True)
         clip_model.check_widths(f"--clip {spec}", *contents["widths"])
         clip_model.note_cut(texts, cfg.max_text_len)
         inputs = {"caption": texts}
     elif args.text_embeds:
-        embeds = read_text_embeddings(args.text_embeds, prior, contents.get("text_length"))
+        embeds = read_text_embeddings(args.text_embeds, prior, contents.get("text_norm"))
         inputs = {"text_embed": embeds.to(device)}
     else:
         inputs = dict(prior.null_text.named_buffers())
@@ -888,6 +875,39 @@ COMMANDS = {
     "evaluate": (evaluate, EvaluateConfig),
     "sample": (sample, SampleConfig),
 }
+
+# fmt: off
+PICTURES = dict(dropout=0.1, validation=0.03, test=0.03, guidance_scale=2.0)
+PRESETS = {
+    # Thousands of captioned pictures. Both were run to their end on 6,000 emoji: the first on two
+    # cores, the second on one H200 (79 s).
+    "pictures-cpu": dict(PICTURES, steps=1000, eval_every="125"),
+    "pictures-gpu": dict(
+        PICTURES,
+        text_encodings=True, text_source="clip",
+        width=512, depth=6, heads=8,  # 20 M weights
+        batch_size=512, steps=500, lr=1e-3, eval_every="125", precision="bf16",
+    ),
+    # DALL-E 2's Table 3 for the diffusion prior, over the CLIP at hand.
+    "dalle2": dict(
+        clip="open_clip:ViT-L-14/openai",
+        text_encodings=True, text_source="clip",  # of all tokens, besides the text embedding
+        # Model
+        width=2048, depth=24, heads=32,  # 1B parameters
+        # Optimization: AdamW, EMA of 0.9999
+        batch_size=4096, steps=600_000, lr=1.1e-4,
+        cosine=False, betas=(0.9, 0.96), eps=1e-6, weight_decay=0.06,
+        # Not in the paper: how to run it
+        warmup_steps=10_000, chunk_size=64, precision="bf16", workers=4,
+        validation=0.01, test=0.01,
+        log_every=100, eval_every="10000", save_every="2000",
+    ),
+}
+# The sizes of the published configs. How these were trained is not public: the rest is DALL-E 2's.
+PRESETS["karlo"] = dict(
+    PRESETS["dalle2"], depth=20, raw_embeddings=True, guidance_scale=4.0, eval_timesteps=(25,)
+)
+# fmt: on
 
 
 def main():

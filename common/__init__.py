@@ -6,12 +6,17 @@
     amp           autocast, gradient scaler; unscale, clip, step
     schedule      the learning rate as a function of the step
     optim         parameter groups, the choice of optimizer, its state
+    muon          the optimizer Muon
     ema           the average of the weights
-    checkpoint    atomic files, what a checkpoint holds, the run folder
-    loop          start and end of a run, log lines, what is not finite
+    order         which samples come when: splits and the order of an epoch
+    loader        chunks of samples, read ahead by workers
+    checkpoint    atomic files; a model for use
+    resume        the run folder, and what a run resumes from
+    loop          what stands in or around the loop: when to evaluate, log lines, what is not finite
     tracker       metrics.jsonl, console, the logger
 
-    models/       layers, mathematics, tokenizers, and the small CLIP
-    data/         sources of samples, and their order
-    interop/      what is other people's: published weights, loggers, copies; a fork may delete it
+    models/       tensors in, tensors out: layers, mathematics, tokenizers, codec, small CLIP
+    data/         sources of samples
+    interop/      third-party formats and services: published weights, loggers, copies; a fork may
+                  delete it
 """

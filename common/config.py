@@ -15,12 +15,12 @@ import json
 import math
 import os
 import re
+import shlex
 import sys
-import time
 import typing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 # Types with bounds: the bound in words, and as a test.
 PositiveInt = Annotated[int, ("a number above 0", lambda value: value > 0)]
@@ -38,33 +38,21 @@ Device = Literal["auto", "cuda", "mps", "cpu"]
 class UserError(ValueError):
     """A mistake that the user can correct. `run` prints its message without a traceback."""
 
-    is_shown = True  # False on a rank that leaves the printing to another: see dist.fail
-
 
 @contextlib.contextmanager
 def explained(message, kind=UserError):
     """Context that turns any error into a `kind` of UserError, with `message` before the reason.
 
-    An error that is a `kind` already stays as it is. For what reads files, and meets a dozen types
-    of errors if they are damaged or foreign.
+    For the reading of a user's files, which raises a dozen types of errors where they are damaged.
+    An error that is a `kind` already stays as it is.
     """
     try:
         yield
     except kind:
         raise
     except Exception as error:
-        # `run` explains these, see OUTSIDE. But a sample alone that is too large for the memory is
-        # the sample's fault, so it is Unusable.
-        passed_on = NO_MEMORY if kind is UserError else [OPEN_FILES]
-        if any(words in str(error) for words in passed_on):
-            raise
-        # Without torch's advice, which is to load files with code, and without addresses in
-        # memory: a fault has the same message whenever it is met.
-        advice = (
-            r"Weights only load.*(WeightsUnpickler error:|trusted source\.)|"
-            r"(Please use|Check the documentation of torch).*"
-        )
-        reason = re.sub(rf"{advice}| at 0x[0-9a-f]+|(\\[nt])+", " ", repr(error))
+        # Without addresses in memory: a fault has the same message whenever it is met.
+        reason = re.sub(r" at 0x[0-9a-f]+", "", repr(error))
         raise kind(f"{message} ({reason:.300})") from error
 
 
@@ -91,14 +79,19 @@ def need(module, wanted_by, package=None):
 # Settings
 
 
-def field(default, help="", model=False, fixed=False, measure=False):
+def field(default, help="", model=False, fixed=False, affects_val_loss=False):
     """A setting of a config class: its default and its line in --help.
 
-    fixed: a run that goes on must keep it, as batch_size. model: as `fixed`, and a part of the
-    model, as width: a run with --init_from FILE takes it from the file. measure: val_loss depends
-    on it, as on eval_samples, so that losses under another value cannot be compared.
+    fixed: a resumed run must keep it, as batch_size. model: as `fixed`, and a part of the model, as
+    width: a run with --init_from FILE takes it from the file. affects_val_loss: losses under
+    another value cannot be compared, as of eval_samples.
     """
-    rules = {"help": help, "model": model, "fixed": model or fixed, "measure": measure}
+    rules = {
+        "help": help,
+        "model": model,
+        "fixed": model or fixed,
+        "affects_val_loss": affects_val_loss,
+    }
     return dataclasses.field(default=default, metadata=rules)
 
 
@@ -123,19 +116,36 @@ class Settings:
     The first line of a config class's docstring is the heading of its settings in --help.
     """
 
+    # Names of the settings that the user gave, by flags or --config: not presets, not defaults.
+    # Set by `parse`; None: not known, as the config was made in Python.
+    given: ClassVar[tuple | None] = None
+
     def __post_init__(self):
         for name, kind in typing.get_type_hints(type(self), include_extras=True).items():
+            if typing.get_origin(kind) is ClassVar:
+                continue
             values = getattr(self, name)
             if isinstance(values, tuple):
                 kind = typing.get_args(kind)[0]
             else:
                 values = [values]
+            choices = typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
             for value in values:
                 if isinstance(value, float) and not math.isfinite(value):
                     raise UserError(f"--{name} {value}: expected a finite number")
+                if choices and value not in choices:
+                    names = ", ".join(map(str, choices))
+                    raise UserError(f"--{name} {value}: expected one of {names}")
                 for words, holds in getattr(kind, "__metadata__", ()):
                     if not holds(value):
                         raise UserError(f"--{name} {value}: expected {words}")
+
+
+def replace(cfg, **changes):
+    """`cfg` with some settings changed. What the user gave stays known."""
+    changed = dataclasses.replace(cfg, **changes)
+    object.__setattr__(changed, "given", cfg.given)
+    return changed
 
 
 @dataclass(frozen=True)
@@ -153,9 +163,10 @@ class TrainingRun(Settings):
     init_from: str = field(
         "", "file to take weights (and a model's settings) from: path, URL, wandb:RUN_PATH/FILE"
     )
-    init_strict: bool = field(True, "refuse weights that do not all fit; off: take those that do")
     chunk_size: NonNegativeInt = field(
-        0, "samples in one forward pass, kept by the run; 0: to fit the ranks", measure=True
+        0,
+        "samples in one forward pass (micro-batch), kept by the run; 0: to fit the ranks",
+        affects_val_loss=True,
     )
     precision: Literal["fp32", "bf16", "fp16"] = field(
         "fp32", "of matrix products; fp32 is TF32 on GPUs"
@@ -166,9 +177,6 @@ class TrainingRun(Settings):
     load: str = field(
         "", "checkpoint to resume from if RUN has none: path, URL[#sha256=HEX], wandb:RUN_PATH/FILE"
     )
-    load_only_auto_resume: bool = field(
-        False, "use --load only if RUN was begun and its checkpoints are lost"
-    )
     logger: str = field(
         "console",
         '"console", "tensorboard" or "wandb project=NAME [entity=NAME] [name=NAME] [id=ID]"',
@@ -176,7 +184,6 @@ class TrainingRun(Settings):
     save: tuple[str, ...] = field(
         (), '"local|wandb|huggingface [kind=model] [repo=NAME] save_latest_to=PATH …", …'
     )
-    metadata: tuple[str, ...] = field((), "NAME=VALUE pairs for every file that the run writes")
     seed: int = field(0, "seed of everything random", fixed=True)
     device: Device = field("auto", "where to compute")
     workers: NonNegativeInt = field(0, "processes that read data ahead, a rank")
@@ -184,9 +191,9 @@ class TrainingRun(Settings):
         30.0, "how long a rank waits for another, or for its data, before it gives up"
     )
 
-    # No flags, as they have no types. They are flags where there are stages, or adapters.
-    stage = ""
-    lora_rank = 0
+    # Constants here. They are settings where there are stages, or adapters.
+    stage: ClassVar[str] = ""
+    lora_rank: ClassVar[int] = 0
 
     def __post_init__(self):
         super().__post_init__()
@@ -229,14 +236,14 @@ def read_json(path):
         return dict(json.loads(Path(path).read_text("utf-8-sig")))
 
 
-def finite(values):
+def nan_to_none(values):
     """Plain `values` as they come back from a JSON file, with None for what is not finite."""
     return json.loads(json.dumps(values), parse_constant=lambda word: None)
 
 
 def as_json(cfg):
     """The config as plain JSON values, as they come back from a file."""
-    return finite(dataclasses.asdict(cfg))
+    return nan_to_none(dataclasses.asdict(cfg))
 
 
 def from_json(cls, values, source):
@@ -337,7 +344,10 @@ def read_words(parser, words, source=""):
                 settings[name] = tuple(value)
         return settings
     if not unknown[0].startswith("-"):
-        raise UserError(f"{source}{unknown[0]}: of no setting; join values by commas, quote spaces")
+        raise UserError(
+            f"{source}{unknown[0]}: unexpected argument; separate list items with commas and quote "
+            "values with spaces"
+        )
     flag = unknown[0].partition("=")[0].replace("-", "_").lstrip("_")
     known = [action.dest for action in parser._actions]
     close = difflib.get_close_matches(flag, known)
@@ -386,30 +396,9 @@ def parse(cls, words, usage="", presets=None):
         given = from_json(cls, given, found.config)
     else:
         given = typed(cls, given, found.config)
-    return cls(**(settings | given | flags))
-
-
-# Errors that are not the program's
-OPEN_FILES = "Too many open files"
-NO_MEMORY = ("out of memory", "can't allocate memory", "Unable to allocate")  # GPU, CPU, numpy
-SMALLER = (
-    "too large for the memory: lower --chunk_size or --max_batch, give --checkpointing, or make "
-    "the model smaller"
-)
-SHM = "/dev/shm is missing or too small; give --workers 0, or more of it (docker run --shm-size=8g)"
-KILLED = "--workers: one was killed, maybe for lack of memory; give fewer"
-PEER = "another rank has ended, or did not answer for --timeout_minutes; what it printed says why"
-OUTSIDE = {  # {words in an error: what to say}
-    OPEN_FILES: "--workers: give fewer, or raise the limit of open files (ulimit -n)",
-    "Bus error": f"--workers: {SHM}",
-    "</torch_": f"--workers: {SHM}",  # the name of shared memory
-    "DataLoader worker (pid": KILLED,
-    "DataLoader timed out": "--workers: one does not answer; is the data's disk still there?",
-    "gloo/": PEER,
-    "NCCL": PEER,
-    **dict.fromkeys(NO_MEMORY, SMALLER),
-    "common.interop": "a flag needs common/interop, which was left out here",
-}
+    cfg = cls(**(settings | given | flags))
+    object.__setattr__(cfg, "given", tuple(given | flags))
+    return cfg
 
 
 def run(commands, usage, default=None, presets=None):
@@ -417,7 +406,8 @@ def run(commands, usage, default=None, presets=None):
 
     commands: {name: (function of a config, config class or {stage: class})}. presets: of the
     default command, see `parse`. An error on the command line ends with one line and status 2, a
-    later UserError or OSError with status 1.
+    later UserError or OSError with status 1. Any other error is a fault of the program or of the
+    machine: a traceback.
     """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, OSError):  # it is closed, or not a stream
@@ -436,19 +426,10 @@ def run(commands, usage, default=None, presets=None):
         cfg = parse(cls, words, usage, presets if name == default else None)
         status = 1
         function(cfg)
-    except (UserError, OSError, RuntimeError, ImportError, MemoryError) as error:
-        message = str(error)
-        if not isinstance(error, (UserError, OSError)):
-            known = [words for words in OUTSIDE if words in message]
-            if not known:
-                raise
-            lines = [line for line in message.splitlines() if known[0] in line]
-            message = f"{OUTSIDE[known[0]]} ({lines[0]})"
-            if PEER in message and "TORCHELASTIC_RUN_ID" in os.environ:
-                time.sleep(10)  # the other rank tells, and torchrun ends this one meanwhile
-        # Of a mistake on the command line rank 0 tells; later, the rank that met the error.
-        if (status == 1 or is_main()) and getattr(error, "is_shown", True):
-            print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr, flush=True)
+    except (UserError, OSError) as error:
+        # All ranks read the command line, so rank 0 speaks; later, the rank that met the error.
+        if status == 1 or is_main():
+            print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr, flush=True)
         raise SystemExit(status) from None
     except KeyboardInterrupt:  # before training, which saves first
         raise SystemExit(130) from None
@@ -459,3 +440,14 @@ def check_unused(cfg, case, *names):
     for name in names:
         if getattr(cfg, name) != getattr(type(cfg), name):  # its default
             raise UserError(f"--{name}: {case} it does nothing; leave it out")
+
+
+def parse_options(flag, text, kinds):
+    """The object that `text`, "NAME OPTION=VALUE ...", describes; UserError.
+
+    kinds: {name: its class, with the options as arguments}. flag: for messages.
+    """
+    names = ", ".join(kinds)
+    with explained(f"--{flag} {text}: expected one of {names}, then OPTION=VALUE …"):
+        name, *pairs = shlex.split(text)
+        return kinds[name](**dict(pair.split("=", 1) for pair in pairs))

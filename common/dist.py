@@ -18,7 +18,6 @@ import torch.distributed as td
 
 # Imported before there is a group, which its default arguments would keep alive.
 import torch.distributed.nn
-from torch.utils._pytree import tree_map_only
 
 from common.config import UserError, explained, is_main, note
 
@@ -84,7 +83,7 @@ def setup(device="auto", timeout_minutes=30.0):
         # Gloo is for what the hosts agree on, also where gradients are on GPUs.
         backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"
         timeout = timedelta(minutes=timeout_minutes)
-        with explained("start all ranks by torchrun"):
+        with explained("cannot reach the other ranks; start all of them by torchrun"):
             td.init_process_group(backend, timeout=timeout)
         atexit.register(teardown)
     return torch.device(device)
@@ -104,9 +103,9 @@ def teardown():
 
 
 class Stopped(SystemExit):
-    """Some rank was sent a signal. All ranks raise this at the same place, to save and to end.
+    """Raised on every rank at the same step once any rank receives a signal.
 
-    The exit status, its `code`, is 128 and the number of the signal, as a shell gives it.
+    The caller saves and exits. `code`, the exit status, is 128 plus the number of the signal.
     """
 
 
@@ -156,7 +155,7 @@ def stop_together():
         raise Stopped(128 + int(newest))
 
 
-def deal(count):
+def my_share(count):
     """This rank's numbers below `count`: rank, rank + world_size, …
 
     While they listen for signals, all ranks meet before each: `stop_together`.
@@ -181,10 +180,10 @@ def sum_gradients(module, last=True):
     with the others. None counts as zeros. Buckets and their order follow from the parameters alone,
     so a run resumes bit for bit: DistributedDataParallel makes others after the first step.
 
-    For DistributedDataParallel instead, wrap the model in it after `loop.resume`, and call the
+    For DistributedDataParallel instead, wrap the model in it after `resume.restore`, and call the
     wrapper where the loss calls the model. Loss and backward pass of all chunks but the last are
     in its `no_sync()`. It takes means, so multiply the loss by world_size(). FSDP needs another
-    EMA, another clipping in amp.step, and another `checkpoint.State.contents`, too.
+    EMA, another clipping in amp.step, and another `resume.State.contents`, too.
     """
     if not last:
         yield
@@ -245,24 +244,10 @@ def broadcast_tensor(tensor):
         td.broadcast(tensor, src=0)
 
 
-def broadcast(tree):
-    """Rank 0's plain value, or nested dicts and lists of these and of CPU tensors, on every rank.
-
-    The tensors are sent one by one, so rank 0 holds no second copy. The other ranks' `tree` counts
-    for nothing.
-    """
-    # Tensors of the device "meta" have shapes, types and strides alone.
-    layout = gather(tree_map_only(torch.Tensor, lambda x: x.to("meta"), tree))[0]
-    if not is_main():
-        tree = tree_map_only(torch.Tensor, lambda x: torch.empty_like(x, device="cpu"), layout)
-    tree_map_only(torch.Tensor, broadcast_tensor, tree)
-    return tree
+# Plain values, and work that may fail
 
 
-# Plain values
-
-
-def gather(value):
+def all_gather(value):
     """The list of every rank's plain `value`, in the order of ranks, on every rank."""
     values = [value] * world_size()
     if world_size() > 1:
@@ -270,63 +255,38 @@ def gather(value):
     return values
 
 
-def total(values):
+def all_sum(values):
     """Sums over all ranks of a list of numbers, as Python adds them, in float64. Collective."""
-    return [sum(of_ranks, 0.0) for of_ranks in zip(*gather(values))]
+    return [sum(of_ranks, 0.0) for of_ranks in zip(*all_gather(values))]
 
 
-# Work and mistakes that all ranks share. `together`: each runs it and has its own result;
-# `on_main`: rank 0 runs it, all have its result; `main_first`: each runs it, rank 0 before the
-# others. A mistake of one ends all, with one message.
+def fail(message):
+    """End all ranks, which call this at the same place, with one message: a UserError of rank 0."""
+    if is_main():
+        raise UserError(message)
+    raise SystemExit(1)
 
 
-def fail(message, shown_by=0):
-    """Raise a UserError, as all ranks do at the same place; the rank `shown_by` prints it."""
-    error = UserError(message)
-    error.is_shown = rank() == shown_by
-    raise error
+def on_all(work):
+    """Run `work()`, without collectives, on every rank; each gets its own result.
 
-
-def together(work, here=True):
-    """Run `work()`, without collectives, on the ranks where `here`; each gets its own result.
-
-    A UserError or OSError of one reaches every rank.
+    If it fails on one rank by a UserError or OSError, all ranks exit and that one raises the error.
     """
     result = None
     failure = None
     try:
-        if here:
-            result = work()
+        result = work()
     except (UserError, OSError) as error:
-        failure = str(error)
-    for number, message in enumerate(gather(failure)):
-        if message is not None:
-            fail(message, shown_by=number)
+        failure = error
+    failed = all_gather(failure is not None)
+    if any(failed):
+        if rank() == failed.index(True):
+            raise failure
+        raise SystemExit(1)
     return result
 
 
 def on_main(work):
-    """Run `work()` on rank 0 while the others wait; every rank gets its result, or its error."""
-    return broadcast(together(work, is_main()))
-
-
-def main_first(work):
-    """Run `work()` on rank 0, then on the others, which find what it has downloaded.
-
-    Each rank returns its own result; a UserError reaches every rank.
-    """
-    first = together(work, is_main())
-    later = together(work, not is_main())
-    return first if is_main() else later
-
-
-def check_alike(values):
-    """UserError on every rank unless the plain `values`, by name, are the same on all."""
-    first, *others = gather(values)
-    for number, theirs in enumerate(others, 1):
-        for name, expected in first.items():
-            if theirs.get(name) != expected:
-                fail(
-                    f"rank {number} has another {name} than rank 0, {theirs.get(name)!r} and "
-                    f"{expected!r}; start all ranks with the same data, code and versions"
-                )
+    """Run `work()` on rank 0 alone; every rank gets its plain result. Errors are as of `on_all`."""
+    result = on_all(lambda: work() if is_main() else None)
+    return all_gather(result)[0]

@@ -11,19 +11,17 @@ import torch
 class EMA:
     """The averages, in fp32, of the parameters of `model` that are trainable when it is made.
 
-    All else, such as buffers, is the model's own. Both are looked up in the model whenever they are
-    needed: it may be moved and cast, and get other parameters of the same names and shapes. The
-    average follows from the parameters of the steps alone, so only its tensors are saved. Made
-    when the model is on its device, it is there, too. The warm-up is that of diffusers' EMAModel.
+    Everything else (buffers, frozen weights) is read from the model on demand. The average follows
+    from the parameters of the steps alone, so only its tensors are saved. Made when the model is on
+    its device, it is there, too. The warm-up is that of diffusers' EMAModel.
     """
 
     model: torch.nn.Module
     update_every: int = 1  # steps between updates of the averages
     decay: float = 0.9999  # the highest; 0: nothing is averaged, all is the model's own
     update_after: int = 0  # steps 1 to update_after + 1 copy the parameters
-    warmup: str = "power"  # how the decay rises: "power" or "ratio"
-    inv_gamma: float = 1.0  # of "power"
-    power: float = 0.75  # of "power"
+    inv_gamma: float = 1.0  # of the warm-up
+    power: float = 0.75  # of the warm-up
     min_decay: float = 0.0  # the lowest; as high as `decay`: no warm-up
 
     def __post_init__(self):
@@ -37,16 +35,13 @@ class EMA:
     def decay_at(self, step):
         """Decay after optimizer step number `step` (1 is the first); 0 copies the parameters.
 
-        "power": 1 - (1 + s/inv_gamma)^-power, "ratio": (1 + s) / (10 + s), both within
-        [min_decay, decay]. s = step - update_after - 1 are the steps averaged before.
+        1 - (1 + s/inv_gamma)^-power within [min_decay, decay], for s = step - update_after - 1, the
+        number of steps averaged before.
         """
         s = step - self.update_after - 1
         if s <= 0 or step <= self.update_every:  # the first update copies: no random weights
             return 0.0
-        value = {
-            "power": 1 - (1 + s / self.inv_gamma) ** -self.power,
-            "ratio": (1 + s) / (10 + s),
-        }[self.warmup]
+        value = 1 - (1 + s / self.inv_gamma) ** -self.power
         return max(self.min_decay, min(self.decay, value))
 
     def update(self, step):
@@ -80,18 +75,6 @@ class EMA:
             yield
         finally:
             self.restore(model)
-
-    def to(self, device=None, dtype=None, pin_memory=False):
-        """Move and cast what is averaged; returns self.
-
-        With the averages in pinned memory of the host, the GPU has room for a larger model.
-        """
-        for name, average in self.averages.items():
-            average = average.to(device, dtype)
-            if pin_memory and torch.cuda.is_available():
-                average = average.pin_memory()
-            self.averages[name] = average
-        return self
 
     def state_dict(self):
         """{name: tensor}, the tensors themselves, with the model's names."""

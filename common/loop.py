@@ -1,8 +1,7 @@
-"""What the training loops share: start and end of a run, log lines, what is not finite.
+"""What stands in or around the training loops: when to evaluate, log lines, what is not finite.
 
-The loop with its optimizer step stands in each script. A script calls, in this order: `open_run`
-(lock, where to resume, chunk size), `identify` (checks), `resume` (weights and state), `batches`,
-then `begin`, the context of the loop. It gives the loop's `Progress`, which logs and saves.
+The loop with its optimizer step stands in each script, within the context `begin`, which gives its
+`Progress`. That logs and saves.
 """
 
 import collections
@@ -12,187 +11,13 @@ import itertools
 import math
 import signal
 import time
-from pathlib import Path
 
 import torch
 
-from common import accumulate, checkpoint, config, dist, tracker
+from common import accumulate, amp, checkpoint, config, dist, loader, tracker
 from common.config import UserError
-from common.data import order
 
 MAX_TRIES = 64  # of a step that overflows fp16: nearly each halves the scale
-
-# Start of a run
-
-
-def open_run(cfg, folder, max_chunk):
-    """(the RunFolder `folder`, locked; `cfg` with all that it leaves open). Collective.
-
-    It resumes from the newest intact checkpoint, or from that of --load. run.results are those of a
-    run that has finished cfg.steps, or None. What `cfg` leaves open: a local file for --init_from,
-    the settings of its model, and a chunk size of at most `max_chunk`. UserError if all checkpoints
-    are damaged.
-    """
-    run = checkpoint.RunFolder(folder)
-
-    def open_on_main():
-        run.open()
-        results = run.results
-        if results and (results["step"] < cfg.steps or not (run.folder / "model.pt").is_file()):
-            run.results = None
-        run.resume_from = find_checkpoint(run, cfg)
-        complete = complete_settings(run, cfg, max_chunk)
-        return run.resume_from, run.results, complete
-
-    run.resume_from, run.results, cfg = dist.on_main(open_on_main)
-    run.source = run.resume_from or cfg.init_from
-    return run, cfg
-
-
-def find_checkpoint(run, cfg):
-    """The path of the checkpoint to resume from, or None for a new run."""
-    has_begun = bool(run.checkpoints)
-    newest = run.newest_intact()
-    if not newest and cfg.load and (has_begun or not cfg.load_only_auto_resume):
-        newest = local_file(cfg.load, run)
-    if has_begun and not newest and not run.results:
-        raise UserError(
-            f"{run.folder}: all checkpoints are damaged or missing; go on from a copy with --load, "
-            "or give another --run_dir"
-        )
-    return newest
-
-
-def complete_settings(run, cfg, max_chunk):
-    """`cfg` with what it leaves open, see `open_run`."""
-    # A run that goes on has its weights, but adapters need their base at every start.
-    if cfg.init_from and (not run.resume_from or cfg.lora_rank):
-        cfg = dataclasses.replace(cfg, init_from=local_file(cfg.init_from, run))
-    source = run.resume_from or cfg.init_from
-    saved = {}  # settings of that file
-    if source:
-        with checkpoint.damaged(source):
-            saved = dict(checkpoint.load(source, mmap=True).get("config", {}))
-    if cfg.init_from and cfg.init_strict:
-        cfg = with_model(cfg, saved, source)
-    earlier = saved.get("chunk_size", 0) if run.resume_from else 0
-    return dataclasses.replace(cfg, chunk_size=choose_chunk_size(cfg, earlier, max_chunk))
-
-
-def local_file(address, run):
-    """The path of what --load or --init_from names, which is downloaded if it is elsewhere."""
-    if ":" not in address or Path(address).is_file():
-        return address
-    from common.interop import store
-
-    return store.fetch(address, run.folder.parent / "downloads")
-
-
-def with_model(cfg, settings, path):
-    """`cfg` with those `settings` of the file `path` that are of its model, where it has defaults.
-
-    UserError if others are given.
-    """
-    present = config.settings_with(cfg, "model")
-    saved = {name: value for name, value in settings.items() if name in present}
-    saved = config.typed(type(cfg), saved, path)
-    for name, value in saved.items():
-        if present[name] not in (value, getattr(type(cfg), name)):
-            raise UserError(
-                f"--{name} {config.as_word(present[name])}: {path} has {config.as_word(value)}; "
-                "leave it out, or take what fits by --init_strict false"
-            )
-    return dataclasses.replace(cfg, **saved)
-
-
-def choose_chunk_size(cfg, earlier, most):
-    """Samples of a chunk: those of the flag, else those that the run had `earlier`, if it had any.
-
-    Else, and with more ranks than chunks, as many as give each rank as much, at most `most`. A run
-    of 256 samples a batch that begins on two ranks has chunks of 128. Resumed on one rank it keeps
-    them; on four it takes 64. A chunk is what is seeded: other chunks have other noise.
-    """
-    size = cfg.chunk_size or earlier
-    before = earlier or size  # 0 of a new run without the flag: nothing to note
-    if not size or math.ceil(cfg.batch_size / size) < dist.world_size():
-        size = accumulate.chunk_size_for(cfg.batch_size, dist.world_size(), size or most)
-    if before not in (0, size):
-        config.note(f"chunks of {size} samples, not of {before}: the noise is another from here on")
-    return size
-
-
-def identify(run, cfg, splits, **others):
-    """The identity of the run: {name: plain value} of what must not change while it goes on.
-
-    splits: of `order.splits`. others: more such values, as checksums of other models. If validation
-    has changed since, the run forgets its best loss. Collective. UserError if the training data
-    cannot be used, or if the run is of another model or other data.
-    """
-    dataset, _ = splits["train"]
-    identity = config.settings_with(cfg, "fixed") | others
-    identity["own validation set"] = bool(cfg.val_data)  # the other splits depend on it
-    if cfg.lora_rank:
-        identity["base"] = dist.on_main(lambda: checkpoint.checksum(cfg.init_from))
-    for name, value in dataset.fingerprint().items():
-        identity[f"data {name}"] = value
-    measure = config.settings_with(cfg, "measure")
-    if cfg.val_data:
-        measure |= splits["validation"][0].fingerprint()
-    # Lists for tuples, as in files.
-    identity, run.measure = config.finite([identity, measure])
-
-    def check():
-        unusable, checked, names = dataset.check()
-        if unusable:
-            config.note(
-                f"{unusable} of {checked} samples looked at cannot be used; others take their "
-                f"place: {', '.join(names)}"
-            )
-        if run.resume_from:
-            checkpoint.check_identity(run.resume_from, identity)
-        if not run.results:
-            run.read_best()
-
-    dist.on_main(check)
-    return identity
-
-
-def resume(run, state):
-    """Give `state` what the checkpoint has, or the weights of --init_from. Collective."""
-    cfg = state.cfg
-    path = run.resume_from
-    if path:
-        # Rank 0 reads the file. It is sent to the others.
-        contents = dist.on_main(lambda: checkpoint.load(path))
-        dist.together(lambda: state.restore(contents, path))
-        return
-
-    def start_from():
-        contents = checkpoint.model_contents(checkpoint.load(cfg.init_from))
-        if "lora" in contents:  # adapters: the model with them merged in
-            from common.models import lora
-
-            contents = lora.merged(contents, cfg.init_from)
-        checkpoint.load_weights(state.model, contents["model"], cfg.init_from, cfg.init_strict)
-
-    if cfg.init_from and not cfg.lora_rank:
-        dist.on_main(start_from)
-    # As with DistributedDataParallel the ranks start alike, also on unlike machines.
-    for module in (state.model, *state.others.values()):
-        for tensor in module.state_dict().values():
-            dist.broadcast_tensor(tensor)
-    state.ema.load_state_dict(state.model.state_dict())
-
-
-def batches(cfg, dataset, indices, step, device):
-    """(this rank's plan of chunks, endless iterator over their batches from `step` on)."""
-    plan = accumulate.plan(cfg.batch_size, cfg.chunk_size, dist.rank(), dist.world_size())
-    spans = order.training_spans(plan, cfg.batch_size, step)
-    chunks = order.ChunkDataset(dataset, indices, cfg.seed)
-    pin_memory = device.type == "cuda"
-    timeout = 60 * cfg.timeout_minutes  # as long as the other ranks wait for this one
-    return plan, order.loader(chunks, spans, cfg.workers, pin_memory, timeout)
-
 
 # In the loop
 
@@ -214,7 +39,7 @@ class Due:
         """Collective if it is by minutes: rank 0's clock decides."""
         step = self.state.step
         if self.is_minutes:
-            due = dist.broadcast(time.monotonic() - self.started >= 60 * self.every)
+            due = dist.on_main(lambda: time.monotonic() - self.started >= 60 * self.every)
         else:
             due = step % self.every == 0
         if due:
@@ -300,7 +125,7 @@ class Progress:
                 self.run.drop_from(number - 1)
                 dist.fail(
                     f"{self.run.folder}: loss or gradient is not finite at step {number}; lower "
-                    "--lr or --max_grad_norm: with that the same command goes on from an earlier "
+                    "--lr or --max_grad_norm: then the same command resumes from an earlier "
                     "checkpoint"
                 )
 
@@ -310,10 +135,10 @@ class Progress:
         The ranks meet here, and the host waits for its device. UserError if a loss or gradient is
         not finite.
         """
-        losses = dist.total(torch.stack(self.losses).tolist())
+        losses = dist.all_sum(torch.stack(self.losses).tolist())
         norms = torch.stack(self.norms).tolist()
         self.check_finite([loss + norm for loss, norm in zip(losses, norms)])
-        unusable = list(itertools.chain(*dist.gather(self.unusable)))  # of all ranks
+        unusable = list(itertools.chain(*dist.all_gather(self.unusable)))  # of all ranks
         new = sorted(set(unusable) - self.named_unusable)
         if new:
             self.named_unusable.update(new)
@@ -332,7 +157,7 @@ class Progress:
             "samples_per_s": rate,
         }
         for name, value in self.extra_losses.items():
-            metrics[name] = sum(dist.gather(value.item())) / samples
+            metrics[name] = sum(dist.all_gather(value.item())) / samples
         if torch.cuda.is_initialized():
             metrics["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30  # of rank 0
         self.bar.set_postfix_str(f"loss {loss:.4f}, {rate:.0f} samples/s", refresh=False)
@@ -348,7 +173,8 @@ class Progress:
         self.log.log(self.state.step, samples, **metrics)
         tracker.print_results(f"step {self.state.step}", metrics)
         self.log.write_page()
-        self.run.save_best(self.state, metrics["val_loss"], self.log)
+        self.run.save_best(self.state, metrics["val_loss"])
+        self.log.send()
 
     def save(self):
         """Save the state, unless it is not finite: UserError. Collective.
@@ -358,7 +184,8 @@ class Progress:
         if self.norms:
             self.check_finite(torch.stack(self.norms).tolist())
         with self.paused():
-            self.run.save(self.state, self.log)
+            self.run.save(self.state)
+            self.log.send()
 
     def finish(self, metrics, samples=None):
         """Log the test's `metrics`, and write model.pt and run.results. Collective."""
@@ -372,7 +199,7 @@ class Progress:
         if dist.is_main():
             run.write_model(state, "model.pt", **run.results)
             run.write_record()
-        dist.gather(None)  # a barrier: a next stage reads model.pt
+        dist.all_gather(None)  # a barrier: a next stage reads model.pt
         dist.stop_together()  # after a signal there is no next stage
 
 
@@ -408,11 +235,14 @@ def begin(run, state, about, device):
             yield progress
         except dist.Stopped as stop:
             progress.save()
-            dist.gather(None)  # torchrun kills all when one has ended
+            dist.all_gather(None)  # torchrun kills all when one has ended
             name = signal.Signals(stop.code - 128).name
             log.print(
-                f"stopped by {name} at step {state.step}, all saved; the same command goes on"
+                f"stopped by {name} at step {state.step}, all saved; the same command resumes"
             )
+            raise
+        except torch.OutOfMemoryError:
+            log.print("out of memory: lower --chunk_size, or give --checkpointing")
             raise
         finally:
             progress.bar.close()
@@ -425,4 +255,62 @@ def announce(run):
         f"{run.folder} is finished, at step {run.results['step']}; to train on, give more --steps. "
         "See its report.html",
         run.results,
+    )
+
+
+# Evaluation
+
+
+@torch.no_grad()
+def mean_loss(model, loss_of, dataset, indices):
+    """Mean of `loss_of(batch)` over eval_samples of `indices`, on all ranks.
+
+    The settings are model.cfg. The noise is the same every time. `model` is in eval mode meanwhile,
+    and afterwards in the mode that it was in. Collective.
+    """
+    cfg = model.cfg
+    device = next(model.parameters()).device
+    mode = model.training
+    model.eval()
+    loss_sum = 0.0
+    count = 0
+    for number, batch in loader.eval_batches(dataset, indices, cfg.eval_samples, cfg.chunk_size):
+        accumulate.seed_all(cfg.seed, "loss", number)
+        size = len(batch["index"])
+        with amp.autocast(device, cfg.precision):
+            loss_sum += loss_of(loader.to_device(batch, device)).item() * size
+        count += size
+    model.train(mode)
+    loss_sum, count = dist.all_sum([loss_sum, count])
+    return loss_sum / count
+
+
+def means(found):
+    """{metric: mean over all ranks} of {metric: values on this rank}. Collective."""
+    sums = collections.defaultdict(float)
+    counts = collections.defaultdict(int)
+    for values_of_rank in dist.all_gather(found):  # which may lack some metrics
+        for name, values in values_of_rank.items():
+            sums[name] += sum(values)
+            counts[name] += len(values)
+    return {name: sums[name] / counts[name] for name in sums}
+
+
+def evaluation_settings(cfg, args, max_chunk):
+    """The settings `cfg` of a training, but for what the command `args` of an evaluation says.
+
+    max_chunk: samples in one forward pass, if the training has not chosen that yet.
+    """
+    if not args.data and cfg.data == type(cfg).data:  # imported: training has a path there
+        raise UserError(
+            f"{config.as_word(args.run_dir)}: its data are not known; name some with --data"
+        )
+    return dataclasses.replace(
+        cfg,
+        data=args.data or cfg.data,
+        val_data="" if args.data else cfg.val_data,
+        eval_samples=args.eval_samples,
+        seed=args.seed,
+        batch_size=1,  # nothing is trained: the training split may be small
+        chunk_size=cfg.chunk_size or max_chunk,
     )

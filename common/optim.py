@@ -52,7 +52,7 @@ def make(
     matrices, decayed, undecayed = groups(model)
     optimizers = []
     if name == "muon" and matrices:
-        from common.models.muon import Muon
+        from common.muon import Muon
 
         optimizers.append(Muon(matrices, lr, weight_decay))
     else:
@@ -96,3 +96,7 @@ def load(optimizers, states, path):
         for saved_group, group in zip(saved_state["param_groups"], optimizer.param_groups):
             saved_group.update({name: group[name] for name in GIVEN & group.keys()})
         optimizer.load_state_dict(saved_state)
+        for values in optimizer.state.values():
+            for name, value in values.items():
+                if torch.is_tensor(value):  # maybe of a mapped file
+                    values[name] = value.clone()

@@ -20,12 +20,10 @@ from common.config import UserError
 class Logger:
     """Where a run's lines go besides metrics.jsonl. This one is the console, which needs no more.
 
-    Another one is a subclass and an entry in LOGGERS, whose key --logger names. Its arguments are
-    the options in --logger, which it keeps as the dict `options`. An error of `log`, `file` or
-    `finish` is printed, and training continues without the logger.
+    Another one has the same methods, and an entry in LOGGERS, whose key --logger names. Its
+    arguments are the options in --logger. An error of `log`, `file` or `finish` is printed, and
+    training continues without the logger.
     """
-
-    options = {}  # noqa: RUF012 (never changed)
 
     def open(self, cfg, folder, known, step):
         """Start at `step`; returns the identity {name: plain value} of the run there.
@@ -47,17 +45,6 @@ class Logger:
 LOGGERS = {"console": Logger}
 
 
-def parse(flag, text, kinds):
-    """The object that `text`, "NAME OPTION=VALUE ...", describes; UserError.
-
-    kinds: {name: its class, with the options as arguments}. flag: for messages.
-    """
-    names = ", ".join(kinds)
-    with config.explained(f"--{flag} {text}: expected one of {names}, then OPTION=VALUE …"):
-        name, *pairs = shlex.split(text)
-        return kinds[name](**dict(pair.split("=", 1) for pair in pairs))
-
-
 def make_logger(cfg):
     """The logger that --logger describes; UserError."""
     kinds = LOGGERS
@@ -65,12 +52,12 @@ def make_logger(cfg):
         from common.interop import loggers
 
         kinds = LOGGERS | loggers.LOGGERS
-    return parse("logger", cfg.logger, kinds)
+    return config.parse_options("logger", cfg.logger, kinds)
 
 
 def make_savers(cfg):
-    """The savers that --save names; UserError, also for --metadata."""
-    if not (cfg.save or cfg.metadata):
+    """The savers that --save names; UserError."""
+    if not cfg.save:
         return []
     from common.interop import store
 
@@ -94,9 +81,10 @@ class Tracker(contextlib.AbstractContextManager):
     """
 
     def __init__(self, run, state, repeats_evaluation=True):
-        """run: the open checkpoint.RunFolder. state: the State to resume. Collective.
+        """run: the open resume.RunFolder. state: the State to resume. Collective.
 
-        repeats_evaluation: whether it begins with one, whose line may be there from before.
+        repeats_evaluation: True if the loop starts by repeating an evaluation that may already be
+        logged.
         """
         self.enabled = dist.is_main()
         self.run = run
@@ -107,17 +95,6 @@ class Tracker(contextlib.AbstractContextManager):
         dist.on_main(lambda: self.open(state.step, repeats_evaluation))
 
     def open(self, step, repeats_evaluation):
-        # Another logger, or another run there, would split the curves.
-        self.logger = make_logger(self.cfg)
-        kind = shlex.split(self.cfg.logger)[0]
-        known = dict(self.run.logger_identity) if step else {}
-        given = {"kind": kind, **self.logger.options}
-        if any(known.get(name, value) != value for name, value in given.items()):
-            raise UserError(
-                f"{self.run.folder}: was logged with {known}, --logger {self.cfg.logger} would "
-                "split its curves; continue with that, or branch off with --load "
-                f"{self.run.folder}/checkpoints/FILE and a new --run_dir"
-            )
         lines = read_metrics(self.path)
         with checkpoint.atomic_write(self.path) as file:
             for line in lines:
@@ -128,9 +105,12 @@ class Tracker(contextlib.AbstractContextManager):
                 if line["step"] <= step and not repeated:
                     file.write(json.dumps(line).encode() + b"\n")
         self.file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 (for the whole run)
-        known.pop("kind", None)
+        # The same kind of logger finds its run there; another one begins with this start.
+        self.logger = make_logger(self.cfg)
+        kind = shlex.split(self.cfg.logger)[0]
+        known = self.run.loggers.get(kind, {}) if step else {}
         identity = self.logger.open(self.cfg, self.run.folder, known, step)
-        self.run.logger_identity = {"kind": kind, **identity}
+        self.run.loggers = {**self.run.loggers, kind: identity}
         self.run.write_record()
 
     def log(self, step, samples=None, **metrics):
@@ -141,7 +121,7 @@ class Tracker(contextlib.AbstractContextManager):
         """
         if not self.enabled:
             return
-        line = {"step": step, **config.finite(metrics)}
+        line = {"step": step, **config.nan_to_none(metrics)}
         media = []
         if samples:
             line["samples"] = samples
@@ -186,7 +166,7 @@ class Tracker(contextlib.AbstractContextManager):
 
     def send(self):
         """Begin to send copies of what is new, after each save."""
-        if self.savers:
+        if self.savers and self.enabled:
             from common.interop import store
 
             self.copier.submit(store.send, self.savers, self.run)

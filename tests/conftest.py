@@ -80,6 +80,10 @@ def on_ranks():
             for rank in range(world_size):
                 variables = environment(rank, world_size, port)
                 ranks.append(pool.submit(_as_rank, variables, work, arguments))
+            # Where one rank raises an error, the others exit.
+            errors = [rank.exception() for rank in ranks]
+            for error in sorted(filter(None, errors), key=lambda e: isinstance(e, SystemExit)):
+                raise error
             return [rank.result() for rank in ranks]
     return run
 

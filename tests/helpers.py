@@ -13,14 +13,16 @@ import shlex
 import sys
 import wave as wavfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from conftest import FORKS, environment, free_port
 
-from common import checkpoint, config, dist
+from common import checkpoint, config, dist, order
 from common.data import images, media, sounds, synthetic
+from common.models import soundstream
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +38,29 @@ class Settings(config.TrainingRun):
     warmup_steps: int = 50
     cosine: bool = True
     cosine_steps: int = 0
-    eval_samples: int = config.field(192, measure=True)
+    eval_samples: int = config.field(192, affects_val_loss=True)
+
+
+@dataclasses.dataclass
+class Words:
+    """A dataset whose samples are their numbers and the random words that `fetch` gets."""
+
+    size: int
+    damaged: tuple = ()
+
+    def __len__(self):
+        return self.size
+
+    def split(self, name, validation, test, seed=0):
+        return order.split_indices(self.size, name, validation, test, seed)
+
+    def fetch(self, indices, random_bits=None):
+        if random_bits is not None:
+            random_bits = random_bits.astype(np.int64)
+        return {"row": indices.copy(), "words": random_bits}, ~np.isin(indices, self.damaged)
+
+    def fault(self, index):
+        return f"row {index}"
 
 
 CPU = torch.device("cpu")
@@ -304,6 +328,17 @@ def differences(first, second):
         if not same(*contents):
             found.append(name)
     return found
+
+
+def make_codec(**settings):
+    """A small SoundStream with codebooks, of random weights."""
+    usual = dict(sample_rate=8000, pre_emphasis=0.0, codebook_decay=0.95)
+    cfg = SimpleNamespace(**{**STAGES["soundstream"], **usual, **settings})
+    codec = awake(soundstream.SoundStream(cfg), std=0.2).eval()
+    with torch.no_grad():
+        frames = codec.encode_latents(torch.randn(20, 20 * codec.hop_length))
+    codec.quantizer.initialize(frames.flatten(0, 1), 0, 100)
+    return codec
 
 
 # Published models

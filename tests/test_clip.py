@@ -10,8 +10,8 @@ from torch.testing import assert_close
 
 from common import checkpoint
 from common.config import UserError
-from common.data import media, synthetic
-from common.models import clip
+from common.data import clips, synthetic
+from common.models import clip, pixels
 
 TRIANGLE = "a large green triangle at the top left on a gray background"
 SIZES = dict(image_size=16, context=24, embed_width=16, text_width=32)
@@ -87,7 +87,7 @@ def test_images_are_cut_to_the_central_square_and_resized_with_pixels_from_minus
 
     drawn, _ = synthetic.shapes(range(4), size=64)
     wide = torch.from_numpy(drawn[:, :50])  # bicubic overshoots
-    shrunk = media.resize(wide.permute(0, 3, 1, 2) / 255, 16).clamp(0, 1)  # (4, 3, 16, 20)
+    shrunk = pixels.resize(wide.permute(0, 3, 1, 2) / 255, 16).clamp(0, 1)  # (4, 3, 16, 20)
     assert_close(clip.center_crop(wide, 16), shrunk[..., 2:18])
 
 
@@ -115,7 +115,7 @@ def test_a_clip_survives_its_file_and_what_is_none_or_another_is_named(tmp_path,
     checkpoint.save(contents, tmp_path / "model.pt")
     checkpoint.save({**contents, "kind": "prior"}, tmp_path / "prior.pt")
     checkpoint.save({**contents, "settings": {**settings, "embed_width": 8}}, tmp_path / "odd.pt")
-    loaded = clip.load(tmp_path, "cpu", model.fingerprint())
+    loaded = clips.load(tmp_path, "cpu", model.fingerprint())
     texts = [TRIANGLE, "a new word"]
     assert same(loaded.text_condition(texts, 9), model.text_condition(texts, 9))
     for name, message in (
@@ -124,11 +124,11 @@ def test_a_clip_survives_its_file_and_what_is_none_or_another_is_named(tmp_path,
         ("odd.pt", "text_projection"),
     ):
         with pytest.raises(UserError, match=f"{name}.*: .*{message}"):
-            clip.load(tmp_path / name, "cpu")
+            clips.load(tmp_path / name, "cpu")
     loaded.tokenizer.vocabulary.reverse()
     assert loaded.fingerprint() != model.fingerprint()
     with pytest.raises(UserError, match="not the CLIP that made the embeddings"):
-        clip.load(tmp_path, "cpu", loaded.fingerprint())
+        clips.load(tmp_path, "cpu", loaded.fingerprint())
 
 
 # open_clip
@@ -160,7 +160,7 @@ def open_clip(monkeypatch, tmp_path):
 @pytest.mark.parametrize("weights", ["openai", "laion400m_e32"])
 @torch.no_grad()
 def test_embeddings_are_those_of_open_clip_with_the_activation_of_the_weights(open_clip, weights):
-    ours = clip.load(f"open_clip:ViT-L-14/{weights}", "cpu")
+    ours = clips.load(f"open_clip:ViT-L-14/{weights}", "cpu")
     theirs = ours.model
     assert not ours.training
     assert (ours.embed_width, ours.encoding_width, ours.image_size) == (24, 32, 16)
@@ -175,7 +175,7 @@ def test_embeddings_are_those_of_open_clip_with_the_activation_of_the_weights(op
     end = encodings[range(4), mask.sum(1) - 1]
     assert_close(end @ theirs.text_projection, embedding)
 
-    text_only = clip.load(ours.spec, "cpu", text_only=True)
+    text_only = clips.load(ours.spec, "cpu", text_only=True)
     assert text_only.model.visual is None
     assert same(text_only.embed_text(tokens), (embedding, encodings, mask))
 
@@ -195,7 +195,7 @@ def test_what_open_clip_lacks_and_other_text_encoders_are_refused_in_a_line(open
         for text_only in (False, True):
             message = f"^open_clip:{spec}: expected open_clip:MODEL/WEIGHTS"
             with pytest.raises(UserError, match=message):
-                clip.load(f"open_clip:{spec}", "cpu", text_only=text_only)
+                clips.load(f"open_clip:{spec}", "cpu", text_only=text_only)
     monkeypatch.setattr(open_clip, "get_tokenizer", lambda name: lambda texts, **_: None)
     with pytest.raises(UserError, match="its text encoder is not that of the original CLIP"):
-        clip.load("open_clip:ViT-L-14/openai", "cpu")
+        clips.load("open_clip:ViT-L-14/openai", "cpu")

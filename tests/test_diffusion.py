@@ -1,4 +1,6 @@
 """The diffusion arithmetic against slow references and published closed forms."""
+import dataclasses
+import itertools
 import math
 
 import pytest
@@ -6,6 +8,7 @@ import torch
 from torch.distributions import Normal, kl_divergence
 from torch.testing import assert_close
 
+from common.config import UserError
 from common.models import diffusion
 
 T = 200
@@ -120,9 +123,27 @@ def test_dream_moves_input_and_target_along_the_networks_error():
     sigma = sigma[:, None]
     x0, noise, predicted = torch.randn(3, T, 3)
     x_t = alpha * x0 + sigma * noise
-    moved, target = diffusion.dream(x_t, noise, predicted, sigma)
-    assert_close(moved, alpha * x0 + sigma * target)  # still of x0, with that noise
+    target = diffusion.dream(noise, predicted, sigma)
     assert_close(target, noise + (noise - predicted) * sigma)
+    # Algorithm 1 moves x_t by the same error: it is still of x0, with that noise.
+    assert_close(x_t + sigma * sigma * (noise - predicted), alpha * x0 + sigma * target)
+    assert torch.equal(diffusion.dream(noise, noise, sigma), noise)  # nothing to correct
+
+
+@pytest.mark.parametrize(
+    "function, arguments",
+    [
+        (diffusion.noise_betas, ("sigmoid", T)),
+        (diffusion.alphas_sigmas, ("sigmoid", T)),
+        (diffusion.sample_timesteps, ("cosmap", (2,), T, "cpu")),
+        (diffusion.target, ("xO", 0, 0, 1, 1)),
+        (diffusion.predict_x0, ("xO", 0, 0, 1, 1)),
+        (diffusion.loss_weight, ("p2", "x0", torch.ones(1), torch.ones(1))),
+    ],
+)
+def test_a_choice_that_a_fork_forgot_is_an_error_and_not_another_choice(function, arguments):
+    with pytest.raises(ValueError, match=r"sigmoid|cosmap|xO|p2"):
+        function(*arguments)
 
 
 # The bound on the likelihood
@@ -286,3 +307,103 @@ def test_inpainting_keeps_what_is_known_and_resampling_fits_the_rest_to_it(name)
         errors.append((out[:, 1].mean() - 0.9 * 1.5).abs().item())
     assert errors[1] < 0.12 and errors[1] < errors[0] / 3
     assert out[:, 1].std().item() == pytest.approx(0.44, abs=0.12)  # the root of 1 - ρ²
+
+
+# Settings and guidance
+
+@dataclasses.dataclass
+class Settings:
+    """As much of a script's Config as the levels of noise need."""
+
+    objective: str
+    noise_schedule: str = "cosine"
+    loss_weight: str = "none"
+    timesteps: int = 50
+
+
+WEIGHTS = ["none", "min_snr", "cosmap", "sigma_sqrt"]
+
+
+def test_settings_that_would_have_no_effect_are_refused_and_no_others():
+    accepted = set()
+    for names in itertools.product(OBJECTIVES, ["cosine", "linear"], WEIGHTS):
+        try:
+            diffusion.check_settings(Settings(*names))
+        except UserError:
+            continue
+        accepted.add(names)
+    of_flow = itertools.product(["flow"], ["cosine"], WEIGHTS)  # its own levels, any weight
+    of_others = itertools.product(OBJECTIVES[:3], ["cosine", "linear"], WEIGHTS[:2])
+    assert accepted == {*of_flow, *of_others}
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear"])
+@objectives
+def test_a_model_has_the_levels_of_its_config_and_does_not_save_them(objective, schedule):
+    model = torch.nn.Module()
+    diffusion.add_levels(model, Settings(objective, schedule))
+    assert not model.state_dict()
+    alpha, sigma = dict(model.named_buffers()).values()
+    name = "flow" if objective == "flow" else schedule
+    assert_close((alpha, sigma), diffusion.alphas_sigmas(name, 50))
+    like = torch.zeros(2, 3, 4, 5)
+    t = torch.tensor([[0, 7, 49], [8, 8, 1]])
+    a, s = diffusion.levels(model, t, like)
+    assert a.shape == s.shape == (2, 3, 1, 1)
+    power = 1 if objective == "flow" else 2
+    assert_close(a**power + s**power, torch.ones(2, 3, 1, 1))
+    assert (s[0, 0] < s[1, 2]).all() and torch.equal(s[1, 0], s[1, 1])
+
+
+@pytest.mark.parametrize("w", [-1.0, 0.0, 0.5, 3.0])
+def test_guidance_is_equation_six_of_ho_and_salimans(w):
+    conditional, unconditional = torch.randn(2, 4, 5)
+    guided = diffusion.classifier_free_guidance(conditional, unconditional, 1 + w)
+    assert_close(guided, (1 + w) * conditional - w * unconditional)
+
+
+@pytest.mark.parametrize("density", ["logit_normal", "mode"])
+def test_the_rarest_draws_are_timesteps_too(density, monkeypatch):
+    ends = torch.tensor([0.0, 1 - 2**-24])
+    monkeypatch.setattr(torch, "rand", lambda shape, device: ends)
+    monkeypatch.setattr(torch, "randn", lambda shape, device: torch.tensor([40.0, -40.0]))
+    drawn = diffusion.sample_timesteps(density, (2,), 30, "cpu")
+    assert drawn.tolist() == [29, 0]
+
+
+def test_noise_drawn_ahead_is_the_same_noise_for_more_draws_than_one_piece_holds():
+    x = torch.zeros(1, 16)
+    by_one = diffusion.noise_generator([3], "cpu")
+    ahead = diffusion.noise_generator([3], "cpu", draws=100)
+    expected = torch.stack([by_one(x) for _ in range(150)])
+    assert torch.equal(torch.stack([ahead(x) for _ in range(150)]), expected)
+    assert ahead(x.bfloat16()).dtype == torch.bfloat16
+    images = torch.zeros(4, 3, 2, 5)
+    assert diffusion.noise_generator([3, 4], "cpu")(images).shape == images.shape
+
+
+def test_what_is_kept_is_noised_to_the_level_of_each_step_and_again_before_it_is_resampled():
+    alpha, sigma = diffusion.alphas_sigmas("cosine", T)
+    inputs = []
+
+    def denoise(x_t, t):
+        inputs.append((t.item(), x_t.item()))
+        return torch.zeros(1, 1), 0.0
+
+    kept = torch.full((1, 1), 2.0), torch.tensor([[True]])
+    options = dict(noise_fn=torch.ones_like, kept=kept, resample=3)
+    out = diffusion.sample(denoise, torch.ones(1, 1), alpha, sigma, 5, **options)
+    assert out.item() == 2
+    timesteps = diffusion.sampling_timesteps(T, 5)
+    visited = [t for t, _ in inputs]
+    assert visited == [t for t in timesteps[:-1] for _ in range(3)] + [0]
+    a = alpha.double().tolist()
+    s = sigma.double().tolist()
+    for (before, _), (t, x) in itertools.pairwise(inputs):
+        expected = 2 * a[t] + s[t]
+        if before == t:  # from the next level, by q(x_t | x_prev), whose variances add up
+            t_prev = timesteps[timesteps.index(t) + 1]
+            ratio = a[t] / a[t_prev]
+            from_prev = ratio * s[t_prev]
+            expected = 2 * a[t] + from_prev + math.sqrt(s[t] ** 2 - from_prev**2)
+        assert x == pytest.approx(expected, rel=1e-4)

@@ -18,21 +18,24 @@ def exchange():
     values = [[1.0, 0.0, 5.0], [7.0]][dist.rank()]  # more on one rank, and a true zero
     tiny = [2.0**20, 2.0**-30][dist.rank()]
     return (
-        dist.total([sum(values), len(values), 0.0, tiny]),
-        dist.broadcast(("first", dist.rank())),
+        dist.all_sum([sum(values), len(values), 0.0, tiny]),
+        dist.all_gather(("value", dist.rank())),
     )
 
 
 def test_sums_over_unevenly_filled_ranks_are_exact_and_values_reach_every_rank(on_ranks):
     sums = [13.0, 4.0, 0.0, 2.0**20 + 2.0**-30]  # float32 would lose the last one
-    assert on_ranks(2, exchange) == [(sums, ("first", 0))] * 2
+    assert on_ranks(2, exchange) == [(sums, [("value", 0), ("value", 1)])] * 2
 
 
 def alone():
     with dist.listening():
-        dealt = [*dist.deal(3)]
-    values = dist.gather("x"), dist.broadcast("y"), dist.on_main(lambda: "z")
-    return dealt, values, dist.total([1, 2.5]), torch.distributed.is_initialized()
+        dealt = [*dist.my_share(3)]
+    values = dist.all_gather("x"), dist.on_all(lambda: "y"), dist.on_main(lambda: "z")
+    tensor = torch.ones(2)
+    dist.broadcast_tensor(tensor)
+    assert tensor.tolist() == [1, 1]
+    return dealt, values, dist.all_sum([1, 2.5]), torch.distributed.is_initialized()
 
 
 def test_a_single_process_needs_no_group(on_ranks):
@@ -43,8 +46,11 @@ def test_a_single_process_needs_no_group(on_ranks):
 
 # Work and its errors
 
-def outcome(way, failing):
-    """What a way to work gives this rank: a result, or a message and whether it prints it."""
+def outcome(way, failing=()):
+    """What a way to work gives this rank: a result, a message, or None if it ends silently.
+
+    failing: ranks where the work fails.
+    """
     def work():
         if dist.rank() in failing:
             kind = UserError if dist.rank() % 2 else OSError
@@ -53,27 +59,52 @@ def outcome(way, failing):
 
     try:
         return way(work)
-    except UserError as error:
-        return str(error), error.is_shown
+    except (UserError, OSError) as error:
+        return str(error)
+    except SystemExit as end:
+        assert end.code == 1
+        return None
 
 
-def outcomes(path):
-    path = Path(path)
-    dist.main_first(lambda: path.touch() if dist.is_main() else path.stat())  # 0 is first
+def outcomes():
     found = []
     for failing in ((), (0,), (1, 2)):
-        for way in (dist.main_first, dist.on_main, dist.together):
+        for way in (dist.on_all, dist.on_main):
             found.append(outcome(way, failing))
-            assert dist.total([1.0]) == [3.0]  # the ranks still work together
-    return found
+            assert dist.all_sum([1.0]) == [3.0]  # the ranks still work together
+    return [*found, outcome(lambda work: dist.fail("all"))]
 
 
-def test_the_first_mistake_reaches_every_rank_and_is_printed_by_the_rank_that_met_it(
-        on_ranks, tmp_path):
-    for rank, found in enumerate(on_ranks(3, outcomes, str(tmp_path / "downloaded"))):
-        of_main = ("rank 0", rank == 0)
-        of_first = ("rank 1", rank == 1)
-        assert found == [rank, 0, rank] + [of_main] * 3 + [of_first, 0, of_first]
+def test_of_work_that_fails_one_rank_raises_the_error_and_all_ranks_end(on_ranks):
+    """Promise 6"""
+    first, second, third = on_ranks(3, outcomes)
+    # Nobody fails, then rank 0, then ranks 1 and 2. On rank 0 alone the latter two do not.
+    assert first == [0, 0, "rank 0", "rank 0", None, 0, "all"]
+    assert second == [1, 0, None, None, "rank 1", 0, None]
+    assert third == [2, 0, None, None, None, 0, None]
+
+
+def meet_a_fault():
+    def work():
+        raise NameError("no such name")
+
+    for way in (dist.on_all, dist.on_main):
+        with pytest.raises(NameError, match="no such name"):
+            way(work)
+
+
+def test_a_programming_error_in_work_of_all_is_raised_as_it_is(on_ranks):
+    assert on_ranks(1, meet_a_fault) == [None]
+
+
+def shared_tensor():
+    tensor = torch.arange(3) + 10 * dist.rank()
+    dist.broadcast_tensor(tensor)
+    return tensor.tolist()
+
+
+def test_a_tensor_of_rank_0_reaches_every_rank_in_place(on_ranks):
+    assert on_ranks(2, shared_tensor) == [[0, 1, 2]] * 2
 
 
 # Tensors
@@ -109,7 +140,7 @@ def sum_up(bucket):
     assert kernel.weight.grad.stride() == kernel.weight.stride()
     assert frozen.weight.grad is None
     assert early[-1] == 48  # its weight and bias are being summed
-    return [dist.total(values) for values in plain], summed
+    return [dist.all_sum(values) for values in plain], summed
 
 
 @pytest.mark.parametrize("bucket", [60, 2**20])  # in three all-reduces or two
@@ -140,7 +171,7 @@ def places_of_stops(cases):
                         os.kill(os.getpid(), number)
                     steps += 1
                     dist.stop_together()
-                for i in dist.deal(7):
+                for i in dist.my_share(7):
                     dealt.append(i)
                     if len(dealt) == 2 and number < 0:
                         os.kill(os.getpid(), -number)
@@ -166,7 +197,7 @@ def test_nothing_is_stopped_outside_the_context_and_handlers_are_what_they_were(
         os.kill(os.getpid(), signal.SIGTERM)
         1 / 0  # noqa: B018 (however it ends)
     assert [signal.getsignal(number) for number in dist.SIGNALS] == before
-    assert [*dist.deal(3)] == [0, 1, 2]
+    assert [*dist.my_share(3)] == [0, 1, 2]
 
 
 TWICE = """
@@ -236,7 +267,7 @@ def test_no_thread_of_the_group_outlives_it_and_aborts_the_process_at_its_end():
 def test_a_group_that_does_not_come_together_is_one_line(variables, message, monkeypatch):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match=f"^start all ranks by torchrun .*{message}.*$"):
+    with pytest.raises(UserError, match=f"^cannot reach the other ranks; .*{message}.*$"):
         dist.setup("cpu", timeout_minutes=0.02)
 
 

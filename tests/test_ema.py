@@ -67,26 +67,55 @@ def test_the_average_is_torchs_averagedmodel_of_those_decays_and_all_else_is_the
     assert not torch.equal(ema.state_dict()["first.weight"], model.first.weight)
 
 
-@pytest.mark.parametrize("warmup", ["power", "ratio"])
-@pytest.mark.parametrize(
-    "inv_gamma, power, min_decay, update_after",
-    [(10.0, 0.75, 0.0, 0), (1.0, 2 / 3, 0.2, 40)])
-def test_the_decay_follows_the_formulas(warmup, inv_gamma, power, min_decay, update_after):
-    ema = EMA(
-        Model(),
-        decay=0.95,
-        warmup=warmup,
-        inv_gamma=inv_gamma,
-        power=power,
-        min_decay=min_decay,
-        update_after=update_after,
-    )
+@pytest.mark.parametrize("settings", [
+    dict(inv_gamma=10.0),
+    dict(inv_gamma=2.5, power=2 / 3, min_decay=0.2, update_after=40),
+    {},
+])
+def test_the_decay_follows_the_formula(settings):
+    ema = EMA(Model(), decay=0.95, **settings)
     decays = [ema.decay_at(step) for step in range(1, 300)]
+    # Those of diffusers' EMAModel.
+    defaults = dict(inv_gamma=1.0, power=0.75, min_decay=0.0, update_after=0)
+    inv_gamma, power, min_decay, update_after = (defaults | settings).values()
     s = torch.arange(1.0, 299 - update_after, dtype=torch.float64)
-    formulas = {"power": 1 - (s / inv_gamma + 1) ** -power, "ratio": (s + 1) / (s + 10)}
-    expected = formulas[warmup].clamp(min_decay, 0.95).tolist()
+    expected = (1 - (s / inv_gamma + 1) ** -power).clamp(min_decay, 0.95).tolist()
     # Up to and including the step after `update_after`, the parameters are copied.
     assert decays == pytest.approx([0.0] * (update_after + 1) + expected, rel=1e-12)
+
+
+def test_by_default_every_step_is_averaged_up_to_a_decay_of_four_nines():
+    ema = EMA(Model())
+    assert (ema.update_every, ema.decay_at(10**9)) == (1, 0.9999)
+    assert [ema.decay_at(step) for step in (1, 2, 3)] == [0.0, 1 - 2**-0.75, 1 - 3**-0.75]
+
+
+def test_the_first_update_copies_whenever_it_comes():
+    model = Model()
+    ema = EMA(model, update_every=4, min_decay=0.9)
+    nn.init.constant_(model.first.weight, 2.0)
+    ema.update(3)
+    assert not torch.equal(ema.state_dict()["first.weight"], model.first.weight)
+    ema.update(4)
+    assert torch.equal(ema.state_dict()["first.weight"], model.first.weight)
+
+
+def test_without_a_decay_all_is_the_models_own():
+    model, ema = make(decay=0)
+    assert not ema.averages
+    assert same(ema.state_dict(), model.state_dict())
+
+
+def test_a_state_that_was_saved_is_copied_in_and_goes_on_bit_for_bit():
+    """Promise 1"""
+    model, ema = make(3, min_decay=0.9)
+    again = EMA(copy.deepcopy(model), min_decay=0.9)
+    state = copy.deepcopy(ema.state_dict())
+    again.load_state_dict(state)
+    for each in (ema, again):
+        train(each.model, range(4, 7), each.update)
+    assert same(again.state_dict(), ema.state_dict())
+    assert not same(state, ema.state_dict())  # what was loaded is not written into
 
 
 def test_a_bf16_model_has_an_fp32_average_that_moves_where_bf16_would_stand_still():
@@ -111,20 +140,6 @@ def test_applied_gives_the_averages_and_then_the_models_own_weights_bit_for_bit(
         model.train()(torch.randn(8, 4))  # moves the buffers of the batch norm
     assert same(model.state_dict(), weights)
     assert all(p is q for p, q in zip(parameters, model.parameters()))
-
-
-def test_averages_can_be_moved_pinned_and_cast_and_go_on_there():
-    _, ema = make(8)
-    model, moved = make()
-    moved.to("cpu", pin_memory=True)
-    train(model, range(6, 9), moved.update)
-    assert same(ema.state_dict(), moved.state_dict())
-    before = moved.to(dtype=torch.bfloat16).state_dict()["first.weight"].clone()
-    train(model, range(9, 13), moved.update)
-    average = moved.state_dict()["first.weight"]
-    assert average.dtype == torch.bfloat16 and not torch.equal(average, before)
-    with moved.applied(model):
-        assert torch.equal(model.first.weight, average.float())
 
 
 def test_a_model_that_was_cast_and_got_other_parameters_and_buffers_is_followed():
@@ -158,3 +173,13 @@ def test_a_state_of_another_model_is_refused_by_name_and_changes_nothing():
     for entry in (("norm.bias", (6,)), ("second.weight", (2, 7)), ("third.weight", (1, 1))):
         assert str(entry) in str(caught.value)
     assert same(ema.state_dict(), before)
+
+
+def test_weights_are_restored_after_an_error_and_not_stored_twice():
+    model, ema = make()
+    weights = copy.deepcopy(model.state_dict())
+    with pytest.raises(ZeroDivisionError), ema.applied(model):
+        1 / 0  # noqa: B018 (the error is meant)
+    assert same(model.state_dict(), weights)
+    with ema.applied(model), pytest.raises(AssertionError), ema.applied(model):
+        pass

@@ -10,9 +10,9 @@ import torch
 from helpers import CPU, write_captioned
 from numpy.testing import assert_allclose
 
-from common import config
-from common.data import embed, embeddings, images, media, order, synthetic
-from common.models import clip
+from common import config, order
+from common.data import clips, embed, embeddings, images, media, synthetic
+from common.models import clip, pixels
 
 TINY = dict(image_size=16, text_width=32, embed_width=16, batch_size=64, steps=150)
 run_embed = partial(helpers.run, "common.data.embed")
@@ -21,7 +21,7 @@ run_embed = partial(helpers.run, "common.data.embed")
 def train(folder, monkeypatch, rows=64, **settings):
     monkeypatch.setattr(embed, "BUILTIN_ROWS", rows)
     embed.train(embed.Config(run_dir=str(folder), **TINY | settings), CPU)
-    return clip.load(folder, CPU)
+    return clips.load(folder, CPU)
 
 
 def test_training_repeats_bit_for_bit_and_depends_on_the_seed(tmp_path, monkeypatch):
@@ -76,19 +76,19 @@ def test_a_clip_learns_the_words_of_its_training_images(captioned):
     keys = [f"{i:05d}" for i in range(80)]
     for i in order.split_keys(keys, "train", 0.1, 0.1):
         words |= set(records[i]["caption"].split())
-    assert set(clip.load("clip", CPU).tokenizer.vocabulary) == words
+    assert set(clips.load("clip", CPU).tokenizer.vocabulary) == words
 
 
 def test_images_that_can_be_used_are_embedded_as_the_prior_reads_them(captioned, tmp_path):
     pictures, records, _ = captioned
     out = run_embed("embed", "--encodings", "--raw", data="images", run_dir="clip", out="emb")
     assert "1 of 81 images cannot be used and are left out: images/damaged.png" in out
-    model = clip.load("clip", CPU)
+    model = clips.load("clip", CPU)
     assert config.read_json("emb/clip.json") == {
         "clip": str(tmp_path / "clip"),
         "fingerprint": model.fingerprint(),
     }
-    small = media.resize_uint8(torch.from_numpy(pictures), 16).numpy()
+    small = pixels.resize_uint8(torch.from_numpy(pictures), 16).numpy()
     arrays, _ = embed.embed(model, [(small, records)], encodings=True, raw=True)
     dataset = embeddings.Embeddings("emb", True)
     batch, _ = dataset.fetch(np.arange(len(dataset)))
@@ -103,7 +103,7 @@ def test_the_best_weights_on_held_out_images_are_kept_and_said(captioned, monkey
     shares = [float(line.split()[1]) for line in out.splitlines() if line.startswith("  retrieval")]
     assert len(shares) == 10 and f"retrieval {max(shares):.3f}: the caption finds" in out
     held_out = list(embed.read("images", 16, "validation"))
-    (image, text), records = embed.embed(clip.load("best", CPU), held_out)
+    (image, text), records = embed.embed(clips.load("best", CPU), held_out)
     share = clip.retrieval(text, image, embed.captions_of(records))
     assert share == pytest.approx(max(shares), abs=1e-4)
 

@@ -12,10 +12,12 @@ import torch
 from helpers import write_files
 from numpy.testing import assert_array_equal
 
+from common import order
 from common.config import UserError
-from common.data import images, media, order, synthetic
+from common.data import images, media, synthetic
 from common.data.embeddings import write_shards
 from common.data.files import Unusable
+from common.models import pixels
 
 
 def picture(number):
@@ -402,7 +404,7 @@ def test_a_square_is_resized_by_its_mode_and_for_clip_by_bicubic(tmp_path):
     write_image(tmp_path, ramp(8, 8))
     batch, _ = images.Pictures(tmp_path, 4, clip_size=2).fetch([0])
     for name, size, mode in (("image", 4, "box"), ("clip_image", 2, "bicubic")):
-        expected = media.resize_uint8(torch.from_numpy(ramp(8, 8))[None], size, mode)
+        expected = pixels.resize_uint8(torch.from_numpy(ramp(8, 8))[None], size, mode)
         assert torch.equal(batch[name], expected)
 
 
@@ -478,7 +480,7 @@ def test_shapes_are_drawn_or_averaged_from_32_pixels_with_captions_and_embedding
     embeddings = np.ones((300, WIDTH))
     write_shards(tmp_path, embeddings, embeddings, synthetic.shapes(range(300))[1])
     rows = np.array([7, 290, 7, 0, 41])
-    batch, _ = images.Shapes(tmp_path, size).fetch(rows, order.random_words(rows, 0))
+    batch, _ = images.Shapes(tmp_path, size).fetch(rows, order.random_bits(rows, 0))
     drawn, records = synthetic.shapes(rows, size=size * box)
     means = drawn.reshape(5, size, box, size, box, 3).mean((2, 4))
     assert np.abs(batch["image"].numpy() - means).max() <= 0.501

@@ -8,7 +8,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import train_prior
-from common import checkpoint, dist, loop
+from common import checkpoint, resume
 from common.config import UserError
 from common.ema import EMA
 from common.models import lora
@@ -41,8 +41,6 @@ def test_a_new_adapter_changes_nothing_and_adapters_alone_are_trained():
     adapters = lora.inject(model, 4)
     assert torch.equal(output(model), output(plain))
     assert {*adapters.parameters()} == {p for p in model.parameters() if p.requires_grad}
-    lora.cast_trainable(model.half())
-    assert all(p.requires_grad == (p.dtype == torch.float32) for p in model.parameters())
 
 
 def test_only_the_layers_of_attention_or_those_named_are_adapted():
@@ -61,19 +59,22 @@ def test_only_the_layers_of_attention_or_those_named_are_adapted():
         lora.inject(Small(), 2, names=("q_proj",))
 
 
-@pytest.mark.parametrize("scale", [1.0, -0.3])
-def test_every_adapted_weight_is_the_formula_at_that_scale_also_when_merged(scale):
-    model = Small()
+@pytest.mark.parametrize("scale", [1.0, -0.3, 0.0])
+def test_every_adapted_weight_is_the_formula_at_that_scale_and_the_callers_stay(scale):
+    plain = Small()
     expected = Small()
-    adapters = awake(lora.inject(model, 4))
-    lora.set_scale(model, scale)
+    adapted = Small()
+    adapters = awake(lora.inject(adapted, 4))
     for name, adapter in adapters.items():
         layer = expected.get_submodule(name.replace("/", "."))
         layer.weight.data += scale * torch.einsum("or,ri->oi", adapter.B, adapter.A)
-    assert_close(output(model), output(expected))
-    lora.merge(model)
-    assert_close(model.state_dict(), expected.state_dict())
-    assert not lora.extract(model)
+    before = plain.state_dict()
+    weights = lora.add(before, adapters.state_dict(), scale)
+    assert_close(weights, expected.state_dict())
+    assert before is not weights
+    assert_close(before, Small().state_dict(), rtol=0, atol=0)
+    if scale == 1:
+        assert_close(output(adapted), output(expected))
 
 
 # The prior, as a user trains it
@@ -117,23 +118,47 @@ def save_adapters(folder):
     model = Small()
     base = folder / "base.pt"
     path = folder / "adapters.pt"
-    checkpoint.save({"model": torch.compile(model).state_dict(), "step": 1}, base)
-    adapters, info = lora.start(model, base, 4, checkpoint.checksum(base))
+    checkpoint.save({"model": model.state_dict(), "step": 1}, base)
+    adapters, info = resume.add_adapters(model, adapting(base), checkpoint.checksum(base))
     weights = awake(adapters).state_dict()
     checkpoint.save({"model": weights, "step": 2, "lora": info}, path)
     return base, path, model
 
 
+def adapting(base):
+    return SimpleNamespace(init_from=str(base), lora_rank=4, precision="fp32")
+
+
+def test_a_base_in_half_precision_gives_what_autocast_does_and_adapters_stay_in_fp32(tmp_path):
+    path = tmp_path / "base.pt"
+    checkpoint.save({"model": Small().state_dict()}, path)
+    outputs = []
+    for precision in ("fp32", "bf16"):
+        model = Small()
+        cfg = SimpleNamespace(init_from=str(path), lora_rank=4, precision=precision)
+        adapters, _ = resume.add_adapters(model, cfg, "digest")
+        assert {p.dtype for p in adapters.parameters()} == {torch.float32}
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs.append(output(model))
+        outputs[-1].sum().backward()
+        assert all(adapter.B.grad.any() for adapter in adapters.values())
+        stored = {p.dtype for p in model.out.parameters()}
+        assert stored == {torch.float32 if precision == "fp32" else torch.bfloat16}
+    assert torch.equal(*outputs)
+
+
 def test_a_file_with_adapters_merged_in_or_loaded_equals_the_adapted_model(tmp_path, capsys):
-    _, path, adapted = save_adapters(tmp_path)
+    base, path, adapted = save_adapters(tmp_path)
     contents = checkpoint.load(path)
     weights = contents["model"]
-    merged = lora.merged(contents, path)
+    merged = checkpoint.merged(contents, path)
     assert merged.keys() == {"model", "step"}
     assert contents["model"] is weights  # the caller's
     model = Small()
     model.load_state_dict(merged["model"])
     assert_close(output(model), output(adapted))
+    without = checkpoint.merged(contents, path, scale=0.0)["model"]
+    assert_close(without, checkpoint.load(base)["model"], rtol=0, atol=0)
     other = Small()
     checkpoint.load_weights(lora.inject(other, 4), weights, path)
     assert torch.equal(output(other), output(adapted))
@@ -143,16 +168,14 @@ def test_a_file_with_adapters_merged_in_or_loaded_equals_the_adapted_model(tmp_p
 def test_mistakes_with_files_of_adapters_are_named(tmp_path, capsys):
     base, path, _ = save_adapters(tmp_path)
     with pytest.raises(UserError, match=f"{path}: LoRA adapters, not a model; give their base"):
-        lora.start(Small(), path, 4, "digest")
+        resume.add_adapters(Small(), adapting(path), "digest")
     contents = checkpoint.load(path)
     checkpoint.save({"model": Small().state_dict(), "step": 5}, base)
-    lora.merged(contents, path)
+    checkpoint.merged(contents, path)
     assert f"{path} was trained on {base}, which has changed since" in capsys.readouterr().err
     checkpoint.save({"model": Small(64).state_dict()}, base)
-    message = (f"{path}: adapters of another model than {base}: "
-               "transformer.blocks.0.attention.key_value.weight")
-    with pytest.raises(UserError, match=message):
-        lora.merged(contents, path)
+    with pytest.raises(UserError, match=f"{path}: adapters of another model than {base}"):
+        checkpoint.merged(contents, path)
 
 
 def start_adapted(base, path):
@@ -160,18 +183,18 @@ def start_adapted(base, path):
     models = [Small(), Small()]
     for parameter in (*models[0].parameters(), *models[1].parameters()):
         nn.init.zeros_(parameter)
-    if not dist.is_main():  # which has no files
-        base = path = "nowhere.pt"
-    lora.start(models[0], base, 4, "digest")
-    lora.merge(models[0])
-    state = checkpoint.State(
+    adapters, _ = resume.add_adapters(models[0], adapting(base), "digest")
+    state = resume.State(
         Settings(init_from=str(path)), models[1], EMA(models[1]), [], None, {}, {})
-    loop.resume(SimpleNamespace(resume_from=None), state)
-    return [model.state_dict() for model in models]
+    resume.restore(SimpleNamespace(resume_from=None), state)
+    base_weights = models[0].out.weight.detach()  # which has no adapter
+    return len(adapters), base_weights, models[1].state_dict()
 
 
-def test_rank_0_alone_reads_the_base_of_adapters_and_all_have_it(tmp_path, on_ranks):
+def test_every_rank_reads_the_base_of_adapters(tmp_path, on_ranks):
     base, path, _ = save_adapters(tmp_path)
-    merged = lora.merged(checkpoint.load(path), path)["model"]
-    for found in on_ranks(2, start_adapted, base, path):
-        assert_close(found, [Small().state_dict(), merged], rtol=0, atol=0)
+    merged = checkpoint.merged(checkpoint.load(path), path)["model"]
+    for count, base_weights, weights in on_ranks(2, start_adapted, base, path):
+        assert count == 6
+        assert torch.equal(base_weights, Small().out.weight)
+        assert_close(weights, merged, rtol=0, atol=0)

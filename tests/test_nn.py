@@ -200,3 +200,166 @@ def test_blocks_are_compiled_once_a_shape_and_compute_the_same(monkeypatch):
     nn.compile_blocks(blocks)
     assert_close([block(x) for block in blocks], expected)
     assert counter.frame_count == 12
+
+
+# Generation token by token
+
+@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize("rotary", [True, False])
+def test_steps_after_prompts_of_two_lengths_come_out_as_each_sample_alone(rotary, depth):
+    model = make(depth, rotary=rotary)
+    x = tokens(9)
+    lengths = [5, 2]  # so three tokens of the second prompt are padding
+    caller_lengths = torch.tensor(lengths)
+    _, prompts = model(x[:, :5], return_cache=True)
+    cache = nn.KVCache(prompts, caller_lengths, size=9)
+    assert [layer.shape[-2] for layer in cache.layers] == [9] * depth
+    for step in range(4):
+        stops = [length + step for length in lengths]
+        new = torch.stack([x[b, stop] for b, stop in enumerate(stops)])
+        out = model.step(new, cache)
+        for b, stop in enumerate(stops):
+            alone = model(x[b : b + 1, : stop + 1])
+            close(out[b], alone[0, -1])
+    assert cache.length.tolist() == [9, 6]
+    assert caller_lengths.tolist() == lengths
+
+
+def test_a_token_sees_all_others_unless_the_model_is_causal():
+    x = tokens(5)
+    changed = x.clone()
+    changed[:, 3] *= -1
+    for causal in (True, False):
+        model = make(causal=causal)
+        difference = model(x) - model(changed)
+        moved = difference.abs().amax((0, 2)) > 1e-6
+        assert moved.tolist() == [not causal] * 3 + [True] * 2
+    close(make()(x), make(causal=True)(x))
+    layer = nn.Attention(8, 2)  # sees all
+    x = torch.randn(1, 3, 8)
+    keys_values = layer.keys_values(x)
+    last = layer(x[:, -1:], *keys_values)
+    assert_close(last, layer(x, *keys_values)[:, -1:])
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_prefix_is_seen_whatever_the_depth(depth):
+    model = make(depth)
+    x = tokens(6)
+    _, cache = model(x[:, :4], return_cache=True)
+    mask = torch.ones(6, 6).tril().bool()
+    suffix = model(x[:, 4:], mask[4:], cache)
+    assert_close(suffix, model(x)[:, 4:], rtol=1e-6, atol=1e-6)
+
+
+def test_order_matters_to_a_model_by_its_rotary_positions_alone():
+    x = tokens(5)
+    order = torch.tensor([3, 0, 4, 2, 1])
+    unordered = make(causal=False, rotary=False)
+    shuffled = x[:, order]
+    close(unordered(shuffled), unordered(x)[:, order])
+    ordered = make(causal=False)
+    expected = ordered(x)[:, order]
+    assert not torch.allclose(ordered(shuffled), expected, atol=1e-3)
+
+
+# Rotary positions
+
+def test_rotation_keeps_lengths_and_its_products_depend_on_distance_alone():
+    pair = torch.randn(2, 8)  # a query and a key
+    products = []
+    for start in (0, 3, 40):
+        table = nn.rotary_table(torch.tensor([start, start + 6]), 8)
+        both = nn.rotate(pair, table)
+        assert_close(both.norm(dim=-1), pair.norm(dim=-1))
+        products.append(both[0] @ both[1])
+    values = torch.stack(products)
+    assert_close(values, values[:1].expand(3), rtol=1e-4, atol=1e-4)
+    table = nn.rotary_table(torch.tensor([0, 7]), 8)
+    both = nn.rotate(pair, table)
+    farther = both[0] @ both[1]
+    assert (farther - values[0]).abs() > 1e-3
+
+
+def test_the_frequencies_are_published_ones_also_far_from_the_start():
+    positions = torch.tensor([1, 5000])
+    x = torch.cat([torch.ones(2, 4), torch.zeros(2, 4)], 1)  # pairs (1, 0)
+    turned_x = nn.rotate(x, nn.rotary_table(positions, 8))
+    frequencies = torch.tensor([1, 0.1, 0.01, 0.001], dtype=torch.float64)
+    angles = positions[:, None] * frequencies
+    expected = torch.cat([angles.cos(), angles.sin()], 1)
+    assert_close(turned_x.double(), expected, rtol=0, atol=2e-4)
+
+
+def test_queries_fewer_than_the_positions_are_at_the_last_ones():
+    x = torch.randn(3, 8).bfloat16()
+    table = nn.rotary_table(torch.arange(5), 8)
+    last_table = nn.rotary_table(torch.arange(2, 5), 8)
+    last = nn.rotate(x, last_table)
+    assert torch.equal(nn.rotate(x, table), last)
+    assert last.dtype == torch.bfloat16
+    no_table = nn.rotary_table(torch.arange(3), 0)
+    assert nn.rotate(x, no_table) is x
+
+
+# Dropout and how weights start
+
+def test_attention_drops_its_weights_in_training_alone_and_keeps_their_mean():
+    layer = nn.Attention(8, 2, dropout=0.25)
+    torch.nn.init.eye_(layer.out.weight)
+    torch.nn.init.zeros_(layer.out.bias)
+    x = torch.randn(1, 1, 8).expand(4000, 1, 8)
+    keys_values = layer.keys_values(x)  # one key, so its weight is 1: dropped, or over 0.75
+    values = keys_values[1].flatten(1)
+    layer.eval()
+    assert_close(layer(x, *keys_values)[:, 0], values)
+    layer.train()
+    out = layer(x, *keys_values)[:, 0]
+    dropped = out == 0
+    share = dropped.double().mean().item()
+    assert share == pytest.approx(0.25, abs=0.03)
+    expected = (values / 0.75).masked_fill(dropped, 0)
+    assert_close(out, expected)
+
+
+def test_a_feed_forward_is_four_times_as_wide_and_drops_in_training_alone():
+    block = make(depth=1, dropout=0.5).blocks[0]
+    matrices = [p for p in block.parameters() if p.ndim == 2]
+    assert sum(p.numel() for p in matrices) == 12 * WIDTH**2  # as in GPT
+    x = tokens(3)
+    close(block.ff(x), block.ff(x))
+    hidden = block.ff.train().dropout(torch.ones(1000, 4))
+    assert hidden.unique().tolist() == [0, 2]
+    assert not torch.equal(block.ff(x), block.ff(x))
+
+
+def test_without_dropout_training_computes_what_evaluation_does():
+    model = make()
+    x = tokens(4)
+    expected = model(x)
+    model.train()
+    assert_close(model(x), expected)
+
+
+def test_a_layer_of_zeros_adds_nothing_and_is_given_back():
+    layer = torch.nn.Linear(3, 4)
+    assert nn.zero_init(layer) is layer
+    assert not layer(torch.randn(2, 3)).any()
+
+
+def test_learned_tokens_start_small_and_are_trained():
+    tokens = nn.learned_tokens(50, 400)
+    assert tokens.weight.shape == (50, 400) and tokens.weight.requires_grad
+    assert tokens.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    assert tokens.weight.mean().abs() < 1e-3
+
+
+def test_no_text_without_encodings_replaces_the_embedding_alone():
+    null = nn.NullText(6, 0, 4)
+    condition = {"text_embed": torch.randn(3, 6)}
+    replaced = null(condition, torch.tensor([False, True, False]))
+    assert list(null.state_dict()) == list(replaced) == ["text_embed"]
+    expected = condition["text_embed"] * torch.tensor([[1.0], [0.0], [1.0]])
+    assert torch.equal(replaced["text_embed"], expected)
+    null.fill(text_condition(1))  # with encodings, which it has no place for
+    assert null.text_embed.any() and len(null.state_dict()) == 1

@@ -1,22 +1,16 @@
-"""Order, splits and batches: pure functions of data and seed, in little memory."""
-import dataclasses
+"""Order and splits: pure functions of data and seed, in little memory."""
 import hashlib
 import itertools
-import signal
 import tracemalloc
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
-from conftest import script
-from helpers import Settings
+from helpers import Words
 from numpy.testing import assert_array_equal
-from torch import nn
 
-from common import accumulate, dist
+from common import order
 from common.config import UserError
-from common.data import order
 
 HUGE = 2 * 10**9
 
@@ -45,7 +39,7 @@ def test_every_place_of_a_permutation_is_as_likely_as_any_other():
 def test_a_random_word_is_splitmix64_of_the_number_and_a_hash_of_the_key():
     digest = hashlib.blake2b(repr(("key", 7)).encode(), digest_size=8).digest()
     start = int.from_bytes(digest, "little")
-    for number, word in enumerate(order.random_words(np.arange(50), "key", 7).tolist()):
+    for number, word in enumerate(order.random_bits(np.arange(50), "key", 7).tolist()):
         x = (start + number * 0x9E3779B97F4A7C15) % 2**64
         x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
         x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
@@ -53,7 +47,7 @@ def test_a_random_word_is_splitmix64_of_the_number_and_a_hash_of_the_key():
 
 
 def test_uniform_numbers_fill_the_unit_interval_in_every_column():
-    words = order.random_words(np.arange(20_000), 3)
+    words = order.random_bits(np.arange(20_000), 3)
     for column in order.uniform(words, 20_000, [0.5] * 3).T:
         assert chi_square((column * 10).astype(int)) < 40
 
@@ -143,29 +137,7 @@ def test_nothing_is_held_out_by_a_fraction_of_zero_and_a_key_need_not_be_utf_8()
     assert order.split_keys(["a", "\udcff.png"], "train", 0.0, 0.0).tolist() == [0, 1]
 
 
-# Batches
-
-@dataclasses.dataclass
-class Words:
-    """A dataset whose samples are their numbers and the random words that `fetch` gets."""
-
-    size: int
-    damaged: tuple = ()
-
-    def __len__(self):
-        return self.size
-
-    def split(self, name, validation, test, seed=0):
-        return order.split_indices(self.size, name, validation, test, seed)
-
-    def fetch(self, indices, random_words=None):
-        if random_words is not None:
-            random_words = random_words.astype(np.int64)
-        return {"row": indices.copy(), "words": random_words}, ~np.isin(indices, self.damaged)
-
-    def fault(self, index):
-        return f"row {index}"
-
+# Splits of a dataset
 
 def make_splits(val_dataset=None, **settings):
     """{split: (number of rows in its dataset, rows)} of 400 rows"""
@@ -194,152 +166,3 @@ def test_with_a_validation_set_all_of_it_is_validated_on_and_nothing_held_out_fo
 def test_a_split_with_too_few_rows_is_refused(change, message):
     with pytest.raises(UserError, match=message):
         make_splits(**change)
-
-
-DAMAGED = (3, 25, 74)
-
-
-def read_steps(world_size, first_step, steps, workers=0):
-    """(rows, words) of each step, put together from all ranks, and the names of the unusable."""
-    chunks = order.ChunkDataset(Words(75, DAMAGED), np.arange(75), seed=4)
-    values = np.zeros((2, steps, 10), int)
-    unusable = set()
-    for rank in range(world_size):
-        plan = accumulate.plan(10, 3, rank, world_size)
-        batches = order.loader(chunks, order.training_spans(plan, 10, first_step), workers)
-        for step in range(steps):
-            for chunk in plan:
-                batch = next(batches)
-                assert_array_equal(batch["row"], batch["index"])
-                values[0, step, chunk.start:chunk.start + chunk.size] = batch["row"]
-                values[1, step, chunk.start:chunk.start + chunk.size] = batch["words"]
-                unusable.update(batch["unusable"])
-    return values, unusable
-
-
-def slow_order(position):
-    """The row at a position: the shuffled one, or the next usable one."""
-    row = order.shuffle(np.array([position]), 75, seed=4)[0]
-    while row in DAMAGED:
-        row = (row + 1) % 75  # after the last comes the first
-    return row
-
-
-def test_samples_come_in_one_order_on_any_number_of_ranks_and_workers_and_from_any_step_on():
-    values, unusable = read_steps(1, 0, steps=20)
-    assert unusable == {"row 3", "row 25", "row 74"}
-    assert values[0].ravel().tolist() == [slow_order(position) for position in range(200)]
-    assert len(np.unique(values[0])) == 72
-    assert len(np.unique(values[1])) == 200  # another word each time that a row comes
-    for world_size, first, workers in ((1, 13, 2), (2, 6, 0), (3, 0, 0)):
-        again, _ = read_steps(world_size, first, 7, workers)
-        assert_array_equal(again, values[:, first:first + 7])
-
-
-def evaluated(limit):
-    """[(number, indices, random words)] of this rank's batches."""
-    batches = order.batches(Words(200), np.arange(80, 200), limit, 16)
-    return [(number, batch["index"].tolist(), batch["words"]) for number, batch in batches]
-
-
-@pytest.mark.parametrize("limit, count", [(0, 120), (50, 50)])
-def test_evaluation_takes_samples_from_all_over_a_split_in_order_and_nothing_random(limit, count):
-    numbers, indices, words = zip(*evaluated(limit))
-    assert set(words) == {None}
-    rows = list(itertools.chain(*indices))
-    assert rows == sorted(set(rows))
-    tenths = np.bincount((np.array(rows) - 80) // 12)
-    assert tenths.tolist() == pytest.approx([count / 10] * 10, abs=1)
-    assert list(numbers) == list(range(-(-count // 16)))
-
-
-def test_two_ranks_take_the_batches_in_turns(on_ranks):
-    alone = evaluated(50)
-    assert on_ranks(2, evaluated, 50) == [alone[0::2], alone[1::2]]
-
-
-def mean_of(chunk_size, most=0):
-    model = nn.Linear(1, 1)
-    model.cfg = Settings(chunk_size=chunk_size, eval_samples=most)
-    noise = []
-
-    def loss_of(batch):
-        assert not model.training and not torch.is_grad_enabled()
-        noise.append(torch.rand(()).item())
-        return batch["row"].float().mean()
-
-    mean = order.mean_loss(model, loss_of, Words(20), np.arange(20))
-    assert model.training
-    return mean, noise
-
-
-def test_a_mean_loss_is_the_same_in_chunks_of_any_size_and_on_any_ranks(on_ranks):
-    """Promise 9"""
-    assert mean_of(7) == mean_of(7)  # also the noise
-    assert mean_of(7)[0] == mean_of(20)[0] == 9.5
-    assert mean_of(7, 2)[0] == 9.5  # of the first and the last
-    assert [mean for mean, _ in on_ranks(2, mean_of, 7)] == [9.5, 9.5]
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_data_with_nothing_usable_ends_in_one_line(workers):
-    chunks = order.ChunkDataset(Words(80, range(80)), np.arange(80), 0)
-    with pytest.raises(UserError, match=r"^104 unusable rows .*: row \d+, …; mend or remove them$"):
-        next(order.loader(chunks, [(0, 8)], workers))
-    order.kill_workers()  # as at the end of a rank; pytest keeps the error, and so the loader
-
-
-class Blocked(torch.utils.data.Dataset):
-    def __getitem__(self, span):
-        return [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])]
-
-
-def test_signals_are_left_to_the_rank_by_its_workers_from_their_start_on():
-    blocked = next(order.loader(Blocked(), [(0, 1)], workers=1))
-    assert set(dist.SIGNALS) <= set(blocked)
-    assert not signal.pthread_sigmask(signal.SIG_BLOCK, [])
-    order.kill_workers()
-
-
-FAILS = """
-import os, resource, signal, sys, time
-import torch
-from common import config
-from common.data import order
-
-class Numbers(torch.utils.data.Dataset):
-    def __getitem__(self, span):
-        if fault == "kill" and span[0]:
-            os.kill(os.getpid(), signal.SIGKILL)
-        if fault == "shm":  # as if /dev/shm had no room
-            resource.setrlimit(resource.RLIMIT_FSIZE, (1, 1))
-        return torch.ones(span[1])
-
-def train(cfg):
-    batches = order.loader(Numbers(), [(0, 1), (1, 2)], workers=1)
-    next(batches)
-    if fault == "kill":
-        time.sleep(60)  # as in a step, which the end of a worker interrupts
-    raise MemoryError
-
-fault = sys.argv.pop()
-config.run({"train": (train, config.Settings)}, "", default="train")
-"""
-
-
-@pytest.mark.parametrize("fault, message", [
-    ("error", "MemoryError"),
-    ("kill", "error: --workers: one was killed"),
-    ("shm", "error: --workers: /dev/shm is missing or too small; give --workers 0, or "),
-])
-def test_a_process_ends_in_one_line_for_its_workers_and_does_not_wait_for_them(fault, message):
-    _, _, err = script(FAILS, fault)
-    assert message in err
-    assert ("Traceback" in err) == (fault == "error")
-
-
-def test_tensors_and_arrays_go_to_the_device_and_the_rest_stays():
-    batch = {"a": np.arange(3), "b": torch.ones(2), "caption": ["x"]}
-    array, tensor, caption = order.to_device(batch, torch.device("meta")).values()
-    assert array.device.type == tensor.device.type == "meta"
-    assert caption == ["x"]

@@ -3,6 +3,7 @@
 import copy
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import helpers
 import numpy as np
@@ -14,11 +15,11 @@ from torch.testing import assert_close
 
 import train_decoder
 import train_prior
-from common import checkpoint, config
+from common import checkpoint, config, resume
 from common.config import UserError
 from common.data import embeddings
 from common.interop import pretrained
-from common.models import clip, diffusion, lora
+from common.models import clip, diffusion
 
 diffusers = pytest.importorskip("diffusers")
 MODULE = "common.interop.pretrained"
@@ -242,6 +243,7 @@ def test_an_imported_prior_is_trained_resumed_and_exported(published):
         data="raw",
         clip=published.spec,
         init_from=published.runs / "prior/model.pt",
+        text_source="clip",
         run_dir="run",
         batch_size=4,
         eval_samples=2,
@@ -262,7 +264,8 @@ def test_adapters_are_loaded_by_peft(published, stage, part):
     peft = pytest.importorskip("peft")
     path = published.runs / stage / "model.pt"
     model = load(published.runs / stage)
-    adapters, about = lora.start(model, path, 2, "digest")
+    cfg = SimpleNamespace(init_from=str(path), lora_rank=2, precision="fp32")
+    adapters, about = resume.add_adapters(model, cfg, "digest")
     weights = helpers.awake(adapters).state_dict()
     contents = {**checkpoint.load(path), "model": weights, "lora": about}
     checkpoint.save(contents, "run/model.pt")
@@ -359,7 +362,7 @@ def test_an_exported_model_of_our_own_comes_back_with_its_diffusion(
     run(MODULE, "import", "out", out="again", clip=published.spec)
     again = checkpoint.load("again/model.pt")
     assert again["widths"] == [width, 0]
-    model_settings = config.finite(config.settings_with(cfg, "model"))
+    model_settings = config.nan_to_none(config.settings_with(cfg, "model"))
     assert again["config"] | model_settings == again["config"]
     again["model"].pop("null_text.text_embed", None)  # it is the CLIP's
     assert again["model"].keys() == weights.keys() - {"null_text.text_embed"}

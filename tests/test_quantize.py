@@ -2,6 +2,7 @@
 import pytest
 import torch
 from helpers import same
+from torch.overrides import TorchFunctionMode
 from torch.testing import assert_close
 
 from common import dist
@@ -215,3 +216,68 @@ def test_being_ready_survives_state_dicts_and_ema_copies():
     for copy in (loaded, averaged):
         assert copy.ready
         assert same(after_a_step(copy), after_a_step(make()))
+
+
+@pytest.mark.parametrize("precision", ["high", "highest"])
+def test_products_are_in_full_precision_and_leave_the_programs_as_it_was(precision):
+    seen = []
+
+    class Watch(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            if function is torch.addmm:
+                seen.append(torch.get_float32_matmul_precision())
+            return function(*args, **(kwargs or {}))
+
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        with Watch():
+            nearest_codes(torch.randn(5, 2), torch.randn(3, 2))
+        after = torch.get_float32_matmul_precision()
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert seen == ["highest"] and after == precision
+
+
+def test_the_averages_start_as_the_data_with_the_weight_of_one_step():
+    quantizer = make(ready=False)
+    z = 3 + latents(20).flatten(0, 1)
+    quantizer.initialize(z, seed=0, per_step=50)
+    assert_close(quantizer.ema_count.sum(-1), torch.full((3,), 50.0))
+    left = z
+    for q, codebook in enumerate(quantizer.codebook):
+        assert_close(quantizer.ema_sum[q].sum(0), 50 * left.mean(0), rtol=1e-3, atol=1e-3)
+        left = left - codebook[torch.cdist(left, codebook).argmin(1)]
+
+
+def test_centers_without_vectors_stay_where_they_began():
+    points = torch.tensor([[1.0, 2.0], [30.0, 40.0]])
+    centers, counts = kmeans(points.repeat(9, 1), 5, torch.Generator().manual_seed(0))
+    assert sorted(counts.tolist()) == [0, 0, 0, 9, 9]
+    assert torch.equal(centers.unique(dim=0), points)
+
+
+def test_kmeans_ends_where_every_center_is_the_mean_of_its_vectors():
+    for seed in range(25):  # in some of them a center loses all vectors but one
+        x = latents(30, 1, width=2, seed=seed).flatten(0, 1)
+        generator = torch.Generator().manual_seed(seed)
+        centers, counts = kmeans(x, 12, generator, rounds=30)
+        nearest = torch.cdist(x, centers).argmin(1)
+        assert torch.equal(counts, nearest.bincount(minlength=12))
+        means = torch.stack([x[nearest == k].mean(0) for k in range(12)])
+        assert_close(centers, means)
+
+
+def test_files_hold_the_codebooks_and_their_averages_alone():
+    saved = make().state_dict()
+    assert {*saved} == {"initialized", "codebook", "ema_count", "ema_sum"}
+
+
+@pytest.mark.parametrize("place", [0, 7, 19])
+def test_a_vector_far_from_all_others_becomes_a_center_wherever_it_stands(place):
+    x = torch.zeros(20, 3)
+    x[place] = 50.0
+    for seed in range(5):
+        centers, counts = kmeans(x, 2, torch.Generator().manual_seed(seed), rounds=1)
+        assert sorted(centers[:, 0].tolist()) == [0, 50]
+        assert sorted(counts.tolist()) == [1, 19]

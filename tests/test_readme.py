@@ -67,7 +67,7 @@ SMALL = {
     "train_decoder.py .*--(init_from|preset dalle2)": dict(eval_steps=1),
     # The presets' own 4 and 8 workers a rank would be 32 and 64 processes more.
     "--preset dalle2": dict(chunk_size=0, validation=0.1, test=0.1, workers=0),
-    "--preset dalle2$": dict(text_encodings="none"),
+    "--preset dalle2$": dict(text_encodings="false", text_source="shards"),
     "--preset dalle2-64": dict(
         clip="runs/clip",
         image_size=16,

@@ -1,4 +1,4 @@
-"""Audio files; resampling and spectra against analytic answers; datasets of recordings."""
+"""Audio files; datasets of recordings."""
 import math
 import struct
 import sys
@@ -10,8 +10,9 @@ from helpers import wav, write_files
 from numpy.testing import assert_allclose, assert_array_equal
 from torch.testing import assert_close
 
+from common import loader, order
 from common.config import UserError
-from common.data import order, recordings, sounds, synthetic
+from common.data import recordings, sounds, synthetic
 from common.data.files import Unusable
 from common.data.recordings import Recordings, Syllables
 
@@ -112,93 +113,6 @@ def test_written_waves_read_back_rounded_and_clipped(path):
     assert_allclose(found, expected[None], atol=2 ** -16 + 1e-7)
 
 
-# Resampling and spectra
-
-def sine(frequency, rate):
-    time = torch.arange(rate // 2, dtype=torch.float64) / rate
-    return torch.sin(2 * math.pi * frequency * time)
-
-
-def decibels(error):
-    """The power of an error, but for its ends, relative to a sine."""
-    middle = error[len(error) // 5:-len(error) // 5]
-    return 10 * math.log10(middle.square().mean().item() / 0.5 + 1e-30)
-
-
-RATE_PAIRS = pytest.mark.parametrize("rate, to", [(16000, 24000), (44100, 16000), (16000, 8000)])
-
-
-@RATE_PAIRS
-def test_resampling_keeps_sines_below_the_nyquist_frequency_and_no_others(rate, to):
-    for fraction in (0.003, 0.47, 0.86):
-        tone = fraction * min(rate, to) / 2
-        resampled = recordings.resample(sine(tone, rate), rate, to)
-        assert decibels(resampled - sine(tone, to)) < -90
-    for tone in np.arange(to / 2, rate / 2, 1500):
-        assert decibels(recordings.resample(sine(tone, rate), rate, to)) < -90
-
-
-@RATE_PAIRS
-def test_a_resampled_wave_is_as_long_and_its_ends_do_not_meet(rate, to):
-    for length in (0, 1, 147, 1000):
-        resampled = recordings.resample(torch.ones(2, 3, length), rate, to)
-        assert resampled.shape == (2, 3, math.ceil(length * to / rate))
-        assert resampled.dtype == torch.float32
-    click = recordings.resample(torch.eye(1, 4000)[0], rate, to)
-    assert click[0] > 0.3
-    assert click[len(click) // 2:].abs().max() < 1e-4
-
-
-@pytest.mark.parametrize("window, hop", [(64, 16), (400, 160), (1024, 1024)])
-def test_magnitudes_equal_an_explicit_fourier_sum(window, hop):
-    wave = noise(2, 1500)
-    n = np.arange(window)
-    taper = 0.5 - 0.5 * np.cos(2 * np.pi * n / window)
-    fourier = np.exp(-2j * np.pi * np.outer(n, n[:window // 2 + 1]) / window)
-    starts = np.arange(0, 1500, hop)
-    padded = np.pad(wave, ((0, 0), ((window - hop) // 2, window)))
-    frames = padded[:, starts[:, None] + n]  # (2, frames, window)
-    expected = np.abs(frames * taper @ fourier) * 2 / taper.sum()
-    found = recordings.stft_magnitude(torch.from_numpy(wave), window, hop)
-    assert_allclose(found, expected, atol=1e-5)
-
-
-def test_mel_filters_are_triangles_evenly_spaced_in_mel():
-    filters = recordings.mel_filters(16000, 16384, 20)
-    ratio = (1 + 8000 / 700) ** (1 / 21)
-    hertz = 700 * (ratio ** np.arange(1, 21) - 1)
-    centers = hertz / 16000 * 16384
-    assert_allclose(filters.argmax(0), centers, atol=1)
-    between = filters.sum(1)[math.ceil(centers[0]):int(centers[-1])]
-    assert_allclose(between, 1, atol=1e-5)
-    # Each reaches a frequency, also where triangles are narrower than the steps between these.
-    assert recordings.mel_filters(16000, 512, 160).sum(0).min() >= 0.5
-
-
-def test_log_mel_is_fp32_under_autocast_and_has_gradients_also_of_silence():
-    wave = torch.from_numpy(noise(2, 4001))
-    wave[1] = 0
-    wave.requires_grad_()
-    with torch.autocast("cpu", torch.bfloat16):
-        found = recordings.log_mel(wave, 7000, 98, 49, 11)
-    mel = recordings.stft_magnitude(wave, 98, 49) @ recordings.mel_filters(7000, 98, 11)
-    assert_close(found[0], mel[0].log())
-    assert_close(found[1], torch.full_like(found[1], math.log(1e-5)))
-    found.sum().backward()
-    assert wave.grad[0].any()
-    assert wave.grad.isfinite().all()
-
-
-def test_si_sdr_ignores_scale_and_offset_and_is_the_ratio_of_energies():
-    target = sine(500, 16000)[None]
-    error = target.roll(8, 1)  # a quarter of a period later: orthogonal
-    for estimate in (target + 0.1 * error, 7 * target + 0.7 * error + 3):
-        assert_close(recordings.si_sdr(estimate, target), torch.tensor([20.0]), atol=0.01, rtol=0)
-    assert recordings.si_sdr(target, -target) > 100
-    silence = torch.zeros(2, 10)
-    assert recordings.si_sdr(silence, silence).tolist() == [0, 0]
-
-
 # Datasets
 
 RATES = (16000, 8000, 22050)
@@ -245,8 +159,8 @@ def test_channels_are_mixed_down_which_is_said_once_unless_they_cancel_out(tmp_p
 
 def test_workers_that_read_ahead_say_once_that_channels_are_mixed_down(tmp_path, capfd):
     files = {f"{i}.wav": wav(noise(2, 3000, i), 8000) for i in range(8)}
-    chunks = order.ChunkDataset(Recordings(write_files(tmp_path, files), 8000, 9), np.arange(8), 0)
-    list(order.loader(chunks, [(0, 4), (4, 8)], workers=2))
+    chunks = loader.ChunkDataset(Recordings(write_files(tmp_path, files), 8000, 9), np.arange(8), 0)
+    list(loader.read_ahead(chunks, [(0, 4), (4, 8)], workers=2))
     assert capfd.readouterr().err.count("are mixed down to one") == 1
 
 
@@ -420,7 +334,7 @@ def test_crops_are_slices_of_the_whole_and_little_more_is_decoded(rate, path):
 def test_crops_begin_at_frames_chosen_at_random_or_in_the_middle():
     dataset = Syllables(9, crop=2500, hop_length=200)
     windows = as_loud(dataset.wave(8).unfold(0, 2500, 200))  # at all multiples of hop_length
-    words = order.random_words(np.arange(300), 0)
+    words = order.random_bits(np.arange(300), 0)
     batch, _ = dataset.fetch(np.full(300, 8), words)
     places = torch.cdist(batch["wave"], windows).argmin(1)
     assert_close(windows[places], batch["wave"])

@@ -15,8 +15,8 @@ from common.config import UserError
 from common.interop import store
 
 
-def settings(*save, metadata=("fold2024=3",), logger="console"):
-    return SimpleNamespace(run_dir="/runs/run", save=save, logger=logger, metadata=metadata)
+def settings(*save, logger="console"):
+    return SimpleNamespace(run_dir="/runs/run", save=save, logger=logger)
 
 
 def savers_of(*save):
@@ -103,7 +103,7 @@ def test_a_file_of_a_wandb_run_is_fetched_by_the_real_client(
 @pytest.mark.parametrize("text, message", [
     ("local", "expected save_latest_to=PATH"),
     ("local save_latest_to={stp}.pt", "in braces may stand run, .*KeyError"),
-    ("local save_latest_to={step:02000000000d}.pt", "in braces may stand run, .*fold2024, with"),
+    ("local save_latest_to={step:02000000000d}.pt", "may stand run, step, best_val_loss, with"),
     ("local save_latest_to=x.pt kind=weights", "as kind checkpoint or model"),
     ("huggingface save_latest_to=x.pt", "missing 1 required .* argument: 'repo'"),
     ("wandb save_latest_to=x.pt", "it needs --logger wandb"),
@@ -111,12 +111,6 @@ def test_a_file_of_a_wandb_run_is_fetched_by_the_real_client(
 def test_a_saver_that_cannot_be_meant_is_refused(text, message):
     with pytest.raises(UserError, match=rf"--save.*{message}"):
         tracker.check(settings(text))
-
-
-@pytest.mark.parametrize("pair", ["step=3", "note"])
-def test_metadata_has_names_that_are_not_reserved(pair):
-    with pytest.raises(UserError, match="--metadata: expected NAME=VALUE, and no name of run, "):
-        tracker.check(settings(metadata=(pair,)))
 
 
 # Copies
@@ -145,9 +139,9 @@ def run_of(folder, latest=None, best=None):
 ])
 def test_copies_are_of_the_kind_and_at_the_place_that_is_given(
         text, step, weight, tmp_path, capsys):
-    text = f"local {text}{tmp_path}/copies/{{fold2024}}_{{step:04d}}_{{best_val_loss:.3f}}.pt"
+    text = f"local {text}{tmp_path}/copies/{{step:04d}}_{{best_val_loss:.3f}}.pt"
     store.send(savers_of(text), run_of(tmp_path, 12, best=8))
-    contents = checkpoint.load(tmp_path / f"copies/3_{step:04d}_inf.pt")
+    contents = checkpoint.load(tmp_path / f"copies/{step:04d}_inf.pt")
     assert contents["step"] == step
     assert contents["model"]["w"].tolist() == [weight] * 2
     assert ("ema" in contents) == (weight == 12)
@@ -222,7 +216,7 @@ def test_hugging_face_copies_are_sent_by_the_real_client(tmp_path, server, monke
     assert stored["ck/12.pt"] == (run.folder / "checkpoints/x.pt").read_bytes()
     about = json.loads(stored["about/metadata.json"])
     name = run.folder.as_posix()[1:]
-    assert about == {"run": name, "step": 12, "best_val_loss": None, "fold2024": "3"}
+    assert about == {"run": name, "step": 12, "best_val_loss": None}
     assert json.loads(stored["about/config.json"]) == {"lr": 1.0}
     headers, body = next(asked[2:] for asked in server.asked if "create" in asked[1])
     created = json.loads(body)

@@ -117,8 +117,11 @@ def test_scores_of_embeddings_tell_copies_from_variety(sample, match, coverage, 
     embeds = torch.eye(4).repeat(300, 1)
     embeddings.write_shards(tmp_path, embeds, embeds, records * 300)
     splits = {}
+    dataset = embeddings.Embeddings(tmp_path)
     for split, indices in zip(("train", "validation", "test"), np.split(np.arange(1200), 3)):
-        splits[split] = embeddings.Embeddings(tmp_path), indices
+        splits[split] = dataset, indices
+    assert synthetic.embedding_scores(splits, "test", sample, seed=0) == {}  # not built in
+    (tmp_path / "clip.json").write_text('{"made_from": {}}')
     scores = synthetic.embedding_scores(splits, "test", sample, seed=0)
     expected = {
         "caption_match": match,

@@ -1,5 +1,6 @@
 """Where metrics go: each logger's records read back, and a resumed run leaves no line twice."""
 import contextlib
+import io
 import itertools
 import json
 import math
@@ -15,7 +16,7 @@ import torch
 from helpers import Settings
 from servers import needs, records_of
 
-from common import checkpoint, dist, tracker
+from common import checkpoint, config, dist, resume, tracker
 from common.config import UserError
 from common.data import media, sounds
 from common.interop import store
@@ -37,10 +38,9 @@ def offline(monkeypatch):
 
 def tracker_of(folder, step=0, **given):
     """A Tracker of a run in `folder` that goes on from `step`."""
-    run = checkpoint.RunFolder(folder)
+    run = resume.RunFolder(folder)
     run.open()
     run.checkpoints = [{"file": "x.pt", "step": step, "sha256": ""}]
-    run.write_record()
     checkpoint.write_json({"marker": "config of the run"}, folder / "config.json")
     cfg = Settings(run_dir=str(folder), batch_size=8, **given)
     return tracker.Tracker(run, SimpleNamespace(cfg=cfg, step=step))
@@ -82,6 +82,7 @@ def test_on_resume_later_and_torn_lines_are_dropped_and_come_again_once(torn, tm
     err = capsys.readouterr().err
     assert err.count("metrics.jsonl: 3 damaged lines are left out, from line 13") == (b"{}" in torn)
     assert [line["step"] for line in lines(tmp_path)] == [0, 1, 2, 3, 4, 5]
+    assert not any("val_loss" in line for line in lines(tmp_path)[-1:])
     log_from(log, 6)
     assert path.read_bytes() == expected
 
@@ -94,6 +95,19 @@ def test_of_the_last_step_the_test_comes_again_unless_more_steps_follow(tmp_path
     assert lines(tmp_path) == [{"step": 5, "test_loss": 0.5}]
     tracker_of(tmp_path, 5, steps=5)
     assert not lines(tmp_path)
+
+
+def test_an_evaluation_that_the_loop_does_not_repeat_stays(tmp_path):
+    log = tracker_of(tmp_path)
+    log.log(5, val_loss=0.5)
+    log.log(5, loss=1.0)
+    log.log(6, val_loss=0.25)
+    run = log.run
+    state = SimpleNamespace(cfg=Settings(run_dir=str(tmp_path)), step=5)
+    tracker.Tracker(run, state, repeats_evaluation=False)
+    assert lines(tmp_path) == [{"step": 5, "val_loss": 0.5}, {"step": 5, "loss": 1.0}]
+    tracker.Tracker(run, state)
+    assert lines(tmp_path) == [{"step": 5, "loss": 1.0}]
 
 
 def test_a_page_a_line_or_a_logger_that_fails_is_told_and_training_continues(tmp_path, capsys):
@@ -127,6 +141,52 @@ def test_a_terminal_that_is_gone_does_not_end_a_run(monkeypatch):
     assert written == ["\nstep 1\n"]
 
 
+def results_of_rank():
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        tracker.print_results("step 1", {"loss": 0.12345, "count": 3})
+    return out.getvalue()
+
+
+def test_results_are_a_table_that_rank_0_alone_prints(on_ranks):
+    table = f"\nstep 1\n\n  {'loss':<40} 0.1235\n  {'count':<40} 3\n"
+    assert on_ranks(2, results_of_rank) == [table, ""]
+
+
+def tracks(folder):
+    """What a rank has of a Tracker that logs, prints, sends, and writes a page."""
+    if dist.is_main():
+        log = tracker_of(folder)
+    else:
+        cfg = Settings(run_dir=str(folder), save=("local save_meta_to=about",))
+        log = tracker.Tracker(resume.RunFolder(folder), SimpleNamespace(cfg=cfg, step=0))
+    with contextlib.redirect_stdout(io.StringIO()) as out, log:
+        log.log(3, loss=0.5)
+        log.print("a word")
+        log.send()
+        log.write_page()
+    return log.enabled, out.getvalue()
+
+
+def test_rank_0_alone_writes_lines_and_pages(tmp_path, on_ranks):
+    assert on_ranks(2, tracks, tmp_path) == [(True, "a word\n"), (False, "")]
+    assert lines(tmp_path) == [{"step": 3, "loss": 0.5}]
+    assert "loss" in (tmp_path / "report.html").read_text()
+
+
+def test_the_bar_counts_steps_and_where_there_is_no_terminal_it_speaks_every_ten_seconds():
+    out = io.StringIO()
+    bar = tracker.progress(range(5), file=out, desc="x")
+    assert list(bar) == [0, 1, 2, 3, 4]
+    assert (bar.n, bar.total, bar.mininterval) == (5, 5, 10)
+    assert "5/5" in out.getvalue()
+
+
+def test_the_console_is_a_logger_without_an_identity(tmp_path):
+    assert tracker.Logger().open(Settings(), tmp_path, {}, 0) == {}
+    assert tracker.make_savers(Settings()) == []
+    assert type(tracker.make_logger(Settings())) is tracker.Logger
+
+
 def test_a_signal_while_the_logger_finishes_ends_the_process_after_that(tmp_path):
     """Promise 2"""
     log = tracker_of(tmp_path)
@@ -134,6 +194,24 @@ def test_a_signal_while_the_logger_finishes_ends_the_process_after_that(tmp_path
     with pytest.raises(dist.Stopped, match="143"), log:
         pass
     assert log.file.closed
+
+
+def test_a_logger_hears_how_a_run_ended_and_a_signal_then_does_not_hide_its_error(tmp_path):
+    """Promise 2"""
+    heard = []
+    for error in (None, KeyError("x"), SystemExit(1)):
+        log = tracker_of(tmp_path)
+
+        def finish(error):
+            heard.append(error)
+            if error:
+                signal.raise_signal(signal.SIGTERM)
+
+        log.logger.finish = finish
+        with contextlib.suppress(KeyError, SystemExit), log:
+            if error:
+                raise error
+    assert [type(error) for error in heard] == [type(None), KeyError, SystemExit]
 
 
 # Loggers
@@ -163,12 +241,12 @@ def test_a_resumed_logger_has_each_step_once_and_samples_settings_and_errors(
     log = tracker_of(tmp_path, logger=kind)
     log_steps(log, range(1, 13))  # of which a checkpoint has the first 8
     log.logger.finish(SystemExit(1))
-    first = log.run.logger_identity
+    first = log.run.loggers
     with pytest.raises(ZeroDivisionError), tracker_of(tmp_path, 8, logger=kind) as log:
         log.call_logger("file", tmp_path / "config.json")
         log_steps(log, range(9, 16))
         1 / 0  # noqa: B018 (the error is meant)
-    assert log.run.logger_identity == first and first["kind"] == kind
+    assert log.run.loggers == first and [*first] == [kind]
     curves, samples = records_of(tmp_path)
     assert curves == {
         "loss": [(step, pytest.approx(1 / step)) for step in range(1, 16)],
@@ -207,17 +285,39 @@ def test_a_wandb_that_cannot_start_is_reported_before_training(tmp_path):
         tracker_of(tmp_path, logger="wandb projekt=x")
 
 
-@pytest.mark.parametrize("logger", ["console", "wandb id=y"])
-def test_another_logger_than_that_of_the_run_is_refused_with_the_way_out(logger, tmp_path):
-    """Promise 3"""
-    log = tracker_of(tmp_path)
-    log.run.logger_identity = {"kind": "wandb", "id": "x"}
-    log.run.write_record()
-    message = "was logged with {'kind': 'wandb', 'id': 'x'}.*would split.*--load"
-    with pytest.raises(UserError, match=message):
-        tracker_of(tmp_path, 8, logger=logger)
-    tracker_of(tmp_path, logger="console")  # a run that has no checkpoint begins anew
-    tracker_of(tmp_path, 8, logger="'console'")  # as the shell's quotes
+@pytest.mark.parametrize("kind, files", [
+    pytest.param("wandb", "wandb/*/*.wandb", marks=needs("wandb")),
+    pytest.param("tensorboard", "tensorboard/*", marks=needs("tensorboard")),
+])
+def test_a_run_that_began_on_the_console_takes_any_logger_and_later_finds_the_same_run_there(
+        kind, files, tmp_path):
+    """Promise 1"""
+    pytest.importorskip("PIL")
+    starts = ["console", kind, "'console'", kind]
+    found = []
+    for number, logger in enumerate(starts):
+        step = 4 * number
+        with tracker_of(tmp_path, step, logger=logger) as log:
+            log_steps(log, range(step + 1, step + 5))
+        found.append(config.read_json(tmp_path / "auto_resume.json")["loggers"])
+    assert found[0] == {"console": {}}
+    assert found[1] == found[2] == found[3] == log.run.loggers
+    assert found[1].keys() == {"console", kind}
+    assert [*tmp_path.glob(files)]
+    curves, _ = records_of(tmp_path)
+    steps = [step for step, _ in curves["loss"]]
+    assert steps == [5, 6, 7, 8, 13, 14, 15, 16]  # while it was the logger
+    assert [line["step"] for line in lines(tmp_path) if "loss" in line] == [*range(1, 17)]
+
+
+@needs("wandb")
+def test_a_run_without_a_checkpoint_begins_another_one_in_wandb(tmp_path):
+    identities = []
+    for _ in range(2):
+        with tracker_of(tmp_path, logger="wandb") as log:
+            identities.append(log.run.loggers["wandb"])
+    assert identities[0].keys() == {"project", "entity", "id"}
+    assert identities[0]["id"] != identities[1]["id"]
 
 
 @pytest.mark.parametrize("logger, message", {

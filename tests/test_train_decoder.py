@@ -16,8 +16,8 @@ from torch.testing import assert_close
 import train_decoder
 import train_prior
 from common import checkpoint, config
-from common.data import embed, embeddings, media
-from common.models import clip, diffusion
+from common.data import clips, embed, embeddings, media
+from common.models import diffusion, pixels
 
 TINY = dict(
     BRIEF,
@@ -48,7 +48,7 @@ def world(tmp_path_factory):
     settings = dict(steps=30, batch_size=32, embed_width=16, text_width=32, image_size=16)
     clip_config = embed.Config(run_dir=str(folder / "clip"), data=str(plain), **settings)
     embed.train(clip_config, CPU)
-    (image, text), _ = embed.embed(clip.load(clip_config.run_dir, CPU), [(pictures, records)])
+    (image, text), _ = embed.embed(clips.load(clip_config.run_dir, CPU), [(pictures, records)])
     embeddings.write_shards(folder / "shapes", image, text, records)
     note = {"clip": str(folder / "clip")}
     checkpoint.write_json(note, plain / "clip.json")
@@ -89,7 +89,7 @@ def make(**settings):
     constants = {name: settings.pop(name) for name in settings.keys() - fields}
     cfg = type("Config", (train_decoder.BaseConfig,), constants)(**settings)
     torch.manual_seed(0)
-    has_text = cfg.text_encodings == "clip"
+    has_text = cfg.text_encodings
     unet = train_decoder.UNet(cfg, 16, 12 if has_text else 0)
     unet = awake(train_decoder.place(unet, "cpu"))
     if has_text:
@@ -117,7 +117,7 @@ def inputs(unet, count=3):
     """The arguments of the U-Net by name, with nothing dropped."""
     cfg = unet.cfg
     condition = {"image_embed": torch.randn(count, 16)}
-    if cfg.text_encodings == "clip":
+    if cfg.text_encodings:
         condition |= text_condition(count)
     keep = torch.zeros(count, dtype=torch.bool)
     return dict(
@@ -131,7 +131,7 @@ def inputs(unet, count=3):
 
 
 def test_stored_embeddings_of_another_clip_are_refused(world, tmp_path):
-    model = clip.load(world / "clip", CPU)
+    model = clips.load(world / "clip", CPU)
     shutil.copytree(world / "plain", tmp_path, dirs_exist_ok=True)
     for path in tmp_path.glob("*.png"):
         image_embed = model.embed_image(torch.tensor(read_picture(path))[None])
@@ -158,7 +158,7 @@ def test_norms_have_32_groups_where_each_gets_four_channels_and_else_fewer(width
         dict(num_res_blocks=2, learned_variance=True),
         dict(channel_mult=(1, 2, 3), attention_levels=(0, 2)),
         dict(low_res_size=8, low_res_noise=0.3, scale_shift=False),
-        dict(text_encodings="clip"),
+        dict(text_encodings=True),
     ],
     ids=str,
 )
@@ -180,7 +180,7 @@ def test_every_parameter_gets_a_gradient_and_checkpointing_gives_the_same(settin
 
 @pytest.mark.parametrize("dropped", [(), ("image",), ("text",), ("image", "text")])
 def test_a_drop_removes_its_condition_and_nothing_else(dropped):
-    unet = make(text_encodings="clip", low_res_size=8)
+    unet = make(text_encodings=True, low_res_size=8)
     given = inputs(unet)
     for kind in dropped:
         given[f"drop_{kind}"] = torch.ones(3, dtype=torch.bool)
@@ -220,7 +220,7 @@ def test_embeddings_are_brought_to_length_root_d_unless_they_are_raw(raw_embeddi
     "settings",
     [
         dict(objective="flow", loss_weight="cosmap", timestep_density="logit_normal"),
-        dict(objective="x0", text_encodings="clip", loss_weight="min_snr"),
+        dict(objective="x0", text_encodings=True, loss_weight="min_snr"),
         dict(objective="v", learned_variance=True),
     ],
     ids=str,
@@ -233,8 +233,9 @@ def test_loss_equals_a_slow_one_and_in_evaluation_has_no_weights(settings, train
     passes = []
     unet.register_forward_hook(lambda _, given, out: passes.append((given, out)))
     loss = train_decoder.diffusion_loss(unet, batch, condition)
-    [((x_t, timestep, _, *drops), out)] = passes
-    x0 = media.from_uint8(batch["image"])
+    [((x_t, timestep, _, *drops, low_res, low_res_timestep), out)] = passes
+    assert low_res is low_res_timestep is None
+    x0 = pixels.from_uint8(batch["image"])
     alpha, sigma = levels = diffusion.levels(unet, timestep, x0)
     noise = (x_t - alpha * x0) / sigma
     assert abs(noise.mean()) < 0.02 and abs(noise.std() - 1) < 0.02
@@ -272,10 +273,10 @@ def test_an_upsampler_learns_from_blurred_crops_with_noise_of_the_level_it_is_gi
 
     corners = large[:, :2, 0, 0].long()
     assert corners.unique().tolist() == list(range(9))  # crops from everywhere
-    low_res = media.resize(images, 8, "box")
+    low_res = pixels.resize(images, 8, "box")
     is_match = []
-    for pictures in (low_res, media.blur(low_res, torch.full((100,), 0.7))):
-        expected = alpha * media.crop(media.resize(pictures, 16, "bicubic"), 8, corners)
+    for pictures in (low_res, pixels.blur(low_res, torch.full((100,), 0.7))):
+        expected = alpha * pixels.crop(pixels.resize(pictures, 16, "bicubic"), 8, corners)
         is_match.append((clean - expected).flatten(1).abs().amax(1) < 1e-3)
     is_sharp, is_blurred = is_match
     assert torch.equal(is_blurred, ~is_sharp)
@@ -285,7 +286,7 @@ def test_an_upsampler_learns_from_blurred_crops_with_noise_of_the_level_it_is_gi
 @pytest.mark.parametrize(
     "scale, eta, settings",
     [
-        (2.5, 0.0, dict(objective="v", text_encodings="clip")),
+        (2.5, 0.0, dict(objective="v", text_encodings=True)),
         (0.0, 0.0, dict(objective="flow")),
         (1.5, 1.0, dict(objective="x0", learned_variance=True)),
     ],
@@ -300,9 +301,9 @@ def test_sampling_equals_one_with_two_passes_a_step(scale, eta, settings):
     given = inputs(unet)
     low_res = torch.rand(3, 3, 8, 8)
     noise_fn = functools.partial(torch.full_like, fill_value=0.5)
-    large = media.resize(low_res, 16, "bicubic")
+    large = pixels.resize(low_res, 16, "bicubic")
     given["low_res"] = unet.alpha[0] * large + unet.sigma[0] * 0.5  # the least noise
-    given["low_res_level"] = torch.zeros(3)
+    given["low_res_timestep"] = torch.zeros(3)
     null = {name: ~given[name] for name in ("drop_image", "drop_text")}
 
     def denoise(x, t):
@@ -552,7 +553,7 @@ def test_presets_are_stages_and_those_of_papers_have_their_diffusion(name):
 
 
 def test_on_a_cpu_all_images_within_the_unet_have_their_channels_last():
-    unet = make(text_encodings="clip")
+    unet = make(text_encodings=True)
     layouts = set()
     for module in unet.modules():
         if isinstance(module, torch.nn.Conv2d):

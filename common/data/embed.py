@@ -14,12 +14,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from common import accumulate, checkpoint, config, dist, optim, schedule, tracker
+from common import accumulate, checkpoint, config, dist, optim, order, schedule, tracker
 from common.config import Fraction, PositiveFloat, PositiveInt, UserError, field
-from common.data import embeddings, files, order, synthetic
+from common.data import clips, embeddings, files, synthetic
 from common.data.images import BUILTIN_ROWS, CaptionedImages
-from common.data.media import from_uint8, to_uint8
 from common.models import clip
+from common.models.pixels import from_uint8, to_uint8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,7 +243,7 @@ def embed(clip_model, batches, encodings=False, raw=False):
 def embed_all(cfg, device=None):
     """Write embeddings of all images of `data` as shards, and clip.json, which names the CLIP."""
     device = device or dist.setup(cfg.device)
-    clip_model = clip.load(cfg.run_dir, device)
+    clip_model = clips.load(cfg.run_dir, device)
     out = Path(cfg.out)
     (out / "clip.json").unlink(missing_ok=True)  # it may name another CLIP
     batches = read(cfg.data, clip_model.image_size, cfg.split)
@@ -280,7 +280,7 @@ def builtin_data(folder, device):
         checkpoint.lock(lock, wait=True)  # another run may be making them
         try:
             values = config.read_json(path)
-            clip.load(run_dir, "cpu", str(values.get("fingerprint")))
+            clips.load(run_dir, "cpu", str(values.get("fingerprint")))
         except (UserError, OSError):  # missing or damaged
             values = {}
         if values.get("made_from") != made_from:
@@ -296,7 +296,7 @@ def builtin_data(folder, device):
 def with_builtin_data(cfg, device):
     """The settings `cfg` with the folder of `builtin_data` as their data. Collective."""
     folder = dist.on_main(lambda: builtin_data(Path(cfg.run_dir).parent, device))
-    return dataclasses.replace(cfg, data=folder)
+    return config.replace(cfg, data=folder)
 
 
 def main():

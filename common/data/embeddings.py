@@ -1,9 +1,8 @@
 """Embeddings in shards (.npy), as clip-retrieval writes them, with captions.
 
-`Embeddings` is a dataset (see order.py).
+`Embeddings` is a dataset (see loader.py).
 """
 
-import contextlib
 import functools
 import itertools
 import json
@@ -13,13 +12,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common import accumulate, checkpoint, config
+from common import accumulate, checkpoint, config, loader, order
 from common.config import UserError
-from common.data import files, order
+from common.data import files
 
 FOLDERS = {"image_embed": "img_emb", "text_embed": "text_emb", "text_enc": "text_enc"}
 MAX_LOG_RATIO = 2  # of a usable embedding's length to the median one: a factor of 7.4
-MIN_COSINE = 0.3  # of a CLIP's embeddings with stored ones: with those of another it is about 0
 BLOCK = 64  # lines of captions of which the first's place is held
 
 
@@ -69,9 +67,9 @@ class Shards:
         return int(self.starts[-1])
 
     @functools.cached_property
-    def usual_length(self):
+    def median_norm(self):
         """The median length of 256 rows (n, D); UserError if it is no length."""
-        rows = self[files.evenly_spaced(len(self), 256)]
+        rows = self[order.evenly_spaced(len(self), 256)]
         length = torch.from_numpy(rows).norm(dim=1).nanmedian().item()
         if not 0 < length < math.inf:  # as of a file that claims more rows than were written
             raise UserError(f"{self.folder}: most rows are all zero or not finite; write it anew")
@@ -202,7 +200,7 @@ class Embeddings:
         reason = "all zero, not finite, or much longer or shorter than most"
         return "" if usable else f"img_emb_{number}.npy row {row}: {reason}"
 
-    def fetch(self, indices, random_words=None):
+    def fetch(self, indices, random_bits=None):
         """Read samples in any order; nothing is random."""
         batch, usable = self._embeddings(indices)
         if self.with_captions:
@@ -222,7 +220,7 @@ class Embeddings:
             length = batch[name].flatten(1).norm(dim=1)
             usable &= length.isfinite()
             if name != "text_enc":  # whose padding is all zero
-                ratio = length / table.usual_length
+                ratio = length / table.median_norm
                 usable &= ratio.log().abs() < MAX_LOG_RATIO  # so zero is not usable
         return batch, usable.numpy()
 
@@ -255,13 +253,13 @@ class Embeddings:
 
         UserError if more than one in a hundred is unusable.
         """
-        checked = files.evenly_spaced(len(self), 100_000)
+        checked = order.evenly_spaced(len(self), 100_000)
         unusable = []
         for indices in np.array_split(checked, math.ceil(len(checked) / 256)):
             _, usable = self._embeddings(indices)
             unusable += indices[~usable].tolist()
         faults = list(map(self.fault, unusable[:5]))
-        if len(unusable) > order.MAX_UNUSABLE * len(checked):
+        if len(unusable) > loader.MAX_UNUSABLE * len(checked):
             raise UserError(
                 f"{self.path}: {len(unusable)} of {len(checked)} samples cannot be used: "
                 f"{faults[0]}; mend or remove them"
@@ -269,12 +267,11 @@ class Embeddings:
         return len(unusable), len(checked), faults
 
     def fingerprint(self):
-        """Values that change when the data does: rows, width, digest of the files' starts."""
-        paths = []
-        for name, table in self.tables.items():
-            if not (name == "text_embed" and self.with_captions):  # then it may be missing
-                paths += table.paths.values()
-        paths += self.captions.values()
+        """Values that change when the data does: rows, width, digest of the files' starts.
+
+        Of images and captions alone: a run may take its texts from either source.
+        """
+        paths = [*self.images.paths.values(), *self.captions.values()]
         return {"rows": len(self), "width": self.width, "digest": files.digest_of(paths)}
 
 
@@ -307,71 +304,3 @@ def write_shards(
                     values = np.asarray(rows)
                     dtype = np.float16 if values.dtype == np.float16 else np.float32
                     np.save(file, values.astype(dtype))
-
-
-# The CLIP of embeddings
-
-
-def is_built_in(folder):
-    """Whether embed.builtin_data wrote this folder: its captions come with their attributes."""
-    path = Path(folder, "clip.json")
-    return path.is_file() and "made_from" in config.read_json(path)
-
-
-def clip_of(cfg, model_file=None):
-    """The CLIP that --clip names, or None, and the fingerprint of the one that is known, or None.
-
-    "auto" is that of clip.json in --data; without clip.json that of the model in the file, if one
-    is given. A note says if the two are not the same.
-    """
-    known = {}
-    if model_file:
-        contents = checkpoint.load(model_file, mmap=True)
-        known = {"clip": contents.get("clip"), "fingerprint": contents.get("clip_fingerprint")}
-    path = Path(cfg.data, "clip.json")
-    if path.is_file():
-        before = known.get("fingerprint")
-        known = config.read_json(path)
-        if before and before != known.get("fingerprint"):
-            config.note(f"{model_file}: learned with another CLIP than that of {path}")
-    spec = known.get("clip") if cfg.clip == "auto" else cfg.clip
-    return spec, known.get("fingerprint")
-
-
-def check_source(cfg, dataset, path, clip_model=None):
-    """UserError if the embeddings are not those that a model needs, by some of them.
-
-    They must not be of unit length for a model of raw ones, nor those of another CLIP than
-    `clip_model`, if there is one.
-    """
-    indices = files.evenly_spaced(len(dataset), 16)
-    batch, _ = dataset.fetch(indices)
-    stored = batch.get("image_embed")
-    if stored is None:  # a CLIP will compute them
-        return
-    length = stored.norm(dim=1).nanmedian()
-    if cfg.raw_embeddings and abs(length - 1) < 0.01:
-        raise UserError(
-            f"{path}: its embeddings are of unit length, but the model is one of raw embeddings; "
-            "write them anew with python -m common.data.embed embed --raw"
-        )
-
-    # Embed the same texts, or else images, again.
-    texts = []
-    if clip_model and "text_embed" in batch and dataset.captions:
-        with contextlib.suppress(UserError):  # the captions of a model that needs none
-            texts = dataset.texts(indices)
-    if texts:
-        stored = batch["text_embed"]
-        found = clip_model.text_condition(texts, 1)["text_embed"]
-    elif clip_model and "image" in batch:
-        device = next(clip_model.parameters()).device
-        found = clip_model.embed_image(batch["image"].to(device))
-    else:
-        return
-    cosine = torch.cosine_similarity(found.cpu(), stored).nanmean()
-    if cosine < MIN_COSINE:
-        raise UserError(
-            f"{path}: its embeddings are not of this CLIP, whose own have a mean cosine of "
-            f"{cosine:.2f} with them; name the one that made them with --clip"
-        )

@@ -5,9 +5,7 @@ import os
 import unicodedata
 from pathlib import Path
 
-import numpy as np
-
-from common import config
+from common import config, order
 from common.config import UserError
 
 
@@ -15,9 +13,6 @@ class Unusable(UserError):
     """A sample that cannot be used, with the reason. Training goes on with the next one."""
 
 
-def evenly_spaced(count, limit):
-    """At most `limit` evenly spaced numbers (int64) below `count`."""
-    return np.linspace(0, count - 1, min(count, limit)).astype(np.int64)
 
 
 def files_below(folder):
@@ -85,7 +80,7 @@ def check_samples(dataset, limit=128):
 
     UserError if more than `limit`, or all, are unusable.
     """
-    indices = evenly_spaced(len(dataset), 256)
+    indices = order.evenly_spaced(len(dataset), 256)
     faults = list(filter(None, map(dataset.fault, indices)))
     if len(faults) > min(limit, len(indices) - 1):
         raise UserError(
@@ -99,7 +94,7 @@ def digest_of(files):
     """16 digits that change with the names or sizes of `files`, or the start of 100 of them."""
     sizes = [(file.name, file.stat().st_size) for file in files]
     digest = hashlib.sha256(repr(sizes).encode())
-    for number in evenly_spaced(len(files), 100):
+    for number in order.evenly_spaced(len(files), 100):
         with open(files[number], "rb") as file:
             digest.update(file.read(2**16))
     return digest.hexdigest()[:16]

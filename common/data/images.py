@@ -1,6 +1,6 @@
 """Captioned images, in tars or folders, with or without embeddings, and the built-in shapes.
 
-`Pictures` and `Shapes` are datasets (see order.py): `fetch` returns pixels, embeddings, captions.
+`Pictures` and `Shapes` are datasets (see loader.py): `fetch` returns pixels, embeddings, captions.
 """
 
 import collections
@@ -20,10 +20,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common import config
+from common import config, order
 from common.config import UserError
-from common.data import embeddings, files, media, order, synthetic
+from common.data import embeddings, files, synthetic
 from common.data.files import Unusable
+from common.models import pixels
 
 IMAGES = ("jpg", "jpeg", "png", "webp")
 CAPTIONS = ("txt", "json")
@@ -377,9 +378,9 @@ class Pictures(CaptionedImages):
                 )
             return values.ravel()
 
-    def fetch(self, indices, random_words=None):
+    def fetch(self, indices, random_bits=None):
         """Read samples in any order, augmented if there are random words."""
-        uniform = order.uniform(random_words, len(indices), CENTRAL)
+        uniform = order.uniform(random_bits, len(indices), CENTRAL)
         samples = []
         usable = np.zeros(len(indices), bool)
         for i, index in enumerate(indices):
@@ -411,13 +412,13 @@ class Pictures(CaptionedImages):
         if self.flip and mirror < 0.5:
             crop = crop.flip(2)
         sample = {
-            "image": media.resize_uint8(crop, self.size, "box")[0],
+            "image": pixels.resize_uint8(crop, self.size, "box")[0],
             "caption": self.caption(index),
         }
         if self.width:
             sample["image_embed"] = torch.from_numpy(self._embedding(index))
         if self.clip_size:
-            sample["clip_image"] = media.resize_uint8(crop, self.clip_size)[0]  # bicubic: CLIP's
+            sample["clip_image"] = pixels.resize_uint8(crop, self.clip_size)[0]  # bicubic: CLIP's
         return sample
 
     def fault(self, index):
@@ -453,8 +454,23 @@ class Shapes(embeddings.Embeddings):
         super().__init__(folder, captions=True)
         self.size = size
 
-    def fetch(self, indices, random_words=None):
+    def fetch(self, indices, random_bits=None):
         batch, usable = super().fetch(indices)
         drawn, _ = synthetic.shapes(indices, size=max(self.size, 32))
-        images = media.resize_uint8(torch.from_numpy(drawn), self.size, "box")
+        images = pixels.resize_uint8(torch.from_numpy(drawn), self.size, "box")
         return {"image": images, **batch}, usable
+
+
+def caption_accuracy(dataset, indices, fake, real):
+    """{metric: bool for each sample} of fake and real pictures, uint8 (B, H, H, 3), of `indices`.
+
+    Whether a picture has all that its caption mentions; {} unless `dataset` is the built-in one.
+    """
+    # The judge takes averages of 16 x 16 boxes.
+    if not isinstance(dataset, Shapes) or real.shape[1] % 16:
+        return {}
+    records = dataset.records(indices)
+    return {
+        "caption_accuracy": synthetic.is_correct(fake.cpu().numpy(), records).tolist(),
+        "caption_accuracy_ceiling": synthetic.is_correct(real.cpu().numpy(), records).tolist(),
+    }

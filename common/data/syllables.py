@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from common.data import recordings, synthetic
-from common.models import semantic
+from common.data import synthetic
+from common.models import audio, semantic
 
 MIN_SECONDS = 0.2  # shorter sounds have no measurable pitch
 MAX_TEXT_SECONDS = 2.0  # longest sound of a text
@@ -66,5 +66,5 @@ class SyllableScores:
 
     def voice(self, wave):
         """The voice of a wave (T,)."""
-        wave = recordings.resample(wave, self.dataset.rate, synthetic.RATE)
+        wave = audio.resample(wave, self.dataset.rate, synthetic.RATE)
         return synthetic.estimate_voice(wave.numpy())

@@ -12,12 +12,12 @@ Sample k is a pure function of k, and all that is in it is known.
 import collections
 import functools
 import itertools
+from pathlib import Path
 
 import numpy as np
 import torch
 
-from common import accumulate, checkpoint
-from common.data import order
+from common import accumulate, config, loader, loop, order
 
 
 def _triangle(x, y):
@@ -257,18 +257,29 @@ def picture_references():
     return np.concatenate(features), values
 
 
+def is_correct(pictures, records):
+    """Whether pictures, uint8 (B, H, H, 3), have all that their captions mention: bool (B,)."""
+    # A nearest neighbor among drawings of all combinations of attributes recognizes them.
+    found = nearest(picture_features(pictures), *picture_references())
+    correct = found == attribute_values(records)
+    return (correct | ~named_attributes(records)).all(1)  # others are free
+
+
 MAX_CAPTIONS = 96  # of a split
 DRAWS = 16  # samples of a caption
 AT_ONCE = 48  # captions to sample for at a time: half, so that two ranks have as much each
 
 
-def embedding_scores(
-    splits,
-    split,
-    sample_fn,
-    seed,
-):
+def is_built_in(folder):
+    """Whether embed.builtin_data wrote this folder: its captions come with their attributes."""
+    path = Path(folder, "clip.json")
+    return path.is_file() and "made_from" in config.read_json(path)
+
+
+def embedding_scores(splits, split, sample_fn, seed):
     """caption_match and coverage of sampled image embeddings, and their ceilings. Collective.
+
+    {} unless the data, and the validation set, are the built-in ones.
 
     caption_match: fraction of the samples whose nearest neighbor among held-out images has what the
     caption mentions. coverage: variety in the attributes that the caption does not mention. It is
@@ -279,16 +290,18 @@ def embedding_scores(
     the dataset, which has DRAWS rows for each of at most AT_ONCE captions; seeds: one a caption.
     """
     dataset, captions = splits[split]
+    if not is_built_in(dataset.folder) or splits["validation"][0] is not dataset:
+        return {}
     rows = np.repeat(captions[:MAX_CAPTIONS], DRAWS)
     held_out = np.concatenate([splits[name][1] for name in ("validation", "test")])
-    with checkpoint.damaged(dataset.folder / "captions"):
+    with config.explained(f"{dataset.folder}/captions: damaged, or of another program"):
         records = dataset.records(range(len(dataset)))
         attributes = attribute_values(records)  # (images, attributes)
         mentioned = named_attributes(records)  # bool, of the same shape
     references = unit_embeddings(dataset, held_out)
 
     found = collections.defaultdict(list)  # {score: its value for each caption}
-    for number, batch in order.batches(dataset, rows, 0, AT_ONCE * DRAWS):
+    for number, batch in loader.eval_batches(dataset, rows, 0, AT_ONCE * DRAWS):
         indices = batch["index"][::DRAWS].tolist()
         first = number * AT_ONCE
         numbers = range(first, first + len(indices))
@@ -313,7 +326,7 @@ def embedding_scores(
             possible = entropy(attributes[fits][:, ~named])
             found["possible"].append(possible)
 
-    scores = order.means(found)
+    scores = loop.means(found)
     possible = scores.pop("possible", 1.0)
     for name in scores:
         if name.startswith("coverage"):

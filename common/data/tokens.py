@@ -8,27 +8,29 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common import checkpoint, config, dist, tracker
+from common import accumulate, checkpoint, config, dist, order, tracker
 from common.config import UserError
-from common.data import order
 from common.data.files import Unusable
 from common.models import clip, semantic
 
 KMEANS_FILE = "kmeans.pt"  # in the folder of the semantic run
+MAX_FRAMES = 30 * 60 * semantic.FRAME_RATE  # to fit k-means to: half an hour
 
 # Tokenizers
 
 
-def load_kmeans(folder, sample_rate, device):
+def load_kmeans(folder, sample_rate, device, make_features):
     """The semantic tokenizer of a run folder, a semantic.KMeans, with its file's `checksum`.
 
+    make_features: function of the setting --tokenizer that gives the features of a wave.
     UserError if it was fitted to recordings of another rate.
     """
     path = Path(folder) / KMEANS_FILE
-    contents = checkpoint.load(path)
-    with checkpoint.damaged(path):
-        kmeans = semantic.KMeans(**contents["settings"]).to(device)
-        checkpoint.load_weights(kmeans, contents["model"], path)
+    contents = checkpoint.load(path, "settings")
+    settings = contents["settings"]
+    settings["features"] = make_features(settings["features"])
+    kmeans = semantic.KMeans(**settings).to(device)
+    checkpoint.load_weights(kmeans, contents["model"], path)
     if kmeans.sample_rate != sample_rate:
         raise UserError(
             f"--sample_rate: {sample_rate}, but that of {path} is {kmeans.sample_rate}; train the "
@@ -38,22 +40,55 @@ def load_kmeans(folder, sample_rate, device):
     return kmeans
 
 
-def fit_kmeans(run, dataset, indices, cfg, device):
-    """As `load_kmeans` of the RunFolder `run`, whose file is first made by `semantic.fit`.
+def fit(kmeans, dataset, indices, seed):
+    """Fit a semantic.KMeans to at most half an hour of the recordings `indices`.
 
-    A run that goes on has one. That of a start that was broken off may be of other settings.
-    cfg: with clusters, seed, and the tokenizer, mfcc or hf:MODEL:LAYER. Collective.
+    dataset.wave(index, length, fraction) is as that of Recordings, at dataset.rate; recordings that
+    raise Unusable are skipped. UserError if there are fewer frames than clusters.
+    """
+    key = accumulate.derive_seed("kmeans", seed)
+    shuffled = np.random.default_rng(key).permutation(indices).tolist()
+    found = [torch.zeros(0, len(kmeans.mean))]
+    frames = 0
+    for index in tracker.progress(shuffled, desc="k-means: features", delay=3, leave=False):
+        with contextlib.suppress(Unusable):
+            # Of long recordings a part, so that the half hour is of many.
+            x = kmeans.features(dataset.wave(index, 10 * dataset.rate, 0.5))
+            found.append(x.cpu())
+            frames += len(x)
+        if frames >= MAX_FRAMES:
+            break
+    x = torch.cat(found)[:MAX_FRAMES]
+    if len(x) < kmeans.clusters:
+        raise UserError(
+            f"--clusters {kmeans.clusters}: only {len(x)} frames of 20 ms to fit them to"
+        )
+    kmeans.fit(x, accumulate.derive_seed("centers", seed))
+
+
+def fit_kmeans(run, dataset, indices, cfg, device, make_features):
+    """As `load_kmeans` of the RunFolder `run`, whose file is made first.
+
+    A resumed run already has one. A file left by an aborted start is fitted again: its settings may
+    differ. cfg: with clusters, seed, and tokenizer. Collective.
     """
     path = run.folder / KMEANS_FILE
 
     def make():
-        if not (run.resume_from and path.exists()):
-            kmeans = semantic.fit(dataset, indices, cfg.clusters, cfg.seed, cfg.tokenizer, device)
-            contents = {"settings": kmeans.settings, "model": kmeans.state_dict()}
-            checkpoint.save(contents, path)
+        if run.resume_from and path.exists():
+            return
+        features = make_features(cfg.tokenizer)
+        kmeans = semantic.KMeans(cfg.clusters, features, dataset.rate).to(device)
+        fit(kmeans, dataset, indices, cfg.seed)
+        settings = {
+            "clusters": cfg.clusters,
+            "features": cfg.tokenizer,
+            "sample_rate": dataset.rate,
+        }
+        checkpoint.save({"settings": settings, "model": kmeans.state_dict()}, path)
 
     dist.on_main(make)
-    return load_kmeans(run.folder, dataset.rate, device)
+    return load_kmeans(run.folder, dataset.rate, device, make_features)
 
 
 def code_entropies(codes, Q, size):
@@ -65,7 +100,7 @@ def code_entropies(codes, Q, size):
     for column in torch.cat([torch.zeros(0, Q, dtype=torch.int64), *codes]).T:
         counts = torch.bincount(column[column >= 0], minlength=size)
         # Summed over ranks before taking the entropy, which is not additive.
-        uses.append(dist.total(counts.tolist()))
+        uses.append(dist.all_sum(counts.tolist()))
     uses = torch.tensor(uses)  # (Q, size)
     totals = uses.sum(1)
     return torch.special.entr(uses / totals[:, None]).sum(1), totals
@@ -84,8 +119,6 @@ def token_cache(folder, dataset, tokenizer):
     `folder`: a rank that is killed repeats one of them.
     """
     fingerprint = dataset.fingerprint()
-    # Before a rank looks for its tokens at a place that no other rank knows.
-    dist.check_alike({f"data {name}": value for name, value in fingerprint.items()})
     digest = order.hash_of(repr((fingerprint, tokenizer.checksum)).encode())
     place = Path(folder, f"{digest:016x}")
     count = len(dataset)
@@ -121,7 +154,7 @@ def token_cache(folder, dataset, tokenizer):
                 with checkpoint.atomic_write(path) as file:
                     np.savez(file, tokens=row, lengths=list(map(len, encoded)))
 
-    dist.together(encode_missing)
+    dist.on_all(encode_missing)
     # An hour of 4 quantizers at 50 Hz takes 1.4 MB.
     tokens = []
     for path, _ in parts:
@@ -231,7 +264,7 @@ class TokenCrops:
         """Whether every crop of a recording is all of it."""
         return len(self.frames_of[index]) <= self.crop_frames
 
-    def fetch(self, indices, random_words=None):
+    def fetch(self, indices, random_bits=None):
         """(the batch of `lay_out` with "text": [B], or {} unless all are usable; usable (B,)).
 
         A text says all of a recording, so a crop that is a part of one has none: "".
@@ -241,7 +274,7 @@ class TokenCrops:
         if not usable.all():
             return {}, usable
         # In evaluation every crop is the beginning of its recording.
-        [offsets] = order.uniform(random_words, len(indices), [0.0]).T
+        [offsets] = order.uniform(random_bits, len(indices), [0.0]).T
         samples = list(map(self.crop, indices.tolist(), offsets))
         batch = self.lay_out(self.streams, samples)
         batch["text"] = []
@@ -250,20 +283,25 @@ class TokenCrops:
         return batch, usable
 
     def lengths(self, indices):
-        """(frames of the last stream, of the one before it, frames of the last one a second).
+        """{"max_frames": of the last stream, "max_context": of the one before it, "frame_rate"}.
 
-        They are those of crops of 200 recordings, which a model sees in training: the
+        frame_rate is of the last one. They are of crops of 200 recordings, as in training: the
         longest or, of semantic tokens alone, the 95th percentile, as these have no fixed rate.
         """
         indices = self.readable(order.some_of(indices, 200))
         lengths = np.array([list(map(len, streams)) for streams, _ in map(self.crop, indices)])
         if self.codes is not None:  # lengths: (recordings, streams)
             context, frames = lengths.max(0).tolist()
-            return frames, context, self.frame_rate
+            return {
+                "max_frames": frames,
+                "max_context": context,
+                "frame_rate": self.frame_rate,
+            }
         frames = [len(self.frames_of[index]) for index in indices]
         seconds = np.minimum(frames, self.crop_frames) / self.frame_rate
         frame_rate = float(np.quantile(lengths[:, 0] / seconds, 0.95))
-        return int(np.quantile(lengths, 0.95)), 0, frame_rate
+        frames = int(np.quantile(lengths, 0.95))
+        return {"max_frames": frames, "max_context": 0, "frame_rate": frame_rate}
 
 
 def tokenize_splits(cfg, splits, streams, lay_out, kmeans, codec):

@@ -1,11 +1,10 @@
-"""Loggers of other people's: TensorBoard, Weights & Biases."""
+"""Third-party loggers, each with the methods of tracker.Logger: TensorBoard, Weights & Biases."""
 
 from common import config
 from common.config import explained, need
-from common.tracker import Logger
 
 
-class TensorBoard(Logger):
+class TensorBoard:
     """Event files in RUN/tensorboard. Of steps that a resumed run repeats, the last ones count."""
 
     def open(self, cfg, folder, known, step):
@@ -39,7 +38,7 @@ class TensorBoard(Logger):
         self.writer.close()
 
 
-class WandB(Logger):
+class WandB:
     """A run of Weights & Biases. It ignores the steps that a resumed run repeats."""
 
     def __init__(self, **options):

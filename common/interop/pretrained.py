@@ -19,7 +19,7 @@ import train_decoder
 import train_prior
 from common import checkpoint, config
 from common.config import Settings, UserError, explained, field, need
-from common.models import clip
+from common.data import clips
 
 CONFIGS = {"prior": train_prior.Config, **train_decoder.STAGES}
 
@@ -147,7 +147,8 @@ def our_settings(about, folder):
             "depth": about["num_layers"],
             "max_text_len": about["num_embeddings"],
             "raw_embeddings": True,
-            "text_encodings": "clip",
+            "text_encodings": True,
+            "text_source": "clip",
             "guidance_scale": 4.0,
             "eval_timesteps": (25,),
         }
@@ -183,7 +184,7 @@ def our_settings(about, folder):
         "cond_width": about["cross_attention_dim"],
         "learned_variance": about["out_channels"] == 6,
         "raw_embeddings": True,
-        "text_encodings": "clip",
+        "text_encodings": True,
         "guidance_scale": 8.0,
         "eval_steps": 25,
     }
@@ -301,7 +302,7 @@ def import_folder(folder, out, spec, source):
         # Of one of our exports, which says more than diffusers knows.
         settings |= config.typed(CONFIGS[kind], about.get("settings", {}), folder)
         cfg = CONFIGS[kind](**settings, run_dir=str(out.parent))
-    encoding_width = 0 if cfg.text_encodings == "none" else width
+    encoding_width = width if cfg.text_encodings else 0
     for name, expected in their_config(cfg, [width, encoding_width], folder).items():
         if about.get(name, expected) != expected:
             raise UserError(
@@ -320,7 +321,7 @@ def import_folder(folder, out, spec, source):
     spec = spec or CLIPS.get(width, "")
     fingerprint = None
     if width:  # "no text" is the CLIP's encoding of ""
-        clip_model = clip.load(spec, "cpu", text_only=True)
+        clip_model = clips.load(spec, "cpu", text_only=True)
         clip_model.check_widths(f"--clip {spec} for {folder}", width, encoding_width)
         fingerprint = clip_model.fingerprint()
         for name, value in clip_model.text_condition([""], cfg.max_text_len).items():
@@ -452,7 +453,7 @@ def export_command(args):
         f"note: diffusers has to be told that it predicts {cfg.objective}. Its pipelines give raw "
         f"embeddings; the model takes raw ones: {cfg.raw_embeddings} (False: of length √D)"
     )
-    weights = checkpoint.strip_prefixes(contents["model"])
+    weights = contents["model"]
     # In a file of adapters a layer a.b is "a/b".
     weights = {name.replace("/", "."): value for name, value in weights.items()}
     table = PRIOR if contents["kind"] == "prior" else UNET

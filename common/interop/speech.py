@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from common.config import UserError
 from common.interop.codecs import from_transformers
 
-SAMPLE_RATE = 16_000
 HOP = 320  # samples of a frame
 KINDS = ("hubert", "wavlm", "wav2vec2", "wav2vec2-bert")  # of model_type
 
@@ -20,6 +19,8 @@ class SpeechLayer:
 
     LAYER is 0 for the input of the first one. width: of its outputs.
     """
+
+    sample_rate = 16_000
 
     def __init__(self, spec):
         flag = f"--tokenizer {spec}"
@@ -51,7 +52,7 @@ class SpeechLayer:
         x = F.pad(wave, (margin, margin + incomplete))
         if takes_mel:
             padded = x[0].cpu().numpy()
-            features = self.extractor(padded, sampling_rate=SAMPLE_RATE, return_tensors="pt")
+            features = self.extractor(padded, sampling_rate=self.sample_rate, return_tensors="pt")
             x = features["input_features"]
         model = self.model.to(wave.device)
         outputs = model(x.to(wave.device), output_hidden_states=True)

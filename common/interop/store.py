@@ -20,7 +20,6 @@ from tqdm import tqdm
 
 from common import checkpoint, config
 from common.config import UserError, explained, need
-from common.tracker import parse
 
 TIMEOUT = 60  # seconds without a byte after which a download fails
 CARD = """---
@@ -78,13 +77,13 @@ class Saver:
 
         event: "latest", "best" or "meta". entry: {"file", "step"}, of run.checkpoints or run.best.
         """
-        values = path_values(self.cfg, run.folder, entry["step"], run.best_val_loss)
+        values = path_values(run.folder, entry["step"], run.best_val_loss)
         path = getattr(self, f"save_{event}_to").format(**values)
         file = run.folder / entry["file"]
         if not path:
             return
         if event == "meta":
-            about = json.dumps(config.finite(values), indent=2)
+            about = json.dumps(config.nan_to_none(values), indent=2)
             self.put(f"{path}/metadata.json", io.BytesIO(about.encode()))
             path = f"{path}/config.json"
             file = run.folder / "config.json"
@@ -136,24 +135,22 @@ class HuggingFaceSaver(Saver):
 SAVERS = {"local": Saver, "wandb": WandBSaver, "huggingface": HuggingFaceSaver}
 
 
-def path_values(cfg, folder, step, best_val_loss):
-    """{name: value} of what may stand in braces in the path of a copy; UserError.
+def path_values(folder, step, best_val_loss):
+    """{name: value} of what may stand in braces in the path of a copy.
 
     folder: of the run.
     """
-    with explained("--metadata: expected NAME=VALUE, and no name of run, step, best_val_loss"):
-        return dict(
-            run=Path(folder).as_posix().lstrip("/"),
-            step=step,
-            best_val_loss=best_val_loss,
-            **dict(pair.split("=", 1) for pair in cfg.metadata),
-        )
+    return {
+        "run": Path(folder).as_posix().lstrip("/"),
+        "step": step,
+        "best_val_loss": best_val_loss,
+    }
 
 
 def savers(cfg):
     """The savers that cfg.save names; UserError."""
-    values = path_values(cfg, cfg.run_dir, step=1, best_val_loss=0.5)
-    found = [parse("save", text, SAVERS) for text in cfg.save]
+    values = path_values(cfg.run_dir, step=1, best_val_loss=0.5)
+    found = [config.parse_options("save", text, SAVERS) for text in cfg.save]
     for saver in found:
         with explained(
             "--save: expected save_latest_to=PATH, save_best_to=PATH or save_meta_to=FOLDER, as "
@@ -170,7 +167,6 @@ def savers(cfg):
             raise UserError(
                 "--save wandb: copies are files of the run there; it needs --logger wandb"
             )
-        saver.cfg = cfg
         saver.sent = {}  # {event: entry}
     return found
 

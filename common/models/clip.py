@@ -1,25 +1,24 @@
-"""CLIPs (Radford et al. 2021): a small one, and those of the package open_clip.
+"""CLIP (Radford et al. 2021): a small one, and what all CLIPs share.
 
 All have the same calls: `tokenize`, `embed_text`, `embed_image` and `text_condition`. The small one
-is a toy of a few convolutions; data/embed.py trains it in minutes.
+is a toy of a few convolutions; data/embed.py trains it in minutes. data/clips.py opens them, and
+those of the package open_clip, by name.
 """
 
 import collections
 import hashlib
 import math
 import re
-from pathlib import Path
+import unicodedata
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from common import checkpoint
-from common.config import UserError, explained, need, note
-from common.data import files
-from common.data.media import central_square, resize, to_floats
+from common.config import UserError, note
 from common.models import nn as layers
+from common.models.pixels import central_square, resize, to_floats
 
 PAD = 0
 START = 1
@@ -32,7 +31,8 @@ GALLERY = 100  # references that `retrieval` looks among
 
 def words_of(text):
     """Words and signs in lower case. An accent of its own, which is no \\w, would be a sign."""
-    return WORD.findall(files.nfc(text).lower())
+    text = unicodedata.normalize("NFC", text)
+    return WORD.findall(text.lower())
 
 
 class Tokenizer:
@@ -209,78 +209,6 @@ def center_crop(images, size):
     return central_square(resize(images, size)).clamp(0, 1)
 
 
-class OpenCLIP(Encoder):
-    """A pretrained model of the package open_clip, with the calls and attributes of `CLIP`.
-
-    text_only: for `embed_text` alone. The image encoder is not loaded; ViT-bigG-14's takes 7 GB.
-    """
-
-    def __init__(self, spec, text_only=False):
-        super().__init__()
-        open_clip = need("open_clip", spec, "open_clip_torch")
-        self.spec = spec
-        name, _, weights = spec.removeprefix("open_clip:").partition("/")
-        with explained(
-            f"{spec}: expected open_clip:MODEL/WEIGHTS, such as open_clip:ViT-L-14/openai, or a "
-            "file in place of WEIGHTS"
-        ):
-            # Where weights need QuickGELU, as OpenAI's do, open_clip builds GELU and only warns.
-            pretrained_cfg = open_clip.get_pretrained_cfg(name, weights)
-            quick_gelu = pretrained_cfg.get("quick_gelu", False)
-            settings = open_clip.get_model_config(name)
-            if text_only and "custom_text" not in settings:  # some of those need it to be loaded
-                settings["vision_cfg"] = {"layers": 0}
-                settings.setdefault("quick_gelu", quick_gelu)
-                self.model = open_clip.CLIP(**settings)
-                self.model.visual = None
-                path = open_clip.download_pretrained(pretrained_cfg) or weights
-                missing, _ = open_clip.load_checkpoint(self.model, path, strict=False)
-                if missing:
-                    raise KeyError(missing[0])
-            else:
-                self.model = open_clip.create_model(
-                    name,
-                    pretrained=weights,
-                    require_pretrained=True,
-                    force_quick_gelu=quick_gelu,
-                )
-        self.tokenizer = open_clip.get_tokenizer(name)
-        if not isinstance(self.tokenizer, open_clip.SimpleTokenizer):
-            raise UserError(
-                f"{spec}: its text encoder is not that of the original CLIP; "
-                "take a model such as ViT-L-14/openai"
-            )
-        self.text_norm = getattr(self.model, "text", self.model).ln_final
-        self.context = self.model.context_length
-        self.embed_width = settings["embed_dim"]
-        self.encoding_width = len(self.text_norm.weight)
-        visual = self.model.visual
-        if visual:
-            self.image_size = int(np.max(visual.image_size))  # of a number, or height and width
-            statistics = torch.tensor([visual.image_mean, visual.image_std])
-            self.register_buffer("statistics", statistics.view(2, 3, 1, 1))
-
-    def fingerprint(self):
-        return self.spec
-
-    def tokenize(self, texts):
-        return self.tokenizer(list(texts), context_length=self.context)
-
-    def embed_text(self, tokens):
-        outputs = []  # of the last norm, which open_clip does not return
-        hook = self.text_norm.register_forward_hook(lambda *call: outputs.append(call[-1]))
-        embedding = self.model.encode_text(tokens)
-        hook.remove()
-        end = tokens.argmax(1, keepdim=True)  # END is the largest token
-        mask = torch.arange(tokens.shape[1], device=tokens.device) <= end
-        return embedding.float(), outputs[0] * mask[..., None], mask
-
-    def embed_image(self, images):
-        mean, std = self.statistics
-        pixels = (center_crop(images, self.image_size) - mean) / std
-        return self.model.encode_image(pixels).float()
-
-
 def retrieval(queries, references, captions):
     """The fraction of queries (N, D) whose nearest of 100 references (N, D) has their caption.
 
@@ -296,30 +224,3 @@ def retrieval(queries, references, captions):
         nearest = (queries[rows] @ references[rows].T).argmax(1)
         hits.append(captions[rows][nearest] == captions[rows])
     return float(np.mean(hits))
-
-
-def load(spec, device, fingerprint=None, text_only=False):
-    """The frozen CLIP `spec`: a run folder, model.pt or open_clip:MODEL/WEIGHTS.
-
-    text_only: see OpenCLIP. UserError if it has another `fingerprint`.
-    """
-    if not spec:
-        raise UserError("which CLIP made the embeddings is not known; name it with --clip")
-    spec = str(spec)
-    if spec.startswith("open_clip:"):
-        model = OpenCLIP(spec, text_only)
-    else:
-        path = Path(spec)
-        if not path.is_file():
-            path = path / "model.pt"
-        contents = checkpoint.load(path) if path.is_file() else {}
-        if contents.get("kind") != "clip":
-            raise UserError(
-                f"{path}: there is no CLIP here; train one by python -m common.data.embed train, "
-                'name another with --clip, or train with --clip "", which is without a CLIP'
-            )
-        with checkpoint.damaged(path):
-            model = CLIP(**contents["settings"])
-            checkpoint.load_weights(model, contents["model"], path)
-    model.check_fingerprint(spec, fingerprint)
-    return model.to(device).eval().requires_grad_(False)

@@ -28,8 +28,10 @@ def noise_betas(name, timesteps):
         time = torch.arange(timesteps + 1, dtype=torch.float64) / timesteps
         f = torch.cos((time + 0.008) / 1.008 * math.pi / 2) ** 2
         beta = 1 - f[1:] / f[:-1]
-    else:  # "linear": Ho et al. 2020, §4, whose ends are for T = 1000
+    elif name == "linear":  # Ho et al. 2020, §4, whose ends are for T = 1000
         beta = torch.linspace(1e-4, 0.02, timesteps, dtype=torch.float64)
+    else:
+        raise ValueError(name)
     return beta.clamp(max=0.999)
 
 
@@ -68,9 +70,11 @@ def sample_timesteps(density, shape, timesteps, device):
         return torch.randint(timesteps, shape, device=device)
     if density == "logit_normal":
         time = torch.randn(shape, device=device).sigmoid()
-    else:  # "mode"
+    elif density == "mode":
         u = torch.rand(shape, device=device)
         time = 1 - u - 1.29 * (torch.cos(math.pi / 2 * u) ** 2 - 1 + u)
+    else:
+        raise ValueError(density)
     return (time * timesteps).long().clamp(0, timesteps - 1)
 
 
@@ -94,7 +98,9 @@ def target(objective, x0, noise, alpha, sigma):
         return noise
     if objective == "v":  # Salimans & Ho 2022, App. D
         return alpha * noise - sigma * x0
-    return noise - x0  # "flow": Liu et al. 2022, Eq. 1
+    if objective == "flow":  # Liu et al. 2022, Eq. 1
+        return noise - x0
+    raise ValueError(objective)
 
 
 def predict_x0(objective, prediction, x_t, alpha, sigma):
@@ -105,17 +111,18 @@ def predict_x0(objective, prediction, x_t, alpha, sigma):
         return (x_t - sigma * prediction) / alpha
     if objective == "v":
         return alpha * x_t - sigma * prediction
-    return x_t - sigma * prediction  # "flow"
+    if objective == "flow":
+        return x_t - sigma * prediction
+    raise ValueError(objective)
 
 
-def dream(x_t, noise, predicted, sigma):
-    """DREAM (Zhou et al. 2023, Alg. 1, p = 1): x_t moved by the network's own error; its target.
+def dream(noise, predicted, sigma):
+    """The noise ε + λ(ε - ε̂) of DREAM (Zhou et al. 2023, Alg. 1), with λ = σ (p = 1).
 
-    `predicted` is the network's epsilon at the given x_t, without gradients. λ = σ of its error is
-    added to the noise of both, so that training meets the inputs that sampling will.
+    predicted: ε̂, the network's at the x_t of `noise`, without gradients. x_t and target are made
+    anew from this noise, so that training meets the inputs that sampling will.
     """
-    error = sigma * (noise - predicted)
-    return x_t + sigma * error, noise + error
+    return noise + sigma * (noise - predicted)
 
 
 def snr(alpha, sigma):
@@ -138,7 +145,9 @@ def loss_weight(kind, objective, alpha, sigma):
         return 2 / (math.pi * (1 - 2 * sigma + 2 * sigma**2))
     if kind == "sigma_sqrt":
         return sigma**-2
-    ratio = snr(alpha, sigma)  # "min_snr"
+    if kind != "min_snr":
+        raise ValueError(kind)
+    ratio = snr(alpha, sigma)
     weight = ratio.clamp(max=5.0)  # on x0
     x0_per_error = {"x0": 1, "epsilon": ratio, "v": ratio + 1, "flow": sigma**-2}  # squared
     return weight / x0_per_error[objective]
@@ -149,11 +158,11 @@ def classifier_free_guidance(conditional, unconditional, scale):
     return unconditional + scale * (conditional - unconditional)
 
 
-def variational_bound(x0, timestep, predicted_x0, fraction, alpha, sigma):
+def variational_bound(x0, timestep, predicted_x0, interpolation, alpha, sigma):
     """The term L_t, in bits a dimension (B,), of the bound on the likelihood of 8-bit images.
 
     x0 (B, …) in [-1, 1]. The model's reverse steps have the mean of the posterior at `predicted_x0`
-    (B, …), without gradients, and the variance exp(f·log β + (1-f)·log β̃) with f = `fraction`
+    (B, …), without gradients, and the variance exp(f·log β + (1-f)·log β̃) with f = `interpolation`
     (B, …) (Nichol & Dhariwal 2021, Eq. 15 and §3.1); f = (v + 1) / 2 of raw network outputs v.
     timestep: (B,); alpha, sigma: (T,). The bound is T times the mean over t, plus a constant.
     """
@@ -169,7 +178,7 @@ def variational_bound(x0, timestep, predicted_x0, fraction, alpha, sigma):
 
     log_beta = extract(beta.log(), timestep, x0)
     log_posterior = extract(posterior_variance.log(), timestep, x0)
-    log_variance = fraction * log_beta + (1 - fraction) * log_posterior
+    log_variance = interpolation * log_beta + (1 - interpolation) * log_posterior
     error = x0 - predicted_x0.detach()
     error = extract(x0_coefficient, timestep, x0) * error  # of the mean
 
@@ -240,7 +249,7 @@ def sample(
     for t, t_prev in zip(timesteps, [*timesteps[1:], None]):
         for repeat in range(resample):
             timestep = torch.full((len(x),), t, device=x.device)
-            x0, fraction = denoise(x, timestep)
+            x0, interpolation = denoise(x, timestep)
             if t_prev is None:
                 return torch.where(mask, known, x0) if kept else x0
 
@@ -259,7 +268,7 @@ def sample(
             remaining = max(0.0, sigma_prev**2 - variance)
             x = alpha_prev * x0 + math.sqrt(remaining) * noise
             if eta:
-                noise_std = eta * sigma_ratio ** (1 - fraction) * root_beta
+                noise_std = eta * sigma_ratio ** (1 - interpolation) * root_beta
                 x = x + noise_std * noise_fn(x)
 
             if kept:

@@ -4,13 +4,10 @@ An adapted layer computes with weight + scale · B A (alpha is the rank); adapte
 themselves.
 """
 
-from pathlib import Path
-
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from common import checkpoint, config, dist
 from common.config import UserError
 
 # The projections of models/nn.py's attention.
@@ -36,6 +33,16 @@ class Adapter(nn.Module):
     def forward(self, weight):
         change = self.scale * (self.B @ self.A)
         return (weight.float() + change).to(weight.dtype)
+
+
+def halve(model, dtype):
+    """Store the weights of the matrix layers of a frozen `model` in `dtype`, for less memory.
+
+    For training under autocast of that type, which would cast them at each use.
+    """
+    for layer in model.modules():
+        if isinstance(layer, (nn.Linear, nn.Conv2d)):
+            layer.to(dtype)
 
 
 def inject(model, rank, names=ATTENTION):
@@ -64,68 +71,14 @@ def extract(model):
     return adapters
 
 
-def set_scale(model, scale):
-    """Let the adapters count `scale` times: 0 is the model without them, 1 as they were trained."""
-    for adapter in extract(model).values():
-        adapter.scale = scale
+def add(weights, adapters, scale=1.0):
+    """`weights` of a model, {name: tensor}, with `scale` · B A of `adapters` added; KeyError.
 
-
-def merge(model):
-    """Add the adapters to the weights, which stay frozen; all has its name from before `inject`."""
-    for name in extract(model):
-        layer = model.get_submodule(name.replace("/", "."))
-        parametrize.remove_parametrizations(layer, "weight")
-
-
-def cast_trainable(model, dtype=torch.float32):
-    """Cast the trainable parameters alone. A GradScaler takes gradients in fp32, not in fp16."""
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.to(dtype)
-
-
-def start(model, path, rank, sha256):
-    """Give `model` the (averaged) weights of the file `path`, and adapters of that rank.
-
-    Returns (adapters, {"rank", "base", "base_sha256", "source"}, the entry "lora" of the run's
-    files). source: what the base was imported from, if it was, else its path. Rank 0 reads the
-    file, whose digest is `sha256`, and sends it to the others. Collective.
-    UserError if the file is of another model, or of adapters.
+    0 is the model without its adapters, 1 as they were trained.
     """
-
-    def read():
-        contents = checkpoint.model_contents(checkpoint.load(path))
-        if "lora" in contents:
-            raise UserError(f"{path}: LoRA adapters, not a model; give their base")
-        return contents
-
-    contents = dist.on_main(read)
-    dist.together(lambda: checkpoint.load_weights(model, contents["model"], path))
-    base = str(Path(path).absolute())
-    info = {
-        "rank": rank,
-        "base": base,
-        "base_sha256": sha256,
-        "source": contents.get("source", base),
-    }
-    return inject(model, rank), info
-
-
-def merged(contents, path):
-    """The contents of a model's file, from those of the file `path`, of adapters on a base.
-
-    All entries are those of the adapters, without "lora"; "model" has the weights of the base with
-    the adapters added.
-    """
-    adapters = contents["model"]
-    base = contents["lora"]["base"]
-    weights = checkpoint.strip_prefixes(checkpoint.model_contents(checkpoint.load(base))["model"])
-    if checkpoint.checksum(base) != contents["lora"]["base_sha256"]:
-        config.note(f"{path} was trained on {base}, which has changed since")
+    weights = dict(weights)
     for name in sorted({key[:-2] for key in adapters}):  # without .A and .B
         layer = name.replace("/", ".") + ".weight"
-        with config.explained(f"{path}: adapters of another model than {base}: {layer}"):
-            weights[layer] = weights[layer] + adapters[f"{name}.B"] @ adapters[f"{name}.A"]
-    contents = contents | {"model": weights}
-    del contents["lora"]
-    return contents
+        change = adapters[f"{name}.B"] @ adapters[f"{name}.A"]
+        weights[layer] = weights[layer] + scale * change
+    return weights

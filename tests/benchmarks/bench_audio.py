@@ -23,6 +23,8 @@ from bench_prior import flags, measure
 
 import train_audio
 from common import amp, ema, optim
+from common.models import soundstream, token_lm
+from common.models.nn import compile_blocks
 
 STAGES = ("soundstream", "semantic", "coarse", "fine")
 CASES = (*STAGES, "tokenize", *(f"generate-{stage}" for stage in STAGES[1:]))
@@ -47,10 +49,7 @@ FRAMES = {"semantic": 256, "coarse": 128, "fine": 128}
 def settings(args, stage):
     """The config of a stage at the benchmark's size, or a preset's."""
     if args.preset:
-        sizes = train_audio.PRESETS[args.preset]
-        sizes = sizes.get(stage, sizes)  # it may be of several stages
-        if sizes.get("stage", stage) != stage:
-            raise SystemExit(f"--preset {args.preset} is of --stage {sizes['stage']}, not {stage}")
+        sizes = train_audio.PRESETS[args.preset][stage]
     elif stage == "soundstream":
         sizes = dict(CODEC, quantizer_start=0, discriminator_start=0)
     else:
@@ -62,7 +61,7 @@ def settings(args, stage):
 def codec_of(cfg, device):
     """A codec with codebooks."""
     torch.manual_seed(0)
-    codec = train_audio.SoundStream(cfg).to(device)
+    codec = soundstream.SoundStream(cfg).to(device)
     vectors = torch.randn(2 * cfg.codebook_size, cfg.latent_dim, device=device)
     codec.quantizer.initialize(vectors, 0, len(vectors))
     return codec
@@ -79,7 +78,7 @@ def bench_soundstream(args):
     cfg = settings(args, "soundstream")
     device = args.device
     codec = codec_of(cfg, device)
-    discriminators = train_audio.make_discriminators(cfg).to(device)
+    discriminators = soundstream.make_discriminators(cfg.channels, cfg.stft_window).to(device)
     optimizers, average = training(codec, cfg)
     theirs = optim.make(discriminators, "adamw", cfg.discriminator_lr, 0.0, cfg.betas, cfg.eps)
     scaler = amp.scaler(device, cfg.precision)
@@ -91,12 +90,21 @@ def bench_soundstream(args):
     def step():
         with amp.autocast(device, cfg.precision):
             fake, _, commitment = codec(wave)
-            loss = train_audio.reconstruction_loss(cfg, fake, wave, commitment)
-            loss = loss + train_audio.adversarial_loss(cfg, discriminators, fake, wave)
+            loss = soundstream.reconstruction_loss(
+                fake,
+                wave,
+                cfg.sample_rate,
+                cfg.wave_weight,
+                cfg.mel_weight,
+                cfg.commitment_weight * commitment,
+            )
+            loss = loss + soundstream.adversarial_loss(
+                discriminators, fake, wave, cfg.adversarial_weight, cfg.feature_weight
+            )
         scaler.scale(loss).backward()
         penalty = cfg.r1_weight if len(losses) % train_audio.R1_EVERY == 0 else 0.0
         with amp.autocast(device, cfg.precision):
-            their_loss = train_audio.discriminator_loss(discriminators, fake, wave, penalty)
+            their_loss = soundstream.discriminator_loss(discriminators, fake, wave, penalty)
         scaler.scale(their_loss).backward()
         amp.step(scaler, optimizers, cfg.max_grad_norm)
         amp.step(scaler, theirs, cfg.max_grad_norm)
@@ -147,12 +155,12 @@ def make(args, stage):
     """(config, transformer, for each sample the codes (T, Q) of its streams)."""
     cfg = settings(args, stage)
     quantizers = 12 if args.preset else 8
-    semantic = train_audio.Stream("semantic", 1, CLUSTERS)
-    coarse = train_audio.Stream("coarse", COARSE_QUANTIZERS, 1024)
-    fine = train_audio.Stream("fine", quantizers - COARSE_QUANTIZERS, 1024)
+    semantic = token_lm.Stream("semantic", 1, CLUSTERS)
+    coarse = token_lm.Stream("coarse", COARSE_QUANTIZERS, 1024)
+    fine = token_lm.Stream("fine", quantizers - COARSE_QUANTIZERS, 1024)
     streams = {"semantic": [semantic], "coarse": [semantic, coarse], "fine": [coarse, fine]}[stage]
     torch.manual_seed(0)
-    model = train_audio.TokenTransformer(cfg, streams, (1, 1, 50.0)).to(args.device)
+    model = token_lm.TokenTransformer(cfg, streams, 1, 1, 50.0).to(args.device)
     samples = []
     for _ in range(args.batch):
         samples.append(
@@ -164,9 +172,9 @@ def make(args, stage):
 def bench_step(args, stage):
     """A whole training step of a transformer; its last stream is predicted."""
     cfg, model, samples = make(args, stage)
-    sequences = [train_audio.build_sequence(model.streams, codes) for codes in samples]
+    sequences = [token_lm.build_sequence(model.streams, codes) for codes in samples]
     last = model.streams[-1]
-    target = [train_audio.targets(last, codes[-1], True) for codes in samples]
+    target = [token_lm.targets(last, codes[-1], True) for codes in samples]
     batch = {
         "inputs": torch.stack([sequence for sequence, _ in sequences]).to(args.device),
         "start": torch.tensor([start for _, start in sequences], device=args.device),
@@ -174,7 +182,7 @@ def bench_step(args, stage):
         "text": [""] * len(samples),
     }
     if args.compile:
-        train_audio.compile_blocks(model.transformer.blocks)
+        compile_blocks(model.transformer.blocks)
     optimizers, average = training(model, cfg)
     scaler = amp.scaler(args.device, cfg.precision)
     losses = []
@@ -213,14 +221,14 @@ def bench_generate(args, stage):
     if stage == "fine":
         samples = [[codes[:frames] for codes in streams] for streams in samples]
     samples = [[*earlier, last[:0]] for *earlier, last in samples]
-    sampling = train_audio.SamplingParams(1.0, 100)
+    sampling = token_lm.SamplingParams(1.0, 100)
     limits = [frames] * args.batch
     if args.compile:
         model.transformer.step = torch.compile(model.transformer.step)
 
     def work():
         with amp.autocast(args.device, args.precision):
-            train_audio.generate(model, samples, limits, limits, range(args.batch), sampling)
+            token_lm.generate(model, samples, limits, limits, range(args.batch), sampling)
 
     count = args.batch * frames * model.streams[-1].num_quantizers
     measure(

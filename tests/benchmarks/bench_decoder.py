@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from bench_prior import flags, measure
 
 import train_decoder
-from common import amp, ema, optim
-from common.data import media, order
+from common import amp, ema, loader, optim
+from common.models import pixels
 
 CASES = ("train", "sample", "train_upsample", "sample_upsample")
 MODEL = dict(
@@ -47,7 +47,7 @@ def make(args, upsample, batch):
     settings |= {"precision": args.precision, "checkpointing": args.checkpointing}
     cfg = train_decoder.STAGES["upsample" if upsample else "base"](**settings)
     torch.manual_seed(0)
-    has_text = cfg.text_encodings != "none"
+    has_text = cfg.text_encodings
     unet = train_decoder.UNet(cfg, args.embed, args.embed if has_text else 0)
     train_decoder.place(unet, args.device)
     if args.compile:
@@ -61,7 +61,8 @@ def make(args, upsample, batch):
         condition["text_embed"] = torch.randn(batch, args.embed)
         condition["text_enc"] = torch.randn(batch, cfg.max_text_len, args.embed)
         condition["text_mask"] = torch.ones(batch, cfg.max_text_len, dtype=torch.bool)
-    return cfg, unet, order.to_device(fields, args.device), order.to_device(condition, args.device)
+    fields = loader.to_device(fields, args.device)
+    return cfg, unet, fields, loader.to_device(condition, args.device)
 
 
 def bench_train(args, upsample):
@@ -100,7 +101,9 @@ def bench_sample(args, upsample):
     """STEPS of DDIM without guidance."""
     cfg, unet, batch, condition = make(args, upsample, args.sample_batch)
     unet.eval()
-    low_res = media.resize(media.from_uint8(batch["image"]), cfg.low_res_size) if upsample else None
+    low_res = None
+    if upsample:
+        low_res = pixels.resize(pixels.from_uint8(batch["image"]), cfg.low_res_size)
 
     def draw():
         with amp.autocast(args.device, args.precision):

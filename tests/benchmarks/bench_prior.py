@@ -27,8 +27,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import train_prior
-from common import amp, checkpoint, ema, optim
-from common.data import order
+from common import amp, checkpoint, ema, loader, optim, order
 
 SIDE = 2048  # of the matrices whose product is the peak
 STEPS = 64  # of sampling
@@ -154,7 +153,7 @@ def make(args, encodings):
     cfg = train_prior.Config(
         **sizes,
         noise_draws=args.draws,
-        text_encodings="shards" if encodings else "none",
+        text_encodings=encodings,
         precision=args.precision,
         lr=3e-4,
         checkpointing=args.checkpointing,
@@ -170,7 +169,7 @@ def make(args, encodings):
     batch["image_embed"] = torch.randn(args.batch, width)
     if encodings:
         batch["text_enc"] = torch.randn(args.batch, cfg.max_text_len, width)
-    batch = order.to_device(batch, args.device)
+    batch = loader.to_device(batch, args.device)
     return cfg, prior, optimizers, ema.EMA(prior, decay=0.9999), batch
 
 

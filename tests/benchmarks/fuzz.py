@@ -71,10 +71,10 @@ KINDS = {  # name: (file, command that reads it)
     "CLIP": ("runs/clip/model.pt", (*SAMPLE, "--text", "a star")),
     "clip.json": ("emb/clip.json", prior("new")),
     "shard": ("emb/img_emb/img_emb_0.npy", prior("new")),
-    "captions.jsonl": ("emb/captions/captions_0.jsonl", prior("new", text_encodings="clip")),
+    "captions.jsonl": ("emb/captions/captions_0.jsonl", prior("new", text_source="clip")),
     "captions.parquet": (
         "parquet/metadata/metadata_0.parquet",
-        prior("new", data="parquet", text_encodings="clip"),
+        prior("new", data="parquet", text_source="clip"),
     ),
     "texts": ("texts.txt", (*SAMPLE, "--texts", "texts.txt")),
     "jpg": ("images/00000.jpg", EMBED),

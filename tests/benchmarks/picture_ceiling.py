@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from common.data import embed
+from common.data import clips, embed
 from common.models import clip
 
 
@@ -37,7 +37,7 @@ def main():
     parser.add_argument("--clip", required=True, help="as --clip of train_decoder.py")
     args = parser.parse_args()
 
-    clip_model = clip.load(args.clip, "cpu")
+    clip_model = clips.load(args.clip, "cpu")
     train_embeds, train_captions = embed_split(args.data, "train", clip_model)
     embeds, captions = embed_split(args.data, "test", clip_model)
     training_rows = {caption: row for row, caption in enumerate(train_captions)}

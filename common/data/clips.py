@@ -1,0 +1,170 @@
+"""The CLIP of a run: opened by its name, found for its data, and compared with it."""
+
+import contextlib
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from common import checkpoint, config, order
+from common.config import UserError, explained, need
+from common.models import clip
+
+MIN_COSINE = 0.3  # of a CLIP's embeddings with stored ones: with those of another it is about 0
+
+
+class OpenCLIP(clip.Encoder):
+    """A pretrained model of the package open_clip, with the calls and attributes of `CLIP`.
+
+    text_only: for `embed_text` alone. The image encoder is not loaded; ViT-bigG-14's takes 7 GB.
+    """
+
+    def __init__(self, spec, text_only=False):
+        super().__init__()
+        open_clip = need("open_clip", spec, "open_clip_torch")
+        self.spec = spec
+        name, _, weights = spec.removeprefix("open_clip:").partition("/")
+        with explained(
+            f"{spec}: expected open_clip:MODEL/WEIGHTS, such as open_clip:ViT-L-14/openai, or a "
+            "file in place of WEIGHTS"
+        ):
+            # Where weights need QuickGELU, as OpenAI's do, open_clip builds GELU and only warns.
+            pretrained_cfg = open_clip.get_pretrained_cfg(name, weights)
+            quick_gelu = pretrained_cfg.get("quick_gelu", False)
+            settings = open_clip.get_model_config(name)
+            if text_only and "custom_text" not in settings:  # some of those need it to be loaded
+                settings["vision_cfg"] = {"layers": 0}
+                settings.setdefault("quick_gelu", quick_gelu)
+                self.model = open_clip.CLIP(**settings)
+                self.model.visual = None
+                path = open_clip.download_pretrained(pretrained_cfg) or weights
+                missing, _ = open_clip.load_checkpoint(self.model, path, strict=False)
+                if missing:
+                    raise KeyError(missing[0])
+            else:
+                self.model = open_clip.create_model(
+                    name,
+                    pretrained=weights,
+                    require_pretrained=True,
+                    force_quick_gelu=quick_gelu,
+                )
+        self.tokenizer = open_clip.get_tokenizer(name)
+        if not isinstance(self.tokenizer, open_clip.SimpleTokenizer):
+            raise UserError(
+                f"{spec}: its text encoder is not that of the original CLIP; "
+                "take a model such as ViT-L-14/openai"
+            )
+        self.text_norm = getattr(self.model, "text", self.model).ln_final
+        self.context = self.model.context_length
+        self.embed_width = settings["embed_dim"]
+        self.encoding_width = len(self.text_norm.weight)
+        visual = self.model.visual
+        if visual:
+            self.image_size = int(np.max(visual.image_size))  # of a number, or height and width
+            statistics = torch.tensor([visual.image_mean, visual.image_std])
+            self.register_buffer("statistics", statistics.view(2, 3, 1, 1))
+
+    def fingerprint(self):
+        return self.spec
+
+    def tokenize(self, texts):
+        return self.tokenizer(list(texts), context_length=self.context)
+
+    def embed_text(self, tokens):
+        outputs = []  # of the last norm, which open_clip does not return
+        hook = self.text_norm.register_forward_hook(lambda *call: outputs.append(call[-1]))
+        embedding = self.model.encode_text(tokens)
+        hook.remove()
+        end = tokens.argmax(1, keepdim=True)  # END is the largest token
+        mask = torch.arange(tokens.shape[1], device=tokens.device) <= end
+        return embedding.float(), outputs[0] * mask[..., None], mask
+
+    def embed_image(self, images):
+        mean, std = self.statistics
+        pixels = (clip.center_crop(images, self.image_size) - mean) / std
+        return self.model.encode_image(pixels).float()
+
+
+def load(spec, device, fingerprint=None, text_only=False):
+    """The frozen CLIP `spec`: a run folder, model.pt or open_clip:MODEL/WEIGHTS.
+
+    text_only: see OpenCLIP. UserError if it has another `fingerprint`.
+    """
+    if not spec:
+        raise UserError("which CLIP made the embeddings is not known; name it with --clip")
+    spec = str(spec)
+    if spec.startswith("open_clip:"):
+        model = OpenCLIP(spec, text_only)
+    else:
+        path = Path(spec)
+        if not path.is_file():
+            path = path / "model.pt"
+        contents = checkpoint.load(path) if path.is_file() else {}
+        if contents.get("kind") != "clip":
+            raise UserError(
+                f"{path}: there is no CLIP here; train one by python -m common.data.embed train, "
+                'name another with --clip, or train with --clip "", which is without a CLIP'
+            )
+        model = clip.CLIP(**contents["settings"])
+        checkpoint.load_weights(model, contents["model"], path)
+    model.check_fingerprint(spec, fingerprint)
+    return model.to(device).eval().requires_grad_(False)
+
+
+def clip_of(cfg, model_file=None):
+    """The CLIP that --clip names, or None, and the fingerprint of the one that is known, or None.
+
+    "auto" is that of clip.json in --data; without clip.json that of the model in the file, if one
+    is given. A note says if the two are not the same.
+    """
+    known = {}
+    if model_file:
+        contents = checkpoint.load(model_file, mmap=True)
+        known = {"clip": contents.get("clip"), "fingerprint": contents.get("clip_fingerprint")}
+    path = Path(cfg.data, "clip.json")
+    if path.is_file():
+        before = known.get("fingerprint")
+        known = config.read_json(path)
+        if before and before != known.get("fingerprint"):
+            config.note(f"{model_file}: learned with another CLIP than that of {path}")
+    spec = known.get("clip") if cfg.clip == "auto" else cfg.clip
+    return spec, known.get("fingerprint")
+
+
+def check_source(cfg, dataset, path, clip_model=None):
+    """UserError if the embeddings are not those that a model needs, by some of them.
+
+    They must not be of unit length for a model of raw ones, nor those of another CLIP than
+    `clip_model`, if there is one.
+    """
+    indices = order.evenly_spaced(len(dataset), 16)
+    batch, _ = dataset.fetch(indices)
+    stored = batch.get("image_embed")
+    if stored is None:  # a CLIP will compute them
+        return
+    length = stored.norm(dim=1).nanmedian()
+    if cfg.raw_embeddings and abs(length - 1) < 0.01:
+        raise UserError(
+            f"{path}: its embeddings are of unit length, but the model is one of raw embeddings; "
+            "write them anew with python -m common.data.embed embed --raw"
+        )
+
+    # Embed the same texts, or else images, again.
+    texts = []
+    if clip_model and "text_embed" in batch and dataset.captions:
+        with contextlib.suppress(UserError):  # the captions of a model that needs none
+            texts = dataset.texts(indices)
+    if texts:
+        stored = batch["text_embed"]
+        found = clip_model.text_condition(texts, 1)["text_embed"]
+    elif clip_model and "image" in batch:
+        device = next(clip_model.parameters()).device
+        found = clip_model.embed_image(batch["image"].to(device))
+    else:
+        return
+    cosine = torch.cosine_similarity(found.cpu(), stored).nanmean()
+    if cosine < MIN_COSINE:
+        raise UserError(
+            f"{path}: its embeddings are not of this CLIP, whose own have a mean cosine of "
+            f"{cosine:.2f} with them; name the one that made them with --clip"
+        )

@@ -1,0 +1,142 @@
+"""Chunks of samples: read, checked, and moved to the device.
+
+For training, a dataset has these methods:
+    len(dataset)
+    fetch(indices, random_bits=None) -> (batch, usable)     dict of tensors and lists, bool (n,)
+    split(name, validation, test, seed=0) -> indices        name: "train", "validation" or "test"
+    fault(index) -> text                                    name of an unusable sample, and why
+    check() -> (unusable, checked, faults)                  before training
+    fingerprint() -> dict                                   changes when the data does
+
+To open and evaluate it, train_prior.py also takes folder, width, encoding_width, captions, texts
+and text_embeds.median_norm; train_decoder.py width, captions and texts; train_audio.py names,
+texts, rate, wave and load_usable.
+"""
+
+import atexit
+import dataclasses
+import math
+import multiprocessing
+import signal
+
+import numpy as np
+import torch
+from torch.utils._pytree import tree_map_only
+
+from common import accumulate, dist, order
+from common.config import UserError
+
+MAX_UNUSABLE = 0.01  # a larger fraction of unusable samples is refused
+
+
+@dataclasses.dataclass(eq=False)
+class ChunkDataset(torch.utils.data.Dataset):
+    """The chunks of a run's batches: item (first position, one past the last) -> batch.
+
+    With a seed, `indices` are shuffled anew each epoch, and `fetch` gets random bits of seed and
+    position for what is random in a sample. Without (evaluation), samples come in order and nothing
+    is random. An unusable sample is replaced by the next of `indices`, on any rank alike, and
+    batch["unusable"] names it.
+    """
+
+    dataset: object
+    indices: object  # int array, or Complement
+    seed: int | None = None
+
+    def __getitem__(self, span):
+        positions = np.arange(*span)  # of the run
+        bits = None
+        places = positions  # in `indices`
+        if self.seed is not None:
+            bits = order.random_bits(positions, self.seed)
+            places = order.shuffle(positions, len(self.indices), self.seed)
+
+        unusable = []
+        while True:
+            indices = self.indices[places]
+            batch, usable = self.dataset.fetch(indices, bits)
+            if usable.all():
+                return {**batch, "index": torch.from_numpy(indices), "unusable": unusable}
+            for index in indices[~usable]:
+                # A second reading may succeed, as over a network.
+                unusable.append(self.dataset.fault(index) or f"sample {index}")
+            if len(unusable) > 100 + MAX_UNUSABLE * len(self.indices):
+                raise UserError(
+                    f"{len(unusable)} unusable samples: {unusable[0]}, …; mend or remove them"
+                )
+            places[~usable] = (places[~usable] + 1) % len(self.indices)
+
+
+class ErrorsAsItems(torch.utils.data.Dataset):
+    """Items of a ChunkDataset, or their UserErrors: what a worker raises gets a traceback."""
+
+    def __init__(self, chunks):
+        self.chunks = chunks
+
+    def __getitem__(self, span):
+        try:
+            return self.chunks[span]
+        except UserError as error:
+            return error
+
+
+def read_ahead(chunks, spans, workers=0, pin_memory=False, timeout=0):
+    """Items of a ChunkDataset at `spans`, an iterable, in order, read ahead by `workers`.
+
+    timeout: seconds after which a worker that does not answer is an error, 0: none.
+    """
+    if workers:
+        atexit.register(kill_workers)
+    loading = torch.utils.data.DataLoader(
+        ErrorsAsItems(chunks),
+        batch_size=None,
+        sampler=spans,
+        num_workers=workers,
+        pin_memory=pin_memory,
+        timeout=timeout if workers else 0,
+        worker_init_fn=ignore_signals,
+    )
+    for batch in loading:
+        if isinstance(batch, UserError):
+            raise batch
+        yield batch
+
+
+def ignore_signals(worker):
+    """Leave SIGTERM and Ctrl-C to the rank: its workers get them, too, and it still needs them."""
+    for number in dist.SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def kill_workers():
+    """End the workers of a process that ends. Python would send them SIGTERM, and wait forever."""
+    for process in multiprocessing.active_children():
+        process.kill()
+
+
+def train_batches(cfg, dataset, indices, step, device):
+    """(this rank's plan of chunks, endless iterator over their batches from `step` on)."""
+    plan = accumulate.plan(cfg.batch_size, cfg.chunk_size, dist.rank(), dist.world_size())
+    spans = order.training_spans(plan, cfg.batch_size, step)
+    chunks = ChunkDataset(dataset, indices, cfg.seed)
+    pin_memory = device.type == "cuda"
+    timeout = 60 * cfg.timeout_minutes  # as long as the other ranks wait for this one
+    return plan, read_ahead(chunks, spans, cfg.workers, pin_memory, timeout)
+
+
+def eval_batches(dataset, indices, limit, chunk_size):
+    """This rank's (number, batch) of `order.some_of` the samples; ranks take turns.
+
+    Collective: all ranks read to the end, and meet before every batch to see whether to stop.
+    """
+    chunks = ChunkDataset(dataset, order.some_of(indices, limit))
+    count = len(chunks.indices)
+    for number in dist.my_share(math.ceil(count / chunk_size)):
+        start = number * chunk_size
+        yield number, chunks[start, min(count, start + chunk_size)]
+
+
+def to_device(batch, device):
+    """`batch` with tensors and numpy arrays moved to `device`, other values unchanged."""
+    kinds = (np.ndarray, torch.Tensor)
+    return tree_map_only(kinds, lambda x: torch.as_tensor(x).to(device, non_blocking=True), batch)

@@ -1,0 +1,212 @@
+"""Which samples come when: splits, and the order of an epoch.
+
+All are pure functions of numbers and a seed, so there is nothing to save.
+"""
+
+import hashlib
+import itertools
+import math
+
+import numpy as np
+
+from common.config import UserError
+
+UNIT = 10**9  # fractions are rounded to billionths, so that all sums are exact in 64-bit integers
+
+
+def hash_of(content):
+    """An integer below 2^64, a hash of `content` (bytes)."""
+    digest = hashlib.blake2b(content, digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def random_bits(numbers, *key):
+    """A hash (uint64) of each of the integers `numbers` (n,) and the key.
+
+    The hash is splitmix64 (Steele, Lea & Flood 2014, Figure 16), started at a hash of the key.
+    """
+    start = np.full(1, hash_of(repr(key).encode()), np.uint64)
+    return splitmix64(start, np.asarray(numbers, np.uint64))
+
+
+def splitmix64(start, numbers):
+    """Random bits (uint64) of splitmix64, `numbers` steps (uint64 or 1) from `start` (uint64)."""
+    x = start + numbers * 0x9E3779B97F4A7C15
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
+
+
+def uniform(bits, count, otherwise):
+    """Random numbers in [0, 1), (count, n), from the random bits (count,) of samples.
+
+    Without these (None) each row is the n numbers `otherwise`.
+    """
+    if bits is None:
+        return np.tile(otherwise, (count, 1))
+    columns = [random_bits(bits, i) >> 11 for i in range(len(otherwise))]
+    return np.stack(columns, axis=1) * 2.0**-53  # a double holds 53 bits
+
+
+def permute(index, n, *key):
+    """Entries at `index` (int array) of a pseudo-random permutation of range(n) -> int64 array.
+
+    A number is a pair (left, right) of range(a) × range(b) with a·b >= n. Three Feistel rounds
+    permute the pairs, with modular addition instead of exclusive-or (Black & Rogaway 2002, §5).
+    A result that is not below n is permuted again ("cycle walking", §4). Needs O(1) memory.
+    """
+    a = math.isqrt(n - 1) + 1
+    b = math.ceil(n / a)
+    x = np.array(index, np.uint64)
+    walking = np.arange(len(x))  # places in x of what is not a result yet
+    while len(walking):
+        left = x[walking] % a
+        right = x[walking] // a
+        for i in range(3):
+            left = (left + random_bits(right, i, *key) % a) % a
+            right = (right + random_bits(left, i, *key) % b) % b
+        x[walking] = left + a * right
+        walking = walking[x[walking] >= n]
+    return x.astype(np.int64)
+
+
+def evenly_spaced(count, limit):
+    """At most `limit` evenly spaced numbers (int64) below `count`."""
+    return np.linspace(0, count - 1, min(count, limit)).astype(np.int64)
+
+
+def shuffle(positions, n, seed):
+    """Indices below n at `positions` (int array) of training without end.
+
+    Every n positions are an epoch, in an order of its own.
+    """
+    epochs = positions // n
+    indices = np.empty_like(positions)
+    for epoch in np.unique(epochs):
+        inside = epochs == epoch
+        indices[inside] = permute(positions[inside] % n, n, seed, int(epoch))
+    return indices
+
+
+def stratified(n, count, total, *key):
+    """Random numbers below n, ascending: one in each interval of total / count numbers.
+
+    With n = 10 and 1 of 5: one of 0 to 4, and one of 5 to 9. A larger n only appends more of them.
+    """
+    if not count:
+        return np.zeros(0, np.int64)
+    interval = np.arange(-(-n * count // total))
+    start = interval * total // count
+    size = (interval + 1) * total // count - start
+    offset = random_bits(interval, *key) % size.astype(np.uint64)
+    picks = start + offset.astype(np.int64)
+    return picks[: np.searchsorted(picks, n)]
+
+
+class Complement:
+    """The numbers below n without `excluded` (ascending): item (int array) -> int64 array.
+
+    It holds only the excluded numbers, so that billions of training rows take no memory.
+    """
+
+    def __init__(self, n, excluded):
+        self.size = n - len(excluded)
+        self.kept_before = excluded - np.arange(len(excluded))  # kept numbers before each excluded
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        return index + np.searchsorted(self.kept_before, index, side="right")
+
+
+def split_indices(
+    n,
+    split,
+    validation,
+    test,
+    seed=0,
+):
+    """The rows of a split ("train", "validation" or "test") of n numbered rows.
+
+    validation, test: fractions. They are exact to two rows. A row keeps its split when rows are
+    appended. The training split is a Complement, the others are int64 arrays.
+    """
+    validation = round(validation * UNIT)
+    both = validation + round(test * UNIT)
+    held_out = stratified(n, both, UNIT, "held out", seed)
+    if split == "train":
+        return Complement(n, held_out)
+    chosen = stratified(len(held_out), validation, both, "validation", seed)
+    if split == "validation":
+        return held_out[chosen]
+    return np.delete(held_out, chosen)
+
+
+SPLITS = ("validation", "test", "train")  # in the order of the fractions of hashes
+
+
+def split_keys(
+    keys,
+    split,
+    validation,
+    test,
+    seed=0,
+):
+    """The samples (int64, ascending) of a split ("train", "validation" or "test").
+
+    A hash of a sample's text key, a file name or a speaker, decides. validation, test: fractions,
+    about. If no key would be held out, the one of the smallest hash is.
+    """
+    hashes = []
+    for key in keys:
+        text = f"{seed} {key}".encode(errors="surrogateescape")  # a file name may be no UTF-8
+        hashes.append(hash_of(text) / 2**64)
+    hashes = np.array(hashes)
+    splits = np.searchsorted([validation, validation + test], hashes, side="right")
+    for number, share in enumerate((validation, test)):
+        training = hashes[splits == 2]
+        if share and number not in splits and len(set(training)) > 1:
+            splits[hashes == training.min()] = number
+    return np.flatnonzero(splits == SPLITS.index(split))
+
+
+# Splits of a dataset
+
+
+def splits(dataset, cfg, val_dataset=None):
+    """{"train", "validation", "test": (dataset, indices)}.
+
+    With a `val_dataset`, validation is all of that.
+    """
+    validation = 0.0 if val_dataset else cfg.validation
+    found = {}
+    for name in SPLITS:
+        found[name] = dataset, dataset.split(name, validation, cfg.test, cfg.split_seed)
+    if val_dataset:
+        found["validation"] = val_dataset, val_dataset.split("train", 0.0, 0.0)
+
+    for name, (_, indices) in found.items():
+        least = cfg.batch_size if name == "train" else 1
+        if len(indices) < least:
+            raise UserError(
+                f"{cfg.data}: {len(indices)} samples for {name}, expected at least {least}; "
+                "change --batch_size, --validation or --test"
+            )
+    return found
+
+
+# Positions
+
+
+def training_spans(plan, batch_size, step):
+    """The spans (first position, one past the last) of a rank's chunks from `step` on, endless."""
+    for start in itertools.count(step * batch_size, batch_size):
+        for chunk in plan:
+            first = start + chunk.start
+            yield first, first + chunk.size
+
+
+def some_of(indices, limit):
+    """At most `limit` (0: all) of the indices of a split, evenly spaced: all sources have some."""
+    return indices[evenly_spaced(len(indices), limit or len(indices))]

@@ -1,0 +1,454 @@
+"""Resuming a run: its folder, what a checkpoint holds, and what a start resumes from.
+
+    RUN/checkpoints/step_N.pt    first written, as a whole
+    RUN/auto_resume.json         then this, which names the newest: at every instant it is complete
+
+A script calls `open_run` (lock, where to resume, chunk size), `identify` (is it the same run?) and
+`restore` (weights and state) before its loop, and makes its State in between.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import inspect
+import json
+import math
+import os
+import platform
+import re
+from pathlib import Path
+
+import torch
+
+from common import accumulate, amp, checkpoint, config, dist, optim
+from common.config import UserError
+from common.ema import EMA
+
+KEEP = 3  # newest checkpoints that are kept; --save copies others elsewhere
+
+# State
+
+
+def versions(script):
+    """torch's version, and a hash of `script` and common/, which changes with any edit."""
+    digest = hashlib.sha256()
+    for path in [Path(script), *sorted(Path(__file__).parent.rglob("*.py"))]:
+        digest.update(path.read_bytes())
+    return {"torch": str(torch.__version__), "code": digest.hexdigest()[:12]}
+
+
+@dataclasses.dataclass(eq=False)
+class State:
+    """What a checkpoint holds."""
+
+    cfg: config.TrainingRun
+    model: torch.nn.Module  # what is trained and averaged
+    ema: EMA
+    optimizers: list
+    scaler: torch.amp.GradScaler
+    identity: dict  # {name: plain value} of what a resumed run must keep
+    info: dict  # "kind", and plain values that building the model takes besides the config
+    others: dict = dataclasses.field(default_factory=dict)  # {name: another trained module}
+    step: int = 0
+
+    def __post_init__(self):
+        self.versions = versions(inspect.getfile(type(self.cfg)))  # the script has the Config
+
+    def contents(self):
+        """The contents of a checkpoint, with the tensors themselves, not copies."""
+        return {
+            **self.info,
+            "model": self.model.state_dict(),
+            "config": config.as_json(self.cfg),
+            "versions": self.versions,
+            "step": self.step,
+            "ema": self.ema.state_dict(),
+            "training": {
+                "others": {name: module.state_dict() for name, module in self.others.items()},
+                "optimizers": optim.state(self.optimizers),
+                "scaler": self.scaler.state_dict(),
+                "identity": self.identity,
+            },
+        }
+
+    def load(self, contents, path):
+        """Take the contents of the checkpoint `path`; notes say what has changed since."""
+        training = contents["training"]
+        checkpoint.load_weights(self.model, contents["model"], path)
+        for name, module in self.others.items():
+            checkpoint.load_weights(module, training["others"][name], path)
+        self.ema.load_state_dict(contents["ema"])
+        optim.load(self.optimizers, training["optimizers"], path)
+        if training["scaler"]:  # {} without fp16; a disabled scaler ignores it
+            self.scaler.load_state_dict(training["scaler"])
+        self.step = contents["step"]
+        config.note(f"resuming {path} at step {self.step} of {self.cfg.steps}")
+        saved = contents["versions"] | contents["config"]
+        present = self.versions | config.as_json(self.cfg)
+        for name in saved | present:
+            before = saved.get(name, "no setting")
+            now = present.get(name, "no setting")
+            if now != before:
+                config.note(f"{name} changed from {before} to {now}")
+
+
+# The run folder
+
+
+class RunFolder:
+    """A run folder, written by rank 0 alone: locked, and resumable at every instant.
+
+    On other ranks only folder, resume_from, source, results and val_settings are known.
+    """
+
+    def __init__(self, folder):
+        # On every rank, found by `open_run`; val_settings by `identify`.
+        self.folder = Path(folder)
+        self.resume_from = None  # checkpoint to resume from
+        self.source = ""  # file that the model is from: that, or the one of --init_from
+        self.results = None  # {name: value} of the test, once the run is finished
+        self.val_settings = {}  # {name: plain value} of what the validation loss depends on
+        # On rank 0. auto_resume.json has these and `results`; everything else that a resume needs
+        # is in the files that it names.
+        self.checkpoints = []  # {"file", "step", "sha256"} of each, newest first
+        self.loggers = {}  # {kind of logger: its identity, see tracker.Logger.open}
+        # On rank 0, found again at every start.
+        self.best = {}  # {"file", "step"} of best.pt, once there is one
+        self.best_val_loss = math.inf
+
+    def open(self):
+        """Lock the folder, and read its record. UserError if a live process has it."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        file = open(self.folder / ".lock", "a+")  # noqa: SIM115 (open until the end)
+        try:
+            checkpoint.lock(file)
+        except OSError as error:
+            file.seek(0)
+            raise UserError(
+                f"{self.folder}: in use by another live process ({file.read().strip()}); "
+                "wait for it, stop it, or give another --run_dir"
+            ) from error
+        with contextlib.suppress(OSError):  # a full disk: the record below names its file
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {platform.node()}\n")
+            file.flush()
+        self.lock_file = file
+        path = self.folder / "auto_resume.json"
+        if path.exists() or any(self.folder.glob("checkpoints/step_*.pt")):
+            with config.explained(
+                f"{path}: damaged or missing; resume one of {self.folder}/checkpoints with "
+                "--load FILE and a new --run_dir"
+            ):
+                record = json.loads(path.read_text())
+                self.checkpoints = record["checkpoints"]
+                if self.checkpoints:  # else it is a new run
+                    self.loggers = record["loggers"]
+                    self.results = record["results"]
+        # Written at once: a first save that is cut off before it is recorded is known as such.
+        self.write_record()
+
+    def write_record(self):
+        """Write auto_resume.json."""
+        record = {
+            "checkpoints": self.checkpoints,
+            "loggers": self.loggers,
+            "results": self.results,
+        }
+        checkpoint.write_json(record, self.folder / "auto_resume.json")
+
+    def newest_intact(self):
+        """The path of the newest intact checkpoint, or None.
+
+        The record forgets newer ones, with a note: their steps are taken again.
+        """
+        while self.checkpoints:
+            path = self.folder / self.checkpoints[0]["file"]
+            with contextlib.suppress(OSError):
+                if checkpoint.checksum(path) == self.checkpoints[0]["sha256"]:
+                    return path
+            config.note(f"{path}: damaged or missing, trying the one before it")
+            del self.checkpoints[0]
+        return None
+
+    def read_best(self):
+        """Take the loss of best.pt as the lowest so far, if it is of the same validation."""
+        path = self.folder / "best.pt"
+        if not self.checkpoints or not path.is_file():
+            return
+        try:
+            contents = checkpoint.load(path, "step", "val_loss", "val_settings", mmap=True)
+        except UserError:
+            config.note(f"{path}: damaged, so best.pt starts anew")
+            return
+        if contents["step"] > self.checkpoints[0]["step"]:  # its steps are taken again
+            return
+        if contents["val_settings"] != self.val_settings:
+            config.note(
+                f"validation changed from {contents['val_settings']} to {self.val_settings}: "
+                "best.pt starts anew"
+            )
+            return
+        self.best = {"file": "best.pt", "step": contents["step"]}
+        self.best_val_loss = contents["val_loss"]
+
+    def save(self, state):
+        """Save `state` as the checkpoint of its step, unless it is there; drop all but KEEP."""
+        newest = self.checkpoints[0]["step"] if self.checkpoints else None
+        if not dist.is_main() or newest == state.step:
+            return
+        file = f"checkpoints/step_{state.step:08d}.pt"
+        checkpoint.save(state.contents(), self.folder / file)
+        sha256 = checkpoint.checksum(self.folder / file)
+        entry = {"file": file, "step": state.step, "sha256": sha256}
+        self.checkpoints = [entry, *self.checkpoints][:KEEP]
+        self.write_record()
+        kept_paths = [self.folder / entry["file"] for entry in self.checkpoints]
+        for path in self.folder.glob("checkpoints/step_*"):
+            # Or, as .tmp, of a process killed while saving. Other names are the user's copies.
+            is_ours = re.fullmatch(r"step_\d+\.pt(\.tmp)?", path.name)
+            if is_ours and path not in kept_paths:
+                path.unlink()
+
+    def save_best(self, state, val_loss):
+        """Write best.pt if `val_loss` is the lowest so far. UserError if it is not finite."""
+        if not math.isfinite(val_loss):
+            self.drop_from(state.step)
+            dist.fail(
+                f"{self.folder}: the validation loss is {val_loss} at step {state.step}; lower "
+                "--lr, or look at the validation set. The same command resumes from an earlier "
+                "checkpoint"
+            )
+        if dist.is_main() and val_loss < self.best_val_loss:
+            self.write_model(state, "best.pt", val_loss=val_loss, val_settings=self.val_settings)
+            self.best = {"file": "best.pt", "step": state.step}
+            self.best_val_loss = val_loss
+
+    def write_model(self, state, file, **entries):
+        """Write the model of `state`, its weights averaged, and more `entries`."""
+        contents = checkpoint.model_contents(state.contents())
+        checkpoint.save(contents | entries, self.folder / file)
+
+    def drop_from(self, step):
+        """Forget the checkpoints of `step` or later: no run resumes from them."""
+        if dist.is_main():
+            self.checkpoints = [entry for entry in self.checkpoints if entry["step"] < step]
+            self.write_record()
+
+
+# Start of a run
+
+
+def open_run(cfg, folder, max_chunk):
+    """(the RunFolder `folder`, locked; `cfg` with unset fields resolved). Collective.
+
+    It resumes from the newest intact checkpoint, or from that of --load. run.results are those of a
+    run that has finished cfg.steps, or None. Unset in `cfg` may be: a local file for --init_from,
+    the settings of its model, and a chunk size of at most `max_chunk`. UserError if all checkpoints
+    are damaged.
+    """
+    run = RunFolder(folder)
+
+    def open_on_main():
+        run.open()
+        results = run.results
+        if results and (results["step"] < cfg.steps or not (run.folder / "model.pt").is_file()):
+            run.results = None
+        run.resume_from = find_checkpoint(run, cfg)
+        return run.resume_from, run.results, resolve_settings(run, cfg, max_chunk)
+
+    run.resume_from, run.results, cfg = dist.on_main(open_on_main)
+    run.source = run.resume_from or cfg.init_from
+    return run, cfg
+
+
+def find_checkpoint(run, cfg):
+    """The path of the checkpoint to resume from, or None for a new run."""
+    has_begun = bool(run.checkpoints)
+    newest = run.newest_intact()
+    if not newest and cfg.load:
+        newest = local_file(cfg.load, run)
+    if has_begun and not newest and not run.results:
+        raise UserError(
+            f"{run.folder}: all checkpoints are damaged or missing; resume a copy with --load, "
+            "or give another --run_dir"
+        )
+    return newest
+
+
+def resolve_settings(run, cfg, max_chunk):
+    """`cfg` with unset fields resolved, see `open_run`."""
+    # A resumed run has its weights, but adapters need their base at every start.
+    if cfg.init_from and (not run.resume_from or cfg.lora_rank):
+        cfg = config.replace(cfg, init_from=local_file(cfg.init_from, run))
+    source = run.resume_from or cfg.init_from
+    saved = checkpoint.load(source, "config", mmap=True)["config"] if source else {}
+    if cfg.init_from:
+        cfg = with_model(cfg, saved, source)
+    earlier = saved.get("chunk_size", 0) if run.resume_from else 0
+    return config.replace(cfg, chunk_size=choose_chunk_size(cfg, earlier, max_chunk))
+
+
+def local_file(address, run):
+    """The path of what --load or --init_from names, which is downloaded if it is elsewhere."""
+    if ":" not in address or Path(address).is_file():
+        return address
+    from common.interop import store
+
+    return store.fetch(address, run.folder.parent / "downloads")
+
+
+def with_model(cfg, settings, path):
+    """`cfg` with those `settings` of the file `path` that are part of its model.
+
+    UserError if the user gave another value: by a flag, by --config, or, in a config made in
+    Python, by any value but the default.
+    """
+    present = config.settings_with(cfg, "model")
+    saved = {name: value for name, value in settings.items() if name in present}
+    saved = config.typed(type(cfg), saved, path)
+    for name, value in saved.items():
+        is_given = present[name] != getattr(type(cfg), name)
+        if cfg.given is not None:
+            is_given = name in cfg.given
+        if is_given and present[name] != value:
+            raise UserError(
+                f"--{name} {config.as_word(present[name])}: {path} has {config.as_word(value)}; "
+                "leave it out"
+            )
+    return config.replace(cfg, **saved)
+
+
+def choose_chunk_size(cfg, earlier, most):
+    """Samples of a chunk (micro-batch): the flag's, else the resumed run's `earlier` value.
+
+    Otherwise, and with more ranks than chunks, as many as give each rank as much, at most `most`. A
+    run of 256 samples a batch that begins on two ranks has chunks of 128. Resumed on one rank it
+    keeps them; on four it takes 64. A chunk is what is seeded: other chunks have other noise.
+    """
+    size = cfg.chunk_size or earlier
+    before = earlier or size  # 0 of a new run without the flag: nothing to note
+    if not size or math.ceil(cfg.batch_size / size) < dist.world_size():
+        size = accumulate.chunk_size_for(cfg.batch_size, dist.world_size(), size or most)
+    if before not in (0, size):
+        config.note(f"chunks of {size} samples, not of {before}: the noise changes from here on")
+    return size
+
+
+def identify(run, cfg, splits, **others):
+    """The identity of the run: {name: plain value} of what a resumed run must keep.
+
+    splits: of `order.splits`. others: more such values, as checksums of other models. If validation
+    has changed since, best.pt starts anew. Collective. UserError if the training data cannot be
+    used, or if the run is of another model or other data.
+    """
+    dataset, _ = splits["train"]
+    identity = config.settings_with(cfg, "fixed") | others
+    identity["own validation set"] = bool(cfg.val_data)  # the other splits depend on it
+    for name, value in dataset.fingerprint().items():
+        identity[f"data {name}"] = value
+    val_settings = config.settings_with(cfg, "affects_val_loss")
+    if cfg.val_data:
+        val_settings |= splits["validation"][0].fingerprint()
+    # Lists for tuples, as in files.
+    identity, run.val_settings = config.nan_to_none([identity, val_settings])
+
+    def check():
+        unusable, checked, names = dataset.check()
+        if unusable:
+            config.note(
+                f"{unusable} of {checked} samples looked at cannot be used; others take their "
+                f"place: {', '.join(names)}"
+            )
+        if cfg.lora_rank:
+            identity["base"] = checkpoint.checksum(cfg.init_from)
+        if run.resume_from:
+            check_identity(run.resume_from, identity)
+        if not run.results:
+            run.read_best()
+        return identity
+
+    return dist.on_main(check)
+
+
+def check_identity(path, identity):
+    """UserError unless the checkpoint `path` is of a run with the same identity.
+
+    A value None is not known. A name that only one of them has belongs to a setting that a fork
+    added or removed.
+    """
+    contents = checkpoint.load(path, mmap=True)
+    if "training" not in contents:
+        raise UserError(
+            f"{path}: weights without the state of a run; start from them with --init_from, "
+            "not --load"
+        )
+    saved = contents["training"]["identity"]
+    changed = [
+        f"{name} is {saved[name]!r} there and {value!r} here"
+        for name, value in identity.items()
+        if None not in (saved.get(name), value) and saved[name] != value
+    ]
+    if changed:
+        raise UserError(
+            f"{path}: of a run of another model or other data: {'; '.join(changed)}. Give the same "
+            "settings (--config RUN/config.json has them), or another --run_dir, which may start "
+            f"with these weights by --init_from {path}"
+        )
+
+
+def restore(run, state):
+    """Give `state` what the checkpoint has, or the weights of --init_from. Collective.
+
+    Every rank maps the file and copies its tensors, so the host holds no second model.
+    """
+    cfg = state.cfg
+    if run.resume_from:
+        contents = dist.on_all(lambda: checkpoint.load(run.resume_from, "training", mmap=True))
+        dist.on_all(lambda: state.load(contents, run.resume_from))
+        return
+
+    def start_from():
+        contents = checkpoint.model_contents(checkpoint.load(cfg.init_from, mmap=True))
+        if "lora" in contents:  # adapters: the model with them merged in
+            contents = checkpoint.merged(contents, cfg.init_from)
+        checkpoint.load_weights(state.model, contents["model"], cfg.init_from)
+
+    if cfg.init_from and not cfg.lora_rank:
+        dist.on_all(start_from)
+    # As with DistributedDataParallel the ranks start alike, also on unlike machines.
+    for module in (state.model, *state.others.values()):
+        for tensor in module.state_dict().values():
+            dist.broadcast_tensor(tensor)
+    state.ema.load_state_dict(state.model.state_dict())
+
+
+def add_adapters(model, cfg, sha256):
+    """Give `model` the (averaged) weights of --init_from, and adapters of rank --lora_rank.
+
+    With --precision bf16 or fp16 the frozen base is stored in that, as autocast would cast it: 1.1
+    GB in place of 1.5 for a step of a prior of 106 M weights.
+    Returns (adapters, {"rank", "base", "base_sha256", "source"}, the entry "lora" of the run's
+    files). source: what the base was imported from, if it was, else its path. sha256: of the file.
+    Collective. UserError if the file is of another model, or of adapters.
+    """
+    from common.models import lora
+
+    path = cfg.init_from
+
+    def load_base():
+        contents = checkpoint.model_contents(checkpoint.load(path, mmap=True))
+        if "lora" in contents:
+            raise UserError(f"{path}: LoRA adapters, not a model; give their base")
+        checkpoint.load_weights(model, contents["model"], path)
+        return contents.get("source")
+
+    source = dist.on_all(load_base)
+    base = str(Path(path).absolute())
+    info = {
+        "rank": cfg.lora_rank,
+        "base": base,
+        "base_sha256": sha256,
+        "source": source or base,
+    }
+    lora.halve(model, amp.DTYPES[cfg.precision])
+    return lora.inject(model, cfg.lora_rank), info
