@@ -323,6 +323,32 @@ def test_sampling_equals_one_with_two_passes_a_step(scale, eta, settings):
     assert_close(sampled, expected, rtol=1e-3, atol=5e-4)
 
 
+@pytest.mark.parametrize("objective", ["epsilon", "x0", "v"])
+def test_dream_moves_the_noise_by_the_networks_own_error_in_training_alone(objective):
+    unet = make(objective=objective, low_res_size=8, dream=True)
+    batch = {"image": torch.randint(256, (20, 16, 16, 3)).to(torch.uint8)}
+    condition = inputs(unet, 20)["condition"]
+    passes = []
+    unet.register_forward_hook(lambda _, given, out: passes.append((given, out)))
+    loss = train_decoder.diffusion_loss(unet.train(), batch, condition)
+    (first, out), (second, moved_out) = passes
+    x0 = pixels.from_uint8(batch["image"])
+    timestep = first[1]
+    alpha, sigma = levels = diffusion.levels(unet, timestep, x0)
+    noise = (first[0] - alpha * x0) / sigma
+    x0_hat = diffusion.predict_x0(objective, out[:, :3], first[0], *levels)
+    error = noise - (first[0] - alpha * x0_hat) / sigma
+    moved = noise + sigma * error
+    # At the last timesteps epsilon divides by an alpha near 0, which enlarges rounding.
+    usual = timestep < 45
+    assert_close(second[0][usual], (alpha * x0 + sigma * moved)[usual], rtol=1e-3, atol=1e-3)
+    target = diffusion.target(objective, x0, moved, *levels)
+    assert_close(loss, ((moved_out[:, :3] - target) ** 2).mean(), rtol=1e-2, atol=1e-3)
+    passes.clear()
+    train_decoder.diffusion_loss(unet.eval(), batch, condition)
+    assert len(passes) == 1
+
+
 # Evaluation
 
 
@@ -489,6 +515,41 @@ def test_inpainting_keeps_the_black_of_the_mask_exactly(text, trained, world):
         change = np.abs(picture - read_picture(image))
         assert not change[mask.min(-1) == 0].any()
         assert change[mask.min(-1) > 0].mean() > 5
+
+
+def test_resampling_fits_what_is_filled_in_and_noise_is_told_to_an_upsampler(trained, world):
+    base, _ = trained
+    mask = np.zeros((32, 32, 3), np.uint8)
+    mask[8:24, 10:] = 255
+    Path("mask.png").write_bytes(media.png(mask))
+    settings = dict(run_dir=base, image=world / "plain/00001.png", mask="mask.png")
+    usual = sample(**settings)
+    assert difference(sample(**settings, resample=5), usual) == 0
+    assert difference(sample(**settings, resample=1), usual) > 0
+    refused = mistake("sample", run_dir=base, resample=2, status=2)
+    assert "--resample: without --mask it does nothing" in refused
+    refused = mistake("sample", run_dir=base, low_res_noise=0.3, device="cpu")
+    assert "--low_res_noise: without a stage that was trained with it it does nothing" in refused
+
+    words = dict(UPSAMPLE, data=world / "shapes", run_dir="noised", low_res_noise=0.5)
+    run(**words)
+    settings = dict(run_dir="noised/upsample", image=world / "plain/00001.png")
+    clean = sample(**settings)
+    assert difference(sample(**settings, low_res_noise=0.0), clean) == 0
+    assert difference(sample(**settings, low_res_noise=0.4), clean) > 0
+
+
+def test_adapters_count_as_much_as_their_scale(trained, world):
+    base, _ = trained
+    adapted = dict(BASE, data=world / "shapes", run_dir="adapted", init_from=base / "model.pt")
+    run(**adapted | dict(lora_rank=2, lr=0.5, eval_every=0))
+    plain = sample(run_dir=base)
+    assert difference(sample(run_dir="adapted/base", lora_scale=0), plain) == 0
+    trained_scale = sample(run_dir="adapted/base")
+    assert difference(sample(run_dir="adapted/base", lora_scale=1), trained_scale) == 0
+    assert difference(trained_scale, plain) > 0
+    refused = mistake("sample", run_dir=base, lora_scale=0.5, device="cpu")
+    assert "has no adapters; leave it out" in refused
 
 
 # Mistakes

@@ -574,3 +574,32 @@ def test_a_run_on_captions_needs_no_text_embeddings_and_resumes_with_its_clip_al
     Path("clip/model.pt").write_bytes((world / "other/model.pt").read_bytes())
     out = run(*words, "--data", "moved", "--steps", 12, expect=1)
     assert "not the CLIP that made the embeddings, or trained anew since" in out
+
+
+def test_a_prior_goes_between_captions_and_precomputed_encodings_of_the_same_shape(world):
+    settings = dict(data=world / "emb", text_encodings="true", **SHORT | dict(steps=2))
+    for first, second in (("clip", "shards"), ("shards", "clip")):
+        folder = f"from_{first}"
+        run(run_dir=folder, text_source=first, **settings)
+        out = run(run_dir=folder, text_source=second, **settings | dict(steps=4))
+        assert f"text_source changed from {first} to {second}" in out
+        assert "is finished, at step 4" in out
+        tuned = dict(run_dir=f"tuned_{second}", text_source=second, init_from=f"{folder}/model.pt")
+        run(**tuned, **settings)
+
+
+def test_what_the_user_gave_is_held_against_the_file_and_a_preset_is_not(emb, monkeypatch):
+    settings = SMALL | dict(steps=2, eval_every=0, save_every=0)
+    run(data=emb, run_dir="raw", raw_embeddings="true", objective="v", **settings)
+    sizes = {name: settings.pop(name) for name in ("width", "depth", "heads")}
+    start = dict(data=emb, init_from="raw/model.pt", **settings)
+    for name, given in (("objective", "x0"), ("raw_embeddings", "false"), ("width", 96)):
+        told = helpers.mistake("train_prior", run_dir="new", **start, **{name: given})
+        assert f"--{name}" in told and "raw/model.pt has" in told and "leave it out" in told
+    other = dict(width=64, heads=2, raw_embeddings=False)
+    monkeypatch.setitem(train_prior.PRESETS, "other", other)
+    run(run_dir="new", preset="other", **start)
+    _, contents = train_prior.load_prior("new/model.pt", CPU)
+    found = contents["config"]
+    assert (found["objective"], found["raw_embeddings"], found["width"]) == ("v", True, 32)
+    assert sizes["width"] == 32
