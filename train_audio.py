@@ -272,6 +272,7 @@ def evaluate_codec(codec, cfg, split, device):
     codec.eval()
     Q = cfg.num_quantizers
 
+    # One fixed spectrum to compare codecs by, whatever windows their losses have.
     def log_mel(wave):
         return audio.log_mel(wave, cfg.sample_rate, window=1024, hop=256, bins=64)
 
@@ -286,6 +287,7 @@ def evaluate_codec(codec, cfg, split, device):
         loss = soundstream.reconstruction_loss(
             fake, target, cfg.sample_rate, cfg.wave_weight, cfg.mel_weight
         )
+        # Quality is that of the sound itself; the loss is that of training.
         fake = codec.deemphasize(fake)
         found["loss"] += [loss.item()] * len(real)
         found[f"mel_distance@{Q}"] += (log_mel(fake) - log_mel(real)).abs().mean((1, 2)).tolist()
@@ -316,10 +318,11 @@ def reconstructions(codec, split):
 def augment(waves):
     """Waves (B, T) of other loudness, -10 to 6 dB; half of them have another one mixed in.
 
-    So does EnCodec (§4.1). Of few recordings less is learned by heart.
+    So does EnCodec (§4.1). Reduces overfitting on small data sets.
     """
     size = len(waves), 1
     device = waves.device
+    # How much of the neighbor in the batch is mixed in.
     share = torch.rand(size, device=device) * (torch.rand(size, device=device) < 0.5)
     decibels = torch.rand(size, device=device) * 16 - 10
     return (waves + share * waves.roll(1, 0)) * 10 ** (decibels / 20)
@@ -333,10 +336,12 @@ def initialize_codebooks(codec, cfg, dataset, indices, device):
     chunks = loader.ChunkDataset(dataset, indices, accumulate.derive_seed(cfg.seed, "codebooks"))
     per_crop = math.ceil(cfg.crop / codec.hop_length)  # frames
     crops = math.ceil(32 * cfg.codebook_size / per_crop)  # as many as k-means needs
+    # A chunk at a time, so that memory is that of a training step.
     frames = []
     for start in range(0, crops, cfg.chunk_size):
         wave = codec.emphasize(chunks[start, start + cfg.chunk_size]["wave"].to(device))
         frames.append(codec.encode_latents(wave).flatten(0, 1).float())  # (B · frames, D)
+    # Of the last chunk some may be more than are wanted.
     seed = accumulate.derive_seed(cfg.seed, "kmeans")
     frames = torch.cat(frames)[: crops * per_crop]
     codec.quantizer.initialize(frames, seed, cfg.batch_size * per_crop)
@@ -508,12 +513,12 @@ def load_codec(folder, device, name="", weights="ema"):
         from common.interop.codecs import PublishedCodec
 
         return PublishedCodec(folder, device)
-    if weights == "ema":
+    if weights == "ema":  # not best.pt
         name = name or "model.pt"
     file = checkpoint.model_file(folder, name, weights)
     cfg, contents = checkpoint.read_model({"soundstream": CodecConfig}, file, weights)
     codec = soundstream.SoundStream(cfg)
-    codec.checksum = checkpoint.checksum(file)[:16]
+    codec.checksum = checkpoint.checksum(file)[:16]  # tokens are kept under it
     checkpoint.load_weights(codec, contents["model"], file)
     return codec.to(device).eval().requires_grad_(False)
 
@@ -634,7 +639,7 @@ def make_features(tokenizer):
         return semantic.MFCC()
     from common.interop.speech import SpeechLayer
 
-    return SpeechLayer(tokenizer)  # or UserError
+    return SpeechLayer(tokenizer)
 
 
 def load_tokenizers(cfg, device):
