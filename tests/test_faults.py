@@ -5,6 +5,7 @@ import re
 import resource
 import shutil
 import signal
+from pathlib import Path
 
 import helpers
 import numpy as np
@@ -390,3 +391,66 @@ def test_a_shard_cut_off_while_it_is_read_is_one_line(tmp_path):
     os.truncate(path, 9000)
     with pytest.raises(UserError, match=r"a\.npy: not a readable \.npy array"):
         embeddings.open_npy(path)
+
+
+# A fork's own mistakes
+
+FORK = """
+import sys
+
+import train_prior
+from common.data.embeddings import Embeddings
+
+
+def broken(*arguments, **settings):
+    return name_of_no_variable
+
+
+place, _, name = sys.argv.pop(1).rpartition(".")
+PLACES = {"prior": train_prior.Prior, "script": train_prior, "data": Embeddings}
+setattr(PLACES[place], name, broken)
+train_prior.main()
+"""
+
+
+def check_traceback(err):
+    """It names the line, and no file or user is blamed."""
+    assert "return name_of_no_variable" in err, err
+    assert "NameError: name" in err, err
+    assert "damaged" not in err and "fork.py: error:" not in err, err
+
+
+@pytest.mark.parametrize("place, command", [
+    ("prior.__init__", "train"),
+    ("prior.__init__", "resume"),
+    ("prior.__init__", "sample"),
+    ("script.diffusion_loss", "train"),
+    ("data.fetch", "train"),
+    ("data.fetch", "workers"),
+])
+def test_a_programming_error_of_a_fork_shows_its_traceback(place, command, emb, finished, tmp_path):
+    Path("fork.py").write_text(FORK)
+    folder = tmp_path / "run"
+    settings = dict(SMALL, steps=2, data=emb, run_dir=folder)
+    if command == "resume":
+        shutil.copytree(finished, folder)
+        settings["steps"] = 30
+    if command == "workers":
+        settings["workers"] = 1
+    words = flags(**settings)
+    if command == "sample":
+        words = ["sample", *flags(run_dir=finished, device="cpu")]
+    process = start("fork.py", place, *words)
+    _, err = process.communicate(timeout=100)
+    assert process.returncode == 1
+    check_traceback(err)
+
+
+def test_a_programming_error_of_a_fork_shows_its_traceback_under_torchrun(emb, tmp_path):
+    Path("fork.py").write_text(FORK)
+    words = flags(**dict(SMALL, steps=2, data=emb, run_dir=tmp_path / "run"))
+    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node=2"]
+    process = start(*torchrun, "fork.py", "script.diffusion_loss", *words)
+    _, err = process.communicate(timeout=100)
+    assert process.returncode == 1
+    check_traceback(err)
