@@ -23,18 +23,40 @@ def test_the_ranks_chunks_cover_the_batch_once(batch_size, chunk_size, world_siz
         assert chunks == whole[rank::world_size]
 
 
-def test_a_chunk_size_is_at_most_the_limit_and_gives_every_rank_as_many_chunks():
-    for case in itertools.product(range(9, 60), range(1, 10), (1, 3, 8, 100)):
-        batch_size, world_size, most = case
-        size = accumulate.chunk_size_for(*case)
+def most_chunks(batch_size, size, world_size):
+    """Chunks of the rank that has most, or None if a rank has none."""
+    plans = [accumulate.plan(batch_size, size, rank, world_size) for rank in range(world_size)]
+    return max(map(len, plans)) if all(plans) else None
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 4, 8])
+def test_a_chunk_size_gives_every_rank_a_chunk_and_none_more_than_another_size_would(world_size):
+    for batch_size, most in itertools.product(range(world_size, 40), (1, 2, 3, 7, 100)):
+        counts = [most_chunks(batch_size, size, world_size) for size in range(1, most + 1)]
+        size = accumulate.chunk_size_for(batch_size, world_size, most)
         assert 1 <= size <= most
-        ranks = range(world_size)
-        counts = [len(accumulate.plan(batch_size, size, rank, world_size)) for rank in ranks]
-        assert max(counts) - min(counts) <= 1
-        if batch_size % world_size == 0 and most >= batch_size:
-            assert set(counts) == {1}
+        count = counts[size - 1]
+        assert count == min(filter(None, counts))
+        if batch_size % (world_size * count) == 0:
+            assert size * world_size * count == batch_size  # all chunks are equal
+
+
+def test_a_batch_has_a_sample_for_every_rank():
+    assert accumulate.chunk_size_for(4, 4, 8) == 1
     with pytest.raises(UserError, match="--batch_size 3: fewer samples than the 4 ranks"):
         accumulate.chunk_size_for(3, 4, 8)
+
+
+@pytest.mark.parametrize("size, lengths", [(1, [1] * 5), (2, [2, 2, 1]), (5, [5]), (9, [5])])
+def test_fields_are_cut_into_parts_of_one_length_that_add_up(size, lengths):
+    fields = {"a": torch.arange(5), "b": [*"abcde"], "c": np.eye(5)}
+    parts = [*accumulate.split(fields, size)]
+    assert [len(part["a"]) for part in parts] == lengths
+    assert torch.cat([part["a"] for part in parts]).equal(fields["a"])
+    assert [*itertools.chain(*(part["b"] for part in parts))] == fields["b"]
+    np.testing.assert_array_equal(np.concatenate([part["c"] for part in parts]), fields["c"])
+    with pytest.raises(AssertionError, match="fields of different lengths"):
+        next(accumulate.split({"a": fields["a"], "b": ["x"]}, size))
 
 
 def whole_batch():

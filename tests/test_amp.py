@@ -84,3 +84,11 @@ def test_weights_are_cast_once_for_all_chunks_of_a_step_and_gradients_stay_the_s
     plain_count, plain_gradients = casts_of_two_steps(lambda device: contextlib.nullcontext())
     assert plain_count == 3 * count and count >= 8  # two weights, two biases
     assert same(gradients, plain_gradients)
+
+
+def test_outside_the_autocast_of_a_chunk_a_step_is_in_full_precision():
+    with amp.casts_kept(CPU):
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
+        with amp.autocast(CPU, "bf16"):
+            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32

@@ -3,6 +3,7 @@ import dataclasses
 import importlib
 import json
 import re
+from pathlib import Path
 from typing import Annotated, Literal
 
 import pytest
@@ -132,6 +133,40 @@ def test_the_config_of_a_run_reads_back_as_it_was_or_with_notes_if_a_script_has_
         config.from_json(Low, {**values, "widths": [1, "x"]}, "x.pt")
 
 
+@pytest.mark.parametrize("words, given", [
+    ("", set()),
+    ("--preset large", {"preset"}),
+    ("--preset=large --lr 0.5 --steps=100", {"preset", "lr", "steps"}),  # also the same values
+    ("--config a.json --compile", {"lr", "widths", "compile"}),
+    ("--config run.json", {"lr", "stage"}),
+])
+def test_what_the_user_gave_is_known_by_flags_and_files_but_not_by_presets(words, given):
+    Path("a.json").write_text('{"lr": 0.25, "widths": [1, 2]}')
+    Path("run.json").write_text('{"lr": 0.25, "stage": "low", "versions": {}, "renamed": 1}')
+    cfg = parse(*words.split())
+    assert set(cfg.given) == given
+    changed = config.replace(cfg, seed=7)
+    assert changed.given == cfg.given
+    assert changed == dataclasses.replace(cfg, seed=7)
+    assert Low().given is None  # made in Python
+
+
+@pytest.mark.parametrize("settings, message", [
+    ({"stage": "middle"}, "--stage middle: expected one of low"),
+    ({"steps": 0}, "--steps 0: expected a number above 0"),
+    ({"widths": (8, -1)}, "--widths -1: expected a number above 0"),
+    ({"lr": float("nan")}, "--lr nan: expected a finite number"),
+])
+def test_a_config_made_in_python_is_checked_as_flags_are(settings, message):
+    """Promise 8"""
+    with pytest.raises(UserError, match=f"^{message}$"):
+        Low(**settings)
+    with pytest.raises(UserError, match=f"^{message}$"):
+        config.replace(Low(), **settings)
+    with pytest.raises(UserError, match=r"^--precision fp8: expected one of fp32, bf16, fp16$"):
+        config.TrainingRun(precision="fp8")
+
+
 @pytest.mark.parametrize("words, message", [
     ("--step 5", "--step: no such setting; did you mean --steps?"),
     ("--learning-rate 5 --qqqqqq", "--learning_rate: no such setting; see --help"),
@@ -249,6 +284,59 @@ def test_an_error_is_explained_by_a_message_unless_it_explains_itself():
         raise UserError("as it is")
     with pytest.raises(KeyboardInterrupt), config.explained("a.npy: damaged"):
         raise KeyboardInterrupt
+
+
+@dataclasses.dataclass(frozen=True)
+class Ruled(config.Settings):
+    """Settings of each rule"""
+
+    plain: int = field(1)
+    width: int = config.model_field(2)
+    kept: int = field(3, fixed=True)
+    samples: int = field(4, affects_val_loss=True)
+
+
+@pytest.mark.parametrize("rule, settings", [
+    ("model", {"width": 2}),
+    ("fixed", {"width": 2, "kept": 3}),
+    ("affects_val_loss", {"samples": 4}),
+])
+def test_a_setting_is_under_the_rules_that_its_field_says(rule, settings):
+    assert config.settings_with(Ruled(), rule) == settings
+
+
+def test_a_setting_that_does_nothing_in_a_case_is_refused():
+    config.check_unused(Ruled(kept=5), "without a file", "plain", "width")
+    with pytest.raises(UserError, match=r"^--width: without a file it does nothing; leave it out$"):
+        config.check_unused(Ruled(width=5), "without a file", "plain", "width")
+
+
+@dataclasses.dataclass
+class Saver:
+    repo: str
+    kind: str = "model"
+
+
+@pytest.mark.parametrize("text, found", [
+    ("hub repo=a/b", Saver("a/b")),
+    ('hub kind=all repo="a = b"', Saver("a = b", "all")),
+    ("hub", None),
+    ("hub repo=a more=b", None),
+    ("hub repo", None),
+    ("hug repo=a", None),
+    ("", None),
+    ('hub repo="a', None),
+])
+def test_words_of_a_setting_describe_an_object_or_are_refused(text, found):
+    def parsed():
+        return config.parse_options("save", text, {"hub": Saver, "disk": Saver})
+
+    if found:
+        assert parsed() == found
+        return
+    message = f"--save {text}: expected one of hub, disk, then OPTION=VALUE …"
+    with pytest.raises(UserError, match=f"^{re.escape(message)}"):
+        parsed()
 
 
 def test_fractions_held_out_that_leave_nothing_are_refused():

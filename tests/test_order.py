@@ -9,7 +9,7 @@ import pytest
 from helpers import Words
 from numpy.testing import assert_array_equal
 
-from common import order
+from common import accumulate, order
 from common.config import UserError
 
 HUGE = 2 * 10**9
@@ -61,6 +61,42 @@ def test_each_epoch_has_every_index_once_in_a_new_order():
     assert len(np.unique([*epochs, other_seed], axis=0)) == 5
     some = np.random.default_rng(0).permutation(4 * n)[:2 * n]
     assert_array_equal(order.shuffle(some, n, 5), indices[some])
+
+
+@pytest.mark.parametrize("count, limit", [
+    (1, 5),
+    (7, 7),
+    (7, 3),
+    (100, 9),
+    (10**12, 1000),
+])
+def test_evenly_spaced_numbers_begin_at_the_first_and_end_at_the_last(count, limit):
+    numbers = order.evenly_spaced(count, limit)
+    assert (len(numbers), numbers[0], numbers[-1]) == (min(count, limit), 0, count - 1)
+    steps = np.diff(numbers)
+    assert not len(steps) or steps.max() - steps.min() <= 1
+    indices = order.some_of(np.arange(count) * 3, limit) if count < 200 else 3 * numbers
+    assert_array_equal(indices, 3 * numbers)
+    if count < 200:
+        assert_array_equal(order.some_of(np.arange(count), 0), np.arange(count))
+
+
+def test_spans_are_those_of_the_ranks_chunks_in_each_batch_from_the_step_on():
+    plan = [accumulate.Chunk(1, 3, 3, 0.3), accumulate.Chunk(3, 9, 1, 0.1)]
+    spans = itertools.islice(order.training_spans(plan, 10, 7), 5)
+    assert [*spans] == [(73, 76), (79, 80), (83, 86), (89, 90), (93, 96)]
+
+
+@pytest.mark.parametrize("n, count, total", [(10, 1, 5), (200, 7, 100), (3, 2, 3), (9, 0, 4)])
+def test_a_stratified_choice_has_one_number_in_each_interval_and_each_as_often(n, count, total):
+    frequencies = np.zeros(n)
+    for seed in range(300):
+        picks = order.stratified(n, count, total, seed)
+        bounds = np.arange(n * count // total + 1) * total // max(1, count)
+        assert_array_equal(np.searchsorted(bounds, picks, side="right"), range(1, len(bounds)))
+        frequencies[picks] += 1
+    sizes = np.diff(bounds)  # of the intervals
+    assert frequencies[:bounds[-1]] == pytest.approx(300 / np.repeat(sizes, sizes), abs=60)
 
 
 # Splits
@@ -135,6 +171,24 @@ def test_few_keys_have_one_held_out_for_each_purpose_and_keep_the_samples_of_a_k
 
 def test_nothing_is_held_out_by_a_fraction_of_zero_and_a_key_need_not_be_utf_8():
     assert order.split_keys(["a", "\udcff.png"], "train", 0.0, 0.0).tolist() == [0, 1]
+
+
+def test_the_last_key_stays_for_training_and_two_have_one_held_out_for_the_test():
+    def splits(keys, validation, test):
+        return [order.split_keys(keys, name, validation, test).tolist() for name in order.SPLITS]
+
+    assert splits(["a", "a"], 1e-9, 1e-9) == [[], [], [0, 1]]
+    assert sorted(map(len, splits(["a", "b"], 0.0, 1e-9))) == [0, 1, 1]
+    validation, test, train = splits(["a", "b"], 1e-9, 1e-9)
+    assert (len(validation), len(test), len(train)) == (1, 0, 1)
+
+
+def test_of_few_keys_those_with_the_smallest_hashes_are_held_out():
+    keys = [f"speaker {i}" for i in range(20)]
+    hashes = [order.hash_of(f"0 {key}".encode()) for key in keys]
+    first, second, *others = np.argsort(hashes)
+    found = [order.split_keys(keys, name, 1e-9, 1e-9).tolist() for name in order.SPLITS]
+    assert found == [[first], [second], sorted(others)]
 
 
 # Splits of a dataset
