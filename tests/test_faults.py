@@ -449,7 +449,7 @@ def test_a_programming_error_of_a_fork_shows_its_traceback(place, command, emb, 
 def test_a_programming_error_of_a_fork_shows_its_traceback_under_torchrun(emb, tmp_path):
     Path("fork.py").write_text(FORK)
     words = flags(**dict(SMALL, steps=2, data=emb, run_dir=tmp_path / "run"))
-    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node=2"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     process = start(*torchrun, "fork.py", "script.diffusion_loss", *words)
     _, err = process.communicate(timeout=100)
     assert process.returncode == 1

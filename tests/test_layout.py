@@ -57,9 +57,9 @@ def test_the_core_imports_interop_only_within_functions():
     core = [name for name in FILES if name.count(".") == 1 and FILES[name].stem != "__init__"]
     assert "common.resume" in core
     for name in core:
-        late = set()
-        for node in ast.walk(TREES[name]):
+        tree = ast.parse(FILES[name].read_text())
+        for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef):
-                late |= imports(node)
-        early = ARROWS[name] - late
+                node.body = [ast.Pass()]
+        early = imports(tree)
         assert not [other for other in early if other.startswith("common.interop")], name
