@@ -450,4 +450,6 @@ def parse_options(flag, text, kinds):
     names = ", ".join(kinds)
     with explained(f"--{flag} {text}: expected one of {names}, then OPTION=VALUE …"):
         name, *pairs = shlex.split(text)
-        return kinds[name](**dict(pair.split("=", 1) for pair in pairs))
+        options = dict(pair.split("=", 1) for pair in pairs)
+        inspect.signature(kinds[name]).bind(**options)
+    return kinds[name](**options)

@@ -68,7 +68,7 @@ class ChunkDataset(torch.utils.data.Dataset):
 
 
 class ErrorsAsItems(torch.utils.data.Dataset):
-    """Items of a ChunkDataset, or their UserErrors: what a worker raises gets a traceback."""
+    """Items of a ChunkDataset, or their errors: torch adds a traceback to what a worker raises."""
 
     def __init__(self, chunks):
         self.chunks = chunks
@@ -76,7 +76,7 @@ class ErrorsAsItems(torch.utils.data.Dataset):
     def __getitem__(self, span):
         try:
             return self.chunks[span]
-        except UserError as error:
+        except (UserError, OSError) as error:
             return error
 
 
@@ -97,7 +97,7 @@ def read_ahead(chunks, spans, workers=0, pin_memory=False, timeout=0):
         worker_init_fn=ignore_signals,
     )
     for batch in loading:
-        if isinstance(batch, UserError):
+        if isinstance(batch, (UserError, OSError)):
             raise batch
         yield batch
 

@@ -163,7 +163,8 @@ class RunFolder:
         """
         while self.checkpoints:
             path = self.folder / self.checkpoints[0]["file"]
-            with contextlib.suppress(OSError):
+            # One that cannot be read now, as over a network, is not lost: that is an OSError.
+            with contextlib.suppress(FileNotFoundError):
                 if checkpoint.checksum(path) == self.checkpoints[0]["sha256"]:
                     return path
             config.note(f"{path}: damaged or missing, trying the one before it")

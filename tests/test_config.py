@@ -414,3 +414,14 @@ def test_what_is_of_one_stage_is_refused_where_all_are_trained(words):
         config.parse(Stages, [flag, value])
     assert config.parse(Stages, [flag, value, "--stage", "low"]).stage == "low"
     assert config.parse(Stages, ["--logger", "wandb project=x"]).stage == "all"
+
+
+def test_a_programming_error_of_a_logger_is_not_a_mistake_of_its_flag():
+    class Broken:
+        def __init__(self, place=""):
+            raise NameError(place)
+
+    with pytest.raises(NameError, match="here"):
+        config.parse_options("logger", "broken place=here", {"broken": Broken})
+    with pytest.raises(UserError, match="--logger broken x=1: expected one of broken"):
+        config.parse_options("logger", "broken x=1", {"broken": Broken})

@@ -91,6 +91,20 @@ def test_data_with_nothing_usable_are_refused_after_about_100_samples(workers):
     loader.kill_workers()  # as at the end of a rank; pytest keeps the error, and so the loader
 
 
+class Gone:
+    def fetch(self, indices, random_bits=None):
+        raise FileNotFoundError(2, "No such file or directory", "shard_0.npy")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_of_the_disk_is_one_line_also_from_a_worker(workers):
+    chunks = loader.ChunkDataset(Gone(), np.arange(8))
+    with pytest.raises(FileNotFoundError) as caught:
+        next(loader.read_ahead(chunks, [(0, 8)], workers))
+    assert str(caught.value) == "[Errno 2] No such file or directory: 'shard_0.npy'"
+    loader.kill_workers()
+
+
 def test_a_second_reading_may_succeed_and_a_sample_without_a_fault_has_its_number():
     dataset = Words(10, (4,))
     dataset.fault = lambda index: ""

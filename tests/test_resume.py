@@ -247,6 +247,20 @@ def test_a_damaged_newest_checkpoint_is_told_and_the_one_before_it_is_taken(
     assert run.newest_intact() is None
 
 
+def test_a_checkpoint_that_cannot_be_read_now_is_not_taken_for_damaged(tmp_path, monkeypatch):
+    """Promise 3: as over a network whose server is away; the file is forgotten by nobody."""
+    run = opened(tmp_path)
+    commit(run, 10, 20)
+
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(checkpoint, "checksum", refuse)
+    with pytest.raises(PermissionError, match=r"step_00000020\.pt"):
+        run.newest_intact()
+    assert steps_of(run) == [20, 10]
+
+
 @pytest.mark.parametrize("content", [None, b"[]", b"{}", b"\xff", b'{"checkpoints": [{}]}'])
 def test_a_missing_or_damaged_record_is_named_with_the_way_out(content, tmp_path):
     """Promises 3 and 8"""

@@ -323,7 +323,7 @@ def test_a_run_without_a_checkpoint_begins_another_one_in_wandb(tmp_path):
 @pytest.mark.parametrize("logger, message", {
     "disk": "expected one of console, tensorboard, wandb, then OPTION=VALUE.*'disk'",
     "": "expected one of",
-    "tensorboard id=x": "takes no arguments",
+    "tensorboard id=x": "got an unexpected keyword argument 'id'",
     "wandb 'id=x": "No closing quotation",
 }.items())
 def test_a_logger_that_cannot_be_meant_is_refused(logger, message):
