@@ -196,10 +196,12 @@ class Progress:
         self.log.write_page()
         run.results = {"step": state.step, "best_val_loss": run.best_val_loss, **results}
         self.save()  # nothing, unless --load brought a run that had all its steps
-        if dist.is_main():
+
+        def write():
             run.write_model(state, "model.pt", **run.results)
             run.write_record()
-        dist.all_gather(None)  # a barrier: a next stage reads model.pt
+
+        dist.on_main(write)  # all wait for it: a next stage reads model.pt
         dist.stop_together()  # after a signal there is no next stage
 
 
@@ -234,8 +236,7 @@ def begin(run, state, about, device):
         try:
             yield progress
         except dist.Stopped as stop:
-            progress.save()
-            dist.all_gather(None)  # torchrun kills all when one has ended
+            progress.save()  # for which all wait: torchrun kills all when one has ended
             name = signal.Signals(stop.code - 128).name
             log.print(
                 f"stopped by {name} at step {state.step}, all saved; the same command resumes"

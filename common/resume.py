@@ -193,12 +193,27 @@ class RunFolder:
         self.best_val_loss = contents["val_loss"]
 
     def save(self, state):
-        """Save `state` as the checkpoint of its step, unless it is there; drop all but KEEP."""
+        """Save `state` as the checkpoint of its step, unless it is there; drop all but KEEP.
+
+        Collective. UserError if its weights are not finite.
+        """
+        dist.on_main(lambda: self.commit(state))
+
+    def commit(self, state):
+        """`save`, on rank 0."""
         newest = self.checkpoints[0]["step"] if self.checkpoints else None
-        if not dist.is_main() or newest == state.step:
+        if newest == state.step:
             return
+        contents = state.contents()
+        # A finite gradient may still have moved a weight beyond the largest number.
+        names = checkpoint.not_finite(contents["model"]) + checkpoint.not_finite(contents["ema"])
+        if names:
+            raise UserError(
+                f"{self.folder}: weights are not finite at step {state.step}, as {names[0]}; lower "
+                "--lr: then the same command resumes from an earlier checkpoint"
+            )
         file = f"checkpoints/step_{state.step:08d}.pt"
-        checkpoint.save(state.contents(), self.folder / file)
+        checkpoint.save(contents, self.folder / file)
         sha256 = checkpoint.checksum(self.folder / file)
         entry = {"file": file, "step": state.step, "sha256": sha256}
         self.checkpoints = [entry, *self.checkpoints][:KEEP]
@@ -211,7 +226,10 @@ class RunFolder:
                 path.unlink()
 
     def save_best(self, state, val_loss):
-        """Write best.pt if `val_loss` is the lowest so far. UserError if it is not finite."""
+        """Write best.pt if `val_loss` is the lowest so far. Collective.
+
+        UserError if it is not finite.
+        """
         if not math.isfinite(val_loss):
             self.drop_from(state.step)
             dist.fail(
@@ -219,10 +237,15 @@ class RunFolder:
                 "--lr, or look at the validation set. The same command resumes from an earlier "
                 "checkpoint"
             )
-        if dist.is_main() and val_loss < self.best_val_loss:
+
+        def write():
+            if val_loss >= self.best_val_loss:
+                return
             self.write_model(state, "best.pt", val_loss=val_loss, val_settings=self.val_settings)
             self.best = {"file": "best.pt", "step": state.step}
             self.best_val_loss = val_loss
+
+        dist.on_main(write)
 
     def write_model(self, state, file, **entries):
         """Write the model of `state`, its weights averaged, and more `entries`."""

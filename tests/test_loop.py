@@ -118,6 +118,31 @@ def test_what_is_finite_is_saved_and_then_copied():
     assert progress.run.saved == [7, "sent", 8, "sent"]
 
 
+def end_of_a_full_disk(what):
+    """How this rank ends if rank 0 cannot write."""
+    def refuse(*arguments, **entries):
+        raise OSError(28, "No space left on device, writing", "x.pt")
+
+    progress = progress_of(7)
+    run = progress.run = resume.RunFolder("runs/x")
+    run.commit = run.write_model = refuse
+    try:
+        if what == "best":
+            run.save_best(progress.state, 0.5)
+        else:
+            progress.save()
+    except (OSError, SystemExit) as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("what", ["checkpoint", "best"])
+def test_a_full_disk_of_rank_0_ends_all_ranks_by_its_message_alone(what, on_ranks):
+    """Promise 6"""
+    first, second = on_ranks(2, end_of_a_full_disk, what)
+    assert first == "[Errno 28] No space left on device, writing: 'x.pt'"
+    assert second == "1"  # an exit status, without a message
+
+
 def test_a_run_whose_gradients_overflow_at_any_scale_ends_with_the_steps_and_a_way_out():
     progress = progress_of(3)
     progress.count_overflow(False)

@@ -289,6 +289,24 @@ def test_the_record_has_what_a_start_resumes_and_a_run_without_checkpoints_begin
     assert (new.loggers, new.results, new.checkpoints) == ({}, None, [])
 
 
+@pytest.mark.parametrize("spoil", ["weights", "average"])
+def test_weights_that_are_not_finite_are_not_saved_and_the_checkpoint_before_stands(
+        spoil, tmp_path):
+    """Promise 4: a finite gradient may move a weight beyond the largest number."""
+    run = opened(tmp_path)
+    state = commit(run, 10)
+    state.step = 20
+    if spoil == "weights":
+        state.model[0].weight.data[0, 0] = torch.inf
+    else:
+        state.ema.averages["3.bias"][0] = torch.nan
+    with pytest.raises(UserError, match=r"weights are not finite at step 20, as .*lower --lr"):
+        run.save(state)
+    assert steps_of(run) == [10]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000010.pt"]
+    assert run.newest_intact()
+
+
 def test_a_drop_forgets_the_steps_from_there_on(tmp_path):
     """Promise 4"""
     run = opened(tmp_path)
