@@ -960,7 +960,9 @@ class CascadeConfig(config.Inference):
     eta: tuple[Fraction, ...] = field(
         (), "noise of sampling, 1: DDPM, 0: DDIM; by default as in training"
     )
-    lora_scale: tuple[float, ...] = field((), "scale of adapters; by default 1")
+    lora_scale: tuple[float, ...] = field(
+        (), "scale of a stage's adapters, 1 for a stage without, as 0.5,1; by default 1"
+    )
     clip: str = field("", "CLIP of texts and images; by default that of the training")
 
 

@@ -449,8 +449,8 @@ def restore(run, state):
 def add_adapters(model, cfg, sha256):
     """Give `model` the (averaged) weights of --init_from, and adapters of rank --lora_rank.
 
-    With --precision bf16 or fp16 the frozen base is stored in that, as autocast would cast it: 1.1
-    GB in place of 1.5 for a step of a prior of 106 M weights.
+    With --precision bf16 or fp16 the frozen base is stored in that, as autocast would cast it. A
+    step of a prior of 106 M weights then takes 16 to 26 % less memory on a CPU.
     Returns (adapters, {"rank", "base", "base_sha256", "source"}, the entry "lora" of the run's
     files). source: what the base was imported from, if it was, else its path. sha256: of the file.
     Collective. UserError if the file is of another model, or of adapters.

@@ -4,16 +4,14 @@ import os
 import pickle
 import re
 import shutil
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from numpy.testing import assert_array_equal
 
-from common import checkpoint
 from common.config import UserError
-from common.data import clips, embeddings, synthetic
+from common.data import embeddings
 from common.data.embeddings import Embeddings, write_shards
 
 ROWS = 150  # in shards of 70, 70 and 10
@@ -228,32 +226,3 @@ def test_a_fault_of_a_parquet_file_is_named(parquet_folder):
     (parquet_folder / "metadata/metadata_001.parquet").write_bytes(b"hello")
     dataset = Embeddings(parquet_folder, captions=True)
     assert "metadata_001.parquet: expected a 'caption' for each" in dataset.fault(75)
-
-
-# The CLIP of embeddings
-
-def test_a_folder_names_its_clip_and_whether_it_is_built_in(folder, capsys):
-    cfg = SimpleNamespace(data=folder, clip="auto")
-    assert clips.clip_of(cfg) == (None, None)
-    checkpoint.save({"model": {}, "clip": "y", "clip_fingerprint": "g"}, "model.pt")
-    assert clips.clip_of(cfg, "model.pt") == ("y", "g")
-    note = {"clip": "x", "fingerprint": "f"}
-    for more in ({}, {"made_from": "y"}):
-        (folder / "clip.json").write_text(json.dumps(note | more))
-        assert clips.clip_of(cfg) == ("x", "f")
-        assert synthetic.is_built_in(folder) == bool(more)
-    cfg.clip = "z"
-    assert capsys.readouterr().err == ""
-    assert clips.clip_of(cfg, "model.pt") == ("z", "f")
-    assert "learned with another CLIP" in capsys.readouterr().err
-
-
-def test_embeddings_of_unit_length_are_refused_by_a_model_of_raw_ones(tables, folder):
-    image, text, _ = tables
-    clips.check_source(SimpleNamespace(raw_embeddings=True), Embeddings(folder), folder)
-    image = image / np.linalg.norm(image, axis=1, keepdims=True)
-    write_shards(folder, image, text, [])
-    dataset = Embeddings(folder)
-    clips.check_source(SimpleNamespace(raw_embeddings=False), dataset, folder)
-    with pytest.raises(UserError, match=r"of unit length, .* embed --raw"):
-        clips.check_source(SimpleNamespace(raw_embeddings=True), dataset, folder)

@@ -1,4 +1,4 @@
-"""Grids: all is in its place. Resizing: as Pillow does it."""
+"""Grids: all is in its place."""
 import textwrap
 
 import numpy as np
@@ -6,8 +6,6 @@ import pytest
 from numpy.testing import assert_array_equal
 
 from common.data import media, synthetic
-
-# Grids
 
 
 @pytest.mark.parametrize("size, scale", [(20, 5), (200, 1)])

@@ -1,4 +1,4 @@
-"""Grids: all is in its place. Resizing: as Pillow does it."""
+"""Images as tensors: resizing as Pillow does it, blurring, bytes and back."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from torch.testing import assert_close
 
 from common.models import pixels
 
-# Grids
+# Resizing
 
 
 @pytest.mark.parametrize("mode", pixels.KERNELS)
