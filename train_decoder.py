@@ -56,6 +56,7 @@ from torch import nn
 
 from common import (
     accumulate,
+    adapters,
     amp,
     checkpoint,
     config,
@@ -968,7 +969,10 @@ class CascadeConfig(config.Inference):
 
 def load_unet(path, device, weights="ema", lora_scale=1.0):
     """(U-Net in eval mode, contents of the file) of a model.pt or checkpoint, adapters merged."""
-    unet, contents = checkpoint.load_model(UNet, STAGES, path, weights, lora_scale)
+    cfg, contents = checkpoint.read_model(STAGES, path, weights)
+    contents = adapters.merged(contents, path, lora_scale)
+    unet = UNet(cfg, *contents["widths"])
+    checkpoint.load_weights(unet, contents["model"], path)
     take_last_step(unet, path, device)
     return place(unet, device).eval(), contents
 
@@ -1140,7 +1144,7 @@ def train_stage(cfg, device):
         info["last_step"] = take_last_step(unet, run.source, device)
     trainable = unet  # with LoRA, the adapters alone
     if cfg.lora_rank:
-        trainable, info["lora"] = resume.add_adapters(unet, cfg, identity["base"])
+        trainable, info["lora"] = adapters.start(unet, cfg, identity["base"])
     optimizers = optim.make(
         trainable, cfg.optimizer, cfg.lr, cfg.weight_decay, cfg.betas, cfg.eps
     )

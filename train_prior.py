@@ -40,6 +40,7 @@ from torch import nn
 
 from common import (
     accumulate,
+    adapters,
     amp,
     checkpoint,
     config,
@@ -634,7 +635,7 @@ def train(cfg):
         prior.measure_embeddings(batch["image_embed"][usable])
     trainable = prior  # with LoRA, the adapters alone
     if cfg.lora_rank:
-        trainable, info["lora"] = resume.add_adapters(prior, cfg, identity["base"])
+        trainable, info["lora"] = adapters.start(prior, cfg, identity["base"])
     optimizers = optim.make(
         trainable, cfg.optimizer, cfg.lr, cfg.weight_decay, cfg.betas, cfg.eps
     )
@@ -722,7 +723,10 @@ class PriorConfig(config.Inference):
 
 def load_prior(path, device, weights="ema", lora_scale=1.0):
     """(prior in eval mode, contents of the file) of a model.pt or checkpoint, adapters merged."""
-    prior, contents = checkpoint.load_model(Prior, {"prior": Config}, path, weights, lora_scale)
+    cfg, contents = checkpoint.read_model({"prior": Config}, path, weights)
+    contents = adapters.merged(contents, path, lora_scale)
+    prior = Prior(cfg, *contents["widths"])
+    checkpoint.load_weights(prior, contents["model"], path)
     return prior.to(device).eval(), contents
 
 

@@ -167,41 +167,6 @@ def read_model(classes, path, weights="ema"):
     return cls(**settings), contents
 
 
-def load_model(make, classes, path, weights="ema", lora_scale=1.0):
-    """(model, contents of the file) of a model file, adapters merged: see `read_model`.
-
-    make: function of a config and the file's "widths", which gives the model. lora_scale: of the
-    adapters, if it has some.
-    """
-    cfg, contents = read_model(classes, path, weights)
-    if "lora" in contents:
-        contents = merged(contents, path, lora_scale)
-    elif lora_scale != 1:
-        raise UserError(f"--lora_scale: {path} has no adapters; leave it out")
-    model = make(cfg, *contents["widths"])
-    load_weights(model, contents["model"], path)
-    return model, contents
-
-
-def merged(contents, path, scale=1.0):
-    """The contents of a model's file, from those of the file `path`, of adapters on a base.
-
-    All entries are those of the adapters, without "lora"; "model" has the weights of the base with
-    the adapters added.
-    """
-    from common.models import lora  # a fork may have no adapters
-
-    base = contents["lora"]["base"]
-    weights = model_contents(load(base))["model"]
-    if checksum(base) != contents["lora"]["base_sha256"]:
-        config.note(f"{path} was trained on {base}, which has changed since")
-    with config.explained(f"{path}: adapters of another model than {base}"):
-        weights = lora.add(weights, contents["model"], scale)
-    contents = contents | {"model": weights}
-    del contents["lora"]
-    return contents
-
-
 def model_file(folder, name="", weights="ema"):
     """The path of a run's file `name`.
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from common import accumulate, amp, checkpoint, config, dist, optim
+from common import accumulate, adapters, checkpoint, config, dist, optim
 from common.config import UserError
 from common.ema import EMA
 
@@ -210,7 +210,7 @@ class RunFolder:
         if names:
             raise UserError(
                 f"{self.folder}: weights are not finite at step {state.step}, as {names[0]}; lower "
-                "--lr: then the same command resumes from an earlier checkpoint"
+                "--lr: then the same command resumes from the checkpoint before it, if there is one"
             )
         file = f"checkpoints/step_{state.step:08d}.pt"
         checkpoint.save(contents, self.folder / file)
@@ -234,8 +234,8 @@ class RunFolder:
             self.drop_from(state.step)
             dist.fail(
                 f"{self.folder}: the validation loss is {val_loss} at step {state.step}; lower "
-                "--lr, or look at the validation set. The same command resumes from an earlier "
-                "checkpoint"
+                "--lr, or look at the validation set. The same command resumes from the checkpoint "
+                "before it, if there is one"
             )
 
         def write():
@@ -427,14 +427,14 @@ def restore(run, state):
     """
     cfg = state.cfg
     if run.resume_from:
-        contents = dist.on_all(lambda: checkpoint.load(run.resume_from, "training", mmap=True))
-        dist.on_all(lambda: state.load(contents, run.resume_from))
+        path = run.resume_from
+        contents = dist.on_all(lambda: checkpoint.load(path, "ema", "training", mmap=True))
+        dist.on_all(lambda: state.load(contents, path))
         return
 
     def start_from():
         contents = checkpoint.model_contents(checkpoint.load(cfg.init_from, mmap=True))
-        if "lora" in contents:  # adapters: the model with them merged in
-            contents = checkpoint.merged(contents, cfg.init_from)
+        contents = adapters.merged(contents, cfg.init_from)
         checkpoint.load_weights(state.model, contents["model"], cfg.init_from)
 
     if cfg.init_from and not cfg.lora_rank:
@@ -444,35 +444,3 @@ def restore(run, state):
         for tensor in module.state_dict().values():
             dist.broadcast_tensor(tensor)
     state.ema.load_state_dict(state.model.state_dict())
-
-
-def add_adapters(model, cfg, sha256):
-    """Give `model` the (averaged) weights of --init_from, and adapters of rank --lora_rank.
-
-    With --precision bf16 or fp16 the frozen base is stored in that, as autocast would cast it. A
-    step of a prior of 106 M weights then takes 16 to 26 % less memory on a CPU.
-    Returns (adapters, {"rank", "base", "base_sha256", "source"}, the entry "lora" of the run's
-    files). source: what the base was imported from, if it was, else its path. sha256: of the file.
-    Collective. UserError if the file is of another model, or of adapters.
-    """
-    from common.models import lora
-
-    path = cfg.init_from
-
-    def load_base():
-        contents = checkpoint.model_contents(checkpoint.load(path, mmap=True))
-        if "lora" in contents:
-            raise UserError(f"{path}: LoRA adapters, not a model; give their base")
-        checkpoint.load_weights(model, contents["model"], path)
-        return contents.get("source")
-
-    source = dist.on_all(load_base)
-    base = str(Path(path).absolute())
-    info = {
-        "rank": cfg.lora_rank,
-        "base": base,
-        "base_sha256": sha256,
-        "source": source or base,
-    }
-    lora.halve(model, amp.DTYPES[cfg.precision])
-    return lora.inject(model, cfg.lora_rank), info

@@ -275,27 +275,10 @@ def test_the_contents_of_a_model_are_those_of_a_checkpoint_without_what_only_tra
     assert same(checkpoint.model_contents(found), found)
 
 
-def test_a_model_is_made_of_its_config_and_widths_and_has_the_weights_of_the_file(tmp_path):
-    path = tmp_path / "x.pt"
-    written = write_checkpoint(path)
-    made = []
-
-    def make(cfg, *widths):
-        made.append((cfg.batch_size, widths))
-        return layer()
-
-    model, contents = checkpoint.load_model(make, CLASSES, path)
-    assert made == [(7, (4, 3))]
-    assert same(model.state_dict(), written["ema"])
-    assert contents["step"] == 5
-    with pytest.raises(UserError, match=f"--lora_scale: {path} has no adapters; leave it out"):
-        checkpoint.load_model(make, CLASSES, path, lora_scale=0.5)
-
-
 def test_a_mistake_in_a_forks_model_is_not_blamed_on_its_file(tmp_path):
     """Promises 8 and 10"""
     path = tmp_path / "x.pt"
-    write_checkpoint(path)
+    written = write_checkpoint(path)
 
     class Layer(nn.Linear):
         """One whose weights cannot be loaded, as its author misspelt a name."""
@@ -303,66 +286,8 @@ def test_a_mistake_in_a_forks_model_is_not_blamed_on_its_file(tmp_path):
         def load_state_dict(self, weights):
             return wieghts  # noqa: F821
 
-    for name, make in (
-        ("layre", lambda cfg, *widths: layre(*widths)),  # noqa: F821
-        ("wieghts", lambda cfg, *widths: Layer(*widths)),
-    ):
-        with pytest.raises(NameError, match=name):
-            checkpoint.load_model(make, CLASSES, path)
-
-
-# Adapters
-
-def write_adapters(folder):
-    """(file of a base, file of adapters on it, the contents of both)."""
-    base = folder / "base.pt"
-    path = folder / "adapters.pt"
-    written = write_checkpoint(base, ema=nn.Sequential(layer(2)).state_dict())
-    torch.manual_seed(3)
-    adapters = {
-        "kind": "test",
-        "model": {"0.A": torch.zeros(2, 4), "0.B": torch.zeros(3, 2)},
-        "ema": {"0.A": torch.randn(2, 4), "0.B": torch.randn(3, 2)},
-        "config": config.as_json(Settings(batch_size=9)),
-        "widths": (),
-        "step": 8,
-        "lora": {"base": str(base), "base_sha256": checkpoint.checksum(base)},
-    }
-    checkpoint.save(adapters, path)
-    return base, path, written, adapters
-
-
-@pytest.mark.parametrize("scale", [1.0, 0.25, 0.0])
-def test_a_model_of_adapters_is_the_averaged_base_with_their_product_at_that_scale(
-        scale, tmp_path, capsys):
-    _, path, written, adapters = write_adapters(tmp_path)
-
-    def make(cfg):
-        assert cfg.batch_size == 9  # of the adapters' run
-        return nn.Sequential(layer())
-
-    model, contents = checkpoint.load_model(make, CLASSES, path, lora_scale=scale)
-    product = adapters["ema"]["0.B"] @ adapters["ema"]["0.A"]
-    torch.testing.assert_close(model[0].weight, written["ema"]["0.weight"] + scale * product)
-    assert torch.equal(model[0].bias, written["ema"]["0.bias"])
-    assert "lora" not in contents and contents["step"] == 8
-    assert capsys.readouterr().err == ""
-
-
-def test_adapters_on_a_base_that_has_changed_are_a_note_and_on_another_model_a_mistake(
-        tmp_path, capsys):
-    base, path, *_ = write_adapters(tmp_path)
-
-    def load():
-        return checkpoint.load_model(lambda cfg: nn.Sequential(layer()), CLASSES, path)
-
-    write_checkpoint(base, ema=nn.Sequential(layer(7)).state_dict())
-    load()
-    assert f"{path} was trained on {base}, which has changed since" in capsys.readouterr().err
-    for other in (nn.Sequential(nn.Linear(5, 3)), nn.Linear(4, 3)):
-        write_checkpoint(base, ema=other.state_dict())
-        with pytest.raises(UserError, match=f"{path}: adapters of another model than {base}"):
-            load()
+    with pytest.raises(NameError, match="wieghts"):
+        checkpoint.load_weights(Layer(4, 3), written["ema"], path)
 
 
 # Which file is used

@@ -15,7 +15,7 @@ from torch.testing import assert_close
 
 import train_decoder
 import train_prior
-from common import checkpoint, config, resume
+from common import adapters, checkpoint, config
 from common.config import UserError
 from common.data import embeddings
 from common.interop import pretrained
@@ -265,8 +265,8 @@ def test_adapters_are_loaded_by_peft(published, stage, part):
     path = published.runs / stage / "model.pt"
     model = load(published.runs / stage)
     cfg = SimpleNamespace(init_from=str(path), lora_rank=2, precision="fp32")
-    adapters, about = resume.add_adapters(model, cfg, "digest")
-    weights = helpers.awake(adapters).state_dict()
+    trained, about = adapters.start(model, cfg, "digest")
+    weights = helpers.awake(trained).state_dict()
     contents = {**checkpoint.load(path), "model": weights, "lora": about}
     checkpoint.save(contents, "run/model.pt")
     export("run")
