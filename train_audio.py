@@ -93,7 +93,7 @@ from common.config import (
 )
 from common.data import recordings, sounds, syllables, tokens
 from common.ema import EMA
-from common.models import audio, clip, semantic, soundstream, token_lm
+from common.models import audio, semantic, soundstream, token_lm
 from common.models.nn import compile_blocks
 
 MAX_CHUNK = 64  # recordings in one forward pass, at most, where --chunk_size is 0
@@ -257,6 +257,7 @@ class CodecConfig(SharedConfig):
         return max(128, 2 ** round(math.log2(self.sample_rate / 20)))
 
 
+CODEBOOK = "quantizer.codebook"  # of an averaged encoder it is averaged, too
 R1_EVERY = 4  # steps between R1 penalties; StyleGAN2 multiplies them by this, here they are not
 
 
@@ -367,7 +368,13 @@ def train_soundstream(cfg, device):
         discriminators, "adamw", cfg.discriminator_lr, 0.0, cfg.betas, cfg.eps
     )
     scaler = amp.scaler(device, cfg.precision)  # one for both
-    ema = EMA(codec, cfg.ema_update_every, cfg.ema_decay, cfg.ema_update_after)
+    ema = EMA(
+        codec,
+        cfg.ema_update_every,
+        cfg.ema_decay,
+        cfg.ema_update_after,
+        buffers=(CODEBOOK,),
+    )
     state = resume.State(
         cfg,
         codec,
@@ -415,6 +422,7 @@ def train_soundstream(cfg, device):
             schedule.set_learning_rate(optimizers, schedule.of_config(state.step, cfg))
             if state.step == cfg.quantizer_start:
                 initialize_codebooks(codec, cfg, dataset, indices, device)
+                ema.begin_anew(CODEBOOK)
             adversarial = state.step >= cfg.discriminator_start
             if adversarial:
                 discriminator_lr = schedule.learning_rate(
@@ -731,10 +739,10 @@ def continuations(model, cfg, split, codec):
             lambda b, codes, start: crops.window(index, start, len(real))[:1],
             [real[:prompt_frames]],
             [len(real)],
+            [False],
             # Seeded by the recording, so sounds of different steps can be compared.
             [accumulate.derive_seed(cfg.seed, "sound", index)],
             token_lm.AS_TRAINED,
-            may_end=False,
         )
         if cfg.stage == "fine":
             codes = torch.cat([context, codes], dim=1)
@@ -786,13 +794,17 @@ def train_transformer(cfg, device):
 
     # Build model, optimizer and EMA. Restore them if resuming.
     vocabulary = []
+    longest_text = 0
     if cfg.stage == "semantic" and cfg.max_text_len:
-        vocabulary = tokens.learn_vocabulary(crops, indices, TEXT_WORDS, cfg.max_text_len)
+        vocabulary, longest_text = tokens.learn_vocabulary(
+            crops, indices, TEXT_WORDS, cfg.max_text_len
+        )
     accumulate.seed_all(cfg.seed, "weights")  # the same start on all ranks
     # Plain values, as the files of the model have them. Generation stays within the lengths.
     arguments = {
         "streams": list(map(list, streams)),
         "vocabulary": vocabulary,
+        "longest_text": longest_text,
         **crops.lengths(indices),
     }
     model = token_lm.TokenTransformer(cfg, **arguments).to(device)
@@ -941,42 +953,69 @@ class Pipeline:
     def generate(self, prompts, seconds, seeds, texts=(), sampling=token_lm.AS_TRAINED, fine=True):
         """Codes of B sounds, each (T, Q): those of its prompt, and at most `seconds` more.
 
-        texts: B, or none. fine: else it is the codes of the coarse quantizers alone.
+        texts: B, or none. A text ends by itself, and a long one is said in parts, each in the voice
+        of the one before it. Without a text a sound does not end before (§III-D).
+        fine: else it is the codes of the coarse quantizers alone.
         """
         texts = texts or [""] * len(prompts)
 
-        def generate_stage(model, context_of, prompts, limits):
+        def generate_stage(model, context_of, prompts, limits, seeds, texts, may_end):
             stage_seeds = [accumulate.derive_seed(seed, model.cfg.stage) for seed in seeds]
-            may_end = model.cfg.stage != "fine"
             return token_lm.generate_long(
-                model, context_of, prompts, limits, stage_seeds, sampling, texts, may_end
+                model, context_of, prompts, limits, may_end, stage_seeds, sampling, texts
             )
 
-        # Content: semantic tokens, from the text or the prompt (§III-C1).
-        # A prompt without tokens begins with the start token alone.
-        spoken = [prompt.semantic for prompt in prompts]  # B of (N, 1)
+        # Content: semantic tokens, from the text or the prompt (§III-C1). There is no stream before
+        # them. A prompt without tokens begins with the start token alone.
         more = math.ceil(seconds * self.semantic.frame_rate)
-        limits = [len(prompt) + more for prompt in spoken]
-        # There is no stream before it.
-        content = generate_stage(self.semantic, lambda b, codes, start: [], spoken, limits)
+        parts = []  # (sample, text, tokens that it begins with, most tokens, seed)
+        for b, (prompt, text) in enumerate(zip(prompts, texts)):
+            known = prompt.semantic  # (N, 1)
+            for number, part in enumerate(self.semantic.split_text(text)):
+                # A text belongs to a window from the beginning, so it has one window alone.
+                limit = self.semantic.max_frames if part else len(known) + more
+                seed = accumulate.derive_seed(seeds[b], number) if number else seeds[b]
+                parts.append((b, part, known, limit, seed))
+                known = known[:0]  # the prompt is of the first part
+        owners, part_texts, known, limits, part_seeds = map(list, zip(*parts))
+        spoken = generate_stage(
+            self.semantic,
+            lambda i, codes, start: [],
+            known,
+            limits,
+            part_seeds,
+            part_texts,
+            list(map(bool, part_texts)),
+        )
+        content = []  # B of (N, 1)
+        for b in range(len(prompts)):
+            of_sample = [tokens for owner, tokens in zip(owners, spoken) if owner == b]
+            content.append(torch.cat(of_sample).unique_consecutive(dim=0))
+        windows = [(0, 0)] * len(prompts)  # frame of codes and token that the last one began with
 
         def content_from(b, codes, start):
             """The semantic tokens of sample b for a window from the frame `start` of `codes` on.
 
             Tokens without repetitions have no timing. It is heard in the sound so far.
             """
-            if not start:
-                return [content[b]]
-            heard = self.kmeans.encode(self.codec.decode(codes))
-            ratio = semantic.FRAME_RATE / self.codec.frame_rate
-            return [tokens.tokens_of_window(content[b], heard, round(start * ratio))]
+            if start:
+                ratio = semantic.FRAME_RATE / self.codec.frame_rate
+                before, first = windows[b]
+                heard = self.kmeans.encode(self.codec.decode(codes))
+                heard = heard[round(before * ratio) :]
+                places = tokens.align(content[b][first:, 0].numpy(), heard.numpy())
+                first += places[round(start * ratio) - round(before * ratio)]
+                windows[b] = start, first
+            _, first = windows[b]
+            return [content[b][first:]]
 
         # Voice and sound: coarse codes, from the semantic tokens (§III-C2), up to EOS.
         num_coarse = self.coarse.streams[-1].num_quantizers  # Q'
         known = [prompt.codes[:, :num_coarse] for prompt in prompts]  # B of (T, Q')
         more = max(1, round(seconds * self.codec.frame_rate))
         limits = [len(prompt) + more for prompt in known]
-        coarse = generate_stage(self.coarse, content_from, known, limits)
+        may_end = list(map(bool, texts))
+        coarse = generate_stage(self.coarse, content_from, known, limits, seeds, texts, may_end)
         if not fine:
             return coarse
 
@@ -987,6 +1026,9 @@ class Pipeline:
             lambda b, codes, start: [coarse[b][start:]],
             [prompt.codes[:, num_coarse:stop] for prompt in prompts],
             [len(codes) for codes in coarse],
+            seeds,
+            texts,
+            [False] * len(prompts),
         )
         return [torch.cat(pair, dim=1) for pair in zip(coarse, details)]
 
@@ -1099,15 +1141,16 @@ class SampleConfig(config.Inference):
 def read_wave(path, codec, length=0):
     """The last `length` samples of a recording, or all (T,), at LOUDNESS; the gain to that.
 
-    They are at the codec's rate. UserError if they are shorter than a frame.
+    They are at the codec's rate. The gain is that of the whole recording, as in training. UserError
+    if they are shorter than a frame.
     """
     channels, rate, _ = recordings.read(path)
     wave = torch.from_numpy(recordings.mix_down(channels, path))
-    wave = audio.resample(wave, rate, codec.sample_rate)[-length:]
+    mean, gain = audio.level(lambda start, stop: wave[start:stop], len(wave), rate)
+    wave = audio.resample((wave - mean) * gain, rate, codec.sample_rate)[-length:]
     if len(wave) < codec.hop_length:
         raise UserError(f"{path}: {len(wave)} samples, shorter than a frame of {codec.hop_length}")
-    gain = audio.loudness_gain(wave)
-    return wave * gain, gain
+    return wave, gain
 
 
 def continue_sound(args, device):
@@ -1125,11 +1168,17 @@ def continue_sound(args, device):
         prompt = pipeline.prompt(wave)
     # Another text has other noise.
     seed = accumulate.derive_seed(args.seed, args.text, 0)
-    if args.text:
-        model = pipeline.semantic
-        clip.note_texts([args.text], model.tokenizer.encode, model.cfg.max_text_len)
+    parts = pipeline.semantic.split_text(args.text)
+    if len(parts) > 1:
+        config.note(
+            f"--text: longer than all texts of training, so it is said in {len(parts)} parts: "
+            f"{' | '.join(parts)}"
+        )
     sampling = token_lm.SamplingParams(args.temperature, args.top_k, args.guidance_scale)
     (codes,) = pipeline.generate([prompt], args.seconds, [seed], [args.text], sampling, args.fine)
+    added = (len(codes) - len(prompt.codes)) / codec.frame_rate
+    if args.text and added >= args.seconds:
+        config.note(f"--seconds {args.seconds}: the sound is as long, and may end before its text")
     return codec, codec.decode(codes) / gain  # as loud as the prompt
 
 

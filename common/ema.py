@@ -11,8 +11,9 @@ import torch
 class EMA:
     """The averages, in fp32, of the parameters of `model` that are trainable when it is made.
 
-    Everything else (buffers, frozen weights) is read from the model on demand. The average follows
-    from the parameters of the steps alone, so only its tensors are saved. Made when the model is on
+    So are the `buffers` that are named. Everything else (other buffers, frozen weights) is read
+    from the model on demand. The average follows from the weights of the steps alone, so only its
+    tensors are saved. Made when the model is on
     its device, it is there, too. The warm-up is that of diffusers' EMAModel.
     """
 
@@ -23,14 +24,17 @@ class EMA:
     inv_gamma: float = 1.0  # of the warm-up
     power: float = 0.75  # of the warm-up
     min_decay: float = 0.0  # the lowest; as high as `decay`: no warm-up
+    buffers: tuple = ()  # names of those that are averaged, too
 
     def __post_init__(self):
-        self.averages = {}  # by the parameter's name
+        self.averages = {}  # by the name of the parameter or buffer
         self.stored = None
         if self.decay:
             for name, parameter in self.model.named_parameters(remove_duplicate=False):
                 if parameter.requires_grad:
                     self.averages[name] = parameter.detach().clone().float()
+            for name in self.buffers:
+                self.averages[name] = self.model.get_buffer(name).clone().float()
 
     def decay_at(self, step):
         """Decay after optimizer step number `step` (1 is the first); 0 copies the parameters.
@@ -45,12 +49,17 @@ class EMA:
         return max(self.min_decay, min(self.decay, value))
 
     def update(self, step):
-        """Average in the parameters after optimizer step `step`, if `update_every` divides it."""
+        """Average in the weights after optimizer step `step`, if `update_every` divides it."""
         if step % self.update_every or not self.averages:
             return
         weights = self.model.state_dict()
         live = [weights[name].to(average) for name, average in self.averages.items()]
         torch._foreach_lerp_([*self.averages.values()], live, 1 - self.decay_at(step))
+
+    def begin_anew(self, name):
+        """Forget the past of the average of a buffer, which has been made anew."""
+        if name in self.averages:
+            self.averages[name].copy_(self.model.get_buffer(name))
 
     def copy_to(self, model):
         """Write the averaged weights into `model`; torch's error names what does not fit."""

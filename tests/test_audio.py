@@ -98,3 +98,20 @@ def test_si_sdr_ignores_scale_and_offset_and_is_the_ratio_of_energies():
     assert audio.si_sdr(target, -target) > 100
     silence = torch.zeros(2, 10)
     assert audio.si_sdr(silence, silence).tolist() == [0, 0]
+
+
+def test_the_level_of_a_long_recording_is_that_of_ten_of_its_seconds_and_silence_stays():
+    wave = torch.cat([torch.full((1_000,), float(n)) for n in range(100)])
+    wave = wave + torch.tensor([1.0, -1.0]).repeat(50_000)
+    seconds = []
+
+    def read(start, stop):
+        seconds.append(wave[start:stop])
+        return wave[start:stop]
+
+    mean, gain = audio.level(read, 100_000, 1_000)
+    assert [part[0].item() - 1 for part in seconds] == [11 * n for n in range(10)]
+    whole = torch.cat(seconds)
+    assert_close((whole - mean).square().mean().sqrt().item() * gain, 0.1)
+    assert audio.level(lambda start, stop: wave[start:stop], 1_000, 1_000) == (0, 0.1)
+    assert audio.level(lambda start, stop: torch.zeros(9), 9, 1_000) == (0, 30)

@@ -8,6 +8,7 @@ from torch.testing import assert_close
 
 from common.config import UserError
 from common.interop.codecs import PublishedCodec
+from common.models import audio
 
 
 @pytest.mark.parametrize(
@@ -47,3 +48,31 @@ def test_a_model_that_does_not_fit_is_refused(tmp_path):
     published_codec(tmp_path, "encodec", normalize=True)
     with pytest.raises(UserError, match="two channels, or one that normalizes chunks"):
         PublishedCodec(f"hf:{tmp_path}", "cpu")
+
+
+@pytest.mark.parametrize("kind, frames", [("encodec", 900), ("dac", 4500), ("mimi", 900)])
+@torch.no_grad()
+def test_a_long_sound_in_blocks_is_the_packages_whole_and_a_block_is_short(
+    kind, frames, tmp_path, monkeypatch
+):
+    settings = {"sliding_window": 20} if kind == "mimi" else {}
+    model = published_codec(tmp_path, kind, **settings)
+    codec = PublishedCodec(f"hf:{tmp_path}", "cpu")
+    wave = torch.randn(frames * codec.hop_length)
+    monkeypatch.setattr(audio, "BLOCK_FRAMES", frames // 9)
+    lengths = []
+    encode = codec.model.encode
+
+    def watched(block):
+        lengths.append(block.shape[-1])
+        return encode(block)
+
+    monkeypatch.setattr(codec.model, "encode", watched)
+    codes = codec.encode(wave)
+    settings = {"bandwidth": 0.8} if kind == "encodec" else {}
+    theirs = model(wave[None, None], **settings)
+    assert torch.equal(codes, theirs.audio_codes.view(4, frames).T)
+    values = theirs.audio_values.flatten()
+    assert_close(codec.decode(codes)[: len(values)], values, atol=1e-4, rtol=0)
+    assert len(lengths) == 9
+    assert max(lengths) < 0.8 * len(wave)

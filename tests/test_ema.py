@@ -183,3 +183,22 @@ def test_weights_are_restored_after_an_error_and_not_stored_twice():
     assert same(model.state_dict(), weights)
     with ema.applied(model), pytest.raises(AssertionError), ema.applied(model):
         pass
+
+
+def test_a_buffer_that_is_named_is_averaged_and_may_begin_anew():
+    name = "norm.running_mean"
+    model, ema = make(0, buffers=(name,))
+    expected = model.norm.running_mean.clone()
+
+    def after_step(step):
+        ema.update(step)
+        expected.lerp_(model.norm.running_mean, 1 - ema.decay_at(step))
+
+    train(model, range(1, 6), after_step)
+    assert torch.equal(ema.state_dict()[name], expected)
+    assert not torch.equal(model.norm.running_mean, expected)
+    ema.begin_anew(name)
+    assert torch.equal(ema.state_dict()[name], model.norm.running_mean)
+    _, nothing = make(0, buffers=(name,), decay=0)
+    nothing.begin_anew(name)
+    assert not nothing.averages

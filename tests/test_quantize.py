@@ -281,3 +281,19 @@ def test_a_vector_far_from_all_others_becomes_a_center_wherever_it_stands(place)
         centers, counts = kmeans(x, 2, torch.Generator().manual_seed(seed), rounds=1)
         assert sorted(centers[:, 0].tolist()) == [0, 50]
         assert sorted(counts.tolist()) == [1, 19]
+
+
+def test_no_more_codes_are_replaced_than_there_are_candidates_and_none_is_taken_twice(no_dropout):
+    quantizer = make(dead_below=1e9)  # all are dead
+    z = latents(1)[:, :5]
+    inputs = residuals(quantizer, z)[:-1]  # (Q, 1, 5, D)
+    undisturbed = make(dead_below=0)
+    for each in (quantizer, undisturbed):
+        each(z)
+        each.update(seed=0)
+    for q in range(3):
+        codes = quantizer.codebook[q]
+        taken = (codes[:, None] - inputs[q]).abs().amax(-1) < 1e-5  # (K, 5)
+        assert taken.sum(0).tolist() == [1] * 5
+        rest = ~taken.any(1)
+        assert torch.equal(codes[rest], undisturbed.codebook[q][rest])

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from helpers import awake
 from torch.testing import assert_close
 
+from common.config import UserError
 from common.models import token_lm
 from common.models.token_lm import SamplingParams, Stream, build_sequence, targets
 
@@ -157,13 +158,55 @@ def test_a_long_sound_is_the_same_in_any_batch():
             lambda i, codes, start: [samples[indices[i]][0][start // 4 :]],
             [samples[b][1] for b in indices],
             [limits[b] for b in indices],
+            [False] * len(indices),  # may_end
             indices,  # seeds
             SamplingParams(1.0, 6, 1.5),
             [TEXTS[b] for b in indices],
-            may_end=False,
         )
 
     sounds = generated(0, 1, 2)
     assert [*map(len, sounds)] == limits
     for b in range(3):
         assert torch.equal(*generated(b), sounds[b])
+
+
+@torch.no_grad()
+def test_a_semantic_token_never_follows_itself_and_a_code_may():
+    samples = random_tokens([WORDS], [0] * 10 + [3] * 10)
+    generated = token_lm.generate(
+        transformer(WORDS), samples, [8] * 20, [8] * 20, range(20), UNIFORM
+    )
+    for (prompt,), new in zip(samples, generated):
+        codes = torch.cat([prompt[-1:], new])
+        assert len(codes.unique_consecutive(dim=0)) == len(codes)
+    samples = random_tokens([WORDS, COARSE], [2] * 20, [0] * 20)
+    generated = token_lm.generate(
+        transformer(WORDS, COARSE), samples, [8] * 20, [8] * 20, range(20), UNIFORM
+    )
+    codes = torch.cat(generated)[:, 0]
+    assert (codes[1:] == codes[:-1]).any()
+
+
+@torch.no_grad()
+def test_sounds_that_may_not_end_are_as_long_as_asked_beside_those_that_may():
+    model = transformer(COARSE, FINE)
+    prompts = [torch.zeros(0, 3).long()] * 40
+    context = torch.zeros(4, 2).long()
+    may_end = [b % 2 == 0 for b in range(40)]
+    sounds = token_lm.generate_long(
+        model, lambda b, codes, start: [context], prompts, [12] * 40, may_end, range(40), UNIFORM
+    )
+    lengths = [*map(len, sounds)]
+    assert lengths[1::2] == [12] * 20
+    assert min(lengths[::2]) < 8
+
+
+def test_a_text_is_cut_at_spaces_into_parts_that_are_not_longer_than_those_of_training():
+    model = transformer(WORDS, vocabulary=VOCABULARY)
+    model.longest_text = 3
+    assert model.split_text("") == [""]
+    assert model.split_text("a  b c") == ["a  b c"]
+    assert model.split_text("a b c a b c b") == ["a b c", "a b c", "b"]
+    with pytest.raises(UserError, match="'wxyz': 5 tokens without a space, and the longest"):
+        model.split_text("a wxyz")
+    assert transformer(WORDS).split_text("") == [""]

@@ -177,8 +177,8 @@ def test_a_recording_goes_through_the_codec_at_a_bitrate(whole, codec, wave):
     Path("stereo.wav").write_bytes(helpers.wav(stereo, 8000))
     out, sound = sampled(run_dir=whole, reconstruct="stereo.wav", num_quantizers=3)
     assert "stereo.wav: channels that cancel out are not mixed" in out
-    gain = 0.1 / wave.square().mean().sqrt()
-    codes = codec.encode(gain * wave)
+    gain = 0.1 / wave.std(correction=0)
+    codes = codec.encode(gain * (wave - wave.mean()))
     expected = codec.decode(codes[:, :3])[: len(wave)] / gain  # as loud as it was
     assert_close(sound, expected, atol=1e-4, rtol=0)
     # 4 bits a code, 50 frames a second.
@@ -189,9 +189,9 @@ def test_a_prompt_is_continued_also_when_the_run_has_moved(whole, codec, voice, 
     shutil.copytree(whole, "moved")
     settings = dict(run_dir=whole, prompt=voice, prompt_seconds=0.3, seconds=0.5, temperature=1)
     _, usual = sampled(**settings)
-    gain = 0.1 / wave[-2400:].square().mean().sqrt()
-    prompt = codec.encode(gain * wave[-2400:])
-    assert 2400 < len(usual) <= 2400 + 25 * 160
+    gain = 0.1 / wave.std(correction=0)  # of the whole recording, as in training
+    prompt = codec.encode(gain * (wave - wave.mean())[-2400:])
+    assert len(usual) == 2400 + 25 * 160  # it does not end before
     for name, value, alike in [
         ("run_dir", "moved", True),
         ("seed", 1, False),
@@ -206,11 +206,43 @@ def test_a_prompt_is_continued_also_when_the_run_has_moved(whole, codec, voice, 
     assert_close(sound[:2400], codec.decode(prompt[:, :2]) / gain, atol=1e-4, rtol=0)
 
 
-def test_a_text_longer_than_those_of_training_is_cut_with_a_note(whole):
-    out, _ = sampled(run_dir=whole, text=25 * "a ")
-    assert "1 are cut, as they are longer than 24 tokens" in out
-    out, _ = sampled(run_dir=whole, text=24 * "a ")
-    assert "are cut" not in out
+def test_a_text_longer_than_those_of_training_is_said_in_parts(whole, pipeline):
+    longest = pipeline.semantic.longest_text
+    assert 2 < longest < 24
+    text = " ".join("aiueo"[n % 5] for n in range(2 * longest + 1))
+    out, _ = sampled(run_dir=whole, text=text, seconds=9)
+    assert "longer than all texts of training, so it is said in 3 parts: a i u e o" in out
+    out, _ = sampled(run_dir=whole, text=text[: 2 * longest - 1], seconds=0.1)
+    assert "parts" not in out
+    assert "--seconds 0.1: the sound is as long, and may end before its text" in out
+    word = "x" * (longest + 1)
+    out = run("sample", run_dir=whole, text=f"a {word}", expect=1)
+    assert f"'{word}': {longest + 2} tokens without a space" in out
+
+
+def test_parts_of_a_text_are_said_one_after_the_other(pipeline, monkeypatch):
+    parts = []
+
+    def watched(model, samples, fewest, most, seeds, sampling, texts, generate=token_lm.generate):
+        new = generate(model, samples, fewest, most, seeds, sampling, texts)
+        if model is pipeline.semantic:
+            parts.extend(zip(texts, new))
+        else:
+            heard.append(samples)
+        return new
+
+    heard = []
+    monkeypatch.setattr(token_lm, "generate", watched)
+    longest = pipeline.semantic.longest_text
+    long = " ".join("a" for _ in range(longest + 1))
+    empty = pipeline.empty_prompt()
+    pipeline.generate([empty] * 3, 0.2, [0, 1, 2], ["a i", long, ""], fine=False)
+    assert [text for text, _ in parts] == ["a i", long[:-2], "a", ""]
+    for text, spoken in parts:
+        assert not text or len(spoken) <= pipeline.semantic.max_frames
+    said = torch.cat([parts[1][1], parts[2][1]]).unique_consecutive(dim=0)
+    context, _ = heard[0][1]
+    assert torch.equal(context, said[: pipeline.coarse.max_context])
 
 
 def test_a_sound_five_times_as_long_as_a_crop_shows_a_stage_no_more_than_its_training(
@@ -238,7 +270,8 @@ def test_a_sound_five_times_as_long_as_a_crop_shows_a_stage_no_more_than_its_tra
     assert [length for _, length, _ in calls["coarse"]] == [10] * 10  # they overlap by half
     for context, length, new in calls["coarse"]:
         heard = pipeline.kmeans.encode(pipeline.codec.decode(known))
-        expected = tokens.tokens_of_window(content, heard, len(known) - length)
+        places = tokens.align(content[:, 0].numpy(), heard.numpy())
+        expected = content[places[len(known) - length] :]
         assert torch.equal(context, expected[:20][: len(context)])
         known = torch.cat([known, new])
 

@@ -23,7 +23,7 @@ from common import config, order
 from common.config import UserError
 from common.data import files, synthetic
 from common.data.files import Unusable
-from common.models.audio import LOUDNESS, MARGIN, loudness_gain, resample, resampled_length
+from common.models.audio import LOUDNESS, MARGIN, level, resample, resampled_length
 
 SUFFIXES = (".wav", ".flac", ".ogg", ".mp3", ".opus")
 # Seconds to decode before a crop: MP3 has a reservoir of bits, Vorbis pages of several seconds.
@@ -134,8 +134,8 @@ def mix_down(channels, path):
 class Recordings:
     """A dataset: the audio files below a folder, at `rate`, in one channel, of one loudness.
 
-    Several channels are mixed down, which is said once. A wave that is read has a root mean square
-    of LOUDNESS: a crop by itself, a whole recording as a whole.
+    Several channels are mixed down, which is said once. A recording has a root mean square of
+    LOUDNESS as a whole: one gain for all its crops.
 
     Transcripts are found as `read_transcripts` says. A note counts them, unless all are there.
     The speaker of a file is its folder; in trees of numbers as of LibriSpeech and LibriTTS
@@ -158,6 +158,7 @@ class Recordings:
         self.path = Path(path)
         self.rate = rate
         self.rates = collections.Counter()  # how many files were read at each rate
+        self.levels = {}  # {index: `audio.level` of the recording}
         self.crop = crop
         self.hop_length = hop_length
 
@@ -223,11 +224,24 @@ class Recordings:
         stop = resampled_length(start + length, self.rate, file_rate) + MARGIN
         channels, _, _ = self.read(index, first_block * down, stop)
         wave = torch.from_numpy(mix_down(channels, self.path))
-        resampled = resample(wave, file_rate, self.rate)
+        mean, gain = self.level(index, frames, file_rate)
+        resampled = resample((wave - mean) * gain, file_rate, self.rate)
         wave = resampled[start - first_block * up :][:length]
         if not len(wave):
             raise Unusable(f"{self.path / self.names[index]}: it ends before its header says")
-        return wave * loudness_gain(wave)
+        return wave
+
+    def level(self, index, frames, file_rate):
+        """`audio.level` of a recording, which is measured once."""
+        index -= index % self.shifts  # shifted ones are of the same file
+
+        def read_mono(start, stop):
+            channels, _, _ = self.read(index, start, stop)
+            return torch.from_numpy(mix_down(channels, self.path))
+
+        if index not in self.levels:
+            self.levels[index] = level(read_mono, frames, file_rate)
+        return self.levels[index]
 
     def load_usable(self, indices):
         """{index: wave} of those recordings that can be read.
@@ -396,6 +410,7 @@ class Syllables(Recordings):
     def __init__(self, count, crop=0, hop_length=1, rate=synthetic.RATE):
         self.rate = rate
         self.rates = collections.Counter()  # of files that were read
+        self.levels = {}
         self.crop = crop
         self.hop_length = hop_length
         self.names = [f"syllables {index}" for index in range(count)]

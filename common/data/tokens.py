@@ -14,6 +14,7 @@ from common.data.files import Unusable
 from common.models import clip, semantic
 
 KMEANS_FILE = "kmeans.pt"  # in the folder of the semantic run
+LENGTHS_OF = 20_000  # recordings of which lengths and texts are looked at
 MAX_FRAMES = 30 * 60 * semantic.FRAME_RATE  # to fit k-means to: half an hour
 
 # Tokenizers
@@ -177,22 +178,27 @@ def _load_tokens(path):
 # Crops
 
 
-def tokens_of_window(content, heard, start, stop=None):
-    """The semantic tokens (N, 1) of a window of a sound: those that sound in it.
+def align(content, heard):
+    """For each token of `heard` (T,) its place in `content` (N,), int64 (T,), which never falls.
 
-    content (N', 1): of the whole sound, without repetitions. heard (T,): with repetitions, of its
-    beginning or of all of it; in a sound that was made they may differ a little. The window is of
-    the frames `start` to `stop`, or to the end. It begins with the token that is sounding at
-    `start`, and has one at least.
+    By edit distance, numpy arrays: a place may sound for any number of tokens, also of wrong ones,
+    each of which costs 1. `heard` may end before `content` does.
     """
-    # The place of each frame's token in `content`.
-    places = (np.diff(heard, prepend=heard[0]) != 0).cumsum()
-    # A window may begin at the very end of what is heard.
-    first = min(places[min(start, len(heard) - 1)], len(content) - 1)
-    if stop is None or stop >= len(heard):
-        return content[first:]
-    last = places[max(start, stop - 1)]
-    return content[first : last + 1]
+    cost = np.full(len(content), np.inf)
+    cost[0] = 0  # the first token sounds first
+    moved = np.zeros((len(heard), len(content)), bool)  # whether the token before was a place back
+    for t, token in enumerate(heard):
+        if t:
+            cost_back = np.append(np.inf, cost[:-1])
+            moved[t] = cost_back < cost
+            cost = np.minimum(cost, cost_back)
+        cost = cost + (content != token)
+    places = np.zeros(len(heard), np.int64)
+    place = cost.argmin()
+    for t in reversed(range(len(heard))):
+        places[t] = place
+        place -= moved[t, place]
+    return places
 
 
 @dataclasses.dataclass(eq=False)
@@ -244,14 +250,16 @@ class TokenCrops:
         first = 0  # quantizer of the codes that come next
         for stream in self.streams:
             if stream.name == "semantic":
-                # The same time, at another frame rate. At the end rounding must not lose a token.
+                # The same time, at another frame rate: what sounds in it, and one token at least.
+                heard = self.semantic_tokens[index]  # (T,)
                 ratio = semantic.FRAME_RATE / self.frame_rate
-                ended = stop == len(self.frames_of[index])
-                stop_heard = None if ended else round(stop * ratio)
+                start_heard = min(round(start * ratio), len(heard) - 1)
+                stop_heard = max(round(stop * ratio), start_heard + 1)
+                if stop == len(self.frames_of[index]):  # rounding must not lose the last token
+                    stop_heard = len(heard)
+                heard = torch.from_numpy(heard[start_heard:stop_heard].astype(np.int64))
                 # Without repetitions, so coarse must model durations (AudioLM §III-C).
-                heard = self.semantic_tokens[index].astype(np.int64)
-                content = torch.from_numpy(heard).unique_consecutive()[:, None]  # (N, 1)
-                codes = tokens_of_window(content, heard, round(start * ratio), stop_heard)
+                codes = heard.unique_consecutive()[:, None]  # (N, 1)
             else:
                 first_of_next = first + stream.num_quantizers
                 codes = self.codes[index][start:stop, first:first_of_next]  # (T, n)
@@ -285,12 +293,19 @@ class TokenCrops:
     def lengths(self, indices):
         """{"max_frames": of the last stream, "max_context": of the one before it, "frame_rate"}.
 
-        frame_rate is of the last one. They are of crops of 200 recordings, as in training: the
-        longest or, of semantic tokens alone, the 95th percentile, as these have no fixed rate.
+        frame_rate is of the last one. They are of many crops, at places as in training: the
+        longest. Semantic tokens alone have no fixed rate, so theirs is the 95th percentile, and so
+        is their length without texts. With texts it is the longest: a window that does not begin
+        with its recording has none.
         """
-        indices = self.readable(order.some_of(indices, 200))
-        lengths = np.array([list(map(len, streams)) for streams, _ in map(self.crop, indices)])
-        if self.codes is not None:  # lengths: (recordings, streams)
+        indices = self.readable(order.some_of(indices, LENGTHS_OF))
+        offsets = np.random.default_rng(0).random(len(indices))
+        lengths = []
+        for index, offset in zip(indices, offsets):
+            streams, _ = self.crop(index, offset)
+            lengths.append(list(map(len, streams)))
+        lengths = np.array(lengths)  # (recordings, streams)
+        if self.codes is not None:
             context, frames = lengths.max(0).tolist()
             return {
                 "max_frames": frames,
@@ -300,7 +315,8 @@ class TokenCrops:
         frames = [len(self.frames_of[index]) for index in indices]
         seconds = np.minimum(frames, self.crop_frames) / self.frame_rate
         frame_rate = float(np.quantile(lengths[:, 0] / seconds, 0.95))
-        frames = int(np.quantile(lengths, 0.95))
+        has_texts = any(self.dataset.texts[index] for index in indices)
+        frames = int(np.quantile(lengths, 1.0 if has_texts else 0.95))
         return {"max_frames": frames, "max_context": 0, "frame_rate": frame_rate}
 
 
@@ -334,15 +350,16 @@ def tokenize_splits(cfg, splits, streams, lay_out, kmeans, codec):
 
 
 def learn_vocabulary(crops, indices, size, max_tokens):
-    """The `size` most frequent words of training transcripts, [] if there are no transcripts.
+    """(the `size` most frequent words of training transcripts, tokens of the longest, at most).
 
+    ([], 0) if there are no transcripts.
     crops: TokenCrops. A note says how many texts are empty, or longer than `max_tokens`, and how
     many recordings are longer than a crop: these are trained on without text. UserError if all are.
     """
     dataset = crops.dataset
-    texts = [dataset.texts[index] for index in order.some_of(indices, 20_000)]
+    texts = [dataset.texts[index] for index in order.some_of(indices, LENGTHS_OF)]
     if not any(texts):
-        return []
+        return [], 0
     readable = crops.readable(indices)
     longer = [index for index in readable if not crops.is_whole(index)]
     if longer:
@@ -359,4 +376,5 @@ def learn_vocabulary(crops, indices, size, max_tokens):
         )
     tokenizer = clip.Tokenizer.learn(texts, size)
     clip.note_texts(texts, tokenizer.encode, max_tokens)
-    return tokenizer.vocabulary
+    longest = max(len(tokenizer.encode(text)) for text in texts)
+    return tokenizer.vocabulary, min(longest, max_tokens)

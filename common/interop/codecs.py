@@ -1,12 +1,13 @@
 """Codecs that others have published, through the package transformers: EnCodec, DAC, Mimi."""
 
+import math
 from pathlib import Path
 
-import torch
 import torch.nn.functional as F
 
 from common import checkpoint
 from common.config import UserError, explained, need
+from common.models import audio
 
 
 def from_transformers(flag, name, kinds):
@@ -56,28 +57,41 @@ class PublishedCodec:
         self.codebook_size = settings.codebook_size
         self.num_quantizers = getattr(settings, "n_codebooks", 0) or settings.num_quantizers
 
+        # Frames before one that it may depend on: on ten seconds, after which an LSTM (EnCodec) has
+        # forgotten, and for Mimi on the windows of all layers of a transformer. Then a second after
+        # it: DAC is not causal.
+        layers = getattr(settings, "num_hidden_layers", 0)
+        window = getattr(settings, "sliding_window", 0)
+        self.before = math.ceil(10 * self.frame_rate) + layers * window
+        self.after = math.ceil(self.frame_rate)
+
         # The weights of a folder may change under the same name.
         files = sorted(Path(name).glob("*.safetensors"))
         digests = [checkpoint.checksum(file)[:16] for file in files]
         self.checksum = " ".join(digests) or name
 
-    @torch.no_grad()
     def encode(self, wave):
-        """Codes (frames, Q) of a wave (T,), on the CPU."""
-        missing = -len(wave) % self.hop_length
-        wave = F.pad(wave, (0, missing))[None, None].to(self.model.device)  # (1, 1, T)
-        codes = self.model.encode(wave).audio_codes
-        # (…, Q, frames): before the batch, EnCodec's have an axis of chunks.
-        return codes.flatten(0, -3)[0].T.cpu()
+        """Codes (frames, Q) of a wave (T,), on the CPU. In blocks: an hour fits into memory."""
 
-    @torch.no_grad()
+        def work(block):
+            codes = self.model.encode(block[None].to(self.model.device)).audio_codes
+            # (…, Q, frames): before the batch, EnCodec's have an axis of chunks.
+            return codes.flatten(0, -3).mT.cpu()
+
+        wave = F.pad(wave, (0, -len(wave) % self.hop_length))
+        return audio.in_blocks(work, wave, self.hop_length, 1, self.before, self.after)
+
     def decode(self, codes):
         """The wave (frames · hop_length,), on the CPU, of codes (frames, n) of n quantizers."""
-        length = len(codes) * self.hop_length
-        codes = codes.T[None].to(self.model.device)  # (1, n, frames), as the package has them
-        if self.is_encodec:
-            out = self.model.decode(codes[None], [None])
-        else:
-            out = self.model.decode(audio_codes=codes)
-        wave = out.audio_values.flatten().cpu()  # (T,), the only channel
-        return F.pad(wave, (0, length - len(wave)))  # DAC's is shorter where a stride is odd
+
+        def work(block):
+            length = block.shape[1] * self.hop_length
+            block = block.mT.to(self.model.device)  # (1, n, frames), as the package has them
+            if self.is_encodec:
+                out = self.model.decode(block[None], [None])
+            else:
+                out = self.model.decode(audio_codes=block)
+            wave = out.audio_values.flatten(1).cpu()  # (1, T), the only channel
+            return F.pad(wave, (0, length - wave.shape[1]))  # DAC's is shorter: a stride is odd
+
+        return audio.in_blocks(work, codes, 1, self.hop_length, self.before, self.after)

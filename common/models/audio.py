@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 LOUDNESS = 0.1  # root mean square of a wave; EnCodec normalizes files, too (§4.1)
+LEVEL_SECONDS = 10  # by which the loudness of a recording is measured
 MOST_GAIN = 30.0  # silence stays silence
 BLOCK_FRAMES = 1_500  # of codes or semantic tokens in one pass
 MARGIN = 1024  # samples of silence behind a wave that is resampled
@@ -42,10 +43,20 @@ def resample(wave, rate, to):
     return resampled[..., : resampled_length(length, rate, to)]
 
 
-def loudness_gain(wave):
-    """The gain that brings a wave (T,) to LOUDNESS; at most MOST_GAIN."""
-    rms = wave.square().mean().sqrt().item()
-    return min(MOST_GAIN, LOUDNESS / max(rms, 1e-9))
+def level(read, length, rate):
+    """(mean, gain) of a recording: (wave - mean) * gain has a root mean square of LOUDNESS.
+
+    The gain is at most MOST_GAIN. read(start, stop): samples of the recording (T,), of `length` at
+    `rate`. A longer one than LEVEL_SECONDS is measured by as many of its seconds, evenly spaced.
+    """
+    if length <= LEVEL_SECONDS * rate:
+        wave = read(0, length)
+    else:
+        starts = [i * (length - rate) // (LEVEL_SECONDS - 1) for i in range(LEVEL_SECONDS)]
+        wave = torch.cat([read(start, start + rate) for start in starts])
+    mean = wave.mean().item()
+    rms = wave.std(correction=0).item()
+    return mean, min(MOST_GAIN, LOUDNESS / max(rms, 1e-9))
 
 
 @torch.no_grad()

@@ -86,7 +86,7 @@ class ResidualQuantizer(torch.nn.Module):
         # Of each code: the number of its vectors since the last update, and their sum.
         pending = torch.zeros(num_quantizers, codebook_size, 1 + width)
         self.register_buffer("pending", pending, persistent=False)
-        self._candidates = None  # (Q, K, D), inputs of the quantizers in the first chunk
+        self._candidates = None  # (Q, N, D), inputs of the quantizers in the first chunk, N <= K
 
     @property
     def ready(self):
@@ -140,10 +140,10 @@ class ResidualQuantizer(torch.nn.Module):
         pending.index_add_(0, places.flatten(), rows.flatten(0, 2))
         if self._candidates is None:
             inputs = inputs.flatten(1, 2)  # (Q, N, D)
-            # Evenly spaced, so that nothing is drawn.
+            # Evenly spaced, so that nothing is drawn. None comes twice.
             count = inputs.shape[1]
-            numbers = torch.arange(self.codebook_size)
-            frames = numbers * count // self.codebook_size
+            most = min(self.codebook_size, count)
+            frames = torch.arange(most) * count // most
             self._candidates = inputs[:, frames]
 
     def encode(self, z):
@@ -217,11 +217,17 @@ class ResidualQuantizer(torch.nn.Module):
         least = self.dead_below * mean_count  # (Q, 1)
         dead = used & (self.ema_count < least)  # (Q, K)
         if dead.any():
-            # They become inputs of rank 0's first chunk, of which `gather` took evenly spaced ones.
+            # They become inputs of rank 0's first chunk, of which `gather` took evenly spaced ones,
+            # each at most once. Codes that are left wait for the next update.
             generator = torch.Generator().manual_seed(seed)
-            order = torch.randperm(self.codebook_size, generator=generator)
-            picks = self._candidates[:, order]  # (Q, K, D)
-            dist.broadcast_tensor(picks)
+            count = self._candidates.shape[1]
+            order = torch.randperm(count, generator=generator).to(dead.device)
+            number = dead.cumsum(1) - 1  # 0, 1, 2, … of the dead codes of a quantizer
+            dead &= number < count
+            number = order[number.clamp(0, count - 1)]  # (Q, K)
+            picks = self._candidates.gather(1, number[..., None].expand_as(self.codebook))
+            dist.broadcast_tensor(picks)  # (Q, K, D)
+            dist.broadcast_tensor(dead)  # a rank's chunk may have fewer candidates
             # Just alive: one that no input takes is dead again at the next update.
             counts = torch.where(dead, least, self.ema_count)
             self.ema_count.copy_(counts)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
 from common import accumulate
+from common.config import UserError
 from common.models import clip, diffusion
 from common.models.nn import KVCache, Transformer, learned_tokens
 
@@ -26,6 +27,11 @@ class Stream(NamedTuple):
     name: str
     num_quantizers: int  # Q
     codebook_size: int  # K
+
+    @property
+    def repeats(self):
+        """Whether a token may follow itself. Semantic tokens may not (AudioLM §III-C)."""
+        return self.name != "semantic"
 
 
 def stream_offsets(streams):
@@ -101,15 +107,26 @@ class TokenTransformer(nn.Module):
     al. 2023), and is dropped at times for guidance. Without a vocabulary the model takes no text.
     """
 
-    def __init__(self, cfg, streams, max_frames, max_context, frame_rate, vocabulary=()):
+    def __init__(
+        self,
+        cfg,
+        streams,
+        max_frames,
+        max_context,
+        frame_rate,
+        vocabulary=(),
+        longest_text=0,
+    ):
         super().__init__()
         self.cfg = cfg
         self.streams = [Stream(*stream) for stream in streams]
-        # What it is trained on: frames of the last stream and of the one before it, at most, and
-        # frames of the last one a second. Generation goes no further.
+        # What it is trained on: frames of the last stream and of the one before it, at most,
+        # frames of the last one a second, and tokens of a text, at most. Generation goes no
+        # further.
         self.max_frames = max_frames
         self.max_context = max_context
         self.frame_rate = frame_rate
+        self.longest_text = longest_text
         self.has_text = bool(vocabulary)
         self.offsets = stream_offsets(self.streams)  # of their embedding rows
         width = cfg.width
@@ -125,6 +142,30 @@ class TokenTransformer(nn.Module):
             self.text_embed = nn.Embedding(len(self.tokenizer), width)
             self.text_encoder = Transformer(width, TEXT_DEPTH, cfg.heads, causal=False)
             self.null_text = learned_tokens(cfg.max_text_len, width)  # in place of a dropped text
+
+    def split_text(self, text):
+        """[parts] of `text`, cut at spaces: each is no longer than the longest text of training.
+
+        UserError for a word that is longer than that.
+        """
+
+        def fits(part):
+            return len(self.tokenizer.encode(part)) <= self.longest_text
+
+        if not text or fits(text):
+            return [text]
+        parts = []
+        for word in text.split():
+            if not fits(word):
+                raise UserError(
+                    f"{word!r}: {len(self.tokenizer.encode(word))} tokens without a space, and "
+                    f"the longest text of training has {self.longest_text}"
+                )
+            if parts and fits(f"{parts[-1]} {word}"):
+                parts[-1] += f" {word}"
+            else:
+                parts.append(word)
+        return parts
 
     def condition(self, texts, drop=False):
         """Embeddings (B, L, D) of B texts, of "no text" where `drop` (B,) is true, and for "".
@@ -240,6 +281,9 @@ def generate(model, samples, min_frames, max_frames, seeds, sampling, texts=()):
     first_end = torch.tensor(min_frames, device=device)  # the first frame where EOS may stand
     ends = torch.tensor(max_frames, device=device)  # one past the last frame of each
     generated = torch.zeros_like(uniform, dtype=torch.long)
+    # What no token may repeat. Before the first one that is EOS, as no recording is empty.
+    last = [codes[-1][-1, 0] if len(codes[-1]) else eos for codes in samples]
+    last = torch.tensor(last, device=device)
     for i in range(num_frames * Q):
         t, q = divmod(i, Q)
         logits = F.linear(x, model.classifiers[q].to(x.dtype)).float()  # (B or 2B, K + 1)
@@ -247,6 +291,8 @@ def generate(model, samples, min_frames, max_frames, seeds, sampling, texts=()):
             logits = diffusion.classifier_free_guidance(*logits.chunk(2), sampling.guidance_scale)
         # EOS stands only where a frame would begin.
         logits[:, eos].masked_fill_((t < first_end) | (q > 0), -torch.inf)
+        if not stream.repeats:
+            logits.scatter_(1, last[:, None], -torch.inf)
         code = sample_token(logits, uniform[:, t, q], sampling)
         ends = torch.where(code == eos, ends.clamp(max=t), ends)
         # Once a frame the host waits for the device, to see whether all have ended.
@@ -254,6 +300,7 @@ def generate(model, samples, min_frames, max_frames, seeds, sampling, texts=()):
             break
         code = code.clamp(max=eos - 1)  # samples that have ended go on, and are cut below
         generated[:, t, q] = code
+        last = code
         # The new code is the next input, as in `build_sequence`.
         rows = model.offsets[-2] + 1 + q * stream.codebook_size + code
         if guided:
@@ -262,13 +309,14 @@ def generate(model, samples, min_frames, max_frames, seeds, sampling, texts=()):
     return [codes[:end] for codes, end in zip(generated.cpu(), ends.tolist())]
 
 
-def generate_long(model, context_of, prompts, limits, seeds, sampling, texts=(), may_end=True):
+def generate_long(model, context_of, prompts, limits, may_end, seeds, sampling, texts=()):
     """`generate` past the training length, in windows that overlap by half.
 
-    prompts: B of (T_b, Q). limits: the most frames of each sound, with its prompt. context_of(b,
-    codes, start): the earlier streams of sample b for a window that begins with the frame `start`
-    of the codes (T, Q) so far. A window has at most the max_frames and the max_context of training.
-    If it does not see all of the context, it may not end. Returns B of (T_b, Q), with the prompts.
+    prompts: B of (T_b, Q). limits: the most frames of each sound, with its prompt. may_end: B; one
+    that may not end has as many. context_of(b, codes, start): the earlier streams of sample b for a
+    window that begins with the frame `start` of the codes (T, Q) so far. A window has at most the
+    max_frames and the max_context of training. If it does not see all of the context, it may not
+    end. Returns B of (T_b, Q), with the prompts.
     """
     if sampling.temperature < 0:
         sampling = sampling._replace(temperature=model.cfg.temperature)
@@ -294,7 +342,7 @@ def generate_long(model, context_of, prompts, limits, seeds, sampling, texts=(),
             most.append(min(model.max_frames - len(window), limits[b] - len(codes)))
             least = int(not len(codes))  # no recording is empty
             # If the context is cut, EOS is forbidden: the remaining context is for later windows.
-            if not may_end or any(len(each) > model.max_context for each in context):
+            if not may_end[b] or any(len(each) > model.max_context for each in context):
                 least = most[-1]
             fewest.append(least)
 
