@@ -25,29 +25,30 @@ in soundstream.py and token_lm.py.
 
 What differs from the papers, also in the presets:
 SoundStream
+- By default there are no discriminators, but an L1 loss of waves (--adversarial_weight adds them).
 - No FiLM, so no denoising (§III-F). Residual units start as the identity.
-- Recordings are brought to one loudness, crops by themselves, and inside to a size of 1. With
-  --pre_emphasis the codec is of x[t] - a x[t-1], and so are its losses and discriminators.
-- Weights are averaged (EMA); codebooks are moving averages already, and are not averaged again.
+- Recordings are brought to one loudness, and inside to a size of 1. With --pre_emphasis the codec
+  is of x[t] - a x[t-1], and so are its losses and discriminators.
+- Weights and codebooks are averaged (EMA).
 - Codebooks start by k-means++ on frames of many batches, not of the first one. Codes are dead by
   their share of use, and become evenly spaced frames of the first chunk, not random ones.
 - Discriminators have no weight norm, slopes of 0.1 and zero padding; the wave at a quarter of its
-  rate is pooled once by 4, not twice by 2. Feature matching is a mean over channels too.
-- Mel spectra have a scale and a floor of their own (`soundstream.spectral_distance`), and filters
-  that are wide enough for the shortest window (`audio.mel_filters`).
-- By default, but not by audiolm-16khz: an L1 loss of waves, an R1 penalty of the summed scores,
-  no quantizer in the first 300 steps, discriminators only in the last 40 of 1,050 steps.
+  rate is pooled once by 4, not twice by 2.
+- Losses are means, of log-mel spectra and of features in proportion (`soundstream.py`). Filters are
+  wide enough for the shortest window (`audio.mel_filters`).
+- By default, but not by audiolm-16khz, the first 300 steps have no quantizer.
 AudioLM
 - Semantic tokens are 50 a second. By default they are of MFCC.
 - Positions are rotary: AudioLM's relative ones (T5) are a bias of all scores, which would prevent
   fast attention. Blocks are pre-norm with GELU; the paper names neither. Each quantizer has its own
   embeddings and its own output head.
-- Text is added, in words that the training has often and bytes for others, and EOS. Crops that are
-  not a whole recording go without text. The preset of AudioLM has no text.
+- Text is added, in words that the training has often and bytes for others, and EOS, at which a
+  sound with a text ends. Crops that are not a whole recording go without text. The preset of
+  AudioLM has no text.
 - The losses are means over samples of their means over tokens.
 - The preset for few recordings shows each at four shifts of a part of a frame (--shifts).
 - Long sounds are made in windows that overlap by half. For a later window of coarse the semantic
-  tokens of the sound so far are heard in it, to find the rest.
+  tokens of the sound so far are heard in it, and aligned with those that were asked for.
 - By default Muon trains the coarse stage, and the codec.
 """
 
@@ -189,25 +190,29 @@ class CodecConfig(SharedConfig):
     quantizer_start: NonNegativeInt = field(
         300, "steps without quantizer, before k-means (paper: 0)", fixed=True
     )
-    # Losses. The paper's weights are for a loss summed over features and long training.
+    # Losses. Each is a mean, so no weight depends on the length of a crop.
     mel_weight: NonNegativeFloat = field(
-        2e-5, "weight of the distance of mel spectra (paper: 1)", affects_val_loss=True
+        1.0, "weight of the distance of log-mel spectra", affects_val_loss=True
     )
-    # Without it the phases are free: on syllables -3 dB of SI-SDR, not 13, in the same steps.
+    mel_seconds: PositiveFloat = field(
+        0.085, "longest of their six windows, each twice the one before it", affects_val_loss=True
+    )
+    # Without it the phases are free.
     wave_weight: NonNegativeFloat = field(
         10.0, "weight of the L1 distance of waves, EnCodec Eq. 1 (paper: 0)", affects_val_loss=True
     )
     commitment_weight: NonNegativeFloat = field(
         0.25, "weight of the distance of frames to their codes"
     )
-    adversarial_weight: NonNegativeFloat = field(0.1, "weight of the hinge loss (paper: 1)")
-    feature_weight: NonNegativeFloat = field(10.0, "weight of feature matching (paper: 100)")
-    # Discriminators. R1 (Mescheder et al. 2018) keeps training with small batches stable.
-    discriminator_start: NonNegativeInt = field(
-        1010, "first step with discriminators (paper: 0)", fixed=True
+    # With one of these there are discriminators. In equal minutes on two cores they lose.
+    adversarial_weight: NonNegativeFloat = field(0.0, "weight of the hinge loss", fixed=True)
+    feature_weight: NonNegativeFloat = field(
+        0.0, "weight of the distance of the discriminators' features", fixed=True
     )
-    r1_weight: NonNegativeFloat = field(10.0, "weight of the R1 gradient penalty (paper: 0)")
-    discriminator_lr: PositiveFloat = field(3e-4, "their peak learning rate")
+    discriminator_start: NonNegativeInt = field(0, "first step with discriminators", fixed=True)
+    discriminator_lr: PositiveFloat = field(
+        3e-4, "their learning rate, constant after the warm-up"
+    )
     discriminator_warmup_steps: NonNegativeInt = field(
         20, "steps of their linear warm-up, from their start on"
     )
@@ -234,7 +239,7 @@ class CodecConfig(SharedConfig):
     def __post_init__(self):
         super().__post_init__()
         # The STFT discriminator halves the frames three times.
-        if self.crop < 1.75 * self.stft_window:
+        if self.is_adversarial and self.crop < 1.75 * self.stft_window:
             raise UserError(
                 f"--seconds: {self.crop} samples are too short for the STFT discriminator; "
                 f"expected {1.75 * self.stft_window:.0f} or more"
@@ -245,6 +250,11 @@ class CodecConfig(SharedConfig):
                 f"--steps {self.steps}: there are no codebooks before --quantizer_start "
                 f"{self.quantizer_start}"
             )
+
+    @property
+    def is_adversarial(self):
+        """Whether there are discriminators."""
+        return bool(self.adversarial_weight or self.feature_weight)
 
     @property
     def crop(self):
@@ -258,7 +268,6 @@ class CodecConfig(SharedConfig):
 
 
 CODEBOOK = "quantizer.codebook"  # of an averaged encoder it is averaged, too
-R1_EVERY = 4  # steps between R1 penalties; StyleGAN2 multiplies them by this, here they are not
 
 
 # Evaluation
@@ -280,20 +289,21 @@ def evaluate_codec(codec, cfg, split, device):
     found = collections.defaultdict(list)  # {metric: values}
     codes_seen = []
     for _, batch in loader.eval_batches(*split, cfg.eval_samples, cfg.chunk_size):
-        real = batch["wave"].to(device)  # (B, T), silence behind short recordings
-        target = codec.emphasize(real)
+        waves = batch["wave"].to(device)  # (B, T), silence behind short recordings
         # Spectra are in fp32; only the networks run in the precision of training.
         with amp.autocast(device, cfg.precision):
-            fake, codes, _ = codec(target)  # (B, T), (B, frames, Q)
-        loss = soundstream.reconstruction_loss(
-            fake, target, cfg.sample_rate, cfg.wave_weight, cfg.mel_weight
-        )
-        # Quality is that of the sound itself; the loss is that of training.
-        fake = codec.deemphasize(fake)
-        found["loss"] += [loss.item()] * len(real)
-        found[f"mel_distance@{Q}"] += (log_mel(fake) - log_mel(real)).abs().mean((1, 2)).tolist()
-        found[f"si_sdr_db@{Q}"] += audio.si_sdr(fake, real).tolist()
-        # Codes of the silence behind a short recording do not count.
+            fakes, codes, _ = codec(codec.emphasize(waves))  # (B, T), (B, frames, Q)
+        for length, real, fake in zip(batch["length"].tolist(), waves, fakes):
+            real = real[None, :length]  # (1, T')
+            fake = fake[None, :length]
+            loss = soundstream.reconstruction_loss(fake, codec.emphasize(real), cfg)
+            found["loss"].append(loss.item())
+            # Quality is that of the sound itself; the loss is that of training.
+            fake = codec.deemphasize(fake.float())
+            distance = (log_mel(fake) - log_mel(real)).abs().mean()
+            found[f"mel_distance@{Q}"].append(distance.item())
+            found[f"si_sdr_db@{Q}"].append(audio.si_sdr(fake, real).item())
+        # Nor do codes of the silence count.
         frames = -(-batch["length"][:, None] // codec.hop_length)  # rounded up
         codes_seen.append(codes.cpu()[torch.arange(codes.shape[1]) < frames])
 
@@ -361,12 +371,15 @@ def train_soundstream(cfg, device):
     # Build codec, discriminators, their optimizers and the EMA. Restore them if resuming.
     accumulate.seed_all(cfg.seed, "weights")  # the same start on all ranks
     codec = soundstream.SoundStream(cfg).to(device)  # encoder, quantizer, decoder
-    # Unused before discriminator_start.
-    discriminators = soundstream.make_discriminators(cfg.channels, cfg.stft_window).to(device)
     optimizers = optim.make(codec, cfg.optimizer, cfg.lr, cfg.weight_decay, cfg.betas, cfg.eps)
-    discriminator_optimizers = optim.make(
-        discriminators, "adamw", cfg.discriminator_lr, 0.0, cfg.betas, cfg.eps
-    )
+    others = {}
+    discriminator_optimizers = []
+    if cfg.is_adversarial:
+        discriminators = soundstream.make_discriminators(cfg.channels, cfg.stft_window).to(device)
+        others["discriminators"] = discriminators
+        discriminator_optimizers = optim.make(
+            discriminators, "adamw", cfg.discriminator_lr, 0.0, cfg.betas, cfg.eps
+        )
     scaler = amp.scaler(device, cfg.precision)  # one for both
     ema = EMA(
         codec,
@@ -383,7 +396,7 @@ def train_soundstream(cfg, device):
         scaler,
         identity,
         {"kind": "soundstream"},
-        others={"discriminators": discriminators},
+        others=others,
     )
     resume.restore(run, state)  # or take the weights of --init_from
     if cfg.compile:
@@ -407,8 +420,8 @@ def train_soundstream(cfg, device):
     with loop.begin(run, state, about, device) as progress:
         while True:
             # Evaluate: the averaged weights are those that are kept. Before k-means there are no
-            # codes, so that codec cannot be the best one. Its loss is of longer crops than the
-            # training's, and a sum over their frames, without the discriminators.
+            # codes, so that codec cannot be the best one. Its loss is the training's without
+            # commitment and discriminators.
             if eval_due() and codec.quantizer.ready:
                 with progress.paused():
                     metrics, samples = evaluate(splits["validation"], f"step_{state.step:08d}")
@@ -423,17 +436,16 @@ def train_soundstream(cfg, device):
             if state.step == cfg.quantizer_start:
                 initialize_codebooks(codec, cfg, dataset, indices, device)
                 ema.begin_anew(CODEBOOK)
-            adversarial = state.step >= cfg.discriminator_start
+            adversarial = cfg.is_adversarial and state.step >= cfg.discriminator_start
             if adversarial:
                 discriminator_lr = schedule.learning_rate(
                     state.step - cfg.discriminator_start,
                     cfg.discriminator_lr,
                     cfg.discriminator_warmup_steps,
-                    (cfg.cosine_steps or cfg.steps) - cfg.discriminator_start,
-                    cfg.cosine,
+                    cfg.steps,
+                    cosine=False,
                 )
                 schedule.set_learning_rate(discriminator_optimizers, discriminator_lr)
-            r1_weight = cfg.r1_weight if state.step % R1_EVERY == 0 else 0.0
 
             # Take one optimizer step of the codec and, on the same fakes, of the discriminators.
             step_batches = [next(batches) for _ in plan]
@@ -450,22 +462,14 @@ def train_soundstream(cfg, device):
                     real = codec.emphasize(real)
                     with amp.autocast(device, cfg.precision):
                         fake, _, commitment = codec(real)
-                        loss = soundstream.reconstruction_loss(
-                            fake,
-                            real,
-                            cfg.sample_rate,
-                            cfg.wave_weight,
-                            cfg.mel_weight,
-                            cfg.commitment_weight * commitment,
-                        )
+                        loss = cfg.commitment_weight * commitment
+                        loss = loss + soundstream.reconstruction_loss(fake, real, cfg)
                         if adversarial:
-                            loss = loss + soundstream.adversarial_loss(
-                                discriminators,
-                                fake,
-                                real,
-                                cfg.adversarial_weight,
-                                cfg.feature_weight,
+                            hinge, features = soundstream.adversarial_loss(
+                                discriminators, fake, real
                             )
+                            loss = loss + cfg.adversarial_weight * hinge
+                            loss = loss + cfg.feature_weight * features
                     # Weights add up to 1 over a batch: the gradient is that of its mean loss.
                     with dist.sum_gradients(codec, chunk is plan[-1]):  # over all ranks
                         scaler.scale(loss * chunk.weight).backward()
@@ -473,9 +477,7 @@ def train_soundstream(cfg, device):
                     # The discriminators learn from the same fakes, before the codec moves.
                     if adversarial:
                         with amp.autocast(device, cfg.precision):
-                            loss = soundstream.discriminator_loss(
-                                discriminators, fake, real, r1_weight
-                            )
+                            loss = soundstream.discriminator_loss(discriminators, fake, real)
                         with dist.sum_gradients(discriminators, chunk is plan[-1]):
                             scaler.scale(loss * chunk.weight).backward()
                         discriminator_sum += loss.detach() * chunk.size
@@ -487,7 +489,8 @@ def train_soundstream(cfg, device):
                         grad_norm = grad_norm + 0 * norm
                 scaler.update()
                 codec.zero_grad()
-                discriminators.zero_grad()
+                for module in others.values():
+                    module.zero_grad()
                 if not stepped:
                     codec.quantizer.discard()  # the statistics of a step that did not happen
                 progress.count_overflow(stepped)
@@ -1258,13 +1261,13 @@ SOUNDSTREAM = dict(
     codebook_size=1024,  # K
     codebook_decay=0.99,  # §III-C
     quantizer_start=0,  # k-means before the first step (§III-C)
-    mel_weight=1.0,  # λ_rec (§III-E), but of spectra of another scale (`spectral_distance`)
     wave_weight=0.0,  # not in the paper
     commitment_weight=1.0,
     discriminator_start=0,
-    adversarial_weight=1.0,  # λ_adv
-    feature_weight=100.0,  # λ_feat
-    r1_weight=0.0,  # not in the paper
+    # λ_rec, λ_adv and λ_feat are 1, 1 and 100 in the paper, for sums.
+    mel_weight=1.0,
+    adversarial_weight=1.0,
+    feature_weight=1.0,
     discriminator_lr=1e-4,
     discriminator_warmup_steps=1_000,
     seconds=1.0,
@@ -1326,9 +1329,6 @@ SPEECH_SMALL = {
         pre_emphasis=0.9,
         codebook_decay=0.99,
         quantizer_start=500,
-        # Phases cost bits, and are not heard: spectra count more than by default.
-        mel_weight=2e-4,
-        discriminator_start=10_800,
         augment=True,
         steps=11_000,
     ),

@@ -94,6 +94,8 @@ CODEC = dict(
     num_quantizers=4,
     codebook_size=16,
     quantizer_start=2,
+    adversarial_weight=0.1,
+    feature_weight=0.1,
     discriminator_start=3,
     seconds=0.4,
 )

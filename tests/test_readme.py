@@ -48,7 +48,6 @@ STAGES = {
             latent_dim=16,
             codebook_size=16,
             quantizer_start=2,
-            discriminator_start=3,
         ),
         "semantic": TOKENS,
         "coarse": TOKENS,

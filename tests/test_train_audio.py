@@ -331,7 +331,7 @@ mistake = functools.partial(helpers.mistake, "train_audio")
 
 @pytest.mark.parametrize("words, message", {
     "--init_from a.pt": "they are of one stage",
-    "--stage soundstream --seconds 0.1": "too short for the STFT discriminator",
+    "--stage soundstream --adversarial_weight 1 --seconds 0.1": "too short for the STFT discriminator",
     "--stage soundstream --steps 300": "before --quantizer_start 300",
     "--stage fine --width 30": "--heads: --width 30 must be an even multiple",
     "--stage semantic --clusters 65537": "65537: expected a number from 1 to 65536",

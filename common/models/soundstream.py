@@ -297,40 +297,42 @@ def make_discriminators(channels, stft_window):
 # Losses (SoundStream §III-E)
 
 
-def spectral_distance(fake, real, sample_rate):
-    """Distance (B,) of mel spectra of waves (B, T) at windows s = 64, 128, ... 2048 (Eq. 4, 5).
+def spectral_distance(fake, real, sample_rate, seconds):
+    """Distance (B,) of the log-mel spectra of waves (B, T): a mean absolute difference, in nats.
 
-    L1 plus sqrt(s / 2) times the L2 norm of the logarithms, over 64 mel bins, summed over windows
-    and over frames, s / 4 samples apart: a crop twice as long has twice this loss.
-
-    The paper gives no scale of its spectra. Here a sine of amplitude a has the magnitude a, which
-    is s / 4 times smaller than that of an FFT. So --mel_weight 1 is not the paper's 1.
+    It is the mean over six windows, their frames, a quarter of a window apart, and 64 mel bins. The
+    longest lasts `seconds`, each other half as long as the next. The paper's (Eq. 4, 5) are of 64,
+    128, … 2,048 samples at 24 kHz: 85 ms. It sums, and adds an L1 distance without logarithms.
     """
-    total = 0
-    for exponent in range(6, 12):
-        window = 2**exponent  # s of Eq. 4
+    distances = []
+    for halvings in range(6):
+        window = max(8, 2 * round(seconds * sample_rate / 2**halvings / 2))  # even
         filters = audio.mel_filters(sample_rate, window, 64, device=real.device)
-        x = audio.stft_magnitude(fake, window, window // 4) @ filters  # (B, frames, 64)
-        y = audio.stft_magnitude(real, window, window // 4) @ filters
-        difference = x.clamp(min=MEL_FLOOR).log() - y.clamp(min=MEL_FLOOR).log()
-        log_distance = (difference.square().sum(2) + 1e-8).sqrt()  # with a finite gradient at 0
-        distance = (x - y).abs().sum(2) + (window / 2) ** 0.5 * log_distance  # (B, frames)
-        total = total + distance.sum(1)  # (B,)
-    return total
+        logs = []
+        for wave in (fake, real):
+            magnitudes = audio.stft_magnitude(wave, window, window // 4) @ filters
+            logs.append(magnitudes.clamp(min=MEL_FLOOR).log())  # (B, frames, 64)
+        distances.append((logs[0] - logs[1]).abs().mean((1, 2)))
+    return torch.stack(distances).mean(0)
 
 
-def reconstruction_loss(fake, real, sample_rate, wave_weight, mel_weight, commitment=0.0):
-    """Reconstruction part of the codec's loss for waves (B, T), in fp32."""
+def reconstruction_loss(fake, real, cfg):
+    """Reconstruction part of the codec's loss for waves (B, T), in fp32.
+
+    cfg: with sample_rate, wave_weight, mel_weight and mel_seconds.
+    """
     with torch.autocast(real.device.type, enabled=False):
         fake = fake.float()  # (B, T)
-        loss = commitment + wave_weight * (fake - real).abs().mean()  # EnCodec Eq. 1
-        return loss + mel_weight * spectral_distance(fake, real, sample_rate).mean()
+        wave_loss = (fake - real).abs().mean()  # EnCodec Eq. 1
+        mel_loss = spectral_distance(fake, real, cfg.sample_rate, cfg.mel_seconds).mean()
+    return cfg.wave_weight * wave_loss + cfg.mel_weight * mel_loss
 
 
-def adversarial_loss(discriminators, fake, real, adversarial_weight, feature_weight):
-    """The codec's hinge loss (Eq. 2) and L1 feature matching (Eq. 3).
+def adversarial_loss(discriminators, fake, real):
+    """(the codec's hinge loss (Eq. 2), its loss of features), means over discriminators.
 
-    Both are averaged over discriminators; distances of features first over layers.
+    Features: their L1 distance (Eq. 3) in proportion to those of real waves (EnCodec Eq. 3), so
+    that a weight means the same at any width. A mean over layers.
 
     The discriminators are frozen meanwhile: the codec's step must not leave gradients in them.
     """
@@ -343,33 +345,21 @@ def adversarial_loss(discriminators, fake, real, adversarial_weight, feature_wei
         hinges.append(F.relu(1 - score.float()).mean())
         layers = []
         for fake_layer, real_layer in zip(fake_features, real_features):
-            layers.append(F.l1_loss(fake_layer.float(), real_layer.float()))
+            size = real_layer.float().abs().mean() + 1e-5
+            layers.append(F.l1_loss(fake_layer.float(), real_layer.float()) / size)
         distances.append(torch.stack(layers).mean())  # one discriminator counts like another
     discriminators.requires_grad_(True)
-    hinge_loss = torch.stack(hinges).mean()
-    feature_loss = torch.stack(distances).mean()
-    return adversarial_weight * hinge_loss + feature_weight * feature_loss
+    return torch.stack(hinges).mean(), torch.stack(distances).mean()
 
 
-def discriminator_loss(discriminators, fake, real, r1_weight):
-    """The discriminators' hinge loss (Eq. 1) for waves (B, T), a mean over them.
-
-    r1_weight: of the R1 penalty, the squared norm of a sample's gradient at real waves (Mescheder
-    et al. 2018, Eq. 9); it stands for the γ/2 there; 0: none.
-    """
+def discriminator_loss(discriminators, fake, real):
+    """The discriminators' hinge loss (Eq. 1) for waves (B, T), a mean over them."""
     # Detached: no gradient reaches the codec. It is not run again, so the codebooks' statistics
     # count every sample once.
     waves = torch.cat([real, fake.detach()])
-    real = real.detach().requires_grad_()  # R1 takes gradients at the waves
     losses = []
     for discriminator in discriminators:
         score, _ = discriminator(waves)
         real_score, fake_score = score.float().chunk(2)  # (B, T') each
-        loss = F.relu(1 - real_score).mean() + F.relu(1 + fake_score).mean()
-        if r1_weight:
-            with torch.autocast(real.device.type, enabled=False):  # fp16 overflows at any scale
-                score, _ = discriminator(real)
-                (gradient,) = torch.autograd.grad(score.sum(), real, create_graph=True)  # (B, T)
-                loss = loss + r1_weight * gradient.square().sum(1).mean()
-        losses.append(loss)
+        losses.append(F.relu(1 - real_score).mean() + F.relu(1 + fake_score).mean())
     return torch.stack(losses).mean()

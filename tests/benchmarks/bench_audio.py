@@ -51,7 +51,7 @@ def settings(args, stage):
     if args.preset:
         sizes = train_audio.PRESETS[args.preset][stage]
     elif stage == "soundstream":
-        sizes = dict(CODEC, quantizer_start=0, discriminator_start=0)
+        sizes = dict(CODEC, quantizer_start=0, adversarial_weight=1.0, feature_weight=1.0)
     else:
         sizes = TOKENS
     machine = dict(precision=args.precision, batch_size=args.batch, chunk_size=args.batch)
@@ -74,7 +74,7 @@ def training(model, cfg):
 
 
 def bench_soundstream(args):
-    """A whole training step with discriminators; every fourth has gradient penalties."""
+    """A whole training step with discriminators."""
     cfg = settings(args, "soundstream")
     device = args.device
     codec = codec_of(cfg, device)
@@ -90,21 +90,13 @@ def bench_soundstream(args):
     def step():
         with amp.autocast(device, cfg.precision):
             fake, _, commitment = codec(wave)
-            loss = soundstream.reconstruction_loss(
-                fake,
-                wave,
-                cfg.sample_rate,
-                cfg.wave_weight,
-                cfg.mel_weight,
-                cfg.commitment_weight * commitment,
-            )
-            loss = loss + soundstream.adversarial_loss(
-                discriminators, fake, wave, cfg.adversarial_weight, cfg.feature_weight
-            )
+            loss = cfg.commitment_weight * commitment
+            loss = loss + soundstream.reconstruction_loss(fake, wave, cfg)
+            hinge, features = soundstream.adversarial_loss(discriminators, fake, wave)
+            loss = loss + cfg.adversarial_weight * hinge + cfg.feature_weight * features
         scaler.scale(loss).backward()
-        penalty = cfg.r1_weight if len(losses) % train_audio.R1_EVERY == 0 else 0.0
         with amp.autocast(device, cfg.precision):
-            their_loss = soundstream.discriminator_loss(discriminators, fake, wave, penalty)
+            their_loss = soundstream.discriminator_loss(discriminators, fake, wave)
         scaler.scale(their_loss).backward()
         amp.step(scaler, optimizers, cfg.max_grad_norm)
         amp.step(scaler, theirs, cfg.max_grad_norm)
@@ -115,16 +107,12 @@ def bench_soundstream(args):
         average.update(len(losses))
         losses.append(loss.detach())
 
-    # The median is of steps without a gradient penalty, and so is the one whose FLOPs are counted:
-    # every fourth has one, and 5 + 4n come before. The mean is of all.
     measure(
         "soundstream",
         args,
         step,
-        4 * args.repeats,
-        4,
+        args.repeats,
         batch=args.batch,
-        mean=True,
         audio_s_per_s=lambda seconds: args.batch * cfg.seconds / seconds,
         parameters=sum(p.numel() for p in codec.parameters()),
         discriminators=sum(p.numel() for p in discriminators.parameters()),

@@ -77,11 +77,10 @@ def peak_memory(args):
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def measure(case, args, function, repeats, warmup=2, mean=False, **facts):
+def measure(case, args, function, repeats, warmup=2, **facts):
     """Time `function`, and emit its line.
 
-    facts: numbers, or functions of the seconds that a call takes. mean: these seconds are the mean
-    of the calls, as they differ, else their median.
+    facts: numbers, or functions of the seconds that a call takes, the median.
     """
     before = peak_flops(args)
     start = time.perf_counter()
@@ -94,13 +93,10 @@ def measure(case, args, function, repeats, warmup=2, mean=False, **facts):
     peak = (before + peak_flops(args)) / 2  # machines drift
     flops = flops_of(function)
     seconds = statistics.median(times) / 1e3
-    average = statistics.mean(times) / 1e3
     rates = dict(facts)
     for name, fact in facts.items():
         if callable(fact):
-            rates[name] = fact(average if mean else seconds)
-    if mean:
-        rates["ms_mean"] = average * 1e3
+            rates[name] = fact(seconds)
     rates |= dict(
         first_call_s=first,
         gflop=flops / 1e9,
