@@ -209,13 +209,13 @@ class CodecConfig(SharedConfig):
     feature_weight: NonNegativeFloat = field(
         0.0, "weight of the distance of the discriminators' features", fixed=True
     )
-    discriminator_start: NonNegativeInt = field(0, "first step with discriminators", fixed=True)
+    r1_weight: NonNegativeFloat = field(
+        0.0, "weight of a gradient penalty (R1, Mescheder et al. 2018), for small batches"
+    )
     discriminator_lr: PositiveFloat = field(
         3e-4, "their learning rate, constant after the warm-up"
     )
-    discriminator_warmup_steps: NonNegativeInt = field(
-        20, "steps of their linear warm-up, from their start on"
-    )
+    discriminator_warmup_steps: NonNegativeInt = field(20, "steps of their linear warm-up")
     # Optimization
     augment: bool = field(False, "other loudness, and mixes of two recordings (EnCodec §4.1)")
     steps: PositiveInt = field(1050, "optimizer steps")
@@ -267,6 +267,7 @@ class CodecConfig(SharedConfig):
         return max(128, 2 ** round(math.log2(self.sample_rate / 20)))
 
 
+R1_EVERY = 4  # steps between R1 penalties; StyleGAN2 multiplies them by this, here they are not
 CODEBOOK = "quantizer.codebook"  # of an averaged encoder it is averaged, too
 
 
@@ -430,22 +431,21 @@ def train_soundstream(cfg, device):
             if state.step >= cfg.steps:
                 break
 
-            # Set the learning rates. Codebooks and discriminators start when they are due.
+            # Set the learning rates. Codebooks start when they are due.
             codec.train()
             schedule.set_learning_rate(optimizers, schedule.of_config(state.step, cfg))
             if state.step == cfg.quantizer_start:
                 initialize_codebooks(codec, cfg, dataset, indices, device)
                 ema.begin_anew(CODEBOOK)
-            adversarial = cfg.is_adversarial and state.step >= cfg.discriminator_start
-            if adversarial:
-                discriminator_lr = schedule.learning_rate(
-                    state.step - cfg.discriminator_start,
-                    cfg.discriminator_lr,
-                    cfg.discriminator_warmup_steps,
-                    cfg.steps,
-                    cosine=False,
-                )
-                schedule.set_learning_rate(discriminator_optimizers, discriminator_lr)
+            discriminator_lr = schedule.learning_rate(
+                state.step,
+                cfg.discriminator_lr,
+                cfg.discriminator_warmup_steps,
+                cfg.steps,
+                cosine=False,
+            )
+            schedule.set_learning_rate(discriminator_optimizers, discriminator_lr)
+            r1_weight = cfg.r1_weight if state.step % R1_EVERY == 0 else 0.0
 
             # Take one optimizer step of the codec and, on the same fakes, of the discriminators.
             step_batches = [next(batches) for _ in plan]
@@ -464,7 +464,7 @@ def train_soundstream(cfg, device):
                         fake, _, commitment = codec(real)
                         loss = cfg.commitment_weight * commitment
                         loss = loss + soundstream.reconstruction_loss(fake, real, cfg)
-                        if adversarial:
+                        if cfg.is_adversarial:
                             hinge, features = soundstream.adversarial_loss(
                                 discriminators, fake, real
                             )
@@ -475,15 +475,17 @@ def train_soundstream(cfg, device):
                         scaler.scale(loss * chunk.weight).backward()
                     chunk_losses.append(loss.detach() * chunk.size)
                     # The discriminators learn from the same fakes, before the codec moves.
-                    if adversarial:
+                    if cfg.is_adversarial:
                         with amp.autocast(device, cfg.precision):
-                            loss = soundstream.discriminator_loss(discriminators, fake, real)
+                            loss = soundstream.discriminator_loss(
+                                discriminators, fake, real, r1_weight
+                            )
                         with dist.sum_gradients(discriminators, chunk is plan[-1]):
                             scaler.scale(loss * chunk.weight).backward()
                         discriminator_sum += loss.detach() * chunk.size
                 grad_norm, stepped = amp.step(scaler, optimizers, cfg.max_grad_norm)
                 # If these overflow alone, they miss a step: the codec has taken its own.
-                if stepped and adversarial:
+                if stepped and cfg.is_adversarial:
                     norm, taken = amp.step(scaler, discriminator_optimizers, cfg.max_grad_norm)
                     if taken:  # 0 · nan is nan: a norm of either that is not finite ends the run
                         grad_norm = grad_norm + 0 * norm
@@ -1263,7 +1265,6 @@ SOUNDSTREAM = dict(
     quantizer_start=0,  # k-means before the first step (§III-C)
     wave_weight=0.0,  # not in the paper
     commitment_weight=1.0,
-    discriminator_start=0,
     # λ_rec, λ_adv and λ_feat are 1, 1 and 100 in the paper, for sums.
     mel_weight=1.0,
     adversarial_weight=1.0,

@@ -96,7 +96,7 @@ CODEC = dict(
     quantizer_start=2,
     adversarial_weight=0.1,
     feature_weight=0.1,
-    discriminator_start=3,
+    r1_weight=10.0,
     seconds=0.4,
 )
 TOKENS = dict(AUDIO, width=16, depth=2, heads=2, seconds=0.4)

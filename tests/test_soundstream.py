@@ -109,7 +109,7 @@ def test_no_loss_depends_on_the_length_of_a_crop():
     assert_close(short, long, rtol=0.02, atol=0)
 
 
-def test_adversarial_losses_are_hinges_and_feature_distances_and_spare_the_other_network():
+def test_adversarial_losses_are_hinges_feature_distances_and_r1_and_spare_the_other_network():
     discriminators = awake(soundstream.make_discriminators(2, 512), std=0.2)
     parameters = [*discriminators.parameters()]
     fake = torch.randn(4, 2000, requires_grad=True)
@@ -125,6 +125,8 @@ def test_adversarial_losses_are_hinges_and_feature_distances_and_spare_the_other
         distances = torch.stack(distances)
         codec_loss += 0.3 * F.relu(1 - fake_score).mean() + 7 * distances.mean()
         their_loss += F.relu(1 - real_score).mean() + F.relu(1 + fake_score).mean()
+        (gradient,) = torch.autograd.grad(real_score.sum(), real, create_graph=True)
+        their_loss += 10 * gradient.norm(dim=1).square().mean()
 
     hinge, features = soundstream.adversarial_loss(discriminators, fake, real)
     loss = 4 * (0.3 * hinge + 7 * features)
@@ -133,7 +135,7 @@ def test_adversarial_losses_are_hinges_and_feature_distances_and_spare_the_other
     assert_close((loss, fake.grad), (codec_loss, gradient), rtol=1e-3, atol=1e-5)
     assert all(p.grad is None and p.requires_grad for p in parameters)
 
-    loss = 4 * soundstream.discriminator_loss(discriminators, fake, real)
+    loss = 4 * soundstream.discriminator_loss(discriminators, fake, real, r1_weight=10.0)
     ours = torch.autograd.grad(loss, parameters, retain_graph=True)
     theirs = torch.autograd.grad(their_loss, parameters)
     assert_close((loss, *ours), (their_loss, *theirs), rtol=1e-2, atol=1e-4)

@@ -96,7 +96,12 @@ def test_two_ranks_lose_what_one_process_does(whole, tmp_path):
 
 def test_a_discriminator_that_is_not_finite_ends_the_run_before_it_is_saved(whole, monkeypatch):
     loss = soundstream.discriminator_loss
-    monkeypatch.setattr(soundstream, "discriminator_loss", lambda *args: loss(*args) * torch.nan)
+    numbers = itertools.count()  # of chunks, two a step
+
+    def overflow(*args):
+        return loss(*args) * (torch.nan if next(numbers) >= 6 else 1)
+
+    monkeypatch.setattr(soundstream, "discriminator_loss", overflow)
     out = train(whole, "soundstream", "run", expect=1)
     assert "loss or gradient is not finite at step 4" in out
     assert [entry["step"] for entry in saved("run/soundstream")] == [2]
@@ -128,8 +133,8 @@ def test_an_fp16_overflow_is_a_step_that_did_not_happen(whole, monkeypatch):
     numbers = itertools.count()
 
     def overflow(scaler, loss):
-        # Number 5 is the codec's in the last step: the discriminators' come from step 4 on.
-        return scale(scaler, loss * torch.inf if next(numbers) == 5 else loss)
+        # Number 8 is the codec's in the last of five steps: the discriminators' has every second.
+        return scale(scaler, loss * torch.inf if next(numbers) == 8 else loss)
 
     monkeypatch.setattr(torch.amp.GradScaler, "scale", overflow)
     scales, disturbed = outcome("disturbed")
@@ -331,7 +336,7 @@ mistake = functools.partial(helpers.mistake, "train_audio")
 
 @pytest.mark.parametrize("words, message", {
     "--init_from a.pt": "they are of one stage",
-    "--stage soundstream --adversarial_weight 1 --seconds 0.1": "too short for the STFT discriminator",
+    "--stage soundstream --feature_weight 1 --seconds 0.1": "too short for the STFT",
     "--stage soundstream --steps 300": "before --quantizer_start 300",
     "--stage fine --width 30": "--heads: --width 30 must be an even multiple",
     "--stage semantic --clusters 65537": "65537: expected a number from 1 to 65536",

@@ -352,14 +352,25 @@ def adversarial_loss(discriminators, fake, real):
     return torch.stack(hinges).mean(), torch.stack(distances).mean()
 
 
-def discriminator_loss(discriminators, fake, real):
-    """The discriminators' hinge loss (Eq. 1) for waves (B, T), a mean over them."""
+def discriminator_loss(discriminators, fake, real, r1_weight):
+    """The discriminators' hinge loss (Eq. 1) for waves (B, T), a mean over them.
+
+    r1_weight: of the R1 penalty, the squared norm of a sample's gradient at real waves (Mescheder
+    et al. 2018, Eq. 9); it stands for the γ/2 there; 0: none.
+    """
     # Detached: no gradient reaches the codec. It is not run again, so the codebooks' statistics
     # count every sample once.
     waves = torch.cat([real, fake.detach()])
+    real = real.detach().requires_grad_()  # R1 takes gradients at the waves
     losses = []
     for discriminator in discriminators:
         score, _ = discriminator(waves)
         real_score, fake_score = score.float().chunk(2)  # (B, T') each
-        losses.append(F.relu(1 - real_score).mean() + F.relu(1 + fake_score).mean())
+        loss = F.relu(1 - real_score).mean() + F.relu(1 + fake_score).mean()
+        if r1_weight:
+            with torch.autocast(real.device.type, enabled=False):  # fp16 overflows at any scale
+                score, _ = discriminator(real)
+                (gradient,) = torch.autograd.grad(score.sum(), real, create_graph=True)  # (B, T)
+                loss = loss + r1_weight * gradient.square().sum(1).mean()
+        losses.append(loss)
     return torch.stack(losses).mean()

@@ -96,7 +96,9 @@ def bench_soundstream(args):
             loss = loss + cfg.adversarial_weight * hinge + cfg.feature_weight * features
         scaler.scale(loss).backward()
         with amp.autocast(device, cfg.precision):
-            their_loss = soundstream.discriminator_loss(discriminators, fake, wave)
+            their_loss = soundstream.discriminator_loss(
+                discriminators, fake, wave, cfg.r1_weight
+            )
         scaler.scale(their_loss).backward()
         amp.step(scaler, optimizers, cfg.max_grad_norm)
         amp.step(scaler, theirs, cfg.max_grad_norm)
