@@ -1265,10 +1265,11 @@ SOUNDSTREAM = dict(
     quantizer_start=0,  # k-means before the first step (§III-C)
     wave_weight=0.0,  # not in the paper
     commitment_weight=1.0,
-    # λ_rec, λ_adv and λ_feat are 1, 1 and 100 in the paper, for sums.
+    # λ_rec, λ_adv, λ_feat are 1, 1, 100 in the paper, for sums. Once the discriminators have
+    # learned, the gradients at the wave are as 1 : 0.6 : 1.4.
     mel_weight=1.0,
-    adversarial_weight=1.0,
-    feature_weight=1.0,
+    adversarial_weight=0.3,
+    feature_weight=3.0,
     discriminator_lr=1e-4,
     discriminator_warmup_steps=1_000,
     seconds=1.0,

@@ -26,7 +26,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda *_: None)
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
+# The front door and the guides, in the order that a newcomer meets them.
+GUIDES = [ROOT / name / "README.md" for name in ("", "common", "common/data", "common/interop")]
+README = "\n".join(path.read_text() for path in GUIDES)
 
 # A server imports torch once, and forks a process for each rank in no time. Optimizers import
 # torch._dynamo.

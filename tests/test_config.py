@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import pytest
-from conftest import ROOT, script
+from conftest import GUIDES, ROOT, script
 from torch.distributed.run import get_args_parser
 
 from common import config
@@ -385,7 +385,8 @@ def test_torchrun_hands_on_every_flag_and_none_begins_one_of_its_own(script):
 
 
 def test_flags_that_messages_and_comments_name_exist(monkeypatch):
-    known = {"--config", "--help", "--nproc_per_node", "--shm"}  # of docker
+    known = {"--config", "--help", "--shm"}  # of docker
+    known |= {"--nproc_per_node", "--nnodes", "--rdzv_endpoint"}  # of torchrun
 
     def run(commands, *more, **named):
         known.update(flags_of(commands))
@@ -393,7 +394,7 @@ def test_flags_that_messages_and_comments_name_exist(monkeypatch):
     monkeypatch.setattr(config, "run", run)
     for name in [*SCRIPTS, "common.data.embed", "common.interop.pretrained"]:
         importlib.import_module(name).main()
-    for path in [*ROOT.glob("*.py"), *ROOT.glob("common/**/*.py"), ROOT / "README.md"]:
+    for path in [*ROOT.glob("*.py"), *ROOT.glob("common/**/*.py"), *GUIDES]:
         named = set(re.findall(r"(?<![\w-])--[a-z_]\w*", path.read_text()))
         assert not named - known, path.name
 
