@@ -17,7 +17,7 @@ from common.models.quantize import ResidualQuantizer
 # on the batch, and are more of the last quantizers, which dropout often leaves out.
 DEAD_BELOW = 0.2
 INNER_SCALE = 10.0  # of waves inside the codec: those of LOUDNESS get a size of 1
-MEL_FLOOR = 3e-5  # of magnitudes: 70 dB below LOUDNESS
+MEL_FLOOR = 3e-4  # of magnitudes, 50 dB below LOUDNESS: what is quieter is not learned
 
 
 # Model (SoundStream §III-A, §III-B)
