@@ -211,6 +211,25 @@ def test_what_is_heard_finds_its_place_though_a_tenth_of_it_flickers():
     assert (tokens.align(content, heard) == places).all()
 
 
+def test_lengths_are_those_of_crops_at_any_place_and_not_of_the_silence_before():
+    crops = make_crops([400] * 50)
+    silence = np.zeros(300, int)
+    for index in range(50):
+        crops.semantic_tokens[index] = np.append(silence, np.arange(100))
+    crops.streams = STREAMS[:2]
+    assert all(len(crops.crop(index)[0][0]) == 1 for index in range(50))  # at the beginning
+    assert crops.lengths(np.arange(50))["max_context"] == 40
+
+
+def test_with_texts_the_longest_sound_is_one_window_and_without_most_are():
+    crops = make_crops([10] * 99 + [40])
+    crops.streams = STREAMS[:1]
+    crops.codes = None
+    assert crops.lengths(np.arange(100))["max_frames"] == 40
+    crops.dataset.texts = [""] * 100
+    assert crops.lengths(np.arange(100))["max_frames"] == 10
+
+
 def test_it_is_said_how_many_recordings_are_too_long_for_their_text(capsys):
     crops = make_crops([200, 40, 31])
     assert tokens.learn_vocabulary(crops, np.arange(3), 5, 20)
