@@ -724,7 +724,7 @@ def sample_images(
     def denoise(x_t, timestep):
         """(x0, interpolation of the variance), as diffusion.sample takes it."""
         model = unet
-        if unet.last_step_unet and timestep[0] == 0:
+        if unet.last_step_unet and timestep[0] == 0:  # which DDPM's steps end with
             model = unet.last_step_unet
         # One pass for both copies.
         out = model(
