@@ -182,9 +182,10 @@ def test_sampling_with_guidance_equals_a_slow_uncached_loop(inputs):
     def noise_fn(x):
         return torch.full_like(x, 0.5)
 
-    out = train_prior.sample_embeddings(prior, condition, 4, 2.5, 0.0, noise_fn)
+    # Of two steps both are DDIM's.
+    out = train_prior.sample_embeddings(prior, condition, 2, 2.5, 0.0, noise_fn)
     x = torch.full((4, 16), 0.5)
-    for t, after in zip([999, 666, 333, 0], [666, 333, 0, None]):
+    for t, after in [(999, 499), (499, None)]:
         timestep = torch.full((4, 1), t)
         null = prior(x[:, None], timestep, condition, torch.full((4,), True))[:, 0]
         text = prior(x[:, None], timestep, condition, torch.full((4,), False))[:, 0]
