@@ -29,9 +29,13 @@ Saharia et al. 2022; Karlo: kakaobrain/karlo-v1-alpha. What differs from the pap
 - A model without attention levels has no attention in the middle either, where ADM has some.
 - A group norm of a narrow layer has fewer than 32 groups.
 - The average of the weights has a warm-up (ema.py).
-- Sampling takes evenly spaced steps and clips the estimates of x0. DALL-E 2 tunes its steps.
+- Sampling takes evenly spaced steps, without noise those of DPM-Solver++(2M), and clips the
+  estimates of x0. DALL-E 2 tunes its steps.
+- A negative text takes the place of "no text" in guidance, by its encodings and its prior's image
+  embedding (as in Kandinsky 2).
 - Variations of an image start from fresh noise. DALL-E 2 (§3.1) inverts the image by DDIM.
-- Inpainting is RePaint with a jump length of 1, not a fine-tuned model as in GLIDE. Without a text
+- Inpainting is RePaint with a jump length of 1, not a fine-tuned model as in GLIDE. Its steps are
+  of first order: DDPM's, or DDIM's without noise. Without a text
   it is conditioned on the embedding of the whole image, so what was in the hole may come back.
 - There are no text diffs (§3.3).
 - Off by default and not in the papers: --loss_weight, --dream, LoRA.
@@ -189,7 +193,7 @@ class UNetConfig(SharedConfig):
     eval_every: Interval = field("500", "steps between evaluations, or as 10min; 0: only the last")
     eval_steps: SamplingSteps = field(25, "sampling steps")
     guidance_scale: NonNegativeFloat = field(1.0, "guidance of sampling, 1: none")
-    eta: Fraction = field(0.0, "noise of sampling, 1: DDPM, 0: DDIM")
+    eta: Fraction = field(0.0, "noise of sampling, 1: DDPM, 0: none, by DPM-Solver++(2M)")
 
     timesteps: ClassVar[int] = TIMESTEPS
 
@@ -686,13 +690,15 @@ def sample_images(
     low_res_noise=0.0,
     kept=None,
     resample=5,
+    negative=None,
 ):
     """`count` images (B, 3, H, H) in [-1, 1] for a `condition` of as many (see `conditioning`).
 
-    eta: noise of a step, 1 for DDPM and 0 for DDIM. low_res: images (B or 1, 3, h, h) of the stage
+    eta: see `diffusion.sample`. low_res: images (B or 1, 3, h, h) of the stage
     before, or larger ones, for an upsampler. low_res_noise: noise on these, as a fraction of the
     timesteps. kept: for inpainting, images (B or 1, 3, h, h) and a mask (1, 1, h, h), which is 1
-    where their pixels are kept. resample: see `diffusion.sample`.
+    where their pixels are kept. resample: see `diffusion.sample`. negative: a condition that
+    guidance leads away from.
     """
     cfg = unet.cfg
     device = unet.alpha.device
@@ -706,6 +712,10 @@ def sample_images(
 
     condition = {name: copied(value) for name, value in condition.items()}  # (2B, …)
     drop = torch.arange(copies * count, device=device) >= count  # true for the second copy
+    if negative:  # which has this condition instead
+        for name, value in negative.items():
+            condition[name][count:] = value
+        drop = torch.zeros_like(drop)
     low_res_timestep = None
     if cfg.low_res_size:
         low_res = pixels.resize(low_res, cfg.low_res_size, RESIZE).expand(count, -1, -1, -1)
@@ -724,7 +734,7 @@ def sample_images(
     def denoise(x_t, timestep):
         """(x0, interpolation of the variance), as diffusion.sample takes it."""
         model = unet
-        if unet.last_step_unet and timestep[0] == 0:
+        if unet.last_step_unet and timestep[0] == 0:  # which DDPM's steps end with
             model = unet.last_step_unet
         # One pass for both copies.
         out = model(
@@ -749,19 +759,28 @@ def sample_images(
 
 @torch.no_grad()
 def sample_cascade(
-    unets, batch, clip_model, seeds, low_res, low_res_noise=0.0, kept=None, resample=5
+    unets,
+    batch,
+    clip_model,
+    seeds,
+    low_res,
+    low_res_noise=0.0,
+    kept=None,
+    resample=5,
+    negative_batch=None,
 ):
     """Images of the last of `unets`, uint8 (B, H, H, 3), for embeddings and captions of `batch`.
 
     The sampling settings of each stage are those of its cfg. seeds: an int for each image, from
-    which all its noise follows; so it is the same in any batch and on any rank. low_res,
-    low_res_noise, kept, resample: see `sample_images`.
+    which all its noise follows; so it is the same in any batch and on any rank. negative_batch: as
+    `batch`, what guidance leads away from. The others: see `sample_images`.
     """
     device = unets[0].alpha.device
     noise_fn = diffusion.noise_generator(seeds, device)  # one stream an image
     for unet in unets:
         cfg = unet.cfg
         condition = conditioning(batch, cfg, clip_model)
+        negative = conditioning(negative_batch, cfg, clip_model) if negative_batch else None
         with amp.autocast(device, cfg.precision):
             # What a stage makes is the low resolution of the next one.
             low_res = sample_images(
@@ -776,6 +795,7 @@ def sample_cascade(
                 low_res_noise,
                 kept,
                 resample,
+                negative,
             )
     return pixels.to_uint8(low_res.float())
 
@@ -883,13 +903,18 @@ def mean_loss(unet, split, clip_model):
 
 
 @torch.no_grad()
-def sample_metrics(unets, split, clip_model, grid_file, prior_fn=None):
+def sample_metrics(
+    unets, split, clip_model, grid_file, prior_fn=None, judge=None, samples_dir=""
+):
     """{metric: value} of samples of a cascade for a split (dataset, indices). Collective.
 
     The same on any number of ranks, to rounding. How many, and the seed, are settings of the first
     U-Net. prior_fn: makes the image embeddings (see `load_prior`); by default they are those of the
     real images. grid_file: PNG of the first eight real images and, below, samples for them, or "".
+    judge: the CLIP of the scores, by default `clip_model`. samples_dir: folder for all samples, all
+    real images and their captions, or "".
     """
+    judge = judge or clip_model
     first = unets[0]
     cfg = first.cfg
     mode = first.training  # in training it is the only one
@@ -913,13 +938,20 @@ def sample_metrics(unets, split, clip_model, grid_file, prior_fn=None):
             grid = media.captioned_grid(pairs, 2 * captions[:8], len(pairs) // 2)
             write_png(grid, grid_file)
 
-        # How well images fit their captions, by the CLIP and, for built-in data, exactly.
+        if samples_dir:  # files that other tools score
+            for kind, pictures in {"generated": fake, "real": real}.items():
+                for key, picture, caption in zip(keys, pictures.cpu().numpy(), captions):
+                    path = Path(samples_dir, kind, f"{key:08d}.png")
+                    write_png(picture, path)
+                    path.with_suffix(".txt").write_text(caption, encoding="utf-8")
+
+        # How well images fit their captions, by a CLIP and, for built-in data, exactly.
         for name, values in images.caption_accuracy(dataset, keys, fake, real).items():
             correct[name] += values
-        if clip_model:
+        if judge:
             # Whole texts are embedded; of their encodings, which are not used, one token stays.
-            text = clip_model.text_condition(captions, 1)["text_embed"]  # (B, D)
-            embeds = [clip_model.embed_image(fake), clip_model.embed_image(real), text]
+            text = judge.text_condition(captions, 1)["text_embed"]  # (B, D)
+            embeds = [judge.embed_image(fake), judge.embed_image(real), text]
             embeds = F.normalize(torch.stack(embeds), dim=-1).cpu().double().numpy()
             found.append((number, captions, embeds))
     first.train(mode)  # as it was
@@ -927,7 +959,7 @@ def sample_metrics(unets, split, clip_model, grid_file, prior_fn=None):
     # All ranks together, in the order of the samples.
     metrics = loop.means(correct)
     found = sorted(itertools.chain(*dist.all_gather(found)))
-    if clip_model:
+    if judge:
         _, captions, embeds = zip(*found)
         fake, real, text = np.concatenate(embeds, axis=1)  # (N, D) each
         metrics["frechet_distance"] = float(frechet_distance(fake, real))
@@ -959,7 +991,7 @@ class CascadeConfig(config.Inference):
         (), "guidance scale, 1: no guidance; by default as in training"
     )
     eta: tuple[Fraction, ...] = field(
-        (), "noise of sampling, 1: DDPM, 0: DDIM; by default as in training"
+        (), "noise of sampling, 1: DDPM, 0: none; by default as in training"
     )
     lora_scale: tuple[float, ...] = field(
         (), "scale of a stage's adapters, 1 for a stage without, as 0.5,1; by default 1"
@@ -1032,7 +1064,7 @@ def load_cascade(args, device):
 
 
 def load_prior(args, decoder, clip_model, texts):
-    """prior_fn(texts, keys) -> image embeddings (texts, D), by --prior.
+    """prior_fn(texts, keys, negative_text="") -> image embeddings (texts, D), by --prior.
 
     decoder: the U-Net that takes them. texts: some, for a note of those that the prior cuts. keys:
     one a text; with --seed they seed the noise.
@@ -1053,8 +1085,11 @@ def load_prior(args, decoder, clip_model, texts):
             "--raw_embeddings; take a prior of raw ones"
         )
 
-    def prior_fn(texts, keys):
+    def prior_fn(texts, keys, negative_text=""):
         condition = train_prior.conditioning({"caption": texts}, cfg, clip_model)
+        negative = None
+        if negative_text:
+            negative = train_prior.conditioning({"caption": [negative_text]}, cfg, clip_model)
         return train_prior.best_embeddings(
             prior,
             condition,
@@ -1065,6 +1100,7 @@ def load_prior(args, decoder, clip_model, texts):
             eta=1.0,
             best_of=2,  # DALL-E 2 §2.2
             seed=args.seed,
+            negative=negative,
         )
 
     return prior_fn
@@ -1079,6 +1115,12 @@ class EvaluateConfig(CascadeConfig):
     )
     data: str = field("", "images, by default those that the first stage was trained on")
     eval_samples: NonNegativeInt = field(512, "images of the test split to take at most; 0: all")
+    judge: str = field(
+        "", "CLIP of the scores: folder, model.pt, open_clip:MODEL/WEIGHTS; by default --clip's"
+    )
+    samples: str = field(
+        "", "new folder for all pictures and captions, in generated/ and real/, for other scores"
+    )
     grid: str = field("", "PNG file for eight real images and samples for them")
     out: str = field("", "JSON file for the metrics")
 
@@ -1109,7 +1151,10 @@ def open_evaluation(args, device):
         clip_model = clip_model or clips.load(spec, device)
         prior_fn = load_prior(args, first, clip_model, texts)
     first.cfg = cfg
-    return unets, splits["test"], clip_model, args.grid, prior_fn
+    judge = clips.load(args.judge, device) if args.judge else clip_model
+    if args.samples and any(Path(args.samples).glob("*")):
+        raise UserError(f"--samples {args.samples}: expected a new folder, or an empty one")
+    return unets, splits["test"], clip_model, args.grid, prior_fn, judge, args.samples
 
 
 def evaluate(args, device=None):
@@ -1117,8 +1162,10 @@ def evaluate(args, device=None):
     metrics = sample_metrics(*dist.on_all(lambda: open_evaluation(args, device)))
     if dist.is_main() and args.out:
         checkpoint.write_json(metrics, args.out)
-    metrics = metrics or {"no metrics": "they need a CLIP, which --clip names"}
-    tracker.print_results(f"{config.as_word(args.run_dir)}, on test pictures:", metrics)
+    metrics = metrics or {"no metrics": "they need a CLIP, which --clip or --judge names"}
+    judge = args.judge or "the decoder's own CLIP"
+    headline = f"{config.as_word(args.run_dir)}, on test pictures; judge: {judge}"
+    tracker.print_results(headline, metrics)
 
 
 # Training
@@ -1264,13 +1311,16 @@ class SampleConfig(CascadeConfig):
 
     text: str = field("", "a caption; without text and image the samples are unconditional")
     texts: str = field("", "file with one caption a line")
+    negative_text: str = field("", "a text that guidance leads away from")
     image: str = field(
         "", "image to draw variations of, to inpaint with --mask, or for an upsampler to enlarge"
     )
     to: str = field("", "second image, to interpolate to (DALL-E 2 §3.2)")
     mask: str = field("", "image of the size of --image: black is kept, white is drawn anew")
     resample: PositiveInt = field(
-        5, "times that each step is taken to fit what --mask keeps (RePaint); 1: fast, fits badly"
+        5,
+        "times that each step, of first order, is taken to fit what --mask keeps (RePaint); 1: "
+        "fast, fits badly",
     )
     low_res_noise: Fraction = field(
         0.0, "noise on the input of upsamplers trained with it, as a fraction of the timesteps"
@@ -1292,7 +1342,7 @@ class SampleConfig(CascadeConfig):
         if not self.mask:
             config.check_unused(self, "without --mask", "resample")
         if not self.text and not self.texts:
-            config.check_unused(self, "without a text", "prior")
+            config.check_unused(self, "without a text", "prior", "negative_text")
         elif self.to or (self.image and not self.mask):
             raise UserError("--image: beside a text it needs --mask, where to draw it, and no --to")
 
@@ -1332,6 +1382,8 @@ def sample(args):
     if not any(unet.cfg.low_res_noise for unet in unets):
         config.check_unused(args, "without a stage that was trained with it", "low_res_noise")
     first = unets[0]
+    if args.negative_text and first.cfg.guidance_scale == 1:
+        raise UserError("--negative_text: it needs guidance, by a --guidance_scale above 1")
     size = unets[-1].cfg.image_size
     texts = files.texts_of(args.text, args.texts)
     clip_model = prior_fn = None
@@ -1382,8 +1434,13 @@ def sample(args):
     samples = {"image_embed": embeds, "caption": captions, "seeds": seeds}
     pictures = []
     for batch in accumulate.split(samples, args.max_batch):
+        negative_batch = {}
         if prior_fn:  # unCLIP: text -> image embedding -> image (DALL-E 2 §2)
-            batch["image_embed"] = prior_fn(batch["caption"], batch["seeds"])
+            keys = batch["seeds"]
+            batch["image_embed"] = prior_fn(batch["caption"], keys, args.negative_text)
+            if args.negative_text:
+                captions = [args.negative_text] * len(keys)
+                negative_batch = {"caption": captions, "image_embed": prior_fn(captions, keys)}
         out = sample_cascade(
             unets,
             batch,
@@ -1393,6 +1450,7 @@ def sample(args):
             args.low_res_noise,
             kept,
             args.resample,
+            negative_batch,
         )
         # On the CPU, so that max_batch bounds the memory of the device.
         pictures += [*out.cpu().numpy()]  # uint8 (H, H, 3) each

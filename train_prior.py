@@ -13,7 +13,8 @@ What differs from the paper:
 - Text is encoded by a frozen CLIP, as in Karlo. DALL-E 2 trains a text transformer with its prior.
 - The defaults are for minutes on two cores: a small model on the text embedding alone, embeddings
   of unit length, a cosine decay. `--preset dalle2` has the sizes and the optimizer of Table 3.
-- Sampling takes evenly spaced steps of DDPM; Table 3 has the analytic variance of Bao et al. 2022.
+- Sampling takes evenly spaced steps of DDPM, or without noise of DPM-Solver++(2M); Table 3 has the
+  analytic variance of Bao et al. 2022.
 - "No text" is the CLIP's encoding of "". Without a loaded CLIP (none is known, or an open_clip
   model while captions are not used) it is zeros.
 - Estimates of x0 are bounded in sampling, by 10 for raw embeddings as in Karlo's own code; an
@@ -401,12 +402,18 @@ def diffusion_loss(prior, batch, condition):
 
 @torch.no_grad()
 def sample_embeddings(
-    prior, condition, sampling_steps, guidance_scale=1.0, eta=1.0, noise_fn=torch.randn_like
+    prior,
+    condition,
+    sampling_steps,
+    guidance_scale=1.0,
+    eta=1.0,
+    noise_fn=torch.randn_like,
+    negative=None,
 ):
     """Image embeddings (B, D) for the `conditioning` of B texts.
 
     They are of unit length, or raw, as those that the model was trained on. noise_fn(x): noise of
-    the shape of x.
+    the shape of x. negative: the `conditioning` of a text that guidance leads away from.
     """
     cfg = prior.cfg
     size = len(condition["text_embed"])
@@ -416,6 +423,10 @@ def sample_embeddings(
     copies = 1 if guidance_scale == 1 else 2
     condition = {name: torch.cat([value] * copies) for name, value in condition.items()}
     drop = torch.arange(copies * size, device=device) >= size
+    if negative:  # the second copy has this text instead
+        for name, value in negative.items():
+            condition[name][size:] = value
+        drop = torch.zeros_like(drop)
     text = prior.text_cache(condition, drop)  # once for all steps
 
     # Bound of |x0|. An embedding of unit length has an x0 of length √D: no component is greater.
@@ -447,12 +458,13 @@ def best_embeddings(
     eta,
     best_of,
     seed,
+    negative=None,
 ):
     """Image embeddings (texts · num_samples, D), text by text.
 
     Each is the best of `best_of` candidates: the most similar to its text (DALL-E 2 §2.2).
     condition: `conditioning` of the texts. keys: one a text; a candidate's noise is seeded by
-    (seed, key, number), so it is the same in any batch.
+    (seed, key, number), so it is the same in any batch. negative: see `sample_embeddings`.
     """
     candidates = num_samples * best_of  # of each text
     repeated = {name: value.repeat_interleave(candidates, 0) for name, value in condition.items()}
@@ -462,7 +474,9 @@ def best_embeddings(
     device = prior.alpha.device
     noise_fn = diffusion.noise_generator(seeds, device, sampling_steps)
     with amp.autocast(device, prior.cfg.precision):
-        embeds = sample_embeddings(prior, repeated, sampling_steps, guidance_scale, eta, noise_fn)
+        embeds = sample_embeddings(
+            prior, repeated, sampling_steps, guidance_scale, eta, noise_fn, negative
+        )
     similarity = F.cosine_similarity(embeds, repeated["text_embed"])  # (texts · candidates,)
 
     # Keep the candidate that is the most similar to its text.
@@ -773,8 +787,9 @@ class SampleConfig(PriorConfig):
     text: str = field("", "a text; without any text the samples are unconditional")
     texts: str = field("", "file with one text a line")
     text_embeds: str = field("", ".npy file of text embeddings (N, D), which need no CLIP")
+    negative_text: str = field("", "a text that guidance leads away from")
     num_samples: PositiveInt = field(4, "embeddings for each text")
-    eta: Fraction = field(1.0, "noise of sampling: 1 as DDPM, 0 as DDIM")
+    eta: Fraction = field(1.0, "noise of sampling, 1: DDPM, 0: none, by DPM-Solver++(2M)")
     best_of: PositiveInt = field(
         2, "candidates for each embedding; the most similar to the text is kept"
     )
@@ -790,7 +805,7 @@ class SampleConfig(PriorConfig):
         elif self.texts:
             config.check_unused(self, "beside --texts", "text_embeds")
         else:
-            config.check_unused(self, "without a text", "clip")
+            config.check_unused(self, "without a text", "clip", "negative_text")
             if not self.text_embeds:
                 config.check_unused(self, "without a text", "guidance_scale", "best_of")
 
@@ -833,7 +848,7 @@ def sample(args):
     steps = args.steps or max(cfg.eval_timesteps)
     guidance_scale = guidance_of(args, cfg)
     best_of = args.best_of
-    clip_model = None
+    clip_model = negative = None
     if texts:
         spec = args.clip or contents["clip"]
         # Texts of another CLIP would be drawn without an error, as if they said something else.
@@ -841,6 +856,10 @@ def sample(args):
         clip_model.check_widths(f"--clip {spec}", *contents["widths"])
         clip_model.note_cut(texts, cfg.max_text_len)
         inputs = {"caption": texts}
+        if args.negative_text:
+            if guidance_scale == 1:
+                raise UserError("--negative_text: it needs guidance, by a --guidance_scale above 1")
+            negative = conditioning({"caption": [args.negative_text]}, cfg, clip_model)
     elif args.text_embeds:
         embeds = read_text_embeddings(args.text_embeds, prior, contents.get("text_norm"))
         inputs = {"text_embed": embeds.to(device)}
@@ -866,6 +885,7 @@ def sample(args):
             args.eta,
             best_of,
             args.seed,
+            negative,
         )
         samples.append(embeds.cpu())
     samples = torch.cat(samples).numpy()

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import same
 from torch.testing import assert_close
 
@@ -85,6 +86,33 @@ def test_images_are_cut_to_the_central_square_and_resized_with_pixels_from_minus
     wide = torch.from_numpy(drawn[:, :50])  # bicubic overshoots
     shrunk = pixels.resize(wide.permute(0, 3, 1, 2) / 255, 16).clamp(0, 1)  # (4, 3, 16, 20)
     assert_close(clip.center_crop(wide, 16), shrunk[..., 2:18])
+
+
+# Loss
+
+
+def test_pairs_with_equal_captions_are_no_negatives_in_either_direction():
+    logits = torch.randn(5, 5, requires_grad=True)
+    group = torch.tensor([3, 0, 3, 1, 3])
+    loss = clip.contrastive_loss(logits, group)
+    terms = []
+    for i in range(5):
+        others = [j for j in range(5) if j == i or group[j] != group[i]]
+        for row in (logits[i], logits[:, i]):
+            terms.append(torch.logsumexp(row[others], 0) - row[i])
+    assert_close(loss, torch.stack(terms).mean())
+    loss.backward()
+    ignored = (group[:, None] == group) & ~torch.eye(5, dtype=torch.bool)
+    assert torch.equal(logits.grad == 0, ignored)
+
+
+def test_without_equal_captions_the_loss_is_the_published_one():
+    logits = torch.randn(6, 6)
+    own = torch.arange(6)
+    expected = F.cross_entropy(logits, own) + F.cross_entropy(logits.T, own)
+    assert_close(clip.contrastive_loss(logits, own.flip(0)), expected / 2)
+    # All of one caption: there is nothing to learn.
+    assert clip.contrastive_loss(logits, torch.zeros(6)) == 0
 
 
 # Retrieval

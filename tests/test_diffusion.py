@@ -204,9 +204,16 @@ def test_the_first_term_is_the_likelihood_of_eight_bit_pixels(estimate, fraction
 # Sampling
 
 def test_sampling_timesteps_run_evenly_from_the_noisiest_level_to_the_first():
-    assert diffusion.sampling_timesteps(1000, 1) == [999]
-    assert diffusion.sampling_timesteps(5, 5) == [4, 3, 2, 1, 0]
-    assert diffusion.sampling_timesteps(1000, 4) == [999, 666, 333, 0]
+    assert diffusion.sampling_timesteps(1000, 1, False) == [999]
+    assert diffusion.sampling_timesteps(5, 5, False) == [4, 3, 2, 1, 0]
+    assert diffusion.sampling_timesteps(1000, 4, False) == [999, 666, 333, 0]
+
+
+def test_levels_to_zero_are_even_and_none_is_spent_near_it():
+    _, sigma = diffusion.alphas_sigmas("flow", 1000)
+    for steps in (1, 2, 5, 8, 1000):
+        timesteps = diffusion.sampling_timesteps(1000, steps, True)
+        assert_close(sigma[timesteps], torch.linspace(1, 0, steps + 1)[:-1])
 
 
 def test_a_sample_has_the_same_noise_in_any_batch():
@@ -242,10 +249,10 @@ def test_ancestral_steps_are_bayes_posterior_from_the_level_of_each_input_to_x0(
 
     x = torch.randn(2, 3)
     out = diffusion.sample(denoise, x, alpha, sigma, steps, noise_fn=noise_fn)
-    assert torch.equal(out, predictions[0])
     a = alpha.double()
     s = sigma.double()
-    timesteps = diffusion.sampling_timesteps(T, steps)
+    timesteps = diffusion.sampling_timesteps(T, steps, name == "flow")
+    assert torch.equal(out, predictions[timesteps[-1]])
     assert [*inputs] == timesteps
     for t, t_prev, noise in zip(timesteps, timesteps[1:], noises):
         ratio = a[t] / a[t_prev]
@@ -257,8 +264,95 @@ def test_ancestral_steps_are_bayes_posterior_from_the_level_of_each_input_to_x0(
         assert_close(inputs[t_prev], expected, rtol=1e-3, atol=1e-3)
 
 
+def exact_x0(objective, alpha, sigma, std):
+    """`denoise` by the best network for data N(0, std²)."""
+
+    def denoise(x_t, t):
+        a = alpha[t[0]]
+        s = sigma[t[0]]
+        mean = a * std**2 / (a**2 * std**2 + s**2) * x_t
+        prediction = prediction_of(objective, mean, x_t, a, s)
+        return diffusion.predict_x0(objective, prediction, x_t, a, s), 0.0
+
+    return denoise
+
+
+@objectives
+def test_without_noise_half_as_long_steps_have_a_fourth_of_the_error(objective):
+    name = "flow" if objective == "flow" else "cosine"
+    alpha, sigma = (level.double() for level in diffusion.alphas_sigmas(name, 4096))
+    denoise = exact_x0(objective, alpha, sigma, 2.0)
+    x_T = torch.ones(1, 1, dtype=torch.float64)
+    # x_t keeps its quantile: it is proportional to the standard deviation of x_t.
+    exact = 2 / (4 * alpha[-1] ** 2 + sigma[-1] ** 2).sqrt()
+    errors = []
+    for steps in (16, 32, 64, 128, 256):
+        found = diffusion.sample(denoise, x_T, alpha, sigma, steps, eta=0.0)
+        errors.append((found - exact).abs().item())
+    # At σ = 0, where λ has no bound, it is a bit less than a fourth. Of first order: 2 and 16.
+    assert min(a / b for a, b in itertools.pairwise(errors)) > 2.9
+    assert errors[0] / errors[-1] > 90
+
+
+@objectives
+@pytest.mark.parametrize("steps", [1, 2, 3, 7, 20])
+def test_without_noise_it_is_the_published_multistep_solver(objective, steps):
+    diffusers = pytest.importorskip("diffusers")
+    alpha, sigma = levels_of(objective)
+    is_flow = objective == "flow"
+    kinds = {"x0": "sample", "v": "v_prediction", "flow": "flow_prediction"}
+    scheduler = diffusers.DPMSolverMultistepScheduler(
+        num_train_timesteps=T,
+        prediction_type=kinds.get(objective, objective),
+        use_flow_sigmas=is_flow,
+    )
+    scheduler.set_timesteps(steps)
+    timesteps = diffusion.sampling_timesteps(T, steps, True)
+    ratio = sigma if is_flow else sigma / alpha
+    scheduler.sigmas = torch.cat([ratio[timesteps], torch.zeros(1)])
+    scheduler.timesteps = torch.tensor(timesteps)
+
+    def network(x_t, t):
+        x0 = torch.sin(3 * x_t + t / T)
+        return prediction_of(objective, x0, x_t, alpha[t], sigma[t])
+
+    def denoise(x_t, t):
+        t = t[0]
+        prediction = network(x_t, t)
+        return diffusion.predict_x0(objective, prediction, x_t, alpha[t], sigma[t]), 0.0
+
+    x_T = torch.randn(4, 3)
+    expected = x_T
+    for t in scheduler.timesteps:
+        expected = scheduler.step(network(expected, t), t, expected).prev_sample
+    found = diffusion.sample(denoise, x_T, alpha, sigma, steps, eta=0.0)
+    assert_close(found, expected, rtol=1e-3, atol=2e-4)
+    # A sample does not depend on its batch.
+    alone = diffusion.sample(denoise, x_T[2:3], alpha, sigma, steps, eta=0.0)
+    assert torch.equal(alone, found[2:3])
+
+
 @pytest.mark.parametrize("name", ["linear", "flow"])
-@pytest.mark.parametrize("eta", [0.5, 0.0])
+def test_inpainting_without_noise_takes_steps_of_ddim(name):
+    alpha, sigma = diffusion.alphas_sigmas(name, T)
+    predictions = torch.randn(T, 2, 3)
+    inputs = {}
+
+    def denoise(x_t, t):
+        inputs[t[0].item()] = x_t
+        return predictions[t[0]], 0.0
+
+    nothing = torch.full((2, 3), 7.0), torch.tensor(False)
+    settings = dict(eta=0.0, kept=nothing, resample=1)
+    diffusion.sample(denoise, torch.randn(2, 3), alpha, sigma, 6, **settings)
+    for t, t_prev in itertools.pairwise(inputs):
+        epsilon = (inputs[t] - alpha[t] * predictions[t]) / sigma[t]
+        expected = alpha[t_prev] * predictions[t] + sigma[t_prev] * epsilon
+        assert_close(inputs[t_prev], expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["linear", "flow"])
+@pytest.mark.parametrize("eta", [0.5, 1.0])
 @pytest.mark.parametrize("fraction", [0.0, 0.3, 1.0])
 def test_learned_variance_runs_from_the_posteriors_to_betas_times_eta(name, eta, fraction):
     alpha, sigma = diffusion.alphas_sigmas(name, T)
@@ -271,7 +365,8 @@ def test_learned_variance_runs_from_the_posteriors_to_betas_times_eta(name, eta,
     noise_fn = torch.ones_like
     x = torch.ones(1, 1)
     diffusion.sample(denoise, x, alpha, sigma, 6, eta, noise_fn)
-    t, t_prev, *_ = diffusion.sampling_timesteps(T, 6)
+    t, t_prev, *_ = diffusion.sampling_timesteps(T, 6, name == "flow")
+    # The first of six steps, from x_t = 1 to an x₀ of 0.
     a = alpha.double().tolist()
     s = sigma.double().tolist()
     ratio = a[t] / a[t_prev]
@@ -394,7 +489,7 @@ def test_what_is_kept_is_noised_to_the_level_of_each_step_and_again_before_it_is
     options = dict(noise_fn=torch.ones_like, kept=kept, resample=3)
     out = diffusion.sample(denoise, torch.ones(1, 1), alpha, sigma, 5, **options)
     assert out.item() == 2
-    timesteps = diffusion.sampling_timesteps(T, 5)
+    timesteps = diffusion.sampling_timesteps(T, 5, False)
     visited = [t for t, _ in inputs]
     assert visited == [t for t in timesteps[:-1] for _ in range(3)] + [0]
     a = alpha.double().tolist()

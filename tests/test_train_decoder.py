@@ -73,7 +73,7 @@ def trained(world):
         patch.setattr(embed, "builtin_data", lambda folder, device: str(world / "shapes"))
         patch.setattr(train_decoder, "train_stage", train_small)
         out = run(run_dir=world / "trained", device="cpu", eval_samples=6)
-    assert "trained, on test pictures:" in out
+    assert "trained, on test pictures; judge: the decoder's own CLIP" in out
     assert read_picture(world / "trained/cascade.png").any()
     return world / "trained/base", world / "trained/upsample"
 
@@ -396,6 +396,36 @@ def test_evaluate_repeats_the_metrics_of_training_on_any_ranks_and_takes_a_prior
     assert "bare: no captions, which --prior needs" in out
 
 
+def test_another_clip_of_another_width_may_judge_and_pictures_are_left_for_other_scores(
+    trained, world, monkeypatch
+):
+    settings = dict(steps=2, run_dir=trained, data=world / "plain", eval_samples=12, device="cpu")
+    run("evaluate", **settings, out="own.json")
+    run("evaluate", **settings, out="same.json", judge=world / "clip")
+    own = config.read_json("own.json")
+    assert config.read_json("same.json") == own
+    sizes = dict(steps=5, batch_size=32, embed_width=24, text_width=32, image_size=32)
+    embed.train(embed.Config(run_dir="judge", data=str(world / "plain"), **sizes), CPU)
+    out = run("evaluate", **settings, out="other.json", judge="judge", samples="samples", ranks=2)
+    assert "on test pictures; judge: judge" in out
+    other = config.read_json("other.json")
+    assert other.keys() == own.keys() and other["clip_score"] != own["clip_score"]
+
+    # The scores follow from the files, which are all there.
+    judge = clips.load("judge", CPU)
+    files = sorted(Path("samples/generated").glob("*.png"))
+    real = sorted(Path("samples/real").glob("*.png"))
+    assert [path.name for path in files] == [path.name for path in real]
+    texts = [path.with_suffix(".txt").read_text() for path in files]
+    pictures = torch.tensor(np.stack([read_picture(path) for path in files]))
+    text = judge.text_condition(texts, 1)["text_embed"]
+    cosines = torch.cosine_similarity(judge.embed_image(pictures), text)
+    assert len(files) == 12
+    assert 100 * cosines.clamp(min=0).mean().item() == pytest.approx(other["clip_score"], rel=1e-4)
+    out = run("evaluate", **settings, samples="samples", expect=1)
+    assert "--samples samples: expected a new folder, or an empty one" in out
+
+
 # Training, as a user runs it
 
 
@@ -473,6 +503,38 @@ def test_a_sample_is_the_same_in_any_batch_but_for_the_same_text_twice(
     settings |= dict(num_samples=1, steps=1, device="cpu", text=30 * "red ")
     out = run("sample", **settings)
     assert out.count("1 are cut, as they are longer than 18 tokens") == 1  # by the prior
+
+
+def test_a_negative_text_takes_the_place_of_no_text(trained, world):
+    text = "a small red star"
+    settings = dict(run_dir=trained, prior=world / "prior", guidance_scale=3, text=text)
+    plain = sample(**settings)
+    assert difference(plain, sample(**settings, negative_text="")) == 0
+    away = sample(**settings, negative_text="something blue")
+    assert difference(plain, away) > 10
+    assert difference(away, sample(**settings, negative_text="something blue", max_batch=1)) <= 1
+    # Away from the text itself, guidance leads nowhere.
+    settings |= dict(negative_text=text)
+    nowhere = sample(**settings)
+    assert difference(nowhere, sample(**settings | {"guidance_scale": 7})) <= 1
+
+
+@torch.no_grad()
+def test_guidance_runs_the_second_copy_with_the_negative_condition():
+    unet = make(text_encodings=True, objective="v").eval()
+    condition = inputs(unet)["condition"]
+    other = {name: value.flip(0) for name, value in condition.items()}
+    noise_fn = functools.partial(torch.full_like, fill_value=0.5)
+    settings = dict(count=3, steps=1, noise_fn=noise_fn)
+    positive = train_decoder.sample_images(unet, condition, **settings)
+    negative = train_decoder.sample_images(unet, other, **settings)
+    guided = train_decoder.sample_images(
+        unet, condition, **settings, guidance_scale=1.5, negative=other
+    )
+    inside = (positive.abs() < 1) & (negative.abs() < 1)  # not clipped
+    expected = (negative + 1.5 * (positive - negative)).clamp(-1, 1)
+    assert inside.any() and (positive - negative).abs().max() > 1e-3
+    assert_close(guided[inside], expected[inside], rtol=1e-3, atol=1e-4)
 
 
 def test_images_are_varied_and_interpolated(trained, world):
@@ -569,6 +631,7 @@ mistake = functools.partial(helpers.mistake, "train_decoder")
     "--stage upsample --low_res_size 32": "--image_size 32: --low_res_size must be smaller",
     "sample --text x --mask a.png": "--mask: without --image it does nothing",
     "sample --prior a": "--prior: without a text",
+    "sample --negative_text a": "--negative_text: without a text",
     "sample --text x --image a.png": "it needs --mask",
     "sample --text x --image a.png --mask b.png --to c.png": "and no --to",
     "sample --text x --steps 25,1001": "--steps 1001: expected 1 to 1000",
@@ -584,7 +647,9 @@ def test_mistakes_on_the_command_line_are_one_line_and_status_2(words, message):
     "sample --run_dir trained/upsample": "an upsampler needs the --image that it enlarges",
     "sample --run_dir trained/upsample --text x --image plain/0.png --mask plain/0.png":
         "takes no text",
+    "sample --run_dir trained --text x --negative_text y": "--negative_text: it needs guidance",
     "evaluate --run_dir trained/upsample --prior prior": "an upsampler, which needs none",
+    "evaluate --run_dir trained --judge none": "there is no CLIP here",
     "sample --run_dir=": "model.pt: no such checkpoint",
     "sample --run_dir trained/base --steps 1 --out .": ": .: is there, and not a file",
     "sample --run_dir trained --image plain/00000.png --mask trained/cascade.png":

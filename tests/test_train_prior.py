@@ -182,9 +182,10 @@ def test_sampling_with_guidance_equals_a_slow_uncached_loop(inputs):
     def noise_fn(x):
         return torch.full_like(x, 0.5)
 
-    out = train_prior.sample_embeddings(prior, condition, 4, 2.5, 0.0, noise_fn)
+    # Of two steps both are DDIM's.
+    out = train_prior.sample_embeddings(prior, condition, 2, 2.5, 0.0, noise_fn)
     x = torch.full((4, 16), 0.5)
-    for t, after in zip([999, 666, 333, 0], [666, 333, 0, None]):
+    for t, after in [(999, 499), (499, None)]:
         timestep = torch.full((4, 1), t)
         null = prior(x[:, None], timestep, condition, torch.full((4,), True))[:, 0]
         text = prior(x[:, None], timestep, condition, torch.full((4,), False))[:, 0]
@@ -397,6 +398,7 @@ def test_guidance_is_refused_for_a_model_that_never_trained_without_text(emb):
         ("sample --texts x --text_embeds y", 2, "--text_embeds: beside --texts"),
         ("sample --text_embeds y --clip z", 2, "--clip: without a text it does nothing"),
         ("sample --best_of 3", 2, "--best_of: without a text"),
+        ("sample --text_embeds y --negative_text z", 2, "--negative_text: without a text"),
         ("sample --run_dir used --text_embeds narrow/text_emb/text_emb_0.npy", 1, "8 wide"),
         ("sample --run_dir used --text_embeds none.npy", 1, "0 rows 16 wide"),
         ("sample --run_dir used --steps 1001", 1, "1001 sampling steps: expected 1 to"),
@@ -492,6 +494,21 @@ def test_samples_without_a_text_are_those_of_the_clips_encoding_of_an_empty_text
         assert np.abs(of_text - others).max() > 1e-3
     out, _ = sample(folder, text=20 * "red ")
     assert "1 are cut, as they are longer than 18 tokens" in out
+
+
+def test_a_negative_text_takes_the_place_of_no_text(world):
+    settings = dict(text=STAR, guidance_scale=3, best_of=1)
+    _, guided = sample(world / "run", **settings)
+    _, by_empty = sample(world / "run", **settings, negative_text="")
+    assert np.array_equal(guided, by_empty)
+    _, away = sample(world / "run", **settings, negative_text="something blue")
+    assert np.abs(guided - away).max() > 1e-3
+    # Away from the text itself, guidance leads nowhere.
+    _, by_itself = sample(world / "run", **settings, negative_text=STAR)
+    _, not_guided = sample(world / "run", **settings | {"guidance_scale": 1})
+    assert_allclose(by_itself, not_guided, atol=1e-5)
+    out = run("sample", run_dir=world / "run", text=STAR, negative_text="x", expect=1)
+    assert "--negative_text: it needs guidance, by a --guidance_scale above 1" in out
 
 
 def evaluated(words):

@@ -177,7 +177,7 @@ def train(cfg, device=None):
     pixels = torch.from_numpy(np.concatenate([pixels for pixels, _ in batches])).to(device)
     tokens = model.tokenize(captions)
     tokens = tokens[:, (tokens != clip.PAD).any(0)].to(device)  # (N, L), L of the longest text
-    labels = torch.arange(cfg.batch_size, device=device)  # caption i is that of image i
+    _, group = tokens.unique(dim=0, return_inverse=True)  # (N,), equal for equal captions
     best = 0.0
     for step in tracker.progress(range(1, cfg.steps + 1), desc="small CLIP", unit="step"):
         lr = schedule.learning_rate(step - 1, cfg.lr, cfg.steps // 10, cfg.steps, cosine=True)
@@ -188,11 +188,10 @@ def train(cfg, device=None):
         images = pixels[indices]
         if cfg.crop_scale < 1 or cfg.flip:
             images = augment(images, cfg.crop_scale, cfg.flip)
-        # Radford et al. 2021, Figure 3.
         image = F.normalize(model.embed_image(images), dim=-1)
         text = F.normalize(model.embed_text(tokens[indices])[0], dim=-1)
         logits = model.logit_scale.clamp(max=math.log(100)).exp() * image @ text.T  # (B, B)
-        loss = (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
+        loss = clip.contrastive_loss(logits, group[indices])
         loss.backward()
         for optimizer in optimizers:
             optimizer.step()

@@ -209,6 +209,19 @@ def center_crop(images, size):
     return central_square(resize(images, size)).clamp(0, 1)
 
 
+def contrastive_loss(logits, group):
+    """The symmetric cross-entropy of Radford et al. 2021, Figure 3, of logits (B, B).
+
+    Row i is of image i, column i of its caption. group (B,): ints, equal for equal captions. Pairs
+    of different images with equal captions are no negatives, as each caption fits both.
+    """
+    own = torch.arange(len(logits), device=logits.device)
+    is_same = group[:, None] == group  # (B, B)
+    is_same[own, own] = False
+    logits = logits.masked_fill(is_same, -math.inf)
+    return (F.cross_entropy(logits, own) + F.cross_entropy(logits.T, own)) / 2
+
+
 def retrieval(queries, references, captions):
     """The fraction of queries (N, D) whose nearest of 100 references (N, D) has their caption.
 

@@ -42,8 +42,7 @@ def alphas_sigmas(name, timesteps):
         sigma = torch.arange(1, timesteps + 1, dtype=torch.float64) / timesteps
         alpha = 1 - sigma
     else:
-        beta = noise_betas(name, timesteps)
-        alphas_bar = torch.cumprod(1 - beta, 0)
+        alphas_bar = (1 - noise_betas(name, timesteps)).cumprod(0)
         alpha = alphas_bar.sqrt()
         sigma = (1 - alphas_bar).sqrt()
     return alpha.float(), sigma.float()
@@ -80,9 +79,8 @@ def sample_timesteps(density, shape, timesteps, device):
 
 def extract(table, timestep, like):
     """Entries of `table` (T,) at `timestep` (…), shaped to broadcast against `like` (…, *)."""
-    values = table[timestep]
-    ones = (1,) * (like.ndim - values.ndim)
-    return values.reshape(values.shape + ones)
+    ones = (1,) * (like.ndim - timestep.ndim)
+    return table[timestep].reshape(timestep.shape + ones)
 
 
 def levels(model, timestep, like):
@@ -125,32 +123,26 @@ def dream(noise, predicted, sigma):
     return noise + sigma * (noise - predicted)
 
 
-def snr(alpha, sigma):
-    """Signal-to-noise ratio α²/σ², at least 1e-20, so that one can divide by it at α = 0."""
-    ratio = (alpha / sigma) ** 2
-    return ratio.clamp(min=1e-20)
-
-
 def loss_weight(kind, objective, alpha, sigma):
     """Weight of a squared error of the `objective`, at each level (α, σ).
 
-    "min_snr": min(SNR, 5) on x₀ (Hang et al. 2023, §3.4), converted to the objective: an error e in
-    x₀ is e·α/σ in epsilon, and e/σ in v (σ² = 1/(SNR + 1)) and in flow.
+    "min_snr": min(SNR, 5) on x₀ (Hang et al. 2023, §3.4), times the squared error in x₀ that an
+    error of 1 makes in what the network predicts.
     Of flow alone: "cosmap" = 2/(π(1 - 2σ + 2σ²)) (Esser et al. 2024, Eq. 21), "sigma_sqrt" = σ^-2,
     at most T².
     """
     if kind == "none":
         return torch.ones_like(sigma)
     if kind == "cosmap":
-        return 2 / (math.pi * (1 - 2 * sigma + 2 * sigma**2))
+        return 2 / (math.pi * (alpha**2 + sigma**2))
     if kind == "sigma_sqrt":
         return sigma**-2
     if kind != "min_snr":
         raise ValueError(kind)
-    ratio = snr(alpha, sigma)
-    weight = ratio.clamp(max=5.0)  # on x0
-    x0_per_error = {"x0": 1, "epsilon": ratio, "v": ratio + 1, "flow": sigma**-2}  # squared
-    return weight / x0_per_error[objective]
+    alpha = alpha.clamp(min=1e-10)  # which is 0 at pure noise
+    weight = ((alpha / sigma) ** 2).clamp(max=5.0)  # on x0
+    x0_per_error = predict_x0(objective, 1, 0, alpha, sigma)
+    return weight * x0_per_error**2
 
 
 def classifier_free_guidance(conditional, unconditional, scale):
@@ -170,27 +162,24 @@ def variational_bound(x0, timestep, predicted_x0, interpolation, alpha, sigma):
     # σ_t² - (α_t/α_{t-1})²·σ_{t-1}² loses less to rounding than β_t = 1 - (α_t/α_{t-1})².
     alpha_prev = F.pad(alpha[:-1], (1, 0), value=1.0)
     sigma_prev = F.pad(sigma[:-1], (1, 0))
-    beta = sigma**2 - (alpha / alpha_prev * sigma_prev) ** 2
-    beta = beta.clamp(min=1e-20)
+    beta = (sigma**2 - (alpha / alpha_prev * sigma_prev) ** 2).clamp(min=1e-20)
     posterior_variance = beta * (sigma_prev / sigma) ** 2  # β̃_t
     posterior_variance[0] = posterior_variance[1]  # as 0 has no logarithm
     x0_coefficient = alpha_prev * beta / sigma**2
 
     log_beta = extract(beta.log(), timestep, x0)
     log_posterior = extract(posterior_variance.log(), timestep, x0)
-    log_variance = interpolation * log_beta + (1 - interpolation) * log_posterior
-    error = x0 - predicted_x0.detach()
-    error = extract(x0_coefficient, timestep, x0) * error  # of the mean
+    log_variance = log_posterior.lerp(log_beta, interpolation)
+    inverse_std = (-0.5 * log_variance).exp()
+    error = extract(x0_coefficient, timestep, x0) * (x0 - predicted_x0.detach())  # of the mean
 
     # t > 0: KL(N(0, β̃) || N(error, exp(log_variance))).
-    kl = log_variance - log_posterior - 1
-    kl = kl + (log_posterior - log_variance).exp()
-    kl = 0.5 * (kl + error**2 * (-log_variance).exp())
+    log_ratio = log_posterior - log_variance
+    kl = 0.5 * (log_ratio.exp() - log_ratio - 1 + (error * inverse_std) ** 2)
 
     # t = 0: -log of the mass of the pixel's bin (Ho et al. 2020, Eq. 13), a difference of two lower
     # tails, in logarithms. The outermost bins go on to infinity.
     half_bin = 1 / 255
-    inverse_std = (-0.5 * log_variance).exp()
     is_outermost = x0.abs() > 0.999
     distance = torch.where(is_outermost, error * x0.sign(), error.abs())
     upper = log_ndtr((half_bin - distance) * inverse_std)
@@ -198,18 +187,20 @@ def variational_bound(x0, timestep, predicted_x0, interpolation, alpha, sigma):
     mass_ratio = (lower - upper).clamp(max=-1e-6).exp()  # < 1 however large the variance
     likelihood = upper + torch.log1p(-mass_ratio.masked_fill(is_outermost, 0))
 
-    kl = kl.flatten(1).mean(1)
-    decoder_nll = -likelihood.flatten(1).mean(1)
+    kl, decoder_nll = torch.stack([kl, -likelihood]).flatten(2).mean(2)  # (B,) each
     nats = torch.where(timestep == 0, decoder_nll, kl)
     return nats / math.log(2)
 
 
-def sampling_timesteps(timesteps, steps):
-    """`steps` evenly spaced timesteps from T-1 down to 0, as in Karlo (T-1 alone for one step)."""
-    if steps == 1:
-        return [timesteps - 1]
-    stride = (timesteps - 1) / (steps - 1)
-    return [round(i * stride) for i in reversed(range(steps))]
+def sampling_timesteps(timesteps, steps, to_zero):
+    """`steps` evenly spaced timesteps from T-1 down to 0, as in Karlo (T-1 alone for one step).
+
+    to_zero: t = 0 is left out, as x_t is almost x₀ there, and the last step, from T/steps - 1, is
+    as long as the others ("trailing", Lin et al. 2023, Table 2).
+    """
+    last = timesteps / steps - 1 if to_zero or steps == 1 else 0
+    stride = (timesteps - 1 - last) / max(1, steps - 1)
+    return [round(last + i * stride) for i in reversed(range(steps))]
 
 
 @torch.no_grad()
@@ -227,55 +218,66 @@ def sample(
     """Integrate from noise x at level T-1 to x₀ in `steps` steps.
 
     `denoise(x_t, t (B,))` returns (x₀, f): the prediction, and f of a learned variance, or 0.
-    eta = 0 is DDIM (for flow: Euler's method), eta = 1 is ancestral sampling: the posterior of the
-    respaced chain (DDIM, Song et al. 2021, Eq. 12 and 16). `denoise` is given the level that x_t is
-    at. The last step ends at x₀ itself. alpha, sigma: (T,). `noise_fn(x)` draws noise like x. With
-    f, the variance is exp(f·log β + (1-f)·log β̃) of the respaced chain, times eta² (Nichol &
-    Dhariwal 2021, Eq. 15 and §4).
+    eta = 0 draws no noise: DPM-Solver++(2M), of second order (Lu et al. 2022, arXiv 2211.01095,
+    Alg. 2). eta = 1 is ancestral sampling: the posterior of the respaced chain (DDIM, Song et al.
+    2021, Eq. 12 and 16). `denoise` is given the level that x_t is at. The last step ends at x₀
+    itself. alpha, sigma: (T,). `noise_fn(x)` draws noise like x. With f, the variance is
+    exp(f·log β + (1-f)·log β̃) of the respaced chain, times eta² (Nichol & Dhariwal 2021, Eq. 15
+    and §4).
 
     Inpainting (RePaint, Lugmayr et al. 2022, Alg. 1, with a jump length of 1): `kept` is images of
     x₀ and a bool mask (broadcast). Where it is true, the result is exactly these; the rest is
     filled in. Every step but the last is taken `resample` times, noised again in between, so that
-    what is filled in fits what is kept: 1 is fast and fits badly, 5 to 10 is usual.
+    what is filled in fits what is kept: 1 is fast and fits badly, 5 to 10 is usual. As x_t jumps
+    between steps, they are of first order: with eta = 0 DDIM's.
     """
-    timesteps = sampling_timesteps(len(alpha), steps)
-    alphas = alpha.tolist()
-    sigmas = sigma.tolist()
+    log_snr = (alpha / sigma).log()  # λ of DPM-Solver: half of the SNR's logarithm
+    table = torch.stack([alpha, sigma, log_snr], 1).tolist()
+    # DDPM's timesteps are those of published samplers, which flow has not. To t = 0 the step in λ
+    # is long: there 2M, which goes on along a line, would go wrong.
+    timesteps = sampling_timesteps(len(alpha), steps, not eta or alpha[-1] == 0)
+    before = None  # (x₀, h) of the step before
     if kept:
         known, mask = kept
     else:
         resample = 1  # nothing to fit
 
     for t, t_prev in zip(timesteps, [*timesteps[1:], None]):
-        for repeat in range(resample):
+        for more in reversed(range(resample)):
             timestep = torch.full((len(x),), t, device=x.device)
             x0, interpolation = denoise(x, timestep)
             if t_prev is None:
-                return torch.where(mask, known, x0) if kept else x0
+                if kept:
+                    x0 = torch.where(mask, known, x0)
+                return x0
 
-            # The respaced chain: x_t = ratio·x_prev + √β·noise, with β̃ = (σ_prev/σ_t)²·β.
-            alpha_t = alphas[t]
-            sigma_t = sigmas[t]
-            alpha_prev = alphas[t_prev]
-            sigma_prev = sigmas[t_prev]
-            ratio = alpha_t / alpha_prev
-            root_beta = math.sqrt(max(0.0, sigma_t**2 - (ratio * sigma_prev) ** 2))  # √β
-            sigma_ratio = sigma_prev / sigma_t
+            alpha_t, sigma_t, lambda_t = table[t]
+            alpha_prev, sigma_prev, lambda_prev = table[t_prev]
+            h = lambda_prev - lambda_t
+
+            # 2M is DDIM's step with the x₀ of its middle, on the line in λ through the last two. It
+            # is DDIM's own at first, and after flow's first step, where h = ∞.
+            latest = x0, h
+            if before and not eta and not kept:
+                x0_before, h_before = before
+                x0 = x0 + (x0 - x0_before) * h / h_before / 2
+            before = latest
+
+            # The respaced chain: x_t = α_t/α_prev·x_prev + √β·noise, with e^(-2h) = 1 - β/σ_t².
+            root = math.sqrt(-math.expm1(-2 * h))  # √β/σ_t, and √β̃/σ_prev
 
             # Eq. 12 and 16: x_prev = α_prev·x₀ + √(σ_prev² - η²β̃)·ε + η·√β̃·noise.
-            noise = (x - alpha_t * x0) / sigma_t
-            variance = (eta * sigma_ratio * root_beta) ** 2
-            remaining = max(0.0, sigma_prev**2 - variance)
-            x = alpha_prev * x0 + math.sqrt(remaining) * noise
+            noise_std = eta * sigma_prev * root
+            epsilon = (x - alpha_t * x0) / sigma_t
+            x = alpha_prev * x0 + math.sqrt(sigma_prev**2 - noise_std**2) * epsilon
             if eta:
-                noise_std = eta * sigma_ratio ** (1 - interpolation) * root_beta
-                x = x + noise_std * noise_fn(x)
+                x = x + noise_std * (sigma_t / sigma_prev) ** interpolation * noise_fn(x)
 
             if kept:
                 noised = alpha_prev * known + sigma_prev * noise_fn(x)
                 x = torch.where(mask, noised, x)
-            if repeat < resample - 1:
-                x = ratio * x + root_beta * noise_fn(x)
+            if more:
+                x = alpha_t / alpha_prev * x + sigma_t * root * noise_fn(x)
 
 
 def noise_generator(seeds, device, draws=1):
