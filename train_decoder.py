@@ -1402,6 +1402,7 @@ def sample(args):
     write_png(grid, args.out)
     print(f"wrote {args.out}: {len(pictures)} pictures of {size}x{size}")
     if args.pictures:
+        files.mark_output(args.pictures)
         for i, picture in enumerate(pictures):
             text, k = divmod(i, args.num_samples)
             write_png(picture, f"{args.pictures}/{text:04d}_{k:04d}.png")

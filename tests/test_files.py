@@ -26,6 +26,18 @@ def test_links_to_folders_are_entered_once_broken_ones_counted_and_hidden_folder
     assert message in capsys.readouterr().err
 
 
+def test_runs_and_samples_below_a_folder_are_no_data_unless_the_folder_itself_is_one(
+        tmp_path, capsys):
+    write_files(tmp_path, {"a.wav": b"", "run/auto_resume.json": b"", "run/samples/b.wav": b""})
+    files.mark_output(tmp_path / "deep/sounds")
+    write_files(tmp_path, {"deep/sounds/c.wav": b"", "deep/d.wav": b""})
+    names = [path.relative_to(tmp_path).as_posix() for path in files.files_below(tmp_path)]
+    assert names == ["a.wav", "deep/d.wav"]
+    message = f"note: 2 folders of runs or samples are left out: {tmp_path / 'deep/sounds'}, …"
+    assert message in capsys.readouterr().err
+    assert tmp_path / "run/samples/b.wav" in files.files_below(tmp_path / "run")
+
+
 def test_a_folder_that_may_not_be_read_is_an_error(tmp_path, monkeypatch):
     def refuse(path):
         raise PermissionError(13, "Permission denied", str(path))

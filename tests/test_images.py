@@ -219,6 +219,26 @@ def test_tars_may_be_a_range_or_a_folder(pattern, tmp_path):
     assert [dataset.key(i) for i in range(len(dataset))] == [f"{i:09d}" for i in range(3)]
 
 
+def test_a_link_in_a_tar_is_the_file_that_it_names_and_others_are_counted(tmp_path, capsys):
+    """As GNU tar and Python store files of two names, and links in any order."""
+    write_files(tmp_path / "set", {"b.png": b"picture b", "b.txt": b"text", "x/y.txt": b"deep"})
+    for name, target in {"a.png": "b.png", "c.png": "a.png", "d.png": "x/../c.png",
+                         "x/e.png": "../b.png", "x/e.txt": "y.txt", "f.png": "/etc/passwd",
+                         "g.png": "gone.png", "h.png": "h.png"}.items():
+        (tmp_path / "set" / name).symlink_to(target)
+    for name in ("a", "c", "d", "z"):
+        (tmp_path / f"set/{name}.txt").hardlink_to(tmp_path / "set/b.txt")
+    (tmp_path / "set/z.png").hardlink_to(tmp_path / "set/b.png")
+    with tarfile.open(tmp_path / "0.tar", "w") as archive:
+        archive.add(tmp_path / "set", ".")
+    dataset = images.CaptionedImages(tmp_path)
+    found = {dataset.key(i): (dataset.read(i, "image"), dataset.caption(i))
+             for i in range(len(dataset))}
+    expected = {f"./{name}": (b"picture b", "text") for name in "abcdz"}
+    assert found == expected | {"./x/e": (b"picture b", "deep")}
+    assert "left out are 3 links to no file in the tar, or devices" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name, message", [
     ("{00000..00001}.tar", r"00001\.tar"),
     ("0.tar.gz", r"0\.tar\.gz: corrupt .* or another file; expected tars, unpacked as by gunzip"),

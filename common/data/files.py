@@ -13,21 +13,40 @@ class Unusable(UserError):
     """A sample that cannot be used, with the reason. Training goes on with the next one."""
 
 
+# A folder with one of these files has what this project made.
+OUTPUT_MARKS = {"auto_resume.json", ".output"}
+
+
+def mark_output(folder):
+    """Mark a folder, which is made if it is not there, as output: `files_below` leaves it out."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / ".output").touch()
 
 
 def files_below(folder):
-    """Sorted paths of the files below a folder. Links to folders are entered, each folder once."""
+    """Sorted paths of the files below a folder. Links to folders are entered, each folder once.
+
+    Runs and other outputs of this project are left out, with a note: their samples are no data, and
+    they change. `folder` itself may be one.
+    """
     entered = set()
+    outputs = []
     files = []
     for parent, folders, names in os.walk(folder, onerror=fail_if_refused, followlinks=True):
         real = os.path.realpath(parent)
-        if real in entered:
+        is_output = entered and not OUTPUT_MARKS.isdisjoint(names)
+        if is_output:
+            outputs.append(parent)
+        if is_output or real in entered:
             folders.clear()  # os.walk goes no deeper
             continue
         entered.add(real)
         # Not hidden ones. Which of two links is entered must not depend on the file system.
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         files += [Path(parent, name) for name in names]
+    if outputs:
+        config.note(f"{len(outputs)} folders of runs or samples are left out: {min(outputs)}, …")
     broken = [file for file in files if not file.exists()]
     if broken:
         config.note(f"{len(broken)} links lead nowhere, and are left out: {min(broken)}, …")

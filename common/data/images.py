@@ -36,6 +36,7 @@ TAR_NAME = r"(?s)((?:.*/)?[^/.]+)\.?([^/]*)"
 FILE_NAME = r"(?s)((?:.*/)?[^/.][^/]*?)(?:\.|\Z)([^/.]*)"
 FILE = [("extension", "S5"), ("offset", np.int64), ("size", np.int64)]
 ENTRY = np.dtype([("tar", np.int32), ("image", FILE), ("caption", FILE), ("embedding", FILE)])
+MAX_LINKS = 8  # to follow, one to another
 BUILTIN_ROWS = 25_000  # of the captioned shapes
 # Of the places of a square. 1/2 itself would be the later one of the two in an even number.
 MIDDLE = 0.4999999
@@ -110,7 +111,7 @@ class CaptionedImages:
         self.metadata = []  # files
         unused = collections.Counter()  # {kind: files}, for the note
         table = {}  # rows whose image was not found yet
-        listings = map(list_tar, self.tars)
+        listings = (list_tar(tar, unused) for tar in self.tars)
         pattern = TAR_NAME
         if not self.tars:
             found = files.files_below(path)
@@ -224,18 +225,43 @@ def find_tars(path):
     return [Path(f"{before}{number:0{len(first)}}{after}") for number in numbers]
 
 
-def list_tar(tar):
-    """(name, offset, size) of the files in a tar. UserError if it is damaged, or another file."""
+def list_tar(tar, unused):
+    """(name, offset, size) of the files in a tar. UserError if it is damaged, or another file.
+
+    Those of a link are of the member that it names. `unused` counts other links, and devices.
+    """
+    members = []  # (name, place), where a place is (offset, size), or the name in a symbolic link
+    places = {}  # {path: its last place}
     damaged = config.explained(
         f"{tar}: corrupt or truncated tar, or another file; expected tars, unpacked as by gunzip, "
         "or a folder of images, with their metadata.csv or .jsonl in it"
     )
     with open(tar, "rb") as file, damaged, tarfile.open(fileobj=file, mode="r:") as archive:
-        members = [(each.name, each.offset_data, each.size) for each in archive if each.isfile()]
+        for each in archive:
+            path = posixpath.normpath(each.name)
+            place = None
+            if each.isfile():
+                place = each.offset_data, each.size
+            elif each.islnk():  # GNU tar stores a file of two names once; the member is before it
+                place = places.get(posixpath.normpath(each.linkname))
+            elif each.issym():
+                target = posixpath.join(posixpath.dirname(path), each.linkname)
+                place = posixpath.normpath(target)
+            if not each.isdir():
+                places[path] = place
+                members.append((each.name, place))
         file.seek(archive.offset)
         if file.read(512) != bytes(512):  # tarfile stops silently at damage
             raise tarfile.ReadError(f"no member and no end at byte {archive.offset}")
-    return members
+    listing = []
+    for name, place in members:
+        for _ in range(MAX_LINKS):
+            if isinstance(place, str):
+                place = places.get(place)
+        if isinstance(place, tuple):
+            listing.append((name, *place))
+    unused["links to no file in the tar, or devices"] += len(members) - len(listing)
+    return listing
 
 
 def read_metadata(folder, paths, unused):
