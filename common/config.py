@@ -52,7 +52,7 @@ def explained(message, kind=UserError):
         raise
     except Exception as error:
         # Without addresses in memory: a fault has the same message whenever it is met.
-        reason = re.sub(r" at 0x[0-9a-f]+", "", repr(error))
+        reason = re.sub(r" at 0x[0-9a-f]+", "", f"{type(error).__name__}: {error}")
         raise kind(f"{message} ({reason:.300})") from error
 
 
@@ -68,12 +68,13 @@ def note(text):
 
 
 def need(module, wanted_by, package=None):
-    """The optional `module`, imported; UserError says how to install its package."""
-    try:
+    """The optional `module`, imported; UserError says how to install its package.
+
+    A package that is there may fail in any way, as without a library of the system.
+    """
+    package = package or module.partition(".")[0]
+    with explained(f"{wanted_by} needs {package}: pip install {package}"):
         return importlib.import_module(module)
-    except ImportError:
-        package = package or module.partition(".")[0]
-        raise UserError(f"{wanted_by} needs {package}: pip install {package}") from None
 
 
 # Settings

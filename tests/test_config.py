@@ -270,7 +270,7 @@ def test_a_fault_of_the_program_keeps_its_traceback(kind, monkeypatch, capsys):
 
 
 def test_an_error_is_explained_by_a_message_unless_it_explains_itself():
-    damaged = pytest.raises(UserError, match=r"^a\.npy: damaged \(KeyError\('b'\)\)$")
+    damaged = pytest.raises(UserError, match=r"^a\.npy: damaged \(KeyError: 'b'\)$")
     with damaged as caught, config.explained("a.npy: damaged"):
         raise KeyError("b")
     assert isinstance(caught.value.__cause__, KeyError)

@@ -105,6 +105,24 @@ def decoded(pixels, dtype=np.uint8, **settings):
     return images.decode_image(content, "a.png")[0].tolist()
 
 
+@pytest.mark.parametrize("kind", ["zTXt", "iTXt", "iCCP"])
+def test_a_png_with_a_long_text_or_profile_is_read(kind):
+    """As image tools store their workflows."""
+    PngImagePlugin = pytest.importorskip("PIL.PngImagePlugin")
+    info = PngImagePlugin.PngInfo()
+    text = "workflow " * 200_000
+    settings = {"pnginfo": info}
+    if kind == "iCCP":
+        settings = {"icc_profile": text.encode()}
+    elif kind == "iTXt":
+        info.add_itxt("prompt", text, zip=True)
+    else:
+        info.add_text("prompt", text, zip=True)
+    content = encoded(ramp(8, 8), **settings)
+    assert kind.encode() in content
+    assert_array_equal(images.decode_image(content, "a.png"), ramp(8, 8))
+
+
 def test_16_bits_become_8():
     assert decoded([0, 1000, 32896, 65535], np.uint16) == [[0] * 3, [4] * 3, [128] * 3, WHITE]
 
@@ -249,6 +267,18 @@ def test_what_is_no_tar_is_named(name, message, tmp_path):
     write_files(tmp_path, {"0.tar.gz": b"", "metadata.csv": b""})
     with pytest.raises((UserError, OSError), match=message):
         images.CaptionedImages(tmp_path / name)
+
+
+@pytest.mark.parametrize("write, path", [(write_files, "folder"), (write_tar, "0.tar")])
+def test_names_with_accents_in_either_form_of_unicode_are_one_key(write, path, tmp_path):
+    image = media.png(picture(0))
+    names = ["u\u0308/a\u0308.png", "u\u0308/\xe4.txt", "\xf6.png", "o\u0308.txt"]
+    write(tmp_path / path, dict(zip(names, [image, b"one", image, b"two"])))
+    dataset = images.Pictures(tmp_path / path, 8)
+    batch, usable = dataset.fetch(range(2))
+    assert usable.all()
+    captions = {dataset.key(i): caption for i, caption in enumerate(batch["caption"])}
+    assert captions == {"\xfc/\xe4": "one", "\xf6": "two"}
 
 
 @pytest.mark.parametrize("write, path, keys, unused", [
@@ -490,6 +520,14 @@ def test_without_pillow_reading_ends_in_the_line_that_installs_it(tmp_path, monk
     monkeypatch.setitem(sys.modules, "PIL.Image", None)  # makes its import fail
     with pytest.raises(UserError, match=r"/a\.png: .*pip install pillow"):
         images.Pictures(tmp_path, 8).fetch([0])
+
+
+def test_an_old_pillow_is_told_and_no_file_is_blamed(tmp_path, monkeypatch):
+    Image = pytest.importorskip("PIL.Image")
+    write_image(tmp_path, picture(0))
+    monkeypatch.delattr(Image.Image, "has_transparency_data")
+    with pytest.raises(UserError, match=r"^images need pillow 10.1: pip install 'pillow>=10.1'$"):
+        images.Pictures(tmp_path, 8).check()
 
 
 # The built-in shapes

@@ -51,8 +51,12 @@ def decode_image(content, name):
     transparent is white. 16 bits become 8.
     """
     Image = config.need("PIL.Image", f"{name}: reading {Path(name).suffix} images", "pillow")
-    from PIL import ImageCms, ImageOps
+    from PIL import ImageCms, ImageOps, PngImagePlugin
 
+    if not hasattr(Image.Image, "has_transparency_data"):
+        raise UserError("images need pillow 10.1: pip install 'pillow>=10.1'")
+    # Texts and ICC profiles of PNGs may be long: workflows of image tools are.
+    PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY
     with config.explained(f"{name}: not a readable image", Unusable):
         # Other formats are refused, because Pillow runs programs for some.
         image = Image.open(io.BytesIO(content), formats=("JPEG", "PNG", "WEBP"))
@@ -109,6 +113,7 @@ class CaptionedImages:
         self.needs_captions = needs_captions
         self.tars = find_tars(self.path)
         self.metadata = []  # files
+        self.renamed = {}  # {name in NFC: name on the disk}, below `path`; macOS keeps NFD
         unused = collections.Counter()  # {kind: files}, for the note
         table = {}  # rows whose image was not found yet
         listings = (list_tar(tar, unused) for tar in self.tars)
@@ -117,9 +122,12 @@ class CaptionedImages:
             found = files.files_below(path)
             self.metadata = [file for file in found if file.name.lower() in METADATA]
             table = read_metadata(self.path, self.metadata, unused)
-            members = [
-                (file.relative_to(path).as_posix(), 0, file.stat().st_size) for file in found
-            ]
+            members = []
+            for file in found:
+                name = file.relative_to(path).as_posix()
+                if name != files.nfc(name):
+                    self.renamed[files.nfc(name)] = name
+                members.append((name, 0, file.stat().st_size))
             listings = [members]
             pattern = FILE_NAME
 
@@ -134,7 +142,7 @@ class CaptionedImages:
             for key, sample in group(members, pattern, unused):
                 captions = pick(sample, CAPTIONS)[:1]
                 for image in pick(sample, IMAGES):
-                    row = table.pop(files.nfc(f"{key}.{image[0]}"), None)
+                    row = table.pop(f"{key}.{image[0]}", None)
                     caption = "", 0, 0
                     if row is None and captions:
                         caption = captions.pop()
@@ -163,7 +171,7 @@ class CaptionedImages:
         return len(self.entries)
 
     def key(self, index):
-        """KEY of an image; it includes folders in the tar or below `path`."""
+        """KEY of an image, in NFC; it includes folders in the tar or below `path`."""
         return os.fsdecode(self.keys[index])
 
     def split(self, name, validation, test, seed=0):
@@ -174,7 +182,9 @@ class CaptionedImages:
         """Path of the "image", "caption" or "embedding" of a sample; in a tar: tar and member."""
         entry = self.entries[index]
         member = f"{self.key(index)}.{entry[kind]['extension'].decode()}"
-        return f"{self.tars[entry['tar']]}: {member}" if self.tars else f"{self.path}/{member}"
+        if self.tars:
+            return f"{self.tars[entry['tar']]}: {member}"
+        return f"{self.path}/{self.renamed.get(member, member)}"
 
     def read(self, index, kind):
         """The bytes of the "image", "caption" or "embedding" of a sample."""
@@ -311,7 +321,7 @@ def group(members, pattern, unused):
     places_of = collections.defaultdict(list)  # {KEY: its places}
     last = None  # KEY of the file before
     for name, offset, size in members:
-        match = re.fullmatch(pattern, name)
+        match = re.fullmatch(pattern, files.nfc(name))
         if not match:
             continue
         key, extension = match.groups()
