@@ -117,13 +117,13 @@ class SharedConfig(config.TrainingRun):
     preset: str = field("", "settings by name: speech-small, audiolm-16khz; --config and flags win")
     run_dir: str = field("runs/audio", "folder of the runs; a stage's run is RUN/STAGE")
     data: str = field(
-        "syllables", 'folder of recordings (wav, flac, ogg, opus, mp3), or "syllables": built in'
+        "syllables", 'folder of recordings (wav, flac, ogg, opus, mp3, aiff), or "syllables"'
     )
     sample_rate: PositiveInt = field(
         8_000, "samples a second; recordings of other rates are resampled", fixed=True
     )
     speaker_pattern: str = field(
-        "", 'regular expression; group 1 in a file name is the speaker; "": the folder is'
+        "", 'regular expression; group 1 in a path below --data is the speaker; "": the folder is'
     )
     # Optimization
     warmup_steps: NonNegativeInt = field(50, "steps of linear warm-up")

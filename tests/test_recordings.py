@@ -50,6 +50,8 @@ def test_16_bit_wav_needs_no_package_and_parts_are_slices(channels, path, monkey
     ("a.wav", "WAVEX", "PCM_24", 1e-6),
     ("a.wav", "WAV", "IMA_ADPCM", 0.2),
     ("a.flac", "FLAC", "PCM_16", 2.0 ** -15),
+    ("a.aiff", "AIFF", "PCM_24", 1e-6),
+    ("a.au", "AU", "ULAW", 0.05),
     ("a.ogg", "OGG", "VORBIS", 0.1),
     ("a.mp3", "MP3", "MPEG_LAYER_III", 0.1),
 ])
@@ -89,8 +91,20 @@ def test_a_wav_file_that_was_cut_or_streamed_is_read_by_soundfile_up_to_its_end(
         recordings.read(path)
 
 
+def test_a_soundfile_that_does_not_import_gives_its_own_error_and_no_file_is_blamed(
+        path, monkeypatch):
+    path.write_bytes(GOOD[:-1])
+    write_files(path.parent, {"soundfile.py": b"raise OSError('sndfile library not found')"})
+    monkeypatch.syspath_prepend(path.parent)
+    monkeypatch.delitem(sys.modules, "soundfile", raising=False)
+    with pytest.raises(Unusable, match=r"install soundfile.*sndfile library not found") as error:
+        recordings.read(path)
+    assert "not a readable" not in str(error.value)
+
+
 @pytest.mark.parametrize("content, message", [
-    (b"", "not a readable audio file"),
+    (b"", r"not a readable audio file \(LibsndfileError: .* Format not recognised"),
+    ([0.1, 1e38], r"samples that are not finite, or beyond 4.29497e\+09"),
     (patched(24, 999), "999 Hz, expected 1000 to 768000"),
     (None, "not a file"),
     ([0.1, np.nan], "samples that are not finite"),
@@ -187,7 +201,8 @@ def test_every_recording_is_as_loud_but_silence(path):
 def test_speakers_are_found_by_a_pattern(tmp_path):
     folder(tmp_path)
     assert set(Recordings(tmp_path, 16000, pattern="(.)[.]").speaker_of) == set("0123")
-    for pattern in ("_(", "take", "_(1)?"):
+    assert set(Recordings(tmp_path, 16000, pattern="(.)/").speaker_of) == set("012")
+    for pattern in ("_(", "take", "x|x(1)?"):
         with pytest.raises(UserError, match=r"--speaker_pattern .*: finds no speaker"):
             Recordings(tmp_path, 16000, pattern=pattern)
 
@@ -276,9 +291,16 @@ def test_it_is_said_how_many_recordings_and_transcripts_go_without_the_other(tmp
     write_files(tmp_path, {"0.wav": GOOD, "1.wav": GOOD, "3.txt": b"a", "metadata.csv": table})
     Recordings(tmp_path, 16000)
     err = capsys.readouterr().err
-    assert "2 recordings, 1 transcripts" in err
+    assert "2 recordings of 1 speakers, 1 transcripts" in err
     assert f"transcripts without text or recording: 4, as {tmp_path}/3\n" in err
     assert "metadata.csv: no names of columns, so the second is taken as the text" in err
+
+
+def test_files_that_are_not_read_are_counted_by_kind(tmp_path, capsys):
+    others = {"1.M4A": b"", "1.txt": b"one", "2.m4a": b"", "3.wma": b""}
+    write_files(tmp_path, {"0.wav": GOOD, **others})
+    Recordings(tmp_path, 16000)
+    assert f"note: {tmp_path}: left out are 2 .m4a, 1 .wma\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["a.txt", "x.trans.txt", "metadata.csv", "validated.tsv"])
