@@ -95,7 +95,7 @@ def test_a_file_without_a_wanted_entry_is_refused_by_the_entrys_name(tmp_path):
     path = tmp_path / "x.pt"
     checkpoint.save({"model": {}, "step": 3}, path)
     assert checkpoint.load(path, "step") == {"model": {}, "step": 3}
-    with pytest.raises(UserError, match=f"{path}: .*it has no config, training'"):
+    with pytest.raises(UserError, match=f"{path}: .*it has no config, training"):
         checkpoint.load(path, "step", "config", "training")
 
 

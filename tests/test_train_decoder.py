@@ -436,7 +436,7 @@ def sample(**settings):
     given = dict(steps=(3, 2), num_samples=2, device="cpu", pictures="pictures", out="grid.png")
     shutil.rmtree("pictures", ignore_errors=True)
     out = run("sample", **given | settings)
-    files = sorted(Path("pictures").iterdir())
+    files = sorted(Path("pictures").glob("*.png"))
     assert f"wrote grid.png: {len(files)} pictures of" in out
     assert read_picture("grid.png").shape[2] == 3
     return np.stack([read_picture(path) for path in files]).astype(int)
