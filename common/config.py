@@ -288,7 +288,9 @@ def converter(kind):
     def tuple_of(word):
         kinds = typing.get_args(kind)
         item = converter(kinds[0])
-        items = tuple(item(each.strip()) for each in word.split(",") if each.strip())
+        word = os.path.expanduser(word)
+        words = [word] if os.path.exists(word) else word.split(",")  # a folder may be lr=1,bs=4
+        items = tuple(item(each.strip()) for each in words if each.strip())
         if kinds[-1] is not Ellipsis and len(items) != len(kinds):
             raise ValueError(word)
         return items
@@ -299,7 +301,8 @@ def converter(kind):
     if typing.get_origin(kind) is tuple:
         tuple_of.__name__ = inspect.formatannotation(kind)  # for argparse's message
         return tuple_of
-    return true_or_false if kind is bool else kind
+    # Shells leave the ~ of --data=~/set and of quoted words to the program.
+    return {bool: true_or_false, str: os.path.expanduser}.get(kind, kind)
 
 
 def make_parser(cls, usage=""):
@@ -450,7 +453,13 @@ def parse_options(flag, text, kinds):
     """
     names = ", ".join(kinds)
     with explained(f"--{flag} {text}: expected one of {names}, then OPTION=VALUE …"):
-        name, *pairs = shlex.split(text)
-        options = dict(pair.split("=", 1) for pair in pairs)
+        words = shlex.shlex(text, posix=True)
+        words.whitespace_split = True
+        words.commenters = words.escape = ""  # a path may have #, or Windows' backslashes
+        name, *pairs = words
+        options = {}
+        for pair in pairs:
+            option, value = pair.split("=", 1)
+            options[option] = os.path.expanduser(value)
         inspect.signature(kinds[name]).bind(**options)
     return kinds[name](**options)

@@ -8,9 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import Settings
 from servers import needs
 
-from common import checkpoint, tracker
+from common import checkpoint, config, tracker
 from common.config import UserError
 from common.interop import store
 
@@ -71,7 +72,7 @@ def test_a_file_with_its_sha256_is_fetched_once_and_no_other_is_taken(tmp_path, 
 
 
 def test_a_server_that_says_no_or_nothing_is_reported(tmp_path, server, monkeypatch):
-    with pytest.raises(UserError, match=r"x.pt: .*HTTPError 404"):
+    with pytest.raises(UserError, match=r"x.pt: .*HTTP Error 404"):
         store.fetch(f"{server.url}/x.pt", tmp_path)
     monkeypatch.setattr(store, "TIMEOUT", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -146,6 +147,16 @@ def test_copies_are_of_the_kind_and_at_the_place_that_is_given(
     assert contents["model"]["w"].tolist() == [weight] * 2
     assert ("ema" in contents) == (weight == 12)
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("text", [
+    "local save_latest_to={0}/a,b/x.pt, local save_latest_to={0}/c.pt",
+    "local save_latest_to={0}/a,b/x.pt,local save_latest_to={0}/c.pt",
+])
+def test_a_comma_between_savers_is_none_in_a_path(text, tmp_path):
+    cfg = config.parse(Settings, ["--save", text.format(tmp_path)])
+    store.send(store.savers(cfg), run_of(tmp_path, 3))
+    assert step_of(tmp_path / "a,b/x.pt") == step_of(tmp_path / "c.pt") == 3
 
 
 def test_what_was_sent_is_not_sent_again_and_what_is_new_is(tmp_path):

@@ -150,7 +150,9 @@ def path_values(folder, step, best_val_loss):
 def savers(cfg):
     """The savers that cfg.save names; UserError."""
     values = path_values(cfg.run_dir, step=1, best_val_loss=0.5)
-    found = [config.parse_options("save", text, SAVERS) for text in cfg.save]
+    # A comma is in a path unless a saver's name follows.
+    texts = re.split(rf",(?=(?:{'|'.join(SAVERS)})\s)", ",".join(cfg.save))
+    found = [config.parse_options("save", text, SAVERS) for text in texts]
     for saver in found:
         with explained(
             "--save: expected save_latest_to=PATH, save_best_to=PATH or save_meta_to=FOLDER, as "
