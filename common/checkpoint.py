@@ -25,6 +25,9 @@ try:
 except ImportError:  # Windows: nothing is locked
     fcntl = None
 
+# What entries of a file must be, where one that is not would fail later, without the file's name.
+KINDS = dict.fromkeys(("model", "ema", "training", "config", "lora"), dict) | {"step": int}
+
 # Files
 
 
@@ -97,8 +100,11 @@ def load(path, *entries, mmap=False):
         except pickle.UnpicklingError as error:  # which advises to load with code
             raise TypeError("not a file of tensors and plain values") from error
         missing = [name for name in ("model", *entries) if name not in contents]
-        if missing or not isinstance(contents["model"], dict):
-            raise TypeError(f"it has no {', '.join(missing) or 'weights'}")
+        if missing:
+            raise TypeError(f"it has no {', '.join(missing)}")
+        for name, value in contents.items():
+            if not isinstance(value, KINDS.get(name, object)):
+                raise TypeError(f"its {name} is {value!r:.100}")
         return contents
 
 

@@ -83,7 +83,7 @@ def setup(device="auto", timeout_minutes=30.0):
         # Gloo is for what the hosts agree on, also where gradients are on GPUs.
         backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"
         timeout = timedelta(minutes=timeout_minutes)
-        with explained("cannot reach the other ranks; start all of them by torchrun"):
+        with explained("cannot reach the other ranks"):
             td.init_process_group(backend, timeout=timeout)
         atexit.register(teardown)
     return torch.device(device)

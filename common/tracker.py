@@ -6,6 +6,7 @@
 import concurrent.futures
 import contextlib
 import json
+import operator
 import shlex
 import sys
 
@@ -191,7 +192,7 @@ def read_metrics(path):
     for number, line in enumerate(content.split(b"\n")[:-1], 1):  # without a torn one
         try:
             metrics = json.loads(line)
-            lines.append({"step": metrics["step"], **metrics})
+            lines.append({"step": operator.index(metrics["step"]), **metrics})
         except (ValueError, TypeError, KeyError):
             damaged.append(number)
     if damaged:

@@ -2,6 +2,7 @@
 import hashlib
 import json
 import math
+import re
 import socket
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,9 +37,17 @@ def step_of(path):
 
 # Loaders
 
-@pytest.mark.parametrize("address", ["nothing.pt", "s3://bucket/x.pt", "wandb:RUN//etc/passwd"])
-def test_what_is_no_file_and_no_address_is_refused(address, tmp_path):
-    with pytest.raises(UserError, match=f"^{address}: expected a file, http"):
+@pytest.mark.parametrize("address, reason", {
+    "nothing.pt": "unknown url type",
+    "s3://bucket/x.pt": "unknown url type: s3",
+    "wandb:RUN//etc/passwd": "unknown url type: wandb",
+    "wandb:E/P/R/a/../../../b.pt": "it leads out of its folder",
+    r"wandb:E/P/R/..\b.pt": "it leads out of its folder",
+    "http://host/../b.pt": "it leads out of its folder",
+}.items())
+def test_what_is_no_file_and_no_address_is_refused(address, reason, tmp_path):
+    message = f"^{re.escape(address)}: expected a file, http.*{reason}"
+    with pytest.raises(UserError, match=message):
         store.fetch(address, tmp_path)
 
 

@@ -36,7 +36,6 @@ TAR_NAME = r"(?s)((?:.*/)?[^/.]+)\.?([^/]*)"
 FILE_NAME = r"(?s)((?:.*/)?[^/.][^/]*?)(?:\.|\Z)([^/.]*)"
 FILE = [("extension", "S5"), ("offset", np.int64), ("size", np.int64)]
 ENTRY = np.dtype([("tar", np.int32), ("image", FILE), ("caption", FILE), ("embedding", FILE)])
-MAX_LINKS = 8  # to follow, one to another
 BUILTIN_ROWS = 25_000  # of the captioned shapes
 # Of the places of a square. 1/2 itself would be the later one of the two in an even number.
 MIDDLE = 0.4999999
@@ -265,9 +264,7 @@ def list_tar(tar, unused):
             raise tarfile.ReadError(f"no member and no end at byte {archive.offset}")
     listing = []
     for name, place in members:
-        for _ in range(MAX_LINKS):
-            if isinstance(place, str):
-                place = places.get(place)
+        place = places.get(place, place)  # that of a symbolic link
         if isinstance(place, tuple):
             listing.append((name, *place))
     unused["links to no file in the tar, or devices"] += len(members) - len(listing)

@@ -47,6 +47,8 @@ def fetch(address, folder):
         f"{address}: expected a file, http(s)://HOST/FILE[#sha256=HEX] or "
         "wandb:ENTITY/PROJECT/RUN/FILE"
     ):
+        if ".." in re.split(r"[/\\]", url):
+            raise ValueError("it leads out of its folder")
         if wandb_file:
             run, name = wandb_file.groups()
             file = need("wandb", "--load or --init_from").Api().run(run).file(name)
