@@ -414,6 +414,21 @@ def test_unusable_recordings_are_passed_over_by_name_and_more_than_five_are_refu
         dataset.check()
 
 
+def test_equal_recordings_are_counted_and_repeated_ones_are_not(tmp_path, capsys):
+    same = wav(noise(1, 3000))
+    files = {"0.wav": same, "1.wav": wav(noise(1, 3000, 1)), "2.wav": same}
+    dataset = Recordings(write_files(tmp_path, files), 16000)
+    for shifts, found in ((1, "1 of 3"), (2, "2 of 6")):
+        dataset.repeat(shifts)
+        dataset.check()
+        assert f"{found} files looked at are equal to others" in capsys.readouterr().err
+    (tmp_path / "2.wav").unlink()
+    dataset = Recordings(tmp_path, 16000)
+    dataset.repeat(3)
+    dataset.check()
+    assert "equal" not in capsys.readouterr().err
+
+
 def test_a_folder_without_recordings_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"no such folder, or no \.wav, \.flac, .* below it"):
         Recordings(tmp_path, 16000)

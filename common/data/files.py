@@ -97,10 +97,23 @@ def clean_caption(value):
 def check_samples(dataset, limit=128):
     """(unusable, looked at, first faults) of 256 evenly spaced samples, by `dataset.fault`.
 
-    UserError if more than `limit`, or all, are unusable.
+    UserError if more than `limit`, or all, are unusable. A note counts those whose
+    `dataset.content_hash` comes again.
     """
     indices = order.evenly_spaced(len(dataset), 256)
-    faults = list(filter(None, map(dataset.fault, indices)))
+    faults = []
+    contents = set()
+    for index in indices:
+        if fault := dataset.fault(index):
+            faults.append(fault)
+        else:
+            contents.add(dataset.content_hash(index))
+    equal = len(indices) - len(faults) - len(contents)
+    if equal:
+        config.note(
+            f"{dataset.path}: {equal} of {len(indices)} files looked at are equal to others, so "
+            "training and test may share some"
+        )
     if len(faults) > min(limit, len(indices) - 1):
         raise UserError(
             f"{dataset.path}: {len(faults)} of {len(indices)} samples cannot be used: "

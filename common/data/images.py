@@ -462,6 +462,9 @@ class Pictures(CaptionedImages):
             return str(error)
         return ""
 
+    def content_hash(self, index):
+        return hash(self.read(index, "image"))
+
     def check(self):
         """See files.check_samples. UserError if most of the images are unusable."""
         return files.check_samples(self)

@@ -285,6 +285,11 @@ class Recordings:
             return str(error)
         return ""
 
+    def content_hash(self, index):
+        """A number that equal recordings, begun equally late (`repeat`), have in common."""
+        wave, *_ = self.read(index, 0, EXCERPT_SECONDS * RATES[-1])
+        return hash((wave.tobytes(), index % self.shifts))
+
     def check(self):
         """See files.check_samples. UserError if more than five files, or all, are unusable.
 
