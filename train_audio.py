@@ -355,7 +355,7 @@ def train_soundstream(cfg, device):
     dataset, indices = splits["train"]
     identity = resume.identify(run, cfg, splits)
     if run.results:  # it is finished
-        return loop.announce(run)
+        return loop.announce(run, cfg)
 
     # Build codec, discriminators, their optimizers and the EMA. Restore them if resuming.
     accumulate.seed_all(cfg.seed, "weights")  # the same start on all ranks
@@ -773,7 +773,7 @@ def train_transformer(cfg, device):
     # Another codec or k-means makes other tokens: then the run cannot be resumed.
     identity = resume.identify(run, cfg, splits, **made_with)
     if run.results:  # it is finished
-        return loop.announce(run)
+        return loop.announce(run, cfg)
 
     # Make tokens of all recordings, unless an earlier start has done so. The semantic stage first
     # fits its k-means.

@@ -393,7 +393,7 @@ def identify(run, cfg, splits, **others):
             identity["base"] = checkpoint.checksum(cfg.init_from)
         if run.resume_from:
             check_identity(run.resume_from, identity)
-        if not run.results:
+        if not run.results or cfg.save:
             run.read_best()
         return identity
 

@@ -12,16 +12,18 @@ import re
 import shlex
 import shutil
 import socket
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
-from common import checkpoint, config
+from common import checkpoint, config, dist
 from common.config import UserError, explained, need
 
 TIMEOUT = 60  # seconds without a byte after which a download fails
+LONGEST_PAUSE = 16  # seconds between copies that fail: a signal then is not heard
 CARD = """---
 library_name: pytorch
 ---
@@ -178,8 +180,9 @@ def savers(cfg):
 def send(savers, run):
     """Send what the run folder `run` has saved, but for what its `savers` have sent.
 
-    So what failed is sent at the next save.
+    So what failed is sent at the next save. Returns whether all is sent.
     """
+    all_sent = True
     newest = run.checkpoints[0] if run.checkpoints else {}
     entries = {"latest": newest, "best": run.best, "meta": {}}
     if newest:
@@ -191,7 +194,18 @@ def send(savers, run):
                     saver.send(event, entry, run)
                     saver.sent[event] = entry
             except Exception as error:  # of a network, a quota, a token: training continues
+                all_sent = False
                 tqdm.write(
-                    f"the {event} copy by {saver} failed: {type(error).__name__}: {error}; "
-                    "the next save of this run tries again"
+                    f"the {event} copy by {saver} is missing: {type(error).__name__}: {error}; "
+                    "the next save, the end, or the same command tries again"
                 )
+    return all_sent
+
+
+def send_rest(savers, run, minutes):
+    """`send` at the end of a run: with growing pauses until all is sent, for so many minutes."""
+    deadline = time.monotonic() + 60 * minutes
+    pause = 1
+    while not send(savers, run) and time.monotonic() + pause < deadline and not dist.received:
+        time.sleep(pause)
+        pause = min(2 * pause, LONGEST_PAUSE)
