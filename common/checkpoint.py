@@ -100,11 +100,11 @@ def load(path, *entries, mmap=False):
         except pickle.UnpicklingError as error:  # which advises to load with code
             raise TypeError("not a file of tensors and plain values") from error
         missing = [name for name in ("model", *entries) if name not in contents]
+        for name, kind in KINDS.items():
+            if not isinstance(contents.get(name, kind()), kind):
+                missing.append(f"usable {name}")
         if missing:
             raise TypeError(f"it has no {', '.join(missing)}")
-        for name, value in contents.items():
-            if not isinstance(value, KINDS.get(name, object)):
-                raise TypeError(f"its {name} is {value!r:.100}")
         return contents
 
 

@@ -171,10 +171,6 @@ class Recordings:
             if not file.name.startswith("."):  # hidden, such as ._NAME.wav of macOS
                 kind = audio if file.suffix.lower() in SUFFIXES else others
                 kind.append(file.relative_to(path))
-        unread = collections.Counter(file.suffix.lower() for file in others)
-        left_out = [f"{unread[kind]} {kind}" for kind in sorted(unread.keys() - TRANSCRIPTS)]
-        if left_out:
-            config.note(f"{path}: left out are {', '.join(left_out)}")
         if not audio:
             raise UserError(f"{path}: no such folder, or no {', '.join(SUFFIXES)} below it")
         self.names = [file.as_posix() for file in audio]
@@ -185,7 +181,12 @@ class Recordings:
             self.speaker_of.append(_speaker(file, speaker, pattern))
         count = sum(map(bool, self.texts))
         speakers = len(set(self.speaker_of))
-        config.note(f"{path}: {len(audio)} recordings of {speakers} speakers, {count} transcripts")
+        kinds = [file.suffix.lower() for file in others]
+        unread = collections.Counter(kind for kind in kinds if kind not in TRANSCRIPTS)
+        config.note(
+            f"{path}: {len(audio)} recordings of {speakers} speakers, {count} transcripts; other "
+            f"files: {dict(unread)}"
+        )
 
     def __len__(self):
         return len(self.names)
