@@ -91,7 +91,7 @@ from common.config import (
     field,
     model_field,
 )
-from common.data import files, recordings, sounds, syllables, tokens
+from common.data import recordings, sounds, syllables, tokens
 from common.ema import EMA
 from common.models import audio, clip, semantic, soundstream, token_lm
 from common.models.nn import compile_blocks
@@ -1017,7 +1017,6 @@ def evaluate_pipeline(args, device=None):
     device = device or dist.setup(args.device)
     out = args.out or args.run_dir
     pipeline = dist.on_all(lambda: Pipeline(args, device))
-    files.mark_output(f"{out}/sounds")
     hop_length = pipeline.codec.hop_length
     rate = pipeline.codec.sample_rate
     # Nothing is trained: the training split may be smaller than a batch.

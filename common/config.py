@@ -453,10 +453,7 @@ def parse_options(flag, text, kinds):
     """
     names = ", ".join(kinds)
     with explained(f"--{flag} {text}: expected one of {names}, then OPTION=VALUE …"):
-        words = shlex.shlex(text, posix=True)
-        words.whitespace_split = True
-        words.commenters = words.escape = ""  # a path may have #, or Windows' backslashes
-        name, *pairs = words
+        name, *pairs = shlex.split(text.replace("\\", r"\\"))  # Windows' backslashes stay
         options = {}
         for pair in pairs:
             option, value = pair.split("=", 1)

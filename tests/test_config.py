@@ -336,7 +336,7 @@ class Saver:
 @pytest.mark.parametrize("text, found", [
     ("hub repo=a/b", Saver("a/b")),
     ('hub kind=all repo="a = b"', Saver("a = b", "all")),
-    (r"hub repo=C:\\a\new#1 kind='D:\b c'", Saver(r"C:\\a\new#1", r"D:\b c")),
+    (r'hub repo=C:\\a\new#1 kind="D:\b c"', Saver(r"C:\\a\new#1", r"D:\b c")),
     ("hub repo=~/a kind=~", Saver(str(Path.home() / "a"), str(Path.home()))),
     ("hub", None),
     ("hub repo=a more=b", None),

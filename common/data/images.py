@@ -395,15 +395,21 @@ class Pictures(CaptionedImages):
     def _embedding(self, index):
         """The embedding (D,) of an image in float32; raises Unusable."""
         name = self.name(index, "image" if self.beside else "embedding")
+        row = 0
         with config.explained(f"{name}: no usable embedding", Unusable):
             if self.beside:
                 tar = self.tars[self.entries[index]["tar"]].stem
-                row = posixpath.basename(self.key(index)).removeprefix(tar)
+                row = np.uint64(posixpath.basename(self.key(index)).removeprefix(tar))  # never -1
                 table = embeddings.open_npy(self.beside[int(tar)])
-                values = table[np.uint64(row)]  # unsigned, so that -1 is no row
             else:
-                values = np.load(io.BytesIO(self.read(index, "embedding")))
-            values = values.astype(np.float32)
+                table = [np.load(io.BytesIO(self.read(index, "embedding")))]
+        if row >= len(table):  # then those before it may be of other pictures, too
+            raise UserError(
+                f"{name}: its embedding would be row {row} of the {len(table)} beside its tar; "
+                "expected one for each number in the keys, also of pictures that are missing"
+            )
+        with config.explained(f"{name}: no usable embedding", Unusable):
+            values = table[row].astype(np.float32)
             length = np.linalg.norm(values)
             if values.size != (self.width or values.size) or not 0 < length < np.inf:
                 raise ValueError(

@@ -96,16 +96,15 @@ def _read_pcm16(path, start, stop):
 
 
 def _read_by_soundfile(path, start, stop):
-    with config.explained(f"{path}: not read", Unusable):
+    with config.explained(f"{path}: cannot be read", Unusable):
         soundfile = config.need("soundfile", "what is not a complete WAV file of 16-bit PCM")
-    damaged = config.explained(f"{path}: not a readable audio file", Unusable)
-    with damaged, soundfile.SoundFile(str(path)) as file:
-        lead = LEAD.get(file.format, 0) * file.samplerate
-        first = max(0, start - lead)
-        file.seek(first)
-        count = min(stop, file.frames) - first  # at once: soundfile seeks after each call
-        samples = file.read(count, dtype="float32", always_2d=True)
-        return samples[start - first :].T, file.samplerate, file.frames
+        with soundfile.SoundFile(str(path)) as file:
+            lead = LEAD.get(file.format, 0) * file.samplerate
+            first = max(0, start - lead)
+            file.seek(first)
+            count = min(stop, file.frames) - first  # at once: soundfile seeks after each call
+            samples = file.read(count, dtype="float32", always_2d=True)
+            return samples[start - first :].T, file.samplerate, file.frames
 
 
 @functools.cache
