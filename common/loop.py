@@ -247,8 +247,7 @@ def begin(run, state, about, device):
             raise
         finally:
             progress.bar.close()
-        log.copier.shutdown()  # wait for copies on their way
-        announce(run, cfg, log.savers)
+    announce(run, cfg, log.savers)
 
 
 def announce(run, cfg, savers=None):

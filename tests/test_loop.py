@@ -364,9 +364,14 @@ def test_a_copy_that_fails_for_a_while_at_the_end_is_sent(tmp_path, monkeypatch,
             copy.rmdir()
 
     monkeypatch.setattr(store.time, "sleep", sleep)
-    train(tmp_path / "run", save=(f"local save_latest_to={copy}",))
-    assert pauses == [1, 2, 4, 8, 16, 16]
+    train(tmp_path / "run", save=(f"local save_latest_to={copy}",), timeout_minutes=3)
+    assert pauses == [1, 2, 4, 8, 16, 32]
     assert checkpoint.load(copy)["step"] == 6
+    copy.unlink()
+    copy.mkdir()
+    pauses[:] = range(100)  # the folder stays
+    train(tmp_path / "run", save=(f"local save_latest_to={copy}",), timeout_minutes=3)
+    assert pauses[100:] == [1, 2, 4, 8, 16, 32, 64]  # less than three minutes
 
 
 @pytest.mark.parametrize("step", [1, 2, 3, 4])

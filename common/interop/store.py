@@ -19,11 +19,10 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from common import checkpoint, config, dist
+from common import checkpoint, config
 from common.config import UserError, explained, need
 
 TIMEOUT = 60  # seconds without a byte after which a download fails
-LONGEST_PAUSE = 16  # seconds between copies that fail: a signal then is not heard
 CARD = """---
 library_name: pytorch
 ---
@@ -203,9 +202,8 @@ def send(savers, run):
 
 
 def send_rest(savers, run, minutes):
-    """`send` at the end of a run: with growing pauses until all is sent, for so many minutes."""
-    deadline = time.monotonic() + 60 * minutes
-    pause = 1
-    while not send(savers, run) and time.monotonic() + pause < deadline and not dist.received:
+    """`send` at the end of a run, until all is sent; pauses that double take up to `minutes`."""
+    pause = 1  # seconds
+    while not send(savers, run) and 2 * pause < 60 * minutes:
         time.sleep(pause)
-        pause = min(2 * pause, LONGEST_PAUSE)
+        pause *= 2
