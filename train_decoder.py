@@ -1285,6 +1285,8 @@ class SampleConfig(CascadeConfig):
 
     def __post_init__(self):
         super().__post_init__()
+        if not self.out.endswith(".png"):
+            raise UserError(f"--out {self.out}: expected a name that ends in .png")
         if self.text:
             config.check_unused(self, "beside --text", "texts")
         if not self.image:

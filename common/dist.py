@@ -117,14 +117,16 @@ received = None
 def listening():
     """Context in which SIGNALS are noted, for `stop_together`, and do not end the process.
 
-    A second Ctrl-C ends it at once. What is ignored, as SIGHUP by nohup, stays so.
+    A second Ctrl-C ends it at once. What is ignored, as SIGHUP by nohup, stays so. A thread that is
+    not the main one cannot listen.
     """
     global received
     received = 0
     handlers = {}
     for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:
-            handlers[number] = signal.signal(number, note_signal)
+            with contextlib.suppress(ValueError):  # as in a notebook's thread
+                handlers[number] = signal.signal(number, note_signal)
     try:
         yield
     finally:

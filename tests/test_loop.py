@@ -1,4 +1,5 @@
 """The loops' shared part: log lines, what is due when, what ends a run, and evaluation."""
+import concurrent.futures
 import dataclasses
 import itertools
 import math
@@ -372,6 +373,14 @@ def test_a_copy_that_fails_for_a_while_at_the_end_is_sent(tmp_path, monkeypatch,
     pauses[:] = range(100)  # the folder stays
     train(tmp_path / "run", save=(f"local save_latest_to={copy}",), timeout_minutes=3)
     assert pauses[100:] == [1, 2, 4, 8, 16, 32, 64]  # less than three minutes
+
+
+def test_a_thread_may_train_and_the_handlers_of_signals_stay(tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        pool.submit(train, tmp_path).result()
+    assert saved(tmp_path)[0]["step"] == 6
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 @pytest.mark.parametrize("step", [1, 2, 3, 4])

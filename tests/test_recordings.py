@@ -300,8 +300,9 @@ def test_files_that_are_not_read_are_counted_by_kind(tmp_path, capsys):
     others = {"1.M4A": b"", "1.txt": b"one", "2.m4a": b"", "3.wma": b""}
     write_files(tmp_path, {"0.wav": GOOD, **others})
     Recordings(tmp_path, 16000)
-    message = "1 recordings of 1 speakers, 0 transcripts; other files: {'.m4a': 2, '.wma': 1}"
-    assert f"note: {tmp_path}: {message}\n" in capsys.readouterr().err
+    others = "{'.m4a': 2, '.txt': 1, '.wma': 1}"
+    message = f"{tmp_path}: 1 recordings of 1 speakers, 0 transcripts; other files: {others}"
+    assert f"note: {message}\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["a.txt", "x.trans.txt", "metadata.csv", "validated.tsv"])

@@ -4,6 +4,7 @@ import json
 import math
 import re
 import socket
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -217,6 +218,10 @@ def test_wandb_keeps_copies_with_the_run(tmp_path):
     wandb.finish()
     copy, = tmp_path.glob("wandb/*-mine*/files/ck/4.pt")
     assert not copy.is_symlink()
+    assert step_of(copy) == 4
+    started = time.monotonic()
+    store.send_rest(savers, run_of(tmp_path, 8), minutes=1)  # the run there is closed
+    assert time.monotonic() - started < 1
     assert step_of(copy) == 4
 
 

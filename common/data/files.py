@@ -19,9 +19,8 @@ OUTPUT_MARKS = {"auto_resume.json", "0_continued.wav", ".output"}
 
 def mark_output(folder):
     """Mark a folder, which is made if it is not there, as output: `files_below` leaves it out."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / ".output").touch()
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    Path(folder, ".output").touch()
 
 
 def files_below(folder):
@@ -35,10 +34,10 @@ def files_below(folder):
     files = []
     for parent, folders, names in os.walk(folder, onerror=fail_if_refused, followlinks=True):
         real = os.path.realpath(parent)
-        is_output = entered and not OUTPUT_MARKS.isdisjoint(names)
-        if is_output:
+        if entered and OUTPUT_MARKS.intersection(names):
             outputs.append(parent)
-        if is_output or real in entered:
+            entered.add(real)
+        if real in entered:
             folders.clear()  # os.walk goes no deeper
             continue
         entered.add(real)
@@ -108,8 +107,7 @@ def check_samples(dataset, limit=128):
             faults.append(fault)
         else:
             contents.add(dataset.content_hash(index))
-    equal = len(indices) - len(faults) - len(contents)
-    if equal:
+    if equal := len(indices) - len(faults) - len(contents):
         config.note(
             f"{dataset.path}: {equal} of {len(indices)} files looked at are equal to others, so "
             "training and test may share some"
@@ -138,6 +136,6 @@ def texts_of(text, path):
     if path:
         texts = decode_text(Path(path).read_bytes(), path).splitlines()
     texts = list(filter(None, map(str.strip, texts)))
-    if path and not texts:
-        raise UserError(f"{path}: no text in it")
+    if (text or path) and not texts:
+        raise UserError(f"{path or '--text'}: no text in it")
     return texts

@@ -26,7 +26,6 @@ from common.data.files import Unusable
 from common.models.audio import LOUDNESS, MARGIN, loudness_gain, resample, resampled_length
 
 SUFFIXES = (".wav", ".flac", ".ogg", ".mp3", ".opus", ".aiff", ".aif", ".au")
-TRANSCRIPTS = (".txt", ".csv", ".tsv")
 # Seconds to decode before a crop: MP3 has a reservoir of bits, Vorbis pages of several seconds.
 LEAD = {"MP3": 2, "OGG": 5}
 RATES = range(1_000, 768_001)  # Hz
@@ -180,11 +179,10 @@ class Recordings:
             self.speaker_of.append(_speaker(file, speaker, pattern))
         count = sum(map(bool, self.texts))
         speakers = len(set(self.speaker_of))
-        kinds = [file.suffix.lower() for file in others]
-        unread = collections.Counter(kind for kind in kinds if kind not in TRANSCRIPTS)
+        kinds = collections.Counter(file.suffix.lower() for file in others)
         config.note(
             f"{path}: {len(audio)} recordings of {speakers} speakers, {count} transcripts; other "
-            f"files: {dict(unread)}"
+            f"files: {dict(kinds)}"
         )
 
     def __len__(self):

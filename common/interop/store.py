@@ -110,6 +110,8 @@ class WandBSaver(Saver):
     def put(self, path, content):
         import wandb
 
+        if not wandb.run:  # it is closed when a run is finished
+            return
         path = Path(wandb.run.dir, path)  # the package would only link to a path elsewhere
         super().put(path, content)
         wandb.save(path, base_path=wandb.run.dir, policy="now")
