@@ -74,7 +74,7 @@ def test_texts_are_those_of_the_flag_or_the_lines_of_a_file_in_utf_8(tmp_path):
     path.write_text(" ein rotes △\r\n\n빨간 😀\n", encoding="utf-8-sig")
     assert files.texts_of("", path) == ["ein rotes △", "빨간 😀"]
     assert [files.texts_of(text, "") for text in (" a b ", "")] == [["a b"], []]
-    with pytest.raises(UserError, match="^--text: no text in it"):
+    with pytest.raises(UserError, match=r"^--text: no text in it"):
         files.texts_of(" ", "")
     for content, message in (
         ("über".encode("cp1252"), "not text in UTF-8"),
