@@ -99,12 +99,13 @@ def load(path, *entries, mmap=False):
             contents = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
         except pickle.UnpicklingError as error:  # which advises to load with code
             raise TypeError("not a file of tensors and plain values") from error
-        missing = [name for name in ("model", *entries) if name not in contents]
-        for name, kind in KINDS.items():
-            if not isinstance(contents.get(name, kind()), kind):
-                missing.append(f"usable {name}")
+        missing = {
+            name
+            for name in ("model", *entries, *contents)
+            if name not in contents or not isinstance(contents[name], KINDS.get(name, object))
+        }
         if missing:
-            raise TypeError(f"it has no {', '.join(missing)}")
+            raise TypeError(f"it has no {', '.join(sorted(missing))}")
         return contents
 
 

@@ -140,7 +140,10 @@ class RunFolder:
                 "--load FILE and a new --run_dir"
             ):
                 record = json.loads(path.read_text())
-                self.checkpoints = record["checkpoints"]
+                self.checkpoints = [
+                    {name: entry[name] for name in ("file", "step", "sha256")}
+                    for entry in record["checkpoints"]
+                ]
                 if self.checkpoints:  # else it is a new run
                     self.loggers = record["loggers"]
                     self.results = record["results"]

@@ -70,9 +70,9 @@ def as_file(value):
 @pytest.mark.parametrize("content, reason", {
     pickle.dumps({"model": Secret()}): "",
     as_file({"model": Secret()}): "not a file of tensors and plain values",
-    as_file({"model": 1}): "it has no usable model",
-    as_file({"model": {}, "step": "three"}): "it has no usable step",
-    as_file({"model": {}, "lora": 5}): "it has no usable lora",
+    as_file({"model": 1}): "it has no model",
+    as_file({"model": {}, "step": "three"}): "it has no step",
+    as_file({"model": {}, "lora": 5}): "it has no lora",
     as_file({"weights": {}}): "it has no model",
     b"": "",
     as_file({"model": {}})[:-200]: "failed finding central",

@@ -104,7 +104,7 @@ def test_a_soundfile_that_does_not_import_gives_its_own_error_and_no_file_is_bla
 
 @pytest.mark.parametrize("content, message", [
     (b"", r"cannot be read \(LibsndfileError: .* Format not recognised"),
-    ([0.1, 1e38], r"samples that are not finite, or beyond 4.29497e\+09"),
+    ([0.1, 1e38], r"samples that are not finite, or beyond 4e\+09"),
     (patched(24, 999), "999 Hz, expected 1000 to 768000"),
     (None, "not a file"),
     ([0.1, np.nan], "samples that are not finite"),

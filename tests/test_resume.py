@@ -261,7 +261,10 @@ def test_a_checkpoint_that_cannot_be_read_now_is_not_taken_for_damaged(tmp_path,
     assert steps_of(run) == [20, 10]
 
 
-@pytest.mark.parametrize("content", [None, b"[]", b"{}", b"\xff", b'{"checkpoints": [{}]}'])
+NO_STEP = b'{"checkpoints": [{"file": "x", "sha256": ""}], "loggers": {}, "results": null}'
+
+
+@pytest.mark.parametrize("content", [None, b"[]", b"{}", b"\xff", NO_STEP])
 def test_a_missing_or_damaged_record_is_named_with_the_way_out(content, tmp_path):
     """Promises 3 and 8"""
     run = opened(tmp_path)

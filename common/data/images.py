@@ -112,7 +112,7 @@ class CaptionedImages:
         self.needs_captions = needs_captions
         self.tars = find_tars(self.path)
         self.metadata = []  # files
-        self.renamed = {}  # {name in NFC: name on the disk}, below `path`; macOS keeps NFD
+        self.renamed = {}  # {name in NFC: name on the disk} below `path`: macOS keeps NFD
         unused = collections.Counter()  # {kind: files}, for the note
         table = {}  # rows whose image was not found yet
         listings = (list_tar(tar, unused) for tar in self.tars)

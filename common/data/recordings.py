@@ -29,7 +29,7 @@ SUFFIXES = (".wav", ".flac", ".ogg", ".mp3", ".opus", ".aiff", ".aif", ".au")
 # Seconds to decode before a crop: MP3 has a reservoir of bits, Vorbis pages of several seconds.
 LEAD = {"MP3": 2, "OGG": 5}
 RATES = range(1_000, 768_001)  # Hz
-MAX_SAMPLE = 2.0**32  # 32-bit integers as floats are in files, too; squares of 1e20 would overflow
+MAX_SAMPLE = 4e9  # 32-bit integers as floats are in files, too; squares of 1e20 would overflow
 CROP_SECONDS = 1  # of crops in evaluation
 EXCERPT_SECONDS = 10  # of recordings that are evaluated as a whole
 SHIFT_RATE = 50  # shifts are parts of 1/50 s, a frame of semantic tokens
@@ -285,7 +285,7 @@ class Recordings:
 
     def content_hash(self, index):
         """A number that equal recordings, begun equally late (`repeat`), have in common."""
-        wave, *_ = self.read(index, 0, EXCERPT_SECONDS * RATES[-1])
+        wave, *_ = self.read(index, 0, RATES[-1])
         return hash((wave.tobytes(), index % self.shifts))
 
     def check(self):
