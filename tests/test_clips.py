@@ -12,7 +12,7 @@ import torch
 from helpers import same
 from torch.testing import assert_close
 
-from common import checkpoint
+from common import checkpoint, order
 from common.config import UserError
 from common.data import clips, embeddings, images, media, synthetic
 from common.models import clip
@@ -139,10 +139,14 @@ def test_a_folder_names_its_clip_and_whether_it_is_built_in(tmp_path, capsys):
 
 
 class Encoder:
-    """A CLIP whose embeddings of images are all alike but for the color of their first pixel."""
+    """A CLIP whose embeddings are all alike, but for an image's first pixel or a text's hash."""
 
     def embed_image(self, images):
         return torch.cat([images[:, 0, 0].float(), torch.full((len(images), 1), 200.0)], 1)
+
+    def text_condition(self, texts, length):
+        numbers = [[order.hash_of(text.encode()) >> 56 << 1, 200] for text in texts]
+        return {"text_embed": torch.tensor(numbers).float()}
 
     def parameters(self):
         yield torch.zeros(1)
@@ -176,6 +180,19 @@ def test_embeddings_in_another_order_than_the_pictures_are_refused_if_a_clip_is_
     assert "order of their samples is not checked" in capsys.readouterr().err
     refusal = pytest.raises(UserError, match=r"in another order than their samples, as at \w+ \d")
     with refusal if refused else contextlib.nullcontext():
+        clips.check_source(cfg, dataset, tmp_path, Encoder())
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_text_embeddings_in_another_order_than_the_captions_are_refused_by_a_prior(shift, tmp_path):
+    captions = [f"caption {i // 2}" for i in range(60)]  # two pictures have one
+    rows = Encoder().text_condition(captions, 1)["text_embed"].numpy()
+    records = [{"caption": caption} for caption in captions]
+    embeddings.write_shards(tmp_path, rows, np.roll(rows, 2 * shift, 0), records)
+    dataset = embeddings.Embeddings(tmp_path, captions=True)
+    cfg = SimpleNamespace(raw_embeddings=False)
+    refusal = pytest.raises(UserError, match=f"{tmp_path}: embeddings in another order than")
+    with refusal if shift else contextlib.nullcontext():
         clips.check_source(cfg, dataset, tmp_path, Encoder())
 
 
