@@ -118,13 +118,13 @@ class SharedConfig(config.TrainingRun):
     preset: str = field("", "settings by name: speech-small, audiolm-16khz; --config and flags win")
     run_dir: str = field("runs/audio", "folder of the runs; a stage's run is RUN/STAGE")
     data: str = field(
-        "syllables", 'folder of recordings (wav, flac, ogg, opus, mp3), or "syllables": built in'
+        "syllables", 'folder of recordings (wav, flac, ogg, opus, mp3, aiff), or "syllables"'
     )
     sample_rate: PositiveInt = field(
         8_000, "samples a second; recordings of other rates are resampled", fixed=True
     )
     speaker_pattern: str = field(
-        "", 'regular expression; group 1 in a file name is the speaker; "": the folder is'
+        "", 'regular expression; group 1 in a path below --data is the speaker; "": the folder is'
     )
     # Optimization
     warmup_steps: NonNegativeInt = field(50, "steps of linear warm-up")
@@ -367,7 +367,7 @@ def train_soundstream(cfg, device):
     dataset, indices = splits["train"]
     identity = resume.identify(run, cfg, splits)
     if run.results:  # it is finished
-        return loop.announce(run)
+        return loop.announce(run, cfg)
 
     # Build codec, discriminators, their optimizers and the EMA. Restore them if resuming.
     accumulate.seed_all(cfg.seed, "weights")  # the same start on all ranks
@@ -786,7 +786,7 @@ def train_transformer(cfg, device):
     # Another codec or k-means makes other tokens: then the run cannot be resumed.
     identity = resume.identify(run, cfg, splits, **made_with)
     if run.results:  # it is finished
-        return loop.announce(run)
+        return loop.announce(run, cfg)
 
     # Make tokens of all recordings, unless an earlier start has done so. The semantic stage first
     # fits its k-means.

@@ -1180,7 +1180,7 @@ def train_stage(cfg, device):
     )
     identity = resume.identify(run, cfg, splits, clip=info["clip_fingerprint"])
     if run.results:  # it is finished
-        return loop.announce(run)
+        return loop.announce(run, cfg)
 
     # Build model, optimizer and EMA. Restore them if resuming.
     accumulate.seed_all(cfg.seed, "weights")  # the same start on all ranks
@@ -1335,6 +1335,8 @@ class SampleConfig(CascadeConfig):
 
     def __post_init__(self):
         super().__post_init__()
+        if not self.out.endswith(".png"):
+            raise UserError(f"--out {self.out}: expected a name that ends in .png")
         if self.text:
             config.check_unused(self, "beside --text", "texts")
         if not self.image:
@@ -1460,6 +1462,7 @@ def sample(args):
     write_png(grid, args.out)
     print(f"wrote {args.out}: {len(pictures)} pictures of {size}x{size}")
     if args.pictures:
+        files.mark_output(args.pictures)
         for i, picture in enumerate(pictures):
             text, k = divmod(i, args.num_samples)
             write_png(picture, f"{args.pictures}/{text:04d}_{k:04d}.png")

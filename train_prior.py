@@ -637,7 +637,7 @@ def train(cfg):
     dataset, indices = splits["train"]
     identity = resume.identify(run, cfg, splits, clip=info["clip_fingerprint"])
     if run.results:  # it is finished
-        return loop.announce(run)
+        return loop.announce(run, cfg)
 
     # Build model, optimizer and EMA. Restore them if resuming.
     accumulate.seed_all(cfg.seed, "weights")  # the same start on all ranks

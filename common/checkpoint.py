@@ -25,6 +25,9 @@ try:
 except ImportError:  # Windows: nothing is locked
     fcntl = None
 
+# What entries of a file must be, where one that is not would fail later, without the file's name.
+KINDS = dict.fromkeys(("model", "ema", "training", "config", "lora"), dict) | {"step": int}
+
 # Files
 
 
@@ -96,9 +99,13 @@ def load(path, *entries, mmap=False):
             contents = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
         except pickle.UnpicklingError as error:  # which advises to load with code
             raise TypeError("not a file of tensors and plain values") from error
-        missing = [name for name in ("model", *entries) if name not in contents]
-        if missing or not isinstance(contents["model"], dict):
-            raise TypeError(f"it has no {', '.join(missing) or 'weights'}")
+        missing = {
+            name
+            for name in ("model", *entries, *contents)
+            if name not in contents or not isinstance(contents[name], KINDS.get(name, object))
+        }
+        if missing:
+            raise TypeError(f"it has no {', '.join(sorted(missing))}")
         return contents
 
 

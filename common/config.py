@@ -52,7 +52,7 @@ def explained(message, kind=UserError):
         raise
     except Exception as error:
         # Without addresses in memory: a fault has the same message whenever it is met.
-        reason = re.sub(r" at 0x[0-9a-f]+", "", repr(error))
+        reason = re.sub(r" at 0x[0-9a-f]+", "", f"{type(error).__name__}: {error}")
         raise kind(f"{message} ({reason:.300})") from error
 
 
@@ -68,12 +68,13 @@ def note(text):
 
 
 def need(module, wanted_by, package=None):
-    """The optional `module`, imported; UserError says how to install its package."""
-    try:
+    """The optional `module`, imported; UserError says how to install its package.
+
+    A package that is there may fail in any way, as without a library of the system.
+    """
+    package = package or module.partition(".")[0]
+    with explained(f"{wanted_by} needs {package}: pip install {package}"):
         return importlib.import_module(module)
-    except ImportError:
-        package = package or module.partition(".")[0]
-        raise UserError(f"{wanted_by} needs {package}: pip install {package}") from None
 
 
 # Settings
@@ -287,7 +288,9 @@ def converter(kind):
     def tuple_of(word):
         kinds = typing.get_args(kind)
         item = converter(kinds[0])
-        items = tuple(item(each.strip()) for each in word.split(",") if each.strip())
+        word = os.path.expanduser(word)
+        words = [word] if os.path.exists(word) else word.split(",")  # a folder may be lr=1,bs=4
+        items = tuple(item(each.strip()) for each in words if each.strip())
         if kinds[-1] is not Ellipsis and len(items) != len(kinds):
             raise ValueError(word)
         return items
@@ -298,7 +301,8 @@ def converter(kind):
     if typing.get_origin(kind) is tuple:
         tuple_of.__name__ = inspect.formatannotation(kind)  # for argparse's message
         return tuple_of
-    return true_or_false if kind is bool else kind
+    # Shells leave the ~ of --data=~/set and of quoted words to the program.
+    return {bool: true_or_false, str: os.path.expanduser}.get(kind, kind)
 
 
 def make_parser(cls, usage=""):
@@ -449,7 +453,10 @@ def parse_options(flag, text, kinds):
     """
     names = ", ".join(kinds)
     with explained(f"--{flag} {text}: expected one of {names}, then OPTION=VALUE …"):
-        name, *pairs = shlex.split(text)
-        options = dict(pair.split("=", 1) for pair in pairs)
+        name, *pairs = shlex.split(text.replace("\\", r"\\"))  # Windows' backslashes stay
+        options = {}
+        for pair in pairs:
+            option, value = pair.split("=", 1)
+            options[option] = os.path.expanduser(value)
         inspect.signature(kinds[name]).bind(**options)
     return kinds[name](**options)

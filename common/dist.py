@@ -83,7 +83,7 @@ def setup(device="auto", timeout_minutes=30.0):
         # Gloo is for what the hosts agree on, also where gradients are on GPUs.
         backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"
         timeout = timedelta(minutes=timeout_minutes)
-        with explained("cannot reach the other ranks; start all of them by torchrun"):
+        with explained("cannot reach the other ranks"):
             td.init_process_group(backend, timeout=timeout)
         atexit.register(teardown)
     return torch.device(device)
@@ -117,14 +117,16 @@ received = None
 def listening():
     """Context in which SIGNALS are noted, for `stop_together`, and do not end the process.
 
-    A second Ctrl-C ends it at once. What is ignored, as SIGHUP by nohup, stays so.
+    A second Ctrl-C ends it at once. What is ignored, as SIGHUP by nohup, stays so. A thread that is
+    not the main one cannot listen.
     """
     global received
     received = 0
     handlers = {}
     for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:
-            handlers[number] = signal.signal(number, note_signal)
+            with contextlib.suppress(ValueError):  # as in a notebook's thread
+                handlers[number] = signal.signal(number, note_signal)
     try:
         yield
     finally:

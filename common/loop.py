@@ -247,16 +247,23 @@ def begin(run, state, about, device):
             raise
         finally:
             progress.bar.close()
-    announce(run)
+    announce(run, cfg, log.savers)
 
 
-def announce(run):
-    """Print the results of a finished run."""
+def announce(run, cfg, savers=None):
+    """Print the results of a finished run, and send the copies that are missing.
+
+    savers: those that have sent some; without them, those of an earlier start are sent again.
+    """
     tracker.print_results(
         f"{run.folder} is finished, at step {run.results['step']}; to train on, give more --steps. "
         "See its report.html",
         run.results,
     )
+    if cfg.save and dist.is_main():
+        from common.interop import store
+
+        store.send_rest(savers or store.savers(cfg), run, cfg.timeout_minutes)
 
 
 # Evaluation

@@ -140,7 +140,10 @@ class RunFolder:
                 "--load FILE and a new --run_dir"
             ):
                 record = json.loads(path.read_text())
-                self.checkpoints = record["checkpoints"]
+                self.checkpoints = [
+                    {name: entry[name] for name in ("file", "step", "sha256")}
+                    for entry in record["checkpoints"]
+                ]
                 if self.checkpoints:  # else it is a new run
                     self.loggers = record["loggers"]
                     self.results = record["results"]
@@ -368,15 +371,21 @@ def identify(run, cfg, splits, **others):
     dataset, _ = splits["train"]
     identity = config.settings_with(cfg, "fixed") | others
     identity["own validation set"] = bool(cfg.val_data)  # the other splits depend on it
-    for name, value in dataset.fingerprint().items():
+    fingerprint = dataset.fingerprint()
+    for name, value in fingerprint.items():
         identity[f"data {name}"] = value
     val_settings = config.settings_with(cfg, "affects_val_loss")
-    if cfg.val_data:
-        val_settings |= splits["validation"][0].fingerprint()
+    val_fingerprint = splits["validation"][0].fingerprint() if cfg.val_data else {}
+    val_settings |= val_fingerprint
     # Lists for tuples, as in files.
     identity, run.val_settings = config.nan_to_none([identity, val_settings])
 
     def check():
+        if val_fingerprint == fingerprint:
+            raise UserError(
+                f"--val_data {cfg.val_data}: the same samples as --data {cfg.data}; leave it out, "
+                "then a fraction of --data is held out"
+            )
         unusable, checked, names = dataset.check()
         if unusable:
             config.note(
@@ -387,7 +396,7 @@ def identify(run, cfg, splits, **others):
             identity["base"] = checkpoint.checksum(cfg.init_from)
         if run.resume_from:
             check_identity(run.resume_from, identity)
-        if not run.results:
+        if not run.results or cfg.save:
             run.read_best()
         return identity
 

@@ -191,7 +191,8 @@ def read_metrics(path):
     for number, line in enumerate(content.split(b"\n")[:-1], 1):  # without a torn one
         try:
             metrics = json.loads(line)
-            lines.append({"step": metrics["step"], **metrics})
+            # A TypeError unless it is a number.
+            lines.append({"step": 0 + metrics["step"], **metrics})
         except (ValueError, TypeError, KeyError):
             damaged.append(number)
     if damaged:

@@ -70,7 +70,9 @@ def as_file(value):
 @pytest.mark.parametrize("content, reason", {
     pickle.dumps({"model": Secret()}): "",
     as_file({"model": Secret()}): "not a file of tensors and plain values",
-    as_file({"model": 1}): "it has no weights",
+    as_file({"model": 1}): "it has no model",
+    as_file({"model": {}, "step": "three"}): "it has no step",
+    as_file({"model": {}, "lora": 5}): "it has no lora",
     as_file({"weights": {}}): "it has no model",
     b"": "",
     as_file({"model": {}})[:-200]: "failed finding central",
@@ -95,7 +97,7 @@ def test_a_file_without_a_wanted_entry_is_refused_by_the_entrys_name(tmp_path):
     path = tmp_path / "x.pt"
     checkpoint.save({"model": {}, "step": 3}, path)
     assert checkpoint.load(path, "step") == {"model": {}, "step": 3}
-    with pytest.raises(UserError, match=f"{path}: .*it has no config, training'"):
+    with pytest.raises(UserError, match=f"{path}: .*it has no config, training"):
         checkpoint.load(path, "step", "config", "training")
 
 

@@ -1,6 +1,9 @@
 """The CLIP of a run: by its name, of its data, in agreement with the package open_clip."""
 
+import contextlib
+import io
 import json
+import tarfile
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,9 +12,9 @@ import torch
 from helpers import same
 from torch.testing import assert_close
 
-from common import checkpoint
+from common import checkpoint, order
 from common.config import UserError
-from common.data import clips, embeddings, synthetic
+from common.data import clips, embeddings, images, media, synthetic
 from common.models import clip
 
 TEXT = "a large green triangle at the top left on a gray background"
@@ -133,6 +136,64 @@ def test_a_folder_names_its_clip_and_whether_it_is_built_in(tmp_path, capsys):
     assert capsys.readouterr().err == ""
     assert clips.clip_of(cfg, "model.pt") == ("z", "f")
     assert "learned with another CLIP" in capsys.readouterr().err
+
+
+class Encoder:
+    """A CLIP whose embeddings are all alike, but for an image's first pixel or a text's hash."""
+
+    def embed_image(self, images):
+        return torch.cat([images[:, 0, 0].float(), torch.full((len(images), 1), 200.0)], 1)
+
+    def text_condition(self, texts, length):
+        numbers = [[order.hash_of(text.encode()) >> 56 << 1, 200] for text in texts]
+        return {"text_embed": torch.tensor(numbers).float()}
+
+    def parameters(self):
+        yield torch.zeros(1)
+
+
+@pytest.mark.parametrize("change, refused", [
+    (lambda rows: rows, False),
+    (lambda rows: rows + np.random.default_rng(1).normal(0, 5, rows.shape), False),
+    (lambda rows: rows[np.random.default_rng(0).permutation(len(rows))], True),
+    (lambda rows: np.roll(rows, 1, 0), True),
+    (lambda rows: np.concatenate([rows[:9], rows[12:], rows[:3]]), True),  # three are missing
+])
+def test_embeddings_in_another_order_than_the_pictures_are_refused_if_a_clip_is_at_hand(
+        change, refused, tmp_path, capsys):
+    colors = np.random.default_rng(0).integers(0, 256, (60, 8, 8, 3)).astype(np.uint8)
+    colors[:] = colors[:, :1, :1]
+    colors[1:5] = colors[:1]  # equal pictures
+    files = {}
+    for i, image in enumerate(colors):
+        files |= {f"000000{i:03d}.png": media.png(image), f"000000{i:03d}.txt": b"a"}
+    with tarfile.open(tmp_path / "000000.tar", "w") as archive:
+        for name, content in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    rows = Encoder().embed_image(torch.from_numpy(colors)).numpy()
+    np.save(tmp_path / "img_emb_0.npy", change(rows).astype(np.float32))
+    dataset = images.Pictures(tmp_path, 8)
+    cfg = SimpleNamespace(raw_embeddings=False)
+    clips.check_source(cfg, dataset, tmp_path)
+    assert "order of their samples is not checked" in capsys.readouterr().err
+    refusal = pytest.raises(UserError, match=r"in another order than their samples, as at \w+ \d")
+    with refusal if refused else contextlib.nullcontext():
+        clips.check_source(cfg, dataset, tmp_path, Encoder())
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_text_embeddings_in_another_order_than_the_captions_are_refused_by_a_prior(shift, tmp_path):
+    captions = [f"caption {i // 2}" for i in range(60)]  # two pictures have one
+    rows = Encoder().text_condition(captions, 1)["text_embed"].numpy()
+    records = [{"caption": caption} for caption in captions]
+    embeddings.write_shards(tmp_path, rows, np.roll(rows, 2 * shift, 0), records)
+    dataset = embeddings.Embeddings(tmp_path, captions=True)
+    cfg = SimpleNamespace(raw_embeddings=False)
+    refusal = pytest.raises(UserError, match=f"{tmp_path}: embeddings in another order than")
+    with refusal if shift else contextlib.nullcontext():
+        clips.check_source(cfg, dataset, tmp_path, Encoder())
 
 
 def test_embeddings_of_unit_length_are_refused_by_a_model_of_raw_ones(tmp_path):

@@ -68,6 +68,22 @@ def run(monkeypatch):
     return end
 
 
+def test_a_home_folder_is_found_and_a_comma_splits_unless_such_a_folder_is_there(monkeypatch):
+    @dataclasses.dataclass(frozen=True)
+    class Places(config.Settings):
+        """Places"""
+        folder: str = config.field("")
+        folders: tuple[str, ...] = config.field(())
+
+    home = Path.cwd()
+    monkeypatch.setenv("HOME", str(home))
+    (home / "lr=1,bs=4").mkdir()
+    words = ["--folder=~/a,b", "--folders=~/lr=1,bs=4", "--folders", "~/c,lr=1,d~"]
+    cfg = parse(*words, cls=Places)
+    assert cfg.folder == f"{home}/a,b"
+    assert cfg.folders == (f"{home}/lr=1,bs=4", f"{home}/c", "lr=1", "d~")
+
+
 @pytest.mark.parametrize("words, expected", {
     "--steps=5 --lr=3": Low(steps=5, lr=3.0),
     "--seed 9007199254740993 --plain -5": Low(seed=2**53 + 1, plain=-5),
@@ -270,7 +286,7 @@ def test_a_fault_of_the_program_keeps_its_traceback(kind, monkeypatch, capsys):
 
 
 def test_an_error_is_explained_by_a_message_unless_it_explains_itself():
-    damaged = pytest.raises(UserError, match=r"^a\.npy: damaged \(KeyError\('b'\)\)$")
+    damaged = pytest.raises(UserError, match=r"^a\.npy: damaged \(KeyError: 'b'\)$")
     with damaged as caught, config.explained("a.npy: damaged"):
         raise KeyError("b")
     assert isinstance(caught.value.__cause__, KeyError)
@@ -320,6 +336,8 @@ class Saver:
 @pytest.mark.parametrize("text, found", [
     ("hub repo=a/b", Saver("a/b")),
     ('hub kind=all repo="a = b"', Saver("a = b", "all")),
+    (r'hub repo=C:\\a\new#1 kind="D:\b c"', Saver(r"C:\\a\new#1", r"D:\b c")),
+    ("hub repo=~/a kind=~", Saver(str(Path.home() / "a"), str(Path.home()))),
     ("hub", None),
     ("hub repo=a more=b", None),
     ("hub repo", None),

@@ -26,6 +26,19 @@ def test_links_to_folders_are_entered_once_broken_ones_counted_and_hidden_folder
     assert message in capsys.readouterr().err
 
 
+def test_runs_and_samples_below_a_folder_are_no_data_unless_the_folder_itself_is_one(
+        tmp_path, capsys):
+    write_files(tmp_path, {"a.wav": b"", "run/auto_resume.json": b"", "run/samples/b.wav": b""})
+    files.mark_output(tmp_path / "deep/pictures")
+    write_files(tmp_path, {"deep/pictures/c.png": b"", "deep/d.wav": b""})
+    write_files(tmp_path, {"sounds/0_continued.wav": b"", "sounds/0_real.wav": b""})
+    names = [path.relative_to(tmp_path).as_posix() for path in files.files_below(tmp_path)]
+    assert names == ["a.wav", "deep/d.wav"]
+    message = f"note: 3 folders of runs or samples are left out: {tmp_path / 'deep/pictures'}, …"
+    assert message in capsys.readouterr().err
+    assert tmp_path / "run/samples/b.wav" in files.files_below(tmp_path / "run")
+
+
 def test_a_folder_that_may_not_be_read_is_an_error(tmp_path, monkeypatch):
     def refuse(path):
         raise PermissionError(13, "Permission denied", str(path))
@@ -60,7 +73,9 @@ def test_texts_are_those_of_the_flag_or_the_lines_of_a_file_in_utf_8(tmp_path):
     path = tmp_path / "texts.txt"
     path.write_text(" ein rotes △\r\n\n빨간 😀\n", encoding="utf-8-sig")
     assert files.texts_of("", path) == ["ein rotes △", "빨간 😀"]
-    assert [files.texts_of(text, "") for text in (" a b ", " ")] == [["a b"], []]
+    assert [files.texts_of(text, "") for text in (" a b ", "")] == [["a b"], []]
+    with pytest.raises(UserError, match=r"^--text: no text in it"):
+        files.texts_of(" ", "")
     for content, message in (
         ("über".encode("cp1252"), "not text in UTF-8"),
         ("over".encode("utf-16-le"), "not text in UTF-8"),

@@ -105,6 +105,24 @@ def decoded(pixels, dtype=np.uint8, **settings):
     return images.decode_image(content, "a.png")[0].tolist()
 
 
+@pytest.mark.parametrize("kind", ["zTXt", "iTXt", "iCCP"])
+def test_a_png_with_a_long_text_or_profile_is_read(kind):
+    """As image tools store their workflows."""
+    PngImagePlugin = pytest.importorskip("PIL.PngImagePlugin")
+    info = PngImagePlugin.PngInfo()
+    text = "workflow " * 200_000
+    settings = {"pnginfo": info}
+    if kind == "iCCP":
+        settings = {"icc_profile": text.encode()}
+    elif kind == "iTXt":
+        info.add_itxt("prompt", text, zip=True)
+    else:
+        info.add_text("prompt", text, zip=True)
+    content = encoded(ramp(8, 8), **settings)
+    assert kind.encode() in content
+    assert_array_equal(images.decode_image(content, "a.png"), ramp(8, 8))
+
+
 def test_16_bits_become_8():
     assert decoded([0, 1000, 32896, 65535], np.uint16) == [[0] * 3, [4] * 3, [128] * 3, WHITE]
 
@@ -219,6 +237,26 @@ def test_tars_may_be_a_range_or_a_folder(pattern, tmp_path):
     assert [dataset.key(i) for i in range(len(dataset))] == [f"{i:09d}" for i in range(3)]
 
 
+def test_a_link_in_a_tar_is_the_file_that_it_names_and_others_are_counted(tmp_path, capsys):
+    """As GNU tar and Python store files of two names, and links in any order."""
+    write_files(tmp_path / "set", {"b.png": b"picture b", "b.txt": b"text", "x/y.txt": b"deep"})
+    for name, target in {"a.png": "b.png", "c.png": "./b.png", "d.png": "x/../b.png",
+                         "x/e.png": "../b.png", "x/e.txt": "y.txt", "f.png": "/etc/passwd",
+                         "g.png": "gone.png", "h.png": "h.png"}.items():
+        (tmp_path / "set" / name).symlink_to(target)
+    for name in ("a", "c", "d", "z"):
+        (tmp_path / f"set/{name}.txt").hardlink_to(tmp_path / "set/b.txt")
+    (tmp_path / "set/z.png").hardlink_to(tmp_path / "set/b.png")
+    with tarfile.open(tmp_path / "0.tar", "w") as archive:
+        archive.add(tmp_path / "set", ".")
+    dataset = images.CaptionedImages(tmp_path)
+    found = {dataset.key(i): (dataset.read(i, "image"), dataset.caption(i))
+             for i in range(len(dataset))}
+    expected = {f"./{name}": (b"picture b", "text") for name in "abcdz"}
+    assert found == expected | {"./x/e": (b"picture b", "deep")}
+    assert "left out are 3 links to no file in the tar, or devices" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name, message", [
     ("{00000..00001}.tar", r"00001\.tar"),
     ("0.tar.gz", r"0\.tar\.gz: corrupt .* or another file; expected tars, unpacked as by gunzip"),
@@ -229,6 +267,18 @@ def test_what_is_no_tar_is_named(name, message, tmp_path):
     write_files(tmp_path, {"0.tar.gz": b"", "metadata.csv": b""})
     with pytest.raises((UserError, OSError), match=message):
         images.CaptionedImages(tmp_path / name)
+
+
+@pytest.mark.parametrize("write, path", [(write_files, "folder"), (write_tar, "0.tar")])
+def test_names_with_accents_in_either_form_of_unicode_are_one_key(write, path, tmp_path):
+    image = media.png(picture(0))
+    names = ["u\u0308/a\u0308.png", "u\u0308/\xe4.txt", "\xf6.png", "o\u0308.txt"]
+    write(tmp_path / path, dict(zip(names, [image, b"one", image, b"two"])))
+    dataset = images.Pictures(tmp_path / path, 8)
+    batch, usable = dataset.fetch(range(2))
+    assert usable.all()
+    captions = {dataset.key(i): caption for i, caption in enumerate(batch["caption"])}
+    assert captions == {"\xfc/\xe4": "one", "\xf6": "two"}
 
 
 @pytest.mark.parametrize("write, path, keys, unused", [
@@ -366,17 +416,25 @@ def test_each_picture_comes_with_its_embedding_and_caption_wherever_they_lie(
 
 def test_embeddings_beside_that_are_not_usable_are_skipped_and_named(tmp_path):
     write_pictures(tmp_path)
-    table = np.load(tmp_path / "img_emb_003.npy")[:5]  # the sixth row is missing
+    table = np.load(tmp_path / "img_emb_003.npy")
     table[1] = 0
     table[4, 2] = np.nan
     np.save(tmp_path / "img_emb_003.npy", table)
     dataset = images.Pictures(tmp_path, 8)
     count, _, faults = dataset.check()
-    assert count == len(faults) == 3
-    for row, fault in zip((1, 4, 5), faults):
+    assert count == len(faults) == 2
+    for row, fault in zip((1, 4), faults):
         assert f"00003.tar: 00003000{row}.png: no usable embedding" in fault
     _, usable = dataset.fetch(np.arange(7))
-    assert usable.tolist() == [True, False, True, True, False, False, True]
+    assert usable.tolist() == [True, False, True, True, False, True, True]
+
+
+def test_fewer_rows_of_embeddings_than_pictures_are_refused_before_training(tmp_path):
+    write_pictures(tmp_path)
+    table = np.load(tmp_path / "img_emb_003.npy")
+    np.save(tmp_path / "img_emb_003.npy", table[:5])
+    with pytest.raises(UserError, match=r"000030005\.png: .* row 5 of the 5 beside its tar"):
+        images.Pictures(tmp_path, 8).check()
 
 
 @pytest.mark.parametrize("number, content", [
@@ -465,11 +523,26 @@ def test_one_bad_picture_is_skipped_and_named_and_mostly_bad_ones_are_refused(
         images.Pictures(tmp_path, 8).check()
 
 
+def test_equal_files_are_counted(tmp_path, capsys):
+    write_tar(tmp_path / "0.tar", members([0, 1]) | {"a.png": media.png(picture(1)), "a.txt": b"a"})
+    images.Pictures(tmp_path, 8).check()
+    message = f"note: {tmp_path}: 1 of 3 files looked at are equal to others, so training"
+    assert message in capsys.readouterr().err
+
+
 def test_without_pillow_reading_ends_in_the_line_that_installs_it(tmp_path, monkeypatch):
     write_image(tmp_path, picture(0))
     monkeypatch.setitem(sys.modules, "PIL.Image", None)  # makes its import fail
     with pytest.raises(UserError, match=r"/a\.png: .*pip install pillow"):
         images.Pictures(tmp_path, 8).fetch([0])
+
+
+def test_an_old_pillow_is_told_and_no_file_is_blamed(tmp_path, monkeypatch):
+    Image = pytest.importorskip("PIL.Image")
+    write_image(tmp_path, picture(0))
+    monkeypatch.delattr(Image.Image, "has_transparency_data")
+    with pytest.raises(UserError, match=r"^images need pillow 10.1: pip install 'pillow>=10.1'$"):
+        images.Pictures(tmp_path, 8).check()
 
 
 # The built-in shapes

@@ -1,8 +1,10 @@
 """The loops' shared part: log lines, what is due when, what ends a run, and evaluation."""
+import concurrent.futures
 import dataclasses
 import itertools
 import math
 import random
+import re
 import signal
 from types import SimpleNamespace
 
@@ -14,6 +16,7 @@ from torch import nn
 
 from common import accumulate, amp, checkpoint, config, dist, ema, loop, optim, order, resume
 from common.config import UserError
+from common.interop import store
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,7 +238,7 @@ def train(folder, at=None, event=None, **settings):
     splits = {"train": (dataset, np.arange(24)), "validation": (dataset, np.arange(24, 40))}
     identity = resume.identify(run, cfg, splits)
     if run.results:
-        return loop.announce(run)
+        return loop.announce(run, cfg)
     torch.manual_seed(cfg.seed)
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 1))
     model.cfg = cfg
@@ -332,6 +335,52 @@ def test_a_run_writes_its_lines_config_models_and_results_and_is_announced_again
     assert f"{folder} is finished, at step 6; to train on, give more --steps" in out
     assert f"test_loss                                {results['test_loss']:.4f}" in out
     assert all(path.read_bytes() == content for path, content in before.items())
+
+
+def test_copies_that_fail_are_tried_again_at_the_end_and_by_the_same_command(tmp_path, capsys):
+    """A wall is where their folder should be, first for two tries at the end, then for all."""
+    wall = tmp_path / "wall"
+    wall.write_text("")
+    save = (f"local save_latest_to={wall}/{{step}}.pt save_best_to={wall}/{{step}}_best.pt",)
+    settings = dict(save=save, timeout_minutes=0.001)
+    missing = "the best copy by .* is missing: .*; the next save, the end, or the same command .*\n"
+    for _ in range(2):
+        train(tmp_path / "run", **settings)
+        assert re.search(f"finished, at step 6(.*\n)*{missing}$", capsys.readouterr().out)
+    wall.unlink()
+    train(tmp_path / "run", **settings)
+    best = checkpoint.load(tmp_path / "run/best.pt")["step"]
+    assert {path.name for path in wall.iterdir()} == {"6.pt", f"{best}_best.pt"}
+    assert "missing" not in capsys.readouterr().out
+
+
+def test_a_copy_that_fails_for_a_while_at_the_end_is_sent(tmp_path, monkeypatch, capsys):
+    pauses = []
+    copy = tmp_path / "copy"
+    copy.mkdir()
+
+    def sleep(seconds):
+        pauses.append(seconds)
+        if len(pauses) == 6:
+            copy.rmdir()
+
+    monkeypatch.setattr(store.time, "sleep", sleep)
+    train(tmp_path / "run", save=(f"local save_latest_to={copy}",), timeout_minutes=3)
+    assert pauses == [1, 2, 4, 8, 16, 32]
+    assert checkpoint.load(copy)["step"] == 6
+    copy.unlink()
+    copy.mkdir()
+    pauses[:] = range(100)  # the folder stays
+    train(tmp_path / "run", save=(f"local save_latest_to={copy}",), timeout_minutes=3)
+    assert pauses[100:] == [1, 2, 4, 8, 16, 32, 64]  # less than three minutes
+
+
+def test_a_thread_may_train_and_the_handlers_of_signals_stay(tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        pool.submit(train, tmp_path).result()
+    assert saved(tmp_path)[0]["step"] == 6
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 @pytest.mark.parametrize("step", [1, 2, 3, 4])

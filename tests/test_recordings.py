@@ -50,6 +50,8 @@ def test_16_bit_wav_needs_no_package_and_parts_are_slices(channels, path, monkey
     ("a.wav", "WAVEX", "PCM_24", 1e-6),
     ("a.wav", "WAV", "IMA_ADPCM", 0.2),
     ("a.flac", "FLAC", "PCM_16", 2.0 ** -15),
+    ("a.aiff", "AIFF", "PCM_24", 1e-6),
+    ("a.au", "AU", "ULAW", 0.05),
     ("a.ogg", "OGG", "VORBIS", 0.1),
     ("a.mp3", "MP3", "MPEG_LAYER_III", 0.1),
 ])
@@ -89,8 +91,20 @@ def test_a_wav_file_that_was_cut_or_streamed_is_read_by_soundfile_up_to_its_end(
         recordings.read(path)
 
 
+def test_a_soundfile_that_does_not_import_gives_its_own_error_and_no_file_is_blamed(
+        path, monkeypatch):
+    path.write_bytes(GOOD[:-1])
+    write_files(path.parent, {"soundfile.py": b"raise OSError('sndfile library not found')"})
+    monkeypatch.syspath_prepend(path.parent)
+    monkeypatch.delitem(sys.modules, "soundfile", raising=False)
+    with pytest.raises(Unusable, match=r"install soundfile.*sndfile library not found") as error:
+        recordings.read(path)
+    assert "not a readable" not in str(error.value)
+
+
 @pytest.mark.parametrize("content, message", [
-    (b"", "not a readable audio file"),
+    (b"", r"cannot be read \(LibsndfileError: .* Format not recognised"),
+    ([0.1, 1e38], r"samples that are not finite, or beyond 4e\+09"),
     (patched(24, 999), "999 Hz, expected 1000 to 768000"),
     (None, "not a file"),
     ([0.1, np.nan], "samples that are not finite"),
@@ -198,7 +212,8 @@ def test_a_quiet_passage_stays_as_quiet_and_an_offset_is_not_loudness(path):
 def test_speakers_are_found_by_a_pattern(tmp_path):
     folder(tmp_path)
     assert set(Recordings(tmp_path, 16000, pattern="(.)[.]").speaker_of) == set("0123")
-    for pattern in ("_(", "take", "_(1)?"):
+    assert set(Recordings(tmp_path, 16000, pattern="(.)/").speaker_of) == set("012")
+    for pattern in ("_(", "take", "x|x(1)?"):
         with pytest.raises(UserError, match=r"--speaker_pattern .*: finds no speaker"):
             Recordings(tmp_path, 16000, pattern=pattern)
 
@@ -287,9 +302,18 @@ def test_it_is_said_how_many_recordings_and_transcripts_go_without_the_other(tmp
     write_files(tmp_path, {"0.wav": GOOD, "1.wav": GOOD, "3.txt": b"a", "metadata.csv": table})
     Recordings(tmp_path, 16000)
     err = capsys.readouterr().err
-    assert "2 recordings, 1 transcripts" in err
+    assert "2 recordings of 1 speakers, 1 transcripts" in err
     assert f"transcripts without text or recording: 4, as {tmp_path}/3\n" in err
     assert "metadata.csv: no names of columns, so the second is taken as the text" in err
+
+
+def test_files_that_are_not_read_are_counted_by_kind(tmp_path, capsys):
+    others = {"1.M4A": b"", "1.txt": b"one", "2.m4a": b"", "3.wma": b""}
+    write_files(tmp_path, {"0.wav": GOOD, **others})
+    Recordings(tmp_path, 16000)
+    others = "{'.m4a': 2, '.txt': 1, '.wma': 1}"
+    message = f"{tmp_path}: 1 recordings of 1 speakers, 0 transcripts; other files: {others}"
+    assert f"note: {message}\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["a.txt", "x.trans.txt", "metadata.csv", "validated.tsv"])
@@ -403,6 +427,21 @@ def test_unusable_recordings_are_passed_over_by_name_and_more_than_five_are_refu
     write_files(tmp_path, {"1.wav": short})
     with pytest.raises(UserError, match=r"6 of 8 samples cannot be used: .*1\.wav: 50 samples"):
         dataset.check()
+
+
+def test_equal_recordings_are_counted_and_repeated_ones_are_not(tmp_path, capsys):
+    same = wav(noise(1, 3000))
+    files = {"0.wav": same, "1.wav": wav(noise(1, 3000, 1)), "2.wav": same}
+    dataset = Recordings(write_files(tmp_path, files), 16000)
+    for shifts, found in ((1, "1 of 3"), (2, "2 of 6")):
+        dataset.repeat(shifts)
+        dataset.check()
+        assert f"{found} files looked at are equal to others" in capsys.readouterr().err
+    (tmp_path / "2.wav").unlink()
+    dataset = Recordings(tmp_path, 16000)
+    dataset.repeat(3)
+    dataset.check()
+    assert "are equal to" not in capsys.readouterr().err
 
 
 def test_a_folder_without_recordings_is_refused(tmp_path):

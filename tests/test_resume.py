@@ -261,7 +261,10 @@ def test_a_checkpoint_that_cannot_be_read_now_is_not_taken_for_damaged(tmp_path,
     assert steps_of(run) == [20, 10]
 
 
-@pytest.mark.parametrize("content", [None, b"[]", b"{}", b"\xff", b'{"checkpoints": [{}]}'])
+NO_STEP = b'{"checkpoints": [{"file": "x", "sha256": ""}], "loggers": {}, "results": null}'
+
+
+@pytest.mark.parametrize("content", [None, b"[]", b"{}", b"\xff", NO_STEP])
 def test_a_missing_or_damaged_record_is_named_with_the_way_out(content, tmp_path):
     """Promises 3 and 8"""
     run = opened(tmp_path)
@@ -449,7 +452,7 @@ def dataset_of(rows, unusable=()):
     return SimpleNamespace(check=lambda: found, fingerprint=lambda: fingerprint)
 
 
-def start_of(folder, rows=20, val_rows=20, **settings):
+def start_of(folder, rows=20, val_rows=5, **settings):
     """The RunFolder `folder`, begun or gone on with."""
     run, cfg = resume.open_run(Config(**settings), folder, 16)
     splits = {"train": (dataset_of(rows), None), "validation": (dataset_of(val_rows), None)}
@@ -531,6 +534,11 @@ def test_a_run_of_other_data_another_model_or_kept_settings_is_refused(
         start_of(tmp_path, **changed)
 
 
+def test_a_validation_set_of_the_training_samples_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"^--val_data val: the same .* as --data here; leave"):
+        start_of(tmp_path, data="here", val_data="val", val_rows=20)
+
+
 def test_what_was_or_is_not_known_is_no_other_identity(tmp_path):
     path = tmp_path / "1.pt"
     known = {"clip": "a", "width": 8}
@@ -605,7 +613,7 @@ def test_best_pt_is_kept_where_validation_is_the_same_and_starts_anew_where_it_c
     assert start_of(tmp_path, val_data="val").best == {"file": "best.pt", "step": 7}
     assert "best.pt" not in capsys.readouterr().err
     checkpoint.save(contents, best)
-    for changed in (dict(val_rows=21), dict(eval_samples=8), dict(chunk_size=5)):
+    for changed in (dict(val_rows=6), dict(eval_samples=8), dict(chunk_size=5)):
         assert not goes_on(**changed)
         assert "validation changed from {" in capsys.readouterr().err
     assert goes_on()  # whatever was tried meanwhile

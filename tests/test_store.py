@@ -2,15 +2,18 @@
 import hashlib
 import json
 import math
+import re
 import socket
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import Settings
 from servers import needs
 
-from common import checkpoint, tracker
+from common import checkpoint, config, tracker
 from common.config import UserError
 from common.interop import store
 
@@ -35,9 +38,17 @@ def step_of(path):
 
 # Loaders
 
-@pytest.mark.parametrize("address", ["nothing.pt", "s3://bucket/x.pt", "wandb:RUN//etc/passwd"])
-def test_what_is_no_file_and_no_address_is_refused(address, tmp_path):
-    with pytest.raises(UserError, match=f"^{address}: expected a file, http"):
+@pytest.mark.parametrize("address, reason", {
+    "nothing.pt": "unknown url type",
+    "s3://bucket/x.pt": "unknown url type: s3",
+    "wandb:RUN//etc/passwd": "unknown url type: wandb",
+    "wandb:E/P/R/a/../../../b.pt": "it leads out of its folder",
+    r"wandb:E/P/R/..\b.pt": "it leads out of its folder",
+    "http://host/../b.pt": "it leads out of its folder",
+}.items())
+def test_what_is_no_file_and_no_address_is_refused(address, reason, tmp_path):
+    message = f"^{re.escape(address)}: expected a file, http.*{reason}"
+    with pytest.raises(UserError, match=message):
         store.fetch(address, tmp_path)
 
 
@@ -71,7 +82,7 @@ def test_a_file_with_its_sha256_is_fetched_once_and_no_other_is_taken(tmp_path, 
 
 
 def test_a_server_that_says_no_or_nothing_is_reported(tmp_path, server, monkeypatch):
-    with pytest.raises(UserError, match=r"x.pt: .*HTTPError 404"):
+    with pytest.raises(UserError, match=r"x.pt: .*HTTP Error 404"):
         store.fetch(f"{server.url}/x.pt", tmp_path)
     monkeypatch.setattr(store, "TIMEOUT", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -148,6 +159,16 @@ def test_copies_are_of_the_kind_and_at_the_place_that_is_given(
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.parametrize("text", [
+    "local save_latest_to={0}/a,b/x.pt, local save_latest_to={0}/c.pt",
+    "local save_latest_to={0}/a,b/x.pt,local save_latest_to={0}/c.pt",
+])
+def test_a_comma_between_savers_is_none_in_a_path(text, tmp_path):
+    cfg = config.parse(Settings, ["--save", text.format(tmp_path)])
+    store.send(store.savers(cfg), run_of(tmp_path, 3))
+    assert step_of(tmp_path / "a,b/x.pt") == step_of(tmp_path / "c.pt") == 3
+
+
 def test_what_was_sent_is_not_sent_again_and_what_is_new_is(tmp_path):
     latest = tmp_path / "latest"
     best = tmp_path / "best"
@@ -180,7 +201,7 @@ def test_a_failure_is_printed_and_tried_again_at_the_next_save(tmp_path, capsys)
     savers = savers_of(f"local save_latest_to={wall}/x.pt", f"local save_latest_to={fine}")
     for step in (1, 2):
         store.send(savers, run_of(tmp_path, step))
-        assert f"'{wall}'; the next save of this run" in capsys.readouterr().out
+        assert f"'{wall}'; the next save, the end" in capsys.readouterr().out
         assert step_of(fine) == step
     wall.unlink()
     store.send(savers, run_of(tmp_path, 2))
@@ -197,6 +218,10 @@ def test_wandb_keeps_copies_with_the_run(tmp_path):
     wandb.finish()
     copy, = tmp_path.glob("wandb/*-mine*/files/ck/4.pt")
     assert not copy.is_symlink()
+    assert step_of(copy) == 4
+    started = time.monotonic()
+    store.send_rest(savers, run_of(tmp_path, 8), minutes=1)  # the run there is closed
+    assert time.monotonic() - started < 1
     assert step_of(copy) == 4
 
 

@@ -66,7 +66,12 @@ def test_what_is_logged_reads_back_and_what_is_not_finite_is_null(tmp_path):
         (3, {"loss": 0.1 + 0.2, "zero": 0}, [validation]), (4, {"test_loss": 0.5}, [test])]
 
 
-@pytest.mark.parametrize("torn", [b'{"step": 3, "lo', b'{"step": 3}', b"\xff\xfe\n[1, 2]\n{}\n"])
+@pytest.mark.parametrize("torn", [
+    b'{"step": 3, "lo',
+    b'{"step": 3}',
+    b'\xff\xfe\n{"step": null}\n{}\n',
+    b'{"step": "3"}\n{"step": [3]}\n{}\n',
+])
 def test_on_resume_later_and_torn_lines_are_dropped_and_come_again_once(torn, tmp_path, capsys):
     """Promise 1"""
     def log_from(log, first):
@@ -308,6 +313,25 @@ def test_a_run_that_began_on_the_console_takes_any_logger_and_later_finds_the_sa
     steps = [step for step, _ in curves["loss"]]
     assert steps == [5, 6, 7, 8, 13, 14, 15, 16]  # while it was the logger
     assert [line["step"] for line in lines(tmp_path) if "loss" in line] == [*range(1, 17)]
+
+
+@needs("wandb")
+def test_what_a_disabled_wandb_answers_is_not_kept(tmp_path, monkeypatch):
+    import wandb
+    seen = []
+    for step, mode in ((0, "offline"), (4, "disabled"), (8, "offline")):
+        monkeypatch.setenv("WANDB_MODE", mode)
+        wandb.teardown()
+        with tracker_of(tmp_path, step, logger="wandb") as log:
+            log_steps(log, [step + 1])
+            seen.append(log.run.loggers["wandb"])
+    assert seen == [seen[0]] * 3
+    assert seen[0]["entity"] != "dummy"
+    other = tmp_path / "other"
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    wandb.teardown()
+    with tracker_of(other, logger="wandb") as log:
+        assert log.run.loggers["wandb"] == {}
 
 
 @needs("wandb")

@@ -466,7 +466,7 @@ def sample(**settings):
     given = dict(steps=(3, 2), num_samples=2, device="cpu", pictures="pictures", out="grid.png")
     shutil.rmtree("pictures", ignore_errors=True)
     out = run("sample", **given | settings)
-    files = sorted(Path("pictures").iterdir())
+    files = sorted(Path("pictures").glob("*.png"))
     assert f"wrote grid.png: {len(files)} pictures of" in out
     assert read_picture("grid.png").shape[2] == 3
     return np.stack([read_picture(path) for path in files]).astype(int)
@@ -632,6 +632,7 @@ mistake = functools.partial(helpers.mistake, "train_decoder")
     "sample --text x --mask a.png": "--mask: without --image it does nothing",
     "sample --prior a": "--prior: without a text",
     "sample --negative_text a": "--negative_text: without a text",
+    "sample --text x --out g.jpg": "--out g.jpg: expected a name that ends in .png",
     "sample --text x --image a.png": "it needs --mask",
     "sample --text x --image a.png --mask b.png --to c.png": "and no --to",
     "sample --text x --steps 25,1001": "--steps 1001: expected 1 to 1000",
@@ -651,7 +652,7 @@ def test_mistakes_on_the_command_line_are_one_line_and_status_2(words, message):
     "evaluate --run_dir trained/upsample --prior prior": "an upsampler, which needs none",
     "evaluate --run_dir trained --judge none": "there is no CLIP here",
     "sample --run_dir=": "model.pt: no such checkpoint",
-    "sample --run_dir trained/base --steps 1 --out .": ": .: is there, and not a file",
+    "sample --run_dir trained/base --steps 1 --out plain/00000.png/x.png": "'plain/00000.png'",
     "sample --run_dir trained --image plain/00000.png --mask trained/cascade.png":
         "pixels high and wide, but --image [32, 32]; expected the same size",
     "evaluate --run_dir trained --data plain --clip none": "there is no CLIP here",

@@ -11,6 +11,7 @@ from common.config import UserError, explained, need
 from common.models import clip
 
 MIN_COSINE = 0.3  # of a CLIP's embeddings with stored ones: with those of another it is about 0
+ORDER_MARGIN = 0.02  # by which another cosine is higher: embeddings of equal samples are equal
 
 
 class OpenCLIP(clip.Encoder):
@@ -135,9 +136,12 @@ def check_source(cfg, dataset, path, clip_model=None):
     """UserError if the embeddings are not those that a model needs, by some of them.
 
     They must not be of unit length for a model of raw ones, nor those of another CLIP than
-    `clip_model`, if there is one.
+    `clip_model`, if there is one, nor in another order than the samples.
     """
-    indices = order.evenly_spaced(len(dataset), 16)
+    # Pairs of neighbors. `fetch` of pictures leaves out those that are not usable.
+    indices = (order.evenly_spaced(len(dataset), 16)[:, None] + [0, 1]).ravel() % len(dataset)
+    _, usable = dataset.fetch(indices)
+    indices = indices[usable]
     batch, _ = dataset.fetch(indices)
     stored = batch.get("image_embed")
     if stored is None:  # a CLIP will compute them
@@ -161,10 +165,19 @@ def check_source(cfg, dataset, path, clip_model=None):
         device = next(clip_model.parameters()).device
         found = clip_model.embed_image(batch["image"].to(device))
     else:
+        config.note(f"{path}: whether embeddings are in the order of their samples is not checked")
         return
-    cosine = torch.cosine_similarity(found.cpu(), stored).nanmean()
+    cosines = torch.cosine_similarity(found.cpu()[:, None], stored, dim=-1)  # (n, n)
+    own = cosines.diagonal()
+    cosine = own.mean()
     if cosine < MIN_COSINE:
         raise UserError(
             f"{path}: its embeddings are not of this CLIP, whose own have a mean cosine of "
             f"{cosine:.2f} with them; name the one that made them with --clip"
+        )
+    misplaced = own < cosines.amax(1) - ORDER_MARGIN
+    if misplaced.float().mean() > 0.5:
+        raise UserError(
+            f"{path}: embeddings in another order than their samples, as at sample "
+            f"{indices[misplaced][0]}, whose own is not the nearest; write them anew"
         )

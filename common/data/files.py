@@ -13,14 +13,30 @@ class Unusable(UserError):
     """A sample that cannot be used, with the reason. Training goes on with the next one."""
 
 
+# A folder with one of these files has what this project made.
+OUTPUT_MARKS = {"auto_resume.json", "0_continued.wav", ".output"}
+
+
+def mark_output(folder):
+    """Mark a folder, which is made if it is not there, as output: `files_below` leaves it out."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    Path(folder, ".output").touch()
 
 
 def files_below(folder):
-    """Sorted paths of the files below a folder. Links to folders are entered, each folder once."""
+    """Sorted paths of the files below a folder. Links to folders are entered, each folder once.
+
+    Runs and other outputs of this project are left out, with a note: their samples are no data, and
+    they change. `folder` itself may be one.
+    """
     entered = set()
+    outputs = []
     files = []
     for parent, folders, names in os.walk(folder, onerror=fail_if_refused, followlinks=True):
         real = os.path.realpath(parent)
+        if entered and OUTPUT_MARKS.intersection(names):
+            outputs.append(parent)
+            entered.add(real)
         if real in entered:
             folders.clear()  # os.walk goes no deeper
             continue
@@ -28,6 +44,8 @@ def files_below(folder):
         # Not hidden ones. Which of two links is entered must not depend on the file system.
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         files += [Path(parent, name) for name in names]
+    if outputs:
+        config.note(f"{len(outputs)} folders of runs or samples are left out: {min(outputs)}, …")
     broken = [file for file in files if not file.exists()]
     if broken:
         config.note(f"{len(broken)} links lead nowhere, and are left out: {min(broken)}, …")
@@ -78,10 +96,22 @@ def clean_caption(value):
 def check_samples(dataset, limit=128):
     """(unusable, looked at, first faults) of 256 evenly spaced samples, by `dataset.fault`.
 
-    UserError if more than `limit`, or all, are unusable.
+    UserError if more than `limit`, or all, are unusable. A note counts those whose
+    `dataset.content_hash` comes again.
     """
     indices = order.evenly_spaced(len(dataset), 256)
-    faults = list(filter(None, map(dataset.fault, indices)))
+    faults = []
+    contents = set()
+    for index in indices:
+        if fault := dataset.fault(index):
+            faults.append(fault)
+        else:
+            contents.add(dataset.content_hash(index))
+    if equal := len(indices) - len(faults) - len(contents):
+        config.note(
+            f"{dataset.path}: {equal} of {len(indices)} files looked at are equal to others, so "
+            "training and test may share some"
+        )
     if len(faults) > min(limit, len(indices) - 1):
         raise UserError(
             f"{dataset.path}: {len(faults)} of {len(indices)} samples cannot be used: "
@@ -106,6 +136,6 @@ def texts_of(text, path):
     if path:
         texts = decode_text(Path(path).read_bytes(), path).splitlines()
     texts = list(filter(None, map(str.strip, texts)))
-    if path and not texts:
-        raise UserError(f"{path}: no text in it")
+    if (text or path) and not texts:
+        raise UserError(f"{path or '--text'}: no text in it")
     return texts

@@ -50,8 +50,12 @@ def decode_image(content, name):
     transparent is white. 16 bits become 8.
     """
     Image = config.need("PIL.Image", f"{name}: reading {Path(name).suffix} images", "pillow")
-    from PIL import ImageCms, ImageOps
+    from PIL import ImageCms, ImageOps, PngImagePlugin
 
+    if not hasattr(Image.Image, "has_transparency_data"):
+        raise UserError("images need pillow 10.1: pip install 'pillow>=10.1'")
+    # Texts and ICC profiles of PNGs may be long: workflows of image tools are.
+    PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY
     with config.explained(f"{name}: not a readable image", Unusable):
         # Other formats are refused, because Pillow runs programs for some.
         image = Image.open(io.BytesIO(content), formats=("JPEG", "PNG", "WEBP"))
@@ -108,17 +112,21 @@ class CaptionedImages:
         self.needs_captions = needs_captions
         self.tars = find_tars(self.path)
         self.metadata = []  # files
+        self.renamed = {}  # {name in NFC: name on the disk} below `path`: macOS keeps NFD
         unused = collections.Counter()  # {kind: files}, for the note
         table = {}  # rows whose image was not found yet
-        listings = map(list_tar, self.tars)
+        listings = (list_tar(tar, unused) for tar in self.tars)
         pattern = TAR_NAME
         if not self.tars:
             found = files.files_below(path)
             self.metadata = [file for file in found if file.name.lower() in METADATA]
             table = read_metadata(self.path, self.metadata, unused)
-            members = [
-                (file.relative_to(path).as_posix(), 0, file.stat().st_size) for file in found
-            ]
+            members = []
+            for file in found:
+                name = file.relative_to(path).as_posix()
+                if name != files.nfc(name):
+                    self.renamed[files.nfc(name)] = name
+                members.append((name, 0, file.stat().st_size))
             listings = [members]
             pattern = FILE_NAME
 
@@ -133,7 +141,7 @@ class CaptionedImages:
             for key, sample in group(members, pattern, unused):
                 captions = pick(sample, CAPTIONS)[:1]
                 for image in pick(sample, IMAGES):
-                    row = table.pop(files.nfc(f"{key}.{image[0]}"), None)
+                    row = table.pop(f"{key}.{image[0]}", None)
                     caption = "", 0, 0
                     if row is None and captions:
                         caption = captions.pop()
@@ -162,7 +170,7 @@ class CaptionedImages:
         return len(self.entries)
 
     def key(self, index):
-        """KEY of an image; it includes folders in the tar or below `path`."""
+        """KEY of an image, in NFC; it includes folders in the tar or below `path`."""
         return os.fsdecode(self.keys[index])
 
     def split(self, name, validation, test, seed=0):
@@ -173,7 +181,9 @@ class CaptionedImages:
         """Path of the "image", "caption" or "embedding" of a sample; in a tar: tar and member."""
         entry = self.entries[index]
         member = f"{self.key(index)}.{entry[kind]['extension'].decode()}"
-        return f"{self.tars[entry['tar']]}: {member}" if self.tars else f"{self.path}/{member}"
+        if self.tars:
+            return f"{self.tars[entry['tar']]}: {member}"
+        return f"{self.path}/{self.renamed.get(member, member)}"
 
     def read(self, index, kind):
         """The bytes of the "image", "caption" or "embedding" of a sample."""
@@ -224,18 +234,41 @@ def find_tars(path):
     return [Path(f"{before}{number:0{len(first)}}{after}") for number in numbers]
 
 
-def list_tar(tar):
-    """(name, offset, size) of the files in a tar. UserError if it is damaged, or another file."""
+def list_tar(tar, unused):
+    """(name, offset, size) of the files in a tar. UserError if it is damaged, or another file.
+
+    Those of a link are of the member that it names. `unused` counts other links, and devices.
+    """
+    members = []  # (name, place), where a place is (offset, size), or the name in a symbolic link
+    places = {}  # {path: its last place}
     damaged = config.explained(
         f"{tar}: corrupt or truncated tar, or another file; expected tars, unpacked as by gunzip, "
         "or a folder of images, with their metadata.csv or .jsonl in it"
     )
     with open(tar, "rb") as file, damaged, tarfile.open(fileobj=file, mode="r:") as archive:
-        members = [(each.name, each.offset_data, each.size) for each in archive if each.isfile()]
+        for each in archive:
+            path = posixpath.normpath(each.name)
+            place = None
+            if each.isfile():
+                place = each.offset_data, each.size
+            elif each.islnk():  # GNU tar stores a file of two names once; the member is before it
+                place = places.get(posixpath.normpath(each.linkname))
+            elif each.issym():
+                target = posixpath.join(posixpath.dirname(path), each.linkname)
+                place = posixpath.normpath(target)
+            if not each.isdir():
+                places[path] = place
+                members.append((each.name, place))
         file.seek(archive.offset)
         if file.read(512) != bytes(512):  # tarfile stops silently at damage
             raise tarfile.ReadError(f"no member and no end at byte {archive.offset}")
-    return members
+    listing = []
+    for name, place in members:
+        place = places.get(place, place)  # that of a symbolic link
+        if isinstance(place, tuple):
+            listing.append((name, *place))
+    unused["links to no file in the tar, or devices"] += len(members) - len(listing)
+    return listing
 
 
 def read_metadata(folder, paths, unused):
@@ -285,7 +318,7 @@ def group(members, pattern, unused):
     places_of = collections.defaultdict(list)  # {KEY: its places}
     last = None  # KEY of the file before
     for name, offset, size in members:
-        match = re.fullmatch(pattern, name)
+        match = re.fullmatch(pattern, files.nfc(name))
         if not match:
             continue
         key, extension = match.groups()
@@ -362,15 +395,21 @@ class Pictures(CaptionedImages):
     def _embedding(self, index):
         """The embedding (D,) of an image in float32; raises Unusable."""
         name = self.name(index, "image" if self.beside else "embedding")
+        row = 0
         with config.explained(f"{name}: no usable embedding", Unusable):
             if self.beside:
                 tar = self.tars[self.entries[index]["tar"]].stem
-                row = posixpath.basename(self.key(index)).removeprefix(tar)
+                row = np.uint64(posixpath.basename(self.key(index)).removeprefix(tar))  # never -1
                 table = embeddings.open_npy(self.beside[int(tar)])
-                values = table[np.uint64(row)]  # unsigned, so that -1 is no row
             else:
-                values = np.load(io.BytesIO(self.read(index, "embedding")))
-            values = values.astype(np.float32)
+                table = [np.load(io.BytesIO(self.read(index, "embedding")))]
+        if row >= len(table):  # then those before it may be of other pictures, too
+            raise UserError(
+                f"{name}: its embedding would be row {row} of the {len(table)} beside its tar; "
+                "expected one for each number in the keys, also of pictures that are missing"
+            )
+        with config.explained(f"{name}: no usable embedding", Unusable):
+            values = table[row].astype(np.float32)
             length = np.linalg.norm(values)
             if values.size != (self.width or values.size) or not 0 < length < np.inf:
                 raise ValueError(
@@ -428,6 +467,9 @@ class Pictures(CaptionedImages):
         except Unusable as error:
             return str(error)
         return ""
+
+    def content_hash(self, index):
+        return hash(self.read(index, "image"))
 
     def check(self):
         """See files.check_samples. UserError if most of the images are unusable."""

@@ -1,8 +1,8 @@
 """Audio files; datasets of recordings (see loader.py).
 
 The standard library reads WAV files of 16-bit PCM. Any other file (WAV of 24 bits, floats, mu-law
-or ADPCM, flac, ogg, opus, mp3) is read by soundfile. A wave is float, time last; in files within
-[-1, 1].
+or ADPCM, flac, ogg, opus, mp3, aiff, au) is read by soundfile. A wave is float, time last; in files
+within [-1, 1].
 """
 
 import collections
@@ -25,10 +25,11 @@ from common.data import files, synthetic
 from common.data.files import Unusable
 from common.models.audio import LOUDNESS, MARGIN, level, resample, resampled_length
 
-SUFFIXES = (".wav", ".flac", ".ogg", ".mp3", ".opus")
+SUFFIXES = (".wav", ".flac", ".ogg", ".mp3", ".opus", ".aiff", ".aif", ".au")
 # Seconds to decode before a crop: MP3 has a reservoir of bits, Vorbis pages of several seconds.
 LEAD = {"MP3": 2, "OGG": 5}
 RATES = range(1_000, 768_001)  # Hz
+MAX_SAMPLE = 4e9  # 32-bit integers as floats are in files, too; squares of 1e20 would overflow
 CROP_SECONDS = 1  # of crops in evaluation
 EXCERPT_SECONDS = 10  # of recordings that are evaluated as a whole
 SHIFT_RATE = 50  # shifts are parts of 1/50 s, a frame of semantic tokens
@@ -64,7 +65,7 @@ def read(path, start=0, stop=math.inf):
     """Read the samples `start` to `stop` of an audio file, by default all. No others are decoded.
 
     Returns the wave, float32 numpy (C, T); its samples a second; the samples a channel of the file.
-    Unusable: the file is damaged, or has samples that are not finite, or soundfile is missing.
+    Unusable: the file is damaged, has samples that are not finite or huge, or soundfile is missing.
     """
     if not Path(path).is_file():
         raise Unusable(f"{path}: not a file")  # opening a named pipe would wait without end
@@ -72,8 +73,8 @@ def read(path, start=0, stop=math.inf):
     wave, rate, _ = contents
     if rate not in RATES:
         raise Unusable(f"{path}: {rate} Hz, expected {RATES[0]} to {RATES[-1]}")
-    if not np.isfinite(wave).all():
-        raise Unusable(f"{path}: samples that are not finite")
+    if not (np.abs(wave) < MAX_SAMPLE).all():
+        raise Unusable(f"{path}: samples that are not finite, or beyond {MAX_SAMPLE:g}")
     return contents
 
 
@@ -94,7 +95,7 @@ def _read_pcm16(path, start, stop):
 
 
 def _read_by_soundfile(path, start, stop):
-    with config.explained(f"{path}: not a readable audio file", Unusable):
+    with config.explained(f"{path}: cannot be read", Unusable):
         soundfile = config.need("soundfile", "what is not a complete WAV file of 16-bit PCM")
         with soundfile.SoundFile(str(path)) as file:
             lead = LEAD.get(file.format, 0) * file.samplerate
@@ -137,10 +138,11 @@ class Recordings:
     Several channels are mixed down, which is said once. A recording has a root mean square of
     LOUDNESS as a whole: one gain for all its crops.
 
-    Transcripts are found as `read_transcripts` says. A note counts them, unless all are there.
+    Transcripts are found as `read_transcripts` says. A note counts recordings, speakers,
+    transcripts, and files of other kinds.
     The speaker of a file is its folder; in trees of numbers as of LibriSpeech and LibriTTS
     (SPEAKER/CHAPTER/SPEAKER_CHAPTER_…) the folder above; or what a table says; or, with a regular
-    expression `pattern`, what its first group finds in the file's name.
+    expression `pattern`, what its first group finds in the path below `path`.
     crop: samples of a training crop. hop_length: samples of a frame; shorter recordings are
     unusable.
     """
@@ -177,8 +179,12 @@ class Recordings:
             self.texts.append(text)
             self.speaker_of.append(_speaker(file, speaker, pattern))
         count = sum(map(bool, self.texts))
-        if count < len(audio):
-            config.note(f"{path}: {len(audio)} recordings, {count} transcripts")
+        speakers = len(set(self.speaker_of))
+        kinds = collections.Counter(file.suffix.lower() for file in others)
+        config.note(
+            f"{path}: {len(audio)} recordings of {speakers} speakers, {count} transcripts; other "
+            f"files: {dict(kinds)}"
+        )
 
     def __len__(self):
         return len(self.names)
@@ -291,6 +297,11 @@ class Recordings:
             return str(error)
         return ""
 
+    def content_hash(self, index):
+        """A number that equal recordings, begun equally late (`repeat`), have in common."""
+        wave, *_ = self.read(index, 0, RATES[-1])
+        return hash((wave.tobytes(), index % self.shifts))
+
     def check(self):
         """See files.check_samples. UserError if more than five files, or all, are unusable.
 
@@ -391,12 +402,12 @@ def _read_table(path, separator, columns):
 
 
 def _speaker(path, speaker, pattern):
-    """The speaker of a file; speaker: what a table says, or ""."""
+    """The speaker of a file, below the folder; speaker: what a table says, or ""."""
     if pattern:
         with config.explained(
-            f"--speaker_pattern {pattern}: finds no speaker, in (), in some file's name"
+            f"--speaker_pattern {pattern}: finds no speaker, in (), in {path}"
         ):
-            return files.nfc(re.search(pattern, path.name)[1])
+            return files.nfc(re.search(pattern, path.as_posix())[1])
     numbered = re.search(SPEAKER_CHAPTER, path.as_posix())
     folder = numbered[1] if numbered else path.parent.name
     return speaker or folder

@@ -59,6 +59,8 @@ class WandB:
                 resume="must" if known else "allow",
             )
         self.media = {".png": wandb.Image, ".wav": wandb.Audio}
+        if self.run.disabled:  # its entity is "dummy", to which all later parts would go
+            return known
         return {name: getattr(self.run, name) for name in ("project", "entity", "id")}
 
     def log(self, step, metrics, samples):

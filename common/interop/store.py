@@ -12,6 +12,7 @@ import re
 import shlex
 import shutil
 import socket
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,6 +48,8 @@ def fetch(address, folder):
         f"{address}: expected a file, http(s)://HOST/FILE[#sha256=HEX] or "
         "wandb:ENTITY/PROJECT/RUN/FILE"
     ):
+        if ".." in re.split(r"[/\\]", url):
+            raise ValueError("it leads out of its folder")
         if wandb_file:
             run, name = wandb_file.groups()
             file = need("wandb", "--load or --init_from").Api().run(run).file(name)
@@ -107,6 +110,8 @@ class WandBSaver(Saver):
     def put(self, path, content):
         import wandb
 
+        if not wandb.run:  # it is closed when a run is finished
+            return
         path = Path(wandb.run.dir, path)  # the package would only link to a path elsewhere
         super().put(path, content)
         wandb.save(path, base_path=wandb.run.dir, policy="now")
@@ -150,7 +155,9 @@ def path_values(folder, step, best_val_loss):
 def savers(cfg):
     """The savers that cfg.save names; UserError."""
     values = path_values(cfg.run_dir, step=1, best_val_loss=0.5)
-    found = [config.parse_options("save", text, SAVERS) for text in cfg.save]
+    # A comma is in a path unless a saver's name follows.
+    texts = re.split(rf",(?=(?:{'|'.join(SAVERS)})\s)", ",".join(cfg.save))
+    found = [config.parse_options("save", text, SAVERS) for text in texts]
     for saver in found:
         with explained(
             "--save: expected save_latest_to=PATH, save_best_to=PATH or save_meta_to=FOLDER, as "
@@ -174,8 +181,9 @@ def savers(cfg):
 def send(savers, run):
     """Send what the run folder `run` has saved, but for what its `savers` have sent.
 
-    So what failed is sent at the next save.
+    So what failed is sent at the next save. Returns whether all is sent.
     """
+    all_sent = True
     newest = run.checkpoints[0] if run.checkpoints else {}
     entries = {"latest": newest, "best": run.best, "meta": {}}
     if newest:
@@ -187,7 +195,17 @@ def send(savers, run):
                     saver.send(event, entry, run)
                     saver.sent[event] = entry
             except Exception as error:  # of a network, a quota, a token: training continues
+                all_sent = False
                 tqdm.write(
-                    f"the {event} copy by {saver} failed: {type(error).__name__}: {error}; "
-                    "the next save of this run tries again"
+                    f"the {event} copy by {saver} is missing: {type(error).__name__}: {error}; "
+                    "the next save, the end, or the same command tries again"
                 )
+    return all_sent
+
+
+def send_rest(savers, run, minutes):
+    """`send` at the end of a run, until all is sent; pauses that double take up to `minutes`."""
+    pause = 1  # seconds
+    while not send(savers, run) and 2 * pause < 60 * minutes:
+        time.sleep(pause)
+        pause *= 2
