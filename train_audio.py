@@ -1131,6 +1131,8 @@ class SampleConfig(config.Inference):
         super().__post_init__()
         if not self.out.endswith(".wav"):
             raise UserError(f"--out {self.out}: expected a name that ends in .wav")
+        if self.text and not self.text.strip():
+            raise UserError("--text: no text in it; leave it out")
         if self.reconstruct:
             sampling = token_lm.SamplingParams._fields
             names = ["text", "prompt", "prompt_seconds", "seconds", "fine"]

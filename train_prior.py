@@ -10,7 +10,9 @@ The same command again resumes. `python train_prior.py [train|evaluate|sample] -
 settings. DALL-E 2: Ramesh et al. 2022.
 
 What differs from the paper:
-- Text is encoded by a frozen CLIP, as in Karlo. DALL-E 2 trains a text transformer with its prior.
+- There is no autoregressive prior, the paper's other one.
+- Text is encoded by a frozen CLIP, as in Karlo, in 77 tokens. DALL-E 2 trains a text transformer
+  with its prior, for 256.
 - The defaults are for minutes on two cores: a small model on the text embedding alone, embeddings
   of unit length, a cosine decay. `--preset dalle2` has the sizes and the optimizer of Table 3.
 - Sampling takes evenly spaced steps of DDPM, or without noise of DPM-Solver++(2M); Table 3 has the
@@ -19,7 +21,9 @@ What differs from the paper:
   model while captions are not used) it is zeros.
 - Estimates of x0 are bounded in sampling, by 10 for raw embeddings as in Karlo's own code; an
   imported model has the bound of its scheduler (5 in diffusers' conversion of Karlo).
-- Warm-up of 10,000 steps in the preset: the paper names none.
+- Warm-up of 10,000 steps in the preset: the paper names none. Gradients are clipped, and the
+  average of the weights has a warm-up, too (ema.py).
+- The best of several candidates has the highest cosine with its text, not the highest dot product.
 - Off by default, not in the paper: --noise_draws, --loss_weight, other objectives, LoRA.
 """
 

@@ -220,6 +220,7 @@ def test_a_text_longer_than_those_of_training_is_said_in_parts(whole, pipeline):
     out, _ = sampled(run_dir=whole, text=text[: 2 * longest - 1], seconds=0.1)
     assert "parts" not in out
     assert "--seconds 0.1: the sound is as long, and may end before its text" in out
+    assert "--text: no text in it" in run("sample", run_dir=whole, text=" ", expect=2)
     word = "x" * (longest + 1)
     out = run("sample", run_dir=whole, text=f"a {word}", expect=1)
     assert f"'{word}': {longest + 2} tokens without a space" in out
