@@ -46,7 +46,8 @@ AudioLM
   sound with a text ends. Crops that are not a whole recording go without text. The preset of
   AudioLM has no text.
 - The losses are means over samples of their means over tokens.
-- The preset for few recordings shows each at four shifts of a part of a frame (--shifts).
+- The preset for few recordings shows each at four shifts of a part of a frame (--shifts), and half
+  of them with another one of their speaker behind them (--join).
 - Long sounds are made in windows that overlap by half. For a later window of coarse the semantic
   tokens of the sound so far are heard in it, and aligned with those that were asked for.
 - By default Muon trains the coarse stage, and the codec.
@@ -553,6 +554,12 @@ class TransformerConfig(SharedConfig):
     shifts: PositiveInt = field(
         1, "versions of a recording, shifted by parts of a frame; more help few data", fixed=True
     )
+    join: Fraction = field(
+        0.0,
+        "probability that a whole recording is followed by another one of its speaker; few short "
+        "recordings then teach what comes after a word",
+        fixed=True,
+    )
     # Model
     width: PositiveInt = model_field(128, "width of the transformer")
     depth: PositiveInt = model_field(4, "number of blocks")
@@ -796,6 +803,8 @@ def train_transformer(cfg, device):
     streams = make_streams(cfg, kmeans, codec)
     splits = tokens.tokenize_splits(cfg, splits, streams, token_lm.lay_out, kmeans, codec)
     crops, indices = splits["train"]
+    if cfg.join:
+        crops.join_within(indices, cfg.join)
 
     # Build model, optimizer and EMA. Restore them if resuming.
     vocabulary = []
@@ -1344,12 +1353,13 @@ SPEECH_SMALL = {
     "semantic": dict(
         SPEECH_TOKENS,
         seconds=10.0,
+        join=0.5,
         clusters=64,
         max_text_len=64,
         dropout=0.2,
         steps=400,
     ),
-    "coarse": dict(SPEECH_TOKENS, seconds=3.0, optimizer="adamw"),
+    "coarse": dict(SPEECH_TOKENS, seconds=3.0, join=0.5, optimizer="adamw"),
     "fine": dict(SPEECH_TOKENS, seconds=0.5, steps=200),
 }
 PRESETS = {

@@ -230,6 +230,37 @@ def test_with_texts_the_longest_sound_is_one_window_and_without_most_are():
     assert crops.lengths(np.arange(100))["max_frames"] == 10
 
 
+def test_a_whole_recording_may_be_followed_by_another_of_its_speaker_with_both_texts():
+    crops = make_crops([10, 12, 14, 200, 30])
+    crops.dataset.speaker_of = ["a", "a", "b", "a", "a"]
+    crops.join_within(np.array([0, 1, 2, 3]), 0.5)
+    for draw, which, expected in (
+        (0.6, 0.0, ([0], "text 1")),
+        (0.4, 0.0, ([0, 0], "text 1 text 0")),
+        (0.4, 0.9, ([0, 0], "text 1 text 1")),
+    ):
+        (words, coarse, fine), ended, text = crops.sample(1, 0.0, draw, which)
+        starts, expected_text = expected
+        assert (coarse[:, 0] == 0).sum() == len(starts)
+        assert len(coarse) == len(fine) == 12 + (0, 10, 12)[len(starts) - 1 + (which > 0.5)]
+        assert text == expected_text
+        assert ended
+    assert words[:, 0].tolist() == [*range(12), *range(12)]
+    assert crops.sample(2, 0.0, 0.0, 0.9)[2] == "text 2 text 2"  # alone of its speaker
+    assert crops.sample(3, 0.0, 0.0, 0.0)[2] == ""  # not whole
+    assert crops.sample(4, 0.0, 0.0, 0.9)[2] == "text 4"  # 42 frames are too many
+    crops.streams = STREAMS[:1]
+    crops.codes = None
+    assert crops.lengths(np.arange(2))["max_frames"] > 12
+    batch, _ = crops_of_texts(crops).fetch(np.arange(3))
+    assert batch["text"] == ["text 0", "text 1", "text 2"]  # in evaluation none follows
+
+
+def crops_of_texts(crops):
+    crops.lay_out = lambda streams, samples: {}
+    return crops
+
+
 def test_it_is_said_how_many_recordings_are_too_long_for_their_text(capsys):
     crops = make_crops([200, 40, 31])
     assert tokens.learn_vocabulary(crops, np.arange(3), 5, 20)

@@ -1,5 +1,6 @@
 """Recordings as tokens: the semantic tokenizer of a run, caches of tokens, crops of them."""
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -223,6 +224,8 @@ class TokenCrops:
 
     def __post_init__(self):
         self.frames_of = self.codes or self.semantic_tokens  # crops are cut in frames of these
+        self.join = 0.0
+        self.others = collections.defaultdict(list)  # {speaker: recordings}, see `join_within`
         self.crop_frames = max(1, round(self.seconds * self.frame_rate))
 
     def fault(self, index):
@@ -268,26 +271,53 @@ class TokenCrops:
             found.append(codes)  # caches hold 16 bits, embeddings take 64
         return found
 
+    def join_within(self, indices, probability):
+        """In training, let a whole recording be followed by another one of its speaker.
+
+        So few short recordings teach what comes after a word. The others are those of `indices`.
+        """
+        self.join = probability
+        for index in self.readable(indices):
+            if self.is_whole(index):
+                self.others[self.dataset.speaker_of[index]].append(index)
+
+    def sample(self, index, offset=0.0, draw=1.0, which=0.0):
+        """(tokens of each stream, whether the recording ends there, its text).
+
+        A text says all of a recording, so a crop that is a part of one has none: "".
+        offset: of `crop`. Below `join`, `draw` in [0, 1) lets another recording follow: that which
+        `which` in [0, 1) chooses, if both fit a crop.
+        """
+        streams, ended = self.crop(index, offset)
+        if not self.is_whole(index):
+            return streams, ended, ""
+        text = self.dataset.texts[index]
+        if draw < self.join:
+            others = self.others[self.dataset.speaker_of[index]]
+            other = others[int(which * len(others))]
+            if len(self.frames_of[index]) + len(self.frames_of[other]) <= self.crop_frames:
+                following, ended = self.crop(other)
+                streams = [torch.cat(pair) for pair in zip(streams, following)]
+                if self.streams[0].name == "semantic":  # without repetitions, here too
+                    streams[0] = streams[0].unique_consecutive(dim=0)
+                text = f"{text} {self.dataset.texts[other]}".strip()
+        return streams, ended, text
+
     def is_whole(self, index):
         """Whether every crop of a recording is all of it."""
         return len(self.frames_of[index]) <= self.crop_frames
 
     def fetch(self, indices, random_bits=None):
-        """(the batch of `lay_out` with "text": [B], or {} unless all are usable; usable (B,)).
-
-        A text says all of a recording, so a crop that is a part of one has none: "".
-        """
+        """(the batch of `lay_out` with "text": [B], or {} unless all are usable; usable (B,))."""
         # Recordings that could not be read have no tokens.
         usable = np.isin(indices, self.readable(indices))
         if not usable.all():
             return {}, usable
-        # In evaluation every crop is the beginning of its recording.
-        [offsets] = order.uniform(random_bits, len(indices), [0.0]).T
-        samples = list(map(self.crop, indices.tolist(), offsets))
-        batch = self.lay_out(self.streams, samples)
-        batch["text"] = []
-        for index in indices.tolist():
-            batch["text"].append(self.dataset.texts[index] if self.is_whole(index) else "")
+        # In evaluation every crop is the beginning of its recording, and none follows it.
+        draws = order.uniform(random_bits, len(indices), [0.0, 1.0, 0.0])
+        samples = list(map(self.sample, indices.tolist(), *draws.T))
+        batch = self.lay_out(self.streams, [(streams, ended) for streams, ended, _ in samples])
+        batch["text"] = [text for _, _, text in samples]
         return batch, usable
 
     def lengths(self, indices):
@@ -299,12 +329,9 @@ class TokenCrops:
         with its recording has none.
         """
         indices = self.readable(order.some_of(indices, LENGTHS_OF))
-        offsets = np.random.default_rng(0).random(len(indices))
-        lengths = []
-        for index, offset in zip(indices, offsets):
-            streams, _ = self.crop(index, offset)
-            lengths.append(list(map(len, streams)))
-        lengths = np.array(lengths)  # (recordings, streams)
+        draws = np.random.default_rng(0).random((3, len(indices)))
+        samples = list(map(self.sample, indices, *draws))
+        lengths = np.array([list(map(len, streams)) for streams, _, _ in samples])  # (N, streams)
         if self.codes is not None:
             context, frames = lengths.max(0).tolist()
             return {
@@ -312,9 +339,10 @@ class TokenCrops:
                 "max_context": context,
                 "frame_rate": self.frame_rate,
             }
+        alone = [len(streams[0]) for streams, _ in map(self.crop, indices)]
         frames = [len(self.frames_of[index]) for index in indices]
         seconds = np.minimum(frames, self.crop_frames) / self.frame_rate
-        frame_rate = float(np.quantile(lengths[:, 0] / seconds, 0.95))
+        frame_rate = float(np.quantile(np.array(alone) / seconds, 0.95))
         has_texts = any(self.dataset.texts[index] for index in indices)
         frames = int(np.quantile(lengths, 1.0 if has_texts else 0.95))
         return {"max_frames": frames, "max_context": 0, "frame_rate": frame_rate}
@@ -376,5 +404,9 @@ def learn_vocabulary(crops, indices, size, max_tokens):
         )
     tokenizer = clip.Tokenizer.learn(texts, size)
     clip.note_texts(texts, tokenizer.encode, max_tokens)
+    some = readable[:LENGTHS_OF]
+    draws = np.random.default_rng(0).random((2, len(some)))
+    for index, draw, which in zip(some, *draws):
+        texts.append(crops.sample(index, 0.0, draw, which)[2])  # of joined recordings
     longest = max(len(tokenizer.encode(text)) for text in texts)
     return tokenizer.vocabulary, min(longest, max_tokens)
