@@ -121,7 +121,8 @@ def home(tmp_path_factory):
         tar.add(folder / "images", "")
     for name, picture in zip(("a", "b", "hole"), pictures):
         (folder / f"{name}.png").write_bytes(media.png(picture))
-    helpers.write_voices(folder / "recordings", range(60))
+    for name in ("recordings", "VCTK-Corpus-0.92"):
+        helpers.write_voices(folder / name, range(60))
     if importlib.util.find_spec("diffusers"):  # the published models, small
         for name in ("kandinsky-community/kandinsky-2-2-prior", "kakaobrain/karlo-v1-alpha"):
             helpers.write_pipeline(folder / name)
