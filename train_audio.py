@@ -374,7 +374,7 @@ def train_soundstream(cfg, device):
     accumulate.seed_all(cfg.seed, "weights")  # the same start on all ranks
     codec = soundstream.SoundStream(cfg).to(device)  # encoder, quantizer, decoder
     optimizers = optim.make(codec, cfg.optimizer, cfg.lr, cfg.weight_decay, cfg.betas, cfg.eps)
-    others = {}
+    others = {}  # so a file of a codec without discriminators has none
     discriminator_optimizers = []
     if cfg.is_adversarial:
         discriminators = soundstream.make_discriminators(cfg.channels, cfg.stft_window).to(device)
@@ -991,6 +991,7 @@ class Pipeline:
                 seed = accumulate.derive_seed(seeds[b], number) if number else seeds[b]
                 parts.append((b, part, known, limit, seed))
                 known = known[:0]  # the prompt is of the first part
+        # All parts of all samples are independent, so they are one batch.
         owners, part_texts, known, limits, part_seeds = map(list, zip(*parts))
         spoken = generate_stage(
             self.semantic,
@@ -1004,6 +1005,7 @@ class Pipeline:
         content = []  # B of (N, 1)
         for b in range(len(prompts)):
             of_sample = [tokens for owner, tokens in zip(owners, spoken) if owner == b]
+            # A part may begin with the token that ended the one before it.
             content.append(torch.cat(of_sample).unique_consecutive(dim=0))
         windows = [(0, 0)] * len(prompts)  # frame of codes and token that the last one began with
 
@@ -1016,7 +1018,7 @@ class Pipeline:
                 ratio = semantic.FRAME_RATE / self.codec.frame_rate
                 before, first = windows[b]
                 heard = self.kmeans.encode(self.codec.decode(codes))
-                heard = heard[round(before * ratio) :]
+                heard = heard[round(before * ratio) :]  # before that the place is known
                 places = tokens.align(content[b][first:, 0].numpy(), heard.numpy())
                 first += places[round(start * ratio) - round(before * ratio)]
                 windows[b] = start, first

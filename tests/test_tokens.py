@@ -249,16 +249,15 @@ def test_a_whole_recording_may_be_followed_by_another_of_its_speaker_with_both_t
     assert crops.sample(2, 0.0, 0.0, 0.9)[2] == "text 2 text 2"  # alone of its speaker
     assert crops.sample(3, 0.0, 0.0, 0.0)[2] == ""  # not whole
     assert crops.sample(4, 0.0, 0.0, 0.9)[2] == "text 4"  # 42 frames are too many
+    crops.dataset.texts[1] = ""
+    assert crops.sample(0, 0.0, 0.0, 0.9)[2] == ""  # a text says all
+    crops.dataset.texts[1] = "text 1"
     crops.streams = STREAMS[:1]
     crops.codes = None
     assert crops.lengths(np.arange(2))["max_frames"] > 12
-    batch, _ = crops_of_texts(crops).fetch(np.arange(3))
-    assert batch["text"] == ["text 0", "text 1", "text 2"]  # in evaluation none follows
-
-
-def crops_of_texts(crops):
     crops.lay_out = lambda streams, samples: {}
-    return crops
+    batch, _ = crops.fetch(np.arange(3))
+    assert batch["text"] == ["text 0", "text 1", "text 2"]  # in evaluation none follows
 
 
 def test_it_is_said_how_many_recordings_are_too_long_for_their_text(capsys):

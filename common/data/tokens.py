@@ -224,9 +224,10 @@ class TokenCrops:
 
     def __post_init__(self):
         self.frames_of = self.codes or self.semantic_tokens  # crops are cut in frames of these
-        self.join = 0.0
-        self.others = collections.defaultdict(list)  # {speaker: recordings}, see `join_within`
         self.crop_frames = max(1, round(self.seconds * self.frame_rate))
+        # See `join_within`.
+        self.join = 0.0
+        self.others = collections.defaultdict(list)  # {speaker: recordings}
 
     def fault(self, index):
         """Why a recording has no tokens; "" if it can be read now."""
@@ -300,7 +301,8 @@ class TokenCrops:
                 streams = [torch.cat(pair) for pair in zip(streams, following)]
                 if self.streams[0].name == "semantic":  # without repetitions, here too
                     streams[0] = streams[0].unique_consecutive(dim=0)
-                text = f"{text} {self.dataset.texts[other]}".strip()
+                texts = [text, self.dataset.texts[other]]
+                text = " ".join(texts) if all(texts) else ""
         return streams, ended, text
 
     def is_whole(self, index):
