@@ -1441,8 +1441,8 @@ def sample(args):
             keys = batch["seeds"]
             batch["image_embed"] = prior_fn(batch["caption"], keys, args.negative_text)
             if args.negative_text:
-                captions = [args.negative_text] * len(keys)
-                negative_batch = {"caption": captions, "image_embed": prior_fn(captions, keys)}
+                negatives = [args.negative_text] * len(keys)
+                negative_batch = {"caption": negatives, "image_embed": prior_fn(negatives, keys)}
         out = sample_cascade(
             unets,
             batch,

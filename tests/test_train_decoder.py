@@ -509,9 +509,12 @@ def test_a_negative_text_takes_the_place_of_no_text(trained, world):
     text = "a small red star"
     settings = dict(run_dir=trained, prior=world / "prior", guidance_scale=3, text=text)
     plain = sample(**settings)
+    captions = read_picture("grid.png")[-44:]  # below the pictures
     assert difference(plain, sample(**settings, negative_text="")) == 0
     away = sample(**settings, negative_text="something blue")
     assert difference(plain, away) > 10
+    assert (read_picture("grid.png")[-44:] == captions).all()
+    assert (captions < 255).any()
     assert difference(away, sample(**settings, negative_text="something blue", max_batch=1)) <= 1
     # Away from the text itself, guidance leads nowhere.
     settings |= dict(negative_text=text)
