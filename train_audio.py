@@ -205,7 +205,7 @@ class CodecConfig(SharedConfig):
     commitment_weight: NonNegativeFloat = field(
         0.25, "weight of the distance of frames to their codes"
     )
-    # With one of these there are discriminators. In equal minutes on two cores they lose.
+    # With one of these there are discriminators. On two cores a step then takes four times as long.
     adversarial_weight: NonNegativeFloat = field(0.0, "weight of the hinge loss", fixed=True)
     feature_weight: NonNegativeFloat = field(
         0.0, "weight of the distance of the discriminators' features", fixed=True
