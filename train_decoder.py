@@ -915,6 +915,8 @@ def sample_metrics(
     real images and their captions, or "".
     """
     judge = judge or clip_model
+    if samples_dir:  # all ranks have found it empty
+        files.mark_output(samples_dir)
     first = unets[0]
     cfg = first.cfg
     mode = first.training  # in training it is the only one

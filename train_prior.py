@@ -14,7 +14,8 @@ What differs from the paper:
 - Text is encoded by a frozen CLIP, as in Karlo, in 77 tokens. DALL-E 2 trains a text transformer
   with its prior, for 256.
 - The defaults are for minutes on two cores: a small model on the text embedding alone, embeddings
-  of unit length, a cosine decay. `--preset dalle2` has the sizes and the optimizer of Table 3.
+  of unit length, a cosine decay, 12 sampling steps. `--preset dalle2` has the sizes, the optimizer
+  and the 64 steps of Table 3.
 - Sampling takes evenly spaced steps of DDPM, or without noise of DPM-Solver++(2M); Table 3 has the
   analytic variance of Bao et al. 2022.
 - "No text" is the CLIP's encoding of "". Without a loaded CLIP (none is known, or an open_clip

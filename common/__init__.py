@@ -12,6 +12,7 @@
     loader        chunks of samples, read ahead by workers
     checkpoint    atomic files; a model for use
     resume        the run folder, and what a run resumes from
+    adapters      runs of LoRA adapters, and their files merged for use
     loop          what stands in or around the loop: when to evaluate, log lines, what is not finite
     tracker       metrics.jsonl, console, the logger
 

@@ -31,7 +31,8 @@ def test_runs_and_samples_below_a_folder_are_no_data_unless_the_folder_itself_is
     write_files(tmp_path, {"a.wav": b"", "run/auto_resume.json": b"", "run/samples/b.wav": b""})
     files.mark_output(tmp_path / "deep/pictures")
     write_files(tmp_path, {"deep/pictures/c.png": b"", "deep/d.wav": b""})
-    write_files(tmp_path, {"sounds/0_continued.wav": b"", "sounds/0_real.wav": b""})
+    files.mark_output(tmp_path / "sounds")
+    write_files(tmp_path, {"sounds/0_real.wav": b""})
     names = [path.relative_to(tmp_path).as_posix() for path in files.files_below(tmp_path)]
     assert names == ["a.wav", "deep/d.wav"]
     message = f"note: 3 folders of runs or samples are left out: {tmp_path / 'deep/pictures'}, …"

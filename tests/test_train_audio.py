@@ -16,7 +16,7 @@ from torch.testing import assert_close
 
 import train_audio
 from common import amp, checkpoint, config
-from common.data import recordings, sounds, tokens
+from common.data import files, recordings, sounds, tokens
 from common.models import quantize, soundstream, token_lm
 
 run = functools.partial(helpers.run, "train_audio")
@@ -162,6 +162,8 @@ def test_all_stages_are_trained_and_the_built_in_syllables_scored_alike_on_any_r
     # In step 2 the codec has no codebooks yet.
     evaluated = [line["step"] for line in metrics("run/soundstream") if "val_loss" in line]
     assert evaluated == [4, 6]
+    assert files.files_below("run/sounds")
+    assert not [path for path in files.files_below(".") if path.parent.name == "sounds"]
     scores = config.read_json("run/scores.json")
     assert {"voice_kept_real", "text_heard", "text_heard_real"} < scores.keys()
     few("evaluate", run_dir="run", device="cpu", ranks=2)
@@ -280,6 +282,12 @@ def test_a_sound_five_times_as_long_as_a_crop_shows_a_stage_no_more_than_its_tra
         expected = content[places[len(known) - length] :]
         assert torch.equal(context, expected[:20][: len(context)])
         known = torch.cat([known, new])
+
+
+def test_a_window_may_begin_at_the_end_of_what_is_heard(pipeline):
+    pipeline.coarse.max_frames = 1
+    (sound,) = pipeline.generate([pipeline.empty_prompt()], 0.1, [0], fine=False)
+    assert len(sound) == 5
 
 
 def test_prompts_are_whole_frames_of_codes_and_of_semantic_tokens(pipeline):

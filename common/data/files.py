@@ -14,7 +14,7 @@ class Unusable(UserError):
 
 
 # A folder with one of these files has what this project made.
-OUTPUT_MARKS = {"auto_resume.json", "0_continued.wav", ".output"}
+OUTPUT_MARKS = {"auto_resume.json", ".output"}
 
 
 def mark_output(folder):

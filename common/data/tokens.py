@@ -341,7 +341,7 @@ class TokenCrops:
                 "max_context": context,
                 "frame_rate": self.frame_rate,
             }
-        alone = [len(streams[0]) for streams, _ in map(self.crop, indices)]
+        alone = [len(streams[0]) for streams, _ in map(self.crop, indices, draws[0])]
         frames = [len(self.frames_of[index]) for index in indices]
         seconds = np.minimum(frames, self.crop_frames) / self.frame_rate
         frame_rate = float(np.quantile(np.array(alone) / seconds, 0.95))
@@ -406,9 +406,9 @@ def learn_vocabulary(crops, indices, size, max_tokens):
         )
     tokenizer = clip.Tokenizer.learn(texts, size)
     clip.note_texts(texts, tokenizer.encode, max_tokens)
-    some = readable[:LENGTHS_OF]
-    draws = np.random.default_rng(0).random((2, len(some)))
-    for index, draw, which in zip(some, *draws):
-        texts.append(crops.sample(index, 0.0, draw, which)[2])  # of joined recordings
-    longest = max(len(tokenizer.encode(text)) for text in texts)
+    # As in training: of whole recordings, maybe of two that are joined.
+    some = crops.readable(order.some_of(indices, LENGTHS_OF))
+    draws = np.random.default_rng(0).random((3, len(some)))
+    trained_on = {text for _, _, text in map(crops.sample, some, *draws)}
+    longest = max(len(tokenizer.encode(text)) for text in trained_on)
     return tokenizer.vocabulary, min(longest, max_tokens)
