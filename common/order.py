@@ -148,11 +148,9 @@ SPLITS = ("validation", "test", "train")  # in the order of the fractions of has
 
 def hash_keys(keys, seed):
     """A hash in [0, 1] (float64) of each sample's text key: a file name or a speaker."""
-    hashes = []
-    for key in keys:
-        text = f"{seed} {key}".encode(errors="surrogateescape")  # a file name may be no UTF-8
-        hashes.append(hash_of(text) / 2**64)
-    return np.array(hashes)
+    # A file name may be no UTF-8.
+    texts = (f"{seed} {key}".encode(errors="surrogateescape") for key in keys)
+    return np.fromiter(map(hash_of, texts), np.uint64) / 2.0**64
 
 
 def split_hashes(hashes, split, validation, test):

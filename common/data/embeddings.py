@@ -74,17 +74,17 @@ class Shards:
         return length
 
     def locate(self, indices):
-        """Yield the number of each shard with some of `indices` (n,), which (bool), its rows."""
-        numbers = list(self.sizes)
+        """Shards of `indices` (n,), counted from 0, and their rows there: int arrays (n,)."""
         shards = np.searchsorted(self.starts, indices, side="right") - 1
-        for shard in np.unique(shards).tolist():
-            inside = shards == shard
-            yield numbers[shard], inside, indices[inside] - self.starts[shard]
+        return shards, indices - self.starts[shards]
 
     def __getitem__(self, indices):
+        shards, rows = self.locate(indices)
+        paths = list(self.paths.values())
         values = np.empty((len(indices), *self.shape), np.float32)
-        for number, inside, rows in self.locate(indices):
-            values[inside] = open_npy(self.paths[number], self.ndim)[rows]
+        for shard in np.unique(shards):
+            inside = shards == shard
+            values[inside] = open_npy(paths[shard], self.ndim)[rows[inside]]
         return values
 
 
@@ -158,26 +158,25 @@ class Embeddings:
             )
         if missing:
             self.captions = {}
+        self.caption_paths = [self.captions.get(number) for number in self.images.sizes]
         if captions:  # now, as all ranks are here, and workers not yet
             self.index  # noqa: B018
 
     @functools.cached_property
     def index(self):
         """The flat.Index of the captions, made where they are used first."""
-        sizes = self.images.sizes
-        paths = [self.captions[number] for number in sizes]
+        sizes = list(self.images.sizes.values())
 
-        def read(number):
-            path = paths[number]
-            size = [*sizes.values()][number]
-            with config.explained(f"{path}: expected a 'caption' for each of {size} rows"):
-                lines = caption_lines(path)
-                if len(lines) != size:
-                    raise ValueError(f"{len(lines)} captions")
-                return {"captions": lines}
+        def lines(shard):
+            path = self.caption_paths[shard]
+            with config.explained(f"{path}: expected a 'caption' for each of {sizes[shard]} rows"):
+                found = caption_lines(path)
+                if len(found) != sizes[shard]:
+                    raise ValueError(f"{len(found)} captions")
+                return {"captions": found}
 
-        identity = [*sizes.values()], files.stamps(paths)
-        return flat.open_index(self.index_dir, identity, len(paths), read)
+        identity = [sizes, files.stamps(self.caption_paths)]
+        return flat.open_index(self.index_dir, identity, len(sizes), lines)
 
     def __len__(self):
         return len(self.images)
@@ -194,9 +193,10 @@ class Embeddings:
             except UserError as error:
                 return f"row {index}: {error}"
         _, usable = self._embeddings(indices)
-        [(number, _, [row])] = self.images.locate(indices)
+        [shard], [row] = self.images.locate(indices)
+        name = list(self.images.paths.values())[shard].name
         reason = "all zero, not finite, or much longer or shorter than most"
-        return "" if usable else f"img_emb_{number}.npy row {row}: {reason}"
+        return "" if usable else f"{name} row {row}: {reason}"
 
     def fetch(self, indices, random_bits=None):
         """Read samples in any order; nothing is random."""
@@ -206,8 +206,6 @@ class Embeddings:
                 batch["caption"] = self.texts(indices)
             except UserError:  # of one at least
                 usable = np.array([not self.fault(index) for index in indices])
-                if usable.all():  # a second reading succeeds, as over a network
-                    return self.fetch(indices)
         return batch, usable
 
     def _embeddings(self, indices):
@@ -228,11 +226,11 @@ class Embeddings:
 
     def records(self, indices):
         """The records of samples, at least {"caption": see files.clean_caption}."""
-        shards = np.searchsorted(self.images.starts, indices, side="right") - 1
-        paths = [self.captions[number] for number in self.images.sizes]
+        shards, _ = self.images.locate(indices)
         records = []
         for shard, line in zip(shards.tolist(), self.index.texts("captions", indices)):
-            with config.explained(f"{paths[shard]}: expected a 'caption' for each row"):
+            path = self.caption_paths[shard]
+            with config.explained(f"{path}: expected a 'caption' for each row"):
                 record = json.loads(line)
                 record["caption"] = files.clean_caption(files.caption_in(record))
                 records.append(record)

@@ -11,7 +11,6 @@ import functools
 import hashlib
 import io
 import json
-import math
 import os
 import posixpath
 import re
@@ -37,7 +36,6 @@ TAR_NAME = r"(?s)((?:.*/)?[^/.]+)\.?([^/]*)"
 FILE_NAME = r"(?s)((?:.*/)?[^/.][^/]*?)(?:\.|\Z)([^/.]*)"
 FILE = [("extension", "S5"), ("offset", np.int64), ("size", np.int64)]
 ENTRY = np.dtype([("tar", np.int32), ("image", FILE), ("caption", FILE), ("embedding", FILE)])
-BLOCK = 100_000  # keys that are hashed at a time
 BUILTIN_ROWS = 25_000  # of the captioned shapes
 # Of the places of a square. 1/2 itself would be the later one of the two in an even number.
 MIDDLE = 0.4999999
@@ -124,21 +122,12 @@ class CaptionedImages:
                 if name != files.nfc(name):
                     self.renamed[files.nfc(name)] = name
         stamps = files.stamps(sources)
-
-        def listed(tar):
-            unused = collections.Counter()  # {kind: files}, for the note
-            if self.tars:
-                members = list_tar(self.tars[tar], unused)
-                return list_samples(members, TAR_NAME, tar, {}, needs_captions, unused)
-            table = read_metadata(self.path, self.metadata, unused)
-            members = []
-            for file, (_, size, _) in zip(sources, stamps):
-                members.append((file.relative_to(path).as_posix(), 0, size))
-            return list_samples(members, FILE_NAME, tar, table, needs_captions, unused)
-
-        # Millions of objects would take gigabytes, in every worker too.
-        identity = [needs_captions, stamps]
-        self.index = flat.open_index(index_dir, identity, len(self.tars) or 1, listed)
+        self.index = flat.open_index(
+            index_dir,
+            [needs_captions, stamps],
+            len(self.tars) or 1,
+            lambda number: self._columns(number, stamps),
+        )
         unused = collections.Counter()
         for counts in self.index.texts("unused", np.arange(len(self.index["unused.ends"]))):
             unused.update(json.loads(counts))
@@ -151,6 +140,48 @@ class CaptionedImages:
                 "KEY.jpg, .png or .webp with KEY.txt, KEY.json or metadata.jsonl"
             )
 
+    def _columns(self, number, stamps):
+        """The columns of the index of a tar, by its number, or of the folder.
+
+        keys: of images. entries: where their files are. rows: captions of tables. unused: counts
+        for the note, a single text. stamps: see files.stamps.
+        """
+        unused = collections.Counter()  # {kind: files}
+        table = {}  # rows whose image was not found yet
+        pattern = TAR_NAME
+        if self.tars:
+            members = list_tar(self.tars[number], unused)
+        else:
+            table = read_metadata(self.path, self.metadata, unused)
+            pattern = FILE_NAME
+            members = []
+            for file, size, _ in stamps:
+                members.append((Path(file).relative_to(self.path).as_posix(), 0, size))
+        keys = []
+        entries = []
+        rows = []
+        for key, sample in group(members, pattern, unused):
+            captions = pick(sample, CAPTIONS)[:1]
+            for image in pick(sample, IMAGES):
+                row = table.pop(f"{key}.{image[0]}", None)
+                caption = "", 0, 0
+                if row is None and captions:
+                    caption = captions.pop()
+                elif row is None and self.needs_captions:
+                    unused["without a caption"] += 1
+                    continue
+                keys.append(os.fsencode(key))
+                entries.append((number, image, caption, sample.get("npy", ("npy", 0, 0))))
+                rows.append((row or "").encode(errors="surrogatepass"))
+        if table:
+            unused[f"rows of tables, which name no image here, such as {min(table)}"] = len(table)
+        return {
+            "keys": np.array(keys, np.bytes_),
+            "entries": np.array(entries, ENTRY),
+            "rows": rows,
+            "unused": [json.dumps(unused).encode()],
+        }
+
     def __len__(self):
         return len(self.index["entries"])
 
@@ -160,15 +191,13 @@ class CaptionedImages:
 
     def split(self, name, validation, test, seed=0):
         """The samples of "train", "validation" or "test", see order.split_hashes."""
-
-        def hashed(number):
-            keys = self.index["keys"][number * BLOCK : (number + 1) * BLOCK].tolist()
-            return {"hashes": order.hash_keys(map(os.fsdecode, keys), seed)}
-
-        place = self.index.place
-        count = math.ceil(len(self) / BLOCK)
-        hashes = flat.open_index(place.parent, [place.name, seed], count, hashed)
-        return order.split_hashes(hashes["hashes"], name, validation, test)
+        index = flat.open_index(
+            self.index.place.parent,
+            [self.index.place.name, seed],
+            1,
+            lambda _: {"hashes": order.hash_keys(map(self.key, range(len(self))), seed)},
+        )
+        return order.split_hashes(index["hashes"], name, validation, test)
 
     def name(self, index, kind="image"):
         """Path of the "image", "caption" or "embedding" of a sample; in a tar: tar and member."""
@@ -336,38 +365,6 @@ def group(members, pattern, unused):
         unused["of a name that comes again"] += len(samples) - 1
         unused.update(sample.keys() - USED)
         yield key, sample
-
-
-def list_samples(members, pattern, tar, table, needs_captions, unused):
-    """The columns of the index of a tar, by its number, or of a folder.
-
-    members, pattern, unused: see `group`. table: see `read_metadata`. keys: of images. entries:
-    where their files are. rows: of `table`. unused: a single one, the counts as JSON.
-    """
-    keys = []
-    entries = []
-    rows = []
-    for key, sample in group(members, pattern, unused):
-        captions = pick(sample, CAPTIONS)[:1]
-        for image in pick(sample, IMAGES):
-            row = table.pop(f"{key}.{image[0]}", None)
-            caption = "", 0, 0
-            if row is None and captions:
-                caption = captions.pop()
-            elif row is None and needs_captions:
-                unused["without a caption"] += 1
-                continue
-            keys.append(os.fsencode(key))
-            entries.append((tar, image, caption, sample.get("npy", ("npy", 0, 0))))
-            rows.append((row or "").encode(errors="surrogatepass"))
-    if table:
-        unused[f"rows of tables, which name no image here, such as {min(table)}"] = len(table)
-    return {
-        "keys": np.array(keys, np.bytes_),
-        "entries": np.array(entries, ENTRY),
-        "rows": rows,
-        "unused": [json.dumps(unused).encode()],
-    }
 
 
 def pick(sample, kinds):
