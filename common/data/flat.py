@@ -9,6 +9,7 @@
 import atexit
 import contextlib
 import inspect
+import itertools
 import os
 import shutil
 import sys
@@ -69,9 +70,8 @@ def open_index(folder, identity, count, make):
     if not complete.exists():
         parts = [place / f"{number}.npz" for number in range(count)]
         share = parts[dist.rank() :: dist.world_size()]
-        for part in tracker.progress(
-            [*share, *parts], desc="index", delay=3, disable=not dist.is_main()
-        ):
+        share = tracker.progress(share, desc="index", delay=3, disable=not dist.is_main())
+        for part in itertools.chain(share, parts):
             with _locked(part):
                 if not part.exists() and not complete.exists():
                     _write_part(part, make(int(part.stem)))
