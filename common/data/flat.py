@@ -80,9 +80,8 @@ def open_index(folder, identity, count, make):
             if not complete.exists():
                 _join(parts)
                 complete.touch()
-        for path in place.iterdir():
-            if path.suffix != ".npy" and path != complete:  # also what a killed process has left
-                path.unlink(missing_ok=True)
+        for path in (*parts, *place.glob("*.lock")):
+            path.unlink(missing_ok=True)
     with config.explained(f"{place}: damaged; remove this folder, then it is made anew"):
         return Index(place)
 
