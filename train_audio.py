@@ -760,7 +760,8 @@ def continuations(model, cfg, split, codec):
             codes = torch.cat([context, codes], dim=1)
         return codes
 
-    for number, index in enumerate(crops.readable(indices[:: cfg.shifts])[:NUM_SOUNDS]):
+    first = crops.readable(indices[:: cfg.shifts])[:NUM_SOUNDS]
+    for number, index in enumerate(first.tolist()):
         yield number, codec.decode(continuation(index)), crops.dataset.names[index]
 
 

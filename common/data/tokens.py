@@ -4,12 +4,17 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import itertools
+import os
+import struct
+import time
+import zlib
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from common import accumulate, checkpoint, config, dist, order, tracker
+from common import accumulate, checkpoint, config, dist, loader, order, tracker
 from common.config import UserError
 from common.data.files import Unusable
 from common.models import clip, semantic
@@ -111,69 +116,176 @@ def code_entropies(codes, Q, size):
 # Caches
 
 
-def token_cache(folder, dataset, tokenizer):
-    """The tokens of a dataset's recordings: a list of uint16 numpy, (T,) or (T, Q).
+class Tokens:
+    """The tokens of all recordings, in a file that is memory-mapped: processes share its pages.
 
-    All ranks call it, and encode their share of what is missing.
+    It has the offsets of recordings among all frames, int64 (N + 1,), then the tokens, uint16
+    (Q, frames): one quantizer after the other, so a stage reads only those that it needs.
+    frames: of each recording, (N,); 0: it is unusable. Iteration gives the tokens (Q, T) of each.
+    """
 
-    tokenizer: its `encode` of a wave gives integers below 65536, and its `checksum` changes with
-    them. Recordings that are unusable have no tokens. The tokens are kept in up to 64 files below
-    `folder`: a rank that is killed repeats one of them.
+    def __init__(self, path, count, num_quantizers):
+        """ValueError if the file is of another size. Its tokens are not checked."""
+        self.arguments = path, count, num_quantizers
+        content = np.memmap(path, np.uint16, "r")
+        size = 4 * (count + 1)  # of the offsets, in numbers of 16 bits
+        self.offsets = content[:size].view(np.int64).reshape(count + 1)
+        self.tokens = content[size:].reshape(num_quantizers, self.offsets[-1])
+        self.frames = np.diff(self.offsets)
+
+    def __reduce__(self):
+        return Tokens, self.arguments  # a worker that is not forked maps the file, too
+
+    def __iter__(self):
+        for start, stop in itertools.pairwise(self.offsets):
+            yield self.tokens[:, start:stop]
+
+    def window(self, index, start, stop, quantizers=slice(None)):
+        """The tokens, int64 (T, n), of the frames `start` to `stop` of a recording."""
+        first = self.offsets[index]
+        tokens = self.tokens[quantizers, first + start : first + stop]
+        return torch.from_numpy(tokens.T.astype(np.int64))  # embeddings take 64 bits
+
+
+def write_tokens(path, frames, pieces):
+    """Write the file of `Tokens`. pieces: (recording, its tokens (Q, T)) of all, in any order."""
+    offsets = np.append(0, frames.cumsum())
+    with checkpoint.atomic_write(path) as file:
+        file.write(offsets.tobytes())
+        for index, tokens in pieces:
+            for quantizer, row in enumerate(tokens):
+                frame = quantizer * offsets[-1] + offsets[index]
+                file.seek(offsets.nbytes + frame * row.itemsize)
+                file.write(row)
+
+
+# Until all tokens are known, each rank appends its own to a log. An entry is a checksum of what
+# follows, the number of the recording, and its frames; then the tokens, uint16 (Q, T).
+LOG_HEADER = struct.Struct("<IQQ")
+LOG_SECONDS = 10  # after which entries are on the disk, and ranks meet
+
+
+def log_entry(index, tokens):
+    """The bytes of an entry, of a recording and its tokens (Q, T)."""
+    content = LOG_HEADER.pack(0, index, tokens.shape[1]) + tokens.tobytes()
+    checksum = zlib.crc32(content[4:])
+    return checksum.to_bytes(4, "little") + content[4:]
+
+
+def read_logs(place, num_quantizers):
+    """Yield (recording, tokens (Q, T)) of the logs in a folder, which are cut where damaged.
+
+    A process that was killed may have left a part of an entry.
+    """
+    for path in sorted(place.glob("*.log")):
+        with open(path, "r+b") as file:
+            size = path.stat().st_size
+            whole = 0
+            while len(header := file.read(LOG_HEADER.size)) == LOG_HEADER.size:
+                checksum, index, frames = LOG_HEADER.unpack(header)
+                content = file.read(min(2 * num_quantizers * frames, size))
+                if zlib.crc32(header[4:] + content) != checksum:
+                    break
+                whole = file.tell()
+                yield index, np.frombuffer(content, np.uint16).reshape(num_quantizers, frames)
+            file.truncate(whole)
+
+
+@dataclasses.dataclass
+class Waves:
+    """The waves of a dataset's recordings, None for those that are unusable."""
+
+    dataset: object
+
+    def __getitem__(self, index):
+        with contextlib.suppress(Unusable):
+            return self.dataset.wave(index)
+
+
+def encode_missing(place, missing, cfg, dataset, tokenizer):
+    """Append the tokens of the recordings `missing` to logs in the folder `place`. Collective.
+
+    Ranks take turns, and meet all LOG_SECONDS: so signals are heard, and no rank waits for long.
+    One recording is encoded at a time, so its tokens depend on no other: padding would change
+    them.
+    """
+    share = missing[dist.rank() :: dist.world_size()].tolist()
+    timeout = 60 * cfg.timeout_minutes
+    waves = loader.read_ahead(Waves(dataset), share, cfg.workers, timeout=timeout)
+    recordings = zip(waves, share)
+    bar = tracker.progress(total=len(share), desc="tokens", delay=1, disable=not dist.is_main())
+
+    def encode_some():
+        """Whether some may be left after LOG_SECONDS."""
+        due = time.monotonic() + LOG_SECONDS
+        for wave, index in recordings:
+            codes = [] if wave is None else tokenizer.encode(wave)
+            codes = np.asarray(codes, np.uint16).reshape(-1, tokenizer.num_quantizers)
+            entry = log_entry(index, codes.T)
+            with config.explained(f"{log.name}: cannot be written"):
+                if log.write(entry) < len(entry):
+                    raise OSError("disk full")
+            bar.update()
+            if time.monotonic() >= due:
+                os.fsync(log.fileno())  # so a machine that fails loses LOG_SECONDS
+                return True
+        return False
+
+    path = place / f"{dist.rank()}.log"
+    with open(path, "ab", buffering=0) as log, bar, dist.listening():  # kill -9 loses one recording
+        while any(dist.all_gather(dist.on_all(encode_some))):
+            dist.stop_together()
+
+
+def token_cache(cfg, dataset, tokenizer):
+    """The Tokens of a dataset's recordings, a file below RUN/tokens. Collective.
+
+    What is missing is encoded. The file is the same, whatever number of ranks has made it, and
+    however often they were killed.
+
+    tokenizer: its `encode` of a wave gives integers below 65536, (T,) or (T, num_quantizers), and
+    its `checksum` changes with them. Recordings that are unusable have no tokens.
     """
     fingerprint = dataset.fingerprint()
     digest = order.hash_of(repr((fingerprint, tokenizer.checksum)).encode())
-    place = Path(folder, f"{digest:016x}")
-    count = len(dataset)
-    indices = np.array_split(range(count), min(count, 64))
-    parts = [(place / f"{number:02d}.npz", part) for number, part in enumerate(indices)]
+    place = Path(cfg.run_dir, "tokens", f"{digest:016x}")
+    arguments = place / "tokens", len(dataset), tokenizer.num_quantizers
 
-    def encode(index):
-        codes = []
-        with contextlib.suppress(Unusable):
-            codes = tokenizer.encode(dataset.wave(index))
-        return torch.as_tensor(codes, dtype=torch.int64)
+    def find():
+        """(the Tokens of the file, or None; frames of all recordings, -1 of what is missing)"""
+        saved = None
+        frames = np.full(len(dataset), -1)
+        with contextlib.suppress(FileNotFoundError, ValueError):  # not there, or damaged
+            saved = Tokens(*arguments)
+            # What was unusable may have been mended since.
+            frames = np.where(saved.frames, saved.frames, -1)
+        for index, codes in read_logs(place, tokenizer.num_quantizers):
+            frames[index] = max(frames[index], codes.shape[1])
+        return saved, frames
 
-    def encode_missing():
-        place.mkdir(parents=True, exist_ok=True)
-        share = parts[dist.rank() :: dist.world_size()]
-        progress = tracker.progress(share, desc="tokens", delay=1, disable=not dist.is_main())
-        for path, part in progress:
-            with open(path.with_suffix(".lock"), "w") as lock:
-                checkpoint.lock(lock, wait=True)  # coarse and fine may be trained at once
-                found = _load_tokens(path)
-                # What was unusable may have been mended since.
-                missing = [
-                    index
-                    for index, row in zip(part, found or [])
-                    if not len(row)
-                ]
-                is_mended = any(len(encode(index)) for index in missing)
-                if found and not is_mended:
-                    continue
-                encoded = list(map(encode, part.tolist()))
-                # In a row: an array for each of 100,000 recordings takes 8 s to read, these 0.3 s.
-                row = torch.cat(encoded).numpy().astype(np.uint16)
-                with checkpoint.atomic_write(path) as file:
-                    np.savez(file, tokens=row, lengths=list(map(len, encoded)))
+    def join():
+        saved, frames = find()
+        frames = frames.clip(0)
+        if saved is None or (frames != saved.frames).any():
+            logged = read_logs(place, tokenizer.num_quantizers)
+            write_tokens(arguments[0], frames, itertools.chain(enumerate(saved or ()), logged))
+        for log in place.glob("*.log"):
+            log.unlink()
 
-    dist.on_all(encode_missing)
-    # An hour of 4 quantizers at 50 Hz takes 1.4 MB.
-    tokens = []
-    for path, _ in parts:
-        tokens += _load_tokens(path)
-    return tokens
+    def lock():
+        with contextlib.suppress(BlockingIOError, PermissionError):
+            checkpoint.lock(file)
+            return True
 
-
-def _load_tokens(path):
-    """The tokens of each recording of a file, or None: missing or damaged.
-
-    Zip files have checksums.
-    """
-    try:
-        with np.load(path) as file:
-            return np.split(file["tokens"], file["lengths"].cumsum()[:-1])
-    except Exception:  # numpy and zipfile raise a dozen types for a damaged file
-        return None
+    dist.on_all(lambda: place.mkdir(parents=True, exist_ok=True))
+    with open(place / ".lock", "w") as file:
+        while not dist.on_main(lock):  # another run makes them, as fine beside coarse
+            time.sleep(1)
+        missing = dist.on_main(lambda: np.flatnonzero(find()[1] < 0))
+        if len(missing):
+            encode_missing(place, missing, cfg, dataset, tokenizer)
+        dist.on_main(join)
+    return Tokens(*arguments)
 
 
 # Crops
@@ -217,13 +329,13 @@ class TokenCrops:
     # Function (streams, samples) -> a batch of [(codes of each stream (T, Q), whether it ends
     # there)].
     lay_out: object
-    # Of all recordings, as of `token_cache`, or None: (T,) and (T, Q).
-    semantic_tokens: list | None
-    codes: list | None
+    semantic_tokens: Tokens | None
+    codes: Tokens | None
     frame_rate: float  # codes a second
 
     def __post_init__(self):
-        self.frames_of = self.codes or self.semantic_tokens  # crops are cut in frames of these
+        timing = self.codes or self.semantic_tokens  # crops are cut in frames of these
+        self.frames = timing.frames  # of each recording
         self.crop_frames = max(1, round(self.seconds * self.frame_rate))
         # See `join_within`.
         self.join = 0.0
@@ -235,14 +347,14 @@ class TokenCrops:
 
     def readable(self, indices):
         """Those of `indices` whose recordings have tokens."""
-        return [index for index in indices.tolist() if len(self.frames_of[index])]
+        return indices[self.frames[indices] > 0]
 
     def crop(self, index, offset=0.0):
         """(tokens of each stream, int64 (T, Q), and whether the recording ends there).
 
         offset: within [0, 1), from the first to the last possible crop.
         """
-        frames = len(self.frames_of[index])
+        frames = int(self.frames[index])
         # Every frame at which a whole crop fits is equally probable.
         start = int(offset * (max(0, frames - self.crop_frames) + 1))
         stop = min(frames, start + self.crop_frames)
@@ -255,21 +367,21 @@ class TokenCrops:
         for stream in self.streams:
             if stream.name == "semantic":
                 # The same time, at another frame rate: what sounds in it, and one token at least.
-                heard = self.semantic_tokens[index]  # (T,)
                 ratio = semantic.FRAME_RATE / self.frame_rate
-                start_heard = min(round(start * ratio), len(heard) - 1)
+                last = int(self.semantic_tokens.frames[index])
+                start_heard = min(round(start * ratio), last - 1)
                 stop_heard = max(round(stop * ratio), start_heard + 1)
-                if stop == len(self.frames_of[index]):  # rounding must not lose the last token
-                    stop_heard = len(heard)
-                heard = torch.from_numpy(heard[start_heard:stop_heard].astype(np.int64))
+                if stop == self.frames[index]:  # rounding must not lose the last token
+                    stop_heard = last
+                heard = self.semantic_tokens.window(index, start_heard, stop_heard)  # (T, 1)
                 # Without repetitions, so coarse must model durations (AudioLM §III-C).
-                codes = heard.unique_consecutive()[:, None]  # (N, 1)
+                codes = heard[:, 0].unique_consecutive()[:, None]  # (N, 1)
             else:
                 first_of_next = first + stream.num_quantizers
-                codes = self.codes[index][start:stop, first:first_of_next]  # (T, n)
-                codes = torch.from_numpy(codes.astype(np.int64))
+                quantizers = slice(first, first_of_next)
+                codes = self.codes.window(index, start, stop, quantizers)  # (T, n)
                 first = first_of_next
-            found.append(codes)  # caches hold 16 bits, embeddings take 64
+            found.append(codes)
         return found
 
     def join_within(self, indices, probability):
@@ -278,7 +390,7 @@ class TokenCrops:
         So few short recordings teach what comes after a word. The others are those of `indices`.
         """
         self.join = probability
-        for index in self.readable(indices):
+        for index in self.readable(indices).tolist():
             if self.is_whole(index):
                 self.others[self.dataset.speaker_of[index]].append(index)
 
@@ -296,7 +408,7 @@ class TokenCrops:
         if draw < self.join:
             others = self.others[self.dataset.speaker_of[index]]
             other = others[int(which * len(others))]
-            if len(self.frames_of[index]) + len(self.frames_of[other]) <= self.crop_frames:
+            if self.frames[[index, other]].sum() <= self.crop_frames:
                 following, ended = self.crop(other)
                 streams = [torch.cat(pair) for pair in zip(streams, following)]
                 if self.streams[0].name == "semantic":  # without repetitions, here too
@@ -307,12 +419,12 @@ class TokenCrops:
 
     def is_whole(self, index):
         """Whether every crop of a recording is all of it."""
-        return len(self.frames_of[index]) <= self.crop_frames
+        return self.frames[index] <= self.crop_frames
 
     def fetch(self, indices, random_bits=None):
         """(the batch of `lay_out` with "text": [B], or {} unless all are usable; usable (B,))."""
         # Recordings that could not be read have no tokens.
-        usable = np.isin(indices, self.readable(indices))
+        usable = self.frames[indices] > 0
         if not usable.all():
             return {}, usable
         # In evaluation every crop is the beginning of its recording, and none follows it.
@@ -330,7 +442,7 @@ class TokenCrops:
         is their length without texts. With texts it is the longest: a window that does not begin
         with its recording has none.
         """
-        indices = self.readable(order.some_of(indices, LENGTHS_OF))
+        indices = self.readable(order.some_of(indices, LENGTHS_OF)).tolist()
         draws = np.random.default_rng(0).random((3, len(indices)))
         samples = list(map(self.sample, indices, *draws))
         lengths = np.array([list(map(len, streams)) for streams, _, _ in samples])  # (N, streams)
@@ -342,8 +454,7 @@ class TokenCrops:
                 "frame_rate": self.frame_rate,
             }
         alone = [len(streams[0]) for streams, _ in map(self.crop, indices, draws[0])]
-        frames = [len(self.frames_of[index]) for index in indices]
-        seconds = np.minimum(frames, self.crop_frames) / self.frame_rate
+        seconds = np.minimum(self.frames[indices], self.crop_frames) / self.frame_rate
         frame_rate = float(np.quantile(np.array(alone) / seconds, 0.95))
         has_texts = any(self.dataset.texts[index] for index in indices)
         frames = int(np.quantile(lengths, 1.0 if has_texts else 0.95))
@@ -356,13 +467,12 @@ def tokenize_splits(cfg, splits, streams, lay_out, kmeans, codec):
     All recordings are made tokens once, in files below RUN/tokens. kmeans, codec: None if the crops
     have none of their tokens. Collective.
     """
-    folder = Path(cfg.run_dir, "tokens")
     frame_rate = codec.frame_rate if codec else semantic.FRAME_RATE
 
     @functools.cache  # for --data and, if given, for --val_data
     def crops_of(dataset):
-        semantic_tokens = token_cache(folder, dataset, kmeans) if kmeans else None
-        codes = token_cache(folder, dataset, codec) if codec else None
+        semantic_tokens = token_cache(cfg, dataset, kmeans) if kmeans else None
+        codes = token_cache(cfg, dataset, codec) if codec else None
         return TokenCrops(
             dataset,
             cfg.seconds,
@@ -391,10 +501,10 @@ def learn_vocabulary(crops, indices, size, max_tokens):
     if not any(texts):
         return [], 0
     readable = crops.readable(indices)
-    longer = [index for index in readable if not crops.is_whole(index)]
-    if longer:
-        longest = max(longer, key=lambda index: len(crops.frames_of[index]))
-        seconds = len(crops.frames_of[longest]) / crops.frame_rate
+    longer = readable[crops.frames[readable] > crops.crop_frames]
+    if len(longer):
+        longest = longer[crops.frames[longer].argmax()]
+        seconds = crops.frames[longest] / crops.frame_rate
         about = f"longer than a crop, up to {seconds:.2f} s ({dataset.names[longest]})"
         if len(longer) == len(readable):
             dist.fail(
@@ -407,7 +517,7 @@ def learn_vocabulary(crops, indices, size, max_tokens):
     tokenizer = clip.Tokenizer.learn(texts, size)
     clip.note_texts(texts, tokenizer.encode, max_tokens)
     # As in training: of whole recordings, maybe of two that are joined.
-    some = crops.readable(order.some_of(indices, LENGTHS_OF))
+    some = crops.readable(order.some_of(indices, LENGTHS_OF)).tolist()
     draws = np.random.default_rng(0).random((3, len(some)))
     trained_on = {text for _, _, text in map(crops.sample, some, *draws)}
     longest = max(len(tokenizer.encode(text)) for text in trained_on)
