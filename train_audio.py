@@ -753,15 +753,14 @@ def continuations(model, cfg, split, codec):
             [len(real)],
             [False],
             # Seeded by the recording, so sounds of different steps can be compared.
-            [accumulate.derive_seed(cfg.seed, "sound", index)],
+            [accumulate.derive_seed(cfg.seed, "sound", int(index))],
             token_lm.AS_TRAINED,
         )
         if cfg.stage == "fine":
             codes = torch.cat([context, codes], dim=1)
         return codes
 
-    first = crops.readable(indices[:: cfg.shifts])[:NUM_SOUNDS]
-    for number, index in enumerate(first.tolist()):
+    for number, index in enumerate(crops.readable(indices[:: cfg.shifts])[:NUM_SOUNDS]):
         yield number, codec.decode(continuation(index)), crops.dataset.names[index]
 
 

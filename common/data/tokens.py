@@ -5,10 +5,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import os
-import struct
 import time
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -127,14 +124,14 @@ class Tokens:
     def __init__(self, path, count, num_quantizers):
         """ValueError if the file is of another size. Its tokens are not checked."""
         self.arguments = path, count, num_quantizers
-        content = np.memmap(path, np.uint16, "r")
+        content = np.asarray(np.memmap(path, np.uint16, "r"))  # parts of an array are made faster
         size = 4 * (count + 1)  # of the offsets, in numbers of 16 bits
         self.offsets = content[:size].view(np.int64).reshape(count + 1)
         self.tokens = content[size:].reshape(num_quantizers, self.offsets[-1])
         self.frames = np.diff(self.offsets)
 
     def __reduce__(self):
-        return Tokens, self.arguments  # a worker that is not forked maps the file, too
+        return Tokens, self.arguments  # a worker that was not forked maps the file, too
 
     def __iter__(self):
         for start, stop in itertools.pairwise(self.offsets):
@@ -147,48 +144,32 @@ class Tokens:
         return torch.from_numpy(tokens.T.astype(np.int64))  # embeddings take 64 bits
 
 
-def write_tokens(path, frames, pieces):
-    """Write the file of `Tokens`. pieces: (recording, its tokens (Q, T)) of all, in any order."""
+def write_tokens(path, frames, encoded):
+    """Write the file of `Tokens`. encoded: (recording, its tokens (Q, T)), in any order."""
     offsets = np.append(0, frames.cumsum())
     with checkpoint.atomic_write(path) as file:
         file.write(offsets.tobytes())
-        for index, tokens in pieces:
+        for index, tokens in encoded:
             for quantizer, row in enumerate(tokens):
                 frame = quantizer * offsets[-1] + offsets[index]
                 file.seek(offsets.nbytes + frame * row.itemsize)
-                file.write(row)
+                file.write(row.tobytes())
 
 
-# Until all tokens are known, each rank appends its own to a log. An entry is a checksum of what
-# follows, the number of the recording, and its frames; then the tokens, uint16 (Q, T).
-LOG_HEADER = struct.Struct("<IQQ")
-LOG_SECONDS = 10  # after which entries are on the disk, and ranks meet
+# Until all tokens are known, they are in pieces: those that a rank has made in so many seconds.
+PIECE_SECONDS = 20
 
 
-def log_entry(index, tokens):
-    """The bytes of an entry, of a recording and its tokens (Q, T)."""
-    content = LOG_HEADER.pack(0, index, tokens.shape[1]) + tokens.tobytes()
-    checksum = zlib.crc32(content[4:])
-    return checksum.to_bytes(4, "little") + content[4:]
+def read_pieces(place):
+    """Yield (recording, tokens (Q, T)) of the pieces in a folder, but for those that are damaged.
 
-
-def read_logs(place, num_quantizers):
-    """Yield (recording, tokens (Q, T)) of the logs in a folder, which are cut where damaged.
-
-    A process that was killed may have left a part of an entry.
+    Zip files have checksums.
     """
-    for path in sorted(place.glob("*.log")):
-        with open(path, "r+b") as file:
-            size = path.stat().st_size
-            whole = 0
-            while len(header := file.read(LOG_HEADER.size)) == LOG_HEADER.size:
-                checksum, index, frames = LOG_HEADER.unpack(header)
-                content = file.read(min(2 * num_quantizers * frames, size))
-                if zlib.crc32(header[4:] + content) != checksum:
-                    break
-                whole = file.tell()
-                yield index, np.frombuffer(content, np.uint16).reshape(num_quantizers, frames)
-            file.truncate(whole)
+    for path in place.glob("*.npz"):
+        # numpy and zipfile raise a dozen types for a damaged file.
+        with contextlib.suppress(Exception), np.load(path) as file:
+            ends = file["frames"].cumsum()
+            yield from zip(file["indices"], np.split(file["tokens"].T, ends[:-1], axis=1))
 
 
 @dataclasses.dataclass
@@ -203,11 +184,11 @@ class Waves:
 
 
 def encode_missing(place, missing, cfg, dataset, tokenizer):
-    """Append the tokens of the recordings `missing` to logs in the folder `place`. Collective.
+    """Write the tokens of the recordings `missing` in pieces, in the folder `place`. Collective.
 
-    Ranks take turns, and meet all LOG_SECONDS: so signals are heard, and no rank waits for long.
-    One recording is encoded at a time, so its tokens depend on no other: padding would change
-    them.
+    Ranks take turns, and meet after each piece: so signals are heard, and no rank waits for long.
+    One recording is encoded at a time: padding would change its tokens, which then depended on what
+    else was missing.
     """
     share = missing[dist.rank() :: dist.world_size()].tolist()
     timeout = 60 * cfg.timeout_minutes
@@ -215,25 +196,30 @@ def encode_missing(place, missing, cfg, dataset, tokenizer):
     recordings = zip(waves, share)
     bar = tracker.progress(total=len(share), desc="tokens", delay=1, disable=not dist.is_main())
 
-    def encode_some():
-        """Whether some may be left after LOG_SECONDS."""
-        due = time.monotonic() + LOG_SECONDS
-        for wave, index in recordings:
-            codes = [] if wave is None else tokenizer.encode(wave)
-            codes = np.asarray(codes, np.uint16).reshape(-1, tokenizer.num_quantizers)
-            entry = log_entry(index, codes.T)
-            with config.explained(f"{log.name}: cannot be written"):
-                if log.write(entry) < len(entry):
-                    raise OSError("disk full")
-            bar.update()
-            if time.monotonic() >= due:
-                os.fsync(log.fileno())  # so a machine that fails loses LOG_SECONDS
-                return True
-        return False
+    def make_piece():
+        """Whether some may be left. After an error the piece has what was encoded before it."""
+        due = time.monotonic() + PIECE_SECONDS
+        encoded = {}  # {recording: tokens (T, Q)}
+        try:
+            for wave, index in recordings:
+                bar.update()
+                if wave is not None:
+                    codes = np.asarray(tokenizer.encode(wave), np.uint16)
+                    encoded[index] = codes.reshape(-1, tokenizer.num_quantizers)
+                if time.monotonic() >= due:
+                    return True
+        finally:
+            if encoded:
+                with checkpoint.atomic_write(place / f"{min(encoded)}.npz") as file:
+                    np.savez(
+                        file,
+                        indices=list(encoded),
+                        frames=list(map(len, encoded.values())),
+                        tokens=np.concatenate(list(encoded.values())),
+                    )
 
-    path = place / f"{dist.rank()}.log"
-    with open(path, "ab", buffering=0) as log, bar, dist.listening():  # kill -9 loses one recording
-        while any(dist.all_gather(dist.on_all(encode_some))):
+    with bar, dist.listening():
+        while any(dist.all_gather(dist.on_all(make_piece))):
             dist.stop_together()
 
 
@@ -244,33 +230,35 @@ def token_cache(cfg, dataset, tokenizer):
     however often they were killed.
 
     tokenizer: its `encode` of a wave gives integers below 65536, (T,) or (T, num_quantizers), and
-    its `checksum` changes with them. Recordings that are unusable have no tokens.
+    its `checksum` changes with them. Recordings that are unusable have no tokens; each start tries
+    them again.
     """
     fingerprint = dataset.fingerprint()
     digest = order.hash_of(repr((fingerprint, tokenizer.checksum)).encode())
     place = Path(cfg.run_dir, "tokens", f"{digest:016x}")
-    arguments = place / "tokens", len(dataset), tokenizer.num_quantizers
+    path = place / "tokens"
+    arguments = path, len(dataset), tokenizer.num_quantizers
 
-    def find():
-        """(the Tokens of the file, or None; frames of all recordings, -1 of what is missing)"""
-        saved = None
-        frames = np.full(len(dataset), -1)
-        with contextlib.suppress(FileNotFoundError, ValueError):  # not there, or damaged
+    def known():
+        """Yield (recording, tokens (Q, T)) of the file, and of pieces, which go before."""
+        saved = ()
+        with contextlib.suppress(FileNotFoundError, ValueError):  # it is not there, or damaged
             saved = Tokens(*arguments)
-            # What was unusable may have been mended since.
-            frames = np.where(saved.frames, saved.frames, -1)
-        for index, codes in read_logs(place, tokenizer.num_quantizers):
-            frames[index] = max(frames[index], codes.shape[1])
-        return saved, frames
+        yield from enumerate(saved)
+        yield from read_pieces(place)
+
+    def known_frames():
+        frames = np.zeros(len(dataset), np.int64)
+        for index, tokens in known():
+            frames[index] = tokens.shape[1]
+        return frames
 
     def join():
-        saved, frames = find()
-        frames = frames.clip(0)
-        if saved is None or (frames != saved.frames).any():
-            logged = read_logs(place, tokenizer.num_quantizers)
-            write_tokens(arguments[0], frames, itertools.chain(enumerate(saved or ()), logged))
-        for log in place.glob("*.log"):
-            log.unlink()
+        pieces = list(place.glob("*.npz*"))  # also those that were being written
+        if pieces or not path.exists():
+            write_tokens(path, known_frames(), known())
+        for piece in pieces:
+            piece.unlink()
 
     def lock():
         with contextlib.suppress(BlockingIOError, PermissionError):
@@ -281,7 +269,7 @@ def token_cache(cfg, dataset, tokenizer):
     with open(place / ".lock", "w") as file:
         while not dist.on_main(lock):  # another run makes them, as fine beside coarse
             time.sleep(1)
-        missing = dist.on_main(lambda: np.flatnonzero(find()[1] < 0))
+        missing = dist.on_main(lambda: np.flatnonzero(known_frames() == 0))
         if len(missing):
             encode_missing(place, missing, cfg, dataset, tokenizer)
         dist.on_main(join)
@@ -377,10 +365,9 @@ class TokenCrops:
                 # Without repetitions, so coarse must model durations (AudioLM §III-C).
                 codes = heard[:, 0].unique_consecutive()[:, None]  # (N, 1)
             else:
-                first_of_next = first + stream.num_quantizers
-                quantizers = slice(first, first_of_next)
+                quantizers = slice(first, first + stream.num_quantizers)
                 codes = self.codes.window(index, start, stop, quantizers)  # (T, n)
-                first = first_of_next
+                first = quantizers.stop
             found.append(codes)
         return found
 
@@ -390,7 +377,7 @@ class TokenCrops:
         So few short recordings teach what comes after a word. The others are those of `indices`.
         """
         self.join = probability
-        for index in self.readable(indices).tolist():
+        for index in self.readable(indices):
             if self.is_whole(index):
                 self.others[self.dataset.speaker_of[index]].append(index)
 
@@ -442,7 +429,7 @@ class TokenCrops:
         is their length without texts. With texts it is the longest: a window that does not begin
         with its recording has none.
         """
-        indices = self.readable(order.some_of(indices, LENGTHS_OF)).tolist()
+        indices = self.readable(order.some_of(indices, LENGTHS_OF))
         draws = np.random.default_rng(0).random((3, len(indices)))
         samples = list(map(self.sample, indices, *draws))
         lengths = np.array([list(map(len, streams)) for streams, _, _ in samples])  # (N, streams)
@@ -517,7 +504,7 @@ def learn_vocabulary(crops, indices, size, max_tokens):
     tokenizer = clip.Tokenizer.learn(texts, size)
     clip.note_texts(texts, tokenizer.encode, max_tokens)
     # As in training: of whole recordings, maybe of two that are joined.
-    some = crops.readable(order.some_of(indices, LENGTHS_OF)).tolist()
+    some = crops.readable(order.some_of(indices, LENGTHS_OF))
     draws = np.random.default_rng(0).random((3, len(some)))
     trained_on = {text for _, _, text in map(crops.sample, some, *draws)}
     longest = max(len(tokenizer.encode(text)) for text in trained_on)
