@@ -3,10 +3,10 @@
     python tests/benchmarks/bench_tokens.py [--hours 100] [--folder FOLDER]
 
 Cases: write (of tokens that cost nothing, as they go and as they are joined), open (a second
-start), then crops of a coarse and of a fine stage, by one and by two forked processes. pss_mb is a
-process's share of memory (Linux). more_mb is what that grew by; more_anon_mb what of this is not
-pages of the file, which processes share, and which the system may take back. The file takes 2 bytes
-a token, and while it is joined twice that.
+start), then crops of a coarse and of a fine stage, by one and by two forked processes, a CPU's
+second. pss_mb is a process's share of memory (Linux). more_mb is what that grew by; more_anon_mb
+what of this is not pages of the file, which processes share, and which the system may take back.
+The file takes 2 bytes a token, and while it is joined twice that.
 """
 
 import argparse
@@ -107,12 +107,12 @@ def work(crops, count, seed, processes, results):
 
     together()
     before = memory()
-    started = time.perf_counter()
+    started = time.process_time()
     for start in range(0, count, 50):
         bits = generator.integers(0, 2**63, 50).astype(np.uint64)
         _, usable = crops.fetch(indices[start : start + 50], bits)
         assert usable.all()
-    seconds = time.perf_counter() - started
+    seconds = time.process_time() - started
     together()
     results.put((seconds, growth(before)))
     together()
@@ -154,9 +154,11 @@ def measure(args, folder):
     for case in ("write", "open"):
         before = memory()
         started = time.perf_counter()
+        cpu_started = time.process_time()
         words, codes = [tokens.token_cache(cfg, dataset, each) for each in tokenizers]
         seconds = time.perf_counter() - started
-        emit(case, seconds=seconds, recordings=len(dataset), **growth(before))
+        cpu = time.process_time() - cpu_started
+        emit(case, seconds=seconds, cpu_s=cpu, recordings=len(dataset), **growth(before))
     semantic, coarse, fine = [
         token_lm.Stream("semantic", 1, 1024),
         token_lm.Stream("coarse", 4, 1024),
