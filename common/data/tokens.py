@@ -172,17 +172,6 @@ def read_pieces(place):
             yield from zip(file["indices"], np.split(file["tokens"].T, ends[:-1], axis=1))
 
 
-@dataclasses.dataclass
-class Waves:
-    """The waves of a dataset's recordings, None for those that are unusable."""
-
-    dataset: object
-
-    def __getitem__(self, index):
-        with contextlib.suppress(Unusable):
-            return self.dataset.wave(index)
-
-
 def encode_missing(place, missing, cfg, dataset, tokenizer):
     """Write the tokens of the recordings `missing` in pieces, in the folder `place`. Collective.
 
@@ -192,17 +181,16 @@ def encode_missing(place, missing, cfg, dataset, tokenizer):
     """
     share = missing[dist.rank() :: dist.world_size()].tolist()
     timeout = 60 * cfg.timeout_minutes
-    waves = loader.read_ahead(Waves(dataset), share, cfg.workers, timeout=timeout)
-    recordings = zip(waves, share)
-    bar = tracker.progress(total=len(share), desc="tokens", delay=1, disable=not dist.is_main())
+    waves = loader.read_ahead(dataset, share, cfg.workers, timeout=timeout)
+    bar = tracker.progress(share, desc="tokens", delay=1, disable=not dist.is_main())
+    recordings = zip(bar, waves)
 
     def make_piece():
         """Whether some may be left. After an error the piece has what was encoded before it."""
         due = time.monotonic() + PIECE_SECONDS
         encoded = {}  # {recording: tokens (T, Q)}
         try:
-            for wave, index in recordings:
-                bar.update()
+            for index, wave in recordings:
                 if wave is not None:
                     codes = np.asarray(tokenizer.encode(wave), np.uint16)
                     encoded[index] = codes.reshape(-1, tokenizer.num_quantizers)
@@ -218,7 +206,7 @@ def encode_missing(place, missing, cfg, dataset, tokenizer):
                         tokens=np.concatenate(list(encoded.values())),
                     )
 
-    with bar, dist.listening():
+    with dist.listening():
         while any(dist.all_gather(dist.on_all(make_piece))):
             dist.stop_together()
 
