@@ -753,7 +753,7 @@ def continuations(model, cfg, split, codec):
             [len(real)],
             [False],
             # Seeded by the recording, so sounds of different steps can be compared.
-            [accumulate.derive_seed(cfg.seed, "sound", index)],
+            [accumulate.derive_seed(cfg.seed, "sound", int(index))],
             token_lm.AS_TRAINED,
         )
         if cfg.stage == "fine":
