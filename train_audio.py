@@ -47,7 +47,7 @@ AudioLM
   AudioLM has no text.
 - The losses are means over samples of their means over tokens.
 - The preset for few recordings shows each at four shifts of a part of a frame (--shifts), and half
-  of them with another one of their speaker behind them (--join).
+  of them with another one of their speaker behind them (--join). It has no fine stage.
 - Long sounds are made in windows that overlap by half. For a later window of coarse the semantic
   tokens of the sound so far are heard in it, and aligned with those that were asked for.
 - By default Muon trains the coarse stage, and the codec.
@@ -614,7 +614,7 @@ class CodesConfig(TransformerConfig):
     sample_rate: NonNegativeInt = field(0, "samples a second; 0: the codec's", fixed=True)
     soundstream: str = field("", 'codec to use: run folder or hf:MODEL; "": RUN/soundstream')
     coarse_quantizers: PositiveInt = model_field(
-        2, "quantizers that coarse predicts; fine predicts the rest"
+        2, "quantizers that coarse predicts; fine predicts the rest, if any"
     )
     codec_quantizers: NonNegativeInt = model_field(
         0, "first quantizers of the codec to use, 0: all"
@@ -674,10 +674,13 @@ def load_tokenizers(cfg, device):
             f"--sample_rate: {cfg.sample_rate}, but the codec's is {codec.sample_rate}; give that"
         )
     used = cfg.codec_quantizers or codec.num_quantizers
-    if not cfg.coarse_quantizers < used <= codec.num_quantizers:
+    fewest = cfg.coarse_quantizers
+    if cfg.stage == "fine":
+        fewest += 1
+    if not fewest <= used <= codec.num_quantizers:
         raise UserError(
             f"--coarse_quantizers {cfg.coarse_quantizers}, --codec_quantizers {used}: the codec "
-            f"has {codec.num_quantizers}, and fine needs one"
+            f"has {codec.num_quantizers} quantizers, and {cfg.stage} needs {fewest} of them"
         )
     kmeans = None
     made_with = {"codec": codec.checksum, "coarse_quantizers": cfg.coarse_quantizers}
@@ -929,20 +932,22 @@ class Pipeline:
 
     def __init__(self, args, device):
         """args: an EvaluateConfig or SampleConfig. The latter may do without fine."""
-        stages = ["semantic", "coarse", "fine"]
-        if not args.fine:
-            stages.remove("fine")
-        self.models = []
-        for stage in stages:
-            folder = f"{args.run_dir}/{stage}"
-            model = load_transformer(stage, folder, device, args.model, args.weights)
-            self.models.append(model)
-        self.semantic, self.coarse, *fine = self.models
-        self.fine = fine[0] if fine else None
 
+        def load(stage):
+            folder = f"{args.run_dir}/{stage}"
+            return load_transformer(stage, folder, device, args.model, args.weights)
+
+        self.semantic = load("semantic")
+        self.coarse = load("coarse")
         # What coarse was trained with: in this folder, if it was in its own.
         cfg = dataclasses.replace(self.coarse.cfg, run_dir=args.run_dir)
         self.codec, self.kmeans, expected = load_tokenizers(cfg, device)
+        self.models = [self.semantic, self.coarse]
+        self.fine = None
+        used = cfg.codec_quantizers or self.codec.num_quantizers
+        if args.fine and cfg.coarse_quantizers < used:  # else coarse predicts all
+            self.fine = load("fine")
+            self.models.append(self.fine)
         for model in self.models:
             # What semantic was trained with, its k-means, is a part of that.
             if not model.made_with.items() <= expected.items():
@@ -964,12 +969,11 @@ class Pipeline:
         codes = torch.zeros(0, self.codec.num_quantizers).long()
         return Prompt(codes[:, :1], codes)  # semantic tokens are of one quantizer
 
-    def generate(self, prompts, seconds, seeds, texts=(), sampling=token_lm.AS_TRAINED, fine=True):
+    def generate(self, prompts, seconds, seeds, texts=(), sampling=token_lm.AS_TRAINED):
         """Codes of B sounds, each (T, Q): those of its prompt, and at most `seconds` more.
 
         texts: B, or none. A text ends by itself, and a long one is said in parts, each in the voice
         of the one before it. Without a text a sound does not end before (§III-D).
-        fine: else it is the codes of the coarse quantizers alone.
         """
         texts = texts or [""] * len(prompts)
 
@@ -1034,7 +1038,7 @@ class Pipeline:
         limits = [len(prompt) + more for prompt in known]
         may_end = list(map(bool, texts))
         coarse = generate_stage(self.coarse, content_from, known, limits, seeds, texts, may_end)
-        if not fine:
+        if not self.fine:
             return coarse
 
         # Detail: fine codes, from the coarse ones (§III-C3).
@@ -1196,7 +1200,7 @@ def continue_sound(args, device):
             f"{' | '.join(parts)}"
         )
     sampling = token_lm.SamplingParams(args.temperature, args.top_k, args.guidance_scale)
-    (codes,) = pipeline.generate([prompt], args.seconds, [seed], [args.text], sampling, args.fine)
+    (codes,) = pipeline.generate([prompt], args.seconds, [seed], [args.text], sampling)
     added = (len(codes) - len(prompt.codes)) / codec.frame_rate
     if args.text and added >= args.seconds:
         config.note(f"--seconds {args.seconds}: the sound is as long, and may end before its text")
@@ -1247,6 +1251,9 @@ def train(cfg):
             cls(**{**preset.get(stage, {}), **dataclasses.asdict(cfg), "stage": stage})
             for stage, cls in STAGES.items()
         ]
+        codec, _, coarse, _ = configs
+        if coarse.coarse_quantizers == codec.num_quantizers:  # then fine has none to predict
+            configs.pop()
     for each in configs:
         TRAIN[each.stage](each, device)
     if cfg.stage == "all":
@@ -1335,7 +1342,6 @@ SPEECH_TOKENS = dict(
     steps=600,
     batch_size=32,
     lr=1e-3,
-    temperature=0.5,
 )
 SPEECH_SMALL = {
     "all": SPEECH,
@@ -1343,9 +1349,9 @@ SPEECH_SMALL = {
         SPEECH,
         strides=(2, 4, 5, 4),  # 50 frames a second
         latent_dim=32,
-        # Of 8 bits each: 1.6 kbit/s. A fifth one changes nothing that is heard, unless waves weigh
-        # more: these then sound cleaner (PESQ), but fewer words and voices are recognized.
-        num_quantizers=4,
+        # Of 8 bits each: 0.8 kbit/s. On 400 recordings a third and a fourth one change nothing that
+        # is recognized, and a fine stage does not learn to predict them. So there is none.
+        num_quantizers=2,
         wave_weight=1.0,
         mel_seconds=0.256,  # PESQ is higher by 0.2 than with the paper's, in as many steps
         pre_emphasis=0.9,
@@ -1363,9 +1369,15 @@ SPEECH_SMALL = {
         max_text_len=64,
         dropout=0.2,
         steps=400,
+        temperature=0.6,  # AudioLM's (§IV-B), and so is that of coarse
     ),
-    "coarse": dict(SPEECH_TOKENS, seconds=3.0, join=0.5, optimizer="adamw"),
-    "fine": dict(SPEECH_TOKENS, seconds=0.5, steps=200),
+    "coarse": dict(
+        SPEECH_TOKENS,
+        seconds=3.0,
+        join=0.5,
+        optimizer="adamw",
+        temperature=0.8,
+    ),
 }
 PRESETS = {
     "speech-small": SPEECH_SMALL,

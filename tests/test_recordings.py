@@ -302,7 +302,7 @@ def test_it_is_said_how_many_recordings_and_transcripts_go_without_the_other(tmp
     write_files(tmp_path, {"0.wav": GOOD, "1.wav": GOOD, "3.txt": b"a", "metadata.csv": table})
     Recordings(tmp_path, 16000)
     err = capsys.readouterr().err
-    assert "2 recordings of 1 speakers, 1 transcripts" in err
+    assert "2 recordings of 0 known speakers, 1 transcripts" in err
     assert f"transcripts without text or recording: 4, as {tmp_path}/3\n" in err
     assert "metadata.csv: no names of columns, so the second is taken as the text" in err
 
@@ -312,7 +312,7 @@ def test_files_that_are_not_read_are_counted_by_kind(tmp_path, capsys):
     write_files(tmp_path, {"0.wav": GOOD, **others})
     Recordings(tmp_path, 16000)
     others = "{'.m4a': 2, '.txt': 1, '.wma': 1}"
-    message = f"{tmp_path}: 1 recordings of 1 speakers, 0 transcripts; other files: {others}"
+    message = f"{tmp_path}: 1 recordings of 0 known speakers, 0 transcripts; other files: {others}"
     assert f"note: {message}\n" in capsys.readouterr().err
 
 

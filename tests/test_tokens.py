@@ -450,6 +450,16 @@ def test_a_whole_recording_may_be_followed_by_another_of_its_speaker_with_both_t
     assert batch["text"] == ["text 0", "text 1", "text 2"]  # in evaluation none follows
 
 
+def test_a_recording_whose_speaker_is_not_known_is_followed_by_itself_alone():
+    crops = make_crops([10, 12, 14, 10])
+    crops.dataset.speaker_of = [""] * 4
+    crops.dataset.names[3] = crops.dataset.names[0]  # a shift of it
+    crops.join_within(np.arange(4), 1.0)
+    for index, followers in enumerate([{0, 3}, {1}, {2}, {0, 3}]):
+        assert set(crops.others[crops.voice_of(index)]) == followers
+        assert crops.sample(index, 0.0, 0.0)[2].startswith(f"text {index} text ")
+
+
 def test_it_is_said_how_many_recordings_are_too_long_for_their_text(capsys):
     crops = make_crops([200, 40, 31])
     assert tokens.learn_vocabulary(crops, np.arange(3), 5, 20)

@@ -244,7 +244,8 @@ def test_parts_of_a_text_are_said_one_after_the_other(pipeline, monkeypatch):
     longest = pipeline.semantic.longest_text
     long = " ".join("a" for _ in range(longest + 1))
     empty = pipeline.empty_prompt()
-    pipeline.generate([empty] * 3, 0.2, [0, 1, 2], ["a i", long, ""], fine=False)
+    pipeline.fine = None
+    pipeline.generate([empty] * 3, 0.2, [0, 1, 2], ["a i", long, ""])
     assert [text for text, _ in parts] == ["a i", long[:-2], "a", ""]
     for text, spoken in parts:
         assert not text or len(spoken) <= pipeline.semantic.max_frames
@@ -286,7 +287,8 @@ def test_a_sound_five_times_as_long_as_a_crop_shows_a_stage_no_more_than_its_tra
 
 def test_a_window_may_begin_at_the_end_of_what_is_heard(pipeline):
     pipeline.coarse.max_frames = 1
-    (sound,) = pipeline.generate([pipeline.empty_prompt()], 0.1, [0], fine=False)
+    pipeline.fine = None
+    (sound,) = pipeline.generate([pipeline.empty_prompt()], 0.1, [0])
     assert len(sound) == 5
 
 
@@ -335,6 +337,16 @@ def test_a_published_codec_takes_the_place_of_soundstream(whole, voice, tmp_path
     assert len(sound) == len(read_wave(voice))
     out = train(whole, "fine", "other", **settings | {"codec_quantizers": 5}, expect=1)
     assert "--codec_quantizers 5: the codec has 4" in out
+
+
+def test_where_coarse_predicts_all_quantizers_there_is_no_fine_stage(whole, voice):
+    for stage in ("soundstream", "semantic"):
+        shutil.copytree(whole / stage, f"run/{stage}")
+    train(whole, "coarse", "run", steps=2, coarse_quantizers=4)
+    _, sound = sampled(run_dir="run", prompt=voice, prompt_seconds=0.2)
+    assert len(sound) > 1600
+    out = train(whole, "fine", "run", coarse_quantizers=4, expect=1)
+    assert "the codec has 4 quantizers, and fine needs 5 of them" in out
 
 
 # Mistakes

@@ -142,7 +142,8 @@ class Recordings:
     transcripts, and files of other kinds.
     The speaker of a file is its folder; in trees of numbers as of LibriSpeech and LibriTTS
     (SPEAKER/CHAPTER/SPEAKER_CHAPTER_…) the folder above; or what a table says; or, with a regular
-    expression `pattern`, what its first group finds in the path below `path`.
+    expression `pattern`, what its first group finds in the path below `path`. Of files that lie in
+    `path` itself it is not known: "".
     crop: samples of a training crop. hop_length: samples of a frame; shorter recordings are
     unusable.
     """
@@ -179,11 +180,11 @@ class Recordings:
             self.texts.append(text)
             self.speaker_of.append(_speaker(file, speaker, pattern))
         count = sum(map(bool, self.texts))
-        speakers = len(set(self.speaker_of))
+        speakers = len({*self.speaker_of} - {""})
         kinds = collections.Counter(file.suffix.lower() for file in others)
         config.note(
-            f"{path}: {len(audio)} recordings of {speakers} speakers, {count} transcripts; other "
-            f"files: {dict(kinds)}"
+            f"{path}: {len(audio)} recordings of {speakers} known speakers, {count} transcripts; "
+            f"other files: {dict(kinds)}"
         )
 
     def __len__(self):

@@ -315,7 +315,7 @@ class TokenCrops:
         self.crop_frames = max(1, round(self.seconds * self.frame_rate))
         # See `join_within`.
         self.join = 0.0
-        self.others = collections.defaultdict(list)  # {speaker: recordings}
+        self.others = collections.defaultdict(list)  # {voice: recordings}
 
     def fault(self, index):
         """Why a recording has no tokens; "" if it can be read now."""
@@ -363,11 +363,16 @@ class TokenCrops:
         """In training, let a whole recording be followed by another one of its speaker.
 
         So few short recordings teach what comes after a word. The others are those of `indices`.
+        A recording whose speaker is not known is followed by itself.
         """
         self.join = probability
         for index in self.readable(indices):
             if self.is_whole(index):
-                self.others[self.dataset.speaker_of[index]].append(index)
+                self.others[self.voice_of(index)].append(index)
+
+    def voice_of(self, index):
+        """A speaker, or a recording whose speaker is not known; its `shifts` have one name."""
+        return self.dataset.speaker_of[index] or self.dataset.names[index]
 
     def sample(self, index, offset=0.0, draw=1.0, which=0.0):
         """(tokens of each stream, whether the recording ends there, its text).
@@ -381,7 +386,7 @@ class TokenCrops:
             return streams, ended, ""
         text = self.dataset.texts[index]
         if draw < self.join:
-            others = self.others[self.dataset.speaker_of[index]]
+            others = self.others[self.voice_of(index)]
             other = others[int(which * len(others))]
             if self.frames[[index, other]].sum() <= self.crop_frames:
                 following, ended = self.crop(other)
