@@ -704,17 +704,19 @@ def sample_images(
     device = unet.alpha.device
 
     # Guidance runs each sample twice. The second copy has neither image embedding nor text, but the
-    # same noisy image and the same low resolution.
-    copies = 2 if condition and guidance_scale != 1 else 1
+    # same noisy image and the same low resolution. At scale 1 the first alone counts, at 0 the
+    # second.
+    copies = 2 if condition and guidance_scale not in (0, 1) else 1
+    first = count if guidance_scale else 0  # without conditions
 
     def copied(x):
         return torch.cat([x] * copies)
 
     condition = {name: copied(value) for name, value in condition.items()}  # (2B, …)
-    drop = torch.arange(copies * count, device=device) >= count  # true for the second copy
-    if negative:  # which has this condition instead
+    drop = torch.arange(copies * count, device=device) >= first
+    if negative:  # in place of no conditions
         for name, value in negative.items():
-            condition[name][count:] = value
+            condition[name][first:] = value
         drop = torch.zeros_like(drop)
     low_res_timestep = None
     if cfg.low_res_size:
