@@ -532,9 +532,17 @@ def test_guidance_runs_the_second_copy_with_the_negative_condition():
     settings = dict(count=3, steps=1, noise_fn=noise_fn)
     positive = train_decoder.sample_images(unet, condition, **settings)
     negative = train_decoder.sample_images(unet, other, **settings)
-    guided = train_decoder.sample_images(
-        unet, condition, **settings, guidance_scale=1.5, negative=other
-    )
+    rows = []
+    unet.register_forward_pre_hook(lambda module, inputs: rows.append(len(inputs[0])))
+    guided, at_zero, at_one = [
+        train_decoder.sample_images(
+            unet, condition, **settings, guidance_scale=scale, negative=away
+        )
+        for scale, away in ((1.5, other), (0, other), (1, None))
+    ]
+    assert rows == [6, 3, 3]  # of 0 and 1 the one half that counts
+    assert_close(at_zero, negative)
+    assert torch.equal(at_one, positive)
     inside = (positive.abs() < 1) & (negative.abs() < 1)  # not clipped
     expected = (negative + 1.5 * (positive - negative)).clamp(-1, 1)
     assert inside.any() and (positive - negative).abs().max() > 1e-3
