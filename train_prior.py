@@ -355,11 +355,12 @@ class Prior(nn.Module):
 def conditioning(batch, cfg, clip_model):
     """{"text_embed" (B, D), "text_enc" (B, L, E), "text_mask" (B, L)}: the model's conditions.
 
-    Captions in the batch are encoded by the CLIP `clip_model`; otherwise the batch has embeddings.
-    An empty caption means unconditional.
+    Captions in the batch, or their tokens, are encoded by the CLIP `clip_model`; otherwise the
+    batch has embeddings. An empty caption means unconditional.
     """
     if "caption" in batch:
-        return clip_model.text_condition(batch["caption"], cfg.max_text_len)
+        texts = batch.get("tokens", batch["caption"])
+        return clip_model.text_condition(texts, cfg.max_text_len)
     condition = {"text_embed": batch["text_embed"]}  # (B, D)
     if "text_enc" in batch:
         encodings = batch["text_enc"]  # (B, L', E), of any length
@@ -679,8 +680,9 @@ def train(cfg):
     if cfg.compile:
         compile_blocks(prior.transformer.blocks)
 
-    # The order of samples follows from seed and step.
-    plan, batches = loader.train_batches(cfg, dataset, indices, state.step, device)
+    # The order of samples follows from seed and step. Workers turn captions into tokens.
+    tokenizer = clip_model.tokenizer if cfg.text_source == "clip" else None
+    plan, batches = loader.train_batches(cfg, dataset, indices, state.step, device, tokenizer)
     about = f"{len(dataset):,} embeddings of width {dataset.width}"
     eval_due = loop.Due(cfg.eval_every, state)
     save_due = loop.Due(cfg.save_every, state)

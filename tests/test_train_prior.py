@@ -493,7 +493,7 @@ def sample(folder, **settings):
 
 def embed_texts(world, texts):
     model = clips.load(world / "clip", CPU)
-    return model.embed_text(model.tokenize(texts))[0]
+    return model.embed_text(model.tokenizer(texts))[0]
 
 
 @pytest.mark.parametrize("source", ["clip", "shards"])
