@@ -48,7 +48,9 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import collections
 import dataclasses
+import functools
 import itertools
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
@@ -322,6 +324,8 @@ VLB_WEIGHT = 1e-3  # λ of the variational bound (Nichol & Dhariwal 2021, §3.1)
 # DALLE2-pytorch it is 0.6.
 BLUR_SIGMA = (0.4, 0.8)
 BLUR_PROBABILITY = 0.5  # as in DALLE2-pytorch
+# Pixels of the low resolution around a crop's: what the blur and the bicubic filter reach.
+MARGIN = 8
 GRID_CAPTION = "real images, and samples below"
 RESIZE = "box"  # filter that shrinks images: the mean of the pixels
 MAX_CHUNK = 64  # samples in one forward pass, at most, where --chunk_size is 0
@@ -547,14 +551,18 @@ class UNet(nn.Module):
         return self.out(x)  # (B, 3 or 6, H, H)
 
 
-def place(unet, device):
-    """`unet` on `device`, in the layout that is fastest there.
+def layout_on(device):
+    """The layout of weights and images that is fastest on a device.
 
     Convolutions are faster with the channels last, but torch's group norm for GPUs would copy that.
     """
     on_cpu = torch.device(device).type == "cpu"
-    layout = torch.channels_last if on_cpu else torch.contiguous_format
-    return unet.to(device, memory_format=layout)
+    return torch.channels_last if on_cpu else torch.contiguous_format
+
+
+def place(unet, device):
+    """`unet` on `device`, in the layout that is fastest there."""
+    return unet.to(device, memory_format=layout_on(device))
 
 
 @torch.no_grad()
@@ -563,7 +571,7 @@ def conditioning(batch, cfg, clip_model):
 
     Only the entries that the model `cfg` needs. Image embeddings come from the batch, where they
     are of whole images. If it has "clip_image" instead, `clip_model` embeds these, which are of the
-    crops. It also encodes captions.
+    crops. It also encodes captions, or their tokens.
     """
     condition = {}
     if cfg.image_condition and "image_embed" in batch:
@@ -572,7 +580,8 @@ def conditioning(batch, cfg, clip_model):
         with amp.autocast(batch["clip_image"].device, "fp32"):  # also within an autocast
             condition["image_embed"] = clip_model.embed_image(batch["clip_image"])
     if cfg.text_encodings:
-        condition |= clip_model.text_condition(batch["caption"], cfg.max_text_len)
+        texts = batch.get("tokens", batch["caption"])
+        condition |= clip_model.text_condition(texts, cfg.max_text_len)
     return condition
 
 
@@ -590,40 +599,80 @@ def augment_low_res(unet, low_res, timestep, noise):
     return alpha * low_res + sigma * noise, timestep
 
 
-def upsampler_inputs(unet, x0):
-    """(x0, low_res, low_res_timestep) to train an upsampler with, from images x0 (B, 3, H, H).
+def low_res_window(corner, cfg):
+    """Where a window of the low resolution begins (B, 2), and its size, for crops at `corner`.
+
+    It is what a crop is enlarged from, and MARGIN pixels around it.
+    """
+    high = cfg.image_size
+    low = cfg.low_res_size
+    crop = cfg.random_crop or high
+    size = min(low, math.ceil(crop * low / high) + 2 * MARGIN)
+    return (corner * low // high - MARGIN).clamp(0, low - size), size
+
+
+def cut_crops(batch, random_bits, cfg):
+    """`batch` with crops in place of its images, to train an upsampler with; done by the workers.
+
+    The model is convolutional: it learns on crops and samples whole images (DALL-E 2 §2.1).
+    "image": uint8 (B, C, C, 3), C = --random_crop. "corner" (B, 2): the pixel where each begins.
+    "low_res" (B, 3, h, h): the images at the low resolution, in a `low_res_window`.
+    """
+    images = batch["image"].permute(0, 3, 1, 2)  # (B, 3, H, H)
+    high = cfg.image_size
+    low = cfg.low_res_size
+    crop = cfg.random_crop or high
+    bits = order.random_bits(random_bits, "crop")  # others than those of the images' own crops
+    position = order.uniform(bits, len(images), (0, 0)) * (high - crop + 1)
+    corner = torch.from_numpy(position.astype(np.int64)).to(images.device)
+
+    # Only the pixels that are averaged become floats.
+    start, size = low_res_window(corner, cfg)
+    covered = min(high, math.ceil(size * high / low) + 1)
+    first = (start * high // low).clamp(max=high - covered)
+    window = pixels.crop(images, covered, first).permute(0, 2, 3, 1)
+    low_res = pixels.resize_windows(
+        pixels.from_uint8(window), first, high, low, start, size, RESIZE
+    )
+    image = pixels.crop(images, crop, corner).permute(0, 2, 3, 1)
+    return {**batch, "image": image, "corner": corner, "low_res": low_res}
+
+
+def upsampler_inputs(unet, batch):
+    """(low_res (B, 3, C, C), low_res_timestep) to train an upsampler with, of `cut_crops`.
 
     The stage before draws images that are less sharp than real ones. So the real low-resolution
-    image is corrupted in training (DALL-E 2 §2.1). Both images are cropped alike.
+    image is corrupted in training (DALL-E 2 §2.1).
     """
     cfg = unet.cfg
-    size = len(x0)
-    device = x0.device
-    low_res = pixels.resize(x0, cfg.low_res_size, RESIZE)  # (B, 3, h, h)
+    low_res = batch["low_res"]  # (B, 3, h, h)
+    size = len(low_res)
+    device = low_res.device
 
     # Gaussian blur, of a random width, on some of the images.
     blur_sigma = torch.empty(size, device=device).uniform_(*BLUR_SIGMA)
     is_blurred = torch.rand(size, device=device) < BLUR_PROBABILITY  # (B,)
     blurred = pixels.blur(low_res, blur_sigma)
     low_res = torch.where(is_blurred[:, None, None, None], blurred, low_res)
-    low_res = pixels.resize(low_res, cfg.image_size, "bicubic")  # (B, 3, H, H)
-
-    # The model is convolutional: it learns on crops and samples whole images (DALL-E 2 §2.1).
-    if cfg.random_crop:
-        corners = torch.randint(cfg.image_size - cfg.random_crop + 1, (size, 2), device=device)
-        x0 = pixels.crop(x0, cfg.random_crop, corners)
-        low_res = pixels.crop(low_res, cfg.random_crop, corners)
+    start, _ = low_res_window(batch["corner"], cfg)
+    low_res = pixels.resize_windows(
+        low_res,
+        start,
+        cfg.low_res_size,
+        cfg.image_size,
+        batch["corner"],
+        batch["image"].shape[1],
+    )  # (B, 3, C, C)
 
     # Noise of a random timestep, up to --low_res_noise of them.
     fraction = torch.rand(size, device=device) * cfg.low_res_noise
     low_res_timestep = (fraction * (cfg.timesteps - 1)).round().long()  # (B,)
     noise = torch.randn_like(low_res)
-    low_res, low_res_timestep = augment_low_res(unet, low_res, low_res_timestep, noise)
-    return x0, low_res, low_res_timestep
+    return augment_low_res(unet, low_res, low_res_timestep, noise)
 
 
 def diffusion_loss(unet, batch, condition):
-    """Mean loss of a chunk with uint8 images (B, H, H, 3): one pass of the model.
+    """Mean loss of a chunk with uint8 images (B, H, H, 3), or `cut_crops`: one pass of the model.
 
     In eval mode it is without loss weights and DREAM, so that validation losses compare.
     """
@@ -631,9 +680,10 @@ def diffusion_loss(unet, batch, condition):
     x0 = pixels.from_uint8(batch["image"])  # (B, 3, H, H) in [-1, 1]
     size = len(x0)
     device = x0.device
+    x0 = x0.contiguous(memory_format=layout_on(device))  # else the norms of a GPU copy their inputs
     low_res = low_res_timestep = None
     if cfg.low_res_size:
-        x0, low_res, low_res_timestep = upsampler_inputs(unet, x0)
+        low_res, low_res_timestep = upsampler_inputs(unet, batch)
     timestep = diffusion.sample_timesteps(cfg.timestep_density, (size,), cfg.timesteps, device)
     noise = torch.randn_like(x0)  # ε
 
@@ -704,17 +754,19 @@ def sample_images(
     device = unet.alpha.device
 
     # Guidance runs each sample twice. The second copy has neither image embedding nor text, but the
-    # same noisy image and the same low resolution.
-    copies = 2 if condition and guidance_scale != 1 else 1
+    # same noisy image and the same low resolution. At scale 1 the first alone counts, at 0 the
+    # second.
+    copies = 2 if condition and guidance_scale not in (0, 1) else 1
+    first = count if guidance_scale else 0  # without conditions
 
     def copied(x):
         return torch.cat([x] * copies)
 
     condition = {name: copied(value) for name, value in condition.items()}  # (2B, …)
-    drop = torch.arange(copies * count, device=device) >= count  # true for the second copy
-    if negative:  # which has this condition instead
+    drop = torch.arange(copies * count, device=device) >= first
+    if negative:  # in place of no conditions
         for name, value in negative.items():
-            condition[name][count:] = value
+            condition[name][first:] = value
         drop = torch.zeros_like(drop)
     low_res_timestep = None
     if cfg.low_res_size:
@@ -899,6 +951,8 @@ def mean_loss(unet, split, clip_model):
     """Mean diffusion loss over a split (dataset, indices), without loss weights. Collective."""
 
     def loss_of(batch):
+        if unet.cfg.low_res_size:  # of each image the same crop in every evaluation
+            batch = cut_crops(batch, batch["index"].cpu().numpy(), unet.cfg)
         condition = conditioning(batch, unet.cfg, clip_model)
         return diffusion_loss(unet, batch, condition)
 
@@ -1207,9 +1261,14 @@ def train_stage(cfg, device):
     if cfg.compile:
         compile_blocks([*unet.downs, *unet.middle, *unet.ups])
 
-    # The order of samples follows from seed and step.
+    # The order of samples follows from seed and step. Workers turn captions into tokens, and cut
+    # the crops of an upsampler.
     dataset, indices = splits["train"]
-    plan, batches = loader.train_batches(cfg, dataset, indices, state.step, device)
+    tokenizer = clip_model.tokenizer if cfg.text_encodings else None
+    transform = functools.partial(cut_crops, cfg=cfg) if cfg.low_res_size else None
+    plan, batches = loader.train_batches(
+        cfg, dataset, indices, state.step, device, tokenizer, transform
+    )
     about = f"{cfg.stage}: {len(dataset):,} images of {cfg.image_size}x{cfg.image_size}"
     eval_due = loop.Due(cfg.eval_every, state)
     save_due = loop.Due(cfg.save_every, state)

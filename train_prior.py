@@ -44,6 +44,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from common import (
     accumulate,
@@ -355,11 +356,12 @@ class Prior(nn.Module):
 def conditioning(batch, cfg, clip_model):
     """{"text_embed" (B, D), "text_enc" (B, L, E), "text_mask" (B, L)}: the model's conditions.
 
-    Captions in the batch are encoded by the CLIP `clip_model`; otherwise the batch has embeddings.
-    An empty caption means unconditional.
+    Captions in the batch, or their tokens, are encoded by the CLIP `clip_model`; otherwise the
+    batch has embeddings. An empty caption means unconditional.
     """
     if "caption" in batch:
-        return clip_model.text_condition(batch["caption"], cfg.max_text_len)
+        texts = batch.get("tokens", batch["caption"])
+        return clip_model.text_condition(texts, cfg.max_text_len)
     condition = {"text_embed": batch["text_embed"]}  # (B, D)
     if "text_enc" in batch:
         encodings = batch["text_enc"]  # (B, L', E), of any length
@@ -416,25 +418,30 @@ def sample_embeddings(
     eta=1.0,
     noise_fn=torch.randn_like,
     negative=None,
+    candidates=1,
 ):
-    """Image embeddings (B, D) for the `conditioning` of B texts.
+    """Image embeddings (B · candidates, D), text by text, for the `conditioning` of B texts.
 
     They are of unit length, or raw, as those that the model was trained on. noise_fn(x): noise of
     the shape of x. negative: the `conditioning` of a text that guidance leads away from.
     """
     cfg = prior.cfg
-    size = len(condition["text_embed"])
+    texts = len(condition["text_embed"])
+    size = texts * candidates
     device = prior.alpha.device
 
     # Guidance runs every text a second time as "no text". The noised input is the same for both.
-    copies = 1 if guidance_scale == 1 else 2
+    # At scale 1 the text alone counts, at 0 "no text" alone: there is one copy.
+    copies = 1 if guidance_scale in (0, 1) else 2
+    first = texts if guidance_scale else 0  # of "no text"
     condition = {name: torch.cat([value] * copies) for name, value in condition.items()}
-    drop = torch.arange(copies * size, device=device) >= size
-    if negative:  # the second copy has this text instead
+    drop = torch.arange(copies * texts, device=device) >= first
+    if negative:  # in place of "no text"
         for name, value in negative.items():
-            condition[name][size:] = value
+            condition[name][first:] = value
         drop = torch.zeros_like(drop)
-    text = prior.text_cache(condition, drop)  # once for all steps
+    text = prior.text_cache(condition, drop)  # once for all candidates and steps
+    text = tree_map(lambda x: x.repeat_interleave(candidates, 0), text)
 
     # Bound of |x0|. An embedding of unit length has an x0 of length √D: no component is greater.
     bound = cfg.x0_bound if cfg.raw_embeddings else prior.embed_width**0.5
@@ -474,7 +481,6 @@ def best_embeddings(
     (seed, key, number), so it is the same in any batch. negative: see `sample_embeddings`.
     """
     candidates = num_samples * best_of  # of each text
-    repeated = {name: value.repeat_interleave(candidates, 0) for name, value in condition.items()}
     seeds = []
     for key in keys:
         seeds += [accumulate.derive_seed(seed, key, k) for k in range(candidates)]
@@ -482,9 +488,17 @@ def best_embeddings(
     noise_fn = diffusion.noise_generator(seeds, device, sampling_steps)
     with amp.autocast(device, prior.cfg.precision):
         embeds = sample_embeddings(
-            prior, repeated, sampling_steps, guidance_scale, eta, noise_fn, negative
+            prior,
+            condition,
+            sampling_steps,
+            guidance_scale,
+            eta,
+            noise_fn,
+            negative,
+            candidates,
         )
-    similarity = F.cosine_similarity(embeds, repeated["text_embed"])  # (texts · candidates,)
+    text = condition["text_embed"].repeat_interleave(candidates, 0)
+    similarity = F.cosine_similarity(embeds, text)  # (texts · candidates,)
 
     # Keep the candidate that is the most similar to its text.
     shape = (-1, best_of)
@@ -668,8 +682,9 @@ def train(cfg):
     if cfg.compile:
         compile_blocks(prior.transformer.blocks)
 
-    # The order of samples follows from seed and step.
-    plan, batches = loader.train_batches(cfg, dataset, indices, state.step, device)
+    # The order of samples follows from seed and step. Workers turn captions into tokens.
+    tokenizer = clip_model.tokenizer if cfg.text_source == "clip" else None
+    plan, batches = loader.train_batches(cfg, dataset, indices, state.step, device, tokenizer)
     about = f"{len(dataset):,} embeddings of width {dataset.width}"
     eval_due = loop.Due(cfg.eval_every, state)
     save_due = loop.Due(cfg.save_every, state)

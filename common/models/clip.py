@@ -1,6 +1,6 @@
 """CLIP (Radford et al. 2021): a small one, and what all CLIPs share.
 
-All have the same calls: `tokenize`, `embed_text`, `embed_image` and `text_condition`. The small one
+All have the same calls: `tokenizer`, `embed_text`, `embed_image`, `text_condition`. The small one
 is a toy of a few convolutions; data/embed.py trains it in minutes. data/clips.py opens them, and
 those of the package open_clip, by name.
 """
@@ -36,10 +36,14 @@ def words_of(text):
 
 
 class Tokenizer:
-    """A token for each word or sign of `vocabulary`. Others become a space and UTF-8 bytes."""
+    """A token for each word or sign of `vocabulary`. Others become a space and UTF-8 bytes.
 
-    def __init__(self, vocabulary):
+    context: tokens of a text that a call of it gives.
+    """
+
+    def __init__(self, vocabulary, context=0):
         self.vocabulary = list(vocabulary)
+        self.context = context
         self.token_of = {word: token for token, word in enumerate(self.vocabulary, WORDS)}
 
     @classmethod
@@ -61,6 +65,14 @@ class Tokenizer:
                 spelled = f" {word}".encode(errors="replace")
                 tokens += [BYTES + byte for byte in spelled]
         return tokens
+
+    def __call__(self, texts):
+        """int64 (B, L): START, at most L - 2 tokens, END, and PAD."""
+        rows = []
+        for text in texts:
+            tokens = [START, *self.encode(text)[: self.context - 2], END]
+            rows.append(tokens + [PAD] * (self.context - len(tokens)))
+        return torch.tensor(rows)
 
     def __len__(self):
         return WORDS + len(self.vocabulary)
@@ -92,11 +104,13 @@ class Encoder(nn.Module):
     def text_condition(self, texts, length):
         """{"text_embed" (B, D), "text_enc" (B, L, E), "text_mask" (B, L)} of texts, L = `length`.
 
-        Longer texts are cut, shorter ones padded. All is fp32, also within autocast.
+        texts: or their tokens, as `tokenizer` gives them. Longer texts are cut, shorter ones
+        padded. All is fp32, also within autocast.
         """
+        tokens = texts if torch.is_tensor(texts) else self.tokenizer(texts)
         device = next(self.parameters()).device
         with torch.autocast(device.type, enabled=False):
-            embedding, encodings, mask = self.embed_text(self.tokenize(texts).to(device))
+            embedding, encodings, mask = self.embed_text(tokens.to(device))
         padding = length - encodings.shape[1]  # below 0 it cuts
         return {
             "text_embed": embedding,
@@ -135,7 +149,7 @@ class CLIP(Encoder):
 
     def __init__(self, vocabulary, image_size, context, embed_width, text_width):
         super().__init__()
-        self.tokenizer = Tokenizer(vocabulary)
+        self.tokenizer = Tokenizer(vocabulary, context)
         self.image_size = image_size
         self.context = context
         self.embed_width = embed_width
@@ -176,14 +190,6 @@ class CLIP(Encoder):
         for value in self.state_dict().values():
             digest.update(value.cpu().numpy().tobytes())
         return digest.hexdigest()[:16]
-
-    def tokenize(self, texts):
-        """int64 (B, L): START, at most L - 2 tokens, END, and PAD."""
-        rows = []
-        for text in texts:
-            tokens = [START, *self.tokenizer.encode(text)[: self.context - 2], END]
-            rows.append(tokens + [PAD] * (self.context - len(tokens)))
-        return torch.tensor(rows)
 
     def embed_text(self, tokens):
         """tokens (B, L) -> embedding (B, D), encodings (B, L, W), zero at padding, mask (B, L)."""
