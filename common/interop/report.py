@@ -30,7 +30,8 @@ def write(folder, lines):
         if "test_loss" in metrics:  # of other samples than the curves
             continue
         for name, value in metrics.items():
-            if isinstance(value, (int, float)) and name != "step":
+            # Against the step, the step itself and samples_seen are straight lines.
+            if isinstance(value, (int, float)) and name not in ("step", "samples_seen"):
                 curves[name].append((metrics["step"], value))
     samples = newest.pop("samples", {})
     figures = [figure(folder / file, caption) for file, caption in samples.items()]
