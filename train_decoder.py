@@ -1239,7 +1239,7 @@ def train_stage(cfg, device):
             stepped = False
             while not stepped:  # a step that overflows fp16 is tried again, at a lower scale
                 chunk_losses = []  # summed over the samples of a chunk
-                with amp.casts_kept(device):
+                with amp.shared_cast_cache(device):
                     for chunk, batch in zip(plan, step_batches):
                         # All that is random follows from (seed, step, chunk), on any rank.
                         accumulate.seed_all(cfg.seed, state.step, chunk.index)

@@ -10,11 +10,11 @@ def autocast(device, precision):
     return torch.autocast(device.type, DTYPES[precision], enabled=precision != "fp32")
 
 
-def casts_kept(device):
-    """Context around all chunks of a step, in which autocast casts each weight once.
+def shared_cast_cache(device):
+    """Context of all chunks of a step: autocast casts each weight only once.
 
-    Torch forgets its cast weights when the outermost autocast ends. This one, which is off, spans
-    the step; those of the chunks stand within it.
+    Torch clears its cache of cast weights when the outermost autocast exits. This is an outer,
+    disabled one that spans the step.
     """
     return torch.autocast(device.type, enabled=False)
 
