@@ -478,7 +478,7 @@ class UNet(nn.Module):
         conv_out = nn.Conv2d(width, 6 if cfg.learned_variance else 3, 3, padding=1)
         self.out = nn.Sequential(group_norm(width), nn.SiLU(), zero_init(conv_out))
 
-        diffusion.add_levels(self, cfg)  # noise levels α_t and σ_t
+        diffusion.add_noise_schedule(self, cfg)  # noise levels α_t and σ_t
 
     def scale_embedding(self, embed):
         """CLIP embeddings (B, D) at length √D, the scale of unit noise; raw ones are unchanged."""
@@ -586,7 +586,7 @@ def augment_low_res(unet, low_res, timestep, noise):
     """
     if not unet.cfg.low_res_noise:
         return low_res, None
-    alpha, sigma = diffusion.levels(unet, timestep, low_res)
+    alpha, sigma = diffusion.alpha_sigma(unet, timestep, low_res)
     return alpha * low_res + sigma * noise, timestep
 
 
@@ -644,7 +644,7 @@ def diffusion_loss(unet, batch, condition):
     inputs = (timestep, condition, drop_image, drop_text, low_res, low_res_timestep)
 
     # DDPM, Eq. 4: x_t = α_t·x0 + σ_t·ε
-    alpha, sigma = diffusion.levels(unet, timestep, x0)  # (B, 1, 1, 1)
+    alpha, sigma = diffusion.alpha_sigma(unet, timestep, x0)  # (B, 1, 1, 1)
     x_t = alpha * x0 + sigma * noise  # (B, 3, H, H)
     if cfg.dream and unet.training:
         # Not by no_grad: autocast would keep casts of the weights that take no gradient.
@@ -743,7 +743,7 @@ def sample_images(
         prediction = diffusion.classifier_free_guidance(
             out[:count, :3], out[-count:, :3], guidance_scale
         )
-        alpha, sigma = diffusion.levels(unet, timestep, x_t)
+        alpha, sigma = diffusion.alpha_sigma(unet, timestep, x_t)
         x0 = diffusion.predict_x0(cfg.objective, prediction, x_t, alpha, sigma).clamp(-1, 1)
         interpolation = 0.0  # the posterior's variance
         if cfg.learned_variance:

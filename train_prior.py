@@ -256,7 +256,7 @@ class Prior(nn.Module):
         self.register_buffer("clip_mean", torch.zeros(embed_width))
         self.register_buffer("clip_std", torch.full((embed_width,), embed_width**-0.5))
 
-        diffusion.add_levels(self, cfg)  # noise levels α_t and σ_t
+        diffusion.add_noise_schedule(self, cfg)  # noise levels α_t and σ_t
 
     def measure_embeddings(self, image_embed):
         """Take mean and standard deviation from raw image embeddings (N, D) of training data."""
@@ -391,7 +391,7 @@ def diffusion_loss(prior, batch, condition):
     drop = torch.rand(len(x0), device=x0.device) < cfg.text_drop
 
     # Forward process: x_t = α·x0 + σ·ε (DDPM Eq. 4).
-    alpha, sigma = diffusion.levels(prior, timestep, x0)  # (B, K, 1)
+    alpha, sigma = diffusion.alpha_sigma(prior, timestep, x0)  # (B, K, 1)
     x_t = alpha * x0 + sigma * noise
     target = diffusion.target(cfg.objective, x0, noise, alpha, sigma)
 
@@ -445,7 +445,7 @@ def sample_embeddings(
         prediction = diffusion.classifier_free_guidance(
             prediction[:size], prediction[-size:], guidance_scale
         )
-        alpha, sigma = diffusion.levels(prior, timestep, x_t)
+        alpha, sigma = diffusion.alpha_sigma(prior, timestep, x_t)
         x0 = diffusion.predict_x0(cfg.objective, prediction, x_t, alpha, sigma)
         return x0.clamp(-bound, bound), 0.0  # no learned variance
 

@@ -236,7 +236,7 @@ def test_loss_equals_a_slow_one_and_in_evaluation_has_no_weights(settings, train
     [((x_t, timestep, _, *drops, low_res, low_res_timestep), out)] = passes
     assert low_res is low_res_timestep is None
     x0 = pixels.from_uint8(batch["image"])
-    alpha, sigma = levels = diffusion.levels(unet, timestep, x0)
+    alpha, sigma = levels = diffusion.alpha_sigma(unet, timestep, x0)
     noise = (x_t - alpha * x0) / sigma
     assert abs(noise.mean()) < 0.02 and abs(noise.std() - 1) < 0.02
     expected = (out[:, :3] - diffusion.target(cfg.objective, x0, noise, *levels)) ** 2
@@ -267,7 +267,7 @@ def test_an_upsampler_learns_from_blurred_crops_with_noise_of_the_level_it_is_gi
         outputs.append(train_decoder.upsampler_inputs(unet, images))
     (large, clean, level), (_, noisy, _) = outputs
     assert 0 <= level.min() < 5 and 24 < level.max() <= 29  # 0.6 of the timesteps
-    alpha, sigma = diffusion.levels(unet, level, clean)
+    alpha, sigma = diffusion.alpha_sigma(unet, level, clean)
     noise = (noisy - clean) / sigma
     assert (noise.flatten(1).std(1) - 1).abs().max() < 0.25
 
@@ -311,7 +311,7 @@ def test_sampling_equals_one_with_two_passes_a_step(scale, eta, settings):
         out = unet(**given)
         dropped = unet(**given | null)
         guided = (dropped + scale * (out - dropped))[:, :3]
-        levels = diffusion.levels(unet, t, x)
+        levels = diffusion.alpha_sigma(unet, t, x)
         x0 = diffusion.predict_x0(cfg.objective, guided, x, *levels).clamp(-1, 1)
         return x0, (out[:, 3:] + 1) / 2 if cfg.learned_variance else 0.0
 
@@ -334,7 +334,7 @@ def test_dream_moves_the_noise_by_the_networks_own_error_in_training_alone(objec
     (first, out), (second, moved_out) = passes
     x0 = pixels.from_uint8(batch["image"])
     timestep = first[1]
-    alpha, sigma = levels = diffusion.levels(unet, timestep, x0)
+    alpha, sigma = levels = diffusion.alpha_sigma(unet, timestep, x0)
     noise = (first[0] - alpha * x0) / sigma
     x0_hat = diffusion.predict_x0(objective, out[:, :3], first[0], *levels)
     error = noise - (first[0] - alpha * x0_hat) / sigma

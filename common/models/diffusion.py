@@ -48,8 +48,8 @@ def alphas_sigmas(name, timesteps):
     return alpha.float(), sigma.float()
 
 
-def add_levels(model, cfg):
-    """Give a `model` the levels of noise of its config: buffers `alpha` and `sigma`, each (T,).
+def add_noise_schedule(model, cfg):
+    """Register the noise schedule of `cfg` as buffers `alpha` and `sigma` of `model`, each (T,).
 
     They follow from the config, so they are not saved.
     """
@@ -83,8 +83,8 @@ def extract(table, timestep, like):
     return table[timestep].reshape(timestep.shape + ones)
 
 
-def levels(model, timestep, like):
-    """(α_t, σ_t) at `timestep` of a `model` with `add_levels`, shaped as by `extract`."""
+def alpha_sigma(model, timestep, like):
+    """(α_t, σ_t) of a model's noise schedule at `timestep` (…), shaped as by `extract`."""
     return extract(model.alpha, timestep, like), extract(model.sigma, timestep, like)
 
 
