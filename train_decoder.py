@@ -859,7 +859,7 @@ def open_data(cfg, image_size, source, device):
         "widths": widths,
         "clip": spec,
         "clip_fingerprint": fingerprint,
-        "last_step": None,  # path of another U-Net, see `take_last_step`
+        "last_step": None,  # path of another U-Net, see `load_last_step_unet`
     }
     return order.splits(dataset, cfg, val_dataset), clip_model, info
 
@@ -1007,11 +1007,11 @@ def load_unet(path, device, weights="ema", lora_scale=1.0):
     contents = adapters.merged(contents, path, lora_scale)
     unet = UNet(cfg, *contents["widths"])
     checkpoint.load_weights(unet, contents["model"], path)
-    take_last_step(unet, path, device)
+    load_last_step_unet(unet, path, device)
     return place(unet, device).eval(), contents
 
 
-def take_last_step(unet, path, device):
+def load_last_step_unet(unet, path, device):
     """Let `unet` take the last step of sampling by another U-Net, if its file names one (Karlo).
 
     path: of the file of `unet`. Returns the path of the other, or None.
@@ -1190,7 +1190,7 @@ def train_stage(cfg, device):
     if cfg.text_encodings:  # "no text" is the encoding of ""
         unet.null_text.fill(clip_model.text_condition([""], cfg.max_text_len))
     if run.source:  # the second U-Net of an imported model is kept
-        info["last_step"] = take_last_step(unet, run.source, device)
+        info["last_step"] = load_last_step_unet(unet, run.source, device)
     trainable = unet  # with LoRA, the adapters alone
     if cfg.lora_rank:
         trainable, info["lora"] = adapters.start(unet, cfg, identity["base"])
@@ -1363,7 +1363,7 @@ def square(image):
     return pixels.central_square(pixels.from_uint8(image))
 
 
-def between(start, end, count):
+def slerp(start, end, count):
     """`count` embeddings (count, D) on the way from `start` to `end` (1, D) (DALL-E 2 §3.2).
 
     The interpolation is spherical (Shoemake 1985).
@@ -1423,7 +1423,7 @@ def sample(args):
             low_res = square(image)
     if args.to:
         end = clip_model.embed_image(open_image(args.to, device))
-        embeds = between(embeds[:1], end, len(captions))
+        embeds = slerp(embeds[:1], end, len(captions))
     if args.mask:
         mask = open_image(args.mask, device)
         if mask.shape != image.shape:
