@@ -1437,7 +1437,7 @@ def sample(args):
     # Sample.
     samples = {"image_embed": embeds, "caption": captions, "seeds": seeds}
     pictures = []
-    for batch in accumulate.split(samples, args.max_batch):
+    for batch in accumulate.batches(samples, args.max_batch):
         negative_batch = {}
         if prior_fn:  # unCLIP: text -> image embedding -> image (DALL-E 2 §2)
             keys = batch["seeds"]

@@ -878,7 +878,7 @@ def sample(args):
     # Sample some texts at a time: their conditions are repeated for each candidate.
     samples = []
     count = args.max_batch // (args.num_samples * best_of) or 1
-    for number, batch in enumerate(accumulate.split(inputs, count)):
+    for number, batch in enumerate(accumulate.batches(inputs, count)):
         condition = conditioning(batch, cfg, clip_model)
         first = number * count
         embeds = best_embeddings(

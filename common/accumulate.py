@@ -62,10 +62,10 @@ def seed_all(*key):
     torch.manual_seed(value)
 
 
-def split(fields, chunk_size):
-    """Cut a dict of tensors, arrays and lists of one length into dicts of at most `chunk_size`."""
+def batches(fields, batch_size):
+    """Cut a dict of tensors, arrays and lists of one length into dicts of at most `batch_size`."""
     lengths = {name: len(value) for name, value in fields.items()}
     assert len(set(lengths.values())) == 1, f"fields of different lengths: {lengths}"
-    for start in range(0, max(lengths.values()), chunk_size):
-        stop = start + chunk_size
+    for start in range(0, max(lengths.values()), batch_size):
+        stop = start + batch_size
         yield {name: value[start:stop] for name, value in fields.items()}

@@ -37,7 +37,7 @@ def start(model, cfg, sha256):
         "base_sha256": sha256,
         "source": source or base,
     }
-    lora.halve(model, amp.DTYPES[cfg.precision])
+    lora.cast_matrices(model, amp.DTYPES[cfg.precision])
     return lora.inject(model, cfg.lora_rank), info
 
 

@@ -263,7 +263,7 @@ def announce(run, cfg, savers=None):
     if cfg.save and dist.is_main():
         from common.interop import store
 
-        store.send_rest(savers or store.savers(cfg), run, cfg.timeout_minutes)
+        store.send_missing(savers or store.savers(cfg), run, cfg.timeout_minutes)
 
 
 # Evaluation

@@ -203,10 +203,10 @@ def read_metrics(path):
 # Console
 
 
-def progress(steps=None, **settings):
+def progress(iterable=None, **settings):
     """tqdm's progress bar. Where stderr is no terminal it is a line every ten seconds."""
     interval = 0.2 if sys.stderr.isatty() else 10
-    return tqdm(steps, dynamic_ncols=True, mininterval=interval, **settings)
+    return tqdm(iterable, dynamic_ncols=True, mininterval=interval, **settings)
 
 
 def print_results(headline, results):

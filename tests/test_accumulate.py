@@ -50,13 +50,13 @@ def test_a_batch_has_a_sample_for_every_rank():
 @pytest.mark.parametrize("size, lengths", [(1, [1] * 5), (2, [2, 2, 1]), (5, [5]), (9, [5])])
 def test_fields_are_cut_into_parts_of_one_length_that_add_up(size, lengths):
     fields = {"a": torch.arange(5), "b": [*"abcde"], "c": np.eye(5)}
-    parts = [*accumulate.split(fields, size)]
+    parts = [*accumulate.batches(fields, size)]
     assert [len(part["a"]) for part in parts] == lengths
     assert torch.cat([part["a"] for part in parts]).equal(fields["a"])
     assert [*itertools.chain(*(part["b"] for part in parts))] == fields["b"]
     np.testing.assert_array_equal(np.concatenate([part["c"] for part in parts]), fields["c"])
     with pytest.raises(AssertionError, match="fields of different lengths"):
-        next(accumulate.split({"a": fields["a"], "b": ["x"]}, size))
+        next(accumulate.batches({"a": fields["a"], "b": ["x"]}, size))
 
 
 def whole_batch():

@@ -289,7 +289,7 @@ def write_shards(
         tables["text_enc"] = encodings
     if records:
         tables["captions"] = [json.dumps(record).encode() + b"\n" for record in records]
-    shards = list(accumulate.split(tables, rows_per_shard))
+    shards = list(accumulate.batches(tables, rows_per_shard))
     for name in (*FOLDERS.values(), "captions"):
         for path in (folder / name).glob(f"{name}_*"):
             path.unlink()

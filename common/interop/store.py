@@ -203,7 +203,7 @@ def send(savers, run):
     return all_sent
 
 
-def send_rest(savers, run, minutes):
+def send_missing(savers, run, minutes):
     """`send` at the end of a run, until all is sent; pauses that double take up to `minutes`."""
     pause = 1  # seconds
     while not send(savers, run) and 2 * pause < 60 * minutes:

@@ -35,7 +35,7 @@ class Adapter(nn.Module):
         return (weight.float() + change).to(weight.dtype)
 
 
-def halve(model, dtype):
+def cast_matrices(model, dtype):
     """Store the weights of the matrix layers of a frozen `model` in `dtype`, for less memory.
 
     For training under autocast of that type, which would cast them at each use.
