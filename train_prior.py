@@ -865,7 +865,7 @@ def sample(args):
         inputs = {"caption": texts}
         if args.negative_text:
             if guidance_scale == 1:
-                raise UserError("--negative_text: needs guidance: give a --guidance_scale above 1")
+                raise UserError("--negative_text needs guidance; give a --guidance_scale above 1")
             negative = conditioning({"caption": [args.negative_text]}, cfg, clip_model)
     elif args.text_embeds:
         embeds = read_text_embeddings(args.text_embeds, prior, contents.get("text_norm"))

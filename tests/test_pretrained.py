@@ -442,7 +442,7 @@ def test_a_fine_tuned_upsampler_keeps_the_imported_last_step_or_says_that_it_is_
     )
     for steps in (1, 2):  # it is known after a resume, too
         out = run("train_decoder", steps=steps, **settings)
-        assert f"last step of sampling is that of {last_step}" in out
+        assert f"the last sampling step uses {last_step}" in out
     unet, _ = upsampler_of(tmp_path / "upsample")
     expected = checkpoint.load(last_step)["model"]
     assert_close(unet.last_step_unet.state_dict(), expected, rtol=0, atol=0)

@@ -73,7 +73,7 @@ def trained(world):
         patch.setattr(embed, "builtin_data", lambda folder, device: str(world / "shapes"))
         patch.setattr(train_decoder, "train_stage", train_small)
         out = run(run_dir=world / "trained", device="cpu", eval_samples=6)
-    assert "trained, on test pictures; judge: the decoder's own CLIP" in out
+    assert "trained, on test images; judge: the decoder's own CLIP" in out
     assert read_picture(world / "trained/cascade.png").any()
     return world / "trained/base", world / "trained/upsample"
 
@@ -407,7 +407,7 @@ def test_another_clip_of_another_width_may_judge_and_pictures_are_left_for_other
     sizes = dict(steps=5, batch_size=32, embed_width=24, text_width=32, image_size=32)
     embed.train(embed.Config(run_dir="judge", data=str(world / "plain"), **sizes), CPU)
     out = run("evaluate", **settings, out="other.json", judge="judge", samples="samples", ranks=2)
-    assert "on test pictures; judge: judge" in out
+    assert "on test images; judge: judge" in out
     other = config.read_json("other.json")
     assert other.keys() == own.keys() and other["clip_score"] != own["clip_score"]
 
@@ -468,7 +468,7 @@ def sample(**settings):
     shutil.rmtree("pictures", ignore_errors=True)
     out = run("sample", **given | settings)
     files = sorted(Path("pictures").glob("*.png"))
-    assert f"wrote grid.png: {len(files)} pictures of" in out
+    assert f"wrote grid.png: {len(files)} images of" in out
     assert read_picture("grid.png").shape[2] == 3
     return np.stack([read_picture(path) for path in files]).astype(int)
 
@@ -628,7 +628,7 @@ mistake = functools.partial(helpers.mistake, "train_decoder")
     "--init_from a.pt": "they are of one stage",
     "--stage base --width 30": "--width 30, --image_size, --random_crop: ",
     "--stage base --image_size 18": "multiples of 4, as 3 levels",
-    "--stage base --attention_levels 3": "expected numbers below 3",
+    "--stage base --attention_levels 3": "expected at least one number, all below 3",
     "--stage base --learned_variance": "--timestep_density uniform",
     "--stage base --lora_rank 2": "adapters need the model that --init_from",
     "--stage upsample --random_crop 7": "multiples of 2, as 2 levels",
@@ -637,7 +637,7 @@ mistake = functools.partial(helpers.mistake, "train_decoder")
     "sample --prior a": "--prior: without a text",
     "sample --negative_text a": "--negative_text: without a text",
     "sample --text x --out g.jpg": "--out g.jpg: expected a name that ends in .png",
-    "sample --text x --image a.png": "it needs --mask",
+    "sample --text x --image a.png": "it needs a --mask",
     "sample --text x --image a.png --mask b.png --to c.png": "and no --to",
     "sample --text x --steps 25,1001": "--steps 1001: expected 1 to 1000",
     "--stage base --betas 0.9,1": "--betas 1.0: expected numbers from 0 to below 1",
@@ -647,20 +647,20 @@ def test_mistakes_on_the_command_line_are_one_line_and_status_2(words, message):
 
 
 @pytest.mark.parametrize("words, message", {
-    "sample --run_dir trained/upsample,trained/base": "starts from pictures of 0 pixels",
+    "sample --run_dir trained/upsample,trained/base": "takes images of 0 pixels",
     "sample --text x --run_dir trained": "runs/prior/model.pt: no such checkpoint",
-    "sample --run_dir trained/upsample": "an upsampler needs the --image that it enlarges",
+    "sample --run_dir trained/upsample": "an upsampler needs an --image to enlarge",
     "sample --run_dir trained/upsample --text x --image plain/0.png --mask plain/0.png":
         "takes no text",
-    "sample --run_dir trained --text x --negative_text y": "--negative_text: it needs guidance",
-    "evaluate --run_dir trained/upsample --prior prior": "an upsampler, which needs none",
+    "sample --run_dir trained --text x --negative_text y": "--negative_text needs guidance",
+    "evaluate --run_dir trained/upsample --prior prior": "an upsampler, which needs no prior",
     "evaluate --run_dir trained --judge none": "there is no CLIP here",
     "sample --run_dir=": "model.pt: no such checkpoint",
     "sample --run_dir trained/base --steps 1 --out plain/00000.png/x.png": "'plain/00000.png'",
     "sample --run_dir trained --image plain/00000.png --mask trained/cascade.png":
-        "pixels high and wide, but --image [32, 32]; expected the same size",
+        "those of --image are [32, 32]; expected the same size",
     "evaluate --run_dir trained --data plain --clip none": "there is no CLIP here",
-    "--data plain --clip= --stage base": "no embeddings there, so a CLIP must",
+    "--data plain --clip= --stage base": "has no embeddings; name the CLIP",
     "--data plain --clip clip --preset pictures-cpu": "smaller than 64",  # before the base
     "--data plain --stage upsample --init_from trained/base/model.pt":
         "--stage: invalid choice: 'base'",

@@ -162,7 +162,7 @@ def test_raw_embeddings_get_mean_0_and_deviation_1_inside_and_texts_of_unit_leng
     words = ("sample", "--run_dir", "run", "--steps", 1, "--text_embeds")
     run(*words, "raw.npy")
     out = run(*words, "unit.npy", expect=1)
-    assert "unit.npy: its embeddings are of length 1, but those of the training of 12" in out
+    assert "unit.npy: its embeddings have length 1, those of the training have length 12" in out
     assert "embed --raw" in out
 
 
@@ -508,7 +508,7 @@ def test_a_negative_text_takes_the_place_of_no_text(world):
     _, not_guided = sample(world / "run", **settings | {"guidance_scale": 1})
     assert_allclose(by_itself, not_guided, atol=1e-5)
     out = run("sample", run_dir=world / "run", text=STAR, negative_text="x", expect=1)
-    assert "--negative_text: it needs guidance, by a --guidance_scale above 1" in out
+    assert "--negative_text needs guidance; give a --guidance_scale above 1" in out
 
 
 def evaluated(words):
