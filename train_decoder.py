@@ -1238,7 +1238,7 @@ def train_stage(cfg, device):
                 chunk_losses = []  # each summed over its samples
                 with amp.shared_cast_cache(device):
                     for chunk, batch in zip(plan, step_batches):
-                        # Noise and dropout depend only on (seed, step, chunk), not on the rank.
+                        # Randomness depends only on (seed, step, chunk), not on the rank.
                         accumulate.seed_all(cfg.seed, state.step, chunk.index)
                         batch = loader.to_device(batch, device)
                         condition = conditioning(batch, cfg, clip_model)

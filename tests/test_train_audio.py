@@ -218,10 +218,10 @@ def test_a_text_longer_than_those_of_training_is_said_in_parts(whole, pipeline):
     assert 2 < longest < 24
     text = " ".join("aiueo"[n % 5] for n in range(2 * longest + 1))
     out, _ = sampled(run_dir=whole, text=text, seconds=9)
-    assert "longer than all texts of training, so it is said in 3 parts: a i u e o" in out
+    assert "longer than all training texts, so it is spoken in 3 parts: a i u e o" in out
     out, _ = sampled(run_dir=whole, text=text[: 2 * longest - 1], seconds=0.1)
     assert "parts" not in out
-    assert "--seconds 0.1: the sound is as long, and may end before its text" in out
+    assert "--seconds 0.1: reached, so the audio may end before its text" in out
     assert "--text: no text in it" in run("sample", run_dir=whole, text=" ", expect=2)
     word = "x" * (longest + 1)
     out = run("sample", run_dir=whole, text=f"a {word}", expect=1)
@@ -347,7 +347,7 @@ mistake = functools.partial(helpers.mistake, "train_audio")
     "--init_from a.pt": "they are of one stage",
     "--stage soundstream --feature_weight 1 --seconds 0.1": "too short for the STFT",
     "--stage soundstream --steps 300": "before --quantizer_start 300",
-    "--stage fine --width 30": "--heads: --width 30 must be an even multiple",
+    "--stage fine --width 30": "--width 30: expected an even multiple of --heads 4",
     "--stage semantic --clusters 65537": "65537: expected a number from 1 to 65536",
     "sample --out a.mp3": "--out a.mp3: expected a name that ends in .wav",
     "sample --text a --reconstruct a.wav": "--text: with --reconstruct it does nothing",
@@ -377,11 +377,11 @@ def test_runs_that_do_not_fit_each_other_are_refused(whole):
     shutil.copytree(whole, "moved")
     path = "moved/soundstream/model.pt"
     checkpoint.save({**checkpoint.load(path), "changed": True}, path)
-    assert "trained with other tokens" in mistake("sample", run_dir="moved", device="cpu")
+    assert "trained on other tokens" in mistake("sample", run_dir="moved", device="cpu")
     shutil.rmtree("moved/coarse")
     settings = dict(soundstream="moved/soundstream", init_from=whole / "coarse/model.pt")
     out = train(whole, "coarse", "moved", expect=1, **settings)
-    assert "of other tokens or other words, so its embeddings mean others" in out
+    assert "trained on other tokens or words, so its embeddings do not fit" in out
 
 
 def test_codebooks_start_by_k_means_unless_they_come_with_other_weights(whole, monkeypatch):
