@@ -189,7 +189,7 @@ def test_a_recording_goes_through_the_codec_at_a_bitrate(whole, codec, wave):
     expected = codec.decode(codes[:, :3])[: len(wave)] / gain  # as loud as it was
     assert_close(sound, expected, atol=1e-4, rtol=0)
     # 4 bits a code, 50 frames a second.
-    assert "3 codes a frame, 600 bits a second" in out
+    assert "3 codes per frame, 600 bits per second" in out
 
 
 def test_a_prompt_is_continued_also_when_the_run_has_moved(whole, codec, voice, wave):
@@ -331,7 +331,7 @@ def test_a_published_codec_takes_the_place_of_soundstream(whole, voice, tmp_path
     _, sound = sampled(run_dir="run", prompt=voice, prompt_seconds=0.2)
     assert len(sound) > 1600
     out, sound = sampled(reconstruct=voice, soundstream=settings["soundstream"])
-    assert "4 codes a frame" in out
+    assert "4 codes per frame" in out
     assert len(sound) == len(read_wave(voice))
     out = train(whole, "fine", "other", **settings | {"codec_quantizers": 5}, expect=1)
     assert "--codec_quantizers 5: the codec has 4" in out
@@ -344,7 +344,7 @@ mistake = functools.partial(helpers.mistake, "train_audio")
 
 
 @pytest.mark.parametrize("words, message", {
-    "--init_from a.pt": "they are of one stage",
+    "--init_from a.pt": "these are for one stage",
     "--stage soundstream --feature_weight 1 --seconds 0.1": "too short for the STFT",
     "--stage soundstream --steps 300": "before --quantizer_start 300",
     "--stage fine --width 30": "--width 30: expected an even multiple of --heads 4",

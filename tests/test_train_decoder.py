@@ -625,12 +625,12 @@ mistake = functools.partial(helpers.mistake, "train_decoder")
 
 
 @pytest.mark.parametrize("words, message", {
-    "--init_from a.pt": "they are of one stage",
+    "--init_from a.pt": "these are for one stage",
     "--stage base --width 30": "--width 30, --image_size, --random_crop: ",
     "--stage base --image_size 18": "multiples of 4, as 3 levels",
     "--stage base --attention_levels 3": "expected at least one number, all below 3",
     "--stage base --learned_variance": "--timestep_density uniform",
-    "--stage base --lora_rank 2": "adapters need the model that --init_from",
+    "--stage base --lora_rank 2": "adapters need a model: give --init_from",
     "--stage upsample --random_crop 7": "multiples of 2, as 2 levels",
     "--stage upsample --low_res_size 32": "--image_size 32: --low_res_size must be smaller",
     "sample --text x --mask a.png": "--mask: without --image it does nothing",

@@ -389,7 +389,7 @@ def test_guidance_is_refused_for_a_model_that_never_trained_without_text(emb):
     [
         ("--loss_weight cosmap", 2, "needs --objective flow"),
         ("--objective flow --noise_schedule linear", 2, "--noise_schedule"),
-        ("--lora_rank 4", 2, "that --init_from names"),
+        ("--lora_rank 4", 2, "adapters need a model: give --init_from"),
         ("--heads 5", 2, "--width 192: expected an even multiple of --heads 5"),
         ("--width 9", 2, "--width 9: expected an even multiple of --heads 3"),
         ("--eval_timesteps 1,2000", 2, "2000 sampling steps"),
