@@ -190,7 +190,7 @@ def test_a_config_made_in_python_is_checked_as_flags_are(settings, message):
     ("--lr --steps 5", "--lr: expected one argument"),
     ("--cosine maybe", "--cosine: invalid true_or_false value: 'maybe'"),
     ("--stage middle", "--stage middle: expected one of all, low, high"),
-    ("--scales 1", "--scales: no such setting; see --help; settings of one stage need --stage NAME"),
+    ("--scales 1", "--scales: no such setting; see --help; settings of one stage need --stage"),
     ("--preset tall --stage low", "--preset tall: --stage: invalid choice: 'high'"),
     ("--config nowhere.json", "nowhere.json: expected a JSON object (FileNotFoundError"),
     ("sample --widths 1,x", "--widths: invalid tuple[int, ...] value: '1,x'"),
