@@ -422,7 +422,7 @@ def test_a_repository_is_imported_with_its_folders_shards_and_half_precision(
 def test_an_imported_model_is_evaluated_on_data_that_are_named(published, script, model):
     folder = published.runs / model
     out = run(script, "evaluate", run_dir=folder, expect=1)
-    assert out.endswith(f"{folder}: its data are not known; name some with --data\n")
+    assert out.endswith(f"{folder}: its training data are unknown; give --data\n")
 
 
 def test_a_fine_tuned_upsampler_keeps_the_imported_last_step_or_says_that_it_is_missing(

@@ -40,7 +40,7 @@ def whole(tmp_path_factory):
         out = train(folder / "whole", stage, folder / "whole")
         assert "1 of 41 samples looked at cannot be used" in out
         again = train(folder / "whole", stage, folder / "whole")
-        assert "is finished, at step 6; to train on, give more --steps" in again
+        assert "is finished at step 6; give more --steps to continue" in again
     # A run may be in a folder that only others may write to.
     out = run("evaluate", run_dir=folder / "whole", out=folder / "scores", device="cpu")
     follow(out, "--device=cpu", "--out", folder / "next.wav")

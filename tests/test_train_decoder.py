@@ -444,7 +444,7 @@ def test_one_command_trains_both_stages_and_2_ranks_lose_the_same(trained, world
         for ours, theirs in zip(lines, metrics(f"run/{folder.name}"), strict=True):
             assert ours == pytest.approx(theirs, rel=2e-3)
         again = run("--config", folder / "config.json", "--stage", folder.name)
-        assert "is finished, at step 4; to train on, give more --steps" in again
+        assert "is finished at step 4; give more --steps to continue" in again
 
 
 def test_adapters_alone_are_trained(trained, world):

@@ -305,7 +305,7 @@ def test_a_run_writes_a_complete_folder(finished):
 def test_a_finished_run_started_again_changes_nothing(emb, finished, tmp_path):
     folder = shutil.copytree(finished, tmp_path / "run")
     out = run(data=emb, run_dir=folder, **SMALL)
-    assert "is finished, at step 24" in out
+    assert "is finished at step 24" in out
     assert "test_loss" in out
     assert not differences(finished, folder)
     # From a checkpoint that has all steps
@@ -600,7 +600,7 @@ def test_a_prior_goes_between_captions_and_precomputed_encodings_of_the_same_sha
         run(run_dir=folder, text_source=first, **settings)
         out = run(run_dir=folder, text_source=second, **settings | dict(steps=4))
         assert f"text_source changed from {first} to {second}" in out
-        assert "is finished, at step 4" in out
+        assert "is finished at step 4" in out
         tuned = dict(run_dir=f"tuned_{second}", text_source=second, init_from=f"{folder}/model.pt")
         run(**tuned, **settings)
 
