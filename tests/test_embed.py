@@ -101,7 +101,7 @@ def test_the_best_weights_on_held_out_images_are_kept_and_said(captioned, monkey
     settings = TINY | dict(data="images", run_dir="best", steps=20, batch_size=32)
     out = run_embed("train", "--flip", crop_scale=0.5, **settings)
     shares = [float(line.split()[1]) for line in out.splitlines() if line.startswith("  retrieval")]
-    assert len(shares) == 10 and f"retrieval {max(shares):.3f}: the caption finds" in out
+    assert len(shares) == 10 and f"retrieval {max(shares):.3f}: captions find" in out
     held_out = list(embed.read("images", 16, "validation"))
     (image, text), records = embed.embed(clips.load("best", CPU), held_out)
     share = clip.retrieval(text, image, embed.captions_of(records))
@@ -156,7 +156,7 @@ def test_built_in_data_are_made_once_and_anew_if_damaged_or_of_other_settings(
     "train --data missing": "missing",
     "train --data few --batch_size 4": "few: 1 training images, fewer than a batch of 4",
     "embed --data broken --run_dir clip": "broken: none of its images can be used",
-    "train --data few --batch_size 1 --steps 2 --lr 1e30": "weights that are not finite;",
+    "train --data few --batch_size 1 --steps 2 --lr 1e30": "weights are not finite;",
 }.items())
 def test_bad_commands_end_in_one_line(words, message, monkeypatch):
     train("clip", monkeypatch, steps=1)

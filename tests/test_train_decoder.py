@@ -140,7 +140,7 @@ def test_stored_embeddings_of_another_clip_are_refused(world, tmp_path):
     train_decoder.open_data(cfg, 16, None, CPU)
     for path in tmp_path.glob("*.npy"):
         np.save(path, -np.roll(np.load(path), 5))
-    with pytest.raises(config.UserError, match="its embeddings are not of this CLIP"):
+    with pytest.raises(config.UserError, match="its embeddings are from another CLIP"):
         train_decoder.open_data(cfg, 16, None, CPU)
 
 

@@ -537,7 +537,7 @@ def test_another_clip_of_the_same_width_is_refused(world):
     Path("emb/clip.json").unlink()
     words = flags(data="emb", run_dir="run", **SHORT)
     out = run(*words, "--clip", world / "other", expect=1)
-    assert "emb: its embeddings are not of this CLIP" in out
+    assert "emb: its embeddings are from another CLIP" in out
     for path in Path("emb/captions").iterdir():
         path.write_bytes(path.read_bytes().replace(b'"caption"', b'"prompt"'))
     run(*words, "--clip", world / "clip")  # this model needs no captions
