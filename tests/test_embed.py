@@ -71,7 +71,7 @@ def captioned(tmp_path, monkeypatch):
 
 def test_a_clip_learns_the_words_of_its_training_images(captioned):
     _, records, out = captioned
-    assert "texts looked at 1 are empty, and 0 are cut" in out
+    assert "texts checked, 1 are empty, and 0 are longer" in out
     words = set()
     keys = [f"{i:05d}" for i in range(80)]
     for i in order.split_keys(keys, "train", 0.1, 0.1):

@@ -503,7 +503,7 @@ def test_a_sample_is_the_same_in_any_batch_but_for_the_same_text_twice(
     assert difference(together[:2], alone) <= 1
     settings |= dict(num_samples=1, steps=1, device="cpu", text=30 * "red ")
     out = run("sample", **settings)
-    assert out.count("1 are cut, as they are longer than 18 tokens") == 1  # by the prior
+    assert out.count("1 are longer than 18 tokens and will be cut") == 1  # by the prior
 
 
 def test_a_negative_text_takes_the_place_of_no_text(trained, world):
