@@ -205,5 +205,5 @@ def test_embeddings_of_unit_length_are_refused_by_a_model_of_raw_ones(tmp_path):
     embeddings.write_shards(tmp_path, unit, rows, [])
     dataset = embeddings.Embeddings(tmp_path)
     clips.check_source(SimpleNamespace(raw_embeddings=False), dataset, tmp_path)
-    with pytest.raises(UserError, match=r"of unit length, .* embed --raw"):
+    with pytest.raises(UserError, match=r"have unit length, .* embed --raw"):
         clips.check_source(raw, dataset, tmp_path)
