@@ -40,7 +40,8 @@ def resample(wave, rate, to):
     position = torch.linspace(0, 1, bins, device=wave.device)
     angle = (position - 0.86).clamp(min=0) / 0.14
     fade = torch.cos(angle * (math.pi / 2))
-    spectrum = spectrum * fade.square() * (up / down)
+    fade = fade.square()
+    spectrum = spectrum * fade * (up / down)
     resampled = torch.fft.irfft(spectrum, blocks * up)
     length = resampled_length(length, rate, to)
     return resampled[..., :length]
@@ -79,9 +80,9 @@ def in_blocks(work, x, frame_in, frame_out, before, after=0):
     for start in range(0, len(x), block):
         begin = max(0, start - before * frame_in)
         end = start + block + after * frame_in
-        output = work(x[None, begin:end])[0]
+        output = work(x[None, begin:end])
         frames_before = (start - begin) // frame_in
-        output = output[frames_before * frame_out :]
+        output = output[0, frames_before * frame_out :]
         outputs.append(output[: BLOCK_FRAMES * frame_out])
     return torch.cat(outputs)
 
