@@ -130,7 +130,8 @@ def mel_filters(rate, window, bins, device="cpu"):
     edges = 700 * (edges - 1)  # Hz
     centers = edges[1:-1]
     # Wide enough for each triangle to reach a frequency of the spectrum.
-    widths = np.maximum(np.diff(edges), rate / window)
+    widths = np.diff(edges)
+    widths = np.maximum(widths, rate / window)
     frequencies = np.linspace(0, rate / 2, window // 2 + 1)
     frequencies = frequencies[:, None]
     rising = (frequencies - centers) / widths[:-1]
