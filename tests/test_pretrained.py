@@ -330,7 +330,7 @@ def test_weights_that_are_not_finite_and_files_in_place_of_folders_are_refused(p
     file = tmp_path / "config.json"
     for source, message in (
         (tmp_path, f"{tmp_path}: norm_out.bias: expected finite numbers of shape"),
-        (file, f"{file}: expected a folder, with config.json"),
+        (file, f"{file}: expected a folder with a config.json"),
     ):
         out = run(MODULE, "import", source, out="run", clip=published.spec, expect=1)
         assert message in out
@@ -344,7 +344,7 @@ def test_another_model_is_not_overwritten_and_an_import_that_broke_off_is_repeat
     run(MODULE, "import", published.folder, out=runs, clip=published.spec)
     assert (runs / "upsample/last_step.pt").is_file()
     words = MODULE, "import", published.folder / "decoder", "--out", runs / "prior"
-    assert "is there already, of another source" in run(*words, expect=1)
+    assert "already exists, from another source" in run(*words, expect=1)
 
 
 @pytest.mark.parametrize("kind, model_class, width, settings", [
