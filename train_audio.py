@@ -1225,7 +1225,7 @@ def reconstruct(args, device):
 
 def sample(args):
     """Write audio: generated, or reconstructed by the codec."""
-    device = dist.setup(args.device)
+    device = dist.choose_device(args.device)
     if not dist.is_main():  # a single process samples
         return
     make_sound = reconstruct if args.reconstruct else continue_sound

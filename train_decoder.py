@@ -1372,7 +1372,7 @@ def slerp(start, end, count):
 
 @torch.no_grad()
 def sample(args):
-    device = dist.setup(args.device)
+    device = dist.choose_device(args.device)
     if not dist.is_main():  # a single process samples
         return
 

@@ -843,7 +843,7 @@ def read_text_embeddings(path, prior, median_norm):
 
 
 def sample(args):
-    device = dist.setup(args.device)
+    device = dist.choose_device(args.device)
     if not dist.is_main():  # a single process samples
         return
 

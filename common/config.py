@@ -355,6 +355,8 @@ def read_words(parser, words, source=""):
     known = [action.dest for action in parser._actions]
     close = difflib.get_close_matches(flag, known)
     hint = f"did you mean --{close[0]}?" if close else "see --help"
+    if flag == "local_rank":  # torch.distributed.launch adds it
+        hint = "start the ranks with torchrun"
     if "stage" in known:
         hint += "; settings of one stage need --stage NAME"
     raise UserError(f"{source}--{flag}: no such setting; {hint}")

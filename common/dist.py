@@ -46,6 +46,23 @@ def setup(device="auto", timeout_minutes=30.0):
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)
     if os.environ.get("SLURM_NTASKS", "1") != "1" and "RANK" not in os.environ:
         note("this Slurm task trains alone; to use several, let srun start torchrun on each node")
+    device = choose_device(device)
+    if world_size() > 1:
+        # Even with GPUs, the hosts exchange stop signals and plain values over gloo.
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.device_count() else "gloo"
+        timeout = timedelta(minutes=timeout_minutes)
+        with explained("cannot reach the other ranks"):
+            td.init_process_group(backend, timeout=timeout)
+        atexit.register(teardown)
+    return device
+
+
+def choose_device(device="auto"):
+    """This process's torch.device, set up for use.
+
+    Commands of a single process call this instead of `setup`, so that they do not wait for other
+    ranks in containers that set WORLD_SIZE.
+    """
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # ranks on this machine
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     gpus = torch.cuda.device_count()
@@ -78,14 +95,6 @@ def setup(device="auto", timeout_minutes=30.0):
         if hasattr(os, "sched_getaffinity"):  # the cores that this process may use
             cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(max(1, cores // local_size))
-
-    if world_size() > 1:
-        # Even with GPUs, the hosts exchange stop signals and plain values over gloo.
-        backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"
-        timeout = timedelta(minutes=timeout_minutes)
-        with explained("cannot reach the other ranks"):
-            td.init_process_group(backend, timeout=timeout)
-        atexit.register(teardown)
     return torch.device(device)
 
 

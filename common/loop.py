@@ -232,6 +232,8 @@ def begin(run, state, about, device):
         f"{about}; {parameters:,} trainable parameters, batches of {cfg.batch_size} in chunks of "
         f"{cfg.chunk_size}, {dist.world_size()} rank(s) on {device.type}"
     )
+    if cfg.warmup_steps >= cfg.steps:
+        config.note(f"--warmup_steps {cfg.warmup_steps}: the run ends before its warm-up does")
     with log, dist.listening():  # a second SIGTERM does not interrupt the save
         progress = Progress(run, state, log)
         try:

@@ -186,6 +186,7 @@ def test_a_config_made_in_python_is_checked_as_flags_are(settings, message):
 @pytest.mark.parametrize("words, message", [
     ("--step 5", "--step: no such setting; did you mean --steps?"),
     ("--learning-rate 5 --qqqqqq", "--learning_rate: no such setting; see --help"),
+    ("--local-rank=0", "--local_rank: no such setting; start the ranks with torchrun"),
     ("--steps 1.5", "--steps: invalid int value: '1.5'"),
     ("--lr --steps 5", "--lr: expected one argument"),
     ("--cosine maybe", "--cosine: invalid true_or_false value: 'maybe'"),

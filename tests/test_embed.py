@@ -31,6 +31,20 @@ def test_training_repeats_bit_for_bit_and_depends_on_the_seed(tmp_path, monkeypa
     assert train(tmp_path, monkeypatch, steps=2, seed=1).fingerprint() != model.fingerprint()
 
 
+def test_a_clip_whose_training_was_interrupted_is_not_there(tmp_path, monkeypatch):
+    def interrupted(steps, **settings):
+        if settings["unit"] == "step":
+            yield from steps[:15]  # more than a tenth, so it was evaluated once
+            raise KeyboardInterrupt
+        yield from steps
+
+    monkeypatch.setattr(embed.tracker, "progress", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path, monkeypatch, steps=20)
+    with pytest.raises(config.UserError, match=r"model\.pt: there is no CLIP here"):
+        clips.load(tmp_path, CPU)
+
+
 @pytest.mark.parametrize("settings", [{}, dict(optimizer="muon", steps=50)])
 def test_training_learns_what_captions_say_of_images(settings, tmp_path, monkeypatch):
     model = train(tmp_path, monkeypatch, 320, **settings)

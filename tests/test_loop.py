@@ -301,6 +301,13 @@ def files_of(folder):
     return contents
 
 
+@pytest.mark.parametrize("warmup_steps", [5, 6])
+def test_a_warm_up_as_long_as_the_run_is_noted(warmup_steps, tmp_path, capsys):
+    train(tmp_path / "run", warmup_steps=warmup_steps)
+    err = capsys.readouterr().err
+    assert ("--warmup_steps 6: the run ends before its warm-up does" in err) == (warmup_steps == 6)
+
+
 def test_a_run_writes_its_lines_config_models_and_results_and_is_announced_again(
         tmp_path, capsys):
     folder = tmp_path / "run"

@@ -481,6 +481,12 @@ def test_samples_of_texts_do_not_depend_on_the_batch_and_equal_those_of_their_em
     assert_allclose(of_embeddings, of_texts, atol=1e-5)
 
 
+def test_a_sample_does_not_wait_for_other_ranks_where_a_cluster_names_some(world, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    _, samples = sample(world / "run", num_samples=2)
+    assert samples.shape == (2, 16)
+
+
 def test_samples_without_a_text_are_those_of_the_clips_encoding_of_an_empty_text(world):
     folder = world / "run"
     np.save("empty.npy", embed_texts(world, [""]))

@@ -4,6 +4,7 @@
     python -m common.data.embed embed --data PATH --run_dir runs/clip --out emb    # writes shards
 """
 
+import copy
 import dataclasses
 import hashlib
 import math
@@ -145,9 +146,9 @@ def augment(images, crop_scale, flip):
 def train(cfg, device=None):
     """Train a CLIP, and write it to RUN/model.pt.
 
-    It is evaluated ten times. On the user's images it is saved only if its retrieval of held-out
-    images is at least as good as before, because a small data set soon overfits. The result is
-    bit-identical on the same device with the same number of threads.
+    It is evaluated ten times. On the user's images, the weights with the best retrieval of held-out
+    images are kept, because a small data set soon overfits. The result is bit-identical on the same
+    device with the same number of threads.
     """
     device = device or dist.setup(cfg.device)
     if Path(cfg.run_dir, "auto_resume.json").exists():
@@ -209,8 +210,10 @@ def train(cfg, device=None):
             tracker.print_results(f"step {step}", {"loss": loss.item(), "retrieval": recall})
         if recall >= best:
             best = recall
-            contents = {"kind": "clip", "model": model.state_dict(), "settings": settings}
-            checkpoint.save(contents, Path(cfg.run_dir, "model.pt"))
+            weights = copy.deepcopy(model.state_dict())
+    # Written only now: a CLIP whose training was interrupted must not look finished.
+    contents = {"kind": "clip", "model": weights, "settings": settings}
+    checkpoint.save(contents, Path(cfg.run_dir, "model.pt"))
     print(f"small CLIP: last loss {loss:.3f}; chance is {math.log(cfg.batch_size):.3f}")
     if held_out:
         gallery = min(clip.GALLERY, len(records))
