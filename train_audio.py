@@ -282,7 +282,7 @@ def evaluate_codec(codec, cfg, split, device):
 
     split: (recordings, indices). Collective.
     """
-    codec.eval()
+    codec.eval()  # no quantizer dropout
     Q = cfg.num_quantizers
 
     # A fixed spectrum, so that codecs can be compared whatever the windows of their losses are.
@@ -322,6 +322,7 @@ def reconstructions(codec, split):
     dataset, indices = split
     usable = dataset.load_usable(indices[:NUM_SOUNDS])
     for number, (index, wave) in enumerate(usable.items()):
+        # Decoded audio has whole frames, so cut it to the length of the recording.
         yield f"{number}_real", wave, dataset.names[index]
         yield number, codec.decode(codec.encode(wave))[: len(wave)], dataset.names[index]
 
@@ -387,6 +388,7 @@ def train_soundstream(cfg, device):
             discriminators, "adamw", cfg.discriminator_lr, 0.0, cfg.betas, cfg.eps
         )
     scaler = amp.scaler(device, cfg.precision)  # shared by both
+    # Averaged networks need averaged codebooks: they change together.
     ema = EMA(
         codec,
         cfg.ema_update_every,
@@ -744,7 +746,7 @@ def continuations(model, cfg, split, codec):
     if not codec:  # the semantic stage alone makes no audio
         return
     crops, indices = split
-    prompt_frames = 0
+    prompt_frames = 0  # the fine stage has no prompt, only coarse codes
     if cfg.stage == "coarse":
         prompt_frames = round(PROMPT_SECONDS * codec.frame_rate)
 
@@ -790,6 +792,7 @@ def train_transformer(cfg, device):
     hop_length = 1  # the semantic stage takes recordings of any length
     if cfg.stage != "semantic":
         codec, kmeans, made_with = dist.on_all(lambda: load_tokenizers(cfg, device))
+        # Replace the default, 0, before the data are opened.
         cfg = dataclasses.replace(cfg, sample_rate=codec.sample_rate)
         hop_length = codec.hop_length
     splits = dist.on_all(lambda: open_recordings(cfg, hop_length, shifts=cfg.shifts))
@@ -813,6 +816,7 @@ def train_transformer(cfg, device):
     # Build model, optimizer and EMA. Restore them if resuming.
     vocabulary = []
     longest_text = 0
+    # Only the semantic stage sees the text: its tokens carry the content to the other stages.
     if cfg.stage == "semantic" and cfg.max_text_len:
         vocabulary, longest_text = tokens.learn_vocabulary(
             crops, indices, TEXT_WORDS, cfg.max_text_len
@@ -1105,7 +1109,7 @@ def evaluate_pipeline(args, device=None):
         seeds = [accumulate.derive_seed(args.seed, "goes on", index) for index in usable]
         generated = pipeline.generate(prompts, CONTINUE_SECONDS, seeds)
         for i, (index, wave) in enumerate(usable.items()):
-            start = len(prompts[i].codes) * hop_length
+            start = len(prompts[i].codes) * hop_length  # of what was added to the prompt
             sound = pipeline.codec.decode(generated[i])
             found["seconds_added"].append((len(sound) - start) / rate)
             if scores:
@@ -1253,7 +1257,7 @@ def train(cfg):
             cls(**{**preset.get(stage, {}), **dataclasses.asdict(cfg), "stage": stage})
             for stage, cls in STAGES.items()
         ]
-    for each in configs:
+    for each in configs:  # a finished stage only prints its results
         TRAIN[each.stage](each, device)
     if cfg.stage == "all":
         evaluate_pipeline(EvaluateConfig(run_dir=cfg.run_dir, seed=cfg.seed), device)

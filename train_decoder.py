@@ -539,7 +539,7 @@ class UNet(nn.Module):
             x = run_block(block, self.cfg.checkpointing, x, emb, context, mask)
             skips.append(x)
         for block in [*self.middle, *self.ups]:
-            if block.takes_skip:
+            if block.takes_skip:  # the newest skip has the resolution of this block
                 x = torch.cat([x, skips.pop()], dim=1)
             # H is doubled after each level.
             x = run_block(block, self.cfg.checkpointing, x, emb, context, mask)
@@ -748,6 +748,7 @@ def sample_images(
             interpolation = (out[:count, 3:] + 1) / 2
         return x0, interpolation
 
+    # Start from pure noise.
     x_T = torch.empty(count, 3, cfg.image_size, cfg.image_size, device=device)
     # Every step overwrites the kept pixels with noised ones (RePaint, Lugmayr et al. 2022).
     return diffusion.sample(

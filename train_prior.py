@@ -450,6 +450,7 @@ def sample_embeddings(
         x0 = diffusion.predict_x0(cfg.objective, prediction, x_t, alpha, sigma)
         return x0.clamp(-bound, bound), 0.0  # no learned variance
 
+    # Start from pure noise, and return to the scale of the CLIP.
     x_T = noise_fn(torch.empty(size, prior.embed_width, device=device))
     x0 = diffusion.sample(denoise, x_T, prior.alpha, prior.sigma, sampling_steps, eta, noise_fn)
     return prior.destandardize(x0)
@@ -895,6 +896,7 @@ def sample(args):
             negative,
         )
         samples.append(embeds.cpu())
+    # Atomically, so that an interrupted command leaves no broken file.
     samples = torch.cat(samples).numpy()
     with checkpoint.atomic_write(args.out) as file:
         np.save(file, samples)
