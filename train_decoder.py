@@ -815,10 +815,12 @@ def open_data(cfg, image_size, source, device):
         clip_model = clips.load(spec, device, fingerprint)
         fingerprint = clip_model.fingerprint()
 
+    index_dir = Path(cfg.run_dir, "index")
+
     def open_folder(path):
         """The built-in shapes, drawn on the fly, or the user's images in `path`."""
         if synthetic.is_built_in(path):
-            dataset = images.Shapes(path, image_size)
+            dataset = images.Shapes(path, image_size, index_dir)
         else:
             dataset = images.Pictures(
                 path,
@@ -826,6 +828,7 @@ def open_data(cfg, image_size, source, device):
                 crop_scale=cfg.crop_scale,
                 flip=cfg.flip,
                 needs_captions=cfg.text_encodings,
+                index_dir=index_dir,
             )
             # Without stored embeddings, the CLIP embeds the crops on the fly.
             if dataset.width is None and cfg.image_condition:
@@ -1130,7 +1133,7 @@ def open_evaluation(args, device):
     unets, spec, fingerprint = load_cascade(args, device)
     first = unets[0]
     cfg = loop.evaluation_settings(first.cfg, args, MAX_CHUNK)
-    cfg = dataclasses.replace(cfg, clip=spec or "auto")
+    cfg = dataclasses.replace(cfg, clip=spec or "auto", run_dir=args.run_dir[0])
     splits, clip_model, info = open_data(cfg, unets[-1].cfg.image_size, None, device)
     if info["widths"] != first.widths:
         raise UserError(

@@ -38,6 +38,7 @@ import collections
 import contextlib
 import dataclasses
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -597,7 +598,8 @@ def open_data(cfg, source, device, widths=None):
 
     datasets = []
     for path in filter(None, (cfg.data, cfg.val_data)):
-        dataset = embeddings.Embeddings(path, with_encodings, with_captions)
+        index_dir = Path(cfg.run_dir, "index")
+        dataset = embeddings.Embeddings(path, with_encodings, with_captions, index_dir)
         encoding_width = dataset.encoding_width
         if clip_model:  # a CLIP of other widths cannot have made these embeddings
             clip_model.check_widths(f"--clip {spec} for {path}", dataset.width, encoding_width)
@@ -773,6 +775,7 @@ def open_evaluation(args, device):
     cfg = loop.evaluation_settings(prior.cfg, args, MAX_CHUNK)
     prior.cfg = dataclasses.replace(
         cfg,
+        run_dir=args.run_dir,
         eval_timesteps=args.eval_timesteps or cfg.eval_timesteps,
         guidance_scale=guidance_of(args, cfg),
     )

@@ -146,6 +146,30 @@ def split_indices(
 SPLITS = ("validation", "test", "train")  # in the order of the fractions of hashes
 
 
+def hash_keys(keys, seed):
+    """A hash in [0, 1] (float64) of each sample's text key: a file name or a speaker."""
+    # A file name may be no UTF-8.
+    texts = (f"{seed} {key}".encode(errors="surrogateescape") for key in keys)
+    return np.fromiter(map(hash_of, texts), np.uint64) / 2.0**64
+
+
+def split_hashes(hashes, split, validation, test):
+    """The samples of a split ("train", "validation" or "test") by the hashes (n,) of their keys.
+
+    validation, test: fractions, about. If no key would be held out, the one of the smallest hash
+    is. The training split is a Complement, the others are int64 arrays, ascending.
+    """
+    splits = (hashes >= validation).astype(np.int8) + (hashes >= validation + test)
+    for number, share in enumerate((validation, test)):
+        if share and number not in splits:
+            training = hashes[splits == 2]
+            if len(np.unique(training)) > 1:
+                splits[hashes == training.min()] = number
+    if split == "train":
+        return Complement(len(hashes), np.flatnonzero(splits < 2))
+    return np.flatnonzero(splits == SPLITS.index(split))
+
+
 def split_keys(
     keys,
     split,
@@ -153,22 +177,9 @@ def split_keys(
     test,
     seed=0,
 ):
-    """The samples (int64, ascending) of a split ("train", "validation" or "test").
-
-    A hash of a sample's text key, a file name or a speaker, decides. validation, test: fractions,
-    about. If no key would be held out, the one of the smallest hash is.
-    """
-    hashes = []
-    for key in keys:
-        text = f"{seed} {key}".encode(errors="surrogateescape")  # a file name may be no UTF-8
-        hashes.append(hash_of(text) / 2**64)
-    hashes = np.array(hashes)
-    splits = np.searchsorted([validation, validation + test], hashes, side="right")
-    for number, share in enumerate((validation, test)):
-        training = hashes[splits == 2]
-        if share and number not in splits and len(set(training)) > 1:
-            splits[hashes == training.min()] = number
-    return np.flatnonzero(splits == SPLITS.index(split))
+    """As `split_hashes` of the hashes of the keys. All splits are arrays."""
+    indices = split_hashes(hash_keys(keys, seed), split, validation, test)
+    return indices[np.arange(len(indices))]
 
 
 # Splits of a dataset

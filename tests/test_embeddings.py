@@ -143,6 +143,8 @@ def replace(name, *shape, dtype=np.float16):
     (lambda folder: os.truncate(folder / "img_emb/img_emb_1.npy", 150),
      "img_emb_1.npy: not a readable .npy array"),
     (remove_folder("captions"), "no captions for shard 0; expected captions/captions_N.jsonl"),
+    (lambda folder: os.truncate(folder / "captions/captions_1.jsonl", 99),
+     r"captions_1.jsonl: expected a 'caption' for each of 70 rows \(ValueError: 3 captions"),
 ])
 def test_a_fault_of_the_shards_is_found_at_the_start_and_named(fault, message, folder):
     fault(folder)
@@ -156,7 +158,6 @@ def test_a_fault_of_the_shards_is_found_at_the_start_and_named(fault, message, f
     b"hello\n": "JSONDecodeError",
     b"[1]\n": "TypeError",
     b'{"url": "a"}\n': "no caption or text, but url",
-    b"": "69 captions",
     b"[" * 100_000 + b"\n": "RecursionError",
     "größe".encode("cp1252") + b"\n": "UnicodeDecodeError",
 }.items())
@@ -214,15 +215,31 @@ def test_captions_in_parquet_are_read_in_any_order_without_text_embeddings(parqu
     assert dataset.texts([149, 0, 6, 71]) == ["row 149 ü", "row 0 ü", "", "row 71 ü"]
 
 
-def test_a_few_of_many_files_of_parquet_are_kept_in_memory(tmp_path):
-    write_shards(tmp_path, np.ones((40, 2)), np.ones((40, 2)), [], rows_per_shard=1)
-    pyarrow = write_parquet(tmp_path, [[100_000 * "a"]] * 40)
-    before = pyarrow.total_allocated_bytes()
-    Embeddings(tmp_path, captions=True).texts(np.arange(40))
-    assert pyarrow.total_allocated_bytes() - before < 20 * 100_000
-
-
 def test_a_fault_of_a_parquet_file_is_named(parquet_folder):
     (parquet_folder / "metadata/metadata_001.parquet").write_bytes(b"hello")
-    dataset = Embeddings(parquet_folder, captions=True)
-    assert "metadata_001.parquet: expected a 'caption' for each" in dataset.fault(75)
+    with pytest.raises(UserError, match=r"metadata_001.parquet: expected a 'caption' for each"):
+        Embeddings(parquet_folder, captions=True)
+
+
+@pytest.mark.parametrize("kind", ["folder", "parquet_folder"])
+def test_captions_are_indexed_once_and_anew_if_a_file_changes(kind, request, monkeypatch):
+    folder = request.getfixturevalue(kind)
+    settings = {"captions": True, "index_dir": folder / "index"}
+    rows = np.random.default_rng(1).permutation(ROWS)
+    before = Embeddings(folder, **settings).texts(rows)
+    with monkeypatch.context() as patch:
+        patch.setattr(embeddings, "caption_lines", None)  # no file is read
+        assert Embeddings(folder, **settings).texts(rows) == before
+    path = Embeddings(folder).captions[2]
+    os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
+    seen = []
+    read = embeddings.caption_lines
+    monkeypatch.setattr(embeddings, "caption_lines", lambda path: seen.append(path) or read(path))
+    assert Embeddings(folder, **settings).texts(rows) == before
+    assert len(seen) == 3
+
+
+def test_captions_of_a_model_that_needs_none_are_not_indexed_until_they_are_read(folder):
+    dataset = Embeddings(folder, index_dir=folder / "index")
+    assert not (folder / "index").exists()
+    assert dataset.texts([3]) == ["row 3 ü"]

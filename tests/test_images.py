@@ -1,6 +1,7 @@
 """Captioned images in tars and folders, their embeddings, and the built-in shapes as pictures."""
 import io
 import json
+import os
 import pickle
 import re
 import sys
@@ -333,9 +334,12 @@ def test_of_a_name_that_comes_again_without_a_caption_the_last_picture_counts(tm
 
 
 def test_a_tar_that_may_not_be_read_is_not_called_damaged(tmp_path, monkeypatch):
-    def refuse(path, *_):
-        raise PermissionError(13, "Permission denied", str(path))
+    def refuse(path, *words):
+        if str(path).endswith(".tar"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return read(path, *words)
 
+    read = open
     write_tar(tmp_path / "0.tar", {})
     monkeypatch.setattr("builtins.open", refuse)
     with pytest.raises(PermissionError, match=r"0\.tar"):
@@ -350,6 +354,84 @@ def test_a_damaged_tar_is_refused_by_name(size, rest, tmp_path):
     path.write_bytes(path.read_bytes()[:size] + rest)
     with pytest.raises(UserError, match=r"00000\.tar: corrupt or truncated tar"):
         images.CaptionedImages(tmp_path)
+
+
+# The index
+
+def opened(path, index_dir=None, **settings):
+    """What an index decides of pictures, and what is noted."""
+    dataset = images.CaptionedImages(path, index_dir=index_dir, **settings)
+    rows = range(len(dataset))
+    splits = []
+    for name in order.SPLITS:
+        indices = dataset.split(name, 0.2, 0.1, seed=3)
+        splits.append(indices[np.arange(len(indices))].tolist())
+    return [
+        [(dataset.key(i), dataset.name(i), dataset.caption(i)) for i in rows],
+        [dataset.read(i, "image") for i in rows],
+        splits,
+    ]
+
+
+def write_any(write, path):
+    """Pictures with all that an index holds: accents, counts, and, in a folder, a table."""
+    files = members(range(5)) | {"u\u0308.png": b"1", "o.png": b"2", "o.gif": b"3"}
+    if write is write_files:
+        files["metadata.csv"] = "file_name,text\nu\u0308.png,of a table\n".encode()
+    else:
+        files["u\u0308.txt"] = b"of a tar"
+    write(path, files)
+
+
+@pytest.mark.parametrize("write, name", [(write_files, "set"), (write_tar, "0.tar")])
+def test_a_second_start_reads_the_index_alone_and_finds_and_notes_the_same(
+        write, name, tmp_path, monkeypatch, capsys):
+    write_any(write, tmp_path / name)
+    fresh = opened(tmp_path / name)
+    note = capsys.readouterr().err
+    assert "left out are 1 gif, 1 without a caption" in note
+    assert opened(tmp_path / name, tmp_path / "index") == fresh
+    capsys.readouterr()
+    monkeypatch.setattr(images, "group", None)  # nothing is listed
+    monkeypatch.setattr(order, "hash_keys", None)
+    assert opened(tmp_path / name, tmp_path / "index") == fresh
+    assert capsys.readouterr().err == note
+
+
+@pytest.mark.parametrize("write, name", [(write_files, "set"), (write_tar, "0.tar")])
+def test_changed_pictures_are_indexed_anew(write, name, tmp_path):
+    write_any(write, tmp_path / name)
+    before = opened(tmp_path / name, tmp_path / "index")
+    write(tmp_path / name, {"new.png": b"new", "new.txt": b"a caption"})
+    after = opened(tmp_path / name, tmp_path / "index")
+    assert after == opened(tmp_path / name)
+    assert "new" in {key for key, _, _ in after[0]} - {key for key, _, _ in before[0]}
+
+
+def test_a_tar_of_the_same_size_that_was_written_later_is_indexed_anew(tmp_path):
+    for key in "ab":
+        write_tar(tmp_path / "0.tar", {f"{key}.png": b"", f"{key}.txt": b"a"})
+        os.utime(tmp_path / "0.tar", (1, ord(key)))
+        [[(found, _, _)], _, _] = opened(tmp_path, tmp_path / "index")
+        assert found == key
+
+
+def test_pictures_that_need_captions_and_those_that_need_none_have_an_index_each(tmp_path):
+    write_tar(tmp_path / "0.tar", members([0]) | {"o.png": b"1"})
+    for needs_captions in (True, False, True):
+        found, _, _ = opened(tmp_path, tmp_path / "index", needs_captions=needs_captions)
+        assert len(found) == 2 - needs_captions
+
+
+def opened_by_rank(path, index_dir):
+    return opened(path, index_dir)
+
+
+def test_ranks_index_tars_together_as_one_process_does(on_ranks, tmp_path):
+    for number in range(5):
+        write_tar(tmp_path / f"{number}.tar", members(range(number, 9)))
+    for found in on_ranks(2, opened_by_rank, tmp_path, tmp_path / "index"):
+        assert found == opened(tmp_path)
 
 
 # With embeddings

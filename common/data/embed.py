@@ -102,6 +102,7 @@ def read(path, image_size, split="all"):
         indices = range(len(dataset))
         if split != "all":
             indices = dataset.split(split, 0.1, 0.1)
+            indices = indices[np.arange(len(indices))]
     faults = []
     for start in tracker.progress(range(0, len(indices), 256), desc="reading", unit="batch"):
         batch = indices[start : start + 256]

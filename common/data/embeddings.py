@@ -4,7 +4,6 @@
 """
 
 import functools
-import itertools
 import json
 import math
 from pathlib import Path
@@ -14,11 +13,10 @@ import torch
 
 from common import accumulate, checkpoint, config, loader, order
 from common.config import UserError
-from common.data import files
+from common.data import files, flat
 
 FOLDERS = {"image_embed": "img_emb", "text_embed": "text_emb", "text_enc": "text_enc"}
 MAX_LOG_RATIO = 2  # of a usable embedding's length to the median one: a factor of 7.4
-BLOCK = 64  # lines of captions of which the first's place is held
 
 
 def open_npy(path, ndim=2):
@@ -76,71 +74,51 @@ class Shards:
         return length
 
     def locate(self, indices):
-        """Yield the number of each shard with some of `indices` (n,), which (bool), its rows."""
-        numbers = list(self.sizes)
+        """Shards of `indices` (n,), counted from 0, and their rows there: int arrays (n,)."""
         shards = np.searchsorted(self.starts, indices, side="right") - 1
-        for shard in np.unique(shards).tolist():
-            inside = shards == shard
-            yield numbers[shard], inside, indices[inside] - self.starts[shard]
+        return shards, indices - self.starts[shards]
 
     def __getitem__(self, indices):
+        shards, rows = self.locate(indices)
+        paths = list(self.paths.values())
         values = np.empty((len(indices), *self.shape), np.float32)
-        for number, inside, rows in self.locate(indices):
-            values[inside] = open_npy(self.paths[number], self.ndim)[rows]
+        for shard in np.unique(shards):
+            inside = shards == shard
+            values[inside] = open_npy(paths[shard], self.ndim)[rows[inside]]
         return values
 
 
 # Captions
 
 
-@functools.cache
-def line_starts(path, modified):
-    """The number of lines of a file, and where every 64th begins: less than a byte a line.
+def caption_lines(path):
+    """The captions of a shard: a list of JSON values (bytes), records or, of parquet, the captions.
 
-    modified: when, so that the places are not those of an earlier file.
+    They are read only here: a row of parquet cannot be read alone.
     """
-    content = np.frombuffer(path.read_bytes().rstrip(b"\n"), np.uint8)
-    starts = np.append(0, np.flatnonzero(content == ord("\n")) + 1)
-    return len(starts), starts[::BLOCK].tolist()
-
-
-def read_jsonl(path, rows):
-    """The number of records (dicts) of a captions_N.jsonl, and those of `rows`, in any order."""
-    count, starts = line_starts(path, path.stat().st_mtime_ns)
-    records = []
-    with open(path, "rb") as file:
-        for row in rows:
-            file.seek(starts[row // BLOCK])
-            line = next(itertools.islice(file, row % BLOCK, None))
-            records.append(json.loads(line))
-    return count, records
-
-
-@functools.lru_cache(16)  # shards: every worker of every rank holds as many
-def parquet_captions(path):
-    """The captions of a metadata_N.parquet: a pyarrow table of one column.
-
-    A row cannot be read alone. In random order, more shards than are kept are slow; write .jsonl.
-    """
+    if path.suffix == ".jsonl":
+        return path.read_bytes().rstrip(b"\n").split(b"\n")
     parquet = config.need("pyarrow.parquet", f"{path}: reading parquet")
     column = files.caption_in({name: name for name in parquet.read_schema(path).names})
-    return parquet.read_table(path, columns=[column])
+    captions = parquet.read_table(path, columns=[column])[column].to_pylist()
+    return [json.dumps({"caption": caption}).encode() for caption in captions]
 
 
 class Embeddings:
     """Embeddings in `img_emb/`, `text_emb/`, and optionally `text_enc/` and captions.
 
     Files are matched by shard number. With `captions`, `text_emb/` may be missing. `self.captions`
-    holds the files of captions by number; it is empty if there are none. Embeddings of images and
-    of texts are `width` wide.
+    holds the files of captions by number; it is empty if there are none. They are indexed below
+    `index_dir`, see flat.open_index. Embeddings of images and of texts are `width` wide.
 
     `fetch` returns {"image_embed" (n, D), "text_embed" (n, D), "text_enc" (n, L, E), "caption"
     list}, in float32. A row is not usable if one of its embeddings is all zero, not finite, or much
     longer or shorter than most are, or if its caption cannot be read.
     """
 
-    def __init__(self, folder, text_encodings=False, captions=False):
+    def __init__(self, folder, text_encodings=False, captions=False, index_dir=None):
         self.path = self.folder = Path(folder)
+        self.index_dir = index_dir
         self.with_captions = captions
         present = {
             "image_embed": True,
@@ -180,6 +158,25 @@ class Embeddings:
             )
         if missing:
             self.captions = {}
+        self.caption_paths = [self.captions.get(number) for number in self.images.sizes]
+        if captions:  # now, as all ranks are here, and workers not yet
+            self.index  # noqa: B018
+
+    @functools.cached_property
+    def index(self):
+        """The flat.Index of the captions, made where they are used first."""
+        sizes = list(self.images.sizes.values())
+
+        def lines(shard):
+            path = self.caption_paths[shard]
+            with config.explained(f"{path}: expected a 'caption' for each of {sizes[shard]} rows"):
+                found = caption_lines(path)
+                if len(found) != sizes[shard]:
+                    raise ValueError(f"{len(found)} captions")
+                return {"captions": found}
+
+        identity = [sizes, files.stamps(self.caption_paths)]
+        return flat.open_index(self.index_dir, identity, len(sizes), lines)
 
     def __len__(self):
         return len(self.images)
@@ -196,9 +193,10 @@ class Embeddings:
             except UserError as error:
                 return f"row {index}: {error}"
         _, usable = self._embeddings(indices)
-        [(number, _, [row])] = self.images.locate(indices)
+        [shard], [row] = self.images.locate(indices)
+        name = list(self.images.paths.values())[shard].name
         reason = "all zero, not finite, or much longer or shorter than most"
-        return "" if usable else f"img_emb_{number}.npy row {row}: {reason}"
+        return "" if usable else f"{name} row {row}: {reason}"
 
     def fetch(self, indices, random_bits=None):
         """Read samples in any order; nothing is random."""
@@ -208,8 +206,6 @@ class Embeddings:
                 batch["caption"] = self.texts(indices)
             except UserError:  # of one at least
                 usable = np.array([not self.fault(index) for index in indices])
-                if usable.all():  # a second reading succeeds, as over a network
-                    return self.fetch(indices)
         return batch, usable
 
     def _embeddings(self, indices):
@@ -230,23 +226,15 @@ class Embeddings:
 
     def records(self, indices):
         """The records of samples, at least {"caption": see files.clean_caption}."""
-        records = np.empty(len(indices), object)
-        for number, inside, rows in self.images.locate(np.asarray(indices)):
-            path = self.captions[number]
-            size = self.images.sizes[number]
-            with config.explained(f"{path}: expected a 'caption' for each of {size} rows"):
-                if path.suffix == ".parquet":
-                    captions = parquet_captions(path)
-                    count = len(captions)
-                    found = captions.take(rows).to_pylist()
-                else:
-                    count, found = read_jsonl(path, rows)
-                if count != size:
-                    raise ValueError(f"{count} captions")
-                for record in found:
-                    record["caption"] = files.clean_caption(files.caption_in(record))
-            records[inside] = found
-        return records.tolist()
+        shards, _ = self.images.locate(indices)
+        records = []
+        for shard, line in zip(shards.tolist(), self.index.texts("captions", indices)):
+            path = self.caption_paths[shard]
+            with config.explained(f"{path}: expected a 'caption' for each row"):
+                record = json.loads(line)
+                record["caption"] = files.clean_caption(files.caption_in(record))
+                records.append(record)
+        return records
 
     def check(self):
         """(unusable, looked at, first faults) of at most 100,000 evenly spaced rows.

@@ -130,6 +130,15 @@ def digest_of(files):
     return digest.hexdigest()[:16]
 
 
+def stamps(files):
+    """(path, size, time of the last change) of each of `files`."""
+    found = []
+    for file in files:
+        status = file.stat()
+        found.append((str(file), status.st_size, status.st_mtime_ns))
+    return found
+
+
 def texts_of(text, path):
     """The text, or the lines of the file `path`, that are not blank; UserError of an empty file."""
     texts = [text]

@@ -22,7 +22,7 @@ import torch
 
 from common import config, order
 from common.config import UserError
-from common.data import embeddings, files, synthetic
+from common.data import embeddings, files, flat, synthetic
 from common.data.files import Unusable
 from common.models import pixels
 
@@ -100,86 +100,108 @@ class CaptionedImages:
     """Images with captions, by their numbers.
 
     path: tars, see `find_tars`, or a folder of images. They have KEY.jpg|png|webp with KEY.txt or
-    KEY.json; a folder may have metadata.jsonl or metadata.csv instead. Tars are indexed once, then
-    read at random. A note counts what is left out.
+    KEY.json; a folder may have metadata.jsonl or metadata.csv instead. They are indexed once, see
+    flat.open_index, then read at random. A note counts what is left out.
 
     Images without a caption are left out. But if not `needs_captions`, all are taken, and a caption
     that is missing or damaged is "".
     """
 
-    def __init__(self, path, needs_captions=True):
+    def __init__(self, path, needs_captions=True, index_dir=None):
         self.path = Path(path)
         self.needs_captions = needs_captions
         self.tars = find_tars(self.path)
         self.metadata = []  # files
         self.renamed = {}  # {name in NFC: name on the disk} below `path`: macOS keeps NFD
-        unused = collections.Counter()  # {kind: files}, for the note
-        table = {}  # rows whose image was not found yet
-        listings = (list_tar(tar, unused) for tar in self.tars)
-        pattern = TAR_NAME
+        sources = self.tars
         if not self.tars:
-            found = files.files_below(path)
-            self.metadata = [file for file in found if file.name.lower() in METADATA]
-            table = read_metadata(self.path, self.metadata, unused)
-            members = []
-            for file in found:
+            sources = files.files_below(path)
+            self.metadata = [file for file in sources if file.name.lower() in METADATA]
+            for file in sources:
                 name = file.relative_to(path).as_posix()
                 if name != files.nfc(name):
                     self.renamed[files.nfc(name)] = name
-                members.append((name, 0, file.stat().st_size))
-            listings = [members]
-            pattern = FILE_NAME
-
-        # Arrays, one of each tar: millions of objects would take gigabytes, in every worker too.
-        # Without a table all of the rows are one object.
-        all_keys = []
-        all_entries = []
-        self.rows = []
-        for tar, members in enumerate(listings):
-            keys = []
-            entries = []
-            for key, sample in group(members, pattern, unused):
-                captions = pick(sample, CAPTIONS)[:1]
-                for image in pick(sample, IMAGES):
-                    row = table.pop(f"{key}.{image[0]}", None)
-                    caption = "", 0, 0
-                    if row is None and captions:
-                        caption = captions.pop()
-                    elif row is None and needs_captions:
-                        unused["without a caption"] += 1
-                        continue
-                    keys.append(os.fsencode(key))
-                    entries.append((tar, image, caption, sample.get("npy", ("npy", 0, 0))))
-                    self.rows.append(row or "")
-            all_keys.append(np.array(keys, np.bytes_))
-            all_entries.append(np.array(entries, ENTRY))
-        if table:
-            unused[f"rows of tables, which name no image here, such as {min(table)}"] = len(table)
+        stamps = files.stamps(sources)
+        self.index = flat.open_index(
+            index_dir,
+            [needs_captions, stamps],
+            len(self.tars) or 1,
+            lambda number: self._columns(number, stamps),
+        )
+        unused = collections.Counter()
+        for counts in self.index.texts("unused", np.arange(len(self.index["unused.ends"]))):
+            unused.update(json.loads(counts))
         counts = [f"{number} {kind}" for kind, number in sorted(unused.items()) if number]
         if counts:
             config.note(f"{path}: left out are {', '.join(counts)}")
-        if not self.rows:
+        if not len(self):
             raise UserError(
                 f"{path}: no such folder, or no captioned images found; expected "
                 "KEY.jpg, .png or .webp with KEY.txt, KEY.json or metadata.jsonl"
             )
-        self.keys = np.concatenate(all_keys)
-        self.entries = np.concatenate(all_entries)
+
+    def _columns(self, number, stamps):
+        """The columns of the index of a tar, by its number, or of the folder.
+
+        keys: of images. entries: where their files are. rows: captions of tables. unused: counts
+        for the note, a single text. stamps: see files.stamps.
+        """
+        unused = collections.Counter()  # {kind: files}
+        table = {}  # rows whose image was not found yet
+        pattern = TAR_NAME
+        if self.tars:
+            members = list_tar(self.tars[number], unused)
+        else:
+            table = read_metadata(self.path, self.metadata, unused)
+            pattern = FILE_NAME
+            members = []
+            for file, size, _ in stamps:
+                members.append((Path(file).relative_to(self.path).as_posix(), 0, size))
+        keys = []
+        entries = []
+        rows = []
+        for key, sample in group(members, pattern, unused):
+            captions = pick(sample, CAPTIONS)[:1]
+            for image in pick(sample, IMAGES):
+                row = table.pop(f"{key}.{image[0]}", None)
+                caption = "", 0, 0
+                if row is None and captions:
+                    caption = captions.pop()
+                elif row is None and self.needs_captions:
+                    unused["without a caption"] += 1
+                    continue
+                keys.append(os.fsencode(key))
+                entries.append((number, image, caption, sample.get("npy", ("npy", 0, 0))))
+                rows.append((row or "").encode(errors="surrogatepass"))
+        if table:
+            unused[f"rows of tables, which name no image here, such as {min(table)}"] = len(table)
+        return {
+            "keys": np.array(keys, np.bytes_),
+            "entries": np.array(entries, ENTRY),
+            "rows": rows,
+            "unused": [json.dumps(unused).encode()],
+        }
 
     def __len__(self):
-        return len(self.entries)
+        return len(self.index["entries"])
 
     def key(self, index):
         """KEY of an image, in NFC; it includes folders in the tar or below `path`."""
-        return os.fsdecode(self.keys[index])
+        return os.fsdecode(self.index["keys"][index])
 
     def split(self, name, validation, test, seed=0):
-        """Indices (int64, ascending) of "train", "validation" or "test", by a hash of the keys."""
-        return order.split_keys(map(self.key, range(len(self))), name, validation, test, seed)
+        """The samples of "train", "validation" or "test", see order.split_hashes."""
+        index = flat.open_index(
+            self.index.place.parent,
+            [self.index.place.name, seed],
+            1,
+            lambda _: {"hashes": order.hash_keys(map(self.key, range(len(self))), seed)},
+        )
+        return order.split_hashes(index["hashes"], name, validation, test)
 
     def name(self, index, kind="image"):
         """Path of the "image", "caption" or "embedding" of a sample; in a tar: tar and member."""
-        entry = self.entries[index]
+        entry = self.index["entries"][index]
         member = f"{self.key(index)}.{entry[kind]['extension'].decode()}"
         if self.tars:
             return f"{self.tars[entry['tar']]}: {member}"
@@ -187,7 +209,7 @@ class CaptionedImages:
 
     def read(self, index, kind):
         """The bytes of the "image", "caption" or "embedding" of a sample."""
-        entry = self.entries[index]
+        entry = self.index["entries"][index]
         name = self.name(index, kind)
         path = self.tars[entry["tar"]] if self.tars else name
         with config.explained(f"{name}: cannot be read", Unusable), open(path, "rb") as file:
@@ -200,8 +222,9 @@ class CaptionedImages:
 
     def caption(self, index):
         """The caption of an image, see files.clean_caption; raises Unusable."""
-        if not self.entries[index]["caption"]["extension"]:
-            return self.rows[index]
+        if not self.index["entries"][index]["caption"]["extension"]:
+            [row] = self.index.texts("rows", [index])
+            return row.decode(errors="surrogatepass")
         name = self.name(index, "caption")
         unreadable = contextlib.suppress(Exception)
         if self.needs_captions:
@@ -375,13 +398,15 @@ class Pictures(CaptionedImages):
     crop_scale: float = 1.0
     flip: bool = False
     needs_captions: bool = True
+    index_dir: object = None
 
     def __post_init__(self):
-        super().__init__(self.path, self.needs_captions)
+        super().__init__(self.path, self.needs_captions, self.index_dir)
         self.beside = {}  # {NNNNN of a tar: path of its img_emb_NNNNN.npy}
         self.width = None
-        inside = np.flatnonzero(self.entries["embedding"]["size"])
-        for index in inside[:100]:  # the first ones may be damaged
+        sizes = self.index.scan("entries")["embedding"]["size"]
+        inside = np.flatnonzero(sizes)[:100]
+        for index in inside:  # the first ones may be damaged
             with contextlib.suppress(Unusable):
                 self.width = len(self._embedding(index))
                 break
@@ -398,7 +423,7 @@ class Pictures(CaptionedImages):
         row = 0
         with config.explained(f"{name}: no usable embedding", Unusable):
             if self.beside:
-                tar = self.tars[self.entries[index]["tar"]].stem
+                tar = self.tars[self.index["entries"][index]["tar"]].stem
                 row = np.uint64(posixpath.basename(self.key(index)).removeprefix(tar))  # never -1
                 table = embeddings.open_npy(self.beside[int(tar)])
             else:
@@ -478,8 +503,9 @@ class Pictures(CaptionedImages):
     def fingerprint(self):
         """Values that change when the data does: rows, width, digest of names, sizes and tars."""
         paths = [*self.tars, *self.metadata, *self.beside.values()]
-        content = self.keys.tobytes() + self.entries.tobytes() + files.digest_of(paths).encode()
-        digest = hashlib.sha256(content)
+        digest = hashlib.sha256(self.index.scan("keys"))
+        digest.update(self.index.scan("entries"))
+        digest.update(files.digest_of(paths).encode())
         return {"rows": len(self), "width": self.width, "digest": digest.hexdigest()[:16]}
 
 
@@ -492,8 +518,8 @@ class Shapes(embeddings.Embeddings):
     of these the caption "named".
     """
 
-    def __init__(self, folder, size):
-        super().__init__(folder, captions=True)
+    def __init__(self, folder, size, index_dir=None):
+        super().__init__(folder, captions=True, index_dir=index_dir)
         self.size = size
 
     def fetch(self, indices, random_bits=None):

@@ -24,7 +24,6 @@ import helpers  # noqa: E402
 from helpers import SMALL, STAGES, flags  # noqa: E402
 
 from common import checkpoint  # noqa: E402
-from common.data import embeddings  # noqa: E402
 
 HANG = 300  # seconds, also beside other work
 TRAIN = dict(SMALL, steps=2, log_every=1, eval_every=0, save_every=1, eval_samples=8)
@@ -165,7 +164,6 @@ def damaged(content, rng):
 
 def attempt(name, *words):
     """How a command ended: "well", "in one line", or all that it printed."""
-    embeddings.parquet_captions.cache_clear()
     faulthandler.dump_traceback_later(HANG, exit=True, file=sys.__stderr__)
     try:
         helpers.run(name, *words)
