@@ -49,7 +49,9 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import collections
 import dataclasses
+import functools
 import itertools
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
@@ -323,6 +325,8 @@ VLB_WEIGHT = 1e-3  # λ of the variational bound (Nichol & Dhariwal 2021, §3.1)
 # DALLE2-pytorch uses 0.6.
 BLUR_SIGMA = (0.4, 0.8)
 BLUR_PROBABILITY = 0.5  # as in DALLE2-pytorch
+# Pixels of low resolution around a crop that the blur and the bicubic filter reach.
+MARGIN = 8
 GRID_CAPTION = "real images, and samples below"
 RESIZE = "box"  # filter for shrinking images: the mean of the pixels
 MAX_CHUNK = 64  # maximum samples per forward pass if --chunk_size is 0
@@ -546,14 +550,18 @@ class UNet(nn.Module):
         return self.out(x)  # (B, 3 or 6, H, H)
 
 
-def place(unet, device):
-    """Move `unet` to `device`, in the memory layout that is fastest there.
+def layout_on(device):
+    """The layout of weights and images that is fastest on a device.
 
     On CPUs that is channels last. On GPUs it is not, because torch's group norm would make copies.
     """
     on_cpu = torch.device(device).type == "cpu"
-    layout = torch.channels_last if on_cpu else torch.contiguous_format
-    return unet.to(device, memory_format=layout)
+    return torch.channels_last if on_cpu else torch.contiguous_format
+
+
+def place(unet, device):
+    """Move `unet` to `device`, in the layout that is fastest there."""
+    return unet.to(device, memory_format=layout_on(device))
 
 
 @torch.no_grad()
@@ -562,7 +570,7 @@ def conditioning(batch, cfg, clip_model):
 
     It has only the entries that the model needs. Image embeddings stored in the batch describe
     whole images. If the batch has "clip_image" instead, `clip_model` embeds these, which are crops.
-    It also encodes the captions.
+    It also encodes the captions, or their tokens.
     """
     condition = {}
     if cfg.image_condition and "image_embed" in batch:
@@ -571,7 +579,8 @@ def conditioning(batch, cfg, clip_model):
         with amp.autocast(batch["clip_image"].device, "fp32"):  # even within an autocast
             condition["image_embed"] = clip_model.embed_image(batch["clip_image"])
     if cfg.text_encodings:
-        condition |= clip_model.text_condition(batch["caption"], cfg.max_text_len)
+        texts = batch.get("tokens", batch["caption"])
+        condition |= clip_model.text_condition(texts, cfg.max_text_len)
     return condition
 
 
@@ -589,40 +598,80 @@ def augment_low_res(unet, low_res, timestep, noise):
     return alpha * low_res + sigma * noise, timestep
 
 
-def upsampler_inputs(unet, x0):
-    """(x0, low_res, low_res_timestep) for training an upsampler on images x0 (B, 3, H, H).
+def low_res_window(corner, cfg):
+    """(start (B, 2), size) of the low-resolution window of crops at `corner` (B, 2).
+
+    The window has the pixels that a crop is enlarged from, and MARGIN pixels around them.
+    """
+    high = cfg.image_size
+    low = cfg.low_res_size
+    crop = cfg.random_crop or high
+    size = min(low, math.ceil(crop * low / high) + 2 * MARGIN)
+    return (corner * low // high - MARGIN).clamp(0, low - size), size
+
+
+def cut_crops(batch, random_bits, cfg):
+    """Replace the images of `batch` by crops, for training an upsampler. Workers call it.
+
+    The model is convolutional, so it can train on crops and sample whole images (DALL-E 2 §2.1).
+    "image": uint8 (B, C, C, 3), C = --random_crop. "corner" (B, 2): first pixel of each crop.
+    "low_res" (B, 3, h, h): the low resolution of each crop's `low_res_window`.
+    """
+    images = batch["image"].permute(0, 3, 1, 2)  # (B, 3, H, H)
+    high = cfg.image_size
+    low = cfg.low_res_size
+    crop = cfg.random_crop or high
+    bits = order.random_bits(random_bits, "crop")  # independent of --crop_scale's crops
+    position = order.uniform(bits, len(images), (0, 0)) * (high - crop + 1)
+    corner = torch.from_numpy(position.astype(np.int64)).to(images.device)
+
+    # Convert only the pixels of the window to floats.
+    start, size = low_res_window(corner, cfg)
+    covered = min(high, math.ceil(size * high / low) + 1)
+    begin = (start * high // low).clamp(max=high - covered)
+    window = pixels.crop(images, covered, begin).permute(0, 2, 3, 1)
+    low_res = pixels.resize_windows(
+        pixels.from_uint8(window), begin, high, low, start, size, RESIZE
+    )
+    image = pixels.crop(images, crop, corner).permute(0, 2, 3, 1)
+    return {**batch, "image": image, "corner": corner, "low_res": low_res}
+
+
+def upsampler_inputs(unet, batch):
+    """(low_res (B, 3, C, C), low_res_timestep) for training an upsampler on a batch of `cut_crops`.
 
     Generated images are less sharp than real ones, so the real low-resolution image is corrupted in
-    training (DALL-E 2 §2.1). Both images are cropped at the same place.
+    training (DALL-E 2 §2.1).
     """
     cfg = unet.cfg
-    size = len(x0)
-    device = x0.device
-    low_res = pixels.resize(x0, cfg.low_res_size, RESIZE)  # (B, 3, h, h)
+    low_res = batch["low_res"]  # (B, 3, h, h)
+    size = len(low_res)
+    device = low_res.device
 
     # Blur some of the images with a Gaussian of random width.
     blur_sigma = torch.empty(size, device=device).uniform_(*BLUR_SIGMA)
     is_blurred = torch.rand(size, device=device) < BLUR_PROBABILITY  # (B,)
     blurred = pixels.blur(low_res, blur_sigma)
     low_res = torch.where(is_blurred[:, None, None, None], blurred, low_res)
-    low_res = pixels.resize(low_res, cfg.image_size, "bicubic")  # (B, 3, H, H)
-
-    # The model is convolutional, so it can train on crops and sample whole images (DALL-E 2 §2.1).
-    if cfg.random_crop:
-        corners = torch.randint(cfg.image_size - cfg.random_crop + 1, (size, 2), device=device)
-        x0 = pixels.crop(x0, cfg.random_crop, corners)
-        low_res = pixels.crop(low_res, cfg.random_crop, corners)
+    start, _ = low_res_window(batch["corner"], cfg)
+    low_res = pixels.resize_windows(
+        low_res,
+        start,
+        cfg.low_res_size,
+        cfg.image_size,
+        batch["corner"],
+        batch["image"].shape[1],
+    )  # (B, 3, C, C)
 
     # Add the noise of a random timestep, in the first --low_res_noise of the schedule.
     fraction = torch.rand(size, device=device) * cfg.low_res_noise
     low_res_timestep = (fraction * (cfg.timesteps - 1)).round().long()  # (B,)
     noise = torch.randn_like(low_res)
-    low_res, low_res_timestep = augment_low_res(unet, low_res, low_res_timestep, noise)
-    return x0, low_res, low_res_timestep
+    return augment_low_res(unet, low_res, low_res_timestep, noise)
 
 
 def diffusion_loss(unet, batch, condition):
-    """Mean loss over a chunk of uint8 images (B, H, H, 3).
+    """Mean loss over a chunk of uint8 images (B, H, H, 3), or of `cut_crops`.
 
     Eval mode uses neither loss weights nor DREAM, so that validation losses are comparable.
     """
@@ -630,9 +679,11 @@ def diffusion_loss(unet, batch, condition):
     x0 = pixels.from_uint8(batch["image"])  # (B, 3, H, H) in [-1, 1]
     size = len(x0)
     device = x0.device
+    # In another layout, group norms would copy their inputs.
+    x0 = x0.contiguous(memory_format=layout_on(device))
     low_res = low_res_timestep = None
     if cfg.low_res_size:
-        x0, low_res, low_res_timestep = upsampler_inputs(unet, x0)
+        low_res, low_res_timestep = upsampler_inputs(unet, batch)
     timestep = diffusion.sample_timesteps(cfg.timestep_density, (size,), cfg.timesteps, device)
     noise = torch.randn_like(x0)  # ε
 
@@ -702,17 +753,19 @@ def sample_images(
     device = unet.alpha.device
 
     # With guidance, a second copy of each sample has the same noisy image and the same low
-    # resolution, but neither image embedding nor text.
-    copies = 2 if condition and guidance_scale != 1 else 1
+    # resolution, but neither image embedding nor text. Scale 1 needs only the first copy, and scale
+    # 0 only the second.
+    copies = 2 if condition and guidance_scale not in (0, 1) else 1
+    first_dropped = count if guidance_scale else 0  # the first row without conditions
 
     def copied(x):
         return torch.cat([x] * copies)
 
     condition = {name: copied(value) for name, value in condition.items()}  # (2B, …)
-    drop = torch.arange(copies * count, device=device) >= count  # true for the second copy
-    if negative:  # the second copy gets this condition instead
+    drop = torch.arange(copies * count, device=device) >= first_dropped
+    if negative:  # replaces "no conditions"
         for name, value in negative.items():
-            condition[name][count:] = value
+            condition[name][first_dropped:] = value
         drop = torch.zeros_like(drop)
     low_res_timestep = None
     if cfg.low_res_size:
@@ -898,6 +951,8 @@ def mean_loss(unet, split, clip_model):
     """Mean diffusion loss over a split (dataset, indices), without loss weights. Collective."""
 
     def loss_of(batch):
+        if unet.cfg.low_res_size:  # seeded by the index, so evaluations use the same crops
+            batch = cut_crops(batch, batch["index"].cpu().numpy(), unet.cfg)
         condition = conditioning(batch, unet.cfg, clip_model)
         return diffusion_loss(unet, batch, condition)
 
@@ -919,15 +974,15 @@ def sample_metrics(
     judge = judge or clip_model
     if samples_dir:  # `open_evaluation` checked that it is empty
         files.mark_output(samples_dir)
-    first = unets[0]
-    cfg = first.cfg
-    mode = first.training  # in training there is only one U-Net
-    first.eval()
+    first_unet = unets[0]
+    cfg = first_unet.cfg
+    mode = first_unet.training  # in training there is only one U-Net
+    first_unet.eval()
     dataset, indices = split
     correct = collections.defaultdict(list)  # {metric: bool for each image} of this rank
     found = []  # (number, captions, embeddings (3, B, D)) of this rank's batches
     for number, batch in loader.eval_batches(dataset, indices, cfg.eval_samples, cfg.chunk_size):
-        batch = loader.to_device(batch, first.alpha.device)
+        batch = loader.to_device(batch, first_unet.alpha.device)
         captions = batch["caption"]
         real = batch["image"]
         # The index seeds the noise, so it is the same in all evaluations.
@@ -958,7 +1013,7 @@ def sample_metrics(
             embeds = [judge.embed_image(fake), judge.embed_image(real), text]
             embeds = F.normalize(torch.stack(embeds), dim=-1).cpu().double().numpy()
             found.append((number, captions, embeds))
-    first.train(mode)  # restore the mode
+    first_unet.train(mode)  # restore the mode
 
     # Gather all ranks, in the order of the samples.
     metrics = loop.means(correct)
@@ -1131,29 +1186,29 @@ class EvaluateConfig(CascadeConfig):
 def open_evaluation(args, device):
     """The arguments of `sample_metrics` for the evaluate command."""
     unets, spec, fingerprint = load_cascade(args, device)
-    first = unets[0]
-    cfg = loop.evaluation_settings(first.cfg, args, MAX_CHUNK)
+    first_unet = unets[0]
+    cfg = loop.evaluation_settings(first_unet.cfg, args, MAX_CHUNK)
     cfg = dataclasses.replace(cfg, clip=spec or "auto", run_dir=args.run_dir[0])
     splits, clip_model, info = open_data(cfg, unets[-1].cfg.image_size, None, device)
-    if info["widths"] != first.widths:
+    if info["widths"] != first_unet.widths:
         raise UserError(
             f"{cfg.data}: widths of embeddings and of text encodings (0: none) are "
-            f"{info['widths']}; the decoder's are {first.widths}"
+            f"{info['widths']}; the decoder's are {first_unet.widths}"
         )
-    if clip_model and any(first.widths):  # the CLIP makes the conditions
+    if clip_model and any(first_unet.widths):  # the CLIP makes the conditions
         clip_model.check_fingerprint(f"--clip {spec}", fingerprint)
     dataset, indices = splits["test"]
     prior_fn = None
     if args.prior:
-        if not any(first.widths):
+        if not any(first_unet.widths):
             raise UserError(f"--prior: {args.run_dir[0]} is an upsampler, which needs no prior")
         texts = dataset.texts(indices[:256])
         if not any(texts):
             raise UserError(f"{cfg.data}: has no captions, which --prior needs")
         # Stored image embeddings need no CLIP, but the texts of the prior do.
         clip_model = clip_model or clips.load(spec, device)
-        prior_fn = load_prior(args, first, clip_model, texts)
-    first.cfg = cfg
+        prior_fn = load_prior(args, first_unet, clip_model, texts)
+    first_unet.cfg = cfg
     judge = clips.load(args.judge, device) if args.judge else clip_model
     if args.samples and any(Path(args.samples).glob("*")):
         raise UserError(f"--samples {args.samples}: expected a new folder, or an empty one")
@@ -1205,9 +1260,14 @@ def train_stage(cfg, device):
     if cfg.compile:
         compile_blocks([*unet.downs, *unet.middle, *unet.ups])
 
-    # The order of samples is a function of seed and step.
+    # The order of samples is a function of seed and step. Workers tokenize captions, and cut the
+    # crops for an upsampler.
     dataset, indices = splits["train"]
-    plan, batches = loader.train_batches(cfg, dataset, indices, state.step, device)
+    tokenizer = clip_model.tokenizer if cfg.text_encodings else None
+    transform = functools.partial(cut_crops, cfg=cfg) if cfg.low_res_size else None
+    plan, batches = loader.train_batches(
+        cfg, dataset, indices, state.step, device, tokenizer, transform
+    )
     about = f"{cfg.stage}: {len(dataset):,} images of {cfg.image_size}x{cfg.image_size}"
     eval_due = loop.Due(cfg.eval_every, state)
     save_due = loop.Due(cfg.save_every, state)
@@ -1384,18 +1444,18 @@ def sample(args):
     unets, spec, fingerprint = load_cascade(args, device)
     if not any(unet.cfg.low_res_noise for unet in unets):
         config.check_unused(args, "without a stage that was trained with it", "low_res_noise")
-    first = unets[0]
-    if args.negative_text and first.cfg.guidance_scale == 1:
+    first_unet = unets[0]
+    if args.negative_text and first_unet.cfg.guidance_scale == 1:
         raise UserError("--negative_text needs guidance; give a --guidance_scale above 1")
     size = unets[-1].cfg.image_size
     texts = files.texts_of(args.text, args.texts)
     clip_model = prior_fn = None
-    is_base = any(first.widths)
-    if is_base and (texts or args.image or first.cfg.text_encodings):
+    is_base = any(first_unet.widths)
+    if is_base and (texts or args.image or first_unet.cfg.text_encodings):
         clip_model = clips.load(spec, device, fingerprint, text_only=not args.image)
-        clip_model.check_widths(f"--clip {spec}", *first.widths)
+        clip_model.check_widths(f"--clip {spec}", *first_unet.widths)
         if texts:
-            prior_fn = load_prior(args, first, clip_model, texts)
+            prior_fn = load_prior(args, first_unet, clip_model, texts)
 
     # The numbers of text and sample seed the noise, so it is the same in any batch. An
     # interpolation uses the same noise for all samples.
@@ -1407,7 +1467,7 @@ def sample(args):
             seeds.append(accumulate.derive_seed(args.seed, "picture", number, 0 if args.to else k))
 
     # Read the images.
-    embeds = torch.zeros(len(captions), first.widths[0], device=device)  # zeros: no image
+    embeds = torch.zeros(len(captions), first_unet.widths[0], device=device)  # zeros: no image
     low_res = kept = None
     if not is_base and (texts or args.to or not args.image):
         raise UserError(

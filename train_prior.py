@@ -45,6 +45,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from common import (
     accumulate,
@@ -356,11 +357,12 @@ class Prior(nn.Module):
 def conditioning(batch, cfg, clip_model):
     """The model's conditions: {"text_embed" (B, D), "text_enc" (B, L, E), "text_mask" (B, L)}.
 
-    If the batch has captions, `clip_model` encodes them; otherwise the batch has embeddings. An
-    empty caption means unconditional.
+    If the batch has captions, or their tokens, `clip_model` encodes them; otherwise it has
+    embeddings. An empty caption means unconditional.
     """
     if "caption" in batch:
-        return clip_model.text_condition(batch["caption"], cfg.max_text_len)
+        texts = batch.get("tokens", batch["caption"])
+        return clip_model.text_condition(texts, cfg.max_text_len)
     condition = {"text_embed": batch["text_embed"]}  # (B, D)
     if "text_enc" in batch:
         encodings = batch["text_enc"]  # (B, L', E), of any length
@@ -417,25 +419,30 @@ def sample_embeddings(
     eta=1.0,
     noise_fn=torch.randn_like,
     negative=None,
+    candidates=1,
 ):
-    """Sample image embeddings (B, D) for the `conditioning` of B texts.
+    """Sample image embeddings (B · candidates, D), ordered by text, for `conditioning` of B texts.
 
     They are raw or of unit length, like the embeddings that the model was trained on. noise_fn(x):
     noise with the shape of x. negative: the `conditioning` of a negative text, for guidance.
     """
     cfg = prior.cfg
-    size = len(condition["text_embed"])
+    texts = len(condition["text_embed"])
+    size = texts * candidates
     device = prior.alpha.device
 
-    # With guidance, a second copy of each sample has "no text", and the same noised input.
-    copies = 1 if guidance_scale == 1 else 2
+    # With guidance, a second copy of each sample has "no text", and the same noised input. Scale 1
+    # needs only the first copy, and scale 0 only the second.
+    copies = 1 if guidance_scale in (0, 1) else 2
+    first_dropped = texts if guidance_scale else 0  # the first row with "no text"
     condition = {name: torch.cat([value] * copies) for name, value in condition.items()}
-    drop = torch.arange(copies * size, device=device) >= size
-    if negative:  # the second copy gets the negative text instead
+    drop = torch.arange(copies * texts, device=device) >= first_dropped
+    if negative:  # replaces "no text"
         for name, value in negative.items():
-            condition[name][size:] = value
+            condition[name][first_dropped:] = value
         drop = torch.zeros_like(drop)
-    text = prior.text_cache(condition, drop)  # once for all steps
+    text = prior.text_cache(condition, drop)  # once for all candidates and steps
+    text = tree_map(lambda x: x.repeat_interleave(candidates, 0), text)
 
     # Bound on |x0|. Embeddings of unit length have an x0 of norm √D, so no component is larger.
     bound = cfg.x0_bound if cfg.raw_embeddings else prior.embed_width**0.5
@@ -476,7 +483,6 @@ def best_embeddings(
     of a candidate, so it is the same in any batch. negative: see `sample_embeddings`.
     """
     candidates = num_samples * best_of  # per text
-    repeated = {name: value.repeat_interleave(candidates, 0) for name, value in condition.items()}
     seeds = []
     for key in keys:
         seeds += [accumulate.derive_seed(seed, key, k) for k in range(candidates)]
@@ -484,9 +490,17 @@ def best_embeddings(
     noise_fn = diffusion.noise_generator(seeds, device, sampling_steps)
     with amp.autocast(device, prior.cfg.precision):
         embeds = sample_embeddings(
-            prior, repeated, sampling_steps, guidance_scale, eta, noise_fn, negative
+            prior,
+            condition,
+            sampling_steps,
+            guidance_scale,
+            eta,
+            noise_fn,
+            negative,
+            candidates,
         )
-    similarity = F.cosine_similarity(embeds, repeated["text_embed"])  # (texts · candidates,)
+    text = condition["text_embed"].repeat_interleave(candidates, 0)
+    similarity = F.cosine_similarity(embeds, text)  # (texts · candidates,)
 
     # Keep the candidate that is the most similar to its text.
     shape = (-1, best_of)
@@ -670,8 +684,9 @@ def train(cfg):
     if cfg.compile:
         compile_blocks(prior.transformer.blocks)
 
-    # The order of samples is a function of seed and step.
-    plan, batches = loader.train_batches(cfg, dataset, indices, state.step, device)
+    # The order of samples is a function of seed and step. Workers tokenize captions.
+    tokenizer = clip_model.tokenizer if cfg.text_source == "clip" else None
+    plan, batches = loader.train_batches(cfg, dataset, indices, state.step, device, tokenizer)
     about = f"{len(dataset):,} embeddings of width {dataset.width}"
     eval_due = loop.Due(cfg.eval_every, state)
     save_due = loop.Due(cfg.save_every, state)

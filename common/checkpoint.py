@@ -79,10 +79,30 @@ def atomic_write(path):
         raise
 
 
+class Hashing:
+    """A binary file to append to, which takes the sha256 of what is written."""
+
+    def __init__(self, file):
+        self.file = file
+        self.digest = hashlib.sha256()
+
+    def write(self, content):
+        self.digest.update(content)
+        return self.file.write(content)
+
+    def flush(self):
+        self.file.flush()
+
+
 def save(contents, path):
-    """Write nested dicts and lists of tensors and plain values."""
+    """Write nested dicts and lists of tensors and plain values; returns the file's sha256.
+
+    It is taken while writing: to read tens of gigabytes again would keep all ranks waiting.
+    """
     with atomic_write(path) as file:
-        torch.save(contents, file)
+        hashing = Hashing(file)  # torch writes from the beginning to the end, without a seek
+        torch.save(contents, hashing)
+    return hashing.digest.hexdigest()
 
 
 def load(path, *entries, mmap=False):

@@ -35,6 +35,12 @@ class EMA:
                     self.averages[name] = parameter.detach().clone().float()
             for name in self.buffers:
                 self.averages[name] = self.model.get_buffer(name).clone().float()
+        # Where each is: to make a state_dict at every step takes longer than the average itself.
+        # Parameters may be replaced later, but not the layers that have them.
+        self.sources = []
+        for path in self.averages:
+            layer, _, name = path.rpartition(".")
+            self.sources.append((self.model.get_submodule(layer), name))
 
     def decay_at(self, step):
         """Decay after optimizer step number `step` (1 is the first); 0 copies the parameters.
@@ -48,12 +54,14 @@ class EMA:
         value = 1 - (1 + s / self.inv_gamma) ** -self.power
         return max(self.min_decay, min(self.decay, value))
 
+    @torch.no_grad()
     def update(self, step):
         """Average in the weights after optimizer step `step`, if `update_every` divides it."""
         if step % self.update_every or not self.averages:
             return
-        weights = self.model.state_dict()
-        live = [weights[name].to(average) for name, average in self.averages.items()]
+        live = []
+        for (layer, name), average in zip(self.sources, self.averages.values()):
+            live.append(getattr(layer, name).to(average))
         torch._foreach_lerp_([*self.averages.values()], live, 1 - self.decay_at(step))
 
     def begin_anew(self, name):

@@ -37,11 +37,16 @@ class ChunkDataset(torch.utils.data.Dataset):
     position for what is random in a sample. Without (evaluation), samples come in order and nothing
     is random. An unusable sample is replaced by the next of `indices`, on any rank alike, and
     batch["unusable"] names it.
+
+    What a worker makes of a batch: batch["tokens"] of batch["caption"] by a `tokenizer`, and then
+    what `transform(batch, random bits)` gives.
     """
 
     dataset: object
     indices: object  # int array, or Complement
     seed: int | None = None
+    tokenizer: object = None
+    transform: object = None
 
     def __getitem__(self, span):
         positions = np.arange(*span)  # of the run
@@ -56,7 +61,7 @@ class ChunkDataset(torch.utils.data.Dataset):
             indices = self.indices[places]
             batch, usable = self.dataset.fetch(indices, bits)
             if usable.all():
-                return {**batch, "index": torch.from_numpy(indices), "unusable": unusable}
+                break
             for index in indices[~usable]:
                 # A second reading may succeed, as over a network.
                 unusable.append(self.dataset.fault(index) or f"sample {index}")
@@ -65,6 +70,13 @@ class ChunkDataset(torch.utils.data.Dataset):
                     f"{len(unusable)} unusable samples: {unusable[0]}, …; mend or remove them"
                 )
             places[~usable] = (places[~usable] + 1) % len(self.indices)
+
+        batch = {**batch, "index": torch.from_numpy(indices), "unusable": unusable}
+        if self.tokenizer:
+            batch["tokens"] = self.tokenizer(batch["caption"])
+        if self.transform:
+            batch = self.transform(batch, bits)
+        return batch
 
 
 class ErrorsAsItems(torch.utils.data.Dataset):
@@ -114,11 +126,14 @@ def kill_workers():
         process.kill()
 
 
-def train_batches(cfg, dataset, indices, step, device):
-    """(this rank's plan of chunks, endless iterator over their batches from `step` on)."""
+def train_batches(cfg, dataset, indices, step, device, tokenizer=None, transform=None):
+    """(this rank's plan of chunks, endless iterator over their batches from `step` on).
+
+    tokenizer, transform: see ChunkDataset.
+    """
     plan = accumulate.plan(cfg.batch_size, cfg.chunk_size, dist.rank(), dist.world_size())
     spans = order.training_spans(plan, cfg.batch_size, step)
-    chunks = ChunkDataset(dataset, indices, cfg.seed)
+    chunks = ChunkDataset(dataset, indices, cfg.seed, tokenizer, transform)
     pin_memory = device.type == "cuda"
     timeout = 60 * cfg.timeout_minutes  # as long as the other ranks wait for this one
     return plan, read_ahead(chunks, spans, cfg.workers, pin_memory, timeout)

@@ -216,8 +216,7 @@ class RunFolder:
                 "--lr: then the same command resumes from the checkpoint before it, if there is one"
             )
         file = f"checkpoints/step_{state.step:08d}.pt"
-        checkpoint.save(contents, self.folder / file)
-        sha256 = checkpoint.checksum(self.folder / file)
+        sha256 = checkpoint.save(contents, self.folder / file)
         entry = {"file": file, "step": state.step, "sha256": sha256}
         self.checkpoints = [entry, *self.checkpoints][:KEEP]
         self.write_record()

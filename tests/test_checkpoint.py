@@ -168,6 +168,10 @@ def test_the_checksum_is_the_sha256_of_all_bytes(size, tmp_path):
     path = tmp_path / "x"
     path.write_bytes(b"x" * size)
     assert checkpoint.checksum(path) == hashlib.sha256(path.read_bytes()).hexdigest()
+    contents = {"model": {"w": torch.arange(size), "b": torch.ones(3)}}
+    sha256 = checkpoint.save(contents, path)  # of what was written
+    assert sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert same(checkpoint.load(path), contents)
 
 
 HOLD = """

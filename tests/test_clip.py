@@ -42,14 +42,14 @@ def test_the_vocabulary_is_the_most_frequent_words_and_others_are_spelled_by_the
 
 
 def test_long_texts_are_cut_and_keep_their_end(model):
-    short, long = model.tokenize(["a star", "a star " * 50])
+    short, long = model.tokenizer(["a star", "a star " * 50])
     words = model.tokenizer.encode("a star")
     assert short.tolist() == [clip.START, *words, clip.END] + [clip.PAD] * 20
     assert long.tolist() == [clip.START, *words * 11, clip.END]
 
 
 def test_padding_and_company_do_not_change_an_embedding(model):
-    tokens = model.tokenize(["a star", TRIANGLE])
+    tokens = model.tokenizer(["a star", TRIANGLE])
     embedding, encodings, mask = model.embed_text(tokens)
     assert torch.equal(mask, tokens != clip.PAD)
     assert not encodings[~mask].any()
@@ -63,10 +63,11 @@ def test_padding_and_company_do_not_change_an_embedding(model):
 @pytest.mark.parametrize("length", [5, 30])
 def test_the_condition_of_texts_is_cut_or_padded_and_always_fp32(model, length):
     texts = ["a star", "", TRIANGLE]
-    embedding, encodings, mask = model.embed_text(model.tokenize(texts))
+    embedding, encodings, mask = model.embed_text(model.tokenizer(texts))
     assert mask.sum(1).max() > 5  # some are longer
     with torch.autocast("cpu", torch.bfloat16):
         condition = model.text_condition(texts, length)
+        of_tokens = model.text_condition(model.tokenizer(texts), length)
     more = length - 24
     expected = {
         "text_embed": embedding,
@@ -74,6 +75,7 @@ def test_the_condition_of_texts_is_cut_or_padded_and_always_fp32(model, length):
         "text_mask": torch.nn.functional.pad(mask, (0, more)),
     }
     assert same(condition, expected)
+    assert same(of_tokens, expected)
 
 
 def test_images_are_cut_to_the_central_square_and_resized_with_pixels_from_minus_one_to_one(model):

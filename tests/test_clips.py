@@ -85,7 +85,7 @@ def test_embeddings_are_those_of_open_clip_with_the_activation_of_the_weights(op
     kinds = {type(module) for module in theirs.modules()}
     assert (open_clip.transformer.QuickGELU in kinds) == (weights == "openai")
 
-    tokens = ours.tokenize(["a small red star", "", "cat", "a very long caption " * 40])
+    tokens = ours.tokenizer(["a small red star", "", "cat", "a very long caption " * 40])
     embedding, encodings, mask = ours.embed_text(tokens)
     assert mask.sum(1).tolist() == [6, 2, 3, 77]
     assert not encodings[~mask].any()

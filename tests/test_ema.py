@@ -161,6 +161,17 @@ def test_a_model_that_was_cast_and_got_other_parameters_and_buffers_is_followed(
         assert torch.equal(averages[name], expected)
 
 
+def test_an_update_reads_the_weights_alone_and_makes_no_state_dict():
+    model, ema = make()
+    before = copy.deepcopy(ema.averages)
+    made = []
+    model.register_state_dict_post_hook(lambda *arguments: made.append(arguments))
+    ema.update(6)
+    assert not made
+    assert not same(ema.averages, before)
+    assert not any(average.requires_grad for average in ema.averages.values())
+
+
 def test_a_state_of_another_model_is_refused_by_name_and_changes_nothing():
     ema = EMA(Model())
     before = copy.deepcopy(ema.state_dict())

@@ -1,5 +1,6 @@
 """Batches: the same samples on any ranks and workers; unusable ones are replaced; workers end."""
 import itertools
+import os
 import re
 import signal
 
@@ -140,6 +141,32 @@ def test_training_reads_its_ranks_chunks_from_the_step_on(workers, monkeypatch):
 
 
 # Workers
+
+class Captioned(Words):
+    def fetch(self, indices, random_bits=None):
+        batch, usable = super().fetch(indices, random_bits)
+        return {**batch, "caption": [f"a {index}" for index in indices]}, usable
+
+
+def length_of(texts):
+    return torch.tensor([[len(text), os.getpid()] for text in texts])
+
+
+def doubled(batch, random_bits):
+    return {**batch, "double": 2 * batch["row"], "bits": random_bits.astype(np.int64)}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_workers_turn_captions_into_tokens_and_transform_what_replaces_the_unusable(workers):
+    chunks = loader.ChunkDataset(Captioned(9, (4,)), np.arange(9), 0, length_of, doubled)
+    batch = next(loader.read_ahead(chunks, [(0, 9)], workers))
+    assert batch["tokens"][:, 0].tolist() == [len(text) for text in batch["caption"]]
+    in_worker = batch["tokens"][:, 1] != os.getpid()
+    assert in_worker.tolist() == [bool(workers)] * 9
+    assert_array_equal(batch["double"], 2 * batch["row"])
+    assert_array_equal(batch["bits"], batch["words"])
+    loader.kill_workers()
+
 
 class Handlers(torch.utils.data.Dataset):
     def __getitem__(self, span):

@@ -101,6 +101,28 @@ def test_attention_is_softmax_attention_written_slowly(mode):
     assert_close(ours, slow, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("length", [8, 11])
+def test_all_blocks_get_a_mask_as_one_bias_which_attends_bit_for_bit_as_the_mask_does(length):
+    mask = torch.rand(2, 1, length, length).round().bool() | torch.eye(length).bool()
+    layer = nn.Attention(WIDTH, HEADS).double()
+    x = tokens(length)
+    bias = nn.attention_bias(mask, x.dtype)
+    assert bias.shape == mask.shape
+    assert bias.stride(-2) % 8 == 0
+    by_mask, by_bias = [layer(x, *layer.keys_values(x), each) for each in (mask, bias)]
+    assert torch.equal(by_mask, by_bias)
+
+    model = make(depth=3)
+    seen = []
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda block, inputs: seen.append(inputs[1]))
+    model(x, mask)
+    assert len(seen) == 3
+    for each in seen:
+        assert each is seen[0]
+        assert torch.equal(each, bias)
+
+
 def test_a_new_block_is_the_identity():
     new = nn.Transformer(WIDTH, 3, HEADS).double()
     assert_close(new(tokens(4)), F.layer_norm(tokens(4), (WIDTH,)))

@@ -247,6 +247,17 @@ def test_a_damaged_newest_checkpoint_is_told_and_the_one_before_it_is_taken(
     assert run.newest_intact() is None
 
 
+def test_of_an_intact_newest_checkpoint_the_older_ones_are_not_looked_at(tmp_path, capsys):
+    run = opened(tmp_path)
+    commit(run, 10, 20, 30)
+    newest, *older = [tmp_path / entry["file"] for entry in run.checkpoints]
+    for path in older:
+        path.unlink()
+    assert run.newest_intact() == newest
+    assert steps_of(run) == [30, 20, 10]
+    assert not capsys.readouterr().err
+
+
 def test_a_checkpoint_that_cannot_be_read_now_is_not_taken_for_damaged(tmp_path, monkeypatch):
     """Promise 3: as over a network whose server is away; the file is forgotten by nobody."""
     run = opened(tmp_path)

@@ -253,31 +253,46 @@ def test_loss_equals_a_slow_one_and_in_evaluation_has_no_weights(settings, train
     assert shares == pytest.approx([0.1, 0.5], abs=0.1)  # DALL-E 2 §2.1
 
 
-def test_an_upsampler_learns_from_blurred_crops_with_noise_of_the_level_it_is_given(monkeypatch):
-    # The color of a pixel is its position.
-    y, x = torch.meshgrid(torch.arange(16.0), torch.arange(16.0), indexing="ij")
-    images = torch.stack([y, x, x * y / 16]).repeat(100, 1, 1, 1)
-    unet = make(low_res_size=8, random_crop=8, low_res_noise=0.6)
+def positions(count, size):
+    """uint8 (count, size, size, 3): the color of a pixel is its position."""
+    y, x = torch.meshgrid(torch.arange(size), torch.arange(size), indexing="ij")
+    image = torch.stack([y, x, x * y % 256], dim=-1)
+    return image.byte().repeat(count, 1, 1, 1)
+
+
+@pytest.mark.parametrize("size, low, crop", [(16, 8, 8), (16, 8, 0), (128, 64, 16), (120, 80, 20)])
+def test_an_upsampler_learns_from_blurred_crops_with_noise_of_the_level_it_is_given(
+    size, low, crop, monkeypatch
+):
+    images = positions(100, size)
+    unet = make(image_size=size, low_res_size=low, random_crop=crop, low_res_noise=0.6)
+    batch = train_decoder.cut_crops({"image": images}, np.arange(100), unet.cfg)
     monkeypatch.setattr(train_decoder, "BLUR_SIGMA", (0.7, 0.7))
     monkeypatch.setattr(train_decoder, "BLUR_PROBABILITY", 0.4)
     outputs = []
     for noise_fn in (torch.zeros_like, torch.randn_like):
         monkeypatch.setattr(torch, "randn_like", noise_fn)
         torch.manual_seed(0)
-        outputs.append(train_decoder.upsampler_inputs(unet, images))
-    (large, clean, level), (_, noisy, _) = outputs
+        outputs.append(train_decoder.upsampler_inputs(unet, batch))
+    (clean, level), (noisy, _) = outputs
     assert 0 <= level.min() < 5 and 24 < level.max() <= 29  # 0.6 of the timesteps
     alpha, sigma = diffusion.alpha_sigma(unet, level, clean)
     noise = (noisy - clean) / sigma
     assert (noise.flatten(1).std(1) - 1).abs().max() < 0.25
 
-    corners = large[:, :2, 0, 0].long()
-    assert corners.unique().tolist() == list(range(9))  # crops from everywhere
-    low_res = pixels.resize(images, 8, "box")
+    # Crops from everywhere. What is enlarged is a part that has all that they depend on.
+    crop = crop or size
+    corners = batch["image"][:, 0, 0, :2].long()
+    assert torch.equal(corners, batch["corner"])
+    assert len(corners.unique()) > 0.7 * (size - crop + 1)
+    x0 = pixels.from_uint8(images)
+    assert torch.equal(pixels.from_uint8(batch["image"]), pixels.crop(x0, crop, corners))
+    assert batch["low_res"].shape[2] <= crop * low // size + 2 * train_decoder.MARGIN + 1
+    low_res = pixels.resize(x0, low, "box")
     is_match = []
     for pictures in (low_res, pixels.blur(low_res, torch.full((100,), 0.7))):
-        expected = alpha * pixels.crop(pixels.resize(pictures, 16, "bicubic"), 8, corners)
-        is_match.append((clean - expected).flatten(1).abs().amax(1) < 1e-3)
+        expected = alpha * pixels.crop(pixels.resize(pictures, size, "bicubic"), crop, corners)
+        is_match.append((clean - expected).flatten(1).abs().amax(1) < 1e-5)
     is_sharp, is_blurred = is_match
     assert torch.equal(is_blurred, ~is_sharp)
     assert is_blurred.float().mean().item() == pytest.approx(0.4, abs=0.12)
@@ -327,6 +342,7 @@ def test_sampling_equals_one_with_two_passes_a_step(scale, eta, settings):
 def test_dream_moves_the_noise_by_the_networks_own_error_in_training_alone(objective):
     unet = make(objective=objective, low_res_size=8, dream=True)
     batch = {"image": torch.randint(256, (20, 16, 16, 3)).to(torch.uint8)}
+    batch = train_decoder.cut_crops(batch, np.arange(20), unet.cfg)
     condition = inputs(unet, 20)["condition"]
     passes = []
     unet.register_forward_hook(lambda _, given, out: passes.append((given, out)))
@@ -532,9 +548,17 @@ def test_guidance_runs_the_second_copy_with_the_negative_condition():
     settings = dict(count=3, steps=1, noise_fn=noise_fn)
     positive = train_decoder.sample_images(unet, condition, **settings)
     negative = train_decoder.sample_images(unet, other, **settings)
-    guided = train_decoder.sample_images(
-        unet, condition, **settings, guidance_scale=1.5, negative=other
-    )
+    rows = []
+    unet.register_forward_pre_hook(lambda module, inputs: rows.append(len(inputs[0])))
+    guided, at_zero, at_one = [
+        train_decoder.sample_images(
+            unet, condition, **settings, guidance_scale=scale, negative=away
+        )
+        for scale, away in ((1.5, other), (0, other), (1, None))
+    ]
+    assert rows == [6, 3, 3]  # of 0 and 1 the one half that counts
+    assert_close(at_zero, negative)
+    assert torch.equal(at_one, positive)
     inside = (positive.abs() < 1) & (negative.abs() < 1)  # not clipped
     expected = (negative + 1.5 * (positive - negative)).clamp(-1, 1)
     assert inside.any() and (positive - negative).abs().max() > 1e-3
@@ -683,11 +707,25 @@ def test_presets_are_stages_and_those_of_papers_have_their_diffusion(name):
     assert cfg.eta == 1 or not cfg.learned_variance  # else it has no effect
 
 
-def test_on_a_cpu_all_images_within_the_unet_have_their_channels_last():
-    unet = make(text_encodings=True)
-    layouts = set()
+@pytest.mark.parametrize("low_res_size", [0, 8])
+@pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format])
+def test_all_images_in_training_have_the_layout_of_the_weights(layout, low_res_size, monkeypatch):
+    """A norm of a GPU would copy others. There it is the second layout, on a CPU the first."""
+    assert train_decoder.layout_on("cpu") == torch.channels_last
+    assert train_decoder.layout_on("cuda") == torch.contiguous_format
+    monkeypatch.setattr(train_decoder, "layout_on", lambda device: layout)
+    unet = make(text_encodings=True, low_res_size=low_res_size)
+    copied = []
+
+    def check(module, images):
+        copied.append(not images[0].is_contiguous(memory_format=layout))
+
     for module in unet.modules():
-        if isinstance(module, torch.nn.Conv2d):
-            module.register_forward_hook(lambda module, inputs, y: layouts.add(y.stride(1)))
-    unet(**inputs(unet))
-    assert layouts == {1}
+        if isinstance(module, torch.nn.GroupNorm):
+            module.register_forward_pre_hook(check)
+    batch = {"image": torch.randint(256, (4, 16, 16, 3)).to(torch.uint8)}
+    if low_res_size:
+        batch = train_decoder.cut_crops(batch, np.arange(4), unet.cfg)
+    train_decoder.diffusion_loss(unet, batch, inputs(unet, 4)["condition"])
+    assert len(copied) > 10
+    assert not any(copied)

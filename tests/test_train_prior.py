@@ -200,6 +200,48 @@ def test_sampling_with_guidance_equals_a_slow_uncached_loop(inputs):
     assert_close(out, F.normalize(x0, dim=-1), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("scale, copies", [(0, 1), (1, 1), (2.5, 2)])
+@torch.no_grad()
+def test_a_text_is_encoded_once_for_all_candidates_and_only_the_copies_that_count(
+    scale, copies, inputs
+):
+    prior = make_prior().eval()
+    repeated = {name: x.repeat_interleave(3, 0) for name, x in inputs.condition.items()}
+    noise_fn = diffusion.noise_generator(range(12), CPU)
+    expected = train_prior.sample_embeddings(prior, repeated, 2, scale, noise_fn=noise_fn)
+    rows = []
+    prior.transformer.register_forward_pre_hook(lambda module, inputs: rows.append(len(inputs[0])))
+    noise_fn = diffusion.noise_generator(range(12), CPU)
+    sampled = train_prior.sample_embeddings(
+        prior, inputs.condition, 2, scale, noise_fn=noise_fn, candidates=3
+    )
+    assert rows == [copies * 4, copies * 12, copies * 12]  # the text, then two steps
+    assert_close(sampled, expected, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_negative_text_is_all_at_guidance_0_and_nothing_at_1(inputs):
+    prior = make_prior().eval()
+    text = inputs.condition
+    negative = {name: x[:1] for name, x in make_batch(1).items()}
+    everywhere = {name: x.expand(4, *x.shape[1:]) for name, x in negative.items()}
+    sampled = []
+    for condition, scale, other in (
+        (text, 0, negative),
+        (everywhere, 1, None),
+        (text, 1, negative),
+        (text, 1, None),
+    ):
+        noise_fn = diffusion.noise_generator(range(4), CPU)
+        embeds = train_prior.sample_embeddings(
+            prior, condition, 2, scale, noise_fn=noise_fn, negative=other
+        )
+        sampled.append(embeds)
+    assert_close(sampled[0], sampled[1])
+    assert torch.equal(sampled[2], sampled[3])
+    assert not torch.allclose(sampled[0], sampled[2], atol=1e-3)
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -451,7 +493,7 @@ def sample(folder, **settings):
 
 def embed_texts(world, texts):
     model = clips.load(world / "clip", CPU)
-    return model.embed_text(model.tokenize(texts))[0]
+    return model.embed_text(model.tokenizer(texts))[0]
 
 
 @pytest.mark.parametrize("source", ["clip", "shards"])

@@ -68,9 +68,6 @@ class OpenCLIP(clip.Encoder):
     def fingerprint(self):
         return self.spec
 
-    def tokenize(self, texts):
-        return self.tokenizer(list(texts), context_length=self.context)
-
     def embed_text(self, tokens):
         outputs = []  # of the last norm; open_clip does not return them
         hook = self.text_norm.register_forward_hook(lambda *call: outputs.append(call[-1]))

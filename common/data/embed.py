@@ -178,7 +178,7 @@ def train(cfg, device=None):
     # Betas and epsilon: Radford et al. 2021, Table 18.
     optimizers = optim.make(model, cfg.optimizer, cfg.lr, 0.1, (0.9, 0.98), 1e-6)
     pixels = torch.from_numpy(np.concatenate([pixels for pixels, _ in batches])).to(device)
-    tokens = model.tokenize(captions)
+    tokens = model.tokenizer(captions)
     tokens = tokens[:, (tokens != clip.PAD).any(0)].to(device)  # (N, L), L: longest text
     _, group = tokens.unique(dim=0, return_inverse=True)  # (N,), equal for equal captions
     best = 0.0

@@ -1,6 +1,6 @@
 """CLIP (Radford et al. 2021): a small one, and the interface that all CLIPs share.
 
-The interface is `tokenize`, `embed_text`, `embed_image` and `text_condition`. The small CLIP has a
+The interface is `tokenizer`, `embed_text`, `embed_image` and `text_condition`. The small CLIP has a
 few convolutions; data/embed.py trains it in minutes. data/clips.py loads it, or a model of the
 package open_clip, by name.
 """
@@ -37,10 +37,14 @@ def words_of(text):
 
 
 class Tokenizer:
-    """A token for each word of `vocabulary`. Other words become a space and their UTF-8 bytes."""
+    """A token for each word of `vocabulary`. Other words become a space and their UTF-8 bytes.
 
-    def __init__(self, vocabulary):
+    context: number of tokens per text that `__call__` returns.
+    """
+
+    def __init__(self, vocabulary, context=0):
         self.vocabulary = list(vocabulary)
+        self.context = context
         self.token_of = {word: token for token, word in enumerate(self.vocabulary, WORDS)}
 
     @classmethod
@@ -62,6 +66,14 @@ class Tokenizer:
                 spelled = f" {word}".encode(errors="replace")
                 tokens += [BYTES + byte for byte in spelled]
         return tokens
+
+    def __call__(self, texts):
+        """Tokens int64 (B, L), L = context: START, at most L - 2 tokens, END, and PAD."""
+        rows = []
+        for text in texts:
+            tokens = [START, *self.encode(text)[: self.context - 2], END]
+            rows.append(tokens + [PAD] * (self.context - len(tokens)))
+        return torch.tensor(rows)
 
     def __len__(self):
         return WORDS + len(self.vocabulary)
@@ -93,11 +105,13 @@ class Encoder(nn.Module):
     def text_condition(self, texts, length):
         """{"text_embed" (B, D), "text_enc" (B, L, E), "text_mask" (B, L)} of texts, L = `length`.
 
-        Longer texts are cut, shorter ones padded. Everything is fp32, even within autocast.
+        texts: B texts, or their tokens from `tokenizer`. Longer texts are cut, shorter ones padded.
+        Everything is fp32, even within autocast.
         """
+        tokens = texts if torch.is_tensor(texts) else self.tokenizer(texts)
         device = next(self.parameters()).device
         with torch.autocast(device.type, enabled=False):
-            embedding, encodings, mask = self.embed_text(self.tokenize(texts).to(device))
+            embedding, encodings, mask = self.embed_text(tokens.to(device))
         padding = length - encodings.shape[1]  # a negative number cuts
         return {
             "text_embed": embedding,
@@ -136,7 +150,7 @@ class CLIP(Encoder):
 
     def __init__(self, vocabulary, image_size, context, embed_width, text_width):
         super().__init__()
-        self.tokenizer = Tokenizer(vocabulary)
+        self.tokenizer = Tokenizer(vocabulary, context)
         self.image_size = image_size
         self.context = context
         self.embed_width = embed_width
@@ -177,14 +191,6 @@ class CLIP(Encoder):
         for value in self.state_dict().values():
             digest.update(value.cpu().numpy().tobytes())
         return digest.hexdigest()[:16]
-
-    def tokenize(self, texts):
-        """Tokens int64 (B, L), L = context: START, at most L - 2 tokens, END, and PAD."""
-        rows = []
-        for text in texts:
-            tokens = [START, *self.tokenizer.encode(text)[: self.context - 2], END]
-            rows.append(tokens + [PAD] * (self.context - len(tokens)))
-        return torch.tensor(rows)
 
     def embed_text(self, tokens):
         """tokens (B, L) -> embedding (B, D), encodings (B, L, W), zero at padding, mask (B, L)."""

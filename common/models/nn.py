@@ -68,7 +68,8 @@ class Attention(nn.Module):
     def forward(self, x, keys, values, mask=None, table=None):
         """Attend from x (B, M, D) to `keys`, `values` (B, heads, N, d) -> (B, M, D).
 
-        mask: (M, N) or (B, 1, M, N), True = attend. table: rotates the queries.
+        mask: (M, N) or (B, 1, M, N), bool, where True = attend, or its `attention_bias`. table:
+        rotates the queries.
         """
         query = self.query(x)
         query = query.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
@@ -81,6 +82,14 @@ class Attention(nn.Module):
             dropout_p=self.dropout if self.training else 0.0,
         )
         return self.out(x.transpose(1, 2).flatten(2))
+
+
+def attention_bias(mask, dtype):
+    """What attention adds to its logits for a bool `mask` (…, N): 0 where it is true, else -∞."""
+    bias = torch.where(mask, 0.0, -math.inf).to(dtype)
+    # Rows begin at multiples of 8 numbers: kernels of GPUs would copy others.
+    length = mask.shape[-1]
+    return F.pad(bias, (0, -length % 8))[..., :length]
 
 
 def normalized(norm, function, x, groups):
@@ -223,6 +232,8 @@ class Transformer(nn.Module):
         """
         # SDPA's own causal mask is aligned to the top left: earlier tokens would be hidden.
         assert mask is not None or cache is None
+        if mask is not None:
+            mask = attention_bias(mask, x.dtype)  # once: each block would turn it into this
         prefix = cache[0][0].shape[2] if cache else 0
         positions = torch.arange(prefix, prefix + x.shape[1], device=x.device)
         table = rotary_table(positions, self.rotary_dim)

@@ -53,6 +53,22 @@ def resize(images, size, mode="bicubic"):
     return resized.to(images.dtype)
 
 
+def resize_windows(windows, starts, length, size, new_starts, new_size, mode="bicubic"):
+    """Windows (B, C, T, T) of what `resize` to `size` gives of images, T = `new_size`.
+
+    They begin at the pixels `new_starts` (B, 2): down, right. windows (B, C, S, S): of the images,
+    whose side is `length`, from `starts` (B, 2) on, with all pixels that these depend on.
+    """
+    table = _weights(length, size, mode, windows.device)
+    pixel = torch.arange(length, device=windows.device)
+    columns = starts[..., None] + pixel[: windows.shape[-1]]  # (B, 2, S)
+    rows = new_starts[..., None] + torch.arange(new_size, device=windows.device)  # (B, 2, T)
+    weights = table[rows[..., None], columns[:, :, None]]  # (B, 2, T, S)
+    vertical, horizontal = weights[:, :, None].unbind(1)  # (B, 1, T, S) each
+    with torch.autocast(windows.device.type, enabled=False):
+        return vertical @ (windows @ horizontal.mT)
+
+
 def to_floats(images):
     """uint8 (B, H, W, 3) -> float (B, 3, H, W), of the same values."""
     return images.permute(0, 3, 1, 2).float()

@@ -15,6 +15,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: idle threads so
 import sys
 from pathlib import Path
 
+import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -54,6 +55,8 @@ def make(args, upsample, batch):
         train_decoder.compile_blocks([*unet.downs, *unet.middle, *unet.ups])
     size = cfg.image_size
     fields = {"image": torch.randint(256, (batch, size, size, 3), dtype=torch.uint8)}
+    if upsample:
+        fields = train_decoder.cut_crops(fields, np.arange(batch), cfg)
     condition = {}  # as a CLIP would give it
     if cfg.image_condition:
         condition["image_embed"] = torch.randn(batch, args.embed)
