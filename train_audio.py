@@ -442,7 +442,7 @@ def train_soundstream(cfg, device):
             schedule.set_learning_rate(optimizers, schedule.of_config(state.step, cfg))
             if state.step == cfg.quantizer_start:
                 initialize_codebooks(codec, cfg, dataset, indices, device)
-                ema.begin_anew(CODEBOOK)
+                ema.restart(CODEBOOK)
             discriminator_lr = schedule.learning_rate(
                 state.step,
                 cfg.discriminator_lr,

@@ -452,5 +452,5 @@ def test_a_fine_tuned_upsampler_keeps_the_imported_last_step_or_says_that_it_is_
     for folder in ("upsample", "alone"):
         unet, spec = upsampler_of(tmp_path / folder)
         assert unet.last_step_unet is None
-        assert "last_step.pt is missing: " in capsys.readouterr().err
+        assert "last_step.pt is missing, " in capsys.readouterr().err
     assert not spec

@@ -1,4 +1,4 @@
-"""Images as tensors: bytes and floats, resizing, blurring, cropping."""
+"""Image tensors: conversion between bytes and floats, resizing, blurring, cropping."""
 
 import functools
 
@@ -18,27 +18,27 @@ def box(x):
     return ((x > -0.5) & (x <= 0.5)).double()
 
 
-KERNELS = {"bicubic": bicubic, "box": box}  # of the distance x in pixels of the coarser grid
+KERNELS = {"bicubic": bicubic, "box": box}  # functions of the distance x in coarser pixels
 
 
 @functools.lru_cache(maxsize=64)
 def _weights(length, size, mode, device):
-    """The matrix (size, length) that resizes a line to `size` pixels as Pillow does, in float32."""
+    """The matrix (size, length) that resizes a line to `size` pixels like Pillow, in float32."""
     ratio = length / size
     centers = torch.arange(size, dtype=torch.float64) + 0.5
     centers = centers * ratio
     distances = torch.arange(length) - centers[:, None] + 0.5
-    scale = max(1.0, ratio)  # kernels are widened to shrink, so that no pixel is left out
+    scale = max(1.0, ratio)  # when shrinking, widen kernels, so that all pixels count
     table = KERNELS[mode](distances * (1 / scale))
     table = table / table.sum(1, keepdim=True)
     return table.to(device, torch.float32)
 
 
 def resize(images, size, mode="bicubic"):
-    """Resize float images (B, C, H, W) so that the shorter side is `size`, rounding down the other.
+    """Resize float images (B, C, H, W) so that the shorter side is `size`; the other rounds down.
 
-    The modes, "bicubic" and "box", are Pillow's, antialiased. bicubic overshoots at sharp edges;
-    nothing is clamped, because only the caller knows the range.
+    The modes "bicubic" and "box" are those of Pillow, with antialiasing. "bicubic" overshoots at
+    sharp edges; the caller may clamp the result.
     """
     _, _, height, width = images.shape
     shorter = min(height, width)
@@ -54,10 +54,11 @@ def resize(images, size, mode="bicubic"):
 
 
 def resize_windows(windows, starts, length, size, new_starts, new_size, mode="bicubic"):
-    """Windows (B, C, T, T) of what `resize` to `size` gives of images, T = `new_size`.
+    """Windows (B, C, T, T) of images resized to `size`, T = `new_size`, beginning at `new_starts`.
 
-    They begin at the pixels `new_starts` (B, 2): down, right. windows (B, C, S, S): of the images,
-    whose side is `length`, from `starts` (B, 2) on, with all pixels that these depend on.
+    windows (B, C, S, S): windows of the original images, which have sides of `length`, beginning at
+    `starts`. They must have all pixels that the new windows depend on. starts, new_starts (B, 2):
+    pixels down and right.
     """
     table = _weights(length, size, mode, windows.device)
     pixel = torch.arange(length, device=windows.device)
@@ -70,17 +71,17 @@ def resize_windows(windows, starts, length, size, new_starts, new_size, mode="bi
 
 
 def to_floats(images):
-    """uint8 (B, H, W, 3) -> float (B, 3, H, W), of the same values."""
+    """uint8 (B, H, W, 3) -> float (B, 3, H, W) with the same values."""
     return images.permute(0, 3, 1, 2).float()
 
 
 def to_bytes(images):
-    """float (B, 3, H, W) of 0 to 255 -> uint8 (B, H, W, 3), rounded and clamped."""
+    """float (B, 3, H, W) in [0, 255] -> uint8 (B, H, W, 3), rounded and clamped."""
     return images.permute(0, 2, 3, 1).round().clamp(0, 255).byte()
 
 
 def resize_uint8(images, size, mode="bicubic"):
-    """`resize` of uint8 (B, H, W, 3), which gives uint8."""
+    """`resize` for uint8 images (B, H, W, 3)."""
     return to_bytes(resize(to_floats(images), size, mode))
 
 
@@ -95,9 +96,9 @@ def to_uint8(images):
 
 
 def blur(images, sigma):
-    """Gaussian blur of (B, C, H, H) with a sigma in pixels for each, (B,).
+    """Gaussian blur of images (B, C, H, H), with a sigma (B,) in pixels for each.
 
-    At the edges, the weights of the pixels inside are normalized.
+    At the edges, only pixels inside the image count.
     """
     position = torch.arange(images.shape[2], device=images.device)
     distance = (position - position[:, None]) / sigma[:, None, None]  # (B, H, H)
@@ -111,21 +112,23 @@ def blur(images, sigma):
 def central_square(images, ratio=1):
     """The largest central squares (B, C, S, S) of images (B, C, H, W).
 
-    ratio: of longer side to shorter one at most, so that above 1 it takes more of the longer side.
+    ratio: maximum ratio of the longer side to the shorter one; above 1, the result is no square.
     """
     longest = ratio * min(images.shape[2:])
     for dim in (2, 3):
         length = images.shape[dim]
         kept = min(length, longest)
-        first = round((length - kept) / 2)  # as in CLIP's preprocessing
-        images = images.narrow(dim, first, kept)
+        start = round((length - kept) / 2)  # as in CLIP's preprocessing
+        images = images.narrow(dim, start, kept)
     return images
 
 
 def crop(images, size, corners):
-    """The squares of `size` of (B, C, H, W) that begin at `corners` (B, 2): pixels down, right."""
-    windows = images.unfold(2, size, 1).unfold(3, size, 1)  # (B, C, tops, lefts, size, size)
+    """Squares of `size` from images (B, C, H, W), at `corners` (B, 2): pixels down and right."""
+    windows = images.unfold(2, size, 1)
+    windows = windows.unfold(3, size, 1)  # (B, C, tops, lefts, size, size)
     samples = torch.arange(len(images), device=images.device)
     top, left = corners.T
-    # Contiguous, as noise drawn like it depends on the layout.
-    return windows[samples, :, top, left].contiguous()
+    crops = windows[samples, :, top, left]
+    # Contiguous, because noise drawn like it depends on the layout.
+    return crops.contiguous()
