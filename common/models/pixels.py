@@ -9,13 +9,16 @@ def bicubic(x):
     """Keys 1981, with a = -1/2."""
     x = x.abs()
     inner = (1.5 * x - 2.5) * x**2 + 1
-    outer = ((2.5 - 0.5 * x) * x - 4) * x + 2
-    return torch.where(x < 1, inner, outer * (x < 2))
+    outer = (2.5 - 0.5 * x) * x - 4
+    outer = outer * x + 2
+    outer = outer * (x < 2)
+    return torch.where(x < 1, inner, outer)
 
 
 def box(x):
     """The mean of the pixels."""
-    return ((x > -0.5) & (x <= 0.5)).double()
+    inside = (x > -0.5) & (x <= 0.5)
+    return inside.double()
 
 
 KERNELS = {"bicubic": bicubic, "box": box}  # functions of the distance x in coarser pixels
@@ -26,8 +29,8 @@ def _weights(length, size, mode, device):
     """The matrix (size, length) that resizes a line to `size` pixels like Pillow, in float32."""
     ratio = length / size
     centers = torch.arange(size, dtype=torch.float64) + 0.5
-    centers = centers * ratio
-    distances = torch.arange(length) - centers[:, None] + 0.5
+    centers = centers[:, None] * ratio
+    distances = torch.arange(length) - centers + 0.5
     scale = max(1.0, ratio)  # when shrinking, widen kernels, so that all pixels count
     table = KERNELS[mode](distances * (1 / scale))
     table = table / table.sum(1, keepdim=True)
@@ -49,7 +52,8 @@ def resize(images, size, mode="bicubic"):
     rows = _weights(height, new_height, mode, images.device)
     columns = _weights(width, new_width, mode, images.device)
     with torch.autocast(images.device.type, enabled=False):  # sums of many pixels
-        resized = rows @ (images.float() @ columns.T)
+        resized = images.float() @ columns.T
+        resized = rows @ resized
     return resized.to(images.dtype)
 
 
@@ -65,24 +69,30 @@ def resize_windows(windows, starts, length, size, new_starts, new_size, mode="bi
     columns = starts[..., None] + pixel[: windows.shape[-1]]  # (B, 2, S)
     rows = new_starts[..., None] + torch.arange(new_size, device=windows.device)  # (B, 2, T)
     weights = table[rows[..., None], columns[:, :, None]]  # (B, 2, T, S)
-    vertical, horizontal = weights[:, :, None].unbind(1)  # (B, 1, T, S) each
+    weights = weights[:, :, None]
+    vertical, horizontal = weights.unbind(1)  # (B, 1, T, S) each
     with torch.autocast(windows.device.type, enabled=False):
-        return vertical @ (windows @ horizontal.mT)
+        resized = windows @ horizontal.mT
+        return vertical @ resized
 
 
 def to_floats(images):
     """uint8 (B, H, W, 3) -> float (B, 3, H, W) with the same values."""
-    return images.permute(0, 3, 1, 2).float()
+    images = images.permute(0, 3, 1, 2)
+    return images.float()
 
 
 def to_bytes(images):
     """float (B, 3, H, W) in [0, 255] -> uint8 (B, H, W, 3), rounded and clamped."""
-    return images.permute(0, 2, 3, 1).round().clamp(0, 255).byte()
+    images = images.permute(0, 2, 3, 1)
+    images = images.round().clamp(0, 255)
+    return images.byte()
 
 
 def resize_uint8(images, size, mode="bicubic"):
     """`resize` for uint8 images (B, H, W, 3)."""
-    return to_bytes(resize(to_floats(images), size, mode))
+    images = resize(to_floats(images), size, mode)
+    return to_bytes(images)
 
 
 def from_uint8(images):
@@ -92,7 +102,8 @@ def from_uint8(images):
 
 def to_uint8(images):
     """float (B, 3, H, W) in [-1, 1] -> uint8 (B, H, W, 3)."""
-    return to_bytes((images + 1) * 127.5)
+    images = (images + 1) * 127.5
+    return to_bytes(images)
 
 
 def blur(images, sigma):
@@ -101,12 +112,14 @@ def blur(images, sigma):
     At the edges, only pixels inside the image count.
     """
     position = torch.arange(images.shape[2], device=images.device)
-    distance = (position - position[:, None]) / sigma[:, None, None]  # (B, H, H)
+    distance = position - position[:, None]
+    distance = distance / sigma[:, None, None]  # (B, H, H)
     kernel = torch.exp(-0.5 * distance**2)
     kernel = kernel / kernel.sum(2, keepdim=True)
     kernel = kernel[:, None]  # (B, 1, H, H)
     with torch.autocast(images.device.type, enabled=False):
-        return kernel @ images @ kernel.mT
+        blurred = kernel @ images
+        return blurred @ kernel.mT
 
 
 def central_square(images, ratio=1):
