@@ -57,7 +57,15 @@ def resize(images, size, mode="bicubic"):
     return resized.to(images.dtype)
 
 
-def resize_windows(windows, starts, length, size, new_starts, new_size, mode="bicubic"):
+def resize_windows(
+    windows,
+    starts,
+    length,
+    size,
+    new_starts,
+    new_size,
+    mode="bicubic",
+):
     """Windows (B, C, T, T) of images resized to `size`, T = `new_size`, beginning at `new_starts`.
 
     windows (B, C, S, S): windows of the original images, which have sides of `length`, beginning at
