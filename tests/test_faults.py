@@ -360,7 +360,7 @@ def test_a_damaged_newest_checkpoint_is_told_and_the_run_goes_on_from_one_before
 
     roll_rows(shutil.copytree(emb, tmp_path / "emb"))
     out = run(*words, "--data", tmp_path / "emb", expect=1)
-    assert "of a run of another model or other data: data digest is" in out
+    assert "from a run with another model or other data: data digest is" in out
 
 
 @pytest.mark.parametrize("name, change, message", [

@@ -128,7 +128,7 @@ def test_a_page_a_line_or_a_logger_that_fails_is_told_and_training_continues(tmp
     log.log(3)
     out = capsys.readouterr().out
     assert out.count("logger console failed: ZeroDivisionError: division by zero") == 1
-    assert out.count("report.html: is there, and not a file; training continues") == 2
+    assert out.count("report.html: exists, and is not a file; training continues") == 2
     assert "No space left on device; training continues" in out
     with pytest.raises(OSError, match="of a checkpoint"), log:  # not hidden by that of a line
         raise OSError("of a checkpoint")

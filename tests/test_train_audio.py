@@ -38,7 +38,7 @@ def whole(tmp_path_factory):
     (voices / "z.wav").write_bytes(b"")
     for stage in STAGES:
         out = train(folder / "whole", stage, folder / "whole")
-        assert "1 of 41 samples looked at cannot be used" in out
+        assert "1 of 41 checked samples cannot be used" in out
         again = train(folder / "whole", stage, folder / "whole")
         assert "is finished at step 6; give more --steps to continue" in again
     # A run may be in a folder that only others may write to.
@@ -327,7 +327,7 @@ def test_a_published_codec_takes_the_place_of_soundstream(whole, voice, tmp_path
     shutil.copytree(whole / "semantic", "run/semantic")
     for stage in ("coarse", "fine"):
         out = train(whole, stage, "run", steps=2, **settings)
-        assert "2 of 82 samples looked at cannot be used" in out
+        assert "2 of 82 checked samples cannot be used" in out
     _, sound = sampled(run_dir="run", prompt=voice, prompt_seconds=0.2)
     assert len(sound) > 1600
     out, sound = sampled(reconstruct=voice, soundstream=settings["soundstream"])
@@ -364,8 +364,8 @@ def test_mistakes_on_the_command_line_are_one_line_and_status_2(words, message):
     [
         (dict(reconstruct="short.wav"), "shorter than a frame of 160"),
         (dict(model="worst.pt"), "semantic/worst.pt: no such checkpoint"),
-        (dict(weights="online", model="best.pt"), "averaged weights alone; --weights online needs"),
-        (dict(run_dir="."), "another program; train first, or name another file (FileNotFound"),
+        (dict(weights="online", model="best.pt"), "has only averaged weights; --weights online"),
+        (dict(run_dir="."), "another program or version; train first, or name another file (File"),
     ],
 )
 def test_mistakes_that_files_show_are_one_line_and_status_1(settings, message, whole):
