@@ -67,7 +67,7 @@ class ChunkDataset(torch.utils.data.Dataset):
                 unusable.append(self.dataset.fault(index) or f"sample {index}")
             if len(unusable) > 100 + MAX_UNUSABLE * len(self.indices):
                 raise UserError(
-                    f"{len(unusable)} unusable samples: {unusable[0]}, …; mend or remove them"
+                    f"{len(unusable)} unusable samples: {unusable[0]}, …; fix or remove them"
                 )
             places[~usable] = (places[~usable] + 1) % len(self.indices)
 

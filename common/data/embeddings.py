@@ -250,7 +250,7 @@ class Embeddings:
         if len(unusable) > loader.MAX_UNUSABLE * len(checked):
             raise UserError(
                 f"{self.path}: {len(unusable)} of {len(checked)} samples cannot be used: "
-                f"{faults[0]}; mend or remove them"
+                f"{faults[0]}; fix or remove them"
             )
         return len(unusable), len(checked), faults
 
