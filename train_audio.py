@@ -759,7 +759,7 @@ def continuations(model, cfg, split, codec):
             [len(real)],
             [False],
             # The index seeds the sampling, so audio of different steps can be compared.
-            [accumulate.derive_seed(cfg.seed, "sound", index)],
+            [accumulate.derive_seed(cfg.seed, "sound", int(index))],
             token_lm.AS_TRAINED,
         )
         if cfg.stage == "fine":

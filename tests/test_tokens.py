@@ -1,43 +1,60 @@
-"""Token caches and crops: ranks share the work, and streams of a crop are of the same time."""
+"""Token caches and crops: ranks share the work, kills lose little, streams are of the same time."""
 
 import collections
+import importlib
 import itertools
+import json
 import multiprocessing
+import os
+import pickle
+import resource
+import signal
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
+from helpers import make_codec
 
 from common import order
 from common.config import UserError
 from common.data import tokens
 from common.data.files import Unusable
 from common.data.recordings import Syllables
+from common.models import semantic
 
 Stream = collections.namedtuple("Stream", "name num_quantizers")
 OF_ANOTHER_RANK = "of another rank"  # which raises it
 STREAMS = [Stream("semantic", 1), Stream("coarse", 2), Stream("fine", 2)]
+FORK = multiprocessing.get_context("fork")
 
 
 def codes_of(index):
-    return np.full((index % 5 + 1, 3), 100 * index)
+    return np.arange(3) + np.full((index % 5 + 1, 3), 100 * index)
 
 
 class Numbers(Syllables):
-    """Recordings whose waves are their numbers; 7 is unusable."""
+    """Recordings whose waves are their numbers; 7 is unusable, 50 a fault."""
 
     unusable = 7
 
     def wave(self, index):
         if fault := self.fault(index):
             raise Unusable(fault)
+        if index == 50:
+            raise UserError("recording 50: the disk is gone")
         return index
 
     def fault(self, index):
         return "" if index != self.unusable else f"recording {index}"
 
 
-def cached(folder, count, checksum, failing=None):
+def settings(folder, workers=0):
+    return SimpleNamespace(run_dir=folder, workers=workers, timeout_minutes=1)
+
+
+def cached(folder, count, checksum, failing=None, workers=0):
     """(error, "" or of another rank, recordings encoded in this process) of a cache."""
     encoded = []
 
@@ -45,20 +62,35 @@ def cached(folder, count, checksum, failing=None):
         if index == failing:
             raise UserError(f"recording {index}: out of order")
         encoded.append(index)
-        return codes_of(index)
+        return torch.from_numpy(codes_of(index))
 
-    tokenizer = SimpleNamespace(checksum=checksum, encode=encode)
+    tokenizer = SimpleNamespace(checksum=checksum, encode=encode, num_quantizers=3)
     try:
-        cache = tokens.token_cache(folder, Numbers(count), tokenizer)
-    except UserError as error:
+        cache = tokens.token_cache(settings(folder, workers), Numbers(count), tokenizer)
+    except (UserError, OSError) as error:
         return str(error), encoded
-    except SystemExit:
-        return OF_ANOTHER_RANK, encoded
-    for index in range(count):
-        expected = codes_of(index)[: 0 if index == Numbers.unusable else None]
-        assert cache[index].dtype == np.uint16
-        assert cache[index].tolist() == expected.tolist()
+    except SystemExit as end:
+        return end.code if end.code > 1 else OF_ANOTHER_RANK, encoded
+    check(cache, count)
+    assert not [*Path(folder).rglob("*.npz*")]
     return "", encoded
+
+
+def check(cache, count):
+    for index, found in enumerate(cache):
+        expected = codes_of(index)[: 0 if index == Numbers.unusable else None]
+        assert found.T.tolist() == expected.tolist()
+        assert cache.frames[index] == len(expected)
+        for start, stop in ((0, 2), (1, 3), (0, 6)):  # another recording begins at its end
+            window = cache.window(index, start, stop, slice(1, None))
+            assert window.tolist() == expected[start:stop, 1:].tolist()
+    assert index == count - 1
+
+
+def contents(folder):
+    """The one cache below a folder."""
+    [path] = Path(folder).rglob("tokens/*/tokens")
+    return path.read_bytes()
 
 
 def cached_again(folder):
@@ -86,7 +118,148 @@ def test_ranks_share_the_work_of_a_cache_and_after_an_error_what_was_done_is_kep
     assert abs(counts[1][4] - counts[2][4]) == 1
 
 
-FORK = multiprocessing.get_context("fork")
+def meeting_often(folder):
+    tokens.PIECE_SECONDS = 0
+    return cached(folder, 9, "a", workers=1)
+
+
+def test_a_cache_is_the_same_file_from_one_rank_or_two_that_meet_and_read_ahead(tmp_path, on_ranks):
+    assert cached(tmp_path / "one", 9, "a")[0] == ""
+    ranks = on_ranks(2, meeting_often, tmp_path / "two")
+    assert ranks == [("", [0, 2, 4, 6, 8]), ("", [1, 3, 5])]
+    assert contents(tmp_path / "one") == contents(tmp_path / "two")
+
+
+def test_tokens_are_those_of_recordings_encoded_one_by_one(tmp_path):
+    codec = make_codec()
+    codec.checksum = "codec"
+    dataset = Syllables(8, hop_length=codec.hop_length)
+    kmeans = semantic.KMeans(8, semantic.MFCC(), dataset.rate)
+    kmeans.checksum = "kmeans"
+    kmeans.fit(kmeans.features(dataset.wave(0)), 0)
+    for tokenizer in (codec, kmeans):
+        cache = tokens.token_cache(settings(tmp_path), dataset, tokenizer)
+        for index, found in enumerate(cache):
+            expected = tokenizer.encode(dataset.wave(index)).reshape(found.shape[1], -1)
+            assert found.T.tolist() == expected.tolist()
+
+
+def test_a_cache_is_mapped_and_not_read_also_by_a_worker_that_gets_a_copy(tmp_path):
+    tokenizer = SimpleNamespace(checksum="a", encode=codes_of, num_quantizers=3)
+    cache = tokens.token_cache(settings(tmp_path), Numbers(20), tokenizer)
+    copied = pickle.dumps(cache)
+    assert len(copied) < 500
+    caches = [cache, pickle.loads(copied)]
+    with open(cache.arguments[0], "r+b") as file:
+        file.seek(-2, 2)
+        file.write((60000).to_bytes(2, "little"))
+    for each in caches:
+        assert each.window(19, 4, 5).tolist() == [[1900, 1901, 60000]]
+
+
+def test_an_error_of_a_worker_that_reads_ahead_ends_the_run_and_what_was_done_is_kept(tmp_path):
+    error, encoded = cached(tmp_path, 60, "a", workers=2)
+    assert error == "recording 50: the disk is gone"
+    assert encoded == [*range(7), *range(8, 50)]
+
+
+# Kills
+
+
+def in_a_process(work, *arguments):
+    """The exit status of `work` in a process of its own."""
+    process = FORK.Process(target=work, args=arguments)
+    process.start()
+    process.join()
+    return process.exitcode
+
+
+def end_at(folder, moment, number):
+    """Make a cache, and send this process a signal at a moment: the `number`th encoding, or a call.
+
+    Recordings that are encoded are written to a file.
+    """
+    with open(folder / "encoded", "a") as record:
+
+        def encode(index):
+            if moment in (signal.SIGTERM, signal.SIGKILL) and index == number:
+                os.kill(os.getpid(), moment)
+            print(index, file=record, flush=True)
+            return codes_of(index)
+
+        replace = os.replace
+
+        def kill(path, target=None):
+            if target and target.suffix:  # a piece
+                return replace(path, target)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        if moment == "replace":
+            os.replace = kill
+        if moment == "unlink":
+            Path.unlink = kill
+        tokens.PIECE_SECONDS = 0
+        tokenizer = SimpleNamespace(checksum="a", encode=encode, num_quantizers=3)
+        tokens.token_cache(settings(folder), Numbers(20), tokenizer)
+
+
+def test_a_kill_at_any_moment_loses_the_recording_in_work(tmp_path):
+    assert cached(tmp_path / "whole", 20, "a")[0] == ""
+    folder = tmp_path / "killed"
+    folder.mkdir()
+    for number in (0, 1, 5, 6, 12, 19):
+        assert in_a_process(end_at, folder, signal.SIGKILL, number) == -signal.SIGKILL
+    for moment in ("replace", "unlink"):  # as it is joined: before it is there, and after
+        assert in_a_process(end_at, folder, moment, 0) == -signal.SIGKILL
+    assert in_a_process(end_at, folder, "", 0) == 0
+    encoded = (folder / "encoded").read_text().split()
+    assert encoded == [str(index) for index in range(20) if index != 7]
+    assert contents(folder) == contents(tmp_path / "whole")
+    assert {path.name for path in folder.rglob("*/*/*")} == {"tokens", ".lock"}
+
+
+def test_a_signal_is_heard_and_the_recording_in_work_is_kept(tmp_path):
+    assert in_a_process(end_at, tmp_path, signal.SIGTERM, 12) == 128 + signal.SIGTERM
+    assert in_a_process(end_at, tmp_path, "", 0) == 0
+    encoded = (tmp_path / "encoded").read_text().split()
+    assert encoded == [str(index) for index in range(20) if index != 7]
+
+
+@pytest.mark.parametrize("fault", ["cut", "changed", "empty"])
+def test_a_damaged_piece_is_made_anew(fault, tmp_path):
+    assert in_a_process(end_at, tmp_path, signal.SIGKILL, 12) == -signal.SIGKILL
+    [piece] = tmp_path.rglob("4.npz")
+    good = piece.read_bytes()
+    changed = good.replace((401).to_bytes(2, "little"), b"12", 1)
+    piece.write_bytes({"cut": good[:-1], "changed": changed, "empty": b""}[fault])
+    assert cached(tmp_path, 20, "a") == ("", [4, *range(12, 20)])
+
+
+@pytest.mark.parametrize("size", [0, 1, 100, -2])
+def test_a_cache_of_another_size_is_made_anew(size, tmp_path):
+    cached(tmp_path, 20, "a")
+    good = contents(tmp_path)
+    [path] = tmp_path.rglob("tokens/*/tokens")
+    path.write_bytes(good[:size])
+    assert len(cached(tmp_path, 20, "a")[1]) == 19  # it compares the tokens
+    assert contents(tmp_path) == good
+
+
+def fill_the_disk(folder):
+    tokens.PIECE_SECONDS = 0
+    # A piece of one recording takes 772 bytes, and 6 a frame.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (800, 800))
+    error, encoded = cached(folder, 20, "a")
+    assert "File too large, writing" in error, error
+    assert "4.npz" in error
+    assert encoded == [0, 1, 2, 3, 4]
+
+
+def test_a_full_disk_ends_the_run_with_the_name_of_the_file_and_what_fitted_is_kept(tmp_path):
+    assert in_a_process(fill_the_disk, tmp_path) == 0
+    assert cached(tmp_path, 20, "a")[1][0] == 4
+
+
 TOGETHER = FORK.Barrier(2)
 
 
@@ -101,37 +274,61 @@ def test_runs_at_the_same_time_share_a_cache_and_what_was_mended_is_encoded(tmp_
     assert [error for error, _ in results] == ["", ""]
     assert sum(len(encoded) for _, encoded in results) == 19
     monkeypatch.setattr(Numbers, "unusable", None)
-    assert cached(tmp_path, 20, "a") == ("", [7, 7])  # it is usable, so its part is written anew
+    assert cached(tmp_path, 20, "a") == ("", [7])
+    assert cached(tmp_path, 20, "a") == ("", [])
 
 
-@pytest.mark.parametrize("fault", ["cut", "changed", "empty"])
-def test_a_damaged_part_of_a_cache_is_made_anew(fault, tmp_path):
-    cached(tmp_path, 20, "a")
-    [path] = tmp_path.rglob("19.npz")
-    good = path.read_bytes()
-    changed = good.replace((1900).to_bytes(2, "little"), b"12", 1)
-    path.write_bytes({"cut": good[:-1], "changed": changed, "empty": b""}[fault])
-    assert cached(tmp_path, 20, "a") == ("", [19])  # it compares the tokens
+# Crops
 
 
-def make_crops(frames, frame_rate=50):
+def written(arrays, num_quantizers):
+    """Tokens of arrays (T, Q) or (T,), in a file."""
+    path = Path(f"tokens of {num_quantizers}").absolute()
+    arrays = [np.asarray(x, np.uint16).reshape(-1, num_quantizers).T for x in arrays]
+    frames = np.array([x.shape[1] for x in arrays])
+    tokens.write_tokens(path, frames, ((i, x.copy()) for i, x in enumerate(arrays)))
+    return tokens.Tokens(path, len(arrays), num_quantizers)
+
+
+def make_crops(frames, frame_rate=50, words=None):
     """TokenCrops of 40 frames of recordings of so many `frames`.
 
-    Each token is the number of its frame, plus 1,000 a quantizer.
+    Each token is the number of its frame, plus 1,000 a quantizer. words: other semantic tokens.
     """
     numbers = range(len(frames))
     dataset = SimpleNamespace(
         texts=[f"text {index}" for index in numbers],
         names=[f"{index}.wav" for index in numbers],
     )
-    words = [np.arange(n * 50 / frame_rate, dtype=int) for n in frames]
+    words = words or [np.arange(n * 50 / frame_rate, dtype=int) for n in frames]
     codes = [np.arange(n)[:, None] + [0, 1000, 2000, 3000, 4000] for n in frames]
 
     def ends(streams, samples):
         assert streams == STREAMS
         return {"ended": [ended for _, ended in samples]}
 
-    return tokens.TokenCrops(dataset, 40 / frame_rate, STREAMS, ends, words, codes, frame_rate)
+    return tokens.TokenCrops(
+        dataset,
+        40 / frame_rate,
+        STREAMS,
+        ends,
+        written(words, 1),
+        written(codes, 5),
+        frame_rate,
+    )
+
+
+def without_codes(crops):
+    """The crops of semantic tokens alone, at 50 a second."""
+    return tokens.TokenCrops(
+        crops.dataset,
+        crops.seconds,
+        STREAMS[:1],
+        crops.lay_out,
+        crops.semantic_tokens,
+        None,
+        50,
+    )
 
 
 @pytest.mark.parametrize("rate", [25, 50, 62.5, 80])
@@ -146,7 +343,7 @@ def test_tokens_of_a_crop_are_of_the_same_time_and_only_true_ends_end(rate):
         assert abs(first / rate - words[0] / 50) <= 0.5 / 50 + 1e-6
         assert abs((last + 1) / rate - (words[-1] + 1) / 50) <= 1 / 50 + 1e-6
         assert ended == (last == lengths[index] - 1)
-        assert not ended or words[-1] == len(crops.semantic_tokens[index]) - 1
+        assert not ended or words[-1] == crops.semantic_tokens.frames[index] - 1
     batch, usable = crops.fetch(np.arange(4))
     # A text says all of a recording: a crop that is a part of one has none.
     assert batch == {"ended": [False, True, True, False], "text": ["", "text 1", "text 2", ""]}
@@ -156,13 +353,12 @@ def test_tokens_of_a_crop_are_of_the_same_time_and_only_true_ends_end(rate):
 
 
 def test_repeated_semantic_tokens_are_removed_and_empty_recordings_are_unusable():
-    crops = make_crops([6, 0])
-    crops.semantic_tokens[0] = np.array([5, 5, 3, 3, 3, 5])
+    crops = make_crops([6, 0], words=[[5, 5, 3, 3, 3, 5], []])
     (words, _, _), _ = crops.crop(0)
     assert words.tolist() == [[5], [3], [5]]
     _, usable = crops.fetch(np.arange(2))
     assert usable.tolist() == [True, False]
-    assert crops.readable(np.arange(2)) == [0]
+    assert crops.readable(np.arange(2)).tolist() == [0]
     crops.streams = STREAMS[:2]
     assert crops.lengths(np.arange(2)) == {"max_frames": 6, "max_context": 3, "frame_rate": 50}
 
@@ -178,8 +374,7 @@ def test_repeated_semantic_tokens_are_removed_and_empty_recordings_are_unusable(
     ],
 )
 def test_a_window_has_the_tokens_that_sound_in_it_and_one_at_least(start, stop, expected):
-    crops = make_crops([30])
-    crops.semantic_tokens[0] = np.repeat([7, 8, 9], 10)
+    crops = make_crops([30], words=[np.repeat([7, 8, 9], 10)])
     words, _, _ = crops.window(0, start, stop)
     assert "".join("ABC"[token - 7] for token in words[:, 0]) == expected
 
@@ -212,19 +407,15 @@ def test_what_is_heard_finds_its_place_though_a_tenth_of_it_flickers():
 
 
 def test_lengths_are_those_of_crops_at_any_place_and_not_of_the_silence_before():
-    crops = make_crops([400] * 50)
     silence = np.zeros(300, int)
-    for index in range(50):
-        crops.semantic_tokens[index] = np.append(silence, np.arange(100))
+    crops = make_crops([400] * 50, words=[np.append(silence, np.arange(100))] * 50)
     crops.streams = STREAMS[:2]
     assert all(len(crops.crop(index)[0][0]) == 1 for index in range(50))  # at the beginning
     assert crops.lengths(np.arange(50))["max_context"] == 40
 
 
 def test_with_texts_the_longest_sound_is_one_window_and_without_most_are():
-    crops = make_crops([10] * 99 + [40])
-    crops.streams = STREAMS[:1]
-    crops.codes = None
+    crops = without_codes(make_crops([10] * 99 + [40]))
     assert crops.lengths(np.arange(100))["max_frames"] == 40
     crops.dataset.texts = [""] * 100
     assert crops.lengths(np.arange(100))["max_frames"] == 10
@@ -252,8 +443,8 @@ def test_a_whole_recording_may_be_followed_by_another_of_its_speaker_with_both_t
     crops.dataset.texts[1] = ""
     assert crops.sample(0, 0.0, 0.0, 0.9)[2] == ""  # a text says all
     crops.dataset.texts[1] = "text 1"
-    crops.streams = STREAMS[:1]
-    crops.codes = None
+    crops = without_codes(crops)
+    crops.join_within(np.array([0, 1, 2, 3]), 0.5)
     assert crops.lengths(np.arange(2))["max_frames"] > 12
     crops.lay_out = lambda streams, samples: {}
     batch, _ = crops.fetch(np.arange(3))
@@ -267,3 +458,15 @@ def test_it_is_said_how_many_recordings_are_too_long_for_their_text(capsys):
     assert "1 of 3 recordings are longer than a crop, up to 4.00 s (0.wav)" in err
     with pytest.raises(UserError, match=r"up to 4\.00 s \(0\.wav\).* give --seconds 4\.00"):
         tokens.learn_vocabulary(crops, np.arange(1), 5, 20)
+
+
+def test_the_benchmark_gives_its_lines(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(Path(__file__).parent / "benchmarks")
+    bench = importlib.import_module("bench_tokens")
+    monkeypatch.setattr("sys.argv", ["bench_tokens", "--hours", "0.1", "--crops", "100"])
+    bench.main()
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    cases = [(line["case"], line.get("processes")) for line in lines]
+    crops = [(stage, processes) for stage in ("coarse", "fine") for processes in (1, 2)]
+    assert cases == [("write", None), ("open", None), *crops]
+    assert all(line.get("crops_per_s", 1) > 0 for line in lines)

@@ -237,6 +237,11 @@ class Recordings:
             raise Unusable(f"{self.path / self.names[index]}: it ends before its header says")
         return wave
 
+    def __getitem__(self, index):
+        """The wave of a recording (T,), or None if it is unusable."""
+        with contextlib.suppress(Unusable):
+            return self.wave(index)
+
     def level(self, index, frames, file_rate):
         """`audio.level` of a recording, which is measured once."""
         index -= index % self.shifts  # shifted ones are of the same file

@@ -4,12 +4,14 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import itertools
+import time
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from common import accumulate, checkpoint, config, dist, order, tracker
+from common import accumulate, checkpoint, config, dist, loader, order, tracker
 from common.config import UserError
 from common.data.files import Unusable
 from common.models import clip, semantic
@@ -111,69 +113,155 @@ def code_entropies(codes, Q, size):
 # Caches
 
 
-def token_cache(folder, dataset, tokenizer):
-    """The tokens of a dataset's recordings: a list of uint16 numpy, (T,) or (T, Q).
+class Tokens:
+    """The tokens of all recordings, in a file that is memory-mapped: processes share its pages.
 
-    All ranks call it, and encode their share of what is missing.
-
-    tokenizer: its `encode` of a wave gives integers below 65536, and its `checksum` changes with
-    them. Recordings that are unusable have no tokens. The tokens are kept in up to 64 files below
-    `folder`: a rank that is killed repeats one of them.
+    It has the offsets of recordings among all frames, int64 (N + 1,), then the tokens, uint16
+    (Q, frames): one quantizer after the other, so a stage reads only those that it needs.
+    frames: of each recording, (N,); 0: it is unusable. Iteration gives the tokens (Q, T) of each.
     """
-    fingerprint = dataset.fingerprint()
-    digest = order.hash_of(repr((fingerprint, tokenizer.checksum)).encode())
-    place = Path(folder, f"{digest:016x}")
-    count = len(dataset)
-    indices = np.array_split(range(count), min(count, 64))
-    parts = [(place / f"{number:02d}.npz", part) for number, part in enumerate(indices)]
 
-    def encode(index):
-        codes = []
-        with contextlib.suppress(Unusable):
-            codes = tokenizer.encode(dataset.wave(index))
-        return torch.as_tensor(codes, dtype=torch.int64)
+    def __init__(self, path, count, num_quantizers):
+        """ValueError if the file is of another size. Its tokens are not checked."""
+        self.arguments = path, count, num_quantizers
+        content = np.asarray(np.memmap(path, np.uint16, "r"))  # parts of an array are made faster
+        size = 4 * (count + 1)  # of the offsets, in numbers of 16 bits
+        self.offsets = content[:size].view(np.int64).reshape(count + 1)
+        self.tokens = content[size:].reshape(num_quantizers, self.offsets[-1])
+        self.frames = np.diff(self.offsets)
 
-    def encode_missing():
-        place.mkdir(parents=True, exist_ok=True)
-        share = parts[dist.rank() :: dist.world_size()]
-        progress = tracker.progress(share, desc="tokens", delay=1, disable=not dist.is_main())
-        for path, part in progress:
-            with open(path.with_suffix(".lock"), "w") as lock:
-                checkpoint.lock(lock, wait=True)  # coarse and fine may be trained at once
-                found = _load_tokens(path)
-                # What was unusable may have been mended since.
-                missing = [
-                    index
-                    for index, row in zip(part, found or [])
-                    if not len(row)
-                ]
-                is_mended = any(len(encode(index)) for index in missing)
-                if found and not is_mended:
-                    continue
-                encoded = list(map(encode, part.tolist()))
-                # In a row: an array for each of 100,000 recordings takes 8 s to read, these 0.3 s.
-                row = torch.cat(encoded).numpy().astype(np.uint16)
-                with checkpoint.atomic_write(path) as file:
-                    np.savez(file, tokens=row, lengths=list(map(len, encoded)))
+    def __reduce__(self):
+        return Tokens, self.arguments  # a worker that was not forked maps the file, too
 
-    dist.on_all(encode_missing)
-    # An hour of 4 quantizers at 50 Hz takes 1.4 MB.
-    tokens = []
-    for path, _ in parts:
-        tokens += _load_tokens(path)
-    return tokens
+    def __iter__(self):
+        for start, stop in itertools.pairwise(self.offsets):
+            yield self.tokens[:, start:stop]
+
+    def window(self, index, start, stop, quantizers=slice(None)):
+        """The tokens, int64 (T, n), of the frames `start` to `stop`, or the end, of a recording."""
+        first, end = self.offsets[index : index + 2]
+        tokens = self.tokens[quantizers, first + start : min(first + stop, end)]
+        return torch.from_numpy(tokens.T.astype(np.int64))  # embeddings take 64 bits
 
 
-def _load_tokens(path):
-    """The tokens of each recording of a file, or None: missing or damaged.
+def write_tokens(path, frames, encoded):
+    """Write the file of `Tokens`. encoded: (recording, its tokens (Q, T)), in any order."""
+    offsets = np.append(0, frames.cumsum())
+    with checkpoint.atomic_write(path) as file:
+        file.write(offsets.tobytes())
+        for index, tokens in encoded:
+            for quantizer, row in enumerate(tokens):
+                frame = quantizer * offsets[-1] + offsets[index]
+                file.seek(offsets.nbytes + frame * row.itemsize)
+                file.write(row.tobytes())
+
+
+# Until all tokens are known, they are in pieces: those that a rank has made in so many seconds.
+PIECE_SECONDS = 20
+
+
+def read_pieces(place):
+    """Yield (recording, tokens (Q, T)) of the pieces in a folder, but for those that are damaged.
 
     Zip files have checksums.
     """
-    try:
-        with np.load(path) as file:
-            return np.split(file["tokens"], file["lengths"].cumsum()[:-1])
-    except Exception:  # numpy and zipfile raise a dozen types for a damaged file
-        return None
+    for path in place.glob("*.npz"):
+        # numpy and zipfile raise a dozen types for a damaged file.
+        with contextlib.suppress(Exception), np.load(path) as file:
+            ends = file["frames"].cumsum()
+            yield from zip(file["indices"], np.split(file["tokens"].T, ends[:-1], axis=1))
+
+
+def encode_missing(place, missing, cfg, dataset, tokenizer):
+    """Write the tokens of the recordings `missing` in pieces, in the folder `place`. Collective.
+
+    Ranks take turns, and meet after each piece: so signals are heard, and no rank waits for long.
+    One recording is encoded at a time. In a batch its padding, and so its tokens, would depend on
+    which others are missing.
+    """
+    share = missing[dist.rank() :: dist.world_size()].tolist()
+    timeout = 60 * cfg.timeout_minutes
+    waves = loader.read_ahead(dataset, share, cfg.workers, timeout=timeout)
+    bar = tracker.progress(share, desc="tokens", delay=1, disable=not dist.is_main())
+    recordings = zip(bar, waves)
+
+    def make_piece():
+        """Whether some may be left. After an error the piece has what was encoded before it."""
+        due = time.monotonic() + PIECE_SECONDS
+        encoded = {}  # {recording: tokens (T, Q)}
+        try:
+            for index, wave in recordings:
+                if wave is not None:
+                    codes = np.asarray(tokenizer.encode(wave), np.uint16)
+                    encoded[index] = codes.reshape(-1, tokenizer.num_quantizers)
+                if time.monotonic() >= due:
+                    return True
+        finally:
+            if encoded:
+                with checkpoint.atomic_write(place / f"{min(encoded)}.npz") as file:
+                    np.savez(
+                        file,
+                        indices=list(encoded),
+                        frames=list(map(len, encoded.values())),
+                        tokens=np.concatenate(list(encoded.values())),
+                    )
+
+    with dist.listening():
+        while any(dist.all_gather(dist.on_all(make_piece))):
+            dist.stop_together()
+
+
+def token_cache(cfg, dataset, tokenizer):
+    """The Tokens of a dataset's recordings, a file below RUN/tokens. Collective.
+
+    What is missing is encoded. The file is the same, whatever number of ranks has made it, and
+    however often they were killed.
+
+    tokenizer: its `encode` of a wave gives integers below 65536, (T,) or (T, num_quantizers), and
+    its `checksum` changes with them. Recordings that are unusable have no tokens; each start tries
+    them again.
+    """
+    fingerprint = dataset.fingerprint()
+    digest = order.hash_of(repr((fingerprint, tokenizer.checksum)).encode())
+    place = Path(cfg.run_dir, "tokens", f"{digest:016x}")
+    path = place / "tokens"
+    arguments = path, len(dataset), tokenizer.num_quantizers
+
+    def known():
+        """Yield (recording, tokens (Q, T)) of the file, then of pieces, which win."""
+        saved = ()
+        with contextlib.suppress(FileNotFoundError, ValueError):  # it is not there, or damaged
+            saved = Tokens(*arguments)
+        yield from enumerate(saved)
+        yield from read_pieces(place)
+
+    def known_frames():
+        frames = np.zeros(len(dataset), np.int64)
+        for index, tokens in known():
+            frames[index] = tokens.shape[1]
+        return frames
+
+    def join():
+        pieces = list(place.glob("*.npz*"))  # also those that were being written
+        if pieces or not path.exists():
+            write_tokens(path, known_frames(), known())
+        for piece in pieces:
+            piece.unlink()
+
+    def lock():
+        with contextlib.suppress(BlockingIOError, PermissionError):
+            checkpoint.lock(file)
+            return True
+
+    dist.on_all(lambda: place.mkdir(parents=True, exist_ok=True))
+    with open(place / ".lock", "w") as file:
+        while not dist.on_main(lock):  # another run makes them, as fine beside coarse
+            time.sleep(1)
+        missing = dist.on_main(lambda: np.flatnonzero(known_frames() == 0))
+        if len(missing):
+            encode_missing(place, missing, cfg, dataset, tokenizer)
+        dist.on_main(join)
+    return Tokens(*arguments)
 
 
 # Crops
@@ -217,13 +305,13 @@ class TokenCrops:
     # Function (streams, samples) -> a batch of [(codes of each stream (T, Q), whether it ends
     # there)].
     lay_out: object
-    # Of all recordings, as of `token_cache`, or None: (T,) and (T, Q).
-    semantic_tokens: list | None
-    codes: list | None
+    semantic_tokens: Tokens | None
+    codes: Tokens | None
     frame_rate: float  # codes a second
 
     def __post_init__(self):
-        self.frames_of = self.codes or self.semantic_tokens  # crops are cut in frames of these
+        timing = self.codes or self.semantic_tokens  # crops are cut in frames of these
+        self.frames = timing.frames  # of each recording
         self.crop_frames = max(1, round(self.seconds * self.frame_rate))
         # See `join_within`.
         self.join = 0.0
@@ -235,14 +323,14 @@ class TokenCrops:
 
     def readable(self, indices):
         """Those of `indices` whose recordings have tokens."""
-        return [index for index in indices.tolist() if len(self.frames_of[index])]
+        return indices[self.frames[indices] > 0]
 
     def crop(self, index, offset=0.0):
         """(tokens of each stream, int64 (T, Q), and whether the recording ends there).
 
         offset: within [0, 1), from the first to the last possible crop.
         """
-        frames = len(self.frames_of[index])
+        frames = int(self.frames[index])
         # Every frame at which a whole crop fits is equally probable.
         start = int(offset * (max(0, frames - self.crop_frames) + 1))
         stop = min(frames, start + self.crop_frames)
@@ -255,21 +343,20 @@ class TokenCrops:
         for stream in self.streams:
             if stream.name == "semantic":
                 # The same time, at another frame rate: what sounds in it, and one token at least.
-                heard = self.semantic_tokens[index]  # (T,)
                 ratio = semantic.FRAME_RATE / self.frame_rate
-                start_heard = min(round(start * ratio), len(heard) - 1)
+                last = int(self.semantic_tokens.frames[index])
+                start_heard = min(round(start * ratio), last - 1)
                 stop_heard = max(round(stop * ratio), start_heard + 1)
-                if stop == len(self.frames_of[index]):  # rounding must not lose the last token
-                    stop_heard = len(heard)
-                heard = torch.from_numpy(heard[start_heard:stop_heard].astype(np.int64))
+                if stop == self.frames[index]:  # rounding must not lose the last token
+                    stop_heard = last
+                heard = self.semantic_tokens.window(index, start_heard, stop_heard)  # (T, 1)
                 # Without repetitions, so coarse must model durations (AudioLM §III-C).
-                codes = heard.unique_consecutive()[:, None]  # (N, 1)
+                codes = heard[:, 0].unique_consecutive()[:, None]  # (N, 1)
             else:
-                first_of_next = first + stream.num_quantizers
-                codes = self.codes[index][start:stop, first:first_of_next]  # (T, n)
-                codes = torch.from_numpy(codes.astype(np.int64))
-                first = first_of_next
-            found.append(codes)  # caches hold 16 bits, embeddings take 64
+                quantizers = slice(first, first + stream.num_quantizers)
+                codes = self.codes.window(index, start, stop, quantizers)  # (T, n)
+                first = quantizers.stop
+            found.append(codes)
         return found
 
     def join_within(self, indices, probability):
@@ -296,7 +383,7 @@ class TokenCrops:
         if draw < self.join:
             others = self.others[self.dataset.speaker_of[index]]
             other = others[int(which * len(others))]
-            if len(self.frames_of[index]) + len(self.frames_of[other]) <= self.crop_frames:
+            if self.frames[[index, other]].sum() <= self.crop_frames:
                 following, ended = self.crop(other)
                 streams = [torch.cat(pair) for pair in zip(streams, following)]
                 if self.streams[0].name == "semantic":  # without repetitions, here too
@@ -307,12 +394,12 @@ class TokenCrops:
 
     def is_whole(self, index):
         """Whether every crop of a recording is all of it."""
-        return len(self.frames_of[index]) <= self.crop_frames
+        return self.frames[index] <= self.crop_frames
 
     def fetch(self, indices, random_bits=None):
         """(the batch of `lay_out` with "text": [B], or {} unless all are usable; usable (B,))."""
         # Recordings that could not be read have no tokens.
-        usable = np.isin(indices, self.readable(indices))
+        usable = self.frames[indices] > 0
         if not usable.all():
             return {}, usable
         # In evaluation every crop is the beginning of its recording, and none follows it.
@@ -342,8 +429,7 @@ class TokenCrops:
                 "frame_rate": self.frame_rate,
             }
         alone = [len(streams[0]) for streams, _ in map(self.crop, indices, draws[0])]
-        frames = [len(self.frames_of[index]) for index in indices]
-        seconds = np.minimum(frames, self.crop_frames) / self.frame_rate
+        seconds = np.minimum(self.frames[indices], self.crop_frames) / self.frame_rate
         frame_rate = float(np.quantile(np.array(alone) / seconds, 0.95))
         has_texts = any(self.dataset.texts[index] for index in indices)
         frames = int(np.quantile(lengths, 1.0 if has_texts else 0.95))
@@ -356,13 +442,12 @@ def tokenize_splits(cfg, splits, streams, lay_out, kmeans, codec):
     All recordings are made tokens once, in files below RUN/tokens. kmeans, codec: None if the crops
     have none of their tokens. Collective.
     """
-    folder = Path(cfg.run_dir, "tokens")
     frame_rate = codec.frame_rate if codec else semantic.FRAME_RATE
 
     @functools.cache  # for --data and, if given, for --val_data
     def crops_of(dataset):
-        semantic_tokens = token_cache(folder, dataset, kmeans) if kmeans else None
-        codes = token_cache(folder, dataset, codec) if codec else None
+        semantic_tokens = token_cache(cfg, dataset, kmeans) if kmeans else None
+        codes = token_cache(cfg, dataset, codec) if codec else None
         return TokenCrops(
             dataset,
             cfg.seconds,
@@ -391,10 +476,10 @@ def learn_vocabulary(crops, indices, size, max_tokens):
     if not any(texts):
         return [], 0
     readable = crops.readable(indices)
-    longer = [index for index in readable if not crops.is_whole(index)]
-    if longer:
-        longest = max(longer, key=lambda index: len(crops.frames_of[index]))
-        seconds = len(crops.frames_of[longest]) / crops.frame_rate
+    longer = readable[crops.frames[readable] > crops.crop_frames]
+    if len(longer):
+        longest = longer[crops.frames[longer].argmax()]
+        seconds = crops.frames[longest] / crops.frame_rate
         about = f"longer than a crop, up to {seconds:.2f} s ({dataset.names[longest]})"
         if len(longer) == len(readable):
             dist.fail(

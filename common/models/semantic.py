@@ -9,8 +9,8 @@ of layer 7 of w2v-BERT XL, 25 a second. That model is not published; w2v-BERT 2.
 HuBERT (Hsu et al. 2021, §III-A) and WavLM (Chen et al. 2021) are used in the same way.
 
 Features of another model are a class as MFCC, or as SpeechLayer of interop/speech.py. A semantic
-model without k-means goes in the place of KMeans: it needs `clusters`, `encode` and, if it is
-fitted, `fit` and the buffers that this fills; its tokens must be FRAME_RATE a second.
+model without k-means goes in the place of KMeans: it needs `clusters`, `num_quantizers`, `encode`
+and, if it is fitted, `fit` and the buffers that this fills; its tokens must be FRAME_RATE a second.
 """
 
 import numpy as np
@@ -56,6 +56,8 @@ class KMeans(nn.Module):
     the same tokens alone as within its recording; a layer of a published model sees all of a block.
     Long sounds are taken in blocks, so an hour fits into memory.
     """
+
+    num_quantizers = 1  # a codec has more tokens a frame
 
     def __init__(self, clusters, features, sample_rate):
         super().__init__()
