@@ -1,61 +1,62 @@
 """Train a SoundStream codec, then semantic, coarse and fine token transformers (AudioLM).
 
-(text, prompt) -> sound:
+(text, prompt) -> audio:
 
-    torchrun --nproc_per_node=2 train_audio.py         # all four, on built-in syllables
+    torchrun --nproc_per_node=2 train_audio.py         # all four, on the built-in syllables
     torchrun --nproc_per_node=2 train_audio.py --stage soundstream --data speech --run_dir runs/mine
     python train_audio.py evaluate
     python train_audio.py sample --text "a i u o" --out out.wav
     python train_audio.py sample --prompt voice.wav --seconds 2 --out out.wav   # in the same voice
     python train_audio.py sample --reconstruct in.wav --num_quantizers 2 --out out.wav
 
-The same command again resumes. Each stage is a run of its own: RUN/soundstream, RUN/semantic,
+Run the same command again to resume. Each stage is a run of its own: RUN/soundstream, RUN/semantic,
 RUN/coarse and RUN/fine. Later stages read the folders of earlier ones. A published codec can
-replace the first stage (--stage semantic --sample_rate 24000, then --stage coarse --soundstream
-hf:kyutai/mimi, and so for fine).
-`python train_audio.py [train|evaluate|sample] --help` lists the settings, for train those that all
-stages share; `--stage NAME --help` lists those of a stage.
+replace the first stage: --stage semantic --sample_rate 24000, then --stage coarse --soundstream
+hf:kyutai/mimi, and the same for fine.
+`python train_audio.py [train|evaluate|sample] --help` lists the settings. For train these are the
+ones that all stages share; `--stage NAME --help` lists those of one stage.
 
     wave (T,) -> SoundStream -> codes (frames, Q): the first quantizers are coarse, the others fine
-    wave (T,) -> k-means of MFCC or HuBERT -> semantic tokens (N,): what is said, not by whom
+    wave (T,) -> k-means on MFCC or HuBERT -> semantic tokens (N,): content, not speaker
     text -> [semantic] -> [semantic | coarse] -> [coarse | fine] -> SoundStream's decoder -> wave
 
-SoundStream: Zeghidour et al. 2021. AudioLM: Borsos et al. 2022. Their models are in common/models,
-in soundstream.py and token_lm.py.
+SoundStream: Zeghidour et al. 2021. AudioLM: Borsos et al. 2022. The models are in
+common/models/soundstream.py and common/models/token_lm.py.
 
 What differs from the papers, also in the presets:
 SoundStream
-- By default there are no discriminators, but an L1 loss of waves (--adversarial_weight adds them).
-- No FiLM, so no denoising (§III-F). Residual units start as the identity.
-- Recordings are brought to one loudness, and inside to a size of 1. With --pre_emphasis the codec
-  is of x[t] - a x[t-1], and so are its losses and discriminators.
+- By default an L1 loss on waves replaces the discriminators (--adversarial_weight adds them).
+- There is no FiLM, so no denoising (§III-F). Residual units start as the identity.
+- Recordings are normalized to one loudness; inside the codec their RMS is 1. With --pre_emphasis
+  the codec models x[t] - a x[t-1], and losses and discriminators see this signal as well.
 - Weights and codebooks are averaged (EMA).
-- Codebooks start by k-means++ on frames of many batches, not of the first one. Codes are dead by
-  their share of use, and become evenly spaced frames of the first chunk, not random ones.
-- Discriminators have no weight norm, slopes of 0.1 and zero padding; the wave at a quarter of its
-  rate is pooled once by 4, not twice by 2.
-- Losses are means, of log-mel spectra and of features in proportion (`soundstream.py`). Filters are
-  wide enough for the shortest window (`audio.mel_filters`).
-- By default, but not by audiolm-16khz, the first 300 steps have no quantizer.
+- k-means++ initializes codebooks from frames of many batches; the paper uses only the first batch.
+  A code is dead if its share of use is low. Evenly spaced frames of the first chunk replace dead
+  codes, not random ones.
+- Discriminators have no weight norm, leaky ReLUs of slope 0.1, and zero padding. For the wave at a
+  quarter of the rate there is one pooling by 4, not two by 2.
+- Losses are means: of log-mel spectra, and of feature distances relative to the features' size
+  (`soundstream.py`). Mel filters are wide enough for the shortest window (`audio.mel_filters`).
+- By default the first 300 steps have no quantizer. The preset audiolm-16khz starts with it.
 AudioLM
-- Semantic tokens are 50 a second. By default they are of MFCC.
-- Positions are rotary: AudioLM's relative ones (T5) are a bias of all scores, which would prevent
-  fast attention. Blocks are pre-norm with GELU; the paper names neither. Each quantizer has its own
-  embeddings and its own output head.
-- Text is added, in words that the training has often and bytes for others, and EOS, at which a
-  sound with a text ends. Crops that are not a whole recording go without text. The preset of
-  AudioLM has no text.
-- The losses are means over samples of their means over tokens.
-- The preset for few recordings shows each at four shifts of a part of a frame (--shifts), and half
-  of them with another one of their speaker behind them (--join). It has no fine stage.
-- Long sounds are made in windows that overlap by half. For a later window of coarse the semantic
-  tokens of the sound so far are heard in it, and aligned with those that were asked for.
-- By default Muon trains the coarse stage, and the codec.
+- There are 50 semantic tokens per second. By default they are clusters of MFCC.
+- Positions are rotary. AudioLM's relative positions (T5) add a bias to all scores, which rules out
+  fast attention. Blocks are pre-norm with GELU; the paper specifies neither. Each quantizer has its
+  own embeddings and its own output head.
+- Text is added: frequent words are tokens, other words are spelled in bytes. So is EOS, with which
+  audio for a text ends. Crops that are not a whole recording have no text. The preset of AudioLM
+  has no text at all.
+- The loss is a mean over samples of each sample's mean over tokens.
+- The preset for small data sets shifts each recording by four parts of a frame (--shifts), and
+  appends another recording of the same speaker to half of them (--join). It has no fine stage.
+- Long audio is generated in windows that overlap by half. For later windows of the coarse stage,
+  semantic tokens are computed from the audio so far, and aligned with the requested tokens.
+- By default Muon trains the coarse stage and the codec.
 """
 
 import os
 
-# Before torch is imported: idle OpenMP threads stop spinning early, so ranks can share cores.
+# Set before torch is imported: idle OpenMP threads stop spinning early, so ranks can share cores.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import collections
@@ -98,12 +99,12 @@ from common.ema import EMA
 from common.models import audio, semantic, soundstream, token_lm
 from common.models.nn import compile_blocks
 
-MAX_CHUNK = 64  # recordings in one forward pass, at most, where --chunk_size is 0
+MAX_CHUNK = 64  # maximum recordings per forward pass if --chunk_size is 0
 BUILTIN_ROWS = 6_000  # recordings of the built-in syllables
-NUM_SOUNDS = 2  # recordings that an evaluation writes
+NUM_SOUNDS = 2  # audio files written by an evaluation
 
 Optimizer = Literal["adamw", "muon"]
-# Tokens are kept in 16 bits.
+# Tokens are stored in 16 bits.
 CodebookSize = Annotated[int, ("a number from 1 to 65536", lambda value: 0 < value <= 2**16)]
 
 # What all stages share
@@ -114,25 +115,25 @@ class SharedConfig(config.TrainingRun):
     """Run, data and optimization, in all stages"""
 
     stage: str = field(
-        "all", "stage to train; all: one after the other, each with its defaults", fixed=True
+        "all", "stage to train; all: one after the other, with their defaults", fixed=True
     )
     preset: str = field("", "settings by name: speech-small, audiolm-16khz; --config and flags win")
-    run_dir: str = field("runs/audio", "folder of the runs; a stage's run is RUN/STAGE")
+    run_dir: str = field("runs/audio", "folder of the runs; each stage has RUN_DIR/STAGE")
     data: str = field(
         "syllables", 'folder of recordings (wav, flac, ogg, opus, mp3, aiff), or "syllables"'
     )
     sample_rate: PositiveInt = field(
-        8_000, "samples a second; recordings of other rates are resampled", fixed=True
+        8_000, "samples per second; other recordings are resampled", fixed=True
     )
     speaker_pattern: str = field(
-        "", 'regular expression; group 1 in a path below --data is the speaker; "": the folder is'
+        "", 'regex for paths below --data, whose group 1 is the speaker; "": the folder is'
     )
     # Optimization
     warmup_steps: NonNegativeInt = field(50, "steps of linear warm-up")
     cosine: bool = field(True, "decay to 0 along half a cosine after the warm-up; off: constant")
     cosine_steps: NonNegativeInt = field(0, "step at which the cosine reaches 0; 0: the last")
     eps: PositiveFloat = field(1e-8, "Adam's epsilon")
-    ema_update_after: NonNegativeInt = field(0, "first steps, in which the average is a copy")
+    ema_update_after: NonNegativeInt = field(0, "steps before averaging starts")
     ema_update_every: PositiveInt = field(1, "steps between updates of the average")
     # Evaluation
     eval_every: Interval = field("500", "steps between evaluations, or as 10min; 0: only the last")
@@ -145,8 +146,8 @@ class SharedConfig(config.TrainingRun):
 def open_recordings(cfg, hop_length, crop=0, shifts=1):
     """{split: (recordings, indices)} of the data.
 
-    hop_length: samples of a frame; shorter recordings are unusable. crop: samples of a crop.
-    shifts: see `Recordings.repeat`.
+    hop_length: samples per frame; shorter recordings are unusable. crop: samples per crop. shifts:
+    see `Recordings.repeat`.
     """
 
     def open_folder(path):
@@ -180,59 +181,59 @@ class CodecConfig(SharedConfig):
     )
     latent_dim: PositiveInt = model_field(128, "width of a frame")
     pre_emphasis: Fraction = model_field(
-        0.0, "a of x[t] - a x[t-1], which is coded; speech is weak at high frequencies"
+        0.0, "a: code x[t] - a x[t-1], because speech is weak at high frequencies"
     )
     num_quantizers: PositiveInt = model_field(
-        4, "residual quantizers; the first n alone are a lower bitrate"
+        4, "residual quantizers; decoding only the first n gives a lower bitrate"
     )
-    codebook_size: CodebookSize = model_field(256, "codes of a quantizer")
-    codebook_decay: Fraction = field(0.95, "decay of the codebooks' averages")
-    # k-means of an untrained encoder's frames is worse: mel distance 0.54 on speech, not 0.43.
+    codebook_size: CodebookSize = model_field(256, "codes per quantizer")
+    codebook_decay: Fraction = field(0.95, "EMA decay of the codebooks")
+    # k-means on an untrained encoder's frames is worse: a mel distance of 0.54 on speech, not 0.43.
     quantizer_start: NonNegativeInt = field(
         300, "steps without quantizer, before k-means (paper: 0)", fixed=True
     )
-    # Losses. Each is a mean, so no weight depends on the length of a crop.
+    # Losses. All are means, so the weights do not depend on the crop length.
     mel_weight: NonNegativeFloat = field(
-        1.0, "weight of the distance of log-mel spectra", affects_val_loss=True
+        1.0, "weight of the log-mel distance", affects_val_loss=True
     )
     mel_seconds: PositiveFloat = field(
-        0.085, "longest of their six windows, each twice the one before it", affects_val_loss=True
+        0.085, "longest of its six windows; each is twice the previous one", affects_val_loss=True
     )
-    # Without it the phases are free.
+    # Otherwise the phase is unconstrained.
     wave_weight: NonNegativeFloat = field(
         10.0, "weight of the L1 distance of waves, EnCodec Eq. 1 (paper: 0)", affects_val_loss=True
     )
     commitment_weight: NonNegativeFloat = field(
-        0.25, "weight of the distance of frames to their codes"
+        0.25, "weight of the distance from frames to their codes"
     )
-    # With one of these there are discriminators. On two cores a step then takes four times as long.
+    # Either of these adds discriminators. On two cores a step then takes four times as long.
     adversarial_weight: NonNegativeFloat = field(0.0, "weight of the hinge loss", fixed=True)
     feature_weight: NonNegativeFloat = field(
-        0.0, "weight of the distance of the discriminators' features", fixed=True
+        0.0, "weight of the feature matching loss", fixed=True
     )
     r1_weight: NonNegativeFloat = field(
-        0.0, "weight of a gradient penalty (R1, Mescheder et al. 2018), for small batches"
+        0.0, "weight of the R1 gradient penalty (Mescheder et al. 2018), for small batches"
     )
     discriminator_lr: PositiveFloat = field(
-        3e-4, "their learning rate, constant after the warm-up"
+        3e-4, "learning rate of the discriminators, constant after the warm-up"
     )
     discriminator_warmup_steps: NonNegativeInt = field(20, "steps of their linear warm-up")
     # Optimization
-    augment: bool = field(False, "other loudness, and mixes of two recordings (EnCodec §4.1)")
+    augment: bool = field(False, "random loudness, and mixes of two recordings (EnCodec §4.1)")
     steps: PositiveInt = field(1050, "optimizer steps")
-    batch_size: PositiveInt = field(16, "samples a step, over all ranks", fixed=True)
-    # In the same time Muon reaches 15 dB on syllables, Adam, which the paper uses, 11 dB.
-    optimizer: Optimizer = field("muon", "muon: for matrices, with AdamW for the others")
+    batch_size: PositiveInt = field(16, "samples per step, over all ranks", fixed=True)
+    # In the same time, Muon reaches 15 dB on syllables, and the paper's Adam 11 dB.
+    optimizer: Optimizer = field("muon", "muon: Muon for matrices, AdamW for the rest")
     lr: PositiveFloat = field(3e-3, "peak learning rate")
     weight_decay: NonNegativeFloat = field(0.0, "decoupled weight decay of the codec's kernels")
     betas: tuple[Beta, Beta] = field(
-        (0.8, 0.99), "Adam's decays of the mean of gradients, and of the mean of their squares"
+        (0.8, 0.99), "Adam's decay rates of the first and second moments"
     )
     max_grad_norm: NonNegativeFloat = field(
-        5.0, "clip gradients of codec and of discriminators to this norm, 0: no clipping"
+        5.0, "clip gradients of the codec, and of the discriminators, to this norm, 0: no clipping"
     )
-    # It rises to the highest (ema.py).
-    ema_decay: Fraction = field(0.99, "highest decay of the averaged weights, 0: no averaging")
+    # The decay warms up to this value (ema.py).
+    ema_decay: Fraction = field(0.99, "maximum decay of the weight average, 0: no averaging")
     eval_samples: NonNegativeInt = field(
         96, "held-out samples to evaluate on, 0: all", affects_val_loss=True
     )
@@ -245,7 +246,7 @@ class CodecConfig(SharedConfig):
                 f"--seconds: {self.crop} samples are too short for the STFT discriminator; "
                 f"expected {1.75 * self.stft_window:.0f} or more"
             )
-        # Then the run would end without codebooks.
+        # Otherwise the run would end without codebooks.
         if self.steps <= self.quantizer_start and not self.init_from:
             raise UserError(
                 f"--steps {self.steps}: there are no codebooks before --quantizer_start "
@@ -259,17 +260,17 @@ class CodecConfig(SharedConfig):
 
     @property
     def crop(self):
-        """Samples of a training crop."""
+        """Samples per training crop."""
         return round(self.seconds * self.sample_rate)
 
     @property
     def stft_window(self):
-        """Samples of the STFT discriminator's window, W: 512 at 8 kHz, 1024 at 16 and 24 kHz."""
+        """Samples per window W of the STFT discriminator: 512 at 8 kHz, 1024 at 16 and 24 kHz."""
         return max(128, 2 ** round(math.log2(self.sample_rate / 20)))
 
 
-R1_EVERY = 4  # steps between R1 penalties; StyleGAN2 multiplies them by this, here they are not
-CODEBOOK = "quantizer.codebook"  # of an averaged encoder it is averaged, too
+R1_EVERY = 4  # steps between R1 penalties; unlike in StyleGAN2, the weight is not multiplied by it
+CODEBOOK = "quantizer.codebook"  # averaged like the encoder that it belongs to
 
 
 # Evaluation
@@ -277,22 +278,22 @@ CODEBOOK = "quantizer.codebook"  # of an averaged encoder it is averaged, too
 
 @torch.no_grad()
 def evaluate_codec(codec, cfg, split, device):
-    """{metric: mean over a split}: reconstruction loss, quality of sound, use of the codebooks.
+    """{metric: mean over a split}: reconstruction loss, audio quality, use of the codebooks.
 
     split: (recordings, indices). Collective.
     """
-    codec.eval()
+    codec.eval()  # no quantizer dropout
     Q = cfg.num_quantizers
 
-    # One fixed spectrum to compare codecs by, whatever windows their losses have.
+    # A fixed spectrum, so that codecs can be compared whatever the windows of their losses are.
     def log_mel(wave):
         return audio.log_mel(wave, cfg.sample_rate, window=1024, hop=256, bins=64)
 
     found = collections.defaultdict(list)  # {metric: values}
     codes_seen = []
     for _, batch in loader.eval_batches(*split, cfg.eval_samples, cfg.chunk_size):
-        waves = batch["wave"].to(device)  # (B, T), silence behind short recordings
-        # Spectra are in fp32; only the networks run in the precision of training.
+        waves = batch["wave"].to(device)  # (B, T), short recordings padded with silence
+        # Spectra are computed in fp32; only the networks run in the training precision.
         with amp.autocast(device, cfg.precision):
             fakes, codes, _ = codec(codec.emphasize(waves))  # (B, T), (B, frames, Q)
         for length, real, fake in zip(batch["length"].tolist(), waves, fakes):
@@ -300,12 +301,12 @@ def evaluate_codec(codec, cfg, split, device):
             fake = fake[None, :length]
             loss = soundstream.reconstruction_loss(fake, codec.emphasize(real), cfg)
             found["loss"].append(loss.item())
-            # Quality is that of the sound itself; the loss is that of training.
+            # The loss is of the emphasized signal, as in training; quality is of the audio itself.
             fake = codec.deemphasize(fake.float())
             distance = (log_mel(fake) - log_mel(real)).abs().mean()
             found[f"mel_distance@{Q}"].append(distance.item())
             found[f"si_sdr_db@{Q}"].append(audio.si_sdr(fake, real).item())
-        # Nor do codes of the silence count.
+        # Leave out the codes of the padding.
         frames = -(-batch["length"][:, None] // codec.hop_length)  # rounded up
         codes_seen.append(codes.cpu()[torch.arange(codes.shape[1]) < frames])
 
@@ -317,10 +318,11 @@ def evaluate_codec(codec, cfg, split, device):
 
 
 def reconstructions(codec, split):
-    """The first recordings of a split and what the codec makes of them; see `write_sounds`."""
+    """Yield the first recordings of a split and their reconstructions, for `write_sounds`."""
     dataset, indices = split
     usable = dataset.load_usable(indices[:NUM_SOUNDS])
     for number, (index, wave) in enumerate(usable.items()):
+        # Decoded audio has whole frames, so cut it to the length of the recording.
         yield f"{number}_real", wave, dataset.names[index]
         yield number, codec.decode(codec.encode(wave))[: len(wave)], dataset.names[index]
 
@@ -329,13 +331,13 @@ def reconstructions(codec, split):
 
 
 def augment(waves):
-    """Waves (B, T) of other loudness, -10 to 6 dB; half of them have another one mixed in.
+    """Change the loudness of waves (B, T) by -10 to 6 dB, and mix half of them with another one.
 
-    So does EnCodec (§4.1). Reduces overfitting on small data sets.
+    As in EnCodec (§4.1). Reduces overfitting on small data sets.
     """
     size = len(waves), 1
     device = waves.device
-    # How much of the neighbor in the batch is mixed in.
+    # How much of the next wave in the batch is mixed in.
     share = torch.rand(size, device=device) * (torch.rand(size, device=device) < 0.5)
     decibels = torch.rand(size, device=device) * 16 - 10
     return (waves + share * waves.roll(1, 0)) * 10 ** (decibels / 20)
@@ -343,25 +345,28 @@ def augment(waves):
 
 @torch.no_grad()
 def initialize_codebooks(codec, cfg, dataset, indices, device):
-    """k-means on frames of training crops, not augmented: the same on any ranks. Collective."""
-    if codec.quantizer.ready:  # by --init_from
+    """Initialize the codebooks by k-means on frames of training crops, without augmentation.
+
+    The result does not depend on the number of ranks. Collective.
+    """
+    if codec.quantizer.ready:  # --init_from has codebooks
         return
     chunks = loader.ChunkDataset(dataset, indices, accumulate.derive_seed(cfg.seed, "codebooks"))
     per_crop = math.ceil(cfg.crop / codec.hop_length)  # frames
-    crops = math.ceil(32 * cfg.codebook_size / per_crop)  # as many as k-means needs
-    # A chunk at a time, so that memory is that of a training step.
+    crops = math.ceil(32 * cfg.codebook_size / per_crop)  # 32 frames per code
+    # One chunk at a time needs no more memory than a training step.
     frames = []
     for start in range(0, crops, cfg.chunk_size):
         wave = codec.emphasize(chunks[start, start + cfg.chunk_size]["wave"].to(device))
         frames.append(codec.encode_latents(wave).flatten(0, 1).float())  # (B · frames, D)
-    # Of the last chunk some may be more than are wanted.
+    # The last chunk may have more crops than needed.
     seed = accumulate.derive_seed(cfg.seed, "kmeans")
     frames = torch.cat(frames)[: crops * per_crop]
     codec.quantizer.initialize(frames, seed, cfg.batch_size * per_crop)
 
 
 def train_soundstream(cfg, device):
-    # Rank 0 takes the run folder, then all open the data.
+    # Rank 0 locks the run folder, then all ranks open the data.
     run, cfg = resume.open_run(cfg, f"{cfg.run_dir}/{cfg.stage}", MAX_CHUNK)
     hop_length = math.prod(cfg.strides)
     splits = dist.on_all(lambda: open_recordings(cfg, hop_length, cfg.crop))
@@ -371,10 +376,10 @@ def train_soundstream(cfg, device):
         return loop.announce(run, cfg)
 
     # Build codec, discriminators, their optimizers and the EMA. Restore them if resuming.
-    accumulate.seed_all(cfg.seed, "weights")  # the same start on all ranks
+    accumulate.seed_all(cfg.seed, "weights")  # all ranks start with the same weights
     codec = soundstream.SoundStream(cfg).to(device)  # encoder, quantizer, decoder
     optimizers = optim.make(codec, cfg.optimizer, cfg.lr, cfg.weight_decay, cfg.betas, cfg.eps)
-    others = {}  # so a file of a codec without discriminators has none
+    others = {}  # modules besides the codec, for the checkpoint
     discriminator_optimizers = []
     if cfg.is_adversarial:
         discriminators = soundstream.make_discriminators(cfg.channels, cfg.stft_window).to(device)
@@ -382,7 +387,8 @@ def train_soundstream(cfg, device):
         discriminator_optimizers = optim.make(
             discriminators, "adamw", cfg.discriminator_lr, 0.0, cfg.betas, cfg.eps
         )
-    scaler = amp.scaler(device, cfg.precision)  # one for both
+    scaler = amp.scaler(device, cfg.precision)  # shared by both
+    # Averaged networks need averaged codebooks: they change together.
     ema = EMA(
         codec,
         cfg.ema_update_every,
@@ -400,11 +406,11 @@ def train_soundstream(cfg, device):
         {"kind": "soundstream"},
         others=others,
     )
-    resume.restore(run, state)  # or take the weights of --init_from
+    resume.restore(run, state)  # or load the weights of --init_from
     if cfg.compile:
         codec.compile()
 
-    # The order of samples follows from seed and step.
+    # The order of samples is a function of seed and step.
     plan, batches = loader.train_batches(cfg, dataset, indices, state.step, device)
     about = f"{len(dataset):,} recordings"
     eval_due = loop.Due(cfg.eval_every, state)
@@ -421,9 +427,8 @@ def train_soundstream(cfg, device):
     # Open the logger and write config.json.
     with loop.begin(run, state, about, device) as progress:
         while True:
-            # Evaluate: the averaged weights are those that are kept. Before k-means there are no
-            # codes, so that codec cannot be the best one. Its loss is the training's without
-            # commitment and discriminators.
+            # Evaluate the averaged weights. Before k-means there are no codes, so there is nothing
+            # to evaluate. val_loss leaves out commitment and discriminators.
             if eval_due() and codec.quantizer.ready:
                 with progress.paused():
                     metrics, samples = evaluate(splits["validation"], f"step_{state.step:08d}")
@@ -432,12 +437,12 @@ def train_soundstream(cfg, device):
             if state.step >= cfg.steps:
                 break
 
-            # Set the learning rates. Codebooks start when they are due.
+            # Set the learning rates. Initialize the codebooks once the encoder has learned a bit.
             codec.train()
             schedule.set_learning_rate(optimizers, schedule.of_config(state.step, cfg))
             if state.step == cfg.quantizer_start:
                 initialize_codebooks(codec, cfg, dataset, indices, device)
-                ema.begin_anew(CODEBOOK)
+                ema.restart(CODEBOOK)
             discriminator_lr = schedule.learning_rate(
                 state.step,
                 cfg.discriminator_lr,
@@ -451,11 +456,11 @@ def train_soundstream(cfg, device):
             # Take one optimizer step of the codec and, on the same fakes, of the discriminators.
             step_batches = [next(batches) for _ in plan]
             stepped = False
-            while not stepped:  # a step that overflows fp16 is tried again, at a lower scale
-                chunk_losses = []  # summed over the samples of a chunk
-                discriminator_sum = torch.zeros((), device=device)  # summed over samples, too
+            while not stepped:  # an fp16 overflow repeats the step with a smaller loss scale
+                chunk_losses = []  # each summed over its samples
+                discriminator_sum = torch.zeros((), device=device)  # also summed over samples
                 for chunk, batch in zip(plan, step_batches):
-                    # All that is random follows from (seed, step, chunk), on any rank.
+                    # Randomness depends only on (seed, step, chunk), not on the rank.
                     accumulate.seed_all(cfg.seed, state.step, chunk.index)
                     real = batch["wave"].to(device, non_blocking=True)
                     if cfg.augment:
@@ -471,11 +476,11 @@ def train_soundstream(cfg, device):
                             )
                             loss = loss + cfg.adversarial_weight * hinge
                             loss = loss + cfg.feature_weight * features
-                    # Weights add up to 1 over a batch: the gradient is that of its mean loss.
+                    # Chunk weights sum to 1, so the gradient is that of the mean loss.
                     with dist.sum_gradients(codec, chunk is plan[-1]):  # over all ranks
                         scaler.scale(loss * chunk.weight).backward()
                     chunk_losses.append(loss.detach() * chunk.size)
-                    # The discriminators learn from the same fakes, before the codec moves.
+                    # The discriminators train on the same fakes, before the codec is updated.
                     if cfg.is_adversarial:
                         with amp.autocast(device, cfg.precision):
                             loss = soundstream.discriminator_loss(
@@ -485,19 +490,19 @@ def train_soundstream(cfg, device):
                             scaler.scale(loss * chunk.weight).backward()
                         discriminator_sum += loss.detach() * chunk.size
                 grad_norm, stepped = amp.step(scaler, optimizers, cfg.max_grad_norm)
-                # If these overflow alone, they miss a step: the codec has taken its own.
+                # If only the discriminators overflow, they skip this step; the codec has stepped.
                 if stepped and cfg.is_adversarial:
                     norm, taken = amp.step(scaler, discriminator_optimizers, cfg.max_grad_norm)
-                    if taken:  # 0 · nan is nan: a norm of either that is not finite ends the run
+                    if taken:  # 0 · nan is nan, so that a bad norm of either one ends the run
                         grad_norm = grad_norm + 0 * norm
                 scaler.update()
                 codec.zero_grad()
                 for module in others.values():
                     module.zero_grad()
                 if not stepped:
-                    codec.quantizer.discard()  # the statistics of a step that did not happen
+                    codec.quantizer.discard()  # drop the statistics of the repeated step
                 progress.count_overflow(stepped)
-            # Move the codebooks to the statistics of all ranks, and re-seed codes that are dead.
+            # Update the codebooks with the statistics of all ranks, and replace dead codes.
             codec.quantizer.update(accumulate.derive_seed(cfg.seed, "codes", state.step))
             state.step += 1
             ema.update(state.step)
@@ -505,23 +510,23 @@ def train_soundstream(cfg, device):
                 chunk_losses, grad_norm, step_batches, discriminator_loss=discriminator_sum
             )
 
-            # Log and save. After a signal to any rank `loop.begin` saves and ends the process.
+            # Log and save. After a signal to any rank, `loop.begin` saves and exits.
             if state.step % cfg.log_every == 0 or state.step == cfg.steps:
-                progress.log_line()  # waits for the ranks and the device
+                progress.log_line()  # synchronizes ranks and device
             if save_due():
                 progress.save()
             dist.stop_together()
 
-        # Test the averaged weights, and save them last of all.
+        # Test the averaged weights, then write model.pt.
         metrics, samples = evaluate(splits["test"], "test")
         progress.finish(metrics, samples)
 
 
 def load_codec(folder, device, name="", weights="ema"):
-    """The codec of a run folder in eval mode and frozen; or a published one, hf:MODEL.
+    """The codec of a run folder, or a published one, hf:MODEL; in eval mode and frozen.
 
-    name: of the file; see `checkpoint.model_file`. By default it is the last codec, as its
-    validation loss leaves out the discriminators.
+    name: of the file; see `checkpoint.model_file`. The default is the last codec, not the best,
+    because the validation loss leaves out the discriminators.
     """
     if folder.startswith("hf:"):
         from common.interop.codecs import PublishedCodec
@@ -532,16 +537,16 @@ def load_codec(folder, device, name="", weights="ema"):
     file = checkpoint.model_file(folder, name, weights)
     cfg, contents = checkpoint.read_model({"soundstream": CodecConfig}, file, weights)
     codec = soundstream.SoundStream(cfg)
-    codec.checksum = checkpoint.checksum(file)[:16]  # tokens are kept under it
+    codec.checksum = checkpoint.checksum(file)[:16]  # identifies cached tokens
     checkpoint.load_weights(codec, contents["model"], file)
     return codec.to(device).eval().requires_grad_(False)
 
 
 # Part 2: AudioLM
 
-# What AudioLM needs of a codec, a SoundStream or a published one (`interop.codecs`), on any device:
+# AudioLM needs a codec, a SoundStream or a published one (`interop.codecs`), on any device, with
 # encode(wave (T,)) -> codes (frames, Q), decode(codes (frames, n)) -> wave, both on the CPU;
-# sample_rate, hop_length, frame_rate, num_quantizers, codebook_size; checksum, of its file.
+# sample_rate, hop_length, frame_rate, num_quantizers, codebook_size; checksum of its file.
 
 # Config
 
@@ -552,12 +557,12 @@ class TransformerConfig(SharedConfig):
 
     seconds: PositiveFloat = field(1.2, "length of a training crop", fixed=True)
     shifts: PositiveInt = field(
-        1, "versions of a recording, shifted by parts of a frame; more help few data", fixed=True
+        1, "copies of a recording, shifted by parts of a frame; helps small data sets", fixed=True
     )
     join: Fraction = field(
         0.0,
-        "probability that a whole recording is followed by another one of its speaker; few short "
-        "recordings then teach what comes after a word",
+        "probability of appending another recording of the same speaker, so that short recordings "
+        "also teach what follows a word",
         fixed=True,
     )
     # Model
@@ -567,28 +572,28 @@ class TransformerConfig(SharedConfig):
     dropout: Fraction = field(0.1, "dropout in attention and feed-forward")  # §IV-A
     # Optimization
     steps: PositiveInt = field(300, "optimizer steps")
-    batch_size: PositiveInt = field(64, "samples a step, over all ranks", fixed=True)
-    optimizer: Optimizer = field("adamw", "muon: for matrices, with AdamW for the others")
+    batch_size: PositiveInt = field(64, "samples per step, over all ranks", fixed=True)
+    optimizer: Optimizer = field("adamw", "muon: Muon for matrices, AdamW for the rest")
     lr: PositiveFloat = field(3e-3, "peak learning rate")
     weight_decay: NonNegativeFloat = field(0.01, "decoupled weight decay of matrices")
     betas: tuple[Beta, Beta] = field(
-        (0.9, 0.99), "Adam's decays of the mean of gradients, and of the mean of their squares"
+        (0.9, 0.99), "Adam's decay rates of the first and second moments"
     )
     max_grad_norm: NonNegativeFloat = field(1.0, "clip gradients to this norm, 0: no clipping")
-    # It rises to the highest (ema.py).
-    ema_decay: Fraction = field(0.98, "highest decay of the averaged weights, 0: no averaging")
+    # The decay warms up to this value (ema.py).
+    ema_decay: Fraction = field(0.98, "maximum decay of the weight average, 0: no averaging")
     # Evaluation
-    temperature: NonNegativeFloat = field(0.7, "temperature of sampling, 0: the most probable code")
+    temperature: NonNegativeFloat = field(0.7, "sampling temperature, 0: the most probable code")
     eval_samples: NonNegativeInt = field(
         192, "held-out samples to evaluate on, 0: all", affects_val_loss=True
     )
 
     def __post_init__(self):
         super().__post_init__()
-        # Rotary positions turn pairs of the numbers of a head.
+        # Rotary positions rotate pairs of a head's channels.
         if self.width % (2 * self.heads):
             raise UserError(
-                f"--heads: --width {self.width} must be an even multiple of --heads {self.heads}"
+                f"--width {self.width}: expected an even multiple of --heads {self.heads}"
             )
 
 
@@ -598,12 +603,12 @@ class SemanticConfig(TransformerConfig):
 
     tokenizer: str = field(
         "mfcc",
-        "semantic tokens: k-means of mfcc, or of hf:MODEL:LAYER (HuBERT, WavLM, w2v-BERT 2.0)",
+        "semantic tokens: k-means on mfcc, or on hf:MODEL:LAYER (HuBERT, WavLM, w2v-BERT 2.0)",
         fixed=True,
     )
-    clusters: CodebookSize = model_field(36, "different semantic tokens; AudioLM has 1,024")
+    clusters: CodebookSize = model_field(36, "number of semantic tokens; AudioLM has 1,024")
     max_text_len: NonNegativeInt = model_field(
-        24, "longest transcript in tokens, longer is cut, 0: no text"
+        24, "longest transcript in tokens; longer ones are cut; 0: no text"
     )
 
 
@@ -611,13 +616,13 @@ class SemanticConfig(TransformerConfig):
 class CodesConfig(TransformerConfig):
     """Codec of the coarse and fine stages"""
 
-    sample_rate: NonNegativeInt = field(0, "samples a second; 0: the codec's", fixed=True)
-    soundstream: str = field("", 'codec to use: run folder or hf:MODEL; "": RUN/soundstream')
+    sample_rate: NonNegativeInt = field(0, "samples per second; 0: the codec's", fixed=True)
+    soundstream: str = field("", 'codec: run folder or hf:MODEL; "": RUN/soundstream')
     coarse_quantizers: PositiveInt = model_field(
-        2, "quantizers that coarse predicts; fine predicts the rest, if any"
+        2, "quantizers predicted by coarse; fine predicts the rest, if any"
     )
     codec_quantizers: NonNegativeInt = model_field(
-        0, "first quantizers of the codec to use, 0: all"
+        0, "use only the first quantizers of the codec, 0: all"
     )
 
 
@@ -625,9 +630,9 @@ class CodesConfig(TransformerConfig):
 class CoarseConfig(CodesConfig):
     """Coarse stage"""
 
-    # In the same time Muon reaches a higher text_heard than Adam, which AudioLM uses.
+    # In the same time, Muon reaches a higher text_heard than AudioLM's Adam.
     steps: PositiveInt = field(620, "optimizer steps")
-    optimizer: Optimizer = field("muon", "muon: for matrices, with AdamW for the others")
+    optimizer: Optimizer = field("muon", "muon: Muon for matrices, AdamW for the rest")
     lr: PositiveFloat = field(6e-3, "peak learning rate")
 
 
@@ -647,14 +652,14 @@ STAGES = {
 }
 
 PROMPT_SECONDS = 0.4  # length of the prompts in evaluation
-TEXT_WORDS = 320  # words with a token of their own; others are spelled
-TEXT_DROP = 0.1  # probability of training on a sample without its text, for guidance
+TEXT_WORDS = 320  # most frequent words, which get a token each; others are spelled in bytes
+TEXT_DROP = 0.1  # probability of dropping the text, for guidance
 
 # Data: recordings as tokens
 
 
 def make_features(tokenizer):
-    """Features of waves, whose clusters are the semantic tokens: those that --tokenizer names."""
+    """The audio features that --tokenizer names; semantic tokens are their clusters."""
     if tokenizer == "mfcc":
         return semantic.MFCC()
     from common.interop.speech import SpeechLayer
@@ -663,15 +668,15 @@ def make_features(tokenizer):
 
 
 def load_tokenizers(cfg, device):
-    """(codec, k-means, what decides the tokens) of a coarse stage; a fine one has no k-means.
+    """(codec, k-means, made_with: {name: what determines the tokens}) of a coarse or fine stage.
 
-    UserError if the codec does not fit `cfg`.
+    A fine stage has no k-means. UserError if the codec does not fit `cfg`.
     """
     folder = cfg.soundstream or f"{cfg.run_dir}/soundstream"
     codec = load_codec(folder, device)
     if codec.sample_rate != (cfg.sample_rate or codec.sample_rate):
         raise UserError(
-            f"--sample_rate: {cfg.sample_rate}, but the codec's is {codec.sample_rate}; give that"
+            f"--sample_rate {cfg.sample_rate}: expected that of the codec, {codec.sample_rate}"
         )
     used = cfg.codec_quantizers or codec.num_quantizers
     fewest = cfg.coarse_quantizers
@@ -693,9 +698,9 @@ def load_tokenizers(cfg, device):
 
 
 def make_streams(cfg, kmeans, codec):
-    """The streams of a stage's transformer. It predicts the last one from the one before it.
+    """The token streams of a stage. Its transformer predicts the last one from the one before it.
 
-    kmeans, codec: None if the stage has none of their tokens.
+    kmeans, codec: None if the stage does not use their tokens.
     """
     streams = []
     if kmeans:
@@ -713,10 +718,10 @@ def make_streams(cfg, kmeans, codec):
 
 @torch.no_grad()
 def evaluate_transformer(model, cfg, split, device):
-    """Loss and accuracy, as in training means over samples of their means over tokens.
+    """{metric: value}: loss and accuracy (means over samples of means over tokens), as in training.
 
-    unigram_entropy, over all tokens, is about the loss of a model without context. split:
-    (TokenCrops, indices). Collective.
+    unigram_entropy is about the loss of a model that ignores context. split: (TokenCrops, indices).
+    Collective.
     """
     model.eval()  # no dropout
     stream = model.streams[-1]
@@ -736,14 +741,15 @@ def evaluate_transformer(model, cfg, split, device):
 
 
 def continuations(model, cfg, split, codec):
-    """What coarse or fine makes of real tokens, of the first recordings; see `write_sounds`.
+    """Yield samples of the coarse or fine stage, conditioned on real tokens, for `write_sounds`.
 
-    coarse: continuations of prompts, from real semantic tokens. fine: with real coarse codes.
+    The coarse stage continues prompts, given real semantic tokens. The fine stage is given real
+    coarse codes.
     """
-    if not codec:  # semantic tokens alone make no sound
+    if not codec:  # the semantic stage alone makes no audio
         return
     crops, indices = split
-    prompt_frames = 0
+    prompt_frames = 0  # the fine stage has no prompt, only coarse codes
     if cfg.stage == "coarse":
         prompt_frames = round(PROMPT_SECONDS * codec.frame_rate)
 
@@ -755,7 +761,7 @@ def continuations(model, cfg, split, codec):
             [real[:prompt_frames]],
             [len(real)],
             [False],
-            # Seeded by the recording, so sounds of different steps can be compared.
+            # The index seeds the sampling, so audio of different steps can be compared.
             [accumulate.derive_seed(cfg.seed, "sound", int(index))],
             token_lm.AS_TRAINED,
         )
@@ -771,35 +777,36 @@ def continuations(model, cfg, split, codec):
 
 
 def check_init_from(path, made_with, vocabulary):
-    """UserError if the transformer in the file `path` has embeddings of other tokens or words."""
+    """UserError if the transformer in the file `path` was trained on other tokens or words."""
     contents = checkpoint.load(path, "arguments", "made_with", mmap=True)
     words = contents["arguments"]["vocabulary"]
     if contents["made_with"] != made_with or words != vocabulary:
         raise UserError(
-            f"--init_from {path}: of other tokens or other words, so its embeddings mean others"
+            f"--init_from {path}: trained on other tokens or words, so its embeddings do not fit"
         )
 
 
 def train_transformer(cfg, device):
-    # Rank 0 takes the run folder, then all open the earlier stages and the data.
+    # Rank 0 locks the run folder, then all ranks open the earlier stages and the data.
     run, cfg = resume.open_run(cfg, f"{cfg.run_dir}/{cfg.stage}", MAX_CHUNK)
     codec = None
     kmeans = None
-    made_with = {}  # what decides the tokens
-    hop_length = 1  # for semantic tokens a recording may be of any length
+    made_with = {}  # what determines the tokens
+    hop_length = 1  # the semantic stage takes recordings of any length
     if cfg.stage != "semantic":
         codec, kmeans, made_with = dist.on_all(lambda: load_tokenizers(cfg, device))
+        # Replace the default, 0, before the data are opened.
         cfg = dataclasses.replace(cfg, sample_rate=codec.sample_rate)
         hop_length = codec.hop_length
     splits = dist.on_all(lambda: open_recordings(cfg, hop_length, shifts=cfg.shifts))
     dataset, indices = splits["train"]
-    # Another codec or k-means makes other tokens: then the run cannot be resumed.
+    # Another codec or k-means makes other tokens, so the run could not be resumed.
     identity = resume.identify(run, cfg, splits, **made_with)
-    if run.results:  # it is finished
+    if run.results:  # the run is finished
         return loop.announce(run, cfg)
 
-    # Make tokens of all recordings, unless an earlier start has done so. The semantic stage first
-    # fits its k-means.
+    # Tokenize all recordings, unless an earlier start has done so. The semantic stage fits its
+    # k-means first.
     if cfg.stage == "semantic":
         kmeans = tokens.fit_kmeans(run, dataset, indices, cfg, device, make_features)
         made_with = {"kmeans": kmeans.checksum}
@@ -812,12 +819,13 @@ def train_transformer(cfg, device):
     # Build model, optimizer and EMA. Restore them if resuming.
     vocabulary = []
     longest_text = 0
+    # Only the semantic stage sees the text: its tokens carry the content to the other stages.
     if cfg.stage == "semantic" and cfg.max_text_len:
         vocabulary, longest_text = tokens.learn_vocabulary(
             crops, indices, TEXT_WORDS, cfg.max_text_len
         )
-    accumulate.seed_all(cfg.seed, "weights")  # the same start on all ranks
-    # Plain values, as the files of the model have them. Generation stays within the lengths.
+    accumulate.seed_all(cfg.seed, "weights")  # all ranks start with the same weights
+    # Plain values, which are stored in model files. Generation stays within these lengths.
     arguments = {
         "streams": list(map(list, streams)),
         "vocabulary": vocabulary,
@@ -832,11 +840,11 @@ def train_transformer(cfg, device):
     if cfg.init_from and not run.resume_from:
         dist.on_main(lambda: check_init_from(cfg.init_from, made_with, vocabulary))
     state = resume.State(cfg, model, ema, optimizers, scaler, identity, info)
-    resume.restore(run, state)  # or take the weights of --init_from
+    resume.restore(run, state)  # or load the weights of --init_from
     if cfg.compile:
         compile_blocks(model.transformer.blocks)
 
-    # The order of samples follows from seed and step.
+    # The order of samples is a function of seed and step.
     plan, batches = loader.train_batches(cfg, crops, indices, state.step, device)
     about = f"{len(dataset):,} recordings"
     eval_due = loop.Due(cfg.eval_every, state)
@@ -853,7 +861,7 @@ def train_transformer(cfg, device):
     # Open the logger and write config.json.
     with loop.begin(run, state, about, device) as progress:
         while True:
-            # Evaluate: the averaged weights are those that are kept and sampled from.
+            # Evaluate. Sampling uses the averaged weights, so val_loss and best.pt are of these.
             if eval_due():
                 with progress.paused():
                     metrics, samples = evaluate(splits["validation"], f"step_{state.step:08d}")
@@ -863,22 +871,22 @@ def train_transformer(cfg, device):
             if state.step >= cfg.steps:
                 break
 
-            # Take one optimizer step. The learning rate is a function of the step alone.
+            # Take one optimizer step. The learning rate depends only on the step.
             model.train()
             schedule.set_learning_rate(optimizers, schedule.of_config(state.step, cfg))
             step_batches = [next(batches) for _ in plan]
             stepped = False
-            while not stepped:  # a step that overflows fp16 is tried again, at a lower scale
-                chunk_losses = []  # summed over the samples of a chunk
-                with amp.casts_kept(device):
+            while not stepped:  # an fp16 overflow repeats the step with a smaller loss scale
+                chunk_losses = []  # each summed over its samples
+                with amp.shared_cast_cache(device):
                     for chunk, batch in zip(plan, step_batches):
-                        # All that is random follows from (seed, step, chunk), on any rank.
+                        # Randomness depends only on (seed, step, chunk), not on the rank.
                         accumulate.seed_all(cfg.seed, state.step, chunk.index)
                         batch = loader.to_device(batch, device)
                         drop = torch.rand(len(batch["inputs"]), device=device) < TEXT_DROP
                         with amp.autocast(device, cfg.precision):
                             losses, _ = model(batch, drop)
-                            loss = losses.mean()  # each sample counts alike, whatever its length
+                            loss = losses.mean()  # samples of all lengths count the same
                         with dist.sum_gradients(model, chunk is plan[-1]):  # over all ranks
                             scaler.scale(loss * chunk.weight).backward()
                         chunk_losses.append(loss.detach() * chunk.size)
@@ -890,14 +898,14 @@ def train_transformer(cfg, device):
             ema.update(state.step)
             progress.add(chunk_losses, grad_norm, step_batches)
 
-            # Log and save. After a signal to any rank `loop.begin` saves and ends the process.
+            # Log and save. After a signal to any rank, `loop.begin` saves and exits.
             if state.step % cfg.log_every == 0 or state.step == cfg.steps:
-                progress.log_line()  # waits for the ranks and the device
+                progress.log_line()  # synchronizes ranks and device
             if save_due():
                 progress.save()
             dist.stop_together()
 
-        # Test the averaged weights, and save them last of all.
+        # Test the averaged weights, then write model.pt.
         metrics, samples = evaluate(splits["test"], "test")
         progress.finish(metrics, samples)
 
@@ -908,14 +916,14 @@ def train_transformer(cfg, device):
 
 
 class Prompt(NamedTuple):
-    """What generation continues, at the same time in both kinds of tokens."""
+    """Audio to continue, as both kinds of tokens."""
 
     semantic: torch.Tensor  # (N, 1)
     codes: torch.Tensor  # (T, Q)
 
 
 def load_transformer(stage, folder, device, name="", weights="ema"):
-    """The model of a stage in eval mode and frozen, of its run folder; name: as of `load_codec`."""
+    """The model in a stage's run folder, in eval mode and frozen; name: as in `load_codec`."""
     file = checkpoint.model_file(folder, name, weights)
     cfg, contents = checkpoint.read_model({stage: STAGES[stage]}, file, weights)
     model = token_lm.TokenTransformer(cfg, **contents["arguments"])
@@ -925,13 +933,13 @@ def load_transformer(stage, folder, device, name="", weights="ema"):
 
 
 class Pipeline:
-    """The transformers of a folder of runs, with their codec and semantic tokenizer.
+    """The transformers in a folder of runs, with their codec and semantic tokenizer.
 
-    UserError if they were not trained on each other's tokens.
+    UserError if they were trained on different tokens.
     """
 
     def __init__(self, args, device):
-        """args: an EvaluateConfig or SampleConfig. The latter may do without fine."""
+        """args: an EvaluateConfig or SampleConfig. Without args.fine, that stage is not loaded."""
 
         def load(stage):
             folder = f"{args.run_dir}/{stage}"
@@ -939,7 +947,7 @@ class Pipeline:
 
         self.semantic = load("semantic")
         self.coarse = load("coarse")
-        # What coarse was trained with: in this folder, if it was in its own.
+        # Load what coarse was trained with, from this folder even if it was moved.
         cfg = dataclasses.replace(self.coarse.cfg, run_dir=args.run_dir)
         self.codec, self.kmeans, expected = load_tokenizers(cfg, device)
         self.models = [self.semantic, self.coarse]
@@ -949,31 +957,31 @@ class Pipeline:
             self.fine = load("fine")
             self.models.append(self.fine)
         for model in self.models:
-            # What semantic was trained with, its k-means, is a part of that.
+            # The semantic stage has only the k-means.
             if not model.made_with.items() <= expected.items():
                 raise UserError(
-                    f"{args.run_dir}/{model.cfg.stage}: trained with other tokens, "
+                    f"{args.run_dir}/{model.cfg.stage}: trained on other tokens, "
                     f"{model.made_with}; those of coarse and the files are {expected}"
                 )
 
     def prompt(self, wave):
-        """The Prompt of the end of a wave (T,), in whole frames of both kinds of tokens."""
-        wave = wave[len(wave) % self.codec.hop_length :]  # the end is what is continued
+        """The Prompt for the end of a wave (T,), in whole frames of both kinds of tokens."""
+        wave = wave[len(wave) % self.codec.hop_length :]  # cut the start, because the end continues
         frames = len(wave) * semantic.FRAME_RATE // self.codec.sample_rate
-        # The next token would be mostly of silence.
-        heard = self.kmeans.encode(wave)[: max(1, frames)]
-        content = heard.unique_consecutive()[:, None]
+        # Leave out a last incomplete frame, which would be mostly silence.
+        tokens_of_wave = self.kmeans.encode(wave)[: max(1, frames)]
+        content = tokens_of_wave.unique_consecutive()[:, None]
         return Prompt(content, self.codec.encode(wave))
 
     def empty_prompt(self):
         codes = torch.zeros(0, self.codec.num_quantizers).long()
-        return Prompt(codes[:, :1], codes)  # semantic tokens are of one quantizer
+        return Prompt(codes[:, :1], codes)  # semantic tokens have one quantizer
 
     def generate(self, prompts, seconds, seeds, texts=(), sampling=token_lm.AS_TRAINED):
-        """Codes of B sounds, each (T, Q): those of its prompt, and at most `seconds` more.
+        """Codes (T, Q) for each of B prompts: those of the prompt, and up to `seconds` more.
 
-        texts: B, or none. A text ends by itself, and a long one is said in parts, each in the voice
-        of the one before it. Without a text a sound does not end before (§III-D).
+        texts: B, or none. With a text, audio ends with EOS; a long text is spoken in parts, each in
+        the voice of the previous one. Without a text, audio lasts for all `seconds` (§III-D).
         """
         texts = texts or [""] * len(prompts)
 
@@ -983,19 +991,19 @@ class Pipeline:
                 model, context_of, prompts, limits, may_end, stage_seeds, sampling, texts
             )
 
-        # Content: semantic tokens, from the text or the prompt (§III-C1). There is no stream before
-        # them. A prompt without tokens begins with the start token alone.
+        # Content: semantic tokens, from the text or the prompt (§III-C1). They have no context, as
+        # they are the first stream.
         more = math.ceil(seconds * self.semantic.frame_rate)
-        parts = []  # (sample, text, tokens that it begins with, most tokens, seed)
+        parts = []  # (sample, text, prompt tokens, maximum tokens, seed)
         for b, (prompt, text) in enumerate(zip(prompts, texts)):
             known = prompt.semantic  # (N, 1)
             for number, part in enumerate(self.semantic.split_text(text)):
-                # A text belongs to a window from the beginning, so it has one window alone.
+                # In training a text goes with a whole recording, so a part must fit in one window.
                 limit = self.semantic.max_frames if part else len(known) + more
                 seed = accumulate.derive_seed(seeds[b], number) if number else seeds[b]
                 parts.append((b, part, known, limit, seed))
-                known = known[:0]  # the prompt is of the first part
-        # All parts of all samples are independent, so they are one batch.
+                known = known[:0]  # only the first part continues the prompt
+        # The parts are independent of each other, so they form one batch.
         owners, part_texts, known, limits, part_seeds = map(list, zip(*parts))
         spoken = generate_stage(
             self.semantic,
@@ -1009,27 +1017,27 @@ class Pipeline:
         content = []  # B of (N, 1)
         for b in range(len(prompts)):
             of_sample = [part for owner, part in zip(owners, spoken) if owner == b]
-            # A part may begin with the token that ended the one before it.
+            # A part may begin with the last token of the previous part.
             content.append(torch.cat(of_sample).unique_consecutive(dim=0))
-        windows = [(0, 0)] * len(prompts)  # frame of codes and token that the last one began with
+        windows = [(0, 0)] * len(prompts)  # where each last window began: (code frame, token)
 
         def content_from(b, codes, start):
-            """The semantic tokens of sample b for a window from the frame `start` of `codes` on.
+            """The semantic tokens of sample b for a window that starts at frame `start` of `codes`.
 
-            Tokens without repetitions have no timing. It is heard in the sound so far.
+            Tokens without repetitions have no timing, so they are aligned with the audio so far.
             """
             if start:
                 ratio = semantic.FRAME_RATE / self.codec.frame_rate
-                before, first = windows[b]
-                heard = self.kmeans.encode(self.codec.decode(codes))
-                heard = heard[round(before * ratio) :]  # before that the place is known
-                places = tokens.align(content[b][first:, 0].numpy(), heard.numpy())
-                # A window may begin at the very end of what is heard.
+                before, token = windows[b]
+                spoken_tokens = self.kmeans.encode(self.codec.decode(codes))
+                spoken_tokens = spoken_tokens[round(before * ratio) :]  # since the last window
+                places = tokens.align(content[b][token:, 0].numpy(), spoken_tokens.numpy())
+                # A window may begin where the audio so far ends.
                 frame = min(round(start * ratio) - round(before * ratio), len(places) - 1)
-                first += places[frame]
-                windows[b] = start, first
-            _, first = windows[b]
-            return [content[b][first:]]
+                token += places[frame]
+                windows[b] = start, token
+            _, token = windows[b]
+            return [content[b][token:]]
 
         # Voice and sound: coarse codes, from the semantic tokens (§III-C2), up to EOS.
         num_coarse = self.coarse.streams[-1].num_quantizers  # Q'
@@ -1058,24 +1066,24 @@ class Pipeline:
 # Commands
 
 CONTINUE_SECONDS = 1.0  # length of continuations in evaluation
-EVAL_BATCH = 48  # recordings to continue at a time
+EVAL_BATCH = 48  # recordings per batch
 
 
 @dataclass(frozen=True)
 class EvaluateConfig(config.Inference):
     """What to evaluate"""
 
-    run_dir: str = field("runs/audio", "folder of the runs, one for each stage")
-    eval_samples: NonNegativeInt = field(192, "most held-out recordings to continue, 0: all")
-    out: str = field("", 'folder of scores.json and sounds/; "": the folder of the runs')
+    run_dir: str = field("runs/audio", "folder of the runs, one per stage")
+    eval_samples: NonNegativeInt = field(192, "maximum held-out recordings to continue, 0: all")
+    out: str = field("", 'folder for scores.json and sounds/; "": the folder of the runs')
 
-    fine: ClassVar[bool] = True  # of all stages
+    fine: ClassVar[bool] = True  # evaluate all stages
 
 
 def evaluate_pipeline(args, device=None):
-    """Continue held-out recordings, and write and print their metrics. Collective.
+    """Continue held-out recordings, and print and write metrics. Collective.
 
-    The metrics are in scores.json, the sounds in sounds/. The built-in recordings are also scored
+    Metrics go to scores.json, audio to sounds/. The built-in recordings have more metrics
     (`syllables.SyllableScores`).
     """
     device = device or dist.setup(args.device)
@@ -1083,7 +1091,7 @@ def evaluate_pipeline(args, device=None):
     pipeline = dist.on_all(lambda: Pipeline(args, device))
     hop_length = pipeline.codec.hop_length
     rate = pipeline.codec.sample_rate
-    # Nothing is trained: the training split may be smaller than a batch.
+    # Nothing is trained, so the training split may be smaller than a batch.
     cfg = dataclasses.replace(pipeline.coarse.cfg, batch_size=1)
     splits = dist.on_all(lambda: open_recordings(cfg, hop_length))
     dataset, indices = splits["test"]
@@ -1099,13 +1107,13 @@ def evaluate_pipeline(args, device=None):
         first = number * EVAL_BATCH
         usable = dataset.load_usable(indices[first : first + EVAL_BATCH])
         prompts = []
-        for wave in usable.values():  # a prompt is at most half of its recording, in whole frames
+        for wave in usable.values():  # prompts are whole frames, at most half of a recording
             frames = min(round(PROMPT_SECONDS * rate), len(wave) // 2) // hop_length
             prompts.append(pipeline.prompt(wave[: max(1, frames) * hop_length]))
         seeds = [accumulate.derive_seed(args.seed, "goes on", index) for index in usable]
         generated = pipeline.generate(prompts, CONTINUE_SECONDS, seeds)
         for i, (index, wave) in enumerate(usable.items()):
-            start = len(prompts[i].codes) * hop_length
+            start = len(prompts[i].codes) * hop_length  # of what was added to the prompt
             sound = pipeline.codec.decode(generated[i])
             found["seconds_added"].append((len(sound) - start) / rate)
             if scores:
@@ -1129,21 +1137,23 @@ class SampleConfig(config.Inference):
 
     run_dir: str = field("runs/audio", "folder of the runs, one for each stage")
     text: str = field(
-        "", "text to say, beginning with that of a --prompt; without both, the sound is any"
+        "", "text to speak, including that of --prompt; with neither, generation is unconditional"
     )
     prompt: str = field("", "recording to continue, in its voice")
     prompt_seconds: NonNegativeFloat = field(
-        0.0, "length of its end to take, 0: the most that coarse was trained on"
+        0.0, "use only the end of the prompt, 0: as much as coarse was trained on"
     )
-    seconds: PositiveFloat = field(2.0, "most seconds after the prompt")
-    temperature: float = field(-1.0, "temperature, 0: most probable codes, below 0: as trained")
+    seconds: PositiveFloat = field(2.0, "maximum seconds after the prompt")
+    temperature: float = field(
+        -1.0, "sampling temperature, 0: most probable codes, below 0: as trained"
+    )
     top_k: NonNegativeInt = field(0, "sample from the k most probable codes, 0: all")
     guidance_scale: NonNegativeFloat = field(1.0, "guidance toward the text, 1: none")
-    fine: bool = field(True, "add the codes of the fine stage to the coarse ones")
-    reconstruct: str = field("", "recording to encode and decode by the codec")
-    soundstream: str = field("", 'codec for that: run folder or hf:MODEL; "": RUN/soundstream')
-    num_quantizers: NonNegativeInt = field(0, "first quantizers to decode in that, 0: all")
-    out: str = field("out.wav", "file of the sound")
+    fine: bool = field(True, "run the fine stage; off: decode only the coarse codes")
+    reconstruct: str = field("", "recording to encode and decode with the codec")
+    soundstream: str = field("", 'codec for --reconstruct: run folder or hf:MODEL; "": RUN\'s')
+    num_quantizers: NonNegativeInt = field(0, "quantizers to decode in --reconstruct, 0: all")
+    out: str = field("out.wav", "WAV file to write")
 
     def __post_init__(self):
         super().__post_init__()
@@ -1164,10 +1174,10 @@ class SampleConfig(config.Inference):
 
 
 def read_wave(path, codec, length=0):
-    """The last `length` samples of a recording, or all (T,), at LOUDNESS; the gain to that.
+    """(the last `length` samples of a recording (T,), or all of them, at LOUDNESS; their gain).
 
-    They are at the codec's rate. The gain is that of the whole recording, as in training. UserError
-    if they are shorter than a frame.
+    They have the codec's sample rate, and the gain of the whole recording, as in training.
+    UserError if they are shorter than a frame.
     """
     channels, rate, _ = recordings.read(path)
     wave = torch.from_numpy(recordings.mix_down(channels, path))
@@ -1179,51 +1189,51 @@ def read_wave(path, codec, length=0):
 
 
 def continue_sound(args, device):
-    """(codec, sound) of a text, of a prompt, or of both."""
+    """(codec, wave (T,)) generated from a text, a prompt, or both."""
     pipeline = Pipeline(args, device)
     if args.text and not pipeline.semantic.has_text:
         raise UserError(f"--text: {args.run_dir} was trained without texts; give --prompt")
     codec = pipeline.codec
     prompt = pipeline.empty_prompt()
     gain = 1.0
-    if args.prompt:  # at most what coarse was trained on, with a new frame
+    if args.prompt:  # leave room for one new frame in coarse's training length
         most = codec.hop_length * (pipeline.coarse.max_frames - 1)
         length = round(args.prompt_seconds * codec.sample_rate) or most
         wave, gain = read_wave(args.prompt, codec, min(length, most))
         prompt = pipeline.prompt(wave)
-    # Another text has other noise.
+    # Each text has its own seed.
     seed = accumulate.derive_seed(args.seed, args.text, 0)
     parts = pipeline.semantic.split_text(args.text)
     if len(parts) > 1:
         config.note(
-            f"--text: longer than all texts of training, so it is said in {len(parts)} parts: "
+            f"--text: longer than all training texts, so it is spoken in {len(parts)} parts: "
             f"{' | '.join(parts)}"
         )
     sampling = token_lm.SamplingParams(args.temperature, args.top_k, args.guidance_scale)
     (codes,) = pipeline.generate([prompt], args.seconds, [seed], [args.text], sampling)
     added = (len(codes) - len(prompt.codes)) / codec.frame_rate
     if args.text and added >= args.seconds:
-        config.note(f"--seconds {args.seconds}: the sound is as long, and may end before its text")
+        config.note(f"--seconds {args.seconds}: reached, so the audio may end before its text")
     return codec, codec.decode(codes) / gain  # as loud as the prompt
 
 
 def reconstruct(args, device):
-    """(codec, sound) of a recording that goes through a codec."""
+    """(codec, wave (T,)) of a recording that was encoded and decoded."""
     folder = args.soundstream or f"{args.run_dir}/soundstream"
     codec = load_codec(folder, device, args.model, args.weights)
     count = args.num_quantizers or codec.num_quantizers
     if count > codec.num_quantizers:
         raise UserError(f"--num_quantizers {count}: the codec has {codec.num_quantizers}")
     wave, gain = read_wave(args.reconstruct, codec)
-    # Codes of K values have log2(K) bits.
+    # A code with K values has log2(K) bits.
     bitrate = count * math.log2(codec.codebook_size) * codec.frame_rate
-    print(f"{count} codes a frame, {bitrate:.0f} bits a second")
+    print(f"{count} codes per frame, {bitrate:.0f} bits per second")
     return codec, codec.decode(codec.encode(wave)[:, :count])[: len(wave)] / gain
 
 
 def sample(args):
-    """Write a sound."""
-    device = dist.setup(args.device)
+    """Write audio: generated, or reconstructed by the codec."""
+    device = dist.choose_device(args.device)
     if not dist.is_main():  # a single process samples
         return
     make_sound = reconstruct if args.reconstruct else continue_sound
@@ -1245,16 +1255,16 @@ def train(cfg):
     device = dist.setup(cfg.device, cfg.timeout_minutes)
     configs = [cfg]
     if cfg.stage == "all":
-        # Each stage is a run of its own, so a stopped command resumes in its stage.
+        # Each stage is its own run, so the command resumes in the stage where it stopped.
         preset = PRESETS.get(cfg.preset, {})
         configs = [
             cls(**{**preset.get(stage, {}), **dataclasses.asdict(cfg), "stage": stage})
             for stage, cls in STAGES.items()
         ]
         codec, _, coarse, _ = configs
-        if coarse.coarse_quantizers == codec.num_quantizers:  # then fine has none to predict
+        if coarse.coarse_quantizers == codec.num_quantizers:  # fine has none to predict
             configs.pop()
-    for each in configs:
+    for each in configs:  # a finished stage only prints its results
         TRAIN[each.stage](each, device)
     if cfg.stage == "all":
         evaluate_pipeline(EvaluateConfig(run_dir=cfg.run_dir, seed=cfg.seed), device)
@@ -1262,12 +1272,12 @@ def train(cfg):
 
 # Presets
 
-# What the papers' sizes share.
+# Shared by the paper-sized models
 LARGE = dict(
     lr=1e-4,
     steps=1_000_000,
     warmup_steps=1_000,
-    cosine=False,  # the papers name no decay
+    cosine=False,  # the papers mention no decay
     ema_decay=0.9999,  # the papers have no EMA
     validation=0.01,
     test=0.01,
@@ -1279,17 +1289,17 @@ LARGE = dict(
 # SoundStream §III. Batch, crop, learning rates and commitment weight are not in the paper.
 SOUNDSTREAM = dict(
     LARGE,
-    sample_rate=16_000,  # AudioLM §IV-A; SoundStream's own is 24 kHz, of 8 quantizers: 6 kbit/s
+    sample_rate=16_000,  # AudioLM §IV-A; SoundStream: 24 kHz with 8 quantizers, which is 6 kbit/s
     channels=32,  # C_enc and C_dec (§III-A)
     latent_dim=512,  # D
-    num_quantizers=12,  # of 10 bits each, at 50 frames a second
+    num_quantizers=12,  # 10 bits each, at 50 frames per second
     codebook_size=1024,  # K
     codebook_decay=0.99,  # §III-C
     quantizer_start=0,  # k-means before the first step (§III-C)
     wave_weight=0.0,  # not in the paper
     commitment_weight=1.0,
-    # λ_rec, λ_adv, λ_feat are 1, 1, 100 in the paper, for sums. Once the discriminators have
-    # learned, the gradients at the wave are as 1 : 0.6 : 1.4.
+    # In the paper λ_rec, λ_adv and λ_feat are 1, 1 and 100, for losses that are sums. With these
+    # weights and trained discriminators, the gradients at the wave are as 1 : 0.6 : 1.4.
     mel_weight=1.0,
     adversarial_weight=0.3,
     feature_weight=3.0,
@@ -1299,12 +1309,12 @@ SOUNDSTREAM = dict(
     batch_size=64,
     chunk_size=16,
     optimizer="adamw",
-    betas=(0.5, 0.9),  # Adam's; the first is low, as in many GANs
+    betas=(0.5, 0.9),  # the first is low, as in many GANs
 )
 # AudioLM §IV-A: 12 layers, 16 heads, width 1024; crops of 30, 10 and 3 s; 1M steps of 256.
-# §IV-B: temperatures. The other settings of training are not in the paper. Its semantic tokens are
-# of layer 7 of w2v-BERT XL, 25 a second. That model is not published. Here they are of w2v-BERT
-# 2.0, 50 a second.
+# §IV-B: temperatures. The other settings are not in the paper. Its semantic tokens, 25 per second,
+# are from layer 7 of w2v-BERT XL, which is not published. Here they are from w2v-BERT 2.0, 50 per
+# second.
 AUDIOLM = dict(
     LARGE,
     sample_rate=16_000,
@@ -1312,7 +1322,7 @@ AUDIOLM = dict(
     depth=12,
     heads=16,
     batch_size=256,
-    chunk_size=8,  # a crop of 30 s is 1,500 tokens
+    chunk_size=8,  # a crop of 30 s has 1,500 tokens
     optimizer="adamw",
     lr=3e-4,
     warmup_steps=4_000,
@@ -1331,14 +1341,14 @@ AUDIOLM_16KHZ = {
     "coarse": dict(AUDIOLM, seconds=10.0, temperature=0.8, coarse_quantizers=4),  # Q' of Q = 12
     "fine": dict(AUDIOLM, seconds=3.0, temperature=0.6, coarse_quantizers=4),
 }
-# Recordings of speech, and two cores. Tried on spoken digits: 600 recordings of four speakers. For
-# all stages at once, what they share is that of "all".
+# For recordings of speech, on two cores. Tried on spoken digits: 600 recordings of four speakers.
+# With --stage all, the shared settings are those of "all".
 SPEECH = dict(log_every=50, eval_every="100", save_every="500")
 SPEECH_TOKENS = dict(
     SPEECH,
     dropout=0.3,
     weight_decay=0.1,
-    shifts=4,  # few recordings are soon learned by heart
+    shifts=4,  # otherwise 600 recordings soon overfit
     steps=600,
     batch_size=32,
     lr=1e-3,
@@ -1347,20 +1357,21 @@ SPEECH_SMALL = {
     "all": SPEECH,
     "soundstream": dict(
         SPEECH,
-        strides=(2, 4, 5, 4),  # 50 frames a second
+        strides=(2, 4, 5, 4),  # 50 frames per second
         latent_dim=32,
-        # Of 8 bits each: 0.8 kbit/s. On 400 recordings a third and a fourth one change nothing that
-        # is recognized, and a fine stage does not learn to predict them. So there is none.
+        # 8 bits each: 0.8 kbit/s. On 400 recordings, a third and a fourth quantizer change neither the
+        # words nor the voices that are recognized, and a fine stage cannot predict them. With a
+        # larger wave_weight audio sounds cleaner (PESQ), but fewer words and voices are recognized.
         num_quantizers=2,
         wave_weight=1.0,
-        mel_seconds=0.256,  # PESQ is higher by 0.2 than with the paper's, in as many steps
+        mel_seconds=0.256,  # PESQ is 0.2 higher than with the paper's windows
         pre_emphasis=0.9,
         codebook_decay=0.99,
         quantizer_start=500,
         augment=True,
         steps=8_000,
     ),
-    # A text is given to recordings that are not longer than a crop.
+    # Only recordings that fit in a crop have a text, so the crop is long.
     "semantic": dict(
         SPEECH_TOKENS,
         seconds=10.0,

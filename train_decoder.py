@@ -1,42 +1,43 @@
 """Train a cascade of pixel-diffusion U-Nets: CLIP image embedding -> image (DALL-E 2, §2.1).
 
-    torchrun --nproc_per_node=2 train_decoder.py     # both stages, on shapes that it makes itself
+    torchrun --nproc_per_node=2 train_decoder.py     # both stages, on the built-in shapes
     torchrun --nproc_per_node=2 train_decoder.py --stage base --data tars --run_dir runs/mine
     torchrun --nproc_per_node=2 train_decoder.py --stage upsample --data tars --run_dir runs/mine
     python train_decoder.py evaluate --prior runs/prior
     python train_decoder.py sample --text "a large green triangle" --num_samples 8 --out grid.png
     python train_decoder.py sample --image a.png [--to b.png | --mask mask.png --text TEXT]
 
-The same command again resumes. Each stage has its own run folder, RUN/base and RUN/upsample, and
-its own settings, which need --stage. A cascade is a list of such folders. `python train_decoder.py
-[train|evaluate|sample] --help` lists the settings.
+Run the same command again to resume. Each stage has its own run folder, RUN/base or RUN/upsample,
+and its own settings, which need --stage. A cascade is a list of such folders. `python
+train_decoder.py [train|evaluate|sample] --help` lists the settings.
 
 DALL-E 2: Ramesh et al. 2022; GLIDE: Nichol et al. 2021; ADM: Dhariwal & Nichol 2021; Imagen:
 Saharia et al. 2022; Karlo: kakaobrain/karlo-v1-alpha. What differs from the papers:
-- The text conditions through a frozen CLIP, as in Karlo. GLIDE trains a text transformer instead.
-  Its padding is masked, where GLIDE learns it; projected text gets a layer norm (Karlo).
-- CLIP embeddings are brought to length √D, also in DALL-E 2's presets, unless --raw_embeddings.
-- By default the base learns by rectified flow, with SD3's timestep density and Muon, and the
-  upsampler predicts x0. The presets use the papers' epsilon, AdamW and learned variance.
-- The default sizes are small enough for two CPU cores. Crops of the default upsampler are half of
-  the image's side; those of the paper and of the presets are a quarter of it.
-- The bound that trains the learned variance takes a clipped x0; ADM's code does not clip it.
-- All images are shrunk by a box filter. The low resolution is enlarged bicubically; ADM enlarges
-  bilinearly. The presets clip gradients at 1 and warm up for 10,000 steps. Flow has 1,000 levels.
-- The input of an upsampler is blurred with probability 0.5. It can also be noised (Imagen), which
-  is off by default; in sampling it then has the least noise, or that of `sample --low_res_noise`.
-  DALL-E 2 degrades the input of its second upsampler (256 -> 1024) by BSR.
-- A model without attention levels has no attention in the middle either, where ADM has some.
-- A group norm of a narrow layer has fewer than 32 groups.
-- The average of the weights has a warm-up (ema.py).
-- Sampling takes evenly spaced steps, without noise those of DPM-Solver++(2M), and clips the
-  estimates of x0. DALL-E 2 tunes its steps.
-- A negative text takes the place of "no text" in guidance, by its encodings and its prior's image
-  embedding (as in Kandinsky 2).
-- Variations of an image start from fresh noise. DALL-E 2 (§3.1) inverts the image by DDIM.
-- Inpainting is RePaint with a jump length of 1, not a fine-tuned model as in GLIDE. Its steps are
-  of first order: DDPM's, or DDIM's without noise. Without a text
-  it is conditioned on the embedding of the whole image, so what was in the hole may come back.
+- A frozen CLIP encodes the text, as in Karlo; GLIDE trains a text transformer instead. Text padding
+  is masked; GLIDE learns an embedding for it. Projected text gets a layer norm (Karlo).
+- CLIP embeddings are scaled to length √D, also in DALL-E 2's presets, unless --raw_embeddings.
+- By default the base learns rectified flow, with SD3's timestep density and Muon, and the upsampler
+  predicts x0. The presets use the papers' epsilon prediction, AdamW and learned variance.
+- The default sizes are small enough for two CPU cores. Crops of the default upsampler have half the
+  image's side; in the paper and in the presets they have a quarter of it.
+- The bound that trains the learned variance clips x0; ADM's code does not.
+- All images are shrunk with a box filter. The low resolution is enlarged bicubically; ADM enlarges
+  bilinearly. The presets clip gradients at 1 and warm up for 10,000 steps.
+- Rectified flow is trained on 1,000 discrete noise levels.
+- The input of an upsampler is blurred with probability 0.5. Noise augmentation (Imagen) is off by
+  default; with it, sampling adds the least noise, or that of `sample --low_res_noise`. DALL-E 2
+  degrades the input of its second upsampler (256 -> 1024) with BSR.
+- A model without attention levels has no attention in the middle either; ADM always has it there.
+- The group norm of a narrow layer has fewer than 32 groups.
+- The EMA decay warms up (ema.py).
+- Sampling takes evenly spaced steps, those of DPM-Solver++(2M) if there is no noise, and clips its
+  estimates of x0. DALL-E 2 tunes the spacing.
+- In guidance, a negative text replaces "no text": its encodings, and the image embedding that the
+  prior makes of it (as in Kandinsky 2).
+- Variations of an image start from fresh noise. DALL-E 2 (§3.1) inverts the image with DDIM.
+- Inpainting is RePaint with a jump length of 1; GLIDE fine-tunes a model. The steps are those of
+  DDPM, or of DDIM without noise. Without a text, the condition is the embedding of the whole image,
+  so the contents of the hole may come back.
 - There are no text diffs (§3.3).
 - Off by default and not in the papers: --loss_weight, --dream, LoRA.
 """
@@ -106,7 +107,7 @@ Density = Literal["uniform", "logit_normal", "mode"]
 TIMESTEPS = 1000  # number of noise levels T (DALL-E 2, Table 3)
 SamplingSteps = Annotated[int, (f"1 to {TIMESTEPS}", lambda value: 1 <= value <= TIMESTEPS)]
 
-# Config: what all stages share, what both U-Nets have, and each of the two
+# Config: shared by all stages, shared by both U-Nets, and one for each U-Net
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ class SharedConfig(config.TrainingRun):
     """Stage and data"""
 
     stage: Literal["all", "base", "upsample"] = field(
-        "all", "stage to train; all: one after the other, by their defaults"
+        "all", "stage to train; all: one after the other, with their defaults"
     )
     preset: str = field(
         "",
@@ -128,13 +129,13 @@ class SharedConfig(config.TrainingRun):
     clip: str = field(
         "auto", "CLIP of the embeddings: folder, model.pt, open_clip:MODEL/WEIGHTS; auto: DATA's"
     )
-    # The CLIP embedding of an image is that of the crop if it is computed on the fly. One that is
-    # stored with the data is of the whole image.
+    # CLIP embeddings computed on the fly describe the crop. Those stored with the data describe the
+    # whole image.
     crop_scale: Fraction = field(
         1.0, "minimum area of random square crops, as a fraction of the image", fixed=True
     )
     flip: bool = field(
-        False, "mirror half of the images; not for captions that mention left or right", fixed=True
+        False, "mirror half of the images; not if captions mention left or right", fixed=True
     )
     eval_samples: NonNegativeInt = field(
         192, "held-out samples to evaluate on, 0: all", affects_val_loss=True
@@ -153,29 +154,29 @@ class UNetConfig(SharedConfig):
     image_size: PositiveInt = model_field(16, "width and height of the images")
     width: PositiveInt = model_field(32, "channels of the first level")
     channel_mult: tuple[PositiveInt, ...] = model_field(
-        (1, 2, 4), "channels of each level by width; each level halves the size"
+        (1, 2, 4), "channels of each level, in multiples of width; each level halves the size"
     )
     num_res_blocks: PositiveInt = model_field(
-        1, "residual blocks of a level on the way down; the way up has one more"
+        1, "residual blocks per level on the way down; the way up has one more"
     )
     dropout: Fraction = field(0.0, "dropout before the second convolution of a block")
     checkpointing: bool = field(False, "recompute blocks in the backward pass to save memory")
     # Diffusion: x_t = α_t·x0 + σ_t·ε
     objective: Objective = model_field("flow", "what the network predicts")
     timestep_density: Density = model_field(
-        "logit_normal", "distribution of the timesteps in training (SD3 §3.1)"
+        "logit_normal", "distribution of the training timesteps (SD3 §3.1)"
     )
     loss_weight: Literal["none", "min_snr", "sigma_sqrt", "cosmap"] = field(
-        "none", "weight of the loss by noise level; sigma_sqrt and cosmap: flow only"
+        "none", "loss weight by noise level; sigma_sqrt and cosmap: flow only"
     )
     dream: bool = field(
-        False, "move x_t by the model's own error (DREAM), for one more pass a step; upsampling"
+        False, "train on the model's own errors (DREAM), at one more pass per step; for upsamplers"
     )
-    # Optimization: minutes on two cores
+    # Optimization, for minutes on two cores
     steps: PositiveInt = field(900, "optimizer steps")
-    batch_size: PositiveInt = field(64, "samples a step, over all ranks", fixed=True)
+    batch_size: PositiveInt = field(64, "samples per step, over all ranks", fixed=True)
     optimizer: Literal["adamw", "muon"] = field(
-        "adamw", "muon: for matrices, with AdamW for the others", fixed=True
+        "adamw", "muon: Muon for matrices, AdamW for the rest", fixed=True
     )
     lr: PositiveFloat = field(2e-3, "peak learning rate")
     warmup_steps: NonNegativeInt = field(50, "steps of linear warm-up")
@@ -183,27 +184,27 @@ class UNetConfig(SharedConfig):
     cosine_steps: NonNegativeInt = field(0, "step at which the cosine reaches 0; 0: the last")
     weight_decay: NonNegativeFloat = field(0.01, "decoupled weight decay of matrices and kernels")
     betas: tuple[Beta, Beta] = field(
-        (0.9, 0.99), "Adam's decays of the mean of gradients, and of the mean of their squares"
+        (0.9, 0.99), "Adam's decay rates of the first and second moments"
     )
     eps: PositiveFloat = field(1e-8, "Adam's epsilon")
     max_grad_norm: NonNegativeFloat = field(1.0, "clip gradients to this norm, 0: no clipping")
-    # What is sampled from and tested is this average. Its decay rises to the highest (ema.py).
-    ema_decay: Fraction = field(0.9999, "highest decay of the averaged weights, 0: no averaging")
-    ema_update_after: NonNegativeInt = field(0, "first steps, in which the average is a copy")
+    # Sampling and testing use the averaged weights. The decay warms up to this value (ema.py).
+    ema_decay: Fraction = field(0.9999, "maximum decay of the weight average, 0: no averaging")
+    ema_update_after: NonNegativeInt = field(0, "steps before averaging starts")
     ema_update_every: PositiveInt = field(1, "steps between updates of the average")
-    # Evaluation, and sampling by default
+    # Evaluation, and defaults of `sample`
     eval_every: Interval = field("500", "steps between evaluations, or as 10min; 0: only the last")
-    # On the built-in data 25 steps are no better.
+    # On the built-in data, 25 steps are no better.
     eval_steps: SamplingSteps = field(12, "sampling steps")
-    guidance_scale: NonNegativeFloat = field(1.0, "guidance of sampling, 1: none")
-    eta: Fraction = field(0.0, "noise of sampling, 1: DDPM, 0: none, by DPM-Solver++(2M)")
+    guidance_scale: NonNegativeFloat = field(1.0, "guidance in sampling, 1: none")
+    eta: Fraction = field(0.0, "sampling noise, 1: DDPM, 0: none, by DPM-Solver++(2M)")
 
     timesteps: ClassVar[int] = TIMESTEPS
 
     def __post_init__(self):
         super().__post_init__()
         levels = len(self.channel_mult)
-        # Group norms have at least four channels a group. Every level but the last is halved.
+        # Group norms have at least four channels per group. Every level but the last is halved.
         divisor = 2 ** (levels - 1)
         if self.width % 4 or self.image_size % divisor or self.random_crop % divisor:
             raise UserError(
@@ -215,7 +216,7 @@ class UNetConfig(SharedConfig):
 
 @dataclass(frozen=True)
 class BaseConfig(UNetConfig):
-    """The base: CLIP image embedding, and maybe text -> image"""
+    """The base: CLIP image embedding, and optionally text -> image"""
 
     stage: Literal["base"] = model_field("base", "this stage")
     attention_levels: tuple[NonNegativeInt, ...] = model_field(
@@ -223,28 +224,28 @@ class BaseConfig(UNetConfig):
     )
     cond_width: PositiveInt = model_field(64, "width of the context tokens")
     text_encodings: bool = model_field(
-        False, "condition on the captions too, as the CLIP encodes them (GLIDE §2.3)"
+        False, "also condition on the captions, encoded by the CLIP (GLIDE §2.3)"
     )
     raw_embeddings: bool = model_field(
-        False, "embeddings as the CLIP gives them (Karlo), not of unit length"
+        False, "do not normalize the CLIP's embeddings (Karlo)"
     )
     learned_variance: bool = model_field(
-        False, "also learn the variance of DDPM's steps (Nichol & Dhariwal 2021)"
+        False, "also learn the variance of the DDPM steps (Nichol & Dhariwal 2021)"
     )
     lora_rank: NonNegativeInt = field(
         0, "rank of adapters trained on the frozen --init_from, 0: train all weights", fixed=True
     )
-    # Outlines are rounder than without, and images a little less varied.
-    guidance_scale: NonNegativeFloat = field(1.5, "guidance of sampling, 1: none")
-    # Muon reaches a fifth less loss than AdamW does in the same time.
+    # Outlines are rounder than without guidance, and images slightly less varied.
+    guidance_scale: NonNegativeFloat = field(1.5, "guidance in sampling, 1: none")
+    # In the same time, Muon reaches a loss a fifth lower than AdamW's.
     optimizer: Literal["adamw", "muon"] = field(
-        "muon", "muon: for matrices, with AdamW for the others", fixed=True
+        "muon", "muon: Muon for matrices, AdamW for the rest", fixed=True
     )
 
-    # Constants of this stage, which UNet reads as it reads settings. They are no flags.
+    # Constants of this stage, which UNet reads like settings. ClassVars are not flags.
     image_condition: ClassVar[bool] = True
-    max_text_len: ClassVar[int] = 77  # of CLIP, in tokens
-    noise_schedule: ClassVar[str] = "cosine"  # of all objectives but flow
+    max_text_len: ClassVar[int] = 77  # tokens, as in CLIP
+    noise_schedule: ClassVar[str] = "cosine"  # for all objectives but flow
     scale_shift: ClassVar[bool] = True
     low_res_size: ClassVar[int] = 0  # none
     low_res_noise: ClassVar[float] = 0.0
@@ -256,42 +257,42 @@ class BaseConfig(UNetConfig):
         discrete = self.timestep_density == "uniform" and self.objective != "flow"
         if self.learned_variance and not discrete:
             raise UserError(
-                "--learned_variance: it needs --timestep_density uniform and another objective "
-                "than flow, as the bound is a sum over the timesteps of DDPM"
+                "--learned_variance needs --timestep_density uniform and an objective other than "
+                "flow, because its bound is a sum over the timesteps of DDPM"
             )
         levels = len(self.channel_mult)
         if max(self.attention_levels, default=levels) >= levels:
             raise UserError(
-                f"--attention_levels {self.attention_levels}: expected numbers below {levels}, the "
-                "number of levels, and one at least, which sees image and text"
+                f"--attention_levels {self.attention_levels}: expected at least one number, all "
+                f"below {levels}, the number of levels; attention is where the conditions enter"
             )
 
 
 @dataclass(frozen=True)
 class UpsampleConfig(UNetConfig):
-    """The upsampler: low-resolution image -> image, without condition or attention"""
+    """The upsampler: low-resolution image -> image, without conditions or attention"""
 
     stage: Literal["upsample"] = model_field("upsample", "this stage")
     low_res_size: PositiveInt = model_field(16, "width and height of the input")
     image_size: PositiveInt = model_field(32, "width and height of the images")
     channel_mult: tuple[PositiveInt, ...] = model_field(
-        (1, 2), "channels of each level by width; each level halves the size"
+        (1, 2), "channels of each level, in multiples of width; each level halves the size"
     )
     scale_shift: bool = model_field(
-        True, "the timestep scales and shifts a norm; off: it is added before the norm"
+        True, "the timestep scales and shifts a norm's output; off: it is added to its input"
     )
-    # In training the input is corrupted, and crops are enough, as there is no attention.
+    # Training corrupts the input. Without attention, training on crops is enough.
     low_res_noise: Fraction = model_field(
         0.0, "maximum noise on the input, as a fraction of the timesteps (Imagen)"
     )
-    # Half of the side. The paper and the presets take a quarter of it (DALL-E 2 §2.1).
+    # Half the side. The paper and the presets use a quarter of it (DALL-E 2 §2.1).
     random_crop: NonNegativeInt = model_field(
         16, "train on random crops of this size, 0: on whole images"
     )
-    # Flow leaves grain in the images, which x0 does not.
+    # Flow leaves grain in the images; x0 prediction does not.
     objective: Objective = model_field("x0", "what the network predicts")
     timestep_density: Density = model_field(
-        "uniform", "distribution of the timesteps in training (SD3 §3.1)"
+        "uniform", "distribution of the training timesteps (SD3 §3.1)"
     )
     noise_schedule: Literal["cosine", "linear"] = model_field(
         "cosine", "noise schedule; flow has its own"
@@ -299,8 +300,8 @@ class UpsampleConfig(UNetConfig):
     steps: PositiveInt = field(800, "optimizer steps")
     eval_steps: SamplingSteps = field(5, "sampling steps")
 
-    # Constants of this stage, which UNet reads as it reads settings
-    image_condition: ClassVar[bool] = False  # the low resolution alone (DALL-E 2 §2.1)
+    # Constants of this stage, which UNet reads like settings
+    image_condition: ClassVar[bool] = False  # only the low resolution (DALL-E 2 §2.1)
     text_encodings: ClassVar[bool] = False
     raw_embeddings: ClassVar[bool] = False
     attention_levels: ClassVar[tuple] = ()
@@ -318,27 +319,27 @@ class UpsampleConfig(UNetConfig):
 STAGES = {"base": BaseConfig, "upsample": UpsampleConfig}
 
 IMAGE_TOKENS = 4  # "four extra tokens of context" (DALL-E 2 §2.1)
-# For guidance, some samples are trained without their conditions (Ho & Salimans 2022): "10% of the
-# time" without the image embedding, "50% of the time" without the text (DALL-E 2 §2.1).
+# For guidance, conditions are dropped in training (Ho & Salimans 2022): the image embedding "10% of
+# the time", the text "50% of the time" (DALL-E 2 §2.1).
 IMAGE_DROP = 0.1
 TEXT_DROP = 0.5
 VLB_WEIGHT = 1e-3  # λ of the variational bound (Nichol & Dhariwal 2021, §3.1)
-# Range of the blur's sigma, in pixels of the low resolution. DALL-E 2 §2.1 gives no numbers. In
-# DALLE2-pytorch it is 0.6.
+# Range of the blur's sigma, in pixels of the low resolution. DALL-E 2 §2.1 gives no numbers;
+# DALLE2-pytorch uses 0.6.
 BLUR_SIGMA = (0.4, 0.8)
 BLUR_PROBABILITY = 0.5  # as in DALLE2-pytorch
-# Pixels of the low resolution around a crop's: what the blur and the bicubic filter reach.
+# Pixels of low resolution around a crop that the blur and the bicubic filter reach.
 MARGIN = 8
 GRID_CAPTION = "real images, and samples below"
-RESIZE = "box"  # filter that shrinks images: the mean of the pixels
-MAX_CHUNK = 64  # samples in one forward pass, at most, where --chunk_size is 0
+RESIZE = "box"  # filter for shrinking images: the mean of the pixels
+MAX_CHUNK = 64  # maximum samples per forward pass if --chunk_size is 0
 
 
 # Model
 
 
 def group_norm(width):
-    """ADM's norm of 32 groups; narrow layers have fewer, of at least four channels each."""
+    """ADM's norm with 32 groups; narrow layers have fewer, with at least four channels each."""
     groups = 32
     while width % groups or width < 4 * groups:
         groups //= 2
@@ -352,11 +353,9 @@ class ResBlock(nn.Module):
     """
 
     def __init__(self, cfg, width_in, width, has_attention=False, resample=None, takes_skip=False):
-        """resample: halves or doubles the image before the first convolution, on both paths.
-
-        That is BigGAN's (Brock et al. 2018). takes_skip: the output of a block on the way down is
-        a part of the input, which the caller concatenates. A block of another class needs
-        this attribute, too.
+        """resample: module that halves or doubles the image, on both paths, as in BigGAN (Brock et
+        al. 2018). takes_skip: the caller concatenates the output of a block on the way down to the
+        input; `UNet.forward` reads this attribute of every block.
         """
         super().__init__()
         self.cfg = cfg
@@ -368,30 +367,29 @@ class ResBlock(nn.Module):
         self.modulation = nn.Linear(4 * cfg.width, 2 * width if cfg.scale_shift else width)
         self.norm2 = group_norm(width)
         self.dropout = nn.Dropout(cfg.dropout)
-        # Zero: a block starts as the identity.
+        # Zero, so that a block starts as the identity.
         self.conv2 = zero_init(nn.Conv2d(width, width, 3, padding=1))
         self.skip = nn.Conv2d(width_in, width, 1) if width_in != width else nn.Identity()
         if has_attention:
-            # Heads of 64 channels (ADM §3.1), of fewer in a model that is narrower.
+            # Heads of 64 channels (ADM §3.1), or fewer in a narrower model.
             num_heads = width // min(64, cfg.width)
-            while width % num_heads:  # fewer and wider heads, so that they divide the width
+            while width % num_heads:  # the number of heads must divide the width
                 num_heads -= 1
             self.attention_norm = group_norm(width)
-            self.attention = Attention(width, num_heads)  # attention of the pixels
-            zero_init(self.attention.out)  # it adds nothing at first
+            self.attention = Attention(width, num_heads)  # of the pixels
+            zero_init(self.attention.out)  # attention adds nothing at first
             self.token_key_value = nn.Linear(cfg.cond_width, 2 * width)
 
     def forward(self, x, emb, context, context_mask):
-        """x (B, W_in, H, H) -> (B, W, H, H), or half or twice H with `resample`.
+        """x (B, W_in, H, H) -> (B, W, H, H), with half or twice H if the block resamples.
 
-        emb: embedding of timestep and conditions (B, 4·width). context, context_mask: as `attend`
-        takes them.
+        emb: embedding of timestep and conditions (B, 4·width). context, context_mask: see `attend`.
         """
         # First convolution, at the new size.
         h = self.resample(F.silu(self.norm1(x)))
         h = self.conv1(h)  # (B, W, H, H)
 
-        # The timestep and the conditions enter here (ADM §3, "adaptive group normalization").
+        # Timestep and conditions enter here (ADM §3, "adaptive group normalization").
         modulation = self.modulation(F.silu(emb))[:, :, None, None]
         if self.cfg.scale_shift:
             scale, shift = modulation.chunk(2, dim=1)  # (B, W, 1, 1)
@@ -408,11 +406,11 @@ class ResBlock(nn.Module):
     def attend(self, x, context, context_mask):
         """Attention of the pixels of x (B, W, H, H) to the context and to each other.
 
-        context: tokens (B, J, E). context_mask: which of them and of the pixels are attended to
-        (B, 1, 1, J + H² or more); None means all.
+        context: tokens (B, J, E). context_mask (B, 1, 1, J + H² or more): true for context tokens
+        and pixels to attend to; None: attend to all.
         """
         h = self.attention_norm(x).flatten(2).transpose(1, 2).contiguous()  # (B, H², W)
-        # Keys and values of the context stand before those of the pixels (GLIDE §2.3).
+        # The keys and values of the context precede those of the pixels (GLIDE §2.3).
         both = [self.token_key_value(context), self.attention.key_value(h)]
         both = torch.cat(both, dim=1)  # (B, J + H², 2W)
         if context_mask is not None:
@@ -423,17 +421,17 @@ class ResBlock(nn.Module):
 
 
 class UNet(nn.Module):
-    """Denoiser of one stage: the decoder of DALL-E 2 (§2.1), in the form of ADM and GLIDE.
+    """Denoiser of one stage of DALL-E 2's decoder (§2.1), with the architecture of ADM and GLIDE.
 
     B batch, W width, H image size, D width of CLIP embeddings, L text length, J number of context
-    tokens, E their width. A U-Net of widths [0, 0] has no conditions (upsampler).
+    tokens, E their width. An upsampler has no conditions: its widths are [0, 0].
     """
 
     def __init__(self, cfg, embed_width, encoding_width=0):
         super().__init__()
         self.cfg = cfg
         self.widths = [embed_width, encoding_width]
-        # Karlo's upsampler has another U-Net for the last step of sampling; `load_cascade` sets it.
+        # Karlo's upsampler has a second U-Net for the last sampling step; `load_unet` sets it.
         self.last_step_unet = None
         emb_width = 4 * cfg.width
 
@@ -442,23 +440,23 @@ class UNet(nn.Module):
         if cfg.low_res_noise:
             self.low_res_time_in = TimeEmbedding(cfg.width, emb_width)
         if cfg.image_condition:
-            self.null_image = nn.Parameter(torch.randn(embed_width))  # stands for a dropped image
+            self.null_image = nn.Parameter(torch.randn(embed_width))  # replaces a dropped image
             self.image_in = nn.Linear(embed_width, emb_width)  # added to the timestep
             self.image_tokens_in = nn.Linear(embed_width, IMAGE_TOKENS * cfg.cond_width)
         if encoding_width:
-            self.null_text = NullText(embed_width, encoding_width, cfg.max_text_len)  # of ""
+            self.null_text = NullText(embed_width, encoding_width, cfg.max_text_len)
             self.text_in = nn.Linear(embed_width, emb_width)  # added to the timestep
             self.encoding_in = nn.Linear(encoding_width, cfg.cond_width)  # context
             self.encoding_norm = LayerNorm(cfg.cond_width)
 
-        # The way down. Every block leaves its output for the way up.
+        # The way down. Every block keeps its output as a skip for the way up.
         level_widths = [cfg.width * mult for mult in cfg.channel_mult]  # the finest level first
         width = cfg.width
         skip_widths = [width]
         self.stem = nn.Conv2d(6 if cfg.low_res_size else 3, width, 3, padding=1)  # x_t, low_res
         self.downs = nn.ModuleList()
         for level, width_out in enumerate(level_widths):
-            if level > 0:  # from the level before
+            if level > 0:  # from the previous level
                 self.downs.append(ResBlock(cfg, width, width, resample=nn.AvgPool2d(2)))
                 skip_widths.append(width)
             for _ in range(cfg.num_res_blocks):
@@ -466,11 +464,12 @@ class UNet(nn.Module):
                 width = width_out
                 skip_widths.append(width)
 
-        # The middle, at the coarsest level. ADM attends here always, this one if any level does.
+        # The middle, at the coarsest level. ADM always has attention here, this U-Net only if some
+        # level has it.
         first = ResBlock(cfg, width, width, bool(cfg.attention_levels))
         self.middle = nn.ModuleList([first, ResBlock(cfg, width, width)])
 
-        # The way up. Every block that does not double takes one of those outputs as its skip.
+        # The way up. Every block takes a skip, except those that double the image.
         self.ups = nn.ModuleList()
         for level, width_out in reversed([*enumerate(level_widths)]):
             for _ in range(cfg.num_res_blocks + 1):
@@ -478,41 +477,41 @@ class UNet(nn.Module):
                 has_attention = level in cfg.attention_levels
                 self.ups.append(ResBlock(cfg, width_in, width_out, has_attention, takes_skip=True))
                 width = width_out
-            if level > 0:  # to the next level, by the nearest neighbor, as in ADM
+            if level > 0:  # to the next level, by nearest neighbor as in ADM
                 self.ups.append(ResBlock(cfg, width, width, resample=nn.Upsample(scale_factor=2)))
 
-        # A learned variance takes three more channels.
+        # A learned variance needs three more channels.
         conv_out = nn.Conv2d(width, 6 if cfg.learned_variance else 3, 3, padding=1)
         self.out = nn.Sequential(group_norm(width), nn.SiLU(), zero_init(conv_out))
 
-        diffusion.add_levels(self, cfg)  # noise levels α_t and σ_t
+        diffusion.add_noise_schedule(self, cfg)  # buffers α_t and σ_t
 
     def scale_embedding(self, embed):
-        """CLIP embeddings (B, D) at length √D, the scale of unit noise; raw ones are unchanged."""
+        """CLIP embeddings (B, D) scaled to length √D, that of unit noise; raw ones unchanged."""
         if self.cfg.raw_embeddings:
             return embed
         return F.normalize(embed.float(), dim=-1) * embed.shape[-1] ** 0.5
 
     def embed_conditions(self, condition, drop_image, drop_text):
-        """(added to the timestep (B, 4W), context (B, J, E), text_mask (B, L)).
+        """(term to add to the timestep embedding (B, 4W), context (B, J, E), text_mask (B, L)).
 
-        condition: see `conditioning`. drop_image, drop_text (B,): for which samples the image
-        embedding and the text are replaced by learned or empty ones. Guidance needs predictions
-        with and without conditions. text_mask is false for padding. The context is None for an
-        upsampler, text_mask is None for a model without text.
+        condition: see `conditioning`. drop_image (B,): true where the learned null embedding
+        replaces the image embedding. drop_text (B,): true where the encoding of "" replaces the
+        text. text_mask: false for padding. The context of an upsampler is None, and so is the
+        text_mask of a model without text.
         """
         if not condition:  # an upsampler
             return 0.0, None, None
-        # The image embedding is added to the timestep's, and becomes four tokens (§2.1).
+        # The image embedding is added to the timestep embedding, and becomes four tokens (§2.1).
         embed = condition["image_embed"]  # (B, D)
-        drop_image = drop_image | ~embed.any(-1)  # zeros mean "no image"
+        drop_image = drop_image | ~embed.any(-1)  # a zero embedding means "no image"
         embed = torch.where(drop_image[:, None], self.null_image, self.scale_embedding(embed))
         added = self.image_in(embed)  # (B, 4W)
         context = self.image_tokens_in(embed).unflatten(-1, (IMAGE_TOKENS, -1))  # (B, 4, E)
         if not self.cfg.text_encodings:
             return added, context, None
 
-        # GLIDE §2.3: the text's embedding is added too, and its encodings are further tokens.
+        # GLIDE §2.3: the text embedding is added as well, and the text encodings become tokens.
         condition = self.null_text(condition, drop_text)
         added = added + self.text_in(self.scale_embedding(condition["text_embed"]))
         encodings = self.encoding_in(condition["text_enc"])  # (B, L, E)
@@ -525,13 +524,13 @@ class UNet(nn.Module):
         """Prediction (B, 3, H, H) for x_t (B, 3, H, H) at `timestep` (B,).
 
         With a learned variance it is (B, 6, H, H). condition, drop_image, drop_text: see
-        `embed_conditions`. low_res: low-resolution image at size H. low_res_timestep (B,): of the
-        noise on it.
+        `embed_conditions`. low_res: the low-resolution image, enlarged to size H. low_res_timestep
+        (B,): timestep of the noise on it.
         """
         added, context, mask = self.embed_conditions(condition, drop_image, drop_text)
         if mask is not None:
-            # Image tokens and pixels are never masked. Padded once, for the finest level with
-            # attention; the others take its beginning. On GPUs each small kernel costs time.
+            # Image tokens and pixels are never masked. Pad the mask once, for the finest level with
+            # attention: coarser levels slice it. On GPUs, every small kernel costs time.
             pixels = (x_t.shape[-1] >> min(self.cfg.attention_levels)) ** 2
             mask = F.pad(mask[:, None, None], (IMAGE_TOKENS, pixels), value=True)
         emb = self.time_in(timestep) + added  # (B, 4W)
@@ -540,14 +539,14 @@ class UNet(nn.Module):
         x = x_t
         if low_res is not None:  # an upsampler sees it at every step (DALL-E 2 §2.1)
             x = torch.cat([x_t, low_res], dim=1)  # (B, 6, H, H)
-        x = self.stem(x)  # (B, W, H, H), laid out as the weights are
-        skips = [x]  # outputs of the way down
+        x = self.stem(x)  # (B, W, H, H), with the memory layout of the weights
+        skips = [x]  # outputs on the way down
         for block in self.downs:
             # H is halved before each level but the first.
             x = run_block(block, self.cfg.checkpointing, x, emb, context, mask)
             skips.append(x)
         for block in [*self.middle, *self.ups]:
-            if block.takes_skip:
+            if block.takes_skip:  # the newest skip has the resolution of this block
                 x = torch.cat([x, skips.pop()], dim=1)
             # H is doubled after each level.
             x = run_block(block, self.cfg.checkpointing, x, emb, context, mask)
@@ -557,14 +556,14 @@ class UNet(nn.Module):
 def layout_on(device):
     """The layout of weights and images that is fastest on a device.
 
-    Convolutions are faster with the channels last, but torch's group norm for GPUs would copy that.
+    On CPUs that is channels last. On GPUs it is not, because torch's group norm would make copies.
     """
     on_cpu = torch.device(device).type == "cpu"
     return torch.channels_last if on_cpu else torch.contiguous_format
 
 
 def place(unet, device):
-    """`unet` on `device`, in the layout that is fastest there."""
+    """Move `unet` to `device`, in the layout that is fastest there."""
     return unet.to(device, memory_format=layout_on(device))
 
 
@@ -572,15 +571,15 @@ def place(unet, device):
 def conditioning(batch, cfg, clip_model):
     """{"image_embed" (B, D), "text_embed" (B, D), "text_enc" (B, L, E), "text_mask" (B, L)}.
 
-    Only the entries that the model `cfg` needs. Image embeddings come from the batch, where they
-    are of whole images. If it has "clip_image" instead, `clip_model` embeds these, which are of the
-    crops. It also encodes captions, or their tokens.
+    It has only the entries that the model needs. Image embeddings stored in the batch describe
+    whole images. If the batch has "clip_image" instead, `clip_model` embeds these, which are crops.
+    It also encodes the captions, or their tokens.
     """
     condition = {}
     if cfg.image_condition and "image_embed" in batch:
         condition["image_embed"] = batch["image_embed"]
     elif cfg.image_condition:
-        with amp.autocast(batch["clip_image"].device, "fp32"):  # also within an autocast
+        with amp.autocast(batch["clip_image"].device, "fp32"):  # even within an autocast
             condition["image_embed"] = clip_model.embed_image(batch["clip_image"])
     if cfg.text_encodings:
         texts = batch.get("tokens", batch["caption"])
@@ -594,18 +593,18 @@ def conditioning(batch, cfg, clip_model):
 def augment_low_res(unet, low_res, timestep, noise):
     """(low_res with the noise of `timestep` (B,), the timestep): noise augmentation (Imagen §2.4).
 
-    The model is told the timestep. A model without --low_res_noise gets low_res as it is, and None.
+    The timestep is an input of the model. Without --low_res_noise: (low_res unchanged, None).
     """
     if not unet.cfg.low_res_noise:
         return low_res, None
-    alpha, sigma = diffusion.levels(unet, timestep, low_res)
+    alpha, sigma = diffusion.alpha_sigma(unet, timestep, low_res)
     return alpha * low_res + sigma * noise, timestep
 
 
 def low_res_window(corner, cfg):
-    """Where a window of the low resolution begins (B, 2), and its size, for crops at `corner`.
+    """(start (B, 2), size) of the low-resolution window of crops at `corner` (B, 2).
 
-    It is what a crop is enlarged from, and MARGIN pixels around it.
+    The window has the pixels that a crop is enlarged from, and MARGIN pixels around them.
     """
     high = cfg.image_size
     low = cfg.low_res_size
@@ -615,44 +614,44 @@ def low_res_window(corner, cfg):
 
 
 def cut_crops(batch, random_bits, cfg):
-    """`batch` with crops in place of its images, to train an upsampler with; done by the workers.
+    """Replace the images of `batch` by crops, for training an upsampler. Workers call it.
 
-    The model is convolutional: it learns on crops and samples whole images (DALL-E 2 §2.1).
-    "image": uint8 (B, C, C, 3), C = --random_crop. "corner" (B, 2): the pixel where each begins.
-    "low_res" (B, 3, h, h): the images at the low resolution, in a `low_res_window`.
+    The model is convolutional, so it can train on crops and sample whole images (DALL-E 2 §2.1).
+    "image": uint8 (B, C, C, 3), C = --random_crop. "corner" (B, 2): first pixel of each crop.
+    "low_res" (B, 3, h, h): the low resolution of each crop's `low_res_window`.
     """
     images = batch["image"].permute(0, 3, 1, 2)  # (B, 3, H, H)
     high = cfg.image_size
     low = cfg.low_res_size
     crop = cfg.random_crop or high
-    bits = order.random_bits(random_bits, "crop")  # others than those of the images' own crops
+    bits = order.random_bits(random_bits, "crop")  # independent of --crop_scale's crops
     position = order.uniform(bits, len(images), (0, 0)) * (high - crop + 1)
     corner = torch.from_numpy(position.astype(np.int64)).to(images.device)
 
-    # Only the pixels that are averaged become floats.
+    # Convert only the pixels of the window to floats.
     start, size = low_res_window(corner, cfg)
     covered = min(high, math.ceil(size * high / low) + 1)
-    first = (start * high // low).clamp(max=high - covered)
-    window = pixels.crop(images, covered, first).permute(0, 2, 3, 1)
+    begin = (start * high // low).clamp(max=high - covered)
+    window = pixels.crop(images, covered, begin).permute(0, 2, 3, 1)
     low_res = pixels.resize_windows(
-        pixels.from_uint8(window), first, high, low, start, size, RESIZE
+        pixels.from_uint8(window), begin, high, low, start, size, RESIZE
     )
     image = pixels.crop(images, crop, corner).permute(0, 2, 3, 1)
     return {**batch, "image": image, "corner": corner, "low_res": low_res}
 
 
 def upsampler_inputs(unet, batch):
-    """(low_res (B, 3, C, C), low_res_timestep) to train an upsampler with, of `cut_crops`.
+    """(low_res (B, 3, C, C), low_res_timestep) for training an upsampler on a batch of `cut_crops`.
 
-    The stage before draws images that are less sharp than real ones. So the real low-resolution
-    image is corrupted in training (DALL-E 2 §2.1).
+    Generated images are less sharp than real ones, so the real low-resolution image is corrupted in
+    training (DALL-E 2 §2.1).
     """
     cfg = unet.cfg
     low_res = batch["low_res"]  # (B, 3, h, h)
     size = len(low_res)
     device = low_res.device
 
-    # Gaussian blur, of a random width, on some of the images.
+    # Blur some of the images with a Gaussian of random width.
     blur_sigma = torch.empty(size, device=device).uniform_(*BLUR_SIGMA)
     is_blurred = torch.rand(size, device=device) < BLUR_PROBABILITY  # (B,)
     blurred = pixels.blur(low_res, blur_sigma)
@@ -667,7 +666,7 @@ def upsampler_inputs(unet, batch):
         batch["image"].shape[1],
     )  # (B, 3, C, C)
 
-    # Noise of a random timestep, up to --low_res_noise of them.
+    # Add the noise of a random timestep, in the first --low_res_noise of the schedule.
     fraction = torch.rand(size, device=device) * cfg.low_res_noise
     low_res_timestep = (fraction * (cfg.timesteps - 1)).round().long()  # (B,)
     noise = torch.randn_like(low_res)
@@ -675,54 +674,55 @@ def upsampler_inputs(unet, batch):
 
 
 def diffusion_loss(unet, batch, condition):
-    """Mean loss of a chunk with uint8 images (B, H, H, 3), or `cut_crops`: one pass of the model.
+    """Mean loss over a chunk of uint8 images (B, H, H, 3), or of `cut_crops`.
 
-    In eval mode it is without loss weights and DREAM, so that validation losses compare.
+    Eval mode uses neither loss weights nor DREAM, so that validation losses are comparable.
     """
     cfg = unet.cfg
     x0 = pixels.from_uint8(batch["image"])  # (B, 3, H, H) in [-1, 1]
     size = len(x0)
     device = x0.device
-    x0 = x0.contiguous(memory_format=layout_on(device))  # else the norms of a GPU copy their inputs
+    # In another layout, group norms would copy their inputs.
+    x0 = x0.contiguous(memory_format=layout_on(device))
     low_res = low_res_timestep = None
     if cfg.low_res_size:
         low_res, low_res_timestep = upsampler_inputs(unet, batch)
     timestep = diffusion.sample_timesteps(cfg.timestep_density, (size,), cfg.timesteps, device)
     noise = torch.randn_like(x0)  # ε
 
-    # Drop conditions at random, each for itself, so that the model also learns to do without.
+    # Drop each condition independently, so that the model also learns to predict without it.
     drop_image = torch.rand(size, device=device) < IMAGE_DROP
     drop_text = torch.rand(size, device=device) < TEXT_DROP
 
     inputs = (timestep, condition, drop_image, drop_text, low_res, low_res_timestep)
 
     # DDPM, Eq. 4: x_t = α_t·x0 + σ_t·ε
-    alpha, sigma = diffusion.levels(unet, timestep, x0)  # (B, 1, 1, 1)
+    alpha, sigma = diffusion.alpha_sigma(unet, timestep, x0)  # (B, 1, 1, 1)
     x_t = alpha * x0 + sigma * noise  # (B, 3, H, H)
     if cfg.dream and unet.training:
-        # Not by no_grad: autocast would keep casts of the weights that take no gradient.
+        # Under no_grad, autocast would cache casts of the weights that have no gradient.
         prediction = unet(x_t, *inputs)[:, :3].detach().float()
         x0_hat = diffusion.predict_x0(cfg.objective, prediction, x_t, alpha, sigma)
         noise = diffusion.dream(noise, (x_t - alpha * x0_hat) / sigma, sigma)
         x_t = alpha * x0 + sigma * noise
     target = diffusion.target(cfg.objective, x0, noise, alpha, sigma)
 
-    # The loss is in fp32, whatever the precision of the model.
+    # The loss is computed in fp32, whatever the precision of the model.
     out = unet(x_t, *inputs).float()
     prediction = out[:, :3]
     loss = (prediction - target) ** 2  # (B, 3, H, H)
-    if unet.training:  # the weight of a noise level
+    if unet.training:  # weight each noise level
         loss = loss * diffusion.loss_weight(cfg.loss_weight, cfg.objective, alpha, sigma)
     loss = loss.mean()
     if cfg.learned_variance:
-        # The bound trains the variance alone: its mean has no gradient.
+        # The bound trains only the variance: no gradient flows through its mean.
         interpolation = (out[:, 3:] + 1) / 2  # 0: posterior variance β̃_t, 1: β_t
         x0_hat = diffusion.predict_x0(cfg.objective, prediction, x_t, alpha, sigma)
-        x0_hat = x0_hat.clamp(-1, 1)  # as in sampling; ADM's code does not clip it here
+        x0_hat = x0_hat.clamp(-1, 1)  # as in sampling; ADM's code does not clip here
         bound = diffusion.variational_bound(
             x0, timestep, x0_hat, interpolation, unet.alpha, unet.sigma
         )
-        # The bound of an image is a sum over the timesteps, of which this is a sample.
+        # The bound of an image is a sum over all timesteps; this is one of its terms, times T.
         loss = loss + VLB_WEIGHT * cfg.timesteps * bound.mean()
     return loss
 
@@ -745,31 +745,30 @@ def sample_images(
     resample=5,
     negative=None,
 ):
-    """`count` images (B, 3, H, H) in [-1, 1] for a `condition` of as many (see `conditioning`).
+    """Sample `count` images (B, 3, H, H) in [-1, 1] for a `condition` (see `conditioning`).
 
-    eta: see `diffusion.sample`. low_res: images (B or 1, 3, h, h) of the stage
-    before, or larger ones, for an upsampler. low_res_noise: noise on these, as a fraction of the
+    eta, resample: see `diffusion.sample`. low_res: for an upsampler, images (B or 1, 3, h, h) of
+    the previous stage, or larger ones. low_res_noise: noise to add to these, as a fraction of the
     timesteps. kept: for inpainting, images (B or 1, 3, h, h) and a mask (1, 1, h, h), which is 1
-    where their pixels are kept. resample: see `diffusion.sample`. negative: a condition that
-    guidance leads away from.
+    where their pixels are kept. negative: condition for guidance to move away from.
     """
     cfg = unet.cfg
     device = unet.alpha.device
 
-    # Guidance runs each sample twice. The second copy has neither image embedding nor text, but the
-    # same noisy image and the same low resolution. At scale 1 the first alone counts, at 0 the
-    # second.
+    # With guidance, a second copy of each sample has the same noisy image and the same low
+    # resolution, but neither image embedding nor text. Scale 1 needs only the first copy, and scale
+    # 0 only the second.
     copies = 2 if condition and guidance_scale not in (0, 1) else 1
-    first = count if guidance_scale else 0  # without conditions
+    first_dropped = count if guidance_scale else 0  # the first row without conditions
 
     def copied(x):
         return torch.cat([x] * copies)
 
     condition = {name: copied(value) for name, value in condition.items()}  # (2B, …)
-    drop = torch.arange(copies * count, device=device) >= first
-    if negative:  # in place of no conditions
+    drop = torch.arange(copies * count, device=device) >= first_dropped
+    if negative:  # replaces "no conditions"
         for name, value in negative.items():
-            condition[name][first:] = value
+            condition[name][first_dropped:] = value
         drop = torch.zeros_like(drop)
     low_res_timestep = None
     if cfg.low_res_size:
@@ -780,33 +779,34 @@ def sample_images(
         low_res_timestep += round(low_res_noise * (cfg.timesteps - 1))
         low_res, low_res_timestep = augment_low_res(unet, copied(low_res), low_res_timestep, noise)
     else:
-        low_res = None  # a base that inpaints, or that is evaluated, is given images
+        low_res = None  # a base ignores it
     if kept:
-        # This stage may be coarser than the mask. Then a pixel is kept only if all of its area is.
+        # If this stage is coarser than the mask, keep a pixel only if its whole area is kept.
         known, mask = [pixels.resize(x, cfg.image_size, "box") for x in kept]
         kept = known, mask > 0.999
 
     def denoise(x_t, timestep):
-        """(x0, interpolation of the variance), as diffusion.sample takes it."""
+        """(x0, interpolation of the variance), for `diffusion.sample`."""
         model = unet
-        if unet.last_step_unet and timestep[0] == 0:  # which DDPM's steps end with
+        if unet.last_step_unet and timestep[0] == 0:  # the last of DDPM's steps
             model = unet.last_step_unet
-        # One pass for both copies.
+        # Both copies in one pass.
         out = model(
             copied(x_t), copied(timestep), condition, drop, drop, low_res, low_res_timestep
         ).float()
         prediction = diffusion.classifier_free_guidance(
             out[:count, :3], out[-count:, :3], guidance_scale
         )
-        alpha, sigma = diffusion.levels(unet, timestep, x_t)
+        alpha, sigma = diffusion.alpha_sigma(unet, timestep, x_t)
         x0 = diffusion.predict_x0(cfg.objective, prediction, x_t, alpha, sigma).clamp(-1, 1)
-        interpolation = 0.0  # the posterior's variance
+        interpolation = 0.0  # the posterior variance
         if cfg.learned_variance:
             interpolation = (out[:count, 3:] + 1) / 2
         return x0, interpolation
 
+    # Start from pure noise.
     x_T = torch.empty(count, 3, cfg.image_size, cfg.image_size, device=device)
-    # Every step replaces pixels that are kept by noised ones (RePaint, Lugmayr et al. 2022).
+    # Every step overwrites the kept pixels with noised ones (RePaint, Lugmayr et al. 2022).
     return diffusion.sample(
         denoise, noise_fn(x_T), unet.alpha, unet.sigma, steps, eta, noise_fn, kept, resample
     )
@@ -824,20 +824,20 @@ def sample_cascade(
     resample=5,
     negative_batch=None,
 ):
-    """Images of the last of `unets`, uint8 (B, H, H, 3), for embeddings and captions of `batch`.
+    """Sample images, uint8 (B, H, H, 3), for the embeddings and captions in `batch`.
 
-    The sampling settings of each stage are those of its cfg. seeds: an int for each image, from
-    which all its noise follows; so it is the same in any batch and on any rank. negative_batch: as
-    `batch`, what guidance leads away from. The others: see `sample_images`.
+    unets: the stages in order; the cfg of each has its sampling settings. seeds: one int per image,
+    which determines all its noise, in any batch and on any rank. negative_batch: like `batch`, for
+    guidance to move away from. For the others see `sample_images`.
     """
     device = unets[0].alpha.device
-    noise_fn = diffusion.noise_generator(seeds, device)  # one stream an image
+    noise_fn = diffusion.noise_generator(seeds, device)  # one stream per image
     for unet in unets:
         cfg = unet.cfg
         condition = conditioning(batch, cfg, clip_model)
         negative = conditioning(negative_batch, cfg, clip_model) if negative_batch else None
         with amp.autocast(device, cfg.precision):
-            # What a stage makes is the low resolution of the next one.
+            # The output of a stage is the low resolution of the next one.
             low_res = sample_images(
                 unet,
                 condition,
@@ -859,11 +859,11 @@ def sample_cascade(
 
 
 def open_data(cfg, image_size, source, device):
-    """({split: (dataset, indices)}, CLIP or None, {name: plain value} of both for model files).
+    """({split: (dataset, indices)}, CLIP or None, info: {name: plain value} for model files).
 
-    The CLIP is for evaluation, for text, and for images without embeddings. image_size: that of
-    the model `cfg`, or of the last stage of its cascade. source: model file that says which CLIP it
-    is, if neither cfg nor the data do; or None.
+    The CLIP is used for evaluation, for text, and for images without stored embeddings. image_size:
+    of the model, or of the last stage of its cascade. source: a model file that names the CLIP if
+    neither cfg nor the data do, or None.
     """
     spec, fingerprint = clips.clip_of(cfg, source)
     clip_model = None
@@ -890,10 +890,10 @@ def open_data(cfg, image_size, source, device):
             if dataset.width is None and cfg.image_condition:
                 if not clip_model:
                     raise UserError(
-                        f"{path}: no embeddings there, so a CLIP must make them: --clip"
+                        f"{path}: has no embeddings; name the CLIP that makes them with --clip"
                     )
                 dataset.clip_size = clip_model.image_size
-        # A CLIP of another width, or embeddings of another length, would train without an error.
+        # With another CLIP, or embeddings of another length, training would silently be wrong.
         if clip_model:
             clip_model.check_widths(f"{path}, --clip {cfg.clip}", dataset.width)
         clips.check_source(cfg, dataset, path, clip_model)
@@ -901,23 +901,23 @@ def open_data(cfg, image_size, source, device):
 
     dataset = open_folder(cfg.data)
     val_dataset = open_folder(cfg.val_data) if cfg.val_data else None
-    # Widths of image or text embeddings and of text encodings; 0 if the model has none.
+    # Widths of embeddings and of text encodings; 0 if the model has none.
     widths = [0, 0]
     if cfg.image_condition:
         widths[0] = dataset.width or clip_model.embed_width
         if val_dataset and val_dataset.width not in (None, widths[0]):
-            raise UserError(f"{cfg.val_data}: embeddings of another width than {cfg.data}")
+            raise UserError(f"{cfg.val_data}: its embeddings have another width than {cfg.data}'s")
     if cfg.text_encodings:
         widths[1] = clip_model.encoding_width
         some = order.evenly_spaced(len(dataset), 256)
         clip_model.note_cut(dataset.texts(some), cfg.max_text_len)
-    # Stored with the model: what it takes to build it and to sample from texts.
+    # Stored with the model, to build it and to sample from texts.
     info = {
         "kind": cfg.stage,
         "widths": widths,
         "clip": spec,
         "clip_fingerprint": fingerprint,
-        "last_step": None,  # path of another U-Net, see `take_last_step`
+        "last_step": None,  # path of a second U-Net, see `load_last_step_unet`
     }
     return order.splits(dataset, cfg, val_dataset), clip_model, info
 
@@ -926,13 +926,13 @@ def open_data(cfg, image_size, source, device):
 
 
 def root_covariance(features):
-    """R (min(N, D), D), for which RᵀR is the covariance of features (N, D); zero for N = 1."""
+    """R (min(N, D), D) such that RᵀR is the covariance of features (N, D); zero for N = 1."""
     centered = features - features.mean(0)  # (N, D)
     return np.linalg.qr(centered / max(1, len(features) - 1) ** 0.5, mode="r")
 
 
 def frechet_distance(fake, real):
-    """Fréchet distance of Gaussians fitted to features (N, D) and (M, D), here the CLIP's.
+    """Fréchet distance of Gaussians fitted to features (N, D) and (M, D): CLIP embeddings here.
 
     |m₁ - m₂|² + tr(C₁ + C₂ - 2(C₁C₂)^½) (Heusel et al. 2017, Eq. 6).
     """
@@ -945,7 +945,7 @@ def frechet_distance(fake, real):
 
 
 def write_png(picture, path):
-    """Write an uint8 picture (H, W, 3)."""
+    """Write a uint8 image (H, W, 3) as PNG."""
     with checkpoint.atomic_write(path) as file:
         file.write(media.png(picture))
 
@@ -954,7 +954,7 @@ def mean_loss(unet, split, clip_model):
     """Mean diffusion loss over a split (dataset, indices), without loss weights. Collective."""
 
     def loss_of(batch):
-        if unet.cfg.low_res_size:  # of each image the same crop in every evaluation
+        if unet.cfg.low_res_size:  # seeded by the index, so evaluations use the same crops
             batch = cut_crops(batch, batch["index"].cpu().numpy(), unet.cfg)
         condition = conditioning(batch, unet.cfg, clip_model)
         return diffusion_loss(unet, batch, condition)
@@ -966,59 +966,59 @@ def mean_loss(unet, split, clip_model):
 def sample_metrics(
     unets, split, clip_model, grid_file, prior_fn=None, judge=None, samples_dir=""
 ):
-    """{metric: value} of samples of a cascade for a split (dataset, indices). Collective.
+    """{metric: value} of images that a cascade samples for a split (dataset, indices). Collective.
 
-    The same on any number of ranks, to rounding. How many, and the seed, are settings of the first
-    U-Net. prior_fn: makes the image embeddings (see `load_prior`); by default they are those of the
-    real images. grid_file: PNG of the first eight real images and, below, samples for them, or "".
-    judge: the CLIP of the scores, by default `clip_model`. samples_dir: folder for all samples, all
-    real images and their captions, or "".
+    They are the same on any number of ranks, up to rounding. The number of samples and the seed are
+    settings of the first U-Net. prior_fn: makes the image embeddings (see `load_prior`); by default
+    those of the real images are used. grid_file: PNG to write, with eight real images above samples
+    for them, or "". judge: CLIP that computes the scores, by default `clip_model`. samples_dir:
+    folder for all samples, all real images and their captions, or "".
     """
     judge = judge or clip_model
-    if samples_dir:  # all ranks have found it empty
+    if samples_dir:  # `open_evaluation` checked that it is empty
         files.mark_output(samples_dir)
-    first = unets[0]
-    cfg = first.cfg
-    mode = first.training  # in training it is the only one
-    first.eval()
+    first_unet = unets[0]
+    cfg = first_unet.cfg
+    mode = first_unet.training  # in training there is only one U-Net
+    first_unet.eval()
     dataset, indices = split
-    correct = collections.defaultdict(list)  # of this rank: {metric: whether each image is}
-    found = []  # of this rank: (number, captions, embeddings (3, B, D))
+    correct = collections.defaultdict(list)  # {metric: bool for each image} of this rank
+    found = []  # (number, captions, embeddings (3, B, D)) of this rank's batches
     for number, batch in loader.eval_batches(dataset, indices, cfg.eval_samples, cfg.chunk_size):
-        batch = loader.to_device(batch, first.alpha.device)
+        batch = loader.to_device(batch, first_unet.alpha.device)
         captions = batch["caption"]
         real = batch["image"]
-        # The noise follows from the index, so it is the same in all evaluations.
+        # The index seeds the noise, so it is the same in all evaluations.
         keys = batch["index"].tolist()
         seeds = [accumulate.derive_seed(cfg.seed, "picture", key) for key in keys]
         if prior_fn:
             batch["image_embed"] = prior_fn(captions, keys)
-        # A cascade without its base starts from real images.
+        # A cascade without a base starts from real images.
         fake = sample_cascade(unets, batch, clip_model, seeds, pixels.from_uint8(real))
-        if grid_file and number == 0:  # the first batch is rank 0's
+        if grid_file and number == 0:  # rank 0 has the first batch
             pairs = torch.cat([real[:8], fake[:8]]).cpu().numpy()
             grid = media.captioned_grid(pairs, 2 * captions[:8], len(pairs) // 2)
             write_png(grid, grid_file)
 
-        if samples_dir:  # files that other tools score
+        if samples_dir:  # for scoring by other tools
             for kind, pictures in {"generated": fake, "real": real}.items():
                 for key, picture, caption in zip(keys, pictures.cpu().numpy(), captions):
                     path = Path(samples_dir, kind, f"{key:08d}.png")
                     write_png(picture, path)
                     path.with_suffix(".txt").write_text(caption, encoding="utf-8")
 
-        # How well images fit their captions, by a CLIP and, for built-in data, exactly.
+        # Compare images with their captions: by a CLIP and, on the built-in data, exactly.
         for name, values in images.caption_accuracy(dataset, keys, fake, real).items():
             correct[name] += values
         if judge:
-            # Whole texts are embedded; of their encodings, which are not used, one token stays.
+            # Only the text embeddings are used, so ask for encodings of length 1.
             text = judge.text_condition(captions, 1)["text_embed"]  # (B, D)
             embeds = [judge.embed_image(fake), judge.embed_image(real), text]
             embeds = F.normalize(torch.stack(embeds), dim=-1).cpu().double().numpy()
             found.append((number, captions, embeds))
-    first.train(mode)  # as it was
+    first_unet.train(mode)  # restore the mode
 
-    # All ranks together, in the order of the samples.
+    # Gather all ranks, in the order of the samples.
     metrics = loop.means(correct)
     found = sorted(itertools.chain(*dist.all_gather(found)))
     if judge:
@@ -1030,7 +1030,7 @@ def sample_metrics(
             metrics |= {
                 # CLIPScore (Hessel et al. 2021) in percent, without its factor of 2.5
                 "clip_score": float(100 * (fake * text).sum(1).clip(0).mean()),
-                # Among a hundred pictures, or a hundred captions, which is the nearest?
+                # Is the right one of a hundred images, or captions, the nearest?
                 "picture_retrieval": clip.retrieval(fake, real, captions),
                 "caption_retrieval": clip.retrieval(fake, text, captions),
                 "caption_retrieval_ceiling": clip.retrieval(real, text, captions),
@@ -1043,58 +1043,58 @@ def sample_metrics(
 
 @dataclass(frozen=True)
 class CascadeConfig(config.Inference):
-    """The cascade; of several values each stage takes one, and the last is for all further ones"""
+    """The cascade; a list has one value per stage, and the last value is reused"""
 
     run_dir: tuple[str, ...] = field(
-        ("runs/decoder",), "folder RUN_DIR of a training, or run folders of the stages in order"
+        ("runs/decoder",), "RUN_DIR of a training, or the run folders of the stages in order"
     )
-    steps: tuple[SamplingSteps, ...] = field((), "sampling steps; by default as in training")
+    steps: tuple[SamplingSteps, ...] = field((), "sampling steps; default: as in training")
     guidance_scale: tuple[NonNegativeFloat, ...] = field(
-        (), "guidance scale, 1: no guidance; by default as in training"
+        (), "guidance scale, 1: no guidance; default: as in training"
     )
     eta: tuple[Fraction, ...] = field(
-        (), "noise of sampling, 1: DDPM, 0: none; by default as in training"
+        (), "sampling noise, 1: DDPM, 0: none; default: as in training"
     )
     lora_scale: tuple[float, ...] = field(
-        (), "scale of a stage's adapters, 1 for a stage without, as 0.5,1; by default 1"
+        (), "scale of the adapters, 1 for a stage that has none, as in 0.5,1; default: 1"
     )
-    clip: str = field("", "CLIP of texts and images; by default that of the training")
+    clip: str = field("", "CLIP for texts and images; default: that of the training")
 
 
 def load_unet(path, device, weights="ema", lora_scale=1.0):
-    """(U-Net in eval mode, contents of the file) of a model.pt or checkpoint, adapters merged."""
+    """(U-Net in eval mode, file contents) from a model.pt or checkpoint, with adapters merged."""
     cfg, contents = checkpoint.read_model(STAGES, path, weights)
     contents = adapters.merged(contents, path, lora_scale)
     unet = UNet(cfg, *contents["widths"])
     checkpoint.load_weights(unet, contents["model"], path)
-    take_last_step(unet, path, device)
+    load_last_step_unet(unet, path, device)
     return place(unet, device).eval(), contents
 
 
-def take_last_step(unet, path, device):
-    """Let `unet` take the last step of sampling by another U-Net, if its file names one (Karlo).
+def load_last_step_unet(unet, path, device):
+    """Load the second U-Net, for the last sampling step, if the file of `unet` names one (Karlo).
 
-    path: of the file of `unet`. Returns the path of the other, or None.
+    path: the file of `unet`. Returns the path of the second U-Net, or None.
     """
     name = checkpoint.load(path, mmap=True).get("last_step")
     if not name:
         return None
     path = Path(path).absolute().parent / name
     if path.is_file():
-        config.note(f"the last step of sampling is that of {path}")
-        # Not by setattr, which makes a submodule of it, to be trained and saved.
+        config.note(f"the last sampling step uses {path}")
+        # setattr would register it as a submodule, to be trained and saved.
         vars(unet)["last_step_unet"], _ = load_unet(path, device)
     else:
         config.note(
-            f"{path} is missing: the model draws the last step of sampling, which it has not "
-            "learned; import the whole pipeline"
+            f"{path} is missing, so the model takes the last sampling step itself, though it was "
+            "not trained for it; import the whole pipeline"
         )
     return str(path)
 
 
 def load_cascade(args, device):
     """([U-Net of each stage, in eval mode], name of their CLIP or None, its fingerprint)."""
-    # A run folder of a stage, or a folder RUN with RUN/base and RUN/upsample.
+    # Each is the run folder of a stage, or a folder RUN with RUN/base and RUN/upsample.
     folders = []
     for run_dir in args.run_dir or [""]:
         stages = filter(Path.is_dir, [Path(run_dir, stage) for stage in STAGES])
@@ -1106,7 +1106,7 @@ def load_cascade(args, device):
     for number, path in enumerate(paths):
 
         def of_stage(values, number=number):
-            return values[min(number, len(values) - 1)]  # the last is for further stages
+            return values[min(number, len(values) - 1)]  # the last value is reused
 
         lora_scale = of_stage(args.lora_scale or (1.0,))
         unet, contents_of_stage = load_unet(path, device, args.weights, lora_scale)
@@ -1114,27 +1114,26 @@ def load_cascade(args, device):
         unet.cfg = dataclasses.replace(unet.cfg, **settings)
         unets.append(unet)
         contents.append(contents_of_stage)
-    # Each stage must start from images of the size that the one before it makes.
+    # Each stage must take images of the size that the previous stage makes.
     for before, unet, path in zip(unets, unets[1:], paths[1:]):
         if before.cfg.image_size != unet.cfg.low_res_size:
             raise UserError(
-                f"{path}: starts from pictures of {unet.cfg.low_res_size} pixels (0: "
-                f"none), not of those that the stage before it makes; order --run_dir, or train "
-                "each --stage"
+                f"{path}: takes images of {unet.cfg.low_res_size} pixels (0: none), but the stage "
+                f"before it makes {before.cfg.image_size}; give the stages of --run_dir in order"
             )
     return unets, args.clip or contents[0]["clip"], contents[0]["clip_fingerprint"]
 
 
 def load_prior(args, decoder, clip_model, texts):
-    """prior_fn(texts, keys, negative_text="") -> image embeddings (texts, D), by --prior.
+    """prior_fn(texts, keys, negative_text="") -> image embeddings (texts, D), made by --prior.
 
-    decoder: the U-Net that takes them. texts: some, for a note of those that the prior cuts. keys:
-    one a text; with --seed they seed the noise.
+    decoder: the U-Net that takes them. texts: some, for a note if the prior cuts them. keys: one
+    per text; together with --seed they seed the noise.
     """
-    import train_prior  # the only place where a script needs another one
+    import train_prior  # the only place where a script imports another
 
     path = checkpoint.model_file(args.prior)
-    # It must be of the same CLIP, and of embeddings of the same length.
+    # The prior must belong to the same CLIP, and make embeddings of the same length.
     prior, contents = train_prior.load_prior(path, decoder.alpha.device)
     cfg = prior.cfg
     clip_model.check_widths(f"--prior {path}", *contents["widths"])
@@ -1143,8 +1142,8 @@ def load_prior(args, decoder, clip_model, texts):
     clip_model.note_cut(texts, cfg.max_text_len)
     if decoder.cfg.raw_embeddings and not cfg.raw_embeddings:
         raise UserError(
-            f"--prior {path}: makes embeddings of unit length, but the decoder is one of "
-            "--raw_embeddings; take a prior of raw ones"
+            f"--prior {path}: makes embeddings of unit length, but the decoder takes raw ones; "
+            "give a prior trained with --raw_embeddings"
         )
 
     def prior_fn(texts, keys, negative_text=""):
@@ -1173,46 +1172,46 @@ class EvaluateConfig(CascadeConfig):
     """What to evaluate on"""
 
     prior: str = field(
-        "", "prior that makes embeddings from captions; by default those of real images are used"
+        "", "prior that makes embeddings from captions; default: embeddings of the real images"
     )
-    data: str = field("", "images, by default those that the first stage was trained on")
-    eval_samples: NonNegativeInt = field(512, "images of the test split to take at most; 0: all")
+    data: str = field("", "images; default: the training data of the first stage")
+    eval_samples: NonNegativeInt = field(512, "maximum images of the test split; 0: all")
     judge: str = field(
-        "", "CLIP of the scores: folder, model.pt, open_clip:MODEL/WEIGHTS; by default --clip's"
+        "", "CLIP for the scores: folder, model.pt, open_clip:MODEL/WEIGHTS; default: --clip"
     )
     samples: str = field(
-        "", "new folder for all pictures and captions, in generated/ and real/, for other scores"
+        "", "new folder for all images and captions, in generated/ and real/, for other tools"
     )
     grid: str = field("", "PNG file for eight real images and samples for them")
     out: str = field("", "JSON file for the metrics")
 
 
 def open_evaluation(args, device):
-    """The arguments of `sample_metrics` for the evaluate command, checked."""
+    """The arguments of `sample_metrics` for the evaluate command."""
     unets, spec, fingerprint = load_cascade(args, device)
-    first = unets[0]
-    cfg = loop.evaluation_settings(first.cfg, args, MAX_CHUNK)
+    first_unet = unets[0]
+    cfg = loop.evaluation_settings(first_unet.cfg, args, MAX_CHUNK)
     cfg = dataclasses.replace(cfg, clip=spec or "auto", run_dir=args.run_dir[0])
     splits, clip_model, info = open_data(cfg, unets[-1].cfg.image_size, None, device)
-    if info["widths"] != first.widths:
+    if info["widths"] != first_unet.widths:
         raise UserError(
             f"{cfg.data}: widths of embeddings and of text encodings (0: none) are "
-            f"{info['widths']}; the decoder's are {first.widths}"
+            f"{info['widths']}; the decoder's are {first_unet.widths}"
         )
-    if clip_model and any(first.widths):  # it makes the conditions
+    if clip_model and any(first_unet.widths):  # the CLIP makes the conditions
         clip_model.check_fingerprint(f"--clip {spec}", fingerprint)
     dataset, indices = splits["test"]
     prior_fn = None
     if args.prior:
-        if not any(first.widths):
-            raise UserError(f"--prior: {args.run_dir[0]} is an upsampler, which needs none")
+        if not any(first_unet.widths):
+            raise UserError(f"--prior: {args.run_dir[0]} is an upsampler, which needs no prior")
         texts = dataset.texts(indices[:256])
         if not any(texts):
-            raise UserError(f"{cfg.data}: no captions, which --prior needs")
-        # Real embeddings beside the data need no CLIP, but the prior's texts do.
+            raise UserError(f"{cfg.data}: has no captions, which --prior needs")
+        # Stored image embeddings need no CLIP, but the texts of the prior do.
         clip_model = clip_model or clips.load(spec, device)
-        prior_fn = load_prior(args, first, clip_model, texts)
-    first.cfg = cfg
+        prior_fn = load_prior(args, first_unet, clip_model, texts)
+    first_unet.cfg = cfg
     judge = clips.load(args.judge, device) if args.judge else clip_model
     if args.samples and any(Path(args.samples).glob("*")):
         raise UserError(f"--samples {args.samples}: expected a new folder, or an empty one")
@@ -1224,9 +1223,9 @@ def evaluate(args, device=None):
     metrics = sample_metrics(*dist.on_all(lambda: open_evaluation(args, device)))
     if dist.is_main() and args.out:
         checkpoint.write_json(metrics, args.out)
-    metrics = metrics or {"no metrics": "they need a CLIP, which --clip or --judge names"}
+    metrics = metrics or {"no metrics": "they need a CLIP: give --clip or --judge"}
     judge = args.judge or "the decoder's own CLIP"
-    headline = f"{config.as_word(args.run_dir)}, on test pictures; judge: {judge}"
+    headline = f"{config.as_word(args.run_dir)}, on test images; judge: {judge}"
     tracker.print_results(headline, metrics)
 
 
@@ -1235,23 +1234,23 @@ def evaluate(args, device=None):
 
 def train_stage(cfg, device):
     """Train one stage in RUN_DIR/STAGE."""
-    # Rank 0 takes the run folder, then all open the data.
+    # Rank 0 locks the run folder, then all ranks open the data.
     run, cfg = resume.open_run(cfg, Path(cfg.run_dir) / cfg.stage, MAX_CHUNK)
     splits, clip_model, info = dist.on_all(
         lambda: open_data(cfg, cfg.image_size, run.source, device)
     )
     identity = resume.identify(run, cfg, splits, clip=info["clip_fingerprint"])
-    if run.results:  # it is finished
+    if run.results:  # the run is finished
         return loop.announce(run, cfg)
 
     # Build model, optimizer and EMA. Restore them if resuming.
-    accumulate.seed_all(cfg.seed, "weights")  # the same start on all ranks
+    accumulate.seed_all(cfg.seed, "weights")  # all ranks start with the same weights
     unet = place(UNet(cfg, *info["widths"]), device)
     if cfg.text_encodings:  # "no text" is the encoding of ""
         unet.null_text.fill(clip_model.text_condition([""], cfg.max_text_len))
-    if run.source:  # the second U-Net of an imported model is kept
-        info["last_step"] = take_last_step(unet, run.source, device)
-    trainable = unet  # with LoRA, the adapters alone
+    if run.source:  # an imported model may come with a second U-Net
+        info["last_step"] = load_last_step_unet(unet, run.source, device)
+    trainable = unet  # with LoRA, only the adapters
     if cfg.lora_rank:
         trainable, info["lora"] = adapters.start(unet, cfg, identity["base"])
     optimizers = optim.make(
@@ -1264,8 +1263,8 @@ def train_stage(cfg, device):
     if cfg.compile:
         compile_blocks([*unet.downs, *unet.middle, *unet.ups])
 
-    # The order of samples follows from seed and step. Workers turn captions into tokens, and cut
-    # the crops of an upsampler.
+    # The order of samples is a function of seed and step. Workers tokenize captions, and cut the
+    # crops for an upsampler.
     dataset, indices = splits["train"]
     tokenizer = clip_model.tokenizer if cfg.text_encodings else None
     transform = functools.partial(cut_crops, cfg=cfg) if cfg.low_res_size else None
@@ -1280,7 +1279,7 @@ def train_stage(cfg, device):
     with loop.begin(run, state, about, device) as progress:
         unet.train()
         while True:
-            # Evaluate: the averaged weights are those that are kept and sampled from.
+            # Evaluate. Sampling uses the averaged weights, so val_loss and best.pt are of these.
             if eval_due():
                 samples = {}
                 with progress.paused():
@@ -1288,7 +1287,7 @@ def train_stage(cfg, device):
                     metrics = {"val_loss_online": mean_loss(unet, validation, clip_model)}
                     with ema.applied(trainable):
                         metrics["val_loss"] = mean_loss(unet, validation, clip_model)
-                        if state.step < cfg.steps:  # else the test is next
+                        if state.step < cfg.steps:  # otherwise the test follows
                             grid = f"samples/step_{state.step:08d}.png"
                             samples[grid] = GRID_CAPTION
                             metrics |= sample_metrics(
@@ -1298,21 +1297,21 @@ def train_stage(cfg, device):
             if state.step >= cfg.steps:
                 break
 
-            # Take one optimizer step. The learning rate is a function of the step alone.
+            # Take one optimizer step. The learning rate depends only on the step.
             schedule.set_learning_rate(optimizers, schedule.of_config(state.step, cfg))
             step_batches = [next(batches) for _ in plan]
             stepped = False
-            while not stepped:  # a step that overflows fp16 is tried again, at a lower scale
-                chunk_losses = []  # summed over the samples of a chunk
-                with amp.casts_kept(device):
+            while not stepped:  # an fp16 overflow repeats the step with a smaller loss scale
+                chunk_losses = []  # each summed over its samples
+                with amp.shared_cast_cache(device):
                     for chunk, batch in zip(plan, step_batches):
-                        # All that is random follows from (seed, step, chunk), on any rank.
+                        # Randomness depends only on (seed, step, chunk), not on the rank.
                         accumulate.seed_all(cfg.seed, state.step, chunk.index)
                         batch = loader.to_device(batch, device)
                         condition = conditioning(batch, cfg, clip_model)
                         with amp.autocast(device, cfg.precision):
                             loss = diffusion_loss(unet, batch, condition)
-                        # Weights add up to 1 over a batch: the gradient is that of its mean loss.
+                        # Chunk weights sum to 1, so the gradient is that of the mean loss.
                         with dist.sum_gradients(trainable, chunk is plan[-1]):  # over all ranks
                             scaler.scale(loss * chunk.weight).backward()
                         chunk_losses.append(loss.detach() * chunk.size)
@@ -1324,14 +1323,14 @@ def train_stage(cfg, device):
             ema.update(state.step)
             progress.add(chunk_losses, grad_norm, step_batches)
 
-            # Log and save. After a signal to any rank `loop.begin` saves and ends the process.
+            # Log and save. After a signal to any rank, `loop.begin` saves and exits.
             if state.step % cfg.log_every == 0 or state.step == cfg.steps:
-                progress.log_line()  # waits for the ranks and the device
+                progress.log_line()  # synchronizes ranks and device
             if save_due():
                 progress.save()
             dist.stop_together()
 
-        # Test the averaged weights, and save them last of all.
+        # Test the averaged weights, then write model.pt.
         grid = "samples/test.png"
         with ema.applied(trainable):
             metrics = {"loss": mean_loss(unet, splits["test"], clip_model)}
@@ -1340,7 +1339,7 @@ def train_stage(cfg, device):
 
 
 def train(cfg):
-    # Join the ranks, and make the built-in data.
+    # Join the process group, and make the built-in data if needed.
     device = dist.setup(cfg.device, cfg.timeout_minutes)
     if cfg.data == "shapes":
         cfg = embed.with_builtin_data(cfg, device)
@@ -1350,10 +1349,10 @@ def train(cfg):
     stages = []
     for stage, stage_config in STAGES.items():
         preset = PRESETS.get(cfg.preset, {}).get(stage, {})
-        # What the stages share is settled in cfg, by a flag or its default.
+        # Shared settings come from cfg, the others from the preset or their defaults.
         stages.append(stage_config(**{**preset, **dataclasses.asdict(cfg), "stage": stage}))
     last = stages[-1]
-    # Pictures may be too small for the last stage, which is known before the first is trained.
+    # Check now that the images are large enough for the last stage, not after the first is trained.
     dist.on_main(lambda: open_data(last, last.image_size, None, device)[0]["train"][0].check())
 
     # Train the stages in turn, then evaluate them together, from embeddings of real images.
@@ -1362,7 +1361,7 @@ def train(cfg):
     args = EvaluateConfig(
         run_dir=(cfg.run_dir,),
         seed=cfg.seed,
-        eval_samples=2 * cfg.eval_samples,  # it is done once
+        eval_samples=2 * cfg.eval_samples,  # affordable, as it runs only once
         grid=f"{cfg.run_dir}/cascade.png",
         out=f"{cfg.run_dir}/cascade.json",
     )
@@ -1376,29 +1375,27 @@ def train(cfg):
 class SampleConfig(CascadeConfig):
     """What to sample"""
 
-    text: str = field("", "a caption; without text and image the samples are unconditional")
-    texts: str = field("", "file with one caption a line")
-    negative_text: str = field("", "a text that guidance leads away from")
+    text: str = field("", "a caption; without text and image, sampling is unconditional")
+    texts: str = field("", "file with one caption per line")
+    negative_text: str = field("", "negative text: guidance moves away from it")
     image: str = field(
-        "", "image to draw variations of, to inpaint with --mask, or for an upsampler to enlarge"
+        "", "image to make variations of, to inpaint (with --mask), or to upsample"
     )
     to: str = field("", "second image, to interpolate to (DALL-E 2 §3.2)")
-    mask: str = field("", "image of the size of --image: black is kept, white is drawn anew")
+    mask: str = field("", "image of the same size as --image: black is kept, white is filled in")
     resample: PositiveInt = field(
-        5,
-        "times that each step, of first order, is taken to fit what --mask keeps (RePaint); 1: "
-        "fast, fits badly",
+        5, "repetitions of each step when inpainting (RePaint); 1 is fast, but fits badly"
     )
     low_res_noise: Fraction = field(
         0.0, "noise on the input of upsamplers trained with it, as a fraction of the timesteps"
     )
     num_samples: PositiveInt = field(
-        8, "samples of a caption or image, or number of steps from --image to --to"
+        8, "samples per caption or image, or number of images from --image to --to"
     )
     prior: str = field("runs/prior", "prior that makes image embeddings from text")
-    max_batch: PositiveInt = field(64, "maximum number of images computed at once")
+    max_batch: PositiveInt = field(64, "maximum number of images per batch")
     out: str = field("grid.png", "PNG of all samples with their captions")
-    pictures: str = field("", "folder for one PNG a sample, TEXT_NUMBER.png")
+    pictures: str = field("", "folder for one PNG per sample, TEXT_NUMBER.png")
 
     def __post_init__(self):
         super().__post_init__()
@@ -1413,28 +1410,28 @@ class SampleConfig(CascadeConfig):
         if not self.text and not self.texts:
             config.check_unused(self, "without a text", "prior", "negative_text")
         elif self.to or (self.image and not self.mask):
-            raise UserError("--image: beside a text it needs --mask, where to draw it, and no --to")
+            raise UserError("--image: with a text it needs a --mask to fill in, and no --to")
 
 
 def open_image(path, device):
-    """The image in a file, uint8 (1, H, W, 3)."""
+    """The image in the file `path`, uint8 (1, H, W, 3)."""
     content = Path(path).read_bytes()
     return torch.tensor(images.decode_image(content, path)[None], device=device)
 
 
 def square(image):
-    """The central square of uint8 images (B, H, W, 3), float (B, 3, S, S) in [-1, 1]."""
-    # Cropped, not squeezed, as images of the training data are.
+    """The central square of uint8 images (B, H, W, 3) as float (B, 3, S, S) in [-1, 1]."""
+    # Cropped, not squeezed, like the training images.
     return pixels.central_square(pixels.from_uint8(image))
 
 
-def between(start, end, count):
-    """`count` embeddings (count, D) on the way from `start` to `end` (1, D) (DALL-E 2 §3.2).
+def slerp(start, end, count):
+    """`count` embeddings (count, D) from `start` to `end` (1, D) (DALL-E 2 §3.2).
 
     The interpolation is spherical (Shoemake 1985).
     """
-    cosine = F.cosine_similarity(start, end).clamp(-1, 1)  # (1,); rounding may pass 1
-    angle = torch.acos(cosine).clamp(min=1e-4)  # for equal ends
+    cosine = F.cosine_similarity(start, end).clamp(-1, 1)  # (1,); rounding may exceed 1
+    angle = torch.acos(cosine).clamp(min=1e-4)  # avoids 0 / 0 for equal ends
     fraction = torch.linspace(0, 1, count, device=start.device)[:, None]
     weighted = torch.sin((1 - fraction) * angle) * start + torch.sin(fraction * angle) * end
     return weighted / torch.sin(angle)
@@ -1442,29 +1439,29 @@ def between(start, end, count):
 
 @torch.no_grad()
 def sample(args):
-    device = dist.setup(args.device)
+    device = dist.choose_device(args.device)
     if not dist.is_main():  # a single process samples
         return
 
-    # Load the models. An upsampler needs no CLIP, nor does a base without text or image.
+    # Load the models. Upsamplers need no CLIP, and neither does unconditional sampling.
     unets, spec, fingerprint = load_cascade(args, device)
     if not any(unet.cfg.low_res_noise for unet in unets):
         config.check_unused(args, "without a stage that was trained with it", "low_res_noise")
-    first = unets[0]
-    if args.negative_text and first.cfg.guidance_scale == 1:
-        raise UserError("--negative_text: it needs guidance, by a --guidance_scale above 1")
+    first_unet = unets[0]
+    if args.negative_text and first_unet.cfg.guidance_scale == 1:
+        raise UserError("--negative_text needs guidance; give a --guidance_scale above 1")
     size = unets[-1].cfg.image_size
     texts = files.texts_of(args.text, args.texts)
     clip_model = prior_fn = None
-    is_base = any(first.widths)
-    if is_base and (texts or args.image or first.cfg.text_encodings):
+    is_base = any(first_unet.widths)
+    if is_base and (texts or args.image or first_unet.cfg.text_encodings):
         clip_model = clips.load(spec, device, fingerprint, text_only=not args.image)
-        clip_model.check_widths(f"--clip {spec}", *first.widths)
+        clip_model.check_widths(f"--clip {spec}", *first_unet.widths)
         if texts:
-            prior_fn = load_prior(args, first, clip_model, texts)
+            prior_fn = load_prior(args, first_unet, clip_model, texts)
 
-    # A sample's noise follows from the numbers of its text and its own, so it is the same in any
-    # batch. Between two images all samples share one noise.
+    # The numbers of text and sample seed the noise, so it is the same in any batch. An
+    # interpolation uses the same noise for all samples.
     captions = []
     seeds = []
     for number, text in enumerate(texts or [""]):
@@ -1473,12 +1470,12 @@ def sample(args):
             seeds.append(accumulate.derive_seed(args.seed, "picture", number, 0 if args.to else k))
 
     # Read the images.
-    embeds = torch.zeros(len(captions), first.widths[0], device=device)  # none
+    embeds = torch.zeros(len(captions), first_unet.widths[0], device=device)  # zeros: no image
     low_res = kept = None
     if not is_base and (texts or args.to or not args.image):
         raise UserError(
-            f"{args.run_dir[0]}: an upsampler needs the --image that it enlarges, and takes no "
-            "text and no --to"
+            f"{args.run_dir[0]}: an upsampler needs an --image to enlarge, and takes no text and "
+            "no --to"
         )
     if args.image:
         image = open_image(args.image, device)
@@ -1488,13 +1485,13 @@ def sample(args):
             low_res = square(image)
     if args.to:
         end = clip_model.embed_image(open_image(args.to, device))
-        embeds = between(embeds[:1], end, len(captions))
+        embeds = slerp(embeds[:1], end, len(captions))
     if args.mask:
         mask = open_image(args.mask, device)
         if mask.shape != image.shape:
             raise UserError(
-                f"--mask {args.mask}: {[*mask.shape[1:3]]} pixels high and wide, but --image "
-                f"{[*image.shape[1:3]]}; expected the same size"
+                f"--mask {args.mask}: its height and width are {[*mask.shape[1:3]]}, those of "
+                f"--image are {[*image.shape[1:3]]}; expected the same size"
             )
         is_black = square(mask).mean(1, keepdim=True) < 0
         kept = square(image), is_black.float()
@@ -1502,7 +1499,7 @@ def sample(args):
     # Sample.
     samples = {"image_embed": embeds, "caption": captions, "seeds": seeds}
     pictures = []
-    for batch in accumulate.split(samples, args.max_batch):
+    for batch in accumulate.batches(samples, args.max_batch):
         negative_batch = {}
         if prior_fn:  # unCLIP: text -> image embedding -> image (DALL-E 2 §2)
             keys = batch["seeds"]
@@ -1521,19 +1518,19 @@ def sample(args):
             args.resample,
             negative_batch,
         )
-        # On the CPU, so that max_batch bounds the memory of the device.
+        # Move to the CPU, so that max_batch bounds the device's memory.
         pictures += [*out.cpu().numpy()]  # uint8 (H, H, 3) each
 
     # Write the grid, and each image.
     grid = media.captioned_grid(np.stack(pictures), captions, min(args.num_samples, 8))
     write_png(grid, args.out)
-    print(f"wrote {args.out}: {len(pictures)} pictures of {size}x{size}")
+    print(f"wrote {args.out}: {len(pictures)} images of {size}x{size}")
     if args.pictures:
         files.mark_output(args.pictures)
         for i, picture in enumerate(pictures):
             text, k = divmod(i, args.num_samples)
             write_png(picture, f"{args.pictures}/{text:04d}_{k:04d}.png")
-        print(f"wrote each to {args.pictures}/TEXT_NUMBER.png")
+        print(f"wrote {args.pictures}/TEXT_NUMBER.png")
 
 
 COMMANDS = {
@@ -1543,17 +1540,17 @@ COMMANDS = {
 }
 
 # fmt: off
-# DALL-E 2, Table 3: what the columns "64" and "64 -> 256" have in common.
+# DALL-E 2, Table 3: shared by the columns "64" and "64 -> 256".
 DALLE2 = dict(
     channel_mult=(1, 2, 3, 4), num_res_blocks=3,
-    dropout=0.1,  # of "64" it is GLIDE's and Karlo's, as the table does not say
+    dropout=0.1,  # the table has none for "64"; GLIDE and Karlo use this
     objective="epsilon", timestep_density="uniform",
     # Adam, without weight decay.
     optimizer="adamw", betas=(0.9, 0.999), weight_decay=0.0,
-    # A constant learning rate: the table has no decay.
+    # The learning rate is constant, as the table has no decay.
     lr=1.2e-4, warmup_steps=10_000, cosine=False,
     precision="bf16",
-    # Not in the table: how often to evaluate and save on a large data set.
+    # Not in the table: evaluating and saving on a large data set.
     validation=0.005, test=0.005, eval_samples=2048, workers=8,
     log_every=100, eval_every="10000", save_every="2000",
 )
@@ -1564,8 +1561,8 @@ DALLE2_64 = dict(
     clip="open_clip:ViT-L-14/openai", text_encodings=True,
     image_size=64,
     attention_levels=(1, 2, 3),  # at 32, 16 and 8 pixels
-    crop_scale=0.75,  # of GLIDE and Karlo
-    # A learned variance has an effect only with the noise of DDPM.
+    crop_scale=0.75,  # as in GLIDE and Karlo
+    # A learned variance matters only if sampling adds noise.
     learned_variance=True, eta=1.0,
     batch_size=2048, steps=800_000,
     eval_steps=250, guidance_scale=2.0,
@@ -1579,10 +1576,10 @@ DALLE2_256 = dict(
     batch_size=1024, steps=1_000_000,
     eval_steps=27,
 )
-# Thousands of captioned pictures. Both were run to their end on 6,000 emoji. On two CPU cores: a
-# base of 32 pixels and an upsampler, in small batches, which learn more in the same time. On one
-# GPU: a base of 64 pixels, 383 s on an H200.
-PICTURES = dict(eval_samples=100)  # retrieval is among a hundred
+# For thousands of captioned images. Both were run to the end on 6,000 emoji. The first, for two CPU
+# cores, has a base for 32 pixels and an upsampler, and small batches, which learn more in the same
+# time. The second, for one GPU, has a base for 64 pixels (383 s on an H200).
+PICTURES = dict(eval_samples=100)  # retrieval compares a hundred images
 PICTURES_CPU = {
     "all": PICTURES,
     "base": dict(
@@ -1590,7 +1587,7 @@ PICTURES_CPU = {
         image_size=32, dropout=0.1,
         batch_size=32, steps=1500,
         guidance_scale=3.0,
-        eta=1.0, eval_steps=25,  # with noise pictures are cleaner, and take more steps
+        eta=1.0, eval_steps=25,  # cleaner images than without noise
     ),
     "upsample": dict(
         PICTURES,
@@ -1621,8 +1618,8 @@ PRESETS = {
         batch_size=512, lr=1e-4,
         eval_steps=15,
     ),
-    # Karlo: sizes and sampling of its public configs. Its training is not public, so the
-    # other settings are those of DALL-E 2.
+    # Karlo: sizes and sampling from its public configs. Its training is not public, so the other
+    # settings are DALL-E 2's.
     "karlo-64": dict(
         DALLE2_64,
         raw_embeddings=True,

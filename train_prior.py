@@ -1,31 +1,32 @@
 """Train a diffusion prior: CLIP text embedding -> CLIP image embedding (DALL-E 2, §2.2).
 
-    torchrun --nproc_per_node=2 train_prior.py       # on captioned shapes that it makes itself
+    torchrun --nproc_per_node=2 train_prior.py       # on the built-in captioned shapes
     torchrun --nproc_per_node=8 train_prior.py --data emb --run_dir runs/l14 --preset dalle2
     python train_prior.py --init_from runs/prior/model.pt --lora_rank 8 --run_dir runs/lora
     python train_prior.py evaluate --run_dir runs/prior
     python train_prior.py sample --text "a small red star" --num_samples 4 --out embeddings.npy
 
-The same command again resumes. `python train_prior.py [train|evaluate|sample] --help` lists the
-settings. DALL-E 2: Ramesh et al. 2022.
+Run the same command again to resume. `python train_prior.py [train|evaluate|sample] --help` lists
+the settings. DALL-E 2: Ramesh et al. 2022.
 
 What differs from the paper:
-- There is no autoregressive prior, the paper's other one.
-- Text is encoded by a frozen CLIP, as in Karlo, in 77 tokens. DALL-E 2 trains a text transformer
-  with its prior, for 256.
-- The defaults are for minutes on two cores: a small model on the text embedding alone, embeddings
-  of unit length, a cosine decay, 12 sampling steps. `--preset dalle2` has the sizes, the optimizer
-  and the 64 steps of Table 3.
-- Sampling takes evenly spaced steps of DDPM, or without noise of DPM-Solver++(2M); Table 3 has the
-  analytic variance of Bao et al. 2022.
-- "No text" is the CLIP's encoding of "". Without a loaded CLIP (none is known, or an open_clip
-  model while captions are not used) it is zeros.
-- Estimates of x0 are bounded in sampling, by 10 for raw embeddings as in Karlo's own code; an
+- There is no autoregressive prior.
+- A frozen CLIP encodes the text, in 77 tokens, as in Karlo. DALL-E 2 trains a text transformer
+  together with its prior, on 256 tokens.
+- The defaults train in minutes on two cores: a small model that sees only the text embedding,
+  embeddings of unit length, cosine decay, 12 sampling steps. `--preset dalle2` has the sizes, the
+  optimizer and the 64 sampling steps of Table 3.
+- Sampling takes evenly spaced DDPM steps, or DPM-Solver++(2M) steps with --eta 0. The paper uses
+  the analytic variance of Bao et al. 2022 (Table 3).
+- "No text" is the CLIP's encoding of "". It is zeros if no CLIP is loaded: if none is known, or if
+  it is an open_clip model and captions are not used.
+- Sampling clamps its estimates of x0. The bound for raw embeddings is 10, as in Karlo's code; an
   imported model has the bound of its scheduler (5 in diffusers' conversion of Karlo).
-- Warm-up of 10,000 steps in the preset: the paper names none. Gradients are clipped, and the
-  average of the weights has a warm-up, too (ema.py).
-- The best of several candidates has the highest cosine with its text, not the highest dot product.
-- Off by default, not in the paper: --noise_draws, --loss_weight, other objectives, LoRA.
+- The preset warms up for 10,000 steps; the paper mentions no warm-up. Gradients are clipped, and
+  the EMA decay warms up as well (ema.py).
+- The best of several candidates is the one with the highest cosine similarity to its text, not the
+  highest dot product.
+- Off by default and not in the paper: --noise_draws, --loss_weight, other objectives, LoRA.
 """
 
 import os
@@ -96,87 +97,87 @@ class Config(config.TrainingRun):
         "",
         "settings by name: pictures-cpu, pictures-gpu, dalle2, karlo; --config and flags win",
     )
-    run_dir: str = field("runs/prior", "folder of this run; the same command again resumes it")
+    run_dir: str = field("runs/prior", "folder of this run; run the same command again to resume")
     data: str = field("shapes", 'folder with img_emb/ and text_emb/, or "shapes": built in')
     clip: str = field(
         "auto", "CLIP of the embeddings: folder, model.pt, open_clip:MODEL/WEIGHTS; auto: DATA's"
     )
-    # Model: a transformer over text and noised image embedding
+    # Model: a transformer over the text and the noised image embedding
     width: PositiveInt = model_field(192, "width of the transformer")
     # A few million parameters; the paper has a billion (--preset dalle2).
     depth: PositiveInt = model_field(4, "number of blocks")
     heads: PositiveInt = model_field(3, "number of attention heads")
     dropout: Fraction = field(0.0, "dropout in attention and feed-forward")
     text_encodings: bool = model_field(
-        False, "condition on the encodings of the text's tokens, besides its embedding"
+        False, "also condition on the encodings of the text tokens, not only on the embedding"
     )
     text_source: Literal["shards", "clip"] = field(
-        "shards", "where text embeddings and encodings come from: DATA, or captions by the CLIP"
+        "shards", "read text embeddings and encodings from DATA, or let the CLIP encode captions"
     )
-    max_text_len: PositiveInt = model_field(77, "longest text in tokens; longer is cut")
+    max_text_len: PositiveInt = model_field(77, "longest text in tokens; longer ones are cut")
     raw_embeddings: bool = model_field(
-        False, "embeddings as the CLIP gives them (Karlo), not of unit length"
+        False, "do not normalize the CLIP's embeddings to unit length (Karlo)"
     )
     x0_bound: PositiveFloat = model_field(
-        10.0, "bound of |x0| in sampling of raw embeddings (10: Karlo's code)"
+        10.0, "bound on |x0| when sampling raw embeddings (10: Karlo's code)"
     )
     checkpointing: bool = field(False, "recompute blocks in the backward pass to save memory")
     lora_rank: NonNegativeInt = field(
         0, "rank of adapters trained on the frozen --init_from, 0: train all weights", fixed=True
     )
-    # Diffusion: DALL-E 2 predicts x0 under the cosine schedule
+    # Diffusion: DALL-E 2 predicts x0 with the cosine schedule
     objective: Literal["x0", "v", "epsilon", "flow"] = model_field(
         "x0", "what the network predicts"
     )
     noise_schedule: Literal["cosine", "linear"] = model_field(
         "cosine", "noise schedule; flow has its own"
     )
-    # Uniform is DDPM's; the others are of SD3.
+    # Uniform is DDPM's choice; the others come from SD3.
     timestep_density: Literal["uniform", "logit_normal", "mode"] = field(
-        "uniform", "distribution of the timesteps in training (SD3 §3.1)", affects_val_loss=True
+        "uniform", "distribution of the training timesteps (SD3 §3.1)", affects_val_loss=True
     )
     loss_weight: Literal["none", "min_snr", "sigma_sqrt", "cosmap"] = field(
-        "none", "weight of the loss by noise level; sigma_sqrt and cosmap: flow only"
+        "none", "loss weight by noise level; sigma_sqrt and cosmap: flow only"
     )
-    # More draws cost little where the text is long, as they share its pass.
+    # Extra draws are cheap when the text is long, because they share one pass over it.
     noise_draws: PositiveInt = field(
         1,
-        "number of (timestep, noise) draws per sample, which share one pass over its text",
+        "(timestep, noise) draws per sample, which share one pass over its text",
         affects_val_loss=True,
     )
     # "10% of the time" (DALL-E 2 §2.2)
     text_drop: Fraction = field(
         0.1, "probability of dropping the text, for guidance", affects_val_loss=True
     )
-    # Optimization: minutes on two cores. The paper has no decay of the learning rate.
+    # Optimization, for minutes on two cores. The paper does not decay the learning rate.
     steps: PositiveInt = field(1150, "optimizer steps")
-    batch_size: PositiveInt = field(256, "samples a step, over all ranks", fixed=True)
+    batch_size: PositiveInt = field(256, "samples per step, over all ranks", fixed=True)
     optimizer: Literal["adamw", "muon"] = field(
-        "adamw", "muon: for matrices, with AdamW for the others", fixed=True
+        "adamw", "muon: Muon for matrices, AdamW for the rest", fixed=True
     )
     lr: PositiveFloat = field(3e-3, "peak learning rate")
     warmup_steps: NonNegativeInt = field(50, "steps of linear warm-up")
     cosine: bool = field(True, "decay along half a cosine after the warm-up; off: constant")
     cosine_steps: NonNegativeInt = field(0, "step at which the cosine reaches 0; 0: the last")
-    # Decay is for what multiplies activations, not for biases, norms and learned tokens.
+    # Biases, norms and learned tokens are not decayed.
     weight_decay: NonNegativeFloat = field(0.01, "decoupled weight decay of matrices and kernels")
     betas: tuple[Beta, Beta] = field(
-        (0.9, 0.99), "Adam's decays of the mean of gradients, and of the mean of their squares"
+        (0.9, 0.99), "Adam's decay rates of the first and second moments"
     )
     eps: PositiveFloat = field(1e-8, "Adam's epsilon")
     max_grad_norm: NonNegativeFloat = field(1.0, "clip gradients to this norm, 0: no clipping")
-    # What is sampled from and tested is this average. Its decay rises to the highest (ema.py).
-    ema_decay: Fraction = field(0.9999, "highest decay of the averaged weights, 0: no averaging")
-    ema_update_after: NonNegativeInt = field(0, "first steps, in which the average is a copy")
+    # Sampling and testing use the averaged weights. The decay warms up to this value (ema.py).
+    ema_decay: Fraction = field(0.9999, "maximum decay of the weight average, 0: no averaging")
+    ema_update_after: NonNegativeInt = field(0, "steps before averaging starts")
     ema_update_every: PositiveInt = field(1, "steps between updates of the average")
     # Evaluation
     eval_every: Interval = field("575", "steps between evaluations, or as 10min; 0: only the last")
     eval_samples: NonNegativeInt = field(
         512, "held-out samples to evaluate on, 0: all", affects_val_loss=True
     )
-    # On the built-in data 64 steps are no better.
+    # On the built-in data, 64 steps are no better than 12.
     eval_timesteps: tuple[PositiveInt, ...] = field(
-        (6, 12), "numbers of sampling steps to evaluate with"
+        (6, 12), "numbers of sampling steps to evaluate"
     )
     guidance_scale: NonNegativeFloat = field(1.0, "guidance in evaluation, 1: none")
 
@@ -184,7 +185,7 @@ class Config(config.TrainingRun):
 
     def __post_init__(self):
         super().__post_init__()
-        # Attention splits the width into heads; the timestep embedding has sines and cosines.
+        # Attention splits the width into heads, the timestep embedding into sines and cosines.
         if self.width % self.heads or self.width % 2:
             raise UserError(
                 f"--width {self.width}: expected an even multiple of --heads {self.heads}"
@@ -194,9 +195,9 @@ class Config(config.TrainingRun):
         tracker.check(self)
 
     def check_sampling(self, guidance_scale, steps):
-        """UserError for what the model cannot sample.
+        """UserError if the model cannot sample with these settings.
 
-        A model that was trained without dropping its text has no guidance, and needs texts.
+        A model trained with --text_drop 0 always needs a text, and cannot be guided.
         """
         if not 1 <= steps <= self.timesteps:
             raise UserError(f"{steps} sampling steps: expected 1 to {self.timesteps}")
@@ -207,7 +208,7 @@ class Config(config.TrainingRun):
             )
 
 
-MAX_CHUNK = 256  # samples in one forward pass, at most, where --chunk_size is 0
+MAX_CHUNK = 256  # maximum samples per forward pass if --chunk_size is 0
 
 
 # Model
@@ -216,24 +217,24 @@ MAX_CHUNK = 256  # samples in one forward pass, at most, where --chunk_size is 0
 class Prior(nn.Module):
     """Causal transformer: text encodings, text embedding | time, noised image embedding, query.
 
-    The output at the learned query is the prediction (DALL-E 2 §2.2). This is the form of Karlo and
-    Kandinsky, whose weights load (common/interop/pretrained.py).
+    The output at the learned query is the prediction (DALL-E 2 §2.2). The architecture is that of
+    Karlo and Kandinsky, whose weights can be loaded (common/interop/pretrained.py).
 
-    The text prefix, before the bar, does not depend on the noise. So it is computed once: for all
-    `noise_draws` of a sample in training, in one pass, and for all steps in sampling.
+    The text prefix, left of the bar, does not depend on the noise. It is computed only once: for
+    all `noise_draws` of a sample in training, and for all steps in sampling.
 
     B batch, D width of embeddings, W width of the transformer, L text length, K noise draws, P
-    tokens of the prefix.
+    tokens in the prefix.
     """
 
     def __init__(self, cfg, embed_width, encoding_width=0):
-        """embed_width: of image and text embeddings. encoding_width: of text encodings, or 0."""
+        """embed_width: D of image and text embeddings. encoding_width: of text encodings, or 0."""
         super().__init__()
         self.cfg = cfg
         self.embed_width = embed_width
         width = cfg.width
         text_len = 0
-        # Each kind of token has its own projection to the width of the transformer.
+        # Each kind of token has its own projection to the transformer's width.
         if encoding_width:
             text_len = cfg.max_text_len
             self.encoding_in = nn.Linear(encoding_width, width)
@@ -253,28 +254,28 @@ class Prior(nn.Module):
         )
         self.out = nn.Linear(width, embed_width)
 
-        # Scale of image embeddings. Unit-length embeddings: mean 0, std 1/√D, so x0 has norm √D.
-        # Raw embeddings: measured on the data, by `measure_embeddings`.
+        # Scale of the image embeddings. For unit length: mean 0 and std 1/√D, so x0 has norm √D.
+        # For raw embeddings, `measure_embeddings` measures both on the data.
         self.register_buffer("clip_mean", torch.zeros(embed_width))
         self.register_buffer("clip_std", torch.full((embed_width,), embed_width**-0.5))
 
-        diffusion.add_levels(self, cfg)  # noise levels α_t and σ_t
+        diffusion.add_noise_schedule(self, cfg)  # buffers α_t and σ_t
 
     def measure_embeddings(self, image_embed):
-        """Take mean and standard deviation from raw image embeddings (N, D) of training data."""
+        """Set clip_mean and clip_std from raw image embeddings (N, D) of the training data."""
         self.clip_mean.copy_(image_embed.mean(0))  # (D,)
-        # A dimension that is constant must not divide by zero.
+        # Avoid a division by zero in a constant dimension.
         self.clip_std.copy_(image_embed.std(0).clamp(min=1e-6))
 
     def normalized(self, embed):
-        """Embeddings (…, D), of unit length unless the model is one of raw embeddings."""
+        """Embeddings (…, D) at unit length, or unchanged if the model takes raw embeddings."""
         if self.cfg.raw_embeddings:
             return embed
         return F.normalize(embed, dim=-1)
 
     def standardize(self, embed):
-        """Image embeddings (…, D) of a CLIP -> x0 of mean 0 and variance 1, as the noise has."""
-        # Without this, embeddings of unit length would drown in noise of length √D.
+        """CLIP image embeddings (…, D) -> x0 at the scale of the noise: mean 0, variance 1."""
+        # Otherwise embeddings of length 1 would drown in noise of length √D.
         return (self.normalized(embed) - self.clip_mean) / self.clip_std
 
     def destandardize(self, x0):
@@ -282,13 +283,13 @@ class Prior(nn.Module):
         return self.normalized(x0 * self.clip_std + self.clip_mean)
 
     def text_tokens(self, condition, drop, draws):
-        """The text prefix (B, P, W), and the `mask` for it followed by `draws` noise draws.
+        """The text prefix (B, P, W), and the `mask` of the prefix and `draws` noise draws.
 
-        Where `drop` (B,) is true, the text is replaced by "no text".
+        Where `drop` (B,) is true, "no text" replaces the text.
         """
         condition = self.null_text(condition, drop)  # only the text is dropped, never x_t
         text_embed = condition["text_embed"]
-        if not self.cfg.raw_embeddings:  # to length √D, as the noised image embedding has
+        if not self.cfg.raw_embeddings:  # scale to length √D, like the noised image embedding
             text_embed = self.standardize(text_embed)
         tokens = self.text_in(text_embed)[:, None]  # (B, 1, W)
         is_text = torch.ones_like(drop)[:, None]  # (B, 1)
@@ -300,15 +301,15 @@ class Prior(nn.Module):
         return tokens + positions.to(tokens.dtype), self.mask(is_text, draws)
 
     def mask(self, is_text, draws):
-        """Which tokens (rows) see which, (B, 1, P + 3K, P + 3K), with K noise draws.
+        """Attention mask (B, 1, P + 3K, P + 3K) for K noise draws: True = the row sees the column.
 
-        is_text (B, P): which tokens of the prefix are no padding. A token sees the text before it
-        and, of its own draw, itself and the tokens before it. Tokens are ordered by kind, then by
-        draw. A text with padding, and two draws:
+        is_text (B, P): false for padding in the prefix. A token sees the text before it, itself,
+        and the earlier tokens of its own draw. Tokens are ordered by kind, then by draw. An example
+        with padding and two draws:
           1 0 0 | 0 0 | 0 0 | 0 0     text encodings
           1 1 0 | 0 0 | 0 0 | 0 0     padding
           1 0 1 | 0 0 | 0 0 | 0 0     text embedding
-          1 0 1 | 1 0 | 0 0 | 0 0     time, of draw 0 and of draw 1
+          1 0 1 | 1 0 | 0 0 | 0 0     time, for draw 0 and draw 1
           1 0 1 | 0 1 | 0 0 | 0 0
           1 0 1 | 1 0 | 1 0 | 0 0     noised image embedding
           1 0 1 | 0 1 | 0 1 | 0 0
@@ -316,8 +317,8 @@ class Prior(nn.Module):
           1 0 1 | 0 1 | 0 1 | 0 1
         """
         prefix_len = is_text.shape[1]
-        # A draw is a group of tokens. A token of text is one by itself: where all before it is
-        # padding, it has one to see, as a row of the softmax must not be empty.
+        # Each draw is one group, and so is each text token: a token whose predecessors are all
+        # padding still sees itself, because a row of the softmax must not be empty.
         group = torch.arange(prefix_len + draws, device=is_text.device)
         group = torch.cat([group, group[prefix_len:], group[prefix_len:]])
         same_group = group[:, None] == group
@@ -325,21 +326,21 @@ class Prior(nn.Module):
         return (same_group | is_text).tril()
 
     def forward(self, x_t, timestep, condition, drop):
-        """Predictions (B, K, D) for K noise draws a sample, with its text in one pass."""
+        """Predictions (B, K, D) for K noise draws per sample, in one pass with its text."""
         return self.predict(x_t, timestep, *self.text_tokens(condition, drop, x_t.shape[1]))
 
     def text_cache(self, condition, drop):
-        """The text for all steps of sampling, as `predict` takes it: cached, not as tokens."""
+        """Arguments of `predict` for all sampling steps: the text as a KV cache, not as tokens."""
         tokens, mask = self.text_tokens(condition, drop, 1)
         of_text = mask[..., :-3, :-3]  # (B, 1, P, P)
-        # Nothing is predicted from the text: no more of the output is computed.
+        # Only the cache is needed, so the last block computes one token.
         _, cache = self.transformer(tokens, of_text, num_last=1, return_cache=True)
-        return tokens[:, :0], mask, cache  # (B, 0, W): the cache stands for these tokens
+        return tokens[:, :0], mask, cache  # (B, 0, W): the cache replaces these tokens
 
     def predict(self, x_t, timestep, text, mask, cache=None):
         """Predictions (B, K, D) for x_t (B, K, D) at `timestep` (B, K).
 
-        text, mask: of `text_tokens`; or these and the cache, of `text_cache`.
+        text, mask: from `text_tokens`. text, mask, cache: from `text_cache`.
         """
         noised = self.image_in(x_t)  # (B, K, W)
         query = self.query.weight.to(noised.dtype).expand_as(noised)
@@ -347,17 +348,17 @@ class Prior(nn.Module):
         positions = self.positions.weight[-3:, None]
         noised = noised + positions.to(noised.dtype)
         tokens = torch.cat([text, noised.flatten(1, 2)], dim=1)  # (B, P + 3K or 3K, W)
-        # As queries there are only these tokens; as keys, also those in the cache.
+        # These tokens attend to themselves and to the cache.
         mask = mask[..., -tokens.shape[1] :, :]
-        # The last K tokens are the queries.
+        # The last K tokens are the learned queries.
         return self.out(self.transformer(tokens, mask, cache=cache, num_last=x_t.shape[1]))
 
 
 def conditioning(batch, cfg, clip_model):
-    """{"text_embed" (B, D), "text_enc" (B, L, E), "text_mask" (B, L)}: the model's conditions.
+    """The model's conditions: {"text_embed" (B, D), "text_enc" (B, L, E), "text_mask" (B, L)}.
 
-    Captions in the batch, or their tokens, are encoded by the CLIP `clip_model`; otherwise the
-    batch has embeddings. An empty caption means unconditional.
+    If the batch has captions, or their tokens, `clip_model` encodes them; otherwise it has
+    embeddings. An empty caption means unconditional.
     """
     if "caption" in batch:
         texts = batch.get("tokens", batch["caption"])
@@ -365,7 +366,7 @@ def conditioning(batch, cfg, clip_model):
     condition = {"text_embed": batch["text_embed"]}  # (B, D)
     if "text_enc" in batch:
         encodings = batch["text_enc"]  # (B, L', E), of any length
-        missing = cfg.max_text_len - encodings.shape[1]  # negative: longer texts are cut
+        missing = cfg.max_text_len - encodings.shape[1]  # negative: the text is cut
         encodings = F.pad(encodings, (0, 0, 0, missing))
         condition["text_enc"] = encodings
         condition["text_mask"] = encodings.any(-1)  # rows of zeros are padding
@@ -378,7 +379,7 @@ def conditioning(batch, cfg, clip_model):
 def diffusion_loss(prior, batch, condition):
     """Mean loss over a chunk.
 
-    In eval mode it is without loss weights. Text drop, draws and density are those of training.
+    In eval mode there are no loss weights; text drop, noise draws and density are as in training.
     """
     cfg = prior.cfg
     x0 = prior.standardize(batch["image_embed"])  # (B, D)
@@ -390,18 +391,18 @@ def diffusion_loss(prior, batch, condition):
         x0.device,
     )
     noise = torch.randn_like(x0)  # ε
-    # Classifier-free guidance needs a model that also knows "no text". Only the text is dropped.
+    # Classifier-free guidance needs a model that was also trained on "no text".
     drop = torch.rand(len(x0), device=x0.device) < cfg.text_drop
 
     # Forward process: x_t = α·x0 + σ·ε (DDPM Eq. 4).
-    alpha, sigma = diffusion.levels(prior, timestep, x0)  # (B, K, 1)
+    alpha, sigma = diffusion.alpha_sigma(prior, timestep, x0)  # (B, K, 1)
     x_t = alpha * x0 + sigma * noise
     target = diffusion.target(cfg.objective, x0, noise, alpha, sigma)
 
-    # The loss is in fp32, whatever the precision of the model.
+    # The loss is computed in fp32, whatever the precision of the model.
     prediction = prior(x_t, timestep, condition, drop)  # (B, K, D)
     loss = (prediction.float() - target) ** 2
-    if prior.training:  # the weight of a noise level
+    if prior.training:  # weight each noise level
         loss = loss * diffusion.loss_weight(cfg.loss_weight, cfg.objective, alpha, sigma)
     return loss.mean()
 
@@ -420,43 +421,44 @@ def sample_embeddings(
     negative=None,
     candidates=1,
 ):
-    """Image embeddings (B · candidates, D), text by text, for the `conditioning` of B texts.
+    """Sample image embeddings (B · candidates, D), ordered by text, for `conditioning` of B texts.
 
-    They are of unit length, or raw, as those that the model was trained on. noise_fn(x): noise of
-    the shape of x. negative: the `conditioning` of a text that guidance leads away from.
+    They are raw or of unit length, like the embeddings that the model was trained on. noise_fn(x):
+    noise with the shape of x. negative: the `conditioning` of a negative text, for guidance.
     """
     cfg = prior.cfg
     texts = len(condition["text_embed"])
     size = texts * candidates
     device = prior.alpha.device
 
-    # Guidance runs every text a second time as "no text". The noised input is the same for both.
-    # At scale 1 the text alone counts, at 0 "no text" alone: there is one copy.
+    # With guidance, a second copy of each sample has "no text", and the same noised input. Scale 1
+    # needs only the first copy, and scale 0 only the second.
     copies = 1 if guidance_scale in (0, 1) else 2
-    first = texts if guidance_scale else 0  # of "no text"
+    first_dropped = texts if guidance_scale else 0  # the first row with "no text"
     condition = {name: torch.cat([value] * copies) for name, value in condition.items()}
-    drop = torch.arange(copies * texts, device=device) >= first
-    if negative:  # in place of "no text"
+    drop = torch.arange(copies * texts, device=device) >= first_dropped
+    if negative:  # replaces "no text"
         for name, value in negative.items():
-            condition[name][first:] = value
+            condition[name][first_dropped:] = value
         drop = torch.zeros_like(drop)
     text = prior.text_cache(condition, drop)  # once for all candidates and steps
     text = tree_map(lambda x: x.repeat_interleave(candidates, 0), text)
 
-    # Bound of |x0|. An embedding of unit length has an x0 of length √D: no component is greater.
+    # Bound on |x0|. Embeddings of unit length have an x0 of norm √D, so no component is larger.
     bound = cfg.x0_bound if cfg.raw_embeddings else prior.embed_width**0.5
 
     def denoise(x_t, timestep):
-        x_in = x_t.repeat(copies, 1)[:, None]  # (copies·B, 1, D), one draw a text
+        x_in = x_t.repeat(copies, 1)[:, None]  # (copies·B, 1, D), one draw per text
         t_in = timestep.repeat(copies)[:, None]
         prediction = prior.predict(x_in, t_in, *text)[:, 0].float()
         prediction = diffusion.classifier_free_guidance(
             prediction[:size], prediction[-size:], guidance_scale
         )
-        alpha, sigma = diffusion.levels(prior, timestep, x_t)
+        alpha, sigma = diffusion.alpha_sigma(prior, timestep, x_t)
         x0 = diffusion.predict_x0(cfg.objective, prediction, x_t, alpha, sigma)
         return x0.clamp(-bound, bound), 0.0  # no learned variance
 
+    # Start from pure noise, and return to the scale of the CLIP.
     x_T = noise_fn(torch.empty(size, prior.embed_width, device=device))
     x0 = diffusion.sample(denoise, x_T, prior.alpha, prior.sigma, sampling_steps, eta, noise_fn)
     return prior.destandardize(x0)
@@ -474,13 +476,13 @@ def best_embeddings(
     seed,
     negative=None,
 ):
-    """Image embeddings (texts · num_samples, D), text by text.
+    """Sample image embeddings (texts · num_samples, D), ordered by text.
 
     Each is the best of `best_of` candidates: the most similar to its text (DALL-E 2 §2.2).
-    condition: `conditioning` of the texts. keys: one a text; a candidate's noise is seeded by
-    (seed, key, number), so it is the same in any batch. negative: see `sample_embeddings`.
+    condition: `conditioning` of the texts. keys: one per text. (seed, key, number) seeds the noise
+    of a candidate, so it is the same in any batch. negative: see `sample_embeddings`.
     """
-    candidates = num_samples * best_of  # of each text
+    candidates = num_samples * best_of  # per text
     seeds = []
     for key in keys:
         seeds += [accumulate.derive_seed(seed, key, k) for k in range(candidates)]
@@ -520,10 +522,10 @@ def mean_loss(prior, split, clip_model):
 
 
 def sample_metrics(prior, splits, split, clip_model):
-    """{metric: value} of sampled embeddings for a split. Collective.
+    """{metric: value} of embeddings sampled for a split. Collective.
 
-    Mean cosine similarities at each number of eval_timesteps, the same on any number of ranks, and
-    `builtin_scores`.
+    They are mean cosine similarities for each number of steps in eval_timesteps, and
+    `builtin_scores`. They do not depend on the number of ranks.
     """
     cfg = prior.cfg
     device = prior.alpha.device
@@ -532,9 +534,9 @@ def sample_metrics(prior, splits, split, clip_model):
     prior.eval()  # no dropout
     with amp.autocast(device, cfg.precision):
         indices = order.some_of(indices, cfg.eval_samples)
-        # Unrelated texts are those half the split away.
+        # As an unrelated text, take the one half the split away.
         others = loader.ChunkDataset(dataset, np.roll(indices, len(indices) // 2))
-        cosines = collections.defaultdict(list)  # of this rank; ranks take turns with the chunks
+        cosines = collections.defaultdict(list)  # of this rank's chunks
         for number, batch in loader.eval_batches(dataset, indices, 0, cfg.chunk_size):
             start = number * cfg.chunk_size
             other = loader.to_device(others[start, start + len(batch["index"])], device)
@@ -546,7 +548,7 @@ def sample_metrics(prior, splits, split, clip_model):
             baseline = F.cosine_similarity(text, image)  # (B,)
             cosines["baseline_similarity"] += baseline.tolist()
             for steps in cfg.eval_timesteps:
-                # The same noise at every evaluation, so that metrics compare.
+                # The noise is the same in every evaluation, so that metrics are comparable.
                 accumulate.seed_all(cfg.seed, "similarities", number, steps)
                 sampled = sample_embeddings(prior, condition, steps, cfg.guidance_scale)
                 with_text = F.cosine_similarity(sampled, text)
@@ -560,14 +562,14 @@ def sample_metrics(prior, splits, split, clip_model):
                     cosines[f"{name}@{steps}"] += values.tolist()
         metrics = loop.means(cosines)
         metrics |= builtin_scores(prior, splits, split, clip_model)
-    prior.train(mode)  # as it was
+    prior.train(mode)  # restore the mode
     return metrics
 
 
 def builtin_scores(prior, splits, split, clip_model):
-    """caption_match and coverage at the most eval_timesteps, and their ceilings. Collective.
+    """caption_match and coverage at the largest of eval_timesteps, and their ceilings. Collective.
 
-    See `synthetic.embedding_scores`. Only the built-in data have them.
+    Only the built-in data have them: see `synthetic.embedding_scores`.
     """
     from common.data import synthetic
 
@@ -581,7 +583,7 @@ def builtin_scores(prior, splits, split, clip_model):
         return sample_embeddings(prior, condition, steps, cfg.guidance_scale, noise_fn=noise_fn)
 
     scores = synthetic.embedding_scores(splits, split, sample_fn, cfg.seed)
-    # Ceilings are of real embeddings: they have no number of steps.
+    # Ceilings come from real embeddings, so they have no number of sampling steps.
     return {
         name if name.endswith("ceiling") else f"{name}@{steps}": value
         for name, value in scores.items()
@@ -592,18 +594,18 @@ def builtin_scores(prior, splits, split, clip_model):
 
 
 def open_data(cfg, source, device, widths=None):
-    """({split: (dataset, indices)}, CLIP or None, {name: plain value} of both for model files).
+    """({split: (dataset, indices)}, CLIP or None, info: {name: plain value} for model files).
 
-    The CLIP encodes captions with --text_source clip, and "no text" always. source: model file that
-    says which CLIP it is, if neither cfg nor the data do; or None. widths: those of image and text
-    embeddings, and of text encodings (0: none), of the model, if there is one.
+    The CLIP encodes "no text" and, with --text_source clip, the captions. source: a model file that
+    names the CLIP if neither cfg nor the data do, or None. widths: [embeddings, text encodings or
+    0] of an existing model, or None.
     """
     with_captions = cfg.text_source == "clip"
     with_encodings = cfg.text_encodings and not with_captions  # from the shards
-    # Which CLIP made the embeddings: the flag says it, else the data, else the model's file.
+    # The CLIP that made the embeddings is named by the flag, else the data, else the model file.
     spec, fingerprint = clips.clip_of(cfg, source)
     clip_model = None
-    # open_clip's may be large, or have to be downloaded: it is loaded only if captions need it.
+    # An open_clip model may be large or need a download: load it only if captions need it.
     if with_captions or (spec and not spec.startswith("open_clip:")):
         clip_model = clips.load(spec, device, fingerprint, text_only=True)
         fingerprint = clip_model.fingerprint()
@@ -613,21 +615,21 @@ def open_data(cfg, source, device, widths=None):
         index_dir = Path(cfg.run_dir, "index")
         dataset = embeddings.Embeddings(path, with_encodings, with_captions, index_dir)
         encoding_width = dataset.encoding_width
-        if clip_model:  # one of other widths cannot have made these embeddings
+        if clip_model:  # a CLIP of other widths cannot have made these embeddings
             clip_model.check_widths(f"--clip {spec} for {path}", dataset.width, encoding_width)
         clips.check_source(cfg, dataset, path, clip_model)
-        if with_captions:  # said now, as nobody sees in a sample that half of its text was cut
+        if with_captions:  # note it now: nobody can tell from a sample that half its text was cut
             if cfg.text_encodings:
                 encoding_width = clip_model.encoding_width
             texts = []
             for index in order.evenly_spaced(len(dataset), 256):
-                with contextlib.suppress(UserError):  # a damaged caption costs its sample alone
+                with contextlib.suppress(UserError):  # a damaged caption costs only its sample
                     texts += dataset.texts([index])
             if not texts:
-                dataset.texts([0])  # which says what is wrong
+                dataset.texts([0])  # raises the reason
             clip_model.note_cut(texts, cfg.max_text_len)
         found = [dataset.width, encoding_width]
-        widths = widths or found  # else an error of shapes at the first step or evaluation
+        widths = widths or found  # all must agree, or the first step would fail
         if found != widths:
             raise UserError(
                 f"{path}: widths of embeddings and text encodings (0: none) are {found}; those of "
@@ -635,20 +637,20 @@ def open_data(cfg, source, device, widths=None):
             )
         datasets.append(dataset)
 
-    # Stored with the model: what it takes to build it and to sample from texts.
+    # Stored with the model, to build it and to sample from texts.
     info = {
         "kind": "prior",
         "widths": widths,
         "clip": spec,
         "clip_fingerprint": fingerprint,
-        # Of text embeddings, which `sample --text_embeds` must have.
+        # `sample --text_embeds` compares its embeddings to this norm.
         "text_norm": datasets[0].text_embeds.median_norm,
     }
     return order.splits(datasets[0], cfg, *datasets[1:]), clip_model, info
 
 
 def train(cfg):
-    # Join the ranks. Rank 0 takes the run folder, then all open the data.
+    # Join the process group. Rank 0 locks the run folder, then all ranks open the data.
     device = dist.setup(cfg.device, cfg.timeout_minutes)
     if cfg.data == "shapes":
         from common.data import embed
@@ -658,18 +660,18 @@ def train(cfg):
     splits, clip_model, info = dist.on_all(lambda: open_data(cfg, run.source, device))
     dataset, indices = splits["train"]
     identity = resume.identify(run, cfg, splits, clip=info["clip_fingerprint"])
-    if run.results:  # it is finished
+    if run.results:  # the run is finished
         return loop.announce(run, cfg)
 
     # Build model, optimizer and EMA. Restore them if resuming.
-    accumulate.seed_all(cfg.seed, "weights")  # the same start on all ranks
+    accumulate.seed_all(cfg.seed, "weights")  # all ranks start with the same weights
     prior = Prior(cfg, *info["widths"]).to(device)
     if clip_model:
         prior.null_text.fill(clip_model.text_condition([""], cfg.max_text_len))
-    if cfg.raw_embeddings:  # weights that are loaded below bring their own statistics
+    if cfg.raw_embeddings:  # a checkpoint, if loaded below, has its own statistics
         batch, usable = dataset.fetch(order.some_of(indices, 10_000))
         prior.measure_embeddings(batch["image_embed"][usable])
-    trainable = prior  # with LoRA, the adapters alone
+    trainable = prior  # with LoRA, only the adapters
     if cfg.lora_rank:
         trainable, info["lora"] = adapters.start(prior, cfg, identity["base"])
     optimizers = optim.make(
@@ -682,7 +684,7 @@ def train(cfg):
     if cfg.compile:
         compile_blocks(prior.transformer.blocks)
 
-    # The order of samples follows from seed and step. Workers turn captions into tokens.
+    # The order of samples is a function of seed and step. Workers tokenize captions.
     tokenizer = clip_model.tokenizer if cfg.text_source == "clip" else None
     plan, batches = loader.train_batches(cfg, dataset, indices, state.step, device, tokenizer)
     about = f"{len(dataset):,} embeddings of width {dataset.width}"
@@ -693,34 +695,34 @@ def train(cfg):
     with loop.begin(run, state, about, device) as progress:
         prior.train()
         while True:
-            # Evaluate: the averaged weights are those that are kept and sampled from.
+            # Evaluate. Sampling uses the averaged weights, so val_loss and best.pt are of these.
             if eval_due():
                 with progress.paused():
                     validation = splits["validation"]
                     metrics = {"val_loss_online": mean_loss(prior, validation, clip_model)}
                     with ema.applied(trainable):
                         metrics["val_loss"] = mean_loss(prior, validation, clip_model)
-                        if state.step < cfg.steps:  # else the test is next
+                        if state.step < cfg.steps:  # otherwise the test follows
                             metrics |= sample_metrics(prior, splits, "validation", clip_model)
                 progress.log_evaluation(metrics)  # and save the best
             if state.step >= cfg.steps:
                 break
 
-            # Take one optimizer step. The learning rate is a function of the step alone.
+            # Take one optimizer step. The learning rate depends only on the step.
             schedule.set_learning_rate(optimizers, schedule.of_config(state.step, cfg))
             step_batches = [next(batches) for _ in plan]
             stepped = False
-            while not stepped:  # a step that overflows fp16 is tried again, at a lower scale
-                chunk_losses = []  # summed over the samples of a chunk
-                with amp.casts_kept(device):
+            while not stepped:  # an fp16 overflow repeats the step with a smaller loss scale
+                chunk_losses = []  # each summed over its samples
+                with amp.shared_cast_cache(device):
                     for chunk, batch in zip(plan, step_batches):
-                        # All that is random follows from (seed, step, chunk), on any rank.
+                        # Randomness depends only on (seed, step, chunk), not on the rank.
                         accumulate.seed_all(cfg.seed, state.step, chunk.index)
                         batch = loader.to_device(batch, device)
                         condition = conditioning(batch, cfg, clip_model)  # the CLIP is in fp32
                         with amp.autocast(device, cfg.precision):
                             loss = diffusion_loss(prior, batch, condition)
-                        # Weights add up to 1 over a batch: the gradient is that of its mean loss.
+                        # Chunk weights sum to 1, so the gradient is that of the mean loss.
                         with dist.sum_gradients(trainable, chunk is plan[-1]):  # over all ranks
                             scaler.scale(loss * chunk.weight).backward()
                         chunk_losses.append(loss.detach() * chunk.size)
@@ -732,14 +734,14 @@ def train(cfg):
             ema.update(state.step)
             progress.add(chunk_losses, grad_norm, step_batches)
 
-            # Log and save. After a signal to any rank `loop.begin` saves and ends the process.
+            # Log and save. After a signal to any rank, `loop.begin` saves and exits.
             if state.step % cfg.log_every == 0 or state.step == cfg.steps:
-                progress.log_line()  # waits for the ranks and the device
+                progress.log_line()  # synchronizes ranks and device
             if save_due():
                 progress.save()
             dist.stop_together()
 
-        # Test the averaged weights, and save them last of all.
+        # Test the averaged weights, then write model.pt.
         with ema.applied(trainable):
             metrics = {"loss": mean_loss(prior, splits["test"], clip_model)}
             metrics |= sample_metrics(prior, splits, "test", clip_model)
@@ -755,11 +757,11 @@ class PriorConfig(config.Inference):
 
     run_dir: str = field("runs/prior", "run folder of the prior")
     lora_scale: float = field(1.0, "scale of its adapters, 0: the model without them")
-    guidance_scale: float = field(-1.0, "guidance, 1: none, below 0: as in its training")
+    guidance_scale: float = field(-1.0, "guidance, 1: none, below 0: as in training")
 
 
 def load_prior(path, device, weights="ema", lora_scale=1.0):
-    """(prior in eval mode, contents of the file) of a model.pt or checkpoint, adapters merged."""
+    """(prior in eval mode, file contents) from a model.pt or checkpoint, with adapters merged."""
     cfg, contents = checkpoint.read_model({"prior": Config}, path, weights)
     contents = adapters.merged(contents, path, lora_scale)
     prior = Prior(cfg, *contents["widths"])
@@ -768,7 +770,7 @@ def load_prior(path, device, weights="ema", lora_scale=1.0):
 
 
 def guidance_of(args, cfg):
-    """The guidance scale of a command, or that of the training."""
+    """The guidance scale given to the command, or else that of the training."""
     return args.guidance_scale if args.guidance_scale >= 0 else cfg.guidance_scale
 
 
@@ -776,13 +778,13 @@ def guidance_of(args, cfg):
 class EvaluateConfig(PriorConfig):
     """What to evaluate on"""
 
-    data: str = field("", "embeddings, by default those of the training")
-    eval_samples: NonNegativeInt = field(0, "samples of the test split to take at most, 0: all")
-    eval_timesteps: tuple[PositiveInt, ...] = field((), "sampling steps, by default as in training")
+    data: str = field("", "embeddings; default: the training data")
+    eval_samples: NonNegativeInt = field(0, "maximum samples of the test split, 0: all")
+    eval_timesteps: tuple[PositiveInt, ...] = field((), "sampling steps; default: as in training")
 
 
 def open_evaluation(args, device):
-    """(prior with the settings of its evaluation, splits, CLIP or None), checked."""
+    """(prior with the settings of this evaluation, splits, CLIP or None)."""
     path = checkpoint.model_file(args.run_dir, args.model, args.weights)
     prior, contents = load_prior(path, device, args.weights, args.lora_scale)
     cfg = loop.evaluation_settings(prior.cfg, args, MAX_CHUNK)
@@ -808,19 +810,19 @@ def evaluate(args):
 class SampleConfig(PriorConfig):
     """What to sample"""
 
-    text: str = field("", "a text; without any text the samples are unconditional")
-    texts: str = field("", "file with one text a line")
-    text_embeds: str = field("", ".npy file of text embeddings (N, D), which need no CLIP")
-    negative_text: str = field("", "a text that guidance leads away from")
-    num_samples: PositiveInt = field(4, "embeddings for each text")
-    eta: Fraction = field(1.0, "noise of sampling, 1: DDPM, 0: none, by DPM-Solver++(2M)")
+    text: str = field("", "a text; without any text, sampling is unconditional")
+    texts: str = field("", "file with one text per line")
+    text_embeds: str = field("", ".npy file of text embeddings (N, D), which needs no CLIP")
+    negative_text: str = field("", "negative text: guidance moves away from it")
+    num_samples: PositiveInt = field(4, "embeddings per text")
+    eta: Fraction = field(1.0, "sampling noise, 1: DDPM, 0: none, by DPM-Solver++(2M)")
     best_of: PositiveInt = field(
-        2, "candidates for each embedding; the most similar to the text is kept"
+        2, "candidates per embedding; the one most similar to the text is kept"
     )
-    steps: NonNegativeInt = field(0, "sampling steps, 0: the most of the prior's eval_timesteps")
-    max_batch: PositiveInt = field(256, "embeddings computed at once; at least those of a text")
-    clip: str = field("", "CLIP for the text, by default that of the training")
-    out: str = field("embeddings.npy", ".npy file for embeddings (texts · num_samples, D)")
+    steps: NonNegativeInt = field(0, "sampling steps, 0: the largest of the eval_timesteps")
+    max_batch: PositiveInt = field(256, "embeddings per batch; a text is never split over batches")
+    clip: str = field("", "CLIP for the text; default: that of the training")
+    out: str = field("embeddings.npy", ".npy file for the embeddings (texts · num_samples, D)")
 
     def __post_init__(self):
         super().__post_init__()
@@ -837,7 +839,7 @@ class SampleConfig(PriorConfig):
 def read_text_embeddings(path, prior, median_norm):
     """Text embeddings (N, D) of a .npy file; UserError if they do not fit the prior.
 
-    median_norm: of those that it was trained on, or None if it is not known.
+    median_norm: of the text embeddings in its training, or None if unknown.
     """
     if prior.cfg.text_encodings:
         raise UserError(
@@ -849,22 +851,22 @@ def read_text_embeddings(path, prior, median_norm):
         raise UserError(
             f"{path}: {rows} rows {width} wide; expected {prior.embed_width}, and finite numbers"
         )
-    # A raw embedding goes in as it is. Of another length it is another text.
+    # Raw embeddings are not normalized, so the model would misread another length.
     length = embeds.norm(dim=1).median()
     if prior.cfg.raw_embeddings and median_norm and not 0.5 < length / median_norm < 2:
         raise UserError(
-            f"{path}: its embeddings are of length {length:.3g}, but those of the training of "
-            f"{median_norm:.3g}; write them as those, by python -m common.data.embed embed --raw"
+            f"{path}: its embeddings have length {length:.3g}, those of the training have length "
+            f"{median_norm:.3g}; write them by python -m common.data.embed embed --raw"
         )
     return embeds
 
 
 def sample(args):
-    device = dist.setup(args.device)
+    device = dist.choose_device(args.device)
     if not dist.is_main():  # a single process samples
         return
 
-    # Load the prior. Read texts, or text embeddings, or take "no text".
+    # Load the prior, and the texts or text embeddings.
     path = checkpoint.model_file(args.run_dir, args.model, args.weights)
     prior, contents = load_prior(path, device, args.weights, args.lora_scale)
     cfg = prior.cfg
@@ -875,28 +877,28 @@ def sample(args):
     clip_model = negative = None
     if texts:
         spec = args.clip or contents["clip"]
-        # Texts of another CLIP would be drawn without an error, as if they said something else.
+        # With another CLIP, texts would silently get a different meaning.
         clip_model = clips.load(spec, device, contents["clip_fingerprint"], text_only=True)
         clip_model.check_widths(f"--clip {spec}", *contents["widths"])
         clip_model.note_cut(texts, cfg.max_text_len)
         inputs = {"caption": texts}
         if args.negative_text:
             if guidance_scale == 1:
-                raise UserError("--negative_text: it needs guidance, by a --guidance_scale above 1")
+                raise UserError("--negative_text needs guidance; give a --guidance_scale above 1")
             negative = conditioning({"caption": [args.negative_text]}, cfg, clip_model)
     elif args.text_embeds:
         embeds = read_text_embeddings(args.text_embeds, prior, contents.get("text_norm"))
         inputs = {"text_embed": embeds.to(device)}
     else:
         inputs = dict(prior.null_text.named_buffers())
-        guidance_scale = 0.0  # the prediction for "no text" alone
-        best_of = 1  # without a text there is no best one
+        guidance_scale = 0.0  # only the prediction for "no text"
+        best_of = 1  # there is no text to compare candidates with
     cfg.check_sampling(guidance_scale, steps)
 
-    # Sample some texts at a time: their conditions are repeated for each candidate.
+    # Sample a few texts at a time: each condition is repeated for every candidate.
     samples = []
     count = args.max_batch // (args.num_samples * best_of) or 1
-    for number, batch in enumerate(accumulate.split(inputs, count)):
+    for number, batch in enumerate(accumulate.batches(inputs, count)):
         condition = conditioning(batch, cfg, clip_model)
         first = number * count
         embeds = best_embeddings(
@@ -912,6 +914,7 @@ def sample(args):
             negative,
         )
         samples.append(embeds.cpu())
+    # Atomically, so that an interrupted command leaves no broken file.
     samples = torch.cat(samples).numpy()
     with checkpoint.atomic_write(args.out) as file:
         np.save(file, samples)
@@ -929,7 +932,7 @@ PICTURES = dict(
     dropout=0.1, validation=0.03, test=0.03, guidance_scale=2.0, eval_timesteps=(8, 64)
 )
 PRESETS = {
-    # Thousands of captioned pictures. Both were run to their end on 6,000 emoji: the first on two
+    # For thousands of captioned images. Both were run to the end on 6,000 emoji: the first on two
     # cores, the second on one H200 (79 s).
     "pictures-cpu": dict(PICTURES, steps=1000, eval_every="125"),
     "pictures-gpu": dict(
@@ -938,23 +941,23 @@ PRESETS = {
         width=512, depth=6, heads=8,  # 20 M weights
         batch_size=512, steps=500, lr=1e-3, eval_every="125", precision="bf16",
     ),
-    # DALL-E 2's Table 3 for the diffusion prior, over the CLIP at hand.
+    # The diffusion prior of DALL-E 2's Table 3, but with a public CLIP.
     "dalle2": dict(
         clip="open_clip:ViT-L-14/openai",
-        text_encodings=True, text_source="clip",  # of all tokens, besides the text embedding
+        text_encodings=True, text_source="clip",
         # Model
         width=2048, depth=24, heads=32,  # 1B parameters
         eval_timesteps=(8, 64),
-        # Optimization: AdamW, EMA of 0.9999
+        # Optimization: AdamW, EMA decay of 0.9999
         batch_size=4096, steps=600_000, lr=1.1e-4,
         cosine=False, betas=(0.9, 0.96), eps=1e-6, weight_decay=0.06,
-        # Not in the paper: how to run it
+        # Not in the paper
         warmup_steps=10_000, chunk_size=64, precision="bf16", workers=4,
         validation=0.01, test=0.01,
         log_every=100, eval_every="10000", save_every="2000",
     ),
 }
-# The sizes of the published configs. How these were trained is not public: the rest is DALL-E 2's.
+# Karlo: sizes from its published configs. Its training is not public, so the rest is DALL-E 2's.
 PRESETS["karlo"] = dict(
     PRESETS["dalle2"], depth=20, raw_embeddings=True, guidance_scale=4.0, eval_timesteps=(25,)
 )

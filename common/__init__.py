@@ -1,23 +1,23 @@
-"""Helpers of the training scripts. What each file owns:
+"""Helpers of the training scripts, one responsibility per file:
 
     config        settings: a flat frozen dataclass <-> command line <-> JSON
     dist          process group, sums and broadcasts, gradients over ranks, stop signals
-    accumulate    the plan that cuts a batch into chunks, gives them to ranks, and seeds them
-    amp           autocast, gradient scaler; unscale, clip, step
+    accumulate    splits a batch into chunks, assigns them to ranks, and seeds them
+    amp           mixed precision: autocast, gradient scaler; unscale, clip, step
     schedule      the learning rate as a function of the step
-    optim         parameter groups, the choice of optimizer, its state
-    muon          the optimizer Muon
-    ema           the average of the weights
-    order         which samples come when: splits and the order of an epoch
-    loader        chunks of samples, read ahead by workers
-    checkpoint    atomic files; a model for use
-    resume        the run folder, and what a run resumes from
-    adapters      runs of LoRA adapters, and their files merged for use
-    loop          what stands in or around the loop: when to evaluate, log lines, what is not finite
+    optim         parameter groups, choice of optimizer, optimizer state
+    muon          the Muon optimizer
+    ema           exponential moving average of the weights
+    order         the order of samples: splits and the permutation of an epoch
+    loader        chunks of samples, prefetched by workers
+    checkpoint    atomic writing, safe loading, models for inference
+    resume        the run folder, and the checkpoint that a run resumes from
+    adapters      training LoRA adapters, and merging them into their base
+    loop          around the training loop: when to evaluate, log lines, checks for NaN
     tracker       metrics.jsonl, console, the logger
 
-    models/       tensors in, tensors out: layers, mathematics, tokenizers, codec, small CLIP
-    data/         sources of samples
-    interop/      third-party formats and services: published weights, loggers, copies; a fork may
+    models/       tensors in, tensors out: layers, diffusion, tokenizers, codec, small CLIP
+    data/         datasets
+    interop/      third-party formats and services: published weights, loggers, uploads; a fork may
                   delete it
 """

@@ -1,7 +1,7 @@
-"""Runs that train LoRA adapters on a frozen base, and the use of their files.
+"""Train LoRA adapters on a frozen base, and merge them into it for inference.
 
-A fork that trains whole models alone deletes this file, its lines in the scripts and in resume.py,
-and models/lora.py.
+A fork without LoRA can delete this file, its calls in the scripts and in resume.py, and
+models/lora.py.
 """
 
 from pathlib import Path
@@ -12,20 +12,20 @@ from common.models import lora
 
 
 def start(model, cfg, sha256):
-    """Give `model` the (averaged) weights of --init_from, and adapters of rank --lora_rank.
+    """Load the (averaged) weights of --init_from into `model`, and add adapters of --lora_rank.
 
-    With --precision bf16 or fp16 the frozen base is stored in that, as autocast would cast it. A
-    step of a prior of 106 M weights then takes 16 to 26 % less memory on a CPU.
-    Returns (adapters, {"rank", "base", "base_sha256", "source"}, the entry "lora" of the run's
-    files). source: what the base was imported from, if it was, else its path. sha256: of the file.
-    Collective. UserError if the file is of another model, or of adapters.
+    With --precision bf16 or fp16 the frozen base is stored in that type, as autocast would cast it
+    anyway. For a prior of 106 M weights, a step then takes 16 to 26 % less memory on a CPU.
+    Returns (adapters, {"rank", "base", "base_sha256", "source"}); the dict is the entry "lora" of
+    the run's files. source: where the base was imported from, or else its path. sha256: of the
+    file. Collective. UserError if the file has another model, or adapters.
     """
     path = cfg.init_from
 
     def load_base():
         contents = checkpoint.model_contents(checkpoint.load(path, mmap=True))
         if "lora" in contents:
-            raise UserError(f"{path}: LoRA adapters, not a model; give their base")
+            raise UserError(f"{path}: has LoRA adapters, not a model; give their base")
         checkpoint.load_weights(model, contents["model"], path)
         return contents.get("source")
 
@@ -37,15 +37,15 @@ def start(model, cfg, sha256):
         "base_sha256": sha256,
         "source": source or base,
     }
-    lora.halve(model, amp.DTYPES[cfg.precision])
+    lora.cast_matrices(model, amp.DTYPES[cfg.precision])
     return lora.inject(model, cfg.lora_rank), info
 
 
 def merged(contents, path, scale=1.0):
-    """The contents of a model's file, from those of the file `path`, of adapters on a base.
+    """The `contents` of the model file `path`, with LoRA adapters merged into their base.
 
-    All entries are those of the adapters, without "lora"; "model" has the weights of the base with
-    `scale` times the adapters added. Those of a whole model are as they are.
+    "model" becomes the weights of the base plus `scale` times the adapters, and "lora" is removed.
+    The contents of a model without adapters are returned unchanged.
     """
     if "lora" not in contents:
         if scale != 1:

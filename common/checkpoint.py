@@ -1,10 +1,10 @@
-"""Files of models: atomic writing, safe loading, checksums, a model for use.
+"""Model files: atomic writing, safe loading, checksums, models for inference.
 
 A file x is written as x.tmp, flushed, synced, and renamed to x; then its folder is synced. Files
-hold tensors and plain values only, and every load is `weights_only=True`.
+contain only tensors and plain values, and every load is `weights_only=True`.
 
     model.pt best.pt         {"kind", "model", "config", "versions", "step", …}; "model" is averaged
-    checkpoints/step_N.pt    the same and "ema" and "training"; "model" is not averaged (resume.py)
+    checkpoints/step_N.pt    also "ema" and "training" (resume.py); "model" is not averaged
 """
 
 import contextlib
@@ -25,26 +25,26 @@ try:
 except ImportError:  # Windows: nothing is locked
     fcntl = None
 
-# What entries of a file must be, where one that is not would fail later, without the file's name.
+# Types of entries. A wrong type would fail later, with an error that does not name the file.
 KINDS = dict.fromkeys(("model", "ema", "training", "config", "lora"), dict) | {"step": int}
 
 # Files
 
 
 def lock(file, wait=False):
-    """Lock an open file until it is closed; a note on a file system without locks.
+    """Lock an open file until it is closed; prints a note if the file system has no locks.
 
-    If another process has it, `wait` for that, or raise BlockingIOError.
+    If another process has locked it, `wait`, or raise BlockingIOError.
     """
     if not fcntl:
         return
     try:
-        # A record lock: forked workers do not inherit it.
+        # A record lock, because forked workers do not inherit it.
         fcntl.lockf(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         raise
-    except OSError:  # Lustre and NFS may have none
-        if not wait:  # of a run
+    except OSError:  # Lustre and NFS may have no locks
+        if not wait:  # a run folder
             config.note(
                 f"{file.name} cannot be locked; make sure that no other process trains here"
             )
@@ -52,10 +52,10 @@ def lock(file, wait=False):
 
 @contextlib.contextmanager
 def atomic_write(path):
-    """Context that gives a binary file. Left without an error, `path` has what was written."""
+    """Context that yields a binary file, which replaces `path` at the end if there is no error."""
     path = Path(path)
     if path.exists() and not path.is_file():  # such as /dev/null, which root could replace
-        raise FileExistsError(f"{path}: is there, and not a file")
+        raise FileExistsError(f"{path}: exists, and is not a file")
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(f"{path}.tmp")
     try:
@@ -64,7 +64,7 @@ def atomic_write(path):
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-        with contextlib.suppress(OSError):  # Windows opens no folders, some systems sync none
+        with contextlib.suppress(OSError):  # some systems cannot open or sync folders
             folder = os.open(path.parent, os.O_RDONLY)
             try:
                 os.fsync(folder)
@@ -72,7 +72,7 @@ def atomic_write(path):
                 os.close(folder)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
-        # torch's own error hides that of the disk.
+        # torch raises its own error, which hides that of the disk.
         cause = error.__context__ if isinstance(error, RuntimeError) else error
         if isinstance(cause, OSError):
             raise OSError(cause.errno, f"{cause.strerror}, writing", str(path)) from error
@@ -80,7 +80,7 @@ def atomic_write(path):
 
 
 class Hashing:
-    """A binary file to append to, which takes the sha256 of what is written."""
+    """A binary file for appending that computes the sha256 of its content."""
 
     def __init__(self, file):
         self.file = file
@@ -97,27 +97,26 @@ class Hashing:
 def save(contents, path):
     """Write nested dicts and lists of tensors and plain values; returns the file's sha256.
 
-    It is taken while writing: to read tens of gigabytes again would keep all ranks waiting.
+    The hash is computed while writing, as all ranks wait, and files may have tens of gigabytes.
     """
     with atomic_write(path) as file:
-        hashing = Hashing(file)  # torch writes from the beginning to the end, without a seek
+        hashing = Hashing(file)  # torch writes from beginning to end, without seeking
         torch.save(contents, hashing)
     return hashing.digest.hexdigest()
 
 
 def load(path, *entries, mmap=False):
-    """The contents saved at `path`, on the CPU. UserError if it is missing, damaged, or foreign.
+    """Load the contents of `path` to the CPU. UserError if it is missing, damaged, or not ours.
 
-    entries: what it must have besides "model". mmap: tensors are read from the file only where they
-    are used.
+    entries: names that it must have besides "model". mmap: read tensors only when they are used.
     """
     with config.explained(
-        f"{path}: no such checkpoint, or damaged, or of another program; train first, or name "
-        "another file"
+        f"{path}: no such checkpoint, or damaged, or of another program or version; train first, "
+        "or name another file"
     ):
         try:
             contents = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-        except pickle.UnpicklingError as error:  # which advises to load with code
+        except pickle.UnpicklingError as error:  # its message suggests running code from the file
             raise TypeError("not a file of tensors and plain values") from error
         missing = {
             name
@@ -130,7 +129,7 @@ def load(path, *entries, mmap=False):
 
 
 def checksum(path):
-    """sha256 of a file, as hexadecimal digits."""
+    """The sha256 of a file, in hexadecimal digits."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while block := file.read(1 << 22):
@@ -148,7 +147,7 @@ def write_json(values, path):
 
 
 def not_finite(weights):
-    """The names of {name: tensor} whose values are not all finite."""
+    """Names in {name: tensor} whose values are not all finite."""
     return [
         name
         for name, value in weights.items()
@@ -166,14 +165,14 @@ def load_weights(module, weights, path):
     names = not_finite(weights)
     if names:
         raise UserError(
-            f"{path}: weights that are not finite, as {names[0]}; take another file (without this "
-            "one its run resumes from the checkpoint before it)"
+            f"{path}: weights are not finite, such as {names[0]}; give another file (if you delete "
+            "this one, its run resumes from the checkpoint before it)"
         )
     module.load_state_dict(weights)
 
 
 def read_model(classes, path, weights="ema"):
-    """(config, contents) of a model file, with the weights for use as contents["model"].
+    """(config, contents) of a model file; contents["model"] has the chosen weights.
 
     classes: {kind of model: its config class}. weights: "ema", or "online", which only checkpoints
     have.
@@ -183,11 +182,11 @@ def read_model(classes, path, weights="ema"):
         raise UserError(f"{path}: expected a model of the kind {' or '.join(classes)}")
     if weights == "online" and "ema" not in contents:
         raise UserError(
-            f"{path}: has the averaged weights alone; --weights online needs one of RUN/checkpoints"
+            f"{path}: has only averaged weights; --weights online needs one of RUN/checkpoints"
         )
     cls = classes[contents["kind"]]
     settings = config.from_json(cls, contents["config"], path)
-    # Which this program may not have.
+    # These may need packages that are not installed here.
     settings |= {"logger": "console", "save": ()}
     if weights == "ema":
         contents = model_contents(contents)
@@ -195,10 +194,10 @@ def read_model(classes, path, weights="ema"):
 
 
 def model_file(folder, name="", weights="ema"):
-    """The path of a run's file `name`.
+    """The path of the file `name` of a run.
 
-    Without a name it is best.pt, with a note, or else model.pt; for "online" weights, which only
-    checkpoints have, the newest of these.
+    The default is best.pt, with a note, or else model.pt. For "online" weights it is the newest
+    checkpoint, as other files lack these.
     """
     if weights == "online":
         name = name or max(Path(folder).absolute().glob("checkpoints/step_*.pt"), default="")
@@ -207,14 +206,14 @@ def model_file(folder, name="", weights="ema"):
         return Path(folder, name or "model.pt")
     contents = load(best, "step", "val_loss", mmap=True)
     config.note(
-        f"{best}: of step {contents['step']}, whose validation loss "
-        f"{contents['val_loss']:.4f} was the lowest"
+        f"{best}: from step {contents['step']}, which had the lowest validation loss, "
+        f"{contents['val_loss']:.4f}"
     )
     return best
 
 
 def model_contents(contents):
-    """The contents of model.pt from those of a checkpoint: averaged weights, and what they need."""
+    """Convert the contents of a checkpoint to those of model.pt, with averaged weights."""
     contents = dict(contents)
     contents["model"] = contents.pop("ema", contents["model"])
     contents.pop("training", None)

@@ -1,8 +1,8 @@
 """Settings: a flat frozen dataclass <-> command line (argparse) <-> JSON file.
 
-A setting is declared once, by `field`. Flags win over `--config FILE.json`, which wins over
-`--preset NAME`, which wins over the defaults. All of these become words of a command line, which
-argparse checks.
+`field` declares a setting. Flags win over `--config FILE.json`, which wins over `--preset NAME`,
+which wins over the defaults. argparse checks all of them: values from files and presets are turned
+into flags first.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-# Types with bounds: the bound in words, and as a test.
+# Types with bounds: Annotated[type, (the bound in words, the bound as a function)].
 PositiveInt = Annotated[int, ("a number above 0", lambda value: value > 0)]
 NonNegativeInt = Annotated[int, ("a number 0 or more", lambda value: value >= 0)]
 PositiveFloat = Annotated[float, ("a number above 0", lambda value: value > 0)]
@@ -41,36 +41,36 @@ class UserError(ValueError):
 
 @contextlib.contextmanager
 def explained(message, kind=UserError):
-    """Context that turns any error into a `kind` of UserError, with `message` before the reason.
+    """Context that turns any error into a `kind` of UserError: `message`, then the reason.
 
-    For the reading of a user's files, which raises a dozen types of errors where they are damaged.
-    An error that is a `kind` already stays as it is.
+    For reading users' files: damaged ones raise a dozen types of errors. Errors that are already a
+    `kind` are passed on unchanged.
     """
     try:
         yield
     except kind:
         raise
     except Exception as error:
-        # Without addresses in memory: a fault has the same message whenever it is met.
+        # Without memory addresses, so that the same fault always has the same message.
         reason = re.sub(r" at 0x[0-9a-f]+", "", f"{type(error).__name__}: {error}")
         raise kind(f"{message} ({reason:.300})") from error
 
 
 def is_main():
-    """Whether this process is rank 0, as without torchrun. It logs, writes and decides."""
+    """True on rank 0, and without torchrun. Rank 0 logs, writes files and makes decisions."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def note(text):
-    """Print a line for the user, unless it is empty, by rank 0 alone."""
+    """Print a note for the user, on rank 0 only, unless `text` is empty."""
     if text and is_main():
         print(f"note: {text}", file=sys.stderr, flush=True)
 
 
 def need(module, wanted_by, package=None):
-    """The optional `module`, imported; UserError says how to install its package.
+    """Import the optional `module`; a UserError says how to install its package.
 
-    A package that is there may fail in any way, as without a library of the system.
+    Any error counts: an installed package may lack a system library.
     """
     package = package or module.partition(".")[0]
     with explained(f"{wanted_by} needs {package}: pip install {package}"):
@@ -83,9 +83,9 @@ def need(module, wanted_by, package=None):
 def field(default, help="", model=False, fixed=False, affects_val_loss=False):
     """A setting of a config class: its default and its line in --help.
 
-    fixed: a resumed run must keep it, as batch_size. model: as `fixed`, and a part of the model, as
-    width: a run with --init_from FILE takes it from the file. affects_val_loss: losses under
-    another value cannot be compared, as of eval_samples.
+    fixed: a resumed run must keep it (batch_size). model: `fixed`, and part of the model (width):
+    --init_from FILE takes it from the file. affects_val_loss: validation losses with different
+    values cannot be compared (eval_samples).
     """
     rules = {
         "help": help,
@@ -102,7 +102,7 @@ def model_field(default, help=""):
 
 
 def settings_with(cfg, rule):
-    """{name: value} of the settings of which `rule` of `field` is true."""
+    """{name: value} of the settings that were declared with `rule`, an argument of `field`."""
     return {
         each.name: getattr(cfg, each.name)
         for each in dataclasses.fields(cfg)
@@ -112,13 +112,13 @@ def settings_with(cfg, rule):
 
 @dataclass(frozen=True)
 class Settings:
-    """A config whose values are checked when it is made; UserError names the flag that is wrong.
+    """Base of config classes. Values are checked on creation; a UserError names the wrong flag.
 
     The first line of a config class's docstring is the heading of its settings in --help.
     """
 
-    # Names of the settings that the user gave, by flags or --config: not presets, not defaults.
-    # Set by `parse`; None: not known, as the config was made in Python.
+    # Names of the settings that the user gave by flags or --config, set by `parse`. None if the
+    # config was made in Python.
     given: ClassVar[tuple | None] = None
 
     def __post_init__(self):
@@ -143,7 +143,7 @@ class Settings:
 
 
 def replace(cfg, **changes):
-    """`cfg` with some settings changed. What the user gave stays known."""
+    """`cfg` with some settings changed. `given` stays the same."""
     changed = dataclasses.replace(cfg, **changes)
     object.__setattr__(changed, "given", cfg.given)
     return changed
@@ -153,8 +153,8 @@ def replace(cfg, **changes):
 class TrainingRun(Settings):
     """Running, saving, logging: the same in all training scripts
 
-    `common/` also reads these settings of a script's own: run_dir, data, steps, batch_size,
-    eval_every, eval_samples, and of the schedule lr, warmup_steps, cosine, cosine_steps.
+    `common/` also reads settings that each script declares: run_dir, data, steps, batch_size,
+    eval_every, eval_samples, and for the schedule lr, warmup_steps, cosine, cosine_steps.
     """
 
     val_data: str = field("", 'folder of the validation set; "": a fraction of --data is held out')
@@ -166,11 +166,11 @@ class TrainingRun(Settings):
     )
     chunk_size: NonNegativeInt = field(
         0,
-        "samples in one forward pass (micro-batch), kept by the run; 0: to fit the ranks",
+        "samples per forward pass (micro-batch), kept when resuming; 0: chosen to fit the ranks",
         affects_val_loss=True,
     )
     precision: Literal["fp32", "bf16", "fp16"] = field(
-        "fp32", "of matrix products; fp32 is TF32 on GPUs"
+        "fp32", "precision of matrix products; fp32 is TF32 on GPUs"
     )
     compile: bool = field(False, "compile the model with torch.compile")
     log_every: PositiveInt = field(25, "steps between log lines")
@@ -187,12 +187,12 @@ class TrainingRun(Settings):
     )
     seed: int = field(0, "seed of everything random", fixed=True)
     device: Device = field("auto", "where to compute")
-    workers: NonNegativeInt = field(0, "processes that read data ahead, a rank")
+    workers: NonNegativeInt = field(0, "processes per rank that prefetch data")
     timeout_minutes: PositiveFloat = field(
-        30.0, "how long a rank waits for another, or for its data, before it gives up"
+        30.0, "how long a rank waits for other ranks or for data before it gives up"
     )
 
-    # Constants here. They are settings where there are stages, or adapters.
+    # Defaults for scripts without stages or adapters; others redefine these as settings.
     stage: ClassVar[str] = ""
     lora_rank: ClassVar[int] = 0
 
@@ -201,14 +201,14 @@ class TrainingRun(Settings):
         if self.validation + self.test >= 1:
             raise UserError(
                 f"--validation {self.validation} and --test {self.test}: expected two fractions "
-                "that add up to less than 1"
+                "whose sum is less than 1"
             )
         if self.lora_rank and not self.init_from:
-            raise UserError("--lora_rank: adapters need the model that --init_from names")
+            raise UserError("--lora_rank: adapters need a model: give --init_from")
         of_one = self.init_from or self.load or self.save or " id=" in self.logger
-        if self.stage == "all" and of_one:  # a stage would take or overwrite that of the one before
+        if self.stage == "all" and of_one:  # stages would overwrite each other's files
             raise UserError(
-                "--init_from, --load, --save, id in --logger: they are of one stage; give --stage"
+                "--init_from, --load, --save, id in --logger: these are for one stage; give --stage"
             )
 
 
@@ -222,7 +222,7 @@ class Inference(Settings):
         '"": best.pt, or else model.pt',
     )
     weights: Literal["ema", "online"] = field(
-        "ema", "of a checkpoint: averaged, or as the optimizer left them"
+        "ema", "averaged weights, or those of the optimizer (only in checkpoints)"
     )
     seed: int = field(0, "seed of everything random")
     device: Device = field("auto", "where to compute")
@@ -232,48 +232,47 @@ class Inference(Settings):
 
 
 def read_json(path):
-    """The JSON object in the file `path`; UserError or OSError names the file."""
+    """The JSON object in the file `path`; a UserError or OSError names the file."""
     with explained(f"{path}: expected a JSON object"):
         return dict(json.loads(Path(path).read_text("utf-8-sig")))
 
 
 def nan_to_none(values):
-    """Plain `values` as they come back from a JSON file, with None for what is not finite."""
+    """Plain `values` after a round trip through JSON, with None for numbers that are not finite."""
     return json.loads(json.dumps(values), parse_constant=lambda word: None)
 
 
 def as_json(cfg):
-    """The config as plain JSON values, as they come back from a file."""
+    """The config as plain JSON values."""
     return nan_to_none(dataclasses.asdict(cfg))
 
 
 def from_json(cls, values, source):
-    """{setting: value} of the JSON object of an earlier run's settings; UserError names `source`.
+    """{setting: value} from the JSON object of an earlier run's settings; UserError names `source`.
 
-    The run may have had other settings than the script has now: a fork may add, remove and rename
-    some. That is a note.
+    A fork may have added, removed or renamed settings since. Differences are printed as notes.
     """
     known = {each.name for each in dataclasses.fields(cls)}
     unknown = sorted(values.keys() - known - {"versions"})
     missing = sorted(known - values.keys())
     if unknown:
-        note(f"{source}: left out, as this script has no such setting: {', '.join(unknown)}")
+        note(f"{source}: ignored, because this script has no such setting: {', '.join(unknown)}")
     if missing:
-        note(f"{source}: not in it, so by default: {', '.join(missing)}")
+        note(f"{source}: lacks these settings, which get their defaults: {', '.join(missing)}")
     return typed(cls, {name: values[name] for name in values if name in known}, source)
 
 
 def typed(cls, values, source):
-    """{setting: value} of plain values, as JSON has them, checked and converted as flags are.
+    """{setting: value} of plain JSON values, checked and converted like flags.
 
-    They become words of a command line, so that argparse does it. UserError begins with `source`.
+    They are turned into flags, so that argparse does it. A UserError begins with `source`.
     """
     words = [f"--{name}={as_word(value)}" for name, value in values.items()]
     return read_words(make_parser(cls), words, f"{source}: ")
 
 
 def as_word(value):
-    """A value as a flag takes it."""
+    """A value as the text of a flag."""
     if isinstance(value, (list, tuple)):
         return ",".join(map(str, value))
     return str(value)
@@ -283,13 +282,13 @@ def as_word(value):
 
 
 def converter(kind):
-    """The function of a word that gives a value of the type `kind`; ValueError if it is none."""
+    """A function that converts the text of a flag to the type `kind`; it may raise ValueError."""
 
     def tuple_of(word):
         kinds = typing.get_args(kind)
         item = converter(kinds[0])
         word = os.path.expanduser(word)
-        words = [word] if os.path.exists(word) else word.split(",")  # a folder may be lr=1,bs=4
+        words = [word] if os.path.exists(word) else word.split(",")  # lr=1,bs=4 may be a folder
         items = tuple(item(each.strip()) for each in words if each.strip())
         if kinds[-1] is not Ellipsis and len(items) != len(kinds):
             raise ValueError(word)
@@ -301,12 +300,12 @@ def converter(kind):
     if typing.get_origin(kind) is tuple:
         tuple_of.__name__ = inspect.formatannotation(kind)  # for argparse's message
         return tuple_of
-    # Shells leave the ~ of --data=~/set and of quoted words to the program.
+    # Shells do not expand the ~ in --data=~/set, nor within quotes.
     return {bool: true_or_false, str: os.path.expanduser}.get(kind, kind)
 
 
 def make_parser(cls, usage=""):
-    """argparse's parser of the settings of a config class; those of the script come first."""
+    """An argparse parser for the settings of a config class; those of the script come first."""
     parser = argparse.ArgumentParser(
         usage=argparse.SUPPRESS,
         description=usage,
@@ -326,7 +325,7 @@ def make_parser(cls, usage=""):
             options = {"type": converter(kind), "metavar": inspect.formatannotation(kind)}
             if kind is bool:  # --flip, or --flip false
                 options |= {"nargs": "?", "const": True}
-            if Ellipsis in typing.get_args(kind):  # a tuple: the flag may come more than once
+            if Ellipsis in typing.get_args(kind):  # a tuple: the flag may be repeated
                 options["action"] = "extend"
             if typing.get_origin(kind) is Literal:
                 options = {"choices": typing.get_args(kind)}
@@ -336,7 +335,7 @@ def make_parser(cls, usage=""):
 
 
 def read_words(parser, words, source=""):
-    """{name: value} of the words of a command line; UserError, which begins with `source`."""
+    """{name: value} of the words of a command line; a UserError begins with `source`."""
     try:
         settings, unknown = parser.parse_known_args(words)
     except argparse.ArgumentError as error:
@@ -356,39 +355,41 @@ def read_words(parser, words, source=""):
     known = [action.dest for action in parser._actions]
     close = difflib.get_close_matches(flag, known)
     hint = f"did you mean --{close[0]}?" if close else "see --help"
+    if flag == "local_rank":  # torch.distributed.launch adds it
+        hint = "start the ranks with torchrun"
     if "stage" in known:
-        hint += "; those of one stage need --stage NAME"
+        hint += "; settings of one stage need --stage NAME"
     raise UserError(f"{source}--{flag}: no such setting; {hint}")
 
 
 def parse(cls, words, usage="", presets=None):
     """The config for the words of a command line; UserError, or SystemExit(0) after --help.
 
-    cls: a config class, or {stage: its class}, the first by default. presets: {name: its settings},
-    which may name their stage; or {name: {stage: its settings}}.
+    cls: a config class, or {stage: its class}, whose first stage is the default. presets: {name:
+    settings}, which may include "stage"; or {name: {stage: settings}}.
     """
     presets = presets or {}
-    # What decides on the settings that there are.
+    # These three decide which settings exist.
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for name in ("config", "preset", "stage"):
-        finder.add_argument(f"--{name}", nargs="?")  # one without a value is told below
+        finder.add_argument(f"--{name}", nargs="?")  # a missing value is reported below
     found, _ = finder.parse_known_args(words)
     given = read_json(found.config) if found.config else {}
     preset = ""
-    if presets:  # of this command
+    if presets:  # this command has some
         preset = found.preset or str(given.get("preset", ""))
     if preset and preset not in presets:
         raise UserError(f"--preset {preset}: expected one of {', '.join(presets)}")
     settings = presets.get(preset, {})
     if isinstance(cls, dict):
         stage = found.stage or given.get("stage") or settings.get("stage") or next(iter(cls))
-        stage = str(stage)  # a file may have anything
+        stage = str(stage)  # a file may have any type here
         if stage not in cls:
             raise UserError(f"--stage {stage}: expected one of {', '.join(cls)}")
         cls = cls[stage]
-        if any(isinstance(value, dict) for value in settings.values()):  # it is of several stages
+        if any(isinstance(value, dict) for value in settings.values()):  # {stage: settings}
             if stage not in settings:
-                raise UserError(f"--preset {preset}: give --stage, too: {', '.join(settings)}")
+                raise UserError(f"--preset {preset}: also needs --stage {' or '.join(settings)}")
             settings = settings[stage]
 
     parser = make_parser(cls, usage)
@@ -396,7 +397,7 @@ def parse(cls, words, usage="", presets=None):
     flags = read_words(parser, words)
     flags.pop("config", None)
     settings = typed(cls, settings, f"--preset {preset}")
-    if "versions" in given:  # config.json of a run, maybe of an earlier script
+    if "versions" in given:  # a run's config.json, possibly from an earlier version
         given = from_json(cls, given, found.config)
     else:
         given = typed(cls, given, found.config)
@@ -406,15 +407,15 @@ def parse(cls, words, usage="", presets=None):
 
 
 def run(commands, usage, default=None, presets=None):
-    """Run the command that the first word of the command line names, or `default`.
+    """Run the command named by the first word of the command line, or else `default`.
 
     commands: {name: (function of a config, config class or {stage: class})}. presets: of the
-    default command, see `parse`. An error on the command line ends with one line and status 2, a
-    later UserError or OSError with status 1. Any other error is a fault of the program or of the
-    machine: a traceback.
+    default command, see `parse`. Errors on the command line exit with one line and status 2, later
+    UserErrors and OSErrors with one line and status 1. Other errors have a traceback, because the
+    program or the machine is at fault.
     """
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError, OSError):  # it is closed, or not a stream
+        with contextlib.suppress(AttributeError, OSError):  # closed, or not a stream
             stream.reconfigure(errors="backslashreplace", line_buffering=True)
     words = sys.argv[1:]
     status = 2
@@ -431,7 +432,7 @@ def run(commands, usage, default=None, presets=None):
         status = 1
         function(cfg)
     except (UserError, OSError) as error:
-        # All ranks read the command line, so rank 0 speaks; later, the rank that met the error.
+        # Rank 0 reports command-line errors, which all ranks have. Later, the failed rank does.
         if status == 1 or is_main():
             print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr, flush=True)
         raise SystemExit(status) from None
@@ -440,20 +441,20 @@ def run(commands, usage, default=None, presets=None):
 
 
 def check_unused(cfg, case, *names):
-    """UserError if a setting of `names` is given, as it would do nothing in this `case`."""
+    """UserError if one of the settings `names`, which have no effect in this `case`, is given."""
     for name in names:
-        if getattr(cfg, name) != getattr(type(cfg), name):  # its default
+        if getattr(cfg, name) != getattr(type(cfg), name):  # the default
             raise UserError(f"--{name}: {case} it does nothing; leave it out")
 
 
 def parse_options(flag, text, kinds):
-    """The object that `text`, "NAME OPTION=VALUE ...", describes; UserError.
+    """Make the object that `text` describes, such as "NAME OPTION=VALUE ..."; UserError.
 
-    kinds: {name: its class, with the options as arguments}. flag: for messages.
+    kinds: {name: class}; the options are the arguments of the class. flag: for messages.
     """
     names = ", ".join(kinds)
     with explained(f"--{flag} {text}: expected one of {names}, then OPTION=VALUE …"):
-        name, *pairs = shlex.split(text.replace("\\", r"\\"))  # Windows' backslashes stay
+        name, *pairs = shlex.split(text.replace("\\", r"\\"))  # keep the backslashes of Windows
         options = {}
         for pair in pairs:
             option, value = pair.split("=", 1)

@@ -1,6 +1,6 @@
-"""Data parallel training (DDP) by hand: torchrun's group, sums over ranks, one stop for all.
+"""Data-parallel training without DDP: process group, sums over ranks, stopping all ranks together.
 
-In a single process there is nothing to exchange.
+In a single process nothing is exchanged.
 """
 
 import atexit
@@ -16,18 +16,18 @@ from datetime import timedelta
 import torch
 import torch.distributed as td
 
-# Imported before there is a group, which its default arguments would keep alive.
+# Import it before the group exists: its default arguments would keep the group alive.
 import torch.distributed.nn
 
 from common.config import UserError, explained, is_main, note
 
-# What clusters and terminals send before they take a machine away; Windows lacks the last two.
+# Sent by clusters and terminals before they end a process; Windows lacks the last two.
 NAMES = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")
 SIGNALS = [getattr(signal, name) for name in NAMES if hasattr(signal, name)]
 
 
 def rank():
-    """Number of this process among all (0 without torchrun)."""
+    """Rank of this process (0 without torchrun)."""
     return int(os.environ.get("RANK", 0))
 
 
@@ -40,13 +40,30 @@ def world_size():
 
 
 def setup(device="auto", timeout_minutes=30.0):
-    """Join torchrun's process group until the process ends; returns this rank's torch.device."""
+    """Join torchrun's process group until the process exits; returns this rank's torch.device."""
     if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
-        # PR_SET_PDEATHSIG: a rank whose torchrun was killed gets SIGTERM, and does not train on.
+        # PR_SET_PDEATHSIG: if torchrun is killed, its ranks get SIGTERM and stop training.
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)
     if os.environ.get("SLURM_NTASKS", "1") != "1" and "RANK" not in os.environ:
-        note("a task of Slurm, which trains alone; for ranks, let srun start torchrun on each node")
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # ranks of this machine
+        note("this Slurm task trains alone; to use several, let srun start torchrun on each node")
+    device = choose_device(device)
+    if world_size() > 1:
+        # Even with GPUs, the hosts exchange stop signals and plain values over gloo.
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.device_count() else "gloo"
+        timeout = timedelta(minutes=timeout_minutes)
+        with explained("cannot reach the other ranks"):
+            td.init_process_group(backend, timeout=timeout)
+        atexit.register(teardown)
+    return device
+
+
+def choose_device(device="auto"):
+    """This process's torch.device, set up for use.
+
+    Commands of a single process call this instead of `setup`, so that they do not wait for other
+    ranks in containers that set WORLD_SIZE.
+    """
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # ranks on this machine
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     gpus = torch.cuda.device_count()
     if device == "auto":
@@ -60,39 +77,31 @@ def setup(device="auto", timeout_minutes=30.0):
     if device == "cuda":
         if local_rank >= gpus:
             raise UserError(
-                f"--device cuda: rank {local_rank} of this machine has no GPU, {gpus} found; "
+                f"--device cuda: no GPU for rank {local_rank} of this machine, which has {gpus}; "
                 "lower --nproc_per_node or use --device cpu"
             )
         torch.cuda.set_device(local_rank)
         torch.set_float32_matmul_precision("high")  # TF32
-        # The same bits in every run, and after a resume. cuBLAS asks for the variable.
+        # Every run gives the same bits, also after a resume. cuBLAS needs the variable for that.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # which costs time
+        torch.utils.deterministic.fill_uninitialized_memory = False  # it costs time
         device = f"cuda:{local_rank}"
     elif device == "mps" and not torch.backends.mps.is_available():
         raise UserError("--device mps: there is none on this machine; use --device cpu")
     elif local_size > 1 and os.environ.get("OMP_NUM_THREADS") == "1":
-        # That is torchrun's default. The ranks share the cores instead.
+        # 1 is torchrun's default. Divide the cores among the ranks instead.
         cores = os.cpu_count()
-        if hasattr(os, "sched_getaffinity"):  # those that this process may use
+        if hasattr(os, "sched_getaffinity"):  # the cores that this process may use
             cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(max(1, cores // local_size))
-
-    if world_size() > 1:
-        # Gloo is for what the hosts agree on, also where gradients are on GPUs.
-        backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"
-        timeout = timedelta(minutes=timeout_minutes)
-        with explained("cannot reach the other ranks"):
-            td.init_process_group(backend, timeout=timeout)
-        atexit.register(teardown)
     return torch.device(device)
 
 
 def teardown():
     """Leave the process group and wait for its threads.
 
-    A thread that still holds a tensor when Python ends would abort the process.
+    A thread that still holds a tensor when Python exits would abort the process.
     """
     if td.is_initialized():
         td.destroy_process_group()
@@ -115,17 +124,17 @@ received = None
 
 @contextlib.contextmanager
 def listening():
-    """Context in which SIGNALS are noted, for `stop_together`, and do not end the process.
+    """Context in which SIGNALS do not end the process: `stop_together` handles them.
 
-    A second Ctrl-C ends it at once. What is ignored, as SIGHUP by nohup, stays so. A thread that is
-    not the main one cannot listen.
+    A second Ctrl-C ends it at once. Ignored signals stay ignored, such as SIGHUP under nohup. Only
+    the main thread can listen.
     """
     global received
     received = 0
     handlers = {}
     for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:
-            with contextlib.suppress(ValueError):  # as in a notebook's thread
+            with contextlib.suppress(ValueError):  # not the main thread, as in a notebook
                 handlers[number] = signal.signal(number, note_signal)
     try:
         yield
@@ -143,10 +152,10 @@ def note_signal(number, frame):
 
 
 def stop_together():
-    """Raise Stopped on all ranks if any was sent a signal. Collective, by the hosts alone.
+    """Raise Stopped on all ranks if any rank received a signal. Collective, without the GPUs.
 
-    Ranks agree on it at every step, whatever sums the gradients: torchrun kills them 30 s after it
-    passes a signal on, and log lines may be further apart.
+    It is called at every step, because log lines may be too far apart: torchrun kills the ranks 30
+    s after it has passed on a signal.
     """
     if received is None:
         return
@@ -158,9 +167,9 @@ def stop_together():
 
 
 def my_share(count):
-    """This rank's numbers below `count`: rank, rank + world_size, …
+    """Yield this rank's numbers below `count`: rank, rank + world_size, …
 
-    While they listen for signals, all ranks meet before each: `stop_together`.
+    While ranks listen for signals, this is collective: each number begins with `stop_together`.
     """
     for first in range(0, count, world_size()):
         stop_together()
@@ -176,16 +185,17 @@ BUCKET = 25 * 2**20  # bytes of gradients in an all-reduce
 
 @contextlib.contextmanager
 def sum_gradients(module, last=True):
-    """Context of a backward pass; in that of a rank's `last` chunk, gradients add up over ranks.
+    """Context of a backward pass. For the `last` chunk of a rank, it sums gradients over ranks.
 
-    Buckets of gradients, those of the last parameters first, are all-reduced while the pass goes on
-    with the others. None counts as zeros. Buckets and their order follow from the parameters alone,
-    so a run resumes bit for bit: DistributedDataParallel makes others after the first step.
+    Gradients are all-reduced in buckets during the backward pass, starting with those of the last
+    parameters. A gradient that is None counts as zeros. Buckets and their order depend only on the
+    parameters, so that a run resumes bit for bit. (DistributedDataParallel rebuilds its buckets
+    after the first step.)
 
-    For DistributedDataParallel instead, wrap the model in it after `resume.restore`, and call the
-    wrapper where the loss calls the model. Loss and backward pass of all chunks but the last are
-    in its `no_sync()`. It takes means, so multiply the loss by world_size(). FSDP needs another
-    EMA, another clipping in amp.step, and another `resume.State.contents`, too.
+    To use DistributedDataParallel instead, wrap the model in it after `resume.restore`, and call
+    the wrapper where the loss calls the model. Run loss and backward pass of all chunks but the
+    last in its `no_sync()`. It averages over ranks, so multiply the loss by world_size(). FSDP also
+    needs another EMA, another clipping in amp.step, and another `resume.State.contents`.
     """
     if not last:
         yield
@@ -202,8 +212,8 @@ def sum_gradients(module, last=True):
 
     def arrived(*parameters):
         ready.update(parameters)
-        # waiting[-1] has the last parameters, whose gradients come first. All ranks keep to one
-        # order of buckets.
+        # Buckets are reduced in the same order on all ranks. waiting[-1] has the last parameters,
+        # whose gradients are ready first.
         while waiting and ready.issuperset(waiting[-1]):
             works.append(all_reduce_gradients(waiting.pop()))
 
@@ -219,16 +229,16 @@ def sum_gradients(module, last=True):
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
     if hooks:
-        arrived(*parameters)  # also those without a gradient
+        arrived(*parameters)  # also parameters that got no gradient
     for work in works:
         work.wait()
 
 
 def all_reduce_gradients(parameters):
-    """Start to add up the gradients of `parameters` over the ranks; returns the work to wait for.
+    """Start to sum the gradients of `parameters` over the ranks; returns the work to wait for.
 
-    They move into one tensor, where each is laid out as its parameter is. So there is no second
-    copy of all gradients.
+    The gradients become views of one flat tensor, each with the memory layout of its parameter, so
+    there is no second copy of them.
     """
     flat = parameters[0].new_empty(sum(p.numel() for p in parameters))
     offset = 0
@@ -241,16 +251,16 @@ def all_reduce_gradients(parameters):
 
 
 def broadcast_tensor(tensor):
-    """Give every rank what `tensor` is on rank 0, in place."""
+    """Overwrite `tensor` on every rank with rank 0's."""
     if world_size() > 1:
         td.broadcast(tensor, src=0)
 
 
-# Plain values, and work that may fail
+# Plain values, and functions that may fail
 
 
 def all_gather(value):
-    """The list of every rank's plain `value`, in the order of ranks, on every rank."""
+    """List of the plain `value` of every rank, in order of rank, on every rank."""
     values = [value] * world_size()
     if world_size() > 1:
         td.all_gather_object(values, value)
@@ -258,21 +268,22 @@ def all_gather(value):
 
 
 def all_sum(values):
-    """Sums over all ranks of a list of numbers, as Python adds them, in float64. Collective."""
+    """Sum a list of numbers over all ranks, elementwise, in float64. Collective."""
     return [sum(of_ranks, 0.0) for of_ranks in zip(*all_gather(values))]
 
 
 def fail(message):
-    """End all ranks, which call this at the same place, with one message: a UserError of rank 0."""
+    """Exit all ranks, which must all call this, with one message: a UserError on rank 0."""
     if is_main():
         raise UserError(message)
     raise SystemExit(1)
 
 
 def on_all(work):
-    """Run `work()`, without collectives, on every rank; each gets its own result.
+    """Run `work()` on every rank and return each rank's own result. `work` has no collectives.
 
-    If it fails on one rank by a UserError or OSError, all ranks exit and that one raises the error.
+    If it raises a UserError or OSError on some ranks, all ranks exit, and the first of them raises
+    its error.
     """
     result = None
     failure = None
@@ -289,6 +300,6 @@ def on_all(work):
 
 
 def on_main(work):
-    """Run `work()` on rank 0 alone; every rank gets its plain result. Errors are as of `on_all`."""
+    """Run `work()` only on rank 0; every rank gets its plain result. Errors: see `on_all`."""
     result = on_all(lambda: work() if is_main() else None)
     return all_gather(result)[0]

@@ -1,16 +1,16 @@
-"""Chunks of samples: read, checked, and moved to the device.
+"""Chunks of samples: read them, replace unusable samples, move batches to the device.
 
-For training, a dataset has these methods:
+A dataset needs these methods for training:
     len(dataset)
     fetch(indices, random_bits=None) -> (batch, usable)     dict of tensors and lists, bool (n,)
     split(name, validation, test, seed=0) -> indices        name: "train", "validation" or "test"
     fault(index) -> text                                    name of an unusable sample, and why
-    check() -> (unusable, checked, faults)                  before training
-    fingerprint() -> dict                                   changes when the data does
+    check() -> (unusable, checked, faults)                  called before training
+    fingerprint() -> dict                                   changes when the data change
 
-To open and evaluate it, train_prior.py also takes folder, width, encoding_width, captions, texts
-and text_embeds.median_norm; train_decoder.py width, captions and texts; train_audio.py names,
-texts, rate, wave and load_usable.
+The scripts use more when they open and evaluate it: train_prior.py folder, width, encoding_width,
+captions, texts and text_embeds.median_norm; train_decoder.py width, captions and texts;
+train_audio.py names, texts, rate, wave and load_usable.
 """
 
 import atexit
@@ -26,20 +26,20 @@ from torch.utils._pytree import tree_map_only
 from common import accumulate, dist, order
 from common.config import UserError
 
-MAX_UNUSABLE = 0.01  # a larger fraction of unusable samples is refused
+MAX_UNUSABLE = 0.01  # fraction of unusable samples above which a run ends
 
 
 @dataclasses.dataclass(eq=False)
 class ChunkDataset(torch.utils.data.Dataset):
-    """The chunks of a run's batches: item (first position, one past the last) -> batch.
+    """Maps (first position, one past the last) of a run to a batch of these samples.
 
-    With a seed, `indices` are shuffled anew each epoch, and `fetch` gets random bits of seed and
-    position for what is random in a sample. Without (evaluation), samples come in order and nothing
-    is random. An unusable sample is replaced by the next of `indices`, on any rank alike, and
-    batch["unusable"] names it.
+    With a seed, `indices` are shuffled in each epoch, and `fetch` gets random bits that depend on
+    seed and position, for augmentation. Without a seed, for evaluation, samples are in order and
+    nothing is random. An unusable sample is replaced by the next one in `indices`, the same on any
+    rank, and listed in batch["unusable"].
 
-    What a worker makes of a batch: batch["tokens"] of batch["caption"] by a `tokenizer`, and then
-    what `transform(batch, random bits)` gives.
+    Workers also run `tokenizer`, which makes batch["tokens"] from batch["caption"], and then
+    `transform(batch, random_bits)`, which returns the final batch.
     """
 
     dataset: object
@@ -63,11 +63,11 @@ class ChunkDataset(torch.utils.data.Dataset):
             if usable.all():
                 break
             for index in indices[~usable]:
-                # A second reading may succeed, as over a network.
+                # Reading it again may succeed, as on a network disk.
                 unusable.append(self.dataset.fault(index) or f"sample {index}")
             if len(unusable) > 100 + MAX_UNUSABLE * len(self.indices):
                 raise UserError(
-                    f"{len(unusable)} unusable samples: {unusable[0]}, …; mend or remove them"
+                    f"{len(unusable)} unusable samples: {unusable[0]}, …; fix or remove them"
                 )
             places[~usable] = (places[~usable] + 1) % len(self.indices)
 
@@ -80,7 +80,7 @@ class ChunkDataset(torch.utils.data.Dataset):
 
 
 class ErrorsAsItems(torch.utils.data.Dataset):
-    """Items of a ChunkDataset, or their errors: torch adds a traceback to what a worker raises."""
+    """A ChunkDataset that returns errors, because torch adds a traceback to errors of workers."""
 
     def __init__(self, chunks):
         self.chunks = chunks
@@ -93,9 +93,9 @@ class ErrorsAsItems(torch.utils.data.Dataset):
 
 
 def read_ahead(chunks, spans, workers=0, pin_memory=False, timeout=0):
-    """Items of a ChunkDataset at `spans`, an iterable, in order, read ahead by `workers`.
+    """Yield the items of a ChunkDataset at `spans` in order, prefetched by `workers`.
 
-    timeout: seconds after which a worker that does not answer is an error, 0: none.
+    timeout: seconds to wait for a worker before raising an error, 0: forever.
     """
     if workers:
         atexit.register(kill_workers)
@@ -115,19 +115,19 @@ def read_ahead(chunks, spans, workers=0, pin_memory=False, timeout=0):
 
 
 def ignore_signals(worker):
-    """Leave SIGTERM and Ctrl-C to the rank: its workers get them, too, and it still needs them."""
+    """Ignore SIGTERM and Ctrl-C in workers: the rank handles them, and still needs its workers."""
     for number in dist.SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 def kill_workers():
-    """End the workers of a process that ends. Python would send them SIGTERM, and wait forever."""
+    """Kill the workers at exit. Python would send them SIGTERM, and wait forever."""
     for process in multiprocessing.active_children():
         process.kill()
 
 
 def train_batches(cfg, dataset, indices, step, device, tokenizer=None, transform=None):
-    """(this rank's plan of chunks, endless iterator over their batches from `step` on).
+    """(this rank's plan of chunks, endless iterator over their batches, starting at `step`).
 
     tokenizer, transform: see ChunkDataset.
     """
@@ -135,14 +135,14 @@ def train_batches(cfg, dataset, indices, step, device, tokenizer=None, transform
     spans = order.training_spans(plan, cfg.batch_size, step)
     chunks = ChunkDataset(dataset, indices, cfg.seed, tokenizer, transform)
     pin_memory = device.type == "cuda"
-    timeout = 60 * cfg.timeout_minutes  # as long as the other ranks wait for this one
+    timeout = 60 * cfg.timeout_minutes  # the other ranks wait for this rank as long
     return plan, read_ahead(chunks, spans, cfg.workers, pin_memory, timeout)
 
 
 def eval_batches(dataset, indices, limit, chunk_size):
-    """This rank's (number, batch) of `order.some_of` the samples; ranks take turns.
+    """Yield this rank's (number, batch) of `order.some_of` the samples; ranks take turns.
 
-    Collective: all ranks read to the end, and meet before every batch to see whether to stop.
+    Collective: before every batch, all ranks check for signals.
     """
     chunks = ChunkDataset(dataset, order.some_of(indices, limit))
     count = len(chunks.indices)
@@ -152,6 +152,6 @@ def eval_batches(dataset, indices, limit, chunk_size):
 
 
 def to_device(batch, device):
-    """`batch` with tensors and numpy arrays moved to `device`, other values unchanged."""
+    """Move tensors and numpy arrays in `batch` to `device`; other values stay unchanged."""
     kinds = (np.ndarray, torch.Tensor)
     return tree_map_only(kinds, lambda x: torch.as_tensor(x).to(device, non_blocking=True), batch)

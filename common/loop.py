@@ -1,7 +1,7 @@
-"""What stands in or around the training loops: when to evaluate, log lines, what is not finite.
+"""Helpers of the training loops: when to evaluate and save, log lines, checks for NaN, evaluation.
 
-The loop with its optimizer step stands in each script, within the context `begin`, which gives its
-`Progress`. That logs and saves.
+Each script has its own loop, within the context `begin`, which returns a `Progress` that logs and
+saves.
 """
 
 import collections
@@ -17,26 +17,26 @@ import torch
 from common import accumulate, amp, checkpoint, config, dist, loader, tracker
 from common.config import UserError
 
-MAX_TRIES = 64  # of a step that overflows fp16: nearly each halves the scale
+MAX_TRIES = 64  # of a step that overflows fp16; nearly every try halves the loss scale
 
 # In the loop
 
 
 class Due:
-    """Whether to evaluate, or to save: every so many steps or minutes, and at the last step.
+    """Decides when to evaluate or save: every few steps or minutes, and at the last step.
 
-    Minutes count from when it was last due.
+    Minutes are counted from the last time.
     """
 
     def __init__(self, interval, state):
-        """interval: "200" steps, "10min", or "0", which is the last step alone."""
+        """interval: "200" for steps, "10min" for minutes, "0" for only the last step."""
         number, self.is_minutes, _ = str(interval).partition("min")
         self.every = int(number) or math.inf
         self.state = state
         self.started = time.monotonic()
 
     def __call__(self):
-        """Collective if it is by minutes: rank 0's clock decides."""
+        """True if it is due. With minutes this is collective: rank 0's clock decides."""
         step = self.state.step
         if self.is_minutes:
             due = dist.on_main(lambda: time.monotonic() - self.started >= 60 * self.every)
@@ -48,9 +48,9 @@ class Due:
 
 
 class Progress:
-    """The progress bar. It collects losses for the next log line; it logs and saves.
+    """Collects losses for the next log line, logs, saves, and shows a progress bar.
 
-    To collect does not wait for the device.
+    Collecting does not synchronize with the device.
     """
 
     def __init__(self, run, state, log):
@@ -69,35 +69,35 @@ class Progress:
 
     def restart(self):
         self.started = time.monotonic()
-        self.losses = []  # of each step, summed over this rank's samples
-        self.norms = []  # of each step
-        self.extra_losses = collections.Counter()  # by name, summed over the steps
+        self.losses = []  # one per step, summed over this rank's samples
+        self.norms = []  # one per step
+        self.extra_losses = collections.Counter()  # {name: sum over the steps}
         self.unusable = []  # names of samples
-        self.overflows = []  # steps that were tried again
+        self.overflows = []  # steps that were repeated
 
     def count_overflow(self, stepped):
-        """Count an overflow of fp16, if a step was not taken. It is tried again, at a lower scale.
+        """Count an fp16 overflow, unless the optimizers stepped.
 
-        UserError on every rank if it overflows at any scale.
+        UserError on every rank if the step overflows even at the smallest loss scale.
         """
         if stepped:
             return
         step = self.state.step + 1
         self.overflows.append(step)
         if self.overflows.count(step) == MAX_TRIES:
-            self.run.drop_from(step - 1)  # whose weights may be the cause, as in `check_finite`
+            self.run.drop_from(step - 1)  # its weights may be the cause, as in `check_finite`
             dist.fail(
-                f"{self.run.folder}: gradients overflow fp16 at any scale, the last at the steps "
-                f"{config.as_word(sorted(set(self.overflows)))}; use --precision bf16 or fp32, or "
-                "lower --lr"
+                f"{self.run.folder}: gradients overflow fp16 at any loss scale, most recently at "
+                f"steps {config.as_word(sorted(set(self.overflows)))}; use --precision bf16 or "
+                "fp32, or lower --lr"
             )
 
     def add(self, losses, norm, batches, **others):
         """Count a step.
 
-        losses: of this rank's chunks, each summed over its samples. norm: of the gradients, the
-        same on all ranks. batches: the chunks of this rank, which name samples that were unusable.
-        others: more losses by name, summed over samples.
+        losses: one per chunk of this rank, each summed over its samples. norm: gradient norm, the
+        same on all ranks. batches: the chunks of this rank, which list unusable samples. others:
+        more losses by name, summed over samples.
         """
         self.bar.update()
         self.losses.append(sum(losses))
@@ -108,31 +108,31 @@ class Progress:
 
     @contextlib.contextmanager
     def paused(self):
-        """Context of an evaluation, whose time does not count as that of training."""
+        """Context of an evaluation or a save, which leaves its time out of samples_per_s."""
         before = time.monotonic()
         yield
-        self.paused_s = time.monotonic() - before  # of the newest pause
+        self.paused_s = time.monotonic() - before  # only the newest pause
         self.started += self.paused_s
 
     def check_finite(self, values):
-        """UserError on every rank unless `values` of the newest steps are finite, one a step.
+        """UserError on every rank unless the `values` of the newest steps are finite.
 
-        The weights after step N - 1 gave the loss of step N, so the checkpoints of N - 1 and later
-        are dropped.
+        The weights after step N - 1 gave the loss of step N, so the checkpoints of step N - 1 and
+        later are dropped.
         """
         for number, value in enumerate(values, self.state.step - len(values) + 1):
             if not math.isfinite(value):
                 self.run.drop_from(number - 1)
                 dist.fail(
                     f"{self.run.folder}: loss or gradient is not finite at step {number}; lower "
-                    "--lr or --max_grad_norm: then the same command resumes from an earlier "
-                    "checkpoint"
+                    "--lr or --max_grad_norm, and run the same command again: it resumes from an "
+                    "earlier checkpoint"
                 )
 
     def log_line(self):
         """Log the steps since the last line. Collective.
 
-        The ranks meet here, and the host waits for its device. UserError if a loss or gradient is
+        This synchronizes with the device and the other ranks. UserError if a loss or gradient is
         not finite.
         """
         losses = dist.all_sum(torch.stack(self.losses).tolist())
@@ -142,7 +142,7 @@ class Progress:
         new = sorted(set(unusable) - self.named_unusable)
         if new:
             self.named_unusable.update(new)
-            self.log.print(f"unusable, and replaced by the next sample: {', '.join(new[:10])}")
+            self.log.print(f"unusable samples, replaced by the next ones: {', '.join(new[:10])}")
         batch_size = self.state.cfg.batch_size
         samples = len(losses) * batch_size
         loss = sum(losses) / samples
@@ -159,15 +159,15 @@ class Progress:
         for name, value in self.extra_losses.items():
             metrics[name] = sum(dist.all_gather(value.item())) / samples
         if torch.cuda.is_initialized():
-            metrics["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30  # of rank 0
+            metrics["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30  # on rank 0
         self.bar.set_postfix_str(f"loss {loss:.4f}, {rate:.0f} samples/s", refresh=False)
         self.restart()
         self.log.log(self.state.step, **metrics)
 
     def log_evaluation(self, metrics, samples=None):
-        """Log and print the evaluation that was `paused`, and write best.pt if val_loss is lowest.
+        """Log and print an evaluation, and write best.pt if its val_loss is the lowest.
 
-        samples: see tracker.Tracker.log. Collective.
+        samples: see `Tracker.log`. Collective.
         """
         metrics = metrics | {"evaluation_s": self.paused_s}
         self.log.log(self.state.step, samples, **metrics)
@@ -177,9 +177,10 @@ class Progress:
         self.log.send()
 
     def save(self):
-        """Save the state, unless it is not finite: UserError. Collective.
+        """Save a checkpoint; UserError if the state is not finite. Collective.
 
-        A loss that is not finite, on any rank, makes the norm of the summed gradients so.
+        Checking the norms suffices: a NaN loss on any rank makes the norm of the summed gradients
+        NaN.
         """
         if self.norms:
             self.check_finite(torch.stack(self.norms).tolist())
@@ -188,58 +189,60 @@ class Progress:
             self.log.send()
 
     def finish(self, metrics, samples=None):
-        """Log the test's `metrics`, and write model.pt and run.results. Collective."""
+        """Log the `metrics` of the test, and write model.pt and run.results. Collective."""
         run = self.run
         state = self.state
         results = {f"test_{name}": value for name, value in metrics.items()}
         self.log.log(state.step, samples, **results)
         self.log.write_page()
         run.results = {"step": state.step, "best_val_loss": run.best_val_loss, **results}
-        self.save()  # nothing, unless --load brought a run that had all its steps
+        self.save()  # usually saved already, but not if --load named a finished run
 
         def write():
             run.write_model(state, "model.pt", **run.results)
             run.write_record()
 
-        dist.on_main(write)  # all wait for it: a next stage reads model.pt
-        dist.stop_together()  # after a signal there is no next stage
+        dist.on_main(write)  # all ranks wait: the next stage reads model.pt
+        dist.stop_together()  # a signal also keeps the next stage from starting
 
 
-# The loop's frame
+# Around the loop
 
 
 @contextlib.contextmanager
 def begin(run, state, about, device):
-    """Context of the loop, which gives its Progress. Collective.
+    """Context of the training loop, which returns its Progress. Collective.
 
-    It opens the logger, writes config.json, and prints what the run is, and at the end its results.
-    So the loop ends with `progress.finish`. After a signal to any rank it saves, and ends the
-    process. about: what is trained on, in words.
+    It opens the logger, writes config.json, and prints a description of the run and, at the end,
+    the results, which `progress.finish` sets. After a signal to any rank it saves and exits. about:
+    description of the data, for the console.
     """
     cfg = state.cfg
-    # If an evaluation is due at this step, the loop begins with it: its line may be there already,
-    # and is dropped. By minutes none is due but at the last step.
+    # If an evaluation is due now, the loop starts with it. Its line may already be logged by an
+    # earlier start, and is then dropped.
     repeats_evaluation = Due(cfg.eval_every, state)()
     log = tracker.Tracker(run, state, repeats_evaluation)
-    if dist.is_main():  # after the tracker: if it refuses the logger, config.json stays as it was
+    if dist.is_main():  # after the tracker: if that refuses the logger, config.json stays unchanged
         settings = config.as_json(cfg) | {"versions": state.versions}
         path = run.folder / "config.json"
         checkpoint.write_json(settings, path)
         log.call_logger("file", path)
     parameters = sum(p.numel() for p in state.model.parameters())
     log.print(
-        f"{about}; {parameters:,} parameters to train, batches of {cfg.batch_size} in chunks of "
+        f"{about}; {parameters:,} trainable parameters, batches of {cfg.batch_size} in chunks of "
         f"{cfg.chunk_size}, {dist.world_size()} rank(s) on {device.type}"
     )
-    with log, dist.listening():  # another SIGTERM does not disturb the save
+    if cfg.warmup_steps >= cfg.steps:
+        config.note(f"--warmup_steps {cfg.warmup_steps}: the run ends before its warm-up does")
+    with log, dist.listening():  # a second SIGTERM does not interrupt the save
         progress = Progress(run, state, log)
         try:
             yield progress
         except dist.Stopped as stop:
-            progress.save()  # for which all wait: torchrun kills all when one has ended
+            progress.save()  # all ranks wait for it, because torchrun kills all once one exits
             name = signal.Signals(stop.code - 128).name
             log.print(
-                f"stopped by {name} at step {state.step}, all saved; the same command resumes"
+                f"stopped by {name} at step {state.step}, saved; the same command resumes"
             )
             raise
         except torch.OutOfMemoryError:
@@ -253,17 +256,17 @@ def begin(run, state, about, device):
 def announce(run, cfg, savers=None):
     """Print the results of a finished run, and send the copies that are missing.
 
-    savers: those that have sent some; without them, those of an earlier start are sent again.
+    savers: the run's savers, which know what they have sent; None: send everything again.
     """
     tracker.print_results(
-        f"{run.folder} is finished, at step {run.results['step']}; to train on, give more --steps. "
+        f"{run.folder} is finished at step {run.results['step']}; give more --steps to continue. "
         "See its report.html",
         run.results,
     )
     if cfg.save and dist.is_main():
         from common.interop import store
 
-        store.send_rest(savers or store.savers(cfg), run, cfg.timeout_minutes)
+        store.send_missing(savers or store.savers(cfg), run, cfg.timeout_minutes)
 
 
 # Evaluation
@@ -271,10 +274,10 @@ def announce(run, cfg, savers=None):
 
 @torch.no_grad()
 def mean_loss(model, loss_of, dataset, indices):
-    """Mean of `loss_of(batch)` over eval_samples of `indices`, on all ranks.
+    """Mean of `loss_of(batch)` over `indices`, or over eval_samples of them. Collective.
 
-    The settings are model.cfg. The noise is the same every time. `model` is in eval mode meanwhile,
-    and afterwards in the mode that it was in. Collective.
+    The settings are those of model.cfg. The noise is the same every time. `model` is in eval mode
+    meanwhile.
     """
     cfg = model.cfg
     device = next(model.parameters()).device
@@ -297,7 +300,7 @@ def means(found):
     """{metric: mean over all ranks} of {metric: values on this rank}. Collective."""
     sums = collections.defaultdict(float)
     counts = collections.defaultdict(int)
-    for values_of_rank in dist.all_gather(found):  # which may lack some metrics
+    for values_of_rank in dist.all_gather(found):  # a rank may lack some metrics
         for name, values in values_of_rank.items():
             sums[name] += sum(values)
             counts[name] += len(values)
@@ -305,13 +308,13 @@ def means(found):
 
 
 def evaluation_settings(cfg, args, max_chunk):
-    """The settings `cfg` of a training, but for what the command `args` of an evaluation says.
+    """The settings `cfg` of a training, with those of the evaluation command `args`.
 
-    max_chunk: samples in one forward pass, if the training has not chosen that yet.
+    max_chunk: the chunk size if the training has not chosen one.
     """
-    if not args.data and cfg.data == type(cfg).data:  # imported: training has a path there
+    if not args.data and cfg.data == type(cfg).data:  # an imported model; a run's data are a path
         raise UserError(
-            f"{config.as_word(args.run_dir)}: its data are not known; name some with --data"
+            f"{config.as_word(args.run_dir)}: its training data are unknown; give --data"
         )
     return dataclasses.replace(
         cfg,
@@ -319,6 +322,6 @@ def evaluation_settings(cfg, args, max_chunk):
         val_data="" if args.data else cfg.val_data,
         eval_samples=args.eval_samples,
         seed=args.seed,
-        batch_size=1,  # nothing is trained: the training split may be small
+        batch_size=1,  # nothing is trained, so the training split may be small
         chunk_size=cfg.chunk_size or max_chunk,
     )

@@ -1,4 +1,4 @@
-"""Muon: momentum that is orthogonalized before it is added to the weights (Jordan 2024)."""
+"""Muon: an optimizer that orthogonalizes the momentum before adding it to the weights."""
 
 import itertools
 
@@ -12,12 +12,12 @@ MOMENTUM = 0.95  # also Jordan's
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum, orthogonalized before it is added to the weights (Jordan 2024).
+    """Orthogonalized momentum (Jordan 2024).
 
-    torch.optim.Muon does the same in bf16 on every device, which is slow on a CPU without bf16
-    units, and takes no kernels. Here kernels (out, in, *k) are matrices (out, in·k), and the work
-    is dealt to the ranks, which all get the same result. The rate is scaled so that updates have
-    the size of AdamW's, 0.2·lr an entry (Liu et al. 2025, §2.2): AdamW's rate fits.
+    torch.optim.Muon always computes in bf16, which is slow on a CPU without bf16 units, and takes
+    no convolution kernels. Here kernels (out, in, *k) are matrices (out, in·k), and each rank
+    orthogonalizes a share of the matrices. Updates are scaled to the size of AdamW's, 0.2·lr per
+    entry (Liu et al. 2025, §2.2), so that learning rates of AdamW fit.
     """
 
     def __init__(self, matrices, lr, weight_decay):
@@ -26,7 +26,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self):
-        """Take a step with gradients that are the same on all ranks."""
+        """Take a step. Gradients must be the same on all ranks."""
         rank = dist.rank()
         world_size = dist.world_size()
         for group in self.param_groups:
@@ -38,27 +38,27 @@ class Muon(torch.optim.Optimizer):
                 if not state:
                     state["momentum_buffer"] = torch.zeros_like(parameter)
                 buffers.append(state["momentum_buffer"])
-            # All tensors at once: on a GPU, small models wait for the host at each launch.
+            # Update all tensors in one call: small models are launch-bound on a GPU.
             torch._foreach_lerp_(buffers, gradients, 1 - MOMENTUM)
 
-            # All updates are parts of one tensor, which needs one collective: with one each, small
-            # models would wait longer than the work takes that is shared.
+            # All updates are views of one tensor, so that one collective suffices: one per update
+            # would cost a small model more time than sharing the work saves.
             sizes = [p.numel() for p in parameters]
             flat = group["params"][0].new_zeros(sum(sizes))
             updates = []
             for parameter, part in zip(parameters, flat.split(sizes)):
                 updates.append(part.view(parameter.shape))
 
-            # Equal shapes are neighbors, so that every rank gets its share of the large ones.
-            own = slice(rank, None, world_size)
-            for results, *momentum in by_shape(updates[own], gradients[own], buffers[own]):
+            # Parameters are sorted by shape, so every rank gets a share of the large ones.
+            share = slice(rank, None, world_size)
+            for results, *momentum in by_shape(updates[share], gradients[share], buffers[share]):
                 nesterov = torch._foreach_lerp(*momentum, MOMENTUM)
                 stack = torch.stack([matrix.flatten(1) for matrix in nesterov])
-                stack = orthogonalize(stack).contiguous()  # as the places are, for one copy
+                stack = orthogonalize(stack).contiguous()  # so that copying is one launch
                 results = [result.flatten(1) for result in results]
                 torch._foreach_copy_(results, stack.unbind())
             if world_size > 1:
-                td.all_reduce(flat)  # zeros are what the others have there
+                td.all_reduce(flat)  # each update is zero on all ranks but one
 
             lr = group["lr"]
             torch._foreach_mul_(parameters, 1 - lr * group["weight_decay"])
@@ -74,7 +74,10 @@ def matrix_shape(kernel):
 
 
 def by_shape(*lists):
-    """Parts of equally long lists: neighbors whose first tensors are matrices of one shape."""
+    """Split equally long lists of tensors at the same places, into runs of one matrix shape.
+
+    Yields lists as long as a run. The tensors of the first list decide.
+    """
 
     def shape_of_first(row):
         first = row[0]
@@ -86,9 +89,9 @@ def by_shape(*lists):
 
 
 def orthogonalize(stack):
-    """The matrices (N, rows, columns), each near U·V^T of its SVD: singular values become about 1.
+    """Matrices (N, rows, columns) close to U·V^T of their SVD: all singular values are about 1.
 
-    Newton-Schulz iteration (Jordan 2024); in fp32 on CPUs, and in bf16 on GPUs, as published.
+    Newton-Schulz iteration (Jordan 2024), in fp32 on CPUs and, as published, in bf16 on GPUs.
     """
     if stack.shape[1] > stack.shape[2]:
         return orthogonalize(stack.mT).mT

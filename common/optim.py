@@ -1,4 +1,4 @@
-"""Parameter groups, the choice of optimizer, and its state."""
+"""Parameter groups, choice of optimizer, optimizer state."""
 
 import torch
 from torch import nn
@@ -6,22 +6,21 @@ from torch import nn
 from common.config import UserError
 
 MATRICES = (nn.Linear, nn.Conv1d, nn.Conv2d)  # layers whose weights are (out, in, *kernel)
-# What the command line, or a fork's own line, gives for a group: a resumed run takes the new value.
+# Options of parameter groups for which a resumed run takes the new value, not the checkpoint's.
 GIVEN = {"lr", "weight_decay", "betas", "eps", "momentum"}
 
 
 def groups(model):
-    """(matrices, other decayed, not decayed) trainable parameters of `model`, in the model's order.
+    """Trainable parameters of `model`, in order: (matrices, others with decay, without decay).
 
-    The layer decides. Weights of MATRICES are matrices. A layer of another kind lists the names of
-    its matrices in the attribute `matrices`. Weight decay is for matrices, and for all else of two
-    or more dimensions. Norms, biases and tables (nn.Embedding) have none; so learned tokens, which
-    are tables, have none.
+    Weights of the layers in MATRICES are matrices; other layers may list the names of theirs in an
+    attribute `matrices`. Matrices and other parameters of two or more dimensions are decayed.
+    Norms, biases and tables (nn.Embedding) are not; learned tokens are tables.
     """
     matrices = []
     decayed = []
     undecayed = []
-    seen = set()  # a tied parameter counts where it comes first
+    seen = set()  # a tied parameter counts only once
     for layer in model.modules():
         of_layer = ("weight",) if isinstance(layer, MATRICES) else getattr(layer, "matrices", ())
         for name, parameter in layer.named_parameters(recurse=False):
@@ -61,23 +60,23 @@ def make(
         {"params": decayed, "weight_decay": weight_decay},
         {"params": undecayed, "weight_decay": 0.0},
     ]
-    if decayed or undecayed:  # a group may be empty, an optimizer may not
+    if decayed or undecayed:  # groups may be empty, but not an optimizer
         optimizers.append(torch.optim.AdamW(adam, lr=lr, betas=betas, eps=eps, fused=True))
     return optimizers
 
 
 def state(optimizers):
-    """What a checkpoint has of the optimizers: {"class": name, **its state_dict} of each."""
+    """The optimizers' state for a checkpoint: {"class": name, **state_dict} for each."""
     return [
         {"class": type(optimizer).__name__, **optimizer.state_dict()} for optimizer in optimizers
     ]
 
 
 def load(optimizers, states, path):
-    """Restore the `state` of optimizers of any class, from the file `path`.
+    """Restore the `state` of optimizers, read from the file `path`.
 
-    Rates, decay, betas and momentum stay as they are given now. UserError for states of other
-    classes, which would be misread or ignored, or of other groups of parameters.
+    Learning rates, weight decay, betas and momentum keep their present values. UserError if the
+    states belong to other classes of optimizers, or to other parameter groups.
     """
 
     def kind(state):
@@ -91,12 +90,12 @@ def load(optimizers, states, path):
             "--init_from and a new --run_dir"
         )
     for optimizer, saved_state in zip(optimizers, states):
-        # The values given now win, so they are written into what is loaded. What else an optimizer
-        # keeps in its groups comes from the file.
+        # Present values win, so write them into the loaded groups. Other entries of the groups come
+        # from the file.
         for saved_group, group in zip(saved_state["param_groups"], optimizer.param_groups):
             saved_group.update({name: group[name] for name in GIVEN & group.keys()})
         optimizer.load_state_dict(saved_state)
         for values in optimizer.state.values():
             for name, value in values.items():
-                if torch.is_tensor(value):  # maybe of a mapped file
+                if torch.is_tensor(value):  # it may be in a memory-mapped file
                     values[name] = value.clone()

@@ -1,6 +1,6 @@
-"""Which samples come when: splits, and the order of an epoch.
+"""The order of samples: splits, and the permutation of each epoch.
 
-All are pure functions of numbers and a seed, so there is nothing to save.
+All are pure functions of numbers and a seed, so there is no state to save.
 """
 
 import hashlib
@@ -11,26 +11,26 @@ import numpy as np
 
 from common.config import UserError
 
-UNIT = 10**9  # fractions are rounded to billionths, so that all sums are exact in 64-bit integers
+UNIT = 10**9  # fractions are rounded to billionths, so that sums are exact in 64-bit integers
 
 
 def hash_of(content):
-    """An integer below 2^64, a hash of `content` (bytes)."""
+    """A hash of `content` (bytes), an integer below 2^64."""
     digest = hashlib.blake2b(content, digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
 
 def random_bits(numbers, *key):
-    """A hash (uint64) of each of the integers `numbers` (n,) and the key.
+    """Hashes (uint64) of the integers `numbers` (n,), which depend on the key.
 
-    The hash is splitmix64 (Steele, Lea & Flood 2014, Figure 16), started at a hash of the key.
+    They are from splitmix64 (Steele, Lea & Flood 2014, Figure 16), started at a hash of the key.
     """
     start = np.full(1, hash_of(repr(key).encode()), np.uint64)
     return splitmix64(start, np.asarray(numbers, np.uint64))
 
 
 def splitmix64(start, numbers):
-    """Random bits (uint64) of splitmix64, `numbers` steps (uint64 or 1) from `start` (uint64)."""
+    """Output (uint64) of splitmix64, `numbers` steps (uint64 or 1) after the state `start`."""
     x = start + numbers * 0x9E3779B97F4A7C15
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
@@ -38,9 +38,9 @@ def splitmix64(start, numbers):
 
 
 def uniform(bits, count, otherwise):
-    """Random numbers in [0, 1), (count, n), from the random bits (count,) of samples.
+    """Random numbers (count, n) in [0, 1) from random bits (count,).
 
-    Without these (None) each row is the n numbers `otherwise`.
+    If `bits` is None, each row is `otherwise`, n numbers.
     """
     if bits is None:
         return np.tile(otherwise, (count, 1))
@@ -51,14 +51,14 @@ def uniform(bits, count, otherwise):
 def permute(index, n, *key):
     """Entries at `index` (int array) of a pseudo-random permutation of range(n) -> int64 array.
 
-    A number is a pair (left, right) of range(a) × range(b) with a·b >= n. Three Feistel rounds
-    permute the pairs, with modular addition instead of exclusive-or (Black & Rogaway 2002, §5).
-    A result that is not below n is permuted again ("cycle walking", §4). Needs O(1) memory.
+    Numbers are pairs (left, right) in range(a) × range(b) with a·b >= n. Three Feistel rounds, with
+    modular addition instead of exclusive-or, permute the pairs (Black & Rogaway 2002, §5). Results
+    that are not below n are permuted again ("cycle walking", §4). It needs O(1) memory.
     """
     a = math.isqrt(n - 1) + 1
     b = math.ceil(n / a)
     x = np.array(index, np.uint64)
-    walking = np.arange(len(x))  # places in x of what is not a result yet
+    walking = np.arange(len(x))  # places in x that have no result yet
     while len(walking):
         left = x[walking] % a
         right = x[walking] // a
@@ -76,9 +76,9 @@ def evenly_spaced(count, limit):
 
 
 def shuffle(positions, n, seed):
-    """Indices below n at `positions` (int array) of training without end.
+    """Indices below n for `positions` (int array) of an endless training run.
 
-    Every n positions are an epoch, in an order of its own.
+    Every n positions are an epoch, and each epoch has its own order.
     """
     epochs = positions // n
     indices = np.empty_like(positions)
@@ -89,9 +89,10 @@ def shuffle(positions, n, seed):
 
 
 def stratified(n, count, total, *key):
-    """Random numbers below n, ascending: one in each interval of total / count numbers.
+    """Ascending random numbers below n: one in each interval of total / count numbers.
 
-    With n = 10 and 1 of 5: one of 0 to 4, and one of 5 to 9. A larger n only appends more of them.
+    For example n = 10, count = 1, total = 5: one of 0 to 4, and one of 5 to 9. A larger n only
+    appends more numbers.
     """
     if not count:
         return np.zeros(0, np.int64)
@@ -104,9 +105,9 @@ def stratified(n, count, total, *key):
 
 
 class Complement:
-    """The numbers below n without `excluded` (ascending): item (int array) -> int64 array.
+    """The numbers below n without `excluded` (ascending); maps an int array to an int64 array.
 
-    It holds only the excluded numbers, so that billions of training rows take no memory.
+    It stores only the excluded numbers, so that billions of training rows need no memory.
     """
 
     def __init__(self, n, excluded):
@@ -129,8 +130,8 @@ def split_indices(
 ):
     """The rows of a split ("train", "validation" or "test") of n numbered rows.
 
-    validation, test: fractions. They are exact to two rows. A row keeps its split when rows are
-    appended. The training split is a Complement, the others are int64 arrays.
+    validation, test: fractions, which are exact up to two rows. Rows keep their split when more
+    rows are appended. The training split is a Complement, the others are int64 arrays.
     """
     validation = round(validation * UNIT)
     both = validation + round(test * UNIT)
@@ -147,17 +148,17 @@ SPLITS = ("validation", "test", "train")  # in the order of the fractions of has
 
 
 def hash_keys(keys, seed):
-    """A hash in [0, 1] (float64) of each sample's text key: a file name or a speaker."""
-    # A file name may be no UTF-8.
+    """A hash in [0, 1] (float64) of each sample's key: a file name or a speaker."""
+    # A file name may not be valid UTF-8.
     texts = (f"{seed} {key}".encode(errors="surrogateescape") for key in keys)
     return np.fromiter(map(hash_of, texts), np.uint64) / 2.0**64
 
 
 def split_hashes(hashes, split, validation, test):
-    """The samples of a split ("train", "validation" or "test") by the hashes (n,) of their keys.
+    """The samples of a split ("train", "validation" or "test"), by the hashes (n,) of their keys.
 
-    validation, test: fractions, about. If no key would be held out, the one of the smallest hash
-    is. The training split is a Complement, the others are int64 arrays, ascending.
+    validation, test: approximate fractions. If no key would be held out, that with the smallest
+    hash is. The training split is a Complement, the others are ascending int64 arrays.
     """
     splits = (hashes >= validation).astype(np.int8) + (hashes >= validation + test)
     for number, share in enumerate((validation, test)):
@@ -177,7 +178,7 @@ def split_keys(
     test,
     seed=0,
 ):
-    """As `split_hashes` of the hashes of the keys. All splits are arrays."""
+    """`split_hashes` for keys instead of hashes. All splits are arrays."""
     indices = split_hashes(hash_keys(keys, seed), split, validation, test)
     return indices[np.arange(len(indices))]
 
@@ -188,7 +189,7 @@ def split_keys(
 def splits(dataset, cfg, val_dataset=None):
     """{"train", "validation", "test": (dataset, indices)}.
 
-    With a `val_dataset`, validation is all of that.
+    If there is a `val_dataset`, all of it is the validation split.
     """
     validation = 0.0 if val_dataset else cfg.validation
     found = {}
@@ -211,13 +212,13 @@ def splits(dataset, cfg, val_dataset=None):
 
 
 def training_spans(plan, batch_size, step):
-    """The spans (first position, one past the last) of a rank's chunks from `step` on, endless."""
-    for start in itertools.count(step * batch_size, batch_size):
+    """Yield (first position, one past the last) of a rank's chunks, endlessly, from `step` on."""
+    for batch_start in itertools.count(step * batch_size, batch_size):
         for chunk in plan:
-            first = start + chunk.start
-            yield first, first + chunk.size
+            start = batch_start + chunk.start
+            yield start, start + chunk.size
 
 
 def some_of(indices, limit):
-    """At most `limit` (0: all) of the indices of a split, evenly spaced: all sources have some."""
+    """At most `limit` (0: all) of the indices of a split, evenly spaced over all sources."""
     return indices[evenly_spaced(len(indices), limit or len(indices))]

@@ -1,10 +1,10 @@
-"""Resuming a run: its folder, what a checkpoint holds, and what a start resumes from.
+"""Resuming a run: the run folder, the contents of a checkpoint, finding a checkpoint to resume.
 
-    RUN/checkpoints/step_N.pt    first written, as a whole
-    RUN/auto_resume.json         then this, which names the newest: at every instant it is complete
+    RUN/checkpoints/step_N.pt    written first, atomically
+    RUN/auto_resume.json         written next; names the newest, so the run is always complete
 
-A script calls `open_run` (lock, where to resume, chunk size), `identify` (is it the same run?) and
-`restore` (weights and state) before its loop, and makes its State in between.
+Before its loop, a script calls `open_run` (lock the folder, find the checkpoint, choose the chunk
+size), `identify` (is it the same run?), makes its State, and calls `restore` (weights and state).
 """
 
 import contextlib
@@ -24,13 +24,13 @@ from common import accumulate, adapters, checkpoint, config, dist, optim
 from common.config import UserError
 from common.ema import EMA
 
-KEEP = 3  # newest checkpoints that are kept; --save copies others elsewhere
+KEEP = 3  # number of checkpoints to keep; --save can copy others elsewhere
 
 # State
 
 
 def versions(script):
-    """torch's version, and a hash of `script` and common/, which changes with any edit."""
+    """The version of torch, and a hash of the code of `script` and common/."""
     digest = hashlib.sha256()
     for path in [Path(script), *sorted(Path(__file__).parent.rglob("*.py"))]:
         digest.update(path.read_bytes())
@@ -39,15 +39,15 @@ def versions(script):
 
 @dataclasses.dataclass(eq=False)
 class State:
-    """What a checkpoint holds."""
+    """Everything that a checkpoint contains."""
 
     cfg: config.TrainingRun
-    model: torch.nn.Module  # what is trained and averaged
+    model: torch.nn.Module  # trained and averaged
     ema: EMA
     optimizers: list
     scaler: torch.amp.GradScaler
-    identity: dict  # {name: plain value} of what a resumed run must keep
-    info: dict  # "kind", and plain values that building the model takes besides the config
+    identity: dict  # {name: plain value} that a resumed run must keep
+    info: dict  # "kind", and plain values besides the config that are needed to build the model
     others: dict = dataclasses.field(default_factory=dict)  # {name: another trained module}
     step: int = 0
 
@@ -55,7 +55,7 @@ class State:
         self.versions = versions(inspect.getfile(type(self.cfg)))  # the script has the Config
 
     def contents(self):
-        """The contents of a checkpoint, with the tensors themselves, not copies."""
+        """The contents of a checkpoint. Tensors are not copied."""
         return {
             **self.info,
             "model": self.model.state_dict(),
@@ -72,7 +72,7 @@ class State:
         }
 
     def load(self, contents, path):
-        """Take the contents of the checkpoint `path`; notes say what has changed since."""
+        """Load the contents of the checkpoint `path`; notes list what has changed since."""
         training = contents["training"]
         checkpoint.load_weights(self.model, contents["model"], path)
         for name, module in self.others.items():
@@ -96,28 +96,28 @@ class State:
 
 
 class RunFolder:
-    """A run folder, written by rank 0 alone: locked, and resumable at every instant.
+    """A run folder, which only rank 0 writes. It is locked, and can be resumed at any time.
 
-    On other ranks only folder, resume_from, source, results and val_settings are known.
+    Other ranks only have folder, resume_from, source, results and val_settings.
     """
 
     def __init__(self, folder):
-        # On every rank, found by `open_run`; val_settings by `identify`.
+        # On every rank. `open_run` sets these, and `identify` sets val_settings.
         self.folder = Path(folder)
         self.resume_from = None  # checkpoint to resume from
-        self.source = ""  # file that the model is from: that, or the one of --init_from
+        self.source = ""  # file with the model: resume_from, or else --init_from
         self.results = None  # {name: value} of the test, once the run is finished
-        self.val_settings = {}  # {name: plain value} of what the validation loss depends on
-        # On rank 0. auto_resume.json has these and `results`; everything else that a resume needs
-        # is in the files that it names.
-        self.checkpoints = []  # {"file", "step", "sha256"} of each, newest first
+        self.val_settings = {}  # {name: plain value} that the validation loss depends on
+        # On rank 0. These and `results` are in auto_resume.json; everything else that resuming
+        # needs is in the files that it names.
+        self.checkpoints = []  # [{"file", "step", "sha256"}], newest first
         self.loggers = {}  # {kind of logger: its identity, see tracker.Logger.open}
-        # On rank 0, found again at every start.
-        self.best = {}  # {"file", "step"} of best.pt, once there is one
+        # On rank 0, not in auto_resume.json.
+        self.best = {}  # {"file", "step"} of best.pt, if it exists
         self.best_val_loss = math.inf
 
     def open(self):
-        """Lock the folder, and read its record. UserError if a live process has it."""
+        """Lock the folder, and read auto_resume.json. UserError if another process uses it."""
         self.folder.mkdir(parents=True, exist_ok=True)
         file = open(self.folder / ".lock", "a+")  # noqa: SIM115 (open until the end)
         try:
@@ -128,7 +128,7 @@ class RunFolder:
                 f"{self.folder}: in use by another live process ({file.read().strip()}); "
                 "wait for it, stop it, or give another --run_dir"
             ) from error
-        with contextlib.suppress(OSError):  # a full disk: the record below names its file
+        with contextlib.suppress(OSError):  # full disk: write_record below raises a clear error
             file.truncate(0)
             file.write(f"process {os.getpid()} on {platform.node()}\n")
             file.flush()
@@ -136,18 +136,18 @@ class RunFolder:
         path = self.folder / "auto_resume.json"
         if path.exists() or any(self.folder.glob("checkpoints/step_*.pt")):
             with config.explained(
-                f"{path}: damaged or missing; resume one of {self.folder}/checkpoints with "
-                "--load FILE and a new --run_dir"
+                f"{path}: damaged, missing, or of an earlier version; resume one of "
+                f"{self.folder}/checkpoints with --load FILE and a new --run_dir"
             ):
                 record = json.loads(path.read_text())
                 self.checkpoints = [
                     {name: entry[name] for name in ("file", "step", "sha256")}
                     for entry in record["checkpoints"]
                 ]
-                if self.checkpoints:  # else it is a new run
+                if self.checkpoints:  # otherwise it is a new run
                     self.loggers = record["loggers"]
                     self.results = record["results"]
-        # Written at once: a first save that is cut off before it is recorded is known as such.
+        # Write it now: a checkpoint without a record would look like a damaged run.
         self.write_record()
 
     def write_record(self):
@@ -162,11 +162,11 @@ class RunFolder:
     def newest_intact(self):
         """The path of the newest intact checkpoint, or None.
 
-        The record forgets newer ones, with a note: their steps are taken again.
+        Damaged ones are dropped from the record, with a note. Their steps are repeated.
         """
         while self.checkpoints:
             path = self.folder / self.checkpoints[0]["file"]
-            # One that cannot be read now, as over a network, is not lost: that is an OSError.
+            # If it exists but cannot be read now, as on a network disk, an OSError ends the run.
             with contextlib.suppress(FileNotFoundError):
                 if checkpoint.checksum(path) == self.checkpoints[0]["sha256"]:
                     return path
@@ -175,30 +175,30 @@ class RunFolder:
         return None
 
     def read_best(self):
-        """Take the loss of best.pt as the lowest so far, if it is of the same validation."""
+        """Set best and best_val_loss from best.pt, if its validation was the same."""
         path = self.folder / "best.pt"
         if not self.checkpoints or not path.is_file():
             return
         try:
             contents = checkpoint.load(path, "step", "val_loss", "val_settings", mmap=True)
         except UserError:
-            config.note(f"{path}: damaged, so best.pt starts anew")
+            config.note(f"{path}: damaged, so it will be replaced")
             return
-        if contents["step"] > self.checkpoints[0]["step"]:  # its steps are taken again
+        if contents["step"] > self.checkpoints[0]["step"]:  # these steps are repeated
             return
         if contents["val_settings"] != self.val_settings:
             config.note(
-                f"validation changed from {contents['val_settings']} to {self.val_settings}: "
-                "best.pt starts anew"
+                f"validation changed from {contents['val_settings']} to {self.val_settings}, so "
+                "best.pt will be replaced"
             )
             return
         self.best = {"file": "best.pt", "step": contents["step"]}
         self.best_val_loss = contents["val_loss"]
 
     def save(self, state):
-        """Save `state` as the checkpoint of its step, unless it is there; drop all but KEEP.
+        """Save a checkpoint, unless the step already has one, and delete all but KEEP of them.
 
-        Collective. UserError if its weights are not finite.
+        Collective. UserError if the weights are not finite.
         """
         dist.on_main(lambda: self.commit(state))
 
@@ -208,12 +208,12 @@ class RunFolder:
         if newest == state.step:
             return
         contents = state.contents()
-        # A finite gradient may still have moved a weight beyond the largest number.
+        # Even a step with finite gradients may overflow a weight.
         names = checkpoint.not_finite(contents["model"]) + checkpoint.not_finite(contents["ema"])
         if names:
             raise UserError(
-                f"{self.folder}: weights are not finite at step {state.step}, as {names[0]}; lower "
-                "--lr: then the same command resumes from the checkpoint before it, if there is one"
+                f"{self.folder}: weights are not finite at step {state.step}, such as {names[0]}; "
+                "lower --lr, and run the same command again: it resumes from the last checkpoint"
             )
         file = f"checkpoints/step_{state.step:08d}.pt"
         sha256 = checkpoint.save(contents, self.folder / file)
@@ -222,7 +222,7 @@ class RunFolder:
         self.write_record()
         kept_paths = [self.folder / entry["file"] for entry in self.checkpoints]
         for path in self.folder.glob("checkpoints/step_*"):
-            # Or, as .tmp, of a process killed while saving. Other names are the user's copies.
+            # A process killed while saving leaves a .tmp file. Other names are the user's copies.
             is_ours = re.fullmatch(r"step_\d+\.pt(\.tmp)?", path.name)
             if is_ours and path not in kept_paths:
                 path.unlink()
@@ -236,8 +236,8 @@ class RunFolder:
             self.drop_from(state.step)
             dist.fail(
                 f"{self.folder}: the validation loss is {val_loss} at step {state.step}; lower "
-                "--lr, or look at the validation set. The same command resumes from the checkpoint "
-                "before it, if there is one"
+                "--lr, or check the validation set. The same command resumes from the last "
+                "checkpoint before this step"
             )
 
         def write():
@@ -250,12 +250,12 @@ class RunFolder:
         dist.on_main(write)
 
     def write_model(self, state, file, **entries):
-        """Write the model of `state`, its weights averaged, and more `entries`."""
+        """Write the model of `state`, with averaged weights, and more `entries`."""
         contents = checkpoint.model_contents(state.contents())
         checkpoint.save(contents | entries, self.folder / file)
 
     def drop_from(self, step):
-        """Forget the checkpoints of `step` or later: no run resumes from them."""
+        """Remove the checkpoints of `step` and later from the record: no run resumes from them."""
         if dist.is_main():
             self.checkpoints = [entry for entry in self.checkpoints if entry["step"] < step]
             self.write_record()
@@ -265,12 +265,11 @@ class RunFolder:
 
 
 def open_run(cfg, folder, max_chunk):
-    """(the RunFolder `folder`, locked; `cfg` with unset fields resolved). Collective.
+    """(the locked RunFolder `folder`, `cfg` with unset fields resolved). Collective.
 
-    It resumes from the newest intact checkpoint, or from that of --load. run.results are those of a
-    run that has finished cfg.steps, or None. Unset in `cfg` may be: a local file for --init_from,
-    the settings of its model, and a chunk size of at most `max_chunk`. UserError if all checkpoints
-    are damaged.
+    The run resumes from the newest intact checkpoint, or else from --load. run.results is set if
+    the run has finished cfg.steps. Resolved fields are init_from (a local file), the settings of
+    its model, and chunk_size (at most `max_chunk`). UserError if all checkpoints are damaged.
     """
     run = RunFolder(folder)
 
@@ -303,7 +302,7 @@ def find_checkpoint(run, cfg):
 
 def resolve_settings(run, cfg, max_chunk):
     """`cfg` with unset fields resolved, see `open_run`."""
-    # A resumed run has its weights, but adapters need their base at every start.
+    # A resumed run needs no --init_from, except that adapters need their base at every start.
     if cfg.init_from and (not run.resume_from or cfg.lora_rank):
         cfg = config.replace(cfg, init_from=local_file(cfg.init_from, run))
     source = run.resume_from or cfg.init_from
@@ -315,7 +314,7 @@ def resolve_settings(run, cfg, max_chunk):
 
 
 def local_file(address, run):
-    """The path of what --load or --init_from names, which is downloaded if it is elsewhere."""
+    """The local path of the file that --load or --init_from names; it may be downloaded."""
     if ":" not in address or Path(address).is_file():
         return address
     from common.interop import store
@@ -324,10 +323,10 @@ def local_file(address, run):
 
 
 def with_model(cfg, settings, path):
-    """`cfg` with those `settings` of the file `path` that are part of its model.
+    """`cfg` with those of the file's `settings` that are part of the model; `path` is the file.
 
-    UserError if the user gave another value: by a flag, by --config, or, in a config made in
-    Python, by any value but the default.
+    UserError if the user gave another value, by a flag or --config. In a config made in Python, any
+    value but the default counts as given.
     """
     present = config.settings_with(cfg, "model")
     saved = {name: value for name, value in settings.items() if name in present}
@@ -338,34 +337,35 @@ def with_model(cfg, settings, path):
             is_given = name in cfg.given
         if is_given and present[name] != value:
             raise UserError(
-                f"--{name} {config.as_word(present[name])}: {path} has {config.as_word(value)}; "
-                "leave it out"
+                f"--{name} {config.as_word(present[name])}: the model of {path} has "
+                f"{config.as_word(value)}; leave it out"
             )
     return config.replace(cfg, **saved)
 
 
 def choose_chunk_size(cfg, earlier, most):
-    """Samples of a chunk (micro-batch): the flag's, else the resumed run's `earlier` value.
+    """Chunk (micro-batch) size: the flag, else the resumed run's `earlier` value.
 
-    Otherwise, and with more ranks than chunks, as many as give each rank as much, at most `most`. A
-    run of 256 samples a batch that begins on two ranks has chunks of 128. Resumed on one rank it
-    keeps them; on four it takes 64. A chunk is what is seeded: other chunks have other noise.
+    Without either, or with more ranks than chunks, it is chosen to give all ranks equal work, at
+    most `most`. For example, a run with batches of 256 samples that starts on two ranks has chunks
+    of 128. Resumed on one rank it keeps them; on four ranks it takes 64. As each chunk has its own
+    seed, other chunks have other noise.
     """
     size = cfg.chunk_size or earlier
-    before = earlier or size  # 0 of a new run without the flag: nothing to note
+    before = earlier or size  # 0 for a new run without the flag, which needs no note
     if not size or math.ceil(cfg.batch_size / size) < dist.world_size():
         size = accumulate.chunk_size_for(cfg.batch_size, dist.world_size(), size or most)
     if before not in (0, size):
-        config.note(f"chunks of {size} samples, not of {before}: the noise changes from here on")
+        config.note(f"chunks of {size} samples instead of {before}: the noise changes from now on")
     return size
 
 
 def identify(run, cfg, splits, **others):
-    """The identity of the run: {name: plain value} of what a resumed run must keep.
+    """The identity of the run: {name: plain value} that a resumed run must keep.
 
-    splits: of `order.splits`. others: more such values, as checksums of other models. If validation
-    has changed since, best.pt starts anew. Collective. UserError if the training data cannot be
-    used, or if the run is of another model or other data.
+    splits: from `order.splits`. others: more values, such as checksums of other models. If the
+    validation has changed, best.pt will be replaced. Collective. UserError if the training data
+    cannot be used, or if the checkpoint has another identity.
     """
     dataset, _ = splits["train"]
     identity = config.settings_with(cfg, "fixed") | others
@@ -376,20 +376,20 @@ def identify(run, cfg, splits, **others):
     val_settings = config.settings_with(cfg, "affects_val_loss")
     val_fingerprint = splits["validation"][0].fingerprint() if cfg.val_data else {}
     val_settings |= val_fingerprint
-    # Lists for tuples, as in files.
+    # Tuples become lists, as in files.
     identity, run.val_settings = config.nan_to_none([identity, val_settings])
 
     def check():
         if val_fingerprint == fingerprint:
             raise UserError(
                 f"--val_data {cfg.val_data}: the same samples as --data {cfg.data}; leave it out, "
-                "then a fraction of --data is held out"
+                "and a fraction of --data is held out"
             )
         unusable, checked, names = dataset.check()
         if unusable:
             config.note(
-                f"{unusable} of {checked} samples looked at cannot be used; others take their "
-                f"place: {', '.join(names)}"
+                f"{unusable} of {checked} checked samples cannot be used, and will be replaced by "
+                f"others: {', '.join(names)}"
             )
         if cfg.lora_rank:
             identity["base"] = checkpoint.checksum(cfg.init_from)
@@ -403,16 +403,15 @@ def identify(run, cfg, splits, **others):
 
 
 def check_identity(path, identity):
-    """UserError unless the checkpoint `path` is of a run with the same identity.
+    """UserError unless the checkpoint `path` has the same identity.
 
-    A value None is not known. A name that only one of them has belongs to a setting that a fork
-    added or removed.
+    None means unknown. Names that only one of them has are ignored: a fork may have added or
+    removed settings.
     """
     contents = checkpoint.load(path, mmap=True)
     if "training" not in contents:
         raise UserError(
-            f"{path}: weights without the state of a run; start from them with --init_from, "
-            "not --load"
+            f"{path}: has weights, but not the state of a run; use --init_from instead of --load"
         )
     saved = contents["training"]["identity"]
     changed = [
@@ -422,16 +421,16 @@ def check_identity(path, identity):
     ]
     if changed:
         raise UserError(
-            f"{path}: of a run of another model or other data: {'; '.join(changed)}. Give the same "
-            "settings (--config RUN/config.json has them), or another --run_dir, which may start "
-            f"with these weights by --init_from {path}"
+            f"{path}: from a run with another model or other data: {'; '.join(changed)}. Give the "
+            "same settings (they are in RUN/config.json, which --config takes), or another "
+            f"--run_dir, which can start with these weights by --init_from {path}"
         )
 
 
 def restore(run, state):
-    """Give `state` what the checkpoint has, or the weights of --init_from. Collective.
+    """Load the checkpoint, or the weights of --init_from, into `state`. Collective.
 
-    Every rank maps the file and copies its tensors, so the host holds no second model.
+    Every rank maps the file and copies the tensors, so no second model is in the host's memory.
     """
     cfg = state.cfg
     if run.resume_from:
@@ -447,7 +446,7 @@ def restore(run, state):
 
     if cfg.init_from and not cfg.lora_rank:
         dist.on_all(start_from)
-    # As with DistributedDataParallel the ranks start alike, also on unlike machines.
+    # As in DistributedDataParallel, all ranks start with rank 0's weights, on any machines.
     for module in (state.model, *state.others.values()):
         for tensor in module.state_dict().values():
             dist.broadcast_tensor(tensor)

@@ -1,15 +1,15 @@
-"""The learning rate, as a pure function of the step: nothing to save, nothing to resume."""
+"""The learning rate as a pure function of the step, so there is no state to save."""
 
 import math
 
 
 def learning_rate(step, lr, warmup_steps, steps, cosine):
-    """Rate of the optimizer step that follows `step` steps.
+    """Learning rate after `step` completed steps.
 
-    It rises by lr/warmup_steps a step to `lr`. Then it stays there, or with `cosine` falls by half
-    a cosine to 0 at `steps` (SGDR, Loshchilov & Hutter 2017, Eq. 5). The cosine begins where the
-    warm-up ends, as in torch's SequentialLR of LinearLR and CosineAnnealingLR; the package
-    pytorch_warmup multiplies the two.
+    It rises linearly to `lr` during the warm-up. Then it is constant or, with `cosine`, falls along
+    half a cosine to 0 at `steps` (SGDR, Loshchilov & Hutter 2017, Eq. 5). The cosine begins where
+    the warm-up ends, as in torch's SequentialLR of LinearLR and CosineAnnealingLR; the package
+    pytorch_warmup multiplies the two instead.
     """
     if step < warmup_steps:
         return lr * (step + 1) / warmup_steps
@@ -20,7 +20,7 @@ def learning_rate(step, lr, warmup_steps, steps, cosine):
 
 
 def of_config(step, cfg):
-    """`learning_rate` of the step by the settings of a config."""
+    """`learning_rate` of a step, with the settings of a config."""
     return learning_rate(
         step,
         cfg.lr,
@@ -31,7 +31,7 @@ def of_config(step, cfg):
 
 
 def set_learning_rate(optimizers, lr):
-    """Give every parameter group of the `optimizers` the rate `lr`, whatever it had."""
+    """Set the learning rate of every parameter group of the `optimizers`."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = lr

@@ -1,4 +1,4 @@
-"""Where metrics and samples go: metrics.jsonl, report.html, the console and a logger, from rank 0.
+"""Metrics and samples go to metrics.jsonl, report.html, the console and a logger, from rank 0.
 
 --logger console | tensorboard | "wandb project=shapes [entity=NAME] [name=NAME] [id=ID]"
 """
@@ -18,17 +18,17 @@ from common.config import UserError
 
 
 class Logger:
-    """Where a run's lines go besides metrics.jsonl. This one is the console, which needs no more.
+    """Base of loggers, which get a run's metrics besides metrics.jsonl. "console" adds nothing.
 
-    Another one has the same methods, and an entry in LOGGERS, whose key --logger names. Its
-    arguments are the options in --logger. An error of `log`, `file` or `finish` is printed, and
-    training continues without the logger.
+    To add a logger, write a class with these methods, and add it to LOGGERS under the name for
+    --logger. The options in --logger are its arguments. If `log`, `file` or `finish` fails, the
+    error is printed, and training continues without the logger.
     """
 
     def open(self, cfg, folder, known, step):
-        """Start at `step`; returns the identity {name: plain value} of the run there.
+        """Start logging at `step`; returns the identity {name: plain value} of the logger's run.
 
-        folder: of the run. known: the identity at an earlier start of the run, or {}. UserError.
+        folder: the run folder. known: the identity at an earlier start, or {}. Raises UserError.
         """
         return {}
 
@@ -36,10 +36,10 @@ class Logger:
         """metrics: {name: number}. samples: [(SECTION/NAME, PNG or WAV file, caption), ...]."""
 
     def file(self, path):
-        """Store a file of the run: its config, at every start."""
+        """Store a file: config.json, at every start."""
 
     def finish(self, error):
-        """error: what ended the run (an Exception, or SystemExit after a signal), or None."""
+        """error: the Exception, or SystemExit after a signal, that ended the run, or None."""
 
 
 LOGGERS = {"console": Logger}
@@ -48,7 +48,7 @@ LOGGERS = {"console": Logger}
 def make_logger(cfg):
     """The logger that --logger describes; UserError."""
     kinds = LOGGERS
-    with contextlib.suppress(ImportError):  # a fork may have no common/interop
+    with contextlib.suppress(ImportError):  # a fork may lack common/interop
         from common.interop import loggers
 
         kinds = LOGGERS | loggers.LOGGERS
@@ -65,7 +65,7 @@ def make_savers(cfg):
 
 
 def check(cfg):
-    """UserError for a logger, or for copies, that are wrong on every machine."""
+    """UserError if --logger or --save is malformed."""
     make_logger(cfg)
     make_savers(cfg)
 
@@ -74,14 +74,14 @@ def check(cfg):
 
 
 class Tracker(contextlib.AbstractContextManager):
-    """Sends lines and samples to the run's folder and logger, and copies of saves to its savers.
+    """Writes metrics and samples to the run folder and the logger, and uploads checkpoints.
 
-    Rank 0 alone acts. As a context it tells the logger how the run ended, and waits for copies on
-    their way. On resume it drops the lines that will come again.
+    Only rank 0 does anything. On resume, lines of steps that will be repeated are dropped. Leaving
+    the context finishes the logger and waits for uploads.
     """
 
     def __init__(self, run, state, repeats_evaluation=True):
-        """run: the open resume.RunFolder. state: the State to resume. Collective.
+        """run: the open RunFolder. state: the State to resume from. Collective.
 
         repeats_evaluation: True if the loop starts by repeating an evaluation that may already be
         logged.
@@ -98,14 +98,14 @@ class Tracker(contextlib.AbstractContextManager):
         lines = read_metrics(self.path)
         with checkpoint.atomic_write(self.path) as file:
             for line in lines:
-                # The test comes again, unless there are more steps now.
+                # The test is also repeated, unless --steps was raised.
                 is_last = step >= self.cfg.steps
                 is_evaluation = "val_loss" in line or (is_last and "test_loss" in line)
                 repeated = repeats_evaluation and is_evaluation and line["step"] == step
                 if line["step"] <= step and not repeated:
                     file.write(json.dumps(line).encode() + b"\n")
         self.file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 (for the whole run)
-        # The same kind of logger finds its run there; another one begins with this start.
+        # A logger of the same kind continues its run; a new kind starts one.
         self.logger = make_logger(self.cfg)
         kind = shlex.split(self.cfg.logger)[0]
         known = self.run.loggers.get(kind, {}) if step else {}
@@ -114,10 +114,10 @@ class Tracker(contextlib.AbstractContextManager):
         self.run.write_record()
 
     def log(self, step, samples=None, **metrics):
-        """Append {"step": step, **metrics} to metrics.jsonl. What is not finite becomes null.
+        """Append {"step": step, **metrics} to metrics.jsonl, with null for NaN and infinity.
 
-        samples: {file in the run folder, PNG or WAV: caption}. In a logger the folder is their
-        section, and their name is the same at every step.
+        samples: {PNG or WAV file in the run folder: caption}. For the logger, their names are the
+        same at every step, and the folder is their section.
         """
         if not self.enabled:
             return
@@ -131,7 +131,7 @@ class Tracker(contextlib.AbstractContextManager):
         try:
             self.file.write(json.dumps(line) + "\n")
             self.file.flush()
-        except OSError as error:  # a full disk does not end training
+        except OSError as error:  # training continues even on a full disk
             self.print(f"{self.path}: {error}; training continues")
         numbers = {name: value for name, value in metrics.items() if line[name] is not None}
         self.call_logger("log", step, numbers, media)
@@ -139,15 +139,15 @@ class Tracker(contextlib.AbstractContextManager):
     def call_logger(self, method, *arguments):
         try:
             getattr(self.logger, method)(*arguments)
-        except Exception as error:  # of a network, a disk, a package: training continues
+        except Exception as error:  # network, disk, package: training continues
             self.logger = Logger()
             self.print(
-                f"logger {self.cfg.logger} failed: {type(error).__name__}: {error}; "
-                "metrics.jsonl continues alone"
+                f"logger {self.cfg.logger} failed: {type(error).__name__}: {error}; only "
+                "metrics.jsonl is still written"
             )
 
     def write_page(self):
-        """Write the folder's report.html anew. A fork without common/interop has none."""
+        """Rewrite report.html. A fork without common/interop has none."""
         try:
             from common.interop import report
         except ImportError:
@@ -159,13 +159,13 @@ class Tracker(contextlib.AbstractContextManager):
                 self.print(f"{error}; training continues")
 
     def print(self, text):
-        """Print a line above the progress bar, if the terminal is still there."""
+        """Print a line above the progress bar, if there still is a terminal."""
         if self.enabled:
             with contextlib.suppress(OSError):
                 tqdm.write(text)
 
     def send(self):
-        """Begin to send copies of what is new, after each save."""
+        """Start to upload whatever is new, in the background."""
         if self.savers and self.enabled:
             from common.interop import store
 
@@ -173,44 +173,44 @@ class Tracker(contextlib.AbstractContextManager):
 
     def __exit__(self, kind, error, trace):
         if self.enabled:
-            with dist.listening():  # torchrun sends SIGTERM when another rank has ended
-                self.copier.shutdown()  # wait for copies on their way
+            with dist.listening():  # torchrun sends SIGTERM when another rank has exited
+                self.copier.shutdown()  # waits for uploads
                 self.call_logger("finish", error)
-                with contextlib.suppress(OSError):  # a full disk, which has been told
+                with contextlib.suppress(OSError):  # full disk, already reported
                     self.file.close()
                 number = dist.received
-            if number and not error:  # no next stage begins
+            if number and not error:  # do not start the next stage
                 raise dist.Stopped(128 + number)
 
 
 def read_metrics(path):
-    """The lines {"step": …} of a metrics.jsonl, if it is there, without those that are damaged."""
+    """The lines {"step": …} of a metrics.jsonl, without damaged ones; [] if there is no file."""
     lines = []
-    damaged = []  # their numbers
+    damaged = []  # line numbers
     content = path.read_bytes() if path.exists() else b""
-    for number, line in enumerate(content.split(b"\n")[:-1], 1):  # without a torn one
+    for number, line in enumerate(content.split(b"\n")[:-1], 1):  # a last, incomplete line is cut
         try:
             metrics = json.loads(line)
-            # A TypeError unless it is a number.
+            # TypeError unless the step is a number.
             lines.append({"step": 0 + metrics["step"], **metrics})
         except (ValueError, TypeError, KeyError):
             damaged.append(number)
     if damaged:
-        config.note(f"{path}: {len(damaged)} damaged lines are left out, from line {damaged[0]}")
+        config.note(f"{path}: {len(damaged)} damaged lines ignored, the first is {damaged[0]}")
     return lines
 
 
 # Console
 
 
-def progress(steps=None, **settings):
-    """tqdm's progress bar. Where stderr is no terminal it is a line every ten seconds."""
+def progress(iterable=None, **settings):
+    """A tqdm progress bar, or one line every ten seconds if stderr is not a terminal."""
     interval = 0.2 if sys.stderr.isatty() else 10
-    return tqdm(steps, dynamic_ncols=True, mininterval=interval, **settings)
+    return tqdm(iterable, dynamic_ncols=True, mininterval=interval, **settings)
 
 
 def print_results(headline, results):
-    """Print a headline, and `results` as a table; rank 0 alone does."""
+    """Print a headline, and `results` as a table, on rank 0 only."""
     if dist.is_main():
         with contextlib.suppress(OSError):  # the terminal is gone
             tqdm.write(f"\n{headline}\n")

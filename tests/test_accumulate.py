@@ -1,4 +1,4 @@
-"""The plan of a batch: chunks of any size, on any number of ranks, make the batch's gradient."""
+"""Chunks of any size, on any number of ranks, give the gradient of the whole batch."""
 import itertools
 import random
 
@@ -24,9 +24,12 @@ def test_the_ranks_chunks_cover_the_batch_once(batch_size, chunk_size, world_siz
 
 
 def most_chunks(batch_size, size, world_size):
-    """Chunks of the rank that has most, or None if a rank has none."""
-    plans = [accumulate.plan(batch_size, size, rank, world_size) for rank in range(world_size)]
-    return max(map(len, plans)) if all(plans) else None
+    """The largest number of chunks on a rank, or None if a rank has no chunk."""
+    counts = []
+    for rank in range(world_size):
+        plan = accumulate.plan(batch_size, size, rank, world_size)
+        counts.append(len(plan))
+    return max(counts) if all(counts) else None
 
 
 @pytest.mark.parametrize("world_size", [1, 3, 4, 8])
@@ -48,15 +51,18 @@ def test_a_batch_has_a_sample_for_every_rank():
 
 
 @pytest.mark.parametrize("size, lengths", [(1, [1] * 5), (2, [2, 2, 1]), (5, [5]), (9, [5])])
-def test_fields_are_cut_into_parts_of_one_length_that_add_up(size, lengths):
+def test_batches_have_all_rows_in_order(size, lengths):
     fields = {"a": torch.arange(5), "b": [*"abcde"], "c": np.eye(5)}
-    parts = [*accumulate.split(fields, size)]
-    assert [len(part["a"]) for part in parts] == lengths
-    assert torch.cat([part["a"] for part in parts]).equal(fields["a"])
-    assert [*itertools.chain(*(part["b"] for part in parts))] == fields["b"]
-    np.testing.assert_array_equal(np.concatenate([part["c"] for part in parts]), fields["c"])
+    batches = [*accumulate.batches(fields, size)]
+    assert [len(batch["a"]) for batch in batches] == lengths
+    a = torch.cat([batch["a"] for batch in batches])
+    b = itertools.chain(*[batch["b"] for batch in batches])
+    c = np.concatenate([batch["c"] for batch in batches])
+    assert a.equal(fields["a"])
+    assert list(b) == fields["b"]
+    np.testing.assert_array_equal(c, fields["c"])
     with pytest.raises(AssertionError, match="fields of different lengths"):
-        next(accumulate.split({"a": fields["a"], "b": ["x"]}, size))
+        next(accumulate.batches({"a": fields["a"], "b": ["x"]}, size))
 
 
 def whole_batch():
@@ -72,7 +78,7 @@ def gradient_of(model):
 
 
 def chunked_gradients():
-    """The gradients that training in chunks of 1 to 4 samples leaves on this rank."""
+    """This rank's gradients after training in chunks of 1 to 4 samples."""
     gradients = []
     for chunk_size in (1, 2, 3, 4):
         model, inputs, targets = whole_batch()
@@ -102,7 +108,14 @@ def random_numbers(*key):
 
 
 def test_one_key_gives_one_stream_and_other_keys_give_others():
-    keys = [(0, 5, 1), (0, 5, 2), (0, 6, 1), (1, 5, 1), (0, 51), ("eval", 5, 1)]
+    keys = [
+        (0, 5, 1),
+        (0, 5, 2),
+        (0, 6, 1),
+        (1, 5, 1),
+        (0, 51),
+        ("eval", 5, 1),
+    ]
     numbers = [random_numbers(*key) for key in keys]
     assert random_numbers(*keys[0]) == numbers[0]
     for of_generator in zip(*numbers):

@@ -165,7 +165,7 @@ def test_the_averages_of_a_base_are_what_adapters_are_added_to_at_that_scale(sca
 
 def test_mistakes_with_files_of_adapters_are_named(tmp_path, capsys):
     base, path, _ = save_adapters(tmp_path)
-    with pytest.raises(UserError, match=f"{path}: LoRA adapters, not a model; give their base"):
+    with pytest.raises(UserError, match=f"{path}: has LoRA adapters, not a model; give their base"):
         adapters.start(Small(), adapting(path), "digest")
     whole = checkpoint.load(base)
     assert adapters.merged(whole, base) is whole

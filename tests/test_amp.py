@@ -59,13 +59,13 @@ class CountCasts(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def casts_of_two_steps(casts_kept):
+def casts_of_two_steps(context):
     """(casts in the forward passes of three chunks of each, all gradients)"""
     model, _ = make()
     count = 0
     gradients = []
     for _ in range(2):
-        with casts_kept(CPU):
+        with context(CPU):
             for chunk in range(3):
                 torch.manual_seed(chunk)
                 x = torch.randn(6, 4, dtype=torch.bfloat16)
@@ -80,14 +80,14 @@ def casts_of_two_steps(casts_kept):
 
 
 def test_weights_are_cast_once_for_all_chunks_of_a_step_and_gradients_stay_the_same():
-    count, gradients = casts_of_two_steps(amp.casts_kept)
+    count, gradients = casts_of_two_steps(amp.shared_cast_cache)
     plain_count, plain_gradients = casts_of_two_steps(lambda device: contextlib.nullcontext())
     assert plain_count == 3 * count and count >= 8  # two weights, two biases
     assert same(gradients, plain_gradients)
 
 
 def test_outside_the_autocast_of_a_chunk_a_step_is_in_full_precision():
-    with amp.casts_kept(CPU):
+    with amp.shared_cast_cache(CPU):
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
         with amp.autocast(CPU, "bf16"):
             assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16

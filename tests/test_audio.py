@@ -1,4 +1,4 @@
-"""Resampling, spectra and quality of waves against analytic answers."""
+"""Resampling, spectra and quality of audio, compared with analytic results."""
 
 import math
 
@@ -12,7 +12,9 @@ from common.models import audio
 
 
 def noise(channels, frames):
-    return np.random.default_rng(0).uniform(-1, 1, (channels, frames)).astype(np.float32)
+    random = np.random.default_rng(0)
+    samples = random.uniform(-1, 1, (channels, frames))
+    return samples.astype(np.float32)
 
 
 def sine(frequency, rate):
@@ -21,9 +23,10 @@ def sine(frequency, rate):
 
 
 def decibels(error):
-    """The power of an error, but for its ends, relative to a sine."""
+    """The power of an error relative to a sine, without its ends."""
     middle = error[len(error) // 5:-len(error) // 5]
-    return 10 * math.log10(middle.square().mean().item() / 0.5 + 1e-30)
+    power = middle.square().mean().item()
+    return 10 * math.log10(power / 0.5 + 1e-30)
 
 
 RATE_PAIRS = pytest.mark.parametrize("rate, to", [(16000, 24000), (44100, 16000), (16000, 8000)])
@@ -36,7 +39,8 @@ def test_resampling_keeps_sines_below_the_nyquist_frequency_and_no_others(rate, 
         resampled = audio.resample(sine(tone, rate), rate, to)
         assert decibels(resampled - sine(tone, to)) < -90
     for tone in np.arange(to / 2, rate / 2, 1500):
-        assert decibels(audio.resample(sine(tone, rate), rate, to)) < -90
+        resampled = audio.resample(sine(tone, rate), rate, to)
+        assert decibels(resampled) < -90
 
 
 @RATE_PAIRS
@@ -47,7 +51,8 @@ def test_a_resampled_wave_is_as_long_and_its_ends_do_not_meet(rate, to):
         assert resampled.dtype == torch.float32
     click = audio.resample(torch.eye(1, 4000)[0], rate, to)
     assert click[0] > 0.3
-    assert click[len(click) // 2:].abs().max() < 1e-4
+    later = click[len(click) // 2:]
+    assert later.abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("window, hop", [(64, 16), (400, 160), (1024, 1024)])
@@ -57,9 +62,11 @@ def test_magnitudes_equal_an_explicit_fourier_sum(window, hop):
     taper = 0.5 - 0.5 * np.cos(2 * np.pi * n / window)
     fourier = np.exp(-2j * np.pi * np.outer(n, n[:window // 2 + 1]) / window)
     starts = np.arange(0, 1500, hop)
-    padded = np.pad(wave, ((0, 0), ((window - hop) // 2, window)))
+    left = (window - hop) // 2
+    padded = np.pad(wave, ((0, 0), (left, window)))
     frames = padded[:, starts[:, None] + n]  # (2, frames, window)
-    expected = np.abs(frames * taper @ fourier) * 2 / taper.sum()
+    spectrum = frames * taper @ fourier
+    expected = np.abs(spectrum) * 2 / taper.sum()
     found = audio.stft_magnitude(torch.from_numpy(wave), window, hop)
     assert_allclose(found, expected, atol=1e-5)
 
@@ -72,8 +79,9 @@ def test_mel_filters_are_triangles_evenly_spaced_in_mel():
     assert_allclose(filters.argmax(0), centers, atol=1)
     between = filters.sum(1)[math.ceil(centers[0]):int(centers[-1])]
     assert_allclose(between, 1, atol=1e-5)
-    # Each reaches a frequency, also where triangles are narrower than the steps between these.
-    assert audio.mel_filters(16000, 512, 160).sum(0).min() >= 0.5
+    # Each filter reaches a frequency, even if it is narrower than the distance of frequencies.
+    narrow = audio.mel_filters(16000, 512, 160)
+    assert narrow.sum(0).min() >= 0.5
 
 
 def test_log_mel_is_fp32_under_autocast_and_has_gradients_also_of_silence():
@@ -82,7 +90,8 @@ def test_log_mel_is_fp32_under_autocast_and_has_gradients_also_of_silence():
     wave.requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
         found = audio.log_mel(wave, 7000, 98, 49, 11)
-    mel = audio.stft_magnitude(wave, 98, 49) @ audio.mel_filters(7000, 98, 11)
+    filters = audio.mel_filters(7000, 98, 11)
+    mel = audio.stft_magnitude(wave, 98, 49) @ filters
     assert_close(found[0], mel[0].log())
     assert_close(found[1], torch.full_like(found[1], math.log(1e-5)))
     found.sum().backward()
@@ -101,7 +110,7 @@ def test_si_sdr_ignores_scale_and_offset_and_is_the_ratio_of_energies():
 
 
 def test_the_level_of_a_long_recording_is_that_of_ten_of_its_seconds_and_silence_stays():
-    wave = torch.cat([torch.full((1_000,), float(n)) for n in range(100)])
+    wave = torch.arange(100.0).repeat_interleave(1_000)
     wave = wave + torch.tensor([1.0, -1.0]).repeat(50_000)
     seconds = []
 
@@ -112,6 +121,7 @@ def test_the_level_of_a_long_recording_is_that_of_ten_of_its_seconds_and_silence
     mean, gain = audio.level(read, 100_000, 1_000)
     assert [part[0].item() - 1 for part in seconds] == [11 * n for n in range(10)]
     whole = torch.cat(seconds)
-    assert_close((whole - mean).square().mean().sqrt().item() * gain, 0.1)
+    rms = (whole - mean).square().mean().sqrt()
+    assert_close(rms.item() * gain, 0.1)
     assert audio.level(lambda start, stop: wave[start:stop], 1_000, 1_000) == (0, 0.1)
     assert audio.level(lambda start, stop: torch.zeros(9), 9, 1_000) == (0, 30)

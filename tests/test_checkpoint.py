@@ -159,7 +159,7 @@ def test_an_error_that_is_not_of_the_disk_stays_what_it_is(tmp_path):
     for error in (RuntimeError("of the caller"), NameError("of a fork")):
         with pytest.raises(type(error), match=str(error)), checkpoint.atomic_write(tmp_path / "x"):
             raise error
-    with pytest.raises(FileExistsError, match="/dev/null: is there, and not a file"):
+    with pytest.raises(FileExistsError, match="/dev/null: exists, and is not a file"):
         checkpoint.save({}, "/dev/null")
 
 
@@ -245,7 +245,7 @@ def test_weights_that_are_not_finite_are_refused_with_the_name_of_one(value):
     weights["_extra"] = "a plain value"
     assert checkpoint.not_finite(weights) == ["bias"]
     del weights["_extra"]
-    with pytest.raises(UserError, match=r"x.pt: .* not finite, as bias; take another file"):
+    with pytest.raises(UserError, match=r"x.pt: .* not finite, such as bias; give another file"):
         checkpoint.load_weights(model, weights, "x.pt")
     assert same(model.state_dict(), before)
 
@@ -309,7 +309,7 @@ def test_a_model_for_use_is_the_one_named_or_the_best_or_the_last(tmp_path, caps
     assert capsys.readouterr().err == ""
     checkpoint.save({"model": {}, "step": 1, "val_loss": 0.5}, best)
     assert checkpoint.model_file(tmp_path) == best
-    assert "of step 1, whose validation loss 0.5000 was the lowest" in capsys.readouterr().err
+    assert "from step 1, which had the lowest validation loss, 0.5000" in capsys.readouterr().err
     assert checkpoint.model_file(tmp_path, "model.pt") == last
     assert checkpoint.model_file(tmp_path, weights="online") == newest
     assert checkpoint.model_file(tmp_path, "best.pt", "online") == best

@@ -135,7 +135,7 @@ def test_a_folder_names_its_clip_and_whether_it_is_built_in(tmp_path, capsys):
     cfg.clip = "z"
     assert capsys.readouterr().err == ""
     assert clips.clip_of(cfg, "model.pt") == ("z", "f")
-    assert "learned with another CLIP" in capsys.readouterr().err
+    assert "trained with another CLIP" in capsys.readouterr().err
 
 
 class Encoder:
@@ -177,8 +177,8 @@ def test_embeddings_in_another_order_than_the_pictures_are_refused_if_a_clip_is_
     dataset = images.Pictures(tmp_path, 8)
     cfg = SimpleNamespace(raw_embeddings=False)
     clips.check_source(cfg, dataset, tmp_path)
-    assert "order of their samples is not checked" in capsys.readouterr().err
-    refusal = pytest.raises(UserError, match=r"in another order than their samples, as at \w+ \d")
+    assert "cannot check whether embeddings are in the order" in capsys.readouterr().err
+    refusal = pytest.raises(UserError, match=r"another order than their samples: that of sample \d")
     with refusal if refused else contextlib.nullcontext():
         clips.check_source(cfg, dataset, tmp_path, Encoder())
 
@@ -191,7 +191,7 @@ def test_text_embeddings_in_another_order_than_the_captions_are_refused_by_a_pri
     embeddings.write_shards(tmp_path, rows, np.roll(rows, 2 * shift, 0), records)
     dataset = embeddings.Embeddings(tmp_path, captions=True)
     cfg = SimpleNamespace(raw_embeddings=False)
-    refusal = pytest.raises(UserError, match=f"{tmp_path}: embeddings in another order than")
+    refusal = pytest.raises(UserError, match=f"{tmp_path}: embeddings are in another order than")
     with refusal if shift else contextlib.nullcontext():
         clips.check_source(cfg, dataset, tmp_path, Encoder())
 
@@ -205,5 +205,5 @@ def test_embeddings_of_unit_length_are_refused_by_a_model_of_raw_ones(tmp_path):
     embeddings.write_shards(tmp_path, unit, rows, [])
     dataset = embeddings.Embeddings(tmp_path)
     clips.check_source(SimpleNamespace(raw_embeddings=False), dataset, tmp_path)
-    with pytest.raises(UserError, match=r"of unit length, .* embed --raw"):
+    with pytest.raises(UserError, match=r"have unit length, .* embed --raw"):
         clips.check_source(raw, dataset, tmp_path)

@@ -117,7 +117,7 @@ def test_a_preset_of_several_stages_gives_each_its_own_and_is_named(tmp_path):
     assert found("--stage=high", f"--config={path}") == High(steps=4, lr=0.5, preset="wide")
     # A command without presets takes what else is in the file.
     assert config.parse(Low, [f"--config={path}"]) == Low(lr=0.5, preset="wide")
-    with pytest.raises(UserError, match="--preset old: give --stage, too: low"):
+    with pytest.raises(UserError, match="--preset old: also needs --stage low"):
         found("--preset=old")
 
 
@@ -142,8 +142,8 @@ def test_the_config_of_a_run_reads_back_as_it_was_or_with_notes_if_a_script_has_
     values["renamed"] = values.pop("seed")
     assert Low(**config.from_json(Low, values, "x.pt")) == dataclasses.replace(cfg, seed=0)
     assert capsys.readouterr().err.splitlines() == [
-        "note: x.pt: left out, as this script has no such setting: renamed",
-        "note: x.pt: not in it, so by default: seed",
+        "note: x.pt: ignored, because this script has no such setting: renamed",
+        "note: x.pt: lacks these settings, which get their defaults: seed",
     ]
     with pytest.raises(UserError, match=r"x.pt: --widths: invalid .*: '1,x'"):
         config.from_json(Low, {**values, "widths": [1, "x"]}, "x.pt")
@@ -186,11 +186,12 @@ def test_a_config_made_in_python_is_checked_as_flags_are(settings, message):
 @pytest.mark.parametrize("words, message", [
     ("--step 5", "--step: no such setting; did you mean --steps?"),
     ("--learning-rate 5 --qqqqqq", "--learning_rate: no such setting; see --help"),
+    ("--local-rank=0", "--local_rank: no such setting; start the ranks with torchrun"),
     ("--steps 1.5", "--steps: invalid int value: '1.5'"),
     ("--lr --steps 5", "--lr: expected one argument"),
     ("--cosine maybe", "--cosine: invalid true_or_false value: 'maybe'"),
     ("--stage middle", "--stage middle: expected one of all, low, high"),
-    ("--scales 1", "--scales: no such setting; see --help; those of one stage need --stage NAME"),
+    ("--scales 1", "--scales: no such setting; see --help; settings of one stage need --stage"),
     ("--preset tall --stage low", "--preset tall: --stage: invalid choice: 'high'"),
     ("--config nowhere.json", "nowhere.json: expected a JSON object (FileNotFoundError"),
     ("sample --widths 1,x", "--widths: invalid tuple[int, ...] value: '1,x'"),
@@ -429,7 +430,7 @@ class Stages(config.TrainingRun):
 def test_what_is_of_one_stage_is_refused_where_all_are_trained(words):
     """Promise 8"""
     flag, _, value = words.replace("=", " ", 1).partition(" ")
-    with pytest.raises(UserError, match="they are of one stage; give --stage"):
+    with pytest.raises(UserError, match="these are for one stage; give --stage"):
         config.parse(Stages, [flag, value])
     assert config.parse(Stages, [flag, value, "--stage", "low"]).stage == "low"
     assert config.parse(Stages, ["--logger", "wandb project=x"]).stage == "all"

@@ -436,14 +436,14 @@ def test_settings_that_would_have_no_effect_are_refused_and_no_others():
 @objectives
 def test_a_model_has_the_levels_of_its_config_and_does_not_save_them(objective, schedule):
     model = torch.nn.Module()
-    diffusion.add_levels(model, Settings(objective, schedule))
+    diffusion.add_noise_schedule(model, Settings(objective, schedule))
     assert not model.state_dict()
     alpha, sigma = dict(model.named_buffers()).values()
     name = "flow" if objective == "flow" else schedule
     assert_close((alpha, sigma), diffusion.alphas_sigmas(name, 50))
     like = torch.zeros(2, 3, 4, 5)
     t = torch.tensor([[0, 7, 49], [8, 8, 1]])
-    a, s = diffusion.levels(model, t, like)
+    a, s = diffusion.alpha_sigma(model, t, like)
     assert a.shape == s.shape == (2, 3, 1, 1)
     power = 1 if objective == "flow" else 2
     assert_close(a**power + s**power, torch.ones(2, 3, 1, 1))

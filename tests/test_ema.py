@@ -208,8 +208,8 @@ def test_a_buffer_that_is_named_is_averaged_and_may_begin_anew():
     train(model, range(1, 6), after_step)
     assert torch.equal(ema.state_dict()[name], expected)
     assert not torch.equal(model.norm.running_mean, expected)
-    ema.begin_anew(name)
+    ema.restart(name)
     assert torch.equal(ema.state_dict()[name], model.norm.running_mean)
     _, nothing = make(0, buffers=(name,), decay=0)
-    nothing.begin_anew(name)
+    nothing.restart(name)
     assert not nothing.averages

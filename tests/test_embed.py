@@ -31,6 +31,20 @@ def test_training_repeats_bit_for_bit_and_depends_on_the_seed(tmp_path, monkeypa
     assert train(tmp_path, monkeypatch, steps=2, seed=1).fingerprint() != model.fingerprint()
 
 
+def test_a_clip_whose_training_was_interrupted_is_not_there(tmp_path, monkeypatch):
+    def interrupted(steps, **settings):
+        if settings["unit"] == "step":
+            yield from steps[:15]  # more than a tenth, so it was evaluated once
+            raise KeyboardInterrupt
+        yield from steps
+
+    monkeypatch.setattr(embed.tracker, "progress", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path, monkeypatch, steps=20)
+    with pytest.raises(config.UserError, match=r"model\.pt: there is no CLIP here"):
+        clips.load(tmp_path, CPU)
+
+
 @pytest.mark.parametrize("settings", [{}, dict(optimizer="muon", steps=50)])
 def test_training_learns_what_captions_say_of_images(settings, tmp_path, monkeypatch):
     model = train(tmp_path, monkeypatch, 320, **settings)
@@ -71,7 +85,7 @@ def captioned(tmp_path, monkeypatch):
 
 def test_a_clip_learns_the_words_of_its_training_images(captioned):
     _, records, out = captioned
-    assert "texts looked at 1 are empty, and 0 are cut" in out
+    assert "texts checked, 1 are empty, and 0 are longer" in out
     words = set()
     keys = [f"{i:05d}" for i in range(80)]
     for i in order.split_keys(keys, "train", 0.1, 0.1):
@@ -101,7 +115,7 @@ def test_the_best_weights_on_held_out_images_are_kept_and_said(captioned, monkey
     settings = TINY | dict(data="images", run_dir="best", steps=20, batch_size=32)
     out = run_embed("train", "--flip", crop_scale=0.5, **settings)
     shares = [float(line.split()[1]) for line in out.splitlines() if line.startswith("  retrieval")]
-    assert len(shares) == 10 and f"retrieval {max(shares):.3f}: the caption finds" in out
+    assert len(shares) == 10 and f"retrieval {max(shares):.3f}: captions find" in out
     held_out = list(embed.read("images", 16, "validation"))
     (image, text), records = embed.embed(clips.load("best", CPU), held_out)
     share = clip.retrieval(text, image, embed.captions_of(records))
@@ -156,7 +170,7 @@ def test_built_in_data_are_made_once_and_anew_if_damaged_or_of_other_settings(
     "train --data missing": "missing",
     "train --data few --batch_size 4": "few: 1 training images, fewer than a batch of 4",
     "embed --data broken --run_dir clip": "broken: none of its images can be used",
-    "train --data few --batch_size 1 --steps 2 --lr 1e30": "weights that are not finite;",
+    "train --data few --batch_size 1 --steps 2 --lr 1e30": "weights are not finite;",
 }.items())
 def test_bad_commands_end_in_one_line(words, message, monkeypatch):
     train("clip", monkeypatch, steps=1)

@@ -181,7 +181,7 @@ def test_a_signal_to_one_rank_stops_all_within_a_step_and_the_run_goes_on_bit_fo
     monkeypatch.setenv("STOP", f"{where}:{number.name}")
     out = Forked("test_faults", *words, ranks=3).finish(128 + number)
     assert out.count("stopped by") == 1
-    assert f"stopped by {number.name} at step {step}, all saved" in out
+    assert f"stopped by {number.name} at step {step}, saved" in out
     assert f"at step {step} of 24" in Forked("train_prior", *words, ranks=3).finish()
     # The line after a stop between two lines is of the steps since then.
     assert set(differences(whole, tmp_path)) <= {"metrics"}
@@ -360,7 +360,7 @@ def test_a_damaged_newest_checkpoint_is_told_and_the_run_goes_on_from_one_before
 
     roll_rows(shutil.copytree(emb, tmp_path / "emb"))
     out = run(*words, "--data", tmp_path / "emb", expect=1)
-    assert "of a run of another model or other data: data digest is" in out
+    assert "from a run with another model or other data: data digest is" in out
 
 
 @pytest.mark.parametrize("name, change, message", [

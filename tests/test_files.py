@@ -22,7 +22,7 @@ def test_links_to_folders_are_entered_once_broken_ones_counted_and_hidden_folder
         (folder / name).symlink_to(target)
     names = [path.relative_to(folder).as_posix() for path in files.files_below(folder)]
     assert names == ["file", "first/deep/b", "own/a"]
-    message = f"note: 2 links lead nowhere, and are left out: {folder / 'broken'}"
+    message = f"note: 2 broken links are skipped: {folder / 'broken'}"
     assert message in capsys.readouterr().err
 
 
@@ -35,7 +35,7 @@ def test_runs_and_samples_below_a_folder_are_no_data_unless_the_folder_itself_is
     write_files(tmp_path, {"sounds/0_real.wav": b""})
     names = [path.relative_to(tmp_path).as_posix() for path in files.files_below(tmp_path)]
     assert names == ["a.wav", "deep/d.wav"]
-    message = f"note: 3 folders of runs or samples are left out: {tmp_path / 'deep/pictures'}, …"
+    message = f"note: 3 folders of runs or samples are skipped: {tmp_path / 'deep/pictures'}, …"
     assert message in capsys.readouterr().err
     assert tmp_path / "run/samples/b.wav" in files.files_below(tmp_path / "run")
 
@@ -55,7 +55,7 @@ def test_a_caption_may_be_missing_one_text_or_several_of_which_the_first_counts(
     for value in (" a\n", [" a "], ["a", "b"]):
         assert files.clean_caption(value) == "a"
     for value in (1, {"a": 1}, [1]):
-        with pytest.raises(TypeError, match="not a text"):
+        with pytest.raises(TypeError, match="neither a text"):
             files.clean_caption(value)
 
 

@@ -80,7 +80,7 @@ def test_a_fork_trains_on_2_ranks_is_killed_goes_on_with_4_and_samples(fork):
     edit(fork / "train_prior.py", renamed)
     out = finish(launch(fork, *words, ranks=4))
     assert re.search(r"resuming .* at step (8|16) of 24", out)
-    assert "chunks of 12 samples, not of 24" in out
+    assert "chunks of 12 samples instead of 24" in out
     assert "dropout changed from 0.0 to no setting" in out
     losses = [line["loss"] for line in metrics(fork / "run") if "loss" in line]
     assert len(losses) == 6 and losses[-1] < losses[0]

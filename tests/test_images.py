@@ -608,7 +608,7 @@ def test_one_bad_picture_is_skipped_and_named_and_mostly_bad_ones_are_refused(
 def test_equal_files_are_counted(tmp_path, capsys):
     write_tar(tmp_path / "0.tar", members([0, 1]) | {"a.png": media.png(picture(1)), "a.txt": b"a"})
     images.Pictures(tmp_path, 8).check()
-    message = f"note: {tmp_path}: 1 of 3 files looked at are equal to others, so training"
+    message = f"note: {tmp_path}: 1 of 3 checked files are duplicates, so training"
     assert message in capsys.readouterr().err
 
 

@@ -87,7 +87,7 @@ def batch_of_everything(workers):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_data_with_nothing_usable_are_refused_after_about_100_samples(workers):
-    message = r"104 unusable samples: row \d+, …; mend or remove them"
+    message = r"104 unusable samples: row \d+, …; fix or remove them"
     assert re.fullmatch(message, batch_of_everything(workers))
     loader.kill_workers()  # as at the end of a rank; pytest keeps the error, and so the loader
 

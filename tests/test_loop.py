@@ -93,7 +93,7 @@ def test_a_line_is_of_the_steps_since_the_last_over_all_ranks_and_names_unusable
             "other_loss": 5.0,  # twice the loss
         }
         assert [second[name] for name in ("loss", "overflows", "unusable_rows")] == [2.0, 0, 2]
-        assert printed == ["unusable, and replaced by the next sample: a, b"]
+        assert printed == ["unusable samples, replaced by the next ones: a, b"]
         assert bar.startswith("loss 2.0000, ")
 
 
@@ -154,7 +154,7 @@ def test_a_run_whose_gradients_overflow_at_any_scale_ends_with_the_steps_and_a_w
     for _ in range(63):  # from 2^16 the scale has fallen to 2^-47
         progress.count_overflow(False)
     assert set(progress.overflows) == {4, 9}
-    with pytest.raises(UserError, match=r"at any scale, .* steps 4,9; use --precision bf16 or"):
+    with pytest.raises(UserError, match=r"at any loss scale, .* steps 4,9; use --precision"):
         progress.count_overflow(False)
     assert progress.run.saved == ["without 8"]
 
@@ -301,12 +301,19 @@ def files_of(folder):
     return contents
 
 
+@pytest.mark.parametrize("warmup_steps", [5, 6])
+def test_a_warm_up_as_long_as_the_run_is_noted(warmup_steps, tmp_path, capsys):
+    train(tmp_path / "run", warmup_steps=warmup_steps)
+    err = capsys.readouterr().err
+    assert ("--warmup_steps 6: the run ends before its warm-up does" in err) == (warmup_steps == 6)
+
+
 def test_a_run_writes_its_lines_config_models_and_results_and_is_announced_again(
         tmp_path, capsys):
     folder = tmp_path / "run"
     train(folder)
     out = capsys.readouterr().out
-    about = "40 vectors; 25 parameters to train, batches of 8 in chunks of 4, 1 rank(s) on cpu"
+    about = "40 vectors; 25 trainable parameters, batches of 8 in chunks of 4, 1 rank(s) on cpu"
     assert about in out
     lines = metrics(folder)
     assert [line["step"] for line in lines] == [2, 4, 4, 6, 6, 6]
@@ -332,7 +339,7 @@ def test_a_run_writes_its_lines_config_models_and_results_and_is_announced_again
     del before[folder / "auto_resume.json"]
     train(folder)
     out = capsys.readouterr().out
-    assert f"{folder} is finished, at step 6; to train on, give more --steps" in out
+    assert f"{folder} is finished at step 6; give more --steps to continue" in out
     assert f"test_loss                                {results['test_loss']:.4f}" in out
     assert all(path.read_bytes() == content for path, content in before.items())
 
@@ -343,10 +350,10 @@ def test_copies_that_fail_are_tried_again_at_the_end_and_by_the_same_command(tmp
     wall.write_text("")
     save = (f"local save_latest_to={wall}/{{step}}.pt save_best_to={wall}/{{step}}_best.pt",)
     settings = dict(save=save, timeout_minutes=0.001)
-    missing = "the best copy by .* is missing: .*; the next save, the end, or the same command .*\n"
+    missing = "the best copy by .* failed: .*; it is tried again .* the same command\n"
     for _ in range(2):
         train(tmp_path / "run", **settings)
-        assert re.search(f"finished, at step 6(.*\n)*{missing}$", capsys.readouterr().out)
+        assert re.search(f"finished at step 6(.*\n)*{missing}$", capsys.readouterr().out)
     wall.unlink()
     train(tmp_path / "run", **settings)
     best = checkpoint.load(tmp_path / "run/best.pt")["step"]
@@ -395,7 +402,7 @@ def test_a_signal_saves_the_step_ends_with_its_status_and_the_run_goes_on_bit_fo
     assert end.value.code == 128 + signal.SIGTERM
     assert saved(stopped)[0]["step"] == step
     out = capsys.readouterr().out
-    assert f"stopped by SIGTERM at step {step}, all saved; the same command resumes" in out
+    assert f"stopped by SIGTERM at step {step}, saved; the same command resumes" in out
     train(stopped)
     lines = [line for line in metrics(stopped) if "loss" in line]
     assert [line["step"] for line in lines][-1] == 6
@@ -573,5 +580,5 @@ def test_an_evaluation_has_the_settings_of_its_training_but_for_its_own_and_othe
     found = loop.evaluation_settings(dataclasses.replace(cfg, chunk_size=5), args, 16)
     assert (found.data, found.val_data, found.chunk_size) == ("here", "", 5)
     args.data = ""
-    with pytest.raises(UserError, match="run: its data are not known; name some with --data"):
+    with pytest.raises(UserError, match="run: its training data are unknown; give --data"):
         loop.evaluation_settings(Settings(), args, 16)

@@ -330,7 +330,7 @@ def test_weights_that_are_not_finite_and_files_in_place_of_folders_are_refused(p
     file = tmp_path / "config.json"
     for source, message in (
         (tmp_path, f"{tmp_path}: norm_out.bias: expected finite numbers of shape"),
-        (file, f"{file}: expected a folder, with config.json"),
+        (file, f"{file}: expected a folder with a config.json"),
     ):
         out = run(MODULE, "import", source, out="run", clip=published.spec, expect=1)
         assert message in out
@@ -344,7 +344,7 @@ def test_another_model_is_not_overwritten_and_an_import_that_broke_off_is_repeat
     run(MODULE, "import", published.folder, out=runs, clip=published.spec)
     assert (runs / "upsample/last_step.pt").is_file()
     words = MODULE, "import", published.folder / "decoder", "--out", runs / "prior"
-    assert "is there already, of another source" in run(*words, expect=1)
+    assert "already exists, from another source" in run(*words, expect=1)
 
 
 @pytest.mark.parametrize("kind, model_class, width, settings", [
@@ -422,7 +422,7 @@ def test_a_repository_is_imported_with_its_folders_shards_and_half_precision(
 def test_an_imported_model_is_evaluated_on_data_that_are_named(published, script, model):
     folder = published.runs / model
     out = run(script, "evaluate", run_dir=folder, expect=1)
-    assert out.endswith(f"{folder}: its data are not known; name some with --data\n")
+    assert out.endswith(f"{folder}: its training data are unknown; give --data\n")
 
 
 def test_a_fine_tuned_upsampler_keeps_the_imported_last_step_or_says_that_it_is_missing(
@@ -442,7 +442,7 @@ def test_a_fine_tuned_upsampler_keeps_the_imported_last_step_or_says_that_it_is_
     )
     for steps in (1, 2):  # it is known after a resume, too
         out = run("train_decoder", steps=steps, **settings)
-        assert f"last step of sampling is that of {last_step}" in out
+        assert f"the last sampling step uses {last_step}" in out
     unet, _ = upsampler_of(tmp_path / "upsample")
     expected = checkpoint.load(last_step)["model"]
     assert_close(unet.last_step_unet.state_dict(), expected, rtol=0, atol=0)
@@ -452,5 +452,5 @@ def test_a_fine_tuned_upsampler_keeps_the_imported_last_step_or_says_that_it_is_
     for folder in ("upsample", "alone"):
         unet, spec = upsampler_of(tmp_path / folder)
         assert unet.last_step_unet is None
-        assert "last_step.pt is missing: " in capsys.readouterr().err
+        assert "last_step.pt is missing, " in capsys.readouterr().err
     assert not spec

@@ -436,12 +436,12 @@ def test_equal_recordings_are_counted_and_repeated_ones_are_not(tmp_path, capsys
     for shifts, found in ((1, "1 of 3"), (2, "2 of 6")):
         dataset.repeat(shifts)
         dataset.check()
-        assert f"{found} files looked at are equal to others" in capsys.readouterr().err
+        assert f"{found} checked files are duplicates" in capsys.readouterr().err
     (tmp_path / "2.wav").unlink()
     dataset = Recordings(tmp_path, 16000)
     dataset.repeat(3)
     dataset.check()
-    assert "are equal to" not in capsys.readouterr().err
+    assert "duplicates" not in capsys.readouterr().err
 
 
 def test_a_folder_without_recordings_is_refused(tmp_path):

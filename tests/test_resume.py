@@ -169,7 +169,7 @@ def test_a_checkpoint_of_another_or_a_diverged_model_is_refused(tmp_path):
             state.load(other.contents(), "x.pt")
     other = state_of(tmp_path, other=True)
     other.model[1].running_var[2] = math.nan
-    with pytest.raises(UserError, match=r"x.pt: .* not finite, as 1\.running_var; take ano"):
+    with pytest.raises(UserError, match=r"x.pt: .* not finite, such as 1\.running_var; give ano"):
         state.load(other.contents(), "x.pt")
 
 
@@ -284,7 +284,7 @@ def test_a_missing_or_damaged_record_is_named_with_the_way_out(content, tmp_path
     path.unlink()
     if content:
         path.write_bytes(content)
-    with pytest.raises(UserError, match=f"{path}: damaged or missing; .*--load FILE"):
+    with pytest.raises(UserError, match=f"{path}: damaged, missing, or of an earlier version"):
         opened(tmp_path)
 
 
@@ -314,7 +314,7 @@ def test_weights_that_are_not_finite_are_not_saved_and_the_checkpoint_before_sta
         state.model[0].weight.data[0, 0] = torch.inf
     else:
         state.ema.averages["3.bias"][0] = torch.nan
-    with pytest.raises(UserError, match=r"weights are not finite at step 20, as .*lower --lr"):
+    with pytest.raises(UserError, match=r"weights are not finite at step 20, such as .*lower --lr"):
         run.save(state)
     assert steps_of(run) == [10]
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000010.pt"]
@@ -541,7 +541,7 @@ def test_a_run_of_other_data_another_model_or_kept_settings_is_refused(
     identity = {"seed": 0, "width": 8, "data rows": 20, "own validation set": False}
     path = write_run(tmp_path, **identity, **{"data shape": [2, 3]})
     assert start_of(tmp_path, lr=0.5).resume_from == path
-    with pytest.raises(UserError, match=f"{path}: of a run of another model or other.*{message}"):
+    with pytest.raises(UserError, match=f"{path}: from a run with another model.*{message}"):
         start_of(tmp_path, **changed)
 
 
@@ -563,7 +563,7 @@ def test_what_was_or_is_not_known_is_no_other_identity(tmp_path):
     with pytest.raises(UserError, match=f"{path}: .*clip is 'a' there and 'b' here"):
         check(known, {"clip": "b"})
     checkpoint.save({"model": {}}, path)
-    with pytest.raises(UserError, match=r"without the state of a run; .*--init_from"):
+    with pytest.raises(UserError, match=r"not the state of a run; .*--init_from"):
         resume.check_identity(path, {})
 
 
@@ -599,7 +599,7 @@ def test_adapters_keep_the_sha256_of_their_base_and_bad_samples_are_named(tmp_pa
     identity, _ = identity_of(tmp_path / "run", **settings)
     assert identity["base"] == checkpoint.checksum(base)
     assert identity["width"] == 12
-    message = "1 of 9 samples looked at cannot be used; others take their place: a.npy:3"
+    message = "1 of 9 checked samples cannot be used, and will be replaced by others: a.npy:3"
     assert message in capsys.readouterr().err
 
 
@@ -642,7 +642,7 @@ def test_a_best_pt_that_is_newer_than_the_checkpoint_or_damaged_is_not_believed(
     assert "best.pt" not in capsys.readouterr().err  # its steps are taken again
     best.write_bytes(best.read_bytes()[:99])
     assert start_of(tmp_path).best_val_loss == math.inf
-    assert "best.pt: damaged, so best.pt starts anew" in capsys.readouterr().err
+    assert "best.pt: damaged, so it will be replaced" in capsys.readouterr().err
     # Without a checkpoint it is a new run, whose best one is its own.
     checkpoint.save(contents | {"step": 0}, best)
     shutil.rmtree(tmp_path / "checkpoints")
@@ -670,7 +670,7 @@ def test_the_chunk_size_is_the_one_given_or_the_runs_or_gives_every_rank_a_chunk
     monkeypatch.setattr(dist, "world_size", lambda: ranks)
     cfg = Settings(batch_size=64, chunk_size=given)
     assert resume.choose_chunk_size(cfg, earlier, 16) == expected
-    assert (f"chunks of {expected} samples, not of " in capsys.readouterr().err) == noted
+    assert (f"chunks of {expected} samples instead of " in capsys.readouterr().err) == noted
 
 
 def test_a_resumed_run_keeps_its_chunks_and_one_that_starts_from_weights_does_not(tmp_path):

@@ -59,7 +59,7 @@ def test_models_and_layers_that_do_not_fit_are_named(tmp_path):
         ("hf:x", "expected mfcc or hf:MODEL:LAYER"),
         ("hf:/nowhere:1", "/nowhere"),
         (f"hf:{tmp_path}/hubert:3", "layers 0 to 2"),
-        (f"hf:{tmp_path}/mimi:1", "kind mimi; expected hubert, wavlm"),
+        (f"hf:{tmp_path}/mimi:1", "model type mimi; expected hubert, wavlm"),
     ]:
         with pytest.raises(UserError, match=f"--tokenizer {spec}.*{message}"):
             SpeechLayer(spec)

@@ -42,9 +42,9 @@ def step_of(path):
     "nothing.pt": "unknown url type",
     "s3://bucket/x.pt": "unknown url type: s3",
     "wandb:RUN//etc/passwd": "unknown url type: wandb",
-    "wandb:E/P/R/a/../../../b.pt": "it leads out of its folder",
-    r"wandb:E/P/R/..\b.pt": "it leads out of its folder",
-    "http://host/../b.pt": "it leads out of its folder",
+    "wandb:E/P/R/a/../../../b.pt": "the path leads out of its folder",
+    r"wandb:E/P/R/..\b.pt": "the path leads out of its folder",
+    "http://host/../b.pt": "the path leads out of its folder",
 }.items())
 def test_what_is_no_file_and_no_address_is_refused(address, reason, tmp_path):
     message = f"^{re.escape(address)}: expected a file, http.*{reason}"
@@ -113,11 +113,11 @@ def test_a_file_of_a_wandb_run_is_fetched_by_the_real_client(
 
 @pytest.mark.parametrize("text, message", [
     ("local", "expected save_latest_to=PATH"),
-    ("local save_latest_to={stp}.pt", "in braces may stand run, .*KeyError"),
-    ("local save_latest_to={step:02000000000d}.pt", "may stand run, step, best_val_loss, with"),
-    ("local save_latest_to=x.pt kind=weights", "as kind checkpoint or model"),
+    ("local save_latest_to={stp}.pt", "paths may have run, .*KeyError"),
+    ("local save_latest_to={step:02000000000d}.pt", "paths may have run, step, best_val_loss in"),
+    ("local save_latest_to=x.pt kind=weights", "kind=checkpoint or kind=model"),
     ("huggingface save_latest_to=x.pt", "missing a required argument: 'repo'"),
-    ("wandb save_latest_to=x.pt", "it needs --logger wandb"),
+    ("wandb save_latest_to=x.pt", "give --logger wandb"),
 ])
 def test_a_saver_that_cannot_be_meant_is_refused(text, message):
     with pytest.raises(UserError, match=rf"--save.*{message}"):
@@ -201,7 +201,7 @@ def test_a_failure_is_printed_and_tried_again_at_the_next_save(tmp_path, capsys)
     savers = savers_of(f"local save_latest_to={wall}/x.pt", f"local save_latest_to={fine}")
     for step in (1, 2):
         store.send(savers, run_of(tmp_path, step))
-        assert f"'{wall}'; the next save, the end" in capsys.readouterr().out
+        assert f"'{wall}'; it is tried again at the next save" in capsys.readouterr().out
         assert step_of(fine) == step
     wall.unlink()
     store.send(savers, run_of(tmp_path, 2))
@@ -220,7 +220,7 @@ def test_wandb_keeps_copies_with_the_run(tmp_path):
     assert not copy.is_symlink()
     assert step_of(copy) == 4
     started = time.monotonic()
-    store.send_rest(savers, run_of(tmp_path, 8), minutes=1)  # the run there is closed
+    store.send_missing(savers, run_of(tmp_path, 8), minutes=1)  # the run there is closed
     assert time.monotonic() - started < 1
     assert step_of(copy) == 4
 

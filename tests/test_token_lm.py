@@ -207,6 +207,6 @@ def test_a_text_is_cut_at_spaces_into_parts_that_are_not_longer_than_those_of_tr
     assert model.split_text("") == [""]
     assert model.split_text("a  b c") == ["a  b c"]
     assert model.split_text("a b c a b c b") == ["a b c", "a b c", "b"]
-    with pytest.raises(UserError, match="'wxyz': 5 tokens without a space, and the longest"):
+    with pytest.raises(UserError, match="'wxyz': 5 tokens without a space, but the longest"):
         model.split_text("a wxyz")
     assert transformer(WORDS).split_text("") == [""]

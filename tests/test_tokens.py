@@ -81,8 +81,9 @@ def check(cache, count):
         expected = codes_of(index)[: 0 if index == Numbers.unusable else None]
         assert found.T.tolist() == expected.tolist()
         assert cache.frames[index] == len(expected)
-        end = cache.window(index, len(expected) // 2, len(expected), slice(1, None))
-        assert end.tolist() == expected[len(expected) // 2 :, 1:].tolist()
+        for start, stop in ((0, 2), (1, 3), (0, 6)):  # another recording begins at its end
+            window = cache.window(index, start, stop, slice(1, None))
+            assert window.tolist() == expected[start:stop, 1:].tolist()
     assert index == count - 1
 
 

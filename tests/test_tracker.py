@@ -85,7 +85,7 @@ def test_on_resume_later_and_torn_lines_are_dropped_and_come_again_once(torn, tm
     path.write_bytes(expected + torn)
     log = tracker_of(tmp_path, 5)
     err = capsys.readouterr().err
-    assert err.count("metrics.jsonl: 3 damaged lines are left out, from line 13") == (b"{}" in torn)
+    assert err.count("metrics.jsonl: 3 damaged lines ignored, the first is 13") == (b"{}" in torn)
     assert [line["step"] for line in lines(tmp_path)] == [0, 1, 2, 3, 4, 5]
     assert not any("val_loss" in line for line in lines(tmp_path)[-1:])
     log_from(log, 6)
@@ -128,7 +128,7 @@ def test_a_page_a_line_or_a_logger_that_fails_is_told_and_training_continues(tmp
     log.log(3)
     out = capsys.readouterr().out
     assert out.count("logger console failed: ZeroDivisionError: division by zero") == 1
-    assert out.count("report.html: is there, and not a file; training continues") == 2
+    assert out.count("report.html: exists, and is not a file; training continues") == 2
     assert "No space left on device; training continues" in out
     with pytest.raises(OSError, match="of a checkpoint"), log:  # not hidden by that of a line
         raise OSError("of a checkpoint")

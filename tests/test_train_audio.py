@@ -38,9 +38,9 @@ def whole(tmp_path_factory):
     (voices / "z.wav").write_bytes(b"")
     for stage in STAGES:
         out = train(folder / "whole", stage, folder / "whole")
-        assert "1 of 41 samples looked at cannot be used" in out
+        assert "1 of 41 checked samples cannot be used" in out
         again = train(folder / "whole", stage, folder / "whole")
-        assert "is finished, at step 6; to train on, give more --steps" in again
+        assert "is finished at step 6; give more --steps to continue" in again
     # A run may be in a folder that only others may write to.
     out = run("evaluate", run_dir=folder / "whole", out=folder / "scores", device="cpu")
     follow(out, "--device=cpu", "--out", folder / "next.wav")
@@ -189,7 +189,7 @@ def test_a_recording_goes_through_the_codec_at_a_bitrate(whole, codec, wave):
     expected = codec.decode(codes[:, :3])[: len(wave)] / gain  # as loud as it was
     assert_close(sound, expected, atol=1e-4, rtol=0)
     # 4 bits a code, 50 frames a second.
-    assert "3 codes a frame, 600 bits a second" in out
+    assert "3 codes per frame, 600 bits per second" in out
 
 
 def test_a_prompt_is_continued_also_when_the_run_has_moved(whole, codec, voice, wave):
@@ -218,10 +218,10 @@ def test_a_text_longer_than_those_of_training_is_said_in_parts(whole, pipeline):
     assert 2 < longest < 24
     text = " ".join("aiueo"[n % 5] for n in range(2 * longest + 1))
     out, _ = sampled(run_dir=whole, text=text, seconds=9)
-    assert "longer than all texts of training, so it is said in 3 parts: a i u e o" in out
+    assert "longer than all training texts, so it is spoken in 3 parts: a i u e o" in out
     out, _ = sampled(run_dir=whole, text=text[: 2 * longest - 1], seconds=0.1)
     assert "parts" not in out
-    assert "--seconds 0.1: the sound is as long, and may end before its text" in out
+    assert "--seconds 0.1: reached, so the audio may end before its text" in out
     assert "--text: no text in it" in run("sample", run_dir=whole, text=" ", expect=2)
     word = "x" * (longest + 1)
     out = run("sample", run_dir=whole, text=f"a {word}", expect=1)
@@ -329,11 +329,11 @@ def test_a_published_codec_takes_the_place_of_soundstream(whole, voice, tmp_path
     shutil.copytree(whole / "semantic", "run/semantic")
     for stage in ("coarse", "fine"):
         out = train(whole, stage, "run", steps=2, **settings)
-        assert "2 of 82 samples looked at cannot be used" in out
+        assert "2 of 82 checked samples cannot be used" in out
     _, sound = sampled(run_dir="run", prompt=voice, prompt_seconds=0.2)
     assert len(sound) > 1600
     out, sound = sampled(reconstruct=voice, soundstream=settings["soundstream"])
-    assert "4 codes a frame" in out
+    assert "4 codes per frame" in out
     assert len(sound) == len(read_wave(voice))
     out = train(whole, "fine", "other", **settings | {"codec_quantizers": 5}, expect=1)
     assert "--codec_quantizers 5: the codec has 4" in out
@@ -356,10 +356,10 @@ mistake = functools.partial(helpers.mistake, "train_audio")
 
 
 @pytest.mark.parametrize("words, message", {
-    "--init_from a.pt": "they are of one stage",
+    "--init_from a.pt": "these are for one stage",
     "--stage soundstream --feature_weight 1 --seconds 0.1": "too short for the STFT",
     "--stage soundstream --steps 300": "before --quantizer_start 300",
-    "--stage fine --width 30": "--heads: --width 30 must be an even multiple",
+    "--stage fine --width 30": "--width 30: expected an even multiple of --heads 4",
     "--stage semantic --clusters 65537": "65537: expected a number from 1 to 65536",
     "sample --out a.mp3": "--out a.mp3: expected a name that ends in .wav",
     "sample --text a --reconstruct a.wav": "--text: with --reconstruct it does nothing",
@@ -376,8 +376,8 @@ def test_mistakes_on_the_command_line_are_one_line_and_status_2(words, message):
     [
         (dict(reconstruct="short.wav"), "shorter than a frame of 160"),
         (dict(model="worst.pt"), "semantic/worst.pt: no such checkpoint"),
-        (dict(weights="online", model="best.pt"), "averaged weights alone; --weights online needs"),
-        (dict(run_dir="."), "another program; train first, or name another file (FileNotFound"),
+        (dict(weights="online", model="best.pt"), "has only averaged weights; --weights online"),
+        (dict(run_dir="."), "another program or version; train first, or name another file (File"),
     ],
 )
 def test_mistakes_that_files_show_are_one_line_and_status_1(settings, message, whole):
@@ -389,11 +389,11 @@ def test_runs_that_do_not_fit_each_other_are_refused(whole):
     shutil.copytree(whole, "moved")
     path = "moved/soundstream/model.pt"
     checkpoint.save({**checkpoint.load(path), "changed": True}, path)
-    assert "trained with other tokens" in mistake("sample", run_dir="moved", device="cpu")
+    assert "trained on other tokens" in mistake("sample", run_dir="moved", device="cpu")
     shutil.rmtree("moved/coarse")
     settings = dict(soundstream="moved/soundstream", init_from=whole / "coarse/model.pt")
     out = train(whole, "coarse", "moved", expect=1, **settings)
-    assert "of other tokens or other words, so its embeddings mean others" in out
+    assert "trained on other tokens or words, so its embeddings do not fit" in out
 
 
 def test_codebooks_start_by_k_means_unless_they_come_with_other_weights(whole, monkeypatch):

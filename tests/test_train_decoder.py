@@ -73,7 +73,7 @@ def trained(world):
         patch.setattr(embed, "builtin_data", lambda folder, device: str(world / "shapes"))
         patch.setattr(train_decoder, "train_stage", train_small)
         out = run(run_dir=world / "trained", device="cpu", eval_samples=6)
-    assert "trained, on test pictures; judge: the decoder's own CLIP" in out
+    assert "trained, on test images; judge: the decoder's own CLIP" in out
     assert read_picture(world / "trained/cascade.png").any()
     return world / "trained/base", world / "trained/upsample"
 
@@ -140,7 +140,7 @@ def test_stored_embeddings_of_another_clip_are_refused(world, tmp_path):
     train_decoder.open_data(cfg, 16, None, CPU)
     for path in tmp_path.glob("*.npy"):
         np.save(path, -np.roll(np.load(path), 5))
-    with pytest.raises(config.UserError, match="its embeddings are not of this CLIP"):
+    with pytest.raises(config.UserError, match="its embeddings are from another CLIP"):
         train_decoder.open_data(cfg, 16, None, CPU)
 
 
@@ -236,7 +236,7 @@ def test_loss_equals_a_slow_one_and_in_evaluation_has_no_weights(settings, train
     [((x_t, timestep, _, *drops, low_res, low_res_timestep), out)] = passes
     assert low_res is low_res_timestep is None
     x0 = pixels.from_uint8(batch["image"])
-    alpha, sigma = levels = diffusion.levels(unet, timestep, x0)
+    alpha, sigma = levels = diffusion.alpha_sigma(unet, timestep, x0)
     noise = (x_t - alpha * x0) / sigma
     assert abs(noise.mean()) < 0.02 and abs(noise.std() - 1) < 0.02
     expected = (out[:, :3] - diffusion.target(cfg.objective, x0, noise, *levels)) ** 2
@@ -276,7 +276,7 @@ def test_an_upsampler_learns_from_blurred_crops_with_noise_of_the_level_it_is_gi
         outputs.append(train_decoder.upsampler_inputs(unet, batch))
     (clean, level), (noisy, _) = outputs
     assert 0 <= level.min() < 5 and 24 < level.max() <= 29  # 0.6 of the timesteps
-    alpha, sigma = diffusion.levels(unet, level, clean)
+    alpha, sigma = diffusion.alpha_sigma(unet, level, clean)
     noise = (noisy - clean) / sigma
     assert (noise.flatten(1).std(1) - 1).abs().max() < 0.25
 
@@ -326,7 +326,7 @@ def test_sampling_equals_one_with_two_passes_a_step(scale, eta, settings):
         out = unet(**given)
         dropped = unet(**given | null)
         guided = (dropped + scale * (out - dropped))[:, :3]
-        levels = diffusion.levels(unet, t, x)
+        levels = diffusion.alpha_sigma(unet, t, x)
         x0 = diffusion.predict_x0(cfg.objective, guided, x, *levels).clamp(-1, 1)
         return x0, (out[:, 3:] + 1) / 2 if cfg.learned_variance else 0.0
 
@@ -350,7 +350,7 @@ def test_dream_moves_the_noise_by_the_networks_own_error_in_training_alone(objec
     (first, out), (second, moved_out) = passes
     x0 = pixels.from_uint8(batch["image"])
     timestep = first[1]
-    alpha, sigma = levels = diffusion.levels(unet, timestep, x0)
+    alpha, sigma = levels = diffusion.alpha_sigma(unet, timestep, x0)
     noise = (first[0] - alpha * x0) / sigma
     x0_hat = diffusion.predict_x0(objective, out[:, :3], first[0], *levels)
     error = noise - (first[0] - alpha * x0_hat) / sigma
@@ -423,7 +423,7 @@ def test_another_clip_of_another_width_may_judge_and_pictures_are_left_for_other
     sizes = dict(steps=5, batch_size=32, embed_width=24, text_width=32, image_size=32)
     embed.train(embed.Config(run_dir="judge", data=str(world / "plain"), **sizes), CPU)
     out = run("evaluate", **settings, out="other.json", judge="judge", samples="samples", ranks=2)
-    assert "on test pictures; judge: judge" in out
+    assert "on test images; judge: judge" in out
     other = config.read_json("other.json")
     assert other.keys() == own.keys() and other["clip_score"] != own["clip_score"]
 
@@ -460,7 +460,7 @@ def test_one_command_trains_both_stages_and_2_ranks_lose_the_same(trained, world
         for ours, theirs in zip(lines, metrics(f"run/{folder.name}"), strict=True):
             assert ours == pytest.approx(theirs, rel=2e-3)
         again = run("--config", folder / "config.json", "--stage", folder.name)
-        assert "is finished, at step 4; to train on, give more --steps" in again
+        assert "is finished at step 4; give more --steps to continue" in again
 
 
 def test_adapters_alone_are_trained(trained, world):
@@ -484,7 +484,7 @@ def sample(**settings):
     shutil.rmtree("pictures", ignore_errors=True)
     out = run("sample", **given | settings)
     files = sorted(Path("pictures").glob("*.png"))
-    assert f"wrote grid.png: {len(files)} pictures of" in out
+    assert f"wrote grid.png: {len(files)} images of" in out
     assert read_picture("grid.png").shape[2] == 3
     return np.stack([read_picture(path) for path in files]).astype(int)
 
@@ -519,7 +519,7 @@ def test_a_sample_is_the_same_in_any_batch_but_for_the_same_text_twice(
     assert difference(together[:2], alone) <= 1
     settings |= dict(num_samples=1, steps=1, device="cpu", text=30 * "red ")
     out = run("sample", **settings)
-    assert out.count("1 are cut, as they are longer than 18 tokens") == 1  # by the prior
+    assert out.count("1 are longer than 18 tokens and will be cut") == 1  # by the prior
 
 
 def test_a_negative_text_takes_the_place_of_no_text(trained, world):
@@ -649,19 +649,19 @@ mistake = functools.partial(helpers.mistake, "train_decoder")
 
 
 @pytest.mark.parametrize("words, message", {
-    "--init_from a.pt": "they are of one stage",
+    "--init_from a.pt": "these are for one stage",
     "--stage base --width 30": "--width 30, --image_size, --random_crop: ",
     "--stage base --image_size 18": "multiples of 4, as 3 levels",
-    "--stage base --attention_levels 3": "expected numbers below 3",
+    "--stage base --attention_levels 3": "expected at least one number, all below 3",
     "--stage base --learned_variance": "--timestep_density uniform",
-    "--stage base --lora_rank 2": "adapters need the model that --init_from",
+    "--stage base --lora_rank 2": "adapters need a model: give --init_from",
     "--stage upsample --random_crop 7": "multiples of 2, as 2 levels",
     "--stage upsample --low_res_size 32": "--image_size 32: --low_res_size must be smaller",
     "sample --text x --mask a.png": "--mask: without --image it does nothing",
     "sample --prior a": "--prior: without a text",
     "sample --negative_text a": "--negative_text: without a text",
     "sample --text x --out g.jpg": "--out g.jpg: expected a name that ends in .png",
-    "sample --text x --image a.png": "it needs --mask",
+    "sample --text x --image a.png": "it needs a --mask",
     "sample --text x --image a.png --mask b.png --to c.png": "and no --to",
     "sample --text x --steps 25,1001": "--steps 1001: expected 1 to 1000",
     "--stage base --betas 0.9,1": "--betas 1.0: expected numbers from 0 to below 1",
@@ -671,20 +671,20 @@ def test_mistakes_on_the_command_line_are_one_line_and_status_2(words, message):
 
 
 @pytest.mark.parametrize("words, message", {
-    "sample --run_dir trained/upsample,trained/base": "starts from pictures of 0 pixels",
+    "sample --run_dir trained/upsample,trained/base": "takes images of 0 pixels",
     "sample --text x --run_dir trained": "runs/prior/model.pt: no such checkpoint",
-    "sample --run_dir trained/upsample": "an upsampler needs the --image that it enlarges",
+    "sample --run_dir trained/upsample": "an upsampler needs an --image to enlarge",
     "sample --run_dir trained/upsample --text x --image plain/0.png --mask plain/0.png":
         "takes no text",
-    "sample --run_dir trained --text x --negative_text y": "--negative_text: it needs guidance",
-    "evaluate --run_dir trained/upsample --prior prior": "an upsampler, which needs none",
+    "sample --run_dir trained --text x --negative_text y": "--negative_text needs guidance",
+    "evaluate --run_dir trained/upsample --prior prior": "an upsampler, which needs no prior",
     "evaluate --run_dir trained --judge none": "there is no CLIP here",
     "sample --run_dir=": "model.pt: no such checkpoint",
     "sample --run_dir trained/base --steps 1 --out plain/00000.png/x.png": "'plain/00000.png'",
     "sample --run_dir trained --image plain/00000.png --mask trained/cascade.png":
-        "pixels high and wide, but --image [32, 32]; expected the same size",
+        "those of --image are [32, 32]; expected the same size",
     "evaluate --run_dir trained --data plain --clip none": "there is no CLIP here",
-    "--data plain --clip= --stage base": "no embeddings there, so a CLIP must",
+    "--data plain --clip= --stage base": "has no embeddings; name the CLIP",
     "--data plain --clip clip --preset pictures-cpu": "smaller than 64",  # before the base
     "--data plain --stage upsample --init_from trained/base/model.pt":
         "--stage: invalid choice: 'base'",

@@ -1,4 +1,4 @@
-"""The CLIP of a run: opened by its name, found for its data, and compared with it."""
+"""The CLIP of a run: load it by name, find it for a data set, compare it with embeddings."""
 
 import contextlib
 from pathlib import Path
@@ -10,14 +10,14 @@ from common import checkpoint, config, order
 from common.config import UserError, explained, need
 from common.models import clip
 
-MIN_COSINE = 0.3  # of a CLIP's embeddings with stored ones: with those of another it is about 0
-ORDER_MARGIN = 0.02  # by which another cosine is higher: embeddings of equal samples are equal
+MIN_COSINE = 0.3  # between computed and stored embeddings; about 0 for another CLIP
+ORDER_MARGIN = 0.02  # tolerance when comparing cosines: equal samples have equal embeddings
 
 
 class OpenCLIP(clip.Encoder):
-    """A pretrained model of the package open_clip, with the calls and attributes of `CLIP`.
+    """A pretrained model of the package open_clip, with the interface of `CLIP`.
 
-    text_only: for `embed_text` alone. The image encoder is not loaded; ViT-bigG-14's takes 7 GB.
+    text_only: do not load the image encoder, which takes 7 GB for ViT-bigG-14.
     """
 
     def __init__(self, spec, text_only=False):
@@ -29,11 +29,11 @@ class OpenCLIP(clip.Encoder):
             f"{spec}: expected open_clip:MODEL/WEIGHTS, such as open_clip:ViT-L-14/openai, or a "
             "file in place of WEIGHTS"
         ):
-            # Where weights need QuickGELU, as OpenAI's do, open_clip builds GELU and only warns.
+            # For weights that need QuickGELU, such as OpenAI's, open_clip only warns and uses GELU.
             pretrained_cfg = open_clip.get_pretrained_cfg(name, weights)
             quick_gelu = pretrained_cfg.get("quick_gelu", False)
             settings = open_clip.get_model_config(name)
-            if text_only and "custom_text" not in settings:  # some of those need it to be loaded
+            if text_only and "custom_text" not in settings:  # these may need the image encoder
                 settings["vision_cfg"] = {"layers": 0}
                 settings.setdefault("quick_gelu", quick_gelu)
                 self.model = open_clip.CLIP(**settings)
@@ -61,7 +61,7 @@ class OpenCLIP(clip.Encoder):
         self.encoding_width = len(self.text_norm.weight)
         visual = self.model.visual
         if visual:
-            self.image_size = int(np.max(visual.image_size))  # of a number, or height and width
+            self.image_size = int(np.max(visual.image_size))  # a number, or (height, width)
             statistics = torch.tensor([visual.image_mean, visual.image_std])
             self.register_buffer("statistics", statistics.view(2, 3, 1, 1))
 
@@ -69,7 +69,7 @@ class OpenCLIP(clip.Encoder):
         return self.spec
 
     def embed_text(self, tokens):
-        outputs = []  # of the last norm, which open_clip does not return
+        outputs = []  # of the last norm; open_clip does not return them
         hook = self.text_norm.register_forward_hook(lambda *call: outputs.append(call[-1]))
         embedding = self.model.encode_text(tokens)
         hook.remove()
@@ -84,12 +84,12 @@ class OpenCLIP(clip.Encoder):
 
 
 def load(spec, device, fingerprint=None, text_only=False):
-    """The frozen CLIP `spec`: a run folder, model.pt or open_clip:MODEL/WEIGHTS.
+    """Load the frozen CLIP `spec`: a run folder, model.pt or open_clip:MODEL/WEIGHTS.
 
     text_only: see OpenCLIP. UserError if it has another `fingerprint`.
     """
     if not spec:
-        raise UserError("which CLIP made the embeddings is not known; name it with --clip")
+        raise UserError("the CLIP that made the embeddings is not known; name it with --clip")
     spec = str(spec)
     if spec.startswith("open_clip:"):
         model = OpenCLIP(spec, text_only)
@@ -101,7 +101,7 @@ def load(spec, device, fingerprint=None, text_only=False):
         if contents.get("kind") != "clip":
             raise UserError(
                 f"{path}: there is no CLIP here; train one by python -m common.data.embed train, "
-                'name another with --clip, or train with --clip "", which is without a CLIP'
+                'name another with --clip, or train without a CLIP by --clip ""'
             )
         model = clip.CLIP(**contents["settings"])
         checkpoint.load_weights(model, contents["model"], path)
@@ -110,10 +110,10 @@ def load(spec, device, fingerprint=None, text_only=False):
 
 
 def clip_of(cfg, model_file=None):
-    """The CLIP that --clip names, or None, and the fingerprint of the one that is known, or None.
+    """(name of the run's CLIP or None, the expected fingerprint or None).
 
-    "auto" is that of clip.json in --data; without clip.json that of the model in the file, if one
-    is given. A note says if the two are not the same.
+    --clip names the CLIP. For "auto", clip.json in --data does, or else the model file, if given.
+    If the two disagree, a note is printed. The fingerprint is from the same place.
     """
     known = {}
     if model_file:
@@ -124,18 +124,18 @@ def clip_of(cfg, model_file=None):
         before = known.get("fingerprint")
         known = config.read_json(path)
         if before and before != known.get("fingerprint"):
-            config.note(f"{model_file}: learned with another CLIP than that of {path}")
+            config.note(f"{model_file}: trained with another CLIP than that of {path}")
     spec = known.get("clip") if cfg.clip == "auto" else cfg.clip
     return spec, known.get("fingerprint")
 
 
 def check_source(cfg, dataset, path, clip_model=None):
-    """UserError if the embeddings are not those that a model needs, by some of them.
+    """UserError if the stored embeddings of a few samples do not fit the model.
 
-    They must not be of unit length for a model of raw ones, nor those of another CLIP than
-    `clip_model`, if there is one, nor in another order than the samples.
+    A model of raw embeddings does not take embeddings of unit length. With a `clip_model`, they
+    must come from this CLIP, and be in the order of their samples.
     """
-    # Pairs of neighbors. `fetch` of pictures leaves out those that are not usable.
+    # Pairs of neighboring samples. `fetch` of images drops unusable ones.
     indices = (order.evenly_spaced(len(dataset), 16)[:, None] + [0, 1]).ravel() % len(dataset)
     _, usable = dataset.fetch(indices)
     indices = indices[usable]
@@ -146,14 +146,14 @@ def check_source(cfg, dataset, path, clip_model=None):
     length = stored.norm(dim=1).nanmedian()
     if cfg.raw_embeddings and abs(length - 1) < 0.01:
         raise UserError(
-            f"{path}: its embeddings are of unit length, but the model is one of raw embeddings; "
-            "write them anew with python -m common.data.embed embed --raw"
+            f"{path}: its embeddings have unit length, but the model takes raw embeddings; rewrite "
+            "them with python -m common.data.embed embed --raw"
         )
 
-    # Embed the same texts, or else images, again.
+    # Embed the same texts, or else the same images, again.
     texts = []
     if clip_model and "text_embed" in batch and dataset.captions:
-        with contextlib.suppress(UserError):  # the captions of a model that needs none
+        with contextlib.suppress(UserError):  # the model may not need these captions
             texts = dataset.texts(indices)
     if texts:
         stored = batch["text_embed"]
@@ -162,19 +162,19 @@ def check_source(cfg, dataset, path, clip_model=None):
         device = next(clip_model.parameters()).device
         found = clip_model.embed_image(batch["image"].to(device))
     else:
-        config.note(f"{path}: whether embeddings are in the order of their samples is not checked")
+        config.note(f"{path}: cannot check whether embeddings are in the order of their samples")
         return
     cosines = torch.cosine_similarity(found.cpu()[:, None], stored, dim=-1)  # (n, n)
     own = cosines.diagonal()
     cosine = own.mean()
     if cosine < MIN_COSINE:
         raise UserError(
-            f"{path}: its embeddings are not of this CLIP, whose own have a mean cosine of "
-            f"{cosine:.2f} with them; name the one that made them with --clip"
+            f"{path}: its embeddings are from another CLIP (mean cosine {cosine:.2f}); name the "
+            "CLIP that made them with --clip"
         )
     misplaced = own < cosines.amax(1) - ORDER_MARGIN
     if misplaced.float().mean() > 0.5:
         raise UserError(
-            f"{path}: embeddings in another order than their samples, as at sample "
-            f"{indices[misplaced][0]}, whose own is not the nearest; write them anew"
+            f"{path}: embeddings are in another order than their samples: that of sample "
+            f"{indices[misplaced][0]} fits another sample better; rewrite them"
         )

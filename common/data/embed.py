@@ -1,9 +1,10 @@
-"""Train the small CLIP on captioned images, and embed captioned images by it or by open_clip.
+"""Train the small CLIP on captioned images, and embed captioned images with it or with open_clip.
 
     python -m common.data.embed train --data PATH|shapes --run_dir runs/clip    # writes model.pt
     python -m common.data.embed embed --data PATH --run_dir runs/clip --out emb    # writes shards
 """
 
+import copy
 import dataclasses
 import hashlib
 import math
@@ -29,7 +30,7 @@ class DataConfig(config.Settings):
     data: str = field(
         "shapes", 'captioned images: tars, or a folder of images; "shapes": the built-in ones'
     )
-    device: config.Device = field("auto", "auto takes the first that is there")
+    device: config.Device = field("auto", "where to compute")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,24 +38,24 @@ class Config(DataConfig):
     """The small CLIP and its training"""
 
     run_dir: str = field("runs/clip", "folder for model.pt")
-    image_size: PositiveInt = field(32, "width and height in pixels that images are brought to")
-    context: PositiveInt = field(24, "longest text in tokens, 3 or more; others are cut")
+    image_size: PositiveInt = field(32, "images are resized to this width and height")
+    context: PositiveInt = field(24, "longest text in tokens, at least 3; longer ones are cut")
     vocabulary: config.NonNegativeInt = field(
-        4096, "most words with a token of their own; others are spelled by their bytes"
+        4096, "number of words that get a token; others are spelled in bytes"
     )
-    embed_width: PositiveInt = field(64, "of the embeddings")
-    text_width: PositiveInt = field(64, "of the text encodings, a multiple of 32")
+    embed_width: PositiveInt = field(64, "width of the embeddings")
+    text_width: PositiveInt = field(64, "width of the text encodings, a multiple of 32")
     crop_scale: Fraction = field(
         1.0, "minimum area of random square crops, as a fraction of the image"
     )
-    flip: bool = field(False, "mirror half of the images; not for captions with left or right")
+    flip: bool = field(False, "mirror half of the images; not if captions mention left or right")
     steps: PositiveInt = field(700, "optimizer steps")
-    batch_size: PositiveInt = field(256, "pairs; each contrasts with all others")
-    lr: PositiveFloat = field(3e-3, "highest learning rate")
+    batch_size: PositiveInt = field(256, "pairs per step; each is contrasted with all others")
+    lr: PositiveFloat = field(3e-3, "peak learning rate")
     optimizer: Literal["adamw", "muon"] = field(
-        "adamw", "muon: for matrices, with AdamW for the others"
+        "adamw", "muon: Muon for matrices, AdamW for the rest"
     )
-    seed: int = field(0, "of weights and order")
+    seed: int = field(0, "seed of weights and sample order")
 
     def __post_init__(self):
         super().__post_init__()
@@ -67,19 +68,19 @@ class Config(DataConfig):
 
 @dataclasses.dataclass(frozen=True)
 class EmbedConfig(DataConfig):
-    """How to embed it"""
+    """Embedding"""
 
     run_dir: str = field("runs/clip", "the CLIP: folder, model.pt, or open_clip:MODEL/WEIGHTS")
     out: str = field("emb", "folder for img_emb/, text_emb/, captions/ and clip.json")
     split: Literal["all", "train"] = field(
         "all",
-        "which images; train: those that train_decoder.py trains on by default; of shapes, images "
-        "that no script uses",
+        "which images; train: the default training split of train_decoder.py, or, for shapes, "
+        "images that no script uses",
     )
     raw: bool = field(
-        False, "embeddings as the CLIP gives them, for --raw_embeddings; off: of unit length"
+        False, "do not normalize the embeddings, for --raw_embeddings; off: unit length"
     )
-    encodings: bool = field(False, "also write the text encodings of every token, to text_enc/")
+    encodings: bool = field(False, "also write the encodings of all text tokens, to text_enc/")
 
 
 def captions_of(records):
@@ -89,8 +90,9 @@ def captions_of(records):
 def read(path, image_size, split="all"):
     """Yield batches of captioned images: uint8 (B, S, S, 3), and B records {"caption": …}.
 
-    path: a folder, or "shapes", the built-in ones. split: "all", or "train", "validation" or "test"
-    as the scripts split by default. For "shapes" "train" gives pictures that they never have.
+    path: a folder, or "shapes" for the built-in ones. split: "all", or "train", "validation" or
+    "test" as the scripts split by default. The "train" split of "shapes" has images that no script
+    uses.
     """
     if path == "shapes":
         first = BUILTIN_ROWS if split == "train" else 0
@@ -126,14 +128,14 @@ def read(path, image_size, split="all"):
 
 
 def augment(images, crop_scale, flip):
-    """Random squares of uint8 images (B, S, S, 3), of `crop_scale` to 1 of their area, at size S.
+    """Random square crops of uint8 images (B, S, S, 3), resized to S.
 
-    flip: half of them are mirrored.
+    Their area is `crop_scale` to 1 of the image. flip: mirror half of them.
     """
     images = from_uint8(images)  # (B, 3, S, S)
     side = torch.empty(len(images)).uniform_(crop_scale, 1).sqrt()
     mirrored = torch.rand(len(images)) < 0.5 * flip
-    # What is seen of an image, whose edges are at -1 and 1: x -> scale · x + shift
+    # An affine map from the crop to the image, whose edges are at -1 and 1: x -> scale · x + shift
     window = torch.zeros(len(images), 2, 3)
     window[:, 0, 0] = torch.where(mirrored, -side, side)
     window[:, 1, 1] = side
@@ -145,13 +147,13 @@ def augment(images, crop_scale, flip):
 def train(cfg, device=None):
     """Train a CLIP, and write it to RUN/model.pt.
 
-    It is saved ten times; on images of one's own only where its retrieval of held-out ones is not
-    worse than before: few images are soon learned by heart. It repeats bit for bit on the same
-    device and number of threads.
+    It is evaluated ten times. On the user's images, the weights with the best retrieval of held-out
+    images are kept, because a small data set soon overfits. The result is bit-identical on the same
+    device with the same number of threads.
     """
     device = device or dist.setup(cfg.device)
     if Path(cfg.run_dir, "auto_resume.json").exists():
-        raise UserError(f"{cfg.run_dir}: the folder of another model's run; give another --run_dir")
+        raise UserError(f"{cfg.run_dir}: has the run of another model; give another --run_dir")
     batches = list(read(cfg.data, cfg.image_size, "train"))
     held_out = []
     if cfg.data != "shapes":
@@ -177,7 +179,7 @@ def train(cfg, device=None):
     optimizers = optim.make(model, cfg.optimizer, cfg.lr, 0.1, (0.9, 0.98), 1e-6)
     pixels = torch.from_numpy(np.concatenate([pixels for pixels, _ in batches])).to(device)
     tokens = model.tokenizer(captions)
-    tokens = tokens[:, (tokens != clip.PAD).any(0)].to(device)  # (N, L), L of the longest text
+    tokens = tokens[:, (tokens != clip.PAD).any(0)].to(device)  # (N, L), L: longest text
     _, group = tokens.unique(dim=0, return_inverse=True)  # (N,), equal for equal captions
     best = 0.0
     for step in tracker.progress(range(1, cfg.steps + 1), desc="small CLIP", unit="step"):
@@ -201,7 +203,7 @@ def train(cfg, device=None):
         if step % max(1, cfg.steps // 10) and step < cfg.steps:
             continue
         if checkpoint.not_finite(model.state_dict()):
-            raise UserError(f"step {step}: weights that are not finite; give a lower --lr")
+            raise UserError(f"step {step}: weights are not finite; give a lower --lr")
         recall = 0.0
         if held_out:
             (image, text), records = embed(model, held_out)
@@ -209,20 +211,22 @@ def train(cfg, device=None):
             tracker.print_results(f"step {step}", {"loss": loss.item(), "retrieval": recall})
         if recall >= best:
             best = recall
-            contents = {"kind": "clip", "model": model.state_dict(), "settings": settings}
-            checkpoint.save(contents, Path(cfg.run_dir, "model.pt"))
+            weights = copy.deepcopy(model.state_dict())
+    # Written only now: a CLIP whose training was interrupted must not look finished.
+    contents = {"kind": "clip", "model": weights, "settings": settings}
+    checkpoint.save(contents, Path(cfg.run_dir, "model.pt"))
     print(f"small CLIP: last loss {loss:.3f}; chance is {math.log(cfg.batch_size):.3f}")
     if held_out:
         gallery = min(clip.GALLERY, len(records))
-        print(f"retrieval {best:.3f}: the caption finds its held-out image among {gallery}")
+        print(f"retrieval {best:.3f}: captions find their held-out image among {gallery}")
 
 
 @torch.no_grad()
 def embed(clip_model, batches, encodings=False, raw=False):
     """Embed the batches of `read`: ([images (N, D), texts (N, D)], N records).
 
-    With `encodings`, a third array has the text encodings (N, L, W). Embeddings are of unit
-    length, unless `raw`.
+    With `encodings`, a third array has the text encodings (N, L, W). Embeddings have unit length,
+    unless `raw`.
     """
     device = next(clip_model.parameters()).device
     arrays = []
@@ -241,11 +245,11 @@ def embed(clip_model, batches, encodings=False, raw=False):
 
 
 def embed_all(cfg, device=None):
-    """Write embeddings of all images of `data` as shards, and clip.json, which names the CLIP."""
+    """Write embeddings of the images of `data` as shards, and clip.json, which names the CLIP."""
     device = device or dist.setup(cfg.device)
     clip_model = clips.load(cfg.run_dir, device)
     out = Path(cfg.out)
-    (out / "clip.json").unlink(missing_ok=True)  # it may name another CLIP
+    (out / "clip.json").unlink(missing_ok=True)  # it may name another CLIP until the end
     batches = read(cfg.data, clip_model.image_size, cfg.split)
     arrays, records = embed(clip_model, batches, cfg.encodings, cfg.raw)
     if not records:
@@ -262,9 +266,9 @@ def embed_all(cfg, device=None):
 
 
 def builtin_data(folder, device):
-    """Make FOLDER/clip, the small CLIP, and FOLDER/shapes, its embeddings, unless they are there.
+    """Make the small CLIP in FOLDER/clip and its embeddings in FOLDER/shapes, unless they exist.
 
-    Returns the path of the latter.
+    Returns the path of the embeddings.
     """
     run_dir = str(folder.resolve() / "clip")
     out = folder / "shapes"
@@ -285,7 +289,7 @@ def builtin_data(folder, device):
             values = {}
         if values.get("made_from") != made_from:
             threads = torch.get_num_threads()
-            torch.set_num_threads(min(8, threads * dist.world_size()))  # the other ranks wait
+            torch.set_num_threads(min(8, threads * dist.world_size()))  # other ranks are idle
             train(Config(run_dir=run_dir), device)
             embed_all(EmbedConfig(run_dir=run_dir, out=str(out)), device)
             torch.set_num_threads(threads)
@@ -294,7 +298,7 @@ def builtin_data(folder, device):
 
 
 def with_builtin_data(cfg, device):
-    """The settings `cfg` with the folder of `builtin_data` as their data. Collective."""
+    """The settings `cfg` with the folder of `builtin_data` as data. Collective."""
     folder = dist.on_main(lambda: builtin_data(Path(cfg.run_dir).parent, device))
     return config.replace(cfg, data=folder)
 

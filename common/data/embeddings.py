@@ -250,7 +250,7 @@ class Embeddings:
         if len(unusable) > loader.MAX_UNUSABLE * len(checked):
             raise UserError(
                 f"{self.path}: {len(unusable)} of {len(checked)} samples cannot be used: "
-                f"{faults[0]}; mend or remove them"
+                f"{faults[0]}; fix or remove them"
             )
         return len(unusable), len(checked), faults
 
@@ -277,7 +277,7 @@ def write_shards(
         tables["text_enc"] = encodings
     if records:
         tables["captions"] = [json.dumps(record).encode() + b"\n" for record in records]
-    shards = list(accumulate.split(tables, rows_per_shard))
+    shards = list(accumulate.batches(tables, rows_per_shard))
     for name in (*FOLDERS.values(), "captions"):
         for path in (folder / name).glob(f"{name}_*"):
             path.unlink()

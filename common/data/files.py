@@ -1,4 +1,4 @@
-"""What all sources of samples share: finding files, reading texts, captions, unusable samples."""
+"""Shared by all datasets: finding files, reading texts and captions, unusable samples."""
 
 import hashlib
 import os
@@ -10,24 +10,24 @@ from common.config import UserError
 
 
 class Unusable(UserError):
-    """A sample that cannot be used, with the reason. Training goes on with the next one."""
+    """The reason why a sample cannot be used. Training continues with the next sample."""
 
 
-# A folder with one of these files has what this project made.
+# Folders with one of these files were written by this project.
 OUTPUT_MARKS = {"auto_resume.json", ".output"}
 
 
 def mark_output(folder):
-    """Mark a folder, which is made if it is not there, as output: `files_below` leaves it out."""
+    """Create a folder if needed, and mark it as output, so that `files_below` skips it."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     Path(folder, ".output").touch()
 
 
 def files_below(folder):
-    """Sorted paths of the files below a folder. Links to folders are entered, each folder once.
+    """Sorted paths of the files below a folder. Links to folders are followed, each folder once.
 
-    Runs and other outputs of this project are left out, with a note: their samples are no data, and
-    they change. `folder` itself may be one.
+    Runs and other outputs of this project are skipped, with a note: they are not data, and change.
+    `folder` itself may be one.
     """
     entered = set()
     outputs = []
@@ -38,42 +38,42 @@ def files_below(folder):
             outputs.append(parent)
             entered.add(real)
         if real in entered:
-            folders.clear()  # os.walk goes no deeper
+            folders.clear()  # so that os.walk does not descend
             continue
         entered.add(real)
-        # Not hidden ones. Which of two links is entered must not depend on the file system.
+        # Skip hidden folders. Sort, so that the file system does not decide which link is followed.
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         files += [Path(parent, name) for name in names]
     if outputs:
-        config.note(f"{len(outputs)} folders of runs or samples are left out: {min(outputs)}, …")
+        config.note(f"{len(outputs)} folders of runs or samples are skipped: {min(outputs)}, …")
     broken = [file for file in files if not file.exists()]
     if broken:
-        config.note(f"{len(broken)} links lead nowhere, and are left out: {min(broken)}, …")
+        config.note(f"{len(broken)} broken links are skipped: {min(broken)}, …")
     return sorted(filter(Path.is_file, files))
 
 
 def fail_if_refused(error):
-    """Let os.walk end where a folder may not be read: its samples would be missing silently."""
+    """Make os.walk fail if a folder may not be read; its samples would be missing silently."""
     if isinstance(error, PermissionError):
         raise error
 
 
 def decode_text(content, name):
-    """The text of `content` (bytes), which is UTF-8; UserError."""
+    """Decode `content` (bytes) as UTF-8; UserError."""
     with config.explained(f"{name}: not text in UTF-8; save it as UTF-8"):
         text = content.decode("utf-8-sig")
         if "\0" in text:  # UTF-16
-            raise ValueError("it has zero bytes")
+            raise ValueError("contains zero bytes")
         return text
 
 
 def nfc(text):
-    """A text or a file's name with each accent in its letter: macOS writes it after the letter."""
+    """A text or file name in NFC. macOS writes accents of file names as separate characters."""
     return unicodedata.normalize("NFC", text)
 
 
 def caption_in(record):
-    """The value of "caption" in a dict, or of "text", as the package datasets has it; KeyError."""
+    """The "caption" of a dict, or its "text", as in the package datasets; KeyError."""
     for name in ("caption", "text"):
         if name in record:
             return record[name]
@@ -81,7 +81,7 @@ def caption_in(record):
 
 
 def clean_caption(value):
-    """The caption of a sample: a text, or the first of a list of texts. TypeError of another value.
+    """The caption of a sample: a text, or the first of a list of texts; TypeError.
 
     None and an empty list are "".
     """
@@ -89,15 +89,14 @@ def clean_caption(value):
         value = value[0] if value else None
     text = "" if value is None else value
     if not isinstance(text, str):
-        raise TypeError(f"{value!r:.100} is not a text, nor a list of texts")
+        raise TypeError(f"{value!r:.100} is neither a text nor a list of texts")
     return text.strip()
 
 
 def check_samples(dataset, limit=128):
-    """(unusable, looked at, first faults) of 256 evenly spaced samples, by `dataset.fault`.
+    """Check 256 evenly spaced samples: (number unusable, number checked, the first faults).
 
-    UserError if more than `limit`, or all, are unusable. A note counts those whose
-    `dataset.content_hash` comes again.
+    UserError if more than `limit`, or all, are unusable. A note counts duplicates.
     """
     indices = order.evenly_spaced(len(dataset), 256)
     faults = []
@@ -109,19 +108,19 @@ def check_samples(dataset, limit=128):
             contents.add(dataset.content_hash(index))
     if equal := len(indices) - len(faults) - len(contents):
         config.note(
-            f"{dataset.path}: {equal} of {len(indices)} files looked at are equal to others, so "
-            "training and test may share some"
+            f"{dataset.path}: {equal} of {len(indices)} checked files are duplicates, so training "
+            "and test may share some"
         )
     if len(faults) > min(limit, len(indices) - 1):
         raise UserError(
             f"{dataset.path}: {len(faults)} of {len(indices)} samples cannot be used: "
-            f"{faults[0]}; mend or remove them"
+            f"{faults[0]}; fix or remove them"
         )
     return len(faults), len(indices), faults[:5]
 
 
 def digest_of(files):
-    """16 digits that change with the names or sizes of `files`, or the start of 100 of them."""
+    """16 digits that change with names or sizes of `files`, or with the start of 100 of them."""
     sizes = [(file.name, file.stat().st_size) for file in files]
     digest = hashlib.sha256(repr(sizes).encode())
     for number in order.evenly_spaced(len(files), 100):
@@ -131,7 +130,7 @@ def digest_of(files):
 
 
 def stamps(files):
-    """(path, size, time of the last change) of each of `files`."""
+    """(path, size, time of last modification) of each of `files`."""
     found = []
     for file in files:
         status = file.stat()
@@ -140,7 +139,7 @@ def stamps(files):
 
 
 def texts_of(text, path):
-    """The text, or the lines of the file `path`, that are not blank; UserError of an empty file."""
+    """[text], or the lines of the file `path`, without blank ones; UserError if all are blank."""
     texts = [text]
     if path:
         texts = decode_text(Path(path).read_bytes(), path).splitlines()

@@ -1,9 +1,9 @@
-"""Flat files: arrays and texts of millions of samples, made once, mapped by all ranks and workers.
+"""An index of millions of samples in flat files, made once, and mapped by all ranks and workers.
 
-    FOLDER/DIGEST/NAME.npy        a column: an array, or the bytes of all its texts in a row
-    FOLDER/DIGEST/NAME.ends.npy   where each of the texts ends
-    FOLDER/DIGEST/complete        an empty file, made last
-    FOLDER/DIGEST/N.npz           until then: the columns of source N, such as a tar
+    FOLDER/DIGEST/NAME.npy        a column: an array, or the concatenated bytes of texts
+    FOLDER/DIGEST/NAME.ends.npy   the end of each text
+    FOLDER/DIGEST/complete        an empty file, written last
+    FOLDER/DIGEST/N.npz           before that: the columns of source N, such as a tar
 """
 
 import atexit
@@ -23,27 +23,27 @@ from common.data import files
 
 
 class Index:
-    """Columns with a row for each sample: item (name) -> array, which is read where it is indexed.
+    """Columns with one row per sample: index[name] is a memory-mapped array.
 
-    It takes no memory of the process but the system's cache of files, which processes share.
+    It uses no memory of the process, only the system's file cache, which processes share.
     """
 
     def __init__(self, place):
         self.place = place
         self.columns = {path.stem: self.scan(path.stem) for path in place.glob("*.npy")}
 
-    def __reduce__(self):  # a worker maps the same files
+    def __reduce__(self):  # workers map the same files
         return Index, (self.place,)
 
     def __getitem__(self, name):
         return self.columns[name]
 
     def scan(self, name):
-        """A column to read as a whole: what was read is unmapped with it."""
+        """A column for reading all of it: its own mapping, which is freed with the array."""
         return np.asarray(np.load(self.place / f"{name}.npy", mmap_mode="r"))
 
     def texts(self, name, indices):
-        """The texts (bytes) of samples, of a column of texts."""
+        """The texts (bytes) of samples from a column of texts."""
         ends = self[f"{name}.ends"]
         indices = np.asarray(indices, np.int64)
         starts = np.where(indices, ends[indices - 1], 0)
@@ -52,15 +52,15 @@ class Index:
 
 
 def open_index(folder, identity, count, make):
-    """The Index of `make(number)` for each number below `count`, in a row.
+    """The Index of `count` sources: the concatenated columns of `make(number)`.
 
-    make(number) -> {column: array (n,), or list of n texts (bytes)} of a source, such as a tar. It
-    is made once below `folder`. `identity`, plain values, changes when the results do; so does the
-    code of the module of `make`. Without a folder it is kept until the process ends.
+    make(number) -> {column: array (n,), or list of n texts (bytes)} for a source, such as a tar. It
+    is made once, below `folder`, or until the process exits if there is no folder. A change of
+    `identity`, plain values, or of the code in the module of `make` makes a new one.
 
-    Ranks that call it at the same time make a share each, then what others lack, as where one
-    failed. There is no collective: whoever makes a source locks it, and the others wait. What is
-    finished is kept, so a kill loses one source a rank.
+    Ranks that call this at the same time each make a share, then what is missing, as after a
+    failure. It is not collective: each source is locked while it is made, and others wait. Finished
+    sources are kept, so that a kill loses only one source per rank.
     """
     code = inspect.getsource(sys.modules[make.__module__])
     digest = order.hash_of(repr((identity, code)).encode())
@@ -75,21 +75,21 @@ def open_index(folder, identity, count, make):
             with _locked(part):
                 if not part.exists() and not complete.exists():
                     _write_part(part, make(int(part.stem)))
-        # Without locks another rank may have joined the parts meanwhile.
+        # Without file locks, another rank may have joined the parts meanwhile.
         with _locked(complete), contextlib.suppress(FileNotFoundError):
             if not complete.exists():
                 _join(parts)
                 complete.touch()
         for path in (*parts, *place.glob("*.lock")):
             path.unlink(missing_ok=True)
-    with config.explained(f"{place}: damaged; remove this folder, then it is made anew"):
+    with config.explained(f"{place}: damaged; remove this folder, and it will be made again"):
         return Index(place)
 
 
 def _writable(folder):
-    """`folder`, marked as output, or a temporary one if there is none or it cannot be written."""
+    """`folder`, marked as output, or a temporary folder if there is none or it is not writable."""
     if folder:
-        with contextlib.suppress(OSError):  # as a run of somebody else, which is evaluated
+        with contextlib.suppress(OSError):  # as when evaluating a run of someone else
             files.mark_output(folder)
             return folder
     folder = tempfile.mkdtemp()
@@ -99,7 +99,7 @@ def _writable(folder):
 
 @contextlib.contextmanager
 def _locked(path):
-    """Context of one process at a time, if the file system has locks."""
+    """Context for one process at a time, if the file system has locks."""
     with open(f"{path}.lock", "w") as file:
         checkpoint.lock(file, wait=True)
         yield
@@ -107,15 +107,15 @@ def _locked(path):
 
 @contextlib.contextmanager
 def _written(path):
-    """As checkpoint.atomic_write; without locks, ranks may write the same at the same time."""
-    own = f"{path}.{dist.rank()}"
-    with checkpoint.atomic_write(own) as file:
+    """Like checkpoint.atomic_write, but ranks may write the same file at the same time."""
+    temporary = f"{path}.{dist.rank()}"
+    with checkpoint.atomic_write(temporary) as file:
         yield file
-    os.replace(own, path)
+    os.replace(temporary, path)
 
 
 def _write_part(path, columns):
-    """Write the columns of a source as they are joined."""
+    """Write the columns of a source, for `_join`."""
     arrays = {}
     for name, values in columns.items():
         if isinstance(values, list):
@@ -127,7 +127,7 @@ def _write_part(path, columns):
 
 
 def _join(parts):
-    """Join parts to columns beside them. All may be larger than memory: it takes one at a time."""
+    """Concatenate parts to columns, one part at a time, as they may be larger than memory."""
 
     def read(name):
         for part in parts:
@@ -140,7 +140,7 @@ def _join(parts):
     for name in names:
         sizes = [(len(array), array.dtype) for array in read(name)]
         lengths, dtypes = zip(*sizes)
-        dtype = np.result_type(*dtypes)  # strings as wide as the longest
+        dtype = np.result_type(*dtypes)  # strings get the width of the longest
         header = {
             "descr": np.lib.format.dtype_to_descr(dtype),
             "fortran_order": False,

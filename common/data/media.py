@@ -1,4 +1,4 @@
-"""Images: PNG files by numpy and zlib, and grids of them with captions."""
+"""PNG files with numpy and zlib, and grids of images with captions."""
 
 import math
 import struct
@@ -10,8 +10,8 @@ import numpy as np
 GAP = 4  # pixels between the images of a grid
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 .,:'!?-+()/"
-# Six bytes a character, one for each column, the lowest bit on top; the sixth is the space to the
-# next one. The last character is the box that stands for all others.
+# Six bytes per character, one for each column, with the lowest bit at the top; the sixth is the gap
+# to the next character. The last character is a box, for all characters without a glyph.
 FONT = (
     "2054545478007f4444443800384444442800384444447f0038545454180000087e09020018a4a4a47c007f040404"
     "780000447d4000004080847d00007f102844000000417f4000007c04780478007c0804047800384444443800fc24"
@@ -27,9 +27,9 @@ GLYPHS = COLUMNS.reshape(-1, 6, 8).swapaxes(1, 2)  # (characters, 8, 6), 1 for i
 
 
 def png(image):
-    """The PNG file (bytes) of an image, uint8 (H, W, 3).
+    """Encode an image, uint8 (H, W, 3), as a PNG file (bytes).
 
-    Sections in comments are those of W3C's Portable Network Graphics, 2nd edition, 2003.
+    Sections in comments refer to W3C's Portable Network Graphics, 2nd edition, 2003.
     """
 
     def chunk(kind, body):  # (§5.3)
@@ -53,7 +53,7 @@ def png(image):
 def captioned_grid(images, captions, columns):
     """Arrange images, uint8 (N, H, W, 3), in rows of `columns` on white -> uint8 (H', W', 3).
 
-    Images are enlarged to at least 96 pixels. Below each is room for four lines of its caption.
+    Images are enlarged to at least 96 pixels. Below each there is room for four lines of caption.
     """
     scale = math.ceil(96 / images.shape[2])
     images = images.repeat(scale, axis=1).repeat(scale, axis=2)
@@ -75,9 +75,9 @@ def captioned_grid(images, captions, columns):
         tile[:height, :width] = image
         lines = textwrap.wrap(caption.lower(), width // 6, max_lines=4, placeholder=" ...")
         for i, line in enumerate(lines):
-            characters = [CHARACTERS.find(each) for each in line]  # -1, the box, for others
+            characters = [CHARACTERS.find(each) for each in line]  # -1 is the box
             ink = np.hstack(GLYPHS[characters])
             ink = ink[..., None]  # (8, 6 · characters, 1)
-            start = height + 10 * i + 2  # two rows stay white between lines
+            start = height + 10 * i + 2  # two white rows between lines
             tile[start : start + 8, : ink.shape[1]] -= 255 * ink
     return sheet

@@ -1,4 +1,4 @@
-"""Sounds as WAV files."""
+"""Write audio as WAV files."""
 
 import wave as wavfile
 from pathlib import Path
@@ -7,7 +7,7 @@ from common import checkpoint, dist
 
 
 def write_sound(wave, sample_rate, path):
-    """Write a wave (T,), clipped to ±1, as a WAV file of 16-bit PCM: all of it or nothing."""
+    """Write a wave (T,), clipped to ±1, as a WAV file of 16-bit PCM, atomically."""
     samples = (wave * 32768).round().clamp(-32768, 32767).short().numpy()
     with checkpoint.atomic_write(path) as file, wavfile.open(file, "wb") as output:
         output.setnchannels(1)
@@ -17,9 +17,10 @@ def write_sound(wave, sample_rate, path):
 
 
 def write_sounds(sounds, sample_rate, folder, name):
-    """Write sounds as samples/NAME_NUMBER.wav in a run folder; returns {file: caption}.
+    """Write audio to samples/NAME_NUMBER.wav in a run folder; returns {file: caption}.
 
-    sounds: yields (number, wave (T,), caption). Rank 0 alone runs it; the others return {}.
+    sounds: a generator of (number, wave (T,), caption), which runs only on rank 0. Other ranks
+    return {}.
     """
     written = {}
     if dist.is_main():

@@ -1,12 +1,12 @@
-"""Built-in data, made from a seed: captioned shapes and spoken syllables, and their scores.
+"""Built-in data, generated from a seed: captioned shapes and spoken syllables, with scores.
 
     images, records = synthetic.shapes(range(20_000))      # uint8 (20000, 32, 32, 3), records
-    texts, speakers = synthetic.syllables(range(1_000))    # what is spoken, int (1000,)
+    texts, speakers = synthetic.syllables(range(1_000))    # transcripts, int (1000,)
     wave = synthetic.speak(texts[0], speakers[0])          # float32 (T,) at 8 kHz
 
-A caption names only some attributes. So one caption fits many images, and a model of images given
-captions has something left to decide. The text and the speaker of a recording are independent.
-Sample k is a pure function of k, and all that is in it is known.
+Captions mention only some attributes, so that one caption fits many images, and a model has
+something to decide. The text and the speaker of a recording are independent. Sample k is a pure
+function of k, and all its attributes are known.
 """
 
 import collections
@@ -27,11 +27,11 @@ def _triangle(x, y):
 
 def _star(x, y):
     radius = np.hypot(x, y)
-    # Fold the five points onto half a point.
+    # Map all five points of the star to half of one point.
     angle = np.arctan2(x, y) % (0.4 * np.pi)
     angle = np.minimum(angle, 0.4 * np.pi - angle)
-    # Distance to the line from the tip, at radius 1.12, to the inner corner, at radius 0.5 and 36
-    # degrees; the numbers are its normal.
+    # Distance to the line from the tip (radius 1.12) to the inner corner (radius 0.5, 36 degrees).
+    # The constants are the normal of this line.
     along = radius * np.cos(angle) - 1.12
     across = radius * np.sin(angle)
     return 0.37995207 * along + 0.9250061 * across
@@ -44,8 +44,8 @@ def _cross(x, y):
 
 
 def _heart(x, y):
-    square = (abs(x) + abs(y + 0.05)) * 0.7071068  # on its corner
-    discs = np.hypot(abs(x) - 0.44, y - 0.39)  # one on each of its upper sides
+    square = (abs(x) + abs(y + 0.05)) * 0.7071068  # standing on a corner
+    discs = np.hypot(abs(x) - 0.44, y - 0.39)  # one on each upper side
     return np.minimum(square, discs) - 0.62
 
 
@@ -56,8 +56,8 @@ def _moon(x, y):
 
 
 # Signed distances to the outlines of shapes that fill about [-1, 1]: negative inside, y upward,
-# exact near the outline. A turn by a few degrees does not make two of them alike: there is no
-# hexagon beside the circle, and no diamond beside the square.
+# exact near the outline. Rotated by a few degrees, the shapes still look different: there is no
+# hexagon (like the circle), and no diamond (like the square).
 SHAPES = {
     "circle": lambda x, y: np.hypot(x, y) - 0.97,
     "square": lambda x, y: np.maximum(abs(x), abs(y)) - 0.85,
@@ -78,7 +78,7 @@ COLORS = {
 }
 # Half the width of a shape, as a fraction of the image's width.
 SIZES = {"small": 0.21, "large": 0.33}
-# Of the center, x to the right, y down.
+# Positions of the center (x to the right, y down).
 PLACES = {
     "top left": (0.31, 0.31),
     "top right": (0.69, 0.31),
@@ -99,7 +99,7 @@ ATTRIBUTES = {
     "background": list(BACKGROUNDS),
 }
 NUM_OPTIONS = list(map(len, ATTRIBUTES.values()))
-# Probability that a caption names the attribute.
+# Probability that a caption mentions the attribute.
 NAMED = {
     "shape": 0.85,
     "color": 0.8,
@@ -110,11 +110,11 @@ NAMED = {
 
 
 def shapes(indices, size=32):
-    """Draw samples of an endless data set: uint8 images (N, size, size, 3), and N records.
+    """Samples of an endless data set: uint8 images (N, size, size, 3), and N records.
 
-    A record has the "caption", all five "attributes" and the "named" ones of the caption.
+    A record has the "caption", all five "attributes", and "named", those that the caption mentions.
     """
-    # 5 numbers for the attributes, 6 for the drawing, 6 for the caption.
+    # 5 numbers choose the attributes, 6 the drawing, 6 the caption.
     uniform = _uniform(0, indices, 17)
     values = (uniform[:, :5] * NUM_OPTIONS).astype(int)
     records = list(map(_record, values, uniform[:, 11:]))
@@ -136,7 +136,10 @@ def _record(values, uniform):
 
 
 def _caption(named):
-    """Such as "a small shape at the top left on a gray background"; named: {attribute: value}."""
+    """A caption like "a small shape at the top left on a gray background".
+
+    named: {attribute: value}.
+    """
     words = [
         "a",
         named.get("size"),
@@ -153,7 +156,7 @@ def _caption(named):
 
 
 def _uniform(seed, indices, count):
-    """Numbers in [0, 1) of shape (N, count): hashes of (seed, index, column)."""
+    """Numbers in [0, 1), of shape (N, count): hashes of (seed, index, column)."""
     x = np.full(1, seed, np.uint64)
     rows = np.asarray(indices, np.uint64)[:, None]
     columns = np.arange(1, count + 1, dtype=np.uint64)
@@ -163,15 +166,15 @@ def _uniform(seed, indices, count):
 
 
 def _look_up(table, values):
-    """Entries of a table of numbers or triples: float32 (n, 1, 1) or (n, 1, 1, 3)."""
+    """Entries of a table of numbers or tuples: float32 (n, 1, 1) or (n, 1, 1, length)."""
     entries = np.array(list(table.values()), np.float32)
     return entries[values, None, None]
 
 
 def draw(values, variation, size=32):
-    """Draw images uint8 (N, size, size, 3) of attributes (N, 5), as of `attribute_values`.
+    """Draw images, uint8 (N, size, size, 3), of attributes (N, 5) from `attribute_values`.
 
-    variation: (N, 6) in [0, 1]: shift x and y, turn, scale, and shades of shape and background.
+    variation: (N, 6) in [0, 1]: shift in x and y, rotation, scale, shade of shape and background;
     0.5 is no variation.
     """
     images = np.empty((len(values), size, size, 3), np.uint8)
@@ -219,7 +222,7 @@ def attribute_values(records):
 
 
 def named_attributes(records):
-    """Which attributes a record's caption names: bool (N, 5)."""
+    """True for the attributes that a record's caption mentions: bool (N, 5)."""
     rows = []
     for record in records:
         rows.append([name in record["named"] for name in ATTRIBUTES])
@@ -227,51 +230,55 @@ def named_attributes(records):
 
 
 def nearest(features, references, values):
-    """The `values` (N, …) of the nearest of N references (N, D) to each of `features` (n, D)."""
+    """The `values` (n, …) of the references (N, D) that are nearest to `features` (n, D)."""
     squares = np.square(references).sum(1)
     distances = squares - 2 * features @ references.T
     return values[distances.argmin(1)]
 
 
 def picture_features(pictures):
-    """uint8 (B, H, H, 3), H a multiple of 16, averaged to 16 by 16 -> float32 (B, 768) up to 1."""
+    """Average uint8 images (B, H, H, 3), H a multiple of 16, to 16x16: float32 (B, 768) up to 1."""
     box = pictures.shape[1] // 16
     boxes = pictures.reshape(-1, 16, box, 16, box, 3)
     means = boxes.mean((2, 4), np.float32)
-    return means.reshape(-1, 768) / 255
+    means = means.reshape(-1, 768)
+    return means / 255
 
 
 @functools.cache
 def picture_references():
     """Features (N, D) and attributes (N, 5) of eight drawings of each combination of attributes.
 
-    By the nearest of them 0.96 of the real images match their captions: the ceiling for generated
-    ones.
+    Classified by the nearest of them, 0.96 of the real images match their captions. This is the
+    ceiling for generated images.
     """
-    values = np.indices(NUM_OPTIONS).reshape(5, -1).T
+    values = np.indices(NUM_OPTIONS)
+    values = values.reshape(5, -1).T
     features = []
     for seed in range(8):
         variation = _uniform(seed, range(len(values)), 11)[:, 5:]
-        features.append(picture_features(draw(values, variation)))
+        drawings = draw(values, variation)
+        features.append(picture_features(drawings))
     values = np.tile(values, (8, 1))
     return np.concatenate(features), values
 
 
 def is_correct(pictures, records):
-    """Whether pictures, uint8 (B, H, H, 3), have all that their captions mention: bool (B,)."""
-    # A nearest neighbor among drawings of all combinations of attributes recognizes them.
+    """True for images, uint8 (B, H, H, 3), that show all that their captions mention: bool (B,)."""
+    # The nearest neighbor among drawings of all combinations of attributes recognizes them.
     found = nearest(picture_features(pictures), *picture_references())
     correct = found == attribute_values(records)
-    return (correct | ~named_attributes(records)).all(1)  # others are free
+    correct |= ~named_attributes(records)  # others are free
+    return correct.all(1)
 
 
-MAX_CAPTIONS = 96  # of a split
-DRAWS = 16  # samples of a caption
-AT_ONCE = 48  # captions to sample for at a time: half, so that two ranks have as much each
+MAX_CAPTIONS = 96  # captions of a split to score
+DRAWS = 16  # samples per caption
+AT_ONCE = 48  # captions per batch: half of them, so that two ranks have equal work
 
 
 def is_built_in(folder):
-    """Whether embed.builtin_data wrote this folder: its captions come with their attributes."""
+    """True if embed.builtin_data wrote this folder, so that its captions have attributes."""
     path = Path(folder, "clip.json")
     return path.is_file() and "made_from" in config.read_json(path)
 
@@ -279,15 +286,16 @@ def is_built_in(folder):
 def embedding_scores(splits, split, sample_fn, seed):
     """caption_match and coverage of sampled image embeddings, and their ceilings. Collective.
 
-    {} unless the data, and the validation set, are the built-in ones.
+    {} unless both the data and the validation set are the built-in ones.
 
-    caption_match: fraction of the samples whose nearest neighbor among held-out images has what the
-    caption mentions. coverage: variety in the attributes that the caption does not mention. It is
-    the entropy among the neighbors of a caption's samples, over that among all images that fit the
-    caption. For the ceilings, embeddings of fitting training images take the place of samples.
+    caption_match: fraction of samples whose nearest neighbor among held-out images has everything
+    that the caption mentions. coverage: variety of the other attributes, which is the entropy among
+    the neighbors of a caption's samples, divided by the entropy among all images that fit the
+    caption. For the ceilings, embeddings of training images that fit replace the samples.
 
-    splits: {name: (dataset, indices)}. sample_fn(batch, seeds): embeddings (N, D) for a batch of
-    the dataset, which has DRAWS rows for each of at most AT_ONCE captions; seeds: one a caption.
+    splits: {name: (dataset, indices)}. sample_fn(batch, seeds): samples embeddings (N, D) for a
+    batch of the dataset, with DRAWS rows for each of at most AT_ONCE captions; seeds: one per
+    caption.
     """
     dataset, captions = splits[split]
     if not is_built_in(dataset.folder) or splits["validation"][0] is not dataset:
@@ -300,7 +308,7 @@ def embedding_scores(splits, split, sample_fn, seed):
         mentioned = named_attributes(records)  # bool, of the same shape
     references = unit_embeddings(dataset, held_out)
 
-    found = collections.defaultdict(list)  # {score: its value for each caption}
+    found = collections.defaultdict(list)  # {score: one value per caption}
     for number, batch in loader.eval_batches(dataset, rows, 0, AT_ONCE * DRAWS):
         indices = batch["index"][::DRAWS].tolist()
         first = number * AT_ONCE
@@ -311,7 +319,7 @@ def embedding_scores(splits, split, sample_fn, seed):
             named = mentioned[index]
             fits = (attributes == attributes[index])[:, named].all(1)
             training = np.setdiff1d(np.flatnonzero(fits), held_out)
-            if not len(training):  # then there is no ceiling
+            if not len(training):  # there is no ceiling
                 continue
 
             random = np.random.RandomState(seed_of_caption % 2**32)
@@ -337,11 +345,12 @@ def embedding_scores(splits, split, sample_fn, seed):
 def unit_embeddings(dataset, indices):
     """Image embeddings of unit length, numpy (N, D)."""
     batch, _ = dataset.fetch(indices)
-    return torch.nn.functional.normalize(batch["image_embed"], dim=-1).numpy()
+    embeds = torch.nn.functional.normalize(batch["image_embed"], dim=-1)
+    return embeds.numpy()
 
 
 def entropy(attributes):
-    """Sum of the entropies, in nats, of the columns of (N, attributes)."""
+    """Sum of the entropies of the columns of (N, attributes), in nats."""
     total = 0.0
     for column in attributes.T:
         _, counts = np.unique(column, return_counts=True)
@@ -350,10 +359,10 @@ def entropy(attributes):
     return total
 
 
-# Sounds
+# Syllables
 
-RATE = 8_000  # samples a second
-# F1 and F2 in Hz: vowel-like, and further apart than the vowels of a language.
+RATE = 8_000  # samples per second
+# F1 and F2 in Hz: like vowels, but further apart than those of a language.
 SYLLABLES = {
     "i": (250, 1500),
     "e": (420, 1150),
@@ -363,16 +372,16 @@ SYLLABLES = {
     "y": (250, 950),
 }
 NAMES = list(SYLLABLES)
-HALF_WIDTH = 75  # of a formant in Hz
-LENGTH = 0.24  # seconds of a syllable
-GLIDE = 0.04  # seconds in which one syllable turns into the next
+HALF_WIDTH = 75  # of a formant, in Hz
+LENGTH = 0.24  # of a syllable, in seconds
+GLIDE = 0.04  # seconds of transition between two syllables
 FADE = 0.01  # seconds of fading in and out
-PERIOD = 640  # samples after which a syllable repeats: all pitches are multiples of 12.5 Hz
+PERIOD = 640  # samples after which a syllable repeats, because pitches are multiples of 12.5 Hz
 SPEAKERS = 100
 
 
 def voice_of(speaker):
-    """(pitch in Hz, timbre) of a speaker; the timbre is the level of even harmonics to odd ones."""
+    """(pitch in Hz, timbre) of a speaker; timbre is the level of even harmonics over odd ones."""
     timbre = 0.25 * 4 ** (speaker // 10 / 9)
     return 100 + 12.5 * (speaker % 10), timbre
 
@@ -382,7 +391,7 @@ def syllables(indices):
 
     A text is 3 to 5 different names of SYLLABLES.
     """
-    # Numbers for the speaker, the count, and the order of the six syllables.
+    # 1 number chooses the speaker, 1 the count, and 6 the order of the syllables.
     uniform = _uniform(0, indices, 8)
     texts = []
     for numbers in uniform:
@@ -393,11 +402,11 @@ def syllables(indices):
     return texts, speakers
 
 
-@functools.lru_cache(2**13)  # 250 MB, for all the stages of a process
+@functools.lru_cache(2**13)  # 250 MB, shared by all stages of a process
 def speak(text, speaker):
-    """The wave float32 (T,) in [-1, 1] at RATE of a text, names of SYLLABLES, by a speaker.
+    """Synthesize a text (names of SYLLABLES) by a speaker: float32 (T,) in [-1, 1] at RATE.
 
-    Nothing in it is random: a codec would spend its codes on noise.
+    There is no noise, on which a codec would spend its codes.
     """
     names = text.split()
     samples = int(len(names) * LENGTH * RATE)
@@ -406,7 +415,7 @@ def speak(text, speaker):
     rise = 1
     for position, name in enumerate(names):
         sound = np.resize(_sound(name, *voice_of(speaker)), samples)
-        if position:  # the sound before fades into this one, in phase
+        if position:  # the previous syllable fades into this one, in phase
             begin = position * LENGTH
             rise = np.clip((time - begin) / GLIDE + 0.5, 0, 1)
         wave = (1 - rise) * wave + rise * sound
@@ -417,7 +426,7 @@ def speak(text, speaker):
 
 @functools.cache
 def _sound(name, pitch, timbre):
-    """PERIOD samples of a syllable: harmonics under two formants, of equal phases in all voices."""
+    """PERIOD samples of a syllable: harmonics with two formants. Phases are equal in all voices."""
     highest = int(0.48 * RATE / pitch)
     harmonic = np.arange(1, highest + 1)
     formants = np.array(SYLLABLES[name])[:, None]
@@ -425,7 +434,7 @@ def _sound(name, pitch, timbre):
     first, second = 1 / np.hypot(1, distance)
     envelope = first + 0.5 * second
     level = envelope * np.where(harmonic % 2, 1, timbre)
-    # These phases spread the energy in time, so there are no high peaks.
+    # These phases spread the energy over time, which avoids high peaks.
     phase = np.exp(0.5j * harmonic**2)
     spectrum = np.zeros(PERIOD // 2 + 1, complex)
     spectrum[harmonic * round(pitch * PERIOD / RATE)] = level * phase
@@ -438,13 +447,13 @@ def _sound(name, pitch, timbre):
 
 
 def estimate_voice(wave):
-    """(pitch in Hz, timbre) of a wave (T,) at RATE, NaN of a silent one.
+    """(pitch in Hz, timbre) of a wave (T,) at RATE, NaN if it is silent.
 
     The pitch is the first peak of the autocorrelation that is nearly as high as the highest one.
-    The timbre is the mean level of even harmonics to that of their odd neighbors, weighted by the
+    The timbre is the mean level of even harmonics relative to their odd neighbors, weighted by the
     neighbors.
     """
-    # A power of 2, and 8 times as long as the wave, for a fine spectrum.
+    # A power of 2, at least 8 times as long as the wave, for a fine spectrum.
     size = 8 << (len(wave) - 1).bit_length()
     windowed = wave * np.hanning(len(wave))
     spectrum = np.fft.rfft(windowed, size)
@@ -453,15 +462,15 @@ def estimate_voice(wave):
     if not correlation[0] > 1e-6:
         return np.nan, np.nan
 
-    # At lags from 33 to 94, of pitches from 242 to 85 Hz.
+    # Lags from 33 to 94 are pitches from 242 to 85 Hz.
     before = correlation[32:94]
     here = correlation[33:95]
     after = correlation[34:96]
     is_peak = (here >= before) & (here >= after)
     is_high = here > 0.85 * here.max()
-    # Without a peak this is 0, the pitch of no speaker.
+    # Without a peak this is 0, which is not the pitch of any speaker.
     best = (is_peak & is_high).argmax()
-    # The top of a parabola through the peak.
+    # Find the top of a parabola through the peak.
     slope = (before - after)[best]
     curvature = (before - 2 * here + after)[best]
     shift = slope / (2 * min(-1e-9, curvature))
@@ -473,30 +482,33 @@ def estimate_voice(wave):
     bins = np.round(near * pitch * size / RATE).astype(int)
     level = np.sqrt(power[bins].max(1))
     even = level[1:-1:2]  # harmonics 2, 4, …
-    neighbors = np.sqrt(level[:-2:2] * level[2::2])
+    products = level[:-2:2] * level[2::2]
+    neighbors = np.sqrt(products)
     log_timbre = np.average(np.log(even / neighbors), weights=neighbors)
     return pitch, np.exp(log_timbre)
 
 
 def same_voice(voice, other):
-    """Whether two voices, as of `estimate_voice`, are of one speaker.
+    """True if two voices from `estimate_voice` belong to the same speaker.
 
-    Their pitches differ by at most 2 %, and the logarithms of their timbres by at most 0.45.
+    That is if their pitches differ by less than 2 %, and the logarithms of their timbres by less
+    than 0.45.
     """
     pitch, timbre = np.abs(np.log(voice) - np.log(other))
     return bool(pitch < 0.02 and timbre < 0.45)
 
 
 def syllable_labels(text, frames, rate):
-    """The number of the syllable in each of `frames` frames, `rate` a second: int (frames,)."""
+    """The number of the syllable in each frame, with `rate` frames per second: int (frames,)."""
     labels = np.array([NAMES.index(name) for name in text.split()])
     middle = (np.arange(frames) + 0.5) / rate
     position = (middle / LENGTH).astype(int)
-    return labels[position.clip(max=len(labels) - 1)]
+    position = position.clip(max=len(labels) - 1)
+    return labels[position]
 
 
 def recognize_syllables(labels):
-    """Names of the syllables that last for four frames or more in `labels` (frames,)."""
+    """Names of the syllables that last for at least four frames in `labels` (frames,)."""
     lasting = []
     for label, run in itertools.groupby(labels):
         if len(list(run)) >= 4:
@@ -505,8 +517,8 @@ def recognize_syllables(labels):
 
 
 def text_similarity(found, expected):
-    """1 - edit distance / number of expected syllables, at least 0 (Levenshtein 1966)."""
-    costs = range(len(expected) + 1)  # of nothing to the first 0, 1, … of `expected`
+    """max(0, 1 - edit distance / number of expected syllables) (Levenshtein 1966)."""
+    costs = range(len(expected) + 1)  # of inserting the first 0, 1, … of `expected`
     for name in found:
         row = [costs[0] + 1]
         for j, other in enumerate(expected):

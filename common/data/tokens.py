@@ -138,9 +138,9 @@ class Tokens:
             yield self.tokens[:, start:stop]
 
     def window(self, index, start, stop, quantizers=slice(None)):
-        """The tokens, int64 (T, n), of the frames `start` to `stop` of a recording."""
-        first = self.offsets[index]
-        tokens = self.tokens[quantizers, first + start : first + stop]
+        """The tokens, int64 (T, n), of the frames `start` to `stop`, or the end, of a recording."""
+        first, end = self.offsets[index : index + 2]
+        tokens = self.tokens[quantizers, first + start : min(first + stop, end)]
         return torch.from_numpy(tokens.T.astype(np.int64))  # embeddings take 64 bits
 
 
@@ -176,8 +176,8 @@ def encode_missing(place, missing, cfg, dataset, tokenizer):
     """Write the tokens of the recordings `missing` in pieces, in the folder `place`. Collective.
 
     Ranks take turns, and meet after each piece: so signals are heard, and no rank waits for long.
-    One recording is encoded at a time: padding would change its tokens, which then depended on what
-    else was missing.
+    One recording is encoded at a time. In a batch its padding, and so its tokens, would depend on
+    which others are missing.
     """
     share = missing[dist.rank() :: dist.world_size()].tolist()
     timeout = 60 * cfg.timeout_minutes
@@ -228,7 +228,7 @@ def token_cache(cfg, dataset, tokenizer):
     arguments = path, len(dataset), tokenizer.num_quantizers
 
     def known():
-        """Yield (recording, tokens (Q, T)) of the file, and of pieces, which go before."""
+        """Yield (recording, tokens (Q, T)) of the file, then of pieces, which win."""
         saved = ()
         with contextlib.suppress(FileNotFoundError, ValueError):  # it is not there, or damaged
             saved = Tokens(*arguments)

@@ -1,4 +1,4 @@
-"""Codecs that others have published, through the package transformers: EnCodec, DAC, Mimi."""
+"""Published codecs, loaded with the package transformers: EnCodec, DAC, Mimi."""
 
 import math
 from pathlib import Path
@@ -11,26 +11,28 @@ from common.models import audio
 
 
 def from_transformers(flag, name, kinds):
-    """The model `name` (an id at huggingface.co, or a folder) by transformers, frozen and in fp32.
+    """Load the model `name` (an id at huggingface.co, or a folder), frozen and in fp32.
 
-    kinds: the values of model_type that fit. flag: the setting that names it, for messages.
-    UserError for a model of another kind, or for none.
+    kinds: allowed values of model_type. flag: the setting that names the model, for messages.
+    UserError for another kind of model, or if there is none.
     """
     transformers = need("transformers", flag)
     with explained(f"{flag}: expected a name at huggingface.co, or a folder"):
-        kind = transformers.AutoConfig.from_pretrained(name).model_type  # before large weights
+        # Check the config before downloading large weights.
+        kind = transformers.AutoConfig.from_pretrained(name).model_type
         if kind not in kinds:
-            raise UserError(f"{flag}: a model of the kind {kind}; expected {', '.join(kinds)}")
+            raise UserError(f"{flag}: model type {kind}; expected {', '.join(kinds)}")
         model = transformers.AutoModel.from_pretrained(name)
-    return model.float().eval().requires_grad_(False)
+    model = model.float().eval()
+    return model.requires_grad_(False)
 
 
 class PublishedCodec:
-    """EnCodec, DAC or Mimi, used like a SoundStream: hf:MODEL.
+    """EnCodec, DAC or Mimi, with the interface of SoundStream: hf:MODEL.
 
-    MODEL is a name at huggingface.co or a folder. A wave is padded with silence to whole frames.
-    sample_rate: samples a second. hop_length: samples of a frame. frame_rate: frames a second.
-    num_quantizers: codes of a frame, each below codebook_size. checksum: text that changes with
+    MODEL is a name at huggingface.co or a folder. Waves are padded with silence to whole frames.
+    sample_rate: samples per second. hop_length: samples per frame. frame_rate: frames per second.
+    num_quantizers: codes per frame, each below codebook_size. checksum: a text that changes with
     the weights.
     """
 
@@ -42,14 +44,14 @@ class PublishedCodec:
         stereo = getattr(settings, "audio_channels", 1) > 1
         if stereo or getattr(settings, "normalize", False):
             raise UserError(
-                f"{flag}: a model of two channels, or one that normalizes chunks of sound; "
-                "expected another, such as hf:facebook/encodec_24khz"
+                f"{flag}: models with two channels, and models that normalize chunks, do not "
+                "work; give another, such as hf:facebook/encodec_24khz"
             )
         self.is_encodec = settings.model_type == "encodec"
         if self.is_encodec:
-            # By default it takes the first bitrate, which is the lowest.
+            # Its default is the first bitrate, which is the lowest.
             settings.target_bandwidths = settings.target_bandwidths[-1:]
-        # The three models name these in three ways.
+        # The three models have different names for these.
         self.sample_rate = settings.sampling_rate
         hop_length = getattr(settings, "hop_length", 0)
         self.hop_length = hop_length or round(self.sample_rate / settings.frame_rate)
@@ -57,32 +59,35 @@ class PublishedCodec:
         self.codebook_size = settings.codebook_size
         self.num_quantizers = getattr(settings, "n_codebooks", 0) or settings.num_quantizers
 
-        # Frames before one that it may depend on: on ten seconds, after which an LSTM (EnCodec) has
-        # forgotten, and for Mimi on the windows of all layers of a transformer. Then a second after
-        # it: DAC is not causal.
+        # How many frames before and after it a frame may depend on. Ten seconds before it, which is
+        # beyond the memory of EnCodec's LSTM; for Mimi, also the attention windows of all layers. A
+        # second after it, because DAC is not causal.
         layers = getattr(settings, "num_hidden_layers", 0)
         window = getattr(settings, "sliding_window", 0)
         self.before = math.ceil(10 * self.frame_rate) + layers * window
         self.after = math.ceil(self.frame_rate)
 
-        # The weights of a folder may change under the same name.
+        # The weights in a folder may change while its name stays the same.
         files = sorted(Path(name).glob("*.safetensors"))
         digests = [checkpoint.checksum(file)[:16] for file in files]
         self.checksum = " ".join(digests) or name
 
     def encode(self, wave):
-        """Codes (frames, Q) of a wave (T,), on the CPU. In blocks: an hour fits into memory."""
+        """Codes (frames, Q) of a wave (T,), on the CPU, computed block by block."""
 
         def work(block):
-            codes = self.model.encode(block[None].to(self.model.device)).audio_codes
-            # (…, Q, frames): before the batch, EnCodec's have an axis of chunks.
-            return codes.flatten(0, -3).mT.cpu()
+            block = block[None].to(self.model.device)
+            codes = self.model.encode(block).audio_codes
+            # (…, Q, frames), where EnCodec has an axis of chunks before the batch.
+            codes = codes.flatten(0, -3)
+            return codes.mT.cpu()
 
-        wave = F.pad(wave, (0, -len(wave) % self.hop_length))
+        missing = -len(wave) % self.hop_length
+        wave = F.pad(wave, (0, missing))
         return audio.in_blocks(work, wave, self.hop_length, 1, self.before, self.after)
 
     def decode(self, codes):
-        """The wave (frames · hop_length,), on the CPU, of codes (frames, n) of n quantizers."""
+        """The wave (frames · hop_length,) of codes (frames, n) of n quantizers, on the CPU."""
 
         def work(block):
             length = block.shape[1] * self.hop_length
@@ -92,6 +97,7 @@ class PublishedCodec:
             else:
                 out = self.model.decode(audio_codes=block)
             wave = out.audio_values.flatten(1).cpu()  # (1, T), the only channel
-            return F.pad(wave, (0, length - wave.shape[1]))  # DAC's is shorter: a stride is odd
+            missing = length - wave.shape[1]
+            return F.pad(wave, (0, missing))  # DAC has an odd stride, and gives fewer samples
 
         return audio.in_blocks(work, codes, 1, self.hop_length, self.before, self.after)

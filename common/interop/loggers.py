@@ -1,11 +1,11 @@
-"""Third-party loggers, each with the methods of tracker.Logger: TensorBoard, Weights & Biases."""
+"""Third-party loggers, with the interface of tracker.Logger: TensorBoard, Weights & Biases."""
 
 from common import config
 from common.config import explained, need
 
 
 class TensorBoard:
-    """Event files in RUN/tensorboard. Of steps that a resumed run repeats, the last ones count."""
+    """Event files in RUN/tensorboard. If a resumed run repeats steps, the new ones count."""
 
     def open(self, cfg, folder, known, step):
         tensorboard = need("torch.utils.tensorboard", "--logger tensorboard", "tensorboard")
@@ -17,7 +17,7 @@ class TensorBoard:
 
         for name, value in metrics.items():
             self.writer.add_scalar(name, value, step)
-        for name, path, caption in samples:  # add_image and add_audio would encode them again
+        for name, path, caption in samples:  # add_image and add_audio would encode the files again
             content = path.read_bytes()
             value = Summary.Value(tag=name)
             if path.suffix == ".png":
@@ -27,7 +27,7 @@ class TensorBoard:
                 value.audio.content_type = "audio/wav"
             self.writer.file_writer.add_summary(Summary(value=[value]), step)
             self.writer.add_text(name, caption, step)
-        self.writer.flush()  # a checkpoint may follow, and lines up to it do not come again
+        self.writer.flush()  # a checkpoint may follow, after which these lines are not repeated
 
     def file(self, path):
         self.writer.add_text(path.name, f"```\n{path.read_text()}\n```")
@@ -39,15 +39,15 @@ class TensorBoard:
 
 
 class WandB:
-    """A run of Weights & Biases. It ignores the steps that a resumed run repeats."""
+    """A run of Weights & Biases, which ignores steps that a resumed run repeats."""
 
     def __init__(self, **options):
-        """options: those of wandb.init, such as project, entity, name and id."""
+        """options: arguments of wandb.init, such as project, entity, name and id."""
         self.options = options
 
     def open(self, cfg, folder, known, step):
         wandb = need("wandb", "--logger wandb")
-        # No account, no network: the package's own types of errors.
+        # The package has its own types of errors, as for a missing account or network.
         with explained(
             "--logger wandb: is there an account (`wandb login`), a network, the run to resume? "
             "WANDB_MODE=offline needs none"
@@ -59,7 +59,7 @@ class WandB:
                 resume="must" if known else "allow",
             )
         self.media = {".png": wandb.Image, ".wav": wandb.Audio}
-        if self.run.disabled:  # its entity is "dummy", to which all later parts would go
+        if self.run.disabled:  # its entity is "dummy", which later starts must not use
             return known
         return {name: getattr(self.run, name) for name in ("project", "entity", "id")}
 

@@ -1,11 +1,11 @@
-"""Published weights of Karlo and Kandinsky: from diffusers' folders, and back.
+"""Import published weights of Karlo and Kandinsky from diffusers' folders, and export to them.
 
     python -m common.interop.pretrained import kakaobrain/karlo-v1-alpha --out runs/karlo
     python -m common.interop.pretrained import OWNER/REPOSITORY/FOLDER --out runs/k22
     python -m common.interop.pretrained export --run_dir runs/mine --out my-prior
 
-`import` takes a folder, or a repository of the Hugging Face hub. It writes ordinary run
-folders with a model.pt. `export` writes what diffusers loads, or, of adapters, what peft loads.
+`import` reads a folder, or a repository of the Hugging Face hub, and writes run folders with a
+model.pt. `export` writes a folder for diffusers or, for LoRA adapters, for peft.
 """
 
 import re
@@ -23,8 +23,8 @@ from common.data import clips
 
 CONFIGS = {"prior": train_prior.Config, **train_decoder.STAGES}
 
-# How names of parameters begin: ours, diffusers'. One of ours may join two of theirs. Of a decoder
-# diffusers keeps the projections of image and text apart, in text_proj.
+# Prefixes of parameter names: ours, diffusers'. One of ours may concatenate two of theirs. The
+# decoder's projections of image and text are a separate model in diffusers, text_proj.
 PRIOR = """\
 positions.weight              positional_embedding
 query.weight                  prd_embedding
@@ -72,7 +72,7 @@ encoding_in                   encoder_hidden_states_proj
 encoding_norm                 text_encoder_hidden_states_norm
 """
 
-# Folders of a pipeline or of a single model, and the files they become.
+# Folders of a pipeline, or of a single model, and the files that they are imported to.
 PARTS = {
     ".": "model.pt",
     "prior": "prior/model.pt",
@@ -81,7 +81,7 @@ PARTS = {
     "super_res_last": "upsample/last_step.pt",
 }
 SCHEDULERS = "../scheduler", "../prior_scheduler", "scheduler", "prior_scheduler"  # of a prior
-WEIGHTS = (  # the first that is there, and of 16 bits only if there is no other
+WEIGHTS = (  # the first that exists is used; fp16 is the last resort
     "diffusion_pytorch_model.safetensors",
     "diffusion_pytorch_model-*-of-?????.safetensors",
     "diffusion_pytorch_model.bin",
@@ -96,9 +96,9 @@ CLIPS = {768: "open_clip:ViT-L-14/openai", 1280: "open_clip:ViT-bigG-14/laion2b_
 
 
 def blocks_of(cfg):
-    """Yield (our block, diffusers') of a model.
+    """Yield the names (ours, diffusers') of a model's blocks.
 
-    Those of a U-Net are in ADM's order here: the blocks of a level, then the one to the next.
+    Our U-Net has ADM's order: the blocks of a level, then the block that resamples.
     """
     if isinstance(cfg, train_prior.Config):
         for i in range(cfg.depth):
@@ -114,13 +114,13 @@ def blocks_of(cfg):
 
 
 def published_names(cfg, table, names):
-    """{name: the published ones that it joins}, by a table above, of a model of `cfg`.
+    """{our parameter name: published names to concatenate}, by one of the tables above.
 
-    names: of our parameters. Those that are not in the table are left out.
+    names: of our parameters. Parameters that are not in the table are left out.
     """
     published = {}
     for ours, theirs in blocks_of(cfg):
-        attention = theirs.replace("resnets", "attentions")  # it has the number of its block
+        attention = theirs.replace("resnets", "attentions")  # numbered like its block
         lines = table.format(ours=ours, theirs=theirs, attention=attention)
         for line in lines.splitlines():
             beginning, replacements = line.split()
@@ -135,9 +135,9 @@ def published_names(cfg, table, names):
 
 
 def our_settings(about, folder):
-    """(kind of model, settings) of the contents `about` of FOLDER/config.json.
+    """(kind of model, settings) for the contents `about` of FOLDER/config.json.
 
-    Besides sizes they are objective and sampling of Karlo and Kandinsky.
+    Objective and sampling settings are those of Karlo and Kandinsky.
     """
     if about["_class_name"] == "PriorTransformer":
         heads = about["num_attention_heads"]
@@ -191,15 +191,15 @@ def our_settings(about, folder):
 
 
 def their_config(cfg, widths, path):
-    """The config.json of diffusers for the model of `path`; UserError if it has no class for it.
+    """diffusers' config.json for the model `path`; UserError if diffusers has no class for it.
 
     widths: of embeddings and of text encodings.
     """
     if isinstance(cfg, train_prior.Config):
         if widths[1] not in (0, widths[0]):
             raise UserError(
-                f"{path}: diffusers has no class for it: its text encodings are {widths[1]} wide, "
-                f"expected {widths[0]}, as its embeddings"
+                f"{path}: diffusers has no class for it: the width of its text encodings is "
+                f"{widths[1]}, expected {widths[0]}, that of its embeddings"
             )
         return {
             "_class_name": "PriorTransformer",
@@ -213,9 +213,9 @@ def their_config(cfg, widths, path):
         }
     if cfg.width < 128 or cfg.width % 64 or widths[0] != widths[1] or cfg.low_res_noise:
         raise UserError(
-            f"{path}: diffusers has no class for it: expected Karlo's decoder, which attends to "
-            "image and text, or its upsampler, which has neither, nor --low_res_noise; a --width "
-            "that is a multiple of 64, 128 or more"
+            f"{path}: diffusers has no class for it: expected Karlo's decoder, with image and text "
+            "conditions, or its upsampler, without conditions or --low_res_noise; and a --width "
+            "that is a multiple of 64, at least 128"
         )
     kinds = ["Resnet{}sampleBlock2D"] * len(cfg.channel_mult)
     for level in cfg.attention_levels:
@@ -229,7 +229,7 @@ def their_config(cfg, widths, path):
         "down_block_types": [kind.format("Down") for kind in kinds],
         "up_block_types": [kind.format("Up") for kind in reversed(kinds)],
         "resnet_time_scale_shift": "scale_shift" if cfg.scale_shift else "default",
-        # Of one value here; they do not show in the weights.
+        # Constants here, which do not affect the shapes of weights.
         "norm_num_groups": 32,
         "norm_eps": 1e-5,
         "act_fn": "silu",
@@ -249,9 +249,9 @@ def their_config(cfg, widths, path):
 
 
 def read_folder(folder):
-    """(contents of config.json, tensors) of a folder of diffusers. Weights may be in shards."""
+    """(contents of config.json, tensors) from a folder of diffusers. Weights may be sharded."""
     tensors = {}
-    with explained(f"{folder}: expected config.json, {WEIGHTS[0]} or .bin, of tensors alone"):
+    with explained(f"{folder}: expected config.json, and {WEIGHTS[0]} or .bin with only tensors"):
         about = config.read_json(folder / "config.json")
         found = [sorted(folder.glob(name)) for name in WEIGHTS]
         for path in next(filter(None, found)):
@@ -263,10 +263,10 @@ def read_folder(folder):
 
 
 def our_weights(names, expected, tensors, path):
-    """Our {name: tensor} of the published `tensors`, of the shapes of those in `expected`.
+    """Convert the published `tensors` to our {name: tensor}, with the shapes of `expected`.
 
-    names: of `published_names`. UserError unless every one fits. Tensors that are taken leave the
-    dict: joined ones are copies of gigabytes.
+    names: from `published_names`. UserError unless all fit. Converted tensors are removed from the
+    dict, because concatenated ones are copies of gigabytes.
     """
     weights = {}
     for name, theirs in names.items():
@@ -275,7 +275,7 @@ def our_weights(names, expected, tensors, path):
             value = torch.cat([tensors.pop(layer) for layer in theirs]).float()
             if not value.isfinite().all():
                 raise ValueError("not finite")
-            if name.startswith("image_tokens_in"):  # theirs has the tokens innermost
+            if name.startswith("image_tokens_in"):  # diffusers has the token axis last
                 value = value.unflatten(0, (-1, 4)).transpose(0, 1)
             weights[name] = value.reshape(shape)
     if tensors:
@@ -285,13 +285,13 @@ def our_weights(names, expected, tensors, path):
 
 
 def import_folder(folder, out, spec, source):
-    """Write the model.pt `out` of a folder of diffusers; a decoder's text_proj lies beside it.
+    """Write the model.pt `out` from a folder of diffusers; a decoder's text_proj is beside it.
 
-    spec: the CLIP, "" for the one of this width. source: what to call the folder. Nothing is
-    overwritten but an earlier import of the same.
+    spec: the CLIP, or "" for the usual one of this width. source: name of the folder, to store.
+    Only an earlier import of the same source may be overwritten.
     """
     if out.exists() and checkpoint.load(out, mmap=True).get("source") != source:
-        raise UserError(f"{out}: is there already, of another source; give another --out")
+        raise UserError(f"{out}: already exists, from another source; give another --out")
     about, tensors = read_folder(folder)
     width = about.get("embedding_dim", 0)  # of embeddings and of text encodings
     with explained(
@@ -299,20 +299,20 @@ def import_folder(folder, out, spec, source):
         "UNet2DConditionModel or UNet2DModel"
     ):
         kind, settings = our_settings(about, folder)
-        # Of one of our exports, which says more than diffusers knows.
+        # Our own exports include settings that diffusers does not know.
         settings |= config.typed(CONFIGS[kind], about.get("settings", {}), folder)
         cfg = CONFIGS[kind](**settings, run_dir=str(out.parent))
     encoding_width = width if cfg.text_encodings else 0
     for name, expected in their_config(cfg, [width, encoding_width], folder).items():
         if about.get(name, expected) != expected:
             raise UserError(
-                f"{folder}: {name} is {about[name]!r}; only {expected!r} is of the form here"
+                f"{folder}: {name} is {about[name]!r}; only {expected!r} is supported"
             )
     if kind == "base":
         projection, more = read_folder(folder.parent / "text_proj")
         width = encoding_width = projection["clip_embeddings_dim"]
         tensors |= more
-    with torch.device("meta"):  # without memory
+    with torch.device("meta"):  # takes no memory
         model_class = train_prior.Prior if kind == "prior" else train_decoder.UNet
         expected = model_class(cfg, width, encoding_width).state_dict()
     table = PRIOR if kind == "prior" else UNET + TEXT_PROJ
@@ -325,7 +325,7 @@ def import_folder(folder, out, spec, source):
         clip_model.check_widths(f"--clip {spec} for {folder}", width, encoding_width)
         fingerprint = clip_model.fingerprint()
         for name, value in clip_model.text_condition([""], cfg.max_text_len).items():
-            if f"null_text.{name}" in expected:  # a prior may see the embedding alone
+            if f"null_text.{name}" in expected:  # a prior may have no text encodings
                 weights[f"null_text.{name}"] = value
     contents = {
         "kind": kind,
@@ -336,11 +336,11 @@ def import_folder(folder, out, spec, source):
         "clip": spec,
         "clip_fingerprint": fingerprint,
         "source": source,
-        # Its last step of sampling is another U-Net's, which may be imported or not.
+        # Another U-Net takes the last sampling step, if it is imported as well.
         "last_step": "last_step.pt" if folder.name == "super_res_first" else None,
     }
     checkpoint.save(contents, out)
-    print(f"wrote {out}: a {kind} model; to train it further, give --optimizer adamw --lr 1e-5")
+    print(f"wrote {out}: a {kind} model; to fine-tune it, give --optimizer adamw --lr 1e-5")
 
 
 @dataclass(frozen=True)
@@ -351,20 +351,20 @@ class ImportConfig(Settings):
         "", "folder of diffusers, or OWNER/REPOSITORY[/FOLDER] of the Hugging Face hub"
     )
     out: str = field(
-        "runs/imported", "run folder to write; of a whole pipeline, the folder of its run folders"
+        "runs/imported", "run folder to write; for a whole pipeline, the folder of its run folders"
     )
     clip: str = field(
-        "", "CLIP of its embeddings, by default ViT-L/14 or ViT-bigG/14, by their width"
+        "", "CLIP of its embeddings; default: ViT-L/14 or ViT-bigG/14, depending on the width"
     )
 
 
 def fetch(source):
-    """The local path of `source`, downloaded from the hub."""
+    """Download `source` from the hub, and return its local path."""
     hub = need("huggingface_hub", f"import {source}")
     with explained(f"{source}: no such folder, nor OWNER/REPOSITORY[/FOLDER] of the hub"):
         owner, name, *inside = source.split("/", 2)
         patterns = [f"{folder}/*" for folder in inside or PARTS]
-        # A model that is in no folder, and what parts need of folders beside them.
+        # A model at the top level, and the folders that parts need besides their own.
         patterns += ["config.json", *WEIGHTS, "*scheduler/*", "*text_proj/*"]
         folder = hub.snapshot_download(f"{owner}/{name}", allow_patterns=patterns)
     return Path(folder, *inside)
@@ -379,7 +379,7 @@ def import_command(args):
     parts = [part for part in PARTS if (path / part / "config.json").is_file()]
     if not parts:
         raise UserError(
-            f"{path}: expected a folder, with config.json in it or in one of {', '.join(PARTS)}"
+            f"{path}: expected a folder with a config.json, in it or in one of {', '.join(PARTS)}"
         )
     for part in parts:
         import_folder(path / part, Path(args.out, PARTS[part]), args.clip, str(Path(source, part)))
@@ -399,15 +399,18 @@ class ExportConfig(Settings):
 
 
 def their_weights(cfg, table, weights):
-    """{published name: tensor} of our `weights` in a table, those of a model or of adapters."""
+    """{published name: tensor} for those of our `weights` that are in a table.
+
+    weights: of a model or of adapters.
+    """
     tensors = {}
     for name, theirs in published_names(cfg, table, weights).items():
         value = weights[name]
-        if name.startswith("image_tokens_in"):  # theirs has the tokens innermost
+        if name.startswith("image_tokens_in"):  # diffusers has the token axis last
             value = value.unflatten(0, (4, -1)).transpose(0, 1).flatten(0, 1)
-        if table == PRIOR and "." not in theirs[0]:  # not of a layer: their first dimension is 1
+        if table == PRIOR and "." not in theirs[0]:  # not in a layer: add a first axis of size 1
             value = value[None]
-        if name.endswith(".A"):  # of an adapter: joined layers share it
+        if name.endswith(".A"):  # of an adapter: concatenated layers share it
             value = value.repeat(len(theirs), 1)
         pieces = value.chunk(len(theirs))
         tensors |= {layer: piece.contiguous() for layer, piece in zip(theirs, pieces)}
@@ -415,7 +418,7 @@ def their_weights(cfg, table, weights):
 
 
 def write_folder(folder, about, tensors, config_name="config", name="diffusion_pytorch_model"):
-    """Write a folder of diffusers or peft."""
+    """Write a folder for diffusers or peft."""
     safetensors = need("safetensors.torch", "export", "safetensors")
     folder.mkdir(parents=True, exist_ok=True)
     checkpoint.write_json(about, folder / f"{config_name}.json")
@@ -424,7 +427,7 @@ def write_folder(folder, about, tensors, config_name="config", name="diffusion_p
 
 
 def write_adapters(out, weights, info):
-    """Write adapters for peft; info: "lora" of their file."""
+    """Write adapters for peft; info: the entry "lora" of their file."""
     tensors = {}
     layers = set()
     for name, value in weights.items():
@@ -450,11 +453,12 @@ def export_command(args):
     widths = contents["widths"]
     about = their_config(cfg, widths, path) | {"settings": config.settings_with(cfg, "model")}
     print(
-        f"note: diffusers has to be told that it predicts {cfg.objective}. Its pipelines give raw "
-        f"embeddings; the model takes raw ones: {cfg.raw_embeddings} (False: of length √D)"
+        f"note: the model predicts {cfg.objective}, which diffusers' scheduler must be told. Its "
+        f"pipelines give raw embeddings; the model takes raw ones: {cfg.raw_embeddings} (False: of "
+        "length √D)"
     )
     weights = contents["model"]
-    # In a file of adapters a layer a.b is "a/b".
+    # In a file of adapters, layer a.b is named "a/b".
     weights = {name.replace("/", "."): value for name, value in weights.items()}
     table = PRIOR if contents["kind"] == "prior" else UNET
     tensors = their_weights(cfg, table, weights)

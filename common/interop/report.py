@@ -1,4 +1,4 @@
-"""`report.html` in a run folder: one page to look at, which needs no other file and no script."""
+"""Write `report.html` to a run folder: a single page without external files or scripts."""
 
 import base64
 import collections
@@ -7,7 +7,7 @@ import math
 
 from common import checkpoint, config
 
-POINTS = 600  # of a curve, at most
+POINTS = 600  # maximum points per curve
 STYLE = """body{font:15px system-ui,sans-serif;max-width:1300px;margin:16px auto;padding:0 16px}
 div{display:flex;flex-wrap:wrap;gap:14px}figure{margin:0;max-width:100%}
 img{image-rendering:pixelated}td{padding:1px 14px 1px 0;vertical-align:top}"""
@@ -18,19 +18,20 @@ MEDIA = {
 
 
 def write(folder, lines):
-    """Write report.html into a run folder: newest samples, curves, newest metrics, settings.
+    """Write report.html to a run folder: newest samples, curves, newest metrics, settings.
 
-    folder: a Path. lines: those of metrics.jsonl, [{"step": …, name: value, …}, …], of which
-    "samples" is {file: caption}.
+    folder: a Path. lines: from metrics.jsonl, [{"step": …, name: value, …}, …], where "samples" is
+    {file: caption}.
     """
     newest = {}
     curves = collections.defaultdict(list)
     for metrics in lines:
         newest |= metrics
-        if "test_loss" in metrics:  # of other samples than the curves
+        if "test_loss" in metrics:  # not part of the curves, which are for other samples
             continue
         for name, value in metrics.items():
-            if isinstance(value, (int, float)) and name != "step":
+            # Against the step, the step itself and samples_seen are straight lines.
+            if isinstance(value, (int, float)) and name not in ("step", "samples_seen"):
                 curves[name].append((metrics["step"], value))
     samples = newest.pop("samples", {})
     figures = [figure(folder / file, caption) for file, caption in samples.items()]
@@ -48,14 +49,14 @@ def write(folder, lines):
 
 
 def figure(path, caption):
-    """A sample, a PNG or WAV file, in the page itself."""
+    """Embed a sample, a PNG or WAV file, in the page."""
     media = MEDIA[path.suffix].format(base64.b64encode(path.read_bytes()).decode())
     caption = html.escape(f"{path.name} {caption}")
     return f"<figure><figcaption>{caption}</figcaption>{media}</figure>"
 
 
 def chart(name, points):
-    """An SVG of the curve [(step, value), ...]. It draws every n-th point up to the newest."""
+    """An SVG of the curve [(step, value), ...]. It shows every n-th point, and the newest one."""
     points = points[:: -math.ceil(len(points) / POINTS)]
     steps, values = zip(*points)
     left = min(steps)
@@ -63,7 +64,7 @@ def chart(name, points):
     high = max(values)
     width = max(steps) - left or 1
     height = high - low or 1
-    corners = [f"{step},{-value}" for step, value in points]  # y points down
+    corners = [f"{step},{-value}" for step, value in points]  # in SVG, y points down
     caption = f"{name} {values[0]:.4g} ({low:.4g} to {high:.4g}, step {left} to {steps[0]})"
     return (
         f"<figure><figcaption>{html.escape(caption)}</figcaption>"
@@ -74,7 +75,7 @@ def chart(name, points):
 
 
 def table(values):
-    """{name: value} as rows."""
+    """An HTML table of {name: value}."""
     rows = [
         f"<tr><td>{html.escape(name)}</td><td>{html.escape(str(value))}</td></tr>"
         for name, value in values.items()

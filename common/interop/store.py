@@ -1,7 +1,7 @@
-"""Files from elsewhere, which --load and --init_from may name, and copies, which --save names.
+"""Download the files that --load and --init_from name, and upload the copies that --save names.
 
---init_from https://example.org/model.pt#sha256=9f86d081884c   # a URL, with or without sha256
---load wandb:ENTITY/PROJECT/RUN/latest.pt                      # a file of a run there
+--init_from https://example.org/model.pt#sha256=9f86d081884c   # a URL, optionally with a sha256
+--load wandb:ENTITY/PROJECT/RUN/latest.pt                      # a file of a Weights & Biases run
 --save "local save_latest_to=/backup/{run}_{step:08d}.pt"
 --save "huggingface repo=me/prior kind=model save_best_to=best.pt save_meta_to=about"
 """
@@ -22,7 +22,7 @@ from tqdm import tqdm
 from common import checkpoint, config
 from common.config import UserError, explained, need
 
-TIMEOUT = 60  # seconds without a byte after which a download fails
+TIMEOUT = 60  # seconds without any data after which a download fails
 CARD = """---
 library_name: pytorch
 ---
@@ -34,10 +34,10 @@ values: its entry "model" has the weights, and "config" the settings of the trai
 
 
 def fetch(address, folder):
-    """Path of the file at `address`, downloaded to `folder`; UserError.
+    """Download the file at `address` to `folder`, and return its path; UserError.
 
-    address: URL[#sha256=HEX], or wandb:ENTITY/PROJECT/RUN/FILE. A file whose sha256 begins with
-    that of the address is not fetched again.
+    address: URL[#sha256=HEX], or wandb:ENTITY/PROJECT/RUN/FILE. If the file is already there and
+    its sha256 starts with HEX, it is not downloaded again.
     """
     url, _, sha256 = address.partition("#sha256=")
     path = str(folder / re.sub(r"[^\w.-]+", "_", url)[-200:])
@@ -49,13 +49,13 @@ def fetch(address, folder):
         "wandb:ENTITY/PROJECT/RUN/FILE"
     ):
         if ".." in re.split(r"[/\\]", url):
-            raise ValueError("it leads out of its folder")
+            raise ValueError("the path leads out of its folder")
         if wandb_file:
             run, name = wandb_file.groups()
             file = need("wandb", "--load or --init_from").Api().run(run).file(name)
             return file.download(root=path, replace=True).name
         folder.mkdir(parents=True, exist_ok=True)
-        socket.setdefaulttimeout(TIMEOUT)  # else torch waits forever
+        socket.setdefaulttimeout(TIMEOUT)  # otherwise torch may wait forever
         try:
             torch.hub.download_url_to_file(url, path, sha256)
         finally:
@@ -68,17 +68,17 @@ def fetch(address, folder):
 
 @dataclass(kw_only=True)
 class Saver:
-    """Copies to a folder. A subclass with its `put`, and an entry in SAVERS, is another place."""
+    """Copies files to a folder. For another place, subclass it, replace `put`, add it to SAVERS."""
 
-    kind: str = "checkpoint"  # of the latest; or model: averaged weights and settings
+    kind: str = "checkpoint"  # of the latest file; or "model": averaged weights and settings
     save_latest_to: str = ""  # format strings of paths
-    save_best_to: str = ""  # best.pt, which is a model
+    save_best_to: str = ""  # for best.pt, which is always a model
     save_meta_to: str = ""  # a folder
 
     def send(self, event, entry, run):
-        """Send what the run folder `run` has saved last, if that is wanted.
+        """Send the newest file of the run folder `run`, if this saver has a path for it.
 
-        event: "latest", "best" or "meta". entry: {"file", "step"}, of run.checkpoints or run.best.
+        event: "latest", "best" or "meta". entry: {"file", "step"} from run.checkpoints or run.best.
         """
         values = path_values(run.folder, entry["step"], run.best_val_loss)
         path = getattr(self, f"save_{event}_to").format(**values)
@@ -90,7 +90,7 @@ class Saver:
             self.put(f"{path}/metadata.json", io.BytesIO(about.encode()))
             path = f"{path}/config.json"
             file = run.folder / "config.json"
-        with open(file, "rb") as content:  # it stays readable if the run drops or replaces it
+        with open(file, "rb") as content:  # stays readable even if the run deletes the file
             if event == "latest" and self.kind == "model":
                 model = checkpoint.model_contents(checkpoint.load(file))
                 content = io.BytesIO()
@@ -99,30 +99,30 @@ class Saver:
             self.put(path, content)
 
     def put(self, path, content):
-        """Write the binary file `content` there as the file `path`."""
+        """Write the binary file `content` to `path`."""
         with checkpoint.atomic_write(path) as file:
             shutil.copyfileobj(content, file)
 
 
 class WandBSaver(Saver):
-    """Files of the run of --logger wandb, while it is open."""
+    """Uploads files to the run of --logger wandb, while it is open."""
 
     def put(self, path, content):
         import wandb
 
-        if not wandb.run:  # it is closed when a run is finished
+        if not wandb.run:  # closed, because the run is finished
             return
-        path = Path(wandb.run.dir, path)  # the package would only link to a path elsewhere
+        path = Path(wandb.run.dir, path)  # the package would only link to other paths
         super().put(path, content)
         wandb.save(path, base_path=wandb.run.dir, policy="now")
 
 
 @dataclass(kw_only=True)
 class HuggingFaceSaver(Saver):
-    """A model repository on the Hugging Face Hub, with a short model card."""
+    """Uploads files to a model repository on the Hugging Face Hub, with a short model card."""
 
     repo: str  # OWNER/NAME
-    token_file: str = ""  # holds the token; "": it is that of HF_TOKEN or of `hf auth login`
+    token_file: str = ""  # file with the token; "": from HF_TOKEN or `hf auth login`
 
     def __post_init__(self):
         self.hub = need("huggingface_hub", "--save huggingface")
@@ -141,9 +141,9 @@ SAVERS = {"local": Saver, "wandb": WandBSaver, "huggingface": HuggingFaceSaver}
 
 
 def path_values(folder, step, best_val_loss):
-    """{name: value} of what may stand in braces in the path of a copy.
+    """{name: value} that paths of copies may have in braces.
 
-    folder: of the run.
+    folder: the run folder.
     """
     return {
         "run": Path(folder).as_posix().lstrip("/"),
@@ -155,56 +155,54 @@ def path_values(folder, step, best_val_loss):
 def savers(cfg):
     """The savers that cfg.save names; UserError."""
     values = path_values(cfg.run_dir, step=1, best_val_loss=0.5)
-    # A comma is in a path unless a saver's name follows.
+    # A comma separates savers only if the name of a saver follows; otherwise it belongs to a path.
     texts = re.split(rf",(?=(?:{'|'.join(SAVERS)})\s)", ",".join(cfg.save))
     found = [config.parse_options("save", text, SAVERS) for text in texts]
     for saver in found:
         with explained(
-            "--save: expected save_latest_to=PATH, save_best_to=PATH or save_meta_to=FOLDER, as "
-            f"kind checkpoint or model; in braces may stand {', '.join(values)}, with a format as "
-            "in {step:08d}"
+            "--save: expected save_latest_to=PATH, save_best_to=PATH or save_meta_to=FOLDER, and "
+            f"kind=checkpoint or kind=model; paths may have {', '.join(values)} in braces, also "
+            "with a format, as {step:08d}"
         ):
             paths = saver.save_latest_to + saver.save_best_to + saver.save_meta_to
-            # A width of more than 999 would fill the memory.
+            # A width of more than 999 could fill the memory.
             too_wide = re.search(r"{[^}:]*:[^}]*\d{4}", paths)
             if not paths or too_wide or saver.kind not in ("checkpoint", "model"):
                 raise ValueError(saver)
             paths.format(**values)
         if isinstance(saver, WandBSaver) and shlex.split(cfg.logger)[0] != "wandb":
-            raise UserError(
-                "--save wandb: copies are files of the run there; it needs --logger wandb"
-            )
+            raise UserError("--save wandb uploads to the run of the logger; give --logger wandb")
         saver.sent = {}  # {event: entry}
     return found
 
 
 def send(savers, run):
-    """Send what the run folder `run` has saved, but for what its `savers` have sent.
+    """Send everything in the run folder `run` that its `savers` have not sent yet.
 
-    So what failed is sent at the next save. Returns whether all is sent.
+    A failed upload is retried at the next save. Returns True if everything was sent.
     """
     all_sent = True
     newest = run.checkpoints[0] if run.checkpoints else {}
     entries = {"latest": newest, "best": run.best, "meta": {}}
     if newest:
-        entries["meta"] = {**newest, "best": run.best}  # it names both
+        entries["meta"] = {**newest, "best": run.best}  # the metadata describe both
     for saver in savers:
         for event, entry in entries.items():
             try:
                 if entry and saver.sent.get(event) != entry:
                     saver.send(event, entry, run)
                     saver.sent[event] = entry
-            except Exception as error:  # of a network, a quota, a token: training continues
+            except Exception as error:  # network, quota, token: training continues
                 all_sent = False
                 tqdm.write(
-                    f"the {event} copy by {saver} is missing: {type(error).__name__}: {error}; "
-                    "the next save, the end, or the same command tries again"
+                    f"the {event} copy by {saver} failed: {type(error).__name__}: {error}; it is "
+                    "tried again at the next save, at the end, and by the same command"
                 )
     return all_sent
 
 
-def send_rest(savers, run, minutes):
-    """`send` at the end of a run, until all is sent; pauses that double take up to `minutes`."""
+def send_missing(savers, run, minutes):
+    """Repeat `send` at the end of a run, with doubling pauses, for up to `minutes`."""
     pause = 1  # seconds
     while not send(savers, run) and 2 * pause < 60 * minutes:
         time.sleep(pause)

@@ -1,8 +1,8 @@
-"""CLIP (Radford et al. 2021): a small one, and what all CLIPs share.
+"""CLIP (Radford et al. 2021): a small one, and the interface that all CLIPs share.
 
-All have the same calls: `tokenizer`, `embed_text`, `embed_image`, `text_condition`. The small one
-is a toy of a few convolutions; data/embed.py trains it in minutes. data/clips.py opens them, and
-those of the package open_clip, by name.
+The interface is `tokenizer`, `embed_text`, `embed_image` and `text_condition`. The small CLIP has a
+few convolutions; data/embed.py trains it in minutes. data/clips.py loads it, or a model of the
+package open_clip, by name.
 """
 
 import collections
@@ -24,21 +24,22 @@ PAD = 0
 START = 1
 END = 2
 BYTES = 3  # token BYTES + b is the byte b
-WORDS = BYTES + 256  # and token WORDS + i the word i of the vocabulary
-WORD = re.compile(r"\w+|[^\w\s]")  # a word, or a sign
-GALLERY = 100  # references that `retrieval` looks among
+WORDS = BYTES + 256  # token WORDS + i is word i of the vocabulary
+WORD = re.compile(r"\w+|[^\w\s]")  # a word, or a punctuation mark
+GALLERY = 100  # number of references that `retrieval` compares
 
 
 def words_of(text):
-    """Words and signs in lower case. An accent of its own, which is no \\w, would be a sign."""
+    """Words and punctuation marks of a text, in lower case."""
+    # Compose accents first: a combining accent is not \w and would become its own token.
     text = unicodedata.normalize("NFC", text)
     return WORD.findall(text.lower())
 
 
 class Tokenizer:
-    """A token for each word or sign of `vocabulary`. Others become a space and UTF-8 bytes.
+    """A token for each word of `vocabulary`. Other words become a space and their UTF-8 bytes.
 
-    context: tokens of a text that a call of it gives.
+    context: number of tokens per text that `__call__` returns.
     """
 
     def __init__(self, vocabulary, context=0):
@@ -48,26 +49,26 @@ class Tokenizer:
 
     @classmethod
     def learn(cls, texts, size):
-        """A tokenizer of the `size` most frequent words and signs of `texts`.
+        """A tokenizer for the `size` most frequent words of `texts`.
 
-        Of equally frequent ones, the alphabetically first are taken.
+        Ties are broken alphabetically.
         """
         words = sorted(words_of("\n".join(texts)))
         return cls(word for word, _ in collections.Counter(words).most_common(size))
 
     def encode(self, text):
-        """Tokens of `text`, without START and END. Case and spaces do not matter."""
+        """Tokens of `text`, without START and END. Case and spaces are ignored."""
         tokens = []
         for word in words_of(text):
             if word in self.token_of:
                 tokens.append(self.token_of[word])
-            else:  # half a surrogate pair, which has no bytes, becomes "?"
+            else:  # a lone surrogate has no bytes, so it becomes "?"
                 spelled = f" {word}".encode(errors="replace")
                 tokens += [BYTES + byte for byte in spelled]
         return tokens
 
     def __call__(self, texts):
-        """int64 (B, L): START, at most L - 2 tokens, END, and PAD."""
+        """Tokens int64 (B, L), L = context: START, at most L - 2 tokens, END, and PAD."""
         rows = []
         for text in texts:
             tokens = [START, *self.encode(text)[: self.context - 2], END]
@@ -79,24 +80,24 @@ class Tokenizer:
 
 
 def note_texts(texts, encode, max_tokens):
-    """Print a note, if some of the texts are empty, or of more than `max_tokens` tokens.
+    """Print a note if some of the texts are empty, or longer than `max_tokens` tokens.
 
-    encode: function of a text that gives its tokens.
+    encode: a function from text to tokens.
     """
     empty = sum(not text for text in texts)
     longer = sum(len(encode(text)) > max_tokens for text in texts)
     if empty + longer:
         note(
-            f"of {len(texts)} texts looked at {empty} are empty, and {longer} are cut, as they are "
-            f"longer than {max_tokens} tokens"
+            f"of {len(texts)} texts checked, {empty} are empty, and {longer} are longer than "
+            f"{max_tokens} tokens and will be cut"
         )
 
 
 class Encoder(nn.Module):
-    """What all CLIPs here share."""
+    """Shared by all CLIPs."""
 
     def note_cut(self, texts, length):
-        """`note_texts` for a model of `length` tokens."""
+        """`note_texts` for a model that takes `length` tokens."""
         max_tokens = min(self.context, length) - 2  # START and END
         note_texts(texts, self.tokenizer.encode, max_tokens)
 
@@ -104,14 +105,14 @@ class Encoder(nn.Module):
     def text_condition(self, texts, length):
         """{"text_embed" (B, D), "text_enc" (B, L, E), "text_mask" (B, L)} of texts, L = `length`.
 
-        texts: or their tokens, as `tokenizer` gives them. Longer texts are cut, shorter ones
-        padded. All is fp32, also within autocast.
+        texts: B texts, or their tokens from `tokenizer`. Longer texts are cut, shorter ones padded.
+        Everything is fp32, even within autocast.
         """
         tokens = texts if torch.is_tensor(texts) else self.tokenizer(texts)
         device = next(self.parameters()).device
         with torch.autocast(device.type, enabled=False):
             embedding, encodings, mask = self.embed_text(tokens.to(device))
-        padding = length - encodings.shape[1]  # below 0 it cuts
+        padding = length - encodings.shape[1]  # a negative number cuts
         return {
             "text_embed": embedding,
             "text_enc": F.pad(encodings.float(), (0, 0, 0, padding)),
@@ -119,32 +120,32 @@ class Encoder(nn.Module):
         }
 
     def check_fingerprint(self, where, fingerprint):
-        """UserError, which begins with `where`, unless it has this fingerprint; None is any."""
+        """UserError, starting with `where`, unless the CLIP has this fingerprint; None: any."""
         found = self.fingerprint()
         if fingerprint and found != fingerprint and "open_clip:" not in found + fingerprint:
             raise UserError(
-                f"{where}: not the CLIP that made the embeddings, or trained anew since: "
+                f"{where}: not the CLIP that made the embeddings, or it was retrained since: "
                 f"fingerprint {found}, expected {fingerprint}; embed the data again, or name the "
                 "right one with --clip"
             )
 
     def check_widths(self, where, embed_width, encoding_width=0):
-        """UserError, which begins with `where`, unless the CLIP has these widths; 0 is any."""
+        """UserError, starting with `where`, unless the CLIP has these widths; 0: any."""
         found = [self.embed_width, self.encoding_width]
         expected = [embed_width or found[0], encoding_width or found[1]]
         if found != expected:
             raise UserError(
-                f"{where}: the CLIP's embeddings and text encodings are {found} wide, but "
-                f"{expected} are needed"
+                f"{where}: the widths of the CLIP's embeddings and text encodings are {found}; "
+                f"expected {expected}"
             )
 
 
 class CLIP(Encoder):
-    """A small convolutional image encoder and a small text transformer into one space.
+    """A small convolutional image encoder and a small text transformer, with a shared space.
 
-    Embeddings are compared by their cosine. vocabulary: see Tokenizer. image_size: height and width
-    in pixels that images are brought to. context: longest text in tokens. text_width: of encodings,
-    a multiple of 32.
+    vocabulary: see Tokenizer. image_size: images are resized to this height and width. context:
+    longest text in tokens. embed_width, text_width: of embeddings and of text encodings; the latter
+    is a multiple of 32.
     """
 
     def __init__(self, vocabulary, image_size, context, embed_width, text_width):
@@ -157,7 +158,7 @@ class CLIP(Encoder):
         self.token_embedding = nn.Embedding(len(self.tokenizer), text_width)
         self.transformer = layers.Transformer(text_width, 1, text_width // 32)
         self.text_projection = nn.Linear(text_width, embed_width, bias=False)
-        # Each convolution halves the image, until 4x4 are left.
+        # Each convolution halves the image, down to 4x4.
         encoder = []
         width_in = 3
         width = 24
@@ -168,7 +169,7 @@ class CLIP(Encoder):
             width_in = width
             width *= 2
             size = math.ceil(size / 2)
-        # Flattened, not averaged: an average would lose the place of a thing, which captions name.
+        # Flatten instead of averaging, because captions mention places.
         features = width_in * size**2
         self.image_encoder = nn.Sequential(
             *encoder,
@@ -177,15 +178,15 @@ class CLIP(Encoder):
             nn.Linear(features, embed_width, bias=False),
         )
         for convolution in encoder[::2]:
-            # For ReLU (He et al. 2015): torch's default is smaller by √6.
+            # He et al. 2015, for ReLU: torch's default is smaller by √6.
             nn.init.kaiming_normal_(convolution.weight)
         self.image_encoder.to(memory_format=torch.channels_last)  # twice as fast on a CPU
         nn.init.normal_(self.token_embedding.weight, std=0.02)
-        # The logarithm of the inverse temperature (Radford et al. 2021, §2.3).
+        # Logarithm of the inverse temperature (Radford et al. 2021, §2.3).
         self.logit_scale = nn.Parameter(torch.tensor(math.log(1 / 0.07)))
 
     def fingerprint(self):
-        """A digest of weights and vocabulary. It identifies a CLIP wherever its file is."""
+        """A digest of weights and vocabulary, which identifies the CLIP wherever its file is."""
         digest = hashlib.sha256(repr(self.tokenizer.vocabulary).encode())
         for value in self.state_dict().values():
             digest.update(value.cpu().numpy().tobytes())
@@ -195,7 +196,7 @@ class CLIP(Encoder):
         """tokens (B, L) -> embedding (B, D), encodings (B, L, W), zero at padding, mask (B, L)."""
         mask = tokens != PAD
         end = mask.sum(1) - 1
-        x = self.transformer(self.token_embedding(tokens))  # (B, L, W), causal: blind to padding
+        x = self.transformer(self.token_embedding(tokens))  # (B, L, W); causal, so blind to padding
         embedding = self.text_projection(x[torch.arange(len(x), device=x.device), end])
         return embedding.float(), x * mask[..., None], mask
 
@@ -206,20 +207,20 @@ class CLIP(Encoder):
 
 
 def center_crop(images, size):
-    """The central squares of images, of which the shorter side was brought to `size`, as CLIP does.
+    """Resize the shorter side of images to `size` and crop the central square, as CLIP does.
 
     images: uint8 (B, H, W, 3). Returns float (B, 3, size, size) in [0, 1].
     """
     images = to_floats(images) / 255
-    images = central_square(images, ratio=16)  # a longer one would be gigabytes where it is resized
+    images = central_square(images, ratio=16)  # resizing a very long image would take gigabytes
     return central_square(resize(images, size)).clamp(0, 1)
 
 
 def contrastive_loss(logits, group):
-    """The symmetric cross-entropy of Radford et al. 2021, Figure 3, of logits (B, B).
+    """Symmetric cross-entropy of logits (B, B) (Radford et al. 2021, Figure 3).
 
-    Row i is of image i, column i of its caption. group (B,): ints, equal for equal captions. Pairs
-    of different images with equal captions are no negatives, as each caption fits both.
+    Row i belongs to image i, column i to its caption. group (B,): ints, equal for equal captions.
+    Different images with equal captions are not negatives, because the caption fits both.
     """
     own = torch.arange(len(logits), device=logits.device)
     is_same = group[:, None] == group  # (B, B)
@@ -229,13 +230,13 @@ def contrastive_loss(logits, group):
 
 
 def retrieval(queries, references, captions):
-    """The fraction of queries (N, D) whose nearest of 100 references (N, D) has their caption.
+    """The fraction of queries (N, D) whose nearest of 100 references (N, D) has the same caption.
 
-    Embeddings of images or texts, numpy, of unit length. Row i of both is of caption i. They are
-    compared by the hundred, in order; rows that are left over do not count. With captions as
-    references it is AttnGAN's R-precision (Xu et al. 2018, §4).
+    Queries and references are numpy embeddings of images or texts, of unit length. Row i of both
+    belongs to caption i. Each hundred rows, in order, is compared within itself; a remainder is
+    ignored. With captions as references this is AttnGAN's R-precision (Xu et al. 2018, §4).
     """
-    captions = np.array(captions, object)  # not all as wide as the longest
+    captions = np.array(captions, object)  # the default would pad all to the longest
     gallery = min(GALLERY, len(captions))
     hits = []
     for start in range(0, len(captions) - gallery + 1, gallery):

@@ -1,8 +1,8 @@
 """Gaussian diffusion: noise schedules, prediction targets, loss weights, samplers.
 
-Throughout x_t = α_t·x₀ + σ_t·ε with timesteps t = 0 … T-1 from little to much noise (DDPM, Ho et
-al. 2020, Eq. 4). The named schedules preserve the variance, α_t² + σ_t² = 1, with ᾱ_t = α_t²;
-rectified flow has α_t = 1 - σ_t.
+Throughout, x_t = α_t·x₀ + σ_t·ε, where noise grows with the timestep t = 0 … T-1 (DDPM, Ho et al.
+2020, Eq. 4). The named schedules preserve the variance: α_t² + σ_t² = 1, with ᾱ_t = α_t². Rectified
+flow has α_t = 1 - σ_t.
 """
 
 import math
@@ -15,20 +15,20 @@ from common.config import UserError
 
 
 def check_settings(cfg):
-    """UserError for settings of a diffusion model that have no effect together."""
+    """UserError for combinations of diffusion settings that have no effect."""
     if cfg.objective == "flow" and cfg.noise_schedule != type(cfg).noise_schedule:
         raise UserError("--noise_schedule: --objective flow has its own noise levels")
     if cfg.objective != "flow" and cfg.loss_weight in ("sigma_sqrt", "cosmap"):
-        raise UserError(f"--loss_weight {cfg.loss_weight}: it needs --objective flow")
+        raise UserError(f"--loss_weight {cfg.loss_weight} needs --objective flow")
 
 
 def noise_betas(name, timesteps):
-    """The variances β_t (T,) of the named noise schedule, in float64."""
-    if name == "cosine":  # Nichol & Dhariwal 2021, Eq. 17, with their s = 0.008 and β <= 0.999
+    """Variances β_t (T,) of the named noise schedule, in float64."""
+    if name == "cosine":  # Nichol & Dhariwal 2021, Eq. 17, with s = 0.008 and β <= 0.999
         time = torch.arange(timesteps + 1, dtype=torch.float64) / timesteps
         f = torch.cos((time + 0.008) / 1.008 * math.pi / 2) ** 2
         beta = 1 - f[1:] / f[:-1]
-    elif name == "linear":  # Ho et al. 2020, §4, whose ends are for T = 1000
+    elif name == "linear":  # Ho et al. 2020, §4; the end points are for T = 1000
         beta = torch.linspace(1e-4, 0.02, timesteps, dtype=torch.float64)
     else:
         raise ValueError(name)
@@ -38,7 +38,7 @@ def noise_betas(name, timesteps):
 def alphas_sigmas(name, timesteps):
     """(α, σ), each (T,) float32, of the named schedule; "flow": σ = 1/T, 2/T, …, 1; α = 1 - σ."""
     if name == "flow":
-        # Liu et al. 2022. Their time is σ, counted from the data (Esser et al. 2024, Eq. 13).
+        # Liu et al. 2022. Time is σ, which is 0 at the data (Esser et al. 2024, Eq. 13).
         sigma = torch.arange(1, timesteps + 1, dtype=torch.float64) / timesteps
         alpha = 1 - sigma
     else:
@@ -48,10 +48,10 @@ def alphas_sigmas(name, timesteps):
     return alpha.float(), sigma.float()
 
 
-def add_levels(model, cfg):
-    """Give a `model` the levels of noise of its config: buffers `alpha` and `sigma`, each (T,).
+def add_noise_schedule(model, cfg):
+    """Register the noise schedule of `cfg` as buffers `alpha` and `sigma` of `model`, each (T,).
 
-    They follow from the config, so they are not saved.
+    They are a function of the config, so they are not saved.
     """
     name = "flow" if cfg.objective == "flow" else cfg.noise_schedule
     alpha, sigma = alphas_sigmas(name, cfg.timesteps)
@@ -60,10 +60,10 @@ def add_levels(model, cfg):
 
 
 def sample_timesteps(density, shape, timesteps, device):
-    """int64 timesteps of `shape`, of a density of SD3 (Esser et al. 2024, §3.1) on (0, 1), times T.
+    """Random timesteps, int64 of `shape`, from a density of SD3 (Esser et al. 2024, §3.1) times T.
 
-    "uniform". "logit_normal" (Eq. 19): the sigmoid of a standard normal. "mode" (Eq. 20 with
-    s = 1.29): mostly the middle.
+    "uniform"; "logit_normal" (Eq. 19), the sigmoid of a standard normal; "mode" (Eq. 20 with
+    s = 1.29), which favors the middle.
     """
     if density == "uniform":
         return torch.randint(timesteps, shape, device=device)
@@ -78,18 +78,18 @@ def sample_timesteps(density, shape, timesteps, device):
 
 
 def extract(table, timestep, like):
-    """Entries of `table` (T,) at `timestep` (…), shaped to broadcast against `like` (…, *)."""
+    """Entries of `table` (T,) at `timestep` (…), shaped to broadcast with `like` (…, *)."""
     ones = (1,) * (like.ndim - timestep.ndim)
     return table[timestep].reshape(timestep.shape + ones)
 
 
-def levels(model, timestep, like):
-    """(α_t, σ_t) at `timestep` of a `model` with `add_levels`, shaped as by `extract`."""
+def alpha_sigma(model, timestep, like):
+    """(α_t, σ_t) of a model's noise schedule at `timestep` (…), shaped as by `extract`."""
     return extract(model.alpha, timestep, like), extract(model.sigma, timestep, like)
 
 
 def target(objective, x0, noise, alpha, sigma):
-    """What the network learns to predict from x_t."""
+    """The training target: what the network predicts from x_t."""
     if objective == "x0":
         return x0
     if objective == "epsilon":
@@ -102,7 +102,7 @@ def target(objective, x0, noise, alpha, sigma):
 
 
 def predict_x0(objective, prediction, x_t, alpha, sigma):
-    """The x₀ that follows from a network's `prediction` at x_t."""
+    """Convert the network's `prediction` at x_t to an estimate of x₀."""
     if objective == "x0":
         return prediction
     if objective == "epsilon":
@@ -117,19 +117,19 @@ def predict_x0(objective, prediction, x_t, alpha, sigma):
 def dream(noise, predicted, sigma):
     """The noise ε + λ(ε - ε̂) of DREAM (Zhou et al. 2023, Alg. 1), with λ = σ (p = 1).
 
-    predicted: ε̂, the network's at the x_t of `noise`, without gradients. x_t and target are made
-    anew from this noise, so that training meets the inputs that sampling will.
+    predicted: ε̂, the network's estimate at the x_t of `noise`, without gradients. Computing x_t
+    and target again with this noise brings training closer to sampling.
     """
     return noise + sigma * (noise - predicted)
 
 
 def loss_weight(kind, objective, alpha, sigma):
-    """Weight of a squared error of the `objective`, at each level (α, σ).
+    """Loss weight at each noise level (α, σ), for the squared error of the `objective`.
 
-    "min_snr": min(SNR, 5) on x₀ (Hang et al. 2023, §3.4), times the squared error in x₀ that an
-    error of 1 makes in what the network predicts.
-    Of flow alone: "cosmap" = 2/(π(1 - 2σ + 2σ²)) (Esser et al. 2024, Eq. 21), "sigma_sqrt" = σ^-2,
-    at most T².
+    "min_snr": min(SNR, 5) for errors of x₀ (Hang et al. 2023, §3.4), times the squared error of x₀
+    that an error of 1 in the prediction causes.
+    Only for flow: "cosmap" = 2/(π(1 - 2σ + 2σ²)) (Esser et al. 2024, Eq. 21), "sigma_sqrt" = σ^-2,
+    which is at most T².
     """
     if kind == "none":
         return torch.ones_like(sigma)
@@ -139,32 +139,33 @@ def loss_weight(kind, objective, alpha, sigma):
         return sigma**-2
     if kind != "min_snr":
         raise ValueError(kind)
-    alpha = alpha.clamp(min=1e-10)  # which is 0 at pure noise
-    weight = ((alpha / sigma) ** 2).clamp(max=5.0)  # on x0
+    alpha = alpha.clamp(min=1e-10)  # it is 0 at pure noise
+    weight = ((alpha / sigma) ** 2).clamp(max=5.0)  # for x0
     x0_per_error = predict_x0(objective, 1, 0, alpha, sigma)
     return weight * x0_per_error**2
 
 
 def classifier_free_guidance(conditional, unconditional, scale):
-    """Ho & Salimans 2022, Eq. 6, with scale = 1 + w: 1 is the conditional prediction itself."""
+    """Guided prediction (Ho & Salimans 2022, Eq. 6); scale = 1 + w, where 1 is no guidance."""
     return unconditional + scale * (conditional - unconditional)
 
 
 def variational_bound(x0, timestep, predicted_x0, interpolation, alpha, sigma):
-    """The term L_t, in bits a dimension (B,), of the bound on the likelihood of 8-bit images.
+    """The term L_t of the variational bound for 8-bit images, in bits per dimension (B,).
 
-    x0 (B, …) in [-1, 1]. The model's reverse steps have the mean of the posterior at `predicted_x0`
-    (B, …), without gradients, and the variance exp(f·log β + (1-f)·log β̃) with f = `interpolation`
-    (B, …) (Nichol & Dhariwal 2021, Eq. 15 and §3.1); f = (v + 1) / 2 of raw network outputs v.
-    timestep: (B,); alpha, sigma: (T,). The bound is T times the mean over t, plus a constant.
+    x0 (B, …) in [-1, 1]. The reverse steps of the model have the posterior's mean for
+    `predicted_x0` (B, …), without gradients, and variance exp(f·log β + (1-f)·log β̃), where f =
+    `interpolation` (B, …) (Nichol & Dhariwal 2021, Eq. 15 and §3.1) is (v + 1) / 2 for network
+    outputs v. timestep: (B,); alpha, sigma: (T,). The bound is T times the mean over t, plus a
+    constant.
     """
-    # Tables of q(x_t | x_{t-1}) and of the true posterior q(x_{t-1} | x_t, x₀), DDPM Eq. 6 and 7.
-    # σ_t² - (α_t/α_{t-1})²·σ_{t-1}² loses less to rounding than β_t = 1 - (α_t/α_{t-1})².
+    # Tables for q(x_t | x_{t-1}) and the true posterior q(x_{t-1} | x_t, x₀), DDPM Eq. 6 and 7.
+    # β_t = 1 - (α_t/α_{t-1})² would lose more precision than σ_t² - (α_t/α_{t-1})²·σ_{t-1}².
     alpha_prev = F.pad(alpha[:-1], (1, 0), value=1.0)
     sigma_prev = F.pad(sigma[:-1], (1, 0))
     beta = (sigma**2 - (alpha / alpha_prev * sigma_prev) ** 2).clamp(min=1e-20)
     posterior_variance = beta * (sigma_prev / sigma) ** 2  # β̃_t
-    posterior_variance[0] = posterior_variance[1]  # as 0 has no logarithm
+    posterior_variance[0] = posterior_variance[1]  # 0 has no logarithm
     x0_coefficient = alpha_prev * beta / sigma**2
 
     log_beta = extract(beta.log(), timestep, x0)
@@ -177,14 +178,14 @@ def variational_bound(x0, timestep, predicted_x0, interpolation, alpha, sigma):
     log_ratio = log_posterior - log_variance
     kl = 0.5 * (log_ratio.exp() - log_ratio - 1 + (error * inverse_std) ** 2)
 
-    # t = 0: -log of the mass of the pixel's bin (Ho et al. 2020, Eq. 13), a difference of two lower
-    # tails, in logarithms. The outermost bins go on to infinity.
+    # t = 0: minus the log of the probability of the pixel's bin (Ho et al. 2020, Eq. 13), which is
+    # a difference of two lower tails. The outermost bins extend to infinity.
     half_bin = 1 / 255
     is_outermost = x0.abs() > 0.999
     distance = torch.where(is_outermost, error * x0.sign(), error.abs())
     upper = log_ndtr((half_bin - distance) * inverse_std)
     lower = log_ndtr((-half_bin - distance) * inverse_std)
-    mass_ratio = (lower - upper).clamp(max=-1e-6).exp()  # < 1 however large the variance
+    mass_ratio = (lower - upper).clamp(max=-1e-6).exp()  # below 1 for any variance
     likelihood = upper + torch.log1p(-mass_ratio.masked_fill(is_outermost, 0))
 
     kl, decoder_nll = torch.stack([kl, -likelihood]).flatten(2).mean(2)  # (B,) each
@@ -193,10 +194,10 @@ def variational_bound(x0, timestep, predicted_x0, interpolation, alpha, sigma):
 
 
 def sampling_timesteps(timesteps, steps, to_zero):
-    """`steps` evenly spaced timesteps from T-1 down to 0, as in Karlo (T-1 alone for one step).
+    """`steps` evenly spaced timesteps from T-1 down to 0, as in Karlo (only T-1 for one step).
 
-    to_zero: t = 0 is left out, as x_t is almost x₀ there, and the last step, from T/steps - 1, is
-    as long as the others ("trailing", Lin et al. 2023, Table 2).
+    to_zero: stop at T/steps - 1 instead, so that the last step is as long as the others (it is
+    "trailing" in Lin et al. 2023, Table 2). At t = 0, x_t is almost x₀ already.
     """
     last = timesteps / steps - 1 if to_zero or steps == 1 else 0
     stride = (timesteps - 1 - last) / max(1, steps - 1)
@@ -215,32 +216,31 @@ def sample(
     kept=None,
     resample=5,
 ):
-    """Integrate from noise x at level T-1 to x₀ in `steps` steps.
+    """Integrate from noise x at timestep T-1 to x₀ in `steps` steps.
 
-    `denoise(x_t, t (B,))` returns (x₀, f): the prediction, and f of a learned variance, or 0.
-    eta = 0 draws no noise: DPM-Solver++(2M), of second order (Lu et al. 2022, arXiv 2211.01095,
-    Alg. 2). eta = 1 is ancestral sampling: the posterior of the respaced chain (DDIM, Song et al.
-    2021, Eq. 12 and 16). `denoise` is given the level that x_t is at. The last step ends at x₀
-    itself. alpha, sigma: (T,). `noise_fn(x)` draws noise like x. With f, the variance is
-    exp(f·log β + (1-f)·log β̃) of the respaced chain, times eta² (Nichol & Dhariwal 2021, Eq. 15
-    and §4).
+    `denoise(x_t, t (B,))` returns (x₀, f): the estimate of x₀, and f of a learned variance, or 0.
+    eta = 0 adds no noise: DPM-Solver++(2M), a second-order solver (Lu et al. 2022, arXiv
+    2211.01095, Alg. 2). eta = 1 is ancestral sampling: the posterior of the respaced chain (DDIM,
+    Song et al. 2021, Eq. 12 and 16). The last step returns the estimate of x₀. alpha, sigma: (T,).
+    `noise_fn(x)` returns noise like x. The variance is exp(f·log β + (1-f)·log β̃) of the respaced
+    chain, times eta² (Nichol & Dhariwal 2021, Eq. 15 and §4).
 
-    Inpainting (RePaint, Lugmayr et al. 2022, Alg. 1, with a jump length of 1): `kept` is images of
-    x₀ and a bool mask (broadcast). Where it is true, the result is exactly these; the rest is
-    filled in. Every step but the last is taken `resample` times, noised again in between, so that
-    what is filled in fits what is kept: 1 is fast and fits badly, 5 to 10 is usual. As x_t jumps
-    between steps, they are of first order: with eta = 0 DDIM's.
+    Inpainting (RePaint, Lugmayr et al. 2022, Alg. 1, with a jump length of 1): `kept` is (x₀, bool
+    mask), which are broadcast. Where the mask is true, the result is exactly this x₀; the rest is
+    filled in. Every step but the last is taken `resample` times, with noise added again in between,
+    so that the filled part fits the kept one: 1 is fast but fits badly, 5 to 10 is usual. Because
+    x_t jumps between steps, they are first-order: DDIM for eta = 0.
     """
-    log_snr = (alpha / sigma).log()  # λ of DPM-Solver: half of the SNR's logarithm
+    log_snr = (alpha / sigma).log()  # λ of DPM-Solver: half of the log-SNR
     table = torch.stack([alpha, sigma, log_snr], 1).tolist()
-    # DDPM's timesteps are those of published samplers, which flow has not. To t = 0 the step in λ
-    # is long: there 2M, which goes on along a line, would go wrong.
+    # With noise, take the timesteps of published DDPM samplers; there are none for flow. Without
+    # noise do not step to t = 0: this step is long in λ, and 2M would extrapolate too far.
     timesteps = sampling_timesteps(len(alpha), steps, not eta or alpha[-1] == 0)
-    before = None  # (x₀, h) of the step before
+    before = None  # (x₀, h) of the previous step
     if kept:
         known, mask = kept
     else:
-        resample = 1  # nothing to fit
+        resample = 1  # nothing to harmonize
 
     for t, t_prev in zip(timesteps, [*timesteps[1:], None]):
         for more in reversed(range(resample)):
@@ -255,8 +255,8 @@ def sample(
             alpha_prev, sigma_prev, lambda_prev = table[t_prev]
             h = lambda_prev - lambda_t
 
-            # 2M is DDIM's step with the x₀ of its middle, on the line in λ through the last two. It
-            # is DDIM's own at first, and after flow's first step, where h = ∞.
+            # 2M: a DDIM step with x₀ extrapolated, linearly in λ, to the middle of the step. Plain
+            # DDIM in the first step, and after flow's first step, where h = ∞.
             latest = x0, h
             if before and not eta and not kept:
                 x0_before, h_before = before
@@ -281,12 +281,12 @@ def sample(
 
 
 def noise_generator(seeds, device, draws=1):
-    """A `noise_fn(x) -> noise like x`, with a stream for each sample k, seeded by `seeds[k]`.
+    """A `noise_fn(x) -> noise like x`, with one random stream per sample k, seeded by `seeds[k]`.
 
-    With fewer seeds, each is of as many neighbors in the batch. So a sample is the same in any
-    batch and on any number of ranks. It is drawn where it is used: a copy from the host would wait
-    for the device at every step. Another kind of device draws others. draws: how many of one shape
-    are wanted; 64 at most are drawn at once, as a GPU waits for the host at each launch.
+    So a sample is the same in any batch and on any number of ranks. With fewer seeds than samples,
+    neighbors share a stream. Noise is drawn on the device, because copies from the host would
+    synchronize at every step; other kinds of devices draw other numbers. draws: how many tensors of
+    this shape to expect. Up to 64 are drawn at once, to save kernel launches.
     """
     generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
     ahead = []

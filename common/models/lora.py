@@ -1,7 +1,7 @@
 """Low-rank adapters: LoRA (Hu et al. 2021, §4.1) on the attention projections of any module.
 
-An adapted layer computes with weight + scale · B A (alpha is the rank); adapters are saved by
-themselves.
+The weight of an adapted layer is weight + scale · B A (alpha equals the rank). Only the adapters
+are saved.
 """
 
 import torch
@@ -10,14 +10,14 @@ from torch.nn.utils import parametrize
 
 from common.config import UserError
 
-# The projections of models/nn.py's attention.
+# The projections of the attention in models/nn.py
 ATTENTION = ("attention.query", "attention.key_value", "attention.out")
 
 
 class Adapter(nn.Module):
-    """A change of rank `rank` to a weight (out, in), fp32 whatever the weight is.
+    """An update of rank `rank` to a weight (out, in), in fp32 whatever the weight's type is.
 
-    There is no change at first, as B is zero.
+    B starts at zero, so there is no change at first.
     """
 
     matrices = ("A", "B")  # see optim.groups
@@ -35,10 +35,10 @@ class Adapter(nn.Module):
         return (weight.float() + change).to(weight.dtype)
 
 
-def halve(model, dtype):
-    """Store the weights of the matrix layers of a frozen `model` in `dtype`, for less memory.
+def cast_matrices(model, dtype):
+    """Store the matrices of a frozen `model` in `dtype`, to save memory.
 
-    For training under autocast of that type, which would cast them at each use.
+    Autocast to that type would cast them at each use anyway.
     """
     for layer in model.modules():
         if isinstance(layer, (nn.Linear, nn.Conv2d)):
@@ -46,10 +46,10 @@ def halve(model, dtype):
 
 
 def inject(model, rank, names=ATTENTION):
-    """Freeze `model` and put adapters on its attention; returns a module of the adapters alone.
+    """Freeze `model`, add adapters to its attention, and return a module of only the adapters.
 
-    names: the endings of the names of the Linear layers to adapt, such as ("q_proj", "v_proj").
-    The returned module is what is trained and saved; in it a layer a.b is "a/b".
+    names: Linear layers whose names end in one of these are adapted, such as ("q_proj", "v_proj").
+    The returned module is trained and saved; in its names, layer a.b is "a/b".
     """
     model.requires_grad_(False)
     for name, layer in list(model.named_modules()):
@@ -62,7 +62,7 @@ def inject(model, rank, names=ATTENTION):
 
 
 def extract(model):
-    """The adapters of an adapted model, as of `inject`; their state_dict() is what is saved."""
+    """The module of adapters that `inject` returned; its state_dict() is saved."""
     adapters = nn.ModuleDict()
     for name, module in model.named_modules():
         if isinstance(module, Adapter):
@@ -72,9 +72,10 @@ def extract(model):
 
 
 def add(weights, adapters, scale=1.0):
-    """`weights` of a model, {name: tensor}, with `scale` · B A of `adapters` added; KeyError.
+    """Merge: the `weights` of a model, {name: tensor}, plus `scale` · B A of the `adapters`.
 
-    0 is the model without its adapters, 1 as they were trained.
+    scale: 0 for the model without its adapters, 1 for the model as trained. KeyError if they do not
+    fit.
     """
     weights = dict(weights)
     for name in sorted({key[:-2] for key in adapters}):  # without .A and .B

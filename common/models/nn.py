@@ -1,4 +1,4 @@
-"""Transformers: scaled_dot_product_attention of torch, rotary positions, feed-forward, KV cache.
+"""Transformers: torch's scaled_dot_product_attention, rotary positions, feed-forward, KV cache.
 
 Shapes: B batch, N tokens, D width, d width of a head.
 """
@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 def rotary_table(positions, rotary_dim):
-    """(cos, ∓sin), stacked (2, …, N, d), of `positions` (…, N), for `rotate`; None if d is 0.
+    """(cos, ∓sin) stacked (2, …, N, d) for `positions` (…, N), used by `rotate`; None if d is 0.
 
     RoFormer, Su et al. 2021, Eq. 34, with its θ = 10000.
     """
@@ -27,9 +27,9 @@ def rotary_table(positions, rotary_dim):
 
 
 def rotate(x, table):
-    """Turn the pairs (i, i + d/2) of x (…, N, d) by their position's angles, in fp32.
+    """Rotate the pairs (i, i + d/2) of x (…, N, d) by the angles of their position, in fp32.
 
-    The tokens of x are the last N of the table's; without a table, x stays as it is.
+    The tokens of x are the last N of the table. Without a table, x is returned unchanged.
     """
     if table is None:
         return x
@@ -42,7 +42,7 @@ def rotate(x, table):
 class Attention(nn.Module):
     """Multi-head attention (Vaswani et al. 2017, §3.2).
 
-    causal: without a mask, a token attends to itself and those before it.
+    causal: without a mask, a token attends to itself and earlier tokens.
     """
 
     def __init__(self, width, num_heads, dropout=0.0, causal=False):
@@ -55,7 +55,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width)
 
     def split_heads(self, both):
-        """Keys and values, each (B, heads, N, d), of `key_value`'s output (B, N, 2D)."""
+        """Keys and values, each (B, heads, N, d), from the output of `key_value` (B, N, 2D)."""
         both = both.unflatten(-1, (2 * self.num_heads, -1))
         both = both.transpose(1, 2)  # (B, 2 · heads, N, d)
         return both.chunk(2, dim=1)
@@ -68,7 +68,7 @@ class Attention(nn.Module):
     def forward(self, x, keys, values, mask=None, table=None):
         """Attend from x (B, M, D) to `keys`, `values` (B, heads, N, d) -> (B, M, D).
 
-        mask: (M, N) or (B, 1, M, N), bool, where True = attend, or its `attention_bias`. table:
+        mask: (M, N) or (B, 1, M, N), bool with True = attend, or an `attention_bias`. table:
         rotates the queries.
         """
         query = self.query(x)
@@ -85,18 +85,18 @@ class Attention(nn.Module):
 
 
 def attention_bias(mask, dtype):
-    """What attention adds to its logits for a bool `mask` (…, N): 0 where it is true, else -∞."""
+    """A bool `mask` (…, N) as a bias of attention logits: 0 where it is true, else -∞."""
     bias = torch.where(mask, 0.0, -math.inf).to(dtype)
-    # Rows begin at multiples of 8 numbers: kernels of GPUs would copy others.
+    # Align rows to multiples of 8 numbers; GPU kernels would copy other layouts.
     length = mask.shape[-1]
     return F.pad(bias, (0, -length % 8))[..., :length]
 
 
 def normalized(norm, function, x, groups):
-    """`function` of x by the weights of `norm`, in the type of x also under autocast.
+    """Apply `function` with the weights of `norm` to x, in the type of x even under autocast.
 
-    There torch's own norms give fp32, which all that follows casts. Mean and variance are in fp32
-    in both.
+    torch's norms return fp32 under autocast, which the next layer must cast again. Mean and
+    variance are fp32 in both cases.
     """
     with torch.autocast(x.device.type, enabled=False):
         weight = norm.weight.to(x.dtype)
@@ -105,31 +105,31 @@ def normalized(norm, function, x, groups):
 
 
 class LayerNorm(nn.LayerNorm):
-    """torch's, of the type of x."""
+    """torch's layer norm, in the type of x."""
 
     def forward(self, x):
         return normalized(self, F.layer_norm, x, self.normalized_shape)
 
 
 class GroupNorm(nn.GroupNorm):
-    """torch's, of the type of x."""
+    """torch's group norm, in the type of x."""
 
     def forward(self, x):
         return normalized(self, F.group_norm, x, self.num_groups)
 
 
 class KVCache:
-    """Keys and values of all blocks, for generation token by token.
+    """Keys and values of all blocks, for generating token by token.
 
-    They are written in place, so that no step copies the past: for all samples in one place, after
-    the longest. length (B,): how many tokens each sample has, so the position of its next one.
-    filled: how many places are taken, with the padding of shorter samples.
+    New ones are written in place, at the same index for all samples, so that no step copies the
+    past. length (B,): number of tokens of each sample, which is the position of its next token.
+    filled: number of used places, including the padding of shorter samples.
     """
 
     def __init__(self, cache, length, size):
-        """Room for `size` tokens a sample, filled with `cache`, of which `length` (B,) are real.
+        """Make room for `size` tokens per sample, and copy `cache`; `length` (B,) of it is real.
 
-        cache: the keys and values of each block, (B, heads, N, d).
+        cache: keys and values (B, heads, N, d) of each block.
         """
         self.length = length
         self.filled = cache[0][0].shape[2]
@@ -143,9 +143,9 @@ class KVCache:
             self.layers.append(F.pad(both, padding))
 
     def append(self, layer, new):
-        """Write one token a sample, `new` keys and values (B, heads, 1, d), of block `layer`.
+        """Write `new` keys and values (B, heads, 1, d) of one token per sample, in block `layer`.
 
-        Returns the keys and values so far, in `filled` + 1 places.
+        Returns all keys and values so far, `filled` + 1 per sample.
         """
         both = self.layers[layer]
         new = torch.stack(new, dim=1)  # (B, 2, heads, 1, d)
@@ -175,8 +175,8 @@ class Block(nn.Module):
     def forward(self, x, mask, table, past, num_last):
         """x (B, N, D) -> (B, num_last or N, D), and the keys and values of x.
 
-        past: keys and values (B, heads, P, d) of earlier tokens. num_last: compute only so many of
-        the last tokens, which needs a mask; those before them serve as keys alone.
+        past: keys and values (B, heads, P, d) of earlier tokens. num_last: compute only this many
+        of the last tokens, which needs a mask; the others only serve as keys.
         """
         h = self.attention_norm(x)
         new = self.attention.keys_values(h, table)
@@ -192,7 +192,7 @@ class Block(nn.Module):
 
 
 def run_block(block, checkpointing, *inputs):
-    """`block` of the inputs; with `checkpointing` the backward pass computes it again."""
+    """Apply `block`; with `checkpointing`, it is recomputed in the backward pass."""
     if checkpointing:
         return checkpoint(block, *inputs, use_reentrant=False)
     return block(*inputs)
@@ -201,7 +201,7 @@ def run_block(block, checkpointing, *inputs):
 class Transformer(nn.Module):
     """A stack of pre-norm blocks with a final norm.
 
-    checkpointing: recompute each block in the backward pass, which takes less memory.
+    checkpointing: recompute each block in the backward pass to save memory.
     """
 
     def __init__(
@@ -222,18 +222,17 @@ class Transformer(nn.Module):
         self.norm = LayerNorm(width)
 
     def forward(self, x, mask=None, cache=None, num_last=None, return_cache=False):
-        """x (B, N, D) -> (B, num_last or N, D), or (that, cache of x) with `return_cache`.
+        """x (B, N, D) -> (B, num_last or N, D); with `return_cache`, (the same, cache of x).
 
-        mask: (N, P + N) or (B, 1, N, P + N), True = attend; without one, attention is causal if the
-        model is. `cache` and `num_last` need one.
-        cache: keys and values of P earlier tokens, a pair for each block, each (B, heads, P, d).
-        num_last: the last block computes only so many of the last tokens; the others serve as keys
-        alone.
+        mask: (N, P + N) or (B, 1, N, P + N), True = attend. Without a mask, attention is causal if
+        the model is. `cache` and `num_last` need a mask.
+        cache: keys and values (B, heads, P, d) of P earlier tokens, a pair for each block.
+        num_last: the last block computes only this many of the last tokens.
         """
-        # SDPA's own causal mask is aligned to the top left: earlier tokens would be hidden.
+        # SDPA aligns its own causal mask to the top left, which would hide the earlier tokens.
         assert mask is not None or cache is None
         if mask is not None:
-            mask = attention_bias(mask, x.dtype)  # once: each block would turn it into this
+            mask = attention_bias(mask, x.dtype)  # once, instead of in every block
         prefix = cache[0][0].shape[2] if cache else 0
         positions = torch.arange(prefix, prefix + x.shape[1], device=x.device)
         table = rotary_table(positions, self.rotary_dim)
@@ -244,7 +243,7 @@ class Transformer(nn.Module):
             num_last_here = num_last if block is self.blocks[-1] else None
             inputs = (x, mask, table, past, num_last_here)
             x, new = run_block(block, self.checkpointing, *inputs)
-            if return_cache:  # else not kept alive: with checkpointing that saves memory
+            if return_cache:  # otherwise free it, which saves memory with checkpointing
                 new_cache.append(new)
         x = self.norm(x)
         if return_cache:
@@ -252,8 +251,8 @@ class Transformer(nn.Module):
         return x
 
     def step(self, x, cache):
-        """The next token x (B, D) of every sample -> (B, D); it is appended to the KVCache."""
-        # (B, 1, 1), for heads and tokens: each sample has a position of its own.
+        """The next token x (B, D) of every sample -> (B, D); appends it to the KVCache."""
+        # (B, 1, 1), for heads and tokens, as each sample has its own position.
         table = rotary_table(cache.length[:, None, None], self.rotary_dim)
         mask = cache.mask[..., : cache.filled + 1]
         x = x[:, None]
@@ -262,35 +261,35 @@ class Transformer(nn.Module):
             keys_values = cache.append(i, block.attention.keys_values(h, table))
             x = x + block.attention(h, *keys_values, mask, table)
             x = x + block.ff(block.ff_norm(x))
-        cache.length = cache.length + 1  # not in place: the tensor is the caller's
+        cache.length = cache.length + 1  # not in place, as the tensor belongs to the caller
         cache.filled += 1
         return self.norm(x)[:, 0]
 
 
 def compile_blocks(blocks):
-    """Have torch.compile compile each block at its first call; blocks of one shape are done once.
+    """Let torch.compile compile each block at its first call; equal blocks are compiled only once.
 
-    That takes minutes less than a whole model.
+    It takes minutes less than compiling a whole model.
     """
-    # For each shape, in training and without gradients; torch gives up after 8.
+    # Blocks recompile for each shape, with and without gradients. torch's default limit is 8.
     torch._dynamo.config.recompile_limit = 128
     for block in blocks:
         block.compile()
 
 
 def learned_tokens(count, width):
-    """Learned tokens: a module whose `weight` (count, width) they are.
+    """A module whose `weight` (count, width) is learned tokens.
 
-    It is an nn.Embedding, though never indexed, because optim.groups gives tables no weight decay.
+    It is an nn.Embedding, although it is never indexed, because optim.groups does not decay tables.
     """
     weight = torch.randn(count, width) * 0.02
     return nn.Embedding.from_pretrained(weight, freeze=False)
 
 
 class NullText(nn.Module):
-    """The condition "no text": a CLIP's encoding of "". Its buffers are saved with the model.
+    """The condition "no text": a CLIP's encoding of "", in buffers that are saved with the model.
 
-    They are zero until `fill`, and stay so where no CLIP is loaded.
+    They are zero until `fill` is called, or forever if no CLIP is loaded.
     """
 
     def __init__(self, embed_width, encoding_width, length):
@@ -301,11 +300,11 @@ class NullText(nn.Module):
             self.register_buffer("text_mask", torch.ones(1, length, dtype=torch.bool))
 
     def fill(self, condition):
-        """Take the `condition` of the text "": {buffer: (1, …), and others}."""
+        """Copy the `condition` of the text "": {name: (1, …)}, which may have other names, too."""
         self.load_state_dict(condition, strict=False)
 
     def forward(self, condition, drop):
-        """`condition`, {buffer: (B, …), and others}, with "no text" where `drop` (B,) is true."""
+        """`condition` {name: (B, …)}, with "no text" where `drop` (B,) is true."""
         replaced = dict(condition)
         for name, null in self.named_buffers():
             where = drop.reshape(-1, *[1] * (null.ndim - 1))
@@ -314,9 +313,10 @@ class NullText(nn.Module):
 
 
 class TimeEmbedding(nn.Module):
-    """A timestep in [0, 1000), whole or not, (…) -> (…, hidden) (DDPM, App. B).
+    """Timesteps (…) in [0, 1000), not necessarily integers -> (…, hidden) (DDPM, App. B).
 
-    Cosines and sines at `width`/2 geometric frequencies (Vaswani et al. 2017, §3.5), two layers.
+    Cosines and sines at `width`/2 geometric frequencies (Vaswani et al. 2017, §3.5), then two
+    layers.
     """
 
     def __init__(self, width, hidden):
@@ -331,7 +331,7 @@ class TimeEmbedding(nn.Module):
     def forward(self, timestep):
         half = self.width // 2
         exponent = torch.arange(half, device=timestep.device, dtype=torch.float32) / half
-        # As exp, not as a power: they differ by 1e-7, times 999 for the last timestep.
+        # exp as in published models: a power differs by 1e-7, and timesteps multiply that by 999.
         frequencies = torch.exp(-math.log(10000.0) * exponent)
         angles = timestep[..., None] * frequencies
         sinusoid = torch.cat([angles.cos(), angles.sin()], dim=-1)
@@ -339,7 +339,7 @@ class TimeEmbedding(nn.Module):
 
 
 def zero_init(layer):
-    """`layer` with weights of zero, so that what it is added to starts unchanged."""
+    """Set the parameters of `layer` to zero, so that it adds nothing at first; returns it."""
     for parameter in layer.parameters():
         nn.init.zeros_(parameter)
     return layer

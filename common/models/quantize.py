@@ -10,11 +10,11 @@ from common import dist
 
 
 def nearest_codes(x, codebook):
-    """Codes (N,) int64 of the vectors of `codebook` (K, D) that are nearest to x (N, D).
+    """Codes (N,) int64 of the vectors in `codebook` (K, D) that are nearest to x (N, D).
 
-    In fp32, also under autocast or TF32: rounded products give wrong codes where two are close.
+    Always in fp32: with rounded products, the wrong one of two close codes may win.
     """
-    # |x - c|² / 2 = |x|² / 2 + |c|² / 2 - x·c, of which the first is the same for all codes.
+    # |x - c|² / 2 = |x|² / 2 + |c|² / 2 - x·c; the first term is the same for all codes.
     half_squares = codebook.square().sum(-1) / 2
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
@@ -26,17 +26,16 @@ def nearest_codes(x, codebook):
 
 @torch.no_grad()
 def kmeans(x, size, generator, rounds=10):
-    """k-means of x (N, D) -> centers (K, D) and counts (K,) of the vectors each is the mean of.
+    """k-means of x (N, D): centers (K, D), and the number of vectors (K,) that belong to each.
 
-    Starts by k-means++ (Arthur & Vassilvitskii 2007, Section 2.2). `rounds` >= 1 of Lloyd's
-    algorithm follow.
+    k-means++ (Arthur & Vassilvitskii 2007, Section 2.2), then `rounds` >= 1 of Lloyd's algorithm.
     """
-    # A vector becomes a center with a probability in proportion to its squared distance to the
-    # nearest center so far. Drawn on the CPU, so that all devices draw alike. The numbers are in
-    # (0, 1], so no index is past the end, nor that of a vector at a distance of 0.
+    # The probability that a vector becomes the next center is proportional to its squared distance
+    # to the nearest center so far. Numbers are drawn on the CPU, so that they are the same for all
+    # devices. They are in (0, 1], so that no index is past the end, or has a distance of 0.
     uniform = 1 - torch.rand(size, generator=generator, dtype=torch.float64)
     centers = x.new_empty(size, x.shape[1])
-    distances = torch.full_like(x[:, 0], 1e30)  # equal, so the first center is any vector
+    distances = torch.full_like(x[:, 0], 1e30)  # equal, so that the first center is uniform
     for k in range(size):
         distances_on_cpu = distances.cpu().double()
         cumulative = distances_on_cpu.cumsum(0)
@@ -44,8 +43,8 @@ def kmeans(x, size, generator, rounds=10):
         index = torch.searchsorted(cumulative, threshold)
         centers[k] = x[index]
         differences = x - centers[k]
-        from_this = differences.square().sum(-1)
-        distances = torch.minimum(distances, from_this)
+        squares = differences.square()
+        distances = torch.minimum(distances, squares.sum(-1))
 
     for _ in range(rounds):
         codes = nearest_codes(x, centers)
@@ -59,16 +58,16 @@ def kmeans(x, size, generator, rounds=10):
 
 
 class ResidualQuantizer(torch.nn.Module):
-    """Q quantizers in a row: each quantizes the residual of those before it.
+    """Q quantizers in a row: each quantizes the residual of the previous ones.
 
-    Codebooks are moving averages (van den Oord et al. 2017, App. A.1), Laplace-smoothed. In a
-    training step `forward` gathers statistics of each chunk, but only in training mode with
-    gradients enabled. Then all ranks call `update`, or `discard` if the step overflowed.
+    Codebooks are moving averages (van den Oord et al. 2017, App. A.1), with Laplace smoothing. In
+    training mode with gradients enabled, `forward` gathers statistics of each chunk. After the step
+    all ranks call `update`, or `discard` if the step overflowed.
 
-    In training a sample uses its first n quantizers alone, n uniform in 1..Q (Section III-C).
+    In training, each sample uses only its first n quantizers, n uniform in 1..Q (Section III-C).
 
-    width: D. decay: of the averages, a step. dead_below: codes of fewer vectors than this share of
-    their quantizer's mean are replaced; 0: none.
+    width: D. decay: of the averages, per step. dead_below: codes used less than this share of their
+    quantizer's mean are replaced; 0: never.
     """
 
     def __init__(self, width, num_quantizers, codebook_size, decay, dead_below):
@@ -78,40 +77,40 @@ class ResidualQuantizer(torch.nn.Module):
         self.decay = decay
         self.dead_below = dead_below
         vectors = torch.zeros(num_quantizers, codebook_size, width)
-        # A tensor, so that checkpoints and EMA copies have it, too.
+        # A tensor, so that checkpoints and EMA copies include it.
         self.register_buffer("initialized", torch.tensor(False))
         self.register_buffer("codebook", vectors)
         self.register_buffer("ema_count", vectors.sum(-1))
         self.register_buffer("ema_sum", vectors.clone())
-        # Of each code: the number of its vectors since the last update, and their sum.
+        # For each code: the number of its vectors since the last update, and their sum.
         pending = torch.zeros(num_quantizers, codebook_size, 1 + width)
         self.register_buffer("pending", pending, persistent=False)
-        self._candidates = None  # (Q, N, D), inputs of the quantizers in the first chunk, N <= K
+        self._candidates = None  # (Q, N, D), N <= K inputs of the quantizers, from the first chunk
 
     @property
     def ready(self):
-        """Whether there are codebooks. It waits for a GPU, so do not ask in every step."""
+        """True once there are codebooks. On a GPU this synchronizes, so avoid it in a step."""
         return bool(self.initialized)
 
     @torch.compiler.disable  # a compiled graph cannot change buffers and matrix precision
     def forward(self, z):
         """z (B, T, D) -> (quantized (B, T, D), codes (B, T, Q), loss). Not `ready`: z, zeros and 0.
 
-        The gradient goes straight through. loss: commitment, the mean squared difference of each
+        Gradients are straight-through. loss: commitment, the mean squared difference between each
         quantizer's input and its code's vector (held constant), averaged over the active
         quantizers of a sample, then over samples.
         """
         x = z.float()
         codes = self.encode(z)
         vectors = self.lookup(codes)  # (Q, B, T, D)
-        # After each quantizer. Not by cumsum, which on GPUs is not the same in every run.
+        # Sums after each quantizer; cumsum is not deterministic on GPUs.
         partial_sums = [*itertools.accumulate(vectors)]
         residuals = x - torch.stack(partial_sums)  # (Q, B, T, D)
         squares = residuals.square()
         errors = squares.mean((2, 3))  # (Q, B)
 
         active = torch.ones_like(errors, dtype=torch.bool)
-        if self.training:  # of each sample the first n alone
+        if self.training:  # only the first n of each sample
             n = torch.randint(1, self.num_quantizers + 1, (len(z),), device=z.device)
             active = active.cumsum(0) <= n  # cumsum counts the quantizers: 1, 2, …, Q
 
@@ -123,7 +122,7 @@ class ResidualQuantizer(torch.nn.Module):
             inputs = torch.cat([x[None], residuals[:-1]])
             self.gather(inputs.detach(), codes, active)
 
-        straight_through = x - x.detach()  # zeros, with the gradient of x
+        straight_through = x - x.detach()  # zeros that carry the gradient of x
         active_vectors = vectors * active
         quantized = active_vectors.sum(0) + straight_through
         quantized = quantized.to(z.dtype)
@@ -131,16 +130,17 @@ class ResidualQuantizer(torch.nn.Module):
         return quantized, codes, loss
 
     def gather(self, inputs, codes, active):
-        """Note for `update` the inputs (Q, B, T, D) of codes (B, T, Q) where they are active."""
-        rows = F.pad(inputs, (1, 0), value=1.0)  # a column that counts
+        """Add the active inputs (Q, B, T, D) of codes (B, T, Q) to the statistics for `update`."""
+        rows = F.pad(inputs, (1, 0), value=1.0)  # the new column counts vectors
         rows = rows * active
-        first = self.codebook_size * torch.arange(self.num_quantizers, device=codes.device)
-        places = (codes + first).movedim(-1, 0)  # (Q, B, T), in all codebooks in a row
+        offsets = self.codebook_size * torch.arange(self.num_quantizers, device=codes.device)
+        places = codes + offsets
+        places = places.movedim(-1, 0)  # (Q, B, T), rows of all codebooks together
         pending = self.pending.flatten(0, 1)  # a view
         pending.index_add_(0, places.flatten(), rows.flatten(0, 2))
         if self._candidates is None:
             inputs = inputs.flatten(1, 2)  # (Q, N, D)
-            # Evenly spaced, so that nothing is drawn. None comes twice.
+            # Evenly spaced frames, so there is nothing random, and none is taken twice.
             count = inputs.shape[1]
             most = min(self.codebook_size, count)
             frames = torch.arange(most) * count // most
@@ -159,22 +159,22 @@ class ResidualQuantizer(torch.nn.Module):
         return codes.unflatten(0, z.shape[:2])
 
     def lookup(self, codes):
-        """The vectors (n, B, T, D) of codes (B, T, n) of the first n quantizers."""
+        """The vectors (n, B, T, D) for codes (B, T, n) of the first n quantizers."""
         vectors = []
         for codebook, code in zip(self.codebook, codes.unbind(-1)):
             vectors.append(codebook[code])
         return torch.stack(vectors)
 
     def decode(self, codes):
-        """codes (B, T, n) of the first n quantizers -> (B, T, D), the sum of their vectors."""
+        """codes (B, T, n) of the first n quantizers -> the sum of their vectors (B, T, D)."""
         vectors = self.lookup(codes)
         return sum(vectors)
 
     def initialize(self, z, seed, per_step):
-        """Fit all codebooks by k-means to rank 0's z (N, D), fp32, on all ranks.
+        """Initialize all codebooks by k-means on rank 0's z (N, D), fp32. All ranks get them.
 
-        per_step: vectors of a step of training. The averages start with the weight of so many:
-        with that of all N, codes would hardly move until it has decayed.
+        per_step: vectors per training step, which is the initial weight of the averages. With the
+        weight of all N vectors, codes would hardly move at first.
         """
         if dist.is_main():
             residual = z
@@ -193,15 +193,15 @@ class ResidualQuantizer(torch.nn.Module):
         self.discard()
 
     def update(self, seed):
-        """Move the codebooks by what all ranks gathered, on all ranks once a step.
+        """Update the codebooks with the statistics of all ranks. Call it on all ranks after a step.
 
-        seed: a function of the step.
+        seed: must depend on the step.
         """
         if dist.world_size() > 1:
             td.all_reduce(self.pending)
         counts = self.pending[..., 0]
         sums = self.pending[..., 1:]
-        # (Q, 1). False for quantizers that dropout skipped in all samples, and if not `ready`.
+        # (Q, 1). False for quantizers that were dropped in all samples, and if not `ready`.
         used = counts.any(-1, keepdim=True) & self.initialized
         rate = (1 - self.decay) * used
         self.ema_count += rate * (counts - self.ema_count)
@@ -217,18 +217,18 @@ class ResidualQuantizer(torch.nn.Module):
         least = self.dead_below * mean_count  # (Q, 1)
         dead = used & (self.ema_count < least)  # (Q, K)
         if dead.any():
-            # They become inputs of rank 0's first chunk, of which `gather` took evenly spaced ones,
-            # each at most once. Codes that are left wait for the next update.
+            # Replace dead codes by candidates, which `gather` took from rank 0's first chunk. Each
+            # is used at most once; if there are too few, the other codes wait for the next update.
             generator = torch.Generator().manual_seed(seed)
             count = self._candidates.shape[1]
             order = torch.randperm(count, generator=generator).to(dead.device)
-            number = dead.cumsum(1) - 1  # 0, 1, 2, … of the dead codes of a quantizer
+            number = dead.cumsum(1) - 1  # numbers the dead codes of a quantizer: 0, 1, 2, …
             dead &= number < count
             number = order[number.clamp(0, count - 1)]  # (Q, K)
             picks = self._candidates.gather(1, number[..., None].expand_as(self.codebook))
             dist.broadcast_tensor(picks)  # (Q, K, D)
-            dist.broadcast_tensor(dead)  # a rank's chunk may have fewer candidates
-            # Just alive: one that no input takes is dead again at the next update.
+            dist.broadcast_tensor(dead)  # other ranks may have fewer candidates
+            # Just alive: if no input uses the new code, it is dead again at the next update.
             counts = torch.where(dead, least, self.ema_count)
             self.ema_count.copy_(counts)
             dead = dead[..., None]
@@ -240,6 +240,6 @@ class ResidualQuantizer(torch.nn.Module):
         self.discard()
 
     def discard(self):
-        """Forget what `forward` gathered since the last update."""
+        """Forget the statistics since the last update."""
         self.pending.zero_()
         self._candidates = None

@@ -148,6 +148,7 @@ def main():
 
 
 def measure(args, folder):
+    tokens.PIECE_SECONDS = 1  # these tokens cost nothing: a piece is of hours
     cfg = SimpleNamespace(run_dir=folder, workers=0, timeout_minutes=30)
     dataset = Recordings(args.hours)
     tokenizers = [Tokenizer(1), Tokenizer(args.quantizers)]
