@@ -1359,9 +1359,9 @@ SPEECH_SMALL = {
         SPEECH,
         strides=(2, 4, 5, 4),  # 50 frames per second
         latent_dim=32,
-        # 8 bits each: 0.8 kbit/s. On 400 recordings, a third and a fourth quantizer change neither the
-        # words nor the voices that are recognized, and a fine stage cannot predict them. With a
-        # larger wave_weight audio sounds cleaner (PESQ), but fewer words and voices are recognized.
+        # 8 bits each: 0.8 kbit/s. On 400 recordings, more quantizers change neither the words nor
+        # the voices that are recognized, and a fine stage cannot predict them. With a larger
+        # wave_weight audio sounds cleaner (PESQ), but fewer words and voices are recognized.
         num_quantizers=2,
         wave_weight=1.0,
         mel_seconds=0.256,  # PESQ is 0.2 higher than with the paper's windows
