@@ -344,7 +344,7 @@ class TokenCrops:
             if stream.name == "semantic":
                 # The same time, at another frame rate: what sounds in it, and one token at least.
                 ratio = semantic.FRAME_RATE / self.frame_rate
-                last = int(self.semantic_tokens.frames[index])
+                last = self.semantic_tokens.frames[index]
                 start_heard = min(round(start * ratio), last - 1)
                 stop_heard = max(round(stop * ratio), start_heard + 1)
                 if stop == self.frames[index]:  # rounding must not lose the last token
