@@ -1238,7 +1238,7 @@ TRAIN = {
 
 def train(cfg):
     """Train one stage, or all in turn and then evaluate them together."""
-    device = dist.setup(cfg.device, cfg.timeout_minutes)
+    device = dist.setup(cfg.device, cfg.timeout_minutes, cfg.deterministic)
     configs = [cfg]
     if cfg.stage == "all":
         # Each stage is a run of its own, so a stopped command resumes in its stage.

@@ -647,7 +647,7 @@ def open_data(cfg, source, device, widths=None):
 
 def train(cfg):
     # Join the ranks. Rank 0 takes the run folder, then all open the data.
-    device = dist.setup(cfg.device, cfg.timeout_minutes)
+    device = dist.setup(cfg.device, cfg.timeout_minutes, cfg.deterministic)
     if cfg.data == "shapes":
         from common.data import embed
 

@@ -39,8 +39,12 @@ def world_size():
 # The process group
 
 
-def setup(device="auto", timeout_minutes=30.0):
-    """Join torchrun's process group until the process ends; returns this rank's torch.device."""
+def setup(device="auto", timeout_minutes=30.0, deterministic=True):
+    """Join torchrun's process group until the process ends; returns this rank's torch.device.
+
+    deterministic: GPUs compute the same bits in every run, and after a resume. Else cuDNN tries
+    which of its kernels are the fastest.
+    """
     if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
         # PR_SET_PDEATHSIG: a rank whose torchrun was killed gets SIGTERM, and does not train on.
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)
@@ -65,10 +69,10 @@ def setup(device="auto", timeout_minutes=30.0):
             )
         torch.cuda.set_device(local_rank)
         torch.set_float32_matmul_precision("high")  # TF32
-        # The same bits in every run, and after a resume. cuBLAS asks for the variable.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
+        torch.use_deterministic_algorithms(deterministic)
         torch.utils.deterministic.fill_uninitialized_memory = False  # which costs time
+        torch.backends.cudnn.benchmark = not deterministic
         device = f"cuda:{local_rank}"
     elif device == "mps" and not torch.backends.mps.is_available():
         raise UserError("--device mps: there is none on this machine; use --device cpu")
