@@ -202,7 +202,7 @@ def test_a_row_of_a_table_is_of_that_file_alone_and_what_does_not_fit_is_named(t
     dataset = images.Pictures(tmp_path, 8)
     note = capsys.readouterr().err
     assert "1 rows of tables without an image, such as b.png" in note
-    assert "1 rows of tables for a file that comes again" in note  # the last counts
+    assert "1 rows of tables for a file that has another row" in note  # the last counts
     assert re.search("2 rows without .*, such as .*csv: .*e.png.*, 4 without a caption", note)
     found = {}
     for i in range(len(dataset)):
