@@ -135,9 +135,9 @@ def replace(name, *shape, dtype=np.float16):
 @pytest.mark.parametrize("fault, message", [
     (remove_folder("img_emb"), "img_emb: no such folder, or no img_emb_N.npy files"),
     (lambda folder: (folder / "text_emb/text_emb_1.npy").unlink(),
-     r"text_emb must match; .* in one only: \[\(1, 70\)\]"),
+     r"text_emb must match; .* in only one of them: \[\(1, 70\)\]"),
     (replace("text_enc/text_enc_1.npy", 7, 3, 2), r"text_enc .* \[\(1, 7\), \(1, 70\)\]"),
-    (replace("img_emb/img_emb_1.npy", 8, 5), r"img_emb: .* of one shape: \{\([56],\), \([56],\)"),
+    (replace("img_emb/img_emb_1.npy", 8, 5), r"img_emb: .* same shape: \{\([56],\), \([56],\)"),
     (replace("img_emb/img_emb_0.npy", 5, 6, dtype=np.int64),
      r"img_emb_0.npy: .*expected float16 or float32 of 2 dimensions .*int64 of shape \(5, 6\)"),
     (lambda folder: os.truncate(folder / "img_emb/img_emb_1.npy", 150),

@@ -201,8 +201,8 @@ def test_a_row_of_a_table_is_of_that_file_alone_and_what_does_not_fit_is_named(t
     write_files(tmp_path, {**files, "metadata.csv": table.encode()})
     dataset = images.Pictures(tmp_path, 8)
     note = capsys.readouterr().err
-    assert "1 rows of tables, which name no image here, such as b.png" in note
-    assert "1 rows of tables for a file that comes again" in note  # the last counts
+    assert "1 rows of tables without an image, such as b.png" in note
+    assert "1 rows of tables for a file that has another row" in note  # the last counts
     assert re.search("2 rows without .*, such as .*csv: .*e.png.*, 4 without a caption", note)
     found = {}
     for i in range(len(dataset)):
@@ -255,13 +255,13 @@ def test_a_link_in_a_tar_is_the_file_that_it_names_and_others_are_counted(tmp_pa
              for i in range(len(dataset))}
     expected = {f"./{name}": (b"picture b", "text") for name in "abcdz"}
     assert found == expected | {"./x/e": (b"picture b", "deep")}
-    assert "left out are 3 links to no file in the tar, or devices" in capsys.readouterr().err
+    assert "skipped 3 links to no file in the tar, or devices" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name, message", [
     ("{00000..00001}.tar", r"00001\.tar"),
-    ("0.tar.gz", r"0\.tar\.gz: corrupt .* or another file; expected tars, unpacked as by gunzip"),
-    ("metadata.csv", r"metadata\.csv: corrupt .* or another file; expected .* their metadata\.csv"),
+    ("0.tar.gz", r"0\.tar\.gz: corrupt .* or not a tar; expected uncompressed tars"),
+    ("metadata.csv", r"metadata\.csv: corrupt .* or not a tar; expected .* with metadata\.csv"),
 ])
 def test_what_is_no_tar_is_named(name, message, tmp_path):
     write_tar(tmp_path / "00000.tar", members([0]))
@@ -294,7 +294,7 @@ def test_files_that_are_not_used_are_counted_and_a_key_ends_at_the_last_dot_in_t
     write(tmp_path / path, files)
     dataset = images.CaptionedImages(tmp_path / path)
     assert [dataset.key(i) for i in range(len(dataset))] == keys
-    assert capsys.readouterr().err == f"note: {tmp_path / path}: left out are {unused}\n"
+    assert capsys.readouterr().err == f"note: {tmp_path / path}: skipped {unused}\n"
 
 
 JOINED = "a.jpg a.txt b.txt b.jpg "
@@ -321,7 +321,7 @@ def test_of_a_name_that_comes_again_in_a_tar_the_last_picture_counts_with_the_ca
     found = [dataset.read(i, "image").decode() + dataset.caption(i) for i in range(len(dataset))]
     assert " ".join(sorted(found)) == pairs
     note = capsys.readouterr().err
-    assert " of a name that comes again" in note
+    assert " duplicate names" in note
     assert (", 1 without an extension" in note) == ("LICENSE" in names)
 
 
@@ -352,7 +352,7 @@ def test_a_damaged_tar_is_refused_by_name(size, rest, tmp_path):
     path = tmp_path / "00000.tar"
     write_tar(path, {f"{i}.png": bytes(512) for i in range(9)})
     path.write_bytes(path.read_bytes()[:size] + rest)
-    with pytest.raises(UserError, match=r"00000\.tar: corrupt or truncated tar"):
+    with pytest.raises(UserError, match=r"00000\.tar: corrupt or truncated, or not a tar"):
         images.CaptionedImages(tmp_path)
 
 
@@ -389,7 +389,7 @@ def test_a_second_start_reads_the_index_alone_and_finds_and_notes_the_same(
     write_any(write, tmp_path / name)
     fresh = opened(tmp_path / name)
     note = capsys.readouterr().err
-    assert "left out are 1 gif, 1 without a caption" in note
+    assert "skipped 1 gif, 1 without a caption" in note
     assert opened(tmp_path / name, tmp_path / "index") == fresh
     capsys.readouterr()
     monkeypatch.setattr(images, "group", None)  # nothing is listed

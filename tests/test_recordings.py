@@ -87,7 +87,7 @@ def test_a_wav_file_that_was_cut_or_streamed_is_read_by_soundfile_up_to_its_end(
     found, _, _ = recordings.read(path)
     assert_array_equal(found, noise(1, 100)[:, :expected])
     monkeypatch.setitem(sys.modules, "soundfile", None)
-    with pytest.raises(Unusable, match=r"a\.wav: .* not a complete WAV .*: pip install soundfile"):
+    with pytest.raises(Unusable, match=r"a\.wav: .* other than complete WAV .*: pip install soundfile"):
         recordings.read(path)
 
 
@@ -104,10 +104,10 @@ def test_a_soundfile_that_does_not_import_gives_its_own_error_and_no_file_is_bla
 
 @pytest.mark.parametrize("content, message", [
     (b"", r"cannot be read \(LibsndfileError: .* Format not recognised"),
-    ([0.1, 1e38], r"samples that are not finite, or beyond 4e\+09"),
+    ([0.1, 1e38], r"samples are not finite, or beyond 4e\+09"),
     (patched(24, 999), "999 Hz, expected 1000 to 768000"),
     (None, "not a file"),
-    ([0.1, np.nan], "samples that are not finite"),
+    ([0.1, np.nan], "samples are not finite"),
 ])
 def test_what_is_wrong_with_a_file_follows_its_name(content, message, soundfile, path):
     if isinstance(content, list):
@@ -165,8 +165,8 @@ def test_channels_are_mixed_down_which_is_said_once_unless_they_cancel_out(tmp_p
     for i in range(4):
         assert_close(dataset.wave(i), dataset.wave(0), atol=1e-3, rtol=0)
     err = capsys.readouterr().err
-    assert err.count("recordings of several channels are mixed down") == 1
-    assert err.count("channels that cancel out are not mixed: the loudest is taken") == 1
+    assert err.count("recordings with several channels are mixed down") == 1
+    assert err.count("channels that cancel out are not mixed; the loudest is used") == 1
     recordings.mix_down(np.stack([left] + 14 * [0 * left]), "one of 15 microphones")
     assert "15 microphones: channels that cancel" not in capsys.readouterr().err
 
@@ -184,7 +184,7 @@ def test_it_is_said_which_rates_are_resampled_and_of_long_recordings_a_beginning
     dataset = Recordings(folder(tmp_path), 1000)
     dataset.check()
     found = "{1000: 1, 16000: 4, 8000: 4, 22050: 4}"
-    assert f"recordings are brought to 1000 Hz; rates: {found}" in capsys.readouterr().err
+    assert f"recordings are resampled to 1000 Hz; rates: {found}" in capsys.readouterr().err
     [(index, wave)] = dataset.load_usable([0]).items()
     assert_close(wave, dataset.wave(index)[:10_000], atol=1e-3, rtol=0)
     Syllables(9).check()
@@ -214,7 +214,7 @@ def test_speakers_are_found_by_a_pattern(tmp_path):
     assert set(Recordings(tmp_path, 16000, pattern="(.)[.]").speaker_of) == set("0123")
     assert set(Recordings(tmp_path, 16000, pattern="(.)/").speaker_of) == set("012")
     for pattern in ("_(", "take", "x|x(1)?"):
-        with pytest.raises(UserError, match=r"--speaker_pattern .*: finds no speaker"):
+        with pytest.raises(UserError, match=r"--speaker_pattern .*: its group finds no speaker"):
             Recordings(tmp_path, 16000, pattern=pattern)
 
 
@@ -303,8 +303,8 @@ def test_it_is_said_how_many_recordings_and_transcripts_go_without_the_other(tmp
     Recordings(tmp_path, 16000)
     err = capsys.readouterr().err
     assert "2 recordings of 0 known speakers, 1 transcripts" in err
-    assert f"transcripts without text or recording: 4, as {tmp_path}/3\n" in err
-    assert "metadata.csv: no names of columns, so the second is taken as the text" in err
+    assert f"transcripts without text or recording: 4, such as {tmp_path}/3\n" in err
+    assert "metadata.csv: has no column names, so the second column is taken as the text" in err
 
 
 def test_files_that_are_not_read_are_counted_by_kind(tmp_path, capsys):

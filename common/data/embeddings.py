@@ -1,4 +1,4 @@
-"""Embeddings in shards (.npy), as clip-retrieval writes them, with captions.
+"""Embeddings in .npy shards, in the layout of clip-retrieval, with captions.
 
 `Embeddings` is a dataset (see loader.py).
 """
@@ -16,14 +16,14 @@ from common.config import UserError
 from common.data import files, flat
 
 FOLDERS = {"image_embed": "img_emb", "text_embed": "text_emb", "text_enc": "text_enc"}
-MAX_LOG_RATIO = 2  # of a usable embedding's length to the median one: a factor of 7.4
+MAX_LOG_RATIO = 2  # of an embedding's length to the median length: a factor of 7.4
 
 
 def open_npy(path, ndim=2):
-    """The float16 or float32 array of `ndim` dimensions in a .npy file, read where it is indexed.
+    """Map the float16 or float32 array of `ndim` dimensions in a .npy file.
 
-    Thousands of files cannot be open at once, so each reading opens anew. That compares a file's
-    size with its header: of a file that was cut meanwhile it is an error, not a crash.
+    It is called for each read, because thousands of files cannot be open at once. It compares the
+    size of the file with its header, so that a truncated file is an error, not a crash.
     """
     expected = f"float16 or float32 of {ndim} dimensions"
     with config.explained(f"{path}: not a readable .npy array; expected {expected}"):
@@ -34,7 +34,7 @@ def open_npy(path, ndim=2):
 
 
 def shard_files(folder, name, suffix):
-    """{N: path} of the files NAME_N.suffix in `folder`, by number; N may have leading zeros."""
+    """{N: path} of the files NAME_N.suffix in `folder`, sorted; N may have leading zeros."""
     paths = {}
     for path in folder.glob(f"{name}_*{suffix}"):
         number = path.stem.removeprefix(f"{name}_")
@@ -44,7 +44,7 @@ def shard_files(folder, name, suffix):
 
 
 class Shards:
-    """The rows of all arrays `FOLDER/NAME_N.npy`, by N: item (int array) -> float32 rows."""
+    """The rows of the arrays `FOLDER/NAME_N.npy`, in order of N, as float32."""
 
     def __init__(self, folder, name):
         self.folder = folder
@@ -55,26 +55,26 @@ class Shards:
         shapes = {shape[1:] for shape in shapes}
         if len(shapes) != 1:
             raise UserError(
-                f"{folder}: no such folder, or no {name}_N.npy files with rows of one "
+                f"{folder}: no such folder, or no {name}_N.npy files with rows of the same "
                 f"shape: {shapes or 'none'}"
             )
         [self.shape] = shapes
-        self.starts = np.cumsum([0, *self.sizes.values()])  # first row of each, and the end
+        self.starts = np.cumsum([0, *self.sizes.values()])  # first row of each shard, and the end
 
     def __len__(self):
         return int(self.starts[-1])
 
     @functools.cached_property
     def median_norm(self):
-        """The median length of 256 rows (n, D); UserError if it is no length."""
+        """The median length of 256 rows (D,); UserError if it is zero or not finite."""
         rows = self[order.evenly_spaced(len(self), 256)]
         length = torch.from_numpy(rows).norm(dim=1).nanmedian().item()
-        if not 0 < length < math.inf:  # as of a file that claims more rows than were written
-            raise UserError(f"{self.folder}: most rows are all zero or not finite; write it anew")
+        if not 0 < length < math.inf:  # as in a file that was not completely written
+            raise UserError(f"{self.folder}: most rows are all zero or not finite; rewrite it")
         return length
 
     def locate(self, indices):
-        """Shards of `indices` (n,), counted from 0, and their rows there: int arrays (n,)."""
+        """(number of the shard, counted from 0; row in it) of `indices` (n,): int arrays (n,)."""
         shards = np.searchsorted(self.starts, indices, side="right") - 1
         return shards, indices - self.starts[shards]
 
@@ -92,9 +92,9 @@ class Shards:
 
 
 def caption_lines(path):
-    """The captions of a shard: a list of JSON values (bytes), records or, of parquet, the captions.
+    """The captions of a shard: a list of JSON objects (bytes), one per row.
 
-    They are read only here: a row of parquet cannot be read alone.
+    A parquet file is read completely, because single rows cannot be read.
     """
     if path.suffix == ".jsonl":
         return path.read_bytes().rstrip(b"\n").split(b"\n")
@@ -108,12 +108,12 @@ class Embeddings:
     """Embeddings in `img_emb/`, `text_emb/`, and optionally `text_enc/` and captions.
 
     Files are matched by shard number. With `captions`, `text_emb/` may be missing. `self.captions`
-    holds the files of captions by number; it is empty if there are none. They are indexed below
-    `index_dir`, see flat.open_index. Embeddings of images and of texts are `width` wide.
+    is {number: file of captions}, or {} if there are none. They are indexed below `index_dir`, see
+    flat.open_index. `width` is D of image and text embeddings.
 
     `fetch` returns {"image_embed" (n, D), "text_embed" (n, D), "text_enc" (n, L, E), "caption"
-    list}, in float32. A row is not usable if one of its embeddings is all zero, not finite, or much
-    longer or shorter than most are, or if its caption cannot be read.
+    list}, in float32. A row is unusable if one of its embeddings is all zero, not finite, or much
+    longer or shorter than most, or if its caption cannot be read.
     """
 
     def __init__(self, folder, text_encodings=False, captions=False, index_dir=None):
@@ -136,15 +136,15 @@ class Embeddings:
         self.text_embeds = self.tables.get("text_embed", self.images)
         if self.text_embeds.shape != self.images.shape:
             raise UserError(
-                f"{folder}: img_emb is {self.width} wide and text_emb "
-                f"{self.text_embeds.shape[0]}; expected embeddings of one CLIP"
+                f"{folder}: the width of img_emb is {self.width}, that of text_emb is "
+                f"{self.text_embeds.shape[0]}; expected embeddings from the same CLIP"
             )
         for name, table in self.tables.items():
             differences = self.images.sizes.items() ^ table.sizes.items()
             if differences:
                 raise UserError(
                     f"{folder}: img_emb and {FOLDERS[name]} must match; shards (number, rows) "
-                    f"in one only: {sorted(differences)[:2]}"
+                    f"in only one of them: {sorted(differences)[:2]}"
                 )
 
         self.captions = shard_files(self.folder / "captions", "captions", ".jsonl")
@@ -159,12 +159,12 @@ class Embeddings:
         if missing:
             self.captions = {}
         self.caption_paths = [self.captions.get(number) for number in self.images.sizes]
-        if captions:  # now, as all ranks are here, and workers not yet
+        if captions:  # make it now, on all ranks, before there are workers
             self.index  # noqa: B018
 
     @functools.cached_property
     def index(self):
-        """The flat.Index of the captions, made where they are used first."""
+        """The flat.Index of the captions, made when they are first used."""
         sizes = list(self.images.sizes.values())
 
         def lines(shard):
@@ -185,7 +185,7 @@ class Embeddings:
         return order.split_indices(len(self), name, validation, test, seed)
 
     def fault(self, index):
-        """The shard of a row, its place in it, and why it cannot be used; "" if it can."""
+        """Name of an unusable row, and the reason; "" if it is usable."""
         indices = np.array([index])
         if self.with_captions:
             try:
@@ -204,7 +204,7 @@ class Embeddings:
         if self.with_captions:
             try:
                 batch["caption"] = self.texts(indices)
-            except UserError:  # of one at least
+            except UserError:  # at least one is unusable
                 usable = np.array([not self.fault(index) for index in indices])
         return batch, usable
 
@@ -215,9 +215,9 @@ class Embeddings:
             batch[name] = torch.from_numpy(table[indices])
             length = batch[name].flatten(1).norm(dim=1)
             usable &= length.isfinite()
-            if name != "text_enc":  # whose padding is all zero
+            if name != "text_enc":  # its padding is all zero
                 ratio = length / table.median_norm
-                usable &= ratio.log().abs() < MAX_LOG_RATIO  # so zero is not usable
+                usable &= ratio.log().abs() < MAX_LOG_RATIO  # false for zero
         return batch, usable.numpy()
 
     def texts(self, indices):
@@ -225,7 +225,7 @@ class Embeddings:
         return [record["caption"] for record in self.records(indices)]
 
     def records(self, indices):
-        """The records of samples, at least {"caption": see files.clean_caption}."""
+        """The records of samples: {"caption": text, and possibly more}."""
         shards, _ = self.images.locate(indices)
         records = []
         for shard, line in zip(shards.tolist(), self.index.texts("captions", indices)):
@@ -237,7 +237,7 @@ class Embeddings:
         return records
 
     def check(self):
-        """(unusable, looked at, first faults) of at most 100,000 evenly spaced rows.
+        """Check up to 100,000 evenly spaced rows: (number unusable, number checked, first faults).
 
         UserError if more than one in a hundred is unusable.
         """
@@ -255,9 +255,9 @@ class Embeddings:
         return len(unusable), len(checked), faults
 
     def fingerprint(self):
-        """Values that change when the data does: rows, width, digest of the files' starts.
+        """Values that change when the data change: rows, width, digest of the files' beginnings.
 
-        Of images and captions alone: a run may take its texts from either source.
+        Only images and captions count, because a run may take its texts from either source.
         """
         paths = [*self.images.paths.values(), *self.captions.values()]
         return {"rows": len(self), "width": self.width, "digest": files.digest_of(paths)}
@@ -266,10 +266,10 @@ class Embeddings:
 def write_shards(
     folder, image_embeddings, text_embeddings, records, encodings=None, rows_per_shard=100_000
 ):
-    """Write embeddings (N, D) and maybe token encodings (N, L, E) as shards.
+    """Write embeddings (N, D) and optionally token encodings (N, L, E) as shards.
 
-    records: N captions [{"caption": text}], or []. Earlier shards in `folder` are removed, so that
-    two sets of embeddings never mix. float16 stays, all else becomes float32.
+    records: N captions [{"caption": text}], or []. Earlier shards in `folder` are deleted, so that
+    two sets of embeddings never mix. float16 is kept; everything else becomes float32.
     """
     folder = Path(folder)
     tables = {"img_emb": image_embeddings, "text_emb": text_embeddings}

@@ -1,4 +1,4 @@
-"""Captioned images, in tars or folders, with or without embeddings, and the built-in shapes.
+"""Captioned images in tars or folders, with or without embeddings, and the built-in shapes.
 
 `Pictures` and `Shapes` are datasets (see loader.py): `fetch` returns pixels, embeddings, captions.
 """
@@ -30,46 +30,46 @@ IMAGES = ("jpg", "jpeg", "png", "webp")
 CAPTIONS = ("txt", "json")
 USED = {*IMAGES, *CAPTIONS, "npy", "jsonl", "csv"}
 METADATA = ("metadata.jsonl", "metadata.csv")
-# Names of visible files: folders and KEY, extension. In a tar KEY ends at the first dot, as in
-# webdataset; in a folder at the last.
+# Patterns of file names: (folders and KEY, extension). Hidden files do not match. In a tar, KEY
+# ends at the first dot, as in webdataset; in a folder, it ends at the last dot.
 TAR_NAME = r"(?s)((?:.*/)?[^/.]+)\.?([^/]*)"
 FILE_NAME = r"(?s)((?:.*/)?[^/.][^/]*?)(?:\.|\Z)([^/.]*)"
 FILE = [("extension", "S5"), ("offset", np.int64), ("size", np.int64)]
 ENTRY = np.dtype([("tar", np.int32), ("image", FILE), ("caption", FILE), ("embedding", FILE)])
-BUILTIN_ROWS = 25_000  # of the captioned shapes
-# Of the places of a square. 1/2 itself would be the later one of the two in an even number.
+BUILTIN_ROWS = 25_000  # number of captioned shapes
+# The middle of the places of a square. With 1/2, an even number of places would give the later one.
 MIDDLE = 0.4999999
-# The random numbers of the largest square in the middle, not mirrored.
+# Instead of random numbers: the largest square, in the middle, not mirrored.
 CENTRAL = (1, MIDDLE, MIDDLE, 1)
 
 
 def decode_image(content, name):
-    """Decode the image file `content` (bytes): uint8 RGB (H, W, 3). Unusable if it is damaged.
+    """Decode the image file `content` (bytes) to uint8 RGB (H, W, 3). Unusable if it is damaged.
 
-    It is turned upright as its EXIF says, and brought to sRGB from its ICC profile. What is
-    transparent is white. 16 bits become 8.
+    The image is rotated by its EXIF, and converted to sRGB by its ICC profile. Transparent pixels
+    become white. 16 bits become 8.
     """
     Image = config.need("PIL.Image", f"{name}: reading {Path(name).suffix} images", "pillow")
     from PIL import ImageCms, ImageOps, PngImagePlugin
 
     if not hasattr(Image.Image, "has_transparency_data"):
         raise UserError("images need pillow 10.1: pip install 'pillow>=10.1'")
-    # Texts and ICC profiles of PNGs may be long: workflows of image tools are.
+    # Some tools store workflows in PNG texts, which are longer than Pillow's limit.
     PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY
     with config.explained(f"{name}: not a readable image", Unusable):
-        # Other formats are refused, because Pillow runs programs for some.
+        # Other formats are refused, because Pillow runs external programs for some.
         image = Image.open(io.BytesIO(content), formats=("JPEG", "PNG", "WEBP"))
         image.load()
         profile = image.info.get("icc_profile")
-        with contextlib.suppress(Exception):  # a damaged EXIF has no orientation
+        with contextlib.suppress(Exception):  # ignore a damaged EXIF
             ImageOps.exif_transpose(image, in_place=True)
-        if image.mode.startswith("I"):  # gray of 16 bits, which `convert` would cut off at 255
+        if image.mode.startswith("I"):  # 16-bit gray, which `convert` would clip at 255
             gray = np.asarray(image) / 257 + 0.5
             image = Image.fromarray(gray.astype(np.uint8))
         if image.mode == "P" or image.has_transparency_data:  # a palette has RGB's profile
             white = Image.new("RGBA", image.size, "white")
             image = Image.alpha_composite(white, image.convert("RGBA"))
-        with contextlib.suppress(Exception):  # no profile, a damaged one, or one of other channels
+        with contextlib.suppress(Exception):  # no profile, or one that is damaged or does not fit
             transform = to_srgb(profile, image.mode)
             if transform:
                 image = ImageCms.applyTransform(image, transform)
@@ -78,10 +78,10 @@ def decode_image(content, name):
 
 @functools.lru_cache(maxsize=64)  # building it takes longer than decoding a small image
 def to_srgb(profile, mode):
-    """Pillow's transform to sRGB of images of a mode with an ICC profile (bytes).
+    """Pillow's transform to sRGB for images of a mode with an ICC profile (bytes).
 
-    It is None if colors stay as they are, so that most images need none. The profile's name does
-    not tell: those of a linear sRGB have "sRGB" in it, too.
+    None if it does not change colors, which is the case for most images. It does not go by the
+    profile's name, because those of a linear sRGB also contain "sRGB".
     """
     from PIL import Image, ImageCms
 
@@ -97,14 +97,14 @@ def to_srgb(profile, mode):
 
 
 class CaptionedImages:
-    """Images with captions, by their numbers.
+    """Numbered images with captions.
 
-    path: tars, see `find_tars`, or a folder of images. They have KEY.jpg|png|webp with KEY.txt or
-    KEY.json; a folder may have metadata.jsonl or metadata.csv instead. They are indexed once, see
-    flat.open_index, then read at random. A note counts what is left out.
+    path: tars, see `find_tars`, or a folder of images. They contain KEY.jpg|png|webp with KEY.txt
+    or KEY.json; a folder may have metadata.jsonl or metadata.csv instead. They are indexed once,
+    see flat.open_index, and then read at random. A note counts skipped files.
 
-    Images without a caption are left out. But if not `needs_captions`, all are taken, and a caption
-    that is missing or damaged is "".
+    Images without a caption are skipped. Without `needs_captions` they are used, and a missing or
+    damaged caption is "".
     """
 
     def __init__(self, path, needs_captions=True, index_dir=None):
@@ -112,7 +112,7 @@ class CaptionedImages:
         self.needs_captions = needs_captions
         self.tars = find_tars(self.path)
         self.metadata = []  # files
-        self.renamed = {}  # {name in NFC: name on the disk} below `path`: macOS keeps NFD
+        self.renamed = {}  # {name in NFC: name on disk} below `path`, where they differ
         sources = self.tars
         if not self.tars:
             sources = files.files_below(path)
@@ -133,7 +133,7 @@ class CaptionedImages:
             unused.update(json.loads(counts))
         counts = [f"{number} {kind}" for kind, number in sorted(unused.items()) if number]
         if counts:
-            config.note(f"{path}: left out are {', '.join(counts)}")
+            config.note(f"{path}: skipped {', '.join(counts)}")
         if not len(self):
             raise UserError(
                 f"{path}: no such folder, or no captioned images found; expected "
@@ -141,13 +141,13 @@ class CaptionedImages:
             )
 
     def _columns(self, number, stamps):
-        """The columns of the index of a tar, by its number, or of the folder.
+        """The columns of the index for a tar, by its number, or for the folder.
 
-        keys: of images. entries: where their files are. rows: captions of tables. unused: counts
-        for the note, a single text. stamps: see files.stamps.
+        keys: of images. entries: where their files are. rows: captions from tables. unused: counts
+        for the note, as one text. stamps: see files.stamps.
         """
-        unused = collections.Counter()  # {kind: files}
-        table = {}  # rows whose image was not found yet
+        unused = collections.Counter()  # {kind: number of files}
+        table = {}  # rows whose image has not been found yet
         pattern = TAR_NAME
         if self.tars:
             members = list_tar(self.tars[number], unused)
@@ -174,7 +174,7 @@ class CaptionedImages:
                 entries.append((number, image, caption, sample.get("npy", ("npy", 0, 0))))
                 rows.append((row or "").encode(errors="surrogatepass"))
         if table:
-            unused[f"rows of tables, which name no image here, such as {min(table)}"] = len(table)
+            unused[f"rows of tables without an image, such as {min(table)}"] = len(table)
         return {
             "keys": np.array(keys, np.bytes_),
             "entries": np.array(entries, ENTRY),
@@ -186,7 +186,7 @@ class CaptionedImages:
         return len(self.index["entries"])
 
     def key(self, index):
-        """KEY of an image, in NFC; it includes folders in the tar or below `path`."""
+        """KEY of an image in NFC, with its folders in the tar or below `path`."""
         return os.fsdecode(self.index["keys"][index])
 
     def split(self, name, validation, test, seed=0):
@@ -200,7 +200,7 @@ class CaptionedImages:
         return order.split_hashes(index["hashes"], name, validation, test)
 
     def name(self, index, kind="image"):
-        """Path of the "image", "caption" or "embedding" of a sample; in a tar: tar and member."""
+        """Path of the "image", "caption" or "embedding" of a sample, or its tar and member."""
         entry = self.index["entries"][index]
         member = f"{self.key(index)}.{entry[kind]['extension'].decode()}"
         if self.tars:
@@ -237,7 +237,7 @@ class CaptionedImages:
         return ""
 
     def texts(self, indices):
-        """A caption of each of the samples that have one. Their images are not read."""
+        """The captions of those samples that have one. Images are not read."""
         texts = []
         for index in indices:
             with contextlib.suppress(Unusable):
@@ -246,7 +246,7 @@ class CaptionedImages:
 
 
 def find_tars(path):
-    """The tars that `path` names: a tar, FOLDER of *.tar, or "FOLDER/{00000..00219}.tar"."""
+    """The tars that `path` names: a tar, a folder of *.tar, or "FOLDER/{00000..00219}.tar"."""
     if path.is_dir():
         return sorted(path.glob("[!.]*.[tT][aA][rR]"))
     braces = re.fullmatch(r"(.*)\{(\d+)\.\.(\d+)\}(.*)", str(path))
@@ -258,15 +258,15 @@ def find_tars(path):
 
 
 def list_tar(tar, unused):
-    """(name, offset, size) of the files in a tar. UserError if it is damaged, or another file.
+    """[(name, offset, size)] of the files in a tar. UserError if it is damaged or not a tar.
 
-    Those of a link are of the member that it names. `unused` counts other links, and devices.
+    A link has offset and size of its target. `unused` counts other links, and devices.
     """
-    members = []  # (name, place), where a place is (offset, size), or the name in a symbolic link
+    members = []  # (name, place), where place is (offset, size) or the target of a symbolic link
     places = {}  # {path: its last place}
     damaged = config.explained(
-        f"{tar}: corrupt or truncated tar, or another file; expected tars, unpacked as by gunzip, "
-        "or a folder of images, with their metadata.csv or .jsonl in it"
+        f"{tar}: corrupt or truncated, or not a tar; expected uncompressed tars, or a folder of "
+        "images, optionally with metadata.csv or .jsonl"
     )
     with open(tar, "rb") as file, damaged, tarfile.open(fileobj=file, mode="r:") as archive:
         for each in archive:
@@ -274,7 +274,7 @@ def list_tar(tar, unused):
             place = None
             if each.isfile():
                 place = each.offset_data, each.size
-            elif each.islnk():  # GNU tar stores a file of two names once; the member is before it
+            elif each.islnk():  # a hard link, whose target comes before it
                 place = places.get(posixpath.normpath(each.linkname))
             elif each.issym():
                 target = posixpath.join(posixpath.dirname(path), each.linkname)
@@ -283,11 +283,11 @@ def list_tar(tar, unused):
                 places[path] = place
                 members.append((each.name, place))
         file.seek(archive.offset)
-        if file.read(512) != bytes(512):  # tarfile stops silently at damage
+        if file.read(512) != bytes(512):  # at damage, tarfile stops silently
             raise tarfile.ReadError(f"no member and no end at byte {archive.offset}")
     listing = []
     for name, place in members:
-        place = places.get(place, place)  # that of a symbolic link
+        place = places.get(place, place)  # resolve symbolic links
         if isinstance(place, tuple):
             listing.append((name, *place))
     unused["links to no file in the tar, or devices"] += len(members) - len(listing)
@@ -295,10 +295,10 @@ def list_tar(tar, unused):
 
 
 def read_metadata(folder, paths, unused):
-    """{file: caption} of the metadata.jsonl and metadata.csv at `paths` below a folder.
+    """{file: caption} from the metadata.jsonl and metadata.csv files `paths` below a folder.
 
-    Each row has a file_name relative to its table, and see files.caption_in. In the dict, files are
-    relative to `folder`, in NFC. `unused` counts other rows; UserError if there are no others.
+    Each row has a file_name, relative to its table, and a caption, see files.caption_in. In the
+    dict, files are relative to `folder`, in NFC. `unused` counts bad rows; UserError if all are.
     """
     table = {}
     faults = []
@@ -306,7 +306,7 @@ def read_metadata(folder, paths, unused):
         text = files.decode_text(path.read_bytes(), path)
         rows = filter(str.strip, text.split("\n"))
         if path.suffix.lower() == ".csv":
-            # In a row that is too long or too short, file_name or caption is no text.
+            # In rows that are too long or too short, file_name or caption is not a text.
             records = csv.DictReader(io.StringIO(text), restkey="file_name", restval=False)
             rows = map(json.dumps, records)
         with config.explained(f"{path}: not a table"):
@@ -315,31 +315,31 @@ def read_metadata(folder, paths, unused):
                     record = json.loads(row)
                     name = files.nfc(os.path.relpath(path.parent / record["file_name"], folder))
                     caption = files.clean_caption(files.caption_in(record))
-                    unused["rows of tables for a file that comes again"] += name in table
+                    unused["rows of tables for a file that has another row"] += name in table
                     table[name] = caption
-                except Exception:  # of a dozen types
+                except Exception:  # there are a dozen types
                     faults.append(f"{path}: {row:.100}")
     if faults and not table:
-        raise UserError(f"{faults[0]}: expected file_name and caption or text in its rows")
+        raise UserError(f"{faults[0]}: expected file_name and caption or text in each row")
     if faults:
         unused[f"rows without a file_name or caption, such as {faults[0]}"] = len(faults)
     return table
 
 
 def group(members, pattern, unused):
-    """Yield samples (folders and KEY, {extension in lower case: (extension, offset, size)}).
+    """Yield samples (folders and KEY, {lowercase extension: (extension, offset, size)}).
 
-    members: (name, offset, size) of files. Those whose name has not the `pattern` are hidden.
-    unused: counts files that are no part of a sample.
+    members: (name, offset, size) of files; hidden ones do not match `pattern`. unused: counts files
+    that are not part of a sample.
 
-    Neighbors of one KEY, none of whose kinds comes again, form a place. The places of a KEY join
-    into one sample, as where images and captions lie apart. But a place with a kind of file that
-    the sample has already, or with a second image, begins another one, as in joined tars. The last
-    sample of a KEY that has image and caption counts, as for tar itself; without one, the last that
-    has an image.
+    Neighboring files with the same KEY and different extensions form a place. The places of a KEY
+    are joined to one sample, because captions may be stored apart from images. But a place with an
+    extension that the sample already has, or with a second image, begins a new sample, as in
+    concatenated tars. As in tar, the last sample of a KEY counts: the last with image and caption,
+    or else the last with an image.
     """
     places_of = collections.defaultdict(list)  # {KEY: its places}
-    last = None  # KEY of the file before
+    last = None  # KEY of the previous file
     for name, offset, size in members:
         match = re.fullmatch(pattern, files.nfc(name))
         if not match:
@@ -362,13 +362,13 @@ def group(members, pattern, unused):
         with_image = [each for each in samples if pick(each, IMAGES)]
         whole = [each for each in with_image if pick(each, CAPTIONS)]
         sample = (whole or with_image or samples)[-1]
-        unused["of a name that comes again"] += len(samples) - 1
+        unused["duplicate names"] += len(samples) - 1
         unused.update(sample.keys() - USED)
         yield key, sample
 
 
 def pick(sample, kinds):
-    """Those of the files of a sample that are of `kinds`."""
+    """The files of a sample that have an extension in `kinds`."""
     return [sample[kind] for kind in kinds if kind in sample]
 
 
@@ -377,19 +377,18 @@ def pick(sample, kinds):
 
 @dataclasses.dataclass(eq=False)
 class Pictures(CaptionedImages):
-    """Captioned images as square pictures, with embeddings of the whole image.
+    """Captioned images as squares, with embeddings of the whole images.
 
-    The embeddings are inside the tars or beside loose images (KEY.npy), else beside the tars: in
-    img_emb_NNNNN.npy for NNNNN.tar, where a key is the digits of its tar, then those of the row,
-    as img2dataset writes it. Without any, `width` is None.
+    Embeddings are KEY.npy in the tars or beside loose images, or img_emb_NNNNN.npy beside
+    NNNNN.tar. In the latter, a key is the digits of its tar followed by the number of the row, as
+    img2dataset writes it. Without embeddings, `width` is None.
 
-    `fetch` returns the usable ones of the samples as {"image": uint8 (n, size, size, 3),
-    "image_embed": float32 (n, D), "clip_image": uint8 (n, C, C, 3) if C = `clip_size` is not 0,
-    "caption": list}. An image is the central square or, with random words, a random square of
-    `crop_scale` to 1 of its area, half of them mirrored if `flip`. So "clip_image", from which a
-    CLIP makes the embeddings if none are stored, is of the crop, unlike stored embeddings. A sample
-    is not usable if its embedding is missing, all zero or not finite, or its image damaged or
-    smaller than `size`.
+    `fetch` returns the usable samples as {"image": uint8 (n, size, size, 3), "image_embed": float32
+    (n, D), "clip_image": uint8 (n, C, C, 3) if C = `clip_size` is not 0, "caption": list}. An image
+    is the central square or, with random bits, a random square of `crop_scale` to 1 of the area,
+    mirrored with probability 0.5 if `flip`. "clip_image" is of the same crop; if no embeddings are
+    stored, a CLIP computes them from it. A sample is unusable if its embedding is missing, all zero
+    or not finite, or if its image is damaged or smaller than `size`.
     """
 
     path: Path
@@ -411,7 +410,7 @@ class Pictures(CaptionedImages):
                 self.width = len(self._embedding(index))
                 break
         if len(inside) and not self.width:
-            self._embedding(inside[0])  # which says what is wrong
+            self._embedding(inside[0])  # raises the reason
         if self.tars and not len(inside):
             self.beside = embeddings.shard_files(self.tars[0].parent, "img_emb", ".npy")
         for path in self.beside.values():
@@ -428,10 +427,10 @@ class Pictures(CaptionedImages):
                 table = embeddings.open_npy(self.beside[int(tar)])
             else:
                 table = [np.load(io.BytesIO(self.read(index, "embedding")))]
-        if row >= len(table):  # then those before it may be of other pictures, too
+        if row >= len(table):  # other rows may belong to other images as well
             raise UserError(
                 f"{name}: its embedding would be row {row} of the {len(table)} beside its tar; "
-                "expected one for each number in the keys, also of pictures that are missing"
+                "expected a row for each number in the keys, also for missing images"
             )
         with config.explained(f"{name}: no usable embedding", Unusable):
             values = table[row].astype(np.float32)
@@ -443,19 +442,19 @@ class Pictures(CaptionedImages):
             return values.ravel()
 
     def fetch(self, indices, random_bits=None):
-        """Read samples in any order, augmented if there are random words."""
+        """Read samples in any order, augmented if there are random bits."""
         uniform = order.uniform(random_bits, len(indices), CENTRAL)
         samples = []
         usable = np.zeros(len(indices), bool)
         for i, index in enumerate(indices):
-            with contextlib.suppress(Unusable):  # ChunkDataset takes another, and asks `fault`
+            with contextlib.suppress(Unusable):  # ChunkDataset replaces it
                 samples.append(self._sample(index, uniform[i]))
                 usable[i] = True
         batch = torch.utils.data.default_collate(samples) if samples else {}
         return batch, usable
 
     def _sample(self, index, uniform=CENTRAL):
-        """The entries of `fetch` for an image; four numbers in [0, 1) choose what is random."""
+        """The entries of `fetch` for one image; `uniform`: four random numbers in [0, 1)."""
         image = self.image(index)
         area, down, right, mirror = uniform
         height, width, _ = image.shape
@@ -482,11 +481,11 @@ class Pictures(CaptionedImages):
         if self.width:
             sample["image_embed"] = torch.from_numpy(self._embedding(index))
         if self.clip_size:
-            sample["clip_image"] = pixels.resize_uint8(crop, self.clip_size)[0]  # bicubic: CLIP's
+            sample["clip_image"] = pixels.resize_uint8(crop, self.clip_size)[0]  # bicubic, for CLIP
         return sample
 
     def fault(self, index):
-        """What is wrong with an image, after its name; "" if it can be used."""
+        """Name of an unusable image, and the reason; "" if it is usable."""
         try:
             self._sample(index)
         except Unusable as error:
@@ -501,7 +500,7 @@ class Pictures(CaptionedImages):
         return files.check_samples(self)
 
     def fingerprint(self):
-        """Values that change when the data does: rows, width, digest of names, sizes and tars."""
+        """Values that change when the data change: rows, width, digest of names, sizes and tars."""
         paths = [*self.tars, *self.metadata, *self.beside.values()]
         digest = hashlib.sha256(self.index.scan("keys"))
         digest.update(self.index.scan("entries"))
@@ -513,9 +512,9 @@ class Shapes(embeddings.Embeddings):
     """The built-in captioned shapes, with the embeddings that embed.builtin_data writes.
 
     `fetch` returns {"image": uint8 (n, size, size, 3), "image_embed" (n, D), "text_embed" (n, D),
-    "caption": list}. Below 32 pixels they are averages of the 32-pixel ones. There are no crops and
-    flips, because captions name places. `records` has their "caption", all "attributes", and which
-    of these the caption "named".
+    "caption": list}. Images below 32 pixels are averages of 32-pixel ones. There are no crops and
+    flips, because captions mention places. `records` have "caption", "attributes", and "named",
+    those that the caption mentions.
     """
 
     def __init__(self, folder, size, index_dir=None):
@@ -530,11 +529,12 @@ class Shapes(embeddings.Embeddings):
 
 
 def caption_accuracy(dataset, indices, fake, real):
-    """{metric: bool for each sample} of fake and real pictures, uint8 (B, H, H, 3), of `indices`.
+    """{metric: [True if the image shows everything that its caption mentions]}.
 
-    Whether a picture has all that its caption mentions; {} unless `dataset` is the built-in one.
+    fake, real: uint8 images (B, H, H, 3) of the samples `indices`. {} unless `dataset` is the
+    built-in one.
     """
-    # The judge takes averages of 16 x 16 boxes.
+    # The classifier takes averages of 16 x 16 boxes.
     if not isinstance(dataset, Shapes) or real.shape[1] % 16:
         return {}
     records = dataset.records(indices)

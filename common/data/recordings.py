@@ -1,8 +1,7 @@
 """Audio files; datasets of recordings (see loader.py).
 
-The standard library reads WAV files of 16-bit PCM. Any other file (WAV of 24 bits, floats, mu-law
-or ADPCM, flac, ogg, opus, mp3, aiff, au) is read by soundfile. A wave is float, time last; in files
-within [-1, 1].
+The standard library reads WAV files of 16-bit PCM. soundfile reads all others (WAV of 24 bits,
+floats, mu-law or ADPCM, flac, ogg, opus, mp3, aiff, au). Waves are floats in [-1, 1], time last.
 """
 
 import collections
@@ -26,16 +25,16 @@ from common.data.files import Unusable
 from common.models.audio import LOUDNESS, MARGIN, level, resample, resampled_length
 
 SUFFIXES = (".wav", ".flac", ".ogg", ".mp3", ".opus", ".aiff", ".aif", ".au")
-# Seconds to decode before a crop: MP3 has a reservoir of bits, Vorbis pages of several seconds.
+# Seconds to decode before a crop: MP3 has a bit reservoir, Vorbis has pages of several seconds.
 LEAD = {"MP3": 2, "OGG": 5}
 RATES = range(1_000, 768_001)  # Hz
-MAX_SAMPLE = 4e9  # 32-bit integers as floats are in files, too; squares of 1e20 would overflow
-CROP_SECONDS = 1  # of crops in evaluation
-EXCERPT_SECONDS = 10  # of recordings that are evaluated as a whole
+MAX_SAMPLE = 4e9  # some files have 32-bit integers as floats; squares of 1e20 would overflow
+CROP_SECONDS = 1  # length of crops in evaluation
+EXCERPT_SECONDS = 10  # maximum length of recordings that are evaluated as a whole
 SHIFT_RATE = 50  # shifts are parts of 1/50 s, a frame of semantic tokens
 
-# Tables of transcripts: {end of a file's /NAME: (separator of its columns, their names)}. Names in
-# the first line win, but in LibriSpeech, where it is a text.
+# Tables of transcripts: {end of "/NAME": (column separator, column names)}. A header line wins over
+# these names, except in LibriSpeech, which has none.
 TABLES = {
     ".trans.txt": (" ", ["path", "sentence"]),  # LibriSpeech
     "/metadata.csv": ("|", ["path", "sentence", "spoken"]),  # LJSpeech: as written, as spoken
@@ -47,13 +46,13 @@ COLUMNS = {  # as Coqui names them
     "speaker": "client_id",
     "speaker_name": "client_id",
 }
-# Folders of one kind of files, as wav48 and txt in VCTK. Without their names, a recording and its
-# transcript have the same path.
+# Names of folders for one kind of files, such as wav48 and txt in VCTK. Without these, a recording
+# and its transcript have the same path.
 KINDS = (
     r"(?i)/((wav|flac)s?(_?\d\d[^/]*)?|mp3|ogg|opus|audio|clips|recordings"
     r"|txt|texts?|transcripts?)(?=/)"
 )
-# What a transcript, named without .txt, may have behind the name of its recording; the best first.
+# Endings of a transcript's name, without .txt, after the name of its recording; the best first.
 ENDINGS = ("", *SUFFIXES, ".WAV", ".normalized", ".original")
 SPEAKER_CHAPTER = r"(?:^|/)(\d+)/(\d+)/\1[-_]\2[-_][^/]*$"  # LibriSpeech and LibriTTS
 
@@ -62,30 +61,30 @@ SPEAKER_CHAPTER = r"(?:^|/)(\d+)/(\d+)/\1[-_]\2[-_][^/]*$"  # LibriSpeech and Li
 
 
 def read(path, start=0, stop=math.inf):
-    """Read the samples `start` to `stop` of an audio file, by default all. No others are decoded.
+    """Read the samples `start` to `stop` of an audio file, by default all.
 
-    Returns the wave, float32 numpy (C, T); its samples a second; the samples a channel of the file.
-    Unusable: the file is damaged, has samples that are not finite or huge, or soundfile is missing.
+    Returns (wave, float32 numpy (C, T); sample rate; samples per channel in the file). Unusable if
+    the file is damaged, has samples that are huge or not finite, or if soundfile is missing.
     """
     if not Path(path).is_file():
-        raise Unusable(f"{path}: not a file")  # opening a named pipe would wait without end
+        raise Unusable(f"{path}: not a file")  # opening a named pipe would wait forever
     contents = _read_pcm16(path, start, stop) or _read_by_soundfile(path, start, stop)
     wave, rate, _ = contents
     if rate not in RATES:
         raise Unusable(f"{path}: {rate} Hz, expected {RATES[0]} to {RATES[-1]}")
     if not (np.abs(wave) < MAX_SAMPLE).all():
-        raise Unusable(f"{path}: samples that are not finite, or beyond {MAX_SAMPLE:g}")
+        raise Unusable(f"{path}: samples are not finite, or beyond {MAX_SAMPLE:g}")
     return contents
 
 
 def _read_pcm16(path, start, stop):
-    """As `read`, or None unless the file is a complete WAV file of 16-bit PCM."""
-    # RuntimeError: chunks beyond the end of the file. OSError: a disk that cannot read it.
+    """Like `read`, or None unless the file is a complete WAV file of 16-bit PCM."""
+    # RuntimeError: chunks beyond the end of the file. OSError: a read error of the disk.
     errors = (wavfile.Error, EOFError, RuntimeError, OSError)
     with contextlib.suppress(*errors), wavfile.open(str(path)) as file:
         channels, width, rate, frames, *_ = file.getparams()
         file.setpos(frames - 1)
-        last = file.readframes(1)  # is not there if the file was cut, or written as a stream
+        last = file.readframes(1)  # missing if the file was truncated, or written as a stream
         if width == 2 and len(last) == 2 * channels:
             file.setpos(start)
             content = file.readframes(min(stop, frames) - start)
@@ -96,35 +95,35 @@ def _read_pcm16(path, start, stop):
 
 def _read_by_soundfile(path, start, stop):
     with config.explained(f"{path}: cannot be read", Unusable):
-        soundfile = config.need("soundfile", "what is not a complete WAV file of 16-bit PCM")
+        soundfile = config.need("soundfile", "audio other than complete WAV files of 16-bit PCM")
         with soundfile.SoundFile(str(path)) as file:
             lead = LEAD.get(file.format, 0) * file.samplerate
             first = max(0, start - lead)
             file.seek(first)
-            count = min(stop, file.frames) - first  # at once: soundfile seeks after each call
+            count = min(stop, file.frames) - first  # one call, as soundfile seeks after each
             samples = file.read(count, dtype="float32", always_2d=True)
             return samples[start - first :].T, file.samplerate, file.frames
 
 
 @functools.cache
 def note_once(text):
-    """Print a note once. Of workers that read ahead the first does, unless it was said before."""
+    """Print a note once. In data workers, only worker 0 prints."""
     worker = torch.utils.data.get_worker_info()
     if not (worker and worker.id):
         config.note(text)
 
 
 def mix_down(channels, path):
-    """The mean (T,) of the channels (C, T) of a wave, numpy; the loudest if they cancel out.
+    """The mean (T,) of the channels (C, T), numpy, or the loudest one if they cancel out.
 
-    Both are said once for a `path`.
+    Notes about it are printed once per `path`.
     """
     if len(channels) > 1:
-        note_once(f"{path}: recordings of several channels are mixed down to one")
+        note_once(f"{path}: recordings with several channels are mixed down to one")
     energy = np.square(channels).sum(1)
     energy_of_sum = np.square(channels.sum(0)).sum()
-    if energy_of_sum < 0.04 * energy.max():  # of two the mean is 20 dB lower
-        note_once(f"{path}: channels that cancel out are not mixed: the loudest is taken")
+    if energy_of_sum < 0.04 * energy.max():  # for two channels, the mean is 20 dB lower
+        note_once(f"{path}: channels that cancel out are not mixed; the loudest is used")
         return channels[energy.argmax()]
     return channels.mean(0)
 
@@ -133,19 +132,18 @@ def mix_down(channels, path):
 
 
 class Recordings:
-    """A dataset: the audio files below a folder, at `rate`, in one channel, of one loudness.
+    """A dataset of the audio files below a folder, resampled to `rate`, mono, of equal loudness.
 
-    Several channels are mixed down, which is said once. A recording has a root mean square of
-    LOUDNESS as a whole: one gain for all its crops.
+    All crops of a recording have the same gain, which brings the whole recording to a root mean
+    square of LOUDNESS. For transcripts see `read_transcripts`. A note counts recordings, speakers,
+    transcripts, and other files.
 
-    Transcripts are found as `read_transcripts` says. A note counts recordings, speakers,
-    transcripts, and files of other kinds.
-    The speaker of a file is its folder; in trees of numbers as of LibriSpeech and LibriTTS
-    (SPEAKER/CHAPTER/SPEAKER_CHAPTER_…) the folder above; or what a table says; or, with a regular
-    expression `pattern`, what its first group finds in the path below `path`. Of files that lie in
-    `path` itself it is not known: "".
-    crop: samples of a training crop. hop_length: samples of a frame; shorter recordings are
-    unusable.
+    The speaker of a file is the first group of the regular expression `pattern` in the path below
+    `path`, if given; else the speaker in a table; else the folder, or the folder above in trees of
+    LibriSpeech and LibriTTS (SPEAKER/CHAPTER/SPEAKER_CHAPTER_…). For files directly in `path` it is
+    unknown: "".
+
+    crop: samples per training crop. hop_length: samples per frame; shorter recordings are unusable.
     """
 
     shifts = 1
@@ -160,7 +158,7 @@ class Recordings:
     ):
         self.path = Path(path)
         self.rate = rate
-        self.rates = collections.Counter()  # how many files were read at each rate
+        self.rates = collections.Counter()  # {sample rate: number of files read}
         self.levels = {}  # {index: `audio.level` of the recording}
         self.crop = crop
         self.hop_length = hop_length
@@ -191,9 +189,9 @@ class Recordings:
         return len(self.names)
 
     def repeat(self, shifts):
-        """Make `shifts` recordings of each. They begin 0, 1, 2, … parts of 1/50 s later.
+        """Make `shifts` copies of each recording, which begin 0, 1, 2, … parts of 1/50 s later.
 
-        Their tokens differ, so less is learned by heart. They are all in the same split.
+        Their tokens differ, which reduces overfitting. All copies are in the same split.
         """
         self.shifts = shifts
         for attribute in ("names", "texts", "speaker_of"):
@@ -202,14 +200,14 @@ class Recordings:
             setattr(self, attribute, repeated)
 
     def read(self, index, start, stop):
-        """As the function `read`, of a recording."""
+        """The function `read` for a recording."""
         return read(self.path / self.names[index], start, stop)
 
     def wave(self, index, length=math.inf, fraction=0.0):
-        """A crop of a recording, float32 (T,), at most `length` samples; by default the whole.
+        """A crop of a recording, float32 (T,), at most `length` samples; by default all of it.
 
-        It begins at a frame, that is at a multiple of `hop_length`; `fraction` in [0, 1) chooses
-        which. Only the crop is decoded. Unusable: damaged, or shorter than a frame.
+        It begins at a multiple of `hop_length`, which `fraction` in [0, 1) chooses. Only the crop
+        is decoded. Unusable if the recording is damaged, or shorter than a frame.
         """
         _, file_rate, frames = self.read(index, 0, 0)
         self.rates[file_rate] += 1
@@ -224,8 +222,8 @@ class Recordings:
         starts = (total - length) // self.hop_length + 1
         start = first + int(fraction * starts) * self.hop_length
 
-        # `down` samples of the file become `up`. Whole blocks of them keep the phase. A margin is
-        # read on both sides of a crop.
+        # `down` samples of the file become `up` samples. Reading whole blocks of these keeps the
+        # phase. Read a margin on both sides of the crop.
         up, down = Fraction(self.rate, file_rate).as_integer_ratio()
         first_block = max(0, start // up - math.ceil(MARGIN / down))
         stop = resampled_length(start + length, self.rate, file_rate) + MARGIN
@@ -235,7 +233,7 @@ class Recordings:
         resampled = resample((wave - mean) * gain, file_rate, self.rate)
         wave = resampled[start - first_block * up :][:length]
         if not len(wave):
-            raise Unusable(f"{self.path / self.names[index]}: it ends before its header says")
+            raise Unusable(f"{self.path / self.names[index]}: shorter than its header says")
         return wave
 
     def __getitem__(self, index):
@@ -244,8 +242,8 @@ class Recordings:
             return self.wave(index)
 
     def level(self, index, frames, file_rate):
-        """`audio.level` of a recording, which is measured once."""
-        index -= index % self.shifts  # shifted ones are of the same file
+        """`audio.level` of a recording, measured only once."""
+        index -= index % self.shifts  # shifted copies have the same file
 
         def read_mono(start, stop):
             channels, _, _ = self.read(index, start, stop)
@@ -256,9 +254,9 @@ class Recordings:
         return self.levels[index]
 
     def load_usable(self, indices):
-        """{index: wave} of those recordings that can be read.
+        """{index: wave} of the recordings that are usable.
 
-        Of long ones it is the first EXCERPT_SECONDS: an hour takes minutes to encode.
+        Long ones are cut to EXCERPT_SECONDS, because encoding an hour takes minutes.
         """
         waves = {}
         for index in map(int, indices):
@@ -267,10 +265,10 @@ class Recordings:
         return waves
 
     def fetch(self, indices, random_bits=None):
-        """Crops {"wave": float32 (B, T), "length": int64 (B,)}, and which are usable: bool (B,).
+        """Crops ({"wave": float32 (B, T), "length": int64 (B,)}, usable: bool (B,)).
 
-        They are of `crop` samples and begin at random, or without `random_bits` (B,), for
-        evaluation, are CROP_SECONDS from the middle. Silence follows shorter recordings.
+        With `random_bits` (B,) they have `crop` samples and random positions. Without, for
+        evaluation, they are CROP_SECONDS from the middle. Short recordings are padded with silence.
         """
         fractions = order.uniform(random_bits, len(indices), [0.5])
         fractions = fractions[:, 0]
@@ -286,17 +284,17 @@ class Recordings:
 
     def split(self, name, validation, test, seed=0):
         """Indices (int64) of "train", "validation" or "test", by a hash of speakers or names."""
-        microphone = re.compile(r"_mic\d(?=\.)")  # of VCTK, whose two hear the same
+        microphone = re.compile(r"_mic\d(?=\.)")  # VCTK has two microphones per utterance
         keys = [
             microphone.sub("", name)
             for name in self.names
         ]
-        if len(set(self.speaker_of)) >= 20:  # so that validation is on unseen speakers
+        if len(set(self.speaker_of)) >= 20:  # validate on unseen speakers
             keys = self.speaker_of
         return order.split_keys(keys, name, validation, test, seed)
 
     def fault(self, index):
-        """Why the first minute of a recording cannot be used; "" if it can."""
+        """Name of a recording with an unusable first minute, and the reason; "" if usable."""
         try:
             self.wave(index, 60 * self.rate)
         except Unusable as error:
@@ -304,7 +302,7 @@ class Recordings:
         return ""
 
     def content_hash(self, index):
-        """A number that equal recordings, begun equally late (`repeat`), have in common."""
+        """A number that is equal for equal recordings with the same shift (see `repeat`)."""
         wave, *_ = self.read(index, 0, RATES[-1])
         return hash((wave.tobytes(), index % self.shifts))
 
@@ -315,14 +313,14 @@ class Recordings:
         """
         checked = files.check_samples(self, 5 * self.shifts)
         if set(self.rates) - {self.rate}:
-            counts = dict(self.rates)  # of those looked at
-            config.note(f"{self.path}: recordings are brought to {self.rate} Hz; rates: {counts}")
+            counts = dict(self.rates)  # of the checked ones
+            config.note(f"{self.path}: recordings are resampled to {self.rate} Hz; rates: {counts}")
         return checked
 
     def fingerprint(self):
-        """Plain values that change when the data does.
+        """Plain values that change when the data change.
 
-        The digest is of names, speakers, transcripts, sizes, and a few contents.
+        The digest is of names, speakers, transcripts, sizes, and the contents of some files.
         """
         contents = files.digest_of([self.path / name for name in self.names])
         facts = repr((self.names, self.speaker_of, self.texts, contents, LOUDNESS))
@@ -331,14 +329,15 @@ class Recordings:
 
 
 def read_transcripts(folder, audio, others):
-    """[(transcript, speaker that a table names, or "")] of the files `audio`.
+    """[(transcript or "", speaker in a table or "")] for the files `audio`.
 
-    All paths are relative to `folder`. A transcript is NAME.txt, or NAME.normalized.txt, else
-    NAME.original.txt (LibriTTS), or in a row of one of TABLES, whose paths are relative to it; ""
-    if there is none. It is of the recordings NAME and NAME_mic1 in its folder. If there are none of
-    any name in its folder, it is of those whose paths are the same without the folders of KINDS:
-    VCTK's txt/p225 and wav48/p225 are, those of two speakers never are.
-    A note counts transcripts without a text or a recording. UserError names one that is not text.
+    All paths are relative to `folder`. A transcript is NAME.txt, NAME.normalized.txt, or else
+    NAME.original.txt (LibriTTS), or a row of one of TABLES, whose paths are relative to the table.
+    It belongs to the recordings NAME and NAME_mic1 in its folder. If its folder has no recordings,
+    it belongs to those whose path is the same without the folders in KINDS. These are VCTK's
+    txt/p225 and wav48/p225, but never folders of two speakers.
+
+    A note counts transcripts that are empty or have no recording. UserError if one is not text.
     """
 
     def elsewhere(path):
@@ -362,10 +361,10 @@ def read_transcripts(folder, audio, others):
     found = []
     used = set()
     for path in paths:
-        keys = []  # of its transcripts, the best first
+        keys = []  # of possible transcripts, the best first
         for place in (path, elsewhere(path)):
             stem, suffix = splitext(place)
-            for name in (stem, re.sub(r"_mic\d$", "", stem)):  # VCTK's microphones have one text
+            for name in (stem, re.sub(r"_mic\d$", "", stem)):  # VCTK's microphones share a text
                 keys += [name + ending for ending in (suffix, *ENDINGS)]
         keys = [key for key in keys if key in transcripts]
         used.update(keys)
@@ -376,12 +375,12 @@ def read_transcripts(folder, audio, others):
 
     left = [path for key, (path, text, _) in transcripts.items() if not text or key not in used]
     if left:
-        config.note(f"transcripts without text or recording: {len(left)}, as {left[0]}")
+        config.note(f"transcripts without text or recording: {len(left)}, such as {left[0]}")
     return found
 
 
 def _read_table(path, separator, columns):
-    """Yield (path, text, speaker) of the rows of a table, "" for what is not there."""
+    """Yield (path, text, speaker) for the rows of a table, with "" for missing values."""
     # str.splitlines would also split at U+2028.
     lines = files.decode_text(path.read_bytes(), path).split("\n")
     header = [COLUMNS.get(name, name) for name in lines[0].strip().lower().split(separator)]
@@ -390,28 +389,28 @@ def _read_table(path, separator, columns):
         del lines[0]
     rows = []
     for line in filter(str.strip, lines):
-        cells = line.split(separator, len(columns) - 1)  # the last column has the rest
+        cells = line.split(separator, len(columns) - 1)  # the last column may have separators
         rows.append(collections.defaultdict(str, zip(columns, map(str.strip, cells))))
 
     column = "spoken"
     spoken = [row for row in rows if row["spoken"]]
-    if all(row["spoken"] != row["sentence"] for row in spoken):  # it may be the speaker
+    if all(row["spoken"] != row["sentence"] for row in spoken):  # the third may be the speaker
         column = "sentence"
         if spoken:
-            config.note(f"{path}: no names of columns, so the second is taken as the text")
+            config.note(f"{path}: has no column names, so the second column is taken as the text")
     for row in rows:
         text = row[column] or row["sentence"]
-        quoted = r'"([^"]|"")*"'  # in Common Voice before 2020, as in csv
+        quoted = r'"([^"]|"")*"'  # as in csv, in Common Voice before 2020
         if separator == "\t" and re.fullmatch(quoted, text):
             text = text[1:-1].replace('""', '"')
         yield row["path"], text, row["client_id"]
 
 
 def _speaker(path, speaker, pattern):
-    """The speaker of a file, below the folder; speaker: what a table says, or ""."""
+    """The speaker of a file; path: below the folder; speaker: from a table, or ""."""
     if pattern:
         with config.explained(
-            f"--speaker_pattern {pattern}: finds no speaker, in (), in {path}"
+            f"--speaker_pattern {pattern}: its group finds no speaker in {path}"
         ):
             return files.nfc(re.search(pattern, path.as_posix())[1])
     numbered = re.search(SPEAKER_CHAPTER, path.as_posix())
@@ -420,13 +419,13 @@ def _speaker(path, speaker, pattern):
 
 
 class Syllables(Recordings):
-    """The first `count` of the built-in syllables. They are made when needed."""
+    """The first `count` recordings of the built-in syllables, synthesized on demand."""
 
     path = Path("syllables")
 
     def __init__(self, count, crop=0, hop_length=1, rate=synthetic.RATE):
         self.rate = rate
-        self.rates = collections.Counter()  # of files that were read
+        self.rates = collections.Counter()  # {sample rate: number of files read}
         self.levels = {}
         self.crop = crop
         self.hop_length = hop_length
