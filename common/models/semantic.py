@@ -21,11 +21,11 @@ from torch import nn
 from common.models import quantize
 from common.models.audio import in_blocks, log_mel, resample
 
-FRAME_RATE = 50  # tokens a second
-# Of MFCC.
+FRAME_RATE = 50  # tokens per second
+# Settings of MFCC
 HOP = 160  # samples
 WINDOW = 400  # samples
-FLOOR = 1e-3  # least mel magnitude
+FLOOR = 1e-3  # minimum mel magnitude
 MEL_BINS = 26
 LLOYD_ROUNDS = 30  # of k-means
 
