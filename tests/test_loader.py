@@ -1,4 +1,4 @@
-"""Batches: the same samples on any ranks and workers; unusable ones are replaced; workers end."""
+"""Batches: the same samples on any ranks and workers; replacing unusable samples; ending workers."""
 import itertools
 import os
 import re

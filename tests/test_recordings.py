@@ -1,4 +1,4 @@
-"""Audio files; datasets of recordings."""
+"""Reading audio files, and datasets of recordings."""
 import math
 import struct
 import sys

@@ -1,4 +1,4 @@
-"""The script that trains audio models, as a user runs it."""
+"""train_audio.py, as users run it."""
 
 import collections
 import dataclasses
