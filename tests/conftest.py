@@ -111,7 +111,7 @@ def script(text, *words):
 
 @pytest.fixture(autouse=True)
 def scratch_folder(tmp_path_factory, monkeypatch):
-    """Run each test in its own folder, because default folders such as `runs/prior` may be in use."""
+    """Run each test in its own folder, as defaults such as `runs/prior` may be in use."""
     monkeypatch.chdir(tmp_path_factory.mktemp("scratch"))
     torch.manual_seed(0)
 

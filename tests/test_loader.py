@@ -1,4 +1,4 @@
-"""Batches: the same samples on any ranks and workers; replacing unusable samples; ending workers."""
+"""Batches: the same samples on any ranks and workers; unusable samples; the end of workers."""
 import itertools
 import os
 import re
