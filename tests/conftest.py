@@ -1,4 +1,4 @@
-"""What several tests share: functions run in real processes, programs, embeddings and a server."""
+"""Shared fixtures: functions in real processes, programs, embeddings, a server."""
 import concurrent.futures
 import contextlib
 import multiprocessing
@@ -26,7 +26,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda *_: None)
 ROOT = Path(__file__).parent.parent
-# The front door and the guides, in the order that a newcomer meets them.
+# The README and the guides, in reading order.
 GUIDES = [ROOT / name / "README.md" for name in ("", "common", "common/data", "common/interop")]
 README = "\n".join(path.read_text() for path in GUIDES)
 
@@ -37,9 +37,9 @@ FORKS.set_forkserver_preload(["torch", "torch._dynamo", "numpy", "pytest"])
 
 
 def free_port():
-    """A port of loopback that nobody listens on.
+    """A free port on loopback.
 
-    It is below those that Linux gives by itself, which a test beside this one may get at any time.
+    It is below the ports that Linux assigns automatically, which parallel tests may get.
     """
     while True:
         port = random.SystemRandom().randrange(10_000, 32_000)
@@ -70,7 +70,7 @@ def _as_rank(variables, work, arguments):
 
 @pytest.fixture
 def on_ranks():
-    """on_ranks(n, work, *arguments) -> what `work` returned in each of n processes.
+    """on_ranks(n, work, *arguments) -> the results of `work` in each of n processes.
 
     The processes are a gloo group, as torchrun makes it. `work` is a function of the test's module.
     Arguments and results are plain values or numpy arrays.
@@ -111,7 +111,7 @@ def script(text, *words):
 
 @pytest.fixture(autouse=True)
 def scratch_folder(tmp_path_factory, monkeypatch):
-    """Let a test work in its own folder: the scripts' default ones, `runs/prior`, may be in use."""
+    """Run each test in its own folder, as defaults such as `runs/prior` may be in use."""
     monkeypatch.chdir(tmp_path_factory.mktemp("scratch"))
     torch.manual_seed(0)
 

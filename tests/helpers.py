@@ -1,6 +1,6 @@
-"""What the tests of the scripts share.
+"""Shared by the tests of the scripts.
 
-Scripts run as a user runs them, and their runs are compared bit for bit.
+Scripts run as users run them, and runs are compared bit for bit.
 """
 import contextlib
 import dataclasses
@@ -27,7 +27,7 @@ from common.models import soundstream
 
 @dataclasses.dataclass(frozen=True)
 class Settings(config.TrainingRun):
-    """As much of a script's Config as helpers need."""
+    """The part of a script's Config that helpers need."""
 
     run_dir: str = "runs/x"
     data: str = ""
@@ -43,7 +43,7 @@ class Settings(config.TrainingRun):
 
 @dataclasses.dataclass
 class Words:
-    """A dataset whose samples are their numbers and the random words that `fetch` gets."""
+    """A dataset whose samples are their numbers and the random bits that `fetch` gets."""
 
     size: int
     damaged: tuple = ()
@@ -83,7 +83,7 @@ SMALL = dict(
 )
 BRIEF = dict(log_every=2, eval_every=4, save_every=2, warmup_steps=2, device="cpu")
 UNET = dict(width=8, channel_mult=(1, 2))
-# The stages of audio: what all take, and what each takes besides.
+# The stages of audio: shared settings, and those of each stage.
 AUDIO = dict(BRIEF, steps=6, batch_size=4, chunk_size=2, eval_samples=4)
 CODEC = dict(
     AUDIO,
@@ -171,7 +171,7 @@ def write_files(folder, files):
 
 
 def awake(module, std=0.1):
-    """`module` without parameters of zero: those that start there would hide mistakes."""
+    """Replace parameters that are zero by random numbers, as zeros would hide mistakes."""
     for parameter in module.parameters():
         if not parameter.any():
             torch.nn.init.normal_(parameter, std=std)
@@ -196,7 +196,7 @@ def flags(**settings):
 
 
 def run(name, *words, ranks=0, expect=0, **settings):
-    """Output of NAME.py, or of `python -m NAME`, which must end with the status `expect`.
+    """Output of NAME.py or `python -m NAME`, whose exit status must be `expect`.
 
     It runs in this process, or on `ranks` forked processes. settings: `flags` after the `words`.
     """
@@ -220,7 +220,7 @@ def run(name, *words, ranks=0, expect=0, **settings):
 
 
 def mistake(name, *words, status=1, **settings):
-    """The one line, after notes, in which a command must end."""
+    """The single line, after notes, with which a command must end."""
     *notes, error = run(name, *words, expect=status, **settings).splitlines()
     assert all(note.startswith("note: ") for note in notes)
     assert error.startswith(f"{name}.py: error: ")
@@ -228,7 +228,7 @@ def mistake(name, *words, status=1, **settings):
 
 
 def follow(out, *words):
-    """Output of the one next command in the output `out` of a script, with more `words`."""
+    """Output of the next command that a script suggests in `out`, with more `words`."""
     (name, arguments), = re.findall(r"^Next: python (\w+)\.py (.*)$", out, re.MULTILINE)
     return run(name, *shlex.split(arguments), *words)
 
@@ -256,7 +256,7 @@ class Forked:
         self.out = open(os.dup(reader.fileno()), errors="replace")  # noqa: SIM115 (closed later)
 
     def kill(self):
-        """kill -9; returns whether they were all still running."""
+        """kill -9; True if all were still running."""
         running = all(process.is_alive() for process in self.processes)
         for process in self.processes:
             process.kill()
@@ -291,7 +291,7 @@ def _forked(folder, writer, variables, script, words):
 # Runs
 
 def metrics(folder):
-    """The lines of metrics.jsonl without what a clock has measured and the names of samples."""
+    """The lines of metrics.jsonl without times and names of samples."""
     lines = []
     for line in (Path(folder) / "metrics.jsonl").read_text().splitlines():
         line = json.loads(line)
@@ -307,7 +307,7 @@ def saved(folder):
 
 
 def same(left, right):
-    """Whether nested dicts and lists of tensors and plain values agree bit for bit."""
+    """True if nested dicts and lists of tensors and plain values are equal bit for bit."""
     if isinstance(left, torch.Tensor):
         return left.dtype == right.dtype and torch.equal(left, right)
     if isinstance(left, dict):
@@ -319,7 +319,7 @@ def same(left, right):
 
 
 def differences(first, second):
-    """What differs in a bit between two runs: metrics, or a file of weights and training state."""
+    """The metrics and files that differ between two runs."""
     found = []
     if metrics(first) != metrics(second):
         found.append("metrics")
@@ -333,7 +333,7 @@ def differences(first, second):
 
 
 def make_codec(**settings):
-    """A small SoundStream with codebooks, of random weights."""
+    """A small SoundStream with codebooks and random weights."""
     usual = dict(sample_rate=8000, pre_emphasis=0.0, codebook_decay=0.95)
     cfg = SimpleNamespace(**{**STAGES["soundstream"], **usual, **settings})
     codec = awake(soundstream.SoundStream(cfg), std=0.2).eval()
@@ -346,7 +346,7 @@ def make_codec(**settings):
 # Published models
 
 def write_pipeline(folder):
-    """{part: model} of a pipeline in Karlo's form, small and of random weights, in `folder`.
+    """{part: model} of a pipeline like Karlo's, small and with random weights, in `folder`.
 
     Embeddings and text encodings are 64 wide, texts 24 long. The files are diffusers' own.
     """

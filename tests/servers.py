@@ -1,6 +1,6 @@
-"""A server on loopback for real clients, and what the loggers' own files hold.
+"""A server on loopback for real clients, and readers for the loggers' files.
 
-The server is one of plain files, a Hugging Face Hub and Weights & Biases.
+It serves plain files, a Hugging Face Hub, and Weights & Biases.
 """
 import base64
 import http.server
@@ -13,7 +13,7 @@ import pytest
 
 
 def needs(package):
-    """Mark of a test that the real `package` takes part in."""
+    """Mark for tests that need the real `package`."""
     missing = not importlib.util.find_spec(package)
     return pytest.mark.skipif(missing, reason=f"{package} is not installed")
 
@@ -97,7 +97,7 @@ class Server:
 
 
 def records_of(folder):
-    """What a logger has of a run, read back.
+    """Read back what a logger has of a run.
 
     Returns ({name: [(step, value), ...]} of the scalars, {name of a sample: how many}).
     """
@@ -138,7 +138,7 @@ def wandb_of(folder):
 
 
 def histories(content):
-    """The logged rows, as the package's own records, in a file of wandb offline.
+    """The logged rows in a file of wandb offline, as records of the package.
 
     It is a log in the format of LevelDB of protobuf records: blocks of 32 KiB, in which a record
     may be cut.

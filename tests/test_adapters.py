@@ -1,4 +1,4 @@
-"""Runs of adapters: their start on a base, and their files merged for use."""
+"""LoRA runs: starting on a base, and merging adapters for inference."""
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -46,7 +46,7 @@ def adapting(base, precision="fp32"):
 
 
 def save_adapters(folder):
-    """(file of a base, file of adapters on it of rank 4, the adapted model)."""
+    """(file of a base, file of its adapters of rank 4, the adapted model)."""
     model = Small()
     base = folder / "base.pt"
     path = folder / "adapters.pt"
@@ -107,7 +107,7 @@ def test_a_base_in_half_precision_gives_what_autocast_does_and_adapters_stay_in_
 
 
 def start_adapted(base, path):
-    """Weights of a new adapted model, and of one that begins with adapters merged in."""
+    """Weights of a newly adapted model, and of one that starts with merged adapters."""
     models = [Small(), Small()]
     for parameter in (*models[0].parameters(), *models[1].parameters()):
         nn.init.zeros_(parameter)

@@ -1,4 +1,4 @@
-"""The step of mixed precision. What overflows is tested where it is trained, on ranks."""
+"""The optimizer step in mixed precision. Overflows are tested with the loops, on ranks."""
 import contextlib
 
 import pytest

@@ -1,4 +1,4 @@
-"""Files of models: written whole or not at all, read without running code, refused by name."""
+"""Model files: atomic writing, loading without running code, clear refusals."""
 import errno
 import fcntl
 import hashlib
@@ -54,7 +54,7 @@ def write_checkpoint(path, **entries):
 # Files
 
 class Secret:
-    """What a pickle can do to who loads it."""
+    """Code that an unsafe pickle would run."""
 
     def __reduce__(self):
         return Path("executed").touch, ()
@@ -287,7 +287,7 @@ def test_a_mistake_in_a_forks_model_is_not_blamed_on_its_file(tmp_path):
     written = write_checkpoint(path)
 
     class Layer(nn.Linear):
-        """One whose weights cannot be loaded, as its author misspelt a name."""
+        """A model with a misspelled name, whose weights cannot be loaded."""
 
         def load_state_dict(self, weights):
             return wieghts  # noqa: F821

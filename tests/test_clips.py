@@ -1,4 +1,4 @@
-"""The CLIP of a run: by its name, of its data, in agreement with the package open_clip."""
+"""The CLIP of a run: found by name or by its data, and equal to that of the package open_clip."""
 
 import contextlib
 import io
@@ -54,7 +54,7 @@ def test_a_clip_survives_its_file_and_what_is_none_or_another_is_named(tmp_path)
 
 @pytest.fixture
 def open_clip(monkeypatch, tmp_path):
-    """The package, offline, where the name ViT-L-14 stands for a small model."""
+    """The package, offline; the name ViT-L-14 stands for a small model."""
     package = pytest.importorskip("open_clip")
     for registry in ("_MODEL_CONFIG_PATHS", "_MODEL_CONFIGS"):
         monkeypatch.setattr(package.factory, registry, getattr(package.factory, registry).copy())

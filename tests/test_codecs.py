@@ -1,4 +1,4 @@
-"""Published codecs: with random weights of small sizes, their codes and waves are the package's."""
+"""Published codecs, small and with random weights: codes and waves equal those of the package."""
 
 import pytest
 import torch

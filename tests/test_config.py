@@ -1,4 +1,4 @@
-"""The command line: flags or a JSON file become a config, or one clear line and a status."""
+"""The command line: flags and JSON files become a config, or end with one clear line."""
 import dataclasses
 import importlib
 import json

@@ -1,4 +1,4 @@
-"""The diffusion arithmetic against slow references and published closed forms."""
+"""Diffusion math, compared with slow references and published closed forms."""
 import dataclasses
 import itertools
 import math
@@ -45,7 +45,7 @@ def levels_of(objective):
 
 
 def prediction_of(objective, x0, x_t, alpha, sigma):
-    """What a network must predict at x_t for x0 to follow."""
+    """What a network must predict at x_t to obtain x0."""
     return {
         "x0": x0,
         "epsilon": (x_t - alpha * x0) / sigma,
@@ -408,7 +408,7 @@ def test_inpainting_keeps_what_is_known_and_resampling_fits_the_rest_to_it(name)
 
 @dataclasses.dataclass
 class Settings:
-    """As much of a script's Config as the levels of noise need."""
+    """The part of a script's Config that the noise schedule needs."""
 
     objective: str
     noise_schedule: str = "cosine"

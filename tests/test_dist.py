@@ -1,4 +1,4 @@
-"""Processes: exact sums, one decision for all; with real gloo processes."""
+"""Distributed helpers, with real gloo processes: exact sums, and common decisions."""
 import contextlib
 import os
 import signal
@@ -47,7 +47,7 @@ def test_a_single_process_needs_no_group(on_ranks):
 # Work and its errors
 
 def outcome(way, failing=()):
-    """What a way to work gives this rank: a result, a message, or None if it ends silently.
+    """The outcome on this rank: a result, a message, or None if it exits silently.
 
     failing: ranks where the work fails.
     """

@@ -1,4 +1,4 @@
-"""The moving average against torch's AveragedModel, and its decay against slow formulas."""
+"""The moving average, compared with torch's AveragedModel, and its decay with slow formulas."""
 import copy
 
 import pytest
@@ -34,7 +34,7 @@ def train(model, steps, after_step):
 
 
 def make(steps=5, **settings):
-    """A model that was trained for so many steps, and its average."""
+    """A model trained for some steps, and its average."""
     torch.manual_seed(0)
     model = Model()
     ema = EMA(model, **settings)

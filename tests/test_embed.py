@@ -1,4 +1,4 @@
-"""Training the small CLIP and embedding captioned images, as a user does."""
+"""Training the small CLIP and embedding captioned images, as users do."""
 
 from functools import partial
 from pathlib import Path

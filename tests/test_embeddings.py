@@ -1,4 +1,4 @@
-"""Embeddings: rows and captions come as they were written, and every fault of a file is named."""
+"""Embeddings: rows and captions are read as written, and errors name the file."""
 import json
 import os
 import pickle

@@ -1,4 +1,4 @@
-"""Faults done to real files and processes: nothing is lost or let in, and each ends in one line."""
+"""Faults in real files and processes: no data are lost, and each ends with one line."""
 import os
 import random
 import re
@@ -35,7 +35,7 @@ KILLS = int(os.environ.get("KILLS", 2))
 
 
 def run(*words, expect=0):
-    """Output of train_prior; if it fails, one line that is no traceback."""
+    """Output of train_prior; if it fails, one line and no traceback."""
     out = helpers.run("train_prior", *words, expect=expect)
     assert out.count("error:") == expect
     return out
@@ -296,7 +296,7 @@ def test_all_ranks_end_if_the_worker_of_one_dies_or_hangs_or_loses_its_data(
 # Disks and numbers
 
 def go_on(words, finished, folder, but=()):
-    """The same command goes on from step 8, and ends in the bits of the run without a fault.
+    """The same command resumes at step 8, and its result equals that without a fault.
 
     but: what differs all the same.
     """

@@ -1,4 +1,4 @@
-"""Indexes in flat files: as they were made, by any number of ranks, also after a kill or damage."""
+"""Indexes in flat files: equal for any number of ranks, also after kills or damage."""
 import itertools
 import os
 import pickle

@@ -1,7 +1,7 @@
-"""A fork as somebody makes it who has their own embeddings, transformer, loss and optimizer.
+"""A fork with its own embeddings, transformer, loss and optimizer.
 
 It is one script and common/ without common/interop, arrays without captions, and the README's
-recipes. It trains on two processes, is killed, goes on with four, and samples.
+recipes. It trains on two processes, is killed, resumes on four, and samples.
 """
 import re
 import shutil
@@ -30,7 +30,7 @@ CHANGES = {
 
 
 def edit(path, changes):
-    """Replace what each pattern of `changes` finds, which must be something."""
+    """Replace what each pattern of `changes` finds; each must match."""
     text = path.read_text()
     for pattern, new in changes.items():
         text, count = re.subn(pattern, lambda match, new=new: new, text, flags=re.DOTALL)

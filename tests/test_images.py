@@ -1,4 +1,4 @@
-"""Captioned images in tars and folders, their embeddings, and the built-in shapes as pictures."""
+"""Captioned images in tars and folders, their embeddings, and the built-in shapes."""
 import io
 import json
 import os

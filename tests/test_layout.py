@@ -1,4 +1,4 @@
-"""Arrows between files: down, never in a circle; late imports, within functions, included."""
+"""Imports between files form no cycle and go only downward, including those within functions."""
 import ast
 import graphlib
 
@@ -14,7 +14,7 @@ SCRIPTS = {path.stem for path in ROOT.glob("*.py")}
 
 
 def imports(tree):
-    """The names of the project's files that a tree of syntax imports."""
+    """The names of the project's files that a syntax tree imports."""
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -31,7 +31,7 @@ ARROWS = {name: imports(tree) for name, tree in TREES.items()}
 
 
 def arrows(source, *targets):
-    """["file -> file"] from files whose names begin with `source` to such of `targets`."""
+    """["file -> file"] for imports from files that begin with `source` to files in `targets`."""
     return [
         f"{name} -> {other}"
         for name, others in ARROWS.items()

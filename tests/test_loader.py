@@ -1,4 +1,4 @@
-"""Batches: the same samples on any ranks and workers; unusable ones are replaced; workers end."""
+"""Batches: the same samples on any ranks and workers; unusable samples; the end of workers."""
 import itertools
 import os
 import re

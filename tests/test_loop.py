@@ -1,4 +1,4 @@
-"""The loops' shared part: log lines, what is due when, what ends a run, and evaluation."""
+"""Helpers of the loops: log lines, intervals, ends of runs, evaluation."""
 import concurrent.futures
 import dataclasses
 import itertools
@@ -27,7 +27,7 @@ class Config(Settings):
 
 
 def progress_of(step):
-    """The Progress of a run at `step`, whose parts keep what they are told."""
+    """The Progress of a run at `step`, with parts that record their calls."""
     saved = []
     printed = []
     run = SimpleNamespace(
@@ -283,7 +283,7 @@ def train(folder, at=None, event=None, **settings):
 
 @pytest.fixture(autouse=True)
 def not_killed():
-    """A signal that nobody listens for fails the test, and does not end all of them."""
+    """An unhandled signal fails the test instead of ending all tests."""
     before = signal.signal(signal.SIGTERM, lambda number, frame: 1 / 0)
     yield
     signal.signal(signal.SIGTERM, before)

@@ -1,4 +1,4 @@
-"""Low-rank adapters: their algebra."""
+"""Low-rank adapters: shapes, scales, merging."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Grids: all is in its place."""
+"""Grids of images: everything is in its place."""
 import textwrap
 
 import numpy as np

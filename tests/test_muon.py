@@ -1,4 +1,4 @@
-"""Muon against torch's own, the published polynomial, and any number of ranks."""
+"""Muon, compared with torch's Muon and the published polynomial, on any number of ranks."""
 import pytest
 import torch
 from torch import nn

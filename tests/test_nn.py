@@ -1,4 +1,4 @@
-"""Transformer parts: cached and whole runs agree, attention is softmax attention written slowly."""
+"""Transformer parts: cached and full passes agree, attention equals slow softmax attention."""
 import copy
 import itertools
 import math
@@ -20,7 +20,7 @@ def close(ours, theirs):
 
 
 def make(depth=3, **options):
-    """A transformer of random weights in float64: new blocks would be the identity."""
+    """A transformer with random weights in float64, because new blocks are the identity."""
     torch.manual_seed(0)
     model = nn.Transformer(WIDTH, depth, HEADS, **options)
     for parameter in model.parameters():

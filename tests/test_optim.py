@@ -1,4 +1,4 @@
-"""Parameter groups and optimizers against torch's own, put together by hand."""
+"""Parameter groups and optimizers, compared with torch's, assembled by hand."""
 import pytest
 import torch
 from torch import nn

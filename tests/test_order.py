@@ -1,4 +1,4 @@
-"""Order and splits: pure functions of data and seed, in little memory."""
+"""Order and splits are pure functions of data and seed, and need little memory."""
 import hashlib
 import itertools
 import tracemalloc

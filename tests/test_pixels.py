@@ -1,4 +1,4 @@
-"""Images as tensors: resizing as Pillow does it, blurring, bytes and back."""
+"""Image tensors: resizing like Pillow, blurring, conversion from and to bytes."""
 
 import numpy as np
 import pytest

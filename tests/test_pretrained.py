@@ -1,4 +1,4 @@
-"""Published weights: with random ones of small sizes, ours computes what diffusers and peft do."""
+"""Published weights, small and random: our models compute the same as diffusers and peft."""
 
 import copy
 import shutil
@@ -32,7 +32,7 @@ TIMESTEPS = torch.tensor([0, 500, 999])
 
 
 class Published:
-    """A pipeline in Karlo's form, as folders of diffusers, and the same as run folders of ours."""
+    """A pipeline like Karlo's, as folders of diffusers, and imported as run folders."""
 
     def __init__(self, root):
         self.folder = root / "pipeline"

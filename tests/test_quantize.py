@@ -1,4 +1,4 @@
-"""The residual quantizer, against brute force and formulas, for any chunks and number of ranks."""
+"""The residual quantizer, compared with brute force and formulas, for any chunks and ranks."""
 import pytest
 import torch
 from helpers import same
@@ -158,7 +158,7 @@ def test_codes_used_less_than_a_share_of_the_mean_become_vectors_of_the_first_ch
 
 
 def train(world_size):
-    """The state after three steps on eight samples in three chunks, dealt to the ranks."""
+    """The state after three steps on eight samples in three chunks, distributed over the ranks."""
     quantizer = make(ready=False)
     rank = dist.rank()
     z = latents(20 - 19 * rank, seed=rank)  # of which rank 0's count

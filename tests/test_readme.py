@@ -1,8 +1,7 @@
-"""The commands and recipes of the README and the guides, run in their order.
+"""Run the commands and recipes of the README and the guides, in their order.
 
 Small settings are appended to each command. A torchrun command runs on as many processes as it
-names. What needs a network is not run: pip, and the CLIP of the presets, whose place the small
-one takes.
+names. Nothing uses the network: pip is not run, and a small CLIP replaces that of the presets.
 """
 import dataclasses
 import importlib.util
@@ -82,7 +81,7 @@ SMALL = {
 
 
 def with_small_data(patch):
-    """Let built-in data have a few rows, presets be small, and the CLIP be trained in no time."""
+    """Make the built-in data and the presets small, and train the CLIP for only a few steps."""
     train = embed.train
 
     def train_shortly(cfg, device):

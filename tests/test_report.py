@@ -1,4 +1,4 @@
-"""The page of a run: curves and samples read back, one file that runs nothing."""
+"""report.html: its curves and samples are read back; it is a single file without scripts."""
 import base64
 import html
 import re
@@ -20,7 +20,7 @@ LINES += [
 
 @pytest.fixture
 def page(tmp_path):
-    """The page of a run with LINES and samples of plain bytes."""
+    """The page of a run with LINES, and with plain bytes as samples."""
     (tmp_path / "samples").mkdir()
     for name in ("old.png", "a.png", "b.wav"):
         (tmp_path / "samples" / name).write_text(f"content of {name}")

@@ -1,4 +1,4 @@
-"""Runs that go on: whatever is killed, damaged or changed, the newest whole state is taken."""
+"""Resuming: the newest intact state is used after kills, damage or changes."""
 import contextlib
 import dataclasses
 import math
@@ -259,7 +259,7 @@ def test_of_an_intact_newest_checkpoint_the_older_ones_are_not_looked_at(tmp_pat
 
 
 def test_a_checkpoint_that_cannot_be_read_now_is_not_taken_for_damaged(tmp_path, monkeypatch):
-    """Promise 3: as over a network whose server is away; the file is forgotten by nobody."""
+    """Promise 3: a network disk may be away for a while; its files are not forgotten."""
     run = opened(tmp_path)
     commit(run, 10, 20)
 
@@ -464,7 +464,7 @@ def dataset_of(rows, unusable=()):
 
 
 def start_of(folder, rows=20, val_rows=5, **settings):
-    """The RunFolder `folder`, begun or gone on with."""
+    """The RunFolder `folder`, new or resumed."""
     run, cfg = resume.open_run(Config(**settings), folder, 16)
     splits = {"train": (dataset_of(rows), None), "validation": (dataset_of(val_rows), None)}
     resume.identify(run, cfg, splits)
@@ -611,7 +611,7 @@ def test_best_pt_is_kept_where_validation_is_the_same_and_starts_anew_where_it_c
     contents = {"model": {}, "step": 8, "val_loss": 0.5, "val_settings": run.val_settings}
 
     def goes_on(**settings):
-        """Whether the run goes on with the best loss that it had."""
+        """True if the run continues with the best loss that it had."""
         run = start_of(tmp_path, val_data="val", **settings)
         assert (run.best == {"file": "best.pt", "step": 8}) == (run.best_val_loss == 0.5)
         assert run.best_val_loss in (0.5, math.inf)

@@ -1,4 +1,4 @@
-"""The learning rate against torch's own schedulers."""
+"""The learning rate, compared with torch's schedulers."""
 import pytest
 import torch
 from helpers import Settings

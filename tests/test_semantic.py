@@ -1,4 +1,4 @@
-"""Semantic tokens hold the syllables, whoever says them; a fit is the same everywhere."""
+"""Semantic tokens encode the syllables of any speaker; fitting gives the same on all ranks."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""The codec and its discriminators against themselves computed another way."""
+"""The codec and its discriminators, compared with other ways to compute them."""
 
 from types import SimpleNamespace
 

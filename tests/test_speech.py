@@ -1,4 +1,4 @@
-"""Published speech models: with random weights, the layers are those that the package gives."""
+"""Published speech models with random weights: layers equal those of the package."""
 
 import pytest
 import torch

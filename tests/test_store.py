@@ -1,4 +1,4 @@
-"""Loaders and savers: the real clients against a server on loopback, and how they fail."""
+"""Downloads and uploads: the real clients with a server on loopback, and their failures."""
 import hashlib
 import json
 import math

@@ -1,4 +1,4 @@
-"""The built-in data: captions tell what is drawn, and scores recognize what is real."""
+"""The built-in data: captions describe the drawings, and scores recognize real data."""
 
 import itertools
 
@@ -34,7 +34,7 @@ def test_a_sample_does_not_depend_on_the_others(make):
 
 
 def test_the_built_in_data_are_what_they_were():
-    """Otherwise models and figures of earlier runs would be of other data, unnoticed."""
+    """Otherwise earlier models and results would silently belong to other data."""
     images, records = synthetic.shapes(range(512))
     assert sum(len(record["caption"]) for record in records) == 16713
     means = [135.304453, 134.629026, 133.695710]

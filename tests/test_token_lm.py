@@ -1,4 +1,4 @@
-"""Token transformers and generation against themselves computed another way."""
+"""Token transformers and generation, compared with other ways to compute them."""
 
 from types import SimpleNamespace
 

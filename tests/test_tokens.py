@@ -1,4 +1,4 @@
-"""Token caches and crops: ranks share the work, kills lose little, streams are of the same time."""
+"""Cached tokens and crops: ranks share the work, kills lose little, streams stay aligned."""
 
 import collections
 import importlib

@@ -1,4 +1,4 @@
-"""Where metrics go: each logger's records read back, and a resumed run leaves no line twice."""
+"""Metrics: the loggers' records are read back, and resumed runs repeat no line."""
 import contextlib
 import io
 import itertools
@@ -37,7 +37,7 @@ def offline(monkeypatch):
 
 
 def tracker_of(folder, step=0, **given):
-    """A Tracker of a run in `folder` that goes on from `step`."""
+    """A Tracker of a run in `folder` that resumes at `step`."""
     run = resume.RunFolder(folder)
     run.open()
     run.checkpoints = [{"file": "x.pt", "step": step, "sha256": ""}]

@@ -1,4 +1,4 @@
-"""The script that trains audio models, as a user runs it."""
+"""train_audio.py, as users run it."""
 
 import collections
 import dataclasses
@@ -309,8 +309,8 @@ def test_every_stage_keeps_the_rate_of_its_models_and_all_of_a_preset_share_sett
     contents["settings"]["sample_rate"] = 16000
     checkpoint.save(contents, "run/semantic/kmeans.pt")
     out = train(whole, "coarse", "run", expect=1)
-    assert "--sample_rate: 8000, but that of" in out
-    assert "is 16000; train the semantic stage at this rate, too" in out
+    assert "--sample_rate 8000: " in out
+    assert "has 16000; train the semantic stage at the same rate" in out
 
     shared = {each.name for each in dataclasses.fields(train_audio.SharedConfig)}
     preset = train_audio.PRESETS["speech-small"]

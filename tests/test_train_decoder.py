@@ -1,4 +1,4 @@
-"""The decoder: its parts against slow references, and the script as a user runs it."""
+"""The decoder: its parts, compared with slow references, and the script as users run it."""
 
 import dataclasses
 import functools
@@ -62,7 +62,7 @@ def world(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def trained(world):
-    """The run folders of both stages, 16 and 32 pixels, trained by the bare command."""
+    """The run folders of both stages, 16 and 32 pixels, trained by the command without --stage."""
     train_stage = train_decoder.train_stage
 
     def train_small(cfg, device):

@@ -1,4 +1,4 @@
-"""The prior: its model against itself computed another way, and the script as a user runs it."""
+"""The prior: its model, compared with other ways to compute it, and the script as users run it."""
 
 import shutil
 from functools import partial
@@ -464,7 +464,7 @@ def test_a_mistake_ends_in_one_line_and_a_status(words, status, message, emb, fi
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
-    """A folder: clip, trained in haste; emb, shapes that it embedded; run, on the built-in data.
+    """A folder with clip, briefly trained; emb, shapes that it embedded; run, on the built-in data.
 
     And other, a CLIP of another seed.
     """

@@ -1,4 +1,4 @@
-"""Recordings as tokens: the semantic tokenizer of a run, caches of tokens, crops of them."""
+"""Recordings as tokens: the semantic tokenizer of a run, cached tokens, crops of tokens."""
 
 import collections
 import contextlib
@@ -17,17 +17,17 @@ from common.data.files import Unusable
 from common.models import clip, semantic
 
 KMEANS_FILE = "kmeans.pt"  # in the folder of the semantic run
-LENGTHS_OF = 20_000  # recordings of which lengths and texts are looked at
-MAX_FRAMES = 30 * 60 * semantic.FRAME_RATE  # to fit k-means to: half an hour
+LENGTHS_OF = 20_000  # number of recordings used to measure lengths and texts
+MAX_FRAMES = 30 * 60 * semantic.FRAME_RATE  # for fitting k-means: half an hour
 
 # Tokenizers
 
 
 def load_kmeans(folder, sample_rate, device, make_features):
-    """The semantic tokenizer of a run folder, a semantic.KMeans, with its file's `checksum`.
+    """Load the semantic tokenizer of a run folder: a semantic.KMeans with its file's `checksum`.
 
-    make_features: function of the setting --tokenizer that gives the features of a wave.
-    UserError if it was fitted to recordings of another rate.
+    make_features: maps the setting --tokenizer to a function that computes features of a wave.
+    UserError if it was fitted at another sample rate.
     """
     path = Path(folder) / KMEANS_FILE
     contents = checkpoint.load(path, "settings")
@@ -37,8 +37,8 @@ def load_kmeans(folder, sample_rate, device, make_features):
     checkpoint.load_weights(kmeans, contents["model"], path)
     if kmeans.sample_rate != sample_rate:
         raise UserError(
-            f"--sample_rate: {sample_rate}, but that of {path} is {kmeans.sample_rate}; train the "
-            "semantic stage at this rate, too"
+            f"--sample_rate {sample_rate}: {path} has {kmeans.sample_rate}; train the semantic "
+            "stage at the same rate"
         )
     kmeans.checksum = checkpoint.checksum(path)[:16]
     return kmeans
@@ -47,8 +47,8 @@ def load_kmeans(folder, sample_rate, device, make_features):
 def fit(kmeans, dataset, indices, seed):
     """Fit a semantic.KMeans to at most half an hour of the recordings `indices`.
 
-    dataset.wave(index, length, fraction) is as that of Recordings, at dataset.rate; recordings that
-    raise Unusable are skipped. UserError if there are fewer frames than clusters.
+    dataset.wave(index, length, fraction): see Recordings.wave. Unusable recordings are skipped.
+    UserError if there are fewer frames than clusters.
     """
     key = accumulate.derive_seed("kmeans", seed)
     shuffled = np.random.default_rng(key).permutation(indices).tolist()
@@ -56,7 +56,7 @@ def fit(kmeans, dataset, indices, seed):
     frames = 0
     for index in tracker.progress(shuffled, desc="k-means: features", delay=3, leave=False):
         with contextlib.suppress(Unusable):
-            # Of long recordings a part, so that the half hour is of many.
+            # Use only 10 s of each, so that the half hour has many recordings.
             x = kmeans.features(dataset.wave(index, 10 * dataset.rate, 0.5))
             found.append(x.cpu())
             frames += len(x)
@@ -65,16 +65,16 @@ def fit(kmeans, dataset, indices, seed):
     x = torch.cat(found)[:MAX_FRAMES]
     if len(x) < kmeans.clusters:
         raise UserError(
-            f"--clusters {kmeans.clusters}: only {len(x)} frames of 20 ms to fit them to"
+            f"--clusters {kmeans.clusters}: there are only {len(x)} frames of 20 ms to fit them to"
         )
     kmeans.fit(x, accumulate.derive_seed("centers", seed))
 
 
 def fit_kmeans(run, dataset, indices, cfg, device, make_features):
-    """As `load_kmeans` of the RunFolder `run`, whose file is made first.
+    """Fit the semantic tokenizer of the RunFolder `run`, and return it, see `load_kmeans`.
 
-    A resumed run already has one. A file left by an aborted start is fitted again: its settings may
-    differ. cfg: with clusters, seed, and tokenizer. Collective.
+    A resumed run already has one. A file left by an aborted start is replaced, because its settings
+    may differ. cfg: has clusters, seed and tokenizer. Collective.
     """
     path = run.folder / KMEANS_FILE
 
@@ -98,12 +98,12 @@ def fit_kmeans(run, dataset, indices, cfg, device, make_features):
 def code_entropies(codes, Q, size):
     """(entropy (Q,) in nats, count (Q,)) of each quantizer's codes, over all ranks. Collective.
 
-    codes: list of (N, Q), empty on a rank without any; each code below `size`, or -100 for none.
+    codes: list of (N, Q), which may be empty; codes are below `size`, or -100 for none.
     """
     uses = []
     for column in torch.cat([torch.zeros(0, Q, dtype=torch.int64), *codes]).T:
         counts = torch.bincount(column[column >= 0], minlength=size)
-        # Summed over ranks before taking the entropy, which is not additive.
+        # Sum over ranks before taking the entropy, which is not additive.
         uses.append(dist.all_sum(counts.tolist()))
     uses = torch.tensor(uses)  # (Q, size)
     totals = uses.sum(1)
@@ -114,38 +114,39 @@ def code_entropies(codes, Q, size):
 
 
 class Tokens:
-    """The tokens of all recordings, in a file that is memory-mapped: processes share its pages.
+    """The tokens of all recordings, in a memory-mapped file whose pages all processes share.
 
-    It has the offsets of recordings among all frames, int64 (N + 1,), then the tokens, uint16
-    (Q, frames): one quantizer after the other, so a stage reads only those that it needs.
-    frames: of each recording, (N,); 0: it is unusable. Iteration gives the tokens (Q, T) of each.
+    The file has the offsets of recordings among all frames, int64 (N + 1,), then the tokens, uint16
+    (Q, frames), ordered by quantizer, so that a stage reads only the quantizers that it needs.
+    frames (N,): number of frames of each recording; 0: unusable. Iterating yields the tokens (Q, T)
+    of each recording.
     """
 
     def __init__(self, path, count, num_quantizers):
-        """ValueError if the file is of another size. Its tokens are not checked."""
+        """ValueError if the file has another size. Its tokens are not checked."""
         self.arguments = path, count, num_quantizers
-        content = np.asarray(np.memmap(path, np.uint16, "r"))  # parts of an array are made faster
-        size = 4 * (count + 1)  # of the offsets, in numbers of 16 bits
+        content = np.asarray(np.memmap(path, np.uint16, "r"))  # slicing a memmap is slower
+        size = 4 * (count + 1)  # of the offsets, in 16-bit units
         self.offsets = content[:size].view(np.int64).reshape(count + 1)
         self.tokens = content[size:].reshape(num_quantizers, self.offsets[-1])
         self.frames = np.diff(self.offsets)
 
     def __reduce__(self):
-        return Tokens, self.arguments  # a worker that was not forked maps the file, too
+        return Tokens, self.arguments  # spawned workers map the file again
 
     def __iter__(self):
         for start, stop in itertools.pairwise(self.offsets):
             yield self.tokens[:, start:stop]
 
     def window(self, index, start, stop, quantizers=slice(None)):
-        """The tokens, int64 (T, n), of the frames `start` to `stop`, or the end, of a recording."""
+        """Tokens, int64 (T, n), of the frames `start` to `stop` (or the end) of a recording."""
         first, end = self.offsets[index : index + 2]
         tokens = self.tokens[quantizers, first + start : min(first + stop, end)]
         return torch.from_numpy(tokens.T.astype(np.int64))  # embeddings take 64 bits
 
 
 def write_tokens(path, frames, encoded):
-    """Write the file of `Tokens`. encoded: (recording, its tokens (Q, T)), in any order."""
+    """Write a file for `Tokens`. encoded: (recording, its tokens (Q, T)), in any order."""
     offsets = np.append(0, frames.cumsum())
     with checkpoint.atomic_write(path) as file:
         file.write(offsets.tobytes())
@@ -156,14 +157,14 @@ def write_tokens(path, frames, encoded):
                 file.write(row.tobytes())
 
 
-# Until all tokens are known, they are in pieces: those that a rank has made in so many seconds.
+# Until all recordings are encoded, tokens are in pieces: what a rank encodes in this time.
 PIECE_SECONDS = 20
 
 
 def read_pieces(place):
-    """Yield (recording, tokens (Q, T)) of the pieces in a folder, but for those that are damaged.
+    """Yield (recording, tokens (Q, T)) from the pieces in a folder, except for damaged ones.
 
-    Zip files have checksums.
+    Their zip format has checksums.
     """
     for path in place.glob("*.npz"):
         # numpy and zipfile raise a dozen types for a damaged file.
@@ -173,11 +174,11 @@ def read_pieces(place):
 
 
 def encode_missing(place, missing, cfg, dataset, tokenizer):
-    """Write the tokens of the recordings `missing` in pieces, in the folder `place`. Collective.
+    """Encode the recordings `missing`, and write their tokens to pieces in `place`. Collective.
 
-    Ranks take turns, and meet after each piece: so signals are heard, and no rank waits for long.
-    One recording is encoded at a time. In a batch its padding, and so its tokens, would depend on
-    which others are missing.
+    Ranks take turns, and synchronize after each piece, so that signals are handled and no rank
+    waits for long. Recordings are encoded one by one: in a batch, padding, and so the tokens, would
+    depend on which others are missing.
     """
     share = missing[dist.rank() :: dist.world_size()].tolist()
     timeout = 60 * cfg.timeout_minutes
@@ -186,7 +187,7 @@ def encode_missing(place, missing, cfg, dataset, tokenizer):
     recordings = zip(bar, waves)
 
     def make_piece():
-        """Whether some may be left. After an error the piece has what was encoded before it."""
+        """Write a piece. True if there may be more. After an error, it has what came before."""
         due = time.monotonic() + PIECE_SECONDS
         encoded = {}  # {recording: tokens (T, Q)}
         try:
@@ -212,14 +213,14 @@ def encode_missing(place, missing, cfg, dataset, tokenizer):
 
 
 def token_cache(cfg, dataset, tokenizer):
-    """The Tokens of a dataset's recordings, a file below RUN/tokens. Collective.
+    """The Tokens of a dataset's recordings, in a file below RUN/tokens. Collective.
 
-    What is missing is encoded. The file is the same, whatever number of ranks has made it, and
-    however often they were killed.
+    Missing recordings are encoded. The file does not depend on the number of ranks, nor on how
+    often they were killed.
 
-    tokenizer: its `encode` of a wave gives integers below 65536, (T,) or (T, num_quantizers), and
-    its `checksum` changes with them. Recordings that are unusable have no tokens; each start tries
-    them again.
+    tokenizer: `encode` maps a wave to integers below 65536, (T,) or (T, num_quantizers), and
+    `checksum` changes when its tokens do. Unusable recordings have no tokens; each start tries them
+    again.
     """
     fingerprint = dataset.fingerprint()
     digest = order.hash_of(repr((fingerprint, tokenizer.checksum)).encode())
@@ -228,9 +229,9 @@ def token_cache(cfg, dataset, tokenizer):
     arguments = path, len(dataset), tokenizer.num_quantizers
 
     def known():
-        """Yield (recording, tokens (Q, T)) of the file, then of pieces, which win."""
+        """Yield (recording, tokens (Q, T)) from the file, then from pieces, which are newer."""
         saved = ()
-        with contextlib.suppress(FileNotFoundError, ValueError):  # it is not there, or damaged
+        with contextlib.suppress(FileNotFoundError, ValueError):  # missing or damaged
             saved = Tokens(*arguments)
         yield from enumerate(saved)
         yield from read_pieces(place)
@@ -242,7 +243,7 @@ def token_cache(cfg, dataset, tokenizer):
         return frames
 
     def join():
-        pieces = list(place.glob("*.npz*"))  # also those that were being written
+        pieces = list(place.glob("*.npz*"))  # also incomplete ones
         if pieces or not path.exists():
             write_tokens(path, known_frames(), known())
         for piece in pieces:
@@ -255,7 +256,7 @@ def token_cache(cfg, dataset, tokenizer):
 
     dist.on_all(lambda: place.mkdir(parents=True, exist_ok=True))
     with open(place / ".lock", "w") as file:
-        while not dist.on_main(lock):  # another run makes them, as fine beside coarse
+        while not dist.on_main(lock):  # another run is encoding, such as coarse beside fine
             time.sleep(1)
         missing = dist.on_main(lambda: np.flatnonzero(known_frames() == 0))
         if len(missing):
@@ -268,14 +269,14 @@ def token_cache(cfg, dataset, tokenizer):
 
 
 def align(content, heard):
-    """For each token of `heard` (T,) its place in `content` (N,), int64 (T,), which never falls.
+    """Align the tokens `heard` (T,) with `content` (N,): nondecreasing positions in it, int64 (T,).
 
-    By edit distance, numpy arrays: a place may sound for any number of tokens, also of wrong ones,
-    each of which costs 1. `heard` may end before `content` does.
+    The alignment has the least cost: each position may last for any number of tokens, and each
+    token that differs from the content at its position costs 1. `heard` may end before `content`.
     """
     cost = np.full(len(content), np.inf)
-    cost[0] = 0  # the first token sounds first
-    moved = np.zeros((len(heard), len(content)), bool)  # whether the token before was a place back
+    cost[0] = 0  # start at the first token
+    moved = np.zeros((len(heard), len(content)), bool)  # true if the previous position is one less
     for t, token in enumerate(heard):
         if t:
             cost_back = np.append(np.inf, cost[:-1])
@@ -292,25 +293,23 @@ def align(content, heard):
 
 @dataclasses.dataclass(eq=False)
 class TokenCrops:
-    """A dataset to train on: crops of recordings as streams of tokens, of one and the same time.
+    """A training dataset: crops of recordings as token streams that cover the same time.
 
-    A crop is `seconds` long, in frames of the codes or, without these, of the semantic tokens.
+    A crop lasts `seconds`, in frames of the codes or, without codes, of the semantic tokens.
     """
 
     dataset: object
     seconds: float
-    # Each has a name and num_quantizers: "semantic" is of the semantic tokens, each other one of
-    # the next quantizers' codes.
+    # Each has a name and num_quantizers: "semantic" has the semantic tokens, the others have the
+    # codes of the next quantizers.
     streams: list
-    # Function (streams, samples) -> a batch of [(codes of each stream (T, Q), whether it ends
-    # there)].
-    lay_out: object
+    lay_out: object  # function (streams, samples) -> batch: see token_lm.lay_out
     semantic_tokens: Tokens | None
     codes: Tokens | None
-    frame_rate: float  # codes a second
+    frame_rate: float  # frames per second
 
     def __post_init__(self):
-        timing = self.codes or self.semantic_tokens  # crops are cut in frames of these
+        timing = self.codes or self.semantic_tokens  # crops are measured in frames of these
         self.frames = timing.frames  # of each recording
         self.crop_frames = max(1, round(self.seconds * self.frame_rate))
         # See `join_within`.
@@ -318,20 +317,20 @@ class TokenCrops:
         self.others = collections.defaultdict(list)  # {voice: recordings}
 
     def fault(self, index):
-        """Why a recording has no tokens; "" if it can be read now."""
+        """Name of an unusable recording, and the reason; "" if it can be read now."""
         return self.dataset.fault(index)
 
     def readable(self, indices):
-        """Those of `indices` whose recordings have tokens."""
+        """The `indices` whose recordings have tokens."""
         return indices[self.frames[indices] > 0]
 
     def crop(self, index, offset=0.0):
-        """(tokens of each stream, int64 (T, Q), and whether the recording ends there).
+        """(tokens of each stream, int64 (T, Q); True if the recording ends with the crop).
 
-        offset: within [0, 1), from the first to the last possible crop.
+        offset: position in [0, 1), from the first to the last possible crop.
         """
         frames = int(self.frames[index])
-        # Every frame at which a whole crop fits is equally probable.
+        # Every start at which a whole crop fits has the same probability.
         start = int(offset * (max(0, frames - self.crop_frames) + 1))
         stop = min(frames, start + self.crop_frames)
         return self.window(index, start, stop), stop == frames
@@ -339,10 +338,10 @@ class TokenCrops:
     def window(self, index, start, stop):
         """The tokens of each stream, int64 (T, Q), of the frames `start` to `stop`."""
         found = []
-        first = 0  # quantizer of the codes that come next
+        quantizer = 0  # the first one of the next stream of codes
         for stream in self.streams:
             if stream.name == "semantic":
-                # The same time, at another frame rate: what sounds in it, and one token at least.
+                # Tokens of the same time, at their own frame rate, and at least one.
                 ratio = semantic.FRAME_RATE / self.frame_rate
                 last = self.semantic_tokens.frames[index]
                 start_heard = min(round(start * ratio), last - 1)
@@ -350,20 +349,20 @@ class TokenCrops:
                 if stop == self.frames[index]:  # rounding must not lose the last token
                     stop_heard = last
                 heard = self.semantic_tokens.window(index, start_heard, stop_heard)  # (T, 1)
-                # Without repetitions, so coarse must model durations (AudioLM §III-C).
+                # Remove repetitions, so that coarse must model durations (AudioLM §III-C).
                 codes = heard[:, 0].unique_consecutive()[:, None]  # (N, 1)
             else:
-                quantizers = slice(first, first + stream.num_quantizers)
+                quantizers = slice(quantizer, quantizer + stream.num_quantizers)
                 codes = self.codes.window(index, start, stop, quantizers)  # (T, n)
-                first = quantizers.stop
+                quantizer = quantizers.stop
             found.append(codes)
         return found
 
     def join_within(self, indices, probability):
-        """In training, let a whole recording be followed by another one of its speaker.
+        """In training, append another recording of the same speaker to a whole recording.
 
-        So few short recordings teach what comes after a word. The others are those of `indices`.
-        A recording whose speaker is not known is followed by itself.
+        So short recordings also teach what follows a word. The others are chosen from `indices`. A
+        recording of an unknown speaker is followed by itself.
         """
         self.join = probability
         for index in self.readable(indices):
@@ -371,15 +370,15 @@ class TokenCrops:
                 self.others[self.voice_of(index)].append(index)
 
     def voice_of(self, index):
-        """A speaker, or a recording whose speaker is not known; its `shifts` have one name."""
+        """The speaker of a recording or, if unknown, its name, which its `shifts` share."""
         return self.dataset.speaker_of[index] or self.dataset.names[index]
 
     def sample(self, index, offset=0.0, draw=1.0, which=0.0):
-        """(tokens of each stream, whether the recording ends there, its text).
+        """(tokens of each stream, True if the recording ends there, text).
 
-        A text says all of a recording, so a crop that is a part of one has none: "".
-        offset: of `crop`. Below `join`, `draw` in [0, 1) lets another recording follow: that which
-        `which` in [0, 1) chooses, if both fit a crop.
+        The text belongs to a whole recording, so for a part of a recording it is "".
+        offset: see `crop`. If `draw` in [0, 1) is below `join`, and both fit in a crop, another
+        recording is appended, which `which` in [0, 1) chooses.
         """
         streams, ended = self.crop(index, offset)
         if not self.is_whole(index):
@@ -391,23 +390,23 @@ class TokenCrops:
             if self.frames[[index, other]].sum() <= self.crop_frames:
                 following, ended = self.crop(other)
                 streams = [torch.cat(pair) for pair in zip(streams, following)]
-                if self.streams[0].name == "semantic":  # without repetitions, here too
+                if self.streams[0].name == "semantic":  # also no repetition where they meet
                     streams[0] = streams[0].unique_consecutive(dim=0)
                 texts = [text, self.dataset.texts[other]]
                 text = " ".join(texts) if all(texts) else ""
         return streams, ended, text
 
     def is_whole(self, index):
-        """Whether every crop of a recording is all of it."""
+        """True if a recording is not longer than a crop."""
         return self.frames[index] <= self.crop_frames
 
     def fetch(self, indices, random_bits=None):
-        """(the batch of `lay_out` with "text": [B], or {} unless all are usable; usable (B,))."""
+        """(batch from `lay_out` with "text": [B], or {} unless all are usable; usable (B,))."""
         # Recordings that could not be read have no tokens.
         usable = self.frames[indices] > 0
         if not usable.all():
             return {}, usable
-        # In evaluation every crop is the beginning of its recording, and none follows it.
+        # In evaluation, crops start at the beginning of recordings, and nothing is appended.
         draws = order.uniform(random_bits, len(indices), [0.0, 1.0, 0.0])
         samples = list(map(self.sample, indices.tolist(), *draws.T))
         batch = self.lay_out(self.streams, [(streams, ended) for streams, ended, _ in samples])
@@ -417,10 +416,10 @@ class TokenCrops:
     def lengths(self, indices):
         """{"max_frames": of the last stream, "max_context": of the one before it, "frame_rate"}.
 
-        frame_rate is of the last one. They are of many crops, at places as in training: the
-        longest. Semantic tokens alone have no fixed rate, so theirs is the 95th percentile, and so
-        is their length without texts. With texts it is the longest: a window that does not begin
-        with its recording has none.
+        They are measured on many crops, drawn as in training. frame_rate is that of the last
+        stream. Lengths are maxima. Semantic tokens have no fixed rate, so the rate of a semantic
+        stage is the 95th percentile. Its length is, too, unless there are texts: then generation
+        has only one window, and the length is the maximum.
         """
         indices = self.readable(order.some_of(indices, LENGTHS_OF))
         draws = np.random.default_rng(0).random((3, len(indices)))
@@ -442,10 +441,10 @@ class TokenCrops:
 
 
 def tokenize_splits(cfg, splits, streams, lay_out, kmeans, codec):
-    """`splits` of recordings as splits of their TokenCrops, which say what the others are.
+    """Convert `splits` of recordings to splits of TokenCrops, with `streams` and `lay_out`.
 
-    All recordings are made tokens once, in files below RUN/tokens. kmeans, codec: None if the crops
-    have none of their tokens. Collective.
+    All recordings are tokenized once, to files below RUN/tokens. kmeans, codec: None if the streams
+    do not need their tokens. Collective.
     """
     frame_rate = codec.frame_rate if codec else semantic.FRAME_RATE
 
@@ -470,11 +469,11 @@ def tokenize_splits(cfg, splits, streams, lay_out, kmeans, codec):
 
 
 def learn_vocabulary(crops, indices, size, max_tokens):
-    """(the `size` most frequent words of training transcripts, tokens of the longest, at most).
+    """([the `size` most frequent words of training transcripts], tokens of the longest one).
 
-    ([], 0) if there are no transcripts.
-    crops: TokenCrops. A note says how many texts are empty, or longer than `max_tokens`, and how
-    many recordings are longer than a crop: these are trained on without text. UserError if all are.
+    ([], 0) if there are no transcripts. The length is at most `max_tokens`. crops: TokenCrops.
+    Notes count texts that are empty or longer than `max_tokens`, and recordings longer than a crop,
+    which are trained on without text. UserError if all are longer.
     """
     dataset = crops.dataset
     texts = [dataset.texts[index] for index in order.some_of(indices, LENGTHS_OF)]
@@ -488,15 +487,16 @@ def learn_vocabulary(crops, indices, size, max_tokens):
         about = f"longer than a crop, up to {seconds:.2f} s ({dataset.names[longest]})"
         if len(longer) == len(readable):
             dist.fail(
-                f"--seconds: all recordings are {about}; no crop is what a text says: give "
+                f"--seconds: all recordings are {about}, so no crop matches its text; give "
                 f"--seconds {seconds:.2f}, or --max_text_len 0"
             )
         config.note(
-            f"--seconds: {len(longer)} of {len(readable)} recordings are {about}, and have no text"
+            f"--seconds: {len(longer)} of {len(readable)} recordings are {about}, so their texts "
+            "are not used"
         )
     tokenizer = clip.Tokenizer.learn(texts, size)
     clip.note_texts(texts, tokenizer.encode, max_tokens)
-    # As in training: of whole recordings, maybe of two that are joined.
+    # Measure the texts that training uses: of whole recordings, possibly of two joined ones.
     some = crops.readable(order.some_of(indices, LENGTHS_OF))
     draws = np.random.default_rng(0).random((3, len(some)))
     trained_on = {text for _, _, text in map(crops.sample, some, *draws)}

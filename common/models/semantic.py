@@ -1,16 +1,17 @@
-"""Semantic tokens, 50 a second: k-means on MFCC, or on a layer of a published speech model.
+"""Semantic tokens, 50 per second: k-means on MFCC, or on a layer of a published speech model.
 
     tokenizer = semantic.KMeans(100, semantic.MFCC(), sample_rate)
     tokenizer.fit(x, seed)                                     # features (N, D) of many waves
     tokens = tokenizer.encode(wave)                            # int64 (T,)
 
-They encode content, not speaker identity. AudioLM (Borsos et al. 2022, §III-B) takes 1,024 clusters
-of layer 7 of w2v-BERT XL, 25 a second. That model is not published; w2v-BERT 2.0 is of its family.
-HuBERT (Hsu et al. 2021, §III-A) and WavLM (Chen et al. 2021) are used in the same way.
+They encode content, not speaker identity. AudioLM (Borsos et al. 2022, §III-B) has 1,024 clusters
+of layer 7 of w2v-BERT XL, at 25 tokens per second. That model is not published; w2v-BERT 2.0 is of
+the same family. HuBERT (Hsu et al. 2021, §III-A) and WavLM (Chen et al. 2021) are used in the same
+way.
 
-Features of another model are a class as MFCC, or as SpeechLayer of interop/speech.py. A semantic
-model without k-means goes in the place of KMeans: it needs `clusters`, `num_quantizers`, `encode`
-and, if it is fitted, `fit` and the buffers that this fills; its tokens must be FRAME_RATE a second.
+To add features, write a class like MFCC, or like SpeechLayer in interop/speech.py. A semantic model
+without k-means replaces KMeans: it needs `clusters`, `num_quantizers`, `encode` and, if it is
+fitted, `fit` and the buffers that it fills. It must give FRAME_RATE tokens per second.
 """
 
 import numpy as np
@@ -20,22 +21,22 @@ from torch import nn
 from common.models import quantize
 from common.models.audio import in_blocks, log_mel, resample
 
-FRAME_RATE = 50  # tokens a second
-# Of MFCC.
+FRAME_RATE = 50  # tokens per second
+# Settings of MFCC
 HOP = 160  # samples
 WINDOW = 400  # samples
-FLOOR = 1e-3  # least mel magnitude
+FLOOR = 1e-3  # minimum mel magnitude
 MEL_BINS = 26
 LLOYD_ROUNDS = 30  # of k-means
 
 
 class MFCC:
-    """Mel cepstra (Davis & Mermelstein 1980): of the log-mel spectrum the DCT-II.
+    """Mel cepstra (Davis & Mermelstein 1980): the orthonormal DCT-II of the log-mel spectrum.
 
-    It is orthonormal, and without its constant, which is loudness. width: coefficients.
+    The constant coefficient, which is loudness, is left out. width: number of coefficients.
     """
 
-    # Like a telephone, whose band is enough to understand speech.
+    # As on the telephone, whose bandwidth suffices to understand speech.
     sample_rate = 8_000
     width = 12
 
@@ -49,12 +50,12 @@ class MFCC:
 
 
 class KMeans(nn.Module):
-    """Maps each 20 ms of a wave to the nearest of `clusters` centers, in the space of its features.
+    """Maps each 20 ms of a wave to the nearest of `clusters` centers in feature space.
 
-    features: function of a wave (1, T) at its `sample_rate` that gives (1, T', `width`), as MFCC.
-    They are normalized by the mean and deviation of the training data. So with MFCC a prompt has
-    the same tokens alone as within its recording; a layer of a published model sees all of a block.
-    Long sounds are taken in blocks, so an hour fits into memory.
+    features: maps a wave (1, T) at its `sample_rate` to (1, T', `width`), like MFCC. Features are
+    normalized with the mean and deviation of the training data. So, with MFCC, a prompt has the
+    same tokens as within its recording; layers of published models see a whole block. Long
+    recordings are processed in blocks, so that an hour fits in memory.
     """
 
     num_quantizers = 1  # a codec has more tokens a frame
@@ -63,20 +64,20 @@ class KMeans(nn.Module):
         super().__init__()
         self.clusters = clusters
         self.frames_of = features
-        self.sample_rate = sample_rate  # of all recordings, also of those to fit it to
+        self.sample_rate = sample_rate  # of all recordings, also those for `fit`
         self.register_buffer("centers", torch.zeros(clusters, features.width))
         self.register_buffer("mean", torch.zeros(features.width))
         self.register_buffer("std", torch.ones(features.width))
 
     def features(self, wave):
-        """Features (ceil(seconds * FRAME_RATE), D) of a wave, a tensor (T,) at `sample_rate`."""
+        """Features (ceil(seconds * FRAME_RATE), D) of a wave (T,) at `sample_rate`."""
         rate = self.frames_of.sample_rate
         wave = resample(wave.to(self.centers.device), self.sample_rate, rate)
-        # A second of what is around a block.
+        # A block also sees a second before and after it.
         return in_blocks(self.frames_of, wave, rate // FRAME_RATE, 1, FRAME_RATE, FRAME_RATE)
 
     def fit(self, x, seed):
-        """Take the centers of features x (N, D), normalized to variance 1 (AudioLM §III-B)."""
+        """Fit the centers to features x (N, D), normalized to variance 1 (AudioLM §III-B)."""
         x = x.to(self.centers.device)
         self.mean = x.mean(0)
         self.std = x.std(0, correction=0).clamp(min=1e-5)
@@ -85,7 +86,7 @@ class KMeans(nn.Module):
         self.centers, _ = quantize.kmeans(x, self.clusters, generator, LLOYD_ROUNDS)
 
     def encode(self, wave):
-        """Tokens, int64 (ceil(seconds * FRAME_RATE),), on the CPU, of a wave, a tensor (T,)."""
+        """Tokens of a wave (T,), int64 (ceil(seconds * FRAME_RATE),), on the CPU."""
         x = self.features(wave)
         tokens = quantize.nearest_codes((x - self.mean) / self.std, self.centers)
         return tokens.cpu()
