@@ -68,3 +68,13 @@ def test_every_case_gives_a_line_of_its_own(name, words, cases, monkeypatch, cap
         case = re.sub("^checkpoint_.*", "checkpoint", line["case"])
         found.add(case.replace("decode", "tokenize"))
     assert found == set(cases or bench.CASES)
+
+
+def test_large_data_are_opened_and_read(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(Path(__file__).parent / "benchmarks")
+    bench = importlib.import_module("bench_data")
+    monkeypatch.setattr("sys.argv", ["bench_data", "pictures", "--rows", "40", "--ranks", "1"])
+    bench.main()
+    line = json.loads(capsys.readouterr().out)
+    assert line["items_per_s"] > 0
+    assert 0 < line["first_s"] < math.inf
