@@ -432,7 +432,7 @@ def run(commands, usage, default=None, presets=None):
         status = 1
         function(cfg)
     except (UserError, OSError) as error:
-        # Rank 0 reports command-line errors, which all ranks have. Later, the failed rank does.
+        # Rank 0 reports command-line errors, which all ranks have; later, the rank that failed.
         if status == 1 or is_main():
             print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr, flush=True)
         raise SystemExit(status) from None

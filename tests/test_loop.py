@@ -511,7 +511,7 @@ def test_the_same_logger_gets_the_config_at_every_start(tmp_path, monkeypatch):
 # Evaluation
 
 class Noisy(nn.Module):
-    """A model whose loss has noise, and dropout in training."""
+    """A model with a noisy loss, and with dropout in training."""
 
     def __init__(self, **settings):
         super().__init__()
