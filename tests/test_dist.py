@@ -121,7 +121,7 @@ def sum_up(bucket):
     model = nn.ModuleList([kernel, nn.Linear(2, 2), nn.Linear(2, 2), frozen, last])
     for parameter in model.parameters():
         nn.init.ones_(parameter)
-    early = []  # bytes that lie with the gradient of the last layer, when the first has none yet
+    early = []  # size of the last layer's bucket, while the first layer has no gradient yet
 
     def gradients(context):
         model.zero_grad()

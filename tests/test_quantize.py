@@ -184,7 +184,7 @@ def test_passes_without_gradients_or_training_and_discarded_steps_leave_no_trace
     z = latents() + 1
     quantizer(z)
     quantizer.discard()
-    quantizer.update(0)  # of nothing
+    quantizer.update(0)  # without statistics
     with torch.no_grad():
         quantizer(z)
     quantizer.eval()(z)

@@ -45,7 +45,7 @@ class Same:
 
 
 class Recordings:
-    """Recordings of 5 to 25 seconds, each of whose waves is its number."""
+    """Recordings of 5 to 25 seconds, whose waves are their numbers."""
 
     def __init__(self, hours):
         self.count = round(hours * 3600 / 15)
