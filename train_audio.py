@@ -1248,7 +1248,7 @@ TRAIN = {
 
 def train(cfg):
     """Train one stage, or all in turn and then evaluate them together."""
-    device = dist.setup(cfg.device, cfg.timeout_minutes)
+    device = dist.setup(cfg.device, cfg.timeout_minutes, cfg.deterministic)
     configs = [cfg]
     if cfg.stage == "all":
         # Each stage is its own run, so the command resumes in the stage where it stopped.

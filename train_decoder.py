@@ -536,7 +536,9 @@ class UNet(nn.Module):
         x = x_t
         if low_res is not None:  # an upsampler sees it at every step (DALL-E 2 §2.1)
             x = torch.cat([x_t, low_res], dim=1)  # (B, 6, H, H)
-        x = self.stem(x)  # (B, W, H, H), with the memory layout of the weights
+        # Otherwise channels last, the layout of images, would spread to all blocks on GPUs.
+        x = x.contiguous(memory_format=layout_on(x.device))
+        x = self.stem(x)  # (B, W, H, H)
         skips = [x]  # outputs on the way down
         for block in self.downs:
             # H is halved before each level but the first.
@@ -679,8 +681,6 @@ def diffusion_loss(unet, batch, condition):
     x0 = pixels.from_uint8(batch["image"])  # (B, 3, H, H) in [-1, 1]
     size = len(x0)
     device = x0.device
-    # In another layout, group norms would copy their inputs.
-    x0 = x0.contiguous(memory_format=layout_on(device))
     low_res = low_res_timestep = None
     if cfg.low_res_size:
         low_res, low_res_timestep = upsampler_inputs(unet, batch)
@@ -1337,7 +1337,7 @@ def train_stage(cfg, device):
 
 def train(cfg):
     # Join the process group, and make the built-in data if needed.
-    device = dist.setup(cfg.device, cfg.timeout_minutes)
+    device = dist.setup(cfg.device, cfg.timeout_minutes, cfg.deterministic)
     if cfg.data == "shapes":
         cfg = embed.with_builtin_data(cfg, device)
     if cfg.stage != "all":

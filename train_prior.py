@@ -651,7 +651,7 @@ def open_data(cfg, source, device, widths=None):
 
 def train(cfg):
     # Join the process group. Rank 0 locks the run folder, then all ranks open the data.
-    device = dist.setup(cfg.device, cfg.timeout_minutes)
+    device = dist.setup(cfg.device, cfg.timeout_minutes, cfg.deterministic)
     if cfg.data == "shapes":
         from common.data import embed
 

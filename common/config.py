@@ -173,6 +173,9 @@ class TrainingRun(Settings):
         "fp32", "precision of matrix products; fp32 is TF32 on GPUs"
     )
     compile: bool = field(False, "compile the model with torch.compile")
+    deterministic: bool = field(
+        True, "on GPUs, give the same bits in every run; off: let cuDNN pick its fastest kernels"
+    )
     log_every: PositiveInt = field(25, "steps between log lines")
     save_every: Interval = field("200", "steps between checkpoints, or as 10min; 0: only the last")
     load: str = field(

@@ -39,14 +39,17 @@ def world_size():
 # The process group
 
 
-def setup(device="auto", timeout_minutes=30.0):
-    """Join torchrun's process group until the process exits; returns this rank's torch.device."""
+def setup(device="auto", timeout_minutes=30.0, deterministic=True):
+    """Join torchrun's process group until the process exits; returns this rank's torch.device.
+
+    deterministic: see `choose_device`.
+    """
     if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
         # PR_SET_PDEATHSIG: if torchrun is killed, its ranks get SIGTERM and stop training.
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)
     if os.environ.get("SLURM_NTASKS", "1") != "1" and "RANK" not in os.environ:
         note("this Slurm task trains alone; to use several, let srun start torchrun on each node")
-    device = choose_device(device)
+    device = choose_device(device, deterministic)
     if world_size() > 1:
         # Even with GPUs, the hosts exchange stop signals and plain values over gloo.
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.device_count() else "gloo"
@@ -57,11 +60,12 @@ def setup(device="auto", timeout_minutes=30.0):
     return device
 
 
-def choose_device(device="auto"):
+def choose_device(device="auto", deterministic=True):
     """This process's torch.device, set up for use.
 
     Commands of a single process call this instead of `setup`, so that they do not wait for other
-    ranks in containers that set WORLD_SIZE.
+    ranks in containers that set WORLD_SIZE. deterministic: GPUs give the same bits in every run,
+    and after a resume; otherwise cuDNN measures which of its kernels are the fastest.
     """
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # ranks on this machine
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
@@ -82,10 +86,10 @@ def choose_device(device="auto"):
             )
         torch.cuda.set_device(local_rank)
         torch.set_float32_matmul_precision("high")  # TF32
-        # Every run gives the same bits, also after a resume. cuBLAS needs the variable for that.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs it
+        torch.use_deterministic_algorithms(deterministic)
         torch.utils.deterministic.fill_uninitialized_memory = False  # it costs time
+        torch.backends.cudnn.benchmark = not deterministic
         device = f"cuda:{local_rank}"
     elif device == "mps" and not torch.backends.mps.is_available():
         raise UserError("--device mps: there is none on this machine; use --device cpu")

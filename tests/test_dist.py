@@ -317,3 +317,23 @@ def test_a_device_that_is_not_there_is_refused_with_a_way_out(device, message, m
     monkeypatch.setenv("LOCAL_RANK", "2")
     with pytest.raises(UserError, match=f"--device {device}: {message}"):
         dist.setup(device)
+
+
+# A process of its own, as these settings are torch's. There need be no GPU to take them.
+ON_GPU = """
+import torch
+from common import dist
+
+torch.cuda.device_count = lambda: 1
+torch.cuda.set_device = lambda number: None
+for options in ({}, {"deterministic": False}):
+    device = dist.setup("cuda", **options)
+    print(device, torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark)
+"""
+
+
+def test_on_a_gpu_bits_repeat_unless_cudnn_may_look_for_faster_kernels():
+    """Promise 9"""
+    status, out, err = script(ON_GPU)
+    assert status == 0, err
+    assert out == "cuda:0 True False\ncuda:0 False True\n"
