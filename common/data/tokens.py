@@ -343,7 +343,7 @@ class TokenCrops:
             if stream.name == "semantic":
                 # Tokens of the same time, at their own frame rate, and at least one.
                 ratio = semantic.FRAME_RATE / self.frame_rate
-                last = int(self.semantic_tokens.frames[index])
+                last = self.semantic_tokens.frames[index]
                 start_heard = min(round(start * ratio), last - 1)
                 stop_heard = max(round(stop * ratio), start_heard + 1)
                 if stop == self.frames[index]:  # rounding must not lose the last token
